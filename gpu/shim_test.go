@@ -62,14 +62,14 @@ var buildShim = sync.OnceValues(func() (dir string, err error) {
 	}
 	pybind := func(names ...string) (out []string) {
 		for _, n := range names {
-			out = append(out, filepath.Join("..", "..", "pybind", n))
+			out = append(out, filepath.Join("..", "pybind", n))
 		}
 		return out
 	}
 	flags := append(cc[1:], "-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-O1", "-g", "-pthread")
 	for _, args := range [][]string{
 		append(pybind("tests/fake_cuda.c"), "-shared", "-fPIC", "-o", filepath.Join(dir, "libfake_cuda.so")),
-		append(pybind("tests/work_engine.c", "src/work.c", "src/graph.c", "src/cuda.c", "src/system.c"), "-DARMED_US=200", "-I"+pybind("include")[0], "-I"+pybind("src")[0], "-ldl",
+		append(pybind("tests/work_engine.c", "src/work.c", "src/work_gpu.c", "src/work_list.c", "src/work_slots.c", "src/graph.c", "src/cuda.c", "src/system.c"), "-DARMED_US=200", "-I"+pybind("include")[0], "-I"+pybind("src")[0], "-ldl",
 			"-o", filepath.Join(dir, "work_engine")),
 	} {
 		if out, err := exec.Command(cc[0], append(flags[:len(flags):len(flags)], args...)...).CombinedOutput(); err != nil {

@@ -33,7 +33,7 @@ def compile_library(target: pathlib.Path) -> None:
 class BuildPy(build_py):
     def run(self) -> None:
         super().run()
-        # An editable install uses the library in the source folder.
+        # An editable install uses the library in the source directory.
         base = ROOT / "python" if self.editable_mode else pathlib.Path(self.build_lib)
         compile_library(base / "kvspray" / "libkvspray.so")
 

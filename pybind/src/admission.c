@@ -1,14 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * A scheduler's questions whether a prefill has admitted a request, and the answers, kept for a while; and its word that it will not
- * come for one.
+ * Admission queries of a scheduler (AWAIT) with their answers, and its cancellations before a lease (DECLINE).
  */
 #include <errno.h>
 #include <stdlib.h>
 
 #include "client.h"
 
-#define AWAIT_KEEP_MS 60000      /* an answer outlives its question's ttl by so much */
+#define AWAIT_KEEP_MS 60000      /* how long an answer is kept after its query's ttl */
 
 static struct await **await_slot(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32])
 {
@@ -24,6 +23,38 @@ static struct await **await_slot(kvs_client *c, const uint8_t xfer[16], const ui
 	return at;
 }
 
+/* The keys that AWAIT and DECLINE share, of a map of n keys. */
+static void write_question(struct mpw *w, uint32_t n, uint64_t id, const uint8_t key[48], const char *peer)
+{
+	mpw_map(w, n);
+	mpw_put_uint(w, "id", id);
+	mpw_put_bin(w, "xfer", key, 16);
+	mpw_put_bin(w, "hash", key + 16, 32);
+	mpw_put_str(w, "peer", peer);
+}
+
+/* Sends the message c->msg + 1. False: the socket has no room now, or the session is replaced. */
+static bool sent(kvs_client *c, uint32_t type, struct mpw *w)
+{
+	int rc = message_send(c, type, w, NULL, 0);
+	int err = errno;
+	mpw_free(w);
+	if (rc == 0)
+		c->msg++;
+	else if (err != EAGAIN && err != EINTR)
+		session_break(c, strerror(err));
+	return rc == 0;
+}
+
+/* Frees the query at *at. */
+static void await_drop(kvs_client *c, struct await **at)
+{
+	struct await *a = *at;
+	*at = a->hash_next;
+	free(a);
+	c->await_count--;
+}
+
 void awaits_ask(kvs_client *c, int64_t now)
 {
 	if (!session_usable(c) || !c->await_unsent)
@@ -33,29 +64,12 @@ void awaits_ask(kvs_client *c, int64_t now)
 			if (a->msg || a->answer.state != KVS_ADMISSION_PENDING || a->end_ms <= now)
 				continue;
 			struct mpw w = {0};
-			uint64_t id = c->msg + 1;
-			mpw_map(&w, 6);
-			mpw_str(&w, "id");
-			mpw_uint(&w, id);
-			mpw_str(&w, "xfer");
-			mpw_bin(&w, a->key, 16);
-			mpw_str(&w, "hash");
-			mpw_bin(&w, a->key + 16, 32);
-			mpw_str(&w, "peer");
-			mpw_str(&w, a->peer);
-			mpw_str(&w, "tokens");
-			mpw_uint(&w, a->tokens);
-			mpw_str(&w, "ttl_ms");
-			mpw_uint(&w, (uint64_t)(a->end_ms - now));
-			int rc = session_send(c, MSG_AWAIT, &w, NULL, 0);
-			int err = errno;
-			mpw_free(&w);
-			if (rc < 0) {
-				if (err != EAGAIN && err != EINTR)
-					session_break(c, strerror(err));
+			write_question(&w, 6, c->msg + 1, a->key, a->peer);
+			mpw_put_uint(&w, "tokens", a->tokens);
+			mpw_put_uint(&w, "ttl_ms", (uint64_t)(a->end_ms - now));
+			if (!sent(c, MSG_AWAIT, &w))
 				return;
-			}
-			a->msg = c->msg = id;
+			a->msg = c->msg;
 		}
 	}
 	c->await_unsent = false;
@@ -69,15 +83,15 @@ void awaits_ask_again(kvs_client *c)
 				a->msg = 0, c->await_unsent = true;
 }
 
-bool awaits_answer(kvs_client *c, uint64_t id, uint32_t state, uint64_t tokens, const char *message, uint32_t bytes)
+bool awaits_answer(kvs_client *c, const struct admitted *m)
 {
-	for (int i = 0; i < BUCKETS && id; i++) {
+	for (int i = 0; i < BUCKETS && m->id; i++) {
 		for (struct await *a = c->await_buckets[i]; a; a = a->hash_next) {
-			if (a->msg != id || a->answer.state != KVS_ADMISSION_PENDING)
+			if (a->msg != m->id || a->answer.state != KVS_ADMISSION_PENDING)
 				continue;
-			a->answer.state = state;
-			a->answer.tokens = tokens > UINT32_MAX ? UINT32_MAX : (uint32_t)tokens;
-			copy_text(a->answer.message, sizeof a->answer.message, message, bytes);
+			a->answer.state = m->state;
+			a->answer.tokens = m->tokens > UINT32_MAX ? UINT32_MAX : (uint32_t)m->tokens;
+			copy_text(a->answer.message, sizeof a->answer.message, m->message, m->message_bytes);
 			return true;
 		}
 	}
@@ -94,9 +108,7 @@ int64_t awaits_watch(kvs_client *c, int64_t now)
 				copy_text(a->answer.message, sizeof a->answer.message, "no answer in time", 17);
 			}
 			if (now >= a->end_ms + AWAIT_KEEP_MS) {
-				*at = a->hash_next;
-				free(a);
-				c->await_count--;
+				await_drop(c, at);
 				continue;
 			}
 			due = earlier(due, a->answer.state == KVS_ADMISSION_PENDING ? a->end_ms : a->end_ms + AWAIT_KEEP_MS);
@@ -118,33 +130,16 @@ static void decline_drop(kvs_client *c)
 
 void declines_send(kvs_client *c, int64_t now)
 {
-	/* Without a sidecar that takes them they are of no use later: by then the source has waited for its partner in vain. */
+	/* After the match timeout a cancellation is useless: the source has given up by itself. */
 	while (c->declines && (c->declines->end_ms <= now || (session_usable(c) && !c->can_decline)))
 		decline_drop(c);
 	while (c->declines && session_usable(c)) {
 		struct decline *d = c->declines;
 		struct mpw w = {0};
-		uint64_t id = c->msg + 1;
-		mpw_map(&w, 5);
-		mpw_str(&w, "id");
-		mpw_uint(&w, id);
-		mpw_str(&w, "xfer");
-		mpw_bin(&w, d->key, 16);
-		mpw_str(&w, "hash");
-		mpw_bin(&w, d->key + 16, 32);
-		mpw_str(&w, "peer");
-		mpw_str(&w, d->peer);
-		mpw_str(&w, "reason");
-		mpw_str(&w, d->reason);
-		int rc = session_send(c, MSG_DECLINE, &w, NULL, 0);
-		int err = errno;
-		mpw_free(&w);
-		if (rc < 0) {
-			if (err != EAGAIN && err != EINTR)
-				session_break(c, strerror(err));
+		write_question(&w, 5, c->msg + 1, d->key, d->peer);
+		mpw_put_str(&w, "reason", d->reason);
+		if (!sent(c, MSG_DECLINE, &w))
 			return;
-		}
-		c->msg = id;
 		decline_drop(c);
 	}
 }
@@ -153,17 +148,14 @@ void awaits_free(kvs_client *c)
 {
 	while (c->declines)
 		decline_drop(c);
-	for (int i = 0; i < BUCKETS; i++) {
-		for (struct await *a = c->await_buckets[i], *next; a; a = next) {
-			next = a->hash_next;
-			free(a);
-		}
-	}
+	for (int i = 0; i < BUCKETS; i++)
+		while (c->await_buckets[i])
+			await_drop(c, &c->await_buckets[i]);
 }
 
 /* ---- public ---- */
 
-/* Makes room for a question: of those that are answered, the one whose time ends first goes. */
+/* Makes room for a query: drops the answered one that expires first. */
 static void await_evict(kvs_client *c)
 {
 	struct await **oldest = NULL;
@@ -171,12 +163,8 @@ static void await_evict(kvs_client *c)
 		for (struct await **at = &c->await_buckets[i]; *at; at = &(*at)->hash_next)
 			if ((*at)->answer.state != KVS_ADMISSION_PENDING && (!oldest || (*at)->end_ms < (*oldest)->end_ms))
 				oldest = at;
-	if (!oldest)
-		return;
-	struct await *a = *oldest;
-	*oldest = a->hash_next;
-	free(a);
-	c->await_count--;
+	if (oldest)
+		await_drop(c, oldest);
 }
 
 int kvs_await(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], const char *peer, uint32_t tokens, uint32_t ttl_ms)
@@ -190,7 +178,7 @@ int kvs_await(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], con
 	struct await **at = await_slot(c, xfer, hash);
 	if (!*at && c->await_count >= KVS_MAX_AWAITS) {
 		await_evict(c);
-		at = await_slot(c, xfer, hash); /* what it pointed into may be gone */
+		at = await_slot(c, xfer, hash); /* it may have pointed into the query that was dropped */
 	}
 	if (!*at) {
 		struct await *a = c->await_count < KVS_MAX_AWAITS ? calloc(1, sizeof *a) : NULL;
@@ -206,7 +194,7 @@ int kvs_await(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], con
 			*at = a;
 			c->await_count++;
 			c->await_unsent = true;
-			wake_fd(c->ctl_fd);
+			kvs_wake(c->ctl_fd);
 		}
 	}
 	pthread_mutex_unlock(&c->mu);
@@ -234,12 +222,9 @@ int kvs_await_forget(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[3
 	if (!xfer || !hash)
 		return KVS_E_ARG;
 	pthread_mutex_lock(&c->mu);
-	struct await **at = await_slot(c, xfer, hash), *a = *at;
-	if (a) {
-		*at = a->hash_next;
-		free(a);
-		c->await_count--;
-	}
+	struct await **at = await_slot(c, xfer, hash);
+	if (*at)
+		await_drop(c, at);
 	pthread_mutex_unlock(&c->mu);
 	return 0;
 }
@@ -259,7 +244,7 @@ int kvs_decline(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], c
 	copy_text(d->reason, sizeof d->reason, reason ? reason : "", reason ? strlen(reason) : 0);
 	int rc = 0;
 	pthread_mutex_lock(&c->mu);
-	d->end_ms = kvs_now_ms() + c->info.partner_ms;
+	d->end_ms = kvs_now_ms() + c->info.match_timeout_ms;
 	if (session_usable(c) && !c->can_decline) {
 		rc = KVS_E_UNSUPPORTED;
 	} else if (c->decline_count >= KVS_MAX_DECLINES) {
@@ -269,7 +254,7 @@ int kvs_decline(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], c
 		c->declines_end = &d->next;
 		c->decline_count++;
 		d = NULL;
-		wake_fd(c->ctl_fd);
+		kvs_wake(c->ctl_fd);
 	}
 	pthread_mutex_unlock(&c->mu);
 	free(d);

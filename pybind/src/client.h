@@ -2,22 +2,29 @@
  *
  * client.h: the client, as its files see it.
  *
- *   client.c     its life, the background thread, its log and status
- *   session.c    one connection: handshake, messages, rings
- *   lease.c      open leases and what holds them: the release rule
+ * Its files; each calls only those above it in this list (and ring.c, msgpack.c, system.c, work.h):
+ *
+ *   util.c       log, errors, wake-ups, forks
+ *   message.c    messages on the socket: bodies and packets
+ *   table.c      open leases and their ends
  *   record.c     records of leases in the two rings
- *   proc.c       sidecar processes, and the proof of their end
  *   flags.c      the flags memory of the board, and the watchdog of load flags
- *   admission.c  a scheduler's questions
- *   work.c       packing in the engine's GPU context: a thread and a lock of its own, which is taken after mu
+ *   proc.c       sidecar processes, and the proof that they have ended
+ *   lease.c      the release rule, and the engine's calls on leases
+ *   wait.c       waiting for completions
+ *   admission.c  admission queries and cancellations of a scheduler
+ *   session.c    one connection: handshake, messages, end
+ *   loop.c       the background thread
+ *   client.c     the client's life and status
+ *   gpu.c        flags and streams of a GPU
  *
  * Everything in struct kvs_client below `mu` is guarded by it, and every function here is called with it. The lock is held for
  * copies and non-blocking system calls only, so that an engine thread never waits for the sidecar. Sockets and pidfds are closed by
  * the background thread alone (or after it was joined), so it may poll them without the lock.
  *
- * What holds a lease. Lease.bound is a set of sidecar processes (struct proc) that were told of its blocks and have not been
- * proved harmless since. A process leaves the set when it completes the lease, when it says that an earlier session is fenced,
- * or when its pidfd says that it has exited. A lease is over for the engine only once the set is empty.
+ * What holds a lease. Lease.bound is the set of sidecar processes (struct proc) that may still access its blocks. A process leaves
+ * the set when it completes the lease, when it reports that an earlier session is fenced, or when its pidfd proves its exit. The
+ * engine gets the lease back only when the set is empty.
  */
 #ifndef KVSPRAY_CLIENT_H
 #define KVSPRAY_CLIENT_H
@@ -31,9 +38,9 @@
 #include "work.h"
 
 #define BACKOFF_MIN_MS 10
-#define REFUSED_MIN_MS 2000      /* after an ERROR to HELLO or REGISTER: an upgrade may cure it, doubled each time */
+#define REFUSED_MIN_MS 2000      /* after an ERROR to HELLO or REGISTER; doubled each time */
 #define DEFAULT_DEADLINE_MS 30000
-#define MAX_DURATION_MS 86400000u /* of anything a sidecar states */
+#define MAX_DURATION_MS 86400000u /* the longest duration that is accepted from a sidecar */
 #define HANDSHAKE_TIMEOUT_MS 15000 /* longer than a sidecar's wait for the fence of an earlier session */
 #define KILL_RETRY_MS 1000
 #define BUCKETS 1024
@@ -53,8 +60,8 @@ struct lease {
 	uint32_t bound; /* set of procs */
 	uint64_t session; /* serial of the session that it was last presented in */
 	uint32_t deadline_ms;
-	int64_t end_ms;   /* deadline, as a time; of a source it counts from the engine's last word: INTENT, STEP or HOLD */
-	int64_t since_ms; /* source: since when the engine waits for it; 0: it does not */
+	int64_t end_ms;   /* deadline, as a time; of a source it counts from the engine's last INTENT, STEP or HOLD */
+	int64_t since_ms; /* source: when the engine began to wait for it; 0: it does not */
 	uint8_t *snap;    /* source: the latest INTENT body */
 	uint32_t snap_bytes;
 	uint16_t status; /* once done */
@@ -71,14 +78,14 @@ struct lease_list {
 /* One sidecar process. */
 struct proc {
 	bool used, killed, denied;
-	bool dead;   /* its exit was proved */
-	bool exited; /* ... and nothing that it asked for runs any more */
+	bool exit_proved;   /* by its pidfd */
+	bool harmless; /* ... and no work of it runs any more */
 	uint8_t boot[16];
 	int pidfd; /* -1: none, its exit cannot be proved */
 	uint32_t pid;
 	int64_t kill_ms; /* of the last attempt */
-	int64_t alive_ms; /* when it last showed that it runs as a whole; 0: not since a lease was late */
-	bool stuck;       /* it runs, and does not fence our leases: said once */
+	int64_t alive_ms; /* when it last answered; 0: not since a lease was late */
+	bool stuck;       /* it runs but does not fence late leases: logged once */
 };
 
 struct await {
@@ -91,11 +98,11 @@ struct await {
 	struct await *hash_next;
 };
 
-/* A word that waits for the socket. */
+/* A cancellation that waits for the socket. */
 struct decline {
 	uint8_t key[48]; /* xfer, hash */
 	char peer[256], reason[256];
-	int64_t end_ms; /* the source has waited long enough by itself then */
+	int64_t end_ms; /* then the source gives up by itself */
 	struct decline *next;
 };
 
@@ -119,14 +126,14 @@ struct load {
 struct kvs_client {
 	/* set once */
 	uint32_t role, layers, fork_gen;
-	bool may_look; /* a wait looks before it sleeps */
+	bool may_poll; /* a wait polls before it sleeps */
 	uint8_t boot[16];
 	char path[sizeof ((struct sockaddr_un *)0)->sun_path];
 	bool default_path;
 	char *engine_name, *engine_version, *engine_id;
 	uint32_t ranks[10];
 	uint32_t submission_bytes, completion_bytes;
-	int flags_fd, bell_fd, ctl_fd;
+	int flags_fd, cq_eventfd, ctl_fd;
 	_Atomic uint64_t deadlines; /* of kvs_deadlines; written under mu, read without */
 	uint8_t *flags;
 	uint64_t flags_bytes;
@@ -143,13 +150,13 @@ struct kvs_client {
 	pthread_cond_t changed; /* connected went up */
 	pthread_cond_t logged;  /* a line, or the end of the log */
 	bool started, closing, log_ended;
-	uint8_t *layout; /* what REGISTER says of the regions */
+	uint8_t *layout; /* of the regions, for REGISTER */
 	uint32_t layout_bytes;
 
 	/* the session */
 	enum session_state state;
 	uint64_t serial; /* of sessions */
-	int sock, doorbell_fd, new_pidfd;
+	int sock, sq_eventfd, new_pidfd;
 	uint32_t new_pid;
 	int proc; /* index, from WELCOME on; else -1 */
 	bool draining, replaying;
@@ -165,7 +172,7 @@ struct kvs_client {
 	uint64_t rings_bytes;
 	int rings_fd;
 	struct kvs_ring_end sub, comp;
-	bool ring_bad; /* the sidecar broke it: nothing in it is believed */
+	bool ring_bad; /* after a protocol violation: it is not read any more */
 	int64_t ready_since_ms;
 	uint64_t rng;
 
@@ -176,7 +183,7 @@ struct kvs_client {
 	struct lease_list open, ready;
 	uint32_t lease_count, ready_count;
 	uint64_t out_seq;
-	bool wait_was_long; /* the last kvs_wait: looking would not have spared it a sleep */
+	bool wait_was_long; /* the last kvs_wait: polling would have been useless */
 	int64_t due_ms; /* when the background thread wakes by itself */
 	uint64_t nudged; /* serial of the session that was replaced because of a late lease */
 	int64_t nudge_ms; /* when that was */
@@ -209,28 +216,6 @@ extern _Atomic uint32_t kvs_fork_gen; /* grows in a forked child */
 
 /* ---- small things ---- */
 
-static inline void wake_fd(int fd)
-{
-	uint64_t one = 1;
-	/* An eventfd that is full wakes its reader all the same. */
-	ssize_t n = write(fd, &one, sizeof one);
-	(void)n;
-}
-
-static inline void clear_fd(int fd)
-{
-	uint64_t n;
-	ssize_t got = read(fd, &n, sizeof n);
-	(void)got;
-}
-
-static inline void close_fd(int *fd)
-{
-	if (*fd >= 0)
-		close(*fd);
-	*fd = -1;
-}
-
 static inline uint32_t clamp_ms(uint64_t ms, uint32_t otherwise)
 {
 	if (!ms)
@@ -248,20 +233,6 @@ static inline int64_t earlier(int64_t a, int64_t b)
 	return a < b ? a : b;
 }
 
-/* ---- client.c ---- */
-
-/* Frees the client where this was its last user. */
-void client_put(kvs_client *c);
-
-__attribute__((format(printf, 3, 4))) void log_line(kvs_client *c, const char *level, const char *format, ...);
-/* Remembers an error for kvs_status_read, and logs it unless it repeats itself. */
-__attribute__((format(printf, 2, 3))) void log_error(kvs_client *c, const char *format, ...);
-void copy_text(char *dst, size_t cap, const char *s, size_t n); /* cut to cap, zero-terminated */
-/* The background thread must look at something by then. */
-void wake_by(kvs_client *c, int64_t at_ms);
-
-/* ---- session.c ---- */
-
 static inline bool session_usable(const kvs_client *c)
 {
 	return c->state == READY && !c->breaking[0];
@@ -272,72 +243,141 @@ static inline bool session_connected(const kvs_client *c)
 	return session_usable(c) && !c->draining && !c->replaying;
 }
 
-void session_begin(kvs_client *c, int64_t now);
-/* Ends the current session. Leases stay bound to its process. wait_ms: until the next; 0: as long as the last failures suggest. */
-void session_end(kvs_client *c, int64_t now, uint32_t wait_ms);
+/* ---- util.c ---- */
+
+void watch_forks(void);
+__attribute__((format(printf, 3, 4))) void log_line(kvs_client *c, const char *level, const char *format, ...);
+/* Keeps an error for kvs_status_read, and logs it unless it is the same as the last one. */
+__attribute__((format(printf, 2, 3))) void log_error(kvs_client *c, const char *format, ...);
+void copy_text(char *dst, size_t cap, const char *s, size_t n); /* cut to cap, zero-terminated */
+/* The background thread wakes by then. */
+void wake_by(kvs_client *c, int64_t at_ms);
+
 /* Has the background thread replace the session. */
 void session_break(kvs_client *c, const char *why);
-/* Reads what the sidecar has sent. */
-void session_receive(kvs_client *c, int64_t now);
-/* One packet to the sidecar, without waiting. -1: errno. */
-int session_send(kvs_client *c, uint32_t type, const struct mpw *body, const int *fds, uint32_t nfds);
 
-/* ---- lease.c ---- */
+/* ---- message.c ---- */
+
+/* Texts are not zero-terminated and lie in the packet. */
+struct welcome {
+	uint64_t id, version, leases, deadline_ms, match_timeout_ms, grace_ms;
+	bool fenced, can_copy, can_work, can_wait, can_decline;
+	const uint8_t *boot;
+	const char *node, *endpoint;
+	uint32_t node_bytes, endpoint_bytes;
+};
+
+struct refusal { /* ERROR */
+	uint64_t id;
+	bool fatal;
+	const char *code, *message, *field, *remedy;
+	uint32_t code_bytes, message_bytes, field_bytes, remedy_bytes;
+};
+
+struct admitted {
+	uint64_t id, tokens;
+	uint32_t state; /* enum kvs_admission_state */
+	const char *message;
+	uint32_t message_bytes;
+};
+
+/* One packet to the sidecar, without waiting. -1: errno. */
+int message_send(kvs_client *c, uint32_t type, const struct mpw *body, const int *fds, uint32_t nfds);
+/* One packet into c->packet, as recvmsg. Descriptors in it are closed: a sidecar has none to give. */
+ssize_t message_receive(kvs_client *c, bool *truncated);
+void write_hello(const kvs_client *c, struct mpw *w);
+/* work: the index of its two descriptors in the packet; 0: there are none. */
+void write_register(const kvs_client *c, struct mpw *w, uint32_t work);
+/* False: the body is malformed. */
+bool read_welcome(const uint8_t *body, size_t bytes, struct welcome *m);
+bool read_registered(const uint8_t *body, size_t bytes, uint64_t *id);
+bool read_error(const uint8_t *body, size_t bytes, struct refusal *m);
+bool read_admitted(const uint8_t *body, size_t bytes, struct admitted *m);
+
+/* ---- table.c ---- */
 
 struct lease *lease_find(kvs_client *c, uint64_t id);
 void lease_free(struct lease *l);
+/* Enters a lease whose record the sidecar has. */
+void lease_add(kvs_client *c, struct lease *l);
+/* Ends a lease that no process holds, with a record of this library. */
+void lease_end(kvs_client *c, struct lease *l, uint16_t status, const char *reason);
+/* Frees a lease whose end the engine has fetched. */
+void lease_delivered(kvs_client *c, struct lease *l);
 /* To the ready list: kvs_poll hands it out. */
 void lease_ready(kvs_client *c, struct lease *l);
-/* Processes that can do nothing more leave every lease's set. `status` is what the engine gets where nothing else ends a lease. */
+/* Removes processes from every lease's set. `status` completes a lease that nothing else ends. */
 void leases_unbind(kvs_client *c, uint32_t gone, uint16_t status, const char *reason);
-/* Whatever open source leases hold is not given away any more. */
-void leases_disown(kvs_client *c, int64_t now);
-/* This process has processors to spare for a wait that looks before it sleeps. */
-bool wait_may_look(void);
-/* Ends what is due, asks a sidecar that has lost track to fence, kills one that is silent. Returns when to look again. */
-int64_t leases_watch(kvs_client *c, int64_t now);
-
 /* ---- record.c ---- */
 
 bool record_fits(const kvs_client *c, uint64_t bytes);
 int submit_record(kvs_client *c, uint16_t type, uint64_t lease, const void *body, uint32_t bytes);
-/* A record that must not get lost: without room the session is replaced, and the snapshots say it all in the new one. */
+/* A record that must not be lost: without room the session is replaced, and the snapshots are presented in the new one. */
 int submit_or_replace(kvs_client *c, uint16_t type, uint64_t lease, const void *body, uint32_t bytes);
-/* Presents the source leases of earlier sessions in this one, as far as its ring has room. */
+/* Presents the source leases of earlier sessions in this one while its ring has room. */
 void leases_replay(kvs_client *c, int64_t now);
-/* Moves what the sidecar has said into the lease table. */
+/* Moves completions into the lease table. */
 void completions_drain(kvs_client *c);
-/* The same by somebody who is not about to return what came. */
+/* The same, and wakes a thread in kvs_wait. */
 void completions_drain_and_wake(kvs_client *c);
 
 /* ---- proc.c ---- */
 
-/* The entry for a sidecar that said WELCOME: its old one, or a fresh one that takes over the session's pidfd. -1: the table is
+/* The entry of the sidecar that sent WELCOME: its old one, or a new one that takes over the session's pidfd. -1: the table is
  * full of processes that hold leases. */
 int proc_enter(kvs_client *c, const uint8_t boot[16], bool *known);
 bool proc_bound(const kvs_client *c, int i);
-void proc_exited(kvs_client *c, int i); /* its exit is proved; again while work of its is under way */
+void proc_exited(kvs_client *c, int i); /* its exit is proved; called again while work of it runs */
 void proc_release(struct proc *p);
 void proc_kill(kvs_client *c, int i, int64_t now);
-/* The process at the other end of the socket has answered that it still fences what we had: it runs. */
+/* The process at the other end of the socket has answered that it still fences an earlier session: it runs. */
 void proc_alive(kvs_client *c, int64_t now);
-/* Whether it has shown within the grace that it runs. Such a one is not killed: it may serve other engines, and what it does not fence is ours alone. */
+/* Whether it has answered within the grace. Such a process is not killed, because it may serve other engines. */
 bool proc_runs(const kvs_client *c, int i, int64_t now);
 
 /* ---- flags.c ---- */
 
 int flags_make(kvs_client *c); /* -1: errno */
-void loads_poison(kvs_client *c, uint32_t gone); /* those of sidecars that are no more */
+void loads_poison(kvs_client *c, uint32_t gone); /* those of sidecars whose exit is proved */
 int64_t loads_watch(kvs_client *c, int64_t now); /* returns when to look again */
+
+/* ---- lease.c ---- */
+
+/* Releases all open source leases: their blocks are no longer offered. */
+void leases_disown(kvs_client *c, int64_t now);
+/* Ends what is due, asks a sidecar with late leases to fence them, kills one that is silent. Returns when to look again. */
+int64_t leases_watch(kvs_client *c, int64_t now);
+
+/* ---- wait.c ---- */
+
+/* Whether this process has enough processors for a wait that looks before it sleeps. */
+bool wait_may_poll(void);
 
 /* ---- admission.c ---- */
 
 void awaits_ask(kvs_client *c, int64_t now); /* sends what has not been asked in this session */
 void awaits_ask_again(kvs_client *c);        /* another session */
-/* The answer to the question that message `id` asked. False: nobody waits for it any more. */
-bool awaits_answer(kvs_client *c, uint64_t id, uint32_t state, uint64_t tokens, const char *message, uint32_t bytes);
+/* The answer to the question in message m->id. False: the question was forgotten. */
+bool awaits_answer(kvs_client *c, const struct admitted *m);
 int64_t awaits_watch(kvs_client *c, int64_t now); /* returns when to look again */
 void awaits_free(kvs_client *c);
 void declines_send(kvs_client *c, int64_t now);
+
+/* ---- session.c ---- */
+
+void session_begin(kvs_client *c, int64_t now);
+/* Ends the current session. Leases stay bound to its process. wait_ms: until the next; 0: the backoff of the last failures. */
+void session_end(kvs_client *c, int64_t now, uint32_t wait_ms);
+/* Reads what the sidecar has sent. */
+void session_receive(kvs_client *c, int64_t now);
+
+/* ---- loop.c ---- */
+
+void *client_loop(void *client);
+
+/* ---- client.c ---- */
+
+/* Frees the client if this was its last user. */
+void client_put(kvs_client *c);
 
 #endif

@@ -98,10 +98,12 @@ enum {
 	HOST_PORTABLE = 1,
 	HOST_DEVICEMAP = 2,
 	STREAM_NON_BLOCKING = 1,
+	EVENT_DISABLE_TIMING = 2,
 	ATTRIBUTE_64_BIT_STREAM_MEM_OPS = 122, /* CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS (since 12.0 without _V1) */
 	POINTER_CONTEXT = 1,
 	MEMOP_WRITE_VALUE_64 = 5, /* CU_STREAM_MEM_OP_WRITE_VALUE_64 */
 	POINTER_DEVICE_ORDINAL = 9,
+	PACK_THREADS = 512, /* of a block of the packing kernels: as the sidecar launches them */
 };
 
 /* The PTX of internal/sys/cuda/kernels/kernels.cu. */

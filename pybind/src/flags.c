@@ -1,9 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The flags memory of the board: layers that are complete (the engine writes, the sidecar reads), and layers that have landed (the
- * other way round), with a watchdog for those who wait without a time-out.
+ * The flags memory of the board: layer flags, which the engine writes, and load flags, which the sidecar writes. A watchdog ends
+ * waits for load flags, because a GPU stream waits without a time-out.
  */
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include "client.h"
@@ -18,11 +17,8 @@ int flags_make(kvs_client *c)
 	uint64_t mark = replay + (uint64_t)(c->layers + 1) * sizeof(struct kvs_flag);
 	uint64_t total = mark + KVS_CACHE_LINE;
 	total = (total + (uint64_t)page - 1) / (uint64_t)page * (uint64_t)page;
-	c->flags_fd = kvs_memfd("kvspray-flags", total);
-	if (c->flags_fd < 0)
-		return -1;
-	void *at = mmap(NULL, total, PROT_READ | PROT_WRITE, MAP_SHARED, c->flags_fd, 0);
-	if (at == MAP_FAILED)
+	void *at = kvs_shared("kvspray-flags", total, &c->flags_fd);
+	if (!at)
 		return -1;
 	struct kvs_flags_header h = {
 		.magic = KVS_FLAGS_MAGIC,
@@ -48,7 +44,7 @@ int flags_make(kvs_client *c)
 	return 0;
 }
 
-/* ---- public: layers that are complete ---- */
+/* ---- public: layer flags ---- */
 
 static void raise_flag(struct kvs_flag *f, uint64_t step)
 {
@@ -70,14 +66,6 @@ int kvs_signal_step(kvs_client *c, uint64_t step)
 {
 	CHECK(c);
 	raise_flag(&c->layer_flags[c->layers], step);
-	return 0;
-}
-
-int kvs_signal_all(kvs_client *c, uint64_t step)
-{
-	CHECK(c);
-	for (uint32_t i = 0; i <= c->layers; i++)
-		raise_flag(&c->layer_flags[i], step);
 	return 0;
 }
 
@@ -135,7 +123,7 @@ int64_t loads_watch(kvs_client *c, int64_t now)
 	return due;
 }
 
-/* ---- public: layers that have landed ---- */
+/* ---- public: load flags ---- */
 
 int64_t kvs_load_watch(kvs_client *c, uint32_t first, uint32_t count, uint64_t step, uint32_t timeout_ms)
 {

@@ -4,15 +4,14 @@
  *
  * libcuda is opened at run time and used in the engine's own context; without it the rest of the library works.
  *
- * The flags are the board's, registered as host-mapped memory. Outside a capture a flag is one stream write of the step. Inside one the value would
- * be baked into the graph, so there it is a memory node that writes 1 to the layer's replay flag; kvs_gpu_step clears these flags before each
- * replay, and stores which step they are of. The node needs no multiprocessor, where a kernel waits for one that the layers have filled. It is a leaf:
- * it depends on what the stream has captured so far, and nothing that is captured later depends on it. So the next layer does not wait for it, no
- * branch has to be joined before the capture ends, and the graph as a whole still ends after it, which orders a step's flags before the next step's
- * zeros.
+ * The flags are the board's, registered as host-mapped memory. Outside a capture a flag is one stream write of the step. In a graph the value would
+ * be constant, so there it is a memory node that writes 1 to the layer's replay flag; kvs_gpu_step clears these flags before each replay and stores
+ * their step. The node needs no multiprocessor; a kernel would wait for one. It is a leaf: it depends on what the stream has captured so far, and no
+ * later node depends on it. So the next layer does not wait for it, no branch must be joined before the capture ends, and the graph ends after it,
+ * which orders a step's flags before the next step's zeros.
  *
  * The end of the step, where a capture holds it, is a one-thread kernel on a side branch, which is joined there; it copies the step from a device
- * word that kvs_gpu_step sets. kvs_gpu_pack has graphs move what the sidecar wants packed, too, with a kernel for each layer on that branch, which
+ * word that kvs_gpu_step sets. kvs_gpu_pack makes graphs pack for the sidecar, too, with a kernel for each layer on that branch, which
  * also sets the layer's flag (graph.h).
  */
 #include <errno.h>
@@ -27,7 +26,6 @@
 #include "graph.h"
 
 enum {
-	EVENT_DISABLE_TIMING = 2,
 	WAIT_GEQ = 0, /* cyclic: (int64)(flag - value) >= 0, which is why KVS_POISON is the greatest positive number */
 	CAPTURE_NONE = 0,
 	CAPTURE_ACTIVE = 1,
@@ -38,7 +36,7 @@ enum {
 
 struct kvs_gpu {
 	handle context, module, flag_kernel, step_kernel, side, fork, join;
-	devptr word;      /* on the device: the step that replays say is complete */
+	devptr word;      /* on the device: the step that replays report as complete */
 	devptr flags;     /* the board's flags as the device sees them */
 	devptr mark;      /* the stream mark, likewise */
 	void *host_flags; /* ... and as this process does */
@@ -211,7 +209,7 @@ static int add_leaf(kvs_gpu *g, uint32_t layer, void *stream)
 	uint64_t id;
 	handle graph, node;
 	const handle *behind = NULL;
-	const struct graph_edge *edges = NULL; /* asked for and not used: an early start of a kernel's successor is none of its end */
+	const struct graph_edge *edges = NULL; /* required by the call and not used */
 	size_t n = 0;
 	TRY(g, StreamGetCaptureInfo, stream, &status, &id, &graph, &behind, &edges, &n);
 	struct memop op = {.operation = MEMOP_WRITE_VALUE_64, .address = replay_flag(g, layer), .value = 1};
@@ -237,7 +235,7 @@ static int set_flag(kvs_gpu *g, uint32_t i, void *stream, int *capturing)
 			snprintf(g->error, sizeof g->error, "the stream's capture is invalid");
 		return KVS_E_GPU;
 	}
-	bool packs = i < g->layers && graph_wants(&g->graph, i); /* not what the end of the step moved, which would keep the graph from ending */
+	bool packs = i < g->layers && graph_wants(&g->graph, i); /* not at the end of the step: its move would delay the end of the graph */
 	if (i < g->layers && !packs)
 		return add_leaf(g, i, stream);
 	void *args[] = {&g->word, &flag};
@@ -248,7 +246,7 @@ static int set_flag(kvs_gpu *g, uint32_t i, void *stream, int *capturing)
 	if (packs) {
 		int rc = graph_capture(&g->graph, i, g->word, flag, g->side, &call);
 		if (rc)
-			work_graph(g->client->work, NULL); /* half of it may be replayed: what it takes would never be moved */
+			work_graph(g->client->work, NULL); /* a replay of the incomplete graph would take lists and not move them */
 		return check(g, rc, call);
 	}
 	TRY(g, LaunchKernel, g->flag_kernel, 1, 1, 1, 1, 1, 1, 0, g->side, args, NULL);
@@ -273,7 +271,7 @@ int kvs_gpu_join(kvs_gpu *g, void *stream)
 	const char *call = NULL;
 	int status = CAPTURE_NONE;
 	TRY(g, StreamIsCapturing, g->side, &status);
-	if (status != CAPTURE_NONE) { /* or that capture was given up */
+	if (status != CAPTURE_NONE) { /* else that capture was abandoned */
 		TRY(g, EventRecord, g->join, g->side);
 		TRY(g, StreamWaitEvent, stream, g->join, 0);
 	}
@@ -295,7 +293,7 @@ int kvs_gpu_pack(kvs_gpu *g, uint32_t blocks, char *error, uint32_t error_bytes)
 		return KVS_E_ARG;
 	}
 	if (g->graph.at) {
-		snprintf(error, error_bytes, "asked for twice");
+		snprintf(error, error_bytes, "requested twice");
 		return KVS_E_ARG;
 	}
 	if (!g->client->work) {
@@ -311,7 +309,7 @@ int kvs_gpu_pack(kvs_gpu *g, uint32_t blocks, char *error, uint32_t error_bytes)
 	if (rc)
 		snprintf(error, error_bytes, "%s: %s (%d)", call, cuda_error_name(rc), rc);
 	else if ((twice = !work_graph(g->client->work, &g->graph)))
-		snprintf(error, error_bytes, "asked for twice");
+		snprintf(error, error_bytes, "requested twice");
 	if (rc || twice)
 		graph_close(&g->graph);
 	if (pushed)
@@ -321,7 +319,7 @@ int kvs_gpu_pack(kvs_gpu *g, uint32_t blocks, char *error, uint32_t error_bytes)
 
 int kvs_gpu_signal_step(kvs_gpu *g, void *stream)
 {
-	int capturing = 0; /* where not even that could be learned */
+	int capturing = 0; /* if the query failed */
 	if (!g)
 		return KVS_E_ARG;
 	int rc = set_flag(g, g->layers, stream, &capturing);

@@ -6,10 +6,8 @@
 #include "graph.h"
 
 enum {
-	THREADS = 512,                   /* of a block, as work.c launches the kernels */
 	BATCH_BYTES = 128 + 80 * KVS_WORK_SLOTS, /* sizeof(struct kvs_graph_batch) */
 	SEEN_BYTES = 128,                /* ... of kvs_graph_seen, and more */
-	EVENT_DISABLE_TIMING = 2,
 };
 _Static_assert(KVS_WORK_SLOTS == 8, "GRAPH_SLOTS of kernels.cu");
 
@@ -97,7 +95,7 @@ int graph_capture(struct graph *g, uint32_t layer, devptr word, devptr flag, han
 	TRY(EventRecord, g->fork, side);
 	TRY(StreamWaitEvent, g->branch, g->fork, 0);
 	g->forked = true;
-	TRY(LaunchKernel, g->move, g->blocks, 1, 1, THREADS, 1, 1, 0, g->branch, moving, NULL);
+	TRY(LaunchKernel, g->move, g->blocks, 1, 1, PACK_THREADS, 1, 1, 0, g->branch, moving, NULL);
 	return 0;
 }
 

@@ -1,13 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * graph.h: what captured graphs of the engine pack and unpack for the sidecar (work.h) as they are replayed.
+ * graph.h: captured graphs of the engine that pack and unpack for the sidecar (work.h) as they are replayed.
  *
  * A captured layer that signals has two nodes then: a kernel sets its flag, where a stream write would do otherwise (gpu.c), and also takes what is
  * armed in the slots below, and one on a branch of its own moves that, so that no flag waits for it. What is moved is in memory, as a list that the
- * thread of work.c has checked: a replay needs no argument, and no launch of anybody's. Where no replay comes by, the thread takes back what it armed
- * and launches it itself.
+ * thread of work.c has checked: a replay needs no argument and no launch. If no replay runs, the thread takes back the armed list and launches it.
  *
- * One replay at a time, as for flags: the engine has one word for the step (gpu.c). What a layer takes has one place in a graph: where a capture
+ * One replay at a time, as for flags: the device has one word with the step (gpu.c). What a layer takes has one place in a graph: where a capture
  * signals a layer twice, the second signal is a flag alone, by a stream write.
  */
 #ifndef KVSPRAY_GRAPH_H

@@ -1,13 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * internal.h: what the C files of libkvspray share. Nothing here is exported.
+ * internal.h: what files without a client use: msgpack.c and system.c. Nothing here is exported.
  */
 #ifndef KVSPRAY_INTERNAL_H
 #define KVSPRAY_INTERNAL_H
 
+#include <pthread.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <unistd.h>
 
 #include "kvspray/kvspray.h"
 
@@ -29,6 +31,12 @@ void mpw_bool(struct mpw *w, bool v);
 void mpw_bin(struct mpw *w, const void *data, size_t n);
 void mpw_strn(struct mpw *w, const char *s, size_t n);
 void mpw_str(struct mpw *w, const char *s);
+/* A key of a map, and its value. */
+void mpw_put_uint(struct mpw *w, const char *key, uint64_t v);
+void mpw_put_bin(struct mpw *w, const char *key, const void *data, size_t n);
+void mpw_put_str(struct mpw *w, const char *key, const char *s);
+/* The map {"reason": s}, of at most n bytes of s. */
+void mpw_reason(struct mpw *w, const char *s, size_t n);
 
 /* Reads foreign bytes. Every function returns false and sets bad when the input is short or of another type; lengths and
  * counts never exceed what is left. */
@@ -55,10 +63,35 @@ bool mp_find(const void *data, size_t n, const char *key, size_t *off, size_t *l
 /* ---- system ---- */
 
 int64_t kvs_now_ms(void); /* CLOCK_MONOTONIC */
+int64_t kvs_now_ns(void);
 int kvs_random(void *buf, size_t n);
+/* A thread that takes none of the engine's signals. 0 or an errno. */
+int kvs_thread(pthread_t *thread, void *(*run)(void *), void *arg);
 int kvs_memfd(const char *name, uint64_t bytes); /* sealed SHRINK, GROW, SEAL; -1: errno */
-int kvs_pidfd_of_peer(int sock, uint32_t *pid);  /* -1: errno; EREMOTE: a process that this kernel cannot show us */
-int kvs_pidfd_kill(int pidfd);                   /* 0 or -errno */
-bool kvs_pidfd_exited(int pidfd);
+void *kvs_shared(const char *name, uint64_t bytes, int *fd); /* such a memfd, mapped; NULL: errno, and *fd is -1 */
+int kvs_pidfd_of_peer(int sock, uint32_t *pid); /* -1: errno; EREMOTE: a process of a pid namespace that is not visible here */
+int kvs_pidfd_kill(int pidfd);                  /* 0 or -errno */
+
+static inline void kvs_wake(int eventfd)
+{
+	uint64_t one = 1;
+	/* An eventfd that is full wakes its reader all the same. */
+	ssize_t n = write(eventfd, &one, sizeof one);
+	(void)n;
+}
+
+static inline void kvs_clear(int eventfd)
+{
+	uint64_t n;
+	ssize_t got = read(eventfd, &n, sizeof n);
+	(void)got;
+}
+
+static inline void close_fd(int *fd)
+{
+	if (*fd >= 0)
+		close(*fd);
+	*fd = -1;
+}
 
 #endif

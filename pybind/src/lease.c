@@ -1,125 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Leases: what the engine has handed out, until nothing can touch it any more. See client.h for what holds one.
+ * The release rule, and the engine's calls on leases. client.h describes what holds a lease.
  */
-#include <errno.h>
-#include <limits.h>
-#include <poll.h>
-#include <sched.h>
 #include <stdlib.h>
-#include <time.h>
 
 #include "client.h"
 
-/* ---- the table ---- */
-
-static void list_add(struct lease_list *l, struct lease *x)
-{
-	x->next = NULL;
-	x->prev = l->last;
-	if (l->last)
-		l->last->next = x;
-	else
-		l->first = x;
-	l->last = x;
-}
-
-static void list_del(struct lease_list *l, struct lease *x)
-{
-	if (x->prev)
-		x->prev->next = x->next;
-	else
-		l->first = x->next;
-	if (x->next)
-		x->next->prev = x->prev;
-	else
-		l->last = x->prev;
-}
-
-struct lease *lease_find(kvs_client *c, uint64_t id)
-{
-	struct lease *l = c->buckets[id % BUCKETS];
-	while (l && l->id != id)
-		l = l->hash_next;
-	return l;
-}
-
-void lease_free(struct lease *l)
-{
-	free(l->snap);
-	free(l->body);
-	free(l);
-}
-
-/* Takes a delivered lease out of the table. */
-static void lease_forget(kvs_client *c, struct lease *l)
-{
-	struct lease **at = &c->buckets[l->id % BUCKETS];
-	while (*at != l)
-		at = &(*at)->hash_next;
-	*at = l->hash_next;
-	c->lease_count--;
-	lease_free(l);
-}
-
-void lease_ready(kvs_client *c, struct lease *l)
-{
-	list_del(&c->open, l);
-	list_add(&c->ready, l);
-	c->ready_count++;
-}
-
-/* Ends a lease that no process holds any more, in our own name. */
-static void lease_end(kvs_client *c, struct lease *l, uint16_t status, const char *reason)
-{
-	struct mpw w = {0};
-	mpw_map(&w, 1);
-	mpw_str(&w, "reason");
-	mpw_str(&w, reason);
-	l->done = true;
-	l->status = status;
-	l->synthesised = true;
-	if (w.bad) {
-		mpw_free(&w);
-	} else {
-		l->body = w.buf;
-		l->body_bytes = (uint32_t)w.len;
-	}
-	lease_ready(c, l);
-}
-
-/* A process has left the lease's set. `status` is what the engine gets if nothing else ends the lease. True: it moved to the
- * ready list. */
-static bool lease_unbind(kvs_client *c, struct lease *l, uint32_t gone, uint16_t status, const char *reason)
-{
-	if (!(l->bound & gone))
-		return false;
-	l->bound &= ~gone;
-	if (l->bound)
-		return false;
-	if (l->done)
-		lease_ready(c, l);
-	else if (l->type != KVS_REC_INTENT || l->cancelled)
-		lease_end(c, l, status == KVS_FAILED && l->cancelled ? KVS_CANCELLED : status, reason);
-	else
-		return false; /* a source lease waits for a new session, or for its deadline */
-	return true;
-}
-
-void leases_unbind(kvs_client *c, uint32_t gone, uint16_t status, const char *reason)
-{
-	bool any = false;
-	for (struct lease *l = c->open.first, *next; l; l = next) {
-		next = l->next;
-		any |= lease_unbind(c, l, gone, status, reason);
-	}
-	if (any)
-		wake_fd(c->bell_fd);
-}
+#define REASON_MAX_BYTES 1024
 
 /* ---- the release rule ---- */
 
-/* When the engine's patience with the holders of a lease ends; INT64_MAX: it does not wait. */
+/* When a sidecar that still holds the lease is killed; INT64_MAX: the engine does not wait for it. */
 static int64_t lease_limit_ms(const kvs_client *c, const struct lease *l)
 {
 	if (!l->bound)
@@ -143,7 +34,7 @@ int64_t leases_watch(kvs_client *c, int64_t now)
 	for (struct lease *l = c->open.first; l && !late; l = l->next)
 		late = now >= earlier(lease_limit_ms(c, l) - c->info.grace_ms / 2, l->end_ms);
 	if (late)
-		completions_drain_and_wake(c); /* what is said already counts */
+		completions_drain_and_wake(c); /* completions that are in the ring count */
 	uint32_t guilty = 0;
 	bool ended = false;
 	c->info.quarantined = 0;
@@ -161,16 +52,16 @@ int64_t leases_watch(kvs_client *c, int64_t now)
 		int64_t limit = lease_limit_ms(c, l);
 		if (limit == INT64_MAX)
 			continue;
-		/* Half the grace is for a sidecar that lives but has lost track: a new session makes it fence the old one. */
+		/* After half the grace a new session makes a sidecar that has lost the lease fence the old session. */
 		int64_t nudge = limit - c->info.grace_ms / 2;
 		if (now >= nudge && c->nudged != c->serial && session_usable(c) && (l->bound & proc_bit(c->proc))) {
-			log_error(c, "lease %llu is open past its deadline; asking sidecar pid %u to fence by a new session", (unsigned long long)l->id,
+			log_error(c, "lease %llu is open past its deadline; a new session makes sidecar pid %u fence it", (unsigned long long)l->id,
 			          c->procs[c->proc].pid);
 			c->nudged = c->serial;
 			c->nudge_ms = now;
 			session_break(c, "a lease is open past its deadline");
 		}
-		/* It has the grace to answer. Where we ourselves have not run for a while (a host that was paused), it may not have either. */
+		/* The sidecar has the grace to answer: after a pause of the host it may not have run, like this process. */
 		if (limit < c->nudge_ms + c->info.grace_ms)
 			limit = c->nudge_ms + c->info.grace_ms;
 		if (now >= limit) {
@@ -181,9 +72,9 @@ int64_t leases_watch(kvs_client *c, int64_t now)
 		}
 	}
 	if (ended)
-		wake_fd(c->bell_fd);
+		kvs_wake(c->cq_eventfd);
 	if (guilty) {
-		uint32_t kept = 0; /* by processes that live on */
+		uint32_t kept = 0; /* by processes that still run */
 		for (int i = 0; i < KVS_MAX_SIDECARS; i++) {
 			bool runs = (guilty & proc_bit(i)) && proc_runs(c, i, now);
 			if ((guilty & proc_bit(i)) && !runs)
@@ -196,7 +87,7 @@ int64_t leases_watch(kvs_client *c, int64_t now)
 	return due;
 }
 
-/* ---- public: open, say, give back ---- */
+/* ---- public: open, change, release ---- */
 
 uint64_t kvs_deadlines(kvs_client *c)
 {
@@ -214,12 +105,12 @@ static int open_lease(kvs_client *c, uint16_t type, const void *body, uint32_t b
 	if (c->lease_count >= c->lease_limit)
 		return KVS_E_LIMIT;
 	if (type == KVS_REC_COPY && !c->can_copy) {
-		log_error(c, "the sidecar at %s does not copy between regions: it is older than this library, upgrade it", c->path);
+		log_error(c, "the sidecar at %s does not copy between regions: it is older than this library: upgrade it", c->path);
 		return KVS_E_UNSUPPORTED;
 	}
 	size_t at, length;
 	if (type != KVS_REC_INTENT && !c->can_wait && mp_find(body, bytes, "after", &at, &length)) {
-		log_error(c, "the sidecar at %s does not wait for the engine's stream: it is older than this library, upgrade it", c->path);
+		log_error(c, "the sidecar at %s does not wait for the engine's stream: it is older than this library: upgrade it", c->path);
 		return KVS_E_UNSUPPORTED;
 	}
 	struct lease *l = calloc(1, sizeof *l);
@@ -253,10 +144,7 @@ static int open_lease(kvs_client *c, uint16_t type, const void *body, uint32_t b
 	l->end_ms = now + l->deadline_ms;
 	l->bound = proc_bit(c->proc);
 	l->session = c->serial;
-	l->hash_next = c->buckets[l->id % BUCKETS];
-	c->buckets[l->id % BUCKETS] = l;
-	list_add(&c->open, l);
-	c->lease_count++;
+	lease_add(c, l);
 	int64_t limit = lease_limit_ms(c, l);
 	if (limit != INT64_MAX)
 		wake_by(c, limit - c->info.grace_ms / 2);
@@ -287,7 +175,7 @@ static int snapshot(struct lease *l, const struct kvs_snapshot *s, int64_t now)
 	free(l->snap);
 	l->snap = copy;
 	l->snap_bytes = (uint32_t)s->body_bytes;
-	/* A prefill may compute for longer than the deadline; what must not last is the silence after it. */
+	/* A prefill may take longer than the deadline, which counts from the engine's last record. */
 	if (!l->since_ms)
 		l->end_ms = now + l->deadline_ms;
 	return 0;
@@ -334,15 +222,14 @@ int kvs_step(kvs_client *c, const void *body, uint32_t bytes, const struct kvs_s
 
 static const uint8_t empty_map[1] = {0x80};
 
-/* Gives a lease back; the epoch has grown already where it is a source. */
-static int give_back(kvs_client *c, struct lease *l, const void *body, uint32_t bytes, int64_t now)
+/* Releases a lease. Of a source lease the caller has raised the epoch. */
+static int release_lease(kvs_client *c, struct lease *l, const void *body, uint32_t bytes, int64_t now)
 {
 	int rc = 0;
 	l->cancelled = true;
 	if (l->type == KVS_REC_INTENT && !l->since_ms)
 		l->since_ms = now;
-	/* Where only an earlier process has it, that one's end is awaited; of a source the record is written all the same, because
-	 * the epoch has grown. */
+	/* A destination lease that only an earlier process holds needs no record. A source lease does, because the epoch has grown. */
 	if (session_usable(c) && l->session != c->serial && l->type != KVS_REC_INTENT)
 		rc = KVS_KEPT;
 	else if (session_usable(c) || l->bound)
@@ -350,8 +237,8 @@ static int give_back(kvs_client *c, struct lease *l, const void *body, uint32_t 
 	if (l->bound) {
 		wake_by(c, lease_limit_ms(c, l) - c->info.grace_ms / 2);
 	} else {
-		lease_end(c, l, KVS_CANCELLED, "cancelled while no sidecar had it");
-		wake_fd(c->bell_fd);
+		lease_end(c, l, KVS_CANCELLED, "cancelled while no sidecar held it");
+		kvs_wake(c->cq_eventfd);
 	}
 	return rc;
 }
@@ -367,13 +254,13 @@ static int restate(kvs_client *c, const struct kvs_snapshot *s, uint16_t type)
 	bool open = l && !l->cancelled;
 	if (rc == 0)
 		rc = open ? snapshot(l, s, now) : KVS_E_UNKNOWN;
-	/* A lease whose snapshot does not say what is so could be presented with blocks that are somebody else's: it ends. */
+	/* A lease with an outdated snapshot could be presented with blocks of another request: it ends. */
 	bool end = rc < 0 && open;
-	/* Blocks are lost whether or not anybody still wants them, and no growth of the epoch is without its record. */
+	/* The blocks are lost in any case, and each growth of the epoch has a record. */
 	if (type == KVS_REC_PREEMPT || end)
 		kvs_bump_source_epoch(c);
 	if (end)
-		give_back(c, l, empty_map, sizeof empty_map, now);
+		release_lease(c, l, empty_map, sizeof empty_map, now);
 	else if (rc < 0 && type == KVS_REC_PREEMPT)
 		submit_or_replace(c, type, s->lease, empty_map, sizeof empty_map);
 	if (rc == 0) {
@@ -383,7 +270,7 @@ static int restate(kvs_client *c, const struct kvs_snapshot *s, uint16_t type)
 			if (l->bound)
 				wake_by(c, lease_limit_ms(c, l) - c->info.grace_ms / 2);
 		}
-		/* A session that does not have the lease yet will be presented it as it is now; but it must learn of the epoch. */
+		/* A session without this lease will be presented the new snapshot, but needs the record of the epoch now. */
 		if (session_usable(c) && l->session != c->serial && type != KVS_REC_PREEMPT) {
 			c->info.kept++;
 			rc = KVS_KEPT;
@@ -412,9 +299,7 @@ int kvs_cancel(kvs_client *c, uint64_t lease, const char *reason)
 	CHECK(c);
 	int64_t now = kvs_now_ms();
 	struct mpw w = {0};
-	mpw_map(&w, 1);
-	mpw_str(&w, "reason");
-	mpw_strn(&w, reason ? reason : "", reason ? strnlen(reason, 1024) : 0);
+	mpw_reason(&w, reason ? reason : "", REASON_MAX_BYTES);
 	if (w.bad) {
 		mpw_free(&w);
 		return KVS_E_LIMIT;
@@ -427,7 +312,7 @@ int kvs_cancel(kvs_client *c, uint64_t lease, const char *reason)
 	} else if (!l->cancelled) {
 		if (l->type == KVS_REC_INTENT)
 			kvs_bump_source_epoch(c);
-		rc = give_back(c, l, w.buf, (uint32_t)w.len, now);
+		rc = release_lease(c, l, w.buf, (uint32_t)w.len, now);
 	}
 	pthread_mutex_unlock(&c->mu);
 	mpw_free(&w);
@@ -441,7 +326,7 @@ void leases_disown(kvs_client *c, int64_t now)
 		if (l->type != KVS_REC_INTENT || l->done || l->cancelled)
 			continue;
 		kvs_bump_source_epoch(c);
-		give_back(c, l, empty_map, sizeof empty_map, now);
+		release_lease(c, l, empty_map, sizeof empty_map, now);
 	}
 }
 
@@ -478,74 +363,8 @@ int64_t kvs_poll(kvs_client *c, void *buf, uint64_t cap)
 		used += length;
 		c->info.completed++;
 		c->info.synthesised += l->synthesised;
-		list_del(&c->ready, l);
-		c->ready_count--;
-		lease_forget(c, l);
+		lease_delivered(c, l);
 	}
 	pthread_mutex_unlock(&c->mu);
 	return rc < 0 ? rc : (int64_t)used;
-}
-
-/* A transfer of few bytes takes 100 to 300 us, and to be woken costs a tenth to a third of that: so a wait looks first, for about as long. */
-#define LOOK_NS 300000
-/* What a waiting thread burns nobody else gets: not where cores are few. */
-#ifndef LOOK_CPUS
-#define LOOK_CPUS 4
-#endif
-
-static int64_t now_ns(void)
-{
-	struct timespec t;
-	clock_gettime(CLOCK_MONOTONIC, &t);
-	return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
-}
-
-bool wait_may_look(void)
-{
-	cpu_set_t set;
-	return sched_getaffinity(0, sizeof set, &set) == 0 && CPU_COUNT(&set) >= LOOK_CPUS;
-}
-
-static void pause_briefly(void)
-{
-	for (int i = 0; i < 16; i++)
-#if defined(__x86_64__)
-		__builtin_ia32_pause();
-#elif defined(__aarch64__)
-		__asm__ volatile("isb");
-#else
-		__asm__ volatile("");
-#endif
-}
-
-int kvs_wait(kvs_client *c, int timeout_ms)
-{
-	CHECK(c);
-	const int64_t began = now_ns();
-	int64_t end = timeout_ms < 0 ? INT64_MAX : began + (int64_t)timeout_ms * 1000000, now = began;
-	for (bool first = true;; first = false) {
-		pthread_mutex_lock(&c->mu);
-		completions_drain(c);
-		bool closing = c->closing, there = c->ready.first != NULL;
-		bool usable = session_usable(c) && c->rings, open = usable && c->open.first, late = now - began >= LOOK_NS;
-		/* For what is open only, and where the last wait was worth it: waits of milliseconds, or for nothing, look once. */
-		bool look = !there && open && !late && c->may_look && !c->wait_was_long;
-		if (!first && (there || (open && late)))
-			c->wait_was_long = late;
-		bool again = !there && !look && usable && !kvs_ring_sleep(&c->comp);
-		pthread_mutex_unlock(&c->mu);
-		if (there)
-			return 1;
-		if (closing || now >= end)
-			return 0;
-		if (look) {
-			pause_briefly();
-		} else if (!again) {
-			struct pollfd p = {.fd = c->bell_fd, .events = POLLIN};
-			int64_t left = end == INT64_MAX ? -1 : earlier((end - now) / 1000000 + 1, INT_MAX);
-			if (poll(&p, 1, (int)left) > 0)
-				clear_fd(c->bell_fd);
-		}
-		now = now_ns();
-	}
 }

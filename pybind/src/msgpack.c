@@ -117,6 +117,31 @@ void mpw_str(struct mpw *w, const char *s)
 	mpw_strn(w, s, strlen(s));
 }
 
+void mpw_put_uint(struct mpw *w, const char *key, uint64_t v)
+{
+	mpw_str(w, key);
+	mpw_uint(w, v);
+}
+
+void mpw_put_bin(struct mpw *w, const char *key, const void *data, size_t n)
+{
+	mpw_str(w, key);
+	mpw_bin(w, data, n);
+}
+
+void mpw_put_str(struct mpw *w, const char *key, const char *s)
+{
+	mpw_str(w, key);
+	mpw_str(w, s);
+}
+
+void mpw_reason(struct mpw *w, const char *s, size_t n)
+{
+	mpw_map(w, 1);
+	mpw_str(w, "reason");
+	mpw_strn(w, s, strnlen(s, n));
+}
+
 struct mpr mpr_make(const void *data, size_t n)
 {
 	return (struct mpr){.p = data, .end = (const uint8_t *)data + n};

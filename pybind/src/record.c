@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Records of leases: those that we write into the submission ring, and those that the sidecar writes into the completion ring. Nothing
- * that it writes is believed before it is copied and checked.
+ * Records of leases in the submission ring and in the completion ring. The sidecar writes the latter: a record is copied and
+ * checked before it is used.
  */
 #include <stdlib.h>
 
@@ -12,7 +12,7 @@
 static void completions_broken(kvs_client *c, const char *what)
 {
 	c->info.protocol_errors++;
-	log_error(c, "sidecar broke the completion ring: %s; its session is replaced", what);
+	log_error(c, "protocol violation in the completion ring: %s; the session is replaced", what);
 	c->ring_bad = true;
 	session_break(c, "protocol error");
 }
@@ -20,7 +20,7 @@ static void completions_broken(kvs_client *c, const char *what)
 static void take_completion(kvs_client *c, const struct kvs_record *rec, const uint8_t *body)
 {
 	if (rec->type != KVS_REC_RECEIVED && rec->type != KVS_REC_SENT) {
-		/* A newer minor version may add kinds; what it does not name a lease of ours by is no concern. */
+		/* A newer minor version may add types. */
 		c->info.dropped++;
 		return;
 	}
@@ -43,7 +43,7 @@ static void take_completion(kvs_client *c, const struct kvs_record *rec, const u
 	l->done = true;
 	l->status = rec->status;
 	if (!l->since_ms)
-		l->since_ms = kvs_now_ms(); /* an earlier process that still holds it is waited for from now on */
+		l->since_ms = kvs_now_ms(); /* from now on the engine waits for earlier processes that hold it */
 	l->bound &= ~proc_bit(c->proc);
 	if (!l->bound)
 		lease_ready(c, l);
@@ -53,13 +53,13 @@ void completions_drain(kvs_client *c)
 {
 	if (c->state != READY || !c->rings)
 		return;
-	/* A ringful at most: a sidecar that writes without end must not hold up the engine. */
+	/* At most one ring: a sidecar that keeps writing must not block the engine. */
 	for (uint32_t i = 0; i < c->completion_bytes / sizeof(struct kvs_record) && !c->ring_bad; i++) {
 		int64_t n = kvs_ring_pop(&c->comp, c->record, c->completion_bytes);
 		if (n == 0)
 			return;
 		if (n < 0) {
-			completions_broken(c, "a record, its length or its sequence number is impossible");
+			completions_broken(c, "the length or the sequence number of a record is invalid");
 			return;
 		}
 		struct kvs_record rec;
@@ -73,7 +73,7 @@ void completions_drain_and_wake(kvs_client *c)
 	uint32_t before = c->ready_count;
 	completions_drain(c);
 	if (c->ready_count != before)
-		wake_fd(c->bell_fd);
+		kvs_wake(c->cq_eventfd);
 }
 
 /* ---- the submission ring ---- */
@@ -85,12 +85,12 @@ int submit_record(kvs_client *c, uint16_t type, uint64_t lease, const void *body
 	if (rc == 0) {
 		c->info.submitted++;
 		if (kvs_ring_wake(&c->sub))
-			wake_fd(c->doorbell_fd);
+			kvs_wake(c->sq_eventfd);
 	} else if (rc == KVS_E_FULL) {
 		c->info.full++;
 	} else if (rc == KVS_E_ARG) {
 		c->info.protocol_errors++;
-		log_error(c, "sidecar broke the submission ring: its tail is impossible; its session is replaced");
+		log_error(c, "protocol violation in the submission ring: its tail is invalid; the session is replaced");
 		session_break(c, "protocol error");
 	}
 	return rc;
@@ -106,7 +106,7 @@ int submit_or_replace(kvs_client *c, uint16_t type, uint64_t lease, const void *
 	if (rc == 0)
 		return 0;
 	if (rc == KVS_E_FULL) {
-		log_error(c, "submission ring of %u bytes is full: the sidecar does not read it; its session is replaced", c->submission_bytes);
+		log_error(c, "submission ring of %u bytes is full: the sidecar does not read it; the session is replaced", c->submission_bytes);
 		session_break(c, "submission ring full");
 	}
 	c->info.kept++;
@@ -115,7 +115,7 @@ int submit_or_replace(kvs_client *c, uint16_t type, uint64_t lease, const void *
 
 bool record_fits(const kvs_client *c, uint64_t bytes)
 {
-	uint64_t length = sizeof(struct kvs_record) + bytes + 16; /* a presented snapshot may gain a wider deadline */
+	uint64_t length = sizeof(struct kvs_record) + bytes + 16; /* the deadline of a snapshot that is presented again may be encoded in more bytes */
 	return length <= KVS_RECORD_MAX_BYTES && length <= c->submission_bytes / 2;
 }
 
@@ -144,12 +144,12 @@ static int present(kvs_client *c, struct lease *l, int64_t now)
 	return rc;
 }
 
-/* Whether a record of so many body bytes leaves a quarter of the ring to what the engine says meanwhile. Without that room its next
- * step would find the ring full, the session would be replaced, and all leases would be presented once more, and so on. */
+/* Whether a record with this body leaves a quarter of the ring to the engine's next records. Without that room the next step would
+ * find the ring full, and the session would be replaced again and again. */
 static bool leaves_room(const kvs_client *c, uint64_t bytes)
 {
 	uint64_t used = c->sub.head - __atomic_load_n(&c->sub.ring->tail, __ATOMIC_ACQUIRE);
-	if (!used || used > c->sub.bytes) /* an impossible tail is for push to find */
+	if (!used || used > c->sub.bytes) /* kvs_ring_push reports an invalid tail */
 		return true;
 	return used + sizeof(struct kvs_record) + bytes <= c->sub.bytes / 4 * 3;
 }
@@ -172,7 +172,7 @@ void leases_replay(kvs_client *c, int64_t now)
 	c->replaying = false;
 	c->info.connects++;
 	pthread_cond_broadcast(&c->changed);
-	/* Whoever waits for completions must announce its sleep in the new ring. */
-	wake_fd(c->bell_fd);
+	/* A thread in kvs_wait must announce its sleep in the new ring. */
+	kvs_wake(c->cq_eventfd);
 	log_line(c, "info", "connected to sidecar %s at %s, pid %u", c->info.node, c->path, c->procs[c->proc].pid);
 }

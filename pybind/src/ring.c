@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The rings of board.h. The other side's words are read once with acquire, checked against our own private words, and a
- * record is copied before it is believed.
+ * The rings of board.h. The other side's words are read once with acquire and checked against private copies of
+ * this side's words. A record is copied before it is checked and used.
  */
 #include <string.h>
 
@@ -30,7 +30,7 @@ int kvs_ring_push(struct kvs_ring_end *e, uint16_t type, uint16_t status, uint64
 	uint64_t need = rest < length ? rest + length : length;
 	if (e->bytes - (e->head - e->tail) < need) {
 		uint64_t tail = load64(&e->ring->tail);
-		/* It may only have moved from what it was towards our head, by whole records. */
+		/* It may only have moved towards the head, by whole records. */
 		if (tail - e->tail > e->head - e->tail || tail % 8)
 			return KVS_E_ARG;
 		e->tail = tail;
@@ -56,7 +56,7 @@ int kvs_ring_push(struct kvs_ring_end *e, uint16_t type, uint16_t status, uint64
 	if (bytes)
 		memcpy(e->data + pos + sizeof rec, body, bytes);
 	e->head += length;
-	/* Not only release: kvs_ring_wake looks at sleeping after it, in the one order that the consumer sees too. */
+	/* Sequentially consistent, because kvs_ring_wake reads `sleeping` after it, in an order that the consumer sees too. */
 	__atomic_store_n(&e->ring->head, e->head, __ATOMIC_SEQ_CST);
 	return 0;
 }
@@ -85,7 +85,7 @@ int64_t kvs_ring_pop(struct kvs_ring_end *e, void *buf, uint64_t cap)
 		_Static_assert(sizeof first == 8, "the part of a record that a PAD has");
 		memcpy(&first, e->data + pos, sizeof first);
 		if (first.type == KVS_REC_PAD) {
-			/* Of a whole ring there is never a rest: pads in a row could keep us here for ever. */
+			/* A pad never fills a whole ring: pads in a row would be an endless loop. */
 			if (!pos || first.length != rest || first.length > avail)
 				return KVS_E_ARG;
 			e->tail += first.length;

@@ -1,10 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * One connection to a sidecar: HELLO, REGISTER and what they are answered with, and its end. Another one follows; leases outlive them
- * all.
+ * One connection to a sidecar: HELLO, REGISTER and their answers, and its end. Leases outlive connections.
  */
 #include <errno.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
@@ -13,147 +11,32 @@
 #include "client.h"
 
 #define BACKOFF_MAX_MS 500
-#define BACKOFF_RESET_MS 1000    /* a session that lasted so long was a good one */
+#define BACKOFF_RESET_MS 1000 /* a session that lasted as long as this was a good one */
 #define REFUSED_MAX_MS 10000
 #define PACKETS_PER_TURN 64
 #define STATS_MAX_BYTES (64u << 10)
 
-/* ---- what we say ---- */
-
-int session_send(kvs_client *c, uint32_t type, const struct mpw *body, const int *fds, uint32_t nfds)
-{
-	uint8_t head[4] = {(uint8_t)type, (uint8_t)(type >> 8), (uint8_t)(type >> 16), (uint8_t)(type >> 24)};
-	struct iovec iov[2] = {{head, sizeof head}, {body->buf, body->len}};
-	union {
-		struct cmsghdr align;
-		char buf[CMSG_SPACE(sizeof(int) * KVS_PACKET_MAX_FDS)];
-	} control;
-	struct msghdr msg = {.msg_iov = iov, .msg_iovlen = 2};
-	if (body->bad || body->len + sizeof head > KVS_PACKET_MAX_BYTES) {
-		errno = EMSGSIZE;
-		return -1;
-	}
-	if (nfds) {
-		memset(&control, 0, sizeof control);
-		msg.msg_control = control.buf;
-		msg.msg_controllen = CMSG_SPACE(sizeof(int) * nfds);
-		struct cmsghdr *cm = CMSG_FIRSTHDR(&msg);
-		cm->cmsg_level = SOL_SOCKET;
-		cm->cmsg_type = SCM_RIGHTS;
-		cm->cmsg_len = CMSG_LEN(sizeof(int) * nfds);
-		memcpy(CMSG_DATA(cm), fds, sizeof(int) * nfds);
-	}
-	return sendmsg(c->sock, &msg, MSG_NOSIGNAL | MSG_DONTWAIT) < 0 ? -1 : 0;
-}
+/* ---- HELLO and REGISTER ---- */
 
 static int send_hello(kvs_client *c)
 {
-	static const char *const rank_names[5] = {"dp", "pp", "tp", "pcp", "dcp"};
-	const uint32_t version = KVS_PROTOCOL_MAJOR << 16 | KVS_PROTOCOL_MINOR;
 	struct mpw w = {0};
 	c->hello_msg = ++c->msg;
-	mpw_map(&w, 9);
-	mpw_str(&w, "id");
-	mpw_uint(&w, c->hello_msg);
-	mpw_str(&w, "min");
-	mpw_uint(&w, version);
-	mpw_str(&w, "max");
-	mpw_uint(&w, version);
-	mpw_str(&w, "role");
-	mpw_str(&w, c->role == KVS_WORKER ? "worker" : "scheduler");
-	mpw_str(&w, "boot");
-	mpw_bin(&w, c->boot, 16);
-	mpw_str(&w, "engine");
-	mpw_map(&w, 3);
-	mpw_str(&w, "name");
-	mpw_str(&w, c->engine_name);
-	mpw_str(&w, "version");
-	mpw_str(&w, c->engine_version);
-	mpw_str(&w, "id");
-	mpw_str(&w, c->engine_id);
-	mpw_str(&w, "ranks");
-	mpw_map(&w, 5);
-	for (int i = 0; i < 5; i++) {
-		mpw_str(&w, rank_names[i]);
-		mpw_array(&w, 2);
-		mpw_uint(&w, c->ranks[2 * i]);
-		mpw_uint(&w, c->ranks[2 * i + 1]);
-	}
-	mpw_str(&w, "pid");
-	mpw_uint(&w, (uint64_t)getpid());
-	mpw_str(&w, "features");
-	mpw_array(&w, 0);
-	int rc = session_send(c, MSG_HELLO, &w, NULL, 0);
+	write_hello(c, &w);
+	int rc = message_send(c, MSG_HELLO, &w, NULL, 0);
 	mpw_free(&w);
 	return rc;
 }
 
-/* work: the index of its two descriptors in the packet; 0: there are none. */
-static void register_body(kvs_client *c, struct mpw *w, uint32_t work)
-{
-	static const char *const kinds[] = {"", "memfd", "adopted", "process", "device"};
-	mpw_map(w, 5);
-	mpw_str(w, "id");
-	mpw_uint(w, c->register_msg);
-	mpw_str(w, "session");
-	mpw_bin(w, c->session_id, 16);
-	mpw_str(w, "regions");
-	mpw_array(w, c->region_count);
-	for (uint32_t i = 0; i < c->region_count; i++) {
-		const struct region *r = &c->regions[i];
-		bool process = r->kind == KVS_REGION_PROCESS, device = r->kind == KVS_REGION_DEVICE;
-		mpw_map(w, 3 + process + device + (r->fd_index != 0));
-		mpw_str(w, "region");
-		mpw_bin(w, r->id, 16);
-		mpw_str(w, "kind");
-		mpw_str(w, kinds[r->kind]);
-		mpw_str(w, "bytes");
-		mpw_uint(w, r->bytes);
-		if (process) {
-			mpw_str(w, "addr");
-			mpw_uint(w, r->addr);
-		}
-		if (device) {
-			mpw_str(w, "handle");
-			mpw_bin(w, r->handle, sizeof r->handle);
-		}
-		if (r->fd_index) {
-			mpw_str(w, "fd");
-			mpw_uint(w, r->fd_index);
-		}
-	}
-	mpw_str(w, "layout");
-	mpw_raw(w, c->layout, c->layout_bytes);
-	mpw_str(w, "fds");
-	mpw_map(w, work ? 6 : 4);
-	mpw_str(w, "flags");
-	mpw_uint(w, 0);
-	mpw_str(w, "rings");
-	mpw_uint(w, 1);
-	mpw_str(w, "doorbell");
-	mpw_uint(w, 2);
-	mpw_str(w, "bell");
-	mpw_uint(w, 3);
-	if (!work)
-		return;
-	mpw_str(w, "work");
-	mpw_uint(w, work);
-	mpw_str(w, "work_bell");
-	mpw_uint(w, work + 1);
-}
-
-/* Fresh rings and a fresh doorbell for this connection. */
+/* New rings and a new SQ eventfd for this connection. */
 static int make_rings(kvs_client *c)
 {
 	uint64_t completion = sizeof(struct kvs_rings_header) + sizeof(struct kvs_ring) + c->submission_bytes;
 	uint64_t total = completion + sizeof(struct kvs_ring) + c->completion_bytes;
 	if (kvs_random(c->session_id, sizeof c->session_id) < 0)
 		return -1;
-	c->rings_fd = kvs_memfd("kvspray-rings", total);
-	if (c->rings_fd < 0)
-		return -1;
-	void *at = mmap(NULL, total, PROT_READ | PROT_WRITE, MAP_SHARED, c->rings_fd, 0);
-	if (at == MAP_FAILED)
+	void *at = kvs_shared("kvspray-rings", total, &c->rings_fd);
+	if (!at)
 		return -1;
 	c->rings = at;
 	c->rings_bytes = total;
@@ -171,13 +54,13 @@ static int make_rings(kvs_client *c)
 	memcpy(at, &h, sizeof h);
 	kvs_ring_attach(&c->sub, (struct kvs_ring *)(c->rings + h.submission), c->submission_bytes);
 	kvs_ring_attach(&c->comp, (struct kvs_ring *)(c->rings + h.completion), c->completion_bytes);
-	c->doorbell_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-	return c->doorbell_fd < 0 ? -1 : 0;
+	c->sq_eventfd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+	return c->sq_eventfd < 0 ? -1 : 0;
 }
 
 static int send_register(kvs_client *c)
 {
-	int fds[KVS_PACKET_MAX_FDS] = {c->flags_fd, c->rings_fd, c->doorbell_fd, c->bell_fd};
+	int fds[KVS_PACKET_MAX_FDS] = {c->flags_fd, c->rings_fd, c->sq_eventfd, c->cq_eventfd};
 	uint32_t n = BOARD_FDS + c->region_fd_count, work = 0;
 	memcpy(fds + BOARD_FDS, c->region_fds, sizeof(int) * c->region_fd_count);
 	if (c->work && c->can_work && n + 2 <= KVS_PACKET_MAX_FDS && work_begin(c->work, &fds[n], &fds[n + 1])) {
@@ -186,8 +69,8 @@ static int send_register(kvs_client *c)
 	}
 	struct mpw w = {0};
 	c->register_msg = ++c->msg;
-	register_body(c, &w, work);
-	int rc = session_send(c, MSG_REGISTER, &w, fds, n);
+	write_register(c, &w, work);
+	int rc = message_send(c, MSG_REGISTER, &w, fds, n);
 	mpw_free(&w);
 	if (work)
 		close_fd(&fds[work]);
@@ -196,20 +79,12 @@ static int send_register(kvs_client *c)
 
 /* ---- its life ---- */
 
-void session_break(kvs_client *c, const char *why)
-{
-	if (c->state == IDLE || c->breaking[0])
-		return;
-	snprintf(c->breaking, sizeof c->breaking, "%s", why);
-	wake_fd(c->ctl_fd);
-}
-
 void session_end(kvs_client *c, int64_t now, uint32_t wait_ms)
 {
 	if (c->state == READY)
 		completions_drain_and_wake(c);
 	close_fd(&c->sock);
-	close_fd(&c->doorbell_fd);
+	close_fd(&c->sq_eventfd);
 	close_fd(&c->rings_fd);
 	close_fd(&c->new_pidfd);
 	if (c->work)
@@ -224,21 +99,21 @@ void session_end(kvs_client *c, int64_t now, uint32_t wait_ms)
 	c->breaking[0] = 0;
 	c->draining = false;
 	c->replaying = false;
-	if (c->proc >= 0 && c->procs[c->proc].exited)
+	if (c->proc >= 0 && c->procs[c->proc].harmless)
 		proc_release(&c->procs[c->proc]);
 	c->proc = -1;
 	awaits_ask_again(c);
 	if (!wait_ms) {
 		wait_ms = c->backoff_ms;
 		c->backoff_ms = c->backoff_ms * 2 > BACKOFF_MAX_MS ? BACKOFF_MAX_MS : c->backoff_ms * 2;
-		/* Ranks of one engine must not come back in step. */
+		/* Spread the reconnections of an engine's ranks. */
 		c->rng = c->rng * 6364136223846793005u + 1442695040888963407u;
 		wait_ms += (uint32_t)(c->rng >> 33) % (wait_ms / 2 + 1);
 	}
 	c->next_try_ms = now + wait_ms;
 }
 
-/* Ends a session that will be refused again until somebody mends something. */
+/* Ends a session that will be refused until an operator corrects the cause. */
 static void session_refused(kvs_client *c, int64_t now)
 {
 	session_end(c, now, c->refused_ms);
@@ -268,19 +143,19 @@ void session_begin(kvs_client *c, int64_t now)
 	struct ucred cred = {0};
 	socklen_t len = sizeof cred;
 	if (c->default_path && getsockopt(c->sock, SOL_SOCKET, SO_PEERCRED, &cred, &len) == 0 && cred.uid != 0 && cred.uid != geteuid()) {
-		log_error(c, "%s belongs to uid %u, not to us (%u): name the socket explicitly if that is meant", c->path, cred.uid, geteuid());
+		log_error(c, "%s belongs to uid %u, not to this process's uid %u: configure the socket's path if this is intended", c->path, cred.uid, geteuid());
 		session_refused(c, now);
 		return;
 	}
 	c->new_pidfd = kvs_pidfd_of_peer(c->sock, &c->new_pid);
 	if (c->new_pidfd < 0 && errno == EREMOTE) {
-		log_error(c, "the sidecar at %s is in another pid namespace and this kernel has no SO_PEERPIDFD, so its death could not be proved: share the "
+		log_error(c, "the sidecar at %s is in another pid namespace and this kernel has no SO_PEERPIDFD, so its exit could not be proved: share the "
 		          "pid namespace (shareProcessNamespace in a pod), or use Linux 6.5 or later", c->path);
 		session_refused(c, now);
 		return;
 	}
 	if (c->new_pidfd < 0 && (errno == ESRCH || errno == ENODATA || errno == EINVAL)) {
-		/* The listener died between our connect and now. */
+		/* The listener exited after the connect. */
 		session_end(c, now, 0);
 		return;
 	}
@@ -292,7 +167,7 @@ void session_begin(kvs_client *c, int64_t now)
 	c->state = WELCOMING;
 }
 
-/* The session is up: registered, or a scheduler that was welcomed. */
+/* The session is up: a worker is registered, or a scheduler has its WELCOME. */
 static void session_ready(kvs_client *c, int64_t now)
 {
 	c->state = READY;
@@ -303,90 +178,7 @@ static void session_ready(kvs_client *c, int64_t now)
 	leases_replay(c, now);
 }
 
-/* ---- what the sidecar says ---- */
-
-struct welcome {
-	uint64_t id, version, leases, deadline_ms, partner_ms, grace_ms;
-	bool fenced, can_copy, can_work, can_wait, can_decline;
-	const uint8_t *boot;
-	const char *node, *endpoint;
-	uint32_t node_bytes, endpoint_bytes;
-};
-
-static bool read_limits(struct mpr *r, struct welcome *m)
-{
-	uint32_t n;
-	if (!mpr_map(r, &n))
-		return false;
-	while (n--) {
-		const char *k;
-		uint32_t kn;
-		if (!mpr_str(r, &k, &kn) || !(mp_key(k, kn, "leases") ? mpr_uint(r, &m->leases) : mpr_skip(r)))
-			return false;
-	}
-	return true;
-}
-
-static bool read_features(struct mpr *r, struct welcome *m)
-{
-	uint32_t n;
-	if (!mpr_array(r, &n))
-		return false;
-	while (n--) {
-		const char *k;
-		uint32_t kn;
-		if (!mpr_str(r, &k, &kn))
-			return false;
-		m->can_copy |= mp_key(k, kn, "copy");
-		m->can_work |= mp_key(k, kn, "work");
-		m->can_wait |= mp_key(k, kn, "after");
-		m->can_decline |= mp_key(k, kn, "decline");
-	}
-	return true;
-}
-
-static bool read_welcome(const uint8_t *body, size_t bytes, struct welcome *m)
-{
-	struct mpr r = mpr_make(body, bytes);
-	uint32_t n;
-	memset(m, 0, sizeof *m);
-	if (!mpr_map(&r, &n))
-		return false;
-	while (n--) {
-		const char *k;
-		uint32_t kn, bn = 0;
-		if (!mpr_str(&r, &k, &kn))
-			return false;
-		if (mp_key(k, kn, "id"))
-			mpr_uint(&r, &m->id);
-		else if (mp_key(k, kn, "version"))
-			mpr_uint(&r, &m->version);
-		else if (mp_key(k, kn, "boot")) {
-			if (mpr_bin(&r, &m->boot, &bn) && bn != 16)
-				return false;
-		} else if (mp_key(k, kn, "node"))
-			mpr_str(&r, &m->node, &m->node_bytes);
-		else if (mp_key(k, kn, "endpoint"))
-			mpr_str(&r, &m->endpoint, &m->endpoint_bytes);
-		else if (mp_key(k, kn, "fenced"))
-			mpr_bool(&r, &m->fenced);
-		else if (mp_key(k, kn, "limits"))
-			read_limits(&r, m);
-		else if (mp_key(k, kn, "features"))
-			read_features(&r, m);
-		else if (mp_key(k, kn, "deadline_ms"))
-			mpr_uint(&r, &m->deadline_ms);
-		else if (mp_key(k, kn, "partner_ms"))
-			mpr_uint(&r, &m->partner_ms);
-		else if (mp_key(k, kn, "grace_ms"))
-			mpr_uint(&r, &m->grace_ms);
-		else
-			mpr_skip(&r);
-		if (r.bad)
-			return false;
-	}
-	return m->boot != NULL;
-}
+/* ---- what the sidecar sends ---- */
 
 static void protocol_error(kvs_client *c, int64_t now, const char *what)
 {
@@ -403,7 +195,7 @@ static void on_welcome(kvs_client *c, int64_t now, const uint8_t *body, size_t b
 		return;
 	}
 	if (m.version >> 16 != KVS_PROTOCOL_MAJOR || (m.version & 0xffff) > KVS_PROTOCOL_MINOR) {
-		log_error(c, "sidecar chose protocol %u.%u, this library speaks %u.%u: upgrade the older of the two", (unsigned)(m.version >> 16),
+		log_error(c, "sidecar chose protocol %u.%u, this library supports %u.%u: upgrade the older of the two", (unsigned)(m.version >> 16),
 		          (unsigned)(m.version & 0xffff), KVS_PROTOCOL_MAJOR, KVS_PROTOCOL_MINOR);
 		c->info.refusals++;
 		session_refused(c, now);
@@ -412,7 +204,7 @@ static void on_welcome(kvs_client *c, int64_t now, const uint8_t *body, size_t b
 	bool known;
 	int proc = proc_enter(c, m.boot, &known);
 	if (proc < 0) {
-		log_error(c, "%d earlier sidecar processes still hold leases: no further one is admitted", KVS_MAX_SIDECARS);
+		log_error(c, "%d earlier sidecar processes still hold leases: no other one is accepted", KVS_MAX_SIDECARS);
 		session_end(c, now, 0);
 		return;
 	}
@@ -429,23 +221,23 @@ static void on_welcome(kvs_client *c, int64_t now, const uint8_t *body, size_t b
 	}
 	c->proc = proc;
 	if (c->procs[proc].pidfd < 0)
-		log_error(c, "no pidfd of the sidecar: its death cannot be proved, leases may stay in quarantine");
+		log_error(c, "no pidfd of the sidecar: its exit cannot be proved, so leases may stay in quarantine");
 	memcpy(c->info.sidecar_boot, m.boot, 16);
 	copy_text(c->info.node, sizeof c->info.node, m.node, m.node_bytes);
 	if (m.endpoint_bytes >= sizeof c->info.endpoint) {
-		log_error(c, "the sidecar's endpoint has %u bytes, at most %zu: it is not handed out", m.endpoint_bytes, sizeof c->info.endpoint - 1);
-		m.endpoint_bytes = 0; /* a part of it would name somebody else */
+		log_error(c, "the sidecar's endpoint has %u bytes, at most %zu: it is not used", m.endpoint_bytes, sizeof c->info.endpoint - 1);
+		m.endpoint_bytes = 0; /* a part of it would name another host */
 	}
 	copy_text(c->info.endpoint, sizeof c->info.endpoint, m.endpoint, m.endpoint_bytes);
 	c->info.version = (uint32_t)m.version;
 	c->info.deadline_ms = clamp_ms(m.deadline_ms, c->info.deadline_ms);
-	c->info.partner_ms = clamp_ms(m.partner_ms, c->info.partner_ms);
+	c->info.match_timeout_ms = clamp_ms(m.match_timeout_ms, c->info.match_timeout_ms);
 	c->info.grace_ms = clamp_ms(m.grace_ms, c->info.grace_ms);
 	c->can_copy = m.can_copy;
 	c->can_work = m.can_work;
 	c->can_wait = m.can_wait;
 	c->can_decline = m.can_decline;
-	c->deadlines = (uint64_t)c->info.deadline_ms << 32 | c->info.partner_ms;
+	c->deadlines = (uint64_t)c->info.deadline_ms << 32 | c->info.match_timeout_ms;
 	c->lease_limit = m.leases && m.leases < KVS_MAX_LEASES ? (uint32_t)m.leases : KVS_MAX_LEASES;
 	if (c->role == KVS_SCHEDULER) {
 		session_ready(c, now);
@@ -459,67 +251,25 @@ static void on_welcome(kvs_client *c, int64_t now, const uint8_t *body, size_t b
 	c->state = REGISTERING;
 }
 
-/* Reads up to four named values of a map: u64 or str, whichever pointer is set. */
-struct want {
-	const char *key;
-	uint64_t *num;
-	const char **str;
-	uint32_t *str_bytes;
-	bool *flag;
-};
-
-static bool read_map(const uint8_t *body, size_t bytes, const struct want *want, int wants)
-{
-	struct mpr r = mpr_make(body, bytes);
-	uint32_t n;
-	if (!mpr_map(&r, &n))
-		return false;
-	while (n--) {
-		const char *k;
-		uint32_t kn;
-		if (!mpr_str(&r, &k, &kn))
-			return false;
-		int i = 0;
-		while (i < wants && !mp_key(k, kn, want[i].key))
-			i++;
-		bool ok = i == wants          ? mpr_skip(&r)
-			  : want[i].num       ? mpr_uint(&r, want[i].num)
-			  : want[i].flag      ? mpr_bool(&r, want[i].flag)
-					      : mpr_str(&r, want[i].str, want[i].str_bytes);
-		if (!ok)
-			return false;
-	}
-	return true;
-}
-
 static void on_error(kvs_client *c, int64_t now, const uint8_t *body, size_t bytes)
 {
-	uint64_t id = 0;
-	const char *code = "", *message = "", *field = "", *remedy = "";
-	uint32_t code_n = 0, message_n = 0, field_n = 0, remedy_n = 0;
-	bool fatal = false;
-	struct want want[] = {{.key = "id", .num = &id},
-			      {.key = "code", .str = &code, .str_bytes = &code_n},
-			      {.key = "message", .str = &message, .str_bytes = &message_n},
-			      {.key = "field", .str = &field, .str_bytes = &field_n},
-			      {.key = "remedy", .str = &remedy, .str_bytes = &remedy_n},
-			      {.key = "fatal", .flag = &fatal}};
-	if (!read_map(body, bytes, want, sizeof want / sizeof *want)) {
+	struct refusal m;
+	if (!read_error(body, bytes, &m)) {
 		protocol_error(c, now, "a malformed ERROR");
 		return;
 	}
 	c->info.refusals++;
-	bool answer = c->state != READY && id && (id == c->hello_msg || id == c->register_msg);
-	if (answer && mp_key(code, code_n, "fencing"))
+	bool answer = c->state != READY && m.id && (m.id == c->hello_msg || m.id == c->register_msg);
+	if (answer && mp_key(m.code, m.code_bytes, "fencing"))
 		proc_alive(c, now);
-	log_error(c, "sidecar says %.*s: %.*s%s%.*s%s%.*s", (int)code_n, code, (int)message_n, message, field_n ? "; field " : "", (int)field_n,
-	          field, remedy_n ? "; remedy: " : "", (int)remedy_n, remedy);
+	log_error(c, "sidecar reports %.*s: %.*s%s%.*s%s%.*s", (int)m.code_bytes, m.code, (int)m.message_bytes, m.message,
+	          m.field_bytes ? "; field " : "", (int)m.field_bytes, m.field, m.remedy_bytes ? "; remedy: " : "", (int)m.remedy_bytes, m.remedy);
 	if (c->role == KVS_SCHEDULER && c->state == READY)
-		awaits_answer(c, id, KVS_ADMISSION_REFUSED, 0, message, message_n);
-	/* These pass by themselves; anything else waits for somebody to mend it. */
-	bool passing = mp_key(code, code_n, "fencing") || mp_key(code, code_n, "draining") || mp_key(code, code_n, "state") ||
-		       mp_key(code, code_n, "superseded") || mp_key(code, code_n, "limit");
-	if (!answer && !fatal)
+		awaits_answer(c, &(struct admitted){.id = m.id, .state = KVS_ADMISSION_REFUSED, .message = m.message, .message_bytes = m.message_bytes});
+	/* These causes end by themselves; an operator must correct the others. */
+	bool passing = mp_key(m.code, m.code_bytes, "fencing") || mp_key(m.code, m.code_bytes, "draining") || mp_key(m.code, m.code_bytes, "state") ||
+		       mp_key(m.code, m.code_bytes, "superseded") || mp_key(m.code, m.code_bytes, "limit");
+	if (!answer && !m.fatal)
 		return;
 	if (passing)
 		session_end(c, now, 0);
@@ -529,9 +279,8 @@ static void on_error(kvs_client *c, int64_t now, const uint8_t *body, size_t byt
 
 static void on_registered(kvs_client *c, int64_t now, const uint8_t *body, size_t bytes)
 {
-	uint64_t id = 0;
-	struct want want[] = {{.key = "id", .num = &id}};
-	if (c->state != REGISTERING || !read_map(body, bytes, want, 1) || id != c->register_msg) {
+	uint64_t id;
+	if (c->state != REGISTERING || !read_registered(body, bytes, &id) || id != c->register_msg) {
 		protocol_error(c, now, "an unexpected or malformed REGISTERED");
 		return;
 	}
@@ -540,21 +289,10 @@ static void on_registered(kvs_client *c, int64_t now, const uint8_t *body, size_
 
 static void on_admitted(kvs_client *c, int64_t now, const uint8_t *body, size_t bytes)
 {
-	uint64_t id = 0, tokens = 0;
-	const char *state = "", *message = "";
-	uint32_t state_n = 0, message_n = 0;
-	struct want want[] = {{.key = "id", .num = &id},
-			      {.key = "state", .str = &state, .str_bytes = &state_n},
-			      {.key = "tokens", .num = &tokens},
-			      {.key = "message", .str = &message, .str_bytes = &message_n}};
-	if (!read_map(body, bytes, want, sizeof want / sizeof *want)) {
+	struct admitted m;
+	if (!read_admitted(body, bytes, &m))
 		protocol_error(c, now, "a malformed ADMITTED");
-		return;
-	}
-	uint32_t said = mp_key(state, state_n, "admitted")  ? KVS_ADMISSION_ADMITTED
-			: mp_key(state, state_n, "refused") ? KVS_ADMISSION_REFUSED
-							    : KVS_ADMISSION_GONE;
-	if (!awaits_answer(c, id, said, tokens, message, message_n))
+	else if (!awaits_answer(c, &m))
 		c->info.dropped++; /* forgotten meanwhile */
 }
 
@@ -603,31 +341,11 @@ static void on_packet(kvs_client *c, int64_t now, const uint8_t *p, size_t n)
 	}
 }
 
-/* Closes descriptors that came with a packet: a sidecar has none to give. */
-static void drop_fds(struct msghdr *msg)
-{
-	for (struct cmsghdr *cm = CMSG_FIRSTHDR(msg); cm; cm = CMSG_NXTHDR(msg, cm)) {
-		if (cm->cmsg_level != SOL_SOCKET || cm->cmsg_type != SCM_RIGHTS)
-			continue;
-		size_t n = (cm->cmsg_len - CMSG_LEN(0)) / sizeof(int);
-		for (size_t i = 0; i < n; i++) {
-			int fd;
-			memcpy(&fd, CMSG_DATA(cm) + i * sizeof fd, sizeof fd);
-			close(fd);
-		}
-	}
-}
-
 void session_receive(kvs_client *c, int64_t now)
 {
 	for (int i = 0; i < PACKETS_PER_TURN && c->state != IDLE; i++) {
-		union {
-			struct cmsghdr align;
-			char buf[CMSG_SPACE(sizeof(int) * KVS_PACKET_MAX_FDS)];
-		} control;
-		struct iovec iov = {c->packet, KVS_PACKET_MAX_BYTES};
-		struct msghdr msg = {.msg_iov = &iov, .msg_iovlen = 1, .msg_control = control.buf, .msg_controllen = sizeof control.buf};
-		ssize_t n = recvmsg(c->sock, &msg, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+		bool truncated;
+		ssize_t n = message_receive(c, &truncated);
 		if (n < 0 && (errno == EAGAIN || errno == EINTR))
 			return;
 		if (n <= 0) {
@@ -635,8 +353,7 @@ void session_receive(kvs_client *c, int64_t now)
 			session_end(c, now, 0);
 			return;
 		}
-		drop_fds(&msg);
-		if (msg.msg_flags & MSG_TRUNC) {
+		if (truncated) {
 			protocol_error(c, now, "a packet of more than 1 MiB");
 			return;
 		}

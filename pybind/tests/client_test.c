@@ -216,7 +216,8 @@ static void *submitter(void *arg)
 			struct kvs_snapshot s = {(uint64_t)lease, w.buf, w.len};
 			int rc = kvs_step(client, w.buf, (uint32_t)w.len, &s, 1);
 			REQUIRE(rc == 0 || rc == KVS_KEPT);
-			kvs_signal_all(client, step++);
+			kvs_signal_layer(client, 0, step);
+			kvs_signal_step(client, step++);
 			if (i % 8 == 1)
 				kvs_preempt(client, &s);
 			struct kvs_snapshot last = {(uint64_t)lease, h.buf, h.len};
@@ -312,7 +313,7 @@ static void looks(void)
 	while ((lease = kvs_submit(client, KVS_REC_INTENT, w.buf, (uint32_t)w.len, 30000)) <= 0)
 		REQUIRE(kvs_wait_connected(client, 10000) == 1);
 	int64_t sleeping = look(true), looking = look(false);
-	REQUIRE(client->may_look ? looking > 2 * sleeping && looking > 2 * idle && looking > 100000 : looking < 2 * sleeping + 200000);
+	REQUIRE(client->may_poll ? looking > 2 * sleeping && looking > 2 * idle && looking > 100000 : looking < 2 * sleeping + 200000);
 	REQUIRE(kvs_cancel(client, (uint64_t)lease, "over") >= 0);
 	uint8_t buf[4096];
 	while (kvs_poll(client, buf, sizeof buf) == 0)

@@ -54,7 +54,7 @@ def layout() -> dict[str, Any]:
 
 
 def until(condition: Callable[[], Any], what: str, timeout: float = TIMEOUT_S) -> Any:
-    """Waits for a condition with a deadline; the pause only paces the look."""
+    """Waits for a condition with a deadline; the pause only limits the polling."""
     end = time.monotonic() + timeout
     pause = threading.Event()
     while not (value := condition()):

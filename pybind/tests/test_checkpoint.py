@@ -43,16 +43,16 @@ def save(tmp_path: pathlib.Path) -> Callable[..., pathlib.Path]:
     made = iter(range(1000))
 
     def save(held: Tensors, shards: int = 1, config: object = None) -> pathlib.Path:
-        folder = tmp_path / f"m{next(made)}"
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(config or {"hidden_size": 128, "_name_or_path": str(folder)}))
+        directory = tmp_path / f"m{next(made)}"
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps(config or {"hidden_size": 128, "_name_or_path": str(directory)}))
         names = list(held)
         for i in range(shards):
-            write(folder / f"model-{i}.safetensors", {n: held[n] for n in names[i::shards]})
+            write(directory / f"model-{i}.safetensors", {n: held[n] for n in names[i::shards]})
         if shards > 1:
             index = {"weight_map": {n: f"model-{i % shards}.safetensors" for i, n in enumerate(names)}}
-            (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-        return folder
+            (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+        return directory
 
     return save
 
@@ -93,18 +93,18 @@ def test_the_configuration_counts_but_for_what_differs_between_copies(save: Call
 
 def test_which_files_are_the_weights(save: Callable[..., pathlib.Path]) -> None:
     t = tensors()
-    folder = save(t, shards=2)
-    want = digest(folder)
-    write(folder / "consolidated.safetensors", tensors(2))  # beside the shards, and not in their index
-    (folder / "pytorch_model.bin").write_bytes(b"x" * 100)
-    (folder / "optimizer.bin").write_bytes(b"x" * 100)
-    assert digest(folder) == want != digest(folder, "mistral")
-    assert [f.name for f in weights.weight_files(folder, "npcache")] == ["pytorch_model.bin"]
-    assert [f.name for f in weights.weight_files(folder, "mistral")] == ["consolidated.safetensors"]
+    directory = save(t, shards=2)
+    want = digest(directory)
+    write(directory / "consolidated.safetensors", tensors(2))  # beside the shards, and not in their index
+    (directory / "pytorch_model.bin").write_bytes(b"x" * 100)
+    (directory / "optimizer.bin").write_bytes(b"x" * 100)
+    assert digest(directory) == want != digest(directory, "mistral")
+    assert [f.name for f in weights.weight_files(directory, "npcache")] == ["pytorch_model.bin"]
+    assert [f.name for f in weights.weight_files(directory, "mistral")] == ["consolidated.safetensors"]
     one = save(t) / "model-0.safetensors"
     assert digest(one) == digest(one)
     with pytest.raises(CheckpointError, match="no files of weights"):
-        weights.weight_files(folder, "gguf")
+        weights.weight_files(directory, "gguf")
 
 
 def archive(stem: str, storages: list[bytes], pickle: bytes = b"names and shapes") -> bytes:
@@ -121,10 +121,10 @@ def test_archives_of_torch(tmp_path: pathlib.Path) -> None:
     storages = [rng.randbytes(BIG) for _ in range(4)]
 
     def of(*args: object, file: str = "pytorch_model.bin", stem: str = "pytorch_model") -> str:
-        folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
-        folder.mkdir()
-        (folder / file).write_bytes(archive(stem, *args))  # type: ignore[arg-type]
-        return digest(folder)
+        directory = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        directory.mkdir()
+        (directory / file).write_bytes(archive(stem, *args))  # type: ignore[arg-type]
+        return digest(directory)
 
     want = of(storages)
     assert want == of(storages, stem="archive", file="a.pt")
@@ -186,17 +186,17 @@ def test_damage_anywhere_is_an_error_or_another_name(tmp_path: pathlib.Path, sav
 
 @pytest.mark.parametrize("index", [b"[]", b"{}", b'{"weight_map": {}}', b'{"weight_map": {"a": 5}}', b'{"weight_map": {"a": "../../etc/passwd"}}', b"\xff"])
 def test_an_index_that_cannot_be_used_is_named(save: Callable[..., pathlib.Path], index: bytes) -> None:
-    folder = save(tensors(layers=1))
-    (folder / "model.safetensors.index.json").write_bytes(index)
+    directory = save(tensors(layers=1))
+    (directory / "model.safetensors.index.json").write_bytes(index)
     with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json"):
-        digest(folder)
+        digest(directory)
 
 
 def test_a_shard_that_is_missing_is_named(save: Callable[..., pathlib.Path], tmp_path: pathlib.Path) -> None:
-    folder = save(tensors(), shards=3)
-    (folder / "model-1.safetensors").unlink()
+    directory = save(tensors(), shards=3)
+    (directory / "model-1.safetensors").unlink()
     with pytest.raises(CheckpointError, match="No such file"):
-        digest(folder)
+        digest(directory)
     with pytest.raises(CheckpointError, match="nowhere"):
         digest(tmp_path / "nowhere")
 
@@ -220,6 +220,6 @@ def test_files_that_are_no_checkpoint_are_named(save: Callable[..., pathlib.Path
     odd = save(tensors())
     header = json.dumps({"x": {"dtype": "\ud800", "shape": [1], "data_offsets": [0, 2]}}).encode()
     (odd / "model-0.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"ab")
-    for folder in (nested, index, odd):
-        with pytest.raises(CheckpointError, match=str(folder)):
-            digest(folder)
+    for directory in (nested, index, odd):
+        with pytest.raises(CheckpointError, match=str(directory)):
+            digest(directory)

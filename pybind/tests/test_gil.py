@@ -27,8 +27,7 @@ ADOPTED_BYTES = 1 << 20
 END = 1 << 32
 # Neither locks nor calls the system: a constant, an address, some stores. None of them may come to a gate.
 AT_ONCE = {
-    "kvs_flags", "kvs_signal_layer", "kvs_signal_step", "kvs_signal_all", "kvs_bump_source_epoch", "kvs_deadlines", "kvs_load_reset", "kvs_strerror",
-    "kvs_library_version",
+    "kvs_flags", "kvs_signal_layer", "kvs_signal_step", "kvs_bump_source_epoch", "kvs_deadlines", "kvs_load_reset", "kvs_strerror",
 }  # fmt: skip
 
 
@@ -180,11 +179,9 @@ def test_no_call_holds_the_interpreters_lock(gated: tuple[ModuleType, Gate], tmp
             "signal_step": lambda: w.signal_step(1),
             "bump_source_epoch": w.bump_source_epoch,
             "load_reset": lambda: w.load_reset(0, 1),
-            "kvs_signal_all": lambda: _lib.fast.kvs_signal_all(w._h, 2),
             "kvs_flags": lambda: _lib.lib.kvs_flags(w._h, ctypes.byref(ctypes.c_uint64())),
             "kvs_deadlines": lambda: _lib.fast.kvs_deadlines(w._h),
             "kvs_strerror": lambda: _lib.strerror(-1),
-            "kvs_library_version": _lib.lib.kvs_library_version,
         }
         assert {name: gate.turns(call) for name, call in at_once.items()} == dict.fromkeys(at_once, 0)
 

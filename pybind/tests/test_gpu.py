@@ -433,7 +433,7 @@ def test_blocks_wait_for_work_of_a_sidecar_that_was_killed(driver: pathlib.Path,
 import signal
 sys.path.insert(0, {str(HERE)!r})
 from conftest import layout, until
-from test_client import expect
+from leases import expect
 client.close()
 client = kvspray.WorkerClient({str(socket_path)!r}, engine=kvspray.EngineInfo("test", id="gpu"), layers=LAYERS)
 region = kvspray.Region.gpu(16 << 20, LAYERS * 32768)

@@ -10,8 +10,8 @@ import pytest
 from kvspray.machine import machine
 
 
-def sidecar(folder: pathlib.Path, script: str) -> pathlib.Path:
-    path = folder / "kvspray"
+def sidecar(directory: pathlib.Path, script: str) -> pathlib.Path:
+    path = directory / "kvspray"
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
     return path

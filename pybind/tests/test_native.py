@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import graphlib
 import os
 import pathlib
 import shlex
@@ -48,6 +49,23 @@ def run(*command: object, env: dict[str, str] | None = None, timeout: float = 60
     return out
 
 
+def test_calls_between_files_go_one_way(tmp_path: pathlib.Path) -> None:
+    """Files can be ordered so that each calls only functions of those before it."""
+    owner: dict[str, str] = {}
+    uses: dict[str, set[str]] = {}
+    for source in sorted((ROOT / "src").glob("*.c")):
+        compile_c(tmp_path / f"{source.stem}.o", f"src/{source.name}", flags="-c")
+        rows = [line.split() for line in run("nm", tmp_path / f"{source.stem}.o").splitlines()]
+        owner.update({row[-1]: source.stem for row in rows if row[-2] == "T"})
+        uses[source.stem] = {row[-1] for row in rows if row[-2] == "U"}
+    calls = {file: {owner[name] for name in names & owner.keys()} for file, names in uses.items()}
+    assert len(calls) > 10 and calls["client"] >= {"loop", "util"} and not calls["system"]
+    try:
+        list(graphlib.TopologicalSorter(calls).static_order())
+    except graphlib.CycleError as err:
+        pytest.fail(f"files of libkvspray call each other in a circle: {' -> '.join(err.args[1])}")
+
+
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_ring_between_threads(tmp_path: pathlib.Path, sanitizer: str) -> None:
     binary = compile_c(tmp_path / "litmus", "tests/ring_litmus.c", "src/ring.c", flags=f"-fsanitize={sanitizer}")
@@ -68,7 +86,7 @@ def test_msgpack(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("kernel", ["old", "full", "single"])
 def test_regions_where_the_kernel_refuses(tmp_path: pathlib.Path, kernel: str) -> None:
-    binary = compile_c(tmp_path / "region", "tests/region_test.c", "src/system.c", flags="-O2")
+    binary = compile_c(tmp_path / "region", "tests/region_test.c", "src/region.c", "src/system.c", flags="-O2")
     assert run(binary, kernel).strip() == "ok"
 
 
@@ -85,7 +103,8 @@ def test_client_in_threads(tmp_path: pathlib.Path, sanitizer: str, cpus: int) ->
 def test_work_in_the_engines_context(tmp_path: pathlib.Path, sanitizer: str) -> None:
     flags = f"-fsanitize={sanitizer}"
     driver = compile_c(tmp_path / "libfake_cuda.so", "tests/fake_cuda.c", flags=f"{flags} -fPIC -shared")
-    binary = compile_c(tmp_path / "work", "tests/work_test.c", "src/work.c", "src/graph.c", "src/cuda.c", "src/system.c", flags=flags)
+    work = sorted(f"src/{p.name}" for p in (ROOT / "src").glob("work*.c"))
+    binary = compile_c(tmp_path / "work", "tests/work_test.c", *work, "src/graph.c", "src/cuda.c", "src/system.c", flags=flags)
     out = run(binary, int(RECORDS) // 1000, env={"KVSPRAY_LIBCUDA": str(driver)})
     assert out.strip().endswith("ok")
 
@@ -109,4 +128,5 @@ def test_client_under_address_sanitizer(tmp_path: pathlib.Path) -> None:
     # Python's own allocations look like leaks, and its fork test is about another library.
     env = {"LD_PRELOAD": asan, "KVSPRAY_LIBRARY": str(library), "ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc"}
     chosen = "session or source_lease or killed_sidecar or malformed or broken or scheduler or full_ring or regions or drain"
-    run(sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", ROOT / "tests" / "test_client.py", "-k", chosen, env=env)
+    tests = sorted((ROOT / "tests").glob("test_client*.py"))
+    run(sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests, "-k", chosen, env=env)

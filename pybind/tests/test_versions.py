@@ -37,7 +37,7 @@ def test_older_welcome(sidecar: Make, worker: Make) -> None:
     w = worker()
     st = w.status()
     assert st.connected and st.version == (1, 0) and st.node == "" and st.endpoint == "" and not st.error
-    assert (st.deadline_ms, st.partner_ms, st.grace_ms) == (30000, 10000, 5000)
+    assert (st.deadline_ms, st.match_timeout_ms, st.grace_ms) == (30000, 10000, 5000)
     leases = [w.intent(XFER, HASH, 40, [[1, 2, 3]]) for _ in range(20)]  # no limit was named
     assert all(leases)
     s.record("INTENT", lease=leases[-1])
@@ -49,7 +49,7 @@ def test_newer_welcome(sidecar: Make, worker: Make) -> None:
     w = worker()
     st = w.status()
     assert st.connected and st.version == (1, 0) and st.node == "n" and st.endpoint == "h:1" and not st.error
-    assert (st.deadline_ms, st.partner_ms, st.grace_ms) == (1, 2, 3)
+    assert (st.deadline_ms, st.match_timeout_ms, st.grace_ms) == (1, 2, 3)
     leases = [w.intent(XFER, HASH, 40, [[1, 2, 3]], deadline_s=30) for _ in range(10)]
     assert all(leases[:9]) and not leases[9]  # limits.leases is 9
     s.record("INTENT", lease=leases[8])
@@ -65,14 +65,14 @@ def test_registered(sidecar: Make, worker: Make, version: str) -> None:
     s.expect("record", name="INTENT")
 
 
-@pytest.mark.parametrize(("version", "told"), [("older", "sidecar says protocol: no"), ("newer", "sidecar says from-the-future: ?")])
-def test_error(sidecar: Make, worker: Make, version: str, told: str) -> None:
+@pytest.mark.parametrize(("version", "reported"), [("older", "sidecar reports protocol: no"), ("newer", "sidecar reports from-the-future: ?")])
+def test_error(sidecar: Make, worker: Make, version: str, reported: str) -> None:
     """Neither says that it is fatal: the session stays."""
     s: Sidecar = sidecar()
     w = worker()
     hears(s, f"error-{version}")
     until(lambda: w.status().counters["refusals"] == 1, "the error is counted")
-    assert w.status().error == told
+    assert w.status().error == reported
     s.tell("ping")
     s.expect("pong")
     assert w.connected and w.status().counters["protocol_errors"] == 0 and w.intent(XFER, HASH, 40, [[1]])

@@ -33,7 +33,7 @@ def test_sidecars_that_come_later(zygote: None, workdir: pathlib.Path, transport
             assert d.result(timeout=10).tokens == c.r.run(fresh(200, ("both alone", i)), 12).tokens
             p.result()
         c.settle(timeout=5)
-        assert rig.total(c.d.metrics(), "vllm:kvspray_served_alone_total", reason="no_sidecar") >= 2
+        assert rig.total(c.d.metrics(), "vllm:kvspray_local_prefills_total", reason="no_sidecar") >= 2
 
         c.sp.start()
         c.sd.start()

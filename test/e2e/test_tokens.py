@@ -58,7 +58,7 @@ class Moved:
         self.ok = grew("vllm:kvspray_transfers_total", side="received", outcome="ok")
         self.all = grew("vllm:kvspray_transfers_total", side="received")
         self.recomputed = grew("vllm:kvspray_recompute_tokens_total")
-        self.alone = grew("vllm:kvspray_served_alone_total")
+        self.alone = grew("vllm:kvspray_local_prefills_total")
         self.bytes = grew("vllm:kvspray_bytes_total", side="received")
         self.routed = grew("vllm:kvspray_bytes_total", side="received", transport=self.c.transport)
 
@@ -104,7 +104,7 @@ def test_a_router_that_names_the_wrong_sidecar_is_told(c: Cluster) -> None:
     same(c.d.run(prompt, 12, kv=kv), c.r.run(prompt, 12))
     after = c.d.metrics()
     for reason, want in (("prefill_refused", 1), ("prefill_gone", 0), ("admission_timeout", 0)):
-        assert sum(rig.total(m, "vllm:kvspray_served_alone_total", reason=reason) * sign for m, sign in ((after, 1), (before, -1))) == want, reason
+        assert sum(rig.total(m, "vllm:kvspray_local_prefills_total", reason=reason) * sign for m, sign in ((after, 1), (before, -1))) == want, reason
     assert f"{c.sd.endpoint} was asked for the prefill, refused: it is this engine's own sidecar" in c.d.log.read_text(errors="replace")
     c.settle()
 

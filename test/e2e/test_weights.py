@@ -332,13 +332,14 @@ def test_one_adapter_name_with_two_contents(c: Cluster, workdir: pathlib.Path) -
         c.p.clear_prefix_cache()
     c.settle()
 
-    # D calls other files by that name, and has not used them yet under this id.
+    # D has other files under that name and id.
     c.d.stop()
     c.spawn("D", enable_lora=True, max_lora_rank=8, max_loras=2).wait_up()
     c.connected()
     c.r.stop()
     c.spawn("R", enable_lora=True, max_lora_rank=8, max_loras=2).wait_up()
     want = c.r.run(prompt, 12, lora=other[1]).tokens
+    c.d.run(fresh(20, "load other"), 1, lora=other[1])  # D declines at once what it has not read
     for run, logs in ((c.prefill_first, (c.d, c.d)), (c.both, (c.p, c.d))):
         before = [len(log_of(e)) for e in logs]
         with Moved(c) as moved:

@@ -295,7 +295,7 @@ class Demo:
         v.transfers = grew("vllm:kvspray_transfers_total", side="received", outcome="ok")
         v.failed = grew("vllm:kvspray_transfers_total", side="received") - v.transfers
         v.moved = grew("vllm:kvspray_bytes_total", side="received")
-        v.recomputed, v.alone = grew("vllm:kvspray_recompute_tokens_total"), grew("vllm:kvspray_served_alone_total")
+        v.recomputed, v.alone = grew("vllm:kvspray_recompute_tokens_total"), grew("vllm:kvspray_local_prefills_total")
         v.preemptions = int(total(p_after, "vllm:num_preemptions_total") - total(p_before, "vllm:num_preemptions_total"))
         sp, sd = self.sidecars
         v.traces = [t for t in sp.lines(sp.transfers) if t.get("side") == "source"]

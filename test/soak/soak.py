@@ -491,7 +491,7 @@ class Soak:
             ("transfers", total(m, "vllm:kvspray_transfers_total", **received)),
             ("bytes", total(m, "vllm:kvspray_bytes_total", **received)),
             ("recomputed", total(m, "vllm:kvspray_recompute_tokens_total")),
-            ("alone", total(m, "vllm:kvspray_served_alone_total")),
+            ("alone", total(m, "vllm:kvspray_local_prefills_total")),
             ("preemptions", total(m, "vllm:num_preemptions_total")),
         ):
             # A counter starts at 0 with its process; the sums go on.

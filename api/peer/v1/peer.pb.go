@@ -6,10 +6,10 @@
 // 	protoc        (unknown)
 // source: api/peer/v1/peer.proto
 
-// How two sidecars talk: a gRPC service for what is rare, and ControlFrames on persistent control
-// lanes for the life of transfers. Unknown fields and frames are ignored. A change that an older
-// sidecar must not ignore raises the version of Hello; what a sidecar may only send to peers that
-// understand it is a feature there.
+// Messages between two sidecars: a gRPC service for rare calls, and ControlFrames on persistent
+// control lanes for transfers. Unknown fields and frames are ignored. A change that an older
+// sidecar must not ignore raises the version of Hello. A message that needs a newer peer has a
+// feature in Hello.
 
 package peerv1
 
@@ -92,7 +92,7 @@ const (
 	GrantReply_GONE        GrantReply_Code = 6
 	GrantReply_LIMIT       GrantReply_Code = 7
 	GrantReply_DRAINING    GrantReply_Code = 8
-	GrantReply_RANKS       GrantReply_Code = 9 // the engine has other ranks than the parts name: grant again, for those in `ranks`
+	GrantReply_RANKS       GrantReply_Code = 9 // the engine's ranks differ from the parts': grant again, for those in `ranks`
 )
 
 // Enum value maps for GrantReply_Code.
@@ -202,11 +202,12 @@ func (x *VersionRange) GetMax() uint32 {
 	return 0
 }
 
-// Rail is a data rail of the sender. What a receiver does not understand of it, or does not believe, it leaves out.
+// Rail is a data rail of the sender. A receiver ignores a rail that it does not support or that is
+// invalid.
 type Rail struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Transport     string                 `protobuf:"bytes,1,opt,name=transport,proto3" json:"transport,omitempty"`
-	Name          string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"` // unique with its transport; frames that speak of a rail name it
+	Name          string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"` // unique with its transport; frames refer to a rail by it
 	Address       string                 `protobuf:"bytes,3,opt,name=address,proto3" json:"address,omitempty"`
 	Gbps          float64                `protobuf:"fixed64,4,opt,name=gbps,proto3" json:"gbps,omitempty"` // 0: unknown
 	Mtu           uint32                 `protobuf:"varint,5,opt,name=mtu,proto3" json:"mtu,omitempty"`
@@ -301,14 +302,14 @@ type HelloRequest struct {
 	Boot             []byte                 `protobuf:"bytes,2,opt,name=boot,proto3" json:"boot,omitempty"` // 16 bytes, of the caller's process
 	Node             string                 `protobuf:"bytes,3,opt,name=node,proto3" json:"node,omitempty"`
 	Endpoint         string                 `protobuf:"bytes,4,opt,name=endpoint,proto3" json:"endpoint,omitempty"`                 // where the caller serves Peer
-	HostBoot         string                 `protobuf:"bytes,5,opt,name=host_boot,json=hostBoot,proto3" json:"host_boot,omitempty"` // kernel boot id: same-host transports are worth trying when equal
+	HostBoot         string                 `protobuf:"bytes,5,opt,name=host_boot,json=hostBoot,proto3" json:"host_boot,omitempty"` // kernel boot id: if equal, transports within a host are tried
 	Rails            []*Rail                `protobuf:"bytes,6,rep,name=rails,proto3" json:"rails,omitempty"`                       // data rails
 	ControlAddresses []string               `protobuf:"bytes,7,rep,name=control_addresses,json=controlAddresses,proto3" json:"control_addresses,omitempty"`
 	KeyShare         []byte                 `protobuf:"bytes,8,opt,name=key_share,json=keyShare,proto3" json:"key_share,omitempty"` // 32 bytes, bound to the callee's boot; empty asks for that boot only. Lane key = HMAC-SHA256(shares, boots), the lower boot's first
-	Features         []string               `protobuf:"bytes,9,rep,name=features,proto3" json:"features,omitempty"`                 // that the caller understands; unknown ones are ignored
-	Release          string                 `protobuf:"bytes,10,opt,name=release,proto3" json:"release,omitempty"`                  // of the caller's build, for people: errors and logs name it
-	// No request of the caller needs the callee: gossip names it. The callee may refuse, to keep
-	// places for peers that requests need.
+	Features         []string               `protobuf:"bytes,9,rep,name=features,proto3" json:"features,omitempty"`                 // that the caller supports; unknown ones are ignored
+	Release          string                 `protobuf:"bytes,10,opt,name=release,proto3" json:"release,omitempty"`                  // of the caller's build, for errors and logs
+	// No request of the caller needs the callee, which it found by gossip. The callee may refuse, to
+	// keep places for peers that requests need.
 	Acquaint      bool `protobuf:"varint,11,opt,name=acquaint,proto3" json:"acquaint,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -791,7 +792,7 @@ func (x *Lease) GetEpoch() uint32 {
 }
 
 // ControlFrame is one message on a control lane. `seq` counts from 1 per direction and pair of boots, over all lanes; the
-// receiver drops what it has seen; `ack` is the highest seq such that all up to it were handled.
+// receiver drops duplicates; `ack` is the highest seq such that all up to it were handled.
 type ControlFrame struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Seq   uint64                 `protobuf:"varint,1,opt,name=seq,proto3" json:"seq,omitempty"`
@@ -1050,9 +1051,9 @@ func (*ControlFrame_Rails) isControlFrame_Body() {}
 
 func (*ControlFrame_Fragment) isControlFrame_Body() {}
 
-// Fragment is a piece of a ControlFrame that is longer than one may be: the pieces of several in a
-// row, of which only the last has `last`, are an encoded ControlFrame without seq and ack. Only for
-// peers with the feature "fragments".
+// Fragment is a part of a ControlFrame that exceeds the longest frame. The parts up to the one with
+// `last`, in order, are an encoded ControlFrame without seq and ack. Only for peers with the
+// feature "fragments".
 type Fragment struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Piece         []byte                 `protobuf:"bytes,1,opt,name=piece,proto3" json:"piece,omitempty"`
@@ -1105,7 +1106,8 @@ func (x *Fragment) GetLast() bool {
 	return false
 }
 
-// Await asks the prefill's sidecar to say when it has an intent for the key. Destination to source.
+// Await is the admission query: the prefill's sidecar answers when it has an intent for the key.
+// Destination to source.
 type Await struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Xfer          []byte                 `protobuf:"bytes,1,opt,name=xfer,proto3" json:"xfer,omitempty"`    // 16 bytes
@@ -1244,27 +1246,27 @@ func (x *Admitted) GetMessage() string {
 }
 
 // Grant offers a destination lease for a key. Destination to source. Its parts divide the receiver's cache among the ranks of the
-// engine that has the prompt; the shares are so made that each byte comes from exactly one of them.
+// engine that has the prompt; their shares are disjoint and cover each byte.
 type Grant struct {
 	state       protoimpl.MessageState `protogen:"open.v1"`
 	Xfer        []byte                 `protobuf:"bytes,1,opt,name=xfer,proto3" json:"xfer,omitempty"`
 	Hash        []byte                 `protobuf:"bytes,2,opt,name=hash,proto3" json:"hash,omitempty"`
 	Destination *Lease                 `protobuf:"bytes,3,opt,name=destination,proto3" json:"destination,omitempty"`
-	Gen         uint32                 `protobuf:"varint,5,opt,name=gen,proto3" json:"gen,omitempty"`                // of this offer: it grows each time that the lease is granted
+	Gen         uint32                 `protobuf:"varint,5,opt,name=gen,proto3" json:"gen,omitempty"`                // of this grant: it grows with each grant of the lease
 	Tokens      uint32                 `protobuf:"varint,6,opt,name=tokens,proto3" json:"tokens,omitempty"`          // whole prompt
 	Skip        []uint32               `protobuf:"varint,7,rep,packed,name=skip,proto3" json:"skip,omitempty"`       // per cache group of the receiver: tokens that it already has
 	Fingerprint []byte                 `protobuf:"bytes,8,opt,name=fingerprint,proto3" json:"fingerprint,omitempty"` // 32 bytes
-	Geometry    []byte                 `protobuf:"bytes,9,opt,name=geometry,proto3" json:"geometry,omitempty"`       // 32 bytes, of the receiver's layout; Describe says what is behind it
+	Geometry    []byte                 `protobuf:"bytes,9,opt,name=geometry,proto3" json:"geometry,omitempty"`       // 32 bytes, of the receiver's layout; Describe returns the layout
 	Priority    uint32                 `protobuf:"varint,12,opt,name=priority,proto3" json:"priority,omitempty"`
-	DeadlineMs  uint32                 `protobuf:"varint,13,opt,name=deadline_ms,json=deadlineMs,proto3" json:"deadline_ms,omitempty"` // what is left; durations only, never wall clocks across hosts
+	DeadlineMs  uint32                 `protobuf:"varint,13,opt,name=deadline_ms,json=deadlineMs,proto3" json:"deadline_ms,omitempty"` // remaining time: durations, never wall clocks across hosts
 	PartnerMs   uint32                 `protobuf:"varint,14,opt,name=partner_ms,json=partnerMs,proto3" json:"partner_ms,omitempty"`
 	Team        []byte                 `protobuf:"bytes,17,opt,name=team,proto3" json:"team,omitempty"`                          // 16 bytes: the receivers of one decode request, one for each rank of its engine
-	TeamSize    uint32                 `protobuf:"varint,18,opt,name=team_size,json=teamSize,proto3" json:"team_size,omitempty"` // how many they are
-	Parts       []*Part                `protobuf:"bytes,19,rep,name=parts,proto3" json:"parts,omitempty"`                        // one for each rank of the source's engine, those included that give nothing
-	// Counts the changes to how a transfer space orders bytes. The source refuses another one than
-	// its own, and 0, which a sidecar without digests sends.
+	TeamSize    uint32                 `protobuf:"varint,18,opt,name=team_size,json=teamSize,proto3" json:"team_size,omitempty"` // number of these receivers
+	Parts       []*Part                `protobuf:"bytes,19,rep,name=parts,proto3" json:"parts,omitempty"`                        // one for each rank of the source's engine, including those that contribute nothing
+	// Counts the changes to how a transfer space orders bytes. The source refuses a version
+	// other than its own, and 0, which a sidecar without digests sends.
 	PlanVersion   uint32      `protobuf:"varint,21,opt,name=plan_version,json=planVersion,proto3" json:"plan_version,omitempty"`
-	Tiers         []*RailTier `protobuf:"bytes,20,rep,name=tiers,proto3" json:"tiers,omitempty"` // how near the receiver's rails are to its memory; those that are left out: unknown
+	Tiers         []*RailTier `protobuf:"bytes,20,rep,name=tiers,proto3" json:"tiers,omitempty"` // distance of the receiver's rails from its memory; absent: unknown
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1411,7 +1413,7 @@ func (x *Grant) GetTiers() []*RailTier {
 	return nil
 }
 
-// RailTier says how near a rail of the receiver is to the memory that a grant is about.
+// RailTier is the distance of a rail of the receiver from the memory of a grant.
 type RailTier struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Transport     string                 `protobuf:"bytes,1,opt,name=transport,proto3" json:"transport,omitempty"`
@@ -1472,19 +1474,19 @@ func (x *RailTier) GetTier() uint32 {
 	return 0
 }
 
-// Part is what one rank of the source's engine gives.
+// Part is the portion of a grant for one rank of the source's engine.
 type Part struct {
 	state             protoimpl.MessageState `protogen:"open.v1"`
 	Rank              string                 `protobuf:"bytes,1,opt,name=rank,proto3" json:"rank,omitempty"`         // "pp0/tp1"
-	Geometry          []byte                 `protobuf:"bytes,2,opt,name=geometry,proto3" json:"geometry,omitempty"` // 32 bytes, of that rank's layout; empty where it gives nothing, and then all below is
+	Geometry          []byte                 `protobuf:"bytes,2,opt,name=geometry,proto3" json:"geometry,omitempty"` // 32 bytes, of that rank's layout; empty if it contributes nothing; then the fields below are, too
 	Slot              uint32                 `protobuf:"varint,3,opt,name=slot,proto3" json:"slot,omitempty"`        // 16 bits
 	Gen               uint32                 `protobuf:"varint,4,opt,name=gen,proto3" json:"gen,omitempty"`
 	Chunks            uint32                 `protobuf:"varint,5,opt,name=chunks,proto3" json:"chunks,omitempty"` // of its transfer space, as the receiver computes it
 	Bytes             uint64                 `protobuf:"varint,6,opt,name=bytes,proto3" json:"bytes,omitempty"`
-	Share             []uint32               `protobuf:"varint,7,rep,packed,name=share,proto3" json:"share,omitempty"` // pairs (layers, roles) over the receiver's layers in order; empty: all that both have
+	Share             []uint32               `protobuf:"varint,7,rep,packed,name=share,proto3" json:"share,omitempty"` // pairs (layers, roles) over the receiver's layers in order; empty: all that both sides have
 	TokensByTransport map[string][]byte      `protobuf:"bytes,8,rep,name=tokens_by_transport,json=tokensByTransport,proto3" json:"tokens_by_transport,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	// 32 bytes, of all that says where in the transfer space a byte is; the source computes its own
-	// and compares.
+	// 32 bytes, of all that defines the position of a byte in the transfer space; the source computes
+	// its own and compares.
 	Digest        []byte `protobuf:"bytes,9,opt,name=digest,proto3" json:"digest,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1636,8 +1638,8 @@ func (x *Rank) GetGeometry() []byte {
 	return nil
 }
 
-// GrantReply binds a part of a grant to a source lease, or refuses the grant for good. A part whose intent has not come yet gets
-// no reply until it comes or partner_ms passes.
+// GrantReply binds a part of a grant to a source lease, or refuses the grant. A part without an intent gets no reply until the
+// intent arrives or partner_ms passes.
 type GrantReply struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Destination   *Lease                 `protobuf:"bytes,1,opt,name=destination,proto3" json:"destination,omitempty"`
@@ -1730,8 +1732,9 @@ func (x *GrantReply) GetRanks() []*Rank {
 	return nil
 }
 
-// SourceLost says that a source lease behind a grant is gone (preempted, aborted, its engine dead). Source to destination.
-// The destination fences every part, clears their bitmaps, and offers a fresh Grant while its deadline lasts, unless `final`.
+// SourceLost ends a source lease that a grant is bound to (preempted, aborted, or its engine has
+// exited). Source to destination. The destination fences every part, clears their bitmaps, and
+// sends a new Grant within its deadline, unless `final`.
 type SourceLost struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Destination   *Lease                 `protobuf:"bytes,1,opt,name=destination,proto3" json:"destination,omitempty"`
@@ -1808,14 +1811,14 @@ func (x *SourceLost) GetGen() uint32 {
 	return 0
 }
 
-// Revoke says that a grant is closed to writers, all its parts. Destination to source. Where no
-// grant is out, and none will come, it says whose place at the source lease stays empty.
+// Revoke closes all parts of a grant to writers. Destination to source. Without a grant it names
+// the receiver that will not send one to the source lease.
 type Revoke struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Destination   *Lease                 `protobuf:"bytes,1,opt,name=destination,proto3" json:"destination,omitempty"`
 	Gen           uint32                 `protobuf:"varint,3,opt,name=gen,proto3" json:"gen,omitempty"` // of the last grant; 0: none was made
 	Reason        string                 `protobuf:"bytes,4,opt,name=reason,proto3" json:"reason,omitempty"`
-	Xfer          []byte                 `protobuf:"bytes,5,opt,name=xfer,proto3" json:"xfer,omitempty"` // these, as in Grant, where no grant is out
+	Xfer          []byte                 `protobuf:"bytes,5,opt,name=xfer,proto3" json:"xfer,omitempty"` // these, as in Grant, without a grant
 	Hash          []byte                 `protobuf:"bytes,6,opt,name=hash,proto3" json:"hash,omitempty"`
 	Team          []byte                 `protobuf:"bytes,7,opt,name=team,proto3" json:"team,omitempty"`
 	TeamSize      uint32                 `protobuf:"varint,8,opt,name=team_size,json=teamSize,proto3" json:"team_size,omitempty"`
@@ -1902,12 +1905,12 @@ func (x *Revoke) GetTeamSize() uint32 {
 	return 0
 }
 
-// Commit: every chunk of every part landed, integrity met, closed to writers. Destination to source. The receipts of all receivers of
+// Commit: every chunk of every part is present, verified and closed to writers. Destination to source. The receipts of all receivers of
 // a request release the source blocks.
 type Commit struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Destination   *Lease                 `protobuf:"bytes,1,opt,name=destination,proto3" json:"destination,omitempty"`
-	Source        []*Lease               `protobuf:"bytes,2,rep,name=source,proto3" json:"source,omitempty"` // those that gave something
+	Source        []*Lease               `protobuf:"bytes,2,rep,name=source,proto3" json:"source,omitempty"` // those that contributed
 	Bytes         uint64                 `protobuf:"varint,3,opt,name=bytes,proto3" json:"bytes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1964,14 +1967,15 @@ func (x *Commit) GetBytes() uint64 {
 	return 0
 }
 
-// Credit says how much a sender may have in flight to one of our rails: on transports that need them so many receives, and where
-// several senders share the rail, so many bytes. It holds for a second: a receiver that means it says it again.
+// Credit limits what a sender may have in flight to a rail of the receiver: receives, on transports
+// that need them, and bytes, if several senders share the rail. It is valid for a second, and the
+// receiver repeats it.
 type Credit struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Transport     string                 `protobuf:"bytes,1,opt,name=transport,proto3" json:"transport,omitempty"`
 	Receives      uint32                 `protobuf:"varint,2,opt,name=receives,proto3" json:"receives,omitempty"`
 	Rail          string                 `protobuf:"bytes,3,opt,name=rail,proto3" json:"rail,omitempty"`
-	Bytes         uint64                 `protobuf:"varint,4,opt,name=bytes,proto3" json:"bytes,omitempty"` // 0: as many as the sender finds right
+	Bytes         uint64                 `protobuf:"varint,4,opt,name=bytes,proto3" json:"bytes,omitempty"` // 0: no limit of the receiver
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2034,12 +2038,12 @@ func (x *Credit) GetBytes() uint64 {
 	return 0
 }
 
-// Rails is the whole list of the sender's data rails as they are now. It follows each change, and is the last word: what a Hello said
-// is older.
+// Rails is the current list of all data rails of the sender. It follows each change and replaces
+// the list of Hello.
 type Rails struct {
 	state            protoimpl.MessageState `protogen:"open.v1"`
 	Rails            []*Rail                `protobuf:"bytes,1,rep,name=rails,proto3" json:"rails,omitempty"`
-	ControlAddresses []string               `protobuf:"bytes,2,rep,name=control_addresses,json=controlAddresses,proto3" json:"control_addresses,omitempty"` // as in Hello; empty: those that were said before
+	ControlAddresses []string               `protobuf:"bytes,2,rep,name=control_addresses,json=controlAddresses,proto3" json:"control_addresses,omitempty"` // as in Hello; empty: unchanged
 	unknownFields    protoimpl.UnknownFields
 	sizeCache        protoimpl.SizeCache
 }

@@ -6,10 +6,10 @@
 // - protoc             (unknown)
 // source: api/peer/v1/peer.proto
 
-// How two sidecars talk: a gRPC service for what is rare, and ControlFrames on persistent control
-// lanes for the life of transfers. Unknown fields and frames are ignored. A change that an older
-// sidecar must not ignore raises the version of Hello; what a sidecar may only send to peers that
-// understand it is a feature there.
+// Messages between two sidecars: a gRPC service for rare calls, and ControlFrames on persistent
+// control lanes for transfers. Unknown fields and frames are ignored. A change that an older
+// sidecar must not ignore raises the version of Hello. A message that needs a newer peer has a
+// feature in Hello.
 
 package peerv1
 
@@ -39,7 +39,7 @@ type PeerClient interface {
 	Hello(ctx context.Context, in *HelloRequest, opts ...grpc.CallOption) (*HelloReply, error)
 	// Describe returns the canonical description of a registered layout.
 	Describe(ctx context.Context, in *DescribeRequest, opts ...grpc.CallOption) (*DescribeReply, error)
-	// Probe answers at once; for doctor and for telling a slow peer from a dead one.
+	// Probe answers at once; for doctor and to distinguish a slow peer from a dead one.
 	Probe(ctx context.Context, in *ProbeRequest, opts ...grpc.CallOption) (*ProbeReply, error)
 }
 
@@ -89,7 +89,7 @@ type PeerServer interface {
 	Hello(context.Context, *HelloRequest) (*HelloReply, error)
 	// Describe returns the canonical description of a registered layout.
 	Describe(context.Context, *DescribeRequest) (*DescribeReply, error)
-	// Probe answers at once; for doctor and for telling a slow peer from a dead one.
+	// Probe answers at once; for doctor and to distinguish a slow peer from a dead one.
 	Probe(context.Context, *ProbeRequest) (*ProbeReply, error)
 	mustEmbedUnimplementedPeerServer()
 }

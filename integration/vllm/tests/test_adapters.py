@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -16,26 +17,33 @@ from typing import Any
 
 import pytest
 import torch
+from fakes import DECODE, Engine, e, fake_hash, prefill_first  # noqa: F401
 from safetensors.torch import save_file
-from test_steps import DECODE, Engine, e, fake_hash, prefill_first  # noqa: F401
 
-from kvspray.weights import digest
+from kvspray.weights import CheckpointError, digest
 from kvspray_vllm import adapters, shim
-from kvspray_vllm.adapters import Adapters, LoadWatch, Reader
+from kvspray_vllm.adapters import Adapters, LoadWatch
 from kvspray_vllm.meta import Landed
 from kvspray_vllm.params import ParamsError
 
 
-def saved(folder: pathlib.Path, value: float, base: str = "m") -> pathlib.Path:
-    folder.mkdir(exist_ok=True)
-    config = folder / "adapter_config.json"
+def saved(directory: pathlib.Path, value: float, base: str = "m") -> pathlib.Path:
+    directory.mkdir(exist_ok=True)
+    config = directory / "adapter_config.json"
     config.write_text(json.dumps({"r": 8, "base_model_name_or_path": base}))
-    save_file({"a": torch.full((8, 8), value)}, folder / "adapter_model.safetensors")
-    return folder
+    save_file({"a": torch.full((8, 8), value)}, directory / "adapter_model.safetensors")
+    return directory
 
 
 def lora(path: pathlib.Path, name: str = "tuned", id: int = 1, inplace: bool = False) -> Any:
     return SimpleNamespace(lora_name=name, lora_int_id=id, lora_path=str(path), load_inplace=inplace)
+
+
+def content(a: Adapters, adapter: Any) -> str:
+    """The answer to a question of this moment."""
+    got = a.content(adapter, a.ask(adapter), 60)
+    assert got is not None
+    return got
 
 
 @pytest.fixture
@@ -45,11 +53,11 @@ def one(tmp_path: pathlib.Path) -> pathlib.Path:
 
 def test_content_and_not_name(one: pathlib.Path, tmp_path: pathlib.Path) -> None:
     a = Adapters()
-    want = a.content(lora(one))
+    want = content(a, lora(one))
     copy = shutil.copytree(one, tmp_path / "copy")
     saved(copy, 1.0, base="/elsewhere/m")
-    assert a.content(lora(copy, "another", 2)) == want
-    assert a.content(lora(saved(tmp_path / "two", 2.0), "tuned", 3)) != want
+    assert content(a, lora(copy, "another", 2)) == want
+    assert content(a, lora(saved(tmp_path / "two", 2.0), "tuned", 3)) != want
 
 
 def test_what_has_not_changed_is_read_once(
@@ -58,48 +66,48 @@ def test_what_has_not_changed_is_read_once(
     read: list[str] = []
     monkeypatch.setattr(adapters, "digest", lambda path: (read.append(path), digest(path))[1])
     a = Adapters()
-    assert a.content(lora(one)) == a.content(lora(one)) and len(read) == 1
+    assert content(a, lora(one)) == content(a, lora(one)) and len(read) == 1
     os.utime(one / "adapter_model.safetensors", ns=(1, 1))
-    a.content(lora(one))
+    content(a, lora(one))
     assert len(read) == 2
 
 
 def test_files_that_change_are_refused_until_they_are_loaded(one: pathlib.Path) -> None:
     a = Adapters()
-    before = a.content(lora(one))
+    before = content(a, lora(one))
     saved(one, 2.0)
     with pytest.raises(ParamsError, match="not those that were loaded") as err:
-        a.content(lora(one))
+        content(a, lora(one))
     assert err.value.label == "lora_changed"
-    after = a.content(lora(one, inplace=True))
-    assert after == a.content(lora(one, inplace=True)) != before
-    assert a.content(lora(one, id=7)) == after
+    after = content(a, lora(one, inplace=True))
+    assert after == content(a, lora(one, inplace=True)) != before
+    assert content(a, lora(one, id=7)) == after
     saved(one, 1.0)
     with pytest.raises(ParamsError):
-        a.content(lora(one, id=7))
-    assert a.content(lora(one, inplace=True)) == before
+        content(a, lora(one, id=7))
+    assert content(a, lora(one, inplace=True)) == before
 
 
 def test_files_that_cannot_be_read(one: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for path in (tmp_path / "none", tmp_path, one / "adapter_config.json"):
         with pytest.raises(ParamsError, match="cannot be read") as err:
-            Adapters().content(lora(path))
+            content(Adapters(), lora(path))
         assert err.value.label == "lora_unknown"
     times = iter(range(100))
     monkeypatch.setattr(adapters, "_signature", lambda path: (("f", 0, 0, 0, next(times)),))
     with pytest.raises(ParamsError, match="change while they are read"):
-        Adapters().content(lora(one))
+        content(Adapters(), lora(one))
 
 
 def test_what_is_remembered_is_bounded(one: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapters, "MAX_ADAPTERS", 4)
     a = Adapters()
     for i in range(10):
-        a.content(lora(one, id=i + 1))
-    assert len(a._loaded) == 4 and len(a._digests) == 1
+        content(a, lora(one, id=i + 1))
+    assert len(a._loaded) == 4 and len(a._reader._digests._known) == 1
     monkeypatch.setattr(adapters, "MAX_FILES", 1)
     with pytest.raises(ParamsError, match="more than 1 files"):
-        Adapters().content(lora(one))
+        content(Adapters(), lora(one))
 
 
 # ---- both sides
@@ -112,10 +120,25 @@ def add(e: Engine, req: str, n: int, kv: dict[str, Any], adapter: Any) -> Any:  
         request_id=req, prompt_token_ids=list(range(n)), num_prompt_tokens=n, num_computed_tokens=0, kv_transfer_params=kv, lora_request=adapter,
         cache_salt=None, mm_features=[], status=SimpleNamespace(name="RUNNING"),
     )  # fmt: skip
-    e.requests[req], e.tables[req] = r, list(range(1, 1 + -(-n // 16)))
-    e.scheduler.on_new_request(r)
+    if adapter is not None:  # as an earlier request that named it would have it read
+        with contextlib.suppress(OSError, CheckpointError):
+            e.scheduler._adapters.ask(adapter).result(60)
+    new(e, r)
     read(e, r)
     return r, hashed
+
+
+def new(e: Engine, r: Any) -> None:  # noqa: F811
+    e.requests[r.request_id] = r
+    e.tables[r.request_id] = list(range(1, 1 + -(-r.num_prompt_tokens // 16)))
+    e.scheduler.on_new_request(r)
+
+
+def request(kv: dict[str, Any], adapter: Any, req: str = "r") -> Any:
+    return SimpleNamespace(
+        request_id=req, prompt_token_ids=list(range(40)), num_prompt_tokens=40, num_computed_tokens=0, kv_transfer_params=kv,
+        lora_request=adapter, cache_salt=None, mm_features=[], status=SimpleNamespace(name="RUNNING"),
+    )  # fmt: skip
 
 
 def read(e: Engine, r: Any) -> None:  # noqa: F811
@@ -134,7 +157,7 @@ def asked(e: Engine, r: Any) -> None:  # noqa: F811
     """The worker's answer to what it has read."""
     assert e.scheduler.matched(r, 0) == (None, False)
     meta = e.meta()
-    assert meta.asks_adapters and not meta.empty()
+    assert meta.adapters_question and not meta.empty()
     e.run(meta, forward=False)
 
 
@@ -146,7 +169,7 @@ def test_a_prompt_s_hash_has_the_content(e: Engine, one: pathlib.Path) -> None: 
     assert e.scheduler._adapter == {}
 
 
-def test_an_adapter_that_cannot_be_told_is_served_alone(e: Engine, tmp_path: pathlib.Path) -> None:  # noqa: F811
+def test_the_prompt_of_an_unreadable_adapter_is_prefilled_locally(e: Engine, tmp_path: pathlib.Path) -> None:  # noqa: F811
     add(e, "r", 40, dict(DECODE), lora(tmp_path / "none"))
     assert not e.meta({"r": 40}).intents
     stats = e.scheduler.take_stats()
@@ -307,34 +330,50 @@ def test_ranks_that_have_not_read_the_same(one: pathlib.Path) -> None:
     assert a.aggregate(Landed()).adapters is None
 
 
-def test_what_was_read_for_an_earlier_request_is_not_taken_for_the_files_of_now(one: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    reader = Reader()
-    assert Adapters(reader).content(lora(one)) is None
-    end = time.monotonic() + 60
-    while not reader._done and time.monotonic() < end:
-        pass
-    saved(one, 2.0)
-    a = Adapters(reader)
-    got = a.content(lora(one))
-    while got is None and time.monotonic() < end:
-        got = a.content(lora(one))
-    assert got == digest(one)
+def test_ranks_that_answer_different_questions(one: pathlib.Path) -> None:
+    a, b = Landed(adapters={1: "a"}, adapters_question=1), Landed(adapters={1: "a"}, adapters_question=2)
+    assert a.aggregate(b).adapters is None
+
+
+def test_a_question_leaves_the_last_answer_in_place(e: Engine, one: pathlib.Path, tmp_path: pathlib.Path) -> None:  # noqa: F811
+    """A request whose adapter is in the last answer does not wait for the answer to another's."""
+    two = saved(tmp_path / "two", 2.0)
+    worker_read(e, 1, digest(one))
+    r, _ = add(e, "r", 40, prefill_first(), lora(one))
+    asked(e, r)
+    other, _ = add(e, "other", 40, prefill_first(), lora(two, "two", 2))
+    assert e.scheduler.matched(other, 0) == (None, False)
+    known, _ = add(e, "known", 40, prefill_first(), lora(one))
+    assert e.scheduler.matched(known, 0) == (40, True)
+    # An answer to the question before is not one to this.
+    e.scheduler.worker_reported((), (), Landed(adapters={1: digest(one)}, adapters_question=1))
+    assert e.scheduler.matched(other, 0) == (None, False)
+    worker_read(e, 2, digest(two))
+    late, _ = add(e, "late", 40, prefill_first(), lora(two, "two", 2))
+    asked(e, late)
+    assert e.scheduler.matched(late, 0) == e.scheduler.matched(other, 0) == (40, True)
 
 
 # ---- files are read beside the engine
 
 
 class Gate:
-    """A digest that takes as long as a test wants."""
+    """Digests of directories in `closed` take as long as a test wants; so does every call to the
+    file system where `closed` has "*"."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.open, self.threads = threading.Event(), []
-        monkeypatch.setattr(adapters, "digest", self.digest)
+        self.open, self.closed, self.threads = threading.Event(), {"*"}, []
+        for name in ("digest", "_signature", "directory_of"):
+            monkeypatch.setattr(adapters, name, self._gated(getattr(adapters, name)))
 
-    def digest(self, path: str) -> str:
-        self.threads.append(threading.current_thread())
-        assert self.open.wait(60)
-        return digest(path)
+    def _gated(self, inner: Any) -> Any:
+        def gated(path: str, *more: Any) -> Any:
+            self.threads.append(threading.current_thread())
+            if self.closed & {"*", path}:
+                assert self.open.wait(60)
+            return inner(path, *more)
+
+        return gated
 
 
 @pytest.fixture
@@ -342,58 +381,161 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     g = Gate(monkeypatch)
     yield g
     g.open.set()
+    assert threading.main_thread() not in g.threads
 
 
-def test_the_engine_s_thread_reads_no_adapter(e: Engine, one: pathlib.Path, gate: Gate) -> None:  # noqa: F811
-    r = SimpleNamespace(
-        request_id="r", prompt_token_ids=list(range(40)), num_prompt_tokens=40, num_computed_tokens=0, kv_transfer_params=dict(DECODE),
-        lora_request=lora(one), cache_salt=None, mm_features=[], status=SimpleNamespace(name="RUNNING"),
-    )  # fmt: skip
-    e.requests["r"], e.tables["r"] = r, [1, 2, 3]
-    e.scheduler.on_new_request(r)
+def test_the_engine_s_thread_makes_no_call_to_the_file_system(e: Engine, one: pathlib.Path, gate: Gate) -> None:  # noqa: F811
+    r = request(dict(DECODE), lora(one))
+    began = time.monotonic()
+    new(e, r)
     for _ in range(3):
         assert e.scheduler.matched(r, 0) == (None, False)
+    assert time.monotonic() - began < 5, "the gate opens after 60 s"
     gate.open.set()
     read(e, r)
+    assert gate.threads
     assert e.scheduler.matched(r, 0) == (0, False), "a source loads nothing"
     assert e.meta({"r": 40}).intents[0].adapter == (1, digest(one))
-    assert gate.threads and threading.main_thread() not in gate.threads
+
+
+def test_files_that_were_read_are_only_checked_by_the_reader(e: Engine, one: pathlib.Path, gate: Gate) -> None:  # noqa: F811
+    """A request for a known adapter waits for the check, and is not declined meanwhile."""
+    gate.closed.clear()
+    worker_read(e, 1, digest(one))
+    add(e, "first", 40, dict(DECODE), lora(one))
+    gate.closed.add("*")
+    r = request(prefill_first(), lora(one))
+    new(e, r)
+    assert e.scheduler.matched(r, 0) == (None, False) and not e.scheduler_shim.declined
+    gate.open.set()
+    read(e, r)
+    asked(e, r)
+    assert e.scheduler.matched(r, 0) == (40, True)
+
+
+def test_a_prompt_whose_adapter_is_unread_is_declined_at_once(e: Engine, one: pathlib.Path, gate: Gate) -> None:  # noqa: F811
+    r = request(prefill_first(), lora(one))
+    new(e, r)
+    assert e.scheduler.matched(r, 0) == (0, False)
+    ((_, hash, _, why),) = e.scheduler_shim.declined
+    assert hash == bytes(32) and "are being read" in why
+    stats = e.scheduler.take_stats()
+    assert stats is not None and stats.data["local"] == {"lora_reading": 1}
+    assert not e.scheduler._reading and not e.scheduler._destinations
+
+
+def test_a_prompt_whose_adapter_cannot_be_read_is_declined(e: Engine, tmp_path: pathlib.Path) -> None:  # noqa: F811
+    add(e, "r", 40, prefill_first(), lora(tmp_path / "none"))
+    ((_, hash, _, why),) = e.scheduler_shim.declined
+    assert hash == bytes(32) and "cannot be read" in why
+
+
+def test_an_adapter_is_read_for_requests_without_a_transfer(e: Engine, one: pathlib.Path) -> None:  # noqa: F811
+    new(e, request({}, lora(one)))
+    end = time.monotonic() + 60
+    while not e.scheduler._adapters.known(lora(one)) and time.monotonic() < end:
+        pass
+    assert e.scheduler._adapters.known(lora(one))
 
 
 @pytest.mark.parametrize("how", ["too long", "it ends"])
-def test_an_adapter_that_is_not_read_in_time(e: Engine, one: pathlib.Path, gate: Gate, how: str) -> None:  # noqa: F811
-    r = SimpleNamespace(
-        request_id="r", prompt_token_ids=list(range(40)), num_prompt_tokens=40, num_computed_tokens=0, kv_transfer_params=prefill_first(),
-        lora_request=lora(one), cache_salt=None, mm_features=[], status=SimpleNamespace(name="RUNNING"),
-    )  # fmt: skip
-    e.requests["r"], e.tables["r"] = r, [1, 2, 3]
-    e.scheduler.on_new_request(r)
+@pytest.mark.parametrize("side", ["source", "destination"])
+def test_an_adapter_that_is_not_read_in_time(e: Engine, one: pathlib.Path, gate: Gate, how: str, side: str) -> None:  # noqa: F811
+    if side == "destination":
+        gate.closed.clear()
+        add(e, "first", 40, dict(DECODE), lora(one))
+        gate.closed.add("*")
+    r = request(dict(DECODE) if side == "source" else prefill_first(), lora(one))
+    new(e, r)
     assert e.scheduler.matched(r, 0) == (None, False)
     if how == "it ends":
         assert e.finish("r", "FINISHED_ABORTED") == (False, None)
     else:
-        e.clock += 10.1
+        e.clock += 2.1
         assert e.scheduler.matched(r, 0) == (0, False)
         stats = e.scheduler.take_stats()
-        assert stats is not None and stats.data["local"] == {"lora_unknown": 1}
+        assert stats is not None and stats.data["local"] == {"lora_reading": 1}
+        assert len(e.scheduler_shim.declined) == (side == "destination")
     assert not e.scheduler._reading and not e.scheduler._destinations
 
 
-def test_a_reader_bounds_what_it_reads_and_hands_on_what_fails(tmp_path: pathlib.Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapters, "MAX_READING", 2)
-    a = Adapters(Reader())
-    folders = [saved(tmp_path / f"a{i}", float(i)) for i in range(3)]
-    assert [a.content(lora(f, id=i)) for i, f in enumerate(folders[:2])] == [None, None]
-    with pytest.raises(ParamsError, match="2 adapters are being read"):
-        a.content(lora(folders[2], id=2))
-    shutil.rmtree(folders[1])
+def test_a_slow_adapter_delays_no_other(tmp_path: pathlib.Path, gate: Gate) -> None:
+    a = Adapters()
+    paths = [saved(tmp_path / f"a{i}", float(i)) for i in range(adapters.READERS)]
+    gate.closed = {str(p) for p in paths[1:]}
+    slow = [a.ask(lora(p, id=i)) for i, p in enumerate(paths[1:], 1)]
+    more = [a.ask(lora(p, id=i)) for i, p in enumerate(paths[1:], 1)]  # takes no second thread
+    assert content(a, lora(paths[0], id=0)) == digest(paths[0])
+    assert [r.result() for r in slow + more] == [None] * len(slow + more)
     gate.open.set()
-    end = time.monotonic() + 60
-    while (got := a.content(lora(folders[0], id=0))) is None and time.monotonic() < end:
-        pass
-    assert got == digest(folders[0])
+    assert [r.result(60) for r in slow + more] == [digest(p) for p in paths[1:]] * 2
+    assert a._reader._threads <= adapters.READERS
+
+
+def test_a_failure_is_not_kept(tmp_path: pathlib.Path) -> None:
+    a = Adapters()
     with pytest.raises(ParamsError, match="cannot be read"):
-        a.content(lora(folders[1], id=1))
+        content(a, lora(tmp_path / "late"))
+    assert content(a, lora(saved(tmp_path / "late", 1.0))) == digest(tmp_path / "late")
+
+
+def test_files_of_the_same_length_and_time_are_told_apart(one: pathlib.Path) -> None:
+    a = Adapters()
+    before = content(a, lora(one))
+    file = one / "adapter_model.safetensors"
+    was = file.stat()
+    old = file.read_bytes()
+    end = time.monotonic() + 60
+    while file.stat().st_ctime_ns == was.st_ctime_ns and time.monotonic() < end:  # the kernel's clock ticks
+        with file.open("r+b") as f:
+            f.write(old[:-8] + b"other!!!")
+        os.utime(file, ns=(was.st_atime_ns, was.st_mtime_ns))
+    now = file.stat()
+    assert (now.st_ino, now.st_size, now.st_mtime_ns) == (was.st_ino, was.st_size, was.st_mtime_ns)
+    assert content(a, lora(one, inplace=True)) not in (before, None)
+
+
+def test_an_answer_is_for_the_files_of_its_question(one: pathlib.Path, gate: Gate) -> None:
+    """A question during a reading gets the content after it, not that of the reading."""
+    a = Adapters()
+    gate.closed = {str(one)}
+    first = a.ask(lora(one))
+    end = time.monotonic() + 60
+    while not gate.threads and time.monotonic() < end:
+        pass
+    second = a.ask(lora(one))
+    assert second is not first and a.ask(lora(one)) is second
+    saved(one, 2.0)
+    gate.open.set()
+    first.result(60)
+    assert second.result(60) == digest(one)
+
+
+def test_a_thread_that_cannot_be_started_is_an_error_of_the_request(one: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    a = Adapters()
+    with monkeypatch.context() as m:
+        m.setattr(threading.Thread, "start", start)
+        with pytest.raises(ParamsError, match="can't start new thread"):
+            a.ask(lora(one))
+        a.prefetch(lora(one))
+    assert content(a, lora(one)) == digest(one)
+
+
+def test_readings_are_bounded(tmp_path: pathlib.Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "MAX_READING", 2)
+    a = Adapters()
+    paths = [saved(tmp_path / f"a{i}", float(i)) for i in range(3)]
+    first, second = (a.ask(lora(f, id=i)) for i, f in enumerate(paths[:2]))
+    with pytest.raises(ParamsError, match="2 adapters are being read"):
+        a.ask(lora(paths[2], id=2))
+    shutil.rmtree(paths[1])
+    gate.open.set()
+    assert a.content(lora(paths[0], id=0), first, 60) == digest(paths[0])
+    with pytest.raises(ParamsError, match="cannot be read"):
+        a.content(lora(paths[1], id=1), second, 60)
 
 
 class Manager:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hosts on which the memory of a GPU cannot be lent: one line in the engine's log with what is
-wrong and what to do, and an engine that serves alone where its policy is to recompute."""
+wrong and what to do, and an engine that prefills locally if its policy is to recompute."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_steps import FakeWorker
+from fakes import FakeWorker
 
 import kvspray
 from kvspray_vllm import caches, connector, layout, shim
@@ -102,9 +102,9 @@ def test_memory_that_cannot_be_lent(monkeypatch: pytest.MonkeyPatch, log: Any, w
     c.register_kv_caches({})
     assert not client.registered
     lines = warnings(log)
-    assert len(lines) == 1 and "serves alone" in lines[0] and remedy in lines[0] and "\n" not in lines[0]
+    assert len(lines) == 1 and "prefills locally" in lines[0] and remedy in lines[0] and "\n" not in lines[0]
     landed = c._worker.take_landed()
-    assert landed is not None and landed.alone == why, "the scheduler's side asks for no transfer"
+    assert landed is not None and landed.disabled == why, "the scheduler's side asks for no transfer"
 
 
 @pytest.mark.parametrize(("what", "why", "remedy"), REASONS[:2])

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_steps import BLOCK, LOG, XFER, Engine, concurrent, e, fake_hash, prefill_first  # noqa: F401
+from fakes import BLOCK, LOG, XFER, Engine, concurrent, e, fake_hash, prefill_first  # noqa: F401
 
 from kvspray_vllm import shim
 from kvspray_vllm.scheduler import EVERY_PROMPT, SchedulerSide

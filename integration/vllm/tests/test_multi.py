@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from fakes import LOG, Engine, prefill_first
 from test_signals import FakeFlags, FakeWorker
-from test_steps import LOG, Engine, prefill_first
 from vllm.config.kv_transfer import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -128,14 +128,14 @@ def test_reports_of_workers_find_their_scheduler() -> None:
     e = Engine()
     m = multi(Other(0), ours(e))
     m._connectors[0].update_connector_output = lambda output: None
-    landed = Landed(alone="no GPU")
+    landed = Landed(disabled="no GPU")
     output = SimpleNamespace(
         kv_connector_worker_meta=MultiKVConnectorWorkerMetadata(metadata=(None, landed)),
         finished_sending=None,
         finished_recving=None,
     )
     m.update_connector_output(output)
-    assert e.scheduler._alone == "no GPU"
+    assert e.scheduler._disabled == "no GPU"
 
 
 def test_full_graphs_signal_at_the_end_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,7 +137,7 @@ def test_vllm_026_loads_the_connector() -> None:
         cls = connector.KVSprayConnector
         assert not hasattr(cls, "_cache_hit_source")
 
-        from test_steps import BLOCK, DECODE, FakePool, FakeScheduler, fake_hash
+        from fakes import BLOCK, DECODE, FakePool, FakeScheduler, fake_hash
 
         c = object.__new__(cls)
         c._role = base.KVConnectorRole.SCHEDULER

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_steps import BLOCK, DECODE, FakeScheduler, concurrent, fake_hash, prefill_first
+from fakes import BLOCK, DECODE, FakeScheduler, concurrent, fake_hash, prefill_first
 
 from kvspray_vllm.scheduler import SchedulerSide
 from kvspray_vllm.settings import Settings

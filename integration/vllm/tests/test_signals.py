@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_steps import DECODE, LOG, Engine, FakeWorker, prefill_first
+from fakes import DECODE, LOG, Engine, FakeWorker, prefill_first
 
 from kvspray_vllm import layout, signals
 from kvspray_vllm.connector import KVSprayConnector
@@ -180,13 +180,13 @@ def test_the_scheduler_learns_that_the_worker_serves_alone(rig: Rig) -> None:
     rig.flags.fails.add("gpu mark")
     rig.worker.begin(expects())
     landed = rig.worker.take_landed()
-    assert landed is not None and landed.alone == NO_SIGNALS and rig.worker.take_landed() is None
-    assert Landed().aggregate(landed).alone == landed.aggregate(Landed()).alone == NO_SIGNALS
+    assert landed is not None and landed.disabled == NO_SIGNALS and rig.worker.take_landed() is None
+    assert Landed().aggregate(landed).disabled == landed.aggregate(Landed()).disabled == NO_SIGNALS
     engine = Engine()
-    engine.scheduler.worker_said((), (), landed)
+    engine.scheduler.worker_reported((), (), landed)
     for req, given in (("p", DECODE), ("d", prefill_first())):
         engine.add(req, 32, given)
-    why = f"this engine's worker serves alone: {NO_SIGNALS}"
+    why = f"this engine takes part in no transfer: {NO_SIGNALS}"
     assert [reason for *_, reason in engine.scheduler_shim.declined] == [why], "P need not keep its blocks"
     assert not engine.scheduler._pending and not engine.scheduler._destinations
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_steps import BLOCK, FakePool, FakeScheduler, FakeWorker, fake_hash, prefill_first
+from fakes import BLOCK, FakePool, FakeScheduler, FakeWorker, fake_hash, prefill_first
 
 from kvspray_vllm import shim
 from kvspray_vllm.scheduler import SchedulerSide
@@ -101,7 +101,7 @@ def one(seed: int, sync: bool) -> str:
     worker.begin(meta)
     worker.finish_loads()
     done = worker.collect()
-    scheduler.worker_said(done.sent, done.received, worker.take_landed())
+    scheduler.worker_reported(done.sent, done.received, worker.take_landed())
     assert len(pool.free) == 100, "spare blocks are gone"
     touched = {b for b in range(BLOCKS) if worker_shim.memory[b] != before[b]}
     assert touched <= set(table[computed // BLOCK :]) | set(range(100, BLOCKS)), "a block of somebody else was written"

@@ -106,7 +106,7 @@ def test_stats_add_up_and_reach_prometheus() -> None:
         'vllm:kvspray_bytes_total{engine="0",model_name="m",side="sent",transport="tcp"} 1.048576e+06',
         'vllm:kvspray_transfer_seconds_count{engine="0",model_name="m"} 1.0',
         'vllm:kvspray_recompute_tokens_total{engine="0",model_name="m"} 40.0',
-        'vllm:kvspray_served_alone_total{engine="0",model_name="m",reason="no_sidecar"} 1.0',
+        'vllm:kvspray_local_prefills_total{engine="0",model_name="m",reason="no_sidecar"} 1.0',
     ):
         assert line in text, text
 

@@ -35,10 +35,10 @@ def model(tmp_path: pathlib.Path) -> pathlib.Path:
     return saved(tmp_path / "model", 0.5)
 
 
-def saved(folder: pathlib.Path, value: float) -> pathlib.Path:
-    folder.mkdir()
-    save_file({"a": torch.full((8, 8), value)}, folder / "model.safetensors")
-    return folder
+def saved(directory: pathlib.Path, value: float) -> pathlib.Path:
+    directory.mkdir()
+    save_file({"a": torch.full((8, 8), value)}, directory / "model.safetensors")
+    return directory
 
 
 def test_a_folder_is_called_by_its_content(model: pathlib.Path, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -81,7 +81,7 @@ class Tuned(Model): ...
 class Runner:
     def reload_weights(self, weights_iterator: Any = None, weights_path: str | None = None, is_checkpoint_format: bool = True) -> None:
         if weights_path == "fails":
-            raise OSError("no such folder")
+            raise OSError("no such directory")
         reload(MODEL)
 
 

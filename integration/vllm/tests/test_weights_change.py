@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sidecar that cannot be told of other weights: what is open ends by its fence, and nothing new begins."""
+"""A sidecar that cannot be informed of other weights: open leases end by their fence, and no new one begins."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
-from test_steps import DECODE, Engine, e, prefill_first  # noqa: F401
+from fakes import DECODE, Engine, e, prefill_first  # noqa: F401
 
 from kvspray_vllm import KVSprayConnector, shim
 

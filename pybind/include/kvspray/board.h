@@ -8,11 +8,11 @@
  * The board is memfds, all created and sealed (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) by the shim:
  *
  *   flags  lives as long as the engine. Captured GPU graphs bake addresses in it, so it never moves.
- *   rings  one per connection. A sidecar that was stopped and wakes up late writes into rings nobody reads.
- *   work   one per connection, of a worker with GPU memory: what its own GPU context does for the sidecar. For the same reason.
+ *   rings  one per connection. A sidecar that resumes after a pause then writes into rings that are not read.
+ *   work   one per connection, of a worker with GPU memory, for the same reason: work for the sidecar in the engine's GPU context.
  *
- * One writer per word. All integers are little-endian. A reader copies an entry once and then validates the copy:
- * nothing that the other side can write is trusted twice.
+ * One writer per word. All integers are little-endian. A reader copies an entry once and then validates and uses the copy,
+ * because the other side can still write to the original.
  */
 #ifndef KVSPRAY_BOARD_H
 #define KVSPRAY_BOARD_H
@@ -28,7 +28,7 @@
 
 #define KVS_CACHE_LINE 64
 #define KVS_MAX_LAYERS 1024
-/* Load flags: the data will never come. A stream's wait for "at least v" compares cyclically, (int64)(flag - v) >= 0
+/* Load flags: the data will not arrive. A stream's wait for "at least v" compares cyclically, (int64)(flag - v) >= 0
  * (CUstreamWaitValue_flags), so this is the greatest number that ends every such wait; all ones would end none. */
 #define KVS_POISON ((uint64_t)INT64_MAX)
 
@@ -60,19 +60,19 @@ struct kvs_flags_header {
 
 /* layer_flags[l]: GPU (or CPU engine) -> sidecar. The last step for which layer l is complete; only grows.
  *     layer_flags[layers] is the end of the step: all layers, also those that have no hook.
- * replay_flags[l]: GPU -> sidecar. What a captured graph sets cannot be the step, which would be baked in: 1 once layer l of the step in
- *     replay_flags[layers] is complete, else 0. replay_flags[layers] is 0 before the first such step. Before each replay the flags of all layers
- *     are cleared, and only when everybody can see that is the step stored. A reader loads the step *before* the layer's flag: a 1 then says
- *     that the layer is complete in that step or a later one. The layer's state is the greater one of this and layer_flags[l], which a stream
- *     outside of a graph still sets. What nobody has looked at is lost with the next step, but for the end of the step: graphs set that in
- *     layer_flags, which is also all that a sidecar of 1.0 sees of them. So an engine whose graphs signal layers signals the end of each step.
- * load_flags[l]: sidecar -> GPU. Data of step s has landed, or KVS_POISON. Two writers (the shim's watchdog poisons):
+ * replay_flags[l]: GPU -> sidecar. A captured graph cannot write the step, which would be constant in it: it writes 1 when layer l of the
+ *     step in replay_flags[layers] is complete; else the flag is 0. replay_flags[layers] is 0 before the first such step. Before each replay
+ *     the flags of all layers are cleared, and the step is stored when that is visible. A reader loads the step *before* the layer's flag: a 1
+ *     then means that the layer is complete in that step or a later one. The layer's state is the greater of this and of layer_flags[l], which
+ *     streams outside a graph still set. A flag that was not read is lost with the next step. The end of the step is not: graphs set it in
+ *     layer_flags, which is all that a sidecar of 1.0 reads. So an engine whose graphs signal layers signals the end of each step.
+ * load_flags[l]: sidecar -> GPU. Data of step s is present, or KVS_POISON. Two writers (the shim's watchdog poisons):
  *     compare-and-swap, poison is sticky.
  * source_epoch: shim -> sidecar. Grows *before* the engine may reuse any block that an intent named (preemption, abort,
  *     free), and before the record that says which. Bytes read from source blocks count only if the epoch is unchanged
- *     after the read, or the ring was drained up to that epoch and names other blocks. Hence one growth per naming record
- *     (PREEMPT, or CANCEL of a source lease), and no other record between the two: a reader that has drained a record of
- *     epoch e believes that it knows every block that was given up until e.
+ *     after the read, or the ring was drained up to that epoch and names other blocks. So each growth has one naming record
+ *     (PREEMPT, or CANCEL of a source lease), and no other record is between the two: a reader that has drained a record of
+ *     epoch e has the names of all blocks that were released until e.
  * stream_mark: GPU -> sidecar. Everything that the engine had enqueued on its stream before mark m is complete once the word is at least m; only
  *     grows. A record with `after` = m takes effect then: the sidecar writes no block of it while an earlier step of the engine may still do so. */
 struct kvs_flag {
@@ -100,7 +100,7 @@ struct kvs_rings_header {
  * after its copy. A record never straddles the end: a KVS_REC_PAD record fills up the rest. The rest can be as short as
  * 8 bytes, so of a PAD only `length`, `type` and `status` are there (length = the whole rest), and it takes no seq.
  *
- * Doorbell: before it sleeps, the consumer sets `sleeping` = 1 (sequentially consistent), looks at head once more, and
+ * Wake-up: before it sleeps, the consumer sets `sleeping` = 1 (sequentially consistent), looks at head once more, and
  * only then waits on its eventfd. A producer that has stored head and then exchanges `sleeping` from 1 to 0 writes 1 to
  * the eventfd. */
 struct kvs_ring {
@@ -128,47 +128,47 @@ struct kvs_record {
 
 enum kvs_record_type {
 	KVS_REC_PAD = 0,
-	/* submission ring: everything that touches block ownership, in one order */
-	KVS_REC_STEP = 1,    /* step begin: which leases gain which tokens when this step's flags arrive */
+	/* submission ring: all changes of block ownership, in one order */
+	KVS_REC_STEP = 1,    /* step begin: the tokens that leases gain when this step's flags arrive */
 	KVS_REC_INTENT = 2,  /* source lease: these blocks hold, or will hold, a prompt's KV */
-	KVS_REC_EXPECT = 3,  /* destination lease: these blocks want a prompt's KV */
-	KVS_REC_CANCEL = 4,  /* give the lease back: fence, then complete it */
+	KVS_REC_EXPECT = 3,  /* destination lease: requests a prompt's KV for these blocks */
+	KVS_REC_CANCEL = 4,  /* release the lease: fence, then complete it */
 	KVS_REC_PREEMPT = 5, /* source blocks are lost; the lease stays open for a later attempt */
-	KVS_REC_HOLD = 6,    /* the request is finished, the engine keeps the blocks only for us: the partner's time runs */
+	KVS_REC_HOLD = 6,    /* the request is finished and keeps its blocks only for the transfer: the match timeout runs */
 	KVS_REC_COPY = 7,    /* a lease of its own: blocks from one registered region to another; ends with RECEIVED */
 	/* completion ring */
-	KVS_REC_RECEIVED = 32, /* ends a destination lease or a copy: landed and fenced, or failed and fenced */
-	KVS_REC_SENT = 33,     /* ends a source lease: no process can read the blocks on our behalf any more */
+	KVS_REC_RECEIVED = 32, /* ends a destination lease or a copy: complete and fenced, or failed and fenced */
+	KVS_REC_SENT = 33,     /* ends a source lease: no process can read the blocks for the sidecar any more */
 };
 
 enum kvs_status {
 	KVS_OK = 0,
 	KVS_FAILED = 1,    /* fenced; the engine recomputes */
-	KVS_CANCELLED = 2, /* fenced, by the engine's own wish */
-	KVS_EXPIRED = 3,   /* fenced; deadline passed, or no partner came */
+	KVS_CANCELLED = 2, /* fenced, at the engine's request */
+	KVS_EXPIRED = 3,   /* fenced; deadline or match timeout passed */
 	KVS_REFUSED = 4,   /* bad input, mismatch; nothing was ever written */
 	KVS_LOST = 5,      /* the sidecar's exit was proved: written by the shim itself, never on the ring */
 };
 
 /* ---- work ----
  *
- * The sidecar has scattered blocks packed or unpacked by a kernel in the engine's own context, where it is not time-sliced against the
- * engine's. The memory is a header, KVS_WORK_SLOTS slots, as many done words, and a list for each slot:
+ * A kernel in the engine's context packs or unpacks scattered blocks for the sidecar. There it is not time-sliced against the engine's
+ * kernels. The memory is a header, KVS_WORK_SLOTS slots, as many done words, and a list for each slot:
  *
  *   state  seq << 8 | enum kvs_work_state. The sidecar fills slot and list and stores POSTED, with a seq that grows. The shim exchanges it
- *          for TAKEN, the sidecar, if nobody took it, for FREE: one of them wins. A slot that was taken ends as REFUSED, which says that
- *          nothing of it runs or will run, or by its done word, or with the engine's process.
- *   done   seq, stored by the GPU once the kernel's writes are visible to everybody (OPEN: by the shim).
+ *          for TAKEN; the sidecar may exchange it for FREE: one of them wins. A slot that was taken ends as REFUSED (nothing of it runs or
+ *          will run), by its done word, or with the engine's process.
+ *   done   seq, stored by the GPU when the kernel's writes are visible to all (OPEN: by the shim).
  *
- * The shim copies slot and list once and checks the copy, which is what the kernel reads: what a sidecar writes later changes nothing. No
+ * The shim copies slot and list once and checks the copy, which the kernel reads: later writes of a sidecar have no effect. No
  * address crosses: `where` names a region of REGISTER, and the dense side is the buffer that the slot of OPEN named.
  *
- * Doorbell: `sleeping`, as in a ring. */
+ * Wake-up: `sleeping`, as in a ring. */
 #define KVS_WORK_MAGIC 0x57495350u /* "PSIW" in memory order */
-#define KVS_WORK_MINOR 1   /* of the header: 1 knows runs of rows, which a sidecar sends to no earlier one */
+#define KVS_WORK_MINOR 1   /* of the header: 1 has runs of rows, which a sidecar does not send to version 0 */
 #define KVS_WORK_SLOTS 8
 #define KVS_WORK_RUNS 4096 /* of a list; so many pieces at most, too */
-#define KVS_WORK_ROWS 0x80000000u /* in a run's count: the next one says how its rows lie */
+#define KVS_WORK_ROWS 0x80000000u /* in a run's count: the next run gives the distance of its rows */
 #define KVS_WORK_ALIGN 16  /* of places, strides and lengths */
 #define KVS_WORK_MAX_BLOCKS 4096
 #define KVS_WORK_WHERE_BITS 48
@@ -188,8 +188,8 @@ enum kvs_work_op {
 };
 
 enum kvs_work_refusal {
-	KVS_WORK_BAD = 1, /* this one is impossible */
-	KVS_WORK_GPU = 2, /* the driver refused: there will be no other */
+	KVS_WORK_BAD = 1, /* this one is invalid */
+	KVS_WORK_GPU = 2, /* the driver refused: no other slot is served */
 };
 
 /* Offset 0 of the work memfd. Written once by the shim, but for `sleeping`. */

@@ -5,8 +5,8 @@
  * A client is one session holder: a worker (one engine rank, with a board) or a scheduler (admission only). It owns
  *   - the unix SOCK_SEQPACKET connection to the sidecar and its reconnection,
  *   - the board: a flags memfd that lives as long as the client, and a rings memfd that is fresh on every connection,
- *   - the durable list of open leases, and what would present each of them afresh,
- *   - a pidfd of every sidecar process that may still touch blocks of an open lease,
+ *   - the list of open leases, and a snapshot of each, which is presented to the next session,
+ *   - a pidfd of every sidecar process that may still access blocks of an open lease,
  *   - one background thread, which needs no interpreter lock and calls nothing outside this library,
  *   - with regions of a GPU, another such thread: it packs and unpacks blocks there for the sidecar, on a stream of its own in the context
  *     that the regions belong to. kvs_close waits for what it has launched.
@@ -16,9 +16,9 @@
  *
  * Fork. A forked child's client is inert: every call returns KVS_E_FORKED (kvs_close only unmaps and closes).
  *
- * Release rule. A lease completes exactly once, through kvs_poll: by the sidecar's record, or by a record of our own once
- * the exit of every sidecar process that could touch its blocks is proved (its pidfd says so), or once that sidecar states
- * that it has fenced everything of the earlier session. Time alone never completes a lease that a living process holds.
+ * Release rule. A lease completes exactly once, through kvs_poll: by the sidecar's record, or by a record of this library.
+ * The latter needs the proved exit (by pidfd) of every sidecar process that could access its blocks, or the sidecar's report
+ * that it has fenced the earlier session. Time alone never completes a lease that a running process holds.
  */
 #ifndef KVSPRAY_KVSPRAY_H
 #define KVSPRAY_KVSPRAY_H
@@ -41,37 +41,36 @@ extern "C" {
 #define KVS_MAX_LEASES 65536    /* open at once; WELCOME may lower it */
 #define KVS_MAX_AWAITS 4096     /* open admission questions of a scheduler */
 #define KVS_MAX_DECLINES 1024   /* of a scheduler, while the socket takes none */
-#define KVS_MAX_SIDECARS 16     /* sidecar processes that may still touch blocks of an open lease */
+#define KVS_MAX_SIDECARS 16     /* sidecar processes that may still access blocks of an open lease */
 #define KVS_MAX_LOADS 256       /* load flag ranges under the watchdog */
 #define KVS_ADOPT_MIN_BYTES (64ull << 20)
 
 /* Results below zero. */
 enum kvs_error {
-	KVS_E_ARG = -1,           /* an argument is impossible; kvs_info.error says which */
-	KVS_E_NOT_CONNECTED = -2, /* no registered session: serve as if alone */
-	KVS_E_FULL = -3,          /* the submission ring has no room: serve as if alone */
+	KVS_E_ARG = -1,           /* an argument is invalid; kvs_info.error names it */
+	KVS_E_NOT_CONNECTED = -2, /* no registered session: prefill locally */
+	KVS_E_FULL = -3,          /* the submission ring has no room: prefill locally */
 	KVS_E_DEGRADED = -4,      /* the session is being replaced, or the sidecar drains */
 	KVS_E_TOO_BIG = -5,       /* the record exceeds KVS_RECORD_MAX_BYTES or half the ring */
-	KVS_E_UNKNOWN = -6,       /* no such open lease (complete already: a race, not an error) */
+	KVS_E_UNKNOWN = -6,       /* no such open lease (already complete: a race, not an error) */
 	KVS_E_LIMIT = -7,         /* a bounded table is full */
 	KVS_E_FORKED = -8,        /* this process is a fork of the client's owner */
 	KVS_E_CLOSED = -9,
 	KVS_E_SYS = -10,          /* a system call failed; errno is kept */
 	KVS_E_BUFFER = -11,       /* the caller's buffer cannot hold the next record */
-	KVS_E_GPU = -12,          /* the CUDA driver refused, or there is none; kvs_gpu_error says what */
-	KVS_E_UNSUPPORTED = -13,  /* this sidecar is older and does not know of it */
+	KVS_E_GPU = -12,          /* the CUDA driver refused, or is missing; kvs_gpu_error has the reason */
+	KVS_E_UNSUPPORTED = -13,  /* this sidecar is older and does not support it */
 };
 
-/* Result of calls about an open lease while there is no session: the state is kept and will be presented afresh. */
+/* Result of calls on an open lease without a session: the state is kept and presented to the next session. */
 #define KVS_KEPT 1
 
 const char *kvs_strerror(int error);
-const char *kvs_library_version(void);
 
-/* ---- memory that the sidecar may reach ---------------------------------------------------------------------------- */
+/* ---- memory that the sidecar may access ---------------------------------------------------------------------------- */
 
 enum kvs_region_kind {
-	KVS_REGION_MEMFD = 1,   /* allocated by us in a sealed memfd */
+	KVS_REGION_MEMFD = 1,   /* allocated by this library in a sealed memfd */
 	KVS_REGION_ADOPTED = 2, /* pages of an existing mapping, moved into a sealed memfd in place */
 	KVS_REGION_PROCESS = 3, /* this process's memory through its own /proc/self/mem descriptor */
 	KVS_REGION_DEVICE = 4,  /* memory of a GPU, imported by the sidecar */
@@ -96,16 +95,16 @@ int kvs_region_alloc(uint64_t bytes, struct kvs_region *out);
 #define KVS_ADOPT_SMALL 1u /* allow less than KVS_ADOPT_MIN_BYTES */
 
 /* Replaces the pages of [addr, addr+bytes) with a shared mapping of a sealed memfd that holds the same content. The range
- * must be page-aligned and consist of private, anonymous, readable and writable mappings. Nobody may write to it during
- * the call: a write that comes between copy and switch is lost. */
+ * must be page-aligned and consist of private, anonymous, readable and writable mappings. No thread may write to it during
+ * the call: a write between copy and switch is lost. */
 int kvs_region_adopt(uint64_t addr, uint64_t bytes, uint32_t flags, struct kvs_region *out);
 
 /* Any readable and writable range of this process. */
 int kvs_region_process(uint64_t addr, uint64_t bytes, struct kvs_region *out);
 
-/* A range of one GPU allocation of this process: any slice of what cudaMalloc gave (torch's allocator hands out such), or of memory
- * made by cuMemCreate with POSIX descriptors allowed. The allocation must live until its leases are over. KVS_E_GPU: `error` says why
- * the sidecar could not import it, and what to change. */
+/* A range of one GPU allocation of this process: any slice of an allocation of cudaMalloc (such as torch's allocator
+ * returns), or of cuMemCreate with POSIX descriptors allowed. The allocation must exist until its leases have ended. KVS_E_GPU: `error`
+ * has the reason why the sidecar could not import it, and the remedy. */
 int kvs_region_gpu(uint64_t addr, uint64_t bytes, struct kvs_region *out, char *error, uint32_t error_bytes);
 
 /* Closes the descriptor; unmaps MEMFD regions, leaves adopted and process memory as it is. Only once no open lease names
@@ -127,24 +126,24 @@ struct kvs_config {
 	uint32_t layers;           /* worker: flags on the board, 1..KVS_MAX_LAYERS */
 	uint32_t submission_bytes; /* ring sizes, powers of two; 0: 4 MiB and 256 KiB */
 	uint32_t completion_bytes;
-	uint32_t deadline_ms; /* of a lease; 0: what WELCOME says, 30,000 before that */
+	uint32_t deadline_ms; /* of a lease; 0: that of WELCOME, 30,000 before it */
 };
 
 typedef struct kvs_client kvs_client;
 
-/* Makes the client and its board; nothing is dialled yet. */
+/* Makes the client and its board. It does not connect. */
 int kvs_open(const struct kvs_config *config, kvs_client **out);
 
 /* Starts the background connection. Worker: `regions` (their descriptors are duplicated) and `layout`, one msgpack map
  * (docs/protocol.md section 3), are presented on every connection. Scheduler: n = 0, layout NULL. Once. */
 int kvs_start(kvs_client *c, const struct kvs_region *regions, uint32_t n, const void *layout, uint32_t layout_bytes);
 
-/* Worker: the same memory means something else from now on, say because the engine has other weights. Every open source lease is given
- * back, and the session is replaced by one that presents this layout; what was being loaded fails. KVS_E_ARG before kvs_start. */
+/* Worker: replaces the layout of the same memory, for example because the engine has other weights. Every open source lease is
+ * released, and the session is replaced by one that presents this layout; running loads fail. KVS_E_ARG before kvs_start. */
 int kvs_describe(kvs_client *c, const void *layout, uint32_t layout_bytes);
 
-/* Says BYE, joins the thread, unmaps the board, frees the client. Open leases are forgotten: the sidecar fences them when
- * this process ends. No other call may be under way, or come later. */
+/* Sends BYE, joins the thread, unmaps the board, frees the client. Open leases are forgotten: the sidecar fences them when
+ * this process ends. No other call may run, or follow. */
 void kvs_close(kvs_client *c);
 
 /* 1: there is a registered session, 0: none. */
@@ -152,54 +151,52 @@ int kvs_connected(kvs_client *c);
 /* Waits until connected or until timeout_ms have passed (negative: no limit). 1 or 0. */
 int kvs_wait_connected(kvs_client *c, int timeout_ms);
 
-/* ---- worker: what the engine says --------------------------------------------------------------------------------- */
+/* ---- worker: records of the engine --------------------------------------------------------------------------------- */
 
 /* Flags. Monotonic per layer; layer == layers is the end of the step. No lock, no system call. */
 int kvs_signal_layer(kvs_client *c, uint32_t layer, uint64_t step);
 int kvs_signal_step(kvs_client *c, uint64_t step);
-/* All layers and the step end at once. */
-int kvs_signal_all(kvs_client *c, uint64_t step);
 /* The board's flags memfd, for registration with a GPU; valid until kvs_close. */
 void *kvs_flags(kvs_client *c, uint64_t *bytes);
 
-/* Disowns everything that is being read from source blocks right now, until the next record. kvs_preempt and kvs_cancel do it
- * by themselves and name the blocks; alone it does not say which blocks are lost. Returns the new value; 0 on error. */
+/* Invalidates all reads of source blocks that are running, until the next record. kvs_preempt and kvs_cancel include it and name
+ * the blocks; this call does not. Returns the new value; 0 on error. */
 uint64_t kvs_bump_source_epoch(kvs_client *c);
 
-/* Deadline of a lease and patience with a missing partner as the latest WELCOME has them: ms << 32 | ms. No lock. */
+/* Deadline of a lease and match timeout of the latest WELCOME: ms << 32 | ms. No lock. */
 uint64_t kvs_deadlines(kvs_client *c);
 
-/* What would present a lease afresh: one complete INTENT body. */
+/* What presents a lease to another session: one complete INTENT body. */
 struct kvs_snapshot {
 	uint64_t lease;
 	const void *body;
 	uint64_t body_bytes;
 };
 
-/* Opens a lease with an INTENT, EXPECT or COPY body. COPY has the sidecar copy blocks from one region of kvs_start to another, or to another
+/* Opens a lease with an INTENT, EXPECT or COPY body. COPY makes the sidecar copy blocks from one region of kvs_start to another, or to another
  * place in the same: between a cache in host memory and one on a GPU, weights back to where they were. The blocks, read and written, are the
  * sidecar's until the lease completes with KVS_REC_RECEIVED; KVS_OK: all of them arrived; else an unknown part of them may have. Copies run at
- * once and in no order; kvs_cancel ends one soon. Bodies: docs/protocol.md section 2. deadline_ms is the body's own. Returns the lease id (> 0) or an error; after
- * an error nothing is open and nothing was said. */
+ * once and in no order; kvs_cancel ends one soon. Bodies: docs/protocol.md section 2. deadline_ms is the body's own. Returns the lease id (> 0) or an error, after
+ * which nothing is open and nothing was sent. */
 int64_t kvs_submit(kvs_client *c, uint16_t type, const void *body, uint32_t bytes, uint32_t deadline_ms);
 
-/* One STEP record, and the snapshots as of it. 0 or KVS_KEPT; both mean that the state is safe with us. If the ring has no
+/* One STEP record, and the snapshots as of it. 0 or KVS_KEPT; both mean that the library has the state. If the ring has no
  * room the session is replaced in the background and the snapshots are presented in the new one. Errors: KVS_E_TOO_BIG (split
  * it), KVS_E_ARG. */
 int kvs_step(kvs_client *c, const void *body, uint32_t bytes, const struct kvs_snapshot *snapshots, uint32_t n);
 
 /* Preempt and hold carry the lease's new snapshot. Preempt moves the source epoch first, whatever is wrong with its argument: the
- * blocks are lost. A lease whose snapshot cannot be kept is given back. */
+ * blocks are lost. A lease whose snapshot cannot be kept is released. */
 int kvs_preempt(kvs_client *c, const struct kvs_snapshot *snapshot);
 int kvs_hold(kvs_client *c, const struct kvs_snapshot *snapshot);
-/* Gives a lease back; it still completes through kvs_poll. Of a source lease it moves the source epoch first. */
+/* Releases a lease; it still completes through kvs_poll. For a source lease it moves the source epoch first. */
 int kvs_cancel(kvs_client *c, uint64_t lease, const char *reason);
 
 /* Copies completions into buf: struct kvs_record, body, padded to 8 bytes, one after the other. Returns the bytes used, 0 when
- * there are none. Records that the library made itself have an empty map as body (KVS_LOST), or {"reason": str}. */
+ * there are none. Records of the library itself have an empty map as body (KVS_LOST), or {"reason": str}. */
 int64_t kvs_poll(kvs_client *c, void *buf, uint64_t cap);
-/* Waits until kvs_poll would return something (1), or timeout_ms have passed (0; negative: no limit). For a lease that is open a process with
- * four processors and more looks for up to 300 us before it sleeps, unless its last wait took longer. */
+/* Waits until kvs_poll would return something (1), or timeout_ms have passed (0; negative: no limit). With an open lease a process with
+ * four or more processors polls for up to 300 us before it sleeps, unless its last wait took longer. */
 int kvs_wait(kvs_client *c, int timeout_ms);
 
 /* ---- worker: load flags and their watchdog ------------------------------------------------------------------------ */
@@ -219,12 +216,12 @@ int kvs_load_reset(kvs_client *c, uint32_t first, uint32_t count);
  * is full. After KVS_E_GPU a flag may be missing: the step must not be announced, or its leases end at their deadline. */
 typedef struct kvs_gpu kvs_gpu;
 
-/* In a thread whose current CUDA context is the engine's. KVS_E_GPU: `error` says what there is not. */
+/* In a thread whose current CUDA context is the engine's. KVS_E_GPU: `error` names what is missing. */
 int kvs_gpu_open(kvs_client *c, kvs_gpu **out, char *error, uint32_t error_bytes);
 /* Waits for what was enqueued on its side branch. When no graph with its signals runs any more; before kvs_close or after it, the flags stay
  * mapped until both were called. */
 void kvs_gpu_close(kvs_gpu *g);
-/* What failed first, for a log. */
+/* The first failure, for a log. */
 const char *kvs_gpu_error(kvs_gpu *g);
 
 /* Before the step's first kernel, or before the launch of its graph, on the same stream and outside a capture: this is step
@@ -240,8 +237,8 @@ int kvs_gpu_signal_step(kvs_gpu *g, void *stream);
  * fail. */
 int kvs_gpu_join(kvs_gpu *g, void *stream);
 /* Graphs that are captured from now on also pack and unpack for the sidecar, behind each layer's signal and on a branch of their own, with so many
- * thread blocks of 512: what it wants is in memory when the replay comes by, and is launched by a thread where none does. Costs a layer that has
- * nothing to move two small nodes. After kvs_start, once, and not during a capture; such graphs are replayed one at a time. Optional: without it, or after KVS_E_GPU, the thread launches all. */
+ * thread blocks of 512: lists in memory are taken by a replay, and launched by a thread if there is none. A layer without a list costs
+ * two small nodes. After kvs_start, once, and not during a capture; such graphs are replayed one at a time. Optional: without it, or after KVS_E_GPU, the thread launches all. */
 int kvs_gpu_pack(kvs_gpu *g, uint32_t blocks, char *error, uint32_t error_bytes);
 /* Outside a capture: *mark is a number for the `after` of a record, which takes effect once everything that the stream holds by now is done. */
 int kvs_gpu_mark(kvs_gpu *g, void *stream, uint64_t *mark);
@@ -255,7 +252,7 @@ enum kvs_admission_state {
 	KVS_ADMISSION_PENDING = 1,
 	KVS_ADMISSION_ADMITTED = 2,
 	KVS_ADMISSION_REFUSED = 3,
-	KVS_ADMISSION_GONE = 4, /* said by the sidecar, or ttl passed without an answer */
+	KVS_ADMISSION_GONE = 4, /* reported by the sidecar, or ttl passed without an answer */
 };
 
 struct kvs_admission {
@@ -270,36 +267,36 @@ int kvs_await(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], con
 int kvs_admission(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], struct kvs_admission *out);
 int kvs_await_forget(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32]);
 
-/* No rank of this engine will expect that prompt's KV: the source's engine need not keep it. Drops the question, too. The word is sent
- * by the background thread, after a reconnection if need be; one that cannot be sent while the source waits for a missing partner is dropped,
- * and costs the source that wait. The ranks of the config say how many leases it stands for. KVS_E_UNSUPPORTED: the sidecar is older. */
+/* No rank of this engine will expect that prompt's KV: the source's engine need not keep it. Drops the query, too. The background thread
+ * sends it, if necessary after a reconnection. If it cannot be sent within the match timeout, it is dropped, and the source waits for that time.
+ * The ranks of the config give the number of leases that it stands for. KVS_E_UNSUPPORTED: the sidecar is older. */
 int kvs_decline(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], const char *peer, const char *reason);
 
-/* ---- what is going on --------------------------------------------------------------------------------------------- */
+/* ---- status, log, statistics --------------------------------------------------------------------------------------------- */
 
 struct kvs_info {
 	uint32_t size;      /* in: sizeof(struct kvs_info) of the caller */
 	uint32_t connected; /* 1: registered session */
-	uint32_t degraded;  /* 1: the session is being replaced, the sidecar drains, or it refused us */
-	uint32_t quarantined; /* leases that wait for the exit of a sidecar that we may not kill */
+	uint32_t degraded;  /* 1: the session is being replaced, or the sidecar drains or refused it */
+	uint32_t quarantined; /* leases that wait for the exit of a sidecar that cannot be killed */
 	uint32_t sidecar_pid; /* of the current session; 0: none, or not visible here */
 	uint32_t version;     /* chosen by WELCOME, major << 16 | minor */
-	uint32_t deadline_ms, partner_ms, grace_ms;
+	uint32_t deadline_ms, match_timeout_ms, grace_ms;
 	uint32_t leases;      /* open */
-	uint32_t sidecars;    /* processes that may still touch blocks of open leases, the current one included */
+	uint32_t sidecars;    /* processes that may still access blocks of open leases, including the current one */
 	uint32_t awaits;
-	uint8_t boot[16];         /* ours */
+	uint8_t boot[16];         /* of this client */
 	uint8_t sidecar_boot[16]; /* of the current or latest session */
 	uint64_t source_epoch;
 	/* counters since kvs_open */
-	uint64_t connects;     /* sessions that got as far as registered */
+	uint64_t connects;     /* sessions that were registered */
 	uint64_t refusals;     /* ERROR messages */
 	uint64_t submitted;    /* records written */
 	uint64_t kept;         /* records not written: no session */
 	uint64_t full;         /* records not written: no room */
-	uint64_t completed;    /* completions handed to the engine */
-	uint64_t synthesised;  /* of these, made by us */
-	uint64_t represented;  /* source leases presented afresh */
+	uint64_t completed;    /* completions returned to the engine */
+	uint64_t synthesised;  /* of these, by the library */
+	uint64_t represented;  /* source leases that were presented again */
 	uint64_t dropped;      /* completions of unknown or complete leases */
 	uint64_t protocol_errors; /* malformed packets, rings or records of the sidecar */
 	uint64_t kills;        /* sidecars killed by the watchdog */
@@ -314,13 +311,13 @@ struct kvs_info {
 int kvs_status_read(kvs_client *c, struct kvs_info *info);
 
 /* Copies the oldest unread log line ("level message") into buf, zero-terminated. 1, or 0 when there is none. At most 256 are
- * kept; the oldest give way. */
+ * kept; the oldest are dropped. */
 int kvs_next_log(kvs_client *c, char *buf, uint64_t cap);
 
 /* The same, and waits for a line. 0: the log has ended, and all of it was read. */
 int kvs_wait_log(kvs_client *c, char *buf, uint64_t cap);
 
-/* Ends the log: who waits for it returns, which must have happened before kvs_close. */
+/* Ends the log: kvs_wait_log returns, which must have happened before kvs_close. */
 int kvs_end_log(kvs_client *c);
 
 /* The body of the latest STATS message of the sidecar. Returns its bytes, 0: none yet. */
@@ -328,18 +325,18 @@ int64_t kvs_stats(kvs_client *c, void *buf, uint64_t cap);
 
 /* ---- ring primitives: for tests and for tools; the client uses the same code --------------------------------------- */
 
-/* One end of a ring, in private memory. Never trusts what it has itself written to the shared words. */
+/* One end of a ring, in private memory. It does not read back its own shared words. */
 struct kvs_ring_end {
 	struct kvs_ring *ring;
 	uint8_t *data;
 	uint64_t bytes; /* of data, a power of two */
-	uint64_t head, tail; /* own word: truth; the other's word: last value seen and found valid */
+	uint64_t head, tail; /* own word: authoritative; the other's word: last valid value */
 	uint64_t seq;        /* last one written or read */
 };
 
 void kvs_ring_attach(struct kvs_ring_end *end, struct kvs_ring *ring, uint64_t data_bytes);
-/* Appends one record; the bell protocol is the caller's (kvs_ring_wake). 0, KVS_E_FULL, KVS_E_TOO_BIG, or KVS_E_ARG if the
- * consumer's word is impossible. */
+/* Appends one record; the caller wakes the consumer (kvs_ring_wake). 0, KVS_E_FULL, KVS_E_TOO_BIG, or KVS_E_ARG if the
+ * consumer's word is invalid. */
 int kvs_ring_push(struct kvs_ring_end *end, uint16_t type, uint16_t status, uint64_t lease, uint64_t epoch,
                   const void *body, uint32_t bytes);
 /* 1: the consumer slept and its eventfd must be written. */

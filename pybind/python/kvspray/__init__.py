@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """kvspray: the engine side of the KV cache mover.
 
-``WorkerClient`` is what one engine rank holds: regions, layout, flags, leases. ``SchedulerClient`` is what the engine's core
-process holds: admission. Both work before their sidecar is there, survive its restarts, and never raise from a background
-thread: the background is C and holds no interpreter lock.
+``WorkerClient`` belongs to one engine rank: regions, layout, flags, leases. ``SchedulerClient`` belongs to the engine's
+scheduler: admission. Both start without a sidecar and survive its restarts. Their background thread is in C: it needs no
+interpreter lock and raises nothing.
 """
 
 from .client import (
@@ -13,13 +13,13 @@ from .client import (
     CompletionStatus,
     EngineInfo,
     Ranks,
-    SchedulerClient,
     Status,
-    WorkerClient,
     identity,
 )
 from .protocol import Params, pack_blocks, prefix_hash, unpack_blocks
 from .region import KvsprayError, Region, RegionKind
+from .scheduler import SchedulerClient
+from .worker import WorkerClient
 
 __version__ = "0.1.0"
 

@@ -70,7 +70,7 @@ class CInfo(ctypes.Structure):
         ("sidecar_pid", c_uint32),
         ("version", c_uint32),
         ("deadline_ms", c_uint32),
-        ("partner_ms", c_uint32),
+        ("match_timeout_ms", c_uint32),
         ("grace_ms", c_uint32),
         ("leases", c_uint32),
         ("sidecars", c_uint32),
@@ -101,7 +101,6 @@ class CInfo(ctypes.Structure):
 
 _PROTOTYPES = {
     "kvs_strerror": (c_char_p, [c_int]),
-    "kvs_library_version": (c_char_p, []),
     "kvs_region_alloc": (c_int, [c_uint64, POINTER(CRegion)]),
     "kvs_region_adopt": (c_int, [c_uint64, c_uint64, c_uint32, POINTER(CRegion)]),
     "kvs_region_process": (c_int, [c_uint64, c_uint64, POINTER(CRegion)]),
@@ -115,7 +114,6 @@ _PROTOTYPES = {
     "kvs_wait_connected": (c_int, [c_void_p, c_int]),
     "kvs_signal_layer": (c_int, [c_void_p, c_uint32, c_uint64]),
     "kvs_signal_step": (c_int, [c_void_p, c_uint64]),
-    "kvs_signal_all": (c_int, [c_void_p, c_uint64]),
     "kvs_flags": (c_void_p, [c_void_p, POINTER(c_uint64)]),
     "kvs_bump_source_epoch": (c_uint64, [c_void_p]),
     "kvs_deadlines": (c_uint64, [c_void_p]),
@@ -165,7 +163,7 @@ def _path() -> str:
 
 lib: ctypes.CDLL = _bind(ctypes.CDLL(_path(), use_errno=True), list(_PROTOTYPES))
 fast: ctypes.PyDLL = ctypes.PyDLL(_path())
-_bind(fast, ["kvs_signal_layer", "kvs_signal_step", "kvs_signal_all", "kvs_bump_source_epoch", "kvs_deadlines"])
+_bind(fast, ["kvs_signal_layer", "kvs_signal_step", "kvs_bump_source_epoch", "kvs_deadlines"])
 
 
 def strerror(code: int) -> str:

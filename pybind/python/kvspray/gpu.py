@@ -4,10 +4,10 @@
     gpu = GpuSignals(client)                  # in the engine's worker, once its GPU is chosen
     gpu.step(step, stream)                    # before the step's first kernel, or before a graph's launch
     gpu.signal_layer(layer, stream)           # after the layer's last write to its cache; eager, or while a graph is captured
-    gpu.signal_step(stream)                   # at the end of each step: what graphs said of its layers is forgotten with the next one
+    gpu.signal_step(stream)                   # at the end of each step: the next step clears the flags that graphs have set
 
 ``stream`` is a CUstream as an integer (torch.cuda.current_stream().cuda_stream). Nothing here waits for the GPU by itself, but the
-driver lets a launch wait where a stream's queue is full, behind a load that has not come, say: no call holds the interpreter lock.
+driver lets a launch wait if a stream's queue is full, for example behind a missing load: no call holds the interpreter lock.
 Nothing raises after the constructor: the first call that fails is logged, and from then on ``ok`` is False and every call returns False.
 The engine must then announce no more steps; what was announced ends at its deadline and is recomputed.
 """
@@ -18,8 +18,8 @@ import ctypes
 import logging
 
 from ._lib import E_GPU, lib, strerror
-from .client import WorkerClient
 from .region import KvsprayError
+from .worker import WorkerClient
 
 _ERROR_BYTES = 256
 

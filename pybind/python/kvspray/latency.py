@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One small block between two sidecars: from the engine's word to the engine's ear.
+"""One small block between two sidecars: from the engine's request to the engine's completion.
 
     python -m kvspray.latency --kvspray ./bin/kvspray            # starts two sidecars on loopback, and stops them
     python -m kvspray.latency --source-socket A --dest-socket B  # uses two that run
@@ -11,7 +11,7 @@ Three orders are measured, each over many transfers of fresh random content that
     expect   the source waits already; time from expect() to the completion
 
 It also times the calls that an engine makes in its step: signal_layer(), intent(), step(). Where the time goes is what a second pair
-of sidecars says in its trace about another run of "both": queue (until the partner's word is there), wire (until the last chunk
+of sidecars says in its trace about another run of "both": queue (until the other side's message is there), wire (until the last chunk
 has landed), commit (the fence), and the rest, which is the rings on both sides and the wake-ups of sidecar and engine.
 """
 
@@ -37,7 +37,7 @@ from .machine import machine
 BLOCKS = 64
 TOKENS_PER_BLOCK = 16
 START_TIMEOUT_S = 20.0
-SETTLE_US = 300  # for the waiting side's word to reach the other sidecar before the clock starts
+SETTLE_US = 300  # for the waiting side's message to reach the other sidecar before the clock starts
 
 
 def _layout(block_bytes: int) -> dict[str, Any]:
@@ -45,10 +45,10 @@ def _layout(block_bytes: int) -> dict[str, Any]:
     group = {
         "tokens_per_block": TOKENS_PER_BLOCK, "strategy": "packed_hnd", "params": {"heads": 1}, "num_blocks": BLOCKS, "layers": [layer],
     }  # fmt: skip
-    said = identity(
+    pairs = identity(
         model_config="latency", weights="none", layers=1, head_size=block_bytes // TOKENS_PER_BLOCK // 4, groups="full", rope="", backoff=0, speculative=""
     )
-    return {"model": "latency", "dtype": "bfloat16", "groups": [group], "identity": said}
+    return {"model": "latency", "dtype": "bfloat16", "groups": [group], "identity": pairs}
 
 
 class _Side:
@@ -183,7 +183,7 @@ def _phases(args: argparse.Namespace) -> dict[str, float]:
 
 
 class _Sidecars:
-    """Two sidecars of our own, each with its socket in a private folder."""
+    """Two sidecars, each with its socket in a private directory."""
 
     def __init__(self, binary: str, sets: list[str], trace: bool = False) -> None:
         self.dir = tempfile.TemporaryDirectory(prefix="kvspray-latency-")
@@ -246,7 +246,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--block", type=int, default=4096, help="bytes of the block")
     parser.add_argument("--count", type=int, default=500, help="transfers per order and run")
     parser.add_argument("--runs", type=int, default=5, help="the best run counts")
-    parser.add_argument("--settle-us", type=int, default=SETTLE_US, help="microseconds between the waiting side's word and the other's")
+    parser.add_argument("--settle-us", type=int, default=SETTLE_US, help="microseconds between the waiting side's message and the other's")
     parser.add_argument("--set", action="append", default=[], help="key=value for the sidecars started here")
     parser.add_argument("--busy", action="store_true", help="poll for the completion instead of sleeping on the bell")
     parser.add_argument("--json", action="store_true")
@@ -263,7 +263,7 @@ def main(argv: list[str] | None = None) -> int:
         with _joined(sockets, args) as (source, dest, peer):
             _transfers(source, dest, peer, "both", 20, args.block, 0)  # lanes and caches warm up
             result: dict[str, Any] = {
-                "what": "one block between two sidecars, microseconds from the engine's word to the engine's ear",
+                "what": "one block between two sidecars, microseconds from the engine's request to the engine's completion",
                 "machine": here,
                 "block_bytes": args.block, "count": args.count, "settle_us": args.settle_us, "busy": args.busy, "runs": {}, "best": {},
             }  # fmt: skip

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of which build and on what a benchmark's figures are: they are worth nothing without. bench/machine says the same of those in Go."""
+"""The build and the machine of a benchmark's figures; bench/machine does the same in Go."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def machine(kvspray: str | os.PathLike[str] | None) -> dict[str, Any]:
 
 
 def _version(kvspray: str | os.PathLike[str]) -> str:
-    said = subprocess.run([kvspray, "version", "--json"], check=True, capture_output=True, timeout=VERSION_TIMEOUT_S).stdout
-    return str(json.loads(said)["version"])
+    out = subprocess.run([kvspray, "version", "--json"], check=True, capture_output=True, timeout=VERSION_TIMEOUT_S).stdout
+    return str(json.loads(out)["version"])
 
 
 def _processor() -> str:

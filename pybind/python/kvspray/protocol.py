@@ -103,7 +103,7 @@ _packers = _Packers()
 
 
 def pack(value: Any) -> bytes:
-    """msgpack with `bin` and `str` told apart."""
+    """msgpack with separate `bin` and `str`."""
     try:
         out: bytes = _packers.packer.pack(value)
     except Exception:
@@ -148,7 +148,7 @@ def pack_copies(blocks: bytes | Iterable[tuple[int, int, int]]) -> bytes:
         except struct.error as e:
             raise ValueError(f"kvspray: offsets and lengths of a copy must be integers in [0, 2^64): {e}") from e
     if not data or len(data) % 24 or len(data) > 24 * MAX_COPY_BLOCKS:
-        raise ValueError(f"kvspray: a copy of {len(data) / 24:g} blocks, want 1 to {MAX_COPY_BLOCKS}: make several of it")
+        raise ValueError(f"kvspray: a copy of {len(data) / 24:g} blocks, want 1 to {MAX_COPY_BLOCKS}: split it")
     return data
 
 

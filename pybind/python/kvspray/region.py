@@ -13,7 +13,7 @@ _ERROR_BYTES = 256
 
 
 class KvsprayError(RuntimeError):
-    """A foreground call failed for a reason that the caller must know. Background faults never become exceptions."""
+    """A foreground call failed. Background faults never become exceptions."""
 
 
 class RegionKind(enum.IntEnum):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names the weights of a checkpoint by what is stored: KV of one checkpoint must never be taken for KV of another.
+"""Names the weights of a checkpoint by their content: KV of one checkpoint must never be used as KV of another.
 
 A digest covers the configuration, and of every tensor its name, shape, type and samples of its bytes. It is of the files and not of loaded parameters: so
 it is the same for every tensor and pipeline parallelism, for any engine, and for any division of the tensors into files. Samples are bounded in
@@ -24,7 +24,7 @@ from typing import Any
 
 DOMAIN = b"kvspray-checkpoint-v1"
 
-MAX_ENTRIES = 1 << 16  # of a folder
+MAX_ENTRIES = 1 << 16  # of a directory
 MAX_TENSORS = 1 << 20
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, which has this limit itself
 MAX_JSON_BYTES = 64 << 20  # of a configuration or an index
@@ -36,7 +36,7 @@ THREADS = 8
 
 CONFIGS = ("config.json", "params.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json",
            "adapter_config.json")
-# What differs between copies of one checkpoint, and changes nothing of what is computed from it. Engines say their dtype themselves.
+# What differs between copies of one checkpoint, and changes nothing of what is computed from it. Engines report their dtype themselves.
 VOLATILE = frozenset(("_name_or_path", "base_model_name_or_path", "revision", "_commit_hash", "transformers_version", "torch_dtype", "dtype"))
 # Files beside the weights that have the ending of some.
 NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "trainer_state")
@@ -57,7 +57,7 @@ class Tensor:
 
 
 def digest(path: str | os.PathLike[str], load_format: str = "auto") -> str:
-    """The name of the weights at ``path``, a folder or one file. ``load_format``: as the engine's, where a folder has several kinds of files.
+    """The name of the weights at ``path``, a directory or one file. ``load_format``: as the engine's, if a directory has several kinds of files.
 
     Raises CheckpointError where there are no weights, or they cannot be read.
     """
@@ -82,13 +82,13 @@ def digest(path: str | os.PathLike[str], load_format: str = "auto") -> str:
     return "checkpoint:" + h.hexdigest()[:40]
 
 
-def weight_files(folder: pathlib.Path, load_format: str = "auto") -> list[pathlib.Path]:
-    """Of several kinds of files in a folder those that an engine loads, sorted."""
+def weight_files(directory: pathlib.Path, load_format: str = "auto") -> list[pathlib.Path]:
+    """Of several kinds of files in a directory those that an engine loads, sorted."""
     names = []
-    with os.scandir(folder) as entries:
+    with os.scandir(directory) as entries:
         for n, entry in enumerate(entries):
             if n >= MAX_ENTRIES:
-                raise CheckpointError(f"{folder}: more than {MAX_ENTRIES} files")
+                raise CheckpointError(f"{directory}: more than {MAX_ENTRIES} files")
             names.append(entry.name)
     names.sort()
     if load_format == "mistral":
@@ -98,10 +98,10 @@ def weight_files(folder: pathlib.Path, load_format: str = "auto") -> list[pathli
         kinds = ([n for n in names if n.endswith(e) and not n.startswith(NO_WEIGHTS)] for e in endings)
         wanted, index = next((k for k in kinds if k), []), "model.safetensors.index.json"
     if index in names and wanted and wanted[0].endswith(".safetensors") and load_format != "sharded_state":
-        wanted = _indexed(folder / index)
+        wanted = _indexed(directory / index)
     if not wanted:
-        raise CheckpointError(f"{folder}: no files of weights (*.safetensors, *.bin, *.pt, *.gguf)")
-    return [folder / n for n in wanted]
+        raise CheckpointError(f"{directory}: no files of weights (*.safetensors, *.bin, *.pt, *.gguf)")
+    return [directory / n for n in wanted]
 
 
 def _indexed(index: pathlib.Path) -> list[str]:
@@ -129,12 +129,12 @@ def _config(path: pathlib.Path) -> bytes:
     except FileNotFoundError:
         return b""
     try:
-        said = json.loads(raw)
+        config = json.loads(raw)
     except ValueError:
         return raw
-    if isinstance(said, dict):
-        said = {k: v for k, v in said.items() if k not in VOLATILE}
-    return path.name.encode() + b"\0" + json.dumps(said, sort_keys=True).encode()
+    if isinstance(config, dict):
+        config = {k: v for k, v in config.items() if k not in VOLATILE}
+    return path.name.encode() + b"\0" + json.dumps(config, sort_keys=True).encode()
 
 
 def _sized(data: bytes) -> bytes:
@@ -202,7 +202,7 @@ def _zipped(file: pathlib.Path) -> Iterator[Tensor]:
                 start = e.header_offset + 30 + sum(struct.unpack_from("<HH", local, 26))
                 if start + e.compress_size > size:
                     raise CheckpointError(f"{file}: entry {e.filename[:80]!r} ends behind the file")
-                # The folder in the archive is called like the file was.
+                # The directory in the archive has the file's name.
                 yield Tensor(file, e.filename.partition("/")[2], "entry", (e.file_size, e.CRC), start, e.compress_size)
     except (zipfile.BadZipFile, NotImplementedError, struct.error) as err:
         raise CheckpointError(f"{file}: {err}") from err
@@ -234,8 +234,8 @@ def _hashes(fd: int, tensors: list[Tensor], count: int, size: int) -> list[bytes
 
 
 def _hash(fd: int, t: Tensor, count: int, size: int) -> bytes:
-    said = [t.name.encode("utf-8", "surrogatepass"), t.kind.encode(), repr(t.shape).encode(), str(t.bytes).encode()]
-    h = hashlib.sha256(b"".join(_sized(x) for x in said))
+    parts = [t.name.encode("utf-8", "surrogatepass"), t.kind.encode(), repr(t.shape).encode(), str(t.bytes).encode()]
+    h = hashlib.sha256(b"".join(_sized(x) for x in parts))
     if t.bytes <= count * size:
         h.update(_at(fd, t, 0, t.bytes))
     else:

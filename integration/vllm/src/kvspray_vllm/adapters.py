@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which LoRA adapter a prompt's KV is computed with: by the content of its files, not by its name.
 
-Engines call adapters as they like, and may load other files under a name. The digest of an
-adapter's files goes into the hash of the prompt, so that two engines exchange KV only where both
-have the same content. The scheduler's side reads the files when a request comes, in a thread of its
-own; the worker's side reads them when vLLM does, and serves nothing of a request for which they
-were others. A decode engine loads KV only for an adapter that its worker has read already: one that
-is read after the load could turn out to be another.
+Engines name adapters as they like, and may load other files under the same name. The digest of an
+adapter's files goes into the hash of the prompt, so two engines exchange KV only if both have the
+same content. The worker's side reads the files when vLLM does, and offers no KV of a request whose
+hash has another digest. A decode engine loads KV only for an adapter that its worker has already
+read: one that is read after the load could turn out to be another.
+
+The scheduler's thread makes no call to the file system, which may hang: a Reader does it.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import os
-import queue
 import sys
 import threading
 from collections.abc import Callable
@@ -22,133 +23,200 @@ from typing import TYPE_CHECKING, Any
 
 from kvspray.weights import CheckpointError, digest
 from kvspray_vllm.params import ParamsError
-from kvspray_vllm.weights import folder_of
+from kvspray_vllm.weights import directory_of
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
-MAX_ADAPTERS = 4096  # that are remembered
-MAX_FILES = 1024  # of one
-MAX_READING = 64  # adapters whose files are being read, or wait to be
+MAX_ADAPTERS = 4096  # remembered
+MAX_FILES = 1024  # of one adapter
+MAX_READING = 64  # adapters that are being read or wait to be
+READERS = 4  # threads: so many adapters on a slow file system delay no other
 ATTEMPTS = 3  # to read files that change meanwhile
+# How long the scheduler's thread waits for an answer. Files that have not changed need a tenth of
+# it on a local disk; without a wait each request would lose one step of the engine.
+CHECK_WAIT_S = 0.002
 
-Signature = tuple[
-    tuple[str, int, int, int, int], ...
-]  # of each file: name, device, inode, bytes, time
+# Of each file: name, device, inode, bytes, time of modification, time of change. Programs can set
+# the time of modification, but not that of change.
+Signature = tuple[tuple[str, int, int, int, int, int], ...]
 Digest = tuple[Signature, str]
 
 
-class Reader:
-    """Reads adapters in a thread that lives as long as there is something to read."""
+class Digests:
+    """Digests of adapters, by path. The calling thread reads the files; any thread may call."""
 
     def __init__(self) -> None:
-        self._todo: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # protects all below
-        self._open: set[str] = set()  # paths
-        self._done: collections.OrderedDict[str, Digest | Exception] = collections.OrderedDict()
-        self._running = False
+        self._lock = threading.Lock()
+        self._known: collections.OrderedDict[str, Digest] = collections.OrderedDict()
 
-    def read(self, path: str) -> Digest | None:
-        """The digest of a folder's files, as they were since the last call for it; None: ask
-        again. Raises what reading them raised."""
+    def __contains__(self, path: str) -> bool:
         with self._lock:
-            got = self._done.pop(path, None)
-            if isinstance(got, Exception):
-                raise got
-            if got is not None or path in self._open:
-                return got
-            if len(self._open) >= MAX_READING:
+            return path in self._known
+
+    def of(self, path: str) -> str:
+        """Of the files as they are now. Raises OSError or CheckpointError."""
+        directory = directory_of(os.path.expanduser(path), None, None)
+        signature = _signature(directory)
+        with self._lock:
+            known = self._known.get(path)
+        if known is None or known[0] != signature:
+            known = _read(directory)
+        with self._lock:
+            remember(self._known, path, known)
+        return known[1]
+
+
+class Reading:
+    """A question for the digest of an adapter's files, as they are after the question."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._over = threading.Event()
+        self._digest = ""
+        self._error: Exception | None = None
+
+    def end(self, got: str | Exception) -> None:
+        if isinstance(got, Exception):
+            self._error = got
+        else:
+            self._digest = got
+        self._over.set()
+
+    def result(self, wait_s: float = 0.0) -> str | None:
+        """None: not yet known. Raises what reading the files raised."""
+        if not self._over.wait(wait_s):
+            return None
+        if self._error is not None:
+            raise self._error
+        return self._digest
+
+
+class Reader:
+    """Reads adapters in a few threads, which live as long as there is something to read.
+
+    One thread at a time reads an adapter, so a file system that hangs holds one thread for each
+    adapter on it. Nothing is kept of a failure: the next question reads the files again."""
+
+    def __init__(self) -> None:
+        self._digests = Digests()
+        self._lock = threading.Lock()  # protects all below
+        self._waiting: collections.OrderedDict[str, Reading] = collections.OrderedDict()  # by path
+        self._running: set[str] = set()
+        self._threads = 0
+
+    def ask(self, path: str) -> Reading:
+        """Raises CheckpointError if too many adapters are being read."""
+        with self._lock:
+            # A reading that has begun may have seen the files before they were replaced.
+            reading = self._waiting.get(path)
+            if reading is not None:
+                return reading
+            if len(self._waiting) + len(self._running) >= MAX_READING:
                 raise CheckpointError(f"{path}: {MAX_READING} adapters are being read; use fewer")
-            self._open.add(path)
-            self._todo.put(path)
-            if not self._running:
-                self._running = True
-                # It may hang where a file system does, and an engine ends all the same.
-                threading.Thread(target=self._run, name="kvspray-adapters", daemon=True).start()
+            reading = self._waiting[path] = Reading(path)
+            if self._threads < READERS:
+                # A daemon: the file system may hang, and the engine must be able to exit.
+                thread = threading.Thread(target=self._run, name="kvspray-adapters", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as err:  # the process has too many
+                    del self._waiting[path]
+                    raise CheckpointError(f"{path}: {err}") from err
+                self._threads += 1
+            return reading
+
+    def knows(self, path: str) -> bool:
+        return path in self._digests
+
+    def _next(self) -> Reading | None:
+        with self._lock:
+            for path, reading in self._waiting.items():
+                if path not in self._running:
+                    del self._waiting[path]
+                    self._running.add(path)
+                    return reading
+            self._threads -= 1
             return None
 
     def _run(self) -> None:
-        while True:
-            with self._lock:
-                if self._todo.empty():
-                    self._running = False
-                    return
-            path = self._todo.get()
+        while (reading := self._next()) is not None:
+            got: str | Exception
             try:
-                got: Digest | Exception = _read(path)
+                got = self._digests.of(reading.path)
             except Exception as err:
                 got = err
             with self._lock:
-                self._open.discard(path)
-                # Not every request that asked still lives, and fetches it.
-                remember(self._done, path, got)
+                self._running.discard(reading.path)
+            reading.end(got)
 
 
 class Adapters:
-    """Digests of adapters. One thread, and that of a reader."""
+    """The scheduler's view of adapters, for one thread. It makes no call to the file system."""
 
-    def __init__(self, reader: Reader | None = None) -> None:
-        """reader: None: files are read when they are asked for."""
-        self._reader = reader
-        self._digests: collections.OrderedDict[str, Digest] = collections.OrderedDict()
+    def __init__(self) -> None:
+        self._reader = Reader()
         self._loaded: collections.OrderedDict[int, str] = collections.OrderedDict()
-        self._replaced: set[int] = set()  # of ids that are remembered once, so no more than an operator gives out
+        self._replaced: set[int] = set()  # bounded: only ids that _loaded has had
 
-    def content(self, lora: LoRARequest) -> str | None:
-        """The content of an adapter that a request names; None: its files are being read. Raises
-        ParamsError where it cannot be known."""
+    def known(self, lora: LoRARequest) -> bool:
+        """Whether its files were read once: a reading only checks that they are the same."""
+        return self._reader.knows(str(lora.lora_path))
+
+    def prefetch(self, lora: LoRARequest) -> None:
+        """Begins to read an adapter that is in use, before a transfer needs its digest."""
+        if not self.known(lora):
+            with contextlib.suppress(ParamsError):  # a request with a transfer reports it
+                self.ask(lora)
+
+    def ask(self, lora: LoRARequest) -> Reading:
+        """Each request asks for itself: the files may have changed since the last one. Raises
+        ParamsError."""
         try:
-            now = self.digest(str(lora.lora_path))
-            if now is None:
-                return None
+            return self._reader.ask(str(lora.lora_path))
+        except CheckpointError as err:
+            raise _unknown(lora, err) from err
+
+    def content(self, lora: LoRARequest, reading: Reading, wait_s: float = 0.0) -> str | None:
+        """The content of an adapter that a request names; None: not yet known. Raises ParamsError
+        if it cannot be known."""
+        try:
+            now = reading.result(wait_s)
         except (OSError, CheckpointError) as err:
-            raise ParamsError(
-                "lora_unknown", f"adapter {lora.lora_name!r} at {lora.lora_path!r} cannot be read, so its KV cannot be told from other's: {err}"
-            ) from err
-        # vLLM reads an adapter when an id is used first, and again only where the request says so.
-        # In between its files may change, which changes nothing of what the engine computes with.
+            raise _unknown(lora, err) from err
+        if now is None:
+            return None
+        # vLLM reads an adapter when an id is used first, and again only if the request asks for it.
+        # In between its files may change, which does not change what the engine computes with.
         known = self._loaded.get(lora.lora_int_id)
-        if known is not None and known != now and not getattr(lora, "load_inplace", False):
-            raise ParamsError(
-                "lora_changed",
-                f"the files of adapter {lora.lora_name!r} at {lora.lora_path!r} are not those that were loaded (then {known}, now {now}): load it again, "
-                "with load_inplace or from another path under another id",
-            )
         if known is not None and known != now:
+            if not getattr(lora, "load_inplace", False):
+                raise ParamsError(
+                    "lora_changed",
+                    f"the files of adapter {lora.lora_name!r} at {lora.lora_path!r} are not those "
+                    f"that were loaded (then {known}, now {now}): load it again, with load_inplace "
+                    "or from another path under another id",
+                )
             self._replaced.add(lora.lora_int_id)
         remember(self._loaded, lora.lora_int_id, now)
         return now
 
     def replaced(self, id: int) -> bool:
-        """Whether other content was loaded under an id. vLLM's prefix cache has the id's name and path alone, so blocks of the
-        content before may be hit."""
+        """Whether other content was loaded under an id. vLLM's prefix cache has the id's name and
+        path alone, so blocks of the content before may be hit."""
         return id in self._replaced
-
-    def digest(self, path: str) -> str | None:
-        """Of files as they are now; None: they are being read. Raises OSError or CheckpointError."""
-        path = folder_of(os.path.expanduser(path), None, None)
-        cached = self._digests.get(path)
-        if cached is not None and cached[0] == _signature(path):
-            self._digests.move_to_end(path)
-            return cached[1]
-        got = _read(path) if self._reader is None else self._reader.read(path)
-        if got is None:
-            return None
-        remember(self._digests, path, got)
-        # It may have been read for an earlier request, and its files may be others by now.
-        return got[1] if self._reader is None or got[0] == _signature(path) else None
 
 
 class LoadWatch:
-    """Tells what vLLM loads as an adapter: of(id, digest), the digest empty where it is not known."""
+    """Reports what vLLM loads as an adapter: loaded(id, digest), the digest empty if unknown."""
 
     def __init__(self, loaded: Callable[[int, str], None]) -> None:
         self._loaded = loaded
-        self._adapters = Adapters()
+        self._digests = Digests()
         self._close: Callable[[], None] = lambda: None
 
     def watch(self) -> None:
-        """Wraps the method of vLLM's worker that reads adapters, where this engine has any."""
+        """Wraps the method of vLLM's worker that reads adapters, if this engine has one."""
         module = sys.modules.get("vllm.lora.worker_manager")
         cls = getattr(module, "WorkerLoRAManager", None)
         inner = getattr(cls, "_load_adapter", None)
@@ -171,13 +239,21 @@ class LoadWatch:
 
     def _read(self, request: LoRARequest) -> str:
         try:
-            return self._adapters.digest(str(request.lora_path)) or ""
+            return self._digests.of(str(request.lora_path))
         except (OSError, CheckpointError):
             return ""
 
     def close(self) -> None:
         self._close()
         self._close = lambda: None
+
+
+def _unknown(lora: LoRARequest, err: Exception) -> ParamsError:
+    return ParamsError(
+        "lora_unknown",
+        f"adapter {lora.lora_name!r} at {lora.lora_path!r} cannot be read, so its KV cannot be "
+        f"told from that of others: {err}",
+    )
 
 
 def _read(path: str) -> Digest:
@@ -197,12 +273,16 @@ def remember(table: collections.OrderedDict, key: object, value: object) -> None
 
 
 def _signature(path: str) -> Signature:
-    out: list[tuple[str, int, int, int, int]] = []
+    out: list[tuple[str, int, int, int, int, int]] = []
     with os.scandir(path) as entries:
         for entry in entries:
             if len(out) >= MAX_FILES:
-                raise CheckpointError(f"{path}: more than {MAX_FILES} files; want the folder of one adapter")
+                raise CheckpointError(
+                    f"{path}: more than {MAX_FILES} files; want the directory of one adapter"
+                )
             if entry.is_file():
                 s = entry.stat()
-                out.append((entry.name, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns))
+                out.append(
+                    (entry.name, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)
+                )
     return tuple(sorted(out))

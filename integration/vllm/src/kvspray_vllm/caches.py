@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the tensors of vLLM's KV cache lie, in kvspray's words: per layer a region, a base, a block
+"""Where the tensors of vLLM's KV cache lie, in kvspray's terms: per layer a region, a base, a block
 stride and the bytes of a page.
 
 Shapes are never described: engines keep changing them, and the bytes stay. The strategy, named
-per cache group, tells the sidecar's parseblock which bytes of a page mean what. Nothing here
+per cache group, gives the sidecar's parseblock the meaning of a page's bytes. Nothing here
 depends on the device.
 """
 

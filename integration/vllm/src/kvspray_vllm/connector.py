@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KVSprayConnector: vLLM's KV connector interface on top of kvspray's shim. Only glue: what happens when is in scheduler.py and
+"""KVSprayConnector: vLLM's KV connector interface on top of kvspray's shim. Only glue: the logic is in scheduler.py and
 worker.py."""
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.kvspray")
 
-# Engines before v0.30 know get_finished and block-level errors only.
+# Engines before v0.30 have only get_finished and block-level errors.
 HAS_TRANSFER_RESULTS = hasattr(KVConnectorBase_V1, "get_transfer_results")
-# Engines such as v0.26 lend the connector no cache manager, and its block pool alone.
+# Engines such as v0.26 pass the connector only the block pool, not the cache manager.
 HAS_CACHE_MANAGER = hasattr(KVConnectorBase_V1, "bind_kv_cache_manager")
 
 
 class _SharedZeros(TorchFunctionMode):
-    """Answers the one torch.zeros call that makes vLLM's KV cache with memory that the sidecar can map."""
+    """Replaces the torch.zeros call that allocates vLLM's KV cache by memory that the sidecar can map."""
 
     def __init__(self, owner: KVSprayConnector, nbytes: int) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
             )
         self._engine_id = str(self._kv_transfer_config.engine_id)
         self.region: shim.Memory | None = None
-        self._bad_blocks: set[int] = set()  # to be told once
+        self._bad_blocks: set[int] = set()  # reported once
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._worker_client: shim.Worker | None = None
@@ -145,14 +145,14 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         """The bytes of a block over all layers, where a step may wait for a load; 0 where it may not. With several batches under way, vLLM has
         scheduled the next step before it learns that one computed on what lacks, and delivers what that one makes of it. Its second model runner
         keeps on the device how far a request is computed, and does not take that back where a load failed: it would compute the prompt again at
-        the positions behind it. What an engine does not say of itself counts as a no."""
+        the positions behind it. What an engine does not report counts as absent."""
         parallel = vllm_config.parallel_config
         (group,) = self._kv_cache_config.kv_cache_groups
         if (
             not HAS_TRANSFER_RESULTS
             or self._clears_blocks
             or self._kv_transfer_config.kv_load_failure_policy != "recompute"
-            or not hasattr(KVConnectorBase_V1, "build_connector_worker_meta")  # nobody would hear that spare blocks are free
+            or not hasattr(KVConnectorBase_V1, "build_connector_worker_meta")  # the scheduler's side would get no report that spare blocks are free
             or getattr(vllm_config, "use_v2_model_runner", True)
             or getattr(vllm_config, "max_concurrent_batches", 0) != 1
             or parallel.world_size * parallel.data_parallel_size != 1
@@ -219,8 +219,8 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         except shim.ShimError as err:
             if self._kv_transfer_config.kv_load_failure_policy != "recompute":
                 raise
-            logger.error("kvspray: this engine serves alone, without transfers: %s", err)
-            self._worker.serve_alone(str(err))
+            logger.error("kvspray: this engine prefills locally, without transfers: %s", err)
+            self._worker.stop_transfers(str(err))
             return
         self._worker.set_flags(self._flag_of, signals)
         self._worker.set_copy(described.copy_blocks)
@@ -231,7 +231,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         )  # fmt: skip
 
     def set_weights(self, name: str) -> str:
-        """The worker has other weights from now on, which are called that; see kvspray_vllm.set_weights."""
+        """Names the weights that have replaced the worker's; see kvspray_vllm.set_weights."""
         if self._generation is None:
             raise ValueError("kvspray: set_weights is for workers whose KV cache is registered")
         before = str(self._generation)
@@ -239,8 +239,8 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         return before
 
     def _weights_changed(self) -> None:
-        """The cache means something else now. Leases of what it meant before end, and peers learn the new fingerprint. Called while vLLM
-        loads: nothing may be raised."""
+        """The cache is of other weights now. Leases of the previous ones end, and peers get the new fingerprint. Called while vLLM
+        loads: it must not raise."""
         assert self._worker is not None and self._worker_client is not None
         self._worker.outdate()
         self._layout["identity"] = {**self._layout["identity"], "weights": str(self._generation)}
@@ -249,11 +249,11 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         except Exception:
             # The session still stands for the weights before, so nothing may be given or taken in
             # it. It is not closed: open leases end only through it.
-            logger.exception("kvspray: the sidecar cannot be told of other weights; this engine serves alone from now on")
-            self._worker.leave("the weights have changed, and the sidecar cannot be told")
+            logger.exception("kvspray: the sidecar cannot be informed of other weights; this engine prefills locally from now on")
+            self._worker.leave("the weights have changed, and the sidecar cannot be informed")
             return
         self._worker.rejoin()
-        logger.info("kvspray: the weights are now %r; KV goes to and comes from engines that say the same", str(self._generation))
+        logger.info("kvspray: the weights are now %r; KV is exchanged with engines that have the same name for theirs", str(self._generation))
 
     def _memory_of(self, storage: caches.Storage) -> shim.Memory:
         assert self._worker_client is not None
@@ -293,12 +293,12 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.signals if super().has_connector_metadata() else self._worker.capturing()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Loads began with the step. Those that this step computes on vLLM wants done now."""
+        """Loads began with the step. vLLM calls this for those that the step computes on."""
         assert self._worker is not None
         self._worker.finish_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing waits here: all of a load is there before the first layer."""
+        """Does not wait: a load is complete before the first layer."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any) -> None:
         assert self._worker is not None
@@ -376,7 +376,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         assert self._scheduler is not None
         landed = connector_output.kv_connector_worker_meta
-        self._scheduler.worker_said(
+        self._scheduler.worker_reported(
             connector_output.finished_sending or (), connector_output.finished_recving or (), landed if isinstance(landed, Landed) else None
         )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's configuration tells of its KV cache: which engines are served, and the identity that prefill and decode compare. What
+"""What follows from vLLM's configuration for its KV cache: which engines are supported, and the identity that prefill and decode compare. What
 pages hold is in strategies.py, and where they lie in caches.py.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def check_config(config: VllmConfig) -> None:
-    """Refuses at start what would otherwise go wrong in a request."""
+    """Refuses at start what would fail in a request."""
     p = config.parallel_config
     for name, value in (
         ("decode_context_parallel_size", getattr(p, "decode_context_parallel_size", 1)),
@@ -98,7 +98,7 @@ def spec_of(group: KVCacheGroupSpec, layer: str | None = None) -> KVCacheSpec:
 
 
 def windows_of(kv: KVCacheConfig) -> tuple[int, ...]:
-    """Per cache group, how many tokens its layers look back: vLLM frees what lies before. 0: it keeps everything."""
+    """Window of each cache group in tokens; vLLM frees blocks before it. 0: no window."""
     from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
     specs = [spec_of(g) for g in kv.kv_cache_groups]
@@ -112,8 +112,8 @@ def backoff_of(windows: Sequence[int]) -> int:
 
 
 def cpu_packing(config: VllmConfig) -> str:
-    """The CPU backend packs pages for the vector units of its host: pages of one packing mean nothing to another. MLA's are not packed, and
-    those of other devices are not for their hosts. Asked of the model: a pipeline stage may lack the layers that would tell."""
+    """The CPU backend packs pages for the vector units of its host: another packing cannot read its pages. MLA's are not packed, and
+    those of other devices are not for their hosts. Derived from the model, because a pipeline stage may lack the layers that show it."""
     import torch
 
     m, cache = config.model_config, config.cache_config
@@ -131,7 +131,7 @@ def cpu_packing(config: VllmConfig) -> str:
 
 
 def _short(text: str) -> str:
-    """Long values are told apart by their hash, and short ones can be read."""
+    """Long values are replaced by their hash; short ones stay readable."""
     return text if len(text) <= 512 else "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 

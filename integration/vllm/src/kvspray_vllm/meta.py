@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler's side tells the worker's side in one engine step. Plain data: it is pickled to every worker."""
+"""What the scheduler's side sends to the worker's side in one engine step. Plain data: it is pickled to every worker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Adapter = tuple[int, str]  # the engine's id of a LoRA adapter, and the digest o
 
 @dataclass(frozen=True)
 class Intent:
-    """This request's blocks hold, or will hold, a prompt's KV that another engine wants."""
+    """This request's blocks hold, or will hold, a prompt's KV for another engine."""
 
     req: str
     xfer: bytes
@@ -42,7 +42,7 @@ class Gain:
 
 @dataclass(frozen=True)
 class Expect:
-    """This request's blocks want a prompt's KV."""
+    """A prompt's KV is requested for this request's blocks."""
 
     req: str
     xfer: bytes
@@ -63,21 +63,24 @@ class Landed(_WorkerMetadata):
 
     answered: set[str] = field(default_factory=set)  # their step is over
     failed: set[str] = field(default_factory=set)  # of those: what the step computed on was not there
-    over: set[str] = field(default_factory=set)  # nobody writes their spare blocks any more
-    alone: str = ""  # why this worker can neither send nor receive any more
+    over: set[str] = field(default_factory=set)  # their spare blocks are not written any more
+    disabled: str = ""  # why this worker can neither send nor receive any more
     adapters: dict[int, str] | None = None  # content, by id, of what vLLM has read; None: not asked
+    adapters_question: int = 0  # the question that `adapters` answers
 
     def aggregate(self, other: _WorkerMetadata) -> Landed:
         assert isinstance(other, Landed)
         mine, theirs = self.adapters, other.adapters
-        # What ranks do not have alike is as good as not read.
-        both = None if mine is None or theirs is None else dict(mine.items() & theirs.items())
+        # An adapter counts as read once all ranks have read the same content.
+        same = self.adapters_question == other.adapters_question
+        both = dict(mine.items() & theirs.items()) if same and mine is not None and theirs is not None else None
         return Landed(
             self.answered | other.answered,
             self.failed | other.failed,
             self.over & other.over,
-            self.alone or other.alone,
+            self.disabled or other.disabled,
             both,
+            self.adapters_question,
         )
 
 
@@ -92,12 +95,12 @@ class StepMeta(KVConnectorMetadata):
     holds: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)  # requests whose end the worker has to report, once nothing is read any more
     intents: list[Intent] = field(default_factory=list)
-    step: int = 0  # 0: this step computes nothing for anybody else, and leaves no record
+    step: int = 0  # 0: this step computes nothing for another engine and has no record
     gains: list[Gain] = field(default_factory=list)
     expects: list[Expect] = field(default_factory=list)
     idle: bool = False  # the engine computes nothing in this step
-    asks_adapters: bool = False  # which adapters the worker has read
+    adapters_question: int = 0  # number of a question which adapters the worker has read; 0: none
 
     def empty(self) -> bool:
         lists = (self.preempts, self.gone, self.lost, self.cancels, self.holds, self.released, self.intents)
-        return not (self.step or self.expects or self.asks_adapters or any(lists))
+        return not (self.step or self.expects or self.adapters_question or any(lists))

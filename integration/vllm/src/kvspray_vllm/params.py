@@ -26,7 +26,7 @@ _INDEX = re.compile(r"-\d{1,8}$")
 
 
 class ParamsError(ValueError):
-    """The params cannot be used; the text says why, for the log and the metrics."""
+    """The params cannot be used; label and text give the reason, for the metrics and the log."""
 
     def __init__(self, label: str, text: str) -> None:
         super().__init__(text)

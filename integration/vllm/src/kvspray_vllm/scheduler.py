@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's side: which requests give KV away, which wait for KV, and what the worker has to say about it in each step.
+"""The scheduler's side: which requests offer KV, which wait for KV, and what the worker reports in each step.
 
-It owns no blocks. A *source* is a request whose prompt KV another engine wants; it exists from the first step that schedules
+It owns no blocks. A *source* is a request whose prompt KV another engine requests; it exists from the first step that schedules
 the request until vLLM has freed its blocks. A *destination* is a request whose prompt KV comes from elsewhere.
 Everything runs on the engine core's thread.
 """
@@ -12,16 +12,16 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvspray_vllm import params as spray
-from kvspray_vllm.adapters import Adapters, Reader
+from kvspray_vllm.adapters import CHECK_WAIT_S, Adapters, Reading
 from kvspray_vllm.layout import backoff_of
 from kvspray_vllm.meta import Adapter, Blocks, Expect, Gain, Intent, Landed, StepMeta
 from kvspray_vllm.settings import Settings
 from kvspray_vllm.shim import SchedulerShim, ShimError
 from kvspray_vllm.stats import KVSprayStats
+from kvspray_vllm.transfers import Destination, Source
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -36,47 +36,17 @@ HashFn = Callable[[Sequence[int], str, str, Sequence[tuple[str, int, int]]], byt
 # milliseconds on loopback, as long as vLLM takes to put a request aside and come back to it; at 4 MiB the copy out of the spare blocks costs what the
 # wait saves.
 SYNC_BYTES = 2 << 20
-# For how long after one that did not come in time loads go the other way, on which nobody waits.
+# After a load that did not arrive in time, no step waits for loads for so long.
 SYNC_REST_S = 10.0
 
-# How long a request waits for the files of its adapter to be read, and for its worker's word of
-# what it has read itself.
-ADAPTER_WAIT_S = 10.0
+# How long a request waits for its adapter's files to be read: less than the other side waits.
+READ_WAIT_S = 2.0
+# How long it waits for the worker's answer which adapters it has read.
+WORKER_WAIT_S = 10.0
 
 EVERY_PROMPT = bytes(32)  # in place of a prompt's hash
 
 DELIVERED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
-
-
-@dataclass
-class Source:
-    request: Request
-    xfer: bytes
-    hash: bytes
-    tokens: int
-    fanout: int
-    fresh: bool = False  # offered only where it begins with no cached block: its adapter was replaced under its id
-    adapter: str | None = None  # content of its LoRA adapter
-    end: int = 0  # tokens that the steps so far have announced, in this attempt
-    finished: bool = False
-    lost: bool = False  # its blocks went, or mean nothing any more
-    oldest: tuple[int, ...] = ()  # once all of it is announced: the first block that is sent, of each group with a window
-
-
-@dataclass
-class Destination:
-    xfer: bytes
-    hash: bytes
-    peer: str
-    tokens: int  # that move: all of the prompt, less the back-off
-    ready: bool  # the prefill is done: nothing to ask
-    asked: float  # when admission was asked for
-    wait: float  # how long for, seconds
-    prefilled: bool = False  # all of it is there to be fetched
-    sync: bool = False  # waited for in the step that computes on it
-    computed: int = 0  # what the engine has itself: a load begins behind it, wherever it ends
-    asked_worker: bool = False  # which adapters it has read
-    worker_until: float = 0.0  # how long its answer is waited for
 
 
 class SchedulerSide:
@@ -109,9 +79,12 @@ class SchedulerSide:
         self._backoff = backoff_of(windows)
         self._now = now
         self._secret = secrets.token_bytes(16)
-        self._adapters = Adapters(Reader())
-        self._reading: dict[str, tuple[dict[str, Any], float]] = {}  # (params, until): by request
-        self._in_worker: dict[int, str] | None = None  # adapters that it has read; None: not asked
+        self._adapters = Adapters()
+        # By request: what reads its adapter, its params, the end of its wait.
+        self._reading: dict[str, tuple[Reading, dict[str, Any], float]] = {}
+        self._in_worker: dict[int, str] = {}  # adapters that the worker has read, by its last answer
+        self._question = 0  # number of the last question about them
+        self._answered = 0  # number of the last question that was answered
         self._adapter: dict[str, Adapter] = {}  # of requests that take part in a transfer
         self._step = 0
         self._meta = StepMeta()
@@ -122,7 +95,7 @@ class SchedulerSide:
         self._ending: set[str] = set()  # of these, whose request is over
         self._stats = KVSprayStats()
         self._live: set[str] = set()
-        self._alone = ""  # why the worker takes part in no transfer
+        self._disabled = ""  # why the worker takes part in no transfer
         self._sync_block = sync_block
         self._sync_from = 0.0
         self._pool: BlockPool | None = None
@@ -141,14 +114,16 @@ class SchedulerSide:
         self._live.add(request.request_id)
         given = request.kv_transfer_params
         if not given:
+            if request.lora_request:
+                self._adapters.prefetch(request.lora_request)
             return
         if not isinstance(given, dict):
             # A client may put anything there (vllm_xargs), and an exception here would end the engine core.
             request.kv_transfer_params = None
             self._stats.local("bad_params")
-            self._log.warning("kvspray: kv_transfer_params is a %s, not a map; the request is served alone", type(given).__name__)
+            self._log.warning("kvspray: kv_transfer_params is a %s, not a map; the prompt is prefilled locally", type(given).__name__)
             return
-        # The samples of one request (n > 1), and the prompts of a list, come with one and the same dict.
+        # The samples of one request (n > 1), and the prompts of a list, share one dict.
         given = request.kv_transfer_params = dict(given)
         try:
             # Of a request that its front end has refused vLLM makes one that it aborts at once, for connectors that hold something. Ours holds nothing for
@@ -158,45 +133,79 @@ class SchedulerSide:
                 return
             self._prepare(request, given)
         except spray.ParamsError as err:
-            self._serve_alone(request, err.label, str(err))
-        except Exception as err:  # a prompt that cannot be hashed, say: nothing that comes with a request ends the engine core
+            self._compute_here(request, err.label, str(err))
+        except Exception as err:  # for example a prompt that cannot be hashed: no request may end the engine core
             self._log.exception("kvspray: request %s: its transfer cannot be prepared", request.request_id)
-            self._serve_alone(request, "error", repr(err))
+            self._compute_here(request, "error", repr(err))
 
     def _prepare(self, request: Request, given: dict[str, Any]) -> None:
-        if not given.get("do_remote_decode") and not given.get("do_remote_prefill"):
+        source = bool(given.get("do_remote_decode"))
+        if not source and not given.get("do_remote_prefill"):
             return
-        if request.lora_request and self._adapters.content(request.lora_request) is None:
-            until = self._now() + ADAPTER_WAIT_S
-            self._reading.setdefault(request.request_id, (given, until))
-            return
-        self._reading.pop(request.request_id, None)
+        content = ""
+        if request.lora_request:
+            known = self._adapters.known(request.lora_request)
+            try:
+                reading = self._adapters.ask(request.lora_request)
+                now = self._adapters.content(request.lora_request, reading, CHECK_WAIT_S)
+                if now is None and (known or source):
+                    until = self._now() + READ_WAIT_S
+                    self._reading[request.request_id] = reading, given, until
+                    return
+                if now is None:
+                    raise spray.ParamsError("lora_reading", "its adapter's files are being read")
+            except spray.ParamsError as err:
+                self._decline_adapter(given, str(err))
+                raise
+            content = now
+        self._transfer(request, given, content)
+
+    def _transfer(self, request: Request, given: dict[str, Any], content: str) -> None:
+        """content: of its LoRA adapter; empty: it has none."""
         if given.get("do_remote_decode"):
-            self._new_source(request, given)
+            self._new_source(request, given, content)
         else:
-            self._new_destination(request, given)
+            self._new_destination(request, given, content)
 
     def _still_reading(self, request: Request) -> bool:
-        """Whether the files of a request's adapter are not read yet. Once they are, it is what
-        any new request is."""
+        """Whether the files of a request's adapter are not read yet. Once they are, the request is
+        treated as a new one."""
         waiting = self._reading.get(request.request_id)
         if waiting is None:
             return False
-        given, until = waiting
+        reading, given, until = waiting
+        assert request.lora_request is not None
         try:
-            self._prepare(request, given)
-            if request.request_id in self._reading and self._now() > until:
-                raise spray.ParamsError(
-                    "lora_unknown", f"its adapter's files were not read within {ADAPTER_WAIT_S:g} s"
-                )
+            try:
+                content = self._adapters.content(request.lora_request, reading)
+                if content is None and self._now() > until:
+                    raise spray.ParamsError(
+                        "lora_reading", f"its adapter's files were not read within {READ_WAIT_S:g} s"
+                    )
+            except spray.ParamsError as err:
+                self._decline_adapter(given, str(err))
+                raise
+            if content is None:
+                return True
+            del self._reading[request.request_id]
+            self._transfer(request, given, content)
         except spray.ParamsError as err:
-            self._serve_alone(request, err.label, str(err))
+            self._compute_here(request, err.label, str(err))
         except Exception as err:
             self._log.exception(
                 "kvspray: request %s: its transfer cannot be prepared", request.request_id
             )
-            self._serve_alone(request, "error", repr(err))
-        return request.request_id in self._reading
+            self._compute_here(request, "error", repr(err))
+        return False
+
+    def _decline_adapter(self, given: dict[str, Any], reason: str) -> None:
+        """The prefill engine need not keep the blocks of a prompt whose adapter is not known here.
+        The prompt's hash is not known either, so the decline stands for every prompt."""
+        if given.get("do_remote_decode"):
+            return
+        asked = spray.parse(given)
+        if asked and asked.xfer and asked.peer and self._client.connected:
+            self._client.decline(asked.xfer, EVERY_PROMPT, asked.peer, reason)
 
     def _check_role(self, lacks: str, does: str) -> None:
         """vLLM defers the freeing of blocks that a step in flight may still write for consumers only, and for producers holds back what it has
@@ -206,18 +215,18 @@ class SchedulerSide:
                 "role", f"kv_role is {lacks}, which does not {does} KV; set kv_both, or send the request to an engine with the other role"
             )
 
-    def _new_source(self, request: Request, given: dict[str, Any]) -> None:
+    def _new_source(self, request: Request, given: dict[str, Any], content: str) -> None:
         self._check_role("kv_consumer", "send")
         self._check_worker()
         tokens = request.prompt_token_ids
         if not tokens:
-            raise spray.ParamsError("no_token_ids", "a prompt without token ids (embeddings) cannot be named to another engine")
+            raise spray.ParamsError("no_token_ids", "a prompt without token ids (embeddings) has no name that another engine could use")
         if not self._client.connected or not self._client.endpoint:
             raise spray.ParamsError("no_sidecar", "no sidecar is connected")
         asked = spray.parse(given)
         xfer = asked.xfer if asked and asked.xfer else spray.derive_xfer(self._secret, request.request_id)
         fanout = asked.fanout if asked else 1
-        key = self._key_hash(request)
+        key = self._key_hash(request, content)
         fresh = bool(request.lora_request) and self._adapters.replaced(request.lora_request.lora_int_id)
         adapter = self._adapter.get(request.request_id)
         self._pending[request.request_id] = Source(
@@ -225,29 +234,29 @@ class SchedulerSide:
         )
 
     def _check_worker(self) -> None:
-        if self._alone:
-            raise spray.ParamsError("alone", f"this engine's worker serves alone: {self._alone}")
+        if self._disabled:
+            raise spray.ParamsError("disabled", f"this engine takes part in no transfer: {self._disabled}")
 
-    def _new_destination(self, request: Request, given: dict[str, Any]) -> None:
+    def _new_destination(self, request: Request, given: dict[str, Any], content: str) -> None:
         asked = spray.parse(given)
         if asked is None or asked.xfer is None or asked.peer is None:
             raise spray.ParamsError("no_params", "kv_transfer_params names no kvspray transfer and peer")
         tokens = request.prompt_token_ids
         if not tokens:
-            raise spray.ParamsError("no_token_ids", "a prompt without token ids (embeddings) cannot be named to another engine")
+            raise spray.ParamsError("no_token_ids", "a prompt without token ids (embeddings) has no name that another engine could use")
         if not self._client.connected:
             raise spray.ParamsError("no_sidecar", "no sidecar is connected")
         try:
             self._check_role("kv_producer", "receive")
             self._check_worker()
         except spray.ParamsError as err:
-            self._client.decline(asked.xfer, self._key_hash(request), asked.peer, str(err))
+            self._client.decline(asked.xfer, self._key_hash(request, content), asked.peer, str(err))
             raise
-        key = self._key_hash(request)
+        key = self._key_hash(request, content)
         self._check_adapter(request, asked)
         # An id of the prefill's request comes only from a prefill that is done; it holds the blocks for us.
         ready = bool(given.get("remote_request_id"))
-        wait = 0.0 if ready else self._settings.admission_s or self._client.partner_s
+        wait = 0.0 if ready else self._settings.admission_s or self._client.match_timeout_s
         dest = Destination(asked.xfer, key, asked.peer, self._moved(tokens), ready, self._now(), wait, ready)
         if not ready:
             try:
@@ -262,16 +271,13 @@ class SchedulerSide:
             raise spray.ParamsError("short_prompt", f"of a prompt of {len(tokens)} token nothing moves: the last {self._backoff} is computed on both sides")
         return len(tokens) - self._backoff
 
-    def _key_hash(self, request: Request) -> bytes:
-        lora = (self._adapters.content(request.lora_request) or "") if request.lora_request else ""
+    def _key_hash(self, request: Request, content: str) -> bytes:
         if request.lora_request:
-            if not lora:
-                raise spray.ParamsError("lora_changed", "its adapter's files change")
-            self._adapter[request.request_id] = request.lora_request.lora_int_id, lora
+            self._adapter[request.request_id] = request.lora_request.lora_int_id, content
         items = [
             (f.identifier, f.mm_position.offset, f.mm_position.length) for f in (request.mm_features or ())
         ]
-        return self._hash(request.prompt_token_ids, lora, request.cache_salt or "", items)
+        return self._hash(request.prompt_token_ids, content, request.cache_salt or "", items)
 
     def _check_adapter(self, request: Request, asked: spray.Spray) -> None:
         """The prefill's answer has the content of its adapter. Other content here would be found by
@@ -291,26 +297,26 @@ class SchedulerSide:
         raise spray.ParamsError("lora_differs", text)
 
     def _adapter_here(self, request: Request) -> str:
-        """What tells the adapter of a request that was refused, where nobody has both names."""
+        """Names the adapter of a refused request in the log: no process has the names of both engines."""
         own = self._adapter.get(request.request_id)
         if own is None or not request.lora_request:
             return ""
         return f"; its LoRA adapter {request.lora_request.lora_name!r} is {own[1]} here"
 
     def _decline(self, dest: Destination, reason: str) -> None:
-        """Nobody of this engine will come for that prompt, so the prefill's need not keep its blocks. Only for what no worker was given an EXPECT for, which
-        says it itself. It goes by the scheduler's own session: one word for all ranks, also where vLLM steps no worker."""
+        """No rank of this engine will fetch that prompt, so the prefill engine need not keep its blocks. Only for requests without an EXPECT, which
+        a worker cancels itself. The scheduler's session sends it: one message for all ranks, also if vLLM steps no worker."""
         self._client.decline(dest.xfer, dest.hash, dest.peer, reason)
 
     def _decline_refused(self, given: dict[str, Any]) -> None:
-        """The same for a request whose prompt vLLM keeps to itself: every prompt of its transfer, and every sample."""
+        """The same for a request whose prompt vLLM does not pass on: every prompt of its transfer, and every sample."""
         asked = spray.parse(given)
         if given.get("do_remote_prefill") and not given.get("do_remote_decode") and asked and asked.xfer and asked.peer:
             for _ in range(asked.fanout):
                 self._client.decline(asked.xfer, EVERY_PROMPT, asked.peer, "refused by the engine's front end")
 
-    def _serve_alone(self, request: Request, label: str, text: str) -> None:
-        """This request is served as if there were no other engine."""
+    def _compute_here(self, request: Request, label: str, text: str) -> None:
+        """This request is prefilled locally."""
         if request.kv_transfer_params:
             request.kv_transfer_params["do_remote_prefill"] = False
         dest = self._destinations.pop(request.request_id, None)
@@ -319,7 +325,7 @@ class SchedulerSide:
         self._pending.pop(request.request_id, None)
         self._reading.pop(request.request_id, None)
         self._stats.local(label)
-        self._log.info("kvspray: request %s is served without a transfer: %s", request.request_id, text)
+        self._log.info("kvspray: request %s is prefilled without a transfer: %s", request.request_id, text)
 
     # ---- decode: how much can come from elsewhere
 
@@ -334,13 +340,13 @@ class SchedulerSide:
         if missing <= 0:
             return 0, False
         if not self._client.connected:
-            self._serve_alone(request, "no_sidecar", "the sidecar went away")
+            self._compute_here(request, "no_sidecar", "the sidecar went away")
             return 0, False
         try:
             if not self._worker_has(request, dest):
                 return None, False
         except spray.ParamsError as err:
-            self._serve_alone(request, err.label, str(err))
+            self._compute_here(request, err.label, str(err))
             return 0, False
         if dest.ready:
             if self._waits_for(request, dest, computed):
@@ -352,11 +358,11 @@ class SchedulerSide:
             return missing, True
         if answer is not None:
             why = f"{answer.state}: {answer.why or 'no reason given'}{self._adapter_here(request)}"
-            self._serve_alone(request, "prefill_" + answer.state, f"{dest.peer} was asked for the prefill, {why}")
+            self._compute_here(request, "prefill_" + answer.state, f"{dest.peer} was asked for the prefill, {why}")
             return 0, False
         if self._now() - dest.asked > dest.wait:
             why = f"not admitted by the prefill within {dest.wait:g} s{self._adapter_here(request)}"
-            self._serve_alone(request, "admission_timeout", why)
+            self._compute_here(request, "admission_timeout", why)
             return 0, False
         # Blocks only once the prefill has admitted the request, or two full engines could wait for each other for ever.
         return None, False
@@ -369,15 +375,17 @@ class SchedulerSide:
         if adapter is None:
             return True
         id, content = adapter
-        known = self._in_worker or {}
+        known = self._in_worker
         if known.get(id) == content:
             return True
-        if not dest.asked_worker:
-            # What it has said before may be old.
-            dest.asked_worker, dest.worker_until = True, self._now() + ADAPTER_WAIT_S
-            self._in_worker = None
-            self._meta.asks_adapters = True
-        if self._in_worker is None and self._now() <= dest.worker_until:
+        if not dest.question:
+            # The last answer may be old. Requests of one step share a question.
+            if not self._meta.adapters_question:
+                self._question += 1
+                self._meta.adapters_question = self._question
+            dest.question = self._meta.adapters_question
+            dest.worker_until = self._now() + WORKER_WAIT_S
+        if self._answered < dest.question and self._now() <= dest.worker_until:
             return False
         lora = request.lora_request
         name = lora.lora_name if lora is not None else id
@@ -389,8 +397,9 @@ class SchedulerSide:
         )
 
     def _waits_for(self, request: Request, dest: Destination, computed: int) -> bool:
-        """Whether the step that computes on this load may wait for it. vLLM computes in the blocks of a synchronous load as soon as that is said to have
-        failed, whoever may still write them. So it lands in others, which are ours until it is over; what lacks is known within a bound."""
+        """Whether the step that computes on this load may wait for it. vLLM computes in the blocks of a synchronous load as soon as that is reported as
+        failed, although it may still be written. So the load goes to spare blocks, which stay reserved until it is over; a failure is reported within
+        a bound."""
         dest.sync = False
         if not dest.prefilled or not self._sync_block or self._pool is None or self._spare or len(self._live) != 1 or self._now() < self._sync_from:
             return False
@@ -424,7 +433,7 @@ class SchedulerSide:
         short = next((g for g, size in enumerate(self._block_sizes) if len(table[g]) * size < dest.tokens), None)
         refused = ""
         if short is not None:
-            # The partner sends a prompt as a whole, and this part of it has no block to go to.
+            # The other side sends the whole prompt, and this part of it has no block here.
             refused = (
                 f"the engine takes {external} tokens behind its own {dest.computed}, and group {short} has {len(table[short])} blocks of "
                 f"{self._block_sizes[short]} for the {dest.tokens} that are sent"
@@ -478,7 +487,7 @@ class SchedulerSide:
                     Intent(req, source.xfer, source.hash, source.tokens, source.fanout, self._cut(tables(req), source.tokens), self._adapter.get(req))
                 )
             if source.end >= source.tokens:
-                # It decodes here, and its windows move on: vLLM may have given blocks that are being sent to somebody else.
+                # It decodes here, and its windows move on: vLLM may have reused blocks that are being sent.
                 if self._windows and not source.lost and self._oldest(source, tables(req)) != source.oldest:
                     self._lose(req, source, "a sliding window has moved on while the request decodes here")
                 continue
@@ -505,7 +514,7 @@ class SchedulerSide:
         self._meta.lost.append((req, reason))
 
     def reset(self) -> None:
-        """vLLM throws away what it has cached, because it means nothing any more (other weights, say). So does what waits to be fetched."""
+        """vLLM discards its caches because they are invalid (for example after other weights). So are the prompts that wait to be fetched."""
         for req, source in self._sources.items():
             if not source.lost:
                 self._lose(req, source, "the engine's caches were reset")
@@ -515,7 +524,7 @@ class SchedulerSide:
             tuple(group[: -(-tokens // size)]) for group, size in zip(table, self._block_sizes, strict=True)
         )
 
-    def worker_said(self, sent: Iterable[str], received: Iterable[str], landed: Landed | None = None) -> None:
+    def worker_reported(self, sent: Iterable[str], received: Iterable[str], landed: Landed | None = None) -> None:
         for req in sent:
             self._sources.pop(req, None)
         for req in received:
@@ -523,9 +532,10 @@ class SchedulerSide:
             self._ending.discard(req)
         if landed is None:
             return
-        self._alone = self._alone or landed.alone
+        self._disabled = self._disabled or landed.disabled
         if landed.adapters is not None:
             self._in_worker = landed.adapters
+            self._answered = max(self._answered, landed.adapters_question)
         for req in landed.answered:
             own = self._computing.pop(req, ())
             if req in landed.failed:
@@ -555,7 +565,7 @@ class SchedulerSide:
             self._meta.gone.append(req)
         if request.status.name not in DELIVERED:
             self._forget(self._computing.pop(req, ()))
-        # Where a request ends with the first token, vLLM says so before it hands on what the worker says, which decides then: what came stays cached.
+        # If a request ends with the first token, vLLM reports that before it passes on the worker's report, which decides whether the load stays cached.
         if req in self._loading:
             # vLLM keeps the blocks until the worker reports the end of the load; ask for that end now.
             self._meta.cancels.append((req, "request finished: " + request.status.name))

@@ -16,7 +16,7 @@ class Settings:
     """Path of the sidecar's socket. Default: the sidecar's own default path."""
     admission_s: float | None = None
     """Concurrent dispatch: for how long a decode request waits for its prefill to be admitted before it prefills locally. Default:
-    the sidecar's own time for a missing partner (transfer.partner)."""
+    the sidecar's match timeout."""
     memory: str = "auto"
     """Where the KV cache lives. "memfd": the shim's sealed shared memory, or the engine does not start. "process": vLLM's own
     allocation. "auto": memfd, and vLLM's own where that cannot be had."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only module that knows the Python package ``kvspray``. The rest of the connector speaks to these two classes."""
+"""The only module that uses the Python package ``kvspray``. The rest of the connector uses these two classes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Blocks = Sequence[Sequence[int]]
 
 # enum kvs_status of board.h
 OK, FAILED, CANCELLED, EXPIRED, REFUSED, LOST = range(6)
-DEFAULT_PARTNER_MS = 10_000  # before a sidecar has said its own
+DEFAULT_MATCH_TIMEOUT_MS = 10_000  # before a sidecar has sent its own
 
 STATUS_NAMES = ("ok", "failed", "cancelled", "expired", "refused", "lost")
 
@@ -39,12 +39,12 @@ class Ended:
     us: int
     transport: str
     reason: str
-    lacks: int = 0  # of a load that failed: its tokens before this one are there, proved by the sidecar once nobody could write any more
+    lacks: int = 0  # of a failed load: its tokens before this one have arrived, as the sidecar verified after the fence
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the prefill's sidecar, or ours in its place, said to an await_admission."""
+    """The answer of the prefill's sidecar, or of this engine's, to an await_admission."""
 
     state: str  # admitted, refused or gone
     why: str = ""
@@ -80,14 +80,14 @@ class GpuFlags(Protocol):
 
 class SchedulerShim(Protocol):
     """What the scheduler's side needs. No call blocks; await_admission raises ShimError where it cannot ask. A decline that cannot be sent costs the
-    other side its wait for a missing partner, and no more."""
+    other side no more than its match timeout."""
 
     @property
     def connected(self) -> bool: ...
     @property
     def endpoint(self) -> str | None: ...
     @property
-    def partner_s(self) -> float: ...
+    def match_timeout_s(self) -> float: ...
     def await_admission(self, xfer: bytes, hash: bytes, peer: str, tokens: int, ttl_s: float) -> None: ...
     def admission(self, xfer: bytes, hash: bytes) -> Answer | None: ...
     def decline(self, xfer: bytes, hash: bytes, peer: str, reason: str) -> None: ...
@@ -95,7 +95,7 @@ class SchedulerShim(Protocol):
 
 
 class ShimError(Exception):
-    """Nothing was handed out and nothing was said; serve as if alone."""
+    """No lease was opened and nothing was sent; prefill locally."""
 
 
 def prefix_hash(tokens: Sequence[int], lora: str, salt: str, items: Sequence[tuple[str, int, int]]) -> bytes:
@@ -171,7 +171,7 @@ class Worker:
         self._c.describe(layout)
 
     def intent(self, xfer: bytes, hash: bytes, tokens: int, blocks: Blocks, fanout: int, req: str) -> int:
-        # A record too big for its ring is an argument error there; here it is one more request to be served as if alone.
+        # A record too big for its ring is an argument error there; here the request is prefilled locally.
         try:
             return _lease(self._c.intent(xfer, hash, tokens, blocks, fanout=fanout, req=req))
         except ValueError as err:
@@ -219,7 +219,7 @@ class Scheduler:
     """SchedulerShim over kvspray.SchedulerClient."""
 
     def __init__(self, socket: str | None, engine_id: str, log: logging.Logger, tp_size: int = 1, pp_size: int = 1) -> None:
-        # The sizes say for how many ranks a decline stands.
+        # The sizes give the number of ranks that a decline stands for.
         ranks = kvspray.Ranks(pp=(0, pp_size), tp=(0, tp_size))
         self._c = kvspray.SchedulerClient(socket, engine=_engine(engine_id), log=log, ranks=ranks)
 
@@ -232,8 +232,8 @@ class Scheduler:
         return self._c.endpoint
 
     @property
-    def partner_s(self) -> float:
-        return (self._c.status().partner_ms or DEFAULT_PARTNER_MS) / 1000
+    def match_timeout_s(self) -> float:
+        return (self._c.status().match_timeout_ms or DEFAULT_MATCH_TIMEOUT_MS) / 1000
 
     def await_admission(self, xfer: bytes, hash: bytes, peer: str, tokens: int, ttl_s: float) -> None:
         try:

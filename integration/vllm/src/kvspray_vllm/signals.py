@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the sidecar learns that a layer of a step is complete: a CPU engine stores the flag when the layer has returned, the
+"""Signals to the sidecar that a layer of a step is complete: a CPU engine stores the flag when the layer has returned, the
 stream of a GPU engine writes it when the layer's kernels have ended.
 
 A GPU engine runs a step in one of two ways. In eager and piecewise steps vLLM calls the connector after each layer, and the flag
@@ -18,7 +18,7 @@ from kvspray_vllm import shim
 
 
 class Signals(Protocol):
-    """The flags of one worker. Nothing waits for a GPU and nothing raises."""
+    """The flags of one worker. No method waits for a GPU or raises."""
 
     @property
     def ok(self) -> bool:
@@ -31,7 +31,7 @@ class Signals(Protocol):
         """All of the layer's computation in this step has been called."""
 
     def end(self, step: int) -> None:
-        """All layers of this step, also those without a hook."""
+        """All layers of this step, including those without a hook."""
 
     def mark(self) -> int | None:
         """For the ``after`` of a load: what the engine has computed so far may still write the blocks. 0: it has all
@@ -80,7 +80,7 @@ def _raw_stream(torch: Any) -> Callable[[], int]:
 
 
 class GpuSignals:
-    """A layer has ended when the engine's stream has got there."""
+    """A layer has ended when the engine's stream has passed its signal."""
 
     def __init__(self, flags: shim.GpuFlags) -> None:
         """In the worker's thread, once it has chosen its GPU."""
@@ -109,7 +109,7 @@ class GpuSignals:
         return self._flags.mark(self._stream()) or None
 
     def close(self) -> None:
-        # Flags may still be on their way, to memory that is given back now. A context that has failed runs nothing any more.
+        # The GPU may still write flags to memory that is released now. A context that has failed runs nothing more.
         with contextlib.suppress(RuntimeError):
             self._synchronize()
         self._flags.close()

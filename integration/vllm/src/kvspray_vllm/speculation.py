@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative decoding: which drafts may be served, and what their layers have in the cache."""
+"""Speculative decoding: which drafts are supported, and what their layers have in the cache."""
 
 from __future__ import annotations
 

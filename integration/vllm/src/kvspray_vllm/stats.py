@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transfer statistics, as vLLM wants them: collected per step, aggregated over workers, shown on vLLM's own /metrics."""
+"""Transfer statistics, in vLLM's form: collected per step, aggregated over workers, shown on vLLM's own /metrics."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class KVSprayStats(KVConnectorStats):
         if d["recompute_tokens"]:
             out["kvspray recomputed tokens"] = d["recompute_tokens"]
         if d["local"]:
-            out["kvspray served alone"] = sum(d["local"].values())
+            out["kvspray local prefills"] = sum(d["local"].values())
         return out
 
 
@@ -106,8 +106,8 @@ class KVSprayPromMetrics(KVConnectorPromMetrics):
             labelnames=labelnames,
         )
         self._local = self._counter_cls(
-            name="vllm:kvspray_served_alone",
-            documentation="Requests that named a transfer and were served without one, by reason.",
+            name="vllm:kvspray_local_prefills",
+            documentation="Requests that named a transfer and were prefilled locally, by reason.",
             labelnames=[*labelnames, "reason"],
         )
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Unsupported(ValueError):
-    """This engine's configuration cannot be served; the text names the setting and the remedy."""
+    """This engine's configuration is not supported; the text names the setting and the remedy."""
 
 
 CPU_ATTN = "CPU_ATTN"  # of every layer of a CPU engine but MLA's
@@ -67,7 +67,7 @@ DEEPSEEK_V4 = (
 )
 
 # Of vLLM's KVQuantMode, by name.
-PLAIN_QUANT = ("NONE", "FP8_PER_TENSOR")  # pages hold numbers alone
+PLAIN_QUANT = ("NONE", "FP8_PER_TENSOR")  # pages hold numbers only
 INLINE_QUANT = (
     "INT8_PER_TOKEN_HEAD",
     "FP8_PER_TOKEN_HEAD",
@@ -83,7 +83,7 @@ TRANSPOSED = "transposed"
 
 @dataclass(frozen=True)
 class Kind:
-    """What the pages of a layer hold. How they lie in memory its tensor tells: of an `ordered`
+    """What the pages of a layer hold. Its tensor shows their order in memory: of an `ordered`
     one, whether heads or tokens are outside, which is the end of the strategy's name; of a
     `paged` one, how many tokens a kernel page has."""
 
@@ -244,7 +244,7 @@ def _attention(spec: KVCacheSpec, backend: str, kv_heads: int, ranks: Ranks, pac
         "tp_size": ranks.tp_size,
     }
     if backend == CPU_ATTN:
-        # Nothing but the identity tells the tiles of one host's pages from another's.
+        # Only the identity distinguishes the tiles of one host's pages from another's.
         if not packing:
             raise Unsupported(
                 f"kvspray: attention backend is {CPU_ATTN} in a model that is taken for one of MLA "

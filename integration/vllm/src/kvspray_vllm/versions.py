@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Versions of vLLM. What one has and another lacks is detected by the feature; the version itself
-is only named."""
+"""Versions of vLLM. Differences are detected by feature; the version is only
+logged."""
 
 from __future__ import annotations
 

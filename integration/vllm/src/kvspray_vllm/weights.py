@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which weights a KV cache was computed with. Two engines exchange KV only where they say the same about it.
+"""Which weights a KV cache was computed with. Two engines exchange KV only if they have the same name for them.
 
-What they say is a name: the setting `weights`, or else a digest of the checkpoint that was loaded (kvspray.weights). Weights that come in the place of
-others have a name that no other engine has, until set_weights gives them one, or where vLLM has read them from files: their digest.
+The name is the setting `weights`, or else a digest of the checkpoint that was loaded (kvspray.weights). Weights that replace
+others have a name that no other engine has, until set_weights gives them one, or vLLM has read them from files: then it is their digest.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ def name_of(config: VllmConfig, log: logging.Logger, path: str | None = None) ->
 
 def _digest(model: str, revision: str | None, config: VllmConfig, load_format: str, log: logging.Logger) -> str:
     try:
-        return digest(folder_of(model, revision, config.load_config.download_dir), load_format)
+        return digest(directory_of(model, revision, config.load_config.download_dir), load_format)
     except CheckpointError as err:
         name = f"named:{model}@{revision or 'main'}"
-        if len(name.encode()) > (MAX_NAME_BYTES - 1) // 2:  # two of them, with a sign between
+        if len(name.encode()) > (MAX_NAME_BYTES - 1) // 2:  # two of them and a separator
             name = "named:sha256:" + hashlib.sha256(name.encode()).hexdigest()[:40]
         log.warning(
-            "kvspray: the weights are told from others by the model's name alone (%s): %s. KV of other weights under that name would be taken for KV of these: "
+            "kvspray: the weights are identified by the model's name only (%s): %s. KV of other weights under that name would be accepted as KV of these: "
             "set weights in kv_connector_extra_config, on prefill and decode engines alike", name, err,
         )  # fmt: skip
         return name
 
 
-def folder_of(model: str, revision: str | None, cache: str | None) -> str:
+def directory_of(model: str, revision: str | None, cache: str | None) -> str:
     """Where the files of a model are on this host. Nothing is fetched."""
     if os.path.exists(model):
         return model
@@ -79,11 +79,10 @@ def folder_of(model: str, revision: str | None, cache: str | None) -> str:
 class Generation:
     """Watches for weights that are replaced while the engine lives, and calls `changed` when that begins.
 
-    vLLM tells a connector nothing of it. What its loaders do has traces: they register each parameter afresh, without memory at first ("meta"), for which
-    PyTorch has a hook; or they call one of the methods in `watch`. Parameters that somebody else writes in place leave none: whoever does that must
-    say so (set_weights).
+    vLLM does not report it to a connector. Its loaders register each parameter again, without memory at first ("meta"), for which PyTorch has a
+    hook; or they call one of the methods in `watch`. Code that writes parameters in place must call set_weights.
 
-    Nobody else has the name of weights that were replaced, until set_weights gives them one or they were read from files that have one.
+    No other engine has the name of weights that were replaced, until set_weights gives them one or they were read from files that have one.
     """
 
     def __init__(self, name: str, changed: Callable[[], None], of_files: Callable[[str | None], str] | None = None) -> None:
@@ -150,11 +149,11 @@ class Generation:
         return inner(*args, **kwargs)
 
     def _reload(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        said = inspect.signature(inner).bind(*args, **kwargs).arguments
+        given = inspect.signature(inner).bind(*args, **kwargs).arguments
         self.replaced()
         out = inner(*args, **kwargs)
-        if self._of_files is not None and said.get("weights_iterator") is None:
-            self.rename(self._of_files(said.get("weights_path")))
+        if self._of_files is not None and given.get("weights_iterator") is None:
+            self.rename(self._of_files(given.get("weights_path")))
         return out
 
     def close(self) -> None:
@@ -169,7 +168,7 @@ class Generation:
 
 def set_weights(worker: Any, name: str) -> str:
     """Names the weights that the engine has from now on: ``llm.collective_rpc(kvspray_vllm.set_weights, args=("step-1200",))``, on
-    prefill and decode engines alike, after they were replaced. What was computed before is not given away any more. Where the engine
+    prefill and decode engines alike, after they were replaced. What was computed before is no longer offered. Where the engine
     has no kvspray connector, nothing happens. Returns the generation before.
     """
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group

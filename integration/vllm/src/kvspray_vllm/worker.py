@@ -37,7 +37,7 @@ class Results:
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)  # of those received: nothing that came can be used
-    failed_blocks: set[int] = field(default_factory=set)  # theirs, for an engine that knows nothing but blocks
+    failed_blocks: set[int] = field(default_factory=set)  # theirs, for an engine that reports errors by block
     bad_blocks: set[int] = field(default_factory=set)  # of others that were received in part
 
 
@@ -98,12 +98,14 @@ class WorkerSide:
         self._begun: StepMeta | None = None
         self._copy: CopyFn | None = None
         self._awaited: list[str] = []  # loads that this step computes on
-        self._late: dict[int, Expect] = {}  # by lease: those for which a step waited in vain. The engine knows nothing of them, and may use the name again
+        # By lease: loads that a step waited for until its time-out. The engine has no record of them
+        # and may reuse the request's name.
+        self._late: dict[int, Expect] = {}
         self._landed = Landed()
         self._loaded_adapters: OrderedDict[int, str] = OrderedDict()  # content, by id
         # Loads for an adapter that have ended, until their requests do.
         self._ended: OrderedDict[str, Expect] = OrderedDict()
-        self._alone = ""  # why this engine takes part in no transfer
+        self._disabled = ""  # why this engine takes part in no transfer
 
     def set_copy(self, copy: CopyFn) -> None:
         """Copies blocks of the cache to others."""
@@ -118,7 +120,7 @@ class WorkerSide:
     # ---- one engine step
 
     def preempts(self, meta: StepMeta) -> None:
-        """Before the worker touches any block in this step: vLLM has already given these blocks to somebody else."""
+        """Before the worker touches any block in this step: vLLM has already reused these blocks."""
         if self._preempted is meta:
             return
         self._preempted = meta
@@ -142,8 +144,9 @@ class WorkerSide:
             self.step_failed()  # its end would have come before this
         self.preempts(meta)
         self._idle = meta.idle
-        if meta.asks_adapters:
+        if meta.adapters_question:
             self._landed.adapters = dict(self._loaded_adapters)
+            self._landed.adapters_question = meta.adapters_question
         for req, reason in meta.cancels:
             self._cancel(req, reason)
         for req in meta.holds:
@@ -154,7 +157,7 @@ class WorkerSide:
         for intent in meta.intents:
             lease: int | None = None
             try:
-                if other := self._alone or self._other_adapter(intent.adapter):
+                if other := self._disabled or self._other_adapter(intent.adapter):
                     raise shim.ShimError(other)
                 lease = self._client.intent(intent.xfer, intent.hash, intent.tokens, intent.blocks, intent.fanout, intent.req)
                 self._by_lease[lease] = intent.req
@@ -172,21 +175,21 @@ class WorkerSide:
                 self._signals.begin(meta.step)
             if gains and not self._signals.ok:
                 self._give_up(gains, NO_SIGNALS)
-                self.serve_alone(NO_SIGNALS)
+                self.stop_transfers(NO_SIGNALS)
             elif gains:
                 try:
                     self._client.step(meta.step, gains)
                     self._step = meta.step
                     self._announced = [lease for lease, _, _ in gains]
                 except shim.ShimError as err:
-                    # Without this record the partner would wait for layers that nobody announces.
+                    # Without this record the other side would wait for layers that are never announced.
                     self._log.warning("kvspray: step %d cannot be announced: %s", meta.step, err)
                     self._give_up(gains, "step not announced")
         if meta.expects:
             # Steps in flight may still write to blocks that the engine has given to these loads.
             after = self._signals.mark()
             if after is None:
-                self.serve_alone(NO_SIGNALS)
+                self.stop_transfers(NO_SIGNALS)
             for expect in meta.expects:
                 self._expect(expect, after)
 
@@ -198,7 +201,7 @@ class WorkerSide:
         self._loads[expect.req] = _Load(expect)
         if expect.into:
             self._awaited.append(expect.req)
-        if refused := expect.refused or self._alone or self._other_adapter(expect.adapter):
+        if refused := expect.refused or self._disabled or self._other_adapter(expect.adapter):
             self._loaded(expect.req, shim.Ended(0, True, shim.REFUSED, 0, 0, "", refused))
             return
         try:
@@ -216,7 +219,7 @@ class WorkerSide:
         self._load_leases[expect.req] = lease
 
     def _other_adapter(self, adapter: Adapter | None) -> str:
-        """Why KV of a prompt with this adapter is not what its hash tells; empty: it is."""
+        """Why KV of a prompt with this adapter does not match its hash; empty: it does."""
         if adapter is None or self._loaded_adapters.get(adapter[0], adapter[1]) == adapter[1]:
             return ""
         loaded = self._loaded_adapters[adapter[0]] or "unknown content"
@@ -271,7 +274,7 @@ class WorkerSide:
             self._client.cancel(source.lease, reason)
 
     def finish_loads(self) -> None:
-        """Before the forward pass: what it computes on is there afterwards, or will be said to lack."""
+        """Before the forward pass: waits for the loads that it computes on; those that do not arrive are reported as failed."""
         awaited, self._awaited = self._awaited, []
         end = time.monotonic() + SYNC_WAIT_S
         for req in awaited:
@@ -287,14 +290,14 @@ class WorkerSide:
         self._landed.answered.update(awaited)
 
     def _lacks(self, expect: Expect, why: str) -> None:
-        """Its spare blocks stay as they are until the load is over. Those of the request were touched by nobody, so vLLM may compute in them at once."""
+        """Its spare blocks stay as they are until the load is over. The request's own blocks are untouched, so vLLM may compute in them at once."""
         self._landed.failed.add(expect.req)
         self._results.bad_blocks.update(expect.into)
         self._log.warning("kvspray: request %s is recomputed from token %d of %d: %s", expect.req, expect.skip, expect.tokens, why)
 
     @property
     def signals(self) -> bool:
-        """Whether the layers of this step have anybody to tell."""
+        """Whether the layers of this step are signalled."""
         return self._step != 0
 
     def layer_done(self, name: str) -> None:
@@ -333,7 +336,7 @@ class WorkerSide:
         if self._idle and self._load_leases and self._load_wait_s > 0 and not self._results.received:
             self._client.wait(self._load_wait_s)
         self._drain()
-        # vLLM frees the blocks of what is reported here, and knows only requests that it has told to be finished.
+        # vLLM frees the blocks of what is reported here, and accepts only requests that it has reported as finished.
         for req in list(self._released):
             source = self._sources.get(req)
             if source is None or source.lease is None:
@@ -367,13 +370,13 @@ class WorkerSide:
                         f"; its LoRA adapter is {adapter[1]} here" if adapter else "",
                     )  # fmt: skip
 
-    def serve_alone(self, reason: str) -> None:
+    def stop_transfers(self, reason: str) -> None:
         """This worker takes part in no transfer any more."""
-        self._landed.alone = reason
+        self._landed.disabled = reason
 
     def take_landed(self) -> Landed | None:
-        said = self._landed
-        if not (said.answered or said.over or said.alone) and said.adapters is None:
+        landed = self._landed
+        if not (landed.answered or landed.over or landed.disabled) and landed.adapters is None:
             return None
         out, self._landed = self._landed, Landed()
         return out
@@ -438,9 +441,9 @@ class WorkerSide:
             load.outdated = True
 
     def leave(self, why: str) -> None:
-        """Takes part in no transfer from now on. What is open is given back, and ends as anything
-        that is cancelled: once nobody can read or write its blocks any more."""
-        self._alone = why
+        """Takes part in no transfer from now on. Open leases are released, and end like cancelled
+        ones: once no process can read or write their blocks."""
+        self._disabled = why
         for source in self._sources.values():
             if source.lease is not None:
                 self._client.cancel(source.lease, why)
@@ -448,7 +451,7 @@ class WorkerSide:
             self._client.cancel(lease, why)
 
     def rejoin(self) -> None:
-        self._alone = ""
+        self._disabled = ""
 
     def take_stats(self) -> KVSprayStats | None:
         if self._stats.is_empty():

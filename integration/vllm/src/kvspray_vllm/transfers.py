@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests of one scheduler that take part in a transfer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+@dataclass
+class Source:
+    request: Request
+    xfer: bytes
+    hash: bytes
+    tokens: int
+    fanout: int
+    fresh: bool = False  # offered only where it begins with no cached block: its adapter was replaced under its id
+    adapter: str | None = None  # content of its LoRA adapter
+    end: int = 0  # tokens that the steps so far have announced, in this attempt
+    finished: bool = False
+    lost: bool = False  # its blocks went, or mean nothing any more
+    oldest: tuple[int, ...] = ()  # once all of it is announced: the first block that is sent, of each group with a window
+
+
+@dataclass
+class Destination:
+    xfer: bytes
+    hash: bytes
+    peer: str
+    tokens: int  # that move: all of the prompt, less the back-off
+    ready: bool  # the prefill is done: nothing to ask
+    asked: float  # when admission was asked for
+    wait: float  # how long for, seconds
+    prefilled: bool = False  # all of it is there to be fetched
+    sync: bool = False  # waited for in the step that computes on it
+    computed: int = 0  # what the engine has itself: a load begins behind it, wherever it ends
+    question: int = 0  # number of the question which adapters the worker has read; 0: not asked
+    worker_until: float = 0.0  # how long the request waits for the answer

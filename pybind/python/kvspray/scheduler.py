@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SchedulerClient: the session of an engine's scheduler."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from . import _lib
+from ._lib import byref, lib
+from .client import (
+    ONE_RANK,
+    Admission,
+    AdmissionState,
+    EngineInfo,
+    LogFunc,
+    Ranks,
+    _bin,
+    _Client,
+    _config,
+    _ms,
+    _text,
+)
+from .region import KvsprayError
+
+
+def _cut(text: str) -> bytes:
+    """As much of the text as a C string of 255 bytes holds."""
+    return text.replace("\0", "").encode("utf-8", "replace")[:255].decode("utf-8", "ignore").encode()
+
+
+class SchedulerClient(_Client):
+    """The session of an engine's scheduler: admission queries. Connects at once."""
+
+    def __init__(
+        self,
+        socket_path: str | os.PathLike[str] | None = None,
+        *,
+        engine: EngineInfo,
+        ranks: Ranks = ONE_RANK,
+        log: LogFunc | logging.Logger | None = None,
+    ) -> None:
+        super().__init__(_config(2, socket_path, engine, ranks), log)
+        rc = lib.kvs_start(self._h, None, 0, None, 0)
+        if rc != 0:
+            raise KvsprayError(f"kvspray: start: {_lib.strerror(rc)}")
+
+    @property
+    def endpoint(self) -> str | None:
+        """Where peers dial this node's sidecar; None while not connected."""
+        info = self._info()
+        return _text(info.endpoint) or None if info.connected else None
+
+    def await_admission(self, xfer: bytes, hash: bytes, peer: str, tokens: int, ttl_s: float) -> bool:
+        """Asks whether the prefill at ``peer`` has admitted this request; once per key, repeated calls change nothing.
+
+        False: the query cannot be sent (too many are open, or the client is closed).
+        """
+        h = self._handle()
+        if h is None:
+            return False
+        args = (_bin("xfer", xfer, 16), _bin("hash", hash, 32), peer.encode(), tokens, _ms(ttl_s, 0))
+        rc = _lib.E_ARG if "\0" in peer else lib.kvs_await(h, *args)
+        if rc == _lib.E_ARG:
+            raise ValueError(f"kvspray: await_admission: peer = {peer!r}, tokens = {tokens}; want host:port of at most 255 bytes")
+        return bool(rc == 0)
+
+    def admission(self, xfer: bytes, hash: bytes) -> Admission | None:
+        """The answer so far; None if there is no query. Never blocks."""
+        h = self._handle()
+        if h is None:
+            return None
+        out = _lib.CAdmission()
+        lib.kvs_admission(h, _bin("xfer", xfer, 16), _bin("hash", hash, 32), byref(out))
+        if not 1 <= out.state <= 4:
+            return None
+        return Admission(AdmissionState(out.state), out.tokens, _text(out.message))
+
+    def forget(self, xfer: bytes, hash: bytes) -> None:
+        """Drops the query and its answer."""
+        h = self._handle()
+        if h is not None:
+            lib.kvs_await_forget(h, _bin("xfer", xfer, 16), _bin("hash", hash, 32))
+
+    def decline(self, xfer: bytes, hash: bytes, peer: str, reason: str = "") -> bool:
+        """No rank of this engine will expect that prompt's KV: the prefill's engine at ``peer`` need not keep it any longer. Drops the query, too.
+
+        For requests without a lease; a lease is cancelled instead. Never blocks. False: it cannot be sent (too many wait, the sidecar is
+        older, or the client is closed), and the prefill keeps the blocks until the match timeout.
+        """
+        h = self._handle()
+        if h is None:
+            return False
+        args = (_bin("xfer", xfer, 16), _bin("hash", hash, 32), peer.encode(), _cut(reason))
+        rc = _lib.E_ARG if "\0" in peer else lib.kvs_decline(h, *args)
+        if rc == _lib.E_ARG:
+            raise ValueError(f"kvspray: decline: peer = {peer!r}; want host:port of at most 255 bytes")
+        return bool(rc == 0)

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Snapshots of source leases."""
+
+from __future__ import annotations
+
+from . import protocol
+
+
+class Source:
+    """The snapshot with which a source lease is presented to another session: always a complete INTENT body.
+
+    The body is kept in three packed parts, because a step changes only the middle one.
+    """
+
+    __slots__ = ("key", "tokens", "fanout", "groups", "prio", "deadline_ms", "held", "req", "attempt", "ready", "pending", "_head", "_tail")
+
+    def __init__(
+        self, xfer: bytes, hash: bytes, tokens: int, fanout: int, table: list[bytes], ready: int, prio: int, deadline_ms: int, held: bool,
+        req: str, attempt: int,
+    ) -> None:  # fmt: skip
+        self.key = {"xfer": xfer, "hash": hash, "tokens": tokens, "fanout": fanout}
+        self.tokens = tokens
+        self.prio = prio
+        self.deadline_ms = deadline_ms
+        self.held = held
+        self.req = req
+        self.attempt = attempt
+        self.ready = ready
+        self.pending: list[tuple[int, int]] = []  # (step, end), oldest first
+        self.set_table(table)
+        self.set_tail()
+
+    def set_table(self, table: list[bytes]) -> None:
+        self.groups = len(table)
+        self._head = protocol.pack({**self.key, "blocks": table})[1:]
+
+    def set_tail(self) -> None:
+        tail = {"prio": self.prio, "deadline_ms": self.deadline_ms, "held": self.held, "req": self.req, "attempt": self.attempt}
+        self._tail = protocol.pack(tail)[1:]
+
+    def settle(self, done: int) -> None:
+        """Steps whose end was signalled become ``ready``. The oldest of too many pending steps are dropped: their tokens are
+        then reported later, never earlier."""
+        pending = self.pending
+        while pending and pending[0][0] <= done:
+            self.ready = max(self.ready, pending.pop(0)[1])
+        del pending[: -protocol.MAX_PENDING_STEPS]
+
+    def lose(self) -> None:
+        """The engine has taken the blocks back."""
+        self.pending.clear()
+        self.ready = 0
+        self.attempt += 1
+        self.set_table([b""] * self.groups)
+        self.set_tail()
+
+    def hold(self) -> None:
+        self.held = True
+        self.set_tail()
+
+    def body(self) -> bytes:
+        # 0x8c: a map of the twelve keys of INTENT; each part was packed as a map of its own and has lost its first byte.
+        return b"\x8c" + self._head + protocol.pack({"ready": self.ready, "steps": self.pending})[1:] + self._tail

@@ -1,0 +1,457 @@
+# SPDX-License-Identifier: Apache-2.0
+"""WorkerClient: the session of one engine rank."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import struct
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from . import _lib, protocol
+from ._lib import byref, fast, lib
+from .client import (
+    ONE_RANK,
+    Completion,
+    CompletionStatus,
+    EngineInfo,
+    LogFunc,
+    Ranks,
+    _bin,
+    _Client,
+    _config,
+    _ms,
+    _text,
+    _timeout,
+)
+from .region import KvsprayError, Region
+from .source import Source
+
+Blocks = Sequence["bytes | Sequence[int]"]
+
+_RECORD = struct.Struct("<IHHQQQII")
+_POLL_BYTES = 256 << 10
+
+
+class WorkerClient(_Client):
+    """The session of one engine rank: regions, layout, flags and leases."""
+
+    def __init__(
+        self,
+        socket_path: str | os.PathLike[str] | None = None,
+        *,
+        engine: EngineInfo,
+        ranks: Ranks = ONE_RANK,
+        layers: int,
+        deadline_s: float | None = None,
+        log: LogFunc | logging.Logger | None = None,
+        submission_bytes: int = 0,
+        completion_bytes: int = 0,
+    ) -> None:
+        config = _config(1, socket_path, engine, ranks)
+        config.layers = layers
+        config.submission_bytes = submission_bytes
+        config.completion_bytes = completion_bytes
+        config.deadline_ms = 0 if deadline_s is None else _ms(deadline_s, 0)
+        super().__init__(config, log)
+        self.layers = layers
+        self._deadline_ms = config.deadline_ms
+        self._lock = threading.Lock()
+        self._sources: dict[int, Source] = {}
+        self._regions: list[Region] = []
+        self._poll_buf = ctypes.create_string_buffer(_POLL_BYTES)
+        nbytes = ctypes.c_uint64()
+        base = lib.kvs_flags(self._h, byref(nbytes))
+        self._flags_addr, self._flags_bytes = int(base), int(nbytes.value)
+        # The header's layer_flags offset; the last flag is the end of the step.
+        offset = ctypes.c_uint64.from_address(self._flags_addr + 32).value
+        self._step_end = ctypes.c_uint64.from_address(self._flags_addr + offset + 64 * layers)
+        self._signal_layer = fast.kvs_signal_layer
+        self._signal_step = fast.kvs_signal_step
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    def alloc_region(self, nbytes: int) -> Region:
+        """New memory in a sealed memfd: the best kind, if the engine can allocate its cache in it."""
+        return Region.alloc(nbytes)
+
+    def adopt_region(self, ptr: int, nbytes: int, *, allow_small: bool = False) -> Region:
+        """Moves an existing page-aligned anonymous mapping (64 MiB or more, or ``allow_small``) into a memfd, in place."""
+        return Region.adopt(ptr, nbytes, allow_small=allow_small)
+
+    def process_region(self, ptr: int, nbytes: int) -> Region:
+        """Any memory of this process, through /proc/self/mem."""
+        return Region.process(ptr, nbytes)
+
+    def gpu_region(self, ptr: int, nbytes: int) -> Region:
+        """Memory of a GPU (``tensor.data_ptr()``), which the sidecar imports."""
+        return Region.gpu(ptr, nbytes)
+
+    @property
+    def flags(self) -> tuple[int, int]:
+        """(address, bytes) of the flags memory, to be registered with a GPU as host-mapped memory."""
+        return self._flags_addr, self._flags_bytes
+
+    def register(self, regions: Sequence[Region], layout: Mapping[str, Any]) -> None:
+        """Starts the background connection; once. It retries until it finds a sidecar.
+
+        ``layout`` is the map of docs/protocol.md section 3, with a dtype and what ``kvspray.identity`` asks for, without which a sidecar refuses it (see
+        ``status().error``). The regions must outlive the client.
+        """
+        h = self._handle()
+        if h is None:
+            raise KvsprayError("kvspray: register: the client is closed")
+        body = protocol.pack(protocol._ordered("REGISTER.layout", layout))
+        array = (_lib.CRegion * len(regions))(*[r._c for r in regions])
+        rc = lib.kvs_start(h, array, len(regions), body, len(body))
+        if rc != 0:
+            raise KvsprayError(f"kvspray: register: {self._why(rc)}")
+        self._regions = list(regions)
+
+    def describe(self, layout: Mapping[str, Any]) -> None:
+        """Replaces the layout of the registered memory, for example because the engine has other weights.
+
+        Open source leases are released, running loads fail, and a new session presents this layout.
+        """
+        h = self._handle()
+        if h is None:
+            return
+        body = protocol.pack(protocol._ordered("REGISTER.layout", layout))
+        rc = lib.kvs_describe(h, body, len(body))
+        if rc != 0:
+            raise KvsprayError(f"kvspray: describe: {self._why(rc)}")
+
+    # -- flags -------------------------------------------------------------------------------------------------------
+
+    def signal_layer(self, layer: int, step: int) -> None:
+        """Layer ``layer`` of ``step`` is complete in memory (CPU engines; GPUs store the flag themselves)."""
+        self._signal_layer(self._h, layer, step)
+
+    def signal_step(self, step: int) -> None:
+        """Every layer of ``step`` is complete, also those without hooks."""
+        self._signal_step(self._h, step)
+
+    def bump_source_epoch(self) -> int:
+        """Invalidates reads of source blocks that are running. preempt() and cancel() include it."""
+        return int(fast.kvs_bump_source_epoch(self._h)) if not self.closed else 0
+
+    # -- source leases -----------------------------------------------------------------------------------------------
+
+    def intent(
+        self,
+        xfer: bytes,
+        hash: bytes,
+        tokens: int,
+        blocks: Blocks,
+        *,
+        fanout: int = 1,
+        ready: int = 0,
+        prio: int = 1,
+        req: str = "",
+        attempt: int = 0,
+        deadline_s: float | None = None,
+        held: bool = False,
+    ) -> int:
+        """These blocks hold, or will hold, this prompt's KV. ``ready``: tokens complete without any flag.
+
+        Returns the lease, or 0 if no sidecar can take it now (not connected, ring full): free the blocks as usual.
+        """
+        if tokens < 1 or not 0 <= ready <= tokens:
+            raise ValueError(f"kvspray: intent: tokens = {tokens}, ready = {ready}; want 1 <= tokens and 0 <= ready <= tokens")
+        if not 1 <= fanout <= protocol.MAX_FANOUT:
+            raise ValueError(f"kvspray: intent: fanout = {fanout}, want 1..{protocol.MAX_FANOUT}")
+        deadline = _ms(deadline_s, self._deadline_ms or self._deadlines()[0])
+        source = Source(
+            _bin("xfer", xfer, 16), _bin("hash", hash, 32), tokens, fanout, [protocol.pack_blocks(b) for b in blocks], ready, prio,
+            deadline, held, _req(req), attempt,
+        )  # fmt: skip
+        h = self._handle()
+        if h is None:
+            return 0
+        body = source.body()
+        with self._lock:  # a step() of another thread must find the lease
+            lease = int(lib.kvs_submit(h, _lib.REC_INTENT, body, len(body), deadline))
+            if lease > 0:
+                self._sources[lease] = source
+        if lease in (_lib.E_ARG, _lib.E_TOO_BIG):
+            raise ValueError(f"kvspray: intent: {self._why(lease)} ({len(body)} bytes, {tokens} tokens)")
+        return max(0, lease)
+
+    def step(self, step: int, reqs: Iterable[tuple[int, int, Blocks | None]]) -> bool:
+        """Before the forward pass of ``step``: each lease holds tokens [0, end) once that step's flags arrive.
+
+        ``blocks`` is the whole table per group as of this step, None when it is unchanged. Leases that have completed
+        are left out. True: the sidecar has it, or gets it after a reconnection.
+        """
+        h = self._handle()
+        if h is None:
+            return False
+        with self._lock:
+            done = self._step_end.value
+            entries: list[dict[str, Any]] = []
+            changed: list[tuple[int, bytes]] = []
+            for lease, end, blocks in reqs:
+                source = self._sources.get(lease)
+                if source is None:
+                    continue
+                end = min(int(end), source.tokens)
+                entry: dict[str, Any] = {"lease": lease, "end": end}
+                if blocks is not None:
+                    entry["blocks"] = table = [protocol.pack_blocks(b) for b in blocks]
+                    source.set_table(table)
+                entry["attempt"] = source.attempt
+                source.pending.append((step, end))
+                source.settle(done)
+                entries.append(entry)
+                changed.append((lease, source.body()))
+            return self._write_step(h, step, entries, changed)
+
+    def _write_step(self, h: ctypes.c_void_p, step: int, entries: list[dict[str, Any]], changed: list[tuple[int, bytes]]) -> bool:
+        if not entries:
+            return True
+        body = protocol.pack({"step": step, "reqs": entries})
+        array = (_lib.CSnapshot * len(changed))(*[_lib.CSnapshot(lease, snap, len(snap)) for lease, snap in changed])
+        rc = _lib.E_TOO_BIG
+        if len(entries) <= protocol.MAX_STEP_REQS:
+            rc = lib.kvs_step(h, body, len(body), array, len(changed))
+        if rc == _lib.E_TOO_BIG and len(entries) > 1:
+            # Several STEP records may carry one step number.
+            half = len(entries) // 2
+            first = self._write_step(h, step, entries[:half], changed[:half])
+            return self._write_step(h, step, entries[half:], changed[half:]) and first
+        return rc in (0, _lib.KEPT)
+
+    def preempt(self, lease: int) -> bool:
+        """The engine takes the blocks of this lease back; call before they can be written again.
+
+        The lease stays open: the next step() gives it new blocks. False: it is already complete.
+        """
+        return self._restate(lease, Source.lose, lib.kvs_preempt)
+
+    def hold(self, lease: int) -> bool:
+        """The request is finished; its blocks stay only for the transfer. False: the lease is already complete."""
+        return self._restate(lease, Source.hold, lib.kvs_hold)
+
+    def _restate(self, lease: int, change: Callable[[Source], None], call: Any) -> bool:
+        h = self._handle()
+        if h is None:
+            return False
+        with self._lock:
+            source = self._sources.get(lease)
+            if source is None:
+                return False
+            source.settle(self._step_end.value)
+            change(source)
+            body = source.body()
+            return call(h, byref(_lib.CSnapshot(lease, body, len(body)))) in (0, _lib.KEPT)
+
+    # -- destination leases ------------------------------------------------------------------------------------------
+
+    def expect(
+        self,
+        xfer: bytes,
+        hash: bytes,
+        peer: str,
+        tokens: int,
+        skip: int | Sequence[int],
+        blocks: Blocks,
+        *,
+        prio: int = 0,
+        req: str = "",
+        deadline_s: float | None = None,
+        match_timeout_s: float | None = None,
+        after: int = 0,
+    ) -> int:
+        """Requests this prompt's KV from ``peer`` for these blocks; the first ``skip`` tokens (of all groups, or per group) are present.
+
+        ``after``: a number that ``GpuSignals.mark`` has returned; no block is written before the engine's stream has passed it.
+
+        ``blocks`` cover tokens from 0. Returns the lease, or 0 if no sidecar can take it now: prefill locally.
+        """
+        table = [protocol.pack_blocks(b) for b in blocks]
+        skips = [skip] * len(table) if isinstance(skip, int) else list(skip)
+        if tokens < 1 or len(skips) != len(table) or any(not 0 <= s <= tokens for s in skips):
+            raise ValueError(
+                f"kvspray: expect: tokens = {tokens}, skip = {skips} for {len(table)} groups; want 1 <= tokens and one "
+                "0 <= skip <= tokens per group"
+            )
+        deadline_ms, match_timeout_ms = self._deadlines()
+        deadline = _ms(deadline_s, self._deadline_ms or deadline_ms)
+        body = protocol.pack(
+            {
+                "xfer": _bin("xfer", xfer, 16),
+                "hash": _bin("hash", hash, 32),
+                "peer": peer,
+                "tokens": tokens,
+                "skip": skips,
+                "blocks": table,
+                "prio": prio,
+                "deadline_ms": deadline,
+                "partner_ms": min(deadline, _ms(match_timeout_s, match_timeout_ms)),
+                "req": _req(req),
+                **_after(after),
+            }
+        )
+        h = self._handle()
+        if h is None:
+            return 0
+        lease = int(lib.kvs_submit(h, _lib.REC_EXPECT, body, len(body), deadline))
+        if lease in (_lib.E_ARG, _lib.E_TOO_BIG):
+            raise ValueError(f"kvspray: expect: {self._why(lease)} ({len(body)} bytes, {tokens} tokens)")
+        return max(0, lease)
+
+    # -- copies ------------------------------------------------------------------------------------------------------
+
+    def copy(
+        self,
+        src: Region,
+        dst: Region,
+        blocks: bytes | Iterable[tuple[int, int, int]],
+        *,
+        req: str = "",
+        deadline_s: float | None = None,
+        after: int = 0,
+    ) -> int:
+        """Makes the sidecar copy blocks of one registered region to another, or within one: (source offset, destination offset, length).
+
+        Large copies between host memory and a GPU use the PCIe links of every GPU that the sidecar serves. The sidecar
+        owns these blocks until the lease completes through poll(): with OK all bytes have arrived, else any part of them. A copy may not write
+        a byte that it also reads or writes elsewhere; the caller orders overlapping copies. Returns the lease, or 0 if no sidecar can take it
+        now or the sidecar is too old: copy without it.
+        """
+        index = {r.id: i for i, r in enumerate(self._regions)}
+        for name, region in (("src", src), ("dst", dst)):
+            if region.id not in index:
+                raise ValueError(f"kvspray: copy: {name} = {region!r} is not registered; pass it to register()")
+        deadline = _ms(deadline_s, self._deadline_ms or self._deadlines()[0])
+        body = protocol.pack(
+            {
+                "src": index[src.id],
+                "dst": index[dst.id],
+                "blocks": protocol.pack_copies(blocks),
+                "deadline_ms": deadline,
+                "req": _req(req),
+                **_after(after),
+            }
+        )
+        h = self._handle()
+        if h is None:
+            return 0
+        lease = int(lib.kvs_submit(h, _lib.REC_COPY, body, len(body), deadline))
+        if lease in (_lib.E_ARG, _lib.E_TOO_BIG):
+            raise ValueError(f"kvspray: copy: {self._why(lease)} ({len(body)} bytes)")
+        return max(0, lease)
+
+    # -- both --------------------------------------------------------------------------------------------------------
+
+    def cancel(self, lease: int, reason: str = "") -> bool:
+        """Releases a lease. It still completes through poll(); only then may the engine use destination blocks."""
+        h = self._handle()
+        return h is not None and lib.kvs_cancel(h, lease, reason.encode()[:1024]) in (0, _lib.KEPT)
+
+    def poll(self) -> list[Completion]:
+        """Leases that have ended, each exactly once. Never blocks, never raises because of the sidecar."""
+        h = self._handle()
+        if h is None:
+            return []
+        out: list[Completion] = []
+        with self._lock:
+            while True:
+                n = int(lib.kvs_poll(h, self._poll_buf, len(self._poll_buf)))
+                if n == _lib.E_BUFFER and len(self._poll_buf) < 32 << 20:
+                    self._poll_buf = ctypes.create_string_buffer(2 * len(self._poll_buf))
+                    continue
+                if n <= 0:
+                    return out
+                data = ctypes.string_at(self._poll_buf, n)
+                at = 0
+                while at + _RECORD.size <= n:
+                    length, kind, status, _, lease, _, body_bytes, _ = _RECORD.unpack_from(data, at)
+                    start = at + _RECORD.size
+                    out.append(_completion(lease, kind, status, data[start : start + body_bytes]))
+                    self._sources.pop(lease, None)
+                    at += length
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits without the interpreter lock until poll() would return something. False: the time-out has passed."""
+        h = self._handle()
+        if h is None:
+            return False
+        return bool(lib.kvs_wait(h, _timeout(timeout_s)) == 1)
+
+    # -- load flags --------------------------------------------------------------------------------------------------
+
+    def load_watch(self, first: int, count: int, step: int, timeout_s: float) -> int:
+        """A GPU is about to wait for load flags [first, first+count) to reach ``step``; past the timeout they are poisoned."""
+        h = self._handle()
+        rc = _lib.E_CLOSED if h is None else int(lib.kvs_load_watch(h, first, count, step, _ms(timeout_s, 0)))
+        if rc < 0:
+            raise KvsprayError(f"kvspray: load_watch: {self._why(rc)}")
+        return rc
+
+    def load_done(self, watch: int) -> bool:
+        """Ends a watch. True: none of its flags is poisoned."""
+        h = self._handle()
+        return h is not None and lib.kvs_load_done(h, watch) == 0
+
+    def load_reset(self, first: int, count: int) -> None:
+        h = self._handle()
+        if h is not None:
+            lib.kvs_load_reset(h, first, count)
+
+    def _deadlines(self) -> tuple[int, int]:
+        """Deadline and match timeout in milliseconds: the sidecar's, or the defaults."""
+        h = self._handle()
+        both = 0 if h is None else int(fast.kvs_deadlines(h))
+        return both >> 32 or 30_000, both & 0xFFFFFFFF or 10_000
+
+    def _why(self, rc: int) -> str:
+        text = _lib.strerror(rc)
+        detail = _text(self._info().error) if rc == _lib.E_ARG else ""
+        return f"{text}: {detail}" if detail else text
+
+
+def _req(req: str) -> str:
+    raw = req.encode("utf-8", "replace")
+    return req if len(raw) <= protocol.MAX_REQ_BYTES else raw[: protocol.MAX_REQ_BYTES].decode("utf-8", "ignore")
+
+
+def _after(mark: int) -> dict[str, int]:
+    """Left out if there is nothing to wait for, so that sidecars without the feature "after" accept the record."""
+    if not 0 <= mark < 1 << 64:
+        raise ValueError(f"kvspray: after = {mark}, want a number that GpuSignals.mark has returned, or 0")
+    return {"after": mark} if mark else {}
+
+
+def _int(value: object) -> int:
+    return value if isinstance(value, int) and value >= 0 else 0
+
+
+def _completion(lease: int, kind: int, status: int, body: bytes) -> Completion:
+    # The body comes from another process: an error in it must not hide the completion from the engine.
+    try:
+        m = protocol.decode(body) if body else {}
+    except ValueError as e:
+        m = {"reason": str(e)}
+    ranges: list[tuple[int, int]] = []
+    recompute = m.get("recompute")
+    for r in recompute if isinstance(recompute, list) else ():
+        if isinstance(r, list) and len(r) == 2 and all(isinstance(x, int) and x >= 0 for x in r) and r[0] < r[1]:
+            ranges.append((r[0], r[1]))
+        else:
+            ranges.clear()  # one bad range: recompute everything
+            break
+    return Completion(
+        lease=lease,
+        received=kind == _lib.REC_RECEIVED,
+        status=CompletionStatus(status) if 0 <= status <= 5 else CompletionStatus.FAILED,
+        bytes=_int(m.get("bytes")),
+        us=_int(m.get("us")),
+        transport=str(m.get("transport", "")),
+        reason=str(m.get("reason", "")),
+        grants=_int(m.get("grants")),
+        recompute=tuple(ranges),
+    )
