@@ -144,7 +144,7 @@ func (a *crosser) cross(h *hop, parts []Part, bytes uint64, kernels bool) error 
 		}
 		enqueue := h.queue.CopyBatch
 		if a.dir == HostToDevice {
-			enqueue = h.copyIn
+			enqueue = func(dst, src []cuda.Ptr, n []uint64) error { return h.rows.copyIn(h.queue, dst, src, n) }
 		}
 		if err := enqueue(h.far, h.near, h.sizes); err != nil {
 			return err

@@ -510,7 +510,7 @@ func TestChooserTogether(t *testing.T) {
 	const bytes, each = 1 << 20, 800 * time.Microsecond
 	start := time.Unix(1000, 0)
 	for _, fixed := range []Executor{Auto, Pack} {
-		c := chooser{fixed: fixed}
+		c := newChooser(fixed, 0)
 		c.took(Copy, bytes, start, start.Add(100*time.Microsecond))
 		at := start.Add(time.Second)
 		for range 40 {
@@ -529,7 +529,7 @@ func TestChooserTogether(t *testing.T) {
 		rate        float64 // of the other one beside the one in favour
 		wins        bool
 	}{{Copy, Pack, 1.2, false}, {Copy, Pack, 1.3, true}, {Pack, Copy, 0.9, true}, {Pack, Copy, 0.7, false}, {Pack, InEngine, 1.1, true}, {Pack, InEngine, 0.9, false}} {
-		c := chooser{price: kernelPrice}
+		c := newChooser(Auto, kernelPrice)
 		now := start
 		call := func(e Executor, rate float64) {
 			from := now

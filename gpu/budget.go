@@ -16,6 +16,7 @@ const All = "all"
 // PipelineBytes is what one direction between two GPUs takes on each of them, and twice on one GPU that is both.
 func PipelineBytes(maxStage uint64) uint64 { return PeerPipelines * pipelineBytes(maxStage) }
 
+// pipelineBytes is what one pipeline takes on each of its GPUs.
 func pipelineBytes(maxStage uint64) uint64 { return PeerDepth * (maxStage + listBytes) }
 
 // budget bounds the memory that this process allocates on one GPU. The context is the driver's, and comes on top.

@@ -45,7 +45,7 @@ func (c *contextCard) NewPacker() (Packer, error) {
 
 // testCalibration measures for the sake of it: a fake has no rates.
 func testCalibration() calibration {
-	return calibration{copier: copierShape{testMin, testMax, 4 * testMin, 2 * testMin, 1 << 20, 64 << 10, patience}, piece: 512, pieces: 16, direct: []uint64{1 << 10, 4 << 10},
+	return calibration{copier: copierShape{rigMin, rigMax, 4 * rigMin, 2 * rigMin, 1 << 20, 64 << 10, patience}, piece: 512, pieces: 16, direct: []uint64{1 << 10, 4 << 10},
 		bytes: 64 << 10, runs: 3, loadRuns: 2}
 }
 
@@ -62,7 +62,7 @@ func TestCalibrate(t *testing.T) {
 	}
 	for model, l := range got.GPUs {
 		if l.PackBlocks < 1 || l.PackBlocks > 8 || !slices.Contains([]uint64{1 << 10, 4 << 10, 8 << 10}, l.DirectBytes) || len(l.EveryLink) != 1 ||
-			l.EveryLink[3] < 2*testMin || l.EveryLink[3] > 8*testMin || l.Measured.IsZero() {
+			l.EveryLink[3] < 2*rigMin || l.EveryLink[3] > 8*rigMin || l.Measured.IsZero() {
 			t.Errorf("%s: %+v", model, l)
 		}
 	}

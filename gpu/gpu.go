@@ -27,7 +27,7 @@ type GPU struct {
 	arenaPtr cuda.Ptr
 	lent     chan []byte
 	hops     chan *hop
-	in, out  chooser // to the GPU, from it
+	in, out  *chooser // to the GPU, from it
 
 	// The dense buffers of all hops, of which a lent one may be known to engines until they die.
 	staging    cuda.Ptr
@@ -59,8 +59,7 @@ type hop struct {
 	pieces    []mem.Block // what is moved: of no region, at addresses of the GPU
 	far, near []cuda.Ptr  // CopyBatch's
 	sizes     []uint64
-	rows      []cuda.Rows // copyIn's
-	alone     []int
+	rows      rowCopier
 	copies    bool // by copy engines alone
 }
 
@@ -70,7 +69,7 @@ const hopListBytes = hopRuns*runBytes + (hopRuns+1)*4
 const hopFirstAt = hopRuns * runBytes
 
 func newGPU(g *GPUs, index int, c card) (_ *GPU, err error) {
-	u := &GPU{gpus: g, index: index, card: c, in: chooser{fixed: g.cfg.Executor, price: kernelPrice}, out: chooser{fixed: g.cfg.Executor, price: kernelPrice},
+	u := &GPU{gpus: g, index: index, card: c, in: newChooser(g.cfg.Executor, kernelPrice), out: newChooser(g.cfg.Executor, kernelPrice),
 		packBlocks: 1}
 	u.engines.Store(&[]*engine{})
 	u.budget.limit = g.cfg.Memory
@@ -280,9 +279,9 @@ func (u *GPU) hop(h *hop, dir Direction, p []byte) error {
 			mem.Copy(h.bounce, p)
 		}
 	}
-	learn := &u.out
+	learn := u.out
 	if dir == HostToDevice {
-		learn = &u.in
+		learn = u.in
 	}
 	how, choice, worker := u.how(h, len(p), learn)
 	start := time.Now()
@@ -332,7 +331,7 @@ const promptBytes = 256 << 10
 // says where, too, and the caller gives that back.
 func (u *GPU) how(h *hop, bytes int, learn *chooser) (e Executor, choice bool, w workplace) {
 	few := packPieces
-	if learn.fixed == Auto {
+	if u.gpus.cfg.Executor == Auto {
 		few = autoPieces
 	}
 	if h.copies || h.dense == 0 || len(h.pieces) < few || bytes/len(h.pieces) >= directPiece {
@@ -411,7 +410,7 @@ func (u *GPU) copied(h *hop, dir Direction, host cuda.Ptr) error {
 		host += cuda.Ptr(p.Len)
 	}
 	if dir == HostToDevice {
-		return h.copyIn(h.far, h.near, h.sizes)
+		return h.rows.copyIn(h.queue, h.far, h.near, h.sizes)
 	}
 	return h.queue.CopyBatch(h.near, h.far, h.sizes)
 }

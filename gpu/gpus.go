@@ -126,7 +126,7 @@ func (g *GPUs) Pin(b []byte) (unpin func() error, err error) {
 
 // New opens the CUDA driver. An error wraps cuda.ErrNotSupported where there is none, or no GPU.
 func New(cfg Config) (*GPUs, error) {
-	p, err := openPlatform(cfg.Table)
+	p, err := openPlatform(func(model string) int { return cfg.Table.Limits(model).PackBlocks })
 	if err != nil {
 		return nil, err
 	}
@@ -242,7 +242,7 @@ var errNoPeer = errors.New("stage: no peer access")
 // pair moves bytes from one GPU to another, or within one GPU.
 type pair struct {
 	peers []*Peer
-	learn chooser // beside engines that compute
+	learn *chooser // beside engines that compute
 	// idle admits kernels as long as no engine computes on either GPU. Without it, learn would go on
 	// with what it has learned beside an engine, and would take the way through host memory for an
 	// idle GPU. nil: no probe works here, and learn has it all.
@@ -280,11 +280,18 @@ func (p *pair) run(moves []Move) error {
 	}
 	least := p.peers[0]
 	for _, q := range p.peers[1:] {
-		if len(q.free) > len(least.free) {
+		if q.idleRuns() > least.idleRuns() {
 			least = q
 		}
 	}
 	return least.Run(moves)
+}
+
+// pairProbe detects whether both GPUs are idle.
+func (g *GPUs) pairProbe(from, to *GPU) *knocker {
+	return newKnocker(Auto, time.Now, func() bool {
+		return from.idle(g.knock) && (from == to || to.idle(g.knock))
+	})
 }
 
 func (g *GPUs) pair(from, to *GPU) (*pair, error) {
@@ -316,14 +323,13 @@ func (g *GPUs) pair(from, to *GPU) (*pair, error) {
 			}
 		}
 	}
-	p := &pair{learn: chooser{fixed: g.cfg.Executor}, within: from == to}
-	if g.cfg.Executor == InEngine {
-		p.learn.fixed = Copy // by way of the host, in hops, which engines pack
+	fixed := g.cfg.Executor
+	if fixed == InEngine {
+		fixed = Copy // by way of the host, in hops, which engines pack
 	}
+	p := &pair{learn: newChooser(fixed, 0), within: from == to}
 	if from.reaching() == Auto && to.reaching() == Auto {
-		p.idle = newKnocker(Auto, time.Now, func() bool {
-			return from.idle(g.knock) && (from == to || to.idle(g.knock))
-		})
+		p.idle = g.pairProbe(from, to)
 	}
 	for range PeerPipelines {
 		q, err := g.newPeer(from, to)

@@ -403,8 +403,7 @@ func TestTriedWithLittle(t *testing.T) {
 	p.idle = nil // as where no probe works
 	p.learn.took(Pack, 1<<20, time.Unix(1, 0), time.Unix(1, 1e6))
 	crossed := func() (n uint64) { // what went over the link between the two
-		for _, q := range p.peers {
-			d := q.src.dev.(*fakeDevice)
+		for _, d := range plat.devices[0][1:] { // those of the pipelines
 			d.mu.Lock()
 			n += d.bytes
 			d.mu.Unlock()
@@ -425,12 +424,7 @@ func TestTriedWithLittle(t *testing.T) {
 		if most := uint64(n*block) * 21 / 20; all && got < n*block || !all && (got > most-probeBytes || got < n*block-probeBytes-block) {
 			t.Errorf("%d bytes crossed the link of %d; all: %v", got, n*block, all)
 		}
-		p.learn.mu.Lock()
-		p.learn.cost = [numExecutors]float64{Pack: 1, Copy: 2}
-		for e := range p.learn.probe {
-			p.learn.probe[e] = time.Now().Add(time.Hour)
-		}
-		p.learn.mu.Unlock()
+		p.learn = Decided(map[Executor]float64{Pack: 1, Copy: 2})
 	}
 	from.Release()
 	to.Release()
@@ -623,6 +617,18 @@ func BenchmarkMove(b *testing.B) {
 	}
 }
 
+// callsOf is how often an executor moved something.
+func callsOf(c *chooser, e Executor) uint64 {
+	for _, w := range c.state(nil, "", "") {
+		for _, x := range w.Executors {
+			if x.Executor == e.String() {
+				return x.Calls
+			}
+		}
+	}
+	return 0
+}
+
 // On idle GPUs kernels move blocks, whatever was learned beside engines, and nothing is learned. Beside
 // an engine blocks within one GPU go through host memory, by copy engines alone: its steps would
 // wait for the kernels. Between two GPUs the time decides.
@@ -631,13 +637,13 @@ func TestKernelsOnIdleGPUs(t *testing.T) {
 		name    string
 		to      int // the other GPU
 		busy    int
-		learned [numExecutors]float64
+		learned map[Executor]float64
 		beside  Executor
 	}{
-		{"within one", 0, 0, [numExecutors]float64{Pack: 1, Copy: 2}, Copy},
-		{"source busy", 1, 0, [numExecutors]float64{Pack: 2, Copy: 1}, Copy},
-		{"destination busy", 1, 1, [numExecutors]float64{Pack: 2, Copy: 1}, Copy},
-		{"kernels are learned", 1, 0, [numExecutors]float64{Pack: 1, Copy: 2}, Pack},
+		{"within one", 0, 0, map[Executor]float64{Pack: 1, Copy: 2}, Copy},
+		{"source busy", 1, 0, map[Executor]float64{Pack: 2, Copy: 1}, Copy},
+		{"destination busy", 1, 1, map[Executor]float64{Pack: 2, Copy: 1}, Copy},
+		{"kernels are learned", 1, 0, map[Executor]float64{Pack: 1, Copy: 2}, Pack},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			plat := newFakePlatform(2)
@@ -664,16 +670,8 @@ func TestKernelsOnIdleGPUs(t *testing.T) {
 				how  Executor
 			}{{"beside an engine", time.Millisecond, c.beside}, {"idle", patience, Pack}} {
 				g.knock = step.wait
-				p.idle.mu.Lock() // ask anew
-				p.idle.until, p.idle.heard, p.idle.pause = time.Time{}, time.Time{}, 0
-				p.idle.mu.Unlock()
-				p.learn.mu.Lock() // as learned beside an engine, and nothing is to be tried
-				p.learn.cost = c.learned
-				p.learn.best = c.beside
-				for e := range p.learn.probe {
-					p.learn.probe[e] = time.Now().Add(time.Hour)
-				}
-				p.learn.mu.Unlock()
+				p.idle = g.pairProbe(both[0], both[1])
+				p.learn = Decided(c.learned) // beside an engine
 				if step.wait == patience {
 					close(leave)
 					for end := time.Now().Add(patience); !busy.idle(patience); runtime.Gosched() {
@@ -683,23 +681,24 @@ func TestKernelsOnIdleGPUs(t *testing.T) {
 					}
 				}
 				clear(dst)
-				calls, cost := p.learn.calls, p.learn.cost
 				if err := both[1].Move(b, a); err != nil {
 					t.Fatal(err)
 				}
 				if !bytes.Equal(src, dst) {
 					t.Errorf("%s: content differs", step.what)
 				}
-				for e := range numExecutors {
-					if moved := p.learn.calls[e] > calls[e]; moved != (e == step.how) {
+				for _, e := range []Executor{Pack, Copy, InEngine} {
+					if moved := callsOf(p.learn, e) > 0; moved != (e == step.how) {
 						t.Errorf("%s: %s moved blocks: %v", step.what, e, moved)
 					}
 				}
-				if u := both[0]; c.to == 0 && u.in.calls[Pack]+u.out.calls[Pack] > 0 {
+				if u := both[0]; c.to == 0 && callsOf(u.in, Pack)+callsOf(u.out, Pack) > 0 {
 					t.Errorf("%s: a hop through host memory used a kernel", step.what)
 				}
-				if step.wait == patience && p.learn.cost != cost {
-					t.Errorf("%s: learned %v from it, before %v", step.what, p.learn.cost, cost)
+				if step.wait == patience {
+					if w := p.learn.state(nil, "", "")[0].Executors[0]; w.Rate != 1e9/c.learned[step.how] {
+						t.Errorf("%s: learned %v from it, before %v", step.what, w, c.learned)
+					}
 				}
 			}
 			from.Release()

@@ -26,7 +26,6 @@ type knocker struct {
 
 // How often kernels knock. Once they are inside, a knock would wait for themselves: now and then all of them end before the next one.
 const (
-	knockIdle  = 300 * time.Microsecond
 	knockGood  = time.Millisecond      // what was heard is taken to last so long
 	knockEvery = 50 * time.Millisecond // while lists follow each other
 	knockFirst = 20 * time.Millisecond // after one that found an engine, and twice as long after each more
@@ -110,6 +109,9 @@ func (k *knocker) state(out []WayState, gpu string) []WayState {
 	}
 	return out
 }
+
+// knockIdle is the longest that a knock takes on an idle GPU.
+const knockIdle = 300 * time.Microsecond
 
 // door is where a GPU is knocked at.
 type door struct {

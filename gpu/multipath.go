@@ -245,6 +245,22 @@ const (
 	calibrateRuns = 12
 )
 
+// Devices lists the devices of the links, the target's first.
+func (m *Multipath) Devices() []Device {
+	out := make([]Device, len(m.links))
+	for i, l := range m.links {
+		out[i] = l.dev
+	}
+	return out
+}
+
+// Waiting is the number of copies with bytes that no link has taken yet.
+func (m *Multipath) Waiting() int {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return len(m.jobs)
+}
+
 // Yield says whether relay i (in NewMultipath's order, from 0) has work of its own: then it takes no more chunks. What it has
 // taken it finishes.
 func (m *Multipath) Yield(relay int, busy bool) error {

@@ -111,6 +111,8 @@ type copyRig struct {
 const (
 	copyBytes = 4<<20 + 4096
 	patience  = 20 * time.Second
+
+	rigMin, rigMax = 32 << 10, 256 << 10 // bytes of a chunk
 )
 
 func newCopyRig(t *testing.T, gpus int) *copyRig {
@@ -123,7 +125,7 @@ func rigOf(t *testing.T, p *contexts, cfg Config) *copyRig {
 	r := &copyRig{p: p}
 	gpus := p.n
 	r.g = must(newGPUs(r.p, cfg))(t)
-	r.c = newCopier(r.g, copierShape{testMin, testMax, 4 * testMin, 2 * testMin, 1 << 20, 64 << 10, patience})
+	r.c = newCopier(r.g, copierShape{rigMin, rigMax, 4 * rigMin, 2 * rigMin, 1 << 20, 64 << 10, patience})
 	for i := range gpus {
 		h, b := r.p.lend(i, copyBytes+8192, 4096)
 		r.gpu = append(r.gpu, must(r.g.Import(mem.NewID(), h.Append(nil), -1, copyBytes))(t))
@@ -165,20 +167,19 @@ func (r *copyRig) threshold(t *testing.T, gpu int, n uint64) *paths {
 	t.Helper()
 	p := must(r.c.path(r.gpu[gpu].Device().(*GPU)))(t)
 	defer p.mu.RUnlock()
-	for i, l := range p.m.links {
+	for i, d := range p.m.Devices() {
 		at := gpu
 		if i > 0 {
 			at = p.relays[i-1].index
 		}
-		l.dev.(*fakeDevice).foreign = func(x cuda.Ptr) bool { return r.p.elsewhere(at, x) }
+		d.(*fakeDevice).foreign = func(x cuda.Ptr) bool { return r.p.elsewhere(at, x) }
 	}
 	p.m.SetThreshold(n)
 	return p
 }
 
 // copies counts what a link's device has copied.
-func copies(l *link) int {
-	d := l.dev.(*fakeDevice)
+func copies(d *fakeDevice) int {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return d.copies
@@ -266,10 +267,10 @@ func TestCopierYields(t *testing.T) {
 	r := newCopyRig(t, 3)
 	p := r.threshold(t, 0, 1<<20)
 	to, from := whole(r.gpu[0], r.host, 0, copyBytes)
-	relay := func(gpu int) *link { return p.m.links[gpu] } // GPU 0 is the target, the others follow in order
+	relay := func(gpu int) *fakeDevice { return p.m.Devices()[gpu].(*fakeDevice) } // GPU 0 is the target, the others follow in order
 	// The target's own link is held, so that the relays' share does not depend on who is faster.
 	gate := make(chan struct{})
-	relay(0).dev.(*fakeDevice).gate = gate
+	relay(0).gate = gate
 	own := r.gpu[1].Device().(*GPU)
 	hop := <-own.hops
 	before := [3]int{copies(relay(0)), copies(relay(1)), copies(relay(2))}
@@ -308,10 +309,7 @@ func TestCopierYields(t *testing.T) {
 		t.Errorf("the relay with a copy of its own made %d copies", n-before[1])
 	}
 	r.c.yield(p)
-	p.m.mu.Lock()
-	busy := relay(1).busy
-	p.m.mu.Unlock()
-	if busy {
+	if p.m.Links()[1].State == LinkYields {
 		t.Error("the relay is busy for ever")
 	}
 }

@@ -246,7 +246,7 @@ func TestLanesLinkDies(t *testing.T) {
 		to, from := whole(r.gpu[0], r.host, 0, copyBytes)
 		r.reach(t, to, from)
 		p := r.threshold(t, 0, 1<<20)
-		d := p.m.links[dies].dev.(*fakeDevice)
+		d := p.m.Devices()[dies].(*fakeDevice)
 		d.mu.Lock()
 		d.failAfter = 3
 		d.mu.Unlock()
@@ -286,9 +286,9 @@ func TestLanesLinkHangs(t *testing.T) {
 		open()
 		openFirst()
 	})
-	p.m.links[2].dev.(*fakeDevice).gate = gate
-	for _, l := range p.m.links[:2] { // they take what they can hold, and leave the relay the rest
-		l.dev.(*fakeDevice).gate = first
+	p.m.Devices()[2].(*fakeDevice).gate = gate
+	for _, d := range p.m.Devices()[:2] { // they take what they can hold, and leave the relay the rest
+		d.(*fakeDevice).gate = first
 	}
 	done := make(chan error, 1)
 	state := func(i int) LinkState { return p.m.Links()[i] }
@@ -296,10 +296,7 @@ func TestLanesLinkHangs(t *testing.T) {
 	until(t, "the relay holds something", func() bool { return state(2).InFlight > 0 })
 	openFirst()
 	until(t, "the others have done the rest, and the relay is silent", func() bool {
-		p.m.mu.Lock()
-		waits := len(p.m.jobs)
-		p.m.mu.Unlock()
-		return waits == 0 && state(0).InFlight == 0 && state(1).InFlight == 0 && state(2).State == LinkSilent
+		return p.m.Waiting() == 0 && state(0).InFlight == 0 && state(1).InFlight == 0 && state(2).State == LinkSilent
 	})
 	held := state(2).InFlight
 	for range 3 {

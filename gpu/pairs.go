@@ -17,23 +17,29 @@ const (
 // invalidValue is CUDA_ERROR_INVALID_VALUE.
 const invalidValue = 1
 
+// rowCopier holds the lists of copyIn between two calls.
+type rowCopier struct {
+	rows  []cuda.Rows
+	alone []int
+}
+
 // copyIn enqueues copies from host memory to the GPU, in no order among each other. Of the slices, which are as long, it only reads. Should a driver not
 // take rows that lie in different allocations, it gets all of them as single copies: some twice, of the same bytes.
-func (h *hop) copyIn(dst, src []cuda.Ptr, n []uint64) error {
+func (r *rowCopier) copyIn(q Queue, dst, src []cuda.Ptr, n []uint64) error {
 	large := true
 	for i := range n {
 		large = large && n[i] >= pairBelow
 	}
 	if large {
-		return h.queue.CopyBatch(dst, src, n)
+		return q.CopyBatch(dst, src, n)
 	}
-	h.rows, h.alone = pairs(h.rows[:0], h.alone[:0], dst, src, n)
-	for _, i := range h.alone {
-		h.rows = append(h.rows, cuda.Rows{Dst: uint64(dst[i]), Src: uint64(src[i]), DstPitch: n[i], SrcPitch: n[i], Width: n[i], Height: 1})
+	r.rows, r.alone = pairs(r.rows[:0], r.alone[:0], dst, src, n)
+	for _, i := range r.alone {
+		r.rows = append(r.rows, cuda.Rows{Dst: uint64(dst[i]), Src: uint64(src[i]), DstPitch: n[i], SrcPitch: n[i], Width: n[i], Height: 1})
 	}
-	err := h.queue.CopyRows(h.rows)
+	err := q.CopyRows(r.rows)
 	if e := (*cuda.Error)(nil); errors.As(err, &e) && e.Code == invalidValue {
-		return h.queue.CopyBatch(dst, src, n)
+		return q.CopyBatch(dst, src, n)
 	}
 	return err
 }

@@ -43,9 +43,13 @@ const (
 	PeerRuns    = 8        // at once; more wait
 	MaxRuns     = 64 << 10 // of one stage
 	DirectBytes = 16 << 20 // pieces of so many bytes skip packing
-	packAlign   = 16
-	runBytes    = 40 // sizeof(struct kvs_run)
-	runOuter    = 16 // offset of outer in it
+)
+
+// Lists of the kernels.
+const (
+	packAlign = 16 // addresses and lengths are multiples of it
+	runBytes  = 40 // sizeof(struct kvs_run)
+	runOuter  = 16 // offset of outer in it
 )
 
 // Peer moves scattered blocks from one GPU to another: pack into a dense buffer, one copy across the link by the source GPU's
@@ -438,6 +442,9 @@ func (p *Peer) issue(b *stageBuffer, bytes uint64, rearrange func(side int, q Qu
 	}
 	return p.dst.queue.Record(b.unpacked)
 }
+
+// idleRuns is how many runs may begin at once.
+func (p *Peer) idleRuns() int { return len(p.free) }
 
 // Close waits for the runs that have begun and frees the buffers. Later calls of Run get net.ErrClosed.
 func (p *Peer) Close() error {

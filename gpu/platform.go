@@ -14,14 +14,14 @@ import (
 // cudaPlatform is the host's driver.
 type cudaPlatform struct {
 	devices []cuda.Device
-	table   *Table
+	blocks  func(model string) int // thread blocks of the kernels, as measured; 0: as many as there are multiprocessors
 	version string // of the kernel's driver
 }
 
 // driverVersion is where the kernel says which driver it has, also in containers.
 const driverVersion = "/sys/module/nvidia/version"
 
-func openPlatform(t *Table) (platform, error) {
+func openPlatform(blocks func(model string) int) (platform, error) {
 	d, err := cuda.Open()
 	if err != nil {
 		return nil, err
@@ -30,7 +30,7 @@ func openPlatform(t *Table) (platform, error) {
 	if err != nil {
 		version = []byte("unknown")
 	}
-	return cudaPlatform{d.Devices, t, strings.TrimSpace(string(version))}, nil
+	return cudaPlatform{d.Devices, blocks, strings.TrimSpace(string(version))}, nil
 }
 
 func (p cudaPlatform) Model(i int) string {
@@ -58,7 +58,7 @@ func (p cudaPlatform) Open(i int) (card, error) {
 	if err != nil {
 		return nil, err
 	}
-	return cudaCard{c, p.table.Limits(p.Model(i)).PackBlocks}, nil
+	return cudaCard{c, p.blocks(p.Model(i))}, nil
 }
 
 func (p cudaPlatform) CanAccess(from, to int) (bool, error) {

@@ -4,7 +4,7 @@ package gpu
 
 import "github.com/kvspray/kvspray/internal/sys/cuda"
 
-func openPlatform(*Table) (platform, error) {
+func openPlatform(func(model string) int) (platform, error) {
 	_, err := cuda.Open()
 	return nil, err
 }
