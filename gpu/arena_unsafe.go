@@ -1,6 +1,8 @@
 package gpu
 
-import "unsafe"
+import (
+	"unsafe"
+)
 
 // offsetIn is where p lies in arena, if it lies there as a whole.
 func offsetIn(arena, p []byte) (uintptr, bool) {

@@ -1,23 +1,16 @@
 package gpu
 
 import (
-	"encoding/hex"
 	"fmt"
 	"maps"
 	"slices"
-	"strconv"
-	"strings"
 	"sync/atomic"
+
+	"github.com/kvspray/kvspray/gpu/peercopy"
 )
 
-// All names every GPU of the host, where GPUs are named.
-const All = "all"
-
 // PipelineBytes is what one direction between two GPUs takes on each of them, and twice on one GPU that is both.
-func PipelineBytes(maxStage uint64) uint64 { return PeerPipelines * pipelineBytes(maxStage) }
-
-// pipelineBytes is what one pipeline takes on each of its GPUs.
-func pipelineBytes(maxStage uint64) uint64 { return PeerDepth * (maxStage + listBytes) }
+func PipelineBytes(maxStage uint64) uint64 { return PeerPipelines * peercopy.Bytes(maxStage) }
 
 // budget bounds the memory that this process allocates on one GPU. The context is the driver's, and comes on top.
 type budget struct {
@@ -66,44 +59,4 @@ func (g *GPUs) Memory() (out []MemoryState) {
 		out = append(out, s)
 	}
 	return out
-}
-
-// Use opens GPUs before any memory of theirs is imported, so that what this process needs of them is taken. Each name is a number, as the
-// driver counts, a UUID as nvidia-smi prints it, or All.
-func (g *GPUs) Use(names []string) error {
-	for _, name := range names {
-		which, err := g.named(name)
-		if err != nil {
-			return err
-		}
-		for _, i := range which {
-			if _, err := g.open(i); err != nil {
-				return fmt.Errorf("stage: %w", err)
-			}
-		}
-	}
-	return nil
-}
-
-func (g *GPUs) named(name string) ([]int, error) {
-	if name == All {
-		all := make([]int, len(g.ids))
-		for i := range all {
-			all[i] = i
-		}
-		return all, nil
-	}
-	if i, err := strconv.Atoi(name); err == nil {
-		if i < 0 || i >= len(g.ids) {
-			return nil, fmt.Errorf("stage: GPU %d is not one of the %d here", i, len(g.ids))
-		}
-		return []int{i}, nil
-	}
-	_, digits, _ := strings.Cut(name, "-")
-	if id, err := hex.DecodeString(strings.ReplaceAll(digits, "-", "")); err == nil && len(id) == len(g.ids[0]) {
-		if i := slices.Index(g.ids, [16]byte(id)); i >= 0 {
-			return []int{i}, nil
-		}
-	}
-	return nil, fmt.Errorf("stage: no GPU %q here, %d others: name one that nvidia-smi -L lists in this container", name, len(g.ids))
 }

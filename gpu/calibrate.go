@@ -9,6 +9,8 @@ import (
 	"slices"
 	"time"
 
+	"github.com/kvspray/kvspray/gpu/device"
+	"github.com/kvspray/kvspray/gpu/policy"
 	"github.com/kvspray/kvspray/internal/sys/cuda"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
@@ -32,24 +34,17 @@ func fullCalibration() calibration {
 	return c
 }
 
-// packSizer is a Packer whose kernels can be made narrower.
-type packSizer interface {
-	// PackBlocks is how many thread blocks its kernels run on, and SetPackBlocks changes that.
-	PackBlocks() int
-	SetPackBlocks(n int)
-}
-
 // enough: fewer thread blocks than the best number are as good where they reach so much of its rate. The engine has the rest.
 const enough = 0.95
 
 // Calibrate measures each model of GPU of the host under load: a stream of kernels keeps the GPU busy, as its engine does, since what
 // is best on an idle one is not. It opens every GPU, takes a few hundred MiB of each, and slows down whoever uses them for some seconds.
-func Calibrate(ctx context.Context, g *GPUs) (*Table, error) {
+func Calibrate(ctx context.Context, g *GPUs) (*policy.Table, error) {
 	return calibrate(ctx, g, fullCalibration())
 }
 
-func calibrate(ctx context.Context, g *GPUs, cal calibration) (_ *Table, err error) {
-	t := &Table{Version: tableVersion, GPUs: map[string]Limits{}}
+func calibrate(ctx context.Context, g *GPUs, cal calibration) (_ *policy.Table, err error) {
+	t := &policy.Table{Version: policy.TableVersion, GPUs: map[string]policy.Limits{}}
 	var opened []*GPU
 	var failed []error
 	for i := range g.ids {
@@ -84,17 +79,17 @@ func calibrate(ctx context.Context, g *GPUs, cal calibration) (_ *Table, err err
 		t.GPUs[model] = l
 		g.cfg.Log.Info("gpu measured", "gpu", u.index, "model", model, "pack_blocks", l.PackBlocks, "direct_bytes", l.DirectBytes, "every_link_bytes", l.EveryLink)
 	}
-	return t, t.check()
+	return t, t.Check()
 }
 
 // gpu measures one, under load.
-func (cal *calibration) gpu(c *Copier, u *GPU) (l Limits, err error) {
+func (cal *calibration) gpu(c *Copier, u *GPU) (l policy.Limits, err error) {
 	stop, err := cal.load(u)
 	if err != nil {
 		return l, err
 	}
 	defer func() { err = errors.Join(err, stop()) }()
-	l = Limits{Measured: time.Now().UTC().Truncate(time.Second), EveryLink: map[int]uint64{}}
+	l = policy.Limits{Measured: time.Now().UTC().Truncate(time.Second), EveryLink: map[int]uint64{}}
 	if l.PackBlocks, err = cal.packBlocks(u); err != nil {
 		return l, err
 	}
@@ -112,9 +107,9 @@ func (cal *calibration) gpu(c *Copier, u *GPU) (l Limits, err error) {
 
 // packing is a list of scattered pieces on a GPU, and a kernel that packs them.
 type packing struct {
-	d     Packer
-	q     Queue
-	done  Event
+	d     device.Packer
+	q     device.Queue
+	done  device.Event
 	mem   cuda.Ptr // the pieces, then as much for them packed
 	bases cuda.Ptr
 	n     int
@@ -214,7 +209,7 @@ func (cal *calibration) packBlocks(u *GPU) (n int, err error) {
 		return 0, err
 	}
 	defer func() { err = errors.Join(err, k.close()) }()
-	s, ok := k.d.(packSizer)
+	s, ok := k.d.(device.PackSizer)
 	if !ok {
 		return 0, nil
 	}
@@ -281,19 +276,19 @@ func (cal *calibration) directBytes(c *Copier, p *paths, u *GPU) (n uint64, err 
 		for i := range lists {
 			for _, k := range rand.Perm(int(cal.bytes / size))[:min(cal.bytes/size, pieceLimit)] {
 				off := uint64(k) * apart * size
-				lists[i].parts = append(lists[i].parts, Part{Host: w.at + cuda.Ptr(off), Dev: at + cuda.Ptr(off), Len: size})
+				lists[i].pieces = append(lists[i].pieces, device.Piece{Host: w.at + cuda.Ptr(off), Dev: at + cuda.Ptr(off), Len: size})
 				lists[i].near = append(lists[i].near, mem.Block{Region: host, Off: off, Len: size})
 				lists[i].far = append(lists[i].far, mem.Block{Region: far, Off: off, Len: size})
 			}
 		}
 		var a, b time.Duration
-		for _, dir := range []Direction{HostToDevice, DeviceToHost} {
-			x, err := cal.median(func(run int) error { return p.m.copyDirect(dir, lists[run].parts) })
+		for _, dir := range []device.Direction{device.HostToDevice, device.DeviceToHost} {
+			x, err := cal.median(func(run int) error { return p.m.CopyDirect(dir, lists[run].pieces) })
 			if err != nil {
 				return 0, err
 			}
 			y, err := cal.median(func(run int) error {
-				if dir == DeviceToHost {
+				if dir == device.DeviceToHost {
 					return u.Move(lists[run].near, lists[run].far)
 				}
 				return u.Move(lists[run].far, lists[run].near)
@@ -310,7 +305,7 @@ func (cal *calibration) directBytes(c *Copier, p *paths, u *GPU) (n uint64, err 
 
 // list is what one run of directBytes copies, as copy engines and as a buffer's way take it.
 type list struct {
-	parts     []Part
+	pieces    []device.Piece
 	near, far []mem.Block
 }
 
@@ -326,14 +321,8 @@ func crossover(sizes []uint64, a, b []time.Duration) uint64 {
 	return n
 }
 
-// modeler is a platform that can say what it measures.
-type modeler interface {
-	// Model names a GPU and its driver; empty: unknown.
-	Model(i int) string
-}
-
 func (g *GPUs) model(i int) string {
-	if m, ok := g.plat.(modeler); ok {
+	if m, ok := g.plat.(device.Modeler); ok {
 		return m.Model(i)
 	}
 	return ""

@@ -2,11 +2,11 @@ package gpu
 
 import (
 	"errors"
-	"fmt"
 	"slices"
 	"sync/atomic"
 	"time"
 
+	"github.com/kvspray/kvspray/gpu/policy"
 	"github.com/kvspray/kvspray/internal/board"
 	"github.com/kvspray/kvspray/internal/sys/cuda"
 	"github.com/kvspray/kvspray/internal/sys/mem"
@@ -24,8 +24,8 @@ type Engine struct {
 
 // The bounds of work in an engine.
 const (
-	workPatience = 2 * time.Millisecond   // until a slot that nobody has taken is revoked
-	workRest     = 100 * time.Millisecond // then the engine is left alone for so long
+	workTimeout  = 2 * time.Millisecond   // until a slot that nobody has taken is revoked
+	engineRest   = 100 * time.Millisecond // then the engine is left alone for so long
 	workExitLook = 10 * time.Millisecond  // between two looks whether the engine is dead
 	workLate     = 10 * time.Second       // after which the log says that an engine does not finish
 	workPause    = 20 * time.Microsecond  // between two looks at a done word
@@ -80,7 +80,7 @@ func (g *GPUs) Attach(e Engine) (detach func()) {
 		n.gpu = u
 		n.spans = append(n.spans, lentRegion{cuda.Ptr(r.Base()), r.Size(), i})
 	}
-	if n.gpu == nil || g.cfg.Executor == Pack || g.cfg.Executor == Copy || cap(n.gpu.hops) <= workSpare {
+	if n.gpu == nil || g.cfg.Method == policy.Pack || g.cfg.Method == policy.Copy || cap(n.gpu.slots) <= workSpare {
 		n.release()
 		return nil
 	}
@@ -91,7 +91,7 @@ func (g *GPUs) Attach(e Engine) (detach func()) {
 		n.release()
 		return nil
 	}
-	n.slots = make(chan int, min(board.WorkSlots-1, cap(u.hops)-workSpare))
+	n.slots = make(chan int, min(board.WorkSlots-1, cap(u.slots)-workSpare))
 	for i := range cap(n.slots) {
 		n.slots <- i + 1
 	}
@@ -177,121 +177,4 @@ func (e *engine) find(p cuda.Ptr, n uint64) *lentRegion {
 func (s *lentRegion) has(p cuda.Ptr, n uint64) bool {
 	off := uint64(p - s.base)
 	return p >= s.base && off <= s.size && n <= s.size-off
-}
-
-// workplace is a slot of an engine that a hop has acquired. The zero value is none.
-type workplace struct {
-	engine *engine
-	slot   int
-}
-
-// workplace finds the engine that has all blocks of a hop and can take it now.
-func (u *GPU) workplace(h *hop) (none workplace) {
-	all := *u.engines.Load()
-	i := slices.IndexFunc(all, func(e *engine) bool { return e.find(cuda.Ptr(h.pieces[0].Off), h.pieces[0].Len) != nil })
-	if i < 0 || !h.lent {
-		return none
-	}
-	e := all[i]
-	if !e.acquire() {
-		return none
-	}
-	if e.ready() && e.has(h) {
-		select {
-		case slot := <-e.slots:
-			return workplace{e, slot}
-		default:
-		}
-	}
-	e.release()
-	return none
-}
-
-// has reports whether all blocks of a hop are the engine's.
-func (e *engine) has(h *hop) bool {
-	for i := range h.pieces {
-		if e.find(cuda.Ptr(h.pieces[i].Off), h.pieces[i].Len) == nil {
-			return false
-		}
-	}
-	return true
-}
-
-// giveBack ends what GPU.workplace began. A slot that a dead engine had is not used again.
-func (w workplace) giveBack(err error) {
-	if !errors.Is(err, errEngineGone) {
-		w.engine.slots <- w.slot
-	}
-	w.engine.release()
-}
-
-// run has the engine pack or unpack h, and waits for it.
-func (w workplace) run(h *hop, op uint32) error {
-	e, slot := w.engine, w.slot
-	runs, axes := 0, mem.OneAxis
-	if e.Work.Rows() {
-		axes = mem.BothAxes
-	}
-	var bytes uint64
-	for rest := h.pieces; len(rest) > 0; {
-		region := e.find(cuda.Ptr(rest[0].Off), rest[0].Len)
-		// Regions may lie at equal distances, too, and those in the engine lie elsewhere: a run ends where its region does.
-		n := 1
-		for n < len(rest) && region.has(cuda.Ptr(rest[n].Off), rest[n].Len) {
-			n++
-		}
-		for here := rest[:n]; len(here) > 0; {
-			r, first := mem.Leading(here, axes), &here[0]
-			runs = e.Work.SetRun(slot, runs, board.WorkRun{Region: region.region, Off: first.Off - uint64(region.base), Stride: r.Stride, Outer: r.Outer,
-				Len: uint32(first.Len), Count: r.Count, Rows: r.Rows})
-			bytes += r.Pieces() * first.Len
-			here = here[r.Pieces():]
-		}
-		rest = rest[n:]
-	}
-	e.seqs[slot]++
-	seq := e.seqs[slot]
-	if e.Work.Post(slot, seq, board.WorkRequest{Op: op, Runs: uint32(runs), Dense: h.at, Bytes: bytes, Blocks: uint32(e.gpu.packBlocks)}) {
-		e.Ring()
-	}
-	return e.wait(slot, seq)
-}
-
-// wait returns when nothing of a slot runs or will run.
-func (e *engine) wait(slot int, seq uint64) (err error) {
-	start := time.Now()
-	looked, late := start, false
-	var refusal uint32
-	revocable := true
-	poll(workPause, func() bool {
-		var ended bool
-		if refusal, ended = e.Work.Ended(slot, seq); ended {
-			return true
-		}
-		now := time.Now()
-		if revocable && now.Sub(start) > e.gpu.gpus.patience {
-			if revocable = false; e.Work.Revoke(slot, seq) {
-				e.rest.Store(int64(time.Since(e.born) + workRest))
-				err = errNoEngine
-				return true
-			}
-		}
-		if now.Sub(looked) > workExitLook {
-			if looked = now; e.Exited() {
-				err = errEngineGone
-				return true
-			}
-			if !late && now.Sub(start) > workLate {
-				late = true
-				e.gpu.gpus.cfg.Log.Warn("an engine took work and does not finish it; its blocks stay as they are until it does or dies", "gpu", e.gpu.index,
-					"after", workLate)
-			}
-		}
-		return false
-	})
-	if err == nil && refusal != 0 {
-		e.turnOff("a kernel", refusal)
-		err = fmt.Errorf("%w: refused (%d)", errNoEngine, refusal)
-	}
-	return err
 }

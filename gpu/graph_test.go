@@ -125,7 +125,7 @@ func TestGraphBreaksBetween(t *testing.T) {
 // TestGraphEnds: a session ends, and another begins, while lists wait for replays that are few: every hop ends, and none is moved twice.
 func TestGraphEnds(t *testing.T) {
 	s := newShim(t)
-	s.g.patience = workPatience // of what nobody takes, as the session is over
+	s.g.workTimeout = workTimeout // of what nobody takes, as the session is over
 	moved, hops := 0, 0
 	for session := range 20 {
 		s.begin()

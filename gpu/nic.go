@@ -4,20 +4,13 @@ import (
 	"fmt"
 	"os"
 
+	"github.com/kvspray/kvspray/gpu/device"
 	"github.com/kvspray/kvspray/internal/sys/cuda"
 )
 
-// exporter is a card that lets NICs at its memory.
-type exporter interface {
-	// ExportDMABuf takes whole pages of the host.
-	ExportDMABuf(p cuda.Ptr, n uint64) (fd int, err error)
-	Attribute(cuda.Attribute) (int, error)
-	FlushRDMAWrites() error
-}
-
 // ExportDMABuf makes a dma-buf descriptor, the caller's, of the pages around [addr, addr+n); the range begins off bytes into it.
 func (u *GPU) ExportDMABuf(addr, n uint64) (fd int, off uint64, err error) {
-	x, ok := u.card.(exporter)
+	x, ok := u.card.(device.Exporter)
 	if !ok {
 		return -1, 0, fmt.Errorf("stage: GPU %d exports no dma-buf: %w", u.index, cuda.ErrNotSupported)
 	}
@@ -32,7 +25,7 @@ func (u *GPU) ExportDMABuf(addr, n uint64) (fd int, off uint64, err error) {
 // NICWrites says how the engine's kernels come to see what a NIC has written: nil where the platform orders that, else by flush, after the
 // NIC's completion. An error: there is no way.
 func (u *GPU) NICWrites() (flush func() error, err error) {
-	x, ok := u.card.(exporter)
+	x, ok := u.card.(device.Exporter)
 	if !ok {
 		return nil, fmt.Errorf("stage: GPU %d: %w", u.index, cuda.ErrNotSupported)
 	}

@@ -4,12 +4,13 @@ import (
 	"errors"
 	"testing"
 
+	"github.com/kvspray/kvspray/gpu/device"
 	"github.com/kvspray/kvspray/internal/sys/cuda"
 )
 
 // nicCard is a card that lets NICs at its memory; nothing else of it works.
 type nicCard struct {
-	card
+	device.Card
 	order, options int
 	first          cuda.Ptr
 	bytes          uint64
@@ -53,7 +54,7 @@ func TestExportDMABuf(t *testing.T) {
 	if _, _, err := u.ExportDMABuf(4096, 1); !errors.Is(err, c.err) {
 		t.Error(err)
 	}
-	if _, _, err := (&GPU{card: struct{ card }{}}).ExportDMABuf(4096, 1); !errors.Is(err, cuda.ErrNotSupported) {
+	if _, _, err := (&GPU{card: struct{ device.Card }{}}).ExportDMABuf(4096, 1); !errors.Is(err, cuda.ErrNotSupported) {
 		t.Errorf("a card that exports nothing: %v", err)
 	}
 }

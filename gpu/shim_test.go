@@ -19,26 +19,11 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/kvspray/kvspray/gpu/gputest"
 	"github.com/kvspray/kvspray/internal/board"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/internal/testutil"
 )
-
-// The library's own thread (pybind/src/work.c), in a process of its own and on a driver without a GPU, against this package: the memory
-// between the two, and who may touch what when, in C on one side and in Go on the other. The GPU's memory is a file that both map.
-const sharedBytes = 256 << 20
-
-// share puts what is allocated from now on into a file, whose bytes stand for the addresses from the next one on.
-func (m *fakeMachine) share(t testing.TB) (fd int) {
-	fd = must(unix.MemfdCreate("gpu", unix.MFD_CLOEXEC))(t)
-	must(0, unix.Ftruncate(fd, sharedBytes))(t)
-	m.shared = must(unix.Mmap(fd, 0, sharedBytes, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED))(t)
-	t.Cleanup(func() {
-		must(0, unix.Munmap(m.shared))(t)
-		must(0, unix.Close(fd))(t)
-	})
-	return fd
-}
 
 // shimDir is what buildShim made; TestMain takes it away.
 var shimDir string
@@ -100,25 +85,25 @@ func newShim(t testing.TB) *shim {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p := newFakePlatform(1)
-	base := p.m.next
-	p.m.base = base
-	fd := p.m.share(t)
+	p := gputest.NewPlatform(1)
+	base := p.Machine.Next
+	p.Machine.Base = base
+	fd := p.Machine.Share(t)
 	cfg := inEngine()
-	cfg.Hops = 6
-	g := patient(must(newGPUs(p, cfg))(t))
+	cfg.Slots = 6
+	g := patient(gputest.Must(newGPUs(p, cfg))(t))
 	s := &shim{fakeEngine: newFakeEngine(t, p, g, 0, 4<<20), t: t, g: g, exit: make(chan error, 1)}
-	s.host = must(mem.NewAnonymous("host", 4096))(t)
-	pair := must(unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0))(t)
+	s.host = gputest.Must(mem.NewAnonymous("host", 4096))(t)
+	pair := gputest.Must(unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0))(t)
 	s.socket = pair[0]
-	theirs, memory := os.NewFile(uintptr(pair[1]), "socket"), os.NewFile(uintptr(must(unix.Dup(fd))(t)), "gpu")
-	s.cmd = exec.Command(filepath.Join(dir, "work_engine"), fmt.Sprint(uint64(base)), fmt.Sprint(sharedBytes))
+	theirs, memory := os.NewFile(uintptr(pair[1]), "socket"), os.NewFile(uintptr(gputest.Must(unix.Dup(fd))(t)), "gpu")
+	s.cmd = exec.Command(filepath.Join(dir, "work_engine"), fmt.Sprint(uint64(base)), fmt.Sprint(gputest.SharedBytes))
 	s.cmd.Env = append(os.Environ(), "KVSPRAY_LIBCUDA="+filepath.Join(dir, "libfake_cuda.so"))
 	s.cmd.ExtraFiles = []*os.File{theirs, memory}
 	s.cmd.Stderr = os.Stderr
-	must(0, s.cmd.Start())(t)
+	gputest.Must(0, s.cmd.Start())(t)
 	t.Cleanup(func() { _ = s.cmd.Process.Kill() }) // where the test has failed; it may be stopped
-	must(0, errors.Join(theirs.Close(), memory.Close()))(t)
+	gputest.Must(0, errors.Join(theirs.Close(), memory.Close()))(t)
 	go func() {
 		err := s.cmd.Wait()
 		s.exited.Store(true)
@@ -144,7 +129,7 @@ func (s *shim) say(format string, args ...any) (st shimState) {
 
 func (s *shim) ask(command string) (st shimState, fds []int) {
 	s.t.Helper()
-	must(0, unix.Send(s.socket, []byte(command), unix.MSG_NOSIGNAL))(s.t)
+	gputest.Must(0, unix.Send(s.socket, []byte(command), unix.MSG_NOSIGNAL))(s.t)
 	answer, control := make([]byte, 512), make([]byte, unix.CmsgSpace(2*4))
 	n, k, _, _, err := unix.Recvmsg(s.socket, answer, control, unix.MSG_CMSG_CLOEXEC)
 	if err != nil || n == 0 {
@@ -153,8 +138,8 @@ func (s *shim) ask(command string) (st shimState, fds []int) {
 	if _, err := fmt.Sscan(string(answer[:n]), &st.moved, &st.astray, &st.jobs, &st.overs, &st.inGraphs, &st.moveWaits); err != nil {
 		s.t.Fatalf("%s: %q: %v", command, answer[:n], err)
 	}
-	for _, m := range must(unix.ParseSocketControlMessage(control[:k]))(s.t) {
-		fds = append(fds, must(unix.ParseUnixRights(&m))(s.t)...)
+	for _, m := range gputest.Must(unix.ParseSocketControlMessage(control[:k]))(s.t) {
+		fds = append(fds, gputest.Must(unix.ParseUnixRights(&m))(s.t)...)
 	}
 	return st, fds
 }
@@ -166,16 +151,16 @@ func (s *shim) begin() {
 	if len(fds) != 2 {
 		s.t.Fatalf("%d descriptors", len(fds))
 	}
-	b := must(unix.Mmap(fds[0], 0, board.WorkBytes, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED))(s.t)
+	b := gputest.Must(unix.Mmap(fds[0], 0, board.WorkBytes, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED))(s.t)
 	s.maps = append(s.maps, b)
-	must(0, unix.Close(fds[0]))(s.t)
+	gputest.Must(0, unix.Close(fds[0]))(s.t)
 	s.t.Cleanup(func() { _ = unix.Close(fds[1]) })
 	ring := func() {
 		if _, err := unix.Write(fds[1], binary.LittleEndian.AppendUint64(nil, 1)); err != nil {
 			s.t.Error(err)
 		}
 	}
-	s.detach = s.g.Attach(Engine{Work: must(board.ParseWork(b))(s.t), Regions: []*mem.Region{s.host, s.region}, Exited: s.exited.Load, Ring: ring,
+	s.detach = s.g.Attach(Engine{Work: gputest.Must(board.ParseWork(b))(s.t), Regions: []*mem.Region{s.host, s.region}, Exited: s.exited.Load, Ring: ring,
 		End: func() { s.ended.Add(1) }})
 	if !s.opened() {
 		s.t.Fatal("the engine takes no work")
@@ -191,17 +176,17 @@ func (s *shim) end() {
 // quit ends the process, which must have been at ease until then.
 func (s *shim) quit(want string) {
 	s.t.Helper()
-	must(0, unix.Close(s.socket))(s.t)
+	gputest.Must(0, unix.Close(s.socket))(s.t)
 	switch err := <-s.exit; {
 	case want == "" && err != nil, want != "" && (err == nil || err.Error() != want):
 		s.t.Errorf("the engine's process ended with %v, want %q", err, want)
 	}
 	for _, b := range s.maps {
-		must(0, unix.Munmap(b))(s.t)
+		gputest.Must(0, unix.Munmap(b))(s.t)
 	}
 	s.region.Release()
 	s.host.Release()
-	must(0, s.g.Close())(s.t)
+	gputest.Must(0, s.g.Close())(s.t)
 }
 
 // inFlight waits until so many kernels and stores wait in the driver.
@@ -341,7 +326,7 @@ func TestShimDies(t *testing.T) {
 		t.Fatalf("the engine lives and has done nothing, and its hop returned: %v", err)
 	case <-time.After(3 * workExitLook): // for what must not come
 	}
-	must(0, s.cmd.Process.Kill())(t)
+	gputest.Must(0, s.cmd.Process.Kill())(t)
 	if err := <-result; !errors.Is(err, errEngineGone) {
 		t.Errorf("error %v", err)
 	}
@@ -373,9 +358,9 @@ func TestShimSleeps(t *testing.T) {
 	s := newShim(t)
 	s.begin()
 	n := (*s.region.Device().(*GPU).engines.Load())[0]
-	s.g.patience = workPatience
+	s.g.workTimeout = workTimeout
 	before := s.say("look").moved
-	must(0, s.cmd.Process.Signal(syscall.SIGSTOP))(t)
+	gputest.Must(0, s.cmd.Process.Signal(syscall.SIGSTOP))(t)
 	s.stopped()
 	for i := range uint64(5) {
 		n.rest.Store(0)
@@ -383,7 +368,7 @@ func TestShimSleeps(t *testing.T) {
 			t.Error(err)
 		}
 	}
-	must(0, s.cmd.Process.Signal(syscall.SIGCONT))(t)
+	gputest.Must(0, s.cmd.Process.Signal(syscall.SIGCONT))(t)
 	patient(s.g)
 	n.rest.Store(0)
 	if err := <-s.gather(9); err != nil {

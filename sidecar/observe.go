@@ -14,6 +14,8 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/kvspray/kvspray/gpu/policy"
+
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
 	"github.com/kvspray/kvspray/connector"
@@ -610,7 +612,7 @@ type stateView struct {
 	// Links are the paths of large copies between host memory and each GPU.
 	Links []gpu.PathState `json:"gpu_links"`
 	// Executors are the copy methods for scattered blocks of a GPU, with their bytes.
-	Executors []gpu.WayState `json:"gpu_executors"`
+	Executors []policy.RouteState `json:"gpu_executors"`
 	// Control lanes to each peer, each as its two addresses. By boot.
 	Control map[string][]string `json:"control"`
 	// Routes are the paths to each peer, best first, with the reason for each unused one. By boot.

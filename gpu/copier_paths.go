@@ -1,0 +1,312 @@
+package gpu
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvspray/kvspray/gpu/device"
+	"github.com/kvspray/kvspray/gpu/multipath"
+	"github.com/kvspray/kvspray/internal/sys/cuda"
+	"github.com/kvspray/kvspray/internal/sys/mem"
+)
+
+// paths is the ways to one GPU.
+type paths struct {
+	active atomic.Int32 // copies with the host under way
+
+	making sync.Mutex // held by whoever makes a path set; taken before mu
+
+	mu     sync.RWMutex // read by copies while they last; protects the three below, of which relays are written with importing held, too
+	m      *multipath.Multipath
+	relays []*GPU
+	tried  int // GPUs in use when relays were looked up
+
+	importing sync.Mutex // protects imported, and is held while something is imported; taken after mu
+	imported  map[*mem.Region]view
+}
+
+// view is an engine's memory as the relays' contexts have it, and what that adds to an address, by link: Part.Shift.
+type view struct {
+	foreign []foreign
+	shift   []cuda.Ptr
+}
+
+// foreign is an engine's memory as a relay's context has it.
+type foreign struct {
+	at cuda.Ptr
+	n  uint64
+}
+
+// path returns the ways to u, held for reading.
+func (c *Copier) path(u *GPU) (*paths, error) {
+	c.mu.Lock()
+	p := c.paths[u]
+	if p == nil {
+		p = &paths{imported: map[*mem.Region]view{}}
+		c.paths[u] = p
+	}
+	c.mu.Unlock()
+	for {
+		p.mu.RLock()
+		used := c.gpus.used()
+		if p.m != nil && p.tried == len(used) {
+			return p, nil
+		}
+		p.mu.RUnlock()
+		if err := c.make(p, u, used); err != nil {
+			return nil, err
+		}
+	}
+}
+
+// used lists the GPUs whose memory somebody has lent us, in order. Others are left alone: a context on them is not ours to make.
+func (g *GPUs) used() (all []*GPU) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	for i := range g.ids {
+		if u := g.gpus[i]; u != nil {
+			all = append(all, u)
+		}
+	}
+	return all
+}
+
+// make makes, or replaces, the path set to u. Copies over an older one go on meanwhile.
+func (c *Copier) make(p *paths, u *GPU, used []*GPU) error {
+	p.making.Lock()
+	defer p.making.Unlock()
+	if p.m != nil && p.tried == len(used) { // both are written under making
+		return nil // somebody else was faster
+	}
+	c.mu.Lock()
+	closed := c.closed
+	c.mu.Unlock()
+	if closed {
+		return net.ErrClosed
+	}
+	var relays []*GPU
+	for _, r := range used {
+		if r != u && c.gpus.reachable(u, r) {
+			relays = append(relays, r)
+		}
+	}
+	m, err := c.multipath(u, relays)
+	if err != nil && len(relays) > 0 {
+		c.gpus.cfg.Log.Warn("links of other GPUs are not used", "gpu", u.index, "relays", len(relays), "err", err)
+		relays = nil
+		m, err = c.multipath(u, nil)
+	}
+	if err != nil {
+		return fmt.Errorf("stage: paths to GPU %d: %w", u.index, err)
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if err := c.closePathsLocked(p, u); err != nil {
+		c.gpus.cfg.Log.Warn("paths not closed", "gpu", u.index, "err", err)
+	}
+	p.importing.Lock()
+	defer p.importing.Unlock()
+	p.m, p.relays, p.tried = m, relays, len(used)
+	return nil
+}
+
+// reachable reports whether the two reach each other's memory, and lets them.
+func (g *GPUs) reachable(a, b *GPU) bool {
+	if g.cfg.PeerDisable {
+		return false
+	}
+	for _, k := range [][2]*GPU{{a, b}, {b, a}} {
+		if ok, err := g.plat.CanAccess(k[0].index, k[1].index); !ok || err != nil || k[0].card.Reach(k[1].card) != nil {
+			return false
+		}
+	}
+	return true
+}
+
+func (c *Copier) multipath(u *GPU, relays []*GPU) (_ *multipath.Multipath, err error) {
+	devs := make([]device.Device, 0, 1+len(relays))
+	for _, g := range append([]*GPU{u}, relays...) {
+		d, err := g.card.NewPacker()
+		if err != nil {
+			for _, d := range devs {
+				err = errors.Join(err, d.Close())
+			}
+			return nil, err
+		}
+		devs = append(devs, d)
+	}
+	m, err := multipath.NewSized(c.shape.minChunk, c.shape.maxChunk, devs[0], devs[1:]...)
+	if err != nil {
+		return nil, err
+	}
+	c.mu.Lock()
+	known := c.limitsLocked(u).EveryLink[len(devs)]
+	c.mu.Unlock()
+	if known > 0 {
+		m.SetThreshold(known)
+	} else if len(relays) > 0 {
+		start := time.Now()
+		if err := c.measure(m, u); err != nil {
+			m.SetThreshold(multipath.DefaultThreshold)
+			c.gpus.cfg.Log.Warn("paths not measured; the threshold is a guess", "gpu", u.index, "err", err)
+		}
+		c.gpus.cfg.Log.Info("gpu paths", "gpu", u.index, "links", len(devs), "every_link_from_bytes", m.Threshold(), "took", time.Since(start))
+		m.ResetCounts()
+	}
+	return m, nil
+}
+
+// measure sets the threshold, with memory of its own.
+func (c *Copier) measure(m *multipath.Multipath, u *GPU) (err error) {
+	d, err := u.card.NewPacker()
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, d.Close()) }()
+	n := c.shape.calibrateFrom
+	_, host, err := d.AllocHost(int(n))
+	if err != nil {
+		return err
+	}
+	dev, err := d.Alloc(n)
+	if err != nil {
+		return err
+	}
+	_, err = m.CalibrateSpan(host, dev, n, c.shape.calibrateTo)
+	return errors.Join(err, d.Free(dev))
+}
+
+// shifts imports r into the contexts of the relays, once: [measured, H200] a relay that reaches an engine's memory by the target's
+// address only is copied through the host.
+func (p *paths) shifts(r *mem.Region) ([]cuda.Ptr, error) {
+	if len(p.relays) == 0 {
+		return nil, nil
+	}
+	h, err := device.ParseHandle(r.Handle())
+	if err != nil {
+		return nil, err
+	}
+	p.importing.Lock()
+	defer p.importing.Unlock()
+	if _, ok := p.imported[r]; !ok {
+		var all []foreign
+		for _, relay := range p.relays {
+			at, n, err := relay.card.Import(&h, r.FD())
+			if err != nil {
+				err = fmt.Errorf("stage: region %s: import into the context of GPU %d, which relays: %w", r.ID(), relay.index, err)
+				return nil, errors.Join(err, unimport(p.relays, r, all))
+			}
+			all = append(all, foreign{at, n})
+		}
+		shift := make([]cuda.Ptr, 1+len(all))
+		for i, f := range all {
+			shift[1+i] = f.at + cuda.Ptr(h.Off) - cuda.Ptr(r.Base()) // may wrap, and is added
+		}
+		p.imported[r] = view{all, shift}
+	}
+	return p.imported[r].shift, nil
+}
+
+// shiftOf is shifts of a region that has been imported.
+func (p *paths) shiftOf(r *mem.Region) ([]cuda.Ptr, error) {
+	if len(p.relays) == 0 {
+		return nil, nil
+	}
+	if !p.importing.TryLock() { // a relay's driver is at another region; a batch with claims entered must not wait for it
+		return nil, errNotReady
+	}
+	defer p.importing.Unlock()
+	all, ok := p.imported[r]
+	if !ok {
+		return nil, errNotReady
+	}
+	return all.shift, nil
+}
+
+// unimport takes all back from the first of the relays.
+func unimport(relays []*GPU, r *mem.Region, all []foreign) error {
+	if len(all) == 0 {
+		return nil
+	}
+	h, err := device.ParseHandle(r.Handle())
+	errs := []error{err}
+	for i, f := range all {
+		errs = append(errs, relays[i].card.Unimport(&h, f.at, f.n))
+	}
+	return errors.Join(errs...)
+}
+
+// watch has relays take nothing while their own GPU moves something, until stop.
+func (c *Copier) watch(p *paths, parts []device.Piece) (stop func()) {
+	if len(p.relays) == 0 || pieceBytes(parts) < p.m.Threshold() {
+		return func() {}
+	}
+	c.yield(p)
+	done, ended := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(ended)
+		t := time.NewTicker(yieldEvery)
+		defer t.Stop()
+		for {
+			select {
+			case <-t.C:
+				c.yield(p)
+			case <-done:
+				return
+			}
+		}
+	}()
+	return func() {
+		close(done)
+		<-ended
+	}
+}
+
+// yield says which relays have work of their own: what lanes gather and scatter, and copies that are theirs. A kernel of its engine is none: it does not
+// use the link.
+func (c *Copier) yield(p *paths) {
+	for i, r := range p.relays {
+		c.mu.Lock()
+		own := c.paths[r]
+		c.mu.Unlock()
+		busy := len(r.slots) < cap(r.slots) || own != nil && own.active.Load() > 0
+		if err := p.m.Yield(i, busy); err != nil {
+			c.gpus.cfg.Log.Error("relay", "err", err) // there is none of that number
+		}
+	}
+}
+
+// forget ends what relays have of r. Lanes that look for the view of another region do not wait for the driver meanwhile.
+func (p *paths) forget(r *mem.Region) error {
+	p.importing.Lock()
+	v, relays := p.imported[r], p.relays
+	delete(p.imported, r)
+	p.importing.Unlock()
+	return unimport(relays, r, v.foreign)
+}
+
+// closePathsLocked takes the path set to u apart. Nobody reads it.
+func (c *Copier) closePathsLocked(p *paths, u *GPU) error {
+	if p.m == nil {
+		return nil
+	}
+	errs := []error{p.m.Close()}
+	c.mu.Lock()
+	for _, s := range p.stateLocked(u) {
+		was := c.past[linkOf{u, s.GPU}]
+		c.past[linkOf{u, s.GPU}] = multipath.LinkState{Bytes: was.Bytes + s.Bytes, Returned: was.Returned + s.Returned}
+	}
+	c.mu.Unlock()
+	p.importing.Lock()
+	defer p.importing.Unlock()
+	for r, all := range p.imported {
+		errs = append(errs, unimport(p.relays, r, all.foreign))
+	}
+	clear(p.imported)
+	p.m, p.relays = nil, nil
+	return errors.Join(errs...)
+}

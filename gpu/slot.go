@@ -1,0 +1,328 @@
+package gpu
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/kvspray/kvspray/gpu/device"
+	"github.com/kvspray/kvspray/gpu/policy"
+	"github.com/kvspray/kvspray/internal/board"
+	"github.com/kvspray/kvspray/internal/sys/cuda"
+	"github.com/kvspray/kvspray/internal/sys/mem"
+)
+
+// ends writes where the pieces lie on one side.
+func (h *slot) ends(at int, parts []device.Piece, where func(*device.Piece) cuda.Ptr) end {
+	e := end{h.listPtr + cuda.Ptr(at), parts[0].Len}
+	list := h.list[at:][:mappedSide]
+	for i := range parts {
+		if parts[i].Len != e.len {
+			e.len = 0
+			break
+		}
+	}
+	if e.len > 0 {
+		for i := range parts {
+			binary.LittleEndian.PutUint64(list[i*8:], uint64(where(&parts[i])))
+		}
+		return e
+	}
+	dense := uint64(h.dense)
+	for i := range parts {
+		device.PutRun(list[i*device.RunBytes:], uint64(where(&parts[i])), dense, parts[i].Len, &mem.Single)
+		binary.LittleEndian.PutUint32(list[mappedFirstAt+i*4:], uint32(i))
+		dense += parts[i].Len
+	}
+	binary.LittleEndian.PutUint32(list[mappedFirstAt+len(parts)*4:], uint32(len(parts)))
+	return e
+}
+
+// hop is what one gather or scatter needs.
+type slot struct {
+	queue          device.Queue
+	done           device.Event
+	prompt         device.Event // done of a short hop
+	dense          cuda.Ptr     // HopBytes on the GPU; 0: none, and the copy engine does all
+	at             uint64       // of dense in staging, if lent
+	lent           bool         // dense is a part of staging; else it took the place of one that a dead engine may have written to
+	bounce         []byte       // HopBytes of the arena, for callers whose memory is not pinned
+	list           []byte       // pinned: block lists as the kernels read them
+	listPtr        cuda.Ptr
+	pieces         []mem.Block // what is moved: of no region, at addresses of the GPU
+	far, near      []cuda.Ptr  // CopyBatch's
+	sizes          []uint64
+	rows           device.RowCopier
+	copyEngineOnly bool // by copy engines alone
+}
+
+const slotListBytes = slotRuns*device.RunBytes + (slotRuns+1)*4
+
+// hopFirstAt is where a hop's list has the counts of pieces.
+const slotFirstAt = slotRuns * device.RunBytes
+
+// retire gives a hop another dense buffer: what a dead engine's kernel does to the one it had, nobody knows. It happens to a hop once, as no
+// engine is told of the other one.
+func (u *GPU) retire(h *slot) {
+	h.lent = false
+	err := u.budget.fits(SlotBytes)
+	if err == nil {
+		h.dense, err = u.dev.Alloc(SlotBytes)
+	}
+	if err == nil {
+		u.budget.staging.Add(SlotBytes)
+	} else {
+		h.dense = 0
+		u.gpus.cfg.Log.Warn("an engine died in mid kernel, and its staging buffer cannot be replaced: the copy engine takes its part", "gpu", u.index, "err", err)
+	}
+}
+
+// rearrange does a gather or a scatter in hops of at most HopBytes and hopRuns blocks.
+func (u *GPU) rearrange(dir device.Direction, p []byte, blocks []mem.Block) error {
+	h := <-u.slots
+	defer func() { u.slots <- h }()
+	var off uint64 // of blocks[0]: done already
+	for len(blocks) > 0 {
+		n, bytes := 0, uint64(0)
+		h.pieces = h.pieces[:0]
+		for n < len(blocks) && len(h.pieces) < slotRuns && bytes < SlotBytes {
+			b := &blocks[n]
+			if err := b.Region.Check(b.Off, b.Len); err != nil {
+				return err
+			}
+			k := min(b.Len-off, SlotBytes-bytes)
+			if k > 0 {
+				h.pieces = append(h.pieces, mem.Block{Off: b.Region.Base() + b.Off + off, Len: k})
+			}
+			bytes += k
+			if off += k; off == b.Len {
+				n, off = n+1, 0
+			}
+		}
+		if bytes > uint64(len(p)) {
+			return fmt.Errorf("stage: blocks of %d bytes and more beside a buffer of %d: %w", bytes, len(p), mem.ErrBounds)
+		}
+		if err := u.copySlot(h, dir, p[:bytes]); err != nil {
+			return fmt.Errorf("stage: GPU %d: %w", u.index, err)
+		}
+		p, blocks = p[bytes:], blocks[n:]
+	}
+	return nil
+}
+
+// hop moves h.pieces, and waits for it.
+func (u *GPU) copySlot(h *slot, dir device.Direction, p []byte) error {
+	if len(h.pieces) == 0 {
+		return nil
+	}
+	host, pinned := u.pinned(p)
+	if !pinned {
+		host, _ = u.pinned(h.bounce)
+		if dir == device.HostToDevice {
+			mem.Copy(h.bounce, p)
+		}
+	}
+	learn := u.out
+	if dir == device.HostToDevice {
+		learn = u.in
+	}
+	how, choice, worker := u.chooseMethod(h, len(p), learn)
+	start := time.Now()
+	var err error
+	if how == policy.InEngine {
+		if err = u.packInEngine(worker, h, dir, host, uint64(len(p))); errors.Is(err, errNoEngine) {
+			learn.ObserveWasted(policy.InEngine, uint64(len(p)), start, time.Now())
+			how, start, err = policy.Copy, time.Now(), u.copyByEngine(h, dir, host)
+		}
+	} else if how == policy.Pack {
+		err = u.packHere(h, dir, host, uint64(len(p)))
+	} else {
+		err = u.copyByEngine(h, dir, host)
+	}
+	if err == nil {
+		err = h.wait(uint64(len(p)))
+	}
+	if err != nil {
+		// Nothing may be in flight when we return, whatever went wrong.
+		err = errors.Join(err, h.queue.Sync())
+		if errors.Is(err, errEngineGone) {
+			u.retire(h)
+		}
+		return err
+	}
+	if choice {
+		learn.Observe(how, uint64(len(p)), start, time.Now())
+	}
+	if !pinned && dir == device.DeviceToHost {
+		mem.Copy(p, h.bounce)
+	}
+	return nil
+}
+
+// Lists that are not worth a kernel. [measured, H100 and H200] the copy engine takes 1.5 us for a piece and 15 us for any copy, busy or not. A kernel
+// and the copy behind it take as long where nothing else computes, and milliseconds beside an engine that does: to try that costs a layer of a
+// small request more than it could ever gain.
+const (
+	packPieces = 4  // where kernels were asked for
+	autoPieces = 16 // where they are one of several ways
+)
+
+// promptBytes is up to where a hop is over so soon that a pause between two looks would be most of it.
+const promptBytes = 256 << 10
+
+// how: the kernels move 16 bytes at a time, and few or large blocks need no packing. choice: any executor would have done. For InEngine it
+// says where, too, and the caller gives that back.
+func (u *GPU) chooseMethod(h *slot, bytes int, learn *policy.Policy) (e policy.CopyMethod, choice bool, w workSlot) {
+	few := packPieces
+	if u.gpus.cfg.Method == policy.Auto {
+		few = autoPieces
+	}
+	if h.copyEngineOnly || h.dense == 0 || len(h.pieces) < few || bytes/len(h.pieces) >= directPiece {
+		return policy.Copy, false, w
+	}
+	for i := range h.pieces {
+		if (h.pieces[i].Off|h.pieces[i].Len)%device.Align != 0 {
+			return policy.Copy, false, w
+		}
+	}
+	w = u.findWorkSlot(h)
+	if e, _ = learn.Pick(time.Now(), w.engine != nil); e != policy.InEngine && w.engine != nil {
+		w.release(nil)
+	}
+	return e, true, w
+}
+
+// warmWait is how long Warm waits for its copy.
+const warmWait = 100 * time.Microsecond
+
+// Warm implements mem.Warmer. [measured, H200] to hand over the first small copy after some milliseconds takes a thread 40 us, and 10 those that follow.
+func (u *GPU) Warm() {
+	if len(u.slots) < cap(u.slots) {
+		return // blocks are gathered or scattered: it is warm
+	}
+	var h *slot
+	select {
+	case h = <-u.slots:
+	default:
+		return
+	}
+	if h.dense == 0 || !u.warm(h) {
+		u.slots <- h
+		return
+	}
+	go func() { // nothing may be in flight when others have it
+		_ = h.queue.Sync() // who copies next finds out what is wrong
+		u.slots <- h
+	}()
+}
+
+// warm copies what nobody needs from h to h, and reports whether that is not over yet.
+func (u *GPU) warm(h *slot) (under bool) {
+	late := time.Now().Add(warmWait)
+	h.far, h.near, h.sizes = h.far[:0], h.near[:0], h.sizes[:0]
+	to, _ := u.pinned(h.bounce)
+	for i := range cuda.Ptr(packPieces) {
+		h.far, h.near, h.sizes = append(h.far, to+i*device.Align), append(h.near, h.dense+i*device.Align), append(h.sizes, device.Align)
+	}
+	if h.queue.CopyBatch(h.far, h.near, h.sizes) != nil || h.queue.Record(h.prompt) != nil {
+		return true
+	}
+	back, err := device.DoneBy(h.prompt, late)
+	return !back || err != nil
+}
+
+// copied lets the copy engine walk the blocks.
+func (u *GPU) copyByEngine(h *slot, dir device.Direction, host cuda.Ptr) error {
+	h.far, h.near, h.sizes = h.far[:0], h.near[:0], h.sizes[:0]
+	for i := range h.pieces {
+		p := &h.pieces[i]
+		h.far, h.near, h.sizes = append(h.far, cuda.Ptr(p.Off)), append(h.near, host), append(h.sizes, p.Len)
+		host += cuda.Ptr(p.Len)
+	}
+	if dir == device.HostToDevice {
+		return h.rows.CopyIn(h.queue, h.far, h.near, h.sizes)
+	}
+	return h.queue.CopyBatch(h.near, h.far, h.sizes)
+}
+
+// packed crosses the link once: a kernel packs on the GPU before, or unpacks after.
+func (u *GPU) packHere(h *slot, dir device.Direction, host cuda.Ptr, bytes uint64) error {
+	launch := u.list(h)
+	if dir == device.HostToDevice {
+		return errors.Join(h.queue.Copy(h.dense, host, bytes), launch(u.dev.Unpack, u.dev.UnpackUniform))
+	}
+	return errors.Join(launch(u.dev.Pack, u.dev.PackUniform), h.queue.Copy(host, h.dense, bytes))
+}
+
+// engaged is packed, with the kernel in the engine's context. A queue does not wait for another process, so we do.
+func (u *GPU) packInEngine(w workSlot, h *slot, dir device.Direction, host cuda.Ptr, bytes uint64) (err error) {
+	defer func() { w.release(err) }()
+	if dir == device.DeviceToHost {
+		if err = w.run(h, board.WorkPack); err != nil {
+			return err
+		}
+		return h.queue.Copy(host, h.dense, bytes)
+	}
+	if err = h.queue.Copy(h.dense, host, bytes); err == nil {
+		err = h.wait(bytes)
+	}
+	if err != nil {
+		return err
+	}
+	return w.run(h, board.WorkUnpack)
+}
+
+// wait returns once the queue is done with so many bytes.
+func (h *slot) wait(bytes uint64) error {
+	done := h.done
+	if bytes <= promptBytes {
+		done = h.prompt
+	}
+	if err := h.queue.Record(done); err != nil {
+		return err
+	}
+	return done.Sync()
+}
+
+// list writes the blocks for the kernels, which read it where it is: it is short, and a copy of it would cost a launch.
+func (u *GPU) list(h *slot) func(runs func(device.Queue, cuda.Ptr, cuda.Ptr, int) error, uniform func(device.Queue, cuda.Ptr, int, cuda.Ptr, uint64) error) error {
+	n, same := len(h.pieces), true
+	for i := range h.pieces {
+		same = same && h.pieces[i].Len == h.pieces[0].Len
+	}
+	most := n
+	if same {
+		most = n / device.Strided
+	}
+	if runs := h.runs(most); runs > 0 {
+		return func(launch func(device.Queue, cuda.Ptr, cuda.Ptr, int) error, _ func(device.Queue, cuda.Ptr, int, cuda.Ptr, uint64) error) error {
+			return launch(h.queue, h.listPtr, h.listPtr+slotFirstAt, runs)
+		}
+	}
+	for i := range h.pieces {
+		binary.LittleEndian.PutUint64(h.list[i*8:], h.pieces[i].Off)
+	}
+	return func(_ func(device.Queue, cuda.Ptr, cuda.Ptr, int) error, uniform func(device.Queue, cuda.Ptr, int, cuda.Ptr, uint64) error) error {
+		return uniform(h.queue, h.listPtr, n, h.dense, h.pieces[0].Len)
+	}
+}
+
+// runs writes the blocks as at most so many strided runs, and returns how many; 0 where it takes more, which scattered blocks soon show.
+func (h *slot) runs(most int) int {
+	dense := uint64(h.dense)
+	n, pieces := 0, uint64(0)
+	for rest := h.pieces; len(rest) > 0; n++ {
+		if n == most {
+			return 0
+		}
+		r := mem.Leading(rest, mem.BothAxes)
+		device.PutRun(h.list[n*device.RunBytes:], rest[0].Off, dense, rest[0].Len, &r)
+		binary.LittleEndian.PutUint32(h.list[slotFirstAt+n*4:], uint32(pieces))
+		dense += r.Pieces() * rest[0].Len
+		pieces += r.Pieces()
+		rest = rest[r.Pieces():]
+	}
+	binary.LittleEndian.PutUint32(h.list[slotFirstAt+n*4:], uint32(pieces))
+	return n
+}
