@@ -75,7 +75,7 @@ func (w *batcher) walk(dst, src []mem.Block) error {
 		}
 	}
 	if si < len(src) || di < len(dst) {
-		return fmt.Errorf("stage: move: the two lists have different lengths: %w", mem.ErrBounds)
+		return fmt.Errorf("gpu: move: the two lists have different lengths: %w", mem.ErrBounds)
 	}
 	return nil
 }

@@ -7,7 +7,10 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/kvspray/kvspray/gpu/device"
 	"github.com/kvspray/kvspray/gpu/gputest"
@@ -196,4 +199,56 @@ func (c tellingCard) Free() (uint64, error) {
 		return 0, errors.New("fake: no")
 	}
 	return 5 << 30, nil
+}
+
+// TestBudgetIsTakenAtOnce: many that take at the same time never exceed the limit together.
+func TestBudgetIsTakenAtOnce(t *testing.T) {
+	t.Parallel()
+	const each, room = 3, 10
+	b := budget{limit: each*room + 1}
+	var taken atomic.Int32
+	var wg sync.WaitGroup
+	for range 8 * room {
+		wg.Go(func() {
+			if b.take(forRelays, each) == nil {
+				taken.Add(1)
+			}
+		})
+	}
+	wg.Wait()
+	if taken.Load() != room || b.bytes(forRelays) != each*room {
+		t.Errorf("%d took, %d bytes of %d", taken.Load(), b.bytes(forRelays), b.limit)
+	}
+	b.release(forRelays, each)
+	if b.take(forStaging, each) != nil || b.take(forStaging, each) == nil {
+		t.Error("what was given back is not there once")
+	}
+}
+
+// TestPairIsTriedAgain: a direction for which memory was missing gets its pipelines later.
+func TestPairIsTriedAgain(t *testing.T) {
+	t.Parallel()
+	cfg := small()
+	one := peercopy.Bytes(cfg.PeerStage)
+	cfg.Memory = uint64(cfg.Slots)*SlotBytes + 2*one
+	g := gputest.Must(newGPUs(gputest.NewPlatform(2), cfg))(t)
+	at := time.Unix(1000, 0)
+	g.now = func() time.Time { return at }
+	a, b := gputest.Must(g.open(0))(t), gputest.Must(g.open(1))(t)
+	gputest.Must(0, b.budget.take(forRelays, 2*one))(t)
+	if _, err := g.pair(a, b); !errors.Is(err, errNoPeer) {
+		t.Errorf("without room: %v", err)
+	}
+	if n := a.budget.bytes(forPipelines); n != 0 {
+		t.Errorf("a pipeline that was not made keeps %d bytes", n)
+	}
+	b.budget.release(forRelays, 2*one)
+	if _, err := g.pair(a, b); !errors.Is(err, errNoPeer) {
+		t.Errorf("tried again at once: %v", err)
+	}
+	at = at.Add(retryPair)
+	if p := gputest.Must(g.pair(a, b))(t); len(p.pipelines) != PeerPipelines {
+		t.Errorf("%d pipelines", len(p.pipelines))
+	}
+	gputest.Must(0, g.Close())(t)
 }

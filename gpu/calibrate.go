@@ -54,17 +54,18 @@ func calibrate(ctx context.Context, g *GPUs, cal calibration) (_ *policy.Table, 
 			g.cfg.Log.Warn("gpu not measured", "gpu", i, "err", err)
 			continue
 		}
+		u.mayRelay.Store(true) // the measurement is about all links
 		opened = append(opened, u)
 	}
 	if len(opened) == 0 {
-		return nil, fmt.Errorf("stage: calibrate: no GPU can be used: %w", errors.Join(failed...))
+		return nil, fmt.Errorf("gpu: calibrate: no GPU can be used: %w", errors.Join(failed...))
 	}
 	c := newCopier(g, cal.copier)
 	defer func() { err = errors.Join(err, c.Close()) }()
 	for _, u := range opened {
 		model := g.model(u.index)
 		if model == "" {
-			return nil, fmt.Errorf("stage: calibrate: GPU %d says no name", u.index)
+			return nil, fmt.Errorf("gpu: calibrate: GPU %d says no name", u.index)
 		}
 		if _, ok := t.GPUs[model]; ok {
 			continue
@@ -74,7 +75,7 @@ func calibrate(ctx context.Context, g *GPUs, cal calibration) (_ *policy.Table, 
 		}
 		l, err := cal.gpu(c, u)
 		if err != nil {
-			return nil, fmt.Errorf("stage: calibrate GPU %d: %w", u.index, err)
+			return nil, fmt.Errorf("gpu: calibrate GPU %d: %w", u.index, err)
 		}
 		t.GPUs[model] = l
 		g.cfg.Log.Info("gpu measured", "gpu", u.index, "model", model, "pack_blocks", l.PackBlocks, "direct_bytes", l.DirectBytes, "every_link_bytes", l.EveryLink)

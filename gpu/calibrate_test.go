@@ -27,7 +27,7 @@ func (d *sizedDevice) SetPackBlocks(n int) {
 
 // testCalibration measures for the sake of it: a fake has no rates.
 func testCalibration() calibration {
-	return calibration{copier: copierShape{rigMin, rigMax, 4 * rigMin, 2 * rigMin, 1 << 20, 64 << 10, patience}, piece: 512, pieces: 16, direct: []uint64{1 << 10, 4 << 10},
+	return calibration{copier: copierShape{rigMin, rigMax, 4 * rigMin, 2 * rigMin, 1 << 20, 64 << 10}, piece: 512, pieces: 16, direct: []uint64{1 << 10, 4 << 10},
 		bytes: 64 << 10, runs: 3, loadRuns: 2}
 }
 

@@ -7,7 +7,6 @@ import (
 	"net"
 	"slices"
 	"sync"
-	"time"
 
 	"github.com/kvspray/kvspray/gpu/device"
 	"github.com/kvspray/kvspray/gpu/multipath"
@@ -38,8 +37,7 @@ type Copier struct {
 	mu           sync.Mutex // protects all below; taken after those of paths
 	settled      sync.Cond  // a window is pinned or refused, or something wanted is made
 	paths        map[*GPU]*paths
-	limits       map[*GPU]policy.Limits // of the table
-	probes       map[*GPU]*policy.IdleProbe
+	limits       map[*GPU]policy.Limits             // of the table
 	pins         map[*mem.Region]map[uint64]*window // by number of the window
 	windows      int                                // in pins
 	past         map[linkOf]multipath.LinkState     // of path sets that are no more
@@ -52,12 +50,14 @@ type Copier struct {
 type copierShape struct {
 	minChunk, maxChunk, calibrateFrom, calibrateTo, window uint64
 
-	mappedFrom uint64        // lists of fewer bytes are not for kernels
-	idleLimit  time.Duration // a knock that takes longer has met an engine
+	mappedFrom uint64 // lists of fewer bytes are not for kernels
 }
 
+// relayBytes is what a relay takes of its GPU for one path set.
+func (s *copierShape) relayBytes() uint64 { return multipath.LinkDepth * s.maxChunk }
+
 func fullShape() copierShape {
-	return copierShape{multipath.MinChunk, multipath.MaxChunk, multipath.MaxCalibrate, multipath.MinCalibrate, pinWindow, policy.TrialBytes, idleLimit}
+	return copierShape{multipath.MinChunk, multipath.MaxChunk, multipath.MaxCalibrate, multipath.MinCalibrate, pinWindow, policy.TrialBytes}
 }
 
 // NewCopier makes a Copier of g, which outlives it.
@@ -66,7 +66,7 @@ func NewCopier(g *GPUs) *Copier {
 }
 
 func newCopier(g *GPUs, shape copierShape) *Copier {
-	c := &Copier{gpus: g, shape: shape, paths: map[*GPU]*paths{}, limits: map[*GPU]policy.Limits{}, probes: map[*GPU]*policy.IdleProbe{}, pins: map[*mem.Region]map[uint64]*window{},
+	c := &Copier{gpus: g, shape: shape, paths: map[*GPU]*paths{}, limits: map[*GPU]policy.Limits{}, pins: map[*mem.Region]map[uint64]*window{},
 		past: map[linkOf]multipath.LinkState{}}
 	c.settled.L = &c.mu
 	return c
@@ -76,7 +76,7 @@ func newCopier(g *GPUs, shape copierShape) *Copier {
 // GPU's. When it returns nothing of it is in flight.
 func (c *Copier) Copy(dst, src []mem.Block) (path string, err error) {
 	if len(src) == 0 || len(dst) != len(src) {
-		return "", fmt.Errorf("stage: copy %d blocks to %d: %w", len(src), len(dst), mem.ErrBounds)
+		return "", fmt.Errorf("gpu: copy %d blocks to %d: %w", len(src), len(dst), mem.ErrBounds)
 	}
 	from, to := sideOf(src[0].Region), sideOf(dst[0].Region)
 	switch {
@@ -87,7 +87,7 @@ func (c *Copier) Copy(dst, src []mem.Block) (path string, err error) {
 	case to.gpu != nil:
 		return c.withHost(to.gpu, dst, src)
 	}
-	return "", errors.New("stage: copy: no block of it is a GPU's")
+	return "", errors.New("gpu: copy: no block of it is a GPU's")
 }
 
 // withHost copies between u and the host.

@@ -19,7 +19,7 @@ const (
 	maxRefused      = 4096 // regions and GPUs of which it is remembered that it cannot be done
 )
 
-var errNotReady = errors.New("stage: a path, or memory for it, is not ready any more")
+var errNotReady = errors.New("gpu: a path, or memory for it, is not ready any more")
 
 // wants is what lanes lack. All of it belongs to Copier.mu.
 type preparations struct {
@@ -126,7 +126,12 @@ func (g *GPUs) inUse() (n int, known bool) {
 		return 0, false
 	}
 	defer g.mu.Unlock()
-	return len(g.gpus), true
+	for _, u := range g.gpus {
+		if u.mayRelay.Load() {
+			n++
+		}
+	}
+	return n, true
 }
 
 // wantLocked has w made, unless it is being made, or cannot be.
@@ -172,7 +177,7 @@ func (c *Copier) makeLocked(w *preparation) error {
 	if w.host != nil {
 		// A peer's file with holes is not filled by us: whoever announces a huge empty one would take all the memory.
 		if w.host.ReadOnly() && !w.host.Present() {
-			return fmt.Errorf("stage: region %s: not all of its memory is allocated, so that it is not pinned", w.host.ID())
+			return fmt.Errorf("gpu: region %s: not all of its memory is allocated, so that it is not pinned", w.host.ID())
 		}
 		_, err := c.pinLocked(w.u, w.host, w.window)
 		return err
@@ -214,7 +219,7 @@ func (c *Copier) Carry(dst, src []mem.Block) error {
 	list, ok := hostPiecesOf((*buf)[:0], dst, src)
 	*buf = list[:0]
 	if !ok {
-		return fmt.Errorf("stage: carry: blocks that are not between a GPU and mapped memory, or of different lengths: %w", mem.ErrBounds)
+		return fmt.Errorf("gpu: carry: blocks that are not between a GPU and mapped memory, or of different lengths: %w", mem.ErrBounds)
 	}
 	var errs []error
 	for len(list) > 0 { // those of one GPU and direction at a time; there is seldom another

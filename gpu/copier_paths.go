@@ -63,12 +63,12 @@ func (c *Copier) path(u *GPU) (*paths, error) {
 	}
 }
 
-// used lists the GPUs whose memory somebody has lent us, in order. Others are left alone: a context on them is not ours to make.
+// used lists the GPUs of which engines have lent memory, in order. No other GPU relays.
 func (g *GPUs) used() (all []*GPU) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	for i := range g.ids {
-		if u := g.gpus[i]; u != nil {
+		if u := g.gpus[i]; u != nil && u.mayRelay.Load() {
 			all = append(all, u)
 		}
 	}
@@ -90,18 +90,24 @@ func (c *Copier) make(p *paths, u *GPU, used []*GPU) error {
 	}
 	var relays []*GPU
 	for _, r := range used {
-		if r != u && c.gpus.reachable(u, r) {
-			relays = append(relays, r)
+		if r == u || !c.gpus.reachable(u, r) {
+			continue
 		}
+		if err := r.budget.take(forRelays, c.shape.relayBytes()); err != nil {
+			c.gpus.cfg.Log.Warn("the link of a GPU is not used", "gpu", u.index, "relay", r.index, "err", err)
+			continue
+		}
+		relays = append(relays, r)
 	}
 	m, err := c.multipath(u, relays)
 	if err != nil && len(relays) > 0 {
 		c.gpus.cfg.Log.Warn("links of other GPUs are not used", "gpu", u.index, "relays", len(relays), "err", err)
+		c.releaseRelays(relays)
 		relays = nil
 		m, err = c.multipath(u, nil)
 	}
 	if err != nil {
-		return fmt.Errorf("stage: paths to GPU %d: %w", u.index, err)
+		return fmt.Errorf("gpu: paths to GPU %d: %w", u.index, err)
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -112,6 +118,13 @@ func (c *Copier) make(p *paths, u *GPU, used []*GPU) error {
 	defer p.importing.Unlock()
 	p.m, p.relays, p.tried = m, relays, len(used)
 	return nil
+}
+
+// releaseRelays gives back what relays have reserved for one path set.
+func (c *Copier) releaseRelays(relays []*GPU) {
+	for _, r := range relays {
+		r.budget.release(forRelays, c.shape.relayBytes())
+	}
 }
 
 // reachable reports whether the two reach each other's memory, and lets them.
@@ -168,6 +181,10 @@ func (c *Copier) measure(m *multipath.Multipath, u *GPU) (err error) {
 	}
 	defer func() { err = errors.Join(err, d.Close()) }()
 	n := c.shape.calibrateFrom
+	if err := u.budget.take(forMeasurement, n); err != nil {
+		return err
+	}
+	defer u.budget.release(forMeasurement, n)
 	_, host, err := d.AllocHost(int(n))
 	if err != nil {
 		return err
@@ -197,7 +214,7 @@ func (p *paths) shifts(r *mem.Region) ([]cuda.Ptr, error) {
 		for _, relay := range p.relays {
 			at, n, err := relay.card.Import(&h, r.FD())
 			if err != nil {
-				err = fmt.Errorf("stage: region %s: import into the context of GPU %d, which relays: %w", r.ID(), relay.index, err)
+				err = fmt.Errorf("gpu: region %s: import into the context of GPU %d, which relays: %w", r.ID(), relay.index, err)
 				return nil, errors.Join(err, unimport(p.relays, r, all))
 			}
 			all = append(all, foreign{at, n})
@@ -307,6 +324,7 @@ func (c *Copier) closePathsLocked(p *paths, u *GPU) error {
 		errs = append(errs, unimport(p.relays, r, all.foreign))
 	}
 	clear(p.imported)
+	c.releaseRelays(p.relays)
 	p.m, p.relays = nil, nil
 	return errors.Join(errs...)
 }

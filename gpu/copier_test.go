@@ -313,3 +313,34 @@ func TestCopierBounds(t *testing.T) {
 		t.Error("something was written")
 	}
 }
+
+// TestRelaysWithinTheLimit: buffers of relays count, a GPU without room relays nothing, and a GPU of
+// which no engine has lent memory is no relay.
+func TestRelaysWithinTheLimit(t *testing.T) {
+	for _, room := range []bool{true, false} {
+		cfg := small()
+		shape := copierShape{maxChunk: rigMax}
+		cfg.Memory = uint64(cfg.Slots)*SlotBytes + 4*rigMin // for the measurement
+		if room {
+			cfg.Memory += shape.relayBytes()
+		}
+		r := rigOf(t, &separateContexts{Platform: gputest.NewPlatform(2)}, cfg)
+		p := r.threshold(t, 0, 1<<20)
+		held := r.gpu[1].Device().(*GPU).budget.bytes(forRelays)
+		if want := shape.relayBytes(); room && (len(p.relays) != 1 || held != want) || !room && (len(p.relays) != 0 || held != 0) {
+			t.Errorf("room %v: %d relays hold %d bytes", room, len(p.relays), held)
+		}
+		to, from := whole(r.gpu[0], r.host, 0, copyBytes)
+		if _, err := r.c.Copy(to, from); err != nil || !bytes.Equal(r.far[0], r.near) {
+			t.Errorf("room %v: %v, or content differs", room, err)
+		}
+	}
+	r := newCopyRig(t, 1)
+	r.p.Count = 2
+	r.p.Devices = append(r.p.Devices, nil)
+	r.g.ids = append(r.g.ids, gputest.UUID(1))
+	gputest.Must(0, r.g.Use([]string{All}))(t)
+	if p := r.threshold(t, 0, 1<<20); len(p.relays) != 0 {
+		t.Error("a GPU that is only open relays")
+	}
+}

@@ -136,7 +136,8 @@ func rigOf(t *testing.T, p *separateContexts, cfg Config) *copyRig {
 	r := &copyRig{p: p}
 	gpus := p.Count
 	r.g = gputest.Must(newGPUs(r.p, cfg))(t)
-	r.c = newCopier(r.g, copierShape{rigMin, rigMax, 4 * rigMin, 2 * rigMin, 1 << 20, 64 << 10, patience})
+	r.g.idleLimit = patience
+	r.c = newCopier(r.g, copierShape{rigMin, rigMax, 4 * rigMin, 2 * rigMin, 1 << 20, 64 << 10})
 	for i := range gpus {
 		h, b := r.p.lend(i, copyBytes+8192, 4096)
 		r.gpu = append(r.gpu, gputest.Must(r.g.Import(mem.NewID(), h.Append(nil), -1, copyBytes))(t))

@@ -34,8 +34,8 @@ const (
 
 // Why a hop was not done in an engine. After errNoEngine nothing of it runs, and another executor may do it.
 var (
-	errNoEngine   = errors.New("stage: the engine did not take the work")
-	errEngineGone = errors.New("stage: the engine died while it worked for us")
+	errNoEngine   = errors.New("gpu: the engine did not take the work")
+	errEngineGone = errors.New("gpu: the engine died while it worked for us")
 )
 
 // engine is an Engine in use. Hops hold it while they use it.

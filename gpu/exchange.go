@@ -95,7 +95,7 @@ func (w *batcher) exchange(list []peercopy.Move, buf []byte) error {
 		h.copyEngineOnly = false
 		side.gpu.slots <- h
 		if err != nil {
-			return fmt.Errorf("stage: GPU %d: %w", side.gpu.index, err)
+			return fmt.Errorf("gpu: GPU %d: %w", side.gpu.index, err)
 		}
 	}
 	return nil

@@ -35,7 +35,11 @@ type GPU struct {
 	packBlocks int // of kernels that engines launch for us
 	mps        device.MPS
 	idleKernel idleKernel
-	budget     budget
+	idleProbe  *policy.IdleProbe
+	// mayRelay: an engine has lent memory of this GPU, so that copies of other GPUs may use its link.
+	// A GPU that is only open (transports.gpu.open) forwards nothing.
+	mayRelay atomic.Bool
+	budget   budget
 
 	engines atomic.Pointer[[]*engine] // changed under enginesMu
 
@@ -80,10 +84,13 @@ func newGPU(g *GPUs, index int, c device.Card) (_ *GPU, err error) {
 	for off := 0; off < lend; off += LendBytes {
 		u.lent <- u.arena[off:][:LendBytes:LendBytes]
 	}
+	if err = u.budget.take(forStaging, u.stagingBytes()); err != nil {
+		return nil, err
+	}
 	if u.staging, err = u.dev.Alloc(u.stagingBytes()); err != nil {
 		return nil, fmt.Errorf("%d bytes of staging: %w", u.stagingBytes(), err)
 	}
-	u.budget.staging.Store(u.stagingBytes())
+	u.idleProbe = u.newIdleProbe()
 	if u.idleKernel.queue, err = u.dev.NewQueue(); err != nil {
 		return nil, err
 	}
@@ -127,12 +134,12 @@ func (u *GPU) close() error {
 				own = append(own, h.dense)
 			}
 		case <-late.C:
-			return fmt.Errorf("stage: GPU %d: %d of %d gathers and scatters are still under way after %v, in an engine that has stopped or a driver that hangs: "+
+			return fmt.Errorf("gpu: GPU %d: %d of %d gathers and scatters are still under way after %v, in an engine that has stopped or a driver that hangs: "+
 				"its memory stays allocated", u.index, cap(u.slots)-ended, cap(u.slots), u.gpus.closeTimeout)
 		}
 	}
 	if !u.idleKernel.drain(late.C) {
-		return fmt.Errorf("stage: GPU %d: a kernel that does nothing has not run in %v, beside an engine that leaves no time or in a driver that hangs: "+
+		return fmt.Errorf("gpu: GPU %d: a kernel that does nothing has not run in %v, beside an engine that leaves no time or in a driver that hangs: "+
 			"its memory stays allocated", u.index, u.gpus.closeTimeout)
 	}
 	errs = append(errs, u.dev.Close())

@@ -50,14 +50,16 @@ type GPUs struct {
 	plat device.Platform
 	ids  [][16]byte
 
-	workTimeout  time.Duration // workPatience; tests of something else have more
-	closeTimeout time.Duration // closePatience; a test has less
-	idleLimit    time.Duration // knockIdle; a test has others
+	workTimeout  time.Duration // tests may change these three
+	closeTimeout time.Duration
+	idleLimit    time.Duration
+	now          func() time.Time
 
-	mu     sync.Mutex // protects all below
-	gpus   map[int]*GPU
-	pairs  map[[2]int]*pair // nil: no way but through the host
-	closed bool
+	mu      sync.Mutex // protects all below
+	gpus    map[int]*GPU
+	pairs   map[[2]int]*pair
+	refused map[[2]int]refusal // directions without a pipeline
+	closed  bool
 
 	pins atomic.Pointer[[]pin] // changed under mu
 }
@@ -74,7 +76,7 @@ func New(cfg Config) (*GPUs, error) {
 func newGPUs(p device.Platform, cfg Config) (*GPUs, error) {
 	ids, err := p.UUIDs()
 	if err != nil {
-		return nil, fmt.Errorf("stage: list GPUs: %w", err)
+		return nil, fmt.Errorf("gpu: list GPUs: %w", err)
 	}
 	if len(ids) == 0 {
 		return nil, fmt.Errorf("%w: the driver is there and lists no GPU", cuda.ErrNotSupported)
@@ -94,7 +96,7 @@ func newGPUs(p device.Platform, cfg Config) (*GPUs, error) {
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
 	}
-	g := &GPUs{cfg: cfg, plat: p, ids: ids, workTimeout: workTimeout, closeTimeout: closeTimeout, idleLimit: idleLimit, gpus: map[int]*GPU{}, pairs: map[[2]int]*pair{}}
+	g := &GPUs{cfg: cfg, plat: p, ids: ids, workTimeout: workTimeout, closeTimeout: closeTimeout, idleLimit: idleLimit, gpus: map[int]*GPU{}, pairs: map[[2]int]*pair{}, refused: map[[2]int]refusal{}, now: time.Now}
 	g.pins.Store(&[]pin{})
 	return g, nil
 }
@@ -125,13 +127,6 @@ func (g *GPUs) open(i int) (*GPU, error) {
 	return u, nil
 }
 
-// pairProbe detects whether both GPUs are idle.
-func (g *GPUs) pairProbe(from, to *GPU) *policy.IdleProbe {
-	return policy.NewIdleProbe(policy.Auto, time.Now, func() bool {
-		return from.isIdle(g.idleLimit) && (from == to || to.isIdle(g.idleLimit))
-	})
-}
-
 // Close gives every GPU back. No region may be in use any more.
 func (g *GPUs) Close() error {
 	g.mu.Lock()
@@ -142,7 +137,7 @@ func (g *GPUs) Close() error {
 	g.closed = true
 	var errs []error
 	for _, p := range g.pairs {
-		for p != nil && len(p.pipelines) > 0 {
+		for len(p.pipelines) > 0 {
 			errs = append(errs, p.pipelines[0].Close())
 			p.pipelines = p.pipelines[1:]
 		}

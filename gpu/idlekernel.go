@@ -8,54 +8,62 @@ import (
 	"github.com/kvspray/kvspray/gpu/policy"
 )
 
-// knockIdle is the longest that a knock takes on an idle GPU.
+// idleLimit is the longest time of an empty kernel on an idle GPU.
 const idleLimit = 300 * time.Microsecond
 
-// door is where a GPU is knocked at.
+// idleKernel runs an empty kernel to detect other work on a GPU.
 type idleKernel struct {
 	mu      sync.Mutex // protects all below
 	queue   device.Queue
 	done    device.Event
-	pending bool // by a kernel that was not back in time, and may still wait
-	closed  bool // nobody knocks any more
+	pending bool // a kernel did not end in time, and may still wait
+	closed  bool // no further kernel is launched
 }
 
-// idle knocks: it reports whether a kernel that does nothing is back by then. Nobody waits longer, as one beside an engine would be: while one has not come back
-// there is no other.
-func (u *GPU) isIdle(by time.Duration) bool {
-	d := &u.idleKernel
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if d.closed {
+// newIdleProbe makes the only probe of a GPU: all kernels that share its result end before the next
+// empty kernel runs, which would wait for them.
+func (u *GPU) newIdleProbe() *policy.IdleProbe {
+	return policy.NewIdleProbe(u.mappedMethod(), time.Now,
+		func() bool { return u.isIdle(u.gpus.idleLimit) })
+}
+
+// isIdle reports whether an empty kernel ends within limit. It does not wait longer, as it would
+// beside an engine. While one kernel is pending it launches no other.
+func (u *GPU) isIdle(limit time.Duration) bool {
+	k := &u.idleKernel
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if k.closed {
 		return false
 	}
-	if d.pending {
-		if back, err := d.done.Done(); !back || err != nil {
+	if k.pending {
+		if done, err := k.done.Done(); !done || err != nil {
 			return false
 		}
 	}
 	start := time.Now()
-	if u.dev.PackUniform(d.queue, u.arenaPtr, 0, u.staging, device.Align) != nil || d.queue.Record(d.done) != nil {
-		d.closed = true // of a kernel without a mark nobody knows when it is back
+	if u.dev.PackUniform(k.queue, u.arenaPtr, 0, u.staging, device.Align) != nil || k.queue.Record(k.done) != nil {
+		k.closed = true // without a mark the end of the kernel cannot be seen
 		return false
 	}
-	back, err := device.DoneBy(d.done, start.Add(by))
-	d.pending = !back
-	return back && err == nil && time.Since(start) < by // whoever looks late may find one that has waited
+	done, err := device.DoneBy(k.done, start.Add(limit))
+	k.pending = !done
+	// A thread that was delayed may see the end of a kernel that waited.
+	return done && err == nil && time.Since(start) < limit
 }
 
-// quiet waits until no knock is under way, and ends them, or it is late.
-func (d *idleKernel) drain(late <-chan time.Time) bool {
+// drain waits until no kernel is pending and forbids further ones. It returns false when late fires.
+func (k *idleKernel) drain(late <-chan time.Time) bool {
 	for {
-		d.mu.Lock()
-		if d.pending {
-			back, err := d.done.Done()
-			d.pending = !back && err == nil
+		k.mu.Lock()
+		if k.pending {
+			done, err := k.done.Done()
+			k.pending = !done && err == nil
 		}
-		knocked := d.pending
-		d.closed = d.closed || !knocked
-		d.mu.Unlock()
-		if !knocked {
+		pending := k.pending
+		k.closed = k.closed || !pending
+		k.mu.Unlock()
+		if !pending {
 			return true
 		}
 		select {
@@ -64,16 +72,4 @@ func (d *idleKernel) drain(late <-chan time.Time) bool {
 			return false
 		}
 	}
-}
-
-// knockerOf finds that of a GPU.
-func (c *Copier) idleProbeOf(u *GPU) *policy.IdleProbe {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	k := c.probes[u]
-	if k == nil {
-		k = policy.NewIdleProbe(u.mappedMethod(), time.Now, func() bool { return u.isIdle(c.shape.idleLimit) })
-		c.probes[u] = k
-	}
-	return k
 }

@@ -19,7 +19,7 @@ import (
 func TestProbesNeedNoSlot(t *testing.T) {
 	r := newCopyRig(t, 1)
 	u := r.gpu[0].Device().(*GPU)
-	k := r.c.idleProbeOf(u)
+	k := u.idleProbe
 	ended := make(chan error, 2*cap(u.slots))
 	for range cap(ended) {
 		parts, _, _ := long(r.p.Machine, 2*mappedPieces)
@@ -40,7 +40,7 @@ func TestProbesNeedNoSlot(t *testing.T) {
 // TestKnockWaits: beside an engine a knock comes back when the engine leaves a moment. Nobody waits for that, neither lists nor another knock, but the end does.
 func TestProbeBesideEngine(t *testing.T) {
 	r := newCopyRig(t, 1)
-	r.c.shape.idleLimit = time.Millisecond
+	r.g.idleLimit = time.Millisecond
 	u := r.gpu[0].Device().(*GPU)
 	q := u.idleKernel.queue.(*gputest.Queue)
 	leave := make(chan struct{})
@@ -149,7 +149,7 @@ func TestKernelsOnIdleGPUs(t *testing.T) {
 				how  policy.CopyMethod
 			}{{"beside an engine", time.Millisecond, c.beside}, {"idle", patience, policy.Pack}} {
 				g.idleLimit = step.wait
-				p.idleProbe = g.pairProbe(both[0], both[1])
+				both[0].idleProbe, both[1].idleProbe = both[0].newIdleProbe(), both[1].newIdleProbe()
 				p.policy = policy.Decided(c.learned) // beside an engine
 				if step.wait == patience {
 					close(leave)
@@ -201,8 +201,8 @@ func TestProbesOfPairs(t *testing.T) {
 		g := gputest.Must(newGPUs(plat, Config{Method: c.how, Slots: 3, Buffers: 8, PeerStage: 1 << 20}))(t)
 		one, other := gputest.Must(g.find(gputest.UUID(0)))(t), gputest.Must(g.find(gputest.UUID(1)))(t)
 		for _, p := range []*pair{gputest.Must(g.pair(one, one))(t), gputest.Must(g.pair(one, other))(t)} {
-			if (p.idleProbe != nil) != c.probes {
-				t.Errorf("%s, MPS %s, within one GPU %v: probed: %v", c.how, c.mps, p.within, p.idleProbe != nil)
+			if p.probed != c.probes {
+				t.Errorf("%s, MPS %s, within one GPU %v: probed: %v", c.how, c.mps, p.from == p.to, p.probed)
 			}
 		}
 		if err := g.Close(); err != nil {

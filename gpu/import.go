@@ -24,7 +24,7 @@ func (g *GPUs) Use(names []string) error {
 		}
 		for _, i := range which {
 			if _, err := g.open(i); err != nil {
-				return fmt.Errorf("stage: %w", err)
+				return fmt.Errorf("gpu: %w", err)
 			}
 		}
 	}
@@ -41,7 +41,7 @@ func (g *GPUs) named(name string) ([]int, error) {
 	}
 	if i, err := strconv.Atoi(name); err == nil {
 		if i < 0 || i >= len(g.ids) {
-			return nil, fmt.Errorf("stage: GPU %d is not one of the %d here", i, len(g.ids))
+			return nil, fmt.Errorf("gpu: GPU %d is not one of the %d here", i, len(g.ids))
 		}
 		return []int{i}, nil
 	}
@@ -51,7 +51,7 @@ func (g *GPUs) named(name string) ([]int, error) {
 			return []int{i}, nil
 		}
 	}
-	return nil, fmt.Errorf("stage: no GPU %q here, %d others: name one that nvidia-smi -L lists in this container", name, len(g.ids))
+	return nil, fmt.Errorf("gpu: no GPU %q here, %d others: name one that nvidia-smi -L lists in this container", name, len(g.ids))
 }
 
 // Import makes a region of size bytes of another process's GPU memory. handle is an encoded Handle, fd its descriptor or -1. On
@@ -62,18 +62,18 @@ func (g *GPUs) Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Regio
 		return nil, err
 	}
 	if size == 0 || size > h.Alloc-h.Off {
-		return nil, fmt.Errorf("stage: region %s: %d bytes at offset %d of an allocation of %d: register what was allocated", id, size, h.Off, h.Alloc)
+		return nil, fmt.Errorf("gpu: region %s: %d bytes at offset %d of an allocation of %d: register what was allocated", id, size, h.Off, h.Alloc)
 	}
 	if (h.Kind == device.HandleFD) != (fd >= 0) {
-		return nil, fmt.Errorf("stage: region %s: descriptor %d with a GPU handle of kind %d: kind 2 comes with one, kind 1 without", id, fd, h.Kind)
+		return nil, fmt.Errorf("gpu: region %s: descriptor %d with a GPU handle of kind %d: kind 2 comes with one, kind 1 without", id, fd, h.Kind)
 	}
 	gpu, err := g.find(h.GPU)
 	if err != nil {
-		return nil, fmt.Errorf("stage: region %s: %w", id, err)
+		return nil, fmt.Errorf("gpu: region %s: %w", id, err)
 	}
 	p, n, err := gpu.card.Import(&h, fd)
 	if err != nil {
-		return nil, fmt.Errorf("stage: region %s: import from GPU %d: %w; the allocation must be alive and another process's, which shares this sidecar's "+
+		return nil, fmt.Errorf("gpu: region %s: import from GPU %d: %w; the allocation must be alive and another process's, which shares this sidecar's "+
 			"IPC namespace (one pod, or hostIPC) and its MPS server, if any", id, gpu.index, err)
 	}
 	undo := func() {
@@ -83,8 +83,9 @@ func (g *GPUs) Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Regio
 	}
 	if h.Off >= n || size > n-h.Off {
 		undo()
-		return nil, fmt.Errorf("stage: region %s: [%d, +%d) of an allocation that has %d bytes", id, h.Off, size, n)
+		return nil, fmt.Errorf("gpu: region %s: [%d, +%d) of an allocation that has %d bytes", id, h.Off, size, n)
 	}
+	gpu.mayRelay.Store(true)
 	r, err := mem.NewDevice(id, mem.DeviceMemory{Device: gpu, Addr: uint64(p) + h.Off, Size: size, Handle: handle, FD: fd, Free: undo})
 	if err != nil {
 		undo()

@@ -49,7 +49,7 @@ func (u *GPU) copyMapped(k *policy.IdleProbe, dir device.Direction, parts []devi
 		wg.Wait()
 	}
 	if a.failed != nil {
-		return fmt.Errorf("stage: GPU %d: %w", u.index, a.failed)
+		return fmt.Errorf("gpu: GPU %d: %w", u.index, a.failed)
 	}
 	return nil
 }
@@ -184,7 +184,7 @@ func (c *Copier) small(u *GPU, dir device.Direction, list []hostPiece, parts []d
 	if pieceBytes(parts) < c.shape.mappedFrom || !packablePieces(parts) {
 		return PathStaged, buffered(u, dir, list)
 	}
-	k := c.idleProbeOf(u)
+	k := u.idleProbe
 	if !k.Enter() {
 		k.Count(policy.Copy, dir, pieceBytes(parts))
 		return PathStaged, buffered(u, dir, list)

@@ -1,8 +1,10 @@
 package gpu
 
 import (
+	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net"
 	"time"
 
@@ -11,17 +13,25 @@ import (
 )
 
 // errNoPeer: copies between two GPUs go through host memory.
-var errNoPeer = errors.New("stage: no peer access")
+var errNoPeer = errors.New("gpu: no peer access")
+
+// retryPair is the time until a direction is tried again for which memory was missing, or whose
+// check of peer access failed.
+const retryPair = 30 * time.Second
 
 // pair moves bytes from one GPU to another, or within one GPU.
 type pair struct {
+	from, to  *GPU
 	pipelines []*peercopy.Pipeline
-	policy    *policy.Policy // beside engines that compute
-	// idle admits kernels as long as no engine computes on either GPU. Without it, learn would go on
-	// with what it has learned beside an engine, and would take the way through host memory for an
-	// idle GPU. nil: no probe works here, and learn has it all.
-	idleProbe *policy.IdleProbe
-	within    bool // source and destination are one GPU
+	policy    *policy.Policy // learns beside engines that compute
+	// probed: kernels run as long as no engine computes on either GPU. Without the probe, the policy
+	// would apply to an idle GPU what it has learned beside an engine, and copy through host memory.
+	probed bool
+}
+
+// refusal is a direction that has no pipeline.
+type refusal struct {
+	retry time.Time // zero: never
 }
 
 // choice is how a list is moved.
@@ -33,15 +43,39 @@ type choice struct {
 	copyEngineOnly bool
 }
 
-// pick chooses for the next list. The caller calls done when that has been moved.
-func (p *pair) pick(now time.Time) (c choice, done func()) {
-	if p.idleProbe != nil && p.idleProbe.Enter() {
-		return choice{how: policy.Pack, idle: true}, p.idleProbe.Leave
+// enter reports whether both GPUs are idle. Then leave ends the use of their kernels.
+func (p *pair) enter() (leave func(), idle bool) {
+	first, second := p.from, p.to
+	if first == second {
+		return first.idleProbe.Leave, first.idleProbe.Enter()
 	}
-	if p.idleProbe != nil && p.within {
-		// The engine pays for kernels that run beside it, and learn sees only their own time. Copy
-		// engines take nothing from it.
-		return choice{how: policy.Copy, copyEngineOnly: true}, func() {}
+	if first.index > second.index { // one order for all pairs: Enter may wait for users of a GPU
+		first, second = second, first
+	}
+	if !first.idleProbe.Enter() {
+		return nil, false
+	}
+	if !second.idleProbe.Enter() {
+		first.idleProbe.Leave()
+		return nil, false
+	}
+	return func() {
+		second.idleProbe.Leave()
+		first.idleProbe.Leave()
+	}, true
+}
+
+// pick chooses the method for the next list. The caller calls done when the list has been moved.
+func (p *pair) pick(now time.Time) (c choice, done func()) {
+	if p.probed {
+		if leave, idle := p.enter(); idle {
+			return choice{how: policy.Pack, idle: true}, leave
+		}
+		if p.from == p.to {
+			// Kernels slow the engine down, and the policy measures only their own time. Copy engines
+			// take nothing from the engine.
+			return choice{how: policy.Copy, copyEngineOnly: true}, func() {}
+		}
 	}
 	c.how, c.try = p.policy.Pick(now, false)
 	return c, func() {}
@@ -61,6 +95,7 @@ func (p *pair) run(moves []peercopy.Move) error {
 	return least.Run(moves)
 }
 
+// pair returns the pipelines of one direction, which it makes at the first use.
 func (g *GPUs) pair(from, to *GPU) (*pair, error) {
 	if g.cfg.PeerDisable {
 		return nil, errNoPeer
@@ -72,10 +107,33 @@ func (g *GPUs) pair(from, to *GPU) (*pair, error) {
 		return nil, net.ErrClosed
 	}
 	if p, ok := g.pairs[key]; ok {
-		if p == nil {
-			return nil, errNoPeer
-		}
 		return p, nil
+	}
+	r, refused := g.refused[key]
+	if refused && (r.retry.IsZero() || g.now().Before(r.retry)) {
+		return nil, errNoPeer
+	}
+	p, final := g.newPairLocked(from, to, refused)
+	if p == nil {
+		if r = (refusal{}); !final {
+			r.retry = g.now().Add(retryPair)
+		}
+		g.refused[key] = r
+		return nil, errNoPeer
+	}
+	delete(g.refused, key)
+	g.pairs[key] = p
+	g.cfg.Log.Info("gpu pipeline", "from", from.index, "to", to.index,
+		"gpu_bytes_each", uint64(len(p.pipelines))*peercopy.Bytes(g.cfg.PeerStage))
+	return p, nil
+}
+
+// newPairLocked makes the pipelines of a direction, or returns nil. final: another attempt will not
+// help. quiet: the reason is in the log already.
+func (g *GPUs) newPairLocked(from, to *GPU, quiet bool) (_ *pair, final bool) {
+	level := slog.LevelWarn
+	if quiet {
+		level = slog.LevelDebug
 	}
 	if from != to {
 		for _, k := range [][2]*GPU{{from, to}, {to, from}} {
@@ -84,50 +142,50 @@ func (g *GPUs) pair(from, to *GPU) (*pair, error) {
 				err = k[0].card.Reach(k[1].card)
 			}
 			if !ok || err != nil {
-				g.cfg.Log.Warn("no peer access; copies go through host memory", "from", k[0].index, "to", k[1].index, "err", err)
-				g.pairs[key] = nil
-				return nil, errNoPeer
+				g.cfg.Log.Log(context.Background(), level, "no peer access; copies go through host memory",
+					"from", k[0].index, "to", k[1].index, "err", err)
+				return nil, err == nil
 			}
 		}
 	}
 	fixed := g.cfg.Method
 	if fixed == policy.InEngine {
-		fixed = policy.Copy // by way of the host, in hops, which engines pack
+		fixed = policy.Copy // through host memory, in staging slots, which engines pack
 	}
-	p := &pair{policy: policy.New(fixed, 0), within: from == to}
-	if from.mappedMethod() == policy.Auto && to.mappedMethod() == policy.Auto {
-		p.idleProbe = g.pairProbe(from, to)
-	}
+	p := &pair{from: from, to: to, policy: policy.New(fixed, 0),
+		probed: from.mappedMethod() == policy.Auto && to.mappedMethod() == policy.Auto}
 	for range PeerPipelines {
-		q, err := g.newPipeline(from, to)
+		q, err := g.newPipelineLocked(from, to)
 		if err != nil {
-			// One pipeline is slower than two and better than none; with none the host's memory serves.
-			g.cfg.Log.Warn("gpu pipeline not made", "from", from.index, "to", to.index, "have", len(p.pipelines), "err", err)
+			// One pipeline is slower than two; without one, copies go through host memory.
+			g.cfg.Log.Log(context.Background(), level, "gpu pipeline not made",
+				"from", from.index, "to", to.index, "have", len(p.pipelines), "err", err)
 			break
 		}
 		p.pipelines = append(p.pipelines, q)
 	}
 	if len(p.pipelines) == 0 {
-		g.pairs[key] = nil
-		return nil, errNoPeer
+		return nil, false
 	}
-	g.pairs[key] = p
-	g.cfg.Log.Info("gpu pipeline", "from", from.index, "to", to.index, "gpu_bytes_each", uint64(len(p.pipelines))*peercopy.Bytes(g.cfg.PeerStage))
-	return p, nil
+	return p, false
 }
 
-// newPeer is called with g.mu held, so that nobody else takes what is found to be left.
-func (g *GPUs) newPipeline(from, to *GPU) (*peercopy.Pipeline, error) {
+// newPipelineLocked makes one pipeline within the budgets of both GPUs.
+func (g *GPUs) newPipelineLocked(from, to *GPU) (_ *peercopy.Pipeline, err error) {
 	need := peercopy.Bytes(g.cfg.PeerStage)
-	sides := []*GPU{from, to}
-	for _, u := range sides {
-		n := need
-		if from == to {
-			n = 2 * need
+	var taken []*GPU
+	defer func() {
+		if err != nil {
+			for _, u := range taken {
+				u.budget.release(forPipelines, need)
+			}
 		}
-		if err := u.budget.fits(n); err != nil {
+	}()
+	for _, u := range []*GPU{from, to} { // twice of one GPU that is both
+		if err := u.budget.take(forPipelines, need); err != nil {
 			return nil, fmt.Errorf("GPU %d: %w", u.index, err)
 		}
+		taken = append(taken, u)
 	}
 	src, err := from.card.NewPacker()
 	if err != nil {
@@ -137,12 +195,6 @@ func (g *GPUs) newPipeline(from, to *GPU) (*peercopy.Pipeline, error) {
 	if err != nil {
 		return nil, errors.Join(err, src.Close())
 	}
-	p, err := peercopy.NewSized(min(peercopy.MinStage, max(g.cfg.PeerStage/2, 1)), g.cfg.PeerStage, src, dst)
-	if err != nil {
-		return nil, err
-	}
-	for _, u := range sides {
-		u.budget.pipelines.Add(need)
-	}
-	return p, nil
+	least := min(peercopy.MinStage, max(g.cfg.PeerStage/2, 1))
+	return peercopy.NewSized(least, g.cfg.PeerStage, src, dst)
 }

@@ -28,7 +28,7 @@ func TestTriedWithLittle(t *testing.T) {
 	}
 	u0, u1 := from.Device().(*GPU), to.Device().(*GPU)
 	p := gputest.Must(g.pair(u0, u1))(t)
-	p.idleProbe = nil // as where no probe works
+	p.probed = false // as where no probe works
 	p.policy.Observe(policy.Pack, 1<<20, time.Unix(1, 0), time.Unix(1, 1e6))
 	crossed := func() (n uint64) { // what went over the link between the two
 		for _, d := range plat.Devices[0][1:] { // those of the pipelines

@@ -42,11 +42,11 @@ func (g *GPUs) Pin(b []byte) (unpin func() error, err error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if n := len(*g.pins.Load()); n >= MaxPins {
-		return nil, fmt.Errorf("stage: %d ranges of host memory are pinned, at most %d: pin fewer, larger ones", n, MaxPins)
+		return nil, fmt.Errorf("gpu: %d ranges of host memory are pinned, at most %d: pin fewer, larger ones", n, MaxPins)
 	}
 	at, err := u.card.Register(b)
 	if err != nil {
-		return nil, fmt.Errorf("stage: pin %d bytes of host memory: %w; raise the memory lock limit", len(b), err)
+		return nil, fmt.Errorf("gpu: pin %d bytes of host memory: %w; raise the memory lock limit", len(b), err)
 	}
 	all := append(slices.Clone(*g.pins.Load()), pin{b, at, u.card})
 	g.pins.Store(&all)

@@ -1,7 +1,6 @@
 package gpu
 
 import (
-	"cmp"
 	"fmt"
 	"maps"
 	"slices"
@@ -9,17 +8,10 @@ import (
 	"github.com/kvspray/kvspray/gpu/policy"
 )
 
-// Ways says which executors took what since this process began. Between two GPUs copy stands for the way by the host's memory, which
-// is in the others, too.
+// Routes reports which copy methods moved how much since this process began. Between two GPUs, the
+// method copy is the way through host memory, whose bytes are in the routes to and from the host, too.
 func (c *Copier) Routes() []policy.RouteState {
-	out := []policy.RouteState{}
-	c.mu.Lock()
-	for u, k := range c.probes {
-		out = k.State(out, gpuName(u.index))
-	}
-	c.mu.Unlock()
-	slices.SortFunc(out, func(a, b policy.RouteState) int { return cmp.Compare(a.From+a.To, b.From+b.To) })
-	return c.gpus.routes(out)
+	return c.gpus.routes([]policy.RouteState{})
 }
 
 func gpuName(i int) string { return fmt.Sprintf("gpu%d", i) }
@@ -29,6 +21,9 @@ func (g *GPUs) routes(out []policy.RouteState) []policy.RouteState {
 		return out
 	}
 	defer g.mu.Unlock()
+	for _, i := range slices.Sorted(maps.Keys(g.gpus)) {
+		out = g.gpus[i].idleProbe.State(out, gpuName(i))
+	}
 	for i := range g.ids {
 		if u := g.gpus[i]; u != nil {
 			out = u.in.State(u.out.State(out, gpuName(i), "host"), "host", gpuName(i))

@@ -66,13 +66,13 @@ const slotFirstAt = slotRuns * device.RunBytes
 // engine is told of the other one.
 func (u *GPU) retire(h *slot) {
 	h.lent = false
-	err := u.budget.fits(SlotBytes)
+	err := u.budget.take(forStaging, SlotBytes)
 	if err == nil {
-		h.dense, err = u.dev.Alloc(SlotBytes)
+		if h.dense, err = u.dev.Alloc(SlotBytes); err != nil {
+			u.budget.release(forStaging, SlotBytes)
+		}
 	}
-	if err == nil {
-		u.budget.staging.Add(SlotBytes)
-	} else {
+	if err != nil {
 		h.dense = 0
 		u.gpus.cfg.Log.Warn("an engine died in mid kernel, and its staging buffer cannot be replaced: the copy engine takes its part", "gpu", u.index, "err", err)
 	}
@@ -101,10 +101,10 @@ func (u *GPU) rearrange(dir device.Direction, p []byte, blocks []mem.Block) erro
 			}
 		}
 		if bytes > uint64(len(p)) {
-			return fmt.Errorf("stage: blocks of %d bytes and more beside a buffer of %d: %w", bytes, len(p), mem.ErrBounds)
+			return fmt.Errorf("gpu: blocks of %d bytes and more beside a buffer of %d: %w", bytes, len(p), mem.ErrBounds)
 		}
 		if err := u.copySlot(h, dir, p[:bytes]); err != nil {
-			return fmt.Errorf("stage: GPU %d: %w", u.index, err)
+			return fmt.Errorf("gpu: GPU %d: %w", u.index, err)
 		}
 		p, blocks = p[bytes:], blocks[n:]
 	}

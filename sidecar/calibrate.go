@@ -9,9 +9,8 @@ import (
 	"log/slog"
 	"maps"
 
-	"github.com/kvspray/kvspray/gpu/policy"
-
 	"github.com/kvspray/kvspray/gpu"
+	"github.com/kvspray/kvspray/gpu/policy"
 	"github.com/kvspray/kvspray/internal/config"
 )
 

@@ -9,7 +9,6 @@ import (
 	"testing"
 
 	"github.com/kvspray/kvspray/gpu/policy"
-
 	"github.com/kvspray/kvspray/internal/config"
 )
 

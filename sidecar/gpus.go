@@ -8,10 +8,9 @@ import (
 	"sync"
 	"sync/atomic"
 
-	"github.com/kvspray/kvspray/gpu/policy"
-
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/gpu"
+	"github.com/kvspray/kvspray/gpu/policy"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )

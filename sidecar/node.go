@@ -28,8 +28,6 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/kvspray/kvspray/gpu/multipath"
-
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/kvspray/kvspray/connector"
@@ -38,6 +36,7 @@ import (
 	"github.com/kvspray/kvspray/control/peer"
 	"github.com/kvspray/kvspray/control/peer/keys"
 	"github.com/kvspray/kvspray/control/spray"
+	"github.com/kvspray/kvspray/gpu/multipath"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/metrics"
 	"github.com/kvspray/kvspray/internal/sys/mem"

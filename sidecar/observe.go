@@ -14,8 +14,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/kvspray/kvspray/gpu/policy"
-
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
 	"github.com/kvspray/kvspray/connector"
@@ -23,6 +21,7 @@ import (
 	"github.com/kvspray/kvspray/control/route"
 	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/gpu"
+	"github.com/kvspray/kvspray/gpu/policy"
 	"github.com/kvspray/kvspray/internal/metrics"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/parseblock"
@@ -583,8 +582,8 @@ func (n *Node) linkSamples() (out []metrics.LinkSample) {
 // memorySamples is what this sidecar holds of each GPU, for metrics.
 func (n *Node) memorySamples() (out []metrics.MemorySample) {
 	for _, m := range n.gpus.memory() {
-		out = append(out, metrics.MemorySample{GPU: m.GPU, Limit: float64(m.Limit), Free: float64(m.Free),
-			Held: map[string]float64{"staging": float64(m.Staging), "pipelines": float64(m.Pipelines), "pinned_host": float64(m.PinnedBytes)}})
+		out = append(out, metrics.MemorySample{GPU: m.GPU, Limit: float64(m.Limit), Free: float64(m.Free), Pinned: float64(m.PinnedBytes),
+			Held: map[string]float64{"staging": float64(m.Staging), "pipelines": float64(m.Pipelines), "relays": float64(m.Relays)}})
 	}
 	return out
 }

@@ -10,7 +10,6 @@ import (
 
 	"github.com/kvspray/kvspray/gpu/device"
 	"github.com/kvspray/kvspray/gpu/peercopy"
-
 	"github.com/kvspray/kvspray/internal/sys/cuda"
 )
 

@@ -11,10 +11,9 @@ import (
 	"sync/atomic"
 	"unsafe"
 
+	"github.com/kvspray/kvspray/gpu"
 	"github.com/kvspray/kvspray/gpu/device"
 	"github.com/kvspray/kvspray/gpu/policy"
-
-	"github.com/kvspray/kvspray/gpu"
 	"github.com/kvspray/kvspray/internal/sys/cuda"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )

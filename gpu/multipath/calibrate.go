@@ -25,7 +25,7 @@ func (m *Multipath) CalibrateSpan(host, dev cuda.Ptr, from, to uint64) (uint64, 
 				for range calibrateRuns {
 					start := time.Now()
 					if err := m.Copy(dir, host, dev, n); err != nil {
-						return 0, fmt.Errorf("stage: calibrate with %d bytes: %w", n, err)
+						return 0, fmt.Errorf("gpu: calibrate with %d bytes: %w", n, err)
 					}
 					took[i] = max(took[i], time.Since(start))
 				}

@@ -130,7 +130,7 @@ func (l *link) retire(err error) {
 		return
 	}
 	for _, j := range m.jobs {
-		j.err = fmt.Errorf("stage: %s, the last link, failed: %w", l.name, err)
+		j.err = fmt.Errorf("gpu: %s, the last link, failed: %w", l.name, err)
 		close(j.done)
 	}
 	m.jobs = nil

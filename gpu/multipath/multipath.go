@@ -53,9 +53,9 @@ const (
 const directLanes = 4
 
 // ErrBusy means that MaxJobs copies wait already.
-var ErrBusy = errors.New("stage: too many copies are waiting")
+var ErrBusy = errors.New("gpu: too many copies are waiting")
 
-var errNoLink = errors.New("stage: every link has failed; restart the sidecar once the GPUs are healthy")
+var errNoLink = errors.New("gpu: every link has failed; restart the sidecar once the GPUs are healthy")
 
 type job struct {
 	dir    device.Direction
@@ -88,25 +88,25 @@ func NewSized(minChunk, maxChunk uint64, target device.Device, relays ...device.
 		l := &link{m: m, name: fmt.Sprintf("link%d", i), dev: dev, direct: i == 0, index: i}
 		m.links = append(m.links, l)
 		if l.pcie, err = dev.NewQueue(); err != nil {
-			return nil, fmt.Errorf("stage: %s: %w", l.name, err)
+			return nil, fmt.Errorf("gpu: %s: %w", l.name, err)
 		}
 		if !l.direct {
 			if l.nvlink, err = dev.NewQueue(); err != nil {
-				return nil, fmt.Errorf("stage: %s: %w", l.name, err)
+				return nil, fmt.Errorf("gpu: %s: %w", l.name, err)
 			}
 		}
 		for b := range LinkDepth {
 			if l.done[b], err = dev.NewEvent(); err != nil {
-				return nil, fmt.Errorf("stage: %s: %w", l.name, err)
+				return nil, fmt.Errorf("gpu: %s: %w", l.name, err)
 			}
 			if l.direct {
 				continue
 			}
 			if l.firstHop[b], err = dev.NewEvent(); err != nil {
-				return nil, fmt.Errorf("stage: %s: %w", l.name, err)
+				return nil, fmt.Errorf("gpu: %s: %w", l.name, err)
 			}
 			if l.scratch[b], err = dev.Alloc(maxChunk); err != nil {
-				return nil, fmt.Errorf("stage: %s: %d bytes of relay buffer: %w", l.name, maxChunk, err)
+				return nil, fmt.Errorf("gpu: %s: %d bytes of relay buffer: %w", l.name, maxChunk, err)
 			}
 		}
 	}
@@ -114,7 +114,7 @@ func NewSized(minChunk, maxChunk uint64, target device.Device, relays ...device.
 	for range directLanes {
 		q, err := target.NewQueue()
 		if err != nil {
-			return nil, fmt.Errorf("stage: direct path: %w", err)
+			return nil, fmt.Errorf("gpu: direct path: %w", err)
 		}
 		m.lanes <- q
 	}
@@ -161,7 +161,7 @@ func (m *Multipath) Yield(relay int, busy bool) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if relay < 0 || relay+1 >= len(m.links) {
-		return fmt.Errorf("stage: relay %d of %d: no such relay", relay, len(m.links)-1)
+		return fmt.Errorf("gpu: relay %d of %d: no such relay", relay, len(m.links)-1)
 	}
 	m.links[relay+1].yields = busy
 	m.work.Broadcast()
@@ -260,7 +260,7 @@ func (m *Multipath) CopyDirect(dir device.Direction, parts []device.Piece) error
 	}
 	m.lanes <- q
 	if err != nil {
-		return fmt.Errorf("stage: direct path: %w", err)
+		return fmt.Errorf("gpu: direct path: %w", err)
 	}
 	return nil
 }

@@ -82,7 +82,7 @@ func NewSized(minStage, maxStage uint64, src, dst device.Packer) (_ *Pipeline, e
 	p := &Pipeline{src: half{dev: src}, dst: half{dev: dst}, min: minStage, max: maxStage, free: make(chan runEvents, Runs)}
 	defer func() {
 		if err != nil {
-			err = errors.Join(fmt.Errorf("stage: peer pipeline: %w", err), p.release())
+			err = errors.Join(fmt.Errorf("gpu: peer pipeline: %w", err), p.release())
 		}
 	}()
 	if p.src.queue, err = src.NewQueue(); err != nil {
@@ -186,7 +186,7 @@ func (p *Pipeline) stages(moves []Move) (direct bool, err error) {
 	for cur.move < len(moves) {
 		m := &moves[cur.move]
 		if m.Len == 0 || m.Count == 0 || m.Len > maxPiece || m.Count > MaxPieces {
-			return false, fmt.Errorf("stage: move %d: %d pieces of %d bytes: want 1 to %d pieces of 1 to %d bytes", cur.move, m.Count, m.Len,
+			return false, fmt.Errorf("gpu: move %d: %d pieces of %d bytes: want 1 to %d pieces of 1 to %d bytes", cur.move, m.Count, m.Len,
 				uint64(MaxPieces), uint64(maxPiece))
 		}
 		if !packable(m) || m.Len > p.max {

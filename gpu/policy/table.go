@@ -42,17 +42,17 @@ const (
 func LoadTable(path string) (*Table, error) {
 	f, err := os.Open(path)
 	if err != nil {
-		return nil, fmt.Errorf("stage: table of GPUs: %w", err)
+		return nil, fmt.Errorf("gpu: table of GPUs: %w", err)
 	}
 	defer func() { _ = f.Close() }() // it was read only
 	d := json.NewDecoder(io.LimitReader(f, maxTableBytes))
 	d.DisallowUnknownFields()
 	t := &Table{}
 	if err := d.Decode(t); err != nil {
-		return nil, fmt.Errorf("stage: table of GPUs %s: %w; make a new one with kvspray calibrate", path, err)
+		return nil, fmt.Errorf("gpu: table of GPUs %s: %w; make a new one with kvspray calibrate", path, err)
 	}
 	if err := t.Check(); err != nil {
-		return nil, fmt.Errorf("stage: table of GPUs %s: %w; make a new one with kvspray calibrate", path, err)
+		return nil, fmt.Errorf("gpu: table of GPUs %s: %w; make a new one with kvspray calibrate", path, err)
 	}
 	return t, nil
 }
@@ -83,14 +83,14 @@ func (t *Table) Check() error {
 func (t *Table) Save(path string) (err error) {
 	b, err := json.MarshalIndent(t, "", "  ")
 	if err != nil {
-		return fmt.Errorf("stage: table of GPUs: %w", err)
+		return fmt.Errorf("gpu: table of GPUs: %w", err)
 	}
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
-		return fmt.Errorf("stage: table of GPUs: %w", err)
+		return fmt.Errorf("gpu: table of GPUs: %w", err)
 	}
 	f, err := os.CreateTemp(filepath.Dir(path), ".gpu-table-*")
 	if err != nil {
-		return fmt.Errorf("stage: table of GPUs: %w", err)
+		return fmt.Errorf("gpu: table of GPUs: %w", err)
 	}
 	_, err = f.Write(append(b, '\n'))
 	err = errors.Join(err, f.Chmod(0o644), f.Close())
@@ -101,7 +101,7 @@ func (t *Table) Save(path string) (err error) {
 		if rerr := os.Remove(f.Name()); !errors.Is(rerr, fs.ErrNotExist) {
 			err = errors.Join(err, rerr)
 		}
-		return fmt.Errorf("stage: table of GPUs: %w", err)
+		return fmt.Errorf("gpu: table of GPUs: %w", err)
 	}
 	return nil
 }
