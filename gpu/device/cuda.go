@@ -10,7 +10,7 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/cuda/kernels"
 )
 
-// CUDA makes a Packer of a context. The context outlives it.
+// CUDA makes a Packer of a context, which must outlive it.
 func CUDA(c *cuda.Context) (_ Packer, err error) {
 	d := &cudaDevice{c: c}
 	if _, d.priority, err = c.PriorityRange(); err != nil {
@@ -45,8 +45,9 @@ func CUDA(c *cuda.Context) (_ Packer, err error) {
 	return d, nil
 }
 
-// packThreads: one thread block of 512 on every multiprocessor. [measured, H200] short and wide hurts a busy engine less than long
-// and narrow, and 970 GB/s leaves the link the narrowest.
+// packThreads is the size of the one thread block on every multiprocessor. [measured, H200] A short
+// wide kernel slows a busy engine down less than a long narrow one, and at 970 GB/s the link is the
+// bottleneck.
 const packThreads = 512
 
 type cudaDevice struct {
@@ -128,7 +129,7 @@ func (d *cudaDevice) newEvent(pause time.Duration) (Event, error) {
 
 type cudaEvent struct {
 	*cuda.Event
-	pause time.Duration // between two looks
+	pause time.Duration // between two polls
 }
 
 func (e cudaEvent) Sync() (err error) {

@@ -1,28 +1,33 @@
+// Package device is a GPU as the copy code uses it: queues, events, copies, the kernels pack and
+// unpack with their lists, and memory of other processes. The interfaces have two implementations:
+// CUDA here, and package gputest for tests.
+//
+// The package owns no goroutine.
 package device
 
 import (
 	"github.com/kvspray/kvspray/internal/sys/cuda"
 )
 
-// MPS says whether kernels of ours run at the same time as those of other processes.
+// MPS reports whether kernels of several processes run on the GPU at the same time.
 type MPS uint8
 
 const (
-	MPSUnknown MPS = iota // to the driver; it may be on
+	MPSUnknown MPS = iota // the driver does not report it
 	MPSOff
 	MPSOn
 )
 
 func (m MPS) String() string { return [...]string{"unknown", "off", "on"}[m] }
 
-// sharer is a Packer that knows.
+// Sharer is a Packer that reports MPS.
 type Sharer interface {
 	MPS() MPS
 }
 
-// packSizer is a Packer whose kernels can be made narrower.
+// PackSizer is a Packer whose number of thread blocks can be changed.
 type PackSizer interface {
-	// PackBlocks is how many thread blocks its kernels run on, and SetPackBlocks changes that.
+	// PackBlocks is the number of thread blocks of the kernels.
 	PackBlocks() int
 	SetPackBlocks(n int)
 }
@@ -30,38 +35,41 @@ type PackSizer interface {
 // Queue is an in-order queue of device work: a CUDA stream.
 type Queue interface {
 	Copy(dst, src cuda.Ptr, n uint64) error
-	// CopyBatch enqueues many copies at once, in no order among each other.
+	// CopyBatch enqueues many copies, in no order among each other.
 	CopyBatch(dst, src []cuda.Ptr, n []uint64) error
 	// CopyRows enqueues copies of rows, at least one, in no order among each other.
 	CopyRows(rows []cuda.Rows) error
-	// CopySync is Copy and Sync in one call into the driver; it spins.
+	// CopySync is Copy and Sync in one call of the driver; it spins.
 	CopySync(dst, src cuda.Ptr, n uint64) error
-	// Record marks the queue's present end in e; Wait makes its later work wait for e's last mark.
+	// Record marks the present end of the queue in e. Wait makes later work of the queue wait for
+	// the last mark of e.
 	Record(e Event) error
 	Wait(e Event) error
-	// Sync returns when no work of the queue can touch memory any more: all of it is done, or the device has given up.
+	// Sync returns when no work of the queue can touch memory any more: all work is done, or the
+	// device has failed.
 	Sync() error
 }
 
-// Event marks a point in a queue. Sync blocks until the marked work is done, and Done tells whether it is; an event never recorded is done.
+// Event marks a point in a queue. Sync blocks until the marked work is done, and Done reports
+// whether it is. An event that was never recorded is done.
 type Event interface {
 	Sync() error
 	Done() (bool, error)
 }
 
-// Device is what a link needs of its GPU.
+// Device is the part of a GPU that copies without kernels use.
 type Device interface {
 	Alloc(n uint64) (cuda.Ptr, error)
 	Free(cuda.Ptr) error
 	NewQueue() (Queue, error)
 	NewEvent() (Event, error)
-	// NewPromptEvent is NewEvent for short waits: Sync returns sooner, and looks more often.
+	// NewPromptEvent is NewEvent for short waits: Sync polls more often.
 	NewPromptEvent() (Event, error)
-	// Close frees queues and events made here.
+	// Close frees all queues and events of the device.
 	Close() error
 }
 
-// Direction of a copy.
+// Direction is the direction of a copy.
 type Direction uint8
 
 // The directions.
@@ -70,15 +78,17 @@ const (
 	DeviceToHost
 )
 
-// Packer is a Device with the two kernels that rearrange bytes inside its GPU's memory.
+// Packer is a Device with the two kernels that rearrange bytes inside the GPU's memory.
 type Packer interface {
 	Device
-	// AllocHost gives pinned host memory that the device's copy engines reach; freed by Close.
+	// AllocHost allocates pinned host memory that copy engines and kernels reach. Close frees it.
 	AllocHost(n int) ([]byte, cuda.Ptr, error)
-	// Pack gathers, Unpack scatters: n runs at runs (kernels.cu, kvs_run), with the counts of pieces before each at first.
+	// Pack gathers and Unpack scatters n runs (struct kvs_run of kernels.cu) at runs. first has the
+	// number of pieces before each run.
 	Pack(q Queue, runs, first cuda.Ptr, n int) error
 	Unpack(q Queue, runs, first cuda.Ptr, n int) error
-	// The same for n pieces of len bytes each, whose addresses stand at bases; piece i lies at dense + i*len.
+	// PackUniform and UnpackUniform move n pieces of len bytes, whose addresses are at bases. Piece
+	// i is at dense + i*len.
 	PackUniform(q Queue, bases cuda.Ptr, n int, dense cuda.Ptr, len uint64) error
 	UnpackUniform(q Queue, bases cuda.Ptr, n int, dense cuda.Ptr, len uint64) error
 }

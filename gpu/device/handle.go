@@ -8,23 +8,23 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
-// HandleKind says how an allocation is named to another process.
+// HandleKind is the way in which an allocation is named to another process.
 type HandleKind uint8
 
 // The kinds of a handle.
 const (
-	HandleIPC HandleKind = iota + 1 // a CUDA IPC handle: cudaMalloc, which torch's caching allocator uses
-	HandleFD                        // a POSIX descriptor: cuMemCreate, which cumem allocators use
+	HandleIPC HandleKind = iota + 1 // CUDA IPC: cudaMalloc, as in torch's caching allocator
+	HandleFD                        // POSIX descriptor: cuMemCreate, as in cumem allocators
 )
 
-// Handle names a part of a GPU allocation of another process: what an engine's shim makes (kvspray.h, kvs_region_gpu), what REGISTER
-// carries and what shm lanes pass on. Its form is HandleBytes long: kind, 7 zero bytes, the GPU's UUID, offset and length of the
-// allocation (little-endian), the IPC handle.
+// Handle names a part of a GPU allocation of another process. An engine's shim makes it
+// (kvs_region_gpu in kvspray.h), REGISTER and shm lanes carry it. It is HandleBytes long: kind, 7
+// zero bytes, UUID of the GPU, offset, length of the allocation (little-endian), IPC handle.
 type Handle struct {
 	Kind  HandleKind
 	GPU   [16]byte // UUID
-	Off   uint64   // of the part in its allocation
-	Alloc uint64   // bytes of the allocation, as its owner says
+	Off   uint64   // of the part in the allocation
+	Alloc uint64   // bytes of the allocation, as its owner reports
 	IPC   cuda.IPCHandle
 }
 
@@ -40,7 +40,7 @@ func (h *Handle) Append(b []byte) []byte {
 	return append(b, h.IPC[:]...)
 }
 
-// ParseHandle reads foreign bytes.
+// ParseHandle decodes a handle. The bytes are foreign input.
 func ParseHandle(b []byte) (h Handle, err error) {
 	if len(b) != HandleBytes {
 		return h, fmt.Errorf("gpu: a GPU handle of %d bytes, want %d: the engine's libkvspray and this sidecar differ in version", len(b), HandleBytes)

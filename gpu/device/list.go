@@ -7,16 +7,17 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
-// strided is how many blocks a run has on average, at least, where blocks of one length go to the kernels as runs and not as addresses, which
-// are a fifth as long.
+// Strided is the least average number of pieces per run for which pieces of one length are listed
+// as runs. A list of addresses takes a fifth of the bytes per entry.
 const Strided = 8
 
-// Part is a contiguous piece of what CopyParts moves.
+// Piece is contiguous on both sides of a copy between host memory and a GPU.
 type Piece struct {
 	Host, Dev cuda.Ptr
 	Len       uint64
-	// Shift has for each link, the target's first, what it adds to Dev to reach the same byte in its own context: memory of another process
-	// has an address of its own in each. nil: nothing.
+	// Shift has an entry for each link, the target's first: what is added to Dev to reach the same
+	// byte in the link's context, because memory of another process has another address in each
+	// context. nil: nothing.
 	Shift []cuda.Ptr
 }
 
@@ -27,7 +28,7 @@ const (
 	RunOuter = 16 // offset of outer in it
 )
 
-// putRun writes a struct kvs_run.
+// PutRun encodes a struct kvs_run.
 func PutRun(b []byte, base, dense, size uint64, s *mem.Strides) {
 	b = b[:RunBytes]
 	binary.LittleEndian.PutUint64(b, base)

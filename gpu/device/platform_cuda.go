@@ -11,16 +11,18 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/cuda"
 )
 
-// cudaPlatform is the host's driver.
+// cudaPlatform is the GPUs of the CUDA driver.
 type cudaPlatform struct {
 	devices []cuda.Device
-	blocks  func(model string) int // thread blocks of the kernels, as measured; 0: as many as there are multiprocessors
+	blocks  func(model string) int // thread blocks of the kernels; 0: one per multiprocessor
 	version string                 // of the kernel's driver
 }
 
-// driverVersion is where the kernel says which driver it has, also in containers.
+// driverVersion has the driver's version, also inside containers.
 const driverVersion = "/sys/module/nvidia/version"
 
+// OpenHost opens the CUDA driver. blocks returns the measured number of thread blocks of the pack
+// kernels for a model of GPU; 0: one per multiprocessor.
 func OpenHost(blocks func(model string) int) (Platform, error) {
 	d, err := cuda.Open()
 	if err != nil {
@@ -68,7 +70,7 @@ func (p cudaPlatform) CanAccess(from, to int) (bool, error) {
 // cudaCard is a retained context.
 type cudaCard struct {
 	c          *cuda.Context
-	packBlocks int // measured; 0: as many as there are multiprocessors
+	packBlocks int // 0: one per multiprocessor
 }
 
 func (d cudaCard) NewPacker() (Packer, error) {
@@ -94,7 +96,7 @@ func (d cudaCard) PCI() (string, error) {
 	return strings.ToLower(pci), err // the driver writes capitals
 }
 
-// Free is what the GPU has left, for all processes.
+// Free is the free memory of the GPU, for all processes.
 func (d cudaCard) Free() (uint64, error) {
 	free, _, err := d.c.MemInfo()
 	return free, err
@@ -117,7 +119,8 @@ func (d cudaCard) Import(h *Handle, fd int) (cuda.Ptr, uint64, error) {
 	if err != nil {
 		return 0, 0, err
 	}
-	// The owner's word is not taken for the length: a copy past the end would take the context, and with it everybody's memory.
+	// The length comes from the driver, not from the owner: a copy beyond the end would break the
+	// context and every copy on it.
 	base, n, err := d.c.AddressRange(p)
 	if err == nil && base != p {
 		err = fmt.Errorf("the driver has it at %#x, mapped at %#x", uint64(base), uint64(p))

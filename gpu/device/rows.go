@@ -6,25 +6,28 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/cuda"
 )
 
-// Small pieces of host memory that go to a GPU. [measured, H200, driver 580] the driver moves those of 16 KiB, one by one as in a batch, as if by kernels:
-// in slices of the time of an engine that computes, which lost 15 to 39% to 3.5 GB/s of them. What is larger, what has two rows, and everything
-// on the way back goes by the copy engine: 8.6 GB/s for 0.6%. So two pieces are made the rows of one copy wherever they lie.
+// Small pieces of host memory on the way to a GPU. [measured, H200, driver 580] The driver moves
+// pieces of 16 KiB as if by kernels, alone and in batches. They are time-sliced against an engine,
+// which lost 15 to 39% at 3.5 GB/s. The copy engine takes larger pieces, copies of two rows and all
+// copies to the host: 8.6 GB/s at a cost of 0.6%. Therefore two pieces at any addresses become the
+// two rows of one copy.
 const (
 	pairBelow = 32 << 10
-	pairLook  = 64 // pieces without a partner that are looked through for the next one
+	pairLook  = 64 // unpaired pieces that are compared with the next one
 )
 
-// invalidValue is CUDA_ERROR_INVALID_VALUE.
+// InvalidValue is CUDA_ERROR_INVALID_VALUE.
 const InvalidValue = 1
 
-// rowCopier holds the lists of copyIn between two calls.
+// RowCopier makes pieces rows of copies. It keeps its lists between two calls.
 type RowCopier struct {
 	rows  []cuda.Rows
 	alone []int
 }
 
-// copyIn enqueues copies from host memory to the GPU, in no order among each other. Of the slices, which are as long, it only reads. Should a driver not
-// take rows that lie in different allocations, it gets all of them as single copies: some twice, of the same bytes.
+// CopyIn enqueues copies from host memory to the GPU, in no order among each other, and does not
+// change the slices. A driver that refuses rows in different allocations gets all pieces as single
+// copies, some of them a second time with the same bytes.
 func (r *RowCopier) CopyIn(q Queue, dst, src []cuda.Ptr, n []uint64) error {
 	large := true
 	for i := range n {
@@ -44,7 +47,8 @@ func (r *RowCopier) CopyIn(q Queue, dst, src []cuda.Ptr, n []uint64) error {
 	return err
 }
 
-// pairs adds what can be paired to rows: two pieces of one length, of which one lies behind the other on both sides and not too far. alone are the others.
+// pairs appends rows of two pieces each: of one length, and one behind the other on both sides
+// within the largest pitch. alone are the other pieces.
 func pairs(rows []cuda.Rows, alone []int, dst, src []cuda.Ptr, n []uint64) ([]cuda.Rows, []int) {
 	for i := range n {
 		k := len(alone) - 1
@@ -65,7 +69,7 @@ func pairs(rows []cuda.Rows, alone []int, dst, src []cuda.Ptr, n []uint64) ([]cu
 	return rows, alone
 }
 
-// apartBy reports whether b is the next row after a.
+// apartBy reports whether b can be the next row after a.
 func apartBy(a, b cuda.Ptr, width uint64) bool {
 	return b > a && uint64(b-a) >= width && uint64(b-a) <= cuda.MaxPitch
 }

@@ -7,7 +7,8 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/cuda"
 )
 
-// TestPairs: every piece is moved once, in rows that a copy engine takes, and few are left alone where blocks lie anywhere.
+// TestPairs: every piece is moved once, in rows that copy engines accept, and few pieces stay
+// single wherever blocks are.
 func TestPairs(t *testing.T) {
 	rng := rand.New(rand.NewPCG(3, 3))
 	for _, c := range []struct {

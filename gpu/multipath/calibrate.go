@@ -8,14 +8,16 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/cuda"
 )
 
-// Calibrate measures both ways with the memory given, at least MaxCalibrate bytes on either side whose content is lost, and sets the
-// threshold to where using every link begins to pay in both directions. It takes some tens of milliseconds.
+// Calibrate measures both directions with the given memory, at least MaxCalibrate bytes on either
+// side, and overwrites it. It sets the threshold to the size from which using every link is faster
+// in both directions. It takes some tens of milliseconds.
 func (m *Multipath) Calibrate(host, dev cuda.Ptr) (uint64, error) {
 	return m.CalibrateSpan(host, dev, MaxCalibrate, MinCalibrate)
 }
 
+// CalibrateSpan is Calibrate for sizes from from down to to.
 func (m *Multipath) CalibrateSpan(host, dev cuda.Ptr, from, to uint64) (uint64, error) {
-	best := 2 * from // beyond what was measured: guess that it pays there
+	best := 2 * from // a guess for sizes that were not measured
 	for n := from; n >= to && len(m.links) > 1; n /= 2 {
 		pays := true
 		for _, dir := range []device.Direction{device.HostToDevice, device.DeviceToHost} {
@@ -30,7 +32,7 @@ func (m *Multipath) CalibrateSpan(host, dev cuda.Ptr, from, to uint64) (uint64, 
 					took[i] = max(took[i], time.Since(start))
 				}
 			}
-			// The worst of several: using every link is meant to pay always, not on average.
+			// The slowest of several runs counts: every link must be faster always, not on average.
 			pays = pays && took[1] < took[0]
 		}
 		if !pays {
@@ -44,6 +46,7 @@ func (m *Multipath) CalibrateSpan(host, dev cuda.Ptr, from, to uint64) (uint64, 
 
 // The span that Calibrate looks at.
 const (
+	// The span of sizes.
 	MaxCalibrate  = 256 << 20
 	MinCalibrate  = 4 << 20
 	calibrateRuns = 12

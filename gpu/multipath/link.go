@@ -20,7 +20,7 @@ type link struct {
 	pcie     device.Queue
 	nvlink   device.Queue
 	scratch  [LinkDepth]cuda.Ptr
-	firstHop [LinkDepth]device.Event // first hop done
+	firstHop [LinkDepth]device.Event // the first of a relay's two copies
 	done     [LinkDepth]device.Event // chunk done
 	slot     [LinkDepth]struct {
 		j  *job
@@ -29,24 +29,24 @@ type link struct {
 	}
 
 	// Under m.mu.
-	yields   bool // its GPU has work of its own, so it takes nothing
-	failed   bool // it has failed
+	yields   bool // its GPU has work of its own
+	failed   bool
 	moved    uint64
-	returned uint64        // chunks given back
-	inFlight uint64        // bytes taken and not moved yet
-	bytes    float64       // of late, the newest weighing most
+	returned uint64        // chunks
+	inFlight uint64        // bytes
+	bytes    float64       // moved lately, with decreasing weight
 	took     float64       // nanoseconds for them
-	span     time.Duration // for which that is believed of a link that holds nothing; 0: rateRetry
-	tried    bool          // it has a chunk though its rate is too old: what that takes is believed alone
-	last     time.Time     // that a chunk came or, if it held none, was taken
+	span     time.Duration // for which the rate of an unused link is valid; 0: rateRetry
+	tried    bool          // a chunk renews an old rate, which it then replaces
+	last     time.Time     // end of a chunk, or start after idleness
 
-	// The chunk that is being issued, cut into parts.
+	// The pieces of the chunk that is being issued.
 	host, far, near []cuda.Ptr
 	sizes           []uint64
 	index           int // of m.links
 }
 
-// take returns the oldest work that l may do, waiting for it if wait is set.
+// take returns the oldest chunk that l may move. With wait it blocks until there is one.
 func (l *link) take(wait bool) (*job, extent, bool) {
 	m := l.m
 	m.mu.Lock()
@@ -77,11 +77,11 @@ func (l *link) take(wait bool) (*job, extent, bool) {
 			}
 			return j, s, true
 		}
-		if !wait || m.closed && m.under == 0 { // as long as anything is under way a link may die, and give it back
+		if !wait || m.closed && m.under == 0 { // while bytes are in flight, a link may fail and return them
 			return nil, extent{}, false
 		}
 		var again *time.Timer
-		if left { // whom it was left to may hang
+		if left { // the other link may hang
 			again = time.AfterFunc(silentAfter, m.work.Broadcast)
 		}
 		m.work.Wait()
@@ -91,7 +91,7 @@ func (l *link) take(wait bool) (*job, extent, bool) {
 	}
 }
 
-// finish ends one chunk; a chunk that failed goes back for another link.
+// finish ends one chunk. A chunk that failed returns to the queue.
 func (l *link) finish(j *job, s extent, issued time.Time, err error) {
 	m := l.m
 	m.mu.Lock()
@@ -99,7 +99,7 @@ func (l *link) finish(j *job, s extent, issued time.Time, err error) {
 	j.open--
 	l.inFlight -= s.n
 	if err != nil {
-		l.failed = true // before another one leaves it a chunk
+		l.failed = true // before another link leaves it a chunk
 		l.returned++
 		if j.next == j.n && len(j.again) == 0 {
 			m.jobs = append(m.jobs, j)
@@ -115,7 +115,7 @@ func (l *link) finish(j *job, s extent, issued time.Time, err error) {
 	}
 }
 
-// dead takes l out; the last one fails what waits.
+// retire takes l out of use. The last link fails all copies that wait.
 func (l *link) retire(err error) {
 	m := l.m
 	m.mu.Lock()
@@ -136,7 +136,8 @@ func (l *link) retire(err error) {
 	m.jobs = nil
 }
 
-// run keeps up to LinkDepth chunks in flight. Slots are used in turn, so the oldest is always the next to be reused.
+// run keeps up to LinkDepth chunks in flight. Slots are used in turn, so that the oldest is reused
+// next.
 func (l *link) run() {
 	for head, tail := 0, 0; ; {
 		j, s, ok := l.take(head == tail)
@@ -164,8 +165,8 @@ func (l *link) run() {
 	}
 }
 
-// fail gives back what the link had in flight, after the queues are idle: a late write of this link must not land over memory
-// whose copy another link has finished.
+// fail returns the chunks in flight after the queues are idle. A late write of this link must not
+// reach memory after another link has finished the copy.
 func (l *link) fail(tail, head int, err error) {
 	err = errors.Join(err, l.pcie.Sync())
 	if l.nvlink != nil {
@@ -179,7 +180,7 @@ func (l *link) fail(tail, head int, err error) {
 	l.retire(err)
 }
 
-// issue enqueues one chunk. A relay's slot is free: its last chunk was waited for.
+// issue enqueues one chunk in slot b, whose previous chunk has ended.
 func (l *link) issue(b int, j *job, s extent) error {
 	l.cut(j, s, l.scratch[b])
 	from, to := l.host, l.far
@@ -209,7 +210,8 @@ func (l *link) issue(b int, j *job, s extent) error {
 	return second.Record(l.done[b])
 }
 
-// cut lists the parts of a chunk: where they are in host memory, in the target's, and in the relay's buffer.
+// cut lists the pieces of a chunk: their addresses in host memory, in the target's memory, and in
+// the relay's buffer.
 func (l *link) cut(j *job, s extent, scratch cuda.Ptr) {
 	l.host, l.far, l.near, l.sizes = l.host[:0], l.far[:0], l.near[:0], l.sizes[:0]
 	i, found := slices.BinarySearch(j.starts, s.off)

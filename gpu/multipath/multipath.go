@@ -1,3 +1,8 @@
+// Package multipath copies between host memory and one GPU over the PCIe links of several GPUs.
+//
+// A Multipath owns one goroutine per link; Close joins them. Its mutex protects the queue of copies
+// and what is learned about links. multipath.go has the copies, link.go the pipeline of one link,
+// rate.go the learned rates, state.go the report.
 package multipath
 
 import (
@@ -10,27 +15,26 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/cuda"
 )
 
-// Multipath copies between host memory and one GPU over the PCIe links of several: every link pulls chunks from one queue, so a
-// link that is slow or busy takes fewer. The target's own link copies directly; the others relay, and each relay works on
-// several chunks at once, so that PCIe of one overlaps NVLink of the one before (the MMA paper, arXiv 2512.16056). Small copies
-// take the direct path alone, as long as it has not much to do.
+// Multipath copies between host memory and one GPU. Every link takes chunks from one queue, so that
+// a slow or busy link takes fewer. The target's own link copies directly, the others relay. A relay
+// works on several chunks at once, so that PCIe of one chunk overlaps NVLink of the chunk before
+// (the MMA paper, arXiv 2512.16056). Small copies use the direct path alone while little is in
+// flight.
 //
-// What a link moves in which time is learned. The last chunks of a queue are left to whoever is done with them first, or all would wait
-// for a slow link's. A link that fails gives its chunks back, and is out of use from then on; one that hangs keeps them, as it may
-// still write, and gets no others.
-//
-// Goroutines: one per link, idle on a condition variable; joined by Close.
+// The rate of each link is learned. A link leaves the last chunks of a queue to links that finish
+// earlier. A link that fails returns its chunks and is not used again. A link that hangs keeps its
+// chunks, because it may still write, and gets no others.
 type Multipath struct {
 	links     []*link
 	threshold uint64 // copies of fewer bytes take the direct path
-	min, max  uint64 // bytes of a chunk; MinChunk and MaxChunk but in tests
+	min, max  uint64 // bytes of a chunk
 
 	lanes chan device.Queue // of the direct path, for copies below the threshold
 
 	mu     sync.Mutex
 	work   sync.Cond
-	jobs   []*job // those with bytes not yet taken, oldest first
-	under  uint64 // bytes of all copies under way
+	jobs   []*job // with bytes that no link has taken, oldest first
+	under  uint64 // bytes of all copies in flight
 	closed bool
 	alive  int
 	direct bool // the target's own link is alive
@@ -41,18 +45,21 @@ type Multipath struct {
 // The shape of the pipeline. [measured, 4 H200] chunks of 8 to 16 MiB with three in flight reach 0.98 of all links together;
 // smaller chunks cost a CPU core and a fifth of the rate, and a tail of larger ones idles links at the end.
 const (
+	// The shape of the pipeline. [measured, 4 H200] Chunks of 8 to 16 MiB with three in flight
+	// reach 0.98 of the sum of all links. Smaller chunks cost a CPU core and a fifth of the rate; a
+	// tail of larger chunks leaves links idle at the end.
 	MaxChunk         = 16 << 20
 	MinChunk         = 2 << 20
 	LinkDepth        = 3
-	MaxJobs          = 1024      // copies that may wait at once
+	MaxJobs          = 1024      // copies that wait at once
 	DefaultThreshold = 128 << 20 // until Calibrate has measured
 	MaxScratchBytes  = LinkDepth * MaxChunk
 )
 
-// directLanes is how many copies below the threshold run at once; further ones wait for a lane.
+// directLanes is the number of copies below the threshold that run at once; others wait.
 const directLanes = 4
 
-// ErrBusy means that MaxJobs copies wait already.
+// ErrBusy means that MaxJobs copies wait.
 var ErrBusy = errors.New("gpu: too many copies are waiting")
 
 var errNoLink = errors.New("gpu: every link has failed; restart the sidecar once the GPUs are healthy")
@@ -60,22 +67,23 @@ var errNoLink = errors.New("gpu: every link has failed; restart the sidecar once
 type job struct {
 	dir    device.Direction
 	pieces []device.Piece
-	starts []uint64 // the first byte of each part in the job
+	starts []uint64 // first byte of each piece in the job
 	n      uint64
 	chunk  uint64
-	next   uint64   // first byte not yet taken
-	again  []extent // chunks that a dying link gave back
+	next   uint64   // first byte that no link has taken
+	again  []extent // chunks that a failed link has returned
 	open   int      // chunks taken, not done
 	err    error
 	done   chan struct{}
 }
 
-// NewMultipath makes the path set to target. Relays are the other GPUs, each with peer access to target both ways; they may
-// be empty. It takes MaxScratchBytes of memory on each relay.
+// New makes the paths to target. relays are other GPUs with peer access to target in both
+// directions, or none. Each relay provides MaxScratchBytes of its memory.
 func New(target device.Device, relays ...device.Device) (*Multipath, error) {
 	return NewSized(MinChunk, MaxChunk, target, relays...)
 }
 
+// NewSized is New with other sizes of chunks.
 func NewSized(minChunk, maxChunk uint64, target device.Device, relays ...device.Device) (_ *Multipath, err error) {
 	m := &Multipath{threshold: DefaultThreshold, min: minChunk, max: maxChunk}
 	m.work.L = &m.mu
@@ -125,14 +133,14 @@ func NewSized(minChunk, maxChunk uint64, target device.Device, relays ...device.
 	return m, nil
 }
 
-// SetThreshold sets from how many bytes on a copy uses every link.
+// SetThreshold sets the bytes in flight from which a copy uses every link.
 func (m *Multipath) SetThreshold(n uint64) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.threshold = n
 }
 
-// Threshold returns what SetThreshold or NewMultipath set.
+// Threshold returns the value of SetThreshold.
 func (m *Multipath) Threshold() uint64 {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -148,15 +156,15 @@ func (m *Multipath) Devices() []device.Device {
 	return out
 }
 
-// Waiting is the number of copies with bytes that no link has taken yet.
+// Waiting is the number of copies with bytes that no link has taken.
 func (m *Multipath) Waiting() int {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return len(m.jobs)
 }
 
-// Yield says whether relay i (in NewMultipath's order, from 0) has work of its own: then it takes no more chunks. What it has
-// taken it finishes.
+// Yield sets whether relay i, in the order of New, has work of its own. Then it takes no more
+// chunks, and finishes those in flight.
 func (m *Multipath) Yield(relay int, busy bool) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -168,15 +176,16 @@ func (m *Multipath) Yield(relay int, busy bool) error {
 	return nil
 }
 
-// Copy moves n bytes between host and dev and returns when they are in place. Host memory is pinned and mapped by every
-// link's context. Safe for concurrent use.
+// Copy moves n bytes between host and dev and returns when they are in place. Host memory must be
+// pinned and mapped by the context of every link. Safe for concurrent use.
 func (m *Multipath) Copy(dir device.Direction, host, dev cuda.Ptr, n uint64) error {
 	_, err := m.CopyPieces(dir, []device.Piece{{Host: host, Dev: dev, Len: n}})
 	return err
 }
 
-// CopyParts is Copy of many pieces, between which there is no order, and says whether every link was to be used: the threshold counts what
-// is under way already, which the direct path has to move before.
+// CopyPieces is Copy of many pieces in no order among each other. every: the copy was queued for
+// all links. The threshold applies to all bytes in flight, which the direct path would have to move
+// first.
 func (m *Multipath) CopyPieces(dir device.Direction, parts []device.Piece) (every bool, err error) {
 	var n uint64
 	for i := range parts {
@@ -203,7 +212,7 @@ func (m *Multipath) CopyPieces(dir device.Direction, parts []device.Piece) (ever
 			m.mu.Unlock()
 			return false, nil
 		}
-		// The links find out which of them still work.
+		// The links detect which of them still work.
 		if m.closed {
 			m.mu.Unlock()
 			return false, errors.Join(net.ErrClosed, err)
@@ -237,7 +246,8 @@ func (m *Multipath) ended(n uint64) {
 	}
 }
 
-// copyDirect runs in the caller: handing a small copy to another goroutine would cost more than the copy.
+// CopyDirect copies over the target's link in the caller's goroutine: a change of goroutines would
+// cost more than a small copy.
 func (m *Multipath) CopyDirect(dir device.Direction, parts []device.Piece) error {
 	q := <-m.lanes
 	var err error
@@ -255,7 +265,7 @@ func (m *Multipath) CopyDirect(dir device.Direction, parts []device.Piece) error
 		if dir == device.DeviceToHost {
 			host, dev = dev, host
 		}
-		// Whatever went wrong, nothing is in flight when we return.
+		// Also after an error nothing may be in flight.
 		err = errors.Join(q.CopyBatch(dev, host, sizes), q.Sync())
 	}
 	m.lanes <- q
@@ -265,13 +275,15 @@ func (m *Multipath) CopyDirect(dir device.Direction, parts []device.Piece) error
 	return nil
 }
 
-// shapeLocked: at least four chunks a link, so that the end is even, within what was measured to be efficient.
+// shapeLocked gives each link at least four chunks, so that links finish at about the same time,
+// within the efficient sizes.
 func (m *Multipath) shapeLocked(j *job) {
 	c := j.n / uint64(4*len(m.links)) &^ (1<<12 - 1)
 	j.chunk = min(max(c, m.min), m.max)
 }
 
-// Close waits for the copies under way, ends the links and frees their buffers. Later copies get net.ErrClosed.
+// Close waits for the copies in flight, ends the links and frees their buffers. Later copies return
+// net.ErrClosed.
 func (m *Multipath) Close() error {
 	m.mu.Lock()
 	if m.closed {

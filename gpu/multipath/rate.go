@@ -4,22 +4,22 @@ import (
 	"time"
 )
 
-// What is learned of links.
+// How rates of links are learned.
 const (
-	rateWeight = 0.25                   // of the newest chunk
-	rateSpan   = 5 * time.Second        // after which a rate is too old to judge a link by: it gets a chunk again,
-	rateRetry  = 100 * time.Millisecond // so soon at first, and twice as long after each that was in vain: [measured, 2 H200] a driver that pinned
-	// memory meanwhile made the first chunks of a link look 300 times too slow, and it was left out of all that came
-	silentAfter = 60 * time.Millisecond // a link that brings none of its chunks for so long is expected to bring none
-	leaveSlack  = 1.125                 // a chunk is left to another link that is so much sooner done
+	rateWeight = 0.25                   // weight of the newest chunk
+	rateSpan   = 5 * time.Second        // longest validity of a rate; then the link gets a chunk again
+	rateRetry  = 100 * time.Millisecond // first validity; it doubles. [measured, 2 H200] While the driver pinned memory,
+	// the first chunks of a link were 300 times slower, and the link was not used again.
+	silentAfter = 60 * time.Millisecond // without an end of a chunk for so long, a link is expected to hang
+	leaveSlack  = 1.125                 // by this factor another link must be faster to get the chunk
 )
 
-// leavesLocked reports whether another link, alone, would be done with all that waits before l is done with this chunk of it. Whoever is
-// first done with the chunk never leaves it, so that somebody takes it.
+// leavesLocked reports whether another link alone would move all waiting bytes before l moves this
+// chunk. The fastest link never leaves a chunk, so that one link always takes it.
 func (l *link) leavesLocked(n uint64, now time.Time) bool {
 	mine, known := l.expectLocked(n, now)
 	if !known {
-		return false // or nothing would ever be known
+		return false // a rate is only learned from chunks
 	}
 	m := l.m
 	waiting := uint64(0)
@@ -54,7 +54,7 @@ func (l *link) takenLocked(n uint64, now time.Time) {
 	l.inFlight += n
 }
 
-// oldLocked reports whether what is known of l is too old to judge it by.
+// oldLocked reports whether the rate of l is too old.
 func (l *link) oldLocked(now time.Time) bool {
 	span := max(l.span, rateRetry)
 	if l.inFlight > 0 {
@@ -63,7 +63,7 @@ func (l *link) oldLocked(now time.Time) bool {
 	return now.Sub(l.last) > span
 }
 
-// expectLocked is in how many nanoseconds l would have moved n bytes more.
+// expectLocked estimates the nanoseconds until l has moved n more bytes.
 func (l *link) expectLocked(n uint64, now time.Time) (ns float64, known bool) {
 	if l.took == 0 || l.oldLocked(now) {
 		return 0, false
@@ -71,15 +71,16 @@ func (l *link) expectLocked(n uint64, now time.Time) (ns float64, known bool) {
 	return float64(l.inFlight+n) * l.took / l.bytes, true
 }
 
-// silentLocked reports whether l has brought nothing of what it holds for long.
+// silentLocked reports whether l holds chunks and has finished none for long.
 func (l *link) silentLocked(now time.Time) bool {
 	return l.inFlight > 0 && now.Sub(l.last) > silentAfter
 }
 
-// learnLocked takes the time of a chunk that has been moved. Those of which it is noticed together that they have, are one to what is kept.
+// learnLocked learns from a chunk that has been moved. Chunks whose ends are seen together share
+// the time since the previous end.
 func (l *link) learnLocked(n uint64, issued, now time.Time) {
 	if issued.Before(l.last) {
-		issued = l.last // until then it moved others
+		issued = l.last // before, it moved other chunks
 	}
 	weight := rateWeight
 	if l.tried {

@@ -4,12 +4,12 @@ import (
 	"time"
 )
 
-// LinkState is what is known of one link.
+// LinkState is the state of one link.
 type LinkState struct {
-	GPU      int     `json:"gpu"`                      // whose link to the host it is
+	GPU      int     `json:"gpu"`                      // whose PCIe link it is
 	State    string  `json:"state"`                    // one of LinkStates
 	Bytes    uint64  `json:"bytes"`                    // moved
-	InFlight uint64  `json:"in_flight_bytes"`          // or waiting for the link's own pipeline
+	InFlight uint64  `json:"in_flight_bytes"`          // in its pipeline
 	Rate     float64 `json:"learned_bytes_per_second"` // 0: unknown
 	Returned uint64  `json:"chunks_given_back"`
 }
@@ -19,14 +19,14 @@ const (
 	LinkIdle   = "idle"
 	LinkMoves  = "moves"
 	LinkYields = "yields" // its own GPU has work
-	LinkSilent = "silent" // it brings nothing of what it has taken
+	LinkSilent = "silent" // it finishes none of its chunks
 	LinkDead   = "dead"
 )
 
-// LinkStates are all of them.
+// LinkStates lists all states.
 var LinkStates = []string{LinkIdle, LinkMoves, LinkYields, LinkSilent, LinkDead}
 
-// Links says what is known of each link, the target's first. Whose each is, the caller knows.
+// Links reports all links, the target's first, without the number of the GPU.
 func (m *Multipath) Links() []LinkState {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -51,7 +51,7 @@ func (m *Multipath) Links() []LinkState {
 	return out
 }
 
-// forget begins to count anew.
+// ResetCounts sets the counters of all links to zero.
 func (m *Multipath) ResetCounts() {
 	m.mu.Lock()
 	defer m.mu.Unlock()
