@@ -47,7 +47,7 @@ var buildShim = sync.OnceValues(func() (dir string, err error) {
 	}
 	pybind := func(names ...string) (out []string) {
 		for _, n := range names {
-			out = append(out, filepath.Join("..", "..", "pybind", n))
+			out = append(out, filepath.Join("..", "pybind", n))
 		}
 		return out
 	}

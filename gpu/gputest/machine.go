@@ -1,3 +1,7 @@
+// Package gputest is GPUs without a GPU, for tests: memory, devices, queues and events that behave
+// as the driver's, and fail or wait where a test asks for it.
+//
+// Each Queue owns one goroutine, which Device.Close ends.
 package gputest
 
 import (
@@ -11,8 +15,8 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/cuda"
 )
 
-// fakeMachine is memory and devices without a GPU. Queues run their work on goroutines, in order within a queue and in no
-// order between queues but what events say, as streams do.
+// Machine is memory and devices. A queue runs its work on a goroutine, in order. Only events order
+// the work of several queues, as with CUDA streams.
 type Machine struct {
 	Mu   sync.Mutex
 	Mem  map[cuda.Ptr][]byte // by base
@@ -22,10 +26,12 @@ type Machine struct {
 	shared []byte   // where all memory lies, if another process has it, too
 }
 
+// NewMachine makes a machine without devices.
 func NewMachine() *Machine {
 	return &Machine{Mem: map[cuda.Ptr][]byte{}, Next: 1 << 40}
 }
 
+// Alloc allocates n bytes at a new address.
 func (m *Machine) Alloc(n uint64) cuda.Ptr {
 	m.Mu.Lock()
 	defer m.Mu.Unlock()
@@ -39,7 +45,7 @@ func (m *Machine) Alloc(n uint64) cuda.Ptr {
 	return p
 }
 
-// at returns the bytes at p, which must lie in one allocation.
+// At returns the bytes at p, or nil where they are not in one allocation.
 func (m *Machine) At(p cuda.Ptr, n uint64) []byte {
 	m.Mu.Lock()
 	defer m.Mu.Unlock()
@@ -51,11 +57,12 @@ func (m *Machine) At(p cuda.Ptr, n uint64) []byte {
 	return nil
 }
 
+// Device is a device.Packer on memory of a Machine.
 type Device struct {
 	machine   *Machine
 	Allocated int
 	Queues    []*Queue
-	// failAfter counts down copies; at zero every call on the device's queues fails. Negative: never.
+	// FailAfter counts down copies; at zero all copies of the device fail. Negative: never.
 	Mu        sync.Mutex
 	FailAfter int
 	Copies    int
@@ -63,10 +70,11 @@ type Device struct {
 	NoRows    bool // copies of rows are refused
 	mps       device.MPS
 	Gate      chan struct{}         // a copy waits for it when set
-	Foreign   func(p cuda.Ptr) bool // addresses that this device does not reach; nil: none
-	Recorded  func(device.Event)    // is told of each event that is recorded on the device's queues; nil: nobody is
+	Foreign   func(p cuda.Ptr) bool // addresses that the device does not reach; nil: none
+	Recorded  func(device.Event)    // called for each recorded event; may be nil
 }
 
+// Device makes a device.
 func (m *Machine) Device() *Device { return &Device{machine: m, FailAfter: -1} }
 
 func (d *Device) MPS() device.MPS { return d.mps }
@@ -130,7 +138,8 @@ func (q *Queue) uniform(bases cuda.Ptr, n int, dense cuda.Ptr, length uint64, pa
 	return nil
 }
 
-// rearrange does what kernels.cu says, one piece after the other, and checks `first` as the kernel relies on it.
+// rearrange is the kernel of kernels.cu, piece by piece. It checks `first`, on which the kernel
+// relies.
 func (q *Queue) rearrange(runs, first cuda.Ptr, n int, pack bool) error {
 	q.Work <- func() {
 		if q.err != nil {
@@ -173,6 +182,7 @@ func (q *Queue) rearrange(runs, first cuda.Ptr, n int, pack bool) error {
 	return nil
 }
 
+// ErrBroken is the error of a broken device.
 var ErrBroken = errors.New("fake: device fell off the bus")
 
 func (d *Device) copied(n uint64) error {
@@ -189,11 +199,12 @@ func (d *Device) copied(n uint64) error {
 	return nil
 }
 
+// Event is a device.Event.
 type Event struct {
 	mu   sync.Mutex
 	last chan struct{} // closed when the work before the last mark is done
 	err  *error
-	Late time.Duration // after which it is first looked at, and done
+	Late time.Duration // delay of Done
 }
 
 func (e *Event) mark() (chan struct{}, *error) {
@@ -228,6 +239,7 @@ func (e *Event) Done() (bool, error) {
 	}
 }
 
+// Queue is a device.Queue.
 type Queue struct {
 	Device *Device
 	Work   chan func()

@@ -11,7 +11,8 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/cuda"
 )
 
-// onDevice is what a fake device has allocated: hosts' memory has addresses of the fake, too, and is told apart by its size.
+// OnDevice is the number of allocations on GPU i. Host memory has addresses of the machine, too; it
+// is recognized by its size.
 func (p *Platform) OnDevice(i int) (n int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -21,7 +22,8 @@ func (p *Platform) OnDevice(i int) (n int) {
 	return n
 }
 
-// fakePlatform has GPUs whose UUID is their number, and engines' allocations whose IPC handle is their address.
+// Platform is a device.Platform. The UUID of a GPU is its number, the IPC handle of an allocation
+// its address.
 type Platform struct {
 	Machine *Machine
 	Count   int
@@ -30,13 +32,15 @@ type Platform struct {
 	Devices [][]*Device
 	mu      sync.Mutex
 	Mapped  int
-	Broken  map[int]bool // GPUs off the bus
+	Broken  map[int]bool // GPUs that fail
 }
 
+// NewPlatform makes a platform of n GPUs.
 func NewPlatform(n int) *Platform {
 	return &Platform{Machine: NewMachine(), Count: n, Devices: make([][]*Device, n), Broken: map[int]bool{}, Mps: device.MPSOff}
 }
 
+// UUID is that of GPU i.
 func UUID(i int) [16]byte { return [16]byte{byte(i + 1)} }
 
 func (p *Platform) UUIDs() (ids [][16]byte, _ error) {
@@ -50,6 +54,7 @@ func (p *Platform) CanAccess(int, int) (bool, error) { return !p.Apart, nil }
 
 func (p *Platform) Open(i int) (device.Card, error) { return &Card{p, i}, nil }
 
+// Card is a device.Card of a Platform.
 type Card struct {
 	Platform *Platform
 	Index    int
@@ -79,7 +84,7 @@ func (c *Card) Close() error { return nil }
 
 func (c *Card) PCI() (string, error) { return fmt.Sprintf("0000:%02x:00.0", 0x1b+c.Index), nil }
 
-// Register puts b at an address of the fake machine.
+// Register puts b at an address of the machine.
 func (c *Card) Register(b []byte) (cuda.Ptr, error) {
 	p := c.Platform.Machine.Alloc(1)
 	c.Platform.Machine.Mu.Lock()
@@ -122,7 +127,7 @@ func (c *Card) Unimport(*device.Handle, cuda.Ptr, uint64) error {
 	return nil
 }
 
-// lend allocates memory of GPU i and returns a part of it as an engine would name it.
+// Lend allocates memory of GPU i and returns a part of it with its handle, as an engine would.
 func (p *Platform) Lend(i int, alloc, off uint64) (device.Handle, []byte) {
 	ptr := p.Machine.Alloc(alloc)
 	h := device.Handle{Kind: device.HandleIPC, GPU: UUID(i), Off: off, Alloc: alloc}
@@ -130,6 +135,7 @@ func (p *Platform) Lend(i int, alloc, off uint64) (device.Handle, []byte) {
 	return h, p.Machine.At(ptr, alloc)[off:]
 }
 
+// Must returns a function that fails the test on err, or returns v.
 func Must[T any](v T, err error) func(testing.TB) T {
 	return func(tb testing.TB) T {
 		tb.Helper()

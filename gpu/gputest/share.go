@@ -6,11 +6,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The library's own thread (pybind/src/work.c), in a process of its own and on a driver without a GPU, against this package: the memory
-// between the two, and who may touch what when, in C on one side and in Go on the other. The GPU's memory is a file that both map.
+// SharedBytes is the size of the file that Share makes.
 const SharedBytes = 256 << 20
 
-// share puts what is allocated from now on into a file, whose bytes stand for the addresses from the next one on.
+// Share puts all later allocations into a file, which another process can map. The next address
+// stands for its first byte.
 func (m *Machine) Share(t testing.TB) (fd int) {
 	fd = Must(unix.MemfdCreate("gpu", unix.MFD_CLOEXEC))(t)
 	Must(0, unix.Ftruncate(fd, SharedBytes))(t)

@@ -7,6 +7,7 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
+// listBytes is the size of the lists of one stage on one side.
 const listBytes = MaxRuns*device.RunBytes + (MaxRuns+1)*4
 
 // Bounds of one move.
@@ -15,7 +16,8 @@ const (
 	MaxPieces = 1 << 24
 )
 
-// packable: the kernels move 16 bytes at a time, and a large piece is better off with the copy engine alone.
+// packable reports whether kernels move m: in units of 16 bytes. A large piece is faster by the
+// copy engine alone.
 func packable(m *Move) bool {
 	all := uint64(m.Src) | uint64(m.Dst) | m.SrcStride | m.DstStride | m.Len
 	return all%device.Align == 0 && m.Len < DirectBytes
@@ -32,13 +34,13 @@ func (c *cursor) advance(m *Move, n uint64) {
 	}
 }
 
-// minUniform is the number of pieces of one length in a row that make the short list worth a stage of its own.
+// minUniform is the number of successive pieces of one length that are worth a stage of their own.
 const minUniform = 16
 
-// sampleMoves are looked at to tell whether the next pieces lie in runs.
+// sampleMoves is the number of moves that regular examines.
 const sampleMoves = 64
 
-// regular reports whether the next moves are runs that are worth their length in the list.
+// regular reports whether the next moves have enough pieces per run to be listed as runs.
 func regular(moves []Move) bool {
 	moves = moves[:min(len(moves), sampleMoves)]
 	pieces := uint64(0)
@@ -48,7 +50,8 @@ func regular(moves []Move) bool {
 	return pieces >= device.Strided*uint64(len(moves))
 }
 
-// fillUniform writes the addresses of pieces of one length; 0 where too few come next, or where they are better off as runs.
+// fillUniform lists the addresses of pieces of one length. It returns 0 where too few follow, or
+// where runs are shorter.
 func (b *stageBuffer) fillUniform(moves []Move, cur *cursor, size uint64) (n int, bytes uint64) {
 	m := moves[cur.move:]
 	length := m[0].Len
@@ -92,10 +95,10 @@ func (b *stageBuffer) fillUniform(moves []Move, cur *cursor, size uint64) (n int
 	return n, uint64(n) * length
 }
 
-// firstAt is where the counts of pieces stand, after the runs.
+// firstAt is the offset of the counts of pieces, behind the runs.
 const firstAt = MaxRuns * device.RunBytes
 
-// fillRuns writes strided runs of any lengths, and returns how many each side has of them.
+// fillRuns lists strided runs of any lengths and returns the number of runs of each side.
 func (b *stageBuffer) fillRuns(moves []Move, cur *cursor, size uint64) (n [2]int, bytes uint64) {
 	lists := [2]rowList{{list: b.runs[0]}, {list: b.runs[1]}}
 	for cur.move < len(moves) && max(lists[0].n, lists[1].n) < MaxRuns {
@@ -116,8 +119,8 @@ func (b *stageBuffer) fillRuns(moves []Move, cur *cursor, size uint64) (n [2]int
 	return n, bytes
 }
 
-// rowList is the list of one side while it is written: rows that are alike and at equal distances are one run. A move is one row on both sides,
-// whose rows lie otherwise on each.
+// rowList is the list of one side while it is written. Equal rows at equal distances become one
+// run. A move is one row on both sides, with different distances between rows.
 type rowList struct {
 	list   []byte
 	n      int    // runs
@@ -127,7 +130,7 @@ type rowList struct {
 	mem.Strides
 }
 
-// first writes how many pieces come before the next run.
+// first writes the number of pieces before the next run.
 func (l *rowList) first() { binary.LittleEndian.PutUint32(l.list[firstAt+l.n*4:], l.pieces) }
 
 func (l *rowList) add(base, stride, dense, size uint64, count uint32) {

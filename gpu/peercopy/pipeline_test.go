@@ -15,7 +15,8 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/cuda"
 )
 
-// Random scattered and strided moves, aligned or not, small and large, equal a plain copy; nothing beside them is touched.
+// TestPeerContent: random moves, scattered and strided, aligned or not, small and large, equal a
+// plain copy, and no byte beside them changes.
 func TestPeerContent(t *testing.T) {
 	for seed := range uint64(20) {
 		rng := rand.New(rand.NewPCG(seed, 1))
@@ -91,7 +92,7 @@ func TestPeerContent(t *testing.T) {
 	}
 }
 
-// An error comes back, and nothing of the pipeline writes after it did.
+// TestPeerFails: Run returns the error, and nothing of the pipeline writes afterwards.
 func TestPeerFails(t *testing.T) {
 	m := gputest.NewMachine()
 	src, dst := m.Device(), m.Device()
@@ -112,7 +113,7 @@ func TestPeerFails(t *testing.T) {
 	}
 }
 
-// pattern is n moves of 4 KiB blocks from one half-scattered region to another, and what they are to leave there.
+// pattern is n moves of 4 KiB blocks between two regions.
 func pattern(rng *rand.Rand, from, to cuda.Ptr, n int) []Move {
 	moves := make([]Move, n)
 	for i, k := range rng.Perm(n) {
@@ -124,7 +125,8 @@ func pattern(rng *rand.Rand, from, to cuda.Ptr, n int) []Move {
 	return moves
 }
 
-// Runs of several callers overlap, each with buffers that others use right after it, and every byte of each is in place when it returns.
+// TestPeerRunsOverlap: runs of several callers overlap, and the bytes of each are in place when it
+// returns.
 func TestPeerRunsOverlap(t *testing.T) {
 	m := gputest.NewMachine()
 	src, dst := m.Device(), m.Device()
@@ -163,7 +165,8 @@ func TestPeerRunsOverlap(t *testing.T) {
 	}
 }
 
-// A run does not wait for another one's end before it issues its own stages; Close waits for both.
+// TestPeerIssuesBehindAnother: a run issues its stages before another run has ended. Close waits
+// for both.
 func TestPeerIssuesBehindAnother(t *testing.T) {
 	m := gputest.NewMachine()
 	src, dst := m.Device(), m.Device()
@@ -212,7 +215,7 @@ func TestPeerIssuesBehindAnother(t *testing.T) {
 	}
 }
 
-// An error of the device reaches everybody whose bytes it kept from coming; nobody is told that they came.
+// TestPeerFailsForAll: an error of the device is returned by every run whose bytes did not arrive.
 func TestPeerFailsForAll(t *testing.T) {
 	for seed := range uint64(30) {
 		m := gputest.NewMachine()
@@ -251,7 +254,8 @@ func TestPeerFailsForAll(t *testing.T) {
 	}
 }
 
-// The list of single blocks is filled at the pace of the link; nothing is allocated for it.
+// BenchmarkFillUniform: the list of single blocks is filled at the rate of the link, without
+// allocation.
 func BenchmarkFillUniform(b *testing.B) {
 	moves := make([]Move, 32<<10)
 	for i := range moves {
@@ -269,8 +273,8 @@ func BenchmarkFillUniform(b *testing.B) {
 	b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/float64(len(moves)), "ns/block")
 }
 
-// Pages that one side has with heads outside and the other with tokens outside are a run for each page, on either side, also where a stage ends within
-// a row; each piece goes where its move says.
+// TestStageRows: pages whose heads and tokens are in different orders on the two sides are one run
+// per page on either side, also where a stage ends within a row.
 func TestStageRows(t *testing.T) {
 	const pages, heads, tokens, size = 9, 8, 16, 64
 	var moves []Move

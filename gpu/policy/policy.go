@@ -1,3 +1,9 @@
+// Package policy chooses among copy methods by measurement: Policy learns the fastest method under
+// the present load, IdleProbe detects whether kernels have a GPU to themselves, Table has what
+// `kvspray calibrate` has measured.
+//
+// Each type guards its own state with its own mutex. The package copies nothing and owns no
+// goroutine.
 package policy
 
 import (
@@ -5,45 +11,49 @@ import (
 	"time"
 )
 
-// How often an executor that is not in favour is tried, so that a change of the engine's load is noticed: less and less often from when it lost its
-// favour. [measured, H200] beside a busy engine one pack in 64 slices cost the engine 9 to 13%: its kernel takes a time slice of the whole GPU.
-// Thirty a second, because two others took turns in favour, cost 4%.
+// How often the methods that are not the best one are tried, so that a change of load is noticed.
+// The pauses grow. [measured, H200] Beside a busy engine, one pack in 64 slices slowed the engine
+// down by 9 to 13%, because a kernel takes a time slice of the whole GPU. Thirty trials a second
+// cost 4%.
 const (
 	trialFirst = 20 * time.Millisecond
 	trialLast  = 2 * time.Second
-	trialWins  = 4 // in a row put it in favour
+	trialWins  = 4 // better trials in a row make a method the best one
 )
 
-// learnWeight is the weight of one observation.
+// learnWeight is the weight of one call.
 const learnWeight = 1.0 / 8
 
-// kernelPrice is how much quicker kernels have to be than copy engines, which take nothing from the engine. [measured, H200, to a GPU that computes] 13% more
-// by kernels in the engine's context cost it 7%.
+// KernelPrice is the factor by which kernels must be faster than copy engines, which take nothing
+// from the engine. [measured, H200, to a busy GPU] Kernels in the engine's context were 13% faster
+// and cost the engine 7%.
 const KernelPrice = 1.25
 
-// chooser learns, under whatever load there is, which executor takes less time per byte. One per GPU and direction, and one per
-// pair of GPUs.
+// Policy learns which method takes less time per byte under the present load. There is one per GPU
+// and direction, and one per pair of GPUs.
 type Policy struct {
-	fixed CopyMethod // not Auto: the only answer
-	price float64    // how much quicker kernels have to be than copies; 0: they need not be
+	fixed CopyMethod // Auto, or the only answer
+	price float64    // KernelPrice; 0: kernels and copies are compared without a factor
 
 	mu         sync.Mutex // protects all below
 	calls      [numMethods]uint64
 	bytes      [numMethods]uint64
-	nanos      [numMethods]float64 // of late, ...
-	size       [numMethods]float64 // ... for so many bytes
-	cost       [numMethods]float64 // nanoseconds per byte: the one by the other; 0: unknown
+	nanos      [numMethods]float64 // recent mean time of a call
+	size       [numMethods]float64 // recent mean bytes of a call
+	cost       [numMethods]float64 // nanos/size; 0: unknown
 	last       [numMethods]time.Time
 	best       CopyMethod
-	nextTrial  [numMethods]time.Time // when one that is not in favour is tried next
+	nextTrial  [numMethods]time.Time // of methods that are not the best one
 	trialPause [numMethods]time.Duration
-	wins       [numMethods]int // tries in a row that were better than what is in favour
+	wins       [numMethods]int // trials in a row that were better than the best method
 }
 
-// newChooser makes a chooser. fixed: the answer, unless it is Auto. price: how much quicker kernels have to be than copies; 0: they need not be.
+// New makes a policy. fixed: Auto, or the only answer. price: the factor by which kernels must be
+// faster than copies; 0: none.
 func New(fixed CopyMethod, price float64) *Policy { return &Policy{fixed: fixed, price: price} }
 
-// Decided makes a chooser that has learned these nanoseconds per byte, and tries nothing else for an hour: for tests of those that use one.
+// Decided makes a policy that has learned these nanoseconds per byte and makes no trial for an
+// hour. It is for tests of callers.
 func Decided(cost map[CopyMethod]float64) *Policy {
 	c := &Policy{best: Pack}
 	for e := Pack; e < numMethods; e++ {
@@ -55,11 +65,12 @@ func Decided(cost map[CopyMethod]float64) *Policy {
 	return c
 }
 
-// probeBytes are enough to try the executor that is not in favour. [measured, 2 H200] a whole batch of 64 MiB by way of the host took as long as
-// 30 of them over NVLink.
+// TrialBytes is enough for a trial. [measured, 2 H200] A batch of 64 MiB through host memory took
+// as long as 30 of them over NVLink.
 const TrialBytes = 4 << 20
 
-// pick names the executor, and says whether it is only tried. engine: there is one that would take it.
+// Pick returns the method for the next call. try: the call is only a trial. engine: an engine can
+// take the work.
 func (c *Policy) Pick(now time.Time, engine bool) (e CopyMethod, try bool) {
 	last := Copy
 	if engine {
@@ -79,7 +90,7 @@ func (c *Policy) Pick(now time.Time, engine bool) (e CopyMethod, try bool) {
 			best = e
 		}
 	}
-	if best != c.best && (engine || c.best != InEngine) { // an engine that is away for one hop changes nothing for the next
+	if best != c.best && (engine || c.best != InEngine) { // one call without the engine does not count
 		c.scheduleLocked(c.best, now, trialFirst)
 		c.best = best
 	}
@@ -102,7 +113,7 @@ func (c *Policy) Pick(now time.Time, engine bool) (e CopyMethod, try bool) {
 		return best, false
 	}
 	c.scheduleLocked(e, now, min(2*c.trialPause[e], trialLast))
-	for x := Pack; x <= last; x++ { // one at a time: who waits for the first of a request must not wait for the second, too
+	for x := Pack; x <= last; x++ { // one trial at a time: a request should not wait for two
 		if c.nextTrial[x].Before(now.Add(trialFirst)) {
 			c.nextTrial[x] = now.Add(trialFirst)
 		}
@@ -110,7 +121,7 @@ func (c *Policy) Pick(now time.Time, engine bool) (e CopyMethod, try bool) {
 	return e, true
 }
 
-// priced is what e costs, with what its kernels take from the engine.
+// priced is the cost of e including what its kernels take from the engine.
 func (c *Policy) priced(e CopyMethod, cost float64) float64 {
 	if e == Copy || c.price == 0 {
 		return cost
@@ -118,12 +129,12 @@ func (c *Policy) priced(e CopyMethod, cost float64) float64 {
 	return c.price * cost
 }
 
-// waitLocked says when e is tried next.
+// scheduleLocked sets the next trial of e.
 func (c *Policy) scheduleLocked(e CopyMethod, now time.Time, pause time.Duration) {
 	c.trialPause[e], c.nextTrial[e] = pause, now.Add(pause)
 }
 
-// took counts what an executor moved, and learns from the time.
+// Observe counts a call, and learns from its time.
 func (c *Policy) Observe(e CopyMethod, bytes uint64, start, end time.Time) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -131,7 +142,7 @@ func (c *Policy) Observe(e CopyMethod, bytes uint64, start, end time.Time) {
 	c.observeLocked(e, bytes, start, end)
 }
 
-// count counts what an executor moved in a time that teaches nothing.
+// Count counts a call whose time is not comparable.
 func (c *Policy) Count(e CopyMethod, bytes uint64) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -143,7 +154,7 @@ func (c *Policy) countLocked(e CopyMethod, bytes uint64) {
 	c.bytes[e] += bytes
 }
 
-// wasted teaches it that one took so long to move nothing.
+// ObserveWasted learns from a call that took time and moved nothing.
 func (c *Policy) ObserveWasted(e CopyMethod, bytes uint64, start, end time.Time) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -156,7 +167,7 @@ func (c *Policy) observeLocked(e CopyMethod, bytes uint64, start, end time.Time)
 	}
 	alone := !start.Before(c.last[e])
 	if !alone {
-		start = c.last[e] // until then it moved others
+		start = c.last[e] // before, the method moved other bytes
 	}
 	if end.After(c.last[e]) {
 		c.last[e] = end
@@ -166,13 +177,13 @@ func (c *Policy) observeLocked(e CopyMethod, bytes uint64, start, end time.Time)
 	better := c.fixed == Auto && e != c.best && alone && per < c.cost[e]
 	switch {
 	case better && c.priced(e, per) < c.priced(c.best, c.cost[c.best]) && c.wins[e]+1 < trialWins:
-		// An engine that computes has moments in which it does not: it is asked again soon before it is believed.
+		// A busy GPU has idle moments: another trial follows soon, before the method counts as better.
 		c.wins[e]++
 		c.nextTrial[e] = c.nextTrial[e].Add(trialFirst - c.trialPause[e])
 		c.trialPause[e] = max(c.trialPause[e]/2, trialFirst)
 		return
 	case c.cost[e] == 0, better:
-		// The other one is seldom tried: what it takes now says more than what it took then.
+		// Trials are rare: the newest one replaces older ones.
 		c.nanos[e], c.size[e] = nanos, size
 	default:
 		c.nanos[e] += learnWeight * (nanos - c.nanos[e])

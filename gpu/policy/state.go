@@ -4,23 +4,25 @@ import (
 	"github.com/kvspray/kvspray/gpu/device"
 )
 
-// ExecutorState is what is known of one executor on one way.
+// MethodState is what is known of one method on one route.
 type MethodState struct {
 	Method string  `json:"executor"`
 	Calls  uint64  `json:"calls"`
 	Bytes  uint64  `json:"bytes"`
-	Rate   float64 `json:"bytes_per_second"` // of all calls under way together, as it is learned beside engines; 0: not learned
+	Rate   float64 `json:"bytes_per_second"` // of all concurrent calls together; 0: not learned
 }
 
-// WayState is how scattered blocks go from a GPU to a buffer of the host ("gpu0", "host"), back, or to a GPU, where any executor would do. Between a
-// GPU and pinned memory that is scattered itself ("pages") copy stands for the way by buffers, which is in the others, too, and no rate is learned.
+// RouteState counts scattered blocks between a GPU and a buffer of the host ("gpu0", "host"), or
+// between GPUs, where every method was possible. Between a GPU and scattered pinned memory
+// ("pages"), copy is the way through buffers, which counts as "host", too; no rate is learned
+// there.
 type RouteState struct {
 	From    string        `json:"from"`
 	To      string        `json:"to"`
 	Methods []MethodState `json:"executors"` // those that were used
 }
 
-// state appends the way from a to b, if anything went there.
+// State appends the route, if anything was moved.
 func (c *Policy) State(out []RouteState, from, to string) []RouteState {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -40,7 +42,7 @@ func (c *Policy) State(out []RouteState, from, to string) []RouteState {
 	return append(out, w)
 }
 
-// state appends what went between the pages of the host and a GPU of that name.
+// State appends the routes between host pages and the named GPU.
 func (k *IdleProbe) State(out []RouteState, gpu string) []RouteState {
 	k.mu.Lock()
 	defer k.mu.Unlock()

@@ -13,19 +13,19 @@ import (
 	"time"
 )
 
-// Table is what `kvspray calibrate` has measured, by model of GPU and driver (platform.Model). What it does not have is built in, or
-// measured when it is needed.
+// Table has the measurements of `kvspray calibrate` by model of GPU and driver (device.Modeler).
+// Missing values are built in or measured when needed.
 type Table struct {
 	Version int               `json:"version"`
 	GPUs    map[string]Limits `json:"gpus"`
 }
 
-// Limits are those of one model. Zero: not measured.
+// Limits are the measurements of one model. Zero: not measured.
 type Limits struct {
 	Measured    time.Time      `json:"measured"`
-	PackBlocks  int            `json:"pack_blocks"`      // thread blocks of the kernels that pack and unpack
-	DirectBytes uint64         `json:"direct_bytes"`     // from pieces of so many bytes on, and 32 KiB, copy engines take a Copier's list as it is
-	EveryLink   map[int]uint64 `json:"every_link_bytes"` // by number of links: from so many bytes on copies use them all
+	PackBlocks  int            `json:"pack_blocks"`      // thread blocks of the pack kernels
+	DirectBytes uint64         `json:"direct_bytes"`     // average piece from which copy engines move a list; at least 32 KiB
+	EveryLink   map[int]uint64 `json:"every_link_bytes"` // by number of links: bytes in flight from which copies use all of them
 }
 
 // Bounds of a table.
@@ -38,13 +38,13 @@ const (
 	maxEveryLink   = 1 << 44
 )
 
-// LoadTable reads a table. A file that is not there is an error that wraps fs.ErrNotExist.
+// LoadTable reads a table. The error wraps fs.ErrNotExist where there is no file.
 func LoadTable(path string) (*Table, error) {
 	f, err := os.Open(path)
 	if err != nil {
 		return nil, fmt.Errorf("gpu: table of GPUs: %w", err)
 	}
-	defer func() { _ = f.Close() }() // it was read only
+	defer func() { _ = f.Close() }()
 	d := json.NewDecoder(io.LimitReader(f, maxTableBytes))
 	d.DisallowUnknownFields()
 	t := &Table{}
@@ -57,6 +57,7 @@ func LoadTable(path string) (*Table, error) {
 	return t, nil
 }
 
+// Check verifies the version and the bounds of all values.
 func (t *Table) Check() error {
 	if t.Version != TableVersion {
 		return fmt.Errorf("version: %d, want %d", t.Version, TableVersion)
@@ -79,7 +80,7 @@ func (t *Table) Check() error {
 	return nil
 }
 
-// Save writes a table as a whole, or leaves what was there.
+// Save writes the whole table, or leaves the old file unchanged.
 func (t *Table) Save(path string) (err error) {
 	b, err := json.MarshalIndent(t, "", "  ")
 	if err != nil {
@@ -106,7 +107,7 @@ func (t *Table) Save(path string) (err error) {
 	return nil
 }
 
-// Limits of a model; none where t is nil or does not have it.
+// Limits returns those of a model; none where t is nil or does not have it.
 func (t *Table) Limits(model string) Limits {
 	if t == nil {
 		return Limits{}
@@ -126,7 +127,7 @@ func (t *Table) String() string {
 	return b.String()
 }
 
-// Models are those that were measured, in order.
+// Models lists the models in order.
 func (t *Table) Models() []string {
 	var all []string
 	for m := range t.GPUs {
