@@ -4,7 +4,7 @@ import (
 	"unsafe"
 )
 
-// offsetIn is where p lies in arena, if it lies there as a whole.
+// offsetIn is the offset of p in arena, if all of p is inside.
 func offsetIn(arena, p []byte) (uintptr, bool) {
 	if len(p) == 0 {
 		return 0, false

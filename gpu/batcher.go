@@ -14,7 +14,7 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
-// moves is scratch of Move: callers come from several goroutines.
+// moves is scratch of Move, which several goroutines call.
 var moves = sync.Pool{New: func() any { s := make([]peercopy.Move, 0, 4096); return &s }}
 
 // Move implements mem.Device.
@@ -27,16 +27,17 @@ func (u *GPU) Move(dst, src []mem.Block) error {
 	return err
 }
 
-// mover walks two lists of blocks together. Pieces between the same two GPUs gather in one list, pieces between a GPU and the host in
-// another; both are moved when the next piece does not fit.
+// batcher walks two lists of blocks together. It collects pieces between the same two GPUs in one
+// list, pieces between a GPU and the host in another. It moves a list when the next piece does not
+// belong to it.
 type batcher struct {
 	gpus           *GPUs
 	dst, src       side // of the last piece
-	between        bool // which lies between the two GPUs of list
+	between        bool // the last piece is between from and to
 	list           []peercopy.Move
 	total          uint64 // bytes of list
 	from, to       *GPU   // of list
-	copyEngineOnly bool   // the list goes by copy engines alone
+	copyEngineOnly bool   // staging slots use no kernel
 
 	far, near []mem.Block // of gpu, and of the host
 	gpu       *GPU
@@ -81,7 +82,7 @@ func (w *batcher) walk(dst, src []mem.Block) error {
 }
 
 func (w *batcher) piece(d, s mem.Block) error {
-	// Thousands of pieces lie in the same two regions: what they need is looked up once.
+	// Thousands of pieces are in the same two regions, which are looked up once.
 	if d.Region != w.dst.Region || s.Region != w.src.Region {
 		w.dst, w.src, w.between = sideOf(d.Region), sideOf(s.Region), false
 	}
@@ -109,8 +110,8 @@ func (w *batcher) piece(d, s mem.Block) error {
 	return nil
 }
 
-// add puts a piece on the list: into the run that it goes on with, or by itself. Two pieces have a distance by chance, so that a run takes
-// three; large ones are as well off by themselves.
+// add appends a piece to the list: to the last run, or as an entry of its own. Any two pieces have
+// a distance, so that a run begins with three. Large pieces stay single.
 func (w *batcher) add(src, dst cuda.Ptr, n uint64) {
 	w.total += n
 	if k := len(w.list); k > 0 && n == w.list[k-1].Len && n < directPiece {
@@ -129,7 +130,7 @@ func (w *batcher) add(src, dst cuda.Ptr, n uint64) {
 			}
 		}
 	}
-	// Field by field: to copy a whole Move would take longer than all the rest.
+	// Field by field: a copy of a whole Move would take most of the time.
 	k := len(w.list)
 	if k == cap(w.list) {
 		w.list = slices.Grow(w.list, 1)
@@ -139,10 +140,10 @@ func (w *batcher) add(src, dst cuda.Ptr, n uint64) {
 	m.Src, m.Dst, m.SrcStride, m.DstStride, m.Len, m.Count = src, dst, 0, 0, n, 1
 }
 
-// side is what a mover needs of a region.
+// side is what the batcher needs of a region.
 type side struct {
 	*mem.Region
-	gpu  *GPU // nil: of the host
+	gpu  *GPU // nil: host memory
 	base cuda.Ptr
 	size uint64
 }
@@ -152,10 +153,10 @@ func sideOf(r *mem.Region) side {
 	return side{r, u, cuda.Ptr(r.Base()), r.Size()}
 }
 
-// holds reports whether [off, off+n) lies in the region.
+// holds reports whether [off, off+n) is inside the region.
 func (s *side) holds(off, n uint64) bool { return off <= s.size && n <= s.size-off }
 
-// beside adds a piece between a GPU and the host.
+// addHost adds a piece between a GPU and the host.
 func (w *batcher) addHost(u *GPU, dir device.Direction, far, near mem.Block) error {
 	for far.Len > 0 {
 		if w.gpu != u || w.dir != dir || w.bytes == LendBytes {
@@ -173,7 +174,7 @@ func (w *batcher) addHost(u *GPU, dir device.Direction, far, near mem.Block) err
 	return nil
 }
 
-// flush runs the list.
+// flush moves the list between two GPUs.
 func (w *batcher) flush() error {
 	if len(w.list) == 0 {
 		return nil
@@ -186,9 +187,9 @@ func (w *batcher) flush() error {
 	if err != nil {
 		return err
 	}
-	// Kernels of this process wait for an engine that keeps either GPU busy, and slow it down. Copy
-	// engines do neither, and take scattered blocks across PCIe well. Within one GPU they do not:
-	// there the driver copies by kernels, too.
+	// Kernels of this process wait for a busy engine and slow it down. Copy engines do neither, and
+	// copy scattered blocks well across PCIe. Within one GPU they do not, because the driver uses
+	// kernels there, too.
 	c, done := p.pick(time.Now())
 	defer done()
 	w.copyEngineOnly = c.copyEngineOnly
@@ -198,7 +199,7 @@ func (w *batcher) flush() error {
 	return w.runList(p, c)
 }
 
-// split tries how with the first bytes of the list, and leaves the others to the executor in favour.
+// split tries how with the first bytes of the list, and moves the rest by the other method.
 func (w *batcher) split(p *pair, how policy.CopyMethod) error {
 	all, total := w.list, w.total
 	n, bytes := 0, uint64(0)
@@ -215,7 +216,7 @@ func (w *batcher) split(p *pair, how policy.CopyMethod) error {
 	return err
 }
 
-// by moves the list as chosen, and learns how long it took.
+// runList moves the list as chosen, and learns from its time.
 func (w *batcher) runList(p *pair, c choice) (err error) {
 	start := time.Now()
 	if c.how == policy.Copy {
@@ -233,7 +234,7 @@ func (w *batcher) runList(p *pair, c choice) (err error) {
 	return err
 }
 
-// buffer is a lent buffer, or pageable memory while none is free.
+// buffer returns a lent buffer, or pageable memory while none is free.
 func (u *GPU) buffer() (buf []byte, giveBack func()) {
 	if b := u.Lend(); b != nil {
 		return b, func() { u.Return(b) }
@@ -241,7 +242,7 @@ func (u *GPU) buffer() (buf []byte, giveBack func()) {
 	return make([]byte, LendBytes), func() {}
 }
 
-// host moves the pieces that have host memory on one side, by way of one buffer.
+// flushHost moves the pieces with host memory on one side, through one buffer.
 func (w *batcher) flushHost() error {
 	if len(w.near) == 0 {
 		return nil

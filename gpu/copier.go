@@ -16,51 +16,53 @@ import (
 
 // The ways that a Copier takes.
 const (
-	PathStaged    = "staged"    // through a pinned buffer, as lanes move
-	PathPeer      = "peer"      // between GPUs, or within one
-	PathPacked    = "packed"    // by kernels of the GPU that reach pinned memory of the host
-	PathDirect    = "direct"    // the copy engine of the GPU, between its memory and pinned memory of the host
-	PathMultipath = "multipath" // every GPU's PCIe link
+	// The paths of a Copier's copies.
+	PathStaged    = "staged"    // through staging slots
+	PathPeer      = "peer"      // between GPUs, or within one GPU
+	PathPacked    = "packed"    // kernels that access pinned host memory
+	PathDirect    = "direct"    // the GPU's copy engine and pinned host memory
+	PathMultipath = "multipath" // the PCIe links of all GPUs
 )
 
-// Copier copies between memory of a GPU and of its host, or of another GPU, in large. Which of the other GPUs in use lend their links
-// is looked up anew when one is added, and from how many bytes on that pays is measured then.
+// Copier copies between GPUs and pinned host memory, and between GPUs. It uses the PCIe links of
+// all GPUs of which engines have lent memory. When there is a new one, it measures again from how
+// many bytes on this is faster.
 //
-// Goroutines: those of each Multipath, one for as long as a copy over several links lasts, and one while something is wanted for lanes
-// (multipath_lanes.go). Close joins them.
+// Goroutines: those of each Multipath; one for each copy over several links; and one while lanes
+// wait for something (copier_lanes.go). Close joins them.
 type Copier struct {
 	gpus  *GPUs
 	shape copierShape
-	wg    sync.WaitGroup // what makes the wanted
-	under sync.WaitGroup // small pieces under way; Add under mu and before closed
+	wg    sync.WaitGroup // prepareAll
+	under sync.WaitGroup // copies of small pieces; Add under mu and before closed
 
 	mu           sync.Mutex // protects all below; taken after those of paths
-	settled      sync.Cond  // a window is pinned or refused, or something wanted is made
+	settled      sync.Cond  // a window is pinned or refused, or a preparation has ended
 	paths        map[*GPU]*paths
 	limits       map[*GPU]policy.Limits             // of the table
-	pins         map[*mem.Region]map[uint64]*window // by number of the window
+	pins         map[*mem.Region]map[uint64]*window // by region and number of the window
 	windows      int                                // in pins
-	past         map[linkOf]multipath.LinkState     // of path sets that are no more
+	past         map[linkOf]multipath.LinkState     // counters of path sets that were replaced
 	preparations preparations
-	unpinned     bool // that a window was refused has been said
+	unpinned     bool // the refusal of a window is in the log
 	closed       bool
 }
 
-// copierShape is what tests make smaller, in bytes.
+// copierShape is sizes in bytes. Tests have smaller ones.
 type copierShape struct {
 	minChunk, maxChunk, calibrateFrom, calibrateTo, window uint64
 
-	mappedFrom uint64 // lists of fewer bytes are not for kernels
+	mappedFrom uint64 // lists of fewer bytes use no kernels
 }
 
-// relayBytes is what a relay takes of its GPU for one path set.
+// relayBytes is what one path set allocates on each relay.
 func (s *copierShape) relayBytes() uint64 { return multipath.LinkDepth * s.maxChunk }
 
 func fullShape() copierShape {
 	return copierShape{multipath.MinChunk, multipath.MaxChunk, multipath.MaxCalibrate, multipath.MinCalibrate, pinWindow, policy.TrialBytes}
 }
 
-// NewCopier makes a Copier of g, which outlives it.
+// NewCopier makes a Copier of g, which must outlive it.
 func NewCopier(g *GPUs) *Copier {
 	return newCopier(g, fullShape())
 }
@@ -72,8 +74,8 @@ func newCopier(g *GPUs, shape copierShape) *Copier {
 	return c
 }
 
-// Copy moves the bytes of src, block by block, to dst, and says which way they took. All of a list lies in one region, and one of the two is a
-// GPU's. When it returns nothing of it is in flight.
+// Copy copies src, block by block, to dst, and reports the path. The blocks of each list are in one
+// region, and at least one of the two is on a GPU. When Copy returns, nothing is in flight.
 func (c *Copier) Copy(dst, src []mem.Block) (path string, err error) {
 	if len(src) == 0 || len(dst) != len(src) {
 		return "", fmt.Errorf("gpu: copy %d blocks to %d: %w", len(src), len(dst), mem.ErrBounds)
@@ -87,7 +89,7 @@ func (c *Copier) Copy(dst, src []mem.Block) (path string, err error) {
 	case to.gpu != nil:
 		return c.withHost(to.gpu, dst, src)
 	}
-	return "", errors.New("gpu: copy: no block of it is a GPU's")
+	return "", errors.New("gpu: copy: no block is on a GPU")
 }
 
 // withHost copies between u and the host.
@@ -112,7 +114,7 @@ func (c *Copier) withHost(u *GPU, dst, src []mem.Block) (string, error) {
 	var err error
 	if *parts, err = c.devicePieces((*parts)[:0], u, list, true); errors.Is(err, net.ErrClosed) {
 		return "", err
-	} else if err != nil { // pins are bounded, and so is what may be locked
+	} else if err != nil { // pins and locked memory are bounded
 		return PathStaged, u.Move(dst, src)
 	}
 	dir := list[0].dir
@@ -142,14 +144,14 @@ func (c *Copier) withHost(u *GPU, dst, src []mem.Block) (string, error) {
 	return PathDirect, err
 }
 
-// isSmall reports whether the pieces are, on average, too small for copy engines to take them as they are.
+// isSmall reports whether the average piece is too small for copy engines alone.
 func (c *Copier) isSmall(u *GPU, list []hostPiece) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return bytesOf(list)/uint64(len(list)) < c.largeLocked(u)
 }
 
-// largeLocked is the average piece from which on copy engines take a list as it is.
+// largeLocked is the average piece from which copy engines move a list alone.
 func (c *Copier) largeLocked(u *GPU) uint64 { return max(largePiece, c.limitsLocked(u).DirectBytes) }
 
 func (c *Copier) limitsLocked(u *GPU) policy.Limits {
@@ -161,7 +163,8 @@ func (c *Copier) limitsLocked(u *GPU) policy.Limits {
 	return l
 }
 
-// Forget gives back what the driver has of regions that go. No copy of them may be under way, or come.
+// Forget releases what the driver has of regions that end. No copy of them may be in flight or
+// follow.
 func (c *Copier) Forget(regions []*mem.Region) error {
 	c.mu.Lock()
 	var errs []error
@@ -171,7 +174,7 @@ func (c *Copier) Forget(regions []*mem.Region) error {
 	}
 	all := slices.Collect(maps.Values(c.paths))
 	c.mu.Unlock()
-	// Without mu: whoever holds importing waits for the driver, and so do we.
+	// Without mu, because the driver may take long.
 	for _, p := range all {
 		for _, r := range regions {
 			errs = append(errs, p.forget(r))
@@ -180,7 +183,7 @@ func (c *Copier) Forget(regions []*mem.Region) error {
 	return errors.Join(errs...)
 }
 
-// Close waits for the copies under way, and gives everything back. Later ones get net.ErrClosed.
+// Close waits for the copies in flight and releases everything. Later copies return net.ErrClosed.
 func (c *Copier) Close() error {
 	c.mu.Lock()
 	c.closed = true

@@ -14,30 +14,34 @@ import (
 // ready, and a lane that waits for the driver looks dead. So they ask first (Reaches), what is missing is made in the background for the
 // lists that come later, and until then they go through a buffer.
 
+// Lanes use a Copier, too, but a lane must not wait for the driver: it would look like a lane
+// without progress. A lane asks first (Reaches). What is missing is prepared in the background for
+// later lists, and until then lists go through staging buffers.
 const (
-	maxPreparations = 1024 // of things that wait to be made
-	maxRefused      = 4096 // regions and GPUs of which it is remembered that it cannot be done
+	maxPreparations = 1024 // in the queue
+	maxRefused      = 4096 // regions and GPUs whose preparation has failed
 )
 
 var errNotReady = errors.New("gpu: a path, or memory for it, is not ready any more")
 
-// wants is what lanes lack. All of it belongs to Copier.mu.
+// preparations is what lanes lack. Copier.mu protects it.
 type preparations struct {
 	queue   []preparation
-	queued  map[preparation]bool // and what is being made
+	queued  map[preparation]bool // the queue and current
 	refused map[any]bool         // *mem.Region, *GPU
-	current *preparation         // being made; nil: nobody is at it
-	runs    bool                 // somebody makes what is in the queue
+	current *preparation         // in work; nil: none
+	runs    bool                 // prepareAll runs
 }
 
-// want is a path set to u, or with far a region of u for its relays, or with host a window of host memory.
+// preparation is a path set to u, or with far a region of u for its relays, or with host a window
+// of host memory.
 type preparation struct {
 	u         *GPU
 	far, host *mem.Region
 	window    uint64
 }
 
-// about is what a want that fails is refused for.
+// about is the key under which a failure is kept.
 func (w *preparation) about() any {
 	switch {
 	case w.host != nil:
@@ -48,9 +52,9 @@ func (w *preparation) about() any {
 	return w.u
 }
 
-// Reaches reports whether Carry moves these lists, of as many bytes: all of them between mapped memory of the host and one GPU, in pieces
-// that copy engines or kernels take, to which paths are made and whose memory is pinned. What of that is missing is made, and is there some
-// other time. It waits for nobody.
+// Reaches reports whether Carry can move these lists now: all pieces are between mapped host memory
+// and one GPU and large or aligned enough, paths exist and memory is pinned. What is missing is
+// prepared for later calls. Reaches does not wait.
 func (c *Copier) Reaches(dst, src []mem.Block) bool {
 	buf := hostPieceLists.Get().(*[]hostPiece)
 	defer hostPieceLists.Put(buf)
@@ -89,7 +93,7 @@ func (c *Copier) Reaches(dst, src []mem.Block) bool {
 	return ready
 }
 
-// reachLocked reports whether a region of u can be reached over each link of a path set.
+// reachLocked reports whether every link of a path set reaches a region of u.
 func (c *Copier) reachLocked(u *GPU, far *mem.Region) bool {
 	p := c.paths[u]
 	if p == nil {
@@ -120,7 +124,7 @@ func (c *Copier) reachLocked(u *GPU, far *mem.Region) bool {
 	return ok
 }
 
-// inUse is how many GPUs are; unknown while one is being opened, which takes long.
+// inUse is the number of GPUs in used. It is unknown while a GPU is being opened, which takes long.
 func (g *GPUs) inUse() (n int, known bool) {
 	if !g.mu.TryLock() {
 		return 0, false
@@ -134,7 +138,7 @@ func (g *GPUs) inUse() (n int, known bool) {
 	return n, true
 }
 
-// wantLocked has w made, unless it is being made, or cannot be.
+// prepareLocked queues w, unless it is queued or has failed before.
 func (c *Copier) prepareLocked(w preparation) {
 	s := &c.preparations
 	if s.queued[w] || s.refused[w.about()] || len(s.queue) >= maxPreparations {
@@ -151,7 +155,7 @@ func (c *Copier) prepareLocked(w preparation) {
 	}
 }
 
-// makeWanted works until nothing is wanted.
+// prepareAll works until the queue is empty.
 func (c *Copier) prepareAll() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -166,18 +170,18 @@ func (c *Copier) prepareAll() {
 		c.settled.Broadcast()
 		if err != nil && !c.closed && len(s.refused) < maxRefused {
 			s.refused[w.about()] = true
-			c.gpus.cfg.Log.Warn("lanes move memory through buffers, and over the link of its GPU alone", "gpu", w.u.index, "err", err)
+			c.gpus.cfg.Log.Warn("lanes copy through staging buffers, over one link", "gpu", w.u.index, "err", err)
 		}
 	}
 	s.runs = false
 }
 
-// makeLocked lets go of mu while it waits for the driver.
+// makeLocked releases mu while it waits for the driver.
 func (c *Copier) makeLocked(w *preparation) error {
 	if w.host != nil {
-		// A peer's file with holes is not filled by us: whoever announces a huge empty one would take all the memory.
+		// Pinning would allocate the holes of a peer's file: a huge empty file would take all memory.
 		if w.host.ReadOnly() && !w.host.Present() {
-			return fmt.Errorf("gpu: region %s: not all of its memory is allocated, so that it is not pinned", w.host.ID())
+			return fmt.Errorf("gpu: region %s is not pinned: not all of its memory is allocated", w.host.ID())
 		}
 		_, err := c.pinLocked(w.u, w.host, w.window)
 		return err
@@ -195,7 +199,7 @@ func (c *Copier) makeLocked(w *preparation) error {
 	return err
 }
 
-// unwantLocked returns once nothing is made for a region that goes, nor will be.
+// cancelLocked ends all preparations for a region, and returns when none is in work.
 func (c *Copier) cancelLocked(r *mem.Region) {
 	s := &c.preparations
 	s.queue = slices.DeleteFunc(s.queue, func(w preparation) bool {
@@ -211,8 +215,8 @@ func (c *Copier) cancelLocked(r *mem.Region) {
 	delete(s.refused, r)
 }
 
-// Carry moves lists for which Reaches said yes, several of them after one another if need be, over as many links as pays. When it returns
-// nothing of them is in flight, whatever became of it.
+// Carry moves lists for which Reaches returned true, over as many links as is fastest. When it
+// returns, nothing is in flight, also after an error.
 func (c *Copier) Carry(dst, src []mem.Block) error {
 	buf := hostPieceLists.Get().(*[]hostPiece)
 	defer hostPieceLists.Put(buf)
@@ -222,7 +226,7 @@ func (c *Copier) Carry(dst, src []mem.Block) error {
 		return fmt.Errorf("gpu: carry: blocks that are not between a GPU and mapped memory, or of different lengths: %w", mem.ErrBounds)
 	}
 	var errs []error
-	for len(list) > 0 { // those of one GPU and direction at a time; there is seldom another
+	for len(list) > 0 { // one GPU and direction at a time; there is rarely another one
 		u, dir := list[0].u, list[0].dir
 		rest := slices.IndexFunc(list, func(x hostPiece) bool { return x.u != u || x.dir != dir })
 		if rest < 0 {
@@ -250,7 +254,7 @@ func (c *Copier) carry(u *GPU, dir device.Direction, list []hostPiece) error {
 	if p == nil {
 		return errNotReady
 	}
-	if !p.mu.TryRLock() { // a set is being made, which may wait for a copy that hangs; a batch with claims entered must not
+	if !p.mu.TryRLock() { // the new path set may wait for a copy that hangs; a batch with entered claims must not wait
 		return errNotReady
 	}
 	defer p.mu.RUnlock()
@@ -261,12 +265,12 @@ func (c *Copier) carry(u *GPU, dir device.Direction, list []hostPiece) error {
 	}
 	p.active.Add(1)
 	defer p.active.Add(-1)
-	c.yield(p) // a batch of a lane is over sooner than one would look again
+	c.yield(p) // once: a batch is shorter than yieldEvery
 	_, err = p.m.CopyPieces(dir, parts)
 	return err
 }
 
-// laneParts finds where the pieces are for the copy engines. p is held.
+// lanePieces finds the addresses of the pieces for copy engines. The caller holds p.mu for reading.
 func (c *Copier) lanePieces(parts []device.Piece, p *paths, u *GPU, list []hostPiece) ([]device.Piece, error) {
 	if p.m == nil {
 		return parts, errNotReady

@@ -14,34 +14,35 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
-// paths is the ways to one GPU.
+// paths is the path set to one GPU.
 type paths struct {
-	active atomic.Int32 // copies with the host under way
+	active atomic.Int32 // copies with the host in flight
 
-	making sync.Mutex // held by whoever makes a path set; taken before mu
+	making sync.Mutex // held while a path set is made; taken before mu
 
-	mu     sync.RWMutex // read by copies while they last; protects the three below, of which relays are written with importing held, too
+	mu     sync.RWMutex // held for reading by copies; protects m, relays, tried; relays are written with importing held, too
 	m      *multipath.Multipath
 	relays []*GPU
 	tried  int // GPUs in use when relays were looked up
 
-	importing sync.Mutex // protects imported, and is held while something is imported; taken after mu
+	importing sync.Mutex // protects imported, held during an import; taken after mu
 	imported  map[*mem.Region]view
 }
 
-// view is an engine's memory as the relays' contexts have it, and what that adds to an address, by link: Part.Shift.
+// view is an engine's memory in the contexts of the relays, and what that adds to an address, by
+// link (device.Piece.Shift).
 type view struct {
 	foreign []foreign
 	shift   []cuda.Ptr
 }
 
-// foreign is an engine's memory as a relay's context has it.
+// foreign is an engine's memory in a relay's context.
 type foreign struct {
 	at cuda.Ptr
 	n  uint64
 }
 
-// path returns the ways to u, held for reading.
+// path returns the paths to u, with mu held for reading.
 func (c *Copier) path(u *GPU) (*paths, error) {
 	c.mu.Lock()
 	p := c.paths[u]
@@ -75,12 +76,12 @@ func (g *GPUs) used() (all []*GPU) {
 	return all
 }
 
-// make makes, or replaces, the path set to u. Copies over an older one go on meanwhile.
+// make makes or replaces the path set to u. Copies over the old one continue meanwhile.
 func (c *Copier) make(p *paths, u *GPU, used []*GPU) error {
 	p.making.Lock()
 	defer p.making.Unlock()
 	if p.m != nil && p.tried == len(used) { // both are written under making
-		return nil // somebody else was faster
+		return nil // another goroutine has made it
 	}
 	c.mu.Lock()
 	closed := c.closed
@@ -127,7 +128,7 @@ func (c *Copier) releaseRelays(relays []*GPU) {
 	}
 }
 
-// reachable reports whether the two reach each other's memory, and lets them.
+// reachable reports whether two GPUs reach each other's memory, and enables it.
 func (g *GPUs) reachable(a, b *GPU) bool {
 	if g.cfg.PeerDisable {
 		return false
@@ -197,8 +198,8 @@ func (c *Copier) measure(m *multipath.Multipath, u *GPU) (err error) {
 	return errors.Join(err, d.Free(dev))
 }
 
-// shifts imports r into the contexts of the relays, once: [measured, H200] a relay that reaches an engine's memory by the target's
-// address only is copied through the host.
+// shifts imports r into the contexts of the relays, once. [measured, H200] With the target's
+// address alone, the driver copies through the host.
 func (p *paths) shifts(r *mem.Region) ([]cuda.Ptr, error) {
 	if len(p.relays) == 0 {
 		return nil, nil
@@ -221,19 +222,19 @@ func (p *paths) shifts(r *mem.Region) ([]cuda.Ptr, error) {
 		}
 		shift := make([]cuda.Ptr, 1+len(all))
 		for i, f := range all {
-			shift[1+i] = f.at + cuda.Ptr(h.Off) - cuda.Ptr(r.Base()) // may wrap, and is added
+			shift[1+i] = f.at + cuda.Ptr(h.Off) - cuda.Ptr(r.Base()) // may wrap; it is only added
 		}
 		p.imported[r] = view{all, shift}
 	}
 	return p.imported[r].shift, nil
 }
 
-// shiftOf is shifts of a region that has been imported.
+// shiftOf is shifts for a region that is imported already.
 func (p *paths) shiftOf(r *mem.Region) ([]cuda.Ptr, error) {
 	if len(p.relays) == 0 {
 		return nil, nil
 	}
-	if !p.importing.TryLock() { // a relay's driver is at another region; a batch with claims entered must not wait for it
+	if !p.importing.TryLock() { // another region is being imported; a batch with entered claims must not wait
 		return nil, errNotReady
 	}
 	defer p.importing.Unlock()
@@ -244,7 +245,7 @@ func (p *paths) shiftOf(r *mem.Region) ([]cuda.Ptr, error) {
 	return all.shift, nil
 }
 
-// unimport takes all back from the first of the relays.
+// unimport ends imports of r in the contexts of the first relays.
 func unimport(relays []*GPU, r *mem.Region, all []foreign) error {
 	if len(all) == 0 {
 		return nil
@@ -257,7 +258,7 @@ func unimport(relays []*GPU, r *mem.Region, all []foreign) error {
 	return errors.Join(errs...)
 }
 
-// watch has relays take nothing while their own GPU moves something, until stop.
+// watch makes relays yield while their own GPU copies, until stop is called.
 func (c *Copier) watch(p *paths, parts []device.Piece) (stop func()) {
 	if len(p.relays) == 0 || pieceBytes(parts) < p.m.Threshold() {
 		return func() {}
@@ -283,8 +284,8 @@ func (c *Copier) watch(p *paths, parts []device.Piece) (stop func()) {
 	}
 }
 
-// yield says which relays have work of their own: what lanes gather and scatter, and copies that are theirs. A kernel of its engine is none: it does not
-// use the link.
+// yield finds the relays with work of their own: gathers and scatters of lanes, and copies of their
+// own GPU. A kernel of an engine does not count, because it does not use the link.
 func (c *Copier) yield(p *paths) {
 	for i, r := range p.relays {
 		c.mu.Lock()
@@ -292,12 +293,13 @@ func (c *Copier) yield(p *paths) {
 		c.mu.Unlock()
 		busy := len(r.slots) < cap(r.slots) || own != nil && own.active.Load() > 0
 		if err := p.m.Yield(i, busy); err != nil {
-			c.gpus.cfg.Log.Error("relay", "err", err) // there is none of that number
+			c.gpus.cfg.Log.Error("relay does not yield", "err", err)
 		}
 	}
 }
 
-// forget ends what relays have of r. Lanes that look for the view of another region do not wait for the driver meanwhile.
+// forget ends the imports of r. Lanes that look up another region do not wait for the driver
+// meanwhile.
 func (p *paths) forget(r *mem.Region) error {
 	p.importing.Lock()
 	v, relays := p.imported[r], p.relays
@@ -306,7 +308,7 @@ func (p *paths) forget(r *mem.Region) error {
 	return unimport(relays, r, v.foreign)
 }
 
-// closePathsLocked takes the path set to u apart. Nobody reads it.
+// closePathsLocked closes the path set to u, which no copy uses.
 func (c *Copier) closePathsLocked(p *paths, u *GPU) error {
 	if p.m == nil {
 		return nil

@@ -8,7 +8,7 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
-// packableParts reports whether kernels move these, 16 bytes at a time.
+// packablePieces reports whether kernels can move the pieces: in units of 16 bytes.
 func packablePieces(parts []device.Piece) bool {
 	for i := range parts {
 		if p := &parts[i]; (uint64(p.Host)|uint64(p.Dev)|p.Len)%device.Align != 0 {
@@ -34,7 +34,7 @@ func bytesOf(list []hostPiece) (n uint64) {
 	return n
 }
 
-// buffered moves a list through buffers, as lanes do what nothing is pinned for.
+// buffered moves a list through staging slots.
 func buffered(u *GPU, dir device.Direction, list []hostPiece) error {
 	dst, src := make([]mem.Block, len(list)), make([]mem.Block, len(list))
 	for i := range list {
@@ -46,18 +46,18 @@ func buffered(u *GPU, dir device.Direction, list []hostPiece) error {
 	return u.Move(dst, src)
 }
 
-// crossing is a piece between host memory and a GPU, contiguous on both sides.
+// hostPiece is a piece between host memory and a GPU, contiguous on both sides.
 type hostPiece struct {
 	u         *GPU
 	dir       device.Direction
 	host, far mem.Block
-	shift     []cuda.Ptr // Part.Shift
+	shift     []cuda.Ptr // device.Piece.Shift
 }
 
 var hostPieceLists = sync.Pool{New: func() any { s := make([]hostPiece, 0, 256); return &s }}
 
-// cross walks two lists of as many bytes together, and joins what lies side by side. False: something in them is not between a GPU and
-// mapped memory of the host.
+// hostPiecesOf walks two lists of equal length together, and joins adjacent pieces. ok: all pieces
+// are between a GPU and mapped host memory.
 func hostPiecesOf(out []hostPiece, dst, src []mem.Block) ([]hostPiece, bool) {
 	var di, si int
 	var doff, soff uint64

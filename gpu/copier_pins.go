@@ -14,9 +14,11 @@ import (
 // The shape of copies with the host. Pins are made where a copy first reads or writes: all of a host cache would take a minute
 // ([measured] 90 ms a GiB).
 const (
+	// The bounds of pinned host memory. A window is pinned at its first copy: a whole host cache
+	// would take a minute ([measured] 90 ms per GiB).
 	pinWindow  = 1 << 30
 	maxWindows = 2048                 // of all regions
-	yieldEvery = 2 * time.Millisecond // between two looks whether a relay has work of its own
+	yieldEvery = 2 * time.Millisecond // between two calls of Copier.yield
 )
 
 // window is a pinned part of a region.
@@ -24,20 +26,21 @@ type window struct {
 	at     cuda.Ptr
 	bytes  []byte
 	by     device.Card
-	pinned bool // false: the driver is at it
+	pinned bool // false: the driver is pinning it
 }
 
-var errTooMany = fmt.Errorf("%d windows of %d bytes are pinned, which is all", maxWindows, pinWindow)
+var errTooMany = fmt.Errorf("%d windows of %d bytes are pinned, the maximum", maxWindows, pinWindow)
 
-// partsOf adds where the pieces of list are for the copy engines and kernels of u, cut where windows end. A window that is not pinned is, which may
-// take a while, or is an error that wraps errNotReady.
+// devicePieces appends the addresses of list for the copy engines and kernels of u, cut at the ends
+// of windows. Where a window is not pinned, it is pinned, which takes a while, or, without pin, the
+// error wraps errNotReady.
 func (c *Copier) devicePieces(parts []device.Piece, u *GPU, list []hostPiece, pin bool) ([]device.Piece, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.closed {
 		return parts, net.ErrClosed
 	}
-	var last *mem.Region // and the window of it where the piece before was: a map's look-up for each would be most of the cost
+	var last *mem.Region // and the window of the previous piece: a look-up per piece would take most of the time
 	var from, to uint64
 	var at cuda.Ptr
 	for i := range list {
@@ -51,7 +54,7 @@ func (c *Copier) devicePieces(parts []device.Piece, u *GPU, list []hostPiece, pi
 						return parts, errNotReady
 					}
 					var err error
-					if w, err = c.pinLocked(u, x.host.Region, k); err != nil { // it has been said
+					if w, err = c.pinLocked(u, x.host.Region, k); err != nil { // it is in the log
 						return parts, err
 					}
 				}
@@ -66,7 +69,8 @@ func (c *Copier) devicePieces(parts []device.Piece, u *GPU, list []hostPiece, pi
 	return parts, nil
 }
 
-// pinLocked gives window k of a region, pinned for the GPUs. While the driver pins it, others go on: mu is not held.
+// pinLocked returns window k of a region, pinned for all GPUs. It releases mu while the driver
+// pins.
 func (c *Copier) pinLocked(u *GPU, r *mem.Region, k uint64) (*window, error) {
 	from := k * c.shape.window
 	to := min(from+c.shape.window, r.Size())
@@ -83,14 +87,14 @@ func (c *Copier) pinLocked(u *GPU, r *mem.Region, k uint64) (*window, error) {
 		if err := c.registerLocked(u, r, k, b[from:to:to]); err != nil {
 			if !c.unpinned {
 				c.unpinned = true
-				c.gpus.cfg.Log.Warn("host memory is not pinned, and copied through buffers; said once", "region", r.ID().String(), "offset", from, "err", err)
+				c.gpus.cfg.Log.Warn("host memory is not pinned; copies go through staging buffers (logged once)", "region", r.ID().String(), "offset", from, "err", err)
 			}
 			return nil, err
 		}
 	}
 }
 
-// registerLocked pins a window, for all GPUs.
+// registerLocked pins a window for all GPUs.
 func (c *Copier) registerLocked(u *GPU, r *mem.Region, k uint64, b []byte) error {
 	if c.windows >= maxWindows {
 		return errTooMany
@@ -120,12 +124,12 @@ func register(by device.Card, b []byte, readOnly bool) (cuda.Ptr, error) {
 	}
 	r, ok := by.(device.ReadOnlyCard)
 	if !ok {
-		return 0, errors.New("memory that may be read only cannot be pinned here")
+		return 0, errors.New("the driver cannot pin read-only memory")
 	}
 	return r.RegisterReadOnly(b)
 }
 
-// unpinLocked lets go of mu while the driver is at it.
+// unpinLocked releases mu while the driver works.
 func (c *Copier) unpinLocked(r *mem.Region) error {
 	gone := c.pins[r]
 	delete(c.pins, r)

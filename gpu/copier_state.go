@@ -6,20 +6,20 @@ import (
 	"github.com/kvspray/kvspray/gpu/multipath"
 )
 
-// linkOf is a link of the path set to a GPU, by the number of the GPU whose link it is.
+// linkOf is a link of the path set to u: gpu is the number of the GPU whose link it is.
 type linkOf struct {
 	u   *GPU
 	gpu int
 }
 
-// PathState is the path set to one GPU.
+// PathState is the state of the path set to one GPU.
 type PathState struct {
 	GPU       int                   `json:"gpu"`
-	Threshold uint64                `json:"every_link_from_bytes"` // of copies under way
-	Links     []multipath.LinkState `json:"links"`                 // that of the GPU itself first
+	Threshold uint64                `json:"every_link_from_bytes"` // bytes in flight
+	Links     []multipath.LinkState `json:"links"`                 // the GPU's own first
 }
 
-// State says how host memory and each GPU are joined, and what every link has moved since this process began.
+// State reports all path sets, and what every link has moved since this process began.
 func (c *Copier) State() []PathState {
 	c.mu.Lock()
 	all := make(map[*GPU]*paths, len(c.paths))
@@ -50,7 +50,7 @@ func (c *Copier) State() []PathState {
 	return out
 }
 
-// stateLocked is without what earlier path sets have moved.
+// stateLocked reports the links without the counters of earlier path sets.
 func (p *paths) stateLocked(u *GPU) []multipath.LinkState {
 	if p.m == nil {
 		return nil

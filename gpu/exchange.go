@@ -10,16 +10,18 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
-// throughWorkers exchange at once: each waits for two copies, one after the other, so several fill the link.
+// hostWorkers is how many goroutines exchange at once. Each waits for two copies in turn, so that
+// several are needed to fill the link.
 const hostWorkers = 6
 
-// through takes the list by way of host memory: where two GPUs do not reach each other, or are busy. A worker holds one hop at a
-// time: to hold one of each GPU could deadlock against those who go the other way.
+// throughHost moves the list through host memory, where two GPUs do not reach each other or are
+// busy. A worker holds one staging slot at a time: one slot of each GPU could deadlock with copies
+// in the other direction.
 func (w *batcher) throughHost() error {
 	var mu sync.Mutex // protects all below
 	var failed error
 	rest := w.list
-	// next adds a hop's worth of what is left to list.
+	// next moves what one staging slot holds from rest to list.
 	next := func(list []peercopy.Move) (_ []peercopy.Move, bytes uint64) {
 		mu.Lock()
 		defer mu.Unlock()
@@ -33,7 +35,7 @@ func (w *batcher) throughHost() error {
 			if part.Count == 0 && len(list) > 0 {
 				break
 			}
-			if part.Count == 0 { // larger than a buffer, and no run: cut it
+			if part.Count == 0 { // one piece is larger than a buffer
 				part.Len, part.Count = LendBytes, 1
 				m.Src, m.Dst, m.Len = m.Src+LendBytes, m.Dst+LendBytes, m.Len-LendBytes
 			} else if m.Count -= part.Count; m.Count > 0 {
@@ -72,7 +74,7 @@ func (w *batcher) throughHost() error {
 	return failed
 }
 
-// exchange moves at most a hop's worth.
+// exchange moves at most what one staging slot holds.
 func (w *batcher) exchange(list []peercopy.Move, buf []byte) error {
 	for _, side := range []struct {
 		gpu *GPU
