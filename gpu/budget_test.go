@@ -73,7 +73,7 @@ func TestGPUsThatAreNotThere(t *testing.T) {
 	p.Broken[1] = true
 	g := gputest.Must(newGPUs(p, small()))(t)
 	for name, want := range map[string]string{
-		"7": "GPU 7 is not one of the 2 here",
+		"7": "no GPU 7: the driver lists 2",
 		"GPU-00000000-0000-0000-0000-000000000000": "name one that nvidia-smi -L lists",
 		"GPU-zz": "name one that nvidia-smi -L lists",
 		"1":      "open GPU 1",

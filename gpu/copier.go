@@ -14,9 +14,8 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
-// The ways that a Copier takes.
+// The paths of a Copier's copies.
 const (
-	// The paths of a Copier's copies.
 	PathStaged    = "staged"    // through staging slots
 	PathPeer      = "peer"      // between GPUs, or within one GPU
 	PathPacked    = "packed"    // kernels that access pinned host memory

@@ -10,10 +10,6 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
-// Lanes hand over what they move between host memory and a GPU, too. Unlike a copy for an engine, nobody has asked for theirs to be made
-// ready, and a lane that waits for the driver looks dead. So they ask first (Reaches), what is missing is made in the background for the
-// lists that come later, and until then they go through a buffer.
-
 // Lanes use a Copier, too, but a lane must not wait for the driver: it would look like a lane
 // without progress. A lane asks first (Reaches). What is missing is prepared in the background for
 // later lists, and until then lists go through staging buffers.

@@ -11,11 +11,9 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
-// The shape of copies with the host. Pins are made where a copy first reads or writes: all of a host cache would take a minute
-// ([measured] 90 ms a GiB).
+// The bounds of pinned host memory. A window is pinned at its first copy: a whole host cache
+// would take a minute ([measured] 90 ms per GiB).
 const (
-	// The bounds of pinned host memory. A window is pinned at its first copy: a whole host cache
-	// would take a minute ([measured] 90 ms per GiB).
 	pinWindow  = 1 << 30
 	maxWindows = 2048                 // of all regions
 	yieldEvery = 2 * time.Millisecond // between two calls of Copier.yield

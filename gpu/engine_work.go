@@ -12,13 +12,14 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
-// workplace is a slot of an engine that a hop has acquired. The zero value is none.
+// workSlot is a slot of an engine's work memory that a staging slot has acquired. The zero value is
+// none.
 type workSlot struct {
 	engine *engine
 	slot   int
 }
 
-// workplace finds the engine that has all blocks of a hop and can take it now.
+// findWorkSlot finds an engine that has all blocks of h and is ready.
 func (u *GPU) findWorkSlot(h *slot) (none workSlot) {
 	all := *u.engines.Load()
 	i := slices.IndexFunc(all, func(e *engine) bool { return e.find(cuda.Ptr(h.pieces[0].Off), h.pieces[0].Len) != nil })
@@ -40,7 +41,7 @@ func (u *GPU) findWorkSlot(h *slot) (none workSlot) {
 	return none
 }
 
-// has reports whether all blocks of a hop are the engine's.
+// has reports whether all blocks of h are in the engine's regions.
 func (e *engine) has(h *slot) bool {
 	for i := range h.pieces {
 		if e.find(cuda.Ptr(h.pieces[i].Off), h.pieces[i].Len) == nil {
@@ -50,7 +51,7 @@ func (e *engine) has(h *slot) bool {
 	return true
 }
 
-// giveBack ends what GPU.workplace began. A slot that a dead engine had is not used again.
+// release ends what findWorkSlot began. The slot of a dead engine is not used again.
 func (w workSlot) release(err error) {
 	if !errors.Is(err, errEngineGone) {
 		w.engine.slots <- w.slot
@@ -58,7 +59,7 @@ func (w workSlot) release(err error) {
 	w.engine.release()
 }
 
-// run has the engine pack or unpack h, and waits for it.
+// run makes the engine pack or unpack h, and waits for the end.
 func (w workSlot) run(h *slot, op uint32) error {
 	e, slot := w.engine, w.slot
 	runs, axes := 0, mem.OneAxis
@@ -68,7 +69,7 @@ func (w workSlot) run(h *slot, op uint32) error {
 	var bytes uint64
 	for rest := h.pieces; len(rest) > 0; {
 		region := e.find(cuda.Ptr(rest[0].Off), rest[0].Len)
-		// Regions may lie at equal distances, too, and those in the engine lie elsewhere: a run ends where its region does.
+		// A run ends with its region: in the engine, regions are at other distances.
 		n := 1
 		for n < len(rest) && region.has(cuda.Ptr(rest[n].Off), rest[n].Len) {
 			n++
@@ -116,7 +117,7 @@ func (e *engine) wait(slot int, seq uint64) (err error) {
 			}
 			if !late && now.Sub(start) > workLate {
 				late = true
-				e.gpu.gpus.cfg.Log.Warn("an engine took work and does not finish it; its blocks stay as they are until it does or dies", "gpu", e.gpu.index,
+				e.gpu.gpus.cfg.Log.Warn("an engine does not finish its work; its blocks are held until it finishes or exits", "gpu", e.gpu.index,
 					"after", workLate)
 			}
 		}

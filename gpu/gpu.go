@@ -15,7 +15,7 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
-// GPU is one GPU as a mem.Device: hops between its memory and the host's, and pipelines to other GPUs.
+// GPU is one GPU as a mem.Device, with its staging slots.
 type GPU struct {
 	gpus  *GPUs
 	index int
@@ -23,16 +23,16 @@ type GPU struct {
 	pci   string
 	dev   device.Packer
 
-	// Pinned host memory: what lanes borrow, then a bounce buffer for each hop.
+	// Pinned host memory: buffers that lanes borrow, then a bounce buffer for each staging slot.
 	arena    []byte
 	arenaPtr cuda.Ptr
 	lent     chan []byte
 	slots    chan *slot
-	in, out  *policy.Policy // to the GPU, from it
+	in, out  *policy.Policy // to the GPU, from the GPU
 
-	// The dense buffers of all hops, of which a lent one may be known to engines until they die.
+	// The dense buffers of all staging slots. Engines may access lent buffers until they exit.
 	staging    cuda.Ptr
-	packBlocks int // of kernels that engines launch for us
+	packBlocks int // of kernels in engines
 	mps        device.MPS
 	idleKernel idleKernel
 	idleProbe  *policy.IdleProbe
@@ -121,7 +121,8 @@ func newGPU(g *GPUs, index int, c device.Card) (_ *GPU, err error) {
 
 func (u *GPU) stagingBytes() uint64 { return uint64(cap(u.slots)) * SlotBytes }
 
-// close waits for what is under way. What does not end in time keeps all that it may touch, until this process ends.
+// close waits for everything in flight. Memory of what does not end in time stays allocated until
+// this process ends.
 func (u *GPU) close() error {
 	var errs []error
 	var own []cuda.Ptr
@@ -134,26 +135,26 @@ func (u *GPU) close() error {
 				own = append(own, h.dense)
 			}
 		case <-late.C:
-			return fmt.Errorf("gpu: GPU %d: %d of %d gathers and scatters are still under way after %v, in an engine that has stopped or a driver that hangs: "+
+			return fmt.Errorf("gpu: GPU %d: %d of %d gathers and scatters have not ended after %v, because an engine has stopped or the driver hangs: "+
 				"its memory stays allocated", u.index, cap(u.slots)-ended, cap(u.slots), u.gpus.closeTimeout)
 		}
 	}
 	if !u.idleKernel.drain(late.C) {
-		return fmt.Errorf("gpu: GPU %d: a kernel that does nothing has not run in %v, beside an engine that leaves no time or in a driver that hangs: "+
+		return fmt.Errorf("gpu: GPU %d: an empty kernel has not run in %v, because an engine takes all time or the driver hangs: "+
 			"its memory stays allocated", u.index, u.gpus.closeTimeout)
 	}
 	errs = append(errs, u.dev.Close())
 	for _, p := range own {
 		errs = append(errs, u.dev.Free(p))
 	}
-	if u.enginesMu.Lock(); !u.exported { // else it goes with the context: engines may have it open
+	if u.enginesMu.Lock(); !u.exported { // else engines may have it open, and the context frees it
 		errs = append(errs, u.dev.Free(u.staging))
 	}
 	u.enginesMu.Unlock()
 	return errors.Join(append(errs, u.card.Close())...)
 }
 
-// export names staging to engines.
+// export exports staging to engines.
 func (u *GPU) export() (_ cuda.IPCHandle, err error) {
 	u.enginesMu.Lock()
 	defer u.enginesMu.Unlock()
@@ -166,7 +167,7 @@ func (u *GPU) export() (_ cuda.IPCHandle, err error) {
 	return u.handle, nil
 }
 
-// setEngines replaces the list of engines; change gets a copy of it.
+// setEngines replaces the list of engines by what change makes of a copy.
 func (u *GPU) setEngines(change func([]*engine) []*engine) {
 	u.enginesMu.Lock()
 	defer u.enginesMu.Unlock()
@@ -174,7 +175,7 @@ func (u *GPU) setEngines(change func([]*engine) []*engine) {
 	u.engines.Store(&all)
 }
 
-// PCI is where the GPU sits: which NICs are near to its memory follows from it.
+// PCI is the PCI address, from which follows which NICs are near.
 func (u *GPU) PCI() string { return u.pci }
 
 // LendBytes implements mem.Device.

@@ -17,34 +17,34 @@ import (
 // Config bounds what a sidecar takes of each GPU that it uses. The zero value has sensible bounds.
 type Config struct {
 	Method      policy.CopyMethod
-	Slots       int           // gathers and scatters under way at once, each with a HopBytes buffer on the GPU and one in host memory; default 8
+	Slots       int           // concurrent gathers and scatters, each with SlotBytes on the GPU and in host memory; default 8
 	Buffers     int           // host buffers of LendBytes that lanes borrow; default 128
-	PeerStage   uint64        // bytes of one stage between two GPUs; default 32 MiB. PipelineBytes has what a pair takes
-	Memory      uint64        // bytes of each GPU at most; default 2 GiB. Pipelines that would exceed it are not made
-	Table       *policy.Table // what was measured; nil: what is built in, or learned
-	PeerDisable bool          // never copy between GPUs directly: for comparisons
+	PeerStage   uint64        // bytes of one stage between two GPUs; default 32 MiB; see PipelineBytes
+	Memory      uint64        // limit of each GPU's memory; default 2 GiB. It includes staging, pipelines and relay buffers
+	Table       *policy.Table // measured values; nil: built-in ones
+	PeerDisable bool          // no direct copies between GPUs, for comparisons
 	Log         *slog.Logger
 }
 
-// The shape of hops. [measured, H200] between two copies of different hops a copy engine pauses for 2 us to the host and 4 us from it,
-// a tenth and a sixth of what 1 MiB takes, and a twentieth of 4 MiB; 8 MiB leave little of that. Lanes move slices, which are smaller.
+// The shape of staging slots. [measured, H200] Between copies of two slots a copy engine pauses
+// for 2 us to the host and 4 us from it: a tenth and a sixth of the time of 1 MiB, a twentieth
+// of 4 MiB, little of 8 MiB. Lanes move slices, which are smaller.
 const (
 	SlotBytes      = 8 << 20
 	LendBytes      = 1 << 20
-	slotRuns       = 4096 // blocks of one hop; more are done in several
+	slotRuns       = 4096 // blocks of one slot
 	defaultSlots   = 8
 	defaultBuffers = 128
-	PeerPipelines  = 2 // per ordered pair of GPUs: one core alone does not issue stages as fast as the link takes them
+	PeerPipelines  = 2 // per direction: one core does not issue stages as fast as the link moves them
 	defaultStage   = 32 << 20
 	defaultMemory  = 2 << 30
-	directPiece    = 256 << 10        // blocks of so many bytes on average are copied one by one
-	closeTimeout   = 10 * time.Second // for hops under way, where a GPU is given back
-	closePause     = time.Millisecond // between two looks meanwhile
+	directPiece    = 256 << 10        // average block from which copy engines copy one by one
+	closeTimeout   = 10 * time.Second // for what is in flight when a GPU is closed
+	closePause     = time.Millisecond // between two checks meanwhile
 )
 
-// GPUs is this process's use of the host's GPUs: it imports memory that engines lend, and moves it. A GPU is opened when the
-// first memory of it is imported; until then it is not touched. A GPU that fails takes nothing else with it: its regions return
-// errors, others and host memory carry on.
+// GPUs is this process's use of the host's GPUs. A GPU is opened when the first memory of it is
+// imported, or by Use. A GPU that fails affects only its own regions, which return errors.
 type GPUs struct {
 	cfg  Config
 	plat device.Platform
@@ -64,7 +64,8 @@ type GPUs struct {
 	pins atomic.Pointer[[]pin] // changed under mu
 }
 
-// New opens the CUDA driver. An error wraps cuda.ErrNotSupported where there is none, or no GPU.
+// New opens the CUDA driver. The error wraps cuda.ErrNotSupported where there is no driver or no
+// GPU.
 func New(cfg Config) (*GPUs, error) {
 	p, err := device.OpenHost(func(model string) int { return cfg.Table.Limits(model).PackBlocks })
 	if err != nil {
@@ -79,7 +80,7 @@ func newGPUs(p device.Platform, cfg Config) (*GPUs, error) {
 		return nil, fmt.Errorf("gpu: list GPUs: %w", err)
 	}
 	if len(ids) == 0 {
-		return nil, fmt.Errorf("%w: the driver is there and lists no GPU", cuda.ErrNotSupported)
+		return nil, fmt.Errorf("%w: the driver lists no GPU", cuda.ErrNotSupported)
 	}
 	if cfg.Slots <= 0 {
 		cfg.Slots = defaultSlots
@@ -127,7 +128,7 @@ func (g *GPUs) open(i int) (*GPU, error) {
 	return u, nil
 }
 
-// Close gives every GPU back. No region may be in use any more.
+// Close releases every GPU. No region may be in use.
 func (g *GPUs) Close() error {
 	g.mu.Lock()
 	defer g.mu.Unlock()

@@ -96,7 +96,7 @@ func TestCloseWaitsForProbe(t *testing.T) {
 		t.Error("beside an engine")
 	}
 	region.Release()
-	if err := g.Close(); err == nil || !strings.Contains(err.Error(), "does nothing") {
+	if err := g.Close(); err == nil || !strings.Contains(err.Error(), "empty kernel") {
 		t.Errorf("closed over a kernel that has not run: %v", err)
 	}
 	close(leave)

@@ -11,11 +11,11 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
-// All names every GPU of the host, where GPUs are named.
+// All names all GPUs of the host.
 const All = "all"
 
-// Use opens GPUs before any memory of theirs is imported, so that what this process needs of them is taken. Each name is a number, as the
-// driver counts, a UUID as nvidia-smi prints it, or All.
+// Use opens GPUs before memory of them is imported, so that this process's memory on them is
+// allocated. Each name is a number of the driver, a UUID as nvidia-smi prints it, or All.
 func (g *GPUs) Use(names []string) error {
 	for _, name := range names {
 		which, err := g.named(name)
@@ -41,7 +41,7 @@ func (g *GPUs) named(name string) ([]int, error) {
 	}
 	if i, err := strconv.Atoi(name); err == nil {
 		if i < 0 || i >= len(g.ids) {
-			return nil, fmt.Errorf("gpu: GPU %d is not one of the %d here", i, len(g.ids))
+			return nil, fmt.Errorf("gpu: no GPU %d: the driver lists %d", i, len(g.ids))
 		}
 		return []int{i}, nil
 	}
@@ -51,11 +51,11 @@ func (g *GPUs) named(name string) ([]int, error) {
 			return []int{i}, nil
 		}
 	}
-	return nil, fmt.Errorf("gpu: no GPU %q here, %d others: name one that nvidia-smi -L lists in this container", name, len(g.ids))
+	return nil, fmt.Errorf("gpu: no GPU %q among %d: name one that nvidia-smi -L lists in this container", name, len(g.ids))
 }
 
-// Import makes a region of size bytes of another process's GPU memory. handle is an encoded Handle, fd its descriptor or -1. On
-// success the region owns fd; on an error it stays the caller's.
+// Import makes a region of size bytes of another process's GPU memory. handle is an encoded
+// device.Handle, fd its descriptor or -1. On success the region owns fd, on an error the caller.
 func (g *GPUs) Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Region, error) {
 	h, err := device.ParseHandle(handle)
 	if err != nil {
@@ -65,7 +65,7 @@ func (g *GPUs) Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Regio
 		return nil, fmt.Errorf("gpu: region %s: %d bytes at offset %d of an allocation of %d: register what was allocated", id, size, h.Off, h.Alloc)
 	}
 	if (h.Kind == device.HandleFD) != (fd >= 0) {
-		return nil, fmt.Errorf("gpu: region %s: descriptor %d with a GPU handle of kind %d: kind 2 comes with one, kind 1 without", id, fd, h.Kind)
+		return nil, fmt.Errorf("gpu: region %s: descriptor %d with a GPU handle of kind %d: kind 2 needs one, kind 1 has none", id, fd, h.Kind)
 	}
 	gpu, err := g.find(h.GPU)
 	if err != nil {
@@ -73,7 +73,7 @@ func (g *GPUs) Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Regio
 	}
 	p, n, err := gpu.card.Import(&h, fd)
 	if err != nil {
-		return nil, fmt.Errorf("gpu: region %s: import from GPU %d: %w; the allocation must be alive and another process's, which shares this sidecar's "+
+		return nil, fmt.Errorf("gpu: region %s: import from GPU %d: %w; the owner must be alive, another process, and share this sidecar's "+
 			"IPC namespace (one pod, or hostIPC) and its MPS server, if any", id, gpu.index, err)
 	}
 	undo := func() {
@@ -94,12 +94,12 @@ func (g *GPUs) Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Regio
 	return r, nil
 }
 
-// find opens the GPU of that name at its first use.
+// find opens the GPU of a UUID at its first use.
 func (g *GPUs) find(id [16]byte) (*GPU, error) {
 	for i := range g.ids {
 		if g.ids[i] == id {
 			return g.open(i)
 		}
 	}
-	return nil, fmt.Errorf("no GPU of UUID %x here, %d others: give this sidecar the engine's GPUs (NVIDIA_VISIBLE_DEVICES, the pod's resources)", id, len(g.ids))
+	return nil, fmt.Errorf("no GPU of UUID %x among %d: give this sidecar the engine's GPUs (NVIDIA_VISIBLE_DEVICES, the pod's resources)", id, len(g.ids))
 }

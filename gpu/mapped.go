@@ -11,39 +11,42 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/cuda"
 )
 
-// Small pieces between pinned memory of the host and a GPU. A copy engine takes 1.4 us and more for each, and a buffer in between takes a
-// memcpy, of which a core does 10 GB/s. Kernels take thousands of pieces at once, and reach the host's memory by themselves: to the GPU they gather
-// it in a dense buffer, from where others scatter it; from the GPU the other way round. Beside an engine that computes they are
-// time-sliced as any kernel of another process, for which it pays: there buffers serve.
-
-// largePiece is the average piece from which on copy engines take a list as it is. [measured, H200, two sidecars] movers that gather in buffers reach
-// 12 to 15 GB/s whatever the size, a link 39 to 48 with pieces of this one and 50 to 54 with twice of it; of 16 KiB that lie anywhere in
-// host memory a copy engine takes 4 to 12 GB/s.
+// Mapped-memory copies: small pieces between pinned host memory and a GPU. A copy engine takes at
+// least 1.4 us for each, and a staging slot a memcpy, of which a core does 10 GB/s. Kernels move
+// thousands of pieces at once: to the GPU, one kernel gathers host pages in a dense buffer and
+// another one scatters it; from the GPU the reverse. Beside a busy engine these kernels are
+// time-sliced and slow it down, so that staging slots are used there.
+//
+// largePiece is the average piece from which copy engines move a list alone. [measured, H200, two
+// sidecars] Staging slots reach 12 to 15 GB/s whatever the size, a link 39 to 48 with pieces of 32
+// KiB and 50 to 54 with 64 KiB; with scattered 16 KiB a copy engine reaches 4 to 12.
 const largePiece = 32 << 10
 
-// fewAcross pieces at most always go to the copy engine: what a layer of a small request has is there soonest so, and without the CPU.
+// fewMapped is the number of pieces up to which the copy engine moves a list. It has the shortest
+// latency for a layer of a small request, and takes no CPU.
 const fewMapped = 32
 
-// acrossPieces are those of one hop, whose list has both of their ends.
+// The lists of one staging slot, which holds both ends of its pieces.
 const (
 	mappedPieces  = slotRuns/2 - 1
 	mappedFirstAt = mappedPieces * device.RunBytes
 	mappedSide    = mappedFirstAt + (mappedPieces+1)*4
 )
 
-// acrossWorkers have a hop each: while one of them gathers another one scatters.
+// mappedWorkers use a staging slot each: one gathers while another one scatters.
 const mappedWorkers = 4
 
-// across moves parts between pinned memory of the host and that of u, by kernels as long as k lets them in, else, and where it is nil, by the copy engine
-// one after the other. When it returns nothing of them is in flight. It cuts them.
+// copyMapped moves parts between pinned host memory and u: by kernels while k admits them, else,
+// and where k is nil, by the copy engine piece by piece. When it returns, nothing is in flight. It
+// changes parts.
 func (u *GPU) copyMapped(k *policy.IdleProbe, dir device.Direction, parts []device.Piece) error {
 	a := mappedCopy{u: u, probe: k, dir: dir, rest: parts}
-	hops := max((pieceBytes(parts)+SlotBytes-1)/SlotBytes, uint64(len(parts)+mappedPieces-1)/mappedPieces)
-	if hops <= 1 {
+	slots := max((pieceBytes(parts)+SlotBytes-1)/SlotBytes, uint64(len(parts)+mappedPieces-1)/mappedPieces)
+	if slots <= 1 {
 		a.work()
 	} else {
 		var wg sync.WaitGroup
-		for range min(hops, mappedWorkers) {
+		for range min(slots, mappedWorkers) {
 			wg.Go(a.work)
 		}
 		wg.Wait()
@@ -54,7 +57,7 @@ func (u *GPU) copyMapped(k *policy.IdleProbe, dir device.Direction, parts []devi
 	return nil
 }
 
-// crosser is one call of across.
+// mappedCopy is one call of copyMapped.
 type mappedCopy struct {
 	u     *GPU
 	probe *policy.IdleProbe
@@ -78,7 +81,7 @@ func (a *mappedCopy) work() {
 		kernels := h.dense != 0 && a.probe.Enter()
 		err := a.copySlot(h, parts, bytes, kernels)
 		if err != nil {
-			err = errors.Join(err, h.queue.Sync()) // nothing may be in flight when we return
+			err = errors.Join(err, h.queue.Sync()) // nothing may be in flight when work returns
 		}
 		if kernels {
 			a.probe.Leave()
@@ -92,7 +95,7 @@ func (a *mappedCopy) work() {
 	}
 }
 
-// take adds a hop's worth of what is left to list, which has room for it.
+// take moves what one staging slot holds from rest to list, which has room for it.
 func (a *mappedCopy) take(list []device.Piece) (_ []device.Piece, bytes uint64) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -111,7 +114,7 @@ func (a *mappedCopy) take(list []device.Piece) (_ []device.Piece, bytes uint64) 
 	return list, bytes
 }
 
-// cross moves one hop's worth, and waits for it.
+// copySlot moves the pieces of one staging slot, and waits for the end.
 func (a *mappedCopy) copySlot(h *slot, parts []device.Piece, bytes uint64, kernels bool) error {
 	u := a.u
 	from, to := fromHost, fromGPU
@@ -151,9 +154,10 @@ func fromHost(p *device.Piece) cuda.Ptr { return p.Host }
 
 func fromGPU(p *device.Piece) cuda.Ptr { return p.Dev }
 
-// reaching is who moves pieces between the host's pages and u: kernels, Auto where they knock before, or the copy engine. Under MPS nobody hears who
-// computes, and kernels that reach the host's memory take most of the GPU away from it. [measured, H200] layers of 41 us took 15 times as long
-// beside 50 GB/s to the host, and six times beside 48 from it.
+// mappedMethod is how pieces move between host pages and u: by kernels, by kernels after a probe
+// (Auto), or by the copy engine. Under MPS the probe sees nothing, and kernels that access host
+// memory take most of the GPU. [measured, H200] Layers of 41 us took 15 times as long beside 50
+// GB/s to the host, and 6 times as long beside 48 GB/s from it.
 func (u *GPU) mappedMethod() policy.CopyMethod {
 	switch e := u.gpus.cfg.Method; {
 	case e == policy.Pack && u.mps != device.MPSOn, e == policy.Auto && u.mps == device.MPSOff:
@@ -162,13 +166,14 @@ func (u *GPU) mappedMethod() policy.CopyMethod {
 	return policy.Copy
 }
 
-// end is a list for the kernels.
+// end is a list of the kernels for one side.
 type end struct {
 	at  cuda.Ptr
-	len uint64 // of each piece; 0: a list of runs, as they have several lengths
+	len uint64 // of each piece; 0: several lengths, listed as runs
 }
 
-// small moves pieces for which a copy engine takes too long, and names the way. parts are those of list.
+// small moves pieces that are too small for copy engines alone, and returns the path. parts are the
+// addresses of list.
 func (c *Copier) small(u *GPU, dir device.Direction, list []hostPiece, parts []device.Piece) (path string, err error) {
 	c.mu.Lock()
 	if c.closed {

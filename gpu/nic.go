@@ -8,7 +8,8 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/cuda"
 )
 
-// ExportDMABuf makes a dma-buf descriptor, the caller's, of the pages around [addr, addr+n); the range begins off bytes into it.
+// ExportDMABuf makes a dma-buf descriptor of the pages around [addr, addr+n), which the caller
+// owns. The range begins off bytes inside it.
 func (u *GPU) ExportDMABuf(addr, n uint64) (fd int, off uint64, err error) {
 	x, ok := u.card.(device.Exporter)
 	if !ok {
@@ -22,8 +23,8 @@ func (u *GPU) ExportDMABuf(addr, n uint64) (fd int, off uint64, err error) {
 	return fd, addr - first, nil
 }
 
-// NICWrites says how the engine's kernels come to see what a NIC has written: nil where the platform orders that, else by flush, after the
-// NIC's completion. An error: there is no way.
+// NICWrites returns how bytes of a NIC become visible to kernels: without action (nil), or by flush
+// after the NIC's completion. The error: in no way.
 func (u *GPU) NICWrites() (flush func() error, err error) {
 	x, ok := u.card.(device.Exporter)
 	if !ok {
@@ -41,7 +42,7 @@ func (u *GPU) NICWrites() (flush func() error, err error) {
 		return nil, fmt.Errorf("gpu: GPU %d: %w", u.index, err)
 	}
 	if options&cuda.FlushByHost == 0 {
-		return nil, fmt.Errorf("gpu: GPU %d orders no writes of NICs (%d), and the host cannot flush them (options %d): %w", u.index, order, options,
+		return nil, fmt.Errorf("gpu: GPU %d does not order writes of NICs (%d), and the host cannot flush them (options %d): %w", u.index, order, options,
 			cuda.ErrNotSupported)
 	}
 	return x.FlushRDMAWrites, nil

@@ -12,7 +12,7 @@ import (
 	"github.com/kvspray/kvspray/gpu/policy"
 )
 
-// errNoPeer: copies between two GPUs go through host memory.
+// errNoPeer means that copies between two GPUs go through host memory.
 var errNoPeer = errors.New("gpu: no peer access")
 
 // retryPair is the time until a direction is tried again for which memory was missing, or whose
@@ -34,12 +34,12 @@ type refusal struct {
 	retry time.Time // zero: never
 }
 
-// choice is how a list is moved.
+// choice is the method for a list.
 type choice struct {
 	how  policy.CopyMethod
-	try  bool // only with a part of the list, to learn how long it takes
-	idle bool // no engine computes, so that it teaches nothing about the time beside one
-	// alone: an engine computes on the one GPU, and no hop through host memory may use a kernel, either.
+	try  bool // a trial with a part of the list
+	idle bool // no engine computes: the time is not comparable
+	// copyEngineOnly: an engine computes on the only GPU, so that staging slots use no kernel, either.
 	copyEngineOnly bool
 }
 

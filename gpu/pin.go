@@ -9,7 +9,7 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/cuda"
 )
 
-// pinned gives the device address of host memory that lies in the arena, or in what Pin was told.
+// pinned is the device address of host memory in the arena or in a pinned range.
 func (u *GPU) pinned(p []byte) (cuda.Ptr, bool) {
 	if off, ok := offsetIn(u.arena, p); ok {
 		return u.arenaPtr + cuda.Ptr(off), true
@@ -22,18 +22,19 @@ func (u *GPU) pinned(p []byte) (cuda.Ptr, bool) {
 	return 0, false
 }
 
-// pin is host memory that every GPU's copy engines reach.
+// pin is pinned host memory.
 type pin struct {
 	bytes []byte
 	at    cuda.Ptr
 	by    device.Card
 }
 
-// MaxPins bounds what Pin may be told at once: each gather and scatter looks through it.
+// MaxPins bounds the pinned ranges, because each gather and scatter searches them.
 const MaxPins = 64
 
-// Pin registers host memory with the driver, so that gathers into it and scatters from it need no second copy: host caches, memfds
-// of CPU engines. It must be off the Go heap. The result undoes it, once nothing uses the memory through a GPU any more.
+// Pin registers host memory with the driver, so that gathers and scatters access it without a
+// second copy: host caches, memfds of CPU engines. It must not be on the Go heap. unpin may be
+// called when no GPU uses the memory any more.
 func (g *GPUs) Pin(b []byte) (unpin func() error, err error) {
 	u, err := g.open(0)
 	if err != nil {

@@ -13,7 +13,7 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
-// ends writes where the pieces lie on one side.
+// ends lists the addresses of the pieces on one side.
 func (h *slot) ends(at int, parts []device.Piece, where func(*device.Piece) cuda.Ptr) end {
 	e := end{h.listPtr + cuda.Ptr(at), parts[0].Len}
 	list := h.list[at:][:mappedSide]
@@ -39,31 +39,31 @@ func (h *slot) ends(at int, parts []device.Piece, where func(*device.Piece) cuda
 	return e
 }
 
-// hop is what one gather or scatter needs.
+// slot is a staging slot: what one gather or scatter needs.
 type slot struct {
 	queue          device.Queue
 	done           device.Event
-	prompt         device.Event // done of a short hop
-	dense          cuda.Ptr     // HopBytes on the GPU; 0: none, and the copy engine does all
+	prompt         device.Event // instead of done for short copies
+	dense          cuda.Ptr     // SlotBytes on the GPU; 0: none, only the copy engine is used
 	at             uint64       // of dense in staging, if lent
-	lent           bool         // dense is a part of staging; else it took the place of one that a dead engine may have written to
-	bounce         []byte       // HopBytes of the arena, for callers whose memory is not pinned
-	list           []byte       // pinned: block lists as the kernels read them
+	lent           bool         // dense is a part of staging; false after retire
+	bounce         []byte       // SlotBytes of the arena, for memory that is not pinned
+	list           []byte       // pinned: lists of the kernels
 	listPtr        cuda.Ptr
-	pieces         []mem.Block // what is moved: of no region, at addresses of the GPU
-	far, near      []cuda.Ptr  // CopyBatch's
+	pieces         []mem.Block // without region, at addresses of the GPU
+	far, near      []cuda.Ptr  // arguments of CopyBatch
 	sizes          []uint64
 	rows           device.RowCopier
-	copyEngineOnly bool // by copy engines alone
+	copyEngineOnly bool // no kernels
 }
 
 const slotListBytes = slotRuns*device.RunBytes + (slotRuns+1)*4
 
-// hopFirstAt is where a hop's list has the counts of pieces.
+// slotFirstAt is the offset of the counts of pieces in list.
 const slotFirstAt = slotRuns * device.RunBytes
 
-// retire gives a hop another dense buffer: what a dead engine's kernel does to the one it had, nobody knows. It happens to a hop once, as no
-// engine is told of the other one.
+// retire replaces the dense buffer of h, to which a kernel of a dead engine may still write.
+// Engines do not get the new one, so that this happens once per slot.
 func (u *GPU) retire(h *slot) {
 	h.lent = false
 	err := u.budget.take(forStaging, SlotBytes)
@@ -74,15 +74,15 @@ func (u *GPU) retire(h *slot) {
 	}
 	if err != nil {
 		h.dense = 0
-		u.gpus.cfg.Log.Warn("an engine died in mid kernel, and its staging buffer cannot be replaced: the copy engine takes its part", "gpu", u.index, "err", err)
+		u.gpus.cfg.Log.Warn("an engine died during a kernel, and its staging buffer cannot be replaced; the copy engine is used instead", "gpu", u.index, "err", err)
 	}
 }
 
-// rearrange does a gather or a scatter in hops of at most HopBytes and hopRuns blocks.
+// rearrange gathers or scatters in steps of at most SlotBytes and slotRuns blocks.
 func (u *GPU) rearrange(dir device.Direction, p []byte, blocks []mem.Block) error {
 	h := <-u.slots
 	defer func() { u.slots <- h }()
-	var off uint64 // of blocks[0]: done already
+	var off uint64 // done of blocks[0]
 	for len(blocks) > 0 {
 		n, bytes := 0, uint64(0)
 		h.pieces = h.pieces[:0]
@@ -111,7 +111,7 @@ func (u *GPU) rearrange(dir device.Direction, p []byte, blocks []mem.Block) erro
 	return nil
 }
 
-// hop moves h.pieces, and waits for it.
+// copySlot moves h.pieces, and waits for the end.
 func (u *GPU) copySlot(h *slot, dir device.Direction, p []byte) error {
 	if len(h.pieces) == 0 {
 		return nil
@@ -144,7 +144,7 @@ func (u *GPU) copySlot(h *slot, dir device.Direction, p []byte) error {
 		err = h.wait(uint64(len(p)))
 	}
 	if err != nil {
-		// Nothing may be in flight when we return, whatever went wrong.
+		// Also after an error nothing may be in flight.
 		err = errors.Join(err, h.queue.Sync())
 		if errors.Is(err, errEngineGone) {
 			u.retire(h)
@@ -160,19 +160,20 @@ func (u *GPU) copySlot(h *slot, dir device.Direction, p []byte) error {
 	return nil
 }
 
-// Lists that are not worth a kernel. [measured, H100 and H200] the copy engine takes 1.5 us for a piece and 15 us for any copy, busy or not. A kernel
-// and the copy behind it take as long where nothing else computes, and milliseconds beside an engine that does: to try that costs a layer of a
-// small request more than it could ever gain.
+// Numbers of pieces below which no kernel is used. [measured, H100 and H200] The copy engine
+// takes 1.5 us per piece and at least 15 us, under any load. A kernel and its copy take as long
+// on an idle GPU, and milliseconds beside an engine: a trial would cost a layer of a small
+// request more than it can gain.
 const (
-	packPieces = 4  // where kernels were asked for
-	autoPieces = 16 // where they are one of several ways
+	packPieces = 4  // where the configuration asks for kernels
+	autoPieces = 16 // where kernels are one of several methods
 )
 
-// promptBytes is up to where a hop is over so soon that a pause between two looks would be most of it.
+// promptBytes is the size up to which the pause between two polls would dominate.
 const promptBytes = 256 << 10
 
-// how: the kernels move 16 bytes at a time, and few or large blocks need no packing. choice: any executor would have done. For InEngine it
-// says where, too, and the caller gives that back.
+// chooseMethod chooses how h moves. Kernels move units of 16 bytes; few or large blocks need no
+// packing. choice: every method was possible. For InEngine, w is acquired.
 func (u *GPU) chooseMethod(h *slot, bytes int, learn *policy.Policy) (e policy.CopyMethod, choice bool, w workSlot) {
 	few := packPieces
 	if u.gpus.cfg.Method == policy.Auto {
@@ -193,13 +194,14 @@ func (u *GPU) chooseMethod(h *slot, bytes int, learn *policy.Policy) (e policy.C
 	return e, true, w
 }
 
-// warmWait is how long Warm waits for its copy.
+// warmWait is the longest time that Warm waits for its copy.
 const warmWait = 100 * time.Microsecond
 
-// Warm implements mem.Warmer. [measured, H200] to hand over the first small copy after some milliseconds takes a thread 40 us, and 10 those that follow.
+// Warm implements mem.Warmer. [measured, H200] After some idle milliseconds the first small copy
+// takes a thread 40 us to enqueue, later ones 10.
 func (u *GPU) Warm() {
 	if len(u.slots) < cap(u.slots) {
-		return // blocks are gathered or scattered: it is warm
+		return // slots are in use: the driver is warm
 	}
 	var h *slot
 	select {
@@ -211,13 +213,13 @@ func (u *GPU) Warm() {
 		u.slots <- h
 		return
 	}
-	go func() { // nothing may be in flight when others have it
-		_ = h.queue.Sync() // who copies next finds out what is wrong
+	go func() { // nothing may be in flight in a free slot
+		_ = h.queue.Sync() // the next copy returns the error
 		u.slots <- h
 	}()
 }
 
-// warm copies what nobody needs from h to h, and reports whether that is not over yet.
+// warm makes a short copy inside h. under: it has not ended.
 func (u *GPU) warm(h *slot) (under bool) {
 	late := time.Now().Add(warmWait)
 	h.far, h.near, h.sizes = h.far[:0], h.near[:0], h.sizes[:0]
@@ -232,7 +234,7 @@ func (u *GPU) warm(h *slot) (under bool) {
 	return !back || err != nil
 }
 
-// copied lets the copy engine walk the blocks.
+// copyByEngine copies block by block.
 func (u *GPU) copyByEngine(h *slot, dir device.Direction, host cuda.Ptr) error {
 	h.far, h.near, h.sizes = h.far[:0], h.near[:0], h.sizes[:0]
 	for i := range h.pieces {
@@ -246,7 +248,7 @@ func (u *GPU) copyByEngine(h *slot, dir device.Direction, host cuda.Ptr) error {
 	return h.queue.CopyBatch(h.near, h.far, h.sizes)
 }
 
-// packed crosses the link once: a kernel packs on the GPU before, or unpacks after.
+// packHere crosses the link once: a kernel packs on the GPU before the copy, or unpacks after it.
 func (u *GPU) packHere(h *slot, dir device.Direction, host cuda.Ptr, bytes uint64) error {
 	launch := u.list(h)
 	if dir == device.HostToDevice {
@@ -255,7 +257,8 @@ func (u *GPU) packHere(h *slot, dir device.Direction, host cuda.Ptr, bytes uint6
 	return errors.Join(launch(u.dev.Pack, u.dev.PackUniform), h.queue.Copy(host, h.dense, bytes))
 }
 
-// engaged is packed, with the kernel in the engine's context. A queue does not wait for another process, so we do.
+// packInEngine is packHere with the kernel in the engine's context. A queue cannot wait for another
+// process, so that the caller waits.
 func (u *GPU) packInEngine(w workSlot, h *slot, dir device.Direction, host cuda.Ptr, bytes uint64) (err error) {
 	defer func() { w.release(err) }()
 	if dir == device.DeviceToHost {
@@ -273,7 +276,7 @@ func (u *GPU) packInEngine(w workSlot, h *slot, dir device.Direction, host cuda.
 	return w.run(h, board.WorkUnpack)
 }
 
-// wait returns once the queue is done with so many bytes.
+// wait waits for the end of a copy of so many bytes.
 func (h *slot) wait(bytes uint64) error {
 	done := h.done
 	if bytes <= promptBytes {
@@ -285,7 +288,8 @@ func (h *slot) wait(bytes uint64) error {
 	return done.Sync()
 }
 
-// list writes the blocks for the kernels, which read it where it is: it is short, and a copy of it would cost a launch.
+// list writes the list of blocks. The kernels read it in host memory: it is short, and a copy of it
+// would cost a launch.
 func (u *GPU) list(h *slot) func(runs func(device.Queue, cuda.Ptr, cuda.Ptr, int) error, uniform func(device.Queue, cuda.Ptr, int, cuda.Ptr, uint64) error) error {
 	n, same := len(h.pieces), true
 	for i := range h.pieces {
@@ -308,7 +312,8 @@ func (u *GPU) list(h *slot) func(runs func(device.Queue, cuda.Ptr, cuda.Ptr, int
 	}
 }
 
-// runs writes the blocks as at most so many strided runs, and returns how many; 0 where it takes more, which scattered blocks soon show.
+// runs lists the blocks as at most so many strided runs, and returns their number; 0 where more are
+// needed.
 func (h *slot) runs(most int) int {
 	dense := uint64(h.dense)
 	n, pieces := 0, uint64(0)

@@ -44,9 +44,8 @@ func (m *Multipath) CalibrateSpan(host, dev cuda.Ptr, from, to uint64) (uint64, 
 	return best, nil
 }
 
-// The span that Calibrate looks at.
+// The span of sizes.
 const (
-	// The span of sizes.
 	MaxCalibrate  = 256 << 20
 	MinCalibrate  = 4 << 20
 	calibrateRuns = 12

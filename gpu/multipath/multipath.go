@@ -42,12 +42,10 @@ type Multipath struct {
 	small  sync.WaitGroup // copies on lanes; Add under mu and before closed
 }
 
-// The shape of the pipeline. [measured, 4 H200] chunks of 8 to 16 MiB with three in flight reach 0.98 of all links together;
-// smaller chunks cost a CPU core and a fifth of the rate, and a tail of larger ones idles links at the end.
+// The shape of the pipeline. [measured, 4 H200] Chunks of 8 to 16 MiB with three in flight
+// reach 0.98 of the sum of all links. Smaller chunks cost a CPU core and a fifth of the rate; a
+// tail of larger chunks leaves links idle at the end.
 const (
-	// The shape of the pipeline. [measured, 4 H200] Chunks of 8 to 16 MiB with three in flight
-	// reach 0.98 of the sum of all links. Smaller chunks cost a CPU core and a fifth of the rate; a
-	// tail of larger chunks leaves links idle at the end.
 	MaxChunk         = 16 << 20
 	MinChunk         = 2 << 20
 	LinkDepth        = 3

@@ -27,16 +27,12 @@ type Move struct {
 	Count                uint64
 }
 
-// The shape of the peer pipeline. [measured, 2 H200, scattered 16 KiB, contiguous copy 397 GB/s] stages of 64 MiB give 379, 32 MiB
-// 371, 16 MiB 356: each copy costs 2.6 us before its first byte. Stages grow from and shrink to MinStage where nobody else's are under
-// way, so that the first pack and the last unpack, which overlap nothing, are short; below 16 MiB the host cannot issue stages as fast as
-// the link takes them.
+// The shape of a pipeline. [measured, 2 H200, scattered 16 KiB, contiguous copy 397 GB/s]
+// Stages of 64 MiB give 379, 32 MiB 371, 16 MiB 356 GB/s, because each copy takes 2.6 us before
+// its first byte. A run that is alone begins and ends with stages of MinStage, so that the
+// first pack and the last unpack, which overlap nothing, are short. Below 16 MiB the host
+// issues stages more slowly than the link moves them.
 const (
-	// The shape of a pipeline. [measured, 2 H200, scattered 16 KiB, contiguous copy 397 GB/s]
-	// Stages of 64 MiB give 379, 32 MiB 371, 16 MiB 356 GB/s, because each copy takes 2.6 us before
-	// its first byte. A run that is alone begins and ends with stages of MinStage, so that the
-	// first pack and the last unpack, which overlap nothing, are short. Below 16 MiB the host
-	// issues stages more slowly than the link moves them.
 	MaxStage    = 64 << 20
 	MinStage    = 16 << 20
 	Depth       = 4

@@ -30,5 +30,5 @@ func ParseCopyMethod(s string) (CopyMethod, error) {
 			return CopyMethod(i), nil
 		}
 	}
-	return 0, fmt.Errorf("gpu: executor %q is unknown: use auto, pack, copy or engine", s)
+	return 0, fmt.Errorf("gpu: copy method %q is unknown: use auto, pack, copy or engine", s)
 }
