@@ -13,8 +13,8 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
-// Blocks at equal distances, forwards and backwards, go to the kernels as strided runs; what stands between them does not, and every byte
-// arrives where it would one by one.
+// TestStridedRuns: blocks at equal distances, forwards and backwards, are listed as strided runs,
+// other blocks are not, and all bytes are where single copies would put them.
 func TestStridedRuns(t *testing.T) {
 	p := gputest.NewPlatform(1)
 	cfg := small()
@@ -90,7 +90,8 @@ func TestStridedRuns(t *testing.T) {
 	gputest.Must(0, g.Close())(t)
 }
 
-// What a mover hands on: pieces at equal distances on both sides as one run, others by themselves, in order and to the last byte.
+// TestBatcherGathersRuns: pieces at equal distances on both sides are one run, others are single,
+// in order and without loss.
 func TestBatcherGathersRuns(t *testing.T) {
 	p := gputest.NewPlatform(2)
 	g := gputest.Must(newGPUs(p, small()))(t)
@@ -139,7 +140,8 @@ func TestBatcherGathersRuns(t *testing.T) {
 	}
 }
 
-// BenchmarkMove is what a move between two GPUs costs the CPU beside the driver: 64 MiB in blocks of 16 KiB that lie anywhere, or evenly.
+// BenchmarkMove is the CPU time of a move between two GPUs above the driver: 64 MiB in blocks of 16
+// KiB, scattered or at equal distances.
 func BenchmarkMove(b *testing.B) {
 	for _, even := range []bool{false, true} {
 		b.Run(fmt.Sprintf("even=%v", even), func(b *testing.B) {

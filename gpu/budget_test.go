@@ -18,7 +18,8 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
-// GPUs that are named are opened, with staging, before anybody lends memory of them; others are not touched.
+// TestNamedGPUsAreTakenAtOnce: named GPUs are opened, with staging, before memory of them is
+// imported; others are not.
 func TestNamedGPUsAreTakenAtOnce(t *testing.T) {
 	t.Parallel()
 	named := func(i int) string {
@@ -87,8 +88,8 @@ func TestGPUsThatAreNotThere(t *testing.T) {
 	}
 }
 
-// However little memory is left for stages, bytes arrive: with one pipeline for two, or through host memory. What is held is what is
-// allocated, and never more than the limit.
+// TestMemoryOfAGPUIsBounded: with any limit bytes arrive, by two pipelines, by one or through host
+// memory. The reported memory is what is allocated, and never exceeds the limit.
 func TestMemoryOfAGPUIsBounded(t *testing.T) {
 	t.Parallel()
 	cfg := small()
@@ -147,7 +148,7 @@ func TestMemoryOfAGPUIsBounded(t *testing.T) {
 	}
 }
 
-// A buffer that takes the place of one that is lost counts, too.
+// TestASlotIsReplacedWithinTheLimit: a buffer that replaces a lost one counts, too.
 func TestASlotIsReplacedWithinTheLimit(t *testing.T) {
 	t.Parallel()
 	for _, room := range []uint64{0, SlotBytes} {
@@ -170,7 +171,7 @@ func TestASlotIsReplacedWithinTheLimit(t *testing.T) {
 	}
 }
 
-// The driver's word about what is left is shown, and its silence is none.
+// TestWhatAGPUHasLeft: the driver's free memory is reported, or 0 where it is unknown.
 func TestWhatAGPUHasLeft(t *testing.T) {
 	t.Parallel()
 	g := gputest.Must(newGPUs(&tellingPlatform{gputest.NewPlatform(2)}, small()))(t)
@@ -201,7 +202,7 @@ func (c tellingCard) Free() (uint64, error) {
 	return 5 << 30, nil
 }
 
-// TestBudgetIsTakenAtOnce: many that take at the same time never exceed the limit together.
+// TestBudgetIsTakenAtOnce: concurrent calls of take never exceed the limit together.
 func TestBudgetIsTakenAtOnce(t *testing.T) {
 	t.Parallel()
 	const each, room = 3, 10

@@ -11,7 +11,7 @@ import (
 	"github.com/kvspray/kvspray/gpu/policy"
 )
 
-// sizedDevice is a fakeDevice whose kernels have a width.
+// sizedDevice is a gputest.Device whose number of thread blocks can be set.
 type sizedDevice struct {
 	*gputest.Device
 	blocks int
@@ -25,13 +25,14 @@ func (d *sizedDevice) SetPackBlocks(n int) {
 	*d.asked = append(*d.asked, n)
 }
 
-// testCalibration measures for the sake of it: a fake has no rates.
+// testCalibration is as short as possible: a fake has no rates.
 func testCalibration() calibration {
 	return calibration{copier: copierShape{rigMin, rigMax, 4 * rigMin, 2 * rigMin, 1 << 20, 64 << 10}, piece: 512, pieces: 16, direct: []uint64{1 << 10, 4 << 10},
 		bytes: 64 << 10, runs: 3, loadRuns: 2}
 }
 
-// TestCalibrate: one entry for each model, within bounds, for as many links as there are, and nothing is left behind.
+// TestCalibrate: there is one entry for each model, within bounds, for all links, and no memory is
+// leaked.
 func TestCalibrate(t *testing.T) {
 	p := &separateContexts{Platform: gputest.NewPlatform(3), models: []string{"A, driver 1", "B, driver 1", "A, driver 1"}}
 	g := gputest.Must(newGPUs(p, small()))(t)
@@ -89,7 +90,7 @@ func TestCalibrateFails(t *testing.T) {
 	}
 }
 
-// TestCopierTakesTheTable: what was measured is not measured again, and holds.
+// TestCopierTakesTheTable: measured values are used and not measured again.
 func TestCopierTakesTheTable(t *testing.T) {
 	p := &separateContexts{Platform: gputest.NewPlatform(2), models: []string{"A", "A"}}
 	cfg := small()

@@ -11,8 +11,9 @@ import (
 	"github.com/kvspray/kvspray/internal/testutil"
 )
 
-// Blocks of 16 KiB that lie anywhere: 64 MiB between two GPUs on a driver that does nothing, so that ours is all the work, and 16 MiB between a
-// GPU and the host on one that copies.
+// TestMovesDoNotHoldTheCollector: moves of scattered blocks of 16 KiB do not delay the garbage
+// collector, between two GPUs on a driver that does nothing, and between a GPU and the host on one
+// that copies.
 func TestMovesDoNotHoldTheCollector(t *testing.T) {
 	if testutil.Race {
 		testutil.Skip(t, "norace", "make test looks at it where nothing else runs, in its part bounds")

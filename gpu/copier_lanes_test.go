@@ -16,7 +16,7 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
-// until waits for what others bring about.
+// until waits for a condition that another goroutine brings about.
 func until(t testing.TB, what string, ok func() bool) {
 	t.Helper()
 	for limit := time.Now().Add(patience); !ok(); runtime.Gosched() {
@@ -26,7 +26,7 @@ func until(t testing.TB, what string, ok func() bool) {
 	}
 }
 
-// cells are lists of random cells, each of which is cut at random on either side.
+// cells are lists of random cells, each cut at random on either side.
 func cells(rng *rand.Rand, dst, src *mem.Region, n int) (to, from []mem.Block, copies []struct{ d, s, n uint64 }) {
 	const cell = 256 << 10
 	a, z := rng.Perm(copyBytes / cell)[:n], rng.Perm(copyBytes / cell)[:n]
@@ -41,8 +41,8 @@ func cells(rng *rand.Rand, dst, src *mem.Region, n int) (to, from []mem.Block, c
 	return to, from, copies
 }
 
-// TestLanesContent: random lists, cut differently at both ends, arrive byte by byte over several links in either direction, and touch nothing
-// else. Lists of several GPUs and directions may come together.
+// TestLanesContent: random lists, cut differently at both ends, arrive over several links in either
+// direction, and no other byte changes. Lists of several GPUs and directions may be mixed.
 func TestLanesContent(t *testing.T) {
 	r := newCopyRig(t, 3)
 	rng := rand.New(rand.NewPCG(11, 4))
@@ -100,8 +100,8 @@ func TestLanesContent(t *testing.T) {
 	}
 }
 
-// TestLanesOnlyBetweenHostAndGPU: what is not between host memory and one GPU, or is small and not for kernels, is never taken, and nothing is
-// made for it.
+// TestLanesOnlyBetweenHostAndGPU: other lists, and small pieces that kernels cannot move, are
+// refused, and nothing is prepared for them.
 func TestLanesOnlyBetweenHostAndGPU(t *testing.T) {
 	r := newCopyRig(t, 2)
 	other := gputest.Must(mem.NewAnonymous("other", copyBytes))(t)
@@ -144,7 +144,8 @@ func TestLanesOnlyBetweenHostAndGPU(t *testing.T) {
 	r.reach(t, to, from)
 }
 
-// TestLanesDoNotWait: while the driver pins, Reaches and copies of what is pinned go on; what is to go waits for the driver.
+// TestLanesDoNotWait: while the driver pins, Reaches and copies of pinned memory go on. Forget
+// waits for the driver.
 func TestLanesDoNotWait(t *testing.T) {
 	r := newCopyRig(t, 2)
 	to, from := whole(r.gpu[0], r.host, 0, 1<<20)
@@ -184,8 +185,8 @@ func TestLanesDoNotWait(t *testing.T) {
 	}
 }
 
-// TestLanesRefused: what cannot be pinned is not tried for each list, and neither is a foreign file filled that has holes. What is there
-// is read only.
+// TestLanesRefused: memory that cannot be pinned is not tried again for each list. A peer's file
+// with holes is not filled, and is only read.
 func TestLanesRefused(t *testing.T) {
 	r := newCopyRig(t, 2)
 	foreign := func(n int) *mem.Region {
@@ -224,7 +225,8 @@ func TestLanesRefused(t *testing.T) {
 	}
 }
 
-// TestLanesLinkDies: a relay that fails in the middle gives back what it had, and says so; the copy is whole.
+// TestLanesLinkDies: a relay that fails returns its chunks and is reported dead; the copy is
+// complete.
 func TestLanesLinkDies(t *testing.T) {
 	for dies := range 3 {
 		r := newCopyRig(t, 3)
@@ -255,8 +257,8 @@ func TestLanesLinkDies(t *testing.T) {
 	}
 }
 
-// TestLanesLinkHangs: as long as a relay may still write, Carry does not return, and with it the guard that is held around it; the others have
-// done the rest by then, and later lists are none of its business.
+// TestLanesLinkHangs: while a relay may still write, Carry does not return, so that its guard is
+// held. The other links do the rest, and later lists do not use the relay.
 func TestLanesLinkHangs(t *testing.T) {
 	r := newCopyRig(t, 3)
 	const part = 3 << 20
@@ -306,7 +308,8 @@ func TestLanesLinkHangs(t *testing.T) {
 	}
 }
 
-// TestLanesConcurrent: lists to every GPU at once, each relaying for the others, while memory comes and goes.
+// TestLanesConcurrent: lists to every GPU at once, each relaying for the others, while regions come
+// and go.
 func TestLanesConcurrent(t *testing.T) {
 	r := newCopyRig(t, 3)
 	var wg sync.WaitGroup

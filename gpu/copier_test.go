@@ -17,7 +17,7 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
-// TestCopierContent: random lists arrive byte by byte and touch nothing else, whichever way they take.
+// TestCopierContent: random lists arrive on every path, and no other byte changes.
 func TestCopierContent(t *testing.T) {
 	for _, gpus := range []int{1, 3} {
 		t.Run(fmt.Sprint(gpus, " GPUs"), func(t *testing.T) {
@@ -89,7 +89,7 @@ func TestCopierBetweenGPUs(t *testing.T) {
 	}
 }
 
-// TestCopierYields: a relay that moves something of its own is left alone, and one that is done with it is not.
+// TestCopierYields: a relay with work of its own gets no chunks until that work ends.
 func TestCopierYields(t *testing.T) {
 	r := newCopyRig(t, 3)
 	p := r.threshold(t, 0, 1<<20)
@@ -99,7 +99,7 @@ func TestCopierYields(t *testing.T) {
 	gate := make(chan struct{})
 	relay(0).Gate = gate
 	own := r.gpu[1].Device().(*GPU)
-	hop := <-own.slots
+	slot := <-own.slots
 	before := [3]int{copies(relay(0)), copies(relay(1)), copies(relay(2))}
 	done := make(chan error, 1)
 	go func() {
@@ -114,12 +114,12 @@ func TestCopierYields(t *testing.T) {
 	if n := copies(relay(1)); n != before[1] {
 		t.Errorf("the busy relay made %d copies", n-before[1])
 	}
-	own.slots <- hop
+	own.slots <- slot
 	close(gate)
 	if err := <-done; err != nil {
 		t.Fatal(err)
 	}
-	// A copy of its own is as good a reason as a hop.
+	// A copy of its own is as good a reason as a slot.
 	to2, from2 := whole(r.gpu[1], r.host, 0, copyBytes)
 	r.threshold(t, 1, 1<<40)
 	if _, err := r.c.Copy(to2, from2); err != nil {
@@ -141,7 +141,7 @@ func TestCopierYields(t *testing.T) {
 	}
 }
 
-// TestCopierForget: what goes leaves neither a pin nor an import behind, and what stays works on.
+// TestCopierForget: a forgotten region leaves no pin and no import, and other regions work on.
 func TestCopierForget(t *testing.T) {
 	r := newCopyRig(t, 2)
 	r.threshold(t, 0, 1<<20)
@@ -163,7 +163,8 @@ func TestCopierForget(t *testing.T) {
 	}
 }
 
-// TestCopierForgetWaitsAlone: while the driver is at memory that goes, nobody else waits for it.
+// TestCopierForgetWaitsAlone: while the driver unmaps a forgotten region, no other call waits for
+// it.
 func TestCopierForgetWaitsAlone(t *testing.T) {
 	r := newCopyRig(t, 2)
 	r.threshold(t, 0, 1<<20)
@@ -210,7 +211,7 @@ func TestCopierForgetWaitsAlone(t *testing.T) {
 	}
 }
 
-// TestCopierWithoutPins: where memory cannot be locked, copies go through buffers.
+// TestCopierWithoutPins: where memory cannot be pinned, copies use staging slots.
 func TestCopierWithoutPins(t *testing.T) {
 	r := newCopyRig(t, 2)
 	r.p.noRegister = true
@@ -223,7 +224,7 @@ func TestCopierWithoutPins(t *testing.T) {
 	}
 }
 
-// TestCopierGrows: a GPU that is added lends its link to copies that come after it.
+// TestCopierGrows: a new GPU relays later copies.
 func TestCopierGrows(t *testing.T) {
 	r := newCopyRig(t, 1)
 	r.p.Count = 2
@@ -260,7 +261,8 @@ func TestCopierGrows(t *testing.T) {
 	two.Release()
 }
 
-// TestCopierConcurrent: copies to every GPU at once are exact, each relaying for the others, and Close ends later ones.
+// TestCopierConcurrent: concurrent copies to every GPU are exact, each relaying for the others, and
+// Close ends later ones.
 func TestCopierConcurrent(t *testing.T) {
 	r := newCopyRig(t, 3)
 	for k := range r.gpu {
@@ -292,7 +294,7 @@ func TestCopierConcurrent(t *testing.T) {
 	}
 }
 
-// TestCopierBounds: blocks outside their regions, and lists that do not fit each other, move nothing.
+// TestCopierBounds: blocks outside their regions, and lists of different lengths, move nothing.
 func TestCopierBounds(t *testing.T) {
 	r := newCopyRig(t, 1)
 	before := bytes.Clone(r.far[0])

@@ -28,8 +28,8 @@ func (c *contextCard) NewPacker() (device.Packer, error) {
 	return &sizedDevice{d.(*gputest.Device), 8, &c.p.asked}, nil
 }
 
-// contexts is a fakePlatform in which memory of another process has another address in the context of every other GPU, as on a real one: who
-// forgets that writes out of bounds.
+// separateContexts is a Platform on which memory of another process has a different address in the
+// context of each GPU, as on real ones. A copy by the wrong address is out of bounds.
 type separateContexts struct {
 	*gputest.Platform
 	noRegister bool          // host memory cannot be locked
@@ -40,7 +40,7 @@ type separateContexts struct {
 	asked      []int // thread blocks that packers were set to
 }
 
-// lease is memory that an engine has lent, and of which GPU it is.
+// lease is memory that an engine has lent, and its GPU.
 type lease struct {
 	at  cuda.Ptr
 	n   uint64
@@ -55,7 +55,8 @@ func (p *separateContexts) lend(i int, alloc, off uint64) (device.Handle, []byte
 	return h, b
 }
 
-// elsewhere reports whether at is memory of another GPU than that one, by the address that only its own context knows.
+// elsewhere reports whether at is memory of another GPU, by the address that is valid only in its
+// own context.
 func (p *separateContexts) elsewhere(gpu int, at cuda.Ptr) bool {
 	p.Machine.Mu.Lock()
 	defer p.Machine.Mu.Unlock()
@@ -174,7 +175,7 @@ func rigOf(t *testing.T, p *separateContexts, cfg Config) *copyRig {
 	return r
 }
 
-// threshold makes the paths to a GPU, and has copies of so many bytes use every link.
+// threshold makes the paths to a GPU and sets their threshold.
 func (r *copyRig) threshold(t *testing.T, gpu int, n uint64) *paths {
 	t.Helper()
 	p := gputest.Must(r.c.path(r.gpu[gpu].Device().(*GPU)))(t)
@@ -190,7 +191,7 @@ func (r *copyRig) threshold(t *testing.T, gpu int, n uint64) *paths {
 	return p
 }
 
-// copies counts what a link's device has copied.
+// copies is the number of copies of a link's device.
 func copies(d *gputest.Device) int {
 	d.Mu.Lock()
 	defer d.Mu.Unlock()
@@ -202,7 +203,7 @@ func whole(dst, src *mem.Region, off, n uint64) (to, from []mem.Block) {
 	return []mem.Block{{Region: dst, Off: off, Len: n}}, []mem.Block{{Region: src, Off: off, Len: n}}
 }
 
-// settle returns once nothing is wanted any more.
+// settle returns when nothing is being prepared.
 func (r *copyRig) settle(t *testing.T) {
 	t.Helper()
 	until(t, "everything wanted is made", func() bool {
@@ -212,7 +213,7 @@ func (r *copyRig) settle(t *testing.T) {
 	})
 }
 
-// reach asks until the answer is yes.
+// reach calls Reaches until it returns true.
 func (r *copyRig) reach(t *testing.T, to, from []mem.Block) {
 	t.Helper()
 	until(t, "links reach it", func() bool { return r.c.Reaches(to, from) })

@@ -32,7 +32,7 @@ func TestPackInEngine(t *testing.T) {
 		}
 	}
 	if n := e.done.Load(); n != 100 {
-		t.Errorf("%d kernels in the engine for 100 hops", n)
+		t.Errorf("%d kernels in the engine for 100 slots", n)
 	}
 	for i, w := range g.routes(nil) {
 		if want := [][2]string{{"gpu0", "host"}, {"host", "gpu0"}}[i]; w.From != want[0] || w.To != want[1] || len(w.Methods) != 1 ||
@@ -81,7 +81,7 @@ func TestPackInEngine(t *testing.T) {
 	gputest.Must(0, g.Close())(t)
 }
 
-// crosswise are pages whose heads and tokens lie in another order than they are moved in, rows of rows of them.
+// crosswise are pages whose heads and tokens are in another order than the moved one: rows of rows.
 func crosswise(r *mem.Region, pages uint64) (blocks []mem.Block) {
 	for page := range pages {
 		for token := range uint64(16) {
@@ -93,7 +93,7 @@ func crosswise(r *mem.Region, pages uint64) (blocks []mem.Block) {
 	return blocks
 }
 
-// An engine is sent runs of rows where its shim knows them, and rows where it is an older one.
+// TestEngineRows: an engine gets runs of rows if its shim supports them, else single rows.
 func TestEngineRows(t *testing.T) {
 	for minor, want := range []int32{0, 2 * 5} {
 		p := gputest.NewPlatform(1)
@@ -120,7 +120,8 @@ func TestEngineRows(t *testing.T) {
 	}
 }
 
-// A region for each layer, at equal distances in our process: blocks of all layers look like one run, which is none for the engine.
+// TestEngineOfManyRegions: regions of layers at equal distances in this process look like one run,
+// which they are not in the engine.
 func TestEngineOfManyRegions(t *testing.T) {
 	p := gputest.NewPlatform(1)
 	g := patient(gputest.Must(newGPUs(p, inEngine()))(t))
@@ -169,7 +170,7 @@ func TestEngineOfManyRegions(t *testing.T) {
 			t.Fatalf("layers %d: scattered otherwise, %v", layers, err)
 		}
 		if n := e.done.Load() - before; n != 3 {
-			t.Errorf("layers %d: %d kernels in the engine for 3 hops", layers, n)
+			t.Errorf("layers %d: %d kernels in the engine for 3 slots", layers, n)
 		}
 	}
 	e.detach()
@@ -180,7 +181,8 @@ func TestEngineOfManyRegions(t *testing.T) {
 	gputest.Must(0, g.Close())(t)
 }
 
-// An engine that does not take the work in time: another executor does it, the engine never, and it is left alone for a while.
+// TestEngineRevoked: work that an engine does not take in time is done by another method and never
+// by the engine, which gets no work for a while.
 func TestEngineRevoked(t *testing.T) {
 	p := gputest.NewPlatform(1)
 	g := gputest.Must(newGPUs(p, inEngine()))(t)
@@ -208,7 +210,8 @@ func TestEngineRevoked(t *testing.T) {
 	gputest.Must(0, g.Close())(t)
 }
 
-// An engine that takes work about when it is revoked, with several hops at once: whoever wins, every byte is right.
+// TestEngineRevokeRaces: an engine takes work while it is revoked, in several slots at once, and
+// every byte is right.
 func TestEngineRevokeRaces(t *testing.T) {
 	p := gputest.NewPlatform(1)
 	g := gputest.Must(newGPUs(p, inEngine()))(t)
@@ -285,8 +288,8 @@ func TestEngineRefuses(t *testing.T) {
 	}
 }
 
-// An engine that dies in mid kernel: its hop fails once its death is proved, and not before; what its kernel may still write is not used
-// again, and others go on.
+// TestEngineDies: after the death of an engine during a kernel, the copy fails when the exit is
+// proved, not before. The buffer is not used again, and other engines go on.
 func TestEngineDies(t *testing.T) {
 	p := gputest.NewPlatform(1)
 	g := patient(gputest.Must(newGPUs(p, inEngine()))(t))
@@ -316,7 +319,7 @@ func TestEngineDies(t *testing.T) {
 	device.Poll(time.Millisecond, func() bool { return time.Since(start) > 3*workExitLook })
 	select {
 	case err := <-result:
-		t.Fatalf("the engine lives, and its hop returned: %v", err)
+		t.Fatalf("the engine lives, and its slot returned: %v", err)
 	default:
 	}
 	e.detach()
@@ -342,9 +345,9 @@ func TestEngineDies(t *testing.T) {
 		u.slots <- h
 	}
 	if lent != cap(u.slots)-1 {
-		t.Errorf("%d of %d hops are lent after one death", lent, cap(u.slots))
+		t.Errorf("%d of %d slots are lent after one death", lent, cap(u.slots))
 	}
-	for range 20 { // the hop without a lent buffer, too
+	for range 20 { // the slot without a lent buffer, too
 		if err := other.roundTrip(r, other.scattered(r, 50)); err != nil {
 			t.Error(err)
 		}
@@ -356,7 +359,7 @@ func TestEngineDies(t *testing.T) {
 	gputest.Must(0, g.Close())(t)
 }
 
-// An engine that stops in mid kernel holds what it took, and leaves hops to others.
+// TestEngineStops: an engine that stops during a kernel holds its slots, and others use the rest.
 func TestEngineStops(t *testing.T) {
 	p := gputest.NewPlatform(1)
 	g := patient(gputest.Must(newGPUs(p, inEngine()))(t))
@@ -396,7 +399,8 @@ func TestEngineStops(t *testing.T) {
 	gputest.Must(0, g.Close())(t)
 }
 
-// An engine that has stopped in mid kernel does not keep a sidecar from ending. Whatever its kernel may touch stays.
+// TestEngineStopsAndWeClose: a sidecar can end beside an engine that has stopped during a kernel.
+// Memory that the kernel may touch stays allocated.
 func TestEngineStopsAndWeClose(t *testing.T) {
 	p := gputest.NewPlatform(1)
 	g := patient(gputest.Must(newGPUs(p, inEngine()))(t))
@@ -435,7 +439,8 @@ func TestEngineStopsAndWeClose(t *testing.T) {
 	}
 }
 
-// Boards come and go while hops look for one: none is looked at once it was let go. The race detector sees who does.
+// TestEngineDetachRaces: boards come and go while slots look for one, and none is read after its
+// release. The race detector would report it.
 func TestEngineDetachRaces(t *testing.T) {
 	p := gputest.NewPlatform(1)
 	g := gputest.Must(newGPUs(p, inEngine()))(t)
@@ -463,7 +468,7 @@ func TestEngineDetachRaces(t *testing.T) {
 		memory := make([]byte, board.WorkBytes)
 		work := gputest.Must(board.InitWork(memory))(t)
 		detach := g.Attach(Engine{Work: work, Regions: []*mem.Region{e.region}, Exited: func() bool { return false }, Ring: func() {}, End: func() { copy(memory, gone) }})
-		start := time.Now() // nothing may pass between hops and us that would order them
+		start := time.Now() // nothing may pass between slots and us that would order them
 		device.Poll(50*time.Microsecond, func() bool { return time.Since(start) > 300*time.Microsecond })
 		detach()
 	}
@@ -473,7 +478,7 @@ func TestEngineDetachRaces(t *testing.T) {
 	gputest.Must(0, g.Close())(t)
 }
 
-// Where it is of no use, a board is given back at once.
+// TestEngineOfNoUse: a board that is of no use is released at once.
 func TestEngineOfNoUse(t *testing.T) {
 	p := gputest.NewPlatform(1)
 	for _, cfg := range []Config{{Slots: 4, Buffers: 1, Method: policy.Pack}, {Slots: 4, Buffers: 1, Method: policy.Copy}, {Slots: workSpare, Buffers: 1, Method: policy.InEngine}} {

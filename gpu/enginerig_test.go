@@ -17,8 +17,8 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
-// fakeEngine is a worker's process with a cache on a GPU, and its shim's thread. It has the machine's memory as the engine's context has it,
-// and, like the shim, believes nothing that it does not find in its own regions.
+// fakeEngine is a worker with a cache on a GPU, and its shim's thread. It sees the machine's memory
+// in the engine's context and, like the shim, accepts only what is in its own regions.
 type fakeEngine struct {
 	t       testing.TB
 	m       *gputest.Machine
@@ -55,7 +55,7 @@ func newFakeEngine(t testing.TB, p *gputest.Platform, g *GPUs, gpu int, size uin
 	return e
 }
 
-// start attaches it, and answers its board.
+// start attaches the engine and serves its board.
 func (e *fakeEngine) start(g *GPUs) {
 	e.wg.Go(e.serve)
 	e.host = gputest.Must(mem.NewAnonymous("host", 4096))(e.t)
@@ -146,7 +146,7 @@ func (e *fakeEngine) do(slot int, q board.WorkRequest) uint32 {
 	return 0
 }
 
-// scattered is n blocks of random length, in places of their own.
+// scattered is n blocks of random length that do not overlap.
 func (e *fakeEngine) scattered(r *rand.Rand, n int) (blocks []mem.Block) {
 	for _, i := range r.Perm(len(e.cache) / 4096)[:n] {
 		blocks = append(blocks, mem.Block{Region: e.region, Off: uint64(i) * 4096, Len: 16 * (1 + r.Uint64N(256))})
@@ -154,7 +154,7 @@ func (e *fakeEngine) scattered(r *rand.Rand, n int) (blocks []mem.Block) {
 	return blocks
 }
 
-// roundTrip gathers blocks and scatters them into zeroes.
+// roundTrip gathers blocks and scatters them over zeroes.
 func (e *fakeEngine) roundTrip(r *rand.Rand, blocks []mem.Block) error {
 	var want []byte
 	for _, b := range blocks {
@@ -187,7 +187,7 @@ func (e *fakeEngine) roundTrip(r *rand.Rand, blocks []mem.Block) error {
 	return nil
 }
 
-// opened waits until the engine takes work, or will not.
+// opened waits until the engine takes work, or refuses it for good.
 func (e *fakeEngine) opened() bool {
 	n := (*e.region.Device().(*GPU).engines.Load())[0]
 	device.Poll(time.Millisecond, func() bool {
@@ -201,7 +201,7 @@ func inEngine() Config {
 	return Config{Slots: 4, Buffers: 4, PeerStage: 64 << 10, Method: policy.InEngine}
 }
 
-// patient is for tests that do not count on a busy machine to be prompt.
+// patient is for tests that do not depend on short timeouts.
 func patient(g *GPUs) *GPUs {
 	g.workTimeout = time.Minute
 	return g

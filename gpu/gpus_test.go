@@ -17,8 +17,8 @@ import (
 
 func small() Config { return Config{Slots: 3, Buffers: 4, PeerStage: 64 << 10} }
 
-// Random blocks between host memory, two regions of one GPU and one of another equal a plain copy, whatever the executor, and no
-// byte beside them changes.
+// TestGPUsMove: random blocks between host memory, two regions of one GPU and one of another equal
+// a plain copy with every method, and no other byte changes.
 func TestGPUsMove(t *testing.T) {
 	for _, c := range []struct {
 		how   policy.CopyMethod
@@ -140,7 +140,8 @@ func TestGPUsMove(t *testing.T) {
 	}
 }
 
-// What an engine may say wrongly is refused in words, maps nothing, and leaves other memory usable.
+// TestGPUsRefuse: wrong input of an engine returns an error that names it, maps nothing, and leaves
+// other memory usable.
 func TestGPUsRefuse(t *testing.T) {
 	p := gputest.NewPlatform(2)
 	g := gputest.Must(newGPUs(p, small()))(t)
@@ -193,7 +194,7 @@ func TestGPUsRefuse(t *testing.T) {
 	r.Release()
 }
 
-// A GPU that falls off the bus fails its own copies, and nothing of another GPU.
+// TestGPUFalls: a GPU that fails breaks its own copies, and none of another GPU.
 func TestGPUFalls(t *testing.T) {
 	p := gputest.NewPlatform(2)
 	g := gputest.Must(newGPUs(p, small()))(t)
@@ -218,7 +219,7 @@ func TestGPUFalls(t *testing.T) {
 	}
 }
 
-// callsOf is how often an executor moved something.
+// callsOf is the number of calls of a method.
 func callsOf(c *policy.Policy, e policy.CopyMethod) uint64 {
 	for _, w := range c.State(nil, "", "") {
 		for _, x := range w.Methods {

@@ -15,7 +15,7 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
-// TestAcrossKnocks: a knock wants nothing that those have who wait for it.
+// TestProbesNeedNoSlot: a probe needs no staging slot, so that callers of Enter may hold them all.
 func TestProbesNeedNoSlot(t *testing.T) {
 	r := newCopyRig(t, 1)
 	u := r.gpu[0].Device().(*GPU)
@@ -37,7 +37,8 @@ func TestProbesNeedNoSlot(t *testing.T) {
 	}
 }
 
-// TestKnockWaits: beside an engine a knock comes back when the engine leaves a moment. Nobody waits for that, neither lists nor another knock, but the end does.
+// TestProbeBesideEngine: beside an engine the empty kernel ends when the engine pauses. Neither
+// lists nor another probe wait for it.
 func TestProbeBesideEngine(t *testing.T) {
 	r := newCopyRig(t, 1)
 	r.g.idleLimit = time.Millisecond
@@ -45,18 +46,18 @@ func TestProbeBesideEngine(t *testing.T) {
 	q := u.idleKernel.queue.(*gputest.Queue)
 	leave := make(chan struct{})
 	q.Work <- func() { <-leave } // the engine
-	var knocks atomic.Int32
+	var probes atomic.Int32
 	q.Device.Recorded = func(e device.Event) {
 		if e == u.idleKernel.done {
-			knocks.Add(1)
+			probes.Add(1)
 		}
 	}
 	to, from := little(rand.New(rand.NewPCG(1, 1)), r.gpu[0], r.host, 64, true)
 	if path, err := r.c.Copy(to, from); path != PathStaged || err != nil {
 		t.Errorf("beside an engine: %s, %v", path, err)
 	}
-	if u.isIdle(patience) || knocks.Load() != 1 {
-		t.Errorf("%d knocks, and the first one waits", knocks.Load())
+	if u.isIdle(patience) || probes.Load() != 1 {
+		t.Errorf("%d probes, and the first one waits", probes.Load())
 	}
 	close(leave)
 	for end := time.Now().Add(patience); !u.isIdle(patience); runtime.Gosched() {
@@ -64,12 +65,13 @@ func TestProbeBesideEngine(t *testing.T) {
 			t.Fatal("the engine has left")
 		}
 	}
-	if knocks.Load() != 2 {
-		t.Errorf("%d knocks, of which one waited", knocks.Load())
+	if probes.Load() != 2 {
+		t.Errorf("%d probes, of which one waited", probes.Load())
 	}
 }
 
-// TestKnockLate: who is kept from looking finds a knock back that waited for the engine. That is no word of a free GPU.
+// TestLateProbe: a thread that is delayed sees the end of a kernel that has waited. This does not
+// count as an idle GPU.
 func TestLateProbe(t *testing.T) {
 	r := newCopyRig(t, 1)
 	u := r.gpu[0].Device().(*GPU)
@@ -82,7 +84,8 @@ func TestLateProbe(t *testing.T) {
 	}
 }
 
-// TestCloseKnocks: the end of a GPU waits for a knock that the engine keeps waiting, but not for ever, and nobody knocks after it.
+// TestCloseWaitsForProbe: close waits for a pending empty kernel, for a bounded time, and launches
+// no other.
 func TestCloseWaitsForProbe(t *testing.T) {
 	p := gputest.NewPlatform(1)
 	g := gputest.Must(newGPUs(p, small()))(t)
@@ -101,16 +104,16 @@ func TestCloseWaitsForProbe(t *testing.T) {
 	}
 	close(leave)
 	if !u.idleKernel.drain(nil) || u.isIdle(patience) {
-		t.Error("a knock after the end")
+		t.Error("a probe after the end")
 	}
 	for _, d := range p.Devices[0] {
 		gputest.Must(0, d.Close())(t)
 	}
 }
 
-// On idle GPUs kernels move blocks, whatever was learned beside engines, and nothing is learned. Beside
-// an engine blocks within one GPU go through host memory, by copy engines alone: its steps would
-// wait for the kernels. Between two GPUs the time decides.
+// TestKernelsOnIdleGPUs: on idle GPUs kernels move blocks, whatever was learned beside engines, and
+// nothing is learned. Beside an engine, blocks within one GPU go through host memory by copy
+// engines alone. Between two GPUs the policy decides.
 func TestKernelsOnIdleGPUs(t *testing.T) {
 	for _, c := range []struct {
 		name    string
@@ -172,7 +175,7 @@ func TestKernelsOnIdleGPUs(t *testing.T) {
 					}
 				}
 				if u := both[0]; c.to == 0 && callsOf(u.in, policy.Pack)+callsOf(u.out, policy.Pack) > 0 {
-					t.Errorf("%s: a hop through host memory used a kernel", step.what)
+					t.Errorf("%s: a slot through host memory used a kernel", step.what)
 				}
 				if step.wait == patience {
 					if w := p.policy.State(nil, "", "")[0].Methods[0]; w.Rate != 1e9/c.learned[step.how] {
@@ -189,7 +192,7 @@ func TestKernelsOnIdleGPUs(t *testing.T) {
 	}
 }
 
-// Only where the driver answers that MPS is off does the probe tell that a GPU is idle.
+// TestProbesOfPairs: a pair is probed only where the driver reports that MPS is off.
 func TestProbesOfPairs(t *testing.T) {
 	for _, c := range []struct {
 		how    policy.CopyMethod

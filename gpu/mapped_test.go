@@ -16,7 +16,7 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
-// apart is n pieces of so many bytes, none of which can be joined with its neighbour, in as much as is there.
+// apart is up to n pieces of one size, none of which can be joined with its neighbour.
 func apart(dst, src *mem.Region, size uint64, n int) (to, from []mem.Block) {
 	for off := uint64(0); off+size <= copyBytes && len(to) < n; off += size + device.Align {
 		to, from = append(to, mem.Block{Region: dst, Off: off, Len: size}), append(from, mem.Block{Region: src, Off: off, Len: size})
@@ -24,7 +24,8 @@ func apart(dst, src *mem.Region, size uint64, n int) (to, from []mem.Block) {
 	return to, from
 }
 
-// little is n random cells of a region on either side, in lengths that kernels take: all alike, or random.
+// little is n random cells of a region on either side, in lengths that kernels can move, all equal
+// or random.
 func little(rng *rand.Rand, dst, src *mem.Region, n int, alike bool) (to, from []mem.Block) {
 	const cell = 4 << 10
 	a, z := rng.Perm(copyBytes / cell)[:n], rng.Perm(copyBytes / cell)[:n]
@@ -39,8 +40,9 @@ func little(rng *rand.Rand, dst, src *mem.Region, n int, alike bool) (to, from [
 	return to, from
 }
 
-// TestAcross: small pieces arrive byte by byte between a GPU and pinned memory, whatever their lengths and however many, and nothing else
-// is touched. Several lists go at once, and a hop without a dense buffer moves them, too.
+// TestMapped: small pieces arrive between a GPU and pinned memory, whatever their lengths and
+// number, and no other byte changes. Several lists run at once, also in a slot without a dense
+// buffer.
 func TestMapped(t *testing.T) {
 	for _, c := range []struct {
 		n            int
@@ -96,8 +98,8 @@ func TestMapped(t *testing.T) {
 	}
 }
 
-// TestAcrossObeys: kernels have the GPU to themselves, or it is who is told to be. Under MPS nobody can hear whether they have, and no word of a
-// configuration makes them take it from an engine; where the driver does not know, a word does.
+// TestMappedObeys: kernels are used on an idle GPU, or where the configuration asks for them. Under
+// MPS they are never used; where the driver does not report MPS, only by configuration.
 func TestMappedObeys(t *testing.T) {
 	for _, c := range []struct {
 		executor policy.CopyMethod
@@ -137,8 +139,8 @@ func TestMappedObeys(t *testing.T) {
 	}
 }
 
-// long is parts between host memory and a GPU of a machine, in an order of their own on either side: more than a hop's list takes, and one that is
-// longer than a hop.
+// long is pieces between host memory and a GPU, in different orders on the two sides: more than fit
+// one list, and one piece longer than a slot.
 func long(m *gputest.Machine, n int) (parts []device.Piece, host, far []byte) {
 	const cell = 2 << 10
 	rng := rand.New(rand.NewPCG(5, uint64(n)))
@@ -157,8 +159,8 @@ func long(m *gputest.Machine, n int) (parts []device.Piece, host, far []byte) {
 	return parts, host, far
 }
 
-// TestAcrossLong: lists of several hops arrive byte by byte, by kernels and by the copy engine, whether that takes rows or not, and nothing beside them
-// is touched.
+// TestMappedLong: lists of several slots arrive by kernels and by the copy engine, whether the
+// driver accepts rows or not, and no other byte changes.
 func TestMappedLong(t *testing.T) {
 	const n = 2*mappedPieces + 500
 	for _, how := range []policy.CopyMethod{policy.Pack, policy.Copy} {
@@ -206,7 +208,8 @@ func TestMappedLong(t *testing.T) {
 	}
 }
 
-// TestAcrossFails: a GPU that fails in the middle of a list is an error, with nothing in flight, and the hops are there again.
+// TestMappedFails: a GPU that fails inside a list returns an error, nothing is in flight, and all
+// slots are free.
 func TestMappedFails(t *testing.T) {
 	for _, how := range []policy.CopyMethod{policy.Pack, policy.Copy} {
 		r := newCopyRig(t, 1)
@@ -217,7 +220,7 @@ func TestMappedFails(t *testing.T) {
 			t.Errorf("%s: what is nobody's memory was copied", how)
 		}
 		if n := len(u.slots); n != cap(u.slots) {
-			t.Errorf("%d of %d hops are there", n, cap(u.slots))
+			t.Errorf("%d of %d slots are there", n, cap(u.slots))
 		}
 	}
 	r := newCopyRig(t, 1)
@@ -231,7 +234,7 @@ func TestMappedFails(t *testing.T) {
 	}
 }
 
-// BenchmarkAcross is what small pieces between a GPU and pinned memory cost the CPU beside the driver.
+// BenchmarkMapped is the CPU time of small pieces above the driver.
 func BenchmarkMapped(b *testing.B) {
 	p := gputest.NewInertPlatform(1)
 	g := gputest.Must(newGPUs(p, Config{Slots: 8, Buffers: 1, Method: policy.Pack}))(b)

@@ -8,7 +8,7 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/cuda"
 )
 
-// nicCard is a card that lets NICs at its memory; nothing else of it works.
+// nicCard is a card whose memory NICs can access; nothing else of it works.
 type nicCard struct {
 	device.Card
 	order, options int
@@ -35,7 +35,7 @@ func (c *nicCard) FlushRDMAWrites() error {
 	return c.err
 }
 
-// TestExportDMABuf: the driver takes whole pages, and the caller hears where its range lies in them.
+// TestExportDMABuf: the driver gets whole pages, and the caller the offset of its range.
 func TestExportDMABuf(t *testing.T) {
 	c := &nicCard{}
 	u := &GPU{card: c}
@@ -59,7 +59,8 @@ func TestExportDMABuf(t *testing.T) {
 	}
 }
 
-// TestNICWrites: a flush where the GPU orders nothing and the host can, none where it orders, and a refusal where neither is so.
+// TestNICWrites: a flush where only the host can order writes, none where the GPU orders them, and
+// an error where neither can.
 func TestNICWrites(t *testing.T) {
 	for _, x := range []struct {
 		order, options int

@@ -11,7 +11,7 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
-// An executor that is only tried gets a small part of a batch, and the other one all the rest.
+// TestTriedWithLittle: a trial gets a small part of a batch, and the other method the rest.
 func TestTriedWithLittle(t *testing.T) {
 	plat := gputest.NewPlatform(2)
 	g := gputest.Must(newGPUs(plat, Config{Slots: 3, Buffers: 8, PeerStage: 1 << 20}))(t)

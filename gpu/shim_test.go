@@ -25,7 +25,7 @@ import (
 	"github.com/kvspray/kvspray/internal/testutil"
 )
 
-// shimDir is what buildShim made; TestMain takes it away.
+// shimDir is the output of newShim; TestMain removes it.
 var shimDir string
 
 func TestMain(m *testing.M) {
@@ -64,7 +64,9 @@ var buildShim = sync.OnceValues(func() (dir string, err error) {
 	return dir, nil
 })
 
-// shim is such an engine: a fakeEngine whose answers come from elsewhere.
+// shim is the thread of the real library (pybind/src/work.c) in a process of its own, on a driver
+// without a GPU. The GPU's memory is a file that both processes map. It tests the memory protocol
+// between C and Go.
 type shim struct {
 	*fakeEngine
 	t      testing.TB
@@ -72,7 +74,7 @@ type shim struct {
 	cmd    *exec.Cmd
 	socket int
 	exit   chan error // of the process
-	maps   [][]byte   // boards, which hops may still look at
+	maps   [][]byte   // boards, which slots may still look at
 }
 
 func newShim(t testing.TB) *shim {
@@ -118,10 +120,10 @@ func newShim(t testing.TB) *shim {
 	return s
 }
 
-// state is what each answer says.
+// shimState is what each answer contains.
 type shimState struct{ moved, astray, jobs, overs, inGraphs, moveWaits int }
 
-// say has a command carried out, and returns how things are after it.
+// say runs a command, and returns the state after it.
 func (s *shim) say(format string, args ...any) (st shimState) {
 	st, _ = s.ask(fmt.Sprintf(format, args...))
 	return st
@@ -144,7 +146,7 @@ func (s *shim) ask(command string) (st shimState, fds []int) {
 	return st, fds
 }
 
-// begin opens a session: its board is attached, and open.
+// begin opens a session: its board is attached.
 func (s *shim) begin() {
 	s.t.Helper()
 	_, fds := s.ask("begin")
@@ -173,7 +175,7 @@ func (s *shim) end() {
 	s.say("end")
 }
 
-// quit ends the process, which must have been at ease until then.
+// quit ends the process, which must have reported no error.
 func (s *shim) quit(want string) {
 	s.t.Helper()
 	gputest.Must(0, unix.Close(s.socket))(s.t)
@@ -189,13 +191,13 @@ func (s *shim) quit(want string) {
 	gputest.Must(0, s.g.Close())(s.t)
 }
 
-// inFlight waits until so many kernels and stores wait in the driver.
+// inFlight waits until so many kernels and stores are queued in the driver.
 func (s *shim) inFlight(n int) {
 	s.t.Helper()
 	until(s.t, "a kernel is in the driver", func() bool { return s.say("look").jobs >= n })
 }
 
-// gather starts one, of blocks with known content.
+// gather starts a gather of blocks with known content.
 func (s *shim) gather(seed uint64) (result chan error) {
 	r := rand.New(rand.NewPCG(seed, seed))
 	blocks := s.scattered(r, 60)
@@ -219,7 +221,7 @@ func (s *shim) gather(seed uint64) (result chan error) {
 	return result
 }
 
-// arrives waits for a hop, which must not wait for a context that is lost: its bytes come by another executor.
+// arrives waits for a copy, which must not wait for a lost context: another method moves the bytes.
 func (s *shim) arrives(result chan error, what string) {
 	s.t.Helper()
 	select {
@@ -228,13 +230,13 @@ func (s *shim) arrives(result chan error, what string) {
 			s.t.Errorf("%s: %v", what, err)
 		}
 	case <-time.After(patience):
-		s.t.Fatalf("%s: the hop waits for an engine that has told nobody", what)
+		s.t.Fatalf("%s: the slot waits for an engine that has reported nothing", what)
 	}
 }
 
-// roundTrips scatters and gathers random blocks from several goroutines, so that several slots and streams are used, and returns how many hops
-// that took.
-func (s *shim) roundTrips(seed uint64) (hops int) {
+// roundTrips scatters and gathers random blocks from several goroutines, so that several slots and
+// streams are used, and returns the number of copies.
+func (s *shim) roundTrips(seed uint64) (slots int) {
 	var wg sync.WaitGroup
 	var trips atomic.Int32
 	for k := range uint64(4) {
@@ -267,7 +269,7 @@ func TestShimPacks(t *testing.T) {
 	for session := range uint64(2) {
 		s.begin()
 		before := s.say("look").moved
-		hops := s.roundTrips(session)
+		slots := s.roundTrips(session)
 		even := []mem.Block{} // strided, backwards too
 		for i := range uint64(64) {
 			even = append(even, mem.Block{Region: s.region, Off: 3<<20 - i*4096, Len: 4096})
@@ -278,8 +280,8 @@ func TestShimPacks(t *testing.T) {
 		if err := s.roundTrip(rand.New(rand.NewPCG(3, 3)), crosswise(s.region, 5)); err != nil {
 			t.Error(err)
 		}
-		if st := s.say("look"); st.moved-before != hops+4 || st.astray != 0 {
-			t.Errorf("session %d: %d kernels for %d hops, %d astray", session, st.moved-before, hops+4, st.astray)
+		if st := s.say("look"); st.moved-before != slots+4 || st.astray != 0 {
+			t.Errorf("session %d: %d kernels for %d slots, %d astray", session, st.moved-before, slots+4, st.astray)
 		}
 		s.end()
 		until(t, "the session's board is let go", func() bool { return s.say("look").overs == int(session)+1 })
@@ -290,8 +292,8 @@ func TestShimPacks(t *testing.T) {
 	s.quit("")
 }
 
-// TestShimContextBreaks: a context that is lost before, between or behind the two stores of a slot: whoever waits is told, and the bytes
-// come by another executor.
+// TestShimContextBreaks: the context is lost before, between or after the two stores of a slot. The
+// waiting copy is refused, and another method moves the bytes.
 func TestShimContextBreaks(t *testing.T) {
 	for _, after := range []int{0, 1, 2} {
 		s := newShim(t)
@@ -314,7 +316,8 @@ func TestShimContextBreaks(t *testing.T) {
 	}
 }
 
-// TestShimDies: kill -9 in mid kernel. The hop fails once the death is proved, not before, and its buffer is not used again.
+// TestShimDies: kill -9 during a kernel. The copy fails when the exit is proved, not before, and
+// its buffer is not used again.
 func TestShimDies(t *testing.T) {
 	s := newShim(t)
 	s.begin()
@@ -323,7 +326,7 @@ func TestShimDies(t *testing.T) {
 	s.inFlight(3)
 	select {
 	case err := <-result:
-		t.Fatalf("the engine lives and has done nothing, and its hop returned: %v", err)
+		t.Fatalf("the engine lives and has done nothing, and its slot returned: %v", err)
 	case <-time.After(3 * workExitLook): // for what must not come
 	}
 	gputest.Must(0, s.cmd.Process.Kill())(t)
@@ -337,7 +340,8 @@ func TestShimDies(t *testing.T) {
 	s.quit("signal: killed")
 }
 
-// stopped returns once every thread of the process is: the signal is sent before that, and one of them may take a slot meanwhile.
+// stopped returns when every thread of the process has stopped: a thread may take a slot after the
+// signal was sent.
 func (s *shim) stopped() {
 	s.t.Helper()
 	until(s.t, "every thread is stopped", func() bool {
@@ -352,8 +356,8 @@ func (s *shim) stopped() {
 	})
 }
 
-// TestShimSleeps: an engine that is stopped takes nothing, and its slots are revoked; awake again, it takes the next one, and never what
-// was revoked.
+// TestShimSleeps: a stopped engine takes nothing, and its slots are revoked. When it continues it
+// takes the next work, and never revoked work.
 func TestShimSleeps(t *testing.T) {
 	s := newShim(t)
 	s.begin()

@@ -8,17 +8,17 @@ import (
 	"github.com/kvspray/kvspray/gpu/gputest"
 )
 
-// awaitHops waits until so many hops are free.
+// awaitSlots waits until so many slots are free.
 func awaitSlots(t *testing.T, u *GPU, want int) {
 	t.Helper()
 	for end := time.Now().Add(patience); len(u.slots) != want; runtime.Gosched() {
 		if time.Now().After(end) {
-			t.Fatalf("%d hops are free, want %d", len(u.slots), want)
+			t.Fatalf("%d slots are free, want %d", len(u.slots), want)
 		}
 	}
 }
 
-// TestWarm: a GPU that copies nothing makes a short copy; one that copies is warm.
+// TestWarm: an idle GPU makes a short copy; one that copies does not.
 func TestWarm(t *testing.T) {
 	u := newCopyRig(t, 1).gpu[0].Device().(*GPU)
 	d := u.dev.(*gputest.Device)
@@ -40,7 +40,8 @@ func TestWarm(t *testing.T) {
 	}
 }
 
-// TestWarmWaits: nobody waits for a copy that others keep waiting, and its hop is nobody else's until it is over.
+// TestWarmWaits: Warm does not wait for a copy that is delayed, and its slot stays in use until the
+// copy ends.
 func TestWarmWaits(t *testing.T) {
 	u := newCopyRig(t, 1).gpu[0].Device().(*GPU)
 	leave := make(chan struct{})
@@ -51,13 +52,13 @@ func TestWarmWaits(t *testing.T) {
 	}
 	u.Warm() // comes back
 	if n := len(u.slots); n != cap(u.slots)-1 {
-		t.Errorf("%d hops are free while one copies, of %d", n, cap(u.slots))
+		t.Errorf("%d slots are free while one copies, of %d", n, cap(u.slots))
 	}
 	close(leave)
 	awaitSlots(t, u, cap(u.slots))
 }
 
-// TestWarmFails: an error costs no hop.
+// TestWarmFails: after an error the slot is free again.
 func TestWarmFails(t *testing.T) {
 	r := newCopyRig(t, 1)
 	u := r.gpu[0].Device().(*GPU)

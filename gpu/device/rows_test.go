@@ -17,7 +17,7 @@ func TestPairs(t *testing.T) {
 		size  uint64
 		space uint64 // of the GPU, over which the pieces lie
 		most  int    // alone
-	}{{"one", 1, 16 << 10, 1 << 30, 1}, {"two", 2, 16 << 10, 1 << 30, 2}, {"a slice", 64, 16 << 10, 1 << 30, 24}, {"a hop of small ones", 4096, 2 << 10, 1 << 30, 256},
+	}{{"one", 1, 16 << 10, 1 << 30, 1}, {"two", 2, 16 << 10, 1 << 30, 2}, {"a slice", 64, 16 << 10, 1 << 30, 24}, {"a slot of small pieces", 4096, 2 << 10, 1 << 30, 256},
 		{"a large cache", 4096, 2 << 10, 8 << 30, 256}, {"large ones", 32, pairBelow, 1 << 30, 32}} {
 		t.Run(c.name, func(t *testing.T) {
 			var dst, src []cuda.Ptr

@@ -62,7 +62,8 @@ func (r *rig) fill(p cuda.Ptr, seed uint64) []byte {
 	return bytes.Clone(b)
 }
 
-// Every byte arrives, whatever the size, the direction and the number of links, and nothing beside it is touched.
+// TestMultipathContent: every byte arrives, for all sizes, directions and numbers of links, and no
+// other byte changes.
 func TestMultipathContent(t *testing.T) {
 	for _, links := range []int{1, 2, 4} {
 		for _, n := range []uint64{1, 4096, testMin - 1, testMin, 3*testMin + 17, 20*testMax + 5} {
@@ -88,7 +89,8 @@ func TestMultipathContent(t *testing.T) {
 	}
 }
 
-// Below the threshold the relays are left alone; above it a relay whose GPU is busy is too, while the others share.
+// TestMultipathThresholdAndYield: below the threshold relays are not used; above it only a relay
+// whose GPU is busy is not.
 func TestMultipathThresholdAndYield(t *testing.T) {
 	r := newRig(t, 3, 40*testMax)
 	r.mp.SetThreshold(20 * testMax)
@@ -126,7 +128,8 @@ func TestMultipathThresholdAndYield(t *testing.T) {
 	}
 }
 
-// A link that dies gives its chunks to the others; the copy succeeds as long as one link is left, even if that is a relay.
+// TestMultipathLinkDies: a link that fails returns its chunks. The copy succeeds while one link is
+// left, even a relay.
 func TestMultipathLinkDies(t *testing.T) {
 	for dies := range 3 {
 		for _, after := range []int{0, 2} {
@@ -165,7 +168,7 @@ func TestMultipathAllLinksDie(t *testing.T) {
 	}
 }
 
-// Many copies at once are all exact, and Close ends later ones.
+// TestMultipathConcurrent: many concurrent copies are exact, and Close ends later ones.
 func TestMultipathConcurrent(t *testing.T) {
 	const n, copies = 10 * testMax, 12
 	r := newRig(t, 4, n*copies)

@@ -7,7 +7,8 @@ import (
 	"time"
 )
 
-// TestLeaves: the last chunks of a queue are for whoever is done with them first, which is never nobody.
+// TestLeaves: the last chunks of a queue are left to the link that finishes first, and one link
+// always takes them.
 func TestLeaves(t *testing.T) {
 	now := time.Now()
 	type of struct {
@@ -62,7 +63,8 @@ func TestLeaves(t *testing.T) {
 	}
 }
 
-// TestLearns: a link is believed to move what it has moved, however its chunks are noticed.
+// TestLearns: the learned rate is that of the moved bytes, whether ends of chunks are seen one by
+// one or together.
 func TestLearns(t *testing.T) {
 	l := &link{last: time.Unix(100, 0)}
 	now := l.last
@@ -78,8 +80,8 @@ func TestLearns(t *testing.T) {
 	}
 }
 
-// TestLinkIsTriedAgain: one that looked slow for once gets another chunk soon, which is believed alone; one that is slow gets them less and less
-// often.
+// TestLinkIsTriedAgain: a link that was slow once soon gets another chunk, which replaces its rate.
+// A link that stays slow gets chunks more and more rarely.
 func TestLinkIsTriedAgain(t *testing.T) {
 	const chunk = 8 << 20
 	start := time.Unix(100, 0)

@@ -5,7 +5,8 @@ import (
 	"time"
 )
 
-// TestChooserTogether: what several calls move together is one rate, and their ends, which come in a bunch, are not that many wins.
+// TestPolicyTogether: concurrent calls have one rate together, and ends in a bunch do not count as
+// several wins.
 func TestPolicyTogether(t *testing.T) {
 	const bytes, each = 1 << 20, 800 * time.Microsecond
 	start := time.Unix(1000, 0)
@@ -52,7 +53,8 @@ func TestPolicyTogether(t *testing.T) {
 	}
 }
 
-// Of three executors the best is used, each of the others is tried now and then, and one that comes or goes is noticed.
+// TestPolicyOfThree: of three methods the best is used, the others are tried from time to time, and
+// a method that comes or goes is noticed.
 func TestPolicyOfThree(t *testing.T) {
 	var c Policy
 	now := time.Unix(1000, 0)
