@@ -1,8 +1,10 @@
 package gpu
 
-import "unsafe"
+import (
+	"unsafe"
+)
 
-// offsetIn is where p lies in arena, if it lies there as a whole.
+// offsetIn is the offset of p in arena, if all of p is inside.
 func offsetIn(arena, p []byte) (uintptr, bool) {
 	if len(p) == 0 {
 		return 0, false

@@ -1,49 +1,80 @@
 package gpu
 
 import (
-	"encoding/hex"
 	"fmt"
 	"maps"
 	"slices"
-	"strconv"
-	"strings"
-	"sync/atomic"
+	"sync"
+
+	"github.com/kvspray/kvspray/gpu/peercopy"
 )
 
-// All names every GPU of the host, where GPUs are named.
-const All = "all"
-
-// PipelineBytes is what one direction between two GPUs takes on each of them, and twice on one GPU that is both.
-func PipelineBytes(maxStage uint64) uint64 { return PeerPipelines * pipelineBytes(maxStage) }
-
-func pipelineBytes(maxStage uint64) uint64 { return PeerDepth * (maxStage + listBytes) }
-
-// budget bounds the memory that this process allocates on one GPU. The context is the driver's, and comes on top.
-type budget struct {
-	limit     uint64
-	staging   atomic.Uint64 // changed under GPUs.mu, or before the GPU is shared
-	pipelines atomic.Uint64
+// PipelineBytes is what one direction between two GPUs takes on each of them, and twice on one GPU
+// that is both.
+func PipelineBytes(maxStage uint64) uint64 {
+	return PeerPipelines * peercopy.Bytes(maxStage)
 }
 
-func (b *budget) taken() uint64 { return b.staging.Load() + b.pipelines.Load() }
+// purpose is what memory of a GPU is allocated for.
+type purpose int
 
-// fits reports whether n more bytes may be allocated.
-func (b *budget) fits(n uint64) error {
-	if taken := b.taken(); n > b.limit || taken > b.limit-n {
-		return fmt.Errorf("%d MiB more beside %d MiB exceed the limit of %d MiB: raise transports.gpu.memory, or lower transports.gpu.stage",
-			n>>20, taken>>20, b.limit>>20)
+const (
+	forStaging purpose = iota
+	forPipelines
+	forRelays      // buffers of other GPUs' copies
+	forMeasurement // while a threshold is measured
+	purposes
+)
+
+// budget bounds the memory that this process allocates on one GPU. The context of the driver is not
+// included. Memory is taken before it is allocated, and given back after it is freed.
+type budget struct {
+	limit uint64
+
+	mu   sync.Mutex // protects held
+	held [purposes]uint64
+}
+
+// take reserves n bytes, or returns an error that names the limit.
+func (b *budget) take(why purpose, n uint64) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	taken := uint64(0)
+	for _, k := range b.held {
+		taken += k
 	}
+	if n > b.limit || taken > b.limit-n {
+		return fmt.Errorf("%d MiB more beside %d MiB exceed the limit of %d MiB: "+
+			"raise transports.gpu.memory, or lower transports.gpu.stage", n>>20, taken>>20, b.limit>>20)
+	}
+	b.held[why] += n
 	return nil
 }
 
-// MemoryState is what this process holds of one GPU. Free is what the whole GPU has left, 0 where the driver does not tell.
-type MemoryState struct {
-	GPU                      int
-	Staging, Pipelines       uint64 // allocated by us
-	Limit, Free, PinnedBytes uint64 // PinnedBytes: host memory
+// release returns n bytes that take has reserved.
+func (b *budget) release(why purpose, n uint64) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.held[why] -= n
 }
 
-// Memory is what is held of each GPU in use.
+// bytes is what is reserved for one purpose.
+func (b *budget) bytes(why purpose) uint64 {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.held[why]
+}
+
+// MemoryState is what this process holds of one GPU. Free is what the whole GPU has left, 0 where
+// the driver does not report it.
+type MemoryState struct {
+	GPU                        int
+	Staging, Pipelines, Relays uint64 // allocated by this process on the GPU
+	Limit, Free                uint64
+	PinnedBytes                uint64 // host memory that belongs to the GPU's staging slots
+}
+
+// Memory lists what this process holds of each GPU in use.
 func (g *GPUs) Memory() (out []MemoryState) {
 	g.mu.Lock()
 	gpus := slices.Collect(maps.Values(g.gpus))
@@ -54,9 +85,11 @@ func (g *GPUs) Memory() (out []MemoryState) {
 	}
 	slices.SortFunc(gpus, func(a, b *GPU) int { return a.index - b.index })
 	for _, u := range gpus {
-		s := MemoryState{GPU: u.index, Staging: u.budget.staging.Load(), Pipelines: u.budget.pipelines.Load(), Limit: u.budget.limit,
-			PinnedBytes: uint64(len(u.arena))}
-		// Not under the lock: a driver that hangs would keep whoever moves bytes, too.
+		s := MemoryState{GPU: u.index, Staging: u.budget.bytes(forStaging),
+			Pipelines: u.budget.bytes(forPipelines),
+			Relays:    u.budget.bytes(forRelays) + u.budget.bytes(forMeasurement),
+			Limit:     u.budget.limit, PinnedBytes: uint64(len(u.arena))}
+		// Without the lock: a driver that hangs would block every copy, too.
 		if c, ok := u.card.(interface{ Free() (uint64, error) }); ok {
 			if free, err := c.Free(); err == nil {
 				s.Free = free
@@ -65,44 +98,4 @@ func (g *GPUs) Memory() (out []MemoryState) {
 		out = append(out, s)
 	}
 	return out
-}
-
-// Use opens GPUs before any memory of theirs is imported, so that what this process needs of them is taken. Each name is a number, as the
-// driver counts, a UUID as nvidia-smi prints it, or All.
-func (g *GPUs) Use(names []string) error {
-	for _, name := range names {
-		which, err := g.named(name)
-		if err != nil {
-			return err
-		}
-		for _, i := range which {
-			if _, err := g.open(i); err != nil {
-				return fmt.Errorf("stage: %w", err)
-			}
-		}
-	}
-	return nil
-}
-
-func (g *GPUs) named(name string) ([]int, error) {
-	if name == All {
-		all := make([]int, len(g.ids))
-		for i := range all {
-			all[i] = i
-		}
-		return all, nil
-	}
-	if i, err := strconv.Atoi(name); err == nil {
-		if i < 0 || i >= len(g.ids) {
-			return nil, fmt.Errorf("stage: GPU %d is not one of the %d here", i, len(g.ids))
-		}
-		return []int{i}, nil
-	}
-	_, digits, _ := strings.Cut(name, "-")
-	if id, err := hex.DecodeString(strings.ReplaceAll(digits, "-", "")); err == nil && len(id) == len(g.ids[0]) {
-		if i := slices.Index(g.ids, [16]byte(id)); i >= 0 {
-			return []int{i}, nil
-		}
-	}
-	return nil, fmt.Errorf("stage: no GPU %q here, %d others: name one that nvidia-smi -L lists in this container", name, len(g.ids))
 }

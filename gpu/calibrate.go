@@ -9,47 +9,44 @@ import (
 	"slices"
 	"time"
 
+	"github.com/kvspray/kvspray/gpu/device"
+	"github.com/kvspray/kvspray/gpu/policy"
 	"github.com/kvspray/kvspray/internal/sys/cuda"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
-// calibration is what Calibrate measures with, in bytes where nothing else is said. Tests make it smaller.
+// calibration is the sizes of a measurement, in bytes unless noted. Tests have smaller ones.
 type calibration struct {
 	copier   copierShape
 	piece    uint64 // of a kernel's list
 	pieces   int
-	direct   []uint64 // sizes of pieces that copies are tried with, rising
-	bytes    uint64   // that these are scattered over, which no cache holds: a copy finds its memory as an engine's last use left it
-	runs     int      // of each; their median counts
-	loadRuns int      // kernels that the load keeps queued
+	direct   []uint64 // sizes of pieces, rising
+	bytes    uint64   // over which pieces are scattered; more than caches hold
+	runs     int      // of which the median counts
+	loadRuns int      // queued kernels of the load
 }
 
 func fullCalibration() calibration {
 	c := calibration{copier: fullShape(), piece: 16 << 10, pieces: 4096, bytes: 256 << 20, runs: 9, loadRuns: 4}
-	for size := uint64(largePiece); size <= 128<<10; size *= 2 { // smaller ones are not for copy engines
+	for size := uint64(largePiece); size <= 128<<10; size *= 2 { // copy engines do not get smaller ones
 		c.direct = append(c.direct, size)
 	}
 	return c
 }
 
-// packSizer is a Packer whose kernels can be made narrower.
-type packSizer interface {
-	// PackBlocks is how many thread blocks its kernels run on, and SetPackBlocks changes that.
-	PackBlocks() int
-	SetPackBlocks(n int)
-}
-
-// enough: fewer thread blocks than the best number are as good where they reach so much of its rate. The engine has the rest.
+// enough is the part of the best rate that a smaller number of thread blocks must reach. The rest
+// of the GPU is the engine's.
 const enough = 0.95
 
-// Calibrate measures each model of GPU of the host under load: a stream of kernels keeps the GPU busy, as its engine does, since what
-// is best on an idle one is not. It opens every GPU, takes a few hundred MiB of each, and slows down whoever uses them for some seconds.
-func Calibrate(ctx context.Context, g *GPUs) (*Table, error) {
+// Calibrate measures each model of GPU of the host under load, because other values are best on an
+// idle GPU: a stream of kernels keeps the GPU busy, as an engine would. It opens every GPU, takes
+// some hundred MiB of each, and slows down their users for some seconds.
+func Calibrate(ctx context.Context, g *GPUs) (*policy.Table, error) {
 	return calibrate(ctx, g, fullCalibration())
 }
 
-func calibrate(ctx context.Context, g *GPUs, cal calibration) (_ *Table, err error) {
-	t := &Table{Version: tableVersion, GPUs: map[string]Limits{}}
+func calibrate(ctx context.Context, g *GPUs, cal calibration) (_ *policy.Table, err error) {
+	t := &policy.Table{Version: policy.TableVersion, GPUs: map[string]policy.Limits{}}
 	var opened []*GPU
 	var failed []error
 	for i := range g.ids {
@@ -59,17 +56,18 @@ func calibrate(ctx context.Context, g *GPUs, cal calibration) (_ *Table, err err
 			g.cfg.Log.Warn("gpu not measured", "gpu", i, "err", err)
 			continue
 		}
+		u.mayRelay.Store(true) // all links are measured
 		opened = append(opened, u)
 	}
 	if len(opened) == 0 {
-		return nil, fmt.Errorf("stage: calibrate: no GPU can be used: %w", errors.Join(failed...))
+		return nil, fmt.Errorf("gpu: calibrate: no GPU can be used: %w", errors.Join(failed...))
 	}
 	c := newCopier(g, cal.copier)
 	defer func() { err = errors.Join(err, c.Close()) }()
 	for _, u := range opened {
 		model := g.model(u.index)
 		if model == "" {
-			return nil, fmt.Errorf("stage: calibrate: GPU %d says no name", u.index)
+			return nil, fmt.Errorf("gpu: calibrate: GPU %d has no name", u.index)
 		}
 		if _, ok := t.GPUs[model]; ok {
 			continue
@@ -79,26 +77,26 @@ func calibrate(ctx context.Context, g *GPUs, cal calibration) (_ *Table, err err
 		}
 		l, err := cal.gpu(c, u)
 		if err != nil {
-			return nil, fmt.Errorf("stage: calibrate GPU %d: %w", u.index, err)
+			return nil, fmt.Errorf("gpu: calibrate GPU %d: %w", u.index, err)
 		}
 		t.GPUs[model] = l
 		g.cfg.Log.Info("gpu measured", "gpu", u.index, "model", model, "pack_blocks", l.PackBlocks, "direct_bytes", l.DirectBytes, "every_link_bytes", l.EveryLink)
 	}
-	return t, t.check()
+	return t, t.Check()
 }
 
-// gpu measures one, under load.
-func (cal *calibration) gpu(c *Copier, u *GPU) (l Limits, err error) {
+// gpu measures one GPU under load.
+func (cal *calibration) gpu(c *Copier, u *GPU) (l policy.Limits, err error) {
 	stop, err := cal.load(u)
 	if err != nil {
 		return l, err
 	}
 	defer func() { err = errors.Join(err, stop()) }()
-	l = Limits{Measured: time.Now().UTC().Truncate(time.Second), EveryLink: map[int]uint64{}}
+	l = policy.Limits{Measured: time.Now().UTC().Truncate(time.Second), EveryLink: map[int]uint64{}}
 	if l.PackBlocks, err = cal.packBlocks(u); err != nil {
 		return l, err
 	}
-	p, err := c.path(u) // measures where every link begins to pay
+	p, err := c.path(u) // measures the multipath threshold
 	if err != nil {
 		return l, err
 	}
@@ -112,10 +110,10 @@ func (cal *calibration) gpu(c *Copier, u *GPU) (l Limits, err error) {
 
 // packing is a list of scattered pieces on a GPU, and a kernel that packs them.
 type packing struct {
-	d     Packer
-	q     Queue
-	done  Event
-	mem   cuda.Ptr // the pieces, then as much for them packed
+	d     device.Packer
+	q     device.Queue
+	done  device.Event
+	mem   cuda.Ptr // the pieces, then the packed bytes
 	bases cuda.Ptr
 	n     int
 	piece uint64
@@ -158,7 +156,7 @@ func (k *packing) launch(pack bool) error {
 	return f(k.q, k.bases, k.n, k.mem+cuda.Ptr(uint64(k.n)*k.piece), k.piece)
 }
 
-// wait returns when what was launched is done.
+// wait returns when all launched kernels have ended.
 func (k *packing) wait() error { return errors.Join(k.q.Record(k.done), k.done.Sync()) }
 
 func (k *packing) close() error {
@@ -169,7 +167,7 @@ func (k *packing) close() error {
 	return err
 }
 
-// load keeps u busy until stop.
+// load keeps u busy until stop is called.
 func (cal *calibration) load(u *GPU) (stop func() error, err error) {
 	k, err := cal.packing(u)
 	if err != nil {
@@ -193,7 +191,7 @@ func (cal *calibration) load(u *GPU) (stop func() error, err error) {
 	}, nil
 }
 
-// median of some runs of f, which is told the number of the run.
+// median is the median time of some runs of f.
 func (cal *calibration) median(f func(run int) error) (time.Duration, error) {
 	took := make([]time.Duration, 0, cal.runs)
 	for run := range cal.runs {
@@ -207,14 +205,15 @@ func (cal *calibration) median(f func(run int) error) (time.Duration, error) {
 	return took[len(took)/2], nil
 }
 
-// packBlocks finds the fewest thread blocks that pack and unpack about as fast as the best number. 0: the device does not say.
+// packBlocks finds the fewest thread blocks that pack and unpack about as fast as the best number.
+// 0: the device has no such setting.
 func (cal *calibration) packBlocks(u *GPU) (n int, err error) {
 	k, err := cal.packing(u)
 	if err != nil {
 		return 0, err
 	}
 	defer func() { err = errors.Join(err, k.close()) }()
-	s, ok := k.d.(packSizer)
+	s, ok := k.d.(device.PackSizer)
 	if !ok {
 		return 0, nil
 	}
@@ -231,7 +230,7 @@ func (cal *calibration) packBlocks(u *GPU) (n int, err error) {
 	return fewest(counts, took), nil
 }
 
-// fewest is the least of the counts that are quick enough.
+// fewest is the least of the counts that are fast enough.
 func fewest(counts []int, took []time.Duration) int {
 	n := 0
 	for i, count := range counts {
@@ -242,9 +241,10 @@ func fewest(counts []int, took []time.Duration) int {
 	return n
 }
 
-// directBytes finds from what size of pieces on the copy engine takes a list quicker than a kernel packs it and a buffer carries it.
+// directBytes finds the size of pieces from which the copy engine alone moves a list faster than a
+// staging slot.
 func (cal *calibration) directBytes(c *Copier, p *paths, u *GPU) (n uint64, err error) {
-	const apart = 2 // pieces lie so many lengths apart, so that none can be joined with its neighbour
+	const apart = 2 // distance of pieces in lengths, so that none can be joined
 	host, err := mem.NewAnonymous("calibrate", apart*cal.bytes)
 	if err != nil {
 		return 0, err
@@ -275,25 +275,25 @@ func (cal *calibration) directBytes(c *Copier, p *paths, u *GPU) (n uint64, err 
 	if n := uint64(len(w.bytes)); n < host.Size() {
 		return 0, fmt.Errorf("%d of %d bytes are pinned", n, host.Size())
 	}
-	var direct, staged []time.Duration // the slower way of both directions
+	var direct, staged []time.Duration // of both directions the slower one
 	for _, size := range cal.direct {
 		lists := make([]list, cal.runs)
 		for i := range lists {
 			for _, k := range rand.Perm(int(cal.bytes / size))[:min(cal.bytes/size, pieceLimit)] {
 				off := uint64(k) * apart * size
-				lists[i].parts = append(lists[i].parts, Part{Host: w.at + cuda.Ptr(off), Dev: at + cuda.Ptr(off), Len: size})
+				lists[i].pieces = append(lists[i].pieces, device.Piece{Host: w.at + cuda.Ptr(off), Dev: at + cuda.Ptr(off), Len: size})
 				lists[i].near = append(lists[i].near, mem.Block{Region: host, Off: off, Len: size})
 				lists[i].far = append(lists[i].far, mem.Block{Region: far, Off: off, Len: size})
 			}
 		}
 		var a, b time.Duration
-		for _, dir := range []Direction{HostToDevice, DeviceToHost} {
-			x, err := cal.median(func(run int) error { return p.m.copyDirect(dir, lists[run].parts) })
+		for _, dir := range []device.Direction{device.HostToDevice, device.DeviceToHost} {
+			x, err := cal.median(func(run int) error { return p.m.CopyDirect(dir, lists[run].pieces) })
 			if err != nil {
 				return 0, err
 			}
 			y, err := cal.median(func(run int) error {
-				if dir == DeviceToHost {
+				if dir == device.DeviceToHost {
 					return u.Move(lists[run].near, lists[run].far)
 				}
 				return u.Move(lists[run].far, lists[run].near)
@@ -308,16 +308,17 @@ func (cal *calibration) directBytes(c *Copier, p *paths, u *GPU) (n uint64, err 
 	return crossover(cal.direct, direct, staged), nil
 }
 
-// list is what one run of directBytes copies, as copy engines and as a buffer's way take it.
+// list is what one run of directBytes copies, as pieces and as blocks.
 type list struct {
-	parts     []Part
+	pieces    []device.Piece
 	near, far []mem.Block
 }
 
-// pieceLimit is how many a list of directBytes has at most.
+// pieceLimit bounds the pieces of such a list.
 const pieceLimit = 4096
 
-// crossover is the least of rising sizes from which on a is never slower than b; twice the greatest where it is slower even there.
+// crossover is the least of the rising sizes from which a is never slower than b, or twice the
+// greatest where a is slower even there.
 func crossover(sizes []uint64, a, b []time.Duration) uint64 {
 	n := 2 * sizes[len(sizes)-1]
 	for i := len(sizes) - 1; i >= 0 && a[i] <= b[i]; i-- {
@@ -326,14 +327,8 @@ func crossover(sizes []uint64, a, b []time.Duration) uint64 {
 	return n
 }
 
-// modeler is a platform that can say what it measures.
-type modeler interface {
-	// Model names a GPU and its driver; empty: unknown.
-	Model(i int) string
-}
-
 func (g *GPUs) model(i int) string {
-	if m, ok := g.plat.(modeler); ok {
+	if m, ok := g.plat.(device.Modeler); ok {
 		return m.Model(i)
 	}
 	return ""

@@ -3,27 +3,17 @@ package gpu
 import (
 	"context"
 	"errors"
-	"io/fs"
-	"os"
-	"path/filepath"
 	"slices"
-	"strings"
 	"testing"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
+	"github.com/kvspray/kvspray/gpu/gputest"
+	"github.com/kvspray/kvspray/gpu/policy"
 )
 
-func (p *contexts) Model(i int) string {
-	if p.models == nil {
-		return ""
-	}
-	return p.models[i]
-}
-
-// sizedDevice is a fakeDevice whose kernels have a width.
+// sizedDevice is a gputest.Device whose number of thread blocks can be set.
 type sizedDevice struct {
-	*fakeDevice
+	*gputest.Device
 	blocks int
 	asked  *[]int
 }
@@ -35,24 +25,17 @@ func (d *sizedDevice) SetPackBlocks(n int) {
 	*d.asked = append(*d.asked, n)
 }
 
-func (c *contextCard) NewPacker() (Packer, error) {
-	d, err := c.fakeCard.NewPacker()
-	if err != nil || c.p.models == nil {
-		return d, err
-	}
-	return &sizedDevice{d.(*fakeDevice), 8, &c.p.asked}, nil
-}
-
-// testCalibration measures for the sake of it: a fake has no rates.
+// testCalibration is as short as possible: a fake has no rates.
 func testCalibration() calibration {
-	return calibration{copier: copierShape{testMin, testMax, 4 * testMin, 2 * testMin, 1 << 20, 64 << 10, patience}, piece: 512, pieces: 16, direct: []uint64{1 << 10, 4 << 10},
+	return calibration{copier: copierShape{rigMin, rigMax, 4 * rigMin, 2 * rigMin, 1 << 20, 64 << 10}, piece: 512, pieces: 16, direct: []uint64{1 << 10, 4 << 10},
 		bytes: 64 << 10, runs: 3, loadRuns: 2}
 }
 
-// TestCalibrate: one entry for each model, within bounds, for as many links as there are, and nothing is left behind.
+// TestCalibrate: there is one entry for each model, within bounds, for all links, and no memory is
+// leaked.
 func TestCalibrate(t *testing.T) {
-	p := &contexts{fakePlatform: newFakePlatform(3), models: []string{"A, driver 1", "B, driver 1", "A, driver 1"}}
-	g := must(newGPUs(p, small()))(t)
+	p := &separateContexts{Platform: gputest.NewPlatform(3), models: []string{"A, driver 1", "B, driver 1", "A, driver 1"}}
+	g := gputest.Must(newGPUs(p, small()))(t)
 	got, err := calibrate(t.Context(), g, testCalibration())
 	if err != nil {
 		t.Fatal(err)
@@ -62,7 +45,7 @@ func TestCalibrate(t *testing.T) {
 	}
 	for model, l := range got.GPUs {
 		if l.PackBlocks < 1 || l.PackBlocks > 8 || !slices.Contains([]uint64{1 << 10, 4 << 10, 8 << 10}, l.DirectBytes) || len(l.EveryLink) != 1 ||
-			l.EveryLink[3] < 2*testMin || l.EveryLink[3] > 8*testMin || l.Measured.IsZero() {
+			l.EveryLink[3] < 2*rigMin || l.EveryLink[3] > 8*rigMin || l.Measured.IsZero() {
 			t.Errorf("%s: %+v", model, l)
 		}
 	}
@@ -72,24 +55,24 @@ func TestCalibrate(t *testing.T) {
 	if err := g.Close(); err != nil {
 		t.Error(err)
 	}
-	for i := range p.devices {
-		for _, d := range p.devices[i] {
-			if d.allocated != 0 || d.queues != nil {
-				t.Errorf("GPU %d: %d allocations and %d queues leaked", i, d.allocated, len(d.queues))
+	for i := range p.Devices {
+		for _, d := range p.Devices[i] {
+			if d.Allocated != 0 || d.Queues != nil {
+				t.Errorf("GPU %d: %d allocations and %d queues leaked", i, d.Allocated, len(d.Queues))
 			}
 		}
 	}
 }
 
 func TestCalibrateFails(t *testing.T) {
-	for name, change := range map[string]func(*contexts){
-		"no GPU works":  func(p *contexts) { p.fail[0], p.fail[1] = true, true },
-		"no name":       func(p *contexts) { p.models = nil },
-		"nothing locks": func(p *contexts) { p.noRegister = true },
+	for name, change := range map[string]func(*separateContexts){
+		"no GPU works":  func(p *separateContexts) { p.Broken[0], p.Broken[1] = true, true },
+		"no name":       func(p *separateContexts) { p.models = nil },
+		"nothing locks": func(p *separateContexts) { p.noRegister = true },
 	} {
-		p := &contexts{fakePlatform: newFakePlatform(2), models: []string{"A", "B"}}
+		p := &separateContexts{Platform: gputest.NewPlatform(2), models: []string{"A", "B"}}
 		change(p)
-		g := must(newGPUs(p, small()))(t)
+		g := gputest.Must(newGPUs(p, small()))(t)
 		if table, err := calibrate(t.Context(), g, testCalibration()); err == nil {
 			t.Errorf("%s: %+v", name, table)
 		}
@@ -97,8 +80,8 @@ func TestCalibrateFails(t *testing.T) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
-	p := &contexts{fakePlatform: newFakePlatform(1), models: []string{"A"}}
-	g := must(newGPUs(p, small()))(t)
+	p := &separateContexts{Platform: gputest.NewPlatform(1), models: []string{"A"}}
+	g := gputest.Must(newGPUs(p, small()))(t)
 	defer g.Close()
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
@@ -107,27 +90,27 @@ func TestCalibrateFails(t *testing.T) {
 	}
 }
 
-// TestCopierTakesTheTable: what was measured is not measured again, and holds.
+// TestCopierTakesTheTable: measured values are used and not measured again.
 func TestCopierTakesTheTable(t *testing.T) {
-	p := &contexts{fakePlatform: newFakePlatform(2), models: []string{"A", "A"}}
+	p := &separateContexts{Platform: gputest.NewPlatform(2), models: []string{"A", "A"}}
 	cfg := small()
-	cfg.Table = &Table{Version: 1, GPUs: map[string]Limits{"A": {DirectBytes: 64 << 10, EveryLink: map[int]uint64{2: 3 << 20}}}}
+	cfg.Table = &policy.Table{Version: 1, GPUs: map[string]policy.Limits{"A": {DirectBytes: 64 << 10, EveryLink: map[int]uint64{2: 3 << 20}}}}
 	r := rigOf(t, p, cfg)
-	q := must(r.c.path(r.gpu[0].Device().(*GPU)))(t)
+	q := gputest.Must(r.c.path(r.gpu[0].Device().(*GPU)))(t)
 	q.mu.RUnlock()
 	if n := q.m.Threshold(); n != 3<<20 {
 		t.Errorf("threshold %d, the table has 3 MiB", n)
 	}
-	for _, d := range p.devices[0] {
-		if d.copies != 0 {
-			t.Errorf("%d copies were measured", d.copies)
+	for _, d := range p.Devices[0] {
+		if d.Copies != 0 {
+			t.Errorf("%d copies were measured", d.Copies)
 		}
 	}
 	for _, c := range []struct {
 		bytes  uint64
 		pieces int
 		want   string
-	}{{48 << 10, fewAcross + 1, PathPacked}, {64 << 10, autoPieces - 1, PathDirect}, {3 << 20, 1, PathMultipath}} {
+	}{{48 << 10, fewMapped + 1, PathPacked}, {64 << 10, autoPieces - 1, PathDirect}, {3 << 20, 1, PathMultipath}} {
 		to, from := apart(r.gpu[0], r.host, c.bytes, c.pieces)
 		if path, err := r.c.Copy(to, from); path != c.want || err != nil {
 			t.Errorf("%d bytes went the way %q, want %q: %v", c.bytes, path, c.want, err)
@@ -166,50 +149,5 @@ func TestFewestAndCrossover(t *testing.T) {
 		if got := crossover(sizes, c.a, c.b); got != c.want {
 			t.Errorf("crossover of %v and %v is %d, want %d", c.a, c.b, got, c.want)
 		}
-	}
-}
-
-func TestTable(t *testing.T) {
-	path := filepath.Join(t.TempDir(), "new", "gpu.json")
-	if _, err := LoadTable(path); !errors.Is(err, fs.ErrNotExist) {
-		t.Fatal(err)
-	}
-	want := &Table{Version: 1, GPUs: map[string]Limits{"NVIDIA H200, driver 580.65.06": {Measured: time.Unix(1_700_000_000, 0).UTC(), PackBlocks: 33, DirectBytes: 4096,
-		EveryLink: map[int]uint64{2: 32 << 20, 4: 64 << 20}}}}
-	for range 2 { // the second takes the place of the first
-		if err := want.Save(path); err != nil {
-			t.Fatal(err)
-		}
-		got, err := LoadTable(path)
-		if err != nil {
-			t.Fatal(err)
-		}
-		if diff := cmp.Diff(want, got); diff != "" {
-			t.Fatal(diff)
-		}
-	}
-	if all, _ := os.ReadDir(filepath.Dir(path)); len(all) != 1 {
-		t.Errorf("beside the table there are %v", all)
-	}
-	for text, told := range map[string]string{
-		`{"version": 2, "gpus": {}}`:                                       "version: 2, want 1",
-		`{"version": 1, "gpus": {"A": {"pack_blocks": -1}}}`:               `gpus["A"].pack_blocks`,
-		`{"version": 1, "gpus": {"A": {"direct_bytes": 4398046511104}}}`:   `gpus["A"].direct_bytes: 4398046511104, want 0 or 1 to`,
-		`{"version": 1, "gpus": {"A": {"every_link_bytes": {"1": 5}}}}`:    "every_link_bytes: 1, want 0 or 2 to 64",
-		`{"version": 1, "gpus": {"A": {"every_link_bytes": {"2": 1e30}}}}`: "json",
-		`{"version": 1, "gpus": {"A": {"blocks": 1}}}`:                     `unknown field "blocks"`,
-		"not JSON": "invalid character",
-		"":         "EOF",
-	} {
-		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
-			t.Fatal(err)
-		}
-		if _, err := LoadTable(path); err == nil || !strings.Contains(err.Error(), told) || !strings.Contains(err.Error(), "kvspray calibrate") {
-			t.Errorf("%s: %v, want %q and a remedy", text, err, told)
-		}
-	}
-	var none *Table
-	if l := none.Limits("A"); l.PackBlocks != 0 {
-		t.Errorf("limits of no table: %+v", l)
 	}
 }

@@ -5,22 +5,25 @@ import (
 	"math/rand/v2"
 	"testing"
 
+	"github.com/kvspray/kvspray/gpu/gputest"
+	"github.com/kvspray/kvspray/gpu/policy"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/internal/testutil"
 )
 
-// Blocks of 16 KiB that lie anywhere: 64 MiB between two GPUs on a driver that does nothing, so that ours is all the work, and 16 MiB between a
-// GPU and the host on one that copies.
+// TestMovesDoNotHoldTheCollector: moves of scattered blocks of 16 KiB do not delay the garbage
+// collector, between two GPUs on a driver that does nothing, and between a GPU and the host on one
+// that copies.
 func TestMovesDoNotHoldTheCollector(t *testing.T) {
 	if testutil.Race {
 		testutil.Skip(t, "norace", "make test-all looks at it where nothing else runs, in its part bounds")
 	}
 	const block, n = 16 << 10, 4096
 	t.Run("driver that does nothing", func(t *testing.T) {
-		g := must(newGPUs(&still{*newFakePlatform(2)}, Config{Hops: 1, Buffers: 1, PeerStage: 16 << 20, Executor: Pack}))(t)
+		g := gputest.Must(newGPUs(gputest.NewInertPlatform(2), Config{Slots: 1, Buffers: 1, PeerStage: 16 << 20, Method: policy.Pack}))(t)
 		var lists [2][]mem.Block
 		for i := range lists {
-			r, err := mem.NewDevice(mem.NewID(), mem.DeviceMemory{Device: must(g.open(i))(t), Addr: 1 << 40, Size: 4 * n * block, FD: -1})
+			r, err := mem.NewDevice(mem.NewID(), mem.DeviceMemory{Device: gputest.Must(g.open(i))(t), Addr: 1 << 40, Size: 4 * n * block, FD: -1})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -36,11 +39,11 @@ func TestMovesDoNotHoldTheCollector(t *testing.T) {
 		})
 	})
 	const n16 = n / 4 // 16 MiB
-	for _, executor := range []Executor{Pack, Copy} {
+	for _, executor := range []policy.CopyMethod{policy.Pack, policy.Copy} {
 		t.Run(fmt.Sprintf("driver that copies, %v", executor), func(t *testing.T) {
-			p := newFakePlatform(1)
-			g := must(newGPUs(p, Config{Hops: 3, Buffers: 4, Executor: executor}))(t)
-			handle, _ := p.lend(0, 2*n16*block, 0)
+			p := gputest.NewPlatform(1)
+			g := gputest.Must(newGPUs(p, Config{Slots: 3, Buffers: 4, Method: executor}))(t)
+			handle, _ := p.Lend(0, 2*n16*block, 0)
 			gpu, err := g.Import(mem.NewID(), handle.Append(nil), -1, 2*n16*block)
 			if err != nil {
 				t.Fatal(err)

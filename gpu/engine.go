@@ -2,55 +2,55 @@ package gpu
 
 import (
 	"errors"
-	"fmt"
 	"slices"
 	"sync/atomic"
 	"time"
 
+	"github.com/kvspray/kvspray/gpu/policy"
 	"github.com/kvspray/kvspray/internal/board"
 	"github.com/kvspray/kvspray/internal/sys/cuda"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
-// Engine is what a worker's process can do on its own GPU: a thread of its shim packs and unpacks there in the engine's context, where
-// kernels are not time-sliced against the engine's.
+// Engine is a worker that packs for this process: a thread of its shim launches the kernels in the
+// engine's context, where they are not time-sliced against the engine's.
 type Engine struct {
 	Work    *board.Work
-	Regions []*mem.Region // of REGISTER, in its order
+	Regions []*mem.Region // in the order of REGISTER
 	Ring    func()        // wakes the thread
-	Exited  func() bool   // the process's end is proved
-	End     func()        // called once, when nothing uses the others any more
+	Exited  func() bool   // the exit of the process is proved
+	End     func()        // called once, when this process uses nothing of it any more
 }
 
-// The bounds of work in an engine.
+// The bounds of engine work.
 const (
-	workPatience = 2 * time.Millisecond   // until a slot that nobody has taken is revoked
-	workRest     = 100 * time.Millisecond // then the engine is left alone for so long
-	workExitLook = 10 * time.Millisecond  // between two looks whether the engine is dead
-	workLate     = 10 * time.Second       // after which the log says that an engine does not finish
-	workPause    = 20 * time.Microsecond  // between two looks at a done word
-	workSpare    = 2                      // hops that no engine takes: one that is stopped in mid kernel must not stop the others
+	workTimeout  = 2 * time.Millisecond   // until a slot is revoked that the engine has not taken
+	engineRest   = 100 * time.Millisecond // pause after a revoked slot
+	workExitLook = 10 * time.Millisecond  // between two checks of the engine's exit
+	workLate     = 10 * time.Second       // until the log reports an engine that does not finish
+	workPause    = 20 * time.Microsecond  // between two checks of a done word
+	workSpare    = 2                      // staging slots that no engine gets: an engine that stops in a kernel must not block the others
 )
 
-// Why a hop was not done in an engine. After errNoEngine nothing of it runs, and another executor may do it.
+// Why an engine did not do the work. After errNoEngine nothing runs, and another method may do it.
 var (
-	errNoEngine   = errors.New("stage: the engine did not take the work")
-	errEngineGone = errors.New("stage: the engine died while it worked for us")
+	errNoEngine   = errors.New("gpu: the engine did not take the work")
+	errEngineGone = errors.New("gpu: the engine died while it packed for this sidecar")
 )
 
-// engine is an Engine in use. Hops hold it while they use it.
+// engine is an Engine in use. Staging slots hold a reference while they use it.
 type engine struct {
 	Engine
 	gpu   *GPU
 	spans []lentRegion
-	slots chan int // that are free
+	slots chan int // free slots
 	seqs  [board.WorkSlots]uint64
 
 	born time.Time
 
-	refs  atomic.Int64 // hops, and the worker itself
+	refs  atomic.Int64 // of staging slots, and of the worker itself
 	state atomic.Int32
-	rest  atomic.Int64 // not to be asked before: time since it was born
+	rest  atomic.Int64 // no work before: time since born
 }
 
 // The states of an engine.
@@ -60,15 +60,16 @@ const (
 	engineOff
 )
 
-// lentRegion is a region as this process has it mapped.
+// lentRegion is a region as mapped in this process.
 type lentRegion struct {
 	base   cuda.Ptr
 	size   uint64
 	region int
 }
 
-// Attach makes an engine's own context an executor for its regions on one GPU. detach ends that; it does not wait for hops that are under
-// way, which hold what they need. A nil detach: there is nothing for it to do here, and e.End was called.
+// Attach lets staging slots of one GPU use the engine's context for its regions. detach ends that.
+// It does not wait for slots in use, which hold a reference. detach is nil where the engine is of
+// no use; then e.End was called.
 func (g *GPUs) Attach(e Engine) (detach func()) {
 	n := &engine{Engine: e, born: time.Now()}
 	n.refs.Store(1)
@@ -80,7 +81,7 @@ func (g *GPUs) Attach(e Engine) (detach func()) {
 		n.gpu = u
 		n.spans = append(n.spans, lentRegion{cuda.Ptr(r.Base()), r.Size(), i})
 	}
-	if n.gpu == nil || g.cfg.Executor == Pack || g.cfg.Executor == Copy || cap(n.gpu.hops) <= workSpare {
+	if n.gpu == nil || g.cfg.Method == policy.Pack || g.cfg.Method == policy.Copy || cap(n.gpu.slots) <= workSpare {
 		n.release()
 		return nil
 	}
@@ -91,7 +92,7 @@ func (g *GPUs) Attach(e Engine) (detach func()) {
 		n.release()
 		return nil
 	}
-	n.slots = make(chan int, min(board.WorkSlots-1, cap(u.hops)-workSpare))
+	n.slots = make(chan int, min(board.WorkSlots-1, cap(u.slots)-workSpare))
 	for i := range cap(n.slots) {
 		n.slots <- i + 1
 	}
@@ -108,10 +109,10 @@ func (g *GPUs) Attach(e Engine) (detach func()) {
 	}
 }
 
-// openSlot is the slot that OPEN goes by; others are for hops.
+// openSlot is the slot of OPEN; staging slots use the others.
 const openSlot = 0
 
-// acquire makes sure that the engine's board stays. False: it is being let go.
+// acquire takes a reference. It returns false after the last release.
 func (e *engine) acquire() bool {
 	for {
 		n := e.refs.Load()
@@ -130,7 +131,8 @@ func (e *engine) release() {
 	}
 }
 
-// ready reports whether the engine, which is acquired, takes work. It looks at how OPEN ended: nobody waits for that.
+// ready reports whether the acquired engine takes work. It checks the answer to OPEN without
+// waiting for it.
 func (e *engine) ready() bool {
 	switch e.state.Load() {
 	case engineReady:
@@ -152,19 +154,19 @@ func (e *engine) ready() bool {
 	return true
 }
 
-// turnOff ends the use of an engine for good; others, and the other executors, carry on.
+// turnOff ends the use of an engine; other engines and other methods remain.
 func (e *engine) turnOff(what string, refusal uint32) {
 	if e.state.Swap(engineOff) == engineOff {
 		return
 	}
-	why := "its driver refused: its own log has the error"
+	why := "its driver refused; see the engine's log"
 	if refusal != board.WorkGpu {
-		why = "it found the request impossible"
+		why = "it rejected the request"
 	}
 	e.gpu.gpus.cfg.Log.Warn("no packing in the engine's context any more", "gpu", e.gpu.index, "at", what, "why", why)
 }
 
-// find is the region at p, which holds n bytes from there.
+// find returns the region that contains n bytes at p.
 func (e *engine) find(p cuda.Ptr, n uint64) *lentRegion {
 	for i := range e.spans {
 		if s := &e.spans[i]; s.has(p, n) {
@@ -177,121 +179,4 @@ func (e *engine) find(p cuda.Ptr, n uint64) *lentRegion {
 func (s *lentRegion) has(p cuda.Ptr, n uint64) bool {
 	off := uint64(p - s.base)
 	return p >= s.base && off <= s.size && n <= s.size-off
-}
-
-// workplace is a slot of an engine that a hop has acquired. The zero value is none.
-type workplace struct {
-	engine *engine
-	slot   int
-}
-
-// workplace finds the engine that has all blocks of a hop and can take it now.
-func (u *GPU) workplace(h *hop) (none workplace) {
-	all := *u.engines.Load()
-	i := slices.IndexFunc(all, func(e *engine) bool { return e.find(cuda.Ptr(h.pieces[0].Off), h.pieces[0].Len) != nil })
-	if i < 0 || !h.lent {
-		return none
-	}
-	e := all[i]
-	if !e.acquire() {
-		return none
-	}
-	if e.ready() && e.has(h) {
-		select {
-		case slot := <-e.slots:
-			return workplace{e, slot}
-		default:
-		}
-	}
-	e.release()
-	return none
-}
-
-// has reports whether all blocks of a hop are the engine's.
-func (e *engine) has(h *hop) bool {
-	for i := range h.pieces {
-		if e.find(cuda.Ptr(h.pieces[i].Off), h.pieces[i].Len) == nil {
-			return false
-		}
-	}
-	return true
-}
-
-// giveBack ends what GPU.workplace began. A slot that a dead engine had is not used again.
-func (w workplace) giveBack(err error) {
-	if !errors.Is(err, errEngineGone) {
-		w.engine.slots <- w.slot
-	}
-	w.engine.release()
-}
-
-// run has the engine pack or unpack h, and waits for it.
-func (w workplace) run(h *hop, op uint32) error {
-	e, slot := w.engine, w.slot
-	runs, axes := 0, mem.OneAxis
-	if e.Work.Rows() {
-		axes = mem.BothAxes
-	}
-	var bytes uint64
-	for rest := h.pieces; len(rest) > 0; {
-		region := e.find(cuda.Ptr(rest[0].Off), rest[0].Len)
-		// Regions may lie at equal distances, too, and those in the engine lie elsewhere: a run ends where its region does.
-		n := 1
-		for n < len(rest) && region.has(cuda.Ptr(rest[n].Off), rest[n].Len) {
-			n++
-		}
-		for here := rest[:n]; len(here) > 0; {
-			r, first := mem.Leading(here, axes), &here[0]
-			runs = e.Work.SetRun(slot, runs, board.WorkRun{Region: region.region, Off: first.Off - uint64(region.base), Stride: r.Stride, Outer: r.Outer,
-				Len: uint32(first.Len), Count: r.Count, Rows: r.Rows})
-			bytes += r.Pieces() * first.Len
-			here = here[r.Pieces():]
-		}
-		rest = rest[n:]
-	}
-	e.seqs[slot]++
-	seq := e.seqs[slot]
-	if e.Work.Post(slot, seq, board.WorkRequest{Op: op, Runs: uint32(runs), Dense: h.at, Bytes: bytes, Blocks: uint32(e.gpu.packBlocks)}) {
-		e.Ring()
-	}
-	return e.wait(slot, seq)
-}
-
-// wait returns when nothing of a slot runs or will run.
-func (e *engine) wait(slot int, seq uint64) (err error) {
-	start := time.Now()
-	looked, late := start, false
-	var refusal uint32
-	revocable := true
-	poll(workPause, func() bool {
-		var ended bool
-		if refusal, ended = e.Work.Ended(slot, seq); ended {
-			return true
-		}
-		now := time.Now()
-		if revocable && now.Sub(start) > e.gpu.gpus.patience {
-			if revocable = false; e.Work.Revoke(slot, seq) {
-				e.rest.Store(int64(time.Since(e.born) + workRest))
-				err = errNoEngine
-				return true
-			}
-		}
-		if now.Sub(looked) > workExitLook {
-			if looked = now; e.Exited() {
-				err = errEngineGone
-				return true
-			}
-			if !late && now.Sub(start) > workLate {
-				late = true
-				e.gpu.gpus.cfg.Log.Warn("an engine took work and does not finish it; its blocks stay as they are until it does or dies", "gpu", e.gpu.index,
-					"after", workLate)
-			}
-		}
-		return false
-	})
-	if err == nil && refusal != 0 {
-		e.turnOff("a kernel", refusal)
-		err = fmt.Errorf("%w: refused (%d)", errNoEngine, refusal)
-	}
-	return err
 }

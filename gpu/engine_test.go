@@ -6,206 +6,20 @@ import (
 	"math/rand/v2"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"testing"
 	"time"
 
+	"github.com/kvspray/kvspray/gpu/device"
+	"github.com/kvspray/kvspray/gpu/gputest"
+	"github.com/kvspray/kvspray/gpu/policy"
 	"github.com/kvspray/kvspray/internal/board"
 	"github.com/kvspray/kvspray/internal/sys/cuda"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
-// fakeEngine is a worker's process with a cache on a GPU, and its shim's thread. It has the machine's memory as the engine's context has it,
-// and, like the shim, believes nothing that it does not find in its own regions.
-type fakeEngine struct {
-	t       testing.TB
-	m       *fakeMachine
-	cache   []byte
-	region  *mem.Region
-	host    *mem.Region   // registered before it
-	more    []*mem.Region // and after it
-	caches  [][]byte      // of those
-	work    *board.Work
-	staging cuda.Ptr
-	detach  func()
-
-	bell   chan struct{}
-	stop   chan struct{}
-	wg     sync.WaitGroup
-	exited atomic.Bool
-	ended  atomic.Int32
-	done   atomic.Int32 // kernels
-	grids  atomic.Int32 // runs of several rows
-	mute   atomic.Bool  // takes nothing
-
-	// before is called for each slot that was taken. False: it is never finished.
-	before func(slot int, seq uint64) bool
-	refuse uint32
-}
-
-func newFakeEngine(t testing.TB, p *fakePlatform, g *GPUs, gpu int, size uint64) *fakeEngine {
-	t.Helper()
-	e := &fakeEngine{t: t, m: p.m, bell: make(chan struct{}, 1), stop: make(chan struct{})}
-	h, b := p.lend(gpu, size, 0)
-	e.cache = b
-	e.region = must(g.Import(mem.NewID(), h.Append(nil), -1, size))(t)
-	e.work = must(board.InitWork(make([]byte, board.WorkBytes)))(t)
-	return e
-}
-
-// start attaches it, and answers its board.
-func (e *fakeEngine) start(g *GPUs) {
-	e.wg.Go(e.serve)
-	e.host = must(mem.NewAnonymous("host", 4096))(e.t)
-	e.detach = g.Attach(Engine{Work: e.work, Regions: append([]*mem.Region{e.host, e.region}, e.more...), Exited: e.exited.Load, End: func() { e.ended.Add(1) }, Ring: func() {
-		select {
-		case e.bell <- struct{}{}:
-		default:
-		}
-	}})
-}
-
-func (e *fakeEngine) quit() {
-	close(e.stop)
-	e.wg.Wait()
-	e.host.Release()
-}
-
-func (e *fakeEngine) serve() {
-	for {
-		e.work.Sleep()
-		any := false
-		for slot := range board.WorkSlots {
-			if e.mute.Load() && slot != openSlot {
-				continue
-			}
-			seq, q, ok := e.work.Take(slot)
-			if !ok {
-				continue
-			}
-			any = true
-			if e.before != nil && !e.before(slot, seq) {
-				continue
-			}
-			e.work.Finish(slot, seq, e.do(slot, q))
-		}
-		if any {
-			continue
-		}
-		select {
-		case <-e.bell:
-		case <-e.stop:
-			return
-		}
-	}
-}
-
-func (e *fakeEngine) do(slot int, q board.WorkRequest) uint32 {
-	if e.refuse != 0 {
-		return e.refuse
-	}
-	if q.Op == board.WorkOpen {
-		h := e.work.Handle(slot)
-		for i := range 8 {
-			e.staging |= cuda.Ptr(h[i]) << (8 * i)
-		}
-		if e.m.at(e.staging, q.Bytes) == nil {
-			return board.WorkBad
-		}
-		return 0
-	}
-	dense := e.m.at(e.staging+cuda.Ptr(q.Dense), q.Bytes)
-	for i := 0; i < int(q.Runs); {
-		var r board.WorkRun
-		if r, i = e.work.Run(slot, i); r.Rows > 1 {
-			e.grids.Add(1)
-		}
-		if r.Region < 1 || r.Region > 1+len(e.caches) {
-			return board.WorkBad
-		}
-		cache := append([][]byte{e.cache}, e.caches...)[r.Region-1]
-		for k := range uint64(r.Count) * uint64(r.Rows) {
-			at := r.Off + k/uint64(r.Count)*r.Outer + k%uint64(r.Count)*r.Stride
-			if at > uint64(len(cache)) || uint64(r.Len) > uint64(len(cache))-at || len(dense) < int(r.Len) {
-				return board.WorkBad
-			}
-			if q.Op == board.WorkPack {
-				copy(dense[:r.Len], cache[at:])
-			} else {
-				copy(cache[at:], dense[:r.Len])
-			}
-			dense = dense[r.Len:]
-		}
-	}
-	if len(dense) != 0 {
-		return board.WorkBad
-	}
-	e.done.Add(1)
-	return 0
-}
-
-// scattered is n blocks of random length, in places of their own.
-func (e *fakeEngine) scattered(r *rand.Rand, n int) (blocks []mem.Block) {
-	for _, i := range r.Perm(len(e.cache) / 4096)[:n] {
-		blocks = append(blocks, mem.Block{Region: e.region, Off: uint64(i) * 4096, Len: 16 * (1 + r.Uint64N(256))})
-	}
-	return blocks
-}
-
-// roundTrip gathers blocks and scatters them into zeroes.
-func (e *fakeEngine) roundTrip(r *rand.Rand, blocks []mem.Block) error {
-	var want []byte
-	for _, b := range blocks {
-		p := e.cache[b.Off:][:b.Len]
-		for i := range p {
-			p[i] = byte(r.Uint32())
-		}
-		want = append(want, p...)
-	}
-	u := e.region.Device().(*GPU)
-	got := make([]byte, len(want))
-	if err := u.Gather(got, blocks); err != nil {
-		return err
-	}
-	if !bytes.Equal(got, want) {
-		return errors.New("what was gathered differs")
-	}
-	for _, b := range blocks {
-		clear(e.cache[b.Off:][:b.Len])
-	}
-	if err := u.Scatter(blocks, got); err != nil {
-		return err
-	}
-	for _, b := range blocks {
-		if !bytes.Equal(e.cache[b.Off:][:b.Len], want[:b.Len]) {
-			return errors.New("what was scattered differs")
-		}
-		want = want[b.Len:]
-	}
-	return nil
-}
-
-// opened waits until the engine takes work, or will not.
-func (e *fakeEngine) opened() bool {
-	n := (*e.region.Device().(*GPU).engines.Load())[0]
-	poll(time.Millisecond, func() bool {
-		n.ready()
-		return n.state.Load() != engineOpening
-	})
-	return n.state.Load() == engineReady
-}
-
-func inEngine() Config { return Config{Hops: 4, Buffers: 4, PeerStage: 64 << 10, Executor: InEngine} }
-
-// patient is for tests that do not count on a busy machine to be prompt.
-func patient(g *GPUs) *GPUs {
-	g.patience = time.Minute
-	return g
-}
-
 func TestPackInEngine(t *testing.T) {
-	p := newFakePlatform(1)
-	g := patient(must(newGPUs(p, inEngine()))(t))
+	p := gputest.NewPlatform(1)
+	g := patient(gputest.Must(newGPUs(p, inEngine()))(t))
 	r := rand.New(rand.NewPCG(1, 1))
 	e := newFakeEngine(t, p, g, 0, 4<<20)
 	e.start(g)
@@ -218,15 +32,15 @@ func TestPackInEngine(t *testing.T) {
 		}
 	}
 	if n := e.done.Load(); n != 100 {
-		t.Errorf("%d kernels in the engine for 100 hops", n)
+		t.Errorf("%d kernels in the engine for 100 slots", n)
 	}
-	for i, w := range g.ways(nil) {
-		if want := [][2]string{{"gpu0", "host"}, {"host", "gpu0"}}[i]; w.From != want[0] || w.To != want[1] || len(w.Executors) != 1 ||
-			w.Executors[0].Executor != "engine" || w.Executors[0].Calls != 50 || w.Executors[0].Bytes == 0 || w.Executors[0].Rate <= 0 {
+	for i, w := range g.routes(nil) {
+		if want := [][2]string{{"gpu0", "host"}, {"host", "gpu0"}}[i]; w.From != want[0] || w.To != want[1] || len(w.Methods) != 1 ||
+			w.Methods[0].Method != "engine" || w.Methods[0].Calls != 50 || w.Methods[0].Bytes == 0 || w.Methods[0].Rate <= 0 {
 			t.Errorf("what the executors did: %+v", w)
 		}
 	}
-	if n := len(g.ways(nil)); n != 2 {
+	if n := len(g.routes(nil)); n != 2 {
 		t.Errorf("%d ways, want there and back", n)
 	}
 	var even []mem.Block // strided, backwards too
@@ -243,8 +57,8 @@ func TestPackInEngine(t *testing.T) {
 	if err := e.roundTrip(r, []mem.Block{{Region: e.region, Off: 8, Len: 24}, {Region: e.region, Off: 64, Len: 8}}); err != nil {
 		t.Error(err)
 	}
-	h, _ := p.lend(0, 1<<20, 0)
-	other := must(g.Import(mem.NewID(), h.Append(nil), -1, 1<<20))(t)
+	h, _ := p.Lend(0, 1<<20, 0)
+	other := gputest.Must(g.Import(mem.NewID(), h.Append(nil), -1, 1<<20))(t)
 	before := e.done.Load()
 	mixed := append(e.scattered(r, 10), mem.Block{Region: other, Off: 0, Len: 64})
 	if err := e.region.Device().Gather(make([]byte, 1<<20), mixed); err != nil {
@@ -264,10 +78,10 @@ func TestPackInEngine(t *testing.T) {
 	}
 	e.quit()
 	e.region.Release()
-	must(0, g.Close())(t)
+	gputest.Must(0, g.Close())(t)
 }
 
-// crosswise are pages whose heads and tokens lie in another order than they are moved in, rows of rows of them.
+// crosswise are pages whose heads and tokens are in another order than the moved one: rows of rows.
 func crosswise(r *mem.Region, pages uint64) (blocks []mem.Block) {
 	for page := range pages {
 		for token := range uint64(16) {
@@ -279,16 +93,16 @@ func crosswise(r *mem.Region, pages uint64) (blocks []mem.Block) {
 	return blocks
 }
 
-// An engine is sent runs of rows where its shim knows them, and rows where it is an older one.
+// TestEngineRows: an engine gets runs of rows if its shim supports them, else single rows.
 func TestEngineRows(t *testing.T) {
 	for minor, want := range []int32{0, 2 * 5} {
-		p := newFakePlatform(1)
-		g := patient(must(newGPUs(p, inEngine()))(t))
+		p := gputest.NewPlatform(1)
+		g := patient(gputest.Must(newGPUs(p, inEngine()))(t))
 		e := newFakeEngine(t, p, g, 0, 1<<20)
 		raw := make([]byte, board.WorkBytes)
-		must(board.InitWork(raw))(t)
+		gputest.Must(board.InitWork(raw))(t)
 		raw[board.OffWorkHeaderMinor] = byte(minor)
-		e.work = must(board.ParseWork(raw))(t)
+		e.work = gputest.Must(board.ParseWork(raw))(t)
 		e.start(g)
 		if !e.opened() {
 			t.Fatal("the engine takes no work")
@@ -302,19 +116,20 @@ func TestEngineRows(t *testing.T) {
 		e.detach()
 		e.quit()
 		e.region.Release()
-		must(0, g.Close())(t)
+		gputest.Must(0, g.Close())(t)
 	}
 }
 
-// A region for each layer, at equal distances in our process: blocks of all layers look like one run, which is none for the engine.
+// TestEngineOfManyRegions: regions of layers at equal distances in this process look like one run,
+// which they are not in the engine.
 func TestEngineOfManyRegions(t *testing.T) {
-	p := newFakePlatform(1)
-	g := patient(must(newGPUs(p, inEngine()))(t))
+	p := gputest.NewPlatform(1)
+	g := patient(gputest.Must(newGPUs(p, inEngine()))(t))
 	e := newFakeEngine(t, p, g, 0, 1<<20)
 	all := []*mem.Region{e.region}
 	for range 5 {
-		h, b := p.lend(0, 1<<20, 0)
-		e.more, e.caches = append(e.more, must(g.Import(mem.NewID(), h.Append(nil), -1, 1<<20))(t)), append(e.caches, b)
+		h, b := p.Lend(0, 1<<20, 0)
+		e.more, e.caches = append(e.more, gputest.Must(g.Import(mem.NewID(), h.Append(nil), -1, 1<<20))(t)), append(e.caches, b)
 	}
 	all = append(all, e.more...)
 	e.start(g)
@@ -355,7 +170,7 @@ func TestEngineOfManyRegions(t *testing.T) {
 			t.Fatalf("layers %d: scattered otherwise, %v", layers, err)
 		}
 		if n := e.done.Load() - before; n != 3 {
-			t.Errorf("layers %d: %d kernels in the engine for 3 hops", layers, n)
+			t.Errorf("layers %d: %d kernels in the engine for 3 slots", layers, n)
 		}
 	}
 	e.detach()
@@ -363,13 +178,14 @@ func TestEngineOfManyRegions(t *testing.T) {
 	for _, region := range all {
 		region.Release()
 	}
-	must(0, g.Close())(t)
+	gputest.Must(0, g.Close())(t)
 }
 
-// An engine that does not take the work in time: another executor does it, the engine never, and it is left alone for a while.
+// TestEngineRevoked: work that an engine does not take in time is done by another method and never
+// by the engine, which gets no work for a while.
 func TestEngineRevoked(t *testing.T) {
-	p := newFakePlatform(1)
-	g := must(newGPUs(p, inEngine()))(t)
+	p := gputest.NewPlatform(1)
+	g := gputest.Must(newGPUs(p, inEngine()))(t)
 	r := rand.New(rand.NewPCG(2, 2))
 	e := newFakeEngine(t, p, g, 0, 1<<20)
 	e.start(g)
@@ -391,19 +207,20 @@ func TestEngineRevoked(t *testing.T) {
 	e.detach()
 	e.quit()
 	e.region.Release()
-	must(0, g.Close())(t)
+	gputest.Must(0, g.Close())(t)
 }
 
-// An engine that takes work about when it is revoked, with several hops at once: whoever wins, every byte is right.
+// TestEngineRevokeRaces: an engine takes work while it is revoked, in several slots at once, and
+// every byte is right.
 func TestEngineRevokeRaces(t *testing.T) {
-	p := newFakePlatform(1)
-	g := must(newGPUs(p, inEngine()))(t)
+	p := gputest.NewPlatform(1)
+	g := gputest.Must(newGPUs(p, inEngine()))(t)
 	e := newFakeEngine(t, p, g, 0, 4<<20)
 	draw := rand.New(rand.NewPCG(3, 3)) // of the engine's goroutine
 	e.before = func(slot int, _ uint64) bool {
 		if slot != openSlot {
 			start := time.Now()
-			poll(100*time.Microsecond, func() bool { return time.Since(start) > time.Duration(draw.Int64N(int64(workPatience))) })
+			device.Poll(100*time.Microsecond, func() bool { return time.Since(start) > time.Duration(draw.Int64N(int64(workTimeout))) })
 		}
 		return true
 	}
@@ -435,14 +252,14 @@ func TestEngineRevokeRaces(t *testing.T) {
 	e.detach()
 	e.quit()
 	e.region.Release()
-	must(0, g.Close())(t)
+	gputest.Must(0, g.Close())(t)
 }
 
 func TestEngineRefuses(t *testing.T) {
 	for _, why := range []uint32{board.WorkBad, board.WorkGpu} {
 		for _, atOpen := range []bool{true, false} {
-			p := newFakePlatform(1)
-			g := patient(must(newGPUs(p, inEngine()))(t))
+			p := gputest.NewPlatform(1)
+			g := patient(gputest.Must(newGPUs(p, inEngine()))(t))
 			r := rand.New(rand.NewPCG(5, 5))
 			e := newFakeEngine(t, p, g, 0, 1<<20)
 			asked := 0
@@ -466,16 +283,16 @@ func TestEngineRefuses(t *testing.T) {
 				t.Errorf("an engine that refuses was asked %d times", asked)
 			}
 			e.region.Release()
-			must(0, g.Close())(t)
+			gputest.Must(0, g.Close())(t)
 		}
 	}
 }
 
-// An engine that dies in mid kernel: its hop fails once its death is proved, and not before; what its kernel may still write is not used
-// again, and others go on.
+// TestEngineDies: after the death of an engine during a kernel, the copy fails when the exit is
+// proved, not before. The buffer is not used again, and other engines go on.
 func TestEngineDies(t *testing.T) {
-	p := newFakePlatform(1)
-	g := patient(must(newGPUs(p, inEngine()))(t))
+	p := gputest.NewPlatform(1)
+	g := patient(gputest.Must(newGPUs(p, inEngine()))(t))
 	r := rand.New(rand.NewPCG(6, 6))
 	e, other := newFakeEngine(t, p, g, 0, 1<<20), newFakeEngine(t, p, g, 0, 1<<20)
 	taken := make(chan struct{}, 1)
@@ -499,10 +316,10 @@ func TestEngineDies(t *testing.T) {
 		}
 	}
 	start := time.Now()
-	poll(time.Millisecond, func() bool { return time.Since(start) > 3*workExitLook })
+	device.Poll(time.Millisecond, func() bool { return time.Since(start) > 3*workExitLook })
 	select {
 	case err := <-result:
-		t.Fatalf("the engine lives, and its hop returned: %v", err)
+		t.Fatalf("the engine lives, and its slot returned: %v", err)
 	default:
 	}
 	e.detach()
@@ -518,19 +335,19 @@ func TestEngineDies(t *testing.T) {
 	}
 	e.quit()
 	lent := 0
-	for range cap(u.hops) {
-		h := <-u.hops
+	for range cap(u.slots) {
+		h := <-u.slots
 		if h.lent {
 			lent++
 		} else if h.dense >= u.staging && h.dense < u.staging+cuda.Ptr(u.stagingBytes()) {
 			t.Error("the dead engine's buffer is used again")
 		}
-		u.hops <- h
+		u.slots <- h
 	}
-	if lent != cap(u.hops)-1 {
-		t.Errorf("%d of %d hops are lent after one death", lent, cap(u.hops))
+	if lent != cap(u.slots)-1 {
+		t.Errorf("%d of %d slots are lent after one death", lent, cap(u.slots))
 	}
-	for range 20 { // the hop without a lent buffer, too
+	for range 20 { // the slot without a lent buffer, too
 		if err := other.roundTrip(r, other.scattered(r, 50)); err != nil {
 			t.Error(err)
 		}
@@ -539,13 +356,13 @@ func TestEngineDies(t *testing.T) {
 	other.quit()
 	e.region.Release()
 	other.region.Release()
-	must(0, g.Close())(t)
+	gputest.Must(0, g.Close())(t)
 }
 
-// An engine that stops in mid kernel holds what it took, and leaves hops to others.
+// TestEngineStops: an engine that stops during a kernel holds its slots, and others use the rest.
 func TestEngineStops(t *testing.T) {
-	p := newFakePlatform(1)
-	g := patient(must(newGPUs(p, inEngine()))(t))
+	p := gputest.NewPlatform(1)
+	g := patient(gputest.Must(newGPUs(p, inEngine()))(t))
 	r := rand.New(rand.NewPCG(7, 7))
 	e, other := newFakeEngine(t, p, g, 0, 1<<20), newFakeEngine(t, p, g, 0, 1<<20)
 	resume := make(chan struct{})
@@ -579,14 +396,15 @@ func TestEngineStops(t *testing.T) {
 		x.quit()
 		x.region.Release()
 	}
-	must(0, g.Close())(t)
+	gputest.Must(0, g.Close())(t)
 }
 
-// An engine that has stopped in mid kernel does not keep a sidecar from ending. Whatever its kernel may touch stays.
+// TestEngineStopsAndWeClose: a sidecar can end beside an engine that has stopped during a kernel.
+// Memory that the kernel may touch stays allocated.
 func TestEngineStopsAndWeClose(t *testing.T) {
-	p := newFakePlatform(1)
-	g := patient(must(newGPUs(p, inEngine()))(t))
-	g.closePatience = 50 * time.Millisecond
+	p := gputest.NewPlatform(1)
+	g := patient(gputest.Must(newGPUs(p, inEngine()))(t))
+	g.closeTimeout = 50 * time.Millisecond
 	e := newFakeEngine(t, p, g, 0, 1<<20)
 	taken, resume := make(chan struct{}), make(chan struct{})
 	e.before = func(slot int, _ uint64) bool {
@@ -606,7 +424,7 @@ func TestEngineStopsAndWeClose(t *testing.T) {
 		t.Errorf("closed beside a kernel: %v", err)
 	}
 	u := e.region.Device().(*GPU)
-	if p.m.at(u.staging, u.stagingBytes()) == nil {
+	if p.Machine.At(u.staging, u.stagingBytes()) == nil {
 		t.Error("the staging buffer was freed")
 	}
 	close(resume)
@@ -616,15 +434,16 @@ func TestEngineStopsAndWeClose(t *testing.T) {
 	e.detach()
 	e.quit()
 	e.region.Release()
-	for _, d := range p.devices[0] {
-		must(0, d.Close())(t)
+	for _, d := range p.Devices[0] {
+		gputest.Must(0, d.Close())(t)
 	}
 }
 
-// Boards come and go while hops look for one: none is looked at once it was let go. The race detector sees who does.
+// TestEngineDetachRaces: boards come and go while slots look for one, and none is read after its
+// release. The race detector would report it.
 func TestEngineDetachRaces(t *testing.T) {
-	p := newFakePlatform(1)
-	g := must(newGPUs(p, inEngine()))(t)
+	p := gputest.NewPlatform(1)
+	g := gputest.Must(newGPUs(p, inEngine()))(t)
 	e := newFakeEngine(t, p, g, 0, 1<<20)
 	stop := make(chan struct{})
 	var wg sync.WaitGroup
@@ -647,23 +466,23 @@ func TestEngineDetachRaces(t *testing.T) {
 	gone := make([]byte, board.WorkLists)
 	for range 300 {
 		memory := make([]byte, board.WorkBytes)
-		work := must(board.InitWork(memory))(t)
+		work := gputest.Must(board.InitWork(memory))(t)
 		detach := g.Attach(Engine{Work: work, Regions: []*mem.Region{e.region}, Exited: func() bool { return false }, Ring: func() {}, End: func() { copy(memory, gone) }})
-		start := time.Now() // nothing may pass between hops and us that would order them
-		poll(50*time.Microsecond, func() bool { return time.Since(start) > 300*time.Microsecond })
+		start := time.Now() // nothing may pass between slots and us that would order them
+		device.Poll(50*time.Microsecond, func() bool { return time.Since(start) > 300*time.Microsecond })
 		detach()
 	}
 	close(stop)
 	wg.Wait()
 	e.region.Release()
-	must(0, g.Close())(t)
+	gputest.Must(0, g.Close())(t)
 }
 
-// Where it is of no use, a board is given back at once.
+// TestEngineOfNoUse: a board that is of no use is released at once.
 func TestEngineOfNoUse(t *testing.T) {
-	p := newFakePlatform(1)
-	for _, cfg := range []Config{{Hops: 4, Buffers: 1, Executor: Pack}, {Hops: 4, Buffers: 1, Executor: Copy}, {Hops: workSpare, Buffers: 1, Executor: InEngine}} {
-		g := must(newGPUs(p, cfg))(t)
+	p := gputest.NewPlatform(1)
+	for _, cfg := range []Config{{Slots: 4, Buffers: 1, Method: policy.Pack}, {Slots: 4, Buffers: 1, Method: policy.Copy}, {Slots: workSpare, Buffers: 1, Method: policy.InEngine}} {
+		g := gputest.Must(newGPUs(p, cfg))(t)
 		e := newFakeEngine(t, p, g, 0, 1<<20)
 		e.start(g)
 		if e.detach != nil || e.ended.Load() != 1 {
@@ -671,64 +490,6 @@ func TestEngineOfNoUse(t *testing.T) {
 		}
 		e.quit()
 		e.region.Release()
-		must(0, g.Close())(t)
-	}
-}
-
-// Of three executors the best is used, each of the others is tried now and then, and one that comes or goes is noticed.
-func TestChooserOfThree(t *testing.T) {
-	var c chooser
-	now := time.Unix(1000, 0)
-	count := func(calls int, engine bool, took [numExecutors]time.Duration) (n [numExecutors]int) {
-		for range calls {
-			e, _ := c.pick(now, engine)
-			n[e]++
-			start := now
-			now = now.Add(took[e])
-			c.took(e, 1<<20, start, now)
-		}
-		return n
-	}
-	const us = time.Microsecond
-	busy := [numExecutors]time.Duration{Pack: 3000 * us, Copy: 200 * us, InEngine: 60 * us}
-	if n := count(10000, true, busy); n[InEngine] < 9980 || n[Pack] == 0 || n[Copy] == 0 {
-		t.Errorf("the engine is three times as fast; taken: %v", n)
-	}
-	if n := count(100000, true, busy); n[InEngine] < 99980 || n[Pack] == 0 || n[Copy] == 0 || n[Pack] > 10 {
-		t.Errorf("ten seconds later: %v", n)
-	}
-	packs := 0
-	for range 10000 { // an engine that is away for one hop in ten: nothing is tried more often
-		packs += count(9, true, busy)[Pack] + count(1, false, busy)[Pack]
-	}
-	if packs == 0 || packs > 10 {
-		t.Errorf("%d packs in ten seconds with an engine that is away now and then", packs)
-	}
-	packs = 0
-	for i := range 100 { // two of them take turns in favour: the third is tried as seldom as before
-		turn := busy
-		turn[Copy], turn[InEngine] = []time.Duration{40 * us, 400 * us}[i%2], []time.Duration{400 * us, 40 * us}[i%2]
-		packs += count(1000, true, turn)[Pack]
-	}
-	if packs == 0 || packs > 10 {
-		t.Errorf("%d packs in ten seconds in which two others took turns", packs)
-	}
-	if n := count(1000, false, busy); n[InEngine] != 0 || n[Copy] < 995 {
-		t.Errorf("no engine: %v", n)
-	}
-	if n := count(1000, true, busy); n[InEngine] < 995 {
-		t.Errorf("it is back: %v", n)
-	}
-	idle := [numExecutors]time.Duration{Pack: 30 * us, Copy: 200 * us, InEngine: 60 * us}
-	count(60000, true, idle)
-	if n := count(1000, true, idle); n[Pack] < 990 {
-		t.Errorf("pack is the fastest by now: %v", n)
-	}
-	c.fixed = InEngine
-	if e, _ := c.pick(now, true); e != InEngine {
-		t.Errorf("fixed: %s", e)
-	}
-	if e, _ := c.pick(now, false); e != Copy {
-		t.Errorf("fixed, and none there: %s", e)
+		gputest.Must(0, g.Close())(t)
 	}
 }

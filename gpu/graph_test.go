@@ -6,8 +6,8 @@ import (
 	"time"
 )
 
-// TestGraphPacks: what replays of a captured graph come by for is moved by them, once each, in one session and in the next, and by launches when there
-// are no replays any more.
+// TestGraphPacks: lists are moved once each by replays of a captured graph, in one session and in
+// the next, and by launches when there are no replays any more.
 func TestGraphPacks(t *testing.T) {
 	s := newShim(t)
 	for session := range uint64(2) {
@@ -17,20 +17,20 @@ func TestGraphPacks(t *testing.T) {
 		}
 		s.say("replay 20")
 		before := s.say("look")
-		hops := s.roundTrips(session)
+		slots := s.roundTrips(session)
 		for tries := 0; ; tries++ { // replays may find no time on a busy machine
 			if s.say("look").inGraphs > before.inGraphs || tries == 10 {
 				break
 			}
-			hops += s.roundTrips(session)
+			slots += s.roundTrips(session)
 		}
 		st := s.say("replay 0")
-		if n := st.inGraphs - before.inGraphs; st.moved-before.moved != hops || n == 0 || st.astray != 0 {
-			t.Errorf("session %d: %d kernels for %d hops, %d of them in graphs, %d astray", session, st.moved-before.moved, hops, n, st.astray)
+		if n := st.inGraphs - before.inGraphs; st.moved-before.moved != slots || n == 0 || st.astray != 0 {
+			t.Errorf("session %d: %d kernels for %d slots, %d of them in graphs, %d astray", session, st.moved-before.moved, slots, n, st.astray)
 		}
 		more := s.roundTrips(session)
 		if end := s.say("look"); end.inGraphs != st.inGraphs || end.moved-st.moved != more {
-			t.Errorf("session %d: %d kernels for %d hops without replays, %d of them in graphs", session, end.moved-st.moved, more, end.inGraphs-st.inGraphs)
+			t.Errorf("session %d: %d kernels for %d slots without replays, %d of them in graphs", session, end.moved-st.moved, more, end.inGraphs-st.inGraphs)
 		}
 		s.end()
 		until(t, "the session's board is let go", func() bool { return s.say("look").overs == int(session)+1 })
@@ -38,8 +38,8 @@ func TestGraphPacks(t *testing.T) {
 	s.quit("")
 }
 
-// TestGraphRaces: replays come by about when lists are taken back, stop and go on, and the graph itself comes and goes: each list is moved once,
-// by one or the other.
+// TestGraphRaces: replays take lists while the thread takes them back, stop and go on, and the
+// graph itself comes and goes. Each list is moved once.
 func TestGraphRaces(t *testing.T) {
 	s := newShim(t)
 	s.begin()
@@ -47,34 +47,35 @@ func TestGraphRaces(t *testing.T) {
 	const rounds = 6
 	done := make(chan int)
 	go func() {
-		hops := 0
+		slots := 0
 		for i := range uint64(rounds) {
-			hops += s.roundTrips(i)
+			slots += s.roundTrips(i)
 		}
-		done <- hops
+		done <- slots
 	}()
-	hops := 0
+	slots := 0
 	commands := []string{"replay 300", "replay 60", "replay 0", "no graph", "again", "replay 300", "replay 10"}
 	tick := time.NewTicker(3 * time.Millisecond)
 	defer tick.Stop()
-	for i := 0; hops == 0; {
+	for i := 0; slots == 0; {
 		select {
-		case hops = <-done:
+		case slots = <-done:
 		case <-tick.C:
 			s.say("%s", commands[i%len(commands)])
 			i++
 		}
 	}
 	st := s.say("replay 0")
-	if st.moved != hops || st.astray != 0 || st.inGraphs == 0 || st.inGraphs == st.moved {
-		t.Errorf("%d kernels for %d hops, %d of them in graphs, %d astray", st.moved, hops, st.inGraphs, st.astray)
+	if st.moved != slots || st.astray != 0 || st.inGraphs == 0 || st.inGraphs == st.moved {
+		t.Errorf("%d kernels for %d slots, %d of them in graphs, %d astray", st.moved, slots, st.inGraphs, st.astray)
 	}
-	t.Logf("%d of %d in graphs", st.inGraphs, hops)
+	t.Logf("%d of %d in graphs", st.inGraphs, slots)
 	s.end()
 	s.quit("")
 }
 
-// TestGraphBreaks: the context is lost while a graph has a list: whoever waits is told, and the bytes come by another executor.
+// TestGraphBreaks: the context is lost while a graph has a list. The waiting copy is refused, and
+// another method moves the bytes.
 func TestGraphBreaks(t *testing.T) {
 	s := newShim(t)
 	s.begin()
@@ -95,7 +96,7 @@ func TestGraphBreaks(t *testing.T) {
 	}
 	select {
 	case err := <-result:
-		t.Fatalf("the hop returned while a graph had its list: %v", err)
+		t.Fatalf("the slot returned while a graph had its list: %v", err)
 	case <-time.After(3 * workExitLook): // for what must not come
 	}
 	s.say("break 0")
@@ -105,7 +106,8 @@ func TestGraphBreaks(t *testing.T) {
 	s.quit("")
 }
 
-// TestGraphBreaksBetween: the context is lost when the sidecar has its word for a list and the host has not: what is posted next is told so as well.
+// TestGraphBreaksBetween: the context is lost between the two marks of a list. The next work is
+// refused, too.
 func TestGraphBreaksBetween(t *testing.T) {
 	s := newShim(t)
 	s.begin()
@@ -113,7 +115,7 @@ func TestGraphBreaksBetween(t *testing.T) {
 	s.say("replay 20")
 	s.say("break -2")
 	for seed := range uint64(40) {
-		s.arrives(s.gather(seed), fmt.Sprintf("hop %d", seed))
+		s.arrives(s.gather(seed), fmt.Sprintf("slot %d", seed))
 	}
 	if st := s.say("replay 0"); st.inGraphs != 1 || st.astray != 0 {
 		t.Errorf("%d lists in graphs, of which the first one was the end; %d astray", st.inGraphs, st.astray)
@@ -122,11 +124,12 @@ func TestGraphBreaksBetween(t *testing.T) {
 	s.quit("")
 }
 
-// TestGraphEnds: a session ends, and another begins, while lists wait for replays that are few: every hop ends, and none is moved twice.
+// TestGraphEnds: a session ends and another begins while lists wait for rare replays. Every copy
+// ends, and none is moved twice.
 func TestGraphEnds(t *testing.T) {
 	s := newShim(t)
-	s.g.patience = workPatience // of what nobody takes, as the session is over
-	moved, hops := 0, 0
+	s.g.workTimeout = workTimeout // of what nobody takes, as the session is over
+	moved, slots := 0, 0
 	for session := range 20 {
 		s.begin()
 		if session == 0 {
@@ -137,17 +140,17 @@ func TestGraphEnds(t *testing.T) {
 			if err := <-s.gather(uint64(session)); err != nil {
 				t.Error(fmt.Errorf("session %d: %w", session, err))
 			}
-			hops++
+			slots++
 		}
 		result := s.gather(uint64(session))
 		s.end()
 		if err := <-result; err != nil {
 			t.Error(fmt.Errorf("session %d: %w", session, err))
 		}
-		hops++
+		slots++
 		st := s.say("look")
-		if moved = st.moved; st.astray != 0 || moved > hops {
-			t.Fatalf("session %d: %d kernels for %d hops, %d astray", session, moved, hops, st.astray)
+		if moved = st.moved; st.astray != 0 || moved > slots {
+			t.Fatalf("session %d: %d kernels for %d slots, %d astray", session, moved, slots, st.astray)
 		}
 		until(t, "the session's board is let go", func() bool { return s.say("look").overs == session+1 })
 	}

@@ -4,12 +4,13 @@ import (
 	"errors"
 	"testing"
 
+	"github.com/kvspray/kvspray/gpu/device"
 	"github.com/kvspray/kvspray/internal/sys/cuda"
 )
 
-// nicCard is a card that lets NICs at its memory; nothing else of it works.
+// nicCard is a card whose memory NICs can access; nothing else of it works.
 type nicCard struct {
-	card
+	device.Card
 	order, options int
 	first          cuda.Ptr
 	bytes          uint64
@@ -34,7 +35,7 @@ func (c *nicCard) FlushRDMAWrites() error {
 	return c.err
 }
 
-// TestExportDMABuf: the driver takes whole pages, and the caller hears where its range lies in them.
+// TestExportDMABuf: the driver gets whole pages, and the caller the offset of its range.
 func TestExportDMABuf(t *testing.T) {
 	c := &nicCard{}
 	u := &GPU{card: c}
@@ -53,12 +54,13 @@ func TestExportDMABuf(t *testing.T) {
 	if _, _, err := u.ExportDMABuf(4096, 1); !errors.Is(err, c.err) {
 		t.Error(err)
 	}
-	if _, _, err := (&GPU{card: struct{ card }{}}).ExportDMABuf(4096, 1); !errors.Is(err, cuda.ErrNotSupported) {
+	if _, _, err := (&GPU{card: struct{ device.Card }{}}).ExportDMABuf(4096, 1); !errors.Is(err, cuda.ErrNotSupported) {
 		t.Errorf("a card that exports nothing: %v", err)
 	}
 }
 
-// TestNICWrites: a flush where the GPU orders nothing and the host can, none where it orders, and a refusal where neither is so.
+// TestNICWrites: a flush where only the host can order writes, none where the GPU orders them, and
+// an error where neither can.
 func TestNICWrites(t *testing.T) {
 	for _, x := range []struct {
 		order, options int

@@ -19,28 +19,13 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/kvspray/kvspray/gpu/gputest"
 	"github.com/kvspray/kvspray/internal/board"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/internal/testutil"
 )
 
-// The library's own thread (pybind/src/work.c), in a process of its own and on a driver without a GPU, against this package: the memory
-// between the two, and who may touch what when, in C on one side and in Go on the other. The GPU's memory is a file that both map.
-const sharedBytes = 256 << 20
-
-// share puts what is allocated from now on into a file, whose bytes stand for the addresses from the next one on.
-func (m *fakeMachine) share(t testing.TB) (fd int) {
-	fd = must(unix.MemfdCreate("gpu", unix.MFD_CLOEXEC))(t)
-	must(0, unix.Ftruncate(fd, sharedBytes))(t)
-	m.shared = must(unix.Mmap(fd, 0, sharedBytes, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED))(t)
-	t.Cleanup(func() {
-		must(0, unix.Munmap(m.shared))(t)
-		must(0, unix.Close(fd))(t)
-	})
-	return fd
-}
-
-// shimDir is what buildShim made; TestMain takes it away.
+// shimDir is the output of newShim; TestMain removes it.
 var shimDir string
 
 func TestMain(m *testing.M) {
@@ -79,7 +64,9 @@ var buildShim = sync.OnceValues(func() (dir string, err error) {
 	return dir, nil
 })
 
-// shim is such an engine: a fakeEngine whose answers come from elsewhere.
+// shim is the thread of the real library (pybind/src/work.c) in a process of its own, on a driver
+// without a GPU. The GPU's memory is a file that both processes map. It tests the memory protocol
+// between C and Go.
 type shim struct {
 	*fakeEngine
 	t      testing.TB
@@ -87,7 +74,7 @@ type shim struct {
 	cmd    *exec.Cmd
 	socket int
 	exit   chan error // of the process
-	maps   [][]byte   // boards, which hops may still look at
+	maps   [][]byte   // boards, which slots may still look at
 }
 
 func newShim(t testing.TB) *shim {
@@ -100,25 +87,25 @@ func newShim(t testing.TB) *shim {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p := newFakePlatform(1)
-	base := p.m.next
-	p.m.base = base
-	fd := p.m.share(t)
+	p := gputest.NewPlatform(1)
+	base := p.Machine.Next
+	p.Machine.Base = base
+	fd := p.Machine.Share(t)
 	cfg := inEngine()
-	cfg.Hops = 6
-	g := patient(must(newGPUs(p, cfg))(t))
+	cfg.Slots = 6
+	g := patient(gputest.Must(newGPUs(p, cfg))(t))
 	s := &shim{fakeEngine: newFakeEngine(t, p, g, 0, 4<<20), t: t, g: g, exit: make(chan error, 1)}
-	s.host = must(mem.NewAnonymous("host", 4096))(t)
-	pair := must(unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0))(t)
+	s.host = gputest.Must(mem.NewAnonymous("host", 4096))(t)
+	pair := gputest.Must(unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0))(t)
 	s.socket = pair[0]
-	theirs, memory := os.NewFile(uintptr(pair[1]), "socket"), os.NewFile(uintptr(must(unix.Dup(fd))(t)), "gpu")
-	s.cmd = exec.Command(filepath.Join(dir, "work_engine"), fmt.Sprint(uint64(base)), fmt.Sprint(sharedBytes))
+	theirs, memory := os.NewFile(uintptr(pair[1]), "socket"), os.NewFile(uintptr(gputest.Must(unix.Dup(fd))(t)), "gpu")
+	s.cmd = exec.Command(filepath.Join(dir, "work_engine"), fmt.Sprint(uint64(base)), fmt.Sprint(gputest.SharedBytes))
 	s.cmd.Env = append(os.Environ(), "KVSPRAY_LIBCUDA="+filepath.Join(dir, "libfake_cuda.so"))
 	s.cmd.ExtraFiles = []*os.File{theirs, memory}
 	s.cmd.Stderr = os.Stderr
-	must(0, s.cmd.Start())(t)
+	gputest.Must(0, s.cmd.Start())(t)
 	t.Cleanup(func() { _ = s.cmd.Process.Kill() }) // where the test has failed; it may be stopped
-	must(0, errors.Join(theirs.Close(), memory.Close()))(t)
+	gputest.Must(0, errors.Join(theirs.Close(), memory.Close()))(t)
 	go func() {
 		err := s.cmd.Wait()
 		s.exited.Store(true)
@@ -133,10 +120,10 @@ func newShim(t testing.TB) *shim {
 	return s
 }
 
-// state is what each answer says.
+// shimState is what each answer contains.
 type shimState struct{ moved, astray, jobs, overs, inGraphs, moveWaits int }
 
-// say has a command carried out, and returns how things are after it.
+// say runs a command, and returns the state after it.
 func (s *shim) say(format string, args ...any) (st shimState) {
 	st, _ = s.ask(fmt.Sprintf(format, args...))
 	return st
@@ -144,7 +131,7 @@ func (s *shim) say(format string, args ...any) (st shimState) {
 
 func (s *shim) ask(command string) (st shimState, fds []int) {
 	s.t.Helper()
-	must(0, unix.Send(s.socket, []byte(command), unix.MSG_NOSIGNAL))(s.t)
+	gputest.Must(0, unix.Send(s.socket, []byte(command), unix.MSG_NOSIGNAL))(s.t)
 	answer, control := make([]byte, 512), make([]byte, unix.CmsgSpace(2*4))
 	n, k, _, _, err := unix.Recvmsg(s.socket, answer, control, unix.MSG_CMSG_CLOEXEC)
 	if err != nil || n == 0 {
@@ -153,29 +140,29 @@ func (s *shim) ask(command string) (st shimState, fds []int) {
 	if _, err := fmt.Sscan(string(answer[:n]), &st.moved, &st.astray, &st.jobs, &st.overs, &st.inGraphs, &st.moveWaits); err != nil {
 		s.t.Fatalf("%s: %q: %v", command, answer[:n], err)
 	}
-	for _, m := range must(unix.ParseSocketControlMessage(control[:k]))(s.t) {
-		fds = append(fds, must(unix.ParseUnixRights(&m))(s.t)...)
+	for _, m := range gputest.Must(unix.ParseSocketControlMessage(control[:k]))(s.t) {
+		fds = append(fds, gputest.Must(unix.ParseUnixRights(&m))(s.t)...)
 	}
 	return st, fds
 }
 
-// begin opens a session: its board is attached, and open.
+// begin opens a session: its board is attached.
 func (s *shim) begin() {
 	s.t.Helper()
 	_, fds := s.ask("begin")
 	if len(fds) != 2 {
 		s.t.Fatalf("%d descriptors", len(fds))
 	}
-	b := must(unix.Mmap(fds[0], 0, board.WorkBytes, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED))(s.t)
+	b := gputest.Must(unix.Mmap(fds[0], 0, board.WorkBytes, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED))(s.t)
 	s.maps = append(s.maps, b)
-	must(0, unix.Close(fds[0]))(s.t)
+	gputest.Must(0, unix.Close(fds[0]))(s.t)
 	s.t.Cleanup(func() { _ = unix.Close(fds[1]) })
 	ring := func() {
 		if _, err := unix.Write(fds[1], binary.LittleEndian.AppendUint64(nil, 1)); err != nil {
 			s.t.Error(err)
 		}
 	}
-	s.detach = s.g.Attach(Engine{Work: must(board.ParseWork(b))(s.t), Regions: []*mem.Region{s.host, s.region}, Exited: s.exited.Load, Ring: ring,
+	s.detach = s.g.Attach(Engine{Work: gputest.Must(board.ParseWork(b))(s.t), Regions: []*mem.Region{s.host, s.region}, Exited: s.exited.Load, Ring: ring,
 		End: func() { s.ended.Add(1) }})
 	if !s.opened() {
 		s.t.Fatal("the engine takes no work")
@@ -188,29 +175,29 @@ func (s *shim) end() {
 	s.say("end")
 }
 
-// quit ends the process, which must have been at ease until then.
+// quit ends the process, which must have reported no error.
 func (s *shim) quit(want string) {
 	s.t.Helper()
-	must(0, unix.Close(s.socket))(s.t)
+	gputest.Must(0, unix.Close(s.socket))(s.t)
 	switch err := <-s.exit; {
 	case want == "" && err != nil, want != "" && (err == nil || err.Error() != want):
 		s.t.Errorf("the engine's process ended with %v, want %q", err, want)
 	}
 	for _, b := range s.maps {
-		must(0, unix.Munmap(b))(s.t)
+		gputest.Must(0, unix.Munmap(b))(s.t)
 	}
 	s.region.Release()
 	s.host.Release()
-	must(0, s.g.Close())(s.t)
+	gputest.Must(0, s.g.Close())(s.t)
 }
 
-// inFlight waits until so many kernels and stores wait in the driver.
+// inFlight waits until so many kernels and stores are queued in the driver.
 func (s *shim) inFlight(n int) {
 	s.t.Helper()
 	until(s.t, "a kernel is in the driver", func() bool { return s.say("look").jobs >= n })
 }
 
-// gather starts one, of blocks with known content.
+// gather starts a gather of blocks with known content.
 func (s *shim) gather(seed uint64) (result chan error) {
 	r := rand.New(rand.NewPCG(seed, seed))
 	blocks := s.scattered(r, 60)
@@ -234,7 +221,7 @@ func (s *shim) gather(seed uint64) (result chan error) {
 	return result
 }
 
-// arrives waits for a hop, which must not wait for a context that is lost: its bytes come by another executor.
+// arrives waits for a copy, which must not wait for a lost context: another method moves the bytes.
 func (s *shim) arrives(result chan error, what string) {
 	s.t.Helper()
 	select {
@@ -243,13 +230,13 @@ func (s *shim) arrives(result chan error, what string) {
 			s.t.Errorf("%s: %v", what, err)
 		}
 	case <-time.After(patience):
-		s.t.Fatalf("%s: the hop waits for an engine that has told nobody", what)
+		s.t.Fatalf("%s: the slot waits for an engine that has reported nothing", what)
 	}
 }
 
-// roundTrips scatters and gathers random blocks from several goroutines, so that several slots and streams are used, and returns how many hops
-// that took.
-func (s *shim) roundTrips(seed uint64) (hops int) {
+// roundTrips scatters and gathers random blocks from several goroutines, so that several slots and
+// streams are used, and returns the number of copies.
+func (s *shim) roundTrips(seed uint64) (slots int) {
 	var wg sync.WaitGroup
 	var trips atomic.Int32
 	for k := range uint64(4) {
@@ -282,7 +269,7 @@ func TestShimPacks(t *testing.T) {
 	for session := range uint64(2) {
 		s.begin()
 		before := s.say("look").moved
-		hops := s.roundTrips(session)
+		slots := s.roundTrips(session)
 		even := []mem.Block{} // strided, backwards too
 		for i := range uint64(64) {
 			even = append(even, mem.Block{Region: s.region, Off: 3<<20 - i*4096, Len: 4096})
@@ -293,8 +280,8 @@ func TestShimPacks(t *testing.T) {
 		if err := s.roundTrip(rand.New(rand.NewPCG(3, 3)), crosswise(s.region, 5)); err != nil {
 			t.Error(err)
 		}
-		if st := s.say("look"); st.moved-before != hops+4 || st.astray != 0 {
-			t.Errorf("session %d: %d kernels for %d hops, %d astray", session, st.moved-before, hops+4, st.astray)
+		if st := s.say("look"); st.moved-before != slots+4 || st.astray != 0 {
+			t.Errorf("session %d: %d kernels for %d slots, %d astray", session, st.moved-before, slots+4, st.astray)
 		}
 		s.end()
 		until(t, "the session's board is let go", func() bool { return s.say("look").overs == int(session)+1 })
@@ -305,8 +292,8 @@ func TestShimPacks(t *testing.T) {
 	s.quit("")
 }
 
-// TestShimContextBreaks: a context that is lost before, between or behind the two stores of a slot: whoever waits is told, and the bytes
-// come by another executor.
+// TestShimContextBreaks: the context is lost before, between or after the two stores of a slot. The
+// waiting copy is refused, and another method moves the bytes.
 func TestShimContextBreaks(t *testing.T) {
 	for _, after := range []int{0, 1, 2} {
 		s := newShim(t)
@@ -329,7 +316,8 @@ func TestShimContextBreaks(t *testing.T) {
 	}
 }
 
-// TestShimDies: kill -9 in mid kernel. The hop fails once the death is proved, not before, and its buffer is not used again.
+// TestShimDies: kill -9 during a kernel. The copy fails when the exit is proved, not before, and
+// its buffer is not used again.
 func TestShimDies(t *testing.T) {
 	s := newShim(t)
 	s.begin()
@@ -338,10 +326,10 @@ func TestShimDies(t *testing.T) {
 	s.inFlight(3)
 	select {
 	case err := <-result:
-		t.Fatalf("the engine lives and has done nothing, and its hop returned: %v", err)
+		t.Fatalf("the engine lives and has done nothing, and its slot returned: %v", err)
 	case <-time.After(3 * workExitLook): // for what must not come
 	}
-	must(0, s.cmd.Process.Kill())(t)
+	gputest.Must(0, s.cmd.Process.Kill())(t)
 	if err := <-result; !errors.Is(err, errEngineGone) {
 		t.Errorf("error %v", err)
 	}
@@ -352,7 +340,8 @@ func TestShimDies(t *testing.T) {
 	s.quit("signal: killed")
 }
 
-// stopped returns once every thread of the process is: the signal is sent before that, and one of them may take a slot meanwhile.
+// stopped returns when every thread of the process has stopped: a thread may take a slot after the
+// signal was sent.
 func (s *shim) stopped() {
 	s.t.Helper()
 	until(s.t, "every thread is stopped", func() bool {
@@ -367,15 +356,15 @@ func (s *shim) stopped() {
 	})
 }
 
-// TestShimSleeps: an engine that is stopped takes nothing, and its slots are revoked; awake again, it takes the next one, and never what
-// was revoked.
+// TestShimSleeps: a stopped engine takes nothing, and its slots are revoked. When it continues it
+// takes the next work, and never revoked work.
 func TestShimSleeps(t *testing.T) {
 	s := newShim(t)
 	s.begin()
 	n := (*s.region.Device().(*GPU).engines.Load())[0]
-	s.g.patience = workPatience
+	s.g.workTimeout = workTimeout
 	before := s.say("look").moved
-	must(0, s.cmd.Process.Signal(syscall.SIGSTOP))(t)
+	gputest.Must(0, s.cmd.Process.Signal(syscall.SIGSTOP))(t)
 	s.stopped()
 	for i := range uint64(5) {
 		n.rest.Store(0)
@@ -383,7 +372,7 @@ func TestShimSleeps(t *testing.T) {
 			t.Error(err)
 		}
 	}
-	must(0, s.cmd.Process.Signal(syscall.SIGCONT))(t)
+	gputest.Must(0, s.cmd.Process.Signal(syscall.SIGCONT))(t)
 	patient(s.g)
 	n.rest.Store(0)
 	if err := <-s.gather(9); err != nil {

@@ -4,68 +4,71 @@ import (
 	"runtime"
 	"testing"
 	"time"
+
+	"github.com/kvspray/kvspray/gpu/gputest"
 )
 
-// awaitHops waits until so many hops are free.
-func awaitHops(t *testing.T, u *GPU, want int) {
+// awaitSlots waits until so many slots are free.
+func awaitSlots(t *testing.T, u *GPU, want int) {
 	t.Helper()
-	for end := time.Now().Add(patience); len(u.hops) != want; runtime.Gosched() {
+	for end := time.Now().Add(patience); len(u.slots) != want; runtime.Gosched() {
 		if time.Now().After(end) {
-			t.Fatalf("%d hops are free, want %d", len(u.hops), want)
+			t.Fatalf("%d slots are free, want %d", len(u.slots), want)
 		}
 	}
 }
 
-// TestWarm: a GPU that copies nothing makes a short copy; one that copies is warm.
+// TestWarm: an idle GPU makes a short copy; one that copies does not.
 func TestWarm(t *testing.T) {
 	u := newCopyRig(t, 1).gpu[0].Device().(*GPU)
-	d := u.dev.(*fakeDevice)
+	d := u.dev.(*gputest.Device)
 	u.Warm()
-	awaitHops(t, u, cap(u.hops))
-	d.mu.Lock()
-	warmed := d.copies
-	d.mu.Unlock()
+	awaitSlots(t, u, cap(u.slots))
+	d.Mu.Lock()
+	warmed := d.Copies
+	d.Mu.Unlock()
 	if warmed == 0 {
 		t.Error("nothing was copied")
 	}
-	h := <-u.hops
+	h := <-u.slots
 	u.Warm()
-	u.hops <- h
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if d.copies != warmed {
+	u.slots <- h
+	d.Mu.Lock()
+	defer d.Mu.Unlock()
+	if d.Copies != warmed {
 		t.Error("a GPU that copies was warmed")
 	}
 }
 
-// TestWarmWaits: nobody waits for a copy that others keep waiting, and its hop is nobody else's until it is over.
+// TestWarmWaits: Warm does not wait for a copy that is delayed, and its slot stays in use until the
+// copy ends.
 func TestWarmWaits(t *testing.T) {
 	u := newCopyRig(t, 1).gpu[0].Device().(*GPU)
 	leave := make(chan struct{})
-	for range cap(u.hops) {
-		h := <-u.hops
-		h.queue.(*fakeQueue).work <- func() { <-leave } // what others copy
-		u.hops <- h
+	for range cap(u.slots) {
+		h := <-u.slots
+		h.queue.(*gputest.Queue).Work <- func() { <-leave } // what others copy
+		u.slots <- h
 	}
 	u.Warm() // comes back
-	if n := len(u.hops); n != cap(u.hops)-1 {
-		t.Errorf("%d hops are free while one copies, of %d", n, cap(u.hops))
+	if n := len(u.slots); n != cap(u.slots)-1 {
+		t.Errorf("%d slots are free while one copies, of %d", n, cap(u.slots))
 	}
 	close(leave)
-	awaitHops(t, u, cap(u.hops))
+	awaitSlots(t, u, cap(u.slots))
 }
 
-// TestWarmFails: an error costs no hop.
+// TestWarmFails: after an error the slot is free again.
 func TestWarmFails(t *testing.T) {
 	r := newCopyRig(t, 1)
 	u := r.gpu[0].Device().(*GPU)
-	d := u.dev.(*fakeDevice)
-	d.mu.Lock()
-	d.failAfter = 0
-	d.mu.Unlock()
+	d := u.dev.(*gputest.Device)
+	d.Mu.Lock()
+	d.FailAfter = 0
+	d.Mu.Unlock()
 	u.Warm()
-	awaitHops(t, u, cap(u.hops))
-	d.mu.Lock()
-	d.failAfter = -1
-	d.mu.Unlock()
+	awaitSlots(t, u, cap(u.slots))
+	d.Mu.Lock()
+	d.FailAfter = -1
+	d.Mu.Unlock()
 }

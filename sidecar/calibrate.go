@@ -10,17 +10,18 @@ import (
 	"maps"
 
 	"github.com/kvspray/kvspray/gpu"
+	"github.com/kvspray/kvspray/gpu/policy"
 	"github.com/kvspray/kvspray/internal/config"
 )
 
 // gpuTable returns the measurements of the GPUs, nil without any. A table that the configuration
 // names must exist; an unusable table at the default path only causes a warning.
-func gpuTable(c *config.Config, log *slog.Logger) (*gpu.Table, error) {
+func gpuTable(c *config.Config, log *slog.Logger) (*policy.Table, error) {
 	path, named := c.Transports.GPU.TablePath()
 	if path == "" {
 		return nil, nil
 	}
-	t, err := gpu.LoadTable(path)
+	t, err := policy.LoadTable(path)
 	switch {
 	case err == nil:
 		log.Info("table of GPUs", "path", path, "models", t.String())
@@ -41,7 +42,7 @@ func CalibrateGPUs(ctx context.Context, c *config.Config, path string, log *slog
 			return "", nil, errors.New("sidecar: calibrate: transports.gpu.table names no file: name one with --out, or set HOME")
 		}
 	}
-	t, err := gpu.LoadTable(path)
+	t, err := policy.LoadTable(path)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		log.Warn("the old table will be replaced", "err", err)
 	}

@@ -8,7 +8,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kvspray/kvspray/gpu"
+	"github.com/kvspray/kvspray/gpu/policy"
 	"github.com/kvspray/kvspray/internal/config"
 )
 
@@ -34,7 +34,7 @@ func TestGPUTable(t *testing.T) {
 		}
 	}
 	want("none there", config.Auto, "", "")
-	if err := (&gpu.Table{Version: 1, GPUs: map[string]gpu.Limits{"A": {PackBlocks: 7}}}).Save(own); err != nil {
+	if err := (&policy.Table{Version: 1, GPUs: map[string]policy.Limits{"A": {PackBlocks: 7}}}).Save(own); err != nil {
 		t.Fatal(err)
 	}
 	want("its own", config.Auto, "A", "models=A")

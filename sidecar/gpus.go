@@ -10,6 +10,7 @@ import (
 
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/gpu"
+	"github.com/kvspray/kvspray/gpu/policy"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
@@ -38,7 +39,7 @@ func newGPUs(c *config.Config, log *slog.Logger) (*gpus, error) {
 	if t.Enabled == config.Off {
 		return nil, nil
 	}
-	how, err := gpu.ParseExecutor(t.Executor)
+	how, err := policy.ParseCopyMethod(t.Executor)
 	if err != nil {
 		return nil, fmt.Errorf("sidecar: transports.gpu.executor: %w", err)
 	}
@@ -46,7 +47,7 @@ func newGPUs(c *config.Config, log *slog.Logger) (*gpus, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &gpus{load: gpu.New, cfg: gpu.Config{Executor: how, Table: table, Buffers: t.Buffers, PeerStage: uint64(t.Stage),
+	return &gpus{load: gpu.New, cfg: gpu.Config{Method: how, Table: table, Buffers: t.Buffers, PeerStage: uint64(t.Stage),
 		Memory: uint64(t.Memory), Log: log}}, nil
 }
 
@@ -98,7 +99,7 @@ func (g *gpus) Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Regio
 
 // asksEngines reports whether engines may be asked to pack in their own contexts.
 func (g *gpus) asksEngines() bool {
-	return g.cfg.Executor == gpu.Auto || g.cfg.Executor == gpu.InEngine
+	return g.cfg.Method == policy.Auto || g.cfg.Method == policy.InEngine
 }
 
 // Attach has an engine pack in its own context for the GPU that its regions are of.
@@ -178,12 +179,12 @@ func (g *gpus) memory() []gpu.MemoryState {
 }
 
 // executorStates is what each executor has done on each way from and to a GPU.
-func (g *gpus) executorStates() []gpu.WayState {
+func (g *gpus) executorStates() []policy.RouteState {
 	c := g.links()
 	if c == nil {
-		return []gpu.WayState{}
+		return []policy.RouteState{}
 	}
-	return c.Ways()
+	return c.Routes()
 }
 
 // Forget gives back what GPUs have of regions that go.

@@ -36,7 +36,7 @@ import (
 	"github.com/kvspray/kvspray/control/peer"
 	"github.com/kvspray/kvspray/control/peer/keys"
 	"github.com/kvspray/kvspray/control/spray"
-	"github.com/kvspray/kvspray/gpu"
+	"github.com/kvspray/kvspray/gpu/multipath"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/metrics"
 	"github.com/kvspray/kvspray/internal/sys/mem"
@@ -129,7 +129,7 @@ func New(opt Options) (*Node, error) {
 	if n.backends, err = newBackends(n.cfg, n.gpus, n.gdrChanged, n.log); err != nil {
 		return nil, err
 	}
-	if err := n.metrics.Links(opt.Registry, gpu.LinkStates, n.linkSamples); err != nil {
+	if err := n.metrics.Links(opt.Registry, multipath.LinkStates, n.linkSamples); err != nil {
 		return nil, fmt.Errorf("sidecar: metrics: %w", err)
 	}
 	if err := n.metrics.Memory(opt.Registry, n.memorySamples); err != nil {

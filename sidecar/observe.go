@@ -21,6 +21,7 @@ import (
 	"github.com/kvspray/kvspray/control/route"
 	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/gpu"
+	"github.com/kvspray/kvspray/gpu/policy"
 	"github.com/kvspray/kvspray/internal/metrics"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/parseblock"
@@ -581,8 +582,8 @@ func (n *Node) linkSamples() (out []metrics.LinkSample) {
 // memorySamples is what this sidecar holds of each GPU, for metrics.
 func (n *Node) memorySamples() (out []metrics.MemorySample) {
 	for _, m := range n.gpus.memory() {
-		out = append(out, metrics.MemorySample{GPU: m.GPU, Limit: float64(m.Limit), Free: float64(m.Free),
-			Held: map[string]float64{"staging": float64(m.Staging), "pipelines": float64(m.Pipelines), "pinned_host": float64(m.PinnedBytes)}})
+		out = append(out, metrics.MemorySample{GPU: m.GPU, Limit: float64(m.Limit), Free: float64(m.Free), Pinned: float64(m.PinnedBytes),
+			Held: map[string]float64{"staging": float64(m.Staging), "pipelines": float64(m.Pipelines), "relays": float64(m.Relays)}})
 	}
 	return out
 }
@@ -610,7 +611,7 @@ type stateView struct {
 	// Links are the paths of large copies between host memory and each GPU.
 	Links []gpu.PathState `json:"gpu_links"`
 	// Executors are the copy methods for scattered blocks of a GPU, with their bytes.
-	Executors []gpu.WayState `json:"gpu_executors"`
+	Executors []policy.RouteState `json:"gpu_executors"`
 	// Control lanes to each peer, each as its two addresses. By boot.
 	Control map[string][]string `json:"control"`
 	// Routes are the paths to each peer, best first, with the reason for each unused one. By boot.

@@ -8,7 +8,8 @@ import (
 	"fmt"
 	"math/rand/v2"
 
-	"github.com/kvspray/kvspray/gpu"
+	"github.com/kvspray/kvspray/gpu/device"
+	"github.com/kvspray/kvspray/gpu/multipath"
 	"github.com/kvspray/kvspray/internal/sys/cuda"
 )
 
@@ -45,31 +46,31 @@ func (b *bench) multipathRows(cs []*cuda.Context) error {
 		}
 		defer streams[i].Destroy()
 	}
-	hop := func(s *cuda.Stream, dir gpu.Direction, h, d cuda.Ptr, n uint64) error {
-		if dir == gpu.DeviceToHost {
+	hop := func(s *cuda.Stream, dir device.Direction, h, d cuda.Ptr, n uint64) error {
+		if dir == device.DeviceToHost {
 			return s.Copy(h, d, n)
 		}
 		return s.Copy(d, h, n)
 	}
-	name := map[gpu.Direction]string{gpu.HostToDevice: "host to GPU 0", gpu.DeviceToHost: "GPU 0 to host"}
+	name := map[device.Direction]string{device.HostToDevice: "host to GPU 0", device.DeviceToHost: "GPU 0 to host"}
 	for links := 1; links <= len(cs); links++ {
-		target, err := gpu.CUDA(cs[0])
+		target, err := device.CUDA(cs[0])
 		if err != nil {
 			return err
 		}
-		var relays []gpu.Device
+		var relays []device.Device
 		for _, c := range cs[1:links] {
-			r, err := gpu.CUDA(c)
+			r, err := device.CUDA(c)
 			if err != nil {
 				return err
 			}
 			relays = append(relays, r)
 		}
-		mp, err := gpu.NewMultipath(target, relays...)
+		mp, err := multipath.New(target, relays...)
 		if err != nil {
 			return err
 		}
-		for _, dir := range []gpu.Direction{gpu.HostToDevice, gpu.DeviceToHost} {
+		for _, dir := range []device.Direction{device.HostToDevice, device.DeviceToHost} {
 			all := func() error {
 				per := uint64(multipathTotal / links)
 				var errs []error
@@ -99,7 +100,7 @@ func (b *bench) multipathRows(cs []*cuda.Context) error {
 			b.say.End()
 			fmt.Fprintf(b.out, "calibrated: every link from %d MiB on\n", threshold>>20)
 			for n := uint64(4 << 10); n <= 1<<30; n *= 2 {
-				for _, dir := range []gpu.Direction{gpu.HostToDevice, gpu.DeviceToHost} {
+				for _, dir := range []device.Direction{device.HostToDevice, device.DeviceToHost} {
 					single := func() error { return errors.Join(hop(streams[0], dir, hostPtr, mem[0], n), streams[0].Sync()) }
 					r := Row{What: fmt.Sprintf("%s, %d KiB, ceiling: the single path", name[dir], n>>10), Bytes: n}
 					if err := b.pair(r, func() error { return mp.Copy(dir, hostPtr, mem[0], n) }, n, single); err != nil {
@@ -116,12 +117,12 @@ func (b *bench) multipathRows(cs []*cuda.Context) error {
 }
 
 // multipathContent sends random bytes there and back through two different places and compares.
-func (b *bench) multipathContent(mp *gpu.Multipath, host []byte, hostPtr, dev cuda.Ptr, s *cuda.Stream) error {
+func (b *bench) multipathContent(mp *multipath.Multipath, host []byte, hostPtr, dev cuda.Ptr, s *cuda.Stream) error {
 	const n = 1<<30 + 12345
 	b.say.Phase("multipath: comparing content, 1 GiB there and back")
 	rng := rand.NewChaCha8([32]byte{3})
 	rng.Read(host[:n])
-	if err := mp.Copy(gpu.HostToDevice, hostPtr, dev+64, n); err != nil {
+	if err := mp.Copy(device.HostToDevice, hostPtr, dev+64, n); err != nil {
 		return err
 	}
 	back := host[2<<30:][:n]
@@ -132,7 +133,7 @@ func (b *bench) multipathContent(mp *gpu.Multipath, host []byte, hostPtr, dev cu
 		return errors.New("multipath: host to device: content differs")
 	}
 	clear(back)
-	if err := mp.Copy(gpu.DeviceToHost, hostPtr+cuda.Ptr(2<<30), dev+64, n); err != nil {
+	if err := mp.Copy(device.DeviceToHost, hostPtr+cuda.Ptr(2<<30), dev+64, n); err != nil {
 		return err
 	}
 	if !bytes.Equal(back, host[:n]) {

@@ -8,7 +8,8 @@ import (
 	"fmt"
 	"math/rand/v2"
 
-	"github.com/kvspray/kvspray/gpu"
+	"github.com/kvspray/kvspray/gpu/device"
+	"github.com/kvspray/kvspray/gpu/peercopy"
 	"github.com/kvspray/kvspray/internal/sys/cuda"
 )
 
@@ -69,15 +70,15 @@ func (b *bench) nvlink() error {
 }
 
 func (b *bench) nvlinkRows(cs []*cuda.Context, from, to, near cuda.Ptr) error {
-	src, err := gpu.CUDA(cs[0])
+	src, err := device.CUDA(cs[0])
 	if err != nil {
 		return err
 	}
-	dst, err := gpu.CUDA(cs[1])
+	dst, err := device.CUDA(cs[1])
 	if err != nil {
 		return errors.Join(err, src.Close())
 	}
-	p, err := gpu.NewPeer(src, dst)
+	p, err := peercopy.New(src, dst)
 	if err != nil {
 		return err
 	}
@@ -103,9 +104,9 @@ func (b *bench) nvlinkRows(cs []*cuda.Context, from, to, near cuda.Ptr) error {
 	shuffle := rand.New(rand.NewPCG(1, 2))
 	for _, block := range []uint64{2 << 10, 4 << 10, 16 << 10, 64 << 10, 1 << 20} {
 		a, z := shuffle.Perm(int(nvlinkPool/block)), shuffle.Perm(int(nvlinkPool/block))
-		moves := make([]gpu.Move, nvlinkTotal/block)
+		moves := make([]peercopy.Move, nvlinkTotal/block)
 		for i := range moves {
-			moves[i] = gpu.Move{Src: from + cuda.Ptr(uint64(a[i])*block), Dst: to + cuda.Ptr(uint64(z[i])*block), Len: block, Count: 1}
+			moves[i] = peercopy.Move{Src: from + cuda.Ptr(uint64(a[i])*block), Dst: to + cuda.Ptr(uint64(z[i])*block), Len: block, Count: 1}
 		}
 		r := Row{What: fmt.Sprintf("two processes' memory, scattered blocks of %d KiB", block>>10), Bytes: nvlinkTotal, Block: block}
 		if err := b.pair(r, func() error { return p.Run(moves) }, nvlinkTotal, contiguous); err != nil {

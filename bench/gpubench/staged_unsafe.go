@@ -12,6 +12,8 @@ import (
 	"unsafe"
 
 	"github.com/kvspray/kvspray/gpu"
+	"github.com/kvspray/kvspray/gpu/device"
+	"github.com/kvspray/kvspray/gpu/policy"
 	"github.com/kvspray/kvspray/internal/sys/cuda"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
@@ -42,7 +44,7 @@ func lent(g *gpu.GPUs, c *cuda.Context, n uint64) (r *mem.Region, p cuda.Ptr, h 
 	stop = func() error { return errors.Join(c.CloseIPC(p), stopOwner()) }
 	id, err := c.Device.UUID()
 	if err == nil {
-		handle := gpu.Handle{Kind: gpu.HandleIPC, GPU: id, Alloc: n, IPC: h}
+		handle := device.Handle{Kind: device.HandleIPC, GPU: id, Alloc: n, IPC: h}
 		r, err = g.Import(mem.NewID(), handle.Append(nil), -1, n)
 	}
 	if err != nil {
@@ -67,8 +69,8 @@ func (b *bench) stagedRows(cs []*cuda.Context) error {
 		return err
 	}
 	defer s.Destroy()
-	for _, how := range []gpu.Executor{gpu.Pack, gpu.Copy, gpu.Auto} {
-		g, err := gpu.New(gpu.Config{Executor: how})
+	for _, how := range []policy.CopyMethod{policy.Pack, policy.Copy, policy.Auto} {
+		g, err := gpu.New(gpu.Config{Method: how})
 		if err != nil {
 			return err
 		}
@@ -84,14 +86,14 @@ func (b *bench) stagedRows(cs []*cuda.Context) error {
 		for off := cuda.Ptr(0); off < stagedPool && err == nil; off += stagedTotal {
 			err = errors.Join(s.Copy(p+off, hostPtr, stagedTotal), s.Sync())
 		}
-		for _, at := range []struct{ block, slice uint64 }{{4 << 10, gpu.HopBytes}, {16 << 10, gpu.HopBytes}, {16 << 10, gpu.LendBytes}, {64 << 10, gpu.HopBytes}} {
-			for _, dir := range []gpu.Direction{gpu.DeviceToHost, gpu.HostToDevice} {
+		for _, at := range []struct{ block, slice uint64 }{{4 << 10, gpu.SlotBytes}, {16 << 10, gpu.SlotBytes}, {16 << 10, gpu.LendBytes}, {64 << 10, gpu.SlotBytes}} {
+			for _, dir := range []device.Direction{device.DeviceToHost, device.HostToDevice} {
 				if err == nil {
 					err = b.hops(r, p, how, at.block, at.slice, dir, s, host, hostPtr)
 				}
 			}
 		}
-		if err == nil && how == gpu.Auto {
+		if err == nil && how == policy.Auto {
 			err = b.moves(g, cs, r, p)
 		}
 		r.Release()
@@ -103,7 +105,7 @@ func (b *bench) stagedRows(cs []*cuda.Context) error {
 }
 
 // hops is stagedTotal in slices, by stagedWorkers at once, to and from pinned memory as a host cache has it.
-func (b *bench) hops(r *mem.Region, p cuda.Ptr, how gpu.Executor, block, slice uint64, dir gpu.Direction, s *cuda.Stream, host []byte, hostPtr cuda.Ptr) error {
+func (b *bench) hops(r *mem.Region, p cuda.Ptr, how policy.CopyMethod, block, slice uint64, dir device.Direction, s *cuda.Stream, host []byte, hostPtr cuda.Ptr) error {
 	dev := r.Device()
 	perm := rand.New(rand.NewPCG(5, block)).Perm(int(stagedPool / block))[:stagedTotal/block]
 	blocks := make([]mem.Block, len(perm))
@@ -123,7 +125,7 @@ func (b *bench) hops(r *mem.Region, p cuda.Ptr, how gpu.Executor, block, slice u
 						return
 					}
 					buf := host[uint64(at)*block:][:slice]
-					if dir == gpu.DeviceToHost {
+					if dir == device.DeviceToHost {
 						errs[w] = dev.Gather(buf, blocks[at:at+per])
 					} else {
 						errs[w] = dev.Scatter(blocks[at:at+per], buf)
@@ -135,7 +137,7 @@ func (b *bench) hops(r *mem.Region, p cuda.Ptr, how gpu.Executor, block, slice u
 		return errors.Join(errs...)
 	}
 	name, ceiling := "GPU to host", func() error { return errors.Join(s.Copy(hostPtr, p, stagedTotal), s.Sync()) }
-	if dir == gpu.HostToDevice {
+	if dir == device.HostToDevice {
 		name, ceiling = "host to GPU", func() error { return errors.Join(s.Copy(p, hostPtr, stagedTotal), s.Sync()) }
 	}
 	row := Row{What: fmt.Sprintf("%s, slices of %d MiB, scattered %d KiB, %s", name, slice>>20, block>>10, how), Bytes: stagedTotal, Block: block}

@@ -11,7 +11,8 @@ import (
 // MemorySample is what a sidecar holds of one GPU when metrics are read. Free is what the whole GPU has left; 0: not known.
 type MemorySample struct {
 	GPU         int
-	Held        map[string]float64 // bytes, by what they are for
+	Held        map[string]float64 // bytes of the GPU, by what they are for
+	Pinned      float64            // bytes of host memory
 	Limit, Free float64
 }
 
@@ -24,8 +25,10 @@ func (s *Set) Memory(reg prometheus.Registerer, read func() []MemorySample) erro
 
 var (
 	gpuHeld = prometheus.NewDesc("kvspray_gpu_memory_bytes",
-		"Memory that this sidecar holds for a GPU, without the driver's context: staging and pipelines on the GPU, pinned_host beside it.",
+		"Memory of a GPU that this sidecar has allocated, without the driver's context.",
 		[]string{"gpu", "kind"}, nil)
+	gpuPinned = prometheus.NewDesc("kvspray_gpu_pinned_host_bytes",
+		"Pinned host memory that this sidecar has allocated for copies to and from a GPU.", []string{"gpu"}, nil)
 	gpuLimit = prometheus.NewDesc("kvspray_gpu_memory_limit_bytes", "What this sidecar allocates on a GPU at most (transports.gpu.memory).",
 		[]string{"gpu"}, nil)
 	gpuFree = prometheus.NewDesc("kvspray_gpu_free_bytes", "What a GPU has left, for all processes.", []string{"gpu"}, nil)
@@ -33,7 +36,7 @@ var (
 
 // Describe implements prometheus.Collector.
 func (c memoryCollector) Describe(out chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{gpuHeld, gpuLimit, gpuFree} {
+	for _, d := range []*prometheus.Desc{gpuHeld, gpuPinned, gpuLimit, gpuFree} {
 		out <- d
 	}
 }
@@ -50,6 +53,7 @@ func (c memoryCollector) Collect(out chan<- prometheus.Metric) {
 		for kind, v := range m.Held {
 			put(gpuHeld, v, kind)
 		}
+		put(gpuPinned, m.Pinned)
 		put(gpuLimit, m.Limit)
 		if m.Free > 0 {
 			put(gpuFree, m.Free)

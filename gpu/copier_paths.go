@@ -1,0 +1,332 @@
+package gpu
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvspray/kvspray/gpu/device"
+	"github.com/kvspray/kvspray/gpu/multipath"
+	"github.com/kvspray/kvspray/internal/sys/cuda"
+	"github.com/kvspray/kvspray/internal/sys/mem"
+)
+
+// paths is the path set to one GPU.
+type paths struct {
+	active atomic.Int32 // copies with the host in flight
+
+	making sync.Mutex // held while a path set is made; taken before mu
+
+	mu     sync.RWMutex // held for reading by copies; protects m, relays, tried; relays are written with importing held, too
+	m      *multipath.Multipath
+	relays []*GPU
+	tried  int // GPUs in use when relays were looked up
+
+	importing sync.Mutex // protects imported, held during an import; taken after mu
+	imported  map[*mem.Region]view
+}
+
+// view is an engine's memory in the contexts of the relays, and what that adds to an address, by
+// link (device.Piece.Shift).
+type view struct {
+	foreign []foreign
+	shift   []cuda.Ptr
+}
+
+// foreign is an engine's memory in a relay's context.
+type foreign struct {
+	at cuda.Ptr
+	n  uint64
+}
+
+// path returns the paths to u, with mu held for reading.
+func (c *Copier) path(u *GPU) (*paths, error) {
+	c.mu.Lock()
+	p := c.paths[u]
+	if p == nil {
+		p = &paths{imported: map[*mem.Region]view{}}
+		c.paths[u] = p
+	}
+	c.mu.Unlock()
+	for {
+		p.mu.RLock()
+		used := c.gpus.used()
+		if p.m != nil && p.tried == len(used) {
+			return p, nil
+		}
+		p.mu.RUnlock()
+		if err := c.make(p, u, used); err != nil {
+			return nil, err
+		}
+	}
+}
+
+// used lists the GPUs of which engines have lent memory, in order. No other GPU relays.
+func (g *GPUs) used() (all []*GPU) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	for i := range g.ids {
+		if u := g.gpus[i]; u != nil && u.mayRelay.Load() {
+			all = append(all, u)
+		}
+	}
+	return all
+}
+
+// make makes or replaces the path set to u. Copies over the old one continue meanwhile.
+func (c *Copier) make(p *paths, u *GPU, used []*GPU) error {
+	p.making.Lock()
+	defer p.making.Unlock()
+	if p.m != nil && p.tried == len(used) { // both are written under making
+		return nil // another goroutine has made it
+	}
+	c.mu.Lock()
+	closed := c.closed
+	c.mu.Unlock()
+	if closed {
+		return net.ErrClosed
+	}
+	var relays []*GPU
+	for _, r := range used {
+		if r == u || !c.gpus.reachable(u, r) {
+			continue
+		}
+		if err := r.budget.take(forRelays, c.shape.relayBytes()); err != nil {
+			c.gpus.cfg.Log.Warn("the link of a GPU is not used", "gpu", u.index, "relay", r.index, "err", err)
+			continue
+		}
+		relays = append(relays, r)
+	}
+	m, err := c.multipath(u, relays)
+	if err != nil && len(relays) > 0 {
+		c.gpus.cfg.Log.Warn("links of other GPUs are not used", "gpu", u.index, "relays", len(relays), "err", err)
+		c.releaseRelays(relays)
+		relays = nil
+		m, err = c.multipath(u, nil)
+	}
+	if err != nil {
+		return fmt.Errorf("gpu: paths to GPU %d: %w", u.index, err)
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if err := c.closePathsLocked(p, u); err != nil {
+		c.gpus.cfg.Log.Warn("paths not closed", "gpu", u.index, "err", err)
+	}
+	p.importing.Lock()
+	defer p.importing.Unlock()
+	p.m, p.relays, p.tried = m, relays, len(used)
+	return nil
+}
+
+// releaseRelays gives back what relays have reserved for one path set.
+func (c *Copier) releaseRelays(relays []*GPU) {
+	for _, r := range relays {
+		r.budget.release(forRelays, c.shape.relayBytes())
+	}
+}
+
+// reachable reports whether two GPUs reach each other's memory, and enables it.
+func (g *GPUs) reachable(a, b *GPU) bool {
+	if g.cfg.PeerDisable {
+		return false
+	}
+	for _, k := range [][2]*GPU{{a, b}, {b, a}} {
+		if ok, err := g.plat.CanAccess(k[0].index, k[1].index); !ok || err != nil || k[0].card.Reach(k[1].card) != nil {
+			return false
+		}
+	}
+	return true
+}
+
+func (c *Copier) multipath(u *GPU, relays []*GPU) (_ *multipath.Multipath, err error) {
+	devs := make([]device.Device, 0, 1+len(relays))
+	for _, g := range append([]*GPU{u}, relays...) {
+		d, err := g.card.NewPacker()
+		if err != nil {
+			for _, d := range devs {
+				err = errors.Join(err, d.Close())
+			}
+			return nil, err
+		}
+		devs = append(devs, d)
+	}
+	m, err := multipath.NewSized(c.shape.minChunk, c.shape.maxChunk, devs[0], devs[1:]...)
+	if err != nil {
+		return nil, err
+	}
+	c.mu.Lock()
+	known := c.limitsLocked(u).EveryLink[len(devs)]
+	c.mu.Unlock()
+	if known > 0 {
+		m.SetThreshold(known)
+	} else if len(relays) > 0 {
+		start := time.Now()
+		if err := c.measure(m, u); err != nil {
+			m.SetThreshold(multipath.DefaultThreshold)
+			c.gpus.cfg.Log.Warn("paths not measured; the threshold is a guess", "gpu", u.index, "err", err)
+		}
+		c.gpus.cfg.Log.Info("gpu paths", "gpu", u.index, "links", len(devs), "every_link_from_bytes", m.Threshold(), "took", time.Since(start))
+		m.ResetCounts()
+	}
+	return m, nil
+}
+
+// measure sets the threshold, with memory of its own.
+func (c *Copier) measure(m *multipath.Multipath, u *GPU) (err error) {
+	d, err := u.card.NewPacker()
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, d.Close()) }()
+	n := c.shape.calibrateFrom
+	if err := u.budget.take(forMeasurement, n); err != nil {
+		return err
+	}
+	defer u.budget.release(forMeasurement, n)
+	_, host, err := d.AllocHost(int(n))
+	if err != nil {
+		return err
+	}
+	dev, err := d.Alloc(n)
+	if err != nil {
+		return err
+	}
+	_, err = m.CalibrateSpan(host, dev, n, c.shape.calibrateTo)
+	return errors.Join(err, d.Free(dev))
+}
+
+// shifts imports r into the contexts of the relays, once. [measured, H200] With the target's
+// address alone, the driver copies through the host.
+func (p *paths) shifts(r *mem.Region) ([]cuda.Ptr, error) {
+	if len(p.relays) == 0 {
+		return nil, nil
+	}
+	h, err := device.ParseHandle(r.Handle())
+	if err != nil {
+		return nil, err
+	}
+	p.importing.Lock()
+	defer p.importing.Unlock()
+	if _, ok := p.imported[r]; !ok {
+		var all []foreign
+		for _, relay := range p.relays {
+			at, n, err := relay.card.Import(&h, r.FD())
+			if err != nil {
+				err = fmt.Errorf("gpu: region %s: import into the context of GPU %d, which relays: %w", r.ID(), relay.index, err)
+				return nil, errors.Join(err, unimport(p.relays, r, all))
+			}
+			all = append(all, foreign{at, n})
+		}
+		shift := make([]cuda.Ptr, 1+len(all))
+		for i, f := range all {
+			shift[1+i] = f.at + cuda.Ptr(h.Off) - cuda.Ptr(r.Base()) // may wrap; it is only added
+		}
+		p.imported[r] = view{all, shift}
+	}
+	return p.imported[r].shift, nil
+}
+
+// shiftOf is shifts for a region that is imported already.
+func (p *paths) shiftOf(r *mem.Region) ([]cuda.Ptr, error) {
+	if len(p.relays) == 0 {
+		return nil, nil
+	}
+	if !p.importing.TryLock() { // another region is being imported; a batch with entered claims must not wait
+		return nil, errNotReady
+	}
+	defer p.importing.Unlock()
+	all, ok := p.imported[r]
+	if !ok {
+		return nil, errNotReady
+	}
+	return all.shift, nil
+}
+
+// unimport ends imports of r in the contexts of the first relays.
+func unimport(relays []*GPU, r *mem.Region, all []foreign) error {
+	if len(all) == 0 {
+		return nil
+	}
+	h, err := device.ParseHandle(r.Handle())
+	errs := []error{err}
+	for i, f := range all {
+		errs = append(errs, relays[i].card.Unimport(&h, f.at, f.n))
+	}
+	return errors.Join(errs...)
+}
+
+// watch makes relays yield while their own GPU copies, until stop is called.
+func (c *Copier) watch(p *paths, parts []device.Piece) (stop func()) {
+	if len(p.relays) == 0 || pieceBytes(parts) < p.m.Threshold() {
+		return func() {}
+	}
+	c.yield(p)
+	done, ended := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(ended)
+		t := time.NewTicker(yieldEvery)
+		defer t.Stop()
+		for {
+			select {
+			case <-t.C:
+				c.yield(p)
+			case <-done:
+				return
+			}
+		}
+	}()
+	return func() {
+		close(done)
+		<-ended
+	}
+}
+
+// yield finds the relays with work of their own: gathers and scatters of lanes, and copies of their
+// own GPU. A kernel of an engine does not count, because it does not use the link.
+func (c *Copier) yield(p *paths) {
+	for i, r := range p.relays {
+		c.mu.Lock()
+		own := c.paths[r]
+		c.mu.Unlock()
+		busy := len(r.slots) < cap(r.slots) || own != nil && own.active.Load() > 0
+		if err := p.m.Yield(i, busy); err != nil {
+			c.gpus.cfg.Log.Error("relay does not yield", "err", err)
+		}
+	}
+}
+
+// forget ends the imports of r. Lanes that look up another region do not wait for the driver
+// meanwhile.
+func (p *paths) forget(r *mem.Region) error {
+	p.importing.Lock()
+	v, relays := p.imported[r], p.relays
+	delete(p.imported, r)
+	p.importing.Unlock()
+	return unimport(relays, r, v.foreign)
+}
+
+// closePathsLocked closes the path set to u, which no copy uses.
+func (c *Copier) closePathsLocked(p *paths, u *GPU) error {
+	if p.m == nil {
+		return nil
+	}
+	errs := []error{p.m.Close()}
+	c.mu.Lock()
+	for _, s := range p.stateLocked(u) {
+		was := c.past[linkOf{u, s.GPU}]
+		c.past[linkOf{u, s.GPU}] = multipath.LinkState{Bytes: was.Bytes + s.Bytes, Returned: was.Returned + s.Returned}
+	}
+	c.mu.Unlock()
+	p.importing.Lock()
+	defer p.importing.Unlock()
+	for r, all := range p.imported {
+		errs = append(errs, unimport(p.relays, r, all.foreign))
+	}
+	clear(p.imported)
+	c.releaseRelays(p.relays)
+	p.m, p.relays = nil, nil
+	return errors.Join(errs...)
+}

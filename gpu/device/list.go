@@ -1,0 +1,40 @@
+package device
+
+import (
+	"encoding/binary"
+
+	"github.com/kvspray/kvspray/internal/sys/cuda"
+	"github.com/kvspray/kvspray/internal/sys/mem"
+)
+
+// Strided is the least average number of pieces per run for which pieces of one length are listed
+// as runs. A list of addresses takes a fifth of the bytes per entry.
+const Strided = 8
+
+// Piece is contiguous on both sides of a copy between host memory and a GPU.
+type Piece struct {
+	Host, Dev cuda.Ptr
+	Len       uint64
+	// Shift has an entry for each link, the target's first: what is added to Dev to reach the same
+	// byte in the link's context, because memory of another process has another address in each
+	// context. nil: nothing.
+	Shift []cuda.Ptr
+}
+
+// Lists of the kernels.
+const (
+	Align    = 16 // addresses and lengths are multiples of it
+	RunBytes = 40 // sizeof(struct kvs_run)
+	RunOuter = 16 // offset of outer in it
+)
+
+// PutRun encodes a struct kvs_run.
+func PutRun(b []byte, base, dense, size uint64, s *mem.Strides) {
+	b = b[:RunBytes]
+	binary.LittleEndian.PutUint64(b, base)
+	binary.LittleEndian.PutUint64(b[8:], s.Stride)
+	binary.LittleEndian.PutUint64(b[RunOuter:], s.Outer)
+	binary.LittleEndian.PutUint64(b[24:], dense)
+	binary.LittleEndian.PutUint32(b[32:], uint32(size))
+	binary.LittleEndian.PutUint32(b[36:], s.Count)
+}
