@@ -63,7 +63,7 @@ func startFakeRails(t *testing.T, f *fake.Fabric, devices []string, said *testut
 			to = slog.New(slog.NewTextHandler(said, nil))
 		}
 		n.backends[0] = gdr.New(gdr.Config{Rails: func() ([]gdr.Rail, error) { return rails, nil }, Patience: 5 * time.Second,
-			Changed: n.gdrChanged, Log: to})
+			Changed: n.rails.gdrChanged, Log: to})
 	})
 }
 
@@ -180,7 +180,7 @@ func TestGDRWithoutRoom(t *testing.T) {
 			until(t, func() bool { return moves() == c.over })
 			told := func() bool {
 				for _, n := range []*running{p, d} {
-					for _, peer := range n.reach().Peers {
+					for _, peer := range n.web.reach().Peers {
 						if slices.ContainsFunc(peer.Pairs, func(x pairReach) bool { return strings.Contains(x.Why, c.says) }) {
 							return true
 						}
@@ -342,9 +342,7 @@ func TestGDRLeavesMemoryThatNoNICReaches(t *testing.T) {
 		onGPU[i] = engineOn(t, n, gpu[i])
 	}
 	refused := func() (n uint64) {
-		at := p.enter()
-		defer p.leave()
-		for _, q := range p.d.ex.View(at).Rails.Pairs {
+		for _, q := range viewOf(p).Rails.Pairs {
 			if q.Path.Transport == config.TransGDR {
 				n += q.Counters.Refused
 			}
@@ -395,7 +393,7 @@ func TestGPUMemoryOverTCP(t *testing.T) {
 	}
 	ends[0].ok(x.src)
 	same(t, ends[0], ends[1], x.pt, x.dt, tokens, 0)
-	for _, peer := range p.reach().Peers {
+	for _, peer := range p.web.reach().Peers {
 		for _, x := range peer.Pairs {
 			if x.Kind != route.Staged {
 				t.Errorf("%s over %s is %s", x.Transport, x.Local, x.Kind)

@@ -22,19 +22,19 @@ const (
 // host's address from it, and sends its queued data. If the fault was on this side no request was
 // sent yet, so this datagram causes one now. (If both sides have queued data, the earlier request
 // counts.)
-func (n *Node) greet(r rail) {
+func (c *conversation) greet(r rail) {
 	addr := addrOf(r.Address)
 	if !addr.IsValid() || !r.prefix.IsValid() {
 		return
 	}
 	var to []netip.AddrPort
-	for _, boot := range n.dial.boots() {
-		if boot != n.boot {
-			to = neighbours(to, r, n.dial.railsOf(boot))
+	for _, boot := range c.dial.boots() {
+		if boot != c.boot {
+			to = neighbours(to, r, c.dial.railsOf(boot))
 		}
 	}
 	if err := greetAll(addr, to); err != nil {
-		n.log.Debug("peers on a link not greeted", "rail", r.Name, "err", err)
+		c.log.Debug("peers on a link not greeted", "rail", r.Name, "err", err)
 	}
 }
 

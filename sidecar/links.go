@@ -6,6 +6,7 @@ import (
 	"cmp"
 	"slices"
 
+	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/transfer"
 )
@@ -46,21 +47,21 @@ type linkView struct {
 }
 
 // links holds the executor for one peer at a time, because there may be a thousand peers.
-func (n *Node) links() linksView {
-	v := linksView{Node: n.cfg.Node, Boot: n.boot.String(), Peers: []peerLinks{}}
+func (w *web) links() linksView {
+	v := linksView{Node: w.cfg.Node, Boot: w.boot.String(), Peers: []peerLinks{}}
 	peers := map[transfer.Boot]peerLinks{}
-	n.dial.mu.Lock()
-	for boot, r := range n.dial.peers {
-		if boot != n.boot {
+	w.dial.mu.Lock()
+	for boot, r := range w.dial.peers {
+		if boot != w.boot {
 			peers[boot] = peerLinks{Boot: boot.String(), Node: r.node, Endpoint: r.endpoint,
 				Claimed: r.claimed}
 		}
 	}
-	n.dial.mu.Unlock()
+	w.dial.mu.Unlock()
 	for boot, p := range peers {
-		now := n.enter()
-		links, waiting := n.d.ex.Links(now, boot)
-		n.leave()
+		var links []spray.Link
+		var waiting [spray.Priorities]uint64
+		w.driver.Do(func(ex *exec.Exec, now exec.Instant) { links, waiting = ex.Links(now, boot) })
 		p.Waiting = make(map[string]uint64, len(waiting))
 		for prio, bytes := range waiting {
 			p.Waiting[spray.Priority(prio).String()] = bytes

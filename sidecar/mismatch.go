@@ -1,11 +1,9 @@
 package sidecar
 
 import (
-	"context"
 	"fmt"
 	"strings"
 
-	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/parseblock"
 )
 
@@ -15,42 +13,6 @@ const (
 	maxDifferenceBytes = 3 << 10
 	maxFieldBytes      = 512 // of one field
 )
-
-// compare finds the differences between a worker's cache and the cache of a peer's engine. It asks
-// for the peer's description once.
-func (n *Node) compare(c exec.Comparison) {
-	n.d.wg.Add(1)
-	go func() {
-		defer n.d.wg.Done()
-		ctx, cancel := context.WithTimeout(n.d.ctx, describeTimeout)
-		defer cancel()
-		difference, err := n.difference(ctx, c)
-		if err != nil {
-			difference = "the caches of the two engines differ; the differences are unknown: " + err.Error()
-		}
-		now := n.enter()
-		n.d.ex.Compared(now, c, difference)
-		n.leave()
-	}()
-}
-
-func (n *Node) difference(ctx context.Context, c exec.Comparison) (string, error) {
-	theirs, known := n.plans.describedAs(c.Fingerprint)
-	if !known {
-		b, err := n.peers.Describe(ctx, c.Peer, c.Geometry, c.Fingerprint)
-		if err != nil {
-			return "", err //nolint:wrapcheck // names the peer and the hash
-		}
-		if theirs, err = n.plans.learnDescription(c.Geometry, c.Fingerprint, b); err != nil {
-			return "", err
-		}
-	}
-	ours, err := n.plans.reg.Describe(c.Worker.Layout)
-	if err != nil {
-		return "", err //nolint:wrapcheck // names the field
-	}
-	return sentence(ours.DiffAs(theirs, "at prefill", "at decode")), nil
-}
 
 // sentence joins fields within its bound, and appends the number of omitted ones.
 func sentence(fields []string) string {

@@ -15,13 +15,14 @@ import (
 	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/parseblock"
+	"github.com/kvspray/kvspray/sidecar/internal/trace"
 )
 
 func startLogged(t testing.TB) (*running, *testutil.Log) {
 	t.Helper()
 	l := &testutil.Log{}
 	cfg := testConfig(t, func(c *config.Config) { c.Transports.Order = []string{"tcp"} })
-	return startConfig(t, cfg, func(n *Node) { n.log = slog.New(slog.NewTextHandler(l, nil)) }), l
+	return startLog(t, cfg, slog.New(slog.NewTextHandler(l, nil))), l
 }
 
 // Every field in which two engines differ is named with both values: to the decode engine, in the
@@ -75,7 +76,7 @@ func TestMismatchIsNamed(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		var r record
+		var r trace.Transfer
 		line, _, _ := strings.Cut(string(b), "\n")
 		return json.Unmarshal([]byte(line), &r) == nil && r.Reason == "fingerprint: "+want
 	})

@@ -1,8 +1,6 @@
 package sidecar
 
 import (
-	"context"
-	"errors"
 	"fmt"
 	"maps"
 	"sync"
@@ -11,10 +9,8 @@ import (
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/exec"
-	"github.com/kvspray/kvspray/control/peer"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/parseblock"
-	"github.com/kvspray/kvspray/transfer"
 )
 
 // Bounds of a planner's caches. A full cache is emptied, and its content computed again.
@@ -64,6 +60,15 @@ type received struct {
 	*parseblock.Plan
 	side *parseblock.Resolver
 }
+
+// The executor keeps plans as interfaces. All plans of a process come from its planner, so that these
+// two functions are the only ones that look behind the interface.
+
+// receivedPlan is the plan of a part that is received; Receive or Divide made it.
+func receivedPlan(l *exec.Landing) received { return l.Plan.(received) }
+
+// sentPlan is the plan of a part that is sent; Send made it.
+func sentPlan(s *exec.Sending) *parseblock.Plan { return s.Plan.(*parseblock.Plan) }
 
 // Version is the version of the plans.
 func (p *planner) Version() uint32 { return parseblock.PlanVersion }
@@ -243,27 +248,4 @@ func makeRoom[K comparable, V any](m map[K]V, most int) {
 	if len(m) >= most {
 		clear(m)
 	}
-}
-
-// fetchLayout asks a peer for the layout of a geometry, for the executor.
-func (n *Node) fetchLayout(boot transfer.Boot, geometry [32]byte) {
-	n.d.wg.Add(1)
-	go func() {
-		defer n.d.wg.Done()
-		ctx, cancel := context.WithTimeout(n.d.ctx, describeTimeout)
-		defer cancel()
-		b, err := n.peers.Describe(ctx, boot, geometry, [32]byte{})
-		switch {
-		case err == nil:
-			err = n.plans.learn(geometry, b)
-		case errors.Is(err, peer.ErrNoAnswer), errors.Is(err, peer.ErrUnknown):
-			err = fmt.Errorf("%w: %w", exec.ErrAway, err)
-		}
-		if err != nil && !errors.Is(err, context.Canceled) {
-			n.log.Warn("layout of a peer", "peer", boot.String(), "geometry", fmt.Sprintf("%.8x", geometry), "err", err)
-		}
-		now := n.enter()
-		n.d.ex.Described(now, boot, geometry, err)
-		n.leave()
-	}()
 }

@@ -24,6 +24,7 @@ import (
 	"github.com/kvspray/kvspray/control/peer/keys"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/testutil"
+	"github.com/kvspray/kvspray/transport"
 	"github.com/kvspray/kvspray/transport/gdr"
 )
 
@@ -248,21 +249,15 @@ func (s *stall) end() time.Duration {
 // lanesOn are the lanes of a node to others over one of its rails. Those to itself survive what
 // happens between hosts.
 func lanesOn(n *running, rail string) (ids []uint64) {
-	n.d.bindMu.RLock()
-	defer n.d.bindMu.RUnlock()
-	for id, e := range n.d.lanes {
-		if e.lane.Local() == rail && e.lane.Peer() != n.boot {
-			ids = append(ids, id)
-		}
+	for _, l := range lanesOf(n.Node, func(l transport.Lane) bool { return l.Local() == rail && l.Peer() != n.boot }) {
+		ids = append(ids, l.ID())
 	}
 	return ids
 }
 
 // gone reports whether a node has lost all of these lanes.
 func gone(n *running, ids []uint64) bool {
-	n.d.bindMu.RLock()
-	defer n.d.bindMu.RUnlock()
-	return !slices.ContainsFunc(ids, func(id uint64) bool { return n.d.lanes[id] != nil })
+	return !slices.ContainsFunc(ids, func(id uint64) bool { _, up := n.driver.Down(id); return up })
 }
 
 // whenGone tells when a node has lost all of these lanes, or closes without a word once it is over.
@@ -333,13 +328,9 @@ var faults = []fault{
 	{name: "both ends of two rails down", inject: "ip link set r0a down; ip link set r1b down", heal: up("r0a") + ";" + up("r1b"), by: byPort},
 	{name: "link flaps for 0.3 s", inject: "ip link set r0a down; sleep 0.3; " + up("r0a"), quiet: true, by: byPort},
 	{name: "peer's queue pair in the error state", act: func(t testing.TB, _, d *running) {
-		d.d.bindMu.RLock()
-		defer d.d.bindMu.RUnlock()
-		for _, e := range d.d.lanes {
-			if e.lane.Local() == "r0b" {
-				if err := e.lane.Close(); err != nil {
-					t.Error(err)
-				}
+		for _, l := range lanesOf(d.Node, func(l transport.Lane) bool { return l.Local() == "r0b" }) {
+			if err := l.Close(); err != nil {
+				t.Error(err)
 			}
 		}
 	}, quiet: true},
@@ -448,12 +439,8 @@ var twoFaults = []hostFault{
 	{fault{name: "peer's link down", inject: "ip link set eth1 down", heal: "ip link set eth1 up"}, "2", "r1"},
 	{fault{name: "link flaps for 0.3 s", inject: "ip link set eth1 down; sleep 0.3; ip link set eth1 up", quiet: true, by: byPort}, "1", "r1"},
 	{fault{name: "peer's queue pairs in the error state", act: func(t testing.TB, _, d *running) {
-		d.d.bindMu.RLock()
-		defer d.d.bindMu.RUnlock()
-		for _, e := range d.d.lanes {
-			if e.lane.Local() == "r1" && e.lane.Peer() != d.boot {
-				ok(t, e.lane.Close())
-			}
+		for _, l := range lanesOf(d.Node, func(l transport.Lane) bool { return l.Local() == "r1" && l.Peer() != d.boot }) {
+			ok(t, l.Close())
 		}
 	}}, "2", "r1"},
 	{fault{name: "peer's memory region deregistered", act: func(t testing.TB, _, d *running) { endKeys(t, d, "r1") }, by: byAnswer}, "2", "r1"},
@@ -901,9 +888,8 @@ func (h *rdmaHost) lanes(n *running) (ids []uint64) {
 func nothingOpen(t testing.TB, n *running) {
 	t.Helper()
 	eventually(t, "no lease is open", func() bool {
-		n.enter()
-		defer n.leave()
-		open, _ := n.d.ex.Open()
+		open := 0
+		n.driver.View(func(ex *kvexec.Exec, _ kvexec.Instant) { open, _ = ex.Open() })
 		return open == 0
 	})
 }

@@ -3,58 +3,11 @@ package sidecar
 import (
 	"bytes"
 	"cmp"
-	"maps"
 	"slices"
-	"sync"
 
 	"github.com/kvspray/kvspray/control/route"
-	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
-
-// maxTroubles bounds the remembered reasons; the log has further ones.
-const maxTroubles = 4096
-
-// pairName is a local rail and a peer's rail.
-type pairName struct {
-	peer                     transfer.Boot
-	transport, local, remote string
-}
-
-// troubles holds the reasons for missing lanes, from the last try to open each.
-type troubles struct {
-	mu sync.Mutex
-	m  map[pairName]string // guarded by mu
-}
-
-// set remembers a reason; nil forgets it.
-func (t *troubles) set(p pairName, err error) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if err == nil {
-		delete(t.m, p)
-		return
-	}
-	if t.m == nil {
-		t.m = map[pairName]string{}
-	}
-	if _, known := t.m[p]; known || len(t.m) < maxTroubles {
-		t.m[p] = err.Error()
-	}
-}
-
-// forget drops the reasons of a peer.
-func (t *troubles) forget(peer transfer.Boot) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	maps.DeleteFunc(t.m, func(p pairName, _ string) bool { return p.peer == peer })
-}
-
-func (t *troubles) of(p pairName) string {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	return t.m[p]
-}
 
 // reachView is /v1/reach: the lanes between local rails and each peer's rails, by transport, with
 // reasons for missing ones.
@@ -85,28 +38,24 @@ type pairReach struct {
 
 // reach combines routes, lanes, and the results of the last tries. It omits this node, which is its
 // own peer.
-func (n *Node) reach() reachView {
-	v := reachView{Node: n.cfg.Node, Boot: n.boot.String(), Peers: []peerReach{}}
+func (w *web) reach() reachView {
+	v := reachView{Node: w.cfg.Node, Boot: w.boot.String(), Peers: []peerReach{}}
 	lanes := map[pairName]int{}
-	n.d.bindMu.RLock()
-	for _, e := range n.d.lanes {
-		lanes[nameOf(e.lane)]++
-	}
-	n.d.bindMu.RUnlock()
-	n.dial.mu.Lock()
-	defer n.dial.mu.Unlock()
-	for boot, r := range n.dial.peers {
-		if boot == n.boot {
+	w.driver.Lanes(func(l transport.Lane) { lanes[nameOf(l)]++ })
+	w.dial.mu.Lock()
+	defer w.dial.mu.Unlock()
+	for boot, r := range w.dial.peers {
+		if boot == w.boot {
 			continue
 		}
-		p := peerReach{Boot: boot.String(), Node: r.node, Endpoint: r.endpoint, Claimed: r.claimed, Dials: bytes.Compare(n.boot[:], boot[:]) <= 0, Pairs: []pairReach{}}
-		for _, c := range n.routes(r) {
+		p := peerReach{Boot: boot.String(), Node: r.node, Endpoint: r.endpoint, Claimed: r.claimed, Dials: bytes.Compare(w.boot[:], boot[:]) <= 0, Pairs: []pairReach{}}
+		for _, c := range w.dial.routes(r) {
 			name := pairName{boot, c.Transport, c.Local, c.Remote}
 			x := pairReach{Transport: c.Transport, Kind: c.Kind, Local: c.Local, Remote: c.Remote, Lanes: lanes[name], Why: c.Why}
 			if x.Lanes > 0 {
 				x.Why = ""
 			} else if x.Why == "" {
-				if x.Why = n.troubles.of(name); x.Why == "" {
+				if x.Why = w.dial.troubles.of(name); x.Why == "" {
 					x.Idle = !r.wanted
 				}
 				if x.Why == "" && !x.Idle {

@@ -21,16 +21,12 @@ type tokenRange = [2]uint32
 // landed, and is not written any more. Other chunks may be torn, or stem from an earlier grant.
 func recompute(reg *parseblock.Registry, lands []*exec.Landing) (missing []tokenRange) {
 	for _, l := range lands {
-		s, ok := l.Sink.(*sink)
-		if !ok {
-			return nil
-		}
-		plan := l.Plan.(received).Plan
+		plan := receivedPlan(l).Plan
 		sp, perBlock, resumes := plan.Space(), blockTokens(plan.Receiver()), resumable(reg, plan.Receiver())
 		if !resumes {
 			return nil
 		}
-		for r := range s.bitmap.Missing() {
+		for r := range l.Grant.Receipt.Missing() {
 			for r.Count > 0 {
 				seg := sp.SegmentOf(r.First)
 				chunks, bytes := sp.Segment(seg)

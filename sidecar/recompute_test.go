@@ -13,17 +13,19 @@ import (
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/parseblock"
 	"github.com/kvspray/kvspray/transfer"
+	"github.com/kvspray/kvspray/transport"
 )
 
 // landing is a part of a grant of a layout's own geometry.
-func landing(t *testing.T, reg *parseblock.Registry, l *layout.Layout, tokens, skip uint32) (*exec.Landing, *sink) {
+func landing(t *testing.T, reg *parseblock.Registry, l *layout.Layout, tokens, skip uint32) (*exec.Landing, *transport.Receipt) {
 	t.Helper()
 	m, err := parseblock.NewMatch(reg, l, l, nil)
 	ok(t, err)
 	plan, err := m.Plan(tokens, []uint32{skip})
 	ok(t, err)
-	s := &sink{bitmap: transfer.NewBitmap(plan.Space().NumChunks())}
-	x := &exec.Landing{Worker: &connector.Worker{Layout: l}, Plan: received{Plan: plan}, Sink: s}
+	x := &exec.Landing{Worker: &connector.Worker{Layout: l}, Plan: received{Plan: plan}}
+	s := &x.Grant.Receipt
+	s.Reset(plan.Space().NumChunks())
 	return x, s
 }
 
@@ -49,7 +51,7 @@ func TestRecompute(t *testing.T) {
 			seg := sp.SegmentOf(chunk)
 			r, _ := sp.Segment(seg)
 			if !slices.Contains(c.missing, [2]int{seg, int(chunk - r.First)}) {
-				s.bitmap.Set(transfer.Range{First: chunk, Count: 1})
+				s.Set(transfer.Range{First: chunk, Count: 1})
 			}
 		}
 		if got := recompute(reg, []*exec.Landing{x}); !slices.Equal(got, c.want) {
@@ -59,7 +61,7 @@ func TestRecompute(t *testing.T) {
 	// Of several parts each lacks its own.
 	a, _ := landing(t, reg, l, 64, 0)
 	b, s := landing(t, reg, l, 200, 32)
-	s.bitmap.Set(transfer.Range{Count: s.bitmap.Len() - 1})
+	s.Set(transfer.Range{Count: s.Chunks() - 1})
 	if got := recompute(reg, []*exec.Landing{a, b}); !slices.Equal(got, []tokenRange{{0, 64}, {160, 200}}) {
 		t.Errorf("two parts: %v", got)
 	}
@@ -129,10 +131,11 @@ func TestExpiredTransferNamesItsTokens(t *testing.T) {
 		t.Run(fmt.Sprint("ahead ", ahead), func(t *testing.T) {
 			each(t, func(t *testing.T, p, d *running) {
 				pe, de, x := halfLanded(t, p, d, ahead)
-				now := d.enter()
-				open := d.d.ex.Load().Dests
-				d.d.ex.Tick(now + deadlineMS*time.Millisecond)
-				d.leave()
+				open := 0
+				d.driver.Do(func(ex *exec.Exec, now exec.Instant) {
+					open = ex.Load().Dests
+					ex.Tick(now + deadlineMS*time.Millisecond)
+				})
 				c := de.wait(x.dst)
 				if want := []tokenRange{{1024, tokens}}; open != 1 || c.Status != exec.StatusExpired || !strings.Contains(c.Received.Reason, "the deadline passed") ||
 					!slices.Equal(c.Received.Recompute, want) {
