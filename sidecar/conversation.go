@@ -19,6 +19,7 @@ import (
 	"github.com/kvspray/kvspray/control/peer/keys"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/metrics"
+	"github.com/kvspray/kvspray/sidecar/internal/plans"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -26,19 +27,20 @@ import (
 // conversation is what this sidecar sends to its peers and does with what they send. It implements
 // driver.Peers.
 type conversation struct {
-	cfg     *config.Config
-	log     *slog.Logger
-	boot    transfer.Boot
-	host    string // kernel boot id
-	version string
-	self    transport.Peer
-	proc    *driver.Goroutines
-	driver  *driver.Driver
-	metrics *metrics.Set
-	plans   *planner
-	dial    *dialer
-	rails   *railSet
-	workers func() []*connector.Worker
+	cfg          *config.Config
+	log          *slog.Logger
+	boot         transfer.Boot
+	host         string // kernel boot id
+	version      string
+	self         transport.Peer
+	proc         *driver.Goroutines
+	driver       *driver.Driver
+	metrics      *metrics.Set
+	plans        *plans.Planner
+	descriptions *descriptions
+	dial         *dialer
+	rails        *railSet
+	workers      func() []*connector.Worker
 
 	mesh  *peer.Mesh        // set before Run opens a backend
 	creds *keys.Credentials // likewise; nil: none

@@ -6,11 +6,15 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/peer"
 	"github.com/kvspray/kvspray/transfer"
 )
+
+// describeTimeout bounds a request for a peer's layout; the peer answers from memory.
+const describeTimeout = 5 * time.Second
 
 // Describe implements driver.Peers.
 func (c *conversation) Describe(boot transfer.Boot, geometry [32]byte) {
@@ -20,7 +24,7 @@ func (c *conversation) Describe(boot transfer.Boot, geometry [32]byte) {
 		b, err := c.mesh.Describe(ctx, boot, geometry, [32]byte{})
 		switch {
 		case err == nil:
-			err = c.plans.learn(geometry, b)
+			err = c.plans.Learn(geometry, b)
 		case errors.Is(err, peer.ErrNoAnswer), errors.Is(err, peer.ErrUnknown):
 			err = fmt.Errorf("%w: %w", exec.ErrAway, err)
 		}
@@ -46,17 +50,17 @@ func (c *conversation) Compare(x exec.Comparison) {
 }
 
 func (c *conversation) difference(ctx context.Context, x exec.Comparison) (string, error) {
-	theirs, known := c.plans.describedAs(x.Fingerprint)
+	theirs, known := c.descriptions.of(x.Fingerprint)
 	if !known {
 		b, err := c.mesh.Describe(ctx, x.Peer, x.Geometry, x.Fingerprint)
 		if err != nil {
 			return "", err //nolint:wrapcheck // names the peer and the hash
 		}
-		if theirs, err = c.plans.learnDescription(x.Geometry, x.Fingerprint, b); err != nil {
+		if theirs, err = c.descriptions.learn(x.Geometry, x.Fingerprint, b); err != nil {
 			return "", err
 		}
 	}
-	ours, err := c.plans.reg.Describe(x.Worker.Layout)
+	ours, err := c.plans.Registry().Describe(x.Worker.Layout)
 	if err != nil {
 		return "", err //nolint:wrapcheck // names the field
 	}

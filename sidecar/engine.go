@@ -14,6 +14,7 @@ import (
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/internal/metrics"
 	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/sidecar/internal/plans"
 )
 
 // engineEvents brings the events of engines to the driver. Copies are the exception: they need no
@@ -70,7 +71,7 @@ func (e engineEvents) Cancel(w *connector.Worker, id uint64, reason string) {
 // completions returns results to engines. It implements driver.Engines.
 type completions struct {
 	observer *observer
-	plans    *planner
+	plans    *plans.Planner
 	log      *slog.Logger
 	server   *connector.Server // set before the first engine comes
 }
@@ -85,10 +86,10 @@ func (e *completions) Complete(a *exec.Action) {
 		switch c.Status {
 		case exec.StatusOK:
 			for _, l := range a.Landings {
-				o.hashes.Received(l, receivedPlan(l).Plan)
+				o.hashes.Received(l, plans.Received(l))
 			}
 		case exec.StatusFailed, exec.StatusExpired:
-			c.Recompute = recompute(e.plans.reg, a.Landings)
+			c.Recompute = e.plans.Recompute(a.Landings)
 		}
 	}
 	if t := a.Trace; t != nil && !c.Received {
@@ -106,7 +107,7 @@ func (e *completions) Complete(a *exec.Action) {
 func (e *completions) Follow(w *connector.Worker, on bool) { w.Follow(on) }
 
 // Forget implements driver.Engines.
-func (e *completions) Forget(w *connector.Worker) { e.plans.forget(w) }
+func (e *completions) Forget(w *connector.Worker) { e.plans.Forget(w) }
 
 // publishEvery is the interval of STATS to engines.
 const publishEvery = time.Second

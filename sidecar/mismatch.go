@@ -3,8 +3,10 @@ package sidecar
 import (
 	"fmt"
 	"strings"
+	"sync"
 
 	"github.com/kvspray/kvspray/parseblock"
+	"github.com/kvspray/kvspray/sidecar/internal/plans"
 )
 
 // Bounds of the sentence about the differences of two engines, which travels in a control frame,
@@ -33,30 +35,47 @@ func sentence(fields []string) string {
 	return b.String()
 }
 
-// describedAs returns the description of a fingerprint of a peer's cache, if it is known.
-func (p *planner) describedAs(fingerprint [32]byte) (parseblock.Description, bool) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	d, ok := p.described[fingerprint]
-	return d, ok
+// maxDescriptions bounds the descriptions of peers' caches. A full table is emptied.
+const maxDescriptions = 256
+
+// descriptions holds the descriptions of peers' caches that differ from local ones.
+type descriptions struct {
+	plans *plans.Planner
+
+	mu            sync.Mutex
+	byFingerprint map[[32]byte]parseblock.Description // protected by mu
 }
 
-// learnDescription accepts a peer's description of a fingerprint, which must be its hash.
-func (p *planner) learnDescription(geometry, fingerprint [32]byte, encoded []byte) (parseblock.Description, error) {
-	l, err := p.verify(geometry, encoded)
-	if err != nil {
-		return nil, err
-	}
-	d, err := p.reg.Describe(l)
+func newDescriptions(p *plans.Planner) *descriptions {
+	return &descriptions{plans: p, byFingerprint: map[[32]byte]parseblock.Description{}}
+}
+
+// of returns the description of a fingerprint, if it is known.
+func (d *descriptions) of(fingerprint [32]byte) (parseblock.Description, bool) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	x, ok := d.byFingerprint[fingerprint]
+	return x, ok
+}
+
+// learn accepts a peer's description of a fingerprint, which must be its hash.
+func (d *descriptions) learn(geometry, fingerprint [32]byte, encoded []byte) (parseblock.Description, error) {
+	l, err := d.plans.Verify(geometry, encoded)
 	if err != nil {
 		return nil, err //nolint:wrapcheck // names the field
 	}
-	if got := d.Hash(); got != fingerprint {
+	x, err := d.plans.Registry().Describe(l)
+	if err != nil {
+		return nil, err //nolint:wrapcheck // names the field
+	}
+	if got := x.Hash(); got != fingerprint {
 		return nil, fmt.Errorf("the layout has fingerprint %.8x: %.8x was asked for", got, fingerprint)
 	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	makeRoom(p.described, maxLayouts)
-	p.described[fingerprint] = d
-	return d, nil
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if len(d.byFingerprint) >= maxDescriptions {
+		clear(d.byFingerprint)
+	}
+	d.byFingerprint[fingerprint] = x
+	return x, nil
 }

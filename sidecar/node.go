@@ -37,6 +37,7 @@ import (
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/metrics"
 	"github.com/kvspray/kvspray/parseblock"
+	"github.com/kvspray/kvspray/sidecar/internal/plans"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -66,7 +67,7 @@ type Node struct {
 	gpus     *gpus // nil: switched off
 	engine   *connector.Server
 
-	plans    *planner
+	plans    *plans.Planner
 	rails    *railSet
 	dial     *dialer
 	conv     *conversation
@@ -127,13 +128,13 @@ func (n *Node) join(self transport.Peer) error {
 	if !ok {
 		return fmt.Errorf("sidecar: transfer.policy: %q is unknown: use spray, round-robin or weighted", n.cfg.Transfer.Policy)
 	}
-	n.plans = newPlanner(parseblock.Default())
+	n.plans = plans.New(parseblock.Default())
 	n.observer = &observer{metrics: n.metrics, log: n.log, order: n.cfg.Transports.Order}
 	n.results = &completions{observer: n.observer, plans: n.plans, log: n.log}
 	n.dial = newDialer(n.cfg, n.boot, n.host, n.log)
 	n.dial.proc, n.dial.rails, n.dial.gpus = n.proc, n.rails, n.gpus
 	n.conv = &conversation{cfg: n.cfg, log: n.log, boot: n.boot, host: n.host, version: n.version, self: self, proc: n.proc,
-		metrics: n.metrics, plans: n.plans, dial: n.dial, rails: n.rails, workers: n.workers}
+		metrics: n.metrics, plans: n.plans, descriptions: newDescriptions(n.plans), dial: n.dial, rails: n.rails, workers: n.workers}
 	n.driver = driver.New(driver.Config{
 		Exec: exec.New(exec.Config{Boot: n.boot, Planner: n.plans, Transports: n.cfg.Transports.Order,
 			Deadline: time.Duration(n.cfg.Transfer.Deadline), Partner: time.Duration(n.cfg.Transfer.Partner), Grace: n.grace,

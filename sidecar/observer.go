@@ -13,6 +13,7 @@ import (
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/internal/metrics"
+	"github.com/kvspray/kvspray/sidecar/internal/plans"
 	"github.com/kvspray/kvspray/sidecar/internal/trace"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
@@ -80,7 +81,7 @@ func (o *observer) Fenced(cause exec.Cause, took time.Duration) {
 func (o *observer) Quarantined(by int) { o.metrics.Quarantined(by) }
 
 // Sent implements driver.Observer.
-func (o *observer) Sent(s *exec.Sending) { o.hashes.Sent(s, sentPlan(s)) }
+func (o *observer) Sent(s *exec.Sending) { o.hashes.Sent(s, plans.Sent(s)) }
 
 // route names the transport that moved most bytes of a grant's parts, and all transports, and
 // counts the bytes.

@@ -52,7 +52,7 @@ func TestMemoryOf(t *testing.T) {
 // NIC k+1 on the switch of GPU k.
 func hgx(t *testing.T) *topo.Host {
 	t.Helper()
-	text, err := os.ReadFile(filepath.Join("..", "internal", "topo", "testdata", "hgx-h100.txt"))
+	text, err := os.ReadFile(filepath.Join("..", "internal", "sys", "topo", "testdata", "hgx-h100.txt"))
 	ok(t, err)
 	sys := filepath.Join(t.TempDir(), "sys")
 	put := func(content string, p ...string) {

@@ -1,4 +1,4 @@
-package sidecar
+package plans
 
 import (
 	"sync"
@@ -47,7 +47,7 @@ type receiveMemory struct {
 }
 
 // Receiver implements driver.Memory.
-func (p *planner) Receiver(l *exec.Landing) driver.ReceiveMemory {
+func (p *Planner) Receiver(l *exec.Landing) driver.ReceiveMemory {
 	return &receiveMemory{worker: l.Worker, side: receivedPlan(l).side}
 }
 
@@ -66,8 +66,8 @@ type source struct {
 }
 
 // Source implements driver.Memory.
-func (p *planner) Source(s *exec.Sending) (driver.Source, error) {
-	side, err := sentPlan(s).Side(p.reg, s.Worker.Layout, s.Blocks)
+func (p *Planner) Source(s *exec.Sending) (driver.Source, error) {
+	side, err := Sent(s).Side(p.reg, s.Worker.Layout, s.Blocks)
 	if err != nil {
 		return nil, err
 	}
