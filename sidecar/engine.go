@@ -20,7 +20,7 @@ import (
 // engineEvents brings the events of engines to the driver. Copies are the exception: they need no
 // executor.
 type engineEvents struct {
-	*driver.Driver
+	*driver.Events
 	proc   *driver.Goroutines
 	copies *copies
 	gpus   *gpus
@@ -31,7 +31,7 @@ var _ connector.Events = engineEvents{}
 // WorkerGone ends all leases of w, then calls fenced.
 func (e engineEvents) WorkerGone(w *connector.Worker, why error, fenced func()) {
 	e.copies.stop(w, errCopyGone)
-	e.Driver.WorkerGone(w, workerDead(why), "engine worker gone: "+errText(why),
+	e.Events.WorkerGone(w, workerDead(why), "engine worker gone: "+errText(why),
 		func() { e.copies.after(w, func() { e.release(w.Regions, fenced) }) })
 }
 
@@ -64,7 +64,7 @@ func (e engineEvents) Copy(w *connector.Worker, c connector.Copy) { e.copies.sta
 // Cancel ends a lease.
 func (e engineEvents) Cancel(w *connector.Worker, id uint64, reason string) {
 	if !e.copies.cancel(w, id, reason) {
-		e.Driver.Cancel(w, id, reason)
+		e.Events.Cancel(w, id, reason)
 	}
 }
 

@@ -143,7 +143,7 @@ func (n *Node) join(self transport.Peer) error {
 		Observer: n.observer, Log: n.log, Grace: n.grace})
 	n.dial.lanes, n.conv.driver, n.rails.changed = n.driver, n.driver, n.conv.railsChanged
 	n.copies = newCopies(n.proc.Context(), n.gpus, n.metrics, n.log)
-	n.events = engineEvents{Driver: n.driver, proc: n.proc, copies: n.copies, gpus: n.gpus}
+	n.events = engineEvents{Events: n.driver.Events, proc: n.proc, copies: n.copies, gpus: n.gpus}
 	n.web = &web{cfg: n.cfg, boot: n.boot, version: n.version, life: n.life, driver: n.driver, observer: n.observer, conv: n.conv,
 		dial: n.dial, rails: n.rails, gpus: n.gpus, workers: n.workers}
 	return nil

@@ -216,7 +216,7 @@ func TestHealthOfTheExecutor(t *testing.T) {
 		"lock": func() func() { return hold(r.Node) },
 		"action": func() func() {
 			in, out := make(chan struct{}), make(chan struct{})
-			go r.driver.Await(connector.Await{Key: transfer.Key{Xfer: transfer.XferID{1}}, Peer: r.Endpoint(), TTL: time.Millisecond},
+			go r.driver.Events.Await(connector.Await{Key: transfer.Key{Xfer: transfer.XferID{1}}, Peer: r.Endpoint(), TTL: time.Millisecond},
 				func(connector.Admission) { close(in); <-out })
 			<-in
 			return func() { close(out) }

@@ -21,6 +21,8 @@ import (
 // it does so, other goroutines leave their actions to it. So actions keep the executor's order,
 // none is performed under the lock, and an event on an idle sidecar costs no change of goroutine.
 type Driver struct {
+	Events *Events
+
 	cfg  Config
 	log  *slog.Logger
 	tick func() // Tick
@@ -34,8 +36,6 @@ type Driver struct {
 	performing bool
 	rounds     uint64     // batches performed
 	batch      exec.Batch // of the goroutine that performs
-	answers    answers
-	fenced     map[*connector.Worker]func()
 
 	binds   binds
 	lanes   lanes
@@ -44,12 +44,12 @@ type Driver struct {
 
 // New makes a driver. Use must follow before peers can open lanes.
 func New(c Config) *Driver {
-	d := &Driver{cfg: c, log: c.Log, ex: c.Exec, lock: c.Lock, fenced: map[*connector.Worker]func(){}}
+	d := &Driver{cfg: c, log: c.Log, ex: c.Exec, lock: c.Lock}
 	if d.lock == nil {
 		d.lock = &sync.Mutex{}
 	}
 	d.tick = d.Tick
-	d.answers.open = map[uint64]func(connector.Admission){}
+	d.Events = &Events{d: d, queries: map[uint64]func(connector.Admission){}, fenced: map[*connector.Worker]func(){}}
 	d.binds.grants, d.binds.origins = map[bindName]*Receiver{}, map[bindName]*sender{}
 	d.binds.senders = map[*exec.Sending]*sender{}
 	d.lanes.byID = map[uint64]*lane{}
@@ -189,8 +189,8 @@ func (d *Driver) perform(a *exec.Action) {
 	case exec.Compare:
 		d.cfg.Peers.Compare(a.Comparison)
 	case exec.Answer:
-		d.answer(a)
+		d.Events.answer(a)
 	case exec.WorkerFenced:
-		d.workerFenced(a.Worker)
+		d.Events.workerFenced(a.Worker)
 	}
 }

@@ -191,7 +191,7 @@ func (n *Node) KillEngine() {
 	}
 	for _, w := range s.workers {
 		s.later(n.c.F.Jitter(time.Millisecond), func() {
-			s.run(func() { s.drv.WorkerGone(w, true, "the engine died", func() { s.workerFenced(w) }) })
+			s.run(func() { s.drv.Events.WorkerGone(w, true, "the engine died", func() { s.workerFenced(w) }) })
 		})
 	}
 }
