@@ -136,7 +136,7 @@ func (c *conversation) frame(from transfer.Boot, f *peerv1.ControlFrame) {
 	}
 }
 
-// peerUp takes a peer whose handshake is complete; again after each reconnection of its control lanes.
+// peerUp handles a completed handshake, also after each reconnection of a peer's control lanes.
 func (c *conversation) peerUp(in peerInfo) {
 	d := c.dial
 	d.mu.Lock()
@@ -144,14 +144,14 @@ func (c *conversation) peerUp(in peerInfo) {
 	if r == nil {
 		r = &remote{hostBoot: in.HostBoot, keepers: map[wantedLane]context.CancelFunc{}}
 		d.peers[in.Boot] = r
-		// Of two sidecars one dials, so that there is one set of lanes: both ends send on it.
+		// One of two sidecars dials: both ends send on the same lanes.
 		if bytes.Compare(c.boot[:], in.Boot[:]) <= 0 {
 			r.ctx, r.stop = context.WithCancel(c.proc.Context())
 		}
 	}
 	r.peer = transport.Peer{Boot: in.Boot, Self: c.boot, Key: in.Key}
 	r.claimed, r.node, r.release = in.Claimed, in.Node, in.Release
-	r.endpoint = cmp.Or(in.Endpoint, r.endpoint) // one that came to us may be reached later
+	r.endpoint = cmp.Or(in.Endpoint, r.endpoint) // a peer that connected to this node has none yet
 	delete(d.unreached, in.Endpoint)
 	_, named := d.named[in.Endpoint]
 	delete(d.named, in.Endpoint)
@@ -178,7 +178,7 @@ func (c *conversation) connectFailed(endpoint string, err error) {
 	level := slog.LevelDebug
 	d.mu.Lock()
 	delete(d.named, endpoint)
-	if _, said := d.unreached[endpoint]; !said && len(d.unreached) < maxUnreached {
+	if _, logged := d.unreached[endpoint]; !logged && len(d.unreached) < maxUnreached {
 		d.unreached[endpoint] = struct{}{}
 		level = slog.LevelWarn
 	}

@@ -53,7 +53,7 @@ const (
 	bounceBytes      = 1 << 20 // between two regions that are not mapped
 )
 
-// pathHost is the path of a copy without a GPU. Package stage names the others.
+// pathHost is the path of a copy without a GPU. Package gpu names the others.
 const pathHost = "host"
 
 var (

@@ -27,7 +27,7 @@ const (
 	dialLongest  = 5 * time.Second       // between tries
 	shmLanes     = 1                     // per peer: one lane copies with several threads
 	laneLived    = time.Second           // a lane that ended sooner does not count as one that was open
-	maxUnreached = 1024                  // addresses remembered as not answering; what is beyond is not warned of
+	maxUnreached = 1024                  // addresses without an answer that are remembered; further ones cause no warning
 	maxNamed     = 1024                  // endpoints that requests named and that are not up yet
 )
 
@@ -63,7 +63,7 @@ type dialer struct {
 
 	mu        sync.Mutex // guards what follows
 	peers     map[transfer.Boot]*remote
-	unreached map[string]struct{} // addresses that were warned of and have not answered since
+	unreached map[string]struct{} // addresses of a warning that have not answered since
 	named     map[string]struct{} // endpoints that requests named: their lanes are wanted once they are up
 }
 
@@ -75,14 +75,13 @@ func newDialer(cfg *config.Config, boot transfer.Boot, host string, log *slog.Lo
 type remote struct {
 	peer     transport.Peer
 	endpoint string
-	// where it says that it serves, its node's name and its release: shown to people, believed by
-	// nobody
+	// announced by the peer and not verified: its endpoint, its node's name, its release
 	claimed  string
 	node     string
 	release  string
 	hostBoot string
-	rails    []*peerv1.Rail     // the peer's, as it said last; never changed in place
-	ctx      context.Context    // of the lanes that we keep; nil where the peer keeps them
+	rails    []*peerv1.Rail     // the peer's last list; never changed in place
+	ctx      context.Context    // of the lanes that this node opens; nil: the peer opens them
 	stop     context.CancelFunc // ends it
 	keepers  map[wantedLane]context.CancelFunc
 
@@ -92,14 +91,14 @@ type remote struct {
 	complained bool // about its rails
 }
 
-// wantedLane is a lane that we keep open.
+// wantedLane is a lane that this node keeps open.
 type wantedLane struct {
 	backend, local, remote, address string
 	n                               int
 }
 
-// need opens the lanes to a peer, if they are not there, and keeps them for the idle time from now on. Each
-// control frame of a transfer calls it at both ends, so that lanes are on their way before bytes are.
+// need opens the lanes to a peer, if they are not open, and keeps them for the idle time from now on.
+// Each control frame of a transfer calls it at both ends, so that lanes open before bytes are ready.
 func (d *dialer) need(boot transfer.Boot) {
 	d.mu.Lock()
 	r := d.peers[boot]
@@ -114,8 +113,8 @@ func (d *dialer) need(boot transfer.Boot) {
 	}
 }
 
-// closeIdle ends the lanes of peers without leases whose idle time is over. The end that dials closes: while it
-// has a lease open the other end may have one, and a lease that begins at the other end comes with a frame.
+// closeIdle ends the lanes of peers without leases whose idle time is over. The end that dials closes:
+// a lease that begins at the other end comes with a frame.
 func (d *dialer) closeIdle(now time.Time) {
 	busy := d.lanes.Bound()
 	var idle []transfer.Boot
@@ -136,7 +135,7 @@ func (d *dialer) closeIdle(now time.Time) {
 	}
 }
 
-// idleLooks is how often a lane's idle time is looked at while it runs.
+// idleLooks is the number of checks within the idle time.
 const idleLooks = 4
 
 func (d *dialer) watchIdle(ctx context.Context) {
@@ -165,7 +164,7 @@ func (d *dialer) boots() []transfer.Boot {
 	return slices.SortedFunc(maps.Keys(d.peers), func(a, b transfer.Boot) int { return bytes.Compare(a[:], b[:]) })
 }
 
-// railsOf is what a peer said of its rails last; never changed in place.
+// railsOf is the last list of a peer's rails; never changed in place.
 func (d *dialer) railsOf(boot transfer.Boot) []*peerv1.Rail {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -181,7 +180,7 @@ func (d *dialer) reconcileAll() {
 	}
 }
 
-// reconcile starts a keeper for each lane that is wanted and has none, and ends those of lanes that are not wanted any more.
+// reconcile starts a keeper for each wanted lane without one, and ends those of other lanes.
 func (d *dialer) reconcile(boot transfer.Boot) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -240,7 +239,7 @@ func (d *dialer) keepLane(ctx context.Context, b transport.Backend, peer transpo
 	wait.Reset()
 	pair := pairName{peer.Boot, b.Name(), local.Name, remote.Name}
 	defer func() {
-		if ctx.Err() != nil { // nobody wants the lane any more
+		if ctx.Err() != nil { // the lane is not wanted any more
 			d.troubles.set(pair, nil)
 		}
 	}()

@@ -27,7 +27,7 @@ func (c *conversation) open() error {
 	opt := peer.Options{Boot: c.boot, Node: c.cfg.Node, HostBoot: c.host, Version: c.version, Listen: cfg.Listen, Advertise: cfg.Advertise,
 		Credentials: creds, Rails: c.rails.list, Handler: handler{c}, Log: c.log,
 		Refused: c.metrics.HelloRefused}
-	// Gossip on loopback with nobody to join would only keep a processor awake.
+	// Gossip on loopback without other members would only use CPU.
 	if g := cfg.Gossip.Listen; g != "" && g != config.Off && (len(cfg.Gossip.Join) > 0 || !config.IsLoopback(g)) {
 		opt.Gossip = &peer.Gossip{Listen: g, Advertise: cfg.Gossip.Advertise, Join: cfg.Gossip.Join, Keys: gossipKeys}
 	}
@@ -37,7 +37,8 @@ func (c *conversation) open() error {
 	return nil
 }
 
-// credentials loads what authenticates peers: certificates where they are given, else the cluster key, else nothing.
+// credentials loads what authenticates peers: certificates if configured, else the cluster key, else
+// nothing.
 func credentials(c *config.Config) (creds *keys.Credentials, gossip [][]byte, err error) {
 	var cluster keys.Cluster
 	if path := c.Peer.ClusterKeyFile; path != "" {
@@ -60,29 +61,29 @@ func credentials(c *config.Config) (creds *keys.Credentials, gossip [][]byte, er
 	return creds, gossip, nil
 }
 
-// certLooks is the time between two looks at the certificate files.
+// certLooks is the interval of checks of the certificate files.
 const certLooks = 10 * time.Second
 
-// watchCertificates takes renewed certificates into use, and tells when the one in use ends.
+// watchCertificates loads renewed certificates, and reports when the current one ends.
 func (c *conversation) watchCertificates(ctx context.Context, every time.Duration) {
 	if c.creds == nil {
 		return
 	}
 	t := time.NewTicker(every)
 	defer t.Stop()
-	said := ""
+	logged := ""
 	for {
 		c.metrics.Expires(c.creds.Expires())
 		renewed, err := c.creds.Reload(time.Now())
 		switch {
-		case err != nil && err.Error() != said:
-			said = err.Error()
-			c.log.Warn("certificates not read again; those read before stay in use", "until", c.creds.Expires(), "err", err)
+		case err != nil && err.Error() != logged:
+			logged = err.Error()
+			c.log.Warn("certificates not read again; the earlier ones stay in use", "until", c.creds.Expires(), "err", err)
 		case err == nil && renewed:
 			c.log.Info("certificates renewed", "until", c.creds.Expires())
 			fallthrough
 		case err == nil:
-			said = ""
+			logged = ""
 		}
 		select {
 		case <-t.C:
@@ -92,7 +93,7 @@ func (c *conversation) watchCertificates(ctx context.Context, every time.Duratio
 	}
 }
 
-// controlAddresses puts a control lane on every rail that is there now and that the peer address is not on already.
+// controlAddresses puts a control lane on every present rail except that of the peer address.
 func (c *conversation) controlAddresses() (out []string) {
 	host, _, err := net.SplitHostPort(c.cfg.Peer.Listen)
 	if err != nil {
@@ -114,7 +115,7 @@ func (c *conversation) controlAddresses() (out []string) {
 			continue
 		}
 		if ip := net.ParseIP(h); ip != nil && ip.IsLoopback() {
-			continue // it leads nowhere that the peer address does not
+			continue // the peer address reaches the same
 		}
 		seen[h] = true
 		out = append(out, net.JoinHostPort(h, "0"))
@@ -142,7 +143,7 @@ func (h handler) Control(boot transfer.Boot, f *peerv1.ControlFrame) {
 	h.c.frame(boot, f)
 }
 
-// Busy looks at what is bound to lanes, whose bytes may move, and at what waits to be.
+// Busy reports whether anything is bound to lanes, or waits for that.
 func (h handler) Busy(boot transfer.Boot) (busy bool) {
 	if h.c.driver.BoundTo(boot) > 0 {
 		return true

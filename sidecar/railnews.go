@@ -65,8 +65,8 @@ func (c *conversation) railsFrame() *peerv1.ControlFrame {
 }
 
 // peerRails applies a peer's list of rails.
-func (c *conversation) peerRails(boot transfer.Boot, said []*peerv1.Rail) {
-	good, refused := peer.CheckRails(said)
+func (c *conversation) peerRails(boot transfer.Boot, list []*peerv1.Rail) {
+	good, refused := peer.CheckRails(list)
 	d := c.dial
 	d.mu.Lock()
 	r := d.peers[boot]

@@ -48,14 +48,14 @@ type railSet struct {
 
 	apply sync.Mutex // held while the set is adapted to the host; above mu
 
-	mu   sync.RWMutex // protects all below
-	byB  map[string][]rail
-	host *topo.Host // from the last look at the host; never nil
-	told map[string]bool
+	mu     sync.RWMutex // protects all below
+	byB    map[string][]rail
+	host   *topo.Host      // from the last look at the host; never nil
+	logged map[string]bool // texts, for once
 }
 
 func newRailSet(cfg *config.Config, proc *driver.Goroutines, started <-chan struct{}, log *slog.Logger) *railSet {
-	return &railSet{cfg: cfg, log: log, proc: proc, started: started, gdrNews: make(chan struct{}, 1), byB: map[string][]rail{}, told: map[string]bool{}, host: &topo.Host{}}
+	return &railSet{cfg: cfg, log: log, proc: proc, started: started, gdrNews: make(chan struct{}, 1), byB: map[string][]rail{}, logged: map[string]bool{}, host: &topo.Host{}}
 }
 
 func (s *railSet) of(backend string) []rail {
@@ -88,10 +88,10 @@ func (s *railSet) once(what string) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	const most = 256 // remembered texts
-	if s.told[what] || len(s.told) >= most {
+	if s.logged[what] || len(s.logged) >= most {
 		return false
 	}
-	s.told[what] = true
+	s.logged[what] = true
 	return true
 }
 

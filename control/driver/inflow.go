@@ -30,11 +30,11 @@ type inflow struct {
 // inflows lists those that grew, so that a measurement costs as much as there is traffic, not as
 // there are connections. mu may be taken while the executor is held.
 type inflows struct {
-	mu   sync.Mutex
-	all  map[inflowName]*inflow
-	grew []*inflow
-	told bool          // the executor has been notified of incoming data
-	out  []exec.Inflow // owned by the executor until the next measurement
+	mu        sync.Mutex
+	all       map[inflowName]*inflow
+	grew      []*inflow
+	announced bool          // the executor has been notified of incoming data
+	out       []exec.Inflow // owned by the executor until the next measurement
 }
 
 // of returns the entry of a name, and updates the rail's nominal speed.
@@ -59,8 +59,8 @@ func (d *Driver) came(f *inflow, bytes uint64) {
 	i := &d.inflows
 	i.mu.Lock()
 	i.grew = append(i.grew, f)
-	first := !i.told
-	i.told = true
+	first := !i.announced
+	i.announced = true
 	i.mu.Unlock()
 	if first {
 		d.ex.Incoming(d.enter())
@@ -85,7 +85,7 @@ func (d *Driver) measure() {
 	}
 	clear(i.grew)
 	i.grew = i.grew[:0]
-	i.told = len(i.out) > 0
+	i.announced = len(i.out) > 0
 	i.mu.Unlock()
 	d.ex.Measured(now, i.out)
 	d.leave()

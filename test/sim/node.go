@@ -42,6 +42,7 @@ type sidecar struct {
 	workers []*connector.Worker // of the engine's present life
 	planner planner
 	drv     *driver.Driver
+	lock    *lock
 	backend *simfabric.Backend
 	rails   []transport.Rail
 	tickAt  exec.Instant // -1: none is armed
@@ -97,13 +98,13 @@ func (n *Node) start() {
 		sinks: map[*transport.Grant]*sink{}, sources: map[*transport.Origin]*source{}, pipes: map[transfer.Boot]*pipe{},
 		over: map[transfer.Boot]bool{}, moving: map[uint64]bool{}, owners: map[transfer.LeaseID]*lease{},
 		received: map[transfer.Boot]uint64{}, turns: map[transfer.Boot]*turns{}, planner: planner{map[[32]byte]bool{}}}
-	n.side = s
+	n.side, s.lock = s, &lock{n: n}
 	s.backend = n.Host.Backend()
 	s.rails, _ = s.backend.Open(context.Background(), host{s}) // fails only once it is closed
 	cfg := c.cfg.Exec
 	cfg.Boot, cfg.Endpoint, cfg.Planner, cfg.Transports = s.boot, n.addr, s.planner, []string{simfabric.Name}
 	s.ex = exec.New(cfg)
-	s.drv = driver.New(driver.Config{Exec: s.ex, Process: process{s}, Lock: &lock{n: n}, Peers: peers{s}, Engines: engines{s},
+	s.drv = driver.New(driver.Config{Exec: s.ex, Process: process{s}, Lock: s.lock, Peers: peers{s}, Engines: engines{s},
 		Memory: memory{s}, Rails: local{s}, Observer: observer{s}, Log: slog.New(slog.DiscardHandler), Grace: time.Hour})
 	s.drv.Use(transport.Registry{backend{s.backend, s}})
 	s.tellRails()

@@ -50,8 +50,10 @@ func (p process) Now() exec.Instant { return p.s.n.now() }
 
 // Idle comes after every round of actions: what must hold then is checked.
 func (p process) Idle(next exec.Instant, _ func()) {
-	p.s.arm(next)
-	p.s.check()
+	p.s.lock.pause(func() {
+		p.s.arm(next)
+		p.s.check()
+	})
 }
 
 // Go has work take its time; its event may be repeated.
@@ -104,6 +106,18 @@ func (l *lock) Unlock() {
 		d := h.Clock() - l.from
 		h.Sum, h.Most, h.Times = h.Sum+d, max(h.Most, d), h.Times+1
 	}
+}
+
+// pause does what the simulator does while the lock is held, which does not count.
+func (l *lock) pause(f func()) {
+	h := l.n.held
+	if h == nil {
+		f()
+		return
+	}
+	from := h.Clock()
+	f()
+	l.from += h.Clock() - from
 }
 
 func (l *lock) TryLock() bool {
