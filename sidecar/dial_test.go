@@ -107,8 +107,15 @@ func TestJudged(t *testing.T) {
 // Lanes are there while a request needs them and for the idle time after, and open again for the next one.
 func TestLanesOnDemand(t *testing.T) {
 	const idle = 200 * time.Millisecond
-	set := func(c *config.Config) { c.Transports.Idle = config.Duration(idle) }
-	a, b := start(t, set), start(t, set)
+	leases := map[*Node]*busy{}
+	begun := func() *running {
+		cfg := testConfig(t, func(c *config.Config) { c.Transports.Idle = config.Duration(idle) })
+		return startConfig(t, cfg, func(n *Node) {
+			leases[n] = &busy{Driver: n.driver}
+			n.dial.lanes = leases[n]
+		})
+	}
+	a, b := begun(), begun()
 	lanes := func(n *Node, to transfer.Boot) int { return len(n.lanesTo(to)) }
 	both := func() int { return min(lanes(a.Node, b.boot), lanes(b.Node, a.boot)) }
 	none := func() bool { return lanes(a.Node, b.boot)+lanes(b.Node, a.boot) == 0 }
@@ -120,7 +127,7 @@ func TestLanesOnDemand(t *testing.T) {
 	if !none() {
 		t.Fatal("lanes that no request needs")
 	}
-	x := a.web.reach().Peers[0].Pairs[0]
+	x := a.web.Reach().Peers[0].Pairs[0]
 	if !x.Idle || x.Why != "" {
 		t.Errorf("an idle pair is %+v", x)
 	}
@@ -148,30 +155,25 @@ func TestLanesOnDemand(t *testing.T) {
 	if dials == a.Node {
 		other = b.boot
 	}
-	held := &busy{Driver: dials.driver, peer: other}
-	held.on.Store(true)
-	dials.dial.mu.Lock()
-	dials.dial.lanes = held
-	dials.dial.mu.Unlock()
+	leases[dials].with.Store(&other)
 	before := dials.lanesTo(other)
 	<-time.After(3 * idle)
 	if after := dials.lanesTo(other); !slices.Equal(before, after) {
 		t.Errorf("with a lease open lanes %v became %v", before, after)
 	}
-	held.on.Store(false)
+	leases[dials].with.Store(nil)
 	until(t, none)
 }
 
-// busy has a lease with a peer open.
+// busy has a lease open with a peer, if there is one.
 type busy struct {
 	*driver.Driver
-	peer transfer.Boot
-	on   atomic.Bool
+	with atomic.Pointer[transfer.Boot]
 }
 
 func (b *busy) Bound() map[transfer.Boot]int {
-	if b.on.Load() {
-		return map[transfer.Boot]int{b.peer: 1}
+	if peer := b.with.Load(); peer != nil {
+		return map[transfer.Boot]int{*peer: 1}
 	}
 	return b.Driver.Bound()
 }

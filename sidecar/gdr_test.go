@@ -21,6 +21,7 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/verbs"
 	"github.com/kvspray/kvspray/internal/sys/verbs/fake"
 	"github.com/kvspray/kvspray/internal/testutil"
+	"github.com/kvspray/kvspray/sidecar/internal/web"
 	"github.com/kvspray/kvspray/transport/gdr"
 	"github.com/kvspray/kvspray/transport/transporttest"
 )
@@ -180,8 +181,8 @@ func TestGDRWithoutRoom(t *testing.T) {
 			until(t, func() bool { return moves() == c.over })
 			told := func() bool {
 				for _, n := range []*running{p, d} {
-					for _, peer := range n.web.reach().Peers {
-						if slices.ContainsFunc(peer.Pairs, func(x pairReach) bool { return strings.Contains(x.Why, c.says) }) {
+					for _, peer := range n.web.Reach().Peers {
+						if slices.ContainsFunc(peer.Pairs, func(x web.PairReach) bool { return strings.Contains(x.Why, c.says) }) {
 							return true
 						}
 					}
@@ -393,7 +394,7 @@ func TestGPUMemoryOverTCP(t *testing.T) {
 	}
 	ends[0].ok(x.src)
 	same(t, ends[0], ends[1], x.pt, x.dt, tokens, 0)
-	for _, peer := range p.web.reach().Peers {
+	for _, peer := range p.web.Reach().Peers {
 		for _, x := range peer.Pairs {
 			if x.Kind != route.Staged {
 				t.Errorf("%s over %s is %s", x.Transport, x.Local, x.Kind)

@@ -48,6 +48,9 @@ func (l *life) Ready() bool { return l.serving.Load() && !l.draining.Load() }
 // have ended or the time is over.
 func (l *life) Drain() { l.once.Do(func() { close(l.drain) }) }
 
+// Draining reports whether the orderly stop has begun.
+func (l *life) Draining() bool { return l.draining.Load() }
+
 func (l *life) setEndpoint(s string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -9,7 +9,7 @@
 //	conversation               frames of peers; dialer keeps the lanes, railSet follows the rails
 //	planner                    plans, and the memory of their parts
 //	observer                   metrics, log lines, trace files (internal/trace)
-//	web                        HTTP: health, metrics, state
+//	internal/web               HTTP: health, metrics, state
 //
 // Invariants: only the executor decides that a lease is complete. An engine's memory is touched only
 // between its WorkerUp and the end of its last lease.
@@ -38,6 +38,7 @@ import (
 	"github.com/kvspray/kvspray/internal/metrics"
 	"github.com/kvspray/kvspray/parseblock"
 	"github.com/kvspray/kvspray/sidecar/internal/plans"
+	"github.com/kvspray/kvspray/sidecar/internal/web"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -60,6 +61,7 @@ type Node struct {
 	version string
 	grace   time.Duration
 	metrics *metrics.Set
+	gather  prometheus.Gatherer
 
 	proc     *driver.Goroutines
 	driver   *driver.Driver
@@ -75,7 +77,7 @@ type Node struct {
 	observer *observer
 	results  *completions
 	events   engineEvents
-	web      *web
+	web      *web.Server
 }
 
 // New checks the options and makes a node. It touches neither disk nor network before Run.
@@ -89,7 +91,7 @@ func New(opt Options) (*Node, error) {
 	if opt.Registry == nil {
 		opt.Registry = prometheus.NewRegistry()
 	}
-	n := &Node{life: newLife(), cfg: opt.Config, version: opt.Version, metrics: metrics.New(opt.Registry), proc: driver.NewGoroutines(),
+	n := &Node{life: newLife(), cfg: opt.Config, version: opt.Version, metrics: metrics.New(opt.Registry), gather: opt.Registry, proc: driver.NewGoroutines(),
 		grace: time.Duration(opt.Config.Transfer.Grace)}
 	if _, err := rand.Read(n.boot[:]); err != nil {
 		return nil, fmt.Errorf("sidecar: boot id: %w", err)
@@ -114,7 +116,9 @@ func New(opt Options) (*Node, error) {
 	if err := n.join(self); err != nil {
 		return nil, err
 	}
-	n.web.gather = opt.Registry
+	n.web = web.New(web.Options{Node: n.cfg.Node, Version: n.version, Boot: n.boot, Gather: n.gather, Driver: n.driver, Life: n.life,
+		Peers: peerViews{n.conv}, Rails: n.rails.views, Stats: n.observer.stats, Links: n.gpus.linkStates,
+		Executors: n.gpus.executorStates, Workers: n.workers, Transports: func() []string { return namesOf(n.backends) }})
 	s := &samples{driver: n.driver, rails: n.rails, gpus: n.gpus}
 	if err := s.register(n.metrics, opt.Registry); err != nil {
 		return nil, err
@@ -144,14 +148,12 @@ func (n *Node) join(self transport.Peer) error {
 	n.dial.lanes, n.conv.driver, n.rails.changed = n.driver, n.driver, n.conv.railsChanged
 	n.copies = newCopies(n.proc.Context(), n.gpus, n.metrics, n.log)
 	n.events = engineEvents{Events: n.driver.Events, proc: n.proc, copies: n.copies, gpus: n.gpus}
-	n.web = &web{cfg: n.cfg, boot: n.boot, version: n.version, life: n.life, driver: n.driver, observer: n.observer, conv: n.conv,
-		dial: n.dial, rails: n.rails, gpus: n.gpus, workers: n.workers}
 	return nil
 }
 
 // use sets the backends that are open.
 func (n *Node) use(live transport.Registry) {
-	n.backends, n.rails.backends, n.dial.backends, n.observer.backends, n.web.backends = live, live, live, live, live
+	n.backends, n.rails.backends, n.dial.backends, n.observer.backends = live, live, live, live
 	n.driver.Use(live)
 }
 

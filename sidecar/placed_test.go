@@ -177,7 +177,7 @@ func TestNearRailGoesFirst(t *testing.T) {
 				ok(t, err)
 				bound(t, d)
 				pair := func(rail string) (v spray.PairView) {
-					for _, q := range p.web.state().Leases.Rails.Pairs {
+					for _, q := range p.web.State().Leases.Rails.Pairs {
 						if q.Peer == d.Boot().String() && (q.Path.Local == rail || q.Path.Remote == rail) {
 							return q
 						}
@@ -187,7 +187,7 @@ func TestNearRailGoesFirst(t *testing.T) {
 				// nothing is bound to a lane before
 				until(t, func() bool { return pair(near).Lanes == 2 && pair(far).Lanes == 2 })
 				pe.SignalLayer(0, 1)
-				until(t, func() bool { return landedBytes(d) > 0 && p.web.state().Leases.Rails.Flights == 0 })
+				until(t, func() bool { return landedBytes(d) > 0 && p.web.State().Leases.Rails.Flights == 0 })
 				// A machine that is busy may have sent it a second time over the other one, as a
 				// hedge, or after a silence.
 				c := pair(near).Counters

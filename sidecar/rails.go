@@ -14,6 +14,7 @@ import (
 	"github.com/kvspray/kvspray/control/peer"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/sys/topo"
+	"github.com/kvspray/kvspray/sidecar/internal/web"
 	"github.com/kvspray/kvspray/transport"
 )
 
@@ -152,23 +153,11 @@ func memoryOf(w *connector.Worker) (topo.Memory, bool) {
 	return topo.Memory{}, false
 }
 
-// railView is a local rail in /debug/state.
-type railView struct {
-	Transport string  `json:"transport"`
-	Rail      string  `json:"rail"`
-	Address   string  `json:"address"`
-	Interface string  `json:"interface,omitempty"`
-	Gbps      float64 `json:"gbps,omitempty"`
-	MTU       int     `json:"mtu,omitempty"`
-	NUMA      int     `json:"numa"`
-	Down      bool    `json:"down"`
-	Auto      bool    `json:"auto"` // by a pattern
-}
-
-func (s *railSet) views() (out []railView) {
+func (s *railSet) views() (out []web.Rail) {
 	for _, b := range s.backends {
 		for _, r := range s.of(b.Name()) {
-			out = append(out, railView{b.Name(), r.Name, r.Address, r.nic, r.Gbps, r.MTU, r.NUMA, r.down, r.auto})
+			out = append(out, web.Rail{Transport: b.Name(), Rail: r.Name, Address: r.Address, Interface: r.nic, Gbps: r.Gbps, MTU: r.MTU,
+				NUMA: r.NUMA, Down: r.down, Auto: r.auto})
 		}
 	}
 	return out

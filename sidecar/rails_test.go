@@ -177,7 +177,7 @@ func TestRailsComeAndGo(t *testing.T) {
 	}
 	// lanes are pairs of rails that have lanes to the other node, with their state.
 	lanes := func(n, to *running) (out []string) {
-		for _, q := range n.web.state().Leases.Rails.Pairs {
+		for _, q := range n.web.State().Leases.Rails.Pairs {
 			if q.Peer == to.Boot().String() && q.Lanes > 0 {
 				out = append(out, q.Path.Local+">"+q.Path.Remote+" "+q.State)
 			}
@@ -206,7 +206,7 @@ func TestRailsComeAndGo(t *testing.T) {
 		deadline := time.Now().Add(patience)
 		for !slices.Equal(get(), want) {
 			if time.Now().After(deadline) {
-				t.Fatalf("%s: %q, want %q; routes %+v", what, get(), want, p.web.state().Routes)
+				t.Fatalf("%s: %q, want %q; routes %+v", what, get(), want, p.web.State().Routes)
 			}
 		}
 	}
@@ -223,7 +223,7 @@ func TestRailsComeAndGo(t *testing.T) {
 	control := func(what, addr string) {
 		t.Helper()
 		wait(what, []string{addr}, func() []string {
-			for _, l := range append(p.web.state().Control[d.Boot().String()], d.web.state().Control[p.Boot().String()]...) {
+			for _, l := range append(p.web.State().Control[d.Boot().String()], d.web.State().Control[p.Boot().String()]...) {
 				if _, far, _ := strings.Cut(l, " "); strings.HasPrefix(far, addr) {
 					return []string{addr}
 				}
@@ -248,7 +248,7 @@ func TestRailsComeAndGo(t *testing.T) {
 	both("one lost its carrier", []string{"rail0", "rail1!"}, "rail0>rail0 healthy")
 	move()
 	var why []string
-	for _, c := range p.web.state().Routes[d.Boot().String()] {
+	for _, c := range p.web.State().Routes[d.Boot().String()] {
 		if c.Local == "rail1" {
 			why = append(why, c.Why)
 		}

@@ -187,7 +187,7 @@ func (n *Node) serve(listener net.Listener, failed chan<- error, open *closers) 
 	})
 	open.add(func() error { stop(); return nil })
 	if listener != nil {
-		srv := n.web.server()
+		srv := n.web.Server()
 		n.proc.Run(func(context.Context) {
 			if err := srv.Serve(listener); !errors.Is(err, http.ErrServerClosed) {
 				failed <- fmt.Errorf("sidecar: http: %w", err)

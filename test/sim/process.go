@@ -138,7 +138,7 @@ func (n *Node) Measure(h *Held) { n.held = h }
 // peers is the conversation with other sidecars.
 type peers struct{ s *sidecar }
 
-func (p peers) PeerKey(boot transfer.Boot) (transport.Peer, bool) { return host{p.s}.PeerKey(boot) }
+func (p peers) PeerKey(boot transfer.Boot) (transport.Peer, bool) { return host(p).PeerKey(boot) }
 func (p peers) Known(transfer.Boot) bool                          { return true }
 func (p peers) Connect(endpoint string)                           { p.s.connect(endpoint) }
 func (p peers) Send(to transfer.Boot, f *peerv1.ControlFrame)     { p.s.send(to, f) }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package sidecar
+package web
 
 import (
 	"github.com/kvspray/kvspray/connector"
@@ -10,8 +10,8 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// nodeView is the description for routers.
-type nodeView struct {
+// Node is /v1/node, the description for routers.
+type Node struct {
 	Node       string   `json:"node"`
 	Boot       string   `json:"boot"`
 	Version    string   `json:"version"`
@@ -22,16 +22,17 @@ type nodeView struct {
 	Draining   bool     `json:"draining"`
 }
 
-func (w *web) describe() nodeView {
-	v := nodeView{Node: w.cfg.Node, Boot: w.boot.String(), Version: w.version, Endpoint: w.life.Endpoint(), Transports: namesOf(w.backends), Sessions: []string{},
-		Ready: w.life.Ready(), Draining: w.life.draining.Load()}
-	for _, x := range w.workers() {
+func (w *Server) describe() Node {
+	v := Node{Node: w.o.Node, Boot: w.o.Boot.String(), Version: w.o.Version, Endpoint: w.o.Life.Endpoint(), Transports: w.o.Transports(), Sessions: []string{},
+		Ready: w.o.Life.Ready(), Draining: w.o.Life.Draining()}
+	for _, x := range w.o.Workers() {
 		v.Sessions = append(v.Sessions, x.Name)
 	}
 	return v
 }
 
-type laneView struct {
+// Lane is a lane of a node.
+type Lane struct {
 	Lane      uint64 `json:"lane"`
 	Peer      string `json:"peer"`
 	Transport string `json:"transport"`
@@ -39,18 +40,18 @@ type laneView struct {
 	Remote    string `json:"remote"`
 }
 
-// stateView is /debug/state.
-type stateView struct {
-	nodeView
+// State is /debug/state.
+type State struct {
+	Node
 	Leases exec.View         `json:"leases"`
-	Lanes  []laneView        `json:"lanes"`
+	Lanes  []Lane            `json:"lanes"`
 	Totals connector.Stats   `json:"totals"`
 	Peers  map[string]string `json:"peers"` // boot to the address at which this node reached it; empty if it connected to this node
 	// Claimed is the endpoint that each of the latter announced. By boot.
 	Claimed map[string]string `json:"claimed"`
 	// Releases are the versions of peers. By boot.
 	Releases map[string]string `json:"releases"`
-	Rails    []railView        `json:"our_rails"`
+	Rails    []Rail            `json:"our_rails"`
 	// Links are the paths of large copies between host memory and each GPU.
 	Links []gpu.PathState `json:"gpu_links"`
 	// Executors are the copy methods for scattered blocks of a GPU, with their bytes.
@@ -61,26 +62,39 @@ type stateView struct {
 	Routes map[string][]route.Candidate `json:"routes"`
 }
 
-func (w *web) state() stateView {
-	v := stateView{nodeView: w.describe(), Links: w.gpus.linkStates(),
-		Executors: w.gpus.executorStates(), Totals: w.observer.stats(), Peers: map[string]string{},
-		Claimed: map[string]string{}, Releases: map[string]string{}, Rails: w.rails.views(),
+// State reads /debug/state.
+func (w *Server) State() State {
+	v := State{Node: w.describe(), Links: w.o.Links(),
+		Executors: w.o.Executors(), Totals: w.o.Stats(), Peers: map[string]string{},
+		Claimed: map[string]string{}, Releases: map[string]string{}, Rails: w.o.Rails(),
 		Routes:  map[string][]route.Candidate{},
 		Control: map[string][]string{}}
-	w.driver.Do(func(ex *exec.Exec, now exec.Instant) { v.Leases = ex.View(now) })
-	w.driver.Lanes(func(l transport.Lane) {
-		v.Lanes = append(v.Lanes, laneView{l.ID(), l.Peer().String(), l.Backend(), l.Local(), l.Remote()})
+	w.o.Driver.Do(func(ex *exec.Exec, now exec.Instant) { v.Leases = ex.View(now) })
+	w.o.Driver.Lanes(func(l transport.Lane) {
+		v.Lanes = append(v.Lanes, Lane{l.ID(), l.Peer().String(), l.Backend(), l.Local(), l.Remote()})
 	})
-	w.dial.mu.Lock()
-	for b, r := range w.dial.peers {
-		v.Peers[b.String()] = r.endpoint
-		v.Releases[b.String()] = r.release
-		if r.endpoint == "" {
-			v.Claimed[b.String()] = r.claimed
+	for _, p := range w.o.Peers.Peers() {
+		b := p.Boot.String()
+		v.Peers[b] = p.Endpoint
+		v.Releases[b] = p.Release
+		if p.Endpoint == "" {
+			v.Claimed[b] = p.Claimed
 		}
-		v.Routes[b.String()] = w.dial.routes(r)
-		v.Control[b.String()] = w.conv.mesh.Lanes(b)
+		v.Routes[b] = w.o.Peers.Routes(p.Boot)
+		v.Control[b] = w.o.Peers.ControlLanes(p.Boot)
 	}
-	w.dial.mu.Unlock()
 	return v
+}
+
+// Rail is a local rail in /debug/state.
+type Rail struct {
+	Transport string  `json:"transport"`
+	Rail      string  `json:"rail"`
+	Address   string  `json:"address"`
+	Interface string  `json:"interface,omitempty"`
+	Gbps      float64 `json:"gbps,omitempty"`
+	MTU       int     `json:"mtu,omitempty"`
+	NUMA      int     `json:"numa"`
+	Down      bool    `json:"down"`
+	Auto      bool    `json:"auto"` // by a pattern
 }

@@ -1,4 +1,4 @@
-package sidecar
+package web
 
 import (
 	"cmp"
@@ -20,9 +20,9 @@ type layoutView struct {
 	Layout []byte `json:"layout"` // msgpack, docs/protocol.md section 3
 }
 
-func (w *web) layouts() layoutsView {
+func (w *Server) layouts() layoutsView {
 	v := layoutsView{Workers: []layoutView{}}
-	workers := w.workers()
+	workers := w.o.Workers()
 	slices.SortFunc(workers, func(a, b *connector.Worker) int {
 		return cmp.Or(cmp.Compare(a.Place.Engine, b.Place.Engine), cmp.Compare(a.Place.PP, b.Place.PP), cmp.Compare(a.Place.TP, b.Place.TP))
 	})
