@@ -142,7 +142,7 @@ func (c *copies) run(ctx context.Context, w *connector.Worker, cp *connector.Cop
 	began := time.Now()
 	ctx, cancel := context.WithTimeoutCause(ctx, cp.Deadline, errCopyLate)
 	defer cancel()
-	m := mover{gpus: c.gpus, src: w.Regions[cp.Src], dst: w.Regions[cp.Dst], ways: map[string]uint64{}}
+	m := copyWorker{gpus: c.gpus, src: w.Regions[cp.Src], dst: w.Regions[cp.Dst], ways: map[string]uint64{}}
 	var err error
 	var waited time.Duration
 	select {
@@ -188,8 +188,8 @@ func (c *copies) trace(w *connector.Worker, cp *connector.Copy, x *connector.Com
 	c.transfers.Put(r)
 }
 
-// mover copies the blocks of one list, piece by piece.
-type mover struct {
+// copyWorker copies the blocks of one list, piece by piece.
+type copyWorker struct {
 	gpus     *gpus
 	src, dst *mem.Region
 	ways     map[string]uint64 // bytes by path
@@ -198,7 +198,7 @@ type mover struct {
 }
 
 // path returns the path that moved most bytes, and all bytes.
-func (m *mover) path() (path string, moved uint64) {
+func (m *copyWorker) path() (path string, moved uint64) {
 	for p, n := range m.ways {
 		if moved += n; path == "" || n > m.ways[path] || n == m.ways[path] && p < path {
 			path = p
@@ -207,7 +207,7 @@ func (m *mover) path() (path string, moved uint64) {
 	return path, moved
 }
 
-func (m *mover) run(ctx context.Context, blocks []connector.CopyBlock) error {
+func (m *copyWorker) run(ctx context.Context, blocks []connector.CopyBlock) error {
 	most := uint64(hostPiece)
 	if m.src.Device() != nil || m.dst.Device() != nil {
 		most = devicePiece
@@ -239,7 +239,7 @@ func (m *mover) run(ctx context.Context, blocks []connector.CopyBlock) error {
 	return nil
 }
 
-func (m *mover) piece() (path string, err error) {
+func (m *copyWorker) piece() (path string, err error) {
 	if m.src.Device() != nil || m.dst.Device() != nil {
 		return m.gpus.copy(m.to, m.from)
 	}
@@ -253,7 +253,7 @@ func (m *mover) piece() (path string, err error) {
 
 // host copies between two places in host memory; a process region is accessible by system calls
 // only.
-func (m *mover) host(to, from mem.Block) error {
+func (m *copyWorker) host(to, from mem.Block) error {
 	if b, ok := from.Bytes(); ok {
 		return to.Region.WriteAt(b, to.Off)
 	}

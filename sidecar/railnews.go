@@ -40,7 +40,7 @@ func (c *conversation) linksChanged(before, after []rail) {
 			c.mesh.LinkDown(addrOf(r.Address).AsSlice())
 		} else {
 			c.log.Info("rail up", "rail", r.Name, "interface", r.nic)
-			c.greet(r)
+			c.solicit(r)
 		}
 	}
 	if err := c.mesh.SetControl(c.proc.Context(), c.controlAddresses()); err != nil && !errors.Is(err, net.ErrClosed) {
