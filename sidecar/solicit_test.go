@@ -11,7 +11,7 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// Greeted are the peers' tcp rails on the same link, and no more of them than the bound.
+// Solicited are the peers' tcp rails on the same link, and no more of them than the bound.
 func TestNeighbours(t *testing.T) {
 	ours := rail{Rail: transport.Rail{Name: "a", Address: "10.1.0.1:4000"}, prefix: netip.MustParsePrefix("10.1.0.0/16")}
 	got := neighbours(nil, ours, []*peerv1.Rail{
@@ -31,7 +31,7 @@ func TestNeighbours(t *testing.T) {
 }
 
 // An address that cannot be reached keeps no other from being solicited.
-func TestGreetAll(t *testing.T) {
+func TestSolicitAll(t *testing.T) {
 	l, err := net.ListenUDP("udp", net.UDPAddrFromAddrPort(netip.MustParseAddrPort("127.0.0.1:0")))
 	if err != nil {
 		t.Fatal(err)
