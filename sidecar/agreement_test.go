@@ -76,9 +76,7 @@ func TestOtherOrderIsRefused(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p.enter()
-	w.Own = m
-	p.leave()
+	p.driver.View(func(*exec.Exec, exec.Instant) { w.Own = m })
 	pe.random()
 	b, _ := de.region.Bytes()
 	before := bytes.Clone(b)
@@ -101,13 +99,13 @@ func TestOtherOrderIsRefused(t *testing.T) {
 // over.
 func TestUnsentIsAnswered(t *testing.T) {
 	p, d := pairOf(t, "tcp")
-	d.connect(p.Endpoint())
+	d.conv.Connect(p.Endpoint())
 	until(t, func() bool { return d.dial.knows(p.Boot()) })
 	answers := make(chan connector.Admission, 1)
 	pr := newPrompt(64)
-	d.Await(connector.Await{Key: transfer.Key{Xfer: pr.xfer, Hash: pr.hash}, Peer: p.Endpoint(),
+	d.driver.Events.Await(connector.Await{Key: transfer.Key{Xfer: pr.xfer, Hash: pr.hash}, Peer: p.Endpoint(),
 		TTL: time.Hour}, func(a connector.Admission) { answers <- a })
-	d.sendFrame(p.Boot(),
+	d.conv.Send(p.Boot(),
 		&peerv1.ControlFrame{Body: &peerv1.ControlFrame_Await{Await: &peerv1.Await{
 			Token: 1, Xfer: make([]byte, peer.MaxMessage+1)}}})
 	select {

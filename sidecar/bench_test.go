@@ -35,9 +35,7 @@ func BenchmarkBlock4K(b *testing.B) {
 					if mode == "grant-there" {
 						dst, _ = de.Expect(expect)
 						until(b, func() bool {
-							n := p.enter()
-							v := p.d.ex.View(n).Pending
-							p.leave()
+							v := viewOf(p).Pending
 							return v == 1
 						})
 					}

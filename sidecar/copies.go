@@ -13,6 +13,7 @@ import (
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/internal/metrics"
 	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/sidecar/internal/trace"
 )
 
 // copies executes copies that engines request between their own regions: loading caches from host
@@ -20,7 +21,13 @@ import (
 // executor, only the lease: when the engine receives its end, its writes have happened or never
 // will. A worker's memory is released after its last copy.
 type copies struct {
-	node  *Node
+	gpus      *gpus
+	metrics   *metrics.Set
+	transfers *trace.Lines      // set before the first copy
+	server    *connector.Server // likewise
+	log       *slog.Logger
+	ctx       context.Context // of all copies
+
 	slots chan struct{} // one for each running copy
 	wg    sync.WaitGroup
 
@@ -46,7 +53,7 @@ const (
 	bounceBytes      = 1 << 20 // between two regions that are not mapped
 )
 
-// pathHost is the path of a copy without a GPU. Package stage names the others.
+// pathHost is the path of a copy without a GPU. Package gpu names the others.
 const pathHost = "host"
 
 var (
@@ -56,14 +63,14 @@ var (
 	errCopyStops     = errors.New("the sidecar stops")
 )
 
-func newCopies(n *Node) *copies {
-	return &copies{node: n, slots: make(chan struct{}, maxCopiesRunning), open: map[*connector.Worker]map[uint64]copying{},
+func newCopies(ctx context.Context, g *gpus, m *metrics.Set, log *slog.Logger) *copies {
+	return &copies{ctx: ctx, gpus: g, metrics: m, log: log, slots: make(chan struct{}, maxCopiesRunning), open: map[*connector.Worker]map[uint64]copying{},
 		last: map[*connector.Worker]func(){}}
 }
 
 // start runs one. The connector bounds how many a worker has.
 func (c *copies) start(w *connector.Worker, cp connector.Copy) {
-	ctx, cancel := context.WithCancelCause(c.node.d.ctx)
+	ctx, cancel := context.WithCancelCause(c.ctx)
 	c.mu.Lock()
 	if c.open[w] == nil {
 		c.open[w] = map[uint64]copying{}
@@ -135,7 +142,7 @@ func (c *copies) run(ctx context.Context, w *connector.Worker, cp *connector.Cop
 	began := time.Now()
 	ctx, cancel := context.WithTimeoutCause(ctx, cp.Deadline, errCopyLate)
 	defer cancel()
-	m := mover{gpus: c.node.gpus, src: w.Regions[cp.Src], dst: w.Regions[cp.Dst], ways: map[string]uint64{}}
+	m := copyWorker{gpus: c.gpus, src: w.Regions[cp.Src], dst: w.Regions[cp.Dst], ways: map[string]uint64{}}
 	var err error
 	var waited time.Duration
 	select {
@@ -159,46 +166,30 @@ func (c *copies) run(ctx context.Context, w *connector.Worker, cp *connector.Cop
 			done.Status = exec.StatusFailed
 		}
 	}
-	if cerr := c.node.engine.Complete(w, done); cerr != nil {
-		c.node.log.Debug("completion not delivered", "lease", cp.Lease.String(), "err", cerr)
+	if cerr := c.server.Complete(w, done); cerr != nil {
+		c.log.Debug("completion not delivered", "lease", cp.Lease.String(), "err", cerr)
 	}
-	c.node.traceCopy(w, cp, &done, waited)
+	c.trace(w, cp, &done, waited)
 }
 
-// copyRecord is a copy's line in trace.transfers.
-type copyRecord struct {
-	Side    string `json:"side"` // "copy"
-	Outcome string `json:"outcome"`
-	Req     string `json:"req,omitempty"`
-	Lease   string `json:"lease"`
-	Source  string `json:"source"` // regions
-	Dest    string `json:"dest"`
-	Route   string `json:"route,omitempty"`
-	Blocks  int    `json:"blocks"`
-	Bytes   uint64 `json:"bytes"`
-	QueueUS int64  `json:"queue_us"`
-	TookUS  int64  `json:"took_us"`
-	Reason  string `json:"reason,omitempty"`
-}
-
-func (n *Node) traceCopy(w *connector.Worker, cp *connector.Copy, c *connector.Completion, waited time.Duration) {
-	outcome := metrics.OutcomeOf(c.Status)
-	n.metrics.CopyEnded(outcome, c.Transport, c.Bytes, c.Took)
+func (c *copies) trace(w *connector.Worker, cp *connector.Copy, x *connector.Completion, waited time.Duration) {
+	outcome := metrics.OutcomeOf(x.Status)
+	c.metrics.CopyEnded(outcome, x.Transport, x.Bytes, x.Took)
 	src, dst := w.Regions[cp.Src].ID(), w.Regions[cp.Dst].ID()
-	r := copyRecord{Side: "copy", Outcome: string(outcome), Req: cp.Req, Lease: cp.Lease.String(), Source: hex.EncodeToString(src[:4]),
-		Dest: hex.EncodeToString(dst[:4]), Route: c.Transport, Blocks: len(cp.Blocks), Bytes: c.Bytes, QueueUS: waited.Microseconds(),
-		TookUS: c.Took.Microseconds(), Reason: c.Reason}
+	r := trace.Copy{Side: "copy", Outcome: string(outcome), Req: cp.Req, Lease: cp.Lease.String(), Source: hex.EncodeToString(src[:4]),
+		Dest: hex.EncodeToString(dst[:4]), Route: x.Transport, Blocks: len(cp.Blocks), Bytes: x.Bytes, QueueUS: waited.Microseconds(),
+		TookUS: x.Took.Microseconds(), Reason: x.Reason}
 	level := slog.LevelInfo
-	if c.Status != exec.StatusOK && c.Status != exec.StatusCancelled {
+	if x.Status != exec.StatusOK && x.Status != exec.StatusCancelled {
 		level = slog.LevelWarn
 	}
-	n.log.Log(context.Background(), level, "copy", "outcome", r.Outcome, "worker", w.Name, "req", r.Req, "lease", r.Lease, "source", r.Source,
+	c.log.Log(context.Background(), level, "copy", "outcome", r.Outcome, "worker", w.Name, "req", r.Req, "lease", r.Lease, "source", r.Source,
 		"dest", r.Dest, "route", r.Route, "blocks", r.Blocks, "bytes", r.Bytes, "queue_us", r.QueueUS, "took_us", r.TookUS, "reason", r.Reason)
-	n.records.put(r)
+	c.transfers.Put(r)
 }
 
-// mover copies the blocks of one list, piece by piece.
-type mover struct {
+// copyWorker copies the blocks of one list, piece by piece.
+type copyWorker struct {
 	gpus     *gpus
 	src, dst *mem.Region
 	ways     map[string]uint64 // bytes by path
@@ -207,7 +198,7 @@ type mover struct {
 }
 
 // path returns the path that moved most bytes, and all bytes.
-func (m *mover) path() (path string, moved uint64) {
+func (m *copyWorker) path() (path string, moved uint64) {
 	for p, n := range m.ways {
 		if moved += n; path == "" || n > m.ways[path] || n == m.ways[path] && p < path {
 			path = p
@@ -216,7 +207,7 @@ func (m *mover) path() (path string, moved uint64) {
 	return path, moved
 }
 
-func (m *mover) run(ctx context.Context, blocks []connector.CopyBlock) error {
+func (m *copyWorker) run(ctx context.Context, blocks []connector.CopyBlock) error {
 	most := uint64(hostPiece)
 	if m.src.Device() != nil || m.dst.Device() != nil {
 		most = devicePiece
@@ -248,7 +239,7 @@ func (m *mover) run(ctx context.Context, blocks []connector.CopyBlock) error {
 	return nil
 }
 
-func (m *mover) piece() (path string, err error) {
+func (m *copyWorker) piece() (path string, err error) {
 	if m.src.Device() != nil || m.dst.Device() != nil {
 		return m.gpus.copy(m.to, m.from)
 	}
@@ -262,7 +253,7 @@ func (m *mover) piece() (path string, err error) {
 
 // host copies between two places in host memory; a process region is accessible by system calls
 // only.
-func (m *mover) host(to, from mem.Block) error {
+func (m *copyWorker) host(to, from mem.Block) error {
 	if b, ok := from.Bytes(); ok {
 		return to.Region.WriteAt(b, to.Off)
 	}

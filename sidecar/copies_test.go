@@ -17,6 +17,7 @@ import (
 	"github.com/kvspray/kvspray/internal/board"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/sidecar/internal/trace"
 	"github.com/kvspray/kvspray/transport/transporttest"
 )
 
@@ -177,7 +178,7 @@ func TestCopies(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			var line copyRecord
+			var line trace.Copy
 			if err := json.Unmarshal(bytes.SplitN(raw, []byte("\n"), 2)[0], &line); err != nil || line.Side != "copy" || line.Outcome != "ok" ||
 				line.Req != "out" || line.Bytes != sum || line.Blocks != 3 || line.Route != where {
 				t.Errorf("trace line %+v, %v", line, err)

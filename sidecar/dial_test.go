@@ -14,6 +14,7 @@ import (
 	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/control/driver"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/peer"
 	"github.com/kvspray/kvspray/internal/config"
@@ -32,7 +33,7 @@ func TestFirstLaneIsNotRefused(t *testing.T) {
 			l := &testutil.Log{}
 			logs = append(logs, l)
 			cfg := testConfig(t, func(c *config.Config) { c.Transports.Order = []string{"tcp", "shm"} })
-			return startConfig(t, cfg, func(n *Node) { n.log = slog.New(slog.NewTextHandler(l, &slog.HandlerOptions{Level: slog.LevelDebug})) })
+			return startLog(t, cfg, slog.New(slog.NewTextHandler(l, &slog.HandlerOptions{Level: slog.LevelDebug})))
 		}
 		p, d := begun(), begun()
 		pe, de := newEngine(t, p, testShape), newEngine(t, d, testShape)
@@ -53,18 +54,18 @@ func TestFirstLaneIsNotRefused(t *testing.T) {
 func TestWarnedOfOnce(t *testing.T) {
 	l := &testutil.Log{}
 	cfg := testConfig(t, func(c *config.Config) { c.Transports.Order = []string{"tcp"} })
-	n := startConfig(t, cfg, func(n *Node) { n.log = slog.New(slog.NewTextHandler(l, nil)) })
+	n := startLog(t, cfg, slog.New(slog.NewTextHandler(l, nil)))
 	other := start(t, func(c *config.Config) { c.Transports.Order = []string{"tcp"} })
 	warned := func() int { return strings.Count(l.String(), "peer not reached") }
 	for range 3 {
-		n.connectFailed(other.Endpoint(), errTest)
+		n.conv.connectFailed(other.Endpoint(), errTest)
 	}
 	if warned() != 1 {
 		t.Errorf("warned %d times, want once", warned())
 	}
-	n.connect(other.Endpoint())
+	n.conv.Connect(other.Endpoint())
 	until(t, func() bool { return n.dial.knows(other.Boot()) })
-	n.connectFailed(other.Endpoint(), errTest)
+	n.conv.connectFailed(other.Endpoint(), errTest)
 	if warned() != 2 {
 		t.Errorf("warned %d times, want twice", warned())
 	}
@@ -106,20 +107,27 @@ func TestJudged(t *testing.T) {
 // Lanes are there while a request needs them and for the idle time after, and open again for the next one.
 func TestLanesOnDemand(t *testing.T) {
 	const idle = 200 * time.Millisecond
-	set := func(c *config.Config) { c.Transports.Idle = config.Duration(idle) }
-	a, b := start(t, set), start(t, set)
+	leases := map[*Node]*busy{}
+	begun := func() *running {
+		cfg := testConfig(t, func(c *config.Config) { c.Transports.Idle = config.Duration(idle) })
+		return startConfig(t, cfg, func(n *Node) {
+			leases[n] = &busy{Driver: n.driver}
+			n.dial.lanes = leases[n]
+		})
+	}
+	a, b := begun(), begun()
 	lanes := func(n *Node, to transfer.Boot) int { return len(n.lanesTo(to)) }
 	both := func() int { return min(lanes(a.Node, b.boot), lanes(b.Node, a.boot)) }
 	none := func() bool { return lanes(a.Node, b.boot)+lanes(b.Node, a.boot) == 0 }
 
 	// Two that have met and have nothing to move have no lane.
-	a.peers.Connect(b.Endpoint())
+	a.conv.mesh.Connect(b.Endpoint())
 	until(t, func() bool { return a.dial.knows(b.boot) && b.dial.knows(a.boot) })
 	<-time.After(idle)
 	if !none() {
 		t.Fatal("lanes that no request needs")
 	}
-	x := a.reach().Peers[0].Pairs[0]
+	x := a.web.Reach().Peers[0].Pairs[0]
 	if !x.Idle || x.Why != "" {
 		t.Errorf("an idle pair is %+v", x)
 	}
@@ -129,15 +137,15 @@ func TestLanesOnDemand(t *testing.T) {
 			if n == a.Node {
 				other = b.boot
 			}
-			n.sendFrame(other, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Admitted{Admitted: &peerv1.Admitted{}}})
+			n.conv.Send(other, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Admitted{Admitted: &peerv1.Admitted{}}})
 			until(t, func() bool { return both() == 3 }) // one of shm and two of tcp
 			until(t, none)
 		}
 	}
 
 	// A lease keeps them, however long nothing is said.
-	a.need(b.boot)
-	b.need(a.boot)
+	a.dial.need(b.boot)
+	b.dial.need(a.boot)
 	until(t, func() bool { return both() == 3 })
 	dials := a.Node
 	if bytes.Compare(a.boot[:], b.boot[:]) > 0 {
@@ -147,29 +155,33 @@ func TestLanesOnDemand(t *testing.T) {
 	if dials == a.Node {
 		other = b.boot
 	}
-	name := bindName{peer: other, slot: 1}
-	dials.d.bindMu.Lock()
-	dials.d.origins[name] = &exec.Sending{}
-	dials.d.bindMu.Unlock()
+	leases[dials].with.Store(&other)
 	before := dials.lanesTo(other)
 	<-time.After(3 * idle)
 	if after := dials.lanesTo(other); !slices.Equal(before, after) {
 		t.Errorf("with a lease open lanes %v became %v", before, after)
 	}
-	dials.d.bindMu.Lock()
-	delete(dials.d.origins, name)
-	dials.d.bindMu.Unlock()
+	leases[dials].with.Store(nil)
 	until(t, none)
+}
+
+// busy has a lease open with a peer, if there is one.
+type busy struct {
+	*driver.Driver
+	with atomic.Pointer[transfer.Boot]
+}
+
+func (b *busy) Bound() map[transfer.Boot]int {
+	if peer := b.with.Load(); peer != nil {
+		return map[transfer.Boot]int{*peer: 1}
+	}
+	return b.Driver.Bound()
 }
 
 // lanesTo are the lanes to a peer that are up, by number.
 func (n *Node) lanesTo(boot transfer.Boot) (ids []uint64) {
-	n.d.bindMu.RLock()
-	defer n.d.bindMu.RUnlock()
-	for id, e := range n.d.lanes {
-		if e.lane.Peer() == boot {
-			ids = append(ids, id)
-		}
+	for _, l := range lanesOf(n, func(l transport.Lane) bool { return l.Peer() == boot }) {
+		ids = append(ids, l.ID())
 	}
 	slices.Sort(ids)
 	return ids
@@ -178,10 +190,15 @@ func (n *Node) lanesTo(boot transfer.Boot) (ids []uint64) {
 // dying is a backend whose lanes are up and dead at once.
 type dying struct {
 	transport.Backend
-	node  *Node
 	dials atomic.Int32
 	lived time.Duration
+	down  map[uint64]chan struct{}
 }
+
+// Down, CloseLane and Bound are those of a driver.
+func (d *dying) Down(id uint64) (<-chan struct{}, bool) { c, ok := d.down[id]; return c, ok }
+func (d *dying) CloseLane(uint64)                       {}
+func (d *dying) Bound() map[transfer.Boot]int           { return nil }
 
 type dyingLane struct {
 	transport.Lane
@@ -196,11 +213,9 @@ func (l *dyingLane) Close() error        { return nil }
 func (d *dying) Dial(context.Context, transport.Peer, transport.Rail, transport.Rail) (transport.Lane, error) {
 	d.dials.Add(1)
 	l := &dyingLane{id: transport.NextLaneID()}
-	e := &laneEntry{lane: l, down: make(chan struct{})}
-	d.node.d.bindMu.Lock()
-	d.node.d.lanes[l.id] = e
-	d.node.d.bindMu.Unlock()
-	time.AfterFunc(d.lived, func() { close(e.down) })
+	down := make(chan struct{})
+	d.down[l.id] = down
+	time.AfterFunc(d.lived, func() { close(down) })
 	return l, nil
 }
 
@@ -210,9 +225,9 @@ func (*dying) Name() string { return "tcp" }
 func TestDeadAtOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		for lived, want := range map[time.Duration][2]int{0: {1, 40}, 2 * laneLived: {20, 40}} {
-			n := &Node{log: slog.New(slog.DiscardHandler)}
-			n.d.lanes = map[uint64]*laneEntry{}
-			b := &dying{node: n, lived: lived}
+			n := newDialer(nil, transfer.Boot{}, "", slog.New(slog.DiscardHandler))
+			b := &dying{lived: lived, down: map[uint64]chan struct{}{}}
+			n.lanes = b
 			ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 			n.keepLane(ctx, b, transport.Peer{}, transport.Rail{}, transport.Rail{})
 			cancel()

@@ -36,7 +36,7 @@ func (idleSource) Valid(transfer.Range) bool                                    
 func BenchmarkDriver(b *testing.B) {
 	r := start(b, nil)
 	var l transport.Lane = idleLane{id: transport.NextLaneID(), peer: transfer.Boot{7}}
-	h := host{r.Node}
+	h := r.driver
 	h.LaneUp(l)
 	defer h.LaneDown(l, nil)
 	o := &transport.Origin{Peer: l.Peer(), Source: idleSource{}}

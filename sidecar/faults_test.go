@@ -13,6 +13,7 @@ import (
 	"github.com/kvspray/kvspray/control/peer/keys"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/testutil"
+	"github.com/kvspray/kvspray/transport"
 )
 
 const tokens = 2048
@@ -55,16 +56,14 @@ func each(t *testing.T, f func(t *testing.T, p, d *running)) {
 func bound(t testing.TB, d *running) {
 	t.Helper()
 	until(t, func() bool {
-		now := d.enter()
-		v := d.d.ex.View(now)
-		d.leave()
+		v := viewOf(d)
 		return len(v.Dests) > 0 && v.Dests[0].State == "landing"
 	})
 }
 
 func landedBytes(d *running) (n uint64) {
-	for i := range d.totals.bytes {
-		n += d.totals.bytes[i].Load()
+	for i := range d.observer.totals.bytes {
+		n += d.observer.totals.bytes[i].Load()
 	}
 	return n
 }
@@ -190,15 +189,10 @@ func TestKillLanes(t *testing.T) {
 				}
 				before = now
 				n := []*running{p, d}[killed%2]
-				n.d.bindMu.RLock()
-				for _, e := range n.d.lanes {
-					if e.lane.Peer() != n.boot {
-						n.closeLane(e)
-						killed++
-						break
-					}
+				if all := lanesOf(n.Node, func(l transport.Lane) bool { return l.Peer() != n.boot }); len(all) > 0 {
+					n.driver.CloseLane(all[0].ID())
+					killed++
 				}
-				n.d.bindMu.RUnlock()
 			}
 		}()
 		for i := range 20 {

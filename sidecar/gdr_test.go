@@ -21,6 +21,7 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/verbs"
 	"github.com/kvspray/kvspray/internal/sys/verbs/fake"
 	"github.com/kvspray/kvspray/internal/testutil"
+	"github.com/kvspray/kvspray/sidecar/internal/web"
 	"github.com/kvspray/kvspray/transport/gdr"
 	"github.com/kvspray/kvspray/transport/transporttest"
 )
@@ -63,7 +64,7 @@ func startFakeRails(t *testing.T, f *fake.Fabric, devices []string, said *testut
 			to = slog.New(slog.NewTextHandler(said, nil))
 		}
 		n.backends[0] = gdr.New(gdr.Config{Rails: func() ([]gdr.Rail, error) { return rails, nil }, Patience: 5 * time.Second,
-			Changed: n.gdrChanged, Log: to})
+			Changed: n.rails.gdrChanged, Log: to})
 	})
 }
 
@@ -180,8 +181,8 @@ func TestGDRWithoutRoom(t *testing.T) {
 			until(t, func() bool { return moves() == c.over })
 			told := func() bool {
 				for _, n := range []*running{p, d} {
-					for _, peer := range n.reach().Peers {
-						if slices.ContainsFunc(peer.Pairs, func(x pairReach) bool { return strings.Contains(x.Why, c.says) }) {
+					for _, peer := range n.web.Reach().Peers {
+						if slices.ContainsFunc(peer.Pairs, func(x web.PairReach) bool { return strings.Contains(x.Why, c.says) }) {
 							return true
 						}
 					}
@@ -342,9 +343,7 @@ func TestGDRLeavesMemoryThatNoNICReaches(t *testing.T) {
 		onGPU[i] = engineOn(t, n, gpu[i])
 	}
 	refused := func() (n uint64) {
-		at := p.enter()
-		defer p.leave()
-		for _, q := range p.d.ex.View(at).Rails.Pairs {
+		for _, q := range viewOf(p).Rails.Pairs {
 			if q.Path.Transport == config.TransGDR {
 				n += q.Counters.Refused
 			}
@@ -395,7 +394,7 @@ func TestGPUMemoryOverTCP(t *testing.T) {
 	}
 	ends[0].ok(x.src)
 	same(t, ends[0], ends[1], x.pt, x.dt, tokens, 0)
-	for _, peer := range p.reach().Peers {
+	for _, peer := range p.web.Reach().Peers {
 		for _, x := range peer.Pairs {
 			if x.Kind != route.Staged {
 				t.Errorf("%s over %s is %s", x.Transport, x.Local, x.Kind)

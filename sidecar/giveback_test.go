@@ -16,13 +16,13 @@ func TestMemoryIsGivenBackAside(t *testing.T) {
 	// GPUs take a goroutine anyway
 	n := start(t, func(c *config.Config) { c.Transports.GPU.Enabled = config.Off })
 	w := &connector.Worker{Boot: transfer.Boot{7}}
-	n.WorkerUp(w)
+	n.driver.Events.WorkerUp(w)
 	unmapping, done := make(chan struct{}), make(chan struct{})
 	defer close(done)
 	gone := make(chan struct{})
 	go func() {
 		defer close(gone)
-		n.WorkerGone(w, errors.New("exited"), func() { close(unmapping); <-done })
+		n.events.WorkerGone(w, errors.New("exited"), func() { close(unmapping); <-done })
 	}()
 	late := time.After(patience)
 	wait := func(what string, c <-chan struct{}) {
@@ -36,6 +36,6 @@ func TestMemoryIsGivenBackAside(t *testing.T) {
 	wait("the memory is given back", unmapping)
 	wait("the word of its end", gone)
 	answered := make(chan struct{})
-	n.Await(connector.Await{Key: transfer.Key{Xfer: transfer.XferID{1}}, Peer: n.Endpoint(), TTL: time.Millisecond}, func(connector.Admission) { close(answered) })
+	n.driver.Events.Await(connector.Await{Key: transfer.Key{Xfer: transfer.XferID{1}}, Peer: n.Endpoint(), TTL: time.Millisecond}, func(connector.Admission) { close(answered) })
 	wait("an answer to another engine", answered)
 }

@@ -11,6 +11,7 @@ import (
 	"github.com/kvspray/kvspray/control/peer/keys"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/testutil"
+	"github.com/kvspray/kvspray/transport"
 )
 
 // maxIdlePeer is what a peer may cost that has nothing to do, in bytes of heap.
@@ -38,7 +39,7 @@ func TestIdlePeer(t *testing.T) {
 	}
 	before := heap()
 	for _, n := range all {
-		hub.peers.Connect(n.Endpoint())
+		hub.conv.mesh.Connect(n.Endpoint())
 	}
 	for _, n := range all {
 		until(t, func() bool { return n.dial.knows(hub.boot) && hub.dial.knows(n.boot) })
@@ -49,10 +50,8 @@ func TestIdlePeer(t *testing.T) {
 		return each < maxIdlePeer || testutil.Race
 	})
 	t.Logf("an idle peer costs %d bytes of heap at each end", each)
-	hub.d.bindMu.RLock()
-	defer hub.d.bindMu.RUnlock()
-	if len(hub.d.lanes) != 0 {
-		t.Errorf("%d data lanes that no request needs", len(hub.d.lanes))
+	if all := lanesOf(hub.Node, func(transport.Lane) bool { return true }); len(all) != 0 {
+		t.Errorf("%d data lanes that no request needs", len(all))
 	}
 }
 
@@ -106,9 +105,7 @@ func TestFirstAfterIdle(t *testing.T) {
 			return min(len(p.lanesTo(d.boot)),
 				len(d.lanesTo(p.boot))) == conns
 		})
-		now := d.enter()
-		v := d.d.ex.View(now)
-		d.leave()
+		v := viewOf(d)
 		if len(v.Dests) != 1 || v.Dests[0].State == "landing" {
 			t.Fatalf("the prompt has a source already: %+v", v.Dests)
 		}

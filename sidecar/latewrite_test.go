@@ -41,6 +41,7 @@ type attack struct {
 	frozen  bool   // the source's executor is locked, by us
 	caught  int    // slices that were held when they were let go
 	arrived int    // slices that the receiver has refused, or taken
+	release func() // ends the freeze
 }
 
 const notEarly = ^uint32(0)
@@ -111,7 +112,7 @@ func (a *attack) freeze() {
 func (a *attack) freezeLocked() {
 	if !a.frozen {
 		a.frozen = true
-		a.source.d.mu.Lock()
+		a.release = hold(a.source.Node)
 	}
 }
 
@@ -120,7 +121,7 @@ func (a *attack) thaw() {
 	defer a.mu.Unlock()
 	if a.frozen {
 		a.frozen = false
-		a.source.d.mu.Unlock()
+		a.release()
 	}
 }
 
@@ -162,10 +163,9 @@ func (a *attack) end(t *testing.T) int {
 	a.thaw()
 	until(t, func() bool {
 		a.plan.Release() // also what was on its way to being held
-		a.source.enter()
-		load := a.source.d.ex.Load()
-		a.source.leave()
-		return load.Flights == 0 && a.plan.Held() == 0
+		flights := 0
+		a.source.driver.View(func(ex *exec.Exec, _ exec.Instant) { flights = ex.Load().Flights })
+		return flights == 0 && a.plan.Held() == 0
 	})
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -184,10 +184,8 @@ func (w watched) Open(ctx context.Context, h transport.Host) ([]transport.Rail, 
 }
 
 func (w watched) Grant(g *transport.Grant) ([]byte, error) {
-	if s, ok := g.Sink.(*sink); ok { // once: several backends serve one grant
-		w.n.d.bindMu.Lock() // under which lanes look it up
-		g.Sink = &watchedSink{Sink: s, a: w.a, bitmap: transfer.NewBitmap(s.bitmap.Len())}
-		w.n.d.bindMu.Unlock()
+	if _, ok := g.Sink.(*watchedSink); !ok { // once: several backends serve one grant
+		g.Sink = &watchedSink{Sink: g.Sink, a: w.a, bitmap: transfer.NewBitmap(g.Receipt.Chunks())}
 	}
 	return w.Backend.Grant(g)
 }
@@ -376,15 +374,7 @@ func lanesUp(t *testing.T, p, d *running, order []string) {
 		want += map[string]int{config.TransTCP: p.cfg.Transports.TCP.Connections, config.TransSHM: shmLanes}[tr]
 	}
 	until(t, func() bool {
-		p.d.bindMu.RLock()
-		defer p.d.bindMu.RUnlock()
-		n := 0
-		for _, e := range p.d.lanes {
-			if e.lane.Peer() == d.boot {
-				n++
-			}
-		}
-		return n == want
+		return len(p.lanesTo(d.boot)) == want
 	})
 }
 

@@ -1,11 +1,12 @@
 package sidecar
 
 import (
-	"context"
+	"log/slog"
 	"testing"
 	"testing/synctest"
 	"time"
 
+	"github.com/kvspray/kvspray/control/driver"
 	"github.com/kvspray/kvspray/internal/sys/topo"
 )
 
@@ -13,10 +14,10 @@ import (
 // waits for a sidecar that is started, which this one never is. Run joins it before it says why.
 func TestLookAgainEndsWithAFailedStart(t *testing.T) {
 	synctest.Test(t, func(*testing.T) {
-		n := &Node{started: make(chan struct{})}
-		n.d.ctx, n.d.stop = context.WithCancel(context.Background())
+		proc := driver.NewGoroutines()
+		n := newRailSet(nil, proc, make(chan struct{}), slog.New(slog.DiscardHandler))
 		n.lookAgain(&topo.Host{})
-		time.AfterFunc(2*railRetry, n.d.stop)
-		n.d.wg.Wait() // it would be for ever: then synctest says that all are blocked
+		time.AfterFunc(2*railRetry, proc.Stop)
+		proc.Wait() // it would be for ever: then synctest says that all are blocked
 	})
 }

@@ -8,6 +8,7 @@ import (
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/parseblock"
+	"github.com/kvspray/kvspray/sidecar/internal/plans"
 )
 
 // asked counts how often planes are asked for: every division, proof and match begins with that.
@@ -19,6 +20,18 @@ type asked struct {
 func (a asked) Planes(dst []layout.Plane, g *layout.Group, l *layout.Layer) ([]layout.Plane, error) {
 	*a.times++
 	return a.Strategy.Planes(dst, g, l)
+}
+
+// learn has a planner receive the layout of a peer's worker.
+func learn(t *testing.T, p *plans.Planner, w *connector.Worker) {
+	t.Helper()
+	b, err := w.Layout.Marshal()
+	if err == nil {
+		err = p.Learn(w.Geometry, b)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
 }
 
 // TestEnginesMeetOnce: what two engines' layouts cost is paid by their first prompt. The next ones,
@@ -43,15 +56,15 @@ func TestEnginesMeetOnce(t *testing.T) {
 		return &connector.Worker{Layout: l, Geometry: l.Geometry(), Own: own}
 	}
 	d := worker(llama8B(t, "LBNHC", 16, 0, 1))
-	receives, sends := newPlanner(reg), newPlanner(reg)
+	receives, sends := plans.New(reg), plans.New(reg)
 	var sources []*connector.Worker
 	var ranks []exec.Rank
 	for rank := range int64(2) {
 		w := worker(llama8B(t, "LBHNC", 32, rank, 2))
 		sources, ranks = append(sources, w), append(ranks, exec.Rank{Name: []string{"tp0", "tp1"}[rank], Geometry: w.Geometry})
-		receives.layouts[w.Geometry] = w.Layout
+		learn(t, receives, w)
 	}
-	sends.layouts[d.Geometry] = d.Layout
+	learn(t, sends, d)
 	prompt := func(tokens int, table [][]uint32) {
 		parts, err := receives.Divide(d, &connector.Expect{Tokens: uint32(tokens), Skip: []uint32{0}, Blocks: table}, ranks, func(string) uint64 { return uint64(times) })
 		if err != nil || len(parts) != 2 || parts[0].Plan == nil || parts[1].Plan == nil {
@@ -87,8 +100,12 @@ func TestEnginesMeetOnce(t *testing.T) {
 	} else {
 		t.Logf("a prompt between engines that have met allocates %d bytes at its receiver", n)
 	}
-	// A planner that forgets pays again: the count sees it.
-	clear(receives.divisions)
+	// A planner that has not met them pays again: the count sees it.
+	receives = plans.New(reg)
+	for _, w := range sources {
+		learn(t, receives, w)
+	}
+	met = times
 	if prompt(32, scattered(d.Layout, 32)); times == met {
 		t.Error("a division was made of nothing")
 	}

@@ -16,6 +16,7 @@ import (
 
 	"github.com/kvspray/kvspray/control/peer/keys"
 	"github.com/kvspray/kvspray/internal/testutil"
+	"github.com/kvspray/kvspray/sidecar/internal/web"
 )
 
 // How large the mesh of processes is; a few processes and seconds where nothing is set.
@@ -68,7 +69,7 @@ func (m *meshed) peers() (known, lanes int) {
 		return -1, 0
 	}
 	defer func() { _ = resp.Body.Close() }()
-	var v reachView
+	var v web.Reach
 	if json.NewDecoder(resp.Body).Decode(&v) != nil {
 		return -1, 0
 	}

@@ -1,12 +1,12 @@
 package sidecar
 
 import (
-	"context"
 	"fmt"
 	"strings"
+	"sync"
 
-	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/parseblock"
+	"github.com/kvspray/kvspray/sidecar/internal/plans"
 )
 
 // Bounds of the sentence about the differences of two engines, which travels in a control frame,
@@ -15,42 +15,6 @@ const (
 	maxDifferenceBytes = 3 << 10
 	maxFieldBytes      = 512 // of one field
 )
-
-// compare finds the differences between a worker's cache and the cache of a peer's engine. It asks
-// for the peer's description once.
-func (n *Node) compare(c exec.Comparison) {
-	n.d.wg.Add(1)
-	go func() {
-		defer n.d.wg.Done()
-		ctx, cancel := context.WithTimeout(n.d.ctx, describeTimeout)
-		defer cancel()
-		difference, err := n.difference(ctx, c)
-		if err != nil {
-			difference = "the caches of the two engines differ; the differences are unknown: " + err.Error()
-		}
-		now := n.enter()
-		n.d.ex.Compared(now, c, difference)
-		n.leave()
-	}()
-}
-
-func (n *Node) difference(ctx context.Context, c exec.Comparison) (string, error) {
-	theirs, known := n.plans.describedAs(c.Fingerprint)
-	if !known {
-		b, err := n.peers.Describe(ctx, c.Peer, c.Geometry, c.Fingerprint)
-		if err != nil {
-			return "", err //nolint:wrapcheck // names the peer and the hash
-		}
-		if theirs, err = n.plans.learnDescription(c.Geometry, c.Fingerprint, b); err != nil {
-			return "", err
-		}
-	}
-	ours, err := n.plans.reg.Describe(c.Worker.Layout)
-	if err != nil {
-		return "", err //nolint:wrapcheck // names the field
-	}
-	return sentence(ours.DiffAs(theirs, "at prefill", "at decode")), nil
-}
 
 // sentence joins fields within its bound, and appends the number of omitted ones.
 func sentence(fields []string) string {
@@ -71,30 +35,47 @@ func sentence(fields []string) string {
 	return b.String()
 }
 
-// describedAs returns the description of a fingerprint of a peer's cache, if it is known.
-func (p *planner) describedAs(fingerprint [32]byte) (parseblock.Description, bool) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	d, ok := p.described[fingerprint]
-	return d, ok
+// maxDescriptions bounds the descriptions of peers' caches. A full table is emptied.
+const maxDescriptions = 256
+
+// descriptions holds the descriptions of peers' caches that differ from local ones.
+type descriptions struct {
+	plans *plans.Planner
+
+	mu            sync.Mutex
+	byFingerprint map[[32]byte]parseblock.Description // protected by mu
 }
 
-// learnDescription accepts a peer's description of a fingerprint, which must be its hash.
-func (p *planner) learnDescription(geometry, fingerprint [32]byte, encoded []byte) (parseblock.Description, error) {
-	l, err := p.verify(geometry, encoded)
-	if err != nil {
-		return nil, err
-	}
-	d, err := p.reg.Describe(l)
+func newDescriptions(p *plans.Planner) *descriptions {
+	return &descriptions{plans: p, byFingerprint: map[[32]byte]parseblock.Description{}}
+}
+
+// of returns the description of a fingerprint, if it is known.
+func (d *descriptions) of(fingerprint [32]byte) (parseblock.Description, bool) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	x, ok := d.byFingerprint[fingerprint]
+	return x, ok
+}
+
+// learn accepts a peer's description of a fingerprint, which must be its hash.
+func (d *descriptions) learn(geometry, fingerprint [32]byte, encoded []byte) (parseblock.Description, error) {
+	l, err := d.plans.Verify(geometry, encoded)
 	if err != nil {
 		return nil, err //nolint:wrapcheck // names the field
 	}
-	if got := d.Hash(); got != fingerprint {
+	x, err := d.plans.Registry().Describe(l)
+	if err != nil {
+		return nil, err //nolint:wrapcheck // names the field
+	}
+	if got := x.Hash(); got != fingerprint {
 		return nil, fmt.Errorf("the layout has fingerprint %.8x: %.8x was asked for", got, fingerprint)
 	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	makeRoom(p.described, maxLayouts)
-	p.described[fingerprint] = d
-	return d, nil
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if len(d.byFingerprint) >= maxDescriptions {
+		clear(d.byFingerprint)
+	}
+	d.byFingerprint[fingerprint] = x
+	return x, nil
 }

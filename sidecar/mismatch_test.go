@@ -15,13 +15,15 @@ import (
 	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/parseblock"
+	"github.com/kvspray/kvspray/sidecar/internal/plans"
+	"github.com/kvspray/kvspray/sidecar/internal/trace"
 )
 
 func startLogged(t testing.TB) (*running, *testutil.Log) {
 	t.Helper()
 	l := &testutil.Log{}
 	cfg := testConfig(t, func(c *config.Config) { c.Transports.Order = []string{"tcp"} })
-	return startConfig(t, cfg, func(n *Node) { n.log = slog.New(slog.NewTextHandler(l, nil)) }), l
+	return startLog(t, cfg, slog.New(slog.NewTextHandler(l, nil))), l
 }
 
 // Every field in which two engines differ is named with both values: to the decode engine, in the
@@ -59,14 +61,14 @@ func TestMismatchIsNamed(t *testing.T) {
 		until(t, func() bool { return strings.Contains(strings.ReplaceAll(l.String(), `\"`, `"`), want) })
 	}
 	// What is remembered is used.
-	p.plans.mu.Lock()
-	if len(p.plans.described) != 1 {
-		t.Errorf("%d descriptions are remembered", len(p.plans.described))
+	p.conv.descriptions.mu.Lock()
+	if len(p.conv.descriptions.byFingerprint) != 1 {
+		t.Errorf("%d descriptions are remembered", len(p.conv.descriptions.byFingerprint))
 	}
-	for k := range p.plans.described {
-		p.plans.described[k] = parseblock.Description{{Name: "remembered", Value: "yes"}}
+	for k := range p.conv.descriptions.byFingerprint {
+		p.conv.descriptions.byFingerprint[k] = parseblock.Description{{Name: "remembered", Value: "yes"}}
 	}
-	p.plans.mu.Unlock()
+	p.conv.descriptions.mu.Unlock()
 	if got := ask(); !strings.Contains(got, `remembered: missing at prefill, "yes" at decode`) {
 		t.Errorf("the peer was asked again: %q", got)
 	}
@@ -75,7 +77,7 @@ func TestMismatchIsNamed(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		var r record
+		var r trace.Transfer
 		line, _, _ := strings.Cut(string(b), "\n")
 		return json.Unmarshal([]byte(line), &r) == nil && r.Reason == "fingerprint: "+want
 	})
@@ -128,26 +130,27 @@ func TestUnlikeCellsAreNamed(t *testing.T) {
 
 // A peer that describes something else than it was asked for is not believed.
 func TestDescriptionMustHash(t *testing.T) {
-	p := newPlanner(parseblock.Default())
+	reg := parseblock.Default()
+	p := newDescriptions(plans.New(reg))
 	l := testShape.Layout()
 	b, err := l.Marshal()
 	if err != nil {
 		t.Fatal(err)
 	}
-	fp, err := p.reg.Fingerprint(l)
+	fp, err := reg.Fingerprint(l)
 	if err != nil {
 		t.Fatal(err)
 	}
 	for name, ask := range map[string][2][32]byte{"geometry": {{1}, fp}, "fingerprint": {l.Geometry(), {1}}} {
-		if _, err := p.learnDescription(ask[0], ask[1], b); err == nil || !strings.Contains(err.Error(), name) {
+		if _, err := p.learn(ask[0], ask[1], b); err == nil || !strings.Contains(err.Error(), name) {
 			t.Errorf("another %s: %v", name, err)
 		}
 	}
-	if _, err := p.learnDescription(l.Geometry(), fp, b); err != nil {
+	if _, err := p.learn(l.Geometry(), fp, b); err != nil {
 		t.Error(err)
 	}
-	if _, ok := p.describedAs(fp); !ok || len(p.described) != 1 {
-		t.Errorf("%d descriptions", len(p.described))
+	if _, ok := p.of(fp); !ok || len(p.byFingerprint) != 1 {
+		t.Errorf("%d descriptions", len(p.byFingerprint))
 	}
 }
 

@@ -19,10 +19,13 @@ import (
 
 	"github.com/kvspray/kvspray/connector/connectortest"
 	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/layout"
+	"github.com/kvspray/kvspray/sidecar/internal/trace"
+	"github.com/kvspray/kvspray/transport"
 )
 
 const (
@@ -63,14 +66,20 @@ func testConfig(t testing.TB, change func(*config.Config)) *config.Config {
 	return cfg
 }
 
-// startConfig runs a node. Those who prepare it change what it is made of, before it runs.
+// startConfig runs a node; prepare changes its parts before it runs.
 func startConfig(t testing.TB, cfg *config.Config, prepare ...func(*Node)) *running {
 	t.Helper()
 	var out io.Writer = io.Discard
 	if testing.Verbose() {
 		out = t.Output()
 	}
-	n, err := New(Options{Config: cfg, Version: "test", Log: slog.New(slog.NewTextHandler(out, &slog.HandlerOptions{Level: slog.LevelDebug}))})
+	return startLog(t, cfg, slog.New(slog.NewTextHandler(out, &slog.HandlerOptions{Level: slog.LevelDebug})), prepare...)
+}
+
+// startLog is startConfig with a log.
+func startLog(t testing.TB, cfg *config.Config, log *slog.Logger, prepare ...func(*Node)) *running {
+	t.Helper()
+	n, err := New(Options{Config: cfg, Version: "test", Log: log})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -293,14 +302,14 @@ func TestMoves(t *testing.T) {
 // equalHashes compares the trace of both sides: every page that left is the page that arrived.
 func equalHashes(t testing.TB, p, d *running) {
 	t.Helper()
-	read := func(r *running) map[pageHash]bool {
+	read := func(r *running) map[trace.PageHash]bool {
 		b, err := os.ReadFile(r.cfg.Trace.BlockHashes)
 		if err != nil {
 			t.Fatal(err)
 		}
-		m := map[pageHash]bool{}
+		m := map[trace.PageHash]bool{}
 		for l := range strings.Lines(string(b)) {
-			var h pageHash
+			var h trace.PageHash
 			if err := json.Unmarshal([]byte(l), &h); err != nil {
 				t.Fatal(err)
 			}
@@ -338,4 +347,37 @@ func get(t testing.TB, r *running, path string) (int, string) {
 		t.Fatal(err)
 	}
 	return res.StatusCode, string(b)
+}
+
+// viewOf is the state of a node's executor.
+func viewOf(n *running) (v exec.View) {
+	n.driver.View(func(ex *exec.Exec, now exec.Instant) { v = ex.View(now) })
+	return v
+}
+
+// lanesOf are the lanes of a node that match.
+func lanesOf(n *Node, match func(l transport.Lane) bool) (all []transport.Lane) {
+	n.driver.Lanes(func(l transport.Lane) {
+		if match(l) {
+			all = append(all, l)
+		}
+	})
+	return all
+}
+
+// hold takes the lock of a node's executor until release is called.
+func hold(n *Node) (release func()) {
+	held, done, out := make(chan struct{}), make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(out)
+		n.driver.View(func(*exec.Exec, exec.Instant) {
+			close(held)
+			<-done
+		})
+	}()
+	<-held
+	return func() {
+		close(done)
+		<-out
+	}
 }

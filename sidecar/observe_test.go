@@ -13,10 +13,13 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/control/driver"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/testutil"
+	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 	"github.com/kvspray/kvspray/transport/faulttest"
 )
@@ -87,12 +90,10 @@ func TestStuckFence(t *testing.T) {
 			}
 		},
 		"engine_gone": func(_ *testing.T, d *running, _ *engine, _ underway) {
-			d.WorkerGone(d.engine.Workers()[0], errors.New("exited"), func() {})
+			d.events.WorkerGone(d.engine.Workers()[0], errors.New("exited"), func() {})
 		},
 		"drain": func(_ *testing.T, d *running, _ *engine, _ underway) {
-			now := d.enter()
-			d.d.ex.Abort(now, "the sidecar stops")
-			d.leave()
+			d.driver.Do(func(ex *exec.Exec, now exec.Instant) { ex.Abort(now, "the sidecar stops") })
 		},
 	} {
 		t.Run(cause, func(t *testing.T) {
@@ -112,9 +113,8 @@ func TestStuckFence(t *testing.T) {
 			if n := value(t, d, "kvspray_lease_fences_total"); n != 0 {
 				t.Errorf("%v fences are counted before one was acknowledged", n)
 			}
-			d.enter()
-			open, _ := d.d.ex.Open()
-			d.leave()
+			open := 0
+			d.driver.View(func(ex *exec.Exec, _ exec.Instant) { open, _ = ex.Open() })
 			if open != 1 {
 				t.Errorf("%d leases are open behind a fence that failed: want 1", open)
 			}
@@ -145,7 +145,7 @@ func TestTraceAddsUp(t *testing.T) {
 	var nodes [2]*running
 	for i := range nodes {
 		cfg := testConfig(t, func(c *config.Config) { c.Transports.Order = []string{"tcp"} })
-		nodes[i] = startConfig(t, cfg, func(n *Node) { n.log = slog.New(slog.NewJSONHandler(&logs[i], nil)) })
+		nodes[i] = startLog(t, cfg, slog.New(slog.NewJSONHandler(&logs[i], nil)))
 	}
 	p, d := nodes[0], nodes[1]
 	pe, de := newEngine(t, p, testShape), newEngine(t, d, testShape)
@@ -213,20 +213,18 @@ func TestHealthOfTheExecutor(t *testing.T) {
 	until(t, healthy)
 	const tries = 5 // one answer may be late where the machine is busy
 	for why, wedge := range map[string]func() (undo func()){
-		"lock": func() func() { r.d.mu.Lock(); return r.d.mu.Unlock },
+		"lock": func() func() { return hold(r.Node) },
 		"action": func() func() {
-			set := func(on bool) {
-				r.d.mu.Lock()
-				defer r.d.mu.Unlock()
-				r.d.performing = on
-			}
-			set(true)
-			return func() { set(false) }
+			in, out := make(chan struct{}), make(chan struct{})
+			go r.driver.Events.Await(connector.Await{Key: transfer.Key{Xfer: transfer.XferID{1}}, Peer: r.Endpoint(), TTL: time.Millisecond},
+				func(connector.Admission) { close(in); <-out })
+			<-in
+			return func() { close(out) }
 		},
 	} {
 		undo := wedge()
 		took := time.Hour
-		for n := 0; n < tries && took > 4*healthTimeout; n++ {
+		for n := 0; n < tries && took > 4*driver.WedgedAfter; n++ {
 			from := time.Now()
 			code, body := get(t, r, "/healthz")
 			took = time.Since(from)
@@ -235,7 +233,7 @@ func TestHealthOfTheExecutor(t *testing.T) {
 			}
 		}
 		undo()
-		if took < healthTimeout || took > 4*healthTimeout {
+		if took < driver.WedgedAfter || took > 4*driver.WedgedAfter {
 			t.Errorf("wedged %s: answered after %v", why, took)
 		}
 		until(t, healthy) // again

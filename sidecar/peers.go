@@ -7,6 +7,7 @@ import (
 	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/peer"
 	"github.com/kvspray/kvspray/control/peer/keys"
 	"github.com/kvspray/kvspray/internal/config"
@@ -14,29 +15,30 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// newPeers makes the control layer towards other sidecars. It is there before anything can ask for it, and starts when the rails are known.
-func newPeers(n *Node) (*peer.Mesh, error) {
-	cfg := &n.cfg.Peer
-	creds, gossipKeys, err := credentials(n.cfg)
+// open makes the control layer towards other sidecars, before anything can use it. It starts when the
+// rails are known.
+func (c *conversation) open() error {
+	cfg := &c.cfg.Peer
+	creds, gossipKeys, err := credentials(c.cfg)
 	if err != nil {
-		return nil, err
+		return err
 	}
-	n.creds = creds
-	opt := peer.Options{Boot: n.boot, Node: n.cfg.Node, HostBoot: n.host, Version: n.version, Listen: cfg.Listen, Advertise: cfg.Advertise,
-		Credentials: creds, Rails: n.railList, Handler: handler{n}, Log: n.log,
-		Refused: n.metrics.HelloRefused}
-	// Gossip on loopback with nobody to join would only keep a processor awake.
+	c.creds = creds
+	opt := peer.Options{Boot: c.boot, Node: c.cfg.Node, HostBoot: c.host, Version: c.version, Listen: cfg.Listen, Advertise: cfg.Advertise,
+		Credentials: creds, Rails: c.rails.list, Handler: handler{c}, Log: c.log,
+		Refused: c.metrics.HelloRefused}
+	// Gossip on loopback without other members would only use CPU.
 	if g := cfg.Gossip.Listen; g != "" && g != config.Off && (len(cfg.Gossip.Join) > 0 || !config.IsLoopback(g)) {
 		opt.Gossip = &peer.Gossip{Listen: g, Advertise: cfg.Gossip.Advertise, Join: cfg.Gossip.Join, Keys: gossipKeys}
 	}
-	m, err := peer.New(opt)
-	if err != nil {
-		return nil, fmt.Errorf("sidecar: %w", err)
+	if c.mesh, err = peer.New(opt); err != nil {
+		return fmt.Errorf("sidecar: %w", err)
 	}
-	return m, nil
+	return nil
 }
 
-// credentials loads what authenticates peers: certificates where they are given, else the cluster key, else nothing.
+// credentials loads what authenticates peers: certificates if configured, else the cluster key, else
+// nothing.
 func credentials(c *config.Config) (creds *keys.Credentials, gossip [][]byte, err error) {
 	var cluster keys.Cluster
 	if path := c.Peer.ClusterKeyFile; path != "" {
@@ -59,29 +61,29 @@ func credentials(c *config.Config) (creds *keys.Credentials, gossip [][]byte, er
 	return creds, gossip, nil
 }
 
-// certLooks is the time between two looks at the certificate files.
+// certLooks is the interval of checks of the certificate files.
 const certLooks = 10 * time.Second
 
-// watchCertificates takes renewed certificates into use, and tells when the one in use ends.
-func (n *Node) watchCertificates(ctx context.Context, every time.Duration) {
-	if n.creds == nil {
+// watchCertificates loads renewed certificates, and reports when the current one ends.
+func (c *conversation) watchCertificates(ctx context.Context, every time.Duration) {
+	if c.creds == nil {
 		return
 	}
 	t := time.NewTicker(every)
 	defer t.Stop()
-	said := ""
+	logged := ""
 	for {
-		n.metrics.Expires(n.creds.Expires())
-		renewed, err := n.creds.Reload(time.Now())
+		c.metrics.Expires(c.creds.Expires())
+		renewed, err := c.creds.Reload(time.Now())
 		switch {
-		case err != nil && err.Error() != said:
-			said = err.Error()
-			n.log.Warn("certificates not read again; those read before stay in use", "until", n.creds.Expires(), "err", err)
+		case err != nil && err.Error() != logged:
+			logged = err.Error()
+			c.log.Warn("certificates not read again; the earlier ones stay in use", "until", c.creds.Expires(), "err", err)
 		case err == nil && renewed:
-			n.log.Info("certificates renewed", "until", n.creds.Expires())
+			c.log.Info("certificates renewed", "until", c.creds.Expires())
 			fallthrough
 		case err == nil:
-			said = ""
+			logged = ""
 		}
 		select {
 		case <-t.C:
@@ -91,18 +93,18 @@ func (n *Node) watchCertificates(ctx context.Context, every time.Duration) {
 	}
 }
 
-// controlAddresses puts a control lane on every rail that is there now and that the peer address is not on already.
-func (n *Node) controlAddresses() (out []string) {
-	host, _, err := net.SplitHostPort(n.cfg.Peer.Listen)
+// controlAddresses puts a control lane on every present rail except that of the peer address.
+func (c *conversation) controlAddresses() (out []string) {
+	host, _, err := net.SplitHostPort(c.cfg.Peer.Listen)
 	if err != nil {
 		return nil
 	}
 	seen := map[string]bool{host: true, "": true, "0.0.0.0": true, "::": true}
 	var addrs []string
-	for _, r := range n.cfg.RailsOrDefault() {
+	for _, r := range c.cfg.RailsOrDefault() {
 		addrs = append(addrs, r.Listen)
 	}
-	for _, r := range n.rails.of(config.TransTCP) {
+	for _, r := range c.rails.of(config.TransTCP) {
 		if r.auto {
 			addrs = append(addrs, r.Address)
 		}
@@ -113,7 +115,7 @@ func (n *Node) controlAddresses() (out []string) {
 			continue
 		}
 		if ip := net.ParseIP(h); ip != nil && ip.IsLoopback() {
-			continue // it leads nowhere that the peer address does not
+			continue // the peer address reaches the same
 		}
 		seen[h] = true
 		out = append(out, net.JoinHostPort(h, "0"))
@@ -122,37 +124,36 @@ func (n *Node) controlAddresses() (out []string) {
 }
 
 // handler is peer.Handler.
-type handler struct{ n *Node }
+type handler struct{ c *conversation }
 
 func (h handler) PeerUp(p peer.Peer) {
-	h.n.peerUp(peerInfo{Boot: p.Boot, Key: p.Key, Endpoint: p.Endpoint, Claimed: p.Claimed,
+	h.c.peerUp(peerInfo{Boot: p.Boot, Key: p.Key, Endpoint: p.Endpoint, Claimed: p.Claimed,
 		Node: p.Node, Release: p.Release, HostBoot: p.HostBoot, Rails: p.Rails})
 }
 
 func (h handler) PeerDown(boot transfer.Boot, over bool, err error) {
-	h.n.log.Info("peer down", "peer", boot.String(), "over", over, "err", err)
-	h.n.peerDown(boot, over)
+	h.c.log.Info("peer down", "peer", boot.String(), "over", over, "err", err)
+	h.c.peerDown(boot, over)
 }
 
-func (h handler) ConnectFailed(endpoint string, err error) { h.n.connectFailed(endpoint, err) }
+func (h handler) ConnectFailed(endpoint string, err error) { h.c.connectFailed(endpoint, err) }
 
 func (h handler) Control(boot transfer.Boot, f *peerv1.ControlFrame) {
-	h.n.metrics.Control(metrics.In, frameName(f))
-	h.n.frame(boot, f)
+	h.c.metrics.Control(metrics.In, frameName(f))
+	h.c.frame(boot, f)
 }
 
-// Busy looks at what is bound to lanes, whose bytes may move, and at what waits to be.
-func (h handler) Busy(boot transfer.Boot) bool {
-	if h.n.leases(boot) > 0 {
+// Busy reports whether anything is bound to lanes, or waits for that.
+func (h handler) Busy(boot transfer.Boot) (busy bool) {
+	if h.c.driver.BoundTo(boot) > 0 {
 		return true
 	}
-	h.n.d.mu.Lock()
-	defer h.n.d.mu.Unlock()
-	return h.n.d.ex.Shares(boot)
+	h.c.driver.View(func(ex *exec.Exec, _ exec.Instant) { busy = ex.Shares(boot) })
+	return busy
 }
 
 func (h handler) Describe(geometry, fingerprint [32]byte) ([]byte, bool) {
-	for _, w := range h.n.engine.Workers() {
+	for _, w := range h.c.workers() {
 		if w.Geometry == geometry && (fingerprint == [32]byte{} || w.Fingerprint == fingerprint) {
 			b, err := w.Layout.Marshal()
 			return b, err == nil

@@ -2,6 +2,7 @@ package sidecar
 
 import (
 	"fmt"
+	"log/slog"
 	mrand "math/rand/v2"
 	"net/netip"
 	"os"
@@ -51,7 +52,7 @@ func TestMemoryOf(t *testing.T) {
 // NIC k+1 on the switch of GPU k.
 func hgx(t *testing.T) *topo.Host {
 	t.Helper()
-	text, err := os.ReadFile(filepath.Join("..", "internal", "topo", "testdata", "hgx-h100.txt"))
+	text, err := os.ReadFile(filepath.Join("..", "internal", "sys", "topo", "testdata", "hgx-h100.txt"))
 	ok(t, err)
 	sys := filepath.Join(t.TempDir(), "sys")
 	put := func(content string, p ...string) {
@@ -102,17 +103,16 @@ func hgx(t *testing.T) *topo.Host {
 // of a configuration do.
 func TestNear(t *testing.T) {
 	h := hgx(t)
-	n := &Node{}
-	n.rails.byB = map[string][]rail{}
+	n := newRailSet(&config.Config{}, nil, nil, slog.New(slog.DiscardHandler))
 	said := map[string]int{"ens4np0": 1}
 	var opened []transport.Rail
 	for i := range 8 {
 		name := fmt.Sprintf("ens%dnp0", i+1)
 		opened = append(opened, transport.Rail{Name: name, Address: fmt.Sprintf("192.168.%d.11:7000", i+1), Tier: said[name]})
 	}
-	n.rails.put(config.TransTCP, append(opened, transport.Rail{Name: "proxy", Address: "203.0.113.1:7000"}))
-	n.rails.host = h
-	n.rails.byB[config.TransTCP], _ = n.follow(h, n.rails.of(config.TransTCP))
+	n.put(config.TransTCP, append(opened, transport.Rail{Name: "proxy", Address: "203.0.113.1:7000"}))
+	n.host = h
+	n.byB[config.TransTCP], _ = n.follow(h, n.of(config.TransTCP))
 	for i, g := range h.GPUs {
 		w := onGPU(t, g.PCI)
 		for k := range 8 {
@@ -177,7 +177,7 @@ func TestNearRailGoesFirst(t *testing.T) {
 				ok(t, err)
 				bound(t, d)
 				pair := func(rail string) (v spray.PairView) {
-					for _, q := range p.state().Leases.Rails.Pairs {
+					for _, q := range p.web.State().Leases.Rails.Pairs {
 						if q.Peer == d.Boot().String() && (q.Path.Local == rail || q.Path.Remote == rail) {
 							return q
 						}
@@ -187,7 +187,7 @@ func TestNearRailGoesFirst(t *testing.T) {
 				// nothing is bound to a lane before
 				until(t, func() bool { return pair(near).Lanes == 2 && pair(far).Lanes == 2 })
 				pe.SignalLayer(0, 1)
-				until(t, func() bool { return landedBytes(d) > 0 && p.state().Leases.Rails.Flights == 0 })
+				until(t, func() bool { return landedBytes(d) > 0 && p.web.State().Leases.Rails.Flights == 0 })
 				// A machine that is busy may have sent it a second time over the other one, as a
 				// hedge, or after a silence.
 				c := pair(near).Counters
@@ -211,7 +211,7 @@ func TestNearRailGoesFirst(t *testing.T) {
 func seat(t *testing.T, r *running, nics map[string]string) {
 	t.Helper()
 	h := hgx(t)
-	s := &r.rails
+	s := r.rails
 	s.apply.Lock() // what this machine has is not looked at any more
 	t.Cleanup(s.apply.Unlock)
 	s.mu.Lock()

@@ -148,8 +148,8 @@ func (p *process) signal(sig syscall.Signal) {
 func (p *process) asRunning() *running {
 	cfg := config.Default()
 	cfg.Engine.Socket = p.socket
-	n := &Node{}
-	n.endpoint = p.endpoint
+	n := &Node{life: newLife()}
+	n.setEndpoint(p.endpoint)
 	return &running{Node: n, cfg: cfg}
 }
 
@@ -218,9 +218,7 @@ func TestDestinationSidecarKilled(t *testing.T) {
 				t.Fatal(err, err2)
 			}
 			until(t, func() bool {
-				now := p.enter()
-				v := p.d.ex.View(now)
-				p.leave()
+				v := viewOf(p)
 				return len(v.Sources) == 2 && v.Sources[0].Serving == 1 && v.Sources[1].Serving == 1
 			})
 			pe.SignalLayer(0, 1)
@@ -282,9 +280,7 @@ func TestDestinationSidecarStopped(t *testing.T) {
 		}
 		seen, serves := false, false
 		until(t, func() bool {
-			now := p.enter()
-			v := p.d.ex.View(now)
-			p.leave()
+			v := viewOf(p)
 			seen = seen || len(v.Sources) > 0
 			serves = len(v.Sources) > 0 && v.Sources[0].Serving == 1
 			return serves || seen && len(v.Sources) == 0

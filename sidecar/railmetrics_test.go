@@ -60,7 +60,7 @@ func TestRailMetricsAfterFaults(t *testing.T) {
 		defer now.Store(0)
 		for n := 0; !seen(); n++ {
 			if time.Since(began) > patience {
-				t.Fatalf("not seen after %d transfers: %s; pairs %+v", n, what, p.state().Leases.Rails.Pairs)
+				t.Fatalf("not seen after %d transfers: %s; pairs %+v", n, what, p.web.State().Leases.Rails.Pairs)
 			}
 			seed++
 			x := begin(t, p, pe, de, seed, tokens)
@@ -76,7 +76,7 @@ func TestRailMetricsAfterFaults(t *testing.T) {
 			pe.ok(l)
 		}
 		open = nil
-		until(t, func() bool { return p.state().Leases.Rails.Flights == 0 })
+		until(t, func() bool { return p.web.State().Leases.Rails.Flights == 0 })
 	}
 
 	under(0, "a prediction", func() bool { return series(bad, "prediction_error_ratio") > 0 })
@@ -224,7 +224,7 @@ func TestRetriesByReason(t *testing.T) {
 			began := time.Now()
 			for n := uint32(0); retries(bad)[x.reason] == 0; n++ {
 				if time.Since(began) > patience {
-					t.Fatalf("after %d transfers retries of %s are %v; injected %d; pairs %+v", n, bad, retries(bad), plan.Injected(x.rule.Kind), p.state().Leases.Rails.Pairs)
+					t.Fatalf("after %d transfers retries of %s are %v; injected %d; pairs %+v", n, bad, retries(bad), plan.Injected(x.rule.Kind), p.web.State().Leases.Rails.Pairs)
 				}
 				if alone := len(x.rails) == 1; alone && plan.Held() == 0 {
 					// Where the lane was silent for long enough the slice was given out again for
@@ -245,7 +245,7 @@ func TestRetriesByReason(t *testing.T) {
 			for _, x := range append(open, held...) {
 				end(x)
 			}
-			until(t, func() bool { return p.state().Leases.Rails.Flights == 0 })
+			until(t, func() bool { return p.web.State().Leases.Rails.Flights == 0 })
 			got := retries(bad)
 			for r, n := range got {
 				switch {

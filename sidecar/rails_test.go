@@ -68,12 +68,12 @@ func TestAutoRailsAreBounded(t *testing.T) {
 		c.Transports.TCP.Rails = []config.Rail{{Match: "fake*"}}
 		c.Peer.ClusterKeyFile = clusterKey(t)
 	})
-	n := startConfig(t, cfg, func(n *Node) { n.log = slog.New(slog.NewTextHandler(l, nil)) })
+	n := startLog(t, cfg, slog.New(slog.NewTextHandler(l, nil)))
 	look := func(h *topo.Host, before []rail) []rail {
 		t.Helper()
 		n.rails.apply.Lock()
 		defer n.rails.apply.Unlock()
-		now, again := n.follow(h, before)
+		now, again := n.rails.follow(h, before)
 		if again {
 			t.Errorf("an address could not be bound: %s", l)
 		}
@@ -100,7 +100,7 @@ func TestAutoRailsAreBounded(t *testing.T) {
 // Without that reading package time would take the wall's.
 func TestClockIsMonotonic(t *testing.T) {
 	n, _ := startLogged(t)
-	if s := n.d.start.String(); !strings.Contains(s, " m=") {
+	if s := n.proc.Started().String(); !strings.Contains(s, " m=") {
 		t.Errorf("the clock begins at %s, which has no monotonic reading", s)
 	}
 }
@@ -120,12 +120,12 @@ func TestAbsurdRailsAreToldOfOnce(t *testing.T) {
 		// it keeps the lanes
 		n.dial.peers[boot] = &remote{keepers: map[wantedLane]context.CancelFunc{}}
 		n.dial.mu.Unlock()
-		n.peerRails(boot, many[:3])
+		n.conv.peerRails(boot, many[:3])
 		if s := l.String(); strings.Contains(s, boot.String()) {
 			t.Errorf("rails as they can be are told of: %s", s)
 		}
 		for range 100 {
-			n.peerRails(boot, many)
+			n.conv.peerRails(boot, many)
 		}
 		n.dial.mu.Lock()
 		kept := n.dial.peers[boot].rails
@@ -177,7 +177,7 @@ func TestRailsComeAndGo(t *testing.T) {
 	}
 	// lanes are pairs of rails that have lanes to the other node, with their state.
 	lanes := func(n, to *running) (out []string) {
-		for _, q := range n.state().Leases.Rails.Pairs {
+		for _, q := range n.web.State().Leases.Rails.Pairs {
 			if q.Peer == to.Boot().String() && q.Lanes > 0 {
 				out = append(out, q.Path.Local+">"+q.Path.Remote+" "+q.State)
 			}
@@ -206,7 +206,7 @@ func TestRailsComeAndGo(t *testing.T) {
 		deadline := time.Now().Add(patience)
 		for !slices.Equal(get(), want) {
 			if time.Now().After(deadline) {
-				t.Fatalf("%s: %q, want %q; routes %+v", what, get(), want, p.state().Routes)
+				t.Fatalf("%s: %q, want %q; routes %+v", what, get(), want, p.web.State().Routes)
 			}
 		}
 	}
@@ -223,7 +223,7 @@ func TestRailsComeAndGo(t *testing.T) {
 	control := func(what, addr string) {
 		t.Helper()
 		wait(what, []string{addr}, func() []string {
-			for _, l := range append(p.state().Control[d.Boot().String()], d.state().Control[p.Boot().String()]...) {
+			for _, l := range append(p.web.State().Control[d.Boot().String()], d.web.State().Control[p.Boot().String()]...) {
 				if _, far, _ := strings.Cut(l, " "); strings.HasPrefix(far, addr) {
 					return []string{addr}
 				}
@@ -248,7 +248,7 @@ func TestRailsComeAndGo(t *testing.T) {
 	both("one lost its carrier", []string{"rail0", "rail1!"}, "rail0>rail0 healthy")
 	move()
 	var why []string
-	for _, c := range p.state().Routes[d.Boot().String()] {
+	for _, c := range p.web.State().Routes[d.Boot().String()] {
 		if c.Local == "rail1" {
 			why = append(why, c.Why)
 		}

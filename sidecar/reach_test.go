@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/sidecar/internal/web"
 	"github.com/kvspray/kvspray/transfer"
 )
 
@@ -24,9 +25,9 @@ func TestReach(t *testing.T) {
 	var dials int
 	for _, ends := range [][2]*running{{p, d}, {d, p}} {
 		here, there := ends[0], ends[1]
-		var v reachView
+		var v web.Reach
 		until(t, func() bool {
-			v = here.reach()
+			v = here.web.Reach()
 			if len(v.Peers) != 1 || len(v.Peers[0].Pairs) == 0 {
 				return false
 			}
@@ -52,7 +53,7 @@ func TestReach(t *testing.T) {
 		if here == d {
 			dialled, claimed = claimed, ""
 		}
-		if s, boot := here.state(), there.boot.String(); s.Peers[boot] != dialled || s.Claimed[boot] != claimed {
+		if s, boot := here.web.State(), there.boot.String(); s.Peers[boot] != dialled || s.Claimed[boot] != claimed {
 			t.Errorf("its state has node %s at %q, and claimed to be at %q", there.cfg.Node, s.Peers[boot], s.Claimed[boot])
 		}
 		if x := v.Peers[0]; x.Endpoint != dialled || x.Claimed != there.Endpoint() || x.Node != there.cfg.Node {
@@ -62,8 +63,8 @@ func TestReach(t *testing.T) {
 			dials++
 		}
 	}
-	p.connect(d.Endpoint()) // now a request names D at P
-	until(t, func() bool { return p.reach().Peers[0].Endpoint == d.Endpoint() })
+	p.conv.Connect(d.Endpoint()) // now a request names D at P
+	until(t, func() bool { return p.web.Reach().Peers[0].Endpoint == d.Endpoint() })
 	if dials != 1 {
 		t.Errorf("%d of two open the lanes", dials)
 	}

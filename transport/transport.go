@@ -104,10 +104,11 @@ type Sink interface {
 // Grant binds a Sink to (peer, slot, generation) in the backends of the receiver. Backends that
 // write with their own CPU write under a Claim, which holds the Guard. Not to be copied.
 type Grant struct {
-	Peer transfer.Boot
-	Slot transfer.Slot
-	Gen  transfer.Gen
-	Sink Sink
+	Peer    transfer.Boot
+	Slot    transfer.Slot
+	Gen     transfer.Gen
+	Sink    Sink
+	Receipt Receipt // what has landed, as Sink records it
 	Guard
 	claims claims
 }

@@ -282,7 +282,6 @@ type Landing struct {
 	Worker *connector.Worker
 	Expect *connector.Expect
 	Plan   Plan
-	Sink   any          // the driver's own view of Grant.Sink
 	Part   *peerv1.Part // as it is offered; what backends add goes into it
 
 	offer  *offer
@@ -307,7 +306,6 @@ type Sending struct {
 	Tokens map[string][]byte // per transport, as the receiver's backends made them
 	Plan   Plan
 	Blocks [][]uint32 // as of Bind, which may be before the step that has all of them: Update follows; never changed in place
-	Source any        // the driver's own view of Origin.Source
 
 	sendingState
 }

@@ -361,8 +361,8 @@ func (n *simNode) perform(a *Action) {
 		if !n.follow[a.Sending.Worker] {
 			s.fatalf("%s: an origin is bound, and nobody looks for its layers", n.addr)
 		}
-		a.Sending.Source = [2]any{n.leases[a.Sending.Lease], n.leases[a.Sending.Lease].version}
-		a.Sending.Origin.Source = &simSource{snd: a.Sending, table: a.Sending.Blocks}
+		l := n.leases[a.Sending.Lease]
+		a.Sending.Origin.Source = &simSource{snd: a.Sending, lease: l, version: l.version, table: a.Sending.Blocks}
 	case Update:
 		n.updated++
 		a.Sending.Origin.Source.(*simSource).table = a.Blocks
@@ -549,8 +549,8 @@ func (l *simLane) read(sl transport.Slice) {
 		return
 	}
 	snd := sendingOf(sl)
-	src := snd.Source.([2]any)[0].(*simLease)
-	version := snd.Source.([2]any)[1].(int)
+	from := sl.Origin.Source.(*simSource)
+	src, version := from.lease, from.version
 	if !sl.Origin.Enter() {
 		if l.release(sl) {
 			l.end(sl, transfer.NotLanded, transfer.ReasonSourceGone)
@@ -564,7 +564,7 @@ func (l *simLane) read(sl transport.Slice) {
 	for i := range read {
 		read[i] = src.chunk(snd.Plan.(*simPlan), sl.Range.First+uint32(i))
 	}
-	table := sl.Origin.Source.(*simSource).table
+	table := from.table
 	sl.Origin.Leave()
 	valid := src.version == version
 	if valid && !sameTables(table, src.table) {
@@ -577,11 +577,13 @@ func sendingOf(sl transport.Slice) *Sending {
 	return sl.Origin.Source.(*simSource).snd
 }
 
-// simSource only leads from an origin to its sending.
+// simSource leads from an origin to its sending and to the engine's lease.
 type simSource struct {
 	transport.Source
-	snd   *Sending
-	table [][]uint32
+	snd     *Sending
+	lease   *simLease
+	version int // of the lease's blocks, at Bind
+	table   [][]uint32
 }
 
 // chunk is what the engine's memory holds now.

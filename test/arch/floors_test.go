@@ -23,7 +23,7 @@ var floors = []floor{
 	{"contract", []string{"api", "internal/board", "internal/wire", "transport"}},
 	{"bytes", []string{"gpu", "store", "transport/gdr", "transport/shm", "transport/tcp"}},
 	{"decisions", []string{"control/exec", "control/lease", "control/route", "control/spray"}},
-	{"conversation", []string{"connector", "control/peer"}},
+	{"conversation", []string{"connector", "control/driver", "control/peer"}},
 	{"composition", []string{"proxy", "sidecar"}},
 	{"commands", []string{"cmd/kvspray", "internal/ui"}},
 }

@@ -57,18 +57,26 @@ func (s *sidecar) check() {
 	bound("lanes", x.Lanes, spray.MaxLanes*max(x.Peers, 1))
 	// One for each thing that has a time of its own, grants whose sidecar is away among them; a fence or a close that failed may be told
 	// twice; credits and what is in flight have one look at all of them.
-	bound("timers", x.Timers, x.Dests+x.Sources+x.Inbound+x.Asked+x.Describing+x.Endpoints+x.Pending*waiting+2*(len(s.grants)+len(s.origins))+2)
+	bound("timers", x.Timers, x.Dests+x.Sources+x.Inbound+x.Asked+x.Describing+x.Endpoints+x.Pending*waiting+2*s.bound()+2)
 	s.inTurn()
 	for _, p := range s.pipes {
 		bound("control frames for one peer", len(p.waiting), maxWaiting)
 	}
 }
 
+// bound counts the grants and origins that the driver has.
+func (s *sidecar) bound() (n int) {
+	for _, k := range s.drv.Bound() {
+		n += k
+	}
+	return n
+}
+
 // quiet looks at what an executor holds when no lease is open anywhere.
 func (s *sidecar) quiet() {
 	x := s.ex.Load()
-	if x.Dests+x.Sources+x.Inbound+x.Flights+x.Asked+x.Pending+x.Describing+x.Timers > 0 || len(s.grants)+len(s.origins) > 0 {
-		s.c.violation("%s %s: %+v, %d grants, %d origins", s.n.addr, brokeLeak, x, len(s.grants), len(s.origins))
+	if x.Dests+x.Sources+x.Inbound+x.Flights+x.Asked+x.Pending+x.Describing+x.Timers > 0 || s.bound() > 0 {
+		s.c.violation("%s %s: %+v, %d grants and origins", s.n.addr, brokeLeak, x, s.bound())
 	}
 }
 

@@ -384,20 +384,24 @@ func (s *source) ReadWord(chunk uint32) uint64 {
 	return garbage
 }
 
+// SetTables implements driver.Source: words have no tables.
+func (s *source) SetTables([][]uint32) error { return nil }
+
 // sink is one part of a grant of a destination.
 type sink struct {
-	s      *sidecar
-	l      *lease
-	land   *exec.Landing
-	plan   *plan
-	bitmap *transfer.Bitmap
-	fenced bool
-	full   bool
+	transport.Sink // the driver's
+	s              *sidecar
+	l              *lease
+	land           *exec.Landing
+	plan           *plan
+	fenced         bool
+	full           bool
 }
 
 func (k *sink) Resolve(dst []mem.Block, _ transfer.Range) ([]mem.Block, error) { return dst, errModel }
 
-func (k *sink) Bytes(r transfer.Range) (uint64, error) { return k.plan.space.Bytes(r) }
+// Device implements transport.OnDevice.
+func (k *sink) Device() mem.Device { return nil }
 
 // WriteWord implements simfabric.WordSink.
 func (k *sink) WriteWord(chunk uint32, w uint64) {
@@ -416,15 +420,14 @@ func (l *lease) at(layer int, i uint32) uint32 {
 	return uint32(layer-held(l.rank, len(l.e.boots)).lo)*l.t.perLayer() + i
 }
 
+// Landed passes chunks to the driver, now and then twice.
 func (k *sink) Landed(l transport.Lane, r transfer.Range) {
-	if n, err := k.Bytes(r); err == nil {
-		k.s.came(l, n)
+	if n, err := k.plan.space.Bytes(r); err == nil {
+		k.s.received[l.Peer()] += n
 	}
-	k.bitmap.Set(r)
-	if k.bitmap.Full() && !k.full {
+	k.s.run(func() { k.Sink.Landed(l, r) })
+	if k.land.Grant.Receipt.Full() && !k.full {
 		k.full = true
-		full := func() { k.s.event(func(now exec.Instant) { k.s.ex.Full(now, k.land) }) }
-		full()
-		k.s.twice(full)
+		k.s.twice(func() { k.s.event(func(now exec.Instant) { k.s.ex.Full(now, k.land) }) })
 	}
 }

@@ -36,7 +36,7 @@ func TestIncastIsShared(t *testing.T) {
 			c.F.Run(c.F.Now()+100*time.Millisecond, nil) // windows and credits find each other
 			came := func() (all []float64) {
 				for _, n := range c.Nodes[1:] {
-					all = append(all, float64(to.side.inflows[inflow{n.side.boot, simfabric.Name, "r0"}]))
+					all = append(all, float64(to.side.received[n.side.boot]))
 				}
 				return all
 			}

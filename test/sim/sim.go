@@ -1,6 +1,7 @@
-// Package sim runs whole clusters in virtual time: the production executor of every node, unmodified, over simfabric, between
-// engines that are played. It is the driver that the sidecar is on real machines, with the same order of things, and it watches
-// over what engines are promised. What each event must leave true stands in check.go.
+// Package sim runs whole clusters in virtual time: the production executor and driver (control/driver)
+// of every node over simfabric, between played engines. What differs from a sidecar is in the
+// interfaces of the driver (process.go) and in the faults of its backend (backend.go). check.go has
+// the promises that must hold after each event.
 //
 // A word stands for a chunk's bytes: it names the transfer, the chunk and the epoch of the source's blocks, so whatever is in the
 // wrong place shows. Sidecars and engines die and come back as new boots, processes freeze, clocks leap, control lanes are cut and

@@ -39,25 +39,25 @@ func (s *sidecar) gave(batch []transport.Slice) {
 		return // what has "landed" at once makes a rail as fast as one likes
 	}
 	for _, x := range batch {
-		o := s.origins[bindName{x.Origin.Peer, x.Origin.Slot}]
-		if x.Attempt == 0 || o == nil || &o.Origin != x.Origin {
+		o := s.sources[x.Origin]
+		if x.Attempt == 0 || o == nil || o.closed {
 			continue
 		}
-		t := s.turns[o.Origin.Peer]
+		t := s.turns[x.Origin.Peer]
 		if t == nil {
 			t = &turns{}
-			s.turns[o.Origin.Peer] = t
+			s.turns[x.Origin.Peer] = t
 		}
 		if !t.touched {
 			t.touched = true
-			s.served = append(s.served, o.Origin.Peer)
+			s.served = append(s.served, x.Origin.Peer)
 		}
-		n, err := o.Plan.Space().Bytes(x.Range)
+		n, err := o.Bytes(x.Range)
 		if err != nil {
-			s.c.violation("%s: slice %v of transfer %d: %v", s.n.addr, x.Range, o.Source.(*source).l.t.ID, err)
+			s.c.violation("%s: slice %v of transfer %d: %v", s.n.addr, x.Range, o.l.t.ID, err)
 			continue
 		}
-		t.given[o.Source.(*source).l.t.Prio] += n
+		t.given[o.l.t.Prio] += n
 	}
 }
 

@@ -36,6 +36,16 @@ var mutants = []mutant{
 	{"a generation comes again", "control/lease/slots.go", "	x.gen++\n", "	x.gen = 1\n", []string{commit, outside, released, path}},
 	{"a claim outlives its grant", "transport/claim.go", "	if !c.g.Enter() {\n		c.mu.Unlock()\n		return transfer.ReasonRevoked\n	}\n	return transfer.ReasonNone", "	c.g.Enter()\n	return transfer.ReasonNone", []string{outside, never}},
 
+	// The driver.
+	{"a fence without a revoke", "control/driver/binds.go", "	l.Grant.Revoke()\n	began", "	began", []string{outside, never}},
+	{"a close without a revoke", "control/driver/binds.go", "	s.Origin.Revoke()\n	d.goFor", "	d.goFor", []string{read, never}},
+	{"the driver hides a failed fence", "control/driver/binds.go", "d.ex.FenceDone(d.enter(), l, err)", "d.ex.FenceDone(d.enter(), l, nil)", []string{outside, released}},
+	{"the driver hides a failed close", "control/driver/binds.go", "d.ex.OriginClosed(now, s, err)", "d.ex.OriginClosed(now, s, nil)", []string{read, released}},
+	{"a driver's grant stays", "control/driver/binds.go", "		delete(b.grants, grantName(l))\n", "		_ = r\n", []string{leak, slot}},
+	{"a newer origin hides an older one", "control/driver/binds.go", "	return b.senders[s]\n",
+		"	if x := b.origins[originName(s)]; x != nil && x.sending == s {\n		return x\n	}\n	return nil\n", []string{read, released}},
+	{"a full bitmap is not reported", "control/driver/receiver.go", "if receipt.Full() && !r.full.Swap(true) {", "if false {", []string{path, never}},
+
 	// The commit.
 	{"one chunk less is full", "transfer/bitmap.go", "func (b *Bitmap) Full() bool { return b.set.Load() == b.n }", "func (b *Bitmap) Full() bool { return b.set.Load()+1 >= b.n }", []string{commit}},
 	{"committed when bound", "control/exec/dest.go", "if d.live != nil && d.live.unfilled == 0 && d.State == lease.DestLanding {", "if d.live != nil && d.State == lease.DestLanding {", []string{commit}},

@@ -1,20 +1,17 @@
-package sidecar
+// Package plans makes the executor's plans from the layouts of engines, and finds the memory of their
+// chunks. A Planner belongs to one process; all of its plans come from it.
+package plans
 
 import (
-	"context"
-	"errors"
 	"fmt"
 	"maps"
 	"sync"
-	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/exec"
-	"github.com/kvspray/kvspray/control/peer"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/parseblock"
-	"github.com/kvspray/kvspray/transfer"
 )
 
 // Bounds of a planner's caches. A full cache is emptied, and its content computed again.
@@ -25,20 +22,14 @@ const (
 	maxProofs    = 4096
 )
 
-// describeTimeout bounds a request for a peer's layout; the peer answers from memory.
-const describeTimeout = 5 * time.Second
-
-// planner makes the executor's plans from registered layouts. Results that depend on layouts alone
+// Planner makes the executor's plans from registered layouts. Results that depend on layouts alone
 // are computed once and kept: after the first contact of two engines a prompt costs only a plan
 // from its template, for any reshape.
-type planner struct {
+type Planner struct {
 	reg *parseblock.Registry
 
-	// protects layouts and described; the rest belongs to the executor's goroutine
-	mu      sync.Mutex
+	mu      sync.Mutex                  // protects layouts; the rest belongs to the executor's goroutine
 	layouts map[[32]byte]*layout.Layout // of peers, by geometry
-	// of peers' caches that differ from local ones, by fingerprint
-	described map[[32]byte]parseblock.Description
 
 	divisions map[string]*parseblock.Division // by the geometries of receiver and ranks
 	proofs    map[string]struct{}             // divisions with the shares that were proved for them
@@ -53,8 +44,9 @@ type matchKey struct {
 	receives bool
 }
 
-func newPlanner(reg *parseblock.Registry) *planner {
-	return &planner{reg: reg, layouts: map[[32]byte]*layout.Layout{}, described: map[[32]byte]parseblock.Description{},
+// New makes a planner.
+func New(reg *parseblock.Registry) *Planner {
+	return &Planner{reg: reg, layouts: map[[32]byte]*layout.Layout{},
 		divisions: map[string]*parseblock.Division{}, proofs: map[string]struct{}{},
 		matches: map[matchKey]*parseblock.Match{}}
 }
@@ -65,11 +57,26 @@ type received struct {
 	side *parseblock.Resolver
 }
 
+// The executor keeps plans as interfaces. All plans of a process come from its planner, and these
+// functions are the only ones that look behind the interface.
+
+// receivedPlan is what Receive or Divide made.
+func receivedPlan(l *exec.Landing) received { return l.Plan.(received) }
+
+// Received is the plan of a part that is received.
+func Received(l *exec.Landing) *parseblock.Plan { return receivedPlan(l).Plan }
+
+// Sent is the plan of a part that is sent; Send made it.
+func Sent(s *exec.Sending) *parseblock.Plan { return s.Plan.(*parseblock.Plan) }
+
+// Registry has the strategies of the planner.
+func (p *Planner) Registry() *parseblock.Registry { return p.reg }
+
 // Version is the version of the plans.
-func (p *planner) Version() uint32 { return parseblock.PlanVersion }
+func (p *Planner) Version() uint32 { return parseblock.PlanVersion }
 
 // Receive plans everything that x requests, as sent by an engine of equal geometry.
-func (p *planner) Receive(w *connector.Worker, x *connector.Expect) (exec.Plan, error) {
+func (p *Planner) Receive(w *connector.Worker, x *connector.Expect) (exec.Plan, error) {
 	plan, err := p.receive(w, x, w.Own)
 	if err != nil {
 		return nil, err
@@ -77,7 +84,7 @@ func (p *planner) Receive(w *connector.Worker, x *connector.Expect) (exec.Plan, 
 	return plan, nil
 }
 
-func (p *planner) receive(w *connector.Worker, x *connector.Expect, m *parseblock.Match) (received, error) {
+func (p *Planner) receive(w *connector.Worker, x *connector.Expect, m *parseblock.Match) (received, error) {
 	plan, err := m.Plan(x.Tokens, x.Skip)
 	if err != nil {
 		return received{}, err
@@ -93,7 +100,7 @@ func (p *planner) receive(w *connector.Worker, x *connector.Expect, m *parsebloc
 }
 
 // Divide plans x from the ranks of another engine.
-func (p *planner) Divide(w *connector.Worker, x *connector.Expect, ranks []exec.Rank, load func(rank string) uint64) ([]exec.Part, error) {
+func (p *Planner) Divide(w *connector.Worker, x *connector.Expect, ranks []exec.Rank, load func(rank string) uint64) ([]exec.Part, error) {
 	sources := make([]*layout.Layout, len(ranks))
 	var unknown exec.UnknownLayout
 	name := string(w.Geometry[:])
@@ -151,7 +158,7 @@ func (p *planner) Divide(w *connector.Worker, x *connector.Expect, ranks []exec.
 }
 
 // Send plans a part of a grant from w.
-func (p *planner) Send(w *connector.Worker, g *peerv1.Grant, part *peerv1.Part) (exec.Plan, error) {
+func (p *Planner) Send(w *connector.Worker, g *peerv1.Grant, part *peerv1.Part) (exec.Plan, error) {
 	if len(g.Geometry) != 32 {
 		return nil, &layout.Error{Field: "geometry", Value: fmt.Sprintf("%d bytes", len(g.Geometry)), Problem: "want a hash of 32 bytes", Remedy: "run sidecars of one version"}
 	}
@@ -178,7 +185,7 @@ func (p *planner) Send(w *connector.Worker, g *peerv1.Grant, part *peerv1.Part) 
 	return m.Plan(g.Tokens, g.Skip)
 }
 
-func (p *planner) match(k matchKey, src, dst *layout.Layout, share *parseblock.Share) (*parseblock.Match, error) {
+func (p *Planner) match(k matchKey, src, dst *layout.Layout, share *parseblock.Share) (*parseblock.Match, error) {
 	if m := p.matches[k]; m != nil {
 		return m, nil
 	}
@@ -190,14 +197,14 @@ func (p *planner) match(k matchKey, src, dst *layout.Layout, share *parseblock.S
 	return m, err
 }
 
-// forget drops the results for a worker that is gone, which would keep its memory.
-func (p *planner) forget(w *connector.Worker) {
+// Forget drops the results for a worker that is gone, which would keep its memory.
+func (p *Planner) Forget(w *connector.Worker) {
 	maps.DeleteFunc(p.matches, func(k matchKey, _ *parseblock.Match) bool { return k.w == w })
 }
 
 // known returns a peer's layout. Both sides compare fingerprints, which cover the meaning of
 // caches, before a byte moves. A geometry does not cover it, so the dtype counts as equal.
-func (p *planner) known(geometry [32]byte, ours *layout.Layout) *layout.Layout {
+func (p *Planner) known(geometry [32]byte, ours *layout.Layout) *layout.Layout {
 	p.mu.Lock()
 	l := p.layouts[geometry]
 	p.mu.Unlock()
@@ -209,9 +216,9 @@ func (p *planner) known(geometry [32]byte, ours *layout.Layout) *layout.Layout {
 	return &as
 }
 
-// learn accepts a peer's layout for a geometry.
-func (p *planner) learn(geometry [32]byte, encoded []byte) error {
-	l, err := p.verify(geometry, encoded)
+// Learn accepts a peer's layout for a geometry.
+func (p *Planner) Learn(geometry [32]byte, encoded []byte) error {
+	l, err := p.Verify(geometry, encoded)
 	if err != nil {
 		return err
 	}
@@ -222,9 +229,9 @@ func (p *planner) learn(geometry [32]byte, encoded []byte) error {
 	return nil
 }
 
-// verify decodes a peer's layout, which is foreign: its hash must match, and no offset of it may
+// Verify decodes a peer's layout, which is foreign: its hash must match, and no offset of it may
 // overflow.
-func (p *planner) verify(geometry [32]byte, encoded []byte) (*layout.Layout, error) {
+func (p *Planner) Verify(geometry [32]byte, encoded []byte) (*layout.Layout, error) {
 	l, err := layout.Unmarshal(encoded)
 	if err != nil {
 		return nil, err
@@ -243,27 +250,4 @@ func makeRoom[K comparable, V any](m map[K]V, most int) {
 	if len(m) >= most {
 		clear(m)
 	}
-}
-
-// fetchLayout asks a peer for the layout of a geometry, for the executor.
-func (n *Node) fetchLayout(boot transfer.Boot, geometry [32]byte) {
-	n.d.wg.Add(1)
-	go func() {
-		defer n.d.wg.Done()
-		ctx, cancel := context.WithTimeout(n.d.ctx, describeTimeout)
-		defer cancel()
-		b, err := n.peers.Describe(ctx, boot, geometry, [32]byte{})
-		switch {
-		case err == nil:
-			err = n.plans.learn(geometry, b)
-		case errors.Is(err, peer.ErrNoAnswer), errors.Is(err, peer.ErrUnknown):
-			err = fmt.Errorf("%w: %w", exec.ErrAway, err)
-		}
-		if err != nil && !errors.Is(err, context.Canceled) {
-			n.log.Warn("layout of a peer", "peer", boot.String(), "geometry", fmt.Sprintf("%.8x", geometry), "err", err)
-		}
-		now := n.enter()
-		n.d.ex.Described(now, boot, geometry, err)
-		n.leave()
-	}()
 }

@@ -1,4 +1,4 @@
-package sidecar
+package plans
 
 import (
 	"cmp"
@@ -10,27 +10,23 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// tokenRange is tokens [start, end) of a prompt.
-type tokenRange = [2]uint32
+// TokenRange is tokens [start, end) of a prompt.
+type TokenRange = [2]uint32
 
-// recompute names the tokens that a failed transfer has not delivered, in order. None means all of
+// Recompute names the tokens that a failed transfer has not delivered, in order. None means all of
 // them: without a grant, and if the engine could not continue in the middle of the prompt because
 // it would need data of earlier tokens that never moves.
 //
 // Only the last grant counts, which is fenced: a landed chunk of it was whole and valid when it
 // landed, and is not written any more. Other chunks may be torn, or stem from an earlier grant.
-func recompute(reg *parseblock.Registry, lands []*exec.Landing) (missing []tokenRange) {
+func (p *Planner) Recompute(lands []*exec.Landing) (missing []TokenRange) {
 	for _, l := range lands {
-		s, ok := l.Sink.(*sink)
-		if !ok {
-			return nil
-		}
-		plan := l.Plan.(received).Plan
-		sp, perBlock, resumes := plan.Space(), blockTokens(plan.Receiver()), resumable(reg, plan.Receiver())
+		plan := Received(l)
+		sp, perBlock, resumes := plan.Space(), blockTokens(plan.Receiver()), resumable(p.reg, plan.Receiver())
 		if !resumes {
 			return nil
 		}
-		for r := range s.bitmap.Missing() {
+		for r := range l.Grant.Receipt.Missing() {
 			for r.Count > 0 {
 				seg := sp.SegmentOf(r.First)
 				chunks, bytes := sp.Segment(seg)
@@ -38,7 +34,7 @@ func recompute(reg *parseblock.Registry, lands []*exec.Landing) (missing []token
 				lo, _ := plan.Page(seg, uint64(r.First-chunks.First)*transfer.ChunkBytes)
 				hi, _ := plan.Page(seg, min(uint64(end-chunks.First)*transfer.ChunkBytes, bytes)-1)
 				n := perBlock[seg]
-				missing = append(missing, tokenRange{lo * n, min((hi+1)*n, plan.Tokens())})
+				missing = append(missing, TokenRange{lo * n, min((hi+1)*n, plan.Tokens())})
 				r = transfer.Range{First: end, Count: r.End() - end}
 			}
 		}
@@ -77,8 +73,8 @@ func resumable(reg *parseblock.Registry, l *layout.Layout) bool {
 }
 
 // joined sorts ranges and merges adjacent ones.
-func joined(in []tokenRange) []tokenRange {
-	slices.SortFunc(in, func(a, b tokenRange) int { return cmp.Compare(a[0], b[0]) })
+func joined(in []TokenRange) []TokenRange {
+	slices.SortFunc(in, func(a, b TokenRange) int { return cmp.Compare(a[0], b[0]) })
 	out := in[:0]
 	for _, r := range in {
 		if k := len(out) - 1; k >= 0 && r[0] <= out[k][1] {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package sidecar
+package driver
 
 import (
 	"maps"
@@ -30,11 +30,11 @@ type inflow struct {
 // inflows lists those that grew, so that a measurement costs as much as there is traffic, not as
 // there are connections. mu may be taken while the executor is held.
 type inflows struct {
-	mu   sync.Mutex
-	all  map[inflowName]*inflow
-	grew []*inflow
-	told bool          // the executor has been notified of incoming data
-	out  []exec.Inflow // owned by the executor until the next measurement
+	mu        sync.Mutex
+	all       map[inflowName]*inflow
+	grew      []*inflow
+	announced bool          // the executor has been notified of incoming data
+	out       []exec.Inflow // owned by the executor until the next measurement
 }
 
 // of returns the entry of a name, and updates the rail's nominal speed.
@@ -51,29 +51,29 @@ func (i *inflows) of(name inflowName, gbps float64) *inflow {
 }
 
 // came counts bytes. Called by lanes, concurrently.
-func (n *Node) came(f *inflow, bytes uint64) {
+func (d *Driver) came(f *inflow, bytes uint64) {
 	f.bytes.Add(bytes)
 	if f.listed.Load() || f.listed.Swap(true) {
 		return
 	}
-	i := &n.d.inflows
+	i := &d.inflows
 	i.mu.Lock()
 	i.grew = append(i.grew, f)
-	first := !i.told
-	i.told = true
+	first := !i.announced
+	i.announced = true
 	i.mu.Unlock()
 	if first {
-		n.d.ex.Incoming(n.enter())
-		n.leave()
+		d.ex.Incoming(d.enter())
+		d.leave()
 	}
 }
 
 // measure reports to the executor the bytes over each rail, by sender. It holds the executor
 // throughout: bytes after an empty list are announced by Incoming, which must not come before that
 // list.
-func (n *Node) measure() {
-	i := &n.d.inflows
-	now := n.enter()
+func (d *Driver) measure() {
+	i := &d.inflows
+	now := d.enter()
 	i.mu.Lock()
 	i.out = i.out[:0]
 	for _, f := range i.grew {
@@ -85,15 +85,15 @@ func (n *Node) measure() {
 	}
 	clear(i.grew)
 	i.grew = i.grew[:0]
-	i.told = len(i.out) > 0
+	i.announced = len(i.out) > 0
 	i.mu.Unlock()
-	n.d.ex.Measured(now, i.out)
-	n.leave()
+	d.ex.Measured(now, i.out)
+	d.leave()
 }
 
-// forgetInflows drops the counts of a peer that is no longer known.
-func (n *Node) forgetInflows(boot transfer.Boot) {
-	i := &n.d.inflows
+// ForgetPeer drops the counts of a peer that is no longer known.
+func (d *Driver) ForgetPeer(boot transfer.Boot) {
+	i := &d.inflows
 	i.mu.Lock()
 	defer i.mu.Unlock()
 	maps.DeleteFunc(i.all, func(k inflowName, f *inflow) bool {

@@ -1,15 +1,15 @@
-package sidecar
+package plans
 
 import (
 	"sync"
-	"sync/atomic"
 
+	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/driver"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/parseblock"
 	"github.com/kvspray/kvspray/transfer"
-	"github.com/kvspray/kvspray/transport"
 )
 
 // pieces is a pool of buffers for Resolve: lanes call it concurrently, and it must not allocate.
@@ -40,58 +40,34 @@ func deviceOf(regions []*mem.Region) mem.Device {
 	return nil
 }
 
-// maxBackends bounds the transports that a sink distinguishes.
-const maxBackends = 8
-
-// sink is the receiving end of one grant: the receiver's memory and the bitmap, the only record of
-// landed chunks.
-type sink struct {
-	node    *Node
-	landing *exec.Landing
-	side    *parseblock.Resolver
-	bitmap  *transfer.Bitmap
-	full    atomic.Bool
-	bytes   [maxBackends]atomic.Uint64 // landed, by index of the backend; duplicates count once
-
-	quarantined atomic.Bool // its fence failed, and is retried
+// receiveMemory is the memory that a part is received into.
+type receiveMemory struct {
+	worker *connector.Worker
+	side   *parseblock.Resolver
 }
 
-func newSink(n *Node, l *exec.Landing) *sink {
-	p := l.Plan.(received)
-	return &sink{node: n, landing: l, side: p.side, bitmap: transfer.NewBitmap(p.Space().NumChunks())}
+// Receiver implements driver.Memory.
+func (p *Planner) Receiver(l *exec.Landing) driver.ReceiveMemory {
+	return &receiveMemory{worker: l.Worker, side: receivedPlan(l).side}
 }
 
-func (s *sink) Resolve(dst []mem.Block, r transfer.Range) ([]mem.Block, error) {
-	return resolve(dst, s.side, s.landing.Worker.Regions, r)
+// Resolve implements driver.ReceiveMemory.
+func (m *receiveMemory) Resolve(dst []mem.Block, r transfer.Range) ([]mem.Block, error) {
+	return resolve(dst, m.side, m.worker.Regions, r)
 }
 
 // Device implements transport.OnDevice.
-func (s *sink) Device() mem.Device { return deviceOf(s.landing.Worker.Regions) }
-
-func (s *sink) Bytes(r transfer.Range) (uint64, error) { return s.side.Space().Bytes(r) }
-
-func (s *sink) Landed(lane transport.Lane, r transfer.Range) {
-	n, err := s.side.Space().Bytes(r)
-	if err != nil {
-		return
-	}
-	fresh := s.bitmap.Set(r)
-	s.node.landed(lane, s, n, fresh > 0)
-	if s.bitmap.Full() && !s.full.Swap(true) {
-		s.node.filled(s.landing)
-	}
-}
+func (m *receiveMemory) Device() mem.Device { return deviceOf(m.worker.Regions) }
 
 // source is the sending end of one grant.
 type source struct {
 	sending *exec.Sending
 	side    *parseblock.Resolver
-
-	quarantined atomic.Bool // its origin could not be closed, and the close is retried
 }
 
-func (n *Node) newSource(s *exec.Sending) (*source, error) {
-	side, err := s.Plan.(*parseblock.Plan).Side(n.reg, s.Worker.Layout, s.Blocks)
+// Source implements driver.Memory.
+func (p *Planner) Source(s *exec.Sending) (driver.Source, error) {
+	side, err := Sent(s).Side(p.reg, s.Worker.Layout, s.Blocks)
 	if err != nil {
 		return nil, err
 	}
@@ -106,5 +82,8 @@ func (s *source) Resolve(dst []mem.Block, r transfer.Range) ([]mem.Block, error)
 func (s *source) Device() mem.Device { return deviceOf(s.sending.Worker.Regions) }
 
 func (s *source) Bytes(r transfer.Range) (uint64, error) { return s.side.Space().Bytes(r) }
+
+// SetTables implements driver.Source.
+func (s *source) SetTables(blocks [][]uint32) error { return s.side.SetTables(blocks) }
 
 func (s *source) Valid(transfer.Range) bool { return s.sending.Worker.SourceValid(s.sending.Lease) }

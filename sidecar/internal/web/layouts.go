@@ -1,4 +1,4 @@
-package sidecar
+package web
 
 import (
 	"cmp"
@@ -20,16 +20,16 @@ type layoutView struct {
 	Layout []byte `json:"layout"` // msgpack, docs/protocol.md section 3
 }
 
-func (n *Node) layouts() layoutsView {
+func (w *Server) layouts() layoutsView {
 	v := layoutsView{Workers: []layoutView{}}
-	workers := n.engine.Workers()
+	workers := w.o.Workers()
 	slices.SortFunc(workers, func(a, b *connector.Worker) int {
 		return cmp.Or(cmp.Compare(a.Place.Engine, b.Place.Engine), cmp.Compare(a.Place.PP, b.Place.PP), cmp.Compare(a.Place.TP, b.Place.TP))
 	})
-	for _, w := range workers {
+	for _, x := range workers {
 		// Marshal refuses only layouts longer than a registration can be.
-		if b, err := w.Layout.Marshal(); err == nil {
-			v.Workers = append(v.Workers, layoutView{Name: w.Name, Engine: w.Place.Engine, Rank: w.Place.Rank(), Layout: b})
+		if b, err := x.Layout.Marshal(); err == nil {
+			v.Workers = append(v.Workers, layoutView{Name: x.Name, Engine: x.Place.Engine, Rank: x.Place.Rank(), Layout: b})
 		}
 	}
 	return v

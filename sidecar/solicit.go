@@ -9,11 +9,11 @@ import (
 )
 
 const (
-	greetPort = 9   // discard, RFC 863
-	greetMost = 256 // addresses that one rail solicits
+	solicitPort = 9   // discard, RFC 863
+	solicitMost = 256 // addresses that one rail solicits
 )
 
-// greet sends an empty datagram to the peers on the link of a rail that came up (neighbour
+// solicit sends an empty datagram to the peers on the link of a rail that came up (neighbour
 // solicitation).
 //
 // Linux asks for a neighbour's hardware address once a second, starting with the first packet that
@@ -22,34 +22,34 @@ const (
 // host's address from it, and sends its queued data. If the fault was on this side no request was
 // sent yet, so this datagram causes one now. (If both sides have queued data, the earlier request
 // counts.)
-func (n *Node) greet(r rail) {
+func (c *conversation) solicit(r rail) {
 	addr := addrOf(r.Address)
 	if !addr.IsValid() || !r.prefix.IsValid() {
 		return
 	}
 	var to []netip.AddrPort
-	for _, boot := range n.dial.boots() {
-		if boot != n.boot {
-			to = neighbours(to, r, n.dial.railsOf(boot))
+	for _, boot := range c.dial.boots() {
+		if boot != c.boot {
+			to = neighbours(to, r, c.dial.railsOf(boot))
 		}
 	}
-	if err := greetAll(addr, to); err != nil {
-		n.log.Debug("peers on a link not greeted", "rail", r.Name, "err", err)
+	if err := solicitAll(addr, to); err != nil {
+		c.log.Debug("neighbours on a link not solicited", "rail", r.Name, "err", err)
 	}
 }
 
 // neighbours adds the addresses of a peer's rails that are on the link of this rail, up to
-// greetMost in all.
+// solicitMost in all.
 func neighbours(to []netip.AddrPort, ours rail, theirs []*peerv1.Rail) []netip.AddrPort {
 	for _, x := range theirs {
-		if a := addrOf(x.Address); x.Transport == config.TransTCP && ours.prefix.Contains(a) && a != addrOf(ours.Address) && len(to) < greetMost {
-			to = append(to, netip.AddrPortFrom(a, greetPort))
+		if a := addrOf(x.Address); x.Transport == config.TransTCP && ours.prefix.Contains(a) && a != addrOf(ours.Address) && len(to) < solicitMost {
+			to = append(to, netip.AddrPortFrom(a, solicitPort))
 		}
 	}
 	return to
 }
 
-func greetAll(from netip.Addr, to []netip.AddrPort) error {
+func solicitAll(from netip.Addr, to []netip.AddrPort) error {
 	if len(to) == 0 {
 		return nil
 	}

@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package driver
+
+import (
+	"context"
+	"log/slog"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/control/lease"
+	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/transfer"
+	"github.com/kvspray/kvspray/transport"
+)
+
+// nothing is everything around a driver that has neither peers nor engines.
+type nothing struct{ connects chan struct{} }
+
+func (nothing) PeerKey(transfer.Boot) (transport.Peer, bool)    { return transport.Peer{}, false }
+func (nothing) Known(transfer.Boot) bool                        { return true }
+func (n nothing) Connect(string)                                { <-n.connects }
+func (nothing) Send(transfer.Boot, *peerv1.ControlFrame)        {}
+func (nothing) Describe(transfer.Boot, [32]byte)                {}
+func (nothing) Compare(exec.Comparison)                         {}
+func (nothing) Complete(*exec.Action)                           {}
+func (nothing) Follow(*connector.Worker, bool)                  {}
+func (nothing) Forget(*connector.Worker)                        {}
+func (nothing) Rail(string, string) (transport.Rail, bool)      { return transport.Rail{}, false }
+func (nothing) DeviceSlices() bool                              { return false }
+func (nothing) LaneUp(transport.Lane)                           {}
+func (nothing) LaneRefused(transport.Lane, error)               {}
+func (nothing) LaneDown(transport.Lane, bool)                   {}
+func (nothing) Slice(transport.Lane, *transport.Result, uint64) {}
+func (nothing) FrameRefused(transport.Lane, transfer.Reason)    {}
+func (nothing) Landed(transport.Lane, int, uint64)              {}
+func (nothing) Fenced(exec.Cause, time.Duration)                {}
+func (nothing) Quarantined(int)                                 {}
+func (nothing) Sent(*exec.Sending)                              {}
+func (nothing) Receiver(*exec.Landing) ReceiveMemory            { return nowhere{} }
+func (nothing) Source(*exec.Sending) (Source, error)            { return nil, nil }
+
+type nowhere struct{}
+
+func (nowhere) Device() mem.Device { return nil }
+func (nowhere) Resolve(dst []mem.Block, _ transfer.Range) ([]mem.Block, error) {
+	return dst, nil
+}
+
+// newDriver is a driver of a new executor.
+func newDriver(p Process, n nothing) *Driver {
+	return New(Config{Exec: exec.New(exec.Config{Boot: transfer.Boot{1}}), Process: p, Peers: n, Engines: n, Memory: n, Rails: n,
+		Observer: n, Log: slog.New(slog.DiscardHandler), Grace: time.Second})
+}
+
+// An executor whose lock is held, or with an action that does not end, is wedged; otherwise not.
+func TestWedged(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := NewGoroutines()
+		defer func() { p.Stop(); p.Wait() }()
+		n := nothing{connects: make(chan struct{})}
+		d := newDriver(p, n)
+		wedged := func(want string) {
+			t.Helper()
+			from := time.Now()
+			why := d.Wedged(t.Context())
+			if took := time.Since(from); want == "" && (why != "" || took > 0) || !strings.Contains(why, want) || want != "" && took != WedgedAfter {
+				t.Errorf("wedged: %q after %v, want %q", why, took, want)
+			}
+		}
+		wedged("")
+		d.lock.Lock()
+		wedged(wedgedLock)
+		d.lock.Unlock()
+		wedged("")
+		done := make(chan struct{})
+		go func() { // its action Connect blocks
+			defer close(done)
+			d.Events.Await(connector.Await{Peer: "elsewhere:1", TTL: time.Hour}, func(connector.Admission) {})
+		}()
+		synctest.Wait()
+		wedged(wedgedActions)
+		close(n.connects)
+		<-done
+		wedged("")
+	})
+}
+
+// The timer calls at the next instant, or earlier; none is left after Wait.
+func TestIdle(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g := NewGoroutines()
+		var at []time.Duration
+		tick := func() { at = append(at, g.Now()) }
+		g.Idle(3*time.Second, tick)
+		g.Idle(lease.Never, tick) // an early tick is cheaper than moving the timer
+		g.Idle(2*time.Second, tick)
+		time.Sleep(time.Minute)
+		if len(at) != 1 || at[0] != 2*time.Second {
+			t.Errorf("called at %v", at)
+		}
+		g.Idle(2*time.Minute, tick)
+		g.Stop()
+		g.Wait()
+		g.Idle(time.Minute, tick)
+		time.Sleep(time.Hour)
+		if len(at) != 1 {
+			t.Errorf("called after the end: %v", at)
+		}
+	})
+}
+
+// still is a Process in which nothing runs.
+type still struct{}
+
+func (still) Now() exec.Instant               { return time.Second }
+func (still) Idle(exec.Instant, func())       {}
+func (still) Go(func(context.Context) func()) {}
+
+type stillLane struct{ transport.Lane }
+
+func (stillLane) ID() uint64          { return 7 }
+func (stillLane) Peer() transfer.Boot { return transfer.Boot{7} }
+func (stillLane) Backend() string     { return "tcp" }
+func (stillLane) Local() string       { return "lo" }
+func (stillLane) Remote() string      { return "lo" }
+func (stillLane) MaxInFlight() int    { return 16 }
+
+type stillSource struct{ transport.Source }
+
+func (stillSource) Bytes(transfer.Range) (uint64, error) { return 1 << 20, nil }
+
+// A slice's end, a landed chunk and an event of the executor allocate nothing in the driver.
+func TestAllocatesNothing(t *testing.T) {
+	d := newDriver(still{}, nothing{})
+	var l transport.Lane = stillLane{}
+	d.LaneUp(l)
+	res := []transport.Result{{Slice: transport.Slice{Origin: &transport.Origin{Source: stillSource{}},
+		Range: transfer.Range{Count: 16}, Attempt: 1, Cookie: 1 << 60}, Outcome: transfer.Landed}}
+	space, err := transfer.NewSpace([]uint64{64 * transfer.ChunkBytes})
+	if err != nil {
+		t.Fatal(err)
+	}
+	x := &exec.Landing{}
+	x.Grant.Receipt.Reset(space.NumChunks())
+	r := &Receiver{d: d, landing: x, memory: nowhere{}, space: space}
+	for what, f := range map[string]func(){
+		"slice":    func() { d.Done(l, res) },
+		"landed":   func() { r.Landed(l, transfer.Range{First: 1, Count: 2}) },
+		"progress": func() { d.Do(func(ex *exec.Exec, now exec.Instant) { ex.Tick(now) }) },
+	} {
+		if n := testing.AllocsPerRun(100, f); n > 0 {
+			t.Errorf("%s: %v allocations", what, n)
+		}
+	}
+}

@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package sidecar
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"time"
+
+	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/driver"
+	"github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/internal/metrics"
+	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/sidecar/internal/plans"
+)
+
+// engineEvents brings the events of engines to the driver. Copies are the exception: they need no
+// executor.
+type engineEvents struct {
+	*driver.Events
+	proc   *driver.Goroutines
+	copies *copies
+	gpus   *gpus
+}
+
+var _ connector.Events = engineEvents{}
+
+// WorkerGone ends all leases of w, then calls fenced.
+func (e engineEvents) WorkerGone(w *connector.Worker, why error, fenced func()) {
+	e.copies.stop(w, errCopyGone)
+	e.Events.WorkerGone(w, workerDead(why), "engine worker gone: "+errText(why),
+		func() { e.copies.after(w, func() { e.release(w.Regions, fenced) }) })
+}
+
+// release ends the GPUs' use of a worker's host memory before the memory goes. The driver is slow at
+// that, and the kernel at unmapping the cache of a large host: the goroutine that performs the
+// executor's actions would delay every lane meanwhile.
+func (e engineEvents) release(regions []*mem.Region, fenced func()) {
+	e.proc.Run(func(context.Context) {
+		if e.gpus != nil {
+			e.gpus.Forget(regions)
+		}
+		fenced()
+	})
+}
+
+func errText(err error) string {
+	if err == nil {
+		return "no reason given"
+	}
+	return err.Error()
+}
+
+// workerDead distinguishes an exit from a takeover by a new session of the same engine, which
+// presents its leases again.
+func workerDead(why error) bool { return !errors.Is(why, connector.ErrSuperseded) }
+
+// Copy opens a copy between two regions of w.
+func (e engineEvents) Copy(w *connector.Worker, c connector.Copy) { e.copies.start(w, c) }
+
+// Cancel ends a lease.
+func (e engineEvents) Cancel(w *connector.Worker, id uint64, reason string) {
+	if !e.copies.cancel(w, id, reason) {
+		e.Events.Cancel(w, id, reason)
+	}
+}
+
+// completions returns results to engines. It implements driver.Engines.
+type completions struct {
+	observer *observer
+	plans    *plans.Planner
+	log      *slog.Logger
+	server   *connector.Server // set before the first engine comes
+}
+
+// Complete implements driver.Engines.
+func (e *completions) Complete(a *exec.Action) {
+	o := e.observer
+	c := a.Completion
+	route, moved := "", uint64(0)
+	if len(a.Landings) > 0 {
+		c.Transport, route, moved = o.route(a.Landings)
+		switch c.Status {
+		case exec.StatusOK:
+			for _, l := range a.Landings {
+				o.hashes.Received(l, plans.Received(l))
+			}
+		case exec.StatusFailed, exec.StatusExpired:
+			c.Recompute = e.plans.Recompute(a.Landings)
+		}
+	}
+	if t := a.Trace; t != nil && !c.Received {
+		c.Transport, route, moved = o.named(t.Moved[:])
+	}
+	// The engine waits; the log does not.
+	err := e.server.Complete(a.Worker, c)
+	o.traceEnd(a, &c, route, moved)
+	if err != nil {
+		e.log.Debug("completion not delivered", "lease", c.Lease.String(), "err", err)
+	}
+}
+
+// Follow implements driver.Engines.
+func (e *completions) Follow(w *connector.Worker, on bool) { w.Follow(on) }
+
+// Forget implements driver.Engines.
+func (e *completions) Forget(w *connector.Worker) { e.plans.Forget(w) }
+
+// publishEvery is the interval of STATS to engines.
+const publishEvery = time.Second
+
+// publish sends the totals to engines.
+func (e *completions) publish(ctx context.Context) {
+	t := time.NewTicker(publishEvery)
+	defer t.Stop()
+	var last string
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-t.C:
+		}
+		if len(e.server.Workers()) == 0 {
+			continue
+		}
+		st := e.observer.stats()
+		if s := fmt.Sprint(st); s != last {
+			last = s
+			e.server.Publish(st)
+		}
+	}
+}
+
+// hooks counts what the connector reports.
+func hooks(m *metrics.Set) connector.Hooks {
+	side := func(source bool) metrics.Side {
+		if source {
+			return metrics.SideSource
+		}
+		return metrics.SideDestination
+	}
+	return connector.Hooks{
+		Session:   m.Sessions,
+		Leases:    func(source bool, d int) { m.LeasesOpen(side(source), d) },
+		Record:    m.Record,
+		Malformed: m.EngineRefused,
+	}
+}

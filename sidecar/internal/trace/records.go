@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package trace
+
+// Transfer is a transfer's line in trace.transfers.
+type Transfer struct {
+	Side     string `json:"side"`
+	Outcome  string `json:"outcome"`
+	Xfer     string `json:"xfer"`
+	Hash     string `json:"hash"`
+	Req      string `json:"req,omitempty"`
+	Source   string `json:"source"`
+	Dest     string `json:"dest"`
+	Peer     string `json:"peer"`
+	Slot     uint32 `json:"slot"`
+	Gen      uint32 `json:"gen"`
+	Route    string `json:"route,omitempty"`
+	Bytes    uint64 `json:"bytes"`
+	Early    uint64 `json:"early_bytes,omitempty"` // source: bytes confirmed before the last step's flag
+	Grants   int    `json:"grants"`
+	QueueUS  int64  `json:"queue_us"`
+	WireUS   int64  `json:"wire_us"`
+	CommitUS int64  `json:"commit_us"`
+	FlagUS   int64  `json:"flag_us,omitempty"` // source: time from the last flag to the commit
+	TookUS   int64  `json:"took_us"`
+	Reason   string `json:"reason,omitempty"`
+}
+
+// Copy is a copy's line in trace.transfers.
+type Copy struct {
+	Side    string `json:"side"` // "copy"
+	Outcome string `json:"outcome"`
+	Req     string `json:"req,omitempty"`
+	Lease   string `json:"lease"`
+	Source  string `json:"source"` // regions
+	Dest    string `json:"dest"`
+	Route   string `json:"route,omitempty"`
+	Blocks  int    `json:"blocks"`
+	Bytes   uint64 `json:"bytes"`
+	QueueUS int64  `json:"queue_us"`
+	TookUS  int64  `json:"took_us"`
+	Reason  string `json:"reason,omitempty"`
+}

@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package web serves a sidecar's HTTP port: health, metrics and state. It reads the parts of a node,
+// and changes none. No goroutines.
+package web
+
+import (
+	"bufio"
+	"encoding/json"
+	"net/http"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+
+	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/driver"
+	"github.com/kvspray/kvspray/control/route"
+	"github.com/kvspray/kvspray/gpu"
+	"github.com/kvspray/kvspray/gpu/policy"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// Bounds for HTTP clients.
+const (
+	maxScrapes     = 8 // of /metrics at a time
+	scrapeTimeout  = 20 * time.Second
+	headerTimeout  = 5 * time.Second
+	requestTimeout = 10 * time.Second
+	replyTimeout   = 30 * time.Second // above scrapeTimeout
+	idleTimeout    = time.Minute
+	maxHeaderBytes = 64 << 10
+)
+
+// Options are what a server reads. All fields are required.
+type Options struct {
+	Node, Version string
+	Boot          transfer.Boot
+	Gather        prometheus.Gatherer
+	Driver        *driver.Driver
+	Life          Life
+	Peers         Peers
+	Rails         func() []Rail
+	Stats         func() connector.Stats
+	Links         func() []gpu.PathState
+	Executors     func() []policy.RouteState
+	Workers       func() []*connector.Worker
+	Transports    func() []string
+}
+
+// Life is how far the node has come between its start and its end.
+type Life interface {
+	Ready() bool
+	Draining() bool
+	Endpoint() string
+}
+
+// Peers are the peers of the node. Each method reads the current state.
+type Peers interface {
+	Peers() []Peer
+	// Routes are the paths to a peer, best first.
+	Routes(boot transfer.Boot) []route.Candidate
+	// Trouble is the reason for a missing lane, from the last try to open it.
+	Trouble(boot transfer.Boot, c route.Candidate) string
+	// ControlLanes are the control lanes to a peer, each as its two addresses.
+	ControlLanes(boot transfer.Boot) []string
+}
+
+// Peer describes a peer.
+type Peer struct {
+	Boot     transfer.Boot
+	Node     string // its own name
+	Release  string
+	Endpoint string // address at which this node reached it; empty if it connected to this node
+	Claimed  string // endpoint that it announced
+	Wanted   bool   // requests need lanes to it
+}
+
+// Server serves the HTTP port.
+type Server struct{ o Options }
+
+// New makes a server.
+func New(o Options) *Server { return &Server{o} }
+
+// Server makes the HTTP server.
+func (w *Server) Server() *http.Server {
+	return &http.Server{Handler: w.handler(), ReadHeaderTimeout: headerTimeout, ReadTimeout: requestTimeout,
+		WriteTimeout: replyTimeout, IdleTimeout: idleTimeout, MaxHeaderBytes: maxHeaderBytes}
+}
+
+// handler serves health, metrics and the node's state.
+func (w *Server) handler() http.Handler {
+	mux := http.NewServeMux()
+	mux.HandleFunc("GET /healthz", func(rw http.ResponseWriter, r *http.Request) {
+		if why := w.o.Driver.Wedged(r.Context()); why != "" {
+			reply(rw, http.StatusServiceUnavailable, why+"\n")
+			return
+		}
+		reply(rw, http.StatusOK, "ok\n")
+	})
+	mux.HandleFunc("GET /readyz", func(rw http.ResponseWriter, _ *http.Request) {
+		switch {
+		case w.o.Life.Ready():
+			reply(rw, http.StatusOK, "ready\n")
+		case w.o.Life.Draining():
+			reply(rw, http.StatusServiceUnavailable, "draining\n")
+		default:
+			reply(rw, http.StatusServiceUnavailable, "starting\n")
+		}
+	})
+	mux.Handle("GET /metrics", promhttp.HandlerFor(w.o.Gather, promhttp.HandlerOpts{MaxRequestsInFlight: maxScrapes, Timeout: scrapeTimeout}))
+	mux.HandleFunc("GET /v1/node", func(rw http.ResponseWriter, _ *http.Request) { replyJSON(rw, w.describe()) })
+	mux.HandleFunc("GET /v1/reach", func(rw http.ResponseWriter, _ *http.Request) { replyJSON(rw, w.Reach()) })
+	mux.HandleFunc("GET /v1/links", func(rw http.ResponseWriter, _ *http.Request) {
+		replyJSON(rw,
+			w.links())
+	})
+	mux.HandleFunc("GET /v1/layouts", func(rw http.ResponseWriter, _ *http.Request) { replyJSON(rw, w.layouts()) })
+	mux.HandleFunc("GET /debug/state", func(rw http.ResponseWriter, _ *http.Request) { replyJSON(rw, w.State()) })
+	return mux
+}
+
+func reply(w http.ResponseWriter, code int, text string) {
+	w.Header().Set("Content-Type", "text/plain; charset=utf-8")
+	w.WriteHeader(code)
+	_, _ = w.Write([]byte(text)) // the client may be gone
+}
+
+func replyJSON(w http.ResponseWriter, v any) {
+	w.Header().Set("Content-Type", "application/json")
+	b := bufio.NewWriter(w)
+	e := json.NewEncoder(b)
+	e.SetIndent("", "  ")
+	if err := e.Encode(v); err != nil {
+		return
+	}
+	_ = b.Flush() // the client may be gone
+}

@@ -1,0 +1,178 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package sidecar
+
+import (
+	"context"
+	"encoding/hex"
+	"log/slog"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/internal/metrics"
+	"github.com/kvspray/kvspray/sidecar/internal/plans"
+	"github.com/kvspray/kvspray/sidecar/internal/trace"
+	"github.com/kvspray/kvspray/transfer"
+	"github.com/kvspray/kvspray/transport"
+)
+
+// totals is the content of STATS and /debug/state.
+type totals struct {
+	bytes     [transport.MaxBackends]atomic.Uint64 // landed here, by index of the backend
+	mu        sync.Mutex
+	transfers map[string]uint64 // protected by mu
+}
+
+// observer counts and records transfers: metrics, totals, log lines and trace files. It implements
+// driver.Observer.
+type observer struct {
+	metrics *metrics.Set
+	log     *slog.Logger
+	order   []string // of transports, as configured
+
+	// Set before the first transfer.
+	backends  transport.Registry
+	transfers *trace.Lines
+	hashes    trace.Hashes
+
+	totals totals
+}
+
+// LaneUp implements driver.Observer.
+func (o *observer) LaneUp(l transport.Lane) { o.metrics.LaneUp(l.Backend(), l.Local()) }
+
+// LaneRefused implements driver.Observer.
+func (o *observer) LaneRefused(transport.Lane, error) {}
+
+// LaneDown implements driver.Observer.
+func (o *observer) LaneDown(l transport.Lane, lost bool) {
+	o.metrics.LaneDown(l.Backend(), l.Local(), lost)
+}
+
+// Slice implements driver.Observer.
+func (o *observer) Slice(l transport.Lane, r *transport.Result, bytes uint64) {
+	o.metrics.Slice(l.Backend(), l.Local(), r.Outcome, r.Reason, bytes)
+}
+
+// FrameRefused implements driver.Observer.
+func (o *observer) FrameRefused(l transport.Lane, why transfer.Reason) {
+	o.metrics.FrameRefused(l.Backend(), why)
+}
+
+// Landed implements driver.Observer.
+func (o *observer) Landed(l transport.Lane, backend int, bytes uint64) {
+	o.totals.bytes[backend].Add(bytes)
+	o.metrics.Landed(l.Backend(), l.Local(), bytes)
+}
+
+var causes = map[exec.Cause]string{exec.ByCommit: metrics.CauseCommit, exec.ByCancel: metrics.CauseCancel, exec.ByDeadline: metrics.CauseDeadline,
+	exec.ByRefusal: metrics.CauseRefused, exec.BySourceLost: metrics.CauseSourceLost, exec.ByPeerLost: metrics.CausePeerLost,
+	exec.ByEngineGone: metrics.CauseEngineGone, exec.ByDrain: metrics.CauseDrain}
+
+// Fenced implements driver.Observer.
+func (o *observer) Fenced(cause exec.Cause, took time.Duration) {
+	o.metrics.Fenced(causes[cause], took)
+}
+
+// Quarantined implements driver.Observer.
+func (o *observer) Quarantined(by int) { o.metrics.Quarantined(by) }
+
+// Sent implements driver.Observer.
+func (o *observer) Sent(s *exec.Sending) { o.hashes.Sent(s, plans.Sent(s)) }
+
+// route names the transport that moved most bytes of a grant's parts, and all transports, and
+// counts the bytes.
+func (o *observer) route(lands []*exec.Landing) (most, all string, bytes uint64) {
+	var moved [transport.MaxBackends]uint64
+	for _, l := range lands {
+		for i := range moved {
+			moved[i] += l.Grant.Receipt.Bytes(i)
+		}
+	}
+	return routeOf(namesOf(o.backends), moved[:])
+}
+
+// named is route for the executor's counts.
+func (o *observer) named(moved []uint64) (most, all string, bytes uint64) {
+	return routeOf(o.order, moved)
+}
+
+func routeOf(names []string, moved []uint64) (most, all string, bytes uint64) {
+	var top uint64
+	for i, name := range names {
+		if i >= len(moved) || moved[i] == 0 {
+			continue
+		}
+		bytes += moved[i]
+		if moved[i] > top {
+			most, top = name, moved[i]
+		}
+		if all != "" {
+			all += "+"
+		}
+		all += name
+	}
+	return most, all, bytes
+}
+
+// traceEnd writes a transfer's line. moved counts its bytes, also after a failure.
+func (o *observer) traceEnd(a *exec.Action, c *connector.Completion, route string, moved uint64) {
+	side := metrics.SideSource
+	if c.Received {
+		side = metrics.SideDestination
+	}
+	outcome := metrics.OutcomeOf(c.Status)
+	if c.Status == exec.StatusOK {
+		moved = c.Bytes
+	}
+	o.metrics.TransferEnded(side, outcome, c.Transport, moved, c.Took)
+	o.totals.mu.Lock()
+	if o.totals.transfers == nil {
+		o.totals.transfers = map[string]uint64{}
+	}
+	o.totals.transfers[string(side)+"_"+string(outcome)]++
+	o.totals.mu.Unlock()
+	t := a.Trace
+	if t == nil {
+		o.log.Info("lease refused", "side", side, "lease", c.Lease.String(), "reason", c.Reason)
+		return
+	}
+	if !c.Received && c.Status == exec.StatusOK && t.Flag > 0 {
+		o.metrics.FlagToCommit(t.Flag)
+	}
+	r := trace.Transfer{Side: string(side), Outcome: string(outcome), Xfer: t.Key.Xfer.String(), Hash: hex.EncodeToString(t.Key.Hash[:8]), Req: t.Req,
+		Source: t.Source.String(), Dest: t.Dest.String(), Peer: t.Peer.String(), Slot: uint32(t.Slot), Gen: uint32(t.Gen), Route: route, Bytes: c.Bytes,
+		Grants: t.Grants, QueueUS: t.Queue.Microseconds(), WireUS: t.Wire.Microseconds(), CommitUS: t.Commit.Microseconds(),
+		TookUS: c.Took.Microseconds(), Reason: c.Reason}
+	if !c.Received {
+		r.FlagUS, r.Early = t.Flag.Microseconds(), t.BytesBefore
+	}
+	level := slog.LevelInfo
+	if c.Status != exec.StatusOK && c.Status != exec.StatusCancelled {
+		level = slog.LevelWarn
+	}
+	if o.log.Enabled(context.Background(), level) {
+		o.log.Log(context.Background(), level, "transfer", "side", r.Side, "outcome", r.Outcome, "xfer", r.Xfer, "hash", r.Hash, "req", r.Req,
+			"source", r.Source, "dest", r.Dest, "peer", r.Peer, "slot", r.Slot, "gen", r.Gen, "route", r.Route, "bytes", r.Bytes, "grants", r.Grants,
+			"queue_us", r.QueueUS, "wire_us", r.WireUS, "commit_us", r.CommitUS, "flag_us", r.FlagUS, "took_us", r.TookUS,
+			"early_bytes", r.Early, "reason", r.Reason)
+	}
+	o.transfers.Put(r)
+}
+
+// stats is the content of STATS.
+func (o *observer) stats() connector.Stats {
+	st := connector.Stats{Transfers: map[string]uint64{}, Bytes: map[string]uint64{}}
+	o.totals.mu.Lock()
+	for k, v := range o.totals.transfers {
+		st.Transfers[k] = v
+	}
+	o.totals.mu.Unlock()
+	for i, b := range o.backends {
+		st.Bytes[b.Name()] = o.totals.bytes[min(i, transport.MaxBackends-1)].Load()
+	}
+	return st
+}

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package transport
+
+import (
+	"iter"
+	"sync/atomic"
+
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// MaxBackends bounds the transports that a Receipt distinguishes.
+const MaxBackends = 8
+
+// Receipt records what has landed of a grant: the only record of landed chunks, and the bytes by
+// transport. The grant's Sink writes to it, concurrently.
+type Receipt struct {
+	chunks *transfer.Bitmap
+	bytes  [MaxBackends]atomic.Uint64 // by index of the backend; duplicates count once
+}
+
+// Reset starts the record of a grant of n chunks.
+func (r *Receipt) Reset(n uint32) { r.chunks = transfer.NewBitmap(n) }
+
+// Chunks is the number of chunks of the grant.
+func (r *Receipt) Chunks() uint32 { return r.chunks.Len() }
+
+// Set records chunks, and returns how many of them were missing.
+func (r *Receipt) Set(chunks transfer.Range) (fresh uint32) { return r.chunks.Set(chunks) }
+
+// Full reports whether no chunk is missing.
+func (r *Receipt) Full() bool { return r.chunks.Full() }
+
+// Missing lists the missing chunks.
+func (r *Receipt) Missing() iter.Seq[transfer.Range] { return r.chunks.Missing() }
+
+// Add counts bytes of chunks that were missing.
+func (r *Receipt) Add(backend int, bytes uint64) { r.bytes[backend].Add(bytes) }
+
+// Bytes returns the counted bytes of a backend.
+func (r *Receipt) Bytes(backend int) uint64 { return r.bytes[backend].Load() }
