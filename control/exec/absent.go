@@ -19,51 +19,51 @@ type engineLease struct {
 func (in *inbound) lease() engineLease { return engineLease{in.id.Dest.Boot, in.id.Dest.ID} }
 
 // absent keeps the places of a grant whose sidecar is out of reach, or gone (over).
-func (e *Exec) absent(now Instant, in *inbound, over bool) {
+func (mt *matcher) absent(now Instant, in *inbound, over bool) {
 	if over {
 		in.over = true
-		e.suspend(now, in)
+		mt.suspend(now, in)
 	}
 	held := false
 	for _, c := range in.claims {
 		held = held || c.src != nil
 	}
-	switch old := e.absents[in.lease()]; {
+	switch old := mt.absents[in.lease()]; {
 	case held && in.absent == nil:
 		if old != nil {
-			e.endInbound(now, old, false, "its lease was granted again by another sidecar, which is gone, too")
+			mt.endInbound(now, old, false, "its lease was granted again by another sidecar, which is gone, too")
 		}
-		in.absent = newTimer(func(now Instant) { e.absentDue(now, in) })
-		e.agenda.arm(in.absent, now+e.cfg.Partner)
-		e.absents[in.lease()] = in
+		in.absent = newTimer(func(now Instant) { mt.absentDue(now, in) })
+		mt.agenda.arm(in.absent, now+mt.cfg.Partner)
+		mt.absents[in.lease()] = in
 	case !held && over:
-		e.drop(in)
+		mt.drop(in)
 	}
-	e.wake(now, in.key) // who comes after it may be here already
+	mt.wake(now, in.key) // who comes after it may be here already
 }
 
 // present says that the sidecar of a grant is there again, or that nobody waits for it any more.
-func (e *Exec) present(in *inbound) {
+func (mt *matcher) present(in *inbound) {
 	if in.absent != nil {
-		e.agenda.disarm(in.absent)
+		mt.agenda.disarm(in.absent)
 		in.absent = nil
-		delete(e.absents, in.lease())
+		delete(mt.absents, in.lease())
 	}
 }
 
-func (e *Exec) absentDue(now Instant, in *inbound) {
-	why := fmt.Sprintf("the destination's sidecar is gone, and nobody presented the lease again within %v", e.cfg.Partner)
+func (mt *matcher) absentDue(now Instant, in *inbound) {
+	why := fmt.Sprintf("the destination's sidecar is gone, and nobody presented the lease again within %v", mt.cfg.Partner)
 	for _, c := range in.claims {
 		if c.snd != nil {
-			e.lose(now, c.snd, true, why) // it may live, and hears of this when it is reached
+			mt.sources.lose(now, c.snd, true, why) // it may live, and hears of this when it is reached
 		}
 	}
-	e.endInbound(now, in, false, why)
+	mt.endInbound(now, in, false, why)
 }
 
 // succeed gives a grant the places of an absent one of the same lease.
-func (e *Exec) succeed(now Instant, in *inbound) {
-	if old := e.absents[in.lease()]; old != nil && old != in && old.key == in.key {
-		e.replace(now, old, in.id)
+func (mt *matcher) succeed(now Instant, in *inbound) {
+	if old := mt.absents[in.lease()]; old != nil && old != in && old.key == in.key {
+		mt.replace(now, old, in.id)
 	}
 }

@@ -53,9 +53,9 @@ var refusals = map[peerv1.GrantReply_Code]Refusal{
 }
 
 // Refusals is how many grants of peers were refused, by reason.
-func (e *Exec) Refusals() map[string]uint64 {
+func (mt *matcher) refusals() map[string]uint64 {
 	counts := make(map[string]uint64, numRefusals)
-	for why, n := range e.refused {
+	for why, n := range mt.refused {
 		counts[Refusal(why).String()] = n
 	}
 	return counts
@@ -89,9 +89,9 @@ const sameRelease = "bytes would come to other places; run one release of kvspra
 
 // planPart plans what a part wants of s. What both sides compute for themselves must come out the
 // same.
-func (e *Exec) planPart(c *claim, s *source) (Plan, error) {
+func (mt *matcher) planPart(c *claim, s *source) (Plan, error) {
 	m, part := c.in.msg, c.part
-	if ours := e.cfg.Planner.Version(); m.PlanVersion != ours {
+	if ours := mt.cfg.Planner.Version(); m.PlanVersion != ours {
 		return nil, otherVersion(m.PlanVersion, ours)
 	}
 	of := func(field string) string { return "parts[" + part.Rank + "]." + field }
@@ -108,7 +108,7 @@ func (e *Exec) planPart(c *claim, s *source) (Plan, error) {
 			"the engines count the prompt's tokens otherwise; "+
 				"run one release of the plug-in on both sides")
 	}
-	plan, err := e.cfg.Planner.Send(s.ws.w, m, part)
+	plan, err := mt.cfg.Planner.Send(s.ws.w, m, part)
 	if err != nil {
 		return nil, err
 	}

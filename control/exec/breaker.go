@@ -58,8 +58,8 @@ func (b *breaker) until() Instant {
 }
 
 // unreachable says why nothing that names an endpoint can come to anything now.
-func (e *Exec) unreachable(now Instant, addr string) string {
-	ep := e.endpoints[addr]
+func (es *endpoints) unreachable(now Instant, addr string) string {
+	ep := es.byAddr[addr]
 	if ep == nil || ep.reached() {
 		return ""
 	}

@@ -328,20 +328,3 @@ type LaneInfo struct {
 	Tells       bool          // a transport.Meter: it may be asked what has been received
 	Rouses      bool          // a transport.Rouser
 }
-
-// Drain moves what must be done into b, whose former content is overwritten, and reports whether there is anything.
-func (e *Exec) Drain(b *Batch) bool {
-	if len(e.out) == 0 {
-		b.Actions = b.Actions[:0]
-		return false
-	}
-	clear(b.Actions)
-	b.Actions, e.out = e.out, b.Actions[:0]
-	b.slices, e.outSlices = e.outSlices, b.slices[:0]
-	for i := range b.Actions {
-		if a := &b.Actions[i]; a.Kind == Move {
-			a.Slices = b.slices[a.first : a.first+a.count : a.first+a.count]
-		}
-	}
-	return true
-}

@@ -149,7 +149,7 @@ func TestNobodyListens(t *testing.T) {
 	s.until("the word to the next ones", connectRetry+sec/100, func() bool { return next.done != nil && len(d.answer) == 2 })
 	wantStatus(t, next, StatusExpired)
 	s.run(s.now+breakAfter+2*breakMost, func() bool { return false })
-	if ep := d.ex.endpoints["q:1"]; ep != nil {
+	if ep := d.ex.endpoints.byAddr["q:1"]; ep != nil {
 		t.Errorf("the address is still known: %+v", ep)
 	}
 	late := d.expect(dw, 2, testKey(4, 1), "q:1", 64, 0, 20*sec)
@@ -160,7 +160,7 @@ func TestNobodyListens(t *testing.T) {
 	q.steps(src)
 	s.until("transfer", 2*sec, func() bool { return late.done != nil })
 	wantStatus(t, late, StatusOK)
-	if ep := d.ex.endpoints["q:1"]; ep == nil || ep.refused != 0 {
+	if ep := d.ex.endpoints.byAddr["q:1"]; ep == nil || ep.refused != 0 {
 		t.Errorf("somebody answers there, and the next failure of a connect counts as the last: %+v", ep)
 	}
 }
@@ -566,7 +566,7 @@ func TestNothingIsSentPastTheDeadline(t *testing.T) {
 	s.run(s.now+sec, func() bool { return false })
 	d.kill() // so that no revoke comes, and no proof of its death
 	flow := func() *Sending {
-		for _, in := range p.ex.inbound {
+		for _, in := range p.ex.match.grants {
 			return in.claims[0].snd
 		}
 		return nil
@@ -741,9 +741,9 @@ func randomSchedule(t *testing.T, seed uint64) {
 		if dests, sources := n.ex.Open(); dests+sources != 0 {
 			s.fatalf("seed %d: %s has %d and %d leases open", seed, n.addr, dests, sources)
 		}
-		if len(n.ex.inbound)+len(n.ex.describing)+len(n.ex.comparing)+len(n.ex.pending)+len(n.ex.byKey)+len(n.ex.byXfer) != 0 || n.ex.spray.Flights() != 0 && faults == 0 {
-			s.fatalf("seed %d: %s keeps %d grants, %d descriptions, %d pending, %d keys, %d flights", seed, n.addr, len(n.ex.inbound), len(n.ex.describing),
-				len(n.ex.pending), len(n.ex.byKey), n.ex.spray.Flights())
+		if len(n.ex.match.grants)+len(n.ex.layouts.asked)+len(n.ex.match.comparing)+len(n.ex.match.pending)+len(n.ex.sources.byKey)+len(n.ex.sources.byXfer) != 0 || n.ex.spray.Flights() != 0 && faults == 0 {
+			s.fatalf("seed %d: %s keeps %d grants, %d descriptions, %d pending, %d keys, %d flights", seed, n.addr, len(n.ex.match.grants), len(n.ex.layouts.asked),
+				len(n.ex.match.pending), len(n.ex.sources.byKey), n.ex.spray.Flights())
 		}
 	}
 	if faults == 0 && good == 0 {

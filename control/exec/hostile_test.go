@@ -12,6 +12,7 @@ import (
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/exec/credit"
 	"github.com/kvspray/kvspray/control/lease"
 	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/layout"
@@ -179,8 +180,8 @@ func TestHostileGrants(t *testing.T) {
 				if err != nil || len(replies) != 0 {
 					t.Fatalf("answered %v, %v", replies, err)
 				}
-			case err == nil || len(replies) != 0 || len(tg.ex.inbound) != 0:
-				t.Fatalf("%v, %d answers, %d grants are kept", err, len(replies), len(tg.ex.inbound))
+			case err == nil || len(replies) != 0 || len(tg.ex.match.grants) != 0:
+				t.Fatalf("%v, %d answers, %d grants are kept", err, len(replies), len(tg.ex.match.grants))
 			}
 			if !strings.Contains(said, c.text) {
 				t.Errorf("said %q, want %q in it", said, c.text)
@@ -230,9 +231,9 @@ func TestNonsenseIsToldOnce(t *testing.T) {
 		}
 	}
 	// What is complained of is told and counted in the same way, each kind by itself.
-	credit := &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Credit{Credit: &peerv1.Credit{Transport: "tcp", Rail: "r0", Bytes: maxCredit + 1}}}
+	absurd := &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Credit{Credit: &peerv1.Credit{Transport: "tcp", Rail: "r0", Bytes: credit.Max + 1}}}
 	for i := range frames {
-		if err := tg.ex.Message(Instant(frames+i)*sec, tg.peer, credit); err != nil {
+		if err := tg.ex.Message(Instant(frames+i)*sec, tg.peer, absurd); err != nil {
 			t.Fatal(err)
 		}
 		tg.ex.PeerRails(Instant(frames+i)*sec, tg.peer, make([]Rail, maxRails+1))
@@ -261,8 +262,8 @@ func TestNonsenseIsToldOnce(t *testing.T) {
 	if len(names) != int(numNonsense) || names[""] || numNonsense > 32 {
 		t.Errorf("%d kinds have the names %v", numNonsense, names)
 	}
-	if gives, _ := tg.drain(); gives != 0 || len(tg.ex.inbound) != 0 {
-		t.Errorf("%d actions, %d grants are kept", gives, len(tg.ex.inbound))
+	if gives, _ := tg.drain(); gives != 0 || len(tg.ex.match.grants) != 0 {
+		t.Errorf("%d actions, %d grants are kept", gives, len(tg.ex.match.grants))
 	}
 	if err := tg.ex.Message(1001*sec, tg.peer, grantFrame(goodGrant())); err != nil {
 		t.Fatal(err)
@@ -286,7 +287,7 @@ func TestReplaysAndStaleFrames(t *testing.T) {
 		t.Fatalf("%d actions, %v", gives, replies)
 	}
 	var in *inbound
-	for _, in = range tg.ex.inbound {
+	for _, in = range tg.ex.match.grants {
 	}
 	snd := in.claims[0].snd
 	stale := goodGrant()
@@ -318,7 +319,7 @@ func TestReplaysAndStaleFrames(t *testing.T) {
 		if gives, replies := say(f.from, f.f); gives != 0 || len(replies) != 0 {
 			t.Errorf("%s: %d actions, %v", name, gives, replies)
 		}
-		if in.claims[0].snd != snd || snd.state == sendEnded || len(tg.ex.inbound) != 1 {
+		if in.claims[0].snd != snd || snd.state == sendEnded || len(tg.ex.match.grants) != 1 {
 			t.Fatalf("%s: the transfer under way is gone", name)
 		}
 	}
@@ -345,8 +346,8 @@ func TestReplayOfAGrantThatIsOver(t *testing.T) {
 		t.Fatalf("%d actions, %v", gives, replies)
 	}
 	say(&peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{Destination: first.Destination}}})
-	if gives, replies := say(grantFrame(first)); gives != 0 || len(replies) != 0 || len(tg.ex.inbound) != 0 {
-		t.Errorf("the replay: %d actions, %v, %d grants", gives, replies, len(tg.ex.inbound))
+	if gives, replies := say(grantFrame(first)); gives != 0 || len(replies) != 0 || len(tg.ex.match.grants) != 0 {
+		t.Errorf("the replay: %d actions, %v, %d grants", gives, replies, len(tg.ex.match.grants))
 	}
 	second := goodGrant()
 	second.Destination.Id, second.Team[0], second.Parts[0].Slot = 8, 1, 9
@@ -373,8 +374,8 @@ func TestWaitingIsBounded(t *testing.T) {
 			}
 		}
 	}
-	if refused != 92 || len(tg.ex.inbound) != 8 || len(tg.ex.pending) != 8 {
-		t.Errorf("%d refused, %d kept, %d wait: want 92, 8, 8", refused, len(tg.ex.inbound), len(tg.ex.pending))
+	if refused != 92 || len(tg.ex.match.grants) != 8 || len(tg.ex.match.pending) != 8 {
+		t.Errorf("%d refused, %d kept, %d wait: want 92, 8, 8", refused, len(tg.ex.match.grants), len(tg.ex.match.pending))
 	}
 }
 
@@ -394,16 +395,16 @@ func TestAskingIsBounded(t *testing.T) {
 			}
 			tg.drain()
 		}
-		if n := len(tg.ex.inbound); n != 8 || tg.ex.peers[tg.peer].pending != 8 {
-			t.Errorf("%s: %d grants are kept, %d count: want 8", name, n, tg.ex.peers[tg.peer].pending)
+		if n := len(tg.ex.match.grants); n != 8 || tg.ex.peers.byBoot[tg.peer].pending != 8 {
+			t.Errorf("%s: %d grants are kept, %d count: want 8", name, n, tg.ex.peers.byBoot[tg.peer].pending)
 		}
-		for c := range tg.ex.comparing {
+		for c := range tg.ex.match.comparing {
 			tg.ex.Compared(3, c, "so")
 		}
 		tg.ex.Described(3, tg.peer, [32]byte{1}, errors.New("no such layout"))
 		tg.drain()
-		if n := len(tg.ex.inbound); n != 0 || tg.ex.peers[tg.peer].pending != 0 {
-			t.Errorf("%s: %d grants are left, %d count", name, n, tg.ex.peers[tg.peer].pending)
+		if n := len(tg.ex.match.grants); n != 0 || tg.ex.peers.byBoot[tg.peer].pending != 0 {
+			t.Errorf("%s: %d grants are left, %d count", name, n, tg.ex.peers.byBoot[tg.peer].pending)
 		}
 	}
 }
@@ -525,14 +526,14 @@ func FuzzMessage(f *testing.F) {
 			}
 			b = b[2+n:]
 		}
-		if n := len(tg.ex.inbound); n > frames || len(tg.ex.pending) > 8 || len(tg.ex.dests) != 0 || len(tg.ex.describing)+len(tg.ex.comparing) > frames || len(tg.ex.peers) > 2 {
-			t.Fatalf("%d frames: %d grants, %d keys wait, %d destinations, %d descriptions, %d peers", frames, n, len(tg.ex.pending), len(tg.ex.dests),
-				len(tg.ex.describing)+len(tg.ex.comparing), len(tg.ex.peers))
+		if n := len(tg.ex.match.grants); n > frames || len(tg.ex.match.pending) > 8 || len(tg.ex.dests.byID) != 0 || len(tg.ex.layouts.asked)+len(tg.ex.match.comparing) > frames || len(tg.ex.peers.byBoot) > 2 {
+			t.Fatalf("%d frames: %d grants, %d keys wait, %d destinations, %d descriptions, %d peers", frames, n, len(tg.ex.match.pending), len(tg.ex.dests.byID),
+				len(tg.ex.layouts.asked)+len(tg.ex.match.comparing), len(tg.ex.peers.byBoot))
 		}
 		// All of it is over with its time.
 		tg.ex.Tick(MaxDeadline + 60*sec)
 		tg.drain()
-		if n := len(tg.ex.pending); n != 0 {
+		if n := len(tg.ex.match.pending); n != 0 {
 			t.Fatalf("%d keys wait forever", n)
 		}
 	})

@@ -23,19 +23,19 @@ const maxComparing = 256
 const differ = "the caches of the two engines differ; too many such refusals to say in what"
 
 // compare refuses the grant of c as soon as it is known what differs.
-func (e *Exec) compare(now Instant, c *claim, w *connector.Worker) {
+func (mt *matcher) compare(now Instant, c *claim, w *connector.Worker) {
 	m := c.in.msg
 	name := Comparison{Worker: w, Peer: c.in.peer.boot, Fingerprint: [32]byte(m.Fingerprint)}
 	copy(name.Geometry[:], m.Geometry)
-	waiting := e.comparing[name]
+	waiting := mt.comparing[name]
 	if waiting == nil {
-		if len(e.comparing) >= maxComparing {
-			e.refuse(now, c.in, peerv1.GrantReply_FINGERPRINT, differ)
+		if len(mt.comparing) >= maxComparing {
+			mt.refuse(now, c.in, peerv1.GrantReply_FINGERPRINT, differ)
 			return
 		}
 		waiting = map[*claim]struct{}{}
-		e.comparing[name] = waiting
-		e.emit(Compare).Comparison = name
+		mt.comparing[name] = waiting
+		mt.emit(Compare).Comparison = name
 	}
 	c.in.differs = true
 	c.ask()
@@ -43,14 +43,14 @@ func (e *Exec) compare(now Instant, c *claim, w *connector.Worker) {
 }
 
 // Compared says in what two caches differ, every field with both values, or why that cannot be said.
-func (e *Exec) Compared(now Instant, name Comparison, difference string) {
-	waiting := e.comparing[name]
-	delete(e.comparing, name)
+func (mt *matcher) compared(now Instant, name Comparison, difference string) {
+	waiting := mt.comparing[name]
+	delete(mt.comparing, name)
 	for _, c := range claimsInOrder(maps.Keys(waiting)) {
 		c.answered()
-		if e.inbound[c.in.id] == c.in && !c.in.over {
-			e.refuse(now, c.in, peerv1.GrantReply_FINGERPRINT, difference)
+		if mt.grants[c.in.id] == c.in && !c.in.over {
+			mt.refuse(now, c.in, peerv1.GrantReply_FINGERPRINT, difference)
 		}
 	}
-	e.assign(now)
+
 }

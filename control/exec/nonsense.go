@@ -68,34 +68,34 @@ func kindOf(err error) Nonsense {
 }
 
 // hears counts one piece of nonsense of a peer, and reports whether it is the first of its kind: only that is told, so that no peer fills a log.
-func (e *Exec) hears(p *peer, what Nonsense) (first bool) {
-	e.nonsense[what]++
+func (ps *peers) violates(p *peer, what Nonsense) (first bool) {
+	ps.counts[what]++
 	first = p.told&(1<<what) == 0
 	p.told |= 1 << what
 	return first
 }
 
 // Hears counts nonsense of a peer that somebody else found, and reports whether it is to be told.
-func (e *Exec) Hears(boot transfer.Boot, what Nonsense) (first bool) {
-	if p := e.peers[boot]; p != nil {
-		return e.hears(p, what)
+func (ps *peers) report(boot transfer.Boot, what Nonsense) (first bool) {
+	if p := ps.byBoot[boot]; p != nil {
+		return ps.violates(p, what)
 	}
-	e.nonsense[what]++
+	ps.counts[what]++
 	return false // it is gone
 }
 
 // complain tells of what a peer said that cannot be, the first time; what it said is left out, and nothing else is harmed.
-func (e *Exec) complain(p *peer, what Nonsense, format string, args ...any) {
-	if e.hears(p, what) {
-		a := e.emit(Complain)
+func (ps *peers) complain(p *peer, what Nonsense, format string, args ...any) {
+	if ps.violates(p, what) {
+		a := ps.emit(Complain)
 		a.Peer, a.Text = p.boot, fmt.Sprintf(format, args...)
 	}
 }
 
 // Nonsense is how often peers said what no honest one says, by what was wrong.
-func (e *Exec) Nonsense() (counts map[string]uint64) {
+func (ps *peers) violations() (counts map[string]uint64) {
 	counts = make(map[string]uint64, numNonsense)
-	for what, n := range e.nonsense {
+	for what, n := range ps.counts {
 		counts[Nonsense(what).String()] = n
 	}
 	return counts

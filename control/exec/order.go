@@ -52,3 +52,10 @@ func keysInOrder(all iter.Seq[transfer.Key], x transfer.XferID) (out []transfer.
 	slices.SortFunc(out, func(a, b transfer.Key) int { return bytes.Compare(a.Hash[:], b.Hash[:]) })
 	return out
 }
+
+func remove[T comparable](s []T, v T) []T {
+	if i := slices.Index(s, v); i >= 0 {
+		return slices.Delete(s, i, i+1)
+	}
+	return s
+}

@@ -16,14 +16,14 @@ func (e *Exec) Unsent(now Instant, boot transfer.Boot, f *peerv1.ControlFrame, e
 	switch b := f.Body.(type) {
 	case *peerv1.ControlFrame_Grant:
 		id, bad := leaseID(b.Grant.Destination)
-		if d := e.dests[id]; bad == nil && d != nil && d.Peer == boot && d.live != nil &&
+		if d := e.dests.byID[id]; bad == nil && d != nil && d.Peer == boot && d.live != nil &&
 			d.live.gen == b.Grant.Gen {
-			e.closeUnsent(now, d,
+			e.dests.closeUnsent(now, d,
 				"the grant was not sent to the sidecar of the prefill engine: "+err.Error())
 		}
 	case *peerv1.ControlFrame_Await:
-		if w := e.asked[b.Await.Token]; w != nil && w.sent == boot {
-			e.answer(w, connector.Admission{State: "gone",
+		if w := e.queries.byToken[b.Await.Token]; w != nil && w.sent == boot {
+			e.queries.answer(w, connector.Admission{State: "gone",
 				Message: "the question was not sent to the sidecar of the prefill engine: " +
 					err.Error()})
 		}
@@ -33,7 +33,7 @@ func (e *Exec) Unsent(now Instant, boot transfer.Boot, f *peerv1.ControlFrame, e
 
 // closeUnsent ends a lease whose last grant did not reach the source. A Revoke that names only the
 // grant would mean nothing there. This one has the key, so the source stops waiting for a grant.
-func (e *Exec) closeUnsent(now Instant, d *dest, why string) {
+func (ds *dests) closeUnsent(now Instant, d *dest, why string) {
 	if d.decided {
 		return
 	}
@@ -42,9 +42,9 @@ func (e *Exec) closeUnsent(now Instant, d *dest, why string) {
 	if err != nil {
 		return
 	}
-	e.agenda.disarm(d.t)
+	ds.agenda.disarm(d.t)
 	if fence {
-		e.fence(d.live, ByRefusal)
+		ds.fence(d.live, ByRefusal)
 	}
-	e.decline(now, d.ep.addr, d.x, d.team, d.ws.w.Place.World(), d.live.gen, why, true)
+	ds.decline(now, d.ep.addr, d.x, d.team, d.ws.w.Place.World(), d.live.gen, why, true)
 }

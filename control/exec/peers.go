@@ -1,0 +1,60 @@
+package exec
+
+import (
+	"bytes"
+	"maps"
+	"slices"
+
+	"github.com/kvspray/kvspray/control/exec/credit"
+	"github.com/kvspray/kvspray/control/spray"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// peers are the other sidecars, and ourselves.
+type peers struct {
+	*core
+	byBoot map[transfer.Boot]*peer
+	counts [numNonsense]uint64 // of protocol violations
+}
+
+func newPeers(c *core) *peers { return &peers{core: c, byBoot: map[transfer.Boot]*peer{}} }
+
+// peer is one boot of another sidecar, or of ourselves.
+type peer struct {
+	names map[*endpoint]struct{} // that lead to it
+	idle  []*endpoint            // of these, that nobody used when it was last looked at, the longest first; at most maxIdleNames
+
+	boot    transfer.Boot
+	up      bool
+	met     bool // it was up
+	lanes   []*lane
+	rails   *spray.Peer
+	pending int
+	known   map[railID]bool // its rails: whether their links are down; nil: it has not said
+	limits  credit.Limits
+
+	places places
+
+	told  toldOf
+	dirty bool
+	rouse bool              // its lanes, as soon as there are any
+	ranks []Rank            // of the engine there that we heard of last; nil: suppose that it is as ours
+	load  map[string]uint64 // bytes of the parts that its ranks owe us, by rank
+}
+
+// get returns the entry of a boot, a new one where there is none.
+func (ps *peers) get(boot transfer.Boot) *peer {
+	p := ps.byBoot[boot]
+	if p == nil {
+		p = &peer{boot: boot, names: map[*endpoint]struct{}{}}
+		p.rails = ps.spray.Peer(boot, p)
+		p.rails.Tier = func(path spray.Path, at spray.Place) int { return p.places.tier(ps.cfg.Near, path, at) }
+		ps.byBoot[boot] = p
+	}
+	return p
+}
+
+func (ps *peers) inOrder() []*peer {
+	return slices.SortedFunc(maps.Values(ps.byBoot),
+		func(a, b *peer) int { return bytes.Compare(a.boot[:], b.boot[:]) })
+}

@@ -1,0 +1,250 @@
+package exec
+
+import (
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/control/spray"
+	"github.com/kvspray/kvspray/transfer"
+	"github.com/kvspray/kvspray/transport"
+)
+
+// sendingState is what only the executor knows of a Sending.
+type sendingState struct {
+	src       *source
+	peer      *peer
+	claim     *claim
+	state     sendState
+	version   uint32 // of the source's blocks that the origin has
+	live      bool   // bound: an origin exists
+	closed    bool
+	committed bool
+
+	flow    *spray.Flow
+	at      spray.Place
+	readyTo []uint32 // per segment: one past the last chunk released
+	stopped bool     // the receiver refuses, or the source is disowned: wait for the word that says why
+	lapse   *timer   // for that word, where the source is disowned
+	opened  Instant
+	early   uint64 // bytes landed before the last flag
+	moved   [maxRanks]uint64
+}
+
+type sendState uint8
+
+const (
+	sendOpen sendState = iota
+	sendEnded
+)
+
+// prepare does what would keep the first layer waiting.
+func (ss *sources) prepare(snd *Sending) {
+	s := snd.src
+	if !s.announced || s.finished {
+		return
+	}
+	if s.blocks != nil { // after a preemption they come with the first layer
+		ss.bind(snd)
+	}
+	snd.peer.rouse = true
+	ss.dispatch.touch(snd.peer)
+}
+
+// bind makes an origin of snd, whose epoch is known: that under which the bytes are read.
+func (ss *sources) bind(snd *Sending) {
+	if s := snd.src; !snd.live {
+		snd.live = true
+		snd.Lease, snd.Blocks, snd.version = s.ID, s.blocks, s.version
+		s.OriginOpened()
+		ss.emit(Bind).Sending = snd
+	}
+}
+
+// sameTables reports whether two tables are one and the same slice in memory, which is how progress of many layers in one
+// step shares them.
+func sameTables(a, b [][]uint32) bool {
+	return len(a) == len(b) && (len(a) == 0 || &a[0] == &b[0])
+}
+
+// release makes what layer l holds sendable.
+func (ss *sources) release(snd *Sending, l int) {
+	s := snd.src
+	if s.layers[l] == (layerState{}) {
+		return
+	}
+	ss.bind(snd)
+	if snd.version != s.version {
+		a := ss.emit(Update)
+		a.Sending, a.Blocks = snd, s.blocks
+		snd.version = s.version
+	}
+	for _, seg := range snd.Plan.Feeds(l) {
+		// A segment may be made from several layers of the source (K and V in layers of their own): all of them count.
+		tokens, final := s.layers[l].tokens, s.layers[l].final
+		for _, o := range snd.Plan.From(seg) {
+			tokens, final = min(tokens, s.layers[o].tokens), final && s.layers[o].final
+		}
+		r := snd.Plan.Ready(seg, tokens, final)
+		if from := max(snd.readyTo[seg], r.First); from < r.End() {
+			snd.flow.Ready(transfer.Range{First: from, Count: r.End() - from})
+			snd.readyTo[seg] = r.End()
+			ss.dispatch.touch(snd.peer)
+		}
+	}
+}
+
+// verdict is what the end of a slice says to the scheduler.
+func verdict(r *transport.Result) spray.Verdict {
+	if r.Outcome == transfer.Landed {
+		return spray.Confirmed
+	}
+	switch r.Reason {
+	case transfer.ReasonDisowned, transfer.ReasonSourceGone, transfer.ReasonUnknownSlot, transfer.ReasonStaleGen, transfer.ReasonRevoked:
+		return spray.Dropped
+	case transfer.ReasonSuperseded:
+		return spray.Superseded
+	case transfer.ReasonLaneLost:
+		return spray.Lost
+	case transfer.ReasonChecksum, transfer.ReasonTimeout, transfer.ReasonNone:
+		return spray.Failed
+	default:
+		return spray.Refused
+	}
+}
+
+// results ends slices.
+func (ss *sources) results(now Instant, res []transport.Result) {
+	for i := range res {
+		ss.result(now, &res[i])
+	}
+}
+
+func (ss *sources) result(now Instant, r *transport.Result) {
+	end, ok := ss.spray.End(now, r.Cookie, verdict(r))
+	if !ok {
+		return
+	}
+	snd := end.Flow.Owner.(*Sending)
+	ss.dispatch.touch(snd.peer)
+	if snd.state != sendOpen {
+		return
+	}
+	if r.Outcome == transfer.Landed {
+		if end.Fresh > 0 {
+			snd.moved[end.Rank] += end.Bytes
+			if !snd.src.finished {
+				snd.early += end.Bytes
+			}
+		}
+		return
+	}
+	switch r.Reason {
+	case transfer.ReasonDisowned, transfer.ReasonSourceGone:
+		ss.disowned(now, snd)
+	case transfer.ReasonUnknownSlot, transfer.ReasonStaleGen, transfer.ReasonRevoked:
+		// The receiver has closed the lease; its word is on the way.
+		snd.stop()
+	}
+	if end.Exhausted {
+		detail := r.Reason.String()
+		if r.Err != nil {
+			detail += ": " + r.Err.Error()
+		}
+		ss.lose(now, snd, true, "a slice failed too often; last: "+detail)
+	}
+}
+
+// stop keeps a sending from giving anything more to lanes, until the word comes that says why.
+func (s *Sending) stop() {
+	s.stopped = true
+	s.flow.Stop()
+}
+
+// disowned stops a sending whose source is no longer valid. The engine's record says why; if none comes, the receiver is
+// told to grant afresh.
+func (ss *sources) disowned(now Instant, snd *Sending) {
+	if snd.stopped {
+		return
+	}
+	snd.stop()
+	snd.lapse = newTimer(func(now Instant) { ss.lose(now, snd, false, "the source blocks changed") })
+	ss.agenda.arm(snd.lapse, now+disownedWait)
+}
+
+// confirmFlights counts what is still on its way as moved: the commit has overtaken its confirmation.
+func (ss *sources) confirmFlights(snd *Sending) {
+	ss.spray.Unconfirmed(snd.flow, func(rank int, bytes uint64) { snd.moved[rank] += bytes })
+}
+
+// lose ends a sending because its bytes will not come, and tells the receiver.
+func (ss *sources) lose(now Instant, snd *Sending, final bool, reason string) {
+	if snd.state != sendOpen {
+		return
+	}
+	ss.send(snd.peer.boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_SourceLost{SourceLost: &peerv1.SourceLost{
+		Destination: leaseMsg(snd.Dest), Source: leaseMsg(snd.src.ID), Final: final, Reason: reason, Gen: snd.claim.in.msg.Gen}}})
+	ss.endSending(now, snd)
+}
+
+// endSending gives no slice of snd to a lane any more and closes its origin.
+func (ss *sources) endSending(now Instant, snd *Sending) {
+	if snd.state != sendOpen {
+		return
+	}
+	snd.state = sendEnded
+	snd.src.sends = remove(snd.src.sends, snd)
+	ss.follow(snd.src.ws, -1)
+	snd.flow.Close()
+	snd.peer.places.moves(snd.at, -1)
+	ss.dispatch.touch(snd.peer)
+	if snd.lapse != nil {
+		ss.agenda.disarm(snd.lapse)
+	}
+	if snd.claim.snd == snd {
+		snd.claim.snd = nil
+	}
+	if snd.live {
+		ss.closeOrigin(snd)
+		return
+	}
+	ss.originClosed(now, snd)
+}
+
+func (ss *sources) closeOrigin(snd *Sending) {
+	a := ss.emit(CloseOrigin)
+	a.Sending, a.Committed = snd, snd.committed
+}
+
+// OriginClosed is the acknowledgement of every backend that nobody reads through snd's origin any more, or the failure of
+// one, which is tried again.
+func (ss *sources) closed(now Instant, snd *Sending, err error) {
+	if snd.closed || snd.state != sendEnded {
+		return
+	}
+	if err != nil {
+		ss.agenda.arm(newTimer(func(Instant) { ss.closeOrigin(snd) }), now+ss.cfg.Grace)
+		return
+	}
+	snd.src.OriginClosed()
+	ss.originClosed(now, snd)
+
+}
+
+func (ss *sources) originClosed(now Instant, snd *Sending) {
+	snd.closed = true
+	ss.complete(now, snd.src)
+}
+
+// follow counts what is sent from a worker's memory, and tells the connector of the first and after the last.
+func (ss *sources) follow(ws *worker, by int) {
+	before := ws.sends > 0
+	ws.sends += by
+	if now := ws.sends > 0; now != before {
+		a := ss.emit(Follow)
+		a.Worker, a.On = ws.w, now
+	}
+}
+
+// SourceBroken says that a sending cannot be read at all: its tables or its memory are unusable.
+func (ss *sources) broken(now Instant, snd *Sending, reason string) {
+	ss.lose(now, snd, true, reason)
+
+}
