@@ -217,15 +217,15 @@ type stranger struct {
 
 func (s stranger) Error() string        { return s.what + ": " + s.err.Error() }
 func (s stranger) Unwrap() error        { return s.err }
-func (s stranger) Is(target error) bool { return target == exec.ErrNobody }
+func (s stranger) Is(target error) bool { return target == exec.ErrNotListening }
 
 // judged says what an attempt's error means to those who wait.
 func judged(err error) error {
 	switch {
 	case errors.Is(err, syscall.ECONNREFUSED):
-		return fmt.Errorf("%w: %w", exec.ErrNobody, err)
+		return fmt.Errorf("%w: %w", exec.ErrNotListening, err)
 	case errors.Is(err, peer.ErrUnsafe), errors.Is(err, peer.ErrRelease):
-		return fmt.Errorf("%w: %w", exec.ErrNever, err)
+		return fmt.Errorf("%w: %w", exec.ErrNotPossible, err)
 	case errors.Is(err, peer.ErrOther):
 		return stranger{"a gRPC server that is no sidecar answers there: name the sidecar's listen " +
 			"address (7650)", err}

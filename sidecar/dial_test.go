@@ -82,8 +82,8 @@ func TestJudged(t *testing.T) {
 			t.Errorf("%s: judged as %s", text, got)
 		}
 	}
-	if err := judged(fmt.Errorf("call: %w", peer.ErrOther)); !errors.Is(err, exec.ErrNobody) ||
-		errors.Is(err, exec.ErrNever) ||
+	if err := judged(fmt.Errorf("call: %w", peer.ErrOther)); !errors.Is(err, exec.ErrNotListening) ||
+		errors.Is(err, exec.ErrNotPossible) ||
 		!strings.Contains(err.Error(), "listen address (7650)") {
 		t.Errorf("a gRPC server of another kind: judged as %v", err)
 	}
@@ -97,7 +97,7 @@ func TestJudged(t *testing.T) {
 		"connection error: desc = \"error reading server preface: read tcp 127.0.0.1:1->127.0.0.1:2: i/o timeout\"":                                                 false,
 		"context deadline exceeded": false,
 	} {
-		if got := errors.Is(judged(errors.New(text)), exec.ErrNobody); got != nobody {
+		if got := errors.Is(judged(errors.New(text)), exec.ErrNotListening); got != nobody {
 			t.Errorf("%s: nobody is there: %v, want %v", text, got, nobody)
 		}
 	}
@@ -149,7 +149,7 @@ func TestLanesOnDemand(t *testing.T) {
 	}
 	name := bindName{peer: other, slot: 1}
 	dials.d.bindMu.Lock()
-	dials.d.origins[name] = &exec.Sending{}
+	dials.d.origins[name] = &exec.SendPart{}
 	dials.d.bindMu.Unlock()
 	before := dials.lanesTo(other)
 	<-time.After(3 * idle)

@@ -48,8 +48,8 @@ type driver struct {
 
 	// Found by frames, so apart from mu. Only actions write to them.
 	bindMu  sync.RWMutex
-	grants  map[bindName]*exec.Landing
-	origins map[bindName]*exec.Sending
+	grants  map[bindName]*exec.ReceivePart
+	origins map[bindName]*exec.SendPart
 	lanes   map[uint64]*laneEntry
 
 	inflows inflows
@@ -136,24 +136,24 @@ func (n *Node) perform(a *exec.Action) {
 	case exec.Fence:
 		n.fence(a)
 	case exec.Forget:
-		n.forget(a.Landing)
+		n.forget(a.ReceivePart)
 	case exec.Follow:
 		a.Worker.Follow(a.On)
 	case exec.Bind:
-		n.bind(a.Sending)
+		n.bind(a.SendPart)
 	case exec.Update:
 		n.update(a)
 	case exec.CloseOrigin:
 		n.closeOrigin(a)
 	case exec.Move:
 		n.move(a)
-	case exec.Rouse:
+	case exec.WakeHint:
 		n.rouse(a.Lane)
 	case exec.Ask:
 		n.ask(a.Lane)
 	case exec.Measure:
 		n.measure()
-	case exec.Complain:
+	case exec.LogViolation:
 		n.log.Warn("a peer says what cannot be; said once", "peer", a.Peer.String(), "refused", a.Text)
 	case exec.Complete:
 		n.complete(a)
@@ -226,7 +226,7 @@ func (n *Node) frame(from transfer.Boot, f *peerv1.ControlFrame) {
 		if len(r.ControlAddresses) > 0 && from != n.boot {
 			if err := n.peers.PeerAddresses(from, r.ControlAddresses); err != nil {
 				n.d.mu.Lock()
-				first := n.d.ex.Hears(from, exec.BadAddress)
+				first := n.d.ex.ReportViolation(from, exec.BadAddress)
 				n.d.mu.Unlock()
 				if first {
 					n.log.Warn("control frame refused; said once", "peer", from.String(), "err", err)
@@ -246,7 +246,7 @@ func (n *Node) frame(from transfer.Boot, f *peerv1.ControlFrame) {
 
 // offer makes the parts of a grant live in every backend and only then tells the peer.
 func (n *Node) offer(a *exec.Action) {
-	for _, l := range a.Landings {
+	for _, l := range a.ReceiveParts {
 		s := newSink(n, l)
 		l.Sink, l.Grant.Sink = s, s
 		n.d.bindMu.Lock()
@@ -272,7 +272,7 @@ func (n *Node) offer(a *exec.Action) {
 
 // fence closes the landing to writers at once, and reports when every backend has acknowledged it.
 func (n *Node) fence(a *exec.Action) {
-	l, cause := a.Landing, a.Cause
+	l, cause := a.ReceivePart, a.Cause
 	l.Grant.Revoke()
 	began := n.now()
 	end := func(ctx context.Context) {
@@ -303,7 +303,7 @@ func (n *Node) fence(a *exec.Action) {
 	}()
 }
 
-func (n *Node) forget(l *exec.Landing) {
+func (n *Node) forget(l *exec.ReceivePart) {
 	name := bindName{l.Grant.Peer, l.Grant.Slot}
 	n.d.bindMu.Lock()
 	defer n.d.bindMu.Unlock()
@@ -312,7 +312,7 @@ func (n *Node) forget(l *exec.Landing) {
 	}
 }
 
-func (n *Node) bind(s *exec.Sending) {
+func (n *Node) bind(s *exec.SendPart) {
 	src, err := n.newSource(s)
 	if err != nil {
 		now := n.enter()
@@ -328,20 +328,20 @@ func (n *Node) bind(s *exec.Sending) {
 }
 
 func (n *Node) update(a *exec.Action) {
-	src, ok := a.Sending.Source.(*source)
+	src, ok := a.SendPart.Source.(*source)
 	if !ok {
 		return
 	}
 	if err := src.side.SetTables(a.Blocks); err != nil {
 		now := n.enter()
-		n.d.ex.SourceBroken(now, a.Sending, err.Error())
+		n.d.ex.SourceBroken(now, a.SendPart, err.Error())
 		n.leave()
 	}
 }
 
 // closeOrigin keeps lanes from reading at once, and reports when no backend reads any more.
 func (n *Node) closeOrigin(a *exec.Action) {
-	s, committed := a.Sending, a.Committed
+	s, committed := a.SendPart, a.Committed
 	s.Origin.Revoke()
 	name := bindName{s.Origin.Peer, s.Origin.Slot}
 	n.d.wg.Add(1)
@@ -446,15 +446,15 @@ func (n *Node) closeLane(e *laneEntry) {
 func (n *Node) complete(a *exec.Action) {
 	c := a.Completion
 	route, moved := "", uint64(0)
-	if len(a.Landings) > 0 {
-		c.Transport, route, moved = n.route(a.Landings)
+	if len(a.ReceiveParts) > 0 {
+		c.Transport, route, moved = n.route(a.ReceiveParts)
 		switch c.Status {
 		case exec.StatusOK:
-			for _, l := range a.Landings {
+			for _, l := range a.ReceiveParts {
 				n.hashes.received(l)
 			}
 		case exec.StatusFailed, exec.StatusExpired:
-			c.Recompute = recompute(n.reg, a.Landings)
+			c.Recompute = recompute(n.reg, a.ReceiveParts)
 		}
 	}
 	if t := a.Trace; t != nil && !c.Received {
@@ -469,7 +469,7 @@ func (n *Node) complete(a *exec.Action) {
 }
 
 // filled reports a landing whose bitmap is full. Called by lanes, under the grant's guard.
-func (n *Node) filled(l *exec.Landing) {
+func (n *Node) filled(l *exec.ReceivePart) {
 	now := n.enter()
 	n.d.ex.Full(now, l)
 	n.leave()

@@ -62,8 +62,8 @@ func (h host) LaneUp(l transport.Lane) {
 	n.metrics.LaneUp(l.Backend(), l.Local())
 	n.log.Debug("lane up", "lane", l.ID(), "peer", l.Peer().String(), "transport", l.Backend(), "rail", l.Local(), "remote", l.Remote())
 	in := exec.LaneInfo{ID: l.ID(), Peer: l.Peer(), Backend: l.Backend(), Local: l.Local(), Remote: l.Remote(),
-		SliceBytes: caps.SliceBytes, MaxInFlight: l.MaxInFlight(), Apart: caps.SameHost, Tells: caps.Tells}
-	_, in.Rouses = l.(transport.Rouser)
+		SliceBytes: caps.SliceBytes, MaxInFlight: l.MaxInFlight(), Apart: caps.SameHost, ReportsAcked: caps.Tells}
+	_, in.WakeHints = l.(transport.Rouser)
 	if caps.DeviceSlice > 0 && n.gpus.inUse() {
 		in.SliceBytes = caps.DeviceSlice
 	}
@@ -71,7 +71,7 @@ func (h host) LaneUp(l transport.Lane) {
 		in.Gbps, in.Tier = r.Gbps, r.Tier
 	}
 	if t, ok := l.(transport.Timed); ok {
-		in.Way = t.Way()
+		in.RTT = t.Way()
 	}
 	now := n.enter()
 	err := n.d.ex.LaneUp(now, in)

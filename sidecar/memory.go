@@ -47,7 +47,7 @@ const maxBackends = 8
 // landed chunks.
 type sink struct {
 	node    *Node
-	landing *exec.Landing
+	landing *exec.ReceivePart
 	side    *parseblock.Resolver
 	bitmap  *transfer.Bitmap
 	full    atomic.Bool
@@ -56,7 +56,7 @@ type sink struct {
 	quarantined atomic.Bool // its fence failed, and is retried
 }
 
-func newSink(n *Node, l *exec.Landing) *sink {
+func newSink(n *Node, l *exec.ReceivePart) *sink {
 	p := l.Plan.(received)
 	return &sink{node: n, landing: l, side: p.side, bitmap: transfer.NewBitmap(p.Space().NumChunks())}
 }
@@ -84,13 +84,13 @@ func (s *sink) Landed(lane transport.Lane, r transfer.Range) {
 
 // source is the sending end of one grant.
 type source struct {
-	sending *exec.Sending
+	sending *exec.SendPart
 	side    *parseblock.Resolver
 
 	quarantined atomic.Bool // its origin could not be closed, and the close is retried
 }
 
-func (n *Node) newSource(s *exec.Sending) (*source, error) {
+func (n *Node) newSource(s *exec.SendPart) (*source, error) {
 	side, err := s.Plan.(*parseblock.Plan).Side(n.reg, s.Worker.Layout, s.Blocks)
 	if err != nil {
 		return nil, err

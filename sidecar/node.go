@@ -148,8 +148,8 @@ func New(opt Options) (*Node, error) {
 	n.d.armed = lease.Never
 	n.d.awaits = map[uint64]func(connector.Admission){}
 	n.d.fenced = map[*connector.Worker]func(){}
-	n.d.grants = map[bindName]*exec.Landing{}
-	n.d.origins = map[bindName]*exec.Sending{}
+	n.d.grants = map[bindName]*exec.ReceivePart{}
+	n.d.origins = map[bindName]*exec.SendPart{}
 	n.d.lanes = map[uint64]*laneEntry{}
 	n.d.inflows.all = map[inflowName]*inflow{}
 	n.dial.peers, n.dial.unreached, n.dial.named = map[transfer.Boot]*remote{}, map[string]struct{}{}, map[string]struct{}{}
@@ -224,9 +224,9 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	}
 	n.d.mu.Lock() // metrics may be read already
 	n.d.ex = exec.New(exec.Config{Boot: n.boot, Planner: n.plans, Transports: n.cfg.Transports.Order,
-		Deadline: time.Duration(n.cfg.Transfer.Deadline), Partner: time.Duration(n.cfg.Transfer.Partner), Grace: n.grace,
+		Deadline: time.Duration(n.cfg.Transfer.Deadline), MatchTimeout: time.Duration(n.cfg.Transfer.Partner), Grace: n.grace,
 		MaxAttempts: n.cfg.Transfer.MaxAttempts, MaxSlices: n.cfg.Transfer.MaxSlices,
-		Policy: policy, Near: n.near})
+		Policy: policy, Distance: n.near})
 	n.d.mu.Unlock()
 
 	if n.peers, err = newPeers(n); err != nil { // the first lane may ask for a key

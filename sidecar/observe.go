@@ -67,7 +67,7 @@ func (n *Node) landed(l transport.Lane, s *sink, bytes uint64, fresh bool) {
 
 // route names the transport that moved most bytes of a grant's parts, and all transports, and
 // counts the bytes.
-func (n *Node) route(lands []*exec.Landing) (most, all string, bytes uint64) {
+func (n *Node) route(lands []*exec.ReceivePart) (most, all string, bytes uint64) {
 	var moved [maxBackends]uint64
 	for _, l := range lands {
 		if s, ok := l.Sink.(*sink); ok {
@@ -118,7 +118,7 @@ func (n *Node) quarantine(in *atomic.Bool, err error) {
 	}
 }
 
-func (n *Node) fenceEnded(l *exec.Landing, cause exec.Cause, took time.Duration, err error) {
+func (n *Node) fenceEnded(l *exec.ReceivePart, cause exec.Cause, took time.Duration, err error) {
 	if err != nil {
 		if n.d.ctx.Err() == nil {
 			n.log.Error("fence failed and will be retried; the blocks stay in quarantine", "lease", l.Lease().String(), "err", err)
@@ -285,7 +285,7 @@ type pageHash struct {
 	Sum   string `json:"sha256"`
 }
 
-func (h *hashes) received(l *exec.Landing) {
+func (h *hashes) received(l *exec.ReceivePart) {
 	s, ok := l.Sink.(*sink)
 	if h == nil || !h.on() || !ok {
 		return
@@ -294,7 +294,7 @@ func (h *hashes) received(l *exec.Landing) {
 		Dest: l.Lease().String(), Rank: l.Part.Rank}, l.Plan.(received).Plan, s.Resolve)
 }
 
-func (h *hashes) sent(s *exec.Sending) {
+func (h *hashes) sent(s *exec.SendPart) {
 	if h == nil || !h.on() {
 		return
 	}
@@ -528,7 +528,7 @@ func (n *Node) nonsense() map[string]uint64 {
 	if n.d.ex == nil {
 		return nil
 	}
-	return n.d.ex.Nonsense()
+	return n.d.ex.Violations()
 }
 
 // refusals counts the refused grants of peers, by reason, for metrics.

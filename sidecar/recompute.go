@@ -19,7 +19,7 @@ type tokenRange = [2]uint32
 //
 // Only the last grant counts, which is fenced: a landed chunk of it was whole and valid when it
 // landed, and is not written any more. Other chunks may be torn, or stem from an earlier grant.
-func recompute(reg *parseblock.Registry, lands []*exec.Landing) (missing []tokenRange) {
+func recompute(reg *parseblock.Registry, lands []*exec.ReceivePart) (missing []tokenRange) {
 	for _, l := range lands {
 		s, ok := l.Sink.(*sink)
 		if !ok {

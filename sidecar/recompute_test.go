@@ -16,14 +16,14 @@ import (
 )
 
 // landing is a part of a grant of a layout's own geometry.
-func landing(t *testing.T, reg *parseblock.Registry, l *layout.Layout, tokens, skip uint32) (*exec.Landing, *sink) {
+func landing(t *testing.T, reg *parseblock.Registry, l *layout.Layout, tokens, skip uint32) (*exec.ReceivePart, *sink) {
 	t.Helper()
 	m, err := parseblock.NewMatch(reg, l, l, nil)
 	ok(t, err)
 	plan, err := m.Plan(tokens, []uint32{skip})
 	ok(t, err)
 	s := &sink{bitmap: transfer.NewBitmap(plan.Space().NumChunks())}
-	x := &exec.Landing{Worker: &connector.Worker{Layout: l}, Plan: received{Plan: plan}, Sink: s}
+	x := &exec.ReceivePart{Worker: &connector.Worker{Layout: l}, Plan: received{Plan: plan}, Sink: s}
 	return x, s
 }
 
@@ -52,7 +52,7 @@ func TestRecompute(t *testing.T) {
 				s.bitmap.Set(transfer.Range{First: chunk, Count: 1})
 			}
 		}
-		if got := recompute(reg, []*exec.Landing{x}); !slices.Equal(got, c.want) {
+		if got := recompute(reg, []*exec.ReceivePart{x}); !slices.Equal(got, c.want) {
 			t.Errorf("%s: %v, want %v", name, got, c.want)
 		}
 	}
@@ -60,7 +60,7 @@ func TestRecompute(t *testing.T) {
 	a, _ := landing(t, reg, l, 64, 0)
 	b, s := landing(t, reg, l, 200, 32)
 	s.bitmap.Set(transfer.Range{Count: s.bitmap.Len() - 1})
-	if got := recompute(reg, []*exec.Landing{a, b}); !slices.Equal(got, []tokenRange{{0, 64}, {160, 200}}) {
+	if got := recompute(reg, []*exec.ReceivePart{a, b}); !slices.Equal(got, []tokenRange{{0, 64}, {160, 200}}) {
 		t.Errorf("two parts: %v", got)
 	}
 	if got := recompute(reg, nil); got != nil {
@@ -73,7 +73,7 @@ func TestRecompute(t *testing.T) {
 		w.Groups[0].Params[k] = v
 	}
 	c, _ := landing(t, reg, w, 200, 0)
-	if got := recompute(reg, []*exec.Landing{c}); got != nil {
+	if got := recompute(reg, []*exec.ReceivePart{c}); got != nil {
 		t.Errorf("of a window: %v", got)
 	}
 	// Nor where another stage has layers of a kind that this one has not.

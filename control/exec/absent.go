@@ -16,10 +16,10 @@ type engineLease struct {
 	id   uint64
 }
 
-func (in *inbound) lease() engineLease { return engineLease{in.id.Dest.Boot, in.id.Dest.ID} }
+func (in *inboundGrant) lease() engineLease { return engineLease{in.id.Dest.Boot, in.id.Dest.ID} }
 
 // absent keeps the places of a grant whose sidecar is out of reach, or gone (over).
-func (mt *matcher) absent(now Instant, in *inbound, over bool) {
+func (mt *matcher) absent(now Instant, in *inboundGrant, over bool) {
 	if over {
 		in.over = true
 		mt.suspend(now, in)
@@ -34,7 +34,7 @@ func (mt *matcher) absent(now Instant, in *inbound, over bool) {
 			mt.endInbound(now, old, false, "its lease was granted again by another sidecar, which is gone, too")
 		}
 		in.absent = newTimer(func(now Instant) { mt.absentDue(now, in) })
-		mt.agenda.arm(in.absent, now+mt.cfg.Partner)
+		mt.agenda.arm(in.absent, now+mt.cfg.MatchTimeout)
 		mt.absents[in.lease()] = in
 	case !held && over:
 		mt.drop(in)
@@ -43,7 +43,7 @@ func (mt *matcher) absent(now Instant, in *inbound, over bool) {
 }
 
 // present says that the sidecar of a grant is there again, or that nobody waits for it any more.
-func (mt *matcher) present(in *inbound) {
+func (mt *matcher) present(in *inboundGrant) {
 	if in.absent != nil {
 		mt.agenda.disarm(in.absent)
 		in.absent = nil
@@ -51,8 +51,8 @@ func (mt *matcher) present(in *inbound) {
 	}
 }
 
-func (mt *matcher) absentDue(now Instant, in *inbound) {
-	why := fmt.Sprintf("the destination's sidecar is gone, and nobody presented the lease again within %v", mt.cfg.Partner)
+func (mt *matcher) absentDue(now Instant, in *inboundGrant) {
+	why := fmt.Sprintf("the destination's sidecar is gone, and nobody presented the lease again within %v", mt.cfg.MatchTimeout)
 	for _, c := range in.claims {
 		if c.snd != nil {
 			mt.sources.lose(now, c.snd, true, why) // it may live, and hears of this when it is reached
@@ -62,7 +62,7 @@ func (mt *matcher) absentDue(now Instant, in *inbound) {
 }
 
 // succeed gives a grant the places of an absent one of the same lease.
-func (mt *matcher) succeed(now Instant, in *inbound) {
+func (mt *matcher) succeed(now Instant, in *inboundGrant) {
 	if old := mt.absents[in.lease()]; old != nil && old != in && old.key == in.key {
 		mt.replace(now, old, in.id)
 	}

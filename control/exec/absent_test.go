@@ -86,7 +86,7 @@ func TestDestinationSidecarStaysAway(t *testing.T) {
 		dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 60*sec)
 		s.rest(50 * time.Millisecond)
 		p.event(func() { p.ex.PeerDown(s.now, d.boot, over) })
-		s.rest(DefaultPartner - 100*time.Millisecond)
+		s.rest(DefaultMatchTimeout - 100*time.Millisecond)
 		if src.done != nil {
 			t.Fatalf("over %v: gave up early: %s", over, src.done.Reason)
 		}
@@ -231,7 +231,7 @@ func TestForbiddenAddress(t *testing.T) {
 	s.never = "q:1"
 	l := d.expect(dw, 1, testKey(3, 1), "q:1", 64, 0, 20*sec)
 	s.rest(100 * time.Millisecond)
-	if wantStatus(t, l, StatusExpired); !strings.Contains(l.done.Reason, ErrNever.Error()) {
+	if wantStatus(t, l, StatusExpired); !strings.Contains(l.done.Reason, ErrNotPossible.Error()) {
 		t.Errorf("reason %q", l.done.Reason)
 	}
 }

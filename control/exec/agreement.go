@@ -89,7 +89,7 @@ const sameRelease = "bytes would come to other places; run one release of kvspra
 
 // planPart plans what a part wants of s. What both sides compute for themselves must come out the
 // same.
-func (mt *matcher) planPart(c *claim, s *source) (Plan, error) {
+func (mt *matcher) planPart(c *partBinding, s *source) (Plan, error) {
 	m, part := c.in.msg, c.part
 	if ours := mt.cfg.Planner.Version(); m.PlanVersion != ours {
 		return nil, otherVersion(m.PlanVersion, ours)

@@ -14,11 +14,11 @@ type queries struct {
 	endpoints *endpoints
 	sources   *sources
 	workers   *workers
-	byToken   map[uint64]*await
+	byToken   map[uint64]*query
 }
 
 // await is a question of one of our engines.
-type await struct {
+type query struct {
 	id   uint64
 	a    connector.Await
 	ep   *endpoint
@@ -41,9 +41,9 @@ func (qs *queries) open(now Instant, id uint64, a connector.Await) {
 	}
 	ttl := a.TTL
 	if ttl <= 0 {
-		ttl = qs.cfg.Partner
+		ttl = qs.cfg.MatchTimeout
 	}
-	w := &await{id: id, a: a, end: now + min(ttl, MaxDeadline)}
+	w := &query{id: id, a: a, end: now + min(ttl, MaxDeadline)}
 	w.t = newTimer(func(Instant) {
 		qs.answer(w, connector.Admission{State: "gone", Message: "no answer from " + a.Peer + " in time"})
 	})
@@ -52,11 +52,11 @@ func (qs *queries) open(now Instant, id uint64, a connector.Await) {
 	qs.byToken[id] = w
 	w.ep = qs.endpoints.get(a.Peer)
 	w.ep.refs++
-	w.ep.awaits[w] = struct{}{}
+	w.ep.queries[w] = struct{}{}
 	qs.ask(now, w)
 }
 
-func (qs *queries) ask(now Instant, w *await) {
+func (qs *queries) ask(now Instant, w *query) {
 	if !w.ep.reached() {
 		qs.endpoints.reach(now, w.ep)
 		return
@@ -88,12 +88,12 @@ func (qs *queries) alone(p *peer, engine string, k transfer.Key) bool {
 	return true
 }
 
-func (qs *queries) answer(w *await, ad connector.Admission) {
+func (qs *queries) answer(w *query, ad connector.Admission) {
 	if qs.byToken[w.id] != w {
 		return
 	}
 	delete(qs.byToken, w.id)
-	delete(w.ep.awaits, w)
+	delete(w.ep.queries, w)
 	qs.agenda.disarm(w.t)
 	x := qs.emit(Answer)
 	x.Await, x.Admission = w.id, ad

@@ -78,7 +78,7 @@ func TestLossOfAllPeers(t *testing.T) {
 		drained(e)
 		e.WorkerGone(now, w, true, "test")
 		for _, f := range only(t, drained(e), Fence) {
-			e.FenceDone(now, f.Landing, nil)
+			e.FenceDone(now, f.ReceivePart, nil)
 		}
 		if open, _ := e.Open(); over && open == 0 && len(e.dests.byPeer)+len(e.match.grantsOf)+len(e.match.pendingOf) != 0 {
 			t.Errorf("nothing is open, and %d boots have entries", len(e.dests.byPeer)+len(e.match.grantsOf)+len(e.match.pendingOf))

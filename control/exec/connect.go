@@ -18,7 +18,7 @@ func (e *Exec) PeerUp(now Instant, addr string, boot transfer.Boot) {
 		p.up, p.met = true, true
 		for _, d := range e.dests.grantedTo(boot) {
 			if d.State == lease.DestLanding {
-				d.Partner = lease.Never
+				d.MatchBy = lease.Never
 			}
 		}
 		for _, in := range e.match.grantsFrom(p) {
@@ -48,13 +48,13 @@ func (e *Exec) PeerUp(now Instant, addr string, boot transfer.Boot) {
 func (e *Exec) serve(now Instant, ep *endpoint) {
 	ep.trying, ep.refused, ep.again, ep.breaker = false, 0, 0, breaker{}
 	e.agenda.disarm(ep.retry)
-	for _, w := range awaitsInOrder(maps.Keys(ep.awaits)) {
+	for _, w := range queriesInOrder(maps.Keys(ep.queries)) {
 		e.queries.ask(now, w)
 	}
-	for _, f := range ep.partings {
+	for _, f := range ep.queuedRevokes {
 		e.send(ep.peer.boot, f)
 	}
-	ep.partings = nil
+	ep.queuedRevokes = nil
 	for _, d := range inOrder(maps.Keys(ep.waiting)) {
 		delete(ep.waiting, d)
 		e.dests.grant(now, d)
@@ -63,7 +63,7 @@ func (e *Exec) serve(now Instant, ep *endpoint) {
 }
 
 // ConnectFailed ends a Connect without a peer. Those who wait for it try again until their own time is over, or until it is plain that
-// nobody listens at that address (ErrNobody), or it is not allowed (ErrNever): a wrong address must not cost each request all its patience, nor a
+// nobody listens at that address (ErrNotListening), or it is not allowed (ErrNotPossible): a wrong address must not cost each request all its patience, nor a
 // sidecar that died.
 func (e *Exec) ConnectFailed(now Instant, addr string, err error) {
 	ep := e.endpoints.byAddr[addr]
@@ -75,15 +75,15 @@ func (e *Exec) ConnectFailed(now Instant, addr string, err error) {
 	}
 	ep.again = now + connectRetry
 	ep.failed(now, err)
-	ep.partings = nil
+	ep.queuedRevokes = nil
 	for d := range ep.waiting {
 		d.trouble = err.Error()
 	}
-	if ep.refused++; !errors.Is(err, ErrNobody) {
+	if ep.refused++; !errors.Is(err, ErrNotListening) {
 		ep.refused = 0
 	}
-	if ep.refused >= maxRefused || errors.Is(err, ErrNever) {
-		e.nobody(now, ep, err)
+	if ep.refused >= maxRefused || errors.Is(err, ErrNotPossible) {
+		e.noListener(now, ep, err)
 	}
 	if !ep.wanted() {
 		e.endpoints.drop(ep)
@@ -92,16 +92,16 @@ func (e *Exec) ConnectFailed(now Instant, addr string, err error) {
 	e.agenda.arm(ep.retry, ep.again)
 }
 
-// nobody ends what waits for an address at which nobody listens. Until somebody does, those who come find it out by one try: their engines
+// noListener ends what waits for an address at which nobody listens. Until somebody does, those who come find it out by one try: their engines
 // should compute, and a refusal is quick, so that nobody needs protection from the next one.
-func (e *Exec) nobody(now Instant, ep *endpoint, err error) {
+func (e *Exec) noListener(now Instant, ep *endpoint, err error) {
 	ep.refused = maxRefused - 1
 	ep.breaker = breaker{failing: now, fails: 1, why: err.Error()} // remembered, and closed
 	ep.refs++                                                      // it stays until the caller has seen that nobody is left
 	for _, d := range inOrder(maps.Keys(ep.waiting)) {
 		e.dests.closeBy(now, d, e.dests.timeOut(d), StatusExpired, err.Error())
 	}
-	for _, w := range awaitsInOrder(maps.Keys(ep.awaits)) {
+	for _, w := range queriesInOrder(maps.Keys(ep.queries)) {
 		e.queries.answer(w, connector.Admission{State: "gone", Message: err.Error()})
 	}
 	ep.refs--
@@ -129,8 +129,8 @@ func (e *Exec) PeerDown(now Instant, boot transfer.Boot, over bool) {
 		default:
 			d.trouble = "the source's sidecar cannot be reached"
 			if d.State == lease.DestLanding {
-				d.Partner = now + d.partner
-				e.agenda.arm(d.t, min(d.Deadline, d.Partner))
+				d.MatchBy = now + d.matchTimeout
+				e.agenda.arm(d.t, min(d.Deadline, d.MatchBy))
 			}
 			d.ep.waiting[d] = struct{}{}
 		}
@@ -156,7 +156,7 @@ func (e *Exec) forgetPeer(now Instant, p *peer) {
 	e.credits.ledger.Forget(p.boot)
 	for _, ep := range endpointsInOrder(maps.Keys(p.names)) {
 		e.endpoints.leads(ep, nil)
-		for w := range ep.awaits {
+		for w := range ep.queries {
 			w.sent = transfer.Boot{}
 		}
 		e.endpoints.reach(now, ep)

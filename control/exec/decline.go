@@ -37,8 +37,8 @@ func (ds *dests) declineAs(now Instant, addr string, id transfer.LeaseID, k tran
 	switch {
 	case ep.reached():
 		ds.send(ep.peer.boot, f)
-	case far && len(ep.partings) < maxPartings:
-		ep.partings = append(ep.partings, f)
+	case far && len(ep.queuedRevokes) < maxQueuedRevokes:
+		ep.queuedRevokes = append(ep.queuedRevokes, f)
 		ds.endpoints.reach(now, ep)
 	}
 	ds.endpoints.drop(ep)

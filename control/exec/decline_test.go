@@ -55,11 +55,11 @@ func TestPartingsAreBounded(t *testing.T) {
 	n.ex.cfg.Planner = unable{}
 	w := n.worker()
 	n.hangs = map[string]bool{"q:1": true}
-	for i := range 2 * maxPartings {
+	for i := range 2 * maxQueuedRevokes {
 		n.expect(w, uint64(i+1), testKey(1, byte(i)), "q:1", 64, 0, sec)
 	}
-	if k := len(n.ex.endpoints.byAddr["q:1"].partings); k != maxPartings {
-		t.Errorf("%d words wait, want %d", k, maxPartings)
+	if k := len(n.ex.endpoints.byAddr["q:1"].queuedRevokes); k != maxQueuedRevokes {
+		t.Errorf("%d words wait, want %d", k, maxQueuedRevokes)
 	}
 	n.event(func() { n.ex.ConnectFailed(s.now, "q:1", errors.New("no answer")) })
 	s.rest(60 * sec)
@@ -315,14 +315,14 @@ func TestSchedulerDeclinesAreBounded(t *testing.T) {
 	s := newSim(t, 1, 0)
 	n := s.node("x:1", Config{})
 	n.hangs = map[string]bool{"q:1": true}
-	for i := range 2 * maxPartings {
+	for i := range 2 * maxQueuedRevokes {
 		n.event(func() {
 			n.ex.Decline(s.now, connector.Decline{Boot: transfer.Boot{99}, ID: uint64(i), World: 2, Key: testKey(1, byte(i)), Peer: "q:1"})
 		})
 	}
 	n.event(func() { n.ex.Decline(s.now, connector.Decline{World: lease.MaxTeam + 1, Peer: "r:1"}) })
-	if k := len(n.ex.endpoints.byAddr["q:1"].partings); k != maxPartings || n.ex.endpoints.byAddr["r:1"] != nil {
-		t.Errorf("%d words wait, want %d", k, maxPartings)
+	if k := len(n.ex.endpoints.byAddr["q:1"].queuedRevokes); k != maxQueuedRevokes || n.ex.endpoints.byAddr["r:1"] != nil {
+		t.Errorf("%d words wait, want %d", k, maxQueuedRevokes)
 	}
 	n.event(func() { n.ex.ConnectFailed(s.now, "q:1", errors.New("no answer")) })
 	s.rest(60 * sec)

@@ -18,19 +18,19 @@ type described struct {
 	geometry [32]byte
 }
 
-// ErrAway is wrapped by what Described is told where the peer did not answer, which says nothing about the layout.
-var ErrAway = errors.New("no answer")
+// ErrNoAnswer is wrapped by what Described is told where the peer did not answer, which says nothing about the layout.
+var ErrNoAnswer = errors.New("no answer")
 
 // description is who waits for it.
 type description struct {
 	dests  map[*dest]struct{}
-	claims map[*claim]struct{}
+	claims map[*partBinding]struct{}
 	end    Instant // of asking a peer that does not answer
 	retry  *timer
 }
 
 // describe asks for layouts that a plan needs; d or c goes on when they come. False: too many are asked for already.
-func (ls *layouts) describe(now Instant, p *peer, u *UnknownLayout, d *dest, c *claim) (asked bool) {
+func (ls *layouts) describe(now Instant, p *peer, u *UnknownLayout, d *dest, c *partBinding) (asked bool) {
 	for _, g := range u.Geometries {
 		name := described{p.boot, g}
 		w := ls.asked[name]
@@ -38,7 +38,7 @@ func (ls *layouts) describe(now Instant, p *peer, u *UnknownLayout, d *dest, c *
 			if len(ls.asked) >= maxDescribing {
 				continue
 			}
-			w = &description{dests: map[*dest]struct{}{}, claims: map[*claim]struct{}{}, end: now + ls.cfg.Partner}
+			w = &description{dests: map[*dest]struct{}{}, claims: map[*partBinding]struct{}{}, end: now + ls.cfg.MatchTimeout}
 			w.retry = newTimer(func(Instant) { ls.ask(name) })
 			ls.asked[name] = w
 			ls.ask(name)

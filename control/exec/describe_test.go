@@ -24,7 +24,7 @@ func TestDescribingAPeerThatIsAway(t *testing.T) {
 		id := transfer.LeaseID{Boot: w.Boot, ID: 1, Epoch: 1}
 		e.Expect(2, w, connector.Expect{Lease: id, Key: testKey(1, 1), Peer: "p:1", Tokens: 64, Skip: []uint32{0}, Deadline: 30 * sec})
 		e.dests.byID[id].told = true
-		away := fmt.Errorf("call: %w", ErrAway)
+		away := fmt.Errorf("call: %w", ErrNoAnswer)
 		now := Instant(2)
 		for range 5 {
 			if asked := only(t, drained(e), Describe); len(asked) != 1 {

@@ -37,18 +37,18 @@ func newDests(c *core, e *Exec) *dests {
 // dest is a destination lease with what the executor adds to it.
 type dest struct {
 	lease.Dest
-	ws      *worker
-	x       *connector.Expect
-	plan    Plan
-	ep      *endpoint
-	at      transfer.Boot // the entry of dests.byPeer that lists it
-	team    lease.TeamID
-	told    bool   // by the peer, for this lease, which ranks its engine has
-	gen     uint32 // of the last grant
-	live    *offer // the grant that is not fenced yet
-	last    *offer
-	partner time.Duration
-	t       *timer
+	ws           *worker
+	x            *connector.Expect
+	plan         Plan
+	ep           *endpoint
+	at           transfer.Boot // the entry of dests.byPeer that lists it
+	team         lease.TeamID
+	told         bool           // by the peer, for this lease, which ranks its engine has
+	gen          uint32         // of the last grant
+	live         *outboundGrant // the grant that is not fenced yet
+	last         *outboundGrant
+	matchTimeout time.Duration
+	t            *timer
 
 	decided bool // status and reason stand
 	status  uint16
@@ -116,15 +116,15 @@ func (ds *dests) open(now Instant, w *connector.Worker, x connector.Expect) {
 		refuse(err.Error())
 		return
 	}
-	d := &dest{ws: ws, x: &x, plan: plan, team: team, began: now, partner: x.Partner}
-	if d.partner <= 0 {
-		d.partner = ds.cfg.Partner
+	d := &dest{ws: ws, x: &x, plan: plan, team: team, began: now, matchTimeout: x.Partner}
+	if d.matchTimeout <= 0 {
+		d.matchTimeout = ds.cfg.MatchTimeout
 	}
 	d.ID, d.Key = x.Lease, x.Key
 	d.Deadline = now + ds.span(x.Deadline)
-	d.Partner = now + d.partner
+	d.MatchBy = now + d.matchTimeout
 	d.t = newTimer(func(now Instant) { ds.due(now, d) })
-	ds.agenda.arm(d.t, min(d.Deadline, d.Partner))
+	ds.agenda.arm(d.t, min(d.Deadline, d.MatchBy))
 	ws.dests[x.Lease.ID] = d
 	ds.byID[x.Lease] = d
 	d.ep = ds.endpoints.get(x.Peer)
@@ -158,10 +158,10 @@ func (ds *dests) due(now Instant, d *dest) {
 	switch {
 	case now >= d.Deadline:
 		ds.closeBy(now, d, ds.timeOut(d), StatusExpired, withTrouble("the deadline passed", d.trouble))
-	case now >= d.Partner:
-		ds.closeBy(now, d, ds.timeOut(d), StatusExpired, withTrouble(fmt.Sprintf("no partner came within %v", d.partner), d.trouble))
+	case now >= d.MatchBy:
+		ds.closeBy(now, d, ds.timeOut(d), StatusExpired, withTrouble(fmt.Sprintf("no partner came within %v", d.matchTimeout), d.trouble))
 	default:
-		ds.agenda.arm(d.t, min(d.Deadline, d.Partner))
+		ds.agenda.arm(d.t, min(d.Deadline, d.MatchBy))
 	}
 }
 
@@ -226,20 +226,20 @@ func (ds *dests) regrant(now Instant, d *dest, cause Cause, why string) {
 }
 
 // fence closes every part of a grant to writers.
-func (ds *dests) fence(o *offer, cause Cause) {
+func (ds *dests) fence(o *outboundGrant, cause Cause) {
 	o.cause = cause
 	for _, l := range o.lands {
 		ds.fencePart(l)
 	}
 }
 
-func (ds *dests) fencePart(l *Landing) {
+func (ds *dests) fencePart(l *ReceivePart) {
 	a := ds.emit(Fence)
-	a.Landing, a.Cause = l, l.offer.cause
+	a.ReceivePart, a.Cause = l, l.offer.cause
 }
 
 // Full says that every chunk of a landing is in place.
-func (ds *dests) full(now Instant, l *Landing) {
+func (ds *dests) full(now Instant, l *ReceivePart) {
 	o := l.offer
 	if o.dest.live != o || l.full {
 		return
@@ -262,7 +262,7 @@ func (ds *dests) tryCommit(now Instant, d *dest) {
 
 // FenceDone is the acknowledgement of every backend that nothing can be written through l any more, or the failure of one. A
 // failed fence is tried again, and the blocks stay where they are.
-func (ds *dests) fenceDone(now Instant, l *Landing, err error) {
+func (ds *dests) fenceDone(now Instant, l *ReceivePart, err error) {
 	if l.fenced {
 		return
 	}
@@ -274,7 +274,7 @@ func (ds *dests) fenceDone(now Instant, l *Landing, err error) {
 		return
 	}
 	l.fenced = true
-	ds.emit(Forget).Landing = l
+	ds.emit(Forget).ReceivePart = l
 	// The landing was granted once and is fenced once: neither call can fail.
 	_ = ds.slots.Fenced(l.Grant.Peer, l.Grant.Slot, l.Grant.Gen)
 	if o.unfenced--; o.unfenced > 0 {
@@ -288,8 +288,8 @@ func (ds *dests) fenceDone(now Instant, l *Landing, err error) {
 	if d.State == lease.DestFenced {
 		ds.complete(now, d)
 	} else {
-		d.Partner = now + d.partner
-		ds.agenda.arm(d.t, min(d.Deadline, d.Partner))
+		d.MatchBy = now + d.matchTimeout
+		ds.agenda.arm(d.t, min(d.Deadline, d.MatchBy))
 		ds.grant(now, d)
 	}
 
@@ -309,7 +309,7 @@ func (ds *dests) complete(now Instant, d *dest) {
 	a.Worker = d.ws.w
 	var sources []*peerv1.Lease
 	if d.last != nil {
-		a.Landings = d.last.lands
+		a.ReceiveParts = d.last.lands
 		for _, l := range d.last.lands {
 			bytes += l.Plan.Space().TotalBytes()
 			if l.bound {
@@ -319,7 +319,7 @@ func (ds *dests) complete(now Instant, d *dest) {
 	}
 	a.Completion = connector.Completion{Lease: d.ID, Received: true, Status: d.status, Took: now - d.began, Reason: d.reason}
 	a.Trace = &Trace{Key: d.Key, Req: d.x.Req, Source: d.Source, Dest: d.ID, Peer: d.Peer, Slot: d.Slot, Gen: d.Gen, Grants: d.Grants,
-		Parts: len(a.Landings)}
+		Parts: len(a.ReceiveParts)}
 	switch {
 	case d.filled > 0 && d.claimed:
 		from := min(d.bound, d.filled)

@@ -86,41 +86,41 @@ type Config struct {
 	Planner    Planner
 	Transports []string // preferred first; others come last
 	Policy     spray.Policy
-	// Near says how near one of our rails is to the memory of a worker: 1 to 3, as package topo has it; 0: unknown. Nil: nothing is known.
-	Near func(w *connector.Worker, transport, rail string) int
+	// Distance says how near one of our rails is to the memory of a worker: 1 to 3, as package topo has it; 0: unknown. Nil: nothing is known.
+	Distance func(w *connector.Worker, transport, rail string) int
 
 	// Zero values take the defaults below.
-	Deadline      time.Duration // of a lease that names none, and the longest
-	Partner       time.Duration // for a partner to come
-	Grace         time.Duration // between tries of a fence that failed
-	MaxAttempts   int           // failures of one chunk
-	MaxRegrants   int           // of one destination lease
-	MaxSlices     int           // in flight, over all lanes of one peer
-	MaxSlots      int           // parts of grants open towards one peer
-	MaxPending    int           // grants, parts of them and questions of one peer that wait for an intent
-	MaxDest       int
-	MaxSource     int
-	TombstoneAge  time.Duration
-	TombstoneHush time.Duration // how long after a served key another grant for it still waits (a list of equal prompts)
+	Deadline       time.Duration // of a lease that names none, and the longest
+	MatchTimeout   time.Duration // for a partner to come
+	Grace          time.Duration // between tries of a fence that failed
+	MaxAttempts    int           // failures of one chunk
+	MaxRegrants    int           // of one destination lease
+	MaxSlices      int           // in flight, over all lanes of one peer
+	MaxSlots       int           // parts of grants open towards one peer
+	MaxPending     int           // grants, parts of them and questions of one peer that wait for an intent
+	MaxDest        int
+	MaxSource      int
+	TombstoneAge   time.Duration
+	TombstoneGrace time.Duration // how long after a served key another grant for it still waits (a list of equal prompts)
 }
 
 // Defaults of Config.
 const (
-	DefaultDeadline      = 30 * time.Second
-	DefaultPartner       = 10 * time.Second
-	DefaultGrace         = 5 * time.Second
-	DefaultMaxAttempts   = 8
-	DefaultMaxRegrants   = 16
-	DefaultMaxSlices     = 256
-	DefaultMaxPending    = 4096
-	DefaultTombstoneHush = 2 * time.Second
-	MaxDeadline          = 10 * time.Minute
-	maxRefused           = 10                     // tries at an address where nobody listens: 2 s, in which a sidecar starts anew
-	connectRetry         = 200 * time.Millisecond // between tries to reach a peer that a lease waits for
-	disownedWait         = time.Second            // for the record that says why a source was disowned
-	MaxParts             = 256                    // ranks of an engine, and so parts of a grant
-	maxRankBytes         = 64                     // of a rank's name
-	maxDescribing        = 1024                   // layouts asked for at a time
+	DefaultDeadline       = 30 * time.Second
+	DefaultMatchTimeout   = 10 * time.Second
+	DefaultGrace          = 5 * time.Second
+	DefaultMaxAttempts    = 8
+	DefaultMaxRegrants    = 16
+	DefaultMaxSlices      = 256
+	DefaultMaxPending     = 4096
+	DefaultTombstoneGrace = 2 * time.Second
+	MaxDeadline           = 10 * time.Minute
+	maxRefused            = 10                     // tries at an address where nobody listens: 2 s, in which a sidecar starts anew
+	connectRetry          = 200 * time.Millisecond // between tries to reach a peer that a lease waits for
+	revokeWait            = time.Second            // for the record that says why a source was disowned
+	MaxParts              = 256                    // ranks of an engine, and so parts of a grant
+	maxRankBytes          = 64                     // of a rank's name
+	maxDescribing         = 1024                   // layouts asked for at a time
 )
 
 func (c Config) withDefaults() Config {
@@ -135,10 +135,10 @@ func (c Config) withDefaults() Config {
 		}
 	}
 	dur(&c.Deadline, DefaultDeadline)
-	dur(&c.Partner, DefaultPartner)
+	dur(&c.MatchTimeout, DefaultMatchTimeout)
 	dur(&c.Grace, DefaultGrace)
 	dur(&c.TombstoneAge, lease.TombstoneAge)
-	dur(&c.TombstoneHush, DefaultTombstoneHush)
+	dur(&c.TombstoneGrace, DefaultTombstoneGrace)
 	num(&c.MaxAttempts, DefaultMaxAttempts)
 	num(&c.MaxRegrants, DefaultMaxRegrants)
 	num(&c.MaxSlices, DefaultMaxSlices)
@@ -158,31 +158,31 @@ const (
 	Connect Kind = iota + 1
 	// Send puts Frame on the control lanes to Peer.
 	Send
-	// Offer makes the grants of Landings live (Sink, Host.Grant, backends), fills the tokens into their parts and sends Frame to Peer.
+	// Offer makes the grants of ReceiveParts live (Sink, Host.Grant, backends), fills the tokens into their parts and sends Frame to Peer.
 	Offer
-	// Fence revokes the guard of Landing at once, then fences it in every backend; FenceDone follows.
+	// Fence revokes the guard of ReceivePart at once, then fences it in every backend; FenceDone follows.
 	Fence
-	// Forget drops Landing from what Host.Grant finds.
+	// Forget drops ReceivePart from what Host.Grant finds.
 	Forget
 	// Follow says by On whether Worker's layers are awaited: whether anything is sent from its memory.
 	Follow
-	// Bind makes Sending's origin live with its blocks as they are now.
+	// Bind makes SendPart's origin live with its blocks as they are now.
 	Bind
-	// Update gives Sending's origin the block table Blocks.
+	// Update gives SendPart's origin the block table Blocks.
 	Update
-	// CloseOrigin revokes the guard of Sending at once, then closes it in every backend; OriginClosed follows.
+	// CloseOrigin revokes the guard of SendPart at once, then closes it in every backend; OriginClosed follows.
 	CloseOrigin
 	// Move hands Slices to lane Lane. Where that fails the slices come back through Results.
 	Move
-	// Rouse tells the peer of Lane, a transport.Rouser, that slices follow soon.
-	Rouse
+	// WakeHint tells the peer of Lane, a transport.Rouser, that slices follow soon.
+	WakeHint
 	// Ask looks whether more bytes were received of what Lane carries than at the last time; if so, Moved follows.
 	Ask
 	// Measure looks at what came over each rail, and from whom, since the last one; Measured follows.
 	Measure
-	// Complain says Text: a peer said what cannot be. Once for each peer and each kind of Nonsense.
-	Complain
-	// Complete ends a lease towards the engine of Worker; Landings are those of its last grant, if there was any.
+	// LogViolation says Text: a peer said what cannot be. Once for each peer and each kind of Violation.
+	LogViolation
+	// Complete ends a lease towards the engine of Worker; ReceiveParts are those of its last grant, if there was any.
 	Complete
 	// Describe asks Peer for the layout behind Geometry; Described follows.
 	Describe
@@ -196,27 +196,27 @@ const (
 
 // Action is something that the driver must do. Which fields are set depends on Kind.
 type Action struct {
-	Kind       Kind
-	Peer       transfer.Boot
-	Endpoint   string
-	Frame      *peerv1.ControlFrame
-	Landing    *Landing
-	Landings   []*Landing
-	Geometry   [32]byte
-	Comparison Comparison
-	Sending    *Sending
-	Blocks     [][]uint32
-	Cause      Cause // Fence: why
-	Committed  bool  // CloseOrigin: the receiver committed what was sent
-	Lane       uint64
-	Slices     []transport.Slice // valid until the next Drain into the same Batch
-	Worker     *connector.Worker
-	On         bool // Follow
-	Completion connector.Completion
-	Trace      *Trace // Complete: set for leases that got as far as a partner
-	Text       string // Complain
-	Await      uint64
-	Admission  connector.Admission
+	Kind         Kind
+	Peer         transfer.Boot
+	Endpoint     string
+	Frame        *peerv1.ControlFrame
+	ReceivePart  *ReceivePart
+	ReceiveParts []*ReceivePart
+	Geometry     [32]byte
+	Comparison   Comparison
+	SendPart     *SendPart
+	Blocks       [][]uint32
+	Cause        Cause // Fence: why
+	Committed    bool  // CloseOrigin: the receiver committed what was sent
+	Lane         uint64
+	Slices       []transport.Slice // valid until the next Drain into the same Batch
+	Worker       *connector.Worker
+	On           bool // Follow
+	Completion   connector.Completion
+	Trace        *Trace // Complete: set for leases that got as far as a partner
+	Text         string // LogViolation
+	Await        uint64
+	Admission    connector.Admission
 
 	first, count int // of Slices in the batch, until Drain
 }
@@ -276,8 +276,8 @@ type Trace struct {
 	Moved       [maxRanks]uint64 // source: bytes confirmed, by index in Config.Transports
 }
 
-// Landing is one part of a grant on the receiver: one (peer, slot, generation) of a destination lease.
-type Landing struct {
+// ReceivePart is one part of a grant on the receiver: one (peer, slot, generation) of a destination lease.
+type ReceivePart struct {
 	Grant  transport.Grant // Sink is the driver's
 	Worker *connector.Worker
 	Expect *connector.Expect
@@ -285,7 +285,7 @@ type Landing struct {
 	Sink   any          // the driver's own view of Grant.Sink
 	Part   *peerv1.Part // as it is offered; what backends add goes into it
 
-	offer  *offer
+	offer  *outboundGrant
 	source transfer.LeaseID // that gives it
 	bound  bool
 	full   bool
@@ -293,10 +293,10 @@ type Landing struct {
 }
 
 // Lease names the destination lease of the landing.
-func (l *Landing) Lease() transfer.LeaseID { return l.Expect.Lease }
+func (l *ReceivePart) Lease() transfer.LeaseID { return l.Expect.Lease }
 
-// Sending is one part of a grant on the sender: a source lease that serves it, through one origin.
-type Sending struct {
+// SendPart is one part of a grant on the sender: a source lease that serves it, through one origin.
+type SendPart struct {
 	Origin transport.Origin // Source is the driver's
 	Worker *connector.Worker
 	Lease  transfer.LeaseID // source, at the epoch that the bytes are read under; set by Bind
@@ -309,22 +309,22 @@ type Sending struct {
 	Blocks [][]uint32 // as of Bind, which may be before the step that has all of them: Update follows; never changed in place
 	Source any        // the driver's own view of Origin.Source
 
-	sendingState
+	sendPartState
 }
 
 // LaneInfo describes a lane that came up.
 type LaneInfo struct {
-	ID          uint64
-	Peer        transfer.Boot
-	Backend     string
-	Local       string // rails
-	Remote      string
-	Tier        int     // 1 to 3; 0: unknown
-	Gbps        float64 // what the link claims; 0: unknown
-	SliceBytes  int
-	MaxInFlight int           // slices
-	Way         time.Duration // the round trip when it came up; 0: unknown
-	Apart       bool          // other peers' lanes over its local rail are not in its way
-	Tells       bool          // a transport.Meter: it may be asked what has been received
-	Rouses      bool          // a transport.Rouser
+	ID           uint64
+	Peer         transfer.Boot
+	Backend      string
+	Local        string // rails
+	Remote       string
+	Tier         int     // 1 to 3; 0: unknown
+	Gbps         float64 // what the link claims; 0: unknown
+	SliceBytes   int
+	MaxInFlight  int           // slices
+	RTT          time.Duration // the round trip when it came up; 0: unknown
+	Apart        bool          // other peers' lanes over its local rail are not in its way
+	ReportsAcked bool          // a transport.Meter: it may be asked what has been received
+	WakeHints    bool          // a transport.Rouser
 }

@@ -15,21 +15,21 @@ type endpoints struct {
 
 // endpoint is a sidecar as engines name it.
 type endpoint struct {
-	addr     string
-	peer     *peer // nil while it is not known
-	trying   bool
-	refused  int                    // tries in a row at which nobody listened there
-	again    Instant                // not tried before that
-	refs     int                    // leases and questions that name it
-	waiting  map[*dest]struct{}     // want a grant there, or have one from a peer that is out of reach
-	awaits   map[*await]struct{}    // want an answer from there
-	partings []*peerv1.ControlFrame // are said once it is reached
-	retry    *timer
+	addr          string
+	peer          *peer // nil while it is not known
+	trying        bool
+	refused       int                    // tries in a row at which nobody listened there
+	again         Instant                // not tried before that
+	refs          int                    // leases and questions that name it
+	waiting       map[*dest]struct{}     // want a grant there, or have one from a peer that is out of reach
+	queries       map[*query]struct{}    // want an answer from there
+	queuedRevokes []*peerv1.ControlFrame // are said once it is reached
+	retry         *timer
 	breaker
 }
 
-// maxPartings bounds the words for one address that nobody waits for: past it a source learns by its own time that nobody comes.
-const maxPartings = 256
+// maxQueuedRevokes bounds the words for one address that nobody waits for: past it a source learns by its own time that nobody comes.
+const maxQueuedRevokes = 256
 
 // maxIdleNames bounds the names of one peer that are remembered while nothing names them. An honest one has its address and a name or two; whoever
 // sends requests may spell it in any number of ways, and one that is forgotten is reached again by a hello.
@@ -39,7 +39,7 @@ const maxIdleNames = 16
 func (es *endpoints) get(addr string) *endpoint {
 	ep := es.byAddr[addr]
 	if ep == nil {
-		ep = &endpoint{addr: addr, waiting: map[*dest]struct{}{}, awaits: map[*await]struct{}{}}
+		ep = &endpoint{addr: addr, waiting: map[*dest]struct{}{}, queries: map[*query]struct{}{}}
 		ep.retry = newTimer(func(now Instant) { es.reach(now, ep) })
 		es.byAddr[addr] = ep
 	}
@@ -50,7 +50,7 @@ func (es *endpoints) get(addr string) *endpoint {
 func (ep *endpoint) reached() bool { return ep.peer != nil && ep.peer.up }
 
 // wanted reports whether anybody waits for it to be reached.
-func (ep *endpoint) wanted() bool { return len(ep.waiting)+len(ep.awaits)+len(ep.partings) > 0 }
+func (ep *endpoint) wanted() bool { return len(ep.waiting)+len(ep.queries)+len(ep.queuedRevokes) > 0 }
 
 // used reports whether anything needs the entry.
 func (ep *endpoint) used() bool { return ep.trying || ep.refs > 0 || ep.wanted() }

@@ -45,14 +45,14 @@ func (e *Exec) Expect(now Instant, w *connector.Worker, x connector.Expect) {
 }
 
 // Full says that every chunk of a landing is in place.
-func (e *Exec) Full(now Instant, l *Landing) {
+func (e *Exec) Full(now Instant, l *ReceivePart) {
 	e.dests.full(now, l)
 	e.assign(now)
 }
 
 // FenceDone is the acknowledgement of every backend that nothing can be written through l any more, or the failure of one. A
 // failed fence is tried again, and the blocks stay where they are.
-func (e *Exec) FenceDone(now Instant, l *Landing, err error) {
+func (e *Exec) FenceDone(now Instant, l *ReceivePart, err error) {
 	e.dests.fenceDone(now, l, err)
 	e.assign(now)
 }
@@ -90,13 +90,13 @@ func (e *Exec) Compared(now Instant, name Comparison, difference string) {
 	e.assign(now)
 }
 
-// Hears counts nonsense of a peer that somebody else found, and reports whether it is to be told.
-func (e *Exec) Hears(boot transfer.Boot, what Nonsense) (first bool) {
+// ReportViolation counts nonsense of a peer that somebody else found, and reports whether it is to be told.
+func (e *Exec) ReportViolation(boot transfer.Boot, what Violation) (first bool) {
 	return e.peers.report(boot, what)
 }
 
-// Nonsense is how often peers said what no honest one says, by what was wrong.
-func (e *Exec) Nonsense() (counts map[string]uint64) {
+// Violation is how often peers said what no honest one says, by what was wrong.
+func (e *Exec) Violations() (counts map[string]uint64) {
 	return e.peers.violations()
 }
 
@@ -155,13 +155,13 @@ func (e *Exec) Preempt(now Instant, w *connector.Worker, id uint64) {
 
 // OriginClosed is the acknowledgement of every backend that nobody reads through snd's origin any more, or the failure of
 // one, which is tried again.
-func (e *Exec) OriginClosed(now Instant, snd *Sending, err error) {
+func (e *Exec) OriginClosed(now Instant, snd *SendPart, err error) {
 	e.sources.closed(now, snd, err)
 	e.assign(now)
 }
 
 // SourceBroken says that a sending cannot be read at all: its tables or its memory are unusable.
-func (e *Exec) SourceBroken(now Instant, snd *Sending, reason string) {
+func (e *Exec) SourceBroken(now Instant, snd *SendPart, reason string) {
 	e.sources.broken(now, snd, reason)
 	e.assign(now)
 }

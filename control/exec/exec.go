@@ -19,12 +19,12 @@ const (
 	StatusRefused   uint16 = 4
 )
 
-// ErrNobody is wrapped by what ConnectFailed is told where it is plain that nobody listens at the address.
-var ErrNobody = errors.New("connection refused")
+// ErrNotListening is wrapped by what ConnectFailed is told where it is plain that nobody listens at the address.
+var ErrNotListening = errors.New("connection refused")
 
-// ErrNever is wrapped where to try again soon cannot end otherwise: the configuration forbids the
+// ErrNotPossible is wrapped where to try again soon cannot end otherwise: the configuration forbids the
 // address, or this process cannot work with the release of the sidecar there.
-var ErrNever = errors.New("not possible")
+var ErrNotPossible = errors.New("not possible")
 
 // Exec is one executor. Its methods must not be called concurrently.
 //
@@ -61,7 +61,7 @@ func New(cfg Config) *Exec {
 	e.sources = newSources(c, e.dispatch, e.workers)
 	e.layouts = &layouts{core: c, asked: map[described]*description{}}
 	e.queries = &queries{core: c, endpoints: e.endpoints, sources: e.sources, workers: e.workers,
-		byToken: map[uint64]*await{}}
+		byToken: map[uint64]*query{}}
 	e.dests = newDests(c, e)
 	e.match = newMatcher(c, e)
 	e.sources.observer = e.match
@@ -161,7 +161,7 @@ func (e *Exec) Cancel(now Instant, w *connector.Worker, id uint64, reason string
 }
 
 // Message takes the body of one control frame from peer boot. The error is for the log and names what is wrong with one that can be no
-// message of an honest peer. Each kind of that is told once of a peer; whatever else of the kind it says is dropped, and counted (Nonsense).
+// message of an honest peer. Each kind of that is told once of a peer; whatever else of the kind it says is dropped, and counted (Violation).
 func (e *Exec) Message(now Instant, boot transfer.Boot, f *peerv1.ControlFrame) error {
 	p := e.peers.get(boot)
 	var err error

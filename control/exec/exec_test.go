@@ -565,7 +565,7 @@ func TestNothingIsSentPastTheDeadline(t *testing.T) {
 	p.step(src, 0, 1024)
 	s.run(s.now+sec, func() bool { return false })
 	d.kill() // so that no revoke comes, and no proof of its death
-	flow := func() *Sending {
+	flow := func() *SendPart {
 		for _, in := range p.ex.match.grants {
 			return in.claims[0].snd
 		}

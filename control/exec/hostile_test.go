@@ -208,7 +208,7 @@ func TestNonsenseIsToldOnce(t *testing.T) {
 	kinds := []struct {
 		frame  *peerv1.ControlFrame
 		text   string
-		reason Nonsense
+		reason Violation
 	}{
 		{grantFrame(noKey), "grant: key: xfer has 0 bytes", BadKey},
 		{grantFrame(noTeam), "team of 16 bytes and 0 receivers", BadTeam},
@@ -238,29 +238,29 @@ func TestNonsenseIsToldOnce(t *testing.T) {
 		}
 		tg.ex.PeerRails(Instant(frames+i)*sec, tg.peer, make([]Rail, maxRails+1))
 	}
-	if said := only(t, drained(tg.ex), Complain); len(said) != 2 {
+	if said := only(t, drained(tg.ex), LogViolation); len(said) != 2 {
 		t.Errorf("of absurd credits and rails it was complained %d times: %+v, want once of each", len(said), said)
 	}
-	counts := tg.ex.Nonsense()
+	counts := tg.ex.Violations()
 	for _, x := range kinds {
 		if counts[x.reason.String()] != 2*frames {
 			t.Errorf("%d frames with another %s were counted, want %d", counts[x.reason.String()], x.reason, 2*frames)
 		}
 	}
-	for _, what := range []Nonsense{BadCredit, BadRails} {
+	for _, what := range []Violation{BadCredit, BadRails} {
 		if counts[what.String()] != frames {
 			t.Errorf("%d of %s were counted, want %d", counts[what.String()], what, frames)
 		}
 	}
-	if !tg.ex.Hears(tg.peer, BadAddress) || tg.ex.Hears(tg.peer, BadAddress) || tg.ex.Hears(transfer.Boot{77}, BadAddress) || tg.ex.Nonsense()["address"] != 3 {
-		t.Errorf("addresses: %v, want to be told of the first of three, and nothing of a peer that is not there", tg.ex.Nonsense())
+	if !tg.ex.ReportViolation(tg.peer, BadAddress) || tg.ex.ReportViolation(tg.peer, BadAddress) || tg.ex.ReportViolation(transfer.Boot{77}, BadAddress) || tg.ex.Violations()["address"] != 3 {
+		t.Errorf("addresses: %v, want to be told of the first of three, and nothing of a peer that is not there", tg.ex.Violations())
 	}
 	names := map[string]bool{}
-	for what := range numNonsense {
+	for what := range numViolations {
 		names[what.String()] = true
 	}
-	if len(names) != int(numNonsense) || names[""] || numNonsense > 32 {
-		t.Errorf("%d kinds have the names %v", numNonsense, names)
+	if len(names) != int(numViolations) || names[""] || numViolations > 32 {
+		t.Errorf("%d kinds have the names %v", numViolations, names)
 	}
 	if gives, _ := tg.drain(); gives != 0 || len(tg.ex.match.grants) != 0 {
 		t.Errorf("%d actions, %d grants are kept", gives, len(tg.ex.match.grants))
@@ -286,7 +286,7 @@ func TestReplaysAndStaleFrames(t *testing.T) {
 	if gives, replies := say(tg.peer, grantFrame(goodGrant())); gives == 0 || len(replies) != 1 {
 		t.Fatalf("%d actions, %v", gives, replies)
 	}
-	var in *inbound
+	var in *inboundGrant
 	for _, in = range tg.ex.match.grants {
 	}
 	snd := in.claims[0].snd
@@ -590,7 +590,7 @@ func TestOnlyWhoWasAskedAnswers(t *testing.T) {
 	if a, ok := d.answer[1]; ok {
 		t.Fatalf("the lie was believed: %+v", a)
 	}
-	if n := d.ex.Nonsense()[BadAnswer.String()]; n != uint64(said) || len(told) != 1 ||
+	if n := d.ex.Violations()[BadAnswer.String()]; n != uint64(said) || len(told) != 1 ||
 		!strings.Contains(told[0].Error(), "put to another peer") {
 		t.Errorf("%d lies are counted, told %v: want %d, and once", n, told, said)
 	}

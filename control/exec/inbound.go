@@ -24,32 +24,32 @@ type matcher struct {
 	peers   *peers
 	workers *workers
 
-	grants    map[lease.GrantID]*inbound // of peers, the newest of each destination lease
-	grantsOf  byPeer[*inbound]
-	absents   map[engineLease]*inbound    // those whose sidecar is out of reach or gone
-	pending   map[transfer.Key][]*pending // what waits for an intent
+	grants    map[lease.GrantID]*inboundGrant // of peers, the newest of each destination lease
+	grantsOf  byPeer[*inboundGrant]
+	absents   map[engineLease]*inboundGrant // those whose sidecar is out of reach or gone
+	pending   map[transfer.Key][]*pending   // what waits for an intent
 	pendingOf byPeer[*pending]
-	comparing map[Comparison]map[*claim]struct{} // refusals that wait for their reason
-	refused   [numRefusals]uint64                // grants refused so far
+	comparing map[Comparison]map[*partBinding]struct{} // refusals that wait for their reason
+	refused   [numRefusals]uint64                      // grants refused so far
 }
 
 func newMatcher(c *core, e *Exec) *matcher {
 	return &matcher{core: c, sources: e.sources, layouts: e.layouts, rails: e.rails, peers: e.peers,
-		workers: e.workers, grants: map[lease.GrantID]*inbound{}, grantsOf: byPeer[*inbound]{},
-		absents: map[engineLease]*inbound{}, pending: map[transfer.Key][]*pending{},
-		pendingOf: byPeer[*pending]{}, comparing: map[Comparison]map[*claim]struct{}{}}
+		workers: e.workers, grants: map[lease.GrantID]*inboundGrant{}, grantsOf: byPeer[*inboundGrant]{},
+		absents: map[engineLease]*inboundGrant{}, pending: map[transfer.Key][]*pending{},
+		pendingOf: byPeer[*pending]{}, comparing: map[Comparison]map[*partBinding]struct{}{}}
 }
 
 // inbound is a grant of a peer: what one destination lease wants of an engine of ours, a claim on each of its ranks.
-type inbound struct {
+type inboundGrant struct {
 	id     lease.GrantID
 	peer   *peer
 	key    transfer.Key
 	msg    *peerv1.Grant
 	team   lease.TeamID
-	engine string   // whose ranks the parts are; set with claims
-	claims []*claim // nil while no intent of the key has come
-	wait   *pending // for it
+	engine string         // whose ranks the parts are; set with claims
+	claims []*partBinding // nil while no intent of the key has come
+	wait   *pending       // for it
 
 	differs bool   // in fingerprint: it is refused when it is known what differs
 	absent  *timer // while its sidecar is out of reach or gone: how long its places are kept
@@ -58,27 +58,27 @@ type inbound struct {
 
 // claim is a part of a grant: what is wanted of one rank. A rank that gives nothing is claimed, too: its engine keeps the request's
 // blocks on every rank until all of it is served.
-type claim struct {
-	in    *inbound
+type partBinding struct {
+	in    *inboundGrant
 	part  *peerv1.Part
-	src   *source  // nil: its intent has not come, or it is over
-	snd   *Sending // nil: the rank gives nothing, or lost what it had
-	wait  *pending // for its intent
-	asked bool     // for a layout that its plan needs, or for what keeps the two engines apart
-	ended bool     // the destination lease has committed meanwhile
+	src   *source   // nil: its intent has not come, or it is over
+	snd   *SendPart // nil: the rank gives nothing, or lost what it had
+	wait  *pending  // for its intent
+	asked bool      // for a layout that its plan needs, or for what keeps the two engines apart
+	ended bool      // the destination lease has committed meanwhile
 }
 
-func (c *claim) gives() bool { return len(c.part.Geometry) > 0 }
+func (c *partBinding) gives() bool { return len(c.part.Geometry) > 0 }
 
 // ask and answered bracket the time in which a claim waits for a word about its peer; it counts as pending for that long.
-func (c *claim) ask() {
+func (c *partBinding) ask() {
 	if !c.asked {
 		c.asked = true
 		c.in.peer.pending++
 	}
 }
 
-func (c *claim) answered() {
+func (c *partBinding) answered() {
 	if c.asked {
 		c.asked = false
 		c.in.peer.pending--
@@ -109,7 +109,7 @@ func (mt *matcher) onGrant(now Instant, p *peer, m *peerv1.Grant) error {
 			return nil // a replay
 		}
 	}
-	in := &inbound{id: g, peer: p, key: k, msg: m, team: lease.TeamID(m.Team)}
+	in := &inboundGrant{id: g, peer: p, key: k, msg: m, team: lease.TeamID(m.Team)}
 	mt.grants[g] = in
 	mt.grantsOf.add(p.boot, in)
 	if !mt.settle(now, in) {
@@ -119,18 +119,18 @@ func (mt *matcher) onGrant(now Instant, p *peer, m *peerv1.Grant) error {
 }
 
 // grantsFrom are the grants of a peer, in order.
-func (mt *matcher) grantsFrom(p *peer) (all []*inbound) {
+func (mt *matcher) grantsFrom(p *peer) (all []*inboundGrant) {
 	for in := range mt.grantsOf[p.boot] {
 		if in.peer == p {
 			all = append(all, in)
 		}
 	}
-	slices.SortFunc(all, func(a, b *inbound) int { return compareLeases(a.id.Dest, b.id.Dest) })
+	slices.SortFunc(all, func(a, b *inboundGrant) int { return compareLeases(a.id.Dest, b.id.Dest) })
 	return all
 }
 
 // settle finds the engine that a grant is for, and claims its ranks. False: no intent of its key has come that it could be for.
-func (mt *matcher) settle(now Instant, in *inbound) bool {
+func (mt *matcher) settle(now Instant, in *inboundGrant) bool {
 	mt.succeed(now, in)
 	var first *source
 	for _, s := range mt.sources.byKey[in.key] {
@@ -149,7 +149,7 @@ func (mt *matcher) settle(now Instant, in *inbound) bool {
 	if string(in.msg.Fingerprint) != string(first.ws.w.Fingerprint[:]) {
 		// Before the receiver is told of ranks: it would only find out that it cannot plan from them, and not all that differs.
 		in.engine = engine.Engine
-		in.claims = []*claim{{in: in, part: in.msg.Parts[0]}}
+		in.claims = []*partBinding{{in: in, part: in.msg.Parts[0]}}
 		mt.unlike(now, in.claims[0], first.ws.w)
 		return true
 	}
@@ -170,7 +170,7 @@ func (mt *matcher) settle(now Instant, in *inbound) bool {
 	}
 	in.engine = engine.Engine
 	for _, p := range in.msg.Parts {
-		in.claims = append(in.claims, &claim{in: in, part: p})
+		in.claims = append(in.claims, &partBinding{in: in, part: p})
 	}
 	for _, c := range in.claims {
 		if mt.grants[in.id] != in {
@@ -227,7 +227,7 @@ func misfit(m *peerv1.Grant, ranks map[string]*worker, world int) string {
 }
 
 // bindClaim gives a part to a source lease of its key and rank, or refuses the grant for good; false: there is none with room.
-func (mt *matcher) bindClaim(now Instant, c *claim) bool {
+func (mt *matcher) bindClaim(now Instant, c *partBinding) bool {
 	in := c.in
 	if in.differs {
 		return true
@@ -287,12 +287,12 @@ func (mt *matcher) bindClaim(now Instant, c *claim) bool {
 }
 
 // full reports whether a claim that does not wait yet would be one too many.
-func (mt *matcher) full(c *claim) bool {
+func (mt *matcher) full(c *partBinding) bool {
 	return !c.asked && c.wait == nil && c.in.peer.pending >= mt.cfg.MaxPending
 }
 
 // unlike refuses the grant of c, for a cache that is not as that of w, as soon as it is known what differs.
-func (mt *matcher) unlike(now Instant, c *claim, w *connector.Worker) {
+func (mt *matcher) unlike(now Instant, c *partBinding, w *connector.Worker) {
 	if mt.full(c) {
 		mt.refuse(now, c.in, peerv1.GrantReply_FINGERPRINT, differ)
 		return
@@ -301,9 +301,9 @@ func (mt *matcher) unlike(now Instant, c *claim, w *connector.Worker) {
 }
 
 // open starts to send a part.
-func (mt *matcher) open(now Instant, c *claim, plan Plan) {
+func (mt *matcher) open(now Instant, c *partBinding, plan Plan) {
 	in, s, m := c.in, c.src, c.in.msg
-	snd := &Sending{Worker: s.ws.w, Dest: in.id.Dest, Key: in.key, Prompt: m.Tokens, Skip: m.Skip, Tokens: c.part.TokensByTransport, Plan: plan}
+	snd := &SendPart{Worker: s.ws.w, Dest: in.id.Dest, Key: in.key, Prompt: m.Tokens, Skip: m.Skip, Tokens: c.part.TokensByTransport, Plan: plan}
 	snd.Origin.Peer, snd.Origin.Slot, snd.Origin.Gen = in.peer.boot, transfer.Slot(c.part.Slot), transfer.Gen(c.part.Gen)
 	snd.src, snd.peer, snd.claim, snd.opened = s, in.peer, c, now
 	var deadline Instant
@@ -329,11 +329,11 @@ func (mt *matcher) open(now Instant, c *claim, plan Plan) {
 }
 
 // refuse answers a grant for good; the receiver gives up, and so its places are free.
-func (mt *matcher) refuse(now Instant, in *inbound, code peerv1.GrantReply_Code, message string) {
+func (mt *matcher) refuse(now Instant, in *inboundGrant, code peerv1.GrantReply_Code, message string) {
 	mt.refuseFor(now, in, code, refusals[code], message)
 }
 
-func (mt *matcher) refuseFor(now Instant, in *inbound, code peerv1.GrantReply_Code, why Refusal,
+func (mt *matcher) refuseFor(now Instant, in *inboundGrant, code peerv1.GrantReply_Code, why Refusal,
 	message string) {
 	mt.refused[why]++
 	mt.send(in.peer.boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_GrantReply{GrantReply: &peerv1.GrantReply{
@@ -351,7 +351,7 @@ func (mt *matcher) refuseFor(now Instant, in *inbound, code peerv1.GrantReply_Co
 }
 
 // drop forgets a grant.
-func (mt *matcher) drop(in *inbound) {
+func (mt *matcher) drop(in *inboundGrant) {
 	if mt.grants[in.id] == in {
 		delete(mt.grants, in.id)
 		mt.grantsOf.remove(in.id.Peer, in)
@@ -363,7 +363,7 @@ func (mt *matcher) drop(in *inbound) {
 }
 
 // forget drops a grant that nothing is bound to and nothing waits for.
-func (mt *matcher) forget(in *inbound) {
+func (mt *matcher) forget(in *inboundGrant) {
 	if mt.grants[in.id] != in || in.wait != nil {
 		return
 	}
@@ -376,7 +376,7 @@ func (mt *matcher) forget(in *inbound) {
 }
 
 // suspend ends what a grant moves and waits for. Its places stay.
-func (mt *matcher) suspend(now Instant, in *inbound) {
+func (mt *matcher) suspend(now Instant, in *inboundGrant) {
 	for _, c := range in.claims {
 		if c.wait != nil {
 			mt.dropPending(c.wait)
@@ -388,7 +388,7 @@ func (mt *matcher) suspend(now Instant, in *inbound) {
 }
 
 // replace ends an older grant of a destination lease; its places are kept for the newer one, whose name is g.
-func (mt *matcher) replace(now Instant, in *inbound, g lease.GrantID) {
+func (mt *matcher) replace(now Instant, in *inboundGrant, g lease.GrantID) {
 	mt.drop(in)
 	mt.suspend(now, in)
 	for _, c := range in.claims {
@@ -402,7 +402,7 @@ func (mt *matcher) replace(now Instant, in *inbound, g lease.GrantID) {
 }
 
 // endInbound says that a destination lease needs nothing more of our engine.
-func (mt *matcher) endInbound(now Instant, in *inbound, committed bool, why string) {
+func (mt *matcher) endInbound(now Instant, in *inboundGrant, committed bool, why string) {
 	mt.drop(in)
 	for _, c := range in.claims {
 		switch {
@@ -417,7 +417,7 @@ func (mt *matcher) endInbound(now Instant, in *inbound, committed bool, why stri
 }
 
 // endClaim says the same of one rank.
-func (mt *matcher) endClaim(now Instant, c *claim, committed bool, why string) {
+func (mt *matcher) endClaim(now Instant, c *partBinding, committed bool, why string) {
 	s, snd := c.src, c.snd
 	c.src, c.snd = nil, nil
 	s.claims = remove(s.claims, c)

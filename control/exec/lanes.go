@@ -15,7 +15,7 @@ const maxRanks = spray.MaxRanks
 type dispatcher struct {
 	*core
 	peers   *peers
-	lanes   map[uint64]*lane
+	lanes   map[uint64]*laneState
 	touched []*peer // with new work, until assign
 	scan    *timer  // of what is in flight
 	rest    *timer  // of what assign left to the next tick
@@ -25,7 +25,7 @@ type dispatcher struct {
 }
 
 func newDispatcher(c *core, ps *peers) *dispatcher {
-	dp := &dispatcher{core: c, peers: ps, lanes: map[uint64]*lane{}}
+	dp := &dispatcher{core: c, peers: ps, lanes: map[uint64]*laneState{}}
 	dp.scan = newTimer(dp.scanFlights)
 	dp.rest = newTimer(func(Instant) {}) // Tick assigns after every timer
 	dp.touchRails = func(p *spray.Peer) { dp.touch(p.Owner.(*peer)) }
@@ -34,11 +34,11 @@ func newDispatcher(c *core, ps *peers) *dispatcher {
 }
 
 // lane is one path to a peer. What is known of it is the scheduler's.
-type lane struct {
-	id     uint64
-	peer   *peer
-	rouses bool
-	batch  []transport.Slice // given to it by this event
+type laneState struct {
+	id        uint64
+	peer      *peer
+	wakeHints bool
+	batch     []transport.Slice // given to it by this event
 }
 
 func (dp *dispatcher) touch(p *peer) {
@@ -61,11 +61,11 @@ func (dp *dispatcher) rank(backend string) int {
 func (dp *dispatcher) up(now Instant, in LaneInfo) error {
 	p := dp.peers.get(in.Peer)
 	err := dp.spray.LaneUp(now, p.rails, spray.LaneInfo{ID: in.ID, Path: spray.Path{Transport: in.Backend, Local: in.Local, Remote: in.Remote},
-		Rank: dp.rank(in.Backend), Tier: in.Tier, Gbps: in.Gbps, SliceBytes: in.SliceBytes, MaxSlices: in.MaxInFlight, Apart: in.Apart, Tells: in.Tells, Way: in.Way})
+		Rank: dp.rank(in.Backend), Tier: in.Tier, Gbps: in.Gbps, SliceBytes: in.SliceBytes, MaxSlices: in.MaxInFlight, Apart: in.Apart, Tells: in.ReportsAcked, Way: in.RTT})
 	if err != nil {
 		return fmt.Errorf("exec: lane to peer %s: %w", in.Peer, err)
 	}
-	l := &lane{id: in.ID, peer: p, rouses: in.Rouses}
+	l := &laneState{id: in.ID, peer: p, wakeHints: in.WakeHints}
 	dp.lanes[in.ID] = l
 	p.lanes = append(p.lanes, l)
 	dp.touch(p)
@@ -122,7 +122,7 @@ func (dp *dispatcher) assignPeer(now Instant, p *peer) {
 			break
 		}
 		l := dp.lanes[sl.Lane]
-		l.batch = append(l.batch, transport.Slice{Origin: &sl.Flow.Owner.(*Sending).Origin, Range: sl.Range, Attempt: sl.Attempt,
+		l.batch = append(l.batch, transport.Slice{Origin: &sl.Flow.Owner.(*SendPart).Origin, Range: sl.Range, Attempt: sl.Attempt,
 			Cookie: sl.Cookie})
 	}
 	for _, l := range p.lanes {
@@ -133,11 +133,11 @@ func (dp *dispatcher) assignPeer(now Instant, p *peer) {
 			clear(l.batch)
 			l.batch = l.batch[:0]
 		}
-		if p.rouse && l.rouses { // behind what is ready
-			dp.emit(Rouse).Lane = l.id
+		if p.hint && l.wakeHints { // behind what is ready
+			dp.emit(WakeHint).Lane = l.id
 		}
 	}
-	p.rouse = p.rouse && len(p.lanes) == 0
+	p.hint = p.hint && len(p.lanes) == 0
 }
 
 // scanFlights lets the scheduler look for silence.

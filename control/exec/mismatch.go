@@ -23,7 +23,7 @@ const maxComparing = 256
 const differ = "the caches of the two engines differ; too many such refusals to say in what"
 
 // compare refuses the grant of c as soon as it is known what differs.
-func (mt *matcher) compare(now Instant, c *claim, w *connector.Worker) {
+func (mt *matcher) compare(now Instant, c *partBinding, w *connector.Worker) {
 	m := c.in.msg
 	name := Comparison{Worker: w, Peer: c.in.peer.boot, Fingerprint: [32]byte(m.Fingerprint)}
 	copy(name.Geometry[:], m.Geometry)
@@ -33,7 +33,7 @@ func (mt *matcher) compare(now Instant, c *claim, w *connector.Worker) {
 			mt.refuse(now, c.in, peerv1.GrantReply_FINGERPRINT, differ)
 			return
 		}
-		waiting = map[*claim]struct{}{}
+		waiting = map[*partBinding]struct{}{}
 		mt.comparing[name] = waiting
 		mt.emit(Compare).Comparison = name
 	}
@@ -46,7 +46,7 @@ func (mt *matcher) compare(now Instant, c *claim, w *connector.Worker) {
 func (mt *matcher) compared(now Instant, name Comparison, difference string) {
 	waiting := mt.comparing[name]
 	delete(mt.comparing, name)
-	for _, c := range claimsInOrder(maps.Keys(waiting)) {
+	for _, c := range bindingsInOrder(maps.Keys(waiting)) {
 		c.answered()
 		if mt.grants[c.in.id] == c.in && !c.in.over {
 			mt.refuse(now, c.in, peerv1.GrantReply_FINGERPRINT, difference)

@@ -10,10 +10,10 @@ import (
 )
 
 // offer is one grant of a destination lease: its parts that give something.
-type offer struct {
+type outboundGrant struct {
 	dest     *dest
 	gen      uint32
-	lands    []*Landing
+	lands    []*ReceivePart
 	unbound  int
 	unfilled int
 	unfenced int
@@ -76,11 +76,11 @@ func (ds *dests) grant(now Instant, d *dest) {
 		ds.close(now, d, StatusRefused, "plan: "+err.Error())
 		return
 	}
-	o := &offer{dest: d}
+	o := &outboundGrant{dest: d}
 	msg := &peerv1.Grant{
 		Xfer: d.Key.Xfer[:], Hash: d.Key.Hash[:], Destination: leaseMsg(d.ID), Tokens: d.x.Tokens, Skip: d.x.Skip,
 		Fingerprint: d.ws.w.Fingerprint[:], Geometry: d.ws.w.Geometry[:], Priority: uint32(d.x.Priority),
-		DeadlineMs: millis(d.Deadline - now), PartnerMs: millis(d.Partner - now),
+		DeadlineMs: millis(d.Deadline - now), PartnerMs: millis(d.MatchBy - now),
 		Team: d.team[:], TeamSize: uint32(d.ws.w.Place.World()), Parts: make([]*peerv1.Part, len(parts)), Tiers: ds.rails.tiersOf(d.ws),
 		PlanVersion: ds.cfg.Planner.Version(),
 	}
@@ -90,7 +90,7 @@ func (ds *dests) grant(now Instant, d *dest) {
 		if q.Plan == nil {
 			continue
 		}
-		l := &Landing{Worker: d.ws.w, Expect: d.x, Plan: q.Plan, Part: msg.Parts[i], offer: o}
+		l := &ReceivePart{Worker: d.ws.w, Expect: d.x, Plan: q.Plan, Part: msg.Parts[i], offer: o}
 		slot, gen, err := ds.slots.Alloc(p.boot)
 		if err != nil {
 			for _, l := range o.lands { // nobody has heard of them
@@ -132,12 +132,12 @@ func (ds *dests) grant(now Instant, d *dest) {
 	}
 	o.gen, msg.Gen, d.gen = ds.grants, ds.grants, ds.grants
 	a := ds.emit(Offer)
-	a.Peer, a.Landings = p.boot, o.lands
+	a.Peer, a.ReceiveParts = p.boot, o.lands
 	a.Frame = &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Grant{Grant: msg}}
 }
 
 // charge counts what the ranks of a peer's engine owe us, so that replicas are chosen by load.
-func (ds *dests) charge(o *offer, on bool) {
+func (ds *dests) charge(o *outboundGrant, on bool) {
 	p := ds.peers.byBoot[o.lands[0].Grant.Peer]
 	if p == nil {
 		return
@@ -210,7 +210,7 @@ func (ds *dests) partBound(now Instant, p *peer, d *dest, m *peerv1.GrantReply) 
 	if err != nil {
 		return err
 	}
-	i := slices.IndexFunc(d.live.lands, func(l *Landing) bool { return l.Part.Rank == m.Rank })
+	i := slices.IndexFunc(d.live.lands, func(l *ReceivePart) bool { return l.Part.Rank == m.Rank })
 	if i < 0 || d.live.lands[i].bound {
 		return wrong(BadRank, "grant %s: rank %.80q is bound: it gives nothing, or was bound before", d.ID, m.Rank)
 	}
@@ -224,9 +224,9 @@ func (ds *dests) partBound(now Instant, p *peer, d *dest, m *peerv1.GrantReply) 
 	}
 	d.bound, d.claimed = now, true
 	if !p.up {
-		d.Partner = now + d.partner // said just before it went out of reach
+		d.MatchBy = now + d.matchTimeout // said just before it went out of reach
 	}
-	ds.agenda.arm(d.t, min(d.Deadline, d.Partner))
+	ds.agenda.arm(d.t, min(d.Deadline, d.MatchBy))
 	ds.tryCommit(now, d)
 	return nil
 }

@@ -24,8 +24,8 @@ func sourcesInOrder(all iter.Seq[*source]) []*source {
 	return slices.SortedFunc(all, func(a, b *source) int { return compareLeases(a.ID, b.ID) })
 }
 
-func awaitsInOrder(all iter.Seq[*await]) []*await {
-	return slices.SortedFunc(all, func(a, b *await) int { return cmp.Compare(a.id, b.id) })
+func queriesInOrder(all iter.Seq[*query]) []*query {
+	return slices.SortedFunc(all, func(a, b *query) int { return cmp.Compare(a.id, b.id) })
 }
 
 func workersInOrder(all iter.Seq[*worker]) []*worker {
@@ -36,8 +36,8 @@ func endpointsInOrder(all iter.Seq[*endpoint]) []*endpoint {
 	return slices.SortedFunc(all, func(a, b *endpoint) int { return cmp.Compare(a.addr, b.addr) })
 }
 
-func claimsInOrder(all iter.Seq[*claim]) []*claim {
-	return slices.SortedFunc(all, func(a, b *claim) int {
+func bindingsInOrder(all iter.Seq[*partBinding]) []*partBinding {
+	return slices.SortedFunc(all, func(a, b *partBinding) int {
 		return cmp.Or(compareLeases(a.in.id.Dest, b.in.id.Dest), cmp.Compare(a.part.Rank, b.part.Rank))
 	})
 }

@@ -14,7 +14,7 @@ import (
 type peers struct {
 	*core
 	byBoot map[transfer.Boot]*peer
-	counts [numNonsense]uint64 // of protocol violations
+	counts [numViolations]uint64 // of protocol violations
 }
 
 func newPeers(c *core) *peers { return &peers{core: c, byBoot: map[transfer.Boot]*peer{}} }
@@ -27,19 +27,19 @@ type peer struct {
 	boot    transfer.Boot
 	up      bool
 	met     bool // it was up
-	lanes   []*lane
+	lanes   []*laneState
 	rails   *spray.Peer
 	pending int
 	known   map[railID]bool // its rails: whether their links are down; nil: it has not said
 	limits  credit.Limits
 
-	places places
+	places localities
 
-	told  toldOf
-	dirty bool
-	rouse bool              // its lanes, as soon as there are any
-	ranks []Rank            // of the engine there that we heard of last; nil: suppose that it is as ours
-	load  map[string]uint64 // bytes of the parts that its ranks owe us, by rank
+	reported reportedSet
+	dirty    bool
+	hint     bool              // its lanes, as soon as there are any
+	ranks    []Rank            // of the engine there that we heard of last; nil: suppose that it is as ours
+	load     map[string]uint64 // bytes of the parts that its ranks owe us, by rank
 }
 
 // get returns the entry of a boot, a new one where there is none.
@@ -48,7 +48,7 @@ func (ps *peers) get(boot transfer.Boot) *peer {
 	if p == nil {
 		p = &peer{boot: boot, names: map[*endpoint]struct{}{}}
 		p.rails = ps.spray.Peer(boot, p)
-		p.rails.Tier = func(path spray.Path, at spray.Place) int { return p.places.tier(ps.cfg.Near, path, at) }
+		p.rails.Tier = func(path spray.Path, at spray.Place) int { return p.places.tier(ps.cfg.Distance, path, at) }
 		ps.byBoot[boot] = p
 	}
 	return p

@@ -14,8 +14,8 @@ import (
 type pending struct {
 	peer    *peer
 	key     transfer.Key
-	in      *inbound // nil: a question, or a decline
-	claim   *claim   // nil: the grant waits for any intent of its key
+	in      *inboundGrant // nil: a question, or a decline
+	claim   *partBinding  // nil: the grant waits for any intent of its key
 	decline *decline
 	token   uint64
 	gone    bool // the key has a tombstone: this is what to say when the time is over
@@ -26,9 +26,9 @@ type pending struct {
 func (mt *matcher) wait(now Instant, q *pending, ms uint32) {
 	p := q.peer
 	tomb, dead := mt.sources.tombs.Find(now, q.key)
-	hush := tomb.At + mt.cfg.TombstoneHush
+	graceEnd := tomb.At + mt.cfg.TombstoneGrace
 	switch {
-	case dead && (!tomb.Served || now >= hush):
+	case dead && (!tomb.Served || now >= graceEnd):
 		mt.refusePending(now, q, peerv1.GrantReply_GONE, "the source lease of this key is over")
 		return
 	case mt.draining:
@@ -41,7 +41,7 @@ func (mt *matcher) wait(now Instant, q *pending, ms uint32) {
 		mt.refusePending(now, q, peerv1.GrantReply_LIMIT, fmt.Sprintf("%d grants and questions wait already", p.pending))
 		return
 	}
-	end := now + mt.cfg.Partner
+	end := now + mt.cfg.MatchTimeout
 	if ms > 0 {
 		end = now + min(Instant(ms)*1e6, MaxDeadline)
 	}
@@ -52,9 +52,9 @@ func (mt *matcher) wait(now Instant, q *pending, ms uint32) {
 		}
 		end = min(end, mt.workers.vacated+vacantWait)
 	}
-	if dead && hush < end {
+	if dead && graceEnd < end {
 		// A prompt list with equal prompts: another intent may be about to come.
-		end, q.gone = hush, true
+		end, q.gone = graceEnd, true
 	}
 	p.pending++
 	mt.pendingOf.add(p.boot, q)
@@ -173,7 +173,7 @@ func (mt *matcher) keyGone(now Instant, k transfer.Key, reason string) {
 	}
 }
 
-func (mt *matcher) released(c *claim) { mt.forget(c.in) }
+func (mt *matcher) released(c *partBinding) { mt.forget(c.in) }
 
 // wake looks again at what waits for a key.
 func (mt *matcher) wake(now Instant, k transfer.Key) {

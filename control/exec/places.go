@@ -20,13 +20,13 @@ const (
 )
 
 // places are those of one peer. The zero value is ready.
-type places struct {
+type localities struct {
 	byName map[string]spray.Place
-	list   []place // list[i] is place i+1
-	turn   int     // of list, to be used for something else
+	list   []locality // list[i] is place i+1
+	turn   int        // of list, to be used for something else
 }
 
-type place struct {
+type locality struct {
 	name   string
 	w      *connector.Worker // of the source
 	remote map[railID]uint8
@@ -34,7 +34,7 @@ type place struct {
 }
 
 // moves counts flows in and out of a place.
-func (p *places) moves(at spray.Place, by int) {
+func (p *localities) moves(at spray.Place, by int) {
 	if at != 0 {
 		p.list[at-1].flows += by
 	}
@@ -42,7 +42,7 @@ func (p *places) moves(at spray.Place, by int) {
 
 // tiersOf says how near our rails are to the memory of a worker; nothing where all are as near.
 func (rs *rails) tiersOf(ws *worker) []*peerv1.RailTier {
-	if rs.cfg.Near == nil {
+	if rs.cfg.Distance == nil {
 		return nil
 	}
 	if ws.tiersOf == rs.version+1 {
@@ -56,7 +56,7 @@ func (rs *rails) tiersOf(ws *worker) []*peerv1.RailTier {
 	slices.SortFunc(ids, railID.Compare)
 	differ := false
 	for _, id := range ids[:min(len(ids), maxRailTiers)] {
-		if t := rs.cfg.Near(ws.w, id.Transport, id.Name); t > 0 && t <= maxTier {
+		if t := rs.cfg.Distance(ws.w, id.Transport, id.Name); t > 0 && t <= maxTier {
 			ws.tiers = append(ws.tiers, &peerv1.RailTier{Transport: id.Transport, Rail: id.Name, Tier: uint32(t)})
 			differ = differ || uint32(t) != ws.tiers[0].Tier
 		}
@@ -70,11 +70,11 @@ func (rs *rails) tiersOf(ws *worker) []*peerv1.RailTier {
 // place names where the memory of a grant lies: that of w here, and there what is as near to the peer's rails as tiers say. Past
 // spray.MaxPlaces it is unknown.
 func (rs *rails) place(p *peer, w *connector.Worker, tiers []*peerv1.RailTier) spray.Place {
-	if rs.cfg.Near == nil && len(tiers) == 0 {
+	if rs.cfg.Distance == nil && len(tiers) == 0 {
 		return 0
 	}
 	if len(tiers) > maxRailTiers {
-		rs.peers.complain(p, BadTier, "a grant with the tiers of %d rails: at most %d are looked at", len(tiers), maxRailTiers)
+		rs.peers.logViolation(p, BadTier, "a grant with the tiers of %d rails: at most %d are looked at", len(tiers), maxRailTiers)
 		tiers = tiers[:maxRailTiers]
 	}
 	remote := map[railID]uint8{}
@@ -85,10 +85,10 @@ func (rs *rails) place(p *peer, w *connector.Worker, tiers []*peerv1.RailTier) s
 		_, known := p.known[id]
 		switch {
 		case p.known != nil && !known:
-			rs.peers.complain(p, BadTier, "the tier of rail %.64q: the peer has named no such rail of %.64q", id.Name, id.Transport)
+			rs.peers.logViolation(p, BadTier, "the tier of rail %.64q: the peer has named no such rail of %.64q", id.Name, id.Transport)
 			continue
 		case t.GetTier() < 1 || t.GetTier() > maxTier:
-			rs.peers.complain(p, BadTier, "rail %.64q: tier %d: 1 to %d", id.Name, t.GetTier(), maxTier)
+			rs.peers.logViolation(p, BadTier, "rail %.64q: tier %d: 1 to %d", id.Name, t.GetTier(), maxTier)
 			continue
 		}
 		remote[id] = uint8(t.GetTier())
@@ -99,7 +99,7 @@ func (rs *rails) place(p *peer, w *connector.Worker, tiers []*peerv1.RailTier) s
 	}
 	at := p.places.free(p.rails)
 	if at != 0 {
-		p.places.list[at-1] = place{name: name.String(), w: w, remote: remote}
+		p.places.list[at-1] = locality{name: name.String(), w: w, remote: remote}
 		p.places.byName[name.String()] = at
 	}
 	return at
@@ -107,12 +107,12 @@ func (rs *rails) place(p *peer, w *connector.Worker, tiers []*peerv1.RailTier) s
 
 // free returns a place that no flow is at; 0: there is none. Rails come and go, and each change makes
 // another place of the same memory.
-func (p *places) free(rails *spray.Peer) spray.Place {
+func (p *localities) free(rails *spray.Peer) spray.Place {
 	if p.byName == nil {
 		p.byName = map[string]spray.Place{}
 	}
 	if len(p.list) < spray.MaxPlaces-1 {
-		p.list = append(p.list, place{})
+		p.list = append(p.list, locality{})
 		return spray.Place(len(p.list))
 	}
 	for range p.list {
@@ -130,7 +130,7 @@ func (p *places) free(rails *spray.Peer) spray.Place {
 
 // tier is how far a pair of rails is from the memory at a place, the farther end of the two. Package
 // spray asks for it once per pair and place.
-func (p *places) tier(near func(w *connector.Worker, transport, rail string) int, path spray.Path, at spray.Place) int {
+func (p *localities) tier(near func(w *connector.Worker, transport, rail string) int, path spray.Path, at spray.Place) int {
 	if int(at) > len(p.list) || at == 0 {
 		return 0
 	}

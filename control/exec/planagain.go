@@ -11,11 +11,11 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Described says that the planner knows a layout of a peer now, or why it cannot. A peer that does not answer (ErrAway) may only have died:
+// Described says that the planner knows a layout of a peer now, or why it cannot. A peer that does not answer (ErrNoAnswer) may only have died:
 // it is asked again for as long as a partner may be missing, or until it is known to be gone.
 func (e *Exec) Described(now Instant, boot transfer.Boot, geometry [32]byte, err error) {
 	name := described{boot, geometry}
-	if w := e.layouts.asked[name]; w != nil && errors.Is(err, ErrAway) && now < w.end && e.peers.byBoot[boot] != nil && e.needed(w) {
+	if w := e.layouts.asked[name]; w != nil && errors.Is(err, ErrNoAnswer) && now < w.end && e.peers.byBoot[boot] != nil && e.needed(w) {
 		e.agenda.arm(w.retry, now+connectRetry)
 		return
 	}
@@ -58,7 +58,7 @@ func (e *Exec) planAgain(now Instant, name described, err error) {
 			e.dests.grant(now, d)
 		}
 	}
-	for _, c := range claimsInOrder(maps.Keys(w.claims)) {
+	for _, c := range bindingsInOrder(maps.Keys(w.claims)) {
 		c.answered()
 		switch {
 		case e.match.grants[c.in.id] != c.in || c.in.over || c.src != nil || c.wait != nil:
@@ -80,6 +80,6 @@ func (e *Exec) undescribed(now Instant, boot transfer.Boot) {
 	}
 	slices.SortFunc(all, func(a, b described) int { return bytes.Compare(a.geometry[:], b.geometry[:]) })
 	for _, name := range all {
-		e.planAgain(now, name, ErrAway)
+		e.planAgain(now, name, ErrNoAnswer)
 	}
 }

@@ -44,7 +44,7 @@ func (rs *rails) setPeer(now Instant, boot transfer.Boot, rails []Rail) {
 		return // it is gone
 	}
 	if len(rails) > maxRails {
-		rs.peers.complain(p, BadRails, "%d rails: at most %d are kept, not %.64q and what follows", len(rails), maxRails, rails[maxRails].Name)
+		rs.peers.logViolation(p, BadRails, "%d rails: at most %d are kept, not %.64q and what follows", len(rails), maxRails, rails[maxRails].Name)
 	}
 	p.known = rs.change(now, p.rails, p.known, rails)
 	rs.dispatch.touch(p)

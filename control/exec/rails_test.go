@@ -40,7 +40,7 @@ func laned(t *testing.T, e *Exec, boot transfer.Boot, n int) {
 	e.PeerUp(0, "peer:1", boot)
 	for i := range n {
 		name := fmt.Sprint("r", i)
-		if err := e.LaneUp(0, LaneInfo{ID: uint64(100*int(boot[0]) + i), Peer: boot, Backend: "tcp", Local: name, Remote: name, SliceBytes: 1 << 20, MaxInFlight: 16, Tells: true}); err != nil {
+		if err := e.LaneUp(0, LaneInfo{ID: uint64(100*int(boot[0]) + i), Peer: boot, Backend: "tcp", Local: name, Remote: name, SliceBytes: 1 << 20, MaxInFlight: 16, ReportsAcked: true}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -92,7 +92,7 @@ func TestLinksOfRails(t *testing.T) {
 	// What is beyond the bound is left out by name, said once, and no rail that follows is the worse for it.
 	drained(e)
 	e.PeerRails(20*sec, peer, many)
-	said := only(t, drained(e), Complain)
+	said := only(t, drained(e), LogViolation)
 	if n := len(e.peers.byBoot[peer].known); n != maxRails {
 		t.Errorf("%d rails of a peer are known, want %d", n, maxRails)
 	}
@@ -100,7 +100,7 @@ func TestLinksOfRails(t *testing.T) {
 		t.Errorf("complaints: %+v, want %q", said, want)
 	}
 	e.PeerRails(21*sec, peer, many)
-	if said := only(t, drained(e), Complain); len(said) != 0 {
+	if said := only(t, drained(e), LogViolation); len(said) != 0 {
 		t.Errorf("said again: %+v", said)
 	}
 	for i, x := range []struct{ theirs, want string }{
@@ -156,7 +156,7 @@ func TestAbsurdCredits(t *testing.T) {
 				if err := e.Message(sec, peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Credit{Credit: &peerv1.Credit{Transport: transport, Rail: rail, Bytes: bytes}}}); err != nil {
 					t.Error(err)
 				}
-				return only(t, drained(e), Complain)
+				return only(t, drained(e), LogViolation)
 			}
 			given := func(now Instant) uint64 { return e.View(now).Rails.Pairs[0].Credit }
 			said := say("tcp", "r0", 1<<20)
@@ -317,7 +317,7 @@ func TestBreakersAreForgotten(t *testing.T) {
 // bounded, and those at which nothing is are used again.
 func TestPlaces(t *testing.T) {
 	near := map[string]int{"r0": 1, "r1": 3}
-	e := New(Config{Boot: transfer.Boot{9}, Transports: []string{"tcp"}, Near: func(_ *connector.Worker, _, rail string) int { return near[rail] }})
+	e := New(Config{Boot: transfer.Boot{9}, Transports: []string{"tcp"}, Distance: func(_ *connector.Worker, _, rail string) int { return near[rail] }})
 	boot := transfer.Boot{1}
 	laned(t, e, boot, 2)
 	known := []Rail{{Transport: "tcp", Name: "r0"}, {Transport: "tcp", Name: "r1"}}
@@ -334,12 +334,12 @@ func TestPlaces(t *testing.T) {
 		return &peerv1.RailTier{Transport: "tcp", Rail: rail, Tier: n}
 	}
 	at := e.rails.place(p, w, []*peerv1.RailTier{tier("r0", 2), tier("bogus", 1), tier("r1", 7)})
-	said := only(t, drained(e), Complain)
+	said := only(t, drained(e), LogViolation)
 	if len(said) != 1 || !strings.Contains(said[0].Text, `"bogus"`) {
 		t.Errorf("complaints: %+v", said)
 	}
 	for rail, want := range map[string]int{"r0": 2, "r1": 3} {
-		if got := p.places.tier(e.cfg.Near, spray.Path{Transport: "tcp", Local: rail, Remote: rail}, at); got != want {
+		if got := p.places.tier(e.cfg.Distance, spray.Path{Transport: "tcp", Local: rail, Remote: rail}, at); got != want {
 			t.Errorf("%s: tier %d, want %d", rail, got, want)
 		}
 	}

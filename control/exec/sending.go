@@ -7,25 +7,25 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// sendingState is what only the executor knows of a Sending.
-type sendingState struct {
+// sendPartState is what only the executor knows of a SendPart.
+type sendPartState struct {
 	src       *source
 	peer      *peer
-	claim     *claim
+	claim     *partBinding
 	state     sendState
 	version   uint32 // of the source's blocks that the origin has
 	live      bool   // bound: an origin exists
 	closed    bool
 	committed bool
 
-	flow    *spray.Flow
-	at      spray.Place
-	readyTo []uint32 // per segment: one past the last chunk released
-	stopped bool     // the receiver refuses, or the source is disowned: wait for the word that says why
-	lapse   *timer   // for that word, where the source is disowned
-	opened  Instant
-	early   uint64 // bytes landed before the last flag
-	moved   [maxRanks]uint64
+	flow        *spray.Flow
+	at          spray.Place
+	readyTo     []uint32 // per segment: one past the last chunk released
+	stopped     bool     // the receiver refuses, or the source is disowned: wait for the word that says why
+	revokeTimer *timer   // for that word, where the source is disowned
+	opened      Instant
+	early       uint64 // bytes landed before the last flag
+	moved       [maxRanks]uint64
 }
 
 type sendState uint8
@@ -36,7 +36,7 @@ const (
 )
 
 // prepare does what would keep the first layer waiting.
-func (ss *sources) prepare(snd *Sending) {
+func (ss *sources) prepare(snd *SendPart) {
 	s := snd.src
 	if !s.announced || s.finished {
 		return
@@ -44,17 +44,17 @@ func (ss *sources) prepare(snd *Sending) {
 	if s.blocks != nil { // after a preemption they come with the first layer
 		ss.bind(snd)
 	}
-	snd.peer.rouse = true
+	snd.peer.hint = true
 	ss.dispatch.touch(snd.peer)
 }
 
 // bind makes an origin of snd, whose epoch is known: that under which the bytes are read.
-func (ss *sources) bind(snd *Sending) {
+func (ss *sources) bind(snd *SendPart) {
 	if s := snd.src; !snd.live {
 		snd.live = true
 		snd.Lease, snd.Blocks, snd.version = s.ID, s.blocks, s.version
 		s.OriginOpened()
-		ss.emit(Bind).Sending = snd
+		ss.emit(Bind).SendPart = snd
 	}
 }
 
@@ -65,7 +65,7 @@ func sameTables(a, b [][]uint32) bool {
 }
 
 // release makes what layer l holds sendable.
-func (ss *sources) release(snd *Sending, l int) {
+func (ss *sources) release(snd *SendPart, l int) {
 	s := snd.src
 	if s.layers[l] == (layerState{}) {
 		return
@@ -73,7 +73,7 @@ func (ss *sources) release(snd *Sending, l int) {
 	ss.bind(snd)
 	if snd.version != s.version {
 		a := ss.emit(Update)
-		a.Sending, a.Blocks = snd, s.blocks
+		a.SendPart, a.Blocks = snd, s.blocks
 		snd.version = s.version
 	}
 	for _, seg := range snd.Plan.Feeds(l) {
@@ -122,7 +122,7 @@ func (ss *sources) result(now Instant, r *transport.Result) {
 	if !ok {
 		return
 	}
-	snd := end.Flow.Owner.(*Sending)
+	snd := end.Flow.Owner.(*SendPart)
 	ss.dispatch.touch(snd.peer)
 	if snd.state != sendOpen {
 		return
@@ -138,7 +138,7 @@ func (ss *sources) result(now Instant, r *transport.Result) {
 	}
 	switch r.Reason {
 	case transfer.ReasonDisowned, transfer.ReasonSourceGone:
-		ss.disowned(now, snd)
+		ss.invalidated(now, snd)
 	case transfer.ReasonUnknownSlot, transfer.ReasonStaleGen, transfer.ReasonRevoked:
 		// The receiver has closed the lease; its word is on the way.
 		snd.stop()
@@ -153,29 +153,29 @@ func (ss *sources) result(now Instant, r *transport.Result) {
 }
 
 // stop keeps a sending from giving anything more to lanes, until the word comes that says why.
-func (s *Sending) stop() {
+func (s *SendPart) stop() {
 	s.stopped = true
 	s.flow.Stop()
 }
 
-// disowned stops a sending whose source is no longer valid. The engine's record says why; if none comes, the receiver is
+// invalidated stops a sending whose source is no longer valid. The engine's record says why; if none comes, the receiver is
 // told to grant afresh.
-func (ss *sources) disowned(now Instant, snd *Sending) {
+func (ss *sources) invalidated(now Instant, snd *SendPart) {
 	if snd.stopped {
 		return
 	}
 	snd.stop()
-	snd.lapse = newTimer(func(now Instant) { ss.lose(now, snd, false, "the source blocks changed") })
-	ss.agenda.arm(snd.lapse, now+disownedWait)
+	snd.revokeTimer = newTimer(func(now Instant) { ss.lose(now, snd, false, "the source blocks changed") })
+	ss.agenda.arm(snd.revokeTimer, now+revokeWait)
 }
 
 // confirmFlights counts what is still on its way as moved: the commit has overtaken its confirmation.
-func (ss *sources) confirmFlights(snd *Sending) {
+func (ss *sources) confirmFlights(snd *SendPart) {
 	ss.spray.Unconfirmed(snd.flow, func(rank int, bytes uint64) { snd.moved[rank] += bytes })
 }
 
 // lose ends a sending because its bytes will not come, and tells the receiver.
-func (ss *sources) lose(now Instant, snd *Sending, final bool, reason string) {
+func (ss *sources) lose(now Instant, snd *SendPart, final bool, reason string) {
 	if snd.state != sendOpen {
 		return
 	}
@@ -185,7 +185,7 @@ func (ss *sources) lose(now Instant, snd *Sending, final bool, reason string) {
 }
 
 // endSending gives no slice of snd to a lane any more and closes its origin.
-func (ss *sources) endSending(now Instant, snd *Sending) {
+func (ss *sources) endSending(now Instant, snd *SendPart) {
 	if snd.state != sendOpen {
 		return
 	}
@@ -195,8 +195,8 @@ func (ss *sources) endSending(now Instant, snd *Sending) {
 	snd.flow.Close()
 	snd.peer.places.moves(snd.at, -1)
 	ss.dispatch.touch(snd.peer)
-	if snd.lapse != nil {
-		ss.agenda.disarm(snd.lapse)
+	if snd.revokeTimer != nil {
+		ss.agenda.disarm(snd.revokeTimer)
 	}
 	if snd.claim.snd == snd {
 		snd.claim.snd = nil
@@ -208,14 +208,14 @@ func (ss *sources) endSending(now Instant, snd *Sending) {
 	ss.originClosed(now, snd)
 }
 
-func (ss *sources) closeOrigin(snd *Sending) {
+func (ss *sources) closeOrigin(snd *SendPart) {
 	a := ss.emit(CloseOrigin)
-	a.Sending, a.Committed = snd, snd.committed
+	a.SendPart, a.Committed = snd, snd.committed
 }
 
 // OriginClosed is the acknowledgement of every backend that nobody reads through snd's origin any more, or the failure of
 // one, which is tried again.
-func (ss *sources) closed(now Instant, snd *Sending, err error) {
+func (ss *sources) closed(now Instant, snd *SendPart, err error) {
 	if snd.closed || snd.state != sendEnded {
 		return
 	}
@@ -228,7 +228,7 @@ func (ss *sources) closed(now Instant, snd *Sending, err error) {
 
 }
 
-func (ss *sources) originClosed(now Instant, snd *Sending) {
+func (ss *sources) originClosed(now Instant, snd *SendPart) {
 	snd.closed = true
 	ss.complete(now, snd.src)
 }
@@ -244,7 +244,7 @@ func (ss *sources) follow(ws *worker, by int) {
 }
 
 // SourceBroken says that a sending cannot be read at all: its tables or its memory are unusable.
-func (ss *sources) broken(now Instant, snd *Sending, reason string) {
+func (ss *sources) broken(now Instant, snd *SendPart, reason string) {
 	ss.lose(now, snd, true, reason)
 
 }

@@ -209,7 +209,7 @@ type simNode struct {
 
 // simLanding is the receiver's memory behind one grant.
 type simLanding struct {
-	l      *Landing
+	l      *ReceivePart
 	lease  *simLease
 	bitmap *transfer.Bitmap
 	claim  map[uint32]uint32 // chunk -> the latest attempt that came
@@ -309,11 +309,11 @@ func (n *simNode) perform(a *Action) {
 			n.event(func() {
 				p := s.byAddr[addr]
 				if addr == s.never {
-					n.ex.ConnectFailed(s.now, addr, fmt.Errorf("connect: %w", ErrNever))
+					n.ex.ConnectFailed(s.now, addr, fmt.Errorf("connect: %w", ErrNotPossible))
 					return
 				}
 				if p == nil || p.dead {
-					n.ex.ConnectFailed(s.now, addr, fmt.Errorf("connect: %w", ErrNobody))
+					n.ex.ConnectFailed(s.now, addr, fmt.Errorf("connect: %w", ErrNotListening))
 					return
 				}
 				if s.chance(s.faults) {
@@ -327,7 +327,7 @@ func (n *simNode) perform(a *Action) {
 	case Send:
 		n.send(a.Peer, a.Frame)
 	case Offer:
-		for _, l := range a.Landings {
+		for _, l := range a.ReceiveParts {
 			sl := &simLanding{l: l, lease: n.leases[l.Lease()], bitmap: transfer.NewBitmap(l.Plan.Space().NumChunks()),
 				claim: map[uint32]uint32{}}
 			sl.lease.content = make([]string, l.Plan.Space().NumChunks())
@@ -339,7 +339,7 @@ func (n *simNode) perform(a *Action) {
 		}
 		n.send(a.Peer, a.Frame)
 	case Fence:
-		l := a.Landing
+		l := a.ReceivePart
 		l.Grant.Revoke()
 		fail := s.chance(s.faults / 2)
 		s.after(s.delay(2*time.Millisecond), func() {
@@ -352,22 +352,22 @@ func (n *simNode) perform(a *Action) {
 			})
 		})
 	case Forget:
-		delete(n.grants, [2]any{a.Landing.Grant.Peer, a.Landing.Grant.Slot})
+		delete(n.grants, [2]any{a.ReceivePart.Grant.Peer, a.ReceivePart.Grant.Slot})
 	case Bind:
 		n.bound++
-		if l := n.leases[a.Sending.Lease]; l != nil && l.done != nil {
+		if l := n.leases[a.SendPart.Lease]; l != nil && l.done != nil {
 			s.fatalf("an origin is bound to a lease that is complete")
 		}
-		if !n.follow[a.Sending.Worker] {
+		if !n.follow[a.SendPart.Worker] {
 			s.fatalf("%s: an origin is bound, and nobody looks for its layers", n.addr)
 		}
-		a.Sending.Source = [2]any{n.leases[a.Sending.Lease], n.leases[a.Sending.Lease].version}
-		a.Sending.Origin.Source = &simSource{snd: a.Sending, table: a.Sending.Blocks}
+		a.SendPart.Source = [2]any{n.leases[a.SendPart.Lease], n.leases[a.SendPart.Lease].version}
+		a.SendPart.Origin.Source = &simSource{snd: a.SendPart, table: a.SendPart.Blocks}
 	case Update:
 		n.updated++
-		a.Sending.Origin.Source.(*simSource).table = a.Blocks
+		a.SendPart.Origin.Source.(*simSource).table = a.Blocks
 	case CloseOrigin:
-		snd := a.Sending
+		snd := a.SendPart
 		snd.Origin.Revoke()
 		fail := s.chance(s.faults / 2)
 		s.after(s.delay(2*time.Millisecond), func() {
@@ -379,7 +379,7 @@ func (n *simNode) perform(a *Action) {
 				}
 			})
 		})
-	case Rouse:
+	case WakeHint:
 		n.roused++
 	case Move:
 		n.move(a.Lane, append([]transport.Slice(nil), a.Slices...))
@@ -472,7 +472,7 @@ func (s *sim) lane(from, to *simNode, backend, rail string) {
 		from.lanes[l.id] = l
 		from.event(func() {
 			err := from.ex.LaneUp(s.now, LaneInfo{ID: l.id, Peer: to.boot, Backend: backend, Local: rail, Remote: rail,
-				SliceBytes: 2 * transfer.ChunkBytes, MaxInFlight: 4, Rouses: backend == "shm"})
+				SliceBytes: 2 * transfer.ChunkBytes, MaxInFlight: 4, WakeHints: backend == "shm"})
 			if err != nil {
 				s.fatalf("%v", err)
 			}
@@ -573,14 +573,14 @@ func (l *simLane) read(sl transport.Slice) {
 	s.after(s.delay(time.Millisecond), func() { l.land(sl, read, valid) })
 }
 
-func sendingOf(sl transport.Slice) *Sending {
+func sendingOf(sl transport.Slice) *SendPart {
 	return sl.Origin.Source.(*simSource).snd
 }
 
 // simSource only leads from an origin to its sending.
 type simSource struct {
 	transport.Source
-	snd   *Sending
+	snd   *SendPart
 	table [][]uint32
 }
 

@@ -20,7 +20,7 @@ type sources struct {
 	count  int
 	byKey  map[transfer.Key][]*source       // open ones
 	byXfer map[transfer.XferID]requestCount // of open ones
-	tombs  *lease.Tombs
+	tombs  *lease.Tombstones
 }
 
 // sourceObserver is the part that brings grants and source leases together.
@@ -30,7 +30,7 @@ type sourceObserver interface {
 	// allHeld follows when every request of a transfer is finished.
 	allHeld(now Instant, x transfer.XferID)
 	// released follows when a lease that is over serves c no more.
-	released(c *claim)
+	released(c *partBinding)
 	// keyGone follows when the last lease of k has failed.
 	keyGone(now Instant, k transfer.Key, reason string)
 }
@@ -41,7 +41,7 @@ type requestCount struct{ open, held int }
 func newSources(c *core, dp *dispatcher, wk *workers) *sources {
 	return &sources{core: c, dispatch: dp, workers: wk, byKey: map[transfer.Key][]*source{},
 		byXfer: map[transfer.XferID]requestCount{},
-		tombs:  lease.NewTombs(lease.MaxTombstones, c.cfg.TombstoneAge)}
+		tombs:  lease.NewTombstones(lease.MaxTombstones, c.cfg.TombstoneAge)}
 }
 
 // source is a source lease with what the executor adds to it.
@@ -52,8 +52,8 @@ type source struct {
 	blocks  [][]uint32
 	version uint32 // of blocks
 	layers  []layerState
-	sends   []*Sending // open ones
-	claims  []*claim   // of grants that it serves
+	sends   []*SendPart    // open ones
+	claims  []*partBinding // of grants that it serves
 	t       *timer
 
 	decided bool
@@ -99,7 +99,7 @@ func (ss *sources) open(now Instant, w *connector.Worker, in connector.Intent) {
 	s.ID, s.Key, s.Attempt = in.Lease, in.Key, in.Attempt
 	s.Fanout = min(max(in.Fanout, 1), lease.MaxFanout)
 	s.span = ss.span(in.Deadline)
-	s.Deadline, s.Partner = now+s.span, lease.Never
+	s.Deadline, s.MatchBy = now+s.span, lease.Never
 	s.t = newTimer(func(now Instant) { ss.due(now, s) })
 	ws.sources[in.Lease.ID] = s
 	ss.count++
@@ -110,11 +110,11 @@ func (ss *sources) open(now Instant, w *connector.Worker, in connector.Intent) {
 		n.held++
 	}
 	ss.byXfer[s.Key.Xfer] = n
-	ss.tombs.Raise(s.Key)
+	ss.tombs.Remove(s.Key)
 	if in.Held {
-		s.Held, s.Partner = true, now+ss.cfg.Partner
+		s.Held, s.MatchBy = true, now+ss.cfg.MatchTimeout
 	}
-	ss.agenda.arm(s.t, min(s.Deadline, s.Partner))
+	ss.agenda.arm(s.t, min(s.Deadline, s.MatchBy))
 	ss.observer.sourceOpened(now, s.Key)
 
 }
@@ -125,9 +125,9 @@ func (ss *sources) hold(now Instant, w *connector.Worker, id uint64) {
 	if s == nil || s.Held || s.decided {
 		return
 	}
-	s.Held, s.Partner = true, now+ss.cfg.Partner
+	s.Held, s.MatchBy = true, now+ss.cfg.MatchTimeout
 	s.extend(now)
-	ss.agenda.arm(s.t, min(s.Deadline, s.Partner))
+	ss.agenda.arm(s.t, min(s.Deadline, s.MatchBy))
 	n := ss.byXfer[s.Key.Xfer]
 	n.held++
 	ss.byXfer[s.Key.Xfer] = n
@@ -152,20 +152,20 @@ func (ss *sources) due(now Instant, s *source) {
 	switch {
 	case now >= s.Deadline:
 		ss.close(now, s, StatusExpired, withTrouble("the deadline passed", s.trouble), true)
-	case now >= s.Partner:
+	case now >= s.MatchBy:
 		// Nobody new may come; those who are here finish.
-		s.Partner = lease.Never
+		s.MatchBy = lease.Never
 		if s.Narrow() {
 			if s.Served > 0 {
 				ss.close(now, s, StatusOK, fmt.Sprintf("%d of %d partners came", s.Served, s.in.Fanout), true)
 			} else {
-				ss.close(now, s, StatusExpired, withTrouble(fmt.Sprintf("no partner came within %v", ss.cfg.Partner), s.trouble), true)
+				ss.close(now, s, StatusExpired, withTrouble(fmt.Sprintf("no partner came within %v", ss.cfg.MatchTimeout), s.trouble), true)
 			}
 			return
 		}
 		ss.agenda.arm(s.t, s.Deadline)
 	default:
-		ss.agenda.arm(s.t, min(s.Deadline, s.Partner))
+		ss.agenda.arm(s.t, min(s.Deadline, s.MatchBy))
 	}
 }
 
@@ -241,7 +241,7 @@ func (ss *sources) close(now Instant, s *source, status uint16, reason string, f
 	} else {
 		delete(ss.byKey, s.Key)
 		if final {
-			ss.tombs.Bury(now, s.Key, status == StatusOK)
+			ss.tombs.Add(now, s.Key, status == StatusOK)
 		}
 	}
 	n := ss.byXfer[s.Key.Xfer]

@@ -54,7 +54,7 @@ func checkGrant(m *peerv1.Grant) error {
 	}
 	ranks, slots := make(map[string]bool, len(m.Parts)), make(map[uint32]bool, len(m.Parts))
 	for i, p := range m.Parts {
-		bad := func(what Nonsense, v string) error { return wrong(what, "parts[%d].%s = %s", i, what, v) }
+		bad := func(what Violation, v string) error { return wrong(what, "parts[%d].%s = %s", i, what, v) }
 		switch {
 		case p.GetRank() == "" || len(p.Rank) > maxRankBytes || ranks[p.Rank]:
 			return bad(BadRank, fmt.Sprintf("%.80q: want each rank once, in 1 to %d bytes", p.GetRank(), maxRankBytes))

@@ -18,7 +18,7 @@ type worker struct {
 	tiersOf int                // the list of rails that they are of
 	sources map[uint64]*source
 	dests   map[uint64]*dest
-	sends   int // open Sendings from its memory
+	sends   int // open SendParts from its memory
 	gone    bool
 }
 

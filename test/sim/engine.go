@@ -388,7 +388,7 @@ func (s *source) ReadWord(chunk uint32) uint64 {
 type sink struct {
 	s      *sidecar
 	l      *lease
-	land   *exec.Landing
+	land   *exec.ReceivePart
 	plan   *plan
 	bitmap *transfer.Bitmap
 	fenced bool

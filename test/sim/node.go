@@ -54,7 +54,7 @@ type sidecar struct {
 	dials   map[uint64]*dial  // by lane, of those that this process opened
 	dialled []*dial           // all of them
 	grants  map[bindName]*sink
-	origins map[bindName]*exec.Sending
+	origins map[bindName]*exec.SendPart
 	pipes   map[transfer.Boot]*pipe
 	over    map[transfer.Boot]bool // boots of peers that were superseded
 	moving  map[uint64]bool        // slices that were given to lanes and have not ended, by cookie
@@ -106,7 +106,7 @@ func (n *Node) start() {
 	c := n.c
 	s := &sidecar{c: c, n: n, boot: c.boot(), tickAt: -1, lanes: map[uint64]transport.Lane{}, asked: map[uint64]uint64{},
 		dials: map[uint64]*dial{}, grants: map[bindName]*sink{},
-		origins: map[bindName]*exec.Sending{}, pipes: map[transfer.Boot]*pipe{}, over: map[transfer.Boot]bool{}, moving: map[uint64]bool{},
+		origins: map[bindName]*exec.SendPart{}, pipes: map[transfer.Boot]*pipe{}, over: map[transfer.Boot]bool{}, moving: map[uint64]bool{},
 		owners: map[transfer.LeaseID]*lease{}, turns: map[transfer.Boot]*turns{}, planner: planner{map[[32]byte]bool{}}}
 	n.side = s
 	s.backend = n.Host.Backend()
@@ -342,7 +342,7 @@ func (s *sidecar) perform(a *exec.Action) {
 	case exec.Offer:
 		s.offer(a)
 	case exec.Fence:
-		l := a.Landing
+		l := a.ReceivePart
 		l.Grant.Revoke()
 		s.later(c.F.Jitter(c.cfg.Fence), func() {
 			err := s.fails()
@@ -357,16 +357,16 @@ func (s *sidecar) perform(a *exec.Action) {
 			s.twice(done)
 		})
 	case exec.Forget:
-		delete(s.grants, bindName{a.Landing.Grant.Peer, a.Landing.Grant.Slot})
+		delete(s.grants, bindName{a.ReceivePart.Grant.Peer, a.ReceivePart.Grant.Slot})
 	case exec.Bind:
-		x := a.Sending
+		x := a.SendPart
 		l := s.owner(x.Lease)
 		src := &source{s: s, l: l, plan: x.Plan.(*plan), epoch: x.Lease.Epoch}
 		l.sources = append(l.sources, src)
 		x.Origin.Source, x.Source = src, src
 		s.origins[bindName{x.Origin.Peer, x.Origin.Slot}] = x
 	case exec.CloseOrigin:
-		x := a.Sending
+		x := a.SendPart
 		x.Origin.Revoke()
 		s.later(c.F.Jitter(c.cfg.Fence), func() {
 			err := s.fails()
@@ -399,7 +399,7 @@ func (s *sidecar) perform(a *exec.Action) {
 }
 
 func (s *sidecar) offer(a *exec.Action) {
-	for i, land := range a.Landings {
+	for i, land := range a.ReceiveParts {
 		name := bindName{land.Grant.Peer, land.Grant.Slot}
 		if s.grants[name] != nil {
 			s.c.violation("%s: slot %d %s", s.n.addr, land.Grant.Slot, brokeSlot)
@@ -460,7 +460,7 @@ func (s *sidecar) describe(peer transfer.Boot, geometry [32]byte) {
 	s.later(s.c.cfg.Handshake+s.c.F.Jitter(s.c.cfg.Handshake), func() {
 		var err error
 		if p := s.pipes[peer]; p == nil || p.to == nil || p.to.dead {
-			err = fmt.Errorf("sim: describe: %w", exec.ErrAway)
+			err = fmt.Errorf("sim: describe: %w", exec.ErrNoAnswer)
 		} else {
 			s.planner.known[geometry] = true
 		}
@@ -626,7 +626,7 @@ func (h host) LaneUp(l transport.Lane) {
 	s.event(func(now exec.Instant) {
 		err := s.ex.LaneUp(now, exec.LaneInfo{ID: l.ID(), Peer: l.Peer(), Backend: l.Backend(), Local: l.Local(), Remote: l.Remote(),
 			Gbps: s.gbps(l.Local()), SliceBytes: s.backend.Caps().SliceBytes, MaxInFlight: l.MaxInFlight(),
-			Tells: s.backend.Caps().Tells, Way: way(l)})
+			ReportsAcked: s.backend.Caps().Tells, RTT: way(l)})
 		if err != nil {
 			s.c.violation("%s: lane %d is refused: %v", s.n.addr, l.ID(), err)
 		}
