@@ -89,9 +89,9 @@ const sameRelease = "bytes would come to other places; run one release of kvspra
 
 // planPart plans what a part wants of s. What both sides compute for themselves must come out the
 // same.
-func (mt *matcher) planPart(c *partBinding, s *source) (Plan, error) {
+func planPart(planner Planner, c *partBinding, s *source) (Plan, error) {
 	m, part := c.in.msg, c.part
-	if ours := mt.cfg.Planner.Version(); m.PlanVersion != ours {
+	if ours := planner.Version(); m.PlanVersion != ours {
 		return nil, otherVersion(m.PlanVersion, ours)
 	}
 	of := func(field string) string { return "parts[" + part.Rank + "]." + field }
@@ -108,7 +108,7 @@ func (mt *matcher) planPart(c *partBinding, s *source) (Plan, error) {
 			"the engines count the prompt's tokens otherwise; "+
 				"run one release of the plug-in on both sides")
 	}
-	plan, err := mt.cfg.Planner.Send(s.ws.w, m, part)
+	plan, err := planner.Send(s.ws.w, m, part)
 	if err != nil {
 		return nil, err
 	}

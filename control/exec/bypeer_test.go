@@ -80,8 +80,8 @@ func TestLossOfAllPeers(t *testing.T) {
 		for _, f := range only(t, drained(e), Fence) {
 			e.FenceDone(now, f.ReceivePart, nil)
 		}
-		if open, _ := e.Open(); over && open == 0 && len(e.dests.byPeer)+len(e.match.grantsOf)+len(e.match.pendingOf) != 0 {
-			t.Errorf("nothing is open, and %d boots have entries", len(e.dests.byPeer)+len(e.match.grantsOf)+len(e.match.pendingOf))
+		if open, _ := e.Open(); over && open == 0 && len(e.dests.byPeer)+len(e.match.grantsOf)+len(e.match.pending.byPeer) != 0 {
+			t.Errorf("nothing is open, and %d boots have entries", len(e.dests.byPeer)+len(e.match.grantsOf)+len(e.match.pending.byPeer))
 		}
 	}
 }

@@ -14,8 +14,8 @@ import (
 // PeerUp says that the sidecar at addr answers and is boot. addr may be empty where it called us.
 func (e *Exec) PeerUp(now Instant, addr string, boot transfer.Boot) {
 	p := e.peers.get(boot)
-	if !p.up {
-		p.up, p.met = true, true
+	if !p.up() {
+		p.link = peerUp
 		for _, d := range e.dests.grantedTo(boot) {
 			if d.State == lease.DestLanding {
 				d.MatchBy = lease.Never
@@ -35,7 +35,7 @@ func (e *Exec) PeerUp(now Instant, addr string, boot transfer.Boot) {
 		}
 		if old := ep.peer; old != p {
 			e.endpoints.leads(ep, p)
-			if old != nil && !old.up {
+			if old != nil && !old.up() {
 				e.dests.moveOn(now, ep, old)
 			}
 		}
@@ -115,7 +115,9 @@ func (e *Exec) PeerDown(now Instant, boot transfer.Boot, over bool) {
 	if p == nil {
 		return
 	}
-	p.up = false
+	if p.link == peerUp {
+		p.link = peerDown
+	}
 	if over {
 		e.forgetPeer(now, p)
 	}
@@ -162,5 +164,5 @@ func (e *Exec) forgetPeer(now Instant, p *peer) {
 		e.endpoints.reach(now, ep)
 		e.endpoints.drop(ep)
 	}
-	e.match.dropPendingOf(p)
+	e.match.pending.dropOf(p)
 }

@@ -42,8 +42,8 @@ func TestReceiverCannotPlan(t *testing.T) {
 		late := p.intent(pw, 2, testKey(2, 1), 64, 1, 30*sec)
 		s.until("the late source's end", sec, func() bool { return late.done != nil })
 		wantStatus(t, late, StatusFailed)
-		if len(p.ex.match.pending) != 0 {
-			t.Errorf("%d words wait for nothing", len(p.ex.match.pending))
+		if len(p.ex.match.pending.byKey) != 0 {
+			t.Errorf("%d words wait for nothing", len(p.ex.match.pending.byKey))
 		}
 	}
 }
@@ -156,8 +156,8 @@ func TestTeamsDecline(t *testing.T) {
 	if err := tg.ex.Message(4, tg.peer, decline(2)); err != nil {
 		t.Fatal(err)
 	}
-	if done := tg.completed(); len(done) != 2 || done[0].Status != StatusFailed || !strings.Contains(done[1].Reason, "plan") || len(tg.ex.match.pending) != 0 {
-		t.Errorf("%+v, %d wait", done, len(tg.ex.match.pending))
+	if done := tg.completed(); len(done) != 2 || done[0].Status != StatusFailed || !strings.Contains(done[1].Reason, "plan") || len(tg.ex.match.pending.byKey) != 0 {
+		t.Errorf("%+v, %d wait", done, len(tg.ex.match.pending.byKey))
 	}
 }
 
@@ -173,7 +173,7 @@ func TestHostileDeclines(t *testing.T) {
 	} {
 		tg := newTarget()
 		err := tg.ex.Message(3, tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: m}})
-		if err == nil || !strings.Contains(err.Error(), want) || len(tg.completed()) != 0 || len(tg.ex.match.pending) != 0 {
+		if err == nil || !strings.Contains(err.Error(), want) || len(tg.completed()) != 0 || len(tg.ex.match.pending.byKey) != 0 {
 			t.Errorf("%s: %v", want, err)
 		}
 	}
@@ -267,8 +267,8 @@ func TestSchedulerDeclines(t *testing.T) {
 			if wantStatus(t, src, StatusFailed); !strings.Contains(src.done.Reason, "aborted") {
 				t.Errorf("world %d, first %v: reason %q", world, first, src.done.Reason)
 			}
-			if len(p.ex.match.pending) != 0 {
-				t.Errorf("world %d, first %v: %d words wait for nothing", world, first, len(p.ex.match.pending))
+			if len(p.ex.match.pending.byKey) != 0 {
+				t.Errorf("world %d, first %v: %d words wait for nothing", world, first, len(p.ex.match.pending.byKey))
 			}
 		}
 	}
@@ -305,8 +305,8 @@ func TestSchedulerDeclinesEveryPrompt(t *testing.T) {
 		t.Errorf("another transfer ended: %+v", other.done)
 	}
 	s.rest(11 * sec)
-	if len(p.ex.match.pending) != 0 {
-		t.Errorf("%d words wait for ever", len(p.ex.match.pending))
+	if len(p.ex.match.pending.byKey) != 0 {
+		t.Errorf("%d words wait for ever", len(p.ex.match.pending.byKey))
 	}
 }
 

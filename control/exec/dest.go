@@ -167,7 +167,7 @@ func (ds *dests) due(now Instant, d *dest) {
 
 // timeOut says why nothing came in time.
 func (ds *dests) timeOut(d *dest) Cause {
-	if p := ds.peers.byBoot[d.Peer]; d.live != nil && (p == nil || !p.up) {
+	if p := ds.peers.byBoot[d.Peer]; d.live != nil && (p == nil || !p.up()) {
 		return ByPeerLost
 	}
 	return ByDeadline

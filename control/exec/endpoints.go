@@ -47,7 +47,7 @@ func (es *endpoints) get(addr string) *endpoint {
 }
 
 // reached reports whether what is sent there arrives.
-func (ep *endpoint) reached() bool { return ep.peer != nil && ep.peer.up }
+func (ep *endpoint) reached() bool { return ep.peer != nil && ep.peer.up() }
 
 // wanted reports whether anybody waits for it to be reached.
 func (ep *endpoint) wanted() bool { return len(ep.waiting)+len(ep.queries)+len(ep.queuedRevokes) > 0 }

@@ -72,7 +72,7 @@ func (e *Exec) LaneUp(now Instant, in LaneInfo) error {
 // LaneDown removes a lane. What it still held ends through Results, before or after.
 func (e *Exec) LaneDown(now Instant, id uint64) {
 	p := e.dispatch.down(now, id)
-	if p != nil && !p.met && len(p.lanes) == 0 && e.peers.byBoot[p.boot] == p {
+	if p != nil && p.link == peerUnmet && len(p.lanes) == 0 && e.peers.byBoot[p.boot] == p {
 		e.forgetPeer(now, p) // it was gone before its last lane came up
 	}
 	e.assign(now)

@@ -741,9 +741,9 @@ func randomSchedule(t *testing.T, seed uint64) {
 		if dests, sources := n.ex.Open(); dests+sources != 0 {
 			s.fatalf("seed %d: %s has %d and %d leases open", seed, n.addr, dests, sources)
 		}
-		if len(n.ex.match.grants)+len(n.ex.layouts.asked)+len(n.ex.match.comparing)+len(n.ex.match.pending)+len(n.ex.sources.byKey)+len(n.ex.sources.byXfer) != 0 || n.ex.spray.Flights() != 0 && faults == 0 {
+		if len(n.ex.match.grants)+len(n.ex.layouts.asked)+len(n.ex.match.comparing)+len(n.ex.match.pending.byKey)+len(n.ex.sources.byKey)+len(n.ex.sources.byXfer) != 0 || n.ex.spray.Flights() != 0 && faults == 0 {
 			s.fatalf("seed %d: %s keeps %d grants, %d descriptions, %d pending, %d keys, %d flights", seed, n.addr, len(n.ex.match.grants), len(n.ex.layouts.asked),
-				len(n.ex.match.pending), len(n.ex.sources.byKey), n.ex.spray.Flights())
+				len(n.ex.match.pending.byKey), len(n.ex.sources.byKey), n.ex.spray.Flights())
 		}
 	}
 	if faults == 0 && good == 0 {

@@ -319,7 +319,7 @@ func TestReplaysAndStaleFrames(t *testing.T) {
 		if gives, replies := say(f.from, f.f); gives != 0 || len(replies) != 0 {
 			t.Errorf("%s: %d actions, %v", name, gives, replies)
 		}
-		if in.claims[0].snd != snd || snd.state == sendEnded || len(tg.ex.match.grants) != 1 {
+		if in.claims[0].snd != snd || !snd.state.open() || len(tg.ex.match.grants) != 1 {
 			t.Fatalf("%s: the transfer under way is gone", name)
 		}
 	}
@@ -374,8 +374,8 @@ func TestWaitingIsBounded(t *testing.T) {
 			}
 		}
 	}
-	if refused != 92 || len(tg.ex.match.grants) != 8 || len(tg.ex.match.pending) != 8 {
-		t.Errorf("%d refused, %d kept, %d wait: want 92, 8, 8", refused, len(tg.ex.match.grants), len(tg.ex.match.pending))
+	if refused != 92 || len(tg.ex.match.grants) != 8 || len(tg.ex.match.pending.byKey) != 8 {
+		t.Errorf("%d refused, %d kept, %d wait: want 92, 8, 8", refused, len(tg.ex.match.grants), len(tg.ex.match.pending.byKey))
 	}
 }
 
@@ -526,14 +526,14 @@ func FuzzMessage(f *testing.F) {
 			}
 			b = b[2+n:]
 		}
-		if n := len(tg.ex.match.grants); n > frames || len(tg.ex.match.pending) > 8 || len(tg.ex.dests.byID) != 0 || len(tg.ex.layouts.asked)+len(tg.ex.match.comparing) > frames || len(tg.ex.peers.byBoot) > 2 {
-			t.Fatalf("%d frames: %d grants, %d keys wait, %d destinations, %d descriptions, %d peers", frames, n, len(tg.ex.match.pending), len(tg.ex.dests.byID),
+		if n := len(tg.ex.match.grants); n > frames || len(tg.ex.match.pending.byKey) > 8 || len(tg.ex.dests.byID) != 0 || len(tg.ex.layouts.asked)+len(tg.ex.match.comparing) > frames || len(tg.ex.peers.byBoot) > 2 {
+			t.Fatalf("%d frames: %d grants, %d keys wait, %d destinations, %d descriptions, %d peers", frames, n, len(tg.ex.match.pending.byKey), len(tg.ex.dests.byID),
 				len(tg.ex.layouts.asked)+len(tg.ex.match.comparing), len(tg.ex.peers.byBoot))
 		}
 		// All of it is over with its time.
 		tg.ex.Tick(MaxDeadline + 60*sec)
 		tg.drain()
-		if n := len(tg.ex.match.pending); n != 0 {
+		if n := len(tg.ex.match.pending.byKey); n != 0 {
 			t.Fatalf("%d keys wait forever", n)
 		}
 	})

@@ -26,9 +26,8 @@ type matcher struct {
 
 	grants    map[lease.GrantID]*inboundGrant // of peers, the newest of each destination lease
 	grantsOf  byPeer[*inboundGrant]
-	absents   map[engineLease]*inboundGrant // those whose sidecar is out of reach or gone
-	pending   map[transfer.Key][]*pending   // what waits for an intent
-	pendingOf byPeer[*pending]
+	absents   map[engineLease]*inboundGrant            // those whose sidecar is out of reach or gone
+	pending   *waitlist                                // what waits for an intent
 	comparing map[Comparison]map[*partBinding]struct{} // refusals that wait for their reason
 	refused   [numRefusals]uint64                      // grants refused so far
 }
@@ -36,8 +35,8 @@ type matcher struct {
 func newMatcher(c *core, e *Exec) *matcher {
 	return &matcher{core: c, sources: e.sources, layouts: e.layouts, rails: e.rails, peers: e.peers,
 		workers: e.workers, grants: map[lease.GrantID]*inboundGrant{}, grantsOf: byPeer[*inboundGrant]{},
-		absents: map[engineLease]*inboundGrant{}, pending: map[transfer.Key][]*pending{},
-		pendingOf: byPeer[*pending]{}, comparing: map[Comparison]map[*partBinding]struct{}{}}
+		absents: map[engineLease]*inboundGrant{}, pending: newWaitlist(c),
+		comparing: map[Comparison]map[*partBinding]struct{}{}}
 }
 
 // inbound is a grant of a peer: what one destination lease wants of an engine of ours, a claim on each of its ranks.
@@ -256,7 +255,7 @@ func (mt *matcher) bindClaim(now Instant, c *partBinding) bool {
 	var plan Plan
 	if c.gives() && !c.ended {
 		var err error
-		plan, err = mt.planPart(c, s)
+		plan, err = planPart(mt.cfg.Planner, c, s)
 		if unknown := (*UnknownLayout)(nil); errors.As(err, &unknown) {
 			if mt.full(c) || !mt.layouts.describe(now, in.peer, unknown, nil, c) {
 				mt.refuse(now, in, peerv1.GrantReply_LIMIT, "too many grants wait for layouts already")
@@ -305,7 +304,7 @@ func (mt *matcher) open(now Instant, c *partBinding, plan Plan) {
 	in, s, m := c.in, c.src, c.in.msg
 	snd := &SendPart{Worker: s.ws.w, Dest: in.id.Dest, Key: in.key, Prompt: m.Tokens, Skip: m.Skip, Tokens: c.part.TokensByTransport, Plan: plan}
 	snd.Origin.Peer, snd.Origin.Slot, snd.Origin.Gen = in.peer.boot, transfer.Slot(c.part.Slot), transfer.Gen(c.part.Gen)
-	snd.src, snd.peer, snd.claim, snd.opened = s, in.peer, c, now
+	snd.src, snd.peer, snd.binding, snd.opened = s, in.peer, c, now
 	var deadline Instant
 	if m.DeadlineMs > 0 {
 		deadline = now + min(time.Duration(m.DeadlineMs)*time.Millisecond, MaxDeadline)
@@ -358,7 +357,7 @@ func (mt *matcher) drop(in *inboundGrant) {
 	}
 	mt.present(in)
 	if in.wait != nil {
-		mt.dropPending(in.wait)
+		mt.pending.drop(in.wait)
 	}
 }
 
@@ -379,7 +378,7 @@ func (mt *matcher) forget(in *inboundGrant) {
 func (mt *matcher) suspend(now Instant, in *inboundGrant) {
 	for _, c := range in.claims {
 		if c.wait != nil {
-			mt.dropPending(c.wait)
+			mt.pending.drop(c.wait)
 		}
 		if c.snd != nil {
 			mt.sources.endSending(now, c.snd)
@@ -411,7 +410,7 @@ func (mt *matcher) endInbound(now Instant, in *inboundGrant, committed bool, why
 		case c.wait != nil && committed:
 			c.ended = true // a rank that gave nothing, and whose intent is late: its place is taken and given back when it comes
 		case c.wait != nil:
-			mt.dropPending(c.wait)
+			mt.pending.drop(c.wait)
 		}
 	}
 }

@@ -223,7 +223,7 @@ func (ds *dests) partBound(now Instant, p *peer, d *dest, m *peerv1.GrantReply) 
 		return err
 	}
 	d.bound, d.claimed = now, true
-	if !p.up {
+	if !p.up() {
 		d.MatchBy = now + d.matchTimeout // said just before it went out of reach
 	}
 	ds.agenda.arm(d.t, min(d.Deadline, d.MatchBy))

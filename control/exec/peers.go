@@ -17,6 +17,15 @@ type peers struct {
 	counts [numViolations]uint64 // of protocol violations
 }
 
+// peerLink is whether frames reach a peer.
+type peerLink uint8
+
+const (
+	peerUnmet peerLink = iota // its control lanes were never up
+	peerUp
+	peerDown // they were, and will be again if the peer returns
+)
+
 func newPeers(c *core) *peers { return &peers{core: c, byBoot: map[transfer.Boot]*peer{}} }
 
 // peer is one boot of another sidecar, or of ourselves.
@@ -25,8 +34,7 @@ type peer struct {
 	idle  []*endpoint            // of these, that nobody used when it was last looked at, the longest first; at most maxIdleNames
 
 	boot    transfer.Boot
-	up      bool
-	met     bool // it was up
+	link    peerLink
 	lanes   []*laneState
 	rails   *spray.Peer
 	pending int
@@ -41,6 +49,9 @@ type peer struct {
 	ranks    []Rank            // of the engine there that we heard of last; nil: suppose that it is as ours
 	load     map[string]uint64 // bytes of the parts that its ranks owe us, by rank
 }
+
+// up reports whether frames reach the peer.
+func (p *peer) up() bool { return p.link == peerUp }
 
 // get returns the entry of a boot, a new one where there is none.
 func (ps *peers) get(boot transfer.Boot) *peer {

@@ -10,18 +10,6 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// pending waits for an intent: a question, a grant, a part of one, or the word that there will be none.
-type pending struct {
-	peer    *peer
-	key     transfer.Key
-	in      *inboundGrant // nil: a question, or a decline
-	claim   *partBinding  // nil: the grant waits for any intent of its key
-	decline *decline
-	token   uint64
-	gone    bool // the key has a tombstone: this is what to say when the time is over
-	t       *timer
-}
-
 // wait keeps a grant, a part of one or a question until its intent comes.
 func (mt *matcher) wait(now Instant, q *pending, ms uint32) {
 	p := q.peer
@@ -56,16 +44,8 @@ func (mt *matcher) wait(now Instant, q *pending, ms uint32) {
 		// A prompt list with equal prompts: another intent may be about to come.
 		end, q.gone = graceEnd, true
 	}
-	p.pending++
-	mt.pendingOf.add(p.boot, q)
-	mt.pending[q.key] = append(mt.pending[q.key], q)
-	switch {
-	case q.claim != nil:
-		q.claim.wait = q
-	case q.in != nil:
-		q.in.wait = q
-	}
 	q.t = newTimer(func(now Instant) { mt.pendingDue(now, q) })
+	mt.pending.add(q)
 	mt.agenda.arm(q.t, end)
 }
 
@@ -102,7 +82,7 @@ func (mt *matcher) pendingDue(now Instant, q *pending) {
 }
 
 func (mt *matcher) refusePending(now Instant, q *pending, code peerv1.GrantReply_Code, message string) {
-	mt.dropPending(q)
+	mt.pending.drop(q)
 	if q.decline != nil {
 		return // nobody waits for an answer
 	}
@@ -120,44 +100,14 @@ func (mt *matcher) refusePending(now Instant, q *pending, code peerv1.GrantReply
 		Token: q.token, State: state, Message: message}}})
 }
 
-func (mt *matcher) dropPending(q *pending) {
-	if q.t == nil {
-		return
-	}
-	mt.agenda.disarm(q.t)
-	q.t = nil
-	q.peer.pending--
-	mt.pendingOf.remove(q.peer.boot, q)
-	switch {
-	case q.claim != nil:
-		q.claim.wait = nil
-	case q.in != nil:
-		q.in.wait = nil
-	}
-	if l := remove(mt.pending[q.key], q); len(l) > 0 {
-		mt.pending[q.key] = l
-	} else {
-		delete(mt.pending, q.key)
-	}
-}
-
-// dropPendingOf drops everything that waits for an intent on behalf of a peer.
-func (mt *matcher) dropPendingOf(p *peer) {
-	for q := range mt.pendingOf[p.boot] {
-		if q.peer == p {
-			mt.dropPending(q)
-		}
-	}
-}
-
 func (mt *matcher) sourceOpened(now Instant, k transfer.Key) {
 	mt.wake(now, k)
 	mt.wake(now, transfer.Key{Xfer: k.Xfer}) // declines of every prompt
 }
 
 func (mt *matcher) allHeld(now Instant, x transfer.XferID) {
-	for _, k := range keysInOrder(maps.Keys(mt.pending), x) {
-		for _, q := range slices.Clone(mt.pending[k]) {
+	for _, k := range keysInOrder(maps.Keys(mt.pending.byKey), x) {
+		for _, q := range slices.Clone(mt.pending.byKey[k]) {
 			if q.t != nil && !q.gone && mt.hopeless(q) {
 				mt.refusePending(now, q, peerv1.GrantReply_MISMATCH, mismatch)
 			}
@@ -166,7 +116,7 @@ func (mt *matcher) allHeld(now Instant, x transfer.XferID) {
 }
 
 func (mt *matcher) keyGone(now Instant, k transfer.Key, reason string) {
-	for _, q := range slices.Clone(mt.pending[k]) {
+	for _, q := range slices.Clone(mt.pending.byKey[k]) {
 		if q.t != nil {
 			mt.refusePending(now, q, peerv1.GrantReply_GONE, reason)
 		}
@@ -177,23 +127,23 @@ func (mt *matcher) released(c *partBinding) { mt.forget(c.in) }
 
 // wake looks again at what waits for a key.
 func (mt *matcher) wake(now Instant, k transfer.Key) {
-	for _, q := range slices.Clone(mt.pending[k]) {
+	for _, q := range slices.Clone(mt.pending.byKey[k]) {
 		switch {
 		case q.t == nil: // settled by one before it
 		case q.claim != nil:
 			if mt.bindClaim(now, q.claim) {
-				mt.dropPending(q)
+				mt.pending.drop(q)
 			}
 		case q.in != nil:
 			if mt.settle(now, q.in) {
-				mt.dropPending(q)
+				mt.pending.drop(q)
 			}
 		case q.decline != nil:
 			if mt.settleDecline(now, q) {
-				mt.dropPending(q)
+				mt.pending.drop(q)
 			}
 		case len(mt.sources.byKey[k]) > 0:
-			mt.dropPending(q)
+			mt.pending.drop(q)
 			mt.admit(q, mt.sources.byKey[k][0])
 		}
 	}

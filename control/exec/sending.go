@@ -11,34 +11,48 @@ import (
 type sendPartState struct {
 	src       *source
 	peer      *peer
-	claim     *partBinding
+	binding   *partBinding
 	state     sendState
 	version   uint32 // of the source's blocks that the origin has
-	live      bool   // bound: an origin exists
-	closed    bool
 	committed bool
 
 	flow        *spray.Flow
 	at          spray.Place
 	readyTo     []uint32 // per segment: one past the last chunk released
-	stopped     bool     // the receiver refuses, or the source is disowned: wait for the word that says why
-	revokeTimer *timer   // for that word, where the source is disowned
+	revokeTimer *timer   // ends a part whose source was invalidated
 	opened      Instant
 	early       uint64 // bytes landed before the last flag
 	moved       [maxRanks]uint64
 }
 
+// sendState is the state of a SendPart.
+//
+//	state    origin   slices  leaves by
+//	waiting  none     none    Bind: live; the end of the part: closed
+//	live     open     yes     stop: stopped; the end: closing
+//	stopped  open     none    the end: closing
+//	closing  closing  none    OriginClosed of every backend: closed
+//	closed   none     none
+//
+// A part is stopped when the receiver refuses its slices or its source was invalidated; a message of
+// the receiver, a record of the engine or revokeTimer then ends it.
 type sendState uint8
 
 const (
-	sendOpen sendState = iota
-	sendEnded
+	sendWaiting sendState = iota
+	sendLive
+	sendStopped
+	sendClosing
+	sendClosed
 )
+
+// open reports whether the part has not ended.
+func (s sendState) open() bool { return s < sendClosing }
 
 // prepare does what would keep the first layer waiting.
 func (ss *sources) prepare(snd *SendPart) {
 	s := snd.src
-	if !s.announced || s.finished {
+	if s.prefill != prefillAnnounced {
 		return
 	}
 	if s.blocks != nil { // after a preemption they come with the first layer
@@ -50,8 +64,8 @@ func (ss *sources) prepare(snd *SendPart) {
 
 // bind makes an origin of snd, whose epoch is known: that under which the bytes are read.
 func (ss *sources) bind(snd *SendPart) {
-	if s := snd.src; !snd.live {
-		snd.live = true
+	if s := snd.src; snd.state == sendWaiting {
+		snd.state = sendLive
 		snd.Lease, snd.Blocks, snd.version = s.ID, s.blocks, s.version
 		s.OriginOpened()
 		ss.emit(Bind).SendPart = snd
@@ -124,13 +138,13 @@ func (ss *sources) result(now Instant, r *transport.Result) {
 	}
 	snd := end.Flow.Owner.(*SendPart)
 	ss.dispatch.touch(snd.peer)
-	if snd.state != sendOpen {
+	if !snd.state.open() {
 		return
 	}
 	if r.Outcome == transfer.Landed {
 		if end.Fresh > 0 {
 			snd.moved[end.Rank] += end.Bytes
-			if !snd.src.finished {
+			if snd.src.prefill != prefillComplete {
 				snd.early += end.Bytes
 			}
 		}
@@ -154,14 +168,14 @@ func (ss *sources) result(now Instant, r *transport.Result) {
 
 // stop keeps a sending from giving anything more to lanes, until the word comes that says why.
 func (s *SendPart) stop() {
-	s.stopped = true
+	s.state = sendStopped
 	s.flow.Stop()
 }
 
 // invalidated stops a sending whose source is no longer valid. The engine's record says why; if none comes, the receiver is
 // told to grant afresh.
 func (ss *sources) invalidated(now Instant, snd *SendPart) {
-	if snd.stopped {
+	if snd.state == sendStopped {
 		return
 	}
 	snd.stop()
@@ -176,20 +190,21 @@ func (ss *sources) confirmFlights(snd *SendPart) {
 
 // lose ends a sending because its bytes will not come, and tells the receiver.
 func (ss *sources) lose(now Instant, snd *SendPart, final bool, reason string) {
-	if snd.state != sendOpen {
+	if !snd.state.open() {
 		return
 	}
 	ss.send(snd.peer.boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_SourceLost{SourceLost: &peerv1.SourceLost{
-		Destination: leaseMsg(snd.Dest), Source: leaseMsg(snd.src.ID), Final: final, Reason: reason, Gen: snd.claim.in.msg.Gen}}})
+		Destination: leaseMsg(snd.Dest), Source: leaseMsg(snd.src.ID), Final: final, Reason: reason, Gen: snd.binding.in.msg.Gen}}})
 	ss.endSending(now, snd)
 }
 
 // endSending gives no slice of snd to a lane any more and closes its origin.
 func (ss *sources) endSending(now Instant, snd *SendPart) {
-	if snd.state != sendOpen {
+	if !snd.state.open() {
 		return
 	}
-	snd.state = sendEnded
+	live := snd.state != sendWaiting
+	snd.state = sendClosing
 	snd.src.sends = remove(snd.src.sends, snd)
 	ss.follow(snd.src.ws, -1)
 	snd.flow.Close()
@@ -198,10 +213,10 @@ func (ss *sources) endSending(now Instant, snd *SendPart) {
 	if snd.revokeTimer != nil {
 		ss.agenda.disarm(snd.revokeTimer)
 	}
-	if snd.claim.snd == snd {
-		snd.claim.snd = nil
+	if snd.binding.snd == snd {
+		snd.binding.snd = nil
 	}
-	if snd.live {
+	if live {
 		ss.closeOrigin(snd)
 		return
 	}
@@ -216,7 +231,7 @@ func (ss *sources) closeOrigin(snd *SendPart) {
 // OriginClosed is the acknowledgement of every backend that nobody reads through snd's origin any more, or the failure of
 // one, which is tried again.
 func (ss *sources) closed(now Instant, snd *SendPart, err error) {
-	if snd.closed || snd.state != sendEnded {
+	if snd.state != sendClosing {
 		return
 	}
 	if err != nil {
@@ -229,7 +244,7 @@ func (ss *sources) closed(now Instant, snd *SendPart, err error) {
 }
 
 func (ss *sources) originClosed(now Instant, snd *SendPart) {
-	snd.closed = true
+	snd.state = sendClosed
 	ss.complete(now, snd.src)
 }
 

@@ -65,11 +65,19 @@ type source struct {
 	span      time.Duration // from the last word of the engine to the deadline
 	firstBind Instant
 	flagged   Instant // the last progress
-	announced bool    // layers are about to come, or come
-	finished  bool    // every layer is final
-	bytes     uint64  // committed
+	prefill   prefillState
+	bytes     uint64 // committed
 	last      Trace
 }
+
+// prefillState is how far the prefill of a source lease is. A preemption returns it to idle.
+type prefillState uint8
+
+const (
+	prefillIdle      prefillState = iota
+	prefillAnnounced              // a step was announced, and layers follow
+	prefillComplete               // every layer is final
+)
 
 type layerState struct {
 	tokens uint32
@@ -186,8 +194,8 @@ func (ss *sources) progress(now Instant, w *connector.Worker, all []connector.Pr
 		}
 		l := &s.layers[p.Layer]
 		l.tokens, l.final = max(l.tokens, p.Tokens), l.final || p.Final
-		if p.Final && !s.finished {
-			s.finished = !slices.ContainsFunc(s.layers, func(l layerState) bool { return !l.final })
+		if p.Final && s.prefill != prefillComplete && !slices.ContainsFunc(s.layers, func(l layerState) bool { return !l.final }) {
+			s.prefill = prefillComplete
 		}
 		for _, snd := range s.sends {
 			ss.release(snd, p.Layer)
@@ -203,7 +211,10 @@ func (ss *sources) announced(now Instant, w *connector.Worker, all []transfer.Le
 		if s == nil || s.State != lease.SourceOpen {
 			continue
 		}
-		s.ID.Epoch, s.announced = id.Epoch, true
+		s.ID.Epoch = id.Epoch
+		if s.prefill == prefillIdle {
+			s.prefill = prefillAnnounced
+		}
 		for _, snd := range s.sends {
 			ss.prepare(snd)
 		}
@@ -221,7 +232,7 @@ func (ss *sources) preempt(now Instant, w *connector.Worker, id uint64) {
 		ss.lose(now, snd, false, "preempted")
 	}
 	s.Attempt++
-	s.blocks, s.announced, s.finished = nil, false, false
+	s.blocks, s.prefill = nil, prefillIdle
 	clear(s.layers)
 
 }

@@ -35,7 +35,7 @@ func TestGrantThatCannotBeSent(t *testing.T) {
 		}
 	}
 	s.rest(sec)
-	if n := len(d.grants) + len(d.ex.dests.byID) + d.ex.dests.slots.Open(p.boot) + len(p.ex.match.pending) +
+	if n := len(d.grants) + len(d.ex.dests.byID) + d.ex.dests.slots.Open(p.boot) + len(p.ex.match.pending.byKey) +
 		len(p.ex.match.grants); n != 0 {
 		t.Errorf("%d things are left of it", n)
 	}

@@ -48,7 +48,7 @@ type SourceView struct {
 // View describes the open leases, some of them where there are very many.
 func (e *Exec) View(now Instant) View {
 	v := View{Open: [2]int{len(e.dests.byID), e.sources.count}, Flights: e.spray.Flights(), Rails: e.spray.View(now)}
-	for _, l := range e.match.pending {
+	for _, l := range e.match.pending.byKey {
 		v.Pending += len(l)
 	}
 	for _, d := range e.dests.byID {
@@ -109,11 +109,11 @@ func (e *Exec) Links(now Instant, boot transfer.Boot) (links []spray.Link,
 // Shares reports whether there is any lease or grant with a peer, also one that is not bound to lanes
 // yet: a grant that waits for its intent would be lost with the peer.
 func (e *Exec) Shares(boot transfer.Boot) bool {
-	return len(e.dests.byPeer[boot])+len(e.match.grantsOf[boot])+len(e.match.pendingOf[boot]) > 0
+	return len(e.dests.byPeer[boot])+len(e.match.grantsOf[boot])+len(e.match.pending.byPeer[boot]) > 0
 }
 
 // Load returns it.
 func (e *Exec) Load() Load {
-	return Load{len(e.dests.byID), e.sources.count, len(e.match.grants), len(e.match.pending), len(e.queries.byToken), len(e.layouts.asked), len(e.endpoints.byAddr), len(e.peers.byBoot),
+	return Load{len(e.dests.byID), e.sources.count, len(e.match.grants), len(e.match.pending.byKey), len(e.queries.byToken), len(e.layouts.asked), len(e.endpoints.byAddr), len(e.peers.byBoot),
 		len(e.dispatch.lanes), e.spray.Flights(), e.agenda.Len()}
 }
