@@ -154,6 +154,7 @@ func (e *Exec) PeerDown(now Instant, boot transfer.Boot, over bool) {
 // forgetPeer drops what is known of a peer, and not the leases that have to do with it.
 func (e *Exec) forgetPeer(now Instant, p *peer) {
 	delete(e.peers.byBoot, p.boot)
+	p.hint = false
 	e.spray.Forget(p.rails)
 	e.credits.ledger.Forget(p.boot)
 	for _, ep := range endpointsInOrder(maps.Keys(p.names)) {
