@@ -6,11 +6,11 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// A receiver's sidecar may die in mid transfer, or its engine begin a new session. The lease is then presented again, to whichever sidecar
-// is there, which grants it under its own boot and another epoch. Until then our engine's blocks are kept for it, no longer than for any
-// missing partner.
+// A receiver's sidecar may die during a transfer, or its engine may begin a new session. The engine
+// then presents the lease again, and the sidecar there grants it under its own boot id and another
+// epoch. Until then our engine's blocks are kept for it, for the match timeout at most.
 
-// engineLease is a lease as its engine names it, whoever grants it.
+// engineLease names a lease as its engine does, whichever sidecar grants it.
 type engineLease struct {
 	boot transfer.Boot
 	id   uint64
@@ -18,7 +18,7 @@ type engineLease struct {
 
 func (in *inboundGrant) lease() engineLease { return engineLease{in.id.Dest.Boot, in.id.Dest.ID} }
 
-// absent keeps the places of a grant whose sidecar is out of reach, or gone (over).
+// absent keeps the places of a grant whose sidecar is unreachable, or gone (over).
 func (mt *matcher) absent(now Instant, in *inboundGrant, over bool) {
 	if over {
 		in.over = true
@@ -39,10 +39,10 @@ func (mt *matcher) absent(now Instant, in *inboundGrant, over bool) {
 	case !held && over:
 		mt.drop(in)
 	}
-	mt.wake(now, in.key) // who comes after it may be here already
+	mt.wake(now, in.key) // its successor may be here already
 }
 
-// present says that the sidecar of a grant is there again, or that nobody waits for it any more.
+// present ends the absence of a grant: its sidecar is back, or the grant is over.
 func (mt *matcher) present(in *inboundGrant) {
 	if in.absent != nil {
 		mt.agenda.disarm(in.absent)
@@ -55,13 +55,13 @@ func (mt *matcher) absentDue(now Instant, in *inboundGrant) {
 	why := fmt.Sprintf("the destination's sidecar is gone, and nobody presented the lease again within %v", mt.cfg.MatchTimeout)
 	for _, c := range in.claims {
 		if c.snd != nil {
-			mt.sources.lose(now, c.snd, true, why) // it may live, and hears of this when it is reached
+			mt.sources.lose(now, c.snd, true, why) // the sidecar may be alive, and gets this when it is reached
 		}
 	}
 	mt.endInbound(now, in, false, why)
 }
 
-// succeed gives a grant the places of an absent one of the same lease.
+// succeed gives a grant the places of an absent grant of the same lease.
 func (mt *matcher) succeed(now Instant, in *inboundGrant) {
 	if old := mt.absents[in.lease()]; old != nil && old != in && old.key == in.key {
 		mt.replace(now, old, in.id)

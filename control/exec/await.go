@@ -17,17 +17,17 @@ type queries struct {
 	byToken   map[uint64]*query
 }
 
-// await is a question of one of our engines.
+// query is one admission query of an engine.
 type query struct {
 	id   uint64
 	a    connector.Await
 	ep   *endpoint
-	sent transfer.Boot // whom we asked
+	sent transfer.Boot // the peer that was asked last
 	end  Instant
 	t    *timer
 }
 
-// Await asks the sidecar at a.Peer; Answer with that id follows.
+// open is Exec.Await.
 func (qs *queries) open(now Instant, id uint64, a connector.Await) {
 	if qs.draining || len(qs.byToken) >= qs.cfg.MaxPending {
 		x := qs.emit(Answer)
@@ -47,7 +47,7 @@ func (qs *queries) open(now Instant, id uint64, a connector.Await) {
 	w.t = newTimer(func(Instant) {
 		qs.answer(w, connector.Admission{State: "gone", Message: "no answer from " + a.Peer + " in time"})
 	})
-	// Ours is the second clock: the peer answers at the ttl itself.
+	// The peer answers at the TTL; this timer is for a lost answer.
 	qs.agenda.arm(w.t, w.end+qs.cfg.Grace/4)
 	qs.byToken[id] = w
 	w.ep = qs.endpoints.get(a.Peer)
@@ -74,8 +74,9 @@ func (qs *queries) ask(now Instant, w *query) {
 		Xfer: w.a.Key.Xfer[:], Hash: w.a.Key.Hash[:], Token: w.id, TtlMs: millis(w.end - now)}}})
 }
 
-// alone reports whether a peer is ourselves with no engine but the one that asks. Two engines may share a sidecar; but a router that names a
-// decode's own one by mistake would cost each request the time of a partner who never comes.
+// alone reports whether a peer is this process and serves no other engine. Two engines may share a
+// sidecar, but a router that names a decode engine's own sidecar by mistake would cost each
+// request its match timeout.
 func (qs *queries) alone(p *peer, engine string, k transfer.Key) bool {
 	if p.boot != qs.cfg.Boot || len(qs.sources.byKey[k]) > 0 {
 		return false
@@ -101,9 +102,9 @@ func (qs *queries) answer(w *query, ad connector.Admission) {
 	qs.endpoints.drop(w.ep)
 }
 
-// onAdmitted takes the answer of the peer that was asked last. Tokens count up, so any member could
-// guess one: an answer of another peer would have a decode engine wait for a prefill that never
-// began, or refuse one that did.
+// onAdmitted takes the answer of the peer that was asked last. Tokens count up, so another peer
+// could guess one: with a forged answer a decode engine would wait for a prefill that never began,
+// or refuse one that did.
 func (qs *queries) onAdmitted(p *peer, m *peerv1.Admitted) error {
 	w := qs.byToken[m.Token]
 	if w == nil {

@@ -9,9 +9,10 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// What follows in several parts when a peer comes or goes.
+// Peers that come and go: what concerns several parts.
 
-// PeerUp says that the sidecar at addr answers and is boot. addr may be empty where it called us.
+// PeerUp reports that the sidecar at addr is reached and has that boot id. addr is empty if the
+// peer called us.
 func (e *Exec) PeerUp(now Instant, addr string, boot transfer.Boot) {
 	p := e.peers.get(boot)
 	if !p.up() {
@@ -44,7 +45,7 @@ func (e *Exec) PeerUp(now Instant, addr string, boot transfer.Boot) {
 	e.assign(now)
 }
 
-// serve does at an endpoint that is reached what was waited for.
+// serve does what waited for an endpoint.
 func (e *Exec) serve(now Instant, ep *endpoint) {
 	ep.trying, ep.refused, ep.again, ep.breaker = false, 0, 0, breaker{}
 	e.agenda.disarm(ep.retry)
@@ -62,16 +63,17 @@ func (e *Exec) serve(now Instant, ep *endpoint) {
 	e.endpoints.drop(ep)
 }
 
-// ConnectFailed ends a Connect without a peer. Those who wait for it try again until their own time is over, or until it is plain that
-// nobody listens at that address (ErrNotListening), or it is not allowed (ErrNotPossible): a wrong address must not cost each request all its patience, nor a
-// sidecar that died.
+// ConnectFailed ends a Connect without a peer. Waiting leases and queries cause another try until
+// their own time is over. They end early if no process listens at the address (ErrNotListening) or
+// the address is not permitted (ErrNotPossible): a wrong address or a dead sidecar must not cost
+// each request its whole match timeout.
 func (e *Exec) ConnectFailed(now Instant, addr string, err error) {
 	ep := e.endpoints.byAddr[addr]
 	if ep == nil {
 		return
 	}
 	if ep.trying = false; ep.reached() {
-		return // otherwise than by this try
+		return // by another connection
 	}
 	ep.again = now + connectRetry
 	ep.failed(now, err)
@@ -92,12 +94,12 @@ func (e *Exec) ConnectFailed(now Instant, addr string, err error) {
 	e.agenda.arm(ep.retry, ep.again)
 }
 
-// noListener ends what waits for an address at which nobody listens. Until somebody does, those who come find it out by one try: their engines
-// should compute, and a refusal is quick, so that nobody needs protection from the next one.
+// noListener ends everything that waits for an address without a listener. One try decides for
+// later requests: a refused connect is quick, so the circuit breaker stays closed.
 func (e *Exec) noListener(now Instant, ep *endpoint, err error) {
 	ep.refused = maxRefused - 1
-	ep.breaker = breaker{failing: now, fails: 1, why: err.Error()} // remembered, and closed
-	ep.refs++                                                      // it stays until the caller has seen that nobody is left
+	ep.breaker = breaker{failing: now, fails: 1, why: err.Error()} // failures are remembered; the breaker is closed
+	ep.refs++                                                      // the caller still uses the entry
 	for _, d := range inOrder(maps.Keys(ep.waiting)) {
 		e.dests.closeBy(now, d, e.dests.timeOut(d), StatusExpired, err.Error())
 	}
@@ -107,9 +109,9 @@ func (e *Exec) noListener(now Instant, ep *endpoint, err error) {
 	ep.refs--
 }
 
-// PeerDown says that the control lanes to boot are down. over: so is all that was agreed with that process, which is dead, superseded, or
-// was silent for so long that it was forgotten; if it comes again it begins anew. Otherwise its leases wait for it as long as for any
-// missing partner, or until nobody listens where it was.
+// PeerDown reports that the control lanes to a peer are down. With over, the process has died, was
+// superseded or was silent for too long: all agreements with it are void. Otherwise its leases
+// wait for the match timeout, or until no process listens at its address.
 func (e *Exec) PeerDown(now Instant, boot transfer.Boot, over bool) {
 	p := e.peers.byBoot[boot]
 	if p == nil {
@@ -123,7 +125,7 @@ func (e *Exec) PeerDown(now Instant, boot transfer.Boot, over bool) {
 	}
 	for _, d := range e.dests.grantedTo(boot) {
 		switch {
-		case d.State != lease.DestGranted && d.State != lease.DestLanding: // one before it ended it
+		case d.State != lease.DestGranted && d.State != lease.DestLanding: // ended by an earlier one in this loop
 		case over:
 			e.dests.regrant(now, d, ByPeerLost, "the source's sidecar is gone")
 		case d.ep.peer != p:
@@ -151,7 +153,7 @@ func (e *Exec) PeerDown(now Instant, boot transfer.Boot, over bool) {
 	e.assign(now)
 }
 
-// forgetPeer drops what is known of a peer, and not the leases that have to do with it.
+// forgetPeer deletes a peer, but not the leases that involve it.
 func (e *Exec) forgetPeer(now Instant, p *peer) {
 	delete(e.peers.byBoot, p.boot)
 	p.hint = false

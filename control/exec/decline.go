@@ -11,10 +11,11 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// A receiver that cannot plan, or is cancelled while nothing is granted, says so: else the source's engine would keep its blocks until it
-// has waited long enough for a partner.
+// A receiver that cannot plan, or is cancelled before its grant, declines: else the source's engine
+// would keep its blocks for the match timeout.
 
-// decline is such a word: its place at each rank of our engine stays empty.
+// decline cancels one receiver before it has a lease: its place at each rank of our engine stays
+// empty.
 type decline struct {
 	id     lease.GrantID
 	team   lease.TeamID
@@ -22,10 +23,10 @@ type decline struct {
 	why    string
 	engine string
 	world  int             // its ranks; 0: none of its intents has come
-	told   map[string]bool // those that know
+	told   map[string]bool // ranks whose place is free
 }
 
-// decline tells the sidecar at an address that no grant will come for a lease. far: it is worth a connect.
+// decline is Exec.Decline.
 func (ds *dests) decline(now Instant, addr string, x *connector.Expect, team lease.TeamID, size int, gen uint32, reason string, far bool) {
 	ds.declineAs(now, addr, x.Lease, x.Key, team, size, gen, reason, far)
 }
@@ -44,14 +45,12 @@ func (ds *dests) declineAs(now Instant, addr string, id transfer.LeaseID, k tran
 	ds.endpoints.drop(ep)
 }
 
-// Decline says that a whole engine gives up a request that none of its ranks has a lease for: its scheduler's one word stands for all of them, so
-// that ranks need not be stepped for it. A word that gets lost costs the source's engine its patience with a missing partner. A hash of zeros
-// stands for every prompt of the transfer.
+// declineAll is Exec.Decline.
 func (ds *dests) declineAll(now Instant, d connector.Decline) {
 	if d.World < 1 || d.World > lease.MaxTeam {
 		return
 	}
-	// No rank's lease has such a name: the boot is the scheduler's.
+	// The boot id is the engine scheduler's, so no rank's lease has such an id.
 	id := transfer.LeaseID{Boot: d.Boot, ID: d.ID * lease.MaxTeam, Epoch: 1}
 	team := teamNamed("%x %d", id.Boot, id.ID)
 	for range d.World {
@@ -85,10 +84,12 @@ func (mt *matcher) onDecline(now Instant, p *peer, g lease.GrantID, m *peerv1.Re
 	return nil
 }
 
-// whole reports whether a key stands for every prompt of its transfer: no prompt has such a hash.
+// whole reports whether a key stands for every prompt of its transfer: no prompt has a hash of
+// zeros.
 func whole(k transfer.Key) bool { return k.Hash == transfer.PrefixHash{} }
 
-// settleWhole gives a place back at every source lease of a transfer. It waits on: other prompts of the transfer may come yet.
+// settleWhole frees a place at every source lease of a transfer. The decline stays: other prompts
+// of the transfer may follow.
 func (mt *matcher) settleWhole(now Instant, q *pending) {
 	d := q.decline
 	for _, k := range keysInOrder(maps.Keys(mt.sources.byKey), q.key.Xfer) {
@@ -101,7 +102,8 @@ func (mt *matcher) settleWhole(now Instant, q *pending) {
 	}
 }
 
-// settleDecline gives the place of the receiver back on every rank that has come. False: others may come yet.
+// settleDecline frees the receiver's place on every rank that has come. It returns false while
+// other ranks may come.
 func (mt *matcher) settleDecline(now Instant, q *pending) bool {
 	d := q.decline
 	if whole(q.key) {
@@ -113,7 +115,7 @@ func (mt *matcher) settleDecline(now Instant, q *pending) bool {
 		switch {
 		case d.world > 0 && d.engine != at.Engine || d.told[at.Rank()]:
 			continue
-		case s.Over(d.id): // it knows
+		case s.Over(d.id): // its place is free already
 		case s.Bind(d.id, d.team, d.size) != nil:
 			continue // of another request
 		default:

@@ -18,10 +18,11 @@ type described struct {
 	geometry [32]byte
 }
 
-// ErrNoAnswer is wrapped by what Described is told where the peer did not answer, which says nothing about the layout.
+// ErrNoAnswer is wrapped by the error of Described if the peer did not answer: the layout may
+// still exist.
 var ErrNoAnswer = errors.New("no answer")
 
-// description is who waits for it.
+// description lists what waits for a layout.
 type description struct {
 	dests  map[*dest]struct{}
 	claims map[*partBinding]struct{}
@@ -29,7 +30,8 @@ type description struct {
 	retry  *timer
 }
 
-// describe asks for layouts that a plan needs; d or c goes on when they come. False: too many are asked for already.
+// describe asks for the layouts that a plan needs; d or c continues when they arrive. It returns
+// false if too many layouts are asked for already.
 func (ls *layouts) describe(now Instant, p *peer, u *UnknownLayout, d *dest, c *partBinding) (asked bool) {
 	for _, g := range u.Geometries {
 		name := described{p.boot, g}

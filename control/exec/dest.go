@@ -34,7 +34,7 @@ func newDests(c *core, e *Exec) *dests {
 		slots: lease.NewSlots(c.cfg.MaxSlots)}
 }
 
-// dest is a destination lease with what the executor adds to it.
+// dest is a destination lease with the executor's own state of it.
 type dest struct {
 	lease.Dest
 	ws           *worker
@@ -43,7 +43,7 @@ type dest struct {
 	ep           *endpoint
 	at           transfer.Boot // the entry of dests.byPeer that lists it
 	team         lease.TeamID
-	told         bool           // by the peer, for this lease, which ranks its engine has
+	told         bool           // the peer has reported its ranks for this lease
 	gen          uint32         // of the last grant
 	live         *outboundGrant // the grant that is not fenced yet
 	last         *outboundGrant
@@ -78,7 +78,7 @@ func (ds *dests) grantedTo(boot transfer.Boot) (all []*dest) {
 	return inOrder(slices.Values(all))
 }
 
-// open makes a destination lease of an EXPECT.
+// open is Exec.Expect.
 func (ds *dests) open(now Instant, w *connector.Worker, x connector.Expect) {
 	ws := ds.workers.all[w]
 	if ws == nil || ws.gone || ws.dests[x.Lease.ID] != nil || ws.sources[x.Lease.ID] != nil {
@@ -136,7 +136,8 @@ func (ds *dests) open(now Instant, w *connector.Worker, x connector.Expect) {
 // teamDomain keeps the hash apart from others.
 const teamDomain = "kvspray-team-v1"
 
-// teamOf names the receivers of a request: every rank of the engine finds the same name, and no other request does.
+// teamOf names the receivers of a request. Every rank of the engine computes the same name, and no
+// other request has it.
 func teamOf(w *connector.Worker, x *connector.Expect) (id lease.TeamID, err error) {
 	if w.Place.World() > 1 {
 		if x.Req == "" {
@@ -165,7 +166,7 @@ func (ds *dests) due(now Instant, d *dest) {
 	}
 }
 
-// timeOut says why nothing came in time.
+// timeOut is the cause of a fence when the time of a lease is over.
 func (ds *dests) timeOut(d *dest) Cause {
 	if p := ds.peers.byBoot[d.Peer]; d.live != nil && (p == nil || !p.up()) {
 		return ByPeerLost
@@ -180,12 +181,13 @@ func withTrouble(reason, trouble string) string {
 	return reason + "; last: " + trouble
 }
 
-// closeDest ends a destination lease; the first verdict stands. What was granted is fenced before the engine hears of it.
+// close ends a destination lease; the first status stands. A live grant is fenced before the
+// engine receives the result.
 func (ds *dests) close(now Instant, d *dest, status uint16, reason string) {
 	ds.closeBy(now, d, causeOf(status), status, reason)
 }
 
-// closeDestBy is closeDest where the verdict does not say what started the fence.
+// closeBy is close with a cause that the status does not imply.
 func (ds *dests) closeBy(now Instant, d *dest, cause Cause, status uint16, reason string) {
 	if d.decided {
 		return
@@ -202,7 +204,7 @@ func (ds *dests) closeBy(now Instant, d *dest, cause Cause, status uint16, reaso
 		ds.complete(now, d)
 		return
 	}
-	// From here on the fence alone decides when the lease ends.
+	// From here on only the fence ends the lease.
 	ds.agenda.disarm(d.t)
 	if fence {
 		ds.fence(d.live, cause)
@@ -213,7 +215,7 @@ func (ds *dests) closeBy(now Instant, d *dest, cause Cause, status uint16, reaso
 	}
 }
 
-// regrant fences the live grant; when that is done the blocks are offered again.
+// regrant fences the live grant. After the fence the blocks are granted again.
 func (ds *dests) regrant(now Instant, d *dest, cause Cause, why string) {
 	d.trouble = why
 	if d.Grants > ds.cfg.MaxRegrants {
@@ -225,7 +227,7 @@ func (ds *dests) regrant(now Instant, d *dest, cause Cause, why string) {
 	}
 }
 
-// fence closes every part of a grant to writers.
+// fence fences every part of a grant.
 func (ds *dests) fence(o *outboundGrant, cause Cause) {
 	o.cause = cause
 	for _, l := range o.lands {
@@ -238,7 +240,7 @@ func (ds *dests) fencePart(l *ReceivePart) {
 	a.ReceivePart, a.Cause = l, l.offer.cause
 }
 
-// Full says that every chunk of a landing is in place.
+// full is Exec.Full.
 func (ds *dests) full(now Instant, l *ReceivePart) {
 	o := l.offer
 	if o.dest.live != o || l.full {
@@ -253,15 +255,14 @@ func (ds *dests) full(now Instant, l *ReceivePart) {
 
 }
 
-// tryCommit closes the lease to writers once the bitmap of every part is full and its source lease known.
+// tryCommit closes a lease to writers once every part is full and bound.
 func (ds *dests) tryCommit(now Instant, d *dest) {
 	if d.live != nil && d.live.unfilled == 0 && d.State == lease.DestLanding {
 		ds.close(now, d, StatusOK, "")
 	}
 }
 
-// FenceDone is the acknowledgement of every backend that nothing can be written through l any more, or the failure of one. A
-// failed fence is tried again, and the blocks stay where they are.
+// fenceDone is Exec.FenceDone.
 func (ds *dests) fenceDone(now Instant, l *ReceivePart, err error) {
 	if l.fenced {
 		return
@@ -339,8 +340,8 @@ func (ds *dests) complete(now Instant, d *dest) {
 	ds.workers.idle(d.ws)
 }
 
-// moveOn grants leases to whoever is at an address now, which the peer that was there before has and cannot be reached. One that can be reached keeps
-// them: then the address is that of several processes. Whether that peer is gone is not for us to say.
+// moveOn moves grants from an unreachable peer to the new peer at its address. A reachable peer
+// keeps its grants: several processes may share the address.
 func (ds *dests) moveOn(now Instant, ep *endpoint, old *peer) {
 	for _, d := range inOrder(maps.Keys(ep.waiting)) {
 		if d.Peer == old.boot && (d.State == lease.DestGranted || d.State == lease.DestLanding) {
@@ -349,8 +350,8 @@ func (ds *dests) moveOn(now Instant, ep *endpoint, old *peer) {
 	}
 }
 
-// takeFrom takes a lease back from a peer that cannot be reached, for it to be granted to the one that is at its address now. Where the first comes back,
-// it hears that nothing is wanted of it any more.
+// takeFrom revokes the grant of an unreachable peer, so that the new peer at its address gets it.
+// The old peer receives the revoke if it returns.
 func (ds *dests) takeFrom(now Instant, d *dest) {
 	why := "the source's sidecar cannot be reached, and another answers at " + d.ep.addr
 	ds.send(d.Peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: &peerv1.Revoke{

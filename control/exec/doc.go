@@ -1,18 +1,20 @@
-// Package exec is the executor: it decides, for every transfer of one process, what happens next. It matches intents with
-// grants, releases chunks as layers become complete, commits, fences, expires and completes. Which lane takes what, and what
-// becomes of slices that fail, is decided by package spray.
+// Package exec is the executor, the state machine of all transfers of one process. It matches intents
+// with grants, releases chunks as layers become complete, commits, fences, expires and completes.
+// Package spray chooses the lane of each slice and retries failed ones.
 //
-// It is sans-IO. Events come in as method calls with `now`, what follows from them comes out of Drain as actions, in the
-// order in which they must be performed. It has no goroutine, no clock, no I/O and no lock: its driver (package sidecar)
-// serialises the calls. Moving a slice allocates nothing in steady state.
+// It has no goroutine, clock, I/O or lock. Events are method calls with `now`; Drain returns the
+// resulting actions in the order in which the driver must perform them. The driver serialises the
+// calls. Moving a slice allocates nothing in steady state.
+//
+// Each part of an Exec owns its state: see the type's fields for the parts and their order.
 //
 // Invariants:
 //   - each lease completes exactly once, by lease.MayRelease;
 //   - a commit needs a full bitmap, both leases, and the fence;
-//   - a destination lease is granted in parts, one for each rank of the source's engine that gives something; together they are all
-//     that the receiver lacks, and the commit needs every one of them;
-//   - slices name only origins that are bound; what happens after an origin's guard is revoked counts for nothing;
-//   - every lease has a deadline, every wait ends by it, and then only starts a fence;
+//   - a destination lease is granted in parts, one for each rank of the source's engine that sends
+//     something; together they are all missing bytes, and the commit needs every part;
+//   - slices name only bound origins; nothing counts after an origin's guard is revoked;
+//   - every lease has a deadline, every wait ends by it, and then only a fence starts;
 //   - all tables are bounded (package lease and Limits).
 package exec
 
@@ -31,12 +33,12 @@ import (
 // Instant is a point in time: the duration since the driver's start.
 type Instant = lease.Instant
 
-// Plan is the transfer space of one part of a destination lease, as both sides compute it: a segment for each layer of the receiver.
-// Immutable.
+// Plan is the transfer space of one part of a grant. Both sides compute it: a segment for each
+// layer of the receiver. Immutable.
 type Plan interface {
 	Space() *transfer.Space
 	// Ready returns the front of a segment that may be sent once the layers of the source that it is made from hold tokens
-	// [0, tokens); final says that no later step writes to them. It only grows.
+	// [0, tokens); final: no later step writes to them. The result only grows.
 	Ready(segment int, tokens uint32, final bool) transfer.Range
 	// Feeds lists the segments that a layer of the source has a part in, From the layers of the source that a segment is made from.
 	Feeds(layer int) []int
@@ -51,12 +53,13 @@ type Rank struct {
 	Geometry [32]byte
 }
 
-// Part is what one rank of a peer's engine gives to a destination lease. Plan is nil where it gives nothing.
+// Part is what one rank of a peer's engine sends for a destination lease. Plan is nil if the rank
+// sends nothing.
 type Part struct {
 	Rank
 	Share []uint32 // as it travels; empty: all that both have
 	Plan  Plan
-	Lacks uint64 // bytes of the receiver's blocks that nobody sees, and the rank has no more
+	Lacks uint64 // bytes of the receiver's blocks outside its attention window, which the rank has dropped
 }
 
 // Planner makes plans. Implemented by the driver over parseblock.
@@ -65,14 +68,16 @@ type Planner interface {
 	Version() uint32
 	// Receive plans all that the engine of w wants.
 	Receive(w *connector.Worker, x *connector.Expect) (Plan, error)
-	// Divide plans the same from the ranks of another engine, each byte from exactly one of them; load says how busy a rank is. The
-	// result has a part for every rank. Where it does not know the layout of one it returns an *UnknownLayout.
+	// Divide plans the same from the ranks of another engine, each byte from exactly one of them; load is
+	// the bytes that a rank owes. The result has a part for every rank. If a layout is unknown, the
+	// error is an *UnknownLayout.
 	Divide(w *connector.Worker, x *connector.Expect, ranks []Rank, load func(rank string) uint64) ([]Part, error)
 	// Send plans a part of a grant, and checks that the layout of w can serve it; it, too, may return an *UnknownLayout.
 	Send(w *connector.Worker, g *peerv1.Grant, part *peerv1.Part) (Plan, error)
 }
 
-// UnknownLayout asks for layouts of a peer: Describe follows for each geometry, and then the same call again.
+// UnknownLayout asks for layouts of a peer. A Describe follows for each geometry, and then the
+// same call again.
 type UnknownLayout struct{ Geometries [][32]byte }
 
 func (u *UnknownLayout) Error() string {
@@ -86,7 +91,8 @@ type Config struct {
 	Planner    Planner
 	Transports []string // preferred first; others come last
 	Policy     spray.Policy
-	// Distance says how near one of our rails is to the memory of a worker: 1 to 3, as package topo has it; 0: unknown. Nil: nothing is known.
+	// Distance is how far one of our rails is from the memory of a worker: 1 to 3, as in package topo;
+	// 0: unknown. Nil: all are unknown.
 	Distance func(w *connector.Worker, transport, rail string) int
 
 	// Zero values take the defaults below.
@@ -115,9 +121,9 @@ const (
 	DefaultMaxPending     = 4096
 	DefaultTombstoneGrace = 2 * time.Second
 	MaxDeadline           = 10 * time.Minute
-	maxRefused            = 10                     // tries at an address where nobody listens: 2 s, in which a sidecar starts anew
+	maxRefused            = 10                     // tries at an address without a listener: 2 s, enough for a sidecar to restart
 	connectRetry          = 200 * time.Millisecond // between tries to reach a peer that a lease waits for
-	revokeWait            = time.Second            // for the record that says why a source was disowned
+	revokeWait            = time.Second            // for the engine's record of an invalidated source
 	MaxParts              = 256                    // ranks of an engine, and so parts of a grant
 	maxRankBytes          = 64                     // of a rank's name
 	maxDescribing         = 1024                   // layouts asked for at a time
@@ -149,7 +155,7 @@ func (c Config) withDefaults() Config {
 	return c
 }
 
-// Kind says what an Action asks for.
+// Kind is what an Action asks for.
 type Kind uint8
 
 // The actions. What may block is started and reported back as an event; the rest is done before the next action.
@@ -164,7 +170,7 @@ const (
 	Fence
 	// Forget drops ReceivePart from what Host.Grant finds.
 	Forget
-	// Follow says by On whether Worker's layers are awaited: whether anything is sent from its memory.
+	// Follow starts (On) or ends the observation of Worker's layers: something is sent from its memory.
 	Follow
 	// Bind makes SendPart's origin live with its blocks as they are now.
 	Bind
@@ -174,13 +180,13 @@ const (
 	CloseOrigin
 	// Move hands Slices to lane Lane. Where that fails the slices come back through Results.
 	Move
-	// WakeHint tells the peer of Lane, a transport.Rouser, that slices follow soon.
+	// WakeHint announces slices to the peer of Lane, a transport.Rouser.
 	WakeHint
-	// Ask looks whether more bytes were received of what Lane carries than at the last time; if so, Moved follows.
+	// Ask reads how many bytes of Lane the other host has received; Moved follows if there are more.
 	Ask
-	// Measure looks at what came over each rail, and from whom, since the last one; Measured follows.
+	// Measure reads what came over each rail from each peer since the last one; Measured follows.
 	Measure
-	// LogViolation says Text: a peer said what cannot be. Once for each peer and each kind of Violation.
+	// LogViolation logs Text, once for each peer and kind of Violation.
 	LogViolation
 	// Complete ends a lease towards the engine of Worker; ReceiveParts are those of its last grant, if there was any.
 	Complete
@@ -190,7 +196,7 @@ const (
 	Compare
 	// Answer answers the Await of that Token.
 	Answer
-	// WorkerFenced says that no lease of Worker is left.
+	// WorkerFenced reports that Worker has no lease left.
 	WorkerFenced
 )
 
@@ -221,7 +227,7 @@ type Action struct {
 	first, count int // of Slices in the batch, until Drain
 }
 
-// Cause says what started a fence.
+// Cause is the reason of a fence.
 type Cause uint8
 
 // The causes.
@@ -232,11 +238,11 @@ const (
 	ByRefusal    // the source's sidecar will not serve the grant
 	BySourceLost // preempted, aborted, or its engine is dead
 	ByPeerLost   // the source's sidecar is dead, or could not be reached until the time was over
-	ByEngineGone // ours
+	ByEngineGone // the receiver's
 	ByDrain
 )
 
-// causeOf is what a verdict alone says.
+// causeOf is the cause of a fence where only the status is known.
 func causeOf(status uint16) Cause {
 	switch status {
 	case StatusOK:
@@ -257,7 +263,7 @@ type Batch struct {
 	slices  []transport.Slice
 }
 
-// Trace says how a transfer went, for one line in the log.
+// Trace describes a finished transfer, for one line of the log.
 type Trace struct {
 	Key         transfer.Key
 	Req         string
@@ -266,7 +272,7 @@ type Trace struct {
 	Peer        transfer.Boot
 	Slot        transfer.Slot
 	Gen         transfer.Gen
-	Queue       time.Duration // from the engine's word to the partner's
+	Queue       time.Duration // from the engine's request to the match
 	Wire        time.Duration // from there to the full bitmap
 	Commit      time.Duration // from there to the fence's end
 	Grants      int
@@ -276,7 +282,8 @@ type Trace struct {
 	Moved       [maxRanks]uint64 // source: bytes confirmed, by index in Config.Transports
 }
 
-// ReceivePart is one part of a grant on the receiver: one (peer, slot, generation) of a destination lease.
+// ReceivePart is one part of a grant on the receiver: one (peer, slot, generation) of a
+// destination lease.
 type ReceivePart struct {
 	Grant  transport.Grant // Sink is the driver's
 	Worker *connector.Worker
@@ -292,10 +299,10 @@ type ReceivePart struct {
 	fenced bool
 }
 
-// Lease names the destination lease of the landing.
+// Lease names the destination lease of the part.
 func (l *ReceivePart) Lease() transfer.LeaseID { return l.Expect.Lease }
 
-// SendPart is one part of a grant on the sender: a source lease that serves it, through one origin.
+// SendPart is one part of a grant on the sender: a source lease serves it through one origin.
 type SendPart struct {
 	Origin transport.Origin // Source is the driver's
 	Worker *connector.Worker

@@ -10,7 +10,7 @@ import (
 type endpoints struct {
 	*core
 	byAddr map[string]*endpoint
-	self   *endpoint // where we are reached ourselves; never forgotten
+	self   *endpoint // our own address; never deleted
 }
 
 // endpoint is a sidecar as engines name it.
@@ -18,24 +18,26 @@ type endpoint struct {
 	addr          string
 	peer          *peer // nil while it is not known
 	trying        bool
-	refused       int                    // tries in a row at which nobody listened there
-	again         Instant                // not tried before that
+	refused       int                    // consecutive tries without a listener
+	again         Instant                // no try before this
 	refs          int                    // leases and questions that name it
-	waiting       map[*dest]struct{}     // want a grant there, or have one from a peer that is out of reach
-	queries       map[*query]struct{}    // want an answer from there
-	queuedRevokes []*peerv1.ControlFrame // are said once it is reached
+	waiting       map[*dest]struct{}     // want a grant there, or their peer is unreachable
+	queries       map[*query]struct{}    // wait for an answer
+	queuedRevokes []*peerv1.ControlFrame // are sent once it is reached
 	retry         *timer
 	breaker
 }
 
-// maxQueuedRevokes bounds the words for one address that nobody waits for: past it a source learns by its own time that nobody comes.
+// maxQueuedRevokes bounds the revokes that wait for one address. The source of a dropped one waits
+// for its match timeout.
 const maxQueuedRevokes = 256
 
-// maxIdleNames bounds the names of one peer that are remembered while nothing names them. An honest one has its address and a name or two; whoever
-// sends requests may spell it in any number of ways, and one that is forgotten is reached again by a hello.
+// maxIdleNames bounds the unused addresses of one peer that are remembered. A sidecar normally has
+// two or three; requests may spell its name in any number of ways. A forgotten address costs one
+// more connect.
 const maxIdleNames = 16
 
-// endpoint returns the entry of an address.
+// get returns the entry of an address, a new one if there is none.
 func (es *endpoints) get(addr string) *endpoint {
 	ep := es.byAddr[addr]
 	if ep == nil {
@@ -46,21 +48,21 @@ func (es *endpoints) get(addr string) *endpoint {
 	return ep
 }
 
-// reached reports whether what is sent there arrives.
+// reached reports whether frames reach the sidecar.
 func (ep *endpoint) reached() bool { return ep.peer != nil && ep.peer.up() }
 
-// wanted reports whether anybody waits for it to be reached.
+// wanted reports whether a lease, a query or a revoke waits for the connection.
 func (ep *endpoint) wanted() bool { return len(ep.waiting)+len(ep.queries)+len(ep.queuedRevokes) > 0 }
 
 // used reports whether anything needs the entry.
 func (ep *endpoint) used() bool { return ep.trying || ep.refs > 0 || ep.wanted() }
 
-// dropEndpoint forgets an address that nobody waits for and nobody answers at; later, where its breaker is to be remembered. One of a peer is
-// remembered as long as the peer, among its last few.
+// drop deletes an unused address. An entry with failures stays until its circuit breaker is stale;
+// an entry with a peer stays among the last few of that peer.
 func (es *endpoints) drop(ep *endpoint) {
 	switch p := ep.peer; {
 	case ep.used() || es.byAddr[ep.addr] != ep:
-	case p != nil && ep == es.self: // dialling it would only tell us so
+	case p != nil && ep == es.self:
 	case p != nil:
 		p.idle = append(remove(p.idle, ep), ep)
 		for len(p.idle) > maxIdleNames || len(p.idle) > 0 && len(es.byAddr) > maxEndpoints {
@@ -83,7 +85,7 @@ func (es *endpoints) remove(ep *endpoint) {
 	delete(es.byAddr, ep.addr)
 }
 
-// leads says which peer is at an address; nil: it is not known.
+// leads records the peer at an address; nil: unknown.
 func (es *endpoints) leads(ep *endpoint, p *peer) {
 	if old := ep.peer; old != nil {
 		delete(old.names, ep)
@@ -94,7 +96,7 @@ func (es *endpoints) leads(ep *endpoint, p *peer) {
 	}
 }
 
-// reach tries to reach a sidecar that somebody waits for. However many do, there is one try at a time, and a pause between two.
+// reach connects to a sidecar that is wanted: one connect at a time, with a pause between two.
 func (es *endpoints) reach(now Instant, ep *endpoint) {
 	switch {
 	case ep.trying || ep.reached():

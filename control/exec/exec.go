@@ -19,11 +19,11 @@ const (
 	StatusRefused   uint16 = 4
 )
 
-// ErrNotListening is wrapped by what ConnectFailed is told where it is plain that nobody listens at the address.
+// ErrNotListening is wrapped by the error of ConnectFailed if no process listens at the address.
 var ErrNotListening = errors.New("connection refused")
 
-// ErrNotPossible is wrapped where to try again soon cannot end otherwise: the configuration forbids the
-// address, or this process cannot work with the release of the sidecar there.
+// ErrNotPossible is wrapped by the error of ConnectFailed if a retry cannot succeed soon: the
+// configuration forbids the address, or the release of the sidecar there is incompatible.
 var ErrNotPossible = errors.New("not possible")
 
 // Exec is one executor. Its methods must not be called concurrently.
@@ -74,8 +74,8 @@ func New(cfg Config) *Exec {
 // Next is when Tick must be called, or lease.Never.
 func (e *Exec) Next() Instant { return e.agenda.next() }
 
-// maxDue is how many timers one Tick fires, so that nobody waits long for the driver's lock where
-// thousands of leases have one deadline.
+// maxDue bounds the timers that one Tick fires. Thousands of leases may have one deadline, and the
+// driver's lock must be free in between.
 const maxDue = 512
 
 // Tick does what is due, or a part of it: Next is then in the past.
@@ -101,10 +101,10 @@ func (e *Exec) Lanes(boot transfer.Boot) int {
 	return 0
 }
 
-// Drain refuses new leases from now on; those open run on.
+// DrainLeases refuses new leases from now on. Open leases continue.
 func (e *Exec) DrainLeases() { e.draining = true }
 
-// Abort closes every lease, as if its engine had cancelled it, with a status that makes it recompute.
+// Abort closes every lease with StatusFailed: each engine recomputes.
 func (e *Exec) Abort(now Instant, reason string) {
 	for _, d := range inOrder(maps.Values(e.dests.byID)) {
 		e.dests.closeBy(now, d, ByDrain, StatusFailed, reason)
@@ -117,8 +117,9 @@ func (e *Exec) Abort(now Instant, reason string) {
 	e.assign(now)
 }
 
-// WorkerGone ends every lease of w; WorkerFenced follows. final says that the engine itself is dead: nobody will present
-// its source leases again. What it receives is over in either case: the engine's library ends it by itself (docs/protocol.md, Restart).
+// WorkerGone ends every lease of w; WorkerFenced follows. With final the engine itself is dead,
+// and its source leases will not be presented again. Destination leases end in both cases: the
+// shim ends them by itself (docs/protocol.md, Restart).
 func (e *Exec) WorkerGone(now Instant, w *connector.Worker, final bool, reason string) {
 	ws := e.workers.all[w]
 	if ws == nil {
@@ -142,7 +143,7 @@ func (e *Exec) WorkerGone(now Instant, w *connector.Worker, final bool, reason s
 	e.assign(now)
 }
 
-// Cancel gives a lease back.
+// Cancel ends a lease at the request of its engine.
 func (e *Exec) Cancel(now Instant, w *connector.Worker, id uint64, reason string) {
 	ws := e.workers.all[w]
 	if ws == nil {
@@ -160,8 +161,9 @@ func (e *Exec) Cancel(now Instant, w *connector.Worker, id uint64, reason string
 	e.assign(now)
 }
 
-// Message takes the body of one control frame from peer boot. The error is for the log and names what is wrong with one that can be no
-// message of an honest peer. Each kind of that is told once of a peer; whatever else of the kind it says is dropped, and counted (Violation).
+// Message takes the body of one control frame from a peer. An error describes a protocol
+// violation, for the log. Message returns it once for each peer and kind; it drops and counts the
+// others.
 func (e *Exec) Message(now Instant, boot transfer.Boot, f *peerv1.ControlFrame) error {
 	p := e.peers.get(boot)
 	var err error

@@ -39,7 +39,8 @@ func newMatcher(c *core, e *Exec) *matcher {
 		comparing: map[Comparison]map[*partBinding]struct{}{}}
 }
 
-// inbound is a grant of a peer: what one destination lease wants of an engine of ours, a claim on each of its ranks.
+// inboundGrant is a grant of a peer: what one destination lease requests of an engine of ours,
+// with a binding for each of its ranks.
 type inboundGrant struct {
 	id     lease.GrantID
 	peer   *peer
@@ -50,26 +51,27 @@ type inboundGrant struct {
 	claims []*partBinding // nil while no intent of the key has come
 	wait   *pending       // for it
 
-	differs bool   // in fingerprint: it is refused when it is known what differs
-	absent  *timer // while its sidecar is out of reach or gone: how long its places are kept
-	over    bool   // that sidecar is gone: nothing is sent to it any more
+	differs bool   // its fingerprint differs: the refusal waits for the difference
+	absent  *timer // ends the absence of its sidecar
+	over    bool   // its sidecar is gone: nothing is sent to it
 }
 
-// claim is a part of a grant: what is wanted of one rank. A rank that gives nothing is claimed, too: its engine keeps the request's
-// blocks on every rank until all of it is served.
+// partBinding binds a part of a grant to a source lease. A rank that sends nothing is bound, too:
+// its engine keeps the blocks of a request on every rank until all of it is served.
 type partBinding struct {
 	in    *inboundGrant
 	part  *peerv1.Part
 	src   *source   // nil: its intent has not come, or it is over
-	snd   *SendPart // nil: the rank gives nothing, or lost what it had
+	snd   *SendPart // nil: the rank sends nothing, or its blocks are lost
 	wait  *pending  // for its intent
-	asked bool      // for a layout that its plan needs, or for what keeps the two engines apart
-	ended bool      // the destination lease has committed meanwhile
+	asked bool      // waits for a layout or a comparison
+	ended bool      // the destination lease has committed
 }
 
 func (c *partBinding) gives() bool { return len(c.part.Geometry) > 0 }
 
-// ask and answered bracket the time in which a claim waits for a word about its peer; it counts as pending for that long.
+// ask and answered bracket the wait for an answer about the peer. The binding counts as pending in
+// between.
 func (c *partBinding) ask() {
 	if !c.asked {
 		c.asked = true
@@ -128,7 +130,8 @@ func (mt *matcher) grantsFrom(p *peer) (all []*inboundGrant) {
 	return all
 }
 
-// settle finds the engine that a grant is for, and claims its ranks. False: no intent of its key has come that it could be for.
+// settle finds the engine that a grant is for, and binds its ranks. It returns false if no
+// suitable intent of the key has come.
 func (mt *matcher) settle(now Instant, in *inboundGrant) bool {
 	mt.succeed(now, in)
 	var first *source
@@ -146,7 +149,8 @@ func (mt *matcher) settle(now Instant, in *inboundGrant) bool {
 	}
 	engine := first.ws.w.Place
 	if string(in.msg.Fingerprint) != string(first.ws.w.Fingerprint[:]) {
-		// Before the receiver is told of ranks: it would only find out that it cannot plan from them, and not all that differs.
+		// This comes before the reply with ranks: from those the receiver learns only that it cannot
+		// plan, and not what differs.
 		in.engine = engine.Engine
 		in.claims = []*partBinding{{in: in, part: in.msg.Parts[0]}}
 		mt.unlike(now, in.claims[0], first.ws.w)
@@ -155,7 +159,7 @@ func (mt *matcher) settle(now Instant, in *inboundGrant) bool {
 	ranks := mt.workersOf(in.key, engine.Engine)
 	if why := misfit(in.msg, ranks, engine.World()); why != "" {
 		if len(ranks) < engine.World() {
-			return false // what it has cannot be told before all of it is here
+			return false // the reply needs all ranks
 		}
 		r := &peerv1.GrantReply{Destination: leaseMsg(in.id.Dest), Code: peerv1.GrantReply_RANKS, Message: why, Gen: in.msg.Gen}
 		for _, name := range engine.Ranks() {
@@ -182,7 +186,8 @@ func (mt *matcher) settle(now Instant, in *inboundGrant) bool {
 	return true
 }
 
-// workersOf are the workers of an engine by rank. Where two engines call themselves the same, those count that have an intent of the key.
+// workersOf are the workers of an engine by rank. Of two engines with one name, workers with an
+// intent of the key count.
 func (mt *matcher) workersOf(k transfer.Key, engine string) map[string]*worker {
 	ranks := map[string]*worker{}
 	for _, s := range mt.sources.byKey[k] {
@@ -203,7 +208,7 @@ func (mt *matcher) workersOf(k transfer.Key, engine string) map[string]*worker {
 	return ranks
 }
 
-// misfit says what of the parts is not as the engine's ranks are; empty: all that can be told yet fits.
+// misfit describes how the parts differ from the engine's ranks; empty: what is known so far fits.
 func misfit(m *peerv1.Grant, ranks map[string]*worker, world int) string {
 	if len(m.Parts) != world {
 		return fmt.Sprintf("the engine has %d ranks, the grant is for %d", world, len(m.Parts))
@@ -225,7 +230,8 @@ func misfit(m *peerv1.Grant, ranks map[string]*worker, world int) string {
 	return ""
 }
 
-// bindClaim gives a part to a source lease of its key and rank, or refuses the grant for good; false: there is none with room.
+// bindClaim binds a part to a source lease of its key and rank, or refuses the whole grant. It
+// returns false if no lease has room.
 func (mt *matcher) bindClaim(now Instant, c *partBinding) bool {
 	in := c.in
 	if in.differs {
@@ -285,12 +291,13 @@ func (mt *matcher) bindClaim(now Instant, c *partBinding) bool {
 	return true
 }
 
-// full reports whether a claim that does not wait yet would be one too many.
+// full is Exec.Full.
 func (mt *matcher) full(c *partBinding) bool {
 	return !c.asked && c.wait == nil && c.in.peer.pending >= mt.cfg.MaxPending
 }
 
-// unlike refuses the grant of c, for a cache that is not as that of w, as soon as it is known what differs.
+// unlike refuses the grant of c because its fingerprint differs from that of w, once the
+// difference is known.
 func (mt *matcher) unlike(now Instant, c *partBinding, w *connector.Worker) {
 	if mt.full(c) {
 		mt.refuse(now, c.in, peerv1.GrantReply_FINGERPRINT, differ)
@@ -317,7 +324,7 @@ func (mt *matcher) open(now Instant, c *partBinding, plan Plan) {
 	c.snd = snd
 	s.sends = append(s.sends, snd)
 	mt.sources.follow(s.ws, 1)
-	// The bytes leave first: this word is needed only once they are there.
+	// The slices leave first: the receiver needs this reply only once they have landed.
 	mt.late = append(mt.late, Action{Kind: Send, Peer: in.peer.boot, Frame: &peerv1.ControlFrame{Body: &peerv1.ControlFrame_GrantReply{
 		GrantReply: &peerv1.GrantReply{Destination: leaseMsg(in.id.Dest), Source: leaseMsg(s.ID), Code: peerv1.GrantReply_BOUND, Rank: c.part.Rank,
 			Gen: m.Gen}}}})
@@ -327,7 +334,7 @@ func (mt *matcher) open(now Instant, c *partBinding, plan Plan) {
 	}
 }
 
-// refuse answers a grant for good; the receiver gives up, and so its places are free.
+// refuse refuses a grant for good. The receiver gives up, so its places are free.
 func (mt *matcher) refuse(now Instant, in *inboundGrant, code peerv1.GrantReply_Code, message string) {
 	mt.refuseFor(now, in, code, refusals[code], message)
 }
@@ -340,7 +347,7 @@ func (mt *matcher) refuseFor(now Instant, in *inboundGrant, code peerv1.GrantRep
 	if mt.grants[in.id] == in {
 		mt.endInbound(now, in, false, message)
 	}
-	// An earlier grant of the lease may have left places behind.
+	// An earlier grant of the lease may still hold places.
 	for _, s := range slices.Clone(mt.sources.byKey[in.key]) {
 		s.trouble = codeName(code) + ": " + message
 		if s.Has(in.id) {
@@ -349,7 +356,7 @@ func (mt *matcher) refuseFor(now Instant, in *inboundGrant, code peerv1.GrantRep
 	}
 }
 
-// drop forgets a grant.
+// drop deletes a grant.
 func (mt *matcher) drop(in *inboundGrant) {
 	if mt.grants[in.id] == in {
 		delete(mt.grants, in.id)
@@ -361,7 +368,7 @@ func (mt *matcher) drop(in *inboundGrant) {
 	}
 }
 
-// forget drops a grant that nothing is bound to and nothing waits for.
+// forget deletes a grant that is bound to nothing and waits for nothing.
 func (mt *matcher) forget(in *inboundGrant) {
 	if mt.grants[in.id] != in || in.wait != nil {
 		return
@@ -374,7 +381,7 @@ func (mt *matcher) forget(in *inboundGrant) {
 	mt.drop(in)
 }
 
-// suspend ends what a grant moves and waits for. Its places stay.
+// suspend ends what a grant moves and waits for, and keeps its places.
 func (mt *matcher) suspend(now Instant, in *inboundGrant) {
 	for _, c := range in.claims {
 		if c.wait != nil {
@@ -386,7 +393,7 @@ func (mt *matcher) suspend(now Instant, in *inboundGrant) {
 	}
 }
 
-// replace ends an older grant of a destination lease; its places are kept for the newer one, whose name is g.
+// replace ends an older grant of a destination lease, and keeps its places for the newer grant g.
 func (mt *matcher) replace(now Instant, in *inboundGrant, g lease.GrantID) {
 	mt.drop(in)
 	mt.suspend(now, in)
@@ -400,7 +407,7 @@ func (mt *matcher) replace(now Instant, in *inboundGrant, g lease.GrantID) {
 	}
 }
 
-// endInbound says that a destination lease needs nothing more of our engine.
+// endInbound ends a grant: its destination lease needs nothing more of our engine.
 func (mt *matcher) endInbound(now Instant, in *inboundGrant, committed bool, why string) {
 	mt.drop(in)
 	for _, c := range in.claims {
@@ -408,14 +415,14 @@ func (mt *matcher) endInbound(now Instant, in *inboundGrant, committed bool, why
 		case c.src != nil:
 			mt.endClaim(now, c, committed, why)
 		case c.wait != nil && committed:
-			c.ended = true // a rank that gave nothing, and whose intent is late: its place is taken and given back when it comes
+			c.ended = true // the late intent of a rank that sends nothing takes its place and frees it
 		case c.wait != nil:
 			mt.pending.drop(c.wait)
 		}
 	}
 }
 
-// endClaim says the same of one rank.
+// endClaim ends the binding of one rank.
 func (mt *matcher) endClaim(now Instant, c *partBinding, committed bool, why string) {
 	s, snd := c.src, c.snd
 	c.src, c.snd = nil, nil

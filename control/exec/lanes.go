@@ -8,7 +8,7 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// maxRanks bounds the transports that are told apart; the rest share the last rank.
+// maxRanks bounds the transports that are told apart. All others share the last rank.
 const maxRanks = spray.MaxRanks
 
 // dispatcher gives work to lanes.
@@ -33,7 +33,7 @@ func newDispatcher(c *core, ps *peers) *dispatcher {
 	return dp
 }
 
-// lane is one path to a peer. What is known of it is the scheduler's.
+// laneState is one lane to a peer. The scheduler has the rest of its state.
 type laneState struct {
 	id        uint64
 	peer      *peer
@@ -57,7 +57,7 @@ func (dp *dispatcher) rank(backend string) int {
 	return maxRanks - 1
 }
 
-// LaneUp adds a lane. An error says that it is one too many, and nothing will be given to it.
+// up is Exec.LaneUp.
 func (dp *dispatcher) up(now Instant, in LaneInfo) error {
 	p := dp.peers.get(in.Peer)
 	err := dp.spray.LaneUp(now, p.rails, spray.LaneInfo{ID: in.ID, Path: spray.Path{Transport: in.Backend, Local: in.Local, Remote: in.Remote},
@@ -85,11 +85,11 @@ func (dp *dispatcher) down(now Instant, id uint64) *peer {
 	return l.peer
 }
 
-// maxAssigned is to how many peers one event gives work. The others get theirs with the next tick,
-// which is due at once, so that the driver's lock is free between them.
+// maxAssigned bounds the peers that get work in one event. The others get theirs with the next
+// tick, which is due at once: the driver's lock is free in between.
 const maxAssigned = 128
 
-// assign gives work to lanes of the peers that have new work or a turn at a rail.
+// assign gives work to the lanes of peers with new work or a turn at a rail.
 func (dp *dispatcher) assign(now Instant) {
 	left := maxAssigned
 	for again := true; again && left > 0; again = left > 0 && dp.spray.Wake(now, dp.touchRails) {
@@ -140,13 +140,13 @@ func (dp *dispatcher) assignPeer(now Instant, p *peer) {
 	p.hint = p.hint && len(p.lanes) == 0
 }
 
-// scanFlights lets the scheduler look for silence.
+// scanFlights lets the scheduler look for lanes without progress.
 func (dp *dispatcher) scanFlights(now Instant) {
 	dp.spray.Tick(now, dp.touchRails)
 	dp.spray.Quiet(now, dp.askLane)
 }
 
-// moved records that bytes of what a lane carries were received since the last Ask.
+// moved is Exec.Moved.
 func (dp *dispatcher) moved(now Instant, lane uint64) {
 	if l := dp.lanes[lane]; l != nil {
 		dp.spray.Moved(now, lane)
@@ -154,8 +154,7 @@ func (dp *dispatcher) moved(now Instant, lane uint64) {
 	}
 }
 
-// quickest names our rail of a transport over which a short message gets to boot soonest: control frames stand in the same queues in front of a
-// rail as slices do, and an urgent transfer waits for some of them. False: no rail there is in use.
+// quickest is Exec.Quickest.
 func (dp *dispatcher) quickest(now Instant, boot transfer.Boot, transport string) (rail string, ok bool) {
 	p := dp.peers.byBoot[boot]
 	if p == nil {

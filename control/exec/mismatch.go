@@ -8,8 +8,9 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Comparison names two caches whose fingerprints differ: that of one of our workers, and the one that a peer's grant is for. A hash does
-// not say what differs, and so the refusal waits until the driver has found that out.
+// Comparison names two caches with different fingerprints: one of our workers, and the cache that
+// a peer's grant is for. A hash does not show the difference, so the refusal waits until the
+// driver has found it.
 type Comparison struct {
 	Worker      *connector.Worker
 	Peer        transfer.Boot
@@ -17,12 +18,13 @@ type Comparison struct {
 	Fingerprint [32]byte
 }
 
-// maxComparing bounds the comparisons under way; a grant past it is refused without its reason.
+// maxComparing bounds the comparisons in progress. A grant beyond it is refused without the
+// difference.
 const maxComparing = 256
 
 const differ = "the caches of the two engines differ; too many such refusals to say in what"
 
-// compare refuses the grant of c as soon as it is known what differs.
+// compare refuses the grant of c once the difference is known.
 func (mt *matcher) compare(now Instant, c *partBinding, w *connector.Worker) {
 	m := c.in.msg
 	name := Comparison{Worker: w, Peer: c.in.peer.boot, Fingerprint: [32]byte(m.Fingerprint)}
@@ -42,7 +44,7 @@ func (mt *matcher) compare(now Instant, c *partBinding, w *connector.Worker) {
 	waiting[c] = struct{}{}
 }
 
-// Compared says in what two caches differ, every field with both values, or why that cannot be said.
+// compared is Exec.Compared.
 func (mt *matcher) compared(now Instant, name Comparison, difference string) {
 	waiting := mt.comparing[name]
 	delete(mt.comparing, name)

@@ -9,7 +9,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Violation is what may be wrong with the words of a peer so that no honest one says them. Each is told once of each peer and counted every time.
+// Violation is the field of a peer's frame that is invalid: no correct peer sends it. The log has
+// each kind once for each peer; metrics count all.
 type Violation uint8
 
 // What is wrong, by the field that is.
@@ -30,7 +31,7 @@ const (
 	BadTier                  // of a rail
 	BadCredit                // for a rail
 	BadAddress               // of control lanes
-	BadAnswer                // to a question that somebody else was asked
+	BadAnswer                // to a query that went to another peer
 	numViolations
 )
 
@@ -40,10 +41,10 @@ var violationNames = [numViolations]string{"other", "key", "lease", "generation"
 // String is the label of metrics.
 func (n Violation) String() string { return violationNames[n] }
 
-// reportedSet are those of which a peer was told.
+// reportedSet is the set of violations of one peer that were logged.
 type reportedSet uint32
 
-// nonsense is an error of a frame that says what is wrong with it.
+// violation is the error of an invalid frame.
 type violation struct {
 	what Violation
 	err  error
@@ -53,12 +54,12 @@ func (n *violation) Error() string { return n.err.Error() }
 
 func (n *violation) Unwrap() error { return n.err }
 
-// wrong makes an error of what a peer said.
+// wrong returns the error of an invalid field.
 func wrong(what Violation, format string, args ...any) error {
 	return &violation{what, fmt.Errorf(format, args...)}
 }
 
-// kindOf is what err says is wrong.
+// kindOf is the invalid field of err.
 func kindOf(err error) Violation {
 	var n *violation
 	if errors.As(err, &n) {
@@ -67,7 +68,8 @@ func kindOf(err error) Violation {
 	return BadOther
 }
 
-// hears counts one piece of nonsense of a peer, and reports whether it is the first of its kind: only that is told, so that no peer fills a log.
+// violates counts a violation, and reports whether it is the first of its kind from this peer.
+// Only that one is logged: no peer can fill the log.
 func (ps *peers) violates(p *peer, what Violation) (first bool) {
 	ps.counts[what]++
 	first = p.reported&(1<<what) == 0
@@ -75,7 +77,7 @@ func (ps *peers) violates(p *peer, what Violation) (first bool) {
 	return first
 }
 
-// ReportViolation counts nonsense of a peer that somebody else found, and reports whether it is to be told.
+// report counts a violation that another package found.
 func (ps *peers) report(boot transfer.Boot, what Violation) (first bool) {
 	if p := ps.byBoot[boot]; p != nil {
 		return ps.violates(p, what)
@@ -84,7 +86,7 @@ func (ps *peers) report(boot transfer.Boot, what Violation) (first bool) {
 	return false // it is gone
 }
 
-// complain tells of what a peer said that cannot be, the first time; what it said is left out, and nothing else is harmed.
+// logViolation counts and logs an invalid field. The rest of the frame is used.
 func (ps *peers) logViolation(p *peer, what Violation, format string, args ...any) {
 	if ps.violates(p, what) {
 		a := ps.emit(LogViolation)
@@ -92,7 +94,7 @@ func (ps *peers) logViolation(p *peer, what Violation, format string, args ...an
 	}
 }
 
-// Violation is how often peers said what no honest one says, by what was wrong.
+// violations counts all violations by the invalid field.
 func (ps *peers) violations() (counts map[string]uint64) {
 	counts = make(map[string]uint64, numViolations)
 	for what, n := range ps.counts {

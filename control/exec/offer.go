@@ -9,7 +9,7 @@ import (
 	"github.com/kvspray/kvspray/control/lease"
 )
 
-// offer is one grant of a destination lease: its parts that give something.
+// outboundGrant is one grant of a destination lease: the parts that send something.
 type outboundGrant struct {
 	dest     *dest
 	gen      uint32
@@ -20,8 +20,8 @@ type outboundGrant struct {
 	cause    Cause // of its fence
 }
 
-// divide says what each rank of the source's engine gives. As long as nothing else was heard, the engine there is taken to be as the
-// one here, rank by rank; if that is wrong its sidecar says so, and which ranks there are.
+// divide plans the part of each rank of the source's engine. Until that engine's ranks are known
+// they are assumed to equal ours; if that is wrong, its sidecar replies with its ranks.
 func (ds *dests) divide(d *dest, p *peer) ([]Part, error) {
 	place := d.ws.w.Place
 	own := Rank{place.Rank(), d.ws.w.Geometry}
@@ -51,7 +51,7 @@ func (ds *dests) divide(d *dest, p *peer) ([]Part, error) {
 	return parts, nil
 }
 
-// grant offers the blocks of d to its source's sidecar, or waits for that one to be reached.
+// grant offers the blocks of d to the source's sidecar, or waits for the connection to it.
 func (ds *dests) grant(now Instant, d *dest) {
 	if d.State != lease.DestWaiting {
 		return
@@ -64,7 +64,7 @@ func (ds *dests) grant(now Instant, d *dest) {
 	p := d.ep.peer
 	parts, err := ds.divide(d, p)
 	if unknown := (*UnknownLayout)(nil); err != nil && !d.told && !errors.As(err, &unknown) {
-		// The ranks are those of another engine there: ask as if nothing were known.
+		// The known ranks may be those of another engine there: plan without them.
 		p.ranks = nil
 		parts, err = ds.divide(d, p)
 	}
@@ -93,7 +93,7 @@ func (ds *dests) grant(now Instant, d *dest) {
 		l := &ReceivePart{Worker: d.ws.w, Expect: d.x, Plan: q.Plan, Part: msg.Parts[i], offer: o}
 		slot, gen, err := ds.slots.Alloc(p.boot)
 		if err != nil {
-			for _, l := range o.lands { // nobody has heard of them
+			for _, l := range o.lands { // they were not sent
 				_ = ds.slots.Fenced(p.boot, l.Grant.Slot, l.Grant.Gen)
 			}
 			ds.close(now, d, StatusFailed, err.Error())
@@ -136,7 +136,8 @@ func (ds *dests) grant(now Instant, d *dest) {
 	a.Frame = &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Grant{Grant: msg}}
 }
 
-// charge counts what the ranks of a peer's engine owe us, so that replicas are chosen by load.
+// charge counts the bytes that each rank of a peer still owes us: the planner chooses between
+// replicas by load.
 func (ds *dests) charge(o *outboundGrant, on bool) {
 	p := ds.peers.byBoot[o.lands[0].Grant.Peer]
 	if p == nil {
@@ -158,7 +159,7 @@ func (ds *dests) charge(o *outboundGrant, on bool) {
 	}
 }
 
-// destOf finds the lease that a message of p speaks of; nil if it is over, or granted to somebody else.
+// of returns the lease that a message of p names; nil if it is over, or granted to another peer.
 func (ds *dests) of(p *peer, l *peerv1.Lease) (*dest, error) {
 	id, err := leaseID(l)
 	if err != nil {
@@ -193,7 +194,7 @@ func (ds *dests) onGrantReply(now Instant, p *peer, m *peerv1.GrantReply) error 
 		}
 		p.ranks, d.told = ranks, true
 		ds.regrant(now, d, ByRefusal, "ranks: "+m.Message)
-	// A refusal may come after the last part that gives something was bound: every rank of the engine has a say.
+	// A refusal may follow the last BOUND: ranks that send nothing can refuse, too.
 	case peerv1.GrantReply_NO_PARTNER:
 		ds.close(now, d, StatusExpired, "no partner: "+m.Message)
 	case peerv1.GrantReply_MISMATCH, peerv1.GrantReply_FINGERPRINT, peerv1.GrantReply_PLAN:
@@ -204,7 +205,8 @@ func (ds *dests) onGrantReply(now Instant, p *peer, m *peerv1.GrantReply) error 
 	return nil
 }
 
-// partBound takes the source lease of one part. The lease is bound with the last of them.
+// partBound records the source lease of one part. The destination lease is bound with the last of
+// them.
 func (ds *dests) partBound(now Instant, p *peer, d *dest, m *peerv1.GrantReply) error {
 	src, err := leaseID(m.Source)
 	if err != nil {
@@ -224,7 +226,7 @@ func (ds *dests) partBound(now Instant, p *peer, d *dest, m *peerv1.GrantReply) 
 	}
 	d.bound, d.claimed = now, true
 	if !p.up() {
-		d.MatchBy = now + d.matchTimeout // said just before it went out of reach
+		d.MatchBy = now + d.matchTimeout // the reply was sent before the peer became unreachable
 	}
 	ds.agenda.arm(d.t, min(d.Deadline, d.MatchBy))
 	ds.tryCommit(now, d)

@@ -42,7 +42,7 @@ func bindingsInOrder(all iter.Seq[*partBinding]) []*partBinding {
 	})
 }
 
-// keysInOrder are those of one transfer id.
+// keysInOrder are the keys of one transfer.
 func keysInOrder(all iter.Seq[transfer.Key], x transfer.XferID) (out []transfer.Key) {
 	for k := range all {
 		if k.Xfer == x {

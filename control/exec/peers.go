@@ -31,22 +31,22 @@ func newPeers(c *core) *peers { return &peers{core: c, byBoot: map[transfer.Boot
 // peer is one boot of another sidecar, or of ourselves.
 type peer struct {
 	names map[*endpoint]struct{} // that lead to it
-	idle  []*endpoint            // of these, that nobody used when it was last looked at, the longest first; at most maxIdleNames
+	idle  []*endpoint            // unused ones of these, oldest first; at most maxIdleNames
 
 	boot    transfer.Boot
 	link    peerLink
 	lanes   []*laneState
 	rails   *spray.Peer
 	pending int
-	known   map[railID]bool // its rails: whether their links are down; nil: it has not said
+	known   map[railID]bool // its rails: whether their links are down; nil: not reported yet
 	limits  credit.Limits
 
 	places localities
 
 	reported reportedSet
 	dirty    bool
-	hint     bool              // its lanes, as soon as there are any
-	ranks    []Rank            // of the engine there that we heard of last; nil: suppose that it is as ours
+	hint     bool              // send a wake-up hint as soon as there is a lane
+	ranks    []Rank            // of the engine there, as reported last; nil: assumed to equal ours
 	load     map[string]uint64 // bytes of the parts that its ranks owe us, by rank
 }
 

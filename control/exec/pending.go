@@ -10,7 +10,7 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// wait keeps a grant, a part of one or a question until its intent comes.
+// wait keeps a grant, a part of one, a query or a decline until its intent comes.
 func (mt *matcher) wait(now Instant, q *pending, ms uint32) {
 	p := q.peer
 	tomb, dead := mt.sources.tombs.Find(now, q.key)
@@ -41,7 +41,7 @@ func (mt *matcher) wait(now Instant, q *pending, ms uint32) {
 		end = min(end, mt.workers.vacated+vacantWait)
 	}
 	if dead && graceEnd < end {
-		// A prompt list with equal prompts: another intent may be about to come.
+		// In a list of equal prompts another intent may follow.
 		end, q.gone = graceEnd, true
 	}
 	q.t = newTimer(func(now Instant) { mt.pendingDue(now, q) })
@@ -57,8 +57,9 @@ const (
 
 const mismatch = "the prefill has this transfer id with another prefix hash: prompt, LoRA, salt or multimodal items differ"
 
-// hopeless reports that no intent for q will come: every request of its transfer id is finished, and none has its hash. Only a grant
-// says so: it follows an admission, or a prefill that is done. A question may be early, for a prompt list is admitted one by one.
+// hopeless reports that no intent for q will come: every request of its transfer is finished, and
+// none has its hash. This holds for grants only, which follow an admission or a finished prefill.
+// A query may be early: a list of prompts is admitted one by one.
 func (mt *matcher) hopeless(q *pending) bool {
 	n := mt.sources.byXfer[q.key.Xfer]
 	return q.in != nil && n.open > 0 && n.open == n.held && len(mt.sources.byKey[q.key]) == 0
@@ -84,10 +85,10 @@ func (mt *matcher) pendingDue(now Instant, q *pending) {
 func (mt *matcher) refusePending(now Instant, q *pending, code peerv1.GrantReply_Code, message string) {
 	mt.pending.drop(q)
 	if q.decline != nil {
-		return // nobody waits for an answer
+		return // a decline has no answer
 	}
 	if q.in != nil {
-		if mt.grants[q.in.id] == q.in { // else it has committed without this rank
+		if mt.grants[q.in.id] == q.in { // else it committed without this rank
 			mt.refuse(now, q.in, code, message)
 		}
 		return

@@ -10,16 +10,16 @@ import (
 	"github.com/kvspray/kvspray/control/spray"
 )
 
-// Tiers. How near a rail is depends on the memory at hand, at both ends: the receiver says with each grant how near its rails are to its
-// blocks, we know how near ours are to the source's. The two together are a place, of which package spray keeps a tier per pair of rails;
-// the farther end counts.
+// Distances. How far a rail is depends on the memory, at both ends: the receiver reports with each
+// grant how far its rails are from its blocks, and we know how far ours are from the source's. Both
+// together are a locality, for which package spray keeps a tier per rail pair: the larger of both.
 
 const (
 	maxTier      = 3
 	maxRailTiers = 64 // in one grant
 )
 
-// places are those of one peer. The zero value is ready.
+// localities are those of one peer. The zero value is ready.
 type localities struct {
 	byName map[string]spray.Place
 	list   []locality // list[i] is place i+1
@@ -33,14 +33,14 @@ type locality struct {
 	flows  int // that are there
 }
 
-// moves counts flows in and out of a place.
+// moves counts flows that enter and leave a locality.
 func (p *localities) moves(at spray.Place, by int) {
 	if at != 0 {
 		p.list[at-1].flows += by
 	}
 }
 
-// tiersOf says how near our rails are to the memory of a worker; nothing where all are as near.
+// tiersOf lists how far our rails are from the memory of a worker; nil if all are equally far.
 func (rs *rails) tiersOf(ws *worker) []*peerv1.RailTier {
 	if rs.cfg.Distance == nil {
 		return nil
@@ -67,8 +67,8 @@ func (rs *rails) tiersOf(ws *worker) []*peerv1.RailTier {
 	return ws.tiers
 }
 
-// place names where the memory of a grant lies: that of w here, and there what is as near to the peer's rails as tiers say. Past
-// spray.MaxPlaces it is unknown.
+// place names the locality of a grant: the memory of w here, and the distances of the peer's
+// rails. Beyond spray.MaxPlaces it is unknown.
 func (rs *rails) place(p *peer, w *connector.Worker, tiers []*peerv1.RailTier) spray.Place {
 	if rs.cfg.Distance == nil && len(tiers) == 0 {
 		return 0
@@ -105,8 +105,8 @@ func (rs *rails) place(p *peer, w *connector.Worker, tiers []*peerv1.RailTier) s
 	return at
 }
 
-// free returns a place that no flow is at; 0: there is none. Rails come and go, and each change makes
-// another place of the same memory.
+// free returns a locality without flows; 0: there is none. Rails come and go, and each change
+// makes another locality of the same memory.
 func (p *localities) free(rails *spray.Peer) spray.Place {
 	if p.byName == nil {
 		p.byName = map[string]spray.Place{}
@@ -128,8 +128,8 @@ func (p *localities) free(rails *spray.Peer) spray.Place {
 	return 0
 }
 
-// tier is how far a pair of rails is from the memory at a place, the farther end of the two. Package
-// spray asks for it once per pair and place.
+// tier is the distance of a rail pair from a locality: the larger one of both ends. Package spray
+// asks once per pair and place.
 func (p *localities) tier(near func(w *connector.Worker, transport, rail string) int, path spray.Path, at spray.Place) int {
 	if int(at) > len(p.list) || at == 0 {
 		return 0

@@ -11,8 +11,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Described says that the planner knows a layout of a peer now, or why it cannot. A peer that does not answer (ErrNoAnswer) may only have died:
-// it is asked again for as long as a partner may be missing, or until it is known to be gone.
+// Described reports that the planner has a layout of a peer, or why not. A peer that does not
+// answer (ErrNoAnswer) is asked again until the match timeout, or until it is forgotten.
 func (e *Exec) Described(now Instant, boot transfer.Boot, geometry [32]byte, err error) {
 	name := described{boot, geometry}
 	if w := e.layouts.asked[name]; w != nil && errors.Is(err, ErrNoAnswer) && now < w.end && e.peers.byBoot[boot] != nil && e.needed(w) {
@@ -23,7 +23,7 @@ func (e *Exec) Described(now Instant, boot transfer.Boot, geometry [32]byte, err
 	e.assign(now)
 }
 
-// needed reports whether anybody waits still.
+// needed reports whether a lease or a grant still waits for a layout.
 func (e *Exec) needed(w *description) bool {
 	for d := range w.dests {
 		if d.State == lease.DestWaiting && !d.decided {
@@ -38,7 +38,7 @@ func (e *Exec) needed(w *description) bool {
 	return false
 }
 
-// planAgain goes on with what a description was needed for.
+// planAgain continues what waited for a layout.
 func (e *Exec) planAgain(now Instant, name described, err error) {
 	boot, w := name.boot, e.layouts.asked[name]
 	if w == nil {
@@ -70,7 +70,7 @@ func (e *Exec) planAgain(now Instant, name described, err error) {
 	}
 }
 
-// undescribed ends the wait for a peer that is gone.
+// undescribed ends the wait for layouts of a forgotten peer.
 func (e *Exec) undescribed(now Instant, boot transfer.Boot) {
 	var all []described
 	for name := range e.layouts.asked {

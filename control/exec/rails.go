@@ -7,15 +7,15 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Rail is a data rail, ours or a peer's, as it is now.
+// Rail is a rail of one side with its current state.
 type Rail struct {
 	Transport string
 	Name      string
 	Down      bool // its link has no carrier
 }
 
-// maxRails bounds what is known of one side's rails. A control lane brings fewer; it is below what the scheduler remembers of links, so that none of
-// these is forgotten there.
+// maxRails bounds the known rails of one side. A control lane brings fewer, and the scheduler
+// remembers more links.
 const maxRails = 256
 
 // rails are our own rails; those of a peer are at the peer.
@@ -27,7 +27,7 @@ type rails struct {
 	version  int             // changes of own
 }
 
-// SetRails says what our rails are. Pairs over one that is down or gone are out of use at once; what they carried goes to others.
+// set is Exec.SetRails.
 func (rs *rails) set(now Instant, rails []Rail) {
 	rs.own = rs.change(now, nil, rs.own, rails)
 	rs.version++
@@ -37,7 +37,7 @@ func (rs *rails) set(now Instant, rails []Rail) {
 
 }
 
-// PeerRails says what the rails of boot are, by its own word.
+// setPeer is Exec.PeerRails.
 func (rs *rails) setPeer(now Instant, boot transfer.Boot, rails []Rail) {
 	p := rs.peers.byBoot[boot]
 	if p == nil {
@@ -72,7 +72,7 @@ func (rs *rails) change(now Instant, p *spray.Peer, old map[railID]bool, rails [
 	}
 	slices.SortFunc(gone, railID.Compare)
 	for _, id := range gone {
-		// What it carried is free at once. Its lanes end, and one that comes up again begins on trial.
+		// Its slices are free at once. Its lanes end, and a new lane over it starts on probation.
 		rs.spray.RailDown(now, p, id.Transport, id.Name)
 		rs.spray.RailUp(now, p, id.Transport, id.Name)
 	}

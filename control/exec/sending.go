@@ -49,7 +49,8 @@ const (
 // open reports whether the part has not ended.
 func (s sendState) open() bool { return s < sendClosing }
 
-// prepare does what would keep the first layer waiting.
+// prepare does early what would delay the first layer: it opens the origin and hints sleeping
+// peers.
 func (ss *sources) prepare(snd *SendPart) {
 	s := snd.src
 	if s.prefill != prefillAnnounced {
@@ -62,7 +63,7 @@ func (ss *sources) prepare(snd *SendPart) {
 	ss.dispatch.touch(snd.peer)
 }
 
-// bind makes an origin of snd, whose epoch is known: that under which the bytes are read.
+// bind opens the origin of a part whose epoch is known: bytes are read under it.
 func (ss *sources) bind(snd *SendPart) {
 	if s := snd.src; snd.state == sendWaiting {
 		snd.state = sendLive
@@ -72,13 +73,13 @@ func (ss *sources) bind(snd *SendPart) {
 	}
 }
 
-// sameTables reports whether two tables are one and the same slice in memory, which is how progress of many layers in one
-// step shares them.
+// sameTables reports whether two tables are the same slice in memory: progress of many layers in
+// one step shares it.
 func sameTables(a, b [][]uint32) bool {
 	return len(a) == len(b) && (len(a) == 0 || &a[0] == &b[0])
 }
 
-// release makes what layer l holds sendable.
+// release gives the scheduler what layer l adds.
 func (ss *sources) release(snd *SendPart, l int) {
 	s := snd.src
 	if s.layers[l] == (layerState{}) {
@@ -105,7 +106,7 @@ func (ss *sources) release(snd *SendPart, l int) {
 	}
 }
 
-// verdict is what the end of a slice says to the scheduler.
+// verdict is the outcome of a slice as the scheduler counts it.
 func verdict(r *transport.Result) spray.Verdict {
 	if r.Outcome == transfer.Landed {
 		return spray.Confirmed
@@ -124,7 +125,7 @@ func verdict(r *transport.Result) spray.Verdict {
 	}
 }
 
-// results ends slices.
+// results is Exec.Results.
 func (ss *sources) results(now Instant, res []transport.Result) {
 	for i := range res {
 		ss.result(now, &res[i])
@@ -154,7 +155,7 @@ func (ss *sources) result(now Instant, r *transport.Result) {
 	case transfer.ReasonDisowned, transfer.ReasonSourceGone:
 		ss.invalidated(now, snd)
 	case transfer.ReasonUnknownSlot, transfer.ReasonStaleGen, transfer.ReasonRevoked:
-		// The receiver has closed the lease; its word is on the way.
+		// The receiver has closed the lease; its message is on the way.
 		snd.stop()
 	}
 	if end.Exhausted {
@@ -166,14 +167,14 @@ func (ss *sources) result(now Instant, r *transport.Result) {
 	}
 }
 
-// stop keeps a sending from giving anything more to lanes, until the word comes that says why.
+// stop withholds the rest of a part from the lanes until its end.
 func (s *SendPart) stop() {
 	s.state = sendStopped
 	s.flow.Stop()
 }
 
-// invalidated stops a sending whose source is no longer valid. The engine's record says why; if none comes, the receiver is
-// told to grant afresh.
+// invalidated stops a part whose source blocks changed during a read. A record of the engine has
+// the reason; without one the receiver is asked for another grant.
 func (ss *sources) invalidated(now Instant, snd *SendPart) {
 	if snd.state == sendStopped {
 		return
@@ -183,12 +184,12 @@ func (ss *sources) invalidated(now Instant, snd *SendPart) {
 	ss.agenda.arm(snd.revokeTimer, now+revokeWait)
 }
 
-// confirmFlights counts what is still on its way as moved: the commit has overtaken its confirmation.
+// confirmFlights counts unconfirmed slices as moved: the commit has overtaken their confirmation.
 func (ss *sources) confirmFlights(snd *SendPart) {
 	ss.spray.Unconfirmed(snd.flow, func(rank int, bytes uint64) { snd.moved[rank] += bytes })
 }
 
-// lose ends a sending because its bytes will not come, and tells the receiver.
+// lose ends a part whose bytes will not come, and tells the receiver.
 func (ss *sources) lose(now Instant, snd *SendPart, final bool, reason string) {
 	if !snd.state.open() {
 		return
@@ -198,7 +199,7 @@ func (ss *sources) lose(now Instant, snd *SendPart, final bool, reason string) {
 	ss.endSending(now, snd)
 }
 
-// endSending gives no slice of snd to a lane any more and closes its origin.
+// endSending closes the origin of a part; lanes get no more of its slices.
 func (ss *sources) endSending(now Instant, snd *SendPart) {
 	if !snd.state.open() {
 		return
@@ -228,8 +229,7 @@ func (ss *sources) closeOrigin(snd *SendPart) {
 	a.SendPart, a.Committed = snd, snd.committed
 }
 
-// OriginClosed is the acknowledgement of every backend that nobody reads through snd's origin any more, or the failure of
-// one, which is tried again.
+// closed is Exec.OriginClosed.
 func (ss *sources) closed(now Instant, snd *SendPart, err error) {
 	if snd.state != sendClosing {
 		return
@@ -243,12 +243,14 @@ func (ss *sources) closed(now Instant, snd *SendPart, err error) {
 
 }
 
+// originClosed is Exec.OriginClosed.
 func (ss *sources) originClosed(now Instant, snd *SendPart) {
 	snd.state = sendClosed
 	ss.complete(now, snd.src)
 }
 
-// follow counts what is sent from a worker's memory, and tells the connector of the first and after the last.
+// follow counts what is sent from the memory of a worker, and tells the connector when the count
+// leaves or reaches zero.
 func (ss *sources) follow(ws *worker, by int) {
 	before := ws.sends > 0
 	ws.sends += by
@@ -258,7 +260,7 @@ func (ss *sources) follow(ws *worker, by int) {
 	}
 }
 
-// SourceBroken says that a sending cannot be read at all: its tables or its memory are unusable.
+// broken is Exec.SourceBroken.
 func (ss *sources) broken(now Instant, snd *SendPart, reason string) {
 	ss.lose(now, snd, true, reason)
 

@@ -44,7 +44,7 @@ func newSources(c *core, dp *dispatcher, wk *workers) *sources {
 		tombs:  lease.NewTombstones(lease.MaxTombstones, c.cfg.TombstoneAge)}
 }
 
-// source is a source lease with what the executor adds to it.
+// source is a source lease with the executor's own state of it.
 type source struct {
 	lease.Source
 	ws      *worker
@@ -59,10 +59,10 @@ type source struct {
 	decided bool
 	status  uint16
 	reason  string
-	trouble string // why a grant for it was refused last
+	trouble string // of the last refused grant
 
 	began     Instant
-	span      time.Duration // from the last word of the engine to the deadline
+	span      time.Duration // from the last record of the engine to the deadline
 	firstBind Instant
 	flagged   Instant // the last progress
 	prefill   prefillState
@@ -84,7 +84,7 @@ type layerState struct {
 	final  bool
 }
 
-// Intent opens a source lease.
+// open is Exec.Intent.
 func (ss *sources) open(now Instant, w *connector.Worker, in connector.Intent) {
 	ws := ss.workers.all[w]
 	if ws == nil || ws.gone || ws.sources[in.Lease.ID] != nil || ws.dests[in.Lease.ID] != nil {
@@ -127,7 +127,7 @@ func (ss *sources) open(now Instant, w *connector.Worker, in connector.Intent) {
 
 }
 
-// Hold says that the engine keeps the blocks only for us: from now on partners have limited time to come.
+// hold is Exec.Hold.
 func (ss *sources) hold(now Instant, w *connector.Worker, id uint64) {
 	s := ss.get(w, id)
 	if s == nil || s.Held || s.decided {
@@ -144,7 +144,8 @@ func (ss *sources) hold(now Instant, w *connector.Worker, id uint64) {
 	}
 }
 
-// extend starts the deadline again: a prefill may compute for minutes, and what must not last is the silence after it.
+// extend starts the deadline again: a prefill may take minutes, and only the silence after it is
+// bounded.
 func (s *source) extend(now Instant) {
 	s.Deadline = max(s.Deadline, min(now+s.span, s.began+MaxDeadline))
 }
@@ -161,7 +162,7 @@ func (ss *sources) due(now Instant, s *source) {
 	case now >= s.Deadline:
 		ss.close(now, s, StatusExpired, withTrouble("the deadline passed", s.trouble), true)
 	case now >= s.MatchBy:
-		// Nobody new may come; those who are here finish.
+		// No new receiver may bind; bound ones finish.
 		s.MatchBy = lease.Never
 		if s.Narrow() {
 			if s.Served > 0 {
@@ -177,7 +178,7 @@ func (ss *sources) due(now Instant, s *source) {
 	}
 }
 
-// Progress takes what layers hold now.
+// progress is Exec.Progress.
 func (ss *sources) progress(now Instant, w *connector.Worker, all []connector.Progress) {
 	for i := range all {
 		p := &all[i]
@@ -204,7 +205,7 @@ func (ss *sources) progress(now Instant, w *connector.Worker, all []connector.Pr
 
 }
 
-// Announced says that a step of these leases is about to run: their layers follow.
+// announced is Exec.Announced.
 func (ss *sources) announced(now Instant, w *connector.Worker, all []transfer.LeaseID) {
 	for _, id := range all {
 		s := ss.get(w, id.ID)
@@ -222,7 +223,7 @@ func (ss *sources) announced(now Instant, w *connector.Worker, all []transfer.Le
 
 }
 
-// Preempt says that the blocks of a source lease are lost; the lease stays for a later attempt.
+// preempt is Exec.Preempt.
 func (ss *sources) preempt(now Instant, w *connector.Worker, id uint64) {
 	s := ss.get(w, id)
 	if s == nil || s.State != lease.SourceOpen {
@@ -237,7 +238,8 @@ func (ss *sources) preempt(now Instant, w *connector.Worker, id uint64) {
 
 }
 
-// closeSource ends a source lease; the first verdict stands. Its receivers are told, its origins closed, then the engine.
+// close ends a source lease; the first status stands. It tells the receivers, closes the origins,
+// and then completes the lease.
 func (ss *sources) close(now Instant, s *source, status uint16, reason string, final bool) {
 	if s.decided {
 		return

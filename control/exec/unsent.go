@@ -8,10 +8,9 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Unsent says that a frame of Send or Offer did not go out and never will: too much waits for the
-// peer, or the frame is longer than one may be. What only that frame could have begun ends now,
-// with err as its reason: an engine that computes by itself is sooner done than one that waits for
-// a deadline.
+// Unsent reports that a frame of Send or Offer was not sent and never will be: too many frames
+// wait for the peer, or this one is too long. Whatever depends on the frame ends now with err as
+// its reason: the engine recomputes sooner than by a deadline.
 func (e *Exec) Unsent(now Instant, boot transfer.Boot, f *peerv1.ControlFrame, err error) {
 	switch b := f.Body.(type) {
 	case *peerv1.ControlFrame_Grant:
@@ -31,8 +30,9 @@ func (e *Exec) Unsent(now Instant, boot transfer.Boot, f *peerv1.ControlFrame, e
 	e.assign(now)
 }
 
-// closeUnsent ends a lease whose last grant did not reach the source. A Revoke that names only the
-// grant would mean nothing there. This one has the key, so the source stops waiting for a grant.
+// closeUnsent ends a lease whose last grant did not reach the source. The source does not have the
+// grant, so a Revoke of it would mean nothing there; this one carries the key, and the source
+// stops its wait.
 func (ds *dests) closeUnsent(now Instant, d *dest, why string) {
 	if d.decided {
 		return

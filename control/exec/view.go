@@ -10,7 +10,7 @@ import (
 // maxView bounds how many leases a View shows.
 const maxView = 256
 
-// View is what the executor is doing, for people.
+// View describes the executor for people.
 type View struct {
 	Dests   []DestView   `json:"destinations"`
 	Sources []SourceView `json:"sources"`
@@ -70,10 +70,10 @@ func (e *Exec) View(now Instant) View {
 	return v
 }
 
-// Rails sums up every local rail, for metrics.
+// Rails describes every local rail, for metrics.
 func (e *Exec) Rails(now Instant) []spray.RailView { return e.spray.Rails(now) }
 
-// Load is how much the executor holds: counts only, cheap enough to be looked at after every event.
+// Load counts what the executor holds. It is cheap enough to be read after every event.
 type Load struct {
 	Dests, Sources   int // leases that are open
 	Inbound          int // grants of peers
@@ -84,7 +84,7 @@ type Load struct {
 	Timers           int
 }
 
-// Waiting counts the chunks that may go to a peer and wait for a lane, by priority.
+// Waiting counts the chunks that are ready for a peer and wait for a lane, by priority.
 func (e *Exec) Waiting(boot transfer.Boot) (chunks [spray.Priorities]int) {
 	if p := e.peers.byBoot[boot]; p != nil {
 		chunks = p.rails.Waiting()
@@ -92,8 +92,8 @@ func (e *Exec) Waiting(boot transfer.Boot) (chunks [spray.Priorities]int) {
 	return chunks
 }
 
-// Links is what was learned of each pair of rails to a peer, and how many bytes wait for a lane to
-// it, by priority: at most, for the last chunk of a layer is not full.
+// Links describes each rail pair to a peer, and the bytes that wait for a lane, by priority. The
+// bytes are an upper bound: the last chunk of a layer is not full.
 func (e *Exec) Links(now Instant, boot transfer.Boot) (links []spray.Link,
 	waiting [spray.Priorities]uint64) {
 	p := e.peers.byBoot[boot]
@@ -106,13 +106,13 @@ func (e *Exec) Links(now Instant, boot transfer.Boot) (links []spray.Link,
 	return p.rails.Links(now), waiting
 }
 
-// Shares reports whether there is any lease or grant with a peer, also one that is not bound to lanes
-// yet: a grant that waits for its intent would be lost with the peer.
+// Shares reports whether any lease or grant involves the peer, even one without a lane: a grant
+// that waits for its intent would be lost with the peer.
 func (e *Exec) Shares(boot transfer.Boot) bool {
 	return len(e.dests.byPeer[boot])+len(e.match.grantsOf[boot])+len(e.match.pending.byPeer[boot]) > 0
 }
 
-// Load returns it.
+// Load returns the counts.
 func (e *Exec) Load() Load {
 	return Load{len(e.dests.byID), e.sources.count, len(e.match.grants), len(e.match.pending.byKey), len(e.queries.byToken), len(e.layouts.asked), len(e.endpoints.byAddr), len(e.peers.byBoot),
 		len(e.dispatch.lanes), e.spray.Flights(), e.agenda.Len()}

@@ -82,7 +82,7 @@ func checkTeam(team []byte, size uint32) error {
 	return nil
 }
 
-// ranksOf reads what a peer says of its engine.
+// ranksOf checks the ranks that a peer reports of its engine.
 func ranksOf(m *peerv1.GrantReply) ([]Rank, error) {
 	if n := len(m.Ranks); n < 1 || n > MaxParts {
 		return nil, wrong(BadRanks, "%d of them: want 1 to %d", n, MaxParts)

@@ -12,6 +12,7 @@ type workers struct {
 	vacated Instant // when the last worker left; the start if none was here
 }
 
+// worker is one engine worker with its leases.
 type worker struct {
 	w       *connector.Worker
 	tiers   []*peerv1.RailTier // of our rails for its memory
@@ -22,12 +23,12 @@ type worker struct {
 	gone    bool
 }
 
-// WorkerUp introduces an engine worker.
+// up adds an engine worker.
 func (wk *workers) up(w *connector.Worker) {
 	wk.all[w] = &worker{w: w, sources: map[uint64]*source{}, dests: map[uint64]*dest{}}
 }
 
-// workerIdle reports a gone worker whose last lease ended.
+// idle reports a departed worker whose last lease has ended.
 func (wk *workers) idle(ws *worker) {
 	if ws.gone && len(ws.dests) == 0 && len(ws.sources) == 0 && wk.all[ws.w] == ws {
 		delete(wk.all, ws.w)
@@ -35,8 +36,8 @@ func (wk *workers) idle(ws *worker) {
 	}
 }
 
-// vacant reports that no engine is connected. One that has just lost its session begins another, and its intents come with it; those who ask
-// later than vacantWait need not wait.
+// vacant reports that no engine is connected. An engine that lost its session begins another
+// within vacantWait and presents its intents again.
 func (wk *workers) vacant() bool {
 	for _, w := range wk.all {
 		if !w.gone {
