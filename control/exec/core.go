@@ -48,7 +48,8 @@ func (c *core) sendLate() {
 	}
 }
 
-// Drain moves what must be done into b, whose former content is overwritten, and reports whether there is anything.
+// Drain moves the actions of the last events into b, overwrites its former content, and reports
+// whether there are any.
 func (c *core) Drain(b *Batch) bool {
 	if len(c.out) == 0 {
 		b.Actions = b.Actions[:0]

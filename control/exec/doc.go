@@ -37,10 +37,11 @@ type Instant = lease.Instant
 // layer of the receiver. Immutable.
 type Plan interface {
 	Space() *transfer.Space
-	// Ready returns the front of a segment that may be sent once the layers of the source that it is made from hold tokens
+	// Ready returns the front of a segment that may be sent once its layers of the source hold tokens
 	// [0, tokens); final: no later step writes to them. The result only grows.
 	Ready(segment int, tokens uint32, final bool) transfer.Range
-	// Feeds lists the segments that a layer of the source has a part in, From the layers of the source that a segment is made from.
+	// Feeds lists the segments that a layer of the source contributes to, From the layers of the source
+	// that contribute to a segment.
 	Feeds(layer int) []int
 	From(segment int) []int
 	// Digest is equal on two sides where every byte has the same place in the transfer space.
@@ -72,7 +73,8 @@ type Planner interface {
 	// the bytes that a rank owes. The result has a part for every rank. If a layout is unknown, the
 	// error is an *UnknownLayout.
 	Divide(w *connector.Worker, x *connector.Expect, ranks []Rank, load func(rank string) uint64) ([]Part, error)
-	// Send plans a part of a grant, and checks that the layout of w can serve it; it, too, may return an *UnknownLayout.
+	// Send plans a part of a grant, and checks that the layout of w can serve it. The error may be an
+	// *UnknownLayout.
 	Send(w *connector.Worker, g *peerv1.Grant, part *peerv1.Part) (Plan, error)
 }
 
@@ -158,15 +160,18 @@ func (c Config) withDefaults() Config {
 // Kind is what an Action asks for.
 type Kind uint8
 
-// The actions. What may block is started and reported back as an event; the rest is done before the next action.
+// The actions. The driver starts what may block and reports its end as an event; it does the rest
+// before the next action.
 const (
 	// Connect reaches Endpoint; PeerUp or ConnectFailed follows.
 	Connect Kind = iota + 1
 	// Send puts Frame on the control lanes to Peer.
 	Send
-	// Offer makes the grants of ReceiveParts live (Sink, Host.Grant, backends), fills the tokens into their parts and sends Frame to Peer.
+	// Offer makes the grants of ReceiveParts live (Sink, Host.Grant, backends), fills the tokens into
+	// their parts and sends Frame to Peer.
 	Offer
-	// Fence revokes the guard of ReceivePart at once, then fences it in every backend; FenceDone follows.
+	// Fence revokes the guard of ReceivePart at once, then fences it in every backend; FenceDone
+	// follows.
 	Fence
 	// Forget drops ReceivePart from what Host.Grant finds.
 	Forget
@@ -176,7 +181,8 @@ const (
 	Bind
 	// Update gives SendPart's origin the block table Blocks.
 	Update
-	// CloseOrigin revokes the guard of SendPart at once, then closes it in every backend; OriginClosed follows.
+	// CloseOrigin revokes the guard of SendPart at once, then closes it in every backend; OriginClosed
+	// follows.
 	CloseOrigin
 	// Move hands Slices to lane Lane. Where that fails the slices come back through Results.
 	Move
@@ -188,7 +194,7 @@ const (
 	Measure
 	// LogViolation logs Text, once for each peer and kind of Violation.
 	LogViolation
-	// Complete ends a lease towards the engine of Worker; ReceiveParts are those of its last grant, if there was any.
+	// Complete ends a lease towards the engine of Worker; ReceiveParts are those of its last grant.
 	Complete
 	// Describe asks Peer for the layout behind Geometry; Described follows.
 	Describe

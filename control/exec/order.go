@@ -9,8 +9,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Go walks maps in a random order. Where an event concerns many leases they are taken in the order of their ids, so that the same
-// events have the same consequences, and what went wrong once can be run again.
+// Go walks maps in random order. An event that concerns many leases takes them in the order of their
+// ids, so that equal events have equal consequences and a failure can be repeated.
 
 func compareLeases(a, b transfer.LeaseID) int {
 	return cmp.Or(bytes.Compare(a.Boot[:], b.Boot[:]), cmp.Compare(a.ID, b.ID))

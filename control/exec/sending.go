@@ -92,7 +92,7 @@ func (ss *sources) release(snd *SendPart, l int) {
 		snd.version = s.version
 	}
 	for _, seg := range snd.Plan.Feeds(l) {
-		// A segment may be made from several layers of the source (K and V in layers of their own): all of them count.
+		// A segment may need several layers of the source (K and V in separate layers).
 		tokens, final := s.layers[l].tokens, s.layers[l].final
 		for _, o := range snd.Plan.From(seg) {
 			tokens, final = min(tokens, s.layers[o].tokens), final && s.layers[o].final
