@@ -414,3 +414,23 @@ func TestForgottenPeerGetsNothing(t *testing.T) {
 		}
 	}
 }
+
+// A part is read under the epoch of the progress that releases it, also where no step was announced:
+// an older epoch would name blocks that the engine has since taken back.
+func TestProgressSetsTheEpoch(t *testing.T) {
+	tg := newTarget()
+	in := connector.Intent{Lease: transfer.LeaseID{Boot: tg.w.Boot, ID: 2, Epoch: 1}, Key: testKey(1, 2),
+		Tokens: targetTokens, Fanout: 1, Deadline: 30 * sec}
+	tg.ex.Intent(1, tg.w, in)
+	g := goodGrant()
+	g.Hash = in.Key.Hash[:]
+	if err := tg.ex.Message(sec, tg.peer, grantFrame(g)); err != nil {
+		t.Fatal(err)
+	}
+	in.Lease.Epoch = 3
+	tg.ex.Progress(sec, tg.w, []connector.Progress{{Lease: in.Lease, Tokens: targetTokens, Final: true}})
+	binds := only(t, drained(tg.ex), Bind)
+	if len(binds) != 1 || binds[0].SendPart.Lease != in.Lease {
+		t.Errorf("bound: %+v, want one part of %s", binds, in.Lease)
+	}
+}

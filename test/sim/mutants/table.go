@@ -42,7 +42,7 @@ var mutants = []mutant{
 	{"a chunk counts twice", "transfer/bitmap.go", "added += uint32(bits.OnesCount64(mask &^ old))", "added += uint32(bits.OnesCount64(mask | mask&old))", []string{commit, never, path}},
 	{"the full bitmap of an older grant", "control/exec/dest.go", "	o := l.offer\n	if o.dest.live != o || l.full {\n		return\n	}\n", "	o := l.offer.dest.live\n	if o == nil || o.unfilled == 0 {\n		return\n	}\n", []string{commit}},
 	{"a part counts twice", "control/exec/dest.go", "if o.dest.live != o || l.full {", "if o.dest.live != o || o.unfilled == 0 {", []string{commit}},
-	{"an older epoch of the source", "control/exec/source.go", "		s.ID.Epoch = p.Lease.Epoch\n", "", []string{path, never}},
+	{"an older epoch of the source", "control/exec/source.go", "		s.ID.Epoch = p.Lease.Epoch\n", "", []string{"TestProgressSetsTheEpoch"}},
 
 	// Slices.
 	{"results beside the first", "control/exec/sending.go", "	for i := range res {\n		ss.result(now, &res[i])", "	for i := range min(1, len(res)) {\n		ss.result(now, &res[i])", []string{lost}},
