@@ -120,7 +120,7 @@ func (c *conversation) frame(from transfer.Boot, f *peerv1.ControlFrame) {
 		if len(r.ControlAddresses) > 0 && from != c.boot {
 			if err := c.mesh.PeerAddresses(from, r.ControlAddresses); err != nil {
 				first := false
-				c.driver.View(func(ex *exec.Exec, _ exec.Instant) { first = ex.Hears(from, exec.BadAddress) })
+				c.driver.View(func(ex *exec.Exec, _ exec.Instant) { first = ex.ReportViolation(from, exec.BadAddress) })
 				if first {
 					c.log.Warn("control frame refused; logged once", "peer", from.String(), "err", err)
 				}

@@ -26,7 +26,7 @@ func (c *conversation) Describe(boot transfer.Boot, geometry [32]byte) {
 		case err == nil:
 			err = c.plans.Learn(geometry, b)
 		case errors.Is(err, peer.ErrNoAnswer), errors.Is(err, peer.ErrUnknown):
-			err = fmt.Errorf("%w: %w", exec.ErrAway, err)
+			err = fmt.Errorf("%w: %w", exec.ErrNoAnswer, err)
 		}
 		if err != nil && !errors.Is(err, context.Canceled) {
 			c.log.Warn("layout of a peer", "peer", boot.String(), "geometry", fmt.Sprintf("%.8x", geometry), "err", err)

@@ -83,8 +83,8 @@ func TestJudged(t *testing.T) {
 			t.Errorf("%s: judged as %s", text, got)
 		}
 	}
-	if err := judged(fmt.Errorf("call: %w", peer.ErrOther)); !errors.Is(err, exec.ErrNobody) ||
-		errors.Is(err, exec.ErrNever) ||
+	if err := judged(fmt.Errorf("call: %w", peer.ErrOther)); !errors.Is(err, exec.ErrNotListening) ||
+		errors.Is(err, exec.ErrNotPossible) ||
 		!strings.Contains(err.Error(), "listen address (7650)") {
 		t.Errorf("a gRPC server of another kind: judged as %v", err)
 	}
@@ -98,7 +98,7 @@ func TestJudged(t *testing.T) {
 		"connection error: desc = \"error reading server preface: read tcp 127.0.0.1:1->127.0.0.1:2: i/o timeout\"":                                                 false,
 		"context deadline exceeded": false,
 	} {
-		if got := errors.Is(judged(errors.New(text)), exec.ErrNobody); got != nobody {
+		if got := errors.Is(judged(errors.New(text)), exec.ErrNotListening); got != nobody {
 			t.Errorf("%s: nobody is there: %v, want %v", text, got, nobody)
 		}
 	}

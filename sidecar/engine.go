@@ -81,15 +81,15 @@ func (e *completions) Complete(a *exec.Action) {
 	o := e.observer
 	c := a.Completion
 	route, moved := "", uint64(0)
-	if len(a.Landings) > 0 {
-		c.Transport, route, moved = o.route(a.Landings)
+	if len(a.ReceiveParts) > 0 {
+		c.Transport, route, moved = o.route(a.ReceiveParts)
 		switch c.Status {
 		case exec.StatusOK:
-			for _, l := range a.Landings {
+			for _, l := range a.ReceiveParts {
 				o.hashes.Received(l, plans.Received(l))
 			}
 		case exec.StatusFailed, exec.StatusExpired:
-			c.Recompute = e.plans.Recompute(a.Landings)
+			c.Recompute = e.plans.Recompute(a.ReceiveParts)
 		}
 	}
 	if t := a.Trace; t != nil && !c.Received {

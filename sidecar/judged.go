@@ -21,15 +21,15 @@ type unexpectedEndpoint struct {
 
 func (s unexpectedEndpoint) Error() string        { return s.what + ": " + s.err.Error() }
 func (s unexpectedEndpoint) Unwrap() error        { return s.err }
-func (s unexpectedEndpoint) Is(target error) bool { return target == exec.ErrNobody }
+func (s unexpectedEndpoint) Is(target error) bool { return target == exec.ErrNotListening }
 
 // judged classifies the error of an attempt, for the requests that wait.
 func judged(err error) error {
 	switch {
 	case errors.Is(err, syscall.ECONNREFUSED):
-		return fmt.Errorf("%w: %w", exec.ErrNobody, err)
+		return fmt.Errorf("%w: %w", exec.ErrNotListening, err)
 	case errors.Is(err, peer.ErrUnsafe), errors.Is(err, peer.ErrRelease):
-		return fmt.Errorf("%w: %w", exec.ErrNever, err)
+		return fmt.Errorf("%w: %w", exec.ErrNotPossible, err)
 	case errors.Is(err, peer.ErrOther):
 		return unexpectedEndpoint{"a gRPC server that is no sidecar answers there: name the sidecar's listen " +
 			"address (7650)", err}

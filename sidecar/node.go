@@ -141,8 +141,8 @@ func (n *Node) join(self transport.Peer) error {
 		metrics: n.metrics, plans: n.plans, descriptions: newDescriptions(n.plans), dial: n.dial, rails: n.rails, workers: n.workers}
 	n.driver = driver.New(driver.Config{
 		Exec: exec.New(exec.Config{Boot: n.boot, Planner: n.plans, Transports: n.cfg.Transports.Order,
-			Deadline: time.Duration(n.cfg.Transfer.Deadline), Partner: time.Duration(n.cfg.Transfer.Partner), Grace: n.grace,
-			MaxAttempts: n.cfg.Transfer.MaxAttempts, MaxSlices: n.cfg.Transfer.MaxSlices, Policy: policy, Near: n.rails.near}),
+			Deadline: time.Duration(n.cfg.Transfer.Deadline), MatchTimeout: time.Duration(n.cfg.Transfer.Partner), Grace: n.grace,
+			MaxAttempts: n.cfg.Transfer.MaxAttempts, MaxSlices: n.cfg.Transfer.MaxSlices, Policy: policy, Distance: n.rails.near}),
 		Process: n.proc, Peers: n.conv, Engines: n.results, Memory: n.plans, Rails: localRails{n.rails, n.gpus},
 		Observer: n.observer, Log: n.log, Grace: n.grace})
 	n.dial.lanes, n.conv.driver, n.rails.changed = n.driver, n.driver, n.conv.railsChanged

@@ -81,11 +81,11 @@ func (o *observer) Fenced(cause exec.Cause, took time.Duration) {
 func (o *observer) Quarantined(by int) { o.metrics.Quarantined(by) }
 
 // Sent implements driver.Observer.
-func (o *observer) Sent(s *exec.Sending) { o.hashes.Sent(s, plans.Sent(s)) }
+func (o *observer) Sent(s *exec.SendPart) { o.hashes.Sent(s, plans.Sent(s)) }
 
 // route names the transport that moved most bytes of a grant's parts, and all transports, and
 // counts the bytes.
-func (o *observer) route(lands []*exec.Landing) (most, all string, bytes uint64) {
+func (o *observer) route(lands []*exec.ReceivePart) (most, all string, bytes uint64) {
 	var moved [transport.MaxBackends]uint64
 	for _, l := range lands {
 		for i := range moved {

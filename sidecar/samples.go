@@ -32,7 +32,7 @@ func (s *samples) register(m *metrics.Set, r *prometheus.Registry) error {
 
 // nonsense returns counts of protocol violations by peers, for metrics.
 func (s *samples) nonsense() (out map[string]uint64) {
-	s.driver.View(func(ex *exec.Exec, _ exec.Instant) { out = ex.Nonsense() })
+	s.driver.View(func(ex *exec.Exec, _ exec.Instant) { out = ex.Violations() })
 	return out
 }
 

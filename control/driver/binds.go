@@ -24,12 +24,12 @@ type binds struct {
 	mu      sync.RWMutex // protects all below
 	grants  map[bindName]*Receiver
 	origins map[bindName]*sender // a newer origin of a slot replaces one that is being closed
-	senders map[*exec.Sending]*sender
+	senders map[*exec.SendPart]*sender
 }
 
 // sender is the sending end of one part.
 type sender struct {
-	sending     *exec.Sending
+	sending     *exec.SendPart
 	source      Source
 	quarantined atomic.Bool // its origin could not be closed, and the close is retried
 }
@@ -40,7 +40,7 @@ func (b *binds) put(r *Receiver) {
 	b.grants[grantName(r.landing)] = r
 }
 
-func (b *binds) receiver(l *exec.Landing) *Receiver {
+func (b *binds) receiver(l *exec.ReceivePart) *Receiver {
 	b.mu.RLock()
 	defer b.mu.RUnlock()
 	if r := b.grants[grantName(l)]; r != nil && r.landing == l {
@@ -49,7 +49,7 @@ func (b *binds) receiver(l *exec.Landing) *Receiver {
 	return nil
 }
 
-func (b *binds) forget(l *exec.Landing) {
+func (b *binds) forget(l *exec.ReceivePart) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if r := b.grants[grantName(l)]; r != nil && r.landing == l {
@@ -64,13 +64,13 @@ func (b *binds) putSender(x *sender) {
 }
 
 // sender returns the sending end of s; nil: its Bind has failed, or it is closed.
-func (b *binds) sender(s *exec.Sending) *sender {
+func (b *binds) sender(s *exec.SendPart) *sender {
 	b.mu.RLock()
 	defer b.mu.RUnlock()
 	return b.senders[s]
 }
 
-func (b *binds) forgetSender(s *exec.Sending) {
+func (b *binds) forgetSender(s *exec.SendPart) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	delete(b.senders, s)
@@ -79,8 +79,8 @@ func (b *binds) forgetSender(s *exec.Sending) {
 	}
 }
 
-func grantName(l *exec.Landing) bindName  { return bindName{l.Grant.Peer, l.Grant.Slot} }
-func originName(s *exec.Sending) bindName { return bindName{s.Origin.Peer, s.Origin.Slot} }
+func grantName(l *exec.ReceivePart) bindName { return bindName{l.Grant.Peer, l.Grant.Slot} }
+func originName(s *exec.SendPart) bindName   { return bindName{s.Origin.Peer, s.Origin.Slot} }
 
 // Grant finds the live grant of a frame's slot, for transport.Host.
 func (d *Driver) Grant(peer transfer.Boot, slot transfer.Slot, gen transfer.Gen) (*transport.Grant, transfer.Reason) {
@@ -151,7 +151,7 @@ func (d *Driver) BoundTo(boot transfer.Boot) (count int) {
 
 // offer makes the parts of a grant live in every backend, and only then sends it to the peer.
 func (d *Driver) offer(a *exec.Action) {
-	for _, l := range a.Landings {
+	for _, l := range a.ReceiveParts {
 		r := newReceiver(d, l)
 		l.Grant.Sink = r
 		for _, b := range d.backends {
@@ -176,7 +176,7 @@ func (d *Driver) offer(a *exec.Action) {
 
 // fence closes the landing to writers at once, and reports when every backend has acknowledged it.
 func (d *Driver) fence(a *exec.Action) {
-	l, cause := a.Landing, a.Cause
+	l, cause := a.ReceivePart, a.Cause
 	r := d.binds.receiver(l)
 	l.Grant.Revoke()
 	began := d.cfg.Process.Now()
@@ -226,7 +226,7 @@ func (d *Driver) quarantine(in *atomic.Bool, err error) {
 	}
 }
 
-func (d *Driver) bind(s *exec.Sending) {
+func (d *Driver) bind(s *exec.SendPart) {
 	src, err := d.cfg.Memory.Source(s)
 	if err != nil {
 		d.broken(s, err)
@@ -237,16 +237,16 @@ func (d *Driver) bind(s *exec.Sending) {
 }
 
 func (d *Driver) update(a *exec.Action) {
-	x := d.binds.sender(a.Sending)
+	x := d.binds.sender(a.SendPart)
 	if x == nil {
 		return
 	}
 	if err := x.source.SetTables(a.Blocks); err != nil {
-		d.broken(a.Sending, err)
+		d.broken(a.SendPart, err)
 	}
 }
 
-func (d *Driver) broken(s *exec.Sending, err error) {
+func (d *Driver) broken(s *exec.SendPart, err error) {
 	now := d.enter()
 	d.ex.SourceBroken(now, s, err.Error())
 	d.leave()
@@ -254,7 +254,7 @@ func (d *Driver) broken(s *exec.Sending, err error) {
 
 // closeOrigin keeps lanes from reading at once, and reports when no backend reads any more.
 func (d *Driver) closeOrigin(a *exec.Action) {
-	s, committed := a.Sending, a.Committed
+	s, committed := a.SendPart, a.Committed
 	x := d.binds.sender(s)
 	s.Origin.Revoke()
 	d.goFor(func(ctx context.Context) (done func()) {

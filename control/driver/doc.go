@@ -86,9 +86,9 @@ type Engines interface {
 // Memory finds the memory of parts.
 type Memory interface {
 	// Receiver returns the memory that a part is received into.
-	Receiver(l *exec.Landing) ReceiveMemory
+	Receiver(l *exec.ReceivePart) ReceiveMemory
 	// Source returns the sending end of a part.
-	Source(s *exec.Sending) (Source, error)
+	Source(s *exec.SendPart) (Source, error)
 }
 
 // ReceiveMemory resolves the chunks of a part, as transport.Sink does.
@@ -129,5 +129,5 @@ type Observer interface {
 	// close to its success.
 	Quarantined(by int)
 	// Sent is the end of a part that its receiver has committed. The source is still held.
-	Sent(s *exec.Sending)
+	Sent(s *exec.SendPart)
 }

@@ -51,7 +51,7 @@ func New(c Config) *Driver {
 	d.tick = d.Tick
 	d.Events = &Events{d: d, queries: map[uint64]func(connector.Admission){}, fenced: map[*connector.Worker]func(){}}
 	d.binds.grants, d.binds.origins = map[bindName]*Receiver{}, map[bindName]*sender{}
-	d.binds.senders = map[*exec.Sending]*sender{}
+	d.binds.senders = map[*exec.SendPart]*sender{}
 	d.lanes.byID = map[uint64]*lane{}
 	d.inflows.all = map[inflowName]*inflow{}
 	return d
@@ -163,24 +163,24 @@ func (d *Driver) perform(a *exec.Action) {
 	case exec.Fence:
 		d.fence(a)
 	case exec.Forget:
-		d.binds.forget(a.Landing)
+		d.binds.forget(a.ReceivePart)
 	case exec.Follow:
 		d.cfg.Engines.Follow(a.Worker, a.On)
 	case exec.Bind:
-		d.bind(a.Sending)
+		d.bind(a.SendPart)
 	case exec.Update:
 		d.update(a)
 	case exec.CloseOrigin:
 		d.closeOrigin(a)
 	case exec.Move:
 		d.move(a)
-	case exec.Rouse:
+	case exec.WakeHint:
 		d.rouse(a.Lane)
 	case exec.Ask:
 		d.ask(a.Lane)
 	case exec.Measure:
 		d.measure()
-	case exec.Complain:
+	case exec.LogViolation:
 		d.log.Warn("protocol violation by a peer; logged once", "peer", a.Peer.String(), "refused", a.Text)
 	case exec.Complete:
 		d.cfg.Engines.Complete(a)

@@ -41,9 +41,9 @@ func (nothing) FrameRefused(transport.Lane, transfer.Reason)    {}
 func (nothing) Landed(transport.Lane, int, uint64)              {}
 func (nothing) Fenced(exec.Cause, time.Duration)                {}
 func (nothing) Quarantined(int)                                 {}
-func (nothing) Sent(*exec.Sending)                              {}
-func (nothing) Receiver(*exec.Landing) ReceiveMemory            { return nowhere{} }
-func (nothing) Source(*exec.Sending) (Source, error)            { return nil, nil }
+func (nothing) Sent(*exec.SendPart)                             {}
+func (nothing) Receiver(*exec.ReceivePart) ReceiveMemory        { return nowhere{} }
+func (nothing) Source(*exec.SendPart) (Source, error)           { return nil, nil }
 
 type nowhere struct{}
 
@@ -146,7 +146,7 @@ func TestAllocatesNothing(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	x := &exec.Landing{}
+	x := &exec.ReceivePart{}
 	x.Grant.Receipt.Reset(space.NumChunks())
 	r := &Receiver{d: d, landing: x, memory: nowhere{}, space: space}
 	for what, f := range map[string]func(){

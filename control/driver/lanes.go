@@ -65,8 +65,8 @@ func (d *Driver) LaneUp(l transport.Lane) {
 	d.cfg.Observer.LaneUp(l)
 	d.log.Debug("lane up", "lane", l.ID(), "peer", l.Peer().String(), "transport", l.Backend(), "rail", l.Local(), "remote", l.Remote())
 	in := exec.LaneInfo{ID: l.ID(), Peer: l.Peer(), Backend: l.Backend(), Local: l.Local(), Remote: l.Remote(),
-		SliceBytes: caps.SliceBytes, MaxInFlight: l.MaxInFlight(), Apart: caps.SameHost, Tells: caps.Tells}
-	_, in.Rouses = l.(transport.Rouser)
+		SliceBytes: caps.SliceBytes, MaxInFlight: l.MaxInFlight(), Apart: caps.SameHost, ReportsAcked: caps.Tells}
+	_, in.WakeHints = l.(transport.Rouser)
 	if caps.DeviceSlice > 0 && d.cfg.Rails.DeviceSlices() {
 		in.SliceBytes = caps.DeviceSlice
 	}
@@ -74,7 +74,7 @@ func (d *Driver) LaneUp(l transport.Lane) {
 		in.Gbps, in.Tier = r.Gbps, r.Tier
 	}
 	if t, ok := l.(transport.Timed); ok {
-		in.Way = t.Way()
+		in.RTT = t.Way()
 	}
 	now := d.enter()
 	err := d.ex.LaneUp(now, in)

@@ -14,7 +14,7 @@ import (
 // Receiver is the receiving end of one part. It implements transport.Sink.
 type Receiver struct {
 	d       *Driver
-	landing *exec.Landing
+	landing *exec.ReceivePart
 	memory  ReceiveMemory
 	space   *transfer.Space
 	full    atomic.Bool
@@ -27,7 +27,7 @@ var (
 	_ transport.OnDevice = (*Receiver)(nil)
 )
 
-func newReceiver(d *Driver, l *exec.Landing) *Receiver {
+func newReceiver(d *Driver, l *exec.ReceivePart) *Receiver {
 	space := l.Plan.Space()
 	l.Grant.Receipt.Reset(space.NumChunks())
 	return &Receiver{d: d, landing: l, memory: d.cfg.Memory.Receiver(l), space: space}

@@ -6,64 +6,64 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// A receiver's sidecar may die in mid transfer, or its engine begin a new session. The lease is then presented again, to whichever sidecar
-// is there, which grants it under its own boot and another epoch. Until then our engine's blocks are kept for it, no longer than for any
-// missing partner.
+// A receiver's sidecar may die during a transfer, or its engine may begin a new session. The engine
+// then presents the lease again, and the sidecar there grants it under its own boot id and another
+// epoch. Until then our engine's blocks are kept for it, for the match timeout at most.
 
-// engineLease is a lease as its engine names it, whoever grants it.
+// engineLease names a lease as its engine does, whichever sidecar grants it.
 type engineLease struct {
 	boot transfer.Boot
 	id   uint64
 }
 
-func (in *inbound) lease() engineLease { return engineLease{in.id.Dest.Boot, in.id.Dest.ID} }
+func (in *inboundGrant) lease() engineLease { return engineLease{in.id.Dest.Boot, in.id.Dest.ID} }
 
-// absent keeps the places of a grant whose sidecar is out of reach, or gone (over).
-func (e *Exec) absent(now Instant, in *inbound, over bool) {
+// absent keeps the places of a grant whose sidecar is unreachable, or gone (over).
+func (mt *matcher) absent(now Instant, in *inboundGrant, over bool) {
 	if over {
 		in.over = true
-		e.suspend(now, in)
+		mt.suspend(now, in)
 	}
 	held := false
 	for _, c := range in.claims {
 		held = held || c.src != nil
 	}
-	switch old := e.absents[in.lease()]; {
+	switch old := mt.absents[in.lease()]; {
 	case held && in.absent == nil:
 		if old != nil {
-			e.endInbound(now, old, false, "its lease was granted again by another sidecar, which is gone, too")
+			mt.endInbound(now, old, false, "its lease was granted again by another sidecar, which is gone, too")
 		}
-		in.absent = newTimer(func(now Instant) { e.absentDue(now, in) })
-		e.agenda.arm(in.absent, now+e.cfg.Partner)
-		e.absents[in.lease()] = in
+		in.absent = newTimer(func(now Instant) { mt.absentDue(now, in) })
+		mt.agenda.arm(in.absent, now+mt.cfg.MatchTimeout)
+		mt.absents[in.lease()] = in
 	case !held && over:
-		e.drop(in)
+		mt.drop(in)
 	}
-	e.wake(now, in.key) // who comes after it may be here already
+	mt.wake(now, in.key) // its successor may be here already
 }
 
-// present says that the sidecar of a grant is there again, or that nobody waits for it any more.
-func (e *Exec) present(in *inbound) {
+// present ends the absence of a grant: its sidecar is back, or the grant is over.
+func (mt *matcher) present(in *inboundGrant) {
 	if in.absent != nil {
-		e.agenda.disarm(in.absent)
+		mt.agenda.disarm(in.absent)
 		in.absent = nil
-		delete(e.absents, in.lease())
+		delete(mt.absents, in.lease())
 	}
 }
 
-func (e *Exec) absentDue(now Instant, in *inbound) {
-	why := fmt.Sprintf("the destination's sidecar is gone, and nobody presented the lease again within %v", e.cfg.Partner)
+func (mt *matcher) absentDue(now Instant, in *inboundGrant) {
+	why := fmt.Sprintf("the destination's sidecar is gone, and nobody presented the lease again within %v", mt.cfg.MatchTimeout)
 	for _, c := range in.claims {
 		if c.snd != nil {
-			e.lose(now, c.snd, true, why) // it may live, and hears of this when it is reached
+			mt.sources.lose(now, c.snd, true, why) // the sidecar may be alive, and gets this when it is reached
 		}
 	}
-	e.endInbound(now, in, false, why)
+	mt.endInbound(now, in, false, why)
 }
 
-// succeed gives a grant the places of an absent one of the same lease.
-func (e *Exec) succeed(now Instant, in *inbound) {
-	if old := e.absents[in.lease()]; old != nil && old != in && old.key == in.key {
-		e.replace(now, old, in.id)
+// succeed gives a grant the places of an absent grant of the same lease.
+func (mt *matcher) succeed(now Instant, in *inboundGrant) {
+	if old := mt.absents[in.lease()]; old != nil && old != in && old.key == in.key {
+		mt.replace(now, old, in.id)
 	}
 }

@@ -71,8 +71,8 @@ func TestDestinationSidecarDies(t *testing.T) {
 			s.until("transfer", sec, func() bool { return src.done != nil && next.done != nil })
 			wantStatus(t, src, StatusOK)
 			wantStatus(t, next, StatusOK)
-			if src.done.Grants != 1 || len(p.ex.inbound)+len(p.ex.absents) != 0 {
-				t.Errorf("served %d; %d grants and %d absent ones are left", src.done.Grants, len(p.ex.inbound), len(p.ex.absents))
+			if src.done.Grants != 1 || len(p.ex.match.grants)+len(p.ex.match.absents) != 0 {
+				t.Errorf("served %d; %d grants and %d absent ones are left", src.done.Grants, len(p.ex.match.grants), len(p.ex.match.absents))
 			}
 		})
 	}
@@ -86,7 +86,7 @@ func TestDestinationSidecarStaysAway(t *testing.T) {
 		dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 60*sec)
 		s.rest(50 * time.Millisecond)
 		p.event(func() { p.ex.PeerDown(s.now, d.boot, over) })
-		s.rest(DefaultPartner - 100*time.Millisecond)
+		s.rest(DefaultMatchTimeout - 100*time.Millisecond)
 		if src.done != nil {
 			t.Fatalf("over %v: gave up early: %s", over, src.done.Reason)
 		}
@@ -182,8 +182,8 @@ func TestSessionTakenOver(t *testing.T) {
 			d.event(func() { d.ex.WorkerGone(s.now, dw, false, "superseded") })
 			s.until("the fence", sec, func() bool { return d.fenced[dw] })
 			s.until("the source's end", sec, func() bool { return src.done != nil })
-			if wantStatus(t, src, StatusFailed); !strings.Contains(src.done.Reason, gaveUp) || len(p.ex.inbound)+len(p.ex.absents) != 0 {
-				t.Errorf("%q; %d grants and %d absent ones are left", src.done.Reason, len(p.ex.inbound), len(p.ex.absents))
+			if wantStatus(t, src, StatusFailed); !strings.Contains(src.done.Reason, gaveUp) || len(p.ex.match.grants)+len(p.ex.match.absents) != 0 {
+				t.Errorf("%q; %d grants and %d absent ones are left", src.done.Reason, len(p.ex.match.grants), len(p.ex.match.absents))
 			}
 		})
 	}
@@ -195,7 +195,7 @@ func TestSourceSidecarIsGoneForGood(t *testing.T) {
 	s, p, d, _, dw := pair(t, 12, 0)
 	first := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 30*sec)
 	s.rest(50 * time.Millisecond)
-	if _, ok := d.ex.dests[first.id]; !ok || d.ex.dests[first.id].State != lease.DestGranted {
+	if _, ok := d.ex.dests.byID[first.id]; !ok || d.ex.dests.byID[first.id].State != lease.DestGranted {
 		t.Fatal("not granted")
 	}
 	p.dead = true
@@ -231,7 +231,7 @@ func TestForbiddenAddress(t *testing.T) {
 	s.never = "q:1"
 	l := d.expect(dw, 1, testKey(3, 1), "q:1", 64, 0, 20*sec)
 	s.rest(100 * time.Millisecond)
-	if wantStatus(t, l, StatusExpired); !strings.Contains(l.done.Reason, ErrNever.Error()) {
+	if wantStatus(t, l, StatusExpired); !strings.Contains(l.done.Reason, ErrNotPossible.Error()) {
 		t.Errorf("reason %q", l.done.Reason)
 	}
 }

@@ -10,11 +10,11 @@ import (
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 )
 
-// Receiver and source each compute the transfer space of a part, and frames name places in it. The
-// source compares all that says where a byte is there, before it sends the first one: what they
-// disagree about would arrive intact at the wrong place.
+// Receiver and source each compute the transfer space of a part, and frames name offsets in it.
+// Before the first byte the source compares everything that determines an offset: with different
+// spaces, bytes would arrive intact at the wrong place.
 
-// Refusal says why a source refused a grant. It is a label of metrics.
+// Refusal is why a source refused a grant. It is a label of metrics.
 type Refusal uint8
 
 // The refusals.
@@ -43,7 +43,7 @@ var refusalNames = [numRefusals]string{"other", "no_partner", "mismatch", "finge
 // String is the label of metrics.
 func (r Refusal) String() string { return refusalNames[r] }
 
-// refusals are those that the code of the answer says all of.
+// refusals maps the codes that imply a refusal.
 var refusals = map[peerv1.GrantReply_Code]Refusal{
 	peerv1.GrantReply_NO_PARTNER: RefusedNoPartner, peerv1.GrantReply_MISMATCH: RefusedMismatch,
 	peerv1.GrantReply_FINGERPRINT: RefusedFingerprint,
@@ -52,16 +52,16 @@ var refusals = map[peerv1.GrantReply_Code]Refusal{
 	peerv1.GrantReply_DRAINING: RefusedDraining,
 }
 
-// Refusals is how many grants of peers were refused, by reason.
-func (e *Exec) Refusals() map[string]uint64 {
+// refusals is Exec.Refusals.
+func (mt *matcher) refusals() map[string]uint64 {
 	counts := make(map[string]uint64, numRefusals)
-	for why, n := range e.refused {
+	for why, n := range mt.refused {
 		counts[Refusal(why).String()] = n
 	}
 	return counts
 }
 
-// disagreement is a field of a grant that the source computes, too, and that came out otherwise.
+// disagreement is a field of a grant that the source computes, too, with another result.
 type disagreement struct {
 	why              Refusal
 	field            string
@@ -83,15 +83,14 @@ func refusalOf(err error) Refusal {
 	return RefusedPlan
 }
 
-// sameRelease is the remedy where no number tells which side is older.
+// sameRelease is the remedy where the older side is unknown.
 const sameRelease = "bytes would come to other places; run one release of kvspray on both sides, " +
 	"and report this where they are of one"
 
-// planPart plans what a part wants of s. What both sides compute for themselves must come out the
-// same.
-func (e *Exec) planPart(c *claim, s *source) (Plan, error) {
+// planPart plans the part of a rank. What both sides compute must be equal.
+func planPart(planner Planner, c *partBinding, s *source) (Plan, error) {
 	m, part := c.in.msg, c.part
-	if ours := e.cfg.Planner.Version(); m.PlanVersion != ours {
+	if ours := planner.Version(); m.PlanVersion != ours {
 		return nil, otherVersion(m.PlanVersion, ours)
 	}
 	of := func(field string) string { return "parts[" + part.Rank + "]." + field }
@@ -108,7 +107,7 @@ func (e *Exec) planPart(c *claim, s *source) (Plan, error) {
 			"the engines count the prompt's tokens otherwise; "+
 				"run one release of the plug-in on both sides")
 	}
-	plan, err := e.cfg.Planner.Send(s.ws.w, m, part)
+	plan, err := planner.Send(s.ws.w, m, part)
 	if err != nil {
 		return nil, err
 	}
@@ -126,7 +125,7 @@ func (e *Exec) planPart(c *claim, s *source) (Plan, error) {
 	return plan, nil
 }
 
-// otherVersion refuses the plans of another release, and says which side is older.
+// otherVersion refuses plans of another release, and names the older side.
 func otherVersion(receiver, source uint32) error {
 	d := &disagreement{RefusedPlanVersion, "plan_version", fmt.Sprint(receiver), fmt.Sprint(source),
 		"upgrade the sidecar of the receiver (decode)"}

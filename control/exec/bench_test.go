@@ -57,7 +57,7 @@ func newLoaded(tb testing.TB, open int, tokens uint32) *loadedExec {
 			for range 2 {
 				lane++
 				if err := x.e.LaneUp(x.now, LaneInfo{ID: lane, Peer: x.peers[i], Backend: "tcp", Local: fmt.Sprint("r", r), Remote: fmt.Sprint("r", r), Gbps: 100,
-					SliceBytes: 1 << 20, MaxInFlight: 16, Tells: true}); err != nil {
+					SliceBytes: 1 << 20, MaxInFlight: 16, ReportsAcked: true}); err != nil {
 					tb.Fatal(err)
 				}
 			}
@@ -118,7 +118,7 @@ func (x *loadedExec) collect() {
 					x.flying = append(x.flying, transport.Result{Slice: s, Outcome: transfer.Landed})
 				}
 			case CloseOrigin:
-				x.e.OriginClosed(x.now, a.Sending, nil)
+				x.e.OriginClosed(x.now, a.SendPart, nil)
 			}
 		}
 	}

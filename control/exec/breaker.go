@@ -5,18 +5,19 @@ import (
 	"time"
 )
 
-// The circuit breaker of an endpoint. A peer that hangs or is cut off costs each request its patience, and the process a connect that hangs.
-// After it was not reached for breakAfter, requests that name it are refused at once, so that their engine goes on by itself; after a
-// while the next one is let through, and what becomes of it decides. All of this is about connects: no slice ever waits for it.
+// The circuit breaker of an endpoint. An unreachable peer costs each request its match timeout, and
+// the process a connect that hangs. After failures for breakAfter, requests for the endpoint are
+// refused at once, so that their engines recompute. After a while one request is let through, and its
+// connect decides. All of this concerns connects: no slice waits for a breaker.
 const (
 	breakAfter   = 10 * time.Second       // of tries that failed; breakTries at least
 	breakTries   = 2                      // one may be bad luck
 	breakFirst   = 500 * time.Millisecond // refused for so long, doubling
 	breakMost    = 5 * time.Second        // up to this
-	maxEndpoints = 4096                   // remembered; past that, only those that somebody waits for
+	maxEndpoints = 4096                   // remembered; beyond that, only used ones
 )
 
-// breaker is part of an endpoint.
+// breaker is the circuit breaker of an endpoint.
 type breaker struct {
 	failing Instant // the first failure since it was reached
 	fails   int
@@ -25,7 +26,7 @@ type breaker struct {
 	why     string
 }
 
-// failed counts a connect that came to nothing.
+// failed counts a failed connect.
 func (b *breaker) failed(now Instant, err error) {
 	if b.fails == 0 {
 		b.failing = now
@@ -33,7 +34,7 @@ func (b *breaker) failed(now Instant, err error) {
 	b.fails++
 	b.why = err.Error()
 	if now < b.open {
-		return // by those who waited already
+		return // a try for requests that waited before the breaker opened
 	}
 	if b.fails >= breakTries && (now-b.failing >= breakAfter || b.span > 0) {
 		b.span = min(max(2*b.span, breakFirst), breakMost)
@@ -41,7 +42,7 @@ func (b *breaker) failed(now Instant, err error) {
 	}
 }
 
-// refuses says why a request must not wait now; empty: it may.
+// refuses returns why a request is refused now; empty: it is not.
 func (b *breaker) refuses(now Instant) string {
 	if now >= b.open {
 		return ""
@@ -49,7 +50,7 @@ func (b *breaker) refuses(now Instant) string {
 	return fmt.Sprintf("not reached for %v, tried again in %v: %s", (now - b.failing).Round(time.Millisecond), (b.open - now).Round(time.Millisecond), b.why)
 }
 
-// until is how long it is worth remembering; 0: it is not.
+// until is how long the failures are worth remembering; 0: there are none.
 func (b *breaker) until() Instant {
 	if b.fails == 0 {
 		return 0
@@ -57,9 +58,9 @@ func (b *breaker) until() Instant {
 	return max(b.open, b.failing) + breakAfter + breakMost
 }
 
-// unreachable says why nothing that names an endpoint can come to anything now.
-func (e *Exec) unreachable(now Instant, addr string) string {
-	ep := e.endpoints[addr]
+// unreachable returns why requests for an endpoint are refused now; empty: they are not.
+func (es *endpoints) unreachable(now Instant, addr string) string {
+	ep := es.byAddr[addr]
 	if ep == nil || ep.reached() {
 		return ""
 	}

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/exec/credit"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/transfer"
 )
@@ -77,10 +78,10 @@ func TestLossOfAllPeers(t *testing.T) {
 		drained(e)
 		e.WorkerGone(now, w, true, "test")
 		for _, f := range only(t, drained(e), Fence) {
-			e.FenceDone(now, f.Landing, nil)
+			e.FenceDone(now, f.ReceivePart, nil)
 		}
-		if open, _ := e.Open(); over && open == 0 && len(e.shared) != 0 {
-			t.Errorf("nothing is open, and %d boots have entries", len(e.shared))
+		if open, _ := e.Open(); over && open == 0 && len(e.dests.byPeer)+len(e.match.grantsOf)+len(e.match.pending.byPeer) != 0 {
+			t.Errorf("nothing is open, and %d boots have entries", len(e.dests.byPeer)+len(e.match.grantsOf)+len(e.match.pending.byPeer))
 		}
 	}
 }
@@ -122,8 +123,8 @@ func TestIdlePeersAreNotMeasured(t *testing.T) {
 	const rounds = 200
 	var spent time.Duration
 	for range rounds {
-		if n := measures(now + creditEvery); n != 1 {
-			t.Fatalf("%d measurements in %v in which two peers send", n, creditEvery)
+		if n := measures(now + credit.Every); n != 1 {
+			t.Fatalf("%d measurements in %v in which two peers send", n, credit.Every)
 		}
 		for i := range grew {
 			grew[i].Bytes = 1 << 20
@@ -134,35 +135,36 @@ func TestIdlePeersAreNotMeasured(t *testing.T) {
 		drained(e)
 	}
 	t.Logf("%d peers with %d rails, two of them send: %v of CPU for a measurement", manyPeers, manyRails, spent/rounds)
-	if each := spent / rounds; each > creditEvery/100 {
-		t.Errorf("a measurement costs %v of CPU: want less than 1%% of %v", each, creditEvery)
+	if each := spent / rounds; each > credit.Every/100 {
+		t.Errorf("a measurement costs %v of CPU: want less than 1%% of %v", each, credit.Every)
 	}
-	for range 2 * creditHold / creditEvery {
-		if measures(now+creditEvery) > 0 {
+	for range 2 * credit.Hold / credit.Every {
+		if measures(now+credit.Every) > 0 {
 			e.Measured(now, nil)
 			drained(e)
 		}
 	}
-	if n := measures(now + sec); n != 0 || len(e.inflows) != 0 || len(e.inrails) != 0 {
-		t.Errorf("%d measurements in the second after that, %d inflows, %d rails", n, len(e.inflows), len(e.inrails))
+	inflows, rails := e.credits.ledger.Len()
+	if n := measures(now + sec); n != 0 || inflows != 0 || rails != 0 {
+		t.Errorf("%d measurements in the second after that, %d inflows, %d rails", n, inflows, rails)
 	}
-	all := make([]Inflow, 0, maxInflows)
+	all := make([]Inflow, 0, credit.MaxInflows)
 	for i := range cap(all) {
 		all = append(all, Inflow{Peer: manyBoot(i / manyRails), Transport: "tcp", Rail: fmt.Sprint("eth", i%manyRails), Gbps: 100, Bytes: 1 << 20})
 	}
 	e.Incoming(now)
 	// The first answers, in which all are new, and those with all of them. Of each the least of
 	// three counts, as the machine may do other things.
-	first, least := make([]time.Duration, maxInflows/maxNewInflows), time.Hour
-	credited := map[inflowID]bool{}
+	first, least := make([]time.Duration, credit.MaxInflows/credit.MaxNew), time.Hour
+	credited := map[credit.Credit]bool{}
 	measured := func() time.Duration {
-		measures(now + creditEvery)
+		measures(now + credit.Every)
 		from := cpu()
 		e.Measured(now, all)
 		d := cpu() - from
 		for _, a := range drained(e) {
 			if c := a.Frame.GetCredit(); a.Kind == Send && c != nil && c.Bytes > 0 {
-				credited[inflowID{railID{c.Transport, c.Rail}, a.Peer}] = true
+				credited[credit.Credit{Rail: railID{Transport: c.Transport, Name: c.Rail}, Peer: a.Peer}] = true
 			}
 		}
 		return d
@@ -173,13 +175,15 @@ func TestIdlePeersAreNotMeasured(t *testing.T) {
 				first[i] = d
 			}
 		}
-		if len(e.inflows) != maxInflows {
-			t.Errorf("%d inflows after %d answers, want %d", len(e.inflows), len(first), maxInflows)
+		if inflows, _ := e.credits.ledger.Len(); inflows != credit.MaxInflows {
+			t.Errorf("%d inflows after %d answers, want %d", inflows, len(first), credit.MaxInflows)
 		}
 		for range 20 {
 			least = min(least, measured())
 		}
-		e.dropInflows(func(*inflow) bool { return try < 2 })
+		for i := 0; try < 2 && i < credit.MaxInflows/manyRails; i++ {
+			e.credits.ledger.Forget(manyBoot(i))
+		}
 	}
 	worst := slices.Max(first)
 	t.Logf("%d inflows that all send: %v of CPU for a measurement, %v at most while they are new",
@@ -188,8 +192,8 @@ func TestIdlePeersAreNotMeasured(t *testing.T) {
 		t.Errorf("%d inflows that all send cost %v of CPU in one event, %v while they are new: "+
 			"want %v at most", len(all), least, worst, oneGoal)
 	}
-	if len(credited) != maxInflows {
-		t.Errorf("%d of %d have a credit", len(credited), maxInflows)
+	if len(credited) != credit.MaxInflows {
+		t.Errorf("%d of %d have a credit", len(credited), credit.MaxInflows)
 	}
 }
 

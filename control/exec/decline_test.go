@@ -42,8 +42,8 @@ func TestReceiverCannotPlan(t *testing.T) {
 		late := p.intent(pw, 2, testKey(2, 1), 64, 1, 30*sec)
 		s.until("the late source's end", sec, func() bool { return late.done != nil })
 		wantStatus(t, late, StatusFailed)
-		if len(p.ex.pending) != 0 {
-			t.Errorf("%d words wait for nothing", len(p.ex.pending))
+		if len(p.ex.match.pending.byKey) != 0 {
+			t.Errorf("%d words wait for nothing", len(p.ex.match.pending.byKey))
 		}
 	}
 }
@@ -55,16 +55,16 @@ func TestPartingsAreBounded(t *testing.T) {
 	n.ex.cfg.Planner = unable{}
 	w := n.worker()
 	n.hangs = map[string]bool{"q:1": true}
-	for i := range 2 * maxPartings {
+	for i := range 2 * maxQueuedRevokes {
 		n.expect(w, uint64(i+1), testKey(1, byte(i)), "q:1", 64, 0, sec)
 	}
-	if k := len(n.ex.endpoints["q:1"].partings); k != maxPartings {
-		t.Errorf("%d words wait, want %d", k, maxPartings)
+	if k := len(n.ex.endpoints.byAddr["q:1"].queuedRevokes); k != maxQueuedRevokes {
+		t.Errorf("%d words wait, want %d", k, maxQueuedRevokes)
 	}
 	n.event(func() { n.ex.ConnectFailed(s.now, "q:1", errors.New("no answer")) })
 	s.rest(60 * sec)
-	if n.ex.endpoints["q:1"] != nil || n.ex.Load().Timers != 0 {
-		t.Errorf("still known: %+v, %d timers", n.ex.endpoints["q:1"], n.ex.Load().Timers)
+	if n.ex.endpoints.byAddr["q:1"] != nil || n.ex.Load().Timers != 0 {
+		t.Errorf("still known: %+v, %d timers", n.ex.endpoints.byAddr["q:1"], n.ex.Load().Timers)
 	}
 }
 
@@ -75,10 +75,10 @@ func TestCancelledWithoutAGrant(t *testing.T) {
 	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 30*sec)
 	s.rest(50 * 1e6)
 	// The layout that its next grant needs is being asked for.
-	x := d.ex.dests[dst.id]
-	d.event(func() { d.ex.regrant(s.now, x, ByRefusal, "test") })
+	x := d.ex.dests.byID[dst.id]
+	d.event(func() { d.ex.dests.regrant(s.now, x, ByRefusal, "test") })
 	waiting := func() bool { return x.State == lease.DestWaiting }
-	d.ex.peers[p.boot].ranks = []Rank{{Name: "pp0/tp0", Geometry: [32]byte{1}}}
+	d.ex.peers.byBoot[p.boot].ranks = []Rank{{Name: "pp0/tp0", Geometry: [32]byte{1}}}
 	d.ex.cfg.Planner = asking{}
 	s.until("the fence", sec, waiting)
 	d.event(func() { d.ex.Cancel(s.now, dw, 1, "") })
@@ -148,7 +148,7 @@ func TestTeamsDecline(t *testing.T) {
 	}
 	intent(1)
 	for r, w := range ranks {
-		s := tg.ex.workers[w].sources[1]
+		s := tg.ex.workers.all[w].sources[1]
 		if s.Done() || !s.Over(lease.GrantID{Peer: tg.peer, Dest: transfer.LeaseID{Boot: transfer.Boot{7, 1}, ID: 1}}) {
 			t.Errorf("rank %d: done %v, or it was not told", r, s.Done())
 		}
@@ -156,8 +156,8 @@ func TestTeamsDecline(t *testing.T) {
 	if err := tg.ex.Message(4, tg.peer, decline(2)); err != nil {
 		t.Fatal(err)
 	}
-	if done := tg.completed(); len(done) != 2 || done[0].Status != StatusFailed || !strings.Contains(done[1].Reason, "plan") || len(tg.ex.pending) != 0 {
-		t.Errorf("%+v, %d wait", done, len(tg.ex.pending))
+	if done := tg.completed(); len(done) != 2 || done[0].Status != StatusFailed || !strings.Contains(done[1].Reason, "plan") || len(tg.ex.match.pending.byKey) != 0 {
+		t.Errorf("%+v, %d wait", done, len(tg.ex.match.pending.byKey))
 	}
 }
 
@@ -173,7 +173,7 @@ func TestHostileDeclines(t *testing.T) {
 	} {
 		tg := newTarget()
 		err := tg.ex.Message(3, tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: m}})
-		if err == nil || !strings.Contains(err.Error(), want) || len(tg.completed()) != 0 || len(tg.ex.pending) != 0 {
+		if err == nil || !strings.Contains(err.Error(), want) || len(tg.completed()) != 0 || len(tg.ex.match.pending.byKey) != 0 {
 			t.Errorf("%s: %v", want, err)
 		}
 	}
@@ -187,7 +187,7 @@ func TestHostileDeclines(t *testing.T) {
 	if err := tg.ex.Message(3, transfer.Boot{13}, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: m}}); err != nil {
 		t.Fatal(err)
 	}
-	if done := tg.completed(); len(done) != 0 || len(tg.ex.inbound) != 1 {
+	if done := tg.completed(); len(done) != 0 || len(tg.ex.match.grants) != 1 {
 		t.Errorf("a stranger declined for another: %+v", done)
 	}
 }
@@ -198,7 +198,7 @@ func TestRefusedAfterBinding(t *testing.T) {
 	p.intent(pw, 1, testKey(1, 1), 512, 1, 30*sec)
 	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 30*sec)
 	s.rest(50 * 1e6)
-	x := d.ex.dests[dst.id]
+	x := d.ex.dests.byID[dst.id]
 	if x.State != lease.DestLanding {
 		t.Fatalf("state %v", x.State)
 	}
@@ -223,7 +223,7 @@ func TestRefusedAfterBinding(t *testing.T) {
 // Grants are counted in 32 bits, and what comes after the last number is newer than it.
 func TestGrantsOutliveTheirCount(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 6, 0)
-	d.ex.grants = 1<<32 - 2
+	d.ex.dests.grants = 1<<32 - 2
 	src := p.intent(pw, 1, testKey(1, 1), 512, 1, 30*sec)
 	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 30*sec)
 	s.rest(50 * 1e6)
@@ -235,7 +235,7 @@ func TestGrantsOutliveTheirCount(t *testing.T) {
 	}
 	s.until("transfer", sec, func() bool { return dst.done != nil && src.done != nil })
 	wantStatus(t, dst, StatusOK)
-	if g := d.ex.grants; g == 0 || g > 3 {
+	if g := d.ex.dests.grants; g == 0 || g > 3 {
 		t.Errorf("%d is the last grant's number: they did not wrap", g)
 	}
 }
@@ -267,8 +267,8 @@ func TestSchedulerDeclines(t *testing.T) {
 			if wantStatus(t, src, StatusFailed); !strings.Contains(src.done.Reason, "aborted") {
 				t.Errorf("world %d, first %v: reason %q", world, first, src.done.Reason)
 			}
-			if len(p.ex.pending) != 0 {
-				t.Errorf("world %d, first %v: %d words wait for nothing", world, first, len(p.ex.pending))
+			if len(p.ex.match.pending.byKey) != 0 {
+				t.Errorf("world %d, first %v: %d words wait for nothing", world, first, len(p.ex.match.pending.byKey))
 			}
 		}
 	}
@@ -305,8 +305,8 @@ func TestSchedulerDeclinesEveryPrompt(t *testing.T) {
 		t.Errorf("another transfer ended: %+v", other.done)
 	}
 	s.rest(11 * sec)
-	if len(p.ex.pending) != 0 {
-		t.Errorf("%d words wait for ever", len(p.ex.pending))
+	if len(p.ex.match.pending.byKey) != 0 {
+		t.Errorf("%d words wait for ever", len(p.ex.match.pending.byKey))
 	}
 }
 
@@ -315,18 +315,18 @@ func TestSchedulerDeclinesAreBounded(t *testing.T) {
 	s := newSim(t, 1, 0)
 	n := s.node("x:1", Config{})
 	n.hangs = map[string]bool{"q:1": true}
-	for i := range 2 * maxPartings {
+	for i := range 2 * maxQueuedRevokes {
 		n.event(func() {
 			n.ex.Decline(s.now, connector.Decline{Boot: transfer.Boot{99}, ID: uint64(i), World: 2, Key: testKey(1, byte(i)), Peer: "q:1"})
 		})
 	}
 	n.event(func() { n.ex.Decline(s.now, connector.Decline{World: lease.MaxTeam + 1, Peer: "r:1"}) })
-	if k := len(n.ex.endpoints["q:1"].partings); k != maxPartings || n.ex.endpoints["r:1"] != nil {
-		t.Errorf("%d words wait, want %d", k, maxPartings)
+	if k := len(n.ex.endpoints.byAddr["q:1"].queuedRevokes); k != maxQueuedRevokes || n.ex.endpoints.byAddr["r:1"] != nil {
+		t.Errorf("%d words wait, want %d", k, maxQueuedRevokes)
 	}
 	n.event(func() { n.ex.ConnectFailed(s.now, "q:1", errors.New("no answer")) })
 	s.rest(60 * sec)
-	if n.ex.endpoints["q:1"] != nil || n.ex.Load().Timers != 0 {
-		t.Errorf("still known: %+v, %d timers", n.ex.endpoints["q:1"], n.ex.Load().Timers)
+	if n.ex.endpoints.byAddr["q:1"] != nil || n.ex.Load().Timers != 0 {
+		t.Errorf("still known: %+v, %d timers", n.ex.endpoints.byAddr["q:1"], n.ex.Load().Timers)
 	}
 }

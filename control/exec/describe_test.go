@@ -20,11 +20,11 @@ func TestDescribingAPeerThatIsAway(t *testing.T) {
 		e.WorkerUp(w)
 		p := transfer.Boot{9}
 		e.PeerUp(1, "p:1", p)
-		e.peers[p].ranks = []Rank{{Name: "pp0/tp0", Geometry: [32]byte{1}}}
+		e.peers.byBoot[p].ranks = []Rank{{Name: "pp0/tp0", Geometry: [32]byte{1}}}
 		id := transfer.LeaseID{Boot: w.Boot, ID: 1, Epoch: 1}
 		e.Expect(2, w, connector.Expect{Lease: id, Key: testKey(1, 1), Peer: "p:1", Tokens: 64, Skip: []uint32{0}, Deadline: 30 * sec})
-		e.dests[id].told = true
-		away := fmt.Errorf("call: %w", ErrAway)
+		e.dests.byID[id].told = true
+		away := fmt.Errorf("call: %w", ErrNoAnswer)
 		now := Instant(2)
 		for range 5 {
 			if asked := only(t, drained(e), Describe); len(asked) != 1 {
@@ -47,8 +47,8 @@ func TestDescribingAPeerThatIsAway(t *testing.T) {
 		}
 		e.Described(now, p, [32]byte{1}, away)
 		e.PeerDown(now, p, true)
-		if all := drained(e); len(only(t, all, Connect)) != 1 || len(only(t, all, Complete)) != 0 || e.dests[id].State != lease.DestWaiting || len(e.describing) != 0 {
-			t.Errorf("its peer is gone: %+v, %d are described", all, len(e.describing))
+		if all := drained(e); len(only(t, all, Connect)) != 1 || len(only(t, all, Complete)) != 0 || e.dests.byID[id].State != lease.DestWaiting || len(e.layouts.asked) != 0 {
+			t.Errorf("its peer is gone: %+v, %d are described", all, len(e.layouts.asked))
 		}
 	}
 }

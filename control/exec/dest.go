@@ -3,6 +3,8 @@ package exec
 import (
 	"crypto/sha256"
 	"fmt"
+	"maps"
+	"slices"
 	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
@@ -11,21 +13,42 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// dest is a destination lease with what the executor adds to it.
+// dests are the destination leases and their grants.
+type dests struct {
+	*core
+	endpoints *endpoints
+	layouts   *layouts
+	rails     *rails
+	peers     *peers
+	workers   *workers
+
+	byID   map[transfer.LeaseID]*dest
+	byPeer byPeer[*dest] // by the peer of the newest grant
+	slots  *lease.Slots
+	grants uint32 // made so far; the count wraps
+}
+
+func newDests(c *core, e *Exec) *dests {
+	return &dests{core: c, endpoints: e.endpoints, layouts: e.layouts, rails: e.rails, peers: e.peers,
+		workers: e.workers, byID: map[transfer.LeaseID]*dest{}, byPeer: byPeer[*dest]{},
+		slots: lease.NewSlots(c.cfg.MaxSlots)}
+}
+
+// dest is a destination lease with the executor's own state of it.
 type dest struct {
 	lease.Dest
-	ws      *worker
-	x       *connector.Expect
-	plan    Plan
-	ep      *endpoint
-	at      transfer.Boot // the entry of Exec.shared that lists it
-	team    lease.TeamID
-	told    bool   // by the peer, for this lease, which ranks its engine has
-	gen     uint32 // of the last grant
-	live    *offer // the grant that is not fenced yet
-	last    *offer
-	partner time.Duration
-	t       *timer
+	ws           *worker
+	x            *connector.Expect
+	plan         Plan
+	ep           *endpoint
+	at           transfer.Boot // the entry of dests.byPeer that lists it
+	team         lease.TeamID
+	told         bool           // the peer has reported its ranks for this lease
+	gen          uint32         // of the last grant
+	live         *outboundGrant // the grant that is not fenced yet
+	last         *outboundGrant
+	matchTimeout time.Duration
+	t            *timer
 
 	decided bool // status and reason stand
 	status  uint16
@@ -38,14 +61,31 @@ type dest struct {
 	claimed bool // a partner was bound at least once
 }
 
-// Expect opens a destination lease.
-func (e *Exec) Expect(now Instant, w *connector.Worker, x connector.Expect) {
-	ws := e.workers[w]
+// granted lists a destination lease at the peer that has its newest grant.
+func (ds *dests) granted(d *dest) {
+	ds.byPeer.remove(d.at, d)
+	d.at = d.Peer
+	ds.byPeer.add(d.at, d)
+}
+
+// grantedTo are the leases whose grant a peer has, in order.
+func (ds *dests) grantedTo(boot transfer.Boot) (all []*dest) {
+	for d := range ds.byPeer[boot] {
+		if d.Peer == boot && (d.State == lease.DestGranted || d.State == lease.DestLanding) {
+			all = append(all, d)
+		}
+	}
+	return inOrder(slices.Values(all))
+}
+
+// open is Exec.Expect.
+func (ds *dests) open(now Instant, w *connector.Worker, x connector.Expect) {
+	ws := ds.workers.all[w]
 	if ws == nil || ws.gone || ws.dests[x.Lease.ID] != nil || ws.sources[x.Lease.ID] != nil {
 		return
 	}
 	refuse := func(reason string) {
-		a := e.emit(Complete)
+		a := ds.emit(Complete)
 		a.Worker = w
 		a.Completion = connector.Completion{Lease: x.Lease, Received: true, Status: StatusRefused, Reason: reason}
 	}
@@ -56,54 +96,48 @@ func (e *Exec) Expect(now Instant, w *connector.Worker, x connector.Expect) {
 	}
 	var full string
 	switch {
-	case e.draining:
+	case ds.draining:
 		full = "the sidecar is draining"
-	case len(e.dests) >= e.cfg.MaxDest || e.dests[x.Lease] != nil:
-		full = fmt.Sprintf("%d destination leases are open: at most %d", len(e.dests), e.cfg.MaxDest)
+	case len(ds.byID) >= ds.cfg.MaxDest || ds.byID[x.Lease] != nil:
+		full = fmt.Sprintf("%d destination leases are open: at most %d", len(ds.byID), ds.cfg.MaxDest)
 	}
 	if full != "" {
-		e.decline(now, x.Peer, &x, team, w.Place.World(), 0, full, false)
+		ds.decline(now, x.Peer, &x, team, w.Place.World(), 0, full, false)
 		refuse(full)
 		return
 	}
-	if why := e.unreachable(now, x.Peer); why != "" {
+	if why := ds.endpoints.unreachable(now, x.Peer); why != "" {
 		refuse(why)
 		return
 	}
-	plan, err := e.cfg.Planner.Receive(w, &x)
+	plan, err := ds.cfg.Planner.Receive(w, &x)
 	if err != nil {
-		e.decline(now, x.Peer, &x, team, w.Place.World(), 0, "plan: "+err.Error(), true)
+		ds.decline(now, x.Peer, &x, team, w.Place.World(), 0, "plan: "+err.Error(), true)
 		refuse(err.Error())
 		return
 	}
-	d := &dest{ws: ws, x: &x, plan: plan, team: team, began: now, partner: x.Partner}
-	if d.partner <= 0 {
-		d.partner = e.cfg.Partner
+	d := &dest{ws: ws, x: &x, plan: plan, team: team, began: now, matchTimeout: x.Partner}
+	if d.matchTimeout <= 0 {
+		d.matchTimeout = ds.cfg.MatchTimeout
 	}
 	d.ID, d.Key = x.Lease, x.Key
-	d.Deadline = now + e.span(x.Deadline)
-	d.Partner = now + d.partner
-	d.t = newTimer(func(now Instant) { e.destDue(now, d) })
-	e.agenda.arm(d.t, min(d.Deadline, d.Partner))
+	d.Deadline = now + ds.span(x.Deadline)
+	d.MatchBy = now + d.matchTimeout
+	d.t = newTimer(func(now Instant) { ds.due(now, d) })
+	ds.agenda.arm(d.t, min(d.Deadline, d.MatchBy))
 	ws.dests[x.Lease.ID] = d
-	e.dests[x.Lease] = d
-	d.ep = e.endpoint(x.Peer)
+	ds.byID[x.Lease] = d
+	d.ep = ds.endpoints.get(x.Peer)
 	d.ep.refs++
-	e.grant(now, d)
-	e.assign(now)
-}
+	ds.grant(now, d)
 
-func (e *Exec) span(d time.Duration) time.Duration {
-	if d <= 0 {
-		return e.cfg.Deadline
-	}
-	return min(d, MaxDeadline)
 }
 
 // teamDomain keeps the hash apart from others.
 const teamDomain = "kvspray-team-v1"
 
-// teamOf names the receivers of a request: every rank of the engine finds the same name, and no other request does.
+// teamOf names the receivers of a request. Every rank of the engine computes the same name, and no
+// other request has it.
 func teamOf(w *connector.Worker, x *connector.Expect) (id lease.TeamID, err error) {
 	if w.Place.World() > 1 {
 		if x.Req == "" {
@@ -121,20 +155,20 @@ func teamNamed(format string, a ...any) (id lease.TeamID) {
 	return id
 }
 
-func (e *Exec) destDue(now Instant, d *dest) {
+func (ds *dests) due(now Instant, d *dest) {
 	switch {
 	case now >= d.Deadline:
-		e.closeDestBy(now, d, e.timeOut(d), StatusExpired, withTrouble("the deadline passed", d.trouble))
-	case now >= d.Partner:
-		e.closeDestBy(now, d, e.timeOut(d), StatusExpired, withTrouble(fmt.Sprintf("no partner came within %v", d.partner), d.trouble))
+		ds.closeBy(now, d, ds.timeOut(d), StatusExpired, withTrouble("the deadline passed", d.trouble))
+	case now >= d.MatchBy:
+		ds.closeBy(now, d, ds.timeOut(d), StatusExpired, withTrouble(fmt.Sprintf("no partner came within %v", d.matchTimeout), d.trouble))
 	default:
-		e.agenda.arm(d.t, min(d.Deadline, d.Partner))
+		ds.agenda.arm(d.t, min(d.Deadline, d.MatchBy))
 	}
 }
 
-// timeOut says why nothing came in time.
-func (e *Exec) timeOut(d *dest) Cause {
-	if p := e.peers[d.Peer]; d.live != nil && (p == nil || !p.up) {
+// timeOut is the cause of a fence when the time of a lease is over.
+func (ds *dests) timeOut(d *dest) Cause {
+	if p := ds.peers.byBoot[d.Peer]; d.live != nil && (p == nil || !p.up()) {
 		return ByPeerLost
 	}
 	return ByDeadline
@@ -147,13 +181,14 @@ func withTrouble(reason, trouble string) string {
 	return reason + "; last: " + trouble
 }
 
-// closeDest ends a destination lease; the first verdict stands. What was granted is fenced before the engine hears of it.
-func (e *Exec) closeDest(now Instant, d *dest, status uint16, reason string) {
-	e.closeDestBy(now, d, causeOf(status), status, reason)
+// close ends a destination lease; the first status stands. A live grant is fenced before the
+// engine receives the result.
+func (ds *dests) close(now Instant, d *dest, status uint16, reason string) {
+	ds.closeBy(now, d, causeOf(status), status, reason)
 }
 
-// closeDestBy is closeDest where the verdict does not say what started the fence.
-func (e *Exec) closeDestBy(now Instant, d *dest, cause Cause, status uint16, reason string) {
+// closeBy is close with a cause that the status does not imply.
+func (ds *dests) closeBy(now Instant, d *dest, cause Cause, status uint16, reason string) {
 	if d.decided {
 		return
 	}
@@ -165,48 +200,48 @@ func (e *Exec) closeDestBy(now Instant, d *dest, cause Cause, status uint16, rea
 		return
 	}
 	if waited {
-		e.decline(now, d.ep.addr, d.x, d.team, d.ws.w.Place.World(), d.gen, reason, status == StatusRefused)
-		e.completeDest(now, d)
+		ds.decline(now, d.ep.addr, d.x, d.team, d.ws.w.Place.World(), d.gen, reason, status == StatusRefused)
+		ds.complete(now, d)
 		return
 	}
-	// From here on the fence alone decides when the lease ends.
-	e.agenda.disarm(d.t)
+	// From here on only the fence ends the lease.
+	ds.agenda.disarm(d.t)
 	if fence {
-		e.fence(d.live, cause)
+		ds.fence(d.live, cause)
 	}
 	if status != StatusOK {
-		e.send(d.Peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: &peerv1.Revoke{
+		ds.send(d.Peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: &peerv1.Revoke{
 			Destination: leaseMsg(d.ID), Gen: d.live.gen, Reason: reason}}})
 	}
 }
 
-// regrant fences the live grant; when that is done the blocks are offered again.
-func (e *Exec) regrant(now Instant, d *dest, cause Cause, why string) {
+// regrant fences the live grant. After the fence the blocks are granted again.
+func (ds *dests) regrant(now Instant, d *dest, cause Cause, why string) {
 	d.trouble = why
-	if d.Grants > e.cfg.MaxRegrants {
-		e.closeDestBy(now, d, cause, StatusFailed, fmt.Sprintf("granted %d times; last: %s", d.Grants, why))
+	if d.Grants > ds.cfg.MaxRegrants {
+		ds.closeBy(now, d, cause, StatusFailed, fmt.Sprintf("granted %d times; last: %s", d.Grants, why))
 		return
 	}
 	if fence, err := d.Close(false); err == nil && fence {
-		e.fence(d.live, cause)
+		ds.fence(d.live, cause)
 	}
 }
 
-// fence closes every part of a grant to writers.
-func (e *Exec) fence(o *offer, cause Cause) {
+// fence fences every part of a grant.
+func (ds *dests) fence(o *outboundGrant, cause Cause) {
 	o.cause = cause
 	for _, l := range o.lands {
-		e.fencePart(l)
+		ds.fencePart(l)
 	}
 }
 
-func (e *Exec) fencePart(l *Landing) {
-	a := e.emit(Fence)
-	a.Landing, a.Cause = l, l.offer.cause
+func (ds *dests) fencePart(l *ReceivePart) {
+	a := ds.emit(Fence)
+	a.ReceivePart, a.Cause = l, l.offer.cause
 }
 
-// Full says that every chunk of a landing is in place.
-func (e *Exec) Full(now Instant, l *Landing) {
+// full is Exec.Full.
+func (ds *dests) full(now Instant, l *ReceivePart) {
 	o := l.offer
 	if o.dest.live != o || l.full {
 		return
@@ -216,20 +251,19 @@ func (e *Exec) Full(now Instant, l *Landing) {
 		return
 	}
 	o.dest.filled = now
-	e.tryCommit(now, o.dest)
-	e.assign(now)
+	ds.tryCommit(now, o.dest)
+
 }
 
-// tryCommit closes the lease to writers once the bitmap of every part is full and its source lease known.
-func (e *Exec) tryCommit(now Instant, d *dest) {
+// tryCommit closes a lease to writers once every part is full and bound.
+func (ds *dests) tryCommit(now Instant, d *dest) {
 	if d.live != nil && d.live.unfilled == 0 && d.State == lease.DestLanding {
-		e.closeDest(now, d, StatusOK, "")
+		ds.close(now, d, StatusOK, "")
 	}
 }
 
-// FenceDone is the acknowledgement of every backend that nothing can be written through l any more, or the failure of one. A
-// failed fence is tried again, and the blocks stay where they are.
-func (e *Exec) FenceDone(now Instant, l *Landing, err error) {
+// fenceDone is Exec.FenceDone.
+func (ds *dests) fenceDone(now Instant, l *ReceivePart, err error) {
 	if l.fenced {
 		return
 	}
@@ -237,46 +271,46 @@ func (e *Exec) FenceDone(now Instant, l *Landing, err error) {
 	d := o.dest
 	if err != nil {
 		d.trouble = "fence: " + err.Error()
-		e.agenda.arm(newTimer(func(Instant) { e.fencePart(l) }), now+e.cfg.Grace)
+		ds.agenda.arm(newTimer(func(Instant) { ds.fencePart(l) }), now+ds.cfg.Grace)
 		return
 	}
 	l.fenced = true
-	e.emit(Forget).Landing = l
+	ds.emit(Forget).ReceivePart = l
 	// The landing was granted once and is fenced once: neither call can fail.
-	_ = e.slots.Fenced(l.Grant.Peer, l.Grant.Slot, l.Grant.Gen)
+	_ = ds.slots.Fenced(l.Grant.Peer, l.Grant.Slot, l.Grant.Gen)
 	if o.unfenced--; o.unfenced > 0 {
 		return
 	}
-	e.charge(o, false)
+	ds.charge(o, false)
 	if d.live != o || d.Fenced() != nil {
 		return
 	}
 	d.live = nil
 	if d.State == lease.DestFenced {
-		e.completeDest(now, d)
+		ds.complete(now, d)
 	} else {
-		d.Partner = now + d.partner
-		e.agenda.arm(d.t, min(d.Deadline, d.Partner))
-		e.grant(now, d)
+		d.MatchBy = now + d.matchTimeout
+		ds.agenda.arm(d.t, min(d.Deadline, d.MatchBy))
+		ds.grant(now, d)
 	}
-	e.assign(now)
+
 }
 
-func (e *Exec) completeDest(now Instant, d *dest) {
+func (ds *dests) complete(now Instant, d *dest) {
 	if d.Complete() != nil {
 		return
 	}
-	e.agenda.disarm(d.t)
+	ds.agenda.disarm(d.t)
 	delete(d.ws.dests, d.ID.ID)
-	delete(e.dests, d.ID)
-	e.ungranted(d)
+	delete(ds.byID, d.ID)
+	ds.byPeer.remove(d.at, d)
 	delete(d.ep.waiting, d)
 	var bytes uint64 // not those of d's own plan: of a window's first block the source may have less
-	a := e.emit(Complete)
+	a := ds.emit(Complete)
 	a.Worker = d.ws.w
 	var sources []*peerv1.Lease
 	if d.last != nil {
-		a.Landings = d.last.lands
+		a.ReceiveParts = d.last.lands
 		for _, l := range d.last.lands {
 			bytes += l.Plan.Space().TotalBytes()
 			if l.bound {
@@ -286,7 +320,7 @@ func (e *Exec) completeDest(now Instant, d *dest) {
 	}
 	a.Completion = connector.Completion{Lease: d.ID, Received: true, Status: d.status, Took: now - d.began, Reason: d.reason}
 	a.Trace = &Trace{Key: d.Key, Req: d.x.Req, Source: d.Source, Dest: d.ID, Peer: d.Peer, Slot: d.Slot, Gen: d.Gen, Grants: d.Grants,
-		Parts: len(a.Landings)}
+		Parts: len(a.ReceiveParts)}
 	switch {
 	case d.filled > 0 && d.claimed:
 		from := min(d.bound, d.filled)
@@ -298,10 +332,29 @@ func (e *Exec) completeDest(now Instant, d *dest) {
 	}
 	if d.status == StatusOK {
 		a.Completion.Bytes = bytes
-		e.send(d.Peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{
+		ds.send(d.Peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{
 			Destination: leaseMsg(d.ID), Source: sources, Bytes: bytes}}})
 	}
 	d.ep.refs--
-	e.dropEndpoint(d.ep)
-	e.workerIdle(d.ws)
+	ds.endpoints.drop(d.ep)
+	ds.workers.idle(d.ws)
+}
+
+// moveOn moves grants from an unreachable peer to the new peer at its address. A reachable peer
+// keeps its grants: several processes may share the address.
+func (ds *dests) moveOn(now Instant, ep *endpoint, old *peer) {
+	for _, d := range inOrder(maps.Keys(ep.waiting)) {
+		if d.Peer == old.boot && (d.State == lease.DestGranted || d.State == lease.DestLanding) {
+			ds.takeFrom(now, d)
+		}
+	}
+}
+
+// takeFrom revokes the grant of an unreachable peer, so that the new peer at its address gets it.
+// The old peer receives the revoke if it returns.
+func (ds *dests) takeFrom(now Instant, d *dest) {
+	why := "the source's sidecar cannot be reached, and another answers at " + d.ep.addr
+	ds.send(d.Peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: &peerv1.Revoke{
+		Destination: leaseMsg(d.ID), Gen: d.live.gen, Reason: why}}})
+	ds.regrant(now, d, ByPeerLost, why)
 }

@@ -1,18 +1,20 @@
-// Package exec is the executor: it decides, for every transfer of one process, what happens next. It matches intents with
-// grants, releases chunks as layers become complete, commits, fences, expires and completes. Which lane takes what, and what
-// becomes of slices that fail, is decided by package spray.
+// Package exec is the executor, the state machine of all transfers of one process. It matches intents
+// with grants, releases chunks as layers become complete, commits, fences, expires and completes.
+// Package spray chooses the lane of each slice and retries failed ones.
 //
-// It is sans-IO. Events come in as method calls with `now`, what follows from them comes out of Drain as actions, in the
-// order in which they must be performed. It has no goroutine, no clock, no I/O and no lock: its driver (package sidecar)
-// serialises the calls. Moving a slice allocates nothing in steady state.
+// It has no goroutine, clock, I/O or lock. Events are method calls with `now`; Drain returns the
+// resulting actions in the order in which the driver must perform them. The driver serialises the
+// calls. Moving a slice allocates nothing in steady state.
+//
+// Each part of an Exec owns its state: see the type's fields for the parts and their order.
 //
 // Invariants:
 //   - each lease completes exactly once, by lease.MayRelease;
 //   - a commit needs a full bitmap, both leases, and the fence;
-//   - a destination lease is granted in parts, one for each rank of the source's engine that gives something; together they are all
-//     that the receiver lacks, and the commit needs every one of them;
-//   - slices name only origins that are bound; what happens after an origin's guard is revoked counts for nothing;
-//   - every lease has a deadline, every wait ends by it, and then only starts a fence;
+//   - a destination lease is granted in parts, one for each rank of the source's engine that sends
+//     something; together they are all missing bytes, and the commit needs every part;
+//   - slices name only bound origins; nothing counts after an origin's guard is revoked;
+//   - every lease has a deadline, every wait ends by it, and then only a fence starts;
 //   - all tables are bounded (package lease and Limits).
 package exec
 
@@ -31,14 +33,15 @@ import (
 // Instant is a point in time: the duration since the driver's start.
 type Instant = lease.Instant
 
-// Plan is the transfer space of one part of a destination lease, as both sides compute it: a segment for each layer of the receiver.
-// Immutable.
+// Plan is the transfer space of one part of a grant. Both sides compute it: a segment for each
+// layer of the receiver. Immutable.
 type Plan interface {
 	Space() *transfer.Space
-	// Ready returns the front of a segment that may be sent once the layers of the source that it is made from hold tokens
-	// [0, tokens); final says that no later step writes to them. It only grows.
+	// Ready returns the front of a segment that may be sent once its layers of the source hold tokens
+	// [0, tokens); final: no later step writes to them. The result only grows.
 	Ready(segment int, tokens uint32, final bool) transfer.Range
-	// Feeds lists the segments that a layer of the source has a part in, From the layers of the source that a segment is made from.
+	// Feeds lists the segments that a layer of the source contributes to, From the layers of the source
+	// that contribute to a segment.
 	Feeds(layer int) []int
 	From(segment int) []int
 	// Digest is equal on two sides where every byte has the same place in the transfer space.
@@ -51,12 +54,13 @@ type Rank struct {
 	Geometry [32]byte
 }
 
-// Part is what one rank of a peer's engine gives to a destination lease. Plan is nil where it gives nothing.
+// Part is what one rank of a peer's engine sends for a destination lease. Plan is nil if the rank
+// sends nothing.
 type Part struct {
 	Rank
 	Share []uint32 // as it travels; empty: all that both have
 	Plan  Plan
-	Lacks uint64 // bytes of the receiver's blocks that nobody sees, and the rank has no more
+	Lacks uint64 // bytes of the receiver's blocks outside its attention window, which the rank has dropped
 }
 
 // Planner makes plans. Implemented by the driver over parseblock.
@@ -65,14 +69,17 @@ type Planner interface {
 	Version() uint32
 	// Receive plans all that the engine of w wants.
 	Receive(w *connector.Worker, x *connector.Expect) (Plan, error)
-	// Divide plans the same from the ranks of another engine, each byte from exactly one of them; load says how busy a rank is. The
-	// result has a part for every rank. Where it does not know the layout of one it returns an *UnknownLayout.
+	// Divide plans the same from the ranks of another engine, each byte from exactly one of them; load is
+	// the bytes that a rank owes. The result has a part for every rank. If a layout is unknown, the
+	// error is an *UnknownLayout.
 	Divide(w *connector.Worker, x *connector.Expect, ranks []Rank, load func(rank string) uint64) ([]Part, error)
-	// Send plans a part of a grant, and checks that the layout of w can serve it; it, too, may return an *UnknownLayout.
+	// Send plans a part of a grant, and checks that the layout of w can serve it. The error may be an
+	// *UnknownLayout.
 	Send(w *connector.Worker, g *peerv1.Grant, part *peerv1.Part) (Plan, error)
 }
 
-// UnknownLayout asks for layouts of a peer: Describe follows for each geometry, and then the same call again.
+// UnknownLayout asks for layouts of a peer. A Describe follows for each geometry, and then the
+// same call again.
 type UnknownLayout struct{ Geometries [][32]byte }
 
 func (u *UnknownLayout) Error() string {
@@ -86,41 +93,42 @@ type Config struct {
 	Planner    Planner
 	Transports []string // preferred first; others come last
 	Policy     spray.Policy
-	// Near says how near one of our rails is to the memory of a worker: 1 to 3, as package topo has it; 0: unknown. Nil: nothing is known.
-	Near func(w *connector.Worker, transport, rail string) int
+	// Distance is how far one of our rails is from the memory of a worker: 1 to 3, as in package topo;
+	// 0: unknown. Nil: all are unknown.
+	Distance func(w *connector.Worker, transport, rail string) int
 
 	// Zero values take the defaults below.
-	Deadline      time.Duration // of a lease that names none, and the longest
-	Partner       time.Duration // for a partner to come
-	Grace         time.Duration // between tries of a fence that failed
-	MaxAttempts   int           // failures of one chunk
-	MaxRegrants   int           // of one destination lease
-	MaxSlices     int           // in flight, over all lanes of one peer
-	MaxSlots      int           // parts of grants open towards one peer
-	MaxPending    int           // grants, parts of them and questions of one peer that wait for an intent
-	MaxDest       int
-	MaxSource     int
-	TombstoneAge  time.Duration
-	TombstoneHush time.Duration // how long after a served key another grant for it still waits (a list of equal prompts)
+	Deadline       time.Duration // of a lease that names none, and the longest
+	MatchTimeout   time.Duration // for a partner to come
+	Grace          time.Duration // between tries of a fence that failed
+	MaxAttempts    int           // failures of one chunk
+	MaxRegrants    int           // of one destination lease
+	MaxSlices      int           // in flight, over all lanes of one peer
+	MaxSlots       int           // parts of grants open towards one peer
+	MaxPending     int           // grants, parts of them and questions of one peer that wait for an intent
+	MaxDest        int
+	MaxSource      int
+	TombstoneAge   time.Duration
+	TombstoneGrace time.Duration // how long after a served key another grant for it still waits (a list of equal prompts)
 }
 
 // Defaults of Config.
 const (
-	DefaultDeadline      = 30 * time.Second
-	DefaultPartner       = 10 * time.Second
-	DefaultGrace         = 5 * time.Second
-	DefaultMaxAttempts   = 8
-	DefaultMaxRegrants   = 16
-	DefaultMaxSlices     = 256
-	DefaultMaxPending    = 4096
-	DefaultTombstoneHush = 2 * time.Second
-	MaxDeadline          = 10 * time.Minute
-	maxRefused           = 10                     // tries at an address where nobody listens: 2 s, in which a sidecar starts anew
-	connectRetry         = 200 * time.Millisecond // between tries to reach a peer that a lease waits for
-	disownedWait         = time.Second            // for the record that says why a source was disowned
-	MaxParts             = 256                    // ranks of an engine, and so parts of a grant
-	maxRankBytes         = 64                     // of a rank's name
-	maxDescribing        = 1024                   // layouts asked for at a time
+	DefaultDeadline       = 30 * time.Second
+	DefaultMatchTimeout   = 10 * time.Second
+	DefaultGrace          = 5 * time.Second
+	DefaultMaxAttempts    = 8
+	DefaultMaxRegrants    = 16
+	DefaultMaxSlices      = 256
+	DefaultMaxPending     = 4096
+	DefaultTombstoneGrace = 2 * time.Second
+	MaxDeadline           = 10 * time.Minute
+	maxRefused            = 10                     // tries at an address without a listener: 2 s, enough for a sidecar to restart
+	connectRetry          = 200 * time.Millisecond // between tries to reach a peer that a lease waits for
+	revokeWait            = time.Second            // for the engine's record of an invalidated source
+	MaxParts              = 256                    // ranks of an engine, and so parts of a grant
+	maxRankBytes          = 64                     // of a rank's name
+	maxDescribing         = 1024                   // layouts asked for at a time
 )
 
 func (c Config) withDefaults() Config {
@@ -135,10 +143,10 @@ func (c Config) withDefaults() Config {
 		}
 	}
 	dur(&c.Deadline, DefaultDeadline)
-	dur(&c.Partner, DefaultPartner)
+	dur(&c.MatchTimeout, DefaultMatchTimeout)
 	dur(&c.Grace, DefaultGrace)
 	dur(&c.TombstoneAge, lease.TombstoneAge)
-	dur(&c.TombstoneHush, DefaultTombstoneHush)
+	dur(&c.TombstoneGrace, DefaultTombstoneGrace)
 	num(&c.MaxAttempts, DefaultMaxAttempts)
 	num(&c.MaxRegrants, DefaultMaxRegrants)
 	num(&c.MaxSlices, DefaultMaxSlices)
@@ -149,40 +157,44 @@ func (c Config) withDefaults() Config {
 	return c
 }
 
-// Kind says what an Action asks for.
+// Kind is what an Action asks for.
 type Kind uint8
 
-// The actions. What may block is started and reported back as an event; the rest is done before the next action.
+// The actions. The driver starts what may block and reports its end as an event; it does the rest
+// before the next action.
 const (
 	// Connect reaches Endpoint; PeerUp or ConnectFailed follows.
 	Connect Kind = iota + 1
 	// Send puts Frame on the control lanes to Peer.
 	Send
-	// Offer makes the grants of Landings live (Sink, Host.Grant, backends), fills the tokens into their parts and sends Frame to Peer.
+	// Offer makes the grants of ReceiveParts live (Sink, Host.Grant, backends), fills the tokens into
+	// their parts and sends Frame to Peer.
 	Offer
-	// Fence revokes the guard of Landing at once, then fences it in every backend; FenceDone follows.
+	// Fence revokes the guard of ReceivePart at once, then fences it in every backend; FenceDone
+	// follows.
 	Fence
-	// Forget drops Landing from what Host.Grant finds.
+	// Forget drops ReceivePart from what Host.Grant finds.
 	Forget
-	// Follow says by On whether Worker's layers are awaited: whether anything is sent from its memory.
+	// Follow starts (On) or ends the observation of Worker's layers: something is sent from its memory.
 	Follow
-	// Bind makes Sending's origin live with its blocks as they are now.
+	// Bind makes SendPart's origin live with its blocks as they are now.
 	Bind
-	// Update gives Sending's origin the block table Blocks.
+	// Update gives SendPart's origin the block table Blocks.
 	Update
-	// CloseOrigin revokes the guard of Sending at once, then closes it in every backend; OriginClosed follows.
+	// CloseOrigin revokes the guard of SendPart at once, then closes it in every backend; OriginClosed
+	// follows.
 	CloseOrigin
 	// Move hands Slices to lane Lane. Where that fails the slices come back through Results.
 	Move
-	// Rouse tells the peer of Lane, a transport.Rouser, that slices follow soon.
-	Rouse
-	// Ask looks whether more bytes were received of what Lane carries than at the last time; if so, Moved follows.
+	// WakeHint announces slices to the peer of Lane, a transport.Rouser.
+	WakeHint
+	// Ask reads how many bytes of Lane the other host has received; Moved follows if there are more.
 	Ask
-	// Measure looks at what came over each rail, and from whom, since the last one; Measured follows.
+	// Measure reads what came over each rail from each peer since the last one; Measured follows.
 	Measure
-	// Complain says Text: a peer said what cannot be. Once for each peer and each kind of Nonsense.
-	Complain
-	// Complete ends a lease towards the engine of Worker; Landings are those of its last grant, if there was any.
+	// LogViolation logs Text, once for each peer and kind of Violation.
+	LogViolation
+	// Complete ends a lease towards the engine of Worker; ReceiveParts are those of its last grant.
 	Complete
 	// Describe asks Peer for the layout behind Geometry; Described follows.
 	Describe
@@ -190,38 +202,38 @@ const (
 	Compare
 	// Answer answers the Await of that Token.
 	Answer
-	// WorkerFenced says that no lease of Worker is left.
+	// WorkerFenced reports that Worker has no lease left.
 	WorkerFenced
 )
 
 // Action is something that the driver must do. Which fields are set depends on Kind.
 type Action struct {
-	Kind       Kind
-	Peer       transfer.Boot
-	Endpoint   string
-	Frame      *peerv1.ControlFrame
-	Landing    *Landing
-	Landings   []*Landing
-	Geometry   [32]byte
-	Comparison Comparison
-	Sending    *Sending
-	Blocks     [][]uint32
-	Cause      Cause // Fence: why
-	Committed  bool  // CloseOrigin: the receiver committed what was sent
-	Lane       uint64
-	Slices     []transport.Slice // valid until the next Drain into the same Batch
-	Worker     *connector.Worker
-	On         bool // Follow
-	Completion connector.Completion
-	Trace      *Trace // Complete: set for leases that got as far as a partner
-	Text       string // Complain
-	Await      uint64
-	Admission  connector.Admission
+	Kind         Kind
+	Peer         transfer.Boot
+	Endpoint     string
+	Frame        *peerv1.ControlFrame
+	ReceivePart  *ReceivePart
+	ReceiveParts []*ReceivePart
+	Geometry     [32]byte
+	Comparison   Comparison
+	SendPart     *SendPart
+	Blocks       [][]uint32
+	Cause        Cause // Fence: why
+	Committed    bool  // CloseOrigin: the receiver committed what was sent
+	Lane         uint64
+	Slices       []transport.Slice // valid until the next Drain into the same Batch
+	Worker       *connector.Worker
+	On           bool // Follow
+	Completion   connector.Completion
+	Trace        *Trace // Complete: set for leases that got as far as a partner
+	Text         string // LogViolation
+	Await        uint64
+	Admission    connector.Admission
 
 	first, count int // of Slices in the batch, until Drain
 }
 
-// Cause says what started a fence.
+// Cause is the reason of a fence.
 type Cause uint8
 
 // The causes.
@@ -232,11 +244,11 @@ const (
 	ByRefusal    // the source's sidecar will not serve the grant
 	BySourceLost // preempted, aborted, or its engine is dead
 	ByPeerLost   // the source's sidecar is dead, or could not be reached until the time was over
-	ByEngineGone // ours
+	ByEngineGone // the receiver's
 	ByDrain
 )
 
-// causeOf is what a verdict alone says.
+// causeOf is the cause of a fence where only the status is known.
 func causeOf(status uint16) Cause {
 	switch status {
 	case StatusOK:
@@ -257,7 +269,7 @@ type Batch struct {
 	slices  []transport.Slice
 }
 
-// Trace says how a transfer went, for one line in the log.
+// Trace describes a finished transfer, for one line of the log.
 type Trace struct {
 	Key         transfer.Key
 	Req         string
@@ -266,7 +278,7 @@ type Trace struct {
 	Peer        transfer.Boot
 	Slot        transfer.Slot
 	Gen         transfer.Gen
-	Queue       time.Duration // from the engine's word to the partner's
+	Queue       time.Duration // from the engine's request to the match
 	Wire        time.Duration // from there to the full bitmap
 	Commit      time.Duration // from there to the fence's end
 	Grants      int
@@ -276,26 +288,27 @@ type Trace struct {
 	Moved       [maxRanks]uint64 // source: bytes confirmed, by index in Config.Transports
 }
 
-// Landing is one part of a grant on the receiver: one (peer, slot, generation) of a destination lease.
-type Landing struct {
+// ReceivePart is one part of a grant on the receiver: one (peer, slot, generation) of a
+// destination lease.
+type ReceivePart struct {
 	Grant  transport.Grant // Sink is the driver's
 	Worker *connector.Worker
 	Expect *connector.Expect
 	Plan   Plan
 	Part   *peerv1.Part // as it is offered; what backends add goes into it
 
-	offer  *offer
+	offer  *outboundGrant
 	source transfer.LeaseID // that gives it
 	bound  bool
 	full   bool
 	fenced bool
 }
 
-// Lease names the destination lease of the landing.
-func (l *Landing) Lease() transfer.LeaseID { return l.Expect.Lease }
+// Lease names the destination lease of the part.
+func (l *ReceivePart) Lease() transfer.LeaseID { return l.Expect.Lease }
 
-// Sending is one part of a grant on the sender: a source lease that serves it, through one origin.
-type Sending struct {
+// SendPart is one part of a grant on the sender: a source lease serves it through one origin.
+type SendPart struct {
 	Origin transport.Origin // Source is the driver's
 	Worker *connector.Worker
 	Lease  transfer.LeaseID // source, at the epoch that the bytes are read under; set by Bind
@@ -307,39 +320,22 @@ type Sending struct {
 	Plan   Plan
 	Blocks [][]uint32 // as of Bind, which may be before the step that has all of them: Update follows; never changed in place
 
-	sendingState
+	sendPartState
 }
 
 // LaneInfo describes a lane that came up.
 type LaneInfo struct {
-	ID          uint64
-	Peer        transfer.Boot
-	Backend     string
-	Local       string // rails
-	Remote      string
-	Tier        int     // 1 to 3; 0: unknown
-	Gbps        float64 // what the link claims; 0: unknown
-	SliceBytes  int
-	MaxInFlight int           // slices
-	Way         time.Duration // the round trip when it came up; 0: unknown
-	Apart       bool          // other peers' lanes over its local rail are not in its way
-	Tells       bool          // a transport.Meter: it may be asked what has been received
-	Rouses      bool          // a transport.Rouser
-}
-
-// Drain moves what must be done into b, whose former content is overwritten, and reports whether there is anything.
-func (e *Exec) Drain(b *Batch) bool {
-	if len(e.out) == 0 {
-		b.Actions = b.Actions[:0]
-		return false
-	}
-	clear(b.Actions)
-	b.Actions, e.out = e.out, b.Actions[:0]
-	b.slices, e.outSlices = e.outSlices, b.slices[:0]
-	for i := range b.Actions {
-		if a := &b.Actions[i]; a.Kind == Move {
-			a.Slices = b.slices[a.first : a.first+a.count : a.first+a.count]
-		}
-	}
-	return true
+	ID           uint64
+	Peer         transfer.Boot
+	Backend      string
+	Local        string // rails
+	Remote       string
+	Tier         int     // 1 to 3; 0: unknown
+	Gbps         float64 // what the link claims; 0: unknown
+	SliceBytes   int
+	MaxInFlight  int           // slices
+	RTT          time.Duration // the round trip when it came up; 0: unknown
+	Apart        bool          // other peers' lanes over its local rail are not in its way
+	ReportsAcked bool          // a transport.Meter: it may be asked what has been received
+	WakeHints    bool          // a transport.Rouser
 }

@@ -12,6 +12,7 @@ import (
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/exec/credit"
 	"github.com/kvspray/kvspray/control/lease"
 	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/layout"
@@ -179,8 +180,8 @@ func TestHostileGrants(t *testing.T) {
 				if err != nil || len(replies) != 0 {
 					t.Fatalf("answered %v, %v", replies, err)
 				}
-			case err == nil || len(replies) != 0 || len(tg.ex.inbound) != 0:
-				t.Fatalf("%v, %d answers, %d grants are kept", err, len(replies), len(tg.ex.inbound))
+			case err == nil || len(replies) != 0 || len(tg.ex.match.grants) != 0:
+				t.Fatalf("%v, %d answers, %d grants are kept", err, len(replies), len(tg.ex.match.grants))
 			}
 			if !strings.Contains(said, c.text) {
 				t.Errorf("said %q, want %q in it", said, c.text)
@@ -207,7 +208,7 @@ func TestNonsenseIsToldOnce(t *testing.T) {
 	kinds := []struct {
 		frame  *peerv1.ControlFrame
 		text   string
-		reason Nonsense
+		reason Violation
 	}{
 		{grantFrame(noKey), "grant: key: xfer has 0 bytes", BadKey},
 		{grantFrame(noTeam), "team of 16 bytes and 0 receivers", BadTeam},
@@ -230,39 +231,39 @@ func TestNonsenseIsToldOnce(t *testing.T) {
 		}
 	}
 	// What is complained of is told and counted in the same way, each kind by itself.
-	credit := &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Credit{Credit: &peerv1.Credit{Transport: "tcp", Rail: "r0", Bytes: maxCredit + 1}}}
+	absurd := &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Credit{Credit: &peerv1.Credit{Transport: "tcp", Rail: "r0", Bytes: credit.Max + 1}}}
 	for i := range frames {
-		if err := tg.ex.Message(Instant(frames+i)*sec, tg.peer, credit); err != nil {
+		if err := tg.ex.Message(Instant(frames+i)*sec, tg.peer, absurd); err != nil {
 			t.Fatal(err)
 		}
 		tg.ex.PeerRails(Instant(frames+i)*sec, tg.peer, make([]Rail, maxRails+1))
 	}
-	if said := only(t, drained(tg.ex), Complain); len(said) != 2 {
+	if said := only(t, drained(tg.ex), LogViolation); len(said) != 2 {
 		t.Errorf("of absurd credits and rails it was complained %d times: %+v, want once of each", len(said), said)
 	}
-	counts := tg.ex.Nonsense()
+	counts := tg.ex.Violations()
 	for _, x := range kinds {
 		if counts[x.reason.String()] != 2*frames {
 			t.Errorf("%d frames with another %s were counted, want %d", counts[x.reason.String()], x.reason, 2*frames)
 		}
 	}
-	for _, what := range []Nonsense{BadCredit, BadRails} {
+	for _, what := range []Violation{BadCredit, BadRails} {
 		if counts[what.String()] != frames {
 			t.Errorf("%d of %s were counted, want %d", counts[what.String()], what, frames)
 		}
 	}
-	if !tg.ex.Hears(tg.peer, BadAddress) || tg.ex.Hears(tg.peer, BadAddress) || tg.ex.Hears(transfer.Boot{77}, BadAddress) || tg.ex.Nonsense()["address"] != 3 {
-		t.Errorf("addresses: %v, want to be told of the first of three, and nothing of a peer that is not there", tg.ex.Nonsense())
+	if !tg.ex.ReportViolation(tg.peer, BadAddress) || tg.ex.ReportViolation(tg.peer, BadAddress) || tg.ex.ReportViolation(transfer.Boot{77}, BadAddress) || tg.ex.Violations()["address"] != 3 {
+		t.Errorf("addresses: %v, want to be told of the first of three, and nothing of a peer that is not there", tg.ex.Violations())
 	}
 	names := map[string]bool{}
-	for what := range numNonsense {
+	for what := range numViolations {
 		names[what.String()] = true
 	}
-	if len(names) != int(numNonsense) || names[""] || numNonsense > 32 {
-		t.Errorf("%d kinds have the names %v", numNonsense, names)
+	if len(names) != int(numViolations) || names[""] || numViolations > 32 {
+		t.Errorf("%d kinds have the names %v", numViolations, names)
 	}
-	if gives, _ := tg.drain(); gives != 0 || len(tg.ex.inbound) != 0 {
-		t.Errorf("%d actions, %d grants are kept", gives, len(tg.ex.inbound))
+	if gives, _ := tg.drain(); gives != 0 || len(tg.ex.match.grants) != 0 {
+		t.Errorf("%d actions, %d grants are kept", gives, len(tg.ex.match.grants))
 	}
 	if err := tg.ex.Message(1001*sec, tg.peer, grantFrame(goodGrant())); err != nil {
 		t.Fatal(err)
@@ -285,8 +286,8 @@ func TestReplaysAndStaleFrames(t *testing.T) {
 	if gives, replies := say(tg.peer, grantFrame(goodGrant())); gives == 0 || len(replies) != 1 {
 		t.Fatalf("%d actions, %v", gives, replies)
 	}
-	var in *inbound
-	for _, in = range tg.ex.inbound {
+	var in *inboundGrant
+	for _, in = range tg.ex.match.grants {
 	}
 	snd := in.claims[0].snd
 	stale := goodGrant()
@@ -318,7 +319,7 @@ func TestReplaysAndStaleFrames(t *testing.T) {
 		if gives, replies := say(f.from, f.f); gives != 0 || len(replies) != 0 {
 			t.Errorf("%s: %d actions, %v", name, gives, replies)
 		}
-		if in.claims[0].snd != snd || snd.state == sendEnded || len(tg.ex.inbound) != 1 {
+		if in.claims[0].snd != snd || !snd.state.open() || len(tg.ex.match.grants) != 1 {
 			t.Fatalf("%s: the transfer under way is gone", name)
 		}
 	}
@@ -345,8 +346,8 @@ func TestReplayOfAGrantThatIsOver(t *testing.T) {
 		t.Fatalf("%d actions, %v", gives, replies)
 	}
 	say(&peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{Destination: first.Destination}}})
-	if gives, replies := say(grantFrame(first)); gives != 0 || len(replies) != 0 || len(tg.ex.inbound) != 0 {
-		t.Errorf("the replay: %d actions, %v, %d grants", gives, replies, len(tg.ex.inbound))
+	if gives, replies := say(grantFrame(first)); gives != 0 || len(replies) != 0 || len(tg.ex.match.grants) != 0 {
+		t.Errorf("the replay: %d actions, %v, %d grants", gives, replies, len(tg.ex.match.grants))
 	}
 	second := goodGrant()
 	second.Destination.Id, second.Team[0], second.Parts[0].Slot = 8, 1, 9
@@ -373,8 +374,8 @@ func TestWaitingIsBounded(t *testing.T) {
 			}
 		}
 	}
-	if refused != 92 || len(tg.ex.inbound) != 8 || len(tg.ex.pending) != 8 {
-		t.Errorf("%d refused, %d kept, %d wait: want 92, 8, 8", refused, len(tg.ex.inbound), len(tg.ex.pending))
+	if refused != 92 || len(tg.ex.match.grants) != 8 || len(tg.ex.match.pending.byKey) != 8 {
+		t.Errorf("%d refused, %d kept, %d wait: want 92, 8, 8", refused, len(tg.ex.match.grants), len(tg.ex.match.pending.byKey))
 	}
 }
 
@@ -394,16 +395,16 @@ func TestAskingIsBounded(t *testing.T) {
 			}
 			tg.drain()
 		}
-		if n := len(tg.ex.inbound); n != 8 || tg.ex.peers[tg.peer].pending != 8 {
-			t.Errorf("%s: %d grants are kept, %d count: want 8", name, n, tg.ex.peers[tg.peer].pending)
+		if n := len(tg.ex.match.grants); n != 8 || tg.ex.peers.byBoot[tg.peer].pending != 8 {
+			t.Errorf("%s: %d grants are kept, %d count: want 8", name, n, tg.ex.peers.byBoot[tg.peer].pending)
 		}
-		for c := range tg.ex.comparing {
+		for c := range tg.ex.match.comparing {
 			tg.ex.Compared(3, c, "so")
 		}
 		tg.ex.Described(3, tg.peer, [32]byte{1}, errors.New("no such layout"))
 		tg.drain()
-		if n := len(tg.ex.inbound); n != 0 || tg.ex.peers[tg.peer].pending != 0 {
-			t.Errorf("%s: %d grants are left, %d count", name, n, tg.ex.peers[tg.peer].pending)
+		if n := len(tg.ex.match.grants); n != 0 || tg.ex.peers.byBoot[tg.peer].pending != 0 {
+			t.Errorf("%s: %d grants are left, %d count", name, n, tg.ex.peers.byBoot[tg.peer].pending)
 		}
 	}
 }
@@ -525,80 +526,15 @@ func FuzzMessage(f *testing.F) {
 			}
 			b = b[2+n:]
 		}
-		if n := len(tg.ex.inbound); n > frames || len(tg.ex.pending) > 8 || len(tg.ex.dests) != 0 || len(tg.ex.describing)+len(tg.ex.comparing) > frames || len(tg.ex.peers) > 2 {
-			t.Fatalf("%d frames: %d grants, %d keys wait, %d destinations, %d descriptions, %d peers", frames, n, len(tg.ex.pending), len(tg.ex.dests),
-				len(tg.ex.describing)+len(tg.ex.comparing), len(tg.ex.peers))
+		if n := len(tg.ex.match.grants); n > frames || len(tg.ex.match.pending.byKey) > 8 || len(tg.ex.dests.byID) != 0 || len(tg.ex.layouts.asked)+len(tg.ex.match.comparing) > frames || len(tg.ex.peers.byBoot) > 2 {
+			t.Fatalf("%d frames: %d grants, %d keys wait, %d destinations, %d descriptions, %d peers", frames, n, len(tg.ex.match.pending.byKey), len(tg.ex.dests.byID),
+				len(tg.ex.layouts.asked)+len(tg.ex.match.comparing), len(tg.ex.peers.byBoot))
 		}
 		// All of it is over with its time.
 		tg.ex.Tick(MaxDeadline + 60*sec)
 		tg.drain()
-		if n := len(tg.ex.pending); n != 0 {
+		if n := len(tg.ex.match.pending.byKey); n != 0 {
 			t.Fatalf("%d keys wait forever", n)
 		}
 	})
-}
-
-// Each thing that two sides may disagree about is counted apart: an operator who upgrades one by
-// one sees which.
-func TestRefusalsAreCounted(t *testing.T) {
-	for name, why := range map[string]Refusal{"no plan version": RefusedPlanVersion,
-		"newer plans": RefusedPlanVersion, "other digest": RefusedPlanDigest,
-		"more chunks": RefusedPlanChunks, "more bytes": RefusedPlanBytes,
-		"more tokens": RefusedPlanTokens} {
-		tg := newTarget()
-		g := goodGrant()
-		hostileGrants[name].change(g)
-		if err := tg.ex.Message(2, tg.peer, grantFrame(g)); err != nil {
-			t.Fatal(err)
-		}
-		for label, n := range tg.ex.Refusals() {
-			if want := map[bool]uint64{true: 1}[label == why.String()]; n != want {
-				t.Errorf("%s: %s is counted %d times, want %d", name, label, n, want)
-			}
-		}
-	}
-}
-
-// Tokens of questions count up, so any member can guess those of others. Only the peer that was
-// asked answers: what others say of it is refused, counted, and changes nothing, before the
-// question goes out and after.
-func TestOnlyWhoWasAskedAnswers(t *testing.T) {
-	s, p, d, pw, _ := pair(t, 5, 0)
-	liar := transfer.Boot{66}
-	lie := func() error {
-		return d.ex.Message(s.now, liar,
-			&peerv1.ControlFrame{Body: &peerv1.ControlFrame_Admitted{Admitted: &peerv1.Admitted{
-				Token: 1, State: peerv1.Admitted_ADMITTED, Tokens: 1 << 20, Message: "a lie"}}})
-	}
-	d.event(func() { d.ex.PeerUp(s.now, "liar:1", liar) })
-	d.event(func() {
-		d.ex.Await(s.now, 1, connector.Await{Key: testKey(1, 1), Peer: "p:1",
-			TTL: 30 * sec})
-	})
-	var told []error
-	said := 0
-	for range 3 { // before it is asked, after, and while it waits
-		d.event(func() {
-			said++
-			if err := lie(); err != nil {
-				told = append(told, err)
-			}
-		})
-		s.rest(sec)
-	}
-	if a, ok := d.answer[1]; ok {
-		t.Fatalf("the lie was believed: %+v", a)
-	}
-	if n := d.ex.Nonsense()[BadAnswer.String()]; n != uint64(said) || len(told) != 1 ||
-		!strings.Contains(told[0].Error(), "put to another peer") {
-		t.Errorf("%d lies are counted, told %v: want %d, and once", n, told, said)
-	}
-	p.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)
-	s.rest(sec)
-	if a := d.answer[1]; a.State != "admitted" || a.Tokens != 64 {
-		t.Errorf("the answer of the peer that was asked: %+v", a)
-	}
-	if err := lie(); err != nil {
-		t.Errorf("a late answer: %v", err)
-	}
 }

@@ -33,32 +33,32 @@ func TestReplicasAreChosenByWhatTheyOwe(t *testing.T) {
 	e.WorkerUp(w)
 	p := transfer.Boot{9}
 	e.PeerUp(1, "p:1", p)
-	e.peers[p].ranks = []Rank{{Name: "pp0/tp0", Geometry: [32]byte{1}}, {Name: "pp0/tp1", Geometry: [32]byte{1}}}
+	e.peers.byBoot[p].ranks = []Rank{{Name: "pp0/tp0", Geometry: [32]byte{1}}, {Name: "pp0/tp1", Geometry: [32]byte{1}}}
 	now := Instant(2)
-	wants := func(id uint64, tokens uint32, rank string) *Landing {
+	wants := func(id uint64, tokens uint32, rank string) *ReceivePart {
 		t.Helper()
 		e.Expect(now, w, connector.Expect{Lease: transfer.LeaseID{Boot: w.Boot, ID: id, Epoch: 1}, Key: testKey(1, byte(id)), Peer: "p:1", Tokens: tokens,
 			Skip: []uint32{0}, Deadline: 30 * sec})
 		offers := only(t, drained(e), Offer)
-		if len(offers) != 1 || len(offers[0].Landings) != 1 {
+		if len(offers) != 1 || len(offers[0].ReceiveParts) != 1 {
 			t.Fatalf("prompt %d: %+v", id, offers)
 		}
-		l := offers[0].Landings[0]
+		l := offers[0].ReceiveParts[0]
 		if l.Part.Rank != rank {
-			t.Errorf("prompt %d of %d tokens is asked of %s, want %s; owed: %v", id, tokens, l.Part.Rank, rank, e.peers[p].load)
+			t.Errorf("prompt %d of %d tokens is asked of %s, want %s; owed: %v", id, tokens, l.Part.Rank, rank, e.peers.byBoot[p].load)
 		}
 		return l
 	}
-	ends := func(l *Landing, success bool) {
+	ends := func(l *ReceivePart, success bool) {
 		t.Helper()
 		id := l.Expect.Lease
 		if success {
-			e.dests[id].State = lease.DestLanding // its source is known
+			e.dests.byID[id].State = lease.DestLanding // its source is known
 			e.Full(now, l)
 		} else {
 			e.Cancel(now, w, id.ID, "")
 		}
-		if fences := only(t, drained(e), Fence); len(fences) != 1 || fences[0].Landing != l {
+		if fences := only(t, drained(e), Fence); len(fences) != 1 || fences[0].ReceivePart != l {
 			t.Fatalf("the end of %d: %+v", id.ID, fences)
 		}
 		e.FenceDone(now, l, nil)
@@ -74,10 +74,10 @@ func TestReplicasAreChosenByWhatTheyOwe(t *testing.T) {
 	ends(d, false)
 	ends(b, true)
 	h := wants(7, 64, "pp0/tp1") // 384 and 128
-	for _, l := range []*Landing{c, f, g, h} {
+	for _, l := range []*ReceivePart{c, f, g, h} {
 		ends(l, true)
 	}
-	if left := e.peers[p].load; len(left) != 0 {
+	if left := e.peers.byBoot[p].load; len(left) != 0 {
 		t.Errorf("all have ended, and it is thought to owe %v", left)
 	}
 	wants(8, 64, "pp0/tp0")

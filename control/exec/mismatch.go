@@ -8,8 +8,9 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Comparison names two caches whose fingerprints differ: that of one of our workers, and the one that a peer's grant is for. A hash does
-// not say what differs, and so the refusal waits until the driver has found that out.
+// Comparison names two caches with different fingerprints: one of our workers, and the cache that
+// a peer's grant is for. A hash does not show the difference, so the refusal waits until the
+// driver has found it.
 type Comparison struct {
 	Worker      *connector.Worker
 	Peer        transfer.Boot
@@ -17,40 +18,41 @@ type Comparison struct {
 	Fingerprint [32]byte
 }
 
-// maxComparing bounds the comparisons under way; a grant past it is refused without its reason.
+// maxComparing bounds the comparisons in progress. A grant beyond it is refused without the
+// difference.
 const maxComparing = 256
 
 const differ = "the caches of the two engines differ; too many such refusals to say in what"
 
-// compare refuses the grant of c as soon as it is known what differs.
-func (e *Exec) compare(now Instant, c *claim, w *connector.Worker) {
+// compare refuses the grant of c once the difference is known.
+func (mt *matcher) compare(now Instant, c *partBinding, w *connector.Worker) {
 	m := c.in.msg
 	name := Comparison{Worker: w, Peer: c.in.peer.boot, Fingerprint: [32]byte(m.Fingerprint)}
 	copy(name.Geometry[:], m.Geometry)
-	waiting := e.comparing[name]
+	waiting := mt.comparing[name]
 	if waiting == nil {
-		if len(e.comparing) >= maxComparing {
-			e.refuse(now, c.in, peerv1.GrantReply_FINGERPRINT, differ)
+		if len(mt.comparing) >= maxComparing {
+			mt.refuse(now, c.in, peerv1.GrantReply_FINGERPRINT, differ)
 			return
 		}
-		waiting = map[*claim]struct{}{}
-		e.comparing[name] = waiting
-		e.emit(Compare).Comparison = name
+		waiting = map[*partBinding]struct{}{}
+		mt.comparing[name] = waiting
+		mt.emit(Compare).Comparison = name
 	}
 	c.in.differs = true
 	c.ask()
 	waiting[c] = struct{}{}
 }
 
-// Compared says in what two caches differ, every field with both values, or why that cannot be said.
-func (e *Exec) Compared(now Instant, name Comparison, difference string) {
-	waiting := e.comparing[name]
-	delete(e.comparing, name)
-	for _, c := range claimsInOrder(maps.Keys(waiting)) {
+// compared is Exec.Compared.
+func (mt *matcher) compared(now Instant, name Comparison, difference string) {
+	waiting := mt.comparing[name]
+	delete(mt.comparing, name)
+	for _, c := range bindingsInOrder(maps.Keys(waiting)) {
 		c.answered()
-		if e.inbound[c.in.id] == c.in && !c.in.over {
-			e.refuse(now, c.in, peerv1.GrantReply_FINGERPRINT, difference)
+		if mt.grants[c.in.id] == c.in && !c.in.over {
+			mt.refuse(now, c.in, peerv1.GrantReply_FINGERPRINT, difference)
 		}
 	}
-	e.assign(now)
+
 }

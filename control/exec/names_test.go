@@ -59,7 +59,7 @@ func TestAnotherAnswersAtTheAddressOfALostOne(t *testing.T) {
 			lost := p.intent(pw, 1, k, 64, 1, 30*sec)
 			dst := d.expect(dw, 1, k, "p:1", 64, 0, 30*sec)
 			s.rest(50 * time.Millisecond)
-			if x := d.ex.dests[dst.id]; x == nil || x.State == lease.DestWaiting || x.Peer != p.boot {
+			if x := d.ex.dests.byID[dst.id]; x == nil || x.State == lease.DestWaiting || x.Peer != p.boot {
 				t.Fatal("not granted")
 			}
 			src := q.intent(q.worker(), 1, k, 64, 1, 30*sec)
@@ -76,7 +76,7 @@ func TestAnotherAnswersAtTheAddressOfALostOne(t *testing.T) {
 			s.until("the transfer from the other", sec, func() bool { return dst.done != nil && lost.done != nil })
 			wantStatus(t, dst, StatusOK)
 			wantStatus(t, lost, StatusFailed)
-			if d.ex.peers[p.boot] == nil {
+			if d.ex.peers.byBoot[p.boot] == nil {
 				t.Error("the first is forgotten, which nobody has said to be over")
 			}
 		})
@@ -110,10 +110,10 @@ func TestNamesOfOnePeerAreBounded(t *testing.T) {
 		ask("p:1")
 		now += 10 * time.Second // every question is answered, or over
 		e.Tick(now)
-		most = max(most, len(e.endpoints))
+		most = max(most, len(e.endpoints.byAddr))
 	}
-	if len(e.asked) != 0 {
-		t.Fatalf("%d questions are open", len(e.asked))
+	if len(e.queries.byToken) != 0 {
+		t.Fatalf("%d questions are open", len(e.queries.byToken))
 	}
 	if limit := maxIdleNames + 3; most > limit { // those that are asked at, and ours
 		t.Errorf("%d endpoints were known at a time: at most %d", most, limit)
@@ -121,23 +121,23 @@ func TestNamesOfOnePeerAreBounded(t *testing.T) {
 	if connects["p:1"] != 1 {
 		t.Errorf("the name that is used all the time was reached %d times", connects["p:1"])
 	}
-	before := len(e.endpoints)
+	before := len(e.endpoints.byAddr)
 	for i := range 2 * maxIdleNames {
 		e.PeerUp(now, fmt.Sprintf("D%d:1", i), transfer.Boot{1}) // so are ours
 	}
-	if more := len(e.endpoints) - before; more > maxIdleNames {
+	if more := len(e.endpoints.byAddr) - before; more > maxIdleNames {
 		t.Errorf("%d more names of ourselves are known: at most %d", more, maxIdleNames)
 	}
-	if e.endpoints["d:1"] == nil {
+	if e.endpoints.byAddr["d:1"] == nil {
 		t.Error("our own address is forgotten")
 	}
-	if p := e.peers[peer]; len(p.names) != before-1 || len(p.idle) > maxIdleNames {
+	if p := e.peers.byBoot[peer]; len(p.names) != before-1 || len(p.idle) > maxIdleNames {
 		t.Errorf("%d names, %d idle ones, %d endpoints", len(p.names), len(p.idle), before)
 	}
-	ours := len(e.endpoints) - len(e.peers[peer].names)
+	ours := len(e.endpoints.byAddr) - len(e.peers.byBoot[peer].names)
 	e.PeerDown(now, peer, true)
-	if len(e.endpoints) != ours {
-		t.Errorf("%d endpoints are left of a peer that is gone", len(e.endpoints)-ours)
+	if len(e.endpoints.byAddr) != ours {
+		t.Errorf("%d endpoints are left of a peer that is gone", len(e.endpoints.byAddr)-ours)
 	}
 }
 
@@ -166,7 +166,7 @@ func TestOpenNamesOfOnePeer(t *testing.T) {
 	for e.Next() <= 10*sec { // a tick does a part of what is due
 		e.Tick(10 * sec)
 	}
-	if n := len(e.endpoints); len(e.asked) != 0 || n > maxIdleNames+1 {
-		t.Errorf("%d questions are open, %d endpoints known", len(e.asked), n)
+	if n := len(e.endpoints.byAddr); len(e.queries.byToken) != 0 || n > maxIdleNames+1 {
+		t.Errorf("%d questions are open, %d endpoints known", len(e.queries.byToken), n)
 	}
 }

@@ -9,94 +9,96 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Nonsense is what may be wrong with the words of a peer so that no honest one says them. Each is told once of each peer and counted every time.
-type Nonsense uint8
+// Violation is the field of a peer's frame that is invalid: no correct peer sends it. The log has
+// each kind once for each peer; metrics count all.
+type Violation uint8
 
 // What is wrong, by the field that is.
 const (
-	BadOther       Nonsense = iota
-	BadKey                  // of a transfer
-	BadLease                // an id
-	BadGeneration           // of a grant
-	BadFingerprint          // of a grant's layout
-	BadParts                // how many a grant has
-	BadTeam                 // of receivers
-	BadRank                 // of a part, or one that is bound twice
-	BadGeometry             // of a part
-	BadSlot                 // of a part
-	BadShare                // of a part
-	BadRanks                // of an engine
-	BadRails                // how many a peer has
-	BadTier                 // of a rail
-	BadCredit               // for a rail
-	BadAddress              // of control lanes
-	BadAnswer               // to a question that somebody else was asked
-	numNonsense
+	BadOther       Violation = iota
+	BadKey                   // of a transfer
+	BadLease                 // an id
+	BadGeneration            // of a grant
+	BadFingerprint           // of a grant's layout
+	BadParts                 // how many a grant has
+	BadTeam                  // of receivers
+	BadRank                  // of a part, or one that is bound twice
+	BadGeometry              // of a part
+	BadSlot                  // of a part
+	BadShare                 // of a part
+	BadRanks                 // of an engine
+	BadRails                 // how many a peer has
+	BadTier                  // of a rail
+	BadCredit                // for a rail
+	BadAddress               // of control lanes
+	BadAnswer                // to a query that went to another peer
+	numViolations
 )
 
-var nonsenseNames = [numNonsense]string{"other", "key", "lease", "generation", "fingerprint", "parts", "team", "rank", "geometry", "slot", "share",
+var violationNames = [numViolations]string{"other", "key", "lease", "generation", "fingerprint", "parts", "team", "rank", "geometry", "slot", "share",
 	"ranks", "rails", "tier", "credit", "address", "answer"}
 
 // String is the label of metrics.
-func (n Nonsense) String() string { return nonsenseNames[n] }
+func (n Violation) String() string { return violationNames[n] }
 
-// toldOf are those of which a peer was told.
-type toldOf uint32
+// reportedSet is the set of violations of one peer that were logged.
+type reportedSet uint32
 
-// nonsense is an error of a frame that says what is wrong with it.
-type nonsense struct {
-	what Nonsense
+// violation is the error of an invalid frame.
+type violation struct {
+	what Violation
 	err  error
 }
 
-func (n *nonsense) Error() string { return n.err.Error() }
+func (n *violation) Error() string { return n.err.Error() }
 
-func (n *nonsense) Unwrap() error { return n.err }
+func (n *violation) Unwrap() error { return n.err }
 
-// wrong makes an error of what a peer said.
-func wrong(what Nonsense, format string, args ...any) error {
-	return &nonsense{what, fmt.Errorf(format, args...)}
+// wrong returns the error of an invalid field.
+func wrong(what Violation, format string, args ...any) error {
+	return &violation{what, fmt.Errorf(format, args...)}
 }
 
-// kindOf is what err says is wrong.
-func kindOf(err error) Nonsense {
-	var n *nonsense
+// kindOf is the invalid field of err.
+func kindOf(err error) Violation {
+	var n *violation
 	if errors.As(err, &n) {
 		return n.what
 	}
 	return BadOther
 }
 
-// hears counts one piece of nonsense of a peer, and reports whether it is the first of its kind: only that is told, so that no peer fills a log.
-func (e *Exec) hears(p *peer, what Nonsense) (first bool) {
-	e.nonsense[what]++
-	first = p.told&(1<<what) == 0
-	p.told |= 1 << what
+// violates counts a violation, and reports whether it is the first of its kind from this peer.
+// Only that one is logged: no peer can fill the log.
+func (ps *peers) violates(p *peer, what Violation) (first bool) {
+	ps.counts[what]++
+	first = p.reported&(1<<what) == 0
+	p.reported |= 1 << what
 	return first
 }
 
-// Hears counts nonsense of a peer that somebody else found, and reports whether it is to be told.
-func (e *Exec) Hears(boot transfer.Boot, what Nonsense) (first bool) {
-	if p := e.peers[boot]; p != nil {
-		return e.hears(p, what)
+// report counts a violation that another package found.
+func (ps *peers) report(boot transfer.Boot, what Violation) (first bool) {
+	if p := ps.byBoot[boot]; p != nil {
+		return ps.violates(p, what)
 	}
-	e.nonsense[what]++
+	ps.counts[what]++
 	return false // it is gone
 }
 
-// complain tells of what a peer said that cannot be, the first time; what it said is left out, and nothing else is harmed.
-func (e *Exec) complain(p *peer, what Nonsense, format string, args ...any) {
-	if e.hears(p, what) {
-		a := e.emit(Complain)
+// logViolation counts and logs an invalid field. The rest of the frame is used.
+func (ps *peers) logViolation(p *peer, what Violation, format string, args ...any) {
+	if ps.violates(p, what) {
+		a := ps.emit(LogViolation)
 		a.Peer, a.Text = p.boot, fmt.Sprintf(format, args...)
 	}
 }
 
-// Nonsense is how often peers said what no honest one says, by what was wrong.
-func (e *Exec) Nonsense() (counts map[string]uint64) {
-	counts = make(map[string]uint64, numNonsense)
-	for what, n := range e.nonsense {
-		counts[Nonsense(what).String()] = n
+// violations counts all violations by the invalid field.
+func (ps *peers) violations() (counts map[string]uint64) {
+	counts = make(map[string]uint64, numViolations)
+	for what, n := range ps.counts {
+		counts[Violation(what).String()] = n
 	}
 	return counts
 }

@@ -4,26 +4,25 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"strings"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/control/lease"
 )
 
-// offer is one grant of a destination lease: its parts that give something.
-type offer struct {
+// outboundGrant is one grant of a destination lease: the parts that send something.
+type outboundGrant struct {
 	dest     *dest
 	gen      uint32
-	lands    []*Landing
+	lands    []*ReceivePart
 	unbound  int
 	unfilled int
 	unfenced int
 	cause    Cause // of its fence
 }
 
-// divide says what each rank of the source's engine gives. As long as nothing else was heard, the engine there is taken to be as the
-// one here, rank by rank; if that is wrong its sidecar says so, and which ranks there are.
-func (e *Exec) divide(d *dest, p *peer) ([]Part, error) {
+// divide plans the part of each rank of the source's engine. Until that engine's ranks are known
+// they are assumed to equal ours; if that is wrong, its sidecar replies with its ranks.
+func (ds *dests) divide(d *dest, p *peer) ([]Part, error) {
 	place := d.ws.w.Place
 	own := Rank{place.Rank(), d.ws.w.Geometry}
 	names := place.Ranks()
@@ -36,7 +35,7 @@ func (e *Exec) divide(d *dest, p *peer) ([]Part, error) {
 		}
 		return parts, nil
 	}
-	parts, err := e.cfg.Planner.Divide(d.ws.w, d.x, p.ranks, func(rank string) uint64 { return p.load[rank] })
+	parts, err := ds.cfg.Planner.Divide(d.ws.w, d.x, p.ranks, func(rank string) uint64 { return p.load[rank] })
 	if err != nil {
 		return nil, err
 	}
@@ -52,38 +51,38 @@ func (e *Exec) divide(d *dest, p *peer) ([]Part, error) {
 	return parts, nil
 }
 
-// grant offers the blocks of d to its source's sidecar, or waits for that one to be reached.
-func (e *Exec) grant(now Instant, d *dest) {
+// grant offers the blocks of d to the source's sidecar, or waits for the connection to it.
+func (ds *dests) grant(now Instant, d *dest) {
 	if d.State != lease.DestWaiting {
 		return
 	}
 	if !d.ep.reached() {
 		d.ep.waiting[d] = struct{}{}
-		e.reach(now, d.ep)
+		ds.endpoints.reach(now, d.ep)
 		return
 	}
 	p := d.ep.peer
-	parts, err := e.divide(d, p)
+	parts, err := ds.divide(d, p)
 	if unknown := (*UnknownLayout)(nil); err != nil && !d.told && !errors.As(err, &unknown) {
-		// The ranks are those of another engine there: ask as if nothing were known.
+		// The known ranks may be those of another engine there: plan without them.
 		p.ranks = nil
-		parts, err = e.divide(d, p)
+		parts, err = ds.divide(d, p)
 	}
 	if unknown := (*UnknownLayout)(nil); errors.As(err, &unknown) {
-		e.describe(now, p, unknown, d, nil)
+		ds.layouts.describe(now, p, unknown, d, nil)
 		return
 	}
 	if err != nil {
-		e.closeDest(now, d, StatusRefused, "plan: "+err.Error())
+		ds.close(now, d, StatusRefused, "plan: "+err.Error())
 		return
 	}
-	o := &offer{dest: d}
+	o := &outboundGrant{dest: d}
 	msg := &peerv1.Grant{
 		Xfer: d.Key.Xfer[:], Hash: d.Key.Hash[:], Destination: leaseMsg(d.ID), Tokens: d.x.Tokens, Skip: d.x.Skip,
 		Fingerprint: d.ws.w.Fingerprint[:], Geometry: d.ws.w.Geometry[:], Priority: uint32(d.x.Priority),
-		DeadlineMs: millis(d.Deadline - now), PartnerMs: millis(d.Partner - now),
-		Team: d.team[:], TeamSize: uint32(d.ws.w.Place.World()), Parts: make([]*peerv1.Part, len(parts)), Tiers: e.tiersOf(d.ws),
-		PlanVersion: e.cfg.Planner.Version(),
+		DeadlineMs: millis(d.Deadline - now), PartnerMs: millis(d.MatchBy - now),
+		Team: d.team[:], TeamSize: uint32(d.ws.w.Place.World()), Parts: make([]*peerv1.Part, len(parts)), Tiers: ds.rails.tiersOf(d.ws),
+		PlanVersion: ds.cfg.Planner.Version(),
 	}
 	for i := range parts {
 		q := &parts[i]
@@ -91,13 +90,13 @@ func (e *Exec) grant(now Instant, d *dest) {
 		if q.Plan == nil {
 			continue
 		}
-		l := &Landing{Worker: d.ws.w, Expect: d.x, Plan: q.Plan, Part: msg.Parts[i], offer: o}
-		slot, gen, err := e.slots.Alloc(p.boot)
+		l := &ReceivePart{Worker: d.ws.w, Expect: d.x, Plan: q.Plan, Part: msg.Parts[i], offer: o}
+		slot, gen, err := ds.slots.Alloc(p.boot)
 		if err != nil {
-			for _, l := range o.lands { // nobody has heard of them
-				_ = e.slots.Fenced(p.boot, l.Grant.Slot, l.Grant.Gen)
+			for _, l := range o.lands { // they were not sent
+				_ = ds.slots.Fenced(p.boot, l.Grant.Slot, l.Grant.Gen)
 			}
-			e.closeDest(now, d, StatusFailed, err.Error())
+			ds.close(now, d, StatusFailed, err.Error())
 			return
 		}
 		l.Grant.Peer, l.Grant.Slot, l.Grant.Gen = p.boot, slot, gen
@@ -113,33 +112,34 @@ func (e *Exec) grant(now Instant, d *dest) {
 		}
 	}
 	if len(o.lands) == 0 {
-		e.closeDest(now, d, StatusRefused, "plan: no rank of the prefill engine gives anything")
+		ds.close(now, d, StatusRefused, "plan: no rank of the prefill engine gives anything")
 		return
 	}
 	first := &o.lands[0].Grant
 	if err := d.Dest.Grant(p.boot, first.Slot, first.Gen); err != nil {
-		e.closeDest(now, d, StatusFailed, err.Error())
+		ds.close(now, d, StatusFailed, err.Error())
 		return
 	}
-	e.granted(d)
+	ds.granted(d)
 	o.unbound, o.unfenced = len(o.lands), len(o.lands)
 	d.live, d.last, d.filled = o, o, 0
 	if o.unfilled == 0 {
 		d.filled = now
 	}
-	e.charge(o, true)
-	if e.grants++; e.grants == 0 {
-		e.grants = 1
+	ds.charge(o, true)
+	if ds.grants++; ds.grants == 0 {
+		ds.grants = 1
 	}
-	o.gen, msg.Gen, d.gen = e.grants, e.grants, e.grants
-	a := e.emit(Offer)
-	a.Peer, a.Landings = p.boot, o.lands
+	o.gen, msg.Gen, d.gen = ds.grants, ds.grants, ds.grants
+	a := ds.emit(Offer)
+	a.Peer, a.ReceiveParts = p.boot, o.lands
 	a.Frame = &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Grant{Grant: msg}}
 }
 
-// charge counts what the ranks of a peer's engine owe us, so that replicas are chosen by load.
-func (e *Exec) charge(o *offer, on bool) {
-	p := e.peers[o.lands[0].Grant.Peer]
+// charge counts the bytes that each rank of a peer still owes us: the planner chooses between
+// replicas by load.
+func (ds *dests) charge(o *outboundGrant, on bool) {
+	p := ds.peers.byBoot[o.lands[0].Grant.Peer]
 	if p == nil {
 		return
 	}
@@ -159,21 +159,21 @@ func (e *Exec) charge(o *offer, on bool) {
 	}
 }
 
-// destOf finds the lease that a message of p speaks of; nil if it is over, or granted to somebody else.
-func (e *Exec) destOf(p *peer, l *peerv1.Lease) (*dest, error) {
+// of returns the lease that a message of p names; nil if it is over, or granted to another peer.
+func (ds *dests) of(p *peer, l *peerv1.Lease) (*dest, error) {
 	id, err := leaseID(l)
 	if err != nil {
 		return nil, err
 	}
-	d := e.dests[id]
+	d := ds.byID[id]
 	if d == nil || d.Peer != p.boot || d.State == lease.DestWaiting {
 		return nil, nil
 	}
 	return d, nil
 }
 
-func (e *Exec) onGrantReply(now Instant, p *peer, m *peerv1.GrantReply) error {
-	d, err := e.destOf(p, m.Destination)
+func (ds *dests) onGrantReply(now Instant, p *peer, m *peerv1.GrantReply) error {
+	d, err := ds.of(p, m.Destination)
 	if d == nil || d.State == lease.DestClosing || m.Gen != d.live.gen {
 		return err
 	}
@@ -181,7 +181,7 @@ func (e *Exec) onGrantReply(now Instant, p *peer, m *peerv1.GrantReply) error {
 	switch m.Code {
 	case peerv1.GrantReply_BOUND:
 		if granted {
-			return e.partBound(now, p, d, m)
+			return ds.partBound(now, p, d, m)
 		}
 	case peerv1.GrantReply_RANKS:
 		if !granted {
@@ -189,29 +189,30 @@ func (e *Exec) onGrantReply(now Instant, p *peer, m *peerv1.GrantReply) error {
 		}
 		ranks, err := ranksOf(m)
 		if err != nil {
-			e.closeDest(now, d, StatusFailed, "the ranks of the prefill engine: "+err.Error())
+			ds.close(now, d, StatusFailed, "the ranks of the prefill engine: "+err.Error())
 			return err
 		}
 		p.ranks, d.told = ranks, true
-		e.regrant(now, d, ByRefusal, "ranks: "+m.Message)
-	// A refusal may come after the last part that gives something was bound: every rank of the engine has a say.
+		ds.regrant(now, d, ByRefusal, "ranks: "+m.Message)
+	// A refusal may follow the last BOUND: ranks that send nothing can refuse, too.
 	case peerv1.GrantReply_NO_PARTNER:
-		e.closeDest(now, d, StatusExpired, "no partner: "+m.Message)
+		ds.close(now, d, StatusExpired, "no partner: "+m.Message)
 	case peerv1.GrantReply_MISMATCH, peerv1.GrantReply_FINGERPRINT, peerv1.GrantReply_PLAN:
-		e.closeDest(now, d, StatusRefused, codeName(m.Code)+": "+m.Message)
+		ds.close(now, d, StatusRefused, codeName(m.Code)+": "+m.Message)
 	default:
-		e.closeDest(now, d, StatusFailed, codeName(m.Code)+": "+m.Message)
+		ds.close(now, d, StatusFailed, codeName(m.Code)+": "+m.Message)
 	}
 	return nil
 }
 
-// partBound takes the source lease of one part. The lease is bound with the last of them.
-func (e *Exec) partBound(now Instant, p *peer, d *dest, m *peerv1.GrantReply) error {
+// partBound records the source lease of one part. The destination lease is bound with the last of
+// them.
+func (ds *dests) partBound(now Instant, p *peer, d *dest, m *peerv1.GrantReply) error {
 	src, err := leaseID(m.Source)
 	if err != nil {
 		return err
 	}
-	i := slices.IndexFunc(d.live.lands, func(l *Landing) bool { return l.Part.Rank == m.Rank })
+	i := slices.IndexFunc(d.live.lands, func(l *ReceivePart) bool { return l.Part.Rank == m.Rank })
 	if i < 0 || d.live.lands[i].bound {
 		return wrong(BadRank, "grant %s: rank %.80q is bound: it gives nothing, or was bound before", d.ID, m.Rank)
 	}
@@ -224,35 +225,16 @@ func (e *Exec) partBound(now Instant, p *peer, d *dest, m *peerv1.GrantReply) er
 		return err
 	}
 	d.bound, d.claimed = now, true
-	if !p.up {
-		d.Partner = now + d.partner // said just before it went out of reach
+	if !p.up() {
+		d.MatchBy = now + d.matchTimeout // the reply was sent before the peer became unreachable
 	}
-	e.agenda.arm(d.t, min(d.Deadline, d.Partner))
-	e.tryCommit(now, d)
+	ds.agenda.arm(d.t, min(d.Deadline, d.MatchBy))
+	ds.tryCommit(now, d)
 	return nil
 }
 
-// ranksOf reads what a peer says of its engine.
-func ranksOf(m *peerv1.GrantReply) ([]Rank, error) {
-	if n := len(m.Ranks); n < 1 || n > MaxParts {
-		return nil, wrong(BadRanks, "%d of them: want 1 to %d", n, MaxParts)
-	}
-	out := make([]Rank, 0, len(m.Ranks))
-	for i, r := range m.Ranks {
-		if r.GetRank() == "" || len(r.Rank) > maxRankBytes || len(r.Geometry) != 32 ||
-			slices.ContainsFunc(out, func(o Rank) bool { return o.Name == r.Rank }) {
-			return nil, wrong(BadRanks, "ranks[%d] = %.80q with a geometry of %d bytes: want each name once, in 1 to %d bytes, and 32", i, r.GetRank(),
-				len(r.GetGeometry()), maxRankBytes)
-		}
-		out = append(out, Rank{r.Rank, [32]byte(r.Geometry)})
-	}
-	return out, nil
-}
-
-func codeName(c peerv1.GrantReply_Code) string { return strings.ToLower(c.String()) }
-
-func (e *Exec) onSourceLost(now Instant, p *peer, m *peerv1.SourceLost) error {
-	d, err := e.destOf(p, m.Destination)
+func (ds *dests) onSourceLost(now Instant, p *peer, m *peerv1.SourceLost) error {
+	d, err := ds.of(p, m.Destination)
 	if d == nil || d.decided {
 		return err
 	}
@@ -260,11 +242,11 @@ func (e *Exec) onSourceLost(now Instant, p *peer, m *peerv1.SourceLost) error {
 		return nil // of a grant that is over
 	}
 	if m.Final {
-		e.closeDest(now, d, StatusFailed, "source lost: "+m.Reason)
+		ds.close(now, d, StatusFailed, "source lost: "+m.Reason)
 		return nil
 	}
 	if d.State != lease.DestClosing {
-		e.regrant(now, d, BySourceLost, "source lost: "+m.Reason)
+		ds.regrant(now, d, BySourceLost, "source lost: "+m.Reason)
 	}
 	return nil
 }

@@ -9,8 +9,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Go walks maps in a random order. Where an event concerns many leases they are taken in the order of their ids, so that the same
-// events have the same consequences, and what went wrong once can be run again.
+// Go walks maps in random order. An event that concerns many leases takes them in the order of their
+// ids, so that equal events have equal consequences and a failure can be repeated.
 
 func compareLeases(a, b transfer.LeaseID) int {
 	return cmp.Or(bytes.Compare(a.Boot[:], b.Boot[:]), cmp.Compare(a.ID, b.ID))
@@ -24,8 +24,8 @@ func sourcesInOrder(all iter.Seq[*source]) []*source {
 	return slices.SortedFunc(all, func(a, b *source) int { return compareLeases(a.ID, b.ID) })
 }
 
-func awaitsInOrder(all iter.Seq[*await]) []*await {
-	return slices.SortedFunc(all, func(a, b *await) int { return cmp.Compare(a.id, b.id) })
+func queriesInOrder(all iter.Seq[*query]) []*query {
+	return slices.SortedFunc(all, func(a, b *query) int { return cmp.Compare(a.id, b.id) })
 }
 
 func workersInOrder(all iter.Seq[*worker]) []*worker {
@@ -36,13 +36,13 @@ func endpointsInOrder(all iter.Seq[*endpoint]) []*endpoint {
 	return slices.SortedFunc(all, func(a, b *endpoint) int { return cmp.Compare(a.addr, b.addr) })
 }
 
-func claimsInOrder(all iter.Seq[*claim]) []*claim {
-	return slices.SortedFunc(all, func(a, b *claim) int {
+func bindingsInOrder(all iter.Seq[*partBinding]) []*partBinding {
+	return slices.SortedFunc(all, func(a, b *partBinding) int {
 		return cmp.Or(compareLeases(a.in.id.Dest, b.in.id.Dest), cmp.Compare(a.part.Rank, b.part.Rank))
 	})
 }
 
-// keysInOrder are those of one transfer id.
+// keysInOrder are the keys of one transfer.
 func keysInOrder(all iter.Seq[transfer.Key], x transfer.XferID) (out []transfer.Key) {
 	for k := range all {
 		if k.Xfer == x {
@@ -51,4 +51,11 @@ func keysInOrder(all iter.Seq[transfer.Key], x transfer.XferID) (out []transfer.
 	}
 	slices.SortFunc(out, func(a, b transfer.Key) int { return bytes.Compare(a.Hash[:], b.Hash[:]) })
 	return out
+}
+
+func remove[T comparable](s []T, v T) []T {
+	if i := slices.Index(s, v); i >= 0 {
+		return slices.Delete(s, i, i+1)
+	}
+	return s
 }

@@ -1,7 +1,6 @@
 package exec
 
 import (
-	"cmp"
 	"fmt"
 	"slices"
 	"strings"
@@ -11,56 +10,54 @@ import (
 	"github.com/kvspray/kvspray/control/spray"
 )
 
-// Tiers. How near a rail is depends on the memory at hand, at both ends: the receiver says with each grant how near its rails are to its
-// blocks, we know how near ours are to the source's. The two together are a place, of which package spray keeps a tier per pair of rails;
-// the farther end counts.
+// Distances. How far a rail is depends on the memory, at both ends: the receiver reports with each
+// grant how far its rails are from its blocks, and we know how far ours are from the source's. Both
+// together are a locality, for which package spray keeps a tier per rail pair: the larger of both.
 
 const (
 	maxTier      = 3
 	maxRailTiers = 64 // in one grant
 )
 
-// places are those of one peer. The zero value is ready.
-type places struct {
+// localities are those of one peer. The zero value is ready.
+type localities struct {
 	byName map[string]spray.Place
-	list   []place // list[i] is place i+1
-	turn   int     // of list, to be used for something else
+	list   []locality // list[i] is place i+1
+	turn   int        // of list, to be used for something else
 }
 
-type place struct {
+type locality struct {
 	name   string
 	w      *connector.Worker // of the source
 	remote map[railID]uint8
 	flows  int // that are there
 }
 
-// moves counts flows in and out of a place.
-func (p *places) moves(at spray.Place, by int) {
+// moves counts flows that enter and leave a locality.
+func (p *localities) moves(at spray.Place, by int) {
 	if at != 0 {
 		p.list[at-1].flows += by
 	}
 }
 
-// tiersOf says how near our rails are to the memory of a worker; nothing where all are as near.
-func (e *Exec) tiersOf(ws *worker) []*peerv1.RailTier {
-	if e.cfg.Near == nil {
+// tiersOf lists how far our rails are from the memory of a worker; nil if all are equally far.
+func (rs *rails) tiersOf(ws *worker) []*peerv1.RailTier {
+	if rs.cfg.Distance == nil {
 		return nil
 	}
-	if ws.tiersOf == e.railsNo+1 {
+	if ws.tiersOf == rs.version+1 {
 		return ws.tiers
 	}
-	ws.tiers, ws.tiersOf = nil, e.railsNo+1
-	ids := make([]railID, 0, len(e.rails))
-	for id := range e.rails {
+	ws.tiers, ws.tiersOf = nil, rs.version+1
+	ids := make([]railID, 0, len(rs.own))
+	for id := range rs.own {
 		ids = append(ids, id)
 	}
-	slices.SortFunc(ids, func(a, b railID) int {
-		return cmp.Or(strings.Compare(a.transport, b.transport), strings.Compare(a.name, b.name))
-	})
+	slices.SortFunc(ids, railID.Compare)
 	differ := false
 	for _, id := range ids[:min(len(ids), maxRailTiers)] {
-		if t := e.cfg.Near(ws.w, id.transport, id.name); t > 0 && t <= maxTier {
-			ws.tiers = append(ws.tiers, &peerv1.RailTier{Transport: id.transport, Rail: id.name, Tier: uint32(t)})
+		if t := rs.cfg.Distance(ws.w, id.Transport, id.Name); t > 0 && t <= maxTier {
+			ws.tiers = append(ws.tiers, &peerv1.RailTier{Transport: id.Transport, Rail: id.Name, Tier: uint32(t)})
 			differ = differ || uint32(t) != ws.tiers[0].Tier
 		}
 	}
@@ -70,76 +67,77 @@ func (e *Exec) tiersOf(ws *worker) []*peerv1.RailTier {
 	return ws.tiers
 }
 
-// place names where the memory of a grant lies: that of w here, and there what is as near to the peer's rails as tiers say. Past
-// spray.MaxPlaces it is unknown.
-func (e *Exec) place(p *peer, w *connector.Worker, tiers []*peerv1.RailTier) spray.Place {
-	if e.cfg.Near == nil && len(tiers) == 0 {
+// place names the locality of a grant: the memory of w here, and the distances of the peer's
+// rails. Beyond spray.MaxPlaces it is unknown.
+func (rs *rails) place(p *peer, w *connector.Worker, tiers []*peerv1.RailTier) spray.Place {
+	if rs.cfg.Distance == nil && len(tiers) == 0 {
 		return 0
 	}
 	if len(tiers) > maxRailTiers {
-		e.complain(p, BadTier, "a grant with the tiers of %d rails: at most %d are looked at", len(tiers), maxRailTiers)
+		rs.peers.logViolation(p, BadTier, "a grant with the tiers of %d rails: at most %d are looked at", len(tiers), maxRailTiers)
 		tiers = tiers[:maxRailTiers]
 	}
 	remote := map[railID]uint8{}
 	var name strings.Builder
 	fmt.Fprintf(&name, "%x", w.Boot)
 	for _, t := range tiers {
-		id := railID{t.GetTransport(), t.GetRail()}
+		id := railID{Transport: t.GetTransport(), Name: t.GetRail()}
 		_, known := p.known[id]
 		switch {
 		case p.known != nil && !known:
-			e.complain(p, BadTier, "the tier of rail %.64q: the peer has named no such rail of %.64q", id.name, id.transport)
+			rs.peers.logViolation(p, BadTier, "the tier of rail %.64q: the peer has named no such rail of %.64q", id.Name, id.Transport)
 			continue
 		case t.GetTier() < 1 || t.GetTier() > maxTier:
-			e.complain(p, BadTier, "rail %.64q: tier %d: 1 to %d", id.name, t.GetTier(), maxTier)
+			rs.peers.logViolation(p, BadTier, "rail %.64q: tier %d: 1 to %d", id.Name, t.GetTier(), maxTier)
 			continue
 		}
 		remote[id] = uint8(t.GetTier())
-		fmt.Fprintf(&name, " %q %q %d", id.transport, id.name, t.GetTier())
+		fmt.Fprintf(&name, " %q %q %d", id.Transport, id.Name, t.GetTier())
 	}
 	if at, ok := p.places.byName[name.String()]; ok {
 		return at
 	}
-	at := e.newPlace(p)
+	at := p.places.free(p.rails)
 	if at != 0 {
-		p.places.list[at-1] = place{name: name.String(), w: w, remote: remote}
+		p.places.list[at-1] = locality{name: name.String(), w: w, remote: remote}
 		p.places.byName[name.String()] = at
 	}
 	return at
 }
 
-// newPlace is one that nothing is at; 0: there is none. Rails come and go, and each time the same memory is another place.
-func (e *Exec) newPlace(p *peer) spray.Place {
-	x := &p.places
-	if x.byName == nil {
-		x.byName = map[string]spray.Place{}
+// free returns a locality without flows; 0: there is none. Rails come and go, and each change
+// makes another locality of the same memory.
+func (p *localities) free(rails *spray.Peer) spray.Place {
+	if p.byName == nil {
+		p.byName = map[string]spray.Place{}
 	}
-	if len(x.list) < spray.MaxPlaces-1 {
-		x.list = append(x.list, place{})
-		return spray.Place(len(x.list))
+	if len(p.list) < spray.MaxPlaces-1 {
+		p.list = append(p.list, locality{})
+		return spray.Place(len(p.list))
 	}
-	for range x.list {
-		i := x.turn
-		x.turn = (i + 1) % len(x.list)
-		if x.list[i].flows == 0 {
-			delete(x.byName, x.list[i].name)
+	for range p.list {
+		i := p.turn
+		p.turn = (i + 1) % len(p.list)
+		if p.list[i].flows == 0 {
+			delete(p.byName, p.list[i].name)
 			at := spray.Place(i + 1)
-			p.rails.ForgetPlace(at)
+			rails.ForgetPlace(at)
 			return at
 		}
 	}
 	return 0
 }
 
-// tierAt is what package spray asks for once per pair and place.
-func (e *Exec) tierAt(p *peer, path spray.Path, at spray.Place) int {
-	if int(at) > len(p.places.list) || at == 0 {
+// tier is the distance of a rail pair from a locality: the larger one of both ends. Package spray
+// asks once per pair and place.
+func (p *localities) tier(near func(w *connector.Worker, transport, rail string) int, path spray.Path, at spray.Place) int {
+	if int(at) > len(p.list) || at == 0 {
 		return 0
 	}
-	x := &p.places.list[at-1]
+	x := &p.list[at-1]
 	here := 0
-	if e.cfg.Near != nil {
-		here = e.cfg.Near(x.w, path.Transport, path.Local)
+	if near != nil {
+		here = near(x.w, path.Transport, path.Local)
 	}
-	return max(here, int(x.remote[railID{path.Transport, path.Remote}]))
+	return max(here, int(x.remote[railID{Transport: path.Transport, Name: path.Remote}]))
 }

@@ -1,62 +1,67 @@
 package exec
 
 import (
-	"bytes"
-	"cmp"
 	"slices"
 
 	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Rail is a data rail, ours or a peer's, as it is now.
+// Rail is a rail of one side with its current state.
 type Rail struct {
 	Transport string
 	Name      string
 	Down      bool // its link has no carrier
 }
 
-// maxRails bounds what is known of one side's rails. A control lane brings fewer; it is below what the scheduler remembers of links, so that none of
-// these is forgotten there.
+// maxRails bounds the known rails of one side. A control lane brings fewer, and the scheduler
+// remembers more links.
 const maxRails = 256
 
-type railID struct{ transport, name string }
-
-// SetRails says what our rails are. Pairs over one that is down or gone are out of use at once; what they carried goes to others.
-func (e *Exec) SetRails(now Instant, rails []Rail) {
-	e.rails = e.setRails(now, nil, e.rails, rails)
-	e.railsNo++
-	for _, p := range e.peersInOrder() {
-		e.touch(p)
-	}
-	e.assign(now)
+// rails are our own rails; those of a peer are at the peer.
+type rails struct {
+	*core
+	peers    *peers
+	dispatch *dispatcher
+	own      map[railID]bool // whether the link is down
+	version  int             // changes of own
 }
 
-// PeerRails says what the rails of boot are, by its own word.
-func (e *Exec) PeerRails(now Instant, boot transfer.Boot, rails []Rail) {
-	p := e.peers[boot]
+// set is Exec.SetRails.
+func (rs *rails) set(now Instant, rails []Rail) {
+	rs.own = rs.change(now, nil, rs.own, rails)
+	rs.version++
+	for _, p := range rs.peers.inOrder() {
+		rs.dispatch.touch(p)
+	}
+
+}
+
+// setPeer is Exec.PeerRails.
+func (rs *rails) setPeer(now Instant, boot transfer.Boot, rails []Rail) {
+	p := rs.peers.byBoot[boot]
 	if p == nil {
 		return // it is gone
 	}
 	if len(rails) > maxRails {
-		e.complain(p, BadRails, "%d rails: at most %d are kept, not %.64q and what follows", len(rails), maxRails, rails[maxRails].Name)
+		rs.peers.logViolation(p, BadRails, "%d rails: at most %d are kept, not %.64q and what follows", len(rails), maxRails, rails[maxRails].Name)
 	}
-	p.known = e.setRails(now, p.rails, p.known, rails)
-	e.touch(p)
-	e.assign(now)
+	p.known = rs.change(now, p.rails, p.known, rails)
+	rs.dispatch.touch(p)
+
 }
 
-func (e *Exec) setRails(now Instant, p *spray.Peer, old map[railID]bool, rails []Rail) map[railID]bool {
+func (rs *rails) change(now Instant, p *spray.Peer, old map[railID]bool, rails []Rail) map[railID]bool {
 	rails = rails[:min(len(rails), maxRails)]
 	known := make(map[railID]bool, len(rails))
 	for _, r := range rails {
-		id := railID{r.Transport, r.Name}
+		id := railID{Transport: r.Transport, Name: r.Name}
 		known[id] = r.Down
 		switch {
 		case r.Down && !old[id]:
-			e.spray.RailDown(now, p, id.transport, id.name)
+			rs.spray.RailDown(now, p, id.Transport, id.Name)
 		case !r.Down && old[id]:
-			e.spray.RailUp(now, p, id.transport, id.name)
+			rs.spray.RailUp(now, p, id.Transport, id.Name)
 		}
 	}
 	var gone []railID
@@ -65,31 +70,11 @@ func (e *Exec) setRails(now Instant, p *spray.Peer, old map[railID]bool, rails [
 			gone = append(gone, id)
 		}
 	}
-	slices.SortFunc(gone, func(a, b railID) int {
-		return cmp.Or(cmp.Compare(a.transport, b.transport), cmp.Compare(a.name, b.name))
-	})
+	slices.SortFunc(gone, railID.Compare)
 	for _, id := range gone {
-		// What it carried is free at once. Its lanes end, and one that comes up again begins on trial.
-		e.spray.RailDown(now, p, id.transport, id.name)
-		e.spray.RailUp(now, p, id.transport, id.name)
+		// Its slices are free at once. Its lanes end, and a new lane over it starts on probation.
+		rs.spray.RailDown(now, p, id.Transport, id.Name)
+		rs.spray.RailUp(now, p, id.Transport, id.Name)
 	}
 	return known
-}
-
-func (e *Exec) peersInOrder() []*peer {
-	all := make([]*peer, 0, len(e.peers))
-	for _, p := range e.peers {
-		all = append(all, p)
-	}
-	slices.SortFunc(all, func(a, b *peer) int { return bytes.Compare(a.boot[:], b.boot[:]) })
-	return all
-}
-
-// Moved answers Ask: bytes of what the lane carries were received since it was asked last.
-func (e *Exec) Moved(now Instant, lane uint64) {
-	if l := e.lanes[lane]; l != nil {
-		e.spray.Moved(now, lane)
-		e.touch(l.peer)
-		e.assign(now)
-	}
 }

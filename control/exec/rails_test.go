@@ -9,6 +9,7 @@ import (
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/exec/credit"
 	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/transfer"
 )
@@ -39,7 +40,7 @@ func laned(t *testing.T, e *Exec, boot transfer.Boot, n int) {
 	e.PeerUp(0, "peer:1", boot)
 	for i := range n {
 		name := fmt.Sprint("r", i)
-		if err := e.LaneUp(0, LaneInfo{ID: uint64(100*int(boot[0]) + i), Peer: boot, Backend: "tcp", Local: name, Remote: name, SliceBytes: 1 << 20, MaxInFlight: 16, Tells: true}); err != nil {
+		if err := e.LaneUp(0, LaneInfo{ID: uint64(100*int(boot[0]) + i), Peer: boot, Backend: "tcp", Local: name, Remote: name, SliceBytes: 1 << 20, MaxInFlight: 16, ReportsAcked: true}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -91,15 +92,15 @@ func TestLinksOfRails(t *testing.T) {
 	// What is beyond the bound is left out by name, said once, and no rail that follows is the worse for it.
 	drained(e)
 	e.PeerRails(20*sec, peer, many)
-	said := only(t, drained(e), Complain)
-	if n := len(e.peers[peer].known); n != maxRails {
+	said := only(t, drained(e), LogViolation)
+	if n := len(e.peers.byBoot[peer].known); n != maxRails {
 		t.Errorf("%d rails of a peer are known, want %d", n, maxRails)
 	}
 	if want := fmt.Sprintf(`10000 rails: at most %d are kept, not "x%d" and what follows`, maxRails, maxRails); len(said) != 1 || said[0].Peer != peer || said[0].Text != want {
 		t.Errorf("complaints: %+v, want %q", said, want)
 	}
 	e.PeerRails(21*sec, peer, many)
-	if said := only(t, drained(e), Complain); len(said) != 0 {
+	if said := only(t, drained(e), LogViolation); len(said) != 0 {
 		t.Errorf("said again: %+v", said)
 	}
 	for i, x := range []struct{ theirs, want string }{
@@ -113,11 +114,11 @@ func TestLinksOfRails(t *testing.T) {
 			t.Errorf("after 10,000 rails, the peer's %q: %s, want %s", x.theirs, got, x.want)
 		}
 	}
-	if n := len(e.peers[peer].known); n != 2 {
+	if n := len(e.peers.byBoot[peer].known); n != 2 {
 		t.Errorf("%d rails of a peer are known that names 2", n)
 	}
 	e.SetRails(30*sec, many)
-	if n := len(e.rails); n != maxRails {
+	if n := len(e.rails.own); n != maxRails {
 		t.Errorf("%d rails of our own are known, want %d", n, maxRails)
 	}
 }
@@ -133,9 +134,9 @@ func TestAbsurdCredits(t *testing.T) {
 		want            string // the complaint; empty: none
 	}{
 		"honest":              {"tcp", "r0", 1 << 19, 0, ""},
-		"as much as there is": {"tcp", "r0", maxCredit, 0, ""},
+		"as much as there is": {"tcp", "r0", credit.Max, 0, ""},
 		"of receives":         {"tcp", "", 1 << 60, 0, ""},
-		"a byte more":         {"tcp", "r0", maxCredit + 1, 0, `credit for rail "r0": 1073741825 bytes: at most 1073741824`},
+		"a byte more":         {"tcp", "r0", credit.Max + 1, 0, `credit for rail "r0": 1073741825 bytes: at most 1073741824`},
 		"absurd":              {"tcp", "r0", 1 << 60, 0, `credit for rail "r0": 1152921504606846976 bytes: at most 1073741824`},
 		"all there can be":    {"tcp", "r0", 1<<64 - 1, 0, `credit for rail "r0": 18446744073709551615 bytes: at most 1073741824`},
 		"of no rail":          {"tcp", "bogus", 1 << 20, 0, `credit for rail "bogus": the peer has named no such rail of "tcp"`},
@@ -155,15 +156,15 @@ func TestAbsurdCredits(t *testing.T) {
 				if err := e.Message(sec, peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Credit{Credit: &peerv1.Credit{Transport: transport, Rail: rail, Bytes: bytes}}}); err != nil {
 					t.Error(err)
 				}
-				return only(t, drained(e), Complain)
+				return only(t, drained(e), LogViolation)
 			}
-			credit := func(now Instant) uint64 { return e.View(now).Rails.Pairs[0].Credit }
+			given := func(now Instant) uint64 { return e.View(now).Rails.Pairs[0].Credit }
 			said := say("tcp", "r0", 1<<20)
 			for i := range x.before {
 				said = append(said, say("tcp", fmt.Sprint("other", i), 1)...)
 			}
-			if len(said) != 0 || credit(sec) != 1<<20 {
-				t.Fatalf("credit %d, complaints %v", credit(sec), said)
+			if len(said) != 0 || given(sec) != 1<<20 {
+				t.Fatalf("credit %d, complaints %v", given(sec), said)
 			}
 			want := uint64(1 << 20)
 			if said := say(x.transport, x.rail, x.bytes); x.want == "" {
@@ -176,19 +177,19 @@ func TestAbsurdCredits(t *testing.T) {
 			} else if len(said) != 1 || said[0].Text != x.want || said[0].Peer != peer {
 				t.Errorf("complaints %+v, want %q", said, x.want)
 			}
-			if credit(sec) != want {
-				t.Errorf("a credit of %d is believed, want %d", credit(sec), want)
+			if given(sec) != want {
+				t.Errorf("a credit of %d is believed, want %d", given(sec), want)
 			}
-			if said := say(x.transport, x.rail, x.bytes); len(said) != 0 || credit(sec) != want {
-				t.Errorf("said again: %v, credit %d", said, credit(sec))
+			if said := say(x.transport, x.rail, x.bytes); len(said) != 0 || given(sec) != want {
+				t.Errorf("said again: %v, credit %d", said, given(sec))
 			}
-			if said := say("tcp", "r0", 1<<18); len(said) != 0 || credit(sec) != 1<<18 {
-				t.Errorf("an honest credit after it: %d, complaints %v", credit(sec), said)
+			if said := say("tcp", "r0", 1<<18); len(said) != 0 || given(sec) != 1<<18 {
+				t.Errorf("an honest credit after it: %d, complaints %v", given(sec), said)
 			}
 			// What is not said again is forgotten.
-			e.touch(e.peers[peer])
-			e.Tick(sec + creditAge + 1)
-			if c := credit(3 * sec); c != 0 {
+			e.dispatch.touch(e.peers.byBoot[peer])
+			e.Tick(sec + credit.Age + 1)
+			if c := given(3 * sec); c != 0 {
 				t.Errorf("a credit of %d is still believed", c)
 			}
 		})
@@ -202,7 +203,7 @@ func TestSharesOfCredits(t *testing.T) {
 	now := Instant(0)
 	step := func(moves ...bool) (out []string) {
 		for range 10 {
-			now += creditEvery
+			now += credit.Every
 			var grew []Inflow
 			for i, m := range moves {
 				if m {
@@ -316,7 +317,7 @@ func TestBreakersAreForgotten(t *testing.T) {
 // bounded, and those at which nothing is are used again.
 func TestPlaces(t *testing.T) {
 	near := map[string]int{"r0": 1, "r1": 3}
-	e := New(Config{Boot: transfer.Boot{9}, Transports: []string{"tcp"}, Near: func(_ *connector.Worker, _, rail string) int { return near[rail] }})
+	e := New(Config{Boot: transfer.Boot{9}, Transports: []string{"tcp"}, Distance: func(_ *connector.Worker, _, rail string) int { return near[rail] }})
 	boot := transfer.Boot{1}
 	laned(t, e, boot, 2)
 	known := []Rail{{Transport: "tcp", Name: "r0"}, {Transport: "tcp", Name: "r1"}}
@@ -325,31 +326,31 @@ func TestPlaces(t *testing.T) {
 	drained(e)
 	w := &connector.Worker{Name: "w"}
 	e.WorkerUp(w)
-	if got := e.tiersOf(e.workers[w]); len(got) != 2 || got[0].Tier != 1 || got[1].Tier != 3 {
+	if got := e.rails.tiersOf(e.workers.all[w]); len(got) != 2 || got[0].Tier != 1 || got[1].Tier != 3 {
 		t.Errorf("told with a grant: %v", got)
 	}
-	p := e.peers[boot]
+	p := e.peers.byBoot[boot]
 	tier := func(rail string, n uint32) *peerv1.RailTier {
 		return &peerv1.RailTier{Transport: "tcp", Rail: rail, Tier: n}
 	}
-	at := e.place(p, w, []*peerv1.RailTier{tier("r0", 2), tier("bogus", 1), tier("r1", 7)})
-	said := only(t, drained(e), Complain)
+	at := e.rails.place(p, w, []*peerv1.RailTier{tier("r0", 2), tier("bogus", 1), tier("r1", 7)})
+	said := only(t, drained(e), LogViolation)
 	if len(said) != 1 || !strings.Contains(said[0].Text, `"bogus"`) {
 		t.Errorf("complaints: %+v", said)
 	}
 	for rail, want := range map[string]int{"r0": 2, "r1": 3} {
-		if got := e.tierAt(p, spray.Path{Transport: "tcp", Local: rail, Remote: rail}, at); got != want {
+		if got := p.places.tier(e.cfg.Distance, spray.Path{Transport: "tcp", Local: rail, Remote: rail}, at); got != want {
 			t.Errorf("%s: tier %d, want %d", rail, got, want)
 		}
 	}
-	if again := e.place(p, w, []*peerv1.RailTier{tier("r0", 2)}); again != at {
+	if again := e.rails.place(p, w, []*peerv1.RailTier{tier("r0", 2)}); again != at {
 		t.Errorf("places %d and %d of the same memory", at, again)
 	}
 	seen := map[spray.Place]bool{}
 	for i := range 100 {
 		w := &connector.Worker{Boot: transfer.Boot{byte(i), 1}}
 		e.WorkerUp(w)
-		at := e.place(p, w, nil)
+		at := e.rails.place(p, w, nil)
 		p.places.moves(at, 1)
 		seen[at] = true
 	}
@@ -361,7 +362,7 @@ func TestPlaces(t *testing.T) {
 		p.places.moves(at, -1)
 	}
 	for i := range uint32(500) {
-		if e.place(p, w, []*peerv1.RailTier{tier("r0", i%3+1), tier("r1", i/3%3+1)}) == 0 {
+		if e.rails.place(p, w, []*peerv1.RailTier{tier("r0", i%3+1), tier("r1", i/3%3+1)}) == 0 {
 			t.Fatal("places at which nothing is are not used again")
 		}
 	}

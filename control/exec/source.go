@@ -2,18 +2,49 @@ package exec
 
 import (
 	"fmt"
-	"maps"
 	"slices"
 	"time"
 
-	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/lease"
-	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// source is a source lease with what the executor adds to it.
+// sources are the source leases and what is sent from them.
+type sources struct {
+	*core
+	dispatch *dispatcher
+	workers  *workers
+	observer sourceObserver
+
+	count  int
+	byKey  map[transfer.Key][]*source       // open ones
+	byXfer map[transfer.XferID]requestCount // of open ones
+	tombs  *lease.Tombstones
+}
+
+// sourceObserver is the part that brings grants and source leases together.
+type sourceObserver interface {
+	// sourceOpened follows a new lease of k.
+	sourceOpened(now Instant, k transfer.Key)
+	// allHeld follows when every request of a transfer is finished.
+	allHeld(now Instant, x transfer.XferID)
+	// released follows when a lease that is over serves c no more.
+	released(c *partBinding)
+	// keyGone follows when the last lease of k has failed.
+	keyGone(now Instant, k transfer.Key, reason string)
+}
+
+// requestCount counts the open source leases of one transfer, and those of finished requests.
+type requestCount struct{ open, held int }
+
+func newSources(c *core, dp *dispatcher, wk *workers) *sources {
+	return &sources{core: c, dispatch: dp, workers: wk, byKey: map[transfer.Key][]*source{},
+		byXfer: map[transfer.XferID]requestCount{},
+		tombs:  lease.NewTombstones(lease.MaxTombstones, c.cfg.TombstoneAge)}
+}
+
+// source is a source lease with the executor's own state of it.
 type source struct {
 	lease.Source
 	ws      *worker
@@ -21,164 +52,137 @@ type source struct {
 	blocks  [][]uint32
 	version uint32 // of blocks
 	layers  []layerState
-	sends   []*Sending // open ones
-	claims  []*claim   // of grants that it serves
+	sends   []*SendPart    // open ones
+	claims  []*partBinding // of grants that it serves
 	t       *timer
 
 	decided bool
 	status  uint16
 	reason  string
-	trouble string // why a grant for it was refused last
+	trouble string // of the last refused grant
 
 	began     Instant
-	span      time.Duration // from the last word of the engine to the deadline
+	span      time.Duration // from the last record of the engine to the deadline
 	firstBind Instant
 	flagged   Instant // the last progress
-	announced bool    // layers are about to come, or come
-	finished  bool    // every layer is final
-	bytes     uint64  // committed
+	prefill   prefillState
+	bytes     uint64 // committed
 	last      Trace
 }
+
+// prefillState is how far the prefill of a source lease is. A preemption returns it to idle.
+type prefillState uint8
+
+const (
+	prefillIdle      prefillState = iota
+	prefillAnnounced              // a step was announced, and layers follow
+	prefillComplete               // every layer is final
+)
 
 type layerState struct {
 	tokens uint32
 	final  bool
 }
 
-// sendingState is what only the executor knows of a Sending.
-type sendingState struct {
-	src       *source
-	peer      *peer
-	claim     *claim
-	state     sendState
-	version   uint32 // of the source's blocks that the origin has
-	live      bool   // bound: an origin exists
-	closed    bool
-	committed bool
-
-	flow    *spray.Flow
-	at      spray.Place
-	readyTo []uint32 // per segment: one past the last chunk released
-	stopped bool     // the receiver refuses, or the source is disowned: wait for the word that says why
-	lapse   *timer   // for that word, where the source is disowned
-	opened  Instant
-	early   uint64 // bytes landed before the last flag
-	moved   [maxRanks]uint64
-}
-
-type sendState uint8
-
-const (
-	sendOpen sendState = iota
-	sendEnded
-)
-
-// Intent opens a source lease.
-func (e *Exec) Intent(now Instant, w *connector.Worker, in connector.Intent) {
-	ws := e.workers[w]
+// open is Exec.Intent.
+func (ss *sources) open(now Instant, w *connector.Worker, in connector.Intent) {
+	ws := ss.workers.all[w]
 	if ws == nil || ws.gone || ws.sources[in.Lease.ID] != nil || ws.dests[in.Lease.ID] != nil {
 		return
 	}
 	refuse := func(reason string) {
-		a := e.emit(Complete)
+		a := ss.emit(Complete)
 		a.Worker = w
 		a.Completion = connector.Completion{Lease: in.Lease, Status: StatusRefused, Reason: reason}
 	}
 	switch {
-	case e.draining:
+	case ss.draining:
 		refuse("the sidecar is draining")
 		return
-	case e.nsource >= e.cfg.MaxSource:
-		refuse(fmt.Sprintf("%d source leases are open: at most %d", e.nsource, e.cfg.MaxSource))
+	case ss.count >= ss.cfg.MaxSource:
+		refuse(fmt.Sprintf("%d source leases are open: at most %d", ss.count, ss.cfg.MaxSource))
 		return
 	}
 	s := &source{ws: ws, in: in, blocks: in.Blocks, layers: make([]layerState, w.Layout.NumLayers()), began: now}
 	s.ID, s.Key, s.Attempt = in.Lease, in.Key, in.Attempt
 	s.Fanout = min(max(in.Fanout, 1), lease.MaxFanout)
-	s.span = e.span(in.Deadline)
-	s.Deadline, s.Partner = now+s.span, lease.Never
-	s.t = newTimer(func(now Instant) { e.sourceDue(now, s) })
+	s.span = ss.span(in.Deadline)
+	s.Deadline, s.MatchBy = now+s.span, lease.Never
+	s.t = newTimer(func(now Instant) { ss.due(now, s) })
 	ws.sources[in.Lease.ID] = s
-	e.nsource++
-	e.byKey[s.Key] = append(e.byKey[s.Key], s)
-	n := e.byXfer[s.Key.Xfer]
+	ss.count++
+	ss.byKey[s.Key] = append(ss.byKey[s.Key], s)
+	n := ss.byXfer[s.Key.Xfer]
 	n.open++
 	if in.Held {
 		n.held++
 	}
-	e.byXfer[s.Key.Xfer] = n
-	e.tombs.Raise(s.Key)
+	ss.byXfer[s.Key.Xfer] = n
+	ss.tombs.Remove(s.Key)
 	if in.Held {
-		s.Held, s.Partner = true, now+e.cfg.Partner
+		s.Held, s.MatchBy = true, now+ss.cfg.MatchTimeout
 	}
-	e.agenda.arm(s.t, min(s.Deadline, s.Partner))
-	e.wake(now, s.Key)
-	e.wake(now, transfer.Key{Xfer: s.Key.Xfer}) // declines of every prompt
-	e.assign(now)
+	ss.agenda.arm(s.t, min(s.Deadline, s.MatchBy))
+	ss.observer.sourceOpened(now, s.Key)
+
 }
 
-// Hold says that the engine keeps the blocks only for us: from now on partners have limited time to come.
-func (e *Exec) Hold(now Instant, w *connector.Worker, id uint64) {
-	s := e.source(w, id)
+// hold is Exec.Hold.
+func (ss *sources) hold(now Instant, w *connector.Worker, id uint64) {
+	s := ss.get(w, id)
 	if s == nil || s.Held || s.decided {
 		return
 	}
-	s.Held, s.Partner = true, now+e.cfg.Partner
+	s.Held, s.MatchBy = true, now+ss.cfg.MatchTimeout
 	s.extend(now)
-	e.agenda.arm(s.t, min(s.Deadline, s.Partner))
-	n := e.byXfer[s.Key.Xfer]
+	ss.agenda.arm(s.t, min(s.Deadline, s.MatchBy))
+	n := ss.byXfer[s.Key.Xfer]
 	n.held++
-	e.byXfer[s.Key.Xfer] = n
-	if n.open != n.held {
-		return
-	}
-	for _, k := range keysInOrder(maps.Keys(e.pending), s.Key.Xfer) {
-		for _, q := range slices.Clone(e.pending[k]) {
-			if q.t != nil && !q.gone && e.hopeless(q) {
-				e.refusePending(now, q, peerv1.GrantReply_MISMATCH, mismatch)
-			}
-		}
+	ss.byXfer[s.Key.Xfer] = n
+	if n.open == n.held {
+		ss.observer.allHeld(now, s.Key.Xfer)
 	}
 }
 
-// extend starts the deadline again: a prefill may compute for minutes, and what must not last is the silence after it.
+// extend starts the deadline again: a prefill may take minutes, and only the silence after it is
+// bounded.
 func (s *source) extend(now Instant) {
 	s.Deadline = max(s.Deadline, min(now+s.span, s.began+MaxDeadline))
 }
 
-func (e *Exec) source(w *connector.Worker, id uint64) *source {
-	if ws := e.workers[w]; ws != nil {
+func (ss *sources) get(w *connector.Worker, id uint64) *source {
+	if ws := ss.workers.all[w]; ws != nil {
 		return ws.sources[id]
 	}
 	return nil
 }
 
-func (e *Exec) sourceDue(now Instant, s *source) {
+func (ss *sources) due(now Instant, s *source) {
 	switch {
 	case now >= s.Deadline:
-		e.closeSource(now, s, StatusExpired, withTrouble("the deadline passed", s.trouble), true)
-	case now >= s.Partner:
-		// Nobody new may come; those who are here finish.
-		s.Partner = lease.Never
+		ss.close(now, s, StatusExpired, withTrouble("the deadline passed", s.trouble), true)
+	case now >= s.MatchBy:
+		// No new receiver may bind; bound ones finish.
+		s.MatchBy = lease.Never
 		if s.Narrow() {
 			if s.Served > 0 {
-				e.closeSource(now, s, StatusOK, fmt.Sprintf("%d of %d partners came", s.Served, s.in.Fanout), true)
+				ss.close(now, s, StatusOK, fmt.Sprintf("%d of %d partners came", s.Served, s.in.Fanout), true)
 			} else {
-				e.closeSource(now, s, StatusExpired, withTrouble(fmt.Sprintf("no partner came within %v", e.cfg.Partner), s.trouble), true)
+				ss.close(now, s, StatusExpired, withTrouble(fmt.Sprintf("no partner came within %v", ss.cfg.MatchTimeout), s.trouble), true)
 			}
 			return
 		}
-		e.agenda.arm(s.t, s.Deadline)
+		ss.agenda.arm(s.t, s.Deadline)
 	default:
-		e.agenda.arm(s.t, min(s.Deadline, s.Partner))
+		ss.agenda.arm(s.t, min(s.Deadline, s.MatchBy))
 	}
 }
 
-// Progress takes what layers hold now.
-func (e *Exec) Progress(now Instant, w *connector.Worker, all []connector.Progress) {
+// progress is Exec.Progress.
+func (ss *sources) progress(now Instant, w *connector.Worker, all []connector.Progress) {
 	for i := range all {
 		p := &all[i]
-		s := e.source(w, p.Lease.ID)
+		s := ss.get(w, p.Lease.ID)
 		if s == nil || s.State != lease.SourceOpen || p.Layer < 0 || p.Layer >= len(s.layers) {
 			continue
 		}
@@ -191,180 +195,52 @@ func (e *Exec) Progress(now Instant, w *connector.Worker, all []connector.Progre
 		}
 		l := &s.layers[p.Layer]
 		l.tokens, l.final = max(l.tokens, p.Tokens), l.final || p.Final
-		if p.Final && !s.finished {
-			s.finished = !slices.ContainsFunc(s.layers, func(l layerState) bool { return !l.final })
+		if p.Final && s.prefill != prefillComplete && !slices.ContainsFunc(s.layers, func(l layerState) bool { return !l.final }) {
+			s.prefill = prefillComplete
 		}
 		for _, snd := range s.sends {
-			e.release(snd, p.Layer)
+			ss.release(snd, p.Layer)
 		}
 	}
-	e.assign(now)
+
 }
 
-// Announced says that a step of these leases is about to run: their layers follow.
-func (e *Exec) Announced(now Instant, w *connector.Worker, all []transfer.LeaseID) {
+// announced is Exec.Announced.
+func (ss *sources) announced(now Instant, w *connector.Worker, all []transfer.LeaseID) {
 	for _, id := range all {
-		s := e.source(w, id.ID)
+		s := ss.get(w, id.ID)
 		if s == nil || s.State != lease.SourceOpen {
 			continue
 		}
-		s.ID.Epoch, s.announced = id.Epoch, true
+		s.ID.Epoch = id.Epoch
+		if s.prefill == prefillIdle {
+			s.prefill = prefillAnnounced
+		}
 		for _, snd := range s.sends {
-			e.prepare(snd)
+			ss.prepare(snd)
 		}
 	}
-	e.assign(now)
+
 }
 
-// prepare does what would keep the first layer waiting.
-func (e *Exec) prepare(snd *Sending) {
-	s := snd.src
-	if !s.announced || s.finished {
-		return
-	}
-	if s.blocks != nil { // after a preemption they come with the first layer
-		e.bind(snd)
-	}
-	snd.peer.rouse = true
-	e.touch(snd.peer)
-}
-
-// bind makes an origin of snd, whose epoch is known: that under which the bytes are read.
-func (e *Exec) bind(snd *Sending) {
-	if s := snd.src; !snd.live {
-		snd.live = true
-		snd.Lease, snd.Blocks, snd.version = s.ID, s.blocks, s.version
-		s.OriginOpened()
-		e.emit(Bind).Sending = snd
-	}
-}
-
-// sameTables reports whether two tables are one and the same slice in memory, which is how progress of many layers in one
-// step shares them.
-func sameTables(a, b [][]uint32) bool {
-	return len(a) == len(b) && (len(a) == 0 || &a[0] == &b[0])
-}
-
-// release makes what layer l holds sendable.
-func (e *Exec) release(snd *Sending, l int) {
-	s := snd.src
-	if s.layers[l] == (layerState{}) {
-		return
-	}
-	e.bind(snd)
-	if snd.version != s.version {
-		a := e.emit(Update)
-		a.Sending, a.Blocks = snd, s.blocks
-		snd.version = s.version
-	}
-	for _, seg := range snd.Plan.Feeds(l) {
-		// A segment may be made from several layers of the source (K and V in layers of their own): all of them count.
-		tokens, final := s.layers[l].tokens, s.layers[l].final
-		for _, o := range snd.Plan.From(seg) {
-			tokens, final = min(tokens, s.layers[o].tokens), final && s.layers[o].final
-		}
-		r := snd.Plan.Ready(seg, tokens, final)
-		if from := max(snd.readyTo[seg], r.First); from < r.End() {
-			snd.flow.Ready(transfer.Range{First: from, Count: r.End() - from})
-			snd.readyTo[seg] = r.End()
-			e.touch(snd.peer)
-		}
-	}
-}
-
-// Preempt says that the blocks of a source lease are lost; the lease stays for a later attempt.
-func (e *Exec) Preempt(now Instant, w *connector.Worker, id uint64) {
-	s := e.source(w, id)
+// preempt is Exec.Preempt.
+func (ss *sources) preempt(now Instant, w *connector.Worker, id uint64) {
+	s := ss.get(w, id)
 	if s == nil || s.State != lease.SourceOpen {
 		return
 	}
 	for _, snd := range slices.Clone(s.sends) {
-		e.lose(now, snd, false, "preempted")
+		ss.lose(now, snd, false, "preempted")
 	}
 	s.Attempt++
-	s.blocks, s.announced, s.finished = nil, false, false
+	s.blocks, s.prefill = nil, prefillIdle
 	clear(s.layers)
-	e.assign(now)
+
 }
 
-// lose ends a sending because its bytes will not come, and tells the receiver.
-func (e *Exec) lose(now Instant, snd *Sending, final bool, reason string) {
-	if snd.state != sendOpen {
-		return
-	}
-	e.send(snd.peer.boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_SourceLost{SourceLost: &peerv1.SourceLost{
-		Destination: leaseMsg(snd.Dest), Source: leaseMsg(snd.src.ID), Final: final, Reason: reason, Gen: snd.claim.in.msg.Gen}}})
-	e.endSending(now, snd)
-}
-
-// endSending gives no slice of snd to a lane any more and closes its origin.
-func (e *Exec) endSending(now Instant, snd *Sending) {
-	if snd.state != sendOpen {
-		return
-	}
-	snd.state = sendEnded
-	snd.src.sends = remove(snd.src.sends, snd)
-	e.follow(snd.src.ws, -1)
-	snd.flow.Close()
-	snd.peer.places.moves(snd.at, -1)
-	e.touch(snd.peer)
-	if snd.lapse != nil {
-		e.agenda.disarm(snd.lapse)
-	}
-	if snd.claim.snd == snd {
-		snd.claim.snd = nil
-	}
-	if snd.live {
-		e.closeOrigin(snd)
-		return
-	}
-	e.originClosed(now, snd)
-}
-
-func (e *Exec) closeOrigin(snd *Sending) {
-	a := e.emit(CloseOrigin)
-	a.Sending, a.Committed = snd, snd.committed
-}
-
-func remove[T comparable](s []T, v T) []T {
-	if i := slices.Index(s, v); i >= 0 {
-		return slices.Delete(s, i, i+1)
-	}
-	return s
-}
-
-// OriginClosed is the acknowledgement of every backend that nobody reads through snd's origin any more, or the failure of
-// one, which is tried again.
-func (e *Exec) OriginClosed(now Instant, snd *Sending, err error) {
-	if snd.closed || snd.state != sendEnded {
-		return
-	}
-	if err != nil {
-		e.agenda.arm(newTimer(func(Instant) { e.closeOrigin(snd) }), now+e.cfg.Grace)
-		return
-	}
-	snd.src.OriginClosed()
-	e.originClosed(now, snd)
-	e.assign(now)
-}
-
-func (e *Exec) originClosed(now Instant, snd *Sending) {
-	snd.closed = true
-	e.completeSource(now, snd.src)
-}
-
-// follow counts what is sent from a worker's memory, and tells the connector of the first and after the last.
-func (e *Exec) follow(ws *worker, by int) {
-	before := ws.sends > 0
-	ws.sends += by
-	if now := ws.sends > 0; now != before {
-		a := e.emit(Follow)
-		a.Worker, a.On = ws.w, now
-	}
-}
-
-// closeSource ends a source lease; the first verdict stands. Its receivers are told, its origins closed, then the engine.
-func (e *Exec) closeSource(now Instant, s *source, status uint16, reason string, final bool) {
+// close ends a source lease; the first status stands. It tells the receivers, closes the origins,
+// and then completes the lease.
+func (ss *sources) close(now Instant, s *source, status uint16, reason string, final bool) {
 	if s.decided {
 		return
 	}
@@ -372,48 +248,44 @@ func (e *Exec) closeSource(now Instant, s *source, status uint16, reason string,
 	if s.Close() != nil {
 		return
 	}
-	e.agenda.disarm(s.t)
-	if l := remove(e.byKey[s.Key], s); len(l) > 0 {
-		e.byKey[s.Key] = l
+	ss.agenda.disarm(s.t)
+	if l := remove(ss.byKey[s.Key], s); len(l) > 0 {
+		ss.byKey[s.Key] = l
 	} else {
-		delete(e.byKey, s.Key)
+		delete(ss.byKey, s.Key)
 		if final {
-			e.tombs.Bury(now, s.Key, status == StatusOK)
+			ss.tombs.Add(now, s.Key, status == StatusOK)
 		}
 	}
-	n := e.byXfer[s.Key.Xfer]
+	n := ss.byXfer[s.Key.Xfer]
 	n.open--
 	if s.Held {
 		n.held--
 	}
-	if e.byXfer[s.Key.Xfer] = n; n.open == 0 {
-		delete(e.byXfer, s.Key.Xfer)
+	if ss.byXfer[s.Key.Xfer] = n; n.open == 0 {
+		delete(ss.byXfer, s.Key.Xfer)
 	}
 	for _, snd := range slices.Clone(s.sends) {
-		e.lose(now, snd, final, reason)
+		ss.lose(now, snd, final, reason)
 	}
 	for _, c := range s.claims {
 		c.src = nil
-		e.forget(c.in)
+		ss.observer.released(c)
 	}
 	s.claims = nil
-	if final && status != StatusOK && len(e.byKey[s.Key]) == 0 {
-		for _, q := range slices.Clone(e.pending[s.Key]) {
-			if q.t != nil {
-				e.refusePending(now, q, peerv1.GrantReply_GONE, reason)
-			}
-		}
+	if final && status != StatusOK && len(ss.byKey[s.Key]) == 0 {
+		ss.observer.keyGone(now, s.Key, reason)
 	}
-	e.completeSource(now, s)
+	ss.complete(now, s)
 }
 
-func (e *Exec) completeSource(now Instant, s *source) {
+func (ss *sources) complete(now Instant, s *source) {
 	if s.State != lease.SourceClosing || s.Complete() != nil {
 		return
 	}
 	delete(s.ws.sources, s.ID.ID)
-	e.nsource--
-	a := e.emit(Complete)
+	ss.count--
+	a := ss.emit(Complete)
 	a.Worker = s.ws.w
 	a.Completion = connector.Completion{Lease: s.in.Lease, Status: s.status, Bytes: s.bytes, Took: now - s.began, Reason: s.reason,
 		Grants: s.Served}
@@ -426,11 +298,5 @@ func (e *Exec) completeSource(now Instant, s *source) {
 		t.Queue = now - s.began
 	}
 	a.Trace = &t
-	e.workerIdle(s.ws)
-}
-
-// SourceBroken says that a sending cannot be read at all: its tables or its memory are unusable.
-func (e *Exec) SourceBroken(now Instant, snd *Sending, reason string) {
-	e.lose(now, snd, true, reason)
-	e.assign(now)
+	ss.workers.idle(s.ws)
 }

@@ -5,12 +5,12 @@ import (
 	"github.com/kvspray/kvspray/internal/heap"
 )
 
-// timer is an entry of the executor's agenda: what is done when it is due. Its owner holds it for life.
+// timer is an entry of the agenda: a function and its time. Its owner keeps it for life.
 type timer = heap.Item[func(now Instant)]
 
 func newTimer(fire func(now Instant)) *timer { return &timer{Value: fire} }
 
-// agenda is timers by time.
+// agenda holds timers by time.
 type agenda struct {
 	heap.Heap[func(now Instant)]
 }

@@ -8,22 +8,21 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Unsent says that a frame of Send or Offer did not go out and never will: too much waits for the
-// peer, or the frame is longer than one may be. What only that frame could have begun ends now,
-// with err as its reason: an engine that computes by itself is sooner done than one that waits for
-// a deadline.
+// Unsent reports that a frame of Send or Offer was not sent and never will be: too many frames
+// wait for the peer, or this one is too long. Whatever depends on the frame ends now with err as
+// its reason: the engine recomputes sooner than by a deadline.
 func (e *Exec) Unsent(now Instant, boot transfer.Boot, f *peerv1.ControlFrame, err error) {
 	switch b := f.Body.(type) {
 	case *peerv1.ControlFrame_Grant:
 		id, bad := leaseID(b.Grant.Destination)
-		if d := e.dests[id]; bad == nil && d != nil && d.Peer == boot && d.live != nil &&
+		if d := e.dests.byID[id]; bad == nil && d != nil && d.Peer == boot && d.live != nil &&
 			d.live.gen == b.Grant.Gen {
-			e.closeUnsent(now, d,
+			e.dests.closeUnsent(now, d,
 				"the grant was not sent to the sidecar of the prefill engine: "+err.Error())
 		}
 	case *peerv1.ControlFrame_Await:
-		if w := e.asked[b.Await.Token]; w != nil && w.sent == boot {
-			e.answer(w, connector.Admission{State: "gone",
+		if w := e.queries.byToken[b.Await.Token]; w != nil && w.sent == boot {
+			e.queries.answer(w, connector.Admission{State: "gone",
 				Message: "the question was not sent to the sidecar of the prefill engine: " +
 					err.Error()})
 		}
@@ -31,9 +30,10 @@ func (e *Exec) Unsent(now Instant, boot transfer.Boot, f *peerv1.ControlFrame, e
 	e.assign(now)
 }
 
-// closeUnsent ends a lease whose last grant did not reach the source. A Revoke that names only the
-// grant would mean nothing there. This one has the key, so the source stops waiting for a grant.
-func (e *Exec) closeUnsent(now Instant, d *dest, why string) {
+// closeUnsent ends a lease whose last grant did not reach the source. The source does not have the
+// grant, so a Revoke of it would mean nothing there; this one carries the key, and the source
+// stops its wait.
+func (ds *dests) closeUnsent(now Instant, d *dest, why string) {
 	if d.decided {
 		return
 	}
@@ -42,9 +42,9 @@ func (e *Exec) closeUnsent(now Instant, d *dest, why string) {
 	if err != nil {
 		return
 	}
-	e.agenda.disarm(d.t)
+	ds.agenda.disarm(d.t)
 	if fence {
-		e.fence(d.live, ByRefusal)
+		ds.fence(d.live, ByRefusal)
 	}
-	e.decline(now, d.ep.addr, d.x, d.team, d.ws.w.Place.World(), d.live.gen, why, true)
+	ds.decline(now, d.ep.addr, d.x, d.team, d.ws.w.Place.World(), d.live.gen, why, true)
 }

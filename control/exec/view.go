@@ -10,7 +10,7 @@ import (
 // maxView bounds how many leases a View shows.
 const maxView = 256
 
-// View is what the executor is doing, for people.
+// View describes the executor for people.
 type View struct {
 	Dests   []DestView   `json:"destinations"`
 	Sources []SourceView `json:"sources"`
@@ -47,18 +47,18 @@ type SourceView struct {
 
 // View describes the open leases, some of them where there are very many.
 func (e *Exec) View(now Instant) View {
-	v := View{Open: [2]int{len(e.dests), e.nsource}, Flights: e.spray.Flights(), Rails: e.spray.View(now)}
-	for _, l := range e.pending {
+	v := View{Open: [2]int{len(e.dests.byID), e.sources.count}, Flights: e.spray.Flights(), Rails: e.spray.View(now)}
+	for _, l := range e.match.pending.byKey {
 		v.Pending += len(l)
 	}
-	for _, d := range e.dests {
+	for _, d := range e.dests.byID {
 		if len(v.Dests) == maxView {
 			break
 		}
 		v.Dests = append(v.Dests, DestView{d.ID.String(), d.Key.String(), d.x.Req, d.State.String(), d.Grants, now - d.began, d.Deadline - now,
 			d.trouble})
 	}
-	for _, ws := range e.workers {
+	for _, ws := range e.workers.all {
 		for _, s := range ws.sources {
 			if len(v.Sources) == maxView {
 				return v
@@ -70,10 +70,10 @@ func (e *Exec) View(now Instant) View {
 	return v
 }
 
-// Rails sums up every local rail, for metrics.
+// Rails describes every local rail, for metrics.
 func (e *Exec) Rails(now Instant) []spray.RailView { return e.spray.Rails(now) }
 
-// Load is how much the executor holds: counts only, cheap enough to be looked at after every event.
+// Load counts what the executor holds. It is cheap enough to be read after every event.
 type Load struct {
 	Dests, Sources   int // leases that are open
 	Inbound          int // grants of peers
@@ -84,19 +84,19 @@ type Load struct {
 	Timers           int
 }
 
-// Waiting counts the chunks that may go to a peer and wait for a lane, by priority.
+// Waiting counts the chunks that are ready for a peer and wait for a lane, by priority.
 func (e *Exec) Waiting(boot transfer.Boot) (chunks [spray.Priorities]int) {
-	if p := e.peers[boot]; p != nil {
+	if p := e.peers.byBoot[boot]; p != nil {
 		chunks = p.rails.Waiting()
 	}
 	return chunks
 }
 
-// Links is what was learned of each pair of rails to a peer, and how many bytes wait for a lane to
-// it, by priority: at most, for the last chunk of a layer is not full.
+// Links describes each rail pair to a peer, and the bytes that wait for a lane, by priority. The
+// bytes are an upper bound: the last chunk of a layer is not full.
 func (e *Exec) Links(now Instant, boot transfer.Boot) (links []spray.Link,
 	waiting [spray.Priorities]uint64) {
-	p := e.peers[boot]
+	p := e.peers.byBoot[boot]
 	if p == nil {
 		return nil, waiting
 	}
@@ -106,8 +106,14 @@ func (e *Exec) Links(now Instant, boot transfer.Boot) (links []spray.Link,
 	return p.rails.Links(now), waiting
 }
 
-// Load returns it.
+// Shares reports whether any lease or grant involves the peer, even one without a lane: a grant
+// that waits for its intent would be lost with the peer.
+func (e *Exec) Shares(boot transfer.Boot) bool {
+	return len(e.dests.byPeer[boot])+len(e.match.grantsOf[boot])+len(e.match.pending.byPeer[boot]) > 0
+}
+
+// Load returns the counts.
 func (e *Exec) Load() Load {
-	return Load{len(e.dests), e.nsource, len(e.inbound), len(e.pending), len(e.asked), len(e.describing), len(e.endpoints), len(e.peers),
-		len(e.lanes), e.spray.Flights(), e.agenda.Len()}
+	return Load{len(e.dests.byID), e.sources.count, len(e.match.grants), len(e.match.pending.byKey), len(e.queries.byToken), len(e.layouts.asked), len(e.endpoints.byAddr), len(e.peers.byBoot),
+		len(e.dispatch.lanes), e.spray.Flights(), e.agenda.Len()}
 }

@@ -34,7 +34,7 @@ type Dest struct {
 	ID       transfer.LeaseID
 	Key      transfer.Key
 	Deadline Instant
-	Partner  Instant // when a partner must be bound; Never afterwards
+	MatchBy  Instant // when a partner must be bound; Never afterwards
 
 	State  DestState
 	Peer   transfer.Boot
@@ -64,7 +64,7 @@ func (d *Dest) Bind(source transfer.LeaseID) error {
 	if d.State != DestGranted {
 		return &StateError{d.ID, "bind", d.State}
 	}
-	d.State, d.Source, d.Bound, d.Partner = DestLanding, source, true, Never
+	d.State, d.Source, d.Bound, d.MatchBy = DestLanding, source, true, Never
 	return nil
 }
 

@@ -291,17 +291,17 @@ func TestTombs(t *testing.T) {
 		k.Xfer[0] = b
 		return k
 	}
-	x := NewTombs(3, time.Minute)
-	x.Bury(0, k(1), true)
-	x.Bury(time.Second, k(2), false)
+	x := NewTombstones(3, time.Minute)
+	x.Add(0, k(1), true)
+	x.Add(time.Second, k(2), false)
 	if b, ok := x.Find(time.Second, k(1)); !ok || !b.Served {
 		t.Errorf("found %+v %v", b, ok)
 	}
-	x.Raise(k(1))
+	x.Remove(k(1))
 	if _, ok := x.Find(time.Second, k(1)); ok {
 		t.Error("a raised key is found")
 	}
-	x.Bury(2*time.Second, k(1), true) // again: its first entry must not remove this one
+	x.Add(2*time.Second, k(1), true) // again: its first entry must not remove this one
 	if _, ok := x.Find(time.Minute+500*time.Millisecond, k(1)); !ok {
 		t.Error("a key buried again was dropped with its first burial")
 	}
@@ -309,7 +309,7 @@ func TestTombs(t *testing.T) {
 		t.Error("too old, and still there")
 	}
 	for i := range 10 {
-		x.Bury(3*time.Minute, k(byte(i)), true)
+		x.Add(3*time.Minute, k(byte(i)), true)
 	}
 	if x.Len() != 3 {
 		t.Errorf("%d keys kept of at most 3", x.Len())

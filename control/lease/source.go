@@ -53,7 +53,7 @@ type Source struct {
 	Fanout   int  // decode requests that it serves
 	Held     bool // the request is finished, and the engine keeps the blocks only for receivers
 	Deadline Instant
-	Partner  Instant // when the receivers must have come, counted from Hold; Never before
+	MatchBy  Instant // when the receivers must have come, counted from Hold; Never before
 	Attempt  uint32
 
 	State   SourceState

@@ -235,7 +235,7 @@ func (s *sidecar) connect(addr string) {
 		var err error
 		switch {
 		case p == nil || p.side == nil:
-			err = fmt.Errorf("sim: connect to %s: %w", addr, exec.ErrNobody)
+			err = fmt.Errorf("sim: connect to %s: %w", addr, exec.ErrNotListening)
 		case p.Host.Frozen():
 			err = fmt.Errorf("sim: connect to %s: no answer", addr)
 		}

@@ -392,7 +392,7 @@ type sink struct {
 	transport.Sink // the driver's
 	s              *sidecar
 	l              *lease
-	land           *exec.Landing
+	land           *exec.ReceivePart
 	plan           *plan
 	fenced         bool
 	full           bool

@@ -42,7 +42,7 @@ func (s *sidecar) describe(peer transfer.Boot, geometry [32]byte) {
 	s.later(s.c.cfg.Handshake+s.c.F.Jitter(s.c.cfg.Handshake), func() {
 		var err error
 		if p := s.pipes[peer]; p == nil || p.to == nil || p.to.dead {
-			err = fmt.Errorf("sim: describe: %w", exec.ErrAway)
+			err = fmt.Errorf("sim: describe: %w", exec.ErrNoAnswer)
 		} else {
 			s.planner.known[geometry] = true
 		}

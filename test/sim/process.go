@@ -155,7 +155,7 @@ func (e engines) Forget(*connector.Worker)       {}
 // memory is modelled: one word stands for a chunk's bytes.
 type memory struct{ s *sidecar }
 
-func (m memory) Receiver(land *exec.Landing) driver.ReceiveMemory {
+func (m memory) Receiver(land *exec.ReceivePart) driver.ReceiveMemory {
 	s := m.s
 	if _, why := s.drv.Grant(land.Grant.Peer, land.Grant.Slot, land.Grant.Gen); why != transfer.ReasonUnknownSlot {
 		s.c.violation("%s: slot %d %s", s.n.addr, land.Grant.Slot, brokeSlot)
@@ -172,7 +172,7 @@ func (m memory) Receiver(land *exec.Landing) driver.ReceiveMemory {
 	return k
 }
 
-func (m memory) Source(x *exec.Sending) (driver.Source, error) {
+func (m memory) Source(x *exec.SendPart) (driver.Source, error) {
 	s := m.s
 	l := s.owner(x.Lease)
 	src := &source{s: s, l: l, plan: x.Plan.(*plan), epoch: x.Lease.Epoch}
@@ -204,7 +204,7 @@ func (o observer) Slice(transport.Lane, *transport.Result, uint64) {}
 func (o observer) Landed(transport.Lane, int, uint64)              {}
 func (o observer) Fenced(exec.Cause, time.Duration)                {}
 func (o observer) Quarantined(int)                                 {}
-func (o observer) Sent(*exec.Sending)                              {}
+func (o observer) Sent(*exec.SendPart)                             {}
 
 func (o observer) LaneRefused(l transport.Lane, err error) {
 	o.s.c.violation("%s: lane %d is refused: %v", o.s.n.addr, l.ID(), err)

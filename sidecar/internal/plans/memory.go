@@ -47,7 +47,7 @@ type receiveMemory struct {
 }
 
 // Receiver implements driver.Memory.
-func (p *Planner) Receiver(l *exec.Landing) driver.ReceiveMemory {
+func (p *Planner) Receiver(l *exec.ReceivePart) driver.ReceiveMemory {
 	return &receiveMemory{worker: l.Worker, side: receivedPlan(l).side}
 }
 
@@ -61,12 +61,12 @@ func (m *receiveMemory) Device() mem.Device { return deviceOf(m.worker.Regions) 
 
 // source is the sending end of one grant.
 type source struct {
-	sending *exec.Sending
+	sending *exec.SendPart
 	side    *parseblock.Resolver
 }
 
 // Source implements driver.Memory.
-func (p *Planner) Source(s *exec.Sending) (driver.Source, error) {
+func (p *Planner) Source(s *exec.SendPart) (driver.Source, error) {
 	side, err := Sent(s).Side(p.reg, s.Worker.Layout, s.Blocks)
 	if err != nil {
 		return nil, err

@@ -61,13 +61,13 @@ type received struct {
 // functions are the only ones that look behind the interface.
 
 // receivedPlan is what Receive or Divide made.
-func receivedPlan(l *exec.Landing) received { return l.Plan.(received) }
+func receivedPlan(l *exec.ReceivePart) received { return l.Plan.(received) }
 
 // Received is the plan of a part that is received.
-func Received(l *exec.Landing) *parseblock.Plan { return receivedPlan(l).Plan }
+func Received(l *exec.ReceivePart) *parseblock.Plan { return receivedPlan(l).Plan }
 
 // Sent is the plan of a part that is sent; Send made it.
-func Sent(s *exec.Sending) *parseblock.Plan { return s.Plan.(*parseblock.Plan) }
+func Sent(s *exec.SendPart) *parseblock.Plan { return s.Plan.(*parseblock.Plan) }
 
 // Registry has the strategies of the planner.
 func (p *Planner) Registry() *parseblock.Registry { return p.reg }

@@ -19,7 +19,7 @@ type TokenRange = [2]uint32
 //
 // Only the last grant counts, which is fenced: a landed chunk of it was whole and valid when it
 // landed, and is not written any more. Other chunks may be torn, or stem from an earlier grant.
-func (p *Planner) Recompute(lands []*exec.Landing) (missing []TokenRange) {
+func (p *Planner) Recompute(lands []*exec.ReceivePart) (missing []TokenRange) {
 	for _, l := range lands {
 		plan := Received(l)
 		sp, perBlock, resumes := plan.Space(), blockTokens(plan.Receiver()), resumable(p.reg, plan.Receiver())

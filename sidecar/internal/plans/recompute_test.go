@@ -16,7 +16,7 @@ import (
 var testShape = connectortest.Shape{Layers: 4, NumBlocks: 256, TokensPerBlock: 16, TokenBytes: 1024}
 
 // landing is a part of a grant of a layout's own geometry.
-func landing(t *testing.T, reg *parseblock.Registry, l *layout.Layout, tokens, skip uint32) (*exec.Landing, *transport.Receipt) {
+func landing(t *testing.T, reg *parseblock.Registry, l *layout.Layout, tokens, skip uint32) (*exec.ReceivePart, *transport.Receipt) {
 	t.Helper()
 	m, err := parseblock.NewMatch(reg, l, l, nil)
 	if err != nil {
@@ -26,7 +26,7 @@ func landing(t *testing.T, reg *parseblock.Registry, l *layout.Layout, tokens, s
 	if err != nil {
 		t.Fatal(err)
 	}
-	x := &exec.Landing{Worker: &connector.Worker{Layout: l}, Plan: received{Plan: plan}}
+	x := &exec.ReceivePart{Worker: &connector.Worker{Layout: l}, Plan: received{Plan: plan}}
 	s := &x.Grant.Receipt
 	s.Reset(plan.Space().NumChunks())
 	return x, s
@@ -57,7 +57,7 @@ func TestRecompute(t *testing.T) {
 				s.Set(transfer.Range{First: chunk, Count: 1})
 			}
 		}
-		if got := New(reg).Recompute([]*exec.Landing{x}); !slices.Equal(got, c.want) {
+		if got := New(reg).Recompute([]*exec.ReceivePart{x}); !slices.Equal(got, c.want) {
 			t.Errorf("%s: %v, want %v", name, got, c.want)
 		}
 	}
@@ -65,7 +65,7 @@ func TestRecompute(t *testing.T) {
 	a, _ := landing(t, reg, l, 64, 0)
 	b, s := landing(t, reg, l, 200, 32)
 	s.Set(transfer.Range{Count: s.Chunks() - 1})
-	if got := New(reg).Recompute([]*exec.Landing{a, b}); !slices.Equal(got, []TokenRange{{0, 64}, {160, 200}}) {
+	if got := New(reg).Recompute([]*exec.ReceivePart{a, b}); !slices.Equal(got, []TokenRange{{0, 64}, {160, 200}}) {
 		t.Errorf("two parts: %v", got)
 	}
 	if got := New(reg).Recompute(nil); got != nil {
@@ -78,7 +78,7 @@ func TestRecompute(t *testing.T) {
 		w.Groups[0].Params[k] = v
 	}
 	c, _ := landing(t, reg, w, 200, 0)
-	if got := New(reg).Recompute([]*exec.Landing{c}); got != nil {
+	if got := New(reg).Recompute([]*exec.ReceivePart{c}); got != nil {
 		t.Errorf("of a window: %v", got)
 	}
 	// Nor where another stage has layers of a kind that this one has not.

@@ -34,7 +34,7 @@ type PageHash struct {
 }
 
 // Received writes the pages of a part that was received.
-func (h Hashes) Received(l *exec.Landing, plan *parseblock.Plan) {
+func (h Hashes) Received(l *exec.ReceivePart, plan *parseblock.Plan) {
 	if !h.on() {
 		return
 	}
@@ -43,7 +43,7 @@ func (h Hashes) Received(l *exec.Landing, plan *parseblock.Plan) {
 }
 
 // Sent writes the pages of a part that was sent.
-func (h Hashes) Sent(s *exec.Sending, plan *parseblock.Plan) {
+func (h Hashes) Sent(s *exec.SendPart, plan *parseblock.Plan) {
 	if !h.on() {
 		return
 	}

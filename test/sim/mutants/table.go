@@ -30,9 +30,9 @@ var mutants = []mutant{
 	{"a revoked guard lets in", "transport/guard.go", "if g.state.Add(1) >= guardRevoked {", "if g.state.Add(1) < 0 {", []string{outside, read}},
 	{"a revoked grant takes writers", "transport/claim.go", "	if !c.g.Enter() {\n		c.mu.Unlock()\n		return transfer.ReasonRevoked\n	}\n	return transfer.ReasonNone", "	if !c.g.Enter() {\n		c.g.state.Add(1)\n	}\n	return transfer.ReasonNone", []string{outside}},
 	{"a failed fence counts", "control/exec/dest.go", "	if err != nil {\n		d.trouble = \"fence: \" + err.Error()", "	if false {\n		d.trouble = \"fence: \"", []string{outside, released}},
-	{"a failed close counts", "control/exec/source.go", "	if err != nil {\n		e.agenda.arm(newTimer(func(Instant) { e.closeOrigin(snd) })", "	if false {\n		e.agenda.arm(newTimer(func(Instant) { e.closeOrigin(snd) })", []string{read, released}},
+	{"a failed close counts", "control/exec/sending.go", "	if err != nil {\n		ss.agenda.arm(newTimer(func(Instant) { ss.closeOrigin(snd) })", "	if false {\n		ss.agenda.arm(newTimer(func(Instant) { ss.closeOrigin(snd) })", []string{read, released}},
 	{"the release rule says yes", "control/lease/doc.go", "return !e.Granted || e.Fenced || e.Exited", "return true", []string{released, read}},
-	{"an origin is not counted", "control/exec/source.go", "		s.OriginOpened()\n", "", []string{released, read}},
+	{"an origin is not counted", "control/exec/sending.go", "		s.OriginOpened()\n", "", []string{released, read}},
 	{"a generation comes again", "control/lease/slots.go", "	x.gen++\n", "	x.gen = 1\n", []string{commit, outside, released, path}},
 	{"a claim outlives its grant", "transport/claim.go", "	if !c.g.Enter() {\n		c.mu.Unlock()\n		return transfer.ReasonRevoked\n	}\n	return transfer.ReasonNone", "	c.g.Enter()\n	return transfer.ReasonNone", []string{outside, never}},
 
@@ -52,17 +52,17 @@ var mutants = []mutant{
 	{"a chunk counts twice", "transfer/bitmap.go", "added += uint32(bits.OnesCount64(mask &^ old))", "added += uint32(bits.OnesCount64(mask | mask&old))", []string{commit, never, path}},
 	{"the full bitmap of an older grant", "control/exec/dest.go", "	o := l.offer\n	if o.dest.live != o || l.full {\n		return\n	}\n", "	o := l.offer.dest.live\n	if o == nil || o.unfilled == 0 {\n		return\n	}\n", []string{commit}},
 	{"a part counts twice", "control/exec/dest.go", "if o.dest.live != o || l.full {", "if o.dest.live != o || o.unfilled == 0 {", []string{commit}},
-	{"an older epoch of the source", "control/exec/source.go", "		s.ID.Epoch = p.Lease.Epoch\n", "", []string{path, never}},
+	{"an older epoch of the source", "control/exec/source.go", "		s.ID.Epoch = p.Lease.Epoch\n", "", []string{"TestProgressSetsTheEpoch"}},
 
 	// Slices.
-	{"results beside the first", "control/exec/lanes.go", "	for i := range res {\n		e.result(now, &res[i])", "	for i := range min(1, len(res)) {\n		e.result(now, &res[i])", []string{lost}},
+	{"results beside the first", "control/exec/sending.go", "	for i := range res {\n		ss.result(now, &res[i])", "	for i := range min(1, len(res)) {\n		ss.result(now, &res[i])", []string{lost}},
 	{"an older slice's result", "control/spray/sched.go", "	s.live--\n", "	s.live -= 2\n", []string{lost}},
-	{"a rail's end loses slices", "control/exec/lanes.go", "		e.outSlices = append(e.outSlices, l.batch...)", "		e.outSlices = append(e.outSlices, l.batch[:1]...)\n		a.count = 1", []string{lost}},
+	{"a rail's end loses slices", "control/exec/lanes.go", "		dp.outSlices = append(dp.outSlices, l.batch...)", "		dp.outSlices = append(dp.outSlices, l.batch[:1]...)\n		a.count = 1", []string{lost}},
 	{"failed chunks stay away", "control/spray/sched.go", "			f.free(fl.r, false)\n", "", []string{path, never}},
 
 	// Bounds.
 	{"no bound of slices for a peer", "control/spray/pull.go", "if p.lanes == 0 || p.flights >= s.cfg.MaxFlights {", "if p.lanes == 0 {", []string{bound}},
-	{"a timer stays", "control/exec/source.go", "	e.agenda.disarm(s.t)\n	if l := remove", "	if l := remove", []string{leak, bound}},
+	{"a timer stays", "control/exec/source.go", "	ss.agenda.disarm(s.t)\n	if l := remove", "	if l := remove", []string{leak, bound}},
 
 	// Whose turn it is.
 	{"background goes first", "control/spray/pull.go", "	for prio := range numPriorities {\n		if out, ok", "	for i := range numPriorities {\n		prio := Background - i\n		if out, ok", []string{turn}},
@@ -72,14 +72,14 @@ var mutants = []mutant{
 	{"what is owed has only room that nobody wants", "control/spray/pull.go", "s.serve(now, p, prio, true); ok {", "s.serve(now, p, prio, false); ok {", []string{share}},
 
 	// Time.
-	{"a deadline of ten minutes", "control/exec/dest.go", "	d.Deadline = now + e.span(x.Deadline)\n", "	d.Deadline = now + MaxDeadline\n", []string{never}},
-	{"partners may take longer", "control/exec/dest.go", "	d.Deadline = now + e.span(x.Deadline)\n", "	d.Deadline = now + 12*e.span(x.Deadline)\n", []string{never}},
+	{"a deadline of ten minutes", "control/exec/dest.go", "	d.Deadline = now + ds.span(x.Deadline)\n", "	d.Deadline = now + MaxDeadline\n", []string{never}},
+	{"partners may take longer", "control/exec/dest.go", "	d.Deadline = now + ds.span(x.Deadline)\n", "	d.Deadline = now + 12*ds.span(x.Deadline)\n", []string{never}},
 	{"a peer's clock", "control/exec/inbound.go", "deadline = now + min(time.Duration(m.DeadlineMs)*time.Millisecond, MaxDeadline)", "deadline = min(time.Duration(m.DeadlineMs)*time.Millisecond, MaxDeadline)", []string{path, never}},
 
 	// What is left behind.
-	{"a grant is not forgotten", "control/exec/dest.go", "	e.emit(Forget).Landing = l\n", "", []string{leak, slot}},
-	{"a grant of a peer is not forgotten", "control/exec/inbound.go", "func (e *Exec) endInbound(now Instant, in *inbound, committed bool, why string) {\n	e.drop(in)\n", "func (e *Exec) endInbound(now Instant, in *inbound, committed bool, why string) {\n", []string{leak, bound}},
-	{"a grant outlives its source", "control/exec/source.go", "		c.src = nil\n		e.forget(c.in)\n", "		c.src = nil\n", []string{leak}},
+	{"a grant is not forgotten", "control/exec/dest.go", "	ds.emit(Forget).ReceivePart = l\n", "", []string{leak, slot}},
+	{"a grant of a peer is not forgotten", "control/exec/inbound.go", "func (mt *matcher) endInbound(now Instant, in *inboundGrant, committed bool, why string) {\n	mt.drop(in)\n", "func (mt *matcher) endInbound(now Instant, in *inboundGrant, committed bool, why string) {\n", []string{leak, bound}},
+	{"a grant outlives its source", "control/exec/source.go", "		c.src = nil\n		ss.observer.released(c)\n", "		c.src = nil\n", []string{leak}},
 
 	// What both sides must mean alike.
 	{"a plan of another order is served", "control/exec/agreement.go",
@@ -94,9 +94,9 @@ var mutants = []mutant{
 	{"an older grant's reply", "control/exec/offer.go", "if d == nil || d.State == lease.DestClosing || m.Gen != d.live.gen {", "if d == nil || d.State == lease.DestClosing {", []string{word, path, never, commit}},
 
 	// Boots.
-	{"an older boot is waited for", "control/exec/endpoints.go", "			e.regrant(now, d, ByPeerLost, \"the source's sidecar is gone\")\n", "", []string{path, never, leak}},
-	{"a dead boot's place is not given on", "control/exec/inbound.go", "	e.succeed(now, in)\n", "", []string{path}},
-	{"a dead boot's grants stay", "control/exec/endpoints.go", "			e.absent(now, in, over)\n", "", []string{path, leak, never}},
+	{"an older boot is waited for", "control/exec/connect.go", "			e.dests.regrant(now, d, ByPeerLost, \"the source's sidecar is gone\")\n", "", []string{path, never, leak}},
+	{"a dead boot's place is not given on", "control/exec/inbound.go", "	mt.succeed(now, in)\n", "", []string{path}},
+	{"a dead boot's grants stay", "control/exec/connect.go", "			e.match.absent(now, in, over)\n", "", []string{path, leak, never}},
 
 	// The traps of package spray.
 	{"the weight is inverted", "control/spray/pair.go", "return v + weight*(sample-v)", "return sample + weight*(v-sample)", []string{"TestTrapInvertedEWMA"}},
@@ -198,6 +198,6 @@ var mutants = []mutant{
 
 	// What replicas owe.
 	{"nobody owes anything", "control/exec/offer.go", "			n += l.Part.Bytes\n", "", []string{"TestReplicasAreChosenByWhatTheyOwe"}},
-	{"what is owed is owed for ever", "control/exec/dest.go", "	e.charge(o, false)\n", "", []string{"TestReplicasAreChosenByWhatTheyOwe"}},
+	{"what is owed is owed for ever", "control/exec/dest.go", "	ds.charge(o, false)\n", "", []string{"TestReplicasAreChosenByWhatTheyOwe"}},
 	{"only the last grant is owed", "control/exec/offer.go", "			n += l.Part.Bytes\n", "			n = l.Part.Bytes\n", []string{"TestReplicasAreChosenByWhatTheyOwe"}},
 }

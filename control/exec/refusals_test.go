@@ -1,0 +1,75 @@
+package exec
+
+import (
+	"strings"
+	"testing"
+
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// Each thing that two sides may disagree about is counted apart: an operator who upgrades one by
+// one sees which.
+func TestRefusalsAreCounted(t *testing.T) {
+	for name, why := range map[string]Refusal{"no plan version": RefusedPlanVersion,
+		"newer plans": RefusedPlanVersion, "other digest": RefusedPlanDigest,
+		"more chunks": RefusedPlanChunks, "more bytes": RefusedPlanBytes,
+		"more tokens": RefusedPlanTokens} {
+		tg := newTarget()
+		g := goodGrant()
+		hostileGrants[name].change(g)
+		if err := tg.ex.Message(2, tg.peer, grantFrame(g)); err != nil {
+			t.Fatal(err)
+		}
+		for label, n := range tg.ex.Refusals() {
+			if want := map[bool]uint64{true: 1}[label == why.String()]; n != want {
+				t.Errorf("%s: %s is counted %d times, want %d", name, label, n, want)
+			}
+		}
+	}
+}
+
+// Tokens of questions count up, so any member can guess those of others. Only the peer that was
+// asked answers: what others say of it is refused, counted, and changes nothing, before the
+// question goes out and after.
+func TestOnlyWhoWasAskedAnswers(t *testing.T) {
+	s, p, d, pw, _ := pair(t, 5, 0)
+	liar := transfer.Boot{66}
+	lie := func() error {
+		return d.ex.Message(s.now, liar,
+			&peerv1.ControlFrame{Body: &peerv1.ControlFrame_Admitted{Admitted: &peerv1.Admitted{
+				Token: 1, State: peerv1.Admitted_ADMITTED, Tokens: 1 << 20, Message: "a lie"}}})
+	}
+	d.event(func() { d.ex.PeerUp(s.now, "liar:1", liar) })
+	d.event(func() {
+		d.ex.Await(s.now, 1, connector.Await{Key: testKey(1, 1), Peer: "p:1",
+			TTL: 30 * sec})
+	})
+	var told []error
+	said := 0
+	for range 3 { // before it is asked, after, and while it waits
+		d.event(func() {
+			said++
+			if err := lie(); err != nil {
+				told = append(told, err)
+			}
+		})
+		s.rest(sec)
+	}
+	if a, ok := d.answer[1]; ok {
+		t.Fatalf("the lie was believed: %+v", a)
+	}
+	if n := d.ex.Violations()[BadAnswer.String()]; n != uint64(said) || len(told) != 1 ||
+		!strings.Contains(told[0].Error(), "put to another peer") {
+		t.Errorf("%d lies are counted, told %v: want %d, and once", n, told, said)
+	}
+	p.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)
+	s.rest(sec)
+	if a := d.answer[1]; a.State != "admitted" || a.Tokens != 64 {
+		t.Errorf("the answer of the peer that was asked: %+v", a)
+	}
+	if err := lie(); err != nil {
+		t.Errorf("a late answer: %v", err)
+	}
+}
