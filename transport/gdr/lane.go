@@ -157,7 +157,7 @@ func (l *lane) connect(o *wire.Opened) error {
 	if err != nil {
 		return err
 	}
-	l.remote, l.axes = rail, axesOf(o.Version)
+	l.remote, l.axes = rail, runVersions.Axes(o.Version)
 	if o.Peer != l.peer {
 		return fmt.Errorf("gdr: the other end is boot %s, not boot %s", o.Peer, l.peer)
 	}

@@ -108,7 +108,7 @@ func (b *Backend) newLane(c *net.UnixConn, o *wire.Opened, peer transfer.Boot, r
 		return nil, fmt.Errorf("shm: new lane: %w", err)
 	}
 	l := &lane{b: b, c: c, out: out, id: transport.NextLaneID(), peer: peer, remote: remote, done: make(chan struct{}),
-		axes: axesOf(o.Version), eager: o.Version >= framesPush, rouses: o.Version >= framesRouse, regions: map[*mem.Region]uint32{}, free: make([]uint16, 0, maxPulls)}
+		axes: runVersions.Axes(o.Version), eager: o.Version >= framesPush, rouses: o.Version >= framesRouse, regions: map[*mem.Region]uint32{}, free: make([]uint16, 0, maxPulls)}
 	for i := maxPulls - 1; i >= 0; i-- {
 		l.free = append(l.free, uint16(i))
 	}
