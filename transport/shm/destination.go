@@ -87,7 +87,7 @@ func (d *destination) warm() {
 		if w, ok := dev.(mem.Warmer); ok {
 			select {
 			case d.l.b.cold <- w:
-				d.l.handed = true
+				d.l.hints.handed = true
 			default:
 			}
 		}
@@ -163,7 +163,7 @@ func (d *destination) pull(f pullFrame) error {
 	default:
 		select {
 		case queue <- j:
-			d.l.handed = true
+			d.l.hints.handed = true
 		case <-d.l.b.stop:
 			j.finish(transfer.ReasonLaneLost)
 		}
@@ -191,7 +191,7 @@ func (d *destination) push(f pullFrame) error {
 	j.sent.bytes = j.kept
 	select {
 	case d.l.b.far <- j:
-		d.l.handed = true
+		d.l.hints.handed = true
 	case <-d.l.b.stop:
 		j.finish(transfer.ReasonLaneLost)
 	}

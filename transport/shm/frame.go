@@ -35,21 +35,21 @@ const (
 	kindDevice
 	// source: a few bytes themselves, which were valid when they were read
 	kindPush
-	kindRouse // source: awaited pulls follow soon (wake-up hint)
+	kindHint // source: awaited pulls follow soon (wake-up hint)
 	numKinds
 )
 
 // frames are the supported versions of a lane. 1.0 lists every piece of a pull separately, 1.1 has
 // runs, 1.2 pushes, 1.3 runs of two axes, 1.4 wake-up hints. This end reads all, and sends only
 // what the chosen version supports.
-var frames = wire.Versions{Min: wire.V(1, 0), Max: framesRouse}
+var frames = wire.Versions{Min: wire.V(1, 0), Max: framesHint}
 
 // The first versions with runs, with pushes, with runs of rows, and with wake-up hints.
 var (
-	framesRuns  = wire.V(1, 1)
-	framesPush  = wire.V(1, 2)
-	framesRows  = wire.V(1, 3)
-	framesRouse = wire.V(1, 4)
+	framesRuns = wire.V(1, 1)
+	framesPush = wire.V(1, 2)
+	framesRows = wire.V(1, 3)
+	framesHint = wire.V(1, 4)
 )
 
 var runVersions = wire.RunVersions{OneAxis: framesRuns, BothAxes: framesRows}
@@ -246,7 +246,7 @@ func appendConfirm(b []byte, tag uint64, o transfer.Outcome, r transfer.Reason) 
 	return append(binary.LittleEndian.AppendUint64(appendHeader(b, kindConfirm, confirmBytes), tag), byte(o), byte(r))
 }
 
-func appendRouse(b []byte) []byte { return appendHeader(b, kindRouse, 0) }
+func appendHint(b []byte) []byte { return appendHeader(b, kindHint, 0) }
 
 // handler takes the frames of a packet. Views into the packet end with the call.
 type handler interface {
@@ -258,7 +258,7 @@ type handler interface {
 	pulled(tag uint64, reason transfer.Reason) error
 	verdict(tag uint64, valid bool) error
 	confirm(tag uint64, o transfer.Outcome, r transfer.Reason) error
-	rouse() error
+	hint() error
 }
 
 // parse walks one packet of foreign bytes: it checks every length before use, and an error ends the
@@ -303,7 +303,7 @@ func dispatch(k kind, b []byte, h handler) error {
 		want = verdictBytes
 	case kindConfirm:
 		want = confirmBytes
-	case kindRouse:
+	case kindHint:
 	default:
 		return fmt.Errorf("%w: kind %d is unknown", errFrame, k)
 	}
@@ -333,8 +333,8 @@ func dispatch(k kind, b []byte, h handler) error {
 		return h.pulled(binary.LittleEndian.Uint64(b), transfer.Reason(b[8]))
 	case kindVerdict:
 		return h.verdict(binary.LittleEndian.Uint64(b), b[8] == 1)
-	case kindRouse:
-		return h.rouse()
+	case kindHint:
+		return h.hint()
 	}
 	return h.confirm(binary.LittleEndian.Uint64(b), transfer.Outcome(b[8]), transfer.Reason(b[9]))
 }

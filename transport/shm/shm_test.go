@@ -448,7 +448,7 @@ func TestFreedRegionIsForgotten(t *testing.T) {
 		t.Fatalf("%d regions are mapped", mapped())
 	}
 	r.Release()
-	p.lane.(*lane).forgetFreed()
+	p.lane.(*lane).src.forgetFreed()
 	// The answer to a later pull says that the earlier message was handled.
 	from2 := newMemory(t, 1<<20, 1<<20, 3)
 	o2, _ := p.bind(t, 2, from2, to)
