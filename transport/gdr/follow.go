@@ -22,7 +22,7 @@ func (l *lane) follow() {
 		if err != nil {
 			l.fail(fmt.Errorf("gdr: lane %d: %w", l.id, err))
 		}
-		if l.unread() {
+		if l.frames.unread() {
 			l.fail(fmt.Errorf("gdr: lane %d: %d answers wait for the peer, which does not read", l.id, maxUnsent))
 		}
 		ended, failed := l.completed(buf[:n])
@@ -85,7 +85,7 @@ func (l *lane) stopQueuePair() {
 
 // settle releases the queue pair, and returns whether it still touches memory.
 func (l *lane) settle() {
-	err := l.giveBack()
+	err := l.releaseQueues()
 	if err != nil {
 		l.b.cfg.Log.Warn("queue pair not released; tried again", "transport", Name, "lane", l.id, "rail", l.rail.cfg.Name, "err", err)
 	}
@@ -98,9 +98,9 @@ func (l *lane) settle() {
 	close(l.settled)
 }
 
-// giveBack destroys the lane's queue pair and completion queue. Called by the follower, and after
+// releaseQueues destroys the lane's queue pair and completion queue. Called by the follower, and after
 // it by reap alone.
-func (l *lane) giveBack() error {
+func (l *lane) releaseQueues() error {
 	if err := l.q.Close(); err != nil {
 		return err
 	}
@@ -117,12 +117,12 @@ func (l *lane) reap() {
 	l.mu.Lock()
 	due := l.kept && l.over
 	l.mu.Unlock()
-	if !due || l.giveBack() != nil {
+	if !due || l.releaseQueues() != nil {
 		return
 	}
 	if !l.isDrained() {
 		close(l.drained)
-		l.letGo()
+		l.releaseSlices()
 	}
 	l.dev.keep(-1)
 	l.b.mu.Lock()
@@ -139,17 +139,17 @@ func (l *lane) isDrained() bool {
 	}
 }
 
-// letGo releases the claims and keys of a lane that has ended. Its queue pair touches no memory.
-func (l *lane) letGo() {
-	for i := range l.out {
-		l.out[i].release(l.b)
+// releaseSlices releases the claims and keys of a lane that has ended. Its queue pair touches no memory.
+func (l *lane) releaseSlices() {
+	for i := range l.src.out {
+		l.src.out[i].release(l.b)
 	}
-	for i := range l.in {
+	for i := range l.dst.in {
 		l.mu.Lock()
-		l.in[i].g = nil
-		l.changedLocked()
+		l.dst.in[i].g = nil
+		l.dst.changedLocked()
 		l.mu.Unlock()
-		l.in[i].release()
+		l.dst.in[i].release()
 	}
 }
 
@@ -158,7 +158,7 @@ func (l *lane) letGo() {
 func (l *lane) flushed() bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return l.sawFlush && l.done == l.posted && l.recvs == l.recvsDone
+	return l.dst.sawFlush && l.src.done == l.src.posted && l.dst.recvs == l.dst.recvsDone
 }
 
 // completed processes completions. ended: no posted request is open.
@@ -170,18 +170,18 @@ func (l *lane) completed(batch []verbs.Completion) (ended, failed bool) {
 		receive := c.ID&receiveMark != 0
 		switch {
 		case receive:
-			l.recvsDone++
+			l.dst.recvsDone++
 			if c.Status != verbs.OK {
-				l.sawFlush = l.sawFlush || c.Status == verbs.Flushed
+				l.dst.sawFlush = l.dst.sawFlush || c.Status == verbs.Flushed
 				break
 			}
 			came++
-			l.verdicts <- c.Imm // has room: the lander posts the next receive
+			l.dst.verdicts <- c.Imm // has room: the lander posts the next receive
 		case c.Status == verbs.OK:
-			l.done = max(l.done, c.ID)
-			l.good = max(l.good, c.ID)
+			l.src.done = max(l.src.done, c.ID)
+			l.src.good = max(l.src.good, c.ID)
 		default:
-			l.done = max(l.done, c.ID)
+			l.src.done = max(l.src.done, c.ID)
 		}
 		if c.Status != verbs.OK && c.Status != verbs.Flushed {
 			l.failLocked(fmt.Errorf("gdr: lane %d from rail %s to %s: work request: %s (status %d)", l.id, l.rail.cfg.Name, l.remote, c.Status, c.Code))
@@ -190,60 +190,15 @@ func (l *lane) completed(batch []verbs.Completion) (ended, failed bool) {
 		}
 	}
 	if len(batch) > 0 {
-		l.progress = time.Now()
+		l.activity.progress = time.Now()
 		if came > 0 {
-			l.learnLocked(l.progress.Sub(l.heard), came)
-			l.heard = l.progress
+			l.activity.arrived(came, l.b.cfg.Silence)
 		}
 	}
-	l.pumpLocked()
+	l.src.pumpLocked()
 	l.mu.Unlock()
-	l.judge()
+	l.src.judge()
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return l.done == l.posted && l.recvs == l.recvsDone, l.err != nil
-}
-
-// learnLocked updates the pace with the time of the last slices. A gap longer than the silence was
-// not caused by the path: one of the two processes was not running.
-func (l *lane) learnLocked(took time.Duration, slices int) {
-	if took < l.b.cfg.Silence {
-		l.pace += (took/time.Duration(slices) - l.pace) / paceWeight
-	}
-}
-
-// patienceLocked is the time that a later attempt waits for a slice without progress, which the
-// peer may write, before it stops the lane. With a fixed time below the time of a slice, each retry
-// would end a healthy lane together with its other slices, which are then retried: lanes of a slow
-// path would end each other for ever. A fence has less time, and no retries follow it.
-func (l *lane) patienceLocked() time.Duration {
-	return max(l.b.cfg.Patience, min(patiencePaces*l.pace, l.b.cfg.Silence))
-}
-
-// checkProgress gives up a lane with posted writes and no completions. A slice that only waits for
-// the peer's answer writes nothing, and may wait for a registration or another lane. A process that
-// was suspended finds every lane silent and completions of all of them waiting, so a lane counts as
-// silent only after two checks in a row with a poll of the follower between them.
-func (l *lane) checkProgress(now time.Time) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if l.err != nil || now.Sub(l.progress) < l.b.cfg.Silence {
-		return
-	}
-	for i := range l.out {
-		s := &l.out[i]
-		limit := l.b.cfg.Silence
-		if s.state < flight {
-			limit *= patienceToAsk
-		}
-		if s.state != idle && now.Sub(s.at) > limit {
-			if l.doubted != l.progress {
-				l.doubted = l.progress
-				l.wake()
-				return
-			}
-			l.failLocked(fmt.Errorf("gdr: lane %d from rail %s to %s: no progress for %s", l.id, l.rail.cfg.Name, l.remote, now.Sub(l.progress).Round(time.Millisecond)))
-			return
-		}
-	}
+	return l.src.done == l.src.posted && l.dst.recvs == l.dst.recvsDone, l.err != nil
 }

@@ -38,49 +38,26 @@ type lane struct {
 	id     uint64
 	peer   transfer.Boot
 	remote string
-	axes   int    // of the runs that the peer supports
-	depth  uint64 // of the send queue, without the entries for verdicts
-	most   uint64 // bytes of one write
+	axes   int // of the runs that the peer supports
 
 	drained chan struct{} // closed when the queue pair touches no memory any more
 	// closed when the follower has done all it can; if the queue pair is not drained by then, it is
 	// stuck
-	settled  chan struct{}
-	kick     chan struct{} // wakes the follower: something ended or failed without a completion
-	verdicts chan uint32   // from the follower to the lander; has room for every receive
-	asks     sync.WaitGroup
-
-	outMu   sync.Mutex // below mu
-	outBuf  []byte     // guarded by outMu
-	unsent  int        // frames in it; guarded by outMu
-	outWake chan struct{}
+	settled chan struct{}
+	kick    chan struct{} // wakes the follower: something ended or failed without a completion
+	asks    sync.WaitGroup
+	frames  frameQueue
 
 	mu sync.Mutex
 	// guarded by mu
-	err       error
-	kept      bool // the device has not released the queue pair
-	over      bool // end has returned
-	seq       uint16
-	out       [maxInFlight]sending
-	in        [maxInFlight]receiving
-	going     ring // slices with writes to post
-	flying    ring // slices whose writes are all posted
-	posted    uint64
-	done      uint64 // requests that have ended: all up to this one
-	good      uint64 // requests that have ended well
-	recvs     uint64 // receives posted
-	recvsDone uint64
-	sawFlush  bool // of a receive
-	progress  time.Time
-	heard     time.Time     // when a slice was last armed or arrived
-	pace      time.Duration // learned time from arming to arrival of the peer's slices
-	doubted   time.Time     // the progress at which checkProgress has once found the lane silent
+	err      error
+	kept     bool // the device has not released the queue pair
+	over     bool // end has returned
+	activity activity
+	src      source
+	dst      destination
 	// closed when the follower has polled completions again; made by the waiter
 	looked chan struct{}
-	change chan struct{} // closed when a claim ends; made by the waiter
-	works  [batchWorks]verbs.Work
-	one    [1]verbs.Work
-	oneID  [1]uint64
 }
 
 // ring is a queue of slice ids.
@@ -133,11 +110,11 @@ func (b *Backend) prepare(c net.Conn, r *rail, dev *openDevice, peer transfer.Bo
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("gdr: new lane: %w", err), cq.Close())
 	}
-	l := &lane{b: b, rail: r, dev: dev, domain: own, peer: peer, c: c, q: q, cq: cq, id: transport.NextLaneID(), depth: uint64(sends - maxInFlight), most: min(maxWrite, uint64(max(lim.MaxMessage, 1))),
-		drained: make(chan struct{}), settled: make(chan struct{}), kick: make(chan struct{}, 1), verdicts: make(chan uint32, receives), outWake: make(chan struct{}, 1)}
-	for i := range l.in {
-		l.in[i].l = l
-	}
+	l := &lane{b: b, rail: r, dev: dev, domain: own, peer: peer, c: c, q: q, cq: cq, id: transport.NextLaneID(),
+		drained: make(chan struct{}), settled: make(chan struct{}), kick: make(chan struct{}, 1)}
+	l.frames.wake = make(chan struct{}, 1)
+	l.src.init(l, sends)
+	l.dst.init(l)
 	return l, nil
 }
 
@@ -165,7 +142,7 @@ func (l *lane) connect(o *wire.Opened) error {
 	for i := range ids {
 		ids[i] = receiveMark
 	}
-	l.recvs, l.progress = receives, time.Now()
+	l.dst.recvs, l.activity.progress = receives, time.Now()
 	return errors.Join(l.q.ToInit(), l.q.ToReadyToReceive(addr), l.q.PostReceive(ids[:]), l.q.ToReadyToSend())
 }
 
@@ -210,7 +187,7 @@ const proof = 0xffffffff
 // after another, each ended by the NIC's timers with slices on it.
 func (l *lane) prove() error {
 	n, err := l.q.PostSend([]verbs.Work{{ID: 1, Op: verbs.WriteImm, Imm: proof, Signaled: true}})
-	l.posted += uint64(n)
+	l.src.posted += uint64(n)
 	if err != nil {
 		return fmt.Errorf("gdr: proof of the path: %w", err)
 	}
@@ -224,21 +201,21 @@ func (l *lane) prove() error {
 			case c.Status != verbs.OK:
 				return fmt.Errorf("gdr: no path from rail %s to %s: %s (status %d)", l.rail.cfg.Name, l.remote, c.Status, c.Code)
 			case c.ID&receiveMark == 0:
-				l.done, l.good = c.ID, c.ID
+				l.src.done, l.src.good = c.ID, c.ID
 			case c.Imm != proof:
 				return fmt.Errorf("%w: %#x before the proof of the path", errFrame, c.Imm)
 			default:
-				l.recvsDone++
+				l.dst.recvsDone++
 			}
 		}
 		if err != nil {
 			return fmt.Errorf("gdr: proof of the path: %w", err)
 		}
-		if l.done == 1 && l.recvsDone == 1 {
-			l.oneID[0] = receiveMark
-			l.recvs++
-			l.progress = time.Now()
-			return l.q.PostReceive(l.oneID[:])
+		if l.src.done == 1 && l.dst.recvsDone == 1 {
+			l.dst.oneID[0] = receiveMark
+			l.dst.recvs++
+			l.activity.progress = time.Now()
+			return l.q.PostReceive(l.dst.oneID[:])
 		}
 		if n > 0 {
 			continue
@@ -262,9 +239,9 @@ func (l *lane) run() {
 	over := make(chan struct{})
 	parts.Go(func() { l.fail(l.read()) })
 	parts.Go(func() { l.write(over) })
-	parts.Go(l.land)
+	parts.Go(l.dst.land)
 	l.follow() // until the queue pair is drained, and the lane has failed
-	close(l.verdicts)
+	close(l.dst.verdicts)
 	close(over)
 	parts.Wait()
 	l.asks.Wait()
@@ -321,7 +298,7 @@ func (l *lane) halt() bool {
 	if l.stopped(ctx) {
 		return true
 	}
-	if err := l.invalidate(nil); err != nil {
+	if err := l.dst.invalidate(nil); err != nil {
 		l.b.cfg.Log.Warn("queue pair not drained, nor its keys invalidated", "transport", Name, "lane", l.id, "rail", l.rail.cfg.Name, "err", err)
 		return false
 	}
@@ -342,8 +319,8 @@ func (l *lane) end() {
 	l.mu.Lock()
 	err := l.err
 	var res []transport.Result
-	for i := range l.out {
-		s := &l.out[i]
+	for i := range l.src.out {
+		s := &l.src.out[i]
 		if s.state == idle {
 			continue
 		}
@@ -358,7 +335,7 @@ func (l *lane) end() {
 	kept := l.kept
 	l.mu.Unlock()
 	if l.isDrained() {
-		l.letGo()
+		l.releaseSlices()
 	}
 	if len(res) > 0 {
 		l.b.host.Done(l, res)
@@ -378,23 +355,23 @@ func (l *lane) end() {
 }
 
 // again posts a receive in place of a used one.
-func (l *lane) again() {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if l.err != nil {
+func (dst *destination) again() {
+	dst.l.mu.Lock()
+	defer dst.l.mu.Unlock()
+	if dst.l.err != nil {
 		return
 	}
-	l.oneID[0] = receiveMark
-	if err := l.q.PostReceive(l.oneID[:]); err != nil {
-		l.failLocked(fmt.Errorf("gdr: lane %d: %w", l.id, err))
+	dst.oneID[0] = receiveMark
+	if err := dst.l.q.PostReceive(dst.oneID[:]); err != nil {
+		dst.l.failLocked(fmt.Errorf("gdr: lane %d: %w", dst.l.id, err))
 		return
 	}
-	l.recvs++
+	dst.recvs++
 }
 
-func (l *lane) changedLocked() {
-	if l.change != nil {
-		close(l.change)
-		l.change = nil
+func (dst *destination) changedLocked() {
+	if dst.change != nil {
+		close(dst.change)
+		dst.change = nil
 	}
 }

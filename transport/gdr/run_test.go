@@ -315,7 +315,7 @@ func TestCellsOfVersions(t *testing.T) {
 	}
 	for v, want := range map[wire.Version]int{wire.V(1, 0): 256, wire.V(1, 1): 32, wire.V(1, 2): 3, wire.V(1, 7): 3} {
 		l.axes = runVersions.Axes(v)
-		runs, held, err := l.runs(nil, nil, blocks, true, true)
+		runs, held, err := l.runs(nil, nil, blocks, access{remote: true, wait: true})
 		if err != nil {
 			t.Fatal(err)
 		}
