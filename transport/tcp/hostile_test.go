@@ -76,7 +76,7 @@ func readConfirm(t *testing.T, c net.Conn) wire.Entry {
 	return h.Entry()
 }
 
-// A sender that stops in mid frame holds up no fence, and what it sends afterwards goes to scrap.
+// A sender that stops in mid frame holds up no fence, and what it sends afterwards is discarded.
 func TestFrozenSender(t *testing.T) {
 	const soon, tries = time.Second, 5 // a fence may be late where the machine is busy; one that waits for a sender always is
 	for n := 1; ; n++ {
