@@ -203,22 +203,22 @@ type Stats struct {
 }
 
 // Types of the messages.
-func (*Hello) Type() Type        { return TypeHello }
+func (*Hello) Type() Type { return TypeHello }
 
-func (*Welcome) Type() Type      { return TypeWelcome }
+func (*Welcome) Type() Type { return TypeWelcome }
 
-func (*Register) Type() Type     { return TypeRegister }
+func (*Register) Type() Type { return TypeRegister }
 
-func (*Registered) Type() Type   { return TypeRegistered }
+func (*Registered) Type() Type { return TypeRegistered }
 
 func (*ErrorMessage) Type() Type { return TypeError }
 
-func (*Await) Type() Type        { return TypeAwait }
+func (*Await) Type() Type { return TypeAwait }
 
-func (*Admitted) Type() Type     { return TypeAdmitted }
+func (*Admitted) Type() Type { return TypeAdmitted }
 
-func (*Bye) Type() Type          { return TypeBye }
+func (*Bye) Type() Type { return TypeBye }
 
-func (*Decline) Type() Type      { return TypeDecline }
+func (*Decline) Type() Type { return TypeDecline }
 
-func (*Stats) Type() Type        { return TypeStats }
+func (*Stats) Type() Type { return TypeStats }

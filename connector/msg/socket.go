@@ -66,21 +66,6 @@ func (e *UnknownType) Error() string {
 	return fmt.Sprintf("packet: unknown type %d, known are 1 to %d", uint32(e.Type), uint32(TypeDecline))
 }
 
-// need records which required keys came.
-type need struct {
-	names []string
-	got   uint64
-}
-
-func (n *need) check(r *reader) {
-	for i, name := range n.names {
-		if r.err == nil && n.got&(1<<i) == 0 {
-			r.field = []byte(name)
-			r.fail("missing")
-		}
-	}
-}
-
 func readHello(r *reader) *Hello {
 	m := &Hello{}
 	n := need{names: []string{"id", "min", "max", "role", "boot"}}
