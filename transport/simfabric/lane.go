@@ -160,7 +160,7 @@ func (e *end) Move(batch []transport.Slice) error {
 
 var (
 	errSourceClosed = errors.New("simfabric: the source lease was closed")
-	errInvalidated     = errors.New("simfabric: the source was no longer valid after it was read")
+	errInvalidated  = errors.New("simfabric: the source was no longer valid after it was read")
 )
 
 // resolve checks whether a source with memory has memory for the slice.
