@@ -166,7 +166,7 @@ var mutants = []mutant{
 	{"heads counted from the model's first", "parseblock/pair.go", "uint64(firstHead-s.FirstHead)*s.HeadStride", "uint64(firstHead)*s.HeadStride", []string{"TestLaws"}},
 	{"a step of the smaller block", "parseblock/pair.go", "p.step = gcd(p.from.tileRows, p.to.tileRows)", "p.step = min(p.from.tileRows, p.to.tileRows)", []string{"TestLaws"}},
 	{"a state is not turned", "parseblock/pair.go", "		f.RowStride, f.ColStride = f.ColStride, f.RowStride\n", "", []string{"TestLaws"}},
-	{"V where K is", "parseblock/pair.go", "v.Role, v.Offset = layout.RoleV, s.Offset+k.CellBytes", "v.Role, v.Offset = layout.RoleV, s.Offset", []string{"TestLaws", "TestPlanLaws"}},
+	{"V where K is", "parseblock/pair.go", "layout.RoleV, s.CellBytes-key, 0, s.Offset+key", "layout.RoleV, s.CellBytes-key, 0, s.Offset", []string{"TestLaws", "TestPlanLaws"}},
 	{"all heads of the source", "parseblock/pair.go", "first := max(f.FirstHead, t.FirstHead)", "first := f.FirstHead", []string{"TestLaws"}},
 	{"a page that is begun stays", "parseblock/pair.go", "end = (uint64(t.End)-1)/p.rowTokens + 1", "end = uint64(t.End) / p.rowTokens", []string{"TestLaws"}},
 	{"dense on one side is enough", "parseblock/pair.go", "k < 0 && src == s.len && dst == s.len", "k < 0 && src == s.len", []string{"TestLaws"}},
