@@ -8,6 +8,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/kvspray/kvspray/connector/internal/watch"
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/internal/board"
 )
@@ -19,7 +20,7 @@ import (
 type held struct {
 	mark  uint64
 	begin func(left time.Duration) func(Events)
-	due   time.Duration // in the time of now
+	due   time.Duration // in the time of watch.Now
 	timer *time.Timer   // checks at due if no flag moves
 }
 
@@ -31,9 +32,9 @@ func (w *worker) beginLocked(l *lease, mark uint64, deadline time.Duration, begi
 		w.eventLocked(begin(deadline))
 		return
 	}
-	l.held = &held{mark: mark, begin: begin, due: now() + deadline, timer: time.AfterFunc(deadline, w.pump)}
+	l.held = &held{mark: mark, begin: begin, due: watch.Now() + deadline, timer: time.AfterFunc(deadline, w.pump)}
 	w.held[l.id] = l
-	w.followedLocked()
+	w.publishWaitingLocked()
 }
 
 // followHeldLocked opens the leases whose mark the stream has passed, in order, and ends those past
@@ -42,7 +43,7 @@ func (w *worker) followHeldLocked() {
 	if len(w.held) == 0 || w.closed || w.broken != nil {
 		return
 	}
-	at, mark := now(), w.flags.Mark()
+	at, mark := watch.Now(), w.flags.Mark()
 	for _, id := range slices.Sorted(maps.Keys(w.held)) {
 		l := w.held[id]
 		switch h := l.held; {
@@ -58,7 +59,7 @@ func (w *worker) followHeldLocked() {
 
 // endHeldLocked completes a lease that the control layer has not received.
 func (w *worker) endHeldLocked(l *lease, status uint16, reason string) {
-	w.postLocked(encodeCompletion(Completion{Lease: w.leaseID(l), Received: true, Status: status, Reason: reason}))
+	w.completions.postLocked(encodeCompletion(Completion{Lease: w.leaseID(l), Received: true, Status: status, Reason: reason}))
 	w.closeLeaseLocked(l)
 }
 
@@ -66,7 +67,7 @@ func (w *worker) unholdLocked(l *lease) {
 	l.held.timer.Stop()
 	l.held = nil
 	delete(w.held, l.id)
-	w.followedLocked()
+	w.publishWaitingLocked()
 }
 
 // checkMark refuses a mark if the shim has no stream mark.

@@ -3,20 +3,19 @@ package connector
 import (
 	"errors"
 	"fmt"
-	"math"
 	"os"
 	"runtime"
-	"slices"
 
+	"github.com/kvspray/kvspray/connector/internal/blocks"
+	"github.com/kvspray/kvspray/connector/internal/eventfd"
+	"github.com/kvspray/kvspray/connector/internal/memory"
+	"github.com/kvspray/kvspray/connector/internal/process"
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/internal/board"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/parseblock"
 )
-
-// maxBoardBytes bounds a flags or rings memfd: two rings of the largest size and their headers.
-const maxBoardBytes = 2*board.RingMaxBytes + 1<<20
 
 // maxRanks bounds the ranks of an engine that share a request.
 const maxRanks = 256
@@ -44,7 +43,7 @@ func (c *session) onRegister(m *msg.Register, fds descriptorSet) {
 			}
 		}
 	}
-	owner, mine, theirs := (*worker)(nil), (*extent)(nil), (*extent)(nil)
+	owner, mine, theirs := (*worker)(nil), (*memory.Extent)(nil), (*memory.Extent)(nil)
 	if current {
 		owner, mine, theirs = s.sharedLocked(w)
 		current = owner == nil
@@ -85,7 +84,7 @@ func (c *session) onRegister(m *msg.Register, fds descriptorSet) {
 	go w.run()
 	go func() {
 		defer s.wg.Done()
-		err := w.proc.wait()
+		err := w.proc.Wait()
 		if err == nil {
 			s.retire(w, ErrExited)
 			return
@@ -100,20 +99,20 @@ func (c *session) onRegister(m *msg.Register, fds descriptorSet) {
 
 // sharedLocked finds a worker, of any session, whose memory w registers too. A worker owns its
 // memory until its leases are fenced.
-func (s *Server) sharedLocked(w *worker) (owner *worker, mine, theirs *extent) {
-	byFile := map[[2]uint64][]extent{}
+func (s *Server) sharedLocked(w *worker) (owner *worker, mine, theirs *memory.Extent) {
+	byFile := map[[2]uint64][]memory.Extent{}
 	for _, e := range w.extents {
-		byFile[e.file] = append(byFile[e.file], e)
+		byFile[e.File] = append(byFile[e.File], e)
 	}
 	for _, o := range s.workers {
 		for i := range o.extents {
-			if e := overlapping(byFile[o.extents[i].file], &o.extents[i]); e != nil {
+			if e := memory.Overlapping(byFile[o.extents[i].File], &o.extents[i]); e != nil {
 				return o, e, &o.extents[i]
 			}
 		}
 		for i, r := range w.pub.Regions {
-			if k := sameDeviceMemory(o.pub.Regions, r); k >= 0 {
-				return o, &extent{field: fmt.Sprintf("regions[%d]", i)}, &extent{field: fmt.Sprintf("regions[%d]", k)}
+			if k := memory.SameDevice(o.pub.Regions, r); k >= 0 {
+				return o, &memory.Extent{Field: fmt.Sprintf("regions[%d]", i)}, &memory.Extent{Field: fmt.Sprintf("regions[%d]", k)}
 			}
 		}
 	}
@@ -122,9 +121,9 @@ func (s *Server) sharedLocked(w *worker) (owner *worker, mine, theirs *extent) {
 
 // sharedMemory refuses memory that another worker has registered. An engine may make a new client
 // for the memory of a closed one: the old one is fenced first, and the shim tries again.
-func (c *session) sharedMemory(id uint64, owner *worker, mine, theirs *extent) {
+func (c *session) sharedMemory(id uint64, owner *worker, mine, theirs *memory.Extent) {
 	owner.mu.Lock()
-	left := owner.session == nil && owner.draining.Load() && owner.proc.pid == c.peer.pid
+	left := owner.session == nil && owner.draining.Load() && owner.proc.PID == c.peer.PID
 	owner.mu.Unlock()
 	if left {
 		c.s.retire(owner, ErrSuperseded)
@@ -132,11 +131,11 @@ func (c *session) sharedMemory(id uint64, owner *worker, mine, theirs *extent) {
 	owner.deliver.Lock()
 	gone := owner.gone
 	owner.deliver.Unlock()
-	e := &msg.ErrorMessage{ID: id, Code: msg.CodeRegion, Field: mine.field,
-		Message: fmt.Sprintf("the same memory as %s of engine worker %s, which is registered", theirs.field, owner.pub.Name),
+	e := &msg.ErrorMessage{ID: id, Code: msg.CodeRegion, Field: mine.Field,
+		Message: fmt.Sprintf("the same memory as %s of engine worker %s, which is registered", theirs.Field, owner.pub.Name),
 		Remedy:  "give each engine worker memory of its own, or stop the other one"}
 	if gone {
-		e.Code, e.Message, e.Remedy = msg.CodeFencing, fmt.Sprintf("the same memory as %s of engine worker %s, which is being fenced", theirs.field,
+		e.Code, e.Message, e.Remedy = msg.CodeFencing, fmt.Sprintf("the same memory as %s of engine worker %s, which is being fenced", theirs.Field,
 			owner.pub.Name), "try again in a moment"
 	}
 	c.s.hookMalformed("register")
@@ -144,218 +143,141 @@ func (c *session) sharedMemory(id uint64, owner *worker, mine, theirs *extent) {
 	c.sendError(e)
 }
 
+// register opens and checks what the engine passes.
 func (c *session) register(m *msg.Register, fds descriptorSet) (w *worker, err error) {
-	s := c.s
-	refuse := func(code, field string, err error, remedy string) error {
-		return &fieldError{code: code, field: field, err: err, remedy: remedy}
+	if err := c.checkRegister(m); err != nil {
+		return nil, err
 	}
+	in := memory.NewIntake(fds, c.peer.PID, c.s.opt.Devices)
+	defer func() {
+		if err != nil {
+			in.Undo()
+		}
+	}()
+	b, err := c.openBoard(in, m)
+	if err != nil {
+		return nil, err
+	}
+	pub := &Worker{Boot: c.hello.Boot, Name: workerName(c.hello), Place: placeOf(c.hello)}
+	if pub.Regions, err = in.Regions(m.Regions); err != nil {
+		return nil, err
+	}
+	index, err := c.s.openLayout(pub, m.Layout, b.flags)
+	if err != nil {
+		return nil, err
+	}
+	w = c.newWorker(pub, b, index)
+	w.extents = in.Extents
+	if b.work != nil {
+		if w.work, err = newEngine(b, pub.Regions, c.peer); err != nil {
+			return nil, err
+		}
+	}
+	// A caller may keep the Worker and call SourceValid long after the worker has gone: the flags
+	// stay mapped as long as the Worker is reachable.
+	runtime.AddCleanup(w, func(r *mem.Region) { r.Release() }, b.flagsMemory)
+	return w, nil
+}
+
+func refuse(code, field string, err error, remedy string) error {
+	return &msg.Refusal{Code: code, Field: field, Err: err, Remedy: remedy}
+}
+
+// checkRegister refuses a REGISTER that this session or sidecar cannot accept.
+func (c *session) checkRegister(m *msg.Register) error {
 	if c.hello.Role != msg.RoleWorker {
-		return nil, refuse(msg.CodeState, "role", errors.New("a scheduler has nothing to register"), "register on the worker's session")
+		return refuse(msg.CodeState, "role", errors.New("a scheduler has nothing to register"), "register on the worker's session")
 	}
 	if c.worker != nil {
-		return nil, refuse(msg.CodeState, "session", errors.New("registered already"), "open a new session to register afresh")
+		return refuse(msg.CodeState, "session", errors.New("registered already"), "open a new session to register afresh")
 	}
 	if r := c.hello.Ranks; r.PP.Size > maxRanks || r.TP.Size > maxRanks || r.PP.Size*r.TP.Size > maxRanks {
-		return nil, refuse(msg.CodeLimit, "ranks", fmt.Errorf("%d stages of %d ranks, at most %d in all", r.PP.Size, r.TP.Size, maxRanks), "serve the model with fewer")
+		return refuse(msg.CodeLimit, "ranks", fmt.Errorf("%d stages of %d ranks, at most %d in all", r.PP.Size, r.TP.Size, maxRanks), "serve the model with fewer")
 	}
 	if r := c.hello.Ranks; r.PCP.Size > 1 || r.DCP.Size > 1 {
-		return nil, refuse(msg.CodeLayout, "ranks", fmt.Errorf("context parallel over %d and %d ranks: the division of tokens is unknown", r.PCP.Size, r.DCP.Size),
+		return refuse(msg.CodeLayout, "ranks", fmt.Errorf("context parallel over %d and %d ranks: the division of tokens is unknown", r.PCP.Size, r.DCP.Size),
 			"set prefill and decode context parallel sizes to 1")
 	}
 	if len(m.Regions) == 0 {
-		return nil, refuse(msg.CodeRegion, "regions", errors.New("none"), "register the memory of the KV cache")
+		return refuse(msg.CodeRegion, "regions", errors.New("none"), "register the memory of the KV cache")
 	}
-	if len(m.Regions) > s.opt.Limits.Regions {
-		return nil, refuse(msg.CodeLimit, "regions", fmt.Errorf("%d, at most %d", len(m.Regions), s.opt.Limits.Regions), "register fewer, larger regions")
+	if limit := c.s.opt.Limits.Regions; len(m.Regions) > limit {
+		return refuse(msg.CodeLimit, "regions", fmt.Errorf("%d, at most %d", len(m.Regions), limit), "register fewer, larger regions")
 	}
-	var undo []func()
-	defer func() {
-		if err != nil {
-			for _, f := range undo {
-				f()
-			}
-		}
-	}()
-	files := map[[2]uint64]string{}
-	var extents []extent
-	// take removes a descriptor from the packet. Each may be named once, and each file behind a
-	// mapping once: two views of one memory would be overlapping regions.
-	take := func(field string, index uint32, file bool) (fd int, size uint64, err error) {
-		if uint64(index) >= uint64(len(fds)) {
-			return -1, 0, refuse(msg.CodeProtocol, field, fmt.Errorf("index %d, %d descriptors came", index, len(fds)), "send the descriptor in the same packet")
-		}
-		if fds[index] < 0 {
-			return -1, 0, refuse(msg.CodeProtocol, field, fmt.Errorf("descriptor %d is named twice", index), "send one descriptor for each use")
-		}
-		ino, size, err := inode(fds[index])
-		if err != nil {
-			return -1, 0, refuse(msg.CodeProtocol, field, err, "send an open descriptor")
-		}
-		if file {
-			if other, dup := files[ino]; dup {
-				return -1, 0, refuse(msg.CodeRegion, field, fmt.Errorf("the same memory as %s", other), "register each memory once, as one region")
-			}
-			e := extent{file: ino, to: max(size, 1), field: field}
-			if o := overlapping(extents, &e); o != nil {
-				return -1, 0, refuse(msg.CodeRegion, field, fmt.Errorf("the same memory as %s, which is a view of it", o.field), "register each memory once, as one region")
-			}
-			files[ino] = field
-			extents = append(extents, e)
-		}
-		fd, fds[index] = fds[index], -1
-		return fd, size, nil
-	}
-	mapBoard := func(field string, index uint32) (*mem.Region, error) {
-		fd, size, err := take(field, index, true)
-		if err != nil {
-			return nil, err
-		}
-		if size > maxBoardBytes {
-			_ = os.NewFile(uintptr(fd), field).Close()
-			return nil, refuse(msg.CodeBoard, field, fmt.Errorf("%d bytes, at most %d", size, maxBoardBytes), "use smaller rings")
-		}
-		r, err := mem.MapMemfd(mem.NewID(), fd, size, mem.PopulatePresent())
-		if err != nil {
-			_ = os.NewFile(uintptr(fd), field).Close()
-			return nil, refuse(msg.CodeBoard, field, err, "create it with memfd_create(MFD_ALLOW_SEALING), size it, then add F_SEAL_SHRINK|F_SEAL_GROW|F_SEAL_SEAL")
-		}
-		undo = append(undo, r.Release)
-		return r, nil
-	}
-	event := func(field string, index uint32) (int, error) {
-		fd, _, err := take(field, index, false)
-		if err != nil {
-			return -1, err
-		}
-		undo = append(undo, func() { _ = os.NewFile(uintptr(fd), field).Close() })
-		if err := checkEventfd(fd); err != nil {
-			return -1, refuse(msg.CodeBoard, field, err, "create it with eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)")
-		}
-		return fd, nil
-	}
+	return nil
+}
 
-	flagsMem, err := mapBoard("fds.flags", m.FDs.Flags)
-	if err != nil {
+// boardOf is the opened board of a worker.
+type boardOf struct {
+	flags            *board.Flags
+	flagsMemory      *mem.Region
+	rings            *board.Rings
+	ringsMemory      *mem.Region
+	sqEvent, cqEvent int
+	work             *board.Work // nil: the engine does no work
+	workMemory       *mem.Region
+	workEvent        int
+}
+
+// openBoard maps the board and takes its eventfds.
+func (c *session) openBoard(in *memory.Intake, m *msg.Register) (*boardOf, error) {
+	b := &boardOf{}
+	var err error
+	if b.flagsMemory, err = in.Board("fds.flags", m.FDs.Flags); err != nil {
 		return nil, err
 	}
-	b, _ := flagsMem.Bytes()
-	flags, err := board.ParseFlags(b)
-	if err != nil {
+	p, _ := b.flagsMemory.Bytes()
+	if b.flags, err = board.ParseFlags(p); err != nil {
 		return nil, refuse(msg.CodeBoard, "fds.flags", err, "write the header of board.h before REGISTER")
 	}
-	if flags.Boot() != c.hello.Boot {
-		return nil, refuse(msg.CodeBoard, "fds.flags", fmt.Errorf("boot %x, HELLO said %x", flags.Boot(), c.hello.Boot), "use one boot id per engine worker")
+	if b.flags.Boot() != c.hello.Boot {
+		return nil, refuse(msg.CodeBoard, "fds.flags", fmt.Errorf("boot %x, HELLO has %x", b.flags.Boot(), c.hello.Boot), "use one boot id per engine worker")
 	}
-	rings, err := mapBoard("fds.rings", m.FDs.Rings)
-	if err != nil {
+	if b.ringsMemory, err = in.Board("fds.rings", m.FDs.Rings); err != nil {
 		return nil, err
 	}
-	b, _ = rings.Bytes()
-	view, err := board.ParseRings(b)
-	if err != nil {
+	p, _ = b.ringsMemory.Bytes()
+	if b.rings, err = board.ParseRings(p); err != nil {
 		return nil, refuse(msg.CodeBoard, "fds.rings", err, "write the header of board.h before REGISTER")
 	}
-	if view.Session() != m.Session {
-		return nil, refuse(msg.CodeBoard, "fds.rings", fmt.Errorf("session %x, REGISTER says %x", view.Session(), m.Session), "make fresh rings for every connection")
+	if b.rings.Session() != m.Session {
+		return nil, refuse(msg.CodeBoard, "fds.rings", fmt.Errorf("session %x, REGISTER has %x", b.rings.Session(), m.Session), "make fresh rings for every connection")
 	}
-	door, err := event("fds.doorbell", m.FDs.Doorbell)
-	if err != nil {
+	if b.sqEvent, err = in.Eventfd("fds.doorbell", m.FDs.Doorbell); err != nil {
 		return nil, err
 	}
-	bell, err := event("fds.bell", m.FDs.Bell)
-	if err != nil {
+	if b.cqEvent, err = in.Eventfd("fds.bell", m.FDs.Bell); err != nil {
 		return nil, err
 	}
-	var work *mem.Region
-	var workView *board.Work
-	workBell := -1
-	if m.Work != nil && s.opt.Engines != nil {
-		if work, err = mapBoard("fds.work", m.Work.Board); err != nil {
-			return nil, err
-		}
-		b, _ = work.Bytes()
-		if workView, err = board.ParseWork(b); err != nil {
-			return nil, refuse(msg.CodeBoard, "fds.work", err, "write the header of board.h before REGISTER")
-		}
-		if workBell, err = event("fds.work_bell", m.Work.Bell); err != nil {
-			return nil, err
-		}
+	if m.Work == nil || c.s.opt.Engines == nil {
+		return b, nil
 	}
+	if b.workMemory, err = in.Board("fds.work", m.Work.Board); err != nil {
+		return nil, err
+	}
+	p, _ = b.workMemory.Bytes()
+	if b.work, err = board.ParseWork(p); err != nil {
+		return nil, refuse(msg.CodeBoard, "fds.work", err, "write the header of board.h before REGISTER")
+	}
+	b.workEvent, err = in.Eventfd("fds.work_bell", m.Work.Bell)
+	return b, err
+}
 
-	pub := &Worker{Boot: c.hello.Boot, Name: workerName(c.hello), Place: placeOf(c.hello)}
-	sizes := make([]uint64, len(m.Regions))
-	ids := map[[16]byte]int{}
-	for i, d := range m.Regions {
-		field := fmt.Sprintf("regions[%d]", i)
-		if d.Region == ([16]byte{}) {
-			return nil, refuse(msg.CodeRegion, field+".region", errors.New("id is all zero"), "send 16 random bytes")
-		}
-		if j, dup := ids[d.Region]; dup {
-			return nil, refuse(msg.CodeRegion, field+".region", fmt.Errorf("the id of regions[%d]", j), "draw a fresh random id for each region")
-		}
-		ids[d.Region] = i
-		fd := -1
-		if d.FD != msg.NoFD {
-			if fd, _, err = take(field+".fd", d.FD, d.Kind == msg.KindMemfd || d.Kind == msg.KindAdopted); err != nil {
-				return nil, err
-			}
-		}
-		var r *mem.Region
-		switch d.Kind {
-		case msg.KindMemfd:
-			r, err = mem.MapMemfd(d.Region, fd, d.Bytes, mem.PopulatePresent())
-		case msg.KindAdopted:
-			r, err = mem.MapMemfd(d.Region, fd, d.Bytes, mem.Adopted(), mem.PopulatePresent())
-		case msg.KindProcess:
-			var views []extent
-			if err = disjoint(m.Regions[:i], d); err == nil {
-				r, err = mem.OpenProcess(d.Region, fd, d.Addr, d.Bytes)
-			}
-			if err == nil {
-				views, err = viewed(c.peer.pid, d.Addr, d.Bytes, field)
-			}
-			for k := range views {
-				if o := overlapping(extents, &views[k]); err == nil && o != nil {
-					err = fmt.Errorf("[%#x, +%d) is a view of the memory of %s", d.Addr, d.Bytes, o.field)
-				}
-			}
-			if err != nil && r != nil {
-				r.Release() // r owns fd
-				fd = -1
-			}
-			extents = append(extents, views...)
-		case msg.KindDevice:
-			if s.opt.Devices == nil {
-				err = errNoDevices
-			} else if r, err = s.opt.Devices.Import(d.Region, d.Handle, fd, d.Bytes); err == nil {
-				err = apart(pub.Regions, r)
-			}
-			if err != nil && r != nil {
-				r.Release() // r owns fd
-				fd = -1
-			}
-		default:
-			err = fmt.Errorf("kind %q is unknown, want memfd, adopted, process or device", d.Kind)
-		}
-		if err != nil {
-			if fd >= 0 {
-				_ = os.NewFile(uintptr(fd), field).Close()
-			}
-			return nil, refuse(msg.CodeRegion, field, err, "see docs/protocol.md, REGISTER")
-		}
-		undo = append(undo, r.Release)
-		pub.Regions = append(pub.Regions, r)
+// openLayout checks a layout against the regions and flags of pub. index maps its layers to flags.
+func (s *Server) openLayout(pub *Worker, encoded []byte, flags *board.Flags) (index []int, err error) {
+	const remedy = "register what the engine allocated"
+	sizes := make([]uint64, len(pub.Regions))
+	for i, r := range pub.Regions {
 		sizes[i] = r.Size()
 	}
-
-	lay, err := layout.Unmarshal(m.Layout)
+	lay, err := layout.Unmarshal(encoded)
 	if err == nil {
 		err = s.opt.Layouts.Validate(lay, sizes)
 	}
 	if err != nil {
-		return nil, refuse(msg.CodeLayout, "layout", err, "register what the engine allocated")
+		return nil, refuse(msg.CodeLayout, "layout", err, remedy)
 	}
-	index := make([]int, 0, lay.NumLayers())
+	index = make([]int, 0, lay.NumLayers())
 	for gi := range lay.Groups {
 		for li := range lay.Groups[gi].Layers {
 			i := lay.Groups[gi].Layers[li].Index
@@ -368,83 +290,50 @@ func (c *session) register(m *msg.Register, fds descriptorSet) (w *worker, err e
 	}
 	pub.Layout, pub.Geometry = lay, lay.Geometry()
 	if pub.Own, err = parseblock.NewMatch(s.opt.Layouts, lay, lay, nil); err != nil {
-		return nil, refuse(msg.CodeLayout, "layout", err, "register what the engine allocated")
+		return nil, refuse(msg.CodeLayout, "layout", err, remedy)
 	}
 	if pub.Fingerprint, err = s.opt.Layouts.Fingerprint(lay); err != nil {
-		return nil, refuse(msg.CodeLayout, "layout", err, "register what the engine allocated")
+		return nil, refuse(msg.CodeLayout, "layout", err, remedy)
 	}
+	return index, nil
+}
 
-	w = &worker{s: s, pub: pub, log: c.log.With("worker", pub.Name), proc: c.peer, flags: flags, index: index, done: make(chan struct{}),
-		session: c, sub: view.SubmissionConsumer(), comp: view.CompletionProducer(), door: os.NewFile(uintptr(door), "doorbell"), bell: bell,
-		rings: rings, extents: extents, leases: map[uint64]*lease{}, writing: map[uint64]uint64{}, follow: map[uint64]*lease{}, held: map[uint64]*lease{},
-		complaint: map[string]int{}, seen: make([]uint64, flags.Layers()+1)}
-	w.tables = lay.TablesOf()
-	w.pools = poolsOf(lay, w.tables)
-	pub.SourceValid = w.sourceValid
+// newWorker makes the state behind pub.
+func (c *session) newWorker(pub *Worker, b *boardOf, index []int) *worker {
+	w := &worker{s: c.s, pub: pub, log: c.log.With("worker", pub.Name), proc: c.peer, flags: b.flags, done: make(chan struct{}),
+		session: c, rings: b.ringsMemory, tables: pub.Layout.TablesOf(), leases: map[uint64]*lease{}, held: map[uint64]*lease{}}
+	w.submissions = submissions{w: w, ring: b.rings.SubmissionConsumer(), event: os.NewFile(uintptr(b.sqEvent), "sq_event"), complaints: map[string]int{}}
+	w.completions = completions{w: w, ring: b.rings.CompletionProducer(), event: b.cqEvent}
+	w.steps = steps{w: w, index: index, leases: map[uint64]*lease{}}
+	w.reserved = blocks.New(pub.Layout, w.tables)
+	w.signals = signals{w: w, seen: make([]uint64, b.flags.Layers()+1)}
+	w.watched.Worker = &w.signals
+	pub.SourceValid = w.submissions.sourceValid
 	pub.state = w
-	if work != nil {
-		if w.work, err = newEngine(workView, work, pub.Regions, workBell, c.peer); err != nil {
-			return nil, err
-		}
-	}
-	// A caller may keep the Worker and call SourceValid long after the worker has gone: the flags
-	// stay mapped as long as the Worker is reachable.
-	runtime.AddCleanup(w, func(r *mem.Region) { r.Release() }, flagsMem)
-	return w, nil
+	return w
 }
 
 // newEngine makes the Engine of a worker. On success its End owns the memory and the eventfd.
-func newEngine(view *board.Work, memory *mem.Region, regions []*mem.Region, bell int, p *peer) (*Engine, error) {
-	process, err := p.hold()
+func newEngine(b *boardOf, regions []*mem.Region, p *process.Peer) (*Engine, error) {
+	held, err := p.Hold()
 	if err != nil {
 		return nil, err
 	}
-	door := os.NewFile(uintptr(bell), "work_bell")
+	event := os.NewFile(uintptr(b.workEvent), "work_event")
 	return &Engine{
-		Work: view, Regions: regions,
+		Work: b.work, Regions: regions,
 		Ring: func() {
-			if rc, err := door.SyscallConn(); err == nil {
-				_ = rc.Control(func(fd uintptr) { ring(int(fd)) })
+			if rc, err := event.SyscallConn(); err == nil {
+				_ = rc.Control(func(fd uintptr) { eventfd.Signal(int(fd)) })
 			}
 		},
-		Exited: process.exited,
+		Exited: held.Exited,
 		End: func() {
-			_ = door.Close()
-			process.close()
-			memory.Release()
+			_ = event.Close()
+			held.Close()
+			b.workMemory.Release()
 		},
 	}, nil
-}
-
-var errNoDevices = errors.New("this sidecar uses no GPU: transports.gpu.enabled is off, or it found no driver; its log and 'kvspray doctor' name the reason")
-
-// apart refuses regions that share GPU memory.
-func apart(before []*mem.Region, r *mem.Region) error {
-	if i := sameDeviceMemory(before, r); i >= 0 {
-		return fmt.Errorf("the same memory as regions[%d], or a part of it", i)
-	}
-	return nil
-}
-
-// sameDeviceMemory finds the region in all that shares GPU memory with r, because an already
-// imported handle is imported at the same address. -1: none, or r is not GPU memory.
-func sameDeviceMemory(all []*mem.Region, r *mem.Region) int {
-	return slices.IndexFunc(all, func(o *mem.Region) bool {
-		return r.Device() != nil && o.Device() == r.Device() && r.Base() < o.Base()+o.Size() && o.Base() < r.Base()+r.Size()
-	})
-}
-
-// disjoint refuses process regions that share addresses.
-func disjoint(before []msg.Region, d msg.Region) error {
-	for i, o := range before {
-		if o.Kind != msg.KindProcess || d.Bytes > math.MaxUint64-d.Addr {
-			continue
-		}
-		if d.Addr < o.Addr+o.Bytes && o.Addr < d.Addr+d.Bytes {
-			return fmt.Errorf("[%#x, +%d) overlaps regions[%d]", d.Addr, d.Bytes, i)
-		}
-	}
-	return nil
 }
 
 // abandon frees a worker that did not come up. The session keeps its process.
@@ -452,8 +341,8 @@ func (w *worker) abandon() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.closed = true
-	_ = w.door.Close()
-	w.closeBellLocked()
+	_ = w.submissions.event.Close()
+	w.completions.closeEventLocked()
 	w.rings.Release()
 	if w.work != nil {
 		w.work.End()

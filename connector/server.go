@@ -10,12 +10,15 @@ import (
 	"path/filepath"
 	"slices"
 	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
 
+	"github.com/kvspray/kvspray/connector/internal/process"
+	"github.com/kvspray/kvspray/connector/internal/watch"
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/parseblock"
 )
@@ -28,7 +31,7 @@ import (
 type Server struct {
 	opt      Options
 	log      *slog.Logger
-	watch    *watcher
+	watch    *watch.Watcher
 	wg       sync.WaitGroup
 	draining atomic.Bool
 	token    atomic.Uint64
@@ -94,7 +97,7 @@ func New(opt Options) (*Server, error) {
 	def(&opt.Grace, DefaultGrace)
 	// several answers before the shim gives up
 	def(&opt.FenceWait, min(DefaultFenceWait, opt.Grace/4))
-	return &Server{opt: opt, log: opt.Log.With("part", "connector"), watch: newWatcher(), drained: make(chan struct{}, 1),
+	return &Server{opt: opt, log: opt.Log.With("part", "connector"), watch: watch.New(), drained: make(chan struct{}, 1),
 		sessions: map[*session]struct{}{}, byBoot: map[[16]byte]*session{}, workers: map[[16]byte]*worker{},
 		regions: map[[16]byte]*worker{}}, nil
 }
@@ -112,7 +115,7 @@ func (s *Server) Listen() error {
 	}
 	path := s.opt.Socket
 	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
-		return unwritable("folder", path, err)
+		return unwritable("directory", path, err)
 	}
 	// The lock, not the socket, proves that a sidecar lives: it ends with its process, and two
 	// sidecars that start at once cannot both take the place of a dead one.
@@ -152,7 +155,7 @@ func (s *Server) Listen() error {
 		return fail(fmt.Errorf("connector: mode of socket %s: %w", path, err))
 	}
 	s.ln, s.lock = ln, lock
-	s.wg.Go(s.watch.run)
+	s.wg.Go(s.watch.Run)
 	return nil
 }
 
@@ -195,10 +198,10 @@ func (s *Server) Serve(ctx context.Context) error {
 }
 
 func (s *Server) accept(uc *net.UnixConn) {
-	p, err := peerOf(uc)
-	if err == nil && !s.allowed(p.uid) {
-		p.close()
-		err = fmt.Errorf("uid %d may not connect: run the engine as uid %d, or allow that uid in the sidecar's config", p.uid, os.Getuid())
+	p, err := process.Of(uc)
+	if err == nil && !s.allowed(p.UID) {
+		p.Close()
+		err = fmt.Errorf("uid %d may not connect: run the engine as uid %d, or allow that uid in the sidecar's config", p.UID, os.Getuid())
 	}
 	if err != nil {
 		s.hookMalformed("peer")
@@ -216,7 +219,7 @@ func (s *Server) accept(uc *net.UnixConn) {
 	}
 	s.mu.Unlock()
 	if !ok {
-		p.close()
+		p.Close()
 		s.log.Warn("connection refused", "sessions", s.opt.Limits.Sessions)
 		s.refuseConn(uc, &msg.ErrorMessage{Code: msg.CodeLimit, Message: fmt.Sprintf("%d sessions are open", s.opt.Limits.Sessions),
 			Remedy: "close some, or raise the sidecar's limit", Fatal: true})
@@ -252,10 +255,10 @@ func (s *Server) takeOver(c *session, boot [16]byte) error {
 	s.mu.Lock()
 	w := s.workers[boot]
 	old := s.byBoot[boot]
-	if w != nil && w.proc.pid != c.peer.pid && !w.proc.exited() {
+	if w != nil && w.proc.PID != c.peer.PID && !w.proc.Exited() {
 		s.mu.Unlock()
-		return &fieldError{code: msg.CodePermission, field: "boot", err: fmt.Errorf("boot %x belongs to the live process %d, this is %d", boot, w.proc.pid, c.peer.pid),
-			remedy: "make a fresh boot id in every process"}
+		return &msg.Refusal{Code: msg.CodePermission, Field: "boot", Err: fmt.Errorf("boot %x belongs to the live process %d, this is %d", boot, w.proc.PID, c.peer.PID),
+			Remedy: "make a fresh boot id in every process"}
 	}
 	s.byBoot[boot] = c
 	s.mu.Unlock()
@@ -282,8 +285,8 @@ func (s *Server) takeOver(c *session, boot [16]byte) error {
 		// fence.
 		s.opt.Events.Turn()
 		s.log.Warn("the older session is not fenced yet", "worker", w.pub.Name, "after", s.opt.FenceWait)
-		return &fieldError{code: msg.CodeFencing, field: "boot", err: fmt.Errorf("leases of the older session are not fenced after %s", s.opt.FenceWait),
-			remedy: "send HELLO again; if this lasts, restart the sidecar"}
+		return &msg.Refusal{Code: msg.CodeFencing, Field: "boot", Err: fmt.Errorf("leases of the older session are not fenced after %s", s.opt.FenceWait),
+			Remedy: "send HELLO again; if this lasts, restart the sidecar"}
 	}
 }
 
@@ -434,7 +437,7 @@ func (s *Server) Close() error {
 			s.retire(w, net.ErrClosed)
 		}
 		if ln != nil {
-			s.watch.close()
+			s.watch.Close()
 		}
 		if lock != nil {
 			_ = lock.Close()
@@ -521,4 +524,12 @@ func what(m os.FileMode) string {
 		return "a file"
 	}
 	return "a file that is not a socket (" + m.Type().String() + ")"
+}
+
+func kernelBootID() string {
+	b, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		return ""
+	}
+	return strings.TrimSpace(string(b))
 }

@@ -11,6 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/kvspray/kvspray/connector/internal/process"
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/transfer"
@@ -21,7 +22,7 @@ import (
 type session struct {
 	s    *Server
 	uc   *net.UnixConn
-	peer *peer
+	peer *process.Peer
 	log  *slog.Logger
 
 	outbox chan []byte   // nil packet: close the socket after the queued packets
@@ -82,28 +83,18 @@ func errorMessage(id uint64, code string, err error, fatal bool) *msg.ErrorMessa
 	e := &msg.ErrorMessage{ID: id, Code: code, Message: err.Error(), Fatal: fatal}
 	var me *msg.Error
 	var le *layout.Error
-	var fe *fieldError
+	var refused *msg.Refusal
 	switch {
-	case errors.As(err, &fe):
-		e.Code, e.Field, e.Remedy = fe.code, fe.field, fe.remedy
+	case errors.As(err, &refused):
+		e.Code, e.Field, e.Remedy = refused.Code, refused.Field, refused.Remedy
 		if errors.As(err, &le) {
-			e.Field, e.Remedy = fe.field+"."+le.Field, le.Remedy
+			e.Field, e.Remedy = refused.Field+"."+le.Field, le.Remedy
 		}
 	case errors.As(err, &me):
 		e.Field, e.Remedy = me.Field, me.Remedy
 	}
 	return e
 }
-
-// fieldError is a refusal of REGISTER or HELLO.
-type fieldError struct {
-	code, field string
-	err         error
-	remedy      string
-}
-
-func (e *fieldError) Error() string { return e.field + ": " + e.err.Error() }
-func (e *fieldError) Unwrap() error { return e.err }
 
 func (c *session) write() {
 	defer c.s.wg.Done()
@@ -247,7 +238,7 @@ func (c *session) onHello(h *msg.Hello) error {
 	c.send(&msg.Welcome{ID: h.ID, Version: v, Boot: o.Boot, Node: o.Node, Endpoint: o.Endpoint(), Host: o.HostBoot, Features: o.Features,
 		Fenced: h.Role == msg.RoleWorker, Limits: msg.Limits{Leases: uint64(o.Limits.Leases), Regions: uint64(o.Limits.Regions), RecordBytes: msg.MaxRecordBytes},
 		DeadlineMS: uint64(o.Deadline.Milliseconds()), PartnerMS: uint64(o.Partner.Milliseconds()), GraceMS: uint64(o.Grace.Milliseconds())})
-	c.log.Info("session", "version", v.String(), "pid", c.peer.pid, "uid", c.peer.uid)
+	c.log.Info("session", "version", v.String(), "pid", c.peer.PID, "uid", c.peer.UID)
 	return nil
 }
 
@@ -360,7 +351,7 @@ func (s *Server) sessionEnded(c *session, err error) {
 		w.socketEnded(c, reason)
 		return
 	}
-	c.peer.close()
+	c.peer.Close()
 	c.log.Info("session ended", "reason", reason)
 }
 

@@ -484,3 +484,18 @@ func appendCounts(b []byte, v map[string]uint64) []byte {
 	}
 	return b
 }
+
+// need records which required keys came.
+type need struct {
+	names []string
+	got   uint64
+}
+
+func (n *need) check(r *reader) {
+	for i, name := range n.names {
+		if r.err == nil && n.got&(1<<i) == 0 {
+			r.field = []byte(name)
+			r.fail("missing")
+		}
+	}
+}

@@ -289,7 +289,7 @@ func TestKeysEnd(t *testing.T) {
 	f.Hold(a.(*lane).q.Num())
 	res := p.A.Move(a, bind.Origin, src.All(), 1)
 	until(t, "writes are under way", writing(a))
-	if err := b.(*lane).invalidate(bind.Grant); err != nil {
+	if err := b.(*lane).dst.invalidate(bind.Grant); err != nil {
 		t.Fatal(err)
 	}
 	f.Release(a.(*lane).q.Num())

@@ -22,16 +22,7 @@ var (
 	framesRows = wire.V(1, 2)
 )
 
-// axesOf is the largest number of axes of runs for a peer of this version.
-func axesOf(v wire.Version) int {
-	switch {
-	case v >= framesRows:
-		return mem.BothAxes
-	case v >= framesRuns:
-		return mem.OneAxis
-	}
-	return mem.NoAxis
-}
+var runVersions = wire.RunVersions{OneAxis: framesRuns, BothAxes: framesRows}
 
 // The frames on a lane's socket: a head, and after a GO its spans, in cells: a span is one cell, a
 // run of spans two or three.
@@ -46,7 +37,6 @@ const (
 	cellBytes = wire.StridesCell
 	maxSpans  = 1 << 17 // of a slice, in any number of cells
 	maxSpan   = 1 << 30 // bytes of one
-	runFlag   = 1 << 31 // in a span's length: cells of wire.AppendStrides follow
 
 	// maxUnsent frames wait for the socket: the ASKs of this end, and for each of the peer's a GO
 	// and an END, which the peer must read before it asks again. More frames wait only for a peer
@@ -74,10 +64,7 @@ func appendHead(b []byte, h *head) []byte {
 	b = append(b, h.kind, h.id, byte(h.reason), 0)
 	b = binary.LittleEndian.AppendUint16(b, h.seq)
 	b = binary.LittleEndian.AppendUint16(b, uint16(h.slot))
-	b = binary.LittleEndian.AppendUint32(b, uint32(h.gen))
-	b = binary.LittleEndian.AppendUint32(b, h.r.First)
-	b = binary.LittleEndian.AppendUint32(b, h.r.Count)
-	b = binary.LittleEndian.AppendUint32(b, h.attempt)
+	b = wire.AppendChunks(b, wire.Chunks{Gen: h.gen, Range: h.r, Attempt: h.attempt})
 	b = binary.LittleEndian.AppendUint32(b, h.cells)
 	b = binary.LittleEndian.AppendUint32(b, 0)
 	return binary.LittleEndian.AppendUint64(b, h.bytes)
@@ -89,9 +76,9 @@ func setCells(b []byte) { binary.LittleEndian.PutUint32(b[24:], uint32((len(b)-h
 // parseHead reads a head from a peer.
 func parseHead(b *[headBytes]byte, h *head) error {
 	le := binary.LittleEndian
+	c := wire.ReadChunks(b[8:])
 	*h = head{kind: b[0], id: b[1], reason: transfer.Reason(b[2]), seq: le.Uint16(b[4:]), slot: transfer.Slot(le.Uint16(b[6:])),
-		gen: transfer.Gen(le.Uint32(b[8:])), r: transfer.Range{First: le.Uint32(b[12:]), Count: le.Uint32(b[16:])}, attempt: le.Uint32(b[20:]),
-		cells: le.Uint32(b[24:]), bytes: le.Uint64(b[32:])}
+		gen: c.Gen, r: c.Range, attempt: c.Attempt, cells: le.Uint32(b[24:]), bytes: le.Uint64(b[32:])}
 	switch {
 	case h.kind < kindAsk || h.kind > kindEnd:
 		return fmt.Errorf("%w: kind %d", errFrame, h.kind)
@@ -130,7 +117,7 @@ func appendCells(b []byte, runs []run) []byte {
 		r := &runs[i]
 		flag := uint32(0)
 		if r.Count > 1 {
-			flag = runFlag
+			flag = wire.RunFlag
 		}
 		b = binary.LittleEndian.AppendUint64(b, r.addr)
 		b = binary.LittleEndian.AppendUint32(b, r.len|flag)
@@ -153,8 +140,8 @@ func appendRuns(dst []run, b []byte) ([]run, error) {
 		r.addr, r.len, r.key = le.Uint64(b), le.Uint32(b[8:]), le.Uint32(b[12:])
 		r.Count, r.Rows = 1, 1
 		b = b[cellBytes:]
-		if r.len >= runFlag {
-			r.len -= runFlag
+		if r.len >= wire.RunFlag {
+			r.len -= wire.RunFlag
 			var err error
 			if b, err = wire.ReadStrides(b, &r.Strides); err != nil {
 				return dst, fmt.Errorf("%w: %w", errFrame, err)

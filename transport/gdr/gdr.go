@@ -289,7 +289,7 @@ func (b *Backend) Fence(ctx context.Context, g *transport.Grant) error {
 	defer patience.Stop()
 	for _, l := range b.lanesOf(g.Peer) {
 		for waiting := true; waiting; {
-			change := l.armedFor(g)
+			change := l.dst.armedFor(g)
 			if change == nil {
 				break
 			}
@@ -302,12 +302,12 @@ func (b *Backend) Fence(ctx context.Context, g *transport.Grant) error {
 				waiting = false
 			}
 		}
-		if l.armedFor(g) == nil {
+		if l.dst.armedFor(g) == nil {
 			continue
 		}
 		l.fail(fmt.Errorf("gdr: fence of slot %d.%d: %w", g.Slot, g.Gen, net.ErrClosed))
 		if !l.stopped(ctx) {
-			if err := l.invalidate(g); err != nil {
+			if err := l.dst.invalidate(g); err != nil {
 				return fail(fmt.Errorf("lane %d on rail %s was not drained (%w), nor its keys invalidated: %w", l.id, l.rail.cfg.Name, context.Cause(ctx), err))
 			}
 		}
@@ -341,7 +341,7 @@ func (b *Backend) CloseOrigin(ctx context.Context, o *transport.Origin) error {
 	}
 	// Stopping its lanes flushes their work requests: the NIC stops reading.
 	for _, l := range b.lanesOf(o.Peer) {
-		if l.reads(o) {
+		if l.src.reads(o) {
 			l.fail(fmt.Errorf("gdr: close of origin %d.%d: %w", o.Slot, o.Gen, net.ErrClosed))
 		}
 	}

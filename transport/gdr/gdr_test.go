@@ -65,7 +65,7 @@ func writing(l transport.Lane) func() bool {
 		x := l.(*lane)
 		x.mu.Lock()
 		defer x.mu.Unlock()
-		return x.posted > x.done
+		return x.src.posted > x.src.done
 	}
 }
 

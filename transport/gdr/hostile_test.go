@@ -169,7 +169,7 @@ func TestLaterAttemptWaits(t *testing.T) {
 		l := other.(*lane)
 		l.mu.Lock()
 		defer l.mu.Unlock()
-		return l.in[0].state == asked
+		return l.dst.in[0].state == asked
 	})
 	free()
 	for i, c := range []<-chan transport.Result{first, second} {
@@ -279,7 +279,7 @@ func TestKeysEndUnderOthers(t *testing.T) {
 		t.Fatal(err)
 	}
 	// A slice that holds the key goes on with it: its writes will be refused by the device.
-	runs, held, err := l.runs(nil, []*key{k}, blocks, true, true)
+	runs, held, err := l.runs(nil, []*key{k}, blocks, access{remote: true, wait: true})
 	if err != nil || len(runs) == 0 || len(held) != 1 {
 		t.Errorf("%d runs under %d keys: %v", len(runs), len(held), err)
 	}
@@ -365,13 +365,13 @@ func TestFloodOfAsks(t *testing.T) {
 			case <-stop:
 				return
 			default:
-				here.outMu.Lock()
-				if len(here.outBuf) < 1<<20 {
-					here.outBuf = append(here.outBuf, ask...)
+				here.frames.mu.Lock()
+				if len(here.frames.buf) < 1<<20 {
+					here.frames.buf = append(here.frames.buf, ask...)
 				}
-				here.outMu.Unlock()
+				here.frames.mu.Unlock()
 				select {
-				case here.outWake <- struct{}{}:
+				case here.frames.wake <- struct{}{}:
 				default:
 				}
 			}
@@ -379,9 +379,9 @@ func TestFloodOfAsks(t *testing.T) {
 	})
 	here.mu.Lock() // its reader gets as far as the first answer
 	until(t, "the flooded end gives the lane up, or grows", func() bool {
-		there.outMu.Lock()
-		grown := cap(there.outBuf)
-		there.outMu.Unlock()
+		there.frames.mu.Lock()
+		grown := cap(there.frames.buf)
+		there.frames.mu.Unlock()
 		if grown > 64<<20 {
 			t.Errorf("%d MiB of answers that nobody reads", grown>>20)
 			return true
@@ -411,7 +411,7 @@ func TestPartialPost(t *testing.T) {
 	}
 	l := a.(*lane)
 	l.mu.Lock()
-	posted, done, recvs, recvsDone := l.posted, l.done, l.recvs, l.recvsDone
+	posted, done, recvs, recvsDone := l.src.posted, l.src.done, l.dst.recvs, l.dst.recvsDone
 	l.mu.Unlock()
 	if posted != 1+3 || done != posted || recvs != recvsDone {
 		t.Errorf("%d posted, %d ended, %d of %d receives", posted, done, recvsDone, recvs)
@@ -467,8 +467,8 @@ func foreignKey(t *testing.T, factory transporttest.Factory) {
 			t.Fatal(err)
 		}
 		here.mu.Lock()
-		here.posted++
-		id := here.posted
+		here.src.posted++
+		id := here.src.posted
 		_, err = here.q.PostSend([]verbs.Work{{ID: id, Op: verbs.Write, LocalAddr: mine.parts[0].Addr(), LocalKey: mine.parts[0].LocalKey(), Len: 64 << 10,
 			RemoteAddr: theirs.parts[0].Addr(), RemoteKey: theirs.parts[0].RemoteKey(), Signaled: true}})
 		here.mu.Unlock()
@@ -478,7 +478,7 @@ func foreignKey(t *testing.T, factory transporttest.Factory) {
 		until(t, "the write ends", func() bool {
 			here.mu.Lock()
 			defer here.mu.Unlock()
-			return here.done >= id
+			return here.src.done >= id
 		})
 		if !c.writes {
 			// One packet takes both ends down. Who hears of it from its socket hears it from the

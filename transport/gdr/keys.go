@@ -37,7 +37,7 @@ type keys struct {
 	m      map[keyName]*key
 	stayed []*key // retired, and not released by the device
 	closed bool
-	told   time.Time // time of the last log line about a failure
+	logged time.Time // time of the last log line about a failure
 }
 
 // keyName identifies a key: a region that a peer may write has a key of its own, beside the key for
@@ -112,7 +112,7 @@ func (k *keys) get(name keyName, wait bool) (*key, error) {
 	e.register()
 	close(e.ready)
 	if e.err != nil {
-		k.tell(e.err)
+		k.logFailure(e.err)
 		// An unsupported registration is remembered until it was idle for long; other failures may
 		// pass.
 		if !errors.Is(e.err, transport.ErrNotSupported) || e.release(false) != nil {
@@ -124,13 +124,13 @@ func (k *keys) get(name keyName, wait bool) (*key, error) {
 	return e, nil
 }
 
-// tell logs a failed registration: it has cost a lane, and the next slice tries again.
-func (k *keys) tell(err error) {
+// logFailure logs a failed registration: it has cost a lane, and the next slice tries again.
+func (k *keys) logFailure(err error) {
 	now := time.Now()
 	k.mu.Lock()
-	due := !k.closed && (k.told.IsZero() || now.Sub(k.told) > refusedAgain)
+	due := !k.closed && (k.logged.IsZero() || now.Sub(k.logged) > refusedAgain)
 	if due {
-		k.told = now
+		k.logged = now
 	}
 	k.mu.Unlock()
 	if due {

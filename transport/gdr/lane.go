@@ -38,49 +38,26 @@ type lane struct {
 	id     uint64
 	peer   transfer.Boot
 	remote string
-	axes   int    // of the runs that the peer supports
-	depth  uint64 // of the send queue, without the entries for verdicts
-	most   uint64 // bytes of one write
+	axes   int // of the runs that the peer supports
 
 	drained chan struct{} // closed when the queue pair touches no memory any more
 	// closed when the follower has done all it can; if the queue pair is not drained by then, it is
 	// stuck
-	settled  chan struct{}
-	kick     chan struct{} // wakes the follower: something ended or failed without a completion
-	verdicts chan uint32   // from the follower to the lander; has room for every receive
-	asks     sync.WaitGroup
-
-	outMu   sync.Mutex // below mu
-	outBuf  []byte     // guarded by outMu
-	unsent  int        // frames in it; guarded by outMu
-	outWake chan struct{}
+	settled chan struct{}
+	kick    chan struct{} // wakes the follower: something ended or failed without a completion
+	asks    sync.WaitGroup
+	frames  frameQueue
 
 	mu sync.Mutex
 	// guarded by mu
-	err       error
-	kept      bool // the device has not released the queue pair
-	over      bool // end has returned
-	seq       uint16
-	out       [maxInFlight]sending
-	in        [maxInFlight]receiving
-	going     ring // slices with writes to post
-	flying    ring // slices whose writes are all posted
-	posted    uint64
-	done      uint64 // requests that have ended: all up to this one
-	good      uint64 // requests that have ended well
-	recvs     uint64 // receives posted
-	recvsDone uint64
-	sawFlush  bool // of a receive
-	progress  time.Time
-	heard     time.Time     // when a slice was last armed or arrived
-	pace      time.Duration // learned time from arming to arrival of the peer's slices
-	doubted   time.Time     // the progress at which checkProgress has once found the lane silent
+	err      error
+	kept     bool // the device has not released the queue pair
+	over     bool // end has returned
+	activity activity
+	src      source
+	dst      destination
 	// closed when the follower has polled completions again; made by the waiter
 	looked chan struct{}
-	change chan struct{} // closed when a claim ends; made by the waiter
-	works  [batchWorks]verbs.Work
-	one    [1]verbs.Work
-	oneID  [1]uint64
 }
 
 // ring is a queue of slice ids.
@@ -133,11 +110,11 @@ func (b *Backend) prepare(c net.Conn, r *rail, dev *openDevice, peer transfer.Bo
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("gdr: new lane: %w", err), cq.Close())
 	}
-	l := &lane{b: b, rail: r, dev: dev, domain: own, peer: peer, c: c, q: q, cq: cq, id: transport.NextLaneID(), depth: uint64(sends - maxInFlight), most: min(maxWrite, uint64(max(lim.MaxMessage, 1))),
-		drained: make(chan struct{}), settled: make(chan struct{}), kick: make(chan struct{}, 1), verdicts: make(chan uint32, receives), outWake: make(chan struct{}, 1)}
-	for i := range l.in {
-		l.in[i].l = l
-	}
+	l := &lane{b: b, rail: r, dev: dev, domain: own, peer: peer, c: c, q: q, cq: cq, id: transport.NextLaneID(),
+		drained: make(chan struct{}), settled: make(chan struct{}), kick: make(chan struct{}, 1)}
+	l.frames.wake = make(chan struct{}, 1)
+	l.src.init(l, sends)
+	l.dst.init(l)
 	return l, nil
 }
 
@@ -157,7 +134,7 @@ func (l *lane) connect(o *wire.Opened) error {
 	if err != nil {
 		return err
 	}
-	l.remote, l.axes = rail, axesOf(o.Version)
+	l.remote, l.axes = rail, runVersions.Axes(o.Version)
 	if o.Peer != l.peer {
 		return fmt.Errorf("gdr: the other end is boot %s, not boot %s", o.Peer, l.peer)
 	}
@@ -165,7 +142,7 @@ func (l *lane) connect(o *wire.Opened) error {
 	for i := range ids {
 		ids[i] = receiveMark
 	}
-	l.recvs, l.progress = receives, time.Now()
+	l.dst.recvs, l.activity.progress = receives, time.Now()
 	return errors.Join(l.q.ToInit(), l.q.ToReadyToReceive(addr), l.q.PostReceive(ids[:]), l.q.ToReadyToSend())
 }
 
@@ -210,7 +187,7 @@ const proof = 0xffffffff
 // after another, each ended by the NIC's timers with slices on it.
 func (l *lane) prove() error {
 	n, err := l.q.PostSend([]verbs.Work{{ID: 1, Op: verbs.WriteImm, Imm: proof, Signaled: true}})
-	l.posted += uint64(n)
+	l.src.posted += uint64(n)
 	if err != nil {
 		return fmt.Errorf("gdr: proof of the path: %w", err)
 	}
@@ -224,21 +201,21 @@ func (l *lane) prove() error {
 			case c.Status != verbs.OK:
 				return fmt.Errorf("gdr: no path from rail %s to %s: %s (status %d)", l.rail.cfg.Name, l.remote, c.Status, c.Code)
 			case c.ID&receiveMark == 0:
-				l.done, l.good = c.ID, c.ID
+				l.src.done, l.src.good = c.ID, c.ID
 			case c.Imm != proof:
 				return fmt.Errorf("%w: %#x before the proof of the path", errFrame, c.Imm)
 			default:
-				l.recvsDone++
+				l.dst.recvsDone++
 			}
 		}
 		if err != nil {
 			return fmt.Errorf("gdr: proof of the path: %w", err)
 		}
-		if l.done == 1 && l.recvsDone == 1 {
-			l.oneID[0] = receiveMark
-			l.recvs++
-			l.progress = time.Now()
-			return l.q.PostReceive(l.oneID[:])
+		if l.src.done == 1 && l.dst.recvsDone == 1 {
+			l.dst.oneID[0] = receiveMark
+			l.dst.recvs++
+			l.activity.progress = time.Now()
+			return l.q.PostReceive(l.dst.oneID[:])
 		}
 		if n > 0 {
 			continue
@@ -262,9 +239,9 @@ func (l *lane) run() {
 	over := make(chan struct{})
 	parts.Go(func() { l.fail(l.read()) })
 	parts.Go(func() { l.write(over) })
-	parts.Go(l.land)
+	parts.Go(l.dst.land)
 	l.follow() // until the queue pair is drained, and the lane has failed
-	close(l.verdicts)
+	close(l.dst.verdicts)
 	close(over)
 	parts.Wait()
 	l.asks.Wait()
@@ -321,7 +298,7 @@ func (l *lane) halt() bool {
 	if l.stopped(ctx) {
 		return true
 	}
-	if err := l.invalidate(nil); err != nil {
+	if err := l.dst.invalidate(nil); err != nil {
 		l.b.cfg.Log.Warn("queue pair not drained, nor its keys invalidated", "transport", Name, "lane", l.id, "rail", l.rail.cfg.Name, "err", err)
 		return false
 	}
@@ -337,298 +314,13 @@ func (l *lane) stopped(ctx context.Context) bool {
 	return l.isDrained()
 }
 
-// follow polls completions until the lane has failed and all posted requests have ended. If a
-// device does not flush, follow destroys the queue pair; if that fails too, the lane stays stuck,
-// with its claims and keys.
-func (l *lane) follow() {
-	buf := make([]verbs.Completion, pollBatch)
-	var flush <-chan time.Time
-	var dead <-chan struct{}
-	for stopping := false; ; {
-		looked := l.look(nil)
-		n, err := l.cq.Poll(buf)
-		if err != nil {
-			l.fail(fmt.Errorf("gdr: lane %d: %w", l.id, err))
-		}
-		if l.unread() {
-			l.fail(fmt.Errorf("gdr: lane %d: %d answers wait for the peer, which does not read", l.id, maxUnsent))
-		}
-		ended, failed := l.completed(buf[:n])
-		if looked != nil {
-			close(looked)
-		}
-		switch {
-		case failed && !stopping:
-			// Without a lock: a device may be slow, and code that fails a lane must not wait for
-			// it.
-			l.stopQueuePair()
-			stopping, flush, dead = true, time.After(l.b.cfg.Drain), l.dev.dead
-			continue
-		case stopping && (ended || err != nil):
-			l.settle()
-			return
-		case n > 0:
-			continue
-		}
-		select {
-		case <-l.cq.Ready():
-			continue
-		case <-l.kick:
-			continue
-		case <-flush:
-		case <-dead: // it flushes nothing any more
-		}
-		l.settle()
-		return
-	}
-}
-
-// look replaces the channel that is closed after the follower's next poll, and returns the previous
-// one.
-func (l *lane) look(next chan struct{}) (before chan struct{}) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	before, l.looked = l.looked, next
-	return before
-}
-
-// lookAgain makes the follower poll completions. The result is closed afterwards; completions that
-// it found count as progress.
-func (l *lane) lookAgain() <-chan struct{} {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if l.looked == nil {
-		l.looked = make(chan struct{})
-	}
-	l.wake()
-	return l.looked
-}
-
-// stopQueuePair moves it to the error state, which flushes it.
-func (l *lane) stopQueuePair() {
-	if err := l.q.ToError(); err != nil && !errors.Is(err, net.ErrClosed) {
-		l.b.cfg.Log.Warn("queue pair does not enter the error state", "transport", Name, "lane", l.id, "rail", l.rail.cfg.Name, "err", err)
-	}
-}
-
-// settle releases the queue pair, and returns whether it still touches memory.
-func (l *lane) settle() {
-	err := l.giveBack()
-	if err != nil {
-		l.b.cfg.Log.Warn("queue pair not released; tried again", "transport", Name, "lane", l.id, "rail", l.rail.cfg.Name, "err", err)
-	}
-	if err == nil || l.flushed() {
-		close(l.drained)
-	}
-	l.mu.Lock()
-	l.kept = err != nil
-	l.mu.Unlock()
-	close(l.settled)
-}
-
-// giveBack destroys the lane's queue pair and completion queue. Called by the follower, and after
-// it by reap alone.
-func (l *lane) giveBack() error {
-	if err := l.q.Close(); err != nil {
-		return err
-	}
-	if err := l.cq.Close(); err != nil {
-		return err
-	}
-	l.dev.domains.leave(l.domain)
-	return nil
-}
-
-// reap tries again to release the resources that the device kept when the lane ended. Called by one
-// goroutine at a time.
-func (l *lane) reap() {
-	l.mu.Lock()
-	due := l.kept && l.over
-	l.mu.Unlock()
-	if !due || l.giveBack() != nil {
-		return
-	}
-	if !l.isDrained() {
-		close(l.drained)
-		l.letGo()
-	}
-	l.dev.keep(-1)
-	l.b.mu.Lock()
-	delete(l.b.lanes, l)
-	l.b.mu.Unlock()
-}
-
-func (l *lane) isDrained() bool {
-	select {
-	case <-l.drained:
-		return true
-	default:
-		return false
-	}
-}
-
-// letGo releases the claims and keys of a lane that has ended. Its queue pair touches no memory.
-func (l *lane) letGo() {
-	for i := range l.out {
-		l.out[i].release(l.b)
-	}
-	for i := range l.in {
-		l.mu.Lock()
-		l.in[i].g = nil
-		l.changedLocked()
-		l.mu.Unlock()
-		l.in[i].release()
-	}
-}
-
-// flushed reports whether all posted requests have ended, with a flushed receive: a flush comes
-// after everything that arrives.
-func (l *lane) flushed() bool {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.sawFlush && l.done == l.posted && l.recvs == l.recvsDone
-}
-
-// completed processes completions. ended: no posted request is open.
-func (l *lane) completed(batch []verbs.Completion) (ended, failed bool) {
-	l.mu.Lock()
-	came := 0
-	for i := range batch {
-		c := &batch[i]
-		receive := c.ID&receiveMark != 0
-		switch {
-		case receive:
-			l.recvsDone++
-			if c.Status != verbs.OK {
-				l.sawFlush = l.sawFlush || c.Status == verbs.Flushed
-				break
-			}
-			came++
-			l.verdicts <- c.Imm // has room: the lander posts the next receive
-		case c.Status == verbs.OK:
-			l.done = max(l.done, c.ID)
-			l.good = max(l.good, c.ID)
-		default:
-			l.done = max(l.done, c.ID)
-		}
-		if c.Status != verbs.OK && c.Status != verbs.Flushed {
-			l.failLocked(fmt.Errorf("gdr: lane %d from rail %s to %s: work request: %s (status %d)", l.id, l.rail.cfg.Name, l.remote, c.Status, c.Code))
-		} else if c.Status == verbs.Flushed && l.err == nil {
-			l.failLocked(fmt.Errorf("gdr: lane %d from rail %s to %s: the queue pair was flushed", l.id, l.rail.cfg.Name, l.remote))
-		}
-	}
-	if len(batch) > 0 {
-		l.progress = time.Now()
-		if came > 0 {
-			l.learnLocked(l.progress.Sub(l.heard), came)
-			l.heard = l.progress
-		}
-	}
-	l.pumpLocked()
-	l.mu.Unlock()
-	l.judge()
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.done == l.posted && l.recvs == l.recvsDone, l.err != nil
-}
-
-// learnLocked updates the pace with the time of the last slices. A gap longer than the silence was
-// not caused by the path: one of the two processes was not running.
-func (l *lane) learnLocked(took time.Duration, slices int) {
-	if took < l.b.cfg.Silence {
-		l.pace += (took/time.Duration(slices) - l.pace) / paceWeight
-	}
-}
-
-// patienceLocked is the time that a later attempt waits for a slice without progress, which the
-// peer may write, before it stops the lane. With a fixed time below the time of a slice, each retry
-// would end a healthy lane together with its other slices, which are then retried: lanes of a slow
-// path would end each other for ever. A fence has less time, and no retries follow it.
-func (l *lane) patienceLocked() time.Duration {
-	return max(l.b.cfg.Patience, min(patiencePaces*l.pace, l.b.cfg.Silence))
-}
-
-// checkProgress gives up a lane with posted writes and no completions. A slice that only waits for
-// the peer's answer writes nothing, and may wait for a registration or another lane. A process that
-// was suspended finds every lane silent and completions of all of them waiting, so a lane counts as
-// silent only after two checks in a row with a poll of the follower between them.
-func (l *lane) checkProgress(now time.Time) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if l.err != nil || now.Sub(l.progress) < l.b.cfg.Silence {
-		return
-	}
-	for i := range l.out {
-		s := &l.out[i]
-		limit := l.b.cfg.Silence
-		if s.state < flight {
-			limit *= patienceToAsk
-		}
-		if s.state != idle && now.Sub(s.at) > limit {
-			if l.doubted != l.progress {
-				l.doubted = l.progress
-				l.wake()
-				return
-			}
-			l.failLocked(fmt.Errorf("gdr: lane %d from rail %s to %s: no progress for %s", l.id, l.rail.cfg.Name, l.remote, now.Sub(l.progress).Round(time.Millisecond)))
-			return
-		}
-	}
-}
-
-// say queues a frame for the socket.
-func (l *lane) say(h *head, runs []run) {
-	l.outMu.Lock()
-	l.unsent++
-	at := len(l.outBuf)
-	l.outBuf = appendCells(appendHead(l.outBuf, h), runs)
-	setCells(l.outBuf[at:])
-	over := l.unsent > maxUnsent
-	l.outMu.Unlock()
-	if over {
-		l.wake()
-	}
-	select {
-	case l.outWake <- struct{}{}:
-	default:
-	}
-}
-
-// unread reports whether more frames wait than for a peer that reads.
-func (l *lane) unread() bool {
-	l.outMu.Lock()
-	defer l.outMu.Unlock()
-	return l.unsent > maxUnsent
-}
-
-// write sends the queued frames. Its bound: maxUnsent frames, each with the spans of a slice.
-func (l *lane) write(over <-chan struct{}) {
-	var buf []byte
-	for {
-		l.outMu.Lock()
-		buf, l.outBuf, l.unsent = l.outBuf, buf[:0], 0
-		l.outMu.Unlock()
-		if len(buf) > 0 {
-			if _, err := l.c.Write(buf); err != nil {
-				l.fail(fmt.Errorf("gdr: lane %d: %w", l.id, err))
-			}
-			continue
-		}
-		select {
-		case <-l.outWake:
-		case <-over:
-			return
-		}
-	}
-}
-
 // end releases everything and reports. The lane's goroutines have ended.
 func (l *lane) end() {
 	l.mu.Lock()
 	err := l.err
 	var res []transport.Result
-	for i := range l.out {
-		s := &l.out[i]
+	for i := range l.src.out {
+		s := &l.src.out[i]
 		if s.state == idle {
 			continue
 		}
@@ -643,7 +335,7 @@ func (l *lane) end() {
 	kept := l.kept
 	l.mu.Unlock()
 	if l.isDrained() {
-		l.letGo()
+		l.releaseSlices()
 	}
 	if len(res) > 0 {
 		l.b.host.Done(l, res)
@@ -663,23 +355,23 @@ func (l *lane) end() {
 }
 
 // again posts a receive in place of a used one.
-func (l *lane) again() {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if l.err != nil {
+func (dst *destination) again() {
+	dst.l.mu.Lock()
+	defer dst.l.mu.Unlock()
+	if dst.l.err != nil {
 		return
 	}
-	l.oneID[0] = receiveMark
-	if err := l.q.PostReceive(l.oneID[:]); err != nil {
-		l.failLocked(fmt.Errorf("gdr: lane %d: %w", l.id, err))
+	dst.oneID[0] = receiveMark
+	if err := dst.l.q.PostReceive(dst.oneID[:]); err != nil {
+		dst.l.failLocked(fmt.Errorf("gdr: lane %d: %w", dst.l.id, err))
 		return
 	}
-	l.recvs++
+	dst.recvs++
 }
 
-func (l *lane) changedLocked() {
-	if l.change != nil {
-		close(l.change)
-		l.change = nil
+func (dst *destination) changedLocked() {
+	if dst.change != nil {
+		close(dst.change)
+		dst.change = nil
 	}
 }

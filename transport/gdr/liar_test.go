@@ -25,14 +25,14 @@ func TestLiars(t *testing.T) {
 		return func(t *testing.T, l *lane) {
 			l.mu.Lock()
 			defer l.mu.Unlock()
-			l.posted++
-			if _, err := l.q.PostSend([]verbs.Work{{ID: l.posted, Op: verbs.WriteImm, Imm: imm, Signaled: true}}); err != nil {
+			l.src.posted++
+			if _, err := l.q.PostSend([]verbs.Work{{ID: l.src.posted, Op: verbs.WriteImm, Imm: imm, Signaled: true}}); err != nil {
 				t.Error(err)
 			}
 		}
 	}
 	frame := func(h head, spans ...span) func(*testing.T, *lane) {
-		return func(_ *testing.T, l *lane) { l.say(&h, singles(spans)) }
+		return func(_ *testing.T, l *lane) { l.send(&h, singles(spans)) }
 	}
 	for name, c := range map[string]struct {
 		lie  func(*testing.T, *lane)
@@ -47,19 +47,19 @@ func TestLiars(t *testing.T) {
 		"a verdict on nothing":        {verdict(verdictOf(5, 0, 1)), "not in flight"},
 		"a verdict beyond the window": {verdict(0xff000000), "not in flight"},
 		"noise": {func(_ *testing.T, l *lane) {
-			l.outMu.Lock()
-			l.outBuf = append(l.outBuf, strings.Repeat("x", headBytes)...)
-			l.outMu.Unlock()
-			l.say(&head{kind: kindEnd}, nil)
+			l.frames.mu.Lock()
+			l.frames.buf = append(l.frames.buf, strings.Repeat("x", headBytes)...)
+			l.frames.mu.Unlock()
+			l.send(&head{kind: kindEnd}, nil)
 		}, "malformed"},
 		"the same id twice": {func(_ *testing.T, l *lane) {
 			// The second comes while the first is armed: its source never writes. Both leave at
 			// once, before the first GO, which nobody asked for here, ends the lane at this end.
 			ask := &head{kind: kindAsk, id: 7, seq: 1, slot: 1, gen: 1, r: one, attempt: 1, bytes: 4096}
-			l.outMu.Lock()
-			l.outBuf = appendHead(appendHead(l.outBuf, ask), ask)
-			l.outMu.Unlock()
-			l.outWake <- struct{}{}
+			l.frames.mu.Lock()
+			l.frames.buf = appendHead(appendHead(l.frames.buf, ask), ask)
+			l.frames.mu.Unlock()
+			l.frames.wake <- struct{}{}
 		}, "in flight"},
 		"writes through a key that is none": {func(t *testing.T, l *lane) {
 			l.mu.Lock()
@@ -70,8 +70,8 @@ func TestLiars(t *testing.T) {
 				return
 			}
 			defer k.put()
-			l.posted++
-			if _, err := l.q.PostSend([]verbs.Work{{ID: l.posted, Op: verbs.Write, LocalAddr: k.parts[0].Addr(), LocalKey: k.parts[0].LocalKey(), Len: 64,
+			l.src.posted++
+			if _, err := l.q.PostSend([]verbs.Work{{ID: l.src.posted, Op: verbs.Write, LocalAddr: k.parts[0].Addr(), LocalKey: k.parts[0].LocalKey(), Len: 64,
 				RemoteAddr: 1 << 40, RemoteKey: 0xdead, Signaled: true}}); err != nil {
 				t.Error(err)
 			}
@@ -126,9 +126,9 @@ func TestWrongGo(t *testing.T) {
 			res := p.A.Move(a, bind.Origin, one, 1)
 			here := a.(*lane)
 			here.mu.Lock()
-			seq, n := here.out[0].seq, here.out[0].bytes
+			seq, n := here.src.out[0].seq, here.src.out[0].bytes
 			here.mu.Unlock()
-			there.say(&head{kind: kindGo, id: 0, seq: seq}, singles(c.spans(uint32(n))))
+			there.send(&head{kind: kindGo, id: 0, seq: seq}, singles(c.spans(uint32(n))))
 			until(t, "the lane is down", func() bool { return here.failure() != nil })
 			there.mu.Unlock()
 			r := <-res
@@ -152,7 +152,7 @@ func TestLongAsk(t *testing.T) {
 		t.Errorf("the mover takes it: %s %s", r.Outcome, r.Reason)
 	}
 	l := a.(*lane)
-	l.say(&head{kind: kindAsk, id: 9, seq: 1, slot: 1, gen: 1, r: src.All(), attempt: 1, bytes: total64(t, bind, src.All())}, nil)
+	l.send(&head{kind: kindAsk, id: 9, seq: 1, slot: 1, gen: 1, r: src.All(), attempt: 1, bytes: total64(t, bind, src.All())}, nil)
 	until(t, "it is refused", func() bool { return p.B.RefusedFor(transfer.ReasonRange) > 0 })
 	bind.End(t)
 }

@@ -27,6 +27,26 @@ type receiving struct {
 	blocks  []mem.Block
 }
 
+// destination is the receiving half of a lane: the slices that the peer sends. Its fields are
+// guarded by lane.mu.
+type destination struct {
+	l         *lane
+	in        [maxInFlight]receiving
+	recvs     uint64        // receives posted
+	recvsDone uint64        // and ended
+	sawFlush  bool          // of a receive
+	change    chan struct{} // closed when a claim ends; made by the waiter
+	verdicts  chan uint32   // from the follower to the lander; has room for every receive
+	oneID     [1]uint64
+}
+
+func (dst *destination) init(l *lane) {
+	dst.l, dst.verdicts = l, make(chan uint32, receives)
+	for i := range dst.in {
+		dst.in[i].l = l
+	}
+}
+
 // Stop implements transport.Device. An unarmed slice is not written: arm finds the claim lost.
 func (r *receiving) Stop() bool {
 	r.l.mu.Lock()
@@ -40,7 +60,7 @@ func (r *receiving) Stop() bool {
 func (r *receiving) moving() time.Duration {
 	r.l.mu.Lock()
 	defer r.l.mu.Unlock()
-	since := r.l.progress
+	since := r.l.activity.progress
 	switch r.state {
 	case armed:
 	case asked:
@@ -48,7 +68,7 @@ func (r *receiving) moving() time.Duration {
 	default:
 		return 0
 	}
-	return r.l.patienceLocked() - time.Since(since)
+	return r.l.activity.patience(&r.l.b.cfg) - time.Since(since)
 }
 
 // release gives up the chunks and the keys. Nothing is written for the slice any more. Called
@@ -81,16 +101,16 @@ func (l *lane) read() error {
 		var err error
 		switch h.kind {
 		case kindAsk:
-			err = l.asked(h)
+			err = l.dst.asked(h)
 		case kindEnd:
-			err = l.ended(&h, results)
+			err = l.src.ended(&h, results)
 		case kindGo:
 			n := int(h.cells) * cellBytes
 			if cap(cells) < n {
 				cells = make([]byte, n)
 			}
 			if _, err = io.ReadFull(in, cells[:n]); err == nil {
-				err = l.proceed(&h, cells[:n])
+				err = l.src.proceed(&h, cells[:n])
 			}
 		}
 		if err != nil {
@@ -100,18 +120,18 @@ func (l *lane) read() error {
 }
 
 // asked answers one ASK, at once or when the claims in its way have ended. An error ends the lane.
-func (l *lane) asked(h head) error {
-	l.mu.Lock()
-	r := &l.in[h.id]
+func (dst *destination) asked(h head) error {
+	dst.l.mu.Lock()
+	r := &dst.in[h.id]
 	free := r.state == idle
 	if free {
 		r.state, r.seq, r.at = asked, h.seq, time.Now()
 	}
-	l.mu.Unlock()
+	dst.l.mu.Unlock()
 	if !free {
 		return fmt.Errorf("%w: ASK for slice %d, which is in flight", errFrame, h.id)
 	}
-	g, why := l.b.host.Grant(l.peer, h.slot, h.gen)
+	g, why := dst.l.b.host.Grant(dst.l.peer, h.slot, h.gen)
 	if g == nil && why == transfer.ReasonNone {
 		why = transfer.ReasonUnknownSlot
 	}
@@ -126,33 +146,33 @@ func (l *lane) asked(h head) error {
 		}
 	}
 	if why != transfer.ReasonNone {
-		l.refuse(h.id, why)
+		dst.refuse(h.id, why)
 		return nil
 	}
-	err := l.arm(g, &h, false)
+	err := dst.arm(g, &h, false)
 	if !errors.Is(err, errLater) {
 		return err
 	}
-	l.armLater(g, h)
+	dst.armLater(g, h)
 	return nil
 }
 
 // armLater is separate from asked so that a head is on the heap only here.
-func (l *lane) armLater(g *transport.Grant, h head) {
-	l.asks.Go(func() {
-		if err := l.arm(g, &h, true); err != nil {
-			l.fail(err)
+func (dst *destination) armLater(g *transport.Grant, h head) {
+	dst.l.asks.Go(func() {
+		if err := dst.arm(g, &h, true); err != nil {
+			dst.l.fail(err)
 		}
 	})
 }
 
 // claimFor claims the chunks of a slice. It lets slices in its way end by themselves as long as
 // their lanes make progress.
-func (l *lane) claimFor(g *transport.Grant, h *head, wait bool) (transfer.Reason, error) {
+func (dst *destination) claimFor(g *transport.Grant, h *head, wait bool) (transfer.Reason, error) {
 	var patience *time.Timer
 	var doubted *lane // a lane without progress that was made to poll completions
 	for force := false; ; {
-		why, holder, ended := g.ClaimDevice(&l.in[h.id].claim, h.r, h.attempt, &l.in[h.id], force)
+		why, holder, ended := g.ClaimDevice(&dst.in[h.id].claim, h.r, h.attempt, &dst.in[h.id], force)
 		switch {
 		case holder == nil:
 			return why, nil
@@ -168,9 +188,9 @@ func (l *lane) claimFor(g *transport.Grant, h *head, wait bool) (transfer.Reason
 			case left > 0:
 			case doubted != x.l:
 				// If this process was suspended, completions of its NIC wait to be polled.
-				doubted, left, looked = x.l, l.b.cfg.Patience, x.l.lookAgain()
+				doubted, left, looked = x.l, dst.l.b.cfg.Patience, x.l.lookAgain()
 			default:
-				left = l.b.movingIn(l.peer, g, h.r) // force stops all of them
+				left = dst.l.b.movingIn(dst.l.peer, g, h.r) // force stops all of them
 			}
 		}
 		if force = left <= 0; force {
@@ -185,7 +205,7 @@ func (l *lane) claimFor(g *transport.Grant, h *head, wait bool) (transfer.Reason
 		select {
 		case <-ended:
 		case <-looked:
-		case <-l.settled:
+		case <-dst.l.settled:
 			return transfer.ReasonLaneLost, nil
 		case <-patience.C:
 		}
@@ -195,8 +215,8 @@ func (l *lane) claimFor(g *transport.Grant, h *head, wait bool) (transfer.Reason
 // movingIn is the longest time to wait for the slices that may write chunks r of a grant.
 func (b *Backend) movingIn(peer transfer.Boot, g *transport.Grant, r transfer.Range) (left time.Duration) {
 	for _, l := range b.lanesOf(peer) {
-		for i := range l.in {
-			x := &l.in[i]
+		for i := range l.dst.in {
+			x := &l.dst.in[i]
 			l.mu.Lock()
 			hit := x.g == g && x.r.First < r.End() && r.First < x.r.End()
 			l.mu.Unlock()
@@ -210,26 +230,26 @@ func (b *Backend) movingIn(peer transfer.Boot, g *transport.Grant, r transfer.Ra
 
 // arm claims the chunks of a slice and permits the peer to write them. errLater: it would have to
 // wait for another slice or a registration; it keeps a claim.
-func (l *lane) arm(g *transport.Grant, h *head, wait bool) error {
-	r := &l.in[h.id]
+func (dst *destination) arm(g *transport.Grant, h *head, wait bool) error {
+	r := &dst.in[h.id]
 	if !r.claimed {
-		why, err := l.claimFor(g, h, wait)
+		why, err := dst.claimFor(g, h, wait)
 		if err != nil {
 			return err
 		}
 		if why != transfer.ReasonNone {
-			l.refuse(h.id, why)
+			dst.refuse(h.id, why)
 			return nil
 		}
 		r.claimed = true
 	}
-	if err := l.offer(g, h, r, wait); err != nil {
+	if err := dst.offer(g, h, r, wait); err != nil {
 		switch {
 		case errors.Is(err, errRange):
-			l.refuse(h.id, transfer.ReasonRange)
+			dst.refuse(h.id, transfer.ReasonRange)
 		case errors.Is(err, transport.ErrNotSupported): // memory for another transport
-			l.b.cfg.Log.Warn("slice refused", "transport", Name, "lane", l.id, "err", err)
-			l.refuse(h.id, transfer.ReasonMemory)
+			dst.l.b.cfg.Log.Warn("slice refused", "transport", Name, "lane", dst.l.id, "err", err)
+			dst.refuse(h.id, transfer.ReasonMemory)
 		default:
 			return err
 		}
@@ -238,20 +258,20 @@ func (l *lane) arm(g *transport.Grant, h *head, wait bool) error {
 	// Under the claim and the guard: an attempt that takes over stops armed slices, and a fence
 	// checks for them after the guard is idle.
 	if why := r.claim.Enter(); why != transfer.ReasonNone {
-		l.refuse(h.id, why)
+		dst.refuse(h.id, why)
 		return nil
 	}
-	l.mu.Lock()
-	dead := l.err != nil
+	dst.l.mu.Lock()
+	dead := dst.l.err != nil
 	if !dead {
 		r.state, r.g, r.r = armed, g, h.r
-		l.progress = time.Now()
-		l.heard = l.progress
+		dst.l.activity.progress = time.Now()
+		dst.l.activity.sliceAt = dst.l.activity.progress
 	}
-	l.mu.Unlock()
+	dst.l.mu.Unlock()
 	r.claim.Leave()
 	if !dead {
-		l.say(&head{kind: kindGo, id: h.id, seq: h.seq}, r.runs)
+		dst.l.send(&head{kind: kindGo, id: h.id, seq: h.seq}, r.runs)
 	}
 	return nil
 }
@@ -259,7 +279,7 @@ func (l *lane) arm(g *transport.Grant, h *head, wait bool) error {
 var errRange = errors.New("gdr: the grant does not resolve")
 
 // offer lists the memory that the peer may write: chunks that have not landed yet.
-func (l *lane) offer(g *transport.Grant, h *head, r *receiving, wait bool) (err error) {
+func (dst *destination) offer(g *transport.Grant, h *head, r *receiving, wait bool) (err error) {
 	r.runs = r.runs[:0]
 	for at := h.r; at.Count > 0; {
 		n, fresh := r.claim.Fresh(at)
@@ -276,7 +296,7 @@ func (l *lane) offer(g *transport.Grant, h *head, r *receiving, wait bool) (err 
 		if r.blocks, err = g.Sink.Resolve(r.blocks[:0], part); err != nil {
 			return errRange
 		}
-		if r.runs, r.keys, err = l.runs(r.runs, r.keys, r.blocks, true, wait); err != nil {
+		if r.runs, r.keys, err = dst.l.runs(r.runs, r.keys, r.blocks, access{remote: true, wait: wait}); err != nil {
 			return err
 		}
 	}
@@ -287,61 +307,61 @@ func (l *lane) offer(g *transport.Grant, h *head, r *receiving, wait bool) (err 
 }
 
 // refuse ends a slice that may not be written.
-func (l *lane) refuse(id uint8, why transfer.Reason) {
-	l.b.host.Refused(l, why)
-	l.finish(id, why)
+func (dst *destination) refuse(id uint8, why transfer.Reason) {
+	dst.l.b.host.Refused(dst.l, why)
+	dst.finish(id, why)
 }
 
 // finish frees the slice's id and sends END, in this order, because the peer reuses the id. Nothing
 // can be written for the slice any more, so a fence need not check the released keys.
-func (l *lane) finish(id uint8, why transfer.Reason) {
-	r := &l.in[id]
-	l.mu.Lock()
+func (dst *destination) finish(id uint8, why transfer.Reason) {
+	r := &dst.in[id]
+	dst.l.mu.Lock()
 	r.g = nil
-	l.changedLocked()
-	l.mu.Unlock()
+	dst.changedLocked()
+	dst.l.mu.Unlock()
 	r.release()
-	l.mu.Lock()
+	dst.l.mu.Lock()
 	r.state = idle
 	seq := r.seq
-	l.mu.Unlock()
-	l.say(&head{kind: kindEnd, id: id, reason: why, seq: seq}, nil)
+	dst.l.mu.Unlock()
+	dst.l.send(&head{kind: kindEnd, id: id, reason: why, seq: seq}, nil)
 }
 
 // land processes verdicts: all bytes of the slice are in place. Claim and guard decide whether they
 // count.
-func (l *lane) land() {
-	for imm := range l.verdicts {
-		l.again()
+func (dst *destination) land() {
+	for imm := range dst.verdicts {
+		dst.again()
 		id, why, seq := parseVerdict(imm)
-		l.mu.Lock()
-		ok := id < maxInFlight && int(why) < transfer.NumReasons && l.in[id].state == armed && l.in[id].seq == seq
-		l.mu.Unlock()
+		dst.l.mu.Lock()
+		ok := id < maxInFlight && int(why) < transfer.NumReasons && dst.in[id].state == armed && dst.in[id].seq == seq
+		dst.l.mu.Unlock()
 		if !ok {
-			l.fail(fmt.Errorf("%w: a verdict on slice %d.%d, which is not in flight", errFrame, id, seq))
+			dst.l.fail(fmt.Errorf("%w: a verdict on slice %d.%d, which is not in flight", errFrame, id, seq))
 			continue
 		}
 		if why == transfer.ReasonNone {
-			why = l.in[id].show(l)
+			why = dst.in[id].show()
 		}
 		if why == transfer.ReasonNone {
-			why = l.in[id].claim.Land(l)
+			why = dst.in[id].claim.Land(dst.l)
 		}
 		if why != transfer.ReasonNone {
-			l.b.host.Refused(l, why)
+			dst.l.b.host.Refused(dst.l, why)
 		}
-		l.finish(id, why)
+		dst.finish(id, why)
 	}
 }
 
 // show makes the NIC's writes visible to the GPUs that own the memory.
-func (r *receiving) show(l *lane) transfer.Reason {
+func (r *receiving) show() transfer.Reason {
 	for _, k := range r.keys {
 		if k.flush == nil {
 			continue
 		}
 		if err := k.flush(); err != nil {
-			l.b.cfg.Log.Warn("landed bytes cannot be made visible", "transport", Name, "lane", l.id, "err", err)
+			r.l.b.cfg.Log.Warn("landed bytes cannot be made visible", "transport", Name, "lane", r.l.id, "err", err)
 			return transfer.ReasonMemory
 		}
 	}
@@ -350,15 +370,15 @@ func (r *receiving) show(l *lane) transfer.Reason {
 
 // armedFor is nil if nothing may be written to a grant through this lane; otherwise it is closed at
 // the next change.
-func (l *lane) armedFor(g *transport.Grant) <-chan struct{} {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	for i := range l.in {
-		if l.in[i].g == g {
-			if l.change == nil {
-				l.change = make(chan struct{})
+func (dst *destination) armedFor(g *transport.Grant) <-chan struct{} {
+	dst.l.mu.Lock()
+	defer dst.l.mu.Unlock()
+	for i := range dst.in {
+		if dst.in[i].g == g {
+			if dst.change == nil {
+				dst.change = make(chan struct{})
 			}
-			return l.change
+			return dst.change
 		}
 	}
 	return nil
@@ -366,16 +386,16 @@ func (l *lane) armedFor(g *transport.Grant) <-chan struct{} {
 
 // invalidate ends the keys under which a grant (nil: every grant) may be written through this lane,
 // whose device does not drain.
-func (l *lane) invalidate(g *transport.Grant) (err error) {
+func (dst *destination) invalidate(g *transport.Grant) (err error) {
 	match := func(r *receiving) bool { return r.g != nil && (g == nil || r.g == g) }
 	var held []*key
-	l.mu.Lock()
-	for i := range l.in {
-		if r := &l.in[i]; match(r) {
+	dst.l.mu.Lock()
+	for i := range dst.in {
+		if r := &dst.in[i]; match(r) {
 			held = append(held, r.keys...)
 		}
 	}
-	l.mu.Unlock()
+	dst.l.mu.Unlock()
 	for _, k := range held {
 		err = errors.Join(err, k.invalidate())
 	}
@@ -383,13 +403,13 @@ func (l *lane) invalidate(g *transport.Grant) (err error) {
 		return err
 	}
 	// No slice was armed in the meantime: the guard is revoked, or the lane has failed.
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	for i := range l.in {
-		if r := &l.in[i]; match(r) {
+	dst.l.mu.Lock()
+	defer dst.l.mu.Unlock()
+	for i := range dst.in {
+		if r := &dst.in[i]; match(r) {
 			r.g = nil
 		}
 	}
-	l.changedLocked()
+	dst.changedLocked()
 	return nil
 }

@@ -117,7 +117,7 @@ func TestMalformedCells(t *testing.T) {
 		"one row":            change(rows, cellBytes+12, 1),
 		"rows and no stride": change(row, cellBytes+12, 2),
 		"reserved bytes":     change(rows, 2*cellBytes+8, 1),
-		"no length":          change(row, 8, runFlag),
+		"no length":          change(row, 8, wire.RunFlag),
 		"more than may be":   change(row, cellBytes+8, maxSpans+1),
 		"far more":           change(row, cellBytes+8, math.MaxUint32),
 		"more, both of them": append(change(row, cellBytes+8, maxSpans), row...),
@@ -314,8 +314,8 @@ func TestCellsOfVersions(t *testing.T) {
 		t.Fatal(len(blocks), err)
 	}
 	for v, want := range map[wire.Version]int{wire.V(1, 0): 256, wire.V(1, 1): 32, wire.V(1, 2): 3, wire.V(1, 7): 3} {
-		l.axes = axesOf(v)
-		runs, held, err := l.runs(nil, nil, blocks, true, true)
+		l.axes = runVersions.Axes(v)
+		runs, held, err := l.runs(nil, nil, blocks, access{remote: true, wait: true})
 		if err != nil {
 			t.Fatal(err)
 		}

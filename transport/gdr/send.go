@@ -60,30 +60,56 @@ func (s *sending) release(b *Backend) {
 	}
 }
 
+// source is the sending half of a lane: the slices of its Move, and the requests posted for them.
+// Its fields are guarded by lane.mu; a slice in the state gone belongs to the goroutine that
+// prepares it.
+type source struct {
+	l      *lane
+	depth  uint64 // of the send queue, without the entries for verdicts
+	most   uint64 // bytes of one write
+	seq    uint16
+	out    [maxInFlight]sending
+	going  ring // slices with writes to post
+	flying ring // slices whose writes are all posted
+	posted uint64
+	done   uint64 // requests that have ended: all up to this one
+	good   uint64 // requests that have ended well
+	works  [batchWorks]verbs.Work
+	one    [1]verbs.Work
+}
+
+func (src *source) init(l *lane, sends int) {
+	src.l, src.depth = l, uint64(sends-maxInFlight)
+	src.most = min(maxWrite, uint64(max(l.dev.Limits().MaxMessage, 1)))
+}
+
 // Move implements transport.Lane.
-func (l *lane) Move(batch []transport.Slice) error {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if l.err != nil {
-		return fmt.Errorf("gdr: move on lane %d: %w", l.id, errors.Join(net.ErrClosed, l.err))
+func (l *lane) Move(batch []transport.Slice) error { return l.src.move(batch) }
+
+// move accepts the slices of Move, or none of them.
+func (src *source) move(batch []transport.Slice) error {
+	src.l.mu.Lock()
+	defer src.l.mu.Unlock()
+	if src.l.err != nil {
+		return fmt.Errorf("gdr: move on lane %d: %w", src.l.id, errors.Join(net.ErrClosed, src.l.err))
 	}
 	free := 0
-	for i := range l.out {
-		if l.out[i].state == idle {
+	for i := range src.out {
+		if src.out[i].state == idle {
 			free++
 		}
 	}
 	if len(batch) > free {
-		return fmt.Errorf("gdr: move on lane %d: %d slices, and %d of %d are in flight: %w", l.id, len(batch), maxInFlight-free, maxInFlight, verbs.ErrFull)
+		return fmt.Errorf("gdr: move on lane %d: %d slices, and %d of %d are in flight: %w", src.l.id, len(batch), maxInFlight-free, maxInFlight, verbs.ErrFull)
 	}
 	id := 0
 	for i := range batch {
-		for l.out[id].state != idle {
+		for src.out[id].state != idle {
 			id++
 		}
-		s := &l.out[id]
-		l.seq++
-		s.state, s.s, s.seq, s.at = asked, batch[i], l.seq, time.Now()
+		s := &src.out[id]
+		src.seq++
+		s.state, s.s, s.seq, s.at = asked, batch[i], src.seq, time.Now()
 		s.why, s.err = transfer.ReasonNone, nil
 		if s.s.Range.Count > maxSliceChunks {
 			s.err = fmt.Errorf("gdr: a slice of %d chunks: at most %d", s.s.Range.Count, maxSliceChunks)
@@ -92,10 +118,10 @@ func (l *lane) Move(batch []transport.Slice) error {
 		}
 		if s.err != nil {
 			s.state, s.why = failed, transfer.ReasonRange
-			l.wake()
+			src.l.wake()
 			continue
 		}
-		l.say(&head{kind: kindAsk, id: uint8(id), seq: s.seq, slot: s.s.Origin.Slot, gen: s.s.Origin.Gen, r: s.s.Range, attempt: s.s.Attempt,
+		src.l.send(&head{kind: kindAsk, id: uint8(id), seq: s.seq, slot: s.s.Origin.Slot, gen: s.s.Origin.Gen, r: s.s.Range, attempt: s.s.Attempt,
 			bytes: s.bytes}, nil)
 	}
 	return nil
@@ -104,14 +130,14 @@ func (l *lane) Move(batch []transport.Slice) error {
 var errLost = errors.New("gdr: the source lease was closed")
 
 // proceed prepares a slice that the receiver permits. Called by the reader; an error ends the lane.
-func (l *lane) proceed(h *head, cells []byte) error {
-	l.mu.Lock()
-	s := &l.out[h.id]
+func (src *source) proceed(h *head, cells []byte) error {
+	src.l.mu.Lock()
+	s := &src.out[h.id]
 	ok := s.state == asked && s.seq == h.seq
 	if ok {
 		s.state = gone // only this goroutine touches it from here
 	}
-	l.mu.Unlock()
+	src.l.mu.Unlock()
 	if !ok {
 		return fmt.Errorf("%w: GO for slice %d.%d, which did not ask", errFrame, h.id, h.seq)
 	}
@@ -123,11 +149,11 @@ func (l *lane) proceed(h *head, cells []byte) error {
 		return fmt.Errorf("%w: GO for %d bytes of a slice of %d", errFrame, n, s.bytes)
 	}
 	s.to.begin(s.dst)
-	if err = l.launch(h.id, false); errors.Is(err, errLater) {
+	if err = src.launch(h.id, false); errors.Is(err, errLater) {
 		id := h.id
-		l.asks.Go(func() {
-			if err := l.launch(id, true); err != nil {
-				l.fail(err)
+		src.l.asks.Go(func() {
+			if err := src.launch(id, true); err != nil {
+				src.l.fail(err)
 			}
 		})
 		return nil
@@ -137,46 +163,52 @@ func (l *lane) proceed(h *head, cells []byte) error {
 
 // launch resolves a slice's source and begins to write. errLater: it would have to wait for a
 // registration.
-func (l *lane) launch(id uint8, wait bool) error {
-	s := &l.out[id]
+func (src *source) launch(id uint8, wait bool) error {
+	s := &src.out[id]
 	o := s.s.Origin
-	if !s.reading && !l.b.startUse(o) {
-		return l.giveUp(id, transfer.ReasonSourceGone, errLost)
+	if !s.reading && !src.l.b.startUse(o) {
+		return src.giveUp(id, transfer.ReasonSourceGone, errLost)
 	}
 	s.reading = true
 	var err error
 	if s.blocks, err = o.Source.Resolve(s.blocks[:0], s.s.Range); err != nil {
-		return l.giveUp(id, transfer.ReasonRange, err)
+		return src.giveUp(id, transfer.ReasonRange, err)
 	}
-	if s.src, s.keys, err = l.runs(s.src[:0], s.keys, s.blocks, false, wait); errors.Is(err, transport.ErrNotSupported) {
-		return l.giveUp(id, transfer.ReasonMemory, err) // memory for another transport
+	if s.src, s.keys, err = src.l.runs(s.src[:0], s.keys, s.blocks, access{wait: wait}); errors.Is(err, transport.ErrNotSupported) {
+		return src.giveUp(id, transfer.ReasonMemory, err) // memory for another transport
 	} else if err != nil {
 		return err
 	}
 	if _, n := total(s.src); n != s.bytes {
-		return l.giveUp(id, transfer.ReasonRange, fmt.Errorf("gdr: chunks %d+%d resolve to %d bytes of %d", s.s.Range.First, s.s.Range.Count, n, s.bytes))
+		return src.giveUp(id, transfer.ReasonRange, fmt.Errorf("gdr: chunks %d+%d resolve to %d bytes of %d", s.s.Range.First, s.s.Range.Count, n, s.bytes))
 	}
 	s.from.begin(s.src)
-	s.inline = l.q.MaxInline()
+	s.inline = src.l.q.MaxInline()
 	if slices.ContainsFunc(s.keys, func(k *key) bool { return k.gpu }) {
 		s.inline = 0
 	}
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if l.err != nil {
+	src.l.mu.Lock()
+	defer src.l.mu.Unlock()
+	if src.l.err != nil {
 		return nil
 	}
 	s.state = flight
-	l.going.push(id)
-	l.pumpLocked()
+	src.going.push(id)
+	src.pumpLocked()
 	return nil
+}
+
+// access is the purpose of a lookup of keys.
+type access struct {
+	remote bool // for the peer's writes; else for reads by the own NIC
+	wait   bool // for registrations that do not exist yet; else errLater
 }
 
 // runs appends blocks as memory under keys, and adds to held the keys that it acquired. Runs for
 // the peer have at most the axes that the peer supports.
-func (l *lane) runs(dst []run, held []*key, blocks []mem.Block, remote, wait bool) ([]run, []*key, error) {
+func (l *lane) runs(dst []run, held []*key, blocks []mem.Block, how access) ([]run, []*key, error) {
 	axes := mem.BothAxes
-	if remote {
+	if how.remote {
 		axes = l.axes
 	}
 	for len(blocks) > 0 {
@@ -189,7 +221,7 @@ func (l *lane) runs(dst []run, held []*key, blocks []mem.Block, remote, wait boo
 		}
 		if k == nil {
 			var err error
-			if k, err = l.dev.keys.get(keyName{b.Region, l.peer, remote}, wait); err != nil {
+			if k, err = l.dev.keys.get(keyName{b.Region, l.peer, how.remote}, how.wait); err != nil {
 				return dst, held, err
 			}
 			held = append(held, k)
@@ -203,23 +235,23 @@ func (l *lane) runs(dst []run, held []*key, blocks []mem.Block, remote, wait boo
 		}
 		blocks = blocks[s.Pieces():]
 		joined, n := s.Joined(b.Len) // for the device, a row without gaps is one piece
-		dst = k.runs(dst, b.Off, n, &joined, remote)
+		dst = k.runs(dst, b.Off, n, &joined, how.remote)
 	}
 	return dst, held, nil
 }
 
 // pumpLocked posts writes as far as the send queue has room.
-func (l *lane) pumpLocked() {
-	for l.going.n > 0 && l.err == nil {
-		id := l.going.first()
-		s := &l.out[id]
-		room := l.depth - min(l.posted-l.done, l.depth)
-		n := s.plan(l.works[:min(room, batchWorks)], l.posted, l.most)
+func (src *source) pumpLocked() {
+	for src.going.n > 0 && src.l.err == nil {
+		id := src.going.first()
+		s := &src.out[id]
+		room := src.depth - min(src.posted-src.done, src.depth)
+		n := s.plan(src.works[:min(room, batchWorks)], src.posted, src.most)
 		if n > 0 {
-			taken, err := l.q.PostSend(l.works[:n])
-			l.posted += uint64(taken)
+			taken, err := src.l.q.PostSend(src.works[:n])
+			src.posted += uint64(taken)
 			if err != nil {
-				l.failLocked(fmt.Errorf("gdr: lane %d: %w", l.id, err))
+				src.l.failLocked(fmt.Errorf("gdr: lane %d: %w", src.l.id, err))
 				return
 			}
 		}
@@ -229,11 +261,11 @@ func (l *lane) pumpLocked() {
 			}
 			continue
 		}
-		s.last = l.posted
-		l.going.pop()
-		l.flying.push(id)
-		if s.last <= l.good {
-			l.wake() // nothing to write
+		s.last = src.posted
+		src.going.pop()
+		src.flying.push(id)
+		if s.last <= src.good {
+			src.l.wake() // nothing to write
 		}
 	}
 }
@@ -269,26 +301,26 @@ func (s *sending) plan(works []verbs.Work, posted, most uint64) (n int) {
 }
 
 // giveUp sends a negative verdict on a slice of which nothing was written.
-func (l *lane) giveUp(id uint8, why transfer.Reason, err error) error {
-	s := &l.out[id]
+func (src *source) giveUp(id uint8, why transfer.Reason, err error) error {
+	s := &src.out[id]
 	s.why, s.err = why, err
-	s.release(l.b)
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	l.verdictLocked(id)
+	s.release(src.l.b)
+	src.l.mu.Lock()
+	defer src.l.mu.Unlock()
+	src.verdictLocked(id)
 	return nil
 }
 
-func (l *lane) verdictLocked(id uint8) {
-	s := &l.out[id]
-	if l.err != nil {
+func (src *source) verdictLocked(id uint8) {
+	s := &src.out[id]
+	if src.l.err != nil {
 		return
 	}
-	l.one[0] = verbs.Work{ID: l.posted + 1, Op: verbs.WriteImm, Imm: verdictOf(id, s.why, s.seq), Signaled: true}
-	taken, err := l.q.PostSend(l.one[:])
-	l.posted += uint64(taken)
+	src.one[0] = verbs.Work{ID: src.posted + 1, Op: verbs.WriteImm, Imm: verdictOf(id, s.why, s.seq), Signaled: true}
+	taken, err := src.l.q.PostSend(src.one[:])
+	src.posted += uint64(taken)
 	if err != nil {
-		l.failLocked(fmt.Errorf("gdr: lane %d: %w", l.id, err))
+		src.l.failLocked(fmt.Errorf("gdr: lane %d: %w", src.l.id, err))
 		return
 	}
 	s.state = judged
@@ -296,18 +328,18 @@ func (l *lane) verdictLocked(id uint8) {
 
 // judge decides for each slice with completed writes whether its bytes count, and reports slices
 // that never left. Called by the follower.
-func (l *lane) judge() {
+func (src *source) judge() {
 	for {
-		l.mu.Lock()
-		l.reportLocked()
-		if l.err != nil || l.flying.n == 0 || l.out[l.flying.first()].last > l.good {
-			l.mu.Unlock()
+		src.l.mu.Lock()
+		src.reportLocked()
+		if src.l.err != nil || src.flying.n == 0 || src.out[src.flying.first()].last > src.good {
+			src.l.mu.Unlock()
 			return
 		}
-		id := l.flying.first()
-		l.flying.pop()
-		s := &l.out[id]
-		l.mu.Unlock()
+		id := src.flying.first()
+		src.flying.pop()
+		s := &src.out[id]
+		src.l.mu.Unlock()
 		// The NIC has read all of it. From here only the follower and, after it, end touch the
 		// slice.
 		o := s.s.Origin
@@ -319,38 +351,38 @@ func (l *lane) judge() {
 		if !valid {
 			s.why, s.err = transfer.ReasonDisowned, errors.New("gdr: the source was invalidated while it was read")
 		}
-		s.release(l.b)
-		l.mu.Lock()
-		l.verdictLocked(id)
-		l.mu.Unlock()
+		s.release(src.l.b)
+		src.l.mu.Lock()
+		src.verdictLocked(id)
+		src.l.mu.Unlock()
 	}
 }
 
 // reportLocked ends slices that never left. It releases the lock meanwhile.
-func (l *lane) reportLocked() {
-	for i := range l.out {
-		s := &l.out[i]
+func (src *source) reportLocked() {
+	for i := range src.out {
+		s := &src.out[i]
 		if s.state != failed {
 			continue
 		}
 		res := [1]transport.Result{{Slice: s.s, Outcome: transfer.NotLanded, Reason: s.why, Err: s.err, Took: time.Since(s.at)}}
 		s.state, s.s = idle, transport.Slice{}
-		l.mu.Unlock()
-		l.b.host.Done(l, res[:])
-		l.mu.Lock()
+		src.l.mu.Unlock()
+		src.l.b.host.Done(src.l, res[:])
+		src.l.mu.Lock()
 	}
 }
 
 // ended processes the receiver's END of a slice. Called by the reader.
-func (l *lane) ended(h *head, results []transport.Result) error {
-	l.mu.Lock()
-	s := &l.out[h.id]
+func (src *source) ended(h *head, results []transport.Result) error {
+	src.l.mu.Lock()
+	s := &src.out[h.id]
 	if s.seq != h.seq || s.state != asked && s.state != judged || s.state == asked && h.reason == transfer.ReasonNone {
-		l.mu.Unlock()
+		src.l.mu.Unlock()
 		return fmt.Errorf("%w: END of slice %d.%d, which is not at its end", errFrame, h.id, h.seq)
 	}
-	l.progress = time.Now()
-	r := transport.Result{Slice: s.s, Outcome: transfer.Landed, Took: l.progress.Sub(s.at)}
+	src.l.activity.progress = time.Now()
+	r := transport.Result{Slice: s.s, Outcome: transfer.Landed, Took: src.l.activity.progress.Sub(s.at)}
 	switch {
 	case s.why != transfer.ReasonNone:
 		r.Outcome, r.Reason, r.Err = transfer.NotLanded, s.why, s.err
@@ -363,19 +395,19 @@ func (l *lane) ended(h *head, results []transport.Result) error {
 		r.Err = fmt.Errorf("gdr: chunks %d+%d, attempt %d: the receiver reports %s", s.s.Range.First, s.s.Range.Count, s.s.Attempt, h.reason)
 	}
 	s.state, s.s = idle, transport.Slice{}
-	l.mu.Unlock()
+	src.l.mu.Unlock()
 	results[0] = r
-	l.b.host.Done(l, results[:1])
+	src.l.b.host.Done(src.l, results[:1])
 	results[0] = transport.Result{}
 	return nil
 }
 
 // reads reports whether the NIC may read an origin through this lane.
-func (l *lane) reads(o *transport.Origin) bool {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	for i := range l.out {
-		if s := &l.out[i]; s.state != idle && s.s.Origin == o {
+func (src *source) reads(o *transport.Origin) bool {
+	src.l.mu.Lock()
+	defer src.l.mu.Unlock()
+	for i := range src.out {
+		if s := &src.out[i]; s.state != idle && s.s.Origin == o {
 			return true
 		}
 	}

@@ -18,7 +18,7 @@ import (
 func stale(l *lane) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.progress = time.Now().Add(-2 * time.Hour)
+	l.activity.progress = time.Now().Add(-2 * time.Hour)
 }
 
 // under begins to move chunks over a lane of its own, whose messages stay on the wire once they are
@@ -42,7 +42,7 @@ func asks(t *testing.T, p *transporttest.Pair, b *transporttest.Bind, attempt ui
 	until(t, "the later attempt has asked", func() bool {
 		l.mu.Lock()
 		defer l.mu.Unlock()
-		return l.in[0].state == asked
+		return l.dst.in[0].state == asked
 	})
 	return res
 }
@@ -130,7 +130,7 @@ func TestSilenceIsDoubtedFirst(t *testing.T) {
 		t.Fatalf("given up at the first look: %v", err)
 	}
 	l.mu.Lock()
-	l.progress = time.Now() // a completion that had waited
+	l.activity.progress = time.Now() // a completion that had waited
 	l.mu.Unlock()
 	l.checkProgress(later())
 	if err := l.failure(); err != nil {
@@ -183,13 +183,13 @@ func TestSlowLaneIsWaitedFor(t *testing.T) {
 	patience := func() time.Duration {
 		there.mu.Lock()
 		defer there.mu.Unlock()
-		return there.patienceLocked()
+		return there.activity.patience(&there.b.cfg)
 	}
 	if got, want := patience(), patiencePaces*slow*9/10; got < want {
 		t.Errorf("slices come every %v or slower, and the next one is waited for %v, want %v at least", slow, got, want)
 	}
 	there.mu.Lock()
-	there.pace = time.Hour // however busy this machine is
+	there.activity.pace = time.Hour // however busy this machine is
 	there.mu.Unlock()
 	b, first := slice()
 	later := asks(t, p, b, 2)
@@ -203,14 +203,15 @@ func TestSlowLaneIsWaitedFor(t *testing.T) {
 	}
 	b.End(t)
 	there.mu.Lock()
-	there.pace = 30 * time.Minute
+	there.activity.pace = 30 * time.Minute
 	there.mu.Unlock()
 	if got := patience(); got != time.Hour {
 		t.Errorf("it is waited for %v: longer than the silence that ends it", got)
 	}
 	there.mu.Lock()
-	there.learnLocked(2*time.Hour, 1) // we were stopped
-	got := there.pace
+	there.activity.sliceAt = there.activity.progress.Add(-2 * time.Hour) // this process was stopped
+	there.activity.arrived(1, there.b.cfg.Silence)
+	got := there.activity.pace
 	there.mu.Unlock()
 	if got != 30*time.Minute {
 		t.Errorf("a pause of this process made it %v", got)

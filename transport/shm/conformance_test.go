@@ -41,17 +41,17 @@ func TestDevice(t *testing.T) {
 	})
 }
 
-// Readers that were roused end, and move, like others.
-func TestRoused(t *testing.T) {
+// A reader that polls after a hint passes the suite like a sleeping one.
+func TestConformanceAfterHints(t *testing.T) {
 	transporttest.Conformance(t, func(tb testing.TB) transport.Backend {
-		return rouser{New(Config{Dir: testutil.ShortDir(tb), Workers: 2, pollers: 1, rouse: time.Hour, stay: 10 * time.Millisecond})}
+		return hinter{New(Config{Dir: testutil.ShortDir(tb), Workers: 2, pollers: 1, hinted: time.Hour, stay: 10 * time.Millisecond})}
 	})
 }
 
-// rouser rouses the peer of each lane as soon as there is one.
-type rouser struct{ transport.Backend }
+// hinter sends a hint on each lane as soon as it is up.
+type hinter struct{ transport.Backend }
 
-func (r rouser) Dial(ctx context.Context, peer transport.Peer, local, remote transport.Rail) (transport.Lane, error) {
+func (r hinter) Dial(ctx context.Context, peer transport.Peer, local, remote transport.Rail) (transport.Lane, error) {
 	l, err := r.Backend.Dial(ctx, peer, local, remote)
 	if err == nil {
 		l.(transport.Rouser).Rouse()

@@ -5,6 +5,7 @@ import (
 	"sync"
 
 	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -202,13 +203,8 @@ func (m *batch) list(j *job) transfer.Reason {
 		return reason
 	}
 	c := cursor{job: j, cells: j.cells}
-	for rest := j.r; rest.Count > 0; {
-		n, fresh := j.claim.Fresh(rest)
-		bytes, err := j.grant.Sink.Bytes(transfer.Range{First: rest.First, Count: n})
-		if err != nil {
-			return transfer.ReasonRange
-		}
-		err = c.each(bytes, func(d mem.Block, s sourcePiece) error {
+	return j.walk(func(bytes uint64, fresh bool) transfer.Reason {
+		err := c.each(bytes, func(d mem.Block, s sourcePiece) error {
 			switch {
 			case !fresh:
 			case !s.m.far():
@@ -222,9 +218,8 @@ func (m *batch) list(j *job) transfer.Reason {
 		if err != nil {
 			return transfer.ReasonRange
 		}
-		rest.First, rest.Count = rest.First+n, rest.Count-n
-	}
-	return transfer.ReasonNone
+		return transfer.ReasonNone
+	})
 }
 
 // carries reports whether links carry the rest of dst and src, between host memory and a GPU, and
@@ -288,7 +283,7 @@ func (m *batch) whole(j *job) transfer.Reason {
 		}
 		for len(cells) > 0 { // like sourceLocked
 			of, length, off := cellAt(cells)
-			if of != r.region || length >= runFlag {
+			if of != r.region || length >= wire.RunFlag {
 				break
 			}
 			b := &m.src[at]

@@ -111,8 +111,8 @@ func (d *cold) Import(id mem.ID, handle []byte, _ int, size uint64) (*mem.Region
 	return mem.NewDevice(id, mem.DeviceMemory{Device: d, Addr: 1 << 20, Size: size, Handle: handle, FD: -1})
 }
 
-// TestRouseWarms: who is roused warms each GPU of the peer's memory that it knows, once.
-func TestRouseWarms(t *testing.T) {
+// TestHintWarms: a hint warms each GPU of the peer's regions once.
+func TestHintWarms(t *testing.T) {
 	var d cold
 	p := newPair(t, Config{Devices: &d, pollers: 1, cold: 1})
 	for slot := range transfer.Slot(2) { // two regions of it
@@ -125,7 +125,7 @@ func TestRouseWarms(t *testing.T) {
 		p.move(t, o, from.space, 4, p.lane)
 	}
 	if n := d.warmed.Load(); n != 0 {
-		t.Errorf("warmed %d times, and nobody was roused", n)
+		t.Errorf("warmed %d times without a hint", n)
 	}
 	p.lane.(*lane).Rouse()
 	for end := time.Now().Add(waitFor); d.warmed.Load() != 1; runtime.Gosched() {
@@ -139,7 +139,7 @@ func TestRouseWarms(t *testing.T) {
 	p.dst.mu.Lock()
 	g.Sink = to
 	p.dst.mu.Unlock()
-	p.move(t, o, from.space, 4, p.lane) // behind all that the rouse was for
+	p.move(t, o, from.space, 4, p.lane) // after everything that the hint announced
 	if n := d.warmed.Load(); n != 1 {
 		t.Errorf("warmed %d times, want once", n)
 	}

@@ -35,39 +35,30 @@ const (
 	kindDevice
 	// source: a few bytes themselves, which were valid when they were read
 	kindPush
-	kindRouse // source: awaited pulls follow soon (wake-up hint)
+	kindHint // source: awaited pulls follow soon (wake-up hint)
 	numKinds
 )
 
 // frames are the supported versions of a lane. 1.0 lists every piece of a pull separately, 1.1 has
 // runs, 1.2 pushes, 1.3 runs of two axes, 1.4 wake-up hints. This end reads all, and sends only
 // what the chosen version supports.
-var frames = wire.Versions{Min: wire.V(1, 0), Max: framesRouse}
+var frames = wire.Versions{Min: wire.V(1, 0), Max: framesHint}
 
 // The first versions with runs, with pushes, with runs of rows, and with wake-up hints.
 var (
-	framesRuns  = wire.V(1, 1)
-	framesPush  = wire.V(1, 2)
-	framesRows  = wire.V(1, 3)
-	framesRouse = wire.V(1, 4)
+	framesRuns = wire.V(1, 1)
+	framesPush = wire.V(1, 2)
+	framesRows = wire.V(1, 3)
+	framesHint = wire.V(1, 4)
 )
 
-// axesOf is the largest number of axes of runs for a peer of this version.
-func axesOf(v wire.Version) int {
-	switch {
-	case v >= framesRows:
-		return mem.BothAxes
-	case v >= framesRuns:
-		return mem.OneAxis
-	}
-	return mem.NoAxis
-}
+var runVersions = wire.RunVersions{OneAxis: framesRuns, BothAxes: framesRows}
 
 const (
 	regionBytes  = 4 + 16 + 8
 	deviceFixed  = regionBytes + 1 // with a descriptor or without; the handle follows
 	forgetBytes  = 4
-	pullFixed    = 8 + 2 + 2 + 4*4
+	pullFixed    = 8 + 2 + 2 + wire.ChunksBytes
 	cellBytes    = wire.StridesCell
 	pulledBytes  = 8 + 1
 	verdictBytes = 8 + 1
@@ -99,7 +90,7 @@ type pullFrame struct {
 }
 
 // run is pieces of a source region, each of len bytes. In a frame a single piece takes one cell
-// (region, length and offset), a run two or three: runFlag in the first announces cells of
+// (region, length and offset), a run two or three: wire.RunFlag in the first announces cells of
 // wire.AppendStrides.
 type run struct {
 	region uint32
@@ -107,8 +98,6 @@ type run struct {
 	off    uint64 // of the first piece
 	mem.Strides
 }
-
-const runFlag = 1 << 31 // in a cell's length, which is smaller
 
 // Bounds of one pull. A run describes any number of pieces in 48 bytes; the pieces exist only when
 // they are copied.
@@ -122,7 +111,7 @@ const (
 // copying it: two of the five wake-ups between the engines.
 const pushBytes = 16 << 10
 
-// cellAt reads a cell: a single piece, or with runFlag in its length the first of a run.
+// cellAt reads a cell: a single piece, or with wire.RunFlag in its length the first of a run.
 func cellAt(c []byte) (region, length uint32, off uint64) {
 	c = c[:cellBytes]
 	what := binary.LittleEndian.Uint64(c)
@@ -139,7 +128,7 @@ func putCell(c []byte, region, length uint32, off uint64) {
 // next reads the first run of the cells of a pull, which are not empty, and returns the cells after
 // it.
 func (r *run) next(cells []byte) ([]byte, error) {
-	if r.region, r.len, r.off = cellAt(cells); r.len >= runFlag {
+	if r.region, r.len, r.off = cellAt(cells); r.len >= wire.RunFlag {
 		return r.strided(cells[cellBytes:])
 	}
 	r.Count, r.Rows = 1, 1 // the strides of one piece are unused
@@ -148,7 +137,7 @@ func (r *run) next(cells []byte) ([]byte, error) {
 
 // strided reads the cells after the first one of a run.
 func (r *run) strided(cells []byte) ([]byte, error) {
-	r.len -= runFlag
+	r.len -= wire.RunFlag
 	cells, err := wire.ReadStrides(cells, &r.Strides)
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", errFrame, err)
@@ -195,10 +184,7 @@ func appendAsk(b []byte, k kind, f pullFrame) []byte {
 	b = binary.LittleEndian.AppendUint64(b, f.tag)
 	b = binary.LittleEndian.AppendUint16(b, uint16(f.slot))
 	b = append(b, 0, 0)
-	b = binary.LittleEndian.AppendUint32(b, uint32(f.gen))
-	b = binary.LittleEndian.AppendUint32(b, f.r.First)
-	b = binary.LittleEndian.AppendUint32(b, f.r.Count)
-	return binary.LittleEndian.AppendUint32(b, f.attempt)
+	return wire.AppendChunks(b, wire.Chunks{Gen: f.gen, Range: f.r, Attempt: f.attempt})
 }
 
 // setTag gives the pull that begins the frame b its tag.
@@ -217,7 +203,7 @@ func endPush(b []byte) { binary.LittleEndian.PutUint16(b[2:], uint16(len(b)-fram
 func appendRun(b []byte, r *run) []byte {
 	length := r.len
 	if r.Count > 1 {
-		length |= runFlag
+		length |= wire.RunFlag
 	}
 	b = slices.Grow(b, cellBytes)[:len(b)+cellBytes]
 	putCell(b[len(b)-cellBytes:], r.region, length, r.off)
@@ -260,7 +246,7 @@ func appendConfirm(b []byte, tag uint64, o transfer.Outcome, r transfer.Reason) 
 	return append(binary.LittleEndian.AppendUint64(appendHeader(b, kindConfirm, confirmBytes), tag), byte(o), byte(r))
 }
 
-func appendRouse(b []byte) []byte { return appendHeader(b, kindRouse, 0) }
+func appendHint(b []byte) []byte { return appendHeader(b, kindHint, 0) }
 
 // handler takes the frames of a packet. Views into the packet end with the call.
 type handler interface {
@@ -272,7 +258,7 @@ type handler interface {
 	pulled(tag uint64, reason transfer.Reason) error
 	verdict(tag uint64, valid bool) error
 	confirm(tag uint64, o transfer.Outcome, r transfer.Reason) error
-	rouse() error
+	hint() error
 }
 
 // parse walks one packet of foreign bytes: it checks every length before use, and an error ends the
@@ -317,7 +303,7 @@ func dispatch(k kind, b []byte, h handler) error {
 		want = verdictBytes
 	case kindConfirm:
 		want = confirmBytes
-	case kindRouse:
+	case kindHint:
 	default:
 		return fmt.Errorf("%w: kind %d is unknown", errFrame, k)
 	}
@@ -347,21 +333,21 @@ func dispatch(k kind, b []byte, h handler) error {
 		return h.pulled(binary.LittleEndian.Uint64(b), transfer.Reason(b[8]))
 	case kindVerdict:
 		return h.verdict(binary.LittleEndian.Uint64(b), b[8] == 1)
-	case kindRouse:
-		return h.rouse()
+	case kindHint:
+		return h.hint()
 	}
 	return h.confirm(binary.LittleEndian.Uint64(b), transfer.Outcome(b[8]), transfer.Reason(b[9]))
 }
 
 // asked reads the common part of a pull and a push; b is long enough.
 func asked(b []byte) pullFrame {
+	c := wire.ReadChunks(b[12:])
 	return pullFrame{
-		tag:  binary.LittleEndian.Uint64(b),
-		slot: transfer.Slot(binary.LittleEndian.Uint16(b[8:])),
-		gen:  transfer.Gen(binary.LittleEndian.Uint32(b[12:])),
-		r:    transfer.Range{First: binary.LittleEndian.Uint32(b[16:]), Count: binary.LittleEndian.Uint32(b[20:])},
-
-		attempt: binary.LittleEndian.Uint32(b[24:]),
+		tag:     binary.LittleEndian.Uint64(b),
+		slot:    transfer.Slot(binary.LittleEndian.Uint16(b[8:])),
+		gen:     c.Gen,
+		r:       c.Range,
+		attempt: c.Attempt,
 		cells:   b[pullFixed:],
 	}
 }

@@ -73,9 +73,9 @@ func (r *recorder) pulled(tag uint64, why transfer.Reason) error {
 	return r.note("pulled %d %s", tag, why)
 }
 
-func (r *recorder) rouse() error {
-	r.again = appendRouse(r.again)
-	return r.note("rouse")
+func (r *recorder) hint() error {
+	r.again = appendHint(r.again)
+	return r.note("hint")
 }
 
 func (r *recorder) verdict(tag uint64, valid bool) error {
@@ -118,7 +118,7 @@ func samplePacket() []byte {
 	b = appendConfirm(b, 7, transfer.Landed, transfer.ReasonNone)
 	b = appendDevice(b, deviceFrame{regionFrame{index: 4, id: mem.ID{8}, size: 1 << 30}, true, []byte{0xab, 0xcd}})
 	b = append(b, pushOf(pullFrame{tag: 8, slot: 9, gen: 10, r: transfer.Range{First: 11, Count: 1}, attempt: 12, cells: []byte{13, 14}})...)
-	return appendForget(appendRouse(b), 3)
+	return appendForget(appendHint(b), 3)
 }
 
 func TestFramesRoundTrip(t *testing.T) {
@@ -129,7 +129,7 @@ func TestFramesRoundTrip(t *testing.T) {
 	}
 	want := []string{"region 3 07000000000000000000000000000000 1099511627776", "pull 1048576 65535.9 {1 2} 4: 3[8589934592+4096] 3[0+1] 3[1048576+512 100 times by 4096] 4[1048576+64 3 times by -128] 4[2097152+512 8 times by 8192, 16 times by 512]", "pulled 5 range",
 		"verdict 6 true", "confirm 7 landed none", "device 4 08000000000000000000000000000000 1073741824 true abcd",
-		"push 8 9.10 {11 1} 12: 0d0e", "rouse", "forget 3"}
+		"push 8 9.10 {11 1} 12: 0d0e", "hint", "forget 3"}
 	if !slices.Equal(r.said, want) {
 		t.Fatalf("got %q, want %q", r.said, want)
 	}
@@ -258,7 +258,7 @@ func (n *nop) pull(f pullFrame) error {
 func (n *nop) push(f pullFrame) error                   { n.sum += uint64(len(f.cells)); return nil }
 func (n *nop) pulled(t uint64, _ transfer.Reason) error { n.sum += t; return nil }
 func (n *nop) verdict(t uint64, _ bool) error           { n.sum += t; return nil }
-func (n *nop) rouse() error                             { n.sum++; return nil }
+func (n *nop) hint() error                              { n.sum++; return nil }
 func (n *nop) confirm(t uint64, _ transfer.Outcome, _ transfer.Reason) error {
 	n.sum += t
 	return nil

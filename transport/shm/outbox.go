@@ -25,7 +25,7 @@ type outbox struct {
 
 	mu sync.Mutex
 	// guarded by mu
-	q        []*packet // oldest first; bounded by the pulls in flight, and a rouse
+	q        []*packet // oldest first; bounded by the pulls in flight, and a wake-up hint
 	free     []*packet
 	flushing bool // some goroutine sends, or the writer was woken for it
 	handed   bool // the writer becomes the flusher at its next wake-up

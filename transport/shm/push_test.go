@@ -17,9 +17,9 @@ import (
 // them.
 func requests(l transport.Lane) (n uint64, regions int) {
 	s := l.(*lane)
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.seq, len(s.regions)
+	s.src.mu.Lock()
+	defer s.src.mu.Unlock()
+	return s.src.seq, len(s.src.regions)
 }
 
 // Few bytes are pushed, more are pulled; an older peer is pulled from only. A region that nobody

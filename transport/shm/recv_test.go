@@ -23,14 +23,14 @@ func TestLinger(t *testing.T) {
 	came := make(chan bool)
 	for _, c := range []struct {
 		name   string
-		linger time.Duration
+		poll   time.Duration
 		others int32
 		send   bool // while it asks
 		came   bool
 	}{{"at once", 0, 0, false, false}, {"in vain", time.Millisecond, 1, false, false}, {"in time", time.Hour, 1, true, true}, {"too many", time.Hour, 2, false, false}} {
 		polling.Store(c.others)
 		start := time.Now()
-		in.linger(start.Add(c.linger))
+		in.pollUntil(start.Add(c.poll))
 		go func() { came <- in.recv(uintptr(fds[0])) }()
 		if c.send {
 			select {
@@ -50,8 +50,8 @@ func TestLinger(t *testing.T) {
 		if got := <-came; got != c.came {
 			t.Errorf("%s: something came: %t, want %t", c.name, got, c.came)
 		}
-		if waited := time.Since(start); waited < c.linger && !c.send && c.others < 2 {
-			t.Errorf("%s: it asked for %s, want %s at least", c.name, waited, c.linger)
+		if waited := time.Since(start); waited < c.poll && !c.send && c.others < 2 {
+			t.Errorf("%s: it asked for %s, want %s at least", c.name, waited, c.poll)
 		}
 		if n := polling.Load(); n != c.others {
 			t.Errorf("%s: %d poll when it has ended, want %d", c.name, n, c.others)

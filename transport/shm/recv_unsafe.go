@@ -29,7 +29,7 @@ type inbox struct {
 	most    int32
 }
 
-// newInbox makes an inbox that polls after linger, if not more than the given number poll.
+// newInbox makes an inbox that polls after pollUntil, if not more than the given number poll.
 func newInbox(rc syscall.RawConn, polling *atomic.Int32, most int) *inbox {
 	in := &inbox{rc: rc, polling: polling, most: int32(most)}
 	in.iov.Base = &in.buf[0]
@@ -53,15 +53,15 @@ func (in *inbox) next() (packet, oob []byte, flags int, err error) {
 	return in.buf[:in.n], in.oob[:in.hdr.Controllen], int(in.hdr.Flags), nil
 }
 
-// linger makes next poll at least until then instead of sleeping.
-func (in *inbox) linger(until time.Time) {
+// pollUntil makes next poll at least until then instead of sleeping.
+func (in *inbox) pollUntil(until time.Time) {
 	if in.most > 0 && until.After(in.until) {
 		in.until = until
 	}
 }
 
-// lingers reports whether next polls.
-func (in *inbox) lingers() bool { return !in.until.IsZero() }
+// polls reports whether next polls.
+func (in *inbox) polls() bool { return !in.until.IsZero() }
 
 // recv tries once, or polls for its time; false: no packet yet.
 func (in *inbox) recv(fd uintptr) bool {

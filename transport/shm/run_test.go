@@ -50,7 +50,7 @@ func frameOf(t *testing.T, l *lane, m *memory, r transfer.Range) (cells int, got
 		t.Fatal(err)
 	}
 	var a asker
-	fits, _, err := l.list(&a, &moved{s: transport.Slice{Origin: &transport.Origin{Source: m}}}, r, blocks)
+	fits, _, err := l.src.list(&a, &moved{s: transport.Slice{Origin: &transport.Origin{Source: m}}}, r, blocks)
 	if err != nil || !fits {
 		t.Fatalf("list: %v, %v", fits, err)
 	}
@@ -89,11 +89,11 @@ func TestRegularPullsAreShort(t *testing.T) {
 	if n, got := frameOf(t, l, scattered, r); n != len(got) {
 		t.Errorf("%d cells for %d scattered pieces", n, len(got))
 	}
-	l.axes = axesOf(framesPush)
+	l.src.axes = runVersions.Axes(framesPush)
 	if n, got := frameOf(t, l, rows, r); n > 2*(len(got)/256) || n <= 3 {
 		t.Errorf("%d cells for %d pieces in rows of 256 to a peer that knows runs of one axis", n, len(got))
 	}
-	l.axes = axesOf(wire.V(1, 0))
+	l.src.axes = runVersions.Axes(wire.V(1, 0))
 	if n, got := frameOf(t, l, rows, r); n != len(got) {
 		t.Errorf("%d cells for %d pieces to a peer that knows no runs", n, len(got))
 	}
@@ -118,7 +118,7 @@ func TestCrosswisePages(t *testing.T) {
 			m.blocks[i] = mem.Block{Region: region, Off: block*7%pages*page + k/c.inner*c.outerStride + k%c.inner*c.innerStride, Len: each}
 		}
 		for version, want := range map[wire.Version]uint64{framesRows: pull / page * 3, framesPush: pull / page * c.outer * 2} {
-			l.axes = axesOf(version)
+			l.src.axes = runVersions.Axes(version)
 			n, got := frameOf(t, l, m, transfer.Range{Count: pull / transfer.ChunkBytes})
 			if uint64(len(got)) != pull/each || uint64(n) != want {
 				t.Errorf("%s, %s: %d cells for %d pieces, want %d", name, version, n, len(got), want)
@@ -130,7 +130,7 @@ func TestCrosswisePages(t *testing.T) {
 // To a peer of each version goes what it knows, and no more.
 func TestAxesOfVersions(t *testing.T) {
 	for v, want := range map[wire.Version]int{wire.V(1, 0): mem.NoAxis, wire.V(1, 1): mem.OneAxis, wire.V(1, 2): mem.OneAxis, wire.V(1, 3): mem.BothAxes, wire.V(1, 9): mem.BothAxes} {
-		if got := axesOf(v); got != want {
+		if got := runVersions.Axes(v); got != want {
 			t.Errorf("%s: %d axes, want %d", v, got, want)
 		}
 	}
@@ -151,7 +151,7 @@ func TestRegularMemory(t *testing.T) {
 			p := &pair{src: newNode(t, 1, 2, Config{Dir: dir, Workers: 2, versions: c.src}),
 				dst: newNode(t, 2, 1, Config{Dir: dir, Workers: 2, versions: c.dst})}
 			p.lane = p.dial(t)
-			if got := p.lane.(*lane).axes; got != c.axes {
+			if got := p.lane.(*lane).src.axes; got != c.axes {
 				t.Fatalf("the source sends runs of %d axes, want %d", got, c.axes)
 			}
 			const n = 1 << 19 // eight chunks
@@ -321,7 +321,7 @@ func BenchmarkRuns(b *testing.B) {
 	}
 	var a asker
 	slice := &moved{s: transport.Slice{Origin: &transport.Origin{Source: m}}}
-	if fits, _, err := l.list(&a, slice, m.space.All(), list); !fits || err != nil {
+	if fits, _, err := l.src.list(&a, slice, m.space.All(), list); !fits || err != nil {
 		b.Fatal(fits, err)
 	}
 	cells := a.frame[frameHeader+pullFixed:]
@@ -332,7 +332,7 @@ func BenchmarkRuns(b *testing.B) {
 	}
 	var to batch
 	for name, f := range map[string]func(){
-		"frame": func() { _, _, _ = l.list(&a, slice, m.space.All(), list) },
+		"frame": func() { _, _, _ = l.src.list(&a, slice, m.space.All(), list) },
 		"check": func() {
 			j.cells, j.total, j.pieces = j.cells[:0], 0, 0
 			_, _ = dst.sourceLocked(&j, cells)

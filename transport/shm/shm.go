@@ -59,23 +59,23 @@ type Config struct {
 
 	versions wire.Versions // of lanes; default frames; a test's peer may be older
 	// readers that poll at the same time; default a quarter of the processors
-	pollers     int
-	rouse, stay time.Duration // default rouseFor and stayFor
-	cold        time.Duration // default coldAfter
+	pollers      int
+	hinted, stay time.Duration // default hintedFor and stayFor
+	cold         time.Duration // default coldAfter
 }
 
-// After a wake-up hint a lane's reader polls for pulls for rouseFor, and after each pull for
+// After a wake-up hint a lane's reader polls for pulls for hintedFor, and after each pull for
 // stayFor; then it sleeps as usual. If the first pull came later than that, or none came, hints are
-// ignored for deafFor: an engine whose layers come so late gains nothing. [measured, 16 cores,
+// ignored for ignoredFor: an engine whose layers come so late gains nothing. [measured, 16 cores,
 // H200] a sleeping processor receives a packet 50 to 300 us late, because the host of its virtual
 // machine has to wake it, and every layer after the first one queues. A quarter of the processors
 // may poll, and further readers sleep: a poller holds a processor of the runtime, and with few of
 // those all other goroutines would be tens of milliseconds late.
 const (
-	rouseFor  = 20 * time.Millisecond // the previous step may still run
-	stayFor   = 300 * time.Microsecond
-	deafFor   = 200 * time.Millisecond
-	coldAfter = 2 * time.Millisecond // without pulls for this long, GPUs are warmed
+	hintedFor  = 20 * time.Millisecond // the previous step may still run
+	stayFor    = 300 * time.Microsecond
+	ignoredFor = 200 * time.Millisecond
+	coldAfter  = 2 * time.Millisecond // without pulls for this long, GPUs are warmed
 )
 
 // The number of goroutines for GPU memory, beside a lane's reader, follows the copiers, which are
@@ -155,8 +155,8 @@ func New(cfg Config) *Backend {
 	if cfg.pollers == 0 {
 		cfg.pollers = runtime.GOMAXPROCS(0) / 4
 	}
-	if cfg.rouse == 0 {
-		cfg.rouse, cfg.stay = rouseFor, stayFor
+	if cfg.hinted == 0 {
+		cfg.hinted, cfg.stay = hintedFor, stayFor
 	}
 	if cfg.cold == 0 {
 		cfg.cold = coldAfter
@@ -420,7 +420,7 @@ func (b *Backend) waitReads(ctx context.Context, o *transport.Origin, r *reading
 	}
 	b.mu.Unlock()
 	for _, l := range silent {
-		if l.reads(o) {
+		if l.src.reads(o) {
 			l.close(fmt.Errorf("shm: the peer answers no pull of slot %d.%d: %w", o.Slot, o.Gen, ctx.Err()))
 		}
 	}
@@ -471,7 +471,7 @@ func (b *Backend) sweep() {
 		}
 		b.mu.Unlock()
 		for _, l := range all {
-			l.forgetFreed()
+			l.src.forgetFreed()
 		}
 	}
 }

@@ -5,8 +5,6 @@ import (
 	"context"
 	"errors"
 	"math/rand/v2"
-	"runtime"
-	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -14,7 +12,6 @@ import (
 	"github.com/kvspray/kvspray/internal/leaktest"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/internal/testutil"
-	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -260,142 +257,6 @@ func TestMove(t *testing.T) {
 	}
 }
 
-// awaitPollers waits until so many readers poll.
-func (n *node) awaitPollers(t *testing.T, want int32) {
-	t.Helper()
-	for end := time.Now().Add(waitFor); n.b.polling.Load() != want; runtime.Gosched() {
-		if time.Now().After(end) {
-			t.Fatalf("%d readers poll, want %d", n.b.polling.Load(), want)
-		}
-	}
-}
-
-// TestRouse: who is roused polls, for a while, at the end that was roused; who is not does not.
-func TestRouse(t *testing.T) {
-	p := newPair(t, Config{pollers: 1, rouse: 50 * time.Millisecond, stay: time.Millisecond})
-	for slot := range transfer.Slot(4) {
-		from, to := newMemory(t, 1<<20, 16<<10, 1), newMemory(t, 1<<20, 16<<10, 2)
-		o, _ := p.bind(t, slot, from, to)
-		roused := slot >= 2
-		if roused {
-			p.lane.(*lane).Rouse()
-			p.dst.awaitPollers(t, 1)
-		}
-		p.move(t, o, from.space, 4, p.lane)
-		if !roused && p.dst.b.polling.Load() != 0 {
-			t.Error("a reader that nobody roused polls")
-		}
-		p.dst.awaitPollers(t, 0)
-	}
-	if n := p.src.b.polling.Load(); n != 0 {
-		t.Errorf("%d readers poll at the source", n)
-	}
-}
-
-// TestRouseWaitsForNothing: while packets wait for the peer there are no more of them.
-func TestRouseWaitsForNothing(t *testing.T) {
-	l := newPair(t, Config{}).lane.(*lane)
-	l.out.mu.Lock()
-	l.out.flushing = true // somebody sends, and is stuck
-	l.out.mu.Unlock()
-	for range 3 {
-		l.Rouse()
-	}
-	l.out.mu.Lock()
-	n := 0
-	for _, q := range l.out.q {
-		n += len(q.b)
-	}
-	l.out.flushing = false
-	l.out.mu.Unlock()
-	if n != frameHeader {
-		t.Errorf("%d bytes wait, want one frame", n)
-	}
-}
-
-// TestRouseOld: a peer that knows no rouses is sent none.
-func TestRouseOld(t *testing.T) {
-	l := newPair(t, Config{versions: wire.Versions{Min: wire.V(1, 0), Max: framesRows}}).lane.(*lane)
-	l.out.mu.Lock()
-	l.out.flushing = true // what is queued stays
-	l.out.mu.Unlock()
-	l.Rouse()
-	if l.out.waits() {
-		t.Error("roused")
-	}
-	l.out.mu.Lock()
-	l.out.flushing = false
-	l.out.mu.Unlock()
-}
-
-// TestStayAwake: a reader lingers for the first pull behind a rouse and for a while behind each, no
-// rouse makes it longer, and one that gained nothing by it is left alone for some time.
-func TestStayAwake(t *testing.T) {
-	const rouse, asked, refused = 1, 2, 5 // refused: roused, but as many others poll as may
-	type event struct {
-		at    time.Duration
-		what  int
-		until time.Duration // that it lingers afterwards; 0: it does not
-	}
-	const ms = time.Millisecond
-	for name, events := range map[string][]event{
-		"nobody roused it":             {{0, asked, 0}, {ms, asked, 0}},
-		"a pass":                       {{0, rouse, 20 * ms}, {5 * ms, asked, 20 * ms}, {20*ms - 1, asked, 20*ms - 1 + stayFor}, {30 * ms, asked, 0}},
-		"a step, and one behind it":    {{0, rouse, 20 * ms}, {15 * ms, asked, 20 * ms}, {16 * ms, rouse, 36 * ms}, {17 * ms, asked, 36 * ms}, {40 * ms, rouse, 60 * ms}},
-		"a step with its first layers": {{0, rouse | asked, 20 * ms}, {ms, asked, 20 * ms}},
-		"rouses alone": {{0, rouse, 20 * ms}, {15 * ms, rouse, 20 * ms}, {19 * ms, rouse, 20 * ms}, {21 * ms, rouse, 0}, {30 * ms, rouse, 0},
-			{20*ms + deafFor - 1, rouse, 0}, {20*ms + deafFor, rouse, 40*ms + deafFor}},
-		"nothing for a long time":            {{0, rouse, 20 * ms}, {10 * time.Second, rouse, 10*time.Second + 20*ms}},
-		"a layer that comes too late":        {{0, rouse, 20 * ms}, {39 * ms, asked, 0}, {40 * ms, rouse, 0}, {41 * ms, asked, 0}, {20*ms + deafFor, rouse, 40*ms + deafFor}},
-		"others poll, and a pull is in time": {{0, refused, 0}, {ms, asked, 0}, {2 * ms, rouse, 22 * ms}},
-	} {
-		start := time.Now()
-		l := &lane{b: New(Config{pollers: 1})}
-		in := newInbox(nil, nil, 1)
-		for i, e := range events {
-			if now := start.Add(e.at); !in.until.After(now) {
-				in.until = time.Time{} // as recv does
-			}
-			l.roused, l.asked = e.what&rouse != 0, e.what&asked != 0
-			l.stayAwake(in, start.Add(e.at))
-			if e.what == refused {
-				in.until = time.Time{} // as recv does
-			}
-			until := time.Duration(0)
-			if in.lingers() {
-				until = in.until.Sub(start)
-			}
-			if until != e.until {
-				t.Fatalf("%s: event %d: it lingers until %s, want %s", name, i, until, e.until)
-			}
-		}
-	}
-	l, in := &lane{b: New(Config{pollers: 1}), roused: true}, newInbox(nil, nil, 0)
-	if l.stayAwake(in, time.Now()); in.lingers() {
-		t.Error("it lingers on a host with too few processors")
-	}
-}
-
-// TestRousedEnds: nobody waits longer for the end of a reader that polls.
-func TestRousedEnds(t *testing.T) {
-	p := newPair(t, Config{pollers: 1, rouse: time.Hour, stay: time.Hour})
-	p.lane.(*lane).Rouse()
-	p.dst.awaitPollers(t, 1)
-	ended := make(chan error, 1)
-	go func() { ended <- p.dst.b.Close() }()
-	select {
-	case err := <-ended:
-		if err != nil {
-			t.Fatal(err)
-		}
-	case <-time.After(waitFor):
-		t.Fatal("it does not end")
-	}
-	if n := p.dst.b.polling.Load(); n != 0 {
-		t.Errorf("%d readers poll when all lanes have ended", n)
-	}
-}
-
 // What is refused of a pull or of a push, by either side, lands nothing, and the lane serves on.
 func TestRefusals(t *testing.T) {
 	for name, size := range map[string]struct{ bytes, block uint64 }{"pulls": {4 << 20, 16 << 10}, "pushes": {8 << 10, 512}} {
@@ -587,7 +448,7 @@ func TestFreedRegionIsForgotten(t *testing.T) {
 		t.Fatalf("%d regions are mapped", mapped())
 	}
 	r.Release()
-	p.lane.(*lane).forgetFreed()
+	p.lane.(*lane).src.forgetFreed()
 	// The answer to a later pull says that the earlier message was handled.
 	from2 := newMemory(t, 1<<20, 1<<20, 3)
 	o2, _ := p.bind(t, 2, from2, to)
@@ -629,66 +490,4 @@ func TestSuperseded(t *testing.T) {
 	if !equal(from, to) {
 		t.Fatal("a late attempt wrote over landed chunks")
 	}
-}
-
-// BenchmarkRatio alternates moves with the same copies done by as many goroutines without any lane,
-// and reports the ratio of the medians: the machine's mood is in both.
-func BenchmarkRatio(b *testing.B) {
-	for _, each := range []uint64{4 << 10, 16 << 10, 64 << 10, 1 << 20} {
-		b.Run(byteName(each), func(b *testing.B) {
-			const n = 128 << 20
-			p := newPair(b, Config{Workers: 2})
-			from, to := newMemory(b, n, each, 1), newMemory(b, n, each, 2)
-			from.fill(1)
-			b.SetBytes(n)
-			var moves, copies []time.Duration
-			for i := transfer.Slot(0); b.Loop(); i++ {
-				o, g := p.bind(b, i, from, to)
-				start := time.Now()
-				p.move(b, o, from.space, sliceBytes/transfer.ChunkBytes, p.lane)
-				moves = append(moves, time.Since(start))
-				g.Revoke()
-				start = time.Now()
-				plainCopy(from, to, p.dst.b.cfg.Workers)
-				copies = append(copies, time.Since(start))
-			}
-			b.ReportMetric(float64(median(copies))/float64(median(moves)), "of-plain")
-			b.ReportMetric(n/median(moves).Seconds()/1e9, "GB/s")
-		})
-	}
-}
-
-func median(d []time.Duration) time.Duration {
-	slices.Sort(d)
-	return d[len(d)/2]
-}
-
-func plainCopy(from, to *memory, workers int) {
-	var wg sync.WaitGroup
-	for w := range workers {
-		wg.Go(func() {
-			for i := w * len(from.blocks) / workers; i < (w+1)*len(from.blocks)/workers; i++ {
-				x, _ := to.blocks[i].Bytes()
-				y, _ := from.blocks[i].Bytes()
-				mem.Copy(x, y)
-			}
-		})
-	}
-	wg.Wait()
-}
-
-func BenchmarkRoundTrip4KiB(b *testing.B) {
-	p := newPair(b, Config{Workers: 2})
-	from, to := newMemory(b, 4096, 4096, 1), newMemory(b, 4096, 4096, 2)
-	for i := uint32(0); b.Loop(); i++ {
-		o, _ := p.bind(b, transfer.Slot(i), from, to)
-		p.move(b, o, from.space, 16, p.lane)
-	}
-}
-
-func byteName(n uint64) string {
-	if n >= 1<<20 {
-		return "1MiB"
-	}
-	return map[uint64]string{4 << 10: "4KiB", 16 << 10: "16KiB", 64 << 10: "64KiB"}[n]
 }

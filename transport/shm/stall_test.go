@@ -56,9 +56,9 @@ func TestSlicesWaitForPulls(t *testing.T) {
 				}
 			}
 			l := p.lane.(*lane)
-			l.mu.Lock()
-			free, waiting := len(l.free), len(l.stalled)
-			l.mu.Unlock()
+			l.src.mu.Lock()
+			free, waiting := len(l.src.free), len(l.src.stalled)
+			l.src.mu.Unlock()
 			if free > 0 || waiting == 0 {
 				t.Fatalf("%d pulls are free and %d slices wait: too few pieces", free, waiting)
 			}
@@ -79,9 +79,9 @@ func TestSlicesWaitForPulls(t *testing.T) {
 				}
 			}
 			open()
-			l.mu.Lock()
-			free, waiting = len(l.free), len(l.stalled)
-			l.mu.Unlock()
+			l.src.mu.Lock()
+			free, waiting = len(l.src.free), len(l.src.stalled)
+			l.src.mu.Unlock()
 			if free != maxPulls || waiting > 0 {
 				t.Errorf("%d pulls of %d are free at the end, and %d slices wait", free, maxPulls, waiting)
 			}

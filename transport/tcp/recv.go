@@ -23,13 +23,13 @@ type receiver struct {
 	h     wire.Header
 	grant *transport.Grant
 	claim transport.Claim
-	why   transfer.Reason // not none: the rest of the frame is scrap
-	next  uint32          // first chunk that is in no piece yet
-	todo  uint64          // payload bytes that are in no piece yet
+	why   transfer.Reason // not none: the rest of the frame is discarded
+	next  uint32          // first chunk that is in no fragment yet
+	todo  uint64          // payload bytes that are in no fragment yet
 	sum   uint32
-	open  bool     // the piece is the grant's memory: read under the claim
+	open  bool     // the fragment is the grant's memory: read under the claim
 	place *landing // not nil: the frame is of device memory, and goes to its buffer first
-	p     piece
+	p     fragment
 
 	// What follows a payload: its trailer, and the next header, if that is there already. While a header is read, tail
 	// holds its beginning.
@@ -39,7 +39,7 @@ type receiver struct {
 	box *inbox // sealed records that have come; nil: the lane is not sealed
 
 	more    [(wire.MaxConfirms - 1) * wire.EntryBytes]byte
-	scrap   []byte
+	discard []byte // buffer
 	entries []wire.Entry
 	results []transport.Result
 	acks    []wire.Entry
@@ -177,7 +177,7 @@ func (l *lane) verdict(h *wire.Header, why transfer.Reason) wire.Entry {
 	return e
 }
 
-// begin decides whether a frame is written or scrapped.
+// begin decides whether a frame is written or discarded.
 func (r *receiver) begin() {
 	h := &r.h
 	r.todo, r.next, r.sum = h.Length, h.Range.First, 0
@@ -206,7 +206,7 @@ func (r *receiver) begin() {
 	}
 }
 
-// load makes the next piece: memory of the grant, or scrap.
+// load makes the next fragment: memory of the grant, or a buffer for bytes to discard.
 func (r *receiver) load() {
 	if r.why == transfer.ReasonNone && r.place != nil {
 		r.p.fixed(r.place.buf)
@@ -214,7 +214,7 @@ func (r *receiver) load() {
 		return
 	}
 	if r.why == transfer.ReasonNone {
-		c := transfer.Range{First: r.next, Count: min(pieceChunks, r.h.Range.End()-r.next)}
+		c := transfer.Range{First: r.next, Count: min(fragmentChunks, r.h.Range.End()-r.next)}
 		if c.Count == 0 {
 			r.why = transfer.ReasonLength // Bytes of the parts is less than Bytes of the whole
 		} else {
@@ -238,26 +238,26 @@ func (r *receiver) load() {
 			}
 		}
 	}
-	r.scrapRest()
+	r.discardRest()
 }
 
-// scrapRest turns what is left of the frame into scrap.
-func (r *receiver) scrapRest() {
+// discardRest makes the reader discard the rest of the frame.
+func (r *receiver) discardRest() {
 	r.todo += uint64(r.p.left)
-	n := int(min(r.todo, pieceBytes))
+	n := int(min(r.todo, fragmentBytes))
 	r.open = false
 	r.p.fixed(r.scratch()[:n])
 	r.todo -= uint64(n)
 }
 
 func (r *receiver) scratch() []byte {
-	if r.scrap == nil {
-		r.scrap = make([]byte, pieceBytes)
+	if r.discard == nil {
+		r.discard = make([]byte, fragmentBytes)
 	}
-	return r.scrap
+	return r.discard
 }
 
-// read makes one call's worth of progress on the piece, and on the tail, of which it reads at most up to want bytes, where
+// read makes one call's worth of progress on the fragment, and on the tail, of which it reads at most up to want bytes, where
 // all of the payload came before. It waits if it must, and confirms what is due before it does.
 func (r *receiver) read(want int) error {
 	r.want = want
@@ -274,9 +274,9 @@ func (r *receiver) read(want int) error {
 		case err != nil:
 			return err
 		case r.barred != transfer.ReasonNone:
-			// Revoked or superseded since: the rest goes to scrap.
+			// Revoked or superseded since: the rest is discarded.
 			r.why = r.barred
-			r.scrapRest()
+			r.discardRest()
 			return nil
 		case r.errno == unix.EAGAIN:
 			if err := r.flush(); err != nil {
@@ -285,7 +285,7 @@ func (r *receiver) read(want int) error {
 			continue
 		case r.errno == unix.EFAULT && r.open:
 			r.why = transfer.ReasonMemory
-			r.scrapRest()
+			r.discardRest()
 			return nil
 		case r.errno != 0:
 			return fmt.Errorf("tcp: read: %w", r.errno)
@@ -348,7 +348,7 @@ func (r *receiver) expect(fd uintptr, left uint64) {
 	}
 }
 
-// unstage writes a piece that could not be mapped.
+// unstage writes a fragment that could not be mapped.
 func (r *receiver) unstage() {
 	at := 0
 	for _, b := range r.p.blocks {

@@ -231,40 +231,40 @@ func (r *receiver) readSealed() error {
 	return r.takePlain()
 }
 
-// enterPiece makes the memory of the piece ready to be written; leave must follow. False: it may not be written any more, and the rest
-// of the frame is scrap.
-func (r *receiver) enterPiece() (guarded, ok bool) {
+// enterFragment makes the memory of the fragment ready to be written; leave must follow. False: it may not be written any more, and the rest
+// of the frame is discarded.
+func (r *receiver) enterFragment() (guarded, ok bool) {
 	if !r.open || r.p.left == 0 {
 		return false, true
 	}
 	if why := r.claim.Enter(); why != transfer.ReasonNone {
 		r.why = why
-		r.scrapRest()
+		r.discardRest()
 		return false, false
 	}
 	r.p.enter()
 	return true, true
 }
 
-func (r *receiver) leavePiece() {
+func (r *receiver) leaveFragment() {
 	if r.p.staged && r.p.left == 0 {
 		r.unstage()
 	}
 	r.claim.Leave()
 }
 
-// openInto opens a record straight into the piece, where that has room for it in one run. False: it has not.
+// openInto opens a record straight into the fragment, where that has room for it in one run. False: it has not.
 func (r *receiver) openInto(rec []byte, n int) (bool, error) {
 	if r.p.left < n {
 		return false, nil
 	}
-	guarded, ok := r.enterPiece()
+	guarded, ok := r.enterFragment()
 	if !ok {
 		return true, nil
 	}
 	if r.p.at >= len(r.p.segs) || len(r.p.segs[r.p.at])-r.p.off < n {
 		if guarded {
-			r.leavePiece()
+			r.leaveFragment()
 		}
 		return false, nil
 	}
@@ -274,15 +274,15 @@ func (r *receiver) openInto(rec []byte, n int) (bool, error) {
 		r.p.advance(n, nil)
 	}
 	if guarded {
-		r.leavePiece()
+		r.leaveFragment()
 	}
 	return true, err //nolint:wrapcheck // of wire, and says what it is
 }
 
-// takePlain copies opened bytes to the piece and the tail.
+// takePlain copies opened bytes to the fragment and the tail.
 func (r *receiver) takePlain() error {
 	b := r.box
-	guarded, ok := r.enterPiece()
+	guarded, ok := r.enterFragment()
 	if !ok {
 		return nil
 	}
@@ -292,7 +292,7 @@ func (r *receiver) takePlain() error {
 		b.plain = b.plain[k:]
 	}
 	if guarded {
-		r.leavePiece()
+		r.leaveFragment()
 	}
 	if r.p.left == 0 && r.tailN < r.want {
 		k := copy(r.tail[r.tailN:r.want], b.plain)

@@ -32,11 +32,11 @@ type sender struct {
 	active bool // a frame is under way
 	cur    entry
 	next   uint32 // first chunk that is not in p
-	todo   uint64 // payload bytes that are in no piece yet
+	todo   uint64 // payload bytes that are in no fragment yet
 	lost   bool   // the source is lost: the rest is padding, and the trailer disowns all of it
 	sum    uint32
-	summed bool // sum covers the piece
-	p      piece
+	summed bool // sum covers the fragment
+	p      fragment
 
 	box *outbox // sealed records on their way; nil: the lane is not sealed
 
@@ -244,10 +244,10 @@ func (t *sender) step(park bool) bool {
 	return true
 }
 
-// load makes the next piece.
+// load makes the next fragment.
 func (t *sender) load() {
 	if !t.lost {
-		r := transfer.Range{First: t.next, Count: min(pieceChunks, t.cur.Range.End()-t.next)}
+		r := transfer.Range{First: t.next, Count: min(fragmentChunks, t.cur.Range.End()-t.next)}
 		err := errUneven
 		if r.Count > 0 {
 			err = t.p.load(t.cur.Origin.Source, r)
@@ -309,7 +309,7 @@ func (t *sender) send(fd uintptr) bool {
 	return t.errno != unix.EAGAIN || !t.park
 }
 
-// fill maps a new piece, or copies it to the stage where it cannot be mapped, and sums it up, or else prefetches what the sum would
+// fill maps a new fragment, or copies it to the stage where it cannot be mapped, and sums it up, or else prefetches what the sum would
 // have read. Under the guard.
 //
 // The sum is taken just before the kernel reads the same bytes, so that memory is read from DRAM once. Sum and payload can

@@ -7,8 +7,8 @@
 //
 // Invariants:
 //   - memory of a grant is written only inside transport.Claim's Enter and Leave, around one non-blocking readv of at most
-//     pieceBytes; nobody waits for the network with a guard held. So a fence has to wait for the guard alone, and kernel
-//     buffers and frozen peers are harmless: what comes after a revoke goes to scrap, and the lane lives on.
+//     fragmentBytes; nobody waits for the network with a guard held. So a fence has to wait for the guard alone, and kernel
+//     buffers and frozen peers are harmless: what comes after a revoke is discarded, and the lane stays up.
 //   - memory of an origin is read only inside its guard, around one non-blocking sendmsg.
 //   - a reader never waits for a writer: confirmations that do not fit are left to the writer. So two full directions
 //     cannot block each other.

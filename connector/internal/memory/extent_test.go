@@ -1,4 +1,4 @@
-package connector
+package memory
 
 import (
 	"strings"
@@ -18,20 +18,20 @@ func TestParseMaps(t *testing.T) {
 `
 	for name, c := range map[string]struct {
 		addr, bytes uint64
-		want        []extent
+		want        []Extent
 	}{
-		"all of one":       {0x1000, 0x2000, []extent{{file: [2]uint64{1, 77}, from: 0x5000, to: 0x7000, field: "f"}}},
-		"a part of one":    {0x1800, 0x100, []extent{{file: [2]uint64{1, 77}, from: 0x5800, to: 0x5900, field: "f"}}},
+		"all of one":       {0x1000, 0x2000, []Extent{{File: [2]uint64{1, 77}, from: 0x5000, to: 0x7000, Field: "f"}}},
+		"a part of one":    {0x1800, 0x100, []Extent{{File: [2]uint64{1, 77}, from: 0x5800, to: 0x5900, Field: "f"}}},
 		"private":          {0x3000, 0x1000, nil},
 		"anonymous":        {0x6000, 0x1000, nil},
-		"two, and private": {0x2800, 0x2000, []extent{{file: [2]uint64{1, 77}, from: 0x6800, to: 0x7000, field: "f"}, {file: [2]uint64{0x1032a, 88}, to: 0x800, field: "f"}}},
+		"two, and private": {0x2800, 0x2000, []Extent{{File: [2]uint64{1, 77}, from: 0x6800, to: 0x7000, Field: "f"}, {File: [2]uint64{0x1032a, 88}, to: 0x800, Field: "f"}}},
 		"none":             {0x7000, 0x1000, nil},
 	} {
 		got, err := parseMaps(strings.NewReader(maps), c.addr, c.bytes, "f")
 		if err != nil {
 			t.Fatal(err)
 		}
-		if diff := cmp.Diff(c.want, got, cmp.AllowUnexported(extent{})); diff != "" {
+		if diff := cmp.Diff(c.want, got, cmp.AllowUnexported(Extent{})); diff != "" {
 			t.Errorf("%s (-want +got):\n%s", name, diff)
 		}
 	}

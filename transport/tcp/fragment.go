@@ -8,9 +8,9 @@ import (
 )
 
 const (
-	pieceChunks = 4                                 // resolved at once
-	pieceBytes  = pieceChunks * transfer.ChunkBytes // at most, in one system call
-	iovMax      = 1024                              // UIO_MAXIOV
+	fragmentChunks = 4                                    // resolved at once
+	fragmentBytes  = fragmentChunks * transfer.ChunkBytes // at most, in one system call
+	iovMax         = 1024                                 // UIO_MAXIOV
 )
 
 // resolver is what transport.Sink and transport.Source have in common.
@@ -19,21 +19,21 @@ type resolver interface {
 	Bytes(r transfer.Range) (uint64, error)
 }
 
-// piece is a bounded run of chunks of the frame under way: where its bytes are, and how far the kernel got.
-type piece struct {
+// fragment is a bounded run of chunks of the frame under way: where its bytes are, and how far the kernel got.
+type fragment struct {
 	blocks []mem.Block
 	segs   [][]byte // of mapped memory, or of stage; valid under the guard only
 	at     int      // first segment with bytes left
 	off    int      // bytes of it that are done
-	left   int      // bytes of the piece that are not done
-	bytes  int      // of the whole piece
+	left   int      // bytes of the fragment that are not done
+	bytes  int      // of the whole fragment
 	mapped bool     // segs are filled in
 	staged bool     // segs are the stage: some of the memory cannot be mapped
 	stage  []byte
 }
 
 // load resolves chunks r. It does not touch the memory.
-func (p *piece) load(from resolver, r transfer.Range) error {
+func (p *fragment) load(from resolver, r transfer.Range) error {
 	want, err := from.Bytes(r)
 	if err != nil {
 		return err
@@ -45,12 +45,12 @@ func (p *piece) load(from resolver, r transfer.Range) error {
 	var sum uint64
 	for i := range p.blocks {
 		b := &p.blocks[i]
-		if b.Region == nil || b.Len > pieceBytes || b.Region.Check(b.Off, b.Len) != nil {
+		if b.Region == nil || b.Len > fragmentBytes || b.Region.Check(b.Off, b.Len) != nil {
 			return fmt.Errorf("tcp: chunks %d+%d resolve to %d bytes at %d, outside their region: %w", r.First, r.Count, b.Len, b.Off, mem.ErrBounds)
 		}
 		sum += b.Len
 	}
-	if sum != want || sum > pieceBytes {
+	if sum != want || sum > fragmentBytes {
 		return fmt.Errorf("tcp: chunks %d+%d resolve to %d bytes, they have %d: %w", r.First, r.Count, sum, want, mem.ErrBounds)
 	}
 	p.left, p.bytes = int(sum), int(sum)
@@ -58,7 +58,7 @@ func (p *piece) load(from resolver, r transfer.Range) error {
 }
 
 // enter fills in the segments. Under the guard.
-func (p *piece) enter() {
+func (p *fragment) enter() {
 	if p.mapped {
 		return
 	}
@@ -76,27 +76,27 @@ func (p *piece) enter() {
 	}
 }
 
-func (p *piece) useStage() {
+func (p *fragment) useStage() {
 	if p.stage == nil {
-		p.stage = make([]byte, pieceBytes)
+		p.stage = make([]byte, fragmentBytes)
 	}
 	p.segs, p.staged = append(p.segs[:0], p.stage[:p.bytes]), true
 }
 
-// fixed makes a piece of memory that needs no guard: padding and scrap.
-func (p *piece) fixed(b []byte) {
+// fixed makes a fragment of memory that needs no guard: padding, and bytes to discard.
+func (p *fragment) fixed(b []byte) {
 	p.reset()
 	p.segs, p.left, p.bytes, p.mapped = append(p.segs, b), len(b), len(b), true
 }
 
-func (p *piece) reset() {
+func (p *fragment) reset() {
 	clear(p.segs)
 	p.segs = p.segs[:0]
 	p.at, p.off, p.left, p.bytes, p.mapped, p.staged = 0, 0, 0, 0, false, false
 }
 
 // vecs appends what is left to v, at most iovMax-spare entries, and reports whether that is all of it.
-func (p *piece) vecs(v []iovec, spare int) ([]iovec, bool) {
+func (p *fragment) vecs(v []iovec, spare int) ([]iovec, bool) {
 	off := p.off
 	for i := p.at; i < len(p.segs); i++ {
 		if len(v) >= iovMax-spare {
@@ -108,8 +108,8 @@ func (p *piece) vecs(v []iovec, spare int) ([]iovec, bool) {
 	return v, true
 }
 
-// advance takes up to n bytes as done, and returns how many of n were not this piece's. sum sees each done segment.
-func (p *piece) advance(n int, crc *uint32) int {
+// advance takes up to n bytes as done, and returns how many of n were not this fragment's. sum sees each done segment.
+func (p *fragment) advance(n int, crc *uint32) int {
 	for n > 0 && p.at < len(p.segs) {
 		s := p.segs[p.at][p.off:]
 		k := min(n, len(s))

@@ -1,4 +1,4 @@
-package connector
+package memory
 
 import (
 	"bufio"
@@ -11,21 +11,21 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// extent is a part of a file that backs an engine's memory. Region ids are chosen by engines; an
+// Extent is a part of a file that backs an engine's memory. Region ids are chosen by engines; an
 // extent identifies the memory itself. Two regions that share memory could be written by two
 // transfers without coordination.
-type extent struct {
-	file     [2]uint64 // device, inode
+type Extent struct {
+	File     [2]uint64 // device, inode
 	from, to uint64
-	field    string // of REGISTER
+	Field    string // of REGISTER
 }
 
-func (e *extent) overlaps(o *extent) bool {
-	return e.file == o.file && e.from < o.to && o.from < e.to
+func (e *Extent) overlaps(o *Extent) bool {
+	return e.File == o.File && e.from < o.to && o.from < e.to
 }
 
-// overlapping returns the one of before that shares memory with e.
-func overlapping(before []extent, e *extent) *extent {
+// Overlapping returns the one of before that shares memory with e.
+func Overlapping(before []Extent, e *Extent) *Extent {
 	for i := range before {
 		if before[i].overlaps(e) {
 			return &before[i]
@@ -43,7 +43,7 @@ const (
 // viewed lists the files that a process shares at [addr, addr+bytes): a view of a memfd is the
 // memfd. Private memory cannot be shared and is omitted. If the list cannot be read, nothing is
 // returned: the descriptor in the packet has already proved access to the memory.
-func viewed(pid int32, addr, bytes uint64, field string) ([]extent, error) {
+func viewed(pid int32, addr, bytes uint64, field string) ([]Extent, error) {
 	if pid <= 0 {
 		return nil, nil
 	}
@@ -56,7 +56,7 @@ func viewed(pid int32, addr, bytes uint64, field string) ([]extent, error) {
 }
 
 // parseMaps reads ordered lines like "7f00-7f10 rw-s 00001000 00:01 1234 /memfd:kv (deleted)".
-func parseMaps(r io.Reader, addr, bytes uint64, field string) (out []extent, err error) {
+func parseMaps(r io.Reader, addr, bytes uint64, field string) (out []Extent, err error) {
 	lines := bufio.NewScanner(r)
 	for lines.Scan() {
 		f := strings.Fields(lines.Text())
@@ -87,7 +87,7 @@ func parseMaps(r io.Reader, addr, bytes uint64, field string) (out []extent, err
 		if len(out) == maxViewExtents {
 			return nil, fmt.Errorf("more than %d mappings of files", maxViewExtents)
 		}
-		out = append(out, extent{file: [2]uint64{unix.Mkdev(uint32(n[3]), uint32(n[4])), n[5]}, from: n[2] + start - n[0], to: n[2] + end - n[0], field: field})
+		out = append(out, Extent{File: [2]uint64{unix.Mkdev(uint32(n[3]), uint32(n[4])), n[5]}, from: n[2] + start - n[0], to: n[2] + end - n[0], Field: field})
 	}
 	return out, lines.Err() //nolint:wrapcheck // of a file that was named
 }

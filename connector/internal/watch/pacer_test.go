@@ -1,11 +1,9 @@
-package connector
+package watch
 
 import (
 	"math/rand/v2"
 	"testing"
 	"time"
-
-	"github.com/kvspray/kvspray/internal/board"
 )
 
 // TestPacer plays engines of several paces against the pacer, with a price for each look.
@@ -140,55 +138,5 @@ func TestLateFlag(t *testing.T) {
 		if late := look(due+2*gap-apart, due+2*gap); late > gap/8 {
 			t.Errorf("a flag in time, %s behind one that was a layer late, was seen %s after it came", apart, late)
 		}
-	}
-}
-
-// TestFallingFlags: flags of replays that are cleared are no layers, and the pace of looks is not
-// learned from them.
-func TestFallingFlags(t *testing.T) {
-	f, err := board.InitFlags(make([]byte, board.FlagsBytes(2)), [16]byte{1}, 2)
-	if err != nil {
-		t.Fatal(err)
-	}
-	w := &worker{flags: f, seen: make([]uint64, 3)}
-	for s := uint64(1); s < 4; s++ {
-		for _, c := range []struct {
-			what string
-			do   func()
-			want int
-		}{
-			{"the step begins", func() { f.StartReplay(s) }, 0},
-			{"layer 0", func() { f.SetReplayed(0) }, 1},
-			{"nothing", func() {}, 0},
-			{"layer 1 and the end", func() { f.SetReplayed(1); f.SetLayer(2, s) }, 2},
-		} {
-			if c.do(); w.flagsMoved() != c.want {
-				t.Errorf("step %d, %s: not %d flags that moved", s, c.what, c.want)
-			}
-		}
-	}
-}
-
-// TestAwaited: layers are looked for closely while a partner is here, and for a while after a
-// source lease was opened.
-func TestAwaited(t *testing.T) {
-	w := &Worker{state: &worker{}}
-	if w.state.awaited(time.Hour) {
-		t.Error("awaited, and nobody ever asked")
-	}
-	w.state.fresh.Store(int64(time.Hour + paceFresh))
-	if !w.state.awaited(time.Hour + paceFresh - 1) {
-		t.Error("a new lease is not awaited")
-	}
-	if w.state.awaited(time.Hour + paceFresh) {
-		t.Error("a lease is new for ever")
-	}
-	w.Follow(true)
-	if !w.state.awaited(2 * time.Hour) {
-		t.Error("a partner is here, and nobody looks closely")
-	}
-	w.Follow(false)
-	if w.state.awaited(2 * time.Hour) {
-		t.Error("the last partner went, and layers are looked for as closely as before")
 	}
 }

@@ -1,0 +1,230 @@
+package connector
+
+import (
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/kvspray/kvspray/connector/internal/watch"
+	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/internal/board"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// checkTables refuses tables that do not match the layout: every id must be inside its groups.
+func (w *worker) checkTables(what string, tables [][]uint32) (ids int, err error) {
+	if len(tables) != len(w.tables) {
+		return 0, &msg.Error{Message: what, Field: "blocks", Problem: fmt.Sprintf("%d tables, the layout has %d", len(tables), len(w.tables)),
+			Remedy: "send each block table once, in the layout's order; groups with same_table use the table of the previous group"}
+	}
+	for ti, table := range tables {
+		n := w.pub.Layout.Groups[w.tables[ti].First].NumBlocks
+		for i, id := range table {
+			if id >= n {
+				return 0, &msg.Error{Message: what, Field: "blocks", Problem: fmt.Sprintf("table %d: block %d at index %d, its groups have %d blocks", ti, id, i, n),
+					Remedy: "send ids of the registered cache"}
+			}
+		}
+		ids += len(table)
+	}
+	return ids, nil
+}
+
+// openLocked opens a lease unless a bound or a state forbids it. The shim receives a refusal as a
+// completion.
+func (w *worker) openLocked(rec board.Record, source bool) (*lease, error) {
+	what := map[uint16]string{board.RecIntent: "INTENT", board.RecExpect: "EXPECT", board.RecCopy: "COPY"}[rec.Type]
+	if rec.Lease == 0 {
+		return nil, &msg.Error{Message: what, Field: "lease", Problem: "0 names no lease", Remedy: "count leases from 1"}
+	}
+	if _, dup := w.leases[rec.Lease]; dup {
+		return nil, &msg.Error{Message: what, Field: "lease", Problem: fmt.Sprintf("lease %d is open already", rec.Lease),
+			Remedy: "never reuse an id within one boot"}
+	}
+	return &lease{id: rec.Lease, source: source}, nil
+}
+
+// refuseLocked ends a lease that was never opened.
+func (w *worker) refuseLocked(rec board.Record, source bool, err error) {
+	if rec.Lease == 0 {
+		return
+	}
+	if _, open := w.leases[rec.Lease]; open {
+		return
+	}
+	c := Completion{Lease: transfer.LeaseID{Boot: w.pub.Boot, ID: rec.Lease}, Received: !source, Status: board.Refused, Reason: err.Error()}
+	w.completions.postLocked(encodeCompletion(c))
+}
+
+func (w *worker) admitLocked(l *lease, ids int) error {
+	switch {
+	case w.blockIDs+ids > w.s.opt.Limits.BlockIDs:
+		return fmt.Errorf("the tables of open leases hold %d block ids, this record %d more; at most %d", w.blockIDs, ids, w.s.opt.Limits.BlockIDs)
+	case w.draining.Load() || w.s.draining.Load():
+		return errors.New("draining: no new leases")
+	case len(w.leases) >= w.s.opt.Limits.Leases:
+		return fmt.Errorf("%d leases are open, at most %d", len(w.leases), w.s.opt.Limits.Leases)
+	}
+	l.epoch.Store(w.s.nextEpoch())
+	l.ids = ids
+	w.blockIDs += ids
+	w.leases[l.id] = l
+	if l.source {
+		w.sources.Store(l.id, l)
+	}
+	w.s.hookLeases(l.source, 1)
+	return nil
+}
+
+func (w *worker) intentLocked(rec board.Record) error {
+	l, err := w.openLocked(rec, true)
+	if err != nil {
+		return err
+	}
+	ids := 0
+	m, err := msg.DecodeIntent(rec.Body)
+	if err == nil {
+		ids, err = w.checkTables("INTENT", m.Blocks)
+	}
+	if err == nil && len(m.Steps) > 0 && m.Steps[len(m.Steps)-1].End > m.Tokens {
+		err = &msg.Error{Message: "INTENT", Field: "steps", Problem: fmt.Sprintf("reach token %d of %d", m.Steps[len(m.Steps)-1].End, m.Tokens)}
+	}
+	if err != nil {
+		w.refuseLocked(rec, true, err)
+		return err
+	}
+	l.tokens, l.attempt = m.Tokens, m.Attempt
+	l.reported = make([]uint32, len(w.steps.index))
+	if err := w.admitLocked(l, ids); err != nil {
+		w.refuseLocked(rec, true, err)
+		return nil
+	}
+	w.signals.fresh.Store(int64(watch.Now() + watch.Fresh))
+	for _, s := range m.Steps {
+		l.steps = append(l.steps, pendingStep{step: s.Step, end: s.End})
+	}
+	w.steps.changedLocked(l)
+	in := Intent{Lease: w.leaseID(l), Key: transfer.Key{Xfer: m.Xfer, Hash: m.Hash}, Tokens: m.Tokens, Fanout: int(m.Fanout), Blocks: m.Blocks,
+		Held: m.Held, Priority: priority(m.Prio), Deadline: w.s.duration(m.DeadlineMS, w.s.opt.Deadline), Attempt: m.Attempt, Req: m.Req}
+	w.eventLocked(func(e Events) { e.Intent(w.pub, in) })
+	if len(l.steps) > 0 {
+		w.eventLocked(func(e Events) { e.Announced(w.pub, []transfer.LeaseID{in.Lease}) })
+	}
+	if m.Ready > 0 {
+		p := make([]Progress, len(w.steps.index))
+		for i := range p {
+			p[i] = Progress{Lease: in.Lease, Layer: i, Tokens: m.Ready, Final: m.Ready >= m.Tokens}
+			l.reported[i] = m.Ready
+		}
+		w.eventLocked(func(e Events) { e.Progress(w.pub, p) })
+	}
+	return nil
+}
+
+func (w *worker) expectLocked(rec board.Record) error {
+	l, err := w.openLocked(rec, false)
+	if err != nil {
+		return err
+	}
+	ids := 0
+	m, err := msg.DecodeExpect(rec.Body)
+	if err == nil {
+		ids, err = w.checkTables("EXPECT", m.Blocks)
+	}
+	if err == nil && m.Peer == "" {
+		err = &msg.Error{Message: "EXPECT", Field: "peer", Problem: "empty", Remedy: "name the endpoint of the prefill's sidecar"}
+	}
+	if err == nil {
+		err = w.checkMark("EXPECT", m.After)
+	}
+	if err != nil {
+		w.refuseLocked(rec, false, err)
+		return err
+	}
+	l.tokens = m.Tokens
+	if m.Skip == nil {
+		m.Skip = make([]uint32, len(m.Blocks))
+	}
+	if err := w.reserveLocked(l, m); err != nil {
+		w.refuseLocked(rec, false, err)
+		return err
+	}
+	if err := w.admitLocked(l, ids); err != nil {
+		w.reserved.Release(l.id)
+		w.refuseLocked(rec, false, err)
+		return nil
+	}
+	ex := Expect{Lease: w.leaseID(l), Key: transfer.Key{Xfer: m.Xfer, Hash: m.Hash}, Peer: m.Peer, Tokens: m.Tokens, Skip: m.Skip, Blocks: m.Blocks,
+		Priority: priority(m.Prio), Deadline: w.s.duration(m.DeadlineMS, w.s.opt.Deadline), Partner: w.s.duration(m.PartnerMS, w.s.opt.Partner), Req: m.Req}
+	w.beginLocked(l, m.After, ex.Deadline, func(left time.Duration) func(Events) {
+		ex.Deadline = left
+		return func(e Events) { e.Expect(w.pub, ex) }
+	})
+	return nil
+}
+
+// reserveLocked reserves the blocks that a destination lease will write.
+func (w *worker) reserveLocked(l *lease, m *msg.Expect) error {
+	if m.Tokens == 0 || len(m.Skip) != len(m.Blocks) {
+		return nil // the plan refuses it
+	}
+	return w.reserved.Reserve(l.id, m.Blocks, func(table int) (first, end int) {
+		return w.pub.Own.Written(table, m.Tokens, m.Skip[table])
+	})
+}
+
+// priority maps a value of a newer version to the least urgent priority.
+func priority(v uint32) Priority { return Priority(min(v, uint32(Background))) }
+
+// changeLocked applies CANCEL, PREEMPT or HOLD. The record takes effect even if its body is
+// unreadable.
+func (w *worker) changeLocked(rec board.Record) error {
+	kind := recordNames[rec.Type]
+	l := w.leases[rec.Lease]
+	if l == nil || l.canceled {
+		w.s.hookIgnored(kind)
+		return nil
+	}
+	var err error
+	switch rec.Type {
+	case board.RecCancel:
+		var m *msg.Cancel
+		reason := "cancelled"
+		if m, err = msg.DecodeCancel(rec.Body); err == nil {
+			reason = m.Reason
+		}
+		w.cancelLocked(l, reason)
+	case board.RecPreempt:
+		_, err = msg.DecodeEmpty("PREEMPT", rec.Body)
+		if !l.source {
+			return &msg.Error{Message: "PREEMPT", Field: "lease", Problem: fmt.Sprintf("lease %d is a destination", l.id), Remedy: "write CANCEL"}
+		}
+		w.preemptLocked(l)
+	case board.RecHold:
+		_, err = msg.DecodeEmpty("HOLD", rec.Body)
+		if !l.source {
+			return &msg.Error{Message: "HOLD", Field: "lease", Problem: fmt.Sprintf("lease %d is a destination", l.id)}
+		}
+		w.eventLocked(func(e Events) { e.Hold(w.pub, l.id) })
+	}
+	return err
+}
+
+func (w *worker) cancelLocked(l *lease, reason string) {
+	if l.held != nil {
+		w.endHeldLocked(l, board.Cancelled, reason)
+		return
+	}
+	l.canceled = true
+	l.epoch.Store(0)
+	w.steps.dropLocked(l)
+	w.eventLocked(func(e Events) { e.Cancel(w.pub, l.id, reason) })
+}
+
+func (w *worker) preemptLocked(l *lease) {
+	l.epoch.Store(w.s.nextEpoch())
+	l.preempt = true
+	w.steps.dropLocked(l)
+	clear(l.reported)
+	w.eventLocked(func(e Events) { e.Preempt(w.pub, l.id) })
+}
