@@ -27,12 +27,14 @@ type held struct {
 // beginLocked delivers the event that opens l, at once or when the stream has passed the mark.
 // begin receives the rest of the deadline, which counts from the record: the shim waits no longer
 // for a held lease.
-func (w *worker) beginLocked(l *lease, mark uint64, deadline time.Duration, begin func(left time.Duration) func(Events)) {
+func (w *worker) beginLocked(l *lease, mark uint64, deadline time.Duration,
+	begin func(left time.Duration) func(Events)) {
 	if mark <= w.flags.Mark() {
 		w.eventLocked(begin(deadline))
 		return
 	}
-	l.held = &held{mark: mark, begin: begin, due: watch.Now() + deadline, timer: time.AfterFunc(deadline, w.pump)}
+	l.held = &held{mark: mark, begin: begin, due: watch.Now() + deadline,
+		timer: time.AfterFunc(deadline, w.pump)}
 	w.held[l.id] = l
 	w.publishWaitingLocked()
 }
@@ -49,7 +51,8 @@ func (w *worker) followHeldLocked() {
 		switch h := l.held; {
 		case h.due <= at:
 			w.endHeldLocked(l, board.Expired, fmt.Sprintf(
-				"the engine's stream did not pass mark %d before the deadline (it is at %d): its GPU is stuck or overloaded", h.mark, mark))
+				"the engine's stream did not pass mark %d before the deadline (it is at %d): its GPU is "+
+					"stuck or overloaded", h.mark, mark))
 		case h.mark <= mark:
 			w.unholdLocked(l)
 			w.eventLocked(h.begin(h.due - at))
@@ -59,7 +62,8 @@ func (w *worker) followHeldLocked() {
 
 // endHeldLocked completes a lease that the control layer has not received.
 func (w *worker) endHeldLocked(l *lease, status uint16, reason string) {
-	w.completions.postLocked(encodeCompletion(Completion{Lease: w.leaseID(l), Received: true, Status: status, Reason: reason}))
+	w.completions.postLocked(encodeCompletion(Completion{Lease: w.leaseID(l), Received: true,
+		Status: status, Reason: reason}))
 	w.closeLeaseLocked(l)
 }
 
@@ -75,6 +79,7 @@ func (w *worker) checkMark(what string, mark uint64) error {
 	if mark == 0 || w.flags.HasMark() {
 		return nil
 	}
-	return &msg.Error{Message: what, Field: "after", Problem: fmt.Sprintf("%d, but the flags memory has no stream mark", mark),
+	return &msg.Error{Message: what, Field: "after", Problem: fmt.Sprintf("%d, but the flags memory "+
+		"has no stream mark", mark),
 		Remedy: "use a library that sets KVS_FLAGS_MARK"}
 }

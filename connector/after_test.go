@@ -14,10 +14,12 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
-func expectAfter(t *testing.T, w *connectortest.Worker, mark, deadlineMS uint64, blocks ...uint32) uint64 {
+func expectAfter(t *testing.T, w *connectortest.Worker, mark, deadlineMS uint64,
+	blocks ...uint32) uint64 {
 	t.Helper()
 	x, h := key()
-	id, err := w.Expect(msg.Expect{Xfer: x, Hash: h, Peer: "10.0.0.1:7", Tokens: 16 * uint32(len(blocks)),
+	id, err := w.Expect(msg.Expect{Xfer: x, Hash: h, Peer: "10.0.0.1:7",
+		Tokens: 16 * uint32(len(blocks)),
 		Blocks: [][]uint32{blocks}, DeadlineMS: deadlineMS, After: mark})
 	must(t, err)
 	return id
@@ -30,7 +32,8 @@ func TestAfterHoldsBack(t *testing.T) {
 	w := withHost(t, r, 1<<16)
 	first := expectAfter(t, w, 1, 0, 0, 1)
 	third := expectAfter(t, w, 3, 0, 2)
-	copied, err := w.Copy(msg.Copy{Src: 1, Dst: 1, Blocks: []msg.CopyBlock{{DstOff: 4096, Len: 64}}, After: 2})
+	copied, err := w.Copy(msg.Copy{Src: 1, Dst: 1, Blocks: []msg.CopyBlock{{DstOff: 4096, Len: 64}},
+		After: 2})
 	must(t, err)
 	free := expectAfter(t, w, 0, 0, 3)
 	r.rec.until(t, "the one without a mark", func() bool { return len(r.rec.expects) == 1 })
@@ -41,7 +44,10 @@ func TestAfterHoldsBack(t *testing.T) {
 		t.Errorf("%d leases are open, want 4: those held count and have their blocks", n)
 	}
 	w.Flags().SetMark(2) // the watcher notices: no record follows
-	r.rec.until(t, "marks 1 and 2", func() bool { return len(r.rec.expects) == 2 && len(r.rec.copies) == 1 })
+	r.rec.until(t, "marks 1 and 2", func() bool {
+		return len(r.rec.expects) == 2 &&
+			len(r.rec.copies) == 1
+	})
 	if got := r.rec.seen(); got.expects[1].Lease.ID != first || got.copies[0].Lease.ID != copied {
 		t.Fatalf("begun at mark 2: %+v %+v", got.expects[1], got.copies[0])
 	}
@@ -61,8 +67,10 @@ func TestAfterEnds(t *testing.T) {
 		t.Helper()
 		got, err := w.Wait(testContext(t))
 		must(t, err)
-		if got.Lease != id || got.Status != status || got.Received == nil || !strings.Contains(got.Received.Reason, reason) {
-			t.Fatalf("completion %+v %+v, want lease %d with status %d and %q", got, got.Received, id, status, reason)
+		if got.Lease != id || got.Status != status || got.Received == nil ||
+			!strings.Contains(got.Received.Reason, reason) {
+			t.Fatalf("completion %+v %+v, want lease %d with status %d and %q", got, got.Received, id,
+				status, reason)
 		}
 	}
 	late := expectAfter(t, w, 7, 20, 0)
@@ -76,7 +84,8 @@ func TestAfterEnds(t *testing.T) {
 	if got := r.rec.seen(); got.expects[0].Lease.ID != again || len(got.cancels) != 0 {
 		t.Fatalf("expects %+v, cancels %v", got.expects, got.cancels)
 	}
-	must(t, r.Complete(r.lastUp(t), connector.Completion{Lease: r.rec.seen().expects[0].Lease, Received: true}))
+	must(t, r.Complete(r.lastUp(t), connector.Completion{Lease: r.rec.seen().expects[0].Lease,
+		Received: true}))
 	ends(again, board.OK, "")
 	if n := r.Leases(); n != 0 {
 		t.Errorf("%d leases left", n)
@@ -89,17 +98,22 @@ func TestAfterNeedsAMark(t *testing.T) {
 	host, err := mem.NewAnonymous("host", 1<<16)
 	must(t, err)
 	t.Cleanup(host.Release)
-	w := r.worker(t, func(c *connectortest.Config) { c.NoMark, c.Regions = true, append(c.Regions, host) })
+	w := r.worker(t, func(c *connectortest.Config) {
+		c.NoMark, c.Regions = true,
+			append(c.Regions, host)
+	})
 	refused := func(id uint64, what string) {
 		t.Helper()
 		got, err := w.Wait(testContext(t))
 		must(t, err)
-		if got.Lease != id || got.Status != board.Refused || !strings.Contains(got.Received.Reason, what+".after") {
+		if got.Lease != id || got.Status != board.Refused || !strings.Contains(got.Received.Reason,
+			what+".after") {
 			t.Fatalf("completion %+v %+v, want %s refused for its mark", got, got.Received, what)
 		}
 	}
 	refused(expectAfter(t, w, 1, 0, 0), "EXPECT")
-	id, err := w.Copy(msg.Copy{Src: 1, Dst: 1, Blocks: []msg.CopyBlock{{DstOff: 4096, Len: 64}}, After: 1})
+	id, err := w.Copy(msg.Copy{Src: 1, Dst: 1, Blocks: []msg.CopyBlock{{DstOff: 4096, Len: 64}},
+		After: 1})
 	must(t, err)
 	refused(id, "COPY")
 	expectAfter(t, w, 0, 0, 0)

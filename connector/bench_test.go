@@ -29,7 +29,8 @@ func BenchmarkIntent(b *testing.B) {
 	r := start(b, func(o *connector.Options) { o.Events = a })
 	a.s = r.Server
 	reg := region(b, shape)
-	w, err := connectortest.DialWorker(testContext(b), connectortest.Config{Socket: r.socket, Layout: shape.Layout(), Regions: []*mem.Region{reg}})
+	w, err := connectortest.DialWorker(testContext(b), connectortest.Config{Socket: r.socket,
+		Layout: shape.Layout(), Regions: []*mem.Region{reg}})
 	must(b, err)
 	defer w.Close()
 	in := intent(16, 1)

@@ -28,8 +28,9 @@ func childMain() {
 	if err != nil {
 		fail(err)
 	}
-	dialled, err := connectortest.DialWorker(context.Background(), connectortest.Config{Socket: os.Getenv(childEnv), Layout: shape.Layout(),
-		Engine: msg.Engine{Name: "child"}, Regions: []*mem.Region{r}})
+	dialled, err := connectortest.DialWorker(context.Background(),
+		connectortest.Config{Socket: os.Getenv(childEnv), Layout: shape.Layout(),
+			Engine: msg.Engine{Name: "child"}, Regions: []*mem.Region{r}})
 	if err != nil {
 		fail(err)
 	}
@@ -56,7 +57,8 @@ func childMain() {
 }
 
 // childShape has as many layers as a usual model.
-var childShape = connectortest.Shape{Layers: 32, NumBlocks: 1024, TokensPerBlock: 16, TokenBytes: 64}
+var childShape = connectortest.Shape{Layers: 32, NumBlocks: 1024, TokensPerBlock: 16,
+	TokenBytes: 64}
 
 const (
 	childTokens  = 16 * 1024 // a token and a step each: minutes of decoding
@@ -82,7 +84,8 @@ func (w *childWorker) decode() {
 	_ = unix.ClockGettime(unix.CLOCK_MONOTONIC, &at)
 	next := at.Nano()
 	for s := 1; s < childTokens; s++ {
-		if err := w.Step(msg.Step{Step: uint64(s), Reqs: []msg.StepReq{{Lease: w.lease, End: uint32(s)}}}); err != nil {
+		if err := w.Step(msg.Step{Step: uint64(s), Reqs: []msg.StepReq{{Lease: w.lease,
+			End: uint32(s)}}}); err != nil {
 			fmt.Println("error:", err)
 			return
 		}

@@ -31,7 +31,8 @@ type completion struct {
 
 func encodeCompletion(c Completion) completion {
 	if c.Received {
-		m := msg.Received{Bytes: c.Bytes, US: uint64(max(c.Took, 0).Microseconds()), Transport: c.Transport, Reason: c.Reason, Recompute: c.Recompute}
+		m := msg.Received{Bytes: c.Bytes, US: uint64(max(c.Took, 0).Microseconds()),
+			Transport: c.Transport, Reason: c.Reason, Recompute: c.Recompute}
 		return completion{board.RecReceived, c.Status, c.Lease.ID, m.Append(nil)}
 	}
 	m := msg.Sent{Grants: uint32(max(c.Grants, 0)), Bytes: c.Bytes, Reason: c.Reason}
@@ -41,7 +42,8 @@ func encodeCompletion(c Completion) completion {
 // postLocked writes a completion, or queues it behind those that wait for room in the ring.
 func (c *completions) postLocked(next completion) {
 	if len(c.queue) >= 2*c.w.s.opt.Limits.Leases {
-		c.w.breakLocked(fmt.Errorf("the shim does not read its completion ring: %d completions wait", len(c.queue)))
+		c.w.breakLocked(fmt.Errorf("the shim does not read its completion ring: %d completions wait",
+			len(c.queue)))
 		c.w.submissions.wakeLocked()
 		return
 	}
@@ -63,7 +65,8 @@ func (c *completions) flushLocked() {
 	for _, next := range c.queue {
 		wk, err := c.ring.Push(next.typ, next.status, next.lease, 0, next.body)
 		if errors.Is(err, board.ErrTooBig) { // a long list of ranges; no list means everything
-			next.body = encodeCompletion(Completion{Received: next.typ == board.RecReceived, Reason: "too many ranges"}).body
+			next.body = encodeCompletion(Completion{Received: next.typ == board.RecReceived,
+				Reason: "too many ranges"}).body
 			wk, err = c.ring.Push(next.typ, next.status, next.lease, 0, next.body)
 		}
 		if errors.Is(err, board.ErrFull) {

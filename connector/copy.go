@@ -43,7 +43,8 @@ func (w *worker) copyLocked(rec board.Record) error {
 		return err
 	}
 	if w.copies >= w.s.opt.Limits.Copies {
-		err = fmt.Errorf("%d copies are open, at most %d: wait for one to complete", w.copies, w.s.opt.Limits.Copies)
+		err = fmt.Errorf("%d copies are open, at most %d: wait for one to complete", w.copies,
+			w.s.opt.Limits.Copies)
 	} else {
 		err = w.admitLocked(l, 0)
 	}
@@ -53,7 +54,8 @@ func (w *worker) copyLocked(rec board.Record) error {
 	}
 	l.isCopy = true
 	w.copies++
-	c := Copy{Lease: w.leaseID(l), Src: int(m.Src), Dst: int(m.Dst), Blocks: m.Blocks, Deadline: w.s.duration(m.DeadlineMS, w.s.opt.Deadline), Req: m.Req}
+	c := Copy{Lease: w.leaseID(l), Src: int(m.Src), Dst: int(m.Dst), Blocks: m.Blocks,
+		Deadline: w.s.duration(m.DeadlineMS, w.s.opt.Deadline), Req: m.Req}
 	w.beginLocked(l, m.After, c.Deadline, func(left time.Duration) func(Events) {
 		c.Deadline = left
 		return func(e Events) { e.Copy(w.pub, c) }
@@ -69,7 +71,8 @@ func (w *worker) checkCopy(m *msg.Copy) error {
 		index uint32
 	}{{"src", m.Src}, {"dst", m.Dst}} {
 		if int64(r.index) >= int64(len(w.pub.Regions)) {
-			return &msg.Error{Message: "COPY", Field: r.field, Problem: fmt.Sprintf("region %d, %d are registered", r.index, len(w.pub.Regions)),
+			return &msg.Error{Message: "COPY", Field: r.field, Problem: fmt.Sprintf("region %d, %d are "+
+				"registered", r.index, len(w.pub.Regions)),
 				Remedy: "name regions by their index in REGISTER, from 0"}
 		}
 	}
@@ -81,7 +84,8 @@ func (w *worker) checkCopy(m *msg.Copy) error {
 			err = errors.New("has no bytes")
 		}
 		if err != nil {
-			return &msg.Error{Message: "COPY", Field: fmt.Sprintf("blocks[%d]", i), Problem: err.Error(), Remedy: "send {src_off, dst_off, len} inside both regions"}
+			return &msg.Error{Message: "COPY", Field: fmt.Sprintf("blocks[%d]", i), Problem: err.Error(),
+				Remedy: "send {src_off, dst_off, len} inside both regions"}
 		}
 		spans = append(spans, copySpan{b.DstOff, b.DstOff + b.Len, i, true})
 		if m.Src == m.Dst {
@@ -89,8 +93,9 @@ func (w *worker) checkCopy(m *msg.Copy) error {
 		}
 	}
 	if a, b := clash(spans); a >= 0 {
-		return &msg.Error{Message: "COPY", Field: fmt.Sprintf("blocks[%d]", b), Problem: fmt.Sprintf("overlaps bytes that blocks[%d] reads or writes", a),
-			Remedy: "write each byte once, and no byte that the same copy reads"}
+		return &msg.Error{Message: "COPY", Field: fmt.Sprintf("blocks[%d]", b),
+			Problem: fmt.Sprintf("overlaps bytes that blocks[%d] reads or writes", a),
+			Remedy:  "write each byte once, and no byte that the same copy reads"}
 	}
 	return nil
 }

@@ -33,7 +33,8 @@ func TestCopy(t *testing.T) {
 	must(t, err)
 	r.rec.until(t, "copy", func() bool { return len(r.rec.copies) == 1 })
 	c := r.rec.seen().copies[0]
-	if c.Lease.ID != id || c.Src != 0 || c.Dst != 1 || !slices.Equal(c.Blocks, want) || c.Deadline != 1500*time.Millisecond || c.Req != "load" {
+	if c.Lease.ID != id || c.Src != 0 || c.Dst != 1 || !slices.Equal(c.Blocks, want) ||
+		c.Deadline != 1500*time.Millisecond || c.Req != "load" {
 		t.Fatalf("copy %+v", c)
 	}
 	if n := r.Leases(); n != 1 {
@@ -41,14 +42,16 @@ func TestCopy(t *testing.T) {
 	}
 	must(t, w.Cancel(id, "not any more", false))
 	r.rec.until(t, "cancel", func() bool { return r.rec.cancels[id] == "not any more" })
-	end := connector.Completion{Lease: c.Lease, Received: true, Status: board.Cancelled, Bytes: 4096, Transport: "host"}
+	end := connector.Completion{Lease: c.Lease, Received: true, Status: board.Cancelled, Bytes: 4096,
+		Transport: "host"}
 	must(t, r.Complete(r.lastUp(t), end))
 	if err := r.Complete(r.lastUp(t), end); err == nil {
 		t.Error("completed twice")
 	}
 	got, err := w.Wait(testContext(t))
 	must(t, err)
-	if got.Lease != id || got.Status != board.Cancelled || got.Received == nil || got.Received.Bytes != 4096 || got.Received.Transport != "host" {
+	if got.Lease != id || got.Status != board.Cancelled || got.Received == nil ||
+		got.Received.Bytes != 4096 || got.Received.Transport != "host" {
 		t.Fatalf("completion %+v %+v", got, got.Received)
 	}
 }
@@ -64,24 +67,34 @@ func TestCopyRefused(t *testing.T) {
 		copy msg.Copy
 		want string
 	}{
-		{"region", msg.Copy{Src: 2, Dst: 1, Blocks: []msg.CopyBlock{{Len: 1}}}, "COPY.src: region 2, 2 are registered"},
-		{"region", msg.Copy{Src: 0, Dst: 1 << 31, Blocks: []msg.CopyBlock{{Len: 1}}}, "COPY.dst: region 2147483648"},
+		{"region", msg.Copy{Src: 2, Dst: 1, Blocks: []msg.CopyBlock{{Len: 1}}}, "COPY.src: region 2, 2 " +
+			"are registered"},
+		{"region", msg.Copy{Src: 0, Dst: 1 << 31, Blocks: []msg.CopyBlock{{Len: 1}}},
+			"COPY.dst: region 2147483648"},
 		{"no blocks", msg.Copy{Src: 0, Dst: 1}, "COPY.blocks: bin of 0 bytes"},
-		{"empty block", msg.Copy{Src: 0, Dst: 1, Blocks: []msg.CopyBlock{{Len: 1}, {SrcOff: 9, DstOff: 9}}}, "COPY.blocks[1]: has no bytes"},
-		{"source's end", msg.Copy{Src: 1, Dst: 1, Blocks: []msg.CopyBlock{{SrcOff: size, Len: 1}}}, "COPY.blocks[0]: mem: region"},
-		{"destination's end", msg.Copy{Src: 0, Dst: 1, Blocks: []msg.CopyBlock{{DstOff: size - 1, Len: 2}}}, "COPY.blocks[0]: mem: region"},
-		{"overflow", msg.Copy{Src: 0, Dst: 1, Blocks: []msg.CopyBlock{{DstOff: 1<<64 - 1, Len: 2}}}, "COPY.blocks[0]: mem: region"},
-		{"written twice", msg.Copy{Src: 0, Dst: 1, Blocks: []msg.CopyBlock{{DstOff: 100, Len: 10}, {DstOff: 0, Len: 10}, {DstOff: 109, Len: 1}}},
+		{"empty block", msg.Copy{Src: 0, Dst: 1, Blocks: []msg.CopyBlock{{Len: 1},
+			{SrcOff: 9, DstOff: 9}}}, "COPY.blocks[1]: has no bytes"},
+		{"source's end", msg.Copy{Src: 1, Dst: 1, Blocks: []msg.CopyBlock{{SrcOff: size, Len: 1}}},
+			"COPY.blocks[0]: mem: region"},
+		{"destination's end", msg.Copy{Src: 0, Dst: 1, Blocks: []msg.CopyBlock{{DstOff: size - 1,
+			Len: 2}}}, "COPY.blocks[0]: mem: region"},
+		{"overflow", msg.Copy{Src: 0, Dst: 1, Blocks: []msg.CopyBlock{{DstOff: 1<<64 - 1, Len: 2}}},
+			"COPY.blocks[0]: mem: region"},
+		{"written twice", msg.Copy{Src: 0, Dst: 1, Blocks: []msg.CopyBlock{{DstOff: 100, Len: 10},
+			{DstOff: 0, Len: 10}, {DstOff: 109, Len: 1}}},
 			"COPY.blocks[2]: overlaps bytes that blocks[0]"},
-		{"read and written", msg.Copy{Src: 1, Dst: 1, Blocks: []msg.CopyBlock{{SrcOff: 0, DstOff: 100, Len: 10}, {SrcOff: 109, DstOff: 300, Len: 1}}},
+		{"read and written", msg.Copy{Src: 1, Dst: 1, Blocks: []msg.CopyBlock{{SrcOff: 0, DstOff: 100,
+			Len: 10}, {SrcOff: 109, DstOff: 300, Len: 1}}},
 			"COPY.blocks[1]: overlaps bytes that blocks[0]"},
-		{"onto itself", msg.Copy{Src: 1, Dst: 1, Blocks: []msg.CopyBlock{{SrcOff: 10, DstOff: 10, Len: 10}}}, "COPY.blocks[0]: overlaps bytes that blocks[0]"},
+		{"onto itself", msg.Copy{Src: 1, Dst: 1, Blocks: []msg.CopyBlock{{SrcOff: 10, DstOff: 10,
+			Len: 10}}}, "COPY.blocks[0]: overlaps bytes that blocks[0]"},
 	} {
 		id, err := w.Copy(c.copy)
 		must(t, err)
 		got, err := w.Wait(testContext(t))
 		must(t, err)
-		if got.Lease != id || got.Status != board.Refused || got.Received == nil || !strings.HasPrefix(got.Received.Reason, c.want) {
+		if got.Lease != id || got.Status != board.Refused || got.Received == nil ||
+			!strings.HasPrefix(got.Received.Reason, c.want) {
 			t.Errorf("%s: completion %+v %+v, want %q", c.name, got, got.Received, c.want)
 		}
 		if e, err := w.WaitError(testContext(t), msg.CodeProtocol); err != nil || e.Field == "" {
@@ -89,7 +102,8 @@ func TestCopyRefused(t *testing.T) {
 		}
 	}
 	// Reading twice, and the neighbour of what is written, are fine.
-	_, err := w.Copy(msg.Copy{Src: 1, Dst: 1, Blocks: []msg.CopyBlock{{SrcOff: 0, DstOff: 100, Len: 10}, {SrcOff: 5, DstOff: 110, Len: 10}, {SrcOff: 90, DstOff: 80, Len: 10}}})
+	_, err := w.Copy(msg.Copy{Src: 1, Dst: 1, Blocks: []msg.CopyBlock{{SrcOff: 0, DstOff: 100,
+		Len: 10}, {SrcOff: 5, DstOff: 110, Len: 10}, {SrcOff: 90, DstOff: 80, Len: 10}}})
 	must(t, err)
 	r.rec.until(t, "copy", func() bool { return len(r.rec.copies) == 1 })
 }
@@ -108,10 +122,12 @@ func TestCopyBound(t *testing.T) {
 	must(t, err)
 	got, err := w.Wait(testContext(t))
 	must(t, err)
-	if got.Lease != id || got.Status != board.Refused || !strings.Contains(got.Received.Reason, "2 copies are open, at most 2: wait") {
+	if got.Lease != id || got.Status != board.Refused || !strings.Contains(got.Received.Reason,
+		"2 copies are open, at most 2: wait") {
 		t.Fatalf("completion %+v %+v", got, got.Received)
 	}
-	must(t, r.Complete(r.lastUp(t), connector.Completion{Lease: r.rec.seen().copies[0].Lease, Received: true}))
+	must(t, r.Complete(r.lastUp(t), connector.Completion{Lease: r.rec.seen().copies[0].Lease,
+		Received: true}))
 	_, err = w.Copy(one)
 	must(t, err)
 	r.rec.until(t, "room", func() bool { return len(r.rec.copies) == 3 })

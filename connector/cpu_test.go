@@ -42,7 +42,8 @@ func cpu(t testing.TB) time.Duration {
 // with the length of each window.
 func holds(t *testing.T, what string, limit float64, during func(time.Duration)) {
 	t.Helper()
-	testutil.HoldsShare(t, what, limit, cpuWindows, cpuWindow, func() time.Duration { return cpu(t) }, during)
+	testutil.HoldsShare(t, what, limit, cpuWindows, cpuWindow, func() time.Duration { return cpu(t) },
+		during)
 }
 
 // counting is a control layer that costs nothing: the measurement is of the connector.
@@ -51,7 +52,9 @@ type counting struct {
 	layers atomic.Int64 // of which progress was reported
 }
 
-func (c *counting) Progress(_ *connector.Worker, p []connector.Progress) { c.layers.Add(int64(len(p))) }
+func (c *counting) Progress(_ *connector.Worker, p []connector.Progress) {
+	c.layers.Add(int64(len(p)))
+}
 
 // TestCPU holds the watcher to its promises, with two engines in processes of their own: nothing
 // when idle, and little while both run a step of 32 layers every 20 ms.
@@ -92,7 +95,8 @@ func TestCPU(t *testing.T) {
 	for _, w := range r.rec.seen().ups {
 		w.Follow(true)
 	}
-	holds(t, "two engines that decode, every layer awaited", followShare+min(0.3, followCore*float64(runtime.NumCPU())), follows)
+	holds(t, "two engines that decode, every layer awaited", followShare+min(0.3,
+		followCore*float64(runtime.NumCPU())), follows)
 
 	if !testutil.Race {
 		testutil.LetsCollectorIn(t) // a watcher that sleeps must not hold it up

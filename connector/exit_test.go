@@ -130,13 +130,21 @@ func TestExit(t *testing.T) {
 	must(t, err)
 	c.expect(t, "dropped")
 	// The server reports the end of file after it has seen it.
-	eventually(t, "the end of the socket is seen", func() bool { return strings.Contains(r.logs.String(), "socket ended") })
-	if len(r.rec.retired()) != 0 || r.Leases() != 1 || !r.lastUp(t).SourceValid(r.rec.seen().intents[0].Lease) {
+	eventually(t, "the end of the socket is seen",
+		func() bool { return strings.Contains(r.logs.String(), "socket ended") })
+	if len(r.rec.retired()) != 0 || r.Leases() != 1 ||
+		!r.lastUp(t).SourceValid(r.rec.seen().intents[0].Lease) {
 		t.Fatal("the lease did not survive the socket")
 	}
 	must(t, c.cmd.Process.Kill())
-	r.rec.until(t, "exit", func() bool { return len(r.rec.gone) == 1 && errors.Is(r.rec.gone[0], connector.ErrExited) })
-	eventually(t, "no lease and no worker is left", func() bool { return r.Leases() == 0 && len(r.Workers()) == 0 })
+	r.rec.until(t, "exit", func() bool {
+		return len(r.rec.gone) == 1 && errors.Is(r.rec.gone[0],
+			connector.ErrExited)
+	})
+	eventually(t, "no lease and no worker is left", func() bool {
+		return r.Leases() == 0 &&
+			len(r.Workers()) == 0
+	})
 }
 
 // TestForeignBoot: another process cannot take a live worker's place.
@@ -144,9 +152,11 @@ func TestForeignBoot(t *testing.T) {
 	r := start(t, nil)
 	startChild(t, r.socket)
 	boot := r.lastUp(t).Boot
-	_, err := connectortest.DialWorker(testContext(t), r.config(t, func(c *connectortest.Config) { c.Boot = boot }))
+	_, err := connectortest.DialWorker(testContext(t),
+		r.config(t, func(c *connectortest.Config) { c.Boot = boot }))
 	var se *connectortest.ServerError
-	if !errors.As(err, &se) || se.Code != msg.CodePermission || !strings.Contains(se.Message, "live process") {
+	if !errors.As(err, &se) || se.Code != msg.CodePermission || !strings.Contains(se.Message,
+		"live process") {
 		t.Fatalf("got %v", err)
 	}
 	if len(r.rec.retired()) != 0 {

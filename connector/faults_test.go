@@ -66,18 +66,23 @@ func TestRegisterRefused(t *testing.T) {
 		tamper            func(*msg.Register, []int) []int
 		code, field, text string
 	}{
-		"unsealed region":  {replace(4, memfd(t, size, 0)), msg.CodeRegion, "regions[0]", "sealed"},
-		"half sealed":      {replace(4, memfd(t, size, unix.F_SEAL_GROW)), msg.CodeRegion, "regions[0]", "sealed"},
-		"short region":     {replace(4, memfd(t, 4096, sealed)), msg.CodeRegion, "regions[0]", "announced"},
-		"unsealed flags":   {replace(0, memfd(t, 8192, 0)), msg.CodeBoard, "fds.flags", "sealed"},
-		"blank flags":      {replace(0, memfd(t, 8192, sealed)), msg.CodeBoard, "fds.flags", "magic"},
-		"empty flags":      {replace(0, memfd(t, 0, sealed)), msg.CodeBoard, "fds.flags", ""},
-		"blank rings":      {replace(1, memfd(t, 1<<20, sealed)), msg.CodeBoard, "fds.rings", "magic"},
-		"huge rings":       {replace(1, memfd(t, 1<<33, sealed)), msg.CodeBoard, "fds.rings", "at most"},
-		"doorbell a memfd": {replace(2, memfd(t, 4096, sealed)), msg.CodeBoard, "fds.doorbell", "eventfd"},
-		"blocking bell":    {replace(3, blocking), msg.CodeBoard, "fds.bell", "blocks"},
-		"no descriptor":    {func(m *msg.Register, fds []int) []int { return fds[:4] }, msg.CodeProtocol, "regions[0].fd", "4 descriptors came"},
-		"index twice":      {func(m *msg.Register, fds []int) []int { m.Regions[0].FD = 1; return fds }, msg.CodeProtocol, "regions[0].fd", "twice"},
+		"unsealed region": {replace(4, memfd(t, size, 0)), msg.CodeRegion, "regions[0]", "sealed"},
+		"half sealed": {replace(4, memfd(t, size, unix.F_SEAL_GROW)), msg.CodeRegion,
+			"regions[0]", "sealed"},
+		"short region": {replace(4, memfd(t, 4096, sealed)), msg.CodeRegion, "regions[0]",
+			"announced"},
+		"unsealed flags": {replace(0, memfd(t, 8192, 0)), msg.CodeBoard, "fds.flags", "sealed"},
+		"blank flags":    {replace(0, memfd(t, 8192, sealed)), msg.CodeBoard, "fds.flags", "magic"},
+		"empty flags":    {replace(0, memfd(t, 0, sealed)), msg.CodeBoard, "fds.flags", ""},
+		"blank rings":    {replace(1, memfd(t, 1<<20, sealed)), msg.CodeBoard, "fds.rings", "magic"},
+		"huge rings":     {replace(1, memfd(t, 1<<33, sealed)), msg.CodeBoard, "fds.rings", "at most"},
+		"doorbell a memfd": {replace(2, memfd(t, 4096, sealed)), msg.CodeBoard,
+			"fds.doorbell", "eventfd"},
+		"blocking bell": {replace(3, blocking), msg.CodeBoard, "fds.bell", "blocks"},
+		"no descriptor": {func(m *msg.Register, fds []int) []int { return fds[:4] }, msg.CodeProtocol,
+			"regions[0].fd", "4 descriptors came"},
+		"index twice": {func(m *msg.Register, fds []int) []int { m.Regions[0].FD = 1; return fds },
+			msg.CodeProtocol, "regions[0].fd", "twice"},
 		"memory twice": {func(m *msg.Register, fds []int) []int {
 			again := m.Regions[0]
 			again.Region, again.FD = [16]byte{1}, uint32(len(fds))
@@ -93,27 +98,57 @@ func TestRegisterRefused(t *testing.T) {
 		"overlapping process regions": {func(m *msg.Register, fds []int) []int {
 			b, _ := region(t, shape).Bytes()
 			addr := addressOf(b)
-			m.Regions = []msg.Region{{Region: [16]byte{1}, Kind: msg.KindProcess, Bytes: 8192, Addr: addr, FD: 4},
+			m.Regions = []msg.Region{{Region: [16]byte{1}, Kind: msg.KindProcess, Bytes: 8192,
+				Addr: addr, FD: 4},
 				{Region: [16]byte{2}, Kind: msg.KindProcess, Bytes: 8192, Addr: addr + 4096, FD: 5}}
 			return append(fds[:4], int(self.Fd()), int(self.Fd()))
 		}, msg.CodeRegion, "regions[1]", "overlaps"},
-		"zero id":         {func(m *msg.Register, fds []int) []int { m.Regions[0].Region = [16]byte{}; return fds }, msg.CodeRegion, "regions[0].region", "zero"},
-		"unknown kind":    {func(m *msg.Register, fds []int) []int { m.Regions[0].Kind = "tape"; return fds }, msg.CodeRegion, "regions[0]", "tape"},
-		"no region":       {func(m *msg.Register, fds []int) []int { m.Regions = nil; return fds }, msg.CodeRegion, "regions", "none"},
-		"other session":   {func(m *msg.Register, fds []int) []int { m.Session[0]++; return fds }, msg.CodeBoard, "fds.rings", "session"},
-		"blocks outside":  {relayout(func(l *layout.Layout) { l.Groups[0].NumBlocks *= 2 }), msg.CodeLayout, "layout", "region"},
-		"strategy":        {relayout(func(l *layout.Layout) { l.Groups[0].Strategy = "none" }), msg.CodeLayout, "layout", "unknown"},
-		"layers overlap":  {relayout(func(l *layout.Layout) { l.Groups[0].Layers[1].Base = 0 }), msg.CodeLayout, "layout", "shares bytes"},
-		"one layer twice": {relayout(func(l *layout.Layout) { l.Groups[0].Layers[1].Name = l.Groups[0].Layers[0].Name + "#again" }), msg.CodeLayout, "layout", "register it once"},
-		"flag index":      {relayout(func(l *layout.Layout) { l.Groups[0].Layers[1].Index = 4 }), msg.CodeLayout, "layout.groups[0].layers[1].index", "4 layer flags"},
-		"no dtype":        {relayout(func(l *layout.Layout) { l.DType = "" }), msg.CodeLayout, "layout.dtype", "the type of the cache's elements"},
-		"no identity":     {relayout(func(l *layout.Layout) { l.Identity = nil }), msg.CodeLayout, "layout.identity", "without backoff, groups, head_size, layers, model_config, rope, speculative, weights:"},
-		"no head size":    {relayout(func(l *layout.Layout) { delete(l.Identity, parseblock.IdentityHeadSize) }), msg.CodeLayout, "layout.identity", "without head_size:"},
-		"no groups":       {relayout(func(l *layout.Layout) { delete(l.Identity, parseblock.IdentityGroups) }), msg.CodeLayout, "layout.identity", "without groups:"},
-		"layout no sense": {func(m *msg.Register, fds []int) []int { m.Layout = []byte{0x81, 0xa1, 'x', 0x01}; return fds }, msg.CodeLayout, "layout", ""},
+		"zero id": {func(m *msg.Register, fds []int) []int {
+			m.Regions[0].Region = [16]byte{}
+			return fds
+		}, msg.CodeRegion, "regions[0].region", "zero"},
+		"unknown kind": {func(m *msg.Register,
+			fds []int) []int {
+			m.Regions[0].Kind = "tape"
+			return fds
+		}, msg.CodeRegion, "regions[0]", "tape"},
+		"no region": {func(m *msg.Register, fds []int) []int { m.Regions = nil; return fds },
+			msg.CodeRegion, "regions", "none"},
+		"other session": {func(m *msg.Register, fds []int) []int { m.Session[0]++; return fds },
+			msg.CodeBoard, "fds.rings", "session"},
+		"blocks outside": {relayout(func(l *layout.Layout) { l.Groups[0].NumBlocks *= 2 }),
+			msg.CodeLayout, "layout", "region"},
+		"strategy": {relayout(func(l *layout.Layout) { l.Groups[0].Strategy = "none" }),
+			msg.CodeLayout, "layout", "unknown"},
+		"layers overlap": {relayout(func(l *layout.Layout) { l.Groups[0].Layers[1].Base = 0 }),
+			msg.CodeLayout, "layout", "shares bytes"},
+		"one layer twice": {relayout(func(l *layout.Layout) {
+			l.Groups[0].Layers[1].Name = l.Groups[0].Layers[0].Name + "#again"
+		}), msg.CodeLayout, "layout", "register it once"},
+		"flag index": {relayout(func(l *layout.Layout) { l.Groups[0].Layers[1].Index = 4 }),
+			msg.CodeLayout, "layout.groups[0].layers[1].index", "4 layer flags"},
+		"no dtype": {relayout(func(l *layout.Layout) { l.DType = "" }), msg.CodeLayout,
+			"layout.dtype", "the type of the cache's elements"},
+		"no identity": {relayout(func(l *layout.Layout) { l.Identity = nil }), msg.CodeLayout,
+			"layout.identity", "without backoff, groups, head_size, layers, model_config, rope, " +
+				"speculative, weights:"},
+		"no head size": {relayout(func(l *layout.Layout) {
+			delete(l.Identity,
+				parseblock.IdentityHeadSize)
+		}), msg.CodeLayout, "layout.identity", "without head_size:"},
+		"no groups": {relayout(func(l *layout.Layout) {
+			delete(l.Identity,
+				parseblock.IdentityGroups)
+		}), msg.CodeLayout, "layout.identity", "without groups:"},
+		"layout no sense": {func(m *msg.Register, fds []int) []int {
+			m.Layout = []byte{0x81, 0xa1, 'x',
+				0x01}
+			return fds
+		}, msg.CodeLayout, "layout", ""},
 	} {
 		t.Run(name, func(t *testing.T) {
-			w, err := connectortest.NewWorker(r.config(t, func(cfg *connectortest.Config) { cfg.Tamper = c.tamper }))
+			w, err := connectortest.NewWorker(r.config(t,
+				func(cfg *connectortest.Config) { cfg.Tamper = c.tamper }))
 			must(t, err)
 			defer w.Close()
 			_, err = w.Connect(testContext(t))
@@ -121,7 +156,8 @@ func TestRegisterRefused(t *testing.T) {
 			if !errors.As(err, &se) {
 				t.Fatalf("registered, or no answer: %v", err)
 			}
-			if se.Code != c.code || !strings.HasPrefix(se.Field, c.field) || !strings.Contains(se.Message, c.text) || se.Remedy == "" || se.Fatal {
+			if se.Code != c.code || !strings.HasPrefix(se.Field, c.field) || !strings.Contains(se.Message,
+				c.text) || se.Remedy == "" || se.Fatal {
 				t.Fatalf("got %+v", se.ErrorMessage)
 			}
 		})
@@ -134,8 +170,9 @@ func TestRegisterRefused(t *testing.T) {
 // worker does not.
 func TestDecline(t *testing.T) {
 	r := start(t, nil)
-	s, err := connectortest.DialScheduler(testContext(t), connectortest.SchedulerConfig{Socket: r.socket, Engine: msg.Engine{Name: "vllm", ID: "e7"},
-		Ranks: msg.Ranks{PP: msg.Rank{Size: 2}, TP: msg.Rank{Size: 4}}})
+	s, err := connectortest.DialScheduler(testContext(t),
+		connectortest.SchedulerConfig{Socket: r.socket, Engine: msg.Engine{Name: "vllm", ID: "e7"},
+			Ranks: msg.Ranks{PP: msg.Rank{Size: 2}, TP: msg.Rank{Size: 4}}})
 	must(t, err)
 	defer s.Close()
 	if !slices.Contains(s.Welcome().Features, msg.FeatureDecline) {
@@ -151,7 +188,8 @@ func TestDecline(t *testing.T) {
 	must(t, s.Decline(x, h, "p:1", "aborted"))
 	r.rec.until(t, "decline", func() bool { return len(r.rec.declines) == 1 })
 	got := r.rec.seen().declines[0]
-	if got.World != 8 || got.Engine != "vllm/e7" || got.Key != (transfer.Key{Xfer: x, Hash: h}) || got.Peer != "p:1" || got.Reason != "aborted" ||
+	if got.World != 8 || got.Engine != "vllm/e7" || got.Key != (transfer.Key{Xfer: x, Hash: h}) ||
+		got.Peer != "p:1" || got.Reason != "aborted" ||
 		got.Boot == (transfer.Boot{}) || got.ID == 0 {
 		t.Fatalf("%+v", got)
 	}
@@ -161,7 +199,8 @@ func TestDecline(t *testing.T) {
 // too much.
 func TestBadPackets(t *testing.T) {
 	r := start(t, nil)
-	s, err := connectortest.DialScheduler(testContext(t), connectortest.SchedulerConfig{Socket: r.socket})
+	s, err := connectortest.DialScheduler(testContext(t),
+		connectortest.SchedulerConfig{Socket: r.socket})
 	must(t, err)
 	defer s.Close()
 	must(t, s.SendRaw([]byte{1}))
@@ -185,7 +224,8 @@ func TestBadPackets(t *testing.T) {
 	if a.State != "admitted" || a.Tokens != 5 {
 		t.Fatalf("%+v", a)
 	}
-	if got := r.rec.seen().awaits[0]; got.TTL != time.Second || got.Peer != "p:1" || got.Tokens != 5 || got.Key.Xfer != x {
+	if got := r.rec.seen().awaits[0]; got.TTL != time.Second || got.Peer != "p:1" || got.Tokens != 5 ||
+		got.Key.Xfer != x {
 		t.Fatalf("%+v", got)
 	}
 	for range 100 {
@@ -211,12 +251,16 @@ func TestVersions(t *testing.T) {
 		{msg.MakeVersion(2, 0), msg.MakeVersion(2, 1), false},
 		{msg.MakeVersion(0, 1), msg.MakeVersion(0, 9), false},
 	} {
-		w, err := connectortest.NewWorker(r.config(t, func(cfg *connectortest.Config) { cfg.Min, cfg.Max = c.min, c.max }))
+		w, err := connectortest.NewWorker(r.config(t, func(cfg *connectortest.Config) {
+			cfg.Min,
+				cfg.Max = c.min, c.max
+		}))
 		must(t, err)
 		_, err = w.Connect(testContext(t))
 		_ = w.Close()
 		var se *connectortest.ServerError
-		if c.ok != (err == nil) || !c.ok && (!errors.As(err, &se) || se.Code != msg.CodeVersion || !strings.Contains(se.Message, c.min.String()) ||
+		if c.ok != (err == nil) || !c.ok && (!errors.As(err, &se) || se.Code != msg.CodeVersion ||
+			!strings.Contains(se.Message, c.min.String()) ||
 			!strings.Contains(se.Message, msg.VersionMax.String())) {
 			t.Errorf("%s to %s: %v", c.min, c.max, err)
 		}
@@ -230,12 +274,30 @@ func TestMalformedRecords(t *testing.T) {
 	good, err := w.Intent(intent(32, 1, 2))
 	must(t, err)
 	cases := map[string]func(id uint64) error{
-		"intent body":     func(id uint64) error { return w.Push(board.RecIntent, id, []byte{0xc1}, false) },
-		"intent empty":    func(id uint64) error { return w.Push(board.RecIntent, id, nil, false) },
-		"intent block":    func(id uint64) error { return w.IntentAs(id, intent(32, 1, 64)) },
-		"intent groups":   func(id uint64) error { i := intent(32, 1); i.Blocks = nil; return w.IntentAs(id, i) },
-		"intent fanout":   func(id uint64) error { i := intent(32, 1); i.Fanout = 17; return w.IntentAs(id, i) },
-		"intent ready":    func(id uint64) error { i := intent(32, 1); i.Ready = 33; return w.IntentAs(id, i) },
+		"intent body": func(id uint64) error {
+			return w.Push(board.RecIntent, id,
+				[]byte{0xc1}, false)
+		},
+		"intent empty": func(id uint64) error { return w.Push(board.RecIntent, id, nil, false) },
+		"intent block": func(id uint64) error { return w.IntentAs(id, intent(32, 1, 64)) },
+		"intent groups": func(id uint64) error {
+			i := intent(32,
+				1)
+			i.Blocks = nil
+			return w.IntentAs(id, i)
+		},
+		"intent fanout": func(id uint64) error {
+			i := intent(32,
+				1)
+			i.Fanout = 17
+			return w.IntentAs(id, i)
+		},
+		"intent ready": func(id uint64) error {
+			i := intent(32, 1)
+			i.Ready = 33
+			return w.IntentAs(id,
+				i)
+		},
 		"intent no token": func(id uint64) error { return w.IntentAs(id, intent(0, 1)) },
 		"intent steps": func(id uint64) error {
 			i := intent(32, 1)
@@ -244,15 +306,18 @@ func TestMalformedRecords(t *testing.T) {
 		},
 		"expect block": func(id uint64) error {
 			x, h := key()
-			return w.Push(board.RecExpect, id, (&msg.Expect{Xfer: x, Hash: h, Peer: "p:1", Tokens: 16, Blocks: [][]uint32{{1 << 30}}}).Append(nil), false)
+			return w.Push(board.RecExpect, id, (&msg.Expect{Xfer: x, Hash: h, Peer: "p:1", Tokens: 16,
+				Blocks: [][]uint32{{1 << 30}}}).Append(nil), false)
 		},
 		"expect no peer": func(id uint64) error {
 			x, h := key()
-			return w.Push(board.RecExpect, id, (&msg.Expect{Xfer: x, Hash: h, Tokens: 16, Blocks: [][]uint32{{1}}}).Append(nil), false)
+			return w.Push(board.RecExpect, id, (&msg.Expect{Xfer: x, Hash: h, Tokens: 16,
+				Blocks: [][]uint32{{1}}}).Append(nil), false)
 		},
 		"expect skip": func(id uint64) error {
 			x, h := key()
-			return w.Push(board.RecExpect, id, (&msg.Expect{Xfer: x, Hash: h, Peer: "p:1", Tokens: 16, Skip: []uint32{17}, Blocks: [][]uint32{{1}}}).Append(nil), false)
+			return w.Push(board.RecExpect, id, (&msg.Expect{Xfer: x, Hash: h, Peer: "p:1", Tokens: 16,
+				Skip: []uint32{17}, Blocks: [][]uint32{{1}}}).Append(nil), false)
 		},
 	}
 	for name, push := range cases {
@@ -267,12 +332,14 @@ func TestMalformedRecords(t *testing.T) {
 			} else {
 				reason = c.Received.Reason
 			}
-			if c.Lease != id || c.Status != board.Refused || reason == "" || strings.HasPrefix(name, "intent") != (c.Sent != nil) {
+			if c.Lease != id || c.Status != board.Refused || reason == "" || strings.HasPrefix(name,
+				"intent") != (c.Sent != nil) {
 				t.Fatalf("completion %+v", c)
 			}
 		})
 	}
-	eventually(t, "each of them is counted", func() bool { return r.bad.get("intent")+r.bad.get("expect") == len(cases) })
+	eventually(t, "each of them is counted",
+		func() bool { return r.bad.get("intent")+r.bad.get("expect") == len(cases) })
 	before := r.bad.get("step") + r.bad.get("unknown") + r.bad.get("intent") + r.bad.get("cancel")
 	must(t, w.IntentAs(good, intent(16, 9)))               // open already
 	must(t, w.Push(77, good, nil, false))                  // unknown type
@@ -285,7 +352,8 @@ func TestMalformedRecords(t *testing.T) {
 	must(t, w.Step(msg.Step{Step: 6, Reqs: []msg.StepReq{{Lease: good, End: 32}}}))
 	w.SignalStep(6)
 	r.rec.until(t, "the good lease goes on", func() bool { return len(r.rec.progress) == 4 })
-	if got := r.bad.get("step") + r.bad.get("unknown") + r.bad.get("intent") + r.bad.get("cancel") - before; got != 4 {
+	if got := r.bad.get("step") + r.bad.get("unknown") + r.bad.get("intent") + r.bad.get("cancel") -
+		before; got != 4 {
 		t.Errorf("%d malformed records counted, want 4: %v", got, r.bad.n)
 	}
 	if r.bad.get("ignored cancel") != 1 || r.bad.get("ignored step") != 1 {
@@ -296,7 +364,8 @@ func TestMalformedRecords(t *testing.T) {
 		t.Errorf("%d log lines: each kind is logged once", n)
 	}
 	// A table that cannot be believed ends its lease.
-	must(t, w.Step(msg.Step{Step: 7, Reqs: []msg.StepReq{{Lease: good, End: 32, Blocks: [][]uint32{{64}}}}}))
+	must(t, w.Step(msg.Step{Step: 7, Reqs: []msg.StepReq{{Lease: good, End: 32,
+		Blocks: [][]uint32{{64}}}}}))
 	r.rec.until(t, "cancel", func() bool { return strings.Contains(r.rec.cancels[good], "block 64") })
 }
 
@@ -324,7 +393,10 @@ func TestBrokenRing(t *testing.T) {
 			w := r.worker(t, nil)
 			breakIt(w)
 			must(t, w.RingDoorbell())
-			r.rec.until(t, "worker gone", func() bool { return len(r.rec.gone) == 1 && errors.Is(r.rec.gone[0], connector.ErrBoard) })
+			r.rec.until(t, "worker gone", func() bool {
+				return len(r.rec.gone) == 1 &&
+					errors.Is(r.rec.gone[0], connector.ErrBoard)
+			})
 			must(t, w.WaitEnd(testContext(t)))
 			_, err := other.Intent(intent(16, 1))
 			must(t, err)
@@ -378,7 +450,8 @@ func TestListen(t *testing.T) {
 	if err := fourth.Listen(); err == nil || !strings.Contains(err.Error(), "has this path") {
 		t.Errorf("a file was replaced: %v", err)
 	}
-	if _, err := connector.New(connector.Options{Socket: "/" + strings.Repeat("x", 120), Events: r.rec, Endpoint: opt.Endpoint}); err == nil {
+	if _, err := connector.New(connector.Options{Socket: "/" + strings.Repeat("x", 120), Events: r.rec,
+		Endpoint: opt.Endpoint}); err == nil {
 		t.Error("an endless socket path")
 	}
 }
@@ -389,12 +462,14 @@ func TestUIDRefused(t *testing.T) {
 	}
 	r := start(t, func(o *connector.Options) { o.SocketMode = 0o666 })
 	must(t, os.Chmod(filepath.Dir(r.socket), 0o755))
-	ask := exec.Command("python3", "-c", "import socket,os,sys\nos.setuid(65534)\ns=socket.socket(socket.AF_UNIX,socket.SOCK_SEQPACKET)\ns.connect(sys.argv[1])\nsys.stdout.buffer.write(s.recv(4096))", r.socket)
+	ask := exec.Command("python3", "-c",
+		"import socket,os,sys\nos.setuid(65534)\ns=socket.socket(socket.AF_UNIX,socket.SOCK_SEQPACKET)\ns.connect(sys.argv[1])\nsys.stdout.buffer.write(s.recv(4096))", r.socket)
 	out, err := ask.Output()
 	must(t, err)
 	m, err := msg.DecodePacket(out)
 	must(t, err)
-	if e, ok := m.(*msg.ErrorMessage); !ok || e.Code != msg.CodePermission || !e.Fatal || !strings.Contains(e.Message, "65534") {
+	if e, ok := m.(*msg.ErrorMessage); !ok || e.Code != msg.CodePermission || !e.Fatal ||
+		!strings.Contains(e.Message, "65534") {
 		t.Fatalf("%+v", m)
 	}
 }
@@ -403,7 +478,8 @@ func TestStats(t *testing.T) {
 	r := start(t, nil)
 	w := r.worker(t, nil)
 	for i := range 10 {
-		r.Publish(connector.Stats{Transfers: map[string]uint64{"ok": uint64(i)}, Bytes: map[string]uint64{"tcp": 5}})
+		r.Publish(connector.Stats{Transfers: map[string]uint64{"ok": uint64(i)},
+			Bytes: map[string]uint64{"tcp": 5}})
 	}
 	st, err := w.WaitStats(testContext(t))
 	must(t, err)

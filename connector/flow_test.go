@@ -24,22 +24,30 @@ func TestLayerByLayer(t *testing.T) {
 	in.Req = "req-1"
 	id, err := w.Intent(in)
 	must(t, err)
-	must(t, w.Step(msg.Step{Step: 1, Reqs: []msg.StepReq{{Lease: id, End: 16, Blocks: [][]uint32{{3}}}}}))
-	must(t, w.Step(msg.Step{Step: 2, Reqs: []msg.StepReq{{Lease: id, End: 40, Blocks: [][]uint32{{3, 4, 5}}}}}))
+	must(t, w.Step(msg.Step{Step: 1, Reqs: []msg.StepReq{{Lease: id, End: 16,
+		Blocks: [][]uint32{{3}}}}}))
+	must(t, w.Step(msg.Step{Step: 2, Reqs: []msg.StepReq{{Lease: id, End: 40,
+		Blocks: [][]uint32{{3, 4, 5}}}}}))
 	r.rec.until(t, "intent", func() bool { return len(r.rec.intents) == 1 })
 	got := r.rec.seen().intents[0]
-	if got.Lease.ID != id || got.Key.Xfer != in.Xfer || got.Key.Hash != in.Hash || got.Tokens != 40 || got.Req != "req-1" ||
-		got.Fanout != 1 || got.Priority != connector.LayerStream || got.Deadline != connector.DefaultDeadline {
+	if got.Lease.ID != id || got.Key.Xfer != in.Xfer || got.Key.Hash != in.Hash || got.Tokens != 40 ||
+		got.Req != "req-1" ||
+		got.Fanout != 1 || got.Priority != connector.LayerStream ||
+		got.Deadline != connector.DefaultDeadline {
 		t.Fatalf("intent %+v", got)
 	}
 	if !up.SourceValid(got.Lease) {
 		t.Error("a fresh source lease is not valid")
 	}
-	r.rec.until(t, "both steps", func() bool { return slices.Equal(r.rec.announced, []transfer.LeaseID{got.Lease, got.Lease}) })
+	r.rec.until(t, "both steps", func() bool {
+		return slices.Equal(r.rec.announced,
+			[]transfer.LeaseID{got.Lease, got.Lease})
+	})
 
 	w.SignalLayer(0, 1)
 	r.rec.until(t, "layer 0", func() bool { return len(r.rec.progress) == 1 })
-	if p := r.rec.seen().progress[0]; p.Layer != 0 || p.Tokens != 16 || p.Final || asJSON(p.Blocks) != "[[3]]" || p.Lease != got.Lease {
+	if p := r.rec.seen().progress[0]; p.Layer != 0 || p.Tokens != 16 || p.Final ||
+		asJSON(p.Blocks) != "[[3]]" || p.Lease != got.Lease {
 		t.Fatalf("progress %+v", p)
 	}
 	w.SignalLayer(1, 1)
@@ -52,7 +60,8 @@ func TestLayerByLayer(t *testing.T) {
 	}
 	w.SignalLayer(3, 2)
 	r.rec.until(t, "layer 3 of step 2", func() bool { return len(r.rec.progress) == 5 })
-	if p := r.rec.seen().progress[4]; p.Layer != 3 || p.Tokens != 40 || !p.Final || asJSON(p.Blocks) != "[[3,4,5]]" {
+	if p := r.rec.seen().progress[4]; p.Layer != 3 || p.Tokens != 40 || !p.Final ||
+		asJSON(p.Blocks) != "[[3,4,5]]" {
 		t.Fatalf("progress %+v", p)
 	}
 	w.SignalStep(2)
@@ -60,10 +69,12 @@ func TestLayerByLayer(t *testing.T) {
 
 	must(t, w.Hold(id))
 	r.rec.until(t, "hold", func() bool { return len(r.rec.holds) == 1 })
-	must(t, r.Complete(up, connector.Completion{Lease: got.Lease, Status: board.OK, Grants: 1, Bytes: 777, Reason: "done"}))
+	must(t, r.Complete(up, connector.Completion{Lease: got.Lease, Status: board.OK, Grants: 1,
+		Bytes: 777, Reason: "done"}))
 	c, err := w.Wait(testContext(t))
 	must(t, err)
-	if c.Lease != id || c.Status != board.OK || c.Seq != 1 || c.Sent == nil || *c.Sent != (msg.Sent{Grants: 1, Bytes: 777, Reason: "done"}) {
+	if c.Lease != id || c.Status != board.OK || c.Seq != 1 || c.Sent == nil ||
+		*c.Sent != (msg.Sent{Grants: 1, Bytes: 777, Reason: "done"}) {
 		t.Fatalf("completion %+v", c)
 	}
 	if up.SourceValid(got.Lease) {
@@ -81,20 +92,24 @@ func TestExpectAndRecompute(t *testing.T) {
 	r := start(t, nil)
 	w := r.worker(t, nil)
 	x, h := key()
-	id, err := w.Expect(msg.Expect{Xfer: x, Hash: h, Peer: "10.0.0.1:7", Tokens: 48, Skip: []uint32{16}, Blocks: [][]uint32{{0, 1, 2}}, DeadlineMS: 1500})
+	id, err := w.Expect(msg.Expect{Xfer: x, Hash: h, Peer: "10.0.0.1:7", Tokens: 48,
+		Skip: []uint32{16}, Blocks: [][]uint32{{0, 1, 2}}, DeadlineMS: 1500})
 	must(t, err)
 	r.rec.until(t, "expect", func() bool { return len(r.rec.expects) == 1 })
 	ex := r.rec.seen().expects[0]
-	if ex.Peer != "10.0.0.1:7" || ex.Tokens != 48 || asJSON(ex.Skip) != "[16]" || ex.Deadline != 1500*time.Millisecond || ex.Partner != connector.DefaultPartner {
+	if ex.Peer != "10.0.0.1:7" || ex.Tokens != 48 || asJSON(ex.Skip) != "[16]" ||
+		ex.Deadline != 1500*time.Millisecond || ex.Partner != connector.DefaultPartner {
 		t.Fatalf("expect %+v", ex)
 	}
 	must(t, w.Cancel(id, "aborted", false))
 	r.rec.until(t, "cancel", func() bool { return r.rec.cancels[id] == "aborted" })
-	must(t, r.Complete(r.lastUp(t), connector.Completion{Lease: ex.Lease, Received: true, Status: board.Cancelled, Took: 3 * time.Millisecond,
+	must(t, r.Complete(r.lastUp(t), connector.Completion{Lease: ex.Lease, Received: true,
+		Status: board.Cancelled, Took: 3 * time.Millisecond,
 		Transport: "tcp", Recompute: [][2]uint32{{16, 48}}}))
 	c, err := w.Wait(testContext(t))
 	must(t, err)
-	if c.Received == nil || c.Status != board.Cancelled || c.Received.US != 3000 || asJSON(c.Received.Recompute) != "[[16,48]]" || c.Received.Transport != "tcp" {
+	if c.Received == nil || c.Status != board.Cancelled || c.Received.US != 3000 ||
+		asJSON(c.Received.Recompute) != "[[16,48]]" || c.Received.Transport != "tcp" {
 		t.Fatalf("completion %+v %+v", c, c.Received)
 	}
 }
@@ -123,7 +138,10 @@ func TestPreempt(t *testing.T) {
 	if !up.SourceValid(lb) {
 		t.Error("the other lease is not valid")
 	}
-	r.rec.until(t, "preempt", func() bool { return len(r.rec.preempts) == 1 && r.rec.preempts[0] == a })
+	r.rec.until(t, "preempt", func() bool {
+		return len(r.rec.preempts) == 1 &&
+			r.rec.preempts[0] == a
+	})
 	w.SignalStep(1)
 	r.rec.until(t, "progress of b", func() bool { return len(r.rec.progress) == 4 })
 	for _, p := range r.rec.seen().progress {
@@ -135,7 +153,8 @@ func TestPreempt(t *testing.T) {
 		t.Fatalf("announced %v", got)
 	}
 	// A later attempt revives the lease under a new epoch.
-	must(t, w.Step(msg.Step{Step: 2, Reqs: []msg.StepReq{{Lease: a, End: 32, Blocks: [][]uint32{{5, 6}}, Attempt: 1}}}))
+	must(t, w.Step(msg.Step{Step: 2, Reqs: []msg.StepReq{{Lease: a, End: 32,
+		Blocks: [][]uint32{{5, 6}}, Attempt: 1}}}))
 	w.SignalStep(2)
 	r.rec.until(t, "progress of a", func() bool { return len(r.rec.progress) == 8 })
 	p := r.rec.seen().progress[4]
@@ -243,7 +262,10 @@ func TestReplays(t *testing.T) {
 			w.SignalReplay(l)
 			if s%3 == 0 && l == int(s)%shape.Layers {
 				r.rec.until(t, "a layer in between", func() bool {
-					return slices.ContainsFunc(r.rec.progress, func(p connector.Progress) bool { return p.Layer == l && p.Tokens == uint32(16*s) })
+					return slices.ContainsFunc(r.rec.progress, func(p connector.Progress) bool {
+						return p.Layer ==
+							l && p.Tokens == uint32(16*s)
+					})
 				})
 			}
 		}
@@ -268,7 +290,8 @@ func TestTableOutlivesUnchangedStep(t *testing.T) {
 	id, err := w.Intent(intent(48, 1))
 	must(t, err)
 	must(t, w.Step(msg.Step{Step: 1, Reqs: []msg.StepReq{{Lease: id, End: 16}}}))
-	must(t, w.Step(msg.Step{Step: 2, Reqs: []msg.StepReq{{Lease: id, End: 40, Blocks: [][]uint32{{1, 2, 3}}}}}))
+	must(t, w.Step(msg.Step{Step: 2, Reqs: []msg.StepReq{{Lease: id, End: 40,
+		Blocks: [][]uint32{{1, 2, 3}}}}}))
 	must(t, w.Step(msg.Step{Step: 3, Reqs: []msg.StepReq{{Lease: id, End: 48}}}))
 	r.rec.until(t, "intent", func() bool { return len(r.rec.intents) == 1 })
 	w.SignalStep(3) // the flags of steps 1 and 2 are never seen by themselves

@@ -71,7 +71,8 @@ func (r *recorder) seen() events {
 }
 
 func newRecorder() *recorder {
-	return &recorder{changed: make(chan struct{}), events: events{cancels: map[uint64]string{}}, autoGone: true}
+	return &recorder{changed: make(chan struct{}), events: events{cancels: map[uint64]string{}},
+		autoGone: true}
 }
 
 // atIntent has f called for every intent from now on.
@@ -97,11 +98,19 @@ func (r *recorder) note(what string, f func()) {
 	r.changed = make(chan struct{})
 }
 
-func (r *recorder) WorkerUp(w *connector.Worker) { r.note("up", func() { r.ups = append(r.ups, w) }) }
+func (r *recorder) WorkerUp(w *connector.Worker) {
+	r.note("up",
+		func() { r.ups = append(r.ups, w) })
+}
 
 func (r *recorder) WorkerGone(w *connector.Worker, why error, fenced func()) {
 	auto := false
-	r.note("gone", func() { r.gone = append(r.gone, why); r.fenced = append(r.fenced, fenced); auto = r.autoGone })
+	r.note("gone", func() {
+		r.gone = append(r.gone, why)
+		r.fenced = append(r.fenced,
+			fenced)
+		auto = r.autoGone
+	})
 	if auto {
 		fenced()
 	}
@@ -109,7 +118,11 @@ func (r *recorder) WorkerGone(w *connector.Worker, why error, fenced func()) {
 
 func (r *recorder) Intent(w *connector.Worker, in connector.Intent) {
 	var f func(*connector.Worker, connector.Intent)
-	r.note(fmt.Sprint("intent ", in.Lease.ID), func() { r.intents = append(r.intents, in); f = r.onIntent })
+	r.note(fmt.Sprint("intent ", in.Lease.ID), func() {
+		r.intents = append(r.intents,
+			in)
+		f = r.onIntent
+	})
 	if f != nil {
 		f(w, in)
 	}
@@ -235,9 +248,11 @@ func start(t testing.TB, change func(*connector.Options)) *rig {
 	if err != nil {
 		t.Fatal(err)
 	}
-	r := &rig{rec: newRecorder(), socket: filepath.Join(dir, "s"), logs: &testutil.Log{}, bad: &counter{n: map[string]int{}}}
-	opt := connector.Options{Socket: r.socket, Boot: transfer.Boot{1, 2, 3}, Node: "node", Endpoint: func() string { return "127.0.0.1:1" },
-		Events: r.rec, Log: slog.New(slog.NewTextHandler(r.logs, nil))}
+	r := &rig{rec: newRecorder(), socket: filepath.Join(dir, "s"), logs: &testutil.Log{},
+		bad: &counter{n: map[string]int{}}}
+	opt := connector.Options{Socket: r.socket, Boot: transfer.Boot{1, 2, 3}, Node: "node",
+		Endpoint: func() string { return "127.0.0.1:1" },
+		Events:   r.rec, Log: slog.New(slog.NewTextHandler(r.logs, nil))}
 	opt.Hooks.Malformed = r.bad.add
 	opt.Hooks.Ignored = func(k string) { r.bad.add("ignored " + k) }
 	if change != nil {
@@ -294,7 +309,8 @@ func (r *rig) worker(t testing.TB, change func(*connectortest.Config)) *connecto
 }
 
 func (r *rig) config(t testing.TB, change func(*connectortest.Config)) connectortest.Config {
-	cfg := connectortest.Config{Socket: r.socket, Engine: msg.Engine{Name: "vllm", Version: "1", ID: "e"}, Layout: shape.Layout(),
+	cfg := connectortest.Config{Socket: r.socket, Engine: msg.Engine{Name: "vllm", Version: "1",
+		ID: "e"}, Layout: shape.Layout(),
 		Regions: []*mem.Region{region(t, shape)}}
 	if change != nil {
 		change(&cfg)
@@ -327,7 +343,8 @@ func key() (x [16]byte, h [32]byte) {
 
 func intent(tokens uint32, blocks ...uint32) msg.Intent {
 	x, h := key()
-	return msg.Intent{Xfer: x, Hash: h, Tokens: tokens, Fanout: 1, Blocks: [][]uint32{blocks}, Prio: msg.PrioStream}
+	return msg.Intent{Xfer: x, Hash: h, Tokens: tokens, Fanout: 1, Blocks: [][]uint32{blocks},
+		Prio: msg.PrioStream}
 }
 
 func asJSON(v any) string {

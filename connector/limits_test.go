@@ -19,7 +19,8 @@ func TestFullCompletionRing(t *testing.T) {
 	go func() {
 		for range n {
 			x, h := key()
-			if _, err := w.Expect(msg.Expect{Xfer: x, Hash: h, Peer: "p:1", Tokens: 16, Skip: []uint32{16}, Blocks: [][]uint32{{1}}}); err != nil {
+			if _, err := w.Expect(msg.Expect{Xfer: x, Hash: h, Peer: "p:1", Tokens: 16, Skip: []uint32{16},
+				Blocks: [][]uint32{{1}}}); err != nil {
 				t.Error(err)
 				return
 			}
@@ -28,7 +29,8 @@ func TestFullCompletionRing(t *testing.T) {
 	r.rec.until(t, "expects", func() bool { return len(r.rec.expects) == n })
 	up := r.lastUp(t)
 	for _, ex := range r.rec.seen().expects {
-		must(t, r.Complete(up, connector.Completion{Lease: ex.Lease, Received: true, Status: board.OK, Reason: strings.Repeat("x", 50)}))
+		must(t, r.Complete(up, connector.Completion{Lease: ex.Lease, Received: true, Status: board.OK,
+			Reason: strings.Repeat("x", 50)}))
 	}
 	for i := range n {
 		c, err := w.Wait(testContext(t))
@@ -50,7 +52,8 @@ func TestLimitsAndDrain(t *testing.T) {
 	must(t, err)
 	got, err := w.Wait(testContext(t))
 	must(t, err)
-	if got.Lease != c || got.Status != board.Refused || !strings.Contains(got.Sent.Reason, "2 leases") {
+	if got.Lease != c || got.Status != board.Refused || !strings.Contains(got.Sent.Reason,
+		"2 leases") {
 		t.Fatalf("%+v", got)
 	}
 	r.rec.until(t, "intents", func() bool { return len(r.rec.intents) == 2 })
@@ -73,7 +76,8 @@ func TestLimitsAndDrain(t *testing.T) {
 	}
 	late, err := w.Intent(intent(16, 4))
 	must(t, err)
-	if got, err = w.Wait(testContext(t)); err != nil || got.Lease != late || got.Status != board.Refused || !strings.Contains(got.Sent.Reason, "drain") {
+	if got, err = w.Wait(testContext(t)); err != nil || got.Lease != late ||
+		got.Status != board.Refused || !strings.Contains(got.Sent.Reason, "drain") {
 		t.Fatalf("%+v %v", got, err)
 	}
 	_, err = connectortest.DialWorker(testContext(t), r.config(t, nil))
@@ -92,16 +96,19 @@ func TestBlockIDsAreBounded(t *testing.T) {
 	a, err := w.Intent(intent(64, 1, 2, 3, 4))
 	must(t, err)
 	x, h := key()
-	ex := msg.Expect{Xfer: x, Hash: h, Peer: "10.0.0.1:7", Tokens: 48, Skip: []uint32{0}, Blocks: [][]uint32{{5, 6, 7}}}
+	ex := msg.Expect{Xfer: x, Hash: h, Peer: "10.0.0.1:7", Tokens: 48, Skip: []uint32{0},
+		Blocks: [][]uint32{{5, 6, 7}}}
 	b, err := w.Expect(ex)
 	must(t, err)
 	got, err := w.Wait(testContext(t))
 	must(t, err)
-	if got.Lease != b || got.Status != board.Refused || !strings.Contains(got.Received.Reason, "block ids") {
+	if got.Lease != b || got.Status != board.Refused || !strings.Contains(got.Received.Reason,
+		"block ids") {
 		t.Fatalf("%+v", got)
 	}
 	r.rec.until(t, "the intent", func() bool { return len(r.rec.intents) == 1 })
-	must(t, r.Complete(r.lastUp(t), connector.Completion{Lease: r.rec.seen().intents[0].Lease, Status: board.OK}))
+	must(t, r.Complete(r.lastUp(t), connector.Completion{Lease: r.rec.seen().intents[0].Lease,
+		Status: board.OK}))
 	if got, err = w.Wait(testContext(t)); err != nil || got.Lease != a {
 		t.Fatalf("%+v %v", got, err)
 	}

@@ -21,7 +21,8 @@ import (
 func refused(t *testing.T, err error, code, field, text string) {
 	t.Helper()
 	var se *connectortest.ServerError
-	if !errors.As(err, &se) || se.Code != code || se.Field != field || !strings.Contains(se.Message, text) || se.Remedy == "" || se.Fatal {
+	if !errors.As(err, &se) || se.Code != code || se.Field != field || !strings.Contains(se.Message,
+		text) || se.Remedy == "" || se.Fatal {
 		t.Fatalf("got %v, want %s for %s with %q", err, code, field, text)
 	}
 }
@@ -76,7 +77,8 @@ type fakeGPU struct{ mem.Device }
 // Import takes the first bytes of a handle for an address, as a driver does that knows the handle
 // already.
 func (g *fakeGPU) Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Region, error) {
-	return mem.NewDevice(id, mem.DeviceMemory{Device: g, Addr: binary.LittleEndian.Uint64(handle), Size: size, Handle: handle, FD: fd})
+	return mem.NewDevice(id, mem.DeviceMemory{Device: g, Addr: binary.LittleEndian.Uint64(handle),
+		Size: size, Handle: handle, FD: fd})
 }
 
 // Memory of a GPU is one worker's, too.
@@ -96,7 +98,8 @@ func TestDeviceMemoryOfAnotherSession(t *testing.T) {
 		return err
 	}
 	must(t, connect(1<<20))
-	refused(t, connect(1<<20+4096), msg.CodeRegion, "regions[0]", "the same memory as regions[0] of engine worker")
+	refused(t, connect(1<<20+4096), msg.CodeRegion, "regions[0]", "the same memory as regions[0] of "+
+		"engine worker")
 	must(t, connect(1<<30))
 }
 
@@ -109,9 +112,11 @@ func TestViewOfOwnMemory(t *testing.T) {
 	for name, c := range map[string]struct {
 		regions []*mem.Region
 		field   string
-	}{"memfd first": {[]*mem.Region{kv, view}, "regions[1]"}, "view first": {[]*mem.Region{view, kv}, "regions[1].fd"}} {
+	}{"memfd first": {[]*mem.Region{kv, view}, "regions[1]"}, "view first": {[]*mem.Region{view, kv},
+		"regions[1].fd"}} {
 		t.Run(name, func(t *testing.T) {
-			w, err := connectortest.NewWorker(r.config(t, func(cfg *connectortest.Config) { cfg.Regions = c.regions }))
+			w, err := connectortest.NewWorker(r.config(t,
+				func(cfg *connectortest.Config) { cfg.Regions = c.regions }))
 			must(t, err)
 			defer w.Close()
 			_, err = w.Connect(testContext(t))
@@ -166,7 +171,8 @@ func TestBlocksHaveOneWriter(t *testing.T) {
 	expect := func(tokens, skip uint32, blocks ...uint32) uint64 {
 		t.Helper()
 		x, h := key()
-		id, err := w.Expect(msg.Expect{Xfer: x, Hash: h, Peer: "p:1", Tokens: tokens, Skip: []uint32{skip}, Blocks: [][]uint32{blocks}})
+		id, err := w.Expect(msg.Expect{Xfer: x, Hash: h, Peer: "p:1", Tokens: tokens,
+			Skip: []uint32{skip}, Blocks: [][]uint32{blocks}})
 		must(t, err)
 		return id
 	}
@@ -174,7 +180,11 @@ func TestBlocksHaveOneWriter(t *testing.T) {
 	accept := func(id uint64) {
 		t.Helper()
 		n := len(accepted) + 1
-		r.rec.until(t, "an expectation", func() bool { accepted = append(accepted[:0:0], r.rec.expects...); return len(accepted) == n })
+		r.rec.until(t, "an expectation", func() bool {
+			accepted = append(accepted[:0:0],
+				r.rec.expects...)
+			return len(accepted) == n
+		})
 		if got := accepted[n-1].Lease.ID; got != id {
 			t.Fatalf("lease %d is open, want %d", got, id)
 		}
@@ -183,10 +193,12 @@ func TestBlocksHaveOneWriter(t *testing.T) {
 		t.Helper()
 		refusedLease(t, w, id, texts...)
 	}
-	refuse(expect(48, 0, 7, 8, 7), "EXPECT.blocks[0][2]", "block 7 is also at index 0", "allocate a separate block")
+	refuse(expect(48, 0, 7, 8, 7), "EXPECT.blocks[0][2]", "block 7 is also at index 0",
+		"allocate a separate block")
 	a := expect(48, 16, 1, 2, 3) // reads 1, writes 2 and 3
 	accept(a)
-	refuse(expect(32, 0, 5, 3), "EXPECT.blocks[0][1]", "block 3 is written for lease", "wait for its completion")
+	refuse(expect(32, 0, 5, 3), "EXPECT.blocks[0][1]", "block 3 is written for lease",
+		"wait for its completion")
 	// the shared prefix is skipped by both, and the refused lease has left nothing behind
 	accept(expect(32, 16, 1, 5))
 	accept(expect(64, 48, 1, 1, 1, 9)) // a place holder at what is skipped
@@ -223,7 +235,8 @@ func TestGroupsOnTheSamePagesHaveOneWriter(t *testing.T) {
 	expect := func(a, b, c uint32) uint64 {
 		t.Helper()
 		x, h := key()
-		id, err := w.Expect(msg.Expect{Xfer: x, Hash: h, Peer: "p:1", Tokens: 16, Skip: []uint32{0, 0, 0}, Blocks: [][]uint32{{a}, {b}, {c}}})
+		id, err := w.Expect(msg.Expect{Xfer: x, Hash: h, Peer: "p:1", Tokens: 16, Skip: []uint32{0, 0, 0},
+			Blocks: [][]uint32{{a}, {b}, {c}}})
 		must(t, err)
 		return id
 	}
@@ -231,14 +244,21 @@ func TestGroupsOnTheSamePagesHaveOneWriter(t *testing.T) {
 		t.Helper()
 		refusedLease(t, w, id, texts...)
 	}
-	refuse(expect(4, 4, 9), "EXPECT.blocks[1][0]", "block 4 is also written for table 0", "from one pool")
+	refuse(expect(4, 4, 9), "EXPECT.blocks[1][0]", "block 4 is also written for table 0",
+		"from one pool")
 	a := expect(1, 2, 1) // block 1 of the third group is other memory than block 1 of the first
-	r.rec.until(t, "the expectation", func() bool { return len(r.rec.expects) == 1 && r.rec.expects[0].Lease.ID == a })
+	r.rec.until(t, "the expectation", func() bool {
+		return len(r.rec.expects) == 1 &&
+			r.rec.expects[0].Lease.ID == a
+	})
 	refuse(expect(2, 3, 3), "EXPECT.blocks[0][0]", "block 2 is written for lease")
 	refuse(expect(3, 1, 3), "EXPECT.blocks[1][0]", "block 1 is written for lease")
 	refuse(expect(3, 4, 1), "EXPECT.blocks[2][0]", "block 1 is written for lease")
 	b := expect(3, 4, 2)
-	r.rec.until(t, "the next", func() bool { return len(r.rec.expects) == 2 && r.rec.expects[1].Lease.ID == b })
+	r.rec.until(t, "the next", func() bool {
+		return len(r.rec.expects) == 2 &&
+			r.rec.expects[1].Lease.ID == b
+	})
 }
 
 // refusedLease waits for the refusal of a lease, whose reason has all of texts.

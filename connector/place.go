@@ -16,7 +16,8 @@ type Place struct {
 }
 
 func placeOf(h *msg.Hello) Place {
-	p := Place{Engine: h.Engine.Name + "/" + h.Engine.ID, PP: int(h.Ranks.PP.Rank), TP: int(h.Ranks.TP.Rank), PPSize: int(h.Ranks.PP.Size),
+	p := Place{Engine: h.Engine.Name + "/" + h.Engine.ID, PP: int(h.Ranks.PP.Rank),
+		TP: int(h.Ranks.TP.Rank), PPSize: int(h.Ranks.PP.Size),
 		TPSize: int(h.Ranks.TP.Size)}
 	if h.Ranks.DP.Size > 1 {
 		p.Engine += fmt.Sprintf("/dp%d", h.Ranks.DP.Rank)

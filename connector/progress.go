@@ -31,7 +31,8 @@ func (p *steps) stepLocked(rec board.Record) error {
 		return err
 	}
 	if m.Step < p.lastStep { // equal: a step whose tables did not fit one record
-		return &msg.Error{Message: "STEP", Field: "step", Problem: fmt.Sprintf("%d after %d", m.Step, p.lastStep), Remedy: "send growing step numbers"}
+		return &msg.Error{Message: "STEP", Field: "step", Problem: fmt.Sprintf("%d after %d", m.Step,
+			p.lastStep), Remedy: "send growing step numbers"}
 	}
 	p.lastStep = m.Step
 	var announced []transfer.LeaseID
@@ -79,7 +80,8 @@ func (p *steps) reqLocked(step uint64, q *msg.StepReq) (*lease, error) {
 	}
 	l.attempt, l.preempt = q.Attempt, false
 	if n := len(l.steps); n > 0 && q.End < l.steps[n-1].end {
-		return fail(&msg.Error{Message: "STEP", Field: "end", Problem: fmt.Sprintf("lease %d: token %d after %d in the same attempt", l.id, q.End, l.steps[n-1].end),
+		return fail(&msg.Error{Message: "STEP", Field: "end", Problem: fmt.Sprintf("lease %d: token %d "+
+			"after %d in the same attempt", l.id, q.End, l.steps[n-1].end),
 			Remedy: "write PREEMPT first"})
 	}
 	if len(l.steps) >= msg.MaxPendingSteps {
@@ -87,11 +89,13 @@ func (p *steps) reqLocked(step uint64, q *msg.StepReq) (*lease, error) {
 		p.followLocked()
 	}
 	if len(l.steps) >= msg.MaxPendingSteps {
-		return fail(&msg.Error{Message: "STEP", Field: "step", Problem: fmt.Sprintf("lease %d: %d steps wait for their flags", l.id, len(l.steps)),
+		return fail(&msg.Error{Message: "STEP", Field: "step", Problem: fmt.Sprintf("lease %d: %d "+
+			"steps wait for their flags", l.id, len(l.steps)),
 			Remedy: "signal the layers of each step, and its end"})
 	}
 	if p.w.blockIDs+ids > p.w.s.opt.Limits.BlockIDs {
-		return fail(&msg.Error{Message: "STEP", Field: "blocks", Problem: fmt.Sprintf("the tables of open leases hold %d block ids, at most %d", p.w.blockIDs, p.w.s.opt.Limits.BlockIDs),
+		return fail(&msg.Error{Message: "STEP", Field: "blocks", Problem: fmt.Sprintf("the tables of "+
+			"open leases hold %d block ids, at most %d", p.w.blockIDs, p.w.s.opt.Limits.BlockIDs),
 			Remedy: "send only changed tables"})
 	}
 	next := pendingStep{step: step, end: min(q.End, l.tokens)}
@@ -160,7 +164,8 @@ func (p *steps) followLocked() {
 					l.ids = l.steps[j].ids
 				}
 			}
-			out = append(out, Progress{Lease: id, Layer: i, Tokens: s.end, Final: s.end >= l.tokens, Blocks: blocks})
+			out = append(out, Progress{Lease: id, Layer: i, Tokens: s.end, Final: s.end >= l.tokens,
+				Blocks: blocks})
 			for j := 0; j <= k; j++ { // reported now, or outdated by this report
 				p.w.blockIDs -= l.steps[j].ids
 				l.steps[j].blocks, l.steps[j].ids = nil, 0

@@ -65,8 +65,9 @@ func (c *session) onRegister(m *msg.Register, fds descriptorSet) {
 			c.sharedMemory(m.ID, owner, mine, theirs)
 			return
 		}
-		c.sendError(&msg.ErrorMessage{ID: m.ID, Code: msg.CodeState, Field: "session", Message: "another session of this engine worker exists, or holds a region with this id",
-			Remedy: "open a new session, with fresh region ids for new memory"})
+		c.sendError(&msg.ErrorMessage{ID: m.ID, Code: msg.CodeState, Field: "session",
+			Message: "another session of this engine worker exists, or holds a region with this id",
+			Remedy:  "open a new session, with fresh region ids for new memory"})
 		return
 	}
 	if w.work != nil {
@@ -79,7 +80,8 @@ func (c *session) onRegister(m *msg.Register, fds descriptorSet) {
 	for _, r := range w.pub.Regions {
 		bytes += r.Size()
 	}
-	w.log.Info("worker registered", "regions", len(w.pub.Regions), "bytes", bytes, "layers", w.pub.Layout.NumLayers(),
+	w.log.Info("worker registered", "regions", len(w.pub.Regions), "bytes", bytes, "layers",
+		w.pub.Layout.NumLayers(),
 		"groups", len(w.pub.Layout.Groups), "fingerprint", fmt.Sprintf("%x", w.pub.Fingerprint[:6]))
 	go w.run()
 	go func() {
@@ -92,7 +94,8 @@ func (c *session) onRegister(m *msg.Register, fds descriptorSet) {
 		w.mu.Lock()
 		defer w.mu.Unlock()
 		if !w.closed { // closing the pidfd is how shut ends this
-			w.log.Error("the exit of the engine worker cannot be watched; its leases stay until a new session takes over", "err", err)
+			w.log.Error("the exit of the engine worker cannot be watched; its leases stay until a new "+
+				"session takes over", "err", err)
 		}
 	}()
 }
@@ -112,7 +115,8 @@ func (s *Server) sharedLocked(w *worker) (owner *worker, mine, theirs *memory.Ex
 		}
 		for i, r := range w.pub.Regions {
 			if k := memory.SameDevice(o.pub.Regions, r); k >= 0 {
-				return o, &memory.Extent{Field: fmt.Sprintf("regions[%d]", i)}, &memory.Extent{Field: fmt.Sprintf("regions[%d]", k)}
+				return o, &memory.Extent{Field: fmt.Sprintf("regions[%d]", i)},
+					&memory.Extent{Field: fmt.Sprintf("regions[%d]", k)}
 			}
 		}
 	}
@@ -132,10 +136,12 @@ func (c *session) sharedMemory(id uint64, owner *worker, mine, theirs *memory.Ex
 	gone := owner.gone
 	owner.deliver.Unlock()
 	e := &msg.ErrorMessage{ID: id, Code: msg.CodeRegion, Field: mine.Field,
-		Message: fmt.Sprintf("the same memory as %s of engine worker %s, which is registered", theirs.Field, owner.pub.Name),
-		Remedy:  "give each engine worker memory of its own, or stop the other one"}
+		Message: fmt.Sprintf("the same memory as %s of engine worker %s, which is registered",
+			theirs.Field, owner.pub.Name),
+		Remedy: "give each engine worker memory of its own, or stop the other one"}
 	if gone {
-		e.Code, e.Message, e.Remedy = msg.CodeFencing, fmt.Sprintf("the same memory as %s of engine worker %s, which is being fenced", theirs.Field,
+		e.Code, e.Message, e.Remedy = msg.CodeFencing, fmt.Sprintf("the same memory as %s of engine "+
+			"worker %s, which is being fenced", theirs.Field,
 			owner.pub.Name), "try again in a moment"
 	}
 	c.s.hookMalformed("register")
@@ -186,23 +192,30 @@ func refuse(code, field string, err error, remedy string) error {
 // checkRegister refuses a REGISTER that this session or sidecar cannot accept.
 func (c *session) checkRegister(m *msg.Register) error {
 	if c.hello.Role != msg.RoleWorker {
-		return refuse(msg.CodeState, "role", errors.New("a scheduler has nothing to register"), "register on the worker's session")
+		return refuse(msg.CodeState, "role", errors.New("a scheduler has nothing to register"),
+			"register on the worker's session")
 	}
 	if c.worker != nil {
-		return refuse(msg.CodeState, "session", errors.New("registered already"), "open a new session to register afresh")
+		return refuse(msg.CodeState, "session", errors.New("registered already"), "open a new session "+
+			"to register afresh")
 	}
-	if r := c.hello.Ranks; r.PP.Size > maxRanks || r.TP.Size > maxRanks || r.PP.Size*r.TP.Size > maxRanks {
-		return refuse(msg.CodeLimit, "ranks", fmt.Errorf("%d stages of %d ranks, at most %d in all", r.PP.Size, r.TP.Size, maxRanks), "serve the model with fewer")
+	if r := c.hello.Ranks; r.PP.Size > maxRanks || r.TP.Size > maxRanks ||
+		r.PP.Size*r.TP.Size > maxRanks {
+		return refuse(msg.CodeLimit, "ranks", fmt.Errorf("%d stages of %d ranks, at most %d in all",
+			r.PP.Size, r.TP.Size, maxRanks), "serve the model with fewer")
 	}
 	if r := c.hello.Ranks; r.PCP.Size > 1 || r.DCP.Size > 1 {
-		return refuse(msg.CodeLayout, "ranks", fmt.Errorf("context parallel over %d and %d ranks: the division of tokens is unknown", r.PCP.Size, r.DCP.Size),
+		return refuse(msg.CodeLayout, "ranks", fmt.Errorf("context parallel over %d and %d ranks: the "+
+			"division of tokens is unknown", r.PCP.Size, r.DCP.Size),
 			"set prefill and decode context parallel sizes to 1")
 	}
 	if len(m.Regions) == 0 {
-		return refuse(msg.CodeRegion, "regions", errors.New("none"), "register the memory of the KV cache")
+		return refuse(msg.CodeRegion, "regions", errors.New("none"),
+			"register the memory of the KV cache")
 	}
 	if limit := c.s.opt.Limits.Regions; len(m.Regions) > limit {
-		return refuse(msg.CodeLimit, "regions", fmt.Errorf("%d, at most %d", len(m.Regions), limit), "register fewer, larger regions")
+		return refuse(msg.CodeLimit, "regions", fmt.Errorf("%d, at most %d", len(m.Regions), limit),
+			"register fewer, larger regions")
 	}
 	return nil
 }
@@ -231,7 +244,8 @@ func (c *session) openBoard(in *memory.Intake, m *msg.Register) (*boardOf, error
 		return nil, refuse(msg.CodeBoard, "fds.flags", err, "write the header of board.h before REGISTER")
 	}
 	if b.flags.Boot() != c.hello.Boot {
-		return nil, refuse(msg.CodeBoard, "fds.flags", fmt.Errorf("boot %x, HELLO has %x", b.flags.Boot(), c.hello.Boot), "use one boot id per engine worker")
+		return nil, refuse(msg.CodeBoard, "fds.flags", fmt.Errorf("boot %x, HELLO has %x", b.flags.Boot(),
+			c.hello.Boot), "use one boot id per engine worker")
 	}
 	if b.ringsMemory, err = in.Board("fds.rings", m.FDs.Rings); err != nil {
 		return nil, err
@@ -241,7 +255,8 @@ func (c *session) openBoard(in *memory.Intake, m *msg.Register) (*boardOf, error
 		return nil, refuse(msg.CodeBoard, "fds.rings", err, "write the header of board.h before REGISTER")
 	}
 	if b.rings.Session() != m.Session {
-		return nil, refuse(msg.CodeBoard, "fds.rings", fmt.Errorf("session %x, REGISTER has %x", b.rings.Session(), m.Session), "make fresh rings for every connection")
+		return nil, refuse(msg.CodeBoard, "fds.rings", fmt.Errorf("session %x, REGISTER has %x",
+			b.rings.Session(), m.Session), "make fresh rings for every connection")
 	}
 	if b.sqEvent, err = in.Eventfd("fds.doorbell", m.FDs.Doorbell); err != nil {
 		return nil, err
@@ -264,7 +279,8 @@ func (c *session) openBoard(in *memory.Intake, m *msg.Register) (*boardOf, error
 }
 
 // openLayout checks a layout against the regions and flags of pub. index maps its layers to flags.
-func (s *Server) openLayout(pub *Worker, encoded []byte, flags *board.Flags) (index []int, err error) {
+func (s *Server) openLayout(pub *Worker, encoded []byte, flags *board.Flags) (index []int,
+	err error) {
 	const remedy = "register what the engine allocated"
 	sizes := make([]uint64, len(pub.Regions))
 	for i, r := range pub.Regions {
@@ -283,7 +299,8 @@ func (s *Server) openLayout(pub *Worker, encoded []byte, flags *board.Flags) (in
 			i := lay.Groups[gi].Layers[li].Index
 			if i < 0 || i >= flags.Layers() {
 				return nil, refuse(msg.CodeLayout, fmt.Sprintf("layout.groups[%d].layers[%d].index", gi, li),
-					fmt.Errorf("%d, the board has %d layer flags", i, flags.Layers()), "make the flags with as many layers as the model has")
+					fmt.Errorf("%d, the board has %d layer flags", i, flags.Layers()), "make the flags with as "+
+						"many layers as the model has")
 			}
 			index = append(index, i)
 		}
@@ -300,9 +317,12 @@ func (s *Server) openLayout(pub *Worker, encoded []byte, flags *board.Flags) (in
 
 // newWorker makes the state behind pub.
 func (c *session) newWorker(pub *Worker, b *boardOf, index []int) *worker {
-	w := &worker{s: c.s, pub: pub, log: c.log.With("worker", pub.Name), proc: c.peer, flags: b.flags, done: make(chan struct{}),
-		session: c, rings: b.ringsMemory, tables: pub.Layout.TablesOf(), leases: map[uint64]*lease{}, held: map[uint64]*lease{}}
-	w.submissions = submissions{w: w, ring: b.rings.SubmissionConsumer(), event: os.NewFile(uintptr(b.sqEvent), "sq_event"), complaints: map[string]int{}}
+	w := &worker{s: c.s, pub: pub, log: c.log.With("worker", pub.Name), proc: c.peer, flags: b.flags,
+		done:    make(chan struct{}),
+		session: c, rings: b.ringsMemory, tables: pub.Layout.TablesOf(), leases: map[uint64]*lease{},
+		held: map[uint64]*lease{}}
+	w.submissions = submissions{w: w, ring: b.rings.SubmissionConsumer(),
+		event: os.NewFile(uintptr(b.sqEvent), "sq_event"), complaints: map[string]int{}}
 	w.completions = completions{w: w, ring: b.rings.CompletionProducer(), event: b.cqEvent}
 	w.steps = steps{w: w, index: index, leases: map[uint64]*lease{}}
 	w.reserved = blocks.New(pub.Layout, w.tables)

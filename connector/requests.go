@@ -14,14 +14,17 @@ import (
 // checkTables refuses tables that do not match the layout: every id must be inside its groups.
 func (w *worker) checkTables(what string, tables [][]uint32) (ids int, err error) {
 	if len(tables) != len(w.tables) {
-		return 0, &msg.Error{Message: what, Field: "blocks", Problem: fmt.Sprintf("%d tables, the layout has %d", len(tables), len(w.tables)),
-			Remedy: "send each block table once, in the layout's order; groups with same_table use the table of the previous group"}
+		return 0, &msg.Error{Message: what, Field: "blocks", Problem: fmt.Sprintf("%d tables, the "+
+			"layout has %d", len(tables), len(w.tables)),
+			Remedy: "send each block table once, in the layout's order; groups with same_table use the " +
+				"table of the previous group"}
 	}
 	for ti, table := range tables {
 		n := w.pub.Layout.Groups[w.tables[ti].First].NumBlocks
 		for i, id := range table {
 			if id >= n {
-				return 0, &msg.Error{Message: what, Field: "blocks", Problem: fmt.Sprintf("table %d: block %d at index %d, its groups have %d blocks", ti, id, i, n),
+				return 0, &msg.Error{Message: what, Field: "blocks", Problem: fmt.Sprintf("table %d: block "+
+					"%d at index %d, its groups have %d blocks", ti, id, i, n),
 					Remedy: "send ids of the registered cache"}
 			}
 		}
@@ -33,13 +36,16 @@ func (w *worker) checkTables(what string, tables [][]uint32) (ids int, err error
 // openLocked opens a lease unless a bound or a state forbids it. The shim receives a refusal as a
 // completion.
 func (w *worker) openLocked(rec board.Record, source bool) (*lease, error) {
-	what := map[uint16]string{board.RecIntent: "INTENT", board.RecExpect: "EXPECT", board.RecCopy: "COPY"}[rec.Type]
+	what := map[uint16]string{board.RecIntent: "INTENT", board.RecExpect: "EXPECT",
+		board.RecCopy: "COPY"}[rec.Type]
 	if rec.Lease == 0 {
-		return nil, &msg.Error{Message: what, Field: "lease", Problem: "0 names no lease", Remedy: "count leases from 1"}
+		return nil, &msg.Error{Message: what, Field: "lease", Problem: "0 names no lease",
+			Remedy: "count leases from 1"}
 	}
 	if _, dup := w.leases[rec.Lease]; dup {
-		return nil, &msg.Error{Message: what, Field: "lease", Problem: fmt.Sprintf("lease %d is open already", rec.Lease),
-			Remedy: "never reuse an id within one boot"}
+		return nil, &msg.Error{Message: what, Field: "lease",
+			Problem: fmt.Sprintf("lease %d is open already", rec.Lease),
+			Remedy:  "never reuse an id within one boot"}
 	}
 	return &lease{id: rec.Lease, source: source}, nil
 }
@@ -52,14 +58,16 @@ func (w *worker) refuseLocked(rec board.Record, source bool, err error) {
 	if _, open := w.leases[rec.Lease]; open {
 		return
 	}
-	c := Completion{Lease: transfer.LeaseID{Boot: w.pub.Boot, ID: rec.Lease}, Received: !source, Status: board.Refused, Reason: err.Error()}
+	c := Completion{Lease: transfer.LeaseID{Boot: w.pub.Boot, ID: rec.Lease}, Received: !source,
+		Status: board.Refused, Reason: err.Error()}
 	w.completions.postLocked(encodeCompletion(c))
 }
 
 func (w *worker) admitLocked(l *lease, ids int) error {
 	switch {
 	case w.blockIDs+ids > w.s.opt.Limits.BlockIDs:
-		return fmt.Errorf("the tables of open leases hold %d block ids, this record %d more; at most %d", w.blockIDs, ids, w.s.opt.Limits.BlockIDs)
+		return fmt.Errorf("the tables of open leases hold %d block ids, this record %d more; at most %d",
+			w.blockIDs, ids, w.s.opt.Limits.BlockIDs)
 	case w.draining.Load() || w.s.draining.Load():
 		return errors.New("draining: no new leases")
 	case len(w.leases) >= w.s.opt.Limits.Leases:
@@ -87,7 +95,8 @@ func (w *worker) intentLocked(rec board.Record) error {
 		ids, err = w.checkTables("INTENT", m.Blocks)
 	}
 	if err == nil && len(m.Steps) > 0 && m.Steps[len(m.Steps)-1].End > m.Tokens {
-		err = &msg.Error{Message: "INTENT", Field: "steps", Problem: fmt.Sprintf("reach token %d of %d", m.Steps[len(m.Steps)-1].End, m.Tokens)}
+		err = &msg.Error{Message: "INTENT", Field: "steps", Problem: fmt.Sprintf("reach token %d of %d",
+			m.Steps[len(m.Steps)-1].End, m.Tokens)}
 	}
 	if err != nil {
 		w.refuseLocked(rec, true, err)
@@ -104,8 +113,10 @@ func (w *worker) intentLocked(rec board.Record) error {
 		l.steps = append(l.steps, pendingStep{step: s.Step, end: s.End})
 	}
 	w.steps.changedLocked(l)
-	in := Intent{Lease: w.leaseID(l), Key: transfer.Key{Xfer: m.Xfer, Hash: m.Hash}, Tokens: m.Tokens, Fanout: int(m.Fanout), Blocks: m.Blocks,
-		Held: m.Held, Priority: priority(m.Prio), Deadline: w.s.duration(m.DeadlineMS, w.s.opt.Deadline), Attempt: m.Attempt, Req: m.Req}
+	in := Intent{Lease: w.leaseID(l), Key: transfer.Key{Xfer: m.Xfer, Hash: m.Hash}, Tokens: m.Tokens,
+		Fanout: int(m.Fanout), Blocks: m.Blocks,
+		Held: m.Held, Priority: priority(m.Prio), Deadline: w.s.duration(m.DeadlineMS, w.s.opt.Deadline),
+		Attempt: m.Attempt, Req: m.Req}
 	w.eventLocked(func(e Events) { e.Intent(w.pub, in) })
 	if len(l.steps) > 0 {
 		w.eventLocked(func(e Events) { e.Announced(w.pub, []transfer.LeaseID{in.Lease}) })
@@ -132,7 +143,8 @@ func (w *worker) expectLocked(rec board.Record) error {
 		ids, err = w.checkTables("EXPECT", m.Blocks)
 	}
 	if err == nil && m.Peer == "" {
-		err = &msg.Error{Message: "EXPECT", Field: "peer", Problem: "empty", Remedy: "name the endpoint of the prefill's sidecar"}
+		err = &msg.Error{Message: "EXPECT", Field: "peer", Problem: "empty",
+			Remedy: "name the endpoint of the prefill's sidecar"}
 	}
 	if err == nil {
 		err = w.checkMark("EXPECT", m.After)
@@ -154,8 +166,10 @@ func (w *worker) expectLocked(rec board.Record) error {
 		w.refuseLocked(rec, false, err)
 		return nil
 	}
-	ex := Expect{Lease: w.leaseID(l), Key: transfer.Key{Xfer: m.Xfer, Hash: m.Hash}, Peer: m.Peer, Tokens: m.Tokens, Skip: m.Skip, Blocks: m.Blocks,
-		Priority: priority(m.Prio), Deadline: w.s.duration(m.DeadlineMS, w.s.opt.Deadline), Partner: w.s.duration(m.PartnerMS, w.s.opt.Partner), Req: m.Req}
+	ex := Expect{Lease: w.leaseID(l), Key: transfer.Key{Xfer: m.Xfer, Hash: m.Hash}, Peer: m.Peer,
+		Tokens: m.Tokens, Skip: m.Skip, Blocks: m.Blocks,
+		Priority: priority(m.Prio), Deadline: w.s.duration(m.DeadlineMS, w.s.opt.Deadline),
+		Partner: w.s.duration(m.PartnerMS, w.s.opt.Partner), Req: m.Req}
 	w.beginLocked(l, m.After, ex.Deadline, func(left time.Duration) func(Events) {
 		ex.Deadline = left
 		return func(e Events) { e.Expect(w.pub, ex) }
@@ -197,13 +211,15 @@ func (w *worker) changeLocked(rec board.Record) error {
 	case board.RecPreempt:
 		_, err = msg.DecodeEmpty("PREEMPT", rec.Body)
 		if !l.source {
-			return &msg.Error{Message: "PREEMPT", Field: "lease", Problem: fmt.Sprintf("lease %d is a destination", l.id), Remedy: "write CANCEL"}
+			return &msg.Error{Message: "PREEMPT", Field: "lease", Problem: fmt.Sprintf("lease %d is a "+
+				"destination", l.id), Remedy: "write CANCEL"}
 		}
 		w.preemptLocked(l)
 	case board.RecHold:
 		_, err = msg.DecodeEmpty("HOLD", rec.Body)
 		if !l.source {
-			return &msg.Error{Message: "HOLD", Field: "lease", Problem: fmt.Sprintf("lease %d is a destination", l.id)}
+			return &msg.Error{Message: "HOLD", Field: "lease", Problem: fmt.Sprintf("lease %d is a "+
+				"destination", l.id)}
 		}
 		w.eventLocked(func(e Events) { e.Hold(w.pub, l.id) })
 	}

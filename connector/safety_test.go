@@ -104,7 +104,8 @@ func TestSourceValidNeverLate(t *testing.T) {
 				typ = board.RecCancel
 			}
 			push(func() error { return w.Push(typ, s.id.ID, (&msg.Empty{}).Append(nil), false) })
-		case len(live) > 0: // the control layer ends one; the engine may then reuse the blocks without a word
+		// the control layer ends one; the engine may then reuse the blocks without a word
+		case len(live) > 0:
 			i := rnd.IntN(len(live))
 			s := byID[live[i]]
 			live = append(live[:i], live[i+1:]...)
@@ -127,7 +128,8 @@ func TestSourceValidNeverLate(t *testing.T) {
 	}
 	close(stop)
 	readers.Wait()
-	t.Logf("%d leases; readers were told valid %d times, invalid %d times", seen, valid.Load(), invalid.Load())
+	t.Logf("%d leases; readers were told valid %d times, invalid %d times", seen, valid.Load(),
+		invalid.Load())
 	if valid.Load() == 0 || invalid.Load() == 0 {
 		t.Error("the test saw only one answer")
 	}

@@ -63,7 +63,8 @@ func New(opt Options) (*Server, error) {
 	case opt.Socket == "":
 		return nil, errors.New("connector: Options.Socket is empty: name the unix socket")
 	case len(opt.Socket) >= len(unix.RawSockaddrUnix{}.Path):
-		return nil, fmt.Errorf("connector: socket path of %d bytes, at most %d: use a shorter path: %s", len(opt.Socket),
+		return nil, fmt.Errorf("connector: socket path of %d bytes, at most %d: use a shorter path: %s",
+			len(opt.Socket),
 			len(unix.RawSockaddrUnix{}.Path)-1, opt.Socket)
 	case opt.Events == nil:
 		return nil, errors.New("connector: Options.Events is nil")
@@ -83,7 +84,8 @@ func New(opt Options) (*Server, error) {
 	if opt.SocketMode == 0 {
 		opt.SocketMode = 0o600
 	}
-	opt.Features = append(slices.Clone(opt.Features), msg.FeatureCopy, msg.FeatureAfter, msg.FeatureDecline)
+	opt.Features = append(slices.Clone(opt.Features), msg.FeatureCopy, msg.FeatureAfter,
+		msg.FeatureDecline)
 	if opt.Engines != nil {
 		opt.Features = append(opt.Features, msg.FeatureWork)
 	}
@@ -97,8 +99,10 @@ func New(opt Options) (*Server, error) {
 	def(&opt.Grace, DefaultGrace)
 	// several answers before the shim gives up
 	def(&opt.FenceWait, min(DefaultFenceWait, opt.Grace/4))
-	return &Server{opt: opt, log: opt.Log.With("part", "connector"), watch: watch.New(), drained: make(chan struct{}, 1),
-		sessions: map[*session]struct{}{}, byBoot: map[[16]byte]*session{}, workers: map[[16]byte]*worker{},
+	return &Server{opt: opt, log: opt.Log.With("part", "connector"), watch: watch.New(),
+		drained:  make(chan struct{}, 1),
+		sessions: map[*session]struct{}{}, byBoot: map[[16]byte]*session{},
+		workers: map[[16]byte]*worker{},
 		regions: map[[16]byte]*worker{}}, nil
 }
 
@@ -129,17 +133,20 @@ func (s *Server) Listen() error {
 	}
 	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
 		if errors.Is(err, unix.EWOULDBLOCK) {
-			err = errors.New("another sidecar serves it: stop that one, or choose another socket with --socket (engine.socket)")
+			err = errors.New("another sidecar serves it: stop that one, or choose another socket with " +
+				"--socket (engine.socket)")
 		}
 		return fail(fmt.Errorf("connector: socket %s: %w", path, err))
 	}
 	if st, err := os.Lstat(path); err == nil {
 		if st.Mode()&os.ModeSocket == 0 {
-			return fail(fmt.Errorf("connector: socket %s: %s has this path: move it away, or choose another socket", path, what(st.Mode())))
+			return fail(fmt.Errorf("connector: socket %s: %s has this path: move it away, or choose "+
+				"another socket", path, what(st.Mode())))
 		}
 		if c, err := net.Dial("unixpacket", path); err == nil {
 			_ = c.Close()
-			return fail(fmt.Errorf("connector: socket %s: another program listens there: stop it, or choose another socket", path))
+			return fail(fmt.Errorf("connector: socket %s: another program listens there: stop it, or "+
+				"choose another socket", path))
 		}
 		if err := os.Remove(path); err != nil {
 			return fail(fmt.Errorf("connector: replace the stale socket %s: %w", path, err))
@@ -160,7 +167,8 @@ func (s *Server) Listen() error {
 }
 
 func unwritable(what, path string, err error) error {
-	return fmt.Errorf("connector: socket %s: %s: %w: choose a path in a directory that this user may write to with --socket (engine.socket)", path, what, err)
+	return fmt.Errorf("connector: socket %s: %s: %w: choose a path in a directory that this user "+
+		"may write to with --socket (engine.socket)", path, what, err)
 }
 
 // Serve accepts sessions until ctx ends or Close. It returns after every goroutine of the server
@@ -201,7 +209,8 @@ func (s *Server) accept(uc *net.UnixConn) {
 	p, err := process.Of(uc)
 	if err == nil && !s.allowed(p.UID) {
 		p.Close()
-		err = fmt.Errorf("uid %d may not connect: run the engine as uid %d, or allow that uid in the sidecar's config", p.UID, os.Getuid())
+		err = fmt.Errorf("uid %d may not connect: run the engine as uid %d, or allow that uid in the "+
+			"sidecar's config", p.UID, os.Getuid())
 	}
 	if err != nil {
 		s.hookMalformed("peer")
@@ -209,7 +218,8 @@ func (s *Server) accept(uc *net.UnixConn) {
 		s.refuseConn(uc, &msg.ErrorMessage{Code: msg.CodePermission, Message: err.Error(), Fatal: true})
 		return
 	}
-	c := &session{s: s, uc: uc, peer: p, outbox: make(chan []byte, maxOutbox), closed: make(chan struct{}), wrote: make(chan struct{}), log: s.log}
+	c := &session{s: s, uc: uc, peer: p, outbox: make(chan []byte, maxOutbox),
+		closed: make(chan struct{}), wrote: make(chan struct{}), log: s.log}
 	s.mu.Lock()
 	full := len(s.sessions) >= s.opt.Limits.Sessions
 	ok := !s.closed && !full
@@ -221,8 +231,9 @@ func (s *Server) accept(uc *net.UnixConn) {
 	if !ok {
 		p.Close()
 		s.log.Warn("connection refused", "sessions", s.opt.Limits.Sessions)
-		s.refuseConn(uc, &msg.ErrorMessage{Code: msg.CodeLimit, Message: fmt.Sprintf("%d sessions are open", s.opt.Limits.Sessions),
-			Remedy: "close some, or raise the sidecar's limit", Fatal: true})
+		s.refuseConn(uc, &msg.ErrorMessage{Code: msg.CodeLimit,
+			Message: fmt.Sprintf("%d sessions are open", s.opt.Limits.Sessions),
+			Remedy:  "close some, or raise the sidecar's limit", Fatal: true})
 		return
 	}
 	go c.read()
@@ -257,13 +268,15 @@ func (s *Server) takeOver(c *session, boot [16]byte) error {
 	old := s.byBoot[boot]
 	if w != nil && w.proc.PID != c.peer.PID && !w.proc.Exited() {
 		s.mu.Unlock()
-		return &msg.Refusal{Code: msg.CodePermission, Field: "boot", Err: fmt.Errorf("boot %x belongs to the live process %d, this is %d", boot, w.proc.PID, c.peer.PID),
+		return &msg.Refusal{Code: msg.CodePermission, Field: "boot", Err: fmt.Errorf("boot %x belongs "+
+			"to the live process %d, this is %d", boot, w.proc.PID, c.peer.PID),
 			Remedy: "make a fresh boot id in every process"}
 	}
 	s.byBoot[boot] = c
 	s.mu.Unlock()
 	if old != nil && old != c {
-		old.sendError(&msg.ErrorMessage{Code: msg.CodeSuperseded, Message: "a newer session of the same engine worker took over", Fatal: true})
+		old.sendError(&msg.ErrorMessage{Code: msg.CodeSuperseded, Message: "a newer session of the " +
+			"same engine worker took over", Fatal: true})
 	}
 	if w == nil {
 		return nil
@@ -285,7 +298,8 @@ func (s *Server) takeOver(c *session, boot [16]byte) error {
 		// fence.
 		s.opt.Events.Turn()
 		s.log.Warn("the older session is not fenced yet", "worker", w.pub.Name, "after", s.opt.FenceWait)
-		return &msg.Refusal{Code: msg.CodeFencing, Field: "boot", Err: fmt.Errorf("leases of the older session are not fenced after %s", s.opt.FenceWait),
+		return &msg.Refusal{Code: msg.CodeFencing, Field: "boot", Err: fmt.Errorf("leases of the older "+
+			"session are not fenced after %s", s.opt.FenceWait),
 			Remedy: "send HELLO again; if this lasts, restart the sidecar"}
 	}
 }
@@ -306,7 +320,8 @@ func (s *Server) retire(w *worker, why error) {
 	w.mu.Unlock()
 	w.shut()
 	if c != nil && errors.Is(why, ErrBoard) {
-		c.sendError(&msg.ErrorMessage{Code: msg.CodeBoard, Message: why.Error(), Remedy: "open a new session with fresh rings", Fatal: true})
+		c.sendError(&msg.ErrorMessage{Code: msg.CodeBoard, Message: why.Error(),
+			Remedy: "open a new session with fresh rings", Fatal: true})
 	}
 	w.log.Info("worker gone", "why", why, "leases", open)
 	var once sync.Once

@@ -61,7 +61,8 @@ func (c *session) queue(p []byte) {
 	case c.outbox <- p:
 	default:
 		c.ended = true
-		c.log.Warn("the shim does not read its socket; session closed, its leases stay", "queued", maxOutbox)
+		c.log.Warn("the shim does not read its socket; session closed, its leases stay",
+			"queued", maxOutbox)
 		_ = c.uc.Close()
 	}
 }
@@ -145,10 +146,12 @@ func (c *session) serve() error {
 		}
 		fds, err := descriptors(oob[:oobn])
 		if err == nil && flags&unix.MSG_CTRUNC != 0 {
-			err = &msg.Error{Message: "packet", Problem: fmt.Sprintf("more than %d descriptors", msg.MaxDescriptors)}
+			err = &msg.Error{Message: "packet", Problem: fmt.Sprintf("more than %d descriptors",
+				msg.MaxDescriptors)}
 		}
 		if err == nil && (flags&unix.MSG_TRUNC != 0 || n > msg.MaxPacketBytes) {
-			err = &msg.Error{Message: "packet", Problem: fmt.Sprintf("longer than %d bytes", msg.MaxPacketBytes)}
+			err = &msg.Error{Message: "packet", Problem: fmt.Sprintf("longer than %d bytes",
+				msg.MaxPacketBytes)}
 		}
 		if err == nil {
 			err = c.handle(buf[:n], fds)
@@ -185,7 +188,8 @@ func (c *session) handle(p []byte, fds descriptorSet) error {
 	if c.hello == nil {
 		h, ok := m.(*msg.Hello)
 		if !ok {
-			c.sendError(&msg.ErrorMessage{Code: msg.CodeState, Message: fmt.Sprintf("%s before HELLO", m.Type()), Remedy: "send HELLO first"})
+			c.sendError(&msg.ErrorMessage{Code: msg.CodeState, Message: fmt.Sprintf("%s before HELLO",
+				m.Type()), Remedy: "send HELLO first"})
 			return nil
 		}
 		return c.onHello(h)
@@ -203,9 +207,11 @@ func (c *session) handle(p []byte, fds descriptorSet) error {
 			c.worker.draining.Store(true)
 		}
 	case *msg.Hello:
-		c.sendError(&msg.ErrorMessage{ID: m.ID, Code: msg.CodeState, Message: "HELLO was sent already", Remedy: "open another connection"})
+		c.sendError(&msg.ErrorMessage{ID: m.ID, Code: msg.CodeState, Message: "HELLO was sent already",
+			Remedy: "open another connection"})
 	default:
-		c.sendError(&msg.ErrorMessage{Code: msg.CodeState, Message: fmt.Sprintf("only the sidecar sends %s", m.Type())})
+		c.sendError(&msg.ErrorMessage{Code: msg.CodeState,
+			Message: fmt.Sprintf("only the sidecar sends %s", m.Type())})
 	}
 	return nil
 }
@@ -217,11 +223,13 @@ func (c *session) onHello(h *msg.Hello) error {
 		return errFatal
 	}
 	if h.Boot == ([16]byte{}) {
-		c.sendError(&msg.ErrorMessage{ID: h.ID, Code: msg.CodeProtocol, Message: "boot is all zero", Field: "boot", Remedy: "send 16 random bytes"})
+		c.sendError(&msg.ErrorMessage{ID: h.ID, Code: msg.CodeProtocol, Message: "boot is all zero",
+			Field: "boot", Remedy: "send 16 random bytes"})
 		return nil
 	}
 	if c.s.draining.Load() {
-		c.sendError(&msg.ErrorMessage{ID: h.ID, Code: msg.CodeDraining, Message: "the sidecar drains", Remedy: "connect again later", Fatal: true})
+		c.sendError(&msg.ErrorMessage{ID: h.ID, Code: msg.CodeDraining, Message: "the sidecar drains",
+			Remedy: "connect again later", Fatal: true})
 		return errFatal
 	}
 	if h.Role == msg.RoleWorker {
@@ -232,12 +240,16 @@ func (c *session) onHello(h *msg.Hello) error {
 	}
 	_ = c.uc.SetReadDeadline(time.Time{})
 	c.hello, c.version = h, v
-	c.log = c.log.With("role", h.Role, "engine", h.Engine.Name, "engine_id", h.Engine.ID, "boot", transfer.Boot(h.Boot).String())
+	c.log = c.log.With("role", h.Role, "engine", h.Engine.Name, "engine_id", h.Engine.ID, "boot",
+		transfer.Boot(h.Boot).String())
 	c.s.hookSession(h.Role, 1)
 	o := &c.s.opt
-	c.send(&msg.Welcome{ID: h.ID, Version: v, Boot: o.Boot, Node: o.Node, Endpoint: o.Endpoint(), Host: o.HostBoot, Features: o.Features,
-		Fenced: h.Role == msg.RoleWorker, Limits: msg.Limits{Leases: uint64(o.Limits.Leases), Regions: uint64(o.Limits.Regions), RecordBytes: msg.MaxRecordBytes},
-		DeadlineMS: uint64(o.Deadline.Milliseconds()), PartnerMS: uint64(o.Partner.Milliseconds()), GraceMS: uint64(o.Grace.Milliseconds())})
+	c.send(&msg.Welcome{ID: h.ID, Version: v, Boot: o.Boot, Node: o.Node, Endpoint: o.Endpoint(),
+		Host: o.HostBoot, Features: o.Features,
+		Fenced: h.Role == msg.RoleWorker, Limits: msg.Limits{Leases: uint64(o.Limits.Leases),
+			Regions: uint64(o.Limits.Regions), RecordBytes: msg.MaxRecordBytes},
+		DeadlineMS: uint64(o.Deadline.Milliseconds()), PartnerMS: uint64(o.Partner.Milliseconds()),
+		GraceMS: uint64(o.Grace.Milliseconds())})
 	c.log.Info("session", "version", v.String(), "pid", c.peer.PID, "uid", c.peer.UID)
 	return nil
 }
@@ -248,11 +260,13 @@ func (c *session) onAwait(m *msg.Await) {
 		c.sendError(e)
 	}
 	if c.hello.Role != msg.RoleScheduler {
-		refuse(&msg.ErrorMessage{Code: msg.CodeState, Message: "AWAIT is for schedulers", Field: "role", Remedy: "send it on the scheduler's session"})
+		refuse(&msg.ErrorMessage{Code: msg.CodeState, Message: "AWAIT is for schedulers", Field: "role",
+			Remedy: "send it on the scheduler's session"})
 		return
 	}
 	if m.Peer == "" {
-		refuse(&msg.ErrorMessage{Code: msg.CodeProtocol, Message: "peer is empty", Field: "peer", Remedy: "name the endpoint of the prefill's sidecar"})
+		refuse(&msg.ErrorMessage{Code: msg.CodeProtocol, Message: "peer is empty", Field: "peer",
+			Remedy: "name the endpoint of the prefill's sidecar"})
 		return
 	}
 	if c.s.draining.Load() {
@@ -266,13 +280,15 @@ func (c *session) onAwait(m *msg.Await) {
 	}
 	c.mu.Unlock()
 	if full {
-		refuse(&msg.ErrorMessage{Code: msg.CodeLimit, Message: fmt.Sprintf("%d AWAITs are unanswered", c.s.opt.Limits.Awaits), Field: "id",
+		refuse(&msg.ErrorMessage{Code: msg.CodeLimit, Message: fmt.Sprintf("%d AWAITs are unanswered",
+			c.s.opt.Limits.Awaits), Field: "id",
 			Remedy: "wait for answers, or send a shorter ttl_ms"})
 		return
 	}
 	var once sync.Once
 	id := m.ID
-	a := Await{Token: c.s.token.Add(1), Engine: placeOf(c.hello).Engine, Key: transfer.Key{Xfer: m.Xfer, Hash: m.Hash}, Peer: m.Peer, Tokens: m.Tokens,
+	a := Await{Token: c.s.token.Add(1), Engine: placeOf(c.hello).Engine,
+		Key: transfer.Key{Xfer: m.Xfer, Hash: m.Hash}, Peer: m.Peer, Tokens: m.Tokens,
 		TTL: c.s.duration(m.TTLMS, c.s.opt.Partner)}
 	c.s.opt.Events.Await(a, func(ad Admission) {
 		once.Do(func() {
@@ -286,15 +302,18 @@ func (c *session) onAwait(m *msg.Await) {
 
 func (c *session) onDecline(m *msg.Decline) {
 	if c.hello.Role != msg.RoleScheduler {
-		c.sendError(&msg.ErrorMessage{Code: msg.CodeState, Message: "DECLINE is for schedulers", Field: "role", Remedy: "a worker cancels its lease"})
+		c.sendError(&msg.ErrorMessage{Code: msg.CodeState, Message: "DECLINE is for schedulers",
+			Field: "role", Remedy: "a worker cancels its lease"})
 		return
 	}
 	if m.Peer == "" {
-		c.sendError(&msg.ErrorMessage{Code: msg.CodeProtocol, Message: "peer is empty", Field: "peer", Remedy: "name the endpoint of the prefill's sidecar"})
+		c.sendError(&msg.ErrorMessage{Code: msg.CodeProtocol, Message: "peer is empty", Field: "peer",
+			Remedy: "name the endpoint of the prefill's sidecar"})
 		return
 	}
 	at := placeOf(c.hello)
-	c.s.opt.Events.Decline(Decline{Boot: c.hello.Boot, ID: m.ID, Engine: at.Engine, World: at.World(), Key: transfer.Key{Xfer: m.Xfer, Hash: m.Hash},
+	c.s.opt.Events.Decline(Decline{Boot: c.hello.Boot, ID: m.ID, Engine: at.Engine, World: at.World(),
+		Key:  transfer.Key{Xfer: m.Xfer, Hash: m.Hash},
 		Peer: m.Peer, Reason: m.Reason})
 }
 
@@ -365,12 +384,14 @@ func (w *worker) socketEnded(c *session, reason string) {
 	if w.closed {
 		return
 	}
-	w.log.Info("socket ended; leases stay until the exit is proved or a new session takes over", "reason", reason, "leases", len(w.leases))
+	w.log.Info("socket ended; leases stay until the exit is proved or a new session takes over",
+		"reason", reason, "leases", len(w.leases))
 	w.detached = time.AfterFunc(detachedWarn, func() {
 		w.mu.Lock()
 		defer w.mu.Unlock()
 		if !w.closed {
-			w.log.Warn("the engine worker runs without a session; its leases and memory stay", "leases", len(w.leases),
+			w.log.Warn("the engine worker runs without a session; its leases and memory stay", "leases",
+				len(w.leases),
 				"remedy", "restart the engine if it does not come back")
 		}
 	})

@@ -14,7 +14,8 @@ type signals struct {
 	waiting  atomic.Int32 // leases that wait for steps or for a stream mark
 	holding  atomic.Bool  // some of them wait for a stream mark
 	partners atomic.Bool  // last argument of Follow
-	fresh    atomic.Int64 // in the time of watch.Now: watch.Fresh after the last source lease was opened
+	// in the time of watch.Now: watch.Fresh after the last source lease was opened
+	fresh atomic.Int64
 
 	// highest flags that the watcher saw; only the watcher uses it and the next field
 	seen     []uint64

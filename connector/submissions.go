@@ -11,8 +11,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// submissions reads the submission ring of a worker. Its fields are guarded by worker.mu, except for
-// the atomic ones.
+// submissions reads the submission ring of a worker. Its fields are guarded by worker.mu, except
+// for the atomic ones.
 type submissions struct {
 	w          *worker
 	ring       *board.Consumer
@@ -120,7 +120,8 @@ func (s *submissions) await() error {
 		looked = true
 		s.w.mu.Lock()
 		defer s.w.mu.Unlock()
-		return s.w.closed || s.w.broken != nil || len(s.w.pending) > 0 || s.signalled.Swap(false) || !s.ring.Sleep()
+		return s.w.closed || s.w.broken != nil || len(s.w.pending) > 0 || s.signalled.Swap(false) ||
+			!s.ring.Sleep()
 	})
 }
 

@@ -93,7 +93,8 @@ func TestWorkIsAttached(t *testing.T) {
 		}
 		x := e.first()
 		if !useless {
-			if len(x.Regions) != len(r.lastUp(t).Regions) || x.Regions[0] != r.lastUp(t).Regions[0] || x.Exited() {
+			if len(x.Regions) != len(r.lastUp(t).Regions) || x.Regions[0] != r.lastUp(t).Regions[0] ||
+				x.Exited() {
 				t.Errorf("%d regions, exited %v", len(x.Regions), x.Exited())
 			}
 			x.Work.Post(2, 1, board.WorkRequest{Op: board.WorkPack})
@@ -114,7 +115,10 @@ func TestWorkIsAttached(t *testing.T) {
 		r.rec.until(t, "the intent", func() bool { return len(r.rec.intents) == 1 })
 		r.rec.fenceAtOnce(false)
 		must(t, w.Close())
-		next := r.worker(t, func(c *connectortest.Config) { c.Tamper = withWork(workMemory(t), eventfd(t, unix.EFD_NONBLOCK)) })
+		next := r.worker(t, func(c *connectortest.Config) {
+			c.Tamper = withWork(workMemory(t),
+				eventfd(t, unix.EFD_NONBLOCK))
+		})
 		if n, gone := e.counts(); n != 2 || gone != 0 {
 			t.Errorf("%d engines attached, %d detached before their leases are fenced", n, gone)
 		}
@@ -166,7 +170,8 @@ func TestWorkRefused(t *testing.T) {
 		}, msg.CodeProtocol, "fds.work", "index 31"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			w, err := connectortest.NewWorker(r.config(t, func(cfg *connectortest.Config) { cfg.Tamper = c.tamper }))
+			w, err := connectortest.NewWorker(r.config(t,
+				func(cfg *connectortest.Config) { cfg.Tamper = c.tamper }))
 			must(t, err)
 			defer w.Close()
 			_, err = w.Connect(testContext(t))

@@ -169,7 +169,8 @@ func (w *worker) breakLocked(err error) {
 	}
 }
 
-var recordNames = map[uint16]string{board.RecStep: "step", board.RecIntent: "intent", board.RecExpect: "expect", board.RecCancel: "cancel",
+var recordNames = map[uint16]string{board.RecStep: "step", board.RecIntent: "intent",
+	board.RecExpect: "expect", board.RecCancel: "cancel",
 	board.RecPreempt: "preempt", board.RecHold: "hold", board.RecCopy: "copy"}
 
 func (w *worker) recordLocked(rec board.Record) {
@@ -188,7 +189,8 @@ func (w *worker) recordLocked(rec board.Record) {
 		err = w.changeLocked(rec)
 	default:
 		kind = "unknown"
-		err = &msg.Error{Message: "record", Field: "type", Problem: fmt.Sprintf("type %d is unknown", rec.Type),
+		err = &msg.Error{Message: "record", Field: "type", Problem: fmt.Sprintf("type %d is unknown",
+			rec.Type),
 			Remedy: "this sidecar is older than the shim: upgrade it"}
 	}
 	if err != nil {
@@ -213,7 +215,8 @@ func (w *worker) complete(c Completion) error {
 		return fmt.Errorf("complete %s: %w", c.Lease, ErrUnknownLease)
 	}
 	if l.source == c.Received {
-		return fmt.Errorf("complete %s: received = %v, but source = %v: %w", c.Lease, c.Received, l.source, ErrUnknownLease)
+		return fmt.Errorf("complete %s: received = %v, but source = %v: %w", c.Lease, c.Received,
+			l.source, ErrUnknownLease)
 	}
 	// before the lease counts as complete: a drain that waits for the last one closes the ring
 	w.completions.postLocked(enc)

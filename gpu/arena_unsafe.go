@@ -9,6 +9,7 @@ func offsetIn(arena, p []byte) (uintptr, bool) {
 	if len(p) == 0 {
 		return 0, false
 	}
-	base, at := uintptr(unsafe.Pointer(unsafe.SliceData(arena))), uintptr(unsafe.Pointer(unsafe.SliceData(p)))
+	base, at := uintptr(unsafe.Pointer(unsafe.SliceData(arena))),
+		uintptr(unsafe.Pointer(unsafe.SliceData(p)))
 	return at - base, at >= base && at-base+uintptr(len(p)) <= uintptr(len(arena))
 }

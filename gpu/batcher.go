@@ -61,10 +61,12 @@ func (w *batcher) walk(dst, src []mem.Block) error {
 	for si < len(src) && di < len(dst) {
 		s, d := &src[si], &dst[di]
 		k := min(s.Len-soff, d.Len-doff)
-		if so, do := s.Off+soff, d.Off+doff; w.between && s.Region == w.src.Region && d.Region == w.dst.Region && w.src.holds(so, k) && w.dst.holds(do, k) && k > 0 {
+		if so, do := s.Off+soff, d.Off+doff; w.between && s.Region == w.src.Region &&
+			d.Region == w.dst.Region && w.src.holds(so, k) && w.dst.holds(do, k) && k > 0 {
 			w.add(w.src.base+cuda.Ptr(so), w.dst.base+cuda.Ptr(do), k) // nearly every piece
 		} else if k > 0 {
-			if err := w.piece(mem.Block{Region: d.Region, Off: d.Off + doff, Len: k}, mem.Block{Region: s.Region, Off: s.Off + soff, Len: k}); err != nil {
+			if err := w.piece(mem.Block{Region: d.Region, Off: d.Off + doff, Len: k},
+				mem.Block{Region: s.Region, Off: s.Off + soff, Len: k}); err != nil {
 				return err
 			}
 		}
@@ -117,7 +119,8 @@ func (w *batcher) add(src, dst cuda.Ptr, n uint64) {
 	if k := len(w.list); k > 0 && n == w.list[k-1].Len && n < directPiece {
 		a := &w.list[k-1]
 		if a.Count > 1 {
-			if src == a.Src+cuda.Ptr(a.Count*a.SrcStride) && dst == a.Dst+cuda.Ptr(a.Count*a.DstStride) && a.Count < peercopy.MaxPieces {
+			if src == a.Src+cuda.Ptr(a.Count*a.SrcStride) && dst == a.Dst+cuda.Ptr(a.Count*a.DstStride) &&
+				a.Count < peercopy.MaxPieces {
 				a.Count++
 				return
 			}

@@ -106,7 +106,8 @@ func TestBatcherGathersRuns(t *testing.T) {
 	rng := rand.New(rand.NewPCG(3, 4))
 	var src, dst []mem.Block
 	add := func(s, d, n uint64) {
-		src, dst = append(src, mem.Block{Region: r[0], Off: s, Len: n}), append(dst, mem.Block{Region: r[1], Off: d, Len: n})
+		src, dst = append(src, mem.Block{Region: r[0], Off: s, Len: n}),
+			append(dst, mem.Block{Region: r[1], Off: d, Len: n})
 	}
 	for i := range uint64(512) { // heads outside to tokens outside
 		add(i*4096, i*1024, 512)
@@ -127,7 +128,8 @@ func TestBatcherGathersRuns(t *testing.T) {
 	}
 	for _, m := range w.list {
 		for range m.Count {
-			want := peercopy.Move{Src: cuda.Ptr(r[0].Base() + src[at].Off), Dst: cuda.Ptr(r[1].Base() + dst[at].Off), Len: src[at].Len}
+			want := peercopy.Move{Src: cuda.Ptr(r[0].Base() + src[at].Off), Dst: cuda.Ptr(r[1].Base() +
+				dst[at].Off), Len: src[at].Len}
 			if m.Src != want.Src || m.Dst != want.Dst || m.Len != want.Len {
 				t.Fatalf("piece %d is %+v, want %+v", at, m, want)
 			}
@@ -146,11 +148,13 @@ func BenchmarkMove(b *testing.B) {
 	for _, even := range []bool{false, true} {
 		b.Run(fmt.Sprintf("even=%v", even), func(b *testing.B) {
 			p := gputest.NewInertPlatform(2)
-			g := gputest.Must(newGPUs(p, Config{Slots: 1, Buffers: 1, PeerStage: 16 << 20, Method: policy.Pack}))(b)
+			g := gputest.Must(newGPUs(p, Config{Slots: 1, Buffers: 1, PeerStage: 16 << 20,
+				Method: policy.Pack}))(b)
 			const block, n = 16 << 10, 4096
 			var lists [2][]mem.Block
 			for i := range lists {
-				r, err := mem.NewDevice(mem.NewID(), mem.DeviceMemory{Device: gputest.Must(g.open(i))(b), Addr: 1 << 40, Size: 4 * n * block, FD: -1})
+				r, err := mem.NewDevice(mem.NewID(), mem.DeviceMemory{Device: gputest.Must(g.open(i))(b),
+					Addr: 1 << 40, Size: 4 * n * block, FD: -1})
 				if err != nil {
 					b.Fatal(err)
 				}

@@ -29,7 +29,8 @@ func TestNamedGPUsAreTakenAtOnce(t *testing.T) {
 	for _, c := range []struct {
 		names []string
 		want  []int
-	}{{[]string{All}, []int{0, 1, 2}}, {[]string{"2", "0"}, []int{0, 2}}, {[]string{named(1), "1"}, []int{1}}, {nil, nil}} {
+	}{{[]string{All}, []int{0, 1, 2}}, {[]string{"2", "0"}, []int{0, 2}}, {[]string{named(1), "1"},
+		[]int{1}}, {nil, nil}} {
 		p := gputest.NewPlatform(3)
 		cfg := small()
 		g := gputest.Must(newGPUs(p, cfg))(t)
@@ -39,7 +40,8 @@ func TestNamedGPUsAreTakenAtOnce(t *testing.T) {
 		var got []int
 		for _, m := range g.Memory() {
 			got = append(got, m.GPU)
-			if m.Staging != uint64(cfg.Slots)*SlotBytes || m.Pipelines != 0 || m.PinnedBytes == 0 || m.Limit != defaultMemory {
+			if m.Staging != uint64(cfg.Slots)*SlotBytes || m.Pipelines != 0 || m.PinnedBytes == 0 ||
+				m.Limit != defaultMemory {
 				t.Errorf("%v: %+v", c.names, m)
 			}
 		}
@@ -113,7 +115,8 @@ func TestMemoryOfAGPUIsBounded(t *testing.T) {
 		var content [][]byte
 		for _, i := range []int{0, to} {
 			h, b := p.Lend(i, size, 0)
-			regions, content = append(regions, gputest.Must(g.Import(mem.NewID(), h.Append(nil), -1, size))(t)), append(content, b)
+			regions, content = append(regions, gputest.Must(g.Import(mem.NewID(), h.Append(nil), -1,
+				size))(t)), append(content, b)
 		}
 		_, _ = rand.Read(content[0])
 		var src, dst []mem.Block
@@ -130,7 +133,8 @@ func TestMemoryOfAGPUIsBounded(t *testing.T) {
 			}
 		}
 		for _, m := range g.Memory() {
-			if m.Staging != staging || m.Pipelines != c.want || m.Staging+m.Pipelines > m.Limit || m.Limit != cfg.Memory {
+			if m.Staging != staging || m.Pipelines != c.want || m.Staging+m.Pipelines > m.Limit ||
+				m.Limit != cfg.Memory {
 				t.Errorf("%+v: %+v", c, m)
 			}
 		}
@@ -143,7 +147,8 @@ func TestMemoryOfAGPUIsBounded(t *testing.T) {
 	}
 	cfg.Memory = staging - 1
 	g := gputest.Must(newGPUs(gputest.NewPlatform(1), cfg))(t)
-	if err := g.Use([]string{All}); err == nil || !strings.Contains(err.Error(), "raise transports.gpu.memory") {
+	if err := g.Use([]string{All}); err == nil || !strings.Contains(err.Error(),
+		"raise transports.gpu.memory") {
 		t.Errorf("staging alone exceeds the limit: %v", err)
 	}
 }

@@ -27,8 +27,10 @@ type calibration struct {
 }
 
 func fullCalibration() calibration {
-	c := calibration{copier: fullShape(), piece: 16 << 10, pieces: 4096, bytes: 256 << 20, runs: 9, loadRuns: 4}
-	for size := uint64(largePiece); size <= 128<<10; size *= 2 { // copy engines do not get smaller ones
+	c := calibration{copier: fullShape(), piece: 16 << 10, pieces: 4096, bytes: 256 << 20, runs: 9,
+		loadRuns: 4}
+	// copy engines do not get smaller ones
+	for size := uint64(largePiece); size <= 128<<10; size *= 2 {
 		c.direct = append(c.direct, size)
 	}
 	return c
@@ -80,7 +82,8 @@ func calibrate(ctx context.Context, g *GPUs, cal calibration) (_ *policy.Table, 
 			return nil, fmt.Errorf("gpu: calibrate GPU %d: %w", u.index, err)
 		}
 		t.GPUs[model] = l
-		g.cfg.Log.Info("gpu measured", "gpu", u.index, "model", model, "pack_blocks", l.PackBlocks, "direct_bytes", l.DirectBytes, "every_link_bytes", l.EveryLink)
+		g.cfg.Log.Info("gpu measured", "gpu", u.index, "model", model, "pack_blocks", l.PackBlocks,
+			"direct_bytes", l.DirectBytes, "every_link_bytes", l.EveryLink)
 	}
 	return t, t.Check()
 }
@@ -221,7 +224,10 @@ func (cal *calibration) packBlocks(u *GPU) (n int, err error) {
 	var took []time.Duration
 	for most := s.PackBlocks(); most > 0; most /= 2 {
 		s.SetPackBlocks(most)
-		d, err := cal.median(func(int) error { return errors.Join(k.launch(true), k.launch(false), k.wait()) })
+		d, err := cal.median(func(int) error {
+			return errors.Join(k.launch(true), k.launch(false),
+				k.wait())
+		})
 		if err != nil {
 			return 0, err
 		}
@@ -261,7 +267,8 @@ func (cal *calibration) directBytes(c *Copier, p *paths, u *GPU) (n uint64, err 
 		return 0, err
 	}
 	defer func() { err = errors.Join(err, d.Free(at)) }()
-	far, err := mem.NewDevice(mem.NewID(), mem.DeviceMemory{Device: u, Addr: uint64(at), Size: apart * cal.bytes, FD: -1})
+	far, err := mem.NewDevice(mem.NewID(), mem.DeviceMemory{Device: u, Addr: uint64(at),
+		Size: apart * cal.bytes, FD: -1})
 	if err != nil {
 		return 0, err
 	}
@@ -281,7 +288,8 @@ func (cal *calibration) directBytes(c *Copier, p *paths, u *GPU) (n uint64, err 
 		for i := range lists {
 			for _, k := range rand.Perm(int(cal.bytes / size))[:min(cal.bytes/size, pieceLimit)] {
 				off := uint64(k) * apart * size
-				lists[i].pieces = append(lists[i].pieces, device.Piece{Host: w.at + cuda.Ptr(off), Dev: at + cuda.Ptr(off), Len: size})
+				lists[i].pieces = append(lists[i].pieces, device.Piece{Host: w.at + cuda.Ptr(off), Dev: at +
+					cuda.Ptr(off), Len: size})
 				lists[i].near = append(lists[i].near, mem.Block{Region: host, Off: off, Len: size})
 				lists[i].far = append(lists[i].far, mem.Block{Region: far, Off: off, Len: size})
 			}

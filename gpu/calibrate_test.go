@@ -27,14 +27,16 @@ func (d *sizedDevice) SetPackBlocks(n int) {
 
 // testCalibration is as short as possible: a fake has no rates.
 func testCalibration() calibration {
-	return calibration{copier: copierShape{rigMin, rigMax, 4 * rigMin, 2 * rigMin, 1 << 20, 64 << 10}, piece: 512, pieces: 16, direct: []uint64{1 << 10, 4 << 10},
+	return calibration{copier: copierShape{rigMin, rigMax, 4 * rigMin, 2 * rigMin, 1 << 20, 64 << 10},
+		piece: 512, pieces: 16, direct: []uint64{1 << 10, 4 << 10},
 		bytes: 64 << 10, runs: 3, loadRuns: 2}
 }
 
 // TestCalibrate: there is one entry for each model, within bounds, for all links, and no memory is
 // leaked.
 func TestCalibrate(t *testing.T) {
-	p := &separateContexts{Platform: gputest.NewPlatform(3), models: []string{"A, driver 1", "B, driver 1", "A, driver 1"}}
+	p := &separateContexts{Platform: gputest.NewPlatform(3), models: []string{"A, driver 1",
+		"B, driver 1", "A, driver 1"}}
 	g := gputest.Must(newGPUs(p, small()))(t)
 	got, err := calibrate(t.Context(), g, testCalibration())
 	if err != nil {
@@ -44,7 +46,8 @@ func TestCalibrate(t *testing.T) {
 		t.Fatalf("models %q, want %q", got.Models(), want)
 	}
 	for model, l := range got.GPUs {
-		if l.PackBlocks < 1 || l.PackBlocks > 8 || !slices.Contains([]uint64{1 << 10, 4 << 10, 8 << 10}, l.DirectBytes) || len(l.EveryLink) != 1 ||
+		if l.PackBlocks < 1 || l.PackBlocks > 8 || !slices.Contains([]uint64{1 << 10, 4 << 10, 8 << 10},
+			l.DirectBytes) || len(l.EveryLink) != 1 ||
 			l.EveryLink[3] < 2*rigMin || l.EveryLink[3] > 8*rigMin || l.Measured.IsZero() {
 			t.Errorf("%s: %+v", model, l)
 		}
@@ -94,7 +97,8 @@ func TestCalibrateFails(t *testing.T) {
 func TestCopierTakesTheTable(t *testing.T) {
 	p := &separateContexts{Platform: gputest.NewPlatform(2), models: []string{"A", "A"}}
 	cfg := small()
-	cfg.Table = &policy.Table{Version: 1, GPUs: map[string]policy.Limits{"A": {DirectBytes: 64 << 10, EveryLink: map[int]uint64{2: 3 << 20}}}}
+	cfg.Table = &policy.Table{Version: 1, GPUs: map[string]policy.Limits{"A": {DirectBytes: 64 << 10,
+		EveryLink: map[int]uint64{2: 3 << 20}}}}
 	r := rigOf(t, p, cfg)
 	q := gputest.Must(r.c.path(r.gpu[0].Device().(*GPU)))(t)
 	q.mu.RUnlock()
@@ -110,7 +114,8 @@ func TestCopierTakesTheTable(t *testing.T) {
 		bytes  uint64
 		pieces int
 		want   string
-	}{{48 << 10, fewMapped + 1, PathPacked}, {64 << 10, autoPieces - 1, PathDirect}, {3 << 20, 1, PathMultipath}} {
+	}{{48 << 10, fewMapped + 1, PathPacked}, {64 << 10, autoPieces - 1, PathDirect},
+		{3 << 20, 1, PathMultipath}} {
 		to, from := apart(r.gpu[0], r.host, c.bytes, c.pieces)
 		if path, err := r.c.Copy(to, from); path != c.want || err != nil {
 			t.Errorf("%d bytes went the way %q, want %q: %v", c.bytes, path, c.want, err)

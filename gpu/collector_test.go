@@ -16,14 +16,17 @@ import (
 // that copies.
 func TestMovesDoNotHoldTheCollector(t *testing.T) {
 	if testutil.Race {
-		testutil.Skip(t, "norace", "make test-all looks at it where nothing else runs, in its part bounds")
+		testutil.Skip(t, "norace",
+			"make test-all looks at it where nothing else runs, in its part bounds")
 	}
 	const block, n = 16 << 10, 4096
 	t.Run("driver that does nothing", func(t *testing.T) {
-		g := gputest.Must(newGPUs(gputest.NewInertPlatform(2), Config{Slots: 1, Buffers: 1, PeerStage: 16 << 20, Method: policy.Pack}))(t)
+		g := gputest.Must(newGPUs(gputest.NewInertPlatform(2), Config{Slots: 1, Buffers: 1,
+			PeerStage: 16 << 20, Method: policy.Pack}))(t)
 		var lists [2][]mem.Block
 		for i := range lists {
-			r, err := mem.NewDevice(mem.NewID(), mem.DeviceMemory{Device: gputest.Must(g.open(i))(t), Addr: 1 << 40, Size: 4 * n * block, FD: -1})
+			r, err := mem.NewDevice(mem.NewID(), mem.DeviceMemory{Device: gputest.Must(g.open(i))(t),
+				Addr: 1 << 40, Size: 4 * n * block, FD: -1})
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -58,7 +58,8 @@ type copierShape struct {
 func (s *copierShape) relayBytes() uint64 { return multipath.LinkDepth * s.maxChunk }
 
 func fullShape() copierShape {
-	return copierShape{multipath.MinChunk, multipath.MaxChunk, multipath.MaxCalibrate, multipath.MinCalibrate, pinWindow, policy.TrialBytes}
+	return copierShape{multipath.MinChunk, multipath.MaxChunk, multipath.MaxCalibrate,
+		multipath.MinCalibrate, pinWindow, policy.TrialBytes}
 }
 
 // NewCopier makes a Copier of g, which must outlive it.
@@ -67,7 +68,8 @@ func NewCopier(g *GPUs) *Copier {
 }
 
 func newCopier(g *GPUs, shape copierShape) *Copier {
-	c := &Copier{gpus: g, shape: shape, paths: map[*GPU]*paths{}, limits: map[*GPU]policy.Limits{}, pins: map[*mem.Region]map[uint64]*window{},
+	c := &Copier{gpus: g, shape: shape, paths: map[*GPU]*paths{}, limits: map[*GPU]policy.Limits{},
+		pins: map[*mem.Region]map[uint64]*window{},
 		past: map[linkOf]multipath.LinkState{}}
 	c.settled.L = &c.mu
 	return c
@@ -99,7 +101,8 @@ func (c *Copier) withHost(u *GPU, dst, src []mem.Block) (string, error) {
 	*buf = list[:0]
 	if !ok {
 		for i := range dst {
-			if err := errors.Join(dst[i].Region.Check(dst[i].Off, dst[i].Len), src[i].Region.Check(src[i].Off, src[i].Len)); err != nil {
+			if err := errors.Join(dst[i].Region.Check(dst[i].Off, dst[i].Len),
+				src[i].Region.Check(src[i].Off, src[i].Len)); err != nil {
 				return "", err
 			}
 		}
@@ -151,7 +154,10 @@ func (c *Copier) isSmall(u *GPU, list []hostPiece) bool {
 }
 
 // largeLocked is the average piece from which copy engines move a list alone.
-func (c *Copier) largeLocked(u *GPU) uint64 { return max(largePiece, c.limitsLocked(u).DirectBytes) }
+func (c *Copier) largeLocked(u *GPU) uint64 {
+	return max(largePiece,
+		c.limitsLocked(u).DirectBytes)
+}
 
 func (c *Copier) limitsLocked(u *GPU) policy.Limits {
 	l, ok := c.limits[u]

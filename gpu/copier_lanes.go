@@ -166,7 +166,8 @@ func (c *Copier) prepareAll() {
 		c.settled.Broadcast()
 		if err != nil && !c.closed && len(s.refused) < maxRefused {
 			s.refused[w.about()] = true
-			c.gpus.cfg.Log.Warn("lanes copy through staging buffers, over one link", "gpu", w.u.index, "err", err)
+			c.gpus.cfg.Log.Warn("lanes copy through staging buffers, over one link", "gpu",
+				w.u.index, "err", err)
 		}
 	}
 	s.runs = false
@@ -177,7 +178,8 @@ func (c *Copier) makeLocked(w *preparation) error {
 	if w.host != nil {
 		// Pinning would allocate the holes of a peer's file: a huge empty file would take all memory.
 		if w.host.ReadOnly() && !w.host.Present() {
-			return fmt.Errorf("gpu: region %s is not pinned: not all of its memory is allocated", w.host.ID())
+			return fmt.Errorf("gpu: region %s is not pinned: not all of its memory is allocated",
+				w.host.ID())
 		}
 		_, err := c.pinLocked(w.u, w.host, w.window)
 		return err
@@ -219,7 +221,8 @@ func (c *Copier) Carry(dst, src []mem.Block) error {
 	list, ok := hostPiecesOf((*buf)[:0], dst, src)
 	*buf = list[:0]
 	if !ok {
-		return fmt.Errorf("gpu: carry: blocks that are not between a GPU and mapped memory, or of different lengths: %w", mem.ErrBounds)
+		return fmt.Errorf("gpu: carry: blocks that are not between a GPU and mapped memory, or of "+
+			"different lengths: %w", mem.ErrBounds)
 	}
 	var errs []error
 	for len(list) > 0 { // one GPU and direction at a time; there is rarely another one
@@ -250,7 +253,8 @@ func (c *Copier) carry(u *GPU, dir device.Direction, list []hostPiece) error {
 	if p == nil {
 		return errNotReady
 	}
-	if !p.mu.TryRLock() { // the new path set may wait for a copy that hangs; a batch with entered claims must not wait
+	// the new path set may wait for a copy that hangs; a batch with entered claims must not wait
+	if !p.mu.TryRLock() {
 		return errNotReady
 	}
 	defer p.mu.RUnlock()
@@ -267,7 +271,8 @@ func (c *Copier) carry(u *GPU, dir device.Direction, list []hostPiece) error {
 }
 
 // lanePieces finds the addresses of the pieces for copy engines. The caller holds p.mu for reading.
-func (c *Copier) lanePieces(parts []device.Piece, p *paths, u *GPU, list []hostPiece) ([]device.Piece, error) {
+func (c *Copier) lanePieces(parts []device.Piece, p *paths, u *GPU,
+	list []hostPiece) ([]device.Piece, error) {
 	if p.m == nil {
 		return parts, errNotReady
 	}

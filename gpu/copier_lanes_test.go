@@ -27,12 +27,16 @@ func until(t testing.TB, what string, ok func() bool) {
 }
 
 // cells are lists of random cells, each cut at random on either side.
-func cells(rng *rand.Rand, dst, src *mem.Region, n int) (to, from []mem.Block, copies []struct{ d, s, n uint64 }) {
+func cells(rng *rand.Rand, dst, src *mem.Region, n int) (to, from []mem.Block, copies []struct {
+	d,
+	s, n uint64
+}) {
 	const cell = 256 << 10
 	a, z := rng.Perm(copyBytes / cell)[:n], rng.Perm(copyBytes / cell)[:n]
 	cut := func(out []mem.Block, r *mem.Region, at uint64) []mem.Block {
 		k := uint64(rng.IntN(cell + 1)) // 0 and all of it are cuts, too
-		return append(out, mem.Block{Region: r, Off: at, Len: k}, mem.Block{Region: r, Off: at + k, Len: cell - k})
+		return append(out, mem.Block{Region: r, Off: at, Len: k}, mem.Block{Region: r, Off: at + k,
+			Len: cell - k})
 	}
 	for i := range n {
 		to, from = cut(to, dst, uint64(z[i]*cell)), cut(from, src, uint64(a[i]*cell))
@@ -108,7 +112,8 @@ func TestLanesOnlyBetweenHostAndGPU(t *testing.T) {
 	defer other.Release()
 	lists := func(dst, src *mem.Region, piece, stride uint64) (to, from []mem.Block) {
 		for off := uint64(0); off+piece <= copyBytes; off += stride {
-			to, from = append(to, mem.Block{Region: dst, Off: off, Len: piece}), append(from, mem.Block{Region: src, Off: off, Len: piece})
+			to, from = append(to, mem.Block{Region: dst, Off: off, Len: piece}),
+				append(from, mem.Block{Region: src, Off: off, Len: piece})
 		}
 		return to, from
 	}
@@ -133,11 +138,13 @@ func TestLanesOnlyBetweenHostAndGPU(t *testing.T) {
 		t.Error("lists of two GPUs, of different lengths, or of nothing, are taken")
 	}
 	beyond := []mem.Block{{Region: r.gpu[0], Off: copyBytes - 4096, Len: 1 << 20}}
-	if r.c.Reaches(beyond, []mem.Block{{Region: r.host, Len: 1 << 20}}) || r.c.Carry(beyond, []mem.Block{{Region: r.host, Len: 1 << 20}}) == nil {
+	if r.c.Reaches(beyond, []mem.Block{{Region: r.host, Len: 1 << 20}}) || r.c.Carry(beyond,
+		[]mem.Block{{Region: r.host, Len: 1 << 20}}) == nil {
 		t.Error("blocks outside their region are taken")
 	}
 	if n := len(r.c.preparations.queued); n != 0 || len(r.c.State()) != 0 || r.c.windows != 0 {
-		t.Errorf("%d things are wanted, %d path sets and %d windows made", n, len(r.c.State()), r.c.windows)
+		t.Errorf("%d things are wanted, %d path sets and %d windows made", n, len(r.c.State()),
+			r.c.windows)
 	}
 	// And blocks that lie side by side are large together.
 	to, from := lists(r.gpu[0], r.host, 16<<10, 16<<10)
@@ -220,8 +227,10 @@ func TestLanesRefused(t *testing.T) {
 	if b, _ := full.Bytes(); !bytes.Equal(b, r.far[0]) {
 		t.Error("content differs")
 	}
-	if err := r.c.Forget([]*mem.Region{holes, full}); err != nil || len(r.c.preparations.refused) != 0 || r.c.windows != 0 {
-		t.Errorf("after Forget: %v, %d refusals, %d windows", err, len(r.c.preparations.refused), r.c.windows)
+	if err := r.c.Forget([]*mem.Region{holes, full}); err != nil || len(r.c.preparations.refused) !=
+		0 || r.c.windows != 0 {
+		t.Errorf("after Forget: %v, %d refusals, %d windows", err, len(r.c.preparations.refused),
+			r.c.windows)
 	}
 }
 
@@ -251,7 +260,10 @@ func TestLanesLinkDies(t *testing.T) {
 		if l[dies].State != multipath.LinkDead || l[dies].Returned == 0 || l[dies].InFlight != 0 {
 			t.Errorf("the dead link: %+v", l[dies])
 		}
-		if n := slices.IndexFunc(l, func(s multipath.LinkState) bool { return s.State == multipath.LinkDead && s.GPU != dies }); n >= 0 {
+		if n := slices.IndexFunc(l, func(s multipath.LinkState) bool {
+			return s.State ==
+				multipath.LinkDead && s.GPU != dies
+		}); n >= 0 {
 			t.Errorf("link %d died, %+v", dies, l)
 		}
 	}
@@ -283,7 +295,8 @@ func TestLanesLinkHangs(t *testing.T) {
 	until(t, "the relay holds something", func() bool { return state(2).InFlight > 0 })
 	openFirst()
 	until(t, "the others have done the rest, and the relay is silent", func() bool {
-		return p.m.Waiting() == 0 && state(0).InFlight == 0 && state(1).InFlight == 0 && state(2).State == multipath.LinkSilent
+		return p.m.Waiting() == 0 && state(0).InFlight == 0 && state(1).InFlight == 0 &&
+			state(2).State == multipath.LinkSilent
 	})
 	held := state(2).InFlight
 	for range 3 {
@@ -322,7 +335,8 @@ func TestLanesConcurrent(t *testing.T) {
 					_, _ = rand.NewChaCha8([32]byte{byte(k), byte(w), byte(i)}).Read(b)
 					const half = copyBytes / 2 &^ 4095
 					off := uint64(w) * half
-					to, from := []mem.Block{{Region: r.gpu[k], Off: off, Len: half}}, []mem.Block{{Region: h, Off: 4096, Len: half}}
+					to, from := []mem.Block{{Region: r.gpu[k], Off: off, Len: half}},
+						[]mem.Block{{Region: h, Off: 4096, Len: half}}
 					until(t, "links reach it", func() bool { return r.c.Reaches(to, from) })
 					if err := r.c.Carry(to, from); err != nil {
 						t.Error(err)

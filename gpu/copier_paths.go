@@ -20,7 +20,9 @@ type paths struct {
 
 	making sync.Mutex // held while a path set is made; taken before mu
 
-	mu     sync.RWMutex // held for reading by copies; protects m, relays, tried; relays are written with importing held, too
+	// held for reading by copies; protects m, relays, tried; relays are written with importing held,
+	// too
+	mu     sync.RWMutex
 	m      *multipath.Multipath
 	relays []*GPU
 	tried  int // GPUs in use when relays were looked up
@@ -95,14 +97,16 @@ func (c *Copier) make(p *paths, u *GPU, used []*GPU) error {
 			continue
 		}
 		if err := r.budget.take(forRelays, c.shape.relayBytes()); err != nil {
-			c.gpus.cfg.Log.Warn("the link of a GPU is not used", "gpu", u.index, "relay", r.index, "err", err)
+			c.gpus.cfg.Log.Warn("the link of a GPU is not used", "gpu", u.index, "relay",
+				r.index, "err", err)
 			continue
 		}
 		relays = append(relays, r)
 	}
 	m, err := c.multipath(u, relays)
 	if err != nil && len(relays) > 0 {
-		c.gpus.cfg.Log.Warn("links of other GPUs are not used", "gpu", u.index, "relays", len(relays), "err", err)
+		c.gpus.cfg.Log.Warn("links of other GPUs are not used", "gpu", u.index, "relays",
+			len(relays), "err", err)
 		c.releaseRelays(relays)
 		relays = nil
 		m, err = c.multipath(u, nil)
@@ -134,7 +138,8 @@ func (g *GPUs) reachable(a, b *GPU) bool {
 		return false
 	}
 	for _, k := range [][2]*GPU{{a, b}, {b, a}} {
-		if ok, err := g.plat.CanAccess(k[0].index, k[1].index); !ok || err != nil || k[0].card.Reach(k[1].card) != nil {
+		if ok, err := g.plat.CanAccess(k[0].index, k[1].index); !ok || err != nil ||
+			k[0].card.Reach(k[1].card) != nil {
 			return false
 		}
 	}
@@ -168,7 +173,8 @@ func (c *Copier) multipath(u *GPU, relays []*GPU) (_ *multipath.Multipath, err e
 			m.SetThreshold(multipath.DefaultThreshold)
 			c.gpus.cfg.Log.Warn("paths not measured; the threshold is a guess", "gpu", u.index, "err", err)
 		}
-		c.gpus.cfg.Log.Info("gpu paths", "gpu", u.index, "links", len(devs), "every_link_from_bytes", m.Threshold(), "took", time.Since(start))
+		c.gpus.cfg.Log.Info("gpu paths", "gpu", u.index, "links", len(devs), "every_link_from_bytes",
+			m.Threshold(), "took", time.Since(start))
 		m.ResetCounts()
 	}
 	return m, nil
@@ -215,7 +221,8 @@ func (p *paths) shifts(r *mem.Region) ([]cuda.Ptr, error) {
 		for _, relay := range p.relays {
 			at, n, err := relay.card.Import(&h, r.FD())
 			if err != nil {
-				err = fmt.Errorf("gpu: region %s: import into the context of GPU %d, which relays: %w", r.ID(), relay.index, err)
+				err = fmt.Errorf("gpu: region %s: import into the context of GPU %d, which relays: %w", r.ID(),
+					relay.index, err)
 				return nil, errors.Join(err, unimport(p.relays, r, all))
 			}
 			all = append(all, foreign{at, n})
@@ -234,7 +241,8 @@ func (p *paths) shiftOf(r *mem.Region) ([]cuda.Ptr, error) {
 	if len(p.relays) == 0 {
 		return nil, nil
 	}
-	if !p.importing.TryLock() { // another region is being imported; a batch with entered claims must not wait
+	// another region is being imported; a batch with entered claims must not wait
+	if !p.importing.TryLock() {
 		return nil, errNotReady
 	}
 	defer p.importing.Unlock()
@@ -317,7 +325,8 @@ func (c *Copier) closePathsLocked(p *paths, u *GPU) error {
 	c.mu.Lock()
 	for _, s := range p.stateLocked(u) {
 		was := c.past[linkOf{u, s.GPU}]
-		c.past[linkOf{u, s.GPU}] = multipath.LinkState{Bytes: was.Bytes + s.Bytes, Returned: was.Returned + s.Returned}
+		c.past[linkOf{u, s.GPU}] = multipath.LinkState{Bytes: was.Bytes + s.Bytes,
+			Returned: was.Returned + s.Returned}
 	}
 	c.mu.Unlock()
 	p.importing.Lock()

@@ -25,7 +25,11 @@ func pieceBytes(parts []device.Piece) (n uint64) {
 	return n
 }
 
-var pieceLists = sync.Pool{New: func() any { s := make([]device.Piece, 0, mappedPieces); return &s }}
+var pieceLists = sync.Pool{New: func() any {
+	s := make([]device.Piece, 0,
+		mappedPieces)
+	return &s
+}}
 
 func bytesOf(list []hostPiece) (n uint64) {
 	for i := range list {
@@ -64,7 +68,8 @@ func hostPiecesOf(out []hostPiece, dst, src []mem.Block) ([]hostPiece, bool) {
 	for di < len(dst) && si < len(src) {
 		d, s := &dst[di], &src[si]
 		n := min(d.Len-doff, s.Len-soff)
-		c := hostPiece{dir: device.HostToDevice, host: mem.Block{Region: s.Region, Off: s.Off + soff, Len: n}, far: mem.Block{Region: d.Region, Off: d.Off + doff, Len: n}}
+		c := hostPiece{dir: device.HostToDevice, host: mem.Block{Region: s.Region, Off: s.Off + soff,
+			Len: n}, far: mem.Block{Region: d.Region, Off: d.Off + doff, Len: n}}
 		if d.Region.Device() == nil {
 			c.dir, c.host, c.far = device.DeviceToHost, c.far, c.host
 		}
@@ -94,7 +99,8 @@ func hostPiecesOf(out []hostPiece, dst, src []mem.Block) ([]hostPiece, bool) {
 	}
 	for i := range out {
 		c := &out[i]
-		if c.host.Region.Check(c.host.Off, c.host.Len) != nil || c.far.Region.Check(c.far.Off, c.far.Len) != nil {
+		if c.host.Region.Check(c.host.Off, c.host.Len) != nil || c.far.Region.Check(c.far.Off,
+			c.far.Len) != nil {
 			return out, false
 		}
 	}

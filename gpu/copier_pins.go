@@ -32,13 +32,15 @@ var errTooMany = fmt.Errorf("%d windows of %d bytes are pinned, the maximum", ma
 // devicePieces appends the addresses of list for the copy engines and kernels of u, cut at the ends
 // of windows. Where a window is not pinned, it is pinned, which takes a while, or, without pin, the
 // error wraps errNotReady.
-func (c *Copier) devicePieces(parts []device.Piece, u *GPU, list []hostPiece, pin bool) ([]device.Piece, error) {
+func (c *Copier) devicePieces(parts []device.Piece, u *GPU, list []hostPiece,
+	pin bool) ([]device.Piece, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.closed {
 		return parts, net.ErrClosed
 	}
-	var last *mem.Region // and the window of the previous piece: a look-up per piece would take most of the time
+	// and the window of the previous piece: a look-up per piece would take most of the time
+	var last *mem.Region
 	var from, to uint64
 	var at cuda.Ptr
 	for i := range list {
@@ -60,7 +62,8 @@ func (c *Copier) devicePieces(parts []device.Piece, u *GPU, list []hostPiece, pi
 				to = from + uint64(len(w.bytes))
 			}
 			n := min(to-off, left)
-			parts = append(parts, device.Piece{Host: at + cuda.Ptr(off-from), Dev: dev, Len: n, Shift: x.shift})
+			parts = append(parts, device.Piece{Host: at + cuda.Ptr(off-from), Dev: dev, Len: n,
+				Shift: x.shift})
 			off, dev, left = off+n, dev+cuda.Ptr(n), left-n
 		}
 	}
@@ -85,7 +88,9 @@ func (c *Copier) pinLocked(u *GPU, r *mem.Region, k uint64) (*window, error) {
 		if err := c.registerLocked(u, r, k, b[from:to:to]); err != nil {
 			if !c.unpinned {
 				c.unpinned = true
-				c.gpus.cfg.Log.Warn("host memory is not pinned; copies go through staging buffers (logged once)", "region", r.ID().String(), "offset", from, "err", err)
+				c.gpus.cfg.Log.Warn(
+					"host memory is not pinned; copies go through staging buffers (logged once)", "region",
+					r.ID().String(), "offset", from, "err", err)
 			}
 			return nil, err
 		}

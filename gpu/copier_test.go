@@ -94,7 +94,8 @@ func TestCopierYields(t *testing.T) {
 	r := newCopyRig(t, 3)
 	p := r.threshold(t, 0, 1<<20)
 	to, from := whole(r.gpu[0], r.host, 0, copyBytes)
-	relay := func(gpu int) *gputest.Device { return p.m.Devices()[gpu].(*gputest.Device) } // GPU 0 is the target, the others follow in order
+	// GPU 0 is the target, the others follow in order
+	relay := func(gpu int) *gputest.Device { return p.m.Devices()[gpu].(*gputest.Device) }
 	// The target's own link is held, so that the relays' share does not depend on who is faster.
 	gate := make(chan struct{})
 	relay(0).Gate = gate
@@ -316,8 +317,8 @@ func TestCopierBounds(t *testing.T) {
 	}
 }
 
-// TestRelaysWithinTheLimit: buffers of relays count, a GPU without room relays nothing, and a GPU of
-// which no engine has lent memory is no relay.
+// TestRelaysWithinTheLimit: buffers of relays count, a GPU without room relays nothing, and a GPU
+// of which no engine has lent memory is no relay.
 func TestRelaysWithinTheLimit(t *testing.T) {
 	for _, room := range []bool{true, false} {
 		cfg := small()
@@ -329,7 +330,8 @@ func TestRelaysWithinTheLimit(t *testing.T) {
 		r := rigOf(t, &separateContexts{Platform: gputest.NewPlatform(2)}, cfg)
 		p := r.threshold(t, 0, 1<<20)
 		held := r.gpu[1].Device().(*GPU).budget.bytes(forRelays)
-		if want := shape.relayBytes(); room && (len(p.relays) != 1 || held != want) || !room && (len(p.relays) != 0 || held != 0) {
+		if want := shape.relayBytes(); room && (len(p.relays) != 1 || held != want) || !room &&
+			(len(p.relays) != 0 || held != 0) {
 			t.Errorf("room %v: %d relays hold %d bytes", room, len(p.relays), held)
 		}
 		to, from := whole(r.gpu[0], r.host, 0, copyBytes)

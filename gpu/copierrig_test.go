@@ -60,7 +60,10 @@ func (p *separateContexts) lend(i int, alloc, off uint64) (device.Handle, []byte
 func (p *separateContexts) elsewhere(gpu int, at cuda.Ptr) bool {
 	p.Machine.Mu.Lock()
 	defer p.Machine.Mu.Unlock()
-	return slices.ContainsFunc(p.lends, func(l lease) bool { return l.gpu != gpu && at >= l.at && at < l.at+cuda.Ptr(l.n) })
+	return slices.ContainsFunc(p.lends, func(l lease) bool {
+		return l.gpu != gpu && at >= l.at &&
+			at < l.at+cuda.Ptr(l.n)
+	})
 }
 
 type contextCard struct {

@@ -29,7 +29,8 @@ const (
 	workExitLook = 10 * time.Millisecond  // between two checks of the engine's exit
 	workLate     = 10 * time.Second       // until the log reports an engine that does not finish
 	workPause    = 20 * time.Microsecond  // between two checks of a done word
-	workSpare    = 2                      // staging slots that no engine gets: an engine that stops in a kernel must not block the others
+	// staging slots that no engine gets: an engine that stops in a kernel must not block the others
+	workSpare = 2
 )
 
 // Why an engine did not do the work. After errNoEngine nothing runs, and another method may do it.
@@ -81,14 +82,16 @@ func (g *GPUs) Attach(e Engine) (detach func()) {
 		n.gpu = u
 		n.spans = append(n.spans, lentRegion{cuda.Ptr(r.Base()), r.Size(), i})
 	}
-	if n.gpu == nil || g.cfg.Method == policy.Pack || g.cfg.Method == policy.Copy || cap(n.gpu.slots) <= workSpare {
+	if n.gpu == nil || g.cfg.Method == policy.Pack || g.cfg.Method == policy.Copy ||
+		cap(n.gpu.slots) <= workSpare {
 		n.release()
 		return nil
 	}
 	u := n.gpu
 	handle, err := u.export()
 	if err != nil {
-		g.cfg.Log.Warn("no packing in the engine's context: the staging buffer cannot be exported", "gpu", u.index, "err", err)
+		g.cfg.Log.Warn("no packing in the engine's context: the staging buffer cannot be exported", "gpu",
+			u.index, "err", err)
 		n.release()
 		return nil
 	}
@@ -149,7 +152,8 @@ func (e *engine) ready() bool {
 		return false
 	}
 	if e.state.CompareAndSwap(engineOpening, engineReady) {
-		e.gpu.gpus.cfg.Log.Info("gpu packs in an engine's own context", "gpu", e.gpu.index, "regions", len(e.spans))
+		e.gpu.gpus.cfg.Log.Info("gpu packs in an engine's own context", "gpu", e.gpu.index, "regions",
+			len(e.spans))
 	}
 	return true
 }
@@ -163,7 +167,8 @@ func (e *engine) turnOff(what string, refusal uint32) {
 	if refusal != board.WorkGpu {
 		why = "it rejected the request"
 	}
-	e.gpu.gpus.cfg.Log.Warn("no packing in the engine's context any more", "gpu", e.gpu.index, "at", what, "why", why)
+	e.gpu.gpus.cfg.Log.Warn("no packing in the engine's context any more", "gpu", e.gpu.index, "at",
+		what, "why", why)
 }
 
 // find returns the region that contains n bytes at p.

@@ -35,8 +35,10 @@ func TestPackInEngine(t *testing.T) {
 		t.Errorf("%d kernels in the engine for 100 slots", n)
 	}
 	for i, w := range g.routes(nil) {
-		if want := [][2]string{{"gpu0", "host"}, {"host", "gpu0"}}[i]; w.From != want[0] || w.To != want[1] || len(w.Methods) != 1 ||
-			w.Methods[0].Method != "engine" || w.Methods[0].Calls != 50 || w.Methods[0].Bytes == 0 || w.Methods[0].Rate <= 0 {
+		if want := [][2]string{{"gpu0", "host"}, {"host", "gpu0"}}[i]; w.From != want[0] ||
+			w.To != want[1] || len(w.Methods) != 1 ||
+			w.Methods[0].Method != "engine" || w.Methods[0].Calls != 50 || w.Methods[0].Bytes == 0 ||
+			w.Methods[0].Rate <= 0 {
 			t.Errorf("what the executors did: %+v", w)
 		}
 	}
@@ -45,7 +47,8 @@ func TestPackInEngine(t *testing.T) {
 	}
 	var even []mem.Block // strided, backwards too
 	for i := range uint64(64) {
-		even = append(even, mem.Block{Region: e.region, Off: 2<<20 + i*512, Len: 256}, mem.Block{Region: e.region, Off: 2<<20 - (i+1)*1024, Len: 64})
+		even = append(even, mem.Block{Region: e.region, Off: 2<<20 + i*512, Len: 256},
+			mem.Block{Region: e.region, Off: 2<<20 - (i+1)*1024, Len: 64})
 	}
 	for i := range uint64(64) {
 		even = append(even, mem.Block{Region: e.region, Off: 3<<20 - i*4096, Len: 4096})
@@ -54,7 +57,8 @@ func TestPackInEngine(t *testing.T) {
 		t.Error(err)
 	}
 	// What kernels do not take, and what has a piece of somebody else.
-	if err := e.roundTrip(r, []mem.Block{{Region: e.region, Off: 8, Len: 24}, {Region: e.region, Off: 64, Len: 8}}); err != nil {
+	if err := e.roundTrip(r, []mem.Block{{Region: e.region, Off: 8, Len: 24}, {Region: e.region,
+		Off: 64, Len: 8}}); err != nil {
 		t.Error(err)
 	}
 	h, _ := p.Lend(0, 1<<20, 0)
@@ -86,7 +90,8 @@ func crosswise(r *mem.Region, pages uint64) (blocks []mem.Block) {
 	for page := range pages {
 		for token := range uint64(16) {
 			for head := range uint64(8) {
-				blocks = append(blocks, mem.Block{Region: r, Off: page*page*8192 + head*1024 + token*64, Len: 64})
+				blocks = append(blocks, mem.Block{Region: r, Off: page*page*8192 + head*1024 +
+					token*64, Len: 64})
 			}
 		}
 	}
@@ -111,7 +116,8 @@ func TestEngineRows(t *testing.T) {
 			t.Errorf("a shim of minor %d: %v", minor, err)
 		}
 		if e.done.Load() != 2 || e.grids.Load() != want {
-			t.Errorf("a shim of minor %d: %d kernels, %d runs of rows, want 2 and %d", minor, e.done.Load(), e.grids.Load(), want)
+			t.Errorf("a shim of minor %d: %d kernels, %d runs of rows, want 2 and %d", minor, e.done.Load(),
+				e.grids.Load(), want)
 		}
 		e.detach()
 		e.quit()
@@ -129,7 +135,8 @@ func TestEngineOfManyRegions(t *testing.T) {
 	all := []*mem.Region{e.region}
 	for range 5 {
 		h, b := p.Lend(0, 1<<20, 0)
-		e.more, e.caches = append(e.more, gputest.Must(g.Import(mem.NewID(), h.Append(nil), -1, 1<<20))(t)), append(e.caches, b)
+		e.more, e.caches = append(e.more, gputest.Must(g.Import(mem.NewID(), h.Append(nil), -1,
+			1<<20))(t)), append(e.caches, b)
 	}
 	all = append(all, e.more...)
 	e.start(g)
@@ -220,7 +227,10 @@ func TestEngineRevokeRaces(t *testing.T) {
 	e.before = func(slot int, _ uint64) bool {
 		if slot != openSlot {
 			start := time.Now()
-			device.Poll(100*time.Microsecond, func() bool { return time.Since(start) > time.Duration(draw.Int64N(int64(workTimeout))) })
+			device.Poll(100*time.Microsecond, func() bool {
+				return time.Since(start) > time.Duration(
+					draw.Int64N(int64(workTimeout)))
+			})
 		}
 		return true
 	}
@@ -233,7 +243,8 @@ func TestEngineRevokeRaces(t *testing.T) {
 			r := rand.New(rand.NewPCG(4, uint64(k)))
 			var mine []mem.Block // a quarter of the cache
 			for i := range 64 {
-				mine = append(mine, mem.Block{Region: e.region, Off: uint64(k)<<20 + uint64(i)*16384, Len: 4096})
+				mine = append(mine, mem.Block{Region: e.region, Off: uint64(k)<<20 +
+					uint64(i)*16384, Len: 4096})
 			}
 			for range 30 {
 				n.rest.Store(0)
@@ -467,7 +478,8 @@ func TestEngineDetachRaces(t *testing.T) {
 	for range 300 {
 		memory := make([]byte, board.WorkBytes)
 		work := gputest.Must(board.InitWork(memory))(t)
-		detach := g.Attach(Engine{Work: work, Regions: []*mem.Region{e.region}, Exited: func() bool { return false }, Ring: func() {}, End: func() { copy(memory, gone) }})
+		detach := g.Attach(Engine{Work: work, Regions: []*mem.Region{e.region},
+			Exited: func() bool { return false }, Ring: func() {}, End: func() { copy(memory, gone) }})
 		start := time.Now() // nothing may pass between slots and us that would order them
 		device.Poll(50*time.Microsecond, func() bool { return time.Since(start) > 300*time.Microsecond })
 		detach()
@@ -481,7 +493,8 @@ func TestEngineDetachRaces(t *testing.T) {
 // TestEngineOfNoUse: a board that is of no use is released at once.
 func TestEngineOfNoUse(t *testing.T) {
 	p := gputest.NewPlatform(1)
-	for _, cfg := range []Config{{Slots: 4, Buffers: 1, Method: policy.Pack}, {Slots: 4, Buffers: 1, Method: policy.Copy}, {Slots: workSpare, Buffers: 1, Method: policy.InEngine}} {
+	for _, cfg := range []Config{{Slots: 4, Buffers: 1, Method: policy.Pack}, {Slots: 4, Buffers: 1,
+		Method: policy.Copy}, {Slots: workSpare, Buffers: 1, Method: policy.InEngine}} {
 		g := gputest.Must(newGPUs(p, cfg))(t)
 		e := newFakeEngine(t, p, g, 0, 1<<20)
 		e.start(g)

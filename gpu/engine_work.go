@@ -22,7 +22,10 @@ type workSlot struct {
 // findWorkSlot finds an engine that has all blocks of h and is ready.
 func (u *GPU) findWorkSlot(h *slot) (none workSlot) {
 	all := *u.engines.Load()
-	i := slices.IndexFunc(all, func(e *engine) bool { return e.find(cuda.Ptr(h.pieces[0].Off), h.pieces[0].Len) != nil })
+	i := slices.IndexFunc(all, func(e *engine) bool {
+		return e.find(cuda.Ptr(h.pieces[0].Off),
+			h.pieces[0].Len) != nil
+	})
 	if i < 0 || !h.lent {
 		return none
 	}
@@ -76,7 +79,8 @@ func (w workSlot) run(h *slot, op uint32) error {
 		}
 		for here := rest[:n]; len(here) > 0; {
 			r, first := mem.Leading(here, axes), &here[0]
-			runs = e.Work.SetRun(slot, runs, board.WorkRun{Region: region.region, Off: first.Off - uint64(region.base), Stride: r.Stride, Outer: r.Outer,
+			runs = e.Work.SetRun(slot, runs, board.WorkRun{Region: region.region,
+				Off: first.Off - uint64(region.base), Stride: r.Stride, Outer: r.Outer,
 				Len: uint32(first.Len), Count: r.Count, Rows: r.Rows})
 			bytes += r.Pieces() * first.Len
 			here = here[r.Pieces():]
@@ -85,7 +89,8 @@ func (w workSlot) run(h *slot, op uint32) error {
 	}
 	e.seqs[slot]++
 	seq := e.seqs[slot]
-	if e.Work.Post(slot, seq, board.WorkRequest{Op: op, Runs: uint32(runs), Dense: h.at, Bytes: bytes, Blocks: uint32(e.gpu.packBlocks)}) {
+	if e.Work.Post(slot, seq, board.WorkRequest{Op: op, Runs: uint32(runs), Dense: h.at, Bytes: bytes,
+		Blocks: uint32(e.gpu.packBlocks)}) {
 		e.Ring()
 	}
 	return e.wait(slot, seq)
@@ -117,7 +122,8 @@ func (e *engine) wait(slot int, seq uint64) (err error) {
 			}
 			if !late && now.Sub(start) > workLate {
 				late = true
-				e.gpu.gpus.cfg.Log.Warn("an engine does not finish its work; its blocks are held until it finishes or exits", "gpu", e.gpu.index,
+				e.gpu.gpus.cfg.Log.Warn("an engine does not finish its work; its blocks are held until it "+
+					"finishes or exits", "gpu", e.gpu.index,
 					"after", workLate)
 			}
 		}

@@ -59,7 +59,8 @@ func newFakeEngine(t testing.TB, p *gputest.Platform, g *GPUs, gpu int, size uin
 func (e *fakeEngine) start(g *GPUs) {
 	e.wg.Go(e.serve)
 	e.host = gputest.Must(mem.NewAnonymous("host", 4096))(e.t)
-	e.detach = g.Attach(Engine{Work: e.work, Regions: append([]*mem.Region{e.host, e.region}, e.more...), Exited: e.exited.Load, End: func() { e.ended.Add(1) }, Ring: func() {
+	e.detach = g.Attach(Engine{Work: e.work, Regions: append([]*mem.Region{e.host, e.region},
+		e.more...), Exited: e.exited.Load, End: func() { e.ended.Add(1) }, Ring: func() {
 		select {
 		case e.bell <- struct{}{}:
 		default:
@@ -149,7 +150,8 @@ func (e *fakeEngine) do(slot int, q board.WorkRequest) uint32 {
 // scattered is n blocks of random length that do not overlap.
 func (e *fakeEngine) scattered(r *rand.Rand, n int) (blocks []mem.Block) {
 	for _, i := range r.Perm(len(e.cache) / 4096)[:n] {
-		blocks = append(blocks, mem.Block{Region: e.region, Off: uint64(i) * 4096, Len: 16 * (1 + r.Uint64N(256))})
+		blocks = append(blocks, mem.Block{Region: e.region, Off: uint64(i) * 4096,
+			Len: 16 * (1 + r.Uint64N(256))})
 	}
 	return blocks
 }

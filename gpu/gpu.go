@@ -51,7 +51,8 @@ type GPU struct {
 var _ mem.Warmer = (*GPU)(nil)
 
 func newGPU(g *GPUs, index int, c device.Card) (_ *GPU, err error) {
-	u := &GPU{gpus: g, index: index, card: c, in: policy.New(g.cfg.Method, policy.KernelPrice), out: policy.New(g.cfg.Method, policy.KernelPrice),
+	u := &GPU{gpus: g, index: index, card: c, in: policy.New(g.cfg.Method, policy.KernelPrice),
+		out:        policy.New(g.cfg.Method, policy.KernelPrice),
 		packBlocks: 1}
 	u.engines.Store(&[]*engine{})
 	u.budget.limit = g.cfg.Memory
@@ -79,7 +80,8 @@ func newGPU(g *GPUs, index int, c device.Card) (_ *GPU, err error) {
 	lend := g.cfg.Buffers * LendBytes
 	size := lend + g.cfg.Slots*SlotBytes
 	if u.arena, u.arenaPtr, err = u.dev.AllocHost(size); err != nil {
-		return nil, fmt.Errorf("%d MiB of pinned host memory: %w; lower transports.gpu.buffers", size>>20, err)
+		return nil, fmt.Errorf("%d MiB of pinned host memory: %w; lower transports.gpu.buffers",
+			size>>20, err)
 	}
 	for off := 0; off < lend; off += LendBytes {
 		u.lent <- u.arena[off:][:LendBytes:LendBytes]
@@ -98,7 +100,8 @@ func newGPU(g *GPUs, index int, c device.Card) (_ *GPU, err error) {
 		return nil, err
 	}
 	for i := range g.cfg.Slots {
-		h := &slot{bounce: u.arena[lend+i*SlotBytes:][:SlotBytes:SlotBytes], pieces: make([]mem.Block, 0, slotRuns),
+		h := &slot{bounce: u.arena[lend+i*SlotBytes:][:SlotBytes:SlotBytes], pieces: make([]mem.Block,
+			0, slotRuns),
 			far: make([]cuda.Ptr, 0, slotRuns), near: make([]cuda.Ptr, 0, slotRuns),
 			sizes: make([]uint64, 0, slotRuns), at: uint64(i) * SlotBytes, lent: true}
 		h.dense = u.staging + cuda.Ptr(h.at)
@@ -135,12 +138,14 @@ func (u *GPU) close() error {
 				own = append(own, h.dense)
 			}
 		case <-late.C:
-			return fmt.Errorf("gpu: GPU %d: %d of %d gathers and scatters have not ended after %v, because an engine has stopped or the driver hangs: "+
+			return fmt.Errorf("gpu: GPU %d: %d of %d gathers and scatters have not ended after %v, "+
+				"because an engine has stopped or the driver hangs: "+
 				"its memory stays allocated", u.index, cap(u.slots)-ended, cap(u.slots), u.gpus.closeTimeout)
 		}
 	}
 	if !u.idleKernel.drain(late.C) {
-		return fmt.Errorf("gpu: GPU %d: an empty kernel has not run in %v, because an engine takes all time or the driver hangs: "+
+		return fmt.Errorf("gpu: GPU %d: an empty kernel has not run in %v, because an engine takes all "+
+			"time or the driver hangs: "+
 			"its memory stays allocated", u.index, u.gpus.closeTimeout)
 	}
 	errs = append(errs, u.dev.Close())

@@ -16,11 +16,13 @@ import (
 
 // Config bounds what a sidecar takes of each GPU that it uses. The zero value has sensible bounds.
 type Config struct {
-	Method      policy.CopyMethod
-	Slots       int           // concurrent gathers and scatters, each with SlotBytes on the GPU and in host memory; default 8
-	Buffers     int           // host buffers of LendBytes that lanes borrow; default 128
-	PeerStage   uint64        // bytes of one stage between two GPUs; default 32 MiB; see PipelineBytes
-	Memory      uint64        // limit of each GPU's memory; default 2 GiB. It includes staging, pipelines and relay buffers
+	Method policy.CopyMethod
+	// concurrent gathers and scatters, each with SlotBytes on the GPU and in host memory; default 8
+	Slots     int
+	Buffers   int    // host buffers of LendBytes that lanes borrow; default 128
+	PeerStage uint64 // bytes of one stage between two GPUs; default 32 MiB; see PipelineBytes
+	// limit of each GPU's memory; default 2 GiB. It includes staging, pipelines and relay buffers
+	Memory      uint64
 	Table       *policy.Table // measured values; nil: built-in ones
 	PeerDisable bool          // no direct copies between GPUs, for comparisons
 	Log         *slog.Logger
@@ -97,7 +99,9 @@ func newGPUs(p device.Platform, cfg Config) (*GPUs, error) {
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
 	}
-	g := &GPUs{cfg: cfg, plat: p, ids: ids, workTimeout: workTimeout, closeTimeout: closeTimeout, idleLimit: idleLimit, gpus: map[int]*GPU{}, pairs: map[[2]int]*pair{}, refused: map[[2]int]refusal{}, now: time.Now}
+	g := &GPUs{cfg: cfg, plat: p, ids: ids, workTimeout: workTimeout, closeTimeout: closeTimeout,
+		idleLimit: idleLimit, gpus: map[int]*GPU{}, pairs: map[[2]int]*pair{},
+		refused: map[[2]int]refusal{}, now: time.Now}
 	g.pins.Store(&[]pin{})
 	return g, nil
 }
@@ -112,7 +116,8 @@ func (g *GPUs) open(i int) (*GPU, error) {
 		return u, nil
 	}
 	if need := uint64(g.cfg.Slots) * SlotBytes; need > g.cfg.Memory {
-		return nil, fmt.Errorf("open GPU %d: %d MiB of staging exceed the limit of %d MiB: raise transports.gpu.memory", i, need>>20, g.cfg.Memory>>20)
+		return nil, fmt.Errorf("open GPU %d: %d MiB of staging exceed the limit of %d MiB: raise "+
+			"transports.gpu.memory", i, need>>20, g.cfg.Memory>>20)
 	}
 	c, err := g.plat.Open(i)
 	if err != nil {
@@ -123,7 +128,8 @@ func (g *GPUs) open(i int) (*GPU, error) {
 		return nil, errors.Join(fmt.Errorf("open GPU %d: %w", i, err), c.Close())
 	}
 	g.gpus[i] = u
-	g.cfg.Log.Info("gpu in use", "gpu", i, "host_bytes", len(u.arena), "gpu_bytes", g.cfg.Slots*SlotBytes, "executor", g.cfg.Method.String(), "mps", u.mps.String(),
+	g.cfg.Log.Info("gpu in use", "gpu", i, "host_bytes", len(u.arena), "gpu_bytes",
+		g.cfg.Slots*SlotBytes, "executor", g.cfg.Method.String(), "mps", u.mps.String(),
 		"gpu_bytes_at_most", g.cfg.Memory)
 	return u, nil
 }

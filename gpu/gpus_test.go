@@ -38,7 +38,8 @@ func TestGPUsMove(t *testing.T) {
 			var places []place
 			for _, gpu := range []int{0, 0, 1} {
 				h, b := p.Lend(gpu, size+8192, 4096)
-				places = append(places, place{gputest.Must(g.Import(mem.NewID(), h.Append(nil), -1, size))(t), b[:size]})
+				places = append(places, place{gputest.Must(g.Import(mem.NewID(), h.Append(nil), -1, size))(t),
+					b[:size]})
 			}
 			if pci := places[2].r.Device().(*GPU).PCI(); pci != "0000:1c:00.0" {
 				t.Errorf("memory of GPU 1 is said to be at %s", pci)
@@ -161,15 +162,21 @@ func TestGPUsRefuse(t *testing.T) {
 	}{
 		{"short", good.Append(nil)[:50], -1, 4096, "want 104"},
 		{"kind", enc(func(h *device.Handle) { h.Kind = 9 }), -1, 4096, "kind"},
-		{"offset beyond the allocation", enc(func(h *device.Handle) { h.Off = 1 << 20 }), -1, 4096, "offset"},
+		{"offset beyond the allocation", enc(func(h *device.Handle) { h.Off = 1 << 20 }), -1,
+			4096, "offset"},
 		{"length beyond the allocation", good.Append(nil), -1, 1<<20 + 1, "register what was allocated"},
-		{"offset and length wrap", enc(func(h *device.Handle) { h.Off = 1<<20 - 1 }), -1, 1<<64 - 1, "offset"},
-		{"another host's GPU", enc(func(h *device.Handle) { h.GPU = gputest.UUID(7) }), -1, 4096, "NVIDIA_VISIBLE_DEVICES"},
+		{"offset and length wrap", enc(func(h *device.Handle) { h.Off = 1<<20 - 1 }), -1,
+			1<<64 - 1, "offset"},
+		{"another host's GPU", enc(func(h *device.Handle) { h.GPU = gputest.UUID(7) }), -1, 4096,
+			"NVIDIA_VISIBLE_DEVICES"},
 		{"freed or foreign", enc(func(h *device.Handle) { h.IPC[5] ^= 1 }), -1, 4096, "must be alive"},
-		{"a container with an IPC namespace of its own", enc(func(h *device.Handle) { h.IPC[5] ^= 1 }), -1, 4096, "one pod, or hostIPC"},
-		{"a lie about the allocation", enc(func(h *device.Handle) { h.Alloc = 1 << 30; h.Off = 1 << 20 }), -1, 4096, "that has 1048576 bytes"},
+		{"a container with an IPC namespace of its own", enc(func(h *device.Handle) { h.IPC[5] ^= 1 }),
+			-1, 4096, "one pod, or hostIPC"},
+		{"a lie about the allocation", enc(func(h *device.Handle) { h.Alloc = 1 << 30; h.Off = 1 << 20 }),
+			-1, 4096, "that has 1048576 bytes"},
 		{"descriptor too much", good.Append(nil), 0, 4096, "descriptor"},
-		{"descriptor missing", enc(func(h *device.Handle) { h.Kind = device.HandleFD }), -1, 4096, "descriptor"},
+		{"descriptor missing", enc(func(h *device.Handle) { h.Kind = device.HandleFD }), -1, 4096,
+			"descriptor"},
 	} {
 		r, err := g.Import(mem.NewID(), c.handle, c.fd, c.size)
 		if err == nil {
@@ -211,7 +218,8 @@ func TestGPUFalls(t *testing.T) {
 		d.Mu.Unlock()
 	}
 	buf := make([]byte, 256<<10)
-	if err := r[0].ReadAt(buf, 0); !errors.Is(err, gputest.ErrBroken) || !strings.Contains(err.Error(), "GPU 0") {
+	if err := r[0].ReadAt(buf, 0); !errors.Is(err, gputest.ErrBroken) ||
+		!strings.Contains(err.Error(), "GPU 0") {
 		t.Errorf("a fallen GPU: %v", err)
 	}
 	if err := r[1].ReadAt(buf, 0); err != nil {

@@ -25,15 +25,19 @@ func TestGraphPacks(t *testing.T) {
 			slots += s.roundTrips(session)
 		}
 		st := s.say("replay 0")
-		if n := st.inGraphs - before.inGraphs; st.moved-before.moved != slots || n == 0 || st.astray != 0 {
-			t.Errorf("session %d: %d kernels for %d slots, %d of them in graphs, %d astray", session, st.moved-before.moved, slots, n, st.astray)
+		if n := st.inGraphs - before.inGraphs; st.moved-before.moved != slots || n == 0 ||
+			st.astray != 0 {
+			t.Errorf("session %d: %d kernels for %d slots, %d of them in graphs, %d astray", session,
+				st.moved-before.moved, slots, n, st.astray)
 		}
 		more := s.roundTrips(session)
 		if end := s.say("look"); end.inGraphs != st.inGraphs || end.moved-st.moved != more {
-			t.Errorf("session %d: %d kernels for %d slots without replays, %d of them in graphs", session, end.moved-st.moved, more, end.inGraphs-st.inGraphs)
+			t.Errorf("session %d: %d kernels for %d slots without replays, %d of them in graphs", session,
+				end.moved-st.moved, more, end.inGraphs-st.inGraphs)
 		}
 		s.end()
-		until(t, "the session's board is let go", func() bool { return s.say("look").overs == int(session)+1 })
+		until(t, "the session's board is let go",
+			func() bool { return s.say("look").overs == int(session)+1 })
 	}
 	s.quit("")
 }
@@ -54,7 +58,8 @@ func TestGraphRaces(t *testing.T) {
 		done <- slots
 	}()
 	slots := 0
-	commands := []string{"replay 300", "replay 60", "replay 0", "no graph", "again", "replay 300", "replay 10"}
+	commands := []string{"replay 300", "replay 60", "replay 0", "no graph", "again", "replay 300",
+		"replay 10"}
 	tick := time.NewTicker(3 * time.Millisecond)
 	defer tick.Stop()
 	for i := 0; slots == 0; {
@@ -67,7 +72,8 @@ func TestGraphRaces(t *testing.T) {
 	}
 	st := s.say("replay 0")
 	if st.moved != slots || st.astray != 0 || st.inGraphs == 0 || st.inGraphs == st.moved {
-		t.Errorf("%d kernels for %d slots, %d of them in graphs, %d astray", st.moved, slots, st.inGraphs, st.astray)
+		t.Errorf("%d kernels for %d slots, %d of them in graphs, %d astray", st.moved, slots,
+			st.inGraphs, st.astray)
 	}
 	t.Logf("%d of %d in graphs", st.inGraphs, slots)
 	s.end()
@@ -85,7 +91,8 @@ func TestGraphBreaks(t *testing.T) {
 	for seed := uint64(0); ; seed++ { // until one is left to replays
 		s.say("hold 1")
 		result = s.gather(seed)
-		until(t, "the list waits in a graph or in a stream", func() bool { st := s.say("look"); return st.moveWaits+st.jobs > 0 })
+		until(t, "the list waits in a graph or in a stream",
+			func() bool { st := s.say("look"); return st.moveWaits+st.jobs > 0 })
 		if s.say("look").moveWaits > 0 {
 			break
 		}
@@ -118,7 +125,8 @@ func TestGraphBreaksBetween(t *testing.T) {
 		s.arrives(s.gather(seed), fmt.Sprintf("slot %d", seed))
 	}
 	if st := s.say("replay 0"); st.inGraphs != 1 || st.astray != 0 {
-		t.Errorf("%d lists in graphs, of which the first one was the end; %d astray", st.inGraphs, st.astray)
+		t.Errorf("%d lists in graphs, of which the first one was the end; %d astray",
+			st.inGraphs, st.astray)
 	}
 	s.end()
 	s.quit("")

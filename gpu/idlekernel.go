@@ -42,7 +42,8 @@ func (u *GPU) isIdle(limit time.Duration) bool {
 		}
 	}
 	start := time.Now()
-	if u.dev.PackUniform(k.queue, u.arenaPtr, 0, u.staging, device.Align) != nil || k.queue.Record(k.done) != nil {
+	if u.dev.PackUniform(k.queue, u.arenaPtr, 0, u.staging, device.Align) != nil ||
+		k.queue.Record(k.done) != nil {
 		k.closed = true // without a mark the end of the kernel cannot be seen
 		return false
 	}
@@ -52,7 +53,8 @@ func (u *GPU) isIdle(limit time.Duration) bool {
 	return done && err == nil && time.Since(start) < limit
 }
 
-// drain waits until no kernel is pending and forbids further ones. It returns false when late fires.
+// drain waits until no kernel is pending and forbids further ones. It returns false when late
+// fires.
 func (k *idleKernel) drain(late <-chan time.Time) bool {
 	for {
 		k.mu.Lock()

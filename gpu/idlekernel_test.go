@@ -124,8 +124,10 @@ func TestKernelsOnIdleGPUs(t *testing.T) {
 	}{
 		{"within one", 0, 0, map[policy.CopyMethod]float64{policy.Pack: 1, policy.Copy: 2}, policy.Copy},
 		{"source busy", 1, 0, map[policy.CopyMethod]float64{policy.Pack: 2, policy.Copy: 1}, policy.Copy},
-		{"destination busy", 1, 1, map[policy.CopyMethod]float64{policy.Pack: 2, policy.Copy: 1}, policy.Copy},
-		{"kernels are learned", 1, 0, map[policy.CopyMethod]float64{policy.Pack: 1, policy.Copy: 2}, policy.Pack},
+		{"destination busy", 1, 1, map[policy.CopyMethod]float64{policy.Pack: 2, policy.Copy: 1},
+			policy.Copy},
+		{"kernels are learned", 1, 0, map[policy.CopyMethod]float64{policy.Pack: 1, policy.Copy: 2},
+			policy.Pack},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			plat := gputest.NewPlatform(2)
@@ -198,12 +200,16 @@ func TestProbesOfPairs(t *testing.T) {
 		how    policy.CopyMethod
 		mps    device.MPS
 		probes bool
-	}{{policy.Auto, device.MPSOff, true}, {policy.Auto, device.MPSOn, false}, {policy.Auto, device.MPSUnknown, false}, {policy.Pack, device.MPSOff, false}, {policy.Copy, device.MPSOff, false}} {
+	}{{policy.Auto, device.MPSOff, true}, {policy.Auto, device.MPSOn, false},
+		{policy.Auto, device.MPSUnknown, false}, {policy.Pack, device.MPSOff, false},
+		{policy.Copy, device.MPSOff, false}} {
 		plat := gputest.NewPlatform(2)
 		plat.Mps = c.mps
-		g := gputest.Must(newGPUs(plat, Config{Method: c.how, Slots: 3, Buffers: 8, PeerStage: 1 << 20}))(t)
+		g := gputest.Must(newGPUs(plat, Config{Method: c.how, Slots: 3, Buffers: 8, PeerStage: 1 << 20}))(
+			t)
 		one, other := gputest.Must(g.find(gputest.UUID(0)))(t), gputest.Must(g.find(gputest.UUID(1)))(t)
-		for _, p := range []*pair{gputest.Must(g.pair(one, one))(t), gputest.Must(g.pair(one, other))(t)} {
+		for _, p := range []*pair{gputest.Must(g.pair(one, one))(t),
+			gputest.Must(g.pair(one, other))(t)} {
 			if p.probed != c.probes {
 				t.Errorf("%s, MPS %s, within one GPU %v: probed: %v", c.how, c.mps, p.from == p.to, p.probed)
 			}

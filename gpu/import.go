@@ -46,12 +46,14 @@ func (g *GPUs) named(name string) ([]int, error) {
 		return []int{i}, nil
 	}
 	_, digits, _ := strings.Cut(name, "-")
-	if id, err := hex.DecodeString(strings.ReplaceAll(digits, "-", "")); err == nil && len(id) == len(g.ids[0]) {
+	if id, err := hex.DecodeString(strings.ReplaceAll(digits, "-", "")); err == nil &&
+		len(id) == len(g.ids[0]) {
 		if i := slices.Index(g.ids, [16]byte(id)); i >= 0 {
 			return []int{i}, nil
 		}
 	}
-	return nil, fmt.Errorf("gpu: no GPU %q among %d: name one that nvidia-smi -L lists in this container", name, len(g.ids))
+	return nil, fmt.Errorf("gpu: no GPU %q among %d: name one that nvidia-smi -L lists in this "+
+		"container", name, len(g.ids))
 }
 
 // Import makes a region of size bytes of another process's GPU memory. handle is an encoded
@@ -62,10 +64,12 @@ func (g *GPUs) Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Regio
 		return nil, err
 	}
 	if size == 0 || size > h.Alloc-h.Off {
-		return nil, fmt.Errorf("gpu: region %s: %d bytes at offset %d of an allocation of %d: register what was allocated", id, size, h.Off, h.Alloc)
+		return nil, fmt.Errorf("gpu: region %s: %d bytes at offset %d of an allocation of %d: register "+
+			"what was allocated", id, size, h.Off, h.Alloc)
 	}
 	if (h.Kind == device.HandleFD) != (fd >= 0) {
-		return nil, fmt.Errorf("gpu: region %s: descriptor %d with a GPU handle of kind %d: kind 2 needs one, kind 1 has none", id, fd, h.Kind)
+		return nil, fmt.Errorf("gpu: region %s: descriptor %d with a GPU handle of kind %d: kind 2 "+
+			"needs one, kind 1 has none", id, fd, h.Kind)
 	}
 	gpu, err := g.find(h.GPU)
 	if err != nil {
@@ -73,7 +77,8 @@ func (g *GPUs) Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Regio
 	}
 	p, n, err := gpu.card.Import(&h, fd)
 	if err != nil {
-		return nil, fmt.Errorf("gpu: region %s: import from GPU %d: %w; the owner must be alive, another process, and share this sidecar's "+
+		return nil, fmt.Errorf("gpu: region %s: import from GPU %d: %w; the owner must be alive, "+
+			"another process, and share this sidecar's "+
 			"IPC namespace (one pod, or hostIPC) and its MPS server, if any", id, gpu.index, err)
 	}
 	undo := func() {
@@ -83,10 +88,12 @@ func (g *GPUs) Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Regio
 	}
 	if h.Off >= n || size > n-h.Off {
 		undo()
-		return nil, fmt.Errorf("gpu: region %s: [%d, +%d) of an allocation that has %d bytes", id, h.Off, size, n)
+		return nil, fmt.Errorf("gpu: region %s: [%d, +%d) of an allocation that has %d bytes", id,
+			h.Off, size, n)
 	}
 	gpu.mayRelay.Store(true)
-	r, err := mem.NewDevice(id, mem.DeviceMemory{Device: gpu, Addr: uint64(p) + h.Off, Size: size, Handle: handle, FD: fd, Free: undo})
+	r, err := mem.NewDevice(id, mem.DeviceMemory{Device: gpu, Addr: uint64(p) + h.Off, Size: size,
+		Handle: handle, FD: fd, Free: undo})
 	if err != nil {
 		undo()
 		return nil, err
@@ -101,5 +108,6 @@ func (g *GPUs) find(id [16]byte) (*GPU, error) {
 			return g.open(i)
 		}
 	}
-	return nil, fmt.Errorf("no GPU of UUID %x among %d: give this sidecar the engine's GPUs (NVIDIA_VISIBLE_DEVICES, the pod's resources)", id, len(g.ids))
+	return nil, fmt.Errorf("no GPU of UUID %x among %d: give this sidecar the engine's GPUs "+
+		"(NVIDIA_VISIBLE_DEVICES, the pod's resources)", id, len(g.ids))
 }

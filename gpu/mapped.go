@@ -41,7 +41,8 @@ const mappedWorkers = 4
 // changes parts.
 func (u *GPU) copyMapped(k *policy.IdleProbe, dir device.Direction, parts []device.Piece) error {
 	a := mappedCopy{u: u, probe: k, dir: dir, rest: parts}
-	slots := max((pieceBytes(parts)+SlotBytes-1)/SlotBytes, uint64(len(parts)+mappedPieces-1)/mappedPieces)
+	slots := max((pieceBytes(parts)+SlotBytes-1)/SlotBytes,
+		uint64(len(parts)+mappedPieces-1)/mappedPieces)
 	if slots <= 1 {
 		a.work()
 	} else {
@@ -124,11 +125,15 @@ func (a *mappedCopy) copySlot(h *slot, parts []device.Piece, bytes uint64, kerne
 	if !kernels {
 		h.far, h.near, h.sizes = h.far[:0], h.near[:0], h.sizes[:0]
 		for i := range parts {
-			h.far, h.near, h.sizes = append(h.far, to(&parts[i])), append(h.near, from(&parts[i])), append(h.sizes, parts[i].Len)
+			h.far, h.near, h.sizes = append(h.far, to(&parts[i])), append(h.near, from(&parts[i])),
+				append(h.sizes, parts[i].Len)
 		}
 		enqueue := h.queue.CopyBatch
 		if a.dir == device.HostToDevice {
-			enqueue = func(dst, src []cuda.Ptr, n []uint64) error { return h.rows.CopyIn(h.queue, dst, src, n) }
+			enqueue = func(dst, src []cuda.Ptr, n []uint64) error {
+				return h.rows.CopyIn(h.queue,
+					dst, src, n)
+			}
 		}
 		if err := enqueue(h.far, h.near, h.sizes); err != nil {
 			return err
@@ -174,7 +179,8 @@ type end struct {
 
 // small moves pieces that are too small for copy engines alone, and returns the path. parts are the
 // addresses of list.
-func (c *Copier) small(u *GPU, dir device.Direction, list []hostPiece, parts []device.Piece) (path string, err error) {
+func (c *Copier) small(u *GPU, dir device.Direction, list []hostPiece,
+	parts []device.Piece) (path string, err error) {
 	c.mu.Lock()
 	if c.closed {
 		c.mu.Unlock()

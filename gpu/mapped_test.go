@@ -19,7 +19,8 @@ import (
 // apart is up to n pieces of one size, none of which can be joined with its neighbour.
 func apart(dst, src *mem.Region, size uint64, n int) (to, from []mem.Block) {
 	for off := uint64(0); off+size <= copyBytes && len(to) < n; off += size + device.Align {
-		to, from = append(to, mem.Block{Region: dst, Off: off, Len: size}), append(from, mem.Block{Region: src, Off: off, Len: size})
+		to, from = append(to, mem.Block{Region: dst, Off: off, Len: size}),
+			append(from, mem.Block{Region: src, Off: off, Len: size})
 	}
 	return to, from
 }
@@ -47,7 +48,8 @@ func TestMapped(t *testing.T) {
 	for _, c := range []struct {
 		n            int
 		alike, empty bool
-	}{{n: 1, alike: true}, {n: fewMapped}, {n: fewMapped + 1}, {n: 600, alike: true}, {n: 700}, {n: 1000, alike: true, empty: true}} {
+	}{{n: 1, alike: true}, {n: fewMapped}, {n: fewMapped + 1}, {n: 600, alike: true}, {n: 700},
+		{n: 1000, alike: true, empty: true}} {
 		for _, dir := range []device.Direction{device.HostToDevice, device.DeviceToHost} {
 			t.Run(fmt.Sprintf("%+v, direction %d", c, dir), func(t *testing.T) {
 				r := newCopyRig(t, 1)
@@ -106,9 +108,14 @@ func TestMappedObeys(t *testing.T) {
 		mps      device.MPS
 		want     map[string]bool // ways
 	}{
-		{policy.Auto, device.MPSOff, map[string]bool{PathPacked: true}}, {policy.Pack, device.MPSOff, map[string]bool{PathPacked: true}}, {policy.Copy, device.MPSOff, map[string]bool{PathStaged: true}},
-		{policy.InEngine, device.MPSOff, map[string]bool{PathStaged: true}}, {policy.Auto, device.MPSOn, map[string]bool{PathStaged: true}}, {policy.Pack, device.MPSOn, map[string]bool{PathStaged: true}},
-		{policy.Auto, device.MPSUnknown, map[string]bool{PathStaged: true}}, {policy.Pack, device.MPSUnknown, map[string]bool{PathPacked: true}},
+		{policy.Auto, device.MPSOff, map[string]bool{PathPacked: true}}, {policy.Pack, device.MPSOff,
+			map[string]bool{PathPacked: true}}, {policy.Copy, device.MPSOff,
+			map[string]bool{PathStaged: true}},
+		{policy.InEngine, device.MPSOff, map[string]bool{PathStaged: true}}, {policy.Auto, device.MPSOn,
+			map[string]bool{PathStaged: true}}, {policy.Pack, device.MPSOn,
+			map[string]bool{PathStaged: true}},
+		{policy.Auto, device.MPSUnknown, map[string]bool{PathStaged: true}},
+		{policy.Pack, device.MPSUnknown, map[string]bool{PathPacked: true}},
 	} {
 		t.Run(fmt.Sprintf("%s, MPS %s", c.executor, c.mps), func(t *testing.T) {
 			cfg := small()
@@ -129,7 +136,8 @@ func TestMappedObeys(t *testing.T) {
 				t.Errorf("went the ways %v, want %v", seen, c.want)
 			}
 			i := slices.IndexFunc(r.c.Routes(), func(w policy.RouteState) bool { return w.From == "pages" })
-			if i < 0 || len(r.c.Routes()[i].Methods) != 1 || (r.c.Routes()[i].Methods[0].Method == "pack") != c.want[PathPacked] {
+			if i < 0 || len(r.c.Routes()[i].Methods) != 1 || (r.c.Routes()[i].Methods[0].Method == "pack") !=
+				c.want[PathPacked] {
 				t.Errorf("ways %+v, want one from pages", r.c.Routes())
 			}
 			if got := r.c.Reaches(to, from); got != c.want[PathPacked] {
@@ -148,7 +156,8 @@ func long(m *gputest.Machine, n int) (parts []device.Piece, host, far []byte) {
 	at, to := m.Alloc(size), m.Alloc(size)
 	order := rng.Perm(n)
 	for i, k := range order {
-		parts = append(parts, device.Piece{Host: at + cuda.Ptr(i*cell), Dev: to + cuda.Ptr(k*cell), Len: device.Align * (1 + rng.Uint64N(cell/device.Align))})
+		parts = append(parts, device.Piece{Host: at + cuda.Ptr(i*cell), Dev: to + cuda.Ptr(k*cell),
+			Len: device.Align * (1 + rng.Uint64N(cell/device.Align))})
 	}
 	end := cuda.Ptr(n * cell)
 	parts = append(parts, device.Piece{Host: at + end, Dev: to + end, Len: SlotBytes + 32<<10})
@@ -196,7 +205,8 @@ func TestMappedLong(t *testing.T) {
 						}
 						copy(want[d:][:parts[i].Len], from[s:][:parts[i].Len])
 					}
-					if err := u.copyMapped(policy.NewIdleProbe(how, nil, nil), dir, slices.Clone(parts)); err != nil {
+					if err := u.copyMapped(policy.NewIdleProbe(how, nil, nil), dir,
+						slices.Clone(parts)); err != nil {
 						t.Fatal(err)
 					}
 					if !bytes.Equal(to, want) {
@@ -216,7 +226,8 @@ func TestMappedFails(t *testing.T) {
 		u := r.gpu[0].Device().(*GPU)
 		parts, _, _ := long(r.p.Machine, 3*mappedPieces)
 		parts[mappedPieces+7].Dev = 1 // nobody's
-		if err := u.copyMapped(policy.NewIdleProbe(how, nil, nil), device.HostToDevice, parts); err == nil {
+		if err := u.copyMapped(policy.NewIdleProbe(how, nil, nil), device.HostToDevice,
+			parts); err == nil {
 			t.Errorf("%s: what is nobody's memory was copied", how)
 		}
 		if n := len(u.slots); n != cap(u.slots) {
@@ -242,7 +253,8 @@ func BenchmarkMapped(b *testing.B) {
 	shape.window = 16 << 20
 	c := newCopier(g, shape)
 	const block, n = 2 << 10, 16 << 10
-	far := gputest.Must(mem.NewDevice(mem.NewID(), mem.DeviceMemory{Device: gputest.Must(g.open(0))(b), Addr: 1 << 40, Size: 2 * n * block, FD: -1}))(b)
+	far := gputest.Must(mem.NewDevice(mem.NewID(), mem.DeviceMemory{Device: gputest.Must(g.open(0))(b),
+		Addr: 1 << 40, Size: 2 * n * block, FD: -1}))(b)
 	host := gputest.Must(mem.NewAnonymous("host", 2*n*block))(b)
 	lists := [2][]mem.Block{}
 	for i, r := range []*mem.Region{far, host} {

@@ -42,7 +42,8 @@ func (u *GPU) NICWrites() (flush func() error, err error) {
 		return nil, fmt.Errorf("gpu: GPU %d: %w", u.index, err)
 	}
 	if options&cuda.FlushByHost == 0 {
-		return nil, fmt.Errorf("gpu: GPU %d does not order writes of NICs (%d), and the host cannot flush them (options %d): %w", u.index, order, options,
+		return nil, fmt.Errorf("gpu: GPU %d does not order writes of NICs (%d), and the host cannot "+
+			"flush them (options %d): %w", u.index, order, options,
 			cuda.ErrNotSupported)
 	}
 	return x.FlushRDMAWrites, nil

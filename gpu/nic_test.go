@@ -47,14 +47,16 @@ func TestExportDMABuf(t *testing.T) {
 	} {
 		fd, off, err := u.ExportDMABuf(x.addr, x.n)
 		if err != nil || fd != 77 || off != x.off || c.first != cuda.Ptr(x.first) || c.bytes != x.bytes {
-			t.Errorf("%#x+%d: descriptor %d at %d of [%#x, +%d): %v", x.addr, x.n, fd, off, uint64(c.first), c.bytes, err)
+			t.Errorf("%#x+%d: descriptor %d at %d of [%#x, +%d): %v", x.addr, x.n, fd, off, uint64(c.first),
+				c.bytes, err)
 		}
 	}
 	c.err = errors.New("no")
 	if _, _, err := u.ExportDMABuf(4096, 1); !errors.Is(err, c.err) {
 		t.Error(err)
 	}
-	if _, _, err := (&GPU{card: struct{ device.Card }{}}).ExportDMABuf(4096, 1); !errors.Is(err, cuda.ErrNotSupported) {
+	if _, _, err := (&GPU{card: struct{ device.Card }{}}).ExportDMABuf(4096, 1); !errors.Is(err,
+		cuda.ErrNotSupported) {
 		t.Errorf("a card that exports nothing: %v", err)
 	}
 }
@@ -65,10 +67,12 @@ func TestNICWrites(t *testing.T) {
 	for _, x := range []struct {
 		order, options int
 		flush, ok      bool
-	}{{200, 0, false, true}, {100, 1, false, true}, {0, 1, true, true}, {0, 3, true, true}, {0, 2, false, false}, {0, 0, false, false}} {
+	}{{200, 0, false, true}, {100, 1, false, true}, {0, 1, true, true}, {0, 3, true, true},
+		{0, 2, false, false}, {0, 0, false, false}} {
 		c := &nicCard{order: x.order, options: x.options}
 		flush, err := (&GPU{card: c}).NICWrites()
-		if (err == nil) != x.ok || (flush != nil) != x.flush || err != nil && !errors.Is(err, cuda.ErrNotSupported) {
+		if (err == nil) != x.ok || (flush != nil) != x.flush || err != nil && !errors.Is(err,
+			cuda.ErrNotSupported) {
 			t.Errorf("order %d, options %d: flush %v, %v", x.order, x.options, flush != nil, err)
 			continue
 		}

@@ -43,18 +43,21 @@ func (g *GPUs) Pin(b []byte) (unpin func() error, err error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if n := len(*g.pins.Load()); n >= MaxPins {
-		return nil, fmt.Errorf("gpu: %d ranges of host memory are pinned, at most %d: pin fewer, larger ones", n, MaxPins)
+		return nil, fmt.Errorf("gpu: %d ranges of host memory are pinned, at most %d: pin fewer, "+
+			"larger ones", n, MaxPins)
 	}
 	at, err := u.card.Register(b)
 	if err != nil {
-		return nil, fmt.Errorf("gpu: pin %d bytes of host memory: %w; raise the memory lock limit", len(b), err)
+		return nil, fmt.Errorf("gpu: pin %d bytes of host memory: %w; raise the memory lock limit",
+			len(b), err)
 	}
 	all := append(slices.Clone(*g.pins.Load()), pin{b, at, u.card})
 	g.pins.Store(&all)
 	return sync.OnceValue(func() error {
 		g.mu.Lock()
 		defer g.mu.Unlock()
-		left := slices.DeleteFunc(slices.Clone(*g.pins.Load()), func(p pin) bool { return &p.bytes[0] == &b[0] })
+		left := slices.DeleteFunc(slices.Clone(*g.pins.Load()),
+			func(p pin) bool { return &p.bytes[0] == &b[0] })
 		g.pins.Store(&left)
 		return u.card.Unregister(b)
 	}), nil

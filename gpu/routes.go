@@ -9,7 +9,8 @@ import (
 )
 
 // Routes reports which copy methods moved how much since this process began. Between two GPUs, the
-// method copy is the way through host memory, whose bytes are in the routes to and from the host, too.
+// method copy is the way through host memory, whose bytes are in the routes to and from the host,
+// too.
 func (c *Copier) Routes() []policy.RouteState {
 	return c.gpus.routes([]policy.RouteState{})
 }

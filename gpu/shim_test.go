@@ -51,13 +51,18 @@ var buildShim = sync.OnceValues(func() (dir string, err error) {
 		}
 		return out
 	}
-	flags := append(cc[1:], "-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-O1", "-g", "-pthread")
+	flags := append(cc[1:], "-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-O1",
+		"-g", "-pthread")
 	for _, args := range [][]string{
-		append(pybind("tests/fake_cuda.c"), "-shared", "-fPIC", "-o", filepath.Join(dir, "libfake_cuda.so")),
-		append(pybind("tests/work_engine.c", "src/work.c", "src/work_gpu.c", "src/work_list.c", "src/work_slots.c", "src/graph.c", "src/cuda.c", "src/system.c"), "-DARMED_US=200", "-I"+pybind("include")[0], "-I"+pybind("src")[0], "-ldl",
+		append(pybind("tests/fake_cuda.c"), "-shared", "-fPIC", "-o", filepath.Join(dir,
+			"libfake_cuda.so")),
+		append(pybind("tests/work_engine.c", "src/work.c", "src/work_gpu.c", "src/work_list.c",
+			"src/work_slots.c", "src/graph.c", "src/cuda.c", "src/system.c"), "-DARMED_US=200",
+			"-I"+pybind("include")[0], "-I"+pybind("src")[0], "-ldl",
 			"-o", filepath.Join(dir, "work_engine")),
 	} {
-		if out, err := exec.Command(cc[0], append(flags[:len(flags):len(flags)], args...)...).CombinedOutput(); err != nil {
+		if out, err := exec.Command(cc[0], append(flags[:len(flags):len(flags)],
+			args...)...).CombinedOutput(); err != nil {
 			return dir, fmt.Errorf("%w\n%s", err, out)
 		}
 	}
@@ -98,8 +103,10 @@ func newShim(t testing.TB) *shim {
 	s.host = gputest.Must(mem.NewAnonymous("host", 4096))(t)
 	pair := gputest.Must(unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0))(t)
 	s.socket = pair[0]
-	theirs, memory := os.NewFile(uintptr(pair[1]), "socket"), os.NewFile(uintptr(gputest.Must(unix.Dup(fd))(t)), "gpu")
-	s.cmd = exec.Command(filepath.Join(dir, "work_engine"), fmt.Sprint(uint64(base)), fmt.Sprint(gputest.SharedBytes))
+	theirs, memory := os.NewFile(uintptr(pair[1]), "socket"),
+		os.NewFile(uintptr(gputest.Must(unix.Dup(fd))(t)), "gpu")
+	s.cmd = exec.Command(filepath.Join(dir, "work_engine"), fmt.Sprint(uint64(base)),
+		fmt.Sprint(gputest.SharedBytes))
 	s.cmd.Env = append(os.Environ(), "KVSPRAY_LIBCUDA="+filepath.Join(dir, "libfake_cuda.so"))
 	s.cmd.ExtraFiles = []*os.File{theirs, memory}
 	s.cmd.Stderr = os.Stderr
@@ -137,7 +144,8 @@ func (s *shim) ask(command string) (st shimState, fds []int) {
 	if err != nil || n == 0 {
 		s.t.Fatalf("%s: no answer: %v", command, err)
 	}
-	if _, err := fmt.Sscan(string(answer[:n]), &st.moved, &st.astray, &st.jobs, &st.overs, &st.inGraphs, &st.moveWaits); err != nil {
+	if _, err := fmt.Sscan(string(answer[:n]), &st.moved, &st.astray, &st.jobs, &st.overs,
+		&st.inGraphs, &st.moveWaits); err != nil {
 		s.t.Fatalf("%s: %q: %v", command, answer[:n], err)
 	}
 	for _, m := range gputest.Must(unix.ParseSocketControlMessage(control[:k]))(s.t) {
@@ -153,7 +161,8 @@ func (s *shim) begin() {
 	if len(fds) != 2 {
 		s.t.Fatalf("%d descriptors", len(fds))
 	}
-	b := gputest.Must(unix.Mmap(fds[0], 0, board.WorkBytes, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED))(s.t)
+	b := gputest.Must(unix.Mmap(fds[0], 0, board.WorkBytes, unix.PROT_READ|unix.PROT_WRITE,
+		unix.MAP_SHARED))(s.t)
 	s.maps = append(s.maps, b)
 	gputest.Must(0, unix.Close(fds[0]))(s.t)
 	s.t.Cleanup(func() { _ = unix.Close(fds[1]) })
@@ -162,7 +171,8 @@ func (s *shim) begin() {
 			s.t.Error(err)
 		}
 	}
-	s.detach = s.g.Attach(Engine{Work: gputest.Must(board.ParseWork(b))(s.t), Regions: []*mem.Region{s.host, s.region}, Exited: s.exited.Load, Ring: ring,
+	s.detach = s.g.Attach(Engine{Work: gputest.Must(board.ParseWork(b))(s.t),
+		Regions: []*mem.Region{s.host, s.region}, Exited: s.exited.Load, Ring: ring,
 		End: func() { s.ended.Add(1) }})
 	if !s.opened() {
 		s.t.Fatal("the engine takes no work")
@@ -244,7 +254,8 @@ func (s *shim) roundTrips(seed uint64) (slots int) {
 			r := rand.New(rand.NewPCG(seed, k))
 			var mine []mem.Block // a quarter of the cache, of blocks of one length or of many
 			for i := range uint64(64) {
-				mine = append(mine, mem.Block{Region: s.region, Off: k<<20 + i*16384, Len: 16 * (1 + r.Uint64N(256))})
+				mine = append(mine, mem.Block{Region: s.region, Off: k<<20 + i*16384,
+					Len: 16 * (1 + r.Uint64N(256))})
 				if k%2 == 0 {
 					mine[i].Len = 4096
 				}
@@ -281,10 +292,12 @@ func TestShimPacks(t *testing.T) {
 			t.Error(err)
 		}
 		if st := s.say("look"); st.moved-before != slots+4 || st.astray != 0 {
-			t.Errorf("session %d: %d kernels for %d slots, %d astray", session, st.moved-before, slots+4, st.astray)
+			t.Errorf("session %d: %d kernels for %d slots, %d astray", session, st.moved-before,
+				slots+4, st.astray)
 		}
 		s.end()
-		until(t, "the session's board is let go", func() bool { return s.say("look").overs == int(session)+1 })
+		until(t, "the session's board is let go",
+			func() bool { return s.say("look").overs == int(session)+1 })
 		if s.ended.Load() != int32(session)+1 {
 			t.Errorf("End was called %d times", s.ended.Load())
 		}

@@ -31,7 +31,8 @@ func (h *slot) ends(at int, parts []device.Piece, where func(*device.Piece) cuda
 	}
 	dense := uint64(h.dense)
 	for i := range parts {
-		device.PutRun(list[i*device.RunBytes:], uint64(where(&parts[i])), dense, parts[i].Len, &mem.Single)
+		device.PutRun(list[i*device.RunBytes:], uint64(where(&parts[i])), dense, parts[i].Len,
+			&mem.Single)
 		binary.LittleEndian.PutUint32(list[mappedFirstAt+i*4:], uint32(i))
 		dense += parts[i].Len
 	}
@@ -74,7 +75,8 @@ func (u *GPU) retire(h *slot) {
 	}
 	if err != nil {
 		h.dense = 0
-		u.gpus.cfg.Log.Warn("an engine died during a kernel, and its staging buffer cannot be replaced; the copy engine is used instead", "gpu", u.index, "err", err)
+		u.gpus.cfg.Log.Warn("an engine died during a kernel, and its staging buffer cannot be "+
+			"replaced; the copy engine is used instead", "gpu", u.index, "err", err)
 	}
 }
 
@@ -101,7 +103,8 @@ func (u *GPU) rearrange(dir device.Direction, p []byte, blocks []mem.Block) erro
 			}
 		}
 		if bytes > uint64(len(p)) {
-			return fmt.Errorf("gpu: blocks of %d bytes and more beside a buffer of %d: %w", bytes, len(p), mem.ErrBounds)
+			return fmt.Errorf("gpu: blocks of %d bytes and more beside a buffer of %d: %w", bytes, len(p),
+				mem.ErrBounds)
 		}
 		if err := u.copySlot(h, dir, p[:bytes]); err != nil {
 			return fmt.Errorf("gpu: GPU %d: %w", u.index, err)
@@ -174,7 +177,8 @@ const promptBytes = 256 << 10
 
 // chooseMethod chooses how h moves. Kernels move units of 16 bytes; few or large blocks need no
 // packing. choice: every method was possible. For InEngine, w is acquired.
-func (u *GPU) chooseMethod(h *slot, bytes int, learn *policy.Policy) (e policy.CopyMethod, choice bool, w workSlot) {
+func (u *GPU) chooseMethod(h *slot, bytes int, learn *policy.Policy) (e policy.CopyMethod,
+	choice bool, w workSlot) {
 	few := packPieces
 	if u.gpus.cfg.Method == policy.Auto {
 		few = autoPieces
@@ -225,7 +229,8 @@ func (u *GPU) warm(h *slot) (under bool) {
 	h.far, h.near, h.sizes = h.far[:0], h.near[:0], h.sizes[:0]
 	to, _ := u.pinned(h.bounce)
 	for i := range cuda.Ptr(packPieces) {
-		h.far, h.near, h.sizes = append(h.far, to+i*device.Align), append(h.near, h.dense+i*device.Align), append(h.sizes, device.Align)
+		h.far, h.near, h.sizes = append(h.far, to+i*device.Align), append(h.near, h.dense+i*device.Align),
+			append(h.sizes, device.Align)
 	}
 	if h.queue.CopyBatch(h.far, h.near, h.sizes) != nil || h.queue.Record(h.prompt) != nil {
 		return true
@@ -239,7 +244,8 @@ func (u *GPU) copyByEngine(h *slot, dir device.Direction, host cuda.Ptr) error {
 	h.far, h.near, h.sizes = h.far[:0], h.near[:0], h.sizes[:0]
 	for i := range h.pieces {
 		p := &h.pieces[i]
-		h.far, h.near, h.sizes = append(h.far, cuda.Ptr(p.Off)), append(h.near, host), append(h.sizes, p.Len)
+		h.far, h.near, h.sizes = append(h.far, cuda.Ptr(p.Off)), append(h.near, host),
+			append(h.sizes, p.Len)
 		host += cuda.Ptr(p.Len)
 	}
 	if dir == device.HostToDevice {
@@ -259,7 +265,8 @@ func (u *GPU) packHere(h *slot, dir device.Direction, host cuda.Ptr, bytes uint6
 
 // packInEngine is packHere with the kernel in the engine's context. A queue cannot wait for another
 // process, so that the caller waits.
-func (u *GPU) packInEngine(w workSlot, h *slot, dir device.Direction, host cuda.Ptr, bytes uint64) (err error) {
+func (u *GPU) packInEngine(w workSlot, h *slot, dir device.Direction, host cuda.Ptr,
+	bytes uint64) (err error) {
 	defer func() { w.release(err) }()
 	if dir == device.DeviceToHost {
 		if err = w.run(h, board.WorkPack); err != nil {
@@ -290,7 +297,8 @@ func (h *slot) wait(bytes uint64) error {
 
 // list writes the list of blocks. The kernels read it in host memory: it is short, and a copy of it
 // would cost a launch.
-func (u *GPU) list(h *slot) func(runs func(device.Queue, cuda.Ptr, cuda.Ptr, int) error, uniform func(device.Queue, cuda.Ptr, int, cuda.Ptr, uint64) error) error {
+func (u *GPU) list(h *slot) func(runs func(device.Queue, cuda.Ptr, cuda.Ptr, int) error,
+	uniform func(device.Queue, cuda.Ptr, int, cuda.Ptr, uint64) error) error {
 	n, same := len(h.pieces), true
 	for i := range h.pieces {
 		same = same && h.pieces[i].Len == h.pieces[0].Len
@@ -300,14 +308,16 @@ func (u *GPU) list(h *slot) func(runs func(device.Queue, cuda.Ptr, cuda.Ptr, int
 		most = n / device.Strided
 	}
 	if runs := h.runs(most); runs > 0 {
-		return func(launch func(device.Queue, cuda.Ptr, cuda.Ptr, int) error, _ func(device.Queue, cuda.Ptr, int, cuda.Ptr, uint64) error) error {
+		return func(launch func(device.Queue, cuda.Ptr, cuda.Ptr, int) error, _ func(device.Queue,
+			cuda.Ptr, int, cuda.Ptr, uint64) error) error {
 			return launch(h.queue, h.listPtr, h.listPtr+slotFirstAt, runs)
 		}
 	}
 	for i := range h.pieces {
 		binary.LittleEndian.PutUint64(h.list[i*8:], h.pieces[i].Off)
 	}
-	return func(_ func(device.Queue, cuda.Ptr, cuda.Ptr, int) error, uniform func(device.Queue, cuda.Ptr, int, cuda.Ptr, uint64) error) error {
+	return func(_ func(device.Queue, cuda.Ptr, cuda.Ptr, int) error, uniform func(device.Queue,
+		cuda.Ptr, int, cuda.Ptr, uint64) error) error {
 		return uniform(h.queue, h.listPtr, n, h.dense, h.pieces[0].Len)
 	}
 }

@@ -157,7 +157,8 @@ func (l *Layout) Validate(regionBytes []uint64, planes PlaneFunc) error {
 				return fmt.Errorf("%s (%q): %w", field, ly.Name, err)
 			}
 			if len(ps) == 0 || len(ps) > MaxPlanes {
-				return refuse(field+".planes", len(ps), fmt.Sprintf("a layer has 1 to %d planes", MaxPlanes), "fix strategy "+g.Strategy)
+				return refuse(field+".planes", len(ps), fmt.Sprintf("a layer has 1 to %d planes", MaxPlanes),
+					"fix strategy "+g.Strategy)
 			}
 			var sum uint64
 			for pi := range ps {
@@ -171,7 +172,8 @@ func (l *Layout) Validate(regionBytes []uint64, planes PlaneFunc) error {
 				sum += ps[pi].Bytes() // each at most a region's size, at most MaxPlanes of them
 			}
 			if sum != ly.PageBytes {
-				return refuse(field+".page_bytes", ly.PageBytes, fmt.Sprintf("the planes of strategy %q hold %d bytes", g.Strategy, sum),
+				return refuse(field+".page_bytes", ly.PageBytes,
+					fmt.Sprintf("the planes of strategy %q hold %d bytes", g.Strategy, sum),
 					"register the bytes of all planes of one block")
 			}
 		}
@@ -199,17 +201,21 @@ func ValidateForeign(l *Layout, planes PlaneFunc) error {
 
 func (l *Layout) checkShape(regions int) error {
 	if regions > MaxRegions {
-		return refuse("regions", regions, fmt.Sprintf("at most %d", MaxRegions), "register fewer, larger regions")
+		return refuse("regions", regions, fmt.Sprintf("at most %d", MaxRegions), "register fewer, "+
+			"larger regions")
 	}
 	if n := len(l.Groups); n < 1 || n > MaxGroups {
-		return refuse("groups", n, fmt.Sprintf("a layout has 1 to %d groups", MaxGroups), "register each cache group once")
+		return refuse("groups", n, fmt.Sprintf("a layout has 1 to %d groups", MaxGroups),
+			"register each cache group once")
 	}
 	if n := l.Tables(); n > MaxTables {
-		return refuse("groups", fmt.Sprintf("%d block tables", n), fmt.Sprintf("an engine has at most %d", MaxTables),
+		return refuse("groups", fmt.Sprintf("%d block tables", n),
+			fmt.Sprintf("an engine has at most %d", MaxTables),
 			"register the groups of one block table in sequence, with same_table")
 	}
 	if n := l.NumLayers(); n < 1 || n > MaxLayers {
-		return refuse("layers", n, fmt.Sprintf("a layout has 1 to %d layers in all groups", MaxLayers), "register each layer once")
+		return refuse("layers", n, fmt.Sprintf("a layout has 1 to %d layers in all groups", MaxLayers),
+			"register each layer once")
 	}
 	if n := len(l.Identity); n > MaxIdentity {
 		return refuse("identity", n, fmt.Sprintf("at most %d pairs", MaxIdentity), "hash long values")
@@ -219,39 +225,49 @@ func (l *Layout) checkShape(regions int) error {
 		g := &l.Groups[gi]
 		field := fmt.Sprintf("groups[%d]", gi)
 		if g.TokensPerBlock < 1 || g.TokensPerBlock > MaxTokensPerBlock {
-			return refuse(field+".tokens_per_block", g.TokensPerBlock, fmt.Sprintf("must be 1 to %d", MaxTokensPerBlock),
+			return refuse(field+".tokens_per_block", g.TokensPerBlock, fmt.Sprintf("must be 1 to %d",
+				MaxTokensPerBlock),
 				"register the block size of the group's block table")
 		}
 		if g.NumBlocks < 1 || g.NumBlocks > MaxBlocks {
-			return refuse(field+".num_blocks", g.NumBlocks, fmt.Sprintf("must be 1 to %d", MaxBlocks), "register the number of blocks allocated")
+			return refuse(field+".num_blocks", g.NumBlocks, fmt.Sprintf("must be 1 to %d", MaxBlocks),
+				"register the number of blocks allocated")
 		}
 		if g.SameTable {
 			if gi == 0 {
-				return refuse(field+".same_table", true, "the first group has no group before it", "set it from the second group of a block table on")
+				return refuse(field+".same_table", true, "the first group has no group before it",
+					"set it from the second group of a block table on")
 			}
 			if o := &l.Groups[gi-1]; o.TokensPerBlock != g.TokensPerBlock || o.NumBlocks != g.NumBlocks {
-				return refuse(field+".same_table", true, fmt.Sprintf("the group has %d blocks of %d tokens, the group before it %d of %d",
-					g.NumBlocks, g.TokensPerBlock, o.NumBlocks, o.TokensPerBlock), "register groups of one block table with equal tokens_per_block and num_blocks")
+				return refuse(field+".same_table", true, fmt.Sprintf("the group has %d blocks of %d tokens, "+
+					"the group before it %d of %d",
+					g.NumBlocks, g.TokensPerBlock, o.NumBlocks, o.TokensPerBlock), "register groups of one "+
+					"block table with equal tokens_per_block and num_blocks")
 			}
 		}
 		if len(g.Params) > MaxParams {
-			return refuse(field+".params", len(g.Params), fmt.Sprintf("at most %d", MaxParams), "pass only the strategy's parameters")
+			return refuse(field+".params", len(g.Params), fmt.Sprintf("at most %d", MaxParams),
+				"pass only the strategy's parameters")
 		}
 		for li := range g.Layers {
 			ly := &g.Layers[li]
 			lf := fmt.Sprintf("%s.layers[%d]", field, li)
 			if _, dup := names[ly.Name]; dup || ly.Name == "" {
-				return refuse(lf+".name", fmt.Sprintf("%q", ly.Name), "names must be set and unique", "use the engine's layer names")
+				return refuse(lf+".name", fmt.Sprintf("%q", ly.Name), "names must be set and unique",
+					"use the engine's layer names")
 			}
 			names[ly.Name] = struct{}{}
 			if ly.Region < 0 || ly.Region >= regions {
-				return refuse(lf+".region", ly.Region, fmt.Sprintf("%d regions are registered", regions), "use an index into regions")
+				return refuse(lf+".region", ly.Region, fmt.Sprintf("%d regions are registered", regions),
+					"use an index into regions")
 			}
 			if ly.Index < 0 || ly.Index >= MaxLayers {
-				return refuse(lf+".index", ly.Index, fmt.Sprintf("flag indices are 0 to %d", MaxLayers-1), "use the layer's flag on the board")
+				return refuse(lf+".index", ly.Index, fmt.Sprintf("flag indices are 0 to %d", MaxLayers-1),
+					"use the layer's flag on the board")
 			}
 			if ly.PageBytes == 0 {
-				return refuse(lf+".page_bytes", 0, "a page must not be empty", "register the bytes of one block")
+				return refuse(lf+".page_bytes", 0, "a page must not be empty",
+					"register the bytes of one block")
 			}
 		}
 	}

@@ -30,7 +30,8 @@ func (l *Layout) Marshal() ([]byte, error) {
 		return nil, fmt.Errorf("layout: encode: %w", err)
 	}
 	if buf.Len() > MaxEncodedBytes {
-		return nil, refuse("layout", fmt.Sprintf("%d bytes", buf.Len()), fmt.Sprintf("at most %d encoded", MaxEncodedBytes), "shorten layer names")
+		return nil, refuse("layout", fmt.Sprintf("%d bytes", buf.Len()), fmt.Sprintf("at most %d encoded",
+			MaxEncodedBytes), "shorten layer names")
 	}
 	return buf.Bytes(), nil
 }
@@ -39,7 +40,8 @@ func (l *Layout) Marshal() ([]byte, error) {
 // memory. The result may still be invalid: call Validate.
 func Unmarshal(b []byte) (*Layout, error) {
 	if len(b) > MaxEncodedBytes {
-		return nil, refuse("layout", fmt.Sprintf("%d bytes", len(b)), fmt.Sprintf("at most %d encoded", MaxEncodedBytes), "shorten layer names")
+		return nil, refuse("layout", fmt.Sprintf("%d bytes", len(b)), fmt.Sprintf("at most %d encoded",
+			MaxEncodedBytes), "shorten layer names")
 	}
 	r := bytes.NewReader(b)
 	l := &Layout{}
@@ -47,7 +49,8 @@ func Unmarshal(b []byte) (*Layout, error) {
 		return nil, err
 	}
 	if r.Len() != 0 {
-		return nil, refuse("layout", fmt.Sprintf("%d bytes", r.Len()), "follow the encoded layout", "send one msgpack map")
+		return nil, refuse("layout", fmt.Sprintf("%d bytes", r.Len()), "follow the encoded layout",
+			"send one msgpack map")
 	}
 	return l, nil
 }
@@ -317,7 +320,8 @@ func (r *reader) mapLen(field string, limit int) (int, error) {
 		return 0, err
 	}
 	if !msgpcode.IsFixedMap(c) && c != msgpcode.Map16 && c != msgpcode.Map32 {
-		return 0, refuse(field, fmt.Sprintf("msgpack code 0x%02x", c), "is not a map", "see docs/protocol.md, section 3")
+		return 0, refuse(field, fmt.Sprintf("msgpack code 0x%02x", c), "is not a map",
+			"see docs/protocol.md, section 3")
 	}
 	n, err := r.d.DecodeMapLen()
 	return r.bounded(field, n, limit, err)
@@ -329,7 +333,8 @@ func (r *reader) arrayLen(field string, limit int) (int, error) {
 		return 0, err
 	}
 	if !msgpcode.IsFixedArray(c) && c != msgpcode.Array16 && c != msgpcode.Array32 {
-		return 0, refuse(field, fmt.Sprintf("msgpack code 0x%02x", c), "is not an array", "see docs/protocol.md, section 3")
+		return 0, refuse(field, fmt.Sprintf("msgpack code 0x%02x", c), "is not an array",
+			"see docs/protocol.md, section 3")
 	}
 	n, err := r.d.DecodeArrayLen()
 	return r.bounded(field, n, limit, err)
@@ -340,7 +345,8 @@ func (r *reader) bounded(field string, n, limit int, err error) (int, error) {
 		return 0, fmt.Errorf("layout: %s: decode: %w", field, err)
 	}
 	if n < 0 || n > limit {
-		return 0, refuse(field, fmt.Sprintf("%d entries", n), fmt.Sprintf("at most %d", limit), "register fewer entries")
+		return 0, refuse(field, fmt.Sprintf("%d entries", n), fmt.Sprintf("at most %d", limit),
+			"register fewer entries")
 	}
 	return n, nil
 }
@@ -351,7 +357,8 @@ func (r *reader) str(field string) (string, error) {
 		return "", err
 	}
 	if !msgpcode.IsString(c) {
-		return "", refuse(field, fmt.Sprintf("msgpack code 0x%02x", c), "is not a string", "see docs/protocol.md, section 3")
+		return "", refuse(field, fmt.Sprintf("msgpack code 0x%02x", c), "is not a string",
+			"see docs/protocol.md, section 3")
 	}
 	n, err := r.d.DecodeBytesLen()
 	if n, err = r.bounded(field, n, MaxStringBytes, err); err != nil {
@@ -372,7 +379,8 @@ func (r *reader) uint(field string) (uint64, error) {
 		return 0, err
 	}
 	switch {
-	case c <= msgpcode.PosFixedNumHigh, c == msgpcode.Uint8, c == msgpcode.Uint16, c == msgpcode.Uint32, c == msgpcode.Uint64:
+	case c <= msgpcode.PosFixedNumHigh, c == msgpcode.Uint8, c == msgpcode.Uint16,
+		c == msgpcode.Uint32, c == msgpcode.Uint64:
 		v, err := r.d.DecodeUint64()
 		if err != nil {
 			return 0, fmt.Errorf("layout: %s: decode: %w", field, err)
@@ -395,7 +403,8 @@ func (r *reader) int(field string) (int64, error) {
 		return 0, err
 	}
 	switch {
-	case msgpcode.IsFixedNum(c), c >= msgpcode.Uint8 && c <= msgpcode.Uint32, c >= msgpcode.Int8 && c <= msgpcode.Int64:
+	case msgpcode.IsFixedNum(c), c >= msgpcode.Uint8 && c <= msgpcode.Uint32, c >= msgpcode.Int8 &&
+		c <= msgpcode.Int64:
 		v, err := r.d.DecodeInt64()
 		if err != nil {
 			return 0, fmt.Errorf("layout: %s: decode: %w", field, err)
@@ -411,7 +420,8 @@ func (r *reader) int(field string) (int64, error) {
 		}
 		return int64(v), nil
 	}
-	return 0, refuse(field, fmt.Sprintf("msgpack code 0x%02x", c), "is not an integer", "see docs/protocol.md, section 3")
+	return 0, refuse(field, fmt.Sprintf("msgpack code 0x%02x", c), "is not an integer",
+		"see docs/protocol.md, section 3")
 }
 
 func (r *reader) bool(field string) (bool, error) {
@@ -420,7 +430,8 @@ func (r *reader) bool(field string) (bool, error) {
 		return false, err
 	}
 	if c != msgpcode.True && c != msgpcode.False {
-		return false, refuse(field, fmt.Sprintf("msgpack code 0x%02x", c), "is not a boolean", "see docs/protocol.md, section 3")
+		return false, refuse(field, fmt.Sprintf("msgpack code 0x%02x", c), "is not a boolean",
+			"see docs/protocol.md, section 3")
 	}
 	v, err := r.d.DecodeBool()
 	if err != nil {

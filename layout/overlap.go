@@ -80,18 +80,22 @@ func (l *Layout) compare(all []progression) error {
 				break
 			}
 			if work++; work > maxCompared {
-				return refuse("layers", l.NumLayers(), "their pages interleave in too many ways to be checked", "register fewer, more regular layers")
+				return refuse("layers", l.NumLayers(), "their pages interleave in too many ways to be checked",
+					"register fewer, more regular layers")
 			}
 			if a.table != b.table && samePages(a, b) || !overlap(*a, *b) {
 				continue
 			}
 			la, lb := &l.Groups[a.group].Layers[a.layer], &l.Groups[b.group].Layers[b.layer]
 			if la == lb {
-				return refuse(fmt.Sprintf("groups[%d].params", a.group), fmt.Sprintf("%.200s", fmt.Sprint(l.Groups[a.group].Params)),
-					fmt.Sprintf("two planes of layer %q share bytes of region %d", la.Name, a.region), "check the parameters that place planes: v_offset, state_offset, page_bytes and the strides")
+				return refuse(fmt.Sprintf("groups[%d].params", a.group), fmt.Sprintf("%.200s",
+					fmt.Sprint(l.Groups[a.group].Params)),
+					fmt.Sprintf("two planes of layer %q share bytes of region %d", la.Name, a.region),
+					"check the parameters that place planes: v_offset, state_offset, page_bytes and the strides")
 			}
 			return refuse(fmt.Sprintf("groups[%d].layers[%d].base", b.group, b.layer), lb.Base,
-				fmt.Sprintf("layer %q shares bytes of region %d with layer %q (base %d)", lb.Name, b.region, la.Name, la.Base),
+				fmt.Sprintf("layer %q shares bytes of region %d with layer %q (base %d)", lb.Name, b.region,
+					la.Name, la.Base),
 				"register each layer's own pages; only layers of different block tables may share pages")
 		}
 	}

@@ -30,8 +30,10 @@ const (
 	RolePage      // opaque: only whole pages have a meaning
 )
 
-var roleNames = [...]string{RoleK: "k", RoleV: "v", RoleKV: "kv", RoleLatent: "latent", RoleLatentScale: "latent_scale", RoleKScale: "k_scale",
-	RoleVScale: "v_scale", RoleIndex: "index", RoleIndexScale: "index_scale", RoleCompressor: "compressor", RoleConvQ: "conv_q",
+var roleNames = [...]string{RoleK: "k", RoleV: "v", RoleKV: "kv", RoleLatent: "latent",
+	RoleLatentScale: "latent_scale", RoleKScale: "k_scale",
+	RoleVScale: "v_scale", RoleIndex: "index", RoleIndexScale: "index_scale",
+	RoleCompressor: "compressor", RoleConvQ: "conv_q",
 	RoleConvK: "conv_k", RoleConvV: "conv_v", RoleRecurrent: "recurrent", RolePage: "page"}
 
 func (r Role) String() string {
@@ -117,7 +119,8 @@ type axis struct {
 
 // place appends the bytes of one plane over all blocks. It refuses a plane that leaves its region
 // or overlaps itself.
-func place(dst []progression, field string, g *Group, ly *Layer, p *Plane, regionBytes uint64) ([]progression, error) {
+func place(dst []progression, field string, g *Group, ly *Layer, p *Plane,
+	regionBytes uint64) ([]progression, error) {
 	bad := func(problem string) error {
 		return refuse(field+".page_bytes", ly.PageBytes, fmt.Sprintf("plane %s: %s", p.Role, problem),
 			"register the page bytes and params that the engine uses")
@@ -127,32 +130,40 @@ func place(dst []progression, field string, g *Group, ly *Layer, p *Plane, regio
 		tileRows = p.Rows
 	}
 	if p.CellBytes == 0 || p.Rows == 0 || p.Heads == 0 || p.Cols == 0 || p.Rows%tileRows != 0 {
-		return dst, bad(fmt.Sprintf("%d rows in tiles of %d, %d heads, %d columns of %d bytes", p.Rows, tileRows, p.Heads, p.Cols, p.CellBytes))
+		return dst, bad(fmt.Sprintf("%d rows in tiles of %d, %d heads, %d columns of %d bytes", p.Rows,
+			tileRows, p.Heads, p.Cols, p.CellBytes))
 	}
-	if p.Unit == UnitToken && (p.RowTokens == 0 || uint64(p.Rows)*uint64(p.RowTokens) != uint64(g.TokensPerBlock)) {
-		return dst, bad(fmt.Sprintf("%d rows of %d tokens in a block of %d tokens", p.Rows, p.RowTokens, g.TokensPerBlock))
+	if p.Unit == UnitToken && (p.RowTokens == 0 || uint64(p.Rows)*uint64(p.RowTokens) !=
+		uint64(g.TokensPerBlock)) {
+		return dst, bad(fmt.Sprintf("%d rows of %d tokens in a block of %d tokens", p.Rows, p.RowTokens,
+			g.TokensPerBlock))
 	}
 	if uint64(p.FirstHead)+uint64(p.Heads) > uint64(p.AllHeads) {
 		return dst, bad(fmt.Sprintf("heads [%d, +%d) of %d", p.FirstHead, p.Heads, p.AllHeads))
 	}
-	axes := [5]axis{{uint64(p.Cols), p.ColStride, "col_stride"}, {uint64(p.Heads), p.HeadStride, "head_stride"}, {uint64(tileRows), p.RowStride, "row_stride"},
-		{uint64(p.Rows / tileRows), p.TileStride, "tile_stride"}, {uint64(g.NumBlocks), ly.BlockStride, "block_stride"}}
+	axes := [5]axis{{uint64(p.Cols), p.ColStride, "col_stride"}, {uint64(p.Heads), p.HeadStride,
+		"head_stride"}, {uint64(tileRows), p.RowStride, "row_stride"},
+		{uint64(p.Rows / tileRows), p.TileStride, "tile_stride"}, {uint64(g.NumBlocks), ly.BlockStride,
+			"block_stride"}}
 	all, inBlock := p.CellBytes, uint64(0)
 	for i := range axes {
 		a := &axes[i]
 		inBlock = all // bytes inside this axis; after the loop, of a block
 		var ok bool
 		if all, ok = extent(all, axes[i:i+1]); !ok {
-			return dst, refuse(field+"."+a.name, a.stride, fmt.Sprintf("plane %s: the offsets of %d overflow 64 bits", p.Role, a.count), "register the distance between two neighbours")
+			return dst, refuse(field+"."+a.name, a.stride, fmt.Sprintf("plane %s: the offsets of %d "+
+				"overflow 64 bits", p.Role, a.count), "register the distance between two neighbours")
 		}
 	}
 	start, ok := addAll(ly.Base, p.Offset)
 	if !ok {
-		return dst, refuse(field+".base", ly.Base, "its offsets overflow 64 bits", "register offsets from the start of the region")
+		return dst, refuse(field+".base", ly.Base, "its offsets overflow 64 bits", "register offsets "+
+			"from the start of the region")
 	}
 	end, ok := addAll(start, all)
 	if !ok {
-		return dst, refuse(field+".base", ly.Base, "its offsets overflow 64 bits", "register offsets from the start of the region")
+		return dst, refuse(field+".base", ly.Base, "its offsets overflow 64 bits", "register offsets "+
+			"from the start of the region")
 	}
 	if end > regionBytes {
 		return dst, refuse(field+".base", ly.Base,
@@ -178,7 +189,8 @@ func extent(size uint64, axes []axis) (uint64, bool) {
 
 // spread turns the axes into as few progressions as possible: one if all of them merge, as in every
 // dense cache and in interleaved allocations; else the blocks of each piece of a page.
-func spread(dst []progression, field string, ly *Layer, p *Plane, pr progression, axes []axis) ([]progression, error) {
+func spread(dst []progression, field string, ly *Layer, p *Plane, pr progression,
+	axes []axis) ([]progression, error) {
 	blocks := axes[len(axes)-1]
 	sorted := [5]axis{}
 	in := sorted[:copy(sorted[:], axes)]
@@ -192,7 +204,8 @@ func spread(dst []progression, field string, ly *Layer, p *Plane, pr progression
 			continue
 		}
 		if a.stride < reach {
-			return dst, refuse(field+"."+a.name, a.stride, fmt.Sprintf("plane %s: %d pieces of %d bytes would overlap", p.Role, a.count, reach),
+			return dst, refuse(field+"."+a.name, a.stride, fmt.Sprintf("plane %s: %d pieces of %d bytes "+
+				"would overlap", p.Role, a.count, reach),
 				"register the strides that the engine uses")
 		}
 		reach += (a.count - 1) * a.stride
@@ -227,7 +240,8 @@ func spread(dst []progression, field string, ly *Layer, p *Plane, pr progression
 		}
 	}
 	if pieces+uint64(len(dst)) > maxScattered {
-		return dst, refuse(field+".page_bytes", ly.PageBytes, fmt.Sprintf("plane %s: pages lie in more than %d pieces", p.Role, maxScattered),
+		return dst, refuse(field+".page_bytes", ly.PageBytes, fmt.Sprintf("plane %s: pages lie in more "+
+			"than %d pieces", p.Role, maxScattered),
 			"register layers with evenly spaced blocks or heads")
 	}
 	if pr.size, pr.count, pr.stride = size, blocks.count, blocks.stride; pr.count == 1 {

@@ -30,7 +30,8 @@ type IpcBlock struct {
 // At returns piece i of the run.
 func (r *Run) At(i uint64) IpcBlock {
 	o, c := i/uint64(r.Count), i%uint64(r.Count)
-	return IpcBlock{SrcOff: r.SrcOff + o*r.SrcOuter + c*r.SrcStride, DstOff: r.DstOff + o*r.DstOuter + c*r.DstStride, Len: r.Len}
+	return IpcBlock{SrcOff: r.SrcOff + o*r.SrcOuter + c*r.SrcStride, DstOff: r.DstOff + o*r.DstOuter +
+		c*r.DstStride, Len: r.Len}
 }
 
 // Explode yields the pieces of runs one by one, so that the whole list never exists.

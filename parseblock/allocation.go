@@ -34,13 +34,15 @@ type Allocation struct {
 // tokens and heads if other layers or blocks lie between them. name(i) names layer i. The caller
 // adds other parameters of the group (kv_heads, window).
 func (a *Allocation) Group(name func(i int) string) (layout.Group, error) {
-	sizes := map[rune]uint64{'L': uint64(a.Layers), 'B': uint64(a.Blocks), 'H': uint64(a.Heads), 'N': uint64(a.Tokens)}
+	sizes := map[rune]uint64{'L': uint64(a.Layers), 'B': uint64(a.Blocks), 'H': uint64(a.Heads),
+		'N': uint64(a.Tokens)}
 	known := false
 	for _, o := range Orders {
 		known = known || o == a.Order
 	}
 	if !known {
-		return layout.Group{}, &layout.Error{Field: "order", Value: fmt.Sprintf("%q", a.Order), Problem: "is unknown", Remedy: fmt.Sprintf("use one of %q", Orders)}
+		return layout.Group{}, &layout.Error{Field: "order", Value: fmt.Sprintf("%q", a.Order),
+			Problem: "is unknown", Remedy: fmt.Sprintf("use one of %q", Orders)}
 	}
 	stride := map[rune]uint64{}
 	at := a.Content
@@ -48,18 +50,21 @@ func (a *Allocation) Group(name func(i int) string) (layout.Group, error) {
 	for i := len(axes) - 2; i >= 0; i-- { // C is the innermost
 		stride[axes[i]] = at
 		if n := sizes[axes[i]]; n == 0 || at > 1<<60/n {
-			return layout.Group{}, &layout.Error{Field: string(axes[i]), Value: fmt.Sprint(n), Problem: "makes the allocation empty or too large",
-				Remedy: "check layers, blocks, heads, tokens and content"}
+			return layout.Group{}, &layout.Error{Field: string(axes[i]), Value: fmt.Sprint(n),
+				Problem: "makes the allocation empty or too large",
+				Remedy:  "check layers, blocks, heads, tokens and content"}
 		}
 		at *= sizes[axes[i]]
 	}
 	g := layout.Group{TokensPerBlock: a.Tokens, NumBlocks: a.Blocks, Strategy: PackedHND,
-		Params: map[string]int64{"heads": int64(a.Heads), "head_stride": int64(stride['H']), "row_stride": int64(stride['N'])}}
+		Params: map[string]int64{"heads": int64(a.Heads), "head_stride": int64(stride['H']),
+			"row_stride": int64(stride['N'])}}
 	if stride['N'] > stride['H'] {
 		g.Strategy = PackedNHD
 	}
 	for i := range a.Layers {
-		g.Layers = append(g.Layers, layout.Layer{Name: name(i), Index: i, Region: a.Region, Base: a.Base + uint64(i)*stride['L'], BlockStride: stride['B'],
+		g.Layers = append(g.Layers, layout.Layer{Name: name(i), Index: i, Region: a.Region, Base: a.Base +
+			uint64(i)*stride['L'], BlockStride: stride['B'],
 			PageBytes: uint64(a.Tokens) * uint64(a.Heads) * a.Content})
 	}
 	return g, nil

@@ -49,12 +49,14 @@ func Part(name string) string {
 func link(reg *Registry, src, dst *layout.Layout, share *Share) ([][]pair, error) {
 	if src.DType != dst.DType {
 		return nil, &layout.Error{Field: "dtype", Value: fmt.Sprintf("%q and %q", src.DType, dst.DType),
-			Problem: "transfers copy bytes without conversion", Remedy: "run prefill and decode with the same cache dtype"}
+			Problem: "transfers copy bytes without conversion", Remedy: "run prefill and decode with the " +
+				"same cache dtype"}
 	}
 	out := make([][]pair, dst.NumLayers())
 	if share != nil && len(share.roles) != len(out) {
 		return nil, &layout.Error{Field: "share", Value: fmt.Sprintf("%d layers", len(share.roles)),
-			Problem: fmt.Sprintf("the receiver has %d", len(out)), Remedy: "use the share that Assign made for this receiver"}
+			Problem: fmt.Sprintf("the receiver has %d", len(out)), Remedy: "use the share that Assign " +
+				"made for this receiver"}
 	}
 	have, err := byModelLayer(reg, src)
 	if err != nil {
@@ -84,8 +86,9 @@ func link(reg *Registry, src, dst *layout.Layout, share *Share) ([][]pair, error
 					continue
 				case bitOf(p.role):
 				default:
-					return nil, &layout.Error{Field: fmt.Sprintf("layer %q", name), Value: p.role.String(), Problem: "K and V come from two sources",
-						Remedy: "use the share that Assign made for these layouts"}
+					return nil, &layout.Error{Field: fmt.Sprintf("layer %q", name), Value: p.role.String(),
+						Problem: "K and V come from two sources",
+						Remedy:  "use the share that Assign made for these layouts"}
 				}
 			}
 			kept = append(kept, *p)
@@ -101,7 +104,8 @@ func link(reg *Registry, src, dst *layout.Layout, share *Share) ([][]pair, error
 }
 
 func refuseMixed(layer string, unit layout.Unit) error {
-	return &layout.Error{Field: fmt.Sprintf("layer %q", layer), Value: unit.String(), Problem: "holds tokens and state at once", Remedy: "register them as two layers"}
+	return &layout.Error{Field: fmt.Sprintf("layer %q", layer), Value: unit.String(),
+		Problem: "holds tokens and state at once", Remedy: "register them as two layers"}
 }
 
 // modelLayers holds the planes of a layout by layer of the model.
@@ -124,7 +128,8 @@ func byModelLayer(reg *Registry, l *layout.Layout) (*modelLayers, error) {
 		for li := range g.Layers {
 			ly := &g.Layers[li]
 			// Layers with equal values here have the same planes.
-			if li == 0 || ly.PageBytes != g.Layers[li-1].PageBytes || ly.BlockStride != g.Layers[li-1].BlockStride {
+			if li == 0 || ly.PageBytes != g.Layers[li-1].PageBytes ||
+				ly.BlockStride != g.Layers[li-1].BlockStride {
 				var err error
 				if planes, err = reg.Planes(planes[:0], g, ly); err != nil {
 					return nil, fmt.Errorf("groups[%d].layers[%d]: %w", gi, li, err)
@@ -233,7 +238,8 @@ func apart(r layout.Role) []layout.Role {
 // one source. Ranks with equal content (MLA, replicated heads if TP exceeds the KV heads) are
 // interchangeable: Assign prefers a rank that already contributes, then the rank with the least
 // load. A nil load counts as no load. Assign fails if no source has some part.
-func Assign(reg *Registry, sources []*layout.Layout, dst *layout.Layout, load func(source int) uint64) ([]Share, error) {
+func Assign(reg *Registry, sources []*layout.Layout, dst *layout.Layout,
+	load func(source int) uint64) ([]Share, error) {
 	d, err := NewDivision(reg, sources, dst)
 	if err != nil {
 		return nil, err
@@ -266,7 +272,8 @@ func (d *Division) Assign(load func(source int) uint64) ([]Share, error) {
 		// source is one more to wait for, and a layer's V must come with its K. Then prefer the
 		// least loaded.
 		slices.SortStableFunc(hs, func(a, b holding) int {
-			return cmp.Or(cmp.Compare(a.first, b.first), cmp.Compare(rank(a.source), rank(b.source)), cmp.Compare(loads[a.source], loads[b.source]))
+			return cmp.Or(cmp.Compare(a.first, b.first), cmp.Compare(rank(a.source), rank(b.source)),
+				cmp.Compare(loads[a.source], loads[b.source]))
 		})
 		at, end := uint64(p.FirstHead), uint64(p.FirstHead)+uint64(p.Heads)
 		for i, h := range hs {
@@ -274,9 +281,11 @@ func (d *Division) Assign(load func(source int) uint64) ([]Share, error) {
 			case i > 0 && h.first == hs[i-1].first && h.end == hs[i-1].end:
 				continue // a replica
 			case h.first > at:
-				return nil, refusePair(nil, p, k.role.String(), fmt.Sprintf("heads [%d, %d)", at, h.first), "no source has them", "wait for every rank of the prefill engine")
+				return nil, refusePair(nil, p, k.role.String(), fmt.Sprintf("heads [%d, %d)", at, h.first),
+					"no source has them", "wait for every rank of the prefill engine")
 			case h.first < at:
-				return nil, refusePair(nil, p, k.role.String(), fmt.Sprintf("heads [%d, %d)", h.first, h.end), "two sources overlap in part",
+				return nil, refusePair(nil, p, k.role.String(), fmt.Sprintf("heads [%d, %d)", h.first, h.end),
+					"two sources overlap in part",
 					"divide the heads of the prefill engine evenly")
 			}
 			shares[h.source].roles[k.flat] |= bitOf(k.role)
@@ -284,7 +293,8 @@ func (d *Division) Assign(load func(source int) uint64) ([]Share, error) {
 			at = h.end
 		}
 		if at < end {
-			return nil, refusePair(nil, p, k.role.String(), fmt.Sprintf("heads [%d, %d)", at, end), "no source has them", "wait for every rank and stage of the prefill engine")
+			return nil, refusePair(nil, p, k.role.String(), fmt.Sprintf("heads [%d, %d)", at, end),
+				"no source has them", "wait for every rank and stage of the prefill engine")
 		}
 	}
 	return slices.DeleteFunc(shares, func(s Share) bool { return s.Layers() == 0 }), nil

@@ -10,17 +10,20 @@ import (
 // TestAssign: the sources that Assign chooses.
 func TestAssign(t *testing.T) {
 	reg := Default()
-	layers := func(strategy string, page uint64, params map[string]int64, names ...string) *layout.Layout {
+	layers := func(strategy string, page uint64, params map[string]int64,
+		names ...string) *layout.Layout {
 		g := layout.Group{TokensPerBlock: 16, NumBlocks: 4, Strategy: strategy, Params: params}
 		for i, n := range names {
-			g.Layers = append(g.Layers, layout.Layer{Name: n, Index: i, Base: uint64(i) * 4 * page, BlockStride: page, PageBytes: page})
+			g.Layers = append(g.Layers, layout.Layer{Name: n, Index: i, Base: uint64(i) * 4 * page,
+				BlockStride: page, PageBytes: page})
 		}
 		return &layout.Layout{Groups: []layout.Group{g}}
 	}
 	mla := func(names ...string) *layout.Layout { return layers(MLA, 16*1152, nil, names...) }
 	kv := func(rank, size int64) *layout.Layout {
 		_, own := HeadShare(4, uint64(rank), uint64(size))
-		return layers(PackedNHD, 16*own*64, map[string]int64{"kv_heads": 4, "tp_rank": rank, "tp_size": size}, "a", "b")
+		return layers(PackedNHD, 16*own*64, map[string]int64{"kv_heads": 4, "tp_rank": rank,
+			"tp_size": size}, "a", "b")
 	}
 	ranks := func(size int64) (out []*layout.Layout) {
 		for r := range size {
@@ -35,19 +38,28 @@ func TestAssign(t *testing.T) {
 		want    []int // sources that give
 		err     string
 	}{
-		"one of replicas":          {[]*layout.Layout{mla("a"), mla("a"), mla("a")}, mla("a"), []uint64{3, 1, 2}, []int{1}, ""},
-		"stages":                   {[]*layout.Layout{mla("a"), mla("b")}, mla("a", "b"), nil, []int{0, 1}, ""},
-		"stages, the other way":    {[]*layout.Layout{mla("a", "b")}, mla("b"), nil, []int{0}, ""},
-		"a stage is missing":       {[]*layout.Layout{mla("a")}, mla("a", "b"), nil, nil, `layer "b": latent = heads [0, 1): no source has them`},
-		"two to one":               {ranks(2), kv(0, 1), nil, []int{0, 1}, ""},
-		"one to two":               {ranks(1), kv(1, 2), nil, []int{0}, ""},
-		"eight have four":          {ranks(8), kv(0, 1), []uint64{9, 0, 0, 9, 0, 9, 9, 0}, []int{1, 2, 4, 7}, ""},
-		"two of eight give a half": {ranks(8), kv(1, 2), []uint64{0, 0, 0, 0, 1, 0, 1, 0}, []int{5, 7}, ""},
-		"uneven heads":             {ranks(3), kv(0, 1), nil, []int{0, 1, 2}, ""},
-		"a rank is missing":        {ranks(4)[1:], kv(0, 1), nil, nil, `k = heads [0, 1): no source has them`},
-		"the last is missing":      {ranks(4)[:3], kv(0, 1), nil, nil, `k = heads [3, 4): no source has them`},
-		"two divisions":            {append(ranks(2), ranks(3)...), kv(0, 1), nil, nil, "two sources overlap in part"},
-		"another kind":             {[]*layout.Layout{mla("a", "b")}, kv(0, 1), nil, nil, "k = missing and present"},
+		"one of replicas": {[]*layout.Layout{mla("a"), mla("a"), mla("a")}, mla("a"),
+			[]uint64{3, 1, 2}, []int{1}, ""},
+		"stages": {[]*layout.Layout{mla("a"), mla("b")}, mla("a", "b"), nil,
+			[]int{0, 1}, ""},
+		"stages, the other way": {[]*layout.Layout{mla("a", "b")}, mla("b"), nil, []int{0}, ""},
+		"a stage is missing": {[]*layout.Layout{mla("a")}, mla("a", "b"), nil, nil,
+			`layer "b": latent = heads [0, 1): no source has them`},
+		"two to one": {ranks(2), kv(0, 1), nil, []int{0, 1}, ""},
+		"one to two": {ranks(1), kv(1, 2), nil, []int{0}, ""},
+		"eight have four": {ranks(8), kv(0, 1), []uint64{9, 0, 0, 9, 0, 9, 9, 0},
+			[]int{1, 2, 4, 7}, ""},
+		"two of eight give a half": {ranks(8), kv(1, 2), []uint64{0, 0, 0, 0, 1, 0, 1, 0},
+			[]int{5, 7}, ""},
+		"uneven heads": {ranks(3), kv(0, 1), nil, []int{0, 1, 2}, ""},
+		"a rank is missing": {ranks(4)[1:], kv(0, 1), nil, nil,
+			`k = heads [0, 1): no source has them`},
+		"the last is missing": {ranks(4)[:3], kv(0, 1), nil, nil,
+			`k = heads [3, 4): no source has them`},
+		"two divisions": {append(ranks(2), ranks(3)...), kv(0, 1), nil, nil,
+			"two sources overlap in part"},
+		"another kind": {[]*layout.Layout{mla("a", "b")}, kv(0, 1), nil, nil,
+			"k = missing and present"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			var load func(int) uint64
@@ -78,11 +90,14 @@ func TestAssign(t *testing.T) {
 func TestNothingStaysBehind(t *testing.T) {
 	reg := Default()
 	mk := func(scales bool) *layout.Layout {
-		l := &layout.Layout{DType: "fp8", Groups: []layout.Group{{TokensPerBlock: 16, NumBlocks: 4, Strategy: PackedNHD, Params: map[string]int64{"heads": 2},
+		l := &layout.Layout{DType: "fp8", Groups: []layout.Group{{TokensPerBlock: 16, NumBlocks: 4,
+			Strategy: PackedNHD, Params: map[string]int64{"heads": 2},
 			Layers: []layout.Layer{{Name: "a", BlockStride: 4096, PageBytes: 4096}}}}}
 		if scales {
-			l.Groups = append(l.Groups, layout.Group{TokensPerBlock: 16, NumBlocks: 4, Strategy: ScalesKVFirst, Params: map[string]int64{"heads": 2},
-				Layers: []layout.Layer{{Name: "a#scale", Index: 1, Base: 4 * 4096, BlockStride: 128, PageBytes: 256}}})
+			l.Groups = append(l.Groups, layout.Group{TokensPerBlock: 16, NumBlocks: 4,
+				Strategy: ScalesKVFirst, Params: map[string]int64{"heads": 2},
+				Layers: []layout.Layer{{Name: "a#scale", Index: 1, Base: 4 * 4096, BlockStride: 128,
+					PageBytes: 256}}})
 		}
 		if err := reg.Validate(l, []uint64{4*4096 + 8*128}); err != nil {
 			t.Fatal(err)
@@ -90,7 +105,8 @@ func TestNothingStaysBehind(t *testing.T) {
 		return l
 	}
 	with, without := mk(true), mk(false)
-	for want, c := range map[string][2]*layout.Layout{`layer "a": k_scale = present and missing`: {with, without}, `layer "a": k_scale = missing and present`: {without, with}} {
+	for want, c := range map[string][2]*layout.Layout{`layer "a": k_scale = present and missing`: {
+		with, without}, `layer "a": k_scale = missing and present`: {without, with}} {
 		if _, err := NewMatch(reg, c[0], c[1], nil); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("got %v, want %q", err, want)
 		}

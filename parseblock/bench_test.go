@@ -35,16 +35,19 @@ func benchCases() []benchCase {
 	var out []benchCase
 	same := func(name string, g layout.Group) { out = append(out, benchCase{name, g, g}) }
 	kv := func(strategy string, tp, rank uint64) layout.Group {
-		return benchGroup(strategy, 16*token/tp, map[string]int64{"kv_heads": 8, "tp_size": int64(tp), "tp_rank": int64(rank)})
+		return benchGroup(strategy, 16*token/tp, map[string]int64{"kv_heads": 8, "tp_size": int64(tp),
+			"tp_rank": int64(rank)})
 	}
-	for _, s := range []string{PackedHND, PackedNHD, FlashKVFirst, FlashBlockFirst, FlashBlockFirstHND, FlashToken, SGLangK} {
+	for _, s := range []string{PackedHND, PackedNHD, FlashKVFirst, FlashBlockFirst, FlashBlockFirstHND,
+		FlashToken, SGLangK} {
 		g := kv(s, 1, 0)
 		if s == SGLangK {
 			g = benchGroup(s, 8*token, map[string]int64{"heads": 8})
 		}
 		same(s, g)
 	}
-	same(QuantPlanarHND, benchGroup(QuantPlanarHND, 16*8*2*(64+8), map[string]int64{"heads": 8, "value_bytes": 64, "scale_bytes": 8}))
+	same(QuantPlanarHND, benchGroup(QuantPlanarHND, 16*8*2*(64+8), map[string]int64{"heads": 8,
+		"value_bytes": 64, "scale_bytes": 8}))
 	same(MLA, benchGroup(MLA, 16*1152, nil))
 	same(FP8DSMLA, benchGroup(FP8DSMLA, 16*656, nil))
 	same(DSAIndexer, benchGroup(DSAIndexer, 16*132, nil))
@@ -56,7 +59,8 @@ func benchCases() []benchCase {
 		benchCase{"HND to NHD", kv(PackedHND, 1, 0), kv(PackedNHD, 1, 0)},
 		benchCase{"packed to K and V apart", kv(PackedNHD, 1, 0), kv(FlashKVFirst, 1, 0)})
 	wide := kv(PackedNHD, 1, 0)
-	wide.TokensPerBlock, wide.Layers = 64, []layout.Layer{{Name: "l", PageBytes: 64 * token, BlockStride: 64 * token}}
+	wide.TokensPerBlock, wide.Layers = 64, []layout.Layer{{Name: "l", PageBytes: 64 * token,
+		BlockStride: 64 * token}}
 	out = append(out, benchCase{"NHD, 16 to 64 tokens a block", kv(PackedNHD, 1, 0), wide})
 	return out
 }
@@ -75,7 +79,8 @@ func (c *benchCase) template(t testing.TB) (*Template, []uint32, []uint32) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return tpl, benchTable(2, benchTokens/int(c.from.TokensPerBlock)), benchTable(3, benchTokens/int(c.to.TokensPerBlock))
+	return tpl, benchTable(2, benchTokens/int(c.from.TokensPerBlock)),
+		benchTable(3, benchTokens/int(c.to.TokensPerBlock))
 }
 
 // TestNoAllocations: neither runs nor pieces allocate while the caller's slice has room, and
@@ -113,7 +118,8 @@ func TestNoAllocations(t *testing.T) {
 			}); n != 0 || walked != want {
 				t.Errorf("walking the pieces: %v allocations, %d bytes, want none and %d", n, walked, want)
 			}
-			lf, lt := &layout.Layout{Groups: []layout.Group{c.from}}, &layout.Layout{Groups: []layout.Group{c.to}}
+			lf, lt := &layout.Layout{Groups: []layout.Group{c.from}},
+				&layout.Layout{Groups: []layout.Group{c.to}}
 			share := &Share{roles: []uint32{^uint32(0)}}
 			p, err := NewShare(reg, lf, lt, share, end, []uint32{0})
 			if err != nil {
@@ -192,7 +198,8 @@ func TestCompact(t *testing.T) {
 			}
 			return out
 		}
-		runs, err = tpl.Append(runs[:0], even(len(from)), even(len(to)), layout.TokenRange{End: benchTokens})
+		runs, err = tpl.Append(runs[:0], even(len(from)), even(len(to)),
+			layout.TokenRange{End: benchTokens})
 		limit = len(tpl.pairs)
 		if tpl.pairs[0].full.dims > 1 { // two axes inside a block: one run each
 			limit = max(len(from), len(to))
@@ -236,7 +243,8 @@ type reshaped struct {
 
 func newReshaped() *reshaped {
 	side := func(rank, tp int64, seed uint64) (*layout.Layout, []uint32) {
-		g := benchGroup(PackedNHD, 16*4096/uint64(tp), map[string]int64{"kv_heads": 8, "tp_size": tp, "tp_rank": rank})
+		g := benchGroup(PackedNHD, 16*4096/uint64(tp), map[string]int64{"kv_heads": 8, "tp_size": tp,
+			"tp_rank": rank})
 		for i := len(g.Layers); i < 64; i++ {
 			l := g.Layers[0]
 			l.Name = fmt.Sprint("l", i)
@@ -373,7 +381,8 @@ func TestCostOfReshape(t *testing.T) {
 		n = testing.AllocsPerRun(1, expand)
 	}
 	if n != 0 || moved != 64*benchTokens*4096 || pieces != 2*64*benchTokens {
-		t.Errorf("all runs of the prompt: %v allocations, %d bytes in %d pieces of %d runs", n, moved, pieces, runs)
+		t.Errorf("all runs of the prompt: %v allocations, %d bytes in %d pieces of %d runs", n, moved,
+			pieces, runs)
 	}
 }
 
@@ -447,7 +456,8 @@ func BenchmarkTemplate(b *testing.B) {
 		reg := Default()
 		b.ReportAllocs()
 		for b.Loop() {
-			if _, err := reg.Template(Side{&c[i].from, &c[i].from.Layers[0]}, Side{&c[i].to, &c[i].to.Layers[0]}); err != nil {
+			if _, err := reg.Template(Side{&c[i].from, &c[i].from.Layers[0]},
+				Side{&c[i].to, &c[i].to.Layers[0]}); err != nil {
 				b.Fatal(err)
 			}
 		}
@@ -504,7 +514,8 @@ func BenchmarkAppend(b *testing.B) {
 	reg := Default()
 	for _, c := range benchCases() {
 		b.Run(c.name, func(b *testing.B) {
-			lf, lt := &layout.Layout{Groups: []layout.Group{c.from}}, &layout.Layout{Groups: []layout.Group{c.to}}
+			lf, lt := &layout.Layout{Groups: []layout.Group{c.from}},
+				&layout.Layout{Groups: []layout.Group{c.to}}
 			p, err := NewShare(reg, lf, lt, &Share{roles: []uint32{^uint32(0)}}, benchTokens, []uint32{0})
 			if err != nil {
 				b.Fatal(err)
@@ -517,7 +528,8 @@ func BenchmarkAppend(b *testing.B) {
 			b.ReportAllocs()
 			total, i := 0, uint32(0)
 			for b.Loop() {
-				out, err := side.Append(pieces, transfer.Range{First: i % (p.Space().NumChunks() - 4), Count: 4})
+				out, err := side.Append(pieces, transfer.Range{First: i % (p.Space().NumChunks() - 4),
+					Count: 4})
 				if err != nil {
 					b.Fatal(err)
 				}

@@ -11,7 +11,8 @@ import (
 // and all of its runs are written out and walked.
 func TestPlanningDoesNotHoldTheCollector(t *testing.T) {
 	if testutil.Race {
-		testutil.Skip(t, "norace", "make test-all looks at it where nothing else runs, in its part bounds")
+		testutil.Skip(t, "norace",
+			"make test-all looks at it where nothing else runs, in its part bounds")
 	}
 	r := newReshaped()
 	buf := make([]layout.Run, 0, 1<<15)

@@ -86,7 +86,8 @@ func (e *v4Engine) address(c *v4Cache, layer, t, x int) int {
 
 // byteOf is the model's value of that byte.
 func (c *v4Cache) byteOf(layer, t, x int) byte {
-	h := uint32(layer)*2654435761 + uint32(t/c.ratio)*2246822519 + uint32(x)*3266489917 + uint32(c.kind[0])*668265263 + uint32(len(c.kind))*374761393
+	h := uint32(layer)*2654435761 + uint32(t/c.ratio)*2246822519 + uint32(x)*3266489917 +
+		uint32(c.kind[0])*668265263 + uint32(len(c.kind))*374761393
 	h = (h ^ h>>15) * 2246822519
 	return byte(h >> 16)
 }
@@ -108,7 +109,8 @@ func (e *v4Engine) write(mem []byte, c *v4Cache, first func(layer int) int, toke
 func (e *v4Engine) layout(caches []*v4Cache) *layout.Layout {
 	out := &layout.Layout{DType: "fp8"}
 	for _, c := range caches {
-		g := layout.Group{TokensPerBlock: uint32(c.n), NumBlocks: uint32(e.blocks), Strategy: DeepSeekV4, Params: map[string]int64{"compress_ratio": int64(c.ratio)}}
+		g := layout.Group{TokensPerBlock: uint32(c.n), NumBlocks: uint32(e.blocks), Strategy: DeepSeekV4,
+			Params: map[string]int64{"compress_ratio": int64(c.ratio)}}
 		switch c.kind {
 		case "indexer":
 			g.Strategy = DSAIndexer
@@ -120,7 +122,8 @@ func (e *v4Engine) layout(caches []*v4Cache) *layout.Layout {
 			g.Params["window"] = int64(c.window)
 		}
 		for _, l := range c.layers {
-			g.Layers = append(g.Layers, layout.Layer{Name: fmt.Sprintf("layers.%d.%s", l, c.kind), Base: uint64(e.lead + c.at[l]), BlockStride: uint64(e.slab),
+			g.Layers = append(g.Layers, layout.Layer{Name: fmt.Sprintf("layers.%d.%s", l, c.kind),
+				Base: uint64(e.lead + c.at[l]), BlockStride: uint64(e.slab),
 				PageBytes: uint64(c.entries() * (c.entry + c.scale))})
 		}
 		out.Groups = append(out.Groups, g)
@@ -135,7 +138,8 @@ func TestDeepSeekV4Moves(t *testing.T) {
 	reg := Default()
 	csa, hca := []int{0, 2}, []int{1, 3}
 	base := v4Engine{main: 256, sliding: 64, state4: 4, state128: 8, csa: csa, hca: hca}
-	small := v4Engine{main: 128, sliding: 32, state4: 4, state128: 8, csa: csa, hca: hca, reverse: true, lead: 4096}
+	small := v4Engine{main: 128, sliding: 32, state4: 4, state128: 8, csa: csa, hca: hca,
+		reverse: true, lead: 4096}
 	odd := v4Engine{main: 384, sliding: 48, state4: 12, state128: 4, csa: csa, hca: hca, lead: 64}
 	onlyHCA, onlyCSA := base, small
 	onlyHCA.csa, onlyCSA.hca = nil, nil
@@ -234,20 +238,21 @@ func v4Move(t *testing.T, reg *Registry, from []*v4Side, d *v4Side, tokens int) 
 	for _, s := range from {
 		ends = append(ends, &s.end)
 	}
-	give(t, reg, ends, &d.end, uint64(tokens), make([]uint32, len(d.l.Groups)), func(plan *Plan, s *end) {
-		bytesOf -= int(plan.Space().TotalBytes())
-		for l := range d.l.NumLayers() {
-			for part := range plan.Parts(l) {
-				runs, _, _, err := plan.Runs(nil, l, part, s.tables, d.tables)
-				if err != nil {
-					t.Fatal(err)
-				}
-				for p := range layout.Explode(runs) {
-					copy(byRuns[p.DstOff:p.DstOff+p.Len], s.mem[0][p.SrcOff:])
+	give(t, reg, ends, &d.end, uint64(tokens), make([]uint32, len(d.l.Groups)),
+		func(plan *Plan, s *end) {
+			bytesOf -= int(plan.Space().TotalBytes())
+			for l := range d.l.NumLayers() {
+				for part := range plan.Parts(l) {
+					runs, _, _, err := plan.Runs(nil, l, part, s.tables, d.tables)
+					if err != nil {
+						t.Fatal(err)
+					}
+					for p := range layout.Explode(runs) {
+						copy(byRuns[p.DstOff:p.DstOff+p.Len], s.mem[0][p.SrcOff:])
+					}
 				}
 			}
-		}
-	})
+		})
 	if bytesOf != 0 {
 		t.Errorf("the plans move %d bytes less than the engine has", bytesOf)
 	}
@@ -257,7 +262,8 @@ func v4Move(t *testing.T, reg *Registry, from []*v4Side, d *v4Side, tokens int) 
 			for got[at] == want[at] {
 				at++
 			}
-			t.Fatalf("%s: byte %d of %d, in block %d at %d, is %#x and not %#x", what, at, len(want), (at-d.e.lead)/d.e.slab, (at-d.e.lead)%d.e.slab, got[at], want[at])
+			t.Fatalf("%s: byte %d of %d, in block %d at %d, is %#x and not %#x", what, at, len(want),
+				(at-d.e.lead)/d.e.slab, (at-d.e.lead)%d.e.slab, got[at], want[at])
 		}
 	}
 }

@@ -69,13 +69,16 @@ func (r *Registry) lacking(l *layout.Layout) error {
 		return err
 	}
 	if opaque {
-		need(IdentityPacking, "vector units of opaque pages, and the kernel's block size where it depends on it")
+		need(IdentityPacking, "vector units of opaque pages, and the kernel's block size where it "+
+			"depends on it")
 	}
 	if len(keys) == 0 {
 		return nil
 	}
-	return &layout.Error{Field: "identity", Value: "without " + strings.Join(keys, ", "), Problem: "two engines that both omit these would compare as equal",
-		Remedy: `register these strings ("" if the model lacks the property): ` + strings.Join(remedies, ", ")}
+	return &layout.Error{Field: "identity", Value: "without " + strings.Join(keys, ", "),
+		Problem: "two engines that both omit these would compare as equal",
+		Remedy: `register these strings ("" if the model lacks the property): ` +
+			strings.Join(remedies, ", ")}
 }
 
 // opaque reports whether the layout has pages of unknown content.
@@ -175,7 +178,8 @@ func kindOf(s *sited) kind {
 		}
 		return k
 	case layout.UnitBlock:
-		if k.cell = s.CellBytes / uint64(s.g.TokensPerBlock); s.CellBytes%uint64(s.g.TokensPerBlock) != 0 {
+		if k.cell = s.CellBytes / uint64(s.g.TokensPerBlock); s.CellBytes%uint64(s.g.TokensPerBlock) !=
+			0 {
 			k.cell, k.tokens = s.CellBytes, s.g.TokensPerBlock
 		}
 		packing := packingParams(s.g)
@@ -197,8 +201,12 @@ func kindOf(s *sited) kind {
 
 // fields lists the kind's fields by name.
 func (k kind) fields() []Field {
-	out := []Field{{Name: "unit", Value: k.unit.String()}, {Name: "format", Value: k.format}, {Name: "heads", Value: fmt.Sprint(k.heads)}}
-	add := func(name string, value any) { out = append(out, Field{Name: name, Value: fmt.Sprint(value)}) }
+	out := []Field{{Name: "unit", Value: k.unit.String()}, {Name: "format", Value: k.format},
+		{Name: "heads", Value: fmt.Sprint(k.heads)}}
+	add := func(name string, value any) {
+		out = append(out, Field{Name: name,
+			Value: fmt.Sprint(value)})
+	}
 	switch k.unit {
 	case layout.UnitState:
 		add("bytes of a number", k.cell)
@@ -246,7 +254,9 @@ func (d Description) Hash() (sum [32]byte) {
 // that both omit it would compare as equal.
 func (r *Registry) Fingerprint(l *layout.Layout) ([32]byte, error) {
 	if l.DType == "" {
-		return [32]byte{}, &layout.Error{Field: "dtype", Value: `""`, Problem: "the type of the cache's elements is unknown", Remedy: "register the dtype as the engine names it, like bfloat16"}
+		return [32]byte{}, &layout.Error{Field: "dtype", Value: `""`, Problem: "the type of the " +
+			"cache's elements is unknown",
+			Remedy: "register the dtype as the engine names it, like bfloat16"}
 	}
 	if err := r.lacking(l); err != nil {
 		return [32]byte{}, err
@@ -267,14 +277,16 @@ func (d Description) DiffAs(other Description, here, there string) []string {
 	var all differences
 	ours, theirs := d.byLayer(), other.byLayer()
 	// The whole model comes first, then the layers in order.
-	order := slices.SortedFunc(maps.Keys(ours), func(a, b string) int { return cmp.Compare(ours[a].place, ours[b].place) })
+	order := slices.SortedFunc(maps.Keys(ours),
+		func(a, b string) int { return cmp.Compare(ours[a].place, ours[b].place) })
 	for _, layer := range order {
 		a := ours[layer]
 		b, both := theirs[layer]
 		if !both {
 			continue // a layer of another pipeline stage
 		}
-		for _, name := range slices.Compact(slices.Sorted(slices.Values(slices.Concat(a.names, b.names)))) {
+		for _, name := range slices.Compact(slices.Sorted(slices.Values(slices.Concat(a.names,
+			b.names)))) {
 			all.add(layer, name, a.quoted(name), b.quoted(name))
 		}
 	}

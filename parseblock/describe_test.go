@@ -44,11 +44,13 @@ func TestFingerprintIgnores(t *testing.T) {
 // is named.
 func TestFingerprintSees(t *testing.T) {
 	reg := Default()
-	mk := func(strategy string, n uint32, page uint64, params map[string]int64, edit func(*layout.Layout)) *layout.Layout {
+	mk := func(strategy string, n uint32, page uint64, params map[string]int64,
+		edit func(*layout.Layout)) *layout.Layout {
 		if params == nil {
 			params = map[string]int64{}
 		}
-		l := &layout.Layout{DType: "bfloat16", Identity: map[string]string{IdentityWeights: "w.1", IdentityRope: "1e6", IdentityLayers: "32", IdentityHeadSize: "128"},
+		l := &layout.Layout{DType: "bfloat16", Identity: map[string]string{IdentityWeights: "w.1",
+			IdentityRope: "1e6", IdentityLayers: "32", IdentityHeadSize: "128"},
 			Groups: []layout.Group{{TokensPerBlock: n, NumBlocks: 4, Strategy: strategy, Params: params,
 				Layers: []layout.Layer{{Name: "l0", PageBytes: page, BlockStride: page}}}}}
 		if edit != nil {
@@ -60,28 +62,47 @@ func TestFingerprintSees(t *testing.T) {
 	with := func(edit func(*layout.Layout)) *layout.Layout {
 		return mk(PackedNHD, 16, 16*8*512, map[string]int64{"heads": 8}, edit)
 	}
-	identity := func(k, v string) *layout.Layout { return with(func(l *layout.Layout) { l.Identity[k] = v }) }
+	identity := func(k, v string) *layout.Layout {
+		return with(func(l *layout.Layout) {
+			l.Identity[k] = v
+		})
+	}
 	for name, c := range map[string]struct {
 		a, b *layout.Layout
 		want []string // parts of each difference; none: they are equal
 	}{
-		"itself":            {base, with(nil), nil},
-		"block size":        {base, mk(PackedNHD, 32, 32*8*512, map[string]int64{"heads": 8}, nil), nil},
-		"order":             {base, mk(FlashKVFirst, 16, 16*8*512, map[string]int64{"heads": 8}, nil), nil},
-		"rank":              {base, mk(PackedNHD, 16, 16*2*512, map[string]int64{"heads": 2, "kv_heads": 8, "tp_size": 4, "tp_rank": 3}, nil), nil},
-		"said little":       {base, identity(IdentityOrder, "little"), nil},
-		"byte order":        {base, identity(IdentityOrder, "big"), []string{`byte_order: "little" here, "big" there`}},
-		"reload":            {base, identity(IdentityWeights, "w.2"), []string{`identity.weights: "w.1" here, "w.2" there`}},
-		"rope":              {base, identity(IdentityRope, "2e6"), []string{`identity.rope: "1e6" here, "2e6" there`}},
-		"whole model":       {base, identity(IdentityLayers, "31"), []string{`identity.layers`}},
-		"head size":         {base, identity(IdentityHeadSize, "64"), []string{`identity.head_size: "128" here, "64" there`}},
-		"back-off":          {base, identity(IdentityBackoff, "1"), []string{`identity.backoff: missing here, "1" there`}},
-		"speculation":       {base, identity(IdentitySpec, "mtp.1"), []string{`identity.speculative`}},
-		"dtype":             {base, with(func(l *layout.Layout) { l.DType = "float16" }), []string{`dtype: "bfloat16" here, "float16" there`}},
-		"two at once":       {base, with(func(l *layout.Layout) { l.DType, l.Identity[IdentityRope] = "float16", "2" }), []string{"dtype", "identity.rope"}},
-		"groups":            {base, identity(IdentityGroups, "full, state"), []string{`identity.groups: missing here, "full, state" there`}},
-		"opaque block size": {mk(VLLMCPUAttn, 16, 4096, nil, nil), mk(VLLMCPUAttn, 32, 8192, nil, nil), nil}, // refused by the plan
-		"opaque packing":    {mk(VLLMCPUAttn, 16, 4096, nil, nil), mk(VLLMCPUAttn, 16, 4096, nil, func(l *layout.Layout) { l.Identity[IdentityPacking] = "amx" }), []string{"identity.packing"}},
+		"itself":     {base, with(nil), nil},
+		"block size": {base, mk(PackedNHD, 32, 32*8*512, map[string]int64{"heads": 8}, nil), nil},
+		"order": {base, mk(FlashKVFirst, 16, 16*8*512, map[string]int64{"heads": 8}, nil),
+			nil},
+		"rank": {base, mk(PackedNHD, 16, 16*2*512, map[string]int64{"heads": 2,
+			"kv_heads": 8, "tp_size": 4, "tp_rank": 3}, nil), nil},
+		"said little": {base, identity(IdentityOrder, "little"), nil},
+		"byte order": {base, identity(IdentityOrder, "big"),
+			[]string{`byte_order: "little" here, "big" there`}},
+		"reload": {base, identity(IdentityWeights, "w.2"),
+			[]string{`identity.weights: "w.1" here, "w.2" there`}},
+		"rope": {base, identity(IdentityRope, "2e6"),
+			[]string{`identity.rope: "1e6" here, "2e6" there`}},
+		"whole model": {base, identity(IdentityLayers, "31"), []string{`identity.layers`}},
+		"head size": {base, identity(IdentityHeadSize, "64"),
+			[]string{`identity.head_size: "128" here, "64" there`}},
+		"back-off": {base, identity(IdentityBackoff, "1"),
+			[]string{`identity.backoff: missing here, "1" there`}},
+		"speculation": {base, identity(IdentitySpec, "mtp.1"), []string{`identity.speculative`}},
+		"dtype": {base, with(func(l *layout.Layout) { l.DType = "float16" }),
+			[]string{`dtype: "bfloat16" here, "float16" there`}},
+		"two at once": {base, with(func(l *layout.Layout) {
+			l.DType,
+				l.Identity[IdentityRope] = "float16", "2"
+		}), []string{"dtype", "identity.rope"}},
+		"groups": {base, identity(IdentityGroups, "full, state"),
+			[]string{`identity.groups: missing here, "full, state" there`}},
+		// refused by the plan
+		"opaque block size": {mk(VLLMCPUAttn, 16, 4096, nil, nil), mk(VLLMCPUAttn, 32, 8192, nil, nil),
+			nil},
+		"opaque packing": {mk(VLLMCPUAttn, 16, 4096, nil, nil), mk(VLLMCPUAttn, 16, 4096, nil,
+			func(l *layout.Layout) { l.Identity[IdentityPacking] = "amx" }), []string{"identity.packing"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			if got := differ(t, reg, c.a, c.b, c.want); got != (len(c.want) > 0) {
@@ -96,16 +117,27 @@ func TestFingerprintSees(t *testing.T) {
 		want []string // differences of K's, V's or the page's cells
 		plan string   // a part of the plan's refusal
 	}{
-		"head size": {base, mk(PackedNHD, 16, 16*8*256, map[string]int64{"heads": 8}, nil), []string{`k bytes of a head of a token: "256" here, "128" there, in layer "l0"`,
-			`v bytes of a head of a token: "256" here, "128" there, in layer "l0"`}, "kv bytes of a head of a token = 512 and 256"},
-		"heads and their size": {base, mk(PackedNHD, 16, 16*8*512, map[string]int64{"heads": 4}, nil), []string{`k bytes of a head of a token: "256"`, `k heads: "8" here, "4" there`,
-			`v bytes of a head of a token: "256"`, `v heads: "8" here, "4" there`}, `kv heads = 8 and 4; layer "l0": kv bytes of a head of a token = 512 and 1024`},
-		"window": {base, mk(PackedNHD, 16, 16*8*512, map[string]int64{"heads": 8, "window": 128}, nil), []string{`k params.window: "0" here, "128" there`, `v params.window`},
+		"head size": {base, mk(PackedNHD, 16, 16*8*256, map[string]int64{"heads": 8}, nil),
+			[]string{`k bytes of a head of a token: "256" here, "128" there, in layer "l0"`,
+				`v bytes of a head of a token: "256" here, "128" there, in layer "l0"`}, "kv bytes of a head " +
+				"of a token = 512 and 256"},
+		"heads and their size": {base, mk(PackedNHD, 16, 16*8*512, map[string]int64{"heads": 4}, nil),
+			[]string{`k bytes of a head of a token: "256"`, `k heads: "8" here, "4" there`,
+				`v bytes of a head of a token: "256"`, `v heads: "8" here, "4" there`},
+			`kv heads = 8 and 4; layer "l0": kv bytes of a head of a token = 512 and 1024`},
+		"window": {base, mk(PackedNHD, 16, 16*8*512, map[string]int64{"heads": 8, "window": 128}, nil),
+			[]string{`k params.window: "0" here, "128" there`, `v params.window`},
 			"kv params.window = 0 and 128"},
-		"quantised inline": {base, mk(QuantInlineNHD, 16, 16*8*512, map[string]int64{"heads": 8, "value_bytes": 252, "scale_bytes": 4}, nil),
-			[]string{`k format: "plain" here, "inline 252+4" there`, `v format`}, "kv format = plain and inline 252+4"},
-		"opaque pages":  {mk(VLLMCPUAttn, 16, 4096, nil, nil), mk(VLLMCPUAttn, 16, 8192, nil, nil), []string{`page bytes of a head of a token: "256" here, "512" there`}, "page bytes of a head of a token = 256 and 512"},
-		"opaque params": {mk(VLLMCPUAttn, 16, 4096, map[string]int64{"head_bytes": 64}, nil), mk(VLLMCPUAttn, 16, 4096, nil, nil), []string{`page params: "[head_bytes=64]" here, "[]" there`}, "page params = [head_bytes=64] and []"},
+		"quantised inline": {base, mk(QuantInlineNHD, 16, 16*8*512, map[string]int64{"heads": 8,
+			"value_bytes": 252, "scale_bytes": 4}, nil),
+			[]string{`k format: "plain" here, "inline 252+4" there`, `v format`}, "kv format = plain and " +
+				"inline 252+4"},
+		"opaque pages": {mk(VLLMCPUAttn, 16, 4096, nil, nil), mk(VLLMCPUAttn, 16, 8192, nil, nil),
+			[]string{`page bytes of a head of a token: "256" here, "512" there`}, "page bytes of a head " +
+				"of a token = 256 and 512"},
+		"opaque params": {mk(VLLMCPUAttn, 16, 4096, map[string]int64{"head_bytes": 64}, nil),
+			mk(VLLMCPUAttn, 16, 4096, nil, nil), []string{`page params: "[head_bytes=64]" here, "[]" there`},
+			"page params = [head_bytes=64] and []"},
 	} {
 		t.Run("cache, "+name, func(t *testing.T) {
 			if differ(t, reg, c.a, c.b, c.want) {
@@ -118,12 +150,14 @@ func TestFingerprintSees(t *testing.T) {
 	}
 	// Other layers belong to another stage; layers without a source have no share.
 	other := with(func(l *layout.Layout) {
-		l.Groups = append(l.Groups, mk(MLA, 16, 16*1152, nil, func(l *layout.Layout) { l.Groups[0].Layers[0].Name = "l1" }).Groups...)
+		l.Groups = append(l.Groups, mk(MLA, 16, 16*1152, nil,
+			func(l *layout.Layout) { l.Groups[0].Layers[0].Name = "l1" }).Groups...)
 	})
 	if differ(t, reg, base, other, nil) {
 		t.Error("a stage without a kind of layer has another fingerprint than one that has it")
 	}
-	if _, err := Assign(reg, []*layout.Layout{base}, other, nil); err == nil || !strings.Contains(err.Error(), `layer "l1": latent = heads [0, 1): no source has them`) {
+	if _, err := Assign(reg, []*layout.Layout{base}, other, nil); err == nil ||
+		!strings.Contains(err.Error(), `layer "l1": latent = heads [0, 1): no source has them`) {
 		t.Errorf("assigned: %v", err)
 	}
 }
@@ -135,15 +169,18 @@ func TestDifferencesAreBounded(t *testing.T) {
 	mk := func(heads func(i int) int64) *layout.Layout {
 		l := &layout.Layout{}
 		for i := range layout.MaxTables {
-			g := layout.Group{TokensPerBlock: 16, NumBlocks: 4, Strategy: PackedNHD, Params: map[string]int64{"heads": heads(i)}}
+			g := layout.Group{TokensPerBlock: 16, NumBlocks: 4, Strategy: PackedNHD,
+				Params: map[string]int64{"heads": heads(i)}}
 			for k := range layout.MaxLayers / layout.MaxTables {
-				g.Layers = append(g.Layers, layout.Layer{Name: fmt.Sprintf("%d.%d", i, k), PageBytes: 16 * 64 * 512, BlockStride: 16 * 64 * 512})
+				g.Layers = append(g.Layers, layout.Layer{Name: fmt.Sprintf("%d.%d", i, k),
+					PageBytes: 16 * 64 * 512, BlockStride: 16 * 64 * 512})
 			}
 			l.Groups = append(l.Groups, g)
 		}
 		return l
 	}
-	a, b, c := mk(func(int) int64 { return 8 }), mk(func(int) int64 { return 4 }), mk(func(i int) int64 { return 1 << (i%2 + i/8) })
+	a, b, c := mk(func(int) int64 { return 8 }), mk(func(int) int64 { return 4 }),
+		mk(func(i int) int64 { return 1 << (i%2 + i/8) })
 	da, err := reg.Describe(a)
 	if err != nil {
 		t.Fatal(err)
@@ -159,14 +196,16 @@ func TestDifferencesAreBounded(t *testing.T) {
 	if err == nil || !strings.Contains(err.Error(), `layer "0.0" and 1023 more: kv heads = 8 and 4`) {
 		t.Errorf("%v", err)
 	}
-	if _, err = NewMatch(reg, a, c, nil); err == nil || len(err.Error()) > 4096 || strings.Count(err.Error(), "kv heads") != 3 {
+	if _, err = NewMatch(reg, a, c, nil); err == nil || len(err.Error()) > 4096 ||
+		strings.Count(err.Error(), "kv heads") != 3 {
 		t.Errorf("%v", err)
 	}
 	var d differences
 	for i := range 3 * maxDifferences {
 		d.add("l", fmt.Sprint(i), "1", "2")
 	}
-	if err := d.err(); !strings.Contains(err.Error(), fmt.Sprintf("and %d more: the two", 2*maxDifferences)) {
+	if err := d.err(); !strings.Contains(err.Error(), fmt.Sprintf("and %d more: the two",
+		2*maxDifferences)) {
 		t.Error(err)
 	}
 }
@@ -189,8 +228,10 @@ func said(pairs ...string) map[string]string {
 func TestFingerprintNeeds(t *testing.T) {
 	reg := Default()
 	// The properties that a fingerprint must distinguish, beside dtype and byte order.
-	goals := []string{IdentityGroups, IdentityHeadSize, IdentityLayers, IdentityRope, IdentityBackoff, IdentitySpec, IdentityWeights}
-	l := &layout.Layout{Groups: []layout.Group{{TokensPerBlock: 16, NumBlocks: 4, Strategy: MLA, Layers: []layout.Layer{{Name: "l0", PageBytes: 1600, BlockStride: 1600}}}}}
+	goals := []string{IdentityGroups, IdentityHeadSize, IdentityLayers, IdentityRope, IdentityBackoff,
+		IdentitySpec, IdentityWeights}
+	l := &layout.Layout{Groups: []layout.Group{{TokensPerBlock: 16, NumBlocks: 4, Strategy: MLA,
+		Layers: []layout.Layer{{Name: "l0", PageBytes: 1600, BlockStride: 1600}}}}}
 	refused := func(what string, want ...string) {
 		t.Helper()
 		sum, err := reg.Fingerprint(l)
@@ -246,7 +287,8 @@ func TestFingerprintNeeds(t *testing.T) {
 // TestFingerprintIsStable: the hash of the description below never changes within a version of its
 // domain. It excludes the description of layers.
 func TestFingerprintIsStable(t *testing.T) {
-	d := Description{{Name: "dtype", Value: "bfloat16"}, {Name: "byte_order", Value: "little"}, {Layer: "l0", Name: "k heads", Value: "8"}}
+	d := Description{{Name: "dtype", Value: "bfloat16"}, {Name: "byte_order", Value: "little"},
+		{Layer: "l0", Name: "k heads", Value: "8"}}
 	const want = "a7730f0673bd77de24acf2fa99d967a24aa99e6b219d53af902a07c4fee10fd3"
 	if got := fmt.Sprintf("%x", d.Hash()); got != want {
 		t.Fatalf("got %s, want %s: change the domain with the meaning", got, want)

@@ -31,7 +31,8 @@ func (e *speculating) ranks(target, draft dims, skips [2]uint32) []*stageOf {
 	var out []*stageOf
 	for stage := range e.stages {
 		for rank := range e.tp {
-			s := &stageOf{end: end{l: &layout.Layout{DType: "bfloat16", Identity: said(IdentitySpec, "eagle:draft:2")}}}
+			s := &stageOf{end: end{l: &layout.Layout{DType: "bfloat16", Identity: said(IdentitySpec,
+				"eagle:draft:2")}}}
 			for i, d := range []dims{target, draft} {
 				d.n, d.blocks, d.rank, d.size = e.n[i], uint64(len(e.tables[i])), rank, e.tp
 				all := d.layers
@@ -64,7 +65,8 @@ func (e *speculating) ranks(target, draft dims, skips [2]uint32) []*stageOf {
 					s.l.Groups = append(s.l.Groups, g)
 					s.tables, s.skips = append(s.tables, e.tables[i]), append(s.skips, skips[i])
 				}
-				s.caches, s.first, s.sizes, s.mem = append(s.caches, c), append(s.first, d.first), append(s.sizes, size), append(s.mem, make([]byte, size))
+				s.caches, s.first, s.sizes, s.mem = append(s.caches, c), append(s.first, d.first),
+					append(s.sizes, size), append(s.mem, make([]byte, size))
 			}
 			out = append(out, s)
 		}
@@ -82,8 +84,12 @@ func TestDraftLaws(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		heads, tps := []uint64{1, 2, 4, 8}, []uint64{1, 2, 4}
 		tokens := rapid.Uint64Range(1, 20).Draw(t, "tokens")
-		target := dims{layers: rapid.IntRange(2, 4).Draw(t, "layers"), kvHeads: rapid.SampledFrom(heads).Draw(t, "heads"), head: rapid.Uint64Range(1, 4).Draw(t, "head")}
-		draft := dims{layers: rapid.IntRange(1, 2).Draw(t, "draft.layers"), kvHeads: rapid.SampledFrom(heads).Draw(t, "draft.heads"), head: rapid.Uint64Range(1, 4).Draw(t, "draft.head")}
+		target := dims{layers: rapid.IntRange(2, 4).Draw(t, "layers"),
+			kvHeads: rapid.SampledFrom(heads).Draw(t, "heads"), head: rapid.Uint64Range(1,
+				4).Draw(t, "head")}
+		draft := dims{layers: rapid.IntRange(1, 2).Draw(t, "draft.layers"),
+			kvHeads: rapid.SampledFrom(heads).Draw(t, "draft.heads"), head: rapid.Uint64Range(1, 4).Draw(t,
+				"draft.head")}
 		var es [2]*speculating
 		var skips [2]uint32
 		together := rapid.Bool().Draw(t, "together")
@@ -91,20 +97,24 @@ func TestDraftLaws(t *testing.T) {
 			draft.kvHeads = target.kvHeads
 		}
 		for i, label := range []string{"from.", "to."} {
-			e := &speculating{stages: rapid.IntRange(1, 2).Draw(t, label+"stages"), tp: rapid.SampledFrom(tps).Draw(t, label+"tp"), together: together,
-				target: rapid.SampledFrom(kinds).Draw(t, label+"target"), draft: rapid.SampledFrom(kinds).Draw(t, label+"draft")}
+			e := &speculating{stages: rapid.IntRange(1, 2).Draw(t, label+"stages"),
+				tp: rapid.SampledFrom(tps).Draw(t, label+"tp"), together: together,
+				target: rapid.SampledFrom(kinds).Draw(t, label+"target"),
+				draft:  rapid.SampledFrom(kinds).Draw(t, label+"draft")}
 			for k := range 2 {
 				e.n[k] = rapid.Uint64Range(1, 6).Draw(t, label+"n")
 				if k == 1 && together {
 					e.n[1], e.tables[1], e.draft = e.n[0], e.tables[0], e.target
 					continue
 				}
-				e.tables[k] = genTable(t, label+"table", (tokens-1)/e.n[k]+1+rapid.Uint64Range(0, 2).Draw(t, label+"spare"), 99)
+				e.tables[k] = genTable(t, label+"table", (tokens-1)/e.n[k]+1+rapid.Uint64Range(0, 2).Draw(t,
+					label+"spare"), 99)
 			}
 			es[i] = e
 		}
 		for k := range 2 {
-			skips[k] = uint32(min(tokens, es[1].n[k]*rapid.Uint64Range(0, (tokens-1)/es[1].n[k]+1).Draw(t, "skip")))
+			skips[k] = uint32(min(tokens, es[1].n[k]*rapid.Uint64Range(0, (tokens-1)/es[1].n[k]+1).Draw(t,
+				"skip")))
 		}
 		if together {
 			skips[1] = skips[0]
@@ -129,7 +139,8 @@ func TestDraftLaws(t *testing.T) {
 					continue
 				}
 				for k := range c.layers {
-					fillFrom(c, k, es[1].tables[i], uint64(skips[i]), tokens, want[i], func(layer int, role layout.Role, head, e, col, x uint64) byte {
+					fillFrom(c, k, es[1].tables[i], uint64(skips[i]), tokens, want[i], func(layer int,
+						role layout.Role, head, e, col, x uint64) byte {
 						return model(d.first[i]+layer, role, head, e, col, x)
 					})
 				}
@@ -162,8 +173,10 @@ func TestDraftLaws(t *testing.T) {
 func TestSpeculationIsCompared(t *testing.T) {
 	reg := Default()
 	engine := func(method string, draftHeads uint64) *layout.Layout {
-		e := &speculating{stages: 1, tp: 1, target: PackedNHD, draft: PackedNHD, n: [2]uint64{4, 4}, tables: [2][]uint32{seq(4), seq(4)}}
-		l := e.ranks(dims{layers: 2, kvHeads: 4, head: 2}, dims{layers: 1, kvHeads: max(draftHeads, 1), head: 2}, [2]uint32{})[0].l
+		e := &speculating{stages: 1, tp: 1, target: PackedNHD, draft: PackedNHD, n: [2]uint64{4, 4},
+			tables: [2][]uint32{seq(4), seq(4)}}
+		l := e.ranks(dims{layers: 2, kvHeads: 4, head: 2}, dims{layers: 1, kvHeads: max(draftHeads, 1),
+			head: 2}, [2]uint32{})[0].l
 		if draftHeads == 0 {
 			l.Groups = l.Groups[:1]
 		}
@@ -178,11 +191,15 @@ func TestSpeculationIsCompared(t *testing.T) {
 		refused string // Assign from it to base
 	}{
 		{"the same", engine("eagle:draft:2", 2), nil, ""},
-		{"another method", engine("mtp:draft:2", 2), []string{`identity.speculative: "eagle:draft:2" here, "mtp:draft:2" there`}, ""},
+		{"another method", engine("mtp:draft:2", 2),
+			[]string{`identity.speculative: "eagle:draft:2" here, "mtp:draft:2" there`}, ""},
 		{"another draft", engine("eagle:other:2", 2), []string{"identity.speculative"}, ""},
 		{"more tokens", engine("eagle:draft:3", 2), []string{"identity.speculative"}, ""},
-		{"none", engine("", 0), []string{`identity.speculative: "eagle:draft:2" here, "" there`}, fmt.Sprintf(`layer "layers.%d": k = heads [0, 2): no source has them`, draftLayer)},
-		{"other heads of the draft", engine("eagle:draft:2", 1), []string{fmt.Sprintf(`k heads: "2" here, "1" there, in layer "layers.%d"`, draftLayer), "v heads"},
+		{"none", engine("", 0), []string{`identity.speculative: "eagle:draft:2" here, "" there`},
+			fmt.Sprintf(`layer "layers.%d": k = heads [0, 2): no source has them`, draftLayer)},
+		{"other heads of the draft", engine("eagle:draft:2", 1),
+			[]string{fmt.Sprintf(`k heads: "2" here, "1" there, in layer "layers.%d"`, draftLayer),
+				"v heads"},
 			fmt.Sprintf(`layer "layers.%d": kv heads = 1 and 2`, draftLayer)},
 	} {
 		t.Run(c.name, func(t *testing.T) {

@@ -144,7 +144,8 @@ func TestEveryOrderIsDrawn(t *testing.T) {
 
 // TestGroupsAreDrawn: the package's comment describes models with several groups of layers.
 func TestGroupsAreDrawn(t *testing.T) {
-	f, err := parser.ParseFile(token.NewFileSet(), "parseblock.go", nil, parser.ParseComments|parser.PackageClauseOnly)
+	f, err := parser.ParseFile(token.NewFileSet(), "parseblock.go", nil,
+		parser.ParseComments|parser.PackageClauseOnly)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -15,7 +15,8 @@ import (
 func stateCache(kind string, d *dims) *cache {
 	strategy, form, _ := strings.Cut(kind, " ")
 	dimFirst, kOutside := form[0] == 'd', form[1] == 'k'
-	params := map[string]int64{"k_heads": int64(d.kHeads), "k_dim": int64(d.kDim), "v_heads": int64(d.vHeads), "v_dim": int64(d.vDim), "conv_len": int64(d.histor),
+	params := map[string]int64{"k_heads": int64(d.kHeads), "k_dim": int64(d.kDim),
+		"v_heads": int64(d.vHeads), "v_dim": int64(d.vDim), "conv_len": int64(d.histor),
 		"conv_bytes": 2, "state_bytes": int64(d.elem)}
 	if dimFirst {
 		params["conv_order"] = 1
@@ -30,11 +31,14 @@ func stateCache(kind string, d *dims) *cache {
 	conv := dim * d.histor * 2
 	base := map[layout.Role]uint64{layout.RoleConvQ: 0, layout.RoleConvK: kc, layout.RoleConvV: 2 * kc}
 	if strategy == Mamba2State { // x, B, C
-		base = map[layout.Role]uint64{layout.RoleConvV: 0, layout.RoleConvK: vc, layout.RoleConvQ: vc + kc}
+		base = map[layout.Role]uint64{layout.RoleConvV: 0, layout.RoleConvK: vc,
+			layout.RoleConvQ: vc + kc}
 	}
-	cs := []content{{layout.RoleConvQ, 2, k0 * d.kDim, kc, d.histor, 1}, {layout.RoleConvK, 2, k0 * d.kDim, kc, d.histor, 1}, {layout.RoleConvV, 2, v0 * d.vDim, vc, d.histor, 1},
+	cs := []content{{layout.RoleConvQ, 2, k0 * d.kDim, kc, d.histor, 1}, {layout.RoleConvK, 2,
+		k0 * d.kDim, kc, d.histor, 1}, {layout.RoleConvV, 2, v0 * d.vDim, vc, d.histor, 1},
 		{layout.RoleRecurrent, d.elem, v0, vn, d.vDim, d.kDim}}
-	c := paged(strategy, d, params, conv+vn*d.vDim*d.kDim*d.elem, cs, func(row uint64, role layout.Role, head, col, x uint64) uint64 {
+	c := paged(strategy, d, params, conv+vn*d.vDim*d.kDim*d.elem, cs, func(row uint64,
+		role layout.Role, head, col, x uint64) uint64 {
 		if role == layout.RoleRecurrent {
 			if kOutside {
 				return conv + ((head*d.kDim+col)*d.vDim+row)*d.elem + x
@@ -70,14 +74,17 @@ func slots(kind string, d *dims) *cache {
 	second := d.base + uint64(d.layers)*d.blocks*convBytes
 	conv.Layers, rec.Layers = nil, nil
 	for i := range g.Layers {
-		conv.Layers = append(conv.Layers, layout.Layer{Name: g.Layers[i].Name + "#conv", Index: i, Base: d.base + uint64(i)*d.blocks*convBytes, BlockStride: convBytes, PageBytes: convBytes})
-		rec.Layers = append(rec.Layers, layout.Layer{Name: g.Layers[i].Name + "#ssm", Index: i, Base: second + uint64(i)*d.blocks*recBytes, BlockStride: recBytes, PageBytes: recBytes})
+		conv.Layers = append(conv.Layers, layout.Layer{Name: g.Layers[i].Name + "#conv", Index: i,
+			Base: d.base + uint64(i)*d.blocks*convBytes, BlockStride: convBytes, PageBytes: convBytes})
+		rec.Layers = append(rec.Layers, layout.Layer{Name: g.Layers[i].Name + "#ssm", Index: i,
+			Base: second + uint64(i)*d.blocks*recBytes, BlockStride: recBytes, PageBytes: recBytes})
 	}
 	c.groups = []layout.Group{conv, rec}
 	c.size = second + uint64(d.layers)*d.blocks*recBytes
 	stride := g.Layers[0].BlockStride
 	c.at = func(layer int, block, row uint64, role layout.Role, head, col, x uint64) uint64 {
-		in := inner(layer, block, row, role, head, col, x) - d.base - (uint64(layer)*d.blocks+block)*stride
+		in := inner(layer, block, row, role, head, col, x) - d.base -
+			(uint64(layer)*d.blocks+block)*stride
 		if role == layout.RoleRecurrent {
 			return second + (uint64(layer)*d.blocks+block)*recBytes + in - convBytes
 		}
@@ -126,7 +133,8 @@ func states(kind string, d *dims) *cache {
 
 var families = []family{
 	{name: "kv", kinds: keys(kvShapes), make: kvCache},
-	{name: "k and v of unlike width", kinds: []string{PackedHND, PackedNHD, "hnd in kernel pages"}, make: diffKV},
+	{name: "k and v of unlike width", kinds: []string{PackedHND, PackedNHD, "hnd in kernel pages"},
+		make: diffKV},
 	{name: "quant inline", kinds: []string{QuantInlineHND, QuantInlineNHD}, make: quantInline},
 	{name: "quant planar", kinds: []string{QuantPlanarHND, QuantPlanarNHD}, make: quantPlane},
 	{name: "scales", kinds: []string{ScalesKVFirst}, make: scaleTensor},
@@ -153,7 +161,8 @@ var families = []family{
 
 // compressed reports whether caches of the family may have rows of several tokens.
 func compressed(f *family) bool {
-	return slices.Contains([]string{"rows of several tokens", "index keys", "indexer", "deepseek v4"}, f.name)
+	return slices.Contains([]string{"rows of several tokens", "index keys", "indexer", "deepseek v4"},
+		f.name)
 }
 
 func genDims(t *rapid.T, f *family, label string, common *dims) *dims {
@@ -184,13 +193,18 @@ func genDims(t *rapid.T, f *family, label string, common *dims) *dims {
 }
 
 func genCommon(t *rapid.T, f *family) *dims {
-	d := &dims{layers: rapid.IntRange(1, 3).Draw(t, "layers"), n: rapid.Uint64Range(1, 6).Draw(t, "n"), size: 1}
+	d := &dims{layers: rapid.IntRange(1, 3).Draw(t, "layers"), n: rapid.Uint64Range(1, 6).Draw(t,
+		"n"), size: 1}
 	d.kvHeads = rapid.SampledFrom([]uint64{1, 2, 3, 4, 6, 8}).Draw(t, "kvHeads")
 	d.head = rapid.Uint64Range(1, 5).Draw(t, "head")
-	d.value, d.scale = rapid.Uint64Range(1, 4).Draw(t, "value"), rapid.Uint64Range(1, 3).Draw(t, "scale")
-	d.kHeads, d.kDim = rapid.SampledFrom([]uint64{1, 2, 4}).Draw(t, "kHeads"), rapid.Uint64Range(1, 3).Draw(t, "kDim")
-	d.vHeads, d.vDim = d.kHeads*rapid.SampledFrom([]uint64{1, 2}).Draw(t, "ratioHeads"), rapid.Uint64Range(1, 3).Draw(t, "vDim")
-	d.histor, d.elem = rapid.Uint64Range(1, 4).Draw(t, "history"), rapid.SampledFrom([]uint64{2, 4}).Draw(t, "elem")
+	d.value, d.scale = rapid.Uint64Range(1, 4).Draw(t, "value"), rapid.Uint64Range(1,
+		3).Draw(t, "scale")
+	d.kHeads, d.kDim = rapid.SampledFrom([]uint64{1, 2, 4}).Draw(t, "kHeads"), rapid.Uint64Range(1,
+		3).Draw(t, "kDim")
+	d.vHeads, d.vDim = d.kHeads*rapid.SampledFrom([]uint64{1, 2}).Draw(t, "ratioHeads"),
+		rapid.Uint64Range(1, 3).Draw(t, "vDim")
+	d.histor, d.elem = rapid.Uint64Range(1, 4).Draw(t, "history"),
+		rapid.SampledFrom([]uint64{2, 4}).Draw(t, "elem")
 	d.ratio = rapid.SampledFrom([]uint64{1, 1, 2, 4}).Draw(t, "ratio")
 	return d
 }
@@ -230,7 +244,8 @@ func random(n uint64, seed uint64) []byte {
 
 // moved calls fn for every byte that a copy of the tokens [start, end) moves between layer lf of
 // one cache and lt of the other.
-func moved(from, to *cache, lf, lt int, ft, tt []uint32, start, end uint64, fn func(role layout.Role, src, dst uint64)) {
+func moved(from, to *cache, lf, lt int, ft, tt []uint32, start, end uint64,
+	fn func(role layout.Role, src, dst uint64)) {
 	for i := range to.contents {
 		ct, cf := &to.contents[i], &from.contents[0]
 		for k := range from.contents {
@@ -242,7 +257,8 @@ func moved(from, to *cache, lf, lt int, ft, tt []uint32, start, end uint64, fn f
 		for h := first; h < stop; h++ {
 			cell := func(fb, tb uint32, fr, tr, col uint64) {
 				for x := range ct.bytes {
-					fn(ct.role, from.at(lf, uint64(fb), fr, ct.role, h-cf.first, col, x), to.at(lt, uint64(tb), tr, ct.role, h-ct.first, col, x))
+					fn(ct.role, from.at(lf, uint64(fb), fr, ct.role, h-cf.first, col, x), to.at(lt, uint64(tb), tr,
+						ct.role, h-ct.first, col, x))
 				}
 			}
 			if to.state {

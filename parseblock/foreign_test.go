@@ -17,7 +17,8 @@ func FuzzForeign(f *testing.F) {
 	for _, fam := range families {
 		var all [][]byte
 		for i, k := range fam.kinds {
-			d := dims{layers: 2, n: 4, blocks: 3, kvHeads: 2, head: 2, value: 2, scale: 1, size: 1, kHeads: 1, kDim: 1, vHeads: 1, vDim: 1, histor: 1, elem: 2, ratio: 1, tile: 4}
+			d := dims{layers: 2, n: 4, blocks: 3, kvHeads: 2, head: 2, value: 2, scale: 1, size: 1,
+				kHeads: 1, kDim: 1, vHeads: 1, vDim: 1, histor: 1, elem: 2, ratio: 1, tile: 4}
 			if i%2 == 1 {
 				d.size, d.rank = 1+uint64(i)%3/2, 0
 			}
@@ -80,10 +81,14 @@ func foreignPair(t *testing.T, reg *Registry, src, dst *layout.Layout, tokens ui
 	planes := planesOf(t, reg, src) + planesOf(t, reg, dst)
 	var m *Match
 	var err error
-	testutil.AllocatesAtMost(t, planes*(4<<10), "paired", func() { m, err = NewMatch(reg, src, dst, nil) })
+	testutil.AllocatesAtMost(t, planes*(4<<10), "paired", func() {
+		m, err = NewMatch(reg, src,
+			dst, nil)
+	})
 	// Prove examines at most maxExtents pieces of each side, in growing lists; one run per head.
 	testutil.AllocatesAtMost(t, planes*(16<<10)+8*maxExtents*16+4*maxHeads*64, "divided", func() {
-		shares, err := Assign(reg, []*layout.Layout{src, src}, dst, func(i int) uint64 { return uint64(i) })
+		shares, err := Assign(reg, []*layout.Layout{src, src}, dst,
+			func(i int) uint64 { return uint64(i) })
 		if err == nil {
 			err = Prove(reg, []*layout.Layout{src, src}, dst, shares)
 		}
@@ -132,7 +137,10 @@ func foreignPair(t *testing.T, reg *Registry, src, dst *layout.Layout, tokens ui
 			for _, side := range sides {
 				var pieces []layout.Piece
 				// At worst pieces of one byte each, in a list that doubles.
-				testutil.AllocatesAtMost(t, 3*24*transfer.ChunkBytes, "resolved", func() { pieces, err = side.Append(nil, one) })
+				testutil.AllocatesAtMost(t, 3*24*transfer.ChunkBytes, "resolved", func() {
+					pieces,
+						err = side.Append(nil, one)
+				})
 				if err != nil {
 					t.Fatal(err)
 				}

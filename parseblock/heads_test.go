@@ -28,8 +28,10 @@ func TestHeadShare(t *testing.T) {
 	} {
 		size := uint64(len(c.first))
 		for rank := range size {
-			if first, count := HeadShare(c.all, rank, size); first != c.first[rank] || count != c.count[rank] {
-				t.Errorf("rank %d of %d has heads [%d, +%d) of %d, want [%d, +%d)", rank, size, first, count, c.all, c.first[rank], c.count[rank])
+			if first, count := HeadShare(c.all, rank, size); first != c.first[rank] ||
+				count != c.count[rank] {
+				t.Errorf("rank %d of %d has heads [%d, +%d) of %d, want [%d, +%d)", rank, size, first, count,
+					c.all, c.first[rank], c.count[rank])
 			}
 		}
 	}
@@ -38,9 +40,11 @@ func TestHeadShare(t *testing.T) {
 // TestAssignKeepsToOne: a source that already contributes also sends the rest of what it holds,
 // whatever its load, because each further source is one more to wait for.
 func TestAssignKeepsToOne(t *testing.T) {
-	l := &layout.Layout{Groups: []layout.Group{{TokensPerBlock: 16, NumBlocks: 4, Strategy: FlashBlockFirst, Params: map[string]int64{"kv_heads": 4, "heads": 4}}}}
+	l := &layout.Layout{Groups: []layout.Group{{TokensPerBlock: 16, NumBlocks: 4,
+		Strategy: FlashBlockFirst, Params: map[string]int64{"kv_heads": 4, "heads": 4}}}}
 	for i, n := range []string{"a", "b", "c"} {
-		l.Groups[0].Layers = append(l.Groups[0].Layers, layout.Layer{Name: n, Index: i, Base: uint64(i) * 4 * 4096, BlockStride: 4096, PageBytes: 4096})
+		l.Groups[0].Layers = append(l.Groups[0].Layers, layout.Layer{Name: n, Index: i,
+			Base: uint64(i) * 4 * 4096, BlockStride: 4096, PageBytes: 4096})
 	}
 	some := *l
 	some.Groups = slices.Clone(l.Groups)
@@ -49,13 +53,16 @@ func TestAssignKeepsToOne(t *testing.T) {
 	rest := *l
 	rest.Groups = slices.Clone(l.Groups)
 	rest.Groups[0].Layers = l.Groups[0].Layers[1:]
-	shares, err := Assign(Default(), []*layout.Layout{&rest, l, &rest}, l, func(source int) uint64 { return []uint64{1, 9, 0}[source] })
+	shares, err := Assign(Default(), []*layout.Layout{&rest, l, &rest}, l,
+		func(source int) uint64 { return []uint64{1, 9, 0}[source] })
 	if err != nil || len(shares) != 1 || shares[0].Source != 1 || shares[0].Layers() != 3 {
 		t.Errorf("got %+v, %v; want all of source 1", shares, err)
 	}
 	// Without such a layer, the least loaded source sends the first layer and therefore the rest.
-	shares, err = Assign(Default(), []*layout.Layout{l, &some, l}, l, func(source int) uint64 { return []uint64{5, 0, 4}[source] })
-	if err != nil || len(shares) != 2 || shares[0].Source != 1 || shares[0].Layers() != 1 || shares[1].Source != 2 || shares[1].Layers() != 2 {
+	shares, err = Assign(Default(), []*layout.Layout{l, &some, l}, l,
+		func(source int) uint64 { return []uint64{5, 0, 4}[source] })
+	if err != nil || len(shares) != 2 || shares[0].Source != 1 || shares[0].Layers() != 1 ||
+		shares[1].Source != 2 || shares[1].Layers() != 2 {
 		t.Errorf("got %+v, %v; want a layer of source 1 and two of source 2", shares, err)
 	}
 }

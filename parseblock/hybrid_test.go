@@ -62,9 +62,11 @@ func TestHybrids(t *testing.T) {
 					continue
 				}
 				e.mem = append(e.mem, make([]byte, c.size))
-				if skip = min(tokens, c.n*rapid.Uint64Range(0, (tokens-1)/c.n+1).Draw(t, l+"skip")); skip < tokens {
+				if skip = min(tokens, c.n*rapid.Uint64Range(0, (tokens-1)/c.n+1).Draw(t,
+					l+"skip")); skip < tokens {
 					for k := range c.layers {
-						fillFrom(c, k, table, skip, tokens, mem, func(layer int, role layout.Role, head, e, col, x uint64) byte {
+						fillFrom(c, k, table, skip, tokens, mem, func(layer int, role layout.Role, head, e, col,
+							x uint64) byte {
 							return model(10*i+layer, role, head, e, col, x)
 						})
 					}
@@ -97,31 +99,38 @@ func TestHybrids(t *testing.T) {
 func TestSlab(t *testing.T) {
 	reg := Default()
 	const slab, blocks = 8192, 10
-	group := func(strategy string, tokens uint32, page uint64, params map[string]int64, bases ...uint64) layout.Group {
+	group := func(strategy string, tokens uint32, page uint64, params map[string]int64,
+		bases ...uint64) layout.Group {
 		g := layout.Group{TokensPerBlock: tokens, NumBlocks: blocks, Strategy: strategy, Params: params}
 		for i, b := range bases {
-			g.Layers = append(g.Layers, layout.Layer{Name: fmt.Sprintf("%s.%d.%d", strategy, tokens, i), Index: i, Base: b, BlockStride: slab, PageBytes: page})
+			g.Layers = append(g.Layers, layout.Layer{Name: fmt.Sprintf("%s.%d.%d", strategy, tokens, i),
+				Index: i, Base: b, BlockStride: slab, PageBytes: page})
 		}
 		return g
 	}
 	c4 := group(DeepSeekV4, 16, 4*584, map[string]int64{"compress_ratio": 4}, 0, 4096)
 	swa := group(DeepSeekV4, 4, 4*584, map[string]int64{"window": 128}, 0, 4096)
-	index := group(DSAIndexer, 16, 4*132, map[string]int64{"compress_ratio": 4, "kernel_tokens": 16}, 2400, 4096+2400)
-	state := group(GDNState, 1<<20, 2*2*3*2+2*1*2*2, map[string]int64{"k_heads": 1, "k_dim": 2, "v_heads": 2, "v_dim": 1, "conv_len": 3}, 0)
+	index := group(DSAIndexer, 16, 4*132, map[string]int64{"compress_ratio": 4, "kernel_tokens": 16},
+		2400, 4096+2400)
+	state := group(GDNState, 1<<20, 2*2*3*2+2*1*2*2, map[string]int64{"k_heads": 1, "k_dim": 2,
+		"v_heads": 2, "v_dim": 1, "conv_len": 3}, 0)
 	state.Layers[0].PageBytes = 3*2*(2*2+2) + 2*1*2*2
 	shifted := group(MLA, 16, 4096, nil, 6000)
 	for name, c := range map[string]struct {
 		groups []layout.Group
 		want   string
 	}{
-		"four groups":           {[]layout.Group{c4, swa, index, state}, ""},
-		"other offsets":         {[]layout.Group{c4, group(MLA, 16, 2000, nil, 1000), group(MLA, 4, 5000, nil, 3000)}, ""},
-		"one group twice there": {[]layout.Group{group(DeepSeekV4, 16, 4*584, map[string]int64{"compress_ratio": 4}, 0, 2000)}, "shares bytes"},
-		"into the next block":   {[]layout.Group{c4, shifted}, "shares bytes"},
+		"four groups": {[]layout.Group{c4, swa, index, state}, ""},
+		"other offsets": {[]layout.Group{c4, group(MLA, 16, 2000, nil, 1000), group(MLA, 4, 5000,
+			nil, 3000)}, ""},
+		"one group twice there": {[]layout.Group{group(DeepSeekV4, 16, 4*584,
+			map[string]int64{"compress_ratio": 4}, 0, 2000)}, "shares bytes"},
+		"into the next block": {[]layout.Group{c4, shifted}, "shares bytes"},
 	} {
 		l := &layout.Layout{Groups: c.groups}
 		err := reg.Validate(l, []uint64{slab*blocks + 4096})
-		if c.want == "" && err != nil || c.want != "" && (err == nil || !strings.Contains(err.Error(), c.want)) {
+		if c.want == "" && err != nil || c.want != "" &&
+			(err == nil || !strings.Contains(err.Error(), c.want)) {
 			t.Errorf("%s: %v, want %q", name, err, c.want)
 		}
 	}
@@ -141,7 +150,8 @@ func TestWideAllocations(t *testing.T) {
 		if err := reg.Validate(&layout.Layout{Groups: []layout.Group{g}}, []uint64{size}); err != nil {
 			t.Errorf("%s: %v", order, err)
 		}
-		if err := reg.Validate(&layout.Layout{Groups: []layout.Group{g}}, []uint64{size - 1}); err == nil {
+		if err := reg.Validate(&layout.Layout{Groups: []layout.Group{g}},
+			[]uint64{size - 1}); err == nil {
 			t.Errorf("%s: a byte outside the region was accepted", order)
 		}
 		g.Layers[1].Base--
@@ -149,7 +159,9 @@ func TestWideAllocations(t *testing.T) {
 			t.Errorf("%s: layers that share a byte were accepted", order)
 		}
 	}
-	for _, a := range []Allocation{{Order: "NHLBC", Layers: 1, Blocks: 1, Tokens: 1, Heads: 1, Content: 1}, {Order: "LBNHC"}, {Order: "LBNHC", Layers: 1 << 30, Blocks: 1 << 31, Tokens: 1 << 20, Heads: 1, Content: 1}} {
+	for _, a := range []Allocation{{Order: "NHLBC", Layers: 1, Blocks: 1, Tokens: 1, Heads: 1,
+		Content: 1}, {Order: "LBNHC"}, {Order: "LBNHC", Layers: 1 << 30, Blocks: 1 << 31, Tokens: 1 << 20,
+		Heads: 1, Content: 1}} {
 		if _, err := a.Group(func(int) string { return "" }); err == nil {
 			t.Errorf("%+v was accepted", a)
 		}
@@ -167,10 +179,12 @@ type stageOf struct {
 
 // stagesOf divides the layers of each kind over the stages: stage s has layers [cuts[s], cuts[s+1])
 // of a kind. If that is none, the kind's groups remain for their tables.
-func stagesOf(fs []*family, kinds []string, ds []*dims, cuts [][]int, tables [][]uint32, skips []uint64) []*stageOf {
+func stagesOf(fs []*family, kinds []string, ds []*dims, cuts [][]int, tables [][]uint32,
+	skips []uint64) []*stageOf {
 	var out []*stageOf
 	for s := range len(cuts[0]) - 1 {
-		st := &stageOf{end: end{l: &layout.Layout{DType: "bfloat16", Identity: map[string]string{IdentityGroups: fmt.Sprint(len(fs))}}}}
+		st := &stageOf{end: end{l: &layout.Layout{DType: "bfloat16",
+			Identity: map[string]string{IdentityGroups: fmt.Sprint(len(fs))}}}}
 		for i, f := range fs {
 			d := *ds[i]
 			n := cuts[i][s+1] - cuts[i][s]
@@ -190,7 +204,8 @@ func stagesOf(fs []*family, kinds []string, ds []*dims, cuts [][]int, tables [][
 			if n == 0 {
 				c, size = nil, 0
 			}
-			st.caches, st.first, st.sizes, st.mem = append(st.caches, c), append(st.first, cuts[i][s]), append(st.sizes, size), append(st.mem, make([]byte, size))
+			st.caches, st.first, st.sizes, st.mem = append(st.caches, c), append(st.first, cuts[i][s]),
+				append(st.sizes, size), append(st.mem, make([]byte, size))
 		}
 		if st.l.NumLayers() > 0 {
 			out = append(out, st)
@@ -220,7 +235,8 @@ func TestHybridsInStages(t *testing.T) {
 		var cuts [2][][]int
 		var tables [2][][]uint32
 		var skips []uint64
-		stages := [2]int{rapid.IntRange(1, 3).Draw(t, "from.stages"), rapid.IntRange(1, 3).Draw(t, "to.stages")}
+		stages := [2]int{rapid.IntRange(1, 3).Draw(t, "from.stages"), rapid.IntRange(1, 3).Draw(t,
+			"to.stages")}
 		for i := range rapid.IntRange(2, 3).Draw(t, "kinds") {
 			f := &families[rapid.IntRange(0, len(families)-1).Draw(t, fmt.Sprint(i, "family"))]
 			common := genCommon(t, f)
@@ -229,15 +245,18 @@ func TestHybridsInStages(t *testing.T) {
 				kind := rapid.SampledFrom(f.kinds).Draw(t, label+"kind")
 				d := genDims(t, f, label, common)
 				d.blocks = (tokens-1)/d.n + 1 + rapid.Uint64Range(0, 2).Draw(t, label+"spare")
-				kinds[e], ds[e], tables[e] = append(kinds[e], kind), append(ds[e], d), append(tables[e], genTable(t, label+"table", d.blocks, 99))
+				kinds[e], ds[e], tables[e] = append(kinds[e], kind), append(ds[e], d), append(tables[e],
+					genTable(t, label+"table", d.blocks, 99))
 				cuts[e] = append(cuts[e], cutsOf(t, label+"cut", stages[e], common.layers))
 			}
 			n := ds[1][i].n
-			skips = append(skips, min(tokens, n*rapid.Uint64Range(0, (tokens-1)/n+1).Draw(t, fmt.Sprint(i, "skip"))))
+			skips = append(skips, min(tokens, n*rapid.Uint64Range(0, (tokens-1)/n+1).Draw(t,
+				fmt.Sprint(i, "skip"))))
 		}
 		model := func(kind int) modelByte {
 			return func(layer int, role layout.Role, head, e, col, x uint64) byte {
-				return byte(uint64(kind)*211 + uint64(layer)*131 + uint64(role)*17 + head*29 + e*7 + col*5 + x*3 + 1)
+				return byte(uint64(kind)*211 + uint64(layer)*131 + uint64(role)*17 + head*29 + e*7 +
+					col*5 + x*3 + 1)
 			}
 		}
 		ps := stagesOf(fs, kinds[0], ds[0], cuts[0], tables[0], skips)
@@ -278,7 +297,8 @@ func TestHybridsInStages(t *testing.T) {
 					continue
 				}
 				for k := range c.layers {
-					fillFrom(c, k, tables[1][i], skips[i], tokens, want[i], func(layer int, role layout.Role, head, e, col, x uint64) byte {
+					fillFrom(c, k, tables[1][i], skips[i], tokens, want[i], func(layer int, role layout.Role, head,
+						e, col, x uint64) byte {
 						return model(i)(d.first[i]+layer, role, head, e, col, x)
 					})
 				}
@@ -292,7 +312,8 @@ func TestHybridsInStages(t *testing.T) {
 			for gi := range d.l.Groups {
 				first, end := mustMatch(t, reg, d.l).Written(gi, uint32(tokens), d.skips[gi])
 				if first > end || end > len(d.tables[gi]) || len(d.l.Groups[gi].Layers) == 0 && end != 0 {
-					t.Fatalf("blocks [%d, %d) of group %d are written, of a table of %d", first, end, gi, len(d.tables[gi]))
+					t.Fatalf("blocks [%d, %d) of group %d are written, of a table of %d", first, end, gi,
+						len(d.tables[gi]))
 				}
 			}
 		}

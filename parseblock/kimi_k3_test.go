@@ -9,7 +9,8 @@ import (
 )
 
 // kimiK3Family: pages of Kimi-K3, and those of an engine with separate pools for its MLA layers.
-var kimiK3Family = family{name: "kimi k3", kinds: []string{KimiK3, MLA}, make: func(kind string, d *dims) *cache {
+var kimiK3Family = family{name: "kimi k3", kinds: []string{KimiK3, MLA}, make: func(kind string,
+	d *dims) *cache {
 	if kind == KimiK3 {
 		wide := *d
 		wide.pad += 2 * d.n * d.head // the rest of a KDA state
@@ -23,14 +24,17 @@ var kimiK3Family = family{name: "kimi k3", kinds: []string{KimiK3, MLA}, make: f
 func TestKimiK3Hybrid(t *testing.T) {
 	reg := Default()
 	const page, token, blocks = 8192, 96, 4
-	state := map[string]int64{"k_heads": 2, "k_dim": 16, "v_heads": 2, "v_dim": 16, "conv_len": 3, "state_bytes": 4}
+	state := map[string]int64{"k_heads": 2, "k_dim": 16, "v_heads": 2, "v_dim": 16, "conv_len": 3,
+		"state_bytes": 4}
 	stateBytes := uint64((2*2*16+2*16)*3*2 + 2*16*16*4)
 	side := func(n uint32) *layout.Layout {
 		return &layout.Layout{Groups: []layout.Group{
-			{TokensPerBlock: n, NumBlocks: blocks, Strategy: KimiK3, Params: map[string]int64{"token_bytes": token},
+			{TokensPerBlock: n, NumBlocks: blocks, Strategy: KimiK3,
+				Params: map[string]int64{"token_bytes": token},
 				Layers: []layout.Layer{{Name: "mla", BlockStride: page, PageBytes: uint64(n) * token}}},
 			{TokensPerBlock: n, NumBlocks: blocks, Strategy: KDAState, Params: state,
-				Layers: []layout.Layer{{Name: "kda", Index: 1, Base: blocks * page, BlockStride: page, PageBytes: stateBytes}}},
+				Layers: []layout.Layer{{Name: "kda", Index: 1, Base: blocks * page, BlockStride: page,
+					PageBytes: stateBytes}}},
 		}}
 	}
 	src, dst := side(32), side(16)
@@ -64,7 +68,8 @@ func TestKimiK3Hybrid(t *testing.T) {
 		}
 	}
 	if !bytes.Equal(got, want) || plan.Space().TotalBytes() != tokens*token+stateBytes {
-		t.Fatalf("%d bytes moved, want %d, or others than those", plan.Space().TotalBytes(), tokens*token+stateBytes)
+		t.Fatalf("%d bytes moved, want %d, or others than those", plan.Space().TotalBytes(),
+			tokens*token+stateBytes)
 	}
 	for field, bad := range map[string]func(g *layout.Group){
 		"params.token_bytes": func(g *layout.Group) { g.Params = map[string]int64{"token_bytes": 97} },
@@ -73,7 +78,8 @@ func TestKimiK3Hybrid(t *testing.T) {
 	} {
 		l := side(16)
 		bad(&l.Groups[0])
-		if err := reg.Validate(l, []uint64{size}); err == nil || !bytes.Contains([]byte(err.Error()), []byte(field)) {
+		if err := reg.Validate(l, []uint64{size}); err == nil || !bytes.Contains([]byte(err.Error()),
+			[]byte(field)) {
 			t.Errorf("%s: got %v", field, err)
 		}
 	}

@@ -18,7 +18,8 @@ func large(strategy string, tokensPerBlock, tokens uint32, rank, size uint64) *l
 	g := layout.Group{TokensPerBlock: tokensPerBlock, NumBlocks: blocks, Strategy: strategy,
 		Params: map[string]int64{"kv_heads": 8, "tp_size": int64(size), "tp_rank": int64(rank)}}
 	for i := range 80 {
-		g.Layers = append(g.Layers, layout.Layer{Name: fmt.Sprint("layers.", i), Index: i, Base: uint64(i) * uint64(blocks) * page, BlockStride: page, PageBytes: page})
+		g.Layers = append(g.Layers, layout.Layer{Name: fmt.Sprint("layers.", i), Index: i,
+			Base: uint64(i) * uint64(blocks) * page, BlockStride: page, PageBytes: page})
 	}
 	return &layout.Layout{Groups: []layout.Group{g}}
 }
@@ -34,7 +35,8 @@ func TestMoreThan32Bits(t *testing.T) {
 		gib      uint64
 	}{
 		{"as it is", large(PackedNHD, 16, tokens, 0, 1), large(PackedNHD, 16, tokens, 0, 1), 40},
-		{"one of two ranks, other blocks", large(PackedNHD, 16, tokens, 1, 2), large(PackedHND, 64, tokens, 0, 1), 20},
+		{"one of two ranks, other blocks", large(PackedNHD, 16, tokens, 1, 2), large(PackedHND, 64,
+			tokens, 0, 1), 20},
 		{"one of eight ranks", large(PackedHND, 16, tokens, 5, 8), large(PackedHND, 16, tokens, 5, 8), 5},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -53,7 +55,8 @@ func TestMoreThan32Bits(t *testing.T) {
 			}
 			sp := p.Space()
 			if sp.TotalBytes()>>30 != c.gib-1 || sp.NumChunks() <= 1<<16 {
-				t.Fatalf("%d bytes in %d chunks, a little less than %d GiB expected", sp.TotalBytes(), sp.NumChunks(), c.gib)
+				t.Fatalf("%d bytes in %d chunks, a little less than %d GiB expected", sp.TotalBytes(),
+					sp.NumChunks(), c.gib)
 			}
 			from, to := evenly(c.src), evenly(c.dst)
 			src, err := p.Side(reg, c.src, from)
@@ -136,8 +139,10 @@ func evenly(l *layout.Layout) [][]uint32 {
 func TestTooLarge(t *testing.T) {
 	reg := Default()
 	mla := func(page uint64) *layout.Layout {
-		return &layout.Layout{Groups: []layout.Group{{TokensPerBlock: 1, NumBlocks: 1 << 31, Strategy: MLA,
-			Layers: []layout.Layer{{Name: "a", PageBytes: page, BlockStride: page}, {Name: "b", PageBytes: page, BlockStride: page}}}}}
+		return &layout.Layout{Groups: []layout.Group{{TokensPerBlock: 1, NumBlocks: 1 << 31,
+			Strategy: MLA,
+			Layers: []layout.Layer{{Name: "a", PageBytes: page, BlockStride: page},
+				{Name: "b", PageBytes: page, BlockStride: page}}}}}
 	}
 	const most = transfer.MaxSlotChunks * transfer.ChunkBytes
 	for _, c := range []struct {
@@ -160,9 +165,11 @@ func TestTooLarge(t *testing.T) {
 		switch {
 		case c.layer == "" && (err != nil || p.Space().TotalBytes() != 2*uint64(c.tokens)*c.page):
 			t.Errorf("%d tokens of %d bytes: %v", c.tokens, c.page, err)
-		case c.layer != "" && (p != nil || err == nil || !strings.Contains(err.Error(), fmt.Sprintf("tokens = %d: ", c.tokens)) ||
+		case c.layer != "" && (p != nil || err == nil || !strings.Contains(err.Error(),
+			fmt.Sprintf("tokens = %d: ", c.tokens)) ||
 			!strings.Contains(err.Error(), fmt.Sprintf("(256 GiB) at layer %q; divide", c.layer))):
-			t.Errorf("%d tokens of %d bytes: got %v, want it refused at layer %q", c.tokens, c.page, err, c.layer)
+			t.Errorf("%d tokens of %d bytes: got %v, want it refused at layer %q", c.tokens, c.page,
+				err, c.layer)
 		}
 	}
 }

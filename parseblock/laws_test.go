@@ -45,7 +45,8 @@ func TestMain(m *testing.M) {
 func TestLaws(t *testing.T) {
 	reg := Default()
 	rapid.Check(t, func(t *rapid.T) {
-		if err := lawOfCopies(t, reg, &families[rapid.IntRange(0, len(families)-1).Draw(t, "family")], reg.Validate); err != nil {
+		if err := lawOfCopies(t, reg, &families[rapid.IntRange(0, len(families)-1).Draw(t, "family")],
+			reg.Validate); err != nil {
 			t.Fatal(err)
 		}
 	})
@@ -54,7 +55,8 @@ func TestLaws(t *testing.T) {
 // refusal is a law's error if nothing was copied.
 type refusal struct{ error }
 
-func lawOfCopies(t *rapid.T, reg *Registry, f *family, validate func(*layout.Layout, []uint64) error) error {
+func lawOfCopies(t *rapid.T, reg *Registry, f *family, validate func(*layout.Layout,
+	[]uint64) error) error {
 	common := genCommon(t, f)
 	var cs [2]*cache
 	var kind string
@@ -87,7 +89,10 @@ func lawOfCopies(t *rapid.T, reg *Registry, f *family, validate func(*layout.Lay
 
 	src := random(from.size, end)
 	want := make([]byte, to.size)
-	moved(from, to, layer, layer, ft, tt, start, end, func(_ layout.Role, s, d uint64) { want[d] = src[s] })
+	moved(from, to, layer, layer, ft, tt, start, end, func(_ layout.Role, s,
+		d uint64) {
+		want[d] = src[s]
+	})
 
 	got, touched := make([]byte, to.size), make([]bool, to.size)
 	firstGroup := rapid.IntRange(0, len(to.groups)-1).Draw(t, "first group")
@@ -122,7 +127,8 @@ func lawOfCopies(t *rapid.T, reg *Registry, f *family, validate func(*layout.Lay
 				if p.Len == 0 || p.SrcOff+p.Len > from.size || p.DstOff+p.Len > to.size {
 					return fmt.Errorf("%+v is outside regions of %d and %d", p, from.size, to.size)
 				}
-				if last.Len != 0 && last.SrcOff+last.Len == p.SrcOff && last.DstOff+last.Len == p.DstOff && allJoin(tpl) {
+				if last.Len != 0 && last.SrcOff+last.Len == p.SrcOff && last.DstOff+last.Len == p.DstOff &&
+					allJoin(tpl) {
 					return fmt.Errorf("%+v and %+v are not coalesced", last, p)
 				}
 				last = p
@@ -161,7 +167,10 @@ func lawOfCopies(t *rapid.T, reg *Registry, f *family, validate func(*layout.Lay
 	}
 	// Back again: the copied bytes return to their place, and no others.
 	back, was := make([]byte, from.size), make([]byte, from.size)
-	moved(from, to, layer, layer, ft, tt, start, end, func(_ layout.Role, s, _ uint64) { was[s] = src[s] })
+	moved(from, to, layer, layer, ft, tt, start, end, func(_ layout.Role, s,
+		_ uint64) {
+		was[s] = src[s]
+	})
 	for gi := range from.groups {
 		fg, tg := &from.groups[gi], &to.groups[gi]
 		tpl, err := reg.Template(Side{tg, &tg.Layers[layer]}, Side{fg, &fg.Layers[layer]})
@@ -198,7 +207,10 @@ func allJoin(t *Template) bool {
 // range. Together the plans move everything once.
 func TestPlanLaws(t *testing.T) {
 	reg := Default()
-	rapid.Check(t, func(t *rapid.T) { lawOfPlans(t, reg, &families[rapid.IntRange(0, len(families)-1).Draw(t, "family")]) })
+	rapid.Check(t, func(t *rapid.T) {
+		lawOfPlans(t, reg,
+			&families[rapid.IntRange(0, len(families)-1).Draw(t, "family")])
+	})
 }
 
 func lawOfPlans(t *rapid.T, reg *Registry, f *family) {
@@ -208,7 +220,8 @@ func lawOfPlans(t *rapid.T, reg *Registry, f *family) {
 		common.head *= 700 // several chunks a layer; nearly all of the time goes into these
 	}
 	fd, td := genDims(t, f, "from.", common), genDims(t, f, "to.", common)
-	fd.blocks, td.blocks = (tokens-1)/fd.n+1+rapid.Uint64Range(0, 3).Draw(t, "spare"), (tokens-1)/td.n+1
+	fd.blocks, td.blocks = (tokens-1)/fd.n+1+rapid.Uint64Range(0, 3).Draw(t, "spare"),
+		(tokens-1)/td.n+1
 	fd.size = rapid.SampledFrom(sizesOf(f)).Draw(t, "from.tp")
 	td.size = rapid.SampledFrom(sizesOf(f)).Draw(t, "to.tp")
 	td.rank = rapid.Uint64Range(0, td.size-1).Draw(t, "to.rank")
@@ -299,12 +312,16 @@ func lawOfPlans(t *rapid.T, reg *Registry, f *family) {
 	if skip < tokens {
 		for l := range to.layers {
 			fillFrom(to, l, tt, first, tokens, want, model)
-			fillFrom(to, l, tt, first, tokens, lacks, func(int, layout.Role, uint64, uint64, uint64, uint64) byte { return 1 })
+			fillFrom(to, l, tt, first, tokens, lacks, func(int, layout.Role, uint64, uint64, uint64,
+				uint64) byte {
+				return 1
+			})
 		}
 	}
 	for _, share := range shares {
 		from := sources[share.Source]
-		skips, ftabs, ttabs := repeat(uint32(skip), len(to.groups)), repeat(ft, len(from.groups)), repeat(tt, len(to.groups))
+		skips, ftabs, ttabs := repeat(uint32(skip), len(to.groups)), repeat(ft, len(from.groups)),
+			repeat(tt, len(to.groups))
 		plan, err := NewShare(reg, layouts[share.Source], dst, &share, uint32(tokens), skips)
 		if err != nil {
 			t.Fatal(err)
@@ -395,7 +412,8 @@ func lawOfPlans(t *rapid.T, reg *Registry, f *family) {
 			t.Fatalf("the plans move %d bytes that are not in the receiver's own", n)
 		}
 		if len(shares) == 1 && layouts[shares[0].Source].Geometry() == dst.Geometry() {
-			plan, err := NewPlan(reg, layouts[shares[0].Source], dst, uint32(tokens), repeat(uint32(skip), len(to.groups)))
+			plan, err := NewPlan(reg, layouts[shares[0].Source], dst, uint32(tokens), repeat(uint32(skip),
+				len(to.groups)))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -411,13 +429,15 @@ func lawOfPlans(t *rapid.T, reg *Registry, f *family) {
 	byRuns := make([]byte, to.size)
 	for _, share := range shares {
 		from := sources[share.Source]
-		plan, err := NewShare(reg, layouts[share.Source], dst, &share, uint32(tokens), repeat(uint32(skip), len(to.groups)))
+		plan, err := NewShare(reg, layouts[share.Source], dst, &share, uint32(tokens),
+			repeat(uint32(skip), len(to.groups)))
 		if err != nil {
 			t.Fatal(err)
 		}
 		for l := range dst.NumLayers() {
 			for part := range plan.Parts(l) {
-				runs, _, _, err := plan.Runs(nil, l, part, repeat(ft, len(from.groups)), repeat(tt, len(to.groups)))
+				runs, _, _, err := plan.Runs(nil, l, part, repeat(ft, len(from.groups)),
+					repeat(tt, len(to.groups)))
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -432,7 +452,8 @@ func lawOfPlans(t *rapid.T, reg *Registry, f *family) {
 	}
 	for i := range want {
 		if got[i] != want[i] {
-			t.Fatalf("byte %d of %d: got %d, want %d (touched %v)", i, len(want), got[i], want[i], touched[i])
+			t.Fatalf("byte %d of %d: got %d, want %d (touched %v)", i, len(want), got[i],
+				want[i], touched[i])
 		}
 	}
 }
@@ -448,15 +469,18 @@ func repeat[T any](v T, n int) []T {
 type modelByte func(layer int, role layout.Role, head, e, col, x uint64) byte
 
 // fill writes the model's content of a prompt into a cache, as its engine would have.
-func fill(c *cache, firstLayer int, table []uint32, first, tokens uint64, mem []byte, model modelByte) {
+func fill(c *cache, firstLayer int, table []uint32, first, tokens uint64, mem []byte,
+	model modelByte) {
 	for l := range c.layers {
-		fillFrom(c, l, table, first, tokens, mem, func(layer int, role layout.Role, head, e, col, x uint64) byte {
+		fillFrom(c, l, table, first, tokens, mem, func(layer int, role layout.Role, head, e, col,
+			x uint64) byte {
 			return model(firstLayer+layer, role, head, e, col, x)
 		})
 	}
 }
 
-func fillFrom(c *cache, layer int, table []uint32, first, tokens uint64, mem []byte, model modelByte) {
+func fillFrom(c *cache, layer int, table []uint32, first, tokens uint64, mem []byte,
+	model modelByte) {
 	for i := range c.contents {
 		k := &c.contents[i]
 		for h := range k.own {
@@ -464,7 +488,8 @@ func fillFrom(c *cache, layer int, table []uint32, first, tokens uint64, mem []b
 				if c.state {
 					for r := range k.rows {
 						for col := range k.cols {
-							mem[c.at(layer, uint64(table[(tokens-1)/c.n]), r, k.role, h, col, x)] = model(layer, k.role, k.first+h, r, col, x)
+							mem[c.at(layer, uint64(table[(tokens-1)/c.n]), r, k.role, h, col, x)] = model(layer, k.role,
+								k.first+h, r, col, x)
 						}
 					}
 					continue
@@ -475,7 +500,8 @@ func fillFrom(c *cache, layer int, table []uint32, first, tokens uint64, mem []b
 				}
 				for e := first / c.ratio; e < end/c.ratio; e++ {
 					tok := e * c.ratio
-					mem[c.at(layer, uint64(table[tok/c.n]), tok%c.n/c.ratio, k.role, h, 0, x)] = model(layer, k.role, k.first+h, e, 0, x)
+					mem[c.at(layer, uint64(table[tok/c.n]), tok%c.n/c.ratio, k.role, h, 0, x)] = model(layer,
+						k.role, k.first+h, e, 0, x)
 				}
 			}
 		}

@@ -54,7 +54,8 @@ func carry(t rapid.TB, reg *Registry, plan *Plan, src, dst *end) {
 
 // give divides the receiver's missing bytes over the sources, proves the division, and moves each
 // share; it calls moved, if set, for each.
-func give(t rapid.TB, reg *Registry, sources []*end, dst *end, tokens uint64, skips []uint32, moved func(*Plan, *end)) {
+func give(t rapid.TB, reg *Registry, sources []*end, dst *end, tokens uint64, skips []uint32,
+	moved func(*Plan, *end)) {
 	t.Helper()
 	var ls []*layout.Layout
 	for _, s := range sources {

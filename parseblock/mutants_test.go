@@ -15,7 +15,8 @@ import (
 // tested.
 func TestEveryStrategyIsTried(t *testing.T) {
 	tried := map[string]bool{}
-	d := &dims{layers: 1, n: 4, blocks: 2, kvHeads: 2, head: 2, value: 2, scale: 1, size: 1, kHeads: 1, kDim: 1, vHeads: 1, vDim: 1, histor: 1, elem: 2, ratio: 1, tile: 4}
+	d := &dims{layers: 1, n: 4, blocks: 2, kvHeads: 2, head: 2, value: 2, scale: 1, size: 1, kHeads: 1,
+		kDim: 1, vHeads: 1, vDim: 1, histor: 1, elem: 2, ratio: 1, tile: 4}
 	for _, f := range families {
 		for _, k := range f.kinds {
 			c := *d
@@ -37,7 +38,8 @@ type mutant struct {
 	wrong func(g *layout.Group, ps []layout.Plane) []layout.Plane
 }
 
-func (m mutant) Planes(dst []layout.Plane, g *layout.Group, l *layout.Layer) ([]layout.Plane, error) {
+func (m mutant) Planes(dst []layout.Plane, g *layout.Group, l *layout.Layer) ([]layout.Plane,
+	error) {
 	ps, err := m.Strategy.Planes(nil, g, l)
 	if err != nil {
 		return dst, err
@@ -54,7 +56,8 @@ type bug struct {
 }
 
 // each makes a bug from a mistake in one plane.
-func each(wrong func(g *layout.Group, p *layout.Plane)) func(*layout.Group, []layout.Plane) []layout.Plane {
+func each(wrong func(g *layout.Group, p *layout.Plane)) func(*layout.Group,
+	[]layout.Plane) []layout.Plane {
 	return func(g *layout.Group, ps []layout.Plane) []layout.Plane {
 		for i := range ps {
 			wrong(g, &ps[i])
@@ -74,7 +77,8 @@ func with(ps []layout.Plane, role layout.Role) *layout.Plane {
 }
 
 func isScale(r layout.Role) bool {
-	return r == layout.RoleIndexScale || r == layout.RoleLatentScale || r == layout.RoleKScale || r == layout.RoleVScale
+	return r == layout.RoleIndexScale || r == layout.RoleLatentScale || r == layout.RoleKScale ||
+		r == layout.RoleVScale
 }
 
 // ranked returns the rank, the size of its group, the number of the model's heads in a plane, and
@@ -91,20 +95,28 @@ func ranked(g *layout.Group, p *layout.Plane) (rank, size, heads, width uint32) 
 }
 
 var (
-	ofK      = []string{FlashKVFirst, FlashKVFirstHND, FlashBlockFirst, FlashBlockFirstHND, FlashToken, SGLangLayerFirst, SGLangPageFirst, SGLangPageFirstDirect, SGLangPageHead}
-	ofHeads  = append([]string{PackedHND, PackedNHD, QuantInlineHND, QuantInlineNHD, QuantPlanarHND, QuantPlanarNHD, ScalesKVFirst, SGLangK, SGLangV, VLLMCPUAttn}, ofK...)
+	ofK = []string{FlashKVFirst, FlashKVFirstHND, FlashBlockFirst, FlashBlockFirstHND, FlashToken,
+		SGLangLayerFirst, SGLangPageFirst, SGLangPageFirstDirect, SGLangPageHead}
+	ofHeads = append([]string{PackedHND, PackedNHD, QuantInlineHND, QuantInlineNHD, QuantPlanarHND,
+		QuantPlanarNHD, ScalesKVFirst, SGLangK, SGLangV, VLLMCPUAttn}, ofK...)
 	ofStates = []string{GDNState, KDAState, Mamba2State}
 )
 
 // bugs are mistakes by kind: the start of a plane, the size of a cell, strides, the heads of a
 // rank, kernel pages, entries of several tokens, transposed columns and matrices.
 var bugs = []bug{
-	{"off by one byte", nil, func(_ *layout.Group, ps []layout.Plane) []layout.Plane { ps[0].Offset++; return ps }},
-	{"the last plane starts where the first does", nil, func(_ *layout.Group, ps []layout.Plane) []layout.Plane {
+	{"off by one byte", nil, func(_ *layout.Group, ps []layout.Plane) []layout.Plane {
+		ps[0].Offset++
+		return ps
+	}},
+	{"the last plane starts where the first does", nil, func(_ *layout.Group,
+		ps []layout.Plane) []layout.Plane {
 		ps[len(ps)-1].Offset = 0
 		return ps
 	}},
-	{"the last plane is forgotten", nil, func(_ *layout.Group, ps []layout.Plane) []layout.Plane { return ps[:len(ps)-1] }},
+	{"the last plane is forgotten", nil, func(_ *layout.Group, ps []layout.Plane) []layout.Plane {
+		return ps[:len(ps)-1]
+	}},
 	{"a cell is a byte short", nil, func(_ *layout.Group, ps []layout.Plane) []layout.Plane {
 		if ps[0].CellBytes > 1 {
 			ps[0].CellBytes--
@@ -115,74 +127,99 @@ var bugs = []bug{
 		ps[0].RowStride, ps[0].HeadStride = ps[0].HeadStride, ps[0].RowStride
 		return ps
 	}},
-	{"the last plane ignores the row", nil, func(_ *layout.Group, ps []layout.Plane) []layout.Plane { ps[len(ps)-1].RowStride = 0; return ps }},
-	{"a block has one row more", nil, func(_ *layout.Group, ps []layout.Plane) []layout.Plane { ps[0].Rows++; return ps }},
-	{"the page is half as long", []string{Page, VLLMCPUAttn}, each(func(_ *layout.Group, p *layout.Plane) {
-		if p.Unit == layout.UnitBlock && p.CellBytes > 1 {
-			p.CellBytes /= 2
-		}
-	})},
-	{"opaque pages taken for tokens", []string{Page, VLLMCPUAttn}, each(func(_ *layout.Group, p *layout.Plane) {
-		if p.Unit == layout.UnitBlock {
-			p.Unit = layout.UnitToken
-		}
-	})},
+	{"the last plane ignores the row", nil, func(_ *layout.Group, ps []layout.Plane) []layout.Plane {
+		ps[len(ps)-1].RowStride = 0
+		return ps
+	}},
+	{"a block has one row more", nil, func(_ *layout.Group, ps []layout.Plane) []layout.Plane {
+		ps[0].Rows++
+		return ps
+	}},
+	{"the page is half as long", []string{Page, VLLMCPUAttn},
+		each(func(_ *layout.Group, p *layout.Plane) {
+			if p.Unit == layout.UnitBlock && p.CellBytes > 1 {
+				p.CellBytes /= 2
+			}
+		})},
+	{"opaque pages taken for tokens", []string{Page, VLLMCPUAttn},
+		each(func(_ *layout.Group, p *layout.Plane) {
+			if p.Unit == layout.UnitBlock {
+				p.Unit = layout.UnitToken
+			}
+		})},
 
 	{"V ignores the head", ofK, func(_ *layout.Group, ps []layout.Plane) []layout.Plane {
 		with(ps, layout.RoleV).HeadStride = 0
 		return ps
 	}},
-	{"V begins behind K of its head", []string{FlashBlockFirstHND, FlashKVFirstHND}, func(_ *layout.Group, ps []layout.Plane) []layout.Plane {
-		k, v := with(ps, layout.RoleK), with(ps, layout.RoleV)
-		if v.HeadMajor && v.ColStride == 0 {
-			v.Offset = k.HeadStride // the page's middle only with one head
-		}
+	{"V begins behind K of its head", []string{FlashBlockFirstHND, FlashKVFirstHND},
+		func(_ *layout.Group, ps []layout.Plane) []layout.Plane {
+			k, v := with(ps, layout.RoleK), with(ps, layout.RoleV)
+			if v.HeadMajor && v.ColStride == 0 {
+				v.Offset = k.HeadStride // the page's middle only with one head
+			}
+			return ps
+		}},
+	{"the last plane ignores the head", nil, func(_ *layout.Group, ps []layout.Plane) []layout.Plane {
+		ps[len(ps)-1].HeadStride = 0
 		return ps
 	}},
-	{"the last plane ignores the head", nil, func(_ *layout.Group, ps []layout.Plane) []layout.Plane { ps[len(ps)-1].HeadStride = 0; return ps }},
 
-	{"replicated heads modulo, not divided", append(append([]string{}, ofHeads...), ofStates...), each(func(g *layout.Group, p *layout.Plane) {
-		if rank, size, heads, width := ranked(g, p); size > heads {
-			p.FirstHead = rank % heads * width
-		}
-	})},
-	{"a rank's heads begin after as many for each before it", append(append([]string{}, ofHeads...), ofStates...), each(func(g *layout.Group, p *layout.Plane) {
+	{"replicated heads modulo, not divided", append(append([]string{}, ofHeads...), ofStates...),
+		each(func(g *layout.Group, p *layout.Plane) {
+			if rank, size, heads, width := ranked(g, p); size > heads {
+				p.FirstHead = rank % heads * width
+			}
+		})},
+	{"a rank's heads begin after as many for each before it", append(append([]string{}, ofHeads...),
+		ofStates...), each(func(g *layout.Group, p *layout.Plane) {
 		if rank, size, heads, width := ranked(g, p); size < heads {
 			p.FirstHead = min(rank*p.Heads, (heads-1)*width)
 		}
 	})},
-	{"every rank has the first head", append(append([]string{}, ofHeads...), ofStates...), each(func(_ *layout.Group, p *layout.Plane) { p.FirstHead = 0 })},
+	{"every rank has the first head", append(append([]string{}, ofHeads...), ofStates...),
+		each(func(_ *layout.Group, p *layout.Plane) { p.FirstHead = 0 })},
 
-	{"kernel pages are not counted", []string{DSAIndexer, PackedHND, QuantInlineHND, QuantPlanarHND, QuantPlanarNHD}, each(func(_ *layout.Group, p *layout.Plane) { p.TileRows, p.TileStride = 0, 0 })},
-	{"kernel pages are as far apart as their values", []string{DSAIndexer, QuantPlanarHND, QuantPlanarNHD}, each(func(_ *layout.Group, p *layout.Plane) {
+	{"kernel pages are not counted", []string{DSAIndexer, PackedHND, QuantInlineHND, QuantPlanarHND,
+		QuantPlanarNHD}, each(func(_ *layout.Group, p *layout.Plane) {
+		p.TileRows,
+			p.TileStride = 0, 0
+	})},
+	{"kernel pages are as far apart as their values", []string{DSAIndexer, QuantPlanarHND,
+		QuantPlanarNHD}, each(func(_ *layout.Group, p *layout.Plane) {
 		if p.TileStride != 0 {
 			p.TileStride = uint64(p.TileRows) * p.CellBytes
 		}
 	})},
-	{"all kernel pages have the scales of the first", []string{DSAIndexer, QuantPlanarHND, QuantPlanarNHD}, each(func(_ *layout.Group, p *layout.Plane) {
+	{"all kernel pages have the scales of the first", []string{DSAIndexer, QuantPlanarHND,
+		QuantPlanarNHD}, each(func(_ *layout.Group, p *layout.Plane) {
 		if isScale(p.Role) {
 			p.TileStride = 0
 		}
 	})},
-	{"scales behind all values of a block", []string{DSAIndexer}, func(_ *layout.Group, ps []layout.Plane) []layout.Plane {
+	{"scales behind all values of a block", []string{DSAIndexer}, func(_ *layout.Group,
+		ps []layout.Plane) []layout.Plane {
 		v, s := with(ps, layout.RoleIndex), with(ps, layout.RoleIndexScale)
 		s.Offset = uint64(v.Rows) * v.CellBytes
 		v.TileRows, v.TileStride, s.TileRows, s.TileStride = 0, 0, 0, 0
 		return ps
 	}},
-	{"a partial page without its scales", []string{DSAIndexer, DeepSeekV4}, each(func(_ *layout.Group, p *layout.Plane) {
-		if !isScale(p.Role) || p.Heads > 1 {
-			return
-		}
-		// One cell of all adjacent scales: it moves when the last of its tokens does, or never.
-		rows := p.TileRows
-		if rows == 0 {
-			rows = p.Rows
-		}
-		p.CellBytes, p.RowTokens, p.Rows, p.RowStride = uint64(rows)*p.CellBytes, rows*p.RowTokens, p.Rows/rows, p.TileStride
-		p.TileRows, p.TileStride = 0, 0
-	})},
-	{"scales lie beside their values", []string{DSAIndexer, DeepSeekV4, QuantPlanarHND, QuantPlanarNHD}, func(_ *layout.Group, ps []layout.Plane) []layout.Plane {
+	{"a partial page without its scales", []string{DSAIndexer, DeepSeekV4},
+		each(func(_ *layout.Group, p *layout.Plane) {
+			if !isScale(p.Role) || p.Heads > 1 {
+				return
+			}
+			// One cell of all adjacent scales: it moves when the last of its tokens does, or never.
+			rows := p.TileRows
+			if rows == 0 {
+				rows = p.Rows
+			}
+			p.CellBytes, p.RowTokens, p.Rows, p.RowStride = uint64(rows)*p.CellBytes, rows*p.RowTokens,
+				p.Rows/rows, p.TileStride
+			p.TileRows, p.TileStride = 0, 0
+		})},
+	{"scales lie beside their values", []string{DSAIndexer, DeepSeekV4, QuantPlanarHND,
+		QuantPlanarNHD}, func(_ *layout.Group, ps []layout.Plane) []layout.Plane {
 		for i := 1; i < len(ps); i++ {
 			if v, s := &ps[i-1], &ps[i]; isScale(s.Role) && !isScale(v.Role) {
 				s.Offset, s.RowStride = v.Offset+v.CellBytes, v.RowStride
@@ -190,50 +227,60 @@ var bugs = []bug{
 		}
 		return ps
 	}},
-	{"pages without their scales", []string{DSAIndexer, DeepSeekV4, QuantPlanarHND, QuantPlanarNHD}, func(_ *layout.Group, ps []layout.Plane) []layout.Plane {
-		if left := slices.DeleteFunc(slices.Clone(ps), func(p layout.Plane) bool { return isScale(p.Role) }); len(left) > 0 {
-			return left
-		}
-		return ps
-	}},
+	{"pages without their scales", []string{DSAIndexer, DeepSeekV4, QuantPlanarHND, QuantPlanarNHD},
+		func(_ *layout.Group, ps []layout.Plane) []layout.Plane {
+			if left := slices.DeleteFunc(slices.Clone(ps),
+				func(p layout.Plane) bool { return isScale(p.Role) }); len(left) > 0 {
+				return left
+			}
+			return ps
+		}},
 
-	{"an entry is a token's", []string{DSAIndexer, DeepSeekV4}, each(func(_ *layout.Group, p *layout.Plane) {
-		if p.Unit == layout.UnitToken {
-			p.RowTokens = 1
-		}
-	})},
-	{"entries of twice the tokens", []string{DSAIndexer, DeepSeekV4}, each(func(_ *layout.Group, p *layout.Plane) {
-		if p.RowTokens > 1 && p.Unit == layout.UnitToken {
-			p.RowTokens *= 2
-		}
-	})},
-	{"as many entries as tokens", []string{DSAIndexer, DeepSeekV4}, func(g *layout.Group, ps []layout.Plane) []layout.Plane {
+	{"an entry is a token's", []string{DSAIndexer, DeepSeekV4},
+		each(func(_ *layout.Group, p *layout.Plane) {
+			if p.Unit == layout.UnitToken {
+				p.RowTokens = 1
+			}
+		})},
+	{"entries of twice the tokens", []string{DSAIndexer, DeepSeekV4},
+		each(func(_ *layout.Group, p *layout.Plane) {
+			if p.RowTokens > 1 && p.Unit == layout.UnitToken {
+				p.RowTokens *= 2
+			}
+		})},
+	{"as many entries as tokens", []string{DSAIndexer, DeepSeekV4}, func(g *layout.Group,
+		ps []layout.Plane) []layout.Plane {
 		if len(ps) == 2 && ps[0].RowTokens > 1 && ps[0].Unit == layout.UnitToken {
 			ps[1].Offset = ps[0].CellBytes * uint64(g.TokensPerBlock) // the scales' position
 		}
 		return ps
 	}},
 
-	{"numbers of K side by side", []string{VLLMCPUAttn}, func(_ *layout.Group, ps []layout.Plane) []layout.Plane {
+	{"numbers of K side by side", []string{VLLMCPUAttn}, func(_ *layout.Group,
+		ps []layout.Plane) []layout.Plane {
 		if k := with(ps, layout.RoleK); k.ColMajor {
 			k.ColStride, k.RowStride = k.CellBytes, uint64(k.Cols)*k.CellBytes
 		}
 		return ps
 	}},
-	{"only the first number of K", []string{VLLMCPUAttn}, func(_ *layout.Group, ps []layout.Plane) []layout.Plane {
+	{"only the first number of K", []string{VLLMCPUAttn}, func(_ *layout.Group,
+		ps []layout.Plane) []layout.Plane {
 		if k := with(ps, layout.RoleK); k.ColMajor {
 			k.Cols = 1
 		}
 		return ps
 	}},
-	{"V is turned as K is", []string{VLLMCPUAttn}, func(_ *layout.Group, ps []layout.Plane) []layout.Plane {
+	{"V is turned as K is", []string{VLLMCPUAttn}, func(_ *layout.Group,
+		ps []layout.Plane) []layout.Plane {
 		if k, v := with(ps, layout.RoleK), with(ps, layout.RoleV); k.ColMajor {
-			v.CellBytes, v.RowStride, v.Cols, v.ColStride, v.ColMajor = k.CellBytes, k.RowStride, k.Cols, k.ColStride, true
+			v.CellBytes, v.RowStride, v.Cols, v.ColStride, v.ColMajor = k.CellBytes, k.RowStride, k.Cols,
+				k.ColStride, true
 		}
 		return ps
 	}},
 
-	{"rows and columns of the state exchanged", ofStates, func(_ *layout.Group, ps []layout.Plane) []layout.Plane {
+	{"rows and columns of the state exchanged", ofStates, func(_ *layout.Group,
+		ps []layout.Plane) []layout.Plane {
 		r := with(ps, layout.RoleRecurrent)
 		r.RowStride, r.ColStride = r.ColStride, r.RowStride
 		return ps
@@ -246,16 +293,19 @@ var bugs = []bug{
 		with(ps, layout.RoleRecurrent).Transposed = true
 		return ps
 	}},
-	{"the state ignores the column", ofStates, func(_ *layout.Group, ps []layout.Plane) []layout.Plane {
+	{"the state ignores the column", ofStates, func(_ *layout.Group,
+		ps []layout.Plane) []layout.Plane {
 		with(ps, layout.RoleRecurrent).ColStride = 0
 		return ps
 	}},
-	{"q and v of the convolution exchanged", ofStates, func(_ *layout.Group, ps []layout.Plane) []layout.Plane {
+	{"q and v of the convolution exchanged", ofStates, func(_ *layout.Group,
+		ps []layout.Plane) []layout.Plane {
 		q, v := with(ps, layout.RoleConvQ), with(ps, layout.RoleConvV)
 		q.Offset, v.Offset = v.Offset, q.Offset
 		return ps
 	}},
-	{"the state begins where the history does", ofStates, func(_ *layout.Group, ps []layout.Plane) []layout.Plane {
+	{"the state begins where the history does", ofStates, func(_ *layout.Group,
+		ps []layout.Plane) []layout.Plane {
 		with(ps, layout.RoleRecurrent).Offset = 0
 		return ps
 	}},
@@ -272,7 +322,8 @@ func TestMutants(t *testing.T) {
 		other = 15  // cases of a mistake that applies to others
 	)
 	if testutil.Race {
-		testutil.Skip(t, "norace", "make test-all has it in its part bounds, without the race detector, which takes ten times as long")
+		testutil.Skip(t, "norace", "make test-all has it in its part bounds, without the race "+
+			"detector, which takes ten times as long")
 	}
 	// Validate would catch some of them first; here the copy must show them.
 	unchecked := func(*layout.Layout, []uint64) error { return nil }
@@ -304,9 +355,11 @@ func TestMutants(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				for seed := 0; seed < seeds && !hit && (changed || seed < tried) && len(homes[b.name]) > 0; seed++ {
+				for seed := 0; seed < seeds && !hit && (changed || seed < tried) &&
+					len(homes[b.name]) > 0; seed++ {
 					f := &homes[b.name][seed%len(homes[b.name])]
-					err := rapid.Custom(func(t *rapid.T) error { return lawOfCopies(t, reg, f, unchecked) }).Example(seed)
+					err := rapid.Custom(func(t *rapid.T) error { return lawOfCopies(t, reg, f, unchecked) }).
+						Example(seed)
 					var refused refusal
 					hit = err != nil && !errors.As(err, &refused)
 				}
@@ -336,7 +389,8 @@ func familiesOf(t *testing.T) map[string][]family {
 		f := families[fi]
 		byStrategy := map[string][]string{}
 		for _, k := range f.kinds {
-			d := dims{layers: 1, n: 4, blocks: 2, kvHeads: 2, head: 2, value: 2, scale: 1, size: 1, kHeads: 1, kDim: 1, vHeads: 1, vDim: 1, histor: 1, elem: 2, ratio: 1, tile: 4}
+			d := dims{layers: 1, n: 4, blocks: 2, kvHeads: 2, head: 2, value: 2, scale: 1, size: 1,
+				kHeads: 1, kDim: 1, vHeads: 1, vDim: 1, histor: 1, elem: 2, ratio: 1, tile: 4}
 			for _, g := range f.make(k, &d).groups {
 				if !slices.Contains(byStrategy[g.Strategy], k) {
 					byStrategy[g.Strategy] = append(byStrategy[g.Strategy], k)
@@ -346,7 +400,10 @@ func familiesOf(t *testing.T) map[string][]family {
 		for s, kinds := range byStrategy {
 			only := f
 			only.kinds = kinds
-			if i := slices.IndexFunc(f.kinds, func(k string) bool { return !slices.Contains(kinds, k) }); i >= 0 {
+			if i := slices.IndexFunc(f.kinds, func(k string) bool {
+				return !slices.Contains(kinds,
+					k)
+			}); i >= 0 {
 				only.kinds = append(slices.Clone(kinds), f.kinds[i])
 			}
 			out[s] = append(out[s], only)
@@ -371,7 +428,8 @@ func harmless(a, b []layout.Plane) bool {
 		for _, axis := range []struct {
 			n      uint32
 			stride *uint64
-		}{{p.Heads, &p.HeadStride}, {p.Rows, &p.RowStride}, {p.Cols, &p.ColStride}, {p.TileRows + 1, &p.TileStride}} {
+		}{{p.Heads, &p.HeadStride}, {p.Rows, &p.RowStride}, {p.Cols, &p.ColStride}, {p.TileRows + 1,
+			&p.TileStride}} {
 			if axis.n == 1 {
 				*axis.stride = 0
 			}

@@ -112,7 +112,8 @@ func (p *pair) span(t layout.TokenRange) (first, end uint64, err error) {
 	if p.unit == layout.UnitBlock {
 		if uint64(t.Start)%p.rowTokens != 0 {
 			return 0, 0, &layout.Error{Field: "tokens.start", Value: fmt.Sprint(t.Start),
-				Problem: fmt.Sprintf("opaque pages only move whole, %d tokens each", p.rowTokens), Remedy: "start at a block boundary"}
+				Problem: fmt.Sprintf("opaque pages only move whole, %d tokens each", p.rowTokens),
+				Remedy:  "start at a block boundary"}
 		}
 		end = (uint64(t.End)-1)/p.rowTokens + 1
 	}
@@ -138,7 +139,8 @@ func halve(in []sited) ([]sited, error) {
 		}
 		key := keyBytes(&s.Plane)
 		if key == 0 || s.Cols != 1 {
-			return nil, refusePair(&s, nil, "cell_bytes", s.CellBytes, "cannot be divided into K and V", "use the same packing on both sides")
+			return nil, refusePair(&s, nil, "cell_bytes", s.CellBytes, "cannot be divided into K and V",
+				"use the same packing on both sides")
 		}
 		k, v := s, s
 		k.Role, k.CellBytes, k.KeyBytes = layout.RoleK, key, 0
@@ -192,7 +194,8 @@ func pairUp(from, to []sited, unlike *differences) ([]pair, error) {
 				continue
 			}
 			if f != nil {
-				return nil, refusePair(f, t, t.Role.String(), "in two layers", "the source registers it twice", "register it once")
+				return nil, refusePair(f, t, t.Role.String(), "in two layers", "the source registers it twice",
+					"register it once")
 			}
 			f = &from[k]
 		}
@@ -220,7 +223,8 @@ func refusePair(f, t *sited, field string, value any, problem, remedy string) er
 	if s == nil {
 		s = f
 	}
-	return &layout.Error{Field: fmt.Sprintf("layer %q: %s", s.l.Name, field), Value: fmt.Sprint(value), Problem: problem, Remedy: remedy}
+	return &layout.Error{Field: fmt.Sprintf("layer %q: %s", s.l.Name, field), Value: fmt.Sprint(value),
+		Problem: problem, Remedy: remedy}
 }
 
 // compare adds the reasons against copying one plane to another and reports whether there are any:
@@ -230,8 +234,10 @@ func (d *differences) compare(f, t *sited) bool {
 	if a == b && (t.Unit != layout.UnitBlock || f.g.TokensPerBlock == t.g.TokensPerBlock) {
 		return false
 	}
-	if t.Unit == layout.UnitBlock && f.Unit == layout.UnitBlock && f.g.TokensPerBlock != t.g.TokensPerBlock {
-		d.add(Part(t.l.Name), t.Role.String()+" tokens_per_block", fmt.Sprint(f.g.TokensPerBlock), fmt.Sprint(t.g.TokensPerBlock))
+	if t.Unit == layout.UnitBlock && f.Unit == layout.UnitBlock &&
+		f.g.TokensPerBlock != t.g.TokensPerBlock {
+		d.add(Part(t.l.Name), t.Role.String()+" tokens_per_block", fmt.Sprint(f.g.TokensPerBlock),
+			fmt.Sprint(t.g.TokensPerBlock))
 	}
 	for _, x := range a.fields() {
 		for _, y := range b.fields() {
@@ -251,7 +257,10 @@ func (d *differences) err() error {
 	first := d.all[0]
 	rest := differences{all: d.all[1:], left: d.left}
 	e := &layout.Error{Field: first.name(), Value: first.a + " and " + first.b}
-	for _, more := range rest.text(func(f *difference) string { return fmt.Sprintf("%s = %s and %s", f.name(), f.a, f.b) }) {
+	for _, more := range rest.text(func(f *difference) string {
+		return fmt.Sprintf("%s = %s and %s",
+			f.name(), f.a, f.b)
+	}) {
 		e.Value += "; " + more
 	}
 	e.Problem, e.Remedy = "the two sides differ, and transfers copy bytes without conversion",
@@ -275,7 +284,8 @@ func newPair(f, t *sited) pair {
 	}
 	first := max(f.FirstHead, t.FirstHead)
 	end := min(f.FirstHead+f.Heads, t.FirstHead+t.Heads)
-	p := pair{from: placeOf(f, first), to: placeOf(t, first), role: t.Role, unit: t.Unit, headMajor: t.HeadMajor, colMajor: t.ColMajor, cell: t.CellBytes,
+	p := pair{from: placeOf(f, first), to: placeOf(t, first), role: t.Role, unit: t.Unit,
+		headMajor: t.HeadMajor, colMajor: t.ColMajor, cell: t.CellBytes,
 		cols: uint64(t.Cols), rows: uint64(t.Rows), rowTokens: uint64(max(t.RowTokens, 1)),
 		head0:  uint64(first),
 		turned: t.Transposed, headsOf: [2]headSpan{{f.FirstHead, f.Heads}, {t.FirstHead, t.Heads}}}
@@ -294,7 +304,8 @@ func newPair(f, t *sited) pair {
 // or tokens: a head is as opaque as a page.
 func packingParams(g *layout.Group) map[string]int64 {
 	out := maps.Clone(g.Params)
-	for _, n := range [...]param{paramHeads, paramKVHeads, paramTPRank, paramTPSize, paramWindow, paramPrefixCache} {
+	for _, n := range [...]param{paramHeads, paramKVHeads, paramTPRank, paramTPSize, paramWindow,
+		paramPrefixCache} {
 		delete(out, known[n].name)
 	}
 	return out
@@ -308,8 +319,10 @@ func orPlain(format string) string {
 }
 
 func placeOf(s *sited, firstHead uint32) place {
-	p := place{block: s.l.BlockStride, tile: s.TileStride, row: s.RowStride, head: s.HeadStride, col: s.ColStride,
-		tileRows: uint64(s.TileRows), tiles: 1, tokens: uint64(s.g.TokensPerBlock), group: s.gi, table: s.table, flat: s.flat, reg: s.l.Region}
+	p := place{block: s.l.BlockStride, tile: s.TileStride, row: s.RowStride, head: s.HeadStride,
+		col:      s.ColStride,
+		tileRows: uint64(s.TileRows), tiles: 1, tokens: uint64(s.g.TokensPerBlock), group: s.gi,
+		table: s.table, flat: s.flat, reg: s.l.Region}
 	// If the ranks share no head the difference wraps, and the pair is dropped.
 	p.off = s.l.Base + s.Offset + uint64(firstHead-s.FirstHead)*s.HeadStride
 	if p.tileRows == 0 || p.tileRows >= uint64(s.Rows) {

@@ -108,8 +108,10 @@ type params struct {
 
 func (p *params) refuse(field string, value any, problem string) {
 	if p.err == nil {
-		p.err = &layout.Error{Field: field, Value: fmt.Sprint(value), Problem: fmt.Sprintf("strategy %q: %s", p.strategy, problem),
-			Remedy: "register the bytes of one block and the parameters that the engine uses, or the strategy that fits"}
+		p.err = &layout.Error{Field: field, Value: fmt.Sprint(value),
+			Problem: fmt.Sprintf("strategy %q: %s", p.strategy, problem),
+			Remedy: "register the bytes of one block and the parameters that the engine uses, or the " +
+				"strategy that fits"}
 	}
 }
 
@@ -170,7 +172,8 @@ func (p *params) nothingElse() {
 		if slices.Contains(reads, name) {
 			continue
 		}
-		p.err = &layout.Error{Field: fmt.Sprintf("params.%.64s", name), Value: fmt.Sprint(p.g.Params[name]),
+		p.err = &layout.Error{Field: fmt.Sprintf("params.%.64s", name),
+			Value:   fmt.Sprint(p.g.Params[name]),
 			Problem: fmt.Sprintf("strategy %q does not read it here; it reads %q", p.strategy, reads),
 			Remedy:  "omit it, name the strategy that reads it, or run a sidecar as new as the engine's plug-in"}
 		return
@@ -253,8 +256,9 @@ func (p *params) heads() (first, count, all uint64) {
 func (p *params) cells(role layout.Role, cell uint64) layout.Plane {
 	first, count, all := p.heads()
 	p.windowed()
-	return layout.Plane{Role: role, Unit: layout.UnitToken, CellBytes: cell, Rows: p.g.TokensPerBlock, RowTokens: 1,
-		Heads: uint32(count), FirstHead: uint32(first), AllHeads: uint32(all), Cols: 1}
+	return layout.Plane{Role: role, Unit: layout.UnitToken, CellBytes: cell, Rows: p.g.TokensPerBlock,
+		RowTokens: 1,
+		Heads:     uint32(count), FirstHead: uint32(first), AllHeads: uint32(all), Cols: 1}
 }
 
 // plane returns a plane whose cells fill the given bytes.
@@ -268,7 +272,8 @@ func (p *params) plane(role layout.Role, bytes uint64) layout.Plane {
 func (p *params) replicated(role layout.Role, cell, ratio uint64) layout.Plane {
 	p.rank()
 	p.windowed()
-	return layout.Plane{Role: role, Unit: layout.UnitToken, CellBytes: cell, Rows: uint32(p.divides(paramCompressRatio, ratio, p.n, "tokens_per_block")),
+	return layout.Plane{Role: role, Unit: layout.UnitToken, CellBytes: cell,
+		Rows:      uint32(p.divides(paramCompressRatio, ratio, p.n, "tokens_per_block")),
 		RowTokens: uint32(ratio), RowStride: cell, HeadStride: cell, Heads: 1, AllHeads: 1, Cols: 1}
 }
 

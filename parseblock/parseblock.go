@@ -100,11 +100,13 @@ func (r *Registry) Names() []string {
 }
 
 // Planes is a layout.PlaneFunc over all strategies.
-func (r *Registry) Planes(dst []layout.Plane, g *layout.Group, l *layout.Layer) ([]layout.Plane, error) {
+func (r *Registry) Planes(dst []layout.Plane, g *layout.Group, l *layout.Layer) ([]layout.Plane,
+	error) {
 	s, ok := r.byName[g.Strategy]
 	if !ok {
-		return nil, &layout.Error{Field: "strategy", Value: fmt.Sprintf("%q", g.Strategy), Problem: "is unknown here",
-			Remedy: fmt.Sprintf("use one of %q, or a newer sidecar", r.Names())}
+		return nil, &layout.Error{Field: "strategy", Value: fmt.Sprintf("%q", g.Strategy),
+			Problem: "is unknown here",
+			Remedy:  fmt.Sprintf("use one of %q, or a newer sidecar", r.Names())}
 	}
 	return s.Planes(dst, g, l)
 }
@@ -133,8 +135,9 @@ func (r *Registry) Template(from, to Side) (*Template, error) {
 	var planes [2][]sited
 	for i, s := range [2]Side{from, to} {
 		if s.Group == nil || s.Layer == nil || s.Group.TokensPerBlock == 0 {
-			return nil, &layout.Error{Field: [2]string{"from", "to"}[i], Value: "unset", Problem: "has no group, layer or block size",
-				Remedy: "pass a validated layout"}
+			return nil, &layout.Error{Field: [2]string{"from", "to"}[i], Value: "unset",
+				Problem: "has no group, layer or block size",
+				Remedy:  "pass a validated layout"}
 		}
 		all, err := r.Planes(nil, s.Group, s.Layer)
 		if err != nil {
@@ -171,9 +174,11 @@ func (t *Template) Bytes() uint64 {
 // (i+1)*TokensPerBlock). In a compressed cache, the entries completed by a token of the range move;
 // in a state cache, the state in the block of the last token. On an error dst is returned
 // unchanged.
-func (t *Template) Append(dst []layout.Run, from, to []uint32, tokens layout.TokenRange) ([]layout.Run, error) {
+func (t *Template) Append(dst []layout.Run, from, to []uint32, tokens layout.TokenRange) (
+	[]layout.Run, error) {
 	if tokens.End <= tokens.Start {
-		return dst, &layout.Error{Field: "tokens", Value: fmt.Sprintf("[%d, %d)", tokens.Start, tokens.End), Problem: "is empty",
+		return dst, &layout.Error{Field: "tokens", Value: fmt.Sprintf("[%d, %d)", tokens.Start,
+			tokens.End), Problem: "is empty",
 			Remedy: "ask for one token or more"}
 	}
 	if err := checkTable("from", from, t.from, tokens); err != nil {
@@ -187,7 +192,8 @@ func (t *Template) Append(dst []layout.Run, from, to []uint32, tokens layout.Tok
 		p := &t.pairs[i]
 		if p.unit == layout.UnitState {
 			last := uint64(tokens.End - 1)
-			w.one(p.from.off+uint64(from[last/p.from.tokens])*p.from.block, p.to.off+uint64(to[last/p.to.tokens])*p.to.block, &p.full)
+			w.one(p.from.off+uint64(from[last/p.from.tokens])*p.from.block,
+				p.to.off+uint64(to[last/p.to.tokens])*p.to.block, &p.full)
 			continue
 		}
 		first, end, err := p.span(tokens)
@@ -207,11 +213,14 @@ func checkTable(name string, table []uint32, g *layout.Group, t layout.TokenRang
 	first, last := t.Start/n, (t.End-1)/n
 	if uint64(last) >= uint64(len(table)) {
 		return &layout.Error{Field: name + ".table", Value: fmt.Sprintf("%d blocks", len(table)),
-			Problem: fmt.Sprintf("tokens [%d, %d) need %d of %d tokens", t.Start, t.End, last+1, n), Remedy: "pass the whole block table"}
+			Problem: fmt.Sprintf("tokens [%d, %d) need %d of %d tokens", t.Start, t.End, last+1, n),
+			Remedy:  "pass the whole block table"}
 	}
 	if i := outOfTable(table[first:last+1], g.NumBlocks); i >= 0 {
-		return &layout.Error{Field: fmt.Sprintf("%s.table[%d]", name, int(first)+i), Value: fmt.Sprint(table[int(first)+i]),
-			Problem: fmt.Sprintf("the group has %d blocks", g.NumBlocks), Remedy: "pass the engine's own block ids"}
+		return &layout.Error{Field: fmt.Sprintf("%s.table[%d]", name, int(first)+i),
+			Value:   fmt.Sprint(table[int(first)+i]),
+			Problem: fmt.Sprintf("the group has %d blocks", g.NumBlocks), Remedy: "pass the engine's own " +
+				"block ids"}
 	}
 	return nil
 }

@@ -78,7 +78,8 @@ func NewPlan(reg *Registry, src, dst *layout.Layout, tokens uint32, skip []uint3
 }
 
 // NewShare is NewPlan for the part of the receiver's cache that Assign chose for this source.
-func NewShare(reg *Registry, src, dst *layout.Layout, share *Share, tokens uint32, skip []uint32) (*Plan, error) {
+func NewShare(reg *Registry, src, dst *layout.Layout, share *Share, tokens uint32,
+	skip []uint32) (*Plan, error) {
 	m, err := NewMatch(reg, src, dst, share)
 	if err != nil {
 		return nil, err
@@ -104,7 +105,8 @@ func NewMatch(reg *Registry, src, dst *layout.Layout, share *Share) (*Match, err
 	if err != nil {
 		return nil, err
 	}
-	m := &Match{src: src, dst: dst, share: share, links: links, from: make([][]int, len(links)), feeds: make([][]int, src.NumLayers())}
+	m := &Match{src: src, dst: dst, share: share, links: links, from: make([][]int, len(links)),
+		feeds: make([][]int, src.NumLayers())}
 	for flat, pairs := range links {
 		for i := range pairs {
 			l := pairs[i].from.flat
@@ -134,7 +136,8 @@ func (m *Match) Plan(tokens uint32, skip []uint32) (*Plan, error) {
 		n, more := bits.Add64(n, lead, 0)
 		carry |= more
 		segments[i] = n
-		if total += n/transfer.ChunkBytes + min(n%transfer.ChunkBytes, 1); hi != 0 || carry != 0 || total > transfer.MaxSlotChunks {
+		if total += n/transfer.ChunkBytes + min(n%transfer.ChunkBytes, 1); hi != 0 || carry != 0 ||
+			total > transfer.MaxSlotChunks {
 			return nil, tooLarge(tokens, m.dst, i)
 		}
 	}
@@ -148,8 +151,11 @@ func (m *Match) Plan(tokens uint32, skip []uint32) (*Plan, error) {
 // tooLarge refuses a prompt that needs more chunks for one rank than a transfer can address.
 func tooLarge(tokens uint32, dst *layout.Layout, flat int) error {
 	g, l, _ := dst.LayerAt(flat)
-	return &layout.Error{Field: "tokens", Value: fmt.Sprint(tokens), Problem: fmt.Sprintf("the KV from one source to one rank exceeds %d chunks of %d bytes (%d GiB) at layer %q",
-		transfer.MaxSlotChunks, transfer.ChunkBytes, transfer.MaxSlotChunks*transfer.ChunkBytes>>30, dst.Groups[g].Layers[l].Name),
+	return &layout.Error{Field: "tokens", Value: fmt.Sprint(tokens),
+		Problem: fmt.Sprintf("the KV from one source to one rank exceeds %d chunks of %d bytes (%d "+
+			"GiB) at layer %q",
+			transfer.MaxSlotChunks, transfer.ChunkBytes, transfer.MaxSlotChunks*transfer.ChunkBytes>>30,
+			dst.Groups[g].Layers[l].Name),
 		Remedy: "divide the model over more ranks or stages, or let decode compute this prompt"}
 }
 
@@ -157,13 +163,16 @@ func tooLarge(tokens uint32, dst *layout.Layout, flat int) error {
 func (m *Match) Work(tokens uint32, skip []uint32) (*Work, error) {
 	dst := m.dst
 	if tokens == 0 {
-		return nil, &layout.Error{Field: "tokens", Value: "0", Problem: "there is nothing to plan", Remedy: "send a prompt of one token or more"}
+		return nil, &layout.Error{Field: "tokens", Value: "0", Problem: "there is nothing to plan",
+			Remedy: "send a prompt of one token or more"}
 	}
 	if n := dst.Tables(); len(skip) != n {
 		return nil, &layout.Error{Field: "skip", Value: fmt.Sprintf("%d entries", len(skip)),
-			Problem: fmt.Sprintf("the layout has %d block tables", n), Remedy: "pass the tokens already present for each block table"}
+			Problem: fmt.Sprintf("the layout has %d block tables", n), Remedy: "pass the tokens already " +
+				"present for each block table"}
 	}
-	p := &Work{src: m.src, dst: dst, share: m.share, tokens: tokens, segs: make([]segment, 0, len(m.links))}
+	p := &Work{src: m.src, dst: dst, share: m.share, tokens: tokens, segs: make([]segment, 0,
+		len(m.links))}
 	n := 0
 	for _, pairs := range m.links {
 		n += len(pairs)
@@ -267,9 +276,11 @@ func (s *segment) checkKept(g *layout.Group, tokens uint32) error {
 		}
 		first := uint64(s.block0) * n
 		return &layout.Error{Field: "tokens", Value: fmt.Sprint(tokens),
-			Problem: fmt.Sprintf("the source has the window of %d tokens from token %d on, in blocks of %d; the receiver keeps its block of %d for other prompts, which need it from token %d on",
+			Problem: fmt.Sprintf("the source has the window of %d tokens from token %d on, in blocks of "+
+				"%d; the receiver keeps its block of %d for other prompts, which need it from token %d on",
 				seen+1, first+lacks, s.pairs[i].from.tokens, n, first+unseen),
-			Remedy: "configure prefill blocks that are a multiple of decode's, or turn decode's prefix cache off"}
+			Remedy: "configure prefill blocks that are a multiple of decode's, or turn decode's prefix " +
+				"cache off"}
 	}
 	return nil
 }
@@ -377,7 +388,8 @@ func (p *Plan) Ready(segment int, tokens uint32, final bool) transfer.Range {
 	if s.state || blocks <= s.block0 {
 		return transfer.Range{First: r.First}
 	}
-	return transfer.Range{First: r.First, Count: uint32(s.start(uint64(blocks-s.block0)) / transfer.ChunkBytes)}
+	return transfer.Range{First: r.First, Count: uint32(s.start(uint64(blocks-s.block0)) /
+		transfer.ChunkBytes)}
 }
 
 // Parts is the number of pairs of planes of a layer of the receiver (flattened index), 0 if this
@@ -387,7 +399,8 @@ func (p *Work) Parts(layer int) int { return len(p.segs[layer].pairs) }
 // Runs appends the runs of one part of a layer and returns the regions of both sides. Programs that
 // count or check a plan use it. Lanes see one side and resolve it piece by piece (Resolver). The
 // tables are those of each side.
-func (p *Work) Runs(dst []layout.Run, layer, part int, from, to [][]uint32) (runs []layout.Run, src, dest layout.RegionIndex, err error) {
+func (p *Work) Runs(dst []layout.Run, layer, part int, from, to [][]uint32) (runs []layout.Run, src,
+	dest layout.RegionIndex, err error) {
 	s := &p.segs[layer]
 	pr := &s.pairs[part]
 	t := layout.TokenRange{Start: min(s.block0*s.n, p.tokens), End: p.tokens}
@@ -397,7 +410,8 @@ func (p *Work) Runs(dst []layout.Run, layer, part int, from, to [][]uint32) (run
 	if t.Start == t.End || s.page == 0 {
 		return dst, pr.from.reg, pr.to.reg, nil
 	}
-	tpl := Template{pairs: s.pairs[part : part+1], from: &p.src.Groups[pr.from.group], to: &p.dst.Groups[pr.to.group]}
+	tpl := Template{pairs: s.pairs[part : part+1], from: &p.src.Groups[pr.from.group],
+		to: &p.dst.Groups[pr.to.group]}
 	runs, err = tpl.Append(dst, from[pr.from.table], to[pr.to.table], t)
 	return runs, pr.from.reg, pr.to.reg, err
 }

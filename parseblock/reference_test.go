@@ -34,7 +34,10 @@ type cache struct {
 	at func(layer int, block, row uint64, role layout.Role, head, col, x uint64) uint64
 }
 
-func (c *cache) layout() *layout.Layout { return &layout.Layout{Groups: c.groups, DType: "bfloat16"} }
+func (c *cache) layout() *layout.Layout {
+	return &layout.Layout{Groups: c.groups,
+		DType: "bfloat16"}
+}
 
 // tensor is a row-major tensor with axes of the letters K (0 K, 1 V), L, B, H, N, D.
 type tensor struct {
@@ -136,9 +139,11 @@ func kvCache(kind string, d *dims) *cache {
 	first, own := d.shard(params, d.kvHeads)
 	params["heads"] = int64(own)
 	t := &tensor{axes: kvShapes[kind], base: d.base, pad: d.pad,
-		sizes: map[byte]uint64{'K': 2, 'L': uint64(d.layers), 'B': d.blocks, 'H': own, 'N': d.n, 'D': d.head}}
+		sizes: map[byte]uint64{'K': 2, 'L': uint64(d.layers), 'B': d.blocks, 'H': own, 'N': d.n,
+			'D': d.head}}
 	c := &cache{n: d.n, ratio: 1, blocks: d.blocks, layers: d.layers, size: t.bytes(),
-		contents: []content{{role: layout.RoleK, bytes: d.head, first: first, own: own, rows: 1, cols: 1}, {role: layout.RoleV, bytes: d.head, first: first, own: own, rows: 1, cols: 1}},
+		contents: []content{{role: layout.RoleK, bytes: d.head, first: first, own: own, rows: 1, cols: 1},
+			{role: layout.RoleV, bytes: d.head, first: first, own: own, rows: 1, cols: 1}},
 		at: func(layer int, block, row uint64, role layout.Role, head, _, x uint64) uint64 {
 			kv := uint64(0)
 			if role == layout.RoleV {
@@ -146,10 +151,12 @@ func kvCache(kind string, d *dims) *cache {
 			}
 			return t.at(kv, uint64(layer), block, head, row, x)
 		}}
-	g := layout.Group{TokensPerBlock: uint32(d.n), NumBlocks: uint32(d.blocks), Strategy: kind, Params: params}
+	g := layout.Group{TokensPerBlock: uint32(d.n), NumBlocks: uint32(d.blocks), Strategy: kind,
+		Params: params}
 	page := 2 * d.n * own * d.head
 	layer := func(i int, name string, base, bytes uint64) {
-		g.Layers = append(g.Layers, layout.Layer{Name: name, Index: i, Base: base, BlockStride: t.stride('B'), PageBytes: bytes})
+		g.Layers = append(g.Layers, layout.Layer{Name: name, Index: i, Base: base,
+			BlockStride: t.stride('B'), PageBytes: bytes})
 	}
 	switch {
 	case kind == SGLangK:
@@ -164,7 +171,8 @@ func kvCache(kind string, d *dims) *cache {
 		return c
 	case len(kind) == 5 && strings.HasSuffix(kind, "C"):
 		d.pad = 0
-		a := Allocation{Order: kind, Layers: d.layers, Blocks: uint32(d.blocks), Tokens: uint32(d.n), Heads: uint32(own), Content: 2 * d.head, Base: d.base}
+		a := Allocation{Order: kind, Layers: d.layers, Blocks: uint32(d.blocks), Tokens: uint32(d.n),
+			Heads: uint32(own), Content: 2 * d.head, Base: d.base}
 		made, err := a.Group(d.name)
 		if err != nil {
 			panic(err)
@@ -197,14 +205,19 @@ func kvCache(kind string, d *dims) *cache {
 }
 
 // paged is a cache of successive layers whose pages the function addresses.
-func paged(kind string, d *dims, params map[string]int64, page uint64, contents []content, in func(row uint64, role layout.Role, head, col, x uint64) uint64) *cache {
+func paged(kind string, d *dims, params map[string]int64, page uint64, contents []content,
+	in func(row uint64, role layout.Role, head, col, x uint64) uint64) *cache {
 	stride := page + d.pad
-	g := layout.Group{TokensPerBlock: uint32(d.n), NumBlocks: uint32(d.blocks), Strategy: kind, Params: params}
+	g := layout.Group{TokensPerBlock: uint32(d.n), NumBlocks: uint32(d.blocks), Strategy: kind,
+		Params: params}
 	for i := range d.layers {
-		g.Layers = append(g.Layers, layout.Layer{Name: d.name(i), Index: i, Base: d.base + uint64(i)*d.blocks*stride, BlockStride: stride, PageBytes: page})
+		g.Layers = append(g.Layers, layout.Layer{Name: d.name(i), Index: i, Base: d.base +
+			uint64(i)*d.blocks*stride, BlockStride: stride, PageBytes: page})
 	}
-	return &cache{groups: []layout.Group{g}, n: d.n, ratio: 1, blocks: d.blocks, layers: d.layers, size: d.base + uint64(d.layers)*d.blocks*stride,
-		contents: contents, at: func(layer int, block, row uint64, role layout.Role, head, col, x uint64) uint64 {
+	return &cache{groups: []layout.Group{g}, n: d.n, ratio: 1, blocks: d.blocks, layers: d.layers,
+		size:     d.base + uint64(d.layers)*d.blocks*stride,
+		contents: contents, at: func(layer int, block, row uint64, role layout.Role, head, col,
+			x uint64) uint64 {
 			return d.base + (uint64(layer)*d.blocks+block)*stride + in(row, role, head, col, x)
 		}}
 }
@@ -223,8 +236,10 @@ func diffKV(kind string, d *dims) *cache {
 	if d.size == 1 && kind == PackedHND {
 		params["heads"] = int64(own)
 	}
-	cs := []content{{layout.RoleK, d.head, first, own, 1, 1}, {layout.RoleV, d.value, first, own, 1, 1}}
-	return paged(strategy, d, params, d.n*own*cell, cs, func(row uint64, role layout.Role, head, _, x uint64) uint64 {
+	cs := []content{{layout.RoleK, d.head, first, own, 1, 1}, {layout.RoleV, d.value,
+		first, own, 1, 1}}
+	return paged(strategy, d, params, d.n*own*cell, cs, func(row uint64, role layout.Role, head, _,
+		x uint64) uint64 {
 		at := (row*own + head) * cell
 		if strategy == PackedHND {
 			at = (row/tile*tile*own + head*tile + row%tile) * cell
@@ -237,14 +252,16 @@ func diffKV(kind string, d *dims) *cache {
 }
 
 func quantInline(kind string, d *dims) *cache {
-	params := map[string]int64{"kv_heads": int64(d.kvHeads), "value_bytes": int64(d.value), "scale_bytes": int64(d.scale)}
+	params := map[string]int64{"kv_heads": int64(d.kvHeads), "value_bytes": int64(d.value),
+		"scale_bytes": int64(d.scale)}
 	first, own := d.shard(params, d.kvHeads)
 	cell := d.value + d.scale
 	if d.tile != d.n && kind == QuantInlineHND {
 		params["kernel_tokens"] = int64(d.tile)
 	}
 	cs := []content{{layout.RoleK, cell, first, own, 1, 1}, {layout.RoleV, cell, first, own, 1, 1}}
-	return paged(kind, d, params, d.n*own*2*cell, cs, func(row uint64, role layout.Role, head, _, x uint64) uint64 {
+	return paged(kind, d, params, d.n*own*2*cell, cs, func(row uint64, role layout.Role, head, _,
+		x uint64) uint64 {
 		at := (row/d.tile*d.tile*own + head*d.tile + row%d.tile) * 2 * cell
 		if kind == QuantInlineNHD {
 			at = (row*own + head) * 2 * cell
@@ -257,14 +274,17 @@ func quantInline(kind string, d *dims) *cache {
 }
 
 func quantPlane(kind string, d *dims) *cache {
-	params := map[string]int64{"kv_heads": int64(d.kvHeads), "value_bytes": int64(d.value), "scale_bytes": int64(d.scale)}
+	params := map[string]int64{"kv_heads": int64(d.kvHeads), "value_bytes": int64(d.value),
+		"scale_bytes": int64(d.scale)}
 	first, own := d.shard(params, d.kvHeads)
 	v, s := d.value, d.scale
 	if d.tile != d.n {
 		params["kernel_tokens"] = int64(d.tile)
 	}
-	cs := []content{{layout.RoleK, v, first, own, 1, 1}, {layout.RoleKScale, s, first, own, 1, 1}, {layout.RoleV, v, first, own, 1, 1}, {layout.RoleVScale, s, first, own, 1, 1}}
-	return paged(kind, d, params, 2*d.n*own*(v+s), cs, func(row uint64, role layout.Role, head, _, x uint64) uint64 {
+	cs := []content{{layout.RoleK, v, first, own, 1, 1}, {layout.RoleKScale, s, first, own, 1, 1},
+		{layout.RoleV, v, first, own, 1, 1}, {layout.RoleVScale, s, first, own, 1, 1}}
+	return paged(kind, d, params, 2*d.n*own*(v+s), cs, func(row uint64, role layout.Role, head, _,
+		x uint64) uint64 {
 		i := head*d.tile + row%d.tile
 		if kind == QuantPlanarNHD {
 			i = row%d.tile*own + head
@@ -287,9 +307,11 @@ func scaleTensor(kind string, d *dims) *cache {
 	params := map[string]int64{"kv_heads": int64(d.kvHeads)}
 	first, own := d.shard(params, d.kvHeads)
 	params["heads"] = int64(own)
-	t := &tensor{axes: "LKBNHD", base: d.base, sizes: map[byte]uint64{'L': uint64(d.layers), 'K': 2, 'B': d.blocks, 'N': d.n, 'H': own, 'D': d.scale}}
+	t := &tensor{axes: "LKBNHD", base: d.base, sizes: map[byte]uint64{'L': uint64(d.layers), 'K': 2,
+		'B': d.blocks, 'N': d.n, 'H': own, 'D': d.scale}}
 	params["v_offset"] = int64(t.stride('K'))
-	c := paged(kind, d, params, 2*d.n*own*d.scale, []content{{layout.RoleKScale, d.scale, first, own, 1, 1}, {layout.RoleVScale, d.scale, first, own, 1, 1}}, nil)
+	c := paged(kind, d, params, 2*d.n*own*d.scale, []content{{layout.RoleKScale, d.scale, first, own,
+		1, 1}, {layout.RoleVScale, d.scale, first, own, 1, 1}}, nil)
 	for i := range c.groups[0].Layers {
 		l := &c.groups[0].Layers[i]
 		l.Name, l.BlockStride, l.Base = l.Name+"#scale", t.stride('B'), t.at(0, uint64(i), 0, 0, 0, 0)
@@ -317,7 +339,8 @@ func rowCache(role layout.Role) func(string, *dims) *cache {
 		if d.ratio != 1 && kind != KimiK3 {
 			params["compress_ratio"] = int64(d.ratio)
 		}
-		c := paged(kind, d, params, d.n/d.ratio*row, []content{{role, row, 0, 1, 1, 1}}, func(r uint64, _ layout.Role, _, _, x uint64) uint64 { return r*row + x })
+		c := paged(kind, d, params, d.n/d.ratio*row, []content{{role, row, 0, 1, 1, 1}},
+			func(r uint64, _ layout.Role, _, _, x uint64) uint64 { return r*row + x })
 		c.ratio = d.ratio
 		return c
 	}
@@ -325,7 +348,8 @@ func rowCache(role layout.Role) func(string, *dims) *cache {
 
 // mlaPageFirst is SGLang's page_first host pool of an MLA model: (size, L, 1, D).
 func mlaPageFirst(_ string, d *dims) *cache {
-	t := &tensor{axes: "BNLD", base: d.base, sizes: map[byte]uint64{'B': d.blocks, 'N': d.n, 'L': uint64(d.layers), 'D': d.head}}
+	t := &tensor{axes: "BNLD", base: d.base, sizes: map[byte]uint64{'B': d.blocks, 'N': d.n,
+		'L': uint64(d.layers), 'D': d.head}}
 	c := rowCache(layout.RoleLatent)(MLA, d)
 	c.groups[0].Params["row_stride"] = int64(t.stride('N'))
 	for i := range c.groups[0].Layers {
@@ -341,8 +365,10 @@ func mlaPageFirst(_ string, d *dims) *cache {
 
 func indexer(kind string, d *dims) *cache {
 	tile := d.tile / d.ratio // entries of a kernel page
-	params := map[string]int64{"kernel_tokens": int64(d.tile), "value_bytes": int64(d.value), "scale_bytes": int64(d.scale), "compress_ratio": int64(d.ratio)}
-	c := paged(kind, d, params, d.n/d.ratio*(d.value+d.scale), []content{{layout.RoleIndex, d.value, 0, 1, 1, 1}, {layout.RoleIndexScale, d.scale, 0, 1, 1, 1}},
+	params := map[string]int64{"kernel_tokens": int64(d.tile), "value_bytes": int64(d.value),
+		"scale_bytes": int64(d.scale), "compress_ratio": int64(d.ratio)}
+	c := paged(kind, d, params, d.n/d.ratio*(d.value+d.scale), []content{{layout.RoleIndex, d.value, 0,
+		1, 1, 1}, {layout.RoleIndexScale, d.scale, 0, 1, 1, 1}},
 		func(row uint64, role layout.Role, _, _, x uint64) uint64 {
 			page, t := row/tile, row%tile
 			if role == layout.RoleIndex {
@@ -356,7 +382,8 @@ func indexer(kind string, d *dims) *cache {
 
 func v4(kind string, d *dims) *cache {
 	entries := d.n / d.ratio
-	c := paged(kind, d, map[string]int64{"compress_ratio": int64(d.ratio)}, entries*584, []content{{layout.RoleLatent, 576, 0, 1, 1, 1}, {layout.RoleLatentScale, 8, 0, 1, 1, 1}},
+	c := paged(kind, d, map[string]int64{"compress_ratio": int64(d.ratio)}, entries*584,
+		[]content{{layout.RoleLatent, 576, 0, 1, 1, 1}, {layout.RoleLatentScale, 8, 0, 1, 1, 1}},
 		func(row uint64, role layout.Role, _, _, x uint64) uint64 {
 			if role == layout.RoleLatent {
 				return row*576 + x
@@ -368,7 +395,8 @@ func v4(kind string, d *dims) *cache {
 }
 
 func whole(kind string, d *dims) *cache {
-	c := paged(kind, d, map[string]int64{}, d.n*d.head, []content{{layout.RolePage, d.head, 0, 1, 1, 1}}, func(r uint64, _ layout.Role, _, _, x uint64) uint64 { return r*d.head + x })
+	c := paged(kind, d, map[string]int64{}, d.n*d.head, []content{{layout.RolePage, d.head, 0, 1, 1,
+		1}}, func(r uint64, _ layout.Role, _, _, x uint64) uint64 { return r*d.head + x })
 	c.opaque = true
 	return c
 }
@@ -381,15 +409,17 @@ func cpuCache(kind string, d *dims) *cache {
 	row := d.head * d.elem
 	page := own * 2 * d.n * row
 	if kind == VLLMCPUAttn {
-		c := paged(kind, d, params, page, []content{{layout.RolePage, 2 * row, first, own, 1, 1}}, func(r uint64, _ layout.Role, head, _, x uint64) uint64 {
-			return (head*d.n+r)*2*row + x
-		})
+		c := paged(kind, d, params, page, []content{{layout.RolePage, 2 * row, first, own, 1, 1}},
+			func(r uint64, _ layout.Role, head, _, x uint64) uint64 {
+				return (head*d.n+r)*2*row + x
+			})
 		c.opaque = true
 		return c
 	}
 	params["k_transposed"] = 1
 	cs := []content{{layout.RoleK, row, first, own, 1, 1}, {layout.RoleV, row, first, own, 1, 1}}
-	return paged(VLLMCPUAttn, d, params, page, cs, func(r uint64, role layout.Role, head, _, x uint64) uint64 {
+	return paged(VLLMCPUAttn, d, params, page, cs, func(r uint64, role layout.Role, head, _,
+		x uint64) uint64 {
 		at := head * 2 * d.n * row
 		if role == layout.RoleV {
 			return at + d.n*row + r*row + x

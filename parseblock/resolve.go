@@ -52,7 +52,8 @@ func (p *Plan) Side(reg *Registry, l *layout.Layout, tables [][]uint32) (*Resolv
 	for i := range p.segs {
 		n += len(p.segs[i].pairs)
 	}
-	s := &Resolver{plan: p, layout: l, segs: make([][]sideTrack, len(p.segs)), plain: make([]bool, len(p.segs))}
+	s := &Resolver{plan: p, layout: l, segs: make([][]sideTrack, len(p.segs)), plain: make([]bool,
+		len(p.segs))}
 	all := make([]sideTrack, n)
 	for i := range p.segs {
 		seg := &p.segs[i]
@@ -89,7 +90,8 @@ func (t *sideTrack) dense(p *pair, rows uint64) bool {
 }
 
 func refuseGeometry(l, dst *layout.Layout) error {
-	e := &layout.Error{Field: "geometry", Value: "differs", Problem: "the layout is neither the plan's source nor its receiver",
+	e := &layout.Error{Field: "geometry", Value: "differs", Problem: "the layout is neither the " +
+		"plan's source nor its receiver",
 		Remedy: "bind the layouts that the plan was made from"}
 	if diffs := layout.DiffGeometry(l, dst); len(diffs) > 0 {
 		e.Value = fmt.Sprintf("%q", diffs)
@@ -103,7 +105,8 @@ func (s *Resolver) SetTables(tables [][]uint32) error {
 	of := s.layout.TablesOf()
 	if len(tables) != len(of) {
 		return &layout.Error{Field: "blocks", Value: fmt.Sprintf("%d tables", len(tables)),
-			Problem: fmt.Sprintf("the layout has %d", len(of)), Remedy: "pass every block table of the engine, in the layout's order"}
+			Problem: fmt.Sprintf("the layout has %d", len(of)), Remedy: "pass every block table of the " +
+				"engine, in the layout's order"}
 	}
 	for ti, t := range tables {
 		n := s.layout.Groups[of[ti].First].NumBlocks
@@ -121,8 +124,10 @@ func (s *Resolver) Covers() error {
 	of := s.plan.dst.TablesOf()
 	for ti, t := range *s.tables.Load() {
 		if n := s.plan.BlocksNeeded(of[ti].First); len(t) < n {
-			return &layout.Error{Field: fmt.Sprintf("blocks[%d]", ti), Value: fmt.Sprintf("%d blocks", len(t)),
-				Problem: fmt.Sprintf("%d tokens need %d", s.plan.tokens, n), Remedy: "allocate the whole prompt before asking for it"}
+			return &layout.Error{Field: fmt.Sprintf("blocks[%d]", ti),
+				Value:   fmt.Sprintf("%d blocks", len(t)),
+				Problem: fmt.Sprintf("%d tokens need %d", s.plan.tokens, n), Remedy: "allocate the whole " +
+					"prompt before asking for it"}
 		}
 	}
 	return nil
@@ -174,7 +179,8 @@ func (s *segment) start(k uint64) uint64 {
 	return lead + (k-uint64(pages))*s.page
 }
 
-func (s *Resolver) appendSegment(dst []layout.Piece, base, si int, tables [][]uint32, lo, hi uint64) ([]layout.Piece, error) {
+func (s *Resolver) appendSegment(dst []layout.Piece, base, si int, tables [][]uint32, lo,
+	hi uint64) ([]layout.Piece, error) {
 	t := &s.plan.segs[si]
 	if s.plain[si] {
 		var err error
@@ -203,7 +209,8 @@ func (s *Resolver) appendSegment(dst []layout.Piece, base, si int, tables [][]ui
 				continue
 			}
 			n := min(end, hi) - lo
-			w := walk{p: p, side: side, table: tables[side.table], row0: (uint64(t.block0)+k)*p.rows + first, rows: rows, dense: dense}
+			w := walk{p: p, side: side, table: tables[side.table], row0: (uint64(t.block0)+k)*p.rows + first,
+				rows: rows, dense: dense}
 			if t.state {
 				w.row0 = uint64(s.plan.tokens-1) / side.tokens
 			}
@@ -224,7 +231,8 @@ func (s *Resolver) appendSegment(dst []layout.Piece, base, si int, tables [][]ui
 // appendPages adds the pieces of bytes [lo, hi) of a plain segment that lie in full pages, and
 // returns the start of the rest. Most caches, and most of their bytes, are plain: they need one
 // division in all instead of several per page.
-func (s *Resolver) appendPages(dst []layout.Piece, base, si int, tables [][]uint32, lo, hi uint64) ([]layout.Piece, uint64, error) {
+func (s *Resolver) appendPages(dst []layout.Piece, base, si int, tables [][]uint32, lo,
+	hi uint64) ([]layout.Piece, uint64, error) {
 	t, sides := &s.plan.segs[si], s.segs[si]
 	pages, lead := t.lead()
 	hi = min(hi, lead+uint64(t.full)*t.page)
@@ -276,8 +284,10 @@ func (w *walk) reaches() error {
 
 // short is the error for a table that ends before a needed block.
 func (t *sideTrack) short(table []uint32, need uint64) error {
-	return &layout.Error{Field: fmt.Sprintf("blocks[%d]", t.table), Value: fmt.Sprintf("%d blocks", len(table)),
-		Problem: fmt.Sprintf("block %d of the table is needed", need), Remedy: "request only blocks that the table covers"}
+	return &layout.Error{Field: fmt.Sprintf("blocks[%d]", t.table), Value: fmt.Sprintf("%d blocks",
+		len(table)),
+		Problem: fmt.Sprintf("block %d of the table is needed", need), Remedy: "request only blocks " +
+			"that the table covers"}
 }
 
 // appendTo adds bytes [lo, hi) of the pair's content in the block.
@@ -364,7 +374,8 @@ func (w *walk) more(row uint64) uint64 {
 	return n
 }
 
-func appendPiece(dst []layout.Piece, base int, region layout.RegionIndex, off, n uint64) []layout.Piece {
+func appendPiece(dst []layout.Piece, base int, region layout.RegionIndex, off,
+	n uint64) []layout.Piece {
 	if k := len(dst) - 1; k >= base && dst[k].Region == region && dst[k].Off+dst[k].Len == off {
 		dst[k].Len += n
 		return dst

@@ -238,7 +238,8 @@ type cursor struct {
 func (p *place) cursor(table []uint32, first, rows uint64) cursor {
 	per := p.tileRows / rows
 	tile := first / per
-	return cursor{place: p, table: table[tile/p.tiles:], step: rows * p.row, per: per, unit: first % per, tile: tile % p.tiles}
+	return cursor{place: p, table: table[tile/p.tiles:], step: rows * p.row, per: per,
+		unit: first % per, tile: tile % p.tiles}
 }
 
 // next sets the offsets of the next steps.

@@ -29,23 +29,27 @@ func (s *Share) Encode() []uint32 {
 // length before it allocates memory.
 func DecodeShare(in []uint32, layers int) (*Share, error) {
 	if len(in)%2 != 0 || len(in) > 2*layers {
-		return nil, &layout.Error{Field: "share", Value: fmt.Sprintf("%d numbers", len(in)), Problem: fmt.Sprintf("pairs for at most %d layers", layers),
-			Remedy: "use the share that Encode wrote for this receiver"}
+		return nil, &layout.Error{Field: "share", Value: fmt.Sprintf("%d numbers", len(in)),
+			Problem: fmt.Sprintf("pairs for at most %d layers", layers),
+			Remedy:  "use the share that Encode wrote for this receiver"}
 	}
 	s := &Share{roles: make([]uint32, 0, layers)}
 	for i := 0; i < len(in); i += 2 {
 		n, roles := in[i], in[i+1]
 		if n == 0 || uint64(n) > uint64(layers-len(s.roles)) || roles&^knownRoles != 0 {
-			return nil, &layout.Error{Field: fmt.Sprintf("share[%d]", i), Value: fmt.Sprintf("%d layers, roles %#x", n, roles),
-				Problem: fmt.Sprintf("%d layers are left, roles are bits of %#x", layers-len(s.roles), knownRoles), Remedy: "use the share that Encode wrote for this receiver"}
+			return nil, &layout.Error{Field: fmt.Sprintf("share[%d]", i),
+				Value: fmt.Sprintf("%d layers, roles %#x", n, roles),
+				Problem: fmt.Sprintf("%d layers are left, roles are bits of %#x", layers-len(s.roles),
+					knownRoles), Remedy: "use the share that Encode wrote for this receiver"}
 		}
 		for range n {
 			s.roles = append(s.roles, roles)
 		}
 	}
 	if len(s.roles) != layers {
-		return nil, &layout.Error{Field: "share", Value: fmt.Sprintf("%d layers", len(s.roles)), Problem: fmt.Sprintf("the receiver has %d", layers),
-			Remedy: "use the share that Encode wrote for this receiver"}
+		return nil, &layout.Error{Field: "share", Value: fmt.Sprintf("%d layers", len(s.roles)),
+			Problem: fmt.Sprintf("the receiver has %d", layers),
+			Remedy:  "use the share that Encode wrote for this receiver"}
 	}
 	return s, nil
 }
@@ -64,8 +68,9 @@ func Prove(reg *Registry, sources []*layout.Layout, dst *layout.Layout, shares [
 	matches := make([]*Match, len(shares))
 	for i := range shares {
 		if n := shares[i].Source; n < 0 || n >= len(sources) {
-			return &layout.Error{Field: fmt.Sprintf("shares[%d].source", i), Value: fmt.Sprint(n), Problem: fmt.Sprintf("there are %d sources", len(sources)),
-				Remedy: "pass the sources that Assign was given"}
+			return &layout.Error{Field: fmt.Sprintf("shares[%d].source", i), Value: fmt.Sprint(n),
+				Problem: fmt.Sprintf("there are %d sources", len(sources)),
+				Remedy:  "pass the sources that Assign was given"}
 		}
 		var err error
 		if matches[i], err = NewMatch(reg, sources[shares[i].Source], dst, &shares[i]); err != nil {
@@ -160,8 +165,9 @@ func appendCells(dst []extent, l *layout.Layer, p *layout.Plane, tokens uint32) 
 	}
 	var err error
 	for first := uint64(0); first < rows; first += tile {
-		if dst, err = appendAxes(dst, l, l.Base+p.Offset+first/tile*p.TileStride, p.CellBytes, []axis{{min(tile, rows-first), p.RowStride},
-			{uint64(p.Heads), p.HeadStride}, {uint64(p.Cols), p.ColStride}}); err != nil {
+		if dst, err = appendAxes(dst, l, l.Base+p.Offset+first/tile*p.TileStride, p.CellBytes,
+			[]axis{{min(tile, rows-first), p.RowStride},
+				{uint64(p.Heads), p.HeadStride}, {uint64(p.Cols), p.ColStride}}); err != nil {
 			break
 		}
 	}
@@ -200,24 +206,30 @@ func appendAxes(dst []extent, l *layout.Layer, at, cell uint64, axes []axis) ([]
 
 // tooFine refuses a layer with too many pieces to check.
 func tooFine(l *layout.Layer) error {
-	return &layout.Error{Field: fmt.Sprintf("layer %q", l.Name), Value: fmt.Sprintf("more than %d pieces", maxExtents),
-		Problem: fmt.Sprintf("a block (at most %d tokens of it) has too many pieces to prove that all of them arrive", maxProved),
-		Remedy:  "use the same order on both sides, block sizes that divide one another, or fewer tokens in a block"}
+	return &layout.Error{Field: fmt.Sprintf("layer %q", l.Name),
+		Value: fmt.Sprintf("more than %d pieces", maxExtents),
+		Problem: fmt.Sprintf("a block (at most %d tokens of it) has too many pieces to prove that all "+
+			"of them arrive", maxProved),
+		Remedy: "use the same order on both sides, block sizes that divide one another, or fewer " +
+			"tokens in a block"}
 }
 
 // writes adds the bytes that the match writes to a layer of block 0. Every table names block 0,
 // because the written bytes of the receiver's block do not depend on the source's block.
-func (m *Match) writes(dst []extent, flat int, g *layout.Group, l *layout.Layer, tokens uint32, b *buffers) ([]extent, error) {
+func (m *Match) writes(dst []extent, flat int, g *layout.Group, l *layout.Layer, tokens uint32,
+	b *buffers) ([]extent, error) {
 	var err error
 	for i := range m.links[flat] {
 		pr := &m.links[flat][i]
 		one := Template{pairs: m.links[flat][i : i+1], from: &m.src.Groups[pr.from.group], to: g}
-		if b.runs, err = one.Append(b.runs[:0], b.zeros, b.zeros[:1], layout.TokenRange{End: tokens}); err != nil {
+		if b.runs, err = one.Append(b.runs[:0], b.zeros, b.zeros[:1],
+			layout.TokenRange{End: tokens}); err != nil {
 			return dst, err
 		}
 		for k := range b.runs {
 			r := &b.runs[k]
-			if dst, err = appendAxes(dst, l, r.DstOff, r.Len, []axis{{uint64(r.Count), r.DstStride}, {uint64(r.Outer), r.DstOuter}}); err != nil {
+			if dst, err = appendAxes(dst, l, r.DstOff, r.Len, []axis{{uint64(r.Count), r.DstStride},
+				{uint64(r.Outer), r.DstOuter}}); err != nil {
 				return dst, err
 			}
 		}
@@ -228,7 +240,8 @@ func (m *Match) writes(dst []extent, flat int, g *layout.Group, l *layout.Layer,
 // tile reports the first byte that is written twice, outside the layer, or not at all.
 func tile(layer string, got, want []extent) error {
 	bad := func(off uint64, problem string) error {
-		return &layout.Error{Field: fmt.Sprintf("layer %q", layer), Value: fmt.Sprintf("byte %d of the region", off), Problem: problem,
+		return &layout.Error{Field: fmt.Sprintf("layer %q", layer),
+			Value: fmt.Sprintf("byte %d of the region", off), Problem: problem,
 			Remedy: "report this: the shares of several sources would corrupt the cache, so nothing was planned"}
 	}
 	byOffset := func(a, b extent) int { return cmp.Compare(a.off, b.off) }

@@ -17,10 +17,12 @@ func stages(strategy string, pp, tp int, n uint32) (out []*layout.Layout) {
 	for stage := range pp {
 		for rank := range tp {
 			_, own := HeadShare(4, uint64(rank), uint64(tp))
-			g := layout.Group{TokensPerBlock: n, NumBlocks: 4, Strategy: strategy, Params: map[string]int64{"kv_heads": 4, "tp_rank": int64(rank), "tp_size": int64(tp)}}
+			g := layout.Group{TokensPerBlock: n, NumBlocks: 4, Strategy: strategy,
+				Params: map[string]int64{"kv_heads": 4, "tp_rank": int64(rank), "tp_size": int64(tp)}}
 			for i := stage * 2 / pp; i < (stage+1)*2/pp; i++ {
 				page := uint64(n) * own * 64
-				g.Layers = append(g.Layers, layout.Layer{Name: fmt.Sprint("layers.", i), Index: len(g.Layers), Base: uint64(len(g.Layers)) * 4 * page, BlockStride: page, PageBytes: page})
+				g.Layers = append(g.Layers, layout.Layer{Name: fmt.Sprint("layers.", i), Index: len(g.Layers),
+					Base: uint64(len(g.Layers)) * 4 * page, BlockStride: page, PageBytes: page})
 			}
 			out = append(out, &layout.Layout{Groups: []layout.Group{g}})
 		}
@@ -80,7 +82,8 @@ func TestProveRefusesWrongShares(t *testing.T) {
 						}
 						bad := clone()
 						bad[i].Source = other
-						if err := Prove(reg, c.sources, c.dst, bad); err == nil && !replicas(reg, c.sources, c.dst, other, shares[i].Source) {
+						if err := Prove(reg, c.sources, c.dst, bad); err == nil && !replicas(reg, c.sources, c.dst,
+							other, shares[i].Source) {
 							t.Errorf("share %d given by %d: proved", i, other)
 						}
 					}
@@ -185,7 +188,8 @@ func TestEncodeIsShort(t *testing.T) {
 func TestProveIsBounded(t *testing.T) {
 	reg := Default()
 	mk := func(strategy string, n uint32, page uint64, params map[string]int64) *layout.Layout {
-		l := &layout.Layout{Groups: []layout.Group{{TokensPerBlock: n, NumBlocks: 2, Strategy: strategy, Params: params,
+		l := &layout.Layout{Groups: []layout.Group{{TokensPerBlock: n, NumBlocks: 2, Strategy: strategy,
+			Params: params,
 			Layers: []layout.Layer{{Name: "a", BlockStride: 1 << 50, PageBytes: page}}}}}
 		if err := layout.ValidateForeign(l, reg.Planes); err != nil {
 			t.Fatal(err)
@@ -194,14 +198,20 @@ func TestProveIsBounded(t *testing.T) {
 	}
 	const heads = maxHeads
 	vec := func(n uint32, row uint64) *layout.Layout {
-		return mk(VLLMCPUAttn, n, uint64(n)*heads*2*row, map[string]int64{"heads": heads, "k_transposed": 1})
+		return mk(VLLMCPUAttn, n, uint64(n)*heads*2*row, map[string]int64{"heads": heads,
+			"k_transposed": 1})
 	}
-	for name, c := range map[string][2]*layout.Layout{"half a block, whose columns lie apart": {vec(1024, 256), vec(1024, 256)}, "blocks that hardly divide one another": {vec(510, 4), vec(512, 4)}} {
+	for name, c := range map[string][2]*layout.Layout{"half a block, whose columns lie apart": {
+		vec(1024, 256), vec(1024, 256)}, "blocks that hardly divide one another": {vec(510, 4),
+		vec(512, 4)}} {
 		shares, err := Assign(reg, c[:1], c[1], nil)
 		if err != nil {
 			t.Fatal(name, err)
 		}
-		testutil.AllocatesAtMost(t, 8*maxExtents*16, name, func() { err = Prove(reg, c[:1], c[1], shares) })
+		testutil.AllocatesAtMost(t, 8*maxExtents*16, name, func() {
+			err = Prove(reg, c[:1],
+				c[1], shares)
+		})
 		if err == nil || !strings.Contains(err.Error(), `layer "a" = more than 1048576 pieces`) {
 			t.Errorf("%s: %v", name, err)
 		}

@@ -262,7 +262,8 @@ var builtins = []*builtin{
 
 func (s *builtin) Name() string { return s.name }
 
-func (s *builtin) Planes(dst []layout.Plane, g *layout.Group, l *layout.Layer) ([]layout.Plane, error) {
+func (s *builtin) Planes(dst []layout.Plane, g *layout.Group, l *layout.Layer) ([]layout.Plane,
+	error) {
 	if l == nil {
 		return dst, s.checkGroup(g)
 	}
@@ -329,13 +330,15 @@ func packed(o order, scaled bool) func(*params) []layout.Plane {
 		pl := p.plane(layout.RoleKV, p.l.PageBytes)
 		if p.has(paramHeadBytes) {
 			if pl.KeyBytes = p.need(paramHeadBytes); pl.KeyBytes >= pl.CellBytes {
-				p.refuseParam(paramHeadBytes, pl.KeyBytes, fmt.Sprintf("K and V of a head of a token have %d bytes", pl.CellBytes))
+				p.refuseParam(paramHeadBytes, pl.KeyBytes,
+					fmt.Sprintf("K and V of a head of a token have %d bytes", pl.CellBytes))
 			}
 		}
 		if scaled {
 			v, s := p.need(paramValueBytes), p.need(paramScaleBytes)
 			if p.err == nil && pl.CellBytes != 2*(v+s) {
-				p.refuse("page_bytes", p.l.PageBytes, fmt.Sprintf("a head of a token has %d bytes, not 2*(%d+%d)", pl.CellBytes, v, s))
+				p.refuse("page_bytes", p.l.PageBytes, fmt.Sprintf("a head of a token has %d bytes, not "+
+					"2*(%d+%d)", pl.CellBytes, v, s))
 			}
 			pl.Format = fmt.Sprintf("inline %d+%d", v, s)
 		}
@@ -454,7 +457,8 @@ func rows(role layout.Role, format string, cell uint64) func(*params) []layout.P
 			p.refuseParam(paramTokenBytes, own, fmt.Sprintf("a row has %d bytes", pl.CellBytes))
 		}
 		if cell != 0 && pl.CellBytes != cell && p.err == nil {
-			p.refuse("page_bytes", p.l.PageBytes, fmt.Sprintf("a row has %d bytes, not %d", pl.CellBytes, cell))
+			p.refuse("page_bytes", p.l.PageBytes, fmt.Sprintf("a row has %d bytes, not %d",
+				pl.CellBytes, cell))
 		}
 		pl.Format = format
 		p.strides(&pl)
@@ -465,7 +469,8 @@ func rows(role layout.Role, format string, cell uint64) func(*params) []layout.P
 func dsaIndexer(p *params) []layout.Plane {
 	v, s := p.get(paramValueBytes, 128), p.get(paramScaleBytes, 4)
 	ratio := p.get(paramCompressRatio, 1)
-	values, scales := p.replicated(layout.RoleIndex, v, ratio), p.replicated(layout.RoleIndexScale, s, ratio)
+	values, scales := p.replicated(layout.RoleIndex, v, ratio),
+		p.replicated(layout.RoleIndexScale, s, ratio)
 	tile := p.get(paramKernelTokens, min(64, p.n))
 	p.divides(paramKernelTokens, tile, p.n, "tokens_per_block")
 	tile = p.divides(paramCompressRatio, ratio, tile, "kernel_tokens")
@@ -483,7 +488,8 @@ func dsaIndexer(p *params) []layout.Plane {
 func deepseekV4(p *params) []layout.Plane {
 	const data, scale = 576, 8
 	ratio := p.get(paramCompressRatio, 1)
-	d, s := p.replicated(layout.RoleLatent, data, ratio), p.replicated(layout.RoleLatentScale, scale, ratio)
+	d, s := p.replicated(layout.RoleLatent, data, ratio), p.replicated(layout.RoleLatentScale,
+		scale, ratio)
 	d.Format, s.Format = DeepSeekV4, DeepSeekV4
 	s.Offset = uint64(d.Rows) * data
 	return []layout.Plane{d, s}
@@ -491,7 +497,8 @@ func deepseekV4(p *params) []layout.Plane {
 
 func opaque(p *params) []layout.Plane {
 	p.windowed()
-	return []layout.Plane{{Role: layout.RolePage, Unit: layout.UnitBlock, CellBytes: p.l.PageBytes, Rows: 1, RowTokens: p.g.TokensPerBlock,
+	return []layout.Plane{{Role: layout.RolePage, Unit: layout.UnitBlock, CellBytes: p.l.PageBytes,
+		Rows: 1, RowTokens: p.g.TokensPerBlock,
 		Heads: 1, Cols: 1, AllHeads: 1, Format: p.strategy}}
 }
 
@@ -501,7 +508,8 @@ func cpuAttn(p *params) []layout.Plane {
 	k.HeadStride = p.divide(p.l.PageBytes, uint64(k.Heads), "heads")
 	number, own := p.get(paramNumberBytes, 2), p.get(paramHeadBytes, 0)
 	if p.get(paramKTransposed, 0) == 0 {
-		k.Role, k.Unit, k.Format, k.CellBytes, k.Rows, k.RowTokens = layout.RolePage, layout.UnitBlock, p.strategy, k.HeadStride, 1, p.g.TokensPerBlock
+		k.Role, k.Unit, k.Format, k.CellBytes, k.Rows, k.RowTokens = layout.RolePage, layout.UnitBlock,
+			p.strategy, k.HeadStride, 1, p.g.TokensPerBlock
 		return []layout.Plane{k}
 	}
 	row := p.divide(k.HeadStride, 2*p.n, "tokens_per_block, K and V,")
@@ -510,7 +518,8 @@ func cpuAttn(p *params) []layout.Plane {
 	}
 	v := k
 	k.CellBytes, k.RowStride, k.ColStride = number, number, p.n*number
-	k.Cols, k.ColMajor = uint32(p.divides(paramNumberBytes, number, row, "the bytes of K of a head of a token")), true
+	k.Cols, k.ColMajor = uint32(p.divides(paramNumberBytes, number, row, "the bytes of K of a head "+
+		"of a token")), true
 	v.Role, v.CellBytes, v.RowStride, v.Offset = layout.RoleV, row, row, k.HeadStride/2
 	// as a kind: K of another backend would need a transposition
 	k.Format, v.Format = p.strategy, p.strategy
@@ -525,7 +534,8 @@ func linearState(first, second, third layout.Role) func(*params) []layout.Plane 
 		vHeads, vDim := p.need(paramVHeads), p.need(paramVDim)
 		history, conv := p.need(paramConvLen), p.get(paramConvBytes, 2)
 		elem := p.get(paramStateBytes, 2)
-		part, dimFirst, kOutside := p.get(paramPart, 0), p.get(paramConvOrder, 0) == 1, p.get(paramStateOrder, 0) == 1
+		part, dimFirst, kOutside := p.get(paramPart, 0), p.get(paramConvOrder, 0) == 1,
+			p.get(paramStateOrder, 0) == 1
 		if p.err != nil {
 			return nil
 		}
@@ -564,7 +574,8 @@ func linearState(first, second, third layout.Role) func(*params) []layout.Plane 
 			pl.ColStride, pl.RowStride, pl.HeadStride = elem, c*elem, r*c*elem
 			pl.Offset = p.get(paramStateOffset, dim*history*conv)
 			if pl.Offset < dim*history*conv {
-				p.refuseParam(paramStateOffset, pl.Offset, fmt.Sprintf("the convolution takes %d bytes", dim*history*conv))
+				p.refuseParam(paramStateOffset, pl.Offset, fmt.Sprintf("the convolution takes %d bytes",
+					dim*history*conv))
 			}
 			out = append(out, pl)
 		}

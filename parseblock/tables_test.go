@@ -15,7 +15,8 @@ import (
 func sparseSide(n uint32, layers int, sameTable bool) (*layout.Layout, uint64) {
 	const blocks = 5
 	rows := layout.Group{TokensPerBlock: n, NumBlocks: blocks, Strategy: FP8DSMLA}
-	keys := layout.Group{TokensPerBlock: n, NumBlocks: blocks, Strategy: DSAIndexer, SameTable: sameTable}
+	keys := layout.Group{TokensPerBlock: n, NumBlocks: blocks, Strategy: DSAIndexer,
+		SameTable: sameTable}
 	var at uint64
 	for i := range layers {
 		for _, g := range []struct {

@@ -13,7 +13,8 @@ import (
 // chunks.
 func windowed(n uint32, window, prefixCache int64) *layout.Layout {
 	page := uint64(n) * transfer.ChunkBytes * 3 / 2
-	return &layout.Layout{Groups: []layout.Group{{TokensPerBlock: n, NumBlocks: 64, Strategy: MLA, Params: map[string]int64{"window": window, "prefix_cache": prefixCache},
+	return &layout.Layout{Groups: []layout.Group{{TokensPerBlock: n, NumBlocks: 64, Strategy: MLA,
+		Params: map[string]int64{"window": window, "prefix_cache": prefixCache},
 		Layers: []layout.Layer{{Name: "a", PageBytes: page, BlockStride: page}}}}}
 }
 
@@ -23,7 +24,8 @@ func windowed(n uint32, window, prefixCache int64) *layout.Layout {
 // it.
 func TestWindowsOfAnyBlocks(t *testing.T) {
 	reg := Default()
-	for _, c := range [][2]uint32{{1, 4}, {3, 4}, {4, 3}, {4, 4}, {8, 4}, {4, 8}, {5, 2}, {2, 5}, {16, 1}} {
+	for _, c := range [][2]uint32{{1, 4}, {3, 4}, {4, 3}, {4, 4}, {8, 4}, {4, 8}, {5, 2},
+		{2, 5}, {16, 1}} {
 		for window := uint32(1); window <= 12; window++ {
 			m, err := NewMatch(reg, windowed(c[0], int64(window), 0), windowed(c[1], int64(window), 0), nil)
 			if err != nil {
@@ -36,7 +38,8 @@ func TestWindowsOfAnyBlocks(t *testing.T) {
 						t.Fatal(err)
 					}
 					if err := checkWindow(p, c[0], c[1], window, tokens, skip); err != nil {
-						t.Fatalf("blocks of %d to %d, window %d, %d tokens, skip %d: %v", c[0], c[1], window, tokens, skip, err)
+						t.Fatalf("blocks of %d to %d, window %d, %d tokens, skip %d: %v", c[0], c[1], window,
+							tokens, skip, err)
 					}
 				}
 			}
@@ -60,7 +63,8 @@ func checkWindow(p *Plan, ns, nd, window, tokens, skip uint32) error {
 		block, n := p.Page(0, off)
 		end := min((token/nd+1)*nd, tokens)
 		if block != token/nd || n != uint64(end-token)*row {
-			return fmt.Errorf("byte %d is in a page of block %d with %d bytes, want block %d with the tokens [%d, %d)", off, block, n, token/nd, token, end)
+			return fmt.Errorf("byte %d is in a page of block %d with %d bytes, want block %d with the "+
+				"tokens [%d, %d)", off, block, n, token/nd, token, end)
 		}
 		if b, k := p.Page(0, off+n-1); b != block || k != n {
 			return fmt.Errorf("the last byte of block %d is in one of block %d", block, b)
@@ -84,7 +88,8 @@ func checkWindow(p *Plan, ns, nd, window, tokens, skip uint32) error {
 				want = r.Count
 			}
 			if got.First != r.First || got.Count != want {
-				return fmt.Errorf("of %d tokens (final %v) %d chunks are ready, want %d", have, final, got.Count, want)
+				return fmt.Errorf("of %d tokens (final %v) %d chunks are ready, want %d", have, final,
+					got.Count, want)
 			}
 		}
 	}
@@ -131,7 +136,8 @@ func TestKeptBlocksAreWhole(t *testing.T) {
 					_, err := kept.Plan(tokens, []uint32{0})
 					var e *layout.Error
 					if unsafe != errors.As(err, &e) || unsafe && e.Field != "tokens" {
-						t.Fatalf("blocks of %d to %d, window %d, %d tokens: %v, want a refusal: %v", ns, nd, window, tokens, err, unsafe)
+						t.Fatalf("blocks of %d to %d, window %d, %d tokens: %v, want a refusal: %v", ns, nd, window,
+							tokens, err, unsafe)
 					}
 					if unsafe {
 						refused++

@@ -54,7 +54,8 @@ func TestWritten(t *testing.T) {
 					want[i] = true
 				}
 				if touched != want {
-					t.Fatalf("%s: %d tokens, %d skipped: [%d, %d) is said, %v is written", name, tokens, skip, first, end, touched)
+					t.Fatalf("%s: %d tokens, %d skipped: [%d, %d) is said, %v is written", name, tokens, skip,
+						first, end, touched)
 				}
 			}
 		}
@@ -68,12 +69,14 @@ func TestPiecesStayApart(t *testing.T) {
 	for _, strategy := range []string{MLA, DSAIndexer} { // plain pages, and others
 		params := map[string]int64{}
 		if strategy == DSAIndexer {
-			params = map[string]int64{"value_bytes": page / 16 / 2, "scale_bytes": page / 16 / 2, "kernel_tokens": 8}
+			params = map[string]int64{"value_bytes": page / 16 / 2, "scale_bytes": page / 16 / 2,
+				"kernel_tokens": 8}
 		}
-		l := &layout.Layout{Groups: []layout.Group{{TokensPerBlock: 16, NumBlocks: 2, Strategy: strategy, Params: params, Layers: []layout.Layer{
-			{Name: "a", BlockStride: page, PageBytes: page},
-			{Name: "b", Index: 1, Region: 1, Base: page, BlockStride: page, PageBytes: page},
-		}}}}
+		l := &layout.Layout{Groups: []layout.Group{{TokensPerBlock: 16, NumBlocks: 2, Strategy: strategy,
+			Params: params, Layers: []layout.Layer{
+				{Name: "a", BlockStride: page, PageBytes: page},
+				{Name: "b", Index: 1, Region: 1, Base: page, BlockStride: page, PageBytes: page},
+			}}}}
 		if err := Default().Validate(l, []uint64{2 * page, 3 * page}); err != nil {
 			t.Fatal(err)
 		}

@@ -210,13 +210,15 @@ func (p *Proxy) ask(ctx context.Context, b *backend) (string, error) {
 		if b.configured {
 			costs = "nothing checks --prefill-peer"
 		}
-		unasked = fmt.Sprintf("--prefill-sidecar %s cannot be asked (%v): %s; pass the http.listen of this engine's sidecar", b.sidecar, err, costs)
+		unasked = fmt.Sprintf("--prefill-sidecar %s cannot be asked (%v): %s; pass the http.listen of "+
+			"this engine's sidecar", b.sidecar, err, costs)
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	switch was := b.unasked; {
 	case unasked != "" && was == "":
-		p.log.Warn("the prefill's sidecar cannot be asked", "url", b.url, "prefill_sidecar", b.sidecar, "err", err,
+		p.log.Warn("the prefill's sidecar cannot be asked", "url", b.url, "prefill_sidecar",
+			b.sidecar, "err", err,
 			"remedy", "pass the http.listen of this engine's running sidecar as --prefill-sidecar")
 	case unasked == "" && was != "":
 		p.log.Info("the prefill's sidecar answers", "url", b.url, "prefill_sidecar", b.sidecar)
@@ -260,13 +262,16 @@ func (p *Proxy) compare(ctx context.Context, b *backend, said, asked string) {
 		flag, value, named, remedy := "--prefill-peer", peer, peer, "--prefill-peer "+said
 		switch {
 		case same || !b.configured:
-			flag, value, remedy = "--prefill-sidecar", b.sidecar, "--prefill-sidecar the http.listen of that one"
+			flag, value, remedy = "--prefill-sidecar", b.sidecar,
+				"--prefill-sidecar the http.listen of that one"
 			named = b.sidecar + ", whose endpoint is " + asked
 		case asked == said:
 			remedy += ", or correct --prefill-sidecar " + b.sidecar + ", which returned it"
 		}
-		warning = fmt.Sprintf("%s is %s, but the endpoint of this engine's sidecar is %s: pass %s, unless both are the same", flag, named, said, remedy)
-		p.log.Warn("the prefill's sidecar may be another one", "url", b.url, "flag", flag, "value", value, "peer", peer, "sidecar", said, "remedy", remedy)
+		warning = fmt.Sprintf("%s is %s, but the endpoint of this engine's sidecar is %s: pass %s, "+
+			"unless both are the same", flag, named, said, remedy)
+		p.log.Warn("the prefill's sidecar may be another one", "url", b.url, "flag", flag, "value", value,
+			"peer", peer, "sidecar", said, "remedy", remedy)
 	}
 	b.mu.Lock()
 	b.said, b.warning = said, warning

@@ -63,7 +63,8 @@ func (p *Proxy) generate(w http.ResponseWriter, r *http.Request, k kind) {
 	}
 	ctx, cancel := context.WithCancel(r.Context())
 	defer cancel()
-	j := &job{p: p, w: w, in: r, req: req, id: requestID(r.Header.Get(requestIDHeader)), start: time.Now(), mode: p.mode}
+	j := &job{p: p, w: w, in: r, req: req, id: requestID(r.Header.Get(requestIDHeader)),
+		start: time.Now(), mode: p.mode}
 	w.Header().Set(requestIDHeader, j.id)
 	j.run(ctx)
 	p.met.requests.WithLabelValues(string(j.mode), statusClass(j.status)).Inc()
@@ -85,9 +86,11 @@ func (p *Proxy) readBody(w http.ResponseWriter, r *http.Request) ([]byte, bool) 
 	tooLarge := (*http.MaxBytesError)(nil)
 	switch {
 	case errors.As(err, &tooLarge):
-		p.refuse(w, http.StatusRequestEntityTooLarge, codeBodyTooLarge, fmt.Sprintf("the body is larger than %d bytes, the router's --max-body", p.limit))
+		p.refuse(w, http.StatusRequestEntityTooLarge, codeBodyTooLarge,
+			fmt.Sprintf("the body is larger than %d bytes, the router's --max-body", p.limit))
 	case errors.Is(err, os.ErrDeadlineExceeded):
-		p.refuse(w, http.StatusRequestTimeout, codeBodyTimeout, fmt.Sprintf("the body did not come within %s", bodyTimeout))
+		p.refuse(w, http.StatusRequestTimeout, codeBodyTimeout, fmt.Sprintf("the body did not come "+
+			"within %s", bodyTimeout))
 	default:
 		p.refuse(w, http.StatusBadRequest, codeInvalidBody, "the body could not be read")
 	}
@@ -184,7 +187,8 @@ func (j *job) run(ctx context.Context) {
 		// P's answer is not needed for its content: D knows everything from the start. An error after
 		// the client has gone, or D has answered, is our own end of the request.
 		_, err := j.prefill(pctx, pre, body)
-		if err != nil && pctx.Err() == nil && !errors.Is(err, errNoParams) && !errors.Is(err, errListParams) {
+		if err != nil && pctx.Err() == nil && !errors.Is(err, errNoParams) && !errors.Is(err,
+			errListParams) {
 			failed <- err
 		}
 	}()
@@ -197,10 +201,12 @@ func (j *job) run(ctx context.Context) {
 // noteAlone logs why P's work cannot be used and returns the label of the reason.
 func (j *job) noteAlone(pre *backend, err error) string {
 	if errors.Is(err, errRefused) {
-		j.p.log.Info("the prefill engine refused the request; the decode engine gets it unchanged", "request", j.id, "url", pre.url, "err", err)
+		j.p.log.Info("the prefill engine refused the request; the decode engine gets it unchanged",
+			"request", j.id, "url", pre.url, "err", err)
 		return aloneRefused
 	}
-	j.p.log.Warn("prefill failed; the decode engine prefills locally", "request", j.id, "url", pre.url, "err", err)
+	j.p.log.Warn("prefill failed; the decode engine prefills locally", "request", j.id, "url",
+		pre.url, "err", err)
 	if errors.Is(err, errNoParams) || errors.Is(err, errListParams) {
 		return aloneParams
 	}
@@ -222,7 +228,8 @@ func (j *job) prefill(ctx context.Context, b *backend, body []byte) (json.RawMes
 	case err != nil:
 		return nil, fmt.Errorf("prefill %s: %w", b.url, err)
 	case resp.StatusCode >= 400 && resp.StatusCode < 500:
-		return nil, fmt.Errorf("prefill %s: %w: %s: %s", b.url, errRefused, resp.Status, firstBytes(answer))
+		return nil, fmt.Errorf("prefill %s: %w: %s: %s", b.url, errRefused, resp.Status,
+			firstBytes(answer))
 	case resp.StatusCode != http.StatusOK:
 		return nil, fmt.Errorf("prefill %s: %s: %s", b.url, resp.Status, firstBytes(answer))
 	case len(answer) > maxPrefillAnswer:
@@ -282,7 +289,8 @@ type first struct {
 
 // decodeOn tries one back end. sent: the client has received an answer, or is gone. The returned
 // params are for the next try.
-func (j *job) decodeOn(ctx context.Context, b *backend, params json.RawMessage) (sent bool, next json.RawMessage, err error) {
+func (j *job) decodeOn(ctx context.Context, b *backend, params json.RawMessage) (sent bool,
+	next json.RawMessage, err error) {
 	for {
 		body, err := j.req.forDecode(params)
 		if err != nil {
@@ -383,7 +391,8 @@ func (j *job) fail(status int, code string, err error) {
 }
 
 // hopByHop headers belong to one connection (RFC 9110, section 7.6.1).
-var hopByHop = []string{"Connection", "Keep-Alive", "Proxy-Authenticate", "Proxy-Authorization", "Te", "Trailer", "Transfer-Encoding", "Upgrade", "Proxy-Connection"}
+var hopByHop = []string{"Connection", "Keep-Alive", "Proxy-Authenticate", "Proxy-Authorization",
+	"Te", "Trailer", "Transfer-Encoding", "Upgrade", "Proxy-Connection"}
 
 func copyHeader(dst, src http.Header) {
 	named := map[string]bool{}
@@ -402,8 +411,10 @@ func copyHeader(dst, src http.Header) {
 	}
 }
 
-func (j *job) send(ctx context.Context, b *backend, body []byte, decode bool) (*http.Response, error) {
-	req, err := http.NewRequestWithContext(ctx, http.MethodPost, b.url+j.req.kind.path(), bytes.NewReader(body))
+func (j *job) send(ctx context.Context, b *backend, body []byte, decode bool) (*http.Response,
+	error) {
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, b.url+j.req.kind.path(),
+		bytes.NewReader(body))
 	if err != nil {
 		return nil, err
 	}
@@ -434,7 +445,8 @@ func (p *Proxy) pass(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	defer b.done()
-	req, err := http.NewRequestWithContext(r.Context(), r.Method, b.url+r.URL.RequestURI(), bytes.NewReader(body))
+	req, err := http.NewRequestWithContext(r.Context(), r.Method, b.url+r.URL.RequestURI(),
+		bytes.NewReader(body))
 	if err != nil {
 		p.refuse(w, http.StatusBadRequest, codeInvalidTarget, err.Error())
 		return
@@ -472,7 +484,8 @@ func (p *Proxy) health(w http.ResponseWriter, _ *http.Request) {
 	for _, set := range []*pool{p.prefill, p.decode} {
 		for _, b := range set.all {
 			b.mu.Lock()
-			list = append(list, state{b.role, b.url, b.upLocked(), b.load, b.peer, b.reason, b.warningsLocked()})
+			list = append(list, state{b.role, b.url, b.upLocked(), b.load, b.peer, b.reason,
+				b.warningsLocked()})
 			b.mu.Unlock()
 		}
 	}
@@ -484,5 +497,6 @@ func (p *Proxy) health(w http.ResponseWriter, _ *http.Request) {
 	} else if len(p.prefill.all) > 0 && !p.prefill.anyUp() {
 		status = "degraded: no prefill engine is up"
 	}
-	_ = json.NewEncoder(w).Encode(map[string]any{"status": status, "mode": p.mode, "backends": list}) // the client may be gone
+	// the client may be gone
+	_ = json.NewEncoder(w).Encode(map[string]any{"status": status, "mode": p.mode, "backends": list})
 }

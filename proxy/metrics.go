@@ -24,17 +24,25 @@ const (
 
 func newMetrics(reg prometheus.Registerer) *metrics {
 	m := &metrics{
-		requests: prometheus.NewCounterVec(prometheus.CounterOpts{Namespace: "kvspray", Subsystem: "proxy", Name: "requests_total",
-			Help: "Requests by mode and class of the answer's status; none: the client disconnected before it."}, []string{"mode", "code"}),
-		alone: prometheus.NewCounterVec(prometheus.CounterOpts{Namespace: "kvspray", Subsystem: "proxy", Name: "local_prefills_total",
+		requests: prometheus.NewCounterVec(prometheus.CounterOpts{Namespace: "kvspray",
+			Subsystem: "proxy", Name: "requests_total",
+			Help: "Requests by mode and class of the answer's status; none: the client disconnected " +
+				"before it."}, []string{"mode", "code"}),
+		alone: prometheus.NewCounterVec(prometheus.CounterOpts{Namespace: "kvspray", Subsystem: "proxy",
+			Name: "local_prefills_total",
 			Help: "Requests whose prompt the decode engine computed (local prefill)."}, []string{"reason"}),
-		up: prometheus.NewGaugeVec(prometheus.GaugeOpts{Namespace: "kvspray", Subsystem: "proxy", Name: "backend_up",
+		up: prometheus.NewGaugeVec(prometheus.GaugeOpts{Namespace: "kvspray", Subsystem: "proxy",
+			Name: "backend_up",
 			Help: "1 while the back end answers its health checks."}, []string{"role", "url"}),
-		inFlight: prometheus.NewGauge(prometheus.GaugeOpts{Namespace: "kvspray", Subsystem: "proxy", Name: "requests_in_flight",
+		inFlight: prometheus.NewGauge(prometheus.GaugeOpts{Namespace: "kvspray", Subsystem: "proxy",
+			Name: "requests_in_flight",
 			Help: "Requests in flight."}),
-		first: prometheus.NewHistogramVec(prometheus.HistogramOpts{Namespace: "kvspray", Subsystem: "proxy", Name: "first_byte_seconds",
-			Help: "Time from the request to the first byte of its answer.", Buckets: prometheus.ExponentialBuckets(0.005, 2, 14)}, []string{"mode"}),
-		retries: prometheus.NewCounter(prometheus.CounterOpts{Namespace: "kvspray", Subsystem: "proxy", Name: "decode_retries_total",
+		first: prometheus.NewHistogramVec(prometheus.HistogramOpts{Namespace: "kvspray",
+			Subsystem: "proxy", Name: "first_byte_seconds",
+			Help:    "Time from the request to the first byte of its answer.",
+			Buckets: prometheus.ExponentialBuckets(0.005, 2, 14)}, []string{"mode"}),
+		retries: prometheus.NewCounter(prometheus.CounterOpts{Namespace: "kvspray", Subsystem: "proxy",
+			Name: "decode_retries_total",
 			Help: "Requests sent to a second decode engine because the first was unreachable."}),
 	}
 	reg.MustRegister(m.requests, m.alone, m.up, m.inFlight, m.first, m.retries)

@@ -109,7 +109,8 @@ func New(cfg Config) (*Proxy, error) {
 	if len(cfg.Decode) == 0 {
 		return nil, errors.New("proxy: no decode engine; pass --decode the URL of at least one")
 	}
-	p := &Proxy{mode: cfg.Mode, limit: cfg.BodyBytes, log: cfg.Log, reg: cfg.Registry, slots: make(chan struct{}, maxInFlight)}
+	p := &Proxy{mode: cfg.Mode, limit: cfg.BodyBytes, log: cfg.Log, reg: cfg.Registry,
+		slots: make(chan struct{}, maxInFlight)}
 	if p.limit <= 0 {
 		p.limit = DefaultBodyBytes
 	}
@@ -143,12 +144,15 @@ func New(cfg Config) (*Proxy, error) {
 		}
 		if b.Peer != "" {
 			if err := hostPort(b.Peer); err != nil {
-				return nil, fmt.Errorf("proxy: --prefill-peer %q: %w; write host:port, the sidecar's peer.listen", b.Peer, err)
+				return nil, fmt.Errorf("proxy: --prefill-peer %q: %w; write host:port, the sidecar's "+
+					"peer.listen", b.Peer, err)
 			}
 		}
 		if cfg.Mode == Concurrent && b.Peer == "" && b.Sidecar == "" {
-			return nil, fmt.Errorf("proxy: prefill %d (%s): concurrent dispatch needs the endpoint of P's sidecar; "+
-				"pass --prefill-peer host:port or --prefill-sidecar URL, or use --mode %s", i, b.URL, PrefillFirst)
+			return nil, fmt.Errorf("proxy: prefill %d (%s): concurrent dispatch needs the endpoint of P's "+
+				"sidecar; "+
+				"pass --prefill-peer host:port or --prefill-sidecar URL, or use --mode %s", i, b.URL,
+				PrefillFirst)
 		}
 		pre = append(pre, be)
 	}
@@ -182,7 +186,8 @@ func hostPort(addr string) error {
 func baseURL(flag, raw string) (string, error) {
 	u, err := url.Parse(raw)
 	if err != nil || (u.Scheme != "http" && u.Scheme != "https") || u.Host == "" || u.RawQuery != "" {
-		return "", fmt.Errorf("proxy: %s %q is not a URL; write for instance http://127.0.0.1:8100", flag, raw)
+		return "", fmt.Errorf("proxy: %s %q is not a URL; write for instance http://127.0.0.1:8100", flag,
+			raw)
 	}
 	return strings.TrimRight(u.String(), "/"), nil
 }
@@ -204,8 +209,14 @@ var served = append([]string{routeCompletions, routeChat, routeHealth, routeMetr
 // Handler returns the routes. Health is only known while Serve or Watch runs.
 func (p *Proxy) Handler() http.Handler {
 	mux := http.NewServeMux()
-	mux.HandleFunc(routeCompletions, func(w http.ResponseWriter, r *http.Request) { p.generate(w, r, kindCompletion) })
-	mux.HandleFunc(routeChat, func(w http.ResponseWriter, r *http.Request) { p.generate(w, r, kindChat) })
+	mux.HandleFunc(routeCompletions, func(w http.ResponseWriter, r *http.Request) {
+		p.generate(w, r,
+			kindCompletion)
+	})
+	mux.HandleFunc(routeChat, func(w http.ResponseWriter, r *http.Request) {
+		p.generate(w, r,
+			kindChat)
+	})
 	for _, route := range passed {
 		mux.HandleFunc(route, p.pass)
 	}

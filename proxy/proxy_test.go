@@ -116,7 +116,8 @@ func own(s seen) map[string]any {
 
 func answerPrefill(w http.ResponseWriter, _ *http.Request, s seen) {
 	xfer, _ := own(s)["xfer"].(string)
-	fmt.Fprintf(w, `{"choices":[{"text":"x"}],"kv_transfer_params":{"do_remote_prefill":true,"remote_engine_id":"p","kvspray":{"v":1,"xfer":%q,"peer":"p:1","fanout":1}}}`, xfer)
+	fmt.Fprintf(w,
+		`{"choices":[{"text":"x"}],"kv_transfer_params":{"do_remote_prefill":true,"remote_engine_id":"p","kvspray":{"v":1,"xfer":%q,"peer":"p:1","fanout":1}}}`, xfer)
 }
 
 func answerDecode(w http.ResponseWriter, _ *http.Request, _ seen) {
@@ -144,9 +145,11 @@ func start(t *testing.T, cfg Config) (*Proxy, string) {
 	return p, srv.URL
 }
 
-func pair(t *testing.T, mode Mode, prefill, decode func(http.ResponseWriter, *http.Request, seen)) (p, d *engine, px *Proxy, url string) {
+func pair(t *testing.T, mode Mode, prefill, decode func(http.ResponseWriter, *http.Request,
+	seen)) (p, d *engine, px *Proxy, url string) {
 	p, d = newEngine(t, prefill), newEngine(t, decode)
-	px, url = start(t, Config{Prefill: []Prefill{{URL: p.URL, Peer: "127.0.0.1:7650"}}, Decode: []string{d.URL}, Mode: mode})
+	px, url = start(t, Config{Prefill: []Prefill{{URL: p.URL, Peer: "127.0.0.1:7650"}},
+		Decode: []string{d.URL}, Mode: mode})
 	return p, d, px, url
 }
 
@@ -182,8 +185,16 @@ func TestConcurrent(t *testing.T) {
 		}
 	}
 	p, d, px, url := pair(t, Concurrent,
-		func(w http.ResponseWriter, r *http.Request, s seen) { meet(r, pHere, dHere); answerPrefill(w, r, s) },
-		func(w http.ResponseWriter, r *http.Request, s seen) { meet(r, dHere, pHere); answerDecode(w, r, s) })
+		func(w http.ResponseWriter, r *http.Request, s seen) {
+			meet(r, pHere, dHere)
+			answerPrefill(w, r,
+				s)
+		},
+		func(w http.ResponseWriter, r *http.Request, s seen) {
+			meet(r, dHere, pHere)
+			answerDecode(w, r,
+				s)
+		})
 	code, body, header := post(t, url, "/v1/chat/completions",
 		`{"model":"m","messages":[{"role":"user","content":"hi"}],"max_tokens":7,"n":3,"stream":true,"stream_options":{"include_usage":true},"min_tokens":3,"seed":12345678901234567890,"kv_transfer_params":{"do_remote_prefill":true,"remote_host":"evil"}}`,
 		"X-Request-Id", "abc", "Authorization", "Bearer t", "Connection", "X-Hop", "X-Hop", "1")
@@ -194,7 +205,8 @@ func TestConcurrent(t *testing.T) {
 	if ps.path != "/v1/chat/completions" || ds.path != ps.path {
 		t.Error(ps.path, ds.path)
 	}
-	for key, want := range map[string]any{"max_tokens": 1.0, "max_completion_tokens": 1.0, "stream": false, "n": 1.0, "model": "m"} {
+	for key, want := range map[string]any{"max_tokens": 1.0, "max_completion_tokens": 1.0,
+		"stream": false, "n": 1.0, "model": "m"} {
 		if ps.body[key] != want {
 			t.Errorf("P's %s is %v, want %v", key, ps.body[key], want)
 		}
@@ -207,34 +219,43 @@ func TestConcurrent(t *testing.T) {
 	if ds.body["max_tokens"] != 7.0 || ds.body["n"] != 3.0 || ds.body["stream"] != true {
 		t.Errorf("D's body was changed: %v", ds.body)
 	}
-	if params(ps)["do_remote_decode"] != true || params(ps)["do_remote_prefill"] != false || params(ds)["do_remote_prefill"] != true || params(ds)["do_remote_decode"] != false {
+	if params(ps)["do_remote_decode"] != true || params(ps)["do_remote_prefill"] != false ||
+		params(ds)["do_remote_prefill"] != true || params(ds)["do_remote_decode"] != false {
 		t.Errorf("params %v, %v", params(ps), params(ds))
 	}
 	if _, ok := params(ds)["remote_host"]; ok {
 		t.Error("a client's kv_transfer_params reached D")
 	}
 	pk, dk := own(ps), own(ds)
-	if pk["v"] != 1.0 || dk["v"] != 1.0 || pk["xfer"] != dk["xfer"] || len(pk["xfer"].(string)) != 32 || pk["fanout"] != 3.0 || dk["fanout"] != 3.0 ||
+	if pk["v"] != 1.0 || dk["v"] != 1.0 || pk["xfer"] != dk["xfer"] ||
+		len(pk["xfer"].(string)) != 32 || pk["fanout"] != 3.0 || dk["fanout"] != 3.0 ||
 		dk["peer"] != "127.0.0.1:7650" {
 		t.Errorf("kvspray params %v, %v", pk, dk)
 	}
 	for _, s := range []seen{ps, ds} {
-		if s.header.Get("X-Request-Id") != "abc" || s.header.Get("Authorization") != "Bearer t" || s.header.Get("X-Hop") != "" {
+		if s.header.Get("X-Request-Id") != "abc" || s.header.Get("Authorization") != "Bearer t" ||
+			s.header.Get("X-Hop") != "" {
 			t.Errorf("headers %v", s.header)
 		}
 	}
 	// The answer is complete before it is counted.
-	until(t, "the request is not counted", func() bool { return testutil.ToFloat64(px.met.requests.WithLabelValues("concurrent", "2xx")) == 1 })
+	until(t, "the request is not counted",
+		func() bool {
+			return testutil.ToFloat64(px.met.requests.WithLabelValues("concurrent",
+				"2xx")) == 1
+		})
 }
 
 // A number that does not fit a float64 reaches the engine as it was written.
 func TestFieldsStayAsWritten(t *testing.T) {
-	r, err := parseRequest(kindCompletion, []byte(`{"prompt":"a","seed":12345678901234567890,"temperature":0.10}`))
+	r, err := parseRequest(kindCompletion,
+		[]byte(`{"prompt":"a","seed":12345678901234567890,"temperature":0.10}`))
 	if err != nil {
 		t.Fatal(err)
 	}
 	b, err := r.forDecode(nil)
-	if err != nil || !bytes.Contains(b, []byte("12345678901234567890")) || !bytes.Contains(b, []byte("0.10")) {
+	if err != nil || !bytes.Contains(b, []byte("12345678901234567890")) || !bytes.Contains(b,
+		[]byte("0.10")) {
 		t.Errorf("%s, %v", b, err)
 	}
 }
@@ -327,7 +348,8 @@ func TestClientIsWrong(t *testing.T) {
 			if n := testutil.ToFloat64(px.met.alone.WithLabelValues(aloneFailed)); n != 0 {
 				t.Errorf("%v prefills counted as failed", n)
 			}
-			if n := testutil.ToFloat64(px.met.alone.WithLabelValues(aloneRefused)); mode == PrefillFirst && n != 1 {
+			if n := testutil.ToFloat64(px.met.alone.WithLabelValues(aloneRefused)); mode == PrefillFirst &&
+				n != 1 {
 				t.Errorf("%v refusals counted", n)
 			}
 		})
@@ -335,10 +357,12 @@ func TestClientIsWrong(t *testing.T) {
 }
 
 // pairWith is pair for a decode function that needs its engine.
-func pairWith(t *testing.T, mode Mode, prefill, decode func(http.ResponseWriter, *http.Request, seen), dp **engine) (*engine, *engine, *Proxy, string) {
+func pairWith(t *testing.T, mode Mode, prefill, decode func(http.ResponseWriter, *http.Request,
+	seen), dp **engine) (*engine, *engine, *Proxy, string) {
 	p, d := newEngine(t, prefill), newEngine(t, decode)
 	*dp = d
-	px, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Peer: "127.0.0.1:7650"}}, Decode: []string{d.URL}, Mode: mode})
+	px, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Peer: "127.0.0.1:7650"}},
+		Decode: []string{d.URL}, Mode: mode})
 	return p, d, px, url
 }
 
@@ -371,11 +395,21 @@ func TestClientDisconnect(t *testing.T) {
 		t.Run(string(mode), func(t *testing.T) {
 			var p, d *engine
 			arrived := make(chan struct{}, 2)
-			p = newEngine(t, func(_ http.ResponseWriter, r *http.Request, _ seen) { arrived <- struct{}{}; p.hang(r) })
-			d = newEngine(t, func(_ http.ResponseWriter, r *http.Request, _ seen) { arrived <- struct{}{}; d.hang(r) })
-			_, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Peer: "127.0.0.1:1"}}, Decode: []string{d.URL}, Mode: mode})
+			p = newEngine(t, func(_ http.ResponseWriter, r *http.Request,
+				_ seen) {
+				arrived <- struct{}{}
+				p.hang(r)
+			})
+			d = newEngine(t, func(_ http.ResponseWriter, r *http.Request,
+				_ seen) {
+				arrived <- struct{}{}
+				d.hang(r)
+			})
+			_, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Peer: "127.0.0.1:1"}},
+				Decode: []string{d.URL}, Mode: mode})
 			ctx, cancel := context.WithCancel(context.Background())
-			req, err := http.NewRequestWithContext(ctx, http.MethodPost, url+"/v1/completions", strings.NewReader(`{"prompt":"a"}`))
+			req, err := http.NewRequestWithContext(ctx, http.MethodPost, url+"/v1/completions",
+				strings.NewReader(`{"prompt":"a"}`))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -402,16 +436,23 @@ func TestClientDisconnect(t *testing.T) {
 	}
 }
 
-// Both engines' requests end with the client's, in any order. That P's has ended is no failure of P.
+// Both engines' requests end with the client's, in any order. That P's has ended is no failure of
+// P.
 func TestClientDisconnectIsNoFailedPrefill(t *testing.T) {
 	const clients = 32 // half of them would be counted
 	arrived := make(chan struct{}, 2)
-	hang := func(_ http.ResponseWriter, r *http.Request, _ seen) { arrived <- struct{}{}; <-r.Context().Done() }
+	hang := func(_ http.ResponseWriter, r *http.Request,
+		_ seen) {
+		arrived <- struct{}{}
+		<-r.Context().Done()
+	}
 	p, d := newEngine(t, hang), newEngine(t, hang)
-	px, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Peer: "127.0.0.1:1"}}, Decode: []string{d.URL}, Mode: Concurrent})
+	px, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Peer: "127.0.0.1:1"}},
+		Decode: []string{d.URL}, Mode: Concurrent})
 	for range clients {
 		ctx, cancel := context.WithCancel(context.Background())
-		req, err := http.NewRequestWithContext(ctx, http.MethodPost, url+"/v1/completions", strings.NewReader(`{"prompt":"a"}`))
+		req, err := http.NewRequestWithContext(ctx, http.MethodPost, url+"/v1/completions",
+			strings.NewReader(`{"prompt":"a"}`))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -423,7 +464,8 @@ func TestClientDisconnectIsNoFailedPrefill(t *testing.T) {
 		if _, err := http.DefaultClient.Do(req); !errors.Is(err, context.Canceled) {
 			t.Fatal(err)
 		}
-		until(t, "the request did not end", func() bool { return testutil.ToFloat64(px.met.inFlight) == 0 })
+		until(t, "the request did not end",
+			func() bool { return testutil.ToFloat64(px.met.inFlight) == 0 })
 	}
 	if n := testutil.ToFloat64(px.met.alone.WithLabelValues(aloneFailed)); n != 0 {
 		t.Errorf("%v failed prefills counted of %d clients that went away", n, clients)
@@ -447,7 +489,8 @@ func TestStreaming(t *testing.T) {
 		fmt.Fprint(w, "data: [DONE]\n\n")
 	}
 	_, _, _, url := pair(t, Concurrent, answerPrefill, decode)
-	resp, err := http.Post(url+"/v1/completions", "application/json", strings.NewReader(`{"prompt":"a","stream":true}`))
+	resp, err := http.Post(url+"/v1/completions", "application/json",
+		strings.NewReader(`{"prompt":"a","stream":true}`))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -476,7 +519,8 @@ func TestDecodeBreaksOff(t *testing.T) {
 		panic(http.ErrAbortHandler)
 	}
 	_, _, px, url := pair(t, Concurrent, answerPrefill, decode)
-	resp, err := http.Post(url+"/v1/completions", "application/json", strings.NewReader(`{"prompt":"a","stream":true}`))
+	resp, err := http.Post(url+"/v1/completions", "application/json",
+		strings.NewReader(`{"prompt":"a","stream":true}`))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -491,7 +535,8 @@ func TestDecodeBreaksOff(t *testing.T) {
 
 // So must an answer that is only passed on.
 func TestPassBreaksOff(t *testing.T) {
-	_, _, px, url := pair(t, Concurrent, answerPrefill, func(w http.ResponseWriter, _ *http.Request, _ seen) {
+	_, _, px, url := pair(t, Concurrent, answerPrefill, func(w http.ResponseWriter,
+		_ *http.Request, _ seen) {
 		fmt.Fprint(w, `{"data":[`)
 		w.(http.Flusher).Flush()
 		panic(http.ErrAbortHandler)
@@ -541,7 +586,8 @@ func TestDecodeUnreachable(t *testing.T) {
 	p, d := newEngine(t, answerPrefill), newEngine(t, answerDecode)
 	dead := newEngine(t, answerDecode)
 	dead.Close()
-	px, err := New(Config{Prefill: []Prefill{{URL: p.URL, Peer: "a:1"}}, Decode: []string{dead.URL, d.URL}, Mode: Concurrent})
+	px, err := New(Config{Prefill: []Prefill{{URL: p.URL, Peer: "a:1"}}, Decode: []string{dead.URL,
+		d.URL}, Mode: Concurrent})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -561,10 +607,12 @@ func TestDecodeUnreachable(t *testing.T) {
 		t.Errorf("%v retries: a back end that cannot be reached is out until it is healthy again", n)
 	}
 	d.Close()
-	if code, body, _ := post(t, srv.URL, "/v1/completions", `{"prompt":"a"}`); code != http.StatusBadGateway || !strings.Contains(body, `"error"`) {
+	if code, body, _ := post(t, srv.URL, "/v1/completions", `{"prompt":"a"}`); code !=
+		http.StatusBadGateway || !strings.Contains(body, `"error"`) {
 		t.Error(code, body)
 	}
-	if code, _, _ := post(t, srv.URL, "/v1/completions", `{"prompt":"a"}`); code != http.StatusServiceUnavailable {
+	if code, _, _ := post(t, srv.URL, "/v1/completions", `{"prompt":"a"}`); code !=
+		http.StatusServiceUnavailable {
 		t.Error(code)
 	}
 }
@@ -589,24 +637,38 @@ func TestHealth(t *testing.T) {
 		t.Fatal(code, body)
 	}
 	set(p, true)
-	until(t, "P does not go down", func() bool { _, body := status(); return strings.Contains(body, "degraded") })
-	if code, _, _ := post(t, url, "/v1/completions", `{"prompt":"a"}`); code != 200 || len(p.requests()) != 0 {
+	until(t, "P does not go down", func() bool {
+		_, body := status()
+		return strings.Contains(body,
+			"degraded")
+	})
+	if code, _, _ := post(t, url, "/v1/completions", `{"prompt":"a"}`); code != 200 ||
+		len(p.requests()) != 0 {
 		t.Error("a request went to a prefill engine that is down")
 	}
 	if n := testutil.ToFloat64(px.met.alone.WithLabelValues(aloneNoPrefill)); n != 1 {
 		t.Errorf("%v counted", n)
 	}
 	set(d, true)
-	until(t, "D does not go down", func() bool { code, _ := status(); return code == http.StatusServiceUnavailable })
+	until(t, "D does not go down", func() bool {
+		code,
+			_ := status()
+		return code == http.StatusServiceUnavailable
+	})
 	set(p, false)
 	set(d, false)
-	until(t, "they do not come back", func() bool { _, body := status(); return strings.Contains(body, `"status":"ok"`) })
+	until(t, "they do not come back", func() bool {
+		_, body := status()
+		return strings.Contains(body,
+			`"status":"ok"`)
+	})
 	resp, err := http.Get(url + "/metrics")
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer resp.Body.Close()
-	if b, _ := io.ReadAll(resp.Body); !strings.Contains(string(b), `kvspray_proxy_backend_up{role="decode"`) {
+	if b, _ := io.ReadAll(resp.Body); !strings.Contains(string(b),
+		`kvspray_proxy_backend_up{role="decode"`) {
 		t.Errorf("%s", b)
 	}
 }
@@ -617,7 +679,8 @@ func TestDiscoversPeer(t *testing.T) {
 	}))
 	defer sidecar.Close()
 	p, d := newEngine(t, answerPrefill), newEngine(t, answerDecode)
-	px, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Sidecar: sidecar.URL}}, Decode: []string{d.URL}, Mode: Concurrent})
+	px, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Sidecar: sidecar.URL}},
+		Decode: []string{d.URL}, Mode: Concurrent})
 	until(t, "the peer is not learned", func() bool { return px.prefill.all[0].peerAddr() != "" })
 	post(t, url, "/v1/completions", `{"prompt":"a"}`)
 	if got := own(d.requests()[0])["peer"]; got != "10.1.2.3:7650" {
@@ -634,7 +697,8 @@ func TestWrongPeerIsTold(t *testing.T) {
 	defer sidecar.Close()
 	says := func(peer string) func(http.ResponseWriter, *http.Request, seen) {
 		return func(w http.ResponseWriter, _ *http.Request, _ seen) {
-			fmt.Fprintf(w, `{"choices":[{"text":"x"}],"kv_transfer_params":{"kvspray":{"v":1,"peer":%q}}}`, peer)
+			fmt.Fprintf(w, `{"choices":[{"text":"x"}],"kv_transfer_params":{"kvspray":{"v":1,"peer":%q}}}`,
+				peer)
 		}
 	}
 	for _, c := range []struct {
@@ -644,15 +708,18 @@ func TestWrongPeerIsTold(t *testing.T) {
 		{"by its engine", "127.0.0.1:7650", "127.0.0.2:7650", "", "pass --prefill-peer 127.0.0.2:7650"},
 		{"another port", "127.0.0.1:7650", "127.0.0.1:7660", "", "pass --prefill-peer 127.0.0.1:7660"},
 		{"by its sidecar", "127.0.0.1:7650", "", sidecar.URL, "pass --prefill-peer 127.0.0.2:7650"},
-		{"right, and the sidecar is another's", "127.0.0.1:7650", "127.0.0.1:7650", sidecar.URL, "--prefill-sidecar is " + sidecar.URL + ", whose endpoint is 127.0.0.2:7650"},
+		{"right, and the sidecar is another's", "127.0.0.1:7650", "127.0.0.1:7650", sidecar.URL,
+			"--prefill-sidecar is " + sidecar.URL + ", whose endpoint is 127.0.0.2:7650"},
 		{"right", "127.0.0.2:7650", "127.0.0.2:7650", sidecar.URL, ""},
 		{"nothing said", "127.0.0.1:7650", "", "", ""},
 		{"asked for", "", "127.0.0.2:7650", sidecar.URL, ""},
-		{"asked of another's", "", "127.0.0.1:7650", sidecar.URL, "--prefill-sidecar is " + sidecar.URL + ", whose endpoint is 127.0.0.2:7650"},
+		{"asked of another's", "", "127.0.0.1:7650", sidecar.URL, "--prefill-sidecar is " + sidecar.URL +
+			", whose endpoint is 127.0.0.2:7650"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			p, d := newEngine(t, says(c.engine)), newEngine(t, answerDecode)
-			px, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Peer: c.peer, Sidecar: c.sidecar}}, Decode: []string{d.URL}, Mode: PrefillFirst})
+			px, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Peer: c.peer, Sidecar: c.sidecar}},
+				Decode: []string{d.URL}, Mode: PrefillFirst})
 			b := px.prefill.all[0]
 			if c.engine != "" {
 				post(t, url, "/v1/completions", `{"prompt":"a"}`)
@@ -673,7 +740,8 @@ func TestWrongPeerIsTold(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if warned := strings.Contains(string(body), `"warning"`); warned != (c.warning != "") || !strings.Contains(string(body), c.warning) {
+			if warned := strings.Contains(string(body), `"warning"`); warned != (c.warning != "") ||
+				!strings.Contains(string(body), c.warning) {
 				t.Errorf("%s: want warning %q", body, c.warning)
 			}
 			if c.peer != "" && b.peerAddr() != c.peer {
@@ -706,8 +774,9 @@ func TestSidecarThatCannotBeAsked(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			var log kvtest.Log
 			p, d := newEngine(t, answerPrefill), newEngine(t, answerDecode)
-			px, err := New(Config{Prefill: []Prefill{{URL: p.URL, Peer: c.peer, Sidecar: c.url}}, Decode: []string{d.URL},
-				Log: slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelWarn}))})
+			px, err := New(Config{Prefill: []Prefill{{URL: p.URL, Peer: c.peer, Sidecar: c.url}},
+				Decode: []string{d.URL},
+				Log:    slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelWarn}))})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -718,12 +787,14 @@ func TestSidecarThatCannotBeAsked(t *testing.T) {
 					t.Fatalf("the engine is taken out for its sidecar: %v", err)
 				}
 			}
-			if out := log.String(); strings.Count(out, "\n") != 1 || !strings.Contains(out, "prefill_sidecar="+c.url) || !strings.Contains(out, "remedy=") {
+			if out := log.String(); strings.Count(out, "\n") != 1 || !strings.Contains(out,
+				"prefill_sidecar="+c.url) || !strings.Contains(out, "remedy=") {
 				t.Errorf("logged: %s", out)
 			}
 			w := httptest.NewRecorder()
 			px.Handler().ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/health", nil))
-			for _, want := range []string{`"warning"`, "--prefill-sidecar " + c.url, c.wrong, "pass the http.listen"} {
+			for _, want := range []string{`"warning"`, "--prefill-sidecar " + c.url, c.wrong,
+				"pass the http.listen"} {
 				if !strings.Contains(w.Body.String(), want) {
 					t.Errorf("%s: no %q", w.Body, want)
 				}
@@ -753,7 +824,8 @@ func TestSidecarThatCannotBeAskedCostsNoTransfer(t *testing.T) {
 	gone := newEngine(t, answerPrefill)
 	gone.Close()
 	p, d := newEngine(t, answerPrefill), newEngine(t, answerDecode)
-	px, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Sidecar: gone.URL}}, Decode: []string{d.URL}, Mode: Concurrent})
+	px, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Sidecar: gone.URL}},
+		Decode: []string{d.URL}, Mode: Concurrent})
 	if code, answer, _ := post(t, url, "/v1/completions", `{"prompt":"a"}`); code != 200 {
 		t.Fatal(answer)
 	}
@@ -817,7 +889,8 @@ func TestAlone(t *testing.T) {
 			t.Errorf("%s: alone %q, %v", body, r.alone, err)
 		}
 	}
-	for raw, want := range map[string]int{`"a"`: 1, `[1,2]`: 1, `["a","b"]`: 2, `[[1],[2],[3]]`: 3, `[]`: 0, `null`: 0, ``: 0} {
+	for raw, want := range map[string]int{`"a"`: 1, `[1,2]`: 1, `["a","b"]`: 2, `[[1],[2],[3]]`: 3,
+		`[]`: 0, `null`: 0, ``: 0} {
 		if got := countPrompts(json.RawMessage(raw)); got != want {
 			t.Errorf("countPrompts(%s) = %d", raw, got)
 		}
@@ -826,7 +899,8 @@ func TestAlone(t *testing.T) {
 
 func TestBadBodies(t *testing.T) {
 	p, d := newEngine(t, answerPrefill), newEngine(t, answerDecode)
-	_, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Peer: "a:1"}}, Decode: []string{d.URL}, BodyBytes: 100})
+	_, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Peer: "a:1"}}, Decode: []string{d.URL},
+		BodyBytes: 100})
 	for body, want := range map[string]string{
 		"":                       codeInvalidBody,
 		"[]":                     codeInvalidBody,
@@ -849,12 +923,14 @@ func TestBadBodies(t *testing.T) {
 }
 
 // refusal checks all of an answer that is the router's own: clients of the API read every field.
-func refusal(t *testing.T, what string, status int, h http.Header, answer string, wantStatus int, wantCode, wantText string) {
+func refusal(t *testing.T, what string, status int, h http.Header, answer string, wantStatus int,
+	wantCode, wantText string) {
 	t.Helper()
 	var e struct {
 		Error map[string]any `json:"error"`
 	}
-	if err := json.Unmarshal([]byte(answer), &e); err != nil || h.Get("Content-Type") != "application/json" {
+	if err := json.Unmarshal([]byte(answer), &e); err != nil ||
+		h.Get("Content-Type") != "application/json" {
 		t.Errorf("%s: %s, %v: %q", what, h.Get("Content-Type"), err, answer)
 		return
 	}
@@ -864,8 +940,10 @@ func refusal(t *testing.T, what string, status int, h http.Header, answer string
 	}
 	message, _ := e.Error["message"].(string)
 	param, hasParam := e.Error["param"]
-	if status != wantStatus || e.Error["code"] != wantCode || e.Error["type"] != kind || !hasParam || param != nil || len(e.Error) != 4 || !strings.Contains(message, wantText) {
-		t.Errorf("%s: %d %s: want %d, code %s, and %q in the message", what, status, answer, wantStatus, wantCode, wantText)
+	if status != wantStatus || e.Error["code"] != wantCode || e.Error["type"] != kind || !hasParam ||
+		param != nil || len(e.Error) != 4 || !strings.Contains(message, wantText) {
+		t.Errorf("%s: %d %s: want %d, code %s, and %q in the message", what, status, answer, wantStatus,
+			wantCode, wantText)
 	}
 }
 
@@ -884,7 +962,8 @@ func TestNoRoute(t *testing.T) {
 		{"POST", "/v1/embeddings", 404, codeUnknownURL, "POST /v1/chat/completions", ""},
 		{"POST", "/v1/completions/", 404, codeUnknownURL, "POST /v1/completions", ""},
 		{"GET", "/v1/completions", 405, codeMethod, "use POST", "POST"},
-		{"DELETE", "/v1/chat/completions", 405, codeMethod, "DELETE is not allowed at /v1/chat/completions", "POST"},
+		{"DELETE", "/v1/chat/completions", 405, codeMethod, "DELETE is not allowed at " +
+			"/v1/chat/completions", "POST"},
 		{"POST", "/v1/models", 405, codeMethod, "use GET", "GET, HEAD"},
 		{"PUT", "/health", 405, codeMethod, "use GET", "GET, HEAD"},
 	} {
@@ -924,7 +1003,8 @@ func TestNoEngineIsTold(t *testing.T) {
 		status, answer, h := post(t, srv.URL, path, `{"prompt":"a"}`)
 		refusal(t, path, status, h, answer, http.StatusBadGateway, codeEngineFailed, nobody)
 		status, answer, h = post(t, srv.URL, path, `{"prompt":"a"}`)
-		refusal(t, path, status, h, answer, http.StatusServiceUnavailable, codeNoEngine, "no decode engine is up")
+		refusal(t, path, status, h, answer, http.StatusServiceUnavailable, codeNoEngine,
+			"no decode engine is up")
 		srv.Close()
 		p.client.CloseIdleConnections()
 	}
@@ -936,10 +1016,12 @@ func TestNoPrefillWithoutADecodeEngine(t *testing.T) {
 	for _, mode := range []Mode{Concurrent, PrefillFirst} {
 		t.Run(string(mode), func(t *testing.T) {
 			p := newEngine(t, answerPrefill)
-			px, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Peer: "127.0.0.1:1"}}, Decode: []string{"http://127.0.0.1:1"}, Mode: mode})
+			px, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Peer: "127.0.0.1:1"}},
+				Decode: []string{"http://127.0.0.1:1"}, Mode: mode})
 			px.decode.all[0].suspect(errors.New("as a request has found it"))
 			status, answer, h := post(t, url, "/v1/completions", `{"prompt":"a"}`)
-			refusal(t, "/v1/completions", status, h, answer, http.StatusServiceUnavailable, codeNoEngine, "no decode engine is up")
+			refusal(t, "/v1/completions", status, h, answer, http.StatusServiceUnavailable, codeNoEngine,
+				"no decode engine is up")
 			if n := len(p.requests()); n != 0 {
 				t.Errorf("the prefill got %d requests", n)
 			}
@@ -948,7 +1030,8 @@ func TestNoPrefillWithoutADecodeEngine(t *testing.T) {
 }
 
 func TestPass(t *testing.T) {
-	_, d, _, url := pair(t, PrefillFirst, answerPrefill, func(w http.ResponseWriter, _ *http.Request, s seen) {
+	_, d, _, url := pair(t, PrefillFirst, answerPrefill, func(w http.ResponseWriter,
+		_ *http.Request, s seen) {
 		w.WriteHeader(http.StatusTeapot)
 		fmt.Fprint(w, s.path)
 	})
@@ -957,7 +1040,8 @@ func TestPass(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer resp.Body.Close()
-	if b, _ := io.ReadAll(resp.Body); resp.StatusCode != http.StatusTeapot || string(b) != "/v1/models" || len(d.requests()) != 1 {
+	if b, _ := io.ReadAll(resp.Body); resp.StatusCode != http.StatusTeapot ||
+		string(b) != "/v1/models" || len(d.requests()) != 1 {
 		t.Error(resp.Status, string(b))
 	}
 }
@@ -968,10 +1052,13 @@ func TestNewRefuses(t *testing.T) {
 		"mode":      {Decode: []string{"http://a:1"}, Mode: "x"},
 		"url":       {Decode: []string{"a:1"}},
 		"no peer":   {Decode: []string{"http://a:1"}, Prefill: []Prefill{{URL: "http://p:1"}}},
-		"bad port":  {Decode: []string{"http://a:1"}, Prefill: []Prefill{{URL: "http://p:1", Peer: "x:y"}}},
-		"port 0":    {Decode: []string{"http://a:1"}, Prefill: []Prefill{{URL: "http://p:1", Peer: "x:0"}}},
-		"no host":   {Decode: []string{"http://a:1"}, Prefill: []Prefill{{URL: "http://p:1", Peer: ":7650"}}},
-		"bad peer":  {Decode: []string{"http://a:1"}, Prefill: []Prefill{{URL: "http://p:1", Peer: "x"}}},
+		"bad port": {Decode: []string{"http://a:1"}, Prefill: []Prefill{{URL: "http://p:1",
+			Peer: "x:y"}}},
+		"port 0": {Decode: []string{"http://a:1"}, Prefill: []Prefill{{URL: "http://p:1",
+			Peer: "x:0"}}},
+		"no host": {Decode: []string{"http://a:1"}, Prefill: []Prefill{{URL: "http://p:1",
+			Peer: ":7650"}}},
+		"bad peer": {Decode: []string{"http://a:1"}, Prefill: []Prefill{{URL: "http://p:1", Peer: "x"}}},
 	} {
 		if _, err := New(c); err == nil {
 			t.Errorf("%s accepted", name)

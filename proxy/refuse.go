@@ -38,7 +38,9 @@ func (p *Proxy) refuse(w http.ResponseWriter, status int, code, message string) 
 	}
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(status)
-	_ = json.NewEncoder(w).Encode(map[string]failure{"error": {Message: message, Type: kind, Code: code}}) // the client may be gone
+	// the client may be gone
+	_ = json.NewEncoder(w).Encode(map[string]failure{"error": {Message: message, Type: kind,
+		Code: code}})
 }
 
 // orRefuse serves the routes, and refuses other paths in the API's form; mux itself would use plain
@@ -55,10 +57,12 @@ func (p *Proxy) orRefuse(mux *http.ServeMux) http.Handler {
 		h.ServeHTTP(answer, r)
 		if allow := answer.header.Get("Allow"); allow != "" {
 			w.Header().Set("Allow", allow)
-			p.refuse(w, http.StatusMethodNotAllowed, codeMethod, fmt.Sprintf("%s is not allowed at %s: use %s", r.Method, r.URL.Path, allow))
+			p.refuse(w, http.StatusMethodNotAllowed, codeMethod,
+				fmt.Sprintf("%s is not allowed at %s: use %s", r.Method, r.URL.Path, allow))
 			return
 		}
-		p.refuse(w, http.StatusNotFound, codeUnknownURL, fmt.Sprintf("no such URL: %s %s: this router serves %s", r.Method, r.URL.Path,
+		p.refuse(w, http.StatusNotFound, codeUnknownURL, fmt.Sprintf("no such URL: %s %s: this router "+
+			"serves %s", r.Method, r.URL.Path,
 			strings.Join(served, ", ")))
 	})
 }

@@ -36,7 +36,8 @@ type request struct {
 	alone   string // why D must serve it alone; empty: it can be split
 }
 
-var errNotObject = errors.New(`the body is not a JSON object such as {"model": "NAME", "prompt": "Hello"}`)
+var errNotObject = errors.New(
+	`the body is not a JSON object such as {"model": "NAME", "prompt": "Hello"}`)
 
 // parseRequest reads the fields that the proxy needs and refuses only what is not a JSON object:
 // engines check the rest.
@@ -145,7 +146,8 @@ type transferParams struct {
 
 // notForPrefill are the fields that have no meaning for a single unread token, or that an engine
 // refuses with it.
-var notForPrefill = []string{"stream_options", "min_tokens", "logprobs", "top_logprobs", "best_of", "return_token_ids",
+var notForPrefill = []string{"stream_options", "min_tokens", "logprobs", "top_logprobs", "best_of",
+	"return_token_ids",
 	"return_tokens_as_token_ids", "prompt_logprobs", "include_stop_str_in_output"}
 
 // forPrefill is the body for P: the same prompt, one token, no stream.
@@ -160,7 +162,8 @@ func (r *request) forPrefill(xfer string) ([]byte, error) {
 		f["max_completion_tokens"] = json.RawMessage("1")
 	}
 	f["n"] = json.RawMessage("1")
-	params, err := json.Marshal(transferParams{DoRemoteDecode: true, KVSpray: kvsprayParams{V: 1, Xfer: xfer, Fanout: r.n}})
+	params, err := json.Marshal(transferParams{DoRemoteDecode: true, KVSpray: kvsprayParams{V: 1,
+		Xfer: xfer, Fanout: r.n}})
 	if err != nil {
 		return nil, err
 	}
@@ -180,12 +183,14 @@ func (r *request) forDecode(params json.RawMessage) ([]byte, error) {
 
 // concurrentParams are D's parameters in concurrent mode.
 func (r *request) concurrentParams(xfer, peer string) (json.RawMessage, error) {
-	return json.Marshal(transferParams{DoRemotePrefill: true, KVSpray: kvsprayParams{V: 1, Xfer: xfer, Peer: peer, Fanout: r.n}})
+	return json.Marshal(transferParams{DoRemotePrefill: true, KVSpray: kvsprayParams{V: 1, Xfer: xfer,
+		Peer: peer, Fanout: r.n}})
 }
 
 var (
 	errNoParams   = errors.New("the prefill engine's answer has no kv_transfer_params")
-	errListParams = errors.New("kv_transfer_params without a kvspray key describe the first prompt of a list only")
+	errListParams = errors.New("kv_transfer_params without a kvspray key describe the first prompt " +
+		"of a list only")
 )
 
 // answeredParams extracts kv_transfer_params from P's answer. Engines return those of the first

@@ -103,8 +103,9 @@ func TestUnsentIsAnswered(t *testing.T) {
 	until(t, func() bool { return d.dial.knows(p.Boot()) })
 	answers := make(chan connector.Admission, 1)
 	pr := newPrompt(64)
-	d.driver.Events.Await(connector.Await{Key: transfer.Key{Xfer: pr.xfer, Hash: pr.hash}, Peer: p.Endpoint(),
-		TTL: time.Hour}, func(a connector.Admission) { answers <- a })
+	d.driver.Events.Await(connector.Await{Key: transfer.Key{Xfer: pr.xfer, Hash: pr.hash},
+		Peer: p.Endpoint(),
+		TTL:  time.Hour}, func(a connector.Admission) { answers <- a })
 	d.conv.Send(p.Boot(),
 		&peerv1.ControlFrame{Body: &peerv1.ControlFrame_Await{Await: &peerv1.Await{
 			Token: 1, Xfer: make([]byte, peer.MaxMessage+1)}}})

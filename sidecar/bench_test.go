@@ -29,8 +29,10 @@ func BenchmarkBlock4K(b *testing.B) {
 				var took []time.Duration
 				for i := 0; b.Loop(); i++ {
 					pr := newPrompt(16)
-					intent := msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: 16, Fanout: 1, Blocks: [][]uint32{{uint32(i) % 64}}, Ready: 16}
-					expect := msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: 16, Peer: p.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{{uint32(i) % 64}}}
+					intent := msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: 16, Fanout: 1,
+						Blocks: [][]uint32{{uint32(i) % 64}}, Ready: 16}
+					expect := msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: 16, Peer: p.Endpoint(),
+						Skip: []uint32{0}, Blocks: [][]uint32{{uint32(i) % 64}}}
 					var dst uint64
 					if mode == "grant-there" {
 						dst, _ = de.Expect(expect)
@@ -67,7 +69,8 @@ func BenchmarkBlock4K(b *testing.B) {
 // completion.
 func BenchmarkTransfer(b *testing.B) {
 	const layers, blocks = 32, 256
-	shape := connectortest.Shape{Layers: layers, NumBlocks: blocks, TokensPerBlock: 16, TokenBytes: 1024}
+	shape := connectortest.Shape{Layers: layers, NumBlocks: blocks, TokensPerBlock: 16,
+		TokenBytes: 1024}
 	for _, transport := range []string{"tcp", "shm"} {
 		for _, rails := range []int{1, 4} {
 			if transport == "shm" && rails > 1 {
@@ -78,7 +81,8 @@ func BenchmarkTransfer(b *testing.B) {
 					c.Transports.Order, c.Trace.BlockHashes, c.Trace.Transfers = []string{transport}, "", ""
 					c.Transports.TCP.Rails = nil
 					for i := range rails {
-						c.Transports.TCP.Rails = append(c.Transports.TCP.Rails, config.Rail{Name: fmt.Sprint("r", i), Listen: fmt.Sprintf("127.0.0.%d:0", i+1)})
+						c.Transports.TCP.Rails = append(c.Transports.TCP.Rails, config.Rail{Name: fmt.Sprint("r", i),
+							Listen: fmt.Sprintf("127.0.0.%d:0", i+1)})
 					}
 				}
 				p, d := start(b, f), start(b, f)
@@ -91,11 +95,13 @@ func BenchmarkTransfer(b *testing.B) {
 				}
 				move := func() {
 					pr := newPrompt(blocks * 16)
-					src, err := pe.Intent(msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: pr.tokens, Fanout: 1, Blocks: [][]uint32{table()}, Ready: pr.tokens})
+					src, err := pe.Intent(msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: pr.tokens, Fanout: 1,
+						Blocks: [][]uint32{table()}, Ready: pr.tokens})
 					if err != nil {
 						b.Fatal(err)
 					}
-					dst, err := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: pr.tokens, Peer: p.Endpoint(), Skip: []uint32{0},
+					dst, err := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: pr.tokens,
+						Peer: p.Endpoint(), Skip: []uint32{0},
 						Blocks: [][]uint32{table()}})
 					if err != nil {
 						b.Fatal(err)

@@ -36,10 +36,12 @@ func gpuTable(c *config.Config, log *slog.Logger) (*policy.Table, error) {
 
 // CalibrateGPUs measures the GPUs of this host and adds them to the table at path, or to the
 // default table if path is empty. It returns the path and the table.
-func CalibrateGPUs(ctx context.Context, c *config.Config, path string, log *slog.Logger) (at string, table []byte, err error) {
+func CalibrateGPUs(ctx context.Context, c *config.Config, path string, log *slog.Logger) (at string,
+	table []byte, err error) {
 	if path == "" {
 		if path, _ = c.Transports.GPU.TablePath(); path == "" {
-			return "", nil, errors.New("sidecar: calibrate: transports.gpu.table names no file: name one with --out, or set HOME")
+			return "", nil, errors.New("sidecar: calibrate: transports.gpu.table names no file: name one " +
+				"with --out, or set HOME")
 		}
 	}
 	t, err := policy.LoadTable(path)

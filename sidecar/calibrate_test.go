@@ -28,13 +28,15 @@ func TestGPUTable(t *testing.T) {
 	want := func(what, table, model, log string) {
 		t.Helper()
 		g, err := load(table)
-		if err != nil || (g.cfg.Table == nil) != (model == "") || g.cfg.Table.Limits(model).PackBlocks == 0 != (model == "") ||
+		if err != nil || (g.cfg.Table == nil) != (model == "") || g.cfg.Table.Limits(model).PackBlocks ==
+			0 != (model == "") ||
 			!strings.Contains(out.String(), log) || log == "" && out.Len() > 0 {
 			t.Errorf("%s: %+v, %v, log %q", what, g, err, out.String())
 		}
 	}
 	want("none there", config.Auto, "", "")
-	if err := (&policy.Table{Version: 1, GPUs: map[string]policy.Limits{"A": {PackBlocks: 7}}}).Save(own); err != nil {
+	if err := (&policy.Table{Version: 1, GPUs: map[string]policy.Limits{"A": {PackBlocks: 7}}}).Save(
+		own); err != nil {
 		t.Fatal(err)
 	}
 	want("its own", config.Auto, "A", "models=A")
@@ -45,7 +47,8 @@ func TestGPUTable(t *testing.T) {
 	}
 	want("broken", config.Auto, "", "make a new one with kvspray calibrate")
 	for _, path := range []string{own, filepath.Join(dir, "nothing")} {
-		if _, err := load(path); err == nil || !strings.Contains(err.Error(), "transports.gpu.table") || !strings.Contains(err.Error(), "set it to off") {
+		if _, err := load(path); err == nil || !strings.Contains(err.Error(), "transports.gpu.table") ||
+			!strings.Contains(err.Error(), "set it to off") {
 			t.Errorf("%s, named: %v", path, err)
 		}
 	}
@@ -55,7 +58,8 @@ func TestGPUTable(t *testing.T) {
 func TestCalibrateNeedsAFile(t *testing.T) {
 	c := config.Default()
 	c.Transports.GPU.Table = config.Off
-	if _, _, err := CalibrateGPUs(t.Context(), c, "", slog.New(slog.DiscardHandler)); err == nil || !strings.Contains(err.Error(), "--out") {
+	if _, _, err := CalibrateGPUs(t.Context(), c, "", slog.New(slog.DiscardHandler)); err == nil ||
+		!strings.Contains(err.Error(), "--out") {
 		t.Errorf("calibrated for no file: %v", err)
 	}
 }

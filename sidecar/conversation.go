@@ -46,8 +46,8 @@ type conversation struct {
 	creds *keys.Credentials // likewise; nil: none
 }
 
-// PeerKey implements driver.Peers. The handshake is enough: the first lane of a peer may come before
-// its PeerUp.
+// PeerKey implements driver.Peers. The handshake is enough: the first lane of a peer may come
+// before its PeerUp.
 func (c *conversation) PeerKey(boot transfer.Boot) (transport.Peer, bool) {
 	if boot == c.boot {
 		return c.self, true
@@ -78,8 +78,10 @@ func (c *conversation) Known(boot transfer.Boot) bool { return c.dial.knows(boot
 
 // Send implements driver.Peers. A frame for this node is an event of the next round.
 func (c *conversation) Send(to transfer.Boot, f *peerv1.ControlFrame) {
-	if r := f.GetGrantReply(); r != nil && r.Code != peerv1.GrantReply_BOUND && r.Code != peerv1.GrantReply_RANKS {
-		c.log.Warn("grant refused", "peer", to.String(), "code", strings.ToLower(r.Code.String()), "gen", r.Gen, "reason", r.Message)
+	if r := f.GetGrantReply(); r != nil && r.Code != peerv1.GrantReply_BOUND &&
+		r.Code != peerv1.GrantReply_RANKS {
+		c.log.Warn("grant refused", "peer", to.String(), "code", strings.ToLower(r.Code.String()), "gen",
+			r.Gen, "reason", r.Message)
 	}
 	if to == c.boot {
 		c.frame(to, f)
@@ -103,10 +105,14 @@ func (c *conversation) Send(to transfer.Boot, f *peerv1.ControlFrame) {
 func (c *conversation) prefer(to transfer.Boot) {
 	var rail string
 	var ok bool
-	c.driver.View(func(ex *exec.Exec, now exec.Instant) { rail, ok = ex.Quickest(now, to, config.TransTCP) })
+	c.driver.View(func(ex *exec.Exec, now exec.Instant) {
+		rail, ok = ex.Quickest(now, to,
+			config.TransTCP)
+	})
 	var addr netip.Addr
 	if r, here := c.rails.find(config.TransTCP, rail); ok && here {
-		if a, err := netip.ParseAddrPort(r.Address); err == nil { // an address that is a name prefers nothing
+		// an address that is a name prefers nothing
+		if a, err := netip.ParseAddrPort(r.Address); err == nil {
 			addr = a.Addr().Unmap()
 		}
 	}
@@ -120,7 +126,10 @@ func (c *conversation) frame(from transfer.Boot, f *peerv1.ControlFrame) {
 		if len(r.ControlAddresses) > 0 && from != c.boot {
 			if err := c.mesh.PeerAddresses(from, r.ControlAddresses); err != nil {
 				first := false
-				c.driver.View(func(ex *exec.Exec, _ exec.Instant) { first = ex.ReportViolation(from, exec.BadAddress) })
+				c.driver.View(func(ex *exec.Exec, _ exec.Instant) {
+					first = ex.ReportViolation(from,
+						exec.BadAddress)
+				})
 				if first {
 					c.log.Warn("control frame refused; logged once", "peer", from.String(), "err", err)
 				}
@@ -172,8 +181,8 @@ func (c *conversation) peerUp(in peerInfo) {
 // connectFailed ends a connect.
 func (c *conversation) connectFailed(endpoint string, err error) {
 	err = judged(err)
-	// Requests wait for this peer, and a wrong address costs each of them seconds. Logged once, until the
-	// peer answers.
+	// Requests wait for this peer, and a wrong address costs each of them seconds. Logged once, until
+	// the peer answers.
 	d := c.dial
 	level := slog.LevelDebug
 	d.mu.Lock()
@@ -183,7 +192,8 @@ func (c *conversation) connectFailed(endpoint string, err error) {
 		level = slog.LevelWarn
 	}
 	d.mu.Unlock()
-	c.log.Log(c.proc.Context(), level, "peer not reached; tried again while requests wait for it", "endpoint", endpoint, "err", err)
+	c.log.Log(c.proc.Context(), level, "peer not reached; tried again while requests wait for it",
+		"endpoint", endpoint, "err", err)
 	c.driver.Do(func(ex *exec.Exec, now exec.Instant) { ex.ConnectFailed(now, endpoint, err) })
 }
 

@@ -64,7 +64,8 @@ var (
 )
 
 func newCopies(ctx context.Context, g *gpus, m *metrics.Set, log *slog.Logger) *copies {
-	return &copies{ctx: ctx, gpus: g, metrics: m, log: log, slots: make(chan struct{}, maxCopiesRunning), open: map[*connector.Worker]map[uint64]copying{},
+	return &copies{ctx: ctx, gpus: g, metrics: m, log: log, slots: make(chan struct{},
+		maxCopiesRunning), open: map[*connector.Worker]map[uint64]copying{},
 		last: map[*connector.Worker]func(){}}
 }
 
@@ -142,7 +143,8 @@ func (c *copies) run(ctx context.Context, w *connector.Worker, cp *connector.Cop
 	began := time.Now()
 	ctx, cancel := context.WithTimeoutCause(ctx, cp.Deadline, errCopyLate)
 	defer cancel()
-	m := copyWorker{gpus: c.gpus, src: w.Regions[cp.Src], dst: w.Regions[cp.Dst], ways: map[string]uint64{}}
+	m := copyWorker{gpus: c.gpus, src: w.Regions[cp.Src], dst: w.Regions[cp.Dst],
+		ways: map[string]uint64{}}
 	var err error
 	var waited time.Duration
 	select {
@@ -154,7 +156,8 @@ func (c *copies) run(ctx context.Context, w *connector.Worker, cp *connector.Cop
 		err = context.Cause(ctx)
 	}
 	path, moved := m.path()
-	done := connector.Completion{Lease: cp.Lease, Received: true, Status: exec.StatusOK, Bytes: moved, Took: time.Since(began), Transport: path}
+	done := connector.Completion{Lease: cp.Lease, Received: true, Status: exec.StatusOK, Bytes: moved,
+		Took: time.Since(began), Transport: path}
 	if err != nil {
 		done.Reason = err.Error()
 		switch {
@@ -172,19 +175,24 @@ func (c *copies) run(ctx context.Context, w *connector.Worker, cp *connector.Cop
 	c.trace(w, cp, &done, waited)
 }
 
-func (c *copies) trace(w *connector.Worker, cp *connector.Copy, x *connector.Completion, waited time.Duration) {
+func (c *copies) trace(w *connector.Worker, cp *connector.Copy, x *connector.Completion,
+	waited time.Duration) {
 	outcome := metrics.OutcomeOf(x.Status)
 	c.metrics.CopyEnded(outcome, x.Transport, x.Bytes, x.Took)
 	src, dst := w.Regions[cp.Src].ID(), w.Regions[cp.Dst].ID()
-	r := trace.Copy{Side: "copy", Outcome: string(outcome), Req: cp.Req, Lease: cp.Lease.String(), Source: hex.EncodeToString(src[:4]),
-		Dest: hex.EncodeToString(dst[:4]), Route: x.Transport, Blocks: len(cp.Blocks), Bytes: x.Bytes, QueueUS: waited.Microseconds(),
-		TookUS: x.Took.Microseconds(), Reason: x.Reason}
+	r := trace.Copy{Side: "copy", Outcome: string(outcome), Req: cp.Req, Lease: cp.Lease.String(),
+		Source: hex.EncodeToString(src[:4]),
+		Dest:   hex.EncodeToString(dst[:4]), Route: x.Transport, Blocks: len(cp.Blocks), Bytes: x.Bytes,
+		QueueUS: waited.Microseconds(),
+		TookUS:  x.Took.Microseconds(), Reason: x.Reason}
 	level := slog.LevelInfo
 	if x.Status != exec.StatusOK && x.Status != exec.StatusCancelled {
 		level = slog.LevelWarn
 	}
-	c.log.Log(context.Background(), level, "copy", "outcome", r.Outcome, "worker", w.Name, "req", r.Req, "lease", r.Lease, "source", r.Source,
-		"dest", r.Dest, "route", r.Route, "blocks", r.Blocks, "bytes", r.Bytes, "queue_us", r.QueueUS, "took_us", r.TookUS, "reason", r.Reason)
+	c.log.Log(context.Background(), level, "copy", "outcome", r.Outcome, "worker", w.Name, "req",
+		r.Req, "lease", r.Lease, "source", r.Source,
+		"dest", r.Dest, "route", r.Route, "blocks", r.Blocks, "bytes", r.Bytes, "queue_us", r.QueueUS,
+		"took_us", r.TookUS, "reason", r.Reason)
 	c.transfers.Put(r)
 }
 
@@ -212,7 +220,8 @@ func (m *copyWorker) run(ctx context.Context, blocks []connector.CopyBlock) erro
 	if m.src.Device() != nil || m.dst.Device() != nil {
 		most = devicePiece
 	}
-	m.from, m.to = make([]mem.Block, 0, min(len(blocks), pieceBlocks)), make([]mem.Block, 0, min(len(blocks), pieceBlocks))
+	m.from, m.to = make([]mem.Block, 0, min(len(blocks), pieceBlocks)), make([]mem.Block, 0,
+		min(len(blocks), pieceBlocks))
 	var off uint64 // of blocks[0]: already copied
 	for len(blocks) > 0 {
 		if ctx.Err() != nil {

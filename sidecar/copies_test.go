@@ -48,7 +48,8 @@ func newCopyEngine(t *testing.T, r *running, gpu *heldGPU) *copyEngine {
 	for _, b := range [][]byte{e.cache, e.host} {
 		_, _ = rand.Read(b)
 	}
-	cfg := connectortest.Config{Socket: r.cfg.Engine.Socket, Layout: testShape.Layout(), Regions: regs, Engine: msg.Engine{Name: "test", Version: "1", ID: "copies"}}
+	cfg := connectortest.Config{Socket: r.cfg.Engine.Socket, Layout: testShape.Layout(), Regions: regs,
+		Engine: msg.Engine{Name: "test", Version: "1", ID: "copies"}}
 	if gpu != nil {
 		lent, err := gpu.Region(e.cache)
 		if err != nil {
@@ -68,7 +69,8 @@ func newCopyEngine(t *testing.T, r *running, gpu *heldGPU) *copyEngine {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = w.Close() })
-	e.engine = &engine{Worker: w, t: t, shape: testShape, region: regs[0], done: map[uint64]connectortest.Completion{}}
+	e.engine = &engine{Worker: w, t: t, shape: testShape, region: regs[0],
+		done: map[uint64]connectortest.Completion{}}
 	return e
 }
 
@@ -89,7 +91,8 @@ type heldGPU struct {
 }
 
 func holdGPU(t *testing.T, r *running) *heldGPU {
-	g := &heldGPU{Device: transporttest.NewDevice(t), entered: make(chan struct{}, 16), gate: make(chan struct{})}
+	g := &heldGPU{Device: transporttest.NewDevice(t), entered: make(chan struct{}, 16),
+		gate: make(chan struct{})}
 	r.gpus.mu.Lock()
 	r.gpus.opened = g
 	r.gpus.mu.Unlock()
@@ -102,7 +105,8 @@ func (g *heldGPU) Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Re
 		return nil, err
 	}
 	defer r.Release()
-	return mem.NewDevice(id, mem.DeviceMemory{Device: g, Addr: r.Base(), Size: size, Handle: handle, FD: -1})
+	return mem.NewDevice(id, mem.DeviceMemory{Device: g, Addr: r.Base(), Size: size,
+		Handle: handle, FD: -1})
 }
 
 func (g *heldGPU) Move(dst, src []mem.Block) error {
@@ -134,7 +138,8 @@ func TestCopies(t *testing.T) {
 			}
 			e := newCopyEngine(t, r, gpu)
 			want := bytes.Clone(e.host)
-			blocks := []msg.CopyBlock{{SrcOff: 4096, DstOff: 100, Len: 1 << 20}, {SrcOff: 7, DstOff: 0, Len: 3}, {SrcOff: 1 << 21, DstOff: 2 << 20, Len: 1 << 20}}
+			blocks := []msg.CopyBlock{{SrcOff: 4096, DstOff: 100, Len: 1 << 20}, {SrcOff: 7, DstOff: 0,
+				Len: 3}, {SrcOff: 1 << 21, DstOff: 2 << 20, Len: 1 << 20}}
 			var sum uint64
 			for _, b := range blocks {
 				copy(want[b.DstOff:], e.cache[b.SrcOff:][:b.Len])
@@ -156,7 +161,8 @@ func TestCopies(t *testing.T) {
 			for _, b := range oneByOne() {
 				want[b.DstOff] = e.host[b.SrcOff]
 			}
-			if c := e.ok(e.copy(msg.Copy{Src: 1, Dst: 0, Blocks: oneByOne()})); c.Received.Bytes != pieceBlocks+1 {
+			if c := e.ok(e.copy(msg.Copy{Src: 1, Dst: 0, Blocks: oneByOne()})); c.Received.Bytes !=
+				pieceBlocks+1 {
 				t.Errorf("completion %+v", c.Received)
 			}
 			if !bytes.Equal(e.cache, want) {
@@ -169,7 +175,8 @@ func TestCopies(t *testing.T) {
 				return len(r.copies.open) == 0
 			})
 			_, text := get(t, r, "/metrics")
-			for _, line := range []string{`kvspray_copy_copies_total{outcome="ok",path="` + where + `"} 2`, `kvspray_engine_records_total{type="copy"} 2`} {
+			for _, line := range []string{`kvspray_copy_copies_total{outcome="ok",path="` + where + `"} 2`,
+				`kvspray_engine_records_total{type="copy"} 2`} {
 				if !strings.Contains(text, line) {
 					t.Errorf("no metric %s", line)
 				}
@@ -179,7 +186,8 @@ func TestCopies(t *testing.T) {
 				t.Fatal(err)
 			}
 			var line trace.Copy
-			if err := json.Unmarshal(bytes.SplitN(raw, []byte("\n"), 2)[0], &line); err != nil || line.Side != "copy" || line.Outcome != "ok" ||
+			if err := json.Unmarshal(bytes.SplitN(raw, []byte("\n"), 2)[0], &line); err != nil ||
+				line.Side != "copy" || line.Outcome != "ok" ||
 				line.Req != "out" || line.Bytes != sum || line.Blocks != 3 || line.Route != where {
 				t.Errorf("trace line %+v, %v", line, err)
 			}
@@ -212,7 +220,8 @@ func TestCopyCancelled(t *testing.T) {
 	e.host[pieceBlocks] = before + 1
 	close(gpu.gate)
 	c := e.wait(id)
-	if c.Status != board.Cancelled || c.Received.Bytes != pieceBlocks || !strings.Contains(c.Received.Reason, "the request is gone") {
+	if c.Status != board.Cancelled || c.Received.Bytes != pieceBlocks ||
+		!strings.Contains(c.Received.Reason, "the request is gone") {
 		t.Errorf("completion %+v %+v", c, c.Received)
 	}
 	if e.cache[2*pieceBlocks] != before {
@@ -229,7 +238,8 @@ func TestCopyExpires(t *testing.T) {
 	}
 	want := bytes.Clone(e.host)
 	c := e.wait(e.copy(msg.Copy{Src: 0, Dst: 1, Blocks: oneByOne(), DeadlineMS: 20}))
-	if c.Status != board.Expired || c.Received.Bytes != 0 || c.Received.Reason == "" || !bytes.Equal(e.host, want) {
+	if c.Status != board.Expired || c.Received.Bytes != 0 || c.Received.Reason == "" ||
+		!bytes.Equal(e.host, want) {
 		t.Errorf("completion %+v %+v", c, c.Received)
 	}
 	for range maxCopiesRunning {

@@ -29,14 +29,15 @@ func (c *conversation) Describe(boot transfer.Boot, geometry [32]byte) {
 			err = fmt.Errorf("%w: %w", exec.ErrNoAnswer, err)
 		}
 		if err != nil && !errors.Is(err, context.Canceled) {
-			c.log.Warn("layout of a peer", "peer", boot.String(), "geometry", fmt.Sprintf("%.8x", geometry), "err", err)
+			c.log.Warn("layout of a peer", "peer", boot.String(), "geometry", fmt.Sprintf("%.8x", geometry),
+				"err", err)
 		}
 		c.driver.Do(func(ex *exec.Exec, now exec.Instant) { ex.Described(now, boot, geometry, err) })
 	})
 }
 
-// Compare implements driver.Peers: it finds the differences between a worker's cache and the cache of a peer's engine. It asks
-// for the peer's description once.
+// Compare implements driver.Peers: it finds the differences between a worker's cache and the cache
+// of a peer's engine. It asks for the peer's description once.
 func (c *conversation) Compare(x exec.Comparison) {
 	c.proc.Run(func(ctx context.Context) {
 		ctx, cancel := context.WithTimeout(ctx, describeTimeout)

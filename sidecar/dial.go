@@ -22,13 +22,15 @@ import (
 
 // Bounds of lane keeping.
 const (
-	dialTimeout  = 5 * time.Second
-	dialFirst    = 20 * time.Millisecond // before the second try
-	dialLongest  = 5 * time.Second       // between tries
-	shmLanes     = 1                     // per peer: one lane copies with several threads
-	laneLived    = time.Second           // a lane that ended sooner does not count as one that was open
-	maxUnreached = 1024                  // addresses without an answer that are remembered; further ones cause no warning
-	maxNamed     = 1024                  // endpoints that requests named and that are not up yet
+	dialTimeout = 5 * time.Second
+	dialFirst   = 20 * time.Millisecond // before the second try
+	dialLongest = 5 * time.Second       // between tries
+	shmLanes    = 1                     // per peer: one lane copies with several threads
+	// a lane that ended sooner does not count as one that was open
+	laneLived = time.Second
+	// addresses without an answer that are remembered; further ones cause no warning
+	maxUnreached = 1024
+	maxNamed     = 1024 // endpoints that requests named and that are not up yet
 )
 
 // peerInfo is a peer as the handshake authenticated it.
@@ -64,7 +66,8 @@ type dialer struct {
 	mu        sync.Mutex // guards what follows
 	peers     map[transfer.Boot]*remote
 	unreached map[string]struct{} // addresses of a warning that have not answered since
-	named     map[string]struct{} // endpoints that requests named: their lanes are wanted once they are up
+	// endpoints that requests named: their lanes are wanted once they are up
+	named map[string]struct{}
 }
 
 func newDialer(cfg *config.Config, boot transfer.Boot, host string, log *slog.Logger) *dialer {
@@ -97,8 +100,9 @@ type wantedLane struct {
 	n                               int
 }
 
-// need opens the lanes to a peer, if they are not open, and keeps them for the idle time from now on.
-// Each control frame of a transfer calls it at both ends, so that lanes open before bytes are ready.
+// need opens the lanes to a peer, if they are not open, and keeps them for the idle time from now
+// on. Each control frame of a transfer calls it at both ends, so that lanes open before bytes are
+// ready.
 func (d *dialer) need(boot transfer.Boot) {
 	d.mu.Lock()
 	r := d.peers[boot]
@@ -113,8 +117,8 @@ func (d *dialer) need(boot transfer.Boot) {
 	}
 }
 
-// closeIdle ends the lanes of peers without leases whose idle time is over. The end that dials closes:
-// a lease that begins at the other end comes with a frame.
+// closeIdle ends the lanes of peers without leases whose idle time is over. The end that dials
+// closes: a lease that begins at the other end comes with a frame.
 func (d *dialer) closeIdle(now time.Time) {
 	busy := d.lanes.Bound()
 	var idle []transfer.Boot
@@ -161,7 +165,8 @@ func (d *dialer) knows(boot transfer.Boot) bool {
 func (d *dialer) boots() []transfer.Boot {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	return slices.SortedFunc(maps.Keys(d.peers), func(a, b transfer.Boot) int { return bytes.Compare(a[:], b[:]) })
+	return slices.SortedFunc(maps.Keys(d.peers),
+		func(a, b transfer.Boot) int { return bytes.Compare(a[:], b[:]) })
 }
 
 // railsOf is the last list of a peer's rails; never changed in place.
@@ -198,13 +203,17 @@ func (d *dialer) reconcile(boot transfer.Boot) {
 			continue
 		}
 		b, ok := d.backends.Get(c.Transport)
-		i := slices.IndexFunc(r.rails, func(x *peerv1.Rail) bool { return x.Transport == c.Transport && x.Name == c.Remote })
+		i := slices.IndexFunc(r.rails, func(x *peerv1.Rail) bool {
+			return x.Transport == c.Transport &&
+				x.Name == c.Remote
+		})
 		local, here := d.rails.find(c.Transport, c.Local)
 		if !ok || i < 0 || !here {
 			continue
 		}
 		x := r.rails[i]
-		remote := transport.Rail{Name: x.Name, Address: x.Address, Gbps: x.Gbps, MTU: int(x.Mtu), NUMA: int(x.Numa)}
+		remote := transport.Rail{Name: x.Name, Address: x.Address, Gbps: x.Gbps, MTU: int(x.Mtu),
+			NUMA: int(x.Numa)}
 		lanes := shmLanes
 		switch c.Transport {
 		case config.TransTCP:
@@ -233,7 +242,8 @@ func (d *dialer) reconcile(boot transfer.Boot) {
 }
 
 // keepLane holds one lane open until ctx ends.
-func (d *dialer) keepLane(ctx context.Context, b transport.Backend, peer transport.Peer, local, remote transport.Rail) {
+func (d *dialer) keepLane(ctx context.Context, b transport.Backend, peer transport.Peer, local,
+	remote transport.Rail) {
 	wait := backoff.NewExponentialBackOff()
 	wait.InitialInterval, wait.MaxInterval = dialFirst, dialLongest
 	wait.Reset()
@@ -249,7 +259,8 @@ func (d *dialer) keepLane(ctx context.Context, b transport.Backend, peer transpo
 		cancel()
 		d.troubles.set(pair, err)
 		if errors.Is(err, transport.ErrNotSupported) {
-			d.log.Info("lane not possible", "transport", b.Name(), "peer", peer.Boot.String(), "rail", local.Name, "remote", remote.Name, "err", err)
+			d.log.Info("lane not possible", "transport", b.Name(), "peer", peer.Boot.String(), "rail",
+				local.Name, "remote", remote.Name, "err", err)
 			return
 		}
 		if err == nil {
@@ -266,7 +277,8 @@ func (d *dialer) keepLane(ctx context.Context, b transport.Backend, peer transpo
 				}
 			}
 		} else if ctx.Err() == nil {
-			d.log.Debug("lane not opened; tried again", "transport", b.Name(), "peer", peer.Boot.String(), "rail", local.Name, "remote", remote.Name,
+			d.log.Debug("lane not opened; tried again", "transport", b.Name(), "peer", peer.Boot.String(),
+				"rail", local.Name, "remote", remote.Name,
 				"err", err)
 		}
 		select {
@@ -280,13 +292,16 @@ func (d *dialer) keepLane(ctx context.Context, b transport.Backend, peer transpo
 func (d *dialer) routes(r *remote) []route.Candidate {
 	in := route.Input{SameHost: d.host != "" && d.host == r.hostBoot, Device: d.gpus.inUse()}
 	for i, b := range d.backends {
-		in.Transports = append(in.Transports, route.Transport{Name: b.Name(), Rank: i, SameHost: b.Caps().SameHost, Device: b.Caps().Device})
+		in.Transports = append(in.Transports, route.Transport{Name: b.Name(), Rank: i,
+			SameHost: b.Caps().SameHost, Device: b.Caps().Device})
 		for _, x := range d.rails.of(b.Name()) {
-			in.Local = append(in.Local, route.Rail{Transport: b.Name(), Name: x.Name, Address: x.Address, Prefix: x.prefix, Gbps: x.Gbps, Down: x.down, Tier: x.Tier})
+			in.Local = append(in.Local, route.Rail{Transport: b.Name(), Name: x.Name, Address: x.Address,
+				Prefix: x.prefix, Gbps: x.Gbps, Down: x.down, Tier: x.Tier})
 		}
 	}
 	for _, x := range r.rails {
-		in.Remote = append(in.Remote, route.Rail{Transport: x.Transport, Name: x.Name, Address: x.Address, Gbps: x.Gbps, Down: x.Down})
+		in.Remote = append(in.Remote, route.Rail{Transport: x.Transport, Name: x.Name, Address: x.Address,
+			Gbps: x.Gbps, Down: x.Down})
 	}
 	return route.Rank(in)
 }

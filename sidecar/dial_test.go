@@ -24,8 +24,8 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// Two sidecars that meet open their lanes at the first try, whoever of them dials: a refusal would cost the first transfer a retry, and
-// people a line that means nothing.
+// Two sidecars that meet open their lanes at the first try, whoever of them dials: a refusal would
+// cost the first transfer a retry, and people a line that means nothing.
 func TestFirstLaneIsNotRefused(t *testing.T) {
 	for range 8 {
 		var logs []*testutil.Log
@@ -33,7 +33,8 @@ func TestFirstLaneIsNotRefused(t *testing.T) {
 			l := &testutil.Log{}
 			logs = append(logs, l)
 			cfg := testConfig(t, func(c *config.Config) { c.Transports.Order = []string{"tcp", "shm"} })
-			return startLog(t, cfg, slog.New(slog.NewTextHandler(l, &slog.HandlerOptions{Level: slog.LevelDebug})))
+			return startLog(t, cfg, slog.New(slog.NewTextHandler(l,
+				&slog.HandlerOptions{Level: slog.LevelDebug})))
 		}
 		p, d := begun(), begun()
 		pe, de := newEngine(t, p, testShape), newEngine(t, d, testShape)
@@ -76,8 +77,9 @@ var errTest = errors.New("no answer")
 // What is as good as nobody ends a wait soon. Who says nothing may have been stopped, and go on.
 func TestJudged(t *testing.T) {
 	for text, want := range map[string]string{
-		"transport: authentication handshake failed: tls: failed to verify certificate: x509: certificate has expired or is not yet valid: current time": "the peer's certificate has expired",
-		"error reading server preface: remote error: tls: expired certificate":                                                                           "our certificate has expired",
+		"transport: authentication handshake failed: tls: failed to verify certificate: x509: " +
+			"certificate has expired or is not yet valid: current time": "the peer's certificate has expired",
+		"error reading server preface: remote error: tls: expired certificate": "our certificate has expired",
 	} {
 		if got := judged(errors.New(text)).Error(); !strings.HasPrefix(got, want) {
 			t.Errorf("%s: judged as %s", text, got)
@@ -89,13 +91,19 @@ func TestJudged(t *testing.T) {
 		t.Errorf("a gRPC server of another kind: judged as %v", err)
 	}
 	for text, nobody := range map[string]bool{
-		"connection error: desc = \"transport: authentication handshake failed: tls: failed to verify certificate: x509: certificate signed by unknown authority\"": true,
-		"connection error: desc = \"transport: authentication handshake failed: tls: first record does not look like a TLS handshake\"":                             true,
-		"connection error: desc = \"error reading server preface: remote error: tls: certificate required\"":                                                        true,
-		"connection error: desc = \"error reading server preface: EOF\"":                                                                                            true,
-		"connection error: desc = \"error reading server preface: http2: failed reading the frame payload: an HTTP/1.1 header\"":                                    true,
-		"connection error: desc = \"transport: authentication handshake failed: context deadline exceeded\"":                                                        false,
-		"connection error: desc = \"error reading server preface: read tcp 127.0.0.1:1->127.0.0.1:2: i/o timeout\"":                                                 false,
+		"connection error: desc = \"transport: authentication handshake failed: tls: failed to verify " +
+			"certificate: x509: certificate signed by unknown authority\"": true,
+		"connection error: desc = \"transport: authentication handshake failed: tls: first record does " +
+			"not look like a TLS handshake\"": true,
+		"connection error: desc = \"error reading server preface: remote error: tls: certificate " +
+			"required\"": true,
+		"connection error: desc = \"error reading server preface: EOF\"": true,
+		"connection error: desc = \"error reading server preface: http2: failed reading the frame " +
+			"payload: an HTTP/1.1 header\"": true,
+		"connection error: desc = \"transport: authentication handshake failed: context deadline " +
+			"exceeded\"": false,
+		"connection error: desc = \"error reading server preface: read tcp 127.0.0.1:1->127.0.0.1:2: " +
+			"i/o timeout\"": false,
 		"context deadline exceeded": false,
 	} {
 		if got := errors.Is(judged(errors.New(text)), exec.ErrNotListening); got != nobody {
@@ -104,7 +112,8 @@ func TestJudged(t *testing.T) {
 	}
 }
 
-// Lanes are there while a request needs them and for the idle time after, and open again for the next one.
+// Lanes are there while a request needs them and for the idle time after, and open again for the
+// next one.
 func TestLanesOnDemand(t *testing.T) {
 	const idle = 200 * time.Millisecond
 	leases := map[*Node]*busy{}
@@ -137,7 +146,8 @@ func TestLanesOnDemand(t *testing.T) {
 			if n == a.Node {
 				other = b.boot
 			}
-			n.conv.Send(other, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Admitted{Admitted: &peerv1.Admitted{}}})
+			n.conv.Send(other, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Admitted{
+				Admitted: &peerv1.Admitted{}}})
 			until(t, func() bool { return both() == 3 }) // one of shm and two of tcp
 			until(t, none)
 		}
@@ -210,7 +220,8 @@ func (l *dyingLane) ID() uint64          { return l.id }
 func (l *dyingLane) Peer() transfer.Boot { return l.peer }
 func (l *dyingLane) Close() error        { return nil }
 
-func (d *dying) Dial(context.Context, transport.Peer, transport.Rail, transport.Rail) (transport.Lane, error) {
+func (d *dying) Dial(context.Context, transport.Peer, transport.Rail,
+	transport.Rail) (transport.Lane, error) {
 	d.dials.Add(1)
 	l := &dyingLane{id: transport.NextLaneID()}
 	down := make(chan struct{})
@@ -221,7 +232,8 @@ func (d *dying) Dial(context.Context, transport.Peer, transport.Rail, transport.
 
 func (*dying) Name() string { return "tcp" }
 
-// A lane that is dead at once does not end the growing pauses between tries; one that has lived does.
+// A lane that is dead at once does not end the growing pauses between tries; one that has lived
+// does.
 func TestDeadAtOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		for lived, want := range map[time.Duration][2]int{0: {1, 40}, 2 * laneLived: {20, 40}} {
@@ -232,7 +244,8 @@ func TestDeadAtOnce(t *testing.T) {
 			n.keepLane(ctx, b, transport.Peer{}, transport.Rail{}, transport.Rail{})
 			cancel()
 			if got := int(b.dials.Load()); got < want[0] || got > want[1] {
-				t.Errorf("lanes that live %v: %d dials in a minute, want %d to %d", lived, got, want[0], want[1])
+				t.Errorf("lanes that live %v: %d dials in a minute, want %d to %d", lived, got,
+					want[0], want[1])
 			}
 		}
 	})

@@ -26,9 +26,15 @@ func (l idleLane) Close() error        { return nil }
 
 type idleSource struct{}
 
-func (idleSource) Resolve(dst []mem.Block, _ transfer.Range) ([]mem.Block, error) { return dst, nil }
-func (idleSource) Bytes(transfer.Range) (uint64, error)                           { return 1 << 20, nil }
-func (idleSource) Valid(transfer.Range) bool                                      { return true }
+func (idleSource) Resolve(dst []mem.Block, _ transfer.Range) ([]mem.Block,
+	error) {
+	return dst, nil
+}
+func (idleSource) Bytes(transfer.Range) (uint64, error) {
+	return 1 << 20,
+		nil
+}
+func (idleSource) Valid(transfer.Range) bool { return true }
 
 // BenchmarkDriver is what the driver adds to a slice beside the executor, which has a benchmark of
 // its own: its end is counted, the executor is entered and left. The slice is one that the executor
@@ -40,7 +46,8 @@ func BenchmarkDriver(b *testing.B) {
 	h.LaneUp(l)
 	defer h.LaneDown(l, nil)
 	o := &transport.Origin{Peer: l.Peer(), Source: idleSource{}}
-	res := []transport.Result{{Slice: transport.Slice{Origin: o, Range: transfer.Range{Count: 16}, Attempt: 1, Cookie: 1 << 60}, Outcome: transfer.Landed,
+	res := []transport.Result{{Slice: transport.Slice{Origin: o, Range: transfer.Range{Count: 16},
+		Attempt: 1, Cookie: 1 << 60}, Outcome: transfer.Landed,
 		Took: time.Millisecond}}
 	b.ReportAllocs()
 	for b.Loop() {

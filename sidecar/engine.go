@@ -35,8 +35,8 @@ func (e engineEvents) WorkerGone(w *connector.Worker, why error, fenced func()) 
 		func() { e.copies.after(w, func() { e.release(w.Regions, fenced) }) })
 }
 
-// release ends the GPUs' use of a worker's host memory before the memory goes. The driver is slow at
-// that, and the kernel at unmapping the cache of a large host: the goroutine that performs the
+// release ends the GPUs' use of a worker's host memory before the memory goes. The driver is slow
+// at that, and the kernel at unmapping the cache of a large host: the goroutine that performs the
 // executor's actions would delay every lane meanwhile.
 func (e engineEvents) release(regions []*mem.Region, fenced func()) {
 	e.proc.Run(func(context.Context) {

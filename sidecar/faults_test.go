@@ -25,18 +25,21 @@ type underway struct {
 	pt, dt   []uint32
 }
 
-func begin(t testing.TB, p *running, pe, de *engine, seed uint64, ready uint32, steps ...msg.PendingStep) underway {
+func begin(t testing.TB, p *running, pe, de *engine, seed uint64, ready uint32,
+	steps ...msg.PendingStep) underway {
 	t.Helper()
 	rng := mrand.New(mrand.NewPCG(seed, 3))
 	x := underway{prompt: newPrompt(tokens)}
 	n := blocksFor(tokens, 16)
 	x.pt, x.dt = table(rng, 256, n), table(rng, 256, n)
 	var err error
-	if x.src, err = pe.Intent(msg.Intent{Xfer: x.xfer, Hash: x.hash, Tokens: tokens, Fanout: 1, Blocks: [][]uint32{x.pt}, Ready: ready, Steps: steps,
+	if x.src, err = pe.Intent(msg.Intent{Xfer: x.xfer, Hash: x.hash, Tokens: tokens, Fanout: 1,
+		Blocks: [][]uint32{x.pt}, Ready: ready, Steps: steps,
 		DeadlineMS: deadlineMS}); err != nil {
 		t.Fatal(err)
 	}
-	if x.dst, err = de.Expect(msg.Expect{Xfer: x.xfer, Hash: x.hash, Tokens: tokens, Peer: p.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{x.dt},
+	if x.dst, err = de.Expect(msg.Expect{Xfer: x.xfer, Hash: x.hash, Tokens: tokens,
+		Peer: p.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{x.dt},
 		DeadlineMS: deadlineMS, PartnerMS: partnerMS}); err != nil {
 		t.Fatal(err)
 	}
@@ -73,7 +76,8 @@ func TestStreamsWithFlags(t *testing.T) {
 	each(t, func(t *testing.T, p, d *running) {
 		pe, de := newEngine(t, p, testShape), newEngine(t, d, testShape)
 		pe.random()
-		x := begin(t, p, pe, de, 1, 0, msg.PendingStep{Step: 1, End: 1024}, msg.PendingStep{Step: 2, End: 2048})
+		x := begin(t, p, pe, de, 1, 0, msg.PendingStep{Step: 1, End: 1024},
+			msg.PendingStep{Step: 2, End: 2048})
 		bound(t, d)
 		for l := range testShape.Layers {
 			pe.SignalLayer(l, 1)
@@ -96,7 +100,8 @@ func TestPreempt(t *testing.T) {
 	each(t, func(t *testing.T, p, d *running) {
 		pe, de := newEngine(t, p, testShape), newEngine(t, d, testShape)
 		pe.random()
-		x := begin(t, p, pe, de, 2, 0, msg.PendingStep{Step: 1, End: 1024}, msg.PendingStep{Step: 2, End: 2048})
+		x := begin(t, p, pe, de, 2, 0, msg.PendingStep{Step: 1, End: 1024},
+			msg.PendingStep{Step: 2, End: 2048})
 		bound(t, d)
 		pe.SignalLayer(0, 1)
 		pe.SignalLayer(1, 1)
@@ -107,7 +112,8 @@ func TestPreempt(t *testing.T) {
 		}
 		pe.random()
 		again := table(mrand.New(mrand.NewPCG(9, 9)), 256, len(x.pt))
-		if err := pe.Step(msg.Step{Step: 5, Reqs: []msg.StepReq{{Lease: x.src, End: tokens, Blocks: [][]uint32{again}, Attempt: 1}}}); err != nil {
+		if err := pe.Step(msg.Step{Step: 5, Reqs: []msg.StepReq{{Lease: x.src, End: tokens,
+			Blocks: [][]uint32{again}, Attempt: 1}}}); err != nil {
 			t.Fatal(err)
 		}
 		for l := range testShape.Layers {
@@ -189,7 +195,8 @@ func TestKillLanes(t *testing.T) {
 				}
 				before = now
 				n := []*running{p, d}[killed%2]
-				if all := lanesOf(n.Node, func(l transport.Lane) bool { return l.Peer() != n.boot }); len(all) > 0 {
+				if all := lanesOf(n.Node, func(l transport.Lane) bool { return l.Peer() != n.boot }); len(
+					all) > 0 {
 					n.driver.CloseLane(all[0].ID())
 					killed++
 				}
@@ -240,7 +247,8 @@ func TestNobodyThere(t *testing.T) {
 		took := time.Hour
 		for n := 0; n < tries && took > soon; n++ {
 			from := time.Now()
-			lease, err := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: 64, Peer: peer, Skip: []uint32{0}, Blocks: [][]uint32{dt},
+			lease, err := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: 64, Peer: peer,
+				Skip: []uint32{0}, Blocks: [][]uint32{dt},
 				DeadlineMS: 2000, PartnerMS: 300})
 			if err != nil {
 				t.Fatal(err)
@@ -251,7 +259,8 @@ func TestNobodyThere(t *testing.T) {
 			}
 		}
 		if took > soon {
-			t.Errorf("peer %s: %v until the blocks are free, in the last of %d tries: want %v", peer, took, tries, soon)
+			t.Errorf("peer %s: %v until the blocks are free, in the last of %d tries: want %v", peer, took,
+				tries, soon)
 		}
 	}
 }
@@ -262,12 +271,14 @@ func TestHTTPIsNoPeer(t *testing.T) {
 	p, d := pairOf(t, "tcp")
 	de := newEngine(t, d, testShape)
 	pr := newPrompt(64)
-	lease, err := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: 64, Peer: p.HTTPAddr(), Skip: []uint32{0}, Blocks: [][]uint32{{0, 1, 2, 3}},
+	lease, err := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: 64, Peer: p.HTTPAddr(),
+		Skip: []uint32{0}, Blocks: [][]uint32{{0, 1, 2, 3}},
 		DeadlineMS: 60000, PartnerMS: 60000})
 	if err != nil {
 		t.Fatal(err)
 	}
-	if c := de.wait(lease); c.Status != exec.StatusExpired || !strings.Contains(c.Received.Reason, "not its http.listen") {
+	if c := de.wait(lease); c.Status != exec.StatusExpired || !strings.Contains(c.Received.Reason,
+		"not its http.listen") {
 		t.Errorf("status %d: %s", c.Status, c.Received.Reason)
 	}
 }
@@ -278,7 +289,8 @@ func TestHTTP(t *testing.T) {
 	x := begin(t, p, pe, de, 1, tokens)
 	de.ok(x.dst)
 	pe.ok(x.src)
-	for path, want := range map[string]string{"/healthz": "ok", "/readyz": "ready", "/v1/node": p.Endpoint(), "/debug/state": "slices_in_flight", "/v1/layouts": `"layout"`,
+	for path, want := range map[string]string{"/healthz": "ok", "/readyz": "ready",
+		"/v1/node": p.Endpoint(), "/debug/state": "slices_in_flight", "/v1/layouts": `"layout"`,
 		"/metrics": `kvspray_transfer_transfers_total{outcome="ok",side="source"`} {
 		// Engines hear of an end before the counters do.
 		until(t, func() bool {
@@ -286,11 +298,13 @@ func TestHTTP(t *testing.T) {
 			return code == 200 && strings.Contains(body, want)
 		})
 	}
-	if _, body := get(t, p, "/metrics"); !strings.Contains(body, `kvspray_rail_pairs{rail="lo",state="healthy",transport="tcp"}`) ||
+	if _, body := get(t, p, "/metrics"); !strings.Contains(body,
+		`kvspray_rail_pairs{rail="lo",state="healthy",transport="tcp"}`) ||
 		!strings.Contains(body, `kvspray_rail_learned_bytes_per_second{rail="lo",transport="tcp"}`) {
 		t.Error("/metrics does not say how the rails are")
 	}
-	if _, body := get(t, p, "/debug/state"); !strings.Contains(body, `"gpu_links": []`) || !strings.Contains(body, `"gpu_executors": []`) {
+	if _, body := get(t, p, "/debug/state"); !strings.Contains(body, `"gpu_links": []`) ||
+		!strings.Contains(body, `"gpu_executors": []`) {
 		t.Error("/debug/state does not say which links there are to GPUs, and what uses them")
 	}
 	p.draining.Store(true)
@@ -313,7 +327,10 @@ func TestClusterKey(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		return func(c *config.Config) { c.Peer.ClusterKeyFile, c.Transports.Order = path, []string{"tcp"} }
+		return func(c *config.Config) {
+			c.Peer.ClusterKeyFile, c.Transports.Order = path,
+				[]string{"tcp"}
+		}
 	}
 	none := func(c *config.Config) { c.Transports.Order = []string{"tcp"} }
 	p, d := start(t, key("a")), start(t, key("a"))
@@ -327,17 +344,20 @@ func TestClusterKey(t *testing.T) {
 	for name, c := range map[string]struct {
 		mine func(*config.Config)
 		at   *running
-	}{"another key": {key("b"), p}, "only the other has a key": {none, p}, "only this one has a key": {key("b"), open}} {
+	}{"another key": {key("b"), p}, "only the other has a key": {none, p},
+		"only this one has a key": {key("b"), open}} {
 		t.Run(name, func(t *testing.T) {
 			se := newEngine(t, start(t, c.mine), testShape)
 			began := time.Now()
-			lease, err := se.Expect(msg.Expect{Xfer: x.xfer, Hash: x.hash, Tokens: tokens, Peer: c.at.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{x.dt},
+			lease, err := se.Expect(msg.Expect{Xfer: x.xfer, Hash: x.hash, Tokens: tokens,
+				Peer: c.at.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{x.dt},
 				DeadlineMS: 60000, PartnerMS: 60000})
 			if err != nil {
 				t.Fatal(err)
 			}
 			// It is told soon, and why: the engine can compute.
-			if got := se.wait(lease); got.Status != exec.StatusExpired || !strings.Contains(got.Received.Reason, "do not share a cluster key") {
+			if got := se.wait(lease); got.Status != exec.StatusExpired ||
+				!strings.Contains(got.Received.Reason, "do not share a cluster key") {
 				t.Errorf("status %d, %q", got.Status, got.Received.Reason)
 			}
 			t.Logf("told after %v", time.Since(began))
@@ -351,7 +371,10 @@ func TestClusterKey(t *testing.T) {
 func TestDrainInMidTransfer(t *testing.T) {
 	for _, tr := range []string{"tcp", "shm"} {
 		t.Run(tr, func(t *testing.T) {
-			order := func(c *config.Config) { c.Transports.Order, c.Drain.Timeout = []string{tr}, config.Duration(patience) }
+			order := func(c *config.Config) {
+				c.Transports.Order, c.Drain.Timeout = []string{tr},
+					config.Duration(patience)
+			}
 			stays := start(t, order)
 			for i := range 6 {
 				leaves := start(t, order)

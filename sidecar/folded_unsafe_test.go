@@ -18,13 +18,15 @@ func folded(t *testing.T, size, times uintptr) (*mem.Region, []byte) {
 		t.Fatal(err)
 	}
 	t.Cleanup(file.Release)
-	base, err := unix.MmapPtr(-1, 0, nil, size*times, unix.PROT_NONE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_NORESERVE)
+	base, err := unix.MmapPtr(-1, 0, nil, size*times, unix.PROT_NONE,
+		unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_NORESERVE)
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = unix.MunmapPtr(base, size*times) })
 	for i := range times {
-		if _, err := unix.MmapPtr(file.FD(), 0, unsafe.Add(base, i*size), size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_FIXED); err != nil {
+		if _, err := unix.MmapPtr(file.FD(), 0, unsafe.Add(base, i*size), size,
+			unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_FIXED); err != nil {
 			t.Fatal(err)
 		}
 	}

@@ -43,13 +43,15 @@ func fabric(t *testing.T) *fake.Fabric {
 
 // startFakeGDR starts a node whose first transport is gdr over one device of a fabric. Others carry
 // on behind it.
-func startFakeGDR(t *testing.T, f *fake.Fabric, device string, key string, others ...string) *running {
+func startFakeGDR(t *testing.T, f *fake.Fabric, device string, key string,
+	others ...string) *running {
 	return startFakeRails(t, f, []string{device}, nil, key, others...)
 }
 
 // startFakeRails is startFakeGDR over several devices. What gdr says is kept in said, where there
 // is one.
-func startFakeRails(t *testing.T, f *fake.Fabric, devices []string, said *testutil.Log, key string, others ...string) *running {
+func startFakeRails(t *testing.T, f *fake.Fabric, devices []string, said *testutil.Log, key string,
+	others ...string) *running {
 	cfg := testConfig(t, func(c *config.Config) {
 		c.Peer.ClusterKeyFile = key
 		c.Transports.Order = append([]string{config.TransGDR}, others...)
@@ -57,14 +59,18 @@ func startFakeRails(t *testing.T, f *fake.Fabric, devices []string, said *testut
 	return startConfig(t, cfg, func(n *Node) {
 		var rails []gdr.Rail
 		for _, device := range devices {
-			rails = append(rails, gdr.Rail{Name: device, Open: func() (verbs.Device, error) { return f.Open(device) }, NUMA: -1})
+			rails = append(rails, gdr.Rail{Name: device, Open: func() (verbs.Device,
+				error) {
+				return f.Open(device)
+			}, NUMA: -1})
 		}
 		to := n.log
 		if said != nil {
 			to = slog.New(slog.NewTextHandler(said, nil))
 		}
-		n.backends[0] = gdr.New(gdr.Config{Rails: func() ([]gdr.Rail, error) { return rails, nil }, Patience: 5 * time.Second,
-			Changed: n.rails.gdrChanged, Log: to})
+		n.backends[0] = gdr.New(gdr.Config{Rails: func() ([]gdr.Rail, error) { return rails, nil },
+			Patience: 5 * time.Second,
+			Changed:  n.rails.gdrChanged, Log: to})
 	})
 }
 
@@ -91,7 +97,8 @@ func TestGDRKeysEnd(t *testing.T) {
 	f.SetGID("a", netip.MustParseAddr("127.0.0.2"))
 	f.SetGID("b", netip.MustParseAddr("127.0.0.3"))
 	key := clusterKey(t)
-	p, d := startFakeGDR(t, f, "a", key, config.TransTCP), startFakeGDR(t, f, "b", key, config.TransTCP)
+	p, d := startFakeGDR(t, f, "a", key, config.TransTCP), startFakeGDR(t, f, "b", key,
+		config.TransTCP)
 	pe, de := newEngine(t, p, testShape), newEngine(t, d, testShape)
 	seed := uint64(0)
 	moves := func(under func()) string {
@@ -127,7 +134,8 @@ func TestGDRKeysEnd(t *testing.T) {
 // is room the rail is used again.
 func TestGDRWithoutRoom(t *testing.T) {
 	const whole = 1 << 40
-	limits := verbs.Limits{MaxRegistration: whole, MaxRegistrations: 1 << 16, MaxQueuePairs: 1 << 16, MaxMessage: 1 << 20, MaxWork: 1 << 14, MaxCompletions: 1 << 15}
+	limits := verbs.Limits{MaxRegistration: whole, MaxRegistrations: 1 << 16, MaxQueuePairs: 1 << 16,
+		MaxMessage: 1 << 20, MaxWork: 1 << 14, MaxCompletions: 1 << 15}
 	change := func(how func(*verbs.Limits)) func(*fake.Fabric) {
 		l := limits
 		how(&l)
@@ -141,16 +149,26 @@ func TestGDRWithoutRoom(t *testing.T) {
 		says    string
 		over    string
 	}{
-		"memlock of the decode": {[2][]string{{"a"}, {"b"}}, func(f *fake.Fabric) { f.Lock("b", 64<<10) }, func(f *fake.Fabric) { f.Lock("b", whole) }, 1,
-			"the limit of locked memory is 65536 bytes, of which 0 are locked: run 'ulimit -l unlimited'", config.TransTCP},
-		"memlock of the prefill": {[2][]string{{"a"}, {"b"}}, func(f *fake.Fabric) { f.Lock("a", 64<<10) }, func(f *fake.Fabric) { f.Lock("a", whole) }, 0,
+		"memlock of the decode": {[2][]string{{"a"}, {"b"}}, func(f *fake.Fabric) { f.Lock("b", 64<<10) },
+			func(f *fake.Fabric) { f.Lock("b", whole) }, 1,
+			"the limit of locked memory is 65536 bytes, of which 0 are locked: run 'ulimit -l unlimited'",
+			config.TransTCP},
+		"memlock of the prefill": {[2][]string{{"a"}, {"b"}}, func(f *fake.Fabric) {
+			f.Lock("a",
+				64<<10)
+		}, func(f *fake.Fabric) { f.Lock("a", whole) }, 0,
 			"run 'ulimit -l unlimited'", config.TransTCP},
-		"memlock on one rail of two": {[2][]string{{"a", "a2"}, {"b", "b2"}}, func(f *fake.Fabric) { f.Lock("b2", 64<<10) }, func(f *fake.Fabric) { f.Lock("b2", whole) }, 1,
+		"memlock on one rail of two": {[2][]string{{"a", "a2"}, {"b", "b2"}},
+			func(f *fake.Fabric) { f.Lock("b2", 64<<10) }, func(f *fake.Fabric) { f.Lock("b2", whole) }, 1,
 			"run 'ulimit -l unlimited'", config.TransGDR},
-		"registrations": {[2][]string{{"a"}, {"b"}}, change(func(l *verbs.Limits) { l.MaxRegistrations = 0 }), change(func(*verbs.Limits) {}), 1,
-			"b has room for 0 registrations, and this process holds 0: remove it from transports.gdr.rails", config.TransTCP},
-		"queue pairs": {[2][]string{{"a"}, {"b"}}, change(func(l *verbs.Limits) { l.MaxQueuePairs = 0 }), change(func(*verbs.Limits) {}), 0,
-			" has room for 0 queue pairs, and this process holds 0: lower transports.gdr.queue_pairs", config.TransTCP},
+		"registrations": {[2][]string{{"a"}, {"b"}},
+			change(func(l *verbs.Limits) { l.MaxRegistrations = 0 }), change(func(*verbs.Limits) {}), 1,
+			"b has room for 0 registrations, and this process holds 0: remove it from transports.gdr.rails",
+			config.TransTCP},
+		"queue pairs": {[2][]string{{"a"}, {"b"}}, change(func(l *verbs.Limits) { l.MaxQueuePairs = 0 }),
+			change(func(*verbs.Limits) {}), 0,
+			" has room for 0 queue pairs, and this process holds 0: lower transports.gdr.queue_pairs",
+			config.TransTCP},
 	} {
 		t.Run(name, func(t *testing.T) {
 			f := fabric(t)
@@ -160,7 +178,8 @@ func TestGDRWithoutRoom(t *testing.T) {
 			c.without(f)
 			key := clusterKey(t)
 			var said [2]testutil.Log
-			p, d := startFakeRails(t, f, c.devices[0], &said[0], key, config.TransTCP), startFakeRails(t, f, c.devices[1], &said[1], key, config.TransTCP)
+			p, d := startFakeRails(t, f, c.devices[0], &said[0], key, config.TransTCP), startFakeRails(t, f,
+				c.devices[1], &said[1], key, config.TransTCP)
 			pe, de := newEngine(t, p, testShape), newEngine(t, d, testShape)
 			seed := uint64(0)
 			moves := func() string {
@@ -182,7 +201,10 @@ func TestGDRWithoutRoom(t *testing.T) {
 			told := func() bool {
 				for _, n := range []*running{p, d} {
 					for _, peer := range n.web.Reach().Peers {
-						if slices.ContainsFunc(peer.Pairs, func(x web.PairReach) bool { return strings.Contains(x.Why, c.says) }) {
+						if slices.ContainsFunc(peer.Pairs, func(x web.PairReach) bool {
+							return strings.Contains(x.Why,
+								c.says)
+						}) {
 							return true
 						}
 					}
@@ -224,7 +246,10 @@ func TestGDRFollowsItsPort(t *testing.T) {
 		}
 	}
 	at := func(addr string) func(*peerv1.Rail) bool {
-		return func(r *peerv1.Rail) bool { return !r.Down && addrOf(r.Address) == netip.MustParseAddr(addr) }
+		return func(r *peerv1.Rail) bool {
+			return !r.Down &&
+				addrOf(r.Address) == netip.MustParseAddr(addr)
+		}
 	}
 	down := func(r *peerv1.Rail) bool { return r.Down }
 	moves(1)
@@ -273,7 +298,8 @@ func (g *lonelyGPU) Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.
 		return nil, err
 	}
 	defer r.Release()
-	return mem.NewDevice(id, mem.DeviceMemory{Device: g, Addr: r.Base(), Size: size, Handle: handle, FD: -1})
+	return mem.NewDevice(id, mem.DeviceMemory{Device: g, Addr: r.Base(), Size: size,
+		Handle: handle, FD: -1})
 }
 
 func (*lonelyGPU) Close() error { return nil }
@@ -294,7 +320,8 @@ func engineOn(t *testing.T, r *running, g *lonelyGPU) *engine {
 	t.Cleanup(lent.Release)
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
-	w, err := connectortest.DialWorker(ctx, connectortest.Config{Socket: r.cfg.Engine.Socket, Layout: testShape.Layout(), Regions: []*mem.Region{reg},
+	w, err := connectortest.DialWorker(ctx, connectortest.Config{Socket: r.cfg.Engine.Socket,
+		Layout: testShape.Layout(), Regions: []*mem.Region{reg},
 		Engine: msg.Engine{Name: "test", Version: "1", ID: "gpu"},
 		Tamper: func(m *msg.Register, fds []int) []int {
 			d := &m.Regions[0]
@@ -306,7 +333,8 @@ func engineOn(t *testing.T, r *running, g *lonelyGPU) *engine {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = w.Close() })
-	return &engine{Worker: w, t: t, shape: testShape, region: reg, done: map[uint64]connectortest.Completion{}}
+	return &engine{Worker: w, t: t, shape: testShape, region: reg,
+		done: map[uint64]connectortest.Completion{}}
 }
 
 // Memory of a GPU that no NIC reaches goes over the next transport, whichever end it lies at: a few
@@ -317,7 +345,8 @@ func TestGDRLeavesMemoryThatNoNICReaches(t *testing.T) {
 	f.SetGID("a", netip.MustParseAddr("127.0.0.2"))
 	f.SetGID("b", netip.MustParseAddr("127.0.0.3"))
 	key := clusterKey(t)
-	p, d := startFakeGDR(t, f, "a", key, config.TransTCP), startFakeGDR(t, f, "b", key, config.TransTCP)
+	p, d := startFakeGDR(t, f, "a", key, config.TransTCP), startFakeGDR(t, f, "b", key,
+		config.TransTCP)
 	moves := func(pe, de *engine, seed uint64) string {
 		t.Helper()
 		pe.random()
@@ -350,7 +379,8 @@ func TestGDRLeavesMemoryThatNoNICReaches(t *testing.T) {
 		}
 		return n
 	}
-	for name, ends := range map[string][2]*engine{"source": {onGPU[0], host[1]}, "destination": {host[0], onGPU[1]}, "both": {onGPU[0], onGPU[1]}} {
+	for name, ends := range map[string][2]*engine{"source": {onGPU[0], host[1]},
+		"destination": {host[0], onGPU[1]}, "both": {onGPU[0], onGPU[1]}} {
 		for range 3 {
 			before := refused()
 			seed++
@@ -369,7 +399,8 @@ func TestGDRLeavesMemoryThatNoNICReaches(t *testing.T) {
 		}
 	}
 	now := lanesOn(p, "a") // and there may be more by now
-	if len(lanes) == 0 || slices.ContainsFunc(lanes, func(id uint64) bool { return !slices.Contains(now, id) }) {
+	if len(lanes) == 0 || slices.ContainsFunc(lanes,
+		func(id uint64) bool { return !slices.Contains(now, id) }) {
 		t.Errorf("of lanes %v there are %v", lanes, now)
 	}
 	until(t, func() bool { seed++; return moves(host[0], host[1], seed) == config.TransGDR })

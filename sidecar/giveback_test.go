@@ -36,6 +36,7 @@ func TestMemoryIsGivenBackAside(t *testing.T) {
 	wait("the memory is given back", unmapping)
 	wait("the word of its end", gone)
 	answered := make(chan struct{})
-	n.driver.Events.Await(connector.Await{Key: transfer.Key{Xfer: transfer.XferID{1}}, Peer: n.Endpoint(), TTL: time.Millisecond}, func(connector.Admission) { close(answered) })
+	n.driver.Events.Await(connector.Await{Key: transfer.Key{Xfer: transfer.XferID{1}},
+		Peer: n.Endpoint(), TTL: time.Millisecond}, func(connector.Admission) { close(answered) })
 	wait("an answer to another engine", answered)
 }

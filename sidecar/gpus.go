@@ -15,19 +15,21 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
-// gpus opens the CUDA driver when the first engine or peer lends memory of a GPU, or at the start where GPUs are named: the sidecar of
-// CPU engines never loads it.
+// gpus opens the CUDA driver when the first engine or peer lends memory of a GPU, or at the start
+// where GPUs are named: the sidecar of CPU engines never loads it.
 type gpus struct {
-	cfg    gpu.Config
-	load   func(gpu.Config) (*gpu.GPUs, error) // gpu.New, or what a test has instead
-	copier atomic.Pointer[gpu.Copier]          // of opened; nil where a test has put something else there
+	cfg  gpu.Config
+	load func(gpu.Config) (*gpu.GPUs, error) // gpu.New, or what a test has instead
+	// of opened; nil where a test has put something else there
+	copier atomic.Pointer[gpu.Copier]
 
 	mu     sync.Mutex // protects all below
 	opened importer
 	closed bool
 }
 
-// importer makes regions of memory that others have lent: *gpu.GPUs, or what a test has instead of a GPU.
+// importer makes regions of memory that others have lent: *gpu.GPUs, or what a test has instead of
+// a GPU.
 type importer interface {
 	Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Region, error)
 	Close() error
@@ -47,8 +49,9 @@ func newGPUs(c *config.Config, log *slog.Logger) (*gpus, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &gpus{load: gpu.New, cfg: gpu.Config{Method: how, Table: table, Buffers: t.Buffers, PeerStage: uint64(t.Stage),
-		Memory: uint64(t.Memory), Log: log}}, nil
+	return &gpus{load: gpu.New, cfg: gpu.Config{Method: how, Table: table, Buffers: t.Buffers,
+		PeerStage: uint64(t.Stage),
+		Memory:    uint64(t.Memory), Log: log}}, nil
 }
 
 // start opens the GPUs of transports.gpu.open.
@@ -63,7 +66,8 @@ func (g *gpus) start(names []string) error {
 		err = opened.Use(names)
 	}
 	if err != nil {
-		return fmt.Errorf("sidecar: transports.gpu.open: %v: %w; correct it, or leave it out: a GPU is then opened when an engine lends memory of it",
+		return fmt.Errorf("sidecar: transports.gpu.open: %v: %w; correct it, or leave it out: a GPU is "+
+			"then opened when an engine lends memory of it",
 			names, err)
 	}
 	return nil
@@ -114,7 +118,8 @@ func (g *gpus) Attach(e connector.Engine) (detach func()) {
 	return opened.Attach(gpu.Engine(e))
 }
 
-// copy moves the bytes of src, block by block, to dst, of which one is a GPU's, and names the way that they took.
+// copy moves the bytes of src, block by block, to dst, of which one is a GPU's, and names the way
+// that they took.
 func (g *gpus) copy(dst, src []mem.Block) (path string, err error) {
 	g.mu.Lock()
 	c, closed := g.copier.Load(), g.closed
@@ -132,7 +137,8 @@ func (g *gpus) copy(dst, src []mem.Block) (path string, err error) {
 	return gpu.PathStaged, d.Move(dst, src)
 }
 
-// links is what copies between host memory and GPUs; nil: nothing does. While a GPU is being opened lanes do not wait here.
+// links is what copies between host memory and GPUs; nil: nothing does. While a GPU is being opened
+// lanes do not wait here.
 func (g *gpus) links() *gpu.Copier {
 	if g == nil {
 		return nil

@@ -16,13 +16,14 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
-// A sidecar that is told to take GPUs at its start and cannot ends there, with the key, what it names and what to do: an engine that measured
-// free memory without them would run out of it later.
+// A sidecar that is told to take GPUs at its start and cannot ends there, with the key, what it
+// names and what to do: an engine that measured free memory without them would run out of it later.
 func TestGPUsThatCannotBeTakenEndTheStart(t *testing.T) {
 	t.Parallel()
 	cfg := config.Default()
 	dir := t.TempDir()
-	cfg.Engine.Socket, cfg.Transports.GPU.Open = dir+"/s.sock", []string{"99"} // no host has it, nor many a driver
+	// no host has it, nor many a driver
+	cfg.Engine.Socket, cfg.Transports.GPU.Open = dir+"/s.sock", []string{"99"}
 	cfg.Peer.Listen, cfg.Peer.Gossip.Listen, cfg.HTTP.Listen = "127.0.0.1:0", "off", "127.0.0.1:0"
 	n, err := New(Options{Config: cfg, Registry: prometheus.NewRegistry()})
 	if err != nil {
@@ -41,21 +42,24 @@ func TestGPUsThatCannotBeTakenEndTheStart(t *testing.T) {
 	}
 }
 
-// A driver that is not there yet is looked for again, by the start as by an import; a sidecar that names no GPU does not look.
+// A driver that is not there yet is looked for again, by the start as by an import; a sidecar that
+// names no GPU does not look.
 func TestTheDriverIsLoadedWhenItIsNeeded(t *testing.T) {
 	t.Parallel()
 	looks := 0
-	g := &gpus{cfg: gpu.Config{Log: slog.New(slog.DiscardHandler)}, load: func(gpu.Config) (*gpu.GPUs, error) {
-		looks++
-		return nil, cuda.ErrNotSupported
-	}}
+	g := &gpus{cfg: gpu.Config{Log: slog.New(slog.DiscardHandler)},
+		load: func(gpu.Config) (*gpu.GPUs, error) {
+			looks++
+			return nil, cuda.ErrNotSupported
+		}}
 	if err := g.start(nil); err != nil || looks != 0 {
 		t.Fatalf("%v after %d looks", err, looks)
 	}
 	if err := g.start([]string{"all"}); !errors.Is(err, cuda.ErrNotSupported) || looks != 1 {
 		t.Fatalf("%v after %d looks", err, looks)
 	}
-	if _, err := g.Import(mem.NewID(), nil, -1, 1); !errors.Is(err, cuda.ErrNotSupported) || looks != 2 {
+	if _, err := g.Import(mem.NewID(), nil, -1, 1); !errors.Is(err, cuda.ErrNotSupported) ||
+		looks != 2 {
 		t.Fatalf("%v after %d looks", err, looks)
 	}
 	if g.inUse() || g.memory() != nil || (*gpus)(nil).memory() != nil {

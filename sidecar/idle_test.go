@@ -24,7 +24,10 @@ func TestIdlePeer(t *testing.T) {
 	ok(t, err)
 	secret := filepath.Join(t.TempDir(), "cluster.key")
 	ok(t, keys.WriteCluster(secret, key))
-	set := func(c *config.Config) { c.Transports.Order, c.Peer.ClusterKeyFile = []string{"tcp"}, secret }
+	set := func(c *config.Config) {
+		c.Transports.Order, c.Peer.ClusterKeyFile = []string{"tcp"},
+			secret
+	}
 	hub := start(t, set)
 	var all []*running
 	for range peers {

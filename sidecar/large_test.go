@@ -24,7 +24,8 @@ import (
 // change must pass.
 func TestMoreThan4GiB(t *testing.T) {
 	if os.Getenv("KVSPRAY_LARGE") == "" {
-		testutil.Skip(t, "large", "moves 4 GiB twice, seconds of a quiet machine: KVSPRAY_LARGE=1, or make test-laws")
+		testutil.Skip(t, "large", "moves 4 GiB twice, seconds of a quiet machine: KVSPRAY_LARGE=1, or "+
+			"make test-laws")
 	}
 	for _, transport := range []string{config.TransTCP, config.TransSHM} {
 		t.Run(transport, func(t *testing.T) { moreThan4GiB(t, transport) })
@@ -39,7 +40,8 @@ func moreThan4GiB(t *testing.T, transport string) {
 		blocks = same * times
 		shift  = 7*same + 3
 	)
-	shape := connectortest.Shape{Layers: 1, NumBlocks: blocks, TokensPerBlock: 16, TokenBytes: 64 << 10}
+	shape := connectortest.Shape{Layers: 1, NumBlocks: blocks, TokensPerBlock: 16,
+		TokenBytes: 64 << 10}
 	held := uint32(blocks) // by the source
 	f := func(c *config.Config) {
 		c.Transports.Order, c.Trace.BlockHashes, c.Trace.Transfers = []string{transport}, "", ""
@@ -48,13 +50,15 @@ func moreThan4GiB(t *testing.T, transport string) {
 		reg, memory := folded(t, same*uintptr(shape.PageBytes()), times)
 		ctx, cancel := context.WithTimeout(context.Background(), patience)
 		defer cancel()
-		w, err := connectortest.DialWorker(ctx, connectortest.Config{Socket: r.cfg.Engine.Socket, Layout: shape.Layout(), Regions: []*mem.Region{reg},
+		w, err := connectortest.DialWorker(ctx, connectortest.Config{Socket: r.cfg.Engine.Socket,
+			Layout: shape.Layout(), Regions: []*mem.Region{reg},
 			Engine: msg.Engine{Name: "test", Version: "1", ID: "e"}})
 		if err != nil {
 			t.Fatal(err)
 		}
 		t.Cleanup(func() { _ = w.Close() })
-		return &engine{Worker: w, t: t, shape: shape, region: reg, done: map[uint64]connectortest.Completion{}}, memory
+		return &engine{Worker: w, t: t, shape: shape, region: reg,
+			done: map[uint64]connectortest.Completion{}}, memory
 	}
 	p, d := start(t, f), start(t, f)
 	de, got := large(d)
@@ -78,11 +82,13 @@ func moreThan4GiB(t *testing.T, transport string) {
 	}
 	const tokens = blocks * 16
 	pr := newPrompt(tokens)
-	src, err := pe.Intent(msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Fanout: 1, Blocks: [][]uint32{from}, Ready: tokens, DeadlineMS: uint64(limit.Milliseconds())})
+	src, err := pe.Intent(msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Fanout: 1,
+		Blocks: [][]uint32{from}, Ready: tokens, DeadlineMS: uint64(limit.Milliseconds())})
 	if err != nil {
 		t.Fatal(err)
 	}
-	dst, err := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Peer: p.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{to},
+	dst, err := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Peer: p.Endpoint(),
+		Skip: []uint32{0}, Blocks: [][]uint32{to},
 		DeadlineMS: uint64(limit.Milliseconds())})
 	if err != nil {
 		t.Fatal(err)
@@ -91,7 +97,8 @@ func moreThan4GiB(t *testing.T, transport string) {
 	if c.Status != 0 || c.Received.Transport != transport {
 		t.Fatalf("%+v", c.Received)
 	}
-	if want := blocks * shape.PageBytes(); c.Received.Bytes != want || want <= 1<<16*transfer.ChunkBytes {
+	if want := blocks * shape.PageBytes(); c.Received.Bytes != want ||
+		want <= 1<<16*transfer.ChunkBytes {
 		t.Errorf("%d bytes were received, want %d", c.Received.Bytes, want)
 	}
 	pe.ok(src)

@@ -292,7 +292,8 @@ func lateAfterSuccess(t *testing.T, held string, order []string) {
 	copies, attacks, runs := 0, 0, 0
 	for i := 0; attacks < attackRuns(t); i++ {
 		if runs++; runs > spareRuns*attackRuns(t) {
-			t.Fatalf("in only %d of %d runs a copy was in flight when the commit came: nothing was attacked", attacks, runs)
+			t.Fatalf("in only %d of %d runs a copy was in flight when the commit came: nothing was attacked",
+				attacks, runs)
 		}
 		early := notEarly
 		if i%4 == 0 {
@@ -355,9 +356,11 @@ func lateAfterCancel(t *testing.T, held string, order []string) {
 		pe.wait(x.src)
 		c.alive(t, i, "when the source's lease was over")
 	}
-	t.Logf("%d of %d cancelled in time, %d of them with slices in flight, %d slices", cancelled, attackRuns(t), attacks, copies)
+	t.Logf("%d of %d cancelled in time, %d of them with slices in flight, %d slices", cancelled,
+		attackRuns(t), attacks, copies)
 	if cancelled == 0 || attacks < attackRuns(t)/2 {
-		t.Errorf("%d of %d runs attacked anything, half of them expected; %d cancelled in time", attacks, attackRuns(t), cancelled)
+		t.Errorf("%d of %d runs attacked anything, half of them expected; %d cancelled in time", attacks,
+			attackRuns(t), cancelled)
 	}
 }
 
@@ -371,7 +374,8 @@ func lanesUp(t *testing.T, p, d *running, order []string) {
 	pe.ok(x.src)
 	want := 0
 	for _, tr := range order {
-		want += map[string]int{config.TransTCP: p.cfg.Transports.TCP.Connections, config.TransSHM: shmLanes}[tr]
+		want += map[string]int{config.TransTCP: p.cfg.Transports.TCP.Connections,
+			config.TransSHM: shmLanes}[tr]
 	}
 	until(t, func() bool {
 		return len(p.lanesTo(d.boot)) == want

@@ -20,7 +20,8 @@ import (
 // a prompt of 32,768 tokens takes.
 func llama8B(t *testing.T, order string, n uint32, rank, tp int64) *layout.Layout {
 	t.Helper()
-	a := parseblock.Allocation{Order: order, Layers: 32, Blocks: 2 * 32768 / n, Tokens: n, Heads: uint32(8 / tp), Content: 512}
+	a := parseblock.Allocation{Order: order, Layers: 32, Blocks: 2 * 32768 / n, Tokens: n,
+		Heads: uint32(8 / tp), Content: 512}
 	g, err := a.Group(func(i int) string { return fmt.Sprintf("layers.%d", i) })
 	if err != nil {
 		t.Fatal(err)
@@ -80,9 +81,12 @@ func TestListsOfALongPrompt(t *testing.T) {
 		piece    uint64 // bytes that lie together, at least, on either side
 	}{
 		{"alike", llama8B(t, "LBNHC", 16, 0, 1), llama8B(t, "LBNHC", 16, 0, 1), 64 << 10},
-		{"TP 2 to 1, heads outside", llama8B(t, "LBHNC", 16, 1, 2), llama8B(t, "LBHNC", 16, 0, 1), 32 << 10},
-		{"TP 2 to 1, tokens outside", llama8B(t, "LBNHC", 16, 1, 2), llama8B(t, "LBNHC", 16, 0, 1), 2 << 10},
-		{"tokens outside to heads outside", llama8B(t, "LBNHC", 16, 0, 1), llama8B(t, "LBHNC", 16, 0, 1), 512},
+		{"TP 2 to 1, heads outside", llama8B(t, "LBHNC", 16, 1, 2), llama8B(t, "LBHNC", 16, 0,
+			1), 32 << 10},
+		{"TP 2 to 1, tokens outside", llama8B(t, "LBNHC", 16, 1, 2), llama8B(t, "LBNHC", 16, 0,
+			1), 2 << 10},
+		{"tokens outside to heads outside", llama8B(t, "LBNHC", 16, 0, 1), llama8B(t, "LBHNC", 16,
+			0, 1), 512},
 		{"blocks of 16 to 64", llama8B(t, "LBNHC", 16, 0, 1), llama8B(t, "LBNHC", 64, 0, 1), 64 << 10},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -111,7 +115,8 @@ func TestListsOfALongPrompt(t *testing.T) {
 				// a sample, at other places of each layer
 				for first := uint32(0); first < plan.Space().NumChunks(); first += 17 * slice {
 					for _, s := range sides {
-						if buf, err = s.Append(buf[:0], transfer.Range{First: first, Count: min(slice, plan.Space().NumChunks()-first)}); err != nil {
+						if buf, err = s.Append(buf[:0], transfer.Range{First: first, Count: min(slice,
+							plan.Space().NumChunks()-first)}); err != nil {
 							t.Fatal(err)
 						}
 						most[k] = max(most[k], len(buf))
@@ -124,7 +129,8 @@ func TestListsOfALongPrompt(t *testing.T) {
 			for l := range c.to.NumLayers() {
 				at := len(runs)
 				for part := range plan.Parts(l) {
-					if runs, _, _, err = plan.Runs(runs, l, part, scattered(c.from, long), scattered(c.to, long)); err != nil {
+					if runs, _, _, err = plan.Runs(runs, l, part, scattered(c.from, long), scattered(c.to,
+						long)); err != nil {
 						t.Fatal(err)
 					}
 				}
@@ -139,17 +145,22 @@ func TestListsOfALongPrompt(t *testing.T) {
 			arrived := allocated(func() { transfer.NewBitmap(plan.Space().NumChunks()) })
 			list := uint64(most[1]) * uint64(reflect.TypeFor[mem.Block]().Size())
 			strides := uint64(len(runs)) * uint64(reflect.TypeFor[layout.Run]().Size())
-			t.Logf("%d MiB: plan %d B, scheduler %d B, bitmap %d B, a slice of %d KiB %d pieces (%d B); its %d runs would be %d B, %d of a layer; its pieces %d B",
-				plan.Space().TotalBytes()>>20, planned, scheduled, arrived, slice*transfer.ChunkBytes>>10, most[1], list, len(runs), strides, layer,
+			t.Logf("%d MiB: plan %d B, scheduler %d B, bitmap %d B, a slice of %d KiB %d pieces (%d B); "+
+				"its %d runs would be %d B, %d of a layer; its pieces %d B",
+				plan.Space().TotalBytes()>>20, planned, scheduled, arrived, slice*transfer.ChunkBytes>>10,
+				most[1], list, len(runs), strides, layer,
 				pieces*uint64(reflect.TypeFor[layout.IpcBlock]().Size()))
 			if planned > 64<<10 {
 				t.Errorf("both sides' plans are %d bytes beside the block tables", planned)
 			}
 			if most[1] > most[0] || uint64(most[1]) > uint64(slice)*transfer.ChunkBytes/c.piece {
-				t.Errorf("a slice has %d pieces; of a prompt of %d tokens it has %d, and pieces have %d bytes and more", most[1], short, most[0], c.piece)
+				t.Errorf("a slice has %d pieces; of a prompt of %d tokens it has %d, and pieces have %d "+
+					"bytes and more", most[1], short, most[0], c.piece)
 			}
-			if chunks := uint64(plan.Space().NumChunks()); scheduled > chunks*3/8+4096 || arrived > chunks/8+4096 {
-				t.Errorf("%d chunks are %d bytes to the scheduler and %d to the receiver", chunks, scheduled, arrived)
+			if chunks := uint64(plan.Space().NumChunks()); scheduled > chunks*3/8+4096 ||
+				arrived > chunks/8+4096 {
+				t.Errorf("%d chunks are %d bytes to the scheduler and %d to the receiver", chunks,
+					scheduled, arrived)
 			}
 			if all := planned + scheduled + arrived + 2*list; all > strides {
 				t.Errorf("a transfer holds %d bytes of lists, its runs would be %d", all, strides)
@@ -164,11 +175,17 @@ func TestListsOfALongPrompt(t *testing.T) {
 // page.
 func TestCellsOfASlice(t *testing.T) {
 	reg := parseblock.Default()
-	packed := func(order string, rank, tp int64) *layout.Layout { return llama8B(t, order, 16, rank, tp) }
+	packed := func(order string, rank, tp int64) *layout.Layout {
+		return llama8B(t, order,
+			16, rank, tp)
+	}
 	apart := func(tp, rank int64) *layout.Layout { // K of every block of a layer, then V
-		g := layout.Group{TokensPerBlock: 16, Strategy: parseblock.FlashKVFirst, NumBlocks: 4096, Params: map[string]int64{"kv_heads": 8, "tp_size": tp, "tp_rank": rank}}
+		g := layout.Group{TokensPerBlock: 16, Strategy: parseblock.FlashKVFirst, NumBlocks: 4096,
+			Params: map[string]int64{"kv_heads": 8, "tp_size": tp, "tp_rank": rank}}
 		for i := range 32 {
-			g.Layers = append(g.Layers, layout.Layer{Name: fmt.Sprintf("layers.%d", i), Region: layout.RegionIndex(i), PageBytes: 64 << 10 / uint64(tp), BlockStride: 32 << 10 / uint64(tp)})
+			g.Layers = append(g.Layers, layout.Layer{Name: fmt.Sprintf("layers.%d", i),
+				Region: layout.RegionIndex(i), PageBytes: 64 << 10 / uint64(tp), BlockStride: 32 << 10 /
+					uint64(tp)})
 		}
 		return &layout.Layout{Groups: []layout.Group{g}, DType: "bfloat16"}
 	}
@@ -183,11 +200,16 @@ func TestCellsOfASlice(t *testing.T) {
 		{"K and V apart", apart(1, 0), apart(1, 0), 0, false, [3]int{32, 32, 25}},
 		{"K and V apart, blocks in order", apart(1, 0), apart(1, 0), 0, true, [3]int{32, 32, 6}},
 		{"K and V apart, TP 2 to 1, receiver", apart(2, 1), apart(1, 0), 1, false, [3]int{1024, 128, 96}},
-		{"K and V apart, TP 2 to 1, receiver, blocks in order", apart(2, 1), apart(1, 0), 1, true, [3]int{1024, 128, 96}},
-		{"tokens outside, TP 2 to 1, receiver", packed("LBNHC", 1, 2), packed("LBNHC", 0, 1), 1, false, [3]int{512, 64, 48}},
-		{"tokens outside, TP 2 to 1, receiver, blocks in order", packed("LBNHC", 1, 2), packed("LBNHC", 0, 1), 1, true, [3]int{512, 4, 4}},
-		{"heads outside for tokens outside, source", packed("LBHNC", 0, 1), packed("LBNHC", 0, 1), 0, false, [3]int{2048, 513, 53}},
-		{"tokens outside for heads outside, source", packed("LBNHC", 0, 1), packed("LBHNC", 0, 1), 0, false, [3]int{2048, 257, 53}},
+		{"K and V apart, TP 2 to 1, receiver, blocks in order", apart(2, 1), apart(1, 0), 1, true,
+			[3]int{1024, 128, 96}},
+		{"tokens outside, TP 2 to 1, receiver", packed("LBNHC", 1, 2), packed("LBNHC", 0, 1), 1, false,
+			[3]int{512, 64, 48}},
+		{"tokens outside, TP 2 to 1, receiver, blocks in order", packed("LBNHC", 1, 2), packed("LBNHC", 0,
+			1), 1, true, [3]int{512, 4, 4}},
+		{"heads outside for tokens outside, source", packed("LBHNC", 0, 1), packed("LBNHC", 0, 1), 0,
+			false, [3]int{2048, 513, 53}},
+		{"tokens outside for heads outside, source", packed("LBNHC", 0, 1), packed("LBHNC", 0, 1), 0,
+			false, [3]int{2048, 257, 53}},
 	} {
 		m, err := parseblock.NewMatch(reg, c.from, c.to, nil)
 		if err != nil {

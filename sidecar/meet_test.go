@@ -17,7 +17,8 @@ type asked struct {
 	times *int
 }
 
-func (a asked) Planes(dst []layout.Plane, g *layout.Group, l *layout.Layer) ([]layout.Plane, error) {
+func (a asked) Planes(dst []layout.Plane, g *layout.Group, l *layout.Layer) ([]layout.Plane,
+	error) {
 	*a.times++
 	return a.Strategy.Planes(dst, g, l)
 }
@@ -61,17 +62,20 @@ func TestEnginesMeetOnce(t *testing.T) {
 	var ranks []exec.Rank
 	for rank := range int64(2) {
 		w := worker(llama8B(t, "LBHNC", 32, rank, 2))
-		sources, ranks = append(sources, w), append(ranks, exec.Rank{Name: []string{"tp0", "tp1"}[rank], Geometry: w.Geometry})
+		sources, ranks = append(sources, w), append(ranks, exec.Rank{Name: []string{"tp0", "tp1"}[rank],
+			Geometry: w.Geometry})
 		learn(t, receives, w)
 	}
 	learn(t, sends, d)
 	prompt := func(tokens int, table [][]uint32) {
-		parts, err := receives.Divide(d, &connector.Expect{Tokens: uint32(tokens), Skip: []uint32{0}, Blocks: table}, ranks, func(string) uint64 { return uint64(times) })
+		parts, err := receives.Divide(d, &connector.Expect{Tokens: uint32(tokens), Skip: []uint32{0},
+			Blocks: table}, ranks, func(string) uint64 { return uint64(times) })
 		if err != nil || len(parts) != 2 || parts[0].Plan == nil || parts[1].Plan == nil {
 			t.Fatal(parts, err)
 		}
 		for i, w := range sources {
-			plan, err := sends.Send(w, &peerv1.Grant{Tokens: uint32(tokens), Skip: []uint32{0}, Geometry: d.Geometry[:]}, &peerv1.Part{Share: parts[i].Share})
+			plan, err := sends.Send(w, &peerv1.Grant{Tokens: uint32(tokens), Skip: []uint32{0},
+				Geometry: d.Geometry[:]}, &peerv1.Part{Share: parts[i].Share})
 			if err != nil || plan.Space().TotalBytes() != parts[i].Plan.Space().TotalBytes() {
 				t.Fatal(plan, err)
 			}

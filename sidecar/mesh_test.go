@@ -52,8 +52,10 @@ func newMeshed(t *testing.T, gossip, join, secret string) *meshed {
 	if gossip == "" {
 		gossip = "127.0.0.1:0"
 	}
-	b, err := json.Marshal(map[string]any{"node": filepath.Base(dir), "engine": map[string]any{"socket": p.socket},
-		"peer": map[string]any{"listen": p.endpoint, "cluster_key_file": secret, "gossip": map[string]any{"listen": gossip, "join": []string{join}}},
+	b, err := json.Marshal(map[string]any{"node": filepath.Base(dir),
+		"engine": map[string]any{"socket": p.socket},
+		"peer": map[string]any{"listen": p.endpoint, "cluster_key_file": secret,
+			"gossip": map[string]any{"listen": gossip, "join": []string{join}}},
 		"http": map[string]any{"listen": p.http}})
 	ok(t, err)
 	ok(t, os.WriteFile(p.path, b, 0o600))
@@ -97,7 +99,8 @@ func (m *meshed) costs(t *testing.T) (fds int, rss int64) {
 // other, and new ones come. No one is refused, and what the others cost is afterwards what it was
 // before. make test-mesh runs it with 200 of them for five minutes.
 func TestMeshOfProcesses(t *testing.T) {
-	count, seconds, rate := fromEnv(t, meshProcessesEnv, 8), fromEnv(t, meshSecondsEnv, 4), fromEnv(t, meshRateEnv, 2)
+	count, seconds, rate := fromEnv(t, meshProcessesEnv, 8), fromEnv(t, meshSecondsEnv, 4),
+		fromEnv(t, meshRateEnv, 2)
 	key, err := keys.NewCluster()
 	ok(t, err)
 	secret := filepath.Join(t.TempDir(), "cluster.key")
@@ -182,8 +185,10 @@ func TestMeshOfProcesses(t *testing.T) {
 			}
 		}
 	}
-	t.Logf("%d sidecars, %d restarts in %v (%.1f a second): %d refusals; resident %.1f MiB each before, %.1f after; at most %d descriptors more", count, ended,
-		took.Round(time.Second), float64(ended)/took.Seconds(), refusals, float64(sum)/float64(len(stay))/(1<<20), float64(sumAfter)/float64(len(stay))/(1<<20), most)
+	t.Logf("%d sidecars, %d restarts in %v (%.1f a second): %d refusals; resident %.1f MiB each "+
+		"before, %.1f after; at most %d descriptors more", count, ended,
+		took.Round(time.Second), float64(ended)/took.Seconds(), refusals,
+		float64(sum)/float64(len(stay))/(1<<20), float64(sumAfter)/float64(len(stay))/(1<<20), most)
 	if most > 4 {
 		t.Errorf("a sidecar has %d descriptors more than before the churn", most)
 	}

@@ -59,7 +59,8 @@ func (d *descriptions) of(fingerprint [32]byte) (parseblock.Description, bool) {
 }
 
 // learn accepts a peer's description of a fingerprint, which must be its hash.
-func (d *descriptions) learn(geometry, fingerprint [32]byte, encoded []byte) (parseblock.Description, error) {
+func (d *descriptions) learn(geometry, fingerprint [32]byte,
+	encoded []byte) (parseblock.Description, error) {
 	l, err := d.plans.Verify(geometry, encoded)
 	if err != nil {
 		return nil, err //nolint:wrapcheck // names the field

@@ -37,8 +37,10 @@ func TestMismatchIsNamed(t *testing.T) {
 	})
 	ask := func() string {
 		pr := newPrompt(64)
-		src, err := pe.Intent(msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: 64, Fanout: 1, Blocks: [][]uint32{{1, 2, 3, 4}}, Ready: 64, DeadlineMS: deadlineMS})
-		dst, err2 := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: 64, Peer: p.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{{5, 6, 7, 8}},
+		src, err := pe.Intent(msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: 64, Fanout: 1,
+			Blocks: [][]uint32{{1, 2, 3, 4}}, Ready: 64, DeadlineMS: deadlineMS})
+		dst, err2 := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: 64, Peer: p.Endpoint(),
+			Skip: []uint32{0}, Blocks: [][]uint32{{5, 6, 7, 8}},
 			DeadlineMS: deadlineMS, PartnerMS: partnerMS})
 		if err != nil || err2 != nil {
 			t.Fatal(err, err2)
@@ -91,9 +93,12 @@ func TestUnlikeCellsAreNamed(t *testing.T) {
 		name, rope string
 		want       []string
 	}{
-		{"with the identity", "2e6", []string{"fingerprint: ", `identity.rope: "10000" at prefill, "2e6" at decode`, `k heads: "1" at prefill, "2" at decode, in layer "layers.0" and 3 more`,
+		{"with the identity", "2e6", []string{"fingerprint: ",
+			`identity.rope: "10000" at prefill, "2e6" at decode`,
+			`k heads: "1" at prefill, "2" at decode, in layer "layers.0" and 3 more`,
 			`k bytes of a head of a token: "512" at prefill, "256" at decode, in layer "layers.0" and 3 more`}},
-		{"alone", "", []string{`layer "layers.0" and 3 more: ` + cells, "kv bytes of a head of a token = 1024 and 512"}},
+		{"alone", "", []string{`layer "layers.0" and 3 more: ` + cells, "kv bytes of a head of a token " +
+			"= 1024 and 512"}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			p, d := pairOf(t, "tcp")
@@ -105,8 +110,10 @@ func TestUnlikeCellsAreNamed(t *testing.T) {
 				}
 			})
 			pr := newPrompt(64)
-			src, err := pe.Intent(msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: 64, Fanout: 1, Blocks: [][]uint32{{1, 2, 3, 4}}, Ready: 64, DeadlineMS: deadlineMS})
-			dst, err2 := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: 64, Peer: p.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{{5, 6, 7, 8}},
+			src, err := pe.Intent(msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: 64, Fanout: 1,
+				Blocks: [][]uint32{{1, 2, 3, 4}}, Ready: 64, DeadlineMS: deadlineMS})
+			dst, err2 := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: 64, Peer: p.Endpoint(),
+				Skip: []uint32{0}, Blocks: [][]uint32{{5, 6, 7, 8}},
 				DeadlineMS: deadlineMS, PartnerMS: partnerMS})
 			if err != nil || err2 != nil {
 				t.Fatal(err, err2)
@@ -141,7 +148,8 @@ func TestDescriptionMustHash(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for name, ask := range map[string][2][32]byte{"geometry": {{1}, fp}, "fingerprint": {l.Geometry(), {1}}} {
+	for name, ask := range map[string][2][32]byte{"geometry": {{1}, fp},
+		"fingerprint": {l.Geometry(), {1}}} {
 		if _, err := p.learn(ask[0], ask[1], b); err == nil || !strings.Contains(err.Error(), name) {
 			t.Errorf("another %s: %v", name, err)
 		}
@@ -161,7 +169,8 @@ func TestSentenceIsBounded(t *testing.T) {
 	}
 	got := sentence(fields)
 	left := 64 - strings.Count(got, "identity.")
-	if len(got) > maxDifferenceBytes+32 || left == 64 || !strings.HasSuffix(got, fmt.Sprintf("; and %d more", left)) {
+	if len(got) > maxDifferenceBytes+32 || left == 64 || !strings.HasSuffix(got,
+		fmt.Sprintf("; and %d more", left)) {
 		t.Errorf("%d bytes, %d fields left out: ...%s", len(got), left, got[len(got)-40:])
 	}
 	if got := sentence(fields[:1]); strings.Contains(got, "more") || len(got) > maxFieldBytes+3 {

@@ -2,8 +2,8 @@
 // layer towards peers, the transports, and the executor between them. Tests start many nodes in one
 // process; nothing here is global.
 //
-// Node wires the parts and is then out of the way: engines call engineEvents, backends call the driver
-// (control/driver), peers call the conversation. Each part owns its state:
+// Node wires the parts and is then out of the way: engines call engineEvents, backends call the
+// driver (control/driver), peers call the conversation. Each part owns its state:
 //
 //	engineEvents, completions  from and to engines; copies within an engine
 //	conversation               frames of peers; dialer keeps the lanes, railSet follows the rails
@@ -11,8 +11,8 @@
 //	observer                   metrics, log lines, trace files (internal/trace)
 //	internal/web               HTTP: health, metrics, state
 //
-// Invariants: only the executor decides that a lease is complete. An engine's memory is touched only
-// between its WorkerUp and the end of its last lease.
+// Invariants: only the executor decides that a lease is complete. An engine's memory is touched
+// only between its WorkerUp and the end of its last lease.
 //
 // Goroutines: one per open lane, per fence that has to wait, per origin close and per copy, the
 // HTTP server, and those of the parts. Run joins them all.
@@ -83,7 +83,8 @@ type Node struct {
 // New checks the options and makes a node. It touches neither disk nor network before Run.
 func New(opt Options) (*Node, error) {
 	if opt.Config == nil {
-		return nil, errors.New("sidecar: no configuration: pass config.Default() or the result of config.Load")
+		return nil, errors.New("sidecar: no configuration: pass config.Default() or the result of " +
+			"config.Load")
 	}
 	if opt.Log == nil {
 		opt.Log = slog.New(slog.NewTextHandler(io.Discard, nil))
@@ -91,7 +92,8 @@ func New(opt Options) (*Node, error) {
 	if opt.Registry == nil {
 		opt.Registry = prometheus.NewRegistry()
 	}
-	n := &Node{life: newLife(), cfg: opt.Config, version: opt.Version, metrics: metrics.New(opt.Registry), gather: opt.Registry, proc: driver.NewGoroutines(),
+	n := &Node{life: newLife(), cfg: opt.Config, version: opt.Version,
+		metrics: metrics.New(opt.Registry), gather: opt.Registry, proc: driver.NewGoroutines(),
 		grace: time.Duration(opt.Config.Transfer.Grace)}
 	if _, err := rand.Read(n.boot[:]); err != nil {
 		return nil, fmt.Errorf("sidecar: boot id: %w", err)
@@ -116,9 +118,11 @@ func New(opt Options) (*Node, error) {
 	if err := n.join(self); err != nil {
 		return nil, err
 	}
-	n.web = web.New(web.Options{Node: n.cfg.Node, Version: n.version, Boot: n.boot, Gather: n.gather, Driver: n.driver, Life: n.life,
+	n.web = web.New(web.Options{Node: n.cfg.Node, Version: n.version, Boot: n.boot, Gather: n.gather,
+		Driver: n.driver, Life: n.life,
 		Peers: peerViews{n.conv}, Rails: n.rails.views, Stats: n.observer.stats, Links: n.gpus.linkStates,
-		Executors: n.gpus.executorStates, Workers: n.workers, Transports: func() []string { return namesOf(n.backends) }})
+		Executors: n.gpus.executorStates, Workers: n.workers,
+		Transports: func() []string { return namesOf(n.backends) }})
 	s := &samples{driver: n.driver, rails: n.rails, gpus: n.gpus}
 	if err := s.register(n.metrics, opt.Registry); err != nil {
 		return nil, err
@@ -130,20 +134,26 @@ func New(opt Options) (*Node, error) {
 func (n *Node) join(self transport.Peer) error {
 	policy, ok := spray.ParsePolicy(n.cfg.Transfer.Policy)
 	if !ok {
-		return fmt.Errorf("sidecar: transfer.policy: %q is unknown: use spray, round-robin or weighted", n.cfg.Transfer.Policy)
+		return fmt.Errorf("sidecar: transfer.policy: %q is unknown: use spray, round-robin or weighted",
+			n.cfg.Transfer.Policy)
 	}
 	n.plans = plans.New(parseblock.Default())
 	n.observer = &observer{metrics: n.metrics, log: n.log, order: n.cfg.Transports.Order}
 	n.results = &completions{observer: n.observer, plans: n.plans, log: n.log}
 	n.dial = newDialer(n.cfg, n.boot, n.host, n.log)
 	n.dial.proc, n.dial.rails, n.dial.gpus = n.proc, n.rails, n.gpus
-	n.conv = &conversation{cfg: n.cfg, log: n.log, boot: n.boot, host: n.host, version: n.version, self: self, proc: n.proc,
-		metrics: n.metrics, plans: n.plans, descriptions: newDescriptions(n.plans), dial: n.dial, rails: n.rails, workers: n.workers}
+	n.conv = &conversation{cfg: n.cfg, log: n.log, boot: n.boot, host: n.host, version: n.version,
+		self: self, proc: n.proc,
+		metrics: n.metrics, plans: n.plans, descriptions: newDescriptions(n.plans), dial: n.dial,
+		rails: n.rails, workers: n.workers}
 	n.driver = driver.New(driver.Config{
 		Exec: exec.New(exec.Config{Boot: n.boot, Planner: n.plans, Transports: n.cfg.Transports.Order,
-			Deadline: time.Duration(n.cfg.Transfer.Deadline), MatchTimeout: time.Duration(n.cfg.Transfer.Partner), Grace: n.grace,
-			MaxAttempts: n.cfg.Transfer.MaxAttempts, MaxSlices: n.cfg.Transfer.MaxSlices, Policy: policy, Distance: n.rails.near}),
-		Process: n.proc, Peers: n.conv, Engines: n.results, Memory: n.plans, Rails: localRails{n.rails, n.gpus},
+			Deadline:     time.Duration(n.cfg.Transfer.Deadline),
+			MatchTimeout: time.Duration(n.cfg.Transfer.Partner), Grace: n.grace,
+			MaxAttempts: n.cfg.Transfer.MaxAttempts, MaxSlices: n.cfg.Transfer.MaxSlices, Policy: policy,
+			Distance: n.rails.near}),
+		Process: n.proc, Peers: n.conv, Engines: n.results, Memory: n.plans,
+		Rails:    localRails{n.rails, n.gpus},
 		Observer: n.observer, Log: n.log, Grace: n.grace})
 	n.dial.lanes, n.conv.driver, n.rails.changed = n.driver, n.driver, n.conv.railsChanged
 	n.copies = newCopies(n.proc.Context(), n.gpus, n.metrics, n.log)

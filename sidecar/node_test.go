@@ -73,7 +73,8 @@ func startConfig(t testing.TB, cfg *config.Config, prepare ...func(*Node)) *runn
 	if testing.Verbose() {
 		out = t.Output()
 	}
-	return startLog(t, cfg, slog.New(slog.NewTextHandler(out, &slog.HandlerOptions{Level: slog.LevelDebug})), prepare...)
+	return startLog(t, cfg, slog.New(slog.NewTextHandler(out,
+		&slog.HandlerOptions{Level: slog.LevelDebug})), prepare...)
 }
 
 // startLog is startConfig with a log.
@@ -136,7 +137,8 @@ func newEngine(t testing.TB, r *running, shape connectortest.Shape) *engine {
 }
 
 // engineOf is newEngine with a layout that is changed.
-func engineOf(t testing.TB, r *running, shape connectortest.Shape, change func(*layout.Layout)) *engine {
+func engineOf(t testing.TB, r *running, shape connectortest.Shape,
+	change func(*layout.Layout)) *engine {
 	t.Helper()
 	reg, err := shape.Region()
 	if err != nil {
@@ -146,7 +148,8 @@ func engineOf(t testing.TB, r *running, shape connectortest.Shape, change func(*
 	change(l)
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
-	w, err := connectortest.DialWorker(ctx, connectortest.Config{Socket: r.cfg.Engine.Socket, Layout: l, Regions: []*mem.Region{reg},
+	w, err := connectortest.DialWorker(ctx, connectortest.Config{Socket: r.cfg.Engine.Socket,
+		Layout: l, Regions: []*mem.Region{reg},
 		Engine: msg.Engine{Name: "test", Version: "1", ID: "e"}})
 	if err != nil {
 		t.Fatal(err)
@@ -155,7 +158,8 @@ func engineOf(t testing.TB, r *running, shape connectortest.Shape, change func(*
 		_ = w.Close()
 		reg.Release()
 	})
-	return &engine{Worker: w, t: t, shape: shape, region: reg, done: map[uint64]connectortest.Completion{}}
+	return &engine{Worker: w, t: t, shape: shape, region: reg,
+		done: map[uint64]connectortest.Completion{}}
 }
 
 // wait returns the completion of one lease, and keeps those of others.
@@ -262,8 +266,10 @@ func TestMoves(t *testing.T) {
 				if skip == tokens {
 					skip = 0
 				}
-				intent := msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Fanout: 1, Blocks: [][]uint32{pt}, Ready: tokens, DeadlineMS: deadlineMS}
-				expect := msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Peer: p.Endpoint(), Skip: []uint32{skip}, Blocks: [][]uint32{dt},
+				intent := msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Fanout: 1,
+					Blocks: [][]uint32{pt}, Ready: tokens, DeadlineMS: deadlineMS}
+				expect := msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Peer: p.Endpoint(),
+					Skip: []uint32{skip}, Blocks: [][]uint32{dt},
 					DeadlineMS: deadlineMS, PartnerMS: partnerMS, Req: fmt.Sprint("req-", i)}
 				var src, dst uint64
 				var err, err2 error
@@ -281,7 +287,8 @@ func TestMoves(t *testing.T) {
 				same(t, pe, de, pt, dt, tokens, skip)
 				served = c.Received.Transport
 				if !slices.Contains(transports, served) || c.Received.Bytes != uint64(tokens-skip)*1024*4 {
-					t.Errorf("received %+v: want %d bytes over one of %v", c.Received, (tokens-skip)*1024*4, transports)
+					t.Errorf("received %+v: want %d bytes over one of %v", c.Received,
+						(tokens-skip)*1024*4, transports)
 				}
 				pe.ok(src)
 			}

@@ -23,12 +23,18 @@ func TestNonsenseIsLoggedOnce(t *testing.T) {
 	n.conv.Connect(other.Endpoint())
 	until(t, func() bool { return n.dial.knows(other.Boot()) })
 	for range times {
-		n.conv.frame(other.Boot(), &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Grant{Grant: &peerv1.Grant{}}})
-		n.conv.frame(other.Boot(), &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{}}})
-		n.conv.frame(other.Boot(), &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Credit{Credit: &peerv1.Credit{Transport: "tcp", Rail: "r", Bytes: 1 << 60}}})
-		n.conv.frame(other.Boot(), &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Rails{Rails: &peerv1.Rails{ControlAddresses: []string{"nowhere"}}}})
+		n.conv.frame(other.Boot(), &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Grant{
+			Grant: &peerv1.Grant{}}})
+		n.conv.frame(other.Boot(), &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{
+			Commit: &peerv1.Commit{}}})
+		n.conv.frame(other.Boot(), &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Credit{
+			Credit: &peerv1.Credit{Transport: "tcp", Rail: "r", Bytes: 1 << 60}}})
+		n.conv.frame(other.Boot(), &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Rails{
+			Rails: &peerv1.Rails{ControlAddresses: []string{"nowhere"}}}})
 	}
-	for reason, text := range map[string]string{"key": "grant: key: xfer has 0 bytes", "lease": "lease: boot has 0 bytes", "credit": "credit for rail", "address": "control addresses of"} {
+	for reason, text := range map[string]string{"key": "grant: key: xfer has 0 bytes",
+		"lease": "lease: boot has 0 bytes", "credit": "credit for rail",
+		"address": "control addresses of"} {
 		if got := strings.Count(l.String(), text); got != 1 {
 			t.Errorf("%q was logged %d times, want once: %s", text, got, l)
 		}

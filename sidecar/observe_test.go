@@ -121,7 +121,8 @@ func TestStuckFence(t *testing.T) {
 			on.Store(false)
 			until(t, func() bool { return value(t, d, "kvspray_lease_quarantined") == 0 })
 			until(t, func() bool {
-				return value(t, d, "kvspray_lease_fences_total", "cause", cause) == 1 && value(t, d, "kvspray_lease_fences_total") == 1
+				return value(t, d, "kvspray_lease_fences_total", "cause", cause) == 1 &&
+					value(t, d, "kvspray_lease_fences_total") == 1
 			})
 			if cause == "cancel" {
 				if c := de.wait(x.dst); c.Status != exec.StatusCancelled {
@@ -129,7 +130,8 @@ func TestStuckFence(t *testing.T) {
 				}
 				// What landed is counted by how its transfer ended.
 				until(t, func() bool {
-					return value(t, d, "kvspray_transfer_payload_bytes_total", "side", "destination", "outcome", "cancelled", "transport", "tcp") > 0
+					return value(t, d, "kvspray_transfer_payload_bytes_total", "side", "destination", "outcome",
+						"cancelled", "transport", "tcp") > 0
 				})
 				if n := value(t, d, "kvspray_transfer_payload_bytes_total", "outcome", "ok"); n != 0 {
 					t.Errorf("%v bytes are counted as committed", n)
@@ -174,7 +176,10 @@ func TestTraceAddsUp(t *testing.T) {
 				t.Fatal(err)
 			}
 			file = find(b, func(m map[string]any) bool { return m["side"] == side })
-			line = find([]byte(logs[i].String()), func(m map[string]any) bool { return m["msg"] == "transfer" && m["side"] == side })
+			line = find([]byte(logs[i].String()), func(m map[string]any) bool {
+				return m["msg"] ==
+					"transfer" && m["side"] == side
+			})
 			return file != nil && line != nil
 		})
 		for what, m := range map[string]map[string]any{"file": file, "log": line} {
@@ -188,16 +193,19 @@ func TestTraceAddsUp(t *testing.T) {
 			// Each of the three is cut to a microsecond.
 			sum, took := us("queue_us")+us("wire_us")+us("commit_us"), us("took_us")
 			if took <= 0 || sum > took || sum < took-3 {
-				t.Errorf("%s, %s: queue, wire and commit are %v us together, of %v: %v", side, what, sum, took, m)
+				t.Errorf("%s, %s: queue, wire and commit are %v us together, of %v: %v", side, what,
+					sum, took, m)
 			}
 			if us("wire_us") == 0 || side == "destination" && us("commit_us") == 0 {
 				t.Errorf("%s, %s: no time on the wire, or none for the fence: %v", side, what, m)
 			}
-			if flag := m["flag_us"]; side == "source" && (flag == nil || us("flag_us") <= 0 || us("flag_us") > took) {
+			if flag := m["flag_us"]; side == "source" && (flag == nil || us("flag_us") <= 0 ||
+				us("flag_us") > took) {
 				t.Errorf("%s, %s: flag_us is %v of %v", side, what, flag, took)
 			}
 		}
-		for _, key := range []string{"xfer", "hash", "source", "dest", "peer", "slot", "gen", "route", "bytes", "grants", "queue_us", "wire_us", "commit_us", "took_us"} {
+		for _, key := range []string{"xfer", "hash", "source", "dest", "peer", "slot", "gen", "route",
+			"bytes", "grants", "queue_us", "wire_us", "commit_us", "took_us"} {
 			if file[key] != line[key] {
 				t.Errorf("%s: %s is %v in the file and %v in the log", side, key, file[key], line[key])
 			}
@@ -216,7 +224,8 @@ func TestHealthOfTheExecutor(t *testing.T) {
 		"lock": func() func() { return hold(r.Node) },
 		"action": func() func() {
 			in, out := make(chan struct{}), make(chan struct{})
-			go r.driver.Events.Await(connector.Await{Key: transfer.Key{Xfer: transfer.XferID{1}}, Peer: r.Endpoint(), TTL: time.Millisecond},
+			go r.driver.Events.Await(connector.Await{Key: transfer.Key{Xfer: transfer.XferID{1}},
+				Peer: r.Endpoint(), TTL: time.Millisecond},
 				func(connector.Admission) { close(in); <-out })
 			<-in
 			return func() { close(out) }

@@ -68,8 +68,10 @@ func (o *observer) Landed(l transport.Lane, backend int, bytes uint64) {
 	o.metrics.Landed(l.Backend(), l.Local(), bytes)
 }
 
-var causes = map[exec.Cause]string{exec.ByCommit: metrics.CauseCommit, exec.ByCancel: metrics.CauseCancel, exec.ByDeadline: metrics.CauseDeadline,
-	exec.ByRefusal: metrics.CauseRefused, exec.BySourceLost: metrics.CauseSourceLost, exec.ByPeerLost: metrics.CausePeerLost,
+var causes = map[exec.Cause]string{exec.ByCommit: metrics.CauseCommit,
+	exec.ByCancel: metrics.CauseCancel, exec.ByDeadline: metrics.CauseDeadline,
+	exec.ByRefusal: metrics.CauseRefused, exec.BySourceLost: metrics.CauseSourceLost,
+	exec.ByPeerLost:   metrics.CausePeerLost,
 	exec.ByEngineGone: metrics.CauseEngineGone, exec.ByDrain: metrics.CauseDrain}
 
 // Fenced implements driver.Observer.
@@ -143,10 +145,13 @@ func (o *observer) traceEnd(a *exec.Action, c *connector.Completion, route strin
 	if !c.Received && c.Status == exec.StatusOK && t.Flag > 0 {
 		o.metrics.FlagToCommit(t.Flag)
 	}
-	r := trace.Transfer{Side: string(side), Outcome: string(outcome), Xfer: t.Key.Xfer.String(), Hash: hex.EncodeToString(t.Key.Hash[:8]), Req: t.Req,
-		Source: t.Source.String(), Dest: t.Dest.String(), Peer: t.Peer.String(), Slot: uint32(t.Slot), Gen: uint32(t.Gen), Route: route, Bytes: c.Bytes,
-		Grants: t.Grants, QueueUS: t.Queue.Microseconds(), WireUS: t.Wire.Microseconds(), CommitUS: t.Commit.Microseconds(),
-		TookUS: c.Took.Microseconds(), Reason: c.Reason}
+	r := trace.Transfer{Side: string(side), Outcome: string(outcome), Xfer: t.Key.Xfer.String(),
+		Hash: hex.EncodeToString(t.Key.Hash[:8]), Req: t.Req,
+		Source: t.Source.String(), Dest: t.Dest.String(), Peer: t.Peer.String(), Slot: uint32(t.Slot),
+		Gen: uint32(t.Gen), Route: route, Bytes: c.Bytes,
+		Grants: t.Grants, QueueUS: t.Queue.Microseconds(), WireUS: t.Wire.Microseconds(),
+		CommitUS: t.Commit.Microseconds(),
+		TookUS:   c.Took.Microseconds(), Reason: c.Reason}
 	if !c.Received {
 		r.FlagUS, r.Early = t.Flag.Microseconds(), t.BytesBefore
 	}
@@ -155,9 +160,12 @@ func (o *observer) traceEnd(a *exec.Action, c *connector.Completion, route strin
 		level = slog.LevelWarn
 	}
 	if o.log.Enabled(context.Background(), level) {
-		o.log.Log(context.Background(), level, "transfer", "side", r.Side, "outcome", r.Outcome, "xfer", r.Xfer, "hash", r.Hash, "req", r.Req,
-			"source", r.Source, "dest", r.Dest, "peer", r.Peer, "slot", r.Slot, "gen", r.Gen, "route", r.Route, "bytes", r.Bytes, "grants", r.Grants,
-			"queue_us", r.QueueUS, "wire_us", r.WireUS, "commit_us", r.CommitUS, "flag_us", r.FlagUS, "took_us", r.TookUS,
+		o.log.Log(context.Background(), level, "transfer", "side", r.Side, "outcome", r.Outcome, "xfer",
+			r.Xfer, "hash", r.Hash, "req", r.Req,
+			"source", r.Source, "dest", r.Dest, "peer", r.Peer, "slot", r.Slot, "gen", r.Gen, "route",
+			r.Route, "bytes", r.Bytes, "grants", r.Grants,
+			"queue_us", r.QueueUS, "wire_us", r.WireUS, "commit_us", r.CommitUS, "flag_us", r.FlagUS,
+			"took_us", r.TookUS,
 			"early_bytes", r.Early, "reason", r.Reason)
 	}
 	o.transfers.Put(r)

@@ -15,8 +15,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// open makes the control layer towards other sidecars, before anything can use it. It starts when the
-// rails are known.
+// open makes the control layer towards other sidecars, before anything can use it. It starts when
+// the rails are known.
 func (c *conversation) open() error {
 	cfg := &c.cfg.Peer
 	creds, gossipKeys, err := credentials(c.cfg)
@@ -24,12 +24,15 @@ func (c *conversation) open() error {
 		return err
 	}
 	c.creds = creds
-	opt := peer.Options{Boot: c.boot, Node: c.cfg.Node, HostBoot: c.host, Version: c.version, Listen: cfg.Listen, Advertise: cfg.Advertise,
+	opt := peer.Options{Boot: c.boot, Node: c.cfg.Node, HostBoot: c.host, Version: c.version,
+		Listen: cfg.Listen, Advertise: cfg.Advertise,
 		Credentials: creds, Rails: c.rails.list, Handler: handler{c}, Log: c.log,
 		Refused: c.metrics.HelloRefused}
 	// Gossip on loopback without other members would only use CPU.
-	if g := cfg.Gossip.Listen; g != "" && g != config.Off && (len(cfg.Gossip.Join) > 0 || !config.IsLoopback(g)) {
-		opt.Gossip = &peer.Gossip{Listen: g, Advertise: cfg.Gossip.Advertise, Join: cfg.Gossip.Join, Keys: gossipKeys}
+	if g := cfg.Gossip.Listen; g != "" && g != config.Off && (len(cfg.Gossip.Join) > 0 ||
+		!config.IsLoopback(g)) {
+		opt.Gossip = &peer.Gossip{Listen: g, Advertise: cfg.Gossip.Advertise, Join: cfg.Gossip.Join,
+			Keys: gossipKeys}
 	}
 	if c.mesh, err = peer.New(opt); err != nil {
 		return fmt.Errorf("sidecar: %w", err)
@@ -37,8 +40,8 @@ func (c *conversation) open() error {
 	return nil
 }
 
-// credentials loads what authenticates peers: certificates if configured, else the cluster key, else
-// nothing.
+// credentials loads what authenticates peers: certificates if configured, else the cluster key,
+// else nothing.
 func credentials(c *config.Config) (creds *keys.Credentials, gossip [][]byte, err error) {
 	var cluster keys.Cluster
 	if path := c.Peer.ClusterKeyFile; path != "" {
@@ -78,7 +81,8 @@ func (c *conversation) watchCertificates(ctx context.Context, every time.Duratio
 		switch {
 		case err != nil && err.Error() != logged:
 			logged = err.Error()
-			c.log.Warn("certificates not read again; the earlier ones stay in use", "until", c.creds.Expires(), "err", err)
+			c.log.Warn("certificates not read again; the earlier ones stay in use", "until",
+				c.creds.Expires(), "err", err)
 		case err == nil && renewed:
 			c.log.Info("certificates renewed", "until", c.creds.Expires())
 			fallthrough

@@ -17,7 +17,8 @@ func (v peerViews) Peers() (out []web.Peer) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	for boot, r := range d.peers {
-		out = append(out, web.Peer{Boot: boot, Node: r.node, Release: r.release, Endpoint: r.endpoint, Claimed: r.claimed, Wanted: r.wanted})
+		out = append(out, web.Peer{Boot: boot, Node: r.node, Release: r.release, Endpoint: r.endpoint,
+			Claimed: r.claimed, Wanted: r.wanted})
 	}
 	return out
 }

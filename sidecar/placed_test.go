@@ -31,7 +31,8 @@ func (s seated) PCI() string { return s.at }
 // onGPU is a worker whose cache lies on a GPU.
 func onGPU(t *testing.T, pci string) *connector.Worker {
 	t.Helper()
-	r, err := mem.NewDevice(mem.NewID(), mem.DeviceMemory{Device: seated{at: pci}, Addr: 1 << 20, Size: 4096, Handle: []byte{1}, FD: -1})
+	r, err := mem.NewDevice(mem.NewID(), mem.DeviceMemory{Device: seated{at: pci}, Addr: 1 << 20,
+		Size: 4096, Handle: []byte{1}, FD: -1})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -52,7 +53,8 @@ func TestMemoryOf(t *testing.T) {
 // NIC k+1 on the switch of GPU k.
 func hgx(t *testing.T) *topo.Host {
 	t.Helper()
-	text, err := os.ReadFile(filepath.Join("..", "internal", "sys", "topo", "testdata", "hgx-h100.txt"))
+	text, err := os.ReadFile(filepath.Join("..", "internal", "sys", "topo", "testdata",
+		"hgx-h100.txt"))
 	ok(t, err)
 	sys := filepath.Join(t.TempDir(), "sys")
 	put := func(content string, p ...string) {
@@ -85,11 +87,15 @@ func hgx(t *testing.T) *topo.Host {
 		case len(f) > 4 && f[0] == "nic":
 			link(device(f[2], f[3], "0x15b3", "0x020000"), "class/net", f[1], "device")
 		case len(f) > 6 && f[0] == "link" && f[3] == "device" && !strings.Contains(line, "master="):
-			links = append(links, topo.Link{Name: f[1], Index: len(links) + 1, Kind: topo.Physical, MTU: 9000, Admin: true, Link: true,
+			links = append(links, topo.Link{Name: f[1], Index: len(links) + 1, Kind: topo.Physical,
+				MTU: 9000, Admin: true, Link: true,
 				Addrs: []netip.Prefix{netip.MustParsePrefix(f[6])}})
 		}
 	}
-	h, err := topo.Discover(topo.Options{Root: filepath.Dir(sys), Links: func() ([]topo.Link, error) { return links, nil },
+	h, err := topo.Discover(topo.Options{Root: filepath.Dir(sys), Links: func() ([]topo.Link,
+		error) {
+		return links, nil
+	},
 		GPUs: func() ([]topo.GPU, error) { return nil, nil }})
 	ok(t, err)
 	if len(h.GPUs) != 8 || len(h.NICs) != 9 || len(h.Nodes) != 2 {
@@ -108,7 +114,8 @@ func TestNear(t *testing.T) {
 	var opened []transport.Rail
 	for i := range 8 {
 		name := fmt.Sprintf("ens%dnp0", i+1)
-		opened = append(opened, transport.Rail{Name: name, Address: fmt.Sprintf("192.168.%d.11:7000", i+1), Tier: said[name]})
+		opened = append(opened, transport.Rail{Name: name, Address: fmt.Sprintf("192.168.%d.11:7000",
+			i+1), Tier: said[name]})
 	}
 	n.put(config.TransTCP, append(opened, transport.Rail{Name: "proxy", Address: "203.0.113.1:7000"}))
 	n.host = h
@@ -151,10 +158,12 @@ func TestNearRailGoesFirst(t *testing.T) {
 				far := []string{"r1", "r0"}[i]
 				two := testConfig(t, func(c *config.Config) {
 					c.Transports.Order = []string{config.TransTCP}
-					c.Transports.TCP.Rails = []config.Rail{{Name: "r0", Listen: "127.0.0.1:0", Speed: 1e9}, {Name: "r1", Listen: "127.0.0.1:0", Speed: 1e9}}
+					c.Transports.TCP.Rails = []config.Rail{{Name: "r0", Listen: "127.0.0.1:0", Speed: 1e9},
+						{Name: "r1", Listen: "127.0.0.1:0", Speed: 1e9}}
 					c.Transports.TCP.Rails[1-i].Speed = 2e9 // the far one
 				})
-				placed, other := startConfig(t, two), start(t, func(c *config.Config) { c.Transports.Order = []string{config.TransTCP} })
+				placed, other := startConfig(t, two),
+					start(t, func(c *config.Config) { c.Transports.Order = []string{config.TransTCP} })
 				seat(t, placed, map[string]string{near: "ens1np0", far: "ens5np0"})
 				p, d := placed, other
 				if side == "receiver" {
@@ -163,16 +172,19 @@ func TestNearRailGoesFirst(t *testing.T) {
 				pe, de := newEngine(t, p, testShape), newEngine(t, d, testShape)
 				pe.random()
 				if m, known := memoryOf(placed.engine.Workers()[0]); !known || m.Node != 0 {
-					testutil.Skip(t, "numa", fmt.Sprintf("the kernel does not say that host memory is on node 0: %+v", m))
+					testutil.Skip(t, "numa",
+						fmt.Sprintf("the kernel does not say that host memory is on node 0: %+v", m))
 				}
 				const few = 64 // tokens: each layer is one chunk
 				pr := newPrompt(few)
 				rng := mrand.New(mrand.NewPCG(1, 3))
 				pt, dt := table(rng, 256, blocksFor(few, 16)), table(rng, 256, blocksFor(few, 16))
-				src, err := pe.Intent(msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: few, Fanout: 1, Blocks: [][]uint32{pt},
-					Steps: []msg.PendingStep{{Step: 1, End: few}}, DeadlineMS: deadlineMS})
+				src, err := pe.Intent(msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: few, Fanout: 1,
+					Blocks: [][]uint32{pt},
+					Steps:  []msg.PendingStep{{Step: 1, End: few}}, DeadlineMS: deadlineMS})
 				ok(t, err)
-				dst, err := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: few, Peer: p.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{dt},
+				dst, err := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: few, Peer: p.Endpoint(),
+					Skip: []uint32{0}, Blocks: [][]uint32{dt},
 					DeadlineMS: deadlineMS, PartnerMS: partnerMS})
 				ok(t, err)
 				bound(t, d)

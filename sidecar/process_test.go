@@ -45,7 +45,8 @@ func child(path string) error {
 	if err != nil {
 		return err
 	}
-	n, err := New(Options{Config: cfg, Version: "test", Log: slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelDebug}))})
+	n, err := New(Options{Config: cfg, Version: "test", Log: slog.New(slog.NewTextHandler(os.Stderr,
+		&slog.HandlerOptions{Level: slog.LevelDebug}))})
 	if err != nil {
 		return err
 	}
@@ -70,7 +71,8 @@ type process struct {
 func freePorts(t testing.TB) (a, b string) {
 	t.Helper()
 	at := func() net.Listener {
-		l, err := (&net.ListenConfig{}).Listen(context.Background(), "tcp", net.JoinHostPort(testutil.Loopback(), "0"))
+		l, err := (&net.ListenConfig{}).Listen(context.Background(), "tcp",
+			net.JoinHostPort(testutil.Loopback(), "0"))
 		ok(t, err)
 		return l
 	}
@@ -82,10 +84,13 @@ func freePorts(t testing.TB) (a, b string) {
 func newProcess(t testing.TB, transport string, argv ...string) *process {
 	t.Helper()
 	dir := testutil.ShortDir(t)
-	p := &process{t: t, argv: argv, path: filepath.Join(dir, "config.yaml"), socket: filepath.Join(dir, "s.sock")}
+	p := &process{t: t, argv: argv, path: filepath.Join(dir, "config.yaml"),
+		socket: filepath.Join(dir, "s.sock")}
 	p.endpoint, p.http = freePorts(t)
-	b, err := json.Marshal(map[string]any{"node": filepath.Base(dir), "engine": map[string]any{"socket": p.socket},
-		"peer": map[string]any{"listen": p.endpoint, "gossip": map[string]any{"listen": "off"}}, "http": map[string]any{"listen": p.http},
+	b, err := json.Marshal(map[string]any{"node": filepath.Base(dir),
+		"engine":     map[string]any{"socket": p.socket},
+		"peer":       map[string]any{"listen": p.endpoint, "gossip": map[string]any{"listen": "off"}},
+		"http":       map[string]any{"listen": p.http},
 		"transports": map[string]any{"order": []string{transport}}}) // JSON is YAML
 	if err != nil {
 		t.Fatal(err)
@@ -173,7 +178,8 @@ func TestSourceSidecarKilled(t *testing.T) {
 			if _, err := pe.Connect(ctx); err != nil {
 				t.Fatal(err)
 			}
-			if err := pe.IntentAs(x.src, msg.Intent{Xfer: x.xfer, Hash: x.hash, Tokens: tokens, Fanout: 1, Blocks: [][]uint32{x.pt}, Ready: tokens,
+			if err := pe.IntentAs(x.src, msg.Intent{Xfer: x.xfer, Hash: x.hash, Tokens: tokens, Fanout: 1,
+				Blocks: [][]uint32{x.pt}, Ready: tokens,
 				DeadlineMS: deadlineMS}); err != nil {
 				t.Fatal(err)
 			}
@@ -181,7 +187,10 @@ func TestSourceSidecarKilled(t *testing.T) {
 			same(t, pe, de, x.pt, x.dt, tokens, 0)
 			pe.ok(x.src)
 			// One for the grant that the dead sidecar had, and one for the commit.
-			until(t, func() bool { return value(t, d, "kvspray_lease_fences_total", "cause", "commit") == 1 })
+			until(t, func() bool {
+				return value(t, d, "kvspray_lease_fences_total", "cause",
+					"commit") == 1
+			})
 			if n := value(t, d, "kvspray_lease_fences_total", "cause", "peer_lost"); n != 1 {
 				t.Errorf("%v fences because of a lost peer: want 1", n)
 			}
@@ -198,7 +207,8 @@ func TestDestinationSidecarKilled(t *testing.T) {
 			t.Parallel() // mostly waits
 			d := newProcess(t, tr)
 			p := start(t, func(c *config.Config) {
-				c.Transports.Order, c.Transfer.Partner = []string{tr}, config.Duration(8*time.Second) // in which the next sidecar has to be there
+				// in which the next sidecar has to be there
+				c.Transports.Order, c.Transfer.Partner = []string{tr}, config.Duration(8*time.Second)
 			})
 			pe, de := newEngine(t, p, testShape), newEngine(t, d.asRunning(), testShape)
 			pe.random()
@@ -210,9 +220,11 @@ func TestDestinationSidecarKilled(t *testing.T) {
 				}
 			}
 			pr := newPrompt(tokens)
-			lost, err := pe.Intent(msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Fanout: 1, Blocks: [][]uint32{x.pt},
-				Steps: []msg.PendingStep{{Step: 1, End: tokens}}, DeadlineMS: deadlineMS})
-			_, err2 := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Peer: p.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{rest},
+			lost, err := pe.Intent(msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Fanout: 1,
+				Blocks: [][]uint32{x.pt},
+				Steps:  []msg.PendingStep{{Step: 1, End: tokens}}, DeadlineMS: deadlineMS})
+			_, err2 := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Peer: p.Endpoint(),
+				Skip: []uint32{0}, Blocks: [][]uint32{rest},
 				DeadlineMS: deadlineMS, PartnerMS: partnerMS})
 			if err != nil || err2 != nil {
 				t.Fatal(err, err2)
@@ -229,7 +241,8 @@ func TestDestinationSidecarKilled(t *testing.T) {
 			if _, err := de.Connect(ctx); err != nil {
 				t.Fatal(err)
 			}
-			again := msg.Expect{Xfer: x.xfer, Hash: x.hash, Tokens: tokens, Peer: p.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{x.dt},
+			again := msg.Expect{Xfer: x.xfer, Hash: x.hash, Tokens: tokens, Peer: p.Endpoint(),
+				Skip: []uint32{0}, Blocks: [][]uint32{x.dt},
 				DeadlineMS: deadlineMS, PartnerMS: partnerMS}
 			if err := de.Push(board.RecExpect, x.dst, again.Append(nil), false); err != nil {
 				t.Fatal(err)
@@ -241,7 +254,8 @@ func TestDestinationSidecarKilled(t *testing.T) {
 			de.ok(x.dst)
 			same(t, pe, de, x.pt, x.dt, tokens, 0)
 			pe.ok(x.src)
-			if c := pe.wait(lost); c.Status != kvexec.StatusFailed || !strings.Contains(c.Sent.Reason, "presented the lease again") {
+			if c := pe.wait(lost); c.Status != kvexec.StatusFailed || !strings.Contains(c.Sent.Reason,
+				"presented the lease again") {
 				t.Errorf("the lease of a receiver that did not come again: status %d, %+v", c.Status, c.Sent)
 			}
 			y := begin(t, p, pe, de, 2, tokens)
@@ -268,12 +282,14 @@ func TestDestinationSidecarStopped(t *testing.T) {
 	pt := table(newRand(1), 256, blocksFor(tokens, 16))
 	for n := 1; ; n++ {
 		pr, step := newPrompt(tokens), uint64(n)
-		src, err := pe.Intent(msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Fanout: 1, Blocks: [][]uint32{pt}, Ready: 0,
+		src, err := pe.Intent(msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Fanout: 1,
+			Blocks: [][]uint32{pt}, Ready: 0,
 			Steps: []msg.PendingStep{{Step: step, End: tokens}}, DeadlineMS: 1500})
 		if err != nil {
 			t.Fatal(err)
 		}
-		dst, err := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Peer: p.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{pt},
+		dst, err := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Peer: p.Endpoint(),
+			Skip: []uint32{0}, Blocks: [][]uint32{pt},
 			DeadlineMS: deadlineMS, PartnerMS: 1500})
 		if err != nil {
 			t.Fatal(err)

@@ -22,7 +22,8 @@ func TestRailMetricsAfterFaults(t *testing.T) {
 	var now atomic.Int32 // the fault that is on; 0: none
 	const failing = 1
 	var probes atomic.Int32 // that were made to fail
-	plan := faulttest.New(1, faulttest.Rule{Kind: faulttest.Error, Only: func(l transport.Lane, s transport.Slice) bool {
+	plan := faulttest.New(1, faulttest.Rule{Kind: faulttest.Error, Only: func(l transport.Lane,
+		s transport.Slice) bool {
 		// a chunk fails once, however busy the machine is
 		if now.Load() != failing || l.Local() != bad || s.Attempt > 1 {
 			return false
@@ -35,7 +36,8 @@ func TestRailMetricsAfterFaults(t *testing.T) {
 	p := startConfig(t, testConfig(t, func(c *config.Config) {
 		c.Transports.Order = []string{config.TransTCP}
 		c.Transports.TCP.Connections = 1
-		c.Transports.TCP.Rails = []config.Rail{{Name: good, Listen: "127.0.0.1:0"}, {Name: bad, Listen: "127.0.0.1:0"}}
+		c.Transports.TCP.Rails = []config.Rail{{Name: good, Listen: "127.0.0.1:0"},
+			{Name: bad, Listen: "127.0.0.1:0"}}
 	}), func(n *Node) {
 		for i, b := range n.backends {
 			n.backends[i] = faulttest.Wrap(b, plan)
@@ -50,7 +52,8 @@ func TestRailMetricsAfterFaults(t *testing.T) {
 	var open []uint64 // source leases
 	began := time.Now()
 	series := func(rail, name string, labels ...string) float64 {
-		return value(t, p, "kvspray_rail_"+name, append([]string{"transport", "tcp", "rail", rail}, labels...)...)
+		return value(t, p, "kvspray_rail_"+name, append([]string{"transport", "tcp", "rail", rail},
+			labels...)...)
 	}
 	// under moves prompts while a fault is on, until it is seen.
 	seed := uint64(0)
@@ -60,7 +63,8 @@ func TestRailMetricsAfterFaults(t *testing.T) {
 		defer now.Store(0)
 		for n := 0; !seen(); n++ {
 			if time.Since(began) > patience {
-				t.Fatalf("not seen after %d transfers: %s; pairs %+v", n, what, p.web.State().Leases.Rails.Pairs)
+				t.Fatalf("not seen after %d transfers: %s; pairs %+v", n, what,
+					p.web.State().Leases.Rails.Pairs)
 			}
 			seed++
 			x := begin(t, p, pe, de, seed, tokens)
@@ -89,8 +93,10 @@ func TestRailMetricsAfterFaults(t *testing.T) {
 	})
 	ended()
 	// A slice that an injected error ended is one that failed, and nothing else is.
-	if got, want := retries("failed"), float64(plan.Injected(faulttest.Error)); got != want || want < 5 {
-		t.Errorf("retries of slices that failed: %v, and %v were made to: want as many, and 3 for an exclusion and two probes at least", got, want)
+	if got, want := retries("failed"), float64(plan.Injected(faulttest.Error)); got != want ||
+		want < 5 {
+		t.Errorf("retries of slices that failed: %v, and %v were made to: want as many, and 3 for an "+
+			"exclusion and two probes at least", got, want)
 	}
 	if got := series(bad, "probes_total", "outcome", "failed"); got != float64(probes.Load()) {
 		t.Errorf("probes that failed: %v, and %d were made to", got, probes.Load())
@@ -101,7 +107,8 @@ func TestRailMetricsAfterFaults(t *testing.T) {
 	under(0, "a probe that passed, and a re-admission", func() bool {
 		// Where the other rail was late, this one may have carried something as the last resort,
 		// and be back without a probe.
-		if ours := series(bad, "pairs", "state", "healthy") - 1; ours > 0 && series(bad, "probes_total", "outcome", "ok") == 0 {
+		if ours := series(bad, "pairs", "state", "healthy") - 1; ours > 0 && series(bad, "probes_total",
+			"outcome", "ok") == 0 {
 			now.Store(failing)
 		} else {
 			now.Store(0)
@@ -110,7 +117,8 @@ func TestRailMetricsAfterFaults(t *testing.T) {
 	})
 	for _, rail := range []string{good, bad} {
 		if got := series(rail, "prediction_error_ratio"); got <= 0 || got > 256 {
-			t.Errorf("%s: predictions are off by %v: want more than nothing, and no more than is believed", rail, got)
+			t.Errorf("%s: predictions are off by %v: want more than nothing, and no more than is believed",
+				rail, got)
 		}
 	}
 	for _, reason := range []string{"failed", "refused", "lost"} {
@@ -132,13 +140,18 @@ func TestRetriesByReason(t *testing.T) {
 		exact  bool // no slice that nothing was done to
 		cut    bool // the lane is closed once it has the slice
 	}{
-		{reason: "failed", rails: []string{good, bad}, rule: faulttest.Rule{Kind: faulttest.Error}, exact: true},
-		{reason: "refused", rails: []string{good, bad}, rule: faulttest.Rule{Kind: faulttest.Error, Reason: transfer.ReasonMemory}, exact: true},
-		{reason: "lost", rails: []string{good, bad}, rule: faulttest.Rule{Kind: faulttest.Hold}, cut: true},
-		{reason: "silence", rails: []string{good, bad}, rule: faulttest.Rule{Kind: faulttest.Stuck, After: 400 * time.Millisecond}},
+		{reason: "failed", rails: []string{good, bad}, rule: faulttest.Rule{Kind: faulttest.Error},
+			exact: true},
+		{reason: "refused", rails: []string{good, bad}, rule: faulttest.Rule{Kind: faulttest.Error,
+			Reason: transfer.ReasonMemory}, exact: true},
+		{reason: "lost", rails: []string{good, bad}, rule: faulttest.Rule{Kind: faulttest.Hold},
+			cut: true},
+		{reason: "silence", rails: []string{good, bad}, rule: faulttest.Rule{Kind: faulttest.Stuck,
+			After: 400 * time.Millisecond}},
 		// There is no other rail on which a copy of the slice could come first, and its lane goes
 		// on meanwhile.
-		{reason: "timeout", rails: []string{bad}, rule: faulttest.Rule{Kind: faulttest.Hold}, exact: true},
+		{reason: "timeout", rails: []string{bad}, rule: faulttest.Rule{Kind: faulttest.Hold},
+			exact: true},
 	} {
 		t.Run(x.reason, func(t *testing.T) {
 			var armed atomic.Bool
@@ -167,7 +180,8 @@ func TestRetriesByReason(t *testing.T) {
 			p := startConfig(t, testConfig(t, func(c *config.Config) {
 				one(c)
 				for _, r := range x.rails {
-					c.Transports.TCP.Rails = append(c.Transports.TCP.Rails, config.Rail{Name: r, Listen: "127.0.0.1:0"})
+					c.Transports.TCP.Rails = append(c.Transports.TCP.Rails, config.Rail{Name: r,
+						Listen: "127.0.0.1:0"})
 				}
 			}), wrap)
 			d := startConfig(t, testConfig(t, one), wrap)
@@ -187,11 +201,13 @@ func TestRetriesByReason(t *testing.T) {
 			retries := func(rail string) map[string]float64 {
 				all := map[string]float64{}
 				for _, r := range []string{"failed", "refused", "lost", "silence", "timeout"} {
-					all[r] = value(t, p, "kvspray_rail_retries_total", "transport", "tcp", "rail", rail, "reason", r)
+					all[r] = value(t, p, "kvspray_rail_retries_total", "transport", "tcp", "rail", rail,
+						"reason", r)
 				}
 				return all
 			}
-			if got := retries(bad); !maps.Equal(got, map[string]float64{"failed": 0, "refused": 0, "lost": 0, "silence": 0, "timeout": 0}) {
+			if got := retries(bad); !maps.Equal(got, map[string]float64{"failed": 0, "refused": 0, "lost": 0,
+				"silence": 0, "timeout": 0}) {
 				t.Fatalf("before anything moved: %v", got)
 			}
 			// A part of the blocks is for the one that may have to wait, the others for those that
@@ -204,11 +220,13 @@ func TestRetriesByReason(t *testing.T) {
 					x.pt, x.dt = append(x.pt, b), append(x.dt, part*testShape.NumBlocks/parts+b)
 				}
 				var err error
-				if x.src, err = pe.Intent(msg.Intent{Xfer: x.xfer, Hash: x.hash, Tokens: prompt, Fanout: 1, Blocks: [][]uint32{x.pt}, Ready: prompt,
+				if x.src, err = pe.Intent(msg.Intent{Xfer: x.xfer, Hash: x.hash, Tokens: prompt, Fanout: 1,
+					Blocks: [][]uint32{x.pt}, Ready: prompt,
 					DeadlineMS: deadlineMS}); err != nil {
 					t.Fatal(err)
 				}
-				if x.dst, err = de.Expect(msg.Expect{Xfer: x.xfer, Hash: x.hash, Tokens: prompt, Peer: p.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{x.dt},
+				if x.dst, err = de.Expect(msg.Expect{Xfer: x.xfer, Hash: x.hash, Tokens: prompt,
+					Peer: p.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{x.dt},
 					DeadlineMS: deadlineMS, PartnerMS: partnerMS}); err != nil {
 					t.Fatal(err)
 				}
@@ -224,7 +242,8 @@ func TestRetriesByReason(t *testing.T) {
 			began := time.Now()
 			for n := uint32(0); retries(bad)[x.reason] == 0; n++ {
 				if time.Since(began) > patience {
-					t.Fatalf("after %d transfers retries of %s are %v; injected %d; pairs %+v", n, bad, retries(bad), plan.Injected(x.rule.Kind), p.web.State().Leases.Rails.Pairs)
+					t.Fatalf("after %d transfers retries of %s are %v; injected %d; pairs %+v", n, bad,
+						retries(bad), plan.Injected(x.rule.Kind), p.web.State().Leases.Rails.Pairs)
 				}
 				if alone := len(x.rails) == 1; alone && plan.Held() == 0 {
 					// Where the lane was silent for long enough the slice was given out again for

@@ -36,14 +36,18 @@ func (c *conversation) linksChanged(before, after []rail) {
 		}
 		if r.down {
 			c.log.Warn("rail down", "rail", r.Name, "interface", r.nic)
-			c.driver.CloseLanes(func(l transport.Lane) bool { return l.Backend() == config.TransTCP && l.Local() == r.Name })
+			c.driver.CloseLanes(func(l transport.Lane) bool {
+				return l.Backend() == config.TransTCP &&
+					l.Local() == r.Name
+			})
 			c.mesh.LinkDown(addrOf(r.Address).AsSlice())
 		} else {
 			c.log.Info("rail up", "rail", r.Name, "interface", r.nic)
 			c.solicit(r)
 		}
 	}
-	if err := c.mesh.SetControl(c.proc.Context(), c.controlAddresses()); err != nil && !errors.Is(err, net.ErrClosed) {
+	if err := c.mesh.SetControl(c.proc.Context(), c.controlAddresses()); err != nil && !errors.Is(err,
+		net.ErrClosed) {
 		c.log.Warn("a rail carries no control lanes yet", "err", err)
 	}
 }
@@ -61,7 +65,8 @@ func (c *conversation) tellRails() {
 
 // railsFrame is the frame with the local rails.
 func (c *conversation) railsFrame() *peerv1.ControlFrame {
-	return &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Rails{Rails: &peerv1.Rails{Rails: c.rails.list(), ControlAddresses: c.mesh.Addresses()}}}
+	return &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Rails{Rails: &peerv1.Rails{
+		Rails: c.rails.list(), ControlAddresses: c.mesh.Addresses()}}}
 }
 
 // peerRails applies a peer's list of rails.
@@ -79,7 +84,8 @@ func (c *conversation) peerRails(boot transfer.Boot, list []*peerv1.Rail) {
 	r.rails = good
 	d.mu.Unlock()
 	if complain {
-		c.log.Warn("a peer announced invalid rails; logged once", "peer", boot.String(), "refused", refused)
+		c.log.Warn("a peer announced invalid rails; logged once", "peer", boot.String(),
+			"refused", refused)
 	}
 	c.driver.Do(func(ex *exec.Exec, now exec.Instant) { ex.PeerRails(now, boot, states(good)) })
 	for _, x := range good {

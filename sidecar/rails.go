@@ -35,8 +35,8 @@ type rail struct {
 	auto   bool // made by a pattern; it goes with its interface
 }
 
-// railSet holds the local rails, by backend, and follows the host, which changes them while the node
-// runs.
+// railSet holds the local rails, by backend, and follows the host, which changes them while the
+// node runs.
 type railSet struct {
 	cfg     *config.Config
 	log     *slog.Logger
@@ -55,8 +55,10 @@ type railSet struct {
 	logged map[string]bool // texts, for once
 }
 
-func newRailSet(cfg *config.Config, proc *driver.Goroutines, started <-chan struct{}, log *slog.Logger) *railSet {
-	return &railSet{cfg: cfg, log: log, proc: proc, started: started, gdrNews: make(chan struct{}, 1), byB: map[string][]rail{}, logged: map[string]bool{}, host: &topo.Host{}}
+func newRailSet(cfg *config.Config, proc *driver.Goroutines, started <-chan struct{},
+	log *slog.Logger) *railSet {
+	return &railSet{cfg: cfg, log: log, proc: proc, started: started, gdrNews: make(chan struct{}, 1),
+		byB: map[string][]rail{}, logged: map[string]bool{}, host: &topo.Host{}}
 }
 
 func (s *railSet) of(backend string) []rail {
@@ -101,7 +103,8 @@ func (s *railSet) list() (out []*peerv1.Rail) {
 	for _, b := range s.backends {
 		for _, r := range s.of(b.Name()) {
 			if len(out) < peer.MaxRails {
-				out = append(out, &peerv1.Rail{Transport: b.Name(), Name: r.Name, Address: r.Address, Gbps: r.Gbps, Mtu: uint32(max(r.MTU, 0)),
+				out = append(out, &peerv1.Rail{Transport: b.Name(), Name: r.Name, Address: r.Address,
+					Gbps: r.Gbps, Mtu: uint32(max(r.MTU, 0)),
 					Numa: int32(r.NUMA), Down: r.down})
 			}
 		}
@@ -156,7 +159,8 @@ func memoryOf(w *connector.Worker) (topo.Memory, bool) {
 func (s *railSet) views() (out []web.Rail) {
 	for _, b := range s.backends {
 		for _, r := range s.of(b.Name()) {
-			out = append(out, web.Rail{Transport: b.Name(), Rail: r.Name, Address: r.Address, Interface: r.nic, Gbps: r.Gbps, MTU: r.MTU,
+			out = append(out, web.Rail{Transport: b.Name(), Rail: r.Name, Address: r.Address,
+				Interface: r.nic, Gbps: r.Gbps, MTU: r.MTU,
 				NUMA: r.NUMA, Down: r.down, Auto: r.auto})
 		}
 	}

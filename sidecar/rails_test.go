@@ -59,8 +59,10 @@ func TestAutoRailsAreBounded(t *testing.T) {
 	h := &topo.Host{}
 	for i := range 40 {
 		p := netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 90, byte(i), 1}), 24)
-		ok(t, netlink.AddrAdd(lo, &netlink.Addr{IPNet: &net.IPNet{IP: p.Addr().AsSlice(), Mask: net.CIDRMask(24, 32)}}))
-		h.NICs = append(h.NICs, topo.NIC{Name: fmt.Sprintf("fake%02d", i), Kind: topo.Physical, Addrs: []netip.Prefix{p}, Admin: true, Link: true})
+		ok(t, netlink.AddrAdd(lo, &netlink.Addr{IPNet: &net.IPNet{IP: p.Addr().AsSlice(),
+			Mask: net.CIDRMask(24, 32)}}))
+		h.NICs = append(h.NICs, topo.NIC{Name: fmt.Sprintf("fake%02d", i), Kind: topo.Physical,
+			Addrs: []netip.Prefix{p}, Admin: true, Link: true})
 	}
 	l := &testutil.Log{}
 	cfg := testConfig(t, func(c *config.Config) {
@@ -80,7 +82,8 @@ func TestAutoRailsAreBounded(t *testing.T) {
 		return now
 	}
 	first := look(h, nil)
-	if len(first) != maxAutoRails || first[0].nic != "fake00" || first[maxAutoRails-1].nic != fmt.Sprintf("fake%02d", maxAutoRails-1) {
+	if len(first) != maxAutoRails || first[0].nic != "fake00" || first[maxAutoRails-1].nic !=
+		fmt.Sprintf("fake%02d", maxAutoRails-1) {
 		t.Errorf("%d rails of 40 interfaces, want the first %d: %+v", len(first), maxAutoRails, first)
 	}
 	if second := look(h, first); !slices.Equal(second, first) {
@@ -88,7 +91,8 @@ func TestAutoRailsAreBounded(t *testing.T) {
 	}
 	less := &topo.Host{NICs: h.NICs[1:]}
 	third := look(less, first)
-	if len(third) != maxAutoRails || third[0].nic != "fake01" || third[maxAutoRails-1].nic != fmt.Sprintf("fake%02d", maxAutoRails) {
+	if len(third) != maxAutoRails || third[0].nic != "fake01" || third[maxAutoRails-1].nic !=
+		fmt.Sprintf("fake%02d", maxAutoRails) {
 		t.Errorf("one of the rails went: %+v", third)
 	}
 	if got := strings.Count(l.String(), "too many interfaces match transports.tcp.rails"); got != 1 {
@@ -111,7 +115,8 @@ func TestAbsurdRailsAreToldOfOnce(t *testing.T) {
 	n, l := startLogged(t)
 	var many []*peerv1.Rail
 	for i := range 10000 {
-		many = append(many, &peerv1.Rail{Transport: "tcp", Name: fmt.Sprint("x", i), Address: "10.0.0.1:1", Gbps: 10})
+		many = append(many, &peerv1.Rail{Transport: "tcp", Name: fmt.Sprint("x", i),
+			Address: "10.0.0.1:1", Gbps: 10})
 	}
 	many[3].Gbps = 1e300
 	for i := range 2 {
@@ -135,12 +140,14 @@ func TestAbsurdRailsAreToldOfOnce(t *testing.T) {
 		}
 		var told []string
 		for line := range strings.Lines(l.String()) {
-			if strings.Contains(line, "a peer announced invalid rails") && strings.Contains(line, boot.String()) {
+			if strings.Contains(line, "a peer announced invalid rails") && strings.Contains(line,
+				boot.String()) {
 				told = append(told, line)
 			}
 		}
 		if len(told) != 1 || !strings.Contains(told[0], "rail x3: a speed of 1e+300 Gbit/s") ||
-			!strings.Contains(told[0], fmt.Sprintf("rails %d to 9999: at most %d are kept", peer.MaxRails, peer.MaxRails)) {
+			!strings.Contains(told[0], fmt.Sprintf("rails %d to 9999: at most %d are kept", peer.MaxRails,
+				peer.MaxRails)) {
 			t.Errorf("told of %d times, want once, with what is wrong: %q", len(told), told)
 		}
 	}
@@ -160,7 +167,8 @@ func TestRailsComeAndGo(t *testing.T) {
 	ok(t, keys.WriteCluster(path, key))
 	change := func(c *config.Config) {
 		c.Transports.Order = []string{config.TransTCP}
-		c.Transports.TCP.Rails = []config.Rail{{Match: "other*", Exclude: true}, {Match: "rail1", Speed: 25e9, Tier: 2}, {Match: "*"}}
+		c.Transports.TCP.Rails = []config.Rail{{Match: "other*", Exclude: true}, {Match: "rail1",
+			Speed: 25e9, Tier: 2}, {Match: "*"}}
 		c.Peer.ClusterKeyFile = path
 		c.Peer.Listen = "127.0.0.1:0"
 	}
@@ -223,7 +231,8 @@ func TestRailsComeAndGo(t *testing.T) {
 	control := func(what, addr string) {
 		t.Helper()
 		wait(what, []string{addr}, func() []string {
-			for _, l := range append(p.web.State().Control[d.Boot().String()], d.web.State().Control[p.Boot().String()]...) {
+			for _, l := range append(p.web.State().Control[d.Boot().String()],
+				d.web.State().Control[p.Boot().String()]...) {
 				if _, far, _ := strings.Cut(l, " "); strings.HasPrefix(far, addr) {
 					return []string{addr}
 				}
@@ -239,7 +248,8 @@ func TestRailsComeAndGo(t *testing.T) {
 	one, far := veth(t, "rail1", "10.91.0.1/24")
 	both("one appeared", []string{"rail0", "rail1"}, "rail0>rail0 healthy", "rail1>rail1 healthy")
 	control("control of the one that appeared", "10.91.0.1:")
-	if r, _ := p.rails.find(config.TransTCP, "rail1"); r.Gbps != 25 || r.Tier != 2 || r.nic != "rail1" || !r.prefix.IsValid() {
+	if r, _ := p.rails.find(config.TransTCP, "rail1"); r.Gbps != 25 || r.Tier != 2 ||
+		r.nic != "rail1" || !r.prefix.IsValid() {
 		t.Errorf("%+v", r)
 	}
 	move()

@@ -17,7 +17,8 @@ import (
 func (s *railSet) look() {
 	h, err := topo.Discover(topo.Options{})
 	if err != nil {
-		s.log.Warn("interfaces cannot be listed; only rails with a configured address are used", "err", err)
+		s.log.Warn("interfaces cannot be listed; only rails with a configured address are used", "err",
+			err)
 		return
 	}
 	s.hostChanged(h)
@@ -28,7 +29,8 @@ func (s *railSet) watch(ctx context.Context) {
 	for ctx.Err() == nil {
 		err := topo.Watch(ctx, topo.Options{}, func(h *topo.Host, events []topo.Event) {
 			for _, e := range events {
-				s.log.Debug("interface "+e.Change.String(), "interface", e.NIC.Name, "link", e.NIC.Link, "addresses", e.NIC.Addrs)
+				s.log.Debug("interface "+e.Change.String(), "interface", e.NIC.Name, "link", e.NIC.Link,
+					"addresses", e.NIC.Addrs)
 			}
 			s.hostChanged(h)
 		})
@@ -97,13 +99,15 @@ func (s *railSet) follow(h *topo.Host, before []rail) (now []rail, again bool) {
 	}
 	for i := range h.NICs {
 		nic := &h.NICs[i]
-		if !dynamic || !s.wanted(nic) || slices.ContainsFunc(now, func(r rail) bool { return r.nic == nic.Name }) {
+		if !dynamic || !s.wanted(nic) || slices.ContainsFunc(now,
+			func(r rail) bool { return r.nic == nic.Name }) {
 			continue
 		}
 		p, err := nic.Route()
 		if err != nil {
 			if s.once(nic.Name + ": " + err.Error()) {
-				s.log.Debug("an interface that matches a pattern is not a rail", "interface", nic.Name, "why", err)
+				s.log.Debug("an interface that matches a pattern is not a rail", "interface",
+					nic.Name, "why", err)
 			}
 			continue
 		}
@@ -114,7 +118,8 @@ func (s *railSet) follow(h *topo.Host, before []rail) (now []rail, again bool) {
 			break
 		}
 		rc, _ := s.cfg.RailFor(nic.Name)
-		opened, err := b.AddRail(s.proc.Context(), tcp.Rail{Name: nic.Name, Listen: net.JoinHostPort(p.Addr().String(), "0"), Tier: rc.Tier})
+		opened, err := b.AddRail(s.proc.Context(), tcp.Rail{Name: nic.Name,
+			Listen: net.JoinHostPort(p.Addr().String(), "0"), Tier: rc.Tier})
 		if err != nil {
 			again = true
 			if s.once(nic.Name + " at " + p.String()) {
@@ -127,7 +132,8 @@ func (s *railSet) follow(h *topo.Host, before []rail) (now []rail, again bool) {
 		r.speed(s.cfg, nic)
 		r.place(nic, p.Addr())
 		now = append(now, r)
-		s.log.Info("rail added", "rail", r.Name, "address", r.Address, "gbps", r.Gbps, "mtu", r.MTU, "numa", r.NUMA, "link", nic.Link)
+		s.log.Info("rail added", "rail", r.Name, "address", r.Address, "gbps", r.Gbps, "mtu", r.MTU,
+			"numa", r.NUMA, "link", nic.Link)
 	}
 	return now, again
 }
@@ -234,7 +240,8 @@ func (s *railSet) takeGDR() {
 		}
 		r := &now[i]
 		if r.down != x.Down || r.Address != x.Address {
-			s.log.Info("rail changed", "transport", config.TransGDR, "rail", r.Name, "down", x.Down, "address", x.Address)
+			s.log.Info("rail changed", "transport", config.TransGDR, "rail", r.Name, "down", x.Down,
+				"address", x.Address)
 		}
 		r.down, r.Address = x.Down, x.Address
 	}

@@ -31,7 +31,8 @@ import (
 // a sidecar has by default where the guest is quick enough for that, else 500 ms and 1: to 50 ms an
 // emulated processor that is busy looks like a dead path.
 
-var llama = connectortest.Shape{Layers: layers(), NumBlocks: 256, TokensPerBlock: 16, TokenBytes: 4096}
+var llama = connectortest.Shape{Layers: layers(), NumBlocks: 256, TokensPerBlock: 16,
+	TokenBytes: 4096}
 
 func layers() int {
 	if n, err := strconv.Atoi(os.Getenv("KVSPRAY_RDMA_LAYERS")); err == nil && n > 0 && n < 32 {
@@ -93,8 +94,10 @@ func queuePairs(t testing.TB) int {
 // underWhat says what a table was made with.
 func underWhat(t testing.TB) string {
 	least, most := gdr.Timers(deadPath(t))
-	return fmt.Sprintf("dead_path %s, of which the device's timers take %s to %s; queue_pairs %d; a busy processor stood still for %s", deadPath(t),
-		least.Round(100*time.Microsecond), most.Round(100*time.Microsecond), queuePairs(t), stoodStill().Round(100*time.Microsecond))
+	return fmt.Sprintf("dead_path %s, of which the device's timers take %s to %s; queue_pairs %d; a "+
+		"busy processor stood still for %s", deadPath(t),
+		least.Round(100*time.Microsecond), most.Round(100*time.Microsecond), queuePairs(t),
+		stoodStill().Round(100*time.Microsecond))
 }
 
 // noticedBy says how a device finds a fault out, and how long that takes it by itself.
@@ -139,11 +142,13 @@ func needRails(t testing.TB, devices ...string) {
 }
 
 // startRDMA starts a node on these devices, with tcp behind them where it is to carry on.
-func startRDMA(t testing.TB, cluster, listen string, devices []string, change func(*config.Config)) *running {
+func startRDMA(t testing.TB, cluster, listen string, devices []string,
+	change func(*config.Config)) *running {
 	return start(t, overRDMA(t, cluster, listen, devices, change))
 }
 
-func overRDMA(t testing.TB, cluster, listen string, devices []string, change func(*config.Config)) func(*config.Config) {
+func overRDMA(t testing.TB, cluster, listen string, devices []string,
+	change func(*config.Config)) func(*config.Config) {
 	return func(c *config.Config) {
 		c.Peer.ClusterKeyFile = cluster
 		c.Peer.Listen = listen
@@ -245,7 +250,10 @@ func (s *stall) end() time.Duration {
 // lanesOn are the lanes of a node to others over one of its rails. Those to itself survive what
 // happens between hosts.
 func lanesOn(n *running, rail string) (ids []uint64) {
-	for _, l := range lanesOf(n.Node, func(l transport.Lane) bool { return l.Local() == rail && l.Peer() != n.boot }) {
+	for _, l := range lanesOf(n.Node, func(l transport.Lane) bool {
+		return l.Local() == rail &&
+			l.Peer() != n.boot
+	}) {
 		ids = append(ids, l.ID())
 	}
 	return ids
@@ -304,7 +312,9 @@ func up(end string) string {
 	if side == "b" {
 		here, there = "2", "1"
 	}
-	return fmt.Sprintf("ip link set %s up; ip route replace 10.9.%s.%s dev %s src 10.9.%s.%s table 10%s", end, i, there, end, i, here, i)
+	return fmt.Sprintf(
+		"ip link set %s up; ip route replace 10.9.%s.%s dev %s src 10.9.%s.%s table 10%s", end, i, there,
+		end, i, here, i)
 }
 
 // What tells a device of a fault before its timers do. Both ends of a rail of one guest go down
@@ -317,12 +327,16 @@ const (
 
 var faults = []fault{
 	{name: "none"},
-	{name: "requests dropped at the receiver", inject: "iptables -A INPUT -i r0b -p udp --dport 4791 -j DROP", heal: "iptables -F"},
-	{name: "acknowledgements dropped", inject: "iptables -A INPUT -i r0a -p udp --dport 4791 -j DROP", heal: "iptables -F"},
+	{name: "requests dropped at the receiver", inject: "iptables -A INPUT -i r0b -p udp --dport " +
+		"4791 -j DROP", heal: "iptables -F"},
+	{name: "acknowledgements dropped", inject: "iptables -A INPUT -i r0a -p udp --dport 4791 -j DROP",
+		heal: "iptables -F"},
 	{name: "local link down", inject: "ip link set r0a down", heal: up("r0a"), by: byPort},
 	{name: "peer's link down", inject: "ip link set r0b down", heal: up("r0b"), by: byPort},
-	{name: "both ends of two rails down", inject: "ip link set r0a down; ip link set r1b down", heal: up("r0a") + ";" + up("r1b"), by: byPort},
-	{name: "link flaps for 0.3 s", inject: "ip link set r0a down; sleep 0.3; " + up("r0a"), quiet: true, by: byPort},
+	{name: "both ends of two rails down", inject: "ip link set r0a down; ip link set r1b down",
+		heal: up("r0a") + ";" + up("r1b"), by: byPort},
+	{name: "link flaps for 0.3 s", inject: "ip link set r0a down; sleep 0.3; " + up("r0a"),
+		quiet: true, by: byPort},
 	{name: "peer's queue pair in the error state", act: func(t testing.TB, _, d *running) {
 		for _, l := range lanesOf(d.Node, func(l transport.Lane) bool { return l.Local() == "r0b" }) {
 			if err := l.Close(); err != nil {
@@ -330,11 +344,18 @@ var faults = []fault{
 			}
 		}
 	}, quiet: true},
-	{name: "peer's memory region deregistered", act: func(t testing.TB, _, d *running) { endKeys(t, d, "r0b") }, by: byAnswer},
-	{name: "5% of the packets lost", inject: "tc qdisc add dev r0a root netem loss 5%", heal: "tc qdisc del dev r0a root", quiet: true, by: byNothing},
-	{name: "link removed", inject: "ip link del r0a", by: byPort, heal: "ip link add r0a type veth peer name r0b && ip addr add 10.9.0.1/24 dev r0a && ip addr add 10.9.0.2/24 dev r0b" +
-		" && ip link set r0a mtu 4500 up && ip link set r0b mtu 4500 up && ip route replace 10.9.0.2 dev r0a src 10.9.0.1 table 100" +
-		" && ip route replace 10.9.0.1 dev r0b src 10.9.0.2 table 100 && rdma link add r0a type rxe netdev r0a && rdma link add r0b type rxe netdev r0b"},
+	{name: "peer's memory region deregistered", act: func(t testing.TB, _, d *running) {
+		endKeys(t, d,
+			"r0b")
+	}, by: byAnswer},
+	{name: "5% of the packets lost", inject: "tc qdisc add dev r0a root netem loss 5%",
+		heal: "tc qdisc del dev r0a root", quiet: true, by: byNothing},
+	{name: "link removed", inject: "ip link del r0a", by: byPort, heal: "ip link add r0a type veth " +
+		"peer name r0b && ip addr add 10.9.0.1/24 dev r0a && ip addr add 10.9.0.2/24 dev r0b" +
+		" && ip link set r0a mtu 4500 up && ip link set r0b mtu 4500 up && ip route replace 10.9.0.2 " +
+		"dev r0a src 10.9.0.1 table 100" +
+		" && ip route replace 10.9.0.1 dev r0b src 10.9.0.2 table 100 && rdma link add r0a type rxe " +
+		"netdev r0a && rdma link add r0b type rxe netdev r0b"},
 }
 
 // TestRDMAFaults moves the list over four rails and breaks one in mid transfer: no transfer fails,
@@ -353,17 +374,20 @@ func TestRDMAFaults(t *testing.T) {
 	for i, f := range faults {
 		t.Run(f.name, func(t *testing.T) {
 			seed := uint64(i + 1)
-			pt, dt := table(rng, llama.NumBlocks, int(llama.NumBlocks)), table(rng, llama.NumBlocks, int(llama.NumBlocks))
+			pt, dt := table(rng, llama.NumBlocks, int(llama.NumBlocks)), table(rng, llama.NumBlocks,
+				int(llama.NumBlocks))
 			fill(pe, pt, seed)
 			x := newPrompt(llamaTokens)
 			before := landedBytes(d)
 			began := time.Now()
-			src, err := pe.Intent(msg.Intent{Xfer: x.xfer, Hash: x.hash, Tokens: llamaTokens, Fanout: 1, Blocks: [][]uint32{pt}, Ready: llamaTokens,
+			src, err := pe.Intent(msg.Intent{Xfer: x.xfer, Hash: x.hash, Tokens: llamaTokens, Fanout: 1,
+				Blocks: [][]uint32{pt}, Ready: llamaTokens,
 				DeadlineMS: uint64(rdmaDeadline.Milliseconds())})
 			if err != nil {
 				t.Fatal(err)
 			}
-			dst, err := de.Expect(msg.Expect{Xfer: x.xfer, Hash: x.hash, Tokens: llamaTokens, Peer: p.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{dt},
+			dst, err := de.Expect(msg.Expect{Xfer: x.xfer, Hash: x.hash, Tokens: llamaTokens,
+				Peer: p.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{dt},
 				DeadlineMS: uint64(rdmaDeadline.Milliseconds()), PartnerMS: 20000})
 			if err != nil {
 				t.Fatal(err)
@@ -411,9 +435,12 @@ func TestRDMAFaults(t *testing.T) {
 				}
 				return true
 			})
-			fmt.Fprintf(&table_, "| %s | %.1f s | %s | %s | %d ms | %d ms | %d ms |\n", f.name, took.Seconds(), gone, f.noticedBy(t), command.Milliseconds(), longest.Milliseconds(), back.Milliseconds())
+			fmt.Fprintf(&table_, "| %s | %.1f s | %s | %s | %d ms | %d ms | %d ms |\n", f.name,
+				took.Seconds(), gone, f.noticedBy(t), command.Milliseconds(), longest.Milliseconds(),
+				back.Milliseconds())
 		})
 	}
-	fmt.Printf("%s\n| fault | %d MiB took | its lanes gone after | the device finds out by | the command took | longest stall | lanes back after healing |\n|---|---|---|---|---|---|---|\n%s",
+	fmt.Printf("%s\n| fault | %d MiB took | its lanes gone after | the device finds out by | the "+
+		"command took | longest stall | lanes back after healing |\n|---|---|---|---|---|---|---|\n%s",
 		underWhat(t), whole()>>20, table_.String())
 }

@@ -30,21 +30,36 @@ type hostFault struct {
 // nothing.
 var twoFaults = []hostFault{
 	{fault: fault{name: "none"}},
-	{fault{name: "requests dropped at the receiver", inject: "iptables -A INPUT -i eth0 -p udp --dport 4791 -j DROP", heal: "iptables -F"}, "2", "r0"},
-	{fault{name: "acknowledgements dropped", inject: "iptables -A INPUT -i eth0 -p udp --dport 4791 -j DROP", heal: "iptables -F"}, "1", "r0"},
-	{fault{name: "local link down", inject: "ip link set eth1 down", heal: "ip link set eth1 up", by: byPort}, "1", "r1"},
-	{fault{name: "peer's link down", inject: "ip link set eth1 down", heal: "ip link set eth1 up"}, "2", "r1"},
-	{fault{name: "link flaps for 0.3 s", inject: "ip link set eth1 down; sleep 0.3; ip link set eth1 up", quiet: true, by: byPort}, "1", "r1"},
+	{fault{name: "requests dropped at the receiver", inject: "iptables -A INPUT -i eth0 -p udp " +
+		"--dport 4791 -j DROP", heal: "iptables -F"}, "2", "r0"},
+	{fault{name: "acknowledgements dropped",
+		inject: "iptables -A INPUT -i eth0 -p udp --dport 4791 -j DROP", heal: "iptables -F"}, "1", "r0"},
+	{fault{name: "local link down", inject: "ip link set eth1 down", heal: "ip link set eth1 up",
+		by: byPort}, "1", "r1"},
+	{fault{name: "peer's link down", inject: "ip link set eth1 down", heal: "ip link set eth1 up"},
+		"2", "r1"},
+	{fault{name: "link flaps for 0.3 s",
+		inject: "ip link set eth1 down; sleep 0.3; ip link set eth1 up", quiet: true, by: byPort}, "1",
+		"r1"},
 	{fault{name: "peer's queue pairs in the error state", act: func(t testing.TB, _, d *running) {
-		for _, l := range lanesOf(d.Node, func(l transport.Lane) bool { return l.Local() == "r1" && l.Peer() != d.boot }) {
+		for _, l := range lanesOf(d.Node, func(l transport.Lane) bool {
+			return l.Local() == "r1" &&
+				l.Peer() != d.boot
+		}) {
 			ok(t, l.Close())
 		}
 	}}, "2", "r1"},
-	{fault{name: "peer's memory region deregistered", act: func(t testing.TB, _, d *running) { endKeys(t, d, "r1") }, by: byAnswer}, "2", "r1"},
-	{fault{name: "5% of the packets lost", inject: "tc qdisc add dev eth0 root netem loss 5%", heal: "tc qdisc del dev eth0 root", quiet: true, by: byNothing}, "1", "r0"},
-	{fault{name: "card pulled out", by: byPort, inject: "echo 1 > $(readlink -f /sys/class/net/eth1/device/..)/remove",
+	{fault{name: "peer's memory region deregistered", act: func(t testing.TB, _,
+		d *running) {
+		endKeys(t, d, "r1")
+	}, by: byAnswer}, "2", "r1"},
+	{fault{name: "5% of the packets lost", inject: "tc qdisc add dev eth0 root netem loss 5%",
+		heal: "tc qdisc del dev eth0 root", quiet: true, by: byNothing}, "1", "r0"},
+	{fault{name: "card pulled out", by: byPort, inject: "echo 1 > $(readlink -f " +
+		"/sys/class/net/eth1/device/..)/remove",
 		heal: "echo 1 > /sys/bus/pci/rescan; until [ -e /sys/class/net/eth1 ]; do sleep 0.1; done; " +
-			"ip addr add 10.9.1.1/24 dev eth1 && ip link set eth1 mtu 4500 up && rdma link add r1 type rxe netdev eth1"}, "1", "r1"},
+			"ip addr add 10.9.1.1/24 dev eth1 && ip link set eth1 mtu 4500 up && rdma link add r1 type " +
+			"rxe netdev eth1"}, "1", "r1"},
 }
 
 // sentBytes is what the cards of this host have sent, receivedBytes what they have received.
@@ -144,7 +159,8 @@ func (h *rdmaHost) process() *process {
 	_, cfg.HTTP.Listen = freePorts(h.t)
 	var b bytes.Buffer
 	ok(h.t, cfg.WriteYAML(&b))
-	p := &process{t: h.t, path: cfg.Engine.Socket + ".yaml", socket: cfg.Engine.Socket, endpoint: cfg.Peer.Listen, http: cfg.HTTP.Listen}
+	p := &process{t: h.t, path: cfg.Engine.Socket + ".yaml", socket: cfg.Engine.Socket,
+		endpoint: cfg.Peer.Listen, http: cfg.HTTP.Listen}
 	ok(h.t, os.WriteFile(p.path, b.Bytes(), 0o600))
 	h.t.Cleanup(func() {
 		p.kill()
@@ -164,12 +180,14 @@ func numbered(seed uint64) (prompt, []uint32) {
 }
 
 func rdmaIntent(x prompt, blocks []uint32) msg.Intent {
-	return msg.Intent{Xfer: x.xfer, Hash: x.hash, Tokens: llamaTokens, Fanout: 1, Blocks: [][]uint32{blocks}, Ready: llamaTokens,
+	return msg.Intent{Xfer: x.xfer, Hash: x.hash, Tokens: llamaTokens, Fanout: 1,
+		Blocks: [][]uint32{blocks}, Ready: llamaTokens,
 		DeadlineMS: uint64(rdmaDeadline.Milliseconds())}
 }
 
 func rdmaExpect(x prompt, blocks []uint32) msg.Expect {
-	return msg.Expect{Xfer: x.xfer, Hash: x.hash, Tokens: llamaTokens, Peer: "10.9.0.1:" + rdmaPort, Skip: []uint32{0}, Blocks: [][]uint32{blocks},
+	return msg.Expect{Xfer: x.xfer, Hash: x.hash, Tokens: llamaTokens, Peer: "10.9.0.1:" + rdmaPort,
+		Skip: []uint32{0}, Blocks: [][]uint32{blocks},
 		DeadlineMS: uint64(rdmaDeadline.Milliseconds()), PartnerMS: uint64(rdmaDeadline.Milliseconds())}
 }
 
@@ -266,14 +284,17 @@ func TestRDMATwoHosts(t *testing.T) {
 			h.hear(round + "healed")
 		}
 		eventually(t, "the rail has lanes", func() bool { return len(lanesOn(n, f.rail)) > 0 })
-		fmt.Fprintf(&report, "| %s | %.1f s | %s | %s | %s ms | %d ms |\n", f.name, took.Seconds(), gone, f.noticedBy(t), command, time.Since(healed).Milliseconds())
+		fmt.Fprintf(&report, "| %s | %.1f s | %s | %s | %s ms | %d ms |\n", f.name, took.Seconds(), gone,
+			f.noticedBy(t), command, time.Since(healed).Milliseconds())
 	}
 	if h.node == "2" {
 		h.hear("through") // host 1 waits for lanes after the last round
 		return
 	}
 	h.say("through", nil)
-	fmt.Printf("%s\n| fault | %d MiB took | its lanes gone after | the device finds out by | the command took | lanes back after healing |\n|---|---|---|---|---|---|\n%s", underWhat(t), whole()>>20, report.String())
+	fmt.Printf("%s\n| fault | %d MiB took | its lanes gone after | the device finds out by | the "+
+		"command took | lanes back after healing |\n|---|---|---|---|---|---|\n%s", underWhat(t),
+		whole()>>20, report.String())
 }
 
 // TestRDMAHostLost: the host of a decode is gone in mid transfer, without a word to anybody. Its
@@ -288,7 +309,10 @@ func TestRDMAHostLost(t *testing.T) {
 		before := receivedBytes(t, len(h.devices))
 		_, err := e.Expect(rdmaExpect(x, blocks))
 		ok(t, err)
-		eventually(t, "a quarter has come", func() bool { return receivedBytes(t, len(h.devices))-before > whole()/4 })
+		eventually(t, "a quarter has come", func() bool {
+			return receivedBytes(t,
+				len(h.devices))-before > whole()/4
+		})
 		h.say("killed", nil)
 		// All that this host could say is said; vm.sh takes it from the console.
 		console, err := os.OpenFile("/dev/console", os.O_WRONLY, 0)
@@ -316,8 +340,10 @@ func TestRDMAHostLost(t *testing.T) {
 	}
 	h.say("released", nil)
 	nothingOpen(t, n)
-	fmt.Printf("dead_path %s: the decode's host is gone: lanes gone after %d ms, its lease released after %d ms: %s\n", deadPath(t),
-		h.said("gone").Sub(h.said("killed")).Milliseconds(), h.said("released").Sub(h.said("killed")).Milliseconds(), c.Sent.Reason)
+	fmt.Printf("dead_path %s: the decode's host is gone: lanes gone after %d ms, its lease released "+
+		"after %d ms: %s\n", deadPath(t),
+		h.said("gone").Sub(h.said("killed")).Milliseconds(),
+		h.said("released").Sub(h.said("killed")).Milliseconds(), c.Sent.Reason)
 }
 
 // said is when something was, by the one clock that both hosts have: that of the folder.
@@ -349,7 +375,10 @@ func prefillKilled(t *testing.T, h *rdmaHost) {
 		ok(t, err)
 		h.meet()
 		before := sentBytes(t, len(h.devices))
-		eventually(t, "a quarter was sent", func() bool { return sentBytes(t, len(h.devices))-before > whole()/4 })
+		eventually(t, "a quarter was sent", func() bool {
+			return sentBytes(t,
+				len(h.devices))-before > whole()/4
+		})
 		h.say("killed", nil)
 		p.kill()
 		_ = e.Close() // of its board and memory; the socket is gone
@@ -380,7 +409,8 @@ func prefillKilled(t *testing.T, h *rdmaHost) {
 	noticed := eventually(t, "no lane to the dead one is left", func() bool { return gone(n, there) })
 	began := time.Now()
 	c := e.waitFor(lease, 2*rdmaDeadline)
-	if all := [][2]uint32{{0, llamaTokens}}; c.Status != kvexec.StatusExpired || !slices.Equal(c.Received.Recompute, all) {
+	if all := [][2]uint32{{0, llamaTokens}}; c.Status != kvexec.StatusExpired ||
+		!slices.Equal(c.Received.Recompute, all) {
 		t.Errorf("the lease of a prefill that is dead: status %d, %+v", c.Status, c.Received)
 	}
 	released := noticed + time.Since(began)
@@ -398,7 +428,8 @@ func prefillKilled(t *testing.T, h *rdmaHost) {
 	} else if k := wrong(e, blocks, 2); k > 0 {
 		t.Errorf("%d pages are wrong", k)
 	}
-	t.Logf("prefill killed with %d of %d MiB there: lanes gone after %d ms, fenced and released after %d ms, the next one's fetched in %.1f s", landed>>20, whole()>>20,
+	t.Logf("prefill killed with %d of %d MiB there: lanes gone after %d ms, fenced and released "+
+		"after %d ms, the next one's fetched in %.1f s", landed>>20, whole()>>20,
 		noticed.Milliseconds(), released.Milliseconds(), time.Since(began).Seconds())
 	nothingOpen(t, n)
 	h.say("through", nil)
@@ -416,7 +447,10 @@ func decodeKilled(t *testing.T, h *rdmaHost) {
 		before := receivedBytes(t, len(h.devices))
 		_, err := e.Expect(rdmaExpect(x, blocks))
 		ok(t, err)
-		eventually(t, "a quarter has come", func() bool { return receivedBytes(t, len(h.devices))-before > whole()/4 })
+		eventually(t, "a quarter has come", func() bool {
+			return receivedBytes(t,
+				len(h.devices))-before > whole()/4
+		})
 		h.say("killed", nil)
 		d.kill()
 		_ = e.Close() // of its board and memory; the socket is gone
@@ -445,7 +479,8 @@ func decodeKilled(t *testing.T, h *rdmaHost) {
 	noticed := eventually(t, "no lane to the dead one is left", func() bool { return gone(n, there) })
 	began := time.Now()
 	c := e.waitFor(lease, 2*rdmaDeadline)
-	if c.Status != kvexec.StatusFailed || !strings.Contains(c.Sent.Reason, "presented the lease again") {
+	if c.Status != kvexec.StatusFailed || !strings.Contains(c.Sent.Reason,
+		"presented the lease again") {
 		t.Errorf("the lease of a receiver that did not come again: status %d, %+v", c.Status, c.Sent)
 	}
 	released := noticed + time.Since(began)
@@ -459,7 +494,8 @@ func decodeKilled(t *testing.T, h *rdmaHost) {
 	if c := e.waitFor(lease, 2*rdmaDeadline); c.Status != 0 {
 		t.Errorf("sender: %d %+v", c.Status, c.Sent)
 	}
-	t.Logf("decode killed: lanes gone after %d ms, its lease released after %d ms (partner %s), the next one served in %.1f s", noticed.Milliseconds(), released.Milliseconds(),
+	t.Logf("decode killed: lanes gone after %d ms, its lease released after %d ms (partner %s), the "+
+		"next one served in %.1f s", noticed.Milliseconds(), released.Milliseconds(),
 		n.cfg.Transfer.Partner, time.Since(began).Seconds())
 	h.hear("through")
 }

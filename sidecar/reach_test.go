@@ -45,7 +45,8 @@ func TestReach(t *testing.T) {
 				t.Errorf("%+v", x)
 			}
 		}
-		if !seen["tcp"] || !seen["shm"] || v.Boot != here.boot.String() || v.Peers[0].Boot != there.boot.String() {
+		if !seen["tcp"] || !seen["shm"] || v.Boot != here.boot.String() ||
+			v.Peers[0].Boot != there.boot.String() {
 			t.Errorf("%+v", v)
 		}
 		// D has dialled P, as a request named it; P knows of D what D says.
@@ -53,10 +54,13 @@ func TestReach(t *testing.T) {
 		if here == d {
 			dialled, claimed = claimed, ""
 		}
-		if s, boot := here.web.State(), there.boot.String(); s.Peers[boot] != dialled || s.Claimed[boot] != claimed {
-			t.Errorf("its state has node %s at %q, and claimed to be at %q", there.cfg.Node, s.Peers[boot], s.Claimed[boot])
+		if s, boot := here.web.State(), there.boot.String(); s.Peers[boot] != dialled ||
+			s.Claimed[boot] != claimed {
+			t.Errorf("its state has node %s at %q, and claimed to be at %q", there.cfg.Node, s.Peers[boot],
+				s.Claimed[boot])
 		}
-		if x := v.Peers[0]; x.Endpoint != dialled || x.Claimed != there.Endpoint() || x.Node != there.cfg.Node {
+		if x := v.Peers[0]; x.Endpoint != dialled || x.Claimed != there.Endpoint() ||
+			x.Node != there.cfg.Node {
 			t.Errorf("of node %s at %s it says %+v", there.cfg.Node, there.Endpoint(), x)
 		}
 		if v.Peers[0].Dials {
@@ -78,7 +82,8 @@ func TestTroublesAreBounded(t *testing.T) {
 		all.set(pairName{transfer.Boot{byte(i & 1)}, "gdr", fmt.Sprint(i), "x"}, why)
 	}
 	all.set(pairName{transfer.Boot{0}, "gdr", "0", "x"}, errors.New("changed"))
-	if len(all.m) != maxTroubles || !strings.Contains(all.of(pairName{transfer.Boot{0}, "gdr", "0", "x"}), "changed") {
+	if len(all.m) != maxTroubles || !strings.Contains(all.of(pairName{transfer.Boot{0}, "gdr", "0",
+		"x"}), "changed") {
 		t.Errorf("%d remembered", len(all.m))
 	}
 	all.forget(transfer.Boot{1})

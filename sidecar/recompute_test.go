@@ -18,7 +18,8 @@ func halfLanded(t *testing.T, p, d *running, ahead int) (pe, de *engine, x under
 	t.Helper()
 	pe, de = newEngine(t, p, testShape), newEngine(t, d, testShape)
 	pe.random()
-	x = begin(t, p, pe, de, 1, 0, msg.PendingStep{Step: 1, End: 1024}, msg.PendingStep{Step: 2, End: tokens})
+	x = begin(t, p, pe, de, 1, 0, msg.PendingStep{Step: 1, End: 1024}, msg.PendingStep{Step: 2,
+		End: tokens})
 	bound(t, d)
 	for l := range testShape.Layers {
 		pe.SignalLayer(l, 1)
@@ -40,7 +41,8 @@ func TestFailedTransferNamesItsTokens(t *testing.T) {
 			t.Fatal(err)
 		}
 		c := de.wait(x.dst)
-		if want := []plans.TokenRange{{1024, tokens}}; c.Status != exec.StatusFailed || !slices.Equal(c.Received.Recompute, want) {
+		if want := []plans.TokenRange{{1024, tokens}}; c.Status != exec.StatusFailed ||
+			!slices.Equal(c.Received.Recompute, want) {
 			t.Fatalf("status %d, recompute %v: want %v", c.Status, c.Received.Recompute, want)
 		}
 		same(t, pe, de, x.pt, x.dt, 1024, 0)
@@ -63,9 +65,11 @@ func TestExpiredTransferNamesItsTokens(t *testing.T) {
 					ex.Tick(now + deadlineMS*time.Millisecond)
 				})
 				c := de.wait(x.dst)
-				if want := []plans.TokenRange{{1024, tokens}}; open != 1 || c.Status != exec.StatusExpired || !strings.Contains(c.Received.Reason, "the deadline passed") ||
+				if want := []plans.TokenRange{{1024, tokens}}; open != 1 || c.Status != exec.StatusExpired ||
+					!strings.Contains(c.Received.Reason, "the deadline passed") ||
 					!slices.Equal(c.Received.Recompute, want) {
-					t.Fatalf("%d were open; status %d, %q, recompute %v: want %v", open, c.Status, c.Received.Reason, c.Received.Recompute, want)
+					t.Fatalf("%d were open; status %d, %q, recompute %v: want %v", open, c.Status,
+						c.Received.Reason, c.Received.Recompute, want)
 				}
 				same(t, pe, de, x.pt, x.dt, 1024, 0)
 				if err := pe.Cancel(x.src, "nobody wants it any more", true); err != nil {

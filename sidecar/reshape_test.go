@@ -47,10 +47,11 @@ const (
 )
 
 func attention(strategy string, n uint32, heads int) kind {
-	return kind{strategy: strategy, n: n, layers: fleetN, params: map[string]int64{"kv_heads": int64(heads)}, page: func(tp, rank int) uint64 {
-		_, own := parseblock.HeadShare(uint64(heads), uint64(rank), uint64(tp))
-		return uint64(n) * own * 2 * headBytes
-	}}
+	return kind{strategy: strategy, n: n, layers: fleetN,
+		params: map[string]int64{"kv_heads": int64(heads)}, page: func(tp, rank int) uint64 {
+			_, own := parseblock.HeadShare(uint64(heads), uint64(rank), uint64(tp))
+			return uint64(n) * own * 2 * headBytes
+		}}
 }
 
 // half is SGLang's pool of K or of V.
@@ -62,7 +63,8 @@ func half(strategy, suffix string, n uint32, heads int) kind {
 }
 
 func latent(n uint32) kind {
-	return kind{strategy: parseblock.MLA, n: n, layers: fleetN, params: map[string]int64{}, page: func(int, int) uint64 { return uint64(n) * 128 }}
+	return kind{strategy: parseblock.MLA, n: n, layers: fleetN, params: map[string]int64{},
+		page: func(int, int) uint64 { return uint64(n) * 128 }}
 }
 
 // within gives a kind a sliding window.
@@ -86,8 +88,10 @@ func (k kind) named(suffix string) kind {
 
 func state(n uint32) kind {
 	const kh, kd, vh, vd, conv = 4, 16, 4, 32, 3
-	return kind{strategy: parseblock.GDNState, n: n, layers: fleetN, suffix: ".linear", params: map[string]int64{"k_heads": kh, "k_dim": kd, "v_heads": vh, "v_dim": vd,
-		"conv_len": conv, "state_bytes": 2}, page: func(tp, _ int) uint64 { return uint64((2*kh*kd+vh*vd)*conv*2+vh*vd*kd*2) / uint64(tp) }}
+	return kind{strategy: parseblock.GDNState, n: n, layers: fleetN, suffix: ".linear",
+		params: map[string]int64{"k_heads": kh, "k_dim": kd, "v_heads": vh, "v_dim": vd,
+			"conv_len": conv, "state_bytes": 2},
+		page: func(tp, _ int) uint64 { return uint64((2*kh*kd+vh*vd)*conv*2+vh*vd*kd*2) / uint64(tp) }}
 }
 
 // fleetRank is one worker, with its memory.
@@ -105,7 +109,8 @@ func (s fleetShape) layoutOf(pp, rank int) (*layout.Layout, uint64) {
 	var at uint64
 	index := 0
 	for _, k := range s.kinds {
-		g := layout.Group{TokensPerBlock: k.n, Strategy: k.strategy, NumBlocks: fleetBlocks, Params: maps.Clone(k.params)}
+		g := layout.Group{TokensPerBlock: k.n, Strategy: k.strategy, NumBlocks: fleetBlocks,
+			Params: maps.Clone(k.params)}
 		g.Params["tp_size"], g.Params["tp_rank"] = int64(s.tp), int64(rank)
 		page := k.page(s.tp, rank)
 		for i := range k.layers {
@@ -116,7 +121,8 @@ func (s fleetShape) layoutOf(pp, rank int) (*layout.Layout, uint64) {
 			if stage != pp {
 				continue
 			}
-			g.Layers = append(g.Layers, layout.Layer{Name: fmt.Sprintf("layers.%d%s", i, k.suffix), Index: index, Base: at, BlockStride: page, PageBytes: page})
+			g.Layers = append(g.Layers, layout.Layer{Name: fmt.Sprintf("layers.%d%s", i, k.suffix),
+				Index: index, Base: at, BlockStride: page, PageBytes: page})
 			index++
 			at += fleetBlocks * page
 		}
@@ -137,8 +143,10 @@ func fleet(t testing.TB, r *running, id string, s fleetShape) []*fleetRank {
 				t.Fatal(err)
 			}
 			ctx, cancel := context.WithTimeout(context.Background(), patience)
-			w, err := connectortest.DialWorker(ctx, connectortest.Config{Socket: r.cfg.Engine.Socket, Layout: l, Regions: []*mem.Region{reg},
-				Engine: msg.Engine{Name: "test", Version: "1", ID: id}, Ranks: msg.Ranks{PP: msg.Rank{Rank: uint32(pp), Size: uint32(s.pp)},
+			w, err := connectortest.DialWorker(ctx, connectortest.Config{Socket: r.cfg.Engine.Socket,
+				Layout: l, Regions: []*mem.Region{reg},
+				Engine: msg.Engine{Name: "test", Version: "1", ID: id},
+				Ranks: msg.Ranks{PP: msg.Rank{Rank: uint32(pp), Size: uint32(s.pp)},
 					TP: msg.Rank{Rank: uint32(rank), Size: uint32(s.tp)}}})
 			cancel()
 			if err != nil {
@@ -184,7 +192,8 @@ func (r *fleetRank) write(t testing.TB, image []byte, seed byte, from []uint32, 
 	}
 }
 
-func (r *fleetRank) writePlane(image []byte, seed byte, g *layout.Group, l *layout.Layer, p *layout.Plane, table []uint32, from, to uint32) {
+func (r *fleetRank) writePlane(image []byte, seed byte, g *layout.Group, l *layout.Layer,
+	p *layout.Plane, table []uint32, from, to uint32) {
 	first, end := uint64(from)/uint64(max(p.RowTokens, 1)), uint64(to)/uint64(max(p.RowTokens, 1))
 	if p.Unit == layout.UnitState {
 		if from >= to {
@@ -199,7 +208,8 @@ func (r *fleetRank) writePlane(image []byte, seed byte, g *layout.Group, l *layo
 		}
 		for head := range uint64(p.Heads) {
 			for col := range uint64(p.Cols) {
-				off := l.Base + block*l.BlockStride + p.Offset + in*p.RowStride + head*p.HeadStride + col*p.ColStride
+				off := l.Base + block*l.BlockStride + p.Offset + in*p.RowStride + head*p.HeadStride +
+					col*p.ColStride
 				for x := range p.CellBytes {
 					role, y := p.Role, x
 					if role == layout.RoleKV {
@@ -254,7 +264,8 @@ func (r *fleetRank) lacking(from []uint32, to uint32) (n uint64) {
 func tables(rng *mrand.Rand, all []*fleetRank, tokens uint32) {
 	var out [][]uint32
 	for gi := range all[0].layout.Groups {
-		out = append(out, table(rng, fleetBlocks, blocksFor(tokens, all[0].layout.Groups[gi].TokensPerBlock)))
+		out = append(out, table(rng, fleetBlocks, blocksFor(tokens,
+			all[0].layout.Groups[gi].TokensPerBlock)))
 	}
 	for _, r := range all {
 		r.table = out
@@ -263,7 +274,8 @@ func tables(rng *mrand.Rand, all []*fleetRank, tokens uint32) {
 
 // move sends one prompt from every rank of ps to every rank of ds, streamed in two steps, and
 // compares all memory of all receivers.
-func move(t *testing.T, p *running, ps, ds []*fleetRank, rng *mrand.Rand, tokens uint32, seed byte) {
+func move(t *testing.T, p *running, ps, ds []*fleetRank, rng *mrand.Rand, tokens uint32,
+	seed byte) {
 	t.Helper()
 	pr := newPrompt(tokens)
 	tables(rng, ps, tokens)
@@ -293,7 +305,8 @@ func move(t *testing.T, p *running, ps, ds []*fleetRank, rng *mrand.Rand, tokens
 	src, dst := make([]uint64, len(ps)), make([]uint64, len(ds))
 	for i, s := range ps {
 		calls = append(calls, func() (err error) {
-			in := msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Fanout: 1, Blocks: s.table, DeadlineMS: deadlineMS, Req: req}
+			in := msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Fanout: 1, Blocks: s.table,
+				DeadlineMS: deadlineMS, Req: req}
 			if half > 0 {
 				in.Steps = append(in.Steps, msg.PendingStep{Step: uint64(seed)*2 + 1, End: half})
 			}
@@ -306,7 +319,8 @@ func move(t *testing.T, p *running, ps, ds []*fleetRank, rng *mrand.Rand, tokens
 	}
 	for i, d := range ds {
 		calls = append(calls, func() (err error) {
-			dst[i], err = d.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Peer: p.Endpoint(), Skip: skip, Blocks: d.table,
+			dst[i], err = d.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens,
+				Peer: p.Endpoint(), Skip: skip, Blocks: d.table,
 				DeadlineMS: deadlineMS, PartnerMS: partnerMS, Req: req})
 			return err
 		})
@@ -332,14 +346,16 @@ func move(t *testing.T, p *running, ps, ds []*fleetRank, rng *mrand.Rand, tokens
 		c := d.ok(dst[i])
 		b, _ := d.region.Bytes()
 		if n := d.lacking(d.from(ps, skip, tokens), tokens); c.Received.Bytes != n {
-			t.Errorf("prompt of %d tokens: rank %d received %d bytes, and lacked %d", tokens, i, c.Received.Bytes, n)
+			t.Errorf("prompt of %d tokens: rank %d received %d bytes, and lacked %d", tokens, i,
+				c.Received.Bytes, n)
 		}
 		if !bytes.Equal(b, want[i]) {
 			at := 0
 			for b[at] == want[i][at] {
 				at++
 			}
-			t.Fatalf("prompt of %d tokens (the receiver had %d): byte %d of rank %d holds %#x, want %#x", tokens, first, at, i, b[at], want[i][at])
+			t.Fatalf("prompt of %d tokens (the receiver had %d): byte %d of rank %d holds %#x, want %#x",
+				tokens, first, at, i, b[at], want[i][at])
 		}
 	}
 	for i, s := range ps {
@@ -354,51 +370,83 @@ func move(t *testing.T, p *running, ps, ds []*fleetRank, rng *mrand.Rand, tokens
 func TestReshapes(t *testing.T) {
 	nhd, hnd := parseblock.PackedNHD, parseblock.PackedHND
 	one := func(k ...kind) []kind { return k }
-	sg := one(half(parseblock.SGLangK, "#k", 16, fleetHeads), half(parseblock.SGLangV, "#v", 16, fleetHeads))
+	sg := one(half(parseblock.SGLangK, "#k", 16, fleetHeads), half(parseblock.SGLangV, "#v", 16,
+		fleetHeads))
 	for _, c := range []struct {
 		name     string
 		from, to fleetShape
 	}{
-		{"equal ranks", fleetShape{1, 2, one(attention(nhd, 16, fleetHeads))}, fleetShape{1, 2, one(attention(nhd, 16, fleetHeads))}},
-		{"TP 2 to 1", fleetShape{1, 2, one(attention(nhd, 16, fleetHeads))}, fleetShape{1, 1, one(attention(nhd, 16, fleetHeads))}},
-		{"TP 1 to 2", fleetShape{1, 1, one(attention(nhd, 16, fleetHeads))}, fleetShape{1, 2, one(attention(nhd, 16, fleetHeads))}},
-		{"TP 4 to 3, uneven", fleetShape{1, 4, one(attention(nhd, 16, fleetHeads))}, fleetShape{1, 3, one(attention(nhd, 16, fleetHeads))}},
-		{"TP 4 to 1, replicated heads", fleetShape{1, 4, one(attention(hnd, 16, 2))}, fleetShape{1, 1, one(attention(hnd, 16, 2))}},
-		{"TP 1 to 4, replicated heads", fleetShape{1, 1, one(attention(hnd, 16, 2))}, fleetShape{1, 4, one(attention(hnd, 16, 2))}},
-		{"block 16 to 64, HND to NHD", fleetShape{1, 1, one(attention(hnd, 16, fleetHeads))}, fleetShape{1, 1, one(attention(nhd, 64, fleetHeads))}},
-		{"block 64 to 16, NHD to HND, TP 2 to 1", fleetShape{1, 2, one(attention(nhd, 64, fleetHeads))}, fleetShape{1, 1, one(attention(hnd, 16, fleetHeads))}},
-		{"PP 2 to 1", fleetShape{2, 1, one(attention(nhd, 16, fleetHeads))}, fleetShape{1, 1, one(attention(nhd, 16, fleetHeads))}},
-		{"PP 1 to 2", fleetShape{1, 1, one(attention(nhd, 16, fleetHeads))}, fleetShape{2, 1, one(attention(nhd, 16, fleetHeads))}},
-		{"PP 2 TP 2 to PP 4 TP 1, block 16 to 32", fleetShape{2, 2, one(attention(nhd, 16, fleetHeads))}, fleetShape{4, 1, one(attention(hnd, 32, fleetHeads))}},
-		{"packed to K and V apart, TP 2 to 1", fleetShape{1, 2, one(attention(nhd, 16, fleetHeads))}, fleetShape{1, 1, sg}},
-		{"K and V apart to packed, TP 1 to 2", fleetShape{1, 1, sg}, fleetShape{1, 2, one(attention(nhd, 16, fleetHeads))}},
+		{"equal ranks", fleetShape{1, 2, one(attention(nhd, 16, fleetHeads))}, fleetShape{1, 2,
+			one(attention(nhd, 16, fleetHeads))}},
+		{"TP 2 to 1", fleetShape{1, 2, one(attention(nhd, 16, fleetHeads))}, fleetShape{1, 1,
+			one(attention(nhd, 16, fleetHeads))}},
+		{"TP 1 to 2", fleetShape{1, 1, one(attention(nhd, 16, fleetHeads))}, fleetShape{1, 2,
+			one(attention(nhd, 16, fleetHeads))}},
+		{"TP 4 to 3, uneven", fleetShape{1, 4, one(attention(nhd, 16, fleetHeads))}, fleetShape{1, 3,
+			one(attention(nhd, 16, fleetHeads))}},
+		{"TP 4 to 1, replicated heads", fleetShape{1, 4, one(attention(hnd, 16, 2))}, fleetShape{1, 1,
+			one(attention(hnd, 16, 2))}},
+		{"TP 1 to 4, replicated heads", fleetShape{1, 1, one(attention(hnd, 16, 2))}, fleetShape{1, 4,
+			one(attention(hnd, 16, 2))}},
+		{"block 16 to 64, HND to NHD", fleetShape{1, 1, one(attention(hnd, 16, fleetHeads))},
+			fleetShape{1, 1, one(attention(nhd, 64, fleetHeads))}},
+		{"block 64 to 16, NHD to HND, TP 2 to 1", fleetShape{1, 2, one(attention(nhd, 64, fleetHeads))},
+			fleetShape{1, 1, one(attention(hnd, 16, fleetHeads))}},
+		{"PP 2 to 1", fleetShape{2, 1, one(attention(nhd, 16, fleetHeads))}, fleetShape{1, 1,
+			one(attention(nhd, 16, fleetHeads))}},
+		{"PP 1 to 2", fleetShape{1, 1, one(attention(nhd, 16, fleetHeads))}, fleetShape{2, 1,
+			one(attention(nhd, 16, fleetHeads))}},
+		{"PP 2 TP 2 to PP 4 TP 1, block 16 to 32", fleetShape{2, 2, one(attention(nhd, 16, fleetHeads))},
+			fleetShape{4, 1, one(attention(hnd, 32, fleetHeads))}},
+		{"packed to K and V apart, TP 2 to 1", fleetShape{1, 2, one(attention(nhd, 16, fleetHeads))},
+			fleetShape{1, 1, sg}},
+		{"K and V apart to packed, TP 1 to 2", fleetShape{1, 1, sg}, fleetShape{1, 2,
+			one(attention(nhd, 16, fleetHeads))}},
 		{"MLA TP 4 to 2", fleetShape{1, 4, one(latent(16))}, fleetShape{1, 2, one(latent(64))}},
 		{"MLA TP 2 to 2", fleetShape{1, 2, one(latent(16))}, fleetShape{1, 2, one(latent(16))}},
-		{"hybrid TP 2 to 1", fleetShape{1, 2, one(attention(nhd, 16, fleetHeads), state(16))}, fleetShape{1, 1, one(attention(nhd, 16, fleetHeads), state(16))}},
+		{"hybrid TP 2 to 1", fleetShape{1, 2, one(attention(nhd, 16, fleetHeads), state(16))},
+			fleetShape{1, 1, one(attention(nhd, 16, fleetHeads), state(16))}},
 		// Windows: of the first block a receiver with other blocks gets what the source still has.
-		{"window, block 16 to 32", fleetShape{1, 1, one(attention(nhd, 16, fleetHeads).within(100))}, fleetShape{1, 1, one(attention(nhd, 32, fleetHeads).within(100))}},
-		{"window beside all, block 64 to 16, TP 2 to 1", fleetShape{1, 2, one(attention(nhd, 64, fleetHeads), attention(nhd, 64, fleetHeads).named(".w").within(70))},
-			fleetShape{1, 1, one(attention(nhd, 16, fleetHeads), attention(hnd, 16, fleetHeads).named(".w").within(70))}},
-		{"window beside all, block 16 to 64, TP 1 to 2, PP 2 to 1", fleetShape{2, 1, one(attention(nhd, 16, fleetHeads).on(0, 0, 0, 0), attention(nhd, 16, fleetHeads).named(".w").within(70).on(1, 1, 1, 1))},
-			fleetShape{1, 2, one(attention(nhd, 64, fleetHeads), attention(hnd, 64, fleetHeads).named(".w").within(70))}},
+		{"window, block 16 to 32", fleetShape{1, 1, one(attention(nhd, 16, fleetHeads).within(100))},
+			fleetShape{1, 1, one(attention(nhd, 32, fleetHeads).within(100))}},
+		{"window beside all, block 64 to 16, TP 2 to 1", fleetShape{1, 2,
+			one(attention(nhd, 64, fleetHeads), attention(nhd, 64, fleetHeads).named(".w").within(70))},
+			fleetShape{1, 1, one(attention(nhd, 16, fleetHeads), attention(hnd, 16,
+				fleetHeads).named(".w").within(70))}},
+		{"window beside all, block 16 to 64, TP 1 to 2, PP 2 to 1", fleetShape{2, 1,
+			one(attention(nhd, 16, fleetHeads).on(0, 0, 0, 0), attention(nhd, 16,
+				fleetHeads).named(".w").within(70).on(1, 1, 1, 1))},
+			fleetShape{1, 2, one(attention(nhd, 64, fleetHeads), attention(hnd, 64,
+				fleetHeads).named(".w").within(70))}},
 		// Draft models: a module like the target's layers, in their group, and one with other heads
 		// and a table of its own, on the last stage.
-		{"MTP in the target's group, PP 2 TP 1 to TP 2", fleetShape{2, 1, one(attention(nhd, 16, fleetHeads).more(1).on(0, 0, 0, 1, 1))},
+		{"MTP in the target's group, PP 2 TP 1 to TP 2", fleetShape{2, 1,
+			one(attention(nhd, 16, fleetHeads).more(1).on(0, 0, 0, 1, 1))},
 			fleetShape{1, 2, one(attention(hnd, 32, fleetHeads).more(1))}},
-		{"draft with other heads, TP 4 to 1", fleetShape{1, 4, one(attention(nhd, 16, fleetHeads), attention(nhd, 16, 2).named(".draft"))},
+		{"draft with other heads, TP 4 to 1", fleetShape{1, 4, one(attention(nhd, 16, fleetHeads),
+			attention(nhd, 16, 2).named(".draft"))},
 			fleetShape{1, 1, one(attention(nhd, 16, fleetHeads), attention(nhd, 64, 2).named(".draft"))}},
-		{"draft of an MLA model, PP 1 to 2", fleetShape{1, 2, one(latent(16), attention(hnd, 16, fleetHeads).named(".draft"))},
-			fleetShape{2, 1, one(latent(64), attention(nhd, 16, fleetHeads).named(".draft").on(1, 1, 1, 1))}},
+		{"draft of an MLA model, PP 1 to 2", fleetShape{1, 2, one(latent(16), attention(hnd, 16,
+			fleetHeads).named(".draft"))},
+			fleetShape{2, 1, one(latent(64), attention(nhd, 16, fleetHeads).named(".draft").on(1,
+				1, 1, 1))}},
 		// Of a hybrid, a stage that lacks a kind of layer has its group without layers.
-		{"hybrid PP 2 to 1, a kind each", fleetShape{2, 1, one(attention(nhd, 16, fleetHeads).on(0, 0, 0, 0), state(16).on(1, 1, 1, 1))},
+		{"hybrid PP 2 to 1, a kind each", fleetShape{2, 1, one(attention(nhd, 16, fleetHeads).on(0, 0, 0,
+			0), state(16).on(1, 1, 1, 1))},
 			fleetShape{1, 1, one(attention(nhd, 16, fleetHeads), state(16))}},
-		{"hybrid PP 1 to 2, a kind each", fleetShape{1, 1, one(attention(nhd, 16, fleetHeads), state(16))},
+		{"hybrid PP 1 to 2, a kind each", fleetShape{1, 1, one(attention(nhd, 16, fleetHeads),
+			state(16))},
 			fleetShape{2, 1, one(attention(hnd, 16, fleetHeads).on(1, 1, 1, 1), state(16).on(0, 0, 0, 0))}},
-		{"hybrid PP 3 to 2, block 16 to 32", fleetShape{3, 1, one(attention(nhd, 16, fleetHeads).on(0, 0, 1, 1), state(16).on(1, 1, 2, 2))},
+		{"hybrid PP 3 to 2, block 16 to 32", fleetShape{3, 1, one(attention(nhd, 16, fleetHeads).on(0, 0,
+			1, 1), state(16).on(1, 1, 2, 2))},
 			fleetShape{2, 1, one(attention(nhd, 32, fleetHeads).on(0, 0, 0, 0), state(32).on(0, 0, 0, 1))}},
-		{"hybrid PP 3 TP 2 to PP 2 TP 1, three kinds", fleetShape{3, 2, one(attention(nhd, 16, fleetHeads).on(0, 0, 0, 0), latent(16).named(".mla").on(1, 1, 1, 1), state(16).on(0, 1, 2, 2))},
-			fleetShape{2, 1, one(attention(nhd, 16, fleetHeads).on(1, 1, 1, 1), latent(16).named(".mla").on(0, 0, 0, 1), state(16).on(0, 0, 0, 0))}},
-		{"hybrid TP 1 to 2, block 32 to 16", fleetShape{1, 1, one(attention(nhd, 32, fleetHeads), state(32))}, fleetShape{1, 2, one(attention(hnd, 16, fleetHeads), state(16))}},
+		{"hybrid PP 3 TP 2 to PP 2 TP 1, three kinds", fleetShape{3, 2,
+			one(attention(nhd, 16, fleetHeads).on(0, 0, 0, 0), latent(16).named(".mla").on(1, 1, 1, 1),
+				state(16).on(0, 1, 2, 2))},
+			fleetShape{2, 1, one(attention(nhd, 16, fleetHeads).on(1, 1, 1, 1),
+				latent(16).named(".mla").on(0, 0, 0, 1), state(16).on(0, 0, 0, 0))}},
+		{"hybrid TP 1 to 2, block 32 to 16", fleetShape{1, 1, one(attention(nhd, 32, fleetHeads),
+			state(32))}, fleetShape{1, 2, one(attention(hnd, 16, fleetHeads), state(16))}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
@@ -468,7 +516,8 @@ func TestTwoEnginesAtOnePeer(t *testing.T) {
 	mla := fleetShape{1, 1, []kind{latent(16)}}
 	p1, d1 := fleet(t, p, "p1", dense), fleet(t, d, "d1", fleetShape{1, 1, dense.kinds})
 	p2, d2 := fleet(t, p, "p2", mla), fleet(t, d, "d2", mla)
-	p3, d3 := fleet(t, p, "p3", fleetShape{1, 4, dense.kinds}), fleet(t, d, "d3", fleetShape{1, 2, dense.kinds})
+	p3, d3 := fleet(t, p, "p3", fleetShape{1, 4, dense.kinds}), fleet(t, d, "d3", fleetShape{1, 2,
+		dense.kinds})
 	rng := newRand(3)
 	for i := range 3 {
 		move(t, p, p1, d1, rng, 200, byte(3*i))

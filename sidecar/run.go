@@ -84,7 +84,8 @@ func (n *Node) Run(ctx context.Context) (err error) {
 
 	n.serving.Store(true)
 	announce()
-	n.log.Info("sidecar ready", "endpoint", n.Endpoint(), "socket", n.cfg.Engine.Socket, "http", n.HTTPAddr(), "transports", namesOf(n.backends),
+	n.log.Info("sidecar ready", "endpoint", n.Endpoint(), "socket", n.cfg.Engine.Socket, "http",
+		n.HTTPAddr(), "transports", namesOf(n.backends),
 		"version", n.version)
 	select {
 	case <-ctx.Done():
@@ -107,7 +108,8 @@ func (n *Node) openTraces(open *closers) error {
 		return err
 	}
 	open.add(transfers.Close)
-	n.observer.hashes, n.observer.transfers, n.copies.transfers = trace.Hashes{Lines: hashes}, transfers, transfers
+	n.observer.hashes, n.observer.transfers, n.copies.transfers = trace.Hashes{Lines: hashes},
+		transfers, transfers
 	return nil
 }
 
@@ -115,7 +117,8 @@ func (n *Node) openBackends(open *closers) error {
 	if n.gpus != nil {
 		open.add(n.gpus.Close) // closed after everything that moves their memory
 	}
-	open.add(func() error { n.copies.wg.Wait(); return nil }) // the end of their context has ended them
+	// the end of their context has ended them
+	open.add(func() error { n.copies.wg.Wait(); return nil })
 	if n.gpus != nil {
 		if err := n.gpus.start(n.cfg.Transports.GPU.Open); err != nil {
 			return err
@@ -136,7 +139,8 @@ func (n *Node) openBackends(open *closers) error {
 		n.rails.put(b.Name(), rails)
 	}
 	if len(live) == 0 {
-		return fmt.Errorf("sidecar: none of the transports %v works here: see 'kvspray doctor'", n.cfg.Transports.Order)
+		return fmt.Errorf("sidecar: none of the transports %v works here: see 'kvspray doctor'",
+			n.cfg.Transports.Order)
 	}
 	n.use(live)
 	return nil
@@ -151,7 +155,8 @@ func (n *Node) withDirectory(b transport.Backend, err error) error {
 	if value == "" {
 		key, value = "--socket (engine.socket)", n.cfg.Engine.Socket
 	}
-	return fmt.Errorf("%w: it is the directory of %s %s: name a directory that this user may write to", err, key, value)
+	return fmt.Errorf("%w: it is the directory of %s %s: name a directory that this user may write to",
+		err, key, value)
 }
 
 func (n *Node) listenEngines() (err error) {
@@ -165,10 +170,15 @@ func (n *Node) listenEngines() (err error) {
 	}
 	n.engine, err = connector.New(connector.Options{
 		Devices: devices, Engines: engines,
-		Socket: n.cfg.Engine.Socket, Boot: n.boot, Node: n.cfg.Node, HostBoot: n.host, Endpoint: n.Endpoint, Events: n.events, Log: n.log,
-		Limits: connector.Limits{Sessions: n.cfg.Engine.MaxSessions, Leases: n.cfg.Engine.MaxLeases, Regions: n.cfg.Engine.MaxRegions},
-		Hooks:  hooks(n.metrics), AllowUIDs: uids(n.cfg.Engine.AllowedUIDs), SocketMode: socketMode(n.cfg.Engine.AllowedUIDs),
-		Deadline: time.Duration(n.cfg.Transfer.Deadline), Partner: time.Duration(n.cfg.Transfer.Partner), Grace: n.grace,
+		Socket: n.cfg.Engine.Socket, Boot: n.boot, Node: n.cfg.Node, HostBoot: n.host,
+		Endpoint: n.Endpoint, Events: n.events, Log: n.log,
+		Limits: connector.Limits{Sessions: n.cfg.Engine.MaxSessions, Leases: n.cfg.Engine.MaxLeases,
+			Regions: n.cfg.Engine.MaxRegions},
+		Hooks: hooks(n.metrics), AllowUIDs: uids(n.cfg.Engine.AllowedUIDs),
+		SocketMode: socketMode(n.cfg.Engine.AllowedUIDs),
+		Deadline:   time.Duration(n.cfg.Transfer.Deadline),
+		Partner:    time.Duration(n.cfg.Transfer.Partner),
+		Grace:      n.grace,
 	})
 	if err != nil {
 		return err
@@ -211,9 +221,11 @@ func (n *Node) listenHTTP(ctx context.Context) (net.Listener, error) {
 	ln, err := (&net.ListenConfig{}).Listen(ctx, "tcp", addr)
 	switch {
 	case errors.Is(err, syscall.EADDRINUSE):
-		return nil, fmt.Errorf("sidecar: http.listen %s: %w: is another sidecar running? Choose another port with --http, 127.0.0.1:0 for any, or off", addr, err)
+		return nil, fmt.Errorf("sidecar: http.listen %s: %w: is another sidecar running? Choose "+
+			"another port with --http, 127.0.0.1:0 for any, or off", addr, err)
 	case err != nil:
-		return nil, fmt.Errorf("sidecar: http.listen %s: %w: name host:port of this host with --http, 127.0.0.1:0 for any port, or off", addr, err)
+		return nil, fmt.Errorf("sidecar: http.listen %s: %w: name host:port of this host with --http, "+
+			"127.0.0.1:0 for any port, or off", addr, err)
 	}
 	n.life.setHTTP(ln.Addr().String())
 	return ln, nil

@@ -23,7 +23,8 @@ type samples struct {
 }
 
 func (s *samples) register(m *metrics.Set, r *prometheus.Registry) error {
-	if err := errors.Join(m.Links(r, multipath.LinkStates, s.linkSamples), m.Memory(r, s.memorySamples), m.Rails(r, s.railSamples),
+	if err := errors.Join(m.Links(r, multipath.LinkStates, s.linkSamples),
+		m.Memory(r, s.memorySamples), m.Rails(r, s.railSamples),
 		m.Nonsense(r, s.nonsense), m.Refusals(r, s.refusals)); err != nil {
 		return fmt.Errorf("sidecar: metrics: %w", err)
 	}
@@ -52,12 +53,17 @@ func (s *samples) railSamples() (out []metrics.RailSample) {
 		for state, k := range r.States {
 			pairs[state] = float64(k)
 		}
-		out = append(out, metrics.RailSample{Transport: r.Transport, Rail: r.Local, Pairs: pairs, InFlight: float64(r.InFlight),
-			Window: float64(r.Window), Suspicions: float64(c.Suspicions), Up: s.rails.up(r.Transport, r.Local),
-			Slices: map[string]float64{"confirmed": float64(c.Confirmed), "superseded": float64(c.Superseded), "failed": float64(c.Failed),
+		out = append(out, metrics.RailSample{Transport: r.Transport, Rail: r.Local, Pairs: pairs,
+			InFlight: float64(r.InFlight),
+			Window:   float64(r.Window), Suspicions: float64(c.Suspicions),
+			Up: s.rails.up(r.Transport, r.Local),
+			Slices: map[string]float64{"confirmed": float64(c.Confirmed),
+				"superseded": float64(c.Superseded), "failed": float64(c.Failed),
 				"refused": float64(c.Refused), "lost": float64(c.Lost), "dropped": float64(c.Dropped)},
-			Rate: r.Rate, Error: r.Error, Hedges: float64(c.Hedges), Exclusions: float64(c.Exclusions), Readmissions: float64(c.Readmissions),
-			Retries: map[string]float64{"failed": float64(c.Failed), "refused": float64(c.Refused), "lost": float64(c.Lost),
+			Rate: r.Rate, Error: r.Error, Hedges: float64(c.Hedges), Exclusions: float64(c.Exclusions),
+			Readmissions: float64(c.Readmissions),
+			Retries: map[string]float64{"failed": float64(c.Failed), "refused": float64(c.Refused),
+				"lost":    float64(c.Lost),
 				"silence": float64(c.Doubled), "timeout": float64(c.TimedOut)},
 			Probes: map[string]float64{"ok": float64(c.ProbesPassed), "failed": float64(c.ProbesFailed)}})
 	}
@@ -68,7 +74,8 @@ func (s *samples) railSamples() (out []metrics.RailSample) {
 func (s *samples) linkSamples() (out []metrics.LinkSample) {
 	for _, p := range s.gpus.linkStates() {
 		for _, l := range p.Links {
-			out = append(out, metrics.LinkSample{GPU: p.GPU, Link: l.GPU, State: l.State, Bytes: float64(l.Bytes), InFlight: float64(l.InFlight),
+			out = append(out, metrics.LinkSample{GPU: p.GPU, Link: l.GPU, State: l.State,
+				Bytes: float64(l.Bytes), InFlight: float64(l.InFlight),
 				Rate: l.Rate, Returned: float64(l.Returned)})
 		}
 	}
@@ -78,8 +85,10 @@ func (s *samples) linkSamples() (out []metrics.LinkSample) {
 // memorySamples is what this sidecar holds of each GPU, for metrics.
 func (s *samples) memorySamples() (out []metrics.MemorySample) {
 	for _, m := range s.gpus.memory() {
-		out = append(out, metrics.MemorySample{GPU: m.GPU, Limit: float64(m.Limit), Free: float64(m.Free), Pinned: float64(m.PinnedBytes),
-			Held: map[string]float64{"staging": float64(m.Staging), "pipelines": float64(m.Pipelines), "relays": float64(m.Relays)}})
+		out = append(out, metrics.MemorySample{GPU: m.GPU, Limit: float64(m.Limit), Free: float64(m.Free),
+			Pinned: float64(m.PinnedBytes),
+			Held: map[string]float64{"staging": float64(m.Staging), "pipelines": float64(m.Pipelines),
+				"relays": float64(m.Relays)}})
 	}
 	return out
 }

@@ -55,10 +55,12 @@ func TestServeCPU(t *testing.T) {
 		testutil.Skip(t, "long", "measures for seconds; run without -short")
 	}
 	if testutil.Race {
-		testutil.Skip(t, "norace", "the binary is built without -race, but what runs beside such tests leaves nothing to measure with")
+		testutil.Skip(t, "norace", "the binary is built without -race, but what runs beside such tests "+
+			"leaves nothing to measure with")
 	}
 	p := newProcess(t, "tcp", kvsprayBinary(t), "serve", "--config")
-	engines := []*engine{newEngine(t, p.asRunning(), manyLayers), newEngine(t, p.asRunning(), manyLayers)}
+	engines := []*engine{newEngine(t, p.asRunning(), manyLayers), newEngine(t, p.asRunning(),
+		manyLayers)}
 	p.holds(t, "idle, with two engines connected", idleShare)
 
 	var wg sync.WaitGroup
@@ -66,7 +68,8 @@ func TestServeCPU(t *testing.T) {
 	for _, e := range engines {
 		pr := newPrompt(4000)
 		lease, err := e.Intent(msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: pr.tokens, Fanout: 1,
-			Blocks: [][]uint32{table(rand.New(rand.NewPCG(1, 1)), manyLayers.NumBlocks, blocksFor(pr.tokens, 16))}, DeadlineMS: 120000})
+			Blocks: [][]uint32{table(rand.New(rand.NewPCG(1, 1)), manyLayers.NumBlocks, blocksFor(pr.tokens,
+				16))}, DeadlineMS: 120000})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -85,7 +88,8 @@ func (e *engine) decode(lease uint64, stop <-chan struct{}) {
 	_ = unix.ClockGettime(unix.CLOCK_MONOTONIC, &at)
 	next := at.Nano()
 	for s := uint32(1); ; s++ {
-		if err := e.Step(msg.Step{Step: uint64(s), Reqs: []msg.StepReq{{Lease: lease, End: s}}}); err != nil {
+		if err := e.Step(msg.Step{Step: uint64(s), Reqs: []msg.StepReq{{Lease: lease, End: s}}}); err !=
+			nil {
 			e.t.Errorf("step %d: %v", s, err)
 			return
 		}
@@ -119,7 +123,8 @@ func (p *process) cpu(t *testing.T) time.Duration {
 // holds fails the test unless the process stays under the limit over all windows.
 func (p *process) holds(t *testing.T, what string, limit float64) {
 	t.Helper()
-	testutil.HoldsShare(t, what, limit, cpuWindows, cpuWindow, func() time.Duration { return p.cpu(t) }, nil)
+	testutil.HoldsShare(t, what, limit, cpuWindows, cpuWindow,
+		func() time.Duration { return p.cpu(t) }, nil)
 }
 
 // command is what a process runs: the configuration's path follows its arguments. None: this test

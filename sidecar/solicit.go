@@ -42,7 +42,8 @@ func (c *conversation) solicit(r rail) {
 // solicitMost in all.
 func neighbours(to []netip.AddrPort, ours rail, theirs []*peerv1.Rail) []netip.AddrPort {
 	for _, x := range theirs {
-		if a := addrOf(x.Address); x.Transport == config.TransTCP && ours.prefix.Contains(a) && a != addrOf(ours.Address) && len(to) < solicitMost {
+		if a := addrOf(x.Address); x.Transport == config.TransTCP && ours.prefix.Contains(a) &&
+			a != addrOf(ours.Address) && len(to) < solicitMost {
 			to = append(to, netip.AddrPortFrom(a, solicitPort))
 		}
 	}

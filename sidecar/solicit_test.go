@@ -13,17 +13,21 @@ import (
 
 // Solicited are the peers' tcp rails on the same link, and no more of them than the bound.
 func TestNeighbours(t *testing.T) {
-	ours := rail{Rail: transport.Rail{Name: "a", Address: "10.1.0.1:4000"}, prefix: netip.MustParsePrefix("10.1.0.0/16")}
+	ours := rail{Rail: transport.Rail{Name: "a", Address: "10.1.0.1:4000"},
+		prefix: netip.MustParsePrefix("10.1.0.0/16")}
 	got := neighbours(nil, ours, []*peerv1.Rail{
-		{Transport: "tcp", Address: "10.1.0.2:4000", Down: true}, {Transport: "tcp", Address: "10.2.0.2:4000"}, {Transport: "gdr", Address: "10.1.0.3:1"},
-		{Transport: "tcp", Address: "10.1.0.1:5000"}, {Transport: "tcp", Address: "host:1"}, {Transport: "tcp", Address: "[::ffff:10.1.0.4]:1"},
+		{Transport: "tcp", Address: "10.1.0.2:4000", Down: true}, {Transport: "tcp",
+			Address: "10.2.0.2:4000"}, {Transport: "gdr", Address: "10.1.0.3:1"},
+		{Transport: "tcp", Address: "10.1.0.1:5000"}, {Transport: "tcp", Address: "host:1"},
+		{Transport: "tcp", Address: "[::ffff:10.1.0.4]:1"},
 	})
 	if s := fmt.Sprint(got); s != "[10.1.0.2:9 10.1.0.4:9]" {
 		t.Errorf("solicited %s", s)
 	}
 	var many []*peerv1.Rail
 	for i := range 300 {
-		many = append(many, &peerv1.Rail{Transport: "tcp", Address: fmt.Sprintf("10.1.%d.%d:1", 1+i/200, 1+i%200)})
+		many = append(many, &peerv1.Rail{Transport: "tcp", Address: fmt.Sprintf("10.1.%d.%d:1",
+			1+i/200, 1+i%200)})
 	}
 	if n := len(neighbours(got, ours, many)); n != solicitMost {
 		t.Errorf("%d solicited, the bound is %d", n, solicitMost)
@@ -38,13 +42,15 @@ func TestSolicitAll(t *testing.T) {
 	}
 	defer func() { _ = l.Close() }()
 	here := l.LocalAddr().(*net.UDPAddr).AddrPort()
-	if err := solicitAll(netip.MustParseAddr("127.0.0.1"), []netip.AddrPort{netip.MustParseAddrPort("[2001:db8::1]:9"), here}); err == nil {
+	if err := solicitAll(netip.MustParseAddr("127.0.0.1"),
+		[]netip.AddrPort{netip.MustParseAddrPort("[2001:db8::1]:9"), here}); err == nil {
 		t.Error("an address of another family was reached")
 	}
 	if err := l.SetReadDeadline(time.Now().Add(time.Minute)); err != nil {
 		t.Fatal(err)
 	}
-	if n, from, err := l.ReadFromUDPAddrPort(make([]byte, 16)); err != nil || n != 0 || from.Addr() != here.Addr() {
+	if n, from, err := l.ReadFromUDPAddrPort(make([]byte, 16)); err != nil || n != 0 ||
+		from.Addr() != here.Addr() {
 		t.Errorf("%d bytes from %v, %v", n, from, err)
 	}
 	if err := solicitAll(netip.MustParseAddr("127.0.0.1"), nil); err != nil {

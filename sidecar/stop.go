@@ -32,7 +32,8 @@ func (n *Node) shut() {
 	last, cancel2 := context.WithTimeout(context.Background(), n.grace)
 	defer cancel2()
 	if err := n.engine.Drain(last); err != nil {
-		n.log.Warn("open leases remain: the shims end them with the proved exit of this process", "err", err)
+		n.log.Warn("open leases remain: the shims end them with the proved exit of this process", "err",
+			err)
 	}
 }
 
@@ -57,6 +58,7 @@ func (n *Node) flush() {
 		}
 	}
 	if err := n.conv.mesh.Flush(ctx); err != nil {
-		n.log.Debug("a peer has not acknowledged everything; its leases end by their deadlines", "err", err)
+		n.log.Debug("a peer has not acknowledged everything; its leases end by their deadlines", "err",
+			err)
 	}
 }

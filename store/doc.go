@@ -38,9 +38,9 @@
 //
 // # What it is not yet
 //
-// There is no object store and no directory of other nodes' pages. Which pages were used last is not
-// kept over a restart: the oldest ones go first then. A get compares every page's checksum, which
-// costs about as much as the copy itself on one core (copy.go).
+// There is no object store and no directory of other nodes' pages. Which pages were used last is
+// not kept over a restart: the oldest ones go first then. A get compares every page's checksum,
+// which costs about as much as the copy itself on one core (copy.go).
 //
 // # How it will be joined to the rest
 //

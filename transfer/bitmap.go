@@ -5,8 +5,9 @@ import (
 	"sync/atomic"
 )
 
-// Bitmap says which chunks of a space have landed. A commit is a full bitmap and not a count of bytes: duplicates must not
-// add up. Safe for concurrent use. Each part of a grant has one of its own.
+// Bitmap says which chunks of a space have landed. A commit is a full bitmap and not a count of
+// bytes: duplicates must not add up. Safe for concurrent use. Each part of a grant has one of its
+// own.
 type Bitmap struct {
 	words []atomic.Uint64
 	n     uint32
@@ -21,7 +22,8 @@ func NewBitmap(n uint32) *Bitmap {
 // Len is the number of chunks.
 func (b *Bitmap) Len() uint32 { return b.n }
 
-// Set marks chunks r and returns how many of them were not marked before. Chunks outside the bitmap are ignored.
+// Set marks chunks r and returns how many of them were not marked before. Chunks outside the bitmap
+// are ignored.
 func (b *Bitmap) Set(r Range) uint32 {
 	first, end := clip(r, b.n)
 	var added uint32
@@ -45,7 +47,8 @@ func (b *Bitmap) Has(c uint32) bool {
 	return c < b.n && b.words[c/64].Load()&(1<<(c%64)) != 0
 }
 
-// Count is how many chunks are marked. A chunk is counted after it is marked: a Count of Len means that all are.
+// Count is how many chunks are marked. A chunk is counted after it is marked: a Count of Len means
+// that all are.
 func (b *Bitmap) Count() uint32 { return b.set.Load() }
 
 // Full reports whether every chunk is marked.

@@ -1,5 +1,5 @@
-// Package transfer holds the words that every part of a transfer shares: ids, the chunk space and its bitmap, and the
-// outcome of an attempt. It is pure: no clock, no I/O, no goroutine.
+// Package transfer holds the words that every part of a transfer shares: ids, the chunk space and
+// its bitmap, and the outcome of an attempt. It is pure: no clock, no I/O, no goroutine.
 package transfer
 
 import (
@@ -12,12 +12,14 @@ type Boot [16]byte
 
 func (b Boot) String() string { return hex.EncodeToString(b[:]) }
 
-// XferID names a transfer: chosen by the router, or by the prefill engine. Not unique: a prompt list shares one.
+// XferID names a transfer: chosen by the router, or by the prefill engine. Not unique: a prompt
+// list shares one.
 type XferID [16]byte
 
 func (x XferID) String() string { return hex.EncodeToString(x[:]) }
 
-// PrefixHash is the SHA-256 over the prompt and all that its KV depends on (docs/protocol.md, section 4).
+// PrefixHash is the SHA-256 over the prompt and all that its KV depends on (docs/protocol.md,
+// section 4).
 type PrefixHash [32]byte
 
 // Key is what an intent and a grant must agree on to meet.
@@ -28,8 +30,8 @@ type Key struct {
 
 func (k Key) String() string { return fmt.Sprintf("%s/%x", k.Xfer, k.Hash[:4]) }
 
-// LeaseID names one lease: the boot of the engine session that it was given by, the id that its shim chose, and the epoch of
-// the blocks behind it.
+// LeaseID names one lease: the boot of the engine session that it was given by, the id that its
+// shim chose, and the epoch of the blocks behind it.
 type LeaseID struct {
 	Boot  Boot
 	ID    uint64
@@ -47,8 +49,9 @@ type Gen uint32
 // ChunkBytes is the unit of readiness, confirmation and retry in the transfer space.
 const ChunkBytes = 64 << 10
 
-// MaxSlotChunks bounds the chunks of one slot: 256 GiB, the memory of the largest GPUs. Both sides keep some bytes for each chunk of an
-// open transfer, so the bound is on what a wrong number can make them hold.
+// MaxSlotChunks bounds the chunks of one slot: 256 GiB, the memory of the largest GPUs. Both sides
+// keep some bytes for each chunk of an open transfer, so the bound is on what a wrong number can
+// make them hold.
 const MaxSlotChunks = 1 << 22
 
 // Range is a run of consecutive chunks.
@@ -64,10 +67,13 @@ type Outcome uint8
 
 // Only Landed is success, and only the receiver can say it.
 const (
-	Landed    Outcome = iota + 1 // the receiver has proved it
-	NotLanded                    // proved not to have landed, or disowned before it counted; retry at will
-	Rejected                     // the receiver refused it: stale lease, bad range, integrity; Reason says which
-	InDoubt                      // bytes may still be on their way: fence before anyone reuses the blocks
+	Landed Outcome = iota + 1 // the receiver has proved it
+	// proved not to have landed, or disowned before it counted; retry at will
+	NotLanded
+	// the receiver refused it: stale lease, bad range, integrity; Reason says which
+	Rejected
+	// bytes may still be on their way: fence before anyone reuses the blocks
+	InDoubt
 )
 
 func (o Outcome) String() string {
@@ -84,7 +90,8 @@ func (o Outcome) String() string {
 	return fmt.Sprintf("outcome(%d)", uint8(o))
 }
 
-// Reason says why a frame was refused or an attempt failed. Stable: it is a metric label and travels on lanes.
+// Reason says why a frame was refused or an attempt failed. Stable: it is a metric label and
+// travels on lanes.
 type Reason uint8
 
 // The reasons.
@@ -109,7 +116,8 @@ const (
 	reasonCount
 )
 
-var reasonNames = [reasonCount]string{"none", "unknown_slot", "stale_gen", "revoked", "range", "length", "checksum", "disowned",
+var reasonNames = [reasonCount]string{"none", "unknown_slot", "stale_gen", "revoked", "range",
+	"length", "checksum", "disowned",
 	"lane_lost", "source_gone", "memory", "timeout", "superseded",
 	"forged", "replayed", "reordered", "truncated"}
 

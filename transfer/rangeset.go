@@ -2,8 +2,9 @@ package transfer
 
 import "math/bits"
 
-// RangeSet is a set of chunks that are ready and not assigned: readiness adds to it, lanes take from it, failed slices go
-// back. Bounded by its size; no operation allocates. Not safe for concurrent use.
+// RangeSet is a set of chunks that are ready and not assigned: readiness adds to it, lanes take
+// from it, failed slices go back. Bounded by its size; no operation allocates. Not safe for
+// concurrent use.
 type RangeSet struct {
 	words []uint64
 	n     uint32
@@ -53,7 +54,8 @@ func (s *RangeSet) Remove(r Range) uint32 {
 	return gone
 }
 
-// Take removes the first run of the set, at most limit chunks of it. Count is 0 where the set is empty.
+// Take removes the first run of the set, at most limit chunks of it. Count is 0 where the set is
+// empty.
 func (s *RangeSet) Take(limit uint32) Range {
 	r := s.Peek(limit)
 	s.Remove(r)

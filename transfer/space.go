@@ -5,8 +5,8 @@ import (
 	"sort"
 )
 
-// Space is the logical space of one transfer's bytes: segments one after another, each starting at a chunk. Both sides
-// compute the same one. Read-only once made.
+// Space is the logical space of one transfer's bytes: segments one after another, each starting at
+// a chunk. Both sides compute the same one. Read-only once made.
 type Space struct {
 	first  []uint32 // first chunk of each segment; an empty segment shares it with the next
 	length []uint64 // bytes of each segment
@@ -14,7 +14,8 @@ type Space struct {
 	bytes  uint64
 }
 
-// NewSpace lays out segments of the given lengths. Empty segments are allowed. It refuses a space that one slot cannot name.
+// NewSpace lays out segments of the given lengths. Empty segments are allowed. It refuses a space
+// that one slot cannot name.
 func NewSpace(segmentBytes []uint64) (*Space, error) {
 	s := &Space{first: make([]uint32, len(segmentBytes)), length: make([]uint64, len(segmentBytes))}
 	var chunks uint64
@@ -26,7 +27,8 @@ func NewSpace(segmentBytes []uint64) (*Space, error) {
 			chunks++
 		}
 		if chunks > MaxSlotChunks {
-			return nil, fmt.Errorf("transfer: space of %d segments passes %d chunks of %d bytes at segment %d; move fewer tokens at once",
+			return nil, fmt.Errorf("transfer: space of %d segments passes %d chunks of %d bytes at "+
+				"segment %d; move fewer tokens at once",
 				len(segmentBytes), MaxSlotChunks, ChunkBytes, i)
 		}
 		s.bytes += n
@@ -55,10 +57,12 @@ func (s *Space) SegmentOf(c uint32) int {
 
 // Segment returns the chunks and the bytes of segment i.
 func (s *Space) Segment(i int) (Range, uint64) {
-	return Range{First: s.first[i], Count: uint32((s.length[i] + ChunkBytes - 1) / ChunkBytes)}, s.length[i]
+	return Range{First: s.first[i], Count: uint32((s.length[i] + ChunkBytes - 1) / ChunkBytes)},
+		s.length[i]
 }
 
-// ChunkBytes is the content of chunk c: a full chunk, or what is left of its segment. 0 outside the space.
+// ChunkBytes is the content of chunk c: a full chunk, or what is left of its segment. 0 outside the
+// space.
 func (s *Space) ChunkBytes(c uint32) uint64 {
 	if c >= s.chunks {
 		return 0
@@ -70,7 +74,8 @@ func (s *Space) ChunkBytes(c uint32) uint64 {
 // Check refuses ranges that are empty or reach outside the space.
 func (s *Space) Check(r Range) error {
 	if r.Count == 0 || r.First >= s.chunks || r.Count > s.chunks-r.First {
-		return fmt.Errorf("transfer: chunks [%d, +%d) are outside a space of %d", r.First, r.Count, s.chunks)
+		return fmt.Errorf("transfer: chunks [%d, +%d) are outside a space of %d", r.First,
+			r.Count, s.chunks)
 	}
 	return nil
 }

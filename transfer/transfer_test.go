@@ -12,10 +12,14 @@ import (
 )
 
 func genRange(t *rapid.T, n uint32) Range {
-	return Range{First: rapid.Uint32Range(0, n+10).Draw(t, "first"), Count: rapid.OneOf(rapid.Uint32Range(0, 100), rapid.Just(^uint32(0))).Draw(t, "count")}
+	return Range{First: rapid.Uint32Range(0, n+10).Draw(t, "first"),
+		Count: rapid.OneOf(rapid.Uint32Range(0, 100), rapid.Just(^uint32(0))).Draw(t, "count")}
 }
 
-func in(r Range, c uint32) bool { return c >= r.First && uint64(c) < uint64(r.First)+uint64(r.Count) }
+func in(r Range, c uint32) bool {
+	return c >= r.First &&
+		uint64(c) < uint64(r.First)+uint64(r.Count)
+}
 
 func runsOf(m []bool, want bool) []Range {
 	var out []Range
@@ -56,14 +60,16 @@ func TestBitmapModel(t *testing.T) {
 					t.Fatalf("Has(%d) = %v", c, b.Has(c))
 				}
 			}
-			if b.Full() != !slices.Contains(m, false) || b.Count() != n-uint32(len(slices.DeleteFunc(slices.Clone(m), func(v bool) bool { return v }))) {
+			if b.Full() != !slices.Contains(m, false) ||
+				b.Count() != n-uint32(len(slices.DeleteFunc(slices.Clone(m), func(v bool) bool { return v }))) {
 				t.Fatalf("full %v count %d of %v", b.Full(), b.Count(), m)
 			}
 		}
 	})
 }
 
-// TestBitmapConcurrent: duplicates from many lanes never count twice, and exactly one Set fills the bitmap.
+// TestBitmapConcurrent: duplicates from many lanes never count twice, and exactly one Set fills the
+// bitmap.
 func TestBitmapConcurrent(t *testing.T) {
 	const n = 5000
 	b := NewBitmap(n)
@@ -149,7 +155,8 @@ func TestRangeSetModel(t *testing.T) {
 
 func TestSpaceModel(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		lens := rapid.SliceOfN(rapid.OneOf(rapid.Just(uint64(0)), rapid.Uint64Range(0, 5*ChunkBytes), rapid.Just(uint64(2*ChunkBytes))), 0, 12).Draw(t, "segments")
+		lens := rapid.SliceOfN(rapid.OneOf(rapid.Just(uint64(0)), rapid.Uint64Range(0, 5*ChunkBytes),
+			rapid.Just(uint64(2*ChunkBytes))), 0, 12).Draw(t, "segments")
 		s, err := NewSpace(lens)
 		if err != nil {
 			t.Fatal(err)
@@ -172,7 +179,8 @@ func TestSpaceModel(t *testing.T) {
 		}
 		for c := range seg {
 			if s.SegmentOf(uint32(c)) != seg[c] || s.ChunkBytes(uint32(c)) != size[c] {
-				t.Fatalf("chunk %d: segment %d of %d bytes, want %d of %d", c, s.SegmentOf(uint32(c)), s.ChunkBytes(uint32(c)), seg[c], size[c])
+				t.Fatalf("chunk %d: segment %d of %d bytes, want %d of %d", c, s.SegmentOf(uint32(c)),
+					s.ChunkBytes(uint32(c)), seg[c], size[c])
 			}
 		}
 		r := genRange(t, s.NumChunks())
@@ -194,11 +202,14 @@ func TestSpaceModel(t *testing.T) {
 }
 
 func TestSpaceBounds(t *testing.T) {
-	if s, err := NewSpace([]uint64{MaxSlotChunks * ChunkBytes}); err != nil || s.NumChunks() != MaxSlotChunks {
+	if s, err := NewSpace([]uint64{MaxSlotChunks * ChunkBytes}); err != nil ||
+		s.NumChunks() != MaxSlotChunks {
 		t.Fatal(err)
 	}
-	for _, lens := range [][]uint64{{MaxSlotChunks*ChunkBytes + 1}, {^uint64(0)}, {^uint64(0), ^uint64(0)}, {MaxSlotChunks * ChunkBytes, 1}} {
-		if _, err := NewSpace(lens); err == nil || !strings.Contains(err.Error(), fmt.Sprintf("%d chunks", MaxSlotChunks)) {
+	for _, lens := range [][]uint64{{MaxSlotChunks*ChunkBytes + 1}, {^uint64(0)},
+		{^uint64(0), ^uint64(0)}, {MaxSlotChunks * ChunkBytes, 1}} {
+		if _, err := NewSpace(lens); err == nil || !strings.Contains(err.Error(), fmt.Sprintf("%d chunks",
+			MaxSlotChunks)) {
 			t.Fatalf("%v: %v", lens, err)
 		}
 	}

@@ -63,7 +63,8 @@ type Device interface {
 // that device, and ended is closed when a device's claim has ended. Waiting a little for an active
 // device is cheaper than stopping it. With force the device is stopped, as in Claim; if that fails
 // its claim stays, and the later attempt is superseded by the earlier one.
-func (g *Grant) ClaimDevice(c *Claim, r transfer.Range, attempt uint32, d Device, force bool) (why transfer.Reason, holder Device, ended <-chan struct{}) {
+func (g *Grant) ClaimDevice(c *Claim, r transfer.Range, attempt uint32, d Device,
+	force bool) (why transfer.Reason, holder Device, ended <-chan struct{}) {
 	s := &g.claims
 	s.mu.Lock()
 	defer s.mu.Unlock()

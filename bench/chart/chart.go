@@ -28,17 +28,20 @@ import (
 
 // Size and resolution.
 const (
-	width   = 28 * vg.Centimeter
-	height  = 11 * vg.Centimeter
-	points  = 600                   // of one curve at most
-	least   = 20 * time.Millisecond // that one point stands for: below it the shapers' bursts show, not the rails
+	width  = 28 * vg.Centimeter
+	height = 11 * vg.Centimeter
+	points = 600 // of one curve at most
+	// that one point stands for: below it the shapers' bursts show, not the rails
+	least   = 20 * time.Millisecond
 	perGbit = 1e9
 )
 
 // Colours that stay apart for most eyes and in grey (Okabe and Ito).
 var palette = [...]color.Color{
-	color.RGBA{0x00, 0x72, 0xb2, 0xff}, color.RGBA{0xe6, 0x9f, 0x00, 0xff}, color.RGBA{0x00, 0x9e, 0x73, 0xff}, color.RGBA{0xcc, 0x79, 0xa7, 0xff},
-	color.RGBA{0x56, 0xb4, 0xe9, 0xff}, color.RGBA{0xd5, 0x5e, 0x00, 0xff}, color.RGBA{0xb0, 0xa4, 0x10, 0xff}, color.RGBA{0x60, 0x60, 0x60, 0xff},
+	color.RGBA{0x00, 0x72, 0xb2, 0xff}, color.RGBA{0xe6, 0x9f, 0x00, 0xff}, color.RGBA{0x00, 0x9e,
+		0x73, 0xff}, color.RGBA{0xcc, 0x79, 0xa7, 0xff},
+	color.RGBA{0x56, 0xb4, 0xe9, 0xff}, color.RGBA{0xd5, 0x5e, 0x00, 0xff}, color.RGBA{0xb0, 0xa4,
+		0x10, 0xff}, color.RGBA{0x60, 0x60, 0x60, 0xff},
 }
 
 var (
@@ -91,7 +94,8 @@ func HTML(w io.Writer, title string, panels ...Panel) error {
 		for i, x := range p.Result.Rails {
 			keys = append(keys, key{css(palette[i%len(palette)]), fmt.Sprintf("%s, %s", x.Name, x.Rate)})
 		}
-		keys = append(keys, key{css(black), "all rails"}, key{css(grey), "dashed: plain streams over all rails at once"})
+		keys = append(keys, key{css(black), "all rails"}, key{css(grey), "dashed: plain streams over " +
+			"all rails at once"})
 		page.Panels = append(page.Panels, view{p.Title, keys, template.HTML(svg), text.String()}) //nolint:gosec // drawn above
 	}
 	return document.Execute(w, page)
@@ -116,7 +120,8 @@ svg { width: 100%; height: auto } pre { background: #f4f4f2; padding: .8em 1em; 
 // Of draws one result as a page of its own.
 func Of(title string) func(io.Writer, *timeline.Result) error {
 	return func(w io.Writer, r *timeline.Result) error {
-		return HTML(w, title, Panel{Title: fmt.Sprintf("%s, policy %s, blocks of %s", r.Bench, r.Policy, timeline.FormatSize(int64(r.Block))), Result: r})
+		return HTML(w, title, Panel{Title: fmt.Sprintf("%s, policy %s, blocks of %s", r.Bench, r.Policy,
+			timeline.FormatSize(int64(r.Block))), Result: r})
 	}
 }
 
@@ -160,7 +165,8 @@ func draws(r *timeline.Result, top float64) (string, error) {
 	}
 	p.X.Min, p.X.Max = 0, max(end, 0.001)
 	if r.Together > 0 {
-		l, err := plotter.NewLine(plotter.XYs{{X: 0, Y: float64(r.Together) / perGbit}, {X: end, Y: float64(r.Together) / perGbit}})
+		l, err := plotter.NewLine(plotter.XYs{{X: 0, Y: float64(r.Together) / perGbit},
+			{X: end, Y: float64(r.Together) / perGbit}})
 		if err != nil {
 			return "", err
 		}
@@ -241,7 +247,8 @@ func events(p *plot.Plot, r *timeline.Result, end float64) error {
 		}
 		l.Color, l.Dashes = red, []vg.Length{vg.Points(2), vg.Points(2)}
 		_, label, _ := strings.Cut(f.String(), ":")
-		t, err := plotter.NewLabels(plotter.XYLabels{XYs: plotter.XYs{{X: x, Y: p.Y.Max * (0.97 - 0.05*float64(rows[f.At]))}}, Labels: []string{" " + label}})
+		t, err := plotter.NewLabels(plotter.XYLabels{XYs: plotter.XYs{{X: x,
+			Y: p.Y.Max * (0.97 - 0.05*float64(rows[f.At]))}}, Labels: []string{" " + label}})
 		if err != nil {
 			return err
 		}

@@ -18,10 +18,13 @@ func result(t *testing.T) *timeline.Result {
 	if err != nil {
 		t.Fatal(err)
 	}
-	r := &timeline.Result{Bench: "rails", Policy: "spray", Block: 16 << 10, Total: 1 << 20, Together: 3e9, Faults: []timeline.Fault{f},
-		Rails:     []timeline.Rail{{Name: "rail0", Rate: 2e9, Alone: 2e9}, {Name: "<rail1>", Rate: 1e9, Alone: 1e9}},
+	r := &timeline.Result{Bench: "rails", Policy: "spray", Block: 16 << 10, Total: 1 << 20,
+		Together: 3e9, Faults: []timeline.Fault{f},
+		Rails: []timeline.Rail{{Name: "rail0", Rate: 2e9, Alone: 2e9}, {Name: "<rail1>", Rate: 1e9,
+			Alone: 1e9}},
 		Transfers: []timeline.Transfer{{Took: timeline.Seconds(time.Second / 5), Bytes: 1 << 20}},
-		Samples:   timeline.Samples{Every: timeline.Seconds(timeline.SampleEvery), Bytes: make([][]uint64, 2)}}
+		Samples: timeline.Samples{Every: timeline.Seconds(timeline.SampleEvery),
+			Bytes: make([][]uint64, 2)}}
 	for i := range 41 {
 		r.Samples.Bytes[0] = append(r.Samples.Bytes[0], uint64(i)*1250000)
 		r.Samples.Bytes[1] = append(r.Samples.Bytes[1], uint64(min(i, 20))*625000)
@@ -37,7 +40,8 @@ func TestPage(t *testing.T) {
 		t.Fatal(err)
 	}
 	page := b.String()
-	for _, want := range []string{"a &amp; b", "rail0, 2gbit", "&lt;rail1&gt;", "rail1:rate=1/20", "all rails", "<h2>two</h2>"} {
+	for _, want := range []string{"a &amp; b", "rail0, 2gbit", "&lt;rail1&gt;", "rail1:rate=1/20",
+		"all rails", "<h2>two</h2>"} {
 		if !strings.Contains(page, want) {
 			t.Errorf("no %q in the page", want)
 		}
@@ -48,7 +52,8 @@ func TestPage(t *testing.T) {
 		}
 	}
 	for i, part := range strings.Split(page, "<svg")[1:] {
-		d := xml.NewDecoder(strings.NewReader("<svg" + part[:strings.Index(part, "</svg>")+len("</svg>")]))
+		d := xml.NewDecoder(strings.NewReader("<svg" + part[:strings.Index(part,
+			"</svg>")+len("</svg>")]))
 		for {
 			if _, err := d.Token(); err == io.EOF {
 				break

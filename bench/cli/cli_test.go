@@ -13,9 +13,10 @@ import (
 // A wrong argument or flag has the exit code of usage errors, and its error has the correct form.
 func TestUsageErrors(t *testing.T) {
 	for args, want := range map[string][]string{
-		"gpu hops":              {`"hops"`, "staged, nvlink, multipath"},
-		"cpoy":                  {`unknown command "cpoy" for "kvspray-bench"`, "Did you mean copy?"},
-		"help bogus":            {`unknown command "bogus"`, "There are copy, gpu, peers, rails, sim, version"},
+		"gpu hops": {`"hops"`, "staged, nvlink, multipath"},
+		"cpoy":     {`unknown command "cpoy" for "kvspray-bench"`, "Did you mean copy?"},
+		"help bogus": {`unknown command "bogus"`,
+			"There are copy, gpu, peers, rails, sim, version"},
 		"copy --rounds many":    {`--rounds "many"`, "a whole number"},
 		"sim --seed -1":         {`--seed "-1"`, "not negative"},
 		"rails 2gbit":           {"rails takes no arguments", "type: kvspray-bench rails"},
@@ -38,7 +39,8 @@ func TestUsageErrors(t *testing.T) {
 
 func TestVersion(t *testing.T) {
 	var one, other, errs bytes.Buffer
-	if Main([]string{"version"}, &one, &errs) != 0 || Main([]string{"--version"}, &other, &errs) != 0 ||
+	if Main([]string{"version"}, &one, &errs) != 0 || Main([]string{"--version"}, &other,
+		&errs) != 0 ||
 		one.String() != other.String() || !strings.HasPrefix(one.String(), "kvspray-bench ") {
 		t.Errorf("%q and %q: %s", &one, &other, &errs)
 	}

@@ -30,7 +30,8 @@ type setup struct {
 func newBackend(s *setup) (transport.Backend, error) {
 	switch s.Transport {
 	case tcp.Name:
-		return tcp.New(tcp.Config{CRC32C: s.CRC32C, AEAD: s.AEAD, SliceBytes: s.Slice, MaxInFlight: max(s.Window, 16)})
+		return tcp.New(tcp.Config{CRC32C: s.CRC32C, AEAD: s.AEAD, SliceBytes: s.Slice,
+			MaxInFlight: max(s.Window, 16)})
 	case "shm":
 		return shm.New(shm.Config{Workers: s.Conns}), nil
 	}
@@ -51,12 +52,17 @@ type host struct {
 }
 
 func newHost(peer transport.Peer, done func(transport.Lane, []transport.Result)) *host {
-	return &host{peer: peer, done: done, ups: make(chan transport.Lane, maxConns), refused: map[transfer.Reason]int{}}
+	return &host{peer: peer, done: done, ups: make(chan transport.Lane, maxConns),
+		refused: map[transfer.Reason]int{}}
 }
 
-func (h *host) PeerKey(boot transfer.Boot) (transport.Peer, bool) { return h.peer, boot == h.peer.Boot }
+func (h *host) PeerKey(boot transfer.Boot) (transport.Peer, bool) {
+	return h.peer,
+		boot == h.peer.Boot
+}
 
-func (h *host) Grant(_ transfer.Boot, _ transfer.Slot, gen transfer.Gen) (*transport.Grant, transfer.Reason) {
+func (h *host) Grant(_ transfer.Boot, _ transfer.Slot, gen transfer.Gen) (*transport.Grant,
+	transfer.Reason) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.grant == nil {
@@ -68,7 +74,8 @@ func (h *host) Grant(_ transfer.Boot, _ transfer.Slot, gen transfer.Gen) (*trans
 	return h.grant, transfer.ReasonNone
 }
 
-func (h *host) Origin(_ transfer.Boot, _ transfer.Slot, gen transfer.Gen) (*transport.Origin, transfer.Reason) {
+func (h *host) Origin(_ transfer.Boot, _ transfer.Slot, gen transfer.Gen) (*transport.Origin,
+	transfer.Reason) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.origin == nil {

@@ -1,14 +1,16 @@
-// Package copybench is `kvspray-bench copy`: scattered blocks between two processes through a real backend, beside what the
-// same machine does at best at the same moment.
+// Package copybench is `kvspray-bench copy`: scattered blocks between two processes through a real
+// backend, beside what the same machine does at best at the same moment.
 //
-// The command starts itself a second time: the parent is the source, the child the destination, each with a region of 512
-// MiB in a memfd. Blocks lie at random places on both sides. Each round moves everything once through the backend and once
-// through the baseline, in turns, so that a noisy machine disturbs both alike; the ratio is the median of the rounds' own
-// ratios. Content is checked after every round, outside the time.
+// The command starts itself a second time: the parent is the source, the child the destination,
+// each with a region of 512 MiB in a memfd. Blocks lie at random places on both sides. Each round
+// moves everything once through the backend and once through the baseline, in turns, so that a
+// noisy machine disturbs both alike; the ratio is the median of the rounds' own ratios. Content is
+// checked after every round, outside the time.
 //
-// Baselines. tcp: a plain Go stream, writev of contiguous 256 KiB pieces from one memfd, readv of the same pieces into the
-// other, over as many connections. shm: a C program that copies the same scattered blocks between the same memfds by memcpy
-// with as many threads (bench/baseline/memcpy.c).
+// Baselines. tcp: a plain Go stream, writev of contiguous 256 KiB pieces from one memfd, readv of
+// the same pieces into the other, over as many connections. shm: a C program that copies the same
+// scattered blocks between the same memfds by memcpy with as many threads
+// (bench/baseline/memcpy.c).
 //
 // Goroutines belong to one run and are joined before it ends.
 package copybench
@@ -105,7 +107,8 @@ plain Go stream with as many connections, for shm a C memcpy over the same block
 	f.StringVar(&slice, "slice", "", "bytes of a slice (default: what the transport suggests)")
 	f.IntVar(&o.Rounds, "rounds", 9, "measured rounds for each block size")
 	f.StringVar(&o.Integrity, "integrity", "off", "off, crc32c or aead (tcp)")
-	f.StringVar(&o.Baseline, "baseline", "", "the C baseline of shm (default: kvspray-memcpy beside this binary, or in bin)")
+	f.StringVar(&o.Baseline, "baseline", "", "the C baseline of shm (default: kvspray-memcpy beside "+
+		"this binary, or in bin)")
 	f.BoolVar(&o.JSON, "json", false, "print JSON")
 	f.StringVar(&o.Role, "role", "", "for the second process")
 	_ = f.MarkHidden("role")
@@ -153,9 +156,11 @@ func (o *options) check() error {
 	case o.Rounds < 1 || o.Rounds > maxRounds:
 		return fmt.Errorf("--rounds %d: must be 1 to %d", o.Rounds, maxRounds)
 	case o.Total < chunk || o.Total > regionBytes || o.Total%chunk != 0:
-		return fmt.Errorf("--total %s: must be a multiple of %s, at most %s", size(o.Total), size(chunk), size(regionBytes))
+		return fmt.Errorf("--total %s: must be a multiple of %s, at most %s", size(o.Total), size(chunk),
+			size(regionBytes))
 	case o.Slice%chunk != 0 || o.Slice > o.Total:
-		return fmt.Errorf("--slice %s: must be a multiple of %s, at most --total %s", size(o.Slice), size(chunk), size(o.Total))
+		return fmt.Errorf("--slice %s: must be a multiple of %s, at most --total %s", size(o.Slice),
+			size(chunk), size(o.Total))
 	}
 	for _, b := range o.Blocks {
 		switch {
@@ -163,7 +168,8 @@ func (o *options) check() error {
 			return fmt.Errorf("--blocks %s: must be a multiple of %d bytes, from %s to --total %s",
 				size(b), blockUnit, size(minBlock), size(o.Total))
 		case blocks(b, o.Total) > regionBytes/b:
-			return fmt.Errorf("--blocks %s and --total %s: %s have no room for so many blocks: use less of --total",
+			return fmt.Errorf("--blocks %s and --total %s: %s have no room for so many blocks: use less "+
+				"of --total",
 				size(b), size(o.Total), size(regionBytes))
 		}
 	}
@@ -215,15 +221,18 @@ type Report struct {
 }
 
 func (r *Report) print(w io.Writer) error {
-	if _, err := fmt.Fprintf(w, "%s, integrity %s, %d connections, %s in slices of %s, %d rounds; %s\nbaseline: %s\ncopies: %s\n\n",
-		r.Transport, r.Integrity, r.Conns, size(r.Total), size(r.Slice), r.Rounds, r.Machine, r.Baseline, strings.Join(r.Copies, "; ")); err != nil {
+	if _, err := fmt.Fprintf(w, "%s, integrity %s, %d connections, %s in slices of %s, %d rounds; "+
+		"%s\nbaseline: %s\ncopies: %s\n\n",
+		r.Transport, r.Integrity, r.Conns, size(r.Total), size(r.Slice), r.Rounds, r.Machine, r.Baseline,
+		strings.Join(r.Copies, "; ")); err != nil {
 		return err
 	}
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
 	_, _ = fmt.Fprintln(t, "block\tGB/s\tbaseline\tratio\tmin\tmax\tCPU s/GB\tbaseline\t")
 	for _, x := range r.Results {
 		_, _ = fmt.Fprintf(t, "%s\t%.2f\t%.2f\t%.2f\t%.2f\t%.2f\t%.2f\t%.2f\t\n",
-			size(x.Block), x.GBps, x.BaselineGBps, x.Ratio, x.Spread[0], x.Spread[1], x.CPUPerGB, x.BaselineCPU)
+			size(x.Block), x.GBps, x.BaselineGBps, x.Ratio, x.Spread[0], x.Spread[1], x.CPUPerGB,
+			x.BaselineCPU)
 	}
 	return t.Flush()
 }
@@ -249,7 +258,8 @@ func run(ctx context.Context, o options, path []string, stderr io.Writer) (*Repo
 	}
 	defer s.close()
 	s.say = say
-	rep := &Report{Transport: o.Transport, Integrity: o.Integrity, Conns: o.Conns, Window: s.window, Slice: s.slice, Total: o.Total,
+	rep := &Report{Transport: o.Transport, Integrity: o.Integrity, Conns: o.Conns, Window: s.window,
+		Slice: s.slice, Total: o.Total,
 		Rounds: o.Rounds, Baseline: s.baselineName(), Copies: s.copies, Machine: here}
 	seeds := rand.New(rand.NewPCG(rand.Uint64(), rand.Uint64()))
 	for _, b := range o.Blocks {
@@ -261,14 +271,17 @@ func run(ctx context.Context, o options, path []string, stderr io.Writer) (*Repo
 			return nil, fmt.Errorf("copy: %s, blocks of %d bytes: %w", o.Transport, b, err)
 		}
 		rep.Results = append(rep.Results, *res)
-		say.Say("%s %8d B: %.2f GB/s, baseline %.2f, ratio %.2f", o.Transport, b, res.GBps, res.BaselineGBps, res.Ratio)
+		say.Say("%s %8d B: %.2f GB/s, baseline %.2f, ratio %.2f", o.Transport, b, res.GBps,
+			res.BaselineGBps, res.Ratio)
 	}
 	return rep, nil
 }
 
 // measure alternates both ways over one block size.
 func (s *source) measure(ctx context.Context, block int, seeds *rand.Rand) (*Result, error) {
-	s.say.Phase("%s, blocks of %d bytes: a warm-up and %d rounds of %s, each through %s and as the baseline", s.o.Transport, block, s.o.Rounds, size(s.o.Total),
+	s.say.Phase(
+		"%s, blocks of %d bytes: a warm-up and %d rounds of %s, each through %s and as the baseline",
+		s.o.Transport, block, s.o.Rounds, size(s.o.Total),
 		s.o.Transport)
 	if err := s.layout(block, seeds.Uint64()); err != nil {
 		return nil, err

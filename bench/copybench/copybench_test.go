@@ -30,7 +30,8 @@ func TestMain(m *testing.M) {
 
 func TestCopy(t *testing.T) {
 	baseline := filepath.Join(t.TempDir(), baselineBinary)
-	if out, err := exec.Command("cc", "-O2", "-pthread", "-o", baseline, "../baseline/memcpy.c").CombinedOutput(); err != nil {
+	if out, err := exec.Command("cc", "-O2", "-pthread", "-o", baseline,
+		"../baseline/memcpy.c").CombinedOutput(); err != nil {
 		t.Fatalf("the C baseline does not build: %v\n%s", err, out)
 	}
 	for _, args := range [][]string{
@@ -42,7 +43,8 @@ func TestCopy(t *testing.T) {
 		var out, progress bytes.Buffer
 		c.SetOut(&out)
 		c.SetErr(&progress)
-		c.SetArgs(append(args, "--blocks", "656,9KiB,28KiB,1MiB", "--total", "16MiB", "--rounds", "1", "--json"))
+		c.SetArgs(append(args, "--blocks", "656,9KiB,28KiB,1MiB", "--total", "16MiB", "--rounds",
+			"1", "--json"))
 		if err := c.Execute(); err != nil {
 			t.Fatalf("%v: %v\n%s", args, err, progress.String())
 		}
@@ -50,10 +52,12 @@ func TestCopy(t *testing.T) {
 		if err := json.Unmarshal(out.Bytes(), &r); err != nil {
 			t.Fatal(err)
 		}
-		if said := progress.String(); !strings.Contains(said, "656 bytes: a warm-up and 1 rounds") || !strings.Contains(said, "1048576 B: ") {
+		if said := progress.String(); !strings.Contains(said, "656 bytes: a warm-up and 1 rounds") ||
+			!strings.Contains(said, "1048576 B: ") {
 			t.Errorf("%v: of its progress it said %q", args, said)
 		}
-		if len(r.Results) != 4 || r.Results[0].GBps <= 0 || r.Results[0].BaselineGBps <= 0 || r.Results[3].CPUPerGB <= 0 || r.Machine.Version == "" || r.Machine.Cores == 0 {
+		if len(r.Results) != 4 || r.Results[0].GBps <= 0 || r.Results[0].BaselineGBps <= 0 ||
+			r.Results[3].CPUPerGB <= 0 || r.Machine.Version == "" || r.Machine.Cores == 0 {
 			t.Errorf("%v: %+v", args, r)
 		}
 	}
@@ -65,13 +69,16 @@ func TestNoBaseline(t *testing.T) {
 	if err := os.WriteFile(text, []byte("x"), 0o755); err != nil {
 		t.Fatal(err)
 	}
-	for path, want := range map[string]string{text: "exec format error", "/bin/true": "/bin/true", text + "x": "is not at"} {
+	for path, want := range map[string]string{text: "exec format error", "/bin/true": "/bin/true",
+		text + "x": "is not at"} {
 		c := NewCopyCommand()
 		c.SetOut(new(bytes.Buffer))
 		c.SetErr(new(bytes.Buffer))
-		c.SetArgs([]string{"--transport", "shm", "--blocks", "64KiB", "--total", "1MiB", "--rounds", "1", "--baseline", path})
+		c.SetArgs([]string{"--transport", "shm", "--blocks", "64KiB", "--total", "1MiB", "--rounds", "1",
+			"--baseline", path})
 		err := c.Execute()
-		if err == nil || !strings.Contains(err.Error(), want) || !strings.Contains(err.Error(), "--baseline") || !strings.Contains(err.Error(), "make bin/kvspray-memcpy") {
+		if err == nil || !strings.Contains(err.Error(), want) || !strings.Contains(err.Error(),
+			"--baseline") || !strings.Contains(err.Error(), "make bin/kvspray-memcpy") {
 			t.Errorf("%s: %v", path, err)
 		}
 	}

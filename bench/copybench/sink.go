@@ -197,7 +197,8 @@ func (s *sink) start(ctx context.Context, c *setup, r *reply) error {
 	return nil
 }
 
-// drain is the receiving end of one connection of the tcp baseline: its share of the region, round after round.
+// drain is the receiving end of one connection of the tcp baseline: its share of the region, round
+// after round.
 func (s *sink) drain(c net.Conn) {
 	defer func() { _ = c.Close() }()
 	var index [1]byte

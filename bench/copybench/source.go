@@ -82,7 +82,8 @@ func newSource(ctx context.Context, o options, path []string) (_ *source, err er
 	if s.dst, err = mem.NewAnonymous("bench-destination", regionBytes, mem.Populate()); err != nil {
 		return nil, err
 	}
-	s.setup = setup{Transport: o.Transport, CRC32C: o.Integrity == "crc32c", AEAD: o.Integrity == "aead", Conns: o.Conns, Slice: o.Slice, Window: o.Window, Total: o.Total}
+	s.setup = setup{Transport: o.Transport, CRC32C: o.Integrity == "crc32c",
+		AEAD: o.Integrity == "aead", Conns: o.Conns, Slice: o.Slice, Window: o.Window, Total: o.Total}
 	_, _ = rand.Read(s.setup.Parent[:])
 	_, _ = rand.Read(s.setup.Child[:])
 	_, _ = rand.Read(s.setup.Key[:])
@@ -97,7 +98,8 @@ func newSource(ctx context.Context, o options, path []string) (_ *source, err er
 	if s.backend, err = newBackend(&s.setup); err != nil {
 		return nil, err
 	}
-	s.host = newHost(transport.Peer{Boot: s.setup.Child, Self: s.setup.Parent, Key: s.setup.Key}, s.results)
+	s.host = newHost(transport.Peer{Boot: s.setup.Child, Self: s.setup.Parent, Key: s.setup.Key},
+		s.results)
 	rails, err := s.backend.Open(ctx, s.host)
 	if err != nil {
 		return nil, err
@@ -211,7 +213,8 @@ func (s *source) close() {
 
 func (s *source) layout(block int, seed uint64) error {
 	b, _ := s.src.Bytes()
-	s.space = &space{region: s.src, bytes: b, block: block, total: s.o.Total, at: scatter(block, s.o.Total, seed)}
+	s.space = &space{region: s.src, bytes: b, block: block, total: s.o.Total, at: scatter(block,
+		s.o.Total, seed)}
 	s.dstAt = scatter(block, s.o.Total, seed+1)
 	s.stopC()
 	return s.ask(&command{Layout: &layout{Block: block, Seed: seed + 1}}, &reply{})
@@ -271,7 +274,8 @@ func (s *source) moveAll(ctx context.Context, seed uint64) (sample, error) {
 	return us, nil
 }
 
-// another gives a lane its next slice, as the executor would: whichever lane has room takes what is next.
+// another gives a lane its next slice, as the executor would: whichever lane has room takes what is
+// next.
 func (s *source) another(l transport.Lane) {
 	s.mu.Lock()
 	r := transfer.Range{First: s.next, Count: min(uint32(s.slice/chunk), s.total-s.next)}
@@ -291,7 +295,8 @@ func (s *source) results(l transport.Lane, res []transport.Result) {
 	var err error
 	for i := range res {
 		if res[i].Outcome != transfer.Landed {
-			err = fmt.Errorf("chunks %d+%d: %s %s: %w", res[i].Range.First, res[i].Range.Count, res[i].Outcome, res[i].Reason, res[i].Err)
+			err = fmt.Errorf("chunks %d+%d: %s %s: %w", res[i].Range.First, res[i].Range.Count,
+				res[i].Outcome, res[i].Reason, res[i].Err)
 		}
 		n += res[i].Range.Count
 	}
@@ -317,7 +322,8 @@ func (s *source) ended(n uint32, err error) {
 
 func (s *source) baselineName() string {
 	if s.o.Transport == "tcp" {
-		return fmt.Sprintf("Go, writev to readv of contiguous %d KiB, %d connections", plainBytes>>10, s.o.Conns)
+		return fmt.Sprintf("Go, writev to readv of contiguous %d KiB, %d connections",
+			plainBytes>>10, s.o.Conns)
 	}
 	return fmt.Sprintf("C memcpy of the same blocks, %d threads", s.o.Conns)
 }
@@ -388,7 +394,8 @@ func findBaseline(flag string) (string, error) {
 			return filepath.Abs(p)
 		}
 	}
-	return "", fmt.Errorf("copy: the C baseline is not at %q; run `make bin/kvspray-memcpy`, or name it with --baseline", tried)
+	return "", fmt.Errorf("copy: the C baseline is not at %q; run `make bin/kvspray-memcpy`, or "+
+		"name it with --baseline", tried)
 }
 
 // cBaseline is the running C program.
@@ -443,7 +450,8 @@ func (s *source) startC() error {
 
 func (s *source) cRound(seed uint64) (sample, error) {
 	fail := func(err error) (sample, error) {
-		return sample{}, fmt.Errorf("baseline %s: %w: is it what `make bin/kvspray-memcpy` builds? Name another one with --baseline", s.cpath, err)
+		return sample{}, fmt.Errorf("baseline %s: %w: is it what `make bin/kvspray-memcpy` builds? "+
+			"Name another one with --baseline", s.cpath, err)
 	}
 	if s.c == nil {
 		if err := s.startC(); err != nil {

@@ -78,7 +78,8 @@ func content(seed uint64, i int) uint64 {
 	return x ^ x>>29
 }
 
-// write fills the blocks with the content of a seed, one block a call so that the collector can stop it.
+// write fills the blocks with the content of a seed, one block a call so that the collector can
+// stop it.
 func (s *space) write(seed uint64) {
 	for b := range s.at {
 		s.writeBlock(seed, b)

@@ -30,8 +30,8 @@ var (
 	ceilingColour = color.RGBA{0xc8, 0xc8, 0xc8, 0xff}
 )
 
-// HTML draws the report as one page that needs nothing else: for each bench the rate of every row beside its ceiling, with the least and
-// the greatest of the repetitions.
+// HTML draws the report as one page that needs nothing else: for each bench the rate of every row
+// beside its ceiling, with the least and the greatest of the repetitions.
 func (r *Report) HTML(w io.Writer) error {
 	type view struct {
 		Title string
@@ -70,9 +70,11 @@ func bars(rows []Row) (string, error) {
 	for i := range rows {
 		at := len(rows) - 1 - i // the first row on top
 		rates[at], ceilings[at] = rows[i].GBps, rows[i].Ceiling
-		labels[at] = strconv.Itoa(i + 1) // the list below says what; its words are wider in a browser than where they were measured
+		// the list below says what; its words are wider in a browser than where they were measured
+		labels[at] = strconv.Itoa(i + 1)
 		spread.XYs[at] = plotter.XY{X: rows[i].GBps, Y: float64(at)}
-		spread.XErrors[at].Low, spread.XErrors[at].High = rows[i].GBps-rows[i].Min, rows[i].Max-rows[i].GBps
+		spread.XErrors[at].Low, spread.XErrors[at].High = rows[i].GBps-rows[i].Min,
+			rows[i].Max-rows[i].GBps
 	}
 	p := plot.New()
 	p.X.Label.Text = "GB/s; grey: the ceiling of the same run"

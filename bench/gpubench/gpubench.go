@@ -1,6 +1,7 @@
-// Package gpubench measures what the sidecar does with GPU memory, each figure beside the physical ceiling taken in the same
-// run: scattered blocks between two GPUs whose memory belongs to two other processes, and copies between host memory and one GPU
-// over every GPU's PCIe link. Contents are checked.
+// Package gpubench measures what the sidecar does with GPU memory, each figure beside the physical
+// ceiling taken in the same run: scattered blocks between two GPUs whose memory belongs to two
+// other processes, and copies between host memory and one GPU over every GPU's PCIe link. Contents
+// are checked.
 package gpubench
 
 import (
@@ -33,8 +34,9 @@ type Row struct {
 	Min     float64 `json:"min"`
 	Max     float64 `json:"max"`
 	Ceiling float64 `json:"ceiling_gb_per_s,omitzero"`
-	Ratio   float64 `json:"ratio,omitzero"` // median of GBps / Ceiling, each pair taken one after the other
-	Cores   float64 `json:"cpu_cores"`      // of this process meanwhile
+	// median of GBps / Ceiling, each pair taken one after the other
+	Ratio float64 `json:"ratio,omitzero"`
+	Cores float64 `json:"cpu_cores"` // of this process meanwhile
 }
 
 // Report is what --json writes.
@@ -64,8 +66,9 @@ func NewCommand() *cobra.Command {
 	var repeat int
 	var jsonFile, htmlFile string
 	cmd := &cobra.Command{
-		Use:   "gpu [staged] [nvlink] [multipath]",
-		Short: "GPU memory: NVLink between two processes' GPUs, and every PCIe link to one GPU, beside the ceilings",
+		Use: "gpu [staged] [nvlink] [multipath]",
+		Short: "GPU memory: NVLink between two processes' GPUs, and every PCIe link to one GPU, beside " +
+			"the ceilings",
 		Long: `Measures the paths that the sidecar has to GPU memory, all that this host can or those that are named. Needs a build with cgo, and but
 for staged two GPUs or more with peer access.
 
@@ -97,7 +100,8 @@ Each repetition is paired with one of its ceiling (the contiguous copy, all link
 			}
 			say := progress.Start(cmd.ErrOrStderr())
 			defer say.Close()
-			b := &bench{drv: drv, out: cmd.OutOrStdout(), say: say, repeat: repeat, report: Report{Machine: machine.Here(), Driver: drv.Version}, interrupted: cmd.Context().Err}
+			b := &bench{drv: drv, out: cmd.OutOrStdout(), say: say, repeat: repeat,
+				report: Report{Machine: machine.Here(), Driver: drv.Version}, interrupted: cmd.Context().Err}
 			for _, d := range drv.Devices {
 				name, err := d.Name()
 				if err != nil {
@@ -105,10 +109,12 @@ Each repetition is paired with one of its ceiling (the contiguous copy, all link
 				}
 				b.report.Devices = append(b.report.Devices, name)
 			}
-			fmt.Fprintf(b.out, "%d x %s\n%-58s %9s %9s %9s %9s %7s %6s\n", len(drv.Devices), b.report.Devices[0], "", "GB/s", "min", "max", "ceiling",
+			fmt.Fprintf(b.out, "%d x %s\n%-58s %9s %9s %9s %9s %7s %6s\n", len(drv.Devices),
+				b.report.Devices[0], "", "GB/s", "min", "max", "ceiling",
 				"ratio", "cores")
 			for _, name := range args {
-				// What was measured is kept, whatever becomes of the next. What fails after a signal fails for that: it reaches processes of ours, too.
+				// What was measured is kept, whatever becomes of the next. What fails after a signal fails for
+				// that: it reaches processes of ours, too.
 				if err = errors.Join(b.run(name), b.interrupted(), b.write(jsonFile, htmlFile)); err != nil {
 					return err
 				}
@@ -225,7 +231,8 @@ func (b *bench) pair(r Row, f func() error, ceilingBytes uint64, ceiling func() 
 	r.Bench = b.name
 	b.report.Rows = append(b.report.Rows, r)
 	b.say.End()
-	fmt.Fprintf(b.out, "%-58s %9.2f %9.2f %9.2f %9.2f %7.3f %6.2f\n", r.What, r.GBps, r.Min, r.Max, r.Ceiling, r.Ratio, r.Cores)
+	fmt.Fprintf(b.out, "%-58s %9.2f %9.2f %9.2f %9.2f %7.3f %6.2f\n", r.What, r.GBps, r.Min, r.Max,
+		r.Ceiling, r.Ratio, r.Cores)
 	return nil
 }
 

@@ -54,19 +54,23 @@ func TestHTML(t *testing.T) {
 // TestPairSays: who waits is told what is measured, and the table has rows only.
 func TestPairSays(t *testing.T) {
 	var table, said bytes.Buffer
-	b := &bench{out: &table, say: progress.Start(&said), repeat: 2, name: "staged", interrupted: t.Context().Err}
+	b := &bench{out: &table, say: progress.Start(&said), repeat: 2, name: "staged",
+		interrupted: t.Context().Err}
 	nothing := func() error { return nil }
 	if err := b.pair(Row{What: "slices", Bytes: 1}, nothing, 1, nothing); err != nil {
 		t.Fatal(err)
 	}
 	b.say.Close()
-	if said.String() != "staged: slices\n" || strings.Count(table.String(), "\n") != 1 || !strings.HasPrefix(table.String(), "slices ") {
+	if said.String() != "staged: slices\n" || strings.Count(table.String(), "\n") != 1 ||
+		!strings.HasPrefix(table.String(), "slices ") {
 		t.Errorf("it said %q and printed %q", &said, &table)
 	}
 }
 
 func TestMistakes(t *testing.T) {
-	for _, args := range [][]string{{"--repeat", "0"}, {"--repeat", "1001"}, {"--json", filepath.Join(t.TempDir(), "none", "x")}, {"--html", t.TempDir()}, {"--json", "-"}, {"--html", "-"}} {
+	for _, args := range [][]string{{"--repeat", "0"}, {"--repeat", "1001"},
+		{"--json", filepath.Join(t.TempDir(), "none", "x")}, {"--html", t.TempDir()}, {"--json", "-"},
+		{"--html", "-"}} {
 		c := NewCommand()
 		c.SetOut(new(bytes.Buffer))
 		c.SetErr(new(bytes.Buffer))
@@ -91,13 +95,15 @@ func TestChoose(t *testing.T) {
 		{nil, 0, nil, "no GPU"},
 	} {
 		got, err := choose(c.asked, c.gpus)
-		if !slices.Equal(got, c.want) || (err == nil) != (c.err == "") || err != nil && !strings.Contains(err.Error(), c.err) {
+		if !slices.Equal(got, c.want) || (err == nil) != (c.err == "") || err != nil &&
+			!strings.Contains(err.Error(), c.err) {
 			t.Errorf("%v of %d GPUs: %v, %v", c.asked, c.gpus, got, err)
 		}
 	}
 }
 
-// TestPairInterrupted: a signal ends it before the next repetition, as what the command line calls interrupted, and half a row is none.
+// TestPairInterrupted: a signal ends it before the next repetition, as what the command line calls
+// interrupted, and half a row is none.
 func TestPairInterrupted(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	var table bytes.Buffer

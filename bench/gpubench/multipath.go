@@ -52,7 +52,8 @@ func (b *bench) multipathRows(cs []*cuda.Context) error {
 		}
 		return s.Copy(d, h, n)
 	}
-	name := map[device.Direction]string{device.HostToDevice: "host to GPU 0", device.DeviceToHost: "GPU 0 to host"}
+	name := map[device.Direction]string{device.HostToDevice: "host to GPU 0",
+		device.DeviceToHost: "GPU 0 to host"}
 	for links := 1; links <= len(cs); links++ {
 		target, err := device.CUDA(cs[0])
 		if err != nil {
@@ -82,8 +83,10 @@ func (b *bench) multipathRows(cs []*cuda.Context) error {
 				}
 				return errors.Join(errs...)
 			}
-			r := Row{What: fmt.Sprintf("%s over %d of %d links, 4 GiB", name[dir], links, len(cs)), Bytes: multipathTotal}
-			if err := b.pair(r, func() error { return mp.Copy(dir, hostPtr, mem[0], multipathTotal) }, multipathTotal, all); err != nil {
+			r := Row{What: fmt.Sprintf("%s over %d of %d links, 4 GiB", name[dir], links, len(cs)),
+				Bytes: multipathTotal}
+			if err := b.pair(r, func() error { return mp.Copy(dir, hostPtr, mem[0], multipathTotal) },
+				multipathTotal, all); err != nil {
 				return err
 			}
 		}
@@ -101,9 +104,13 @@ func (b *bench) multipathRows(cs []*cuda.Context) error {
 			fmt.Fprintf(b.out, "calibrated: every link from %d MiB on\n", threshold>>20)
 			for n := uint64(4 << 10); n <= 1<<30; n *= 2 {
 				for _, dir := range []device.Direction{device.HostToDevice, device.DeviceToHost} {
-					single := func() error { return errors.Join(hop(streams[0], dir, hostPtr, mem[0], n), streams[0].Sync()) }
+					single := func() error {
+						return errors.Join(hop(streams[0], dir, hostPtr, mem[0], n),
+							streams[0].Sync())
+					}
 					r := Row{What: fmt.Sprintf("%s, %d KiB, ceiling: the single path", name[dir], n>>10), Bytes: n}
-					if err := b.pair(r, func() error { return mp.Copy(dir, hostPtr, mem[0], n) }, n, single); err != nil {
+					if err := b.pair(r, func() error { return mp.Copy(dir, hostPtr, mem[0], n) }, n,
+						single); err != nil {
 						return err
 					}
 				}
@@ -117,7 +124,8 @@ func (b *bench) multipathRows(cs []*cuda.Context) error {
 }
 
 // multipathContent sends random bytes there and back through two different places and compares.
-func (b *bench) multipathContent(mp *multipath.Multipath, host []byte, hostPtr, dev cuda.Ptr, s *cuda.Stream) error {
+func (b *bench) multipathContent(mp *multipath.Multipath, host []byte, hostPtr, dev cuda.Ptr,
+	s *cuda.Stream) error {
 	const n = 1<<30 + 12345
 	b.say.Phase("multipath: comparing content, 1 GiB there and back")
 	rng := rand.NewChaCha8([32]byte{3})

@@ -35,7 +35,8 @@ func (b *bench) contexts(n int) (cs []*cuda.Context, release func() error, err e
 				continue
 			}
 			if err := c.EnablePeer(o); err != nil {
-				return nil, nil, errors.Join(fmt.Errorf("GPU %d to GPU %d: %w", c.Device, o.Device, err), release())
+				return nil, nil, errors.Join(fmt.Errorf("GPU %d to GPU %d: %w", c.Device, o.Device,
+					err), release())
 			}
 		}
 	}
@@ -60,8 +61,8 @@ func (b *bench) nvlink() error {
 	if err != nil {
 		return errors.Join(err, stop0())
 	}
-	// For the contiguous copy alone the destination is mapped into the source's context too: without it the driver stages the copy
-	// through the host.
+	// For the contiguous copy alone the destination is mapped into the source's context too: without
+	// it the driver stages the copy through the host.
 	near, err := cs[0].OpenIPC(handle)
 	if err == nil {
 		err = errors.Join(b.nvlinkRows(cs, from, to, near), cs[0].CloseIPC(near))
@@ -96,19 +97,25 @@ func (b *bench) nvlinkRows(cs []*cuda.Context, from, to, near cuda.Ptr) error {
 	rng := rand.NewChaCha8([32]byte{1})
 	for off := uint64(0); off < nvlinkPool; off += uint64(len(host)) {
 		rng.Read(host)
-		if err := errors.Join(copies.Copy(from+cuda.Ptr(off), hostPtr, uint64(len(host))), copies.Sync()); err != nil {
+		if err := errors.Join(copies.Copy(from+cuda.Ptr(off), hostPtr, uint64(len(host))),
+			copies.Sync()); err != nil {
 			return err
 		}
 	}
-	contiguous := func() error { return errors.Join(copies.Copy(near, from, nvlinkTotal), copies.Sync()) }
+	contiguous := func() error {
+		return errors.Join(copies.Copy(near, from, nvlinkTotal),
+			copies.Sync())
+	}
 	shuffle := rand.New(rand.NewPCG(1, 2))
 	for _, block := range []uint64{2 << 10, 4 << 10, 16 << 10, 64 << 10, 1 << 20} {
 		a, z := shuffle.Perm(int(nvlinkPool/block)), shuffle.Perm(int(nvlinkPool/block))
 		moves := make([]peercopy.Move, nvlinkTotal/block)
 		for i := range moves {
-			moves[i] = peercopy.Move{Src: from + cuda.Ptr(uint64(a[i])*block), Dst: to + cuda.Ptr(uint64(z[i])*block), Len: block, Count: 1}
+			moves[i] = peercopy.Move{Src: from + cuda.Ptr(uint64(a[i])*block), Dst: to +
+				cuda.Ptr(uint64(z[i])*block), Len: block, Count: 1}
 		}
-		r := Row{What: fmt.Sprintf("two processes' memory, scattered blocks of %d KiB", block>>10), Bytes: nvlinkTotal, Block: block}
+		r := Row{What: fmt.Sprintf("two processes' memory, scattered blocks of %d KiB", block>>10),
+			Bytes: nvlinkTotal, Block: block}
 		if err := b.pair(r, func() error { return p.Run(moves) }, nvlinkTotal, contiguous); err != nil {
 			return err
 		}
@@ -121,7 +128,8 @@ func (b *bench) nvlinkRows(cs []*cuda.Context, from, to, near cuda.Ptr) error {
 			n := min(half/block, uint64(len(moves))-i)
 			for k := range n {
 				m := &moves[i+k]
-				if err := errors.Join(copies.Copy(hostPtr+cuda.Ptr(k*block), m.Src, block), copies.Copy(hostPtr+cuda.Ptr(half+k*block), m.Dst, block)); err != nil {
+				if err := errors.Join(copies.Copy(hostPtr+cuda.Ptr(k*block), m.Src, block),
+					copies.Copy(hostPtr+cuda.Ptr(half+k*block), m.Dst, block)); err != nil {
 					return err
 				}
 			}

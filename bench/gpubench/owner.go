@@ -17,7 +17,8 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/cuda"
 )
 
-// newOwnerCommand is the other process: it stands for an engine that owns a GPU's memory and lends it by an IPC handle.
+// newOwnerCommand is the other process: it stands for an engine that owns a GPU's memory and lends
+// it by an IPC handle.
 func newOwnerCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:    "owner DEVICE BYTES",
@@ -60,7 +61,8 @@ func owner(c *cuda.Context, n uint64) (p cuda.Ptr, h cuda.IPCHandle, stop func()
 	if err != nil {
 		return 0, h, nil, err
 	}
-	cmd := exec.Command(self, "bench", "gpu", "owner", strconv.Itoa(int(c.Device)), strconv.FormatUint(n, 10))
+	cmd := exec.Command(self, "bench", "gpu", "owner", strconv.Itoa(int(c.Device)),
+		strconv.FormatUint(n, 10))
 	cmd.Stderr = os.Stderr
 	in, err := cmd.StdinPipe()
 	if err != nil {

@@ -25,8 +25,9 @@ const (
 	moveBatch     = 32 // MiB of one call between two GPUs: what a shm lane has in flight
 )
 
-// staged measures what lanes use of a GPU: gathers and scatters of slices between another process's memory and lent buffers, beside
-// one contiguous pinned copy; and, with two GPUs, moves of what a shm lane has in flight, beside the contiguous copy.
+// staged measures what lanes use of a GPU: gathers and scatters of slices between another process's
+// memory and lent buffers, beside one contiguous pinned copy; and, with two GPUs, moves of what a
+// shm lane has in flight, beside the contiguous copy.
 func (b *bench) staged() error {
 	cs, release, err := b.contexts(min(2, len(b.drv.Devices)))
 	if err != nil {
@@ -36,7 +37,8 @@ func (b *bench) staged() error {
 }
 
 // lent is another process's memory as a region.
-func lent(g *gpu.GPUs, c *cuda.Context, n uint64) (r *mem.Region, p cuda.Ptr, h cuda.IPCHandle, stop func() error, err error) {
+func lent(g *gpu.GPUs, c *cuda.Context, n uint64) (r *mem.Region, p cuda.Ptr, h cuda.IPCHandle,
+	stop func() error, err error) {
 	p, h, stopOwner, err := owner(c, n)
 	if err != nil {
 		return nil, 0, h, nil, err
@@ -78,7 +80,8 @@ func (b *bench) stagedRows(cs []*cuda.Context) error {
 		if err != nil {
 			return errors.Join(err, g.Close())
 		}
-		hostPtr := cuda.Ptr(uintptr(unsafe.Pointer(&host[0]))) // unified: host memory has the same address everywhere
+		// unified: host memory has the same address everywhere
+		hostPtr := cuda.Ptr(uintptr(unsafe.Pointer(&host[0])))
 		r, p, _, stop, err := lent(g, cs[0], stagedPool)
 		if err != nil {
 			return errors.Join(err, unpin(), g.Close())
@@ -86,7 +89,8 @@ func (b *bench) stagedRows(cs []*cuda.Context) error {
 		for off := cuda.Ptr(0); off < stagedPool && err == nil; off += stagedTotal {
 			err = errors.Join(s.Copy(p+off, hostPtr, stagedTotal), s.Sync())
 		}
-		for _, at := range []struct{ block, slice uint64 }{{4 << 10, gpu.SlotBytes}, {16 << 10, gpu.SlotBytes}, {16 << 10, gpu.LendBytes}, {64 << 10, gpu.SlotBytes}} {
+		for _, at := range []struct{ block, slice uint64 }{{4 << 10, gpu.SlotBytes},
+			{16 << 10, gpu.SlotBytes}, {16 << 10, gpu.LendBytes}, {64 << 10, gpu.SlotBytes}} {
 			for _, dir := range []device.Direction{device.DeviceToHost, device.HostToDevice} {
 				if err == nil {
 					err = b.hops(r, p, how, at.block, at.slice, dir, s, host, hostPtr)
@@ -104,8 +108,10 @@ func (b *bench) stagedRows(cs []*cuda.Context) error {
 	return nil
 }
 
-// hops is stagedTotal in slices, by stagedWorkers at once, to and from pinned memory as a host cache has it.
-func (b *bench) hops(r *mem.Region, p cuda.Ptr, how policy.CopyMethod, block, slice uint64, dir device.Direction, s *cuda.Stream, host []byte, hostPtr cuda.Ptr) error {
+// hops is stagedTotal in slices, by stagedWorkers at once, to and from pinned memory as a host
+// cache has it.
+func (b *bench) hops(r *mem.Region, p cuda.Ptr, how policy.CopyMethod, block, slice uint64,
+	dir device.Direction, s *cuda.Stream, host []byte, hostPtr cuda.Ptr) error {
 	dev := r.Device()
 	perm := rand.New(rand.NewPCG(5, block)).Perm(int(stagedPool / block))[:stagedTotal/block]
 	blocks := make([]mem.Block, len(perm))
@@ -136,15 +142,23 @@ func (b *bench) hops(r *mem.Region, p cuda.Ptr, how policy.CopyMethod, block, sl
 		wg.Wait()
 		return errors.Join(errs...)
 	}
-	name, ceiling := "GPU to host", func() error { return errors.Join(s.Copy(hostPtr, p, stagedTotal), s.Sync()) }
-	if dir == device.HostToDevice {
-		name, ceiling = "host to GPU", func() error { return errors.Join(s.Copy(p, hostPtr, stagedTotal), s.Sync()) }
+	name, ceiling := "GPU to host", func() error {
+		return errors.Join(s.Copy(hostPtr, p, stagedTotal),
+			s.Sync())
 	}
-	row := Row{What: fmt.Sprintf("%s, slices of %d MiB, scattered %d KiB, %s", name, slice>>20, block>>10, how), Bytes: stagedTotal, Block: block}
+	if dir == device.HostToDevice {
+		name, ceiling = "host to GPU", func() error {
+			return errors.Join(s.Copy(p, hostPtr, stagedTotal),
+				s.Sync())
+		}
+	}
+	row := Row{What: fmt.Sprintf("%s, slices of %d MiB, scattered %d KiB, %s", name, slice>>20,
+		block>>10, how), Bytes: stagedTotal, Block: block}
 	if err := b.pair(row, run, stagedTotal, ceiling); err != nil {
 		return err
 	}
-	// There and back through one slice: what is scattered is what is gathered, from places that a plain copy finds too.
+	// There and back through one slice: what is scattered is what is gathered, from places that a
+	// plain copy finds too.
 	in, out := make([]byte, slice), make([]byte, slice)
 	rand.NewChaCha8([32]byte{byte(block)}).Read(in)
 	if err := errors.Join(dev.Scatter(blocks[:per], in), dev.Gather(out, blocks[:per])); err != nil {
@@ -154,7 +168,8 @@ func (b *bench) hops(r *mem.Region, p cuda.Ptr, how policy.CopyMethod, block, sl
 		return fmt.Errorf("%s: content differs", row.What)
 	}
 	for i := range per {
-		if err := s.Copy(hostPtr+cuda.Ptr(uint64(i)*block), p+cuda.Ptr(blocks[i].Off), block); err != nil {
+		if err := s.Copy(hostPtr+cuda.Ptr(uint64(i)*block), p+cuda.Ptr(blocks[i].Off),
+			block); err != nil {
 			return err
 		}
 	}
@@ -212,7 +227,8 @@ func (b *bench) moves(g *gpu.GPUs, cs []*cuda.Context, from *mem.Region, fromPtr
 			wg.Wait()
 			return errors.Join(errs[:]...)
 		}
-		what := fmt.Sprintf("GPU %d to GPU %d, moves of %d MiB in scattered %d KiB", cs[0].Device, last.Device, moveBatch, block>>10)
+		what := fmt.Sprintf("GPU %d to GPU %d, moves of %d MiB in scattered %d KiB", cs[0].Device,
+			last.Device, moveBatch, block>>10)
 		err := b.pair(Row{What: what, Bytes: stagedTotal, Block: block}, run, stagedTotal, func() error {
 			return errors.Join(copies.Copy(near, fromPtr, stagedTotal), copies.Sync())
 		})
@@ -224,7 +240,8 @@ func (b *bench) moves(g *gpu.GPUs, cs []*cuda.Context, from *mem.Region, fromPtr
 		}
 		x, y := make([]byte, 1<<20), make([]byte, 1<<20)
 		k := int(1 << 20 / block)
-		if err := errors.Join(mem.Gather(x, src[len(src)-k:]), mem.Gather(y, dst[len(dst)-k:])); err != nil {
+		if err := errors.Join(mem.Gather(x, src[len(src)-k:]), mem.Gather(y, dst[len(dst)-k:])); err !=
+			nil {
 			return err
 		}
 		if !bytes.Equal(x, y) {

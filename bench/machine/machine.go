@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package machine says of which build and on what a benchmark's figures are: they are worth nothing without. kvspray/machine.py says the same
-// of those in Python. No goroutines.
+// Package machine says of which build and on what a benchmark's figures are: they are worth nothing
+// without. kvspray/machine.py says the same of those in Python. No goroutines.
 package machine
 
 import (
@@ -18,7 +18,8 @@ import (
 
 // Machine is what a result carries. What the kernel does not tell stays empty.
 type Machine struct {
-	Version   string  `json:"version"` // of the build: its commit, and whether something was changed since
+	// of the build: its commit, and whether something was changed since
+	Version   string  `json:"version"`
 	Processor string  `json:"processor"`
 	Cores     int     `json:"cores"`
 	Kernel    string  `json:"kernel"`
@@ -28,7 +29,8 @@ type Machine struct {
 
 // Here looks at this machine. To be called before a run, which is load itself.
 func Here() Machine {
-	m := Machine{Version: version.String(), Processor: processor(), Cores: runtime.NumCPU(), Go: runtime.Version()}
+	m := Machine{Version: version.String(), Processor: processor(), Cores: runtime.NumCPU(),
+		Go: runtime.Version()}
 	var u unix.Utsname
 	if unix.Uname(&u) == nil {
 		m.Kernel = unix.ByteSliceToString(u.Release[:])
@@ -51,5 +53,6 @@ func processor() string {
 
 // String is a line for people.
 func (m Machine) String() string {
-	return fmt.Sprintf("%d x %s, Linux %s, load before the run %.2f", m.Cores, m.Processor, m.Kernel, m.Load)
+	return fmt.Sprintf("%d x %s, Linux %s, load before the run %.2f", m.Cores, m.Processor,
+		m.Kernel, m.Load)
 }

@@ -25,7 +25,8 @@ func TestHere(t *testing.T) {
 			t.Errorf("%s is %v", key, v)
 		}
 	}
-	if m.Cores != runtime.NumCPU() || m.Load < 0 || !strings.Contains(m.String(), m.Processor+", Linux "+m.Kernel) {
+	if m.Cores != runtime.NumCPU() || m.Load < 0 || !strings.Contains(m.String(),
+		m.Processor+", Linux "+m.Kernel) {
 		t.Errorf("%+v, %q", m, m.String())
 	}
 }

@@ -48,7 +48,8 @@ turns, healthy and while one rail fails. Needs root, and an environment with the
 	f.StringVar(&o.out, "out", ".build/bench/peers",
 		"directory for results.json, table.txt and chart.html")
 	f.IntVar(&o.turns, "turns", 2, "turns of every engine")
-	f.StringVar(&rates, "rates", "2gbit,1gbit,500mbit,500mbit", "the rails' rates, separated by commas")
+	f.StringVar(&rates, "rates", "2gbit,1gbit,500mbit,500mbit",
+		"the rails' rates, separated by commas")
 	f.StringVar(&blocks, "blocks", "16KiB,1MiB", "block sizes, separated by commas")
 	f.StringVar(&total, "total", "256MiB", "bytes of one transfer, rounded down to whole blocks")
 	f.StringVar(&only, "engines", "", "some of the engines, separated by commas (default: all)")
@@ -83,7 +84,8 @@ func (o *options) parse(rates, blocks, total, only, faults string) (err error) {
 		return usage.Errorf("--total: %w", err)
 	}
 	if b := slices.Max(o.blocks); o.total < int64(b) {
-		return usage.Errorf("--total %s: must be at least one block of %s", total, timeline.FormatSize(int64(b)))
+		return usage.Errorf("--total %s: must be at least one block of %s", total,
+			timeline.FormatSize(int64(b)))
 	}
 	if o.turns < 1 {
 		return usage.Errorf("--turns %d: must be positive", o.turns)

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package peers is `kvspray-bench peers`: it compares kvspray with other transfer engines, NIXL over
-// UCX and Mooncake's transfer engine, as their wheels are published. All move the same scattered
-// blocks over the same rails of the kernel, healthy and with one rail that fails in each way, in
-// turns with two kvspray sidecars and with plain streams. The results are one table, one chart, and
-// a JSON file with every result (`make bench-peers`). An engine that cannot be started here is left
-// out, with the reason in the table.
+// Package peers is `kvspray-bench peers`: it compares kvspray with other transfer engines, NIXL
+// over UCX and Mooncake's transfer engine, as their wheels are published. All move the same
+// scattered blocks over the same rails of the kernel, healthy and with one rail that fails in each
+// way, in turns with two kvspray sidecars and with plain streams. The results are one table, one
+// chart, and a JSON file with every result (`make bench-peers`). An engine that cannot be started
+// here is left out, with the reason in the table.
 //
 // Configuration of the engines: NIXL gets all devices, once with its own choice of how many to use
 // and once with all of them forced; Mooncake gets one address, as it accepts no more. Their
@@ -73,10 +73,13 @@ type engine struct {
 
 var engines = []engine{
 	{name: "kvspray", title: "kvspray"},
-	{name: "nixl", title: "NIXL 1.5.1, UCX tcp, all devices", driver: "nixl", env: []string{"UCX_TLS=tcp", "UCX_NET_DEVICES=all"}},
+	{name: "nixl", title: "NIXL 1.5.1, UCX tcp, all devices", driver: "nixl",
+		env: []string{"UCX_TLS=tcp", "UCX_NET_DEVICES=all"}},
 	{name: "nixl4", title: "NIXL 1.5.1, UCX tcp, all rails forced", driver: "nixl",
-		env: []string{"UCX_TLS=tcp", "UCX_NET_DEVICES=all", "UCX_MAX_RNDV_RAILS=4", "UCX_MAX_RMA_RAILS=4"}},
-	{name: "mooncake", title: "Mooncake 0.3.13, tcp", driver: "mooncake", env: []string{"MC_TCP_ENABLE_CONNECTION_POOL=1", "GLOG_minloglevel=2"}},
+		env: []string{"UCX_TLS=tcp", "UCX_NET_DEVICES=all", "UCX_MAX_RNDV_RAILS=4",
+			"UCX_MAX_RMA_RAILS=4"}},
+	{name: "mooncake", title: "Mooncake 0.3.13, tcp", driver: "mooncake",
+		env: []string{"MC_TCP_ENABLE_CONNECTION_POOL=1", "GLOG_minloglevel=2"}},
 }
 
 func engineNames() string {
@@ -112,7 +115,8 @@ func (o *options) scenario(what string) (scenario, error) {
 		return time.Duration(share * float64(o.span)).Round(time.Millisecond)
 	}
 	s := scenario{name: fmt.Sprintf("the %s rail: %s for %s", which, kind, at(healAt)-at(faultAt))}
-	for _, text := range []string{fmt.Sprintf("%s:rail%d:%s", at(faultAt), rail, kind), fmt.Sprintf("%s:rail%d:%s", at(healAt), rail, timeline.Heal)} {
+	for _, text := range []string{fmt.Sprintf("%s:rail%d:%s", at(faultAt), rail, kind),
+		fmt.Sprintf("%s:rail%d:%s", at(healAt), rail, timeline.Heal)} {
 		f, err := timeline.ParseFault(text)
 		if err != nil {
 			return s, err
@@ -125,7 +129,8 @@ func (o *options) scenario(what string) (scenario, error) {
 	return s, nil
 }
 
-// order is who has their turn after whom: everybody begins as often as the others, as far as the turns go.
+// order is who has their turn after whom: everybody begins as often as the others, as far as the
+// turns go.
 func (o *options) order(turn int) []engine {
 	k := turn % len(o.engines)
 	return append(slices.Clone(o.engines[k:]), o.engines[:k]...)
@@ -138,7 +143,8 @@ type outcome struct {
 	Block    int              `json:"block_bytes"`
 	Turn     int              `json:"turn"`
 	Result   *timeline.Result `json:"result"`
-	// Of a fault: what the rails to which nothing happened brought while it lasted, of what they carry; and the longest time without a byte.
+	// Of a fault: what the rails to which nothing happened brought while it lasted, of what they
+	// carry; and the longest time without a byte.
 	During float64          `json:"share_during_fault,omitempty"`
 	Stall  timeline.Seconds `json:"longest_stall_seconds,omitempty"`
 	Error  string           `json:"error,omitempty"` // the turn did not end in order
@@ -160,8 +166,10 @@ func run(ctx context.Context, o options) error {
 	return errors.Join(err, o.write(all))
 }
 
-// turnsOf lets everybody have their turns. Who cannot be started is left out from then on; who could before has an outcome that says so.
-func (o *options) turnsOf(ctx context.Context, take func(context.Context, engine, scenario, int) (*outcome, error), done func(*outcome)) error {
+// turnsOf lets everybody have their turns. Who cannot be started is left out from then on; who
+// could before has an outcome that says so.
+func (o *options) turnsOf(ctx context.Context, take func(context.Context, engine, scenario,
+	int) (*outcome, error), done func(*outcome)) error {
 	ran := map[string]bool{}
 	for _, block := range o.blocks {
 		for i, s := range o.scenarios {
@@ -177,18 +185,22 @@ func (o *options) turnsOf(ctx context.Context, take func(context.Context, engine
 					no := (*unableError)(nil)
 					switch {
 					case errors.As(err, &no) && ctx.Err() == nil && ran[e.name]:
-						x = &outcome{Engine: e.name, Scenario: s.name, Block: block, Result: &timeline.Result{Faults: s.faults}, Error: "not started: " + no.Error()}
+						x = &outcome{Engine: e.name, Scenario: s.name, Block: block,
+							Result: &timeline.Result{Faults: s.faults}, Error: "not started: " + no.Error()}
 					case errors.As(err, &no) && ctx.Err() == nil:
 						_, _ = fmt.Fprintf(o.stderr, "%-8s is left out: %v\n", e.name, no)
 						o.unable[e.name] = no.Error()
 						continue
 					case err != nil:
-						return fmt.Errorf("%s, %s, blocks of %s: %w", e.title, s.name, timeline.FormatSize(int64(block)), err)
+						return fmt.Errorf("%s, %s, blocks of %s: %w", e.title, s.name,
+							timeline.FormatSize(int64(block)), err)
 					}
 					ran[e.name], x.Turn = true, turn
 					done(x)
-					_, _ = fmt.Fprintf(o.stderr, "%-8s %-36s %8s: %s of %s, %d failed, during the fault %.2f, stall %v %s\n", e.name, s.name, timeline.FormatSize(int64(block)),
-						x.Result.Goodput, x.Result.Together, x.Result.Failed, x.During, x.Stall.D().Round(10*time.Millisecond), x.Error)
+					_, _ = fmt.Fprintf(o.stderr, "%-8s %-36s %8s: %s of %s, %d failed, during the fault %.2f, "+
+						"stall %v %s\n", e.name, s.name, timeline.FormatSize(int64(block)),
+						x.Result.Goodput, x.Result.Together, x.Result.Failed, x.During,
+						x.Stall.D().Round(10*time.Millisecond), x.Error)
 				}
 			}
 		}
@@ -207,7 +219,8 @@ func (o *options) turn(ctx context.Context, e engine, s scenario, block int) (*o
 	if len(s.faults) > 0 {
 		opt.Faults, opt.Duration = s.faults, o.span
 	}
-	res := &timeline.Result{Bench: "rails", Version: o.machine.Version, Host: o.machine.String(), Block: block, Total: opt.Total, Duration: timeline.Seconds(opt.Duration), Policy: e.name,
+	res := &timeline.Result{Bench: "rails", Version: o.machine.Version, Host: o.machine.String(),
+		Block: block, Total: opt.Total, Duration: timeline.Seconds(opt.Duration), Policy: e.name,
 		Faults: opt.Faults}
 	if res.Rails, res.Together, err = f.Plain(ctx, streamSpan); err != nil {
 		return nil, err
@@ -234,9 +247,11 @@ func (o *options) turn(ctx context.Context, e engine, s scenario, block int) (*o
 	return x, nil
 }
 
-// stall is the longest time in which next to nothing came over any rail, between the beginning and the end of the transfers.
+// stall is the longest time in which next to nothing came over any rail, between the beginning and
+// the end of the transfers.
 func stall(r *timeline.Result) (longest time.Duration) {
-	const window, nothing = 50 * time.Millisecond, 16 << 10 // keepalives and retransmissions are nothing
+	// keepalives and retransmissions are nothing
+	const window, nothing = 50 * time.Millisecond, 16 << 10
 	var end time.Duration
 	for _, t := range r.Transfers {
 		end = max(end, t.Began.D()+t.Took.D())
@@ -257,7 +272,8 @@ func stall(r *timeline.Result) (longest time.Duration) {
 }
 
 // ours moves with two sidecars.
-func (o *options) ours(ctx context.Context, f *railsbench.Field, opt *timeline.Options, res *timeline.Result) error {
+func (o *options) ours(ctx context.Context, f *railsbench.Field, opt *timeline.Options,
+	res *timeline.Result) error {
 	p, err := f.Engines(ctx, opt.Block, opt.Total, 2)
 	if err != nil {
 		return err
@@ -284,7 +300,8 @@ func (o *options) write(all []*outcome) error {
 	}
 	var text strings.Builder
 	o.table(&text, all)
-	if err := os.WriteFile(filepath.Join(o.out, "table.txt"), []byte(text.String()), 0o644); err != nil {
+	if err := os.WriteFile(filepath.Join(o.out, "table.txt"), []byte(text.String()),
+		0o644); err != nil {
 		return err
 	}
 	if _, err := io.WriteString(o.stdout, text.String()); err != nil {
@@ -298,8 +315,10 @@ func (o *options) write(all []*outcome) error {
 	var panels []chart.Panel
 	for _, x := range all {
 		// Of each engine and fault the first turn: that is what a reader compares.
-		if x.Turn == 0 && len(x.Result.Faults) > 0 && x.Block == o.blocks[0] && len(x.Result.Samples.Bytes) > 0 {
-			panels = append(panels, chart.Panel{Title: title(x.Engine) + ": " + x.Scenario, Result: x.Result})
+		if x.Turn == 0 && len(x.Result.Faults) > 0 && x.Block == o.blocks[0] &&
+			len(x.Result.Samples.Bytes) > 0 {
+			panels = append(panels, chart.Panel{Title: title(x.Engine) + ": " + x.Scenario,
+				Result: x.Result})
 		}
 	}
 	if len(panels) == 0 {
@@ -317,16 +336,21 @@ func title(name string) string {
 	return name
 }
 
-// table says for each engine and block what was reached, worst and median over all turns, and of who had none why.
+// table says for each engine and block what was reached, worst and median over all turns, and of
+// who had none why.
 func (o *options) table(w *strings.Builder, all []*outcome) {
-	fmt.Fprintf(w, "kvspray %s; %s\nrails %s; transfers of %s; %d turns each; shares of what plain streams over all rails carried in the same turn\n\n", o.machine.Version, o.machine,
+	fmt.Fprintf(w, "kvspray %s; %s\nrails %s; transfers of %s; %d turns each; shares of what plain "+
+		"streams over all rails carried in the same turn\n\n", o.machine.Version, o.machine,
 		join(o.rates), timeline.FormatSize(o.total), o.turns)
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
-	_, _ = fmt.Fprintln(t, "engine\tblock\tcold, worst\twarm, worst\twarm, median\tfault\tfailed\tof the other rails meanwhile, worst\tat 95% of them after, worst\tlongest stall")
+	_, _ = fmt.Fprintln(t, "engine\tblock\tcold, worst\twarm, worst\twarm, "+
+		"median\tfault\tfailed\tof the other rails meanwhile, worst\tat 95% of them after, "+
+		"worst\tlongest stall")
 	for _, block := range o.blocks {
 		for _, e := range o.engines {
 			if why := o.unable[e.name]; why != "" {
-				_, _ = fmt.Fprintf(t, "%s\t%s\tleft out\t\t\t\t\t\t\t\n", e.title, timeline.FormatSize(int64(block)))
+				_, _ = fmt.Fprintf(t, "%s\t%s\tleft out\t\t\t\t\t\t\t\n", e.title,
+					timeline.FormatSize(int64(block)))
 				continue
 			}
 			var cold, warm []float64
@@ -336,7 +360,8 @@ func (o *options) table(w *strings.Builder, all []*outcome) {
 					warm = append(warm, x.Result.Warm)
 				}
 			}
-			_, _ = fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t\t\t\t\t\n", e.title, timeline.FormatSize(int64(block)), worst(cold), worst(warm), mid(warm))
+			_, _ = fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t\t\t\t\t\n", e.title,
+				timeline.FormatSize(int64(block)), worst(cold), worst(warm), mid(warm))
 			for _, s := range o.scenarios[1:] {
 				o.row(t, s, slices.DeleteFunc(slices.Clone(all), func(x *outcome) bool {
 					return x.Engine != e.name || x.Block != block || x.Scenario != s.name
@@ -374,7 +399,8 @@ func (o *options) row(w io.Writer, s scenario, turns []*outcome) {
 			note = " (" + x.Error + ")"
 		}
 	}
-	_, _ = fmt.Fprintf(w, "\t\t\t\t\t%s\t%d of %d%s\t%s\t%s\t%.2f s\n", s.name, failed, transfers, note, worst(during), window, slices.Max(stalls))
+	_, _ = fmt.Fprintf(w, "\t\t\t\t\t%s\t%d of %d%s\t%s\t%s\t%.2f s\n", s.name, failed, transfers,
+		note, worst(during), window, slices.Max(stalls))
 }
 
 func join(r []timeline.Rate) string {

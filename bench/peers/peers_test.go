@@ -27,7 +27,8 @@ func parsed(t *testing.T, only, faults string) *options {
 	return o
 }
 
-// Every way in which a rail can die is there without being asked for, of the fastest rail, and each is healed.
+// Every way in which a rail can die is there without being asked for, of the fastest rail, and each
+// is healed.
 func TestScenarios(t *testing.T) {
 	o := parsed(t, "", defaultFaults)
 	var kinds []timeline.Kind
@@ -37,12 +38,14 @@ func TestScenarios(t *testing.T) {
 		if strings.HasPrefix(s.name, "the slowest") {
 			rail = 2
 		}
-		if len(f) != 2 || f[0].Rail != rail || f[1].Rail != rail || f[0].At != 2*time.Second || f[1].At != 5*time.Second || f[1].Kind != timeline.Heal {
+		if len(f) != 2 || f[0].Rail != rail || f[1].Rail != rail || f[0].At != 2*time.Second ||
+			f[1].At != 5*time.Second || f[1].Kind != timeline.Heal {
 			t.Errorf("%s: %v", s.name, f)
 		}
 		kinds = append(kinds, f[0].Kind)
 	}
-	if want := []timeline.Kind{timeline.Down, timeline.Drop, timeline.AckDrop, timeline.Slow, timeline.Flap, timeline.Blackhole, timeline.Down}; !slices.Equal(kinds, want) {
+	if want := []timeline.Kind{timeline.Down, timeline.Drop, timeline.AckDrop, timeline.Slow,
+		timeline.Flap, timeline.Blackhole, timeline.Down}; !slices.Equal(kinds, want) {
 		t.Errorf("faults %v, want %v", kinds, want)
 	}
 	if s := o.scenarios[0]; s.name != "healthy" || len(s.faults) != 0 {
@@ -80,22 +83,26 @@ func TestRefused(t *testing.T) {
 		if x.span == 0 {
 			o.span = 9 * time.Second
 		}
-		if err := o.parse("1gbit,2gbit", "656,9KiB,28KiB", "32MiB", x.only, x.faults); err == nil || !strings.Contains(err.Error(), x.want) {
+		if err := o.parse("1gbit,2gbit", "656,9KiB,28KiB", "32MiB", x.only, x.faults); err == nil ||
+			!strings.Contains(err.Error(), x.want) {
 			t.Errorf("%q, %q: %v, want %q", x.faults, x.only, err, x.want)
 		}
 	}
 }
 
-// An engine that cannot be started does not keep the others from being compared: the table says that it was left out, and why. One that could be
-// before has what it did, and the turn that it missed.
+// An engine that cannot be started does not keep the others from being compared: the table says
+// that it was left out, and why. One that could be before has what it did, and the turn that it
+// missed.
 func TestUnable(t *testing.T) {
 	o := parsed(t, "kvspray,nixl,mooncake", "down,drop")
 	var all []*outcome
-	err := o.turnsOf(t.Context(), func(_ context.Context, e engine, s scenario, block int) (*outcome, error) {
+	err := o.turnsOf(t.Context(), func(_ context.Context, e engine, s scenario,
+		block int) (*outcome, error) {
 		if e.name == "nixl" || e.name == "mooncake" && s.name == o.scenarios[2].name {
 			return nil, &unableError{"no backend of " + e.name}
 		}
-		r := &timeline.Result{Faults: s.faults, Transfers: []timeline.Transfer{{Took: timeline.Seconds(time.Second)}}, Cold: 0.5, Warm: 0.6}
+		r := &timeline.Result{Faults: s.faults,
+			Transfers: []timeline.Transfer{{Took: timeline.Seconds(time.Second)}}, Cold: 0.5, Warm: 0.6}
 		for range min(len(s.faults), 1) {
 			r.Dips = []timeline.Dip{{Recovered: timeline.Seconds(30 * time.Millisecond)}}
 		}
@@ -114,14 +121,18 @@ func TestUnable(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, want := range []string{"NIXL 1.5.1, UCX tcp, all devices is left out: no backend of nixl\n", "0 of 0 (not started: no backend of mooncake)", "0.900",
+	for _, want := range []string{"NIXL 1.5.1, UCX tcp, all devices is left out: no backend of nixl\n",
+		"0 of 0 (not started: no backend of mooncake)", "0.900",
 		"0.03 s", "never", o.machine.String(), "kvspray " + o.machine.Version} {
 		if !strings.Contains(string(b), want) {
 			t.Errorf("%q is not in %s", want, b)
 		}
 	}
 	broken := errors.New("no rails")
-	if err := o.turnsOf(t.Context(), func(context.Context, engine, scenario, int) (*outcome, error) { return nil, broken }, nil); !errors.Is(err, broken) {
+	if err := o.turnsOf(t.Context(), func(context.Context, engine, scenario, int) (*outcome,
+		error) {
+		return nil, broken
+	}, nil); !errors.Is(err, broken) {
 		t.Errorf("what no engine is to blame for: %v", err)
 	}
 }
@@ -132,7 +143,8 @@ func TestUnableSays(t *testing.T) {
 	if err := d.unable(errEnded); err.Error() != errEnded.Error() {
 		t.Errorf("without a log: %v", err)
 	}
-	if err := os.WriteFile(d.log, []byte("Traceback\nModuleNotFoundError: No module named 'nixl'\n\n"), 0o600); err != nil {
+	if err := os.WriteFile(d.log, []byte("Traceback\nModuleNotFoundError: No module named 'nixl'\n\n"),
+		0o600); err != nil {
 		t.Fatal(err)
 	}
 	if err := d.unable(errEnded); err.Error() != "ModuleNotFoundError: No module named 'nixl'" {

@@ -49,7 +49,8 @@ type line struct {
 	Error    string          `json:"error"`
 }
 
-func (o *options) start(f *railsbench.Field, e engine, side netrig.Side, block int, total int64) (*driver, error) {
+func (o *options) start(f *railsbench.Field, e engine, side netrig.Side, block int,
+	total int64) (*driver, error) {
 	role := [...]string{"initiator", "target"}[side]
 	d := &driver{lines: make(chan line, 16), log: filepath.Join(o.out, e.name+"-"+role+".log")}
 	log, err := os.Create(d.log)
@@ -58,7 +59,9 @@ func (o *options) start(f *railsbench.Field, e engine, side netrig.Side, block i
 	}
 	defer func() { _ = log.Close() }()
 	// UCX finds its devices in /sys, which shows those of the namespace in which it was mounted.
-	d.cmd = exec.Command("unshare", "--mount", "sh", "-c", `mount -t sysfs sysfs /sys && exec "$@"`, "sh", o.python, o.driver, e.driver, role, "--ip", netrig.Addr(side, 0).String(), "--block", fmt.Sprint(block), "--total", fmt.Sprint(total),
+	d.cmd = exec.Command("unshare", "--mount", "sh", "-c", `mount -t sysfs sysfs /sys && exec "$@"`,
+		"sh", o.python, o.driver, e.driver, role, "--ip", netrig.Addr(side, 0).String(), "--block",
+		fmt.Sprint(block), "--total", fmt.Sprint(total),
 		"--region", fmt.Sprint(regionBytes))
 	d.cmd.Env = append(os.Environ(), e.env...)
 	d.cmd.Stderr = log
@@ -147,8 +150,10 @@ func (d *driver) ask(ctx context.Context, what string, v any) (line, error) {
 	return d.next(ctx, driverPatience)
 }
 
-// theirs moves with another engine. What becomes of it is part of the result (said); err is what keeps the comparison from going on.
-func (o *options) theirs(ctx context.Context, f *railsbench.Field, e engine, opt *timeline.Options, res *timeline.Result) (said string, err error) {
+// theirs moves with another engine. What becomes of it is part of the result (said); err is what
+// keeps the comparison from going on.
+func (o *options) theirs(ctx context.Context, f *railsbench.Field, e engine, opt *timeline.Options,
+	res *timeline.Result) (said string, err error) {
 	target, err := o.start(f, e, netrig.Receiver, opt.Block, opt.Total)
 	if err != nil {
 		return "", err
@@ -196,7 +201,8 @@ func (o *options) theirs(ctx context.Context, f *railsbench.Field, e engine, opt
 				return nil
 			}
 			began := time.UnixMicro(int64(l.Began * 1e6)).Sub(base)
-			res.Transfers = append(res.Transfers, timeline.Transfer{Began: timeline.Seconds(began), Took: timeline.Seconds(l.Took * 1e9), Bytes: l.Bytes, Error: l.Error})
+			res.Transfers = append(res.Transfers, timeline.Transfer{Began: timeline.Seconds(began),
+				Took: timeline.Seconds(l.Took * 1e9), Bytes: l.Bytes, Error: l.Error})
 			if l.Error == "" {
 				last++
 			}

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package progress tells whoever waits for a command what it is doing, so that nothing is silent for long. It writes to one place, standard
-// error as a rule: results go elsewhere and stay clean.
+// Package progress tells whoever waits for a command what it is doing, so that nothing is silent
+// for long. It writes to one place, standard error as a rule: results go elsewhere and stay clean.
 //
-// On a terminal it is one line that is drawn again and again and is gone at the end; elsewhere a line for each phase, and one now and then
-// within a long one. A nil Line says nothing.
+// On a terminal it is one line that is drawn again and again and is gone at the end; elsewhere a
+// line for each phase, and one now and then within a long one. A nil Line says nothing.
 //
 // Goroutines: one, from Start to Close.
 package progress
@@ -119,7 +119,8 @@ func (l *Line) Say(format string, args ...any) {
 	l.write(fmt.Sprintf(format, args...) + "\n")
 }
 
-// End ends the phase: nothing is said until the next one, and somebody else may write to the terminal.
+// End ends the phase: nothing is said until the next one, and somebody else may write to the
+// terminal.
 func (l *Line) End() {
 	if l == nil {
 		return
@@ -162,7 +163,8 @@ func (l *Line) drawLocked() {
 		l.write(phase + far + "\n")
 		return
 	}
-	// A line that wraps could not be drawn over. What changes is worth more than what was there to be read before.
+	// A line that wraps could not be drawn over. What changes is worth more than what was there to be
+	// read before.
 	most := max(l.width()-1, 0)
 	phase = phase[:min(len(phase), max(most-len(far), 0))]
 	l.write(eraseLine + phase + far[:min(len(far), most)])

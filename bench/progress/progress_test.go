@@ -31,7 +31,8 @@ func TestLines(t *testing.T) {
 	})
 }
 
-// On a terminal: one line that is drawn over, never longer than the terminal is wide, and gone at the end.
+// On a terminal: one line that is drawn over, never longer than the terminal is wide, and gone at
+// the end.
 func TestTerminal(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var b bytes.Buffer
@@ -45,7 +46,8 @@ func TestTerminal(t *testing.T) {
 		l.End()
 		<-time.After(time.Minute)
 		l.Close()
-		want := strings.Join([]string{"", "moving", "moving", "moving (1s)", "mov: 3 of 9 now (1s)", ": a very long word a", ""}, eraseLine)
+		want := strings.Join([]string{"", "moving", "moving", "moving (1s)", "mov: 3 of 9 now (1s)",
+			": a very long word a", ""}, eraseLine)
 		if b.String() != want {
 			t.Errorf("%q, want %q", b.String(), want)
 		}

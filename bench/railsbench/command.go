@@ -38,11 +38,14 @@ evenly layer streams to all receivers share the rails; and the same with all of 
 		Args: cobra.NoArgs,
 	}
 	flags := timeline.AddFlags(c)
-	c.Flags().StringVar(&claims, "claims", "", "what the links claim, separated by commas: the sidecars are told that (default: nothing)")
+	c.Flags().StringVar(&claims, "claims", "", "what the links claim, separated by commas: the "+
+		"sidecars are told that (default: nothing)")
 	c.Flags().StringVar(&integrity, "integrity", "", "off, crc32c or aead (default: the sidecar's)")
-	c.Flags().DurationVar(&plain, "plain", plainSpan, "how long plain streams over all rails at once are measured; over one alone, a second at most")
+	c.Flags().DurationVar(&plain, "plain", plainSpan, "how long plain streams over all rails at "+
+		"once are measured; over one alone, a second at most")
 	c.Flags().StringArrayVar(&set, "set", nil, "key=value of the sidecars' configuration; repeatable")
-	c.Flags().IntVar(&receivers, "receivers", 1, "sidecars that receive; more than one: measure how they share the rails")
+	c.Flags().IntVar(&receivers, "receivers", 1, "sidecars that receive; more than one: measure how "+
+		"they share the rails")
 	c.Flags().StringVar(&sidecar, SidecarFlag, "", SidecarUsage)
 	c.RunE = func(cmd *cobra.Command, _ []string) error {
 		o, err := flags.Options()
@@ -69,7 +72,8 @@ evenly layer streams to all receivers share the rails; and the same with all of 
 				return usage.Of(err)
 			}
 		}
-		s := Setup{Rates: o.Rates, Receivers: receivers, Policy: o.Policy, Integrity: integrity, Set: set, Plain: plain}
+		s := Setup{Rates: o.Rates, Receivers: receivers, Policy: o.Policy, Integrity: integrity, Set: set,
+			Plain: plain}
 		if claims != "" {
 			for _, part := range strings.Split(claims, ",") {
 				r, err := timeline.ParseRate(strings.TrimSpace(part))
@@ -79,7 +83,8 @@ evenly layer streams to all receivers share the rails; and the same with all of 
 				s.Claims = append(s.Claims, r)
 			}
 			if len(s.Claims) != len(s.Rates) {
-				return usage.Errorf("--claims %s: %d rates for the %d rails of --rates: want one for each", claims, len(s.Claims), len(s.Rates))
+				return usage.Errorf("--claims %s: %d rates for the %d rails of --rates: want one for each",
+					claims, len(s.Claims), len(s.Rates))
 			}
 		}
 		if s.Kvspray, err = FindSidecar(sidecar); err != nil {

@@ -68,7 +68,8 @@ type Transfer struct {
 	Bytes        uint64
 	Recompute    int    // tokens that are named as not come, where it failed
 	Transport    string // that moved most of it
-	// Err is why it failed or what differs; where it failed and named what did not come, also what differs of the rest.
+	// Err is why it failed or what differs; where it failed and named what did not come, also what
+	// differs of the rest.
 	Err error
 
 	pair     *Pair
@@ -78,23 +79,27 @@ type Transfer struct {
 	landed   chan struct{} // closed at Ended
 }
 
-// Engines adds a pair of engines whose transfers have `total` bytes in blocks of `block`, rounded down
-// to whole blocks, with room for so many at a time.
+// Engines adds a pair of engines whose transfers have `total` bytes in blocks of `block`, rounded
+// down to whole blocks, with room for so many at a time.
 func (f *Field) Engines(ctx context.Context, block int, total int64, slots int) (*Pair, error) {
 	return f.EnginesAt(ctx, netrig.Sender, netrig.Receiver, block, total, slots)
 }
 
 // EnginesAt is Engines for a sender and a receiver of the rig, or the other way round.
-func (f *Field) EnginesAt(ctx context.Context, from, to netrig.Side, block int, total int64, slots int) (_ *Pair, err error) {
+func (f *Field) EnginesAt(ctx context.Context, from, to netrig.Side, block int, total int64,
+	slots int) (_ *Pair, err error) {
 	pages := int(total / int64(block))
 	layers := 1
 	for layers < timeline.MaxLayers && pages%(2*layers) == 0 {
 		layers *= 2
 	}
 	n := pages / layers
-	p := &Pair{field: f, from: from, to: to, id: fmt.Sprintf("e%d", f.made), n: n, shape: connectortest.Shape{Layers: layers, NumBlocks: uint32(n * slots), TokensPerBlock: tokensPerBlock,
-		TokenBytes: uint64(block / tokensPerBlock)}, slots: make(chan []uint32, slots), checks: make(chan *Transfer, maxChecks),
-		waits: map[waitKey]chan connectortest.Completion{}}
+	p := &Pair{field: f, from: from, to: to, id: fmt.Sprintf("e%d", f.made), n: n,
+		shape: connectortest.Shape{Layers: layers, NumBlocks: uint32(n * slots),
+			TokensPerBlock: tokensPerBlock,
+			TokenBytes:     uint64(block / tokensPerBlock)}, slots: make(chan []uint32, slots),
+		checks: make(chan *Transfer, maxChecks),
+		waits:  map[waitKey]chan connectortest.Completion{}}
 	var seed [32]byte
 	_, _ = crand.Read(seed[:]) // never fails
 	random := rand.NewChaCha8(seed)
@@ -137,7 +142,8 @@ func (f *Field) EnginesAt(ctx context.Context, from, to netrig.Side, block int, 
 func (p *Pair) connect(ctx context.Context) (err error) {
 	p.disconnect()
 	dial := func(side netrig.Side, region *mem.Region) (*connectortest.Worker, error) {
-		return connectortest.DialWorker(ctx, connectortest.Config{Socket: p.field.nodes[side].socket, Layout: p.shape.Layout(),
+		return connectortest.DialWorker(ctx, connectortest.Config{Socket: p.field.nodes[side].socket,
+			Layout:  p.shape.Layout(),
 			Regions: []*mem.Region{region}, Engine: msg.Engine{Name: "bench", Version: "1", ID: p.id}})
 	}
 	if p.src, err = dial(p.from, p.region[atSource]); err != nil {
@@ -217,7 +223,8 @@ func (p *Pair) knock() (uint64, error) {
 	var h [32]byte
 	_, _ = crand.Read(x[:])
 	_, _ = crand.Read(h[:])
-	return p.dst.Expect(msg.Expect{Xfer: x, Hash: h, Tokens: uint32(p.n) * tokensPerBlock, Peer: p.field.nodes[p.from].peer, Skip: []uint32{0},
+	return p.dst.Expect(msg.Expect{Xfer: x, Hash: h, Tokens: uint32(p.n) * tokensPerBlock,
+		Peer: p.field.nodes[p.from].peer, Skip: []uint32{0},
 		Blocks: [][]uint32{t}, PartnerMS: uint64(meetPatience.Milliseconds())})
 }
 
@@ -229,7 +236,8 @@ type Order struct {
 
 // Begin starts a transfer of the pair's size from random blocks, once a slot is free.
 func (p *Pair) Begin(ctx context.Context, o Order) (*Transfer, error) {
-	t := &Transfer{pair: p, done: make(chan struct{}), landed: make(chan struct{}), Bytes: uint64(p.shape.Layers) * uint64(p.n) * p.shape.PageBytes()}
+	t := &Transfer{pair: p, done: make(chan struct{}), landed: make(chan struct{}),
+		Bytes: uint64(p.shape.Layers) * uint64(p.n) * p.shape.PageBytes()}
 	select {
 	case t.to = <-p.slots:
 	case <-ctx.Done():
@@ -249,11 +257,13 @@ func (p *Pair) Begin(ctx context.Context, o Order) (*Transfer, error) {
 	lease, given := p.dst.NewLease(), p.src.NewLease()
 	received, sent := p.await(false, lease), p.await(true, given)
 	t.Began = time.Now()
-	if err := p.src.IntentAs(given, msg.Intent{Xfer: x, Hash: h, Tokens: tokens, Fanout: 1, Blocks: [][]uint32{t.from}, Ready: tokens, Prio: o.Priority,
+	if err := p.src.IntentAs(given, msg.Intent{Xfer: x, Hash: h, Tokens: tokens, Fanout: 1,
+		Blocks: [][]uint32{t.from}, Ready: tokens, Prio: o.Priority,
 		DeadlineMS: uint64(o.Deadline.Milliseconds())}); err != nil {
 		return nil, fmt.Errorf("intent: %w", err)
 	}
-	m := msg.Expect{Xfer: x, Hash: h, Tokens: tokens, Peer: p.field.nodes[p.from].peer, Skip: []uint32{0}, Blocks: [][]uint32{t.to},
+	m := msg.Expect{Xfer: x, Hash: h, Tokens: tokens, Peer: p.field.nodes[p.from].peer,
+		Skip: []uint32{0}, Blocks: [][]uint32{t.to},
 		Prio: o.Priority, DeadlineMS: uint64(o.Deadline.Milliseconds())}
 	if err := p.dst.Push(board.RecExpect, lease, m.Append(nil), false); err != nil {
 		return nil, fmt.Errorf("expect: %w", err)
@@ -279,7 +289,8 @@ func (p *Pair) Begin(ctx context.Context, o Order) (*Transfer, error) {
 		close(t.landed)
 		// Blocks at the source are free only when its engine has heard, too.
 		if s, ok := <-sent; t.Err == nil && (!ok || s.Status != 0) {
-			t.Err = fmt.Errorf("the receiver committed, and the sender says status %d: %+v", s.Status, s.Sent)
+			t.Err = fmt.Errorf("the receiver committed, and the sender says status %d: %+v",
+				s.Status, s.Sent)
 		}
 		p.checks <- t
 	}()
@@ -328,13 +339,15 @@ func (p *Pair) compare() {
 func (p *Pair) same(t *Transfer) error {
 	named := make([]bool, len(t.to))
 	for _, r := range t.missing {
-		for k := r[0] / tokensPerBlock; k < min((r[1]+tokensPerBlock-1)/tokensPerBlock, uint32(len(named))); k++ {
+		for k := r[0] / tokensPerBlock; k < min((r[1]+tokensPerBlock-1)/tokensPerBlock,
+			uint32(len(named))); k++ {
 			named[k] = true
 		}
 	}
 	for l := range p.shape.Layers {
 		for k := range t.to {
-			if !named[k] && !bytes.Equal(p.shape.Page(p.region[atSource], l, t.from[k]), p.shape.Page(p.region[atDest], l, t.to[k])) {
+			if !named[k] && !bytes.Equal(p.shape.Page(p.region[atSource], l, t.from[k]),
+				p.shape.Page(p.region[atDest], l, t.to[k])) {
 				return fmt.Errorf("content differs: layer %d, block %d of the transfer", l, k)
 			}
 		}
@@ -342,8 +355,8 @@ func (p *Pair) same(t *Transfer) error {
 	return nil
 }
 
-// Scribble writes over the blocks of the receiver that a landed transfer used, as an engine that gives them to another prompt,
-// and returns a function that says whether anybody wrote there since.
+// Scribble writes over the blocks of the receiver that a landed transfer used, as an engine that
+// gives them to another prompt, and returns a function that says whether anybody wrote there since.
 func (t *Transfer) Scribble(mark byte) (intact func() bool) {
 	p := t.pair
 	each := func(f func(page []byte) bool) bool {

@@ -75,7 +75,8 @@ type node struct {
 // Open builds the rails and starts the sidecars. They have not met.
 func Open(ctx context.Context, s Setup) (_ *Field, err error) {
 	if len(s.Claims) != 0 && len(s.Claims) != len(s.Rates) {
-		return nil, fmt.Errorf("%d claimed rates for %d rails: want one for each, or none", len(s.Claims), len(s.Rates))
+		return nil, fmt.Errorf("%d claimed rates for %d rails: want one for each, or none", len(s.Claims),
+			len(s.Rates))
 	}
 	f := &Field{setup: s}
 	defer func() {
@@ -100,10 +101,12 @@ func Open(ctx context.Context, s Setup) (_ *Field, err error) {
 	return f, f.startNodes(ctx)
 }
 
-// atStart is why a sidecar was not there at all. What it refused comes from --set; a panic has the same exit code, and no hint.
+// atStart is why a sidecar was not there at all. What it refused comes from --set; a panic has the
+// same exit code, and no hint.
 func atStart(err error, log string) error {
 	why := fmt.Errorf("ended at its start: %w\n%s", err, log)
-	if x := (*exec.ExitError)(nil); errors.As(err, &x) && x.ExitCode() == usageExit && strings.HasSuffix(log, " --help'.") {
+	if x := (*exec.ExitError)(nil); errors.As(err, &x) && x.ExitCode() == usageExit &&
+		strings.HasSuffix(log, " --help'.") {
 		return usage.Of(why)
 	}
 	return why
@@ -138,7 +141,8 @@ func (f *Field) Renew(ctx context.Context) error {
 }
 
 func (f *Field) startNode(ctx context.Context, side netrig.Side) (*node, error) {
-	n := &node{side: side, socket: filepath.Join(f.dir, fmt.Sprintf("%d.sock", side)), log: filepath.Join(f.dir, fmt.Sprintf("%d.log", side)),
+	n := &node{side: side, socket: filepath.Join(f.dir, fmt.Sprintf("%d.sock", side)),
+		log:    filepath.Join(f.dir, fmt.Sprintf("%d.log", side)),
 		exited: make(chan error, 1)}
 	ready := filepath.Join(f.dir, fmt.Sprintf("%d.ready", side))
 	_ = os.Remove(ready) // an earlier sidecar's
@@ -162,7 +166,8 @@ func (f *Field) startNode(ctx context.Context, side netrig.Side) (*node, error) 
 		return nil, fmt.Errorf("start %s: %w", f.setup.Kvspray, err)
 	}
 	go func() { n.exited <- n.cmd.Wait() }()
-	n.http = &http.Client{Transport: &http.Transport{DialContext: func(ctx context.Context, _, addr string) (net.Conn, error) {
+	n.http = &http.Client{Transport: &http.Transport{DialContext: func(ctx context.Context, _,
+		addr string) (net.Conn, error) {
 		return f.Rig.Dial(ctx, side, netip.Addr{}, addr)
 	}}}
 	limit := time.NewTimer(startPatience)
@@ -195,12 +200,14 @@ func (f *Field) startNode(ctx context.Context, side netrig.Side) (*node, error) 
 	}
 }
 
-// config is what a sidecar is told. Everything goes over the rails, the control lanes too: there is no other network.
+// config is what a sidecar is told. Everything goes over the rails, the control lanes too: there is
+// no other network.
 func (f *Field) config(n *node) string {
 	var b strings.Builder
 	p := func(format string, args ...any) { _, _ = fmt.Fprintf(&b, format, args...) }
 	p("node: rails-%d\nengine: {socket: %q}\n", n.side, n.socket)
-	p("peer: {listen: %q, cluster_key_file: %q, gossip: {listen: \"off\"}}\n", netip.AddrPortFrom(netrig.Addr(n.side, 0), 0), filepath.Join(f.dir, "cluster.key"))
+	p("peer: {listen: %q, cluster_key_file: %q, gossip: {listen: \"off\"}}\n",
+		netip.AddrPortFrom(netrig.Addr(n.side, 0), 0), filepath.Join(f.dir, "cluster.key"))
 	p("http: {listen: \"127.0.0.1:0\"}\nlog: {level: info}\n")
 	if f.setup.Policy != "" {
 		p("transfer: {policy: %q}\n", f.setup.Policy)
@@ -322,7 +329,8 @@ func (f *Field) State(ctx context.Context, side netrig.Side) (*State, error) {
 	return &s, f.Get(ctx, side, "/debug/state", &s)
 }
 
-// Meet waits until the sidecars of a pair have a lane on every rail, without moving anything: somebody expects what nobody will send.
+// Meet waits until the sidecars of a pair have a lane on every rail, without moving anything:
+// somebody expects what nobody will send.
 func (f *Field) Meet(ctx context.Context, p *Pair) error {
 	lease, err := p.knock()
 	if err != nil {

@@ -172,7 +172,8 @@ func (r *fanRun) run(ctx context.Context) error {
 	var load []*Pair
 	for i := range r.res.Receivers {
 		to := netrig.Receiver + netrig.Side(i)
-		p, err := f.EnginesAt(ctx, netrig.Sender, to, r.o.Block, timeline.Whole(loadTotal, r.o.Block), loadSlots)
+		p, err := f.EnginesAt(ctx, netrig.Sender, to, r.o.Block, timeline.Whole(loadTotal, r.o.Block),
+			loadSlots)
 		if err != nil {
 			return err
 		}
@@ -214,7 +215,8 @@ func (r *fanRun) run(ctx context.Context) error {
 	load = nil
 	for i := range r.res.Receivers {
 		from := netrig.Receiver + netrig.Side(i)
-		p, err := f.EnginesAt(ctx, from, netrig.Sender, r.o.Block, timeline.Whole(loadTotal, r.o.Block), loadSlots)
+		p, err := f.EnginesAt(ctx, from, netrig.Sender, r.o.Block, timeline.Whole(loadTotal, r.o.Block),
+			loadSlots)
 		if err != nil {
 			return err
 		}
@@ -252,8 +254,8 @@ func (r *fanRun) ended(t *Transfer) {
 	}
 }
 
-// waited moves transfers that a decode waits for, one after the other with pauses between them, for as
-// long as a phase takes.
+// waited moves transfers that a decode waits for, one after the other with pauses between them, for
+// as long as a phase takes.
 func (r *fanRun) waited(ctx context.Context, p *Pair) (Waited, error) {
 	var all []time.Duration
 	for end := time.Now().Add(r.o.Duration); len(all) < fewestWaited || time.Now().Before(end); {
@@ -279,8 +281,8 @@ func (r *fanRun) waited(ctx context.Context, p *Pair) (Waited, error) {
 	return Waited{Count: n, P50: at(50), P95: at(95), P99: at(99), Most: most}, nil
 }
 
-// under calls do while every pair moves transfers without end, and returns what each sidecar that was
-// sent something got meanwhile, and the rate of all of it.
+// under calls do while every pair moves transfers without end, and returns what each sidecar that
+// was sent something got meanwhile, and the rate of all of it.
 func (r *fanRun) under(ctx context.Context, pairs []*Pair, prio uint32,
 	do func(context.Context) error) ([]uint64, timeline.Rate, error) {
 	loadCtx, stop := context.WithCancelCause(ctx)
@@ -420,5 +422,6 @@ func (r *FanResult) failure() error {
 	if r.Failed == 0 {
 		return nil
 	}
-	return errors.New(fmt.Sprint(r.Failed, " of ", r.Transfers, " transfers failed; the first: ", r.Error))
+	return errors.New(fmt.Sprint(r.Failed, " of ", r.Transfers, " transfers failed; the first: ",
+		r.Error))
 }

@@ -22,8 +22,10 @@ const (
 	streamWarm  = 700 * time.Millisecond
 )
 
-// Streams measures what one plain stream over each of these rails carries, all of them at once, in bytes that were read.
-func Streams(ctx context.Context, rig *netrig.Rig, rails []int, span time.Duration) (_ []timeline.Rate, err error) {
+// Streams measures what one plain stream over each of these rails carries, all of them at once, in
+// bytes that were read.
+func Streams(ctx context.Context, rig *netrig.Rig, rails []int,
+	span time.Duration) (_ []timeline.Rate, err error) {
 	ctx, cancel := context.WithTimeout(ctx, streamWarm+span+10*time.Second)
 	defer cancel()
 	var wg sync.WaitGroup
@@ -36,7 +38,8 @@ func Streams(ctx context.Context, rig *netrig.Rig, rails []int, span time.Durati
 	}()
 	read := make([]atomic.Uint64, len(rails))
 	for k, i := range rails {
-		l, err := rig.Listen(ctx, netrig.Receiver, netip.AddrPortFrom(netrig.Addr(netrig.Receiver, i), 0).String())
+		l, err := rig.Listen(ctx, netrig.Receiver, netip.AddrPortFrom(netrig.Addr(netrig.Receiver, i),
+			0).String())
 		if err != nil {
 			return nil, fmt.Errorf("plain stream: %w", err)
 		}
@@ -89,7 +92,8 @@ func Streams(ctx context.Context, rig *netrig.Rig, rails []int, span time.Durati
 }
 
 // Together measures what plain streams over all rails at once carry.
-func Together(ctx context.Context, rig *netrig.Rig, span time.Duration) (sum timeline.Rate, err error) {
+func Together(ctx context.Context, rig *netrig.Rig, span time.Duration) (sum timeline.Rate,
+	err error) {
 	var all []int
 	for i := range rig.Rails() {
 		all = append(all, i)

@@ -15,7 +15,8 @@ import (
 	"github.com/kvspray/kvspray/internal/ui/usage"
 )
 
-// maxResult bounds what is read of a file: an hour's samples of as many rails as there may be are half of it.
+// maxResult bounds what is read of a file: an hour's samples of as many rails as there may be are
+// half of it.
 const maxResult = 512 << 20
 
 // NewCommand returns the `sim` command.
@@ -45,7 +46,8 @@ With --against it runs what a result of 'kvspray-bench rails' says, on rails as 
 	flags := timeline.AddFlags(c)
 	c.Flags().IntVar(&nodes, "nodes", 2, "simulated nodes, half of which send")
 	c.Flags().Uint64Var(&seed, "seed", 1, "of all that is drawn at random")
-	c.Flags().StringVar(&against, "against", "", "a JSON result of 'kvspray-bench rails' that is run again and compared with")
+	c.Flags().StringVar(&against, "against", "", "a JSON result of 'kvspray-bench rails' that is "+
+		"run again and compared with")
 	c.RunE = func(cmd *cobra.Command, _ []string) error {
 		o, err := flags.Options()
 		if err != nil {
@@ -59,11 +61,13 @@ With --against it runs what a result of 'kvspray-bench rails' says, on rails as 
 		if against != "" {
 			for _, f := range []string{"rates", "block", "total", "duration", "policy", "fault", "nodes"} {
 				if cmd.Flags().Changed(f) {
-					return usage.Errorf("--against %s and --%s: the result says which run it was; leave --%s out", against, f, f)
+					return usage.Errorf("--against %s and --%s: the result says which run it was; leave --%s out",
+						against, f, f)
 				}
 			}
 			if real, err = readResult(against); err != nil {
-				return usage.Errorf("--against: %w: give the file that 'kvspray-bench rails --json FILE' wrote", err)
+				return usage.Errorf("--against: %w: give the file that 'kvspray-bench rails --json FILE' wrote",
+					err)
 			}
 			s = Predict(real, seed)
 			s.Options.JSON, s.Options.HTML = o.JSON, o.HTML
@@ -100,14 +104,17 @@ func readResult(path string) (*timeline.Result, error) {
 		return nil, fmt.Errorf("%s: %w", path, err)
 	}
 	// It is a file: whatever stands there must be a run that can be made.
-	o := &timeline.Options{Block: r.Block, Total: r.Total, Duration: r.Duration.D(), Policy: r.Policy, Faults: r.Faults}
+	o := &timeline.Options{Block: r.Block, Total: r.Total, Duration: r.Duration.D(), Policy: r.Policy,
+		Faults: r.Faults}
 	for _, x := range r.Rails {
-		if x.Rate < timeline.MinRate || x.Rate > timeline.MaxRate || x.Alone < timeline.MinRate/2 || x.Alone > timeline.MaxRate {
+		if x.Rate < timeline.MinRate || x.Rate > timeline.MaxRate || x.Alone < timeline.MinRate/2 ||
+			x.Alone > timeline.MaxRate {
 			return nil, fmt.Errorf("%s: %s, with a plain stream %s, is no rail", path, x.Rate, x.Alone)
 		}
 		o.Rates = append(o.Rates, x.Rate)
 	}
-	if r.Bench != "rails" || len(o.Rates) == 0 || r.Total <= 0 || r.Duration < 0 || r.Together < timeline.MinRate/2 {
+	if r.Bench != "rails" || len(o.Rates) == 0 || r.Total <= 0 || r.Duration < 0 ||
+		r.Together < timeline.MinRate/2 {
 		return nil, fmt.Errorf("%s: no result of 'kvspray-bench rails'", path)
 	}
 	if err := o.Check(); err != nil {

@@ -11,19 +11,22 @@ import (
 	"github.com/kvspray/kvspray/bench/timeline"
 )
 
-// Tolerance is how far the simulation's word may be from what sockets did: of throughput, and of what a fault cost.
+// Tolerance is how far the simulation's word may be from what sockets did: of throughput, and of
+// what a fault cost.
 const Tolerance = 0.07
 
 // Predict is the run of a result, on simulated rails of the rates that plain streams had.
 func Predict(real *timeline.Result, seed uint64) Setup {
-	o := &timeline.Options{Block: real.Block, Total: granules(real.Total), Duration: real.Duration.D(), Policy: real.Policy, Faults: real.Faults}
+	o := &timeline.Options{Block: real.Block, Total: granules(real.Total), Duration: real.Duration.D(),
+		Policy: real.Policy, Faults: real.Faults}
 	var sum timeline.Rate
 	for _, r := range real.Rails {
 		o.Rates = append(o.Rates, r.Rate)
 		sum += r.Alone
 	}
 	s := Setup{Options: o, Nodes: 2, Seed: seed, Rails: append([]timeline.Rail(nil), real.Rails...)}
-	// Where plain streams get less at once than one by one, processors are in the way; each rail then has its part of what is left.
+	// Where plain streams get less at once than one by one, processors are in the way; each rail then
+	// has its part of what is left.
 	if real.Together > 0 && real.Together < sum {
 		for i := range s.Rails {
 			s.Rails[i].Alone *= real.Together / sum
@@ -32,7 +35,8 @@ func Predict(real *timeline.Result, seed uint64) Setup {
 	return s
 }
 
-// Compare writes what both runs say beside each other; the error names everything that is further apart than Tolerance.
+// Compare writes what both runs say beside each other; the error names everything that is further
+// apart than Tolerance.
 func Compare(real, simulated *timeline.Result, w io.Writer) error {
 	var far []string
 	var err error
@@ -59,10 +63,13 @@ func Compare(real, simulated *timeline.Result, w io.Writer) error {
 		row("later transfers, of plain streams together", real.Warm, simulated.Warm)
 	}
 	if len(real.Dips) != len(simulated.Dips) {
-		return fmt.Errorf("%d faults had a time in the measured run, %d in the simulated one: it ended earlier", len(real.Dips), len(simulated.Dips))
+		return fmt.Errorf(
+			"%d faults had a time in the measured run, %d in the simulated one: it ended earlier",
+			len(real.Dips), len(simulated.Dips))
 	}
 	for i, d := range real.Dips {
-		row(fmt.Sprintf("%s after %v, of what is expected", timeline.Depth, d.Faults), d.Share, simulated.Dips[i].Share)
+		row(fmt.Sprintf("%s after %v, of what is expected", timeline.Depth, d.Faults), d.Share,
+			simulated.Dips[i].Share)
 	}
 	if err == nil && len(far) > 0 {
 		err = fmt.Errorf("more than %.2f apart: %s", Tolerance, strings.Join(far, "; "))

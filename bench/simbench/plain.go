@@ -30,7 +30,8 @@ func (s *Setup) plain(rails []timeline.Rail) (timeline.Rate, error) {
 		}
 	}
 	for i := range rails {
-		if _, err := a.backend.Dial(context.Background(), transport.Peer{Boot: b.boot, Self: a.boot}, a.rails[i], b.rails[i]); err != nil {
+		if _, err := a.backend.Dial(context.Background(), transport.Peer{Boot: b.boot, Self: a.boot},
+			a.rails[i], b.rails[i]); err != nil {
 			return 0, fmt.Errorf("plain stream: %w", err)
 		}
 	}
@@ -46,7 +47,8 @@ func (s *Setup) plain(rails []timeline.Rail) (timeline.Rate, error) {
 	return timeline.RateOf(passed()-from, plainSpan), nil
 }
 
-// end is one host of a plain stream: its sender keeps every lane full, its receiver takes whatever comes.
+// end is one host of a plain stream: its sender keeps every lane full, its receiver takes whatever
+// comes.
 type end struct {
 	boot    transfer.Boot
 	host    *simfabric.Host
@@ -66,13 +68,16 @@ func (e *end) PeerKey(boot transfer.Boot) (transport.Peer, bool) {
 	return transport.Peer{Boot: boot, Self: e.boot}, boot == e.other.boot
 }
 
-// Grant implements transport.Host: every slice has a grant of its own, for chunks that have landed are not written again.
-func (e *end) Grant(transfer.Boot, transfer.Slot, transfer.Gen) (*transport.Grant, transfer.Reason) {
+// Grant implements transport.Host: every slice has a grant of its own, for chunks that have landed
+// are not written again.
+func (e *end) Grant(transfer.Boot, transfer.Slot, transfer.Gen) (*transport.Grant,
+	transfer.Reason) {
 	return &transport.Grant{Peer: e.other.boot, Sink: nothing{}}, transfer.ReasonNone
 }
 
 // Origin implements transport.Host.
-func (e *end) Origin(transfer.Boot, transfer.Slot, transfer.Gen) (*transport.Origin, transfer.Reason) {
+func (e *end) Origin(transfer.Boot, transfer.Slot, transfer.Gen) (*transport.Origin,
+	transfer.Reason) {
 	return nil, transfer.ReasonUnknownSlot
 }
 

@@ -21,14 +21,19 @@ import (
 
 // What stands for the kernel's part. The figures are those of netrig and of package tcp.
 const (
-	payload     = 1448.0 / 1514 // of a full Ethernet frame that carries TCP with timestamps: what a plain stream gets of a shaper's rate
-	queueTime   = 20 * time.Millisecond
-	leastQueue  = 3 * transfer.ChunkBytes // a chunk stands for its packets: in front of slow rails there is room for several at least
+	// of a full Ethernet frame that carries TCP with timestamps: what a plain stream gets of a
+	// shaper's rate
+	payload   = 1448.0 / 1514
+	queueTime = 20 * time.Millisecond
+	// a chunk stands for its packets: in front of slow rails there is room for several at least
+	leastQueue  = 3 * transfer.ChunkBytes
 	defaultRTT  = 100 * time.Microsecond
 	hostRate    = 200e9 // out of a host, where nothing is shaped
 	sliceBytes  = 1 << 20
 	maxInFlight = 16
-	lookPause   = 60 * time.Millisecond // a link that comes up says so twice; package topo looks again after 40 ms, and holds it back for 20
+	// a link that comes up says so twice; package topo looks again after 40 ms, and holds it back for
+	// 20
+	lookPause = 60 * time.Millisecond
 )
 
 // How a run goes.
@@ -53,7 +58,8 @@ type Setup struct {
 	Seed    uint64
 	// Rails are as they were measured; nil: from the rates.
 	Rails []timeline.Rail
-	// Together is what plain streams got over all rails at once, where something else than the rails was in the way; 0: nothing was.
+	// Together is what plain streams got over all rails at once, where something else than the rails
+	// was in the way; 0: nothing was.
 	Together timeline.Rate
 	Say      *progress.Line // nil: nobody waits
 }
@@ -64,9 +70,11 @@ func (s *Setup) check() error {
 	case s.Nodes < 2 || s.Nodes > MaxNodes || s.Nodes%2 != 0:
 		return fmt.Errorf("--nodes %d: must be even, 2 to %d", s.Nodes, MaxNodes)
 	case o.Total%granule != 0:
-		return fmt.Errorf("--total %s: must be a multiple of %s", timeline.FormatSize(o.Total), timeline.FormatSize(granule))
+		return fmt.Errorf("--total %s: must be a multiple of %s", timeline.FormatSize(o.Total),
+			timeline.FormatSize(granule))
 	case o.Total > maxTotal:
-		return fmt.Errorf("--total %s: at most %s", timeline.FormatSize(o.Total), timeline.FormatSize(maxTotal))
+		return fmt.Errorf("--total %s: at most %s", timeline.FormatSize(o.Total),
+			timeline.FormatSize(maxTotal))
 	}
 	return nil
 }
@@ -92,7 +100,8 @@ func (s *Setup) rails() []timeline.Rail {
 }
 
 func spec(r timeline.Rail) simfabric.RailSpec {
-	link := simfabric.LinkSpec{BitsPerSecond: float64(r.Alone), Latency: defaultRTT / 2, Buffer: r.Buffer}
+	link := simfabric.LinkSpec{BitsPerSecond: float64(r.Alone), Latency: defaultRTT / 2,
+		Buffer: r.Buffer}
 	if r.RTT > 0 {
 		link.Latency = r.RTT.D() / 2
 	}
@@ -106,7 +115,8 @@ func spec(r timeline.Rail) simfabric.RailSpec {
 }
 
 func (s *Setup) fabric() simfabric.Config {
-	return simfabric.Config{Seed: s.Seed, SliceBytes: sliceBytes, MaxInFlight: maxInFlight, Resume: simfabric.DefaultRTO, CarrierBack: lookPause}
+	return simfabric.Config{Seed: s.Seed, SliceBytes: sliceBytes, MaxInFlight: maxInFlight,
+		Resume: simfabric.DefaultRTO, CarrierBack: lookPause}
 }
 
 // Run measures the rails with plain streams, moves transfers while the faults happen, and judges.
@@ -120,8 +130,10 @@ func Run(ctx context.Context, s Setup) (*timeline.Result, error) {
 		return nil, usage.Errorf("--policy %q: unknown", o.Policy)
 	}
 	pairs := s.Nodes / 2
-	res := &timeline.Result{Bench: "sim", Version: version.String(), Host: fmt.Sprintf("%d simulated nodes", s.Nodes), Nodes: s.Nodes, Seed: s.Seed,
-		Block: o.Block, Total: o.Total, Duration: timeline.Seconds(o.Duration), Policy: o.Policy, Faults: o.Faults}
+	res := &timeline.Result{Bench: "sim", Version: version.String(),
+		Host: fmt.Sprintf("%d simulated nodes", s.Nodes), Nodes: s.Nodes, Seed: s.Seed,
+		Block: o.Block, Total: o.Total, Duration: timeline.Seconds(o.Duration), Policy: o.Policy,
+		Faults: o.Faults}
 	rails := s.rails()
 	s.Say.Phase("measuring %d simulated rails with plain streams, alone and together", len(rails))
 	for i, r := range rails {
@@ -141,8 +153,10 @@ func Run(ctx context.Context, s Setup) (*timeline.Result, error) {
 	if o.Duration > 0 {
 		what = o.Duration.String() + " of transfers"
 	}
-	s.Say.Phase("moving %s of %s from each of %d nodes, in simulated time", what, timeline.FormatSize(o.Total), pairs)
-	r := &run{s: s, res: res, c: sim.New(sim.Config{Fabric: s.fabric(), Exec: exec.Config{Policy: policy}})}
+	s.Say.Phase("moving %s of %s from each of %d nodes, in simulated time", what,
+		timeline.FormatSize(o.Total), pairs)
+	r := &run{s: s, res: res, c: sim.New(sim.Config{Fabric: s.fabric(),
+		Exec: exec.Config{Policy: policy}})}
 	if err := r.move(ctx, rails, pairs); err != nil {
 		return nil, err
 	}
@@ -229,7 +243,8 @@ func (r *run) note() {
 		begun += len(p.all)
 	}
 	open := r.c.Open()
-	r.s.Say.Note("%.2f s, %d transfers ended, %d under way", (r.c.F.Now() - r.begin).Seconds(), max(begun-open, 0), open)
+	r.s.Say.Note("%.2f s, %d transfers ended, %d under way", (r.c.F.Now() - r.begin).Seconds(),
+		max(begun-open, 0), open)
 }
 
 // window is how many transfers of a pair are wanted at a time.
@@ -289,10 +304,12 @@ func (r *run) collect() {
 	for sender, p := range r.pairs {
 		var turn time.Duration
 		for _, t := range p.all {
-			// Transfers are served in the order in which they began: the wire belongs to one once its predecessor is done.
+			// Transfers are served in the order in which they began: the wire belongs to one once its
+			// predecessor is done.
 			began := max(t.Began-r.begin, turn)
 			turn = t.ReceivedAt() - r.begin
-			x := timeline.Transfer{Began: timeline.Seconds(began), Took: timeline.Seconds(turn - began), Bytes: t.Bytes(), Sender: sender}
+			x := timeline.Transfer{Began: timeline.Seconds(began), Took: timeline.Seconds(turn - began),
+				Bytes: t.Bytes(), Sender: sender}
 			if t.Received.Status != exec.StatusOK {
 				x.Error = t.Received.Reason
 			}

@@ -43,47 +43,55 @@ func must(t *testing.T, s Setup) *timeline.Result {
 	return r
 }
 
-// TestRailsAddUp: unequal rails add up where chunks are pulled, and run at the slowest one's pace where they are dealt out.
+// TestRailsAddUp: unequal rails add up where chunks are pulled, and run at the slowest one's pace
+// where they are dealt out.
 func TestRailsAddUp(t *testing.T) {
 	for _, x := range []struct {
 		policy      string
 		least, most float64
 	}{{"spray", 0.97, 1.001}, {"round-robin", 0.4, 0.6}, {"weighted", 0.4, 1.001}} {
-		r := must(t, Setup{Options: &timeline.Options{Rates: four, Block: 16 << 10, Total: 256 << 20, Policy: x.policy}, Nodes: 2, Seed: 1})
+		r := must(t, Setup{Options: &timeline.Options{Rates: four, Block: 16 << 10, Total: 256 << 20,
+			Policy: x.policy}, Nodes: 2, Seed: 1})
 		if r.Failed > 0 || len(r.Transfers) != 2 {
 			t.Errorf("%s: %d transfers, %d failed", x.policy, len(r.Transfers), r.Failed)
 		}
 		for _, share := range []float64{r.Cold, r.Warm} {
 			if share < x.least || share > x.most {
-				t.Errorf("%s: cold %.3f, warm %.3f of %s, want %.2f to %.2f", x.policy, r.Cold, r.Warm, r.Together, x.least, x.most)
+				t.Errorf("%s: cold %.3f, warm %.3f of %s, want %.2f to %.2f", x.policy, r.Cold, r.Warm,
+					r.Together, x.least, x.most)
 			}
 		}
 	}
 }
 
-// TestFaults: each kind of fault costs no transfer, leaves its mark, and is over within what the issue allows.
+// TestFaults: each kind of fault costs no transfer, leaves its mark, and is over within what the
+// issue allows.
 func TestFaults(t *testing.T) {
 	for _, x := range []struct {
 		kind   string
 		within time.Duration
 	}{
-		{"down", 20 * time.Millisecond}, {"drop", 150 * time.Millisecond}, {"ackdrop", 150 * time.Millisecond}, {"rate=1/20", 150 * time.Millisecond},
+		{"down", 20 * time.Millisecond}, {"drop", 150 * time.Millisecond},
+		{"ackdrop", 150 * time.Millisecond}, {"rate=1/20", 150 * time.Millisecond},
 		{"flap=300ms", 150 * time.Millisecond}, {"blackhole", 150 * time.Millisecond},
 	} {
 		t.Run(x.kind, func(t *testing.T) {
-			r := must(t, Setup{Options: &timeline.Options{Rates: four, Block: 16 << 10, Total: 256 << 20, Duration: 5 * time.Second, Policy: "spray",
+			r := must(t, Setup{Options: &timeline.Options{Rates: four, Block: 16 << 10, Total: 256 << 20,
+				Duration: 5 * time.Second, Policy: "spray",
 				Faults: faults(t, "1500ms:rail0:"+x.kind, "3s:rail0:heal")}, Nodes: 2, Seed: 1})
 			if r.Failed > 0 || len(r.Dips) != 2 {
 				t.Fatalf("%d failed, dips %+v", r.Failed, r.Dips)
 			}
-			t.Logf("%.3f of what is left, at %.2f after %s; healed: %s", r.Dips[0].Share, timeline.Enough, r.Dips[0].Recovered, r.Dips[1].Recovered)
+			t.Logf("%.3f of what is left, at %.2f after %s; healed: %s", r.Dips[0].Share, timeline.Enough,
+				r.Dips[0].Recovered, r.Dips[1].Recovered)
 			if d := r.Dips[0].Recovered; d < 0 || d.D() > x.within {
 				t.Errorf("the fault lasted %s, want %s", d, x.within)
 			}
 			if d := r.Dips[1].Recovered; d < 0 || d.D() > 2*time.Second {
 				t.Errorf("healed, it took %s", d)
 			}
-			before, during := r.Samples.Between(time.Second, 1500*time.Millisecond), r.Samples.Between(2500*time.Millisecond, 3*time.Second)
+			before, during := r.Samples.Between(time.Second, 1500*time.Millisecond),
+				r.Samples.Between(2500*time.Millisecond, 3*time.Second)
 			if float64(during) > 0.9*float64(before) {
 				t.Errorf("%d bytes in half a second before, %d during: no fault", before, during)
 			}
@@ -91,7 +99,8 @@ func TestFaults(t *testing.T) {
 	}
 }
 
-// TestWord: what was measured on real rails is said to within Tolerance, faults and healing included.
+// TestWord: what was measured on real rails is said to within Tolerance, faults and healing
+// included.
 func TestWord(t *testing.T) {
 	if testutil.Race {
 		testutil.Skip(t, "norace", "make test-all runs it in its part bounds, in a twentieth of the time")
@@ -114,10 +123,12 @@ func TestWord(t *testing.T) {
 	}
 }
 
-// TestSame: the same flags give the same result, on however many processors; another seed gives another.
+// TestSame: the same flags give the same result, on however many processors; another seed gives
+// another.
 func TestSame(t *testing.T) {
 	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(0))
-	s := Setup{Options: &timeline.Options{Rates: four, Block: 16 << 10, Total: 32 << 20, Duration: time.Second, Policy: "spray",
+	s := Setup{Options: &timeline.Options{Rates: four, Block: 16 << 10, Total: 32 << 20,
+		Duration: time.Second, Policy: "spray",
 		Faults: faults(t, "300ms:rail1:drop", "600ms:rail1:heal")}, Nodes: 8, Seed: 3}
 	var first *timeline.Result
 	for _, n := range []int{1, 2, 8} {
@@ -140,7 +151,8 @@ func TestManyNodes(t *testing.T) {
 	if testutil.Race {
 		testutil.Skip(t, "norace", "make test-all runs it in its part bounds, in a twentieth of the time")
 	}
-	r := must(t, Setup{Options: &timeline.Options{Rates: []timeline.Rate{25e9, 25e9, 25e9, 25e9}, Block: 64 << 10, Total: 64 << 20, Policy: "spray",
+	r := must(t, Setup{Options: &timeline.Options{Rates: []timeline.Rate{25e9, 25e9, 25e9, 25e9},
+		Block: 64 << 10, Total: 64 << 20, Policy: "spray",
 		Faults: faults(t, "2ms:rail2:flap=40ms")}, Nodes: 200, Seed: 1})
 	if len(r.Transfers) != 200 || r.Failed > 0 {
 		t.Errorf("%d transfers, %d failed", len(r.Transfers), r.Failed)
@@ -180,7 +192,8 @@ func TestRefused(t *testing.T) {
 
 // TestCompare: a run agrees with itself, and whatever is further away than the tolerance is named.
 func TestCompare(t *testing.T) {
-	s := Setup{Options: &timeline.Options{Rates: four, Block: 16 << 10, Total: 64 << 20, Duration: 2 * time.Second, Policy: "spray",
+	s := Setup{Options: &timeline.Options{Rates: four, Block: 16 << 10, Total: 64 << 20,
+		Duration: 2 * time.Second, Policy: "spray",
 		Faults: faults(t, "1s:rail0:down")}, Nodes: 2, Seed: 1}
 	real := must(t, s)
 	again := must(t, Predict(real, 2))
@@ -193,13 +206,15 @@ func TestCompare(t *testing.T) {
 	}
 	less := *again
 	less.Goodput *= 0.9
-	if err := Compare(real, &less, io.Discard); err == nil || !strings.Contains(err.Error(), "goodput") {
+	if err := Compare(real, &less, io.Discard); err == nil || !strings.Contains(err.Error(),
+		"goodput") {
 		t.Errorf("a tenth less: %v", err)
 	}
 	less = *again
 	less.Dips = append([]timeline.Dip(nil), again.Dips...)
 	less.Dips[0].Share -= 0.1
-	if err := Compare(real, &less, io.Discard); err == nil || !strings.Contains(err.Error(), "rail0:down") {
+	if err := Compare(real, &less, io.Discard); err == nil || !strings.Contains(err.Error(),
+		"rail0:down") {
 		t.Errorf("a deeper dip: %v", err)
 	}
 	less.Dips = nil
@@ -210,7 +225,8 @@ func TestCompare(t *testing.T) {
 
 // TestAgainst reads a file as the command does.
 func TestAgainst(t *testing.T) {
-	real := must(t, Setup{Options: &timeline.Options{Rates: four, Block: 16 << 10, Total: 64 << 20, Policy: "spray"}, Nodes: 2, Seed: 1})
+	real := must(t, Setup{Options: &timeline.Options{Rates: four, Block: 16 << 10, Total: 64 << 20,
+		Policy: "spray"}, Nodes: 2, Seed: 1})
 	real.Bench = "rails"
 	path := filepath.Join(t.TempDir(), "rails.json")
 	var b bytes.Buffer
@@ -230,25 +246,34 @@ func TestAgainst(t *testing.T) {
 		err = c.Execute()
 		return out.String(), errs.String(), err
 	}
-	if _, errs, err := command("--against", path); err != nil || !strings.Contains(errs, "later transfers") {
+	if _, errs, err := command("--against", path); err != nil || !strings.Contains(errs,
+		"later transfers") {
 		t.Errorf("%v: %s", err, errs)
 	}
-	if _, _, err := command("--against", path, "--rates", "1gbit"); err == nil || !strings.Contains(err.Error(), "--rates") {
+	if _, _, err := command("--against", path, "--rates", "1gbit"); err == nil ||
+		!strings.Contains(err.Error(), "--rates") {
 		t.Errorf("--rates beside --against: %v", err)
 	}
-	for name, text := range map[string]string{"of nothing": "{}", "of no rails": `{"bench": "rails", "policy": "spray", "total_bytes": 1048576, "block_bytes": 16384}`,
-		"of the simulation": strings.Replace(b.String(), `"rails"`, `"sim"`, 1), "of no speed": strings.Replace(b.String(), `"rate_bits_per_second": 2000000000`, `"rate_bits_per_second": 20`, 1),
-		"of nothing together": strings.Replace(b.String(), `"together_bits_per_second": `, `"together_bits_per_second": -`, 1), "of no bytes": "",
-		"of odd blocks": strings.Replace(b.String(), `"block_bytes": 16384`, `"block_bytes": 5`, 1), "of another policy": strings.Replace(b.String(), "spray", "best", 1)} {
+	for name, text := range map[string]string{"of nothing": "{}",
+		"of no rails":       `{"bench": "rails", "policy": "spray", "total_bytes": 1048576, "block_bytes": 16384}`,
+		"of the simulation": strings.Replace(b.String(), `"rails"`, `"sim"`, 1),
+		"of no speed": strings.Replace(b.String(), `"rate_bits_per_second": 2000000000`,
+			`"rate_bits_per_second": 20`, 1),
+		"of nothing together": strings.Replace(b.String(), `"together_bits_per_second": `,
+			`"together_bits_per_second": -`, 1), "of no bytes": "",
+		"of odd blocks":     strings.Replace(b.String(), `"block_bytes": 16384`, `"block_bytes": 5`, 1),
+		"of another policy": strings.Replace(b.String(), "spray", "best", 1)} {
 		odd := filepath.Join(t.TempDir(), "odd.json")
 		if err := os.WriteFile(odd, []byte(text), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		if _, _, err := command("--against", odd); !usage.Is(err) || !strings.Contains(err.Error(), odd) || !strings.Contains(err.Error(), "kvspray-bench rails --json FILE") {
+		if _, _, err := command("--against", odd); !usage.Is(err) || !strings.Contains(err.Error(),
+			odd) || !strings.Contains(err.Error(), "kvspray-bench rails --json FILE") {
 			t.Errorf("a result %s: %v", name, err)
 		}
 	}
-	if _, _, err := command("--against", path+"x"); !usage.Is(err) || !strings.Contains(err.Error(), "kvspray-bench rails --json FILE") {
+	if _, _, err := command("--against", path+"x"); !usage.Is(err) || !strings.Contains(err.Error(),
+		"kvspray-bench rails --json FILE") {
 		t.Errorf("a file that is not there: %v", err)
 	}
 	html := filepath.Join(t.TempDir(), "x.html")

@@ -1,8 +1,10 @@
-// Package timeline is what `kvspray-bench rails` and `kvspray-bench sim` have in common: the flags that say which rails there
-// are, what moves over them and what goes wrong when; the result of a run, as JSON; and what is read out of a run, so that
-// sockets and simulation are judged by one rule.
+// Package timeline is what `kvspray-bench rails` and `kvspray-bench sim` have in common: the flags
+// that say which rails there are, what moves over them and what goes wrong when; the result of a
+// run, as JSON; and what is read out of a run, so that sockets and simulation are judged by one
+// rule.
 //
-// Rates are written as tc(8) writes them (2gbit, 500mbit), sizes with binary units (16KiB), a fault as T:railN:kind:
+// Rates are written as tc(8) writes them (2gbit, 500mbit), sizes with binary units (16KiB), a fault
+// as T:railN:kind:
 //
 //	2s:rail0:down        no carrier             5s:rail0:up      carrier again; ends down and flap
 //	1s:rail1:drop        silence both ways      1s:rail1:ackdrop only what comes back is swallowed

@@ -70,7 +70,8 @@ func ParseFault(s string) (Fault, error) {
 		return bad("kind %q: want one of %s", kind, kindList())
 	case f.Kind == Slow:
 		if f.Share, err = parseShare(value); err != nil {
-			return bad("rate %q: want a share of the rail's rate above 0 and at most 1, such as rate=1/20", value)
+			return bad("rate %q: want a share of the rail's rate above 0 and at most 1, such as rate=1/20",
+				value)
 		}
 	case f.Kind == Flap:
 		if f.Period, err = time.ParseDuration(value); err != nil || f.Period < MinFlap {
@@ -177,8 +178,8 @@ func (c Condition) After(f Fault) Condition {
 	return c
 }
 
-// Usable is the share of its rate that a sprayer can count on: none where bytes or their confirmations get lost, and none of a
-// rail that flaps, of which nobody knows when it is there.
+// Usable is the share of its rate that a sprayer can count on: none where bytes or their
+// confirmations get lost, and none of a rail that flaps, of which nobody knows when it is there.
 func (c Condition) Usable() float64 {
 	if c.Down || c.Deaf || c.AckDeaf || c.Blackholed || c.Flap > 0 {
 		return 0

@@ -45,7 +45,8 @@ type Written interface {
 	Print(w io.Writer) error
 }
 
-// Save writes a result where the options say: as JSON, as what html makes of it, and for people where neither goes to standard output.
+// Save writes a result where the options say: as JSON, as what html makes of it, and for people
+// where neither goes to standard output.
 func (o *Options) Save(r *Result, stdout io.Writer, html func(io.Writer, *Result) error) error {
 	if err := save(o.HTML, stdout, func(w io.Writer) error { return html(w, r) }); err != nil {
 		return fmt.Errorf("--html: %w", err)
@@ -104,11 +105,15 @@ func AddFlags(cmd *cobra.Command) *Flags {
 	x := &Flags{cmd: cmd}
 	f := cmd.Flags()
 	f.StringVar(&x.rates, "rates", defaultRates, "the rails' rates, separated by commas")
-	f.StringVar(&x.block, "block", defaultBlock, "bytes of a block of KV cache, a multiple of 16; blocks lie scattered on both sides; pages of real models have 656, 9KiB or 28KiB")
-	f.StringVar(&x.total, "total", defaultTotal, "bytes of a transfer: one is cold, one warm; the default is rounded down to whole blocks")
-	f.DurationVar(&x.duration, "duration", 0, "move transfers of "+defaultTotal+" one after the other for so long, instead of --total")
+	f.StringVar(&x.block, "block", defaultBlock, "bytes of a block of KV cache, a multiple of 16; "+
+		"blocks lie scattered on both sides; pages of real models have 656, 9KiB or 28KiB")
+	f.StringVar(&x.total, "total", defaultTotal, "bytes of a transfer: one is cold, one warm; the "+
+		"default is rounded down to whole blocks")
+	f.DurationVar(&x.duration, "duration", 0, "move transfers of "+defaultTotal+" one after the "+
+		"other for so long, instead of --total")
 	f.StringVar(&x.policy, "policy", policies[0], strings.Join(policies, ", "))
-	f.StringArrayVar(&x.faults, "fault", nil, "T:railN:kind; kinds: down, up, drop, ackdrop, rate=1/20, flap=300ms, blackhole, heal; all for railN meets every rail; repeatable")
+	f.StringArrayVar(&x.faults, "fault", nil, "T:railN:kind; kinds: down, up, drop, ackdrop, "+
+		"rate=1/20, flap=300ms, blackhole, heal; all for railN meets every rail; repeatable")
 	f.StringVar(&x.jsonFile, "json", "", "write the result here; - for standard output")
 	f.StringVar(&x.htmlFile, "html", "", "write a chart here")
 	return x
@@ -141,7 +146,8 @@ func (x *Flags) options() (*Options, error) {
 		o.Total = Whole(o.Total, o.Block)
 	}
 	if changed := x.cmd.Flags().Changed; changed("total") && changed("duration") {
-		return nil, fmt.Errorf("--total %s and --duration %s: give one of them; --duration moves transfers of %s", x.total, x.duration, defaultTotal)
+		return nil, fmt.Errorf("--total %s and --duration %s: give one of them; --duration moves "+
+			"transfers of %s", x.total, x.duration, defaultTotal)
 	}
 	if x.cmd.Flags().Changed("duration") && x.duration <= 0 {
 		return nil, fmt.Errorf("--duration %s: must be positive", x.duration)
@@ -165,7 +171,8 @@ func (x *Flags) options() (*Options, error) {
 	return o, nil
 }
 
-// Writable says before a run what would make its result be lost after it. It leaves no file where there was none.
+// Writable says before a run what would make its result be lost after it. It leaves no file where
+// there was none.
 func Writable(path string) error {
 	if path == "" || path == "-" {
 		return nil
@@ -182,8 +189,8 @@ func Writable(path string) error {
 	return fmt.Errorf("%w: name a file that can be written, in a folder that is there", err)
 }
 
-// Whole is the largest number of bytes up to total that consists of whole blocks, in all layers where
-// there are enough.
+// Whole is the largest number of bytes up to total that consists of whole blocks, in all layers
+// where there are enough.
 func Whole(total int64, block int) int64 {
 	blocks := total / int64(block)
 	if blocks >= MaxLayers {
@@ -226,7 +233,8 @@ func (o *Options) Check() error {
 	}
 	for _, f := range o.Faults {
 		if f.Rail >= len(o.Rates) {
-			return fmt.Errorf("--fault %s: there are %d rails, rail0 to rail%d", f, len(o.Rates), len(o.Rates)-1)
+			return fmt.Errorf("--fault %s: there are %d rails, rail0 to rail%d", f, len(o.Rates),
+				len(o.Rates)-1)
 		}
 		if o.Duration > 0 && f.At >= o.Duration {
 			return fmt.Errorf("--fault %s: never happens within --duration %s", f, o.Duration)

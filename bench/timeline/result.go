@@ -24,8 +24,9 @@ type Result struct {
 	Duration Seconds `json:"duration_seconds,omitempty"`
 	Policy   string  `json:"policy"`
 	Faults   []Fault `json:"faults,omitempty"`
-	// Applied is when each of Faults was made, as far as the run came; shorter where that was not recorded: then a fault is taken to have happened
-	// at the very time that it names, as it does in sim.
+	// Applied is when each of Faults was made, as far as the run came; shorter where that was not
+	// recorded: then a fault is taken to have happened at the very time that it names, as it does in
+	// sim.
 	Applied []Span `json:"faults_applied,omitempty"`
 
 	Rails []Rail `json:"rails"`
@@ -36,12 +37,14 @@ type Result struct {
 	Samples   Samples    `json:"samples"`
 
 	// What follows is read out of the above by Judge.
-	Goodput Rate    `json:"goodput_bits_per_second"` // content, from the first beginning to the last end
-	Share   float64 `json:"share,omitempty"`         // Goodput, of Together
-	Cold    float64 `json:"cold_share"`              // a sender's first transfer, of what its rails carry together: the median of senders
-	Warm    float64 `json:"warm_share,omitempty"`    // the median of all later ones
-	Failed  int     `json:"failed_transfers"`        // more than none is a failure of the run
-	Dips    []Dip   `json:"dips,omitempty"`          // one for each time at which something happened
+	// content, from the first beginning to the last end
+	Goodput Rate    `json:"goodput_bits_per_second"`
+	Share   float64 `json:"share,omitempty"` // Goodput, of Together
+	// a sender's first transfer, of what its rails carry together: the median of senders
+	Cold   float64 `json:"cold_share"`
+	Warm   float64 `json:"warm_share,omitempty"` // the median of all later ones
+	Failed int     `json:"failed_transfers"`     // more than none is a failure of the run
+	Dips   []Dip   `json:"dips,omitempty"`       // one for each time at which something happened
 }
 
 // Rail is one of them.
@@ -53,7 +56,8 @@ type Rail struct {
 	Buffer int     `json:"buffer_bytes,omitempty"` // of its shaper
 }
 
-// Span is how long the command that makes a fault ran. At its end the fault has taken effect, before its beginning it has not.
+// Span is how long the command that makes a fault ran. At its end the fault has taken effect,
+// before its beginning it has not.
 type Span struct {
 	From Seconds `json:"from_seconds"`
 	To   Seconds `json:"to_seconds"`
@@ -70,7 +74,8 @@ type Transfer struct {
 	Error string `json:"error,omitempty"`
 }
 
-// Samples are the bytes that each rail's receiver has counted so far, at equal times from the first transfer's beginning.
+// Samples are the bytes that each rail's receiver has counted so far, at equal times from the first
+// transfer's beginning.
 type Samples struct {
 	Every Seconds    `json:"every_seconds"`
 	Bytes [][]uint64 `json:"rail_bytes"` // [rail][sample]
@@ -87,10 +92,12 @@ type Dip struct {
 	Expected Rate `json:"expected_bits_per_second"`
 	// Surviving is what those carry to which nothing has happened.
 	Surviving Rate `json:"surviving_bits_per_second"`
-	// Recovered is when the first window begins in which these rails, and no other, bring enough of that; negative: none did before the next
-	// fault. A rail that flaps is no survivor while it is up either: nobody is owed its bytes.
+	// Recovered is when the first window begins in which these rails, and no other, bring enough of
+	// that; negative: none did before the next fault. A rail that flaps is no survivor while it is up
+	// either: nobody is owed its bytes.
 	Recovered Seconds `json:"recovered_after_seconds"`
-	// Share of what was expected that came in the time after the fault that Depth names, or until the next, over rails that deliver.
+	// Share of what was expected that came in the time after the fault that Depth names, or until the
+	// next, over rails that deliver.
 	Share float64 `json:"share"`
 }
 
@@ -149,7 +156,8 @@ func (r *Result) Judge() {
 		if at < end {
 			d := Dip{Faults: r.Faults[i:n], At: Seconds(at), Took: Seconds(at - from), Recovered: Never,
 				Expected: r.left(named, Condition.Usable), Surviving: r.left(named, Condition.whole)}
-			if after, ok := r.over(named, Condition.whole).recovered(at, until, d.Surviving); ok && d.Surviving > 0 {
+			if after, ok := r.over(named, Condition.whole).recovered(at, until, d.Surviving); ok &&
+				d.Surviving > 0 {
 				d.Recovered = Seconds(after)
 			}
 			deep := min(until, at+Depth)
@@ -162,8 +170,8 @@ func (r *Result) Judge() {
 	}
 }
 
-// Surviving is what came in [from, to) over the rails to which nothing had happened at a time that Faults name, of what these carry; 0 where there
-// are none.
+// Surviving is what came in [from, to) over the rails to which nothing had happened at a time that
+// Faults name, of what these carry; 0 where there are none.
 func (r *Result) Surviving(named, from, to time.Duration) float64 {
 	want := r.left(named, Condition.whole).Over(to - from)
 	if want <= 0 {
@@ -193,7 +201,8 @@ func median(v []float64) float64 {
 	return v[len(v)/2]
 }
 
-// left is what the rails carry together of which faults have left a share: never more than they did when all were measured at once.
+// left is what the rails carry together of which faults have left a share: never more than they did
+// when all were measured at once.
 func (r *Result) left(at time.Duration, share func(Condition) float64) (sum Rate) {
 	var all Rate
 	for i, x := range r.Rails {
@@ -206,8 +215,8 @@ func (r *Result) left(at time.Duration, share func(Condition) float64) (sum Rate
 	return sum
 }
 
-// over is what came over the rails of which faults have left a share. What a receiver's device counts is no word for the others: a filter behind
-// it swallows that, or nobody hears that it came.
+// over is what came over the rails of which faults have left a share. What a receiver's device
+// counts is no word for the others: a filter behind it swallows that, or nobody hears that it came.
 func (r *Result) over(at time.Duration, share func(Condition) float64) *Samples {
 	s := &Samples{Every: r.Samples.Every}
 	for i, b := range r.Samples.Bytes {
@@ -271,11 +280,13 @@ func Read(in io.Reader) (*Result, error) {
 		}
 	}
 	if n := len(r.Applied); n > len(r.Faults) {
-		return nil, fmt.Errorf("timeline: read a result: faults_applied has %d entries for %d faults", n, len(r.Faults))
+		return nil, fmt.Errorf("timeline: read a result: faults_applied has %d entries for %d faults", n,
+			len(r.Faults))
 	}
 	for i, x := range r.Applied {
 		if x.From < 0 || x.To < x.From || i > 0 && x.From < r.Applied[i-1].To {
-			return nil, fmt.Errorf("timeline: read a result: faults_applied[%d] is from %s to %s: want one after the other", i, x.From, x.To)
+			return nil, fmt.Errorf("timeline: read a result: faults_applied[%d] is from %s to %s: want "+
+				"one after the other", i, x.From, x.To)
 		}
 	}
 	return &r, nil
@@ -312,7 +323,8 @@ func (r *Result) Print(w io.Writer) error {
 		case d.Surviving == 0:
 			p("; no rail is whole\n")
 		case d.Recovered == Never:
-			p("; no window of %s in which the rails that are whole are at %.2f of their %s\n", Window, Enough, d.Surviving)
+			p("; no window of %s in which the rails that are whole are at %.2f of their %s\n", Window,
+				Enough, d.Surviving)
 		default:
 			p("; the rails that are whole at %.2f of their %s after %s\n", Enough, d.Surviving, d.Recovered)
 		}

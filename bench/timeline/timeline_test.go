@@ -19,7 +19,8 @@ func parse(t *testing.T, args ...string) (*Options, error) {
 	t.Helper()
 	var x *Flags
 	var o *Options
-	cmd := &cobra.Command{Use: "x", SilenceErrors: true, SilenceUsage: true, RunE: func(*cobra.Command, []string) (err error) {
+	cmd := &cobra.Command{Use: "x", SilenceErrors: true, SilenceUsage: true, RunE: func(*cobra.Command,
+		[]string) (err error) {
 		o, err = x.Options()
 		return err
 	}}
@@ -32,13 +33,17 @@ func parse(t *testing.T, args ...string) (*Options, error) {
 // TestFlags reads the command line that the issue gives.
 func TestFlags(t *testing.T) {
 	html := filepath.Join(t.TempDir(), "f")
-	o, err := parse(t, "--rates", "2gbit,1gbit, 500mbit,2.5gbit", "--block", "64KiB", "--policy", "weighted", "--duration", "8s",
-		"--fault", "5s:rail0:up", "--fault", "2s:rail0:down", "--fault", "2s:all:rate=1/20", "--fault", "500ms:rail3:flap=300ms", "--json", "-", "--html", html)
+	o, err := parse(t, "--rates", "2gbit,1gbit, 500mbit,2.5gbit", "--block", "64KiB", "--policy",
+		"weighted", "--duration", "8s",
+		"--fault", "5s:rail0:up", "--fault", "2s:rail0:down", "--fault", "2s:all:rate=1/20", "--fault",
+		"500ms:rail3:flap=300ms", "--json", "-", "--html", html)
 	if err != nil {
 		t.Fatal(err)
 	}
-	want := &Options{Rates: []Rate{2e9, 1e9, 500e6, 2.5e9}, Block: 64 << 10, Total: 256 << 20, Duration: 8 * time.Second, Policy: "weighted", JSON: "-", HTML: html,
-		Faults: []Fault{{At: 500 * time.Millisecond, Rail: 3, Kind: Flap, Period: 300 * time.Millisecond}, {At: 2 * time.Second, Kind: Down},
+	want := &Options{Rates: []Rate{2e9, 1e9, 500e6, 2.5e9}, Block: 64 << 10, Total: 256 << 20,
+		Duration: 8 * time.Second, Policy: "weighted", JSON: "-", HTML: html,
+		Faults: []Fault{{At: 500 * time.Millisecond, Rail: 3, Kind: Flap, Period: 300 * time.Millisecond},
+			{At: 2 * time.Second, Kind: Down},
 			{At: 2 * time.Second, Rail: AllRails, Kind: Slow, Share: 0.05}, {At: 5 * time.Second, Kind: Up}}}
 	if d := cmp.Diff(want, o); d != "" {
 		t.Error(d)
@@ -52,8 +57,10 @@ func TestFlags(t *testing.T) {
 		t.Errorf("no flags: %+v: %v", o, err)
 	}
 	// Blocks of real pages: the default is whole blocks in 32 layers.
-	for block, total := range map[string]int64{"656": 268424704, "9KiB": 268369920, "28KiB": 267911168} {
-		if o, err = parse(t, "--block", block); err != nil || o.Total != total || o.Total%int64(32*o.Block) != 0 {
+	for block, total := range map[string]int64{"656": 268424704, "9KiB": 268369920,
+		"28KiB": 267911168} {
+		if o, err = parse(t, "--block", block); err != nil || o.Total != total ||
+			o.Total%int64(32*o.Block) != 0 {
 			t.Errorf("--block %s: %+v: %v", block, o, err)
 		}
 	}
@@ -75,7 +82,8 @@ func TestFlagsRefused(t *testing.T) {
 		{"--block 3000", "--block 3000: must be a multiple of 16 bytes, from 512 to 16MiB"},
 		{"--block 496", "--block 496: must be a multiple"},
 		{"--block 1GiB", "--block 1GiB: must be a multiple of 16 bytes"},
-		{"--block 656 --total 256MiB", "--total 256MiB: must be a multiple of --block 656, such as 268424704"},
+		{"--block 656 --total 256MiB", "--total 256MiB: must be a multiple of --block 656, such as " +
+			"268424704"},
 		{"--total 0", "--total"},
 		{"--total 9999999999GiB", "--total"},
 		{"--total 17KiB", "--total 17KiB: must be a multiple of --block 16KiB"},
@@ -103,7 +111,8 @@ func TestFlagsRefused(t *testing.T) {
 		{"--html " + file + "/x", "--html: open " + file + "/x: not a directory"},
 		{"--html .", "--html: open .: is a directory"},
 	} {
-		if _, err := parse(t, strings.Fields(x.args)...); err == nil || !strings.Contains(err.Error(), x.want) {
+		if _, err := parse(t, strings.Fields(x.args)...); err == nil ||
+			!strings.Contains(err.Error(), x.want) {
 			t.Errorf("%s: %v, want %q", x.args, err, x.want)
 		}
 	}
@@ -121,7 +130,8 @@ func TestFlagsRefused(t *testing.T) {
 }
 
 func TestUnits(t *testing.T) {
-	for s, want := range map[string]Rate{"1gbit": 1e9, "500mbit": 500e6, "2.5gbit": 2.5e9, "1mbit": 1e6, "1500kbit": 1.5e6} {
+	for s, want := range map[string]Rate{"1gbit": 1e9, "500mbit": 500e6, "2.5gbit": 2.5e9,
+		"1mbit": 1e6, "1500kbit": 1.5e6} {
 		r, err := ParseRate(s)
 		if err != nil || r != want {
 			t.Errorf("%s: %g: %v", s, r, err)
@@ -130,7 +140,8 @@ func TestUnits(t *testing.T) {
 			t.Errorf("%s is written as %s: %v", s, r, err)
 		}
 	}
-	for s, want := range map[string]int64{"16KiB": 16 << 10, "3MiB": 3 << 20, "1GiB": 1 << 30, "513": 513} {
+	for s, want := range map[string]int64{"16KiB": 16 << 10, "3MiB": 3 << 20, "1GiB": 1 << 30,
+		"513": 513} {
 		if n, err := ParseSize(s); err != nil || n != want || FormatSize(n) != s {
 			t.Errorf("%s: %d, %s: %v", s, n, FormatSize(n), err)
 		}
@@ -139,7 +150,8 @@ func TestUnits(t *testing.T) {
 
 // A limit is named only to who goes beyond it: the callers' own are lower.
 func TestSizesRefused(t *testing.T) {
-	for text, limit := range map[string]bool{"64MB": false, "": false, "-1": false, "0": false, "16385GiB": true, "17592186044417": true} {
+	for text, limit := range map[string]bool{"64MB": false, "": false, "-1": false, "0": false,
+		"16385GiB": true, "17592186044417": true} {
 		if _, err := ParseSize(text); err == nil || strings.Contains(err.Error(), "16384GiB") != limit {
 			t.Errorf("%q: %v", text, err)
 		}
@@ -148,7 +160,8 @@ func TestSizesRefused(t *testing.T) {
 
 func TestConditions(t *testing.T) {
 	var faults []Fault
-	for _, s := range []string{"1s:rail0:down", "2s:rail0:rate=1/4", "3s:rail0:up", "4s:all:drop", "5s:rail0:flap=300ms", "6s:rail0:up", "7s:rail0:heal"} {
+	for _, s := range []string{"1s:rail0:down", "2s:rail0:rate=1/4", "3s:rail0:up", "4s:all:drop",
+		"5s:rail0:flap=300ms", "6s:rail0:up", "7s:rail0:heal"} {
 		f, err := ParseFault(s)
 		if err != nil {
 			t.Fatal(err)
@@ -165,17 +178,23 @@ func TestConditions(t *testing.T) {
 	}
 }
 
-// TestJudge reads a run whose numbers are known: two equal rails; one dies at 1 s, for 80 ms nothing comes, then the other's rate.
+// TestJudge reads a run whose numbers are known: two equal rails; one dies at 1 s, for 80 ms
+// nothing comes, then the other's rate.
 func TestJudge(t *testing.T) {
 	const each = Rate(800e6) // 100 bytes a microsecond
-	r := &Result{Bench: "sim", Host: "none", Total: 1 << 20, Block: 16 << 10, Policy: "spray", Together: 2 * each, Faults: []Fault{{At: time.Second, Rail: 1, Kind: Down}, {At: time.Minute, Rail: 0, Kind: Down}},
-		Rails:     []Rail{{Name: "rail0", Rate: each, Alone: each}, {Name: "rail1", Rate: each, Alone: each}},
-		Transfers: []Transfer{{Took: Seconds(time.Second), Bytes: 180e6}, {Began: Seconds(time.Second), Took: Seconds(time.Second), Bytes: 92e6}, {Error: "gone"}},
-		Samples:   Samples{Every: Seconds(SampleEvery), Bytes: make([][]uint64, 2)}}
+	r := &Result{Bench: "sim", Host: "none", Total: 1 << 20, Block: 16 << 10, Policy: "spray",
+		Together: 2 * each, Faults: []Fault{{At: time.Second, Rail: 1, Kind: Down}, {At: time.Minute,
+			Rail: 0, Kind: Down}},
+		Rails: []Rail{{Name: "rail0", Rate: each, Alone: each}, {Name: "rail1", Rate: each,
+			Alone: each}},
+		Transfers: []Transfer{{Took: Seconds(time.Second), Bytes: 180e6}, {Began: Seconds(time.Second),
+			Took: Seconds(time.Second), Bytes: 92e6}, {Error: "gone"}},
+		Samples: Samples{Every: Seconds(SampleEvery), Bytes: make([][]uint64, 2)}}
 	for i := range 401 {
 		at := time.Duration(i) * SampleEvery
 		r.Samples.Bytes[1] = append(r.Samples.Bytes[1], uint64(each.Over(min(at, time.Second))))
-		r.Samples.Bytes[0] = append(r.Samples.Bytes[0], uint64(each.Over(min(at, time.Second)+max(0, at-1080*time.Millisecond))))
+		r.Samples.Bytes[0] = append(r.Samples.Bytes[0],
+			uint64(each.Over(min(at, time.Second)+max(0, at-1080*time.Millisecond))))
 	}
 	r.Judge()
 	near := func(what string, got, want float64) {
@@ -210,12 +229,14 @@ func TestJudge(t *testing.T) {
 		t.Error(d)
 	}
 	b.Reset()
-	if err := r.Print(&b); err != nil || !strings.Contains(b.String(), "0.840 of 800mbit in the 500ms after; the rails that are whole at 0.95 of their 800mbit after 80ms") ||
+	if err := r.Print(&b); err != nil || !strings.Contains(b.String(), "0.840 of 800mbit in the "+
+		"500ms after; the rails that are whole at 0.95 of their 800mbit after 80ms") ||
 		!strings.Contains(b.String(), "[1m0s:rail0:down]: too late") {
 		t.Errorf("%v: %s", err, b.String())
 	}
 
-	// A rail that never comes near says so, and one that claims more together than alone is not expected to.
+	// A rail that never comes near says so, and one that claims more together than alone is not
+	// expected to.
 	r.Rails[0].Alone *= 2
 	r.Judge()
 	near("expected of claims", float64(r.Dips[0].Expected), float64(2*each)*2/3)
@@ -224,12 +245,14 @@ func TestJudge(t *testing.T) {
 	}
 }
 
-// TestJudgeSurvivors: after a fault the window is judged by the rails that nothing happened to, and by them alone. The receiver's device of the other
-// one goes on counting here: what a filter swallows, what nobody hears of, or what a flapping link brings while it is up. Everything counts from the
-// moment at which the fault had taken effect.
+// TestJudgeSurvivors: after a fault the window is judged by the rails that nothing happened to, and
+// by them alone. The receiver's device of the other one goes on counting here: what a filter
+// swallows, what nobody hears of, or what a flapping link brings while it is up. Everything counts
+// from the moment at which the fault had taken effect.
 func TestJudgeSurvivors(t *testing.T) {
 	const each = Rate(800e6)
-	const began, done, back = 1005 * time.Millisecond, 1020 * time.Millisecond, 1080 * time.Millisecond // of the command; of the other rail's bytes
+	// of the command; of the other rail's bytes
+	const began, done, back = 1005 * time.Millisecond, 1020 * time.Millisecond, 1080 * time.Millisecond
 	for kind, want := range map[string]struct {
 		expected Rate
 		share    float64
@@ -247,13 +270,16 @@ func TestJudgeSurvivors(t *testing.T) {
 				}
 				faults = append(faults, f)
 			}
-			r := &Result{Bench: "rails", Total: 1 << 20, Block: 16 << 10, Together: 2 * each, Faults: faults, Applied: []Span{{Seconds(began), Seconds(done)}},
-				Rails:     []Rail{{Name: "rail0", Rate: each, Alone: each}, {Name: "rail1", Rate: each, Alone: each}},
+			r := &Result{Bench: "rails", Total: 1 << 20, Block: 16 << 10, Together: 2 * each, Faults: faults,
+				Applied: []Span{{Seconds(began), Seconds(done)}},
+				Rails: []Rail{{Name: "rail0", Rate: each, Alone: each}, {Name: "rail1", Rate: each,
+					Alone: each}},
 				Transfers: []Transfer{{Took: Seconds(4 * time.Second), Bytes: 700e6}},
 				Samples:   Samples{Every: Seconds(SampleEvery), Bytes: make([][]uint64, 2)}}
 			for i := range 801 {
 				at := time.Duration(i) * SampleEvery
-				r.Samples.Bytes[0] = append(r.Samples.Bytes[0], uint64(each.Over(min(at, done)+max(0, at-back))))
+				r.Samples.Bytes[0] = append(r.Samples.Bytes[0],
+					uint64(each.Over(min(at, done)+max(0, at-back))))
 				r.Samples.Bytes[1] = append(r.Samples.Bytes[1], uint64(each.Over(at)))
 			}
 			r.Judge()
@@ -265,10 +291,13 @@ func TestJudgeSurvivors(t *testing.T) {
 				t.Errorf("at %s, after a command of %s", d.At, d.Took)
 			}
 			if d.Recovered.D() != back-done {
-				t.Errorf("the window began after %s, want %s: a rail that failed was counted", d.Recovered, back-done)
+				t.Errorf("the window began after %s, want %s: a rail that failed was counted",
+					d.Recovered, back-done)
 			}
-			if d.Surviving != each || math.Abs(float64(d.Expected-want.expected)) > 1 || math.Abs(d.Share-want.share) > 1e-6 {
-				t.Errorf("%s survive, %s expected, of which %.3f came, want %s and %.3f", d.Surviving, d.Expected, d.Share, want.expected, want.share)
+			if d.Surviving != each || math.Abs(float64(d.Expected-want.expected)) > 1 ||
+				math.Abs(d.Share-want.share) > 1e-6 {
+				t.Errorf("%s survive, %s expected, of which %.3f came, want %s and %.3f", d.Surviving,
+					d.Expected, d.Share, want.expected, want.share)
 			}
 			if s := r.Surviving(time.Second, done, done+200*time.Millisecond); math.Abs(s-0.7) > 1e-6 {
 				t.Errorf("%.3f of the survivor's 200 ms came, 60 of them nothing", s)
@@ -309,7 +338,8 @@ func TestReadRefused(t *testing.T) {
 }
 
 func FuzzParseFault(f *testing.F) {
-	for _, s := range []string{"2s:rail0:down", "1s:all:rate=1/20", "500ms:rail1:flap=300ms", "1s:rail0:rate=0.3"} {
+	for _, s := range []string{"2s:rail0:down", "1s:all:rate=1/20", "500ms:rail1:flap=300ms",
+		"1s:rail0:rate=0.3"} {
 		f.Add(s)
 	}
 	f.Fuzz(func(t *testing.T, s string) {
@@ -324,12 +354,15 @@ func FuzzParseFault(f *testing.F) {
 	})
 }
 
-// TestJudgeSenders: a transfer is judged by what its own sender's links carry, all of them together by all links.
+// TestJudgeSenders: a transfer is judged by what its own sender's links carry, all of them together
+// by all links.
 func TestJudgeSenders(t *testing.T) {
 	const links = Rate(800e6) // of one sender: 100 bytes a microsecond
-	r := &Result{Bench: "sim", Nodes: 6, Total: 90e6, Block: 16 << 10, Together: 3 * links, Rails: []Rail{{Name: "rail0", Rate: links, Alone: 3 * links}}}
+	r := &Result{Bench: "sim", Nodes: 6, Total: 90e6, Block: 16 << 10, Together: 3 * links,
+		Rails: []Rail{{Name: "rail0", Rate: links, Alone: 3 * links}}}
 	for sender := range 3 {
-		r.Transfers = append(r.Transfers, Transfer{Sender: sender, Took: Seconds(time.Second), Bytes: 90e6},
+		r.Transfers = append(r.Transfers, Transfer{Sender: sender, Took: Seconds(time.Second),
+			Bytes: 90e6},
 			Transfer{Sender: sender, Began: Seconds(time.Second), Took: Seconds(time.Second), Bytes: 95e6})
 	}
 	r.Judge()
@@ -340,7 +373,9 @@ func TestJudgeSenders(t *testing.T) {
 	if err := r.Print(&b); err != nil {
 		t.Fatal(err)
 	}
-	for _, want := range []string{"rail0       800mbit, alone 800mbit\n", "together 800mbit for each of 3 senders, 2.4gbit in all; 6 transfers", "moved 2.22gbit: 0.925 of what the links carry together\n",
+	for _, want := range []string{"rail0       800mbit, alone 800mbit\n", "together 800mbit for " +
+		"each of 3 senders, 2.4gbit in all; 6 transfers", "moved 2.22gbit: 0.925 of what the links " +
+		"carry together\n",
 		"the first 0.900, later ones 0.950\n"} {
 		if !strings.Contains(b.String(), want) {
 			t.Errorf("%q is not in %s", want, b.String())

@@ -39,8 +39,10 @@ func TestMain(m *testing.M) {
 }
 
 // faultKinds are faults of rail 1, one of each kind.
-var faultKinds = []string{"20ms:rail1:down", "40ms:rail1:up", "60ms:rail1:drop", "80ms:rail1:heal", "100ms:rail1:ackdrop", "110ms:rail1:heal", "120ms:rail1:rate=1/20",
-	"130ms:rail1:heal", "140ms:all:rate=1/2", "150ms:rail1:flap=40ms", "180ms:rail1:up", "190ms:rail1:blackhole", "200ms:all:heal"}
+var faultKinds = []string{"20ms:rail1:down", "40ms:rail1:up", "60ms:rail1:drop", "80ms:rail1:heal",
+	"100ms:rail1:ackdrop", "110ms:rail1:heal", "120ms:rail1:rate=1/20",
+	"130ms:rail1:heal", "140ms:all:rate=1/2", "150ms:rail1:flap=40ms", "180ms:rail1:up",
+	"190ms:rail1:blackhole", "200ms:all:heal"}
 
 func flags(faults []string) (args []string) {
 	for _, f := range faults {
@@ -66,14 +68,20 @@ func TestBenchFlags(t *testing.T) {
 			{"--total 17KiB", []string{"--total 17KiB", "must be a multiple of --block 16KiB"}},
 			{"--policy best", []string{`--policy "best"`, "want one of spray, round-robin, weighted"}},
 			{"--rates 2gbit,fast", []string{`--rates: "fast"`, "want a rate"}},
-			{two + "--fault 2s:rail0:explode", []string{`--fault: "2s:rail0:explode"`, "want one of down, up, drop, ackdrop, rate, flap, blackhole, heal"}},
-			{two + "--fault 2s:rail0:rate=20", []string{"--fault", `rate "20"`, "above 0 and at most 1, such as rate=1/20"}},
-			{two + "--fault 2s:rail0:flap=1ms", []string{"--fault", `flap "1ms"`, "a period of 20ms or more"}},
+			{two + "--fault 2s:rail0:explode", []string{`--fault: "2s:rail0:explode"`, "want one of down, " +
+				"up, drop, ackdrop, rate, flap, blackhole, heal"}},
+			{two + "--fault 2s:rail0:rate=20", []string{"--fault", `rate "20"`, "above 0 and at most 1, " +
+				"such as rate=1/20"}},
+			{two + "--fault 2s:rail0:flap=1ms", []string{"--fault", `flap "1ms"`,
+				"a period of 20ms or more"}},
 			{two + "--fault 2s:rail0:down=1", []string{"--fault", "kind down takes no value"}},
-			{two + "--fault rail0:down", []string{"--fault", "want T:railN:kind, for instance 2s:rail0:down"}},
-			{two + "--duration 1s --fault 2s:rail0:down", []string{"--fault 2s:rail0:down", "never happens within --duration 1s"}},
+			{two + "--fault rail0:down", []string{"--fault",
+				"want T:railN:kind, for instance 2s:rail0:down"}},
+			{two + "--duration 1s --fault 2s:rail0:down", []string{"--fault 2s:rail0:down",
+				"never happens within --duration 1s"}},
 			// Every kind is parsed: the only error is in the last one.
-			{two + strings.Join(flags(append(faultKinds, "1s:rail2:heal")), " "), []string{"--fault 1s:rail2:heal", "there are 2 rails, rail0 to rail1"}},
+			{two + strings.Join(flags(append(faultKinds, "1s:rail2:heal")), " "),
+				[]string{"--fault 1s:rail2:heal", "there are 2 rails, rail0 to rail1"}},
 			{"--json x --html x", []string{"--json x and --html x", "only one can go there"}},
 			{"--json /nowhere/x", []string{"--json", "/nowhere/x", "no such file or directory"}},
 			{"somewhere", []string{"somewhere"}},
@@ -91,20 +99,27 @@ func TestBenchFlags(t *testing.T) {
 		}
 	}
 	var out, errs bytes.Buffer
-	if code := bench.Main([]string{"rails", "--plain", "1ms"}, &out, &errs); code != usage || !strings.Contains(errs.String(), "--plain 1ms: must be from 100ms") {
+	if code := bench.Main([]string{"rails", "--plain", "1ms"}, &out, &errs); code != usage ||
+		!strings.Contains(errs.String(), "--plain 1ms: must be from 100ms") {
 		t.Errorf("exit code %d: %q", code, &errs)
 	}
-	if code := bench.Main([]string{"sim", "--nodes", "3"}, &out, &errs); code != usage || !strings.Contains(errs.String(), "--nodes 3: must be even, 2 to") {
+	if code := bench.Main([]string{"sim", "--nodes", "3"}, &out, &errs); code != usage ||
+		!strings.Contains(errs.String(), "--nodes 3: must be even, 2 to") {
 		t.Errorf("exit code %d: %q", code, &errs)
 	}
 }
 
 // Usage errors have one exit code in every bench.
 func TestBenchMistakes(t *testing.T) {
-	for _, args := range []string{"copy --transport rdma", "copy --blocks 5001", "copy --total 0", "copy --conns 65", "copy --rounds -1", "copy --integrity md5", "copy --slice 1", "copy --window 0",
-		"gpu --repeat 0", "gpu --json /nowhere/x", "gpu hops", "rails --integrity md5", "rails --claims 1gbit", "rails --claims fast", "rails --html /", "sim --nodes 1",
-		"sim --nodes -2", "sim --against /nowhere/x", "sim --against x --total 1MiB", "sim --total 1KiB", "sim --total 8GiB", "sim --rates 1gbps", "sim --seed x", "sim --duration 1", "rails --plain 1",
-		"rails --receivers 0", "rails --receivers 65", "rails --receivers 2 --fault 1s:rail0:down", "rails --receivers 2 --html x", "rails --receivers 2 --duration 1ms",
+	for _, args := range []string{"copy --transport rdma", "copy --blocks 5001", "copy --total 0",
+		"copy --conns 65", "copy --rounds -1", "copy --integrity md5", "copy --slice 1",
+		"copy --window 0",
+		"gpu --repeat 0", "gpu --json /nowhere/x", "gpu hops", "rails --integrity md5",
+		"rails --claims 1gbit", "rails --claims fast", "rails --html /", "sim --nodes 1",
+		"sim --nodes -2", "sim --against /nowhere/x", "sim --against x --total 1MiB", "sim --total 1KiB",
+		"sim --total 8GiB", "sim --rates 1gbps", "sim --seed x", "sim --duration 1", "rails --plain 1",
+		"rails --receivers 0", "rails --receivers 65", "rails --receivers 2 --fault 1s:rail0:down",
+		"rails --receivers 2 --html x", "rails --receivers 2 --duration 1ms",
 		"rails --receivers 2 --block 8MiB", "rails --block 1000", "peers --blocks 1000"} {
 		var out, errs bytes.Buffer
 		code := bench.Main(strings.Fields(args), &out, &errs)
@@ -119,7 +134,8 @@ func TestBenchSim(t *testing.T) {
 	dir := t.TempDir()
 	json, html := filepath.Join(dir, "r.json"), filepath.Join(dir, "r.html")
 	var out, errs bytes.Buffer
-	args := append([]string{"sim", "--rates", "200mbit,100mbit", "--total", "8MiB", "--seed", "3", "--json", json, "--html", html}, flags(faultKinds)...)
+	args := append([]string{"sim", "--rates", "200mbit,100mbit", "--total", "8MiB", "--seed", "3",
+		"--json", json, "--html", html}, flags(faultKinds)...)
 	if code := bench.Main(args, &out, &errs); code != 0 {
 		t.Fatalf("exit code %d: %s", code, &errs)
 	}
@@ -130,7 +146,8 @@ func TestBenchSim(t *testing.T) {
 	if !strings.Contains(out.String(), "2 transfers of 8MiB, 0 failed") {
 		t.Errorf("it printed %q", &out)
 	}
-	if want := "measuring 2 simulated rails with plain streams, alone and together\nmoving two transfers of 8MiB from each of 1 nodes, in simulated time\n"; errs.String() != want {
+	if want := "measuring 2 simulated rails with plain streams, alone and together\nmoving two " +
+		"transfers of 8MiB from each of 1 nodes, in simulated time\n"; errs.String() != want {
 		t.Errorf("of its progress it said %q, want %q", &errs, want)
 	}
 	// Piped output is the result alone.
@@ -150,7 +167,8 @@ func railsCommand(t *testing.T, args ...string) *exec.Cmd {
 	if err != nil {
 		t.Fatal(err)
 	}
-	cmd := exec.CommandContext(t.Context(), self, append([]string{"rails", "--sidecar", self}, args...)...)
+	cmd := exec.CommandContext(t.Context(), self, append([]string{"rails", "--sidecar", self},
+		args...)...)
 	cmd.Env = append(os.Environ(), commandEnv+"=1")
 	return cmd
 }
@@ -187,7 +205,8 @@ func TestBenchReceivers(t *testing.T) {
 		return
 	}
 	file := filepath.Join(t.TempDir(), "r.json")
-	out, _ := rails(t, "--receivers", "3", "--block", "9KiB", "--rates", "60mbit,40mbit", "--duration", "1s", "--plain", "400ms",
+	out, _ := rails(t, "--receivers", "3", "--block", "9KiB", "--rates", "60mbit,40mbit", "--duration",
+		"1s", "--plain", "400ms",
 		"--json", file)
 	b, err := os.ReadFile(file)
 	if err != nil {
@@ -197,13 +216,15 @@ func TestBenchReceivers(t *testing.T) {
 	if err := json.Unmarshal(b, &r); err != nil {
 		t.Fatal(err)
 	}
-	if r.Bench != "receivers" || r.Receivers != 3 || len(r.Rails) != 2 || r.Failed > 0 || r.Transfers == 0 || r.Total != timeline.Whole(8<<20, 9<<10) {
+	if r.Bench != "receivers" || r.Receivers != 3 || len(r.Rails) != 2 || r.Failed > 0 ||
+		r.Transfers == 0 || r.Total != timeline.Whole(8<<20, 9<<10) {
 		t.Errorf("%+v", r)
 	}
 	if w := r.Alone; w.Count < 2 || w.P50 <= 0 || w.Most < w.P99 || w.P99 < w.P50 {
 		t.Errorf("alone: %+v", w)
 	}
-	if len(r.Beside) != 2 || r.Beside[0].Priority != "background" || r.Beside[1].Priority != "layer streams" {
+	if len(r.Beside) != 2 || r.Beside[0].Priority != "background" ||
+		r.Beside[1].Priority != "layer streams" {
 		t.Fatalf("beside: %+v", r.Beside)
 	}
 	for _, x := range r.Beside {
@@ -216,7 +237,9 @@ func TestBenchReceivers(t *testing.T) {
 			t.Errorf("shares: %+v", x)
 		}
 	}
-	for _, w := range []string{"beside background to 2 others: p50", "beside layer streams to 2 others: p50", "layer streams to all receivers: the least gets", "from all of them to the sender"} {
+	for _, w := range []string{"beside background to 2 others: p50", "beside layer streams to 2 " +
+		"others: p50", "layer streams to all receivers: the least gets",
+		"from all of them to the sender"} {
 		if !strings.Contains(out.String(), w) {
 			t.Errorf("it printed %q: want %q in it", out, w)
 		}
@@ -231,17 +254,21 @@ func TestBenchRails(t *testing.T) {
 	dir := t.TempDir()
 	data, html := filepath.Join(dir, "r.json"), filepath.Join(dir, "r.html")
 	faults := []string{"50ms:rail0:down", "200ms:rail0:up", "250ms:rail1:rate=1/2", "300ms:all:heal"}
-	out, errs := rails(t, append([]string{"--rates", "100mbit,50mbit", "--total", "4MiB", "--plain", "400ms", "--json", data,
+	out, errs := rails(t, append([]string{"--rates", "100mbit,50mbit", "--total", "4MiB", "--plain",
+		"400ms", "--json", data,
 		"--html", html}, flags(faults)...)...)
 	// Blocks of a real page's size.
-	odd, _ := rails(t, "--rates", "200mbit", "--total", "1259520", "--block", "656", "--plain", "400ms", "--json", "-")
-	if r, err := timeline.Read(odd); err != nil || r.Block != 656 || r.Total != 1259520 || len(r.Transfers) != 2 ||
+	odd, _ := rails(t, "--rates", "200mbit", "--total", "1259520", "--block", "656", "--plain",
+		"400ms", "--json", "-")
+	if r, err := timeline.Read(odd); err != nil || r.Block != 656 || r.Total != 1259520 ||
+		len(r.Transfers) != 2 ||
 		r.Transfers[1].Bytes != 1259520 {
 		t.Errorf("blocks of 656 bytes: %+v, %v", r, err)
 	}
 	// An error of the sidecars about --set is a usage error of the bench.
 	wrong := railsCommand(t, "--rates", "100mbit", "--total", "1MiB", "--set", "nope=1")
-	if said, err := wrong.CombinedOutput(); wrong.ProcessState.ExitCode() != usage || !strings.Contains(string(said), `nope: "1": unknown key`) {
+	if said, err := wrong.CombinedOutput(); wrong.ProcessState.ExitCode() != usage ||
+		!strings.Contains(string(said), `nope: "1": unknown key`) {
 		t.Errorf("%v: %s", err, said)
 	}
 	r := judge(t, data, html, 4<<20, faults)
@@ -258,7 +285,9 @@ func TestBenchRails(t *testing.T) {
 			t.Errorf("it printed %q: want %q in it", out, w)
 		}
 	}
-	for _, w := range []string{"making 2 rails and a sidecar at each end", "measuring rail1 of 50mbit with a plain stream", "moving two transfers of 4MiB", "rail0 of 100mbit: a plain stream alone carries", "rail1 of 50mbit", "plain streams over all of them at once carry"} {
+	for _, w := range []string{"making 2 rails and a sidecar at each end", "measuring rail1 of " +
+		"50mbit with a plain stream", "moving two transfers of 4MiB", "rail0 of 100mbit: a plain " +
+		"stream alone carries", "rail1 of 50mbit", "plain streams over all of them at once carry"} {
 		if !strings.Contains(errs.String(), w) {
 			t.Errorf("of its progress it said %q: want %q in it", errs, w)
 		}
@@ -277,12 +306,15 @@ func judge(t *testing.T, json, html string, total uint64, faults []string) *time
 	if err != nil {
 		t.Fatal(err)
 	}
-	if r.Failed != 0 || len(r.Transfers) != 2 || r.Total != int64(total) || r.Policy != "spray" || r.Block != 16<<10 {
-		t.Fatalf("%d of %d transfers of %d failed, policy %q, blocks of %d", r.Failed, len(r.Transfers), r.Total, r.Policy, r.Block)
+	if r.Failed != 0 || len(r.Transfers) != 2 || r.Total != int64(total) || r.Policy != "spray" ||
+		r.Block != 16<<10 {
+		t.Fatalf("%d of %d transfers of %d failed, policy %q, blocks of %d", r.Failed, len(r.Transfers),
+			r.Total, r.Policy, r.Block)
 	}
 	var content uint64
 	for i, x := range r.Transfers {
-		if content += x.Bytes; x.Bytes != total || x.Took <= 0 || i > 0 && x.Began < r.Transfers[i-1].Began {
+		if content += x.Bytes; x.Bytes != total || x.Took <= 0 || i > 0 &&
+			x.Began < r.Transfers[i-1].Began {
 			t.Errorf("transfer %d: %+v", i, x)
 		}
 	}
@@ -293,7 +325,8 @@ func judge(t *testing.T, json, html string, total uint64, faults []string) *time
 	var counted uint64
 	for i, x := range r.Rails {
 		b := r.Samples.Bytes[i]
-		if x.Name != fmt.Sprint("rail", i) || x.Rate <= 0 || x.Alone <= 0 || len(b) < 10 || b[len(b)-1] < total/20 {
+		if x.Name != fmt.Sprint("rail", i) || x.Rate <= 0 || x.Alone <= 0 || len(b) < 10 ||
+			b[len(b)-1] < total/20 {
 			t.Errorf("%+v, with %d samples", x, len(b))
 			continue
 		}
@@ -314,7 +347,8 @@ func judge(t *testing.T, json, html string, total uint64, faults []string) *time
 			happened = append(happened, x.String())
 		}
 	}
-	if got, want := fmt.Sprint(asked), fmt.Sprint(faults); got != want || fmt.Sprint(happened) != want {
+	if got, want := fmt.Sprint(asked), fmt.Sprint(faults); got != want ||
+		fmt.Sprint(happened) != want {
 		t.Errorf("faults %s, of which %v happened: want %s", got, happened, want)
 	}
 	page, err := os.ReadFile(html)
@@ -340,7 +374,8 @@ func judge(t *testing.T, json, html string, total uint64, faults []string) *time
 func drawn(t *testing.T, page []byte) string {
 	t.Helper()
 	begin, end := bytes.Index(page, []byte("<svg")), bytes.Index(page, []byte("</svg>"))
-	if begin < 0 || end < begin || !bytes.HasPrefix(page, []byte("<!DOCTYPE html>")) || !bytes.Contains(page, []byte("</html>")) {
+	if begin < 0 || end < begin || !bytes.HasPrefix(page, []byte("<!DOCTYPE html>")) ||
+		!bytes.Contains(page, []byte("</html>")) {
 		t.Fatalf("no page with a plot: %.200q", page)
 	}
 	d := xml.NewDecoder(bytes.NewReader(page[begin : end+len("</svg>")]))
@@ -375,7 +410,8 @@ func TestBenchInterrupted(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, args := range []string{"copy --rounds 1000 --blocks 16KiB --total 16MiB", "sim --duration 1h --rates 1gbit"} {
+	for _, args := range []string{"copy --rounds 1000 --blocks 16KiB --total 16MiB",
+		"sim --duration 1h --rates 1gbit"} {
 		cmd := exec.Command(exe, strings.Fields(args)...)
 		cmd.Env = append(os.Environ(), commandEnv+"=1")
 		said, err := cmd.StderrPipe()
@@ -394,7 +430,8 @@ func TestBenchInterrupted(t *testing.T) {
 		for lines.Scan() {
 			last = lines.Text()
 		}
-		if err := cmd.Wait(); cmd.ProcessState.ExitCode() != failure || last != "kvspray-bench: interrupted" {
+		if err := cmd.Wait(); cmd.ProcessState.ExitCode() != failure || last != "kvspray-bench: "+
+			"interrupted" {
 			t.Errorf("%s: %v, and the last that it said was %q", args, err, last)
 		}
 	}

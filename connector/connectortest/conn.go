@@ -45,7 +45,8 @@ func dial(ctx context.Context, socket string) (*conn, error) {
 	if err != nil {
 		return nil, err
 	}
-	c := &conn{uc: nc.(*net.UnixConn), done: make(chan struct{}), answers: map[uint64]chan msg.Message{}, changed: make(chan struct{})}
+	c := &conn{uc: nc.(*net.UnixConn), done: make(chan struct{}),
+		answers: map[uint64]chan msg.Message{}, changed: make(chan struct{})}
 	go c.read()
 	return c, nil
 }
@@ -343,7 +344,8 @@ func DialScheduler(ctx context.Context, cfg SchedulerConfig) (*Scheduler, error)
 	if cfg.Boot == ([16]byte{}) {
 		cfg.Boot = randomID()
 	}
-	w, err := c.hello(ctx, msg.Hello{Min: msg.VersionMin, Max: msg.VersionMax, Role: msg.RoleScheduler, Boot: cfg.Boot,
+	w, err := c.hello(ctx, msg.Hello{Min: msg.VersionMin, Max: msg.VersionMax, Role: msg.RoleScheduler,
+		Boot:   cfg.Boot,
 		Engine: cfg.Engine, Ranks: cfg.Ranks, PID: uint32(os.Getpid())})
 	if err != nil {
 		c.close()
@@ -355,13 +357,15 @@ func DialScheduler(ctx context.Context, cfg SchedulerConfig) (*Scheduler, error)
 }
 
 // Await asks for admission and waits for the answer.
-func (s *Scheduler) Await(ctx context.Context, xfer [16]byte, hash [32]byte, peer string, tokens uint32, ttl time.Duration) (*msg.Admitted, error) {
+func (s *Scheduler) Await(ctx context.Context, xfer [16]byte, hash [32]byte, peer string,
+	tokens uint32, ttl time.Duration) (*msg.Admitted, error) {
 	c, err := s.conn()
 	if err != nil {
 		return nil, err
 	}
 	id, ch := c.expect()
-	if err := c.send(&msg.Await{ID: id, Xfer: xfer, Hash: hash, Peer: peer, Tokens: tokens, TTLMS: uint64(ttl.Milliseconds())}); err != nil {
+	if err := c.send(&msg.Await{ID: id, Xfer: xfer, Hash: hash, Peer: peer, Tokens: tokens,
+		TTLMS: uint64(ttl.Milliseconds())}); err != nil {
 		return nil, err
 	}
 	m, err := c.answer(ctx, ch)

@@ -41,7 +41,8 @@ func (s Shape) Layout() *layout.Layout {
 	g := layout.Group{TokensPerBlock: s.TokensPerBlock, Strategy: strategy, NumBlocks: s.NumBlocks}
 	for i := range s.Layers {
 		g.Layers = append(g.Layers, layout.Layer{Name: fmt.Sprintf("layers.%d", i), Index: i,
-			Base: uint64(i) * uint64(s.NumBlocks) * s.PageBytes(), BlockStride: s.PageBytes(), PageBytes: s.PageBytes()})
+			Base: uint64(i) * uint64(s.NumBlocks) * s.PageBytes(), BlockStride: s.PageBytes(),
+			PageBytes: s.PageBytes()})
 	}
 	return &layout.Layout{Model: "test", DType: "bfloat16", Groups: []layout.Group{g}, Identity: id}
 }
@@ -50,8 +51,10 @@ func (s Shape) Layout() *layout.Layout {
 // of key and value.
 func Identity(pairs ...string) map[string]string {
 	id := map[string]string{
-		parseblock.IdentityModel: "test", parseblock.IdentityWeights: "1", parseblock.IdentityLayers: "4", parseblock.IdentityRope: "10000", parseblock.IdentityGroups: "full",
-		parseblock.IdentityHeadSize: "64", parseblock.IdentityBackoff: "0", parseblock.IdentitySpec: "", parseblock.IdentityPacking: "none",
+		parseblock.IdentityModel: "test", parseblock.IdentityWeights: "1", parseblock.IdentityLayers: "4",
+		parseblock.IdentityRope: "10000", parseblock.IdentityGroups: "full",
+		parseblock.IdentityHeadSize: "64", parseblock.IdentityBackoff: "0", parseblock.IdentitySpec: "",
+		parseblock.IdentityPacking: "none",
 	}
 	for i := 0; i < len(pairs); i += 2 {
 		id[pairs[i]] = pairs[i+1]

@@ -83,7 +83,8 @@ func newMemory(name string, size int) (*memory, error) {
 		m.close()
 		return nil, fmt.Errorf("ftruncate: %w", err)
 	}
-	if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, unix.F_SEAL_SHRINK|unix.F_SEAL_GROW|unix.F_SEAL_SEAL); err != nil {
+	if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS,
+		unix.F_SEAL_SHRINK|unix.F_SEAL_GROW|unix.F_SEAL_SEAL); err != nil {
 		m.close()
 		return nil, fmt.Errorf("seal: %w", err)
 	}
@@ -183,7 +184,8 @@ func (w *Worker) Connect(ctx context.Context) (*msg.Registered, error) {
 }
 
 func (w *Worker) register(ctx context.Context, c *conn) (*msg.Registered, error) {
-	welcome, err := c.hello(ctx, msg.Hello{Min: w.cfg.Min, Max: w.cfg.Max, Role: msg.RoleWorker, Boot: w.boot,
+	welcome, err := c.hello(ctx, msg.Hello{Min: w.cfg.Min, Max: w.cfg.Max, Role: msg.RoleWorker,
+		Boot:   w.boot,
 		Engine: w.cfg.Engine, Ranks: w.cfg.Ranks, PID: uint32(os.Getpid())})
 	if err != nil {
 		return nil, err
@@ -219,7 +221,8 @@ func (w *Worker) register(ctx context.Context, c *conn) (*msg.Registered, error)
 	w.mu.Unlock()
 
 	id, ch := c.expect()
-	m := &msg.Register{ID: id, Session: session, FDs: msg.FDs{Flags: 0, Rings: 1, Doorbell: 2, Bell: 3}}
+	m := &msg.Register{ID: id, Session: session, FDs: msg.FDs{Flags: 0, Rings: 1,
+		Doorbell: 2, Bell: 3}}
 	if m.Layout, err = w.cfg.Layout.Marshal(); err != nil {
 		return nil, err
 	}
@@ -232,7 +235,8 @@ func (w *Worker) register(ctx context.Context, c *conn) (*msg.Registered, error)
 		case mem.KindProcess:
 			kind = msg.KindProcess
 		}
-		m.Regions = append(m.Regions, msg.Region{Region: r.ID(), Kind: kind, Bytes: r.Size(), Addr: r.Base(), FD: uint32(len(fds))})
+		m.Regions = append(m.Regions, msg.Region{Region: r.ID(), Kind: kind, Bytes: r.Size(),
+			Addr: r.Base(), FD: uint32(len(fds))})
 		fds = append(fds, r.FD())
 	}
 	if w.cfg.Tamper != nil {

@@ -93,27 +93,37 @@ func dear(size int) (packets, records map[string][]byte) {
 		n := max(1, size/len(one))
 		return append(appendMap(nil, n), bytes.Repeat(one, n)...)
 	}
-	list := func(n int, element ...byte) []byte { return append(appendArray(nil, n), bytes.Repeat(element, n)...) }
-	counts := func(n int) []byte { return append(appendMap(nil, n), bytes.Repeat([]byte{0xa0, 0}, n)...) }
+	list := func(n int, element ...byte) []byte {
+		return append(appendArray(nil, n),
+			bytes.Repeat(element, n)...)
+	}
+	counts := func(n int) []byte {
+		return append(appendMap(nil, n),
+			bytes.Repeat([]byte{0xa0, 0}, n)...)
+	}
 	packet := func(t Type, body []byte) []byte {
 		return append(binary.LittleEndian.AppendUint32(nil, uint32(t)), body...)
 	}
 	req := append([]byte{0x82, 0xa5}, "lease\x01\xa3end\x01"...)
-	tables := append(append([]byte{0x83, 0xa5}, "lease\x01\xa3end\x01\xa6blocks"...), list(15, 0xc4, 0)...)
-	device := append([]byte{0x83, 0xa6}, "region\xc4\x1023456789abcdef01\xa4kind\xa6device\xa5bytes\x01"...)
+	tables := append(append([]byte{0x83, 0xa5}, "lease\x01\xa3end\x01\xa6blocks"...),
+		list(15, 0xc4, 0)...)
+	device := append([]byte{0x83, 0xa6},
+		"region\xc4\x1023456789abcdef01\xa4kind\xa6device\xa5bytes\x01"...)
 	return map[string][]byte{
-			"regions announced":  packet(TypeRegister, append(append([]byte{0x81, 0xa7}, "regions\xdc\x04\x00"...), make([]byte, MaxRegions)...)),
-			"no such regions":    packet(TypeRegister, append([]byte{0x81, 0xa7}, "regions\xdc\x04\x00"...)),
-			"regions":            packet(TypeRegister, again("regions", list(MaxRegions, device...))),
-			"no regions":         packet(TypeRegister, again("regions", list(0))),
-			"one feature":        packet(TypeHello, again("features", list(1, 0xa0))),
-			"features":           packet(TypeHello, again("features", list(MaxFeatures, 0xa0))),
-			"64 counts":          packet(TypeStats, again("bytes", counts(MaxOutcomes))),
-			"57 counts":          packet(TypeStats, again("bytes", counts(57))),
-			"29 counts":          packet(TypeStats, again("bytes", counts(29))),
-			"15 counts":          packet(TypeStats, again("bytes", counts(15))),
-			"no counts":          packet(TypeStats, again("bytes", counts(0))),
-			"keys that are junk": packet(TypeStats, again("bytes", append(appendMap(nil, 57), bytes.Repeat([]byte{0xa1, 0xff, 0}, 57)...))),
+			"regions announced": packet(TypeRegister, append(append([]byte{0x81, 0xa7},
+				"regions\xdc\x04\x00"...), make([]byte, MaxRegions)...)),
+			"no such regions": packet(TypeRegister, append([]byte{0x81, 0xa7}, "regions\xdc\x04\x00"...)),
+			"regions":         packet(TypeRegister, again("regions", list(MaxRegions, device...))),
+			"no regions":      packet(TypeRegister, again("regions", list(0))),
+			"one feature":     packet(TypeHello, again("features", list(1, 0xa0))),
+			"features":        packet(TypeHello, again("features", list(MaxFeatures, 0xa0))),
+			"64 counts":       packet(TypeStats, again("bytes", counts(MaxOutcomes))),
+			"57 counts":       packet(TypeStats, again("bytes", counts(57))),
+			"29 counts":       packet(TypeStats, again("bytes", counts(29))),
+			"15 counts":       packet(TypeStats, again("bytes", counts(15))),
+			"no counts":       packet(TypeStats, again("bytes", counts(0))),
+			"keys that are junk": packet(TypeStats, again("bytes", append(appendMap(nil, 57),
+				bytes.Repeat([]byte{0xa1, 0xff, 0}, 57)...))),
 		}, map[string][]byte{
 			"STEP 0":   again("reqs", list(1, req...)),
 			"STEP":     again("reqs", list(257, req...)),
@@ -124,7 +134,8 @@ func dear(size int) (packets, records map[string][]byte) {
 			"INTENT 2": again("blocks", list(MaxGroups, 0xc4, 4, 1, 1, 1, 1)),
 			"INTENT 3": again("steps", list(1, 0x92, 1, 1)),
 			"EXPECT":   again("skip", list(MaxGroups, 0)),
-			"COPY":     again("blocks", append([]byte{0xc4, copyBlockBytes}, make([]byte, copyBlockBytes)...)),
+			"COPY": again("blocks", append([]byte{0xc4, copyBlockBytes},
+				make([]byte, copyBlockBytes)...)),
 			"RECEIVED": again("recompute", list(129, 0x92, 1, 2)),
 		}
 }
@@ -140,7 +151,8 @@ func TestMostDecoded(t *testing.T) {
 	say := func(what string, b []byte, f func()) {
 		testutil.AllocatesAtMost(t, mostDecoded(len(b)), what, f)
 		n := testutil.Allocates(f)
-		t.Logf("%s: %d bytes became %d, %.1f for each; at most %d", what, len(b), n, float64(n)/float64(len(b)), mostDecoded(len(b)))
+		t.Logf("%s: %d bytes became %d, %.1f for each; at most %d", what, len(b), n,
+			float64(n)/float64(len(b)), mostDecoded(len(b)))
 	}
 	packets, records := dear(60 << 10)
 	for name, b := range packets {
@@ -158,7 +170,8 @@ func FuzzPacket(f *testing.F) {
 	f.Fuzz(func(t *testing.T, b []byte) {
 		var m Message
 		var err error
-		testutil.AllocatesAtMost(t, mostDecoded(len(b)), fmt.Sprintf("a packet of %d bytes", len(b)), func() { m, err = DecodePacket(b) })
+		testutil.AllocatesAtMost(t, mostDecoded(len(b)), fmt.Sprintf("a packet of %d bytes", len(b)),
+			func() { m, err = DecodePacket(b) })
 		if err != nil {
 			var e *Error
 			var u *UnknownType
@@ -188,7 +201,8 @@ func FuzzRecord(f *testing.F) {
 	f.Fuzz(func(t *testing.T, typ uint16, b []byte) {
 		var m any
 		var err error
-		testutil.AllocatesAtMost(t, mostDecoded(len(b)), fmt.Sprintf("a record of %d bytes", len(b)), func() { m, err = DecodeRecord(typ, b) })
+		testutil.AllocatesAtMost(t, mostDecoded(len(b)), fmt.Sprintf("a record of %d bytes", len(b)),
+			func() { m, err = DecodeRecord(typ, b) })
 		if err != nil {
 			var e *Error
 			if !errors.As(err, &e) {
@@ -232,15 +246,18 @@ func TestRepeatedKeys(t *testing.T) {
 	}
 	req := append(appendMap(nil, 2), 0xa5, 'l', 'e', 'a', 's', 'e', 1, 0xa3, 'e', 'n', 'd', 1)
 	reqs := list("reqs", MaxStepReqs, req)
-	if got, err := DecodeStep(body(&Step{Step: 1}, reqs, reqs)); err != nil || len(got.Reqs) != MaxStepReqs {
+	if got, err := DecodeStep(body(&Step{Step: 1}, reqs, reqs)); err != nil ||
+		len(got.Reqs) != MaxStepReqs {
 		t.Errorf("STEP.reqs twice: %v", err)
 	}
 	ranges := list("recompute", MaxRecompute, []byte{0x92, 1, 2})
-	if got, err := DecodeReceived(body(&Received{}, ranges, ranges)); err != nil || len(got.Recompute) != MaxRecompute {
+	if got, err := DecodeReceived(body(&Received{}, ranges, ranges)); err != nil ||
+		len(got.Recompute) != MaxRecompute {
 		t.Errorf("RECEIVED.recompute twice: %v", err)
 	}
 	ex := &Expect{Peer: "p:1", Tokens: 9, Skip: []uint32{1}, Blocks: [][]uint32{{1}}}
-	if got, err := DecodeExpect(body(ex, list("skip", 1, []byte{5}))); err != nil || len(got.Skip) != 1 || got.Skip[0] != 5 {
+	if got, err := DecodeExpect(body(ex, list("skip", 1, []byte{5}))); err != nil ||
+		len(got.Skip) != 1 || got.Skip[0] != 5 {
 		t.Errorf("EXPECT.skip twice: %v", err)
 	}
 }
@@ -251,10 +268,12 @@ func TestHostile(t *testing.T) {
 	for i, h := range hostile() {
 		for typ := TypeHello; typ <= TypeStats; typ++ {
 			p := append(binary.LittleEndian.AppendUint32(nil, uint32(typ)), h...)
-			testutil.AllocatesAtMost(t, allowed, fmt.Sprintf("input %d as %s", i, typ), func() { _, _ = DecodePacket(p) })
+			testutil.AllocatesAtMost(t, allowed, fmt.Sprintf("input %d as %s", i, typ),
+				func() { _, _ = DecodePacket(p) })
 		}
 		for name, typ := range recordTypes {
-			testutil.AllocatesAtMost(t, allowed, fmt.Sprintf("input %d as %s", i, name), func() { _, _ = DecodeRecord(typ, h) })
+			testutil.AllocatesAtMost(t, allowed, fmt.Sprintf("input %d as %s", i, name),
+				func() { _, _ = DecodeRecord(typ, h) })
 		}
 	}
 	if _, err := DecodePacket(make([]byte, MaxPacketBytes+1)); err == nil {
@@ -270,7 +289,8 @@ func TestHostile(t *testing.T) {
 
 func BenchmarkDecodeStep(b *testing.B) {
 	table := make([]uint32, 128)
-	body := (&Step{Step: 7, Reqs: []StepReq{{Lease: 1, End: 2048, Blocks: [][]uint32{table}}, {Lease: 2, End: 16, Blocks: [][]uint32{table}}}}).Append(nil)
+	body := (&Step{Step: 7, Reqs: []StepReq{{Lease: 1, End: 2048, Blocks: [][]uint32{table}},
+		{Lease: 2, End: 16, Blocks: [][]uint32{table}}}}).Append(nil)
 	b.ReportAllocs()
 	for b.Loop() {
 		if _, err := DecodeStep(body); err != nil {

@@ -44,14 +44,19 @@ func seq(n int, from byte) []byte {
 func b16(from byte) (v [16]byte) { copy(v[:], seq(16, from)); return }
 func b32(from byte) (v [32]byte) { copy(v[:], seq(32, from)); return }
 
-var recordTypes = map[string]uint16{"STEP": 1, "INTENT": 2, "EXPECT": 3, "CANCEL": 4, "PREEMPT": 5, "HOLD": 6, "COPY": 7, "RECEIVED": 32, "SENT": 33}
+var recordTypes = map[string]uint16{"STEP": 1, "INTENT": 2, "EXPECT": 3, "CANCEL": 4, "PREEMPT": 5,
+	"HOLD": 6, "COPY": 7, "RECEIVED": 32, "SENT": 33}
 
 func goldenLayout(t testing.TB) []byte {
-	l := &layout.Layout{Model: "tiny-llama", DType: "bfloat16", Identity: map[string]string{"model": "9f86d081", "rope": "10000"},
-		Groups: []layout.Group{{TokensPerBlock: 16, Strategy: "packed_hnd", Params: map[string]int64{"heads": 2, "head_bytes": 128},
+	l := &layout.Layout{Model: "tiny-llama", DType: "bfloat16",
+		Identity: map[string]string{"model": "9f86d081", "rope": "10000"},
+		Groups: []layout.Group{{TokensPerBlock: 16, Strategy: "packed_hnd",
+			Params:    map[string]int64{"heads": 2, "head_bytes": 128},
 			NumBlocks: 128, Layers: []layout.Layer{
-				{Name: "model.layers.0.self_attn", Index: 0, Region: 0, Base: 0, BlockStride: 8192, PageBytes: 8192},
-				{Name: "model.layers.1.self_attn", Index: 1, Region: 0, Base: 1 << 20, BlockStride: 8192, PageBytes: 8192}}}}}
+				{Name: "model.layers.0.self_attn", Index: 0, Region: 0, Base: 0, BlockStride: 8192,
+					PageBytes: 8192},
+				{Name: "model.layers.1.self_attn", Index: 1, Region: 0, Base: 1 << 20, BlockStride: 8192,
+					PageBytes: 8192}}}}}
 	b, err := l.Marshal()
 	if err != nil {
 		t.Fatal(err)
@@ -99,7 +104,8 @@ func appendAny(b []byte, v any) []byte {
 	panic(fmt.Sprintf("%T", v))
 }
 
-var unknown = kv{"from_the_future", kv{"deep", []any{1, -2, 1.5, nil, true, kv{"x", seq(3, 1)}}}, "also_new", "text"}
+var unknown = kv{"from_the_future", kv{"deep", []any{1, -2, 1.5, nil, true, kv{"x", seq(3, 1)}}},
+	"also_new", "text"}
 
 func goldenVectors(t testing.TB) (socket, records []vector) {
 	lay := goldenLayout(t)
@@ -109,99 +115,149 @@ func goldenVectors(t testing.TB) (socket, records []vector) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		socket = append(socket, vector{Name: name, Kind: "socket", Type: m.Type().String(), Hex: hex.EncodeToString(p)})
+		socket = append(socket, vector{Name: name, Kind: "socket", Type: m.Type().String(),
+			Hex: hex.EncodeToString(p)})
 	}
 	rawSock := func(name string, typ Type, v kv) {
 		p := appendAny(binary.LittleEndian.AppendUint32(nil, uint32(typ)), v)
-		socket = append(socket, vector{Name: name, Kind: "socket", Type: typ.String(), Hex: hex.EncodeToString(p)})
+		socket = append(socket, vector{Name: name, Kind: "socket", Type: typ.String(),
+			Hex: hex.EncodeToString(p)})
 	}
 	rec := func(name, typ string, b []byte) {
-		records = append(records, vector{Name: name, Kind: "record", Type: typ, Hex: hex.EncodeToString(b)})
+		records = append(records, vector{Name: name, Kind: "record", Type: typ,
+			Hex: hex.EncodeToString(b)})
 	}
 
 	sock("hello-worker", &Hello{ID: 1, Min: VersionMin, Max: VersionMax, Role: RoleWorker, Boot: boot,
-		Engine: Engine{"vllm", "0.32.0", "prefill-0"}, Ranks: Ranks{DP: Rank{0, 1}, PP: Rank{0, 1}, TP: Rank{1, 2}, PCP: Rank{0, 1}, DCP: Rank{0, 1}},
+		Engine: Engine{"vllm", "0.32.0", "prefill-0"}, Ranks: Ranks{DP: Rank{0, 1}, PP: Rank{0, 1},
+			TP: Rank{1, 2}, PCP: Rank{0, 1}, DCP: Rank{0, 1}},
 		PID: 4242, Features: []string{"layer-flags"}})
-	sock("hello-scheduler", &Hello{ID: 1, Min: VersionMin, Max: VersionMax, Role: RoleScheduler, Boot: boot,
-		Engine: Engine{"vllm", "0.32.0", "decode-0"}, Ranks: Ranks{DP: Rank{0, 1}, PP: Rank{0, 1}, TP: Rank{0, 1}, PCP: Rank{0, 1}, DCP: Rank{0, 1}}, PID: 70000})
-	rawSock("hello-older", TypeHello, kv{"id", 1, "min", uint64(VersionMin), "max", uint64(VersionMin), "role", "worker", "boot", boot[:]})
-	rawSock("hello-newer", TypeHello, append(kv{"id", 1, "min", uint64(MakeVersion(1, 0)), "max", uint64(MakeVersion(1, 7)), "role", "worker", "boot", boot[:],
-		"engine", kv{"name", "vllm", "version", "9.9", "id", "e", "flavour", "mint"}, "ranks", kv{"dp", []any{0, 1}, "xp", []any{3, 4}}, "pid", 1,
+	sock("hello-scheduler", &Hello{ID: 1, Min: VersionMin, Max: VersionMax,
+		Role: RoleScheduler, Boot: boot,
+		Engine: Engine{"vllm", "0.32.0", "decode-0"}, Ranks: Ranks{DP: Rank{0, 1}, PP: Rank{0, 1},
+			TP: Rank{0, 1}, PCP: Rank{0, 1}, DCP: Rank{0, 1}}, PID: 70000})
+	rawSock("hello-older", TypeHello, kv{"id", 1, "min", uint64(VersionMin), "max", uint64(VersionMin),
+		"role", "worker", "boot", boot[:]})
+	rawSock("hello-newer", TypeHello, append(kv{"id", 1, "min", uint64(MakeVersion(1, 0)), "max",
+		uint64(MakeVersion(1, 7)), "role", "worker", "boot", boot[:],
+		"engine", kv{"name", "vllm", "version", "9.9", "id", "e", "flavour", "mint"}, "ranks",
+		kv{"dp", []any{0, 1}, "xp", []any{3, 4}}, "pid", 1,
 		"features", []any{"teleport"}}, unknown...))
 
-	sock("welcome", &Welcome{ID: 1, Version: VersionMax, Boot: b16(0x40), Node: "node-a", Endpoint: "127.0.0.1:7411",
-		Host: "5f0c2b1e-0000-4000-8000-123456789abc", Features: []string{}, Fenced: true, Limits: Limits{4096, 1024, 1 << 20},
+	sock("welcome", &Welcome{ID: 1, Version: VersionMax, Boot: b16(0x40), Node: "node-a",
+		Endpoint: "127.0.0.1:7411",
+		Host:     "5f0c2b1e-0000-4000-8000-123456789abc", Features: []string{}, Fenced: true,
+		Limits:     Limits{4096, 1024, 1 << 20},
 		DeadlineMS: 30000, PartnerMS: 10000, GraceMS: 5000})
-	rawSock("welcome-older", TypeWelcome, kv{"id", 1, "version", uint64(VersionMin), "boot", seq(16, 0x40)})
-	rawSock("welcome-newer", TypeWelcome, append(kv{"id", 1, "version", uint64(VersionMin), "boot", seq(16, 0x40), "node", "n", "endpoint", "h:1", "host", "x",
-		"features", []any{"teleport"}, "fenced", false, "limits", kv{"leases", 9, "regions", 9, "record_bytes", 65536, "wishes", 3},
+	rawSock("welcome-older", TypeWelcome, kv{"id", 1, "version", uint64(VersionMin), "boot",
+		seq(16, 0x40)})
+	rawSock("welcome-newer", TypeWelcome, append(kv{"id", 1, "version", uint64(VersionMin), "boot",
+		seq(16, 0x40), "node", "n", "endpoint", "h:1", "host", "x",
+		"features", []any{"teleport"}, "fenced", false, "limits", kv{"leases", 9, "regions", 9,
+			"record_bytes", 65536, "wishes", 3},
 		"deadline_ms", 1, "partner_ms", 2, "grace_ms", 3}, unknown...))
 
-	sock("register", &Register{ID: 2, Session: session, Layout: lay, FDs: FDs{0, 1, 2, 3}, Regions: []Region{
-		{Region: b16(0xa0), Kind: KindMemfd, Bytes: 1 << 21, FD: 4},
-		{Region: b16(0xb0), Kind: KindAdopted, Bytes: 1 << 30, FD: 5},
-		{Region: b16(0xc0), Kind: KindProcess, Bytes: 1 << 33, Addr: 0x7f0012340000, FD: 6}}})
-	rawSock("register-older", TypeRegister, kv{"id", 2, "session", session[:], "regions", []any{kv{"region", seq(16, 0xa0), "kind", "memfd",
-		"bytes", 1 << 21, "fd", 4}}, "layout", kv{"dtype", "bfloat16", "groups", []any{kv{"tokens_per_block", 16, "strategy", "packed_nhd", "num_blocks", 128,
-		"layers", []any{kv{"name", "l0", "index", 0, "region", 0, "base", 0, "block_stride", 8192, "page_bytes", 8192}}}}},
+	sock("register", &Register{ID: 2, Session: session, Layout: lay, FDs: FDs{0, 1, 2, 3},
+		Regions: []Region{
+			{Region: b16(0xa0), Kind: KindMemfd, Bytes: 1 << 21, FD: 4},
+			{Region: b16(0xb0), Kind: KindAdopted, Bytes: 1 << 30, FD: 5},
+			{Region: b16(0xc0), Kind: KindProcess, Bytes: 1 << 33, Addr: 0x7f0012340000, FD: 6}}})
+	rawSock("register-older", TypeRegister, kv{"id", 2, "session", session[:], "regions",
+		[]any{kv{"region", seq(16, 0xa0), "kind", "memfd",
+			"bytes", 1 << 21, "fd", 4}}, "layout", kv{"dtype", "bfloat16", "groups",
+			[]any{kv{"tokens_per_block", 16, "strategy", "packed_nhd", "num_blocks", 128,
+				"layers", []any{kv{"name", "l0", "index", 0, "region", 0, "base", 0, "block_stride", 8192,
+					"page_bytes", 8192}}}}},
 		"fds", kv{"flags", 0, "rings", 1, "doorbell", 2, "bell", 3}})
-	rawSock("register-newer", TypeRegister, append(kv{"id", 2, "session", session[:], "regions", []any{kv{"region", seq(16, 0xa0), "kind", "memfd",
-		"bytes", 1 << 21, "fd", 4, "numa", 1}}, "layout", json.RawMessage(lay), "fds", kv{"flags", 0, "rings", 1, "doorbell", 2, "bell", 3, "siren", 7}}, unknown...))
+	rawSock("register-newer", TypeRegister, append(kv{"id", 2, "session", session[:], "regions",
+		[]any{kv{"region", seq(16, 0xa0), "kind", "memfd",
+			"bytes", 1 << 21, "fd", 4, "numa", 1}}, "layout", json.RawMessage(lay), "fds",
+		kv{"flags", 0, "rings", 1, "doorbell", 2, "bell", 3, "siren", 7}}, unknown...))
 	sock("registered", &Registered{ID: 2, Fingerprint: b32(1), Geometry: b32(33)})
 	rawSock("registered-older", TypeRegistered, kv{"id", 2, "fingerprint", seq(32, 1)})
-	rawSock("registered-newer", TypeRegistered, append(kv{"id", 2, "fingerprint", seq(32, 1), "geometry", seq(32, 33)}, unknown...))
-	sock("register-device", &Register{ID: 2, Session: session, Layout: lay, FDs: FDs{0, 1, 2, 3}, Regions: []Region{
-		{Region: b16(0xd0), Kind: KindDevice, Bytes: 1 << 36, Handle: bytes.Repeat([]byte{0x5a}, 104), FD: NoFD},
-		{Region: b16(0xe0), Kind: KindDevice, Bytes: 1 << 20, Handle: []byte{1, 2, 3}, FD: 4}}})
-	sock("register-work", &Register{ID: 2, Session: session, Layout: lay, FDs: FDs{0, 1, 2, 3}, Work: &WorkFDs{4, 5}, Regions: []Region{
-		{Region: b16(0xd0), Kind: KindDevice, Bytes: 1 << 36, Handle: bytes.Repeat([]byte{0x5a}, 104), FD: NoFD}}})
-	sock("error", &ErrorMessage{ID: 2, Code: CodeRegion, Message: "memfd is not sealed", Field: "regions[0].fd",
+	rawSock("registered-newer", TypeRegistered, append(kv{"id", 2, "fingerprint", seq(32, 1),
+		"geometry", seq(32, 33)}, unknown...))
+	sock("register-device", &Register{ID: 2, Session: session, Layout: lay, FDs: FDs{0, 1, 2, 3},
+		Regions: []Region{
+			{Region: b16(0xd0), Kind: KindDevice, Bytes: 1 << 36, Handle: bytes.Repeat([]byte{0x5a},
+				104), FD: NoFD},
+			{Region: b16(0xe0), Kind: KindDevice, Bytes: 1 << 20, Handle: []byte{1, 2, 3}, FD: 4}}})
+	sock("register-work", &Register{ID: 2, Session: session, Layout: lay, FDs: FDs{0, 1, 2, 3},
+		Work: &WorkFDs{4, 5}, Regions: []Region{
+			{Region: b16(0xd0), Kind: KindDevice, Bytes: 1 << 36, Handle: bytes.Repeat([]byte{0x5a}, 104),
+				FD: NoFD}}})
+	sock("error", &ErrorMessage{ID: 2, Code: CodeRegion, Message: "memfd is not sealed",
+		Field:  "regions[0].fd",
 		Remedy: "add F_SEAL_SHRINK|F_SEAL_GROW before passing it on"})
-	sock("error-fatal", &ErrorMessage{Code: CodeVersion, Message: "the shim speaks 2.0 to 2.0, the sidecar 1.0 to 1.0", Field: "max",
+	sock("error-fatal", &ErrorMessage{Code: CodeVersion, Message: "the shim speaks 2.0 to 2.0, the " +
+		"sidecar 1.0 to 1.0", Field: "max",
 		Remedy: "upgrade the older of the two", Fatal: true})
 	rawSock("error-older", TypeError, kv{"id", 0, "code", "protocol", "message", "no"})
-	rawSock("error-newer", TypeError, append(kv{"id", 0, "code", "from-the-future", "message", "?", "field", "", "remedy", "", "fatal", false}, unknown...))
-	sock("await", &Await{ID: 3, Xfer: b16(0x20), Hash: b32(0x60), Peer: "10.0.0.1:7411", Tokens: 2048, TTLMS: 10000})
-	rawSock("await-older", TypeAwait, kv{"id", 3, "xfer", seq(16, 0x20), "hash", seq(32, 0x60), "peer", "10.0.0.1:7411"})
-	rawSock("await-newer", TypeAwait, append(kv{"id", 3, "xfer", seq(16, 0x20), "hash", seq(32, 0x60), "peer", "10.0.0.1:7411", "tokens", 1, "ttl_ms", 2}, unknown...))
+	rawSock("error-newer", TypeError, append(kv{"id", 0, "code", "from-the-future", "message", "?",
+		"field", "", "remedy", "", "fatal", false}, unknown...))
+	sock("await", &Await{ID: 3, Xfer: b16(0x20), Hash: b32(0x60), Peer: "10.0.0.1:7411", Tokens: 2048,
+		TTLMS: 10000})
+	rawSock("await-older", TypeAwait, kv{"id", 3, "xfer", seq(16, 0x20), "hash", seq(32, 0x60), "peer",
+		"10.0.0.1:7411"})
+	rawSock("await-newer", TypeAwait, append(kv{"id", 3, "xfer", seq(16, 0x20), "hash", seq(32, 0x60),
+		"peer", "10.0.0.1:7411", "tokens", 1, "ttl_ms", 2}, unknown...))
 	sock("admitted", &Admitted{ID: 3, State: "admitted", Tokens: 2048})
-	sock("admitted-refused", &Admitted{ID: 1 << 40, State: "refused", Message: "same transfer, another prompt"})
+	sock("admitted-refused", &Admitted{ID: 1 << 40, State: "refused", Message: "same transfer, " +
+		"another prompt"})
 	rawSock("admitted-older", TypeAdmitted, kv{"id", 3, "state", "gone"})
-	rawSock("admitted-newer", TypeAdmitted, append(kv{"id", 3, "state", "gone", "tokens", 0, "message", ""}, unknown...))
-	sock("decline", &Decline{ID: 4, Xfer: b16(0x20), Hash: b32(0x60), Peer: "10.0.0.1:7411", Reason: "FINISHED_ABORTED"})
-	rawSock("decline-older", TypeDecline, kv{"id", 4, "xfer", seq(16, 0x20), "hash", seq(32, 0x60), "peer", "10.0.0.1:7411"})
-	rawSock("decline-newer", TypeDecline, append(kv{"id", 4, "xfer", seq(16, 0x20), "hash", seq(32, 0x60), "peer", "10.0.0.1:7411", "reason", "w"},
+	rawSock("admitted-newer", TypeAdmitted, append(kv{"id", 3, "state", "gone", "tokens", 0, "message",
+		""}, unknown...))
+	sock("decline", &Decline{ID: 4, Xfer: b16(0x20), Hash: b32(0x60), Peer: "10.0.0.1:7411",
+		Reason: "FINISHED_ABORTED"})
+	rawSock("decline-older", TypeDecline, kv{"id", 4, "xfer", seq(16, 0x20), "hash", seq(32, 0x60),
+		"peer", "10.0.0.1:7411"})
+	rawSock("decline-newer", TypeDecline, append(kv{"id", 4, "xfer", seq(16, 0x20), "hash",
+		seq(32, 0x60), "peer", "10.0.0.1:7411", "reason", "w"},
 		unknown...))
 	sock("bye", &Bye{Reason: "engine shuts down"})
 	rawSock("bye-older", TypeBye, kv{})
 	rawSock("bye-newer", TypeBye, append(kv{"reason", "r"}, unknown...))
-	sock("stats", &Stats{Transfers: map[string]uint64{"failed": 2, "ok": 300}, Bytes: map[string]uint64{"shm": 1 << 33, "tcp": 70000}})
+	sock("stats", &Stats{Transfers: map[string]uint64{"failed": 2, "ok": 300},
+		Bytes: map[string]uint64{"shm": 1 << 33, "tcp": 70000}})
 	rawSock("stats-older", TypeStats, kv{})
-	rawSock("stats-newer", TypeStats, append(kv{"transfers", kv{"ok", 1}, "bytes", kv{"tcp", 2}}, unknown...))
+	rawSock("stats-newer", TypeStats, append(kv{"transfers", kv{"ok", 1}, "bytes", kv{"tcp", 2}},
+		unknown...))
 
 	key := kv{"xfer", seq(16, 0x20), "hash", seq(32, 0x60)}
 	with := func(more ...any) []byte { return appendAny(nil, append(append(kv{}, key...), more...)) }
 	blocks := seq(8, 1) // two ids
-	rec("intent", "INTENT", (&Intent{Xfer: b16(0x20), Hash: b32(0x60), Tokens: 2048, Fanout: 1, Blocks: [][]uint32{{7, 300, 70000}}, Ready: 0,
+	rec("intent", "INTENT", (&Intent{Xfer: b16(0x20), Hash: b32(0x60), Tokens: 2048, Fanout: 1,
+		Blocks: [][]uint32{{7, 300, 70000}}, Ready: 0,
 		Prio: PrioStream, DeadlineMS: 30000, Req: "cmpl-1"}).Append(nil))
-	rec("intent-restart", "INTENT", (&Intent{Xfer: b16(0x20), Hash: b32(0x60), Tokens: 2048, Fanout: 16, Blocks: [][]uint32{{1, 2}, {}}, Ready: 512,
-		Steps: []PendingStep{{41, 1024}, {43, 2048}}, Prio: PrioDecodeWaits, DeadlineMS: 1234, Held: true, Req: "cmpl-2", Attempt: 3}).Append(nil))
+	rec("intent-restart", "INTENT", (&Intent{Xfer: b16(0x20), Hash: b32(0x60), Tokens: 2048,
+		Fanout: 16, Blocks: [][]uint32{{1, 2}, {}}, Ready: 512,
+		Steps: []PendingStep{{41, 1024}, {43, 2048}}, Prio: PrioDecodeWaits, DeadlineMS: 1234, Held: true,
+		Req: "cmpl-2", Attempt: 3}).Append(nil))
 	rec("intent-older", "INTENT", with("tokens", 16, "blocks", []any{blocks}))
-	rec("intent-newer", "INTENT", with(append(kv{"tokens", 16, "fanout", 1, "blocks", []any{blocks}, "ready", 16, "steps", []any{}, "prio", 9,
+	rec("intent-newer", "INTENT", with(append(kv{"tokens", 16, "fanout", 1, "blocks", []any{blocks},
+		"ready", 16, "steps", []any{}, "prio", 9,
 		"deadline_ms", 1, "held", false, "req", "", "attempt", 0}, unknown...)...))
-	rec("expect", "EXPECT", (&Expect{Xfer: b16(0x20), Hash: b32(0x60), Peer: "10.0.0.1:7411", Tokens: 2048, Skip: []uint32{512, 0},
-		Blocks: [][]uint32{{5, 6, 7}, {1 << 31}}, Prio: PrioDecodeWaits, DeadlineMS: 30000, PartnerMS: 10000, Req: "cmpl-1"}).Append(nil))
-	rec("expect-after", "EXPECT", (&Expect{Xfer: b16(0x20), Hash: b32(0x60), Peer: "h:1", Tokens: 16, Skip: []uint32{0},
+	rec("expect", "EXPECT", (&Expect{Xfer: b16(0x20), Hash: b32(0x60), Peer: "10.0.0.1:7411",
+		Tokens: 2048, Skip: []uint32{512, 0},
+		Blocks: [][]uint32{{5, 6, 7}, {1 << 31}}, Prio: PrioDecodeWaits, DeadlineMS: 30000,
+		PartnerMS: 10000, Req: "cmpl-1"}).Append(nil))
+	rec("expect-after", "EXPECT", (&Expect{Xfer: b16(0x20), Hash: b32(0x60), Peer: "h:1", Tokens: 16,
+		Skip:   []uint32{0},
 		Blocks: [][]uint32{{1, 2}}, After: 1 << 40}).Append(nil))
-	rec("copy-after", "COPY", (&Copy{Dst: 1, Blocks: []CopyBlock{{1, 2, 3}}, DeadlineMS: 1, After: 7}).Append(nil))
+	rec("copy-after", "COPY", (&Copy{Dst: 1, Blocks: []CopyBlock{{1, 2, 3}}, DeadlineMS: 1,
+		After: 7}).Append(nil))
 	rec("expect-older", "EXPECT", with("peer", "h:1", "tokens", 16, "blocks", []any{blocks}))
-	rec("expect-newer", "EXPECT", with(append(kv{"peer", "h:1", "tokens", 16, "skip", []any{0}, "blocks", []any{blocks}, "prio", 0, "deadline_ms", 1,
+	rec("expect-newer", "EXPECT", with(append(kv{"peer", "h:1", "tokens", 16, "skip", []any{0},
+		"blocks", []any{blocks}, "prio", 0, "deadline_ms", 1,
 		"partner_ms", 1, "req", ""}, unknown...)...))
-	rec("step", "STEP", (&Step{Step: 70000, Reqs: []StepReq{{Lease: 1 << 33, End: 1024, Blocks: [][]uint32{{7, 300, 70000}}, Attempt: 0},
+	rec("step", "STEP", (&Step{Step: 70000, Reqs: []StepReq{{Lease: 1 << 33, End: 1024,
+		Blocks: [][]uint32{{7, 300, 70000}}, Attempt: 0},
 		{Lease: 2, End: 5, Blocks: [][]uint32{}, Attempt: 1}}}).Append(nil))
 	rec("step-empty", "STEP", (&Step{Step: 1}).Append(nil))
 	rec("step-older", "STEP", appendAny(nil, kv{"step", 1, "reqs", []any{kv{"lease", 1, "end", 2}}}))
-	rec("step-newer", "STEP", appendAny(nil, append(kv{"step", 1, "reqs", []any{append(kv{"lease", 1, "end", 2, "blocks", []any{blocks}, "attempt", 0}, unknown...)}}, unknown...)))
+	rec("step-newer", "STEP",
+		appendAny(nil, append(kv{"step", 1, "reqs", []any{append(kv{"lease", 1, "end", 2, "blocks",
+			[]any{blocks}, "attempt", 0}, unknown...)}}, unknown...)))
 	rec("cancel", "CANCEL", (&Cancel{Reason: "aborted"}).Append(nil))
 	rec("cancel-older", "CANCEL", appendAny(nil, kv{}))
 	rec("cancel-newer", "CANCEL", appendAny(nil, append(kv{"reason", ""}, unknown...)))
@@ -209,17 +265,22 @@ func goldenVectors(t testing.TB) (socket, records []vector) {
 	rec("preempt-newer", "PREEMPT", appendAny(nil, unknown))
 	rec("hold", "HOLD", (&Empty{}).Append(nil))
 	rec("hold-newer", "HOLD", appendAny(nil, unknown))
-	rec("copy", "COPY", (&Copy{Src: 0, Dst: 27, Blocks: []CopyBlock{{0, 1 << 33, 1 << 20}, {1 << 40, 4096, 3}}, DeadlineMS: 30000, Req: "wake-up"}).Append(nil))
+	rec("copy", "COPY", (&Copy{Src: 0, Dst: 27, Blocks: []CopyBlock{{0, 1 << 33, 1 << 20},
+		{1 << 40, 4096, 3}}, DeadlineMS: 30000, Req: "wake-up"}).Append(nil))
 	rec("copy-older", "COPY", appendAny(nil, kv{"src", 1, "dst", 0, "blocks", seq(24, 0)}))
-	rec("copy-newer", "COPY", appendAny(nil, append(kv{"src", 1, "dst", 0, "blocks", seq(48, 0), "deadline_ms", 5, "req", ""}, unknown...)))
+	rec("copy-newer", "COPY", appendAny(nil, append(kv{"src", 1, "dst", 0, "blocks", seq(48, 0),
+		"deadline_ms", 5, "req", ""}, unknown...)))
 	rec("received", "RECEIVED", (&Received{Bytes: 1 << 33, US: 1500, Transport: "tcp"}).Append(nil))
-	rec("received-failed", "RECEIVED", (&Received{Bytes: 65536, US: 30000000, Transport: "shm", Reason: "source lost",
+	rec("received-failed", "RECEIVED", (&Received{Bytes: 65536, US: 30000000, Transport: "shm",
+		Reason:    "source lost",
 		Recompute: [][2]uint32{{0, 16}, {512, 2048}}}).Append(nil))
 	rec("received-older", "RECEIVED", appendAny(nil, kv{"bytes", 1}))
-	rec("received-newer", "RECEIVED", appendAny(nil, append(kv{"bytes", 1, "us", 2, "transport", "x", "reason", "", "recompute", []any{}}, unknown...)))
+	rec("received-newer", "RECEIVED", appendAny(nil, append(kv{"bytes", 1, "us", 2, "transport", "x",
+		"reason", "", "recompute", []any{}}, unknown...)))
 	rec("sent", "SENT", (&Sent{Grants: 2, Bytes: 1 << 21}).Append(nil))
 	rec("sent-older", "SENT", appendAny(nil, kv{}))
-	rec("sent-newer", "SENT", appendAny(nil, append(kv{"grants", 0, "bytes", 0, "reason", "expired"}, unknown...)))
+	rec("sent-newer", "SENT", appendAny(nil, append(kv{"grants", 0, "bytes", 0, "reason", "expired"},
+		unknown...)))
 	return socket, records
 }
 
@@ -325,7 +386,8 @@ func TestGolden(t *testing.T) {
 			t.Fatal(err)
 		}
 		if !bytes.Equal(have, out.Bytes()) {
-			t.Errorf("%s differs from what the encoder makes: run go test ./connector/msg -run TestGolden -update and look at the difference", path)
+			t.Errorf("%s differs from what the encoder makes: run go test ./connector/msg -run TestGolden "+
+				"-update and look at the difference", path)
 		}
 	}
 }
@@ -411,46 +473,62 @@ func otherVersions(t testing.TB) map[string]any {
 	region := []Region{{Region: b16(0xa0), Kind: KindMemfd, Bytes: 1 << 21, FD: 4}}
 	blocks := [][]uint32{{0x04030201, 0x08070605}}
 	xfer, hash := b16(0x20), b32(0x60)
-	older := appendAny(nil, kv{"dtype", "bfloat16", "groups", []any{kv{"tokens_per_block", 16, "strategy", "packed_nhd", "num_blocks", 128,
-		"layers", []any{kv{"name", "l0", "index", 0, "region", 0, "base", 0, "block_stride", 8192, "page_bytes", 8192}}}}})
-	if l, err := layout.Unmarshal(older); err != nil || l.DType != "bfloat16" || len(l.Identity) != 0 || l.Groups[0].Layers[0].PageBytes != 8192 {
+	older := appendAny(nil, kv{"dtype", "bfloat16", "groups", []any{kv{"tokens_per_block", 16,
+		"strategy", "packed_nhd", "num_blocks", 128,
+		"layers", []any{kv{"name", "l0", "index", 0, "region", 0, "base", 0, "block_stride", 8192,
+			"page_bytes", 8192}}}}})
+	if l, err := layout.Unmarshal(older); err != nil || l.DType != "bfloat16" ||
+		len(l.Identity) != 0 || l.Groups[0].Layers[0].PageBytes != 8192 {
 		t.Errorf("the older layout: %+v, %v", l, err)
 	}
 	one := Rank{0, 1}
 	return map[string]any{
 		"hello-older": &Hello{ID: 1, Min: VersionMin, Max: VersionMin, Role: RoleWorker, Boot: boot},
-		"hello-newer": &Hello{ID: 1, Min: MakeVersion(1, 0), Max: MakeVersion(1, 7), Role: RoleWorker, Boot: boot,
-			Engine: Engine{"vllm", "9.9", "e"}, Ranks: Ranks{DP: one}, PID: 1, Features: []string{"teleport"}},
+		"hello-newer": &Hello{ID: 1, Min: MakeVersion(1, 0), Max: MakeVersion(1, 7),
+			Role: RoleWorker, Boot: boot,
+			Engine: Engine{"vllm", "9.9", "e"}, Ranks: Ranks{DP: one}, PID: 1,
+			Features: []string{"teleport"}},
 		"welcome-older": &Welcome{ID: 1, Version: VersionMin, Boot: b16(0x40)},
-		"welcome-newer": &Welcome{ID: 1, Version: VersionMin, Boot: b16(0x40), Node: "n", Endpoint: "h:1", Host: "x", Features: []string{"teleport"},
+		"welcome-newer": &Welcome{ID: 1, Version: VersionMin, Boot: b16(0x40), Node: "n", Endpoint: "h:1",
+			Host: "x", Features: []string{"teleport"},
 			Limits: Limits{9, 9, 65536}, DeadlineMS: 1, PartnerMS: 2, GraceMS: 3},
-		"copy-older": &Copy{Src: 1, Blocks: []CopyBlock{{0x0706050403020100, 0x0f0e0d0c0b0a0908, 0x1716151413121110}}},
-		"copy-newer": &Copy{Src: 1, DeadlineMS: 5, Blocks: []CopyBlock{{0x0706050403020100, 0x0f0e0d0c0b0a0908, 0x1716151413121110},
+		"copy-older": &Copy{Src: 1, Blocks: []CopyBlock{{0x0706050403020100, 0x0f0e0d0c0b0a0908,
+			0x1716151413121110}}},
+		"copy-newer": &Copy{Src: 1, DeadlineMS: 5, Blocks: []CopyBlock{{0x0706050403020100,
+			0x0f0e0d0c0b0a0908, 0x1716151413121110},
 			{0x1f1e1d1c1b1a1918, 0x2726252423222120, 0x2f2e2d2c2b2a2928}}},
-		"register-older":   &Register{ID: 2, Session: session, Regions: region, Layout: older, FDs: FDs{0, 1, 2, 3}},
-		"register-newer":   &Register{ID: 2, Session: session, Regions: region, Layout: goldenLayout(t), FDs: FDs{0, 1, 2, 3}},
+		"register-older": &Register{ID: 2, Session: session, Regions: region, Layout: older,
+			FDs: FDs{0, 1, 2, 3}},
+		"register-newer": &Register{ID: 2, Session: session, Regions: region, Layout: goldenLayout(t),
+			FDs: FDs{0, 1, 2, 3}},
 		"registered-older": &Registered{ID: 2, Fingerprint: b32(1)},
 		"registered-newer": &Registered{ID: 2, Fingerprint: b32(1), Geometry: b32(33)},
 		"error-older":      &ErrorMessage{Code: CodeProtocol, Message: "no"},
 		"error-newer":      &ErrorMessage{Code: "from-the-future", Message: "?"},
 		"await-older":      &Await{ID: 3, Xfer: xfer, Hash: hash, Peer: "10.0.0.1:7411"},
-		"await-newer":      &Await{ID: 3, Xfer: xfer, Hash: hash, Peer: "10.0.0.1:7411", Tokens: 1, TTLMS: 2},
-		"admitted-older":   &Admitted{ID: 3, State: "gone"},
-		"admitted-newer":   &Admitted{ID: 3, State: "gone"},
-		"decline-older":    &Decline{ID: 4, Xfer: xfer, Hash: hash, Peer: "10.0.0.1:7411"},
-		"decline-newer":    &Decline{ID: 4, Xfer: xfer, Hash: hash, Peer: "10.0.0.1:7411", Reason: "w"},
-		"bye-older":        &Bye{},
-		"bye-newer":        &Bye{Reason: "r"},
-		"stats-older":      &Stats{},
-		"stats-newer":      &Stats{Transfers: map[string]uint64{"ok": 1}, Bytes: map[string]uint64{"tcp": 2}},
+		"await-newer": &Await{ID: 3, Xfer: xfer, Hash: hash, Peer: "10.0.0.1:7411",
+			Tokens: 1, TTLMS: 2},
+		"admitted-older": &Admitted{ID: 3, State: "gone"},
+		"admitted-newer": &Admitted{ID: 3, State: "gone"},
+		"decline-older":  &Decline{ID: 4, Xfer: xfer, Hash: hash, Peer: "10.0.0.1:7411"},
+		"decline-newer":  &Decline{ID: 4, Xfer: xfer, Hash: hash, Peer: "10.0.0.1:7411", Reason: "w"},
+		"bye-older":      &Bye{},
+		"bye-newer":      &Bye{Reason: "r"},
+		"stats-older":    &Stats{},
+		"stats-newer": &Stats{Transfers: map[string]uint64{"ok": 1},
+			Bytes: map[string]uint64{"tcp": 2}},
 
-		"intent-older": &Intent{Xfer: xfer, Hash: hash, Tokens: 16, Fanout: 1, Blocks: blocks, Prio: PrioStream},
-		"intent-newer": &Intent{Xfer: xfer, Hash: hash, Tokens: 16, Fanout: 1, Blocks: blocks, Ready: 16, Prio: 9, DeadlineMS: 1},
-		"expect-after": &Expect{Xfer: xfer, Hash: hash, Peer: "h:1", Tokens: 16, Skip: []uint32{0}, Blocks: [][]uint32{{1, 2}},
-			After: 1 << 40},
-		"copy-after":     &Copy{Dst: 1, Blocks: []CopyBlock{{1, 2, 3}}, DeadlineMS: 1, After: 7},
-		"expect-older":   &Expect{Xfer: xfer, Hash: hash, Peer: "h:1", Tokens: 16, Blocks: blocks},
-		"expect-newer":   &Expect{Xfer: xfer, Hash: hash, Peer: "h:1", Tokens: 16, Skip: []uint32{0}, Blocks: blocks, DeadlineMS: 1, PartnerMS: 1},
+		"intent-older": &Intent{Xfer: xfer, Hash: hash, Tokens: 16, Fanout: 1, Blocks: blocks,
+			Prio: PrioStream},
+		"intent-newer": &Intent{Xfer: xfer, Hash: hash, Tokens: 16, Fanout: 1, Blocks: blocks, Ready: 16,
+			Prio: 9, DeadlineMS: 1},
+		"expect-after": &Expect{Xfer: xfer, Hash: hash, Peer: "h:1", Tokens: 16, Skip: []uint32{0},
+			Blocks: [][]uint32{{1, 2}},
+			After:  1 << 40},
+		"copy-after":   &Copy{Dst: 1, Blocks: []CopyBlock{{1, 2, 3}}, DeadlineMS: 1, After: 7},
+		"expect-older": &Expect{Xfer: xfer, Hash: hash, Peer: "h:1", Tokens: 16, Blocks: blocks},
+		"expect-newer": &Expect{Xfer: xfer, Hash: hash, Peer: "h:1", Tokens: 16, Skip: []uint32{0},
+			Blocks: blocks, DeadlineMS: 1, PartnerMS: 1},
 		"step-older":     &Step{Step: 1, Reqs: []StepReq{{Lease: 1, End: 2}}},
 		"step-newer":     &Step{Step: 1, Reqs: []StepReq{{Lease: 1, End: 2, Blocks: blocks}}},
 		"cancel-older":   &Cancel{},

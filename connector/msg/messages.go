@@ -23,7 +23,8 @@ const (
 )
 
 func (t Type) String() string {
-	names := [...]string{"", "HELLO", "WELCOME", "REGISTER", "REGISTERED", "ERROR", "AWAIT", "ADMITTED", "BYE", "STATS", "DECLINE"}
+	names := [...]string{"", "HELLO", "WELCOME", "REGISTER", "REGISTERED", "ERROR", "AWAIT",
+		"ADMITTED", "BYE", "STATS", "DECLINE"}
 	if t > 0 && int(t) < len(names) {
 		return names[t]
 	}

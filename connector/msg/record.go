@@ -135,7 +135,8 @@ func DecodeIntent(b []byte) (*Intent, error) {
 				if r.err != nil {
 					break
 				}
-				if k := len(m.Steps); s.Step == 0 || k > 0 && (s.Step <= m.Steps[k-1].Step || s.End < m.Steps[k-1].End) {
+				if k := len(m.Steps); s.Step == 0 || k > 0 && (s.Step <= m.Steps[k-1].Step ||
+					s.End < m.Steps[k-1].End) {
 					r.fail("step %d to token %d is not after the one before", s.Step, s.End)
 				}
 				m.Steps = append(m.Steps, s)
@@ -325,7 +326,8 @@ func (r *reader) copyBlocks() []CopyBlock {
 	out := make([]CopyBlock, len(b)/copyBlockBytes)
 	for i := range out {
 		p := b[i*copyBlockBytes:]
-		out[i] = CopyBlock{binary.LittleEndian.Uint64(p), binary.LittleEndian.Uint64(p[8:]), binary.LittleEndian.Uint64(p[16:])}
+		out[i] = CopyBlock{binary.LittleEndian.Uint64(p), binary.LittleEndian.Uint64(p[8:]),
+			binary.LittleEndian.Uint64(p[16:])}
 	}
 	return out
 }
@@ -543,7 +545,8 @@ func (m *Sent) Append(b []byte) []byte {
 // DecodeRecord decodes a body by its record type, as the board numbers them.
 func DecodeRecord(typ uint16, b []byte) (any, error) {
 	if len(b) > MaxRecordBytes {
-		return nil, &Error{Message: "record", Problem: fmt.Sprintf("%d bytes, at most %d", len(b), MaxRecordBytes)}
+		return nil, &Error{Message: "record", Problem: fmt.Sprintf("%d bytes, at most %d", len(b),
+			MaxRecordBytes)}
 	}
 	switch typ {
 	case 1:

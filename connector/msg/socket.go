@@ -12,7 +12,8 @@ import (
 func EncodePacket(m Message) ([]byte, error) {
 	b := m.append(binary.LittleEndian.AppendUint32(make([]byte, 0, 256), uint32(m.Type())))
 	if len(b) > MaxPacketBytes {
-		return nil, &Error{Message: m.Type().String(), Problem: fmt.Sprintf("%d bytes encoded, at most %d", len(b), MaxPacketBytes)}
+		return nil, &Error{Message: m.Type().String(),
+			Problem: fmt.Sprintf("%d bytes encoded, at most %d", len(b), MaxPacketBytes)}
 	}
 	return b, nil
 }
@@ -21,10 +22,12 @@ func EncodePacket(m Message) ([]byte, error) {
 // and go on.
 func DecodePacket(p []byte) (Message, error) {
 	if len(p) < 4 {
-		return nil, &Error{Message: "packet", Problem: fmt.Sprintf("%d bytes, shorter than its type", len(p))}
+		return nil, &Error{Message: "packet", Problem: fmt.Sprintf("%d bytes, shorter than its type",
+			len(p))}
 	}
 	if len(p) > MaxPacketBytes {
-		return nil, &Error{Message: "packet", Problem: fmt.Sprintf("%d bytes, at most %d", len(p), MaxPacketBytes)}
+		return nil, &Error{Message: "packet", Problem: fmt.Sprintf("%d bytes, at most %d", len(p),
+			MaxPacketBytes)}
 	}
 	t := Type(binary.LittleEndian.Uint32(p))
 	r := &reader{what: t.String(), b: p[4:]}
@@ -63,7 +66,8 @@ func DecodePacket(p []byte) (Message, error) {
 type UnknownType struct{ Type Type }
 
 func (e *UnknownType) Error() string {
-	return fmt.Sprintf("packet: unknown type %d, known are 1 to %d", uint32(e.Type), uint32(TypeDecline))
+	return fmt.Sprintf("packet: unknown type %d, known are 1 to %d", uint32(e.Type),
+		uint32(TypeDecline))
 }
 
 func readHello(r *reader) *Hello {
@@ -154,7 +158,8 @@ func (m *Hello) append(b []byte) []byte {
 	for _, k := range []struct {
 		name string
 		rank Rank
-	}{{"dp", m.Ranks.DP}, {"pp", m.Ranks.PP}, {"tp", m.Ranks.TP}, {"pcp", m.Ranks.PCP}, {"dcp", m.Ranks.DCP}} {
+	}{{"dp", m.Ranks.DP}, {"pp", m.Ranks.PP}, {"tp", m.Ranks.TP}, {"pcp", m.Ranks.PCP},
+		{"dcp", m.Ranks.DCP}} {
 		b = appendArray(appendStr(b, k.name), 2)
 		b = appendUint(b, uint64(k.rank.Rank))
 		b = appendUint(b, uint64(max(k.rank.Size, 1)))
@@ -258,7 +263,8 @@ func readRegister(r *reader) *Register {
 			m.Layout = r.rawMap()
 		case "fds":
 			n.got |= 16
-			f, w := need{names: []string{"flags", "rings", "doorbell", "bell"}}, need{names: []string{"work", "work_bell"}}
+			f, w := need{names: []string{"flags", "rings", "doorbell", "bell"}},
+				need{names: []string{"work", "work_bell"}}
 			var work WorkFDs
 			for j := r.mapLen(); j > 0 && r.err == nil; j-- {
 				switch string(r.key()) {

@@ -25,13 +25,15 @@ var (
 // Negotiate picks the highest version that both sides support.
 func Negotiate(minV, maxV Version) (Version, error) {
 	if minV > maxV {
-		return 0, &Error{Message: "HELLO", Field: "min", Problem: fmt.Sprintf("%s is above max %s", minV, maxV)}
+		return 0, &Error{Message: "HELLO", Field: "min", Problem: fmt.Sprintf("%s is above max %s",
+			minV, maxV)}
 	}
 	v := min(maxV, VersionMax)
 	if v < max(minV, VersionMin) {
 		return 0, &Error{Message: "HELLO", Field: "max",
-			Problem: fmt.Sprintf("the shim supports %s to %s, the sidecar %s to %s", minV, maxV, VersionMin, VersionMax),
-			Remedy:  "upgrade the older of the two"}
+			Problem: fmt.Sprintf("the shim supports %s to %s, the sidecar %s to %s", minV, maxV, VersionMin,
+				VersionMax),
+			Remedy: "upgrade the older of the two"}
 	}
 	return v, nil
 }

@@ -83,7 +83,8 @@ func grantName(l *exec.ReceivePart) bindName { return bindName{l.Grant.Peer, l.G
 func originName(s *exec.SendPart) bindName   { return bindName{s.Origin.Peer, s.Origin.Slot} }
 
 // Grant finds the live grant of a frame's slot, for transport.Host.
-func (d *Driver) Grant(peer transfer.Boot, slot transfer.Slot, gen transfer.Gen) (*transport.Grant, transfer.Reason) {
+func (d *Driver) Grant(peer transfer.Boot, slot transfer.Slot, gen transfer.Gen) (*transport.Grant,
+	transfer.Reason) {
 	d.binds.mu.RLock()
 	r := d.binds.grants[bindName{peer, slot}]
 	d.binds.mu.RUnlock()
@@ -101,7 +102,8 @@ func (d *Driver) Grant(peer transfer.Boot, slot transfer.Slot, gen transfer.Gen)
 }
 
 // Origin finds the live origin of a destination-initiated confirmation, for transport.Host.
-func (d *Driver) Origin(peer transfer.Boot, slot transfer.Slot, gen transfer.Gen) (*transport.Origin, transfer.Reason) {
+func (d *Driver) Origin(peer transfer.Boot, slot transfer.Slot,
+	gen transfer.Gen) (*transport.Origin, transfer.Reason) {
 	d.binds.mu.RLock()
 	x := d.binds.origins[bindName{peer, slot}]
 	d.binds.mu.RUnlock()
@@ -157,7 +159,8 @@ func (d *Driver) offer(a *exec.Action) {
 		for _, b := range d.backends {
 			token, err := b.Grant(&l.Grant)
 			if err != nil {
-				d.log.Warn("transport cannot receive this grant", "transport", b.Name(), "lease", l.Lease().String(),
+				d.log.Warn("transport cannot receive this grant", "transport", b.Name(), "lease",
+					l.Lease().String(),
 					"rank", l.Part.Rank, "err", err)
 				continue
 			}
@@ -193,7 +196,8 @@ func (d *Driver) fence(a *exec.Action) {
 		if err == nil {
 			d.cfg.Observer.Fenced(cause, d.cfg.Process.Now()-began)
 		} else if ctx.Err() != context.Canceled {
-			d.log.Error("fence failed and will be retried; the blocks stay in quarantine", "lease", l.Lease().String(), "err", err)
+			d.log.Error("fence failed and will be retried; the blocks stay in quarantine", "lease",
+				l.Lease().String(), "err", err)
 		}
 		return func() {
 			d.ex.FenceDone(d.enter(), l, err)
@@ -204,7 +208,8 @@ func (d *Driver) fence(a *exec.Action) {
 		work(context.Background())() // an engine waits, and no writer is left
 		return
 	}
-	// Not in this goroutine: it may be that of a lane that reports a landing and still holds the guard.
+	// Not in this goroutine: it may be that of a lane that reports a landing and still holds the
+	// guard.
 	d.goFor(work)
 }
 

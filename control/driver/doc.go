@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package driver runs the executor of one process: it serialises events, adds the time, and performs
-// the actions that follow. The sidecar and the simulator run the same driver. What differs between
-// them (clock, goroutines, peers, engines, memory) is in the interfaces of Config.
+// Package driver runs the executor of one process: it serialises events, adds the time, and
+// performs the actions that follow. The sidecar and the simulator run the same driver. What differs
+// between them (clock, goroutines, peers, engines, memory) is in the interfaces of Config.
 //
 // Invariants: one goroutine at a time enters the executor, and its actions are performed in its
 // order. Every backend has a grant before its peer receives it. A grant's guard is revoked when its
@@ -111,7 +111,8 @@ type Rails interface {
 	DeviceSlices() bool
 }
 
-// Observer counts and records what happens. Lanes call it concurrently; it does not call the driver.
+// Observer counts and records what happens. Lanes call it concurrently; it does not call the
+// driver.
 type Observer interface {
 	LaneUp(l transport.Lane)
 	// LaneRefused is a lane that the executor does not accept; it is closed.

@@ -49,7 +49,8 @@ func New(c Config) *Driver {
 		d.lock = &sync.Mutex{}
 	}
 	d.tick = d.Tick
-	d.Events = &Events{d: d, queries: map[uint64]func(connector.Admission){}, fenced: map[*connector.Worker]func(){}}
+	d.Events = &Events{d: d, queries: map[uint64]func(connector.Admission){},
+		fenced: map[*connector.Worker]func(){}}
 	d.binds.grants, d.binds.origins = map[bindName]*Receiver{}, map[bindName]*sender{}
 	d.binds.senders = map[*exec.SendPart]*sender{}
 	d.lanes.byID = map[uint64]*lane{}
@@ -60,7 +61,8 @@ func New(c Config) *Driver {
 // Use sets the backends that are open.
 func (d *Driver) Use(backends transport.Registry) {
 	d.backends = backends
-	d.guarded = !slices.ContainsFunc(backends, func(b transport.Backend) bool { return !b.Caps().Guarded })
+	d.guarded = !slices.ContainsFunc(backends,
+		func(b transport.Backend) bool { return !b.Caps().Guarded })
 }
 
 // enter takes the executor. leave must follow.
@@ -125,8 +127,8 @@ const (
 	wedgedActions = "an action of the executor has not ended"
 )
 
-// Wedged returns what blocks the executor, or nothing: within WedgedAfter its lock becomes free, and
-// the goroutine that performs its actions finishes a batch.
+// Wedged returns what blocks the executor, or nothing: within WedgedAfter its lock becomes free,
+// and the goroutine that performs its actions finishes a batch.
 func (d *Driver) Wedged(ctx context.Context) string {
 	ctx, cancel := context.WithTimeout(ctx, WedgedAfter)
 	defer cancel()
@@ -181,7 +183,8 @@ func (d *Driver) perform(a *exec.Action) {
 	case exec.Measure:
 		d.measure()
 	case exec.LogViolation:
-		d.log.Warn("protocol violation by a peer; logged once", "peer", a.Peer.String(), "refused", a.Text)
+		d.log.Warn("protocol violation by a peer; logged once", "peer", a.Peer.String(),
+			"refused", a.Text)
 	case exec.Complete:
 		d.cfg.Engines.Complete(a)
 	case exec.Describe:

@@ -54,7 +54,8 @@ func (nowhere) Resolve(dst []mem.Block, _ transfer.Range) ([]mem.Block, error) {
 
 // newDriver is a driver of a new executor.
 func newDriver(p Process, n nothing) *Driver {
-	return New(Config{Exec: exec.New(exec.Config{Boot: transfer.Boot{1}}), Process: p, Peers: n, Engines: n, Memory: n, Rails: n,
+	return New(Config{Exec: exec.New(exec.Config{Boot: transfer.Boot{1}}), Process: p, Peers: n,
+		Engines: n, Memory: n, Rails: n,
 		Observer: n, Log: slog.New(slog.DiscardHandler), Grace: time.Second})
 }
 
@@ -69,7 +70,8 @@ func TestWedged(t *testing.T) {
 			t.Helper()
 			from := time.Now()
 			why := d.Wedged(t.Context())
-			if took := time.Since(from); want == "" && (why != "" || took > 0) || !strings.Contains(why, want) || want != "" && took != WedgedAfter {
+			if took := time.Since(from); want == "" && (why != "" || took > 0) || !strings.Contains(why,
+				want) || want != "" && took != WedgedAfter {
 				t.Errorf("wedged: %q after %v, want %q", why, took, want)
 			}
 		}
@@ -81,7 +83,8 @@ func TestWedged(t *testing.T) {
 		done := make(chan struct{})
 		go func() { // its action Connect blocks
 			defer close(done)
-			d.Events.Await(connector.Await{Peer: "elsewhere:1", TTL: time.Hour}, func(connector.Admission) {})
+			d.Events.Await(connector.Await{Peer: "elsewhere:1", TTL: time.Hour},
+				func(connector.Admission) {})
 		}()
 		synctest.Wait()
 		wedged(wedgedActions)

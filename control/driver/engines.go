@@ -8,8 +8,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Events brings the events of engines to a driver, in the form of connector.Events. The fields below
-// are protected by the driver's lock.
+// Events brings the events of engines to a driver, in the form of connector.Events. The fields
+// below are protected by the driver's lock.
 type Events struct {
 	d       *Driver
 	queries map[uint64]func(connector.Admission) // admission queries without an answer

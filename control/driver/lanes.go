@@ -23,7 +23,8 @@ type lanes struct {
 
 type lane struct {
 	transport.Lane
-	inflow  *inflow       // from its peer over its rail; nil: the rail has no queue that could overflow
+	// from its peer over its rail; nil: the rail has no queue that could overflow
+	inflow  *inflow
 	asked   uint64        // acknowledged bytes at the last ask; of the goroutine that performs
 	down    chan struct{} // closed by LaneDown
 	closing atomic.Bool
@@ -49,7 +50,10 @@ func (d *Driver) backendOf(name string) (int, transport.Caps) {
 }
 
 // PeerKey implements transport.Host.
-func (d *Driver) PeerKey(boot transfer.Boot) (transport.Peer, bool) { return d.cfg.Peers.PeerKey(boot) }
+func (d *Driver) PeerKey(boot transfer.Boot) (transport.Peer,
+	bool) {
+	return d.cfg.Peers.PeerKey(boot)
+}
 
 // LaneUp implements transport.Host.
 func (d *Driver) LaneUp(l transport.Lane) {
@@ -63,9 +67,12 @@ func (d *Driver) LaneUp(l transport.Lane) {
 	d.lanes.byID[l.ID()] = e
 	d.lanes.mu.Unlock()
 	d.cfg.Observer.LaneUp(l)
-	d.log.Debug("lane up", "lane", l.ID(), "peer", l.Peer().String(), "transport", l.Backend(), "rail", l.Local(), "remote", l.Remote())
-	in := exec.LaneInfo{ID: l.ID(), Peer: l.Peer(), Backend: l.Backend(), Local: l.Local(), Remote: l.Remote(),
-		SliceBytes: caps.SliceBytes, MaxInFlight: l.MaxInFlight(), Apart: caps.SameHost, ReportsAcked: caps.Tells}
+	d.log.Debug("lane up", "lane", l.ID(), "peer", l.Peer().String(), "transport", l.Backend(), "rail",
+		l.Local(), "remote", l.Remote())
+	in := exec.LaneInfo{ID: l.ID(), Peer: l.Peer(), Backend: l.Backend(), Local: l.Local(),
+		Remote:     l.Remote(),
+		SliceBytes: caps.SliceBytes, MaxInFlight: l.MaxInFlight(), Apart: caps.SameHost,
+		ReportsAcked: caps.Tells}
 	_, in.WakeHints = l.(transport.Rouser)
 	if caps.DeviceSlice > 0 && d.cfg.Rails.DeviceSlices() {
 		in.SliceBytes = caps.DeviceSlice
@@ -96,9 +103,11 @@ func (d *Driver) LaneDown(l transport.Lane, err error) {
 		return
 	}
 	// The dialling end closes lanes that no lease needs.
-	meant := err == nil || errors.Is(err, net.ErrClosed) || errors.Is(err, io.EOF) && d.BoundTo(l.Peer()) == 0
+	meant := err == nil || errors.Is(err, net.ErrClosed) || errors.Is(err, io.EOF) &&
+		d.BoundTo(l.Peer()) == 0
 	d.cfg.Observer.LaneDown(l, !meant)
-	d.log.Debug("lane down", "lane", l.ID(), "peer", l.Peer().String(), "transport", l.Backend(), "rail", l.Local(), "err", err)
+	d.log.Debug("lane down", "lane", l.ID(), "peer", l.Peer().String(), "transport", l.Backend(),
+		"rail", l.Local(), "err", err)
 	now := d.enter()
 	d.ex.LaneDown(now, l.ID())
 	d.leave()
@@ -124,7 +133,10 @@ func (d *Driver) Done(l transport.Lane, res []transport.Result) {
 }
 
 // Refused implements transport.Host.
-func (d *Driver) Refused(l transport.Lane, why transfer.Reason) { d.cfg.Observer.FrameRefused(l, why) }
+func (d *Driver) Refused(l transport.Lane, why transfer.Reason) {
+	d.cfg.Observer.FrameRefused(l,
+		why)
+}
 
 // Results brings the ends of slices to the executor.
 func (d *Driver) Results(res []transport.Result) {
@@ -192,7 +204,8 @@ func (d *Driver) move(a *exec.Action) {
 	}
 	res := make([]transport.Result, len(a.Slices))
 	for i, s := range a.Slices {
-		res[i] = transport.Result{Slice: s, Outcome: transfer.NotLanded, Reason: transfer.ReasonLaneLost, Err: err}
+		res[i] = transport.Result{Slice: s, Outcome: transfer.NotLanded, Reason: transfer.ReasonLaneLost,
+			Err: err}
 	}
 	d.Results(res)
 }

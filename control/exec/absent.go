@@ -31,7 +31,8 @@ func (mt *matcher) absent(now Instant, in *inboundGrant, over bool) {
 	switch old := mt.absents[in.lease()]; {
 	case held && in.absent == nil:
 		if old != nil {
-			mt.endInbound(now, old, false, "its lease was granted again by another sidecar, which is gone, too")
+			mt.endInbound(now, old, false, "its lease was granted again by another sidecar, which is "+
+				"gone, too")
 		}
 		in.absent = newTimer(func(now Instant) { mt.absentDue(now, in) })
 		mt.agenda.arm(in.absent, now+mt.cfg.MatchTimeout)
@@ -52,10 +53,12 @@ func (mt *matcher) present(in *inboundGrant) {
 }
 
 func (mt *matcher) absentDue(now Instant, in *inboundGrant) {
-	why := fmt.Sprintf("the destination's sidecar is gone, and nobody presented the lease again within %v", mt.cfg.MatchTimeout)
+	why := fmt.Sprintf("the destination's sidecar is gone, and nobody presented the lease again "+
+		"within %v", mt.cfg.MatchTimeout)
 	for _, c := range in.claims {
 		if c.snd != nil {
-			mt.sources.lose(now, c.snd, true, why) // the sidecar may be alive, and gets this when it is reached
+			// the sidecar may be alive, and gets this when it is reached
+			mt.sources.lose(now, c.snd, true, why)
 		}
 	}
 	mt.endInbound(now, in, false, why)

@@ -14,20 +14,25 @@ import (
 // rest lets time pass.
 func (s *sim) rest(d time.Duration) { s.run(s.now+d, func() bool { return false }) }
 
-// again is the receiver's lease as its engine presents it to another sidecar: the same id, another epoch.
-func (n *simNode) again(w *connector.Worker, l *simLease, k transfer.Key, peer string, deadline time.Duration) *simLease {
+// again is the receiver's lease as its engine presents it to another sidecar: the same id, another
+// epoch.
+func (n *simNode) again(w *connector.Worker, l *simLease, k transfer.Key, peer string,
+	deadline time.Duration) *simLease {
 	id := l.id
 	id.Epoch++
-	m := &simLease{id: id, w: w, receive: true, opened: n.s.now, deadline: deadline, key: l.key, tokens: l.tokens}
+	m := &simLease{id: id, w: w, receive: true, opened: n.s.now, deadline: deadline, key: l.key,
+		tokens: l.tokens}
 	n.leases[id] = m
 	n.event(func() {
-		n.ex.Expect(n.s.now, w, connector.Expect{Lease: id, Key: k, Peer: peer, Tokens: l.tokens, Skip: []uint32{0}, Deadline: deadline, Partner: deadline / 2})
+		n.ex.Expect(n.s.now, w, connector.Expect{Lease: id, Key: k, Peer: peer, Tokens: l.tokens,
+			Skip: []uint32{0}, Deadline: deadline, Partner: deadline / 2})
 	})
 	return m
 }
 
-// The receiver's sidecar dies in mid transfer. The source's blocks are kept, and when the engine presents its lease to the next sidecar all
-// of it comes, whether that one is quicker than the proof that the first is dead or not.
+// The receiver's sidecar dies in mid transfer. The source's blocks are kept, and when the engine
+// presents its lease to the next sidecar all of it comes, whether that one is quicker than the
+// proof that the first is dead or not.
 func TestDestinationSidecarDies(t *testing.T) {
 	for name, order := range map[string]struct{ down, grant, over time.Duration }{
 		"down, proof, grant": {100 * time.Millisecond, 3 * sec, 200 * time.Millisecond},
@@ -72,13 +77,15 @@ func TestDestinationSidecarDies(t *testing.T) {
 			wantStatus(t, src, StatusOK)
 			wantStatus(t, next, StatusOK)
 			if src.done.Grants != 1 || len(p.ex.match.grants)+len(p.ex.match.absents) != 0 {
-				t.Errorf("served %d; %d grants and %d absent ones are left", src.done.Grants, len(p.ex.match.grants), len(p.ex.match.absents))
+				t.Errorf("served %d; %d grants and %d absent ones are left", src.done.Grants,
+					len(p.ex.match.grants), len(p.ex.match.absents))
 			}
 		})
 	}
 }
 
-// Nobody presents the lease again: the source ends by the rule for missing partners, long before its deadline. What only seemed dead hears of it.
+// Nobody presents the lease again: the source ends by the rule for missing partners, long before
+// its deadline. What only seemed dead hears of it.
 func TestDestinationSidecarStaysAway(t *testing.T) {
 	for _, over := range []bool{false, true} {
 		s, p, d, pw, dw := pair(t, 12, 0)
@@ -91,7 +98,8 @@ func TestDestinationSidecarStaysAway(t *testing.T) {
 			t.Fatalf("over %v: gave up early: %s", over, src.done.Reason)
 		}
 		s.until("the source's end", 200*time.Millisecond, func() bool { return src.done != nil })
-		if wantStatus(t, src, StatusFailed); !strings.Contains(src.done.Reason, "presented the lease again") {
+		if wantStatus(t, src, StatusFailed); !strings.Contains(src.done.Reason,
+			"presented the lease again") {
 			t.Errorf("over %v: reason %q", over, src.done.Reason)
 		}
 		if !over {
@@ -117,7 +125,8 @@ func TestDestinationSidecarComesBack(t *testing.T) {
 	wantStatus(t, dst, StatusOK)
 }
 
-// Only the same lease of the same prompt gets the place of one whose sidecar is away; who else asks waits for a place of his own.
+// Only the same lease of the same prompt gets the place of one whose sidecar is away; who else asks
+// waits for a place of his own.
 func TestPlacesOfTheAbsentAreKept(t *testing.T) {
 	tg := newTarget()
 	say := func(from transfer.Boot, g *peerv1.Grant) (gives int, replies []*peerv1.GrantReply) {
@@ -155,13 +164,15 @@ func TestPlacesOfTheAbsentAreKept(t *testing.T) {
 	}
 	g := goodGrant()
 	g.Destination.Epoch, g.Gen = 6, 1
-	if gives, replies := say(next, g); gives == 0 || len(replies) != 1 || replies[0].Code != peerv1.GrantReply_BOUND {
+	if gives, replies := say(next, g); gives == 0 || len(replies) != 1 ||
+		replies[0].Code != peerv1.GrantReply_BOUND {
 		t.Errorf("the lease itself, presented again: %d actions, %v", gives, replies)
 	}
 }
 
-// An engine's worker begins a new session with the same sidecar. Its library ends what it receives by itself and presents none of it again, so the source
-// is told that it is over: its blocks are kept for nobody.
+// An engine's worker begins a new session with the same sidecar. Its library ends what it receives
+// by itself and presents none of it again, so the source is told that it is over: its blocks are
+// kept for nobody.
 func TestSessionTakenOver(t *testing.T) {
 	for name, granted := range map[string]bool{"granted": true, "not yet": false} {
 		t.Run(name, func(t *testing.T) {
@@ -182,20 +193,24 @@ func TestSessionTakenOver(t *testing.T) {
 			d.event(func() { d.ex.WorkerGone(s.now, dw, false, "superseded") })
 			s.until("the fence", sec, func() bool { return d.fenced[dw] })
 			s.until("the source's end", sec, func() bool { return src.done != nil })
-			if wantStatus(t, src, StatusFailed); !strings.Contains(src.done.Reason, gaveUp) || len(p.ex.match.grants)+len(p.ex.match.absents) != 0 {
-				t.Errorf("%q; %d grants and %d absent ones are left", src.done.Reason, len(p.ex.match.grants), len(p.ex.match.absents))
+			if wantStatus(t, src, StatusFailed); !strings.Contains(src.done.Reason, gaveUp) ||
+				len(p.ex.match.grants)+len(p.ex.match.absents) != 0 {
+				t.Errorf("%q; %d grants and %d absent ones are left", src.done.Reason, len(p.ex.match.grants),
+					len(p.ex.match.absents))
 			}
 		})
 	}
 }
 
-// A source's sidecar at whose address nobody listens any more costs its receivers two seconds, those that have a grant as well as those
-// that come now; one that is silent costs what a missing partner costs.
+// A source's sidecar at whose address nobody listens any more costs its receivers two seconds,
+// those that have a grant as well as those that come now; one that is silent costs what a missing
+// partner costs.
 func TestSourceSidecarIsGoneForGood(t *testing.T) {
 	s, p, d, _, dw := pair(t, 12, 0)
 	first := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 30*sec)
 	s.rest(50 * time.Millisecond)
-	if _, ok := d.ex.dests.byID[first.id]; !ok || d.ex.dests.byID[first.id].State != lease.DestGranted {
+	if _, ok := d.ex.dests.byID[first.id]; !ok || d.ex.dests.byID[first.id].State !=
+		lease.DestGranted {
 		t.Fatal("not granted")
 	}
 	p.dead = true
@@ -236,11 +251,15 @@ func TestForbiddenAddress(t *testing.T) {
 	}
 }
 
-// However many requests name an address at which nobody listens, it is tried ten times in two seconds.
+// However many requests name an address at which nobody listens, it is tried ten times in two
+// seconds.
 func TestManyWaitForOneTry(t *testing.T) {
 	s, _, d, _, dw := pair(t, 4, 0)
 	for i := range 40 {
-		s.after(time.Duration(i)*20*time.Millisecond, func() { d.expect(dw, uint64(1+i), testKey(3, byte(i)), "q:1", 64, 0, 20*sec) })
+		s.after(time.Duration(i)*20*time.Millisecond, func() {
+			d.expect(dw, uint64(1+i),
+				testKey(3, byte(i)), "q:1", 64, 0, 20*sec)
+		})
 	}
 	s.rest(1500 * time.Millisecond)
 	for _, l := range d.leases {

@@ -31,7 +31,8 @@ type query struct {
 func (qs *queries) open(now Instant, id uint64, a connector.Await) {
 	if qs.draining || len(qs.byToken) >= qs.cfg.MaxPending {
 		x := qs.emit(Answer)
-		x.Await, x.Admission = id, connector.Admission{State: "refused", Message: "sidecar is draining, or has too many questions open"}
+		x.Await, x.Admission = id, connector.Admission{State: "refused",
+			Message: "sidecar is draining, or has too many questions open"}
 		return
 	}
 	if why := qs.endpoints.unreachable(now, a.Peer); why != "" {
@@ -65,8 +66,10 @@ func (qs *queries) ask(now Instant, w *query) {
 		return
 	}
 	if qs.alone(w.ep.peer, w.a.Engine, w.a.Key) {
-		qs.answer(w, connector.Admission{State: "refused", Message: "it is this engine's own sidecar, and no other engine is registered there: name " +
-			"the prefill engine's (--prefill-peer of kvspray proxy, which arrives as kv_transfer_params.kvspray.peer)"})
+		qs.answer(w, connector.Admission{State: "refused", Message: "it is this engine's own sidecar, " +
+			"and no other engine is registered there: name " +
+			"the prefill engine's (--prefill-peer of kvspray proxy, which arrives as " +
+			"kv_transfer_params.kvspray.peer)"})
 		return
 	}
 	w.sent = w.ep.peer.boot

@@ -18,8 +18,9 @@ import (
 
 const benchPeers = 4
 
-// loadedExec is the executor of a busy prefill node: so many transfers are open towards four peers with four rails each, and every lane is full. Its
-// lanes are the benchmark's: what an operation costs here is the executor's and the scheduler's alone.
+// loadedExec is the executor of a busy prefill node: so many transfers are open towards four peers
+// with four rails each, and every lane is full. Its lanes are the benchmark's: what an operation
+// costs here is the executor's and the scheduler's alone.
 type loadedExec struct {
 	tb     testing.TB
 	e      *Exec
@@ -38,7 +39,8 @@ type loadedExec struct {
 	done   [1]transport.Result
 }
 
-// left is what has not landed of the transfer of a slot. Copies of what has landed come after its end, too.
+// left is what has not landed of the transfer of a slot. Copies of what has landed come after its
+// end, too.
 type left struct {
 	gen    uint32
 	chunks int32
@@ -46,8 +48,11 @@ type left struct {
 
 func newLoaded(tb testing.TB, open int, tokens uint32) *loadedExec {
 	x := &loadedExec{tb: tb, tokens: tokens, now: sec, slotOf: map[transfer.LeaseID]uint32{}}
-	x.e = New(Config{Boot: transfer.Boot{200}, Planner: simPlanner{}, Transports: []string{"tcp"}, Deadline: MaxDeadline})
-	x.w = &connector.Worker{Name: "w", Layout: &layout.Layout{Groups: []layout.Group{{TokensPerBlock: simBlock, Layers: make([]layout.Layer, simLayers)}}}}
+	x.e = New(Config{Boot: transfer.Boot{200}, Planner: simPlanner{}, Transports: []string{"tcp"},
+		Deadline: MaxDeadline})
+	x.w = &connector.Worker{Name: "w",
+		Layout: &layout.Layout{Groups: []layout.Group{{TokensPerBlock: simBlock,
+			Layers: make([]layout.Layer, simLayers)}}}}
 	x.e.WorkerUp(x.w)
 	lane := uint64(0)
 	for i := range x.peers {
@@ -56,7 +61,8 @@ func newLoaded(tb testing.TB, open int, tokens uint32) *loadedExec {
 		for r := range 4 {
 			for range 2 {
 				lane++
-				if err := x.e.LaneUp(x.now, LaneInfo{ID: lane, Peer: x.peers[i], Backend: "tcp", Local: fmt.Sprint("r", r), Remote: fmt.Sprint("r", r), Gbps: 100,
+				if err := x.e.LaneUp(x.now, LaneInfo{ID: lane, Peer: x.peers[i], Backend: "tcp",
+					Local: fmt.Sprint("r", r), Remote: fmt.Sprint("r", r), Gbps: 100,
 					SliceBytes: 1 << 20, MaxInFlight: 16, ReportsAcked: true}); err != nil {
 					tb.Fatal(err)
 				}
@@ -78,7 +84,8 @@ func (x *loadedExec) begin() {
 	binary.BigEndian.PutUint64(k.Xfer[:], x.next)
 	src := transfer.LeaseID{Boot: x.w.Boot, ID: x.next}
 	dst := transfer.LeaseID{Boot: transfer.Boot{100}, ID: x.next}
-	x.e.Intent(x.now, x.w, connector.Intent{Lease: src, Key: k, Tokens: x.tokens, Fanout: 1, Deadline: MaxDeadline})
+	x.e.Intent(x.now, x.w, connector.Intent{Lease: src, Key: k, Tokens: x.tokens, Fanout: 1,
+		Deadline: MaxDeadline})
 	plan, err := newSimPlan(x.tokens, []uint32{0})
 	if err != nil {
 		x.tb.Fatal(err)
@@ -94,16 +101,21 @@ func (x *loadedExec) begin() {
 	}
 	x.slotOf[dst] = slot
 	gen, digest := uint32(x.next), plan.Digest()
-	if err := x.e.Message(x.now, x.peers[i], &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Grant{Grant: &peerv1.Grant{
-		Xfer: k.Xfer[:], Hash: k.Hash[:], Destination: leaseMsg(dst), Gen: gen, Tokens: x.tokens, Skip: []uint32{0}, Fingerprint: x.w.Fingerprint[:],
-		Geometry: x.w.Geometry[:], DeadlineMs: millis(MaxDeadline), PartnerMs: 10000, Priority: 1, Team: make([]byte, 16), TeamSize: 1,
-		PlanVersion: simPlanner{}.Version(),
-		Parts: []*peerv1.Part{{Rank: x.w.Place.Rank(), Geometry: x.w.Geometry[:], Slot: slot, Gen: gen, Chunks: plan.space.NumChunks(),
-			Bytes: plan.space.TotalBytes(), Digest: digest[:]}}}}}); err != nil {
+	if err := x.e.Message(x.now, x.peers[i], &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Grant{
+		Grant: &peerv1.Grant{
+			Xfer: k.Xfer[:], Hash: k.Hash[:], Destination: leaseMsg(dst), Gen: gen, Tokens: x.tokens,
+			Skip: []uint32{0}, Fingerprint: x.w.Fingerprint[:],
+			Geometry: x.w.Geometry[:], DeadlineMs: millis(MaxDeadline), PartnerMs: 10000, Priority: 1,
+			Team: make([]byte, 16), TeamSize: 1,
+			PlanVersion: simPlanner{}.Version(),
+			Parts: []*peerv1.Part{{Rank: x.w.Place.Rank(), Geometry: x.w.Geometry[:], Slot: slot, Gen: gen,
+				Chunks: plan.space.NumChunks(),
+				Bytes:  plan.space.TotalBytes(), Digest: digest[:]}}}}}); err != nil {
 		x.tb.Fatal(err)
 	}
 	for l := range simLayers {
-		x.e.Progress(x.now, x.w, []connector.Progress{{Lease: src, Layer: l, Tokens: x.tokens, Final: true}})
+		x.e.Progress(x.now, x.w, []connector.Progress{{Lease: src, Layer: l, Tokens: x.tokens,
+			Final: true}})
 	}
 	x.left[i][slot] = left{gen, int32(plan.space.NumChunks())}
 }
@@ -124,7 +136,8 @@ func (x *loadedExec) collect() {
 	}
 }
 
-// slice ends the oldest slice, as landed, and takes what follows. It returns the destination whose last chunk that was.
+// slice ends the oldest slice, as landed, and takes what follows. It returns the destination whose
+// last chunk that was.
 func (x *loadedExec) slice() (last transfer.LeaseID, full bool) {
 	if x.head == len(x.flying) {
 		x.tb.Fatal("nothing is in flight")
@@ -152,7 +165,8 @@ func (x *loadedExec) slice() (last transfer.LeaseID, full bool) {
 // end lets the receiver commit, and begins another transfer in its place.
 func (x *loadedExec) end(dst transfer.LeaseID) {
 	i := int(dst.ID % benchPeers)
-	if err := x.e.Message(x.now, x.peers[i], &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{Destination: leaseMsg(dst)}}}); err != nil {
+	if err := x.e.Message(x.now, x.peers[i], &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{
+		Commit: &peerv1.Commit{Destination: leaseMsg(dst)}}}); err != nil {
 		x.tb.Fatal(err)
 	}
 	x.free[i] = append(x.free[i], x.slotOf[dst])
@@ -178,8 +192,9 @@ func heapBytes() uint64 {
 	return m.HeapAlloc
 }
 
-// BenchmarkSlice is what the executor and the scheduler cost per slice, from its confirmation to the slice that takes its place, by how many
-// transfers are open. The goal is 2 us, and the same with 10,000 open as with 10.
+// BenchmarkSlice is what the executor and the scheduler cost per slice, from its confirmation to
+// the slice that takes its place, by how many transfers are open. The goal is 2 us, and the same
+// with 10,000 open as with 10.
 func BenchmarkSlice(b *testing.B) {
 	for _, open := range []int{10, 100, 1000, 10000} {
 		b.Run(fmt.Sprint(open, "open"), func(b *testing.B) {
@@ -205,7 +220,8 @@ func BenchmarkSlice(b *testing.B) {
 	}
 }
 
-// BenchmarkTransfer is a whole transfer of 1 MiB beside so many that are open: intent, grant, slices, commit, release.
+// BenchmarkTransfer is a whole transfer of 1 MiB beside so many that are open: intent, grant,
+// slices, commit, release.
 func BenchmarkTransfer(b *testing.B) {
 	for _, open := range []int{10, 1000, 10000} {
 		b.Run(fmt.Sprint(open, "open"), func(b *testing.B) {
@@ -230,7 +246,8 @@ func BenchmarkTransfer(b *testing.B) {
 	}
 }
 
-// Ten thousand transfers open at once cost what each of them costs, and are gone when they are over.
+// Ten thousand transfers open at once cost what each of them costs, and are gone when they are
+// over.
 func TestOpenTransfersCostWhatEachCosts(t *testing.T) {
 	per := func(open int) float64 {
 		before := heapBytes()

@@ -7,8 +7,8 @@ import (
 
 // The circuit breaker of an endpoint. An unreachable peer costs each request its match timeout, and
 // the process a connect that hangs. After failures for breakAfter, requests for the endpoint are
-// refused at once, so that their engines recompute. After a while one request is let through, and its
-// connect decides. All of this concerns connects: no slice waits for a breaker.
+// refused at once, so that their engines recompute. After a while one request is let through, and
+// its connect decides. All of this concerns connects: no slice waits for a breaker.
 const (
 	breakAfter   = 10 * time.Second       // of tries that failed; breakTries at least
 	breakTries   = 2                      // one may be bad luck
@@ -47,7 +47,8 @@ func (b *breaker) refuses(now Instant) string {
 	if now >= b.open {
 		return ""
 	}
-	return fmt.Sprintf("not reached for %v, tried again in %v: %s", (now - b.failing).Round(time.Millisecond), (b.open - now).Round(time.Millisecond), b.why)
+	return fmt.Sprintf("not reached for %v, tried again in %v: %s",
+		(now - b.failing).Round(time.Millisecond), (b.open - now).Round(time.Millisecond), b.why)
 }
 
 // until is how long the failures are worth remembering; 0: there are none.

@@ -39,8 +39,8 @@ func manyExec() (*Exec, *connector.Worker) {
 	return e, w
 }
 
-// All peers are lost at once, as where a switch fails, and are there again: each costs what concerns
-// it, and not what is open to the others.
+// All peers are lost at once, as where a switch fails, and are there again: each costs what
+// concerns it, and not what is open to the others.
 func TestLossOfAllPeers(t *testing.T) {
 	for _, over := range []bool{false, true} {
 		e, w := manyExec()
@@ -49,7 +49,8 @@ func TestLossOfAllPeers(t *testing.T) {
 			e.PeerUp(now, fmt.Sprint("p:", i), manyBoot(i))
 		}
 		for id := range manyLeases {
-			e.Expect(now, w, connector.Expect{Lease: transfer.LeaseID{Boot: w.Boot, ID: uint64(id + 1), Epoch: 1}, Key: testKey(byte(id), byte(id>>8)),
+			e.Expect(now, w, connector.Expect{Lease: transfer.LeaseID{Boot: w.Boot, ID: uint64(id + 1),
+				Epoch: 1}, Key: testKey(byte(id), byte(id>>8)),
 				Peer: fmt.Sprint("p:", id%manyPeers), Tokens: 64, Skip: []uint32{0}, Deadline: 30 * sec})
 		}
 		if open, _ := e.Open(); open != manyLeases {
@@ -68,7 +69,8 @@ func TestLossOfAllPeers(t *testing.T) {
 		}
 		down, most := all(func(i int) { e.PeerDown(now, manyBoot(i), over) })
 		up, mostUp := all(func(i int) { e.PeerUp(now, fmt.Sprint("p:", i), manyBoot(i)) })
-		t.Logf("over %v: all down %v of CPU, %v for one at most; up again %v and %v", over, down, most, up, mostUp)
+		t.Logf("over %v: all down %v of CPU, %v for one at most; up again %v and %v", over, down,
+			most, up, mostUp)
 		if down > lostGoal || up > lostGoal {
 			t.Errorf("over %v: all down %v of CPU, up again %v: want %v at most", over, down, up, lostGoal)
 		}
@@ -80,8 +82,10 @@ func TestLossOfAllPeers(t *testing.T) {
 		for _, f := range only(t, drained(e), Fence) {
 			e.FenceDone(now, f.ReceivePart, nil)
 		}
-		if open, _ := e.Open(); over && open == 0 && len(e.dests.byPeer)+len(e.match.grantsOf)+len(e.match.pending.byPeer) != 0 {
-			t.Errorf("nothing is open, and %d boots have entries", len(e.dests.byPeer)+len(e.match.grantsOf)+len(e.match.pending.byPeer))
+		if open, _ := e.Open(); over && open == 0 && len(e.dests.byPeer)+len(e.match.grantsOf)+len(
+			e.match.pending.byPeer) != 0 {
+			t.Errorf("nothing is open, and %d boots have entries",
+				len(e.dests.byPeer)+len(e.match.grantsOf)+len(e.match.pending.byPeer))
 		}
 	}
 }
@@ -95,14 +99,16 @@ func TestIdlePeersAreNotMeasured(t *testing.T) {
 		e.PeerUp(now, fmt.Sprint("p:", i), manyBoot(i))
 		for r := range manyRails {
 			name := fmt.Sprint("eth", r)
-			if err := e.LaneUp(now, LaneInfo{ID: uint64(i*manyRails + r + 1), Peer: manyBoot(i), Backend: "tcp", Local: name, Remote: name,
+			if err := e.LaneUp(now, LaneInfo{ID: uint64(i*manyRails + r + 1), Peer: manyBoot(i),
+				Backend: "tcp", Local: name, Remote: name,
 				SliceBytes: 1 << 20, MaxInFlight: 16}); err != nil {
 				t.Fatal(err)
 			}
 		}
 	}
 	for id := range manyPeers { // each has a grant from us
-		e.Expect(now, w, connector.Expect{Lease: transfer.LeaseID{Boot: w.Boot, ID: uint64(id + 1), Epoch: 1}, Key: testKey(byte(id), byte(id>>8)),
+		e.Expect(now, w, connector.Expect{Lease: transfer.LeaseID{Boot: w.Boot, ID: uint64(id + 1),
+			Epoch: 1}, Key: testKey(byte(id), byte(id>>8)),
 			Peer: fmt.Sprint("p:", id), Tokens: 64, Skip: []uint32{0}, Deadline: 30 * sec})
 	}
 	measures := func(until Instant) (n int) {
@@ -118,7 +124,8 @@ func TestIdlePeersAreNotMeasured(t *testing.T) {
 	if n := measures(now + sec); n != 0 {
 		t.Errorf("%d measurements in a second in which nothing flows", n)
 	}
-	grew := []Inflow{{Peer: manyBoot(0), Transport: "tcp", Rail: "eth0", Gbps: 100}, {Peer: manyBoot(1), Transport: "tcp", Rail: "eth0", Gbps: 100}}
+	grew := []Inflow{{Peer: manyBoot(0), Transport: "tcp", Rail: "eth0", Gbps: 100},
+		{Peer: manyBoot(1), Transport: "tcp", Rail: "eth0", Gbps: 100}}
 	e.Incoming(now)
 	const rounds = 200
 	var spent time.Duration
@@ -134,7 +141,8 @@ func TestIdlePeersAreNotMeasured(t *testing.T) {
 		spent += cpu() - from
 		drained(e)
 	}
-	t.Logf("%d peers with %d rails, two of them send: %v of CPU for a measurement", manyPeers, manyRails, spent/rounds)
+	t.Logf("%d peers with %d rails, two of them send: %v of CPU for a measurement", manyPeers,
+		manyRails, spent/rounds)
 	if each := spent / rounds; each > credit.Every/100 {
 		t.Errorf("a measurement costs %v of CPU: want less than 1%% of %v", each, credit.Every)
 	}
@@ -150,7 +158,8 @@ func TestIdlePeersAreNotMeasured(t *testing.T) {
 	}
 	all := make([]Inflow, 0, credit.MaxInflows)
 	for i := range cap(all) {
-		all = append(all, Inflow{Peer: manyBoot(i / manyRails), Transport: "tcp", Rail: fmt.Sprint("eth", i%manyRails), Gbps: 100, Bytes: 1 << 20})
+		all = append(all, Inflow{Peer: manyBoot(i / manyRails), Transport: "tcp", Rail: fmt.Sprint("eth",
+			i%manyRails), Gbps: 100, Bytes: 1 << 20})
 	}
 	e.Incoming(now)
 	// The first answers, in which all are new, and those with all of them. Of each the least of

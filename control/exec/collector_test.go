@@ -9,7 +9,8 @@ import (
 // A hundred transfers of 256 MiB are open, and every slice that lands takes the next one with it.
 func TestExecDoesNotHoldTheCollector(t *testing.T) {
 	if testutil.Race {
-		testutil.Skip(t, "norace", "make test-all looks at it where nothing else runs, in its part bounds")
+		testutil.Skip(t, "norace",
+			"make test-all looks at it where nothing else runs, in its part bounds")
 	}
 	x := newLoaded(t, 100, 1<<16)
 	testutil.LetsCollectorInWhile(t, func() {

@@ -98,8 +98,9 @@ func (e *Exec) ConnectFailed(now Instant, addr string, err error) {
 // later requests: a refused connect is quick, so the circuit breaker stays closed.
 func (e *Exec) noListener(now Instant, ep *endpoint, err error) {
 	ep.refused = maxRefused - 1
-	ep.breaker = breaker{failing: now, fails: 1, why: err.Error()} // failures are remembered; the breaker is closed
-	ep.refs++                                                      // the caller still uses the entry
+	// failures are remembered; the breaker is closed
+	ep.breaker = breaker{failing: now, fails: 1, why: err.Error()}
+	ep.refs++ // the caller still uses the entry
 	for _, d := range inOrder(maps.Keys(ep.waiting)) {
 		e.dests.closeBy(now, d, e.dests.timeOut(d), StatusExpired, err.Error())
 	}
@@ -125,7 +126,8 @@ func (e *Exec) PeerDown(now Instant, boot transfer.Boot, over bool) {
 	}
 	for _, d := range e.dests.grantedTo(boot) {
 		switch {
-		case d.State != lease.DestGranted && d.State != lease.DestLanding: // ended by an earlier one in this loop
+		// ended by an earlier one in this loop
+		case d.State != lease.DestGranted && d.State != lease.DestLanding:
 		case over:
 			e.dests.regrant(now, d, ByPeerLost, "the source's sidecar is gone")
 		case d.ep.peer != p:

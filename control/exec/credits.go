@@ -38,7 +38,8 @@ func (cs *credits) arm(now Instant, severalPeers bool) {
 func (dp *dispatcher) onCredit(now Instant, p *peer, m *peerv1.Credit) {
 	id := railID{Transport: m.Transport, Name: m.Rail}
 	refuse := func(format string, args ...any) {
-		dp.peers.logViolation(p, BadCredit, "credit for rail %.64q: "+format, append([]any{m.Rail}, args...)...)
+		dp.peers.logViolation(p, BadCredit, "credit for rail %.64q: "+format, append([]any{m.Rail},
+			args...)...)
 	}
 	if m.Rail == "" {
 		return // of receives: the backends' own

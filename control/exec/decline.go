@@ -27,12 +27,15 @@ type decline struct {
 }
 
 // decline is Exec.Decline.
-func (ds *dests) decline(now Instant, addr string, x *connector.Expect, team lease.TeamID, size int, gen uint32, reason string, far bool) {
+func (ds *dests) decline(now Instant, addr string, x *connector.Expect, team lease.TeamID, size int,
+	gen uint32, reason string, far bool) {
 	ds.declineAs(now, addr, x.Lease, x.Key, team, size, gen, reason, far)
 }
 
-func (ds *dests) declineAs(now Instant, addr string, id transfer.LeaseID, k transfer.Key, team lease.TeamID, size int, gen uint32, reason string, far bool) {
-	f := &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: &peerv1.Revoke{Destination: leaseMsg(id), Gen: gen, Reason: reason,
+func (ds *dests) declineAs(now Instant, addr string, id transfer.LeaseID, k transfer.Key,
+	team lease.TeamID, size int, gen uint32, reason string, far bool) {
+	f := &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: &peerv1.Revoke{
+		Destination: leaseMsg(id), Gen: gen, Reason: reason,
 		Xfer: k.Xfer[:], Hash: k.Hash[:], Team: team[:], TeamSize: uint32(size)}}}
 	ep := ds.endpoints.get(addr)
 	switch {
@@ -77,7 +80,8 @@ func (mt *matcher) onDecline(now Instant, p *peer, g lease.GrantID, m *peerv1.Re
 		mt.endInbound(now, old, false, why)
 		return nil
 	}
-	q := &pending{peer: p, key: k, decline: &decline{id: g, team: lease.TeamID(m.Team), size: int(m.TeamSize), why: why, told: map[string]bool{}}}
+	q := &pending{peer: p, key: k, decline: &decline{id: g, team: lease.TeamID(m.Team),
+		size: int(m.TeamSize), why: why, told: map[string]bool{}}}
 	if !mt.settleDecline(now, q) {
 		mt.wait(now, q, 0)
 	}

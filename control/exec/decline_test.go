@@ -19,7 +19,8 @@ func (unable) Receive(*connector.Worker, *connector.Expect) (Plan, error) {
 	return nil, errors.New("blocks[0]: 3 blocks: 64 tokens need 4")
 }
 
-// A receiver that cannot plan ends both sides with its reason, also where it has to reach the source's sidecar for that first.
+// A receiver that cannot plan ends both sides with its reason, also where it has to reach the
+// source's sidecar for that first.
 func TestReceiverCannotPlan(t *testing.T) {
 	for _, known := range []bool{true, false} {
 		s, p, _, pw, _ := pair(t, 5, 0)
@@ -94,24 +95,29 @@ func (asking) Send(*connector.Worker, *peerv1.Grant, *peerv1.Part) (Plan, error)
 	return nil, &UnknownLayout{Geometries: [][32]byte{{1}}}
 }
 
-func (asking) Divide(*connector.Worker, *connector.Expect, []Rank, func(string) uint64) ([]Part, error) {
+func (asking) Divide(*connector.Worker, *connector.Expect, []Rank, func(string) uint64) ([]Part,
+	error) {
 	return nil, &UnknownLayout{Geometries: [][32]byte{{1}}}
 }
 
 // team is an executor whose engine has two ranks, each with an intent of the same prompt.
 func team(t *testing.T) (tg *target, ranks []*connector.Worker, intent func(rank int)) {
 	t.Helper()
-	tg = &target{ex: New(Config{Boot: transfer.Boot{1}, Endpoint: "p:1", Planner: simPlanner{}, Transports: []string{"tcp"}}), peer: transfer.Boot{9}}
+	tg = &target{ex: New(Config{Boot: transfer.Boot{1}, Endpoint: "p:1", Planner: simPlanner{},
+		Transports: []string{"tcp"}}), peer: transfer.Boot{9}}
 	tg.ex.PeerUp(1, "", tg.peer)
 	for r := range 2 {
-		w := &connector.Worker{Name: "w", Boot: transfer.Boot{2, byte(r)}, Place: connector.Place{Engine: "e", TP: r, TPSize: 2},
-			Layout: &layout.Layout{Groups: []layout.Group{{TokensPerBlock: simBlock, Layers: make([]layout.Layer, simLayers)}}}}
+		w := &connector.Worker{Name: "w", Boot: transfer.Boot{2, byte(r)},
+			Place: connector.Place{Engine: "e", TP: r, TPSize: 2},
+			Layout: &layout.Layout{Groups: []layout.Group{{TokensPerBlock: simBlock,
+				Layers: make([]layout.Layer, simLayers)}}}}
 		tg.ex.WorkerUp(w)
 		ranks = append(ranks, w)
 	}
 	return tg, ranks, func(rank int) {
 		w := ranks[rank]
-		tg.ex.Intent(2, w, connector.Intent{Lease: transfer.LeaseID{Boot: w.Boot, ID: 1, Epoch: 1}, Key: testKey(1, 1), Tokens: targetTokens, Fanout: 1,
+		tg.ex.Intent(2, w, connector.Intent{Lease: transfer.LeaseID{Boot: w.Boot, ID: 1, Epoch: 1},
+			Key: testKey(1, 1), Tokens: targetTokens, Fanout: 1,
 			Deadline: 30 * sec, Held: true})
 	}
 }
@@ -128,13 +134,14 @@ func (tg *target) completed() (out []connector.Completion) {
 	return out
 }
 
-// One receiver of two declines: its place stays empty at both ranks, whenever their intents come, and the other is served; when both
-// decline both ranks end.
+// One receiver of two declines: its place stays empty at both ranks, whenever their intents come,
+// and the other is served; when both decline both ranks end.
 func TestTeamsDecline(t *testing.T) {
 	decline := func(id uint64) *peerv1.ControlFrame {
 		k := testKey(1, 1)
-		return &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: &peerv1.Revoke{Destination: leaseMsg(transfer.LeaseID{Boot: transfer.Boot{7, byte(id)}, ID: id}),
-			Xfer: k.Xfer[:], Hash: k.Hash[:], Team: make([]byte, 16), TeamSize: 2, Reason: "plan"}}}
+		return &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: &peerv1.Revoke{
+			Destination: leaseMsg(transfer.LeaseID{Boot: transfer.Boot{7, byte(id)}, ID: id}),
+			Xfer:        k.Xfer[:], Hash: k.Hash[:], Team: make([]byte, 16), TeamSize: 2, Reason: "plan"}}}
 	}
 	tg, ranks, intent := team(t)
 	intent(0)
@@ -149,14 +156,16 @@ func TestTeamsDecline(t *testing.T) {
 	intent(1)
 	for r, w := range ranks {
 		s := tg.ex.workers.all[w].sources[1]
-		if s.Done() || !s.Over(lease.GrantID{Peer: tg.peer, Dest: transfer.LeaseID{Boot: transfer.Boot{7, 1}, ID: 1}}) {
+		if s.Done() || !s.Over(lease.GrantID{Peer: tg.peer, Dest: transfer.LeaseID{Boot: transfer.Boot{7,
+			1}, ID: 1}}) {
 			t.Errorf("rank %d: done %v, or it was not told", r, s.Done())
 		}
 	}
 	if err := tg.ex.Message(4, tg.peer, decline(2)); err != nil {
 		t.Fatal(err)
 	}
-	if done := tg.completed(); len(done) != 2 || done[0].Status != StatusFailed || !strings.Contains(done[1].Reason, "plan") || len(tg.ex.match.pending.byKey) != 0 {
+	if done := tg.completed(); len(done) != 2 || done[0].Status != StatusFailed ||
+		!strings.Contains(done[1].Reason, "plan") || len(tg.ex.match.pending.byKey) != 0 {
 		t.Errorf("%+v, %d wait", done, len(tg.ex.match.pending.byKey))
 	}
 }
@@ -172,8 +181,10 @@ func TestHostileDeclines(t *testing.T) {
 		"and 0 receivers":  {Destination: dest, Xfer: k.Xfer[:], Hash: k.Hash[:], Team: make([]byte, 16)},
 	} {
 		tg := newTarget()
-		err := tg.ex.Message(3, tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: m}})
-		if err == nil || !strings.Contains(err.Error(), want) || len(tg.completed()) != 0 || len(tg.ex.match.pending.byKey) != 0 {
+		err := tg.ex.Message(3, tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{
+			Revoke: m}})
+		if err == nil || !strings.Contains(err.Error(), want) || len(tg.completed()) != 0 ||
+			len(tg.ex.match.pending.byKey) != 0 {
 			t.Errorf("%s: %v", want, err)
 		}
 	}
@@ -183,8 +194,10 @@ func TestHostileDeclines(t *testing.T) {
 		t.Fatal(err)
 	}
 	tg.drain()
-	m := &peerv1.Revoke{Destination: leaseMsg(transfer.LeaseID{Boot: transfer.Boot{7}, ID: 5, Epoch: 1}), Xfer: k.Xfer[:], Hash: k.Hash[:], Team: make([]byte, 16), TeamSize: 1}
-	if err := tg.ex.Message(3, transfer.Boot{13}, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: m}}); err != nil {
+	m := &peerv1.Revoke{Destination: leaseMsg(transfer.LeaseID{Boot: transfer.Boot{7}, ID: 5,
+		Epoch: 1}), Xfer: k.Xfer[:], Hash: k.Hash[:], Team: make([]byte, 16), TeamSize: 1}
+	if err := tg.ex.Message(3, transfer.Boot{13},
+		&peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: m}}); err != nil {
 		t.Fatal(err)
 	}
 	if done := tg.completed(); len(done) != 0 || len(tg.ex.match.grants) != 1 {
@@ -192,7 +205,8 @@ func TestHostileDeclines(t *testing.T) {
 	}
 }
 
-// A rank of the source's engine may refuse after all that give something are bound: it is heard at once, not at the deadline.
+// A rank of the source's engine may refuse after all that give something are bound: it is heard at
+// once, not at the deadline.
 func TestRefusedAfterBinding(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 7, 0)
 	p.intent(pw, 1, testKey(1, 1), 512, 1, 30*sec)
@@ -204,8 +218,10 @@ func TestRefusedAfterBinding(t *testing.T) {
 	}
 	say := func(gen uint32) {
 		d.event(func() {
-			if err := d.ex.Message(s.now, p.boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_GrantReply{GrantReply: &peerv1.GrantReply{
-				Destination: leaseMsg(dst.id), Code: peerv1.GrantReply_NO_PARTNER, Message: "rank pp0/tp1 has not come", Gen: gen}}}); err != nil {
+			if err := d.ex.Message(s.now, p.boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_GrantReply{
+				GrantReply: &peerv1.GrantReply{
+					Destination: leaseMsg(dst.id), Code: peerv1.GrantReply_NO_PARTNER, Message: "rank pp0/tp1 " +
+						"has not come", Gen: gen}}}); err != nil {
 				t.Error(err)
 			}
 		})
@@ -240,15 +256,16 @@ func TestGrantsOutliveTheirCount(t *testing.T) {
 	}
 }
 
-// A scheduler gives a request up that none of its engine's ranks has a lease for: every rank of the source's engine is done at once, whichever comes
-// first, the word or the intents.
+// A scheduler gives a request up that none of its engine's ranks has a lease for: every rank of the
+// source's engine is done at once, whichever comes first, the word or the intents.
 func TestSchedulerDeclines(t *testing.T) {
 	for _, world := range []int{1, 3} {
 		for _, first := range []bool{true, false} {
 			s, p, d, pw, _ := pair(t, 5, 0)
 			give := func() {
 				d.event(func() {
-					d.ex.Decline(s.now, connector.Decline{Boot: transfer.Boot{99}, ID: 7, Engine: "e", World: world, Key: testKey(1, 1), Peer: "p:1", Reason: "aborted"})
+					d.ex.Decline(s.now, connector.Decline{Boot: transfer.Boot{99}, ID: 7, Engine: "e",
+						World: world, Key: testKey(1, 1), Peer: "p:1", Reason: "aborted"})
 				})
 			}
 			if first {
@@ -268,7 +285,8 @@ func TestSchedulerDeclines(t *testing.T) {
 				t.Errorf("world %d, first %v: reason %q", world, first, src.done.Reason)
 			}
 			if len(p.ex.match.pending.byKey) != 0 {
-				t.Errorf("world %d, first %v: %d words wait for nothing", world, first, len(p.ex.match.pending.byKey))
+				t.Errorf("world %d, first %v: %d words wait for nothing", world, first,
+					len(p.ex.match.pending.byKey))
 			}
 		}
 	}
@@ -279,7 +297,8 @@ func TestSchedulerDeclinesOneOfTwo(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 5, 0)
 	src := p.intent(pw, 1, testKey(1, 1), 512, 2, 30*sec)
 	d.event(func() {
-		d.ex.Decline(s.now, connector.Decline{Boot: transfer.Boot{99}, ID: 7, Engine: "e", World: 2, Key: testKey(1, 1), Peer: "p:1"})
+		d.ex.Decline(s.now, connector.Decline{Boot: transfer.Boot{99}, ID: 7, Engine: "e", World: 2,
+			Key: testKey(1, 1), Peer: "p:1"})
 	})
 	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 30*sec)
 	s.rest(50 * 1e6)
@@ -289,14 +308,15 @@ func TestSchedulerDeclinesOneOfTwo(t *testing.T) {
 	wantStatus(t, src, StatusOK)
 }
 
-// A request that is refused before its prompt is known is given up by its transfer alone: each prompt of it, those that come later too, and no
-// other transfer.
+// A request that is refused before its prompt is known is given up by its transfer alone: each
+// prompt of it, those that come later too, and no other transfer.
 func TestSchedulerDeclinesEveryPrompt(t *testing.T) {
 	s, p, d, pw, _ := pair(t, 5, 0)
 	one := p.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)
 	other := p.intent(pw, 2, testKey(2, 1), 64, 1, 30*sec)
 	d.event(func() {
-		d.ex.Decline(s.now, connector.Decline{Boot: transfer.Boot{99}, ID: 7, Engine: "e", World: 2, Key: transfer.Key{Xfer: testKey(1, 1).Xfer}, Peer: "p:1"})
+		d.ex.Decline(s.now, connector.Decline{Boot: transfer.Boot{99}, ID: 7, Engine: "e", World: 2,
+			Key: transfer.Key{Xfer: testKey(1, 1).Xfer}, Peer: "p:1"})
 	})
 	s.until("the first", sec/10, func() bool { return one.done != nil })
 	two := p.intent(pw, 3, testKey(1, 2), 64, 1, 30*sec)
@@ -317,11 +337,13 @@ func TestSchedulerDeclinesAreBounded(t *testing.T) {
 	n.hangs = map[string]bool{"q:1": true}
 	for i := range 2 * maxQueuedRevokes {
 		n.event(func() {
-			n.ex.Decline(s.now, connector.Decline{Boot: transfer.Boot{99}, ID: uint64(i), World: 2, Key: testKey(1, byte(i)), Peer: "q:1"})
+			n.ex.Decline(s.now, connector.Decline{Boot: transfer.Boot{99}, ID: uint64(i), World: 2,
+				Key: testKey(1, byte(i)), Peer: "q:1"})
 		})
 	}
 	n.event(func() { n.ex.Decline(s.now, connector.Decline{World: lease.MaxTeam + 1, Peer: "r:1"}) })
-	if k := len(n.ex.endpoints.byAddr["q:1"].queuedRevokes); k != maxQueuedRevokes || n.ex.endpoints.byAddr["r:1"] != nil {
+	if k := len(n.ex.endpoints.byAddr["q:1"].queuedRevokes); k != maxQueuedRevokes ||
+		n.ex.endpoints.byAddr["r:1"] != nil {
 		t.Errorf("%d words wait, want %d", k, maxQueuedRevokes)
 	}
 	n.event(func() { n.ex.ConnectFailed(s.now, "q:1", errors.New("no answer")) })

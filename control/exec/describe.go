@@ -32,7 +32,8 @@ type description struct {
 
 // describe asks for the layouts that a plan needs; d or c continues when they arrive. It returns
 // false if too many layouts are asked for already.
-func (ls *layouts) describe(now Instant, p *peer, u *UnknownLayout, d *dest, c *partBinding) (asked bool) {
+func (ls *layouts) describe(now Instant, p *peer, u *UnknownLayout, d *dest,
+	c *partBinding) (asked bool) {
 	for _, g := range u.Geometries {
 		name := described{p.boot, g}
 		w := ls.asked[name]
@@ -40,7 +41,8 @@ func (ls *layouts) describe(now Instant, p *peer, u *UnknownLayout, d *dest, c *
 			if len(ls.asked) >= maxDescribing {
 				continue
 			}
-			w = &description{dests: map[*dest]struct{}{}, claims: map[*partBinding]struct{}{}, end: now + ls.cfg.MatchTimeout}
+			w = &description{dests: map[*dest]struct{}{}, claims: map[*partBinding]struct{}{}, end: now +
+				ls.cfg.MatchTimeout}
 			w.retry = newTimer(func(Instant) { ls.ask(name) })
 			ls.asked[name] = w
 			ls.ask(name)

@@ -11,18 +11,21 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// A peer that does not answer what its layout is may only have died: it is asked again until it is known to be gone, and then its successor
-// is. One that answers that it has none ends the lease.
+// A peer that does not answer what its layout is may only have died: it is asked again until it is
+// known to be gone, and then its successor is. One that answers that it has none ends the lease.
 func TestDescribingAPeerThatIsAway(t *testing.T) {
 	for _, gone := range []bool{true, false} {
 		e := New(Config{Boot: transfer.Boot{1}, Planner: asking{}, Transports: []string{"tcp"}})
-		w := &connector.Worker{Boot: transfer.Boot{2}, Layout: &layout.Layout{Groups: []layout.Group{{TokensPerBlock: simBlock, Layers: make([]layout.Layer, simLayers)}}}}
+		w := &connector.Worker{Boot: transfer.Boot{2},
+			Layout: &layout.Layout{Groups: []layout.Group{{TokensPerBlock: simBlock,
+				Layers: make([]layout.Layer, simLayers)}}}}
 		e.WorkerUp(w)
 		p := transfer.Boot{9}
 		e.PeerUp(1, "p:1", p)
 		e.peers.byBoot[p].ranks = []Rank{{Name: "pp0/tp0", Geometry: [32]byte{1}}}
 		id := transfer.LeaseID{Boot: w.Boot, ID: 1, Epoch: 1}
-		e.Expect(2, w, connector.Expect{Lease: id, Key: testKey(1, 1), Peer: "p:1", Tokens: 64, Skip: []uint32{0}, Deadline: 30 * sec})
+		e.Expect(2, w, connector.Expect{Lease: id, Key: testKey(1, 1), Peer: "p:1", Tokens: 64,
+			Skip: []uint32{0}, Deadline: 30 * sec})
 		e.dests.byID[id].told = true
 		away := fmt.Errorf("call: %w", ErrNoAnswer)
 		now := Instant(2)
@@ -40,14 +43,16 @@ func TestDescribingAPeerThatIsAway(t *testing.T) {
 		drained(e)
 		if !gone {
 			e.Described(now, p, [32]byte{1}, errors.New("no layout with that geometry"))
-			if done := only(t, drained(e), Complete); len(done) != 1 || done[0].Completion.Status != StatusFailed {
+			if done := only(t, drained(e), Complete); len(done) != 1 || done[0].Completion.Status !=
+				StatusFailed {
 				t.Errorf("%+v", done)
 			}
 			continue
 		}
 		e.Described(now, p, [32]byte{1}, away)
 		e.PeerDown(now, p, true)
-		if all := drained(e); len(only(t, all, Connect)) != 1 || len(only(t, all, Complete)) != 0 || e.dests.byID[id].State != lease.DestWaiting || len(e.layouts.asked) != 0 {
+		if all := drained(e); len(only(t, all, Connect)) != 1 || len(only(t, all, Complete)) != 0 ||
+			e.dests.byID[id].State != lease.DestWaiting || len(e.layouts.asked) != 0 {
 			t.Errorf("its peer is gone: %+v, %d are described", all, len(e.layouts.asked))
 		}
 	}

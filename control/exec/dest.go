@@ -87,7 +87,8 @@ func (ds *dests) open(now Instant, w *connector.Worker, x connector.Expect) {
 	refuse := func(reason string) {
 		a := ds.emit(Complete)
 		a.Worker = w
-		a.Completion = connector.Completion{Lease: x.Lease, Received: true, Status: StatusRefused, Reason: reason}
+		a.Completion = connector.Completion{Lease: x.Lease, Received: true, Status: StatusRefused,
+			Reason: reason}
 	}
 	team, err := teamOf(w, &x)
 	if err != nil {
@@ -141,11 +142,13 @@ const teamDomain = "kvspray-team-v1"
 func teamOf(w *connector.Worker, x *connector.Expect) (id lease.TeamID, err error) {
 	if w.Place.World() > 1 {
 		if x.Req == "" {
-			return id, fmt.Errorf("the engine has %d ranks, and the request has no id by which theirs can be told: send req", w.Place.World())
+			return id, fmt.Errorf("the engine has %d ranks, and the request has no id by which theirs can "+
+				"be told: send req", w.Place.World())
 		}
 		return teamNamed("%q %q", w.Place.Engine, x.Req), nil
 	}
-	return teamNamed("%x %d", x.Lease.Boot, x.Lease.ID), nil // not the epoch, for the lease may be presented again
+	// not the epoch, for the lease may be presented again
+	return teamNamed("%x %d", x.Lease.Boot, x.Lease.ID), nil
 }
 
 func teamNamed(format string, a ...any) (id lease.TeamID) {
@@ -160,7 +163,8 @@ func (ds *dests) due(now Instant, d *dest) {
 	case now >= d.Deadline:
 		ds.closeBy(now, d, ds.timeOut(d), StatusExpired, withTrouble("the deadline passed", d.trouble))
 	case now >= d.MatchBy:
-		ds.closeBy(now, d, ds.timeOut(d), StatusExpired, withTrouble(fmt.Sprintf("no partner came within %v", d.matchTimeout), d.trouble))
+		ds.closeBy(now, d, ds.timeOut(d), StatusExpired,
+			withTrouble(fmt.Sprintf("no partner came within %v", d.matchTimeout), d.trouble))
 	default:
 		ds.agenda.arm(d.t, min(d.Deadline, d.MatchBy))
 	}
@@ -200,7 +204,8 @@ func (ds *dests) closeBy(now Instant, d *dest, cause Cause, status uint16, reaso
 		return
 	}
 	if waited {
-		ds.decline(now, d.ep.addr, d.x, d.team, d.ws.w.Place.World(), d.gen, reason, status == StatusRefused)
+		ds.decline(now, d.ep.addr, d.x, d.team, d.ws.w.Place.World(), d.gen, reason,
+			status == StatusRefused)
 		ds.complete(now, d)
 		return
 	}
@@ -318,8 +323,10 @@ func (ds *dests) complete(now Instant, d *dest) {
 			}
 		}
 	}
-	a.Completion = connector.Completion{Lease: d.ID, Received: true, Status: d.status, Took: now - d.began, Reason: d.reason}
-	a.Trace = &Trace{Key: d.Key, Req: d.x.Req, Source: d.Source, Dest: d.ID, Peer: d.Peer, Slot: d.Slot, Gen: d.Gen, Grants: d.Grants,
+	a.Completion = connector.Completion{Lease: d.ID, Received: true, Status: d.status,
+		Took: now - d.began, Reason: d.reason}
+	a.Trace = &Trace{Key: d.Key, Req: d.x.Req, Source: d.Source, Dest: d.ID, Peer: d.Peer,
+		Slot: d.Slot, Gen: d.Gen, Grants: d.Grants,
 		Parts: len(a.ReceiveParts)}
 	switch {
 	case d.filled > 0 && d.claimed:

@@ -1,6 +1,6 @@
-// Package exec is the executor, the state machine of all transfers of one process. It matches intents
-// with grants, releases chunks as layers become complete, commits, fences, expires and completes.
-// Package spray chooses the lane of each slice and retries failed ones.
+// Package exec is the executor, the state machine of all transfers of one process. It matches
+// intents with grants, releases chunks as layers become complete, commits, fences, expires and
+// completes. Package spray chooses the lane of each slice and retries failed ones.
 //
 // It has no goroutine, clock, I/O or lock. Events are method calls with `now`; Drain returns the
 // resulting actions in the order in which the driver must perform them. The driver serialises the
@@ -40,8 +40,8 @@ type Plan interface {
 	// Ready returns the front of a segment that may be sent once its layers of the source hold tokens
 	// [0, tokens); final: no later step writes to them. The result only grows.
 	Ready(segment int, tokens uint32, final bool) transfer.Range
-	// Feeds lists the segments that a layer of the source contributes to, From the layers of the source
-	// that contribute to a segment.
+	// Feeds lists the segments that a layer of the source contributes to, From the layers of the
+	// source that contribute to a segment.
 	Feeds(layer int) []int
 	From(segment int) []int
 	// Digest is equal on two sides where every byte has the same place in the transfer space.
@@ -60,7 +60,8 @@ type Part struct {
 	Rank
 	Share []uint32 // as it travels; empty: all that both have
 	Plan  Plan
-	Lacks uint64 // bytes of the receiver's blocks outside its attention window, which the rank has dropped
+	// bytes of the receiver's blocks outside its attention window, which the rank has dropped
+	Lacks uint64
 }
 
 // Planner makes plans. Implemented by the driver over parseblock.
@@ -69,10 +70,11 @@ type Planner interface {
 	Version() uint32
 	// Receive plans all that the engine of w wants.
 	Receive(w *connector.Worker, x *connector.Expect) (Plan, error)
-	// Divide plans the same from the ranks of another engine, each byte from exactly one of them; load is
-	// the bytes that a rank owes. The result has a part for every rank. If a layout is unknown, the
+	// Divide plans the same from the ranks of another engine, each byte from exactly one of them; load
+	// is the bytes that a rank owes. The result has a part for every rank. If a layout is unknown, the
 	// error is an *UnknownLayout.
-	Divide(w *connector.Worker, x *connector.Expect, ranks []Rank, load func(rank string) uint64) ([]Part, error)
+	Divide(w *connector.Worker, x *connector.Expect, ranks []Rank, load func(rank string) uint64) (
+		[]Part, error)
 	// Send plans a part of a grant, and checks that the layout of w can serve it. The error may be an
 	// *UnknownLayout.
 	Send(w *connector.Worker, g *peerv1.Grant, part *peerv1.Part) (Plan, error)
@@ -98,18 +100,20 @@ type Config struct {
 	Distance func(w *connector.Worker, transport, rail string) int
 
 	// Zero values take the defaults below.
-	Deadline       time.Duration // of a lease that names none, and the longest
-	MatchTimeout   time.Duration // for a partner to come
-	Grace          time.Duration // between tries of a fence that failed
-	MaxAttempts    int           // failures of one chunk
-	MaxRegrants    int           // of one destination lease
-	MaxSlices      int           // in flight, over all lanes of one peer
-	MaxSlots       int           // parts of grants open towards one peer
-	MaxPending     int           // grants, parts of them and questions of one peer that wait for an intent
-	MaxDest        int
-	MaxSource      int
-	TombstoneAge   time.Duration
-	TombstoneGrace time.Duration // how long after a served key another grant for it still waits (a list of equal prompts)
+	Deadline     time.Duration // of a lease that names none, and the longest
+	MatchTimeout time.Duration // for a partner to come
+	Grace        time.Duration // between tries of a fence that failed
+	MaxAttempts  int           // failures of one chunk
+	MaxRegrants  int           // of one destination lease
+	MaxSlices    int           // in flight, over all lanes of one peer
+	MaxSlots     int           // parts of grants open towards one peer
+	// grants, parts of them and questions of one peer that wait for an intent
+	MaxPending   int
+	MaxDest      int
+	MaxSource    int
+	TombstoneAge time.Duration
+	// how long after a served key another grant for it still waits (a list of equal prompts)
+	TombstoneGrace time.Duration
 }
 
 // Defaults of Config.
@@ -123,12 +127,14 @@ const (
 	DefaultMaxPending     = 4096
 	DefaultTombstoneGrace = 2 * time.Second
 	MaxDeadline           = 10 * time.Minute
-	maxRefused            = 10                     // tries at an address without a listener: 2 s, enough for a sidecar to restart
-	connectRetry          = 200 * time.Millisecond // between tries to reach a peer that a lease waits for
-	revokeWait            = time.Second            // for the engine's record of an invalidated source
-	MaxParts              = 256                    // ranks of an engine, and so parts of a grant
-	maxRankBytes          = 64                     // of a rank's name
-	maxDescribing         = 1024                   // layouts asked for at a time
+	// tries at an address without a listener: 2 s, enough for a sidecar to restart
+	maxRefused = 10
+	// between tries to reach a peer that a lease waits for
+	connectRetry  = 200 * time.Millisecond
+	revokeWait    = time.Second // for the engine's record of an invalidated source
+	MaxParts      = 256         // ranks of an engine, and so parts of a grant
+	maxRankBytes  = 64          // of a rank's name
+	maxDescribing = 1024        // layouts asked for at a time
 )
 
 func (c Config) withDefaults() Config {
@@ -175,7 +181,8 @@ const (
 	Fence
 	// Forget drops ReceivePart from what Host.Grant finds.
 	Forget
-	// Follow starts (On) or ends the observation of Worker's layers: something is sent from its memory.
+	// Follow starts (On) or ends the observation of Worker's layers: something is sent from its
+	// memory.
 	Follow
 	// Bind makes SendPart's origin live with its blocks as they are now.
 	Bind
@@ -318,7 +325,9 @@ type SendPart struct {
 	Skip   []uint32          // per block table: tokens that the receiver had
 	Tokens map[string][]byte // per transport, as the receiver's backends made them
 	Plan   Plan
-	Blocks [][]uint32 // as of Bind, which may be before the step that has all of them: Update follows; never changed in place
+	// as of Bind, which may be before the step that has all of them: Update follows; never changed in
+	// place
+	Blocks [][]uint32
 
 	sendPartState
 }

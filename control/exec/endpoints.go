@@ -52,7 +52,10 @@ func (es *endpoints) get(addr string) *endpoint {
 func (ep *endpoint) reached() bool { return ep.peer != nil && ep.peer.up() }
 
 // wanted reports whether a lease, a query or a revoke waits for the connection.
-func (ep *endpoint) wanted() bool { return len(ep.waiting)+len(ep.queries)+len(ep.queuedRevokes) > 0 }
+func (ep *endpoint) wanted() bool {
+	return len(ep.waiting)+len(ep.queries)+len(
+		ep.queuedRevokes) > 0
+}
 
 // used reports whether anything needs the entry.
 func (ep *endpoint) used() bool { return ep.trying || ep.refs > 0 || ep.wanted() }

@@ -9,7 +9,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-func pair(t testing.TB, seed uint64, faults float64) (s *sim, p, d *simNode, pw, dw *connector.Worker) {
+func pair(t testing.TB, seed uint64, faults float64) (s *sim, p, d *simNode, pw,
+	dw *connector.Worker) {
 	s = newSim(t, seed, faults)
 	cfg := Config{Transports: []string{"shm", "tcp"}}
 	p, d = s.node("p:1", cfg), s.node("d:1", cfg)
@@ -57,7 +58,8 @@ func TestMatchInAnyOrder(t *testing.T) {
 			s.until("transfer", sec, func() bool { return src.done != nil && dst.done != nil })
 			wantStatus(t, src, StatusOK)
 			wantStatus(t, dst, StatusOK)
-			if dst.done.Bytes != (300-32)*simUnit*simLayers || src.done.Bytes != dst.done.Bytes || src.done.Grants != 1 {
+			if dst.done.Bytes != (300-32)*simUnit*simLayers || src.done.Bytes != dst.done.Bytes ||
+				src.done.Grants != 1 {
 				t.Errorf("received %d, sent %d in %d grants", dst.done.Bytes, src.done.Bytes, src.done.Grants)
 			}
 		})
@@ -102,7 +104,8 @@ func TestFanoutAndEqualKeys(t *testing.T) {
 		dst = append(dst, d.expect(dw, uint64(i+1), k, "p:1", 64, 0, 30*sec))
 	}
 	s.until("three", sec, func() bool {
-		return a.done != nil && b.done != nil && dst[0].done != nil && dst[1].done != nil && dst[2].done != nil
+		return a.done != nil && b.done != nil && dst[0].done != nil && dst[1].done != nil &&
+			dst[2].done != nil
 	})
 	for _, l := range append(dst, a, b) {
 		wantStatus(t, l, StatusOK)
@@ -123,16 +126,21 @@ func TestMismatchAndNoPartner(t *testing.T) {
 	none := d.expect(dw, 2, testKey(4, 2), "p:1", 64, 0, 8*sec)
 	s.until("refusals", 9*sec, func() bool { return other.done != nil && none.done != nil })
 	if other.done.Status == StatusOK || none.done.Status != StatusExpired {
-		t.Errorf("mismatch %d (%s), no partner %d (%s)", other.done.Status, other.done.Reason, none.done.Status, none.done.Reason)
+		t.Errorf("mismatch %d (%s), no partner %d (%s)", other.done.Status, other.done.Reason,
+			none.done.Status, none.done.Reason)
 	}
 }
 
-// A wrong address costs the first request two seconds, not all the time that a partner has: a sidecar that starts anew meanwhile is waited
-// for. Those that come after it are told at once, until somebody listens there.
+// A wrong address costs the first request two seconds, not all the time that a partner has: a
+// sidecar that starts anew meanwhile is waited for. Those that come after it are told at once,
+// until somebody listens there.
 func TestNobodyListens(t *testing.T) {
 	s, _, d, _, dw := pair(t, 4, 0)
 	dst := d.expect(dw, 1, testKey(3, 1), "q:1", 64, 0, 20*sec)
-	d.event(func() { d.ex.Await(s.now, 1, connector.Await{Key: testKey(3, 2), Peer: "q:1", TTL: 8 * sec}) })
+	d.event(func() {
+		d.ex.Await(s.now, 1, connector.Await{Key: testKey(3, 2), Peer: "q:1",
+			TTL: 8 * sec})
+	})
 	s.run(s.now+sec, func() bool { return false })
 	if dst.done != nil || len(d.answer) != 0 {
 		t.Fatal("gave up at once")
@@ -143,8 +151,14 @@ func TestNobodyListens(t *testing.T) {
 		t.Errorf("reason %q, answer %+v", dst.done.Reason, d.answer[1])
 	}
 	next := d.expect(dw, 3, testKey(5, 1), "q:1", 64, 0, 20*sec)
-	d.event(func() { d.ex.Await(s.now, 2, connector.Await{Key: testKey(5, 2), Peer: "q:1", TTL: 8 * sec}) })
-	s.until("the word to the next ones", connectRetry+sec/100, func() bool { return next.done != nil && len(d.answer) == 2 })
+	d.event(func() {
+		d.ex.Await(s.now, 2, connector.Await{Key: testKey(5, 2), Peer: "q:1",
+			TTL: 8 * sec})
+	})
+	s.until("the word to the next ones", connectRetry+sec/100, func() bool {
+		return next.done != nil &&
+			len(d.answer) == 2
+	})
 	wantStatus(t, next, StatusExpired)
 	s.run(s.now+breakAfter+2*breakMost, func() bool { return false })
 	if ep := d.ex.endpoints.byAddr["q:1"]; ep != nil {
@@ -163,13 +177,17 @@ func TestNobodyListens(t *testing.T) {
 	}
 }
 
-// A sidecar whose engine is not there says so once the engine has had time to connect, and at once to those who ask later.
+// A sidecar whose engine is not there says so once the engine has had time to connect, and at once
+// to those who ask later.
 func TestNoEngine(t *testing.T) {
 	s, _, d, _, dw := pair(t, 4, 0)
 	q := s.node("q:1", Config{Transports: []string{"shm", "tcp"}})
 	dst := d.expect(dw, 1, testKey(3, 1), "q:1", 64, 0, 20*sec)
 	ask := func(id uint64) {
-		d.event(func() { d.ex.Await(s.now, id, connector.Await{Key: testKey(3, 2), Peer: "q:1", TTL: 8 * sec}) })
+		d.event(func() {
+			d.ex.Await(s.now, id, connector.Await{Key: testKey(3, 2), Peer: "q:1",
+				TTL: 8 * sec})
+		})
 	}
 	ask(1)
 	s.run(s.now+vacantWait/2, func() bool { return false })
@@ -179,7 +197,10 @@ func TestNoEngine(t *testing.T) {
 	s.until("the end", vacantWait, func() bool { return dst.done != nil && len(d.answer) == 1 })
 	ask(2)
 	late := d.expect(dw, 2, testKey(4, 1), "q:1", 64, 0, 20*sec)
-	s.until("the word to the next ones", sec/10, func() bool { return late.done != nil && len(d.answer) == 2 })
+	s.until("the word to the next ones", sec/10, func() bool {
+		return late.done != nil &&
+			len(d.answer) == 2
+	})
 	for _, x := range []*simLease{dst, late} {
 		if x.done.Status != StatusExpired || !strings.Contains(x.done.Reason, "no engine is connected") {
 			t.Errorf("status %d, %s", x.done.Status, x.done.Reason)
@@ -194,8 +215,8 @@ func TestNoEngine(t *testing.T) {
 	wantStatus(t, next, StatusOK)
 }
 
-// Once every request of a transfer id is finished no other hash can come, and the decode need not wait to learn it. A question
-// may be early: a prompt list is admitted one by one.
+// Once every request of a transfer id is finished no other hash can come, and the decode need not
+// wait to learn it. A question may be early: a prompt list is admitted one by one.
 func TestMismatchIsKnownOnceAllAreHeld(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 4, 0)
 	for id := range uint64(2) {
@@ -236,8 +257,8 @@ func TestProgressExtendsTheSource(t *testing.T) {
 	wantStatus(t, silent, StatusExpired)
 }
 
-// A source's sidecar that cannot be reached and is not known to be dead is waited for as any missing partner; one that comes back
-// in time carries on.
+// A source's sidecar that cannot be reached and is not known to be dead is waited for as any
+// missing partner; one that comes back in time carries on.
 func TestSourceSidecarOutOfReach(t *testing.T) {
 	for _, back := range []bool{false, true} {
 		s, p, d, pw, dw := pair(t, 12, 0)
@@ -304,8 +325,9 @@ func TestPreemptInMidTransfer(t *testing.T) {
 	wantStatus(t, src, StatusOK)
 }
 
-// What is announced has its origin, and peers that wake up slowly are roused, before the first layer is there: once the grant is, whichever comes
-// first, again for each step, and not for what is finished.
+// What is announced has its origin, and peers that wake up slowly are roused, before the first
+// layer is there: once the grant is, whichever comes first, again for each step, and not for what
+// is finished.
 func TestAnnounced(t *testing.T) {
 	for _, first := range []string{"announced", "expected"} {
 		t.Run(first, func(t *testing.T) {
@@ -318,10 +340,12 @@ func TestAnnounced(t *testing.T) {
 			want := func(when string, bound, roused int) {
 				t.Helper()
 				if p.bound != bound || p.roused != roused {
-					t.Fatalf("%s: %d origins and %d lanes roused, want %d and %d", when, p.bound, p.roused, bound, roused)
+					t.Fatalf("%s: %d origins and %d lanes roused, want %d and %d", when, p.bound, p.roused,
+						bound, roused)
 				}
 			}
-			for _, what := range []string{first, map[string]string{"announced": "expected", "expected": "announced"}[first]} {
+			for _, what := range []string{first, map[string]string{"announced": "expected",
+				"expected": "announced"}[first]} {
 				want("before both", 0, 0)
 				if what == "announced" {
 					p.announce(src)
@@ -363,15 +387,20 @@ func TestAnnounced(t *testing.T) {
 
 func TestCancelBothSides(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 7, 0)
-	a, b := p.intent(pw, 1, testKey(1, 1), 512, 1, 30*sec), p.intent(pw, 2, testKey(2, 1), 512, 1, 30*sec)
-	x, y := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 30*sec), d.expect(dw, 2, testKey(2, 1), "p:1", 512, 0, 30*sec)
+	a, b := p.intent(pw, 1, testKey(1, 1), 512, 1, 30*sec), p.intent(pw, 2, testKey(2, 1),
+		512, 1, 30*sec)
+	x, y := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 30*sec), d.expect(dw, 2, testKey(2, 1),
+		"p:1", 512, 0, 30*sec)
 	s.run(s.now+50*time.Millisecond, func() bool { return false })
 	p.step(a, 0, 512)
 	p.step(b, 0, 512)
 	s.run(s.now+500*time.Microsecond, func() bool { return false })
 	p.event(func() { p.ex.Cancel(s.now, pw, 1, "") })
 	d.event(func() { d.ex.Cancel(s.now, dw, 2, "") })
-	s.until("ends", sec, func() bool { return a.done != nil && b.done != nil && x.done != nil && y.done != nil })
+	s.until("ends", sec, func() bool {
+		return a.done != nil && b.done != nil && x.done != nil &&
+			y.done != nil
+	})
 	wantStatus(t, a, StatusCancelled)
 	wantStatus(t, x, StatusFailed)
 	wantStatus(t, y, StatusCancelled)
@@ -407,18 +436,21 @@ func TestAwait(t *testing.T) {
 	}
 }
 
-// A router that names the decode engine's own sidecar by mistake is told at once; two engines that share one are not.
+// A router that names the decode engine's own sidecar by mistake is told at once; two engines that
+// share one are not.
 func TestOwnSidecarIsNoPartner(t *testing.T) {
 	s, _, d, _, dw := pair(t, 8, 0)
 	dw.Place.Engine = "vllm/d/dp0"
 	ask := func(id uint64, peer string) {
 		d.event(func() {
-			d.ex.Await(s.now, id, connector.Await{Engine: "vllm/d", Key: testKey(1, 1), Peer: peer, TTL: 2 * sec})
+			d.ex.Await(s.now, id, connector.Await{Engine: "vllm/d", Key: testKey(1, 1), Peer: peer,
+				TTL: 2 * sec})
 		})
 		s.run(s.now+100*time.Millisecond, func() bool { return false })
 	}
 	ask(1, "d:1")
-	if got := d.answer[1]; got.State != "refused" || !strings.Contains(got.Message, "own sidecar") || !strings.Contains(got.Message, "--prefill-peer") {
+	if got := d.answer[1]; got.State != "refused" || !strings.Contains(got.Message, "own sidecar") ||
+		!strings.Contains(got.Message, "--prefill-peer") {
 		t.Errorf("asked itself: %+v", got)
 	}
 	ask(2, "p:1")

@@ -33,14 +33,21 @@ func newTarget() *target { return newTargetFor(1) }
 
 // newTargetFor is one whose prompt is for so many receivers.
 func newTargetFor(fanout int) *target {
-	tg := &target{ex: New(Config{Boot: transfer.Boot{1}, Endpoint: "p:1", Planner: simPlanner{}, Transports: []string{"tcp"}, MaxPending: 8}), peer: transfer.Boot{9}}
-	tg.w = &connector.Worker{Name: "w", Boot: transfer.Boot{2}, Layout: &layout.Layout{Groups: []layout.Group{{TokensPerBlock: simBlock, Layers: make([]layout.Layer, simLayers)}}}}
+	tg := &target{ex: New(Config{Boot: transfer.Boot{1}, Endpoint: "p:1", Planner: simPlanner{},
+		Transports: []string{"tcp"}, MaxPending: 8}), peer: transfer.Boot{9}}
+	tg.w = &connector.Worker{Name: "w", Boot: transfer.Boot{2},
+		Layout: &layout.Layout{Groups: []layout.Group{{TokensPerBlock: simBlock,
+			Layers: make([]layout.Layer, simLayers)}}}}
 	tg.ex.WorkerUp(tg.w)
 	tg.ex.PeerUp(1, "", tg.peer)
-	_ = tg.ex.LaneUp(1, LaneInfo{ID: 1, Peer: tg.peer, Backend: "tcp", Local: "r", Remote: "r", SliceBytes: transfer.ChunkBytes, MaxInFlight: 4}) // a fresh peer has room
-	tg.ex.Intent(1, tg.w, connector.Intent{Lease: transfer.LeaseID{Boot: tg.w.Boot, ID: 1, Epoch: 1}, Key: testKey(1, 1), Tokens: targetTokens, Fanout: fanout, Deadline: 30 * sec})
+	// a fresh peer has room
+	_ = tg.ex.LaneUp(1, LaneInfo{ID: 1, Peer: tg.peer, Backend: "tcp", Local: "r", Remote: "r",
+		SliceBytes: transfer.ChunkBytes, MaxInFlight: 4})
+	tg.ex.Intent(1, tg.w, connector.Intent{Lease: transfer.LeaseID{Boot: tg.w.Boot, ID: 1, Epoch: 1},
+		Key: testKey(1, 1), Tokens: targetTokens, Fanout: fanout, Deadline: 30 * sec})
 	for l := range simLayers {
-		tg.ex.Progress(1, tg.w, []connector.Progress{{Lease: transfer.LeaseID{Boot: tg.w.Boot, ID: 1}, Layer: l, Tokens: targetTokens, Final: true}})
+		tg.ex.Progress(1, tg.w, []connector.Progress{{Lease: transfer.LeaseID{Boot: tg.w.Boot, ID: 1},
+			Layer: l, Tokens: targetTokens, Final: true}})
 	}
 	tg.drain()
 	return tg
@@ -71,8 +78,10 @@ func goodGrant() *peerv1.Grant {
 		panic(err)
 	}
 	sp, digest := plan.Space(), plan.Digest()
-	return &peerv1.Grant{Xfer: k.Xfer[:], Hash: k.Hash[:], Destination: leaseMsg(transfer.LeaseID{Boot: transfer.Boot{7}, ID: 5, Epoch: 1}), Gen: 3,
-		Tokens: targetTokens, Skip: []uint32{0}, Fingerprint: make([]byte, 32), Geometry: make([]byte, 32), DeadlineMs: 10000, PartnerMs: 5000,
+	return &peerv1.Grant{Xfer: k.Xfer[:], Hash: k.Hash[:],
+		Destination: leaseMsg(transfer.LeaseID{Boot: transfer.Boot{7}, ID: 5, Epoch: 1}), Gen: 3,
+		Tokens: targetTokens, Skip: []uint32{0}, Fingerprint: make([]byte, 32), Geometry: make([]byte,
+			32), DeadlineMs: 10000, PartnerMs: 5000,
 		Team: make([]byte, len(lease.TeamID{})), TeamSize: 1, PlanVersion: simPlanner{}.Version(),
 		Parts: []*peerv1.Part{{Rank: connector.Place{}.Rank(), Geometry: make([]byte, 32), Slot: 7,
 			Gen: 3, Chunks: sp.NumChunks(), Bytes: sp.TotalBytes(),
@@ -83,32 +92,47 @@ func grantFrame(g *peerv1.Grant) *peerv1.ControlFrame {
 	return &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Grant{Grant: g}}
 }
 
-// hostileGrants are each wrong in one thing. code is what they are answered; UNKNOWN: nothing, they are no grants at all.
+// hostileGrants are each wrong in one thing. code is what they are answered; UNKNOWN: nothing, they
+// are no grants at all.
 var hostileGrants = map[string]struct {
 	change func(*peerv1.Grant)
 	code   peerv1.GrantReply_Code
 	text   string
 }{
-	"no key":               {func(g *peerv1.Grant) { g.Xfer = nil }, 0, "xfer has 0 bytes"},
-	"long key":             {func(g *peerv1.Grant) { g.Hash = make([]byte, 33) }, 0, "33"},
-	"no destination":       {func(g *peerv1.Grant) { g.Destination = nil }, 0, "boot has 0 bytes"},
-	"short boot":           {func(g *peerv1.Grant) { g.Destination.Boot = make([]byte, 15) }, 0, "boot has 15 bytes"},
-	"generation 0":         {func(g *peerv1.Grant) { g.Gen = 0 }, 0, "generation 0"},
-	"no fingerprint":       {func(g *peerv1.Grant) { g.Fingerprint = nil }, 0, "fingerprint of 0 bytes"},
-	"no team":              {func(g *peerv1.Grant) { g.Team = nil }, 0, "team of 0 bytes"},
-	"empty team":           {func(g *peerv1.Grant) { g.TeamSize = 0 }, 0, "0 receivers"},
-	"huge team":            {func(g *peerv1.Grant) { g.TeamSize = 1 << 31 }, 0, "2147483648 receivers"},
-	"no parts":             {func(g *peerv1.Grant) { g.Parts = nil }, 0, "0 parts"},
-	"too many parts":       {func(g *peerv1.Grant) { g.Parts = make([]*peerv1.Part, MaxParts+1) }, 0, "257 parts"},
-	"team of 1 byte":       {func(g *peerv1.Grant) { g.Team = g.Team[:1] }, 0, "team of 1 bytes"},
-	"slot without bytes":   {func(g *peerv1.Grant) { g.Parts[0] = &peerv1.Part{Rank: "pp0/tp0", Bytes: 1} }, 0, "parts[0].geometry"},
-	"nil part":             {func(g *peerv1.Grant) { g.Parts[0] = nil }, 0, "parts[0].rank"},
-	"no rank":              {func(g *peerv1.Grant) { g.Parts[0].Rank = "" }, 0, "parts[0].rank"},
-	"long rank":            {func(g *peerv1.Grant) { g.Parts[0].Rank = strings.Repeat("r", maxRankBytes+1) }, 0, "parts[0].rank"},
-	"rank twice":           {func(g *peerv1.Grant) { g.Parts = append(g.Parts, g.Parts[0]) }, 0, "parts[1].rank"},
-	"short geometry":       {func(g *peerv1.Grant) { g.Parts[0].Geometry = make([]byte, 31) }, 0, "parts[0].geometry"},
-	"slot without content": {func(g *peerv1.Grant) { g.Parts[0].Geometry = nil }, 0, "parts[0].geometry"},
-	"slot of 17 bits":      {func(g *peerv1.Grant) { g.Parts[0].Slot = 1 << 16 }, 0, "parts[0].slot = 65536"},
+	"no key":         {func(g *peerv1.Grant) { g.Xfer = nil }, 0, "xfer has 0 bytes"},
+	"long key":       {func(g *peerv1.Grant) { g.Hash = make([]byte, 33) }, 0, "33"},
+	"no destination": {func(g *peerv1.Grant) { g.Destination = nil }, 0, "boot has 0 bytes"},
+	"short boot": {func(g *peerv1.Grant) { g.Destination.Boot = make([]byte, 15) }, 0,
+		"boot has 15 bytes"},
+	"generation 0": {func(g *peerv1.Grant) { g.Gen = 0 }, 0, "generation 0"},
+	"no fingerprint": {func(g *peerv1.Grant) { g.Fingerprint = nil }, 0,
+		"fingerprint of 0 bytes"},
+	"no team":    {func(g *peerv1.Grant) { g.Team = nil }, 0, "team of 0 bytes"},
+	"empty team": {func(g *peerv1.Grant) { g.TeamSize = 0 }, 0, "0 receivers"},
+	"huge team": {func(g *peerv1.Grant) { g.TeamSize = 1 << 31 }, 0,
+		"2147483648 receivers"},
+	"no parts": {func(g *peerv1.Grant) { g.Parts = nil }, 0, "0 parts"},
+	"too many parts": {func(g *peerv1.Grant) { g.Parts = make([]*peerv1.Part, MaxParts+1) }, 0,
+		"257 parts"},
+	"team of 1 byte": {func(g *peerv1.Grant) { g.Team = g.Team[:1] }, 0, "team of 1 bytes"},
+	"slot without bytes": {func(g *peerv1.Grant) {
+		g.Parts[0] = &peerv1.Part{Rank: "pp0/tp0",
+			Bytes: 1}
+	}, 0, "parts[0].geometry"},
+	"nil part": {func(g *peerv1.Grant) { g.Parts[0] = nil }, 0, "parts[0].rank"},
+	"no rank":  {func(g *peerv1.Grant) { g.Parts[0].Rank = "" }, 0, "parts[0].rank"},
+	"long rank": {func(g *peerv1.Grant) {
+		g.Parts[0].Rank = strings.Repeat("r",
+			maxRankBytes+1)
+	}, 0, "parts[0].rank"},
+	"rank twice": {func(g *peerv1.Grant) { g.Parts = append(g.Parts, g.Parts[0]) }, 0,
+		"parts[1].rank"},
+	"short geometry": {func(g *peerv1.Grant) { g.Parts[0].Geometry = make([]byte, 31) }, 0,
+		"parts[0].geometry"},
+	"slot without content": {func(g *peerv1.Grant) { g.Parts[0].Geometry = nil }, 0,
+		"parts[0].geometry"},
+	"slot of 17 bits": {func(g *peerv1.Grant) { g.Parts[0].Slot = 1 << 16 }, 0,
+		"parts[0].slot = 65536"},
 	"part of generation 0": {func(g *peerv1.Grant) { g.Parts[0].Gen = 0 }, 0, "generation 0"},
 	"slot twice": {func(g *peerv1.Grant) {
 		p := proto.Clone(g.Parts[0]).(*peerv1.Part)
@@ -156,8 +180,8 @@ var hostileGrants = map[string]struct {
 	"nothing is said": {func(g *peerv1.Grant) { proto.Reset(g) }, 0, "key"},
 }
 
-// What is wrong in a grant is named, to the log where it is no grant at all and to the peer where it cannot be served, and not a byte
-// is given away. The honest grant after it is served.
+// What is wrong in a grant is named, to the log where it is no grant at all and to the peer where
+// it cannot be served, and not a byte is given away. The honest grant after it is served.
 func TestHostileGrants(t *testing.T) {
 	for name, c := range hostileGrants {
 		t.Run(name, func(t *testing.T) {
@@ -191,19 +215,22 @@ func TestHostileGrants(t *testing.T) {
 			if err := tg.ex.Message(3, tg.peer, grantFrame(good)); err != nil {
 				t.Fatal(err)
 			}
-			if gives, replies = tg.drain(); gives == 0 || len(replies) != 1 || replies[0].Code != peerv1.GrantReply_BOUND {
+			if gives, replies = tg.drain(); gives == 0 || len(replies) != 1 ||
+				replies[0].Code != peerv1.GrantReply_BOUND {
 				t.Errorf("the honest grant: %d actions, %v", gives, replies)
 			}
 		})
 	}
 }
 
-// A peer that sends nonsense without end is told of once for each kind of it, and no log grows by it; all of it is counted. Another one is told of as
-// well, and what is right is served all the while.
+// A peer that sends nonsense without end is told of once for each kind of it, and no log grows by
+// it; all of it is counted. Another one is told of as well, and what is right is served all the
+// while.
 func TestNonsenseIsToldOnce(t *testing.T) {
 	const frames = 1000
 	tg := newTarget()
-	noKey, noTeam, unnamed, revoke := goodGrant(), goodGrant(), goodGrant(), &peerv1.Revoke{Destination: &peerv1.Lease{Boot: []byte{1}}}
+	noKey, noTeam, unnamed, revoke := goodGrant(), goodGrant(), goodGrant(),
+		&peerv1.Revoke{Destination: &peerv1.Lease{Boot: []byte{1}}}
 	noKey.Xfer, noTeam.TeamSize, unnamed.Parts[0].Rank = nil, 0, ""
 	kinds := []struct {
 		frame  *peerv1.ControlFrame
@@ -213,7 +240,8 @@ func TestNonsenseIsToldOnce(t *testing.T) {
 		{grantFrame(noKey), "grant: key: xfer has 0 bytes", BadKey},
 		{grantFrame(noTeam), "team of 16 bytes and 0 receivers", BadTeam},
 		{grantFrame(unnamed), `parts[0].rank = "": want each rank once`, BadRank},
-		{&peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: revoke}}, "revoke: lease: boot has 1 bytes", BadLease},
+		{&peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: revoke}}, "revoke: lease: boot " +
+			"has 1 bytes", BadLease},
 	}
 	for _, from := range []transfer.Boot{tg.peer, {99}} {
 		told := make([][]string, len(kinds))
@@ -226,12 +254,14 @@ func TestNonsenseIsToldOnce(t *testing.T) {
 		}
 		for k, x := range kinds {
 			if len(told[k]) != 1 || !strings.Contains(told[k][0], x.text) {
-				t.Errorf("%d bad frames were told of %d times: %q, want %q once", frames, len(told[k]), told[k], x.text)
+				t.Errorf("%d bad frames were told of %d times: %q, want %q once", frames, len(told[k]),
+					told[k], x.text)
 			}
 		}
 	}
 	// What is complained of is told and counted in the same way, each kind by itself.
-	absurd := &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Credit{Credit: &peerv1.Credit{Transport: "tcp", Rail: "r0", Bytes: credit.Max + 1}}}
+	absurd := &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Credit{Credit: &peerv1.Credit{
+		Transport: "tcp", Rail: "r0", Bytes: credit.Max + 1}}}
 	for i := range frames {
 		if err := tg.ex.Message(Instant(frames+i)*sec, tg.peer, absurd); err != nil {
 			t.Fatal(err)
@@ -239,12 +269,14 @@ func TestNonsenseIsToldOnce(t *testing.T) {
 		tg.ex.PeerRails(Instant(frames+i)*sec, tg.peer, make([]Rail, maxRails+1))
 	}
 	if said := only(t, drained(tg.ex), LogViolation); len(said) != 2 {
-		t.Errorf("of absurd credits and rails it was complained %d times: %+v, want once of each", len(said), said)
+		t.Errorf("of absurd credits and rails it was complained %d times: %+v, want once of each",
+			len(said), said)
 	}
 	counts := tg.ex.Violations()
 	for _, x := range kinds {
 		if counts[x.reason.String()] != 2*frames {
-			t.Errorf("%d frames with another %s were counted, want %d", counts[x.reason.String()], x.reason, 2*frames)
+			t.Errorf("%d frames with another %s were counted, want %d", counts[x.reason.String()],
+				x.reason, 2*frames)
 		}
 	}
 	for _, what := range []Violation{BadCredit, BadRails} {
@@ -252,8 +284,10 @@ func TestNonsenseIsToldOnce(t *testing.T) {
 			t.Errorf("%d of %s were counted, want %d", counts[what.String()], what, frames)
 		}
 	}
-	if !tg.ex.ReportViolation(tg.peer, BadAddress) || tg.ex.ReportViolation(tg.peer, BadAddress) || tg.ex.ReportViolation(transfer.Boot{77}, BadAddress) || tg.ex.Violations()["address"] != 3 {
-		t.Errorf("addresses: %v, want to be told of the first of three, and nothing of a peer that is not there", tg.ex.Violations())
+	if !tg.ex.ReportViolation(tg.peer, BadAddress) || tg.ex.ReportViolation(tg.peer, BadAddress) ||
+		tg.ex.ReportViolation(transfer.Boot{77}, BadAddress) || tg.ex.Violations()["address"] != 3 {
+		t.Errorf("addresses: %v, want to be told of the first of three, and nothing of a peer that is "+
+			"not there", tg.ex.Violations())
 	}
 	names := map[string]bool{}
 	for what := range numViolations {
@@ -268,12 +302,14 @@ func TestNonsenseIsToldOnce(t *testing.T) {
 	if err := tg.ex.Message(1001*sec, tg.peer, grantFrame(goodGrant())); err != nil {
 		t.Fatal(err)
 	}
-	if gives, replies := tg.drain(); gives == 0 || len(replies) != 1 || replies[0].Code != peerv1.GrantReply_BOUND {
+	if gives, replies := tg.drain(); gives == 0 || len(replies) != 1 ||
+		replies[0].Code != peerv1.GrantReply_BOUND {
 		t.Errorf("the honest grant: %d actions, %v", gives, replies)
 	}
 }
 
-// What was said before, or is of a generation that is over, changes nothing; nor does a word about a lease that its sender was not granted.
+// What was said before, or is of a generation that is over, changes nothing; nor does a word about
+// a lease that its sender was not granted.
 func TestReplaysAndStaleFrames(t *testing.T) {
 	tg := newTarget()
 	say := func(from transfer.Boot, f *peerv1.ControlFrame) (gives int, replies []*peerv1.GrantReply) {
@@ -301,20 +337,32 @@ func TestReplaysAndStaleFrames(t *testing.T) {
 		from transfer.Boot
 		f    *peerv1.ControlFrame
 	}{
-		"replay":                {tg.peer, grantFrame(goodGrant())},
-		"stale generation":      {tg.peer, grantFrame(stale)},
-		"stranger's revoke":     {stranger, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: &peerv1.Revoke{Destination: dest, Gen: 3}}}},
-		"stranger's commit":     {stranger, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{Destination: dest}}}},
-		"commit of another":     {tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{Destination: other}}}},
-		"commit, epoch before":  {tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{Destination: older}}}},
-		"commit, epoch to come": {tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{Destination: newer}}}},
-		"revoke, epoch before":  {tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: &peerv1.Revoke{Destination: older, Gen: 3}}}},
-		"revoke, epoch to come": {tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: &peerv1.Revoke{Destination: newer, Gen: 3}}}},
-		"revoke, older grant":   {tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: &peerv1.Revoke{Destination: dest, Gen: 2}}}},
-		"reply to no grant":     {tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_GrantReply{GrantReply: &peerv1.GrantReply{Destination: dest, Source: dest, Code: peerv1.GrantReply_BOUND}}}},
-		"loss of no grant":      {tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_SourceLost{SourceLost: &peerv1.SourceLost{Destination: dest, Final: true}}}},
-		"answer to nothing":     {tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Admitted{Admitted: &peerv1.Admitted{Token: 77}}}},
-		"a frame of nothing":    {tg.peer, &peerv1.ControlFrame{}},
+		"replay":           {tg.peer, grantFrame(goodGrant())},
+		"stale generation": {tg.peer, grantFrame(stale)},
+		"stranger's revoke": {stranger, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{
+			Revoke: &peerv1.Revoke{Destination: dest, Gen: 3}}}},
+		"stranger's commit": {stranger, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{
+			Commit: &peerv1.Commit{Destination: dest}}}},
+		"commit of another": {tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{
+			Commit: &peerv1.Commit{Destination: other}}}},
+		"commit, epoch before": {tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{
+			Commit: &peerv1.Commit{Destination: older}}}},
+		"commit, epoch to come": {tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{
+			Commit: &peerv1.Commit{Destination: newer}}}},
+		"revoke, epoch before": {tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{
+			Revoke: &peerv1.Revoke{Destination: older, Gen: 3}}}},
+		"revoke, epoch to come": {tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{
+			Revoke: &peerv1.Revoke{Destination: newer, Gen: 3}}}},
+		"revoke, older grant": {tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{
+			Revoke: &peerv1.Revoke{Destination: dest, Gen: 2}}}},
+		"reply to no grant": {tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_GrantReply{
+			GrantReply: &peerv1.GrantReply{Destination: dest, Source: dest,
+				Code: peerv1.GrantReply_BOUND}}}},
+		"loss of no grant": {tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_SourceLost{
+			SourceLost: &peerv1.SourceLost{Destination: dest, Final: true}}}},
+		"answer to nothing": {tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Admitted{
+			Admitted: &peerv1.Admitted{Token: 77}}}},
+		"a frame of nothing": {tg.peer, &peerv1.ControlFrame{}},
 	} {
 		if gives, replies := say(f.from, f.f); gives != 0 || len(replies) != 0 {
 			t.Errorf("%s: %d actions, %v", name, gives, replies)
@@ -323,7 +371,8 @@ func TestReplaysAndStaleFrames(t *testing.T) {
 			t.Fatalf("%s: the transfer under way is gone", name)
 		}
 	}
-	// A second receiver of the same source, beyond what its intent was made for, waits and gets nothing.
+	// A second receiver of the same source, beyond what its intent was made for, waits and gets
+	// nothing.
 	more := goodGrant()
 	more.Destination.Id, more.Team[0], more.Parts[0].Slot = 8, 1, 9
 	if gives, replies := say(tg.peer, grantFrame(more)); gives != 0 || len(replies) != 0 {
@@ -331,7 +380,8 @@ func TestReplaysAndStaleFrames(t *testing.T) {
 	}
 }
 
-// A source that serves two receivers: the grant of the first comes again after its commit, and takes nobody's place.
+// A source that serves two receivers: the grant of the first comes again after its commit, and
+// takes nobody's place.
 func TestReplayOfAGrantThatIsOver(t *testing.T) {
 	tg := newTargetFor(2)
 	say := func(f *peerv1.ControlFrame) (gives int, replies []*peerv1.GrantReply) {
@@ -345,13 +395,16 @@ func TestReplayOfAGrantThatIsOver(t *testing.T) {
 	if gives, replies := say(grantFrame(first)); gives == 0 || len(replies) != 1 {
 		t.Fatalf("%d actions, %v", gives, replies)
 	}
-	say(&peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{Destination: first.Destination}}})
-	if gives, replies := say(grantFrame(first)); gives != 0 || len(replies) != 0 || len(tg.ex.match.grants) != 0 {
+	say(&peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{
+		Destination: first.Destination}}})
+	if gives, replies := say(grantFrame(first)); gives != 0 || len(replies) != 0 ||
+		len(tg.ex.match.grants) != 0 {
 		t.Errorf("the replay: %d actions, %v, %d grants", gives, replies, len(tg.ex.match.grants))
 	}
 	second := goodGrant()
 	second.Destination.Id, second.Team[0], second.Parts[0].Slot = 8, 1, 9
-	if gives, replies := say(grantFrame(second)); gives == 0 || len(replies) != 1 || replies[0].Code != peerv1.GrantReply_BOUND {
+	if gives, replies := say(grantFrame(second)); gives == 0 || len(replies) != 1 ||
+		replies[0].Code != peerv1.GrantReply_BOUND {
 		t.Errorf("the second receiver: %d actions, %v", gives, replies)
 	}
 }
@@ -375,11 +428,13 @@ func TestWaitingIsBounded(t *testing.T) {
 		}
 	}
 	if refused != 92 || len(tg.ex.match.grants) != 8 || len(tg.ex.match.pending.byKey) != 8 {
-		t.Errorf("%d refused, %d kept, %d wait: want 92, 8, 8", refused, len(tg.ex.match.grants), len(tg.ex.match.pending.byKey))
+		t.Errorf("%d refused, %d kept, %d wait: want 92, 8, 8", refused, len(tg.ex.match.grants),
+			len(tg.ex.match.pending.byKey))
 	}
 }
 
-// Nor do grants without end that nothing can come of, because the engines differ or their layout is not known.
+// Nor do grants without end that nothing can come of, because the engines differ or their layout is
+// not known.
 func TestAskingIsBounded(t *testing.T) {
 	for name, change := range map[string]func(*target, *peerv1.Grant){
 		"fingerprint": func(_ *target, g *peerv1.Grant) { g.Fingerprint[0] = 9 },
@@ -396,7 +451,8 @@ func TestAskingIsBounded(t *testing.T) {
 			tg.drain()
 		}
 		if n := len(tg.ex.match.grants); n != 8 || tg.ex.peers.byBoot[tg.peer].pending != 8 {
-			t.Errorf("%s: %d grants are kept, %d count: want 8", name, n, tg.ex.peers.byBoot[tg.peer].pending)
+			t.Errorf("%s: %d grants are kept, %d count: want 8", name, n,
+				tg.ex.peers.byBoot[tg.peer].pending)
 		}
 		for c := range tg.ex.match.comparing {
 			tg.ex.Compared(3, c, "so")
@@ -409,12 +465,14 @@ func TestAskingIsBounded(t *testing.T) {
 	}
 }
 
-// Engines may call themselves the same. A grant is for the ranks that have an intent of its key, whatever order maps have.
+// Engines may call themselves the same. A grant is for the ranks that have an intent of its key,
+// whatever order maps have.
 func TestEnginesOfOneName(t *testing.T) {
 	for range 20 {
 		tg := newTarget()
 		for i := range 8 {
-			tg.ex.WorkerUp(&connector.Worker{Boot: transfer.Boot{3, byte(i)}, Geometry: [32]byte{byte(i)}, Layout: tg.w.Layout})
+			tg.ex.WorkerUp(&connector.Worker{Boot: transfer.Boot{3, byte(i)}, Geometry: [32]byte{byte(i)},
+				Layout: tg.w.Layout})
 		}
 		if err := tg.ex.Message(2, tg.peer, grantFrame(goodGrant())); err != nil {
 			t.Fatal(err)
@@ -425,8 +483,9 @@ func TestEnginesOfOneName(t *testing.T) {
 	}
 }
 
-// mostOfAFrame bounds what one frame of so many bytes may allocate, read and acted on: what serving a grant takes, whose plan here is small, and of
-// its bytes what protobuf makes of them, which is most where a message of nothing is an element (dearFrames).
+// mostOfAFrame bounds what one frame of so many bytes may allocate, read and acted on: what serving
+// a grant takes, whose plan here is small, and of its bytes what protobuf makes of them, which is
+// most where a message of nothing is an element (dearFrames).
 func mostOfAFrame(n int) uint64 { return 16<<10 + 128*uint64(n) }
 
 // dearFrames are frames whose bytes become the most memory.
@@ -465,12 +524,13 @@ func TestDearFrames(t *testing.T) {
 		}
 		testutil.AllocatesAtMost(t, mostOfAFrame(len(b)), name, read)
 		n := testutil.Allocates(read)
-		t.Logf("%s: %d bytes became %d, %.1f for each; at most %d", name, len(b), n, float64(n)/float64(len(b)), mostOfAFrame(len(b)))
+		t.Logf("%s: %d bytes became %d, %.1f for each; at most %d", name, len(b), n,
+			float64(n)/float64(len(b)), mostOfAFrame(len(b)))
 	}
 }
 
-// FuzzMessage says anything, frame by frame: two bytes for the length of each. Nothing panics, what is kept and what is allocated stay bounded, and
-// what was refused has given nothing away.
+// FuzzMessage says anything, frame by frame: two bytes for the length of each. Nothing panics, what
+// is kept and what is allocated stay bounded, and what was refused has given nothing away.
 func FuzzMessage(f *testing.F) {
 	add := func(frames ...*peerv1.ControlFrame) {
 		var b []byte
@@ -493,10 +553,14 @@ func FuzzMessage(f *testing.F) {
 		}
 	}
 	dest := goodGrant().Destination
-	add(grantFrame(goodGrant()), &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: &peerv1.Revoke{Destination: dest, Gen: 3}}})
-	add(grantFrame(goodGrant()), &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{Destination: dest}}})
-	add(&peerv1.ControlFrame{Body: &peerv1.ControlFrame_Await{Await: &peerv1.Await{Xfer: goodGrant().Xfer, Hash: goodGrant().Hash, Token: 1}}})
-	add(&peerv1.ControlFrame{Body: &peerv1.ControlFrame_Credit{Credit: &peerv1.Credit{Transport: "tcp", Rail: "r", Bytes: 1}}})
+	add(grantFrame(goodGrant()), &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{
+		Revoke: &peerv1.Revoke{Destination: dest, Gen: 3}}})
+	add(grantFrame(goodGrant()), &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{
+		Commit: &peerv1.Commit{Destination: dest}}})
+	add(&peerv1.ControlFrame{Body: &peerv1.ControlFrame_Await{Await: &peerv1.Await{
+		Xfer: goodGrant().Xfer, Hash: goodGrant().Hash, Token: 1}}})
+	add(&peerv1.ControlFrame{Body: &peerv1.ControlFrame_Credit{Credit: &peerv1.Credit{Transport: "tcp",
+		Rail: "r", Bytes: 1}}})
 	for _, b := range dearFrames() {
 		f.Add(append([]byte{byte(len(b)), byte(len(b) >> 8)}, b...))
 	}
@@ -526,8 +590,11 @@ func FuzzMessage(f *testing.F) {
 			}
 			b = b[2+n:]
 		}
-		if n := len(tg.ex.match.grants); n > frames || len(tg.ex.match.pending.byKey) > 8 || len(tg.ex.dests.byID) != 0 || len(tg.ex.layouts.asked)+len(tg.ex.match.comparing) > frames || len(tg.ex.peers.byBoot) > 2 {
-			t.Fatalf("%d frames: %d grants, %d keys wait, %d destinations, %d descriptions, %d peers", frames, n, len(tg.ex.match.pending.byKey), len(tg.ex.dests.byID),
+		if n := len(tg.ex.match.grants); n > frames || len(tg.ex.match.pending.byKey) > 8 ||
+			len(tg.ex.dests.byID) != 0 || len(tg.ex.layouts.asked)+len(tg.ex.match.comparing) > frames ||
+			len(tg.ex.peers.byBoot) > 2 {
+			t.Fatalf("%d frames: %d grants, %d keys wait, %d destinations, %d descriptions, %d peers",
+				frames, n, len(tg.ex.match.pending.byKey), len(tg.ex.dests.byID),
 				len(tg.ex.layouts.asked)+len(tg.ex.match.comparing), len(tg.ex.peers.byBoot))
 		}
 		// All of it is over with its time.

@@ -161,7 +161,8 @@ func (mt *matcher) settle(now Instant, in *inboundGrant) bool {
 		if len(ranks) < engine.World() {
 			return false // the reply needs all ranks
 		}
-		r := &peerv1.GrantReply{Destination: leaseMsg(in.id.Dest), Code: peerv1.GrantReply_RANKS, Message: why, Gen: in.msg.Gen}
+		r := &peerv1.GrantReply{Destination: leaseMsg(in.id.Dest), Code: peerv1.GrantReply_RANKS,
+			Message: why, Gen: in.msg.Gen}
 		for _, name := range engine.Ranks() {
 			if ws := ranks[name]; ws != nil {
 				r.Ranks = append(r.Ranks, &peerv1.Rank{Rank: name, Geometry: ws.w.Geometry[:]})
@@ -201,7 +202,8 @@ func (mt *matcher) workersOf(k transfer.Key, engine string) map[string]*worker {
 			continue
 		}
 		name := ws.w.Place.Rank()
-		if o := ranks[name]; meant[name] == nil && (o == nil || bytes.Compare(ws.w.Boot[:], o.w.Boot[:]) < 0) {
+		if o := ranks[name]; meant[name] == nil && (o == nil || bytes.Compare(ws.w.Boot[:],
+			o.w.Boot[:]) < 0) {
 			ranks[name] = ws
 		}
 	}
@@ -309,14 +311,17 @@ func (mt *matcher) unlike(now Instant, c *partBinding, w *connector.Worker) {
 // open starts to send a part.
 func (mt *matcher) open(now Instant, c *partBinding, plan Plan) {
 	in, s, m := c.in, c.src, c.in.msg
-	snd := &SendPart{Worker: s.ws.w, Dest: in.id.Dest, Key: in.key, Prompt: m.Tokens, Skip: m.Skip, Tokens: c.part.TokensByTransport, Plan: plan}
-	snd.Origin.Peer, snd.Origin.Slot, snd.Origin.Gen = in.peer.boot, transfer.Slot(c.part.Slot), transfer.Gen(c.part.Gen)
+	snd := &SendPart{Worker: s.ws.w, Dest: in.id.Dest, Key: in.key, Prompt: m.Tokens, Skip: m.Skip,
+		Tokens: c.part.TokensByTransport, Plan: plan}
+	snd.Origin.Peer, snd.Origin.Slot, snd.Origin.Gen = in.peer.boot, transfer.Slot(c.part.Slot),
+		transfer.Gen(c.part.Gen)
 	snd.src, snd.peer, snd.binding, snd.opened = s, in.peer, c, now
 	var deadline Instant
 	if m.DeadlineMs > 0 {
 		deadline = now + min(time.Duration(m.DeadlineMs)*time.Millisecond, MaxDeadline)
 	}
-	snd.flow = mt.spray.Open(in.peer.rails, spray.Priority(min(m.Priority, uint32(spray.Background))), deadline, plan.Space(), snd)
+	snd.flow = mt.spray.Open(in.peer.rails, spray.Priority(min(m.Priority, uint32(spray.Background))),
+		deadline, plan.Space(), snd)
 	snd.at = mt.rails.place(in.peer, s.ws.w, m.Tiers)
 	snd.flow.SetPlace(snd.at)
 	in.peer.places.moves(snd.at, 1)
@@ -325,9 +330,11 @@ func (mt *matcher) open(now Instant, c *partBinding, plan Plan) {
 	s.sends = append(s.sends, snd)
 	mt.sources.follow(s.ws, 1)
 	// The slices leave first: the receiver needs this reply only once they have landed.
-	mt.late = append(mt.late, Action{Kind: Send, Peer: in.peer.boot, Frame: &peerv1.ControlFrame{Body: &peerv1.ControlFrame_GrantReply{
-		GrantReply: &peerv1.GrantReply{Destination: leaseMsg(in.id.Dest), Source: leaseMsg(s.ID), Code: peerv1.GrantReply_BOUND, Rank: c.part.Rank,
-			Gen: m.Gen}}}})
+	mt.late = append(mt.late, Action{Kind: Send, Peer: in.peer.boot,
+		Frame: &peerv1.ControlFrame{Body: &peerv1.ControlFrame_GrantReply{
+			GrantReply: &peerv1.GrantReply{Destination: leaseMsg(in.id.Dest), Source: leaseMsg(s.ID),
+				Code: peerv1.GrantReply_BOUND, Rank: c.part.Rank,
+				Gen: m.Gen}}}})
 	mt.sources.prepare(snd)
 	for l := range s.layers {
 		mt.sources.release(snd, l)
@@ -335,15 +342,18 @@ func (mt *matcher) open(now Instant, c *partBinding, plan Plan) {
 }
 
 // refuse refuses a grant for good. The receiver gives up, so its places are free.
-func (mt *matcher) refuse(now Instant, in *inboundGrant, code peerv1.GrantReply_Code, message string) {
+func (mt *matcher) refuse(now Instant, in *inboundGrant, code peerv1.GrantReply_Code,
+	message string) {
 	mt.refuseFor(now, in, code, refusals[code], message)
 }
 
-func (mt *matcher) refuseFor(now Instant, in *inboundGrant, code peerv1.GrantReply_Code, why Refusal,
+func (mt *matcher) refuseFor(now Instant, in *inboundGrant, code peerv1.GrantReply_Code,
+	why Refusal,
 	message string) {
 	mt.refused[why]++
-	mt.send(in.peer.boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_GrantReply{GrantReply: &peerv1.GrantReply{
-		Destination: leaseMsg(in.id.Dest), Code: code, Message: message, Gen: in.msg.Gen}}})
+	mt.send(in.peer.boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_GrantReply{
+		GrantReply: &peerv1.GrantReply{
+			Destination: leaseMsg(in.id.Dest), Code: code, Message: message, Gen: in.msg.Gen}}})
 	if mt.grants[in.id] == in {
 		mt.endInbound(now, in, false, message)
 	}

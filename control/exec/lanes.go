@@ -60,8 +60,10 @@ func (dp *dispatcher) rank(backend string) int {
 // up is Exec.LaneUp.
 func (dp *dispatcher) up(now Instant, in LaneInfo) error {
 	p := dp.peers.get(in.Peer)
-	err := dp.spray.LaneUp(now, p.rails, spray.LaneInfo{ID: in.ID, Path: spray.Path{Transport: in.Backend, Local: in.Local, Remote: in.Remote},
-		Rank: dp.rank(in.Backend), Tier: in.Tier, Gbps: in.Gbps, SliceBytes: in.SliceBytes, MaxSlices: in.MaxInFlight, Apart: in.Apart, Tells: in.ReportsAcked, Way: in.RTT})
+	err := dp.spray.LaneUp(now, p.rails, spray.LaneInfo{ID: in.ID,
+		Path: spray.Path{Transport: in.Backend, Local: in.Local, Remote: in.Remote},
+		Rank: dp.rank(in.Backend), Tier: in.Tier, Gbps: in.Gbps, SliceBytes: in.SliceBytes,
+		MaxSlices: in.MaxInFlight, Apart: in.Apart, Tells: in.ReportsAcked, Way: in.RTT})
 	if err != nil {
 		return fmt.Errorf("exec: lane to peer %s: %w", in.Peer, err)
 	}
@@ -122,7 +124,8 @@ func (dp *dispatcher) assignPeer(now Instant, p *peer) {
 			break
 		}
 		l := dp.lanes[sl.Lane]
-		l.batch = append(l.batch, transport.Slice{Origin: &sl.Flow.Owner.(*SendPart).Origin, Range: sl.Range, Attempt: sl.Attempt,
+		l.batch = append(l.batch, transport.Slice{Origin: &sl.Flow.Owner.(*SendPart).Origin,
+			Range: sl.Range, Attempt: sl.Attempt,
 			Cookie: sl.Cookie})
 	}
 	for _, l := range p.lanes {
@@ -155,7 +158,8 @@ func (dp *dispatcher) moved(now Instant, lane uint64) {
 }
 
 // quickest is Exec.Quickest.
-func (dp *dispatcher) quickest(now Instant, boot transfer.Boot, transport string) (rail string, ok bool) {
+func (dp *dispatcher) quickest(now Instant, boot transfer.Boot, transport string) (rail string,
+	ok bool) {
 	p := dp.peers.byBoot[boot]
 	if p == nil {
 		return "", false

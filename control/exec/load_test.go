@@ -9,10 +9,12 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// replicas is a planner for engines all of whose ranks hold the same: what it wants comes from the rank that is least busy, the first of equals.
+// replicas is a planner for engines all of whose ranks hold the same: what it wants comes from the
+// rank that is least busy, the first of equals.
 type replicas struct{ simPlanner }
 
-func (replicas) Divide(_ *connector.Worker, x *connector.Expect, ranks []Rank, load func(string) uint64) ([]Part, error) {
+func (replicas) Divide(_ *connector.Worker, x *connector.Expect, ranks []Rank,
+	load func(string) uint64) ([]Part, error) {
 	parts, least := make([]Part, len(ranks)), 0
 	for i, r := range ranks {
 		parts[i].Rank = r
@@ -25,19 +27,23 @@ func (replicas) Divide(_ *connector.Worker, x *connector.Expect, ranks []Rank, l
 	return parts, err
 }
 
-// What a rank of the source's engine owes counts from its grant to its fence, be that one of success or not, and the next grant goes to
-// the rank that owes least.
+// What a rank of the source's engine owes counts from its grant to its fence, be that one of
+// success or not, and the next grant goes to the rank that owes least.
 func TestReplicasAreChosenByWhatTheyOwe(t *testing.T) {
 	e := New(Config{Boot: transfer.Boot{1}, Planner: replicas{}, Transports: []string{"tcp"}})
-	w := &connector.Worker{Boot: transfer.Boot{2}, Layout: &layout.Layout{Groups: []layout.Group{{TokensPerBlock: simBlock, Layers: make([]layout.Layer, simLayers)}}}}
+	w := &connector.Worker{Boot: transfer.Boot{2},
+		Layout: &layout.Layout{Groups: []layout.Group{{TokensPerBlock: simBlock,
+			Layers: make([]layout.Layer, simLayers)}}}}
 	e.WorkerUp(w)
 	p := transfer.Boot{9}
 	e.PeerUp(1, "p:1", p)
-	e.peers.byBoot[p].ranks = []Rank{{Name: "pp0/tp0", Geometry: [32]byte{1}}, {Name: "pp0/tp1", Geometry: [32]byte{1}}}
+	e.peers.byBoot[p].ranks = []Rank{{Name: "pp0/tp0", Geometry: [32]byte{1}}, {Name: "pp0/tp1",
+		Geometry: [32]byte{1}}}
 	now := Instant(2)
 	wants := func(id uint64, tokens uint32, rank string) *ReceivePart {
 		t.Helper()
-		e.Expect(now, w, connector.Expect{Lease: transfer.LeaseID{Boot: w.Boot, ID: id, Epoch: 1}, Key: testKey(1, byte(id)), Peer: "p:1", Tokens: tokens,
+		e.Expect(now, w, connector.Expect{Lease: transfer.LeaseID{Boot: w.Boot, ID: id, Epoch: 1},
+			Key: testKey(1, byte(id)), Peer: "p:1", Tokens: tokens,
 			Skip: []uint32{0}, Deadline: 30 * sec})
 		offers := only(t, drained(e), Offer)
 		if len(offers) != 1 || len(offers[0].ReceiveParts) != 1 {
@@ -45,7 +51,8 @@ func TestReplicasAreChosenByWhatTheyOwe(t *testing.T) {
 		}
 		l := offers[0].ReceiveParts[0]
 		if l.Part.Rank != rank {
-			t.Errorf("prompt %d of %d tokens is asked of %s, want %s; owed: %v", id, tokens, l.Part.Rank, rank, e.peers.byBoot[p].load)
+			t.Errorf("prompt %d of %d tokens is asked of %s, want %s; owed: %v", id, tokens, l.Part.Rank,
+				rank, e.peers.byBoot[p].load)
 		}
 		return l
 	}

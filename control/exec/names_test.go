@@ -10,8 +10,9 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// An address leads to several processes (a service, a name of two addresses), and another answers there now. The first is up: its lanes are known, what it has
-// goes on, and what it asks of us is served.
+// An address leads to several processes (a service, a name of two addresses), and another answers
+// there now. The first is up: its lanes are known, what it has goes on, and what it asks of us is
+// served.
 func TestAnotherAnswersWhileTheFirstLives(t *testing.T) {
 	for name, shared := range map[string]bool{"an address of its own": false, "a shared one": true} {
 		t.Run(name, func(t *testing.T) {
@@ -37,7 +38,10 @@ func TestAnotherAnswersWhileTheFirstLives(t *testing.T) {
 			back := d.intent(dw, 7, testKey(2, 2), 64, 1, 30*sec)
 			d.steps(back)
 			asked := p.expect(pw, 7, testKey(2, 2), "d:1", 64, 0, 30*sec)
-			s.until("what was open, and what the first asks", 2*sec, func() bool { return open.done != nil && asked.done != nil })
+			s.until("what was open, and what the first asks", 2*sec, func() bool {
+				return open.done != nil &&
+					asked.done != nil
+			})
 			wantStatus(t, open, StatusOK)
 			wantStatus(t, asked, StatusOK)
 			if open.done.Grants > 1 {
@@ -47,10 +51,12 @@ func TestAnotherAnswersWhileTheFirstLives(t *testing.T) {
 	}
 }
 
-// Another process answers at the address of one that cannot be reached. What that one had is granted to the other as soon as both are known, in whichever
-// order; it is not declared dead by that, and hears when it comes back that nothing is wanted any more.
+// Another process answers at the address of one that cannot be reached. What that one had is
+// granted to the other as soon as both are known, in whichever order; it is not declared dead by
+// that, and hears when it comes back that nothing is wanted any more.
 func TestAnotherAnswersAtTheAddressOfALostOne(t *testing.T) {
-	for name, downFirst := range map[string]bool{"down, then another": true, "another, then down": false} {
+	for name, downFirst := range map[string]bool{"down, then another": true,
+		"another, then down": false} {
 		t.Run(name, func(t *testing.T) {
 			s, p, d, pw, dw := pair(t, 11, 0)
 			q := s.node("q:1", Config{Transports: []string{"shm", "tcp"}})
@@ -73,7 +79,10 @@ func TestAnotherAnswersAtTheAddressOfALostOne(t *testing.T) {
 				up()
 				down()
 			}
-			s.until("the transfer from the other", sec, func() bool { return dst.done != nil && lost.done != nil })
+			s.until("the transfer from the other", sec, func() bool {
+				return dst.done != nil &&
+					lost.done != nil
+			})
 			wantStatus(t, dst, StatusOK)
 			wantStatus(t, lost, StatusFailed)
 			if d.ex.peers.byBoot[p.boot] == nil {
@@ -83,8 +92,9 @@ func TestAnotherAnswersAtTheAddressOfALostOne(t *testing.T) {
 	}
 }
 
-// Whoever sends requests names one live sidecar in ever new ways. What is remembered of that is bounded, hours after the last question and in between,
-// and the name that is used all the time is reached once.
+// Whoever sends requests names one live sidecar in ever new ways. What is remembered of that is
+// bounded, hours after the last question and in between, and the name that is used all the time is
+// reached once.
 func TestNamesOfOnePeerAreBounded(t *testing.T) {
 	e := New(Config{Boot: transfer.Boot{1}, Endpoint: "d:1", Planner: simPlanner{}})
 	peer := transfer.Boot{2}
@@ -141,7 +151,8 @@ func TestNamesOfOnePeerAreBounded(t *testing.T) {
 	}
 }
 
-// Questions at many names of one peer at a time: each is asked once it is reached, and costs as much as it does among few.
+// Questions at many names of one peer at a time: each is asked once it is reached, and costs as
+// much as it does among few.
 func TestOpenNamesOfOnePeer(t *testing.T) {
 	e := New(Config{Boot: transfer.Boot{1}, Endpoint: "d:1", Planner: simPlanner{}})
 	peer := transfer.Boot{2}

@@ -35,7 +35,8 @@ const (
 	numViolations
 )
 
-var violationNames = [numViolations]string{"other", "key", "lease", "generation", "fingerprint", "parts", "team", "rank", "geometry", "slot", "share",
+var violationNames = [numViolations]string{"other", "key", "lease", "generation", "fingerprint",
+	"parts", "team", "rank", "geometry", "slot", "share",
 	"ranks", "rails", "tier", "credit", "address", "answer"}
 
 // String is the label of metrics.

@@ -35,7 +35,8 @@ func (ds *dests) divide(d *dest, p *peer) ([]Part, error) {
 		}
 		return parts, nil
 	}
-	parts, err := ds.cfg.Planner.Divide(d.ws.w, d.x, p.ranks, func(rank string) uint64 { return p.load[rank] })
+	parts, err := ds.cfg.Planner.Divide(d.ws.w, d.x, p.ranks,
+		func(rank string) uint64 { return p.load[rank] })
 	if err != nil {
 		return nil, err
 	}
@@ -46,7 +47,8 @@ func (ds *dests) divide(d *dest, p *peer) ([]Part, error) {
 		}
 	}
 	if want := d.plan.Space().TotalBytes(); len(parts) != len(p.ranks) || bytes != want {
-		return nil, fmt.Errorf("the %d ranks of the prefill engine would give %d bytes of %d", len(parts), bytes, want)
+		return nil, fmt.Errorf("the %d ranks of the prefill engine would give %d bytes of %d", len(parts),
+			bytes, want)
 	}
 	return parts, nil
 }
@@ -78,10 +80,12 @@ func (ds *dests) grant(now Instant, d *dest) {
 	}
 	o := &outboundGrant{dest: d}
 	msg := &peerv1.Grant{
-		Xfer: d.Key.Xfer[:], Hash: d.Key.Hash[:], Destination: leaseMsg(d.ID), Tokens: d.x.Tokens, Skip: d.x.Skip,
+		Xfer: d.Key.Xfer[:], Hash: d.Key.Hash[:], Destination: leaseMsg(d.ID), Tokens: d.x.Tokens,
+		Skip:        d.x.Skip,
 		Fingerprint: d.ws.w.Fingerprint[:], Geometry: d.ws.w.Geometry[:], Priority: uint32(d.x.Priority),
 		DeadlineMs: millis(d.Deadline - now), PartnerMs: millis(d.MatchBy - now),
-		Team: d.team[:], TeamSize: uint32(d.ws.w.Place.World()), Parts: make([]*peerv1.Part, len(parts)), Tiers: ds.rails.tiersOf(d.ws),
+		Team: d.team[:], TeamSize: uint32(d.ws.w.Place.World()), Parts: make([]*peerv1.Part, len(parts)),
+		Tiers:       ds.rails.tiersOf(d.ws),
 		PlanVersion: ds.cfg.Planner.Version(),
 	}
 	for i := range parts {
@@ -101,7 +105,8 @@ func (ds *dests) grant(now Instant, d *dest) {
 		}
 		l.Grant.Peer, l.Grant.Slot, l.Grant.Gen = p.boot, slot, gen
 		sp := q.Plan.Space()
-		l.Part.Geometry, l.Part.Slot, l.Part.Gen, l.Part.Share = q.Geometry[:], uint32(slot), uint32(gen), q.Share
+		l.Part.Geometry, l.Part.Slot, l.Part.Gen, l.Part.Share = q.Geometry[:], uint32(slot),
+			uint32(gen), q.Share
 		l.Part.Chunks, l.Part.Bytes = sp.NumChunks(), sp.TotalBytes()
 		digest := q.Plan.Digest()
 		l.Part.Digest = digest[:]
@@ -214,7 +219,8 @@ func (ds *dests) partBound(now Instant, p *peer, d *dest, m *peerv1.GrantReply) 
 	}
 	i := slices.IndexFunc(d.live.lands, func(l *ReceivePart) bool { return l.Part.Rank == m.Rank })
 	if i < 0 || d.live.lands[i].bound {
-		return wrong(BadRank, "grant %s: rank %.80q is bound: it gives nothing, or was bound before", d.ID, m.Rank)
+		return wrong(BadRank, "grant %s: rank %.80q is bound: it gives nothing, or was bound before",
+			d.ID, m.Rank)
 	}
 	l := d.live.lands[i]
 	l.bound, l.source = true, src

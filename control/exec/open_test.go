@@ -21,7 +21,8 @@ func threadCPU() time.Duration {
 	return time.Duration(ts.Nano())
 }
 
-// cost is the thread's time for each of so many slices, and for each end of a transfer with the begin of the next among them.
+// cost is the thread's time for each of so many slices, and for each end of a transfer with the
+// begin of the next among them.
 func (x *loadedExec) cost(slices int) (slice, end float64) {
 	began, ends, ending := threadCPU(), 0, time.Duration(0)
 	for range slices {
@@ -41,8 +42,9 @@ func quantile(v []float64, q float64) float64 {
 	return v[int(q*float64(len(v)-1)+0.5)]
 }
 
-// BenchmarkOpen is what a slice, and the end of a transfer with the begin of the next, cost with 10,000 transfers open beside what they cost with few, in
-// turns: the median of each, and of the pairs' ratios with the quarter and three quarters of them.
+// BenchmarkOpen is what a slice, and the end of a transfer with the begin of the next, cost with
+// 10,000 transfers open beside what they cost with few, in turns: the median of each, and of the
+// pairs' ratios with the quarter and three quarters of them.
 func BenchmarkOpen(b *testing.B) {
 	const round = 20000 // slices of either side
 	for _, x := range []struct {

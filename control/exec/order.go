@@ -9,8 +9,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Go walks maps in random order. An event that concerns many leases takes them in the order of their
-// ids, so that equal events have equal consequences and a failure can be repeated.
+// Go walks maps in random order. An event that concerns many leases takes them in the order of
+// their ids, so that equal events have equal consequences and a failure can be repeated.
 
 func compareLeases(a, b transfer.LeaseID) int {
 	return cmp.Or(bytes.Compare(a.Boot[:], b.Boot[:]), cmp.Compare(a.ID, b.ID))
@@ -29,7 +29,10 @@ func queriesInOrder(all iter.Seq[*query]) []*query {
 }
 
 func workersInOrder(all iter.Seq[*worker]) []*worker {
-	return slices.SortedFunc(all, func(a, b *worker) int { return bytes.Compare(a.w.Boot[:], b.w.Boot[:]) })
+	return slices.SortedFunc(all, func(a, b *worker) int {
+		return bytes.Compare(a.w.Boot[:],
+			b.w.Boot[:])
+	})
 }
 
 func endpointsInOrder(all iter.Seq[*endpoint]) []*endpoint {

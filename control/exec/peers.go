@@ -59,7 +59,10 @@ func (ps *peers) get(boot transfer.Boot) *peer {
 	if p == nil {
 		p = &peer{boot: boot, names: map[*endpoint]struct{}{}}
 		p.rails = ps.spray.Peer(boot, p)
-		p.rails.Tier = func(path spray.Path, at spray.Place) int { return p.places.tier(ps.cfg.Distance, path, at) }
+		p.rails.Tier = func(path spray.Path, at spray.Place) int {
+			return p.places.tier(ps.cfg.Distance,
+				path, at)
+		}
 		ps.byBoot[boot] = p
 	}
 	return p

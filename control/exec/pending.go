@@ -26,7 +26,8 @@ func (mt *matcher) wait(now Instant, q *pending, ms uint32) {
 		mt.refusePending(now, q, peerv1.GrantReply_MISMATCH, mismatch)
 		return
 	case p.pending >= mt.cfg.MaxPending:
-		mt.refusePending(now, q, peerv1.GrantReply_LIMIT, fmt.Sprintf("%d grants and questions wait already", p.pending))
+		mt.refusePending(now, q, peerv1.GrantReply_LIMIT,
+			fmt.Sprintf("%d grants and questions wait already", p.pending))
 		return
 	}
 	end := now + mt.cfg.MatchTimeout
@@ -52,10 +53,12 @@ func (mt *matcher) wait(now Instant, q *pending, ms uint32) {
 const (
 	vacantWait = 3 * time.Second // several of the longest pauses between two tries of the shim
 
-	noEngine = "no engine is connected to the sidecar there: is the prefill's up, and does its socket setting name that sidecar's?"
+	noEngine = "no engine is connected to the sidecar there: is the prefill's up, and does its " +
+		"socket setting name that sidecar's?"
 )
 
-const mismatch = "the prefill has this transfer id with another prefix hash: prompt, LoRA, salt or multimodal items differ"
+const mismatch = "the prefill has this transfer id with another prefix hash: prompt, LoRA, salt " +
+	"or multimodal items differ"
 
 // hopeless reports that no intent for q will come: every request of its transfer is finished, and
 // none has its hash. This holds for grants only, which follow an admission or a finished prefill.
@@ -72,9 +75,11 @@ func (mt *matcher) pendingDue(now Instant, q *pending) {
 	case mt.sources.byXfer[q.key.Xfer].open > 0 && len(mt.sources.byKey[q.key]) == 0:
 		mt.refusePending(now, q, peerv1.GrantReply_MISMATCH, mismatch)
 	case q.claim != nil && len(mt.sources.byKey[q.key]) > 0:
-		mt.refusePending(now, q, peerv1.GrantReply_NO_PARTNER, fmt.Sprintf("rank %s of the prefill engine has not come", q.claim.part.Rank))
+		mt.refusePending(now, q, peerv1.GrantReply_NO_PARTNER, fmt.Sprintf("rank %s of the prefill "+
+			"engine has not come", q.claim.part.Rank))
 	case len(mt.sources.byKey[q.key]) > 0:
-		mt.refusePending(now, q, peerv1.GrantReply_LIMIT, "the source leases of this key serve all the grants that they were made for")
+		mt.refusePending(now, q, peerv1.GrantReply_LIMIT, "the source leases of this key serve all the "+
+			"grants that they were made for")
 	case mt.workers.vacant():
 		mt.refusePending(now, q, peerv1.GrantReply_NO_PARTNER, noEngine)
 	default:
@@ -82,7 +87,8 @@ func (mt *matcher) pendingDue(now Instant, q *pending) {
 	}
 }
 
-func (mt *matcher) refusePending(now Instant, q *pending, code peerv1.GrantReply_Code, message string) {
+func (mt *matcher) refusePending(now Instant, q *pending, code peerv1.GrantReply_Code,
+	message string) {
 	mt.pending.drop(q)
 	if q.decline != nil {
 		return // a decline has no answer
@@ -94,11 +100,13 @@ func (mt *matcher) refusePending(now Instant, q *pending, code peerv1.GrantReply
 		return
 	}
 	state := peerv1.Admitted_GONE
-	if code == peerv1.GrantReply_MISMATCH || code == peerv1.GrantReply_DRAINING || code == peerv1.GrantReply_LIMIT {
+	if code == peerv1.GrantReply_MISMATCH || code == peerv1.GrantReply_DRAINING ||
+		code == peerv1.GrantReply_LIMIT {
 		state = peerv1.Admitted_REFUSED
 	}
-	mt.send(q.peer.boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Admitted{Admitted: &peerv1.Admitted{
-		Token: q.token, State: state, Message: message}}})
+	mt.send(q.peer.boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Admitted{
+		Admitted: &peerv1.Admitted{
+			Token: q.token, State: state, Message: message}}})
 }
 
 func (mt *matcher) sourceOpened(now Instant, k transfer.Key) {
@@ -165,6 +173,7 @@ func (mt *matcher) onAwait(now Instant, p *peer, m *peerv1.Await) error {
 }
 
 func (mt *matcher) admit(q *pending, s *source) {
-	mt.send(q.peer.boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Admitted{Admitted: &peerv1.Admitted{
-		Token: q.token, State: peerv1.Admitted_ADMITTED, Tokens: s.in.Tokens}}})
+	mt.send(q.peer.boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Admitted{
+		Admitted: &peerv1.Admitted{
+			Token: q.token, State: peerv1.Admitted_ADMITTED, Tokens: s.in.Tokens}}})
 }

@@ -57,7 +57,8 @@ func (rs *rails) tiersOf(ws *worker) []*peerv1.RailTier {
 	differ := false
 	for _, id := range ids[:min(len(ids), maxRailTiers)] {
 		if t := rs.cfg.Distance(ws.w, id.Transport, id.Name); t > 0 && t <= maxTier {
-			ws.tiers = append(ws.tiers, &peerv1.RailTier{Transport: id.Transport, Rail: id.Name, Tier: uint32(t)})
+			ws.tiers = append(ws.tiers, &peerv1.RailTier{Transport: id.Transport, Rail: id.Name,
+				Tier: uint32(t)})
 			differ = differ || uint32(t) != ws.tiers[0].Tier
 		}
 	}
@@ -74,7 +75,8 @@ func (rs *rails) place(p *peer, w *connector.Worker, tiers []*peerv1.RailTier) s
 		return 0
 	}
 	if len(tiers) > maxRailTiers {
-		rs.peers.logViolation(p, BadTier, "a grant with the tiers of %d rails: at most %d are looked at", len(tiers), maxRailTiers)
+		rs.peers.logViolation(p, BadTier, "a grant with the tiers of %d rails: at most %d are looked at",
+			len(tiers), maxRailTiers)
 		tiers = tiers[:maxRailTiers]
 	}
 	remote := map[railID]uint8{}
@@ -85,7 +87,8 @@ func (rs *rails) place(p *peer, w *connector.Worker, tiers []*peerv1.RailTier) s
 		_, known := p.known[id]
 		switch {
 		case p.known != nil && !known:
-			rs.peers.logViolation(p, BadTier, "the tier of rail %.64q: the peer has named no such rail of %.64q", id.Name, id.Transport)
+			rs.peers.logViolation(p, BadTier,
+				"the tier of rail %.64q: the peer has named no such rail of %.64q", id.Name, id.Transport)
 			continue
 		case t.GetTier() < 1 || t.GetTier() > maxTier:
 			rs.peers.logViolation(p, BadTier, "rail %.64q: tier %d: 1 to %d", id.Name, t.GetTier(), maxTier)
@@ -130,7 +133,8 @@ func (p *localities) free(rails *spray.Peer) spray.Place {
 
 // tier is the distance of a rail pair from a locality: the larger one of both ends. Package spray
 // asks once per pair and place.
-func (p *localities) tier(near func(w *connector.Worker, transport, rail string) int, path spray.Path, at spray.Place) int {
+func (p *localities) tier(near func(w *connector.Worker, transport, rail string) int,
+	path spray.Path, at spray.Place) int {
 	if int(at) > len(p.list) || at == 0 {
 		return 0
 	}

@@ -15,7 +15,8 @@ import (
 // answer (ErrNoAnswer) is asked again until the match timeout, or until it is forgotten.
 func (e *Exec) Described(now Instant, boot transfer.Boot, geometry [32]byte, err error) {
 	name := described{boot, geometry}
-	if w := e.layouts.asked[name]; w != nil && errors.Is(err, ErrNoAnswer) && now < w.end && e.peers.byBoot[boot] != nil && e.needed(w) {
+	if w := e.layouts.asked[name]; w != nil && errors.Is(err, ErrNoAnswer) && now < w.end &&
+		e.peers.byBoot[boot] != nil && e.needed(w) {
 		e.agenda.arm(w.retry, now+connectRetry)
 		return
 	}
@@ -53,7 +54,8 @@ func (e *Exec) planAgain(now Instant, name described, err error) {
 			d.ep.peer.ranks = nil // of an engine that is not there any more, or not for this one
 			e.dests.grant(now, d)
 		case err != nil && d.ep.peer != nil && d.ep.peer.boot == boot:
-			e.dests.close(now, d, StatusFailed, "the layout of a rank of the prefill engine is not to be had: "+err.Error())
+			e.dests.close(now, d, StatusFailed,
+				"the layout of a rank of the prefill engine is not to be had: "+err.Error())
 		default:
 			e.dests.grant(now, d)
 		}
@@ -63,9 +65,11 @@ func (e *Exec) planAgain(now Instant, name described, err error) {
 		switch {
 		case e.match.grants[c.in.id] != c.in || c.in.over || c.src != nil || c.wait != nil:
 		case err != nil:
-			e.match.refuse(now, c.in, peerv1.GrantReply_PLAN, "the layout of the receiver is not to be had: "+err.Error())
+			e.match.refuse(now, c.in, peerv1.GrantReply_PLAN,
+				"the layout of the receiver is not to be had: "+err.Error())
 		case !e.match.bindClaim(now, c):
-			e.match.wait(now, &pending{peer: c.in.peer, key: c.in.key, in: c.in, claim: c}, c.in.msg.PartnerMs)
+			e.match.wait(now, &pending{peer: c.in.peer, key: c.in.key, in: c.in, claim: c},
+				c.in.msg.PartnerMs)
 		}
 	}
 }
@@ -78,7 +82,10 @@ func (e *Exec) undescribed(now Instant, boot transfer.Boot) {
 			all = append(all, name)
 		}
 	}
-	slices.SortFunc(all, func(a, b described) int { return bytes.Compare(a.geometry[:], b.geometry[:]) })
+	slices.SortFunc(all, func(a, b described) int {
+		return bytes.Compare(a.geometry[:],
+			b.geometry[:])
+	})
 	for _, name := range all {
 		e.planAgain(now, name, ErrNoAnswer)
 	}

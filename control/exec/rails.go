@@ -44,14 +44,16 @@ func (rs *rails) setPeer(now Instant, boot transfer.Boot, rails []Rail) {
 		return // it is gone
 	}
 	if len(rails) > maxRails {
-		rs.peers.logViolation(p, BadRails, "%d rails: at most %d are kept, not %.64q and what follows", len(rails), maxRails, rails[maxRails].Name)
+		rs.peers.logViolation(p, BadRails, "%d rails: at most %d are kept, not %.64q and what follows",
+			len(rails), maxRails, rails[maxRails].Name)
 	}
 	p.known = rs.change(now, p.rails, p.known, rails)
 	rs.dispatch.touch(p)
 
 }
 
-func (rs *rails) change(now Instant, p *spray.Peer, old map[railID]bool, rails []Rail) map[railID]bool {
+func (rs *rails) change(now Instant, p *spray.Peer, old map[railID]bool,
+	rails []Rail) map[railID]bool {
 	rails = rails[:min(len(rails), maxRails)]
 	known := make(map[railID]bool, len(rails))
 	for _, r := range rails {

@@ -40,7 +40,9 @@ func laned(t *testing.T, e *Exec, boot transfer.Boot, n int) {
 	e.PeerUp(0, "peer:1", boot)
 	for i := range n {
 		name := fmt.Sprint("r", i)
-		if err := e.LaneUp(0, LaneInfo{ID: uint64(100*int(boot[0]) + i), Peer: boot, Backend: "tcp", Local: name, Remote: name, SliceBytes: 1 << 20, MaxInFlight: 16, ReportsAcked: true}); err != nil {
+		if err := e.LaneUp(0, LaneInfo{ID: uint64(100*int(boot[0]) + i), Peer: boot, Backend: "tcp",
+			Local: name, Remote: name, SliceBytes: 1 << 20, MaxInFlight: 16, ReportsAcked: true}); err !=
+			nil {
 			t.Fatal(err)
 		}
 	}
@@ -54,7 +56,8 @@ func states(e *Exec, now Instant) string {
 	return strings.Join(out, ", ")
 }
 
-// What is said of links holds for the pairs over them, ours and the peer's; a rail that is gone is on trial when it is there again.
+// What is said of links holds for the pairs over them, ours and the peer's; a rail that is gone is
+// on trial when it is there again.
 func TestLinksOfRails(t *testing.T) {
 	e := New(Config{Boot: transfer.Boot{9}, Transports: []string{"tcp"}})
 	peer := transfer.Boot{1}
@@ -89,14 +92,16 @@ func TestLinksOfRails(t *testing.T) {
 	for i := range 10000 {
 		many = append(many, Rail{Transport: "tcp", Name: fmt.Sprint("x", i), Down: true})
 	}
-	// What is beyond the bound is left out by name, said once, and no rail that follows is the worse for it.
+	// What is beyond the bound is left out by name, said once, and no rail that follows is the worse
+	// for it.
 	drained(e)
 	e.PeerRails(20*sec, peer, many)
 	said := only(t, drained(e), LogViolation)
 	if n := len(e.peers.byBoot[peer].known); n != maxRails {
 		t.Errorf("%d rails of a peer are known, want %d", n, maxRails)
 	}
-	if want := fmt.Sprintf(`10000 rails: at most %d are kept, not "x%d" and what follows`, maxRails, maxRails); len(said) != 1 || said[0].Peer != peer || said[0].Text != want {
+	if want := fmt.Sprintf(`10000 rails: at most %d are kept, not "x%d" and what follows`, maxRails,
+		maxRails); len(said) != 1 || said[0].Peer != peer || said[0].Text != want {
 		t.Errorf("complaints: %+v, want %q", said, want)
 	}
 	e.PeerRails(21*sec, peer, many)
@@ -123,8 +128,9 @@ func TestLinksOfRails(t *testing.T) {
 	}
 }
 
-// Credits that cannot be, of rails that the peer has not named or beyond all bounds, are refused by name, once, and change nothing. Each has an
-// executor of its own: a peer is complained of once for each kind.
+// Credits that cannot be, of rails that the peer has not named or beyond all bounds, are refused by
+// name, once, and change nothing. Each has an executor of its own: a peer is complained of once for
+// each kind.
 func TestAbsurdCredits(t *testing.T) {
 	peer := transfer.Boot{1}
 	for name, x := range map[string]struct {
@@ -136,13 +142,20 @@ func TestAbsurdCredits(t *testing.T) {
 		"honest":              {"tcp", "r0", 1 << 19, 0, ""},
 		"as much as there is": {"tcp", "r0", credit.Max, 0, ""},
 		"of receives":         {"tcp", "", 1 << 60, 0, ""},
-		"a byte more":         {"tcp", "r0", credit.Max + 1, 0, `credit for rail "r0": 1073741825 bytes: at most 1073741824`},
-		"absurd":              {"tcp", "r0", 1 << 60, 0, `credit for rail "r0": 1152921504606846976 bytes: at most 1073741824`},
-		"all there can be":    {"tcp", "r0", 1<<64 - 1, 0, `credit for rail "r0": 18446744073709551615 bytes: at most 1073741824`},
-		"of no rail":          {"tcp", "bogus", 1 << 20, 0, `credit for rail "bogus": the peer has named no such rail of "tcp"`},
-		"of no transport":     {"udp", "r0", 1 << 20, 0, `credit for rail "r0": the peer has named no such rail of "udp"`},
-		"of a long name":      {"tcp", strings.Repeat("x", 1000), 1, 0, `credit for rail "` + strings.Repeat("x", 64) + `": the peer has named no such rail of "tcp"`},
-		"too many":            {"tcp", "one more", 1 << 20, 511, `credit for rail "one more": too many credits`},
+		"a byte more": {"tcp", "r0", credit.Max + 1, 0,
+			`credit for rail "r0": 1073741825 bytes: at most 1073741824`},
+		"absurd": {"tcp", "r0", 1 << 60, 0,
+			`credit for rail "r0": 1152921504606846976 bytes: at most 1073741824`},
+		"all there can be": {"tcp", "r0", 1<<64 - 1, 0,
+			`credit for rail "r0": 18446744073709551615 bytes: at most 1073741824`},
+		"of no rail": {"tcp", "bogus", 1 << 20, 0,
+			`credit for rail "bogus": the peer has named no such rail of "tcp"`},
+		"of no transport": {"udp", "r0", 1 << 20, 0,
+			`credit for rail "r0": the peer has named no such rail of "udp"`},
+		"of a long name": {"tcp", strings.Repeat("x", 1000), 1, 0, `credit for rail "` +
+			strings.Repeat("x", 64) + `": the peer has named no such rail of "tcp"`},
+		"too many": {"tcp", "one more", 1 << 20, 511,
+			`credit for rail "one more": too many credits`},
 	} {
 		t.Run(name, func(t *testing.T) {
 			e := New(Config{Boot: transfer.Boot{9}, Transports: []string{"tcp"}})
@@ -153,7 +166,8 @@ func TestAbsurdCredits(t *testing.T) {
 			drained(e)
 			say := func(transport, rail string, bytes uint64) []Action {
 				t.Helper()
-				if err := e.Message(sec, peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Credit{Credit: &peerv1.Credit{Transport: transport, Rail: rail, Bytes: bytes}}}); err != nil {
+				if err := e.Message(sec, peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Credit{
+					Credit: &peerv1.Credit{Transport: transport, Rail: rail, Bytes: bytes}}}); err != nil {
 					t.Error(err)
 				}
 				return only(t, drained(e), LogViolation)
@@ -196,7 +210,8 @@ func TestAbsurdCredits(t *testing.T) {
 	}
 }
 
-// Shares follow what comes: one sender is not limited, two are, and are free again when the other stops.
+// Shares follow what comes: one sender is not limited, two are, and are free again when the other
+// stops.
 func TestSharesOfCredits(t *testing.T) {
 	e := New(Config{Boot: transfer.Boot{9}, Transports: []string{"tcp"}})
 	a, b := transfer.Boot{1}, transfer.Boot{2}
@@ -207,7 +222,9 @@ func TestSharesOfCredits(t *testing.T) {
 			var grew []Inflow
 			for i, m := range moves {
 				if m {
-					grew = append(grew, Inflow{Peer: []transfer.Boot{a, b}[i], Transport: "tcp", Rail: "r0", Gbps: 400, Bytes: 5 << 20}) // 1 GiB/s
+					// 1 GiB/s
+					grew = append(grew, Inflow{Peer: []transfer.Boot{a, b}[i], Transport: "tcp", Rail: "r0",
+						Gbps: 400, Bytes: 5 << 20})
 				}
 			}
 			e.Measured(now, grew)
@@ -224,7 +241,8 @@ func TestSharesOfCredits(t *testing.T) {
 	}
 	// Both bring 1 GiB/s each: 2 MiB a millisecond, 16 chunks each, whatever the link claims to be.
 	got := step(true, true)
-	if len(got) < 2 || !strings.HasSuffix(got[len(got)-1], ":16") && !strings.HasSuffix(got[len(got)-1], ":8") {
+	if len(got) < 2 || !strings.HasSuffix(got[len(got)-1], ":16") &&
+		!strings.HasSuffix(got[len(got)-1], ":8") {
 		t.Errorf("two senders are told %v", got)
 	}
 	if got := step(true, false); len(got) != 2 || got[0] != "1:r0:0" || got[1] != "2:r0:0" {
@@ -232,8 +250,9 @@ func TestSharesOfCredits(t *testing.T) {
 	}
 }
 
-// A peer that hangs is tried for ten seconds at the cost of those who wait for it; then requests are refused at once, one is let through
-// now and then, and when it answers all is as before. Requests to others never notice.
+// A peer that hangs is tried for ten seconds at the cost of those who wait for it; then requests
+// are refused at once, one is let through now and then, and when it answers all is as before.
+// Requests to others never notice.
 func TestBreaker(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 4, 0)
 	hang := errors.New("context deadline exceeded")
@@ -254,10 +273,14 @@ func TestBreaker(t *testing.T) {
 		t.Fatalf("the first request: %+v", first.done)
 	}
 	second := expect("q:1")
-	if second.done == nil || second.done.Status != StatusRefused || !strings.Contains(second.done.Reason, "q:1 was not reached for") {
+	if second.done == nil || second.done.Status != StatusRefused ||
+		!strings.Contains(second.done.Reason, "q:1 was not reached for") {
 		t.Fatalf("a request while the breaker is open: %+v", second.done)
 	}
-	d.event(func() { d.ex.Await(s.now, 77, connector.Await{Key: testKey(9, 9), Peer: "q:1", TTL: 8 * sec}) })
+	d.event(func() {
+		d.ex.Await(s.now, 77, connector.Await{Key: testKey(9, 9), Peer: "q:1",
+			TTL: 8 * sec})
+	})
 	if d.answer[77].State != "gone" {
 		t.Errorf("a question while the breaker is open: %+v", d.answer[77])
 	}
@@ -313,11 +336,12 @@ func TestBreakersAreForgotten(t *testing.T) {
 	}
 }
 
-// Tiers of a grant: unknown rails and tiers that do not exist are left out by name, once; the farther end of a pair counts; places are
-// bounded, and those at which nothing is are used again.
+// Tiers of a grant: unknown rails and tiers that do not exist are left out by name, once; the
+// farther end of a pair counts; places are bounded, and those at which nothing is are used again.
 func TestPlaces(t *testing.T) {
 	near := map[string]int{"r0": 1, "r1": 3}
-	e := New(Config{Boot: transfer.Boot{9}, Transports: []string{"tcp"}, Distance: func(_ *connector.Worker, _, rail string) int { return near[rail] }})
+	e := New(Config{Boot: transfer.Boot{9}, Transports: []string{"tcp"},
+		Distance: func(_ *connector.Worker, _, rail string) int { return near[rail] }})
 	boot := transfer.Boot{1}
 	laned(t, e, boot, 2)
 	known := []Rail{{Transport: "tcp", Name: "r0"}, {Transport: "tcp", Name: "r1"}}
@@ -326,7 +350,8 @@ func TestPlaces(t *testing.T) {
 	drained(e)
 	w := &connector.Worker{Name: "w"}
 	e.WorkerUp(w)
-	if got := e.rails.tiersOf(e.workers.all[w]); len(got) != 2 || got[0].Tier != 1 || got[1].Tier != 3 {
+	if got := e.rails.tiersOf(e.workers.all[w]); len(got) != 2 || got[0].Tier != 1 ||
+		got[1].Tier != 3 {
 		t.Errorf("told with a grant: %v", got)
 	}
 	p := e.peers.byBoot[boot]
@@ -339,7 +364,8 @@ func TestPlaces(t *testing.T) {
 		t.Errorf("complaints: %+v", said)
 	}
 	for rail, want := range map[string]int{"r0": 2, "r1": 3} {
-		if got := p.places.tier(e.cfg.Distance, spray.Path{Transport: "tcp", Local: rail, Remote: rail}, at); got != want {
+		if got := p.places.tier(e.cfg.Distance, spray.Path{Transport: "tcp", Local: rail, Remote: rail},
+			at); got != want {
 			t.Errorf("%s: tier %d, want %d", rail, got, want)
 		}
 	}

@@ -11,22 +11,29 @@ import (
 	"time"
 )
 
-// What a slice may cost, from its confirmation to the one that takes its place, and what part of that with few transfers open it may with 10,000. The
-// ratio is 1.3 (docs/bench/executor.md): ten transfers stay in the core's caches, and ten thousand do not. Those caches may be somebody else's as well.
+// What a slice may cost, from its confirmation to the one that takes its place, and what part of
+// that with few transfers open it may with 10,000. The ratio is 1.3 (docs/bench/executor.md): ten
+// transfers stay in the core's caches, and ten thousand do not. Those caches may be somebody else's
+// as well.
 const (
-	sliceGoal   = 2 * time.Microsecond
-	sliceRatio  = 1.75
-	sliceLeaves = 32 // bytes on the heap: one transfer ends in some 250 slices, and its key is remembered
+	sliceGoal  = 2 * time.Microsecond
+	sliceRatio = 1.75
+	// bytes on the heap: one transfer ends in some 250 slices, and its key is remembered
+	sliceLeaves = 32
 )
 
-// TestTenThousandOpen: a slice costs the same whether ten transfers are open or ten thousand, and moving leaves next to nothing on the heap.
-// Both take turns on one thread, whose own time counts, and the median of the turns' ratios is judged: what else runs meets both alike, and a
-// cost that grows with what is open does not. Left out under the race detector, as all that measures; make test-sim runs it.
+// TestTenThousandOpen: a slice costs the same whether ten transfers are open or ten thousand, and
+// moving leaves next to nothing on the heap. Both take turns on one thread, whose own time counts,
+// and the median of the turns' ratios is judged: what else runs meets both alike, and a cost that
+// grows with what is open does not. Left out under the race detector, as all that measures; make
+// test-sim runs it.
 func TestTenThousandOpen(t *testing.T) {
-	const turns, most, round = 15, 60, 5000 // turns, and how many more where they miss the bound; slices of either side in each
+	// turns, and how many more where they miss the bound; slices of either side in each
+	const turns, most, round = 15, 60, 5000
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
-	sides := [2]*loadedExec{newLoaded(t, 10, 1<<16), newLoaded(t, 10000, 1<<16)} // of 256 MiB: few of them fill every window, too
+	// of 256 MiB: few of them fill every window, too
+	sides := [2]*loadedExec{newLoaded(t, 10, 1<<16), newLoaded(t, 10000, 1<<16)}
 	for _, x := range sides {
 		x.cost(4 * round)
 	}
@@ -45,15 +52,19 @@ func TestTenThousandOpen(t *testing.T) {
 	grew, moved := int64(heapBytes())-int64(before), int64(2*len(ratios)*round)
 	runtime.KeepAlive(sides) // and all that they move: else this would be measured without
 	ratio, least := quantile(ratios, 0.5), time.Duration(slices.Min(costs[1]))
-	t.Logf("a slice: %.0f ns with 10 open, %.0f ns with 10,000, the least %v; of the turns' ratios %.2f, a quarter to three %.2f to %.2f; the heap grew by %d KiB in %d slices",
-		quantile(costs[0], 0.5), quantile(costs[1], 0.5), least, ratio, quantile(ratios, 0.25), quantile(ratios, 0.75), grew>>10, moved)
+	t.Logf("a slice: %.0f ns with 10 open, %.0f ns with 10,000, the least %v; of the turns' ratios "+
+		"%.2f, a quarter to three %.2f to %.2f; the heap grew by %d KiB in %d slices",
+		quantile(costs[0], 0.5), quantile(costs[1], 0.5), least, ratio, quantile(ratios, 0.25),
+		quantile(ratios, 0.75), grew>>10, moved)
 	if ratio > sliceRatio {
-		t.Errorf("a slice costs %.2f times with 10,000 open what it does with 10, want %g at most: %.2f", ratio, sliceRatio, ratios)
+		t.Errorf("a slice costs %.2f times with 10,000 open what it does with 10, want %g at most: %.2f",
+			ratio, sliceRatio, ratios)
 	}
 	if least > sliceGoal {
 		t.Errorf("a slice costs %v with 10,000 open, want %v at most", least, sliceGoal)
 	}
 	if grew > sliceLeaves*moved {
-		t.Errorf("the heap grew by %d bytes in %d slices, want %d for each at most", grew, moved, sliceLeaves)
+		t.Errorf("the heap grew by %d bytes in %d slices, want %d for each at most", grew, moved,
+			sliceLeaves)
 	}
 }

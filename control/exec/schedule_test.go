@@ -39,7 +39,8 @@ func (l *simLease) chunksIn() (n int) {
 	return n
 }
 
-// A lane that goes silent in mid transfer costs less than 100 ms, also where it is the preferred transport's only one.
+// A lane that goes silent in mid transfer costs less than 100 ms, also where it is the preferred
+// transport's only one.
 func TestSilentLaneCostsLittle(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 11, 0)
 	src := p.intent(pw, 1, testKey(1, 1), 8192, 1, 30*sec)
@@ -88,10 +89,12 @@ func TestPriorities(t *testing.T) {
 		k := testKey(byte(i), 1)
 		src[i] = p.intent(pw, uint64(i+1), k, 8192, 1, 30*sec)
 		lid := transfer.LeaseID{Boot: dw.Boot, ID: uint64(i + 1)}
-		dst[i] = &simLease{id: lid, w: dw, receive: true, opened: s.now, deadline: 30 * sec, key: k.String(), tokens: 8192}
+		dst[i] = &simLease{id: lid, w: dw, receive: true, opened: s.now, deadline: 30 * sec,
+			key: k.String(), tokens: 8192}
 		d.leases[lid] = dst[i]
 		d.event(func() {
-			d.ex.Expect(s.now, dw, connector.Expect{Lease: lid, Key: k, Peer: "p:1", Tokens: 8192, Skip: []uint32{0}, Deadline: 30 * sec,
+			d.ex.Expect(s.now, dw, connector.Expect{Lease: lid, Key: k, Peer: "p:1", Tokens: 8192,
+				Skip: []uint32{0}, Deadline: 30 * sec,
 				Partner: 10 * sec, Priority: prio})
 		})
 	}
@@ -145,11 +148,13 @@ func TestLanesAreBounded(t *testing.T) {
 	var refused error
 	for i := range 2000 {
 		rail := fmt.Sprint("rail", i)
-		if err := p.ex.LaneUp(s.now, LaneInfo{ID: uint64(1000 + i), Peer: boot, Backend: "tcp", Local: rail, Remote: rail}); err != nil {
+		if err := p.ex.LaneUp(s.now, LaneInfo{ID: uint64(1000 + i), Peer: boot, Backend: "tcp",
+			Local: rail, Remote: rail}); err != nil {
 			refused = err
 		}
 	}
-	if n := p.ex.Lanes(boot); n == 0 || n > 1024 || refused == nil || !strings.Contains(refused.Error(), "rail1999") {
+	if n := p.ex.Lanes(boot); n == 0 || n > 1024 || refused == nil ||
+		!strings.Contains(refused.Error(), "rail1999") {
 		t.Errorf("%d lanes; refused: %v", n, refused)
 	}
 }
@@ -275,7 +280,13 @@ func randomSchedule(t *testing.T, seed uint64) {
 		s.after(s.delay(5*sec), q.kill)
 	}
 	if faults > 0 && s.chance(0.2) {
-		s.after(s.delay(5*sec), func() { gone = true; d.event(func() { d.ex.WorkerGone(s.now, dw, true, "exited") }) })
+		s.after(s.delay(5*sec), func() {
+			gone = true
+			d.event(func() {
+				d.ex.WorkerGone(s.now, dw, true,
+					"exited")
+			})
+		})
 	}
 	s.run(5*time.Minute, func() bool { return false })
 	good := 0
@@ -294,8 +305,11 @@ func randomSchedule(t *testing.T, seed uint64) {
 		if dests, sources := n.ex.Open(); dests+sources != 0 {
 			s.fatalf("seed %d: %s has %d and %d leases open", seed, n.addr, dests, sources)
 		}
-		if len(n.ex.match.grants)+len(n.ex.layouts.asked)+len(n.ex.match.comparing)+len(n.ex.match.pending.byKey)+len(n.ex.sources.byKey)+len(n.ex.sources.byXfer) != 0 || n.ex.spray.Flights() != 0 && faults == 0 {
-			s.fatalf("seed %d: %s keeps %d grants, %d descriptions, %d pending, %d keys, %d flights", seed, n.addr, len(n.ex.match.grants), len(n.ex.layouts.asked),
+		if len(n.ex.match.grants)+len(n.ex.layouts.asked)+len(n.ex.match.comparing)+len(
+			n.ex.match.pending.byKey)+len(n.ex.sources.byKey)+len(n.ex.sources.byXfer) != 0 ||
+			n.ex.spray.Flights() != 0 && faults == 0 {
+			s.fatalf("seed %d: %s keeps %d grants, %d descriptions, %d pending, %d keys, %d flights", seed,
+				n.addr, len(n.ex.match.grants), len(n.ex.layouts.asked),
 				len(n.ex.match.pending.byKey), len(n.ex.sources.byKey), n.ex.spray.Flights())
 		}
 	}
@@ -322,7 +336,8 @@ func TestSlicesDoNotAllocate(t *testing.T) {
 			}
 		}
 	}
-	p.ex.Progress(s.now, pw, []connector.Progress{{Lease: src.id, Layer: 0, Tokens: 60000, Final: true}})
+	p.ex.Progress(s.now, pw, []connector.Progress{{Lease: src.id, Layer: 0, Tokens: 60000,
+		Final: true}})
 	collect()
 	if len(flying) == 0 {
 		t.Fatal("nothing was sent")
@@ -364,19 +379,24 @@ func TestDrain(t *testing.T) {
 	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 64, 0, 30*sec)
 	other := d.expect(dw, 2, testKey(2, 1), "p:1", 64, 0, 30*sec)
 	p.steps(src)
-	s.until("what runs", sec, func() bool { return src.done != nil && dst.done != nil && other.done != nil })
+	s.until("what runs", sec, func() bool {
+		return src.done != nil && dst.done != nil &&
+			other.done != nil
+	})
 	wantStatus(t, dst, StatusOK)
 	wantStatus(t, other, StatusFailed)
 }
 
-// A peer may be forgotten while assign has left its work to the next tick. That tick gives nothing to
-// the peer: neither slices nor a hint.
+// A peer may be forgotten while assign has left its work to the next tick. That tick gives nothing
+// to the peer: neither slices nor a hint.
 func TestForgottenPeerGetsNothing(t *testing.T) {
 	for _, forgotten := range []bool{false, true} {
 		tg := newTarget()
-		_ = tg.ex.LaneUp(1, LaneInfo{ID: 2, Peer: tg.peer, Backend: "shm", SliceBytes: transfer.ChunkBytes,
+		_ = tg.ex.LaneUp(1, LaneInfo{ID: 2, Peer: tg.peer, Backend: "shm",
+			SliceBytes:  transfer.ChunkBytes,
 			MaxInFlight: 4, WakeHints: true}) // there is room for it
-		soon := connector.Intent{Lease: transfer.LeaseID{Boot: tg.w.Boot, ID: 2, Epoch: 1}, Key: testKey(1, 2),
+		soon := connector.Intent{Lease: transfer.LeaseID{Boot: tg.w.Boot, ID: 2, Epoch: 1},
+			Key:    testKey(1, 2),
 			Tokens: targetTokens, Fanout: 1, Blocks: [][]uint32{{0}}, Deadline: 30 * sec}
 		tg.ex.Intent(1, tg.w, soon)
 		tg.ex.Announced(1, tg.w, []transfer.LeaseID{soon.Lease})
@@ -415,11 +435,12 @@ func TestForgottenPeerGetsNothing(t *testing.T) {
 	}
 }
 
-// A part is read under the epoch of the progress that releases it, also where no step was announced:
-// an older epoch would name blocks that the engine has since taken back.
+// A part is read under the epoch of the progress that releases it, also where no step was
+// announced: an older epoch would name blocks that the engine has since taken back.
 func TestProgressSetsTheEpoch(t *testing.T) {
 	tg := newTarget()
-	in := connector.Intent{Lease: transfer.LeaseID{Boot: tg.w.Boot, ID: 2, Epoch: 1}, Key: testKey(1, 2),
+	in := connector.Intent{Lease: transfer.LeaseID{Boot: tg.w.Boot, ID: 2, Epoch: 1},
+		Key:    testKey(1, 2),
 		Tokens: targetTokens, Fanout: 1, Deadline: 30 * sec}
 	tg.ex.Intent(1, tg.w, in)
 	g := goodGrant()
@@ -428,7 +449,8 @@ func TestProgressSetsTheEpoch(t *testing.T) {
 		t.Fatal(err)
 	}
 	in.Lease.Epoch = 3
-	tg.ex.Progress(sec, tg.w, []connector.Progress{{Lease: in.Lease, Tokens: targetTokens, Final: true}})
+	tg.ex.Progress(sec, tg.w, []connector.Progress{{Lease: in.Lease, Tokens: targetTokens,
+		Final: true}})
 	binds := only(t, drained(tg.ex), Bind)
 	if len(binds) != 1 || binds[0].SendPart.Lease != in.Lease {
 		t.Errorf("bound: %+v, want one part of %s", binds, in.Lease)

@@ -34,8 +34,8 @@ type sendPartState struct {
 //	closing  closing  none    OriginClosed of every backend: closed
 //	closed   none     none
 //
-// A part is stopped when the receiver refuses its slices or its source was invalidated; a message of
-// the receiver, a record of the engine or revokeTimer then ends it.
+// A part is stopped when the receiver refuses its slices or its source was invalidated; a message
+// of the receiver, a record of the engine or revokeTimer then ends it.
 type sendState uint8
 
 const (
@@ -112,7 +112,8 @@ func verdict(r *transport.Result) spray.Verdict {
 		return spray.Confirmed
 	}
 	switch r.Reason {
-	case transfer.ReasonDisowned, transfer.ReasonSourceGone, transfer.ReasonUnknownSlot, transfer.ReasonStaleGen, transfer.ReasonRevoked:
+	case transfer.ReasonDisowned, transfer.ReasonSourceGone, transfer.ReasonUnknownSlot,
+		transfer.ReasonStaleGen, transfer.ReasonRevoked:
 		return spray.Dropped
 	case transfer.ReasonSuperseded:
 		return spray.Superseded
@@ -180,7 +181,10 @@ func (ss *sources) invalidated(now Instant, snd *SendPart) {
 		return
 	}
 	snd.stop()
-	snd.revokeTimer = newTimer(func(now Instant) { ss.lose(now, snd, false, "the source blocks changed") })
+	snd.revokeTimer = newTimer(func(now Instant) {
+		ss.lose(now, snd, false,
+			"the source blocks changed")
+	})
 	ss.agenda.arm(snd.revokeTimer, now+revokeWait)
 }
 
@@ -194,8 +198,10 @@ func (ss *sources) lose(now Instant, snd *SendPart, final bool, reason string) {
 	if !snd.state.open() {
 		return
 	}
-	ss.send(snd.peer.boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_SourceLost{SourceLost: &peerv1.SourceLost{
-		Destination: leaseMsg(snd.Dest), Source: leaseMsg(snd.src.ID), Final: final, Reason: reason, Gen: snd.binding.in.msg.Gen}}})
+	ss.send(snd.peer.boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_SourceLost{
+		SourceLost: &peerv1.SourceLost{
+			Destination: leaseMsg(snd.Dest), Source: leaseMsg(snd.src.ID), Final: final, Reason: reason,
+			Gen: snd.binding.in.msg.Gen}}})
 	ss.endSending(now, snd)
 }
 

@@ -17,9 +17,10 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// The simulation joins executors by a fabric in virtual time. What it models is what the executor must survive: control
-// messages that take long, slices that end in every way, lanes that die or hang, bytes that arrive late, fences that take
-// time or fail, engines that preempt, cancel and die, sidecars that die. What it checks are the promises to engines.
+// The simulation joins executors by a fabric in virtual time. What it models is what the executor
+// must survive: control messages that take long, slices that end in every way, lanes that die or
+// hang, bytes that arrive late, fences that take time or fail, engines that preempt, cancel and
+// die, sidecars that die. What it checks are the promises to engines.
 
 const (
 	simUnit   = 1024 // bytes of a token in one layer
@@ -64,7 +65,8 @@ type sim struct {
 }
 
 func newSim(t testing.TB, seed uint64, faults float64) *sim {
-	return &sim{t: t, rng: rand.New(rand.NewPCG(seed, 7)), nodes: map[transfer.Boot]*simNode{}, byAddr: map[string]*simNode{},
+	return &sim{t: t, rng: rand.New(rand.NewPCG(seed, 7)), nodes: map[transfer.Boot]*simNode{},
+		byAddr: map[string]*simNode{},
 		faults: faults, now: time.Millisecond}
 }
 
@@ -177,7 +179,8 @@ func (simPlanner) Receive(_ *connector.Worker, x *connector.Expect) (Plan, error
 	return newSimPlan(x.Tokens, x.Skip)
 }
 
-func (simPlanner) Divide(*connector.Worker, *connector.Expect, []Rank, func(string) uint64) ([]Part, error) {
+func (simPlanner) Divide(*connector.Worker, *connector.Expect, []Rank, func(string) uint64) ([]Part,
+	error) {
 	return nil, errors.New("engines of this simulation are all alike")
 }
 
@@ -236,8 +239,10 @@ type simLease struct {
 }
 
 func (s *sim) node(addr string, cfg Config) *simNode {
-	n := &simNode{s: s, addr: addr, lanes: map[uint64]*simLane{}, grants: map[[2]any]*simLanding{}, links: map[transfer.Boot]Instant{},
-		leases: map[transfer.LeaseID]*simLease{}, fenced: map[*connector.Worker]bool{}, follow: map[*connector.Worker]bool{}, answer: map[uint64]connector.Admission{}}
+	n := &simNode{s: s, addr: addr, lanes: map[uint64]*simLane{}, grants: map[[2]any]*simLanding{},
+		links:  map[transfer.Boot]Instant{},
+		leases: map[transfer.LeaseID]*simLease{}, fenced: map[*connector.Worker]bool{},
+		follow: map[*connector.Worker]bool{}, answer: map[uint64]connector.Admission{}}
 	for i := range n.boot {
 		n.boot[i] = byte(s.rng.Uint32())
 	}
@@ -249,8 +254,9 @@ func (s *sim) node(addr string, cfg Config) *simNode {
 }
 
 func (n *simNode) worker() *connector.Worker {
-	w := &connector.Worker{Name: n.addr, Layout: &layout.Layout{Groups: []layout.Group{{TokensPerBlock: simBlock,
-		Layers: make([]layout.Layer, simLayers)}}}}
+	w := &connector.Worker{Name: n.addr,
+		Layout: &layout.Layout{Groups: []layout.Group{{TokensPerBlock: simBlock,
+			Layers: make([]layout.Layer, simLayers)}}}}
 	for i := range w.Boot {
 		w.Boot[i] = byte(n.s.rng.Uint32())
 	}
@@ -318,8 +324,9 @@ func (n *simNode) perform(a *Action) {
 		n.send(a.Peer, a.Frame)
 	case Offer:
 		for _, l := range a.ReceiveParts {
-			sl := &simLanding{l: l, lease: n.leases[l.Lease()], bitmap: transfer.NewBitmap(l.Plan.Space().NumChunks()),
-				claim: map[uint32]uint32{}}
+			sl := &simLanding{l: l, lease: n.leases[l.Lease()],
+				bitmap: transfer.NewBitmap(l.Plan.Space().NumChunks()),
+				claim:  map[uint32]uint32{}}
 			sl.lease.content = make([]string, l.Plan.Space().NumChunks())
 			name := [2]any{l.Grant.Peer, l.Grant.Slot}
 			if old := n.grants[name]; old != nil {
@@ -391,7 +398,12 @@ func (n *simNode) perform(a *Action) {
 		}
 	case Compare:
 		s.compared++
-		s.after(s.delay(time.Millisecond), func() { n.event(func() { n.ex.Compared(s.now, a.Comparison, "dtype: a at prefill, b at decode") }) })
+		s.after(s.delay(time.Millisecond), func() {
+			n.event(func() {
+				n.ex.Compared(s.now, a.Comparison,
+					"dtype: a at prefill, b at decode")
+			})
+		})
 	case Answer:
 		n.answer[a.Await] = a.Admission
 	case Follow:
@@ -463,23 +475,29 @@ func testKey(x, h byte) (k transfer.Key) {
 	return k
 }
 
-func (n *simNode) expect(w *connector.Worker, id uint64, k transfer.Key, peer string, tokens, skip uint32, deadline time.Duration) *simLease {
+func (n *simNode) expect(w *connector.Worker, id uint64, k transfer.Key, peer string, tokens,
+	skip uint32, deadline time.Duration) *simLease {
 	lid := transfer.LeaseID{Boot: w.Boot, ID: id}
-	l := &simLease{id: lid, w: w, receive: true, opened: n.s.now, deadline: deadline, key: k.String(), tokens: tokens}
+	l := &simLease{id: lid, w: w, receive: true, opened: n.s.now, deadline: deadline, key: k.String(),
+		tokens: tokens}
 	n.leases[lid] = l
 	n.event(func() {
-		n.ex.Expect(n.s.now, w, connector.Expect{Lease: lid, Key: k, Peer: peer, Tokens: tokens, Skip: []uint32{skip}, Deadline: deadline,
+		n.ex.Expect(n.s.now, w, connector.Expect{Lease: lid, Key: k, Peer: peer, Tokens: tokens,
+			Skip: []uint32{skip}, Deadline: deadline,
 			Partner: deadline / 2})
 	})
 	return l
 }
 
-func (n *simNode) intent(w *connector.Worker, id uint64, k transfer.Key, tokens uint32, fanout int, deadline time.Duration) *simLease {
+func (n *simNode) intent(w *connector.Worker, id uint64, k transfer.Key, tokens uint32, fanout int,
+	deadline time.Duration) *simLease {
 	lid := transfer.LeaseID{Boot: w.Boot, ID: id}
-	l := &simLease{id: lid, w: w, opened: n.s.now, deadline: deadline, key: k.String(), tokens: tokens, table: [][]uint32{{0}}, tables: map[int][][]uint32{}}
+	l := &simLease{id: lid, w: w, opened: n.s.now, deadline: deadline, key: k.String(), tokens: tokens,
+		table: [][]uint32{{0}}, tables: map[int][][]uint32{}}
 	n.leases[lid] = l
 	n.event(func() {
-		n.ex.Intent(n.s.now, w, connector.Intent{Lease: lid, Key: k, Tokens: tokens, Fanout: fanout, Deadline: deadline, Blocks: l.table})
+		n.ex.Intent(n.s.now, w, connector.Intent{Lease: lid, Key: k, Tokens: tokens, Fanout: fanout,
+			Deadline: deadline, Blocks: l.table})
 	})
 	return l
 }
@@ -505,7 +523,8 @@ func (n *simNode) step(l *simLease, layer int, tokens uint32) {
 				l.tables[v] = [][]uint32{{uint32(v) + 1}}
 			}
 			l.table = l.tables[v]
-			n.ex.Progress(n.s.now, l.w, []connector.Progress{{Lease: l.id, Layer: layer, Tokens: min(tokens, l.tokens), Final: final, Blocks: l.table}})
+			n.ex.Progress(n.s.now, l.w, []connector.Progress{{Lease: l.id, Layer: layer, Tokens: min(tokens,
+				l.tokens), Final: final, Blocks: l.table}})
 		}
 	})
 }

@@ -41,7 +41,8 @@ func (s *sim) lane(from, to *simNode, backend, rail string) {
 		}
 		from.lanes[l.id] = l
 		from.event(func() {
-			err := from.ex.LaneUp(s.now, LaneInfo{ID: l.id, Peer: to.boot, Backend: backend, Local: rail, Remote: rail,
+			err := from.ex.LaneUp(s.now, LaneInfo{ID: l.id, Peer: to.boot, Backend: backend, Local: rail,
+				Remote:     rail,
 				SliceBytes: 2 * transfer.ChunkBytes, MaxInFlight: 4, WakeHints: backend == "shm"})
 			if err != nil {
 				s.fatalf("%v", err)
@@ -90,7 +91,8 @@ func (n *simNode) move(lane uint64, batch []transport.Slice) {
 		for _, sl := range batch {
 			s.after(0, func() {
 				n.event(func() {
-					n.ex.Results(s.now, []transport.Result{{Slice: sl, Outcome: transfer.NotLanded, Reason: transfer.ReasonLaneLost}})
+					n.ex.Results(s.now, []transport.Result{{Slice: sl, Outcome: transfer.NotLanded,
+						Reason: transfer.ReasonLaneLost}})
 				})
 			})
 		}

@@ -103,7 +103,8 @@ func (ss *sources) open(now Instant, w *connector.Worker, in connector.Intent) {
 		refuse(fmt.Sprintf("%d source leases are open: at most %d", ss.count, ss.cfg.MaxSource))
 		return
 	}
-	s := &source{ws: ws, in: in, blocks: in.Blocks, layers: make([]layerState, w.Layout.NumLayers()), began: now}
+	s := &source{ws: ws, in: in, blocks: in.Blocks, layers: make([]layerState, w.Layout.NumLayers()),
+		began: now}
 	s.ID, s.Key, s.Attempt = in.Lease, in.Key, in.Attempt
 	s.Fanout = min(max(in.Fanout, 1), lease.MaxFanout)
 	s.span = ss.span(in.Deadline)
@@ -168,7 +169,8 @@ func (ss *sources) due(now Instant, s *source) {
 			if s.Served > 0 {
 				ss.close(now, s, StatusOK, fmt.Sprintf("%d of %d partners came", s.Served, s.in.Fanout), true)
 			} else {
-				ss.close(now, s, StatusExpired, withTrouble(fmt.Sprintf("no partner came within %v", ss.cfg.MatchTimeout), s.trouble), true)
+				ss.close(now, s, StatusExpired, withTrouble(fmt.Sprintf("no partner came within %v",
+					ss.cfg.MatchTimeout), s.trouble), true)
 			}
 			return
 		}
@@ -195,7 +197,8 @@ func (ss *sources) progress(now Instant, w *connector.Worker, all []connector.Pr
 		}
 		l := &s.layers[p.Layer]
 		l.tokens, l.final = max(l.tokens, p.Tokens), l.final || p.Final
-		if p.Final && s.prefill != prefillComplete && !slices.ContainsFunc(s.layers, func(l layerState) bool { return !l.final }) {
+		if p.Final && s.prefill != prefillComplete && !slices.ContainsFunc(s.layers,
+			func(l layerState) bool { return !l.final }) {
 			s.prefill = prefillComplete
 		}
 		for _, snd := range s.sends {
@@ -287,7 +290,8 @@ func (ss *sources) complete(now Instant, s *source) {
 	ss.count--
 	a := ss.emit(Complete)
 	a.Worker = s.ws.w
-	a.Completion = connector.Completion{Lease: s.in.Lease, Status: s.status, Bytes: s.bytes, Took: now - s.began, Reason: s.reason,
+	a.Completion = connector.Completion{Lease: s.in.Lease, Status: s.status, Bytes: s.bytes,
+		Took: now - s.began, Reason: s.reason,
 		Grants: s.Served}
 	t := s.last
 	t.Key, t.Req, t.Source, t.Grants = s.Key, s.in.Req, s.ID, s.Served

@@ -35,7 +35,8 @@ func TestGrantThatCannotBeSent(t *testing.T) {
 		}
 	}
 	s.rest(sec)
-	if n := len(d.grants) + len(d.ex.dests.byID) + d.ex.dests.slots.Open(p.boot) + len(p.ex.match.pending.byKey) +
+	if n := len(d.grants) + len(d.ex.dests.byID) + d.ex.dests.slots.Open(p.boot) +
+		len(p.ex.match.pending.byKey) +
 		len(p.ex.match.grants); n != 0 {
 		t.Errorf("%d things are left of it", n)
 	}
@@ -71,7 +72,8 @@ func TestRegrantThatCannotBeSent(t *testing.T) {
 		t.Errorf("after %d grants: reason %q", grants, dst.done.Reason)
 	}
 	s.rest(sec)
-	if n := len(d.grants) + len(d.ex.dests.byID) + d.ex.dests.slots.Open(p.boot) + len(p.ex.match.grants); n != 0 {
+	if n := len(d.grants) + len(d.ex.dests.byID) + d.ex.dests.slots.Open(p.boot) +
+		len(p.ex.match.grants); n != 0 {
 		t.Errorf("%d things are left of it", n)
 	}
 }

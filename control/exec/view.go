@@ -47,7 +47,8 @@ type SourceView struct {
 
 // View describes the open leases, some of them where there are very many.
 func (e *Exec) View(now Instant) View {
-	v := View{Open: [2]int{len(e.dests.byID), e.sources.count}, Flights: e.spray.Flights(), Rails: e.spray.View(now)}
+	v := View{Open: [2]int{len(e.dests.byID), e.sources.count}, Flights: e.spray.Flights(),
+		Rails: e.spray.View(now)}
 	for _, l := range e.match.pending.byKey {
 		v.Pending += len(l)
 	}
@@ -55,7 +56,8 @@ func (e *Exec) View(now Instant) View {
 		if len(v.Dests) == maxView {
 			break
 		}
-		v.Dests = append(v.Dests, DestView{d.ID.String(), d.Key.String(), d.x.Req, d.State.String(), d.Grants, now - d.began, d.Deadline - now,
+		v.Dests = append(v.Dests, DestView{d.ID.String(), d.Key.String(), d.x.Req, d.State.String(),
+			d.Grants, now - d.began, d.Deadline - now,
 			d.trouble})
 	}
 	for _, ws := range e.workers.all {
@@ -63,7 +65,8 @@ func (e *Exec) View(now Instant) View {
 			if len(v.Sources) == maxView {
 				return v
 			}
-			v.Sources = append(v.Sources, SourceView{s.ID.String(), s.Key.String(), s.in.Req, s.State.String(), s.Serving(), s.Served, s.Origins(),
+			v.Sources = append(v.Sources, SourceView{s.ID.String(), s.Key.String(), s.in.Req,
+				s.State.String(), s.Serving(), s.Served, s.Origins(),
 				now - s.began, s.Deadline - now})
 		}
 	}
@@ -114,6 +117,7 @@ func (e *Exec) Shares(boot transfer.Boot) bool {
 
 // Load returns the counts.
 func (e *Exec) Load() Load {
-	return Load{len(e.dests.byID), e.sources.count, len(e.match.grants), len(e.match.pending.byKey), len(e.queries.byToken), len(e.layouts.asked), len(e.endpoints.byAddr), len(e.peers.byBoot),
+	return Load{len(e.dests.byID), e.sources.count, len(e.match.grants), len(e.match.pending.byKey),
+		len(e.queries.byToken), len(e.layouts.asked), len(e.endpoints.byAddr), len(e.peers.byBoot),
 		len(e.dispatch.lanes), e.spray.Flights(), e.agenda.Len()}
 }

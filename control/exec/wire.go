@@ -20,7 +20,8 @@ func millis(d time.Duration) uint32 {
 
 func key(xfer, hash []byte) (k transfer.Key, err error) {
 	if len(xfer) != len(k.Xfer) || len(hash) != len(k.Hash) {
-		return k, wrong(BadKey, "key: xfer has %d bytes and hash %d: want %d and %d", len(xfer), len(hash), len(k.Xfer), len(k.Hash))
+		return k, wrong(BadKey, "key: xfer has %d bytes and hash %d: want %d and %d", len(xfer),
+			len(hash), len(k.Xfer), len(k.Hash))
 	}
 	copy(k.Xfer[:], xfer)
 	copy(k.Hash[:], hash)
@@ -54,18 +55,25 @@ func checkGrant(m *peerv1.Grant) error {
 	}
 	ranks, slots := make(map[string]bool, len(m.Parts)), make(map[uint32]bool, len(m.Parts))
 	for i, p := range m.Parts {
-		bad := func(what Violation, v string) error { return wrong(what, "parts[%d].%s = %s", i, what, v) }
+		bad := func(what Violation, v string) error {
+			return wrong(what, "parts[%d].%s = %s",
+				i, what, v)
+		}
 		switch {
 		case p.GetRank() == "" || len(p.Rank) > maxRankBytes || ranks[p.Rank]:
-			return bad(BadRank, fmt.Sprintf("%.80q: want each rank once, in 1 to %d bytes", p.GetRank(), maxRankBytes))
-		case len(p.Geometry) == 0 && (p.Slot != 0 || p.Gen != 0 || p.Chunks != 0 || p.Bytes != 0 || len(p.Share) != 0):
+			return bad(BadRank, fmt.Sprintf("%.80q: want each rank once, in 1 to %d bytes", p.GetRank(),
+				maxRankBytes))
+		case len(p.Geometry) == 0 && (p.Slot != 0 || p.Gen != 0 || p.Chunks != 0 || p.Bytes != 0 ||
+			len(p.Share) != 0):
 			return bad(BadGeometry, "empty: a rank that gives nothing has no slot, chunks or share")
 		case len(p.Geometry) != 0 && len(p.Geometry) != 32:
 			return bad(BadGeometry, fmt.Sprintf("%d bytes: want 32", len(p.Geometry)))
 		case len(p.Geometry) != 0 && (p.Slot > 1<<16-1 || p.Gen == 0 || slots[p.Slot]):
-			return bad(BadSlot, fmt.Sprintf("%d, generation %d: want 16 bits, each slot once, and generations from 1", p.Slot, p.Gen))
+			return bad(BadSlot, fmt.Sprintf("%d, generation %d: want 16 bits, each slot once, and "+
+				"generations from 1", p.Slot, p.Gen))
 		case len(p.Share) > 2*layout.MaxLayers:
-			return bad(BadShare, fmt.Sprintf("%d numbers: want at most %d", len(p.Share), 2*layout.MaxLayers))
+			return bad(BadShare, fmt.Sprintf("%d numbers: want at most %d", len(p.Share),
+				2*layout.MaxLayers))
 		}
 		ranks[p.Rank] = true
 		if len(p.Geometry) > 0 {
@@ -77,7 +85,8 @@ func checkGrant(m *peerv1.Grant) error {
 
 func checkTeam(team []byte, size uint32) error {
 	if len(team) != len(lease.TeamID{}) || size < 1 || size > lease.MaxTeam {
-		return wrong(BadTeam, "team of %d bytes and %d receivers: want %d, and 1 to %d", len(team), size, len(lease.TeamID{}), lease.MaxTeam)
+		return wrong(BadTeam, "team of %d bytes and %d receivers: want %d, and 1 to %d", len(team), size,
+			len(lease.TeamID{}), lease.MaxTeam)
 	}
 	return nil
 }
@@ -91,7 +100,8 @@ func ranksOf(m *peerv1.GrantReply) ([]Rank, error) {
 	for i, r := range m.Ranks {
 		if r.GetRank() == "" || len(r.Rank) > maxRankBytes || len(r.Geometry) != 32 ||
 			slices.ContainsFunc(out, func(o Rank) bool { return o.Name == r.Rank }) {
-			return nil, wrong(BadRanks, "ranks[%d] = %.80q with a geometry of %d bytes: want each name once, in 1 to %d bytes, and 32", i, r.GetRank(),
+			return nil, wrong(BadRanks, "ranks[%d] = %.80q with a geometry of %d bytes: want each name "+
+				"once, in 1 to %d bytes, and 32", i, r.GetRank(),
 				len(r.GetGeometry()), maxRankBytes)
 		}
 		out = append(out, Rank{r.Rank, [32]byte(r.Geometry)})

@@ -45,16 +45,24 @@ func TestDestTransitions(t *testing.T) {
 	}
 	none := DestState(255)
 	reach := map[DestState][]string{
-		DestWaiting: nil, DestGranted: {"grant"}, DestLanding: {"grant", "bind"}, DestClosing: {"grant", "close-final"},
-		DestFenced: {"grant", "close-final", "fenced"}, DestCompleted: {"grant", "close-final", "fenced", "complete"},
+		DestWaiting: nil, DestGranted: {"grant"}, DestLanding: {"grant", "bind"}, DestClosing: {"grant",
+			"close-final"},
+		DestFenced: {"grant", "close-final", "fenced"}, DestCompleted: {"grant", "close-final", "fenced",
+			"complete"},
 	}
 	next := map[DestState]map[string]DestState{
-		DestWaiting:   {"grant": DestGranted, "bind": none, "close": DestWaiting, "close-final": DestFenced, "fenced": none, "complete": none},
-		DestGranted:   {"grant": none, "bind": DestLanding, "close": DestClosing, "close-final": DestClosing, "fenced": none, "complete": none},
-		DestLanding:   {"grant": none, "bind": none, "close": DestClosing, "close-final": DestClosing, "fenced": none, "complete": none},
-		DestClosing:   {"grant": none, "bind": none, "close": DestClosing, "close-final": DestClosing, "fenced": DestFenced, "complete": none},
-		DestFenced:    {"grant": none, "bind": none, "close": none, "close-final": none, "fenced": none, "complete": DestCompleted},
-		DestCompleted: {"grant": none, "bind": none, "close": none, "close-final": none, "fenced": none, "complete": none},
+		DestWaiting: {"grant": DestGranted, "bind": none, "close": DestWaiting,
+			"close-final": DestFenced, "fenced": none, "complete": none},
+		DestGranted: {"grant": none, "bind": DestLanding, "close": DestClosing,
+			"close-final": DestClosing, "fenced": none, "complete": none},
+		DestLanding: {"grant": none, "bind": none, "close": DestClosing, "close-final": DestClosing,
+			"fenced": none, "complete": none},
+		DestClosing: {"grant": none, "bind": none, "close": DestClosing, "close-final": DestClosing,
+			"fenced": DestFenced, "complete": none},
+		DestFenced: {"grant": none, "bind": none, "close": none, "close-final": none, "fenced": none,
+			"complete": DestCompleted},
+		DestCompleted: {"grant": none, "bind": none, "close": none, "close-final": none, "fenced": none,
+			"complete": none},
 	}
 	for state, path := range reach {
 		for op, want := range next[state] {
@@ -68,7 +76,8 @@ func TestDestTransitions(t *testing.T) {
 				t.Fatalf("path %v leads to %v, want %v", path, d.State, state)
 			}
 			err := ops[op](d)
-			if refused := want == none; refused != (err != nil) || refused && !errors.As(err, new(*StateError)) {
+			if refused := want == none; refused != (err != nil) || refused && !errors.As(err,
+				new(*StateError)) {
 				t.Errorf("%s in %s: %v", op, state, err)
 			}
 			if want == none {
@@ -92,7 +101,8 @@ func TestDestTransitions(t *testing.T) {
 }
 
 func TestSource(t *testing.T) {
-	a, b, c := GrantID{boot(1), transfer.LeaseID{ID: 1}}, GrantID{boot(1), transfer.LeaseID{ID: 2}}, GrantID{boot(2), transfer.LeaseID{ID: 1}}
+	a, b, c := GrantID{boot(1), transfer.LeaseID{ID: 1}}, GrantID{boot(1), transfer.LeaseID{ID: 2}},
+		GrantID{boot(2), transfer.LeaseID{ID: 1}}
 	s := &Source{Fanout: 2}
 	if s.Complete() == nil {
 		t.Error("an open lease completes")
@@ -175,7 +185,8 @@ func TestTeams(t *testing.T) {
 	}
 	// The lease remembers ended receivers: a repeated grant must not take the place of a receiver
 	// that is still to come.
-	if p := (&Source{Fanout: 1}); p.Bind(g(0), x, 2) != nil || p.Over(g(0)) || p.End(g(0), true) || !p.Over(g(0)) || p.Over(g(1)) {
+	if p := (&Source{Fanout: 1}); p.Bind(g(0), x, 2) != nil || p.Over(g(0)) || p.End(g(0), true) ||
+		!p.Over(g(0)) || p.Over(g(1)) {
 		t.Error("a receiver that has ended is not told from one that has not come")
 	}
 	// The next life of a lease has the place of the previous one, and no other lease gets a place
@@ -183,7 +194,8 @@ func TestTeams(t *testing.T) {
 	r := &Source{Fanout: 1}
 	_ = r.Bind(g(0), x, 1) // room is certain
 	r.Rename(g(9), g(8))
-	if r.Rename(g(0), g(1)); r.Has(g(0)) || r.Has(g(8)) || !r.Has(g(1)) || r.Bind(g(1), y, 1) != nil || r.Bind(g(0), x, 1) == nil {
+	if r.Rename(g(0), g(1)); r.Has(g(0)) || r.Has(g(8)) || !r.Has(g(1)) || r.Bind(g(1), y, 1) != nil ||
+		r.Bind(g(0), x, 1) == nil {
 		t.Error("a place that was renamed is not the place that it was")
 	}
 	if r.End(g(0), true) || !r.End(g(1), true) || r.Served != 1 {

@@ -44,7 +44,8 @@ func (s *Slots) Alloc(peer transfer.Boot) (transfer.Slot, transfer.Gen, error) {
 	p := s.peers[peer]
 	if p == nil {
 		if len(s.peers) >= MaxPeers {
-			return 0, 0, fmt.Errorf("slot for peer %s: %d peers hold slots already: %w", peer, MaxPeers, ErrLimit)
+			return 0, 0, fmt.Errorf("slot for peer %s: %d peers hold slots already: %w", peer,
+				MaxPeers, ErrLimit)
 		}
 		p = &peerSlots{}
 		s.peers[peer] = p
@@ -62,7 +63,8 @@ func (s *Slots) Alloc(peer transfer.Boot) (transfer.Slot, transfer.Gen, error) {
 		n = transfer.Slot(len(p.slots))
 		p.slots = append(p.slots, slot{gen: s.floor})
 	default:
-		return 0, 0, fmt.Errorf("slot for peer %s: every generation of every slot is used: restart the sidecar: %w", peer, ErrLimit)
+		return 0, 0, fmt.Errorf("slot for peer %s: every generation of every slot is used: restart the "+
+			"sidecar: %w", peer, ErrLimit)
 	}
 	if p.open++; p.open == 1 {
 		s.busy++

@@ -102,7 +102,8 @@ func (s *Source) Bind(g GrantID, id TeamID, size int) error {
 		return fmt.Errorf("source lease %s: a team of %d receivers: want 1 to %d", s.ID, size, MaxTeam)
 	}
 	if !s.Room(id) {
-		return fmt.Errorf("source lease %s: all places of its %d requests are taken: %w", s.ID, s.Fanout, ErrLimit)
+		return fmt.Errorf("source lease %s: all places of its %d requests are taken: %w", s.ID,
+			s.Fanout, ErrLimit)
 	}
 	if s.serving == nil {
 		s.serving, s.teams = make(map[GrantID]TeamID, s.Fanout), make(map[TeamID]*team, s.Fanout)

@@ -6,8 +6,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Tombstones remembers keys whose source leases have ended, so that a late grant is refused at once.
-// Bounded by number and age.
+// Tombstones remembers keys whose source leases have ended, so that a late grant is refused at
+// once. Bounded by number and age.
 type Tombstones struct {
 	max   int
 	age   time.Duration

@@ -20,7 +20,8 @@ import (
 )
 
 func helloAs(m *Mesh, boot transfer.Boot, endpoint string, share byte) *peerv1.HelloRequest {
-	q := &peerv1.HelloRequest{Versions: &peerv1.VersionRange{Min: uint32(Protocol.Min), Max: uint32(Protocol.Max)}, Boot: boot[:], Endpoint: endpoint,
+	q := &peerv1.HelloRequest{Versions: &peerv1.VersionRange{Min: uint32(Protocol.Min),
+		Max: uint32(Protocol.Max)}, Boot: boot[:], Endpoint: endpoint,
 		ControlAddresses: []string{endpoint}}
 	if share != 0 {
 		q.KeyShare = make([]byte, 32)
@@ -38,7 +39,8 @@ func TestImpostor(t *testing.T) {
 	sec := secured(t, c)
 	a, b, evil := start(t, sec), start(t, sec), start(t, sec)
 
-	// Before the true one came: what the impostor is told is of no use for lanes in the true one's name.
+	// Before the true one came: what the impostor is told is of no use for lanes in the true one's
+	// name.
 	var early []byte
 	ask := func(q *peerv1.HelloRequest) (r *peerv1.HelloReply, err error) {
 		err = evil.call(t.Context(), a.Endpoint(), func(ctx context.Context, c peerv1.PeerClient) error {
@@ -62,10 +64,12 @@ func TestImpostor(t *testing.T) {
 	}
 
 	// Afterwards it is refused, told no share, and the session stays as it was.
-	if r, err = ask(helloAs(evil.Mesh, b.opt.Boot, evil.Endpoint(), 1)); err == nil || !strings.Contains(err.Error(), "another key") {
+	if r, err = ask(helloAs(evil.Mesh, b.opt.Boot, evil.Endpoint(), 1)); err == nil ||
+		!strings.Contains(err.Error(), "another key") {
 		t.Errorf("hello under another's boot: %v %v", r, err)
 	}
-	if r, err = ask(helloAs(evil.Mesh, b.opt.Boot, evil.Endpoint(), 0)); err != nil || len(r.KeyShare) != 0 {
+	if r, err = ask(helloAs(evil.Mesh, b.opt.Boot, evil.Endpoint(), 0)); err != nil ||
+		len(r.KeyShare) != 0 {
 		t.Errorf("a question for the boot was answered with %v %v", r, err)
 	}
 	s.mu.Lock()
@@ -85,12 +89,14 @@ func TestImpostorOnLoopback(t *testing.T) {
 		l.fail(net.ErrClosed) // no lane of the true one hinders it
 	}
 	s.mu.Unlock()
-	if _, err := (&service{m: a.Mesh}).Hello(t.Context(), helloAs(a.Mesh, b.opt.Boot, "127.0.0.1:1", 9)); err == nil || !strings.Contains(err.Error(), "another key") {
+	if _, err := (&service{m: a.Mesh}).Hello(t.Context(), helloAs(a.Mesh, b.opt.Boot, "127.0.0.1:1",
+		9)); err == nil || !strings.Contains(err.Error(), "another key") {
 		t.Errorf("hello under another's boot: %v", err)
 	}
 }
 
-// What a caller says of its endpoint is not believed: it would end the sessions of whoever truly is there.
+// What a caller says of its endpoint is not believed: it would end the sessions of whoever truly is
+// there.
 func TestClaimedEndpoint(t *testing.T) {
 	a, b := start(t, nil), start(t, nil)
 	liar := start(t, func(o *Options) { o.Advertise = b.Endpoint() })
@@ -108,7 +114,8 @@ func TestClaimedEndpoint(t *testing.T) {
 	}
 }
 
-// Whoever dialled us and comes back as another process ends the old session at once, by what answers at its endpoint.
+// Whoever dialled us and comes back as another process ends the old session at once, by what
+// answers at its endpoint.
 func TestCallerRestarts(t *testing.T) {
 	a, b := start(t, slow), start(t, func(o *Options) { slow(o); restarts(o) }) // no tick helps
 	join(t, b, a)
@@ -120,10 +127,14 @@ func TestCallerRestarts(t *testing.T) {
 	poll(t, "lanes gone", func() bool { s.mu.Lock(); defer s.mu.Unlock(); return len(s.lanes) == 0 })
 	c := start(t, func(o *Options) { slow(o); o.Listen = at })
 	c.Connect(a.Endpoint())
-	a.until("the old one is down for good", func() bool { return slices.Contains(a.downs, fmt.Sprint(old, true)) })
+	a.until("the old one is down for good", func() bool {
+		return slices.Contains(a.downs,
+			fmt.Sprint(old, true))
+	})
 }
 
-// Each name under which somebody connects gets its answer, also where the session is up already or comes up meanwhile.
+// Each name under which somebody connects gets its answer, also where the session is up already or
+// comes up meanwhile.
 func TestConnectByOtherNames(t *testing.T) {
 	a, b := start(t, slow), start(t, slow)
 	_, port, err := net.SplitHostPort(b.Endpoint())
@@ -136,7 +147,10 @@ func TestConnectByOtherNames(t *testing.T) {
 		a.Connect(n)
 	}
 	for _, n := range names {
-		a.until("an answer for "+n, func() bool { return slices.ContainsFunc(a.ups, func(p Peer) bool { return p.Endpoint == n }) })
+		a.until("an answer for "+n, func() bool {
+			return slices.ContainsFunc(a.ups,
+				func(p Peer) bool { return p.Endpoint == n })
+		})
 	}
 	// In the moment after its lanes died and before PeerDown was said.
 	s := a.session(b.opt.Boot)
@@ -155,7 +169,8 @@ func TestConnectByOtherNames(t *testing.T) {
 	})
 }
 
-// While a frame of the old boot is being handled, PeerDown waits: after it nothing of that boot comes.
+// While a frame of the old boot is being handled, PeerDown waits: after it nothing of that boot
+// comes.
 func TestNothingAfterDown(t *testing.T) {
 	enter, leave := make(chan struct{}), make(chan struct{})
 	a, b := start(t, slow), start(t, slow)
@@ -253,7 +268,8 @@ func TestLaneAfterBacklog(t *testing.T) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.set < 2 || !d.last.IsZero() {
-		t.Errorf("%d deadlines were set, the last one is %v: want one or more, and then none", d.set, d.last)
+		t.Errorf("%d deadlines were set, the last one is %v: want one or more, and then none",
+			d.set, d.last)
 	}
 	if !l.write([]byte{1}) {
 		l.mu.Lock()

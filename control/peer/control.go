@@ -13,8 +13,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Rails come and go while a mesh runs, and each that is there should carry a control lane: the last one that is left must not be one that
-// nobody listens on.
+// Rails come and go while a mesh runs, and each that is there should carry a control lane: the last
+// one that is left must not be one that nobody listens on.
 
 // controlAt is a listener for control lanes on a rail.
 type controlAt struct {
@@ -33,7 +33,8 @@ func (m *Mesh) Addresses() []string {
 	return out
 }
 
-// Lanes are the control lanes to a peer, each as the address of ours and that of the peer's between which it runs.
+// Lanes are the control lanes to a peer, each as the address of ours and that of the peer's between
+// which it runs.
 func (m *Mesh) Lanes(boot transfer.Boot) (out []string) {
 	s := m.session(boot)
 	if s == nil {
@@ -48,8 +49,9 @@ func (m *Mesh) Lanes(boot transfer.Boot) (out []string) {
 	return out
 }
 
-// SetControl replaces Options.Control, before Listen or later. Lanes to addresses that are gone end with their links. The error says which could not be listened
-// on; asked again, they are tried again. Peers are told by whoever calls: see Addresses and PeerAddresses.
+// SetControl replaces Options.Control, before Listen or later. Lanes to addresses that are gone end
+// with their links. The error says which could not be listened on; asked again, they are tried
+// again. Peers are told by whoever calls: see Addresses and PeerAddresses.
 func (m *Mesh) SetControl(ctx context.Context, addrs []string) error {
 	addrs = addrs[:min(len(addrs), MaxAddrs-1)]
 	m.mu.Lock()
@@ -69,7 +71,8 @@ func (m *Mesh) SetControl(ctx context.Context, addrs []string) error {
 			continue
 		}
 		if m.opt.Credentials == nil && !loopback(addr) {
-			failed = fmt.Errorf("peer: control lanes on %s: %w: set peer.cluster_key_file or peer.tls", addr, ErrUnsafe)
+			failed = fmt.Errorf("peer: control lanes on %s: %w: set peer.cluster_key_file or peer.tls",
+				addr, ErrUnsafe)
 			continue
 		}
 		ln, err := usertimeout.ListenConfig(m.pings.HostSilence).Listen(ctx, "tcp", addr)
@@ -91,7 +94,8 @@ func (m *Mesh) SetControl(ctx context.Context, addrs []string) error {
 	return failed
 }
 
-// PeerAddresses takes what a peer says that its control addresses are now. Where we keep its lanes, those that are missing follow.
+// PeerAddresses takes what a peer says that its control addresses are now. Where we keep its lanes,
+// those that are missing follow.
 func (m *Mesh) PeerAddresses(boot transfer.Boot, addrs []string) error {
 	if err := checkAddresses(addrs); err != nil {
 		return fmt.Errorf("peer: control addresses of %s: %w", boot, err)

@@ -13,7 +13,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// dialled are the addresses to which n keeps lanes to a peer, each once: a connect and the slow tick may both have opened one.
+// dialled are the addresses to which n keeps lanes to a peer, each once: a connect and the slow
+// tick may both have opened one.
 func dialled(n *node, boot transfer.Boot) (out []string) {
 	s := n.session(boot)
 	s.mu.Lock()
@@ -25,8 +26,8 @@ func dialled(n *node, boot transfer.Boot) (out []string) {
 	return slices.Compact(out)
 }
 
-// A rail that appears gets a control lane as soon as the peer has said its address, one that vanishes is listened on no more, and what is
-// sent meanwhile comes once and in order.
+// A rail that appears gets a control lane as soon as the peer has said its address, one that
+// vanishes is listened on no more, and what is sent meanwhile comes once and in order.
 func TestControlFollowsRails(t *testing.T) {
 	a, b := start(t, nil), start(t, nil)
 	join(t, a, b)
@@ -52,7 +53,8 @@ func TestControlFollowsRails(t *testing.T) {
 	if len(again) != 2 || !slices.Contains(both, again[1]) {
 		t.Errorf("the address that stayed moved: %v, then %v", both, again)
 	}
-	gone := slices.DeleteFunc(slices.Clone(both), func(x string) bool { return slices.Contains(again, x) })
+	gone := slices.DeleteFunc(slices.Clone(both),
+		func(x string) bool { return slices.Contains(again, x) })
 	if c, err := net.Dial("tcp", gone[0]); err == nil {
 		_ = c.Close()
 		t.Errorf("%s is listened on still", gone[0])
@@ -70,7 +72,9 @@ func TestControlFollowsRails(t *testing.T) {
 	if err := b.SetControl(t.Context(), []string{"192.0.2.1:0"}); !errors.Is(err, ErrUnsafe) {
 		t.Errorf("off loopback without a key: %v", err)
 	}
-	for what, bad := range map[string][]string{"none": nil, "no port": {"127.0.0.1"}, "not to be shown": {"\x1b[2J:1"}, "too many": make([]string, MaxAddrs+1), "too long": {strings.Repeat("a", MaxText) + ":1"}} {
+	for what, bad := range map[string][]string{"none": nil, "no port": {"127.0.0.1"},
+		"not to be shown": {"\x1b[2J:1"}, "too many": make([]string, MaxAddrs+1),
+		"too long": {strings.Repeat("a", MaxText) + ":1"}} {
 		if err := a.PeerAddresses(b.opt.Boot, bad); !errors.Is(err, wire.ErrMalformed) {
 			t.Errorf("%s: %v", what, err)
 		}
@@ -80,7 +84,8 @@ func TestControlFollowsRails(t *testing.T) {
 	}
 }
 
-// The way to the endpoint is lost for good, with every lane: control moves to another rail of the same process.
+// The way to the endpoint is lost for good, with every lane: control moves to another rail of the
+// same process.
 func TestControlMovesToAnotherRail(t *testing.T) {
 	a := start(t, nil)
 	b := start(t, func(o *Options) { o.Control = []string{"127.0.0.2:0"} })
@@ -100,5 +105,8 @@ func TestControlMovesToAnotherRail(t *testing.T) {
 	}
 	b.inOrder(a.opt.Boot, 100)
 	other := b.Addresses()[1]
-	poll(t, "a lane that we dialled to the other rail", func() bool { return slices.Contains(dialled(a, b.opt.Boot), other) })
+	poll(t, "a lane that we dialled to the other rail", func() bool {
+		return slices.Contains(dialled(a,
+			b.opt.Boot), other)
+	})
 }

@@ -22,7 +22,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Slower than memberlist's own LAN settings: nothing waits for gossip, and an idle sidecar should stay idle.
+// Slower than memberlist's own LAN settings: nothing waits for gossip, and an idle sidecar should
+// stay idle.
 const (
 	gossipInterval = 500 * time.Millisecond
 	probeInterval  = 2 * time.Second
@@ -60,7 +61,8 @@ func startGossip(opt Options, endpoint string, members *admit.Members) (*gossip,
 		return nil, nil //nolint:nilnil // a nil gossip is one that is off
 	}
 	if len(g.Keys) == 0 && !loopback(g.Listen) {
-		return nil, fmt.Errorf("peer: peer.gossip.listen %s: %w: set peer.cluster_key_file ('kvspray keygen cluster'), or gossip.listen to off", g.Listen, ErrUnsafe)
+		return nil, fmt.Errorf("peer: peer.gossip.listen %s: %w: set peer.cluster_key_file ('kvspray "+
+			"keygen cluster'), or gossip.listen to off", g.Listen, ErrUnsafe)
 	}
 	c := memberlist.DefaultLANConfig()
 	host, port, err := splitAddr(g.Listen)
@@ -75,13 +77,16 @@ func startGossip(opt Options, endpoint string, members *admit.Members) (*gossip,
 		}
 	}
 	c.GossipInterval, c.ProbeInterval = gossipInterval, probeInterval
-	c.LogOutput, c.Logger = nil, slog.NewLogLogger(opt.Log.With("part", "gossip").Handler(), slog.LevelDebug)
-	d, err := proto.Marshal(&peerv1.HelloReply{Boot: opt.Boot[:], Node: opt.Node, Endpoint: endpoint, Features: []string{opt.Version}})
+	c.LogOutput, c.Logger = nil, slog.NewLogLogger(opt.Log.With("part", "gossip").Handler(),
+		slog.LevelDebug)
+	d, err := proto.Marshal(&peerv1.HelloReply{Boot: opt.Boot[:], Node: opt.Node, Endpoint: endpoint,
+		Features: []string{opt.Version}})
 	if err != nil {
 		return nil, fmt.Errorf("peer: gossip: %w", err)
 	}
 	if len(d) > memberlist.MetaMaxSize {
-		return nil, fmt.Errorf("peer: gossip: node name, endpoint and version take %d bytes, at most %d: shorten node", len(d), memberlist.MetaMaxSize)
+		return nil, fmt.Errorf("peer: gossip: node name, endpoint and version take %d bytes, at most "+
+			"%d: shorten node", len(d), memberlist.MetaMaxSize)
 	}
 	c.Delegate = meta(d)
 	if len(g.Keys) > 0 {
@@ -123,7 +128,8 @@ func splitAddr(s string) (string, int, error) {
 	return host, int(port), nil
 }
 
-// ask joins one address. memberlist's own dial cannot be interrupted, so that one of ours finds out before whether anybody is there.
+// ask joins one address. memberlist's own dial cannot be interrupted, so that one of ours finds out
+// before whether anybody is there.
 func (g *gossip) ask(ctx context.Context, addr string) error {
 	c, err := (&net.Dialer{Timeout: joinDial}).DialContext(ctx, "tcp", addr)
 	if err != nil {
@@ -140,8 +146,10 @@ func (g *gossip) ask(ctx context.Context, addr string) error {
 	return err
 }
 
-// joinAll asks each address until it answers. Members start at the same time, so that one is missed only after a while; this is then said once.
-func joinAll(ctx context.Context, addrs []string, ask func(context.Context, string) error, log *slog.Logger) {
+// joinAll asks each address until it answers. Members start at the same time, so that one is missed
+// only after a while; this is then said once.
+func joinAll(ctx context.Context, addrs []string, ask func(context.Context, string) error,
+	log *slog.Logger) {
 	wait := backoff.NewExponentialBackOff()
 	wait.InitialInterval, wait.MaxInterval = joinFirst, joinMax
 	wait.Reset()
@@ -158,8 +166,10 @@ func joinAll(ctx context.Context, addrs []string, ask func(context.Context, stri
 				log.Info("gossip: the member that did not answer is joined", "join", a)
 			case err != nil && ctx.Err() == nil && !missed[a] && time.Since(start) >= joinPatience:
 				missed[a] = true
-				log.Warn("gossip: a member cannot be joined; it is asked again until it answers", "join", a, "err", err,
-					"remedy", "start it, or correct peer.gossip.join: it names the peer.gossip.listen of others, which hold the same key")
+				log.Warn("gossip: a member cannot be joined; it is asked again until it answers", "join",
+					a, "err", err,
+					"remedy", "start it, or correct peer.gossip.join: it names the peer.gossip.listen of "+
+						"others, which hold the same key")
 			}
 			return err == nil
 		})

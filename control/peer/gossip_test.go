@@ -17,7 +17,8 @@ import (
 	"github.com/kvspray/kvspray/internal/testutil"
 )
 
-// A member that cannot be joined is asked on beside those that can, and said once, as is that it is joined.
+// A member that cannot be joined is asked on beside those that can, and said once, as is that it is
+// joined.
 func TestMissedMember(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var log bytes.Buffer
@@ -31,9 +32,11 @@ func TestMissedMember(t *testing.T) {
 			}
 			return nil
 		}
-		joinAll(t.Context(), []string{"up:1", "late:1", "dead:1"}, ask, slog.New(slog.NewTextHandler(&log, nil)))
+		joinAll(t.Context(), []string{"up:1", "late:1", "dead:1"}, ask,
+			slog.New(slog.NewTextHandler(&log, nil)))
 		lines := strings.Split(strings.TrimSpace(log.String()), "\n")
-		if len(lines) != 2 || !strings.Contains(lines[0], "level=WARN") || !strings.Contains(lines[0], "join=dead:1") || !strings.Contains(lines[0], "peer.gossip.join") ||
+		if len(lines) != 2 || !strings.Contains(lines[0], "level=WARN") || !strings.Contains(lines[0],
+			"join=dead:1") || !strings.Contains(lines[0], "peer.gossip.join") ||
 			!strings.Contains(lines[1], "level=INFO") || !strings.Contains(lines[1], "join=dead:1") {
 			t.Errorf("%s", &log)
 		}
@@ -68,7 +71,8 @@ func TestMissedMemberEnds(t *testing.T) {
 // A node joins one that starts after it, while it still asks for another.
 func TestJoinsWhoComesLater(t *testing.T) {
 	free := func() string {
-		ln, err := net.Listen("tcp", net.JoinHostPort(testutil.Loopback(), "0")) // nobody else takes the port
+		// nobody else takes the port
+		ln, err := net.Listen("tcp", net.JoinHostPort(testutil.Loopback(), "0"))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -83,7 +87,10 @@ func TestJoinsWhoComesLater(t *testing.T) {
 	b := with("b", free(), up, late, dead)
 	poll(t, "two members", func() bool { return len(a.Members()) == 2 && len(b.Members()) == 2 })
 	c := with("c", late)
-	poll(t, "three members", func() bool { return len(a.Members()) == 3 && len(b.Members()) == 3 && len(c.Members()) == 3 })
+	poll(t, "three members", func() bool {
+		return len(a.Members()) == 3 && len(b.Members()) == 3 &&
+			len(c.Members()) == 3
+	})
 }
 
 // Members meet by gossip alone, by control lanes; one that has left is forgotten.
@@ -122,7 +129,8 @@ func TestMembersMeet(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, n := range rest[1:] {
-		poll(t, "a member that has left is forgotten", func() bool { return n.session(gone.opt.Boot) == nil })
+		poll(t, "a member that has left is forgotten",
+			func() bool { return n.session(gone.opt.Boot) == nil })
 	}
 	if rest[0].session(gone.opt.Boot) == nil {
 		t.Error("forgotten with leases open")

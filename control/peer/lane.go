@@ -38,7 +38,8 @@ func ReadFrame(r io.Reader, buf []byte) (*peerv1.ControlFrame, []byte, error) {
 	copy(head[:], buf)
 	n := binary.LittleEndian.Uint32(head[:])
 	if n == 0 || n > MaxFrame {
-		return nil, buf, fmt.Errorf("peer: control frame of %d bytes, want 1 to %d: %w", n, MaxFrame, ErrTooBig)
+		return nil, buf, fmt.Errorf("peer: control frame of %d bytes, want 1 to %d: %w", n,
+			MaxFrame, ErrTooBig)
 	}
 	if cap(buf) < int(n) {
 		buf = make([]byte, n)
@@ -72,8 +73,8 @@ func AppendFrame(dst []byte, f *peerv1.ControlFrame) ([]byte, error) {
 	return out, nil
 }
 
-// lane is one connection. Writes happen in the caller's goroutine as long as the socket takes them at once; what it does not take
-// is left to a writer that lives until the backlog is gone.
+// lane is one connection. Writes happen in the caller's goroutine as long as the socket takes them
+// at once; what it does not take is left to a writer that lives until the backlog is gone.
 type lane struct {
 	conn  net.Conn
 	over  *overTLS  // nil: without TLS

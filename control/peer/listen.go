@@ -15,9 +15,11 @@ const maxNamed = 6
 func withRemedy(addr string, err error) error {
 	switch {
 	case errors.Is(err, syscall.EADDRINUSE):
-		return fmt.Errorf("listen on %s: %w: another sidecar? give this one --listen, --http and --socket of its own", addr, err)
+		return fmt.Errorf("listen on %s: %w: another sidecar? give this one --listen, --http and "+
+			"--socket of its own", addr, err)
 	case errors.Is(err, syscall.EADDRNOTAVAIL):
-		return fmt.Errorf("listen on %s: %w: it is not an address of this host; name one%s, or where peers reach this host at an address that it does "+
+		return fmt.Errorf("listen on %s: %w: it is not an address of this host; name one%s, or where "+
+			"peers reach this host at an address that it does "+
 			"not have, say that one with peer.advertise", addr, err, ownAddresses())
 	case errors.Is(err, syscall.EACCES):
 		return fmt.Errorf("listen on %s: %w: choose a port from 1024 on, or 0 for a free one", addr, err)

@@ -39,8 +39,8 @@ func laneOf(t *testing.T, n, peer *node) (l *lane) {
 	return l
 }
 
-// The host at the other end of a control lane is lost: both ends notice by themselves, whichever dialled, and whether something is under way.
-// What was said meanwhile arrives over the next lane.
+// The host at the other end of a control lane is lost: both ends notice by themselves, whichever
+// dialled, and whether something is under way. What was said meanwhile arrives over the next lane.
 func TestLostHost(t *testing.T) {
 	if !testutil.InNamespace(t) {
 		return
@@ -77,7 +77,8 @@ func TestLostHost(t *testing.T) {
 	}
 }
 
-// The same of calls under TLS, where gRPC would wait for a minute: the caller's host is lost after its first.
+// The same of calls under TLS, where gRPC would wait for a minute: the caller's host is lost after
+// its first.
 func TestLostCaller(t *testing.T) {
 	if !testutil.InNamespace(t) {
 		return
@@ -92,7 +93,8 @@ func TestLostCaller(t *testing.T) {
 		t.Fatal(err)
 	}
 	var dialled net.Conn
-	conn, err := grpc.NewClient("passthrough:///"+a.Endpoint(), grpc.WithTransportCredentials(credentials.NewTLS(a.opt.Credentials.Client(host))),
+	conn, err := grpc.NewClient("passthrough:///"+a.Endpoint(),
+		grpc.WithTransportCredentials(credentials.NewTLS(a.opt.Credentials.Client(host))),
 		grpc.WithContextDialer(func(ctx context.Context, addr string) (c net.Conn, err error) {
 			dialled, err = (&net.Dialer{}).DialContext(ctx, "tcp", addr)
 			return dialled, err

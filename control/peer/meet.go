@@ -15,18 +15,21 @@ const (
 	meetAtOnce = 64               // meetings under way
 	meetAgain  = 10 * time.Second // after one that failed
 	meetLater  = 5 * time.Minute  // after one for which the other end had no place
-	meetMost   = MaxPeers * 3 / 4 // sessions up to which members are met: the other places are for peers that requests name
+	// sessions up to which members are met: the other places are for peers that requests name
+	meetMost   = MaxPeers * 3 / 4
 	idleForget = 30 * time.Second // without a lane, a lease, or a frame to deliver
 )
 
 var (
-	errLeft = errors.New("peer: it has left the members that gossip names, and has no lane and no lease")
-	errIdle = errors.New("peer: unreachable for " + idleForget.String() + ", and nothing is open with it")
+	errLeft = errors.New(
+		"peer: it has left the members that gossip names, and has no lane and no lease")
+	errIdle = errors.New("peer: unreachable for " + idleForget.String() +
+		", and nothing is open with it")
 )
 
-// meetMembers connects control lanes to the members that gossip names, so that the first request that
-// needs one does not wait for a handshake. Of two members the one with the lower boot connects. It
-// forgets those that have left.
+// meetMembers connects control lanes to the members that gossip names, so that the first request
+// that needs one does not wait for a handshake. Of two members the one with the lower boot
+// connects. It forgets those that have left.
 func (m *Mesh) meetMembers(now time.Time) {
 	members := m.Members()
 	if members == nil {
@@ -52,10 +55,12 @@ func (m *Mesh) meetMembers(now time.Time) {
 		}
 	}
 	for _, x := range members {
-		if bytes.Compare(m.opt.Boot[:], x.Boot[:]) >= 0 || m.sessions[x.Boot] != nil || m.gone[x.Boot] || m.meeting[x.Boot] {
+		if bytes.Compare(m.opt.Boot[:], x.Boot[:]) >= 0 || m.sessions[x.Boot] != nil || m.gone[x.Boot] ||
+			m.meeting[x.Boot] {
 			continue
 		}
-		if _, missed := m.missed[x.Boot]; missed || m.closed || len(m.meeting) >= meetAtOnce || len(m.sessions)+len(m.meeting) >= meetMost {
+		if _, missed := m.missed[x.Boot]; missed || m.closed || len(m.meeting) >= meetAtOnce ||
+			len(m.sessions)+len(m.meeting) >= meetMost {
 			continue
 		}
 		m.meeting[x.Boot] = true
@@ -83,7 +88,8 @@ func (m *Mesh) meetMember(x Member) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	delete(m.meeting, x.Boot)
-	// Another boot at the address, as after a restart, is no meeting either, and gossip lists the old one for a while.
+	// Another boot at the address, as after a restart, is no meeting either, and gossip lists the old
+	// one for a while.
 	switch {
 	case errors.Is(err, ErrAcquainted):
 		m.missed[x.Boot] = time.Now().Add(meetLater)

@@ -94,13 +94,16 @@ func New(opt Options) (*Mesh, error) {
 		opt.Features = Features
 	}
 	if len(opt.Control) >= MaxAddrs {
-		return nil, fmt.Errorf("peer: %d further control addresses, at most %d", len(opt.Control), MaxAddrs-1)
+		return nil, fmt.Errorf("peer: %d further control addresses, at most %d",
+			len(opt.Control), MaxAddrs-1)
 	}
 	if err := opt.safe(); err != nil {
 		return nil, err
 	}
-	m := &Mesh{opt: opt, log: opt.Log, pings: opt.Pings.withDefaults(), sessions: map[transfer.Boot]*session{}, connecting: map[string]bool{},
-		conns: map[net.Conn]bool{}, meeting: map[transfer.Boot]bool{}, missed: map[transfer.Boot]time.Time{}, gone: map[transfer.Boot]bool{},
+	m := &Mesh{opt: opt, log: opt.Log, pings: opt.Pings.withDefaults(),
+		sessions: map[transfer.Boot]*session{}, connecting: map[string]bool{},
+		conns: map[net.Conn]bool{}, meeting: map[transfer.Boot]bool{},
+		missed: map[transfer.Boot]time.Time{}, gone: map[transfer.Boot]bool{},
 		olderSaid: map[string]bool{},
 		members:   admit.NewMembers(), mostWaiting: maxWaiting, stuckAfter: stuckAfter}
 	m.turns = make(chan struct{}, max(1, runtime.GOMAXPROCS(0)/turnsPart))
@@ -119,7 +122,8 @@ func (o *Options) safe() error {
 	}
 	for _, a := range append([]string{o.Listen}, o.Control...) {
 		if !loopback(a) {
-			return fmt.Errorf("peer: peer.listen %s: %w: set peer.cluster_key_file ('kvspray keygen cluster') or peer.tls, or listen on 127.0.0.1", a, ErrUnsafe)
+			return fmt.Errorf("peer: peer.listen %s: %w: set peer.cluster_key_file ('kvspray keygen "+
+				"cluster') or peer.tls, or listen on 127.0.0.1", a, ErrUnsafe)
 		}
 	}
 	return nil
@@ -134,8 +138,8 @@ func loopback(addr string) bool {
 	return host == "localhost" || ip != nil && ip.IsLoopback()
 }
 
-// Listen binds the addresses, from which on the endpoint is known. Nobody is answered or told anything before Start, so that a process that
-// has more to bind can still give up.
+// Listen binds the addresses, from which on the endpoint is known. Nobody is answered or told
+// anything before Start, so that a process that has more to bind can still give up.
 func (m *Mesh) Listen(ctx context.Context) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -267,8 +271,9 @@ func (m *Mesh) session(boot transfer.Boot) *session {
 	return m.sessions[boot]
 }
 
-// share is our half of the key with a boot. It is bound to that boot and to the certificate that it shows, so that a third process that talks
-// to both, in its own name or in that of one of them, learns nothing.
+// share is our half of the key with a boot. It is bound to that boot and to the certificate that it
+// shows, so that a third process that talks to both, in its own name or in that of one of them,
+// learns nothing.
 func (m *Mesh) share(boot transfer.Boot, id identity) (out [32]byte) {
 	h := hmac.New(sha256.New, m.secret[:])
 	h.Write([]byte("kvspray share 1"))
@@ -291,8 +296,9 @@ func (m *Mesh) pairKey(boot transfer.Boot, ours, theirs [32]byte) (out [32]byte)
 	return out
 }
 
-// Send puts a frame on the control lanes to boot. It does not block; the frame's body must not change any more, its seq and ack are
-// set here. A frame that was taken arrives once, or the peer is reported down for good.
+// Send puts a frame on the control lanes to boot. It does not block; the frame's body must not
+// change any more, its seq and ack are set here. A frame that was taken arrives once, or the peer
+// is reported down for good.
 func (m *Mesh) Send(boot transfer.Boot, f *peerv1.ControlFrame) error {
 	if boot == m.opt.Boot {
 		return m.sendSelf(f)
@@ -307,8 +313,9 @@ func (m *Mesh) Send(boot transfer.Boot, f *peerv1.ControlFrame) error {
 // flushTick is how often Flush looks.
 const flushTick = time.Millisecond
 
-// Flush waits until every peer has acknowledged all that was sent to it, or returns ctx's error. For the end of a process: what
-// it said last, a commit for example, is worth nothing where Close overtakes it.
+// Flush waits until every peer has acknowledged all that was sent to it, or returns ctx's error.
+// For the end of a process: what it said last, a commit for example, is worth nothing where Close
+// overtakes it.
 func (m *Mesh) Flush(ctx context.Context) error {
 	tick := time.NewTicker(flushTick)
 	defer tick.Stop()
@@ -371,15 +378,18 @@ func (m *Mesh) deliverSelf() {
 	m.mu.Unlock()
 }
 
-// laneUp takes a lane that has proved itself, and starts its reader, or reads in this goroutine until the lane ends.
-func (m *Mesh) laneUp(s *session, c net.Conn, over *overTLS, addr string, attach []byte, inline bool) error {
+// laneUp takes a lane that has proved itself, and starts its reader, or reads in this goroutine
+// until the lane ends.
+func (m *Mesh) laneUp(s *session, c net.Conn, over *overTLS, addr string, attach []byte,
+	inline bool) error {
 	l, err := newLane(c, over)
 	if err != nil {
 		return err
 	}
 	l.addr = addr
 	if len(attach) != incarnationBytes {
-		return fmt.Errorf("peer: lane of %s attaches %d bytes, want %d: %w", s.boot, len(attach), incarnationBytes, wire.ErrMalformed)
+		return fmt.Errorf("peer: lane of %s attaches %d bytes, want %d: %w", s.boot, len(attach),
+			incarnationBytes, wire.ErrMalformed)
 	}
 	theirs := [incarnationBytes]byte(attach)
 	s.life.Lock()
@@ -462,8 +472,9 @@ func (m *Mesh) laneDown(s *session, l *lane, err error) {
 	}
 }
 
-// end closes a session, waits for the frame that the handler may be at, tells the handler, and forgets it. Only then can there be another
-// session with the boot, so that its PeerUp comes after this PeerDown.
+// end closes a session, waits for the frame that the handler may be at, tells the handler, and
+// forgets it. Only then can there be another session with the boot, so that its PeerUp comes after
+// this PeerDown.
 func (m *Mesh) end(s *session, err error) {
 	s.life.Lock()
 	defer s.life.Unlock()
@@ -502,11 +513,15 @@ func (m *Mesh) endLocked(s *session, superseded bool, err error) {
 	m.mu.Unlock()
 }
 
-// supersede ends the sessions of other boots at an endpoint that now answers as boot. One whose lanes live is left alone: then the
-// address is that of several processes. It may be that, too, where the lanes are lost for a moment, so only one that has said itself that it
-// serves there, and so is dead, stays out; another is met anew when it is reached, or calls.
+// supersede ends the sessions of other boots at an endpoint that now answers as boot. One whose
+// lanes live is left alone: then the address is that of several processes. It may be that, too,
+// where the lanes are lost for a moment, so only one that has said itself that it serves there, and
+// so is dead, stays out; another is met anew when it is reached, or calls.
 func (m *Mesh) supersede(endpoint string, boot transfer.Boot) {
-	old := m.laneless(boot, func(s *session) bool { return s.info.Endpoint == endpoint || s.claimed == endpoint })
+	old := m.laneless(boot, func(s *session) bool {
+		return s.info.Endpoint == endpoint ||
+			s.claimed == endpoint
+	})
 	for _, s := range old {
 		m.supersedeOne(s, endpoint, boot)
 	}
@@ -523,7 +538,8 @@ func (m *Mesh) supersedeOne(s *session, endpoint string, boot transfer.Boot) {
 	}
 }
 
-// laneless is the sessions of other boots that have no lane, so far as pick takes them. It is called with the session locked.
+// laneless is the sessions of other boots that have no lane, so far as pick takes them. It is
+// called with the session locked.
 func (m *Mesh) laneless(boot transfer.Boot, pick func(*session) bool) (out []*session) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -570,8 +586,10 @@ func (m *Mesh) look(s *session, now time.Time) {
 	if len(s.lanes) == 0 {
 		away = now.Sub(s.since)
 	}
-	missing := away == 0 && s.dialled && !s.dialing && len(s.missingLocked()) > 0 && now.Sub(s.lastFill) >= redialMax
-	// Where the other end dialled, it dials again; where it does not, it may not know that the lanes are gone.
+	missing := away == 0 && s.dialled && !s.dialing && len(s.missingLocked()) > 0 &&
+		now.Sub(s.lastFill) >= redialMax
+	// Where the other end dialled, it dials again; where it does not, it may not know that the lanes
+	// are gone.
 	redial := away > 2*downAfter && !s.dialing && s.met
 	if missing || redial {
 		s.dialing, s.lastFill = true, now
@@ -583,7 +601,8 @@ func (m *Mesh) look(s *session, now time.Time) {
 	case idle && !m.opt.Handler.Busy(s.boot):
 		m.endIdle(s, errIdle)
 	case unproved:
-		m.endIdle(s, errors.New("peer: no control lane came up within "+openTimeout.String()+" of its hello"))
+		m.endIdle(s,
+			errors.New("peer: no control lane came up within "+openTimeout.String()+" of its hello"))
 	case away > forgetAfter:
 		m.end(s, errors.New("peer: unreachable for "+forgetAfter.String()))
 	case redial:
@@ -608,7 +627,8 @@ func (m *Mesh) look(s *session, now time.Time) {
 	}
 	s.mu.Unlock()
 	if tell {
-		m.opt.Handler.PeerDown(s.boot, false, fmt.Errorf("peer: %s has no control lane for %s", s.boot, away.Round(time.Millisecond)))
+		m.opt.Handler.PeerDown(s.boot, false, fmt.Errorf("peer: %s has no control lane for %s", s.boot,
+			away.Round(time.Millisecond)))
 	}
 }
 

@@ -70,9 +70,9 @@ func onPath(t *testing.T, to string, change func(record []byte) []byte) string {
 	return ln.Addr().String()
 }
 
-// An attacker on the path of a control lane changes, repeats, drops or cuts one record. The receiver
-// refuses the record, and the lane ends. The receiver handles no frame that was not sent, none twice
-// and none out of order.
+// An attacker on the path of a control lane changes, repeats, drops or cuts one record. The
+// receiver refuses the record, and the lane ends. The receiver handles no frame that was not sent,
+// none twice and none out of order.
 func TestControlLaneOnPath(t *testing.T) {
 	c, err := keys.NewCluster()
 	if err != nil {
@@ -171,8 +171,9 @@ func (l *lane) ended() error {
 	return l.err
 }
 
-// A lane without TLS is refused where there are credentials, with a word that says what to do; so is one whose TLS session shows another
-// certificate than its boot's, and a proof that was made over another session.
+// A lane without TLS is refused where there are credentials, with a word that says what to do; so
+// is one whose TLS session shows another certificate than its boot's, and a proof that was made
+// over another session.
 func TestLaneNeedsItsChannel(t *testing.T) {
 	c, err := keys.NewCluster()
 	if err != nil {
@@ -191,7 +192,8 @@ func TestLaneNeedsItsChannel(t *testing.T) {
 		t.Cleanup(func() { _ = conn.Close() })
 		return conn
 	}
-	params := wire.DialParams{Purpose: wire.PurposeControl, Self: a.opt.Boot, Peer: b.opt.Boot, Key: key, Attach: s.mine[:]}
+	params := wire.DialParams{Purpose: wire.PurposeControl, Self: a.opt.Boot, Peer: b.opt.Boot,
+		Key: key, Attach: s.mine[:]}
 	if _, err := wire.Dial(dial(), params); !errors.Is(err, wire.ErrVersion) {
 		t.Errorf("without TLS: %v", err)
 	}

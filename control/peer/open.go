@@ -29,7 +29,8 @@ const (
 	callProtocol = "h2"
 )
 
-// laneOverTLS is what a lane that comes without TLS is told that we speak. Inside TLS the versions are those of all lanes.
+// laneOverTLS is what a lane that comes without TLS is told that we speak. Inside TLS the versions
+// are those of all lanes.
 var laneOverTLS = wire.Versions{Min: wire.V(2, 0), Max: wire.V(2, 0)}
 
 // laneMagic begins every control lane, and no HTTP/2 preface or TLS record.
@@ -104,8 +105,10 @@ func (m *Mesh) prove(c net.Conn, v *admit.Visit, calls bool) (given bool, err er
 	case bytes.Equal(first.head, laneMagic) && creds == nil:
 		return false, m.proveLane(first, c, nil, v)
 	case bytes.Equal(first.head, laneMagic):
-		_, err := wire.Accept(first, wire.AcceptParams{Purpose: wire.PurposeControl, Versions: laneOverTLS})
-		return false, fmt.Errorf("peer: a control lane without TLS, of a release before it was needed: upgrade it: %w", err)
+		_, err := wire.Accept(first, wire.AcceptParams{Purpose: wire.PurposeControl,
+			Versions: laneOverTLS})
+		return false, fmt.Errorf("peer: a control lane without TLS, of a release before it was needed: "+
+			"upgrade it: %w", err)
 	case creds != nil:
 		conf := creds.Server()
 		conf.SessionTicketsDisabled = true // each opening proves itself
@@ -136,7 +139,8 @@ func (m *Mesh) prove(c net.Conn, v *admit.Visit, calls bool) (given bool, err er
 		first.free()
 		return m.give(tc, c), nil
 	case calls:
-		// Without credentials every process of this host is a member. To one that speaks TLS gRPC says what it is.
+		// Without credentials every process of this host is a member. To one that speaks TLS gRPC says
+		// what it is.
 		if !v.Proved() {
 			return false, net.ErrClosed
 		}
@@ -147,7 +151,8 @@ func (m *Mesh) prove(c net.Conn, v *admit.Visit, calls bool) (given bool, err er
 
 // give hands a proved connection to gRPC.
 func (m *Mesh) give(proved, c net.Conn) bool {
-	return c.SetDeadline(time.Time{}) == nil && m.calls.give(&callConn{Conn: proved, done: func() { m.forget(c) }})
+	return c.SetDeadline(time.Time{}) == nil && m.calls.give(&callConn{Conn: proved,
+		done: func() { m.forget(c) }})
 }
 
 // proveLane opens a control lane and serves it until its end.
@@ -189,7 +194,8 @@ func (s *session) admits() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.closed || len(s.lanes) >= maxLanes {
-		return fmt.Errorf("peer: %s: session over, or %d lanes open already: %w", s.boot, maxLanes, wire.ErrRefused)
+		return fmt.Errorf("peer: %s: session over, or %d lanes open already: %w", s.boot, maxLanes,
+			wire.ErrRefused)
 	}
 	return nil
 }
@@ -205,15 +211,17 @@ const (
 	bindingBytes = 32
 )
 
-// binding is what only the two ends of this very TLS session know, and the certificate of the other end. The lane's proof covers the first, so
-// that a proof made on one session is of no use on another.
+// binding is what only the two ends of this very TLS session know, and the certificate of the other
+// end. The lane's proof covers the first, so that a proof made on one session is of no use on
+// another.
 func (s *overTLS) binding() ([]byte, identity, error) {
 	if s == nil {
 		return nil, identity{}, nil
 	}
 	state := s.ConnectionState()
 	if len(state.PeerCertificates) == 0 {
-		return nil, identity{}, fmt.Errorf("peer: control lane without a certificate: %w", wire.ErrRefused)
+		return nil, identity{}, fmt.Errorf("peer: control lane without a certificate: %w",
+			wire.ErrRefused)
 	}
 	b, err := state.ExportKeyingMaterial(bindingLabel, nil, bindingBytes)
 	if err != nil {
@@ -247,7 +255,8 @@ func (m *Mesh) secure(ctx context.Context, c net.Conn, addr string) (*overTLS, e
 
 const alertNoProtocol = tls.AlertError(120) // no_application_protocol, RFC 7301
 
-// replayConn reads the bytes again that told what the connection is. Once it carries a lane, it writes as the lane does.
+// replayConn reads the bytes again that told what the connection is. Once it carries a lane, it
+// writes as the lane does.
 type replayConn struct {
 	net.Conn
 	head []byte

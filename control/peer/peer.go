@@ -1,21 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package peer is the conversation with other sidecars: the gRPC service Peer (who are you, which version, which rails, which
-// layout), the control lanes that carry ControlFrames for the life of transfers, and gossip about who is there.
+// Package peer is the conversation with other sidecars: the gRPC service Peer (who are you, which
+// version, which rails, which layout), the control lanes that carry ControlFrames for the life of
+// transfers, and gossip about who is there.
 //
-// One listener serves gRPC and control lanes; the first bytes tell them apart. Two sidecars that met by Hello share a key, from which
-// every lane proves itself. Of a pair, the one that was told to Connect dials the lanes, one to each control address of the other, and
-// dials again with growing pauses when they die.
+// One listener serves gRPC and control lanes; the first bytes tell them apart. Two sidecars that
+// met by Hello share a key, from which every lane proves itself. Of a pair, the one that was told
+// to Connect dials the lanes, one to each control address of the other, and dials again with
+// growing pauses when they die.
 //
-// Invariants: while both processes live and neither was away for longer than forgetAfter, each frame reaches the handler once and in
-// order, whatever happens to lanes; PeerUp comes before the first frame of a boot; PeerDown only says unreachable, except where
-// over says that the conversation has ended; where another boot answers at an address of its own nothing of the old one is accepted any more; nothing
-// here says that memory is safe. Send never blocks. Gossip is advisory.
+// Invariants: while both processes live and neither was away for longer than forgetAfter, each
+// frame reaches the handler once and in order, whatever happens to lanes; PeerUp comes before the
+// first frame of a boot; PeerDown only says unreachable, except where over says that the
+// conversation has ended; where another boot answers at an address of its own nothing of the old
+// one is accepted any more; nothing here says that memory is safe. Send never blocks. Gossip is
+// advisory.
 //
-// Goroutines: the acceptors, the gRPC server's, one keeper with a slow tick, one reader per lane, one writer per lane while a socket is
-// full, one per connect or reconnection while it lasts and per lane that it dials, memberlist's where gossip is on. Close joins all but memberlist's timers.
+// Goroutines: the acceptors, the gRPC server's, one keeper with a slow tick, one reader per lane,
+// one writer per lane while a socket is full, one per connect or reconnection while it lasts and
+// per lane that it dials, memberlist's where gossip is on. Close joins all but memberlist's timers.
 //
-// Lock order: session.life, then Mesh.mu, then session.mu. The handler is called under session.life (PeerUp, PeerDown) or no lock.
+// Lock order: session.life, then Mesh.mu, then session.mu. The handler is called under session.life
+// (PeerUp, PeerDown) or no lock.
 package peer
 
 import (
@@ -31,13 +37,14 @@ import (
 
 // Bounds.
 const (
-	MaxFrame    = 64 << 10 // bytes of one ControlFrame
-	MaxMessage  = 4 << 20  // of one in Fragments: a grant of all ranks with the longest shares
-	MaxPeers    = 1024     // known at once
-	MaxUnacked  = 8192     // frames to one peer that it has not acknowledged
-	Reserved    = 2048     // of MaxUnacked: for frames that end or answer something, never for grants, awaits and credits
-	MaxRails    = 64       // rails in a Hello
-	MaxAddrs    = 8        // control addresses of one process, and lanes to it
+	MaxFrame   = 64 << 10 // bytes of one ControlFrame
+	MaxMessage = 4 << 20  // of one in Fragments: a grant of all ranks with the longest shares
+	MaxPeers   = 1024     // known at once
+	MaxUnacked = 8192     // frames to one peer that it has not acknowledged
+	// of MaxUnacked: for frames that end or answer something, never for grants, awaits and credits
+	Reserved    = 2048
+	MaxRails    = 64 // rails in a Hello
+	MaxAddrs    = 8  // control addresses of one process, and lanes to it
 	MaxFeatures = 64
 	MaxText     = 256 // bytes of a name, endpoint or feature
 	MaxLayout   = 1 << 20
@@ -85,9 +92,11 @@ var (
 
 // Peer is another process as the handshake authenticated it.
 type Peer struct {
-	Boot     transfer.Boot
-	Node     string
-	Endpoint string // where it was reached; empty where it came to us, for what it claims would be believed of others' endpoints too
+	Boot transfer.Boot
+	Node string
+	// where it was reached; empty where it came to us, for what it claims would be believed of others'
+	// endpoints too
+	Endpoint string
 	Claimed  string // where it says that it serves: to show people, and for nothing else
 	HostBoot string // kernel boot id
 	SameHost bool
@@ -98,35 +107,41 @@ type Peer struct {
 	Key      [32]byte // of the pair; lanes prove it
 }
 
-// Handler is told what happens. Its methods are called from the mesh's goroutines and must not block; they may call Send, Connect and
-// PeerKey, not Close.
+// Handler is told what happens. Its methods are called from the mesh's goroutines and must not
+// block; they may call Send, Connect and PeerKey, not Close.
 type Handler interface {
-	// PeerUp says that control lanes to p are open; also the answer to a Connect where they were open already.
+	// PeerUp says that control lanes to p are open; also the answer to a Connect where they were open
+	// already.
 	PeerUp(p Peer)
-	// PeerDown says that they are gone. over: so is the conversation, and what was sent and not acknowledged is lost. Another boot answers at
-	// the peer's own address, or at the endpoint under which it was met, or nothing was heard of it for forgetAfter, or it has forgotten us; in all but the
-	// first case it may come up again.
+	// PeerDown says that they are gone. over: so is the conversation, and what was sent and not
+	// acknowledged is lost. Another boot answers at the peer's own address, or at the endpoint under
+	// which it was met, or nothing was heard of it for forgetAfter, or it has forgotten us; in all but
+	// the first case it may come up again.
 	PeerDown(boot transfer.Boot, over bool, err error)
 	// ConnectFailed answers a Connect.
 	ConnectFailed(endpoint string, err error)
 	// Control takes one frame: in order per peer, each once. The handler owns f.
 	Control(boot transfer.Boot, f *peerv1.ControlFrame)
-	// Busy reports whether leases are open with boot: its session is then kept, however long it has no lane.
+	// Busy reports whether leases are open with boot: its session is then kept, however long it has no
+	// lane.
 	Busy(boot transfer.Boot) bool
-	// Describe returns the canonical layout behind a geometry hash; of several the one with that fingerprint, unless it is zero.
+	// Describe returns the canonical layout behind a geometry hash; of several the one with that
+	// fingerprint, unless it is zero.
 	Describe(geometry, fingerprint [32]byte) ([]byte, bool)
 }
 
 // Options make a mesh.
 type Options struct {
-	Boot      transfer.Boot
-	Node      string
-	HostBoot  string   // kernel boot id; empty: no peer counts as being on this host
-	Version   string   // of the build, for people; peers are told
-	Listen    string   // host:port of gRPC and control lanes
-	Advertise string   // host:port that peers are told; port 0 means the bound port; empty: the bound address
-	Control   []string // further host:port to listen on for control lanes, one per rail; SetControl changes them
-	Features  []string // nil: Features
+	Boot     transfer.Boot
+	Node     string
+	HostBoot string // kernel boot id; empty: no peer counts as being on this host
+	Version  string // of the build, for people; peers are told
+	Listen   string // host:port of gRPC and control lanes
+	// host:port that peers are told; port 0 means the bound port; empty: the bound address
+	Advertise string
+	// further host:port to listen on for control lanes, one per rail; SetControl changes them
+	Control  []string
+	Features []string // nil: Features
 	// called for each hello of a release that this one does not work with; nil: nobody counts
 	Refused func()
 
@@ -146,7 +161,9 @@ type Pings struct {
 	Timeout time.Duration // until a lane without an answer is given up; 3 s
 	Tick    time.Duration // how often this is looked at; 1 s
 
-	HostSilence time.Duration // until a connection is given up whose other end's kernel acknowledges nothing; usertimeout.Default
+	// until a connection is given up whose other end's kernel acknowledges nothing;
+	// usertimeout.Default
+	HostSilence time.Duration
 }
 
 // Defaults of Pings.

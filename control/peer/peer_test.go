@@ -31,7 +31,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-const patience = time.Minute // of a test that is about to fail; a machine may have other things to do
+// of a test that is about to fail; a machine may have other things to do
+const patience = time.Minute
 
 const childEnv = "KVSPRAY_PEER_TEST_CHILD"
 
@@ -87,7 +88,8 @@ func (n *node) Control(b transfer.Boot, f *peerv1.ControlFrame) {
 	n.note(func() { n.got[b] = append(n.got[b], f.GetAwait().GetToken()+f.GetCommit().GetBytes()) })
 }
 
-// slow is for tests in which no lane may end, or come, by the clock: with the quick pings of the others one does where the machine is busy.
+// slow is for tests in which no lane may end, or come, by the clock: with the quick pings of the
+// others one does where the machine is busy.
 func slow(o *Options) { o.Pings = Pings{Tick: time.Hour} }
 
 // restarts listens where nobody else takes the port of one that has ended.
@@ -129,9 +131,11 @@ func poll(t testing.TB, what string, ok func() bool) {
 
 func start(t testing.TB, change func(*Options)) *node {
 	t.Helper()
-	n := &node{t: t, got: map[transfer.Boot][]uint64{}, busy: map[transfer.Boot]bool{}, wake: make(chan struct{})}
+	n := &node{t: t, got: map[transfer.Boot][]uint64{}, busy: map[transfer.Boot]bool{},
+		wake: make(chan struct{})}
 	opt := Options{Node: "n", HostBoot: "h", Listen: "127.0.0.1:0", Handler: n, Version: "test",
-		Pings: Pings{Busy: 50 * time.Millisecond, Idle: 100 * time.Millisecond, Timeout: 300 * time.Millisecond, Tick: 20 * time.Millisecond}}
+		Pings: Pings{Busy: 50 * time.Millisecond, Idle: 100 * time.Millisecond,
+			Timeout: 300 * time.Millisecond, Tick: 20 * time.Millisecond}}
 	if _, err := rand.Read(opt.Boot[:]); err != nil {
 		t.Fatal(err)
 	}
@@ -160,12 +164,16 @@ func join(t testing.TB, a, b *node) {
 	var failed []error
 	a.until("a up", func() bool {
 		failed = a.failed
-		return len(failed) > 0 || slices.ContainsFunc(a.ups, func(p Peer) bool { return p.Boot == b.opt.Boot })
+		return len(failed) > 0 || slices.ContainsFunc(a.ups,
+			func(p Peer) bool { return p.Boot == b.opt.Boot })
 	})
 	if len(failed) > 0 {
 		t.Fatal(failed[0])
 	}
-	b.until("b up", func() bool { return slices.ContainsFunc(b.ups, func(p Peer) bool { return p.Boot == a.opt.Boot }) })
+	b.until("b up", func() bool {
+		return slices.ContainsFunc(b.ups,
+			func(p Peer) bool { return p.Boot == a.opt.Boot })
+	})
 }
 
 func await(i uint64) *peerv1.ControlFrame {
@@ -216,7 +224,8 @@ func TestHandshake(t *testing.T) {
 			join(t, a, b)
 			var p Peer
 			a.until("up", func() bool { p = a.ups[0]; return true })
-			if p.Endpoint != b.Endpoint() || !p.SameHost || p.Version != Protocol.Max || len(p.Rails) != 1 || !proto.Equal(p.Rails[0], rails[0]) {
+			if p.Endpoint != b.Endpoint() || !p.SameHost || p.Version != Protocol.Max || len(p.Rails) != 1 ||
+				!proto.Equal(p.Rails[0], rails[0]) {
 				t.Errorf("peer %+v", p)
 			}
 			ka, _ := a.PeerKey(b.opt.Boot)
@@ -231,10 +240,12 @@ func TestHandshake(t *testing.T) {
 			}
 			a.inOrder(b.opt.Boot, 500)
 			b.inOrder(a.opt.Boot, 500)
-			if l, err := a.Mesh.Describe(t.Context(), b.opt.Boot, [32]byte{1}, [32]byte{}); err != nil || string(l) != "layout 0" {
+			if l, err := a.Mesh.Describe(t.Context(), b.opt.Boot, [32]byte{1}, [32]byte{}); err != nil ||
+				string(l) != "layout 0" {
 				t.Errorf("describe: %q %v", l, err)
 			}
-			if l, err := a.Mesh.Describe(t.Context(), b.opt.Boot, [32]byte{1}, [32]byte{4}); err != nil || string(l) != "layout 4" {
+			if l, err := a.Mesh.Describe(t.Context(), b.opt.Boot, [32]byte{1}, [32]byte{4}); err != nil ||
+				string(l) != "layout 4" {
 				t.Errorf("describe with a fingerprint: %q %v", l, err)
 			}
 			for _, name := range [][2][32]byte{{{2}, {}}, {{1}, {9}}} {
@@ -242,13 +253,19 @@ func TestHandshake(t *testing.T) {
 					t.Errorf("an unknown layout was described: %v", name)
 				}
 			}
-			if r, err := a.Probe(t.Context(), b.Endpoint()); err != nil || !bytes.Equal(r.Boot, b.opt.Boot[:]) {
+			if r, err := a.Probe(t.Context(), b.Endpoint()); err != nil || !bytes.Equal(r.Boot,
+				b.opt.Boot[:]) {
 				t.Errorf("probe: %v %v", r, err)
 			}
 			a.Connect(b.Endpoint())
 			a.until("a second answer", func() bool { return len(a.ups) >= 2 })
 			s := a.session(b.opt.Boot)
-			poll(t, "all acknowledged", func() bool { s.mu.Lock(); defer s.mu.Unlock(); return len(s.unacked) == 0 })
+			poll(t, "all acknowledged", func() bool {
+				s.mu.Lock()
+				defer s.mu.Unlock()
+				return len(
+					s.unacked) == 0
+			})
 		})
 	}
 }
@@ -285,7 +302,11 @@ func TestRefused(t *testing.T) {
 			a.Connect(b.Endpoint())
 			var ups []Peer
 			var failed []error
-			a.until("an answer", func() bool { ups, failed = a.ups, a.failed; return len(failed)+len(ups) > 0 })
+			a.until("an answer", func() bool {
+				ups, failed = a.ups,
+					a.failed
+				return len(failed)+len(ups) > 0
+			})
 			if len(ups) > 0 || !strings.Contains(failed[0].Error(), x.want) {
 				t.Errorf("up %v, failed %v, want %q", ups, failed, x.want)
 			}
@@ -294,7 +315,8 @@ func TestRefused(t *testing.T) {
 			}
 		})
 	}
-	if _, err := New(Options{Boot: transfer.Boot{1}, Handler: &node{}, Listen: "0.0.0.0:0"}); !errors.Is(err, ErrUnsafe) || !strings.Contains(err.Error(), "peer.cluster_key_file") {
+	if _, err := New(Options{Boot: transfer.Boot{1}, Handler: &node{}, Listen: "0.0.0.0:0"}); !errors.
+		Is(err, ErrUnsafe) || !strings.Contains(err.Error(), "peer.cluster_key_file") {
 		t.Errorf("bound off loopback: %v", err)
 	}
 	a := start(t, nil)
@@ -305,7 +327,8 @@ func TestRefused(t *testing.T) {
 func TestRotation(t *testing.T) {
 	c1, _ := keys.NewCluster()
 	c2, _ := keys.NewCluster()
-	join(t, start(t, secured(t, append(c1[:1:1], c2...))), start(t, secured(t, append(c2[:1:1], c1...))))
+	join(t, start(t, secured(t, append(c1[:1:1], c2...))),
+		start(t, secured(t, append(c2[:1:1], c1...))))
 }
 
 // Requests of an invented older and newer build, to the byte.
@@ -322,7 +345,8 @@ func TestGoldenVersions(t *testing.T) {
 			"control protocol 0.9 at the caller's address (kvspray of an unknown release), 1.1 at "},
 		"older, common": {"0a060809108180" + "04" + "1210" + strings.Repeat("11", 16),
 			uint32(wire.V(1, 1)), ""},
-		// 1.0 to 2.3, with fields 100 (varint) and 101 (bytes) that we do not know, and one in its version range.
+		// 1.0 to 2.3, with fields 100 (varint) and 101 (bytes) that we do not know, and one in its
+		// version range.
 		"newer": {"0a0b08808004108380" + "08" + "a00607" + "1210" + strings.Repeat("22", 16) +
 			"a00601" + "aa0603616263", uint32(wire.V(1, 1)), ""},
 		"newer, only": {"0a0808808008108380" + "08" + "1210" + strings.Repeat("22", 16), 0,
@@ -337,13 +361,16 @@ func TestGoldenVersions(t *testing.T) {
 			t.Fatal(name, err)
 		}
 		r, err := v.Hello(t.Context(), &q)
-		if x.err == "" && (err != nil || r.Version != x.want) || x.err != "" && (err == nil || !strings.Contains(err.Error(), x.err) || !strings.Contains(err.Error(), "upgrade")) {
+		if x.err == "" && (err != nil || r.Version != x.want) || x.err != "" &&
+			(err == nil || !strings.Contains(err.Error(), x.err) || !strings.Contains(err.Error(),
+				"upgrade")) {
 			t.Errorf("%s: %v %v", name, r, err)
 		}
 	}
 }
 
-// Lanes are cut again and again under traffic in both directions, over two lanes: nothing is lost, repeated or out of order.
+// Lanes are cut again and again under traffic in both directions, over two lanes: nothing is lost,
+// repeated or out of order.
 func TestLaneCut(t *testing.T) {
 	two := func(o *Options) { o.Control = []string{"127.0.0.1:0"} }
 	a, b := start(t, two), start(t, two)
@@ -378,7 +405,8 @@ func TestLaneCut(t *testing.T) {
 	b.inOrder(a.opt.Boot, count)
 	for _, x := range []struct{ here, there *node }{{a, b}, {b, a}} {
 		x.here.mu.Lock()
-		if n := len(x.here.got[x.there.opt.Boot]); n != count || slices.ContainsFunc(x.here.downs, proved) {
+		if n := len(x.here.got[x.there.opt.Boot]); n != count ||
+			slices.ContainsFunc(x.here.downs, proved) {
 			t.Errorf("%d frames, downs %v", n, x.here.downs)
 		}
 		x.here.mu.Unlock()
@@ -434,8 +462,12 @@ func TestQueueBounds(t *testing.T) {
 	if n != MaxUnacked {
 		t.Errorf("%d frames taken, want %d", n, MaxUnacked)
 	}
-	big := &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{Destination: &peerv1.Lease{Boot: make([]byte, MaxMessage)}}}}
-	poll(t, "the queue moves again", func() bool { return !errors.Is(a.Send(b.opt.Boot, big), ErrQueueFull) })
+	big := &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{
+		Destination: &peerv1.Lease{Boot: make([]byte, MaxMessage)}}}}
+	poll(t, "the queue moves again", func() bool {
+		return !errors.Is(a.Send(b.opt.Boot, big),
+			ErrQueueFull)
+	})
 	if err := a.Send(b.opt.Boot, big); !errors.Is(err, ErrTooBig) {
 		t.Error(err)
 	}
@@ -451,7 +483,8 @@ func TestNewBoot(t *testing.T) {
 	}
 	c := start(t, func(o *Options) { o.Listen = at })
 	a.until("the old one down, the new one up", func() bool {
-		return slices.Contains(a.downs, fmt.Sprint(old, true)) && slices.ContainsFunc(a.ups, func(p Peer) bool { return p.Boot == c.opt.Boot })
+		return slices.Contains(a.downs, fmt.Sprint(old, true)) && slices.ContainsFunc(a.ups,
+			func(p Peer) bool { return p.Boot == c.opt.Boot })
 	})
 	if _, ok := a.PeerKey(old); ok {
 		t.Error("the old boot still has a key")
@@ -470,7 +503,8 @@ func TestGossip(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		ln, err := net.Listen("tcp", net.JoinHostPort(testutil.Loopback(), "0")) // nobody else takes the port
+		// nobody else takes the port
+		ln, err := net.Listen("tcp", net.JoinHostPort(testutil.Loopback(), "0"))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -485,9 +519,13 @@ func TestGossip(t *testing.T) {
 		return start(t, func(o *Options) { o.Node, o.Gossip = name, g })
 	}
 	a, b, c, x := mk("a", c1), mk("b", c1), mk("c", c1), mk("x", c2)
-	poll(t, "three members", func() bool { return len(a.Members()) == 3 && len(b.Members()) == 3 && len(c.Members()) == 3 })
+	poll(t, "three members", func() bool {
+		return len(a.Members()) == 3 && len(b.Members()) == 3 &&
+			len(c.Members()) == 3
+	})
 	for _, m := range a.Members() {
-		if m.Name == "b" && (m.Endpoint != b.Endpoint() || m.Boot != b.opt.Boot || m.Version != "test") || m.Name == "x" {
+		if m.Name == "b" && (m.Endpoint != b.Endpoint() || m.Boot != b.opt.Boot || m.Version != "test") ||
+			m.Name == "x" {
 			t.Errorf("member %+v", m)
 		}
 	}
@@ -499,7 +537,9 @@ func TestGossip(t *testing.T) {
 func TestMany(t *testing.T) {
 	const (
 		each = 3
-		wave = 8 // connects at once: two noisy cores under the race detector make so many handshakes well within one call's time
+		// connects at once: two noisy cores under the race detector make so many handshakes well within
+		// one call's time
+		wave = 8
 	)
 	all := make([]*node, 64)
 	for i := range all {
@@ -581,7 +621,11 @@ func TestStopped(t *testing.T) {
 		t.Fatal(err)
 	}
 	var ups int
-	a.until("down", func() bool { ups = len(a.ups); return slices.Contains(a.downs, fmt.Sprint(boot, false)) })
+	a.until("down", func() bool {
+		ups = len(a.ups)
+		return slices.Contains(a.downs,
+			fmt.Sprint(boot, false))
+	})
 	if err := a.Send(boot, commit(1)); err != nil {
 		t.Error(err)
 	}
@@ -590,7 +634,12 @@ func TestStopped(t *testing.T) {
 	}
 	a.until("up again", func() bool { return len(a.ups) > ups })
 	s := a.session(boot)
-	poll(t, "acknowledged", func() bool { s.mu.Lock(); defer s.mu.Unlock(); return len(s.unacked) == 0 })
+	poll(t, "acknowledged", func() bool {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		return len(
+			s.unacked) == 0
+	})
 }
 
 func FuzzReadFrame(f *testing.F) {
@@ -618,7 +667,8 @@ func FuzzReadFrame(f *testing.F) {
 }
 
 func BenchmarkRoundTrip(b *testing.B) {
-	x, y := start(b, func(o *Options) { o.Pings = Pings{} }), start(b, func(o *Options) { o.Pings = Pings{} })
+	x, y := start(b, func(o *Options) { o.Pings = Pings{} }),
+		start(b, func(o *Options) { o.Pings = Pings{} })
 	back := make(chan struct{}, 1)
 	join(b, x, y)
 	y.on = func(boot transfer.Boot, _ *peerv1.ControlFrame) { _ = y.Send(boot, commit(1)) }

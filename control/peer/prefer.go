@@ -9,8 +9,9 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Prefer says over which of our addresses frames to boot should go from now on, as long as nothing speaks against a lane there; the zero
-// address: over any. Whoever moves bytes knows in front of which rail the queue is short.
+// Prefer says over which of our addresses frames to boot should go from now on, as long as nothing
+// speaks against a lane there; the zero address: over any. Whoever moves bytes knows in front of
+// which rail the queue is short.
 func (m *Mesh) Prefer(boot transfer.Boot, addr netip.Addr) {
 	s := m.session(boot)
 	if s == nil {

@@ -7,8 +7,8 @@ import (
 	"testing"
 )
 
-// The address that is preferred decides between lanes that are equally good, whatever came last on them; against a lane that is doubted, or
-// has something waiting before it, it does not help.
+// The address that is preferred decides between lanes that are equally good, whatever came last on
+// them; against a lane that is doubted, or has something waiting before it, it does not help.
 func TestPreferredAddress(t *testing.T) {
 	a, b := netip.MustParseAddr("10.0.0.1"), netip.MustParseAddr("10.0.1.1")
 	lanes := func() (x, y *lane) {

@@ -18,9 +18,10 @@ const (
 	maxNUMA = 1 << 16
 )
 
-// CheckRails keeps of what a peer says about its rails what can be believed, and says what not, each by its name: a rail with a name that
-// is too long, empty or used twice is left out, and so is what comes after MaxRails; an absurd speed, MTU or node counts as unknown. The
-// list that comes back is not the peer's.
+// CheckRails keeps of what a peer says about its rails what can be believed, and says what not,
+// each by its name: a rail with a name that is too long, empty or used twice is left out, and so is
+// what comes after MaxRails; an absurd speed, MTU or node counts as unknown. The list that comes
+// back is not the peer's.
 func CheckRails(rails []*peerv1.Rail) (good []*peerv1.Rail, refused []string) {
 	no := func(format string, args ...any) {
 		if len(refused) < maxComplaints {
@@ -34,15 +35,18 @@ func CheckRails(rails []*peerv1.Rail) (good []*peerv1.Rail, refused []string) {
 		case len(good) >= MaxRails:
 			no("rails %d to %d: at most %d are kept", i, len(rails)-1, MaxRails)
 			return good, refused
-		case !plain(id[0]) || !plain(id[1]) || len(r.GetAddress()) > MaxText || strings.ContainsFunc(r.GetAddress(), unicode.IsControl):
-			no("rail %d, %.40q: transport or name empty, one of them or the address not printable, or over %d bytes", i, id[1], MaxText)
+		case !plain(id[0]) || !plain(id[1]) || len(r.GetAddress()) > MaxText ||
+			strings.ContainsFunc(r.GetAddress(), unicode.IsControl):
+			no("rail %d, %.40q: transport or name empty, one of them or the address not printable, or "+
+				"over %d bytes", i, id[1], MaxText)
 			continue
 		case seen[id]:
 			no("rail %s: named twice", id[1])
 			continue
 		}
 		seen[id] = true
-		k := &peerv1.Rail{Transport: id[0], Name: id[1], Address: r.Address, Gbps: r.Gbps, Mtu: r.Mtu, Numa: r.Numa, Down: r.Down}
+		k := &peerv1.Rail{Transport: id[0], Name: id[1], Address: r.Address, Gbps: r.Gbps, Mtu: r.Mtu,
+			Numa: r.Numa, Down: r.Down}
 		if !(k.Gbps >= 0 && k.Gbps <= MaxGbps) || math.IsNaN(k.Gbps) {
 			no("rail %s: a speed of %g Gbit/s: 0 to %d", id[1], k.Gbps, MaxGbps)
 			k.Gbps = 0
@@ -64,5 +68,6 @@ func CheckRails(rails []*peerv1.Rail) (good []*peerv1.Rail, refused []string) {
 const maxComplaints = 8
 
 func plain(s string) bool {
-	return s != "" && len(s) <= MaxText && !strings.ContainsFunc(s, func(r rune) bool { return r <= ' ' || r > '~' })
+	return s != "" && len(s) <= MaxText && !strings.ContainsFunc(s,
+		func(r rune) bool { return r <= ' ' || r > '~' })
 }

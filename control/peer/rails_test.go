@@ -14,7 +14,8 @@ import (
 // Whatever a peer says of its rails: bounded, named, and nothing else is harmed.
 func TestCheckRails(t *testing.T) {
 	rail := func(name string, change func(*peerv1.Rail)) *peerv1.Rail {
-		r := &peerv1.Rail{Transport: "tcp", Name: name, Address: "10.0.0.1:1", Gbps: 100, Mtu: 9000, Numa: 1}
+		r := &peerv1.Rail{Transport: "tcp", Name: name, Address: "10.0.0.1:1", Gbps: 100,
+			Mtu: 9000, Numa: 1}
 		if change != nil {
 			change(r)
 		}
@@ -27,19 +28,26 @@ func TestCheckRails(t *testing.T) {
 	}{
 		{nil, "", ""},
 		{[]*peerv1.Rail{rail("a", nil), rail("b", nil)}, "a:100 b:100", ""},
-		{[]*peerv1.Rail{rail("a", func(r *peerv1.Rail) { r.Gbps = 1e9 }), rail("b", nil)}, "a:0 b:100", "rail a: a speed of 1e+09"},
+		{[]*peerv1.Rail{rail("a", func(r *peerv1.Rail) { r.Gbps = 1e9 }), rail("b", nil)}, "a:0 b:100",
+			"rail a: a speed of 1e+09"},
 		{[]*peerv1.Rail{rail("a", func(r *peerv1.Rail) { r.Gbps = -1 })}, "a:0", "rail a: a speed of -1"},
-		{[]*peerv1.Rail{rail("a", func(r *peerv1.Rail) { r.Gbps = math.NaN() })}, "a:0", "rail a: a speed of NaN"},
-		{[]*peerv1.Rail{rail("a", func(r *peerv1.Rail) { r.Gbps = math.Inf(1) })}, "a:0", "rail a: a speed of +Inf"},
+		{[]*peerv1.Rail{rail("a", func(r *peerv1.Rail) { r.Gbps = math.NaN() })}, "a:0",
+			"rail a: a speed of NaN"},
+		{[]*peerv1.Rail{rail("a", func(r *peerv1.Rail) { r.Gbps = math.Inf(1) })}, "a:0",
+			"rail a: a speed of +Inf"},
 		{[]*peerv1.Rail{rail("a", func(r *peerv1.Rail) { r.Mtu = 1 << 31 })}, "a:100", "rail a: an MTU"},
-		{[]*peerv1.Rail{rail("a", func(r *peerv1.Rail) { r.Numa = -7 })}, "a:100", "rail a: NUMA node -7"},
+		{[]*peerv1.Rail{rail("a", func(r *peerv1.Rail) { r.Numa = -7 })}, "a:100",
+			"rail a: NUMA node -7"},
 		{[]*peerv1.Rail{rail("a", nil), rail("a", nil)}, "a:100", "rail a: named twice"},
 		{[]*peerv1.Rail{rail("", nil), nil, rail("b", nil)}, "b:100", "rail 0"},
 		{[]*peerv1.Rail{rail(strings.Repeat("x", MaxText+1), nil)}, "", "rail 0"},
 		{[]*peerv1.Rail{rail("a\nb", nil)}, "", "not printable"},
-		{[]*peerv1.Rail{rail("a", func(r *peerv1.Rail) { r.Address = "\x1b[2J:1" })}, "", "not printable"},
-		{[]*peerv1.Rail{rail("a", func(r *peerv1.Rail) { r.Address = "/run/a b/ü" }), rail("b", func(r *peerv1.Rail) { r.Address = "" })}, "a:100 b:100", ""},
-		{[]*peerv1.Rail{rail("a", func(r *peerv1.Rail) { r.Address = strings.Repeat("x", MaxText+1) })}, "", "rail 0"},
+		{[]*peerv1.Rail{rail("a", func(r *peerv1.Rail) { r.Address = "\x1b[2J:1" })}, "",
+			"not printable"},
+		{[]*peerv1.Rail{rail("a", func(r *peerv1.Rail) { r.Address = "/run/a b/ü" }),
+			rail("b", func(r *peerv1.Rail) { r.Address = "" })}, "a:100 b:100", ""},
+		{[]*peerv1.Rail{rail("a", func(r *peerv1.Rail) { r.Address = strings.Repeat("x", MaxText+1) })},
+			"", "rail 0"},
 	} {
 		good, refused := CheckRails(x.rails)
 		var got []string

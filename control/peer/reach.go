@@ -18,8 +18,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// LinkDown says that the link of one of our addresses is down. Control lanes over it end now, rather than by a ping that nobody answers; what
-// they carried goes out again on others.
+// LinkDown says that the link of one of our addresses is down. Control lanes over it end now,
+// rather than by a ping that nobody answers; what they carried goes out again on others.
 func (m *Mesh) LinkDown(addr net.IP) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -36,7 +36,8 @@ func (m *Mesh) LinkDown(addr net.IP) {
 
 var errLinkDown = errors.New("peer: the link of this address is down")
 
-// Connect reaches endpoint in the background. PeerUp or ConnectFailed follows; several calls for one endpoint may share one answer.
+// Connect reaches endpoint in the background. PeerUp or ConnectFailed follows; several calls for
+// one endpoint may share one answer.
 func (m *Mesh) Connect(endpoint string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -49,7 +50,8 @@ func (m *Mesh) Connect(endpoint string) {
 	}
 	if len(m.connecting) >= maxConnects {
 		m.wg.Go(func() {
-			m.opt.Handler.ConnectFailed(endpoint, fmt.Errorf("peer: connect to %s: %d connects under way already", endpoint, maxConnects))
+			m.opt.Handler.ConnectFailed(endpoint,
+				fmt.Errorf("peer: connect to %s: %d connects under way already", endpoint, maxConnects))
 		})
 		return
 	}
@@ -63,7 +65,8 @@ func (m *Mesh) connect(endpoint string) {
 	if err == nil && s == nil { // ourselves
 		m.connected(endpoint)
 		key, _ := m.PeerKey(m.opt.Boot)
-		m.opt.Handler.PeerUp(Peer{Boot: m.opt.Boot, Node: m.opt.Node, Endpoint: endpoint, HostBoot: m.opt.HostBoot, SameHost: true,
+		m.opt.Handler.PeerUp(Peer{Boot: m.opt.Boot, Node: m.opt.Node, Endpoint: endpoint,
+			HostBoot: m.opt.HostBoot, SameHost: true,
 			Rails: m.opt.Rails(), Version: m.opt.Versions.Max, Features: m.opt.Features,
 			Release: m.opt.Version, Key: key})
 		return
@@ -87,7 +90,8 @@ func (m *Mesh) connect(endpoint string) {
 		m.opt.Handler.ConnectFailed(endpoint, err)
 		return
 	}
-	// The session may have been up before, or have come up meanwhile under another name of the peer, or be over again.
+	// The session may have been up before, or have come up meanwhile under another name of the peer,
+	// or be over again.
 	s.life.Lock()
 	defer s.life.Unlock()
 	s.mu.Lock()
@@ -99,11 +103,13 @@ func (m *Mesh) connect(endpoint string) {
 	case up:
 		m.opt.Handler.PeerUp(info)
 	default:
-		m.opt.Handler.ConnectFailed(endpoint, fmt.Errorf("peer: connect to %s: its lanes are gone again: %w", endpoint, net.ErrClosed))
+		m.opt.Handler.ConnectFailed(endpoint, fmt.Errorf("peer: connect to %s: its lanes are gone "+
+			"again: %w", endpoint, net.ErrClosed))
 	}
 }
 
-// connected ends a connect, and reports whether somebody asked for it once more meanwhile: then what was said may have come too early.
+// connected ends a connect, and reports whether somebody asked for it once more meanwhile: then
+// what was said may have come too early.
 func (m *Mesh) connected(endpoint string) (again bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -112,7 +118,8 @@ func (m *Mesh) connected(endpoint string) (again bool) {
 	return again
 }
 
-// dialLanes opens the lanes that are missing, all at once: the way to one address may be dead. It fails only if none is open in the end.
+// dialLanes opens the lanes that are missing, all at once: the way to one address may be dead. It
+// fails only if none is open in the end.
 func (m *Mesh) dialLanes(ctx context.Context, s *session) error {
 	s.mu.Lock()
 	missing := s.missingLocked()
@@ -122,7 +129,8 @@ func (m *Mesh) dialLanes(ctx context.Context, s *session) error {
 	for i, to := range missing {
 		wg.Go(func() {
 			if errs[i] = m.dialLane(ctx, s, to); errs[i] != nil {
-				m.log.Debug("control lane not opened", "peer", s.boot.String(), "address", to.addr, "err", errs[i])
+				m.log.Debug("control lane not opened", "peer", s.boot.String(), "address", to.addr,
+					"err", errs[i])
 			}
 		})
 	}
@@ -153,7 +161,8 @@ func (s *session) missingLocked() (out []target) {
 
 func (m *Mesh) dialLane(ctx context.Context, s *session, to target) error {
 	if m.opt.Credentials == nil && !loopback(to.addr) {
-		return fmt.Errorf("peer: control lane to %s: %w: set peer.cluster_key_file or peer.tls", to.addr, ErrUnsafe)
+		return fmt.Errorf("peer: control lane to %s: %w: set peer.cluster_key_file or peer.tls",
+			to.addr, ErrUnsafe)
 	}
 	ctx, cancel := context.WithTimeout(ctx, openTimeout)
 	defer cancel()
@@ -177,7 +186,8 @@ func (m *Mesh) dialLane(ctx context.Context, s *session, to target) error {
 }
 
 // proveTo makes a control lane of a connection that we dialled.
-func (m *Mesh) proveTo(ctx context.Context, s *session, c net.Conn, addr string) (*wire.Opened, *overTLS, error) {
+func (m *Mesh) proveTo(ctx context.Context, s *session, c net.Conn, addr string) (*wire.Opened,
+	*overTLS, error) {
 	over, err := m.secure(ctx, c, addr)
 	if err != nil {
 		return nil, nil, err
@@ -196,12 +206,13 @@ func (m *Mesh) proveTo(ctx context.Context, s *session, c net.Conn, addr string)
 	if over != nil {
 		rw = over.Conn
 	}
-	o, err := wire.Dial(rw, wire.DialParams{Purpose: wire.PurposeControl, Self: m.opt.Boot, Peer: s.boot, Key: key, Attach: mine[:], Binding: binding})
+	o, err := wire.Dial(rw, wire.DialParams{Purpose: wire.PurposeControl, Self: m.opt.Boot,
+		Peer: s.boot, Key: key, Attach: mine[:], Binding: binding})
 	return o, over, err //nolint:wrapcheck // the caller names the lane
 }
 
-// localFor is the rail of ours that a lane to one of the peer's leaves by: the first to the first and so on, where the route would leave
-// the choice open. nil: the route's choice.
+// localFor is the rail of ours that a lane to one of the peer's leaves by: the first to the first
+// and so on, where the route would leave the choice open. nil: the route's choice.
 func (m *Mesh) localFor(to target) net.IP {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -254,7 +265,8 @@ func (m *Mesh) redial(s *session) {
 		if done || m.ctx.Err() != nil {
 			return
 		}
-		// The same process may answer at its other addresses: the way to its endpoint may be what was lost.
+		// The same process may answer at its other addresses: the way to its endpoint may be what was
+		// lost.
 		var others sync.WaitGroup
 		others.Go(func() { _ = m.dialLanes(m.ctx, s) }) // what failed was logged
 		got, err := m.hello(m.ctx, endpoint, !m.needed(s))
@@ -284,7 +296,8 @@ func (m *Mesh) redial(s *session) {
 	}
 }
 
-// suspect dials an endpoint at once where a caller claims it that another boot without lanes was at: what answers there is the proof.
+// suspect dials an endpoint at once where a caller claims it that another boot without lanes was
+// at: what answers there is the proof.
 func (m *Mesh) suspect(endpoint string, boot transfer.Boot) {
 	old := m.laneless(boot, func(s *session) bool {
 		// One that never proved itself is not worth a dial: anybody with a key can invent it.

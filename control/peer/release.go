@@ -141,7 +141,8 @@ func refusedUs(err error, trailer metadata.MD) error {
 	case slices.Contains(what, refusesAcquaint):
 		return fmt.Errorf("%s: %w", s.Message(), ErrAcquainted)
 	case s.Code() == codes.Unimplemented && !strings.HasPrefix(s.Message(), "unknown "):
-		// Releases before the trailer; gRPC's own answer begins with "unknown service" or "unknown method".
+		// Releases before the trailer; gRPC's own answer begins with "unknown service" or "unknown
+		// method".
 		return fmt.Errorf("%s: %w", s.Message(), ErrRelease)
 	case s.Code() == codes.Unimplemented:
 		return fmt.Errorf("%w: a gRPC server of another kind answers: %w", ErrOther, err)

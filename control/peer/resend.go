@@ -4,12 +4,14 @@ package peer
 
 import "time"
 
-// A rail that dies in silence takes what is in its control lane with it, and the kernel says so only after minutes. A frame is small
-// and handled once however often it comes, so it is cheap to say it again elsewhere long before anybody can know that the lane is dead.
+// A rail that dies in silence takes what is in its control lane with it, and the kernel says so
+// only after minutes. A frame is small and handled once however often it comes, so it is cheap to
+// say it again elsewhere long before anybody can know that the lane is dead.
 const (
 	resendAfter = 3 * ackDelay // without an acknowledgement
 	resendMax   = time.Second  // between two tries of the same frame
-	resendBatch = 64           // frames said again at a time: more wait for the acknowledgement of these
+	// frames said again at a time: more wait for the acknowledgement of these
+	resendBatch = 64
 )
 
 // watchUnackedLocked arms the timer that says unacknowledged frames again.
@@ -59,7 +61,8 @@ func (s *session) overdue() {
 	s.watchUnackedLocked()
 }
 
-// doubtful reports that frames were lost on the lane, or seem to be, and nothing has come on it since.
+// doubtful reports that frames were lost on the lane, or seem to be, and nothing has come on it
+// since.
 func (l *lane) doubtful() bool {
 	at := l.doubted.Load()
 	return at != 0 && l.heard.Load() <= at

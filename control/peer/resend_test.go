@@ -17,7 +17,8 @@ func (mute) SetWriteDeadline(time.Time) error { return nil }
 
 type muteRaw struct{}
 
-func (muteRaw) Write(func(fd uintptr) bool) error { return nil } // nothing was taken: the writer does it, and mute takes all
+// nothing was taken: the writer does it, and mute takes all
+func (muteRaw) Write(func(fd uintptr) bool) error { return nil }
 
 // silence makes what n's end of the lane at index i writes go nowhere.
 func silence(s *session, i int) *lane {
@@ -30,12 +31,13 @@ func silence(s *session, i int) *lane {
 	return l
 }
 
-// A control lane that goes silent, one way or both, holds a frame for no longer than it takes to doubt it; nothing ticks meanwhile
-// and no connection dies.
+// A control lane that goes silent, one way or both, holds a frame for no longer than it takes to
+// doubt it; nothing ticks meanwhile and no connection dies.
 func TestSilentLane(t *testing.T) {
 	const (
-		soon  = time.Second // many times what it takes to doubt a lane
-		tries = 5           // one may be late on a busy machine, and a frame may have taken the other lane
+		soon = time.Second // many times what it takes to doubt a lane
+		// one may be late on a busy machine, and a frame may have taken the other lane
+		tries = 5
 	)
 	for name, both := range map[string]bool{"one way": false, "both ways": true} {
 		t.Run(name, func(t *testing.T) {
@@ -44,16 +46,18 @@ func TestSilentLane(t *testing.T) {
 				if took <= soon && doubted {
 					return
 				}
-				if t.Logf("try %d: the frames took %v, the silent lane was doubted: %v", n, took, doubted); n == tries {
-					t.Fatalf("in none of %d tries frames came within %v from a lane that went silent to another", tries, soon)
+				if t.Logf("try %d: the frames took %v, the silent lane was doubted: %v", n, took,
+					doubted); n == tries {
+					t.Fatalf("in none of %d tries frames came within %v from a lane that went silent to another",
+						tries, soon)
 				}
 			}
 		})
 	}
 }
 
-// overSilence says how long frames take that are sent both ways when the lane that would carry those of one end has gone silent, and whether
-// that one was doubted.
+// overSilence says how long frames take that are sent both ways when the lane that would carry
+// those of one end has gone silent, and whether that one was doubted.
 func overSilence(t *testing.T, both bool) (took time.Duration, doubted bool) {
 	two := func(o *Options) { slow(o); o.Control = []string{"127.0.0.2:0"} }
 	a, b := start(t, two), start(t, two)
@@ -81,7 +85,8 @@ func overSilence(t *testing.T, both bool) (took time.Duration, doubted bool) {
 	silence(sa, i)
 	if both {
 		sb.mu.Lock()
-		k := slices.IndexFunc(sb.lanes, func(l *lane) bool { return l.conn.RemoteAddr().String() == here })
+		k := slices.IndexFunc(sb.lanes,
+			func(l *lane) bool { return l.conn.RemoteAddr().String() == here })
 		sb.mu.Unlock()
 		silence(sb, k)
 	}
@@ -95,7 +100,12 @@ func overSilence(t *testing.T, both bool) (took time.Duration, doubted bool) {
 	a.inOrder(b.opt.Boot, 20)
 	took = time.Since(begun)
 	for _, s := range []*session{sa, sb} {
-		poll(t, "all acknowledged", func() bool { s.mu.Lock(); defer s.mu.Unlock(); return len(s.unacked) == 0 })
+		poll(t, "all acknowledged", func() bool {
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			return len(
+				s.unacked) == 0
+		})
 	}
 	return took, best.doubted.Load() != 0
 }

@@ -14,11 +14,11 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// The table of sessions is bounded, and any member can fill it: by mistake, as a fleet that restarts
-// under new addresses does, or on purpose with invented boots. So a
-// newcomer takes the place of a session without lanes and leases. Where there is none and a
-// request needs the newcomer, it takes the place of one that has lanes and has done nothing for a
-// while: in a cluster of more than MaxPeers those that work together change.
+// The table of sessions is bounded, and any member can fill it: by mistake, as a fleet that
+// restarts under new addresses does, or on purpose with invented boots. So a newcomer takes the
+// place of a session without lanes and leases. Where there is none and a request needs the
+// newcomer, it takes the place of one that has lanes and has done nothing for a while: in a cluster
+// of more than MaxPeers those that work together change.
 //
 // No certificate may have more than its share, from one address. Several nodes may show the same
 // one, as the pods of one deployment do, and each of them has an address of its own.
@@ -91,8 +91,9 @@ func (m *Mesh) endIf(s *session, cond func(*session) bool, err error) {
 	}
 }
 
-// idleLocked reports whether s has no lane, and no frame that a peer which has proved itself has not
-// acknowledged: a Commit among them would be lost, and the source's blocks kept until a deadline.
+// idleLocked reports whether s has no lane, and no frame that a peer which has proved itself has
+// not acknowledged: a Commit among them would be lost, and the source's blocks kept until a
+// deadline.
 func (s *session) idleLocked() bool { return len(s.lanes) == 0 && (!s.met || len(s.unacked) == 0) }
 
 // quietLocked reports whether no frame has gone to the peer, or come from it, for a while.
@@ -101,7 +102,8 @@ func (s *session) quietLocked() bool {
 }
 
 func (m *Mesh) fullError() error {
-	return fmt.Errorf("peer: %d peers have lanes or leases here, at most that many: %w", MaxPeers, wire.ErrRefused)
+	return fmt.Errorf("peer: %d peers have lanes or leases here, at most that many: %w", MaxPeers,
+		wire.ErrRefused)
 }
 
 // owned is how many sessions of one certificate may come from a source.
@@ -119,8 +121,8 @@ type candidates struct {
 	own   int      // > 0: the newcomer's certificate has its share of so many, in free
 }
 
-// tenants lists the sessions of which one must be given up before boot fits: of the same certificate
-// and source where these have their share, else of all. over is false where boot fits.
+// tenants lists the sessions of which one must be given up before boot fits: of the same
+// certificate and source where these have their share, else of all. over is false where boot fits.
 func (m *Mesh) tenants(boot transfer.Boot, w who) (c candidates, over bool, err error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -132,7 +134,8 @@ func (m *Mesh) tenants(boot transfer.Boot, w who) (c candidates, over bool, err 
 			len(m.sessions), ErrAcquainted)
 	}
 	sessions := 0
-	var mine, fresh []tenant // of the certificate: those without lanes, and of these those that never had one
+	// of the certificate: those without lanes, and of these those that never had one
+	var mine, fresh []tenant
 	for _, s := range m.sessions {
 		s.mu.Lock()
 		t, idle, quiet := tenant{s, s.met, s.since}, s.idleLocked() && !s.closed, s.quietLocked()

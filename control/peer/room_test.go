@@ -26,17 +26,21 @@ func numbered(i int) (b transfer.Boot) {
 	return b
 }
 
-// One member invents as many boots as the table has places: it has its share of them, and a newcomer is let in at once.
+// One member invents as many boots as the table has places: it has its share of them, and a
+// newcomer is let in at once.
 func TestInventedBoots(t *testing.T) {
 	c, err := keys.NewCluster()
 	if err != nil {
 		t.Fatal(err)
 	}
 	sec := secured(t, c)
-	victim, evil, honest := start(t, func(o *Options) { sec(o); slow(o) }), start(t, sec), start(t, sec)
-	err = evil.call(t.Context(), victim.Endpoint(), func(ctx context.Context, c peerv1.PeerClient) error {
+	victim, evil, honest := start(t, func(o *Options) { sec(o); slow(o) }), start(t, sec),
+		start(t, sec)
+	err = evil.call(t.Context(), victim.Endpoint(), func(ctx context.Context,
+		c peerv1.PeerClient) error {
 		for i := range MaxPeers {
-			if _, err := c.Hello(ctx, helloAs(evil.Mesh, numbered(i), fmt.Sprintf("127.0.0.1:%d", i+1), 1)); err != nil {
+			if _, err := c.Hello(ctx, helloAs(evil.Mesh, numbered(i), fmt.Sprintf("127.0.0.1:%d", i+1),
+				1)); err != nil {
 				return err
 			}
 		}
@@ -61,7 +65,8 @@ func TestInventedCertificates(t *testing.T) {
 	victim, honest := start(t, slow), start(t, nil)
 	v := &service{m: victim.Mesh}
 	for i := range 2 * MaxPeers {
-		if _, err := v.Hello(t.Context(), helloAs(victim.Mesh, numbered(i), "127.0.0.1:1", 1)); err != nil {
+		if _, err := v.Hello(t.Context(), helloAs(victim.Mesh, numbered(i), "127.0.0.1:1",
+			1)); err != nil {
 			t.Fatal(i, err)
 		}
 	}
@@ -98,10 +103,12 @@ func (n *node) down(s *session) {
 	s.dropLaneLocked(s.lanes[0])
 }
 
-// A thousand peers restart in ten minutes, each under a new address and boot, and no one is refused. Sessions with leases stay.
+// A thousand peers restart in ten minutes, each under a new address and boot, and no one is
+// refused. Sessions with leases stay.
 func TestRollingRestart(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		n := &node{t: t, got: map[transfer.Boot][]uint64{}, busy: map[transfer.Boot]bool{}, wake: make(chan struct{})}
+		n := &node{t: t, got: map[transfer.Boot][]uint64{}, busy: map[transfer.Boot]bool{},
+			wake: make(chan struct{})}
 		m, err := New(Options{Boot: transfer.Boot{255}, Listen: "127.0.0.1:0", Handler: n})
 		if err != nil {
 			t.Fatal(err)
@@ -161,7 +168,8 @@ func TestUnprovedExpire(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if _, err := (&service{m: m}).Hello(t.Context(), helloAs(m, numbered(1), "127.0.0.1:1", 1)); err != nil {
+		if _, err := (&service{m: m}).Hello(t.Context(), helloAs(m, numbered(1), "127.0.0.1:1",
+			1)); err != nil {
 			t.Fatal(err)
 		}
 		s := m.session(numbered(1))

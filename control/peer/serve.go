@@ -35,8 +35,10 @@ import (
 )
 
 func (m *Mesh) newServer() *grpc.Server {
-	srv := grpc.NewServer(grpc.Creds(shaken{insecure.NewCredentials()}), grpc.MaxRecvMsgSize(MaxFrame), grpc.MaxConcurrentStreams(maxStreams), grpc.ConnectionTimeout(openTimeout),
-		grpc.KeepaliveParams(keepalive.ServerParameters{MaxConnectionIdle: time.Minute, Time: time.Minute, Timeout: openTimeout}), grpc.WaitForHandlers(true))
+	srv := grpc.NewServer(grpc.Creds(shaken{insecure.NewCredentials()}), grpc.MaxRecvMsgSize(MaxFrame),
+		grpc.MaxConcurrentStreams(maxStreams), grpc.ConnectionTimeout(openTimeout),
+		grpc.KeepaliveParams(keepalive.ServerParameters{MaxConnectionIdle: time.Minute, Time: time.Minute,
+			Timeout: openTimeout}), grpc.WaitForHandlers(true))
 	peerv1.RegisterPeerServer(srv, &service{m: m})
 	return srv
 }
@@ -47,7 +49,8 @@ type service struct {
 	m *Mesh
 }
 
-// identity is what a process shows of itself in TLS (keys.Identity); it lives as long as the process. Zero without credentials.
+// identity is what a process shows of itself in TLS (keys.Identity); it lives as long as the
+// process. Zero without credentials.
 type identity = [sha256.Size]byte
 
 // identify takes it from what gRPC knows of a call's other end.
@@ -81,7 +84,8 @@ func (v *service) Hello(ctx context.Context, q *peerv1.HelloRequest) (*peerv1.He
 		return nil, err
 	}
 	if len(q.Boot) != len(transfer.Boot{}) {
-		return nil, status.Errorf(codes.InvalidArgument, "boot of %d bytes, want %d", len(q.Boot), len(transfer.Boot{}))
+		return nil, status.Errorf(codes.InvalidArgument, "boot of %d bytes, want %d", len(q.Boot),
+			len(transfer.Boot{}))
 	}
 	boot := transfer.Boot(q.Boot)
 	from, ok := grpcpeer.FromContext(ctx)
@@ -96,9 +100,11 @@ func (v *service) Hello(ctx context.Context, q *peerv1.HelloRequest) (*peerv1.He
 	gone := m.gone[boot]
 	m.mu.Unlock()
 	if gone {
-		return nil, status.Errorf(codes.FailedPrecondition, "boot %s was superseded at its endpoint", boot)
+		return nil, status.Errorf(codes.FailedPrecondition, "boot %s was superseded at its endpoint",
+			boot)
 	}
-	reply := &peerv1.HelloReply{Version: uint32(ver), Boot: m.opt.Boot[:], Node: m.opt.Node, Endpoint: m.Endpoint(), HostBoot: m.opt.HostBoot,
+	reply := &peerv1.HelloReply{Version: uint32(ver), Boot: m.opt.Boot[:], Node: m.opt.Node,
+		Endpoint: m.Endpoint(), HostBoot: m.opt.HostBoot,
 		Rails: m.opt.Rails(), ControlAddresses: m.Addresses(), Features: m.opt.Features,
 		Release: m.opt.Version}
 	if boot == m.opt.Boot || len(q.KeyShare) == 0 {
@@ -121,7 +127,8 @@ func (v *service) Hello(ctx context.Context, q *peerv1.HelloRequest) (*peerv1.He
 	return reply, nil
 }
 
-func (v *service) Describe(_ context.Context, q *peerv1.DescribeRequest) (*peerv1.DescribeReply, error) {
+func (v *service) Describe(_ context.Context, q *peerv1.DescribeRequest) (*peerv1.DescribeReply,
+	error) {
 	if len(q.Geometry) != 32 {
 		return nil, status.Errorf(codes.InvalidArgument, "geometry of %d bytes, want 32", len(q.Geometry))
 	}
@@ -132,7 +139,8 @@ func (v *service) Describe(_ context.Context, q *peerv1.DescribeRequest) (*peerv
 	copy(fingerprint[:], q.Fingerprint)
 	b, ok := v.m.opt.Handler.Describe([32]byte(q.Geometry), fingerprint)
 	if !ok {
-		return nil, status.Errorf(codes.NotFound, "no layout with geometry %x and fingerprint %x", q.Geometry, q.Fingerprint)
+		return nil, status.Errorf(codes.NotFound, "no layout with geometry %x and fingerprint %x",
+			q.Geometry, q.Fingerprint)
 	}
 	return &peerv1.DescribeReply{Layout: b}, nil
 }
@@ -141,25 +149,28 @@ func (v *service) Probe(context.Context, *peerv1.ProbeRequest) (*peerv1.ProbeRep
 	return &peerv1.ProbeReply{Boot: v.m.opt.Boot[:], Node: v.m.opt.Node, Version: v.m.opt.Version}, nil
 }
 
-// meet makes or renews the session with a boot. dialled is where we reached it, empty where it came to us: then endpoint is only
-// what it claims, good for dialling back and for nothing else.
+// meet makes or renews the session with a boot. dialled is where we reached it, empty where it came
+// to us: then endpoint is only what it claims, good for dialling back and for nothing else.
 func (m *Mesh) meet(ver wire.Version, boot transfer.Boot, w who, dialled, node, endpoint,
 	host string, rails []*peerv1.Rail, addrs []string, share []byte, says build) (*session, error) {
 	id := w.id
 	if len(share) != 32 || len(says.features) > MaxFeatures {
-		return nil, fmt.Errorf("peer: hello of %s: key share of %d bytes (32), %d features (at most %d): %w",
-			boot, len(share), len(says.features), MaxFeatures, wire.ErrMalformed)
+		return nil,
+			fmt.Errorf("peer: hello of %s: key share of %d bytes (32), %d features (at most %d): %w",
+				boot, len(share), len(says.features), MaxFeatures, wire.ErrMalformed)
 	}
 	rails, refused := CheckRails(rails)
 	for _, s := range append([]string{node, host, says.release}, says.features...) {
 		if len(s) > MaxText {
-			return nil, fmt.Errorf("peer: hello of %s: text of %d bytes, at most %d: %w", boot, len(s), MaxText, wire.ErrMalformed)
+			return nil, fmt.Errorf("peer: hello of %s: text of %d bytes, at most %d: %w", boot, len(s),
+				MaxText, wire.ErrMalformed)
 		}
 	}
 	if err := errors.Join(checkAddress(endpoint), checkAddresses(addrs)); err != nil {
 		return nil, fmt.Errorf("peer: hello of %s: %w", boot, err)
 	}
-	info := Peer{Boot: boot, Node: node, Endpoint: dialled, Claimed: endpoint, HostBoot: host, SameHost: host != "" && host == m.opt.HostBoot, Rails: rails, Version: ver,
+	info := Peer{Boot: boot, Node: node, Endpoint: dialled, Claimed: endpoint, HostBoot: host,
+		SameHost: host != "" && host == m.opt.HostBoot, Rails: rails, Version: ver,
 		Features: says.features, Release: checkedRelease(says.release), Key: m.pairKey(boot,
 			m.share(boot, id), [32]byte(share))}
 	if err := m.makeRoom(boot, w); err != nil {
@@ -189,12 +200,15 @@ func (m *Mesh) meet(ver wire.Version, boot transfer.Boot, w who, dialled, node, 
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.closed {
-		return nil, fmt.Errorf("peer: hello of %s: its last session is ending; say hello again: %w", boot, wire.ErrRefused)
+		return nil, fmt.Errorf("peer: hello of %s: its last session is ending; say hello again: %w", boot,
+			wire.ErrRefused)
 	}
-	// Both halves of the key and the certificate are those of two processes, and live as long as they do. Once a lane has proved the key,
-	// whoever comes under the same boot with another is somebody else.
+	// Both halves of the key and the certificate are those of two processes, and live as long as they
+	// do. Once a lane has proved the key, whoever comes under the same boot with another is somebody
+	// else.
 	if (s.met || len(s.lanes) > 0) && (s.info.Key != info.Key || s.id != id) {
-		return nil, fmt.Errorf("peer: hello of %s: another key than the process that proved itself under this boot: %w", boot, wire.ErrRefused)
+		return nil, fmt.Errorf("peer: hello of %s: another key than the process that proved itself "+
+			"under this boot: %w", boot, wire.ErrRefused)
 	}
 	if dialled == "" {
 		info.Endpoint, s.claimed = s.info.Endpoint, endpoint
@@ -202,7 +216,8 @@ func (m *Mesh) meet(ver wire.Version, boot transfer.Boot, w who, dialled, node, 
 	s.info, s.addrs, s.id = info, addrs, id
 	if len(refused) > 0 && !s.complained {
 		s.complained = true
-		m.log.Warn("rails of a peer are not what they can be; said once", "peer", boot.String(), "refused", refused)
+		m.log.Warn("rails of a peer are not what they can be; said once", "peer", boot.String(),
+			"refused", refused)
 	}
 	return s, nil
 }
@@ -228,13 +243,15 @@ func checkAddress(a string) error {
 		return fmt.Errorf("address %q: %w: %w", a, err, wire.ErrMalformed)
 	}
 	if i := strings.IndexFunc(a, func(r rune) bool { return r <= ' ' || r > '~' }); i >= 0 {
-		return fmt.Errorf("address %q: %q in it: %w", a, a[i], wire.ErrMalformed) // people are shown it, on terminals
+		// people are shown it, on terminals
+		return fmt.Errorf("address %q: %q in it: %w", a, a[i], wire.ErrMalformed)
 	}
 	return nil
 }
 
 // call runs f with a connection to endpoint that lives as long as f: calls are rare.
-func (m *Mesh) call(ctx context.Context, endpoint string, f func(context.Context, peerv1.PeerClient) error) error {
+func (m *Mesh) call(ctx context.Context, endpoint string, f func(context.Context,
+	peerv1.PeerClient) error) error {
 	host, _, err := net.SplitHostPort(endpoint)
 	if err != nil || len(endpoint) > MaxText {
 		return fmt.Errorf("peer: endpoint %q: want host:port of at most %d bytes", endpoint, MaxText)
@@ -243,7 +260,9 @@ func (m *Mesh) call(ctx context.Context, endpoint string, f func(context.Context
 	if c := m.opt.Credentials; c != nil {
 		creds = credentials.NewTLS(c.Client(host))
 	} else if !loopback(endpoint) {
-		return fmt.Errorf("peer: call %s: %w: set peer.cluster_key_file ('kvspray keygen cluster') or peer.tls", endpoint, ErrUnsafe)
+		return fmt.Errorf(
+			"peer: call %s: %w: set peer.cluster_key_file ('kvspray keygen cluster') or peer.tls",
+			endpoint, ErrUnsafe)
 	}
 	// gRPC makes a text of what the dialler said; whether anybody listens there is worth knowing.
 	var refused atomic.Bool
@@ -252,7 +271,8 @@ func (m *Mesh) call(ctx context.Context, endpoint string, f func(context.Context
 		refused.Store(errors.Is(err, syscall.ECONNREFUSED))
 		return c, err //nolint:wrapcheck // gRPC says what it did
 	}
-	conn, err := grpc.NewClient("passthrough:///"+endpoint, grpc.WithTransportCredentials(creds), grpc.WithNoProxy(), grpc.WithDisableServiceConfig(),
+	conn, err := grpc.NewClient("passthrough:///"+endpoint, grpc.WithTransportCredentials(creds),
+		grpc.WithNoProxy(), grpc.WithDisableServiceConfig(),
 		grpc.WithContextDialer(dial), grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(MaxLayout)))
 	if err != nil {
 		return fmt.Errorf("peer: call %s: %w", endpoint, err)
@@ -265,7 +285,8 @@ func (m *Mesh) call(ctx context.Context, endpoint string, f func(context.Context
 	case err == nil:
 		return nil
 	case refused.Load():
-		return fmt.Errorf("peer: call %s: nobody listens there: %w: %w", endpoint, ErrNoAnswer, syscall.ECONNREFUSED)
+		return fmt.Errorf("peer: call %s: nobody listens there: %w: %w", endpoint, ErrNoAnswer,
+			syscall.ECONNREFUSED)
 	}
 	if c := status.Code(err); c == codes.Unavailable || c == codes.DeadlineExceeded {
 		return fmt.Errorf("peer: call %s: %w: %w", endpoint, ErrNoAnswer, err)
@@ -273,8 +294,8 @@ func (m *Mesh) call(ctx context.Context, endpoint string, f func(context.Context
 	return fmt.Errorf("peer: call %s: %w", endpoint, err)
 }
 
-// hello introduces this process to the peer at endpoint: once to learn its boot, once to agree on a key
-// with it. acquaint: no request needs it. A nil session: ourselves.
+// hello introduces this process to the peer at endpoint: once to learn its boot, once to agree on a
+// key with it. acquaint: no request needs it. A nil session: ourselves.
 func (m *Mesh) hello(ctx context.Context, endpoint string, acquaint bool) (s *session, err error) {
 	ours := m.opt.Versions
 	q := &peerv1.HelloRequest{Versions: &peerv1.VersionRange{Min: uint32(oldest),
@@ -311,14 +332,16 @@ func (m *Mesh) hello(ctx context.Context, endpoint string, acquaint bool) (s *se
 			return refusedUs(err, trailer)
 		}
 		if again, ierr := m.identify(&from); ierr != nil || again != id {
-			return fmt.Errorf("hello: two certificates in one conversation: several processes answer there: %w", wire.ErrRefused)
+			return fmt.Errorf("hello: two certificates in one conversation: several processes answer "+
+				"there: %w", wire.ErrRefused)
 		}
 		ver := wire.Version(r.Version)
 		if ver < ours.Min || ver > ours.Max {
 			return fmt.Errorf("hello: the peer chose %s, we speak %s: %w", ver, ours, wire.ErrVersion)
 		}
 		if !bytes.Equal(r.Boot, boot[:]) {
-			return fmt.Errorf("hello: boot %s, then %x: several processes answer there: %w", boot, r.Boot, wire.ErrRefused)
+			return fmt.Errorf("hello: boot %s, then %x: several processes answer there: %w", boot, r.Boot,
+				wire.ErrRefused)
 		}
 		// What we dialled is what reaches it from here, and what requests name.
 		w := who{id: id, from: sourceOf(&from), acquaint: acquaint}
@@ -329,9 +352,11 @@ func (m *Mesh) hello(ctx context.Context, endpoint string, acquaint bool) (s *se
 	return s, err
 }
 
-// Describe asks boot for the layout behind a geometry hash; of several the one with that fingerprint, unless it is zero. The answer is
-// foreign: an older peer does not look at fingerprints.
-func (m *Mesh) Describe(ctx context.Context, boot transfer.Boot, geometry, fingerprint [32]byte) (layout []byte, err error) {
+// Describe asks boot for the layout behind a geometry hash; of several the one with that
+// fingerprint, unless it is zero. The answer is foreign: an older peer does not look at
+// fingerprints.
+func (m *Mesh) Describe(ctx context.Context, boot transfer.Boot, geometry,
+	fingerprint [32]byte) (layout []byte, err error) {
 	if boot == m.opt.Boot {
 		if b, ok := m.opt.Handler.Describe(geometry, fingerprint); ok {
 			return b, nil

@@ -14,7 +14,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// session is one other process: what was agreed with it, the lanes to it, and both directions of the numbered frames.
+// session is one other process: what was agreed with it, the lanes to it, and both directions of
+// the numbered frames.
 type session struct {
 	m    *Mesh
 	boot transfer.Boot
@@ -156,8 +157,8 @@ func (s *session) putLocked(o *outgoing) {
 	}
 }
 
-// bestLocked is a lane that nobody doubts, with the least waiting before it, from the address that is preferred, on which something came last:
-// that is the proof that it works.
+// bestLocked is a lane that nobody doubts, with the least waiting before it, from the address that
+// is preferred, on which something came last: that is the proof that it works.
 func (s *session) bestLocked() (best *lane) {
 	var doubted bool
 	var least int
@@ -218,7 +219,8 @@ func (s *session) resendLocked() {
 func (s *session) take(l *lane, f *peerv1.ControlFrame) error {
 	switch b := f.Body.(type) {
 	case *peerv1.ControlFrame_Ping:
-		s.control(l, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Pong{Pong: &peerv1.Pong{Nonce: b.Ping.GetNonce()}}})
+		s.control(l, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Pong{Pong: &peerv1.Pong{
+			Nonce: b.Ping.GetNonce()}}})
 	case *peerv1.ControlFrame_Pong: // that something came is all that counts
 	}
 	s.mu.Lock()
@@ -234,7 +236,8 @@ func (s *session) take(l *lane, f *peerv1.ControlFrame) error {
 		return nil
 	}
 	if f.Seq > s.handled+2*MaxUnacked {
-		return fmt.Errorf("peer: %s sends frame %d where %d is the last handled: more than %d open", s.boot, f.Seq, s.handled, 2*MaxUnacked)
+		return fmt.Errorf("peer: %s sends frame %d where %d is the last handled: more than %d open",
+			s.boot, f.Seq, s.handled, 2*MaxUnacked)
 	}
 	if _, dup := s.held[f.Seq]; dup || f.Seq <= s.taken {
 		// It was sent again because our ack was lost, or is late.
@@ -244,7 +247,8 @@ func (s *session) take(l *lane, f *peerv1.ControlFrame) error {
 	}
 	n := proto.Size(f)
 	if s.heldBytes+n > maxHeldBytes {
-		return fmt.Errorf("peer: %s: %d bytes of frames wait for earlier ones, at most %d", s.boot, s.heldBytes, maxHeldBytes)
+		return fmt.Errorf("peer: %s: %d bytes of frames wait for earlier ones, at most %d", s.boot,
+			s.heldBytes, maxHeldBytes)
 	}
 	if through := f.Seq == s.taken+1 && !s.delivering && s.joined.completes(f); !through &&
 		!s.m.mayWait(n) {
@@ -378,7 +382,8 @@ func (s *session) watch(now time.Time, p Pings) {
 		}
 		if now.UnixNano()-l.heard.Load() >= int64(every) {
 			l.asked.Store(now.UnixNano())
-			s.control(l, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Ping{Ping: &peerv1.Ping{Nonce: uint64(now.UnixNano())}}})
+			s.control(l, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Ping{Ping: &peerv1.Ping{
+				Nonce: uint64(now.UnixNano())}}})
 		}
 	}
 }

@@ -15,7 +15,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// forward is an address behind which one process after another may be: each connection goes to the one that `to` names when it comes.
+// forward is an address behind which one process after another may be: each connection goes to the
+// one that `to` names when it comes.
 func forward(t *testing.T, to *atomic.Pointer[string]) string {
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -61,8 +62,9 @@ func (n *node) cut(t *testing.T, peer *node) { laneOf(t, n, peer).fail(errors.Ne
 // aim changes where a forwarded address leads.
 func aim(p *atomic.Pointer[string], to string) { p.Store(&to) }
 
-// reach connects as the executor does, again after a failure, until boot is up at endpoint, or refuses for good. A process that is met anew fails
-// the first try: the lane tells it that the last session is over.
+// reach connects as the executor does, again after a failure, until boot is up at endpoint, or
+// refuses for good. A process that is met anew fails the first try: the lane tells it that the last
+// session is over.
 func (n *node) reach(endpoint string, boot transfer.Boot) (refused error) {
 	n.t.Helper()
 	for {
@@ -72,7 +74,10 @@ func (n *node) reach(endpoint string, boot transfer.Boot) (refused error) {
 		n.Connect(endpoint)
 		up := false
 		n.until("an answer at "+endpoint, func() bool {
-			up = slices.ContainsFunc(n.ups[ups:], func(p Peer) bool { return p.Boot == boot && p.Endpoint == endpoint })
+			up = slices.ContainsFunc(n.ups[ups:], func(p Peer) bool {
+				return p.Boot == boot &&
+					p.Endpoint == endpoint
+			})
 			if len(n.failed) > failed {
 				refused = n.failed[failed]
 			}
@@ -88,7 +93,8 @@ func (n *node) reach(endpoint string, boot transfer.Boot) (refused error) {
 	}
 }
 
-// tell says something to a peer until it has heard it. What is lost must be lost with a session that is told to be over.
+// tell says something to a peer until it has heard it. What is lost must be lost with a session
+// that is told to be over.
 func (n *node) tell(peer *node) {
 	n.t.Helper()
 	for heard := false; !heard; {
@@ -110,8 +116,9 @@ func (n *node) tell(peer *node) {
 	}
 }
 
-// An address leads to two processes. The lanes to the first are cut for a moment, and it is reached at its own address, as the second answers at the
-// shared one: both are up, and each is told of what is for it.
+// An address leads to two processes. The lanes to the first are cut for a moment, and it is reached
+// at its own address, as the second answers at the shared one: both are up, and each is told of
+// what is for it.
 func TestSharedAddress(t *testing.T) {
 	a, b, d := start(t, slow), start(t, slow), start(t, slow)
 	var to atomic.Pointer[string]
@@ -121,16 +128,21 @@ func TestSharedAddress(t *testing.T) {
 	d.until("a up", func() bool { return len(d.ups) == 1 })
 	aim(&to, b.Endpoint())
 	d.cut(t, a)
-	// Its lane is dialled at its own address at the same time as the shared one says hello: where that is quicker, a is met anew.
+	// Its lane is dialled at its own address at the same time as the shared one says hello: where that
+	// is quicker, a is met anew.
 	d.Connect(shared)
-	d.until("b up", func() bool { return slices.ContainsFunc(d.ups, func(p Peer) bool { return p.Boot == b.opt.Boot }) })
+	d.until("b up", func() bool {
+		return slices.ContainsFunc(d.ups,
+			func(p Peer) bool { return p.Boot == b.opt.Boot })
+	})
 	for _, n := range []*node{a, b} {
 		d.tell(n)
 	}
 }
 
-// The same, where the first cannot be reached at its own address either when the second answers at the shared one: its session is over, as all of it
-// may be, and it is met anew once its own address leads to it again. Only a process at whose own address another answers is gone for good.
+// The same, where the first cannot be reached at its own address either when the second answers at
+// the shared one: its session is over, as all of it may be, and it is met anew once its own address
+// leads to it again. Only a process at whose own address another answers is gone for good.
 func TestGoneOnlyAtItsOwnAddress(t *testing.T) {
 	for name, own := range map[string]bool{"at a shared address": false, "at its own": true} {
 		t.Run(name, func(t *testing.T) {
@@ -138,7 +150,8 @@ func TestGoneOnlyAtItsOwnAddress(t *testing.T) {
 			const nowhere = "127.0.0.1:1"
 			aim(&toOwn, nowhere)
 			advertised := forward(t, &toOwn)
-			a, b, d := start(t, func(o *Options) { slow(o); o.Advertise = advertised }), start(t, slow), start(t, slow)
+			a, b, d := start(t, func(o *Options) { slow(o); o.Advertise = advertised }), start(t, slow),
+				start(t, slow)
 			a.Mesh.mu.Lock()
 			listens := a.served.Addr().String()
 			a.Mesh.mu.Unlock()
@@ -155,7 +168,8 @@ func TestGoneOnlyAtItsOwnAddress(t *testing.T) {
 			aim(to, b.Endpoint())
 			d.cut(t, a)
 			d.until("a down, b up", func() bool {
-				return len(d.downs) > 0 && slices.ContainsFunc(d.ups, func(p Peer) bool { return p.Boot == b.opt.Boot })
+				return len(d.downs) > 0 && slices.ContainsFunc(d.ups,
+					func(p Peer) bool { return p.Boot == b.opt.Boot })
 			})
 			aim(&toOwn, listens)
 			if err := d.reach(advertised, a.opt.Boot); (err != nil) != own {

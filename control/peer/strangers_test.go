@@ -94,7 +94,8 @@ func p99(d []time.Duration) time.Duration {
 // meet and open lanes as if they were alone.
 func TestMembersAmongStrangers(t *testing.T) {
 	if testutil.Race {
-		testutil.Skip(t, "norace", "make test-all looks at it where nothing else runs, in its part bounds")
+		testutil.Skip(t, "norace",
+			"make test-all looks at it where nothing else runs, in its part bounds")
 	}
 	c, err := keys.NewCluster()
 	if err != nil {
@@ -203,7 +204,8 @@ func TestFourBytesAreNoMessage(t *testing.T) {
 			if _, err := conn.Write(x.say); err != nil {
 				t.Fatal(err)
 			}
-			// Many others that send nothing take the places. A connection that has sent a message keeps its own.
+			// Many others that send nothing take the places. A connection that has sent a message keeps its
+			// own.
 			testutil.Strangers(t, victim.Endpoint(), 3*maxOpening, 1, testutil.ManyStrangers, nil)
 			poll(t, "others made room", func() bool { return victim.gate.Evicted() > maxOpening })
 			if err := conn.SetReadDeadline(time.Now().Add(100 * time.Millisecond)); err != nil {

@@ -92,7 +92,8 @@ func Rank(in Input) []Candidate {
 		local, remote := of(in.Local, t.Name), of(in.Remote, t.Name)
 		for _, p := range Pairs(local, remote) {
 			a, b := &local[p.Local], &remote[p.Remote]
-			c := Candidate{Kind: kind, Transport: t.Name, Local: a.Name, Remote: b.Name, Tier: max(a.Tier, b.Tier, 1), Gbps: slower(a.Gbps, b.Gbps), OnLink: p.OnLink,
+			c := Candidate{Kind: kind, Transport: t.Name, Local: a.Name, Remote: b.Name, Tier: max(a.Tier,
+				b.Tier, 1), Gbps: slower(a.Gbps, b.Gbps), OnLink: p.OnLink,
 				Why: why, rank: t.Rank}
 			switch {
 			case c.Why != "":
@@ -111,8 +112,10 @@ func Rank(in Input) []Candidate {
 // compare orders candidates: usable, preferred transport, without a stop, near memory, on one link,
 // fast.
 func compare(a, b Candidate) int {
-	return cmp.Or(first(b.Usable(), a.Usable()), cmp.Compare(a.rank, b.rank), first(b.Kind == Direct, a.Kind == Direct), cmp.Compare(a.Tier, b.Tier),
-		first(b.OnLink, a.OnLink), cmp.Compare(b.Gbps, a.Gbps), strings.Compare(a.Local, b.Local), strings.Compare(a.Remote, b.Remote))
+	return cmp.Or(first(b.Usable(), a.Usable()), cmp.Compare(a.rank, b.rank), first(b.Kind == Direct,
+		a.Kind == Direct), cmp.Compare(a.Tier, b.Tier),
+		first(b.OnLink, a.OnLink), cmp.Compare(b.Gbps, a.Gbps), strings.Compare(a.Local, b.Local),
+		strings.Compare(a.Remote, b.Remote))
 }
 
 func first(a, b bool) int {

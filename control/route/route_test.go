@@ -26,13 +26,19 @@ func TestPairs(t *testing.T) {
 		want   string
 	}{
 		{"nobody", nil, []Rail{there("a", "10.0.0.2:1")}, ""},
-		{"in order", []Rail{here("a", ""), here("b", "")}, []Rail{there("x", "10.0.0.2:1"), there("y", "10.0.1.2:1")}, "a>x b>y"},
-		{"more here", []Rail{here("a", ""), here("b", ""), here("c", "")}, []Rail{there("x", "10.0.0.2:1"), there("y", "10.0.1.2:1")}, "a>x b>y c>x"},
-		{"more there", []Rail{here("a", "")}, []Rail{there("x", "10.0.0.2:1"), there("y", "10.0.1.2:1")}, "a>x a>y"},
-		{"by link, whatever the order", []Rail{here("a", "10.0.0.1/24"), here("b", "10.0.1.1/24")}, []Rail{there("y", "10.0.1.2:1"), there("x", "10.0.0.2:1")},
+		{"in order", []Rail{here("a", ""), here("b", "")}, []Rail{there("x", "10.0.0.2:1"),
+			there("y", "10.0.1.2:1")}, "a>x b>y"},
+		{"more here", []Rail{here("a", ""), here("b", ""), here("c", "")},
+			[]Rail{there("x", "10.0.0.2:1"), there("y", "10.0.1.2:1")}, "a>x b>y c>x"},
+		{"more there", []Rail{here("a", "")}, []Rail{there("x", "10.0.0.2:1"), there("y", "10.0.1.2:1")},
+			"a>x a>y"},
+		{"by link, whatever the order", []Rail{here("a", "10.0.0.1/24"), here("b", "10.0.1.1/24")},
+			[]Rail{there("y", "10.0.1.2:1"), there("x", "10.0.0.2:1")},
 			"a=x b=y"},
-		{"one went", []Rail{here("b", "10.0.1.1/24")}, []Rail{there("x", "10.0.0.2:1"), there("y", "10.0.1.2:1")}, "b=y b>x"},
-		{"several on one link", []Rail{here("a", "10.0.0.1/16"), here("b", "10.0.1.1/16")}, []Rail{there("x", "10.0.0.2:1"), there("y", "10.0.1.2:1")}, "a=x b=y"},
+		{"one went", []Rail{here("b", "10.0.1.1/24")}, []Rail{there("x", "10.0.0.2:1"),
+			there("y", "10.0.1.2:1")}, "b=y b>x"},
+		{"several on one link", []Rail{here("a", "10.0.0.1/16"), here("b", "10.0.1.1/16")},
+			[]Rail{there("x", "10.0.0.2:1"), there("y", "10.0.1.2:1")}, "a=x b=y"},
 		{"six", []Rail{here("a", "2001:db8::1/64")}, []Rail{there("x", "[2001:db8::2]:1")}, "a=x"},
 		{"nonsense", []Rail{here("a", "10.0.0.1/24")}, []Rail{there("x", "no address")}, "a>x"},
 	} {
@@ -58,14 +64,18 @@ func TestPairs(t *testing.T) {
 }
 
 func TestRank(t *testing.T) {
-	shm, gdr, tcp := Transport{Name: "shm", SameHost: true, Device: true}, Transport{Name: "gdr", Rank: 1, Device: true}, Transport{Name: "tcp", Rank: 2}
+	shm, gdr, tcp := Transport{Name: "shm", SameHost: true, Device: true}, Transport{Name: "gdr",
+		Rank: 1, Device: true}, Transport{Name: "tcp", Rank: 2}
 	rail := func(transport, name string, tier int, gbps float64, down bool) Rail {
-		return Rail{Transport: transport, Name: name, Tier: tier, Gbps: gbps, Down: down, Address: "10.0.0.2:1"}
+		return Rail{Transport: transport, Name: name, Tier: tier, Gbps: gbps, Down: down,
+			Address: "10.0.0.2:1"}
 	}
 	in := Input{Transports: []Transport{shm, gdr, tcp},
-		Local: []Rail{rail("shm", "shm", 1, 0, false), rail("tcp", "eth0", 2, 100, false), rail("tcp", "eth1", 3, 400, false), rail("tcp", "eth2", 2, 100, true),
+		Local: []Rail{rail("shm", "shm", 1, 0, false), rail("tcp", "eth0", 2, 100, false),
+			rail("tcp", "eth1", 3, 400, false), rail("tcp", "eth2", 2, 100, true),
 			rail("gdr", "mlx5_0", 1, 400, false)},
-		Remote: []Rail{rail("shm", "shm", 1, 0, false), rail("tcp", "eth0", 2, 25, false), rail("tcp", "eth1", 2, 400, false), rail("tcp", "eth2", 2, 100, false),
+		Remote: []Rail{rail("shm", "shm", 1, 0, false), rail("tcp", "eth0", 2, 25, false),
+			rail("tcp", "eth1", 2, 400, false), rail("tcp", "eth2", 2, 100, false),
 			rail("gdr", "mlx5_0", 1, 400, false)}}
 	check := func(what string, want ...string) {
 		t.Helper()

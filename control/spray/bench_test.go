@@ -10,15 +10,17 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// loaded is a scheduler with n warm pairs, their windows full, and endless work: end confirms the oldest slice, pull gives out what fits then,
-// up to the pull that finds nothing, and says how many slices that was.
+// loaded is a scheduler with n warm pairs, their windows full, and endless work: end confirms the
+// oldest slice, pull gives out what fits then, up to the pull that finds nothing, and says how many
+// slices that was.
 func loaded(t testing.TB, n int) (end func(), pull func() int) {
 	s := New(Config{MaxFlights: 1 << 20})
 	p := s.Peer(transfer.Boot{1}, nil)
 	for i := range n {
 		name := fmt.Sprint(i)
 		for k := range 2 {
-			if err := s.LaneUp(0, p, LaneInfo{ID: uint64(2*i + k + 1), Path: Path{"tcp", name, name}, SliceBytes: 256 << 10, MaxSlices: 16}); err != nil {
+			if err := s.LaneUp(0, p, LaneInfo{ID: uint64(2*i + k + 1), Path: Path{"tcp", name, name},
+				SliceBytes: 256 << 10, MaxSlices: 16}); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -131,7 +133,8 @@ func sharedRails(t testing.TB, peers, rails int) (end func(), slices *int) {
 			for range 2 {
 				id++
 				name := fmt.Sprint("eth", r)
-				if err := s.LaneUp(0, p, LaneInfo{ID: id, Path: Path{"tcp", name, name}, SliceBytes: 1 << 20, MaxSlices: 16, Way: 50 * time.Microsecond}); err != nil {
+				if err := s.LaneUp(0, p, LaneInfo{ID: id, Path: Path{"tcp", name, name}, SliceBytes: 1 << 20,
+					MaxSlices: 16, Way: 50 * time.Microsecond}); err != nil {
 					t.Fatal(err)
 				}
 				lane[id] = r

@@ -7,12 +7,14 @@ import (
 	"time"
 )
 
-// pullGoal is what the decision about one slice may cost with 32 candidate pairs. A core whose other half is busy takes nearly twice as long
-// for the same, so twice the goal is what fails; the log has the figure.
+// pullGoal is what the decision about one slice may cost with 32 candidate pairs. A core whose
+// other half is busy takes nearly twice as long for the same, so twice the goal is what fails; the
+// log has the figure.
 const pullGoal = 500 * time.Nanosecond
 
-// TestPullCost: the decision stays cheap with many pairs, the one that finds nothing and ends each round included. The race detector makes
-// everything slow, so this is left out under it; make test-sim runs it.
+// TestPullCost: the decision stays cheap with many pairs, the one that finds nothing and ends each
+// round included. The race detector makes everything slow, so this is left out under it; make
+// test-sim runs it.
 func TestPullCost(t *testing.T) {
 	const rounds, confirmed = 100, 16
 	end, pull := loaded(t, 32)

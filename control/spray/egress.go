@@ -38,11 +38,12 @@ const (
 // from what all of them have in flight. A pair that is alone there is ruled by its own window only.
 //
 // What waits there follows from time: free is when the rail will have moved what was posted. The
-// confirmations of slices that were posted after all others that were confirmed bring it to the truth:
-// what was posted before such a slice has left. Bytes that wait elsewhere, at a peer that is slow or
-// stopped, therefore count no longer than the next confirmation of another peer. A confirmation that
-// is early is the truth. One that is late may have waited at its peer, or for one of two processes to
-// run; so what all of them in a span are late by, the least, is what the rail was longer busy.
+// confirmations of slices that were posted after all others that were confirmed bring it to the
+// truth: what was posted before such a slice has left. Bytes that wait elsewhere, at a peer that is
+// slow or stopped, therefore count no longer than the next confirmation of another peer. A
+// confirmation that is early is the truth. One that is late may have waited at its peer, or for one
+// of two processes to run; so what all of them in a span are late by, the least, is what the rail
+// was longer busy.
 //
 // The rate of the rail is what was confirmed in a span in which it was the rail that slices waited
 // for. Bursts of confirmations say nothing: of a rate that is believed too high no pair waits, and
@@ -174,8 +175,8 @@ func (q *pair) ahead(now Instant) uint64 {
 	return load
 }
 
-// admits reports whether a slice may be added to what waits at the local rail. owed: lower priorities
-// of the same peer are, so that they go before what is more urgent.
+// admits reports whether a slice may be added to what waits at the local rail. owed: lower
+// priorities of the same peer are, so that they go before what is more urgent.
 func (q *pair) admits(now Instant, prio Priority, owed bool) bool {
 	if !q.crowded() {
 		return true
@@ -333,8 +334,8 @@ func (q *pair) leaves(now Instant, fl *flight) {
 	}
 }
 
-// left takes the confirmation of a slice, and returns the rate of the local rail if that is what the
-// slice waited for; 0: it came late, or found the rail idle.
+// left takes the confirmation of a slice, and returns the rate of the local rail if that is what
+// the slice waited for; 0: it came late, or found the rail idle.
 func (q *pair) left(now Instant, fl *flight) (rate float64) {
 	o := q.out
 	if o == nil || fl.mark == 0 {
@@ -411,8 +412,8 @@ func (e *egress) restart() {
 	e.spanTime, e.spanBytes, e.spanCount, e.late = 0, 0, 0, never
 }
 
-// judge ends a probe: more was sent than the rail is believed to move. Where the ends of the peers are
-// what limits a rail, its rate is only what they took; it is found out so that they take more.
+// judge ends a probe: more was sent than the rail is believed to move. Where the ends of the peers
+// are what limits a rail, its rate is only what they took; it is found out so that they take more.
 func (e *egress) judge(now Instant) {
 	switch {
 	case now-e.looked >= probeLook && e.lookLate != never:
@@ -432,9 +433,9 @@ func (e *egress) judge(now Instant) {
 	}
 }
 
-// trip is the time from when a slice has left the local rail to its confirmation: the mean of slices
-// that found the rail idle, or else the round trip of when the lanes came up, or the least delay that
-// was seen. It has in it how long the two processes wait for a processor.
+// trip is the time from when a slice has left the local rail to its confirmation: the mean of
+// slices that found the rail idle, or else the round trip of when the lanes came up, or the least
+// delay that was seen. It has in it how long the two processes wait for a processor.
 func (q *pair) trip(rate float64) Instant {
 	d, bytes := q.lat[0], q.latBytes[0]
 	if d == 0 || q.lat[1] != 0 && q.lat[1] < d {

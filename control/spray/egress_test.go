@@ -35,7 +35,8 @@ type fanConfig struct {
 }
 
 func newFan(t testing.TB, cfg fanConfig) *fan {
-	f := &fan{model: &model{t: t, s: New(Config{}), now: sec}, cfg: cfg, near: make([]Instant, cfg.rails), rails: map[uint64][2]int{}, dirty: map[*Peer]bool{}}
+	f := &fan{model: &model{t: t, s: New(Config{}), now: sec}, cfg: cfg, near: make([]Instant,
+		cfg.rails), rails: map[uint64][2]int{}, dirty: map[*Peer]bool{}}
 	for range cfg.peers {
 		f.join()
 	}
@@ -52,13 +53,15 @@ func (f *fan) join() {
 		for range 2 {
 			f.lanes++
 			name := fmt.Sprint("eth", r)
-			if err := f.s.LaneUp(f.now, p, LaneInfo{ID: f.lanes, Path: Path{"tcp", name, name}, SliceBytes: 1 << 20, MaxSlices: 16, Way: f.cfg.delay}); err != nil {
+			if err := f.s.LaneUp(f.now, p, LaneInfo{ID: f.lanes, Path: Path{"tcp", name, name},
+				SliceBytes: 1 << 20, MaxSlices: 16, Way: f.cfg.delay}); err != nil {
 				f.t.Fatal(err)
 			}
 			f.rails[f.lanes] = [2]int{i, r}
 		}
 	}
-	f.peers, f.far, f.frozen, f.came = append(f.peers, p), append(f.far, 0), append(f.frozen, false), append(f.came, 0)
+	f.peers, f.far, f.frozen, f.came = append(f.peers, p), append(f.far, 0), append(f.frozen, false),
+		append(f.came, 0)
 }
 
 func (f *fan) tick() {
@@ -135,8 +138,8 @@ func (f *fan) rate(d Instant) (all []float64, sum float64) {
 }
 
 // What a decode waits for takes little longer through a rail over which other peers are sent what
-// nobody waits for, or layers of a prefill, whenever it comes; and they get their share, and the rail
-// is full.
+// nobody waits for, or layers of a prefill, whenever it comes; and they get their share, and the
+// rail is full.
 func TestUrgentAmongPeers(t *testing.T) {
 	const bytes = 8 << 20
 	for _, c := range []struct {
@@ -144,7 +147,8 @@ func TestUrgentAmongPeers(t *testing.T) {
 		ratio float64
 	}{{Background, 1.3}, {LayerStream, 1.5}} {
 		for _, others := range []int{1, 4, 15, 60} {
-			f := newFan(t, fanConfig{peers: others + 1, rails: 1, near: 10 * gbit, delay: 50 * time.Microsecond})
+			f := newFan(t, fanConfig{peers: others + 1, rails: 1, near: 10 * gbit,
+				delay: 50 * time.Microsecond})
 			urgent := func() Instant {
 				fl := f.open(0, DecodeWaits, bytes)
 				return f.run(10*sec, fl.landed)
@@ -159,16 +163,19 @@ func TestUrgentAmongPeers(t *testing.T) {
 			const rounds = 200
 			for i := range Instant(rounds) {
 				all = append(all, float64(urgent())/float64(alone))
-				f.wait(5*ms + i*1700*time.Microsecond%(13*ms)) // at any point of what happens every few milliseconds
+				// at any point of what happens every few milliseconds
+				f.wait(5*ms + i*1700*time.Microsecond%(13*ms))
 			}
 			f.endless(1, c.prio) // one peer alone has taken what it had
 			_, sum := f.rate(sec)
 			slices.Sort(all)
 			worst := all[rounds-1]
-			t.Logf("8 MiB beside %s to %2d peers: alone %v, times that p50 %.2f, p99 %.2f, most %.2f; %.3f of the rail", c.prio, others, alone,
+			t.Logf("8 MiB beside %s to %2d peers: alone %v, times that p50 %.2f, p99 %.2f, most %.2f; "+
+				"%.3f of the rail", c.prio, others, alone,
 				all[rounds/2], all[rounds*99/100], worst, sum/(10*gbit))
 			if worst > c.ratio {
-				t.Errorf("8 MiB that a decode waits for take up to %.2f times as long beside %s to %d other peers as alone: want %v at most",
+				t.Errorf("8 MiB that a decode waits for take up to %.2f times as long beside %s to %d other "+
+					"peers as alone: want %v at most",
 					worst, c.prio, others, c.ratio)
 			}
 			if sum < 0.97*10*gbit {
@@ -187,7 +194,8 @@ func TestUrgentAmongPeersThatConfirmInBursts(t *testing.T) {
 	}{{Background, 1.3}, {LayerStream, 1.5}} {
 		for _, looks := range []Instant{ms, 2 * ms, 3 * ms} {
 			const peers, rate = 16, gbit
-			f := newFan(t, fanConfig{peers: peers, rails: 1, near: rate, delay: 50 * time.Microsecond, looks: looks})
+			f := newFan(t, fanConfig{peers: peers, rails: 1, near: rate, delay: 50 * time.Microsecond,
+				looks: looks})
 			urgent := func() Instant {
 				fl := f.open(0, DecodeWaits, 8<<20)
 				return f.run(10*sec, fl.landed)
@@ -206,10 +214,12 @@ func TestUrgentAmongPeersThatConfirmInBursts(t *testing.T) {
 			}
 			_, sum := f.rate(sec)
 			slices.Sort(all)
-			t.Logf("8 MiB beside %s, receivers look every %v: alone %v, times that p50 %.2f, p99 %.2f, most %.2f; %.3f of the rail", c.prio, looks, alone,
+			t.Logf("8 MiB beside %s, receivers look every %v: alone %v, times that p50 %.2f, p99 %.2f, "+
+				"most %.2f; %.3f of the rail", c.prio, looks, alone,
 				all[rounds/2], all[rounds*99/100], all[rounds-1], sum/rate)
 			if all[rounds-1] > c.ratio {
-				t.Errorf("8 MiB that a decode waits for take up to %.2f times as long beside %s as alone, where receivers look every %v: want %v at most",
+				t.Errorf("8 MiB that a decode waits for take up to %.2f times as long beside %s as alone, "+
+					"where receivers look every %v: want %v at most",
 					all[rounds-1], c.prio, looks, c.ratio)
 			}
 			if sum < 0.75*rate {
@@ -232,8 +242,10 @@ func TestPeersShareARail(t *testing.T) {
 		{"background", 50 * time.Microsecond, nil, Background},
 		{"urgent", 50 * time.Microsecond, nil, DecodeWaits},
 		{"a long way", 5 * ms, nil, LayerStream},
-		{"ends of half the share", 50 * time.Microsecond, func(int) float64 { return 10 * gbit / 32 }, LayerStream},
-		{"ends of their share", 50 * time.Microsecond, func(int) float64 { return 10 * gbit / 16 }, LayerStream},
+		{"ends of half the share", 50 * time.Microsecond, func(int) float64 { return 10 * gbit / 32 },
+			LayerStream},
+		{"ends of their share", 50 * time.Microsecond, func(int) float64 { return 10 * gbit / 16 },
+			LayerStream},
 		{"one slow end", 50 * time.Microsecond, func(i int) float64 {
 			if i == 3 {
 				return 10 * gbit / 160
@@ -278,7 +290,8 @@ func TestPeersShareARail(t *testing.T) {
 				full = 0.95 // each end is full as long as it always has something, and so is the rail
 			}
 			if sum < full*want || least < 0.9*most {
-				t.Errorf("%.3f of what there is, the least has %.3f of the most: want %.2f and 0.9", sum/want, least/most, full)
+				t.Errorf("%.3f of what there is, the least has %.3f of the most: want %.2f and 0.9", sum/want,
+					least/most, full)
 			}
 			if slow > 0 && slow < 0.9*10*gbit/160 {
 				t.Errorf("the slow end has %.3f of what it takes", slow/(10*gbit/160))
@@ -331,14 +344,17 @@ func TestNoPeerStarves(t *testing.T) {
 	f.endless(3, Background)
 	f.wait(sec / 2)
 	all, sum := f.rate(sec)
-	t.Logf("of the rail %.3f: two urgent peers %.3f and %.3f, layers %.3f, background %.3f", sum/(10*gbit), all[0]/sum, all[1]/sum, all[2]/sum, all[3]/sum)
-	if urgent := all[0] + all[1]; all[2] < 0.9*urgent/8 || all[3] < 0.9*urgent/16 || sum < 0.97*10*gbit {
-		t.Errorf("of the rail %.3f: urgent %.3f, layers %.3f, background %.3f: want an eighth and a sixteenth", sum/(10*gbit), urgent/sum, all[2]/sum, all[3]/sum)
+	t.Logf("of the rail %.3f: two urgent peers %.3f and %.3f, layers %.3f, background %.3f",
+		sum/(10*gbit), all[0]/sum, all[1]/sum, all[2]/sum, all[3]/sum)
+	if urgent := all[0] + all[1]; all[2] < 0.9*urgent/8 || all[3] < 0.9*urgent/16 ||
+		sum < 0.97*10*gbit {
+		t.Errorf("of the rail %.3f: urgent %.3f, layers %.3f, background %.3f: want an eighth and a "+
+			"sixteenth", sum/(10*gbit), urgent/sum, all[2]/sum, all[3]/sum)
 	}
 }
 
-// A peer that joins another one on a rail has its share at once, and leaves it when it has nothing to
-// send.
+// A peer that joins another one on a rail has its share at once, and leaves it when it has nothing
+// to send.
 func TestPeerJoins(t *testing.T) {
 	f := newFan(t, fanConfig{peers: 1, rails: 1, near: 10 * gbit, delay: 50 * time.Microsecond})
 	f.endless(0, LayerStream)
@@ -352,7 +368,8 @@ func TestPeerJoins(t *testing.T) {
 	all, sum := f.rate(200 * ms)
 	t.Logf("%.3f of the rail, %.3f and %.3f", sum/(10*gbit), all[0]/sum, all[1]/sum)
 	if least := min(all[0], all[1]) / max(all[0], all[1]); sum < 0.97*10*gbit || least < 0.9 {
-		t.Errorf("%.3f of the rail is used, and one has %.3f of the other: want 0.97 and 0.9", sum/(10*gbit), least)
+		t.Errorf("%.3f of the rail is used, and one has %.3f of the other: want 0.97 and 0.9",
+			sum/(10*gbit), least)
 	}
 	other.Close()
 	f.wait(100 * ms)

@@ -16,7 +16,8 @@ type chunk struct {
 	strikes uint8  // failures that were charged
 }
 
-// Flow is the sending side of one transfer to one peer: which of its chunks may be sent, which are on their way, which landed.
+// Flow is the sending side of one transfer to one peer: which of its chunks may be sent, which are
+// on their way, which landed.
 type Flow struct {
 	Owner any // the caller's
 
@@ -29,8 +30,8 @@ type Flow struct {
 	fresh    *transfer.RangeSet // ready, never sent
 	seen     *transfer.RangeSet // ready, or was
 	got      *transfer.RangeSet // landed
-	// Only once something has not gone as it should, see detail. With ten thousand transfers open all of this is cold when its turn comes, and most
-	// of them never need more than the sets.
+	// Only once something has not gone as it should, see detail. With ten thousand transfers open all
+	// of this is cold when its turn comes, and most of them never need more than the sets.
 	again   *transfer.RangeSet // sent, and free for another lane; these go first
 	chunks  []chunk
 	queued  heap.Item[*Flow] // in its queue, while something waits
@@ -60,8 +61,9 @@ func (f *Flow) retries() uint32 {
 	return f.again.Count()
 }
 
-// detail keeps what is known of each chunk from now on. Until something goes wrong that follows from the sets: what was ready and is not fresh was
-// sent once, and is on its way until it has landed. Called for a flow that is not stopped, before the first copy, failure or retry.
+// detail keeps what is known of each chunk from now on. Until something goes wrong that follows
+// from the sets: what was ready and is not fresh was sent once, and is on its way until it has
+// landed. Called for a flow that is not stopped, before the first copy, failure or retry.
 func (f *Flow) detail() {
 	if f.chunks != nil {
 		return
@@ -85,11 +87,14 @@ func (f *Flow) detail() {
 // Flights counts slices in flight.
 func (f *Flow) Flights() int { return f.flights }
 
-// Open adds a flow towards p, with nothing ready. Nothing of it is sent from deadline on; 0 is none.
-func (s *Scheduler) Open(p *Peer, prio Priority, deadline Instant, space *transfer.Space, owner any) *Flow {
+// Open adds a flow towards p, with nothing ready. Nothing of it is sent from deadline on; 0 is
+// none.
+func (s *Scheduler) Open(p *Peer, prio Priority, deadline Instant, space *transfer.Space,
+	owner any) *Flow {
 	s.seq++
 	n := space.NumChunks()
-	f := &Flow{Owner: owner, peer: p, prio: min(prio, Background), deadline: deadline, seq: s.seq, space: space,
+	f := &Flow{Owner: owner, peer: p, prio: min(prio, Background), deadline: deadline, seq: s.seq,
+		space: space,
 		fresh: transfer.NewRangeSet(n), seen: transfer.NewRangeSet(n), got: transfer.NewRangeSet(n),
 		hedges: max(int(n)/hedgeShare, hedgeLeast)}
 	f.queued.Value = f
@@ -170,7 +175,8 @@ func (f *Flow) unpark() {
 	}
 }
 
-// next is the first run that the flow would send, as far as a slice can reach, and the pair that it must avoid, as in chunk.
+// next is the first run that the flow would send, as far as a slice can reach, and the pair that it
+// must avoid, as in chunk.
 func (f *Flow) next() (r transfer.Range, avoid uint16) {
 	if f.retries() > 0 {
 		r = f.again.Peek(maxSliceChunks)
@@ -179,7 +185,8 @@ func (f *Flow) next() (r transfer.Range, avoid uint16) {
 	return f.fresh.Peek(maxSliceChunks), 0
 }
 
-// take removes up to limit chunks for one slice, of those that were never sent or of those that were, and returns the attempt that it is.
+// take removes up to limit chunks for one slice, of those that were never sent or of those that
+// were, and returns the attempt that it is.
 func (f *Flow) take(limit uint32, fresh bool) (transfer.Range, uint32) {
 	var r transfer.Range
 	if !fresh {
@@ -219,8 +226,8 @@ func (f *Flow) send(r transfer.Range) uint32 {
 	return uint32(last)
 }
 
-// free makes what of r has neither landed nor waits sendable again; only where no copy is left, unless spare says that
-// the copies in flight are doubted.
+// free makes what of r has neither landed nor waits sendable again; only where no copy is left,
+// unless spare says that the copies in flight are doubted.
 func (f *Flow) free(r transfer.Range, spare bool) {
 	if f.stopped {
 		return
@@ -239,7 +246,8 @@ func (f *Flow) free(r transfer.Range, spare bool) {
 	f.requeue()
 }
 
-// land takes the receiver's word for r and returns how many of its chunks are new. A copy that waits is not sent.
+// land takes the receiver's word for r and returns how many of its chunks are new. A copy that
+// waits is not sent.
 func (f *Flow) land(r transfer.Range) (fresh uint32) {
 	fresh = f.got.Add(r)
 	if f.retries() > 0 {
@@ -264,8 +272,9 @@ func (f *Flow) strike(r transfer.Range, pair *pair) {
 	}
 }
 
-// refused remembers that a transport has refused the flow: after some times the others come first, and for a while only they. Where there is none
-// yet, at the beginning of two sidecars' acquaintance, all strikes would be spent before its first lane is up.
+// refused remembers that a transport has refused the flow: after some times the others come first,
+// and for a while only they. Where there is none yet, at the beginning of two sidecars'
+// acquaintance, all strikes would be spent before its first lane is up.
 func (s *Scheduler) refused(now Instant, f *Flow, rank int) {
 	f.bad[rank] = min(f.bad[rank]+1, badFlow)
 	if f.bad[rank] < badFlow {
@@ -324,7 +333,8 @@ func (f *Flow) served() bool {
 	return false
 }
 
-// exhausted reports whether a chunk of r that no slice carries any more has failed too often to be sent again.
+// exhausted reports whether a chunk of r that no slice carries any more has failed too often to be
+// sent again.
 func (f *Flow) exhausted(r transfer.Range, most int) bool {
 	for c := r.First; c < r.End(); c++ {
 		k := &f.chunks[c]

@@ -26,7 +26,8 @@ func TestDetail(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 1))
 	for range 200 {
 		n := 1 + rng.Uint32N(300)
-		f := &Flow{fresh: transfer.NewRangeSet(n), seen: transfer.NewRangeSet(n), got: transfer.NewRangeSet(n)}
+		f := &Flow{fresh: transfer.NewRangeSet(n), seen: transfer.NewRangeSet(n),
+			got: transfer.NewRangeSet(n)}
 		for range rng.IntN(20) {
 			r := transfer.Range{First: rng.Uint32N(n), Count: 1 + rng.Uint32N(40)}
 			r.Count = min(r.Count, n-r.First)
@@ -52,7 +53,8 @@ func TestDetail(t *testing.T) {
 // The first hedge, failure or doubted lane of a transfer of 4 GiB.
 func BenchmarkDetail(b *testing.B) {
 	const n = 4 << 30 / transfer.ChunkBytes
-	f := &Flow{fresh: transfer.NewRangeSet(n), seen: transfer.NewRangeSet(n), got: transfer.NewRangeSet(n)}
+	f := &Flow{fresh: transfer.NewRangeSet(n), seen: transfer.NewRangeSet(n),
+		got: transfer.NewRangeSet(n)}
 	f.seen.Add(transfer.Range{Count: n})
 	f.got.Add(transfer.Range{Count: n - n/16})
 	for b.Loop() {

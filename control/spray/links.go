@@ -7,10 +7,12 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// What others know about rails, and this package cannot find out by moving bytes: that a link is down, where memory lies, how much a
-// receiver wants in flight, and that bytes arrive within a slice.
+// What others know about rails, and this package cannot find out by moving bytes: that a link is
+// down, where memory lies, how much a receiver wants in flight, and that bytes arrive within a
+// slice.
 
-// Place says where the memory of a flow lies, at both ends, in the numbering of whoever opens flows. 0 is unknown.
+// Place says where the memory of a flow lies, at both ends, in the numbering of whoever opens
+// flows. 0 is unknown.
 type Place uint8
 
 // MaxPlaces bounds what one peer tells apart; what is more is unknown.
@@ -20,10 +22,12 @@ const (
 	maxLinks = 512                // rails of one side whose state or credit is remembered
 	never    = Instant(1<<63 - 1) // until a link is back
 	maxWay   = 4 << 30            // bytes that a way can hold
-	askAfter = 3                  // a lane is asked for its received bytes after this part of Config.Suspect
+	// a lane is asked for its received bytes after this part of Config.Suspect
+	askAfter = 3
 )
 
-// CreditSpan is the time in which a rail moves the credits that its owner has given: what may wait in front of it.
+// CreditSpan is the time in which a rail moves the credits that its owner has given: what may wait
+// in front of it.
 const CreditSpan = time.Millisecond
 
 // tierAt is the tier of the pair for memory at a place: 1 to 3.
@@ -64,17 +68,19 @@ func (s *Scheduler) Moved(now Instant, id uint64) {
 	q.stirs(now)
 }
 
-// Quiet calls yield for each lane that can tell what it has received, and should be asked: it is busy and has brought nothing for a while.
+// Quiet calls yield for each lane that can tell what it has received, and should be asked: it is
+// busy and has brought nothing for a while.
 func (s *Scheduler) Quiet(now Instant, yield func(lane uint64)) {
 	for _, l := range s.busy {
-		if l.info.Tells && !l.broken && now-max(l.moved, s.flights[l.head].posted) >= s.cfg.Suspect/askAfter {
+		if l.info.Tells && !l.broken && now-max(l.moved, s.flights[l.head].posted) >=
+			s.cfg.Suspect/askAfter {
 			yield(l.info.ID)
 		}
 	}
 }
 
-// RailDown takes every pair over a rail out of use at once, for its link is known to be down; what it carries goes to others. p: the rail
-// is that peer's; nil: it is ours. It lasts until RailUp.
+// RailDown takes every pair over a rail out of use at once, for its link is known to be down; what
+// it carries goes to others. p: the rail is that peer's; nil: it is ours. It lasts until RailUp.
 func (s *Scheduler) RailDown(now Instant, p *Peer, transport, rail string) {
 	s.setLink(now, p, railName{transport, rail}, true)
 }
@@ -132,8 +138,8 @@ func (s *Scheduler) follow(now Instant, q *pair) {
 	}
 }
 
-// Credit is how many bytes may be in flight to a rail of p, as its owner says; 0: as many as the windows allow. False: there are too many
-// of them already.
+// Credit is how many bytes may be in flight to a rail of p, as its owner says; 0: as many as the
+// windows allow. False: there are too many of them already.
 func (s *Scheduler) Credit(p *Peer, transport, rail string, bytes uint64) bool {
 	n := railName{transport, rail}
 	if _, known := p.credits[n]; !known && len(p.credits) >= maxLinks {
@@ -167,8 +173,8 @@ func (p *Peer) share(n railName) {
 	}
 }
 
-// credited keeps window and slice within the credit, and what the way there holds by itself: a credit is what may wait at the receiver's end,
-// and on a long way most of a window does not.
+// credited keeps window and slice within the credit, and what the way there holds by itself: a
+// credit is what may wait at the receiver's end, and on a long way most of a window does not.
 func (q *pair) credited() {
 	if q.credit == 0 {
 		return
@@ -180,5 +186,6 @@ func (q *pair) credited() {
 	}
 }
 
-// penalty of a pair for a flow, where the nearest that the flow can have is of tier near: being far costs only where something is nearer.
+// penalty of a pair for a flow, where the nearest that the flow can have is of tier near: being far
+// costs only where something is nearer.
 func penalty(tier, near uint8) float64 { return tierPenalty[tier] / tierPenalty[min(tier, near)] }

@@ -9,8 +9,9 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// A link that is known to be down, ours or the peer's, gets nothing from that moment on, and what it carried goes out again at once:
-// no silence has to pass. When it is up a probe goes first, and the rail is back within a second.
+// A link that is known to be down, ours or the peer's, gets nothing from that moment on, and what
+// it carried goes out again at once: no silence has to pass. When it is up a probe goes first, and
+// the rail is back within a second.
 func TestLinkDown(t *testing.T) {
 	for _, ours := range []bool{true, false} {
 		t.Run(fmt.Sprint("ours ", ours), func(t *testing.T) {
@@ -36,7 +37,8 @@ func TestLinkDown(t *testing.T) {
 			if got := float64(m.links[0].bytes-before) / float64(m.now-began); got < 0.95*gbit {
 				t.Errorf("the other rail carried %.2f of what it can in the first 20 ms", got/gbit)
 			}
-			if v := m.s.View(m.now).Pairs[1]; v.State != "excluded" || !strings.Contains(v.Reason, "r1 is down") {
+			if v := m.s.View(m.now).Pairs[1]; v.State != "excluded" || !strings.Contains(v.Reason,
+				"r1 is down") {
 				t.Errorf("state %s: %s", v.State, v.Reason)
 			}
 			if m.run(10*sec, f.landed) < 0 {
@@ -96,7 +98,8 @@ func TestBothLinks(t *testing.T) {
 	}
 }
 
-// Credits bound what is in flight to a remote rail, over all pairs that lead there; without one the windows do.
+// Credits bound what is in flight to a remote rail, over all pairs that lead there; without one the
+// windows do.
 func TestCredits(t *testing.T) {
 	m := newModel(t, Config{})
 	m.rail(gbit, ms, 2)
@@ -188,8 +191,9 @@ func TestOneTierForAllIsNone(t *testing.T) {
 	}
 }
 
-// Bytes within a slice are progress: a lane that is asked and has moved is not silent, however long its slice takes; one that has not is
-// suspect after Config.Suspect, however long its slice was to take.
+// Bytes within a slice are progress: a lane that is asked and has moved is not silent, however long
+// its slice takes; one that has not is suspect after Config.Suspect, however long its slice was to
+// take.
 func TestProgressWithinASlice(t *testing.T) {
 	for _, moves := range []bool{true, false} {
 		m := newModel(t, Config{})
@@ -212,7 +216,8 @@ func TestProgressWithinASlice(t *testing.T) {
 		ask = func() {
 			m.s.Quiet(m.now, func(id uint64) {
 				asked++
-				if moves && len(slow.queue) > 0 && slow.queue[0].Lane == id { // the other lane waits for its turn
+				// the other lane waits for its turn
+				if moves && len(slow.queue) > 0 && slow.queue[0].Lane == id {
 					m.s.Moved(m.now, id)
 				}
 			})

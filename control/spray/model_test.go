@@ -9,8 +9,9 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// The model joins a scheduler to links in virtual time. A link moves bytes in order at its rate, and confirms each slice a delay
-// later. What is on a dead link stays there until the link heals, as in a socket.
+// The model joins a scheduler to links in virtual time. A link moves bytes in order at its rate,
+// and confirms each slice a delay later. What is on a dead link stays there until the link heals,
+// as in a socket.
 
 const (
 	gbit = 0.125 // bytes per nanosecond
@@ -252,7 +253,8 @@ func (m *model) move(bytes uint64) float64 {
 	f := m.open(LayerStream, bytes)
 	d := m.run(60*sec, f.landed)
 	if d < 0 {
-		m.t.Fatalf("a transfer of %d bytes did not end; %d chunks wait, %d slices in flight", bytes, f.Waiting(), f.flights)
+		m.t.Fatalf("a transfer of %d bytes did not end; %d chunks wait, %d slices in flight", bytes,
+			f.Waiting(), f.flights)
 	}
 	f.Close()
 	return float64(bytes) / float64(d)
@@ -277,12 +279,18 @@ func TestRailsAddUp(t *testing.T) {
 		warm, cold float64
 		claims     float64
 	}{
-		{"10+10+10+1", []float64{10 * gbit, 10 * gbit, 10 * gbit, gbit}, 50 * time.Microsecond, 256 << 20, 0.97, 0.95, 0},
-		{"2+1+0.5+0.5", []float64{2 * gbit, gbit, gbit / 2, gbit / 2}, 100 * time.Microsecond, 256 << 20, 0.97, 0.93, 0},
-		{"a claim of ten times the rate", []float64{gbit, gbit / 10}, 100 * time.Microsecond, 256 << 20, 0.97, 0.90, 1},
-		{"50 Mbit/s beside 2 Gbit/s", []float64{2 * gbit, 50 * mbit}, 100 * time.Microsecond, 256 << 20, 0.97, 0.93, 0},
-		{"5 Mbit/s beside 2 Gbit/s", []float64{2 * gbit, 5 * mbit}, 100 * time.Microsecond, 256 << 20, 0.97, 0.93, 0},
-		{"eight", []float64{2 * gbit, gbit, gbit / 2, gbit / 4, gbit / 8, gbit / 10, gbit / 20, gbit / 20}, 100 * time.Microsecond, 256 << 20,
+		{"10+10+10+1", []float64{10 * gbit, 10 * gbit, 10 * gbit, gbit}, 50 * time.Microsecond, 256 << 20,
+			0.97, 0.95, 0},
+		{"2+1+0.5+0.5", []float64{2 * gbit, gbit, gbit / 2, gbit / 2}, 100 * time.Microsecond, 256 << 20,
+			0.97, 0.93, 0},
+		{"a claim of ten times the rate", []float64{gbit, gbit / 10}, 100 * time.Microsecond, 256 << 20,
+			0.97, 0.90, 1},
+		{"50 Mbit/s beside 2 Gbit/s", []float64{2 * gbit, 50 * mbit}, 100 * time.Microsecond, 256 << 20,
+			0.97, 0.93, 0},
+		{"5 Mbit/s beside 2 Gbit/s", []float64{2 * gbit, 5 * mbit}, 100 * time.Microsecond, 256 << 20,
+			0.97, 0.93, 0},
+		{"eight", []float64{2 * gbit, gbit, gbit / 2, gbit / 4, gbit / 8, gbit / 10, gbit / 20,
+			gbit / 20}, 100 * time.Microsecond, 256 << 20,
 			0.97, 0.93, 0},
 		{"a long way", []float64{gbit, gbit}, 20 * ms, 512 << 20, 0.97, 0.93, 0},
 	} {
@@ -299,7 +307,8 @@ func TestRailsAddUp(t *testing.T) {
 			}
 			t.Logf("cold %.3f, worst warm %.3f of the sum", cold, warm)
 			if cold < c.cold || warm < c.warm {
-				t.Errorf("cold %.3f, warm %.3f of the sum of the rails: want %.2f and %.2f", cold, warm, c.cold, c.warm)
+				t.Errorf("cold %.3f, warm %.3f of the sum of the rails: want %.2f and %.2f", cold, warm,
+					c.cold, c.warm)
 				for _, v := range m.s.View(m.now).Pairs {
 					t.Logf("%+v", v)
 				}
@@ -335,21 +344,26 @@ func TestFixedPoliciesFollowTheSlowest(t *testing.T) {
 		}
 		got := m.move(256<<20) / m.sum()
 		if got < c.low || got > c.high {
-			t.Errorf("%v, claims %v: %.2f of the sum, want %.2f to %.2f", c.policy, c.claims, got, c.low, c.high)
+			t.Errorf("%v, claims %v: %.2f of the sum, want %.2f to %.2f", c.policy, c.claims, got,
+				c.low, c.high)
 		}
 	}
 }
 
-// A rail that dies in mid transfer costs less than 100 ms, whichever way it dies; once it is well it is used again.
+// A rail that dies in mid transfer costs less than 100 ms, whichever way it dies; once it is well
+// it is used again.
 func TestRailDiesInMidTransfer(t *testing.T) {
 	for name, fault := range map[string]struct {
 		kill func(*link)
 		heal func(*link)
 		rate float64 // of the rail while it is ill
 	}{
-		"silent":   {func(l *link) { l.set(func() { l.dead = true }) }, func(l *link) { l.set(func() { l.dead = false }) }, 0},
-		"ack drop": {func(l *link) { l.set(func() { l.deaf = true }) }, func(l *link) { l.set(func() { l.deaf = false }) }, 0},
-		"collapse": {func(l *link) { l.set(func() { l.rate /= 20 }) }, func(l *link) { l.set(func() { l.rate *= 20 }) }, gbit / 20},
+		"silent": {func(l *link) { l.set(func() { l.dead = true }) },
+			func(l *link) { l.set(func() { l.dead = false }) }, 0},
+		"ack drop": {func(l *link) { l.set(func() { l.deaf = true }) },
+			func(l *link) { l.set(func() { l.deaf = false }) }, 0},
+		"collapse": {func(l *link) { l.set(func() { l.rate /= 20 }) },
+			func(l *link) { l.set(func() { l.rate *= 20 }) }, gbit / 20},
 	} {
 		for victim := range 3 {
 			t.Run(fmt.Sprint(name, victim), func(t *testing.T) {
@@ -489,12 +503,14 @@ func TestUrgentBesideBackground(t *testing.T) {
 	slice := Instant((256 << 10) / (2 * gbit))
 	t.Logf("worst: alone %v, with load %v, slice time %v", quiet, loaded, slice)
 	if loaded > quiet+2*slice {
-		t.Errorf("worst urgent transfer %v with load and %v alone: more than two slice times of %v", loaded, quiet, slice)
+		t.Errorf("worst urgent transfer %v with load and %v alone: more than two slice times of %v",
+			loaded, quiet, slice)
 	}
 }
 
-// An urgent chunk that finds the fast rail full for a moment waits for it, and is not given to a slow one because there is no end of
-// background that the fast one could be busy with: nothing of that goes before it.
+// An urgent chunk that finds the fast rail full for a moment waits for it, and is not given to a
+// slow one because there is no end of background that the fast one could be busy with: nothing of
+// that goes before it.
 func TestUrgentIsNotPutOnASlowRail(t *testing.T) {
 	m := newModel(t, Config{})
 	m.rail(gbit, 100*time.Microsecond, 2)
@@ -538,7 +554,8 @@ func TestBackgroundShare(t *testing.T) {
 	}
 	m.wait(2 * sec)
 	all := float64(bytes[0] + bytes[1] + bytes[2])
-	t.Logf("shares %.3f %.3f %.3f", float64(bytes[0])/all, float64(bytes[1])/all, float64(bytes[2])/all)
+	t.Logf("shares %.3f %.3f %.3f", float64(bytes[0])/all, float64(bytes[1])/all,
+		float64(bytes[2])/all)
 	if v := float64(bytes[Background]) / all; v < 0.04 || v > 0.1 {
 		t.Errorf("background had %.3f of the wire", v)
 	}
@@ -547,7 +564,8 @@ func TestBackgroundShare(t *testing.T) {
 	}
 }
 
-// The next transport carries on when the preferred one dies as a whole, and gives back when it heals.
+// The next transport carries on when the preferred one dies as a whole, and gives back when it
+// heals.
 func TestTransportSubstitution(t *testing.T) {
 	m := newModel(t, Config{})
 	m.rail(4*gbit, 20*time.Microsecond, 1, func(in *LaneInfo) { in.Path.Transport = "shm" })

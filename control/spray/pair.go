@@ -23,7 +23,8 @@ func (s State) String() string {
 	return [...]string{"healthy", "readmitted", "probing", "excluded"}[min(s, Excluded)]
 }
 
-// pair is two rails, one here and one at the peer, and what was learned about them. It outlives its lanes.
+// pair is two rails, one here and one at the peer, and what was learned about them. It outlives its
+// lanes.
 type pair struct {
 	// What Pull looks at in each pair: two cache lines.
 	state    State
@@ -67,10 +68,11 @@ type pair struct {
 	delivered uint64    // bytes
 	delivAt   Instant   // the last of them, or the begin of the busy period
 	moved     Instant   // the last time that anything came back
-	clean     Instant   // the last time that a slice found next to nothing before it, or that the pair was idle
-	patience  Instant   // of draining
-	credit    uint64    // the most that its receiver wants to wait for it; 0: no word of it
-	way       Instant   // the round trip when its lanes came up, the least of them; 0: unknown
+	// the last time that a slice found next to nothing before it, or that the pair was idle
+	clean    Instant
+	patience Instant // of draining
+	credit   uint64  // the most that its receiver wants to wait for it; 0: no word of it
+	way      Instant // the round trip when its lanes came up, the least of them; 0: unknown
 
 	// Health, with state.
 	down     bool // a link is
@@ -135,17 +137,18 @@ type lane struct {
 	flights  int
 	head     int32 // indices of flights; none is -1
 	tail     int32
-	moved    Instant // the last time that anything came back, or that it was given something while idle
-	doubted  Instant // when it became suspect last, or was given another chance
-	suspect  bool
-	broken   bool
-	busy     int // index in Scheduler.busy, or -1
+	// the last time that anything came back, or that it was given something while idle
+	moved   Instant
+	doubted Instant // when it became suspect last, or was given another chance
+	suspect bool
+	broken  bool
+	busy    int // index in Scheduler.busy, or -1
 }
 
 func (l *lane) usable() bool { return !l.suspect && !l.broken }
 
-// claimed is the neutral rate of a link that says it has so many Gbit/s. Absurd claims are bounded: they cost a window until
-// the first sample, no more.
+// claimed is the neutral rate of a link that says it has so many Gbit/s. Absurd claims are bounded:
+// they cost a window until the first sample, no more.
 func claimed(gbps float64) float64 {
 	if !(gbps > 0) || math.IsInf(gbps, 1) {
 		return defaultRate
@@ -182,8 +185,8 @@ func (q *pair) score(now Instant, n uint64, at Place) float64 {
 // usable reports that real work may go there.
 func (q *pair) usable() bool { return q.live > 0 && q.state <= Readmitted }
 
-// room reports that the window is open for n more bytes. Urgent ones may go one slice beyond it: they wait behind a window, not
-// for one.
+// room reports that the window is open for n more bytes. Urgent ones may go one slice beyond it:
+// they wait behind a window, not for one.
 func (q *pair) room(n uint64, prio Priority, urgent bool) bool {
 	load, slots, w, all := q.load(), q.slots, q.most(prio), q.window
 	if urgent {
@@ -205,9 +208,11 @@ func (q *pair) room(n uint64, prio Priority, urgent bool) bool {
 		return false
 	}
 	if prio == Background && load > 0 && load+q.piece > all {
-		return false // its slices are shorter: one after the other they would take what a longer one waits for
+		// its slices are shorter: one after the other they would take what a longer one waits for
+		return false
 	}
-	return prio != Background || q.spare == nil || q.flights-q.spare.flights < slots-q.spare.most(urgent)
+	return prio != Background || q.spare == nil ||
+		q.flights-q.spare.flights < slots-q.spare.most(urgent)
 }
 
 // most is the window of a priority.
@@ -230,16 +235,18 @@ func (l *lane) most(urgent bool) int {
 func (q *pair) pick(prio Priority, urgent bool) *lane {
 	var found *lane
 	for _, l := range q.lanes {
-		if l.usable() && l.flights < l.most(urgent) && (found == nil || l.inflight < found.inflight) && (prio != Background || l != q.spare) {
+		if l.usable() && l.flights < l.most(urgent) && (found == nil || l.inflight < found.inflight) &&
+			(prio != Background || l != q.spare) {
 			found = l
 		}
 	}
 	return found
 }
 
-// least is the least delay that was seen lately from post to confirmation, of slices that found next to nothing before them: that of the
-// path, and the time of one slice on the wire. (What that time is cannot be taken off: as long as the path is not full, nobody knows how
-// fast it is.) Without any such slice it is the round trip of when the lanes came up; 0: unknown.
+// least is the least delay that was seen lately from post to confirmation, of slices that found
+// next to nothing before them: that of the path, and the time of one slice on the wire. (What that
+// time is cannot be taken off: as long as the path is not full, nobody knows how fast it is.)
+// Without any such slice it is the round trip of when the lanes came up; 0: unknown.
 func (q *pair) least() Instant {
 	switch {
 	case q.lat[0] == 0 && q.lat[1] == 0:
@@ -252,14 +259,17 @@ func (q *pair) least() Instant {
 	return min(q.lat[0], q.lat[1])
 }
 
-// holds is what is on the way when the rail is full and next to nothing waits for it: bandwidth x delay.
+// holds is what is on the way when the rail is full and next to nothing waits for it: bandwidth x
+// delay.
 func (q *pair) holds() float64 { return q.bw * float64(q.least()) }
 
-// shallow is what may be in flight before a slice that is to tell the delay. Without a queue the path would hold more; and if what is
-// taken for its delay has a queue in it, what is seen now is less, and the next look sees all of it.
+// shallow is what may be in flight before a slice that is to tell the delay. Without a queue the
+// path would hold more; and if what is taken for its delay has a queue in it, what is seen now is
+// less, and the next look sees all of it.
 func (q *pair) shallow() uint64 { return uint64(drainShare * q.holds()) }
 
-// drain closes the window of a pair that has been busy for long without a look at its path alone, one pair of a peer at a time.
+// drain closes the window of a pair that has been busy for long without a look at its path alone,
+// one pair of a peer at a time.
 func (q *pair) drain(now Instant) {
 	switch {
 	case q.load() == 0:
@@ -267,7 +277,8 @@ func (q *pair) drain(now Instant) {
 	case q.draining && now >= q.patience:
 		q.drained(now) // something does not end; that is judged elsewhere
 	case q.crowded(): // where others keep the local rail busy, closing this window shows nothing
-	case q.peer.draining == nil && q.peer.policy == Spray && q.usable() && q.samples > 0 && now-q.clean >= max(drainEvery, drainDelays*q.least()):
+	case q.peer.draining == nil && q.peer.policy == Spray && q.usable() && q.samples > 0 &&
+		now-q.clean >= max(drainEvery, drainDelays*q.least()):
 		q.peer.draining, q.draining, q.patience = q, true, now+lateFactor*Instant(q.expect(0))
 	}
 }
@@ -280,8 +291,8 @@ func (q *pair) drained(now Instant) {
 	}
 }
 
-// resize follows what was learned: a slice is what the rail moves in sliceTime, and a window what the path holds, times gain, and some
-// more.
+// resize follows what was learned: a slice is what the rail moves in sliceTime, and a window what
+// the path holds, times gain, and some more.
 func (q *pair) resize() {
 	q.slice = max(q.slice, transfer.ChunkBytes)
 	if q.peer.policy != Spray {
@@ -308,8 +319,8 @@ func (q *pair) resize() {
 	q.lowPiece = min(q.lowPiece, q.piece)
 }
 
-// whole is a slice of so many bytes in whole chunks: longer where lanes do not take enough of them to fill a window, and no longer than they
-// take.
+// whole is a slice of so many bytes in whole chunks: longer where lanes do not take enough of them
+// to fill a window, and no longer than they take.
 func (q *pair) whole(bytes, window float64) uint64 {
 	chunks := uint64(math.Ceil(max(bytes, window/float64(max(q.shared, 1))) / transfer.ChunkBytes))
 	return min(max(chunks, 1)*transfer.ChunkBytes, q.slice)
@@ -326,22 +337,25 @@ func (q *pair) cut(prio Priority) uint64 {
 // ewma moves v towards the newest sample by its weight, which is the weight of the *new* one.
 func ewma(v, sample, weight float64) float64 { return v + weight*(sample-v) }
 
-// learn takes the confirmation of f. out is the rate of the local rail while f was in flight, if that
-// is what f waited for, beside slices of others: alone there, the pair would be as fast; 0: it is not.
+// learn takes the confirmation of f. out is the rate of the local rail while f was in flight, if
+// that is what f waited for, beside slices of others: alone there, the pair would be as fast; 0: it
+// is not.
 func (q *pair) learn(now Instant, f *flight, out float64) {
 	took := max(now-f.posted, 1)
 	q.count.Bytes += f.bytes
 
-	// Bytes confirmed since f was posted, by the time in which the rail was busy with them. What waits in queues shows
-	// up in neither.
+	// Bytes confirmed since f was posted, by the time in which the rail was busy with them. What waits
+	// in queues shows up in neither.
 	rate := float64(q.delivered-f.delivered) / float64(max(now-f.begin, time.Microsecond))
 	rate = min(max(rate, smallest), maxClaim)
-	limited := f.limited && !(q.crowded() && q.b1 > lateFactor) // single slices that take twice as long as they should prove that it is slower
+	// single slices that take twice as long as they should prove that it is slower
+	limited := f.limited && !(q.crowded() && q.b1 > lateFactor)
 	switch {
 	case out > 0:
 		rate, limited = out, false
 	case limited && q.samples > 0:
-		// The rail could have done more. That it did as much is proved by the slice alone: other confirmations come late, and then together.
+		// The rail could have done more. That it did as much is proved by the slice alone: other
+		// confirmations come late, and then together.
 		rate = float64(f.bytes) / float64(took)
 	}
 	if !limited || rate > q.bw || q.samples == 0 {
@@ -352,7 +366,8 @@ func (q *pair) learn(now Instant, f *flight, out float64) {
 
 	predicted, actual := float64(f.predicted), float64(took)
 	q.err = ewma(q.err, min(math.Abs(predicted-actual)/actual, maxB1), alpha)
-	// What the wire does not explain is a cost per slice where the slice is short, and a factor where it is long.
+	// What the wire does not explain is a cost per slice where the slice is short, and a factor where
+	// it is long.
 	if wire := float64(f.ahead+f.bytes) / q.bw; wire < q.b0 || q.samples == 1 {
 		q.b0 = min(max(ewma(q.b0, actual-q.b1*wire, alpha), 0), maxB0)
 	} else {
@@ -369,8 +384,8 @@ func (q *pair) learn(now Instant, f *flight, out float64) {
 	q.resize()
 }
 
-// decay moves what was learned towards neutral where nothing new was learned for long, so that a rail is not judged for ever by
-// a bad hour.
+// decay moves what was learned towards neutral where nothing new was learned for long, so that a
+// rail is not judged for ever by a bad hour.
 func (q *pair) decay(now Instant) {
 	if q.samples == 0 || now-q.sampled < decayAfter || now-q.seen < decayEvery {
 		return
@@ -405,8 +420,8 @@ func (q *pair) exclude(now Instant, c *Config, reason string) {
 	q.peer.renewAt = 0
 }
 
-// stirs takes a sign of life. What is out of use for its silence, and is silent no longer, is probed at once: no cooldown tells more
-// than that.
+// stirs takes a sign of life. What is out of use for its silence, and is silent no longer, is
+// probed at once: no cooldown tells more than that.
 func (q *pair) stirs(now Instant) {
 	if q.state == Excluded && q.silent {
 		q.until = min(q.until, now)

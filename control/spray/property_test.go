@@ -34,7 +34,8 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 		}
 		live++
 		q := f.lane.pair
-		lanes[f.lane], pairs[q], all[q.peer] = add(lanes[f.lane], f), add(pairs[q], f), add(all[q.peer], f)
+		lanes[f.lane], pairs[q], all[q.peer] = add(lanes[f.lane], f), add(pairs[q], f),
+			add(all[q.peer], f)
 		perFlow[f.flow]++
 		if f.hedge {
 			hedged[q.peer] += f.bytes
@@ -50,7 +51,8 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 		}
 	}
 	if live != s.live || live+len(s.unused) != len(s.flights) {
-		return fmt.Errorf("%d flights live, %d counted, %d unused of %d", live, s.live, len(s.unused), len(s.flights))
+		return fmt.Errorf("%d flights live, %d counted, %d unused of %d", live, s.live, len(s.unused),
+			len(s.flights))
 	}
 	for l, v := range lanes {
 		n, last := 0, int32(-1)
@@ -60,12 +62,15 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 				return fmt.Errorf("lane %d: its list of flights is broken", l.info.ID)
 			}
 			if (f.passed || f.charged) && !f.late || f.late && last >= 0 && !s.flights[last].late {
-				return fmt.Errorf("lane %d: a slice is late before an older one, or passed and not late", l.info.ID)
+				return fmt.Errorf("lane %d: a slice is late before an older one, or passed and not late",
+					l.info.ID)
 			}
 			n++
 		}
-		if l.inflight != v.bytes || l.passed != v.passed || l.flights != v.flights || n != v.flights || l.tail != last || s.busy[l.busy] != l {
-			return fmt.Errorf("lane %d: %d bytes (%d passed) and %d slices, its flights have %+v", l.info.ID, l.inflight, l.passed, l.flights, v)
+		if l.inflight != v.bytes || l.passed != v.passed || l.flights != v.flights || n != v.flights ||
+			l.tail != last || s.busy[l.busy] != l {
+			return fmt.Errorf("lane %d: %d bytes (%d passed) and %d slices, its flights have %+v", l.info.ID,
+				l.inflight, l.passed, l.flights, v)
 		}
 	}
 	if len(s.busy) != len(lanes) {
@@ -74,7 +79,8 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 	loads, turns := map[*egress]uint64{}, map[*egress]int{}
 	for _, p := range peers {
 		if p.flights != all[p].flights || p.hedged != hedged[p] {
-			return fmt.Errorf("peer: %d slices, %d of hedges: counted %d and %d", all[p].flights, hedged[p], p.flights, p.hedged)
+			return fmt.Errorf("peer: %d slices, %d of hedges: counted %d and %d", all[p].flights, hedged[p],
+				p.flights, p.hedged)
 		}
 		if p.flights > s.cfg.MaxFlights || p.hedged > MaxHedgeBytes+(1<<20) {
 			return fmt.Errorf("peer: %d slices and %d bytes of hedges pass the bounds", p.flights, p.hedged)
@@ -97,16 +103,20 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 				}
 			}
 			stalled = q.inflight - usable
-			if q.inflight != pairs[q].bytes || q.stalled != stalled || q.live != n || q.flights != flights || q.slots != slots ||
-				q.kept != kept || (q.spare != nil) != (n > 1) || q.spare != nil && (!q.spare.usable() || q.spare.pair != q) {
-				return fmt.Errorf("pair %s: %d bytes (%d stalled), its flights have %+v (%d)", q.path, q.inflight, q.stalled, pairs[q], stalled)
+			if q.inflight != pairs[q].bytes || q.stalled != stalled || q.live != n || q.flights != flights ||
+				q.slots != slots ||
+				q.kept != kept || (q.spare != nil) != (n > 1) || q.spare != nil && (!q.spare.usable() ||
+				q.spare.pair != q) {
+				return fmt.Errorf("pair %s: %d bytes (%d stalled), its flights have %+v (%d)", q.path,
+					q.inflight, q.stalled, pairs[q], stalled)
 			}
 			if q.state == Probing {
 				probing++
 			}
 			if o := q.out; o != nil {
 				if o.counted != q.load() {
-					return fmt.Errorf("pair %s: %d bytes move, %d counted at its local rail", q.path, q.load(), o.counted)
+					return fmt.Errorf("pair %s: %d bytes move, %d counted at its local rail", q.path,
+						q.load(), o.counted)
 				}
 				loads[o.egress] += o.counted
 				for prio := range numPriorities {
@@ -116,14 +126,18 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 				}
 			}
 			if q.draining != (p.draining == q) || q.draining && q.state > Readmitted {
-				return fmt.Errorf("pair %s: draining %v, and the peer thinks otherwise, or it is %s", q.path, q.draining, q.state)
+				return fmt.Errorf("pair %s: draining %v, and the peer thinks otherwise, or it is %s", q.path,
+					q.draining, q.state)
 			}
-			if !(q.bw > 0) || !(q.b0 >= 0) || !(q.b1 > 0) || q.window < transfer.ChunkBytes || q.low > q.window || q.piece < transfer.ChunkBytes || q.piece > q.slice {
-				return fmt.Errorf("pair %s learned nonsense: rate %v, b0 %v, b1 %v, window %d, slice %d", q.path, q.bw, q.b0, q.b1, q.window, q.piece)
+			if !(q.bw > 0) || !(q.b0 >= 0) || !(q.b1 > 0) || q.window < transfer.ChunkBytes ||
+				q.low > q.window || q.piece < transfer.ChunkBytes || q.piece > q.slice {
+				return fmt.Errorf("pair %s learned nonsense: rate %v, b0 %v, b1 %v, window %d, slice %d",
+					q.path, q.bw, q.b0, q.b1, q.window, q.piece)
 			}
 		}
 		if probing != p.probing || up != p.lanes {
-			return fmt.Errorf("peer: %d pairs on probe and %d lanes, counted %d and %d", probing, up, p.probing, p.lanes)
+			return fmt.Errorf("peer: %d pairs on probe and %d lanes, counted %d and %d", probing, up,
+				p.probing, p.lanes)
 		}
 		var backlog [numPriorities]int
 		for prio := range p.queues {
@@ -134,7 +148,8 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 				if at == 0 {
 					at = math.MaxInt64
 				}
-				if it != &f.queued || k.At != at || k.Seq != f.seq || int(f.prio) != prio || f.Waiting() == 0 || f.stopped || f.parked {
+				if it != &f.queued || k.At != at || k.Seq != f.seq || int(f.prio) != prio || f.Waiting() == 0 ||
+					f.stopped || f.parked {
 					return fmt.Errorf("queue %d: wrong at %d", prio, i)
 				}
 				backlog[f.prio] += int(f.Waiting())
@@ -145,8 +160,10 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 		}
 	}
 	for n, e := range s.egresses {
-		if e.load != loads[e] || e.waiting != turns[e] || e.pairs == 0 || !(e.bw > 0) || e.cleared > e.posted {
-			return fmt.Errorf("local rail %v: %d bytes and %d turns, its pairs have %d and %d; rate %v", n, e.load, e.waiting, loads[e], turns[e], e.bw)
+		if e.load != loads[e] || e.waiting != turns[e] || e.pairs == 0 || !(e.bw > 0) ||
+			e.cleared > e.posted {
+			return fmt.Errorf("local rail %v: %d bytes and %d turns, its pairs have %d and %d; rate %v", n,
+				e.load, e.waiting, loads[e], turns[e], e.bw)
 		}
 	}
 	for _, f := range flows {
@@ -162,7 +179,8 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 			again := f.again != nil && f.again.Contains(c)
 			waits := f.fresh.Contains(c) || again
 			switch {
-			case int(k.copies) != n && (!f.stopped || f.chunks != nil): // of what was stopped before anything failed nobody wants to know
+			// of what was stopped before anything failed nobody wants to know
+			case int(k.copies) != n && (!f.stopped || f.chunks != nil):
 				return fmt.Errorf("chunk %d: %d copies in flight, counted %d", c, n, k.copies)
 			case n > MaxCopies+1:
 				return fmt.Errorf("chunk %d: %d copies", c, n)
@@ -176,7 +194,8 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 	return nil
 }
 
-// declared reports whether every chunk of a slice that was just given is in flight once, or again for a stated reason.
+// declared reports whether every chunk of a slice that was just given is in flight once, or again
+// for a stated reason.
 func declared(s *Scheduler, sl Slice) error {
 	mine, _ := s.find(sl.Cookie)
 	if mine.probe != (sl.Attempt == 0) {
@@ -184,11 +203,13 @@ func declared(s *Scheduler, sl Slice) error {
 	}
 	for i := range s.flights {
 		f := &s.flights[i]
-		if !f.live || f == mine || f.probe || f.flow != sl.Flow || f.r.First >= sl.Range.End() || sl.Range.First >= f.r.End() {
+		if !f.live || f == mine || f.probe || f.flow != sl.Flow || f.r.First >= sl.Range.End() ||
+			sl.Range.First >= f.r.End() {
 			continue
 		}
 		if !mine.probe && !f.doubled {
-			return fmt.Errorf("chunks %+v are in flight as %+v, of which nobody said that it may be doubled", sl.Range, f.r)
+			return fmt.Errorf("chunks %+v are in flight as %+v, of which nobody said that it may be doubled",
+				sl.Range, f.r)
 		}
 	}
 	for c := sl.Range.First; c < sl.Range.End(); c++ {
@@ -199,7 +220,8 @@ func declared(s *Scheduler, sl Slice) error {
 	return nil
 }
 
-// TestRandomOrders does anything in any order: lanes come and go, slices end every way or not at all, flows stop.
+// TestRandomOrders does anything in any order: lanes come and go, slices end every way or not at
+// all, flows stop.
 func TestRandomOrders(t *testing.T) {
 	runs := uint64(60)
 	if testing.Short() {
@@ -217,7 +239,8 @@ func TestRandomOrders(t *testing.T) {
 // randomOrder returns after how many steps some slice that was passed was in flight.
 func randomOrder(t *testing.T, seed uint64) (passed int) {
 	rng := rand.New(rand.NewPCG(seed, 1))
-	s := New(Config{Policy: Policy(seed % 5 / 3 * (1 + seed%2)), MaxFlights: 1 + rng.IntN(100), Attempt: []Instant{0, 50 * ms}[seed%2]})
+	s := New(Config{Policy: Policy(seed % 5 / 3 * (1 + seed%2)), MaxFlights: 1 + rng.IntN(100),
+		Attempt: []Instant{0, 50 * ms}[seed%2]})
 	peers := []*Peer{s.Peer(transfer.Boot{1}, nil), s.Peer(transfer.Boot{2}, nil)}
 	now := Instant(rng.Int64N(int64(time.Hour)))
 	type up struct {
@@ -238,8 +261,10 @@ func randomOrder(t *testing.T, seed uint64) (passed int) {
 		last++
 		p := peers[rng.IntN(2)]
 		rail := fmt.Sprint(rng.IntN(4))
-		fail(s.LaneUp(now, p, LaneInfo{ID: last, Path: Path{fmt.Sprint(rng.IntN(2)), rail, rail}, Rank: rng.IntN(2), Tier: rng.IntN(4),
-			Gbps: float64(rng.IntN(400)), SliceBytes: (1 + rng.IntN(16)) * transfer.ChunkBytes, MaxSlices: 1 + rng.IntN(8)}))
+		fail(s.LaneUp(now, p, LaneInfo{ID: last, Path: Path{fmt.Sprint(rng.IntN(2)), rail, rail},
+			Rank: rng.IntN(2), Tier: rng.IntN(4),
+			Gbps: float64(rng.IntN(400)), SliceBytes: (1 + rng.IntN(16)) * transfer.ChunkBytes,
+			MaxSlices: 1 + rng.IntN(8)}))
 		lanes = append(lanes, up{last, p})
 	}
 	pull := func() {
@@ -318,7 +343,8 @@ func randomOrder(t *testing.T, seed uint64) (passed int) {
 		case n < 9 && len(flows) > 0:
 			f := flows[rng.IntN(len(flows))]
 			c := rng.Uint32N(f.space.NumChunks())
-			f.Ready(transfer.Range{First: c, Count: rng.Uint32N(f.space.NumChunks()-c) + uint32(rng.IntN(2))})
+			f.Ready(transfer.Range{First: c, Count: rng.Uint32N(f.space.NumChunks()-c) +
+				uint32(rng.IntN(2))})
 		case n == 9 && len(flows) > 0 && rng.IntN(6) == 0:
 			f := flows[rng.IntN(len(flows))]
 			if f.Stop(); rng.IntN(2) == 0 {
@@ -329,7 +355,8 @@ func randomOrder(t *testing.T, seed uint64) (passed int) {
 			s.Tick(now, func(*Peer) {})
 		case len(sent) > 0:
 			now += Instant(rng.Int64N(int64(2 * ms)))
-			end([]Verdict{Confirmed, Confirmed, Confirmed, Confirmed, Superseded, Failed, Refused, Lost, Dropped}[rng.IntN(9)])
+			end([]Verdict{Confirmed, Confirmed, Confirmed, Confirmed, Superseded, Failed, Refused, Lost,
+				Dropped}[rng.IntN(9)])
 		}
 		pull()
 		fail(check(s, peers, flows))
@@ -365,7 +392,8 @@ func randomOrder(t *testing.T, seed uint64) (passed int) {
 	fail(check(s, peers, flows))
 	for i, f := range flows {
 		if !f.stopped && !f.landed() {
-			t.Fatalf("seed %d: flow %d did not arrive: %d chunks wait, %d slices in flight", seed, i, f.Waiting(), f.flights)
+			t.Fatalf("seed %d: flow %d did not arrive: %d chunks wait, %d slices in flight", seed, i,
+				f.Waiting(), f.flights)
 		}
 	}
 	return passed
@@ -378,7 +406,10 @@ func TestDeterministic(t *testing.T) {
 		for _, r := range []float64{2, 1, 0.5} {
 			m.rail(r*gbit, 100*time.Microsecond, 2)
 		}
-		m.pulled = func(sl Slice) { out = append(out, fmt.Sprint(m.now, sl.Lane, sl.Range, sl.Attempt, sl.Cookie)) }
+		m.pulled = func(sl Slice) {
+			out = append(out, fmt.Sprint(m.now, sl.Lane, sl.Range, sl.Attempt,
+				sl.Cookie))
+		}
 		f := m.open(LayerStream, 64<<20)
 		m.run(100*ms, f.landed)
 		m.links[1].set(func() { m.links[1].dead = true })

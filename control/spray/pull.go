@@ -6,8 +6,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Pull gives the next slice that a lane to p takes now; false: nothing waits, or no window is open for what does. Called until it
-// says false after every event that may have changed something.
+// Pull gives the next slice that a lane to p takes now; false: nothing waits, or no window is open
+// for what does. Called until it says false after every event that may have changed something.
 func (s *Scheduler) Pull(now Instant, p *Peer) (Slice, bool) {
 	if p.lanes == 0 || p.flights >= s.cfg.MaxFlights {
 		return Slice{}, false
@@ -86,7 +86,8 @@ func (s *Scheduler) serve(now Instant, p *Peer, prio Priority, urgent bool) (Sli
 		fresh := avoid == 0 && f.retries() == 0
 		q, limit, open := s.choose(now, p, f, run, avoid, urgent)
 		if q == nil && avoid != 0 && f.fresh.Count() > 0 && !f.parked {
-			// What failed waits for another pair than the one that failed it. What was never sent does not wait with it.
+			// What failed waits for another pair than the one that failed it. What was never sent does not
+			// wait with it.
 			fresh = true
 			q, limit, open = s.choose(now, p, f, f.fresh.Peek(maxSliceChunks), 0, urgent)
 		}
@@ -122,9 +123,10 @@ func (s *Scheduler) serve(now Instant, p *Peer, prio Priority, urgent bool) (Sli
 	return Slice{}, false
 }
 
-// choose is the pair that takes the next slice of f, and how many chunks; nil: none should now. open
-// is false where that is because none has room.
-func (s *Scheduler) choose(now Instant, p *Peer, f *Flow, run transfer.Range, avoid uint16, urgent bool) (_ *pair, limit uint32, open bool) {
+// choose is the pair that takes the next slice of f, and how many chunks; nil: none should now.
+// open is false where that is because none has room.
+func (s *Scheduler) choose(now Instant, p *Peer, f *Flow, run transfer.Range, avoid uint16,
+	urgent bool) (_ *pair, limit uint32, open bool) {
 	if s.cfg.Policy != Spray {
 		q, limit := s.static(p, f)
 		return q, limit, true
@@ -133,8 +135,8 @@ func (s *Scheduler) choose(now Instant, p *Peer, f *Flow, run transfer.Range, av
 	if run.Count == 1 {
 		avail = f.space.ChunkBytes(run.First)
 	}
-	// Of the best class of pairs that are usable at all, the one with room that would be done first. Mostly there is none: this is asked
-	// after each slice that was given.
+	// Of the best class of pairs that are usable at all, the one with room that would be done first.
+	// Mostly there is none: this is asked after each slice that was given.
 	class, usable, resting, owed := 1<<30, 0, false, urgent && f.prio != DecodeWaits
 	var best, shunned, full *pair
 	var score float64
@@ -189,8 +191,8 @@ func (s *Scheduler) choose(now Instant, p *Peer, f *Flow, run transfer.Range, av
 		}
 		return nil, 0, shunned != nil
 	}
-	// Near the end: leave it to the others if they are done with everything before best is done with this. Something of
-	// theirs is in flight then, and asks again. The one to avoid would not take it.
+	// Near the end: leave it to the others if they are done with everything before best is done with
+	// this. Something of theirs is in flight then, and asks again. The one to avoid would not take it.
 	var rate float64
 	load, fixed, near, flying := uint64(0), maxB0, uint8(len(tierPenalty)-1), false
 	for _, q := range p.pairs {
@@ -216,8 +218,9 @@ func (s *Scheduler) choose(now Instant, p *Peer, f *Flow, run transfer.Range, av
 	return best, uint32(best.cut(f.prio) / transfer.ChunkBytes), true
 }
 
-// Quickest is the pair of rails of a transport over which a short message gets to p soonest, for what is not sent by lanes of this package and
-// finds the same queues before it. False: none is in use.
+// Quickest is the pair of rails of a transport over which a short message gets to p soonest, for
+// what is not sent by lanes of this package and finds the same queues before it. False: none is in
+// use.
 func (s *Scheduler) Quickest(now Instant, p *Peer, transport string) (Path, bool) {
 	var best *pair
 	var score float64
@@ -243,7 +246,8 @@ func (f *Flow) class(q *pair) int {
 	return q.rank
 }
 
-// lastResort is an excluded pair that has nothing in flight, or nothing that is not late, the one whose time is up soonest. There is no other path.
+// lastResort is an excluded pair that has nothing in flight, or nothing that is not late, the one
+// whose time is up soonest. There is no other path.
 func (s *Scheduler) lastResort(p *Peer) *pair {
 	var found *pair
 	for _, q := range p.pairs {
@@ -266,7 +270,8 @@ func (s *Scheduler) allLate(q *pair) bool {
 	return true
 }
 
-// static is choose for the policies that bind in a fixed order: the pair whose turn it is, or nobody.
+// static is choose for the policies that bind in a fixed order: the pair whose turn it is, or
+// nobody.
 func (s *Scheduler) static(p *Peer, f *Flow) (*pair, uint32) {
 	class := 1 << 30
 	var sum float64
@@ -319,8 +324,8 @@ func (s *Scheduler) static(p *Peer, f *Flow) (*pair, uint32) {
 	return turn, uint32(turn.piece / transfer.ChunkBytes)
 }
 
-// probe sends a copy of one chunk that is under way elsewhere over a pair whose cooldown is over. As attempt 0 it takes the
-// chunk from nobody, whatever becomes of it.
+// probe sends a copy of one chunk that is under way elsewhere over a pair whose cooldown is over.
+// As attempt 0 it takes the chunk from nobody, whatever becomes of it.
 func (s *Scheduler) probe(now Instant, p *Peer) (Slice, bool) {
 	for _, q := range p.pairs {
 		if q.state != Probing || q.live == 0 || q.load() > 0 {
@@ -350,8 +355,8 @@ func (s *Scheduler) probe(now Instant, p *Peer) (Slice, bool) {
 	return Slice{}, false
 }
 
-// hedge sends a second copy of a slice that a better rail would bring sooner than the one that has it, when nothing else
-// waits. The budgets of flow and peer bound what that may cost.
+// hedge sends a second copy of a slice that a better rail would bring sooner than the one that has
+// it, when nothing else waits. The budgets of flow and peer bound what that may cost.
 func (s *Scheduler) hedge(now Instant, p *Peer) (Slice, bool) {
 	if s.cfg.Policy != Spray || p.flights == 0 || p.hedged >= MaxHedgeBytes {
 		return Slice{}, false
@@ -378,7 +383,8 @@ func (s *Scheduler) hedge(now Instant, p *Peer) (Slice, bool) {
 			for i, n := l.tail, 0; i >= 0 && n < hedgeScan; i, n = s.flights[i].prev, n+1 {
 				fl := &s.flights[i]
 				f := fl.flow
-				if fl.probe || fl.doubled || f.stopped || f.prio == Background || f.hedges < int(fl.r.Count) || f.bad[best.rank] >= badFlow ||
+				if fl.probe || fl.doubled || f.stopped || f.prio == Background || f.hedges < int(fl.r.Count) ||
+					f.bad[best.rank] >= badFlow ||
 					f.deadline != 0 && now >= f.deadline {
 					continue
 				}
@@ -386,7 +392,8 @@ func (s *Scheduler) hedge(now Instant, p *Peer) (Slice, bool) {
 				if left < hedgeFloor {
 					continue
 				}
-				if g := float64(left) - hedgeGain*penalty(best.tierAt(f.at), q.tierAt(f.at))*best.expectAt(now, fl.bytes); g > gain {
+				if g := float64(left) - hedgeGain*penalty(best.tierAt(f.at), q.tierAt(f.at))*best.expectAt(now,
+					fl.bytes); g > gain {
 					victim, gain = i, g
 				}
 			}
@@ -411,7 +418,8 @@ func (s *Scheduler) hedge(now Instant, p *Peer) (Slice, bool) {
 	return out, true
 }
 
-// remaining guesses how long a slice still takes: what was predicted, and when that is over, as long again as it is late.
+// remaining guesses how long a slice still takes: what was predicted, and when that is over, as
+// long again as it is late.
 func remaining(now Instant, fl *flight) Instant {
 	due := fl.posted + fl.forgiven + fl.predicted
 	if now <= due {

@@ -67,7 +67,8 @@ func TestRefusedFlowsDoNotBlockOthers(t *testing.T) {
 		}
 		t.Logf("%d refused flows: a healthy one has its first slice after %v at most", n, most)
 		if most >= ms {
-			t.Errorf("%d refused flows: a healthy one had its first slice after %v: want less than 1ms", n, most)
+			t.Errorf("%d refused flows: a healthy one had its first slice after %v: want less than 1ms", n,
+				most)
 		}
 	}
 }
@@ -87,7 +88,8 @@ func TestTrialThatLands(t *testing.T) {
 			s.End(now, sl.Cookie, v)
 		}
 	}
-	if all := pullAll(s, p, now); len(all) != 0 || p.backlog != [numPriorities]int{} || p.queues[LayerStream].Len() != 0 {
+	if all := pullAll(s, p, now); len(all) != 0 || p.backlog != [numPriorities]int{} ||
+		p.queues[LayerStream].Len() != 0 {
 		t.Fatalf("rests, and is given %+v; %v chunks wait", all, p.backlog)
 	}
 	now += refusalRest
@@ -117,7 +119,8 @@ func TestTrialThatHangs(t *testing.T) {
 	if all := pullAll(s, p, now); len(all) != 1 {
 		t.Fatalf("not tried: %+v", all)
 	}
-	if err := s.LaneUp(now, p, LaneInfo{ID: 2, Path: Path{"other", "a", "b"}, Rank: 1, SliceBytes: 1 << 20, MaxSlices: 16}); err != nil {
+	if err := s.LaneUp(now, p, LaneInfo{ID: 2, Path: Path{"other", "a", "b"}, Rank: 1,
+		SliceBytes: 1 << 20, MaxSlices: 16}); err != nil {
 		t.Fatal(err)
 	}
 	for end := now + 2*DefaultSuspect; now < end; now += tickEvery {

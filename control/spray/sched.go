@@ -7,8 +7,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Scheduler knows every lane of a process and every flow: what one transfer learns about a rail holds for all. Its methods must
-// not be called concurrently.
+// Scheduler knows every lane of a process and every flow: what one transfer learns about a rail
+// holds for all. Its methods must not be called concurrently.
 type Scheduler struct {
 	cfg     Config
 	peers   []*Peer
@@ -18,7 +18,8 @@ type Scheduler struct {
 	unused  []int32
 	live    int
 	seq     uint64
-	ticked  Instant                // the last Tick, or when the first slice went out since all was idle
+	// the last Tick, or when the first slice went out since all was idle
+	ticked  Instant
 	resting []*Flow                // those that wait because a transport refused them
 	past    map[railName]*Counters // of pairs that are forgotten
 	down    map[railName]bool      // our rails whose links are down
@@ -27,10 +28,12 @@ type Scheduler struct {
 	awaited  []*egress // for which a pair waits
 }
 
-// Peer is one other process, with the pairs of rails that lead there and the flows that want to go there.
+// Peer is one other process, with the pairs of rails that lead there and the flows that want to go
+// there.
 type Peer struct {
 	Owner any // the caller's
-	// Tier is asked once per pair for the tier of memory at a place; nil or 0: that of the lane. Set before the first lane.
+	// Tier is asked once per pair for the tier of memory at a place; nil or 0: that of the lane. Set
+	// before the first lane.
 	Tier func(Path, Place) int
 
 	boot     transfer.Boot
@@ -99,18 +102,21 @@ type flight struct {
 
 // New returns a scheduler without peers.
 func New(cfg Config) *Scheduler {
-	return &Scheduler{cfg: cfg.withDefaults(), lanes: map[uint64]*lane{}, past: map[railName]*Counters{}, down: map[railName]bool{},
+	return &Scheduler{cfg: cfg.withDefaults(), lanes: map[uint64]*lane{},
+		past: map[railName]*Counters{}, down: map[railName]bool{},
 		egresses: map[railName]*egress{}}
 }
 
 // Peer adds a peer.
 func (s *Scheduler) Peer(boot transfer.Boot, owner any) *Peer {
-	p := &Peer{Owner: owner, boot: boot, policy: s.cfg.Policy, down: map[railName]bool{}, credits: map[railName]uint64{}}
+	p := &Peer{Owner: owner, boot: boot, policy: s.cfg.Policy, down: map[railName]bool{},
+		credits: map[railName]uint64{}}
 	s.peers = append(s.peers, p)
 	return p
 }
 
-// Forget drops what is known of a peer that will never speak again. Its lanes and flows end as ever.
+// Forget drops what is known of a peer that will never speak again. Its lanes and flows end as
+// ever.
 func (s *Scheduler) Forget(p *Peer) {
 	if i := slices.Index(s.peers, p); i >= 0 {
 		s.peers = slices.Delete(s.peers, i, i+1)
@@ -121,16 +127,19 @@ func (s *Scheduler) Forget(p *Peer) {
 	}
 }
 
-// Busy reports whether anything is in flight, or rests: then Tick wants to be called every TickEvery.
+// Busy reports whether anything is in flight, or rests: then Tick wants to be called every
+// TickEvery.
 func (s *Scheduler) Busy() bool { return s.live > 0 || len(s.resting) > 0 }
 
 // Flights counts slices in flight.
 func (s *Scheduler) Flights() int { return s.live }
 
-// Unconfirmed calls yield for each slice of f in flight whose chunks have not landed otherwise, hedges left out.
+// Unconfirmed calls yield for each slice of f in flight whose chunks have not landed otherwise,
+// hedges left out.
 func (s *Scheduler) Unconfirmed(f *Flow, yield func(rank int, bytes uint64)) {
 	for i := range s.flights {
-		if fl := &s.flights[i]; fl.live && fl.flow == f && !fl.probe && !fl.hedge && !f.got.Contains(fl.r.First) {
+		if fl := &s.flights[i]; fl.live && fl.flow == f && !fl.probe && !fl.hedge &&
+			!f.got.Contains(fl.r.First) {
 			yield(fl.lane.pair.rank, fl.bytes)
 		}
 	}
@@ -141,7 +150,8 @@ const TickEvery = tickEvery
 
 // LaneUp adds a lane to p.
 func (s *Scheduler) LaneUp(now Instant, p *Peer, in LaneInfo) error {
-	in.SliceBytes = min(max(in.SliceBytes/transfer.ChunkBytes, 1), maxSliceChunks) * transfer.ChunkBytes
+	in.SliceBytes = min(max(in.SliceBytes/transfer.ChunkBytes, 1), maxSliceChunks) *
+		transfer.ChunkBytes
 	in.MaxSlices = max(in.MaxSlices, 1)
 	in.Rank = min(max(in.Rank, 0), MaxRanks-1)
 	in.Tier = min(max(in.Tier, 1), len(tierPenalty)-1)
@@ -149,9 +159,11 @@ func (s *Scheduler) LaneUp(now Instant, p *Peer, in LaneInfo) error {
 	case s.lanes[in.ID] != nil:
 		return fmt.Errorf("spray: lane %d is up already", in.ID)
 	case p.lanes >= MaxLanes:
-		return fmt.Errorf("spray: lane %d over %.*s: the peer has %d lanes, which is the most", in.ID, maxPairNameSize, in.Path, p.lanes)
+		return fmt.Errorf("spray: lane %d over %.*s: the peer has %d lanes, which is the most", in.ID,
+			maxPairNameSize, in.Path, p.lanes)
 	case len(in.Path.Local) > maxPairNameSize || len(in.Path.Remote) > maxPairNameSize:
-		return fmt.Errorf("spray: lane %d: the name of a rail is longer than %d bytes", in.ID, maxPairNameSize)
+		return fmt.Errorf("spray: lane %d: the name of a rail is longer than %d bytes", in.ID,
+			maxPairNameSize)
 	}
 	q, err := s.pair(p, in)
 	if err != nil {
@@ -185,7 +197,8 @@ func (s *Scheduler) LaneUp(now Instant, p *Peer, in LaneInfo) error {
 	return nil
 }
 
-// pair finds or makes the pair of a lane. Of pairs that have no lane any more the oldest is forgotten when there are too many.
+// pair finds or makes the pair of a lane. Of pairs that have no lane any more the oldest is
+// forgotten when there are too many.
 func (s *Scheduler) pair(p *Peer, in LaneInfo) (*pair, error) {
 	var idle *pair
 	for _, q := range p.pairs {
@@ -203,7 +216,8 @@ func (s *Scheduler) pair(p *Peer, in LaneInfo) (*pair, error) {
 		return q, nil
 	}
 	if idle == nil {
-		return nil, fmt.Errorf("spray: rails %s: the peer has %d pairs, which is the most", in.Path, MaxPairs)
+		return nil, fmt.Errorf("spray: rails %s: the peer has %d pairs, which is the most",
+			in.Path, MaxPairs)
 	}
 	if idle.state == Probing {
 		p.probing--
@@ -274,8 +288,10 @@ func (s *Scheduler) post(now Instant, l *lane, f *Flow, r transfer.Range, attemp
 		bytes = 0 // cannot be: r comes from a set of that space's size
 	}
 	fl := &s.flights[i]
-	*fl = flight{flow: f, lane: l, r: r, bytes: bytes, use: fl.use + 1, prev: l.tail, next: -1, posted: now,
-		predicted: Instant(q.expectAt(now, bytes)), delivered: q.delivered, ahead: q.ahead(now), live: true, probe: attempt == 0}
+	*fl = flight{flow: f, lane: l, r: r, bytes: bytes, use: fl.use + 1, prev: l.tail, next: -1,
+		posted:    now,
+		predicted: Instant(q.expectAt(now, bytes)), delivered: q.delivered, ahead: q.ahead(now),
+		live: true, probe: attempt == 0}
 	load := q.load() + bytes
 	fl.limited = load <= uint64(q.holds())+q.cut(f.prio) && load+q.cut(f.prio) <= q.most(f.prio)
 	if fl.clean = fl.ahead <= q.shallow(); fl.clean {
@@ -308,7 +324,8 @@ func (s *Scheduler) post(now Instant, l *lane, f *Flow, r transfer.Range, attemp
 	if s.live++; s.live == 1 {
 		s.ticked = now
 	}
-	return Slice{Lane: l.info.ID, Flow: f, Range: r, Bytes: bytes, Attempt: attempt, Cookie: uint64(fl.use)<<32 | uint64(uint32(i))}
+	return Slice{Lane: l.info.ID, Flow: f, Range: r, Bytes: bytes, Attempt: attempt,
+		Cookie: uint64(fl.use)<<32 | uint64(uint32(i))}
 }
 
 // find is the flight of a cookie, or nil: it has ended, or never was.
@@ -457,8 +474,8 @@ func (s *Scheduler) judge(now Instant, fl *flight, v Verdict) {
 	}
 }
 
-// alive takes a sign of life of a lane. Where it was suspect, others have what it carries, and its silence was judged: no slice that it
-// held meanwhile is late for that.
+// alive takes a sign of life of a lane. Where it was suspect, others have what it carries, and its
+// silence was judged: no slice that it held meanwhile is late for that.
 func (s *Scheduler) alive(now Instant, l *lane) {
 	if l.suspect {
 		for i := l.head; i >= 0; i = s.flights[i].next {
@@ -510,7 +527,8 @@ func (s *Scheduler) Tick(now Instant, touched func(*Peer)) {
 	}
 	for _, l := range s.busy {
 		q := l.pair
-		// One that waits for its probe has been judged: without a lane to probe on, nothing new is known of it.
+		// One that waits for its probe has been judged: without a lane to probe on, nothing new is known
+		// of it.
 		if q.live == 0 && len(q.lanes) > 0 && q.state <= Readmitted {
 			s.lagging(now, q, Instant(lagFactor)*s.flights[l.head].predicted)
 		}
@@ -518,8 +536,8 @@ func (s *Scheduler) Tick(now Instant, touched func(*Peer)) {
 	s.rested(now, touched)
 }
 
-// forgive takes the time in which this process did not run off every clock that a lane is judged by: we were silent, and what came
-// meanwhile has not been looked at yet.
+// forgive takes the time in which this process did not run off every clock that a lane is judged
+// by: we were silent, and what came meanwhile has not been looked at yet.
 func (s *Scheduler) forgive(now, asleep Instant) {
 	for _, l := range s.busy {
 		l.moved = min(l.moved+asleep, now)
@@ -551,7 +569,8 @@ func (s *Scheduler) watch(now Instant, l *lane) {
 	fl := &s.flights[i]
 	patience := max(s.cfg.Suspect, lateFactor*fl.predicted)
 	if l.info.Tells && now-q.moved >= s.cfg.Suspect {
-		patience = s.cfg.Suspect // of what has not a byte to show for it; while other lanes of the pair have, it may be their turn
+		// of what has not a byte to show for it; while other lanes of the pair have, it may be their turn
+		patience = s.cfg.Suspect
 	}
 	if silent := now - max(l.moved, l.doubted, fl.posted+fl.forgiven); silent >= patience {
 		l.suspect, l.doubted = true, now
@@ -587,9 +606,10 @@ func (s *Scheduler) watch(now Instant, l *lane) {
 	}
 }
 
-// retry gives a suspect lane another chance once a slice should have ended, where there is no other path: it may be that nothing comes back because
-// nothing is sent, and that what it was suspected for is one slice that never ends. What it has in flight counts again, so it is given no more
-// than its window has room for, or one chunk, where all of that is late.
+// retry gives a suspect lane another chance once a slice should have ended, where there is no other
+// path: it may be that nothing comes back because nothing is sent, and that what it was suspected
+// for is one slice that never ends. What it has in flight counts again, so it is given no more than
+// its window has room for, or one chunk, where all of that is late.
 func (s *Scheduler) retry(now Instant, l *lane) bool {
 	if l.broken || now-l.doubted < s.cfg.Attempt {
 		return false
@@ -604,7 +624,8 @@ func (s *Scheduler) retry(now Instant, l *lane) bool {
 	return true
 }
 
-// lagging excludes a pair that is silent while its peers move. Where all are silent it is the other side, or the way there.
+// lagging excludes a pair that is silent while its peers move. Where all are silent it is the other
+// side, or the way there.
 func (s *Scheduler) lagging(now Instant, q *pair, patience Instant) {
 	silent := now - q.moved
 	for _, l := range q.lanes {

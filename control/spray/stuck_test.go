@@ -21,8 +21,9 @@ func later(s *Scheduler, p *Peer, from, to Instant, sent func(at Instant, sl Sli
 
 func ignore(Instant, Slice) {}
 
-// What never ends filled the window of the only lane, and nothing was sent over it ever again: once late on a lane that moves it is not waited for. Nor
-// does its silence tell anything more: who comes later finds the lane in use.
+// What never ends filled the window of the only lane, and nothing was sent over it ever again: once
+// late on a lane that moves it is not waited for. Nor does its silence tell anything more: who
+// comes later finds the lane in use.
 func TestStuckSlicesFillTheWindow(t *testing.T) {
 	s, p := solo(t, 1)
 	f := flow(t, s, p, 64)
@@ -42,7 +43,8 @@ func TestStuckSlicesFillTheWindow(t *testing.T) {
 	}
 	confirmed(t, s, p, f, at, sent)
 	if l := q.lanes[0]; l.passed != q.stalled || l.passed != l.inflight || l.passed == 0 {
-		t.Fatalf("%d bytes in flight, %d passed, %d stalled: want all of them", l.inflight, l.passed, q.stalled)
+		t.Fatalf("%d bytes in flight, %d passed, %d stalled: want all of them", l.inflight,
+			l.passed, q.stalled)
 	}
 	for at = 10 * sec; at < 13*sec; at += TickEvery {
 		later(s, p, at, at+2*DefaultSuspect, ignore)
@@ -75,7 +77,8 @@ func TestStuckSlicesUnderFixedPolicies(t *testing.T) {
 		stuck := pullAll(s, p, 0)
 		later(s, p, 0, 20*sec, func(at Instant, sl Slice) { s.End(at, sl.Cookie, Confirmed) })
 		if !f.landed() {
-			t.Errorf("%v: %d slices are stuck, and %d of 640 chunks landed", policy, len(stuck), f.got.Count())
+			t.Errorf("%v: %d slices are stuck, and %d of 640 chunks landed", policy, len(stuck),
+				f.got.Count())
 		}
 	}
 }
@@ -86,7 +89,8 @@ func ranks(t *testing.T, slots int) (*Scheduler, *Peer, func(at Instant)) {
 	p := s.Peer(transfer.Boot{1}, nil)
 	lane := func(at Instant, id uint64, transport string, rank, slots int) {
 		t.Helper()
-		if err := s.LaneUp(at, p, LaneInfo{ID: id, Path: Path{transport, "a", "b"}, Rank: rank, SliceBytes: 1 << 20, MaxSlices: slots}); err != nil {
+		if err := s.LaneUp(at, p, LaneInfo{ID: id, Path: Path{transport, "a", "b"}, Rank: rank,
+			SliceBytes: 1 << 20, MaxSlices: slots}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -130,12 +134,13 @@ func TestLaneFullOfPassedSlices(t *testing.T) {
 	}
 	later(s, p, 3*sec, 23*sec, confirm)
 	if !f.landed() {
-		t.Errorf("%d of 64 chunks landed in 20 s beside a lane full of slices that never end", f.got.Count())
+		t.Errorf("%d of 64 chunks landed in 20 s beside a lane full of slices that never end",
+			f.got.Count())
 	}
 }
 
-// The transfer that a dead rail carried was given up, so that nothing is sent that would tell. A slower one that comes up then has all to itself: the
-// end of a transfer is left to no dead rail.
+// The transfer that a dead rail carried was given up, so that nothing is sent that would tell. A
+// slower one that comes up then has all to itself: the end of a transfer is left to no dead rail.
 func TestDeadRailGetsNoTail(t *testing.T) {
 	for _, second := range []string{"rail", "lane"} {
 		m := newModel(t, Config{})
@@ -161,7 +166,8 @@ func TestDeadRailGetsNoTail(t *testing.T) {
 	}
 }
 
-// The only lane is silent for long, and lost then: that is no fault of its chunks, which others may carry.
+// The only lane is silent for long, and lost then: that is no fault of its chunks, which others may
+// carry.
 func TestSilenceCostsNoStrikes(t *testing.T) {
 	m := newModel(t, Config{})
 	a := m.rail(gbit, 100*time.Microsecond, 1, func(in *LaneInfo) { in.MaxSlices = 64 })
@@ -185,7 +191,8 @@ func TestSilenceCostsNoStrikes(t *testing.T) {
 	}
 }
 
-// What is late for a silent lane is charged to nobody, also where our own sleep has moved its clocks; where it fails then it is.
+// What is late for a silent lane is charged to nobody, also where our own sleep has moved its
+// clocks; where it fails then it is.
 func TestLateSlicesThatFailAreCharged(t *testing.T) {
 	s, p := solo(t, 1)
 	flow(t, s, p, 64)
@@ -218,8 +225,10 @@ func TestLateSlicesAreChargedOnce(t *testing.T) {
 	}
 	later(s, p, ms, 3*sec, func(at Instant, sl Slice) { s.End(at, sl.Cookie, Confirmed) })
 	q := p.pairs[0]
-	if k := stuck.Flow.state(stuck.Range.First); q.count.Errors != 1 || k.strikes != 1 || q.stalled != stuck.Bytes {
-		t.Fatalf("late: %d errors, %d strikes, %d bytes passed; want one each, and its bytes", q.count.Errors, k.strikes, q.stalled)
+	if k := stuck.Flow.state(stuck.Range.First); q.count.Errors != 1 || k.strikes != 1 ||
+		q.stalled != stuck.Bytes {
+		t.Fatalf("late: %d errors, %d strikes, %d bytes passed; want one each, and its bytes",
+			q.count.Errors, k.strikes, q.stalled)
 	}
 	s.End(3*sec, stuck.Cookie, Failed)
 	if k := stuck.Flow.state(stuck.Range.First); q.count.Errors != 1 || k.strikes != 1 {

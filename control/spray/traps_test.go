@@ -32,7 +32,8 @@ func solo(t *testing.T, n int) (*Scheduler, *Peer) {
 func up(t *testing.T, s *Scheduler, p *Peer, i int) {
 	t.Helper()
 	name := fmt.Sprint(i)
-	if err := s.LaneUp(0, p, LaneInfo{ID: uint64(i + 1), Path: Path{"tcp", name, name}, SliceBytes: 1 << 20, MaxSlices: 16}); err != nil {
+	if err := s.LaneUp(0, p, LaneInfo{ID: uint64(i + 1), Path: Path{"tcp", name, name},
+		SliceBytes: 1 << 20, MaxSlices: 16}); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -53,8 +54,8 @@ func pullAll(s *Scheduler, p *Peer, now Instant) (out []Slice) {
 	}
 }
 
-// Inverted weight: 0.01 was meant for the newest sample, and went to all the others. One outlier must not move an estimate by
-// more than its weight, and many equal samples must.
+// Inverted weight: 0.01 was meant for the newest sample, and went to all the others. One outlier
+// must not move an estimate by more than its weight, and many equal samples must.
 func TestTrapInvertedEWMA(t *testing.T) {
 	near(t, "weight of the newest", ewma(100, 0, alpha), 75, 1e-9)
 	m := newModel(t, Config{})
@@ -75,8 +76,9 @@ func TestTrapInvertedEWMA(t *testing.T) {
 	near(t, "after thirty slow ones", q.bw, gbit/50, 0.2)
 }
 
-// Queue counted twice: once in what is in flight, and again in a bandwidth that was taken from post to completion. A rail that is
-// kept full must be learned at its own rate, and the prediction must hold.
+// Queue counted twice: once in what is in flight, and again in a bandwidth that was taken from post
+// to completion. A rail that is kept full must be learned at its own rate, and the prediction must
+// hold.
 func TestTrapQueueCountedTwice(t *testing.T) {
 	m := newModel(t, Config{})
 	m.rail(gbit, 5*ms, 4)
@@ -91,8 +93,8 @@ func TestTrapQueueCountedTwice(t *testing.T) {
 	}
 }
 
-// A floor of a tenth of the claim hid a NIC that was slower than that; and an estimate that is too low must not starve its rail
-// for ever either.
+// A floor of a tenth of the claim hid a NIC that was slower than that; and an estimate that is too
+// low must not starve its rail for ever either.
 func TestTrapFloorHidesSlowRail(t *testing.T) {
 	m := newModel(t, Config{})
 	m.rail(gbit, 100*time.Microsecond, 1, func(in *LaneInfo) { in.Gbps = 400 })
@@ -110,7 +112,8 @@ func TestTrapFloorHidesSlowRail(t *testing.T) {
 	near(t, "healed", q.bw, gbit, 0.1)
 }
 
-// Timeouts that nobody retries: a slice that never ends goes out again elsewhere, and counts as a failure of its rail.
+// Timeouts that nobody retries: a slice that never ends goes out again elsewhere, and counts as a
+// failure of its rail.
 func TestTrapTimeoutWithoutRetry(t *testing.T) {
 	m := newModel(t, Config{})
 	m.rail(gbit, 100*time.Microsecond, 1)
@@ -133,7 +136,8 @@ func TestTrapTimeoutWithoutRetry(t *testing.T) {
 	m.wait(DefaultAttempt + 100*ms)
 	q := m.p.pairs[0]
 	if !again || q.count.TimedOut != 1 || q.count.Errors != 1 {
-		t.Errorf("sent again elsewhere %v, %d timeouts, %d errors: want true, 1, 1", again, q.count.TimedOut, q.count.Errors)
+		t.Errorf("sent again elsewhere %v, %d timeouts, %d errors: want true, 1, 1", again,
+			q.count.TimedOut, q.count.Errors)
 	}
 	if q.count.Suspicions != 0 {
 		t.Error("the lane moved all the time, and was suspect")
@@ -156,8 +160,10 @@ func TestTrapRetriesAreCharged(t *testing.T) {
 		t.Fatalf("retry %+v of %+v, %v: want attempt 2 on the other lane", b, a, ok)
 	}
 	q := s.lanes[b.Lane].pair
-	if q.inflight != transfer.ChunkBytes || s.lanes[b.Lane].inflight != transfer.ChunkBytes || p.flights != 1 || f.state(0).strikes != 1 {
-		t.Errorf("a retry is in flight with %d bytes on its pair, %d slices and %d strikes", q.inflight, p.flights, f.state(0).strikes)
+	if q.inflight != transfer.ChunkBytes || s.lanes[b.Lane].inflight != transfer.ChunkBytes ||
+		p.flights != 1 || f.state(0).strikes != 1 {
+		t.Errorf("a retry is in flight with %d bytes on its pair, %d slices and %d strikes", q.inflight,
+			p.flights, f.state(0).strikes)
 	}
 	if o := s.lanes[a.Lane].pair; o.inflight != 0 {
 		t.Errorf("%d bytes still charged to the pair that failed", o.inflight)
@@ -207,13 +213,14 @@ func TestTrapHealthIsShared(t *testing.T) {
 			t.Errorf("a new flow was given an excluded rail: %+v", sl)
 		}
 	}
-	if v := s.View(q.since).Pairs[0]; v.State != "excluded" || !strings.Contains(v.Reason, "3 errors") {
+	if v := s.View(q.since).Pairs[0]; v.State != "excluded" || !strings.Contains(v.Reason,
+		"3 errors") {
 		t.Errorf("shown as %s, %q", v.State, v.Reason)
 	}
 }
 
-// The cooldown doubled on every error, so that the first one was four times as long as configured. Ten errors of one incident are
-// one exclusion.
+// The cooldown doubled on every error, so that the first one was four times as long as configured.
+// Ten errors of one incident are one exclusion.
 func TestTrapCooldownDoublesPerError(t *testing.T) {
 	s, p := solo(t, 2)
 	f := flow(t, s, p, 640)
@@ -227,7 +234,8 @@ func TestTrapCooldownDoublesPerError(t *testing.T) {
 		s.End(ms, sl.Cookie, Failed)
 	}
 	if q.state != Excluded || q.cooldown != DefaultCooldown || q.count.Exclusions != 1 {
-		t.Errorf("%v, cooldown %v after %d exclusions: want excluded, %v, 1", q.state, q.cooldown, q.count.Exclusions, DefaultCooldown)
+		t.Errorf("%v, cooldown %v after %d exclusions: want excluded, %v, 1", q.state, q.cooldown,
+			q.count.Exclusions, DefaultCooldown)
 	}
 	// A second incident right after is a second step, up to the longest.
 	for now := 2 * ms; q.count.Exclusions < 8; now += ms {
@@ -249,8 +257,8 @@ func TestTrapCooldownDoublesPerError(t *testing.T) {
 	}
 }
 
-// Re-admission by expiry, with live traffic: what goes first over a rail whose cooldown is over is a copy, which takes its chunk from
-// nobody, and then the window grows.
+// Re-admission by expiry, with live traffic: what goes first over a rail whose cooldown is over is
+// a copy, which takes its chunk from nobody, and then the window grows.
 func TestTrapExpiryReadmitsLiveTraffic(t *testing.T) {
 	m := newModel(t, Config{})
 	m.rail(4*gbit, 100*time.Microsecond, 1)
@@ -284,7 +292,8 @@ func TestTrapExpiryReadmitsLiveTraffic(t *testing.T) {
 		}
 	}
 	m.wait(DefaultCooldown + 50*ms)
-	if len(first) < readmitSteps+1 || first[0].Attempt != 0 || first[0].Range.Count != 1 || first[1].Attempt == 0 {
+	if len(first) < readmitSteps+1 || first[0].Attempt != 0 || first[0].Range.Count != 1 ||
+		first[1].Attempt == 0 {
 		t.Fatalf("after the cooldown went %+v: want a probe, then slices", first)
 	}
 	if full == 0 {
@@ -305,8 +314,9 @@ func TestTrapRemoteIgnored(t *testing.T) {
 	near(t, "slow remote", m.p.pairs[1].bw, gbit/10, 0.1)
 }
 
-// A retry kept everything behind it waiting: it avoids the pair that failed it, and where all others are full nothing of its flow was sent, though that pair had
-// room for what was never tried on it.
+// A retry kept everything behind it waiting: it avoids the pair that failed it, and where all
+// others are full nothing of its flow was sent, though that pair had room for what was never tried
+// on it.
 func TestTrapRetriesHoldUpTheirFlow(t *testing.T) {
 	s, p := solo(t, 2)
 	f := flow(t, s, p, 64)
@@ -314,8 +324,10 @@ func TestTrapRetriesHoldUpTheirFlow(t *testing.T) {
 	bad := sent[0]
 	s.End(ms, bad.Cookie, Failed)
 	again := pullAll(s, p, ms)
-	if len(again) != 1 || again[0].Lane != bad.Lane || again[0].Range.First <= bad.Range.First || again[0].Attempt != 1 {
-		t.Fatalf("after %+v failed came %+v: want a slice that was never sent, over the same pair, which alone has room", bad, again)
+	if len(again) != 1 || again[0].Lane != bad.Lane || again[0].Range.First <= bad.Range.First ||
+		again[0].Attempt != 1 {
+		t.Fatalf("after %+v failed came %+v: want a slice that was never sent, over the same pair, "+
+			"which alone has room", bad, again)
 	}
 	if f.retries() != bad.Range.Count {
 		t.Errorf("%d chunks wait for another pair, want the %d that failed", f.retries(), bad.Range.Count)
@@ -329,13 +341,15 @@ func TestTrapRetriesHoldUpTheirFlow(t *testing.T) {
 			s.End(2*ms, sl.Cookie, Confirmed)
 		}
 	}
-	if again = pullAll(s, p, 2*ms); len(again) == 0 || again[0].Lane == bad.Lane || again[0].Range != bad.Range || again[0].Attempt != 2 {
+	if again = pullAll(s, p, 2*ms); len(again) == 0 || again[0].Lane == bad.Lane ||
+		again[0].Range != bad.Range || again[0].Attempt != 2 {
 		t.Errorf("then came %+v: want %+v once more on the other pair", again, bad.Range)
 	}
 }
 
-// A retry waited for a pair that it avoids: near its end a transfer is left to those that are done sooner, and the one that had failed it counted among them. Where
-// that pair is faster by so much, and others keep it busy, the turn came when its delay was looked at, every half a second.
+// A retry waited for a pair that it avoids: near its end a transfer is left to those that are done
+// sooner, and the one that had failed it counted among them. Where that pair is faster by so much,
+// and others keep it busy, the turn came when its delay was looked at, every half a second.
 func TestTrapRetryLeftToThePairItAvoids(t *testing.T) {
 	m := newModel(t, Config{})
 	m.rail(2*gbit, 100*time.Microsecond, 1)
@@ -361,11 +375,13 @@ func TestTrapRetryLeftToThePairItAvoids(t *testing.T) {
 	m.pull()
 	m.end(first, Failed)
 	if d := m.run(100*ms, f.landed); d < 0 {
-		t.Error("a chunk that its fast pair failed once has not gone by the other one, which takes 11 ms, in 100 ms")
+		t.Error("a chunk that its fast pair failed once has not gone by the other one, which takes 11 " +
+			"ms, in 100 ms")
 	}
 }
 
-// A slice that a lane does not even take was nobody's business: it goes out on another pair at once, and costs its chunks nothing.
+// A slice that a lane does not even take was nobody's business: it goes out on another pair at
+// once, and costs its chunks nothing.
 func TestTrapRefusedAtSubmit(t *testing.T) {
 	s, p := solo(t, 2)
 	f := flow(t, s, p, 1)
@@ -376,15 +392,21 @@ func TestTrapRefusedAtSubmit(t *testing.T) {
 	s.End(0, a.Cookie, Lost)
 	b, ok := s.Pull(0, p)
 	if !ok || b.Lane == a.Lane || b.Range != a.Range || f.state(0).strikes != 0 {
-		t.Errorf("after %+v came %+v, %v, with %d strikes: want the same chunk on the other lane, and none", a, b, ok, f.state(0).strikes)
+		t.Errorf(
+			"after %+v came %+v, %v, with %d strikes: want the same chunk on the other lane, and none", a, b,
+			ok, f.state(0).strikes)
 	}
 }
 
-// The whole request was sent again by the next transport, finished slices included. What has landed is never sent again.
+// The whole request was sent again by the next transport, finished slices included. What has landed
+// is never sent again.
 func TestTrapFinishedSlicesSentAgain(t *testing.T) {
 	m := newModel(t, Config{})
 	first := m.rail(gbit, 100*time.Microsecond, 1)
-	m.rail(gbit, 100*time.Microsecond, 1, func(in *LaneInfo) { in.Path.Transport, in.Rank = "next", 1 })
+	m.rail(gbit, 100*time.Microsecond, 1, func(in *LaneInfo) {
+		in.Path.Transport,
+			in.Rank = "next", 1
+	})
 	m.move(16 << 20)
 	f := m.open(LayerStream, 64<<20)
 	m.run(256*ms, f.landed) // about half of it
@@ -411,8 +433,9 @@ func TestTrapFinishedSlicesSentAgain(t *testing.T) {
 	}
 }
 
-// Hundreds of thousands of attempts while there was no path, and a fifth of the rate after it: three seconds without any rail cost no more
-// than what was in flight, and then each is used as before.
+// Hundreds of thousands of attempts while there was no path, and a fifth of the rate after it:
+// three seconds without any rail cost no more than what was in flight, and then each is used as
+// before.
 func TestTrapStormWhileAllIsDead(t *testing.T) {
 	m := newModel(t, Config{})
 	for range 4 {
@@ -430,7 +453,8 @@ func TestTrapStormWhileAllIsDead(t *testing.T) {
 	before := m.pulls
 	m.wait(3 * sec)
 	if n := m.pulls - before; n > DefaultMaxFlights {
-		t.Errorf("%d slices were given out in three seconds without a path: want %d at most", n, DefaultMaxFlights)
+		t.Errorf("%d slices were given out in three seconds without a path: want %d at most", n,
+			DefaultMaxFlights)
 	}
 	all(false)
 	m.wait(sec)
@@ -440,8 +464,9 @@ func TestTrapStormWhileAllIsDead(t *testing.T) {
 	}
 }
 
-// The only lane there is has one slice that never ends, and was silent once. Everything waits for a sign of life, which cannot come, for nothing is sent:
-// when the slice is late the lane is given more, and so it goes on.
+// The only lane there is has one slice that never ends, and was silent once. Everything waits for a
+// sign of life, which cannot come, for nothing is sent: when the slice is late the lane is given
+// more, and so it goes on.
 func TestTrapSuspectForEver(t *testing.T) {
 	s, p := solo(t, 1)
 	f := flow(t, s, p, 64)
@@ -481,7 +506,8 @@ func TestLastResortBesideAStuckSlice(t *testing.T) {
 	confirmed(t, s, p, f, 0, nil)
 }
 
-// confirmed goes on from at, with what was sent then, until all that f has is sent and confirmed, each slice a tick after it was sent.
+// confirmed goes on from at, with what was sent then, until all that f has is sent and confirmed,
+// each slice a tick after it was sent.
 func confirmed(t *testing.T, s *Scheduler, p *Peer, f *Flow, at Instant, sent []Slice) {
 	t.Helper()
 	for ; f.Waiting() > 0 || len(sent) > 0; at += TickEvery {
@@ -496,7 +522,8 @@ func confirmed(t *testing.T, s *Scheduler, p *Peer, f *Flow, at Instant, sent []
 	}
 }
 
-// Where every pair is excluded each is tried with one chunk at a time: neither a storm, nor a transfer that waits for a cooldown.
+// Where every pair is excluded each is tried with one chunk at a time: neither a storm, nor a
+// transfer that waits for a cooldown.
 func TestLastResort(t *testing.T) {
 	s, p := solo(t, 3)
 	flow(t, s, p, 64)
@@ -544,7 +571,8 @@ func TestDecayToNeutral(t *testing.T) {
 	}
 }
 
-// Silence makes a lane suspect in 60 ms and its chunks go elsewhere; exclusion follows only because others moved.
+// Silence makes a lane suspect in 60 ms and its chunks go elsewhere; exclusion follows only because
+// others moved.
 func TestSuspicionAndExclusionBySilence(t *testing.T) {
 	m := newModel(t, Config{})
 	m.rail(gbit, 100*time.Microsecond, 1)
@@ -554,7 +582,8 @@ func TestSuspicionAndExclusionBySilence(t *testing.T) {
 	m.run(50*ms, f.landed)
 	q := m.p.pairs[0]
 	m.links[0].set(func() { m.links[0].dead = true })
-	if d := m.run(sec, func() bool { return q.live == 0 }); d < DefaultSuspect-5*ms || d > DefaultSuspect+2*TickEvery {
+	if d := m.run(sec, func() bool { return q.live == 0 }); d < DefaultSuspect-5*ms ||
+		d > DefaultSuspect+2*TickEvery {
 		t.Errorf("suspect after %v, want %v", d, DefaultSuspect)
 	}
 	if v := m.s.View(m.now).Pairs[0]; v.State != "suspect" || v.Suspect != 1 {
@@ -584,8 +613,9 @@ func TestSuspicionAndExclusionBySilence(t *testing.T) {
 	}
 }
 
-// A rail that was silent for long is excluded once, not again and again while nothing could be tried on it; and what brings something
-// again is probed at once, not when a cooldown ends that has doubled meanwhile.
+// A rail that was silent for long is excluded once, not again and again while nothing could be
+// tried on it; and what brings something again is probed at once, not when a cooldown ends that has
+// doubled meanwhile.
 func TestSignOfLifeEndsTheCooldown(t *testing.T) {
 	m := newModel(t, Config{MaxCooldown: 20 * sec, Cooldown: 10 * sec})
 	m.rail(gbit, 100*time.Microsecond, 1)
@@ -597,13 +627,16 @@ func TestSignOfLifeEndsTheCooldown(t *testing.T) {
 	l.set(func() { l.dead = true })
 	m.wait(15 * sec)
 	if q.count.Exclusions != 1 || q.count.Probes != 0 || q.count.TimedOut != 0 {
-		t.Fatalf("%d exclusions and %d probes of a rail that nothing could be tried on: want 1, 0", q.count.Exclusions, q.count.Probes)
+		t.Fatalf("%d exclusions and %d probes of a rail that nothing could be tried on: want 1, 0",
+			q.count.Exclusions, q.count.Probes)
 	}
-	// Once more, and healed while the cooldown of now is young. What it held all the time is not late now: that was its silence.
+	// Once more, and healed while the cooldown of now is young. What it held all the time is not late
+	// now: that was its silence.
 	l.set(func() { l.dead = false })
 	m.wait(200 * ms)
 	if q.state != Healthy || q.count.TimedOut != 0 {
-		t.Fatalf("%v (%s) 200 ms after it moved, %d slices timed out", q.state, q.reason, q.count.TimedOut)
+		t.Fatalf("%v (%s) 200 ms after it moved, %d slices timed out", q.state, q.reason,
+			q.count.TimedOut)
 	}
 	l.set(func() { l.dead = true })
 	m.wait(2 * sec)
@@ -624,7 +657,8 @@ func TestSignOfLifeEndsTheCooldown(t *testing.T) {
 	}
 }
 
-// A process that was stopped for five seconds blames nobody: the confirmations are there, it has not read them.
+// A process that was stopped for five seconds blames nobody: the confirmations are there, it has
+// not read them.
 func TestOwnSleepBlamesNobody(t *testing.T) {
 	s, p := solo(t, 2)
 	f := flow(t, s, p, 640)
@@ -641,7 +675,8 @@ func TestOwnSleepBlamesNobody(t *testing.T) {
 	s.Tick(now, func(*Peer) {})
 	for _, q := range p.pairs {
 		if q.state != Healthy || q.live != 1 || q.count.TimedOut != 0 || q.count.Errors != 0 {
-			t.Errorf("%s: %v, %d usable lanes, %d timeouts after our own sleep", q.path, q.state, q.live, q.count.TimedOut)
+			t.Errorf("%s: %v, %d usable lanes, %d timeouts after our own sleep", q.path, q.state, q.live,
+				q.count.TimedOut)
 		}
 	}
 	// But silence that follows is silence.
@@ -657,7 +692,8 @@ func TestOwnSleepBlamesNobody(t *testing.T) {
 	}
 }
 
-// A slow rail is not taken for a silent one, and packet loss that stops a rail for 200 ms now and then excludes nobody.
+// A slow rail is not taken for a silent one, and packet loss that stops a rail for 200 ms now and
+// then excludes nobody.
 func TestNoFalseExclusion(t *testing.T) {
 	m := newModel(t, Config{})
 	m.rail(2*gbit, 100*time.Microsecond, 2)
@@ -697,12 +733,14 @@ func TestDeadlines(t *testing.T) {
 	for _, sl := range pullAll(s, p, 2*ms) {
 		order = append(order, sl.Flow)
 	}
-	if len(order) != 3 || order[0] != soon || order[1] != late || order[2] != never || past.Waiting() != 0 {
+	if len(order) != 3 || order[0] != soon || order[1] != late || order[2] != never ||
+		past.Waiting() != 0 {
 		t.Errorf("%d flows sent, in the wrong order or past their deadline", len(order))
 	}
 }
 
-// A slow rail leaves short work to a fast one: it is not sent there and then hedged, it is not sent there at all.
+// A slow rail leaves short work to a fast one: it is not sent there and then hedged, it is not sent
+// there at all.
 func TestTailIsLeftToFasterRails(t *testing.T) {
 	m := newModel(t, Config{})
 	m.rail(2*gbit, 100*time.Microsecond, 1)
@@ -715,7 +753,8 @@ func TestTailIsLeftToFasterRails(t *testing.T) {
 		m.wait(2 * ms)
 	}
 	if n := slow.bytes - before; n != 0 || m.p.pairs[0].count.Hedges != hedges {
-		t.Errorf("%d bytes of short transfers on the slow rail, %d hedges", n, m.p.pairs[0].count.Hedges-hedges)
+		t.Errorf("%d bytes of short transfers on the slow rail, %d hedges", n,
+			m.p.pairs[0].count.Hedges-hedges)
 	}
 }
 
@@ -724,7 +763,8 @@ func TestUrgentNeedsNoOpenWindow(t *testing.T) {
 	for _, most := range []int{2, 16} { // full lanes, full window
 		s := New(Config{})
 		p := s.Peer(transfer.Boot{1}, nil)
-		if err := s.LaneUp(0, p, LaneInfo{ID: 1, Path: Path{"tcp", "a", "b"}, SliceBytes: 1 << 20, MaxSlices: most}); err != nil {
+		if err := s.LaneUp(0, p, LaneInfo{ID: 1, Path: Path{"tcp", "a", "b"}, SliceBytes: 1 << 20,
+			MaxSlices: most}); err != nil {
 			t.Fatal(err)
 		}
 		flow(t, s, p, 64)
@@ -759,7 +799,8 @@ func TestWindowDoesNotFeedOnItself(t *testing.T) {
 	m.run(10*sec, f.landed)
 	q := m.p.pairs[0]
 	if most := uint64(gbit * float64(5*ms)); q.window > most {
-		t.Errorf("window of %d bytes after 10 s at full load, with a delay of 1 ms: want %d at most", q.window, most)
+		t.Errorf("window of %d bytes after 10 s at full load, with a delay of 1 ms: want %d at most",
+			q.window, most)
 	}
 	near(t, "learned", q.bw, gbit, 0.03)
 }
@@ -769,7 +810,8 @@ func TestRefusalIsTheFlowsOwn(t *testing.T) {
 	s := New(Config{})
 	p := s.Peer(transfer.Boot{1}, nil)
 	for i, name := range []string{"shm", "tcp"} {
-		if err := s.LaneUp(0, p, LaneInfo{ID: uint64(i + 1), Path: Path{name, "a", "b"}, Rank: i, SliceBytes: 1 << 20, MaxSlices: 16}); err != nil {
+		if err := s.LaneUp(0, p, LaneInfo{ID: uint64(i + 1), Path: Path{name, "a", "b"}, Rank: i,
+			SliceBytes: 1 << 20, MaxSlices: 16}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -804,12 +846,14 @@ func TestRefusalIsTheFlowsOwn(t *testing.T) {
 	}
 }
 
-// A flow that the only transport refuses waits between its tries, so that another transport has the time to come up, and goes to that at once.
+// A flow that the only transport refuses waits between its tries, so that another transport has the
+// time to come up, and goes to that at once.
 func TestRefusalsAreNotSpentAtOnce(t *testing.T) {
 	s := New(Config{})
 	p := s.Peer(transfer.Boot{1}, nil)
 	up := func(id uint64, name string) {
-		if err := s.LaneUp(0, p, LaneInfo{ID: id, Path: Path{name, "a", "b"}, Rank: int(id) - 1, SliceBytes: 1 << 20, MaxSlices: 16}); err != nil {
+		if err := s.LaneUp(0, p, LaneInfo{ID: id, Path: Path{name, "a", "b"}, Rank: int(id) - 1,
+			SliceBytes: 1 << 20, MaxSlices: 16}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -829,7 +873,9 @@ func TestRefusalsAreNotSpentAtOnce(t *testing.T) {
 			t.Fatal("nobody will be asked again")
 		}
 	}
-	if n := len(tries); n != DefaultMaxStrikes || tries[n-1]-tries[badFlow-1] < (DefaultMaxStrikes-badFlow)*refusalRest || touched < DefaultMaxStrikes-badFlow {
+	if n := len(tries); n != DefaultMaxStrikes ||
+		tries[n-1]-tries[badFlow-1] < (DefaultMaxStrikes-badFlow)*refusalRest ||
+		touched < DefaultMaxStrikes-badFlow {
 		t.Fatalf("tries at %v, told %d times", tries, touched)
 	}
 	f.Close()
@@ -903,17 +949,20 @@ func TestBounds(t *testing.T) {
 	s, p := solo(t, 0)
 	for i, gbps := range []float64{math.Inf(1), math.NaN(), -1, 1e300, 1e-300} {
 		name := fmt.Sprint("claim", i)
-		if err := s.LaneUp(0, p, LaneInfo{ID: uint64(i + 1), Path: Path{"tcp", name, name}, Gbps: gbps}); err != nil {
+		if err := s.LaneUp(0, p, LaneInfo{ID: uint64(i + 1), Path: Path{"tcp", name, name},
+			Gbps: gbps}); err != nil {
 			t.Fatal(err)
 		}
-		if q := s.lanes[uint64(i+1)].pair; !(q.bw >= minClaim && q.bw <= maxClaim) || q.window != coldChunks*transfer.ChunkBytes {
+		if q := s.lanes[uint64(i+1)].pair; !(q.bw >= minClaim && q.bw <= maxClaim) ||
+			q.window != coldChunks*transfer.ChunkBytes {
 			t.Errorf("claim of %g: rate %g, window %d", gbps, q.bw, q.window)
 		}
 	}
 	refused := 0
 	for i := range 10000 {
 		name := fmt.Sprint("rail", i)
-		if err := s.LaneUp(0, p, LaneInfo{ID: uint64(i + 10), Path: Path{"tcp", name, name}}); err != nil {
+		if err := s.LaneUp(0, p, LaneInfo{ID: uint64(i + 10), Path: Path{"tcp", name, name}}); err !=
+			nil {
 			refused++
 			if !strings.Contains(err.Error(), name) {
 				t.Fatalf("refused without a name: %v", err)
@@ -925,7 +974,8 @@ func TestBounds(t *testing.T) {
 	}
 	// A pair that has no lane any more makes room.
 	s.LaneDown(sec, 1)
-	if err := s.LaneUp(sec, p, LaneInfo{ID: 1, Path: Path{"tcp", "new", "new"}}); err != nil || len(p.pairs) != MaxPairs {
+	if err := s.LaneUp(sec, p, LaneInfo{ID: 1, Path: Path{"tcp", "new", "new"}}); err != nil ||
+		len(p.pairs) != MaxPairs {
 		t.Errorf("%d pairs: %v", len(p.pairs), err)
 	}
 	if err := s.LaneUp(sec, p, LaneInfo{ID: 1, Path: Path{"tcp", "new", "new"}}); err == nil {
@@ -937,7 +987,8 @@ func TestBounds(t *testing.T) {
 	if p.lanes != MaxLanes {
 		t.Errorf("%d lanes", p.lanes)
 	}
-	if err := s.LaneUp(0, s.Peer(transfer.Boot{2}, nil), LaneInfo{ID: 99999, Path: Path{"tcp", strings.Repeat("x", 10000), "b"}}); err == nil ||
+	if err := s.LaneUp(0, s.Peer(transfer.Boot{2}, nil), LaneInfo{ID: 99999, Path: Path{"tcp",
+		strings.Repeat("x", 10000), "b"}}); err == nil ||
 		len(err.Error()) > 200 {
 		t.Errorf("a name of 10,000 bytes: %v", err)
 	}

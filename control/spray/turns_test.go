@@ -11,14 +11,17 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// contended is a scheduler with n warm pairs on which these priorities wait without end: step confirms the slice that is due next, at a rate of 2 Gbit/s for each
-// pair, and gives out what fits then. given are the bytes of each priority.
-func contended(t *testing.T, n int, way Instant, prios ...Priority) (s *Scheduler, p *Peer, step func(), given *[numPriorities]uint64) {
+// contended is a scheduler with n warm pairs on which these priorities wait without end: step
+// confirms the slice that is due next, at a rate of 2 Gbit/s for each pair, and gives out what fits
+// then. given are the bytes of each priority.
+func contended(t *testing.T, n int, way Instant, prios ...Priority) (s *Scheduler, p *Peer,
+	step func(), given *[numPriorities]uint64) {
 	t.Helper()
 	s = New(Config{})
 	p = s.Peer(transfer.Boot{1}, nil)
 	for i := range n {
-		if err := s.LaneUp(0, p, LaneInfo{ID: uint64(i + 1), Path: Path{"tcp", fmt.Sprint(i), fmt.Sprint(i)}, Gbps: 2, SliceBytes: 1 << 20, MaxSlices: 64, Way: way}); err != nil {
+		if err := s.LaneUp(0, p, LaneInfo{ID: uint64(i + 1), Path: Path{"tcp", fmt.Sprint(i),
+			fmt.Sprint(i)}, Gbps: 2, SliceBytes: 1 << 20, MaxSlices: 64, Way: way}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -67,13 +70,15 @@ func contended(t *testing.T, n int, way Instant, prios ...Priority) (s *Schedule
 	return s, p, step, given
 }
 
-// A lower priority gets an eighth and a sixteenth of all that goes before it, what another one is owed included.
+// A lower priority gets an eighth and a sixteenth of all that goes before it, what another one is
+// owed included.
 func TestShares(t *testing.T) {
 	_, _, step, given := contended(t, 2, 100*time.Microsecond, DecodeWaits, LayerStream, Background)
 	for range 5000 {
 		step()
 	}
-	first, second, last := float64(given[DecodeWaits]), float64(given[LayerStream]), float64(given[Background])
+	first, second, last := float64(given[DecodeWaits]), float64(given[LayerStream]),
+		float64(given[Background])
 	for _, x := range []struct {
 		what      Priority
 		got, want float64
@@ -84,10 +89,12 @@ func TestShares(t *testing.T) {
 	}
 }
 
-// What is less urgent has shorter slices: where it was there first, and a receiver's credit is less than the path holds, they may not take the room, one
-// after the other, that a longer one waits for.
+// What is less urgent has shorter slices: where it was there first, and a receiver's credit is less
+// than the path holds, they may not take the room, one after the other, that a longer one waits
+// for.
 func TestShortSlicesTakeNoTurn(t *testing.T) {
-	for _, way := range []Instant{100 * time.Microsecond, 2 * time.Millisecond, 10 * time.Millisecond} {
+	for _, way := range []Instant{100 * time.Microsecond, 2 * time.Millisecond,
+		10 * time.Millisecond} {
 		for chunks := uint64(1); chunks <= 12; chunks++ {
 			s, p, step, given := contended(t, 2, way, Background)
 			for range 300 {
@@ -111,7 +118,8 @@ func TestShortSlicesTakeNoTurn(t *testing.T) {
 				step()
 			}
 			if got := float64(given[Background]) / float64(given[LayerStream]); !(got < 1.1/16) {
-				t.Errorf("a way of %v, a credit of %d chunks: background has %.3f of what goes before it, want %.3f: %v", way, chunks, got, 1.0/16, *given)
+				t.Errorf("a way of %v, a credit of %d chunks: background has %.3f of what goes before it, "+
+					"want %.3f: %v", way, chunks, got, 1.0/16, *given)
 			}
 		}
 	}

@@ -17,21 +17,23 @@ const (
 
 // PairView is one pair of rails, for people and metrics.
 type PairView struct {
-	Peer      string        `json:"peer"`
-	Path      Path          `json:"path"`
-	Rank      int           `json:"rank"`
-	Tier      int           `json:"tier"`
-	State     string        `json:"state"` // of State, or suspect, or down
-	Reason    string        `json:"reason,omitempty"`
-	Last      string        `json:"last_reason,omitempty"` // why it was out of use last, however it is now
-	Left      time.Duration `json:"excluded_for_ns,omitempty"`
-	Lanes     int           `json:"lanes"`
-	Suspect   int           `json:"suspect_lanes"`
-	Flights   int           `json:"slices_in_flight"`
-	InFlight  uint64        `json:"bytes_in_flight"`
-	Window    uint64        `json:"window_bytes"`
-	Low       uint64        `json:"background_window_bytes"`
-	Credit    uint64        `json:"credit_bytes,omitempty"` // what the receiver wants in flight at most
+	Peer   string `json:"peer"`
+	Path   Path   `json:"path"`
+	Rank   int    `json:"rank"`
+	Tier   int    `json:"tier"`
+	State  string `json:"state"` // of State, or suspect, or down
+	Reason string `json:"reason,omitempty"`
+	// why it was out of use last, however it is now
+	Last     string        `json:"last_reason,omitempty"`
+	Left     time.Duration `json:"excluded_for_ns,omitempty"`
+	Lanes    int           `json:"lanes"`
+	Suspect  int           `json:"suspect_lanes"`
+	Flights  int           `json:"slices_in_flight"`
+	InFlight uint64        `json:"bytes_in_flight"`
+	Window   uint64        `json:"window_bytes"`
+	Low      uint64        `json:"background_window_bytes"`
+	// what the receiver wants in flight at most
+	Credit    uint64        `json:"credit_bytes,omitempty"`
 	Slice     uint64        `json:"slice_bytes"`
 	Rate      float64       `json:"learned_bytes_per_second"`
 	Neutral   float64       `json:"neutral_bytes_per_second"`
@@ -82,9 +84,10 @@ type Link struct {
 	Samples  int     // that Rate was learned from; 0: it is a claim of the links, or a guess
 	Age      Instant // since the last of them
 	Delay    Instant // the least time from a slice's start to its confirmation; 0: unknown
-	Fixed    Instant // of the prediction Fixed + Factor*bytes/Rate: what a slice takes beside its bytes
-	Factor   float64
-	Error    float64 // mean of |predicted - actual| / actual
+	// of the prediction Fixed + Factor*bytes/Rate: what a slice takes beside its bytes
+	Fixed  Instant
+	Factor float64
+	Error  float64 // mean of |predicted - actual| / actual
 }
 
 // Links is what was learned of each pair of rails to the peer.
@@ -106,8 +109,8 @@ func (p *Peer) Links(now Instant) []Link {
 	return out
 }
 
-// RailView sums up what is known of one local rail, over all peers. Its counters never fall: those of pairs that were forgotten
-// stay in.
+// RailView sums up what is known of one local rail, over all peers. Its counters never fall: those
+// of pairs that were forgotten stay in.
 type RailView struct {
 	Transport, Local string
 	Pairs            int            // with lanes
@@ -166,7 +169,8 @@ type railName struct{ transport, local string }
 
 func (p Path) rail() railName { return railName{p.Transport, p.Local} }
 
-// bury keeps the counters of a pair that is forgotten. Past maxPast rails they are summed up together.
+// bury keeps the counters of a pair that is forgotten. Past maxPast rails they are summed up
+// together.
 func (s *Scheduler) bury(q *pair) {
 	n := q.path.rail()
 	if s.past[n] == nil && len(s.past) >= maxPast {
@@ -200,9 +204,12 @@ func (c *Counters) add(o *Counters) {
 }
 
 func (q *pair) view(now Instant) PairView {
-	v := PairView{Peer: q.peer.boot.String(), Path: q.path, Rank: q.rank, Tier: q.tier, State: q.state.String(), Lanes: len(q.lanes),
-		InFlight: q.inflight, Window: q.window, Low: q.low, Credit: q.credit, Slice: q.piece, Rate: q.bw * 1e9, Neutral: q.neutral * 1e9, Delay: q.least(),
-		Fixed: Instant(q.b0), Factor: q.b1, Score: Instant(q.score(now, transfer.ChunkBytes, 0)), Error: q.err, Samples: q.samples,
+	v := PairView{Peer: q.peer.boot.String(), Path: q.path, Rank: q.rank, Tier: q.tier,
+		State: q.state.String(), Lanes: len(q.lanes),
+		InFlight: q.inflight, Window: q.window, Low: q.low, Credit: q.credit, Slice: q.piece,
+		Rate: q.bw * 1e9, Neutral: q.neutral * 1e9, Delay: q.least(),
+		Fixed: Instant(q.b0), Factor: q.b1, Score: Instant(q.score(now, transfer.ChunkBytes, 0)),
+		Error: q.err, Samples: q.samples,
 		Counters: q.count, LastMoved: now - q.moved}
 	for _, l := range q.lanes {
 		v.Flights += l.flights

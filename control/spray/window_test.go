@@ -5,8 +5,9 @@ import (
 	"time"
 )
 
-// What a window must be, whatever the path: as long as the path, so that a long one is full; no longer than that and a few slices, so that
-// what is urgent does not stand in a queue of our own making. Both are told apart by one look at the path alone, now and then.
+// What a window must be, whatever the path: as long as the path, so that a long one is full; no
+// longer than that and a few slices, so that what is urgent does not stand in a queue of our own
+// making. Both are told apart by one look at the path alone, now and then.
 
 // busy keeps a pair of rails under endless load of a priority.
 func busy(m *model, prio Priority, d Instant) {
@@ -20,7 +21,8 @@ func busy(m *model, prio Priority, d Instant) {
 	}
 }
 
-// A long way is full, also with no more slices than a lane takes by default, and also of what nobody waits for.
+// A long way is full, also with no more slices than a lane takes by default, and also of what
+// nobody waits for.
 func TestLongWayIsFull(t *testing.T) {
 	for _, prio := range []Priority{DecodeWaits, LayerStream, Background} {
 		m := newModel(t, Config{})
@@ -31,13 +33,14 @@ func TestLongWayIsFull(t *testing.T) {
 		got := float64(l.bytes-before) / float64(m.now-began)
 		t.Logf("%v: %.3f of the rail", prio, got/gbit)
 		if got < 0.97*gbit {
-			t.Errorf("%v: %.3f of a rail of 1 Gbit/s and 50 ms: want 0.97: %+v", prio, got/gbit, m.s.View(m.now).Pairs[0])
+			t.Errorf("%v: %.3f of a rail of 1 Gbit/s and 50 ms: want 0.97: %+v", prio, got/gbit,
+				m.s.View(m.now).Pairs[0])
 		}
 	}
 }
 
-// A queue that stood in front of the rail when it was first used is not its delay for as long as there is work. Without a look at the path
-// alone it would be: nothing finds an idle rail.
+// A queue that stood in front of the rail when it was first used is not its delay for as long as
+// there is work. Without a look at the path alone it would be: nothing finds an idle rail.
 func TestQueueIsNotDelay(t *testing.T) {
 	for _, prio := range []Priority{LayerStream, Background} {
 		m := newModel(t, Config{})
@@ -51,7 +54,8 @@ func TestQueueIsNotDelay(t *testing.T) {
 		l.set(func() { l.delay = 100 * time.Microsecond })
 		m.wait(5 * latencySpan)
 		if q.least() > 2*ms || q.window > uint64(gbit*float64(6*ms)) {
-			t.Errorf("%v: delay %v and window %d under load, 10 s after the path became short", prio, q.least(), q.window)
+			t.Errorf("%v: delay %v and window %d under load, 10 s after the path became short", prio,
+				q.least(), q.window)
 		}
 		before, began := l.bytes, m.now
 		m.wait(5 * sec)
@@ -75,8 +79,9 @@ func TestPathBecomesLong(t *testing.T) {
 	}
 }
 
-// Processes do not run whenever they could: confirmations come late, by half a millisecond mostly, by eight now and then. The window does
-// not take that for the path, and what is urgent finds hardly more before it than two slices.
+// Processes do not run whenever they could: confirmations come late, by half a millisecond mostly,
+// by eight now and then. The window does not take that for the path, and what is urgent finds
+// hardly more before it than two slices.
 func TestLateWordIsNotDelay(t *testing.T) {
 	m := newModel(t, Config{})
 	l := m.rail(2*gbit, 100*time.Microsecond, 2)
@@ -99,7 +104,8 @@ func TestLateWordIsNotDelay(t *testing.T) {
 	m.wait(10 * sec)
 	got := float64(l.bytes-before) / float64(m.now-began)
 	q := m.p.pairs[0]
-	t.Logf("%.3f of the rail; delay %v, slice %d, %d of %d times more than 3 ms in flight", got/(2*gbit), q.least(), q.piece, deep, posts)
+	t.Logf("%.3f of the rail; delay %v, slice %d, %d of %d times more than 3 ms in flight",
+		got/(2*gbit), q.least(), q.piece, deep, posts)
 	if deep > posts/50 {
 		t.Errorf("%d of %d slices of background left more than 3 ms in flight", deep, posts)
 	}

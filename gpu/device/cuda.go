@@ -90,19 +90,25 @@ func (d *cudaDevice) AllocHost(n int) ([]byte, cuda.Ptr, error) {
 }
 
 func (d *cudaDevice) Pack(q Queue, runs, first cuda.Ptr, n int) error {
-	return d.pack.LaunchWords(q.(cudaQueue).Stream, d.blocks, packThreads, uint64(runs), uint64(first), uint64(n))
+	return d.pack.LaunchWords(q.(cudaQueue).Stream, d.blocks, packThreads, uint64(runs),
+		uint64(first), uint64(n))
 }
 
 func (d *cudaDevice) Unpack(q Queue, runs, first cuda.Ptr, n int) error {
-	return d.unpack.LaunchWords(q.(cudaQueue).Stream, d.blocks, packThreads, uint64(runs), uint64(first), uint64(n))
+	return d.unpack.LaunchWords(q.(cudaQueue).Stream, d.blocks, packThreads, uint64(runs),
+		uint64(first), uint64(n))
 }
 
-func (d *cudaDevice) PackUniform(q Queue, bases cuda.Ptr, n int, dense cuda.Ptr, length uint64) error {
-	return d.packUniform.LaunchWords(q.(cudaQueue).Stream, d.blocks, packThreads, uint64(bases), uint64(n), uint64(dense), length)
+func (d *cudaDevice) PackUniform(q Queue, bases cuda.Ptr, n int, dense cuda.Ptr,
+	length uint64) error {
+	return d.packUniform.LaunchWords(q.(cudaQueue).Stream, d.blocks, packThreads, uint64(bases),
+		uint64(n), uint64(dense), length)
 }
 
-func (d *cudaDevice) UnpackUniform(q Queue, bases cuda.Ptr, n int, dense cuda.Ptr, length uint64) error {
-	return d.unpackUniform.LaunchWords(q.(cudaQueue).Stream, d.blocks, packThreads, uint64(bases), uint64(n), uint64(dense), length)
+func (d *cudaDevice) UnpackUniform(q Queue, bases cuda.Ptr, n int, dense cuda.Ptr,
+	length uint64) error {
+	return d.unpackUniform.LaunchWords(q.(cudaQueue).Stream, d.blocks, packThreads, uint64(bases),
+		uint64(n), uint64(dense), length)
 }
 
 func (d *cudaDevice) NewQueue() (Queue, error) {

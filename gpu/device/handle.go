@@ -43,17 +43,20 @@ func (h *Handle) Append(b []byte) []byte {
 // ParseHandle decodes a handle. The bytes are foreign input.
 func ParseHandle(b []byte) (h Handle, err error) {
 	if len(b) != HandleBytes {
-		return h, fmt.Errorf("gpu: a GPU handle of %d bytes, want %d: the engine's libkvspray and this sidecar differ in version", len(b), HandleBytes)
+		return h, fmt.Errorf("gpu: a GPU handle of %d bytes, want %d: the engine's libkvspray and this "+
+			"sidecar differ in version", len(b), HandleBytes)
 	}
 	h.Kind = HandleKind(b[0])
 	if h.Kind != HandleIPC && h.Kind != HandleFD || binary.LittleEndian.Uint64(b) != uint64(h.Kind) {
-		return h, fmt.Errorf("gpu: a GPU handle of kind %#x, want 1 (IPC) or 2 (descriptor)", binary.LittleEndian.Uint64(b))
+		return h, fmt.Errorf("gpu: a GPU handle of kind %#x, want 1 (IPC) or 2 (descriptor)",
+			binary.LittleEndian.Uint64(b))
 	}
 	copy(h.GPU[:], b[8:])
 	h.Off, h.Alloc = binary.LittleEndian.Uint64(b[24:]), binary.LittleEndian.Uint64(b[32:])
 	copy(h.IPC[:], b[40:])
 	if h.Alloc == 0 || h.Alloc > mem.MaxRegionBytes || h.Off >= h.Alloc {
-		return h, fmt.Errorf("gpu: a GPU handle with offset %d in an allocation of %d bytes", h.Off, h.Alloc)
+		return h, fmt.Errorf("gpu: a GPU handle with offset %d in an allocation of %d bytes",
+			h.Off, h.Alloc)
 	}
 	return h, nil
 }

@@ -38,7 +38,8 @@ func (r *RowCopier) CopyIn(q Queue, dst, src []cuda.Ptr, n []uint64) error {
 	}
 	r.rows, r.alone = pairs(r.rows[:0], r.alone[:0], dst, src, n)
 	for _, i := range r.alone {
-		r.rows = append(r.rows, cuda.Rows{Dst: uint64(dst[i]), Src: uint64(src[i]), DstPitch: n[i], SrcPitch: n[i], Width: n[i], Height: 1})
+		r.rows = append(r.rows, cuda.Rows{Dst: uint64(dst[i]), Src: uint64(src[i]), DstPitch: n[i],
+			SrcPitch: n[i], Width: n[i], Height: 1})
 	}
 	err := q.CopyRows(r.rows)
 	if e := (*cuda.Error)(nil); errors.As(err, &e) && e.Code == InvalidValue {
@@ -53,8 +54,10 @@ func pairs(rows []cuda.Rows, alone []int, dst, src []cuda.Ptr, n []uint64) ([]cu
 	for i := range n {
 		k := len(alone) - 1
 		for least := max(len(alone)-pairLook, 0); k >= least; k-- {
-			if j := alone[k]; n[j] == n[i] && n[i] < pairBelow && apartBy(dst[j], dst[i], n[i]) && apartBy(src[j], src[i], n[i]) {
-				rows = append(rows, cuda.Rows{Dst: uint64(dst[j]), Src: uint64(src[j]), DstPitch: uint64(dst[i] - dst[j]), SrcPitch: uint64(src[i] - src[j]),
+			if j := alone[k]; n[j] == n[i] && n[i] < pairBelow && apartBy(dst[j], dst[i], n[i]) &&
+				apartBy(src[j], src[i], n[i]) {
+				rows = append(rows, cuda.Rows{Dst: uint64(dst[j]), Src: uint64(src[j]),
+					DstPitch: uint64(dst[i] - dst[j]), SrcPitch: uint64(src[i] - src[j]),
 					Width: n[i], Height: 2})
 				break
 			}

@@ -17,19 +17,22 @@ func TestPairs(t *testing.T) {
 		size  uint64
 		space uint64 // of the GPU, over which the pieces lie
 		most  int    // alone
-	}{{"one", 1, 16 << 10, 1 << 30, 1}, {"two", 2, 16 << 10, 1 << 30, 2}, {"a slice", 64, 16 << 10, 1 << 30, 24}, {"a slot of small pieces", 4096, 2 << 10, 1 << 30, 256},
+	}{{"one", 1, 16 << 10, 1 << 30, 1}, {"two", 2, 16 << 10, 1 << 30, 2}, {"a slice", 64, 16 << 10,
+		1 << 30, 24}, {"a slot of small pieces", 4096, 2 << 10, 1 << 30, 256},
 		{"a large cache", 4096, 2 << 10, 8 << 30, 256}, {"large ones", 32, pairBelow, 1 << 30, 32}} {
 		t.Run(c.name, func(t *testing.T) {
 			var dst, src []cuda.Ptr
 			var n []uint64
 			for i, at := range rng.Perm(int(c.space / c.size))[:c.n] {
-				dst, src = append(dst, 1<<40+cuda.Ptr(uint64(at)*c.size)), append(src, 1<<20+cuda.Ptr(uint64(i)*c.size))
+				dst, src = append(dst, 1<<40+cuda.Ptr(uint64(at)*c.size)),
+					append(src, 1<<20+cuda.Ptr(uint64(i)*c.size))
 				n = append(n, c.size)
 			}
 			rows, alone := pairs(nil, nil, dst, src, n)
 			got := map[[2]uint64]int{}
 			for _, r := range rows {
-				if r.Height != 2 || r.Width != c.size || min(r.DstPitch, r.SrcPitch) < r.Width || max(r.DstPitch, r.SrcPitch) > cuda.MaxPitch {
+				if r.Height != 2 || r.Width != c.size || min(r.DstPitch, r.SrcPitch) < r.Width ||
+					max(r.DstPitch, r.SrcPitch) > cuda.MaxPitch {
 					t.Fatalf("rows %+v", r)
 				}
 				for k := range r.Height {
@@ -56,7 +59,8 @@ func BenchmarkPairs(b *testing.B) {
 	var dst, src []cuda.Ptr
 	var n []uint64
 	for i, at := range rand.New(rand.NewPCG(3, 3)).Perm(1 << 16)[:64] {
-		dst, src, n = append(dst, 1<<40+cuda.Ptr(at)<<14), append(src, 1<<20+cuda.Ptr(i)<<14), append(n, 16<<10)
+		dst, src, n = append(dst, 1<<40+cuda.Ptr(at)<<14), append(src, 1<<20+cuda.Ptr(i)<<14),
+			append(n, 16<<10)
 	}
 	var rows []cuda.Rows
 	var alone []int

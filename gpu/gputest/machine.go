@@ -108,11 +108,13 @@ func (d *Device) Unpack(q device.Queue, runs, first cuda.Ptr, n int) error {
 	return q.(*Queue).rearrange(runs, first, n, false)
 }
 
-func (d *Device) PackUniform(q device.Queue, bases cuda.Ptr, n int, dense cuda.Ptr, length uint64) error {
+func (d *Device) PackUniform(q device.Queue, bases cuda.Ptr, n int, dense cuda.Ptr,
+	length uint64) error {
 	return q.(*Queue).uniform(bases, n, dense, length, true)
 }
 
-func (d *Device) UnpackUniform(q device.Queue, bases cuda.Ptr, n int, dense cuda.Ptr, length uint64) error {
+func (d *Device) UnpackUniform(q device.Queue, bases cuda.Ptr, n int, dense cuda.Ptr,
+	length uint64) error {
 	return q.(*Queue).uniform(bases, n, dense, length, false)
 }
 
@@ -123,7 +125,8 @@ func (q *Queue) uniform(bases cuda.Ptr, n int, dense cuda.Ptr, length uint64, pa
 		}
 		list := q.Device.machine.At(bases, uint64(n)*8)
 		for i := range uint64(n) {
-			a, b := q.Device.machine.At(cuda.Ptr(binary.LittleEndian.Uint64(list[i*8:])), length), q.Device.machine.At(dense+cuda.Ptr(i*length), length)
+			a, b := q.Device.machine.At(cuda.Ptr(binary.LittleEndian.Uint64(list[i*8:])), length),
+				q.Device.machine.At(dense+cuda.Ptr(i*length), length)
 			if a == nil || b == nil {
 				q.err = errors.New("fake: kernel out of bounds")
 				return
@@ -145,11 +148,13 @@ func (q *Queue) rearrange(runs, first cuda.Ptr, n int, pack bool) error {
 		if q.err != nil {
 			return
 		}
-		r, f := q.Device.machine.At(runs, uint64(n*device.RunBytes)), q.Device.machine.At(first, uint64(n+1)*4)
+		r, f := q.Device.machine.At(runs, uint64(n*device.RunBytes)), q.Device.machine.At(first,
+			uint64(n+1)*4)
 		var pieces uint32
 		for i := range n {
 			e := r[i*device.RunBytes:]
-			base, stride, outer := binary.LittleEndian.Uint64(e), binary.LittleEndian.Uint64(e[8:]), binary.LittleEndian.Uint64(e[16:])
+			base, stride, outer := binary.LittleEndian.Uint64(e), binary.LittleEndian.Uint64(e[8:]),
+				binary.LittleEndian.Uint64(e[16:])
 			dense, size := binary.LittleEndian.Uint64(e[24:]), uint64(binary.LittleEndian.Uint32(e[32:]))
 			row := uint64(binary.LittleEndian.Uint32(e[36:]))
 			count := binary.LittleEndian.Uint32(f[i*4+4:]) - pieces
@@ -162,7 +167,8 @@ func (q *Queue) rearrange(runs, first cuda.Ptr, n int, pack bool) error {
 				return
 			}
 			for k := range uint64(count) {
-				a, b := q.Device.machine.At(cuda.Ptr(base+k/row*outer+k%row*stride), size), q.Device.machine.At(cuda.Ptr(dense+k*size), size)
+				a, b := q.Device.machine.At(cuda.Ptr(base+k/row*outer+k%row*stride), size),
+					q.Device.machine.At(cuda.Ptr(dense+k*size), size)
 				if a == nil || b == nil {
 					q.err = errors.New("fake: kernel out of bounds")
 					return
@@ -310,11 +316,13 @@ func (q *Queue) CopyRows(rows []cuda.Rows) error {
 		if q.Device.NoRows {
 			return &cuda.Error{Op: "Memcpy2DAsync", Code: device.InvalidValue}
 		}
-		if r.Height > 1 && (r.DstPitch > cuda.MaxPitch || r.SrcPitch > cuda.MaxPitch || min(r.DstPitch, r.SrcPitch) < r.Width) {
+		if r.Height > 1 && (r.DstPitch > cuda.MaxPitch || r.SrcPitch > cuda.MaxPitch || min(r.DstPitch,
+			r.SrcPitch) < r.Width) {
 			return fmt.Errorf("fake: rows %+v", r)
 		}
 		for k := range r.Height {
-			if err := q.Copy(cuda.Ptr(r.Dst+k*r.DstPitch), cuda.Ptr(r.Src+k*r.SrcPitch), r.Width); err != nil {
+			if err := q.Copy(cuda.Ptr(r.Dst+k*r.DstPitch), cuda.Ptr(r.Src+k*r.SrcPitch),
+				r.Width); err != nil {
 				return err
 			}
 		}

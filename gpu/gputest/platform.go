@@ -37,7 +37,8 @@ type Platform struct {
 
 // NewPlatform makes a platform of n GPUs.
 func NewPlatform(n int) *Platform {
-	return &Platform{Machine: NewMachine(), Count: n, Devices: make([][]*Device, n), Broken: map[int]bool{}, Mps: device.MPSOff}
+	return &Platform{Machine: NewMachine(), Count: n, Devices: make([][]*Device, n),
+		Broken: map[int]bool{}, Mps: device.MPSOff}
 }
 
 // UUID is that of GPU i.

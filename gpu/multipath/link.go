@@ -77,7 +77,8 @@ func (l *link) take(wait bool) (*job, extent, bool) {
 			}
 			return j, s, true
 		}
-		if !wait || m.closed && m.under == 0 { // while bytes are in flight, a link may fail and return them
+		// while bytes are in flight, a link may fail and return them
+		if !wait || m.closed && m.under == 0 {
 			return nil, extent{}, false
 		}
 		var again *time.Timer

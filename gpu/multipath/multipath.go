@@ -60,7 +60,8 @@ const directLanes = 4
 // ErrBusy means that MaxJobs copies wait.
 var ErrBusy = errors.New("gpu: too many copies are waiting")
 
-var errNoLink = errors.New("gpu: every link has failed; restart the sidecar once the GPUs are healthy")
+var errNoLink = errors.New(
+	"gpu: every link has failed; restart the sidecar once the GPUs are healthy")
 
 type job struct {
 	dir    device.Direction
@@ -82,7 +83,8 @@ func New(target device.Device, relays ...device.Device) (*Multipath, error) {
 }
 
 // NewSized is New with other sizes of chunks.
-func NewSized(minChunk, maxChunk uint64, target device.Device, relays ...device.Device) (_ *Multipath, err error) {
+func NewSized(minChunk, maxChunk uint64, target device.Device, relays ...device.Device) (
+	_ *Multipath, err error) {
 	m := &Multipath{threshold: DefaultThreshold, min: minChunk, max: maxChunk}
 	m.work.L = &m.mu
 	defer func() {
@@ -224,7 +226,8 @@ func (m *Multipath) CopyPieces(dir device.Direction, parts []device.Piece) (ever
 		m.mu.Unlock()
 		return false, errNoLink
 	}
-	j := &job{dir: dir, pieces: parts, starts: make([]uint64, len(parts)), n: n, done: make(chan struct{})}
+	j := &job{dir: dir, pieces: parts, starts: make([]uint64, len(parts)), n: n,
+		done: make(chan struct{})}
 	for i := 1; i < len(parts); i++ {
 		j.starts[i] = j.starts[i-1] + parts[i-1].Len
 	}
@@ -256,7 +259,8 @@ func (m *Multipath) CopyDirect(dir device.Direction, parts []device.Piece) error
 		}
 		err = q.CopySync(to, from, p.Len)
 	} else {
-		host, dev, sizes := make([]cuda.Ptr, len(parts)), make([]cuda.Ptr, len(parts)), make([]uint64, len(parts))
+		host, dev, sizes := make([]cuda.Ptr, len(parts)), make([]cuda.Ptr, len(parts)),
+			make([]uint64, len(parts))
 		for i := range parts {
 			host[i], dev[i], sizes[i] = parts[i].Host, parts[i].Dev, parts[i].Len
 		}

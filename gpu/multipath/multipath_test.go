@@ -98,12 +98,14 @@ func TestMultipathThresholdAndYield(t *testing.T) {
 		t.Fatal(err)
 	}
 	if r.devs[1].Copies+r.devs[2].Copies != 0 || r.devs[0].Copies != 1 {
-		t.Fatalf("copies by link: %d %d %d, want 1 0 0", r.devs[0].Copies, r.devs[1].Copies, r.devs[2].Copies)
+		t.Fatalf("copies by link: %d %d %d, want 1 0 0", r.devs[0].Copies, r.devs[1].Copies,
+			r.devs[2].Copies)
 	}
 	if err := r.mp.Yield(0, true); err != nil {
 		t.Fatal(err)
 	}
-	// The direct link is held until the idle relay has done some work, so that the test does not depend on timing.
+	// The direct link is held until the idle relay has done some work, so that the test does not
+	// depend on timing.
 	gate := make(chan struct{})
 	r.devs[0].Gate = gate
 	done := make(chan error, 1)
@@ -176,7 +178,8 @@ func TestMultipathConcurrent(t *testing.T) {
 	var wg sync.WaitGroup
 	for i := range copies {
 		wg.Go(func() {
-			if err := r.mp.Copy(device.HostToDevice, r.host+cuda.Ptr(i*n), r.dev+cuda.Ptr(i*n), n); err != nil {
+			if err := r.mp.Copy(device.HostToDevice, r.host+cuda.Ptr(i*n), r.dev+cuda.Ptr(i*n),
+				n); err != nil {
 				t.Error(err)
 			}
 		})

@@ -22,18 +22,22 @@ func TestLeaves(t *testing.T) {
 		waiting uint64
 		want    bool
 	}{
-		"alone":                           {[]of{{rate: 1}}, 1 << 20, false},
-		"equal":                           {[]of{{rate: 50}, {rate: 50}}, 8 << 20, false},
-		"slow, and little is left":        {[]of{{rate: 1}, {rate: 50}}, 8 << 20, true},
-		"slow, and much is left":          {[]of{{rate: 1}, {rate: 50}}, 1 << 30, false},
-		"slow, the other unknown":         {[]of{{rate: 1}, {}}, 8 << 20, false},
-		"unknown":                         {[]of{{}, {rate: 50}}, 8 << 20, false},
-		"long ago":                        {[]of{{rate: 1, silent: rateRetry / 2}, {rate: 50}}, 8 << 20, true},
-		"too long ago":                    {[]of{{rate: 1, silent: 2 * rateRetry}, {rate: 50}}, 8 << 20, false},
-		"has some, and long ago":          {[]of{{rate: 1, held: 1, silent: 2 * rateRetry}, {rate: 50}}, 8 << 20, true},
-		"slow, the other dead":            {[]of{{rate: 1}, {rate: 50, gone: true}}, 8 << 20, false},
-		"slow, the other busy":            {[]of{{rate: 1}, {rate: 50, busy: true}}, 8 << 20, false},
-		"slow, the other silent":          {[]of{{rate: 1}, {rate: 50, held: 1 << 20, silent: 2 * silentAfter}}, 8 << 20, false},
+		"alone":                    {[]of{{rate: 1}}, 1 << 20, false},
+		"equal":                    {[]of{{rate: 50}, {rate: 50}}, 8 << 20, false},
+		"slow, and little is left": {[]of{{rate: 1}, {rate: 50}}, 8 << 20, true},
+		"slow, and much is left":   {[]of{{rate: 1}, {rate: 50}}, 1 << 30, false},
+		"slow, the other unknown":  {[]of{{rate: 1}, {}}, 8 << 20, false},
+		"unknown":                  {[]of{{}, {rate: 50}}, 8 << 20, false},
+		"long ago": {[]of{{rate: 1, silent: rateRetry / 2}, {rate: 50}},
+			8 << 20, true},
+		"too long ago": {[]of{{rate: 1, silent: 2 * rateRetry}, {rate: 50}},
+			8 << 20, false},
+		"has some, and long ago": {[]of{{rate: 1, held: 1, silent: 2 * rateRetry}, {rate: 50}},
+			8 << 20, true},
+		"slow, the other dead": {[]of{{rate: 1}, {rate: 50, gone: true}}, 8 << 20, false},
+		"slow, the other busy": {[]of{{rate: 1}, {rate: 50, busy: true}}, 8 << 20, false},
+		"slow, the other silent": {[]of{{rate: 1}, {rate: 50, held: 1 << 20,
+			silent: 2 * silentAfter}}, 8 << 20, false},
 		"slow, the other has its share":   {[]of{{rate: 10}, {rate: 50, held: 48 << 20}}, 8 << 20, false},
 		"equal, and has more than enough": {[]of{{rate: 50, held: 32 << 20}, {rate: 50}}, 8 << 20, true},
 	} {
@@ -53,11 +57,15 @@ func TestLeaves(t *testing.T) {
 	for range 2000 {
 		m := &Multipath{direct: true, jobs: []*job{{n: 1 + rng.Uint64N(64<<20)}}}
 		for range 1 + rng.IntN(5) {
-			m.links = append(m.links, &link{m: m, inFlight: rng.Uint64N(48 << 20), last: now, bytes: 1 + rng.Float64()*1e6, took: 1e4, yields: rng.IntN(4) == 0})
+			m.links = append(m.links, &link{m: m, inFlight: rng.Uint64N(48 << 20), last: now, bytes: 1 +
+				rng.Float64()*1e6, took: 1e4, yields: rng.IntN(4) == 0})
 		}
 		m.links[0].yields = false
 		n := min(m.jobs[0].n, 8<<20)
-		if !slices.ContainsFunc(m.links, func(l *link) bool { return !l.yields && !l.leavesLocked(n, now) }) {
+		if !slices.ContainsFunc(m.links, func(l *link) bool {
+			return !l.yields &&
+				!l.leavesLocked(n, now)
+		}) {
 			t.Fatal("nobody takes the chunk")
 		}
 	}
@@ -85,7 +93,8 @@ func TestLearns(t *testing.T) {
 func TestLinkIsTriedAgain(t *testing.T) {
 	const chunk = 8 << 20
 	start := time.Unix(100, 0)
-	// run has a slow-looking link asked every millisecond beside a good one, and returns when it took chunks.
+	// run has a slow-looking link asked every millisecond beside a good one, and returns when it took
+	// chunks.
 	run := func(rate float64, until time.Duration) (taken []time.Duration, l *link) {
 		m := &Multipath{direct: true, jobs: []*job{{n: chunk}}}
 		l = &link{m: m, last: start, bytes: chunk, took: 30e6}
@@ -107,8 +116,10 @@ func TestLinkIsTriedAgain(t *testing.T) {
 		}
 		return taken, l
 	}
-	if taken, _ := run(50, 10*time.Second); len(taken) != 101 || taken[0] > 110*time.Millisecond || taken[100] > 300*time.Millisecond {
-		t.Errorf("a good link that looked slow once: %d chunks, at %v", len(taken), taken[:min(3, len(taken))])
+	if taken, _ := run(50, 10*time.Second); len(taken) != 101 || taken[0] > 110*time.Millisecond ||
+		taken[100] > 300*time.Millisecond {
+		t.Errorf("a good link that looked slow once: %d chunks, at %v", len(taken),
+			taken[:min(3, len(taken))])
 	}
 	taken, l := run(0.3, time.Minute)
 	if len(taken) < 10 || len(taken) > 20 || l.span != rateSpan {

@@ -107,8 +107,10 @@ func (b *stageBuffer) fillRuns(moves []Move, cur *cursor, size uint64) (n [2]int
 		if k == 0 || m.Len == 0 || m.Count > MaxPieces || !packable(m) {
 			break
 		}
-		lists[0].add(uint64(m.Src)+cur.piece*m.SrcStride, m.SrcStride, uint64(b.dense[0])+bytes, m.Len, uint32(k))
-		lists[1].add(uint64(m.Dst)+cur.piece*m.DstStride, m.DstStride, uint64(b.dense[1])+bytes, m.Len, uint32(k))
+		lists[0].add(uint64(m.Src)+cur.piece*m.SrcStride, m.SrcStride, uint64(b.dense[0])+bytes,
+			m.Len, uint32(k))
+		lists[1].add(uint64(m.Dst)+cur.piece*m.DstStride, m.DstStride, uint64(b.dense[1])+bytes,
+			m.Len, uint32(k))
 		bytes += k * m.Len
 		cur.advance(m, k)
 	}
@@ -135,7 +137,8 @@ func (l *rowList) first() { binary.LittleEndian.PutUint32(l.list[firstAt+l.n*4:]
 
 func (l *rowList) add(base, stride, dense, size uint64, count uint32) {
 	outer := base - l.row
-	if count > 1 && count == l.Count && stride == l.Stride && size == l.len && (l.Rows == 1 || outer == l.Outer) {
+	if count > 1 && count == l.Count && stride == l.Stride && size == l.len && (l.Rows == 1 ||
+		outer == l.Outer) {
 		l.Outer = outer
 		l.Rows++
 		binary.LittleEndian.PutUint64(l.list[(l.n-1)*device.RunBytes+device.RunOuter:], outer)

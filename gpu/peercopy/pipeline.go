@@ -85,11 +85,15 @@ type stageBuffer struct {
 
 // New makes the pipeline from src to dst, which must have peer access to each other. It allocates
 // Bytes(MaxStage) on each.
-func New(src, dst device.Packer) (*Pipeline, error) { return NewSized(MinStage, MaxStage, src, dst) }
+func New(src, dst device.Packer) (*Pipeline, error) {
+	return NewSized(MinStage,
+		MaxStage, src, dst)
+}
 
 // NewSized is New with other sizes of stages.
 func NewSized(minStage, maxStage uint64, src, dst device.Packer) (_ *Pipeline, err error) {
-	p := &Pipeline{src: half{dev: src}, dst: half{dev: dst}, min: minStage, max: maxStage, free: make(chan runEvents, Runs)}
+	p := &Pipeline{src: half{dev: src}, dst: half{dev: dst}, min: minStage, max: maxStage,
+		free: make(chan runEvents, Runs)}
 	defer func() {
 		if err != nil {
 			err = errors.Join(fmt.Errorf("gpu: peer pipeline: %w", err), p.release())
@@ -196,11 +200,14 @@ func (p *Pipeline) stages(moves []Move) (direct bool, err error) {
 	for cur.move < len(moves) {
 		m := &moves[cur.move]
 		if m.Len == 0 || m.Count == 0 || m.Len > maxPiece || m.Count > MaxPieces {
-			return false, fmt.Errorf("gpu: move %d: %d pieces of %d bytes: want 1 to %d pieces of 1 to %d bytes", cur.move, m.Count, m.Len,
-				uint64(MaxPieces), uint64(maxPiece))
+			return false,
+				fmt.Errorf("gpu: move %d: %d pieces of %d bytes: want 1 to %d pieces of 1 to %d bytes",
+					cur.move, m.Count, m.Len,
+					uint64(MaxPieces), uint64(maxPiece))
 		}
 		if !packable(m) || m.Len > p.max {
-			if err := p.link.Copy(m.Dst+cuda.Ptr(cur.piece*m.DstStride), m.Src+cuda.Ptr(cur.piece*m.SrcStride), m.Len); err != nil {
+			if err := p.link.Copy(m.Dst+cuda.Ptr(cur.piece*m.DstStride),
+				m.Src+cuda.Ptr(cur.piece*m.SrcStride), m.Len); err != nil {
 				return false, err
 			}
 			direct = true
@@ -249,7 +256,8 @@ func (p *Pipeline) stage(moves []Move, cur *cursor, size uint64) error {
 		if err := q.Copy(b.runsDev[side], b.runsHost[side], uint64(n[side]*device.RunBytes)); err != nil {
 			return err
 		}
-		if err := q.Copy(b.runsDev[side]+firstAt, b.runsHost[side]+firstAt, uint64((n[side]+1)*4)); err != nil {
+		if err := q.Copy(b.runsDev[side]+firstAt, b.runsHost[side]+firstAt,
+			uint64((n[side]+1)*4)); err != nil {
 			return err
 		}
 		if side == 0 {
@@ -261,7 +269,8 @@ func (p *Pipeline) stage(moves []Move, cur *cursor, size uint64) error {
 
 // issue enqueues the three steps of a filled buffer. rearrange uploads the list of a side and
 // launches its kernel.
-func (p *Pipeline) issue(b *stageBuffer, bytes uint64, rearrange func(side int, q device.Queue) error) error {
+func (p *Pipeline) issue(b *stageBuffer, bytes uint64, rearrange func(side int,
+	q device.Queue) error) error {
 	if err := rearrange(0, p.src.queue); err != nil {
 		return err
 	}

@@ -103,7 +103,8 @@ func TestPeerFails(t *testing.T) {
 	const n = 1 << 20
 	from, to := m.Alloc(n), m.Alloc(n)
 	src.FailAfter = 7
-	err = p.Run([]Move{{Src: from, Dst: to, SrcStride: 4096, DstStride: 4096, Len: 4096, Count: n / 4096}})
+	err = p.Run([]Move{{Src: from, Dst: to, SrcStride: 4096, DstStride: 4096, Len: 4096,
+		Count: n / 4096}})
 	if !errors.Is(err, gputest.ErrBroken) {
 		t.Fatalf("Run: %v, want the device's error", err)
 	}
@@ -191,7 +192,8 @@ func TestPeerIssuesBehindAnother(t *testing.T) {
 	ends := make(chan error, 3)
 	for i := range cuda.Ptr(2) {
 		go func() {
-			ends <- p.Run([]Move{{Src: from + i<<15, Dst: to + i<<15, SrcStride: 4096, DstStride: 4096, Len: 4096, Count: 8}})
+			ends <- p.Run([]Move{{Src: from + i<<15, Dst: to + i<<15, SrcStride: 4096, DstStride: 4096,
+				Len: 4096, Count: 8}})
 		}()
 	}
 	for range 2 {
@@ -281,10 +283,12 @@ func TestStageRows(t *testing.T) {
 	for page := range cuda.Ptr(pages) {
 		from, to := 1<<30+page*page*1<<20, 1<<40+(100-page*page)*1<<20
 		for token := range cuda.Ptr(tokens) {
-			moves = append(moves, Move{Src: from + token*size, Dst: to + token*heads*size, SrcStride: tokens * size, DstStride: size, Len: size, Count: heads})
+			moves = append(moves, Move{Src: from + token*size, Dst: to + token*heads*size,
+				SrcStride: tokens * size, DstStride: size, Len: size, Count: heads})
 		}
 	}
-	// The receiver's rows touch, so that they have equal distances; a row that is alike and lies elsewhere begins another run.
+	// The receiver's rows touch, so that they have equal distances; a row that is alike and lies
+	// elsewhere begins another run.
 	for _, stage := range []uint64{1 << 20, 5 * heads * size, 5*heads*size + 3*size} {
 		var b stageBuffer
 		for side := range b.runs {
@@ -307,8 +311,10 @@ func TestStageRows(t *testing.T) {
 				le, piece := binary.LittleEndian, uint32(0)
 				for i := range n[side] {
 					r, first := b.runs[side][i*device.RunBytes:], b.runs[side][firstAt+i*4:]
-					if le.Uint32(first) != piece || le.Uint64(r[24:]) != uint64(b.dense[side])+uint64(piece)*size || le.Uint32(r[32:]) != size {
-						t.Fatalf("stages of %d: run %d begins with piece %d and not %d, or elsewhere", stage, i, le.Uint32(first), piece)
+					if le.Uint32(first) != piece || le.Uint64(r[24:]) != uint64(b.dense[side])+uint64(
+						piece)*size || le.Uint32(r[32:]) != size {
+						t.Fatalf("stages of %d: run %d begins with piece %d and not %d, or elsewhere", stage, i,
+							le.Uint32(first), piece)
 					}
 					for ; piece < le.Uint32(first[4:]); piece++ {
 						k, row := uint64(piece-le.Uint32(first)), uint64(le.Uint32(r[36:]))

@@ -10,8 +10,8 @@ import (
 // IdleProbe detects whether this process's kernels have a GPU to themselves: an empty kernel runs
 // first, which ends within 20 us on an idle GPU. [measured, H200] Beside an engine it waits 1.7 ms
 // for a slice of the GPU's time. Kernels that reach host memory move 30 to 50 GB/s alone. Beside an
-// engine they move 8 to 14 GB/s, and the engine loses 12 to 45%. Under MPS the probe sees nothing and
-// is not used.
+// engine they move 8 to 14 GB/s, and the engine loses 12 to 45%. Under MPS the probe sees nothing
+// and is not used.
 //
 // A GPU has one IdleProbe, which all users of its kernels share: an empty kernel would wait for
 // kernels that entered elsewhere, and a result that two probes use twice would last twice as long.
@@ -32,12 +32,13 @@ type IdleProbe struct {
 	bytes     [2][numMethods]uint64
 }
 
-// How often the empty kernel runs. It would wait for kernels of this process, so that all users leave
-// before it runs.
+// How often the empty kernel runs. It would wait for kernels of this process, so that all users
+// leave before it runs.
 const (
-	resultValid  = time.Millisecond      // of one result
-	probeEvery   = 50 * time.Millisecond // while users follow each other, after probeStreak results
-	probeStreak  = 3                     // an engine that computes leaves moments in which one probe finds it idle
+	resultValid = time.Millisecond      // of one result
+	probeEvery  = 50 * time.Millisecond // while users follow each other, after probeStreak results
+	// an engine that computes leaves moments in which one probe finds it idle
+	probeStreak  = 3
 	backoffFirst = 20 * time.Millisecond // after a probe that found an engine; it doubles
 	backoffLast  = 2 * time.Second
 )

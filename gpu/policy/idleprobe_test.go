@@ -6,7 +6,8 @@ import (
 )
 
 // TestIdleProbe: lists use kernels while the GPU is idle, which is probed before the first list and
-// from time to time. Beside an engine probes become rarer. Enter waits while users leave for a probe.
+// from time to time. Beside an engine probes become rarer. Enter waits while users leave for a
+// probe.
 func TestIdleProbe(t *testing.T) {
 	at, busy, probes := time.Unix(1000, 0), false, 0
 	waiting := make(chan struct{}, 64) // Enter has read the time
@@ -42,7 +43,8 @@ func TestIdleProbe(t *testing.T) {
 		}
 	}
 	if entered > 10 || probes == 0 || probes > 12 {
-		t.Errorf("beside an engine %d lists used kernels, after %d probes in ten seconds", entered, probes)
+		t.Errorf("beside an engine %d lists used kernels, after %d probes in ten seconds",
+			entered, probes)
 	}
 	busy = false
 	at = at.Add(backoffLast)
@@ -91,8 +93,8 @@ func TestIdleProbe(t *testing.T) {
 	}
 }
 
-// TestOneLuckyProbe: after an engine was found, a single idle result admits users for a millisecond,
-// though others hold the GPU.
+// TestOneLuckyProbe: after an engine was found, a single idle result admits users for a
+// millisecond, though others hold the GPU.
 func TestOneLuckyProbe(t *testing.T) {
 	at, busy, probes := time.Unix(1000, 0), true, 0
 	k := NewIdleProbe(Auto, func() time.Time { return at }, func() bool { probes++; return !busy })

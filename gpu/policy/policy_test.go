@@ -24,12 +24,14 @@ func TestPolicyTogether(t *testing.T) {
 			t.Errorf("%s: eight calls that take %s together take %s each", fixed, each, time.Duration(per))
 		}
 	}
-	// In favour is what costs less, whoever is tried: a little less is not enough for kernels, and a little more is for copies.
+	// In favour is what costs less, whoever is tried: a little less is not enough for kernels, and a
+	// little more is for copies.
 	for _, x := range []struct {
 		best, other CopyMethod
 		rate        float64 // of the other one beside the one in favour
 		wins        bool
-	}{{Copy, Pack, 1.2, false}, {Copy, Pack, 1.3, true}, {Pack, Copy, 0.9, true}, {Pack, Copy, 0.7, false}, {Pack, InEngine, 1.1, true}, {Pack, InEngine, 0.9, false}} {
+	}{{Copy, Pack, 1.2, false}, {Copy, Pack, 1.3, true}, {Pack, Copy, 0.9, true}, {Pack, Copy, 0.7,
+		false}, {Pack, InEngine, 1.1, true}, {Pack, InEngine, 0.9, false}} {
 		c := New(Auto, KernelPrice)
 		now := start
 		call := func(e CopyMethod, rate float64) {
@@ -73,7 +75,8 @@ func TestPolicyOfThree(t *testing.T) {
 	if n := count(10000, true, busy); n[InEngine] < 9980 || n[Pack] == 0 || n[Copy] == 0 {
 		t.Errorf("the engine is three times as fast; taken: %v", n)
 	}
-	if n := count(100000, true, busy); n[InEngine] < 99980 || n[Pack] == 0 || n[Copy] == 0 || n[Pack] > 10 {
+	if n := count(100000, true, busy); n[InEngine] < 99980 || n[Pack] == 0 || n[Copy] == 0 ||
+		n[Pack] > 10 {
 		t.Errorf("ten seconds later: %v", n)
 	}
 	packs := 0
@@ -86,7 +89,8 @@ func TestPolicyOfThree(t *testing.T) {
 	packs = 0
 	for i := range 100 { // two of them take turns in favour: the third is tried as seldom as before
 		turn := busy
-		turn[Copy], turn[InEngine] = []time.Duration{40 * us, 400 * us}[i%2], []time.Duration{400 * us, 40 * us}[i%2]
+		turn[Copy], turn[InEngine] = []time.Duration{40 * us, 400 * us}[i%2], []time.Duration{400 * us,
+			40 * us}[i%2]
 		packs += count(1000, true, turn)[Pack]
 	}
 	if packs == 0 || packs > 10 {
@@ -136,7 +140,8 @@ func TestPolicy(t *testing.T) {
 	}
 	count(100, 3000*us, 90*us) // the engine is busy now
 	if n := count(10000, 3000*us, 90*us); n > 10 {
-		t.Errorf("pack waits for the engine, which pays for each, and was taken %d of 10000 times in a second", n)
+		t.Errorf(
+			"pack waits for the engine, which pays for each, and was taken %d of 10000 times in a second", n)
 	}
 	count(25000, 30*us, 90*us) // and idle again: noticed at the next look
 	if n := count(1000, 30*us, 90*us); n < 990 {

@@ -46,7 +46,8 @@ func (c *Policy) State(out []RouteState, from, to string) []RouteState {
 func (k *IdleProbe) State(out []RouteState, gpu string) []RouteState {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	for dir, w := range [2]RouteState{device.HostToDevice: {From: "pages", To: gpu}, device.DeviceToHost: {From: gpu, To: "pages"}} {
+	for dir, w := range [2]RouteState{device.HostToDevice: {From: "pages", To: gpu},
+		device.DeviceToHost: {From: gpu, To: "pages"}} {
 		for _, e := range []CopyMethod{Pack, Copy} {
 			if n := k.calls[dir][e]; n > 0 {
 				w.Methods = append(w.Methods, MethodState{Method: e.String(), Calls: n, Bytes: k.bytes[dir][e]})

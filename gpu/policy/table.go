@@ -22,10 +22,12 @@ type Table struct {
 
 // Limits are the measurements of one model. Zero: not measured.
 type Limits struct {
-	Measured    time.Time      `json:"measured"`
-	PackBlocks  int            `json:"pack_blocks"`      // thread blocks of the pack kernels
-	DirectBytes uint64         `json:"direct_bytes"`     // average piece from which copy engines move a list; at least 32 KiB
-	EveryLink   map[int]uint64 `json:"every_link_bytes"` // by number of links: bytes in flight from which copies use all of them
+	Measured   time.Time `json:"measured"`
+	PackBlocks int       `json:"pack_blocks"` // thread blocks of the pack kernels
+	// average piece from which copy engines move a list; at least 32 KiB
+	DirectBytes uint64 `json:"direct_bytes"`
+	// by number of links: bytes in flight from which copies use all of them
+	EveryLink map[int]uint64 `json:"every_link_bytes"`
 }
 
 // Bounds of a table.
@@ -49,10 +51,12 @@ func LoadTable(path string) (*Table, error) {
 	d.DisallowUnknownFields()
 	t := &Table{}
 	if err := d.Decode(t); err != nil {
-		return nil, fmt.Errorf("gpu: table of GPUs %s: %w; make a new one with kvspray calibrate", path, err)
+		return nil, fmt.Errorf("gpu: table of GPUs %s: %w; make a new one with kvspray calibrate", path,
+			err)
 	}
 	if err := t.Check(); err != nil {
-		return nil, fmt.Errorf("gpu: table of GPUs %s: %w; make a new one with kvspray calibrate", path, err)
+		return nil, fmt.Errorf("gpu: table of GPUs %s: %w; make a new one with kvspray calibrate", path,
+			err)
 	}
 	return t, nil
 }
@@ -69,9 +73,11 @@ func (t *Table) Check() error {
 			}
 			return nil
 		}
-		err := errors.Join(within("pack_blocks", uint64(l.PackBlocks), 1, maxPackBlocks), within("direct_bytes", l.DirectBytes, 1, maxDirectBytes))
+		err := errors.Join(within("pack_blocks", uint64(l.PackBlocks), 1, maxPackBlocks),
+			within("direct_bytes", l.DirectBytes, 1, maxDirectBytes))
 		for links, n := range l.EveryLink {
-			err = errors.Join(err, within("every_link_bytes", uint64(links), 2, maxLinks), within(fmt.Sprintf("every_link_bytes[%d]", links), n, 1, maxEveryLink))
+			err = errors.Join(err, within("every_link_bytes", uint64(links), 2, maxLinks),
+				within(fmt.Sprintf("every_link_bytes[%d]", links), n, 1, maxEveryLink))
 		}
 		if err != nil {
 			return err

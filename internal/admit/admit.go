@@ -209,7 +209,8 @@ func unread(c net.Conn) bool {
 		return false
 	}
 	n := 0
-	if raw.Control(func(fd uintptr) { n, err = unix.IoctlGetInt(int(fd), unix.TIOCINQ) }) != nil || err != nil {
+	if raw.Control(func(fd uintptr) { n, err = unix.IoctlGetInt(int(fd), unix.TIOCINQ) }) != nil ||
+		err != nil {
 		return false
 	}
 	return n > 0

@@ -34,7 +34,8 @@ func TestSourceLimit(t *testing.T) {
 	last := &conn{from: "10.0.0.1"}
 	g.Enter(last)
 	if old.closed || !young.closed || other.closed || last.closed {
-		t.Errorf("closed: speaking %t, silent %t, another address %t, the new one %t", old.closed, young.closed, other.closed, last.closed)
+		t.Errorf("closed: speaking %t, silent %t, another address %t, the new one %t", old.closed,
+			young.closed, other.closed, last.closed)
 	}
 	if g.Held() != 3 || g.Evicted() != 1 {
 		t.Errorf("%d held, %d evicted", g.Held(), g.Evicted())
@@ -63,7 +64,8 @@ func TestMembersLast(t *testing.T) {
 		g.Enter(&conn{from: net.IPv4(10, 2, byte(i>>8), byte(i)).String()}).Spoke()
 	}
 	if member.closed || !fresh.closed || v.Proved() {
-		t.Errorf("closed: a member's %t, the oldest of strangers that speak %t", member.closed, fresh.closed)
+		t.Errorf("closed: a member's %t, the oldest of strangers that speak %t", member.closed,
+			fresh.closed)
 	}
 	if g.Held() != 4 {
 		t.Errorf("%d held, want 4", g.Held())

@@ -12,8 +12,8 @@ import (
 // logEvery is the least time between two lines of a Log.
 const logEvery = time.Second
 
-// Log writes at most one line a second of what strangers can cause at will. A line counts those that
-// were left out since the one before.
+// Log writes at most one line a second of what strangers can cause at will. A line counts those
+// that were left out since the one before.
 type Log struct {
 	Logger *slog.Logger
 

@@ -23,7 +23,8 @@ func aligned(mem []byte) error {
 		return fmt.Errorf("board: no memory")
 	}
 	if uintptr(unsafe.Pointer(&mem[0]))%8 != 0 {
-		return fmt.Errorf("board: memory starts at an address that is not a multiple of 8; pass a whole mapping")
+		return fmt.Errorf("board: memory starts at an address that is not a multiple of 8; pass a " +
+			"whole mapping")
 	}
 	return nil
 }

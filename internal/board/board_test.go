@@ -137,21 +137,38 @@ func TestFlagsHeaderRefused(t *testing.T) {
 		change func([]byte)
 		want   string
 	}{
-		"magic":          {func(b []byte) { b[0]++ }, "magic"},
-		"major":          {func(b []byte) { b[board.OffFlagsHeaderMajor] = 2 }, "ABI version 2, this side supports 1"},
-		"no layers":      {func(b []byte) { put32(b, board.OffFlagsHeaderLayers, 0) }, "layers = 0"},
-		"many layers":    {func(b []byte) { put32(b, board.OffFlagsHeaderLayers, 1025) }, "layers = 1025"},
-		"stride":         {func(b []byte) { put32(b, board.OffFlagsHeaderStride, 8) }, "stride = 8"},
-		"total":          {func(b []byte) { put64(b, board.OffFlagsHeaderTotalBytes, 1<<40) }, "total_bytes"},
-		"outside":        {func(b []byte) { put64(b, board.OffFlagsHeaderLoadFlags, 1<<63) }, "load_flags"},
-		"overflow":       {func(b []byte) { put64(b, board.OffFlagsHeaderLayerFlags, ^uint64(0)-63) }, "layer_flags"},
-		"unaligned":      {func(b []byte) { put64(b, board.OffFlagsHeaderSourceEpoch, 129) }, "multiple of 8"},
-		"overlap":        {func(b []byte) { put64(b, board.OffFlagsHeaderLoadFlags, board.SizeFlagsHeader) }, "overlaps layer_flags"},
-		"in header":      {func(b []byte) { put64(b, board.OffFlagsHeaderSourceEpoch, 64) }, "overlaps header"},
-		"few bytes":      {func(b []byte) { put32(b, board.OffFlagsHeaderLayers, 1024) }, "outside"},
-		"replay outside": {func(b []byte) { put64(b, board.OffFlagsHeaderReplayFlags, uint64(len(b))-3*64) }, "replay_flags"},
-		"replay overlap": {func(b []byte) { put64(b, board.OffFlagsHeaderReplayFlags, board.SizeFlagsHeader+4*64) }, "replay_flags"},
-		"no replay":      {func(b []byte) { put64(b, board.OffFlagsHeaderReplayFlags, 0) }, "overlaps header"},
+		"magic": {func(b []byte) { b[0]++ }, "magic"},
+		"major": {func(b []byte) { b[board.OffFlagsHeaderMajor] = 2 }, "ABI version 2, this " +
+			"side supports 1"},
+		"no layers": {func(b []byte) { put32(b, board.OffFlagsHeaderLayers, 0) }, "layers = 0"},
+		"many layers": {func(b []byte) { put32(b, board.OffFlagsHeaderLayers, 1025) },
+			"layers = 1025"},
+		"stride": {func(b []byte) { put32(b, board.OffFlagsHeaderStride, 8) }, "stride = 8"},
+		"total": {func(b []byte) { put64(b, board.OffFlagsHeaderTotalBytes, 1<<40) },
+			"total_bytes"},
+		"outside": {func(b []byte) { put64(b, board.OffFlagsHeaderLoadFlags, 1<<63) },
+			"load_flags"},
+		"overflow": {func(b []byte) { put64(b, board.OffFlagsHeaderLayerFlags, ^uint64(0)-63) },
+			"layer_flags"},
+		"unaligned": {func(b []byte) { put64(b, board.OffFlagsHeaderSourceEpoch, 129) },
+			"multiple of 8"},
+		"overlap": {func(b []byte) {
+			put64(b, board.OffFlagsHeaderLoadFlags,
+				board.SizeFlagsHeader)
+		}, "overlaps layer_flags"},
+		"in header": {func(b []byte) { put64(b, board.OffFlagsHeaderSourceEpoch, 64) },
+			"overlaps header"},
+		"few bytes": {func(b []byte) { put32(b, board.OffFlagsHeaderLayers, 1024) }, "outside"},
+		"replay outside": {func(b []byte) {
+			put64(b, board.OffFlagsHeaderReplayFlags,
+				uint64(len(b))-3*64)
+		}, "replay_flags"},
+		"replay overlap": {func(b []byte) {
+			put64(b, board.OffFlagsHeaderReplayFlags,
+				board.SizeFlagsHeader+4*64)
+		}, "replay_flags"},
+		"no replay": {func(b []byte) { put64(b, board.OffFlagsHeaderReplayFlags, 0) },
+			"overlaps header"},
 		"older shim": {func(b []byte) {
 			b[board.OffFlagsHeaderMinor] = 0
 			put64(b, board.OffFlagsHeaderFeatures, 0)
@@ -176,7 +193,8 @@ func TestFlagsHeaderRefused(t *testing.T) {
 	if _, err := board.ParseFlags(nil); err == nil {
 		t.Error("no memory parses")
 	}
-	if _, err := board.ParseFlags(make([]byte, 4096)[4:]); err == nil || !strings.Contains(err.Error(), "multiple of 8") {
+	if _, err := board.ParseFlags(make([]byte, 4096)[4:]); err == nil || !strings.Contains(err.Error(),
+		"multiple of 8") {
 		t.Errorf("unaligned memory: %v", err)
 	}
 }
@@ -186,14 +204,21 @@ func TestRingsHeaderRefused(t *testing.T) {
 		change func([]byte)
 		want   string
 	}{
-		"magic":     {func(b []byte) { b[0]++ }, "magic"},
-		"major":     {func(b []byte) { b[board.OffRingsHeaderMajor] = 7 }, "ABI version 7"},
-		"small":     {func(b []byte) { put32(b, board.OffRingsHeaderSubmissionBytes, 1<<15) }, "submission_bytes = 32768"},
-		"large":     {func(b []byte) { put32(b, board.OffRingsHeaderCompletionBytes, 1<<25) }, "completion_bytes"},
-		"odd":       {func(b []byte) { put32(b, board.OffRingsHeaderCompletionBytes, 100_000) }, "power of two"},
-		"overlap":   {func(b []byte) { put64(b, board.OffRingsHeaderCompletion, board.SizeRingsHeader+64) }, "overlaps submission"},
-		"outside":   {func(b []byte) { put64(b, board.OffRingsHeaderCompletion, 1<<50) }, "outside"},
-		"overflow":  {func(b []byte) { put64(b, board.OffRingsHeaderSubmission, ^uint64(0)-7) }, "submission"},
+		"magic": {func(b []byte) { b[0]++ }, "magic"},
+		"major": {func(b []byte) { b[board.OffRingsHeaderMajor] = 7 }, "ABI version 7"},
+		"small": {func(b []byte) { put32(b, board.OffRingsHeaderSubmissionBytes, 1<<15) },
+			"submission_bytes = 32768"},
+		"large": {func(b []byte) { put32(b, board.OffRingsHeaderCompletionBytes, 1<<25) },
+			"completion_bytes"},
+		"odd": {func(b []byte) { put32(b, board.OffRingsHeaderCompletionBytes, 100_000) },
+			"power of two"},
+		"overlap": {func(b []byte) {
+			put64(b, board.OffRingsHeaderCompletion,
+				board.SizeRingsHeader+64)
+		}, "overlaps submission"},
+		"outside": {func(b []byte) { put64(b, board.OffRingsHeaderCompletion, 1<<50) }, "outside"},
+		"overflow": {func(b []byte) { put64(b, board.OffRingsHeaderSubmission, ^uint64(0)-7) },
+			"submission"},
 		"unaligned": {func(b []byte) { put64(b, board.OffRingsHeaderSubmission, 129) }, "multiple of 8"},
 		"minor":     {func(b []byte) { b[board.OffRingsHeaderMinor] = 3 }, ""},
 	} {
@@ -228,30 +253,42 @@ func TestConsumerRefuses(t *testing.T) {
 		body   int
 		change func([]byte)
 	}{
-		"head not aligned":  {8, func(b []byte) { put64(b, subHead, 49) }},
-		"head too far":      {8, func(b []byte) { put64(b, subHead, board.RingMinBytes+8) }},
-		"head went back":    {8, func(b []byte) { put64(b, subHead, ^uint64(7)) }},
-		"length short":      {8, func(b []byte) { put32(b, subData, 32) }},
-		"length odd":        {8, func(b []byte) { put32(b, subData, 47) }},
-		"length past head":  {8, func(b []byte) { put32(b, subData, 56) }},
-		"length huge":       {8, func(b []byte) { put32(b, subData, 1<<31) }},
-		"body longer":       {8, func(b []byte) { put32(b, subData+board.OffRecordBodyBytes, 9) }},
-		"body shorter":      {8, func(b []byte) { put32(b, subData+board.OffRecordBodyBytes, 0) }},
-		"body huge":         {8, func(b []byte) { put32(b, subData+board.OffRecordBodyBytes, ^uint32(0)) }},
+		"head not aligned": {8, func(b []byte) { put64(b, subHead, 49) }},
+		"head too far":     {8, func(b []byte) { put64(b, subHead, board.RingMinBytes+8) }},
+		"head went back":   {8, func(b []byte) { put64(b, subHead, ^uint64(7)) }},
+		"length short":     {8, func(b []byte) { put32(b, subData, 32) }},
+		"length odd":       {8, func(b []byte) { put32(b, subData, 47) }},
+		"length past head": {8, func(b []byte) { put32(b, subData, 56) }},
+		"length huge":      {8, func(b []byte) { put32(b, subData, 1<<31) }},
+		"body longer":      {8, func(b []byte) { put32(b, subData+board.OffRecordBodyBytes, 9) }},
+		"body shorter":     {8, func(b []byte) { put32(b, subData+board.OffRecordBodyBytes, 0) }},
+		"body huge": {8, func(b []byte) {
+			put32(b, subData+board.OffRecordBodyBytes,
+				^uint32(0))
+		}},
 		"seq gap":           {8, func(b []byte) { put64(b, subData+board.OffRecordSeq, 2) }},
 		"seq zero":          {8, func(b []byte) { put64(b, subData+board.OffRecordSeq, 0) }},
 		"pad in the middle": {8, func(b []byte) { put32(b, subData+board.OffRecordType, board.RecPad) }},
-		"pad to the end":    {8, func(b []byte) { put32(b, subData, board.RingMinBytes); put32(b, subData+4, board.RecPad) }},
+		"pad to the end": {8, func(b []byte) {
+			put32(b, subData, board.RingMinBytes)
+			put32(b,
+				subData+4, board.RecPad)
+		}},
 		"pad of a whole ring": {8, func(b []byte) {
 			put32(b, subData, board.RingMinBytes)
 			put32(b, subData+4, board.RecPad)
 			put64(b, subHead, board.RingMinBytes)
 		}},
-		"more than half ring": {8, func(b []byte) { put32(b, subData, board.RingMinBytes/2+8); put64(b, subHead, board.RingMinBytes/2+8) }},
+		"more than half ring": {8, func(b []byte) {
+			put32(b, subData, board.RingMinBytes/2+8)
+			put64(b,
+				subHead, board.RingMinBytes/2+8)
+		}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			r, mem := newRings(t)
-			if _, err := r.SubmissionProducer().Push(board.RecStep, 0, 1, 0, make([]byte, c.body)); err != nil {
+			if _, err := r.SubmissionProducer().Push(board.RecStep, 0, 1, 0,
+				make([]byte, c.body)); err != nil {
 				t.Fatal(err)
 			}
 			c.change(mem)
@@ -270,13 +307,16 @@ func TestConsumerRefuses(t *testing.T) {
 func TestProducerRefuses(t *testing.T) {
 	r, mem := newRings(t)
 	p := r.SubmissionProducer()
-	if _, err := p.Push(board.RecStep, 0, 0, 0, make([]byte, board.RingMinBytes/2)); !errors.Is(err, board.ErrTooBig) {
+	if _, err := p.Push(board.RecStep, 0, 0, 0, make([]byte, board.RingMinBytes/2)); !errors.Is(err,
+		board.ErrTooBig) {
 		t.Errorf("too big: %v", err)
 	}
-	if _, err := p.Push(board.RecStep, 0, 0, 0, make([]byte, board.RingMinBytes/2-board.SizeRecord)); err != nil {
+	if _, err := p.Push(board.RecStep, 0, 0, 0,
+		make([]byte, board.RingMinBytes/2-board.SizeRecord)); err != nil {
 		t.Errorf("half the ring: %v", err)
 	}
-	if _, err := p.Push(board.RecStep, 0, 0, 0, make([]byte, board.RingMinBytes/2-board.SizeRecord)); err != nil {
+	if _, err := p.Push(board.RecStep, 0, 0, 0,
+		make([]byte, board.RingMinBytes/2-board.SizeRecord)); err != nil {
 		t.Errorf("the other half: %v", err)
 	}
 	if _, err := p.Push(board.RecStep, 0, 0, 0, nil); !errors.Is(err, board.ErrFull) {

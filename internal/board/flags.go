@@ -21,7 +21,8 @@ type Flags struct {
 
 // FlagsBytes is the size of a flags memory for the given layers.
 func FlagsBytes(layers int) int {
-	return SizeFlagsHeader + (layers+1)*SizeFlag + layers*SizeFlag + CacheLine + (layers+1)*SizeFlag + CacheLine
+	return SizeFlagsHeader + (layers+1)*SizeFlag + layers*SizeFlag + CacheLine +
+		(layers+1)*SizeFlag + CacheLine
 }
 
 // InitFlags writes a header into zeroed memory and returns the view. The shim's side.
@@ -30,7 +31,8 @@ func InitFlags(mem []byte, boot [16]byte, layers int) (*Flags, error) {
 		return nil, fmt.Errorf("board: flags: layers = %d, want 1..%d", layers, MaxLayers)
 	}
 	if len(mem) < FlagsBytes(layers) {
-		return nil, fmt.Errorf("board: flags: %d bytes for %d layers, want %d", len(mem), layers, FlagsBytes(layers))
+		return nil, fmt.Errorf("board: flags: %d bytes for %d layers, want %d", len(mem), layers,
+			FlagsBytes(layers))
 	}
 	le := binary.LittleEndian
 	le.PutUint32(mem[OffFlagsHeaderMagic:], FlagsMagic)
@@ -55,7 +57,8 @@ func InitFlags(mem []byte, boot [16]byte, layers int) (*Flags, error) {
 // ParseFlags copies the header once, validates the copy and returns the view.
 func ParseFlags(mem []byte) (*Flags, error) {
 	if len(mem) < SizeFlagsHeader {
-		return nil, fmt.Errorf("board: flags: %d bytes, shorter than the header of %d", len(mem), SizeFlagsHeader)
+		return nil, fmt.Errorf("board: flags: %d bytes, shorter than the header of %d", len(mem),
+			SizeFlagsHeader)
 	}
 	if err := aligned(mem); err != nil {
 		return nil, err
@@ -63,7 +66,8 @@ func ParseFlags(mem []byte) (*Flags, error) {
 	var h [SizeFlagsHeader]byte
 	copy(h[:], mem)
 	le := binary.LittleEndian
-	if err := version("flags", FlagsMagic, le.Uint32(h[OffFlagsHeaderMagic:]), le.Uint16(h[OffFlagsHeaderMajor:])); err != nil {
+	if err := version("flags", FlagsMagic, le.Uint32(h[OffFlagsHeaderMagic:]),
+		le.Uint16(h[OffFlagsHeaderMajor:])); err != nil {
 		return nil, err
 	}
 	f := &Flags{mem: mem,
@@ -214,10 +218,13 @@ func (f *Flags) SetMark(mark uint64) { word64(f.mem, f.mark).Store(mark) }
 
 func version(what string, wantMagic, magic uint32, major uint16) error {
 	if magic != wantMagic {
-		return fmt.Errorf("board: %s: magic = %#08x, want %#08x: this is not a %s memory of kvspray", what, magic, wantMagic, what)
+		return fmt.Errorf("board: %s: magic = %#08x, want %#08x: this is not a %s memory of kvspray",
+			what, magic, wantMagic, what)
 	}
 	if major != BoardMajor {
-		return fmt.Errorf("board: %s: ABI version %d, this side supports %d: upgrade the older of the two", what, major, BoardMajor)
+		return fmt.Errorf(
+			"board: %s: ABI version %d, this side supports %d: upgrade the older of the two", what,
+			major, BoardMajor)
 	}
 	return nil
 }
@@ -231,14 +238,17 @@ type part struct {
 func disjoint(what string, total, align uint64, parts ...part) error {
 	for i, p := range parts {
 		if p.off%align != 0 {
-			return fmt.Errorf("board: %s: %s at offset %d, want a multiple of %d", what, p.name, p.off, align)
+			return fmt.Errorf("board: %s: %s at offset %d, want a multiple of %d", what, p.name,
+				p.off, align)
 		}
 		if p.bytes > total || p.off > total-p.bytes {
-			return fmt.Errorf("board: %s: %s [%d, +%d) is outside the %d bytes", what, p.name, p.off, p.bytes, total)
+			return fmt.Errorf("board: %s: %s [%d, +%d) is outside the %d bytes", what, p.name, p.off,
+				p.bytes, total)
 		}
 		for _, q := range parts[:i] {
 			if p.off < q.off+q.bytes && q.off < p.off+p.bytes {
-				return fmt.Errorf("board: %s: %s [%d, +%d) overlaps %s [%d, +%d)", what, p.name, p.off, p.bytes, q.name, q.off, q.bytes)
+				return fmt.Errorf("board: %s: %s [%d, +%d) overlaps %s [%d, +%d)", what, p.name, p.off, p.bytes,
+					q.name, q.off, q.bytes)
 			}
 		}
 	}

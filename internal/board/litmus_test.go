@@ -43,8 +43,10 @@ func fill(buf []byte, seq uint64) []byte {
 }
 
 func check(rec board.Record, seq uint64) error {
-	if rec.Seq != seq || rec.Lease != 3*seq || rec.Epoch != seq>>4 || rec.Status != uint16(seq) || len(rec.Body) != size(seq) {
-		return fmt.Errorf("record %d: seq %d, lease %d, epoch %d, status %d, %d bytes", seq, rec.Seq, rec.Lease, rec.Epoch, rec.Status, len(rec.Body))
+	if rec.Seq != seq || rec.Lease != 3*seq || rec.Epoch != seq>>4 || rec.Status != uint16(seq) ||
+		len(rec.Body) != size(seq) {
+		return fmt.Errorf("record %d: seq %d, lease %d, epoch %d, status %d, %d bytes", seq, rec.Seq,
+			rec.Lease, rec.Epoch, rec.Status, len(rec.Body))
 	}
 	for i, b := range rec.Body {
 		if b != byte(seq*131+uint64(i)*7) {
@@ -139,7 +141,8 @@ func TestLitmus(t *testing.T) {
 	}
 	const root = "../../pybind/"
 	bin := filepath.Join(t.TempDir(), "litmus")
-	if out, err := exec.Command(gcc, "-std=gnu11", "-O2", "-Wall", "-I", root+"include/kvspray", "-I", root+"include", "-I", root+"src", "-o", bin,
+	if out, err := exec.Command(gcc, "-std=gnu11", "-O2", "-Wall", "-I", root+"include/kvspray", "-I",
+		root+"include", "-I", root+"src", "-o", bin,
 		"testdata/litmus.c", root+"src/ring.c").CombinedOutput(); err != nil {
 		t.Fatalf("compile: %v\n%s", err, out)
 	}
@@ -177,7 +180,10 @@ func TestLitmus(t *testing.T) {
 			t.Fatal(err)
 		}
 		var dup int
-		if err := rc.Control(func(fd uintptr) { dup, _ = unix.FcntlInt(fd, unix.F_DUPFD_CLOEXEC, 3) }); err != nil {
+		if err := rc.Control(func(fd uintptr) {
+			dup, _ = unix.FcntlInt(fd, unix.F_DUPFD_CLOEXEC,
+				3)
+		}); err != nil {
 			t.Fatal(err)
 		}
 		d := os.NewFile(uintptr(dup), f.Name())
@@ -202,7 +208,8 @@ func TestHeap(t *testing.T) {
 	if testing.Short() {
 		n = 10_000
 	}
-	rings, err := board.InitRings(make([]byte, board.RingsBytes(board.RingMinBytes, board.RingMinBytes)), [16]byte{1}, board.RingMinBytes, board.RingMinBytes)
+	rings, err := board.InitRings(make([]byte, board.RingsBytes(board.RingMinBytes,
+		board.RingMinBytes)), [16]byte{1}, board.RingMinBytes, board.RingMinBytes)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -246,7 +253,8 @@ func TestHeap(t *testing.T) {
 		}
 		echo <- nil
 	}()
-	if err := errors.Join(pipe(n, rings.SubmissionProducer(), rings.CompletionConsumer(), door, bell), <-echo); err != nil {
+	if err := errors.Join(pipe(n, rings.SubmissionProducer(), rings.CompletionConsumer(), door, bell),
+		<-echo); err != nil {
 		t.Fatal(err)
 	}
 }

@@ -47,8 +47,10 @@ func RingsBytes(submission, completion int) int {
 
 // InitRings writes a header into zeroed memory and returns the view. The shim's side.
 func InitRings(mem []byte, session [16]byte, submission, completion int) (*Rings, error) {
-	if want := RingsBytes(submission, completion); submission < 0 || completion < 0 || len(mem) < want {
-		return nil, fmt.Errorf("board: rings: %d bytes for rings of %d and %d, want %d", len(mem), submission, completion, want)
+	if want := RingsBytes(submission, completion); submission < 0 || completion < 0 ||
+		len(mem) < want {
+		return nil, fmt.Errorf("board: rings: %d bytes for rings of %d and %d, want %d", len(mem),
+			submission, completion, want)
 	}
 	le := binary.LittleEndian
 	le.PutUint32(mem[OffRingsHeaderMagic:], RingsMagic)
@@ -66,7 +68,8 @@ func InitRings(mem []byte, session [16]byte, submission, completion int) (*Rings
 // ParseRings copies the header once, validates the copy and returns the view.
 func ParseRings(mem []byte) (*Rings, error) {
 	if len(mem) < SizeRingsHeader {
-		return nil, fmt.Errorf("board: rings: %d bytes, shorter than the header of %d", len(mem), SizeRingsHeader)
+		return nil, fmt.Errorf("board: rings: %d bytes, shorter than the header of %d", len(mem),
+			SizeRingsHeader)
 	}
 	if err := aligned(mem); err != nil {
 		return nil, err
@@ -74,7 +77,8 @@ func ParseRings(mem []byte) (*Rings, error) {
 	var h [SizeRingsHeader]byte
 	copy(h[:], mem)
 	le := binary.LittleEndian
-	if err := version("rings", RingsMagic, le.Uint32(h[OffRingsHeaderMagic:]), le.Uint16(h[OffRingsHeaderMajor:])); err != nil {
+	if err := version("rings", RingsMagic, le.Uint32(h[OffRingsHeaderMagic:]),
+		le.Uint16(h[OffRingsHeaderMajor:])); err != nil {
 		return nil, err
 	}
 	total := le.Uint64(h[OffRingsHeaderTotalBytes:])
@@ -82,13 +86,15 @@ func ParseRings(mem []byte) (*Rings, error) {
 		return nil, fmt.Errorf("board: rings: total_bytes = %d, but the memory has %d", total, len(mem))
 	}
 	sub, comp := le.Uint64(h[OffRingsHeaderSubmission:]), le.Uint64(h[OffRingsHeaderCompletion:])
-	subBytes, compBytes := le.Uint32(h[OffRingsHeaderSubmissionBytes:]), le.Uint32(h[OffRingsHeaderCompletionBytes:])
+	subBytes, compBytes := le.Uint32(h[OffRingsHeaderSubmissionBytes:]),
+		le.Uint32(h[OffRingsHeaderCompletionBytes:])
 	for _, n := range []struct {
 		name  string
 		bytes uint32
 	}{{"submission_bytes", subBytes}, {"completion_bytes", compBytes}} {
 		if n.bytes < RingMinBytes || n.bytes > RingMaxBytes || n.bytes&(n.bytes-1) != 0 {
-			return nil, fmt.Errorf("board: rings: %s = %d, want a power of two in %d..%d", n.name, n.bytes, RingMinBytes, RingMaxBytes)
+			return nil, fmt.Errorf("board: rings: %s = %d, want a power of two in %d..%d", n.name, n.bytes,
+				RingMinBytes, RingMaxBytes)
 		}
 	}
 	if err := disjoint("rings", total, 8,
@@ -104,8 +110,9 @@ func ParseRings(mem []byte) (*Rings, error) {
 
 func newRing(mem []byte, off uint64, bytes uint32) ring {
 	data := off + SizeRing
-	return ring{head: word64(mem, off+OffRingHead), tail: word64(mem, off+OffRingTail), sleeping: word32(mem, off+OffRingSleeping),
-		data: mem[data : data+uint64(bytes) : data+uint64(bytes)]}
+	return ring{head: word64(mem, off+OffRingHead), tail: word64(mem, off+OffRingTail),
+		sleeping: word32(mem, off+OffRingSleeping),
+		data:     mem[data : data+uint64(bytes) : data+uint64(bytes)]}
 }
 
 // Session is the random id of the connection that the rings belong to.
@@ -135,7 +142,8 @@ func padded(body int) uint64 { return (SizeRecord + uint64(body) + 7) &^ 7 }
 
 // Push appends a record. wake: the consumer sleeps, and its eventfd must be written. ErrFull leaves
 // the ring unchanged; an error that wraps ErrProtocol means that the consumer broke it.
-func (p *Producer) Push(typ, status uint16, lease, epoch uint64, body []byte) (wake bool, err error) {
+func (p *Producer) Push(typ, status uint16, lease, epoch uint64, body []byte) (wake bool,
+	err error) {
 	size := uint64(len(p.r.data))
 	length := padded(len(body))
 	if length > RecordMaxBytes || length > size/2 {
@@ -144,7 +152,8 @@ func (p *Producer) Push(typ, status uint16, lease, epoch uint64, body []byte) (w
 	tail := p.r.tail.Load()
 	used := p.head - tail
 	if used > size || tail%8 != 0 {
-		return false, fmt.Errorf("%w: tail = %d with head = %d in a ring of %d", ErrProtocol, tail, p.head, size)
+		return false, fmt.Errorf("%w: tail = %d with head = %d in a ring of %d", ErrProtocol, tail,
+			p.head, size)
 	}
 	pos := p.head & (size - 1)
 	rest := size - pos
@@ -219,7 +228,8 @@ func (c *Consumer) Next() (rec Record, ok bool, err error) {
 		if typ == RecPad {
 			// A pad never fills a whole ring: successive pads could keep this loop busy for ever.
 			if pos == 0 || length != rest || length > avail {
-				return c.fail("pad of %d bytes at %d, want the rest of %d (available: %d)", length, pos, rest, avail)
+				return c.fail("pad of %d bytes at %d, want the rest of %d (available: %d)", length, pos,
+					rest, avail)
 			}
 			c.tail += length
 			c.r.tail.Store(c.tail)
@@ -227,7 +237,8 @@ func (c *Consumer) Next() (rec Record, ok bool, err error) {
 		}
 		if n < SizeRecord || length < SizeRecord || length%8 != 0 || length > avail || length > rest ||
 			length > size/2 || length > RecordMaxBytes {
-			return c.fail("record of %d bytes at %d (available: %d, to the end: %d)", length, pos, avail, rest)
+			return c.fail("record of %d bytes at %d (available: %d, to the end: %d)", length, pos,
+				avail, rest)
 		}
 		body := uint64(le.Uint32(h[OffRecordBodyBytes:]))
 		if padded(int(body)) != length {
@@ -244,7 +255,8 @@ func (c *Consumer) Next() (rec Record, ok bool, err error) {
 		c.seq++
 		c.tail += length
 		c.r.tail.Store(c.tail)
-		return Record{Type: typ, Status: le.Uint16(h[OffRecordStatus:]), Seq: c.seq, Lease: le.Uint64(h[OffRecordLease:]),
+		return Record{Type: typ, Status: le.Uint16(h[OffRecordStatus:]), Seq: c.seq,
+			Lease: le.Uint64(h[OffRecordLease:]),
 			Epoch: le.Uint64(h[OffRecordEpoch:]), Body: c.buf}, true, nil
 	}
 }

@@ -39,12 +39,15 @@ func ParseWork(b []byte) (*Work, error) {
 	var h [SizeWorkHeader]byte
 	copy(h[:], b)
 	le := binary.LittleEndian
-	if err := version("work", WorkMagic, le.Uint32(h[OffWorkHeaderMagic:]), le.Uint16(h[OffWorkHeaderMajor:])); err != nil {
+	if err := version("work", WorkMagic, le.Uint32(h[OffWorkHeaderMagic:]),
+		le.Uint16(h[OffWorkHeaderMajor:])); err != nil {
 		return nil, err
 	}
-	slots, runs, total := le.Uint32(h[OffWorkHeaderSlots:]), le.Uint32(h[OffWorkHeaderRuns:]), le.Uint64(h[OffWorkHeaderTotalBytes:])
+	slots, runs, total := le.Uint32(h[OffWorkHeaderSlots:]), le.Uint32(h[OffWorkHeaderRuns:]),
+		le.Uint64(h[OffWorkHeaderTotalBytes:])
 	if slots != WorkSlots || runs != WorkRuns || total != WorkBytes {
-		return nil, fmt.Errorf("board: work: %d slots of %d runs in %d bytes, want %d of %d in %d", slots, runs, total, WorkSlots, WorkRuns, WorkBytes)
+		return nil, fmt.Errorf("board: work: %d slots of %d runs in %d bytes, want %d of %d in %d", slots,
+			runs, total, WorkSlots, WorkRuns, WorkBytes)
 	}
 	return &Work{b, le.Uint16(h[OffWorkHeaderMinor:]) >= 1}, nil
 }
@@ -123,7 +126,8 @@ func (w *Work) Post(slot int, seq uint64, q WorkRequest) (wake bool) {
 // Revoke takes back a slot that the shim has not taken. False: the shim has taken it, and its end
 // must be awaited.
 func (w *Work) Revoke(slot int, seq uint64) bool {
-	return word64(w.mem, workSlot(slot)+OffWorkSlotState).CompareAndSwap(seq<<WorkStateBits|WorkPosted, seq<<WorkStateBits|WorkFree)
+	return word64(w.mem, workSlot(slot)+OffWorkSlotState).CompareAndSwap(seq<<WorkStateBits|WorkPosted,
+		seq<<WorkStateBits|WorkFree)
 }
 
 // Ended reports how a slot ended, if it has: refusal is 0 if it was done, else a value of enum
@@ -151,7 +155,8 @@ func (w *Work) Take(slot int) (seq uint64, q WorkRequest, ok bool) {
 	}
 	b := w.mem[workSlot(slot):][:SizeWorkSlot]
 	le := binary.LittleEndian
-	return seq, WorkRequest{Op: le.Uint32(b[OffWorkSlotOp:]), Runs: le.Uint32(b[OffWorkSlotRuns:]), Dense: le.Uint64(b[OffWorkSlotDense:]),
+	return seq, WorkRequest{Op: le.Uint32(b[OffWorkSlotOp:]), Runs: le.Uint32(b[OffWorkSlotRuns:]),
+		Dense: le.Uint64(b[OffWorkSlotDense:]),
 		Bytes: le.Uint64(b[OffWorkSlotBytes:]), Blocks: le.Uint32(b[OffWorkSlotBlocks:])}, true
 }
 
@@ -159,13 +164,15 @@ func (w *Work) Take(slot int) (seq uint64, q WorkRequest, ok bool) {
 func (w *Work) Run(slot, i int) (WorkRun, int) {
 	b, le := w.entry(slot, i), binary.LittleEndian
 	where := le.Uint64(b[OffWorkRunWhere:])
-	r := WorkRun{Region: int(where >> WorkWhereBits), Off: where & (1<<WorkWhereBits - 1), Len: le.Uint32(b[OffWorkRunLen:]),
+	r := WorkRun{Region: int(where >> WorkWhereBits), Off: where & (1<<WorkWhereBits - 1),
+		Len:    le.Uint32(b[OffWorkRunLen:]),
 		Stride: le.Uint64(b[OffWorkRunStride:]), Count: le.Uint32(b[OffWorkRunCount:]), Rows: 1}
 	if r.Count&WorkRows == 0 {
 		return r, i + 1
 	}
 	b = w.entry(slot, i+1)
-	r.Count, r.Outer, r.Rows = r.Count-WorkRows, le.Uint64(b[OffWorkRunStride:]), le.Uint32(b[OffWorkRunCount:])
+	r.Count, r.Outer, r.Rows = r.Count-WorkRows, le.Uint64(b[OffWorkRunStride:]),
+		le.Uint32(b[OffWorkRunCount:])
 	return r, i + 2
 }
 

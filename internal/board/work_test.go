@@ -55,9 +55,11 @@ func TestWorkSlots(t *testing.T) {
 	w, _ := newWork(t)
 	for slot := range board.WorkSlots {
 		for _, i := range []int{0, board.WorkRuns - 1} {
-			w.SetRun(slot, i, board.WorkRun{Region: 3 + slot, Off: uint64(i) << 30, Stride: ^uint64(15), Len: 64, Count: 2, Rows: 1})
+			w.SetRun(slot, i, board.WorkRun{Region: 3 + slot, Off: uint64(i) << 30, Stride: ^uint64(15),
+				Len: 64, Count: 2, Rows: 1})
 		}
-		if w.Post(slot, 7, board.WorkRequest{Op: board.WorkPack, Runs: uint32(slot), Dense: 16, Bytes: 32, Blocks: 4}) {
+		if w.Post(slot, 7, board.WorkRequest{Op: board.WorkPack, Runs: uint32(slot), Dense: 16, Bytes: 32,
+			Blocks: 4}) {
 			t.Error("nobody sleeps, and is to be woken")
 		}
 	}
@@ -66,11 +68,13 @@ func TestWorkSlots(t *testing.T) {
 			t.Fatalf("slot %d has ended before it began", slot)
 		}
 		seq, q, ok := w.Take(slot)
-		if want := (board.WorkRequest{Op: board.WorkPack, Runs: uint32(slot), Dense: 16, Bytes: 32, Blocks: 4}); !ok || seq != 7 || q != want {
+		if want := (board.WorkRequest{Op: board.WorkPack, Runs: uint32(slot), Dense: 16, Bytes: 32,
+			Blocks: 4}); !ok || seq != 7 || q != want {
 			t.Errorf("slot %d: %v %d %+v", slot, ok, seq, q)
 		}
 		for _, i := range []int{0, board.WorkRuns - 1} {
-			if got, next := w.Run(slot, i); got != (board.WorkRun{Region: 3 + slot, Off: uint64(i) << 30, Stride: ^uint64(15), Len: 64, Count: 2, Rows: 1}) || next != i+1 {
+			if got, next := w.Run(slot, i); got != (board.WorkRun{Region: 3 + slot, Off: uint64(i) << 30,
+				Stride: ^uint64(15), Len: 64, Count: 2, Rows: 1}) || next != i+1 {
 				t.Errorf("slot %d, run %d: %+v, then %d", slot, i, got, next)
 			}
 		}
@@ -158,7 +162,8 @@ func FuzzWork(f *testing.F) {
 // that does not know it.
 func TestWorkRows(t *testing.T) {
 	w, raw := newWork(t)
-	rows := board.WorkRun{Region: 5, Off: 1 << 20, Stride: 8192, Outer: ^uint64(511), Len: 512, Count: 8, Rows: 16}
+	rows := board.WorkRun{Region: 5, Off: 1 << 20, Stride: 8192, Outer: ^uint64(511), Len: 512,
+		Count: 8, Rows: 16}
 	if next := w.SetRun(2, 7, rows); next != 9 {
 		t.Errorf("the place behind it is %d", next)
 	}

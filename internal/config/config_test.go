@@ -65,11 +65,13 @@ http: {listen: off}
 	want.Peer.Listen, want.Peer.ClusterKeyFile = "10.0.0.1:7000", "/etc/k"
 	want.Peer.Gossip = Gossip{Listen: "10.0.0.1:0", Join: []string{"10.0.0.2:7652"}}
 	want.Transports.Order = []string{"tcp"}
-	want.Transports.TCP.Rails = []Rail{{Name: "eth0", Listen: "10.0.0.1:0", Speed: 10e9}, {Name: "eth1", Listen: "10.0.1.1:0", Advertise: "192.0.2.1:99"}}
+	want.Transports.TCP.Rails = []Rail{{Name: "eth0", Listen: "10.0.0.1:0", Speed: 10e9},
+		{Name: "eth1", Listen: "10.0.1.1:0", Advertise: "192.0.2.1:99"}}
 	want.Transports.TCP.Integrity, want.Transports.TCP.Slice = "off", 1<<20
 	want.Transports.GPU.Open = []string{"0", "GPU-01234567-89ab-cdef-0123-456789abcdef"}
 	want.Transports.GPU.Memory = 256 << 20
-	want.Transfer.Deadline, want.Transfer.Partner = Duration(time.Minute), Duration(500*time.Millisecond)
+	want.Transfer.Deadline, want.Transfer.Partner = Duration(time.Minute),
+		Duration(500*time.Millisecond)
 	want.HTTP.Listen = "off"
 	if d := cmp.Diff(want, c, ignoreOrigin); d != "" {
 		t.Error(d)
@@ -82,59 +84,102 @@ func TestMistakes(t *testing.T) {
 		yaml string
 		want []string
 	}{
-		"unknown key":        {"peer:\n  lisen: x", []string{"f.yaml:2", "peer.lisen", "unknown key", `did you mean "listen"`}},
-		"unknown value":      {"peer:\n  lisen: x:1", []string{`f.yaml:2: peer.lisen: "x:1": unknown key; did you mean`}},
-		"unknown section":    {"pear:\n  listen: x", []string{`f.yaml:1: pear: "{...}": unknown key`}},
-		"unknown list":       {"peer:\n  listens: [a, b]", []string{`f.yaml:2: peer.listens: "[...]": unknown key`}},
-		"unknown long":       {"zebra: " + strings.Repeat("a", 500), []string{`f.yaml:1: zebra: "` + strings.Repeat("a", 120) + `...": unknown key`}},
-		"unknown secret":     {"peer:\n  cluster_key: hunter22", []string{`f.yaml:2: peer.`, "unknown key", "(8 bytes, not repeated here)"}},
-		"unknown near":       {"peer:\n  cluster_key_fil: /k", []string{`f.yaml:2: peer.cluster_key_fil`, "unknown key", "known here"}},
-		"twice":              {"node: a\nnode: b", []string{`f.yaml:2: node: "b": written twice, first in line 1; keep one`}},
-		"unknown far":        {"zebra: 1", []string{"f.yaml:1", "zebra", "known here: node, engine"}},
-		"unit missing":       {"transfer:\n  deadline: 30", []string{"f.yaml:2", "transfer.deadline", `"30"`, "30s"}},
-		"wrong unit":         {"\ntransports:\n  tcp:\n    slice: 30s", []string{"f.yaml:4", "transports.tcp.slice", `"30s"`, "256KiB"}},
-		"rate as size":       {"transports:\n  tcp:\n    rails:\n    - name: a\n      listen: 127.0.0.1:0\n      speed: 10GiB", []string{":6", "transports.tcp.rails[0].speed", "10gbit"}},
-		"impossible":         {"transfer:\n  deadline: -3s", []string{":2", "transfer.deadline", `"-3s"`, "outside"}},
-		"odd slice":          {"transports: {tcp: {slice: 100KiB}}", []string{":1", "transports.tcp.slice", "multiple of 64KiB"}},
-		"list wanted":        {"transports:\n  order: tcp", []string{":2", "transports.order", "not a list"}},
-		"section wanted":     {"peer: 3", []string{":1", "peer", "not a section"}},
-		"scalar wanted":      {"node: [a]", []string{`:1: node: "[...]": not a single value`}},
-		"open listen":        {"peer:\n  listen: 10.0.0.1:1", []string{":2", "peer.listen", "10.0.0.1:1", "keygen"}},
-		"open wildcard":      {"http: {listen: \":80\"}", []string{":1", "http.listen", "cluster_key_file"}},
-		"gossip needs key":   {"peer:\n  tls: {cert: a, key: b, ca: c}\n  gossip:\n    listen: 10.0.0.1:1", []string{":4", "peer.gossip.listen", "no key"}},
-		"tls in part":        {"peer:\n  tls: {cert: a}", []string{":2", "peer.tls.key", "together"}},
-		"wildcard advertise": {"peer:\n  cluster_key_file: k\n  listen: 0.0.0.0:1", []string{":2", "peer.advertise", "missing"}},
-		"name as host":       {"peer: {listen: \"example.org:1\"}", []string{"peer.listen", "not an IP address"}},
-		"no port":            {"peer: {listen: 127.0.0.1}", []string{"peer.listen", "not an address"}},
-		"big port":           {"peer: {listen: \"127.0.0.1:70000\"}", []string{"peer.listen", "port"}},
-		"enum":               {"log: {level: loud}", []string{"log.level", `"loud"`, "debug, info, warn, error"}},
-		"transport":          {"transports: {order: [tcp, ib]}", []string{"transports.order[1]", `"ib"`, "shm, gdr, tcp"}},
-		"gdr and no key":     {"transports: {order: [gdr]}", []string{"transports.order", `"gdr"`, "cluster_key_file"}},
-		"gdr rail":           {"transports: {gdr: {rails: [mlx5_0/0]}}", []string{"transports.gdr.rails[0]", "mlx5_1/2@3"}},
-		"gdr rail twice":     {"transports: {gdr: {rails: [a, a]}}", []string{"transports.gdr.rails[1]", "twice"}},
-		"gdr mtu":            {"transports: {gdr: {mtu: 1500}}", []string{"transports.gdr.mtu", "1024"}},
-		"gdr timer":          {"transports: {gdr: {dead_path: 1us}}", []string{"transports.gdr.dead_path"}},
-		"transport twice":    {"transports: {order: [tcp, tcp]}", []string{"transports.order[1]", "twice"}},
-		"rail twice":         {"transports: {tcp: {rails: [{name: a, listen: \"127.0.0.1:0\"}, {name: a, listen: \"127.0.0.1:0\"}]}}", []string{"rails[1].name", "have this name"}},
-		"bad pattern":        {"transports:\n  tcp:\n    rails:\n    - match: \"[a\"", []string{":4", "rails[0].match", "not a pattern"}},
-		"match and listen":   {"transports: {tcp: {rails: [{match: a, listen: \"127.0.0.1:0\"}]}}", []string{"rails[0].match", "beside it"}},
-		"exclude alone":      {"transports: {tcp: {rails: [{name: a, listen: \"127.0.0.1:0\", exclude: true}]}}", []string{"rails[0].exclude", "match"}},
-		"exclude maybe":      {"transports: {tcp: {rails: [{match: a, exclude: yes}]}}", []string{"rails[0].exclude", "true or false"}},
-		"gpu":                {"transports:\n  gpu: {open: [card0]}", []string{":2", "transports.gpu.open[0]", `"card0"`, "nvidia-smi -L"}},
-		"gpu twice":          {"transports: {gpu: {open: [all, all]}}", []string{"transports.gpu.open[1]", "twice"}},
-		"gpu off":            {"transports: {gpu: {enabled: off, open: [all]}}", []string{"transports.gpu.open", "transports.gpu.enabled is off"}},
-		"gpus":               {"transports: {gpu: {open: [0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16]}}", []string{"transports.gpu.open", "16 at most, or all"}},
-		"gpu memory":         {"transports: {gpu: {memory: 1MiB}}", []string{"transports.gpu.memory", `"1MiB"`, "outside 64MiB to 64GiB"}},
-		"tier":               {"transports: {tcp: {rails: [{match: a, tier: 4}]}}", []string{"rails[0].tier", "outside 0 to 3"}},
-		"absurd speed":       {"transports: {tcp: {rails: [{match: a, speed: 99999gbit}]}}", []string{"rails[0].speed", "faster than any rail"}},
-		"rails":              {"transports: {tcp: {rails: everything}}", []string{"transports.tcp.rails", "not a list"}},
-		"partner":            {"transfer: {partner: 40s}", []string{"transfer.partner", "longer than transfer.deadline"}},
-		"socket long":        {"engine: {socket: /" + strings.Repeat("x", 120) + "}", []string{"engine.socket", "107"}},
-		"syntax":             {"a: [", []string{"f.yaml", "syntax"}},
-		"syntax of a value":  {"peer:\n  listen: {a: b: c}\n", []string{"f.yaml:1", "syntax", `near "peer:" and "listen: {a: b: c}"`}},
-		"two documents":      {"node: a\n---\nnode: b", []string{"second YAML document"}},
-		"alias":              {"engine: &a {}\npeer: *a", []string{":2", "alias"}},
-		"merge":              {"<<: {node: a}", []string{"unknown key"}},
+		"unknown key": {"peer:\n  lisen: x", []string{"f.yaml:2", "peer.lisen", "unknown key",
+			`did you mean "listen"`}},
+		"unknown value": {"peer:\n  lisen: x:1",
+			[]string{`f.yaml:2: peer.lisen: "x:1": unknown key; did you mean`}},
+		"unknown section": {"pear:\n  listen: x", []string{`f.yaml:1: pear: "{...}": unknown key`}},
+		"unknown list": {"peer:\n  listens: [a, b]",
+			[]string{`f.yaml:2: peer.listens: "[...]": unknown key`}},
+		"unknown long": {"zebra: " + strings.Repeat("a", 500), []string{`f.yaml:1: zebra: "` +
+			strings.Repeat("a", 120) + `...": unknown key`}},
+		"unknown secret": {"peer:\n  cluster_key: hunter22", []string{`f.yaml:2: peer.`,
+			"unknown key", "(8 bytes, not repeated here)"}},
+		"unknown near": {"peer:\n  cluster_key_fil: /k", []string{`f.yaml:2: peer.cluster_key_fil`,
+			"unknown key", "known here"}},
+		"twice": {"node: a\nnode: b",
+			[]string{`f.yaml:2: node: "b": written twice, first in line 1; keep one`}},
+		"unknown far": {"zebra: 1", []string{"f.yaml:1", "zebra", "known here: node, engine"}},
+		"unit missing": {"transfer:\n  deadline: 30", []string{"f.yaml:2", "transfer.deadline",
+			`"30"`, "30s"}},
+		"wrong unit": {"\ntransports:\n  tcp:\n    slice: 30s", []string{"f.yaml:4",
+			"transports.tcp.slice", `"30s"`, "256KiB"}},
+		"rate as size": {"transports:\n  tcp:\n    rails:\n    - name: a\n      listen: " +
+			"127.0.0.1:0\n      speed: 10GiB", []string{":6", "transports.tcp.rails[0].speed", "10gbit"}},
+		"impossible": {"transfer:\n  deadline: -3s", []string{":2", "transfer.deadline", `"-3s"`,
+			"outside"}},
+		"odd slice": {"transports: {tcp: {slice: 100KiB}}",
+			[]string{":1", "transports.tcp.slice", "multiple of 64KiB"}},
+		"list wanted": {"transports:\n  order: tcp", []string{":2", "transports.order",
+			"not a list"}},
+		"section wanted": {"peer: 3", []string{":1", "peer", "not a section"}},
+		"scalar wanted":  {"node: [a]", []string{`:1: node: "[...]": not a single value`}},
+		"open listen": {"peer:\n  listen: 10.0.0.1:1", []string{":2", "peer.listen",
+			"10.0.0.1:1", "keygen"}},
+		"open wildcard": {"http: {listen: \":80\"}", []string{":1", "http.listen",
+			"cluster_key_file"}},
+		"gossip needs key": {
+			"peer:\n  tls: {cert: a, key: b, ca: c}\n  gossip:\n    listen: 10.0.0.1:1",
+			[]string{":4", "peer.gossip.listen", "no key"}},
+		"tls in part": {"peer:\n  tls: {cert: a}", []string{":2", "peer.tls.key", "together"}},
+		"wildcard advertise": {"peer:\n  cluster_key_file: k\n  listen: 0.0.0.0:1",
+			[]string{":2", "peer.advertise", "missing"}},
+		"name as host": {"peer: {listen: \"example.org:1\"}", []string{"peer.listen",
+			"not an IP address"}},
+		"no port":  {"peer: {listen: 127.0.0.1}", []string{"peer.listen", "not an address"}},
+		"big port": {"peer: {listen: \"127.0.0.1:70000\"}", []string{"peer.listen", "port"}},
+		"enum": {"log: {level: loud}", []string{"log.level", `"loud"`,
+			"debug, info, warn, error"}},
+		"transport": {"transports: {order: [tcp, ib]}", []string{"transports.order[1]", `"ib"`,
+			"shm, gdr, tcp"}},
+		"gdr and no key": {"transports: {order: [gdr]}", []string{"transports.order", `"gdr"`,
+			"cluster_key_file"}},
+		"gdr rail": {"transports: {gdr: {rails: [mlx5_0/0]}}",
+			[]string{"transports.gdr.rails[0]", "mlx5_1/2@3"}},
+		"gdr rail twice": {"transports: {gdr: {rails: [a, a]}}",
+			[]string{"transports.gdr.rails[1]", "twice"}},
+		"gdr mtu": {"transports: {gdr: {mtu: 1500}}", []string{"transports.gdr.mtu", "1024"}},
+		"gdr timer": {"transports: {gdr: {dead_path: 1us}}",
+			[]string{"transports.gdr.dead_path"}},
+		"transport twice": {"transports: {order: [tcp, tcp]}",
+			[]string{"transports.order[1]", "twice"}},
+		"rail twice": {"transports: {tcp: {rails: [{name: a, listen: \"127.0.0.1:0\"}, {name: " +
+			"a, listen: \"127.0.0.1:0\"}]}}", []string{"rails[1].name", "have this name"}},
+		"bad pattern": {"transports:\n  tcp:\n    rails:\n    - match: \"[a\"",
+			[]string{":4", "rails[0].match", "not a pattern"}},
+		"match and listen": {"transports: {tcp: {rails: [{match: a, listen: \"127.0.0.1:0\"}]}}",
+			[]string{"rails[0].match", "beside it"}},
+		"exclude alone": {
+			"transports: {tcp: {rails: [{name: a, listen: \"127.0.0.1:0\", exclude: true}]}}",
+			[]string{"rails[0].exclude", "match"}},
+		"exclude maybe": {"transports: {tcp: {rails: [{match: a, exclude: yes}]}}",
+			[]string{"rails[0].exclude", "true or false"}},
+		"gpu": {"transports:\n  gpu: {open: [card0]}",
+			[]string{":2", "transports.gpu.open[0]", `"card0"`, "nvidia-smi -L"}},
+		"gpu twice": {"transports: {gpu: {open: [all, all]}}",
+			[]string{"transports.gpu.open[1]", "twice"}},
+		"gpu off": {"transports: {gpu: {enabled: off, open: [all]}}",
+			[]string{"transports.gpu.open", "transports.gpu.enabled is off"}},
+		"gpus": {"transports: {gpu: {open: [0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16]}}",
+			[]string{"transports.gpu.open", "16 at most, or all"}},
+		"gpu memory": {"transports: {gpu: {memory: 1MiB}}", []string{"transports.gpu.memory",
+			`"1MiB"`, "outside 64MiB to 64GiB"}},
+		"tier": {"transports: {tcp: {rails: [{match: a, tier: 4}]}}",
+			[]string{"rails[0].tier", "outside 0 to 3"}},
+		"absurd speed": {"transports: {tcp: {rails: [{match: a, speed: 99999gbit}]}}",
+			[]string{"rails[0].speed", "faster than any rail"}},
+		"rails": {"transports: {tcp: {rails: everything}}", []string{"transports.tcp.rails",
+			"not a list"}},
+		"partner": {"transfer: {partner: 40s}", []string{"transfer.partner",
+			"longer than transfer.deadline"}},
+		"socket long": {"engine: {socket: /" + strings.Repeat("x", 120) + "}",
+			[]string{"engine.socket", "107"}},
+		"syntax": {"a: [", []string{"f.yaml", "syntax"}},
+		"syntax of a value": {"peer:\n  listen: {a: b: c}\n", []string{"f.yaml:1", "syntax",
+			`near "peer:" and "listen: {a: b: c}"`}},
+		"two documents": {"node: a\n---\nnode: b", []string{"second YAML document"}},
+		"alias":         {"engine: &a {}\npeer: *a", []string{":2", "alias"}},
+		"merge":         {"<<: {node: a}", []string{"unknown key"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, err := Parse("f.yaml", []byte(c.yaml))
@@ -163,15 +208,19 @@ func TestAllMistakesAtOnce(t *testing.T) {
 
 func TestSet(t *testing.T) {
 	c, err := Load("", "transports.tcp.integrity=off", "transports.order=tcp,shm", "transfer.grace=2s",
-		"transports.tcp.rails=a@127.0.0.1:0,b@127.0.0.2:0", "peer.gossip.join=", "engine.allowed_uids=1,2")
+		"transports.tcp.rails=a@127.0.0.1:0,b@127.0.0.2:0", "peer.gossip.join=",
+		"engine.allowed_uids=1,2")
 	if err != nil {
 		t.Fatal(err)
 	}
-	if c.Transports.TCP.Integrity != Off || c.Transports.Order[0] != "tcp" || c.Transfer.Grace != Duration(2*time.Second) ||
-		len(c.Transports.TCP.Rails) != 2 || c.Transports.TCP.Rails[1].Listen != "127.0.0.2:0" || len(c.Engine.AllowedUIDs) != 2 {
+	if c.Transports.TCP.Integrity != Off || c.Transports.Order[0] != "tcp" ||
+		c.Transfer.Grace != Duration(2*time.Second) ||
+		len(c.Transports.TCP.Rails) != 2 || c.Transports.TCP.Rails[1].Listen != "127.0.0.2:0" ||
+		len(c.Engine.AllowedUIDs) != 2 {
 		t.Errorf("%+v", c)
 	}
-	for _, s := range []string{"x", "x=1", "peer=1", "peer.listen.x=1", "transfer.grace=2", "transports.tcp.rails=a", "log.level=x"} {
+	for _, s := range []string{"x", "x=1", "peer=1", "peer.listen.x=1", "transfer.grace=2",
+		"transports.tcp.rails=a", "log.level=x"} {
 		if _, err := Load("", s); err == nil {
 			t.Errorf("%q accepted", s)
 		} else if strings.Contains(err.Error(), ".yaml") {
@@ -193,8 +242,10 @@ func TestRailPatterns(t *testing.T) {
 		{"transports: {tcp: {rails: auto}}", "lo", ""},
 		{keyed, "lo", ""},
 		{keyed + "transports: {tcp: {rails: auto}}", "", "eth0 eth1 ib0"},
-		{keyed + "transports: {tcp: {rails: [{match: eth1, exclude: true}, {match: \"eth*\"}]}}", "", "eth0"},
-		{keyed + "transports: {tcp: {rails: [{match: \"ib[0-9]\", speed: 200gbit, tier: 1}, {name: a, listen: \"127.0.0.1:0\"}]}}", "a", "ib0"},
+		{keyed + "transports: {tcp: {rails: [{match: eth1, exclude: true}, {match: \"eth*\"}]}}",
+			"", "eth0"},
+		{keyed + "transports: {tcp: {rails: [{match: \"ib[0-9]\", speed: 200gbit, tier: 1}, {name: a, " +
+			"listen: \"127.0.0.1:0\"}]}}", "a", "ib0"},
 	} {
 		c, err := Parse("f.yaml", []byte(x.yaml))
 		if err != nil {
@@ -229,7 +280,8 @@ func TestPrintRoundTrip(t *testing.T) {
 	c.Node = "123"
 	c.Engine.AllowedUIDs = []int{7}
 	c.Peer.Gossip.Join = []string{"a:1", "127.0.0.1:5"}
-	c.Transports.TCP.Rails = []Rail{{Name: "a", Listen: "127.0.0.1:0", Speed: 25e8}, {Name: "b", Listen: "[::1]:0", Advertise: "h:1"},
+	c.Transports.TCP.Rails = []Rail{{Name: "a", Listen: "127.0.0.1:0", Speed: 25e8},
+		{Name: "b", Listen: "[::1]:0", Advertise: "h:1"},
 		{Match: "*", Exclude: true}, {Match: "ib*", Tier: 2}}
 	c.Trace.BlockHashes = "/tmp/with space: and colon"
 	var b bytes.Buffer
@@ -290,7 +342,8 @@ func TestEveryFieldIsDocumented(t *testing.T) {
 }
 
 func TestUnits(t *testing.T) {
-	for text, want := range map[string]uint64{"0B": 0, "64KiB": 64 << 10, "1.5MiB": 3 << 19, "4096b": 4096, "2 GiB": 2 << 30} {
+	for text, want := range map[string]uint64{"0B": 0, "64KiB": 64 << 10, "1.5MiB": 3 << 19,
+		"4096b": 4096, "2 GiB": 2 << 30} {
 		if got, err := parseUnits(text, sizeUnits); err != nil || got != want {
 			t.Errorf("%q = %d, %v", text, got, err)
 		}
@@ -300,7 +353,8 @@ func TestUnits(t *testing.T) {
 			t.Errorf("%q = %d, %v", text, got, err)
 		}
 	}
-	for _, text := range []string{"", "1", "KiB", "-1B", "0.5B", "1e30GiB", "NaNB", "infB", "1KB", "1kib/s"} {
+	for _, text := range []string{"", "1", "KiB", "-1B", "0.5B", "1e30GiB", "NaNB", "infB",
+		"1KB", "1kib/s"} {
 		if got, err := parseUnits(text, sizeUnits); err == nil {
 			t.Errorf("%q accepted as %d", text, got)
 		}
@@ -370,7 +424,8 @@ func TestCheckFilesOfAnother(t *testing.T) {
 				t.Errorf("%s: %v", set, err)
 				continue
 			}
-			if err := c.CheckFiles(); (err == nil) != (want == "") || err != nil && !strings.Contains(err.Error(), want) {
+			if err := c.CheckFiles(); (err == nil) != (want == "") || err != nil &&
+				!strings.Contains(err.Error(), want) {
 				t.Errorf("%s: %v, want %q", set, err, want)
 			}
 		}
@@ -390,7 +445,8 @@ func TestNumberRefused(t *testing.T) {
 }
 
 func TestLoadFile(t *testing.T) {
-	if _, err := Load(filepath.Join(t.TempDir(), "none.yaml")); err == nil || !strings.Contains(err.Error(), "--config") {
+	if _, err := Load(filepath.Join(t.TempDir(), "none.yaml")); err == nil ||
+		!strings.Contains(err.Error(), "--config") {
 		t.Error(err)
 	}
 	big := filepath.Join(t.TempDir(), "big.yaml")
@@ -412,7 +468,8 @@ func FuzzParse(f *testing.F) {
 		f.Fatal(err)
 	}
 	f.Add(b.Bytes())
-	f.Add([]byte("transports: {tcp: {rails: [{name: a, listen: \"127.0.0.1:0\", speed: 10gbit}], slice: 1MiB}}"))
+	f.Add([]byte("transports: {tcp: {rails: [{name: a, listen: \"127.0.0.1:0\", speed: 10gbit}], " +
+		"slice: 1MiB}}"))
 	f.Add([]byte("transfer:\n  deadline: 1h\n"))
 	f.Add([]byte("<<: *a"))
 	f.Add([]byte("? [a]\n: b"))
@@ -444,11 +501,13 @@ func TestFailsBeforeTheStart(t *testing.T) {
 		{"transports.tcp.rails=a@127.0.0.1:7650"},
 		{"transports.tcp.rails=a@127.0.0.1:5000,b@127.0.0.1:5000"},
 	} {
-		if _, err := Load("", sets...); err == nil || !strings.Contains(err.Error(), "also the address of") {
+		if _, err := Load("", sets...); err == nil || !strings.Contains(err.Error(),
+			"also the address of") {
 			t.Errorf("%v: %v", sets, err)
 		}
 	}
-	c, err := Load("", "transports.tcp.rails=a@127.0.0.1:0,b@127.0.0.1:0", "http.listen=off", "peer.gossip.listen=off", "trace.transfers=/nowhere/at/all/t.jsonl")
+	c, err := Load("", "transports.tcp.rails=a@127.0.0.1:0,b@127.0.0.1:0", "http.listen=off",
+		"peer.gossip.listen=off", "trace.transfers=/nowhere/at/all/t.jsonl")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -460,7 +519,8 @@ func TestFailsBeforeTheStart(t *testing.T) {
 // A guess is made for a slip, not for another word.
 func TestNearest(t *testing.T) {
 	known := []string{"log", "listen", "peer", "http", "drain"}
-	for key, want := range map[string]string{"foo": "", "lag": "", "lisen": "listen", "lsiten": "listen", "pear": "peer", "htpp": "http", "rain": "drain",
+	for key, want := range map[string]string{"foo": "", "lag": "", "lisen": "listen",
+		"lsiten": "listen", "pear": "peer", "htpp": "http", "rain": "drain",
 		"wood": "", "drums": "", "": ""} {
 		if got := Nearest(key, known); got != want {
 			t.Errorf("Nearest(%q) = %q, want %q", key, got, want)

@@ -129,12 +129,14 @@ func (c *Config) parse(name string, data []byte) error {
 			return nil // an empty file sets nothing
 		}
 		line := yamlLine(err)
-		return &Error{File: name, Line: line, Key: "syntax", Wrong: strings.TrimPrefix(err.Error(), "yaml: ") + excerpt(data, line),
+		return &Error{File: name, Line: line, Key: "syntax", Wrong: strings.TrimPrefix(err.Error(),
+			"yaml: ") + excerpt(data, line),
 			Remedy: "compare with 'kvspray config print'"}
 	}
 	var more yaml.Node
 	if err := dec.Decode(&more); !errors.Is(err, io.EOF) {
-		return &Error{File: name, Line: more.Line, Key: "document", Wrong: "a second YAML document", Remedy: "keep one and remove the '---'"}
+		return &Error{File: name, Line: more.Line, Key: "document", Wrong: "a second YAML document",
+			Remedy: "keep one and remove the '---'"}
 	}
 	if len(doc.Content) == 0 {
 		return nil
@@ -181,13 +183,15 @@ func excerpt(data []byte, line int) string {
 func (c *Config) Set(setting string) error {
 	key, text, ok := strings.Cut(setting, "=")
 	if !ok {
-		return &Error{Key: setting, Wrong: "not of the form key=value", Remedy: "write for instance transports.tcp.integrity=off"}
+		return &Error{Key: setting, Wrong: "not of the form key=value", Remedy: "write for instance " +
+			"transports.tcp.integrity=off"}
 	}
 	v := reflect.ValueOf(c).Elem()
 	var tg tags
 	for part := range strings.SplitSeq(key, ".") {
 		if v.Kind() != reflect.Struct {
-			return &Error{Key: key, Value: text, Wrong: "no such key", Remedy: "'kvspray config print' lists them all"}
+			return &Error{Key: key, Value: text, Wrong: "no such key", Remedy: "'kvspray config print' " +
+				"lists them all"}
 		}
 		i, known := fieldByKey(v.Type(), part)
 		if i < 0 {
@@ -204,7 +208,8 @@ func (c *Config) Set(setting string) error {
 	case v.Type() == reflect.TypeFor[[]Rail]():
 		rails, err := parseRails(text)
 		if err != nil {
-			return &Error{Key: key, Value: text, Wrong: err.Error(), Remedy: "write name@host:port, several separated by commas, or auto"}
+			return &Error{Key: key, Value: text, Wrong: err.Error(), Remedy: "write name@host:port, " +
+				"several separated by commas, or auto"}
 		}
 		v.Set(reflect.ValueOf(rails))
 	case v.Kind() == reflect.Slice:
@@ -316,14 +321,16 @@ func (w *walker) mapping(n *yaml.Node, v reflect.Value, key string) {
 		}
 		path := join(key, k.Value)
 		if first, dup := seen[k.Value]; dup {
-			w.errs = append(w.errs, &Error{File: w.file, Line: k.Line, Key: path, Value: written(val), Wrong: fmt.Sprintf("written twice, first in line %d", first),
+			w.errs = append(w.errs, &Error{File: w.file, Line: k.Line, Key: path, Value: written(val),
+				Wrong:  fmt.Sprintf("written twice, first in line %d", first),
 				Remedy: "keep one of them"})
 			continue
 		}
 		seen[k.Value] = k.Line
 		f, known := fieldByKey(v.Type(), k.Value)
 		if k.Kind != yaml.ScalarNode || f < 0 {
-			w.errs = append(w.errs, unknownKey(&Error{File: w.file, Line: k.Line, Key: path, Value: written(val)}, k.Value, known))
+			w.errs = append(w.errs, unknownKey(&Error{File: w.file, Line: k.Line, Key: path,
+				Value: written(val)}, k.Value, known))
 			continue
 		}
 		w.value(val, v.Field(f), path, tagsOf(v.Type().Field(f)))

@@ -36,7 +36,8 @@ type unit struct {
 
 // Largest first, so that formatting picks the largest that divides.
 var (
-	sizeUnits = []unit{{"TiB", 1 << 40}, {"GiB", 1 << 30}, {"MiB", 1 << 20}, {"KiB", 1 << 10}, {"B", 1}}
+	sizeUnits = []unit{{"TiB", 1 << 40}, {"GiB", 1 << 30}, {"MiB", 1 << 20},
+		{"KiB", 1 << 10}, {"B", 1}}
 	rateUnits = []unit{{"gbit", 1e9}, {"mbit", 1e6}, {"kbit", 1e3}, {"bit", 1}}
 )
 

@@ -43,8 +43,10 @@ func (c *Config) Validate() error {
 
 	v.check(c.Engine.Socket != "", "engine.socket", c.Engine.Socket, "empty", "name a path")
 	v.check(len(c.Engine.Socket) <= maxSocketPath, "engine.socket", c.Engine.Socket,
-		fmt.Sprintf("longer than the %d bytes that a unix socket address has", maxSocketPath), "use a shorter path, for instance below /run")
-	v.check(strings.HasPrefix(c.Engine.Socket, "/"), "engine.socket", c.Engine.Socket, "not an absolute path", "start it with /")
+		fmt.Sprintf("longer than the %d bytes that a unix socket address has", maxSocketPath),
+		"use a shorter path, for instance below /run")
+	v.check(strings.HasPrefix(c.Engine.Socket, "/"), "engine.socket", c.Engine.Socket,
+		"not an absolute path", "start it with /")
 	for i, uid := range c.Engine.AllowedUIDs {
 		v.between(fmt.Sprintf("engine.allowed_uids[%d]", i), uid, 0, 1<<31-1)
 	}
@@ -62,11 +64,13 @@ func (c *Config) Validate() error {
 	v.bind("peer.gossip.listen", c.Peer.Gossip.Listen, true)
 	if c.Peer.Gossip.Listen != Off {
 		v.advertise("peer.gossip", c.Peer.Gossip.Listen, c.Peer.Gossip.Advertise)
-		v.check(IsLoopback(c.Peer.Gossip.Listen) || c.Peer.ClusterKeyFile != "", "peer.gossip.listen", c.Peer.Gossip.Listen,
+		v.check(IsLoopback(c.Peer.Gossip.Listen) || c.Peer.ClusterKeyFile != "", "peer.gossip.listen",
+			c.Peer.Gossip.Listen,
 			"gossip off loopback must be encrypted, and no key is configured",
 			"set peer.cluster_key_file to a file made by 'kvspray keygen cluster', or gossip.listen to off")
 	}
-	v.check(c.Peer.Gossip.Listen != Off || len(c.Peer.Gossip.Join) == 0, "peer.gossip.join", strings.Join(c.Peer.Gossip.Join, ","),
+	v.check(c.Peer.Gossip.Listen != Off || len(c.Peer.Gossip.Join) == 0, "peer.gossip.join",
+		strings.Join(c.Peer.Gossip.Join, ","),
 		"members to join although gossip is off", "set peer.gossip.listen or remove join")
 	for i, a := range c.Peer.Gossip.Join {
 		v.dial(fmt.Sprintf("peer.gossip.join[%d]", i), a)
@@ -78,7 +82,8 @@ func (c *Config) Validate() error {
 	v.duration("transfer.partner", c.Transfer.Partner, 100*time.Millisecond)
 	v.duration("transfer.grace", c.Transfer.Grace, 100*time.Millisecond)
 	v.check(c.Transfer.Partner <= c.Transfer.Deadline, "transfer.partner", c.Transfer.Partner.String(),
-		fmt.Sprintf("longer than transfer.deadline (%v)", c.Transfer.Deadline), "make it shorter, or the deadline longer")
+		fmt.Sprintf("longer than transfer.deadline (%v)", c.Transfer.Deadline), "make it shorter, or "+
+			"the deadline longer")
 	v.between("transfer.max_slices", c.Transfer.MaxSlices, 1, 1<<16)
 	v.between("transfer.max_attempts", c.Transfer.MaxAttempts, 1, 100)
 	v.oneOf("transfer.policy", c.Transfer.Policy, PolicySpray, PolicyRoundRobin, PolicyWeighted)
@@ -94,7 +99,8 @@ func (c *Config) Validate() error {
 // distinct refuses two listeners on one port, which would end the start halfway.
 func (v *checker) distinct() {
 	type listener struct{ key, addr string }
-	all := []listener{{"peer.listen", v.c.Peer.Listen}, {"http.listen", v.c.HTTP.Listen}, {"peer.gossip.listen", v.c.Peer.Gossip.Listen}}
+	all := []listener{{"peer.listen", v.c.Peer.Listen}, {"http.listen", v.c.HTTP.Listen},
+		{"peer.gossip.listen", v.c.Peer.Gossip.Listen}}
 	for i, r := range v.c.Transports.TCP.Rails {
 		all = append(all, listener{fmt.Sprintf("transports.tcp.rails[%d].listen", i), r.Listen})
 	}
@@ -104,25 +110,32 @@ func (v *checker) distinct() {
 			continue // off, reported by bind, or port 0
 		}
 		first, taken := seen[l.addr]
-		v.check(!taken, l.key, l.addr, "also the address of "+first, "choose another port, or 0 for a free one")
+		v.check(!taken, l.key, l.addr, "also the address of "+first,
+			"choose another port, or 0 for a free one")
 		seen[l.addr] = l.key
 	}
 }
 
 func (v *checker) gdr() {
 	g := v.c.Transports.GDR
-	v.check(!slices.Contains(v.c.Transports.Order, TransGDR) || v.c.Secured(), "transports.order", TransGDR,
-		"leads to other hosts without authentication", "set peer.cluster_key_file to a file made by 'kvspray keygen cluster', or peer.tls")
-	v.check(len(g.Rails) <= maxRails, "transports.gdr.rails", strconv.Itoa(len(g.Rails)), "too many rails", fmt.Sprintf("%d at most", maxRails))
+	v.check(!slices.Contains(v.c.Transports.Order, TransGDR) || v.c.Secured(),
+		"transports.order", TransGDR,
+		"leads to other hosts without authentication", "set peer.cluster_key_file to a file made by "+
+			"'kvspray keygen cluster', or peer.tls")
+	v.check(len(g.Rails) <= maxRails, "transports.gdr.rails", strconv.Itoa(len(g.Rails)),
+		"too many rails", fmt.Sprintf("%d at most", maxRails))
 	for i, r := range g.Rails {
 		key := fmt.Sprintf("transports.gdr.rails[%d]", i)
-		v.check(gdrRail.MatchString(r), key, r, "not a port", "write a device, device/port or device/port@gid-index: mlx5_0, mlx5_1/2@3")
+		v.check(gdrRail.MatchString(r), key, r, "not a port", "write a device, device/port or "+
+			"device/port@gid-index: mlx5_0, mlx5_1/2@3")
 		v.check(!slices.Contains(g.Rails[:i], r), key, r, "named twice", "keep one")
 	}
 	v.between("transports.gdr.queue_pairs", g.QueuePairs, 1, maxConnections)
 	v.duration("transports.gdr.dead_path", g.DeadPath, time.Millisecond)
-	v.check(g.DeadPath <= Duration(10*time.Second), "transports.gdr.dead_path", g.DeadPath.String(), "longer than any transfer may wait", "10s at most")
-	v.check(slices.Contains([]int{0, 256, 512, 1024, 2048, 4096}, g.MTU), "transports.gdr.mtu", strconv.Itoa(g.MTU), "not an MTU of RDMA", "256, 512, 1024, 2048 or 4096")
+	v.check(g.DeadPath <= Duration(10*time.Second), "transports.gdr.dead_path", g.DeadPath.String(),
+		"longer than any transfer may wait", "10s at most")
+	v.check(slices.Contains([]int{0, 256, 512, 1024, 2048, 4096}, g.MTU), "transports.gdr.mtu",
+		strconv.Itoa(g.MTU), "not an MTU of RDMA", "256, 512, 1024, 2048 or 4096")
 	v.between("transports.gdr.traffic_class", g.TrafficClass, 0, 255)
 	v.between("transports.gdr.service_level", g.ServiceLevel, 0, 15)
 }
@@ -139,20 +152,25 @@ func (v *checker) transports() {
 		v.check(!slices.Contains(t.Order[:i], name), key, name, "named twice", "keep one")
 	}
 	v.duration("transports.idle", t.Idle, 100*time.Millisecond)
-	v.check(len(t.TCP.Rails) <= maxRails, "transports.tcp.rails", strconv.Itoa(len(t.TCP.Rails)), "too many rails", fmt.Sprintf("%d at most", maxRails))
+	v.check(len(t.TCP.Rails) <= maxRails, "transports.tcp.rails", strconv.Itoa(len(t.TCP.Rails)),
+		"too many rails", fmt.Sprintf("%d at most", maxRails))
 	names := map[string]bool{}
 	for i, r := range t.TCP.Rails {
 		key := fmt.Sprintf("transports.tcp.rails[%d]", i)
 		v.between(key+".tier", r.Tier, 0, 3)
-		v.check(r.Speed <= 10_000*1e9, key+".speed", r.Speed.String(), "faster than any rail", "10000gbit at most")
+		v.check(r.Speed <= 10_000*1e9, key+".speed", r.Speed.String(), "faster than any rail",
+			"10000gbit at most")
 		if r.Match != "" {
 			_, err := path.Match(r.Match, "")
-			v.check(err == nil, key+".match", r.Match, "not a pattern", "write an interface's name, with * ? or [a-z] where it varies")
-			v.check(r.Name == "" && r.Listen == "" && r.Advertise == "", key+".match", r.Match, "name, listen or advertise beside it",
+			v.check(err == nil, key+".match", r.Match, "not a pattern", "write an interface's name, with "+
+				"* ? or [a-z] where it varies")
+			v.check(r.Name == "" && r.Listen == "" && r.Advertise == "", key+".match", r.Match,
+				"name, listen or advertise beside it",
 				"a pattern stands for many rails: their names and addresses are those of the interfaces")
 			continue
 		}
-		v.check(!r.Exclude, key+".exclude", "true", "an excluded rail without match", "remove it, or name interfaces with match")
+		v.check(!r.Exclude, key+".exclude", "true", "an excluded rail without match",
+			"remove it, or name interfaces with match")
 		v.name(key+".name", r.Name, 32)
 		v.check(!names[r.Name], key+".name", r.Name, "two rails have this name", "choose different names")
 		names[r.Name] = true
@@ -162,30 +180,40 @@ func (v *checker) transports() {
 	v.gdr()
 	v.between("transports.tcp.connections", t.TCP.Connections, 1, maxConnections)
 	v.oneOf("transports.tcp.integrity", t.TCP.Integrity, Off, CRC32C, AEAD)
-	v.check(t.TCP.Slice >= chunkBytes && t.TCP.Slice <= maxSlice && t.TCP.Slice%chunkBytes == 0, "transports.tcp.slice", t.TCP.Slice.String(),
+	v.check(t.TCP.Slice >= chunkBytes && t.TCP.Slice <= maxSlice && t.TCP.Slice%chunkBytes == 0,
+		"transports.tcp.slice", t.TCP.Slice.String(),
 		"not a multiple of 64KiB between 64KiB and 64MiB", "1MiB suits fast rails")
-	v.check(t.SHM.Dir == "" || strings.HasPrefix(t.SHM.Dir, "/"), "transports.shm.dir", t.SHM.Dir, "not an absolute path", "start it with /")
+	v.check(t.SHM.Dir == "" || strings.HasPrefix(t.SHM.Dir, "/"), "transports.shm.dir", t.SHM.Dir,
+		"not an absolute path", "start it with /")
 	v.between("transports.shm.copy_threads", t.SHM.CopyThreads, 0, maxThreads)
 	v.oneOf("transports.gpu.enabled", t.GPU.Enabled, Auto, Off)
 	v.oneOf("transports.gpu.executor", t.GPU.Executor, Auto, "pack", "copy", "engine")
 	v.check(t.GPU.Table != "", "transports.gpu.table", "", "empty", "use auto, off, or a path")
 	v.between("transports.gpu.buffers", t.GPU.Buffers, 8, 4096)
-	v.check(t.GPU.Stage >= minStage && t.GPU.Stage <= maxStage && t.GPU.Stage%minStage == 0, "transports.gpu.stage", t.GPU.Stage.String(),
-		"not a multiple of 1MiB between 1MiB and 64MiB", "16MiB reaches nine tenths of NVLink, 64MiB a little more")
-	v.check(t.GPU.Memory >= minGPUMemory && t.GPU.Memory <= maxGPUMemory, "transports.gpu.memory", t.GPU.Memory.String(),
-		"outside 64MiB to 64GiB", "64MiB is what staging takes; 2GiB have room for three directions between two GPUs, and for one within a GPU, too")
-	v.check(len(t.GPU.Open) <= maxGPUs, "transports.gpu.open", strconv.Itoa(len(t.GPU.Open)), "too many GPUs", fmt.Sprintf("%d at most, or all", maxGPUs))
+	v.check(t.GPU.Stage >= minStage && t.GPU.Stage <= maxStage && t.GPU.Stage%minStage == 0,
+		"transports.gpu.stage", t.GPU.Stage.String(),
+		"not a multiple of 1MiB between 1MiB and 64MiB", "16MiB reaches nine tenths of NVLink, 64MiB a "+
+			"little more")
+	v.check(t.GPU.Memory >= minGPUMemory && t.GPU.Memory <= maxGPUMemory, "transports.gpu.memory",
+		t.GPU.Memory.String(),
+		"outside 64MiB to 64GiB", "64MiB is what staging takes; 2GiB have room for three directions "+
+			"between two GPUs, and for one within a GPU, too")
+	v.check(len(t.GPU.Open) <= maxGPUs, "transports.gpu.open", strconv.Itoa(len(t.GPU.Open)),
+		"too many GPUs", fmt.Sprintf("%d at most, or all", maxGPUs))
 	for i, name := range t.GPU.Open {
 		key := fmt.Sprintf("transports.gpu.open[%d]", i)
-		v.check(gpuName.MatchString(name), key, name, "not a GPU", "write its number, its UUID (GPU-...) as nvidia-smi -L prints it, or all")
+		v.check(gpuName.MatchString(name), key, name, "not a GPU", "write its number, its UUID "+
+			"(GPU-...) as nvidia-smi -L prints it, or all")
 		v.check(!slices.Contains(t.GPU.Open[:i], name), key, name, "named twice", "keep one")
 	}
-	v.check(len(t.GPU.Open) == 0 || t.GPU.Enabled != Off, "transports.gpu.open", strings.Join(t.GPU.Open, ","), "not used: transports.gpu.enabled is off",
+	v.check(len(t.GPU.Open) == 0 || t.GPU.Enabled != Off, "transports.gpu.open",
+		strings.Join(t.GPU.Open, ","), "not used: transports.gpu.enabled is off",
 		"remove it, or set transports.gpu.enabled to auto")
 }
 
 // gpuName is a GPU as people name it: its number, or the UUID of a GPU or of a part of one (MIG).
-var gpuName = regexp.MustCompile(`^(all|[0-9]{1,2}|(GPU|MIG)-[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12})$`)
+var gpuName = regexp.MustCompile(
+	`^(all|[0-9]{1,2}|(GPU|MIG)-[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12})$`)
 
 // checker collects errors with the line of each value.
 type checker struct {
@@ -217,15 +245,18 @@ func (o *origin) line(key string) int {
 }
 
 func (v *checker) between(key string, n, low, high int) {
-	v.check(n >= low && n <= high, key, strconv.Itoa(n), fmt.Sprintf("outside %d to %d", low, high), "choose a value inside")
+	v.check(n >= low && n <= high, key, strconv.Itoa(n), fmt.Sprintf("outside %d to %d", low, high),
+		"choose a value inside")
 }
 
 func (v *checker) duration(key string, d Duration, low time.Duration) {
-	v.check(d.D() >= low && d.D() <= maxDuration, key, d.String(), fmt.Sprintf("outside %v to %v", low, maxDuration), "choose a value inside")
+	v.check(d.D() >= low && d.D() <= maxDuration, key, d.String(), fmt.Sprintf("outside %v to %v", low,
+		maxDuration), "choose a value inside")
 }
 
 func (v *checker) oneOf(key, value string, allowed ...string) {
-	v.check(slices.Contains(allowed, value), key, value, "not one of "+strings.Join(allowed, ", "), "choose one of them")
+	v.check(slices.Contains(allowed, value), key, value, "not one of "+strings.Join(allowed, ", "),
+		"choose one of them")
 }
 
 func (v *checker) name(key, value string, most int) {
@@ -235,7 +266,9 @@ func (v *checker) name(key, value string, most int) {
 			ok = false
 		}
 	}
-	v.check(ok, key, value, fmt.Sprintf("not a name of 1 to %d printable ASCII characters without spaces", most), "choose another")
+	v.check(ok, key, value,
+		fmt.Sprintf("not a name of 1 to %d printable ASCII characters without spaces", most),
+		"choose another")
 }
 
 // bind checks an address to listen on, and that it is permitted without authentication of peers.
@@ -255,11 +288,13 @@ func (v *checker) bind(key, addr string, mayBeOff bool) {
 	v.port(key, addr, port, true)
 	if host != "localhost" && host != "" {
 		if _, err := netip.ParseAddr(host); err != nil {
-			v.check(false, key, addr, "the host is not an IP address", "name the local address: a name may move to another interface")
+			v.check(false, key, addr, "the host is not an IP address", "name the local address: a name "+
+				"may move to another interface")
 			return
 		}
 	}
-	v.check(IsLoopback(addr) || v.c.Secured(), key, addr, "reachable from other hosts, but peers cannot be authenticated",
+	v.check(IsLoopback(addr) || v.c.Secured(), key, addr, "reachable from other hosts, but peers "+
+		"cannot be authenticated",
 		"set peer.cluster_key_file or peer.tls ('kvspray keygen' makes both), or listen on 127.0.0.1")
 }
 
@@ -274,7 +309,8 @@ func (v *checker) advertise(section, listen, addr string) {
 	}
 	ip, err := netip.ParseAddr(host)
 	wildcard := host == "" || (err == nil && ip.IsUnspecified())
-	v.check(!wildcard, section+".advertise", addr, "missing although listen means every address", "name the host:port that peers shall dial")
+	v.check(!wildcard, section+".advertise", addr, "missing although listen means every address",
+		"name the host:port that peers shall dial")
 }
 
 func (v *checker) dial(key, addr string) { v.dialPort(key, addr, false) }
@@ -298,7 +334,8 @@ func (v *checker) port(key, addr, port string, zero bool) {
 	if zero {
 		low = 0
 	}
-	v.check(err == nil && n >= low, key, addr, fmt.Sprintf("port %q is not a number of %d to 65535", port, low), "write host:port")
+	v.check(err == nil && n >= low, key, addr, fmt.Sprintf("port %q is not a number of %d to 65535",
+		port, low), "write host:port")
 }
 
 // IsLoopback reports whether addr, host:port, is reachable from this host only.
@@ -333,7 +370,8 @@ func (c *Config) CheckFiles() error {
 			v.unread("peer.tls.ca", t.CA, err, "make one with 'kvspray keygen ca'")
 		}
 	}
-	for _, f := range []struct{ key, path string }{{"trace.transfers", c.Trace.Transfers}, {"trace.block_hashes", c.Trace.BlockHashes}} {
+	for _, f := range []struct{ key, path string }{{"trace.transfers", c.Trace.Transfers},
+		{"trace.block_hashes", c.Trace.BlockHashes}} {
 		if f.path == "" {
 			continue
 		}
@@ -343,7 +381,8 @@ func (c *Config) CheckFiles() error {
 		} else if st, err := os.Stat(f.path); err == nil && st.IsDir() {
 			v.check(false, f.key, f.path, "a directory", "name a file in it")
 		} else if err := Writable(f.path); err != nil {
-			v.check(false, f.key, f.path, "cannot be written: "+err.Error(), "let this user write there, or name another path")
+			v.check(false, f.key, f.path, "cannot be written: "+err.Error(), "let this user write there, "+
+				"or name another path")
 		}
 	}
 	return errors.Join(v.errs...)
@@ -365,5 +404,6 @@ func (v *checker) secret(key, path, remedy string) {
 		return
 	}
 	v.check(st.Mode().IsRegular() && st.Size() >= minKeyBytes, key, path, "not a key file", remedy)
-	v.check(st.Mode().Perm()&0o037 == 0, key, path, fmt.Sprintf("open to others (mode %04o)", st.Mode().Perm()), "chmod 600 "+path+", or 0440 where a pod mounts it for its group")
+	v.check(st.Mode().Perm()&0o037 == 0, key, path, fmt.Sprintf("open to others (mode %04o)",
+		st.Mode().Perm()), "chmod 600 "+path+", or 0440 where a pod mounts it for its group")
 }

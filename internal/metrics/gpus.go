@@ -8,7 +8,8 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 )
 
-// MemorySample is what a sidecar holds of one GPU when metrics are read. Free is what the whole GPU has left; 0: not known.
+// MemorySample is what a sidecar holds of one GPU when metrics are read. Free is what the whole GPU
+// has left; 0: not known.
 type MemorySample struct {
 	GPU         int
 	Held        map[string]float64 // bytes of the GPU, by what they are for
@@ -28,10 +29,13 @@ var (
 		"Memory of a GPU that this sidecar has allocated, without the driver's context.",
 		[]string{"gpu", "kind"}, nil)
 	gpuPinned = prometheus.NewDesc("kvspray_gpu_pinned_host_bytes",
-		"Pinned host memory that this sidecar has allocated for copies to and from a GPU.", []string{"gpu"}, nil)
-	gpuLimit = prometheus.NewDesc("kvspray_gpu_memory_limit_bytes", "What this sidecar allocates on a GPU at most (transports.gpu.memory).",
+		"Pinned host memory that this sidecar has allocated for copies to and from a GPU.",
 		[]string{"gpu"}, nil)
-	gpuFree = prometheus.NewDesc("kvspray_gpu_free_bytes", "What a GPU has left, for all processes.", []string{"gpu"}, nil)
+	gpuLimit = prometheus.NewDesc("kvspray_gpu_memory_limit_bytes", "What this sidecar allocates on "+
+		"a GPU at most (transports.gpu.memory).",
+		[]string{"gpu"}, nil)
+	gpuFree = prometheus.NewDesc("kvspray_gpu_free_bytes", "What a GPU has left, for all processes.",
+		[]string{"gpu"}, nil)
 )
 
 // Describe implements prometheus.Collector.
@@ -48,7 +52,8 @@ func (c memoryCollector) Collect(out chan<- prometheus.Metric) {
 			continue
 		}
 		put := func(d *prometheus.Desc, v float64, labels ...string) {
-			out <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, v, append([]string{strconv.Itoa(m.GPU)}, labels...)...)
+			out <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, v,
+				append([]string{strconv.Itoa(m.GPU)}, labels...)...)
 		}
 		for kind, v := range m.Held {
 			put(gpuHeld, v, kind)

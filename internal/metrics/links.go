@@ -33,11 +33,13 @@ func (s *Set) Links(reg prometheus.Registerer, states []string, read func() []Li
 }
 
 func linkDesc(name, help string, labels ...string) *prometheus.Desc {
-	return prometheus.NewDesc("kvspray_gpu_link_"+name, help, append([]string{"gpu", "link"}, labels...), nil)
+	return prometheus.NewDesc("kvspray_gpu_link_"+name, help, append([]string{"gpu", "link"},
+		labels...), nil)
 }
 
 var (
-	linkBytes    = linkDesc("bytes_total", "Bytes between host memory and a GPU over a PCIe link, its own or a relay's.")
+	linkBytes = linkDesc("bytes_total", "Bytes between host memory and a GPU over a PCIe link, "+
+		"its own or a relay's.")
 	linkInFlight = linkDesc("in_flight_bytes", "Bytes that a link has accepted and not moved yet.")
 	linkRate     = linkDesc("learned_bytes_per_second", "Learned bandwidth of a link.")
 	linkReturned = linkDesc("chunks_returned_total", "Chunks that a failed link has returned.")
@@ -58,7 +60,8 @@ func (c linkCollector) Collect(out chan<- prometheus.Metric) {
 			continue
 		}
 		put := func(d *prometheus.Desc, typ prometheus.ValueType, v float64, labels ...string) {
-			out <- prometheus.MustNewConstMetric(d, typ, v, append([]string{strconv.Itoa(l.GPU), strconv.Itoa(l.Link)}, labels...)...)
+			out <- prometheus.MustNewConstMetric(d, typ, v, append([]string{strconv.Itoa(l.GPU),
+				strconv.Itoa(l.Link)}, labels...)...)
 		}
 		put(linkBytes, prometheus.CounterValue, l.Bytes)
 		put(linkInFlight, prometheus.GaugeValue, l.InFlight)

@@ -109,24 +109,34 @@ func New(reg prometheus.Registerer) *Set {
 		rails: map[string]bool{},
 		transfers: counters("transfer", "transfers_total", "Transfers that ended.",
 			"side", "outcome", "transport"),
-		bytes: counters("transfer", "payload_bytes_total", "Payload bytes that landed (destination) or were confirmed (source), by how their transfer ended.",
+		bytes: counters("transfer", "payload_bytes_total", "Payload bytes that landed (destination) or "+
+			"were confirmed (source), by how their transfer ended.",
 			"side", "outcome", "transport"),
-		duration: prometheus.NewHistogramVec(opts("transfer", "duration_seconds", "Time from the start of a transfer to its end."),
+		duration: prometheus.NewHistogramVec(opts("transfer", "duration_seconds", "Time from the start "+
+			"of a transfer to its end."),
 			[]string{"side", "outcome"}),
 		commit: prometheus.NewHistogram(opts("transfer", "flag_to_commit_seconds",
-			"Time from the last awaited layer flag of a transfer to its commit, or, if the destination has another sidecar, to the commit's receipt at the source.")),
-		railBytes:  counters("rail", "bytes_total", "Payload bytes over a rail.", "transport", "rail", "direction"),
-		railErrors: counters("rail", "errors_total", "Lanes lost and slices failed on a rail.", "transport", "rail"),
-		railLanes:  gauges("rail", "lanes", "Lanes that are up.", "transport", "rail"),
-		slices:     counters("lane", "slices_total", "Attempts to move a slice, by outcome.", "transport", "outcome", "reason"),
-		refused:    counters("lane", "refused_frames_total", "Discarded frames.", "transport", "reason"),
-		leases:     gauges("lease", "open", "Open leases.", "side"),
-		quarantine: prometheus.NewGauge(gaugeOpts("lease", "quarantined", "Parts of leases, at either end, whose fence has failed and is retried: their blocks are withheld from the engine.")),
-		fences:     counters("lease", "fences_total", "Fences, by cause.", "cause"),
-		fenceTime:  prometheus.NewHistogram(opts("lease", "fence_duration_seconds", "Time from the revocation of a lease to its last fence acknowledgement.")),
-		control:    counters("control", "messages_total", "Messages on control lanes.", "direction", "type"),
+			"Time from the last awaited layer flag of a transfer to its commit, or, if the destination "+
+				"has another sidecar, to the commit's receipt at the source.")),
+		railBytes: counters("rail", "bytes_total", "Payload bytes over a rail.", "transport", "rail",
+			"direction"),
+		railErrors: counters("rail", "errors_total", "Lanes lost and slices failed on a rail.",
+			"transport", "rail"),
+		railLanes: gauges("rail", "lanes", "Lanes that are up.", "transport", "rail"),
+		slices: counters("lane", "slices_total", "Attempts to move a slice, by outcome.", "transport",
+			"outcome", "reason"),
+		refused: counters("lane", "refused_frames_total", "Discarded frames.", "transport", "reason"),
+		leases:  gauges("lease", "open", "Open leases.", "side"),
+		quarantine: prometheus.NewGauge(gaugeOpts("lease", "quarantined", "Parts of leases, at either "+
+			"end, whose fence has failed and is retried: their blocks are withheld from the engine.")),
+		fences: counters("lease", "fences_total", "Fences, by cause.", "cause"),
+		fenceTime: prometheus.NewHistogram(opts("lease", "fence_duration_seconds",
+			"Time from the revocation of a lease to its last fence acknowledgement.")),
+		control: counters("control", "messages_total", "Messages on control lanes.",
+			"direction", "type"),
 		expires: prometheus.NewGauge(gaugeOpts("control", "certificate_expires_seconds",
-			"Unix time at which the certificate of this node, or its authority, ends; 0: never, or no certificate.")),
+			"Unix time at which the certificate of this node, or its authority, ends; 0: never, or no "+
+				"certificate.")),
 		hellos: prometheus.NewCounter(prometheus.CounterOpts{Namespace: "kvspray",
 			Subsystem: "control", Name: "hellos_refused_total",
 			Help: "Refused hellos of sidecars with an incompatible release. " +
@@ -139,14 +149,19 @@ func New(reg prometheus.Registerer) *Set {
 			"Ended copies between two regions of an engine.", "outcome", "path"),
 		copyBytes: counters("copy", "bytes_total",
 			"Bytes that copies moved, including failed ones.", "path"),
-		copyTime: prometheus.NewHistogramVec(opts("copy", "duration_seconds", "Time from an engine's request to the end of its copy."),
+		copyTime: prometheus.NewHistogramVec(opts("copy", "duration_seconds", "Time from an engine's "+
+			"request to the end of its copy."),
 			[]string{"path"}),
-		registerErr: counters("engine", "refusals_total", "Refused connections, messages and records of engines.",
+		registerErr: counters("engine", "refusals_total", "Refused connections, messages and records "+
+			"of engines.",
 			"kind"),
-		draining: prometheus.NewGauge(gaugeOpts("sidecar", "draining", "1 while new leases are refused.")),
+		draining: prometheus.NewGauge(gaugeOpts("sidecar", "draining",
+			"1 while new leases are refused.")),
 	}
-	reg.MustRegister(s.transfers, s.bytes, s.duration, s.commit, s.railBytes, s.railErrors, s.railLanes, s.slices, s.refused, s.leases,
-		s.quarantine, s.fences, s.fenceTime, s.control, s.hellos, s.peers, s.expires, s.sessions, s.records,
+	reg.MustRegister(s.transfers, s.bytes, s.duration, s.commit, s.railBytes, s.railErrors,
+		s.railLanes, s.slices, s.refused, s.leases,
+		s.quarantine, s.fences, s.fenceTime, s.control, s.hellos, s.peers, s.expires,
+		s.sessions, s.records,
 		s.copies, s.copyBytes, s.copyTime, s.registerErr, s.draining)
 	// An alert on the growth of a series misses its first value, so series that should stay at zero
 	// start there.
@@ -164,7 +179,8 @@ func New(reg prometheus.Registerer) *Set {
 var transports = [...]string{"tcp", "shm", "gdr"}
 
 func counters(subsystem, name, help string, labels ...string) *prometheus.CounterVec {
-	return prometheus.NewCounterVec(prometheus.CounterOpts{Namespace: "kvspray", Subsystem: subsystem, Name: name, Help: help}, labels)
+	return prometheus.NewCounterVec(prometheus.CounterOpts{Namespace: "kvspray", Subsystem: subsystem,
+		Name: name, Help: help}, labels)
 }
 
 func gauges(subsystem, name, help string, labels ...string) *prometheus.GaugeVec {
@@ -176,12 +192,14 @@ func gaugeOpts(subsystem, name, help string) prometheus.GaugeOpts {
 }
 
 func opts(subsystem, name, help string) prometheus.HistogramOpts {
-	return prometheus.HistogramOpts{Namespace: "kvspray", Subsystem: subsystem, Name: name, Help: help, Buckets: secondsFast()}
+	return prometheus.HistogramOpts{Namespace: "kvspray", Subsystem: subsystem, Name: name, Help: help,
+		Buckets: secondsFast()}
 }
 
 // TransferEnded counts one transfer, and the bytes that it moved. transport is the one that moved
 // most, empty if nothing moved.
-func (s *Set) TransferEnded(side Side, outcome Outcome, transport string, bytes uint64, took time.Duration) {
+func (s *Set) TransferEnded(side Side, outcome Outcome, transport string, bytes uint64,
+	took time.Duration) {
 	transport = transportLabel(transport)
 	outcome = outcomeLabel(outcome)
 	s.transfers.WithLabelValues(string(side), string(outcome), transport).Inc()
@@ -193,7 +211,8 @@ func (s *Set) TransferEnded(side Side, outcome Outcome, transport string, bytes 
 func (s *Set) FlagToCommit(d time.Duration) { s.commit.Observe(d.Seconds()) }
 
 // Slice counts one attempt at the source, and its bytes if they landed.
-func (s *Set) Slice(transport, rail string, outcome transfer.Outcome, reason transfer.Reason, bytes uint64) {
+func (s *Set) Slice(transport, rail string, outcome transfer.Outcome, reason transfer.Reason,
+	bytes uint64) {
 	transport = transportLabel(transport)
 	s.slices.WithLabelValues(transport, sliceOutcome(outcome), reason.String()).Inc()
 	rail = s.railLabel(rail)
@@ -206,7 +225,8 @@ func (s *Set) Slice(transport, rail string, outcome transfer.Outcome, reason tra
 
 // Landed counts bytes that arrived over a rail.
 func (s *Set) Landed(transport, rail string, bytes uint64) {
-	s.railBytes.WithLabelValues(transportLabel(transport), s.railLabel(rail), string(In)).Add(float64(bytes))
+	s.railBytes.WithLabelValues(transportLabel(transport), s.railLabel(rail),
+		string(In)).Add(float64(bytes))
 }
 
 // LaneUp and LaneDown count lanes; failed: the lane was not closed on purpose.
@@ -229,7 +249,10 @@ func (s *Set) FrameRefused(transport string, reason transfer.Reason) {
 }
 
 // LeasesOpen changes the number of open leases by n, which may be negative.
-func (s *Set) LeasesOpen(side Side, n int) { s.leases.WithLabelValues(string(side)).Add(float64(n)) }
+func (s *Set) LeasesOpen(side Side, n int) {
+	s.leases.WithLabelValues(string(side)).Add(
+		float64(n))
+}
 
 // Quarantined changes the number of lease parts with a failed fence by n.
 func (s *Set) Quarantined(n int) { s.quarantine.Add(float64(n)) }
@@ -246,7 +269,8 @@ const (
 	CauseDrain      = "drain"
 )
 
-var causes = map[string]bool{CauseCommit: true, CauseCancel: true, CauseDeadline: true, CauseRefused: true, CauseSourceLost: true, CausePeerLost: true,
+var causes = map[string]bool{CauseCommit: true, CauseCancel: true, CauseDeadline: true,
+	CauseRefused: true, CauseSourceLost: true, CausePeerLost: true,
 	CauseEngineGone: true, CauseDrain: true}
 
 // Fenced counts one fence and the time that it took.
@@ -258,7 +282,8 @@ func (s *Set) Fenced(cause string, took time.Duration) {
 	s.fenceTime.Observe(took.Seconds())
 }
 
-var controlTypes = map[string]bool{"await": true, "admitted": true, "grant": true, "grant_reply": true, "source_lost": true, "revoke": true,
+var controlTypes = map[string]bool{"await": true, "admitted": true, "grant": true,
+	"grant_reply": true, "source_lost": true, "revoke": true,
 	"commit": true, "credit": true, "rails": true, "ping": true, "pong": true}
 
 // Control counts one control message; typ is the field's name in ControlFrame.
@@ -290,7 +315,8 @@ func (s *Set) Sessions(role string, n int) {
 	s.sessions.WithLabelValues(role).Add(float64(n))
 }
 
-var recordTypes = map[string]bool{"step": true, "intent": true, "expect": true, "cancel": true, "preempt": true, "hold": true, "copy": true, "await": true}
+var recordTypes = map[string]bool{"step": true, "intent": true, "expect": true, "cancel": true,
+	"preempt": true, "hold": true, "copy": true, "await": true}
 
 // Record counts one record of an engine.
 func (s *Set) Record(typ string) {

@@ -41,9 +41,11 @@ func exercise(s *Set) {
 // rails has a name for each of the bounded series, and one rail too many.
 func rails() (out []RailSample) {
 	for i := range maxRails + 10 {
-		out = append(out, RailSample{Transport: "tcp", Rail: fmt.Sprint("r", i), Pairs: map[string]float64{"healthy": 2}, InFlight: 1, Window: 2, Rate: 3,
-			Error: 0.5, Retries: map[string]float64{"silence": 4}, Hedges: 5, Exclusions: 6, Readmissions: 7, Probes: map[string]float64{"ok": 8},
-			Up: 1, Suspicions: 9, Slices: map[string]float64{"confirmed": 10}})
+		out = append(out, RailSample{Transport: "tcp", Rail: fmt.Sprint("r", i),
+			Pairs: map[string]float64{"healthy": 2}, InFlight: 1, Window: 2, Rate: 3,
+			Error: 0.5, Retries: map[string]float64{"silence": 4}, Hedges: 5, Exclusions: 6, Readmissions: 7,
+			Probes: map[string]float64{"ok": 8},
+			Up:     1, Suspicions: 9, Slices: map[string]float64{"confirmed": 10}})
 	}
 	return out
 }
@@ -54,7 +56,8 @@ func TestRailsAreBounded(t *testing.T) {
 	if err := New(reg).Rails(reg, rails); err != nil {
 		t.Fatal(err)
 	}
-	if n := testutil.CollectAndCount(railCollector{New(prometheus.NewRegistry()), rails}, "kvspray_rail_window_bytes"); n != maxRails+1 {
+	if n := testutil.CollectAndCount(railCollector{New(prometheus.NewRegistry()), rails},
+		"kvspray_rail_window_bytes"); n != maxRails+1 {
 		t.Errorf("%d rails have series, want %d and %q", n, maxRails, otherName)
 	}
 	if _, err := reg.Gather(); err != nil {
@@ -112,7 +115,8 @@ kvspray_rail_bytes_total{direction="out",rail="lo",transport="tcp"} 65536
 # TYPE kvspray_rail_errors_total counter
 kvspray_rail_errors_total{rail="lo",transport="tcp"} 2
 `
-	if err := testutil.GatherAndCompare(reg, strings.NewReader(want), "kvspray_lease_open", "kvspray_rail_bytes_total", "kvspray_rail_errors_total"); err != nil {
+	if err := testutil.GatherAndCompare(reg, strings.NewReader(want), "kvspray_lease_open",
+		"kvspray_rail_bytes_total", "kvspray_rail_errors_total"); err != nil {
 		t.Error(err)
 	}
 }
@@ -142,7 +146,8 @@ func TestSeriesAreBounded(t *testing.T) {
 }
 
 func TestOutcomeOf(t *testing.T) {
-	for status, want := range map[uint16]Outcome{0: OK, 1: Failed, 2: Cancelled, 3: Expired, 4: Refused, 5: Lost, 6: otherName} {
+	for status, want := range map[uint16]Outcome{0: OK, 1: Failed, 2: Cancelled, 3: Expired,
+		4: Refused, 5: Lost, 6: otherName} {
 		if got := OutcomeOf(status); got != want {
 			t.Errorf("OutcomeOf(%d) = %q, want %q", status, got, want)
 		}
@@ -154,7 +159,10 @@ func TestOutcomeOf(t *testing.T) {
 func TestNonsense(t *testing.T) {
 	reg := prometheus.NewRegistry()
 	s := New(reg)
-	if err := s.Nonsense(reg, func() map[string]uint64 { return map[string]uint64{"key": 7, "rank": 0} }); err != nil {
+	if err := s.Nonsense(reg, func() map[string]uint64 {
+		return map[string]uint64{"key": 7,
+			"rank": 0}
+	}); err != nil {
 		t.Fatal(err)
 	}
 	want := `
@@ -163,7 +171,8 @@ func TestNonsense(t *testing.T) {
 kvspray_control_nonsense_total{reason="key"} 7
 kvspray_control_nonsense_total{reason="rank"} 0
 `
-	if err := testutil.GatherAndCompare(reg, strings.NewReader(want), "kvspray_control_nonsense_total"); err != nil {
+	if err := testutil.GatherAndCompare(reg, strings.NewReader(want),
+		"kvspray_control_nonsense_total"); err != nil {
 		t.Error(err)
 	}
 }

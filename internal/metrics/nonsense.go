@@ -13,7 +13,8 @@ type byReason struct {
 
 var (
 	nonsense = prometheus.NewDesc("kvspray_control_nonsense_total",
-		"Protocol violations of peers on control lanes, by the invalid field. The log has the first of each peer.", []string{"reason"}, nil)
+		"Protocol violations of peers on control lanes, by the invalid field. The log has the first of "+
+			"each peer.", []string{"reason"}, nil)
 	refusals = prometheus.NewDesc("kvspray_control_grants_refused_total",
 		"Refused grants of peers, by reason. The log has each with its values.",
 		[]string{"reason"}, nil)

@@ -34,7 +34,8 @@ func (s *Set) Rails(reg prometheus.Registerer, read func() []RailSample) error {
 }
 
 func railDesc(name, help string, labels ...string) *prometheus.Desc {
-	return prometheus.NewDesc("kvspray_rail_"+name, help, append([]string{"transport", "rail"}, labels...), nil)
+	return prometheus.NewDesc("kvspray_rail_"+name, help, append([]string{"transport", "rail"},
+		labels...), nil)
 }
 
 var (
@@ -42,20 +43,24 @@ var (
 	railInFlight = railDesc("in_flight_bytes", "Bytes in flight, over all peers.")
 	railWindow   = railDesc("window_bytes", "In-flight windows in bytes, over all peers.")
 	railRate     = railDesc("learned_bytes_per_second", "Learned bandwidth of the best rail pair.")
-	railError    = railDesc("prediction_error_ratio", "Mean of |predicted - actual| / actual, from post to confirmation.")
+	railError    = railDesc("prediction_error_ratio", "Mean of |predicted - actual| / actual, from "+
+		"post to confirmation.")
 	railUp       = railDesc("link_up", "1 while the link of a rail has a carrier, as far as is known.")
 	railSlices   = railDesc("slices_total", "Slices given to a rail and ended, by outcome.", "outcome")
-	railSuspects = railDesc("suspicions_total", "Lanes without progress for so long that their chunks went to other lanes.")
+	railSuspects = railDesc("suspicions_total", "Lanes without progress for so long that their "+
+		"chunks went to other lanes.")
 	railRetries  = railDesc("retries_total", "Slices given out again, by reason.", "reason")
 	railHedges   = railDesc("hedges_total", "Second copies of late slices near the end of a transfer.")
 	railExcluded = railDesc("exclusions_total", "Exclusions of a rail pair.")
-	railAgain    = railDesc("readmissions_total", "Rail pairs that were readmitted after an exclusion.")
-	railProbes   = railDesc("probes_total", "Probes of excluded rail pairs.", "outcome")
+	railAgain    = railDesc("readmissions_total",
+		"Rail pairs that were readmitted after an exclusion.")
+	railProbes = railDesc("probes_total", "Probes of excluded rail pairs.", "outcome")
 )
 
 // Describe implements prometheus.Collector.
 func (c railCollector) Describe(out chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{railPairs, railInFlight, railWindow, railRate, railError, railRetries, railHedges, railExcluded, railAgain,
+	for _, d := range []*prometheus.Desc{railPairs, railInFlight, railWindow, railRate, railError,
+		railRetries, railHedges, railExcluded, railAgain,
 		railProbes, railUp, railSlices, railSuspects} {
 		out <- d
 	}

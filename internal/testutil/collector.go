@@ -40,10 +40,12 @@ func LetsCollectorIn(tb testing.TB) {
 	tb.Logf("worst of %d undisturbed collections (of %d): %s", l.good, l.tries, l.worst)
 	switch {
 	case l.held >= collectorHeld:
-		tb.Errorf("something held %d of %d garbage collections for more than %s: the longest took %s, of which threads waited %s for a CPU",
+		tb.Errorf("something held %d of %d garbage collections for more than %s: the longest took %s, "+
+			"of which threads waited %s for a CPU",
 			l.held, l.tries, CollectorBound, l.longest, l.noise)
 	case l.good < collectorLeast:
-		Skip(tb, "quiet", fmt.Sprintf("of %d collections %d were undisturbed, %d are needed: the machine is too busy to tell (in the best one threads waited %s for a CPU)",
+		Skip(tb, "quiet", fmt.Sprintf("of %d collections %d were undisturbed, %d are needed: the "+
+			"machine is too busy to tell (in the best one threads waited %s for a CPU)",
 			l.tries, l.good, collectorLeast, l.least))
 	}
 }
@@ -78,7 +80,8 @@ type looked struct {
 // collect collects until the result is certain, or collectorTime is over.
 func collect(tb testing.TB) (l looked) {
 	tb.Helper()
-	for end := time.Now().Add(collectorTime); l.good < collectorSamples && l.held < collectorHeld && time.Now().Before(end); l.tries++ {
+	for end := time.Now().Add(collectorTime); l.good < collectorSamples && l.held < collectorHeld &&
+		time.Now().Before(end); l.tries++ {
 		before := waited(tb)
 		began := time.Now()
 		runtime.GC()
@@ -103,8 +106,8 @@ func collect(tb testing.TB) (l looked) {
 	return l
 }
 
-// WaitedForCPU is how long the threads of this process have waited for a CPU so far: a machine that is
-// busy with other things cannot tell how long something takes.
+// WaitedForCPU is how long the threads of this process have waited for a CPU so far: a machine that
+// is busy with other things cannot tell how long something takes.
 func WaitedForCPU(tb testing.TB) time.Duration { tb.Helper(); return waited(tb) }
 
 // waited is how long the threads of this process have waited for a CPU so far.

@@ -9,8 +9,8 @@ import (
 	"testing"
 )
 
-// contains stays a call: its prologue is the one place between two searches where the loop can be preempted for certain. Without it a collection may
-// wait for minutes.
+// contains stays a call: its prologue is the one place between two searches where the loop can be
+// preempted for certain. Without it a collection may wait for minutes.
 //
 //go:noinline
 func contains(b []byte) bool { return bytes.IndexByte(b, 1) >= 0 }
@@ -24,7 +24,8 @@ func TestLetsCollectorIn(t *testing.T) {
 	const tries = 4
 	// Nothing is ever written there: it takes no memory, and a search of all of it a fifth of a
 	// second and more.
-	src, err := syscall.Mmap(-1, 0, 4<<30, syscall.PROT_READ, syscall.MAP_PRIVATE|syscall.MAP_ANON|syscall.MAP_NORESERVE)
+	src, err := syscall.Mmap(-1, 0, 4<<30, syscall.PROT_READ,
+		syscall.MAP_PRIVATE|syscall.MAP_ANON|syscall.MAP_NORESERVE)
 	if err != nil {
 		t.Fatal(err)
 	}

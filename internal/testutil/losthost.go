@@ -31,9 +31,15 @@ func LoseHost(tb testing.TB, ends ...net.Conn) (found func()) {
 			}
 		}
 	}
-	each("filter", func(fd int) error { return unix.SetsockoptSockFprog(fd, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER, &prog) })
+	each("filter", func(fd int) error {
+		return unix.SetsockoptSockFprog(fd, unix.SOL_SOCKET,
+			unix.SO_ATTACH_FILTER, &prog)
+	})
 	return func() {
 		tb.Helper()
-		each("end of the filter", func(fd int) error { return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_DETACH_FILTER, 0) })
+		each("end of the filter", func(fd int) error {
+			return unix.SetsockoptInt(fd, unix.SOL_SOCKET,
+				unix.SO_DETACH_FILTER, 0)
+		})
 	}
 }

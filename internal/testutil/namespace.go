@@ -77,9 +77,10 @@ func ranAs(out []byte, name string) bool {
 	return false
 }
 
-// MainInNamespace runs this test binary again as InNamespace does, for packages in which every test needs the right to make network
-// namespaces. It reports the child's exit code, and false where the caller goes on itself: it is the child, it is root, or the kernel
-// refuses, in which case tests skip one by one.
+// MainInNamespace runs this test binary again as InNamespace does, for packages in which every test
+// needs the right to make network namespaces. It reports the child's exit code, and false where the
+// caller goes on itself: it is the child, it is root, or the kernel refuses, in which case tests
+// skip one by one.
 func MainInNamespace() (code int, ran bool) {
 	if os.Geteuid() == 0 {
 		return 0, false
@@ -113,7 +114,8 @@ func inNamespace(what string, args ...string) (*exec.Cmd, error) {
 	}
 	cmd := exec.Command(exe, args...)
 	cmd.Env = append(os.Environ(), namespaceEnv+"="+what)
-	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET, Pdeathsig: syscall.SIGKILL}
+	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET,
+		Pdeathsig: syscall.SIGKILL}
 	if uid, gid := os.Geteuid(), os.Getegid(); uid != 0 {
 		cmd.SysProcAttr.Cloneflags |= syscall.CLONE_NEWUSER
 		cmd.SysProcAttr.UidMappings = []syscall.SysProcIDMap{{ContainerID: 0, HostID: uid, Size: 1}}

@@ -10,7 +10,8 @@ import (
 
 // share returns the used part of a core over all windows together, and logs how the windows differ.
 // cpu returns the time used so far; after, if not nil, is called with the length of each window.
-func share(t *testing.T, what string, windows int, window time.Duration, cpu func() time.Duration, after func(time.Duration)) float64 {
+func share(t *testing.T, what string, windows int, window time.Duration, cpu func() time.Duration,
+	after func(time.Duration)) float64 {
 	t.Helper()
 	var spent, total time.Duration
 	shares := make([]float64, 0, windows)
@@ -26,7 +27,8 @@ func share(t *testing.T, what string, windows int, window time.Duration, cpu fun
 	}
 	slices.Sort(shares)
 	share := float64(total) / float64(spent)
-	t.Logf("%s: %.2f%% of a core in %s; windows of %s: %.2f%% to %.2f%%, median %.2f%%", what, 100*share, spent.Round(time.Millisecond), window,
+	t.Logf("%s: %.2f%% of a core in %s; windows of %s: %.2f%% to %.2f%%, median %.2f%%", what,
+		100*share, spent.Round(time.Millisecond), window,
 		shares[0], shares[len(shares)-1], shares[len(shares)/2])
 	return share
 }

@@ -27,13 +27,15 @@ func Strangers(tb testing.TB, address string, hold, perSecond int, from func(n i
 	if err != nil {
 		tb.Fatal(err)
 	}
-	// Both ends may be this process's, and a listener that is behind has more of them open than it holds.
+	// Both ends may be this process's, and a listener that is behind has more of them open than it
+	// holds.
 	var files unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &files); err != nil {
 		tb.Fatal(err)
 	}
 	if most := int(min(files.Cur, 1<<20) / 3); hold > most {
-		tb.Logf("strangers hold %d connections and not %d: a process may have %d open files", most, hold, files.Cur)
+		tb.Logf("strangers hold %d connections and not %d: a process may have %d open files", most,
+			hold, files.Cur)
 		hold = most
 	}
 	to := &unix.SockaddrInet4{Port: int(at.Port()), Addr: at.Addr().As4()}

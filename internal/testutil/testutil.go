@@ -45,7 +45,8 @@ func record(path, test, feature, reason string) error {
 	if b, ok := debug.ReadBuildInfo(); ok {
 		pkg = strings.TrimSuffix(strings.TrimPrefix(b.Path, b.Main.Path+"/"), ".test")
 	}
-	line := strings.Join([]string{pkg, test, feature, strings.Join(strings.Fields(reason), " ")}, "\t") + "\n"
+	line := strings.Join([]string{pkg, test, feature, strings.Join(strings.Fields(reason), " ")},
+		"\t") + "\n"
 	_, err = f.WriteString(line)
 	if cerr := f.Close(); err == nil {
 		err = cerr

@@ -49,7 +49,8 @@ func TestSkipSkips(t *testing.T) {
 var kept []byte
 
 func TestAllocates(t *testing.T) {
-	if n := Allocates(func() { kept = make([]byte, 1<<20); kept = make([]byte, 1<<20) }); n < 2<<20 || n > 2<<20+allocNoise {
+	if n := Allocates(func() { kept = make([]byte, 1<<20); kept = make([]byte, 1<<20) }); n < 2<<20 ||
+		n > 2<<20+allocNoise {
 		t.Errorf("twice a mebibyte, one of it garbage, is %d bytes", n)
 	}
 	AllocatesAtMost(t, 1<<20, "a mebibyte", func() { kept = make([]byte, 1<<20) })

@@ -34,7 +34,8 @@ func wakeup(t *testing.T) time.Duration {
 		pause := unix.NsecToTimespec(int64(wakeupSleep))
 		_ = unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &before)
 		for range wakeups { // without the scheduler's own cost of a system call
-			_, _, _ = unix.RawSyscall6(unix.SYS_CLOCK_NANOSLEEP, unix.CLOCK_MONOTONIC, 0, uintptr(unsafe.Pointer(&pause)), 0, 0, 0)
+			_, _, _ = unix.RawSyscall6(unix.SYS_CLOCK_NANOSLEEP, unix.CLOCK_MONOTONIC, 0,
+				uintptr(unsafe.Pointer(&pause)), 0, 0, 0)
 		}
 		_ = unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &after)
 		took <- time.Duration(after.Nano()-before.Nano()) / wakeups
@@ -45,7 +46,8 @@ func wakeup(t *testing.T) time.Duration {
 // HoldsShare fails the test unless a process stays under a share of a core (share). The share
 // applies to a usual machine: if wake-ups cost more CPU time it is scaled by that factor. Not
 // judged with the race detector.
-func HoldsShare(t *testing.T, what string, limit float64, windows int, window time.Duration, cpu func() time.Duration, after func(time.Duration)) {
+func HoldsShare(t *testing.T, what string, limit float64, windows int, window time.Duration,
+	cpu func() time.Duration, after func(time.Duration)) {
 	t.Helper()
 	used := share(t, what, windows, window, cpu, after)
 	if used <= limit || Race {
@@ -53,7 +55,8 @@ func HoldsShare(t *testing.T, what string, limit float64, windows int, window ti
 	}
 	w := wakeup(t)
 	allowed := limit * max(1, float64(w)/float64(usualWakeup))
-	t.Logf("%s: a wake-up takes %s of a processor here, usually %s: %.2f%% of a core are allowed for %.2f%%", what, w, usualWakeup, 100*allowed, 100*limit)
+	t.Logf("%s: a wake-up takes %s of a processor here, usually %s: %.2f%% of a core are allowed "+
+		"for %.2f%%", what, w, usualWakeup, 100*allowed, 100*limit)
 	if used > allowed {
 		t.Errorf("%s: %.2f%% of a core, at most %.2f%%", what, 100*used, 100*allowed)
 	}

@@ -32,8 +32,9 @@ func AppendChunks(b []byte, c Chunks) []byte {
 func ReadChunks(b []byte) Chunks {
 	b = b[:ChunksBytes]
 	return Chunks{
-		Gen:     transfer.Gen(binary.LittleEndian.Uint32(b)),
-		Range:   transfer.Range{First: binary.LittleEndian.Uint32(b[4:]), Count: binary.LittleEndian.Uint32(b[8:])},
+		Gen: transfer.Gen(binary.LittleEndian.Uint32(b)),
+		Range: transfer.Range{First: binary.LittleEndian.Uint32(b[4:]),
+			Count: binary.LittleEndian.Uint32(b[8:])},
 		Attempt: binary.LittleEndian.Uint32(b[12:]),
 	}
 }

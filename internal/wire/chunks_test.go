@@ -9,9 +9,11 @@ import (
 )
 
 func TestChunks(t *testing.T) {
-	c := Chunks{Gen: 0x04030201, Range: transfer.Range{First: 0x08070605, Count: 0x0c0b0a09}, Attempt: 0x100f0e0d}
+	c := Chunks{Gen: 0x04030201, Range: transfer.Range{First: 0x08070605, Count: 0x0c0b0a09},
+		Attempt: 0x100f0e0d}
 	b := AppendChunks([]byte{0}, c)
-	if want := []byte{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16}; !bytes.Equal(b, want) {
+	if want := []byte{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15,
+		16}; !bytes.Equal(b, want) {
 		t.Fatalf("encoded as %v, not %v", b, want)
 	}
 	if got := ReadChunks(b[1:]); got != c {
@@ -21,7 +23,8 @@ func TestChunks(t *testing.T) {
 
 func TestAxesOfVersion(t *testing.T) {
 	r := RunVersions{OneAxis: V(1, 1), BothAxes: V(1, 3)}
-	for v, want := range map[Version]int{V(1, 0): mem.NoAxis, V(1, 1): mem.OneAxis, V(1, 2): mem.OneAxis, V(1, 3): mem.BothAxes, V(1, 4): mem.BothAxes} {
+	for v, want := range map[Version]int{V(1, 0): mem.NoAxis, V(1, 1): mem.OneAxis,
+		V(1, 2): mem.OneAxis, V(1, 3): mem.BothAxes, V(1, 4): mem.BothAxes} {
 		if got := r.Axes(v); got != want {
 			t.Errorf("version %s: %d axes, not %d", v, got, want)
 		}

@@ -92,10 +92,11 @@ func ParseHeader(b []byte, h *Header) error {
 	}
 	*h = Header{
 		Kind: Kind(b[5]), Outcome: transfer.Outcome(b[6]), Reason: transfer.Reason(b[7]),
-		Flags:   Flags(binary.LittleEndian.Uint16(b[8:])),
-		Slot:    transfer.Slot(binary.LittleEndian.Uint16(b[10:])),
-		Gen:     transfer.Gen(binary.LittleEndian.Uint32(b[12:])),
-		Range:   transfer.Range{First: binary.LittleEndian.Uint32(b[16:]), Count: binary.LittleEndian.Uint32(b[20:])},
+		Flags: Flags(binary.LittleEndian.Uint16(b[8:])),
+		Slot:  transfer.Slot(binary.LittleEndian.Uint16(b[10:])),
+		Gen:   transfer.Gen(binary.LittleEndian.Uint32(b[12:])),
+		Range: transfer.Range{First: binary.LittleEndian.Uint32(b[16:]),
+			Count: binary.LittleEndian.Uint32(b[20:])},
 		Attempt: binary.LittleEndian.Uint32(b[24:]),
 		Seq:     binary.LittleEndian.Uint32(b[28:]),
 		Length:  binary.LittleEndian.Uint64(b[32:]),
@@ -103,7 +104,8 @@ func ParseHeader(b []byte, h *Header) error {
 	if h.Kind == 0 || h.Kind >= kindEnd {
 		return headerError("kind", uint64(h.Kind))
 	}
-	if h.Range.Count == 0 || h.Range.Count > transfer.MaxSlotChunks || h.Range.First > transfer.MaxSlotChunks-h.Range.Count {
+	if h.Range.Count == 0 || h.Range.Count > transfer.MaxSlotChunks ||
+		h.Range.First > transfer.MaxSlotChunks-h.Range.Count {
 		return headerError("range", uint64(h.Range.First)<<32|uint64(h.Range.Count))
 	}
 	switch h.Kind {
@@ -142,7 +144,8 @@ type Entry struct {
 
 // Entry returns the confirmation in a KindConfirm header.
 func (h *Header) Entry() Entry {
-	return Entry{Slot: h.Slot, Outcome: h.Outcome, Reason: h.Reason, Gen: h.Gen, Range: h.Range, Attempt: h.Attempt, Seq: h.Seq}
+	return Entry{Slot: h.Slot, Outcome: h.Outcome, Reason: h.Reason, Gen: h.Gen, Range: h.Range,
+		Attempt: h.Attempt, Seq: h.Seq}
 }
 
 // AppendConfirms appends one message with 1 to MaxConfirms entries. It allocates nothing when dst
@@ -152,7 +155,8 @@ func AppendConfirms(dst []byte, entries []Entry) []byte {
 		panic(fmt.Sprintf("wire: %d confirmations in one message", len(entries)))
 	}
 	e := &entries[0]
-	h := Header{Kind: KindConfirm, Outcome: e.Outcome, Reason: e.Reason, Slot: e.Slot, Gen: e.Gen, Range: e.Range,
+	h := Header{Kind: KindConfirm, Outcome: e.Outcome, Reason: e.Reason, Slot: e.Slot, Gen: e.Gen,
+		Range:   e.Range,
 		Attempt: e.Attempt, Seq: e.Seq, Length: uint64(len(entries)-1) * EntryBytes}
 	n := len(dst)
 	dst = append(dst, zeroHeader[:]...)
@@ -180,8 +184,9 @@ func ParseEntry(b []byte, e *Entry) error {
 	*e = Entry{
 		Slot:    transfer.Slot(binary.LittleEndian.Uint16(b)),
 		Outcome: transfer.Outcome(b[2]), Reason: transfer.Reason(b[3]),
-		Gen:     transfer.Gen(binary.LittleEndian.Uint32(b[4:])),
-		Range:   transfer.Range{First: binary.LittleEndian.Uint32(b[8:]), Count: binary.LittleEndian.Uint32(b[12:])},
+		Gen: transfer.Gen(binary.LittleEndian.Uint32(b[4:])),
+		Range: transfer.Range{First: binary.LittleEndian.Uint32(b[8:]),
+			Count: binary.LittleEndian.Uint32(b[12:])},
 		Attempt: binary.LittleEndian.Uint32(b[16:]),
 		Seq:     binary.LittleEndian.Uint32(b[20:]),
 	}
@@ -233,7 +238,8 @@ func ParseTrailer(b []byte, t *Trailer) error {
 	if got, want := Sum(b[:12]), binary.LittleEndian.Uint32(b[12:]); got != want {
 		return headerError("trailer check", uint64(want))
 	}
-	*t = Trailer{Status: Status(w >> 24), Seq: binary.LittleEndian.Uint32(b[4:]), CRC32C: binary.LittleEndian.Uint32(b[8:])}
+	*t = Trailer{Status: Status(w >> 24), Seq: binary.LittleEndian.Uint32(b[4:]),
+		CRC32C: binary.LittleEndian.Uint32(b[8:])}
 	if t.Status != StatusValid && t.Status != StatusDisowned {
 		return headerError("trailer status", uint64(t.Status))
 	}

@@ -54,7 +54,8 @@ const (
 	verdictCount
 )
 
-var verdictNames = [verdictCount]string{"ok", "no common version", "purpose not served here", "unknown peer or boot",
+var verdictNames = [verdictCount]string{"ok", "no common version", "purpose not served here",
+	"unknown peer or boot",
 	"proof does not verify", "rejected"}
 
 func (v Verdict) String() string {
@@ -88,7 +89,8 @@ type Hello struct {
 // AppendHello appends h. It fails if a purpose or an attachment is too long.
 func AppendHello(dst []byte, h *Hello) ([]byte, error) {
 	if len(h.Purpose) == 0 || len(h.Purpose) > MaxPurpose || len(h.Attach) > MaxAttach {
-		return dst, fmt.Errorf("wire: hello: purpose %q of 1 to %d bytes, attachment of %d bytes, at most %d: %w",
+		return dst, fmt.Errorf("wire: hello: purpose %q of 1 to %d bytes, attachment of %d bytes, at "+
+			"most %d: %w",
 			h.Purpose, MaxPurpose, len(h.Attach), MaxAttach, ErrMalformed)
 	}
 	var purpose [MaxPurpose]byte
@@ -116,11 +118,13 @@ func readHello(r io.Reader) (*Hello, []byte, error) {
 	}
 	n := int(binary.LittleEndian.Uint16(raw[4:]))
 	if n > MaxAttach {
-		return nil, nil, fmt.Errorf("wire: hello: attachment of %d bytes, at most %d: %w", n, MaxAttach, ErrMalformed)
+		return nil, nil, fmt.Errorf("wire: hello: attachment of %d bytes, at most %d: %w", n, MaxAttach,
+			ErrMalformed)
 	}
 	h := &Hello{
-		Versions: Versions{Version(binary.LittleEndian.Uint32(raw[8:])), Version(binary.LittleEndian.Uint32(raw[12:]))},
-		Purpose:  string(bytes.TrimRight(raw[16:16+MaxPurpose], "\x00")),
+		Versions: Versions{Version(binary.LittleEndian.Uint32(raw[8:])),
+			Version(binary.LittleEndian.Uint32(raw[12:]))},
+		Purpose: string(bytes.TrimRight(raw[16:16+MaxPurpose], "\x00")),
 	}
 	b := raw[16+MaxPurpose:]
 	b = b[copy(h.From[:], b):]
@@ -173,12 +177,14 @@ func readAnswer(r io.Reader) (*answer, error) {
 	}
 	n := int(binary.LittleEndian.Uint16(raw[4:]))
 	if n > MaxAttach {
-		return nil, fmt.Errorf("wire: answer: attachment of %d bytes, at most %d: %w", n, MaxAttach, ErrMalformed)
+		return nil, fmt.Errorf("wire: answer: attachment of %d bytes, at most %d: %w", n, MaxAttach,
+			ErrMalformed)
 	}
 	a := &answer{
-		verdict:  Verdict(binary.LittleEndian.Uint16(raw[6:])),
-		version:  Version(binary.LittleEndian.Uint32(raw[8:])),
-		versions: Versions{Version(binary.LittleEndian.Uint32(raw[12:])), Version(binary.LittleEndian.Uint32(raw[16:]))},
+		verdict: Verdict(binary.LittleEndian.Uint16(raw[6:])),
+		version: Version(binary.LittleEndian.Uint32(raw[8:])),
+		versions: Versions{Version(binary.LittleEndian.Uint32(raw[12:])),
+			Version(binary.LittleEndian.Uint32(raw[16:]))},
 	}
 	copy(a.nonce[:], raw[20:])
 	copy(a.proof[:], raw[20+nonceBytes:])
@@ -192,7 +198,8 @@ func readAnswer(r io.Reader) (*answer, error) {
 // prove is HMAC-SHA256 over the role, all messages so far, and the binding of the lane to its
 // channel. The two roles differ, so that neither proof can be replayed as the other, even if a
 // sidecar is its own peer.
-func prove(key *[32]byte, role string, hello []byte, a *answer, binding []byte) (p [proofBytes]byte) {
+func prove(key *[32]byte, role string, hello []byte, a *answer,
+	binding []byte) (p [proofBytes]byte) {
 	m := hmac.New(sha256.New, key[:])
 	m.Write([]byte("kvspray-lane-1 " + role))
 	m.Write([]byte{0})
@@ -248,13 +255,15 @@ func Dial(rw io.ReadWriter, p DialParams) (*Opened, error) {
 			p.Purpose, p.Versions, a.versions, ErrVersion, upgrade(p.Versions, a.versions))
 	}
 	if a.verdict != OpenOK {
-		return nil, fmt.Errorf("wire: open %s lane to boot %s: %w: %s", p.Purpose, p.Peer, ErrRefused, a.verdict)
+		return nil, fmt.Errorf("wire: open %s lane to boot %s: %w: %s", p.Purpose, p.Peer,
+			ErrRefused, a.verdict)
 	}
 	if want := prove(&p.Key, "acceptor", hello, a, p.Binding); !hmac.Equal(want[:], a.proof[:]) {
 		return nil, fmt.Errorf("wire: open %s lane to boot %s: %w", p.Purpose, p.Peer, ErrProof)
 	}
 	if a.version < p.Versions.Min || a.version > p.Versions.Max {
-		return nil, fmt.Errorf("wire: open %s lane: the peer chose %s, this side supports %s: %w", p.Purpose, a.version, p.Versions, ErrVersion)
+		return nil, fmt.Errorf("wire: open %s lane: the peer chose %s, this side supports %s: %w",
+			p.Purpose, a.version, p.Versions, ErrVersion)
 	}
 	proof := prove(&p.Key, "dialer", hello, a, p.Binding)
 	fin := binary.LittleEndian.AppendUint32(make([]byte, 0, finishBytes), magicFinish)
@@ -270,7 +279,8 @@ func Dial(rw io.ReadWriter, p DialParams) (*Opened, error) {
 		return nil, fmt.Errorf("wire: verdict: magic %#x: %w", m, ErrMalformed)
 	}
 	if got := Verdict(binary.LittleEndian.Uint16(v[4:])); got != OpenOK {
-		return nil, fmt.Errorf("wire: open %s lane to boot %s: %w: %s", p.Purpose, p.Peer, ErrRefused, got)
+		return nil, fmt.Errorf("wire: open %s lane to boot %s: %w: %s", p.Purpose, p.Peer,
+			ErrRefused, got)
 	}
 	return &Opened{Peer: p.Peer, Self: p.Self, Version: a.version, Attach: a.attach,
 		Secret: prove(&p.Key, "secret", hello, a, p.Binding)}, nil
@@ -311,21 +321,24 @@ func Accept(rw io.ReadWriter, p AcceptParams) (*Opened, error) {
 		return nil, err
 	}
 	if h.Purpose != p.Purpose {
-		return refuse(OpenPurpose, fmt.Errorf("wire: accept: purpose %q, this listener serves %q: %w", h.Purpose, p.Purpose, ErrRefused))
+		return refuse(OpenPurpose, fmt.Errorf("wire: accept: purpose %q, this listener serves %q: %w",
+			h.Purpose, p.Purpose, ErrRefused))
 	}
 	if a.version, err = Choose(p.Versions, h.Versions); err != nil {
 		return refuse(OpenVersion, err)
 	}
 	key, self, ok := p.Lookup(h.From)
 	if !ok || self != h.To {
-		return refuse(OpenUnknown, fmt.Errorf("wire: accept %s lane: boot %s wants boot %s: %w: %s", p.Purpose, h.From, h.To, ErrRefused, OpenUnknown))
+		return refuse(OpenUnknown, fmt.Errorf("wire: accept %s lane: boot %s wants boot %s: %w: %s",
+			p.Purpose, h.From, h.To, ErrRefused, OpenUnknown))
 	}
 	if p.Attach != nil {
 		if a.attach, err = p.Attach(h); err != nil {
 			return refuse(OpenRejected, fmt.Errorf("wire: accept %s lane: %w", p.Purpose, err))
 		}
 		if len(a.attach) > MaxAttach {
-			return refuse(OpenRejected, fmt.Errorf("wire: accept: attachment of %d bytes, at most %d: %w", len(a.attach), MaxAttach, ErrMalformed))
+			return refuse(OpenRejected, fmt.Errorf("wire: accept: attachment of %d bytes, at most %d: %w",
+				len(a.attach), MaxAttach, ErrMalformed))
 		}
 	}
 	if err := fillNonce(p.Rand, a.nonce[:]); err != nil {
@@ -345,7 +358,8 @@ func Accept(rw io.ReadWriter, p AcceptParams) (*Opened, error) {
 	want := prove(&key, "dialer", hello, &a, p.Binding)
 	verdict, err := OpenOK, error(nil)
 	if !hmac.Equal(want[:], fin[8:]) {
-		verdict, err = OpenProof, fmt.Errorf("wire: accept %s lane from boot %s: %w", p.Purpose, h.From, ErrProof)
+		verdict, err = OpenProof, fmt.Errorf("wire: accept %s lane from boot %s: %w", p.Purpose,
+			h.From, ErrProof)
 	} else if p.Admit != nil {
 		if err = p.Admit(); err != nil {
 			verdict = OpenRejected

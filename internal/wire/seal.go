@@ -118,7 +118,8 @@ func NewSealer(secret [32]byte, of End) (*Sealer, error) {
 // overlap plain.
 func (s *Sealer) Seal(dst, plain []byte) ([]byte, error) {
 	if len(plain) == 0 || len(plain) > RecordBytes {
-		return dst, fmt.Errorf("wire: seal %d bytes, want 1 to %d: %w", len(plain), RecordBytes, ErrSealed)
+		return dst, fmt.Errorf("wire: seal %d bytes, want 1 to %d: %w", len(plain),
+			RecordBytes, ErrSealed)
 	}
 	at := len(dst)
 	dst = binary.LittleEndian.AppendUint32(dst, magicRecord)
@@ -165,7 +166,8 @@ func (o *Opener) Length(b []byte) (int, error) {
 // an error the content of dst is lost.
 func (o *Opener) Open(dst, b []byte, n int) error {
 	binary.BigEndian.PutUint64(o.s.nonce[4:], o.s.seq)
-	if _, err := o.s.aead.Open(dst[:0], o.s.nonce[:], b[recordHead:recordHead+n+recordTag], b[:recordHead]); err != nil {
+	if _, err := o.s.aead.Open(dst[:0], o.s.nonce[:], b[recordHead:recordHead+n+recordTag],
+		b[:recordHead]); err != nil {
 		return fmt.Errorf("wire: record %d of %d bytes: %w", o.s.seq, n, ErrForged)
 	}
 	return o.s.next()

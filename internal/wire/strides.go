@@ -39,9 +39,11 @@ func ReadStrides(b []byte, s *mem.Strides) ([]byte, error) {
 		return nil, fmt.Errorf("wire: a run without its stride: %w", ErrMalformed)
 	}
 	c := b[:StridesCell:StridesCell]
-	s.Stride, s.Count, s.Rows, s.Outer = binary.LittleEndian.Uint64(c), binary.LittleEndian.Uint32(c[8:]), binary.LittleEndian.Uint32(c[12:]), 0
+	s.Stride, s.Count, s.Rows, s.Outer = binary.LittleEndian.Uint64(c),
+		binary.LittleEndian.Uint32(c[8:]), binary.LittleEndian.Uint32(c[12:]), 0
 	if s.Count < 2 {
-		return nil, fmt.Errorf("wire: a run of %d pieces in a row, and not two or more: %w", s.Count, ErrMalformed)
+		return nil, fmt.Errorf("wire: a run of %d pieces in a row, and not two or more: %w", s.Count,
+			ErrMalformed)
 	}
 	b = b[StridesCell:]
 	if s.Rows == 0 {
@@ -49,10 +51,12 @@ func ReadStrides(b []byte, s *mem.Strides) ([]byte, error) {
 		return b, nil
 	}
 	if len(b) < StridesCell || s.Rows == 1 {
-		return nil, fmt.Errorf("wire: a run of %d rows, which are two or more, with %d bytes behind: %w", s.Rows, len(b), ErrMalformed)
+		return nil, fmt.Errorf("wire: a run of %d rows, which are two or more, with %d bytes behind: %w",
+			s.Rows, len(b), ErrMalformed)
 	}
 	if s.Outer = binary.LittleEndian.Uint64(b); binary.LittleEndian.Uint64(b[8:]) != 0 {
-		return nil, fmt.Errorf("wire: a run of %d rows with %x in reserved bytes: %w", s.Rows, b[8:StridesCell], ErrMalformed)
+		return nil, fmt.Errorf("wire: a run of %d rows with %x in reserved bytes: %w", s.Rows,
+			b[8:StridesCell], ErrMalformed)
 	}
 	return b[StridesCell:], nil
 }

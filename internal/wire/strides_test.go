@@ -15,8 +15,10 @@ var stridesGolden = []struct {
 	hex string
 }{
 	{mem.Strides{Stride: 4096, Count: 100, Rows: 1}, "0010000000000000" + "64000000" + "00000000"},
-	{mem.Strides{Stride: math.MaxUint64 - 127, Count: 3, Rows: 1}, "80ffffffffffffff" + "03000000" + "00000000"},
-	{mem.Strides{Stride: 8192, Outer: 512, Count: 8, Rows: 16}, "0020000000000000" + "08000000" + "10000000" + "0002000000000000" + "0000000000000000"},
+	{mem.Strides{Stride: math.MaxUint64 - 127, Count: 3, Rows: 1}, "80ffffffffffffff" + "03000000" +
+		"00000000"},
+	{mem.Strides{Stride: 8192, Outer: 512, Count: 8, Rows: 16}, "0020000000000000" + "08000000" +
+		"10000000" + "0002000000000000" + "0000000000000000"},
 	{mem.Strides{Stride: 1, Outer: math.MaxUint64 - 1, Count: math.MaxUint32, Rows: math.MaxUint32},
 		"0100000000000000" + "ffffffff" + "ffffffff" + "feffffffffffffff" + "0000000000000000"},
 }
@@ -55,7 +57,8 @@ func TestMalformedStrides(t *testing.T) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
-	if _, err := ReadStrides(AppendStrides(nil, &two)[:StridesCell], new(mem.Strides)); !errors.Is(err, ErrMalformed) {
+	if _, err := ReadStrides(AppendStrides(nil, &two)[:StridesCell], new(mem.Strides)); !errors.Is(err,
+		ErrMalformed) {
 		t.Errorf("rows without their cell: %v", err)
 	}
 }

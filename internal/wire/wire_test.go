@@ -56,14 +56,16 @@ func goldenBytes(t testing.TB, name string) []byte {
 }
 
 func sampleHeader() Header {
-	return Header{Kind: KindData, Flags: FlagCRC32C, Slot: 0x1234, Gen: 0x89abcdef, Range: transfer.Range{First: 0x100, Count: 8},
+	return Header{Kind: KindData, Flags: FlagCRC32C, Slot: 0x1234, Gen: 0x89abcdef,
+		Range:   transfer.Range{First: 0x100, Count: 8},
 		Attempt: 3, Seq: 0x77, Length: 8 * transfer.ChunkBytes}
 }
 
 func sampleEntries(n int) []Entry {
 	var out []Entry
 	for i := range uint32(n) {
-		out = append(out, Entry{Slot: transfer.Slot(i), Outcome: transfer.Rejected, Reason: transfer.ReasonStaleGen, Gen: transfer.Gen(i * 3),
+		out = append(out, Entry{Slot: transfer.Slot(i), Outcome: transfer.Rejected,
+			Reason: transfer.ReasonStaleGen, Gen: transfer.Gen(i * 3),
 			Range: transfer.Range{First: i, Count: 1 + i}, Attempt: 2, Seq: 1000 + i})
 	}
 	return out
@@ -97,16 +99,26 @@ func TestHeader(t *testing.T) {
 
 func TestHeaderRefuses(t *testing.T) {
 	for name, change := range map[string]func(*Header){
-		"kind 0":         func(h *Header) { h.Kind = 0 },
-		"kind 3":         func(h *Header) { h.Kind = kindEnd },
-		"unknown flag":   func(h *Header) { h.Flags |= 2 },
-		"no chunks":      func(h *Header) { h.Range.Count = 0 },
-		"too many":       func(h *Header) { h.Range.Count = transfer.MaxSlotChunks + 1; h.Range.First = 0 },
-		"past the slot":  func(h *Header) { h.Range.First = transfer.MaxSlotChunks - 7 },
-		"wraps":          func(h *Header) { h.Range.First = 1<<32 - 4 },
-		"too long":       func(h *Header) { h.Length++ },
-		"outcome":        func(h *Header) { h.Kind, h.Length, h.Outcome = KindConfirm, 0, transfer.InDoubt },
-		"confirm length": func(h *Header) { h.Kind, h.Length, h.Outcome = KindConfirm, 5, transfer.Landed },
+		"kind 0":       func(h *Header) { h.Kind = 0 },
+		"kind 3":       func(h *Header) { h.Kind = kindEnd },
+		"unknown flag": func(h *Header) { h.Flags |= 2 },
+		"no chunks":    func(h *Header) { h.Range.Count = 0 },
+		"too many": func(h *Header) {
+			h.Range.Count = transfer.MaxSlotChunks +
+				1
+			h.Range.First = 0
+		},
+		"past the slot": func(h *Header) { h.Range.First = transfer.MaxSlotChunks - 7 },
+		"wraps":         func(h *Header) { h.Range.First = 1<<32 - 4 },
+		"too long":      func(h *Header) { h.Length++ },
+		"outcome": func(h *Header) {
+			h.Kind, h.Length, h.Outcome = KindConfirm, 0,
+				transfer.InDoubt
+		},
+		"confirm length": func(h *Header) {
+			h.Kind, h.Length, h.Outcome = KindConfirm, 5,
+				transfer.Landed
+		},
 		"confirm bound": func(h *Header) {
 			h.Kind, h.Length, h.Outcome = KindConfirm, MaxConfirms*EntryBytes, transfer.Landed
 		},
@@ -243,7 +255,8 @@ func TestChoose(t *testing.T) {
 }
 
 // ends opens a lane over a pipe, with fixed nonces, and records what either end wrote.
-func ends(t *testing.T, d DialParams, a AcceptParams) (dialled, accepted *Opened, derr, aerr error, said, heard []byte) {
+func ends(t *testing.T, d DialParams, a AcceptParams) (dialled, accepted *Opened, derr, aerr error,
+	said, heard []byte) {
 	t.Helper()
 	c1, c2 := net.Pipe()
 	deadline := time.Now().Add(time.Minute) // of a test that is about to fail
@@ -287,11 +300,14 @@ func boot(c byte) (b transfer.Boot) {
 
 func params() (DialParams, AcceptParams) {
 	key := [32]byte{1, 2, 3}
-	d := DialParams{Purpose: PurposeTCPData, Self: boot(0xaa), Peer: boot(0xbb), Key: key, Attach: []byte("eth0"),
-		Rand: bytes.NewReader(bytes.Repeat([]byte{0x11}, 64))}
-	a := AcceptParams{Purpose: PurposeTCPData, Lookup: func(b transfer.Boot) ([32]byte, transfer.Boot, bool) {
+	d := DialParams{Purpose: PurposeTCPData, Self: boot(0xaa), Peer: boot(0xbb), Key: key,
+		Attach: []byte("eth0"),
+		Rand:   bytes.NewReader(bytes.Repeat([]byte{0x11}, 64))}
+	a := AcceptParams{Purpose: PurposeTCPData, Lookup: func(b transfer.Boot) ([32]byte,
+		transfer.Boot, bool) {
 		return key, boot(0xbb), b == boot(0xaa)
-	}, Attach: func(*Hello) ([]byte, error) { return []byte("eth1!"), nil }, Rand: bytes.NewReader(bytes.Repeat([]byte{0x22}, 64))}
+	}, Attach: func(*Hello) ([]byte, error) { return []byte("eth1!"), nil },
+		Rand: bytes.NewReader(bytes.Repeat([]byte{0x22}, 64))}
 	return d, a
 }
 
@@ -301,10 +317,12 @@ func TestOpen(t *testing.T) {
 	if derr != nil || aerr != nil {
 		t.Fatal(derr, aerr)
 	}
-	if x.Peer != boot(0xbb) || x.Self != boot(0xaa) || string(x.Attach) != "eth1!" || x.Version != V(1, 0) {
+	if x.Peer != boot(0xbb) || x.Self != boot(0xaa) || string(x.Attach) != "eth1!" ||
+		x.Version != V(1, 0) {
 		t.Errorf("dialled: %+v", x)
 	}
-	if y.Peer != boot(0xaa) || y.Self != boot(0xbb) || string(y.Attach) != "eth0" || y.Version != V(1, 0) {
+	if y.Peer != boot(0xaa) || y.Self != boot(0xbb) || string(y.Attach) != "eth0" ||
+		y.Version != V(1, 0) {
 		t.Errorf("accepted: %+v", y)
 	}
 	golden(t, "open-dialer", said)
@@ -337,7 +355,8 @@ func TestOpenVersions(t *testing.T) {
 				if !weDial {
 					ours = aerr
 				}
-				if !errors.Is(derr, ErrVersion) || !errors.Is(aerr, ErrVersion) || !strings.Contains(ours.Error(), c.wants) ||
+				if !errors.Is(derr, ErrVersion) || !errors.Is(aerr, ErrVersion) ||
+					!strings.Contains(ours.Error(), c.wants) ||
 					!strings.Contains(ours.Error(), "1.0 to 1.0") {
 					t.Errorf("%s, we dial %v: %v; %v", c.name, weDial, derr, aerr)
 				}
@@ -357,9 +376,12 @@ func TestOpenRefuses(t *testing.T) {
 		derr, aerr error
 		says       string
 	}{
-		{"unknown boot", func(d *DialParams, _ *AcceptParams) { d.Self = boot(1) }, ErrRefused, ErrRefused, "unknown peer"},
-		{"older boot of the peer", func(d *DialParams, _ *AcceptParams) { d.Peer = boot(1) }, ErrRefused, ErrRefused, "unknown peer"},
-		{"purpose", func(d *DialParams, _ *AcceptParams) { d.Purpose = PurposeControl }, ErrRefused, ErrRefused, "purpose"},
+		{"unknown boot", func(d *DialParams, _ *AcceptParams) { d.Self = boot(1) }, ErrRefused,
+			ErrRefused, "unknown peer"},
+		{"older boot of the peer", func(d *DialParams, _ *AcceptParams) { d.Peer = boot(1) }, ErrRefused,
+			ErrRefused, "unknown peer"},
+		{"purpose", func(d *DialParams, _ *AcceptParams) { d.Purpose = PurposeControl }, ErrRefused,
+			ErrRefused, "purpose"},
 		{"key", func(d *DialParams, _ *AcceptParams) { d.Key[0] ^= 1 }, ErrProof, nil, "key"},
 		{"rejected", func(_ *DialParams, a *AcceptParams) {
 			a.Attach = func(*Hello) ([]byte, error) { return nil, errors.New("full") }
@@ -368,14 +390,17 @@ func TestOpenRefuses(t *testing.T) {
 		d, a := params()
 		c.change(&d, &a)
 		_, _, derr, aerr, _, _ := ends(t, d, a)
-		if !errors.Is(derr, c.derr) || aerr == nil || c.aerr != nil && !errors.Is(aerr, c.aerr) || !strings.Contains(derr.Error(), c.says) {
+		if !errors.Is(derr, c.derr) || aerr == nil || c.aerr != nil && !errors.Is(aerr, c.aerr) ||
+			!strings.Contains(derr.Error(), c.says) {
 			t.Errorf("%s: dialer %v; acceptor %v", c.name, derr, aerr)
 		}
 	}
-	if _, err := Dial(nil, DialParams{Purpose: strings.Repeat("x", MaxPurpose+1)}); !errors.Is(err, ErrMalformed) {
+	if _, err := Dial(nil, DialParams{Purpose: strings.Repeat("x", MaxPurpose+1)}); !errors.Is(err,
+		ErrMalformed) {
 		t.Errorf("long purpose: %v", err)
 	}
-	if _, err := Dial(nil, DialParams{Purpose: "x", Attach: make([]byte, MaxAttach+1)}); !errors.Is(err, ErrMalformed) {
+	if _, err := Dial(nil, DialParams{Purpose: "x", Attach: make([]byte, MaxAttach+1)}); !errors.Is(
+		err, ErrMalformed) {
 		t.Errorf("long attachment: %v", err)
 	}
 }
@@ -436,7 +461,8 @@ func FuzzHeader(f *testing.F) {
 		if ParseHeader(b, &h) != nil {
 			return
 		}
-		if h.Range.End() > transfer.MaxSlotChunks || h.Range.Count == 0 || h.Length > uint64(h.Range.Count)*transfer.ChunkBytes && h.Kind == KindData {
+		if h.Range.End() > transfer.MaxSlotChunks || h.Range.Count == 0 ||
+			h.Length > uint64(h.Range.Count)*transfer.ChunkBytes && h.Kind == KindData {
 			t.Fatalf("accepted %+v", h)
 		}
 		var again [HeaderBytes]byte

@@ -36,13 +36,15 @@ type file struct {
 
 var fset = token.NewFileSet()
 
-// skipped directories hold nothing of the module: hidden ones, build outputs, and modules of their own.
+// skipped directories hold nothing of the module: hidden ones, build outputs, and modules of their
+// own.
 func skipped(root, p string, d fs.DirEntry) bool {
 	if !d.IsDir() || p == root {
 		return false
 	}
 	name := d.Name()
-	if strings.HasPrefix(name, ".") || name == "testdata" || name == "bin" || name == "build" || name == "__pycache__" || strings.HasSuffix(name, ".egg-info") {
+	if strings.HasPrefix(name, ".") || name == "testdata" || name == "bin" || name == "build" ||
+		name == "__pycache__" || strings.HasSuffix(name, ".egg-info") {
 		return true
 	}
 	_, err := os.Stat(filepath.Join(p, "go.mod"))
@@ -82,11 +84,13 @@ var parsed = sync.OnceValues(func() (out []file, err error) {
 		if err != nil {
 			return err
 		}
-		f := file{path: filepath.ToSlash(rel), test: strings.HasSuffix(p, "_test.go"), generated: ast.IsGenerated(tree), ast: tree}
+		f := file{path: filepath.ToSlash(rel), test: strings.HasSuffix(p, "_test.go"),
+			generated: ast.IsGenerated(tree), ast: tree}
 		f.dir = path.Dir(f.path)
 		for _, g := range tree.Comments {
 			for _, c := range g.List {
-				if x, err := constraint.Parse(c.Text); err == nil && c.Pos() < tree.Package && x.String() == "ignore" {
+				if x, err := constraint.Parse(c.Text); err == nil && c.Pos() < tree.Package &&
+					x.String() == "ignore" {
 					f.ignored = true
 				}
 			}
@@ -148,7 +152,8 @@ func TestImports(t *testing.T) {
 		}
 		r := ruleOf(f.dir)
 		if r == nil {
-			t.Errorf("%s: package %s has no rule; add one to test/arch/rules_test.go and say what it may know, and why", f.path, f.dir)
+			t.Errorf("%s: package %s has no rule; add one to test/arch/rules_test.go and say what it may "+
+				"know, and why", f.path, f.dir)
 			continue
 		}
 		for _, name := range f.imports {
@@ -162,7 +167,8 @@ func TestImports(t *testing.T) {
 					t.Errorf("%s imports %s, which %s may not (%s)", f.path, own, r.dir, r.why)
 				}
 			case standard(name):
-				if r.pure && !values[name] && slices.ContainsFunc(impure, func(p string) bool { return hasPathPrefix(name, strings.TrimSuffix(p, "/")) }) {
+				if r.pure && !values[name] && slices.ContainsFunc(impure,
+					func(p string) bool { return hasPathPrefix(name, strings.TrimSuffix(p, "/")) }) {
 					t.Errorf("%s imports %s: %s is pure (%s)", f.path, name, r.dir, r.why)
 				}
 			case !slices.ContainsFunc(r.ext, func(p string) bool { return hasPathPrefix(name, p) }):
@@ -222,7 +228,8 @@ func TestPure(t *testing.T) {
 				t.Errorf("%s: a goroutine in a pure package", fset.Position(x.Pos()))
 			case *ast.SelectorExpr:
 				if id, ok := x.X.(*ast.Ident); ok && id.Name == "time" && id.Obj == nil && clocks[x.Sel.Name] {
-					t.Errorf("%s: time.%s in a pure package; take now as an argument", fset.Position(x.Pos()), x.Sel.Name)
+					t.Errorf("%s: time.%s in a pure package; take now as an argument",
+						fset.Position(x.Pos()), x.Sel.Name)
 				}
 			case *ast.ChanType:
 				t.Errorf("%s: a channel in a pure package", fset.Position(x.Pos()))
@@ -283,7 +290,8 @@ func TestCgoStubs(t *testing.T) {
 		for _, g := range f.ast.Comments {
 			for _, c := range g.List {
 				if x, err := constraint.Parse(c.Text); err == nil && c.Pos() < f.ast.Package &&
-					x.Eval(func(tag string) bool { return tag != "cgo" }) && !x.Eval(func(string) bool { return true }) {
+					x.Eval(func(tag string) bool { return tag != "cgo" }) &&
+					!x.Eval(func(string) bool { return true }) {
 					stub[f.dir] = true
 				}
 			}
@@ -329,10 +337,13 @@ func TestHabitsOfTests(t *testing.T) {
 				return true
 			}
 			switch {
-			case slices.Contains([]string{"t", "b", "tb", "f"}, id.Name) && slices.Contains([]string{"Skip", "Skipf", "SkipNow"}, sel.Sel.Name):
-				t.Errorf("%s: skip through testutil.Skip, which KVSPRAY_MUST_RUN can refuse", fset.Position(call.Pos()))
+			case slices.Contains([]string{"t", "b", "tb", "f"}, id.Name) && slices.Contains([]string{"Skip",
+				"Skipf", "SkipNow"}, sel.Sel.Name):
+				t.Errorf("%s: skip through testutil.Skip, which KVSPRAY_MUST_RUN can refuse",
+					fset.Position(call.Pos()))
 			case f.test && id.Name == "time" && sel.Sel.Name == "Sleep" && !inBubble(f):
-				t.Errorf("%s: time.Sleep in a test; wait for a condition, or use testing/synctest", fset.Position(call.Pos()))
+				t.Errorf("%s: time.Sleep in a test; wait for a condition, or use testing/synctest",
+					fset.Position(call.Pos()))
 			}
 			return true
 		})
@@ -351,10 +362,12 @@ func sources(t *testing.T) []string {
 		if err != nil {
 			return err
 		}
-		if d.IsDir() && p != r && (strings.HasPrefix(d.Name(), ".") && d.Name() != ".ci" || slices.Contains([]string{"bin", "build", "testdata", "__pycache__", "run", "dist"}, d.Name())) {
+		if d.IsDir() && p != r && (strings.HasPrefix(d.Name(), ".") && d.Name() != ".ci" ||
+			slices.Contains([]string{"bin", "build", "testdata", "__pycache__", "run", "dist"}, d.Name())) {
 			return fs.SkipDir
 		}
-		if !d.IsDir() && slices.Contains([]string{".go", ".c", ".h", ".py", ".proto", ".cu", ".sh"}, filepath.Ext(p)) {
+		if !d.IsDir() && slices.Contains([]string{".go", ".c", ".h", ".py", ".proto", ".cu", ".sh"},
+			filepath.Ext(p)) {
 			out = append(out, p)
 		}
 		return nil
@@ -375,7 +388,9 @@ func TestHeadersAndLeftovers(t *testing.T) {
 		}
 		head := b[:min(len(b), 400)]
 		// Go files are covered by LICENSE; the others get copied into wheels and images one by one.
-		if filepath.Ext(p) != ".go" && !bytes.Contains(head, []byte("SPDX-License-Identifier: Apache-2.0")) && !bytes.Contains(head, []byte("Code generated")) && len(b) > 0 {
+		if filepath.Ext(p) != ".go" && !bytes.Contains(head,
+			[]byte("SPDX-License-Identifier: Apache-2.0")) && !bytes.Contains(head,
+			[]byte("Code generated")) && len(b) > 0 {
 			t.Errorf("%s has no SPDX line", p)
 		}
 		if m := leftover.Find(b); m != nil {

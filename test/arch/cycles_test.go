@@ -223,7 +223,8 @@ func TestNoCycleInC(t *testing.T) {
 		}
 	}
 	if len(includes) < 10 || len(calls) < 10 {
-		t.Fatalf("%d includes and %d calls between files: the parser no longer fits", len(includes), len(calls))
+		t.Fatalf("%d includes and %d calls between files: the parser no longer fits",
+			len(includes), len(calls))
 	}
 	includes.checkNoCycle(t, nil)
 	calls.checkNoCycle(t, nil)

@@ -24,7 +24,8 @@ var generatedDocs = []string{"docs/config.md"}
 var (
 	docLink    = regexp.MustCompile(`\]\(([^)\s]+)\)`)
 	docHeading = regexp.MustCompile(`^#{1,6} (.*)$`)
-	docPath    = regexp.MustCompile("`([a-z_]+(?:/[A-Za-z0-9_.-]+)+\\.(?:go|[ch]|cu|py|proto|ya?ml|json|sh|md))`")
+	docPath    = regexp.MustCompile(
+		"`([a-z_]+(?:/[A-Za-z0-9_.-]+)+\\.(?:go|[ch]|cu|py|proto|ya?ml|json|sh|md))`")
 	docTarget  = regexp.MustCompile("`make ([a-z][a-z0-9-]*)")
 	notInSlug  = regexp.MustCompile(`[^\p{L}\p{N} _-]`)
 	inlineLink = regexp.MustCompile(`\[([^\]]*)\]\([^)]*\)`)
@@ -35,7 +36,8 @@ func documents(t *testing.T) []string {
 	t.Helper()
 	r := root(t)
 	var out []string
-	for _, pattern := range []string{"*.md", "docs/*.md", "docs/*/*.md", "pybind/*.md", "integration/*/*.md"} {
+	for _, pattern := range []string{"*.md", "docs/*.md", "docs/*/*.md", "pybind/*.md",
+		"integration/*/*.md"} {
 		found, err := filepath.Glob(filepath.Join(r, pattern))
 		if err != nil {
 			t.Fatal(err)

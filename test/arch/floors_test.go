@@ -19,7 +19,8 @@ type floor struct {
 // floors are those of docs/architecture.md, the lowest first.
 var floors = []floor{
 	{"system", []string{"internal/admit", "internal/invariants", "internal/sys", "internal/version"}},
-	{"values", []string{"internal/config", "internal/heap", "internal/metrics", "layout", "parseblock", "transfer"}},
+	{"values", []string{"internal/config", "internal/heap", "internal/metrics", "layout", "parseblock",
+		"transfer"}},
 	{"contract", []string{"api", "internal/board", "internal/wire", "transport"}},
 	{"bytes", []string{"gpu", "store", "transport/gdr", "transport/shm", "transport/tcp"}},
 	{"decisions", []string{"control/exec", "control/lease", "control/route", "control/spray"}},
@@ -104,7 +105,8 @@ func TestFloors(t *testing.T) {
 	}
 	for i, x := range upward {
 		if !used[i] {
-			t.Errorf("%s no longer imports %s: remove the exception from test/arch/floors_test.go", x.from, x.to)
+			t.Errorf("%s no longer imports %s: remove the exception from test/arch/floors_test.go",
+				x.from, x.to)
 		}
 	}
 }

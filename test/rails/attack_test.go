@@ -10,8 +10,9 @@ import (
 	"github.com/kvspray/kvspray/bench/railsbench/netrig"
 )
 
-// The late write: a slice stalls on a rail that has gone silent, its retry elsewhere completes, the commit comes, the engine gives the
-// blocks to another prompt and writes there; then the rail heals, and what it held arrives. Not one byte may land.
+// The late write: a slice stalls on a rail that has gone silent, its retry elsewhere completes, the
+// commit comes, the engine gives the blocks to another prompt and writes there; then the rail
+// heals, and what it held arrives. Not one byte may land.
 func TestLateWrites(t *testing.T) {
 	f := open(t, railsbench.Setup{Rates: rates(t, "100mbit", "100mbit")})
 	p := engines(t, f, 16*kib, 4*mib, 2)
@@ -28,7 +29,8 @@ func TestLateWrites(t *testing.T) {
 		return v[rail]
 	}
 	transfer(t, p, railsbench.Order{})
-	// Where the machine is busy the rail may fall silent when all is over. So there are more runs until half of those that were asked for are attacks.
+	// Where the machine is busy the rail may fall silent when all is over. So there are more runs
+	// until half of those that were asked for are attacks.
 	const most = 4
 	n, done, arrived := runs(t, 10), 0, 0
 	for i := 0; i < n || arrived*2 < n && i < most*n; i++ {
@@ -61,7 +63,8 @@ func TestLateWrites(t *testing.T) {
 			arrived++
 		}
 		if !intact() {
-			t.Fatalf("run %d: bytes of a transfer that was committed landed in blocks that were somebody else's by then", i)
+			t.Fatalf("run %d: bytes of a transfer that was committed landed in blocks that were somebody "+
+				"else's by then", i)
 		}
 	}
 	t.Logf("%d attacks, in %d of them bytes came late: none landed", done, arrived)

@@ -32,11 +32,13 @@ var kinds = []struct {
 	kind string
 	cost time.Duration
 }{
-	{"down", linkDown}, {"drop", silent}, {"ackdrop", silent}, {"rate=1/20", silent}, {"flap=300ms", silent}, {"blackhole", silent},
+	{"down", linkDown}, {"drop", silent}, {"ackdrop", silent}, {"rate=1/20", silent},
+	{"flap=300ms", silent}, {"blackhole", silent},
 }
 
-// each is all of a list, or one of it under the race detector: it looks at what moves transfers and lets faults happen here, not at the sidecars,
-// and make test runs all of them without it in its part rails.
+// each is all of a list, or one of it under the race detector: it looks at what moves transfers and
+// lets faults happen here, not at the sidecars, and make test runs all of them without it in its
+// part rails.
 func each[T any](all []T) []T {
 	if testutil.Race && how == smoke {
 		return all[1:2]
@@ -47,8 +49,9 @@ func each[T any](all []T) []T {
 // someFaults is how many make test makes of each kind.
 const someFaults = 4
 
-// A rail dies in mid transfer, each way. No transfer fails, content is right; the others go on as if nothing had happened, the transfer in
-// flight ends as soon as they allow, and the rail is used again soon after it has healed.
+// A rail dies in mid transfer, each way. No transfer fails, content is right; the others go on as
+// if nothing had happened, the transfer in flight ends as soon as they allow, and the rail is used
+// again soon after it has healed.
 func TestFaults(t *testing.T) {
 	rr := goal(t)
 	// What the rails carry is measured once, and each kind has sidecars of its own.
@@ -67,18 +70,23 @@ func TestFaults(t *testing.T) {
 			case figures():
 				n = someFaults
 			}
-			// In mid transfer: each takes more than half a second over all rails. Healed after a second, and then all the time that there is to come back.
+			// In mid transfer: each takes more than half a second over all rails. Healed after a second, and
+			// then all the time that there is to come back.
 			at := []string{"250ms:rail0:" + k.kind, "1250ms:rail0:heal"}
-			o := &timeline.Options{Duration: 1250*time.Millisecond + readmit + againWindow, Faults: faults(t, at...)}
-			var windows, lates, back, took []time.Duration // took: by the command that makes the fault; all else counts from its end
+			o := &timeline.Options{Duration: 1250*time.Millisecond + readmit + againWindow,
+				Faults: faults(t, at...)}
+			// took: by the command that makes the fault; all else counts from its end
+			var windows, lates, back, took []time.Duration
 			transfers, missed := 0, 0
-			// A few runs on a machine that may have other work are judged by their median; the worst counts where nothing disturbs.
+			// A few runs on a machine that may have other work are judged by their median; the worst counts
+			// where nothing disturbs.
 			judged := 0.5
 			if how == long {
 				judged = 1
 			}
 			met := func() bool {
-				return len(windows) > 0 && quantile(windows, judged) <= k.cost && quantile(lates, judged) <= k.cost && quantile(back, judged) <= readmit
+				return len(windows) > 0 && quantile(windows, judged) <= k.cost && quantile(lates,
+					judged) <= k.cost && quantile(back, judged) <= readmit
 			}
 			more := patience{left: moreRounds}
 			for i := 0; i < n || more.again(met()); i++ {
@@ -94,7 +102,8 @@ func TestFaults(t *testing.T) {
 					}
 				}
 				transfers += len(r.Transfers)
-				// The fault may meet the moment between two transfers where the machine is busy. Then it is made again.
+				// The fault may meet the moment between two transfers where the machine is busy. Then it is
+				// made again.
 				const misses = 5
 				miss := func(format string, args ...any) {
 					t.Helper()
@@ -105,7 +114,8 @@ func TestFaults(t *testing.T) {
 					n++
 				}
 				if len(r.Dips) != 2 {
-					miss("%d dips for two events; %d transfers until %v", len(r.Dips), len(r.Transfers), r.Transfers[len(r.Transfers)-1].Began)
+					miss("%d dips for two events; %d transfers until %v", len(r.Dips), len(r.Transfers),
+						r.Transfers[len(r.Transfers)-1].Began)
 					continue
 				}
 				w := r.Dips[0].Recovered.D()
@@ -117,20 +127,28 @@ func TestFaults(t *testing.T) {
 					miss("no transfer was in flight at the fault")
 					continue
 				}
-				windows, lates, back = append(windows, w), append(lates, l), append(back, again(r, r.Dips[1].At.D()))
+				windows, lates, back = append(windows, w), append(lates, l),
+					append(back, again(r, r.Dips[1].At.D()))
 				took = append(took, r.Dips[0].Took.D())
 			}
-			t.Logf("%d faults, made in %v at most, %d transfers, all right; the first window of %v with the other rails at %.2f: median %v, worst %v; in flight, late by: median %v, worst %v; back at %.2f after: median %v, worst %v",
-				len(windows), quantile(took, 1), transfers, timeline.Window, timeline.Enough, median(windows), quantile(windows, 1), median(lates), quantile(lates, 1), readmitAt, median(back), quantile(back, 1))
+			t.Logf("%d faults, made in %v at most, %d transfers, all right; the first window of %v with "+
+				"the other rails at %.2f: median %v, worst %v; in flight, late by: median %v, worst %v; back "+
+				"at %.2f after: median %v, worst %v",
+				len(windows), quantile(took, 1), transfers, timeline.Window, timeline.Enough, median(windows),
+				quantile(windows, 1), median(lates), quantile(lates, 1), readmitAt, median(back),
+				quantile(back, 1))
 			rejoined(t, f, p)
 			if !figures() || met() || !more.judges(t) {
 				return
 			}
 			if w := quantile(windows, judged); w > k.cost {
-				t.Errorf("the other rails were disturbed: the first window at %.2f of what they carry began %v after the fault, want %v", timeline.Enough, w, k.cost)
+				t.Errorf("the other rails were disturbed: the first window at %.2f of what they carry began "+
+					"%v after the fault, want %v", timeline.Enough, w, k.cost)
 			}
 			if l := quantile(lates, judged); l > k.cost {
-				t.Errorf("the transfer in flight ended %v later than the rails that were left allow, want %v: %v", l, k.cost, lates)
+				t.Errorf(
+					"the transfer in flight ended %v later than the rails that were left allow, want %v: %v", l,
+					k.cost, lates)
 			}
 			if b := quantile(back, judged); b > readmit {
 				t.Errorf("back at %.2f %v after healing, want %v: %v", readmitAt, b, readmit, back)
@@ -142,11 +160,13 @@ func TestFaults(t *testing.T) {
 // againWindow is what again looks at.
 const againWindow = 250 * time.Millisecond
 
-// again is how long after healing the first window of a quarter of a second begins in which all rails together carry what they should.
-// Transfers follow one another here, so a window has a pause in it: what is missing of the wire's time between two of them does not count.
+// again is how long after healing the first window of a quarter of a second begins in which all
+// rails together carry what they should. Transfers follow one another here, so a window has a pause
+// in it: what is missing of the wire's time between two of them does not count.
 func again(r *timeline.Result, healed time.Duration) time.Duration {
 	const window = againWindow
-	var idle func(from, to time.Duration) time.Duration = func(from, to time.Duration) (sum time.Duration) {
+	var idle func(from, to time.Duration) time.Duration = func(from,
+		to time.Duration) (sum time.Duration) {
 		for i := 1; i < len(r.Transfers); i++ {
 			a, b := r.Transfers[i-1].Began.D()+r.Transfers[i-1].Took.D(), r.Transfers[i].Began.D()
 			if lo, hi := max(a, from), min(b, to); hi > lo {
@@ -165,13 +185,15 @@ func again(r *timeline.Result, healed time.Duration) time.Duration {
 	return time.Hour // never
 }
 
-// All rails dead for three seconds, then back: who has time finishes, who has not fails for its deadline, and the wire is used again.
+// All rails dead for three seconds, then back: who has time finishes, who has not fails for its
+// deadline, and the wire is used again.
 func TestAllDeadThenBack(t *testing.T) {
 	rr := goal(t)
 	for _, kind := range each([]string{"down", "drop"}) {
 		t.Run(kind, func(t *testing.T) {
 			f := open(t, railsbench.Setup{Rates: rr})
-			// A number of blocks that nothing divides has one layer, so that a block that came is a block that need not be named.
+			// A number of blocks that nothing divides has one layer, so that a block that came is a block
+			// that need not be named.
 			p := engines(t, f, 16*kib, total()+16*kib, 3)
 			transfer(t, p, railsbench.Order{})
 			patient, err := p.Begin(t.Context(), railsbench.Order{Deadline: time.Minute})
@@ -197,12 +219,14 @@ func TestAllDeadThenBack(t *testing.T) {
 			} else if !strings.Contains(hasty.Err.Error(), "deadline") {
 				t.Errorf("the one past its deadline failed for another reason: %v", hasty.Err)
 			} else if hasty.Recompute == 0 || hasty.Recompute > hasty.Tokens() {
-				// It was granted, and its engines resume anywhere: what did not come has a name, and that is not nothing.
+				// It was granted, and its engines resume anywhere: what did not come has a name, and that is
+				// not nothing.
 				t.Errorf("%d tokens are named as missing of a prompt of %d", hasty.Recompute, hasty.Tokens())
 			} else if strings.Contains(hasty.Err.Error(), "content differs") {
 				t.Errorf("what it does not name as missing is not there: %v", hasty.Err)
 			}
-			t.Logf("the hasty one names %d of %d tokens as missing: %v", hasty.Recompute, hasty.Tokens(), hasty.Err)
+			t.Logf("the hasty one names %d of %d tokens as missing: %v", hasty.Recompute,
+				hasty.Tokens(), hasty.Err)
 			if most := 3*time.Second + 2*readmit; took > most && figures() {
 				t.Errorf("the patient one ended %v after the rails died, want %v", took, most)
 			}
@@ -211,13 +235,15 @@ func TestAllDeadThenBack(t *testing.T) {
 	}
 }
 
-// tcp as a whole is gone in mid transfer, in silence or because every connection is reset and every new one refused; another transport can reach the
-// peer: the same transfer carries on, and what had come does not come again.
+// tcp as a whole is gone in mid transfer, in silence or because every connection is reset and every
+// new one refused; another transport can reach the peer: the same transfer carries on, and what had
+// come does not come again.
 func TestOtherTransportCarriesOn(t *testing.T) {
 	rr := goal(t)
 	for _, kind := range each([]string{"down", "drop", "reset"}) {
 		t.Run(kind, func(t *testing.T) {
-			f := open(t, railsbench.Setup{Rates: rr, Set: []string{"transports.order=tcp,shm", "transports.shm.dir=" + t.TempDir()}})
+			f := open(t, railsbench.Setup{Rates: rr, Set: []string{"transports.order=tcp,shm",
+				"transports.shm.dir=" + t.TempDir()}})
 			p := engines(t, f, 16*kib, total(), 2)
 			kill := func() time.Time {
 				apply(t, f, "0s:all:"+kind)
@@ -231,7 +257,8 @@ func TestOtherTransportCarriesOn(t *testing.T) {
 					refuse(t, f, false)
 				}
 			}
-			// Where the machine is busy the fault may come after the transfer, or before much of it has come. Then it is made again.
+			// Where the machine is busy the fault may come after the transfer, or before much of it has
+			// come. Then it is made again.
 			const tries = 5
 			for n := 1; ; n++ {
 				transfer(t, p, railsbench.Order{})
@@ -248,7 +275,8 @@ func TestOtherTransportCarriesOn(t *testing.T) {
 				case <-time.After(30 * time.Second):
 					t.Error("half a minute after tcp was gone the transfer has not ended")
 				}
-				// The receiver's engine has it. The word of that comes to the sender by control lanes, which have no other way than the rails.
+				// The receiver's engine has it. The word of that comes to the sender by control lanes, which
+				// have no other way than the rails.
 				heal()
 				if x.Wait(); x.Err != nil {
 					t.Fatal(x.Err)
@@ -256,31 +284,36 @@ func TestOtherTransportCarriesOn(t *testing.T) {
 				now := carried(t, f)
 				byTCP, bySHM := now.tcp-before.tcp, now.shm-before.shm
 				again := int64(byTCP+bySHM) - int64(x.Bytes)
-				t.Logf("ended %v after tcp was gone, by %s; %d bytes came by tcp, %d were sent by shm: %d of %d twice, where %d may have been in flight", x.Ended.Sub(died),
+				t.Logf("ended %v after tcp was gone, by %s; %d bytes came by tcp, %d were sent by shm: %d of "+
+					"%d twice, where %d may have been in flight", x.Ended.Sub(died),
 					x.Transport, byTCP, bySHM, again, x.Bytes, flying)
-				// A slice that came and whose confirmation did not is sent again. Nothing else is: those in flight are all that may be.
+				// A slice that came and whose confirmation did not is sent again. Nothing else is: those in
+				// flight are all that may be.
 				if again < 0 || again > int64(flying) {
-					t.Errorf("%d bytes by tcp and %d by shm make %d more than the transfer has, want 0 to %d: what is missing was not all that was sent", byTCP, bySHM, again, flying)
+					t.Errorf("%d bytes by tcp and %d by shm make %d more than the transfer has, want 0 to %d: "+
+						"what is missing was not all that was sent", byTCP, bySHM, again, flying)
 				}
 				// Had all been sent again, that would be more than the slices in flight.
 				if byTCP > flying && bySHM > 0 && x.Ended.After(died) {
 					break
 				}
 				if n == tries {
-					t.Fatalf("in none of %d tries a part of the transfer went by tcp and, once that was gone, the rest by shm", tries)
+					t.Fatalf("in none of %d tries a part of the transfer went by tcp and, once that was gone, "+
+						"the rest by shm", tries)
 				}
 			}
 		})
 	}
 }
 
-// refuse has the kernel answer whatever tcp says over any rail with a reset, or no more, and returns when that began. It is looked at: what connects
-// is refused, and what was connected ends.
+// refuse has the kernel answer whatever tcp says over any rail with a reset, or no more, and
+// returns when that began. It is looked at: what connects is refused, and what was connected ends.
 func refuse(t *testing.T, f *railsbench.Field, on bool) (since time.Time) {
 	t.Helper()
 	listeners, old := make([]net.Listener, f.Rig.Rails()), make([]net.Conn, f.Rig.Rails())
 	dial := func(rail int, refused bool) net.Conn {
-		c, err := f.Rig.Dial(t.Context(), netrig.Sender, netrig.Addr(netrig.Sender, rail), listeners[rail].Addr().String())
+		c, err := f.Rig.Dial(t.Context(), netrig.Sender, netrig.Addr(netrig.Sender, rail),
+			listeners[rail].Addr().String())
 		if err != nil && !errors.Is(err, unix.ECONNREFUSED) || refused != (err != nil) {
 			t.Fatalf("rail %d: a new connection: %v; refused should be %t", rail, err, refused)
 		}
@@ -291,7 +324,8 @@ func refuse(t *testing.T, f *railsbench.Field, on bool) (since time.Time) {
 	}
 	for i := range listeners {
 		var err error
-		if listeners[i], err = f.Rig.Listen(t.Context(), netrig.Receiver, netip.AddrPortFrom(netrig.Addr(netrig.Receiver, i), 0).String()); err != nil {
+		if listeners[i], err = f.Rig.Listen(t.Context(), netrig.Receiver,
+			netip.AddrPortFrom(netrig.Addr(netrig.Receiver, i), 0).String()); err != nil {
 			t.Fatal(err)
 		}
 		old[i] = dial(i, !on)
@@ -306,7 +340,8 @@ func refuse(t *testing.T, f *railsbench.Field, on bool) (since time.Time) {
 		if c := old[i]; c != nil {
 			_, werr := c.Write([]byte{1})
 			_, rerr := c.Read(make([]byte, 1))
-			if err := errors.Join(werr, rerr); !errors.Is(err, unix.ECONNRESET) { // whoever comes first after it is told
+			// whoever comes first after it is told
+			if err := errors.Join(werr, rerr); !errors.Is(err, unix.ECONNRESET) {
 				t.Fatalf("rail %d: a connection of before: %v, want a reset", i, err)
 			}
 		}
@@ -315,7 +350,8 @@ func refuse(t *testing.T, f *railsbench.Field, on bool) (since time.Time) {
 	return since
 }
 
-// lanesEnd waits until the sender has no lane by tcp to its peer: all that there were have been reset.
+// lanesEnd waits until the sender has no lane by tcp to its peer: all that there were have been
+// reset.
 func lanesEnd(t *testing.T, f *railsbench.Field) {
 	t.Helper()
 	for end := time.Now().Add(10 * time.Second); ; after(t, 10*time.Millisecond) {
@@ -340,9 +376,10 @@ func lanesEnd(t *testing.T, f *railsbench.Field) {
 
 // carriage is what each transport has carried so far.
 type carriage struct {
-	tcp  uint64 // that came for the first time, as the receiver counts
-	shm  uint64 // that was sent, as the sender counts
-	room uint64 // what the sender may have in flight by tcp: the windows of its pairs, each a slice over at most
+	tcp uint64 // that came for the first time, as the receiver counts
+	shm uint64 // that was sent, as the sender counts
+	// what the sender may have in flight by tcp: the windows of its pairs, each a slice over at most
+	room uint64
 }
 
 func carried(t *testing.T, f *railsbench.Field) (c carriage) {
@@ -365,7 +402,8 @@ func carried(t *testing.T, f *railsbench.Field) (c carriage) {
 	rails := 0
 	for line := range strings.Lines(text) {
 		name, value, _ := strings.Cut(strings.TrimSpace(line), "} ")
-		if !strings.HasPrefix(name, "kvspray_rail_bytes_total{") || !strings.Contains(name, `direction="in"`) || !strings.Contains(name, `transport="tcp"`) {
+		if !strings.HasPrefix(name, "kvspray_rail_bytes_total{") || !strings.Contains(name,
+			`direction="in"`) || !strings.Contains(name, `transport="tcp"`) {
 			continue
 		}
 		n, err := strconv.ParseFloat(value, 64)
@@ -394,7 +432,8 @@ func TestNoFalseExclusion(t *testing.T) {
 	for name, c := range map[string]struct {
 		rates []string
 		loss  float64
-	}{"5 Mbit/s beside 2 Gbit/s": {[]string{"2gbit", "5mbit"}, 0}, "1% loss": {[]string{"200mbit", "100mbit", "50mbit", "50mbit"}, 0.01}} {
+	}{"5 Mbit/s beside 2 Gbit/s": {[]string{"2gbit", "5mbit"}, 0}, "1% loss": {[]string{"200mbit",
+		"100mbit", "50mbit", "50mbit"}, 0.01}} {
 		t.Run(name, func(t *testing.T) {
 			rr := rates(t, c.rates...)
 			f := open(t, railsbench.Setup{Rates: rr})
@@ -405,7 +444,8 @@ func TestNoFalseExclusion(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			// A sidecar that is not run for a while may take a rail for the cause. Then it is looked at once more, with others that know nothing.
+			// A sidecar that is not run for a while may take a rail for the cause. Then it is looked at once
+			// more, with others that know nothing.
 			more := patience{left: 2}
 			for {
 				excluded := mixed(t, f, p, span, len(rr))
@@ -435,7 +475,8 @@ func TestNoFalseExclusion(t *testing.T) {
 }
 
 // mixed moves transfers for a while, and returns which rails were excluded meanwhile, and why.
-func mixed(t *testing.T, f *railsbench.Field, p *railsbench.Pair, span time.Duration, rails int) (excluded string) {
+func mixed(t *testing.T, f *railsbench.Field, p *railsbench.Pair, span time.Duration,
+	rails int) (excluded string) {
 	t.Helper()
 	r := &timeline.Result{Rails: make([]timeline.Rail, rails)}
 	if err := f.Move(t.Context(), p, &timeline.Options{Duration: span}, 2, r); err != nil {
@@ -457,7 +498,8 @@ func mixed(t *testing.T, f *railsbench.Field, p *railsbench.Pair, span time.Dura
 		if n := q.Counters["exclusions"]; n > 0 {
 			excluded += fmt.Sprintf("%s was excluded %d times, the last time: %s. ", q.Path.Local, n, q.Last)
 		}
-		t.Logf("%s: %d MiB, %d suspicions, %d given twice", q.Path.Local, q.Counters["bytes"]>>20, q.Counters["suspicions"], q.Counters["slices_doubled"])
+		t.Logf("%s: %d MiB, %d suspicions, %d given twice", q.Path.Local, q.Counters["bytes"]>>20,
+			q.Counters["suspicions"], q.Counters["slices_doubled"])
 	}
 	if used != rails {
 		t.Errorf("%d rails were used of %d", used, rails)

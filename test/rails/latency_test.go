@@ -32,8 +32,9 @@ func received(t *testing.T, f *railsbench.Field) (sum uint64) {
 	return sum
 }
 
-// A decode that waits for one small block is not kept waiting by the background: its p99 grows by no more than two slices of the fastest
-// rail, one that is on the wire and one that is in the socket.
+// A decode that waits for one small block is not kept waiting by the background: its p99 grows by
+// no more than two slices of the fastest rail, one that is on the wire and one that is in the
+// socket.
 func TestUrgentBesideBackground(t *testing.T) {
 	only(t, long)
 	sliceTime := 1050 * time.Microsecond // 256 KiB at 2 Gbit/s
@@ -85,7 +86,8 @@ func TestUrgentBesideBackground(t *testing.T) {
 		t.Errorf("the background carried %s, plain streams carry %s: this tests nothing", carried, plain)
 	}
 	a, l := quantile(alone, 0.99), quantile(loaded, 0.99)
-	t.Logf("%d transfers of 4 KiB: alone p50 %v, p99 %v; beside a background of %s p50 %v, p99 %v", n, median(alone), a, carried, median(loaded), l)
+	t.Logf("%d transfers of 4 KiB: alone p50 %v, p99 %v; beside a background of %s p50 %v, p99 %v", n,
+		median(alone), a, carried, median(loaded), l)
 	if most := a + 2*sliceTime; l > most {
 		t.Errorf("p99 beside background %v, alone %v: want %v at most", l, a, most)
 	}

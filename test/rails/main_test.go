@@ -38,7 +38,8 @@ const (
 	extentEnv = "KVSPRAY_RAILS"
 	attackEnv = "KVSPRAY_ATTACK_RUNS"
 	binaryEnv = "KVSPRAY_BINARY"
-	tenthEnv  = "KVSPRAY_RAILS_TENTH" // not empty: a tenth of the rates, where the machine has other work
+	// not empty: a tenth of the rates, where the machine has other work
+	tenthEnv = "KVSPRAY_RAILS_TENTH"
 )
 
 var (
@@ -71,7 +72,8 @@ func setUp(m *testing.M) (int, error) {
 		return 0, fmt.Errorf("%s=%q: want minute, long, or nothing", extentEnv, v)
 	}
 	if how == minute && !quiet(atFirst) {
-		fmt.Println("test/rails: the processors are not to be had for as long as figures take: everything is done once, at a tenth of the rates, and no figure is judged")
+		fmt.Println("test/rails: the processors are not to be had for as long as figures take: " +
+			"everything is done once, at a tenth of the rates, and no figure is judged")
 		busy = true
 	}
 	tenth = !figures() || os.Getenv(tenthEnv) != ""
@@ -83,17 +85,20 @@ func setUp(m *testing.M) (int, error) {
 		}
 		defer func() { _ = os.RemoveAll(dir) }()
 		kvspray = filepath.Join(dir, "kvspray")
-		if out, err := exec.Command("go", "build", "-o", kvspray, "github.com/kvspray/kvspray/cmd/kvspray").CombinedOutput(); err != nil {
+		if out, err := exec.Command("go", "build", "-o", kvspray,
+			"github.com/kvspray/kvspray/cmd/kvspray").CombinedOutput(); err != nil {
 			return 0, fmt.Errorf("build kvspray: %w\n%s", err, out)
 		}
 	}
 	return m.Run(), nil
 }
 
-// figures reports whether anything is measured. Failed transfers, content, late writes, and whether a rail comes back at all are judged in any case.
+// figures reports whether anything is measured. Failed transfers, content, late writes, and whether
+// a rail comes back at all are judged in any case.
 func figures() bool { return how != smoke && !busy }
 
-// How often quiet looks: what ran before may take a moment to end, what runs beside these tests mostly goes on.
+// How often quiet looks: what ran before may take a moment to end, what runs beside these tests
+// mostly goes on.
 const (
 	atFirst = 20
 	between = 5
@@ -123,8 +128,8 @@ func quiet(tries int) bool {
 	return false
 }
 
-// Rounds that make test adds where a figure is missed: what disturbed a few seconds of it disturbs no median of three times as many, and what is
-// slower than it should be stays so.
+// Rounds that make test adds where a figure is missed: what disturbed a few seconds of it disturbs
+// no median of three times as many, and what is slower than it should be stays so.
 const moreRounds = 6
 
 // patience is what is left of them.
@@ -155,7 +160,8 @@ func (p *patience) judges(t testing.TB) bool {
 	return !p.noisy && judges(t)
 }
 
-// judges reports whether a figure that is missed counts: not where the processors are not to be had any more.
+// judges reports whether a figure that is missed counts: not where the processors are not to be had
+// any more.
 func judges(t testing.TB) bool {
 	t.Helper()
 	if figures() && how == minute && !quiet(between) {
@@ -199,7 +205,8 @@ func rates(t testing.TB, s ...string) (out []timeline.Rate) {
 	return out
 }
 
-// goal is the mix that the goals name, or a tenth of it where figures do not count, or the machine has no time for more.
+// goal is the mix that the goals name, or a tenth of it where figures do not count, or the machine
+// has no time for more.
 func goal(t testing.TB) []timeline.Rate {
 	if tenth {
 		return rates(t, "200mbit", "100mbit", "50mbit", "50mbit")
@@ -239,7 +246,8 @@ func open(t testing.TB, s railsbench.Setup) *railsbench.Field {
 }
 
 // engines adds a pair of engines, and lets the sidecars meet.
-func engines(t testing.TB, f *railsbench.Field, block int, total int64, slots int) *railsbench.Pair {
+func engines(t testing.TB, f *railsbench.Field, block int, total int64,
+	slots int) *railsbench.Pair {
 	t.Helper()
 	p, err := f.Engines(t.Context(), block, total, slots)
 	if err != nil {
@@ -270,7 +278,8 @@ func measured(t testing.TB, f *railsbench.Field, rr []timeline.Rate) *timeline.R
 	return r
 }
 
-// together is what plain streams over all rails at once carry; where nothing is measured, what the rails were asked to carry.
+// together is what plain streams over all rails at once carry; where nothing is measured, what the
+// rails were asked to carry.
 func together(t testing.TB, f *railsbench.Field) timeline.Rate {
 	t.Helper()
 	if !figures() {
@@ -299,8 +308,8 @@ func renew(t testing.TB, f *railsbench.Field, p *railsbench.Pair) {
 	}
 }
 
-// rejoined moves transfers until the sender has used every rail again and had none of its pairs on trial, each at some time: however busy the machine is,
-// that must not take for ever.
+// rejoined moves transfers until the sender has used every rail again and had none of its pairs on
+// trial, each at some time: however busy the machine is, that must not take for ever.
 func rejoined(t testing.TB, f *railsbench.Field, p *railsbench.Pair) {
 	t.Helper()
 	const bound = 30 * time.Second
@@ -345,7 +354,8 @@ func rejoined(t testing.TB, f *railsbench.Field, p *railsbench.Pair) {
 			t.Logf("all rails were used again %v after they were healed", took)
 			return
 		case took > bound:
-			t.Fatalf("%v after the rails were healed %d of %d have been used again: before %v, now %v", took, n, f.Rig.Rails(), before, now)
+			t.Fatalf("%v after the rails were healed %d of %d have been used again: before %v, now %v", took,
+				n, f.Rig.Rails(), before, now)
 		}
 	}
 }
@@ -389,7 +399,8 @@ func apply(t testing.TB, f *railsbench.Field, s ...string) {
 	}
 }
 
-// after waits; the tests have to let time pass in which nothing may happen, or in which rails are dead.
+// after waits; the tests have to let time pass in which nothing may happen, or in which rails are
+// dead.
 func after(t testing.TB, d time.Duration) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), d)

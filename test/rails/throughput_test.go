@@ -25,8 +25,10 @@ type mix struct {
 	claims []string
 }
 
-// add moves transfers over a mix, cold and warm in turns with plain streams, judges the shares, and returns them.
-func add(t *testing.T, m mix, policy string, block int, n int, coldLeast, warmLeast float64) (cold, warm []float64) {
+// add moves transfers over a mix, cold and warm in turns with plain streams, judges the shares, and
+// returns them.
+func add(t *testing.T, m mix, policy string, block int, n int, coldLeast, warmLeast float64) (cold,
+	warm []float64) {
 	t.Helper()
 	rr := rates(t, m.rates...)
 	f := open(t, railsbench.Setup{Rates: rr, Claims: rates(t, m.claims...), Policy: policy})
@@ -99,11 +101,16 @@ func TestOtherMixes(t *testing.T) {
 	n := 2
 	if how == long {
 		n = 10
-		// Two cores that the shapers of eight rails keep busy are late by more than a window of 2 ms now and then.
-		mixes = append(mixes, mix{"eight", []string{"1gbit", "500mbit", "300mbit", "200mbit", "100mbit", "100mbit", "50mbit", "50mbit"}, nil},
-			mix{"two equal", []string{"1gbit", "1gbit"}, nil}, mix{"three", []string{"2gbit", "200mbit", "50mbit"}, nil},
-			mix{"eight, one fast", []string{"2gbit", "500mbit", "300mbit", "200mbit", "100mbit", "100mbit", "50mbit", "50mbit"}, nil},
-			mix{"slow", []string{"100mbit", "70mbit", "50mbit"}, nil}, mix{"five", []string{"1gbit", "800mbit", "600mbit", "400mbit", "200mbit"}, nil})
+		// Two cores that the shapers of eight rails keep busy are late by more than a window of 2 ms now
+		// and then.
+		mixes = append(mixes, mix{"eight", []string{"1gbit", "500mbit", "300mbit", "200mbit", "100mbit",
+			"100mbit", "50mbit", "50mbit"}, nil},
+			mix{"two equal", []string{"1gbit", "1gbit"}, nil}, mix{"three", []string{"2gbit", "200mbit",
+				"50mbit"}, nil},
+			mix{"eight, one fast", []string{"2gbit", "500mbit", "300mbit", "200mbit", "100mbit", "100mbit",
+				"50mbit", "50mbit"}, nil},
+			mix{"slow", []string{"100mbit", "70mbit", "50mbit"}, nil},
+			mix{"five", []string{"1gbit", "800mbit", "600mbit", "400mbit", "200mbit"}, nil})
 	}
 	for _, m := range mixes {
 		t.Run(m.name, func(t *testing.T) {
@@ -111,17 +118,22 @@ func TestOtherMixes(t *testing.T) {
 		})
 	}
 	t.Run("a tenth of its claim", func(t *testing.T) {
-		liar := mix{rates: []string{"200mbit", "1gbit", "500mbit", "500mbit"}, claims: []string{"2gbit", "1gbit", "500mbit", "500mbit"}}
-		if how != long { // at these rates two cores are late for its windows: two builds of which neither is slower had 0.90 to 0.99 in turns
-			liar = mix{rates: []string{"20mbit", "100mbit", "50mbit", "50mbit"}, claims: []string{"200mbit", "100mbit", "50mbit", "50mbit"}}
+		liar := mix{rates: []string{"200mbit", "1gbit", "500mbit", "500mbit"}, claims: []string{"2gbit",
+			"1gbit", "500mbit", "500mbit"}}
+		// at these rates two cores are late for its windows: two builds of which neither is slower had
+		// 0.90 to 0.99 in turns
+		if how != long {
+			liar = mix{rates: []string{"20mbit", "100mbit", "50mbit", "50mbit"}, claims: []string{"200mbit",
+				"100mbit", "50mbit", "50mbit"}}
 		}
 		add(t, liar, "", 16*kib, n, liarsColdGoal, warmGoal)
 	})
 }
 
-// What other engines do, beside it: each slice to the next rail, or shares by what links claim. They are here to be compared with; where a
-// link lies, or claims nothing, they are as slow as that link makes them: the slowest rail sets the pace of all four (2 of 4 Gbit/s, or 0.8 of
-// 2.2), or the liar that of all that it claims.
+// What other engines do, beside it: each slice to the next rail, or shares by what links claim.
+// They are here to be compared with; where a link lies, or claims nothing, they are as slow as that
+// link makes them: the slowest rail sets the pace of all four (2 of 4 Gbit/s, or 0.8 of 2.2), or
+// the liar that of all that it claims.
 func TestFixedPolicies(t *testing.T) {
 	only(t, long)
 	const unbounded = 2 // more than all rails carry
@@ -132,16 +144,20 @@ func TestFixedPolicies(t *testing.T) {
 		mix
 		want map[string]bounds // by policy
 	}{
-		{mix{"claims nothing", unequal, nil}, map[string]bounds{"spray": spray, "round-robin": paced, "weighted": paced}},
-		{mix{"claims are true", unequal, unequal}, map[string]bounds{"spray": spray, "round-robin": paced, "weighted": {paced.most, unbounded}}},
-		{mix{"one lies", []string{"200mbit", "1gbit", "500mbit", "500mbit"}, unequal}, map[string]bounds{"spray": spray, "round-robin": lied, "weighted": lied}},
+		{mix{"claims nothing", unequal, nil}, map[string]bounds{"spray": spray, "round-robin": paced,
+			"weighted": paced}},
+		{mix{"claims are true", unequal, unequal}, map[string]bounds{"spray": spray, "round-robin": paced,
+			"weighted": {paced.most, unbounded}}},
+		{mix{"one lies", []string{"200mbit", "1gbit", "500mbit", "500mbit"}, unequal},
+			map[string]bounds{"spray": spray, "round-robin": lied, "weighted": lied}},
 	} {
 		for policy, want := range x.want {
 			t.Run(policy+"/"+x.name, func(t *testing.T) {
 				cold, warm := add(t, x.mix, policy, 16*kib, 3, want.least, want.least)
 				for what, v := range map[string][]float64{"cold": cold, "warm": warm} {
 					if best := slices.Max(v); best > want.most && judges(t) {
-						t.Errorf("%s: %.3f of what plain streams carry, no more than %.2f is possible that way: %.3f", what, best, want.most, v)
+						t.Errorf("%s: %.3f of what plain streams carry, no more than %.2f is possible that way: %.3f",
+							what, best, want.most, v)
 					}
 				}
 			})

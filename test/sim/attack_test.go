@@ -18,8 +18,9 @@ func attacks(t testing.TB) int {
 	return fewAttacks
 }
 
-// TestLateWriteAttack: slices stall on rails that swallow everything, their retries elsewhere complete, the commit comes, the engine has
-// its blocks back, and then the rails heal and bring what they kept. Not one chunk is written.
+// TestLateWriteAttack: slices stall on rails that swallow everything, their retries elsewhere
+// complete, the commit comes, the engine has its blocks back, and then the rails heal and bring
+// what they kept. Not one chunk is written.
 func TestLateWriteAttack(t *testing.T) {
 	late, n := 0, attacks(t)
 	for seed := range uint64(n) {
@@ -38,10 +39,12 @@ func TestLateWriteAttack(t *testing.T) {
 		if x.Received == nil || x.Received.Status != exec.StatusOK {
 			t.Fatalf("seed %d: did not come with %d of 4 rails: %+v", seed, 4-len(stalled), x.Received)
 		}
-		// The blocks go to another prompt at once, which may get the very slot, over rails that are about to heal.
+		// The blocks go to another prompt at once, which may get the very slot, over rails that are about
+		// to heal.
 		y := c.Begin(c.Nodes[0], c.Nodes[1], 256, 10*time.Second, time.Millisecond)
 		for _, r := range stalled {
-			c.F.After(time.Duration(rng.Int64N(int64(300*time.Millisecond))), func() { rails[r].Tx().SetDeaf(false) })
+			c.F.After(time.Duration(rng.Int64N(int64(300*time.Millisecond))),
+				func() { rails[r].Tx().SetDeaf(false) })
 		}
 		c.F.Run(c.F.Now()+20*time.Second, func() bool { return len(c.Violations()) > 0 })
 		c.Settle(slack)
@@ -59,8 +62,9 @@ func TestLateWriteAttack(t *testing.T) {
 	}
 }
 
-// TestDoubtOnThreeRails: one slice goes out on three rails that die one after the other, and arrives on the fourth. Rails that
-// come back, as links or as silence that ends, change nothing about the fence.
+// TestDoubtOnThreeRails: one slice goes out on three rails that die one after the other, and
+// arrives on the fourth. Rails that come back, as links or as silence that ends, change nothing
+// about the fence.
 func TestDoubtOnThreeRails(t *testing.T) {
 	n, three, late := attacks(t), 0, 0
 	for seed := range uint64(n) {
@@ -97,16 +101,19 @@ func TestDoubtOnThreeRails(t *testing.T) {
 		}
 		late += c.Stats().Late
 	}
-	t.Logf("%d runs: in %d three or more slices were in doubt when the commit came; %d came after it", n, three, late)
+	t.Logf("%d runs: in %d three or more slices were in doubt when the commit came; %d came after it",
+		n, three, late)
 	if three < n/20 || late == 0 {
 		t.Error("there was no such doubt")
 	}
 }
 
-// TestManyLeases: thousands open towards many peers at once, with deadlines that pass, sources that are renewed by their engines' signs
-// of life, and clocks that agree about nothing. In mid round some clocks leap half an hour, in a life that goes on; others fall back to zero, with
-// a new one. Where a clock leaps, what that sidecar has open is over at once and the other side's is in its time; everything else ends when
-// it would have: nothing is over early or lives on. Memory and time do not grow with what was open before.
+// TestManyLeases: thousands open towards many peers at once, with deadlines that pass, sources that
+// are renewed by their engines' signs of life, and clocks that agree about nothing. In mid round
+// some clocks leap half an hour, in a life that goes on; others fall back to zero, with a new one.
+// Where a clock leaps, what that sidecar has open is over at once and the other side's is in its
+// time; everything else ends when it would have: nothing is over early or lives on. Memory and time
+// do not grow with what was open before.
 func TestManyLeases(t *testing.T) {
 	const peers, each = 64, 64 // 4096 open at one node
 	const deadline, moved = time.Second, 50 * time.Millisecond
@@ -166,7 +173,8 @@ func TestManyLeases(t *testing.T) {
 			return c.Open() == 0 || len(c.Violations()) > 0
 		})
 		if forth != peers/8 || back != peers/8 {
-			t.Errorf("round %d: %d clocks leapt with what they had open, %d fell back: want %d each", round, forth, back, peers/8)
+			t.Errorf("round %d: %d clocks leapt with what they had open, %d fell back: want %d each", round,
+				forth, back, peers/8)
 		}
 		if most < peers*each*3/4 {
 			t.Errorf("round %d: %d leases were open at one node at a time", round, most)
@@ -177,7 +185,8 @@ func TestManyLeases(t *testing.T) {
 			in := func(what string, d, least, most time.Duration) {
 				t.Helper()
 				if d < least || d > most {
-					t.Errorf("round %d: transfer %d of node %d: %s ended after %s: want %s to %s", round, x.ID, i, what, d, least, most)
+					t.Errorf("round %d: transfer %d of node %d: %s ended after %s: want %s to %s", round, x.ID, i,
+						what, d, least, most)
 				}
 			}
 			switch {
@@ -210,7 +219,8 @@ func TestManyLeases(t *testing.T) {
 			}
 		}
 		if came != peers*each*3/4*7/8 || over != peers*each*3/4/8 || expired != peers*each/4 {
-			t.Errorf("round %d: %d came, %d were over with their clock, %d expired, of %d", round, came, over, expired, len(all))
+			t.Errorf("round %d: %d came, %d were over with their clock, %d expired, of %d", round, came,
+				over, expired, len(all))
 		}
 		c.F.Run(c.F.Now()+5*time.Second, nil)
 	}
@@ -220,14 +230,17 @@ func TestManyLeases(t *testing.T) {
 	}
 }
 
-// TestClocksAgreeAboutNothing: the same run, with clocks that are a nanosecond apart, minutes, or three hours, takes the same course down to the last event,
-// also where clocks leap and processes begin again: between hosts there are durations only.
+// TestClocksAgreeAboutNothing: the same run, with clocks that are a nanosecond apart, minutes, or
+// three hours, takes the same course down to the last event, also where clocks leap and processes
+// begin again: between hosts there are durations only.
 func TestClocksAgreeAboutNothing(t *testing.T) {
-	s := scenario{nodes: 8, rails: 2, partners: 3, transfers: 6, tokens: 256, deadline: 3 * time.Second, spread: 500 * time.Millisecond,
+	s := scenario{nodes: 8, rails: 2, partners: 3, transfers: 6, tokens: 256,
+		deadline: 3 * time.Second, spread: 500 * time.Millisecond,
 		preempted: 0.1, cancelled: 0.1, alone: 0.05, link: slow, twice: 0.01, replay: 0.1}
 	for seed := range uint64(4) {
 		x := s.draw(seed, 16, 0.5)
-		x.faults = append(x.faults, fault{leap, 0, 0, 100 * time.Millisecond, 400 * time.Millisecond}, fault{restart, 1, 0, 100 * time.Millisecond, 100 * time.Millisecond})
+		x.faults = append(x.faults, fault{leap, 0, 0, 100 * time.Millisecond, 400 * time.Millisecond},
+			fault{restart, 1, 0, 100 * time.Millisecond, 100 * time.Millisecond})
 		var first *Cluster
 		for _, skew := range []time.Duration{time.Nanosecond, 0, 3 * time.Hour} {
 			s.skew = skew
@@ -237,11 +250,14 @@ func TestClocksAgreeAboutNothing(t *testing.T) {
 				first = c
 			}
 			if a, b := first.F.Trace(), c.F.Trace(); a != b || first.Stats() != c.Stats() {
-				t.Errorf("seed %d, clocks %v apart: trace %016x, %+v; with clocks a nanosecond apart %016x, %+v", seed, skew, b, c.Stats(), a, first.Stats())
+				t.Errorf(
+					"seed %d, clocks %v apart: trace %016x, %+v; with clocks a nanosecond apart %016x, %+v", seed,
+					skew, b, c.Stats(), a, first.Stats())
 			}
 			for i, x := range c.Transfers() {
 				if y := first.Transfers()[i]; x.receivedAt != y.receivedAt || x.sentAt != y.sentAt {
-					t.Errorf("seed %d, clocks %v apart: transfer %d ended at %v and %v, else at %v and %v", seed, skew, x.ID, x.receivedAt, x.sentAt, y.receivedAt, y.sentAt)
+					t.Errorf("seed %d, clocks %v apart: transfer %d ended at %v and %v, else at %v and %v", seed,
+						skew, x.ID, x.receivedAt, x.sentAt, y.receivedAt, y.sentAt)
 				}
 			}
 		}

@@ -91,12 +91,14 @@ func (l lane) Move(batch []transport.Slice) error {
 	switch {
 	case err == nil:
 		return nil
-	case !errors.Is(err, net.ErrClosed) && s.c.cfg.Lies == 0: // what lies send counts, and nobody knows of it
+	// what lies send counts, and nobody knows of it
+	case !errors.Is(err, net.ErrClosed) && s.c.cfg.Lies == 0:
 		s.c.violation("%s: lane %d %s: %v", s.n.addr, l.ID(), brokeBound, err)
 	}
 	res := make([]transport.Result, 0, len(batch))
 	for _, x := range batch {
-		res = append(res, transport.Result{Slice: x, Outcome: transfer.NotLanded, Reason: transfer.ReasonLaneLost, Err: err, Took: 1})
+		res = append(res, transport.Result{Slice: x, Outcome: transfer.NotLanded,
+			Reason: transfer.ReasonLaneLost, Err: err, Took: 1})
 	}
 	s.later(0, func() { s.results(res) })
 	return nil
@@ -107,7 +109,8 @@ var errBackend = errors.New("sim: a backend gave a slice back")
 // ghost marks slices that the executor believes to be over.
 const ghost = 1 << 63
 
-// lie takes slices out of a batch of which the backend will not tell the truth, or that it gives back.
+// lie takes slices out of a batch of which the backend will not tell the truth, or that it gives
+// back.
 func (s *sidecar) lie(lane uint64, batch []transport.Slice) []transport.Slice {
 	if s.c.cfg.Lies+s.c.cfg.Errors == 0 {
 		return batch

@@ -14,14 +14,16 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// What package peer promises and bounds: frames between two boots come once and in order for as long as both live, PeerUp before
-// the first of them, and none once a boot is superseded. Replays break the first on purpose.
+// What package peer promises and bounds: frames between two boots come once and in order for as
+// long as both live, PeerUp before the first of them, and none once a boot is superseded. Replays
+// break the first on purpose.
 const (
 	maxWaiting = 8192 // frames to one peer that it has not had
 	maxHeard   = 32   // frames that may be replayed, of one peer
 )
 
-// pipe carries control frames to one boot, in order, as long as any rail gets through and nobody has cut it.
+// pipe carries control frames to one boot, in order, as long as any rail gets through and nobody
+// has cut it.
 type pipe struct {
 	s       *sidecar
 	to      *sidecar // nil: its handshake is to come
@@ -38,7 +40,10 @@ type pipe struct {
 }
 
 func bootsInOrder(m map[transfer.Boot]*pipe) []transfer.Boot {
-	return slices.SortedFunc(maps.Keys(m), func(a, b transfer.Boot) int { return bytes.Compare(a[:], b[:]) })
+	return slices.SortedFunc(maps.Keys(m), func(a, b transfer.Boot) int {
+		return bytes.Compare(a[:],
+			b[:])
+	})
 }
 
 func (s *sidecar) pipe(boot transfer.Boot) *pipe {

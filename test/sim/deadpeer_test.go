@@ -7,16 +7,20 @@ import (
 	"github.com/kvspray/kvspray/transport/simfabric"
 )
 
-// TestDeadPeerSlowsNoOther: one prefill node feeds four decode nodes; in mid transfer one of them goes silent for good, with all that is on
-// its way to it. The others are served as if it had never been there.
+// TestDeadPeerSlowsNoOther: one prefill node feeds four decode nodes; in mid transfer one of them
+// goes silent for good, with all that is on its way to it. The others are served as if it had never
+// been there.
 func TestDeadPeerSlowsNoOther(t *testing.T) {
-	link := simfabric.LinkSpec{BitsPerSecond: 10e9, Latency: 10 * time.Microsecond, Jitter: 2 * time.Microsecond, Buffer: 4 << 20}
+	link := simfabric.LinkSpec{BitsPerSecond: 10e9, Latency: 10 * time.Microsecond,
+		Jitter: 2 * time.Microsecond, Buffer: 4 << 20}
 	run := func(dead bool) (took time.Duration) {
 		c := New(Config{Fabric: simfabric.Config{Seed: 3}})
-		from := c.AddNode(simfabric.RailSpec{Name: "r0", Link: link}, simfabric.RailSpec{Name: "r1", Link: link})
+		from := c.AddNode(simfabric.RailSpec{Name: "r0", Link: link}, simfabric.RailSpec{Name: "r1",
+			Link: link})
 		var to []*Node
 		for range 4 {
-			n := c.AddNode(simfabric.RailSpec{Name: "r0", Link: link}, simfabric.RailSpec{Name: "r1", Link: link})
+			n := c.AddNode(simfabric.RailSpec{Name: "r0", Link: link}, simfabric.RailSpec{Name: "r1",
+				Link: link})
 			c.Join(from, n)
 			to = append(to, n)
 		}
@@ -31,7 +35,8 @@ func TestDeadPeerSlowsNoOther(t *testing.T) {
 			c.Begin(from, to[3], 1<<15, 5*time.Second, time.Millisecond)
 			c.F.Run(c.F.Now()+50*time.Millisecond, nil)
 			silence(to[3])
-			c.F.Run(c.F.Now()+200*time.Millisecond, nil) // its lanes are silent now, and its chunks wait for others
+			// its lanes are silent now, and its chunks wait for others
+			c.F.Run(c.F.Now()+200*time.Millisecond, nil)
 			c.Begin(from, to[3], 1<<15, 5*time.Second, time.Millisecond)
 		}
 		began := c.F.Now()

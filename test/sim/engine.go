@@ -17,7 +17,8 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// engine is one life of an engine: a worker for each of its ranks. What it has open outlives sidecars.
+// engine is one life of an engine: a worker for each of its ranks. What it has open outlives
+// sidecars.
 type engine struct {
 	boots []transfer.Boot // of its workers
 	open  map[transfer.LeaseID]*lease
@@ -48,7 +49,8 @@ type Transfer struct {
 	Deadline time.Duration
 	Alone    bool // its prefill never comes
 	Began    time.Duration
-	// Sent and Received are the first completion of a side's leases that is not good, or the last; nil: not all have ended.
+	// Sent and Received are the first completion of a side's leases that is not good, or the last;
+	// nil: not all have ended.
 	Sent, Received *connector.Completion
 	// OnReceived is called when the receiving engine hears how it ended.
 	OnReceived func()
@@ -78,17 +80,22 @@ func (t *Transfer) word(layer int, i, epoch uint32) uint64 {
 }
 
 func inOrder(all iter.Seq[*lease]) []*lease {
-	return slices.SortedFunc(all, func(a, b *lease) int { return cmp.Or(cmp.Compare(a.t.ID, b.t.ID), cmp.Compare(a.id.ID, b.id.ID)) })
+	return slices.SortedFunc(all, func(a, b *lease) int {
+		return cmp.Or(cmp.Compare(a.t.ID, b.t.ID),
+			cmp.Compare(a.id.ID, b.id.ID))
+	})
 }
 
-// Begin lets `to` expect a prompt of tokens from `from`, which has them computed layer by layer. Where an engine is dead there is
-// nobody to want anything: nil.
-func (c *Cluster) Begin(from, to *Node, tokens uint32, deadline time.Duration, prefill time.Duration) *Transfer {
+// Begin lets `to` expect a prompt of tokens from `from`, which has them computed layer by layer.
+// Where an engine is dead there is nobody to want anything: nil.
+func (c *Cluster) Begin(from, to *Node, tokens uint32, deadline time.Duration,
+	prefill time.Duration) *Transfer {
 	return c.BeginAs(connector.DecodeWaits, from, to, tokens, deadline, prefill)
 }
 
 // BeginAs is Begin with a priority.
-func (c *Cluster) BeginAs(prio connector.Priority, from, to *Node, tokens uint32, deadline time.Duration, prefill time.Duration) *Transfer {
+func (c *Cluster) BeginAs(prio connector.Priority, from, to *Node, tokens uint32,
+	deadline time.Duration, prefill time.Duration) *Transfer {
 	t := c.transfer(from, to, tokens, deadline)
 	if t == nil {
 		return nil
@@ -126,7 +133,8 @@ func (c *Cluster) transfer(from, to *Node, tokens uint32, deadline time.Duration
 	if from.engine == nil || to.engine == nil {
 		return nil
 	}
-	t := &Transfer{ID: uint64(len(c.transfers) + 1), From: from, To: to, Tokens: tokens, Deadline: deadline, Began: c.F.Now()}
+	t := &Transfer{ID: uint64(len(c.transfers) + 1), From: from, To: to, Tokens: tokens,
+		Deadline: deadline, Began: c.F.Now()}
 	binary.BigEndian.PutUint64(t.key.Xfer[:], t.ID)
 	binary.BigEndian.PutUint64(t.key.Hash[:], ^t.ID)
 	c.transfers = append(c.transfers, t)
@@ -140,7 +148,8 @@ func (c *Cluster) transfer(from, to *Node, tokens uint32, deadline time.Duration
 func (n *Node) open(t *Transfer, rank int, receiver bool) *lease {
 	n.nextID++
 	n.c.open++
-	l := &lease{t: t, n: n, e: n.engine, rank: rank, receiver: receiver, id: transfer.LeaseID{Boot: n.engine.boots[rank], ID: n.nextID}}
+	l := &lease{t: t, n: n, e: n.engine, rank: rank, receiver: receiver,
+		id: transfer.LeaseID{Boot: n.engine.boots[rank], ID: n.nextID}}
 	n.engine.open[l.id] = l
 	return l
 }
@@ -180,13 +189,15 @@ func (l *lease) present(s *sidecar) {
 	s.owners[l.id] = l
 	if l.receiver {
 		s.event(func(now exec.Instant) {
-			s.ex.Expect(now, w, connector.Expect{Lease: l.id, Key: t.key, Peer: t.From.addr, Req: fmt.Sprint(t.ID), Tokens: t.Tokens, Skip: []uint32{0},
+			s.ex.Expect(now, w, connector.Expect{Lease: l.id, Key: t.key, Peer: t.From.addr,
+				Req: fmt.Sprint(t.ID), Tokens: t.Tokens, Skip: []uint32{0},
 				Priority: t.Prio, Deadline: l.left(), Partner: l.left()})
 		})
 		return
 	}
 	s.event(func(now exec.Instant) {
-		s.ex.Intent(now, w, connector.Intent{Lease: l.id, Key: t.key, Req: fmt.Sprint(t.ID), Tokens: t.Tokens, Fanout: 1, Blocks: [][]uint32{}, Priority: t.Prio,
+		s.ex.Intent(now, w, connector.Intent{Lease: l.id, Key: t.key, Req: fmt.Sprint(t.ID),
+			Tokens: t.Tokens, Fanout: 1, Blocks: [][]uint32{}, Priority: t.Prio,
 			Deadline: l.left()})
 	})
 	l.announce(t.epoch)
@@ -240,12 +251,13 @@ func (l *lease) progress(layer int, epoch uint32) {
 	s.event(func(now exec.Instant) {
 		id := l.id
 		id.Epoch = epoch
-		s.ex.Progress(now, w, []connector.Progress{{Lease: id, Layer: layer - own.lo, Tokens: l.t.Tokens, Final: true}})
+		s.ex.Progress(now, w, []connector.Progress{{Lease: id, Layer: layer - own.lo, Tokens: l.t.Tokens,
+			Final: true}})
 	})
 }
 
-// Preempt takes the source's blocks away on every rank, as an engine does without asking; each says so a little later, and all compute
-// again.
+// Preempt takes the source's blocks away on every rank, as an engine does without asking; each says
+// so a little later, and all compute again.
 func (t *Transfer) Preempt(prefill time.Duration) {
 	if len(t.gives) == 0 || t.Sent != nil || t.From.engine != t.gives[0].e {
 		return
@@ -290,7 +302,8 @@ func (t *Transfer) Cancel(receiver bool) {
 // orphan ends a lease whose engine is dead, where no sidecar knows of it.
 func (l *lease) orphan() {
 	if l.done == nil && l.n.engine != l.e {
-		l.ended(connector.Completion{Status: exec.StatusFailed, Reason: "the engine died, and nobody else knew"})
+		l.ended(connector.Completion{Status: exec.StatusFailed, Reason: "the engine died, and nobody " +
+			"else knew"})
 	}
 }
 
@@ -350,7 +363,8 @@ func (s *sidecar) complete(a *exec.Action) {
 func (s *sidecar) workerFenced(w *connector.Worker) {
 	for _, l := range inOrder(maps.Values(s.owners)) {
 		if l.id.Boot == w.Boot {
-			s.c.violation("%s: its worker is said to be fenced, and transfer %d has a lease open", s.n.addr, l.t.ID)
+			s.c.violation("%s: its worker is said to be fenced, and transfer %d has a lease open",
+				s.n.addr, l.t.ID)
 		}
 	}
 }
@@ -359,10 +373,11 @@ var errModel = errors.New("sim: memory is modelled")
 
 // source is what lanes read.
 type source struct {
-	s      *sidecar
-	l      *lease
-	plan   *plan
-	epoch  uint32 // of the progress that the executor knows of, which the blocks may have left behind already
+	s    *sidecar
+	l    *lease
+	plan *plan
+	// of the progress that the executor knows of, which the blocks may have left behind already
+	epoch  uint32
 	closed bool
 }
 
@@ -398,7 +413,10 @@ type sink struct {
 	full           bool
 }
 
-func (k *sink) Resolve(dst []mem.Block, _ transfer.Range) ([]mem.Block, error) { return dst, errModel }
+func (k *sink) Resolve(dst []mem.Block, _ transfer.Range) ([]mem.Block,
+	error) {
+	return dst, errModel
+}
 
 // Device implements transport.OnDevice.
 func (k *sink) Device() mem.Device { return nil }

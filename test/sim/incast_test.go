@@ -8,18 +8,21 @@ import (
 	"github.com/kvspray/kvspray/transport/simfabric"
 )
 
-// TestIncastIsShared: sixteen senders to one rail, in front of which there is room for little more than a chunk of each. Their windows would
-// overflow it, one after the other would wait for a timeout and the rail be idle; with the receiver's credits it is full and shared evenly.
+// TestIncastIsShared: sixteen senders to one rail, in front of which there is room for little more
+// than a chunk of each. Their windows would overflow it, one after the other would wait for a
+// timeout and the rail be idle; with the receiver's credits it is full and shared evenly.
 func TestIncastIsShared(t *testing.T) {
 	const senders = 16
 	for _, x := range []struct {
 		gbps    float64
 		buffer  int
 		latency time.Duration
-	}{{10, 4 << 20, 10 * time.Microsecond}, {10, 2 << 20, 10 * time.Microsecond}, {25, 4 << 20, 10 * time.Microsecond},
+	}{{10, 4 << 20, 10 * time.Microsecond}, {10, 2 << 20, 10 * time.Microsecond},
+		{25, 4 << 20, 10 * time.Microsecond},
 		{100, 16 << 20, 10 * time.Microsecond}, {10, 16 << 20, 2 * time.Millisecond}} {
 		t.Run(fmt.Sprintf("%v Gbit, %d KiB, %v", x.gbps, x.buffer>>10, x.latency), func(t *testing.T) {
-			link := simfabric.LinkSpec{BitsPerSecond: x.gbps * 1e9, Latency: x.latency, Jitter: 2 * time.Microsecond, Buffer: x.buffer}
+			link := simfabric.LinkSpec{BitsPerSecond: x.gbps * 1e9, Latency: x.latency,
+				Jitter: 2 * time.Microsecond, Buffer: x.buffer}
 			c := New(Config{Fabric: simfabric.Config{Seed: 1}})
 			to := c.AddNode(simfabric.RailSpec{Name: "r0", Link: link})
 			for range senders {
@@ -50,8 +53,10 @@ func TestIncastIsShared(t *testing.T) {
 				squares += v * v
 			}
 			share, jain := sum*8/span.Seconds()/link.BitsPerSecond, sum*sum/(senders*squares)
-			t.Logf("%.3f of the link carried what landed, %.3f anything; Jain %.3f; %d overflows, deepest queue %d KiB", share,
-				float64(rx.Bytes()-bytes)*8/span.Seconds()/link.BitsPerSecond, jain, rx.Overflows()-lost, rx.Deepest()>>10)
+			t.Logf("%.3f of the link carried what landed, %.3f anything; Jain %.3f; %d overflows, deepest "+
+				"queue %d KiB", share,
+				float64(rx.Bytes()-bytes)*8/span.Seconds()/link.BitsPerSecond, jain, rx.Overflows()-lost,
+				rx.Deepest()>>10)
 			if share < 0.95 || jain < 0.95 {
 				t.Errorf("%.3f of the link, Jain %.3f: want 0.95 of both", share, jain)
 			}

@@ -69,7 +69,8 @@ func (d *dial) again() {
 			return
 		}
 		d.waiting = false
-		l, err := d.s.backend.Dial(context.Background(), transport.Peer{Boot: d.to.boot, Self: d.s.boot}, d.local, d.remote)
+		l, err := d.s.backend.Dial(context.Background(), transport.Peer{Boot: d.to.boot, Self: d.s.boot},
+			d.local, d.remote)
 		if err != nil {
 			d.wait = min(max(2*d.wait, redialFirst), redialMost)
 			d.again()
@@ -93,18 +94,20 @@ func (s *sidecar) redial() {
 // host is the transport.Host of a sidecar: it leads into its process, if that lives.
 type host struct{ s *sidecar }
 
-// PeerKey knows the boots that a handshake named, and this one by all of its names but one: whoever dials names the boot that he
-// means, and is refused by another life at the same address.
+// PeerKey knows the boots that a handshake named, and this one by all of its names but one: whoever
+// dials names the boot that he means, and is refused by another life at the same address.
 func (h host) PeerKey(boot transfer.Boot) (transport.Peer, bool) {
 	p := h.s.pipes[boot]
 	return transport.Peer{Boot: boot, Self: h.s.boot}, p != nil && !h.s.over[boot]
 }
 
-func (h host) Grant(peer transfer.Boot, slot transfer.Slot, gen transfer.Gen) (*transport.Grant, transfer.Reason) {
+func (h host) Grant(peer transfer.Boot, slot transfer.Slot, gen transfer.Gen) (*transport.Grant,
+	transfer.Reason) {
 	return h.s.drv.Grant(peer, slot, gen)
 }
 
-func (h host) Origin(peer transfer.Boot, slot transfer.Slot, gen transfer.Gen) (*transport.Origin, transfer.Reason) {
+func (h host) Origin(peer transfer.Boot, slot transfer.Slot, gen transfer.Gen) (*transport.Origin,
+	transfer.Reason) {
 	return h.s.drv.Origin(peer, slot, gen)
 }
 
@@ -137,7 +140,8 @@ func (h host) Done(_ transport.Lane, res []transport.Result) {
 		return
 	}
 	if s.c.cfg.Lies > 0 {
-		res = slices.DeleteFunc(slices.Clone(res), func(r transport.Result) bool { return r.Cookie&ghost != 0 })
+		res = slices.DeleteFunc(slices.Clone(res),
+			func(r transport.Result) bool { return r.Cookie&ghost != 0 })
 	} else if s.n.Host.Frozen() {
 		res = slices.Clone(res)
 	}

@@ -32,7 +32,8 @@ type Node struct {
 	held     *Held // nil: nobody measures
 }
 
-// sidecar is one life of a sidecar process: the production driver and executor, and what surrounds them.
+// sidecar is one life of a sidecar process: the production driver and executor, and what surrounds
+// them.
 type sidecar struct {
 	c       *Cluster
 	n       *Node
@@ -94,18 +95,24 @@ func (n *Node) now() exec.Instant { return n.c.F.Now() + n.leap }
 // start begins a sidecar's life.
 func (n *Node) start() {
 	c := n.c
-	s := &sidecar{c: c, n: n, boot: c.boot(), tickAt: -1, lanes: map[uint64]transport.Lane{}, dials: map[uint64]*dial{},
-		sinks: map[*transport.Grant]*sink{}, sources: map[*transport.Origin]*source{}, pipes: map[transfer.Boot]*pipe{},
-		over: map[transfer.Boot]bool{}, moving: map[uint64]bool{}, owners: map[transfer.LeaseID]*lease{},
-		received: map[transfer.Boot]uint64{}, turns: map[transfer.Boot]*turns{}, planner: planner{map[[32]byte]bool{}}}
+	s := &sidecar{c: c, n: n, boot: c.boot(), tickAt: -1, lanes: map[uint64]transport.Lane{},
+		dials: map[uint64]*dial{},
+		sinks: map[*transport.Grant]*sink{}, sources: map[*transport.Origin]*source{},
+		pipes: map[transfer.Boot]*pipe{},
+		over:  map[transfer.Boot]bool{}, moving: map[uint64]bool{}, owners: map[transfer.LeaseID]*lease{},
+		received: map[transfer.Boot]uint64{}, turns: map[transfer.Boot]*turns{},
+		planner: planner{map[[32]byte]bool{}}}
 	n.side, s.lock = s, &lock{n: n}
 	s.backend = n.Host.Backend()
 	s.rails, _ = s.backend.Open(context.Background(), host{s}) // fails only once it is closed
 	cfg := c.cfg.Exec
-	cfg.Boot, cfg.Endpoint, cfg.Planner, cfg.Transports = s.boot, n.addr, s.planner, []string{simfabric.Name}
+	cfg.Boot, cfg.Endpoint, cfg.Planner, cfg.Transports = s.boot, n.addr, s.planner,
+		[]string{simfabric.Name}
 	s.ex = exec.New(cfg)
-	s.drv = driver.New(driver.Config{Exec: s.ex, Process: process{s}, Lock: s.lock, Peers: peers{s}, Engines: engines{s},
-		Memory: memory{s}, Rails: local{s}, Observer: observer{s}, Log: slog.New(slog.DiscardHandler), Grace: time.Hour})
+	s.drv = driver.New(driver.Config{Exec: s.ex, Process: process{s}, Lock: s.lock, Peers: peers{s},
+		Engines: engines{s},
+		Memory:  memory{s}, Rails: local{s}, Observer: observer{s}, Log: slog.New(slog.DiscardHandler),
+		Grace: time.Hour})
 	s.drv.Use(transport.Registry{backend{s.backend, s}})
 	s.tellRails()
 	if n.engine != nil {
@@ -118,9 +125,11 @@ func (s *sidecar) register(e *engine) {
 	s.workers = nil
 	for r, boot := range e.boots {
 		own := held(r, len(e.boots))
-		w := &connector.Worker{Name: s.n.addr, Boot: boot, Place: connector.Place{Engine: s.n.addr, PP: r, PPSize: len(e.boots)},
+		w := &connector.Worker{Name: s.n.addr, Boot: boot, Place: connector.Place{Engine: s.n.addr, PP: r,
+			PPSize: len(e.boots)},
 			Geometry: geometry(r, len(e.boots)),
-			Layout:   &layout.Layout{Groups: []layout.Group{{TokensPerBlock: blockTokens, Layers: make([]layout.Layer, own.hi-own.lo)}}}}
+			Layout: &layout.Layout{Groups: []layout.Group{{TokensPerBlock: blockTokens,
+				Layers: make([]layout.Layer, own.hi-own.lo)}}}}
 		s.workers = append(s.workers, w)
 		s.event(func(exec.Instant) { s.ex.WorkerUp(w) })
 	}
@@ -155,7 +164,8 @@ func (n *Node) Restart() {
 		return
 	}
 	c := n.c
-	// Its clock begins again: it counts from its start, as every sidecar does. Only so can a clock go back, for within a life it is monotonic.
+	// Its clock begins again: it counts from its start, as every sidecar does. Only so can a clock go
+	// back, for within a life it is monotonic.
 	n.leap = -c.F.Now()
 	n.start()
 	again := func(a, b *Node) {
@@ -173,7 +183,8 @@ func (n *Node) Restart() {
 	}
 }
 
-// KillEngine ends the engine; its sidecar, if it lives, is told by the kernel. StartEngine begins another life.
+// KillEngine ends the engine; its sidecar, if it lives, is told by the kernel. StartEngine begins
+// another life.
 func (n *Node) KillEngine() {
 	e := n.engine
 	if e == nil {
@@ -192,7 +203,10 @@ func (n *Node) KillEngine() {
 	}
 	for _, w := range s.workers {
 		s.later(n.c.F.Jitter(time.Millisecond), func() {
-			s.run(func() { s.drv.Events.WorkerGone(w, true, "the engine died", func() { s.workerFenced(w) }) })
+			s.run(func() {
+				s.drv.Events.WorkerGone(w, true, "the engine died",
+					func() { s.workerFenced(w) })
+			})
 		})
 	}
 }
@@ -219,8 +233,9 @@ func (n *Node) Freeze(d time.Duration) {
 	})
 }
 
-// Leap moves the node's clock, forward: the machine slept. An executor's clock is monotonic (see lease.Instant), so that nothing moves it back but
-// Restart; what is done to the wall clock does not reach it.
+// Leap moves the node's clock, forward: the machine slept. An executor's clock is monotonic (see
+// lease.Instant), so that nothing moves it back but Restart; what is done to the wall clock does
+// not reach it.
 func (n *Node) Leap(d time.Duration) {
 	n.leap += d
 	if s := n.side; s != nil {

@@ -19,7 +19,10 @@ type span struct{ lo, hi int }
 // held are the layers of one rank of an engine.
 func held(rank, ranks int) span { return span{rank * Layers / ranks, (rank + 1) * Layers / ranks} }
 
-func (a span) and(b span) span { return span{max(a.lo, b.lo), max(min(a.hi, b.hi), max(a.lo, b.lo))} }
+func (a span) and(b span) span {
+	return span{max(a.lo, b.lo), max(min(a.hi, b.hi),
+		max(a.lo, b.lo))}
+}
 
 // geometry is the shape of a rank's cache, which here says all of it.
 func geometry(rank, ranks int) (g [32]byte) {
@@ -29,7 +32,8 @@ func geometry(rank, ranks int) (g [32]byte) {
 
 func heldBy(g []byte) span { return held(int(g[0]), int(g[1])) }
 
-// plan is a transfer space of some layers, a segment for each. source are the layers of the rank that gives them.
+// plan is a transfer space of some layers, a segment for each. source are the layers of the rank
+// that gives them.
 type plan struct {
 	span
 	space  *transfer.Space
@@ -112,7 +116,8 @@ func (p planner) Receive(w *connector.Worker, x *connector.Expect) (exec.Plan, e
 	return newPlan(x.Tokens, s, s)
 }
 
-func (p planner) Divide(w *connector.Worker, x *connector.Expect, ranks []exec.Rank, _ func(string) uint64) ([]exec.Part, error) {
+func (p planner) Divide(w *connector.Worker, x *connector.Expect, ranks []exec.Rank,
+	_ func(string) uint64) ([]exec.Part, error) {
 	for _, r := range ranks {
 		if err := p.unknown(r.Geometry[:]); err != nil {
 			return nil, err

@@ -157,7 +157,8 @@ type memory struct{ s *sidecar }
 
 func (m memory) Receiver(land *exec.ReceivePart) driver.ReceiveMemory {
 	s := m.s
-	if _, why := s.drv.Grant(land.Grant.Peer, land.Grant.Slot, land.Grant.Gen); why != transfer.ReasonUnknownSlot {
+	if _, why := s.drv.Grant(land.Grant.Peer, land.Grant.Slot, land.Grant.Gen); why !=
+		transfer.ReasonUnknownSlot {
 		s.c.violation("%s: slot %d %s", s.n.addr, land.Grant.Slot, brokeSlot)
 	}
 	l := s.owner(land.Lease())

@@ -8,11 +8,13 @@ import (
 	"github.com/kvspray/kvspray/control/exec"
 )
 
-// TestRestartsLoseNothing: sidecars die in mid transfer, at either end and at both, and come again within a second. Their engines present
-// their leases again, and every transfer comes: the source keeps the blocks of a receiver that is away, and the receiver waits.
+// TestRestartsLoseNothing: sidecars die in mid transfer, at either end and at both, and come again
+// within a second. Their engines present their leases again, and every transfer comes: the source
+// keeps the blocks of a receiver that is away, and the receiver waits.
 func TestRestartsLoseNothing(t *testing.T) {
 	for seed := range uint64(8) {
-		s := scenario{nodes: 4, rails: 2, partners: 2, transfers: 8, tokens: 1024, deadline: 15 * time.Second, spread: time.Second, link: slow, twice: 0.01}
+		s := scenario{nodes: 4, rails: 2, partners: 2, transfers: 8, tokens: 1024,
+			deadline: 15 * time.Second, spread: time.Second, link: slow, twice: 0.01}
 		if seed%2 == 1 {
 			s.ranks, s.link = []int{1, 2, 4}, fast
 		}
@@ -36,8 +38,8 @@ func TestRestartsLoseNothing(t *testing.T) {
 	}
 }
 
-// TestRestarts: a sidecar of either side dies in mid transfer and another comes. The engines live, and present what they have open: what
-// was being sent comes.
+// TestRestarts: a sidecar of either side dies in mid transfer and another comes. The engines live,
+// and present what they have open: what was being sent comes.
 func TestRestarts(t *testing.T) {
 	for seed := range uint64(40) {
 		rng := rand.New(rand.NewPCG(seed, 0x4e57))
@@ -54,7 +56,8 @@ func TestRestarts(t *testing.T) {
 			t.Errorf("seed %d: %d leases %s", seed, c.Open(), brokeEnd)
 		}
 		if x.Received == nil || x.Received.Status != exec.StatusOK {
-			t.Errorf("seed %d: the sidecar of %s died and came again, and the transfer %s: %+v", seed, victim.addr, brokePath, x.Received)
+			t.Errorf("seed %d: the sidecar of %s died and came again, and the transfer %s: %+v", seed,
+				victim.addr, brokePath, x.Received)
 		}
 		for _, v := range c.Violations() {
 			t.Errorf("seed %d: %s", seed, v)

@@ -14,7 +14,8 @@ import (
 	"github.com/kvspray/kvspray/transport/simfabric"
 )
 
-// slack is what lies between a deadline and the end that it causes: fences, and the word of it to the other side.
+// slack is what lies between a deadline and the end that it causes: fences, and the word of it to
+// the other side.
 const slack = 500 * time.Millisecond
 
 // userTimeout is how long lanes are patient with silence.
@@ -23,13 +24,17 @@ const userTimeout = 5 * time.Second
 // forever is longer than any run.
 const forever = time.Hour
 
-// fast is a rail of 25 Gbit/s, slow one of 200 Mbit/s on which everything takes long enough to be caught in the middle.
+// fast is a rail of 25 Gbit/s, slow one of 200 Mbit/s on which everything takes long enough to be
+// caught in the middle.
 var (
-	fast = simfabric.LinkSpec{BitsPerSecond: 25e9, Latency: 5 * time.Microsecond, Jitter: 2 * time.Microsecond, Buffer: 8 << 20}
-	slow = simfabric.LinkSpec{BitsPerSecond: 200e6, Latency: 100 * time.Microsecond, Jitter: 300 * time.Microsecond, Buffer: 256 << 10}
+	fast = simfabric.LinkSpec{BitsPerSecond: 25e9, Latency: 5 * time.Microsecond,
+		Jitter: 2 * time.Microsecond, Buffer: 8 << 20}
+	slow = simfabric.LinkSpec{BitsPerSecond: 200e6, Latency: 100 * time.Microsecond,
+		Jitter: 300 * time.Microsecond, Buffer: 256 << 10}
 )
 
-// scenario is a cluster and the kind of its load. The load of a seed is the same whatever the faults are.
+// scenario is a cluster and the kind of its load. The load of a seed is the same whatever the
+// faults are.
 type scenario struct {
 	nodes, rails, partners int
 	transfers              int // per node
@@ -44,11 +49,13 @@ type scenario struct {
 	link                   simfabric.LinkSpec
 	twice, replay, unfence float64
 	lies, errors           float64
-	slices                 int                     // in flight to one peer at most; 0: the default
-	ranks                  []int                   // of the nodes' engines, in turn; nil: one
-	nics                   bool                    // write by themselves, also where the process is stopped
-	skew                   time.Duration           // between clocks; 0: minutes
-	broke                  func(*Cluster) []string // one promise more, for tests of what looks after promises
+	slices                 int   // in flight to one peer at most; 0: the default
+	ranks                  []int // of the nodes' engines, in turn; nil: one
+	// write by themselves, also where the process is stopped
+	nics bool
+	skew time.Duration // between clocks; 0: minutes
+	// one promise more, for tests of what looks after promises
+	broke func(*Cluster) []string
 }
 
 // load is one transfer and what its engines do to it.
@@ -84,16 +91,20 @@ const (
 )
 
 const (
-	restart   fkind = iota + numRailFaults // the sidecar dies, and another comes, whose clock is behind
-	newEngine                              // the engine dies, and another comes
-	frozen                                 // the sidecar is stopped and goes on
-	cut                                    // control frames do not get through
-	leap                                   // the clock is late: time has passed that nobody saw; it is monotonic, and never goes back in a life
-	allRails                               // nothing gets through on any rail of the node
+	// the sidecar dies, and another comes, whose clock is behind
+	restart   fkind = iota + numRailFaults
+	newEngine       // the engine dies, and another comes
+	frozen          // the sidecar is stopped and goes on
+	cut             // control frames do not get through
+	// the clock is late: time has passed that nobody saw; it is monotonic, and never goes back in a
+	// life
+	leap
+	allRails // nothing gets through on any rail of the node
 	numFaults
 )
 
-var faultNames = [numFaults]string{"flaps", "pulled", "deafTx", "deafRx", "slowed", "lossy", "restart", "newEngine", "frozen", "cut", "leap", "allRails"}
+var faultNames = [numFaults]string{"flaps", "pulled", "deafTx", "deafRx", "slowed", "lossy",
+	"restart", "newEngine", "frozen", "cut", "leap", "allRails"}
 
 // GoString is the fault as this package's tests write it.
 func (x fault) GoString() string {
@@ -101,7 +112,8 @@ func (x fault) GoString() string {
 }
 
 func (l load) GoString() string {
-	return fmt.Sprintf("{%d, %d, %d, %v, %d, %d, %v, %d}", l.from, l.to, l.at, l.alone, l.preempt, l.cancel, l.receiver, l.prio)
+	return fmt.Sprintf("{%d, %d, %d, %v, %d, %d, %v, %d}", l.from, l.to, l.at, l.alone, l.preempt,
+		l.cancel, l.receiver, l.prio)
 }
 
 // schedule is all that happens to a cluster.
@@ -126,13 +138,15 @@ func (x schedule) GoString() string {
 	return b.String()
 }
 
-// draw makes the schedule of a seed: its load, and n faults of which share `processes` meet processes and not rails.
+// draw makes the schedule of a seed: its load, and n faults of which share `processes` meet
+// processes and not rails.
 func (s scenario) draw(seed uint64, n int, processes float64) schedule {
 	x := schedule{seed: seed}
 	rng := rand.New(rand.NewPCG(seed, 0x10ad))
 	for i := range s.nodes {
 		for range s.transfers {
-			l := load{from: i, to: (i + 1 + rng.IntN(s.partners)) % s.nodes, at: time.Duration(rng.Int64N(int64(s.spread)))}
+			l := load{from: i, to: (i + 1 + rng.IntN(s.partners)) % s.nodes,
+				at: time.Duration(rng.Int64N(int64(s.spread)))}
 			if rng.IntN(2) == 0 {
 				l.from, l.to = l.to, l.from
 			}
@@ -152,7 +166,8 @@ func (s scenario) draw(seed uint64, n int, processes float64) schedule {
 	}
 	rng = rand.New(rand.NewPCG(seed, 0xfa))
 	for range n {
-		f := fault{fkind(rng.IntN(int(numRailFaults))), rng.IntN(s.nodes), rng.IntN(s.rails), time.Duration(rng.Int64N(int64(s.spread))),
+		f := fault{fkind(rng.IntN(int(numRailFaults))), rng.IntN(s.nodes), rng.IntN(s.rails),
+			time.Duration(rng.Int64N(int64(s.spread))),
 			time.Duration(rng.Int64N(int64(2 * time.Second)))}
 		if rng.Float64() < processes {
 			f.kind = numRailFaults + fkind(rng.IntN(int(numFaults-numRailFaults)))
@@ -211,14 +226,16 @@ func (x fault) schedule(c *Cluster) {
 
 // build makes the cluster and everything that will happen to it.
 func (s scenario) build(x schedule) *Cluster {
-	c := New(Config{Fabric: simfabric.Config{Seed: x.seed, UserTimeout: userTimeout, OneSided: s.nics}, Exec: exec.Config{MaxSlices: s.slices}, Twice: s.twice, Replay: s.replay,
+	c := New(Config{Fabric: simfabric.Config{Seed: x.seed, UserTimeout: userTimeout, OneSided: s.nics},
+		Exec: exec.Config{MaxSlices: s.slices}, Twice: s.twice, Replay: s.replay,
 		FenceFails: s.unfence, Lies: s.lies, Errors: s.errors, Record: s.record, Skew: s.skew})
 	f := c.F
 	var racks []*simfabric.Switch
 	for i := range s.racks {
 		// Half of what the hosts could send.
 		per := float64((s.nodes+s.racks-1)/s.racks*s.rails) * s.link.BitsPerSecond / 2
-		racks = append(racks, f.NewSwitch(fmt.Sprintf("rack%d", i), &simfabric.LinkSpec{BitsPerSecond: per, Latency: 2 * time.Microsecond, Buffer: 32 << 20}))
+		racks = append(racks, f.NewSwitch(fmt.Sprintf("rack%d", i),
+			&simfabric.LinkSpec{BitsPerSecond: per, Latency: 2 * time.Microsecond, Buffer: 32 << 20}))
 	}
 	for i := range s.nodes {
 		var rails []simfabric.RailSpec
@@ -299,7 +316,8 @@ func (s scenario) run(c *Cluster, x schedule) (v verdict) {
 	c.F.Run(begin+s.spread+time.Millisecond, broken)
 	c.F.Run(end, func() bool { return c.Open() == 0 || broken() })
 	if c.Open() == 0 && !broken() {
-		c.F.Run(end+2*userTimeout, broken) // what comes late comes now, and what was stuck on lanes is given up
+		// what comes late comes now, and what was stuck on lanes is given up
+		c.F.Run(end+2*userTimeout, broken)
 	}
 	if !broken() {
 		c.Settle(s.patience(x))
@@ -322,7 +340,8 @@ func (s scenario) run(c *Cluster, x schedule) (v verdict) {
 		default:
 			v.failed++
 			if len(v.reasons) < 5 {
-				v.reasons = append(v.reasons, fmt.Sprintf("transfer %d: received %d %q, sent %d %q", t.ID, t.Received.Status, t.Received.Reason,
+				v.reasons = append(v.reasons, fmt.Sprintf("transfer %d: received %d %q, sent %d %q", t.ID,
+					t.Received.Status, t.Received.Reason,
 					t.Sent.Status, t.Sent.Reason))
 			}
 		}
@@ -385,7 +404,9 @@ func report(t testing.TB, c *Cluster, wall time.Duration) {
 	s := c.F.Stats()
 	var m runtime.MemStats
 	runtime.ReadMemStats(&m)
-	t.Logf("%d events in %.1f s, %.2f million a second; %d slices %v; chunks: %d sent, %d again, %d swallowed, %d overflows; %+v; heap %d MiB; trace %016x",
-		s.Events, wall.Seconds(), float64(s.Events)/wall.Seconds()/1e6, ended(c), s.Ended, s.Sent, s.Again, s.Swallowed, s.Overflows, c.Stats(),
+	t.Logf("%d events in %.1f s, %.2f million a second; %d slices %v; chunks: %d sent, %d again, %d "+
+		"swallowed, %d overflows; %+v; heap %d MiB; trace %016x",
+		s.Events, wall.Seconds(), float64(s.Events)/wall.Seconds()/1e6, ended(c), s.Ended, s.Sent,
+		s.Again, s.Swallowed, s.Overflows, c.Stats(),
 		m.HeapAlloc>>20, c.F.Trace())
 }

@@ -1,11 +1,12 @@
-// Package sim runs whole clusters in virtual time: the production executor and driver (control/driver)
-// of every node over simfabric, between played engines. What differs from a sidecar is in the
-// interfaces of the driver (process.go) and in the faults of its backend (backend.go). check.go has
-// the promises that must hold after each event.
+// Package sim runs whole clusters in virtual time: the production executor and driver
+// (control/driver) of every node over simfabric, between played engines. What differs from a
+// sidecar is in the interfaces of the driver (process.go) and in the faults of its backend
+// (backend.go). check.go has the promises that must hold after each event.
 //
-// A word stands for a chunk's bytes: it names the transfer, the chunk and the epoch of the source's blocks, so whatever is in the
-// wrong place shows. Sidecars and engines die and come back as new boots, processes freeze, clocks leap, control lanes are cut and
-// say things twice. A Cluster and all below it belong to one goroutine; same Config, same calls, same Trace.
+// A word stands for a chunk's bytes: it names the transfer, the chunk and the epoch of the source's
+// blocks, so whatever is in the wrong place shows. Sidecars and engines die and come back as new
+// boots, processes freeze, clocks leap, control lanes are cut and say things twice. A Cluster and
+// all below it belong to one goroutine; same Config, same calls, same Trace.
 package sim
 
 import (
@@ -31,16 +32,19 @@ const (
 type Config struct {
 	Fabric simfabric.Config
 	Exec   exec.Config // Boot, Endpoint and Planner are the cluster's
-	// Twice is the share of everything that backends report (results, fences, full bitmaps) that is told twice.
+	// Twice is the share of everything that backends report (results, fences, full bitmaps) that is
+	// told twice.
 	Twice float64
-	// Replay is the share of control frames after which an earlier one of the same two processes comes again.
+	// Replay is the share of control frames after which an earlier one of the same two processes comes
+	// again.
 	Replay float64
-	// Lies is the share of slices of which a backend does not tell the truth: it says that they have landed and has sent nothing, or that
-	// they have not and sends them later.
+	// Lies is the share of slices of which a backend does not tell the truth: it says that they have
+	// landed and has sent nothing, or that they have not and sends them later.
 	Lies float64
 	// Errors is the share of slices that a backend gives back at once.
 	Errors float64
-	// FenceFails is the share of fences and closes that fail at first; the executor tries them again after its grace.
+	// FenceFails is the share of fences and closes that fail at first; the executor tries them again
+	// after its grace.
 	FenceFails float64
 	// Fence is how long fences take at most, Handshake what a lane's opening takes beside the way.
 	Fence     time.Duration
@@ -77,13 +81,15 @@ type Cluster struct {
 
 // Stats count what the cluster did to its nodes.
 type Stats struct {
-	Twice, Replayed, Stale, Refused int // reports; control frames that came again; of a boot that is over; that were refused
+	// reports; control frames that came again; of a boot that is over; that were refused
+	Twice, Replayed, Stale, Refused int
 	FencesFailed, Lies              int
 	Late                            int // slices that came for a grant that was over
 	Restarts, EngineDeaths          int
 	Cancelled, Preempted            int
 	Leases                          int // that ended
-	Overtook, Lacked                int // bytes at most: that went before what is more urgent, that a lower priority was behind its share
+	// bytes at most: that went before what is more urgent, that a lower priority was behind its share
+	Overtook, Lacked int
 }
 
 // New returns a cluster without nodes.
@@ -130,8 +136,8 @@ func (c *Cluster) boot() (b transfer.Boot) {
 	return b
 }
 
-// Join makes two nodes peers, for good: whenever a sidecar of either begins a new life, it is reached again. Lanes are opened by
-// the first, one for each of its rails.
+// Join makes two nodes peers, for good: whenever a sidecar of either begins a new life, it is
+// reached again. Lanes are opened by the first, one for each of its rails.
 func (c *Cluster) Join(a, b *Node) {
 	for _, n := range a.joined {
 		if n == b {

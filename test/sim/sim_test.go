@@ -48,10 +48,12 @@ func (v verdict) check(t testing.TB) {
 	}
 }
 
-// TestFlapping: rails die, come back, swallow one direction, collapse, lose packets; backends give slices back; engines preempt; results come twice, and so do
-// control frames, out of their order; and no transfer fails while there is a path.
+// TestFlapping: rails die, come back, swallow one direction, collapse, lose packets; backends give
+// slices back; engines preempt; results come twice, and so do control frames, out of their order;
+// and no transfer fails while there is a path.
 func TestFlapping(t *testing.T) {
-	s := scenario{nodes: 64, rails: 4, partners: 3, transfers: 8, tokens: 256, deadline: 10 * time.Second, spread: time.Second,
+	s := scenario{nodes: 64, rails: 4, partners: 3, transfers: 8, tokens: 256,
+		deadline: 10 * time.Second, spread: time.Second,
 		preempted: 0.05, racks: 4, link: fast, twice: 0.01, replay: 0.2, errors: 0.01}
 	for seed, ranks := range [][]int{{1}, {2}, {1, 2, 4}} {
 		began, seed := time.Now(), uint64(seed)
@@ -64,16 +66,18 @@ func TestFlapping(t *testing.T) {
 		if v.failed > 0 {
 			t.Errorf("seed %d: %d transfers %s, %d did not: %q", seed, v.failed, brokePath, v.ok, v.reasons)
 		}
-		if st := c.F.Stats(); st.Swallowed == 0 || c.Stats().Twice == 0 || st.Ended[transfer.InDoubt] == 0 {
+		if st := c.F.Stats(); st.Swallowed == 0 || c.Stats().Twice == 0 ||
+			st.Ended[transfer.InDoubt] == 0 {
 			t.Errorf("seed %d: nothing was swallowed, repeated, or in doubt: there was no fault", seed)
 		}
 	}
 }
 
-// TestTrace: the same seed gives the same events, down to the last, on however many processors; sidecars and engines that die
-// included.
+// TestTrace: the same seed gives the same events, down to the last, on however many processors;
+// sidecars and engines that die included.
 func TestTrace(t *testing.T) {
-	s := scenario{nodes: 24, rails: 4, partners: 3, transfers: 6, tokens: 256, deadline: 10 * time.Second, spread: 500 * time.Millisecond,
+	s := scenario{nodes: 24, rails: 4, partners: 3, transfers: 6, tokens: 256,
+		deadline: 10 * time.Second, spread: 500 * time.Millisecond,
 		preempted: 0.1, cancelled: 0.1, racks: 3, link: fast, twice: 0.01, replay: 0.1}
 	seen := map[uint64]uint64{}
 	var all Stats
@@ -98,14 +102,17 @@ func TestTrace(t *testing.T) {
 		}
 		seen[first] = seed
 	}
-	if all.Restarts == 0 || all.EngineDeaths == 0 || all.Replayed == 0 || all.Cancelled == 0 || all.Preempted == 0 {
+	if all.Restarts == 0 || all.EngineDeaths == 0 || all.Replayed == 0 || all.Cancelled == 0 ||
+		all.Preempted == 0 {
 		t.Errorf("something never happened: %+v", all)
 	}
 }
 
-// TestThousandNodes: a thousand nodes of eight rails, one in a hundred of which flaps. In full also once more, with the same trace.
+// TestThousandNodes: a thousand nodes of eight rails, one in a hundred of which flaps. In full also
+// once more, with the same trace.
 func TestThousandNodes(t *testing.T) {
-	s := scenario{nodes: 1000, rails: 8, partners: 4, transfers: 1, tokens: 256, deadline: 20 * time.Second, spread: time.Second,
+	s := scenario{nodes: 1000, rails: 8, partners: 4, transfers: 1, tokens: 256,
+		deadline: 20 * time.Second, spread: time.Second,
 		preempted: 0.01, racks: 20, link: fast, twice: 0.001}
 	if _, full := runs(t); full {
 		s.transfers, s.spread = 63, 2*time.Second
@@ -139,8 +146,10 @@ func TestThousandNodes(t *testing.T) {
 
 // small is one of the clusters that random schedules run on.
 func small(seed uint64) scenario {
-	s := scenario{nodes: 3 + int(seed%4), rails: 1 + int(seed%3), partners: 2, transfers: 6, tokens: 64 << (seed % 3), deadline: 3 * time.Second,
-		spread: time.Second, preempted: 0.4, cancelled: 0.1, alone: 0.05, record: time.Duration(seed%3) * 20 * time.Millisecond, link: fast, twice: 0.02}
+	s := scenario{nodes: 3 + int(seed%4), rails: 1 + int(seed%3), partners: 2, transfers: 6,
+		tokens: 64 << (seed % 3), deadline: 3 * time.Second,
+		spread: time.Second, preempted: 0.4, cancelled: 0.1, alone: 0.05, record: time.Duration(seed%3) *
+			20 * time.Millisecond, link: fast, twice: 0.02}
 	if seed%2 == 1 {
 		s.link = slow
 	}
@@ -170,7 +179,8 @@ func small(seed uint64) scenario {
 	return s
 }
 
-// schedules runs small clusters under random faults, many more than there are rails. Transfers may fail there, promises may not.
+// schedules runs small clusters under random faults, many more than there are rails. Transfers may
+// fail there, promises may not.
 func schedules(t *testing.T, n int) (c Stats) {
 	first, _ := number(t, SeedEnv, 0)
 	var ok, failed, alone int
@@ -190,13 +200,17 @@ func schedules(t *testing.T, n int) (c Stats) {
 		}
 		if len(v.problems) > 0 {
 			short := s.shrink(x)
-			t.Fatalf("seed %d (%s=%d %s=1): %q\nof %d faults and %d transfers these are left; in TestRegressions they are run again:\n%#v\nwhich breaks %q",
-				seed, SeedEnv, seed, RunsEnv, v.problems, len(x.faults), len(x.loads), short, s.run(s.build(short), short).problems)
+			t.Fatalf("seed %d (%s=%d %s=1): %q\nof %d faults and %d transfers these are left; in "+
+				"TestRegressions they are run again:\n%#v\nwhich breaks %q",
+				seed, SeedEnv, seed, RunsEnv, v.problems, len(x.faults), len(x.loads), short,
+				s.run(s.build(short), short).problems)
 		}
 	}
-	t.Logf("%d schedules, %d events: %d transfers came, %d did not, %d had no prefill; kernels took %d chunks for stopped processes, NICs wrote %d; %+v",
+	t.Logf("%d schedules, %d events: %d transfers came, %d did not, %d had no prefill; kernels took "+
+		"%d chunks for stopped processes, NICs wrote %d; %+v",
 		n, events, ok, failed, alone, unattended[0], unattended[1], c)
-	if n >= fewRuns && (ok == 0 || failed == 0 || alone == 0 || unattended[0] == 0 || unattended[1] == 0) {
+	if n >= fewRuns && (ok == 0 || failed == 0 || alone == 0 || unattended[0] == 0 ||
+		unattended[1] == 0) {
 		t.Error("the faults are too strong, or too weak, to show anything")
 	}
 	return c
@@ -222,7 +236,8 @@ func (s *Stats) add(x Stats) {
 func TestSchedules(t *testing.T) {
 	n, _ := runs(t)
 	c := schedules(t, n)
-	if n >= fewRuns && (c.Twice == 0 || c.Replayed == 0 || c.Restarts == 0 || c.EngineDeaths == 0 || c.FencesFailed == 0 || c.Lies == 0 || c.Cancelled == 0 || c.Preempted == 0 ||
+	if n >= fewRuns && (c.Twice == 0 || c.Replayed == 0 || c.Restarts == 0 || c.EngineDeaths == 0 ||
+		c.FencesFailed == 0 || c.Lies == 0 || c.Cancelled == 0 || c.Preempted == 0 ||
 		c.Overtook == 0 || c.Lacked == 0) {
 		t.Errorf("something never happened: %+v", c)
 	}
@@ -231,10 +246,13 @@ func TestSchedules(t *testing.T) {
 // TestRegressions runs what once broke a promise.
 func TestRegressions(t *testing.T) {
 	for _, x := range []schedule{
-		// Everything that a lane carried is in the buffers of a process that was stopped, and no way leads back: the lane has to end.
+		// Everything that a lane carried is in the buffers of a process that was stopped, and no way
+		// leads back: the lane has to end.
 		{seed: 271,
-			loads: []load{{0, 1, 60328357, false, 0, 0, false, 0}, {2, 4, 249716643, false, 0, 0, false, 0}, {4, 3, 182688041, false, 0, 0, false, 0},
-				{3, 4, 247433357, false, 0, 0, false, 0}, {5, 4, 273497720, false, 3955085, 0, false, 0}, {1, 5, 12197360, false, 0, 0, false, 0}},
+			loads: []load{{0, 1, 60328357, false, 0, 0, false, 0}, {2, 4, 249716643, false, 0, 0, false, 0},
+				{4, 3, 182688041, false, 0, 0, false, 0},
+				{3, 4, 247433357, false, 0, 0, false, 0}, {5, 4, 273497720, false, 3955085, 0, false, 0},
+				{1, 5, 12197360, false, 0, 0, false, 0}},
 			faults: []fault{{allRails, 3, 1, 478659025, forever}, {frozen, 4, 0, 370717643, 224664337}}},
 	} {
 		s := small(x.seed)
@@ -265,8 +283,8 @@ func TestShrink(t *testing.T) {
 	}
 }
 
-// TestShrinkSchedule: of a schedule that breaks a promise as soon as two sidecars have died and an engine has cancelled what is left is that, which breaks
-// it still.
+// TestShrinkSchedule: of a schedule that breaks a promise as soon as two sidecars have died and an
+// engine has cancelled what is left is that, which breaks it still.
 func TestShrinkSchedule(t *testing.T) {
 	s := small(5)
 	s.broke = func(c *Cluster) (out []string) {
@@ -277,7 +295,8 @@ func TestShrinkSchedule(t *testing.T) {
 	}
 	x := s.draw(5, 17, 0.8)
 	if p := s.run(s.build(x), x).problems; len(p) != 1 {
-		t.Fatalf("%d faults, %d transfers: %q: not what this test is about", len(x.faults), len(x.loads), p)
+		t.Fatalf("%d faults, %d transfers: %q: not what this test is about", len(x.faults),
+			len(x.loads), p)
 	}
 	faults, loads := len(x.faults), len(x.loads)
 	short := s.shrink(x)
@@ -285,10 +304,12 @@ func TestShrinkSchedule(t *testing.T) {
 		t.Error("the schedule itself was changed")
 	}
 	t.Logf("of %d faults and %d transfers are left: %#v", faults, loads, short)
-	if len(short.faults) != 2 || short.faults[0].kind != restart || short.faults[1].kind != restart || len(short.loads) != 1 || short.loads[0].cancel == 0 {
+	if len(short.faults) != 2 || short.faults[0].kind != restart || short.faults[1].kind != restart ||
+		len(short.loads) != 1 || short.loads[0].cancel == 0 {
 		t.Errorf("of %d faults and %d transfers are left: %#v", faults, loads, short)
 	}
-	if p := s.run(s.build(short), short).problems; len(p) != 1 || p[0] != "two sidecars died, and an engine cancelled" {
+	if p := s.run(s.build(short), short).problems; len(p) != 1 || p[0] != "two sidecars died, and "+
+		"an engine cancelled" {
 		t.Errorf("what is left breaks %q", p)
 	}
 	// Each item of it is needed.
@@ -301,10 +322,12 @@ func TestShrinkSchedule(t *testing.T) {
 	}
 }
 
-// TestAllRailsDead: three seconds without any path. Who has longer to live comes, who has not fails in time.
+// TestAllRailsDead: three seconds without any path. Who has longer to live comes, who has not fails
+// in time.
 func TestAllRailsDead(t *testing.T) {
 	for _, silent := range []bool{false, true} {
-		s := scenario{nodes: 6, rails: 4, partners: 2, tokens: 2048, deadline: 12 * time.Second, spread: time.Second, link: fast}
+		s := scenario{nodes: 6, rails: 4, partners: 2, tokens: 2048, deadline: 12 * time.Second,
+			spread: time.Second, link: fast}
 		s.link.BitsPerSecond = 1e9
 		x := schedule{seed: 1}
 		c := s.build(x)
@@ -332,21 +355,24 @@ func TestAllRailsDead(t *testing.T) {
 				continue // said above
 			}
 			if came := x.Received.Status == exec.StatusOK; came != (x.Deadline == s.deadline) {
-				t.Errorf("silent %v: a transfer with a deadline of %s: came %v after %s: %q", silent, x.Deadline, came, x.Took(), x.Received.Reason)
+				t.Errorf("silent %v: a transfer with a deadline of %s: came %v after %s: %q", silent,
+					x.Deadline, came, x.Took(), x.Received.Reason)
 			}
 		}
 	}
 }
 
-// TestFrozenReceiver: a receiver's process stops in mid transfer while its machine goes on: its kernel takes what fits into its buffers, its NIC
-// writes what it was allowed to write. One that goes on before the deadline has its transfer; one that does not fails it in time, and
-// nothing of it is written once its engine has the blocks back. Transfers to others are none the wiser.
+// TestFrozenReceiver: a receiver's process stops in mid transfer while its machine goes on: its
+// kernel takes what fits into its buffers, its NIC writes what it was allowed to write. One that
+// goes on before the deadline has its transfer; one that does not fails it in time, and nothing of
+// it is written once its engine has the blocks back. Transfers to others are none the wiser.
 func TestFrozenReceiver(t *testing.T) {
 	for _, nics := range []bool{false, true} {
 		for _, stopped := range []time.Duration{100 * time.Millisecond, time.Second, 6 * time.Second} {
 			var unattended uint64
 			for seed := range uint64(20) {
-				s := scenario{nodes: 3, rails: 2, partners: 2, link: slow, nics: nics, deadline: 4 * time.Second}
+				s := scenario{nodes: 3, rails: 2, partners: 2, link: slow, nics: nics,
+					deadline: 4 * time.Second}
 				c := s.build(schedule{seed: seed})
 				from, to, other := c.Nodes[0], c.Nodes[1], c.Nodes[2]
 				x := c.Begin(from, to, 2048, s.deadline, time.Millisecond)
@@ -361,14 +387,17 @@ func TestFrozenReceiver(t *testing.T) {
 					continue // said above
 				}
 				if came := x.Received.Status == exec.StatusOK; came != (stopped < s.deadline) {
-					t.Errorf("NICs %v, stopped for %v of %v, seed %d: came %v: %q", nics, stopped, s.deadline, seed, came, x.Received.Reason)
+					t.Errorf("NICs %v, stopped for %v of %v, seed %d: came %v: %q", nics, stopped, s.deadline,
+						seed, came, x.Received.Reason)
 				}
 				if y.Received.Status != exec.StatusOK || y.Took() > s.deadline/2 {
-					t.Errorf("NICs %v, stopped for %v, seed %d: a transfer to another: status %d after %v", nics, stopped, seed, y.Received.Status, y.Took())
+					t.Errorf("NICs %v, stopped for %v, seed %d: a transfer to another: status %d after %v", nics,
+						stopped, seed, y.Received.Status, y.Took())
 				}
 				unattended += c.F.Stats().Unattended
 			}
-			t.Logf("NICs %v, stopped for %v: %d chunks taken or written meanwhile", nics, stopped, unattended)
+			t.Logf("NICs %v, stopped for %v: %d chunks taken or written meanwhile", nics,
+				stopped, unattended)
 			if unattended == 0 {
 				t.Errorf("NICs %v, stopped for %v: nothing came meanwhile: this tests nothing", nics, stopped)
 			}
@@ -376,10 +405,12 @@ func TestFrozenReceiver(t *testing.T) {
 	}
 }
 
-// TestIncast: sixteen senders, one receiver of one rail. All of it comes, and the receiver's link is not left idle.
+// TestIncast: sixteen senders, one receiver of one rail. All of it comes, and the receiver's link
+// is not left idle.
 func TestIncast(t *testing.T) {
 	const senders = 16
-	link := simfabric.LinkSpec{BitsPerSecond: 10e9, Latency: 10 * time.Microsecond, Jitter: 2 * time.Microsecond, Buffer: 4 << 20}
+	link := simfabric.LinkSpec{BitsPerSecond: 10e9, Latency: 10 * time.Microsecond,
+		Jitter: 2 * time.Microsecond, Buffer: 4 << 20}
 	c := New(Config{Fabric: simfabric.Config{Seed: 1}})
 	to := c.AddNode(simfabric.RailSpec{Name: "r0", Link: link})
 	for range senders {
@@ -397,7 +428,8 @@ func TestIncast(t *testing.T) {
 	took := c.F.Now() - began
 	rx := to.Host.Rails()[0].Rx()
 	share := float64(bytes) * 8 / took.Seconds() / link.BitsPerSecond
-	t.Logf("%d MiB in %s: %.3f of the link; %d overflows, deepest queue %d KiB", bytes>>20, took, share, rx.Overflows(), rx.Deepest()>>10)
+	t.Logf("%d MiB in %s: %.3f of the link; %d overflows, deepest queue %d KiB", bytes>>20, took,
+		share, rx.Overflows(), rx.Deepest()>>10)
 	for _, v := range c.Violations() {
 		t.Error(v)
 	}

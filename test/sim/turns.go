@@ -13,13 +13,15 @@ import (
 	"github.com/kvspray/kvspray/transport/simfabric"
 )
 
-// What priorities are promised. It is seen from outside: in what order slices were given to lanes, and what waits when that is done.
+// What priorities are promised. It is seen from outside: in what order slices were given to lanes,
+// and what waits when that is done.
 const (
-	// overtakes is how much may go to a peer before something more urgent that waits for it all the time, beyond what was given of that: what can
-	// be owed at most, and the slice that pays the last of it.
+	// overtakes is how much may go to a peer before something more urgent that waits for it all the
+	// time, beyond what was given of that: what can be owed at most, and the slice that pays the last
+	// of it.
 	overtakes = 1<<20 + simfabric.DefaultSliceBytes
-	// lacks is how much a lower priority that waits all the time may be behind its share: what is owed before it goes first, and the slice with
-	// which that was passed.
+	// lacks is how much a lower priority that waits all the time may be behind its share: what is owed
+	// before it goes first, and the slice with which that was passed.
 	lacks = 256<<10 + simfabric.DefaultSliceBytes
 )
 
@@ -28,8 +30,9 @@ var due = [spray.Priorities]float64{connector.LayerStream: 1.0 / 8, connector.Ba
 
 // turns is the order in which a peer was served.
 type turns struct {
-	given      [spray.Priorities]uint64  // bytes, by this event
-	over, lack [spray.Priorities]float64 // bytes: that went before what is more urgent, and that went instead of this
+	given [spray.Priorities]uint64 // bytes, by this event
+	// bytes: that went before what is more urgent, and that went instead of this
+	over, lack [spray.Priorities]float64
 	touched    bool
 }
 
@@ -94,13 +97,16 @@ func (t *turns) look(c *Cluster, addr string, boot transfer.Boot, ex *exec.Exec)
 			} else {
 				t.lack[p] = 0
 			}
-			c.stats.Overtook, c.stats.Lacked = max(c.stats.Overtook, int(t.over[p])), max(c.stats.Lacked, int(t.lack[p]))
+			c.stats.Overtook, c.stats.Lacked = max(c.stats.Overtook, int(t.over[p])), max(c.stats.Lacked,
+				int(t.lack[p]))
 			if t.over[p] > overtakes {
-				c.violation("%s %s: %d KiB of %s for %v, with %d chunks waiting", addr, brokeTurn, int(t.over[p])>>10, spray.Priority(p), boot, ahead)
+				c.violation("%s %s: %d KiB of %s for %v, with %d chunks waiting", addr, brokeTurn,
+					int(t.over[p])>>10, spray.Priority(p), boot, ahead)
 				t.over[p] = 0
 			}
 			if t.lack[p] > lacks {
-				c.violation("%s %s: %s for %v is owed %d KiB", addr, brokeShare, spray.Priority(p), boot, int(t.lack[p])>>10)
+				c.violation("%s %s: %s for %v is owed %d KiB", addr, brokeShare, spray.Priority(p), boot,
+					int(t.lack[p])>>10)
 				t.lack[p] = 0
 			}
 		}
@@ -108,7 +114,8 @@ func (t *turns) look(c *Cluster, addr string, boot transfer.Boot, ex *exec.Exec)
 	}
 }
 
-// tail is how many bytes may wait for a peer and leave the rail that would be done last to others, for all of it is done sooner there.
+// tail is how many bytes may wait for a peer and leave the rail that would be done last to others,
+// for all of it is done sooner there.
 func tail(v spray.View, boot transfer.Boot) uint64 {
 	var rate float64 // bytes per second
 	var last time.Duration

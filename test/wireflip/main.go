@@ -2,10 +2,11 @@
 
 // Command wireflip sits on the tcp rails of sidecars and turns one bit of one payload.
 //
-// It copies connections from each -listen to the -target in the same place and follows the frames inside. In the data frame number -frame,
-// counted over all rails and connections in both directions, it flips one bit in the middle of the payload, and says so in one line of
-// JSON on standard output. It owns its connections and one goroutine for each direction; it ends when its standard input does, or at
-// SIGTERM.
+// It copies connections from each -listen to the -target in the same place and follows the frames
+// inside. In the data frame number -frame, counted over all rails and connections in both
+// directions, it flips one bit in the middle of the payload, and says so in one line of JSON on
+// standard output. It owns its connections and one goroutine for each direction; it ends when its
+// standard input does, or at SIGTERM.
 package main
 
 import (
@@ -41,13 +42,17 @@ func main() {
 }
 
 func run() error {
-	listen := flag.String("listen", "127.0.0.1:0", "host:port to accept lanes on, for each rail, separated by commas")
+	listen := flag.String("listen", "127.0.0.1:0", "host:port to accept lanes on, for each rail, "+
+		"separated by commas")
 	target := flag.String("target", "", "host:port of the rail that lanes go on to, for each rail")
-	frame := flag.Int64("frame", 1, "number of the data frame whose payload is changed; 0 changes nothing")
+	frame := flag.Int64("frame", 1,
+		"number of the data frame whose payload is changed; 0 changes nothing")
 	flag.Parse()
 	listens, targets := strings.Split(*listen, ","), strings.Split(*target, ",")
 	if *target == "" || len(listens) != len(targets) {
-		return fmt.Errorf("-listen names %d rails and -target %q: give the host:port of each rail's listener", len(listens), *target)
+		return fmt.Errorf(
+			"-listen names %d rails and -target %q: give the host:port of each rail's listener",
+			len(listens), *target)
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGINT)
 	defer stop()
@@ -149,8 +154,9 @@ func (f *flipper) relay(ctx context.Context, c net.Conn, target string) {
 	wg.Wait()
 }
 
-// follower knows where in a stream of frames the next byte is. Before the first frame there is the opening of the lane, whose
-// form is not its business: it looks for the first header that passes its own check.
+// follower knows where in a stream of frames the next byte is. Before the first frame there is the
+// opening of the lane, whose form is not its business: it looks for the first header that passes
+// its own check.
 type follower struct {
 	f      *flipper
 	framed bool
@@ -180,7 +186,8 @@ func (f *flipper) copy(dst io.Writer, src io.Reader) error {
 	}
 }
 
-// advance follows the bytes, changes at most one of them, and returns how many may go on; the rest is part of a header.
+// advance follows the bytes, changes at most one of them, and returns how many may go on; the rest
+// is part of a header.
 func (w *follower) advance(data []byte) int {
 	at := 0
 	for at < len(data) {
@@ -192,8 +199,10 @@ func (w *follower) advance(data []byte) int {
 				i := w.header.Length/2 - w.at
 				rest[i] ^= 0x10
 				w.flip = false
-				w.f.say(event{Event: "flipped", Frame: w.f.frame, First: w.header.Range.First, Count: w.header.Range.Count,
-					Offset: w.header.Length / 2, Length: w.header.Length, CRC: w.header.Flags&wire.FlagCRC32C != 0})
+				w.f.say(event{Event: "flipped", Frame: w.f.frame, First: w.header.Range.First,
+					Count:  w.header.Range.Count,
+					Offset: w.header.Length / 2, Length: w.header.Length,
+					CRC: w.header.Flags&wire.FlagCRC32C != 0})
 			}
 			w.left -= uint64(n)
 			w.at += uint64(n)

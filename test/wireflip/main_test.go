@@ -17,10 +17,12 @@ func stream(frames int, payload int) []byte {
 	out := []byte("an opening with KVS and KVSF in it, KVSF")
 	for i := range frames {
 		h := make([]byte, wire.HeaderBytes)
-		wire.PutHeader(h, &wire.Header{Kind: wire.KindData, Range: transfer.Range{First: uint32(i), Count: 1}, Length: uint64(payload)})
+		wire.PutHeader(h, &wire.Header{Kind: wire.KindData, Range: transfer.Range{First: uint32(i),
+			Count: 1}, Length: uint64(payload)})
 		out = append(out, h...)
 		out = append(out, make([]byte, payload+wire.TrailerBytes)...)
-		out = wire.AppendConfirms(out, []wire.Entry{{Outcome: transfer.Landed, Range: transfer.Range{First: 1, Count: 1}},
+		out = wire.AppendConfirms(out, []wire.Entry{{Outcome: transfer.Landed,
+			Range: transfer.Range{First: 1, Count: 1}},
 			{Outcome: transfer.Landed, Range: transfer.Range{First: 2, Count: 1}}})
 	}
 	return out
@@ -28,7 +30,9 @@ func stream(frames int, payload int) []byte {
 
 func TestFlipsOneBitOfTheNamedFrame(t *testing.T) {
 	in := stream(5, 1000)
-	for name, src := range map[string]func(io.Reader) io.Reader{"whole": func(r io.Reader) io.Reader { return r }, "bytewise": iotest.OneByteReader} {
+	for name, src := range map[string]func(io.Reader) io.Reader{"whole": func(r io.Reader) io.Reader {
+		return r
+	}, "bytewise": iotest.OneByteReader} {
 		for _, frame := range []int64{0, 1, 3, 5, 6} {
 			var out, said bytes.Buffer
 			f := &flipper{frame: frame, out: json.NewEncoder(&said)}

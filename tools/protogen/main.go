@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command protogen compiles protobuf files without protoc: it parses them in process and runs the pinned Go plugins.
+// Command protogen compiles protobuf files without protoc: it parses them in process and runs the
+// pinned Go plugins.
 //
 //	protogen -root .. -plugins DIR api/peer/v1/peer.proto ...
 package main
@@ -35,14 +36,16 @@ func main() {
 
 func run(ctx context.Context, root, plugins string, files []string) error {
 	compiler := protocompile.Compiler{
-		Resolver:       protocompile.WithStandardImports(&protocompile.SourceResolver{ImportPaths: []string{root}}),
+		Resolver: protocompile.WithStandardImports(&protocompile.SourceResolver{
+			ImportPaths: []string{root}}),
 		SourceInfoMode: protocompile.SourceInfoStandard, // comments go into the generated code
 	}
 	compiled, err := compiler.Compile(ctx, files...)
 	if err != nil {
 		return err
 	}
-	req := &pluginpb.CodeGeneratorRequest{FileToGenerate: files, Parameter: proto.String("paths=source_relative")}
+	req := &pluginpb.CodeGeneratorRequest{FileToGenerate: files,
+		Parameter: proto.String("paths=source_relative")}
 	seen := map[string]bool{}
 	var add func(protoreflect.FileDescriptor)
 	add = func(fd protoreflect.FileDescriptor) {
@@ -96,7 +99,8 @@ func generate(ctx context.Context, plugin string, in []byte, root string) error 
 		return errors.New(resp.GetError())
 	}
 	for _, f := range resp.GetFile() {
-		if err := os.WriteFile(filepath.Join(root, f.GetName()), []byte(f.GetContent()), 0o644); err != nil {
+		if err := os.WriteFile(filepath.Join(root, f.GetName()), []byte(f.GetContent()),
+			0o644); err != nil {
 			return err
 		}
 	}

@@ -115,7 +115,8 @@ func TestNoFaultCommits(t *testing.T) {
 						lanes[i], _ = p.Dial()
 					}
 					victim.Store(lanes[0].ID())
-					shape := transporttest.Shape{Chunks: attackChunks, BlockBytes: 8 << 10, Shuffle: true, TailBytes: 4096}
+					shape := transporttest.Shape{Chunks: attackChunks, BlockBytes: 8 << 10, Shuffle: true,
+						TailBytes: 4096}
 					src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
 					seed := uint64(run + 1)
 					src.Write(seed)
@@ -159,9 +160,11 @@ func TestNoFaultCommits(t *testing.T) {
 				repeats.mu.Lock()
 				repeated := repeats.repeated
 				repeats.mu.Unlock()
-				t.Logf("%d injected; %d of %d runs committed, %d were told landed throughout and did not; ghosts: %d landed, %d refused, %d unsent; %d repeated results",
+				t.Logf("%d injected; %d of %d runs committed, %d were told landed throughout and did not; "+
+					"ghosts: %d landed, %d refused, %d unsent; %d repeated results",
 					plan.Injected(kind), commits, attackRuns, lies, plan.Ghosts(kind, transfer.Landed),
-					plan.Ghosts(kind, transfer.Rejected)+plan.Ghosts(kind, transfer.NotLanded), plan.Unsent(kind), repeated)
+					plan.Ghosts(kind, transfer.Rejected)+plan.Ghosts(kind, transfer.NotLanded),
+					plan.Unsent(kind), repeated)
 				if plan.Injected(kind) == 0 {
 					t.Error("never injected")
 				}

@@ -45,7 +45,8 @@ func (b *Backend) Open(ctx context.Context, host transport.Host) ([]transport.Ra
 }
 
 // Dial implements transport.Backend.
-func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote transport.Rail) (transport.Lane, error) {
+func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote transport.Rail) (
+	transport.Lane, error) {
 	l, err := b.Backend.Dial(ctx, peer, local, remote)
 	if err != nil {
 		return nil, err
@@ -104,11 +105,13 @@ type inside struct {
 
 func (h inside) PeerKey(boot transfer.Boot) (transport.Peer, bool) { return h.host.PeerKey(boot) }
 
-func (h inside) Grant(peer transfer.Boot, slot transfer.Slot, gen transfer.Gen) (*transport.Grant, transfer.Reason) {
+func (h inside) Grant(peer transfer.Boot, slot transfer.Slot, gen transfer.Gen) (*transport.Grant,
+	transfer.Reason) {
 	return h.host.Grant(peer, slot, gen)
 }
 
-func (h inside) Origin(peer transfer.Boot, slot transfer.Slot, gen transfer.Gen) (*transport.Origin, transfer.Reason) {
+func (h inside) Origin(peer transfer.Boot, slot transfer.Slot, gen transfer.Gen) (*transport.Origin,
+	transfer.Reason) {
 	return h.host.Origin(peer, slot, gen)
 }
 

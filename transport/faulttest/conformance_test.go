@@ -27,7 +27,10 @@ var bases = []struct {
 	make transporttest.Factory
 }{
 	{"tcp", func(tb testing.TB) transport.Backend { return newTCP(tb, tcp.Config{}) }},
-	{"tcp crc32c", func(tb testing.TB) transport.Backend { return newTCP(tb, tcp.Config{CRC32C: true}) }},
+	{"tcp crc32c", func(tb testing.TB) transport.Backend {
+		return newTCP(tb,
+			tcp.Config{CRC32C: true})
+	}},
 	{"shm", func(tb testing.TB) transport.Backend {
 		return shm.New(shm.Config{Dir: testutil.ShortDir(tb), Workers: 2})
 	}},
@@ -92,7 +95,8 @@ func (h retrierHost) Done(l transport.Lane, res []transport.Result) {
 			h.r.mu.Lock()
 			h.r.ended[x.Cookie] = true
 			h.r.mu.Unlock()
-			x.Outcome, x.Reason, x.Err = transfer.InDoubt, transfer.ReasonLaneLost, errors.Join(err, net.ErrClosed)
+			x.Outcome, x.Reason, x.Err = transfer.InDoubt, transfer.ReasonLaneLost, errors.Join(err,
+				net.ErrClosed)
 		}
 		x.Attempt -= uint32(n)
 		h.Host.Done(l, []transport.Result{x})
@@ -157,12 +161,14 @@ func TestContractUnderFaults(t *testing.T) {
 				for _, p := range plans {
 					n += p.Injected(k)
 					landed += p.Ghosts(k, transfer.Landed)
-					refused += p.Ghosts(k, transfer.Rejected) + p.Ghosts(k, transfer.NotLanded) + p.Ghosts(k, transfer.InDoubt)
+					refused += p.Ghosts(k, transfer.Rejected) + p.Ghosts(k, transfer.NotLanded) + p.Ghosts(k,
+						transfer.InDoubt)
 					unsent += p.Unsent(k)
 				}
 				counts = append(counts, fmt.Sprintf("%s %d", k, n))
 				if landed+refused+unsent > 0 {
-					counts = append(counts, fmt.Sprintf("(ghosts: %d landed, %d did not, %d never left)", landed, refused, unsent))
+					counts = append(counts, fmt.Sprintf("(ghosts: %d landed, %d did not, %d never left)", landed,
+						refused, unsent))
 				}
 				// the suite waits for slices before it fences
 				if n == 0 && k != FalseLanded && k != Hold {
@@ -185,9 +191,13 @@ func TestContractLate(t *testing.T) {
 			continue
 		}
 		t.Run(base.name, func(t *testing.T) {
-			plan := New(1, Rule{Kind: Delay, Prob: 0.1, After: time.Millisecond}, Rule{Kind: DelayResult, Prob: 0.1, After: time.Millisecond},
+			plan := New(1, Rule{Kind: Delay, Prob: 0.1, After: time.Millisecond}, Rule{Kind: DelayResult,
+				Prob: 0.1, After: time.Millisecond},
 				Rule{Kind: Stuck, Prob: 0.01, After: 3 * time.Millisecond})
-			transporttest.Conformance(t, func(tb testing.TB) transport.Backend { return Wrap(base.make(tb), plan) })
+			transporttest.Conformance(t, func(tb testing.TB) transport.Backend {
+				return Wrap(base.make(tb),
+					plan)
+			})
 			for _, k := range []Kind{Delay, DelayResult, Stuck} {
 				if plan.Injected(k) == 0 {
 					t.Errorf("%s was never injected", k)

@@ -22,7 +22,8 @@ func TestScript(t *testing.T) {
 		landed  bool // at the receiver, when the result comes
 		after   time.Duration
 	}{
-		{Rule{Kind: Error, Reason: transfer.ReasonMemory}, transfer.NotLanded, transfer.ReasonMemory, false, 0},
+		{Rule{Kind: Error, Reason: transfer.ReasonMemory}, transfer.NotLanded,
+			transfer.ReasonMemory, false, 0},
 		{Rule{Kind: Delay, After: late}, transfer.Landed, transfer.ReasonNone, true, late},
 		{Rule{Kind: DelayResult, After: late}, transfer.Landed, transfer.ReasonNone, true, late},
 		{Rule{Kind: Drop, After: late}, transfer.InDoubt, transfer.ReasonTimeout, false, late},
@@ -36,7 +37,9 @@ func TestScript(t *testing.T) {
 		t.Run(c.rule.Kind.String(), func(t *testing.T) {
 			c.rule.At = []int{2}
 			plan := New(1, c.rule)
-			p := transporttest.NewPair(t, func(tb testing.TB) transport.Backend { return Wrap(bases[2].make(tb), plan) })
+			p := transporttest.NewPair(t, func(tb testing.TB) transport.Backend {
+				return Wrap(bases[2].make(tb), plan)
+			})
 			l, _ := p.Dial()
 			s := transporttest.Shape{Chunks: 12, BlockBytes: 16 << 10}
 			src, dst := transporttest.NewMemory(t, s), transporttest.NewMemory(t, s)
@@ -53,7 +56,8 @@ func TestScript(t *testing.T) {
 					continue
 				}
 				if res.Outcome != c.outcome || res.Reason != c.reason || res.Range.Count != 4 || res.Took <= 0 {
-					t.Errorf("ended %s %s with %d chunks after %s: want %s %s", res.Outcome, res.Reason, res.Range.Count, res.Took, c.outcome, c.reason)
+					t.Errorf("ended %s %s with %d chunks after %s: want %s %s", res.Outcome, res.Reason,
+						res.Range.Count, res.Took, c.outcome, c.reason)
 				}
 				if (res.Outcome != transfer.Landed) != errors.Is(res.Err, ErrInjected) {
 					t.Errorf("error %v", res.Err)
@@ -97,8 +101,11 @@ func TestScript(t *testing.T) {
 // TestStuckKeepsHalf: a lane that is stuck when half a slice has landed does not make a whole one
 // of it.
 func TestStuckKeepsHalf(t *testing.T) {
-	plan := New(1, Rule{Kind: Partial, At: []int{1}}, Rule{Kind: Stuck, At: []int{1}, After: 20 * time.Millisecond})
-	p := transporttest.NewPair(t, func(tb testing.TB) transport.Backend { return Wrap(bases[2].make(tb), plan) })
+	plan := New(1, Rule{Kind: Partial, At: []int{1}}, Rule{Kind: Stuck, At: []int{1},
+		After: 20 * time.Millisecond})
+	p := transporttest.NewPair(t, func(tb testing.TB) transport.Backend {
+		return Wrap(bases[2].make(tb), plan)
+	})
 	l, _ := p.Dial()
 	s := transporttest.Shape{Chunks: 8, BlockBytes: 16 << 10}
 	src, dst := transporttest.NewMemory(t, s), transporttest.NewMemory(t, s)
@@ -120,8 +127,11 @@ func TestStuckKeepsHalf(t *testing.T) {
 // TestStuckUntilClosed: what a stuck lane holds, and what it swallowed the result of, ends with the
 // lane.
 func TestStuckUntilClosed(t *testing.T) {
-	plan := New(1, Rule{Kind: Stuck, At: []int{3}}, Rule{Kind: DelayResult, At: []int{1}, After: time.Hour}, Rule{Kind: Drop, At: []int{1}})
-	p := transporttest.NewPair(t, func(tb testing.TB) transport.Backend { return Wrap(bases[2].make(tb), plan) })
+	plan := New(1, Rule{Kind: Stuck, At: []int{3}}, Rule{Kind: DelayResult, At: []int{1},
+		After: time.Hour}, Rule{Kind: Drop, At: []int{1}})
+	p := transporttest.NewPair(t, func(tb testing.TB) transport.Backend {
+		return Wrap(bases[2].make(tb), plan)
+	})
 	l, _ := p.Dial()
 	s := transporttest.Shape{Chunks: 8, BlockBytes: 16 << 10}
 	src, dst := transporttest.NewMemory(t, s), transporttest.NewMemory(t, s)
@@ -141,7 +151,8 @@ func TestStuckUntilClosed(t *testing.T) {
 	if err := l.Close(); err != nil {
 		t.Fatal(err)
 	}
-	want := []transfer.Outcome{transfer.InDoubt, transfer.InDoubt, transfer.NotLanded, transfer.NotLanded, transfer.NotLanded}
+	want := []transfer.Outcome{transfer.InDoubt, transfer.InDoubt, transfer.NotLanded,
+		transfer.NotLanded, transfer.NotLanded}
 	for i, c := range got {
 		select {
 		case r := <-c:
@@ -160,7 +171,9 @@ func TestStuckUntilClosed(t *testing.T) {
 func TestHold(t *testing.T) {
 	for _, fenced := range []bool{true, false} {
 		plan := New(1, Rule{Kind: Hold, At: []int{1, 2}})
-		p := transporttest.NewPair(t, func(tb testing.TB) transport.Backend { return Wrap(bases[2].make(tb), plan) })
+		p := transporttest.NewPair(t, func(tb testing.TB) transport.Backend {
+			return Wrap(bases[2].make(tb), plan)
+		})
 		l, _ := p.Dial()
 		s := transporttest.Shape{Chunks: 8, BlockBytes: 16 << 10}
 		src, dst := transporttest.NewMemory(t, s), transporttest.NewMemory(t, s)
@@ -168,7 +181,8 @@ func TestHold(t *testing.T) {
 		b := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
 		held := []<-chan transport.Result{p.A.Move(l, b.Origin, transfer.Range{First: 0, Count: 4}, 1),
 			p.A.Move(l, b.Origin, transfer.Range{First: 4, Count: 4}, 1)}
-		if res := p.A.MoveWait(l, b.Origin, transfer.Range{First: 0, Count: 4}, 2); res.Outcome != transfer.Landed {
+		if res := p.A.MoveWait(l, b.Origin, transfer.Range{First: 0, Count: 4}, 2); res.Outcome !=
+			transfer.Landed {
 			t.Errorf("the slice behind those that are held ended %s %s", res.Outcome, res.Reason)
 		}
 		if n := plan.Held(); n != 2 {
@@ -212,7 +226,8 @@ func TestSeed(t *testing.T) {
 			Only: func(_ transport.Lane, s transport.Slice) bool { return s.Attempt == 1 }})
 		for i := range uint32(200) {
 			k := 0
-			if r := p.draw(nil, transport.Slice{Attempt: 1 + i%2, Range: transfer.Range{Count: 2}}); r != nil {
+			if r := p.draw(nil, transport.Slice{Attempt: 1 + i%2, Range: transfer.Range{Count: 2}}); r !=
+				nil {
 				k = int(r.Kind)
 				if r.Kind == Delay && i%2 == 1 {
 					t.Fatal("a slice outside of the rule")

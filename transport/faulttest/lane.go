@@ -90,7 +90,8 @@ func (l *lane) Move(batch []transport.Slice) error {
 	if l.taken+len(batch) > l.MaxInFlight() {
 		n := l.taken
 		l.mu.Unlock()
-		return fmt.Errorf("faulttest: move on lane %d: %d slices with %d in flight of %d: %w", l.ID(), len(batch), n, l.MaxInFlight(), errBusy)
+		return fmt.Errorf("faulttest: move on lane %d: %d slices with %d in flight of %d: %w", l.ID(),
+			len(batch), n, l.MaxInFlight(), errBusy)
 	}
 	first := l.next + 1
 	for _, s := range batch {
@@ -132,7 +133,10 @@ func (l *lane) Move(batch []transport.Slice) error {
 		default:
 			e.pending = false
 			if l.ended && !e.left {
-				l.b.pump.after(0, func() { l.endAs(id, transfer.NotLanded, transfer.ReasonLaneLost, net.ErrClosed) })
+				l.b.pump.after(0, func() {
+					l.endAs(id, transfer.NotLanded, transfer.ReasonLaneLost,
+						net.ErrClosed)
+				})
 			}
 		}
 	}
@@ -288,7 +292,8 @@ func (e *entry) result(o transfer.Outcome, why transfer.Reason, err error) trans
 	if errors.Is(err, ErrInjected) {
 		err = fmt.Errorf("%w: %s of chunks %d+%d", err, e.kind(), e.s.Range.First, e.s.Range.Count)
 	}
-	return transport.Result{Slice: e.s, Outcome: o, Reason: why, Err: err, Took: max(time.Since(e.began), 1)}
+	return transport.Result{Slice: e.s, Outcome: o, Reason: why, Err: err,
+		Took: max(time.Since(e.began), 1)}
 }
 
 func (l *lane) tell(res ...transport.Result) { l.b.host.Done(l, res) }
@@ -322,7 +327,10 @@ func (l *lane) done(res []transport.Result) {
 			case e.kind() == DelayResult:
 				l.b.pump.after(e.rule.After, func() { l.pass(id, r) })
 			case e.rule.After > 0:
-				l.b.pump.after(e.rule.After, func() { l.endAs(id, transfer.InDoubt, transfer.ReasonTimeout, ErrInjected) })
+				l.b.pump.after(e.rule.After, func() {
+					l.endAs(id, transfer.InDoubt, transfer.ReasonTimeout,
+						ErrInjected)
+				})
 			}
 			continue
 		}
@@ -364,7 +372,8 @@ func (l *lane) down() {
 	for id, e := range l.open {
 		o := transfer.InDoubt // as a sender must assume for a lane that died
 		switch {
-		case e.pending, e.ghost != 0, e.left && !e.stuck && e.kind() != DropResult && e.kind() != DelayResult:
+		case e.pending, e.ghost != 0, e.left && !e.stuck && e.kind() != DropResult &&
+			e.kind() != DelayResult:
 			continue
 		case !e.left && e.kind() != Drop:
 			o = transfer.NotLanded

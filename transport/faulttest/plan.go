@@ -38,7 +38,8 @@ const (
 	numKinds
 )
 
-var kindNames = [numKinds]string{"none", "error", "delay", "delay result", "drop", "drop result", "partial", "duplicate", "duplicate result",
+var kindNames = [numKinds]string{"none", "error", "delay", "delay result", "drop", "drop result",
+	"partial", "duplicate", "duplicate result",
 	"false landed", "late write", "stuck", "hold"}
 
 func (k Kind) String() string {
@@ -98,7 +99,8 @@ const maxGhosts = 4096
 
 // New returns a plan. The same seed and the same order of slices give the same faults.
 func New(seed uint64, rules ...Rule) *Plan {
-	p := &Plan{rng: rand.New(rand.NewPCG(seed, 0xfa17)), rules: rules, matched: make([]int, len(rules)), fired: make([]int, len(rules))}
+	p := &Plan{rng: rand.New(rand.NewPCG(seed, 0xfa17)), rules: rules, matched: make([]int,
+		len(rules)), fired: make([]int, len(rules))}
 	for i := range p.ghosts {
 		p.ghosts[i] = map[transfer.Outcome]int{}
 	}

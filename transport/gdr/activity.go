@@ -52,7 +52,8 @@ func (l *lane) checkProgress(now time.Time) {
 				l.wake()
 				return
 			}
-			l.failLocked(fmt.Errorf("gdr: lane %d from rail %s to %s: no progress for %s", l.id, l.rail.cfg.Name, l.remote, now.Sub(l.activity.progress).Round(time.Millisecond)))
+			l.failLocked(fmt.Errorf("gdr: lane %d from rail %s to %s: no progress for %s", l.id,
+				l.rail.cfg.Name, l.remote, now.Sub(l.activity.progress).Round(time.Millisecond)))
 			return
 		}
 	}

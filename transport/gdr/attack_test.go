@@ -70,7 +70,8 @@ func open(t *testing.T, p *transporttest.Pair, rail int) *lane {
 }
 
 // lateWrite makes one run. fence: whether the receiver fences, which the control run does without.
-func lateWrite(t *testing.T, p *transporttest.Pair, w holder, src, dst *transporttest.Memory, gen transfer.Gen, success, fence bool) (changed bool) {
+func lateWrite(t *testing.T, p *transporttest.Pair, w holder, src, dst *transporttest.Memory,
+	gen transfer.Gen, success, fence bool) (changed bool) {
 	t.Helper()
 	src.Write(seedOld)
 	b := transporttest.NewBind(t, p.A, p.B, src, dst, 1, gen)
@@ -85,7 +86,8 @@ func lateWrite(t *testing.T, p *transporttest.Pair, w holder, src, dst *transpor
 	if success {
 		// Another lane brings everything; it takes the chunks over from the frozen one, which the
 		// receiver stops.
-		if r := p.A.MoveWait(open(t, p, 1), b.Origin, src.All(), 2); r.Outcome != transfer.Landed || !b.Sink.Full() {
+		if r := p.A.MoveWait(open(t, p, 1), b.Origin, src.All(), 2); r.Outcome != transfer.Landed ||
+			!b.Sink.Full() {
 			t.Fatalf("the retry: %s %s: %v", r.Outcome, r.Reason, r.Err)
 		}
 	}
@@ -139,7 +141,8 @@ func lateWrites(t *testing.T, runs int, pair func(t *testing.T) (*transporttest.
 	}
 	t.Run("without a fence they do arrive", func(t *testing.T) {
 		p, w := pair(t)
-		if !lateWrite(t, p, w, transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape), 1, false, false) {
+		if !lateWrite(t, p, w, transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape), 1,
+			false, false) {
 			t.Error("not a byte came: the attack attacks nothing")
 		}
 	})
@@ -179,7 +182,10 @@ func (w lagWire) release(t *testing.T, l *lane) bool {
 // TestLateDMA is the attack on the fake, with messages on the wire, ten times as often as the
 // others, and with bytes that lag.
 func TestLateDMA(t *testing.T) {
-	t.Run("on the wire", func(t *testing.T) { lateDMA(t, 10*runsOf(t, 20), func(f *fake.Fabric) holder { return fakeWire{f} }) })
+	t.Run("on the wire", func(t *testing.T) {
+		lateDMA(t, 10*runsOf(t, 20),
+			func(f *fake.Fabric) holder { return fakeWire{f} })
+	})
 	t.Run("lagging", func(t *testing.T) {
 		lateDMA(t, runsOf(t, 20), func(f *fake.Fabric) holder { return lagWire{fakeWire{f}} })
 	})
@@ -192,9 +198,13 @@ func lateDMA(t *testing.T, runs int, wire func(*fake.Fabric) holder) {
 		return transporttest.NewPair(t, func(testing.TB) transport.Backend {
 			rails := []Rail{}
 			for _, name := range []string{"fake0", "fake1"} {
-				rails = append(rails, Rail{Name: name, Open: func() (verbs.Device, error) { return f.Open(name) }, Listen: "127.0.0.1:0", NUMA: -1})
+				rails = append(rails, Rail{Name: name, Open: func() (verbs.Device,
+					error) {
+					return f.Open(name)
+				}, Listen: "127.0.0.1:0", NUMA: -1})
 			}
-			return New(Config{Rails: func() ([]Rail, error) { return rails, nil }, Patience: time.Millisecond, Silence: time.Minute})
+			return New(Config{Rails: func() ([]Rail, error) { return rails, nil },
+				Patience: time.Millisecond, Silence: time.Minute})
 		}), wire(f)
 	})
 }
@@ -233,7 +243,8 @@ func (w *plugWire) held(t *testing.T, _ *lane) {
 		if err != nil {
 			t.Fatalf("tc -s qdisc: %v: %s", err, out)
 		}
-		return strings.Contains(string(out), "backlog ") && !strings.Contains(string(out), "backlog 0b 0p")
+		return strings.Contains(string(out), "backlog ") && !strings.Contains(string(out),
+			"backlog 0b 0p")
 	})
 }
 
@@ -271,7 +282,8 @@ func TestDeviceLateWrites(t *testing.T) {
 				// sender's NIC shall not give up before they are let go.
 				rails = append(rails, guestRail(name, "127.0.0.1:0"))
 			}
-			return New(Config{Rails: func() ([]Rail, error) { return rails, nil }, Opening: time.Minute, Patience: 20 * time.Millisecond, Silence: time.Minute, HostSilence: time.Minute})
+			return New(Config{Rails: func() ([]Rail, error) { return rails, nil }, Opening: time.Minute,
+				Patience: 20 * time.Millisecond, Silence: time.Minute, HostSilence: time.Minute})
 		}), &plugWire{}
 	})
 }
@@ -382,7 +394,8 @@ func TestDeviceEvents(t *testing.T) {
 	p := transporttest.NewPair(t, func(testing.TB) transport.Backend {
 		name := names[0]
 		names = names[1:]
-		rails := []Rail{{Name: name, Open: func() (verbs.Device, error) { return f.Open(name) }, Listen: "127.0.0.1:0", NUMA: -1}}
+		rails := []Rail{{Name: name, Open: func() (verbs.Device, error) { return f.Open(name) },
+			Listen: "127.0.0.1:0", NUMA: -1}}
 		return New(Config{Rails: func() ([]Rail, error) { return rails, nil }})
 	})
 	a, _ := p.Dial()
@@ -395,7 +408,8 @@ func TestDeviceEvents(t *testing.T) {
 		t.Error(err)
 	}
 	peer, _ := p.A.PeerKey(p.B.Boot)
-	if _, err := p.A.Backend.Dial(t.Context(), peer, p.A.Rails[0], p.B.Rails[0]); err == nil || !strings.Contains(err.Error(), "not active") {
+	if _, err := p.A.Backend.Dial(t.Context(), peer, p.A.Rails[0], p.B.Rails[0]); err == nil ||
+		!strings.Contains(err.Error(), "not active") {
 		t.Errorf("dialled over a port that is down: %v", err)
 	}
 	f.Emit("here", verbs.Event{Kind: verbs.PortUp})

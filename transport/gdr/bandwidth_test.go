@@ -35,19 +35,25 @@ func TestDeviceBandwidth(t *testing.T) {
 		t.Fatal(err)
 	}
 	ends(t) // or skip
-	fmt.Println("| what | rails | queue pairs of each | ib_write_bw MiB/s | gdr MiB/s | median ratio | least | most | ib_write_bw run again | gdr run again |\n|---|---|---|---|---|---|---|---|---|---|")
+	fmt.Println("| what | rails | queue pairs of each | ib_write_bw MiB/s | gdr MiB/s | median " +
+		"ratio | least | most | ib_write_bw run again | gdr run again " +
+		"|\n|---|---|---|---|---|---|---|---|---|---|")
 	for _, c := range []struct {
 		name    string
 		message int // of ib_write_bw
 		shape   transporttest.Shape
 		rails   int
 	}{
-		{"1 MiB pieces", 1 << 20, transporttest.Shape{Chunks: 256, BlockBytes: 64 << 10, Gapless: true}, 1},
+		{"1 MiB pieces", 1 << 20, transporttest.Shape{Chunks: 256, BlockBytes: 64 << 10, Gapless: true},
+			1},
 		{"64 KiB pieces", 64 << 10, transporttest.Shape{Chunks: 256, BlockBytes: 64 << 10}, 1},
-		{"scattered 16 KiB blocks", 16 << 10, transporttest.Shape{Chunks: 256, BlockBytes: 16 << 10, Shuffle: true}, 1},
-		{"1 MiB pieces", 1 << 20, transporttest.Shape{Chunks: 256, BlockBytes: 64 << 10, Gapless: true}, 4},
+		{"scattered 16 KiB blocks", 16 << 10, transporttest.Shape{Chunks: 256, BlockBytes: 16 << 10,
+			Shuffle: true}, 1},
+		{"1 MiB pieces", 1 << 20, transporttest.Shape{Chunks: 256, BlockBytes: 64 << 10, Gapless: true},
+			4},
 		{"64 KiB pieces", 64 << 10, transporttest.Shape{Chunks: 256, BlockBytes: 64 << 10}, 4},
-		{"scattered 16 KiB blocks", 16 << 10, transporttest.Shape{Chunks: 256, BlockBytes: 16 << 10, Shuffle: true}, 4},
+		{"scattered 16 KiB blocks", 16 << 10, transporttest.Shape{Chunks: 256, BlockBytes: 16 << 10,
+			Shuffle: true}, 4},
 	} {
 		for _, lanes := range []int{1, 2} { // 2 is the default of transports.gdr.queue_pairs
 			t.Run(fmt.Sprintf("%s/%d rails/%d queue pairs", c.name, c.rails, lanes), func(t *testing.T) {
@@ -89,7 +95,10 @@ func TestDeviceBandwidth(t *testing.T) {
 				var ratios, theirs, ours []float64
 				var again, lost int
 				for range pairs {
-					ib, repeats, err := untilFigure(func() (float64, error) { return writeBW(c.rails, lanes, c.message, bytesEach) })
+					ib, repeats, err := untilFigure(func() (float64, error) {
+						return writeBW(c.rails, lanes,
+							c.message, bytesEach)
+					})
 					if err != nil {
 						t.Fatal(err)
 					}
@@ -103,7 +112,9 @@ func TestDeviceBandwidth(t *testing.T) {
 				slices.Sort(ratios)
 				slices.Sort(theirs)
 				slices.Sort(ours)
-				fmt.Printf("| %s | %d | %d | %.0f | %.0f | %.2f | %.2f | %.2f | %d times in %d | %d times in %d |\n", c.name, c.rails, lanes, median(theirs), median(ours), median(ratios),
+				fmt.Printf(
+					"| %s | %d | %d | %.0f | %.0f | %.2f | %.2f | %.2f | %d times in %d | %d times in %d |\n",
+					c.name, c.rails, lanes, median(theirs), median(ours), median(ratios),
 					ratios[0], ratios[len(ratios)-1], again, pairs+again, lost, pairs+lost)
 				if err := missed(ratios, goal); err != nil {
 					t.Error(err)
@@ -148,7 +159,8 @@ func TestGoal(t *testing.T) {
 		ratios []float64
 		goal   float64
 		ok     bool
-	}{{[]float64{0.1, 0.9, 2}, 0.9, true}, {[]float64{0.1, 0.899, 2}, 0.9, false}, {[]float64{0.8, 1}, 0.9, true}, {[]float64{0.01}, 0, true}} {
+	}{{[]float64{0.1, 0.9, 2}, 0.9, true}, {[]float64{0.1, 0.899, 2}, 0.9, false}, {[]float64{0.8, 1},
+		0.9, true}, {[]float64{0.01}, 0, true}} {
 		if err := missed(c.ratios, c.goal); (err == nil) != c.ok {
 			t.Errorf("%v under a goal of %g: %v", c.ratios, c.goal, err)
 		}
@@ -159,7 +171,8 @@ func TestGoal(t *testing.T) {
 // what it said.
 func TestUntilFigure(t *testing.T) {
 	starved := errors.New("starved")
-	for _, c := range []struct{ without, repeats int }{{0, 0}, {1, 1}, {writeBWTries - 1, writeBWTries - 1}, {writeBWTries, writeBWTries}} {
+	for _, c := range []struct{ without, repeats int }{{0, 0}, {1, 1}, {writeBWTries - 1,
+		writeBWTries - 1}, {writeBWTries, writeBWTries}} {
 		runs := 0
 		v, repeats, err := untilFigure(func() (float64, error) {
 			if runs++; runs <= c.without {
@@ -167,15 +180,18 @@ func TestUntilFigure(t *testing.T) {
 			}
 			return 42, nil
 		})
-		if c.without < writeBWTries && (v != 42 || err != nil) || c.without == writeBWTries && !errors.Is(err, starved) || repeats != c.repeats || runs > writeBWTries {
-			t.Errorf("%d runs without a figure: %g after %d repeats in %d runs, %v", c.without, v, repeats, runs, err)
+		if c.without < writeBWTries && (v != 42 || err != nil) || c.without == writeBWTries &&
+			!errors.Is(err, starved) || repeats != c.repeats || runs > writeBWTries {
+			t.Errorf("%d runs without a figure: %g after %d repeats in %d runs, %v", c.without, v,
+				repeats, runs, err)
 		}
 	}
 	const line = " 65536      1024             0.00               0.00                 0.000000\n"
 	if v := average([]byte(line)); v != 0 {
 		t.Errorf("a starved run's line: %g", v)
 	}
-	if v := average([]byte(" #bytes     #iterations    BW peak[MB/sec]    BW average[MB/sec]   MsgRate[Mpps]\n" + strings.ReplaceAll(line, "0.00 ", "31.5 "))); v != 31.5 {
+	if v := average([]byte(" #bytes     #iterations    BW peak[MB/sec]    BW average[MB/sec]   " +
+		"MsgRate[Mpps]\n" + strings.ReplaceAll(line, "0.00 ", "31.5 "))); v != 31.5 {
 		t.Errorf("a line of numbers: %g", v)
 	}
 }
@@ -198,7 +214,8 @@ func counted(device string) string {
 	}
 	var out []string
 	for _, f := range all {
-		if v, err := os.ReadFile(filepath.Join(dir, f.Name())); err == nil && len(v) < 32 && strings.TrimSpace(string(v)) != "0" {
+		if v, err := os.ReadFile(filepath.Join(dir, f.Name())); err == nil && len(v) < 32 &&
+			strings.TrimSpace(string(v)) != "0" {
 			out = append(out, f.Name()+" "+strings.TrimSpace(string(v)))
 		}
 	}
@@ -211,7 +228,8 @@ func railEnds(rail int) transporttest.Factory {
 	return func(testing.TB) transport.Backend {
 		i := made % 2
 		made++
-		return New(guestConfig(fmt.Sprintf("r%d%c", rail, "ab"[i]), fmt.Sprintf("10.9.%d.%d:0", rail, i+1)))
+		return New(guestConfig(fmt.Sprintf("r%d%c", rail, "ab"[i]), fmt.Sprintf("10.9.%d.%d:0",
+			rail, i+1)))
 	}
 }
 
@@ -250,8 +268,11 @@ func writeBW(rails, lanes, message, total int) (sum float64, err error) {
 // says nothing, or 0.
 func writeBWOn(rail, lanes, message, total int) (float64, error) {
 	const connecting = 20 * time.Second // until its server listens
-	args := []string{"-F", "-x", "1", "-u", strconv.Itoa(guestTimer), "-s", strconv.Itoa(message), "-n", strconv.Itoa(total / lanes / message), "-q", strconv.Itoa(lanes), "-t", "128", "-p", strconv.Itoa(18515 + rail)}
-	server := exec.Command("ib_write_bw", append([]string{"-d", fmt.Sprintf("r%db", rail)}, args...)...)
+	args := []string{"-F", "-x", "1", "-u", strconv.Itoa(guestTimer), "-s", strconv.Itoa(message),
+		"-n", strconv.Itoa(total / lanes / message), "-q", strconv.Itoa(lanes), "-t", "128", "-p",
+		strconv.Itoa(18515 + rail)}
+	server := exec.Command("ib_write_bw", append([]string{"-d", fmt.Sprintf("r%db", rail)},
+		args...)...)
 	if err := server.Start(); err != nil {
 		return 0, err
 	}
@@ -264,7 +285,8 @@ func writeBWOn(rail, lanes, message, total int) (float64, error) {
 	var out []byte
 	var err error
 	for deadline := time.Now().Add(connecting); time.Now().Before(deadline); {
-		out, err = exec.Command("ib_write_bw", append(append([]string{"-d", fmt.Sprintf("r%da", rail)}, args...), fmt.Sprintf("10.9.%d.2", rail))...).CombinedOutput()
+		out, err = exec.Command("ib_write_bw", append(append([]string{"-d", fmt.Sprintf("r%da", rail)},
+			args...), fmt.Sprintf("10.9.%d.2", rail))...).CombinedOutput()
 		if err == nil || !bytes.Contains(out, []byte("Couldn't connect")) {
 			break
 		}

@@ -11,11 +11,14 @@ import (
 // ones where nothing is copied at all, so that posting and polling take all the time.
 func TestWritesDoNotHoldTheCollector(t *testing.T) {
 	if testutil.Race {
-		testutil.Skip(t, "norace", "make test-all looks at it where nothing else runs, in its part bounds")
+		testutil.Skip(t, "norace",
+			"make test-all looks at it where nothing else runs, in its part bounds")
 	}
 	_, factory := rig(t)
 	t.Log("large blocks, copied")
-	transporttest.NewMover(t, factory, transporttest.Shape{Chunks: 64, BlockBytes: 1 << 20, Shuffle: true}).LetsCollectorIn(4)
+	transporttest.NewMover(t, factory, transporttest.Shape{Chunks: 64, BlockBytes: 1 << 20,
+		Shuffle: true}).LetsCollectorIn(4)
 	t.Log("small blocks, not copied")
-	transporttest.NewMover(t, nullFactory(), transporttest.Shape{Chunks: 1024, BlockBytes: 4 << 10, Shuffle: true}).LetsCollectorIn(64)
+	transporttest.NewMover(t, nullFactory(), transporttest.Shape{Chunks: 1024, BlockBytes: 4 << 10,
+		Shuffle: true}).LetsCollectorIn(64)
 }

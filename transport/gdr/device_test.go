@@ -21,7 +21,8 @@ func ends(t testing.TB) transporttest.Factory {
 	t.Helper()
 	names := []string{"r0a", "r0b"}
 	d, err := verbs.Open(verbs.Config{Device: names[0], GIDIndex: verbs.AutoGID, Timer: 1, Retries: 1})
-	if errors.Is(err, verbs.ErrNotSupported) || err != nil && strings.Contains(err.Error(), "has no port") {
+	if errors.Is(err, verbs.ErrNotSupported) || err != nil && strings.Contains(err.Error(),
+		"has no port") {
 		testutil.Skip(t, "rdma", err.Error())
 	}
 	if err == nil {
@@ -45,12 +46,14 @@ const guestTimer = 17
 // guestConfig is of lanes that nobody ends: a test that loses one fails.
 func guestConfig(device, listen string) Config {
 	rails := []Rail{guestRail(device, listen)}
-	return Config{Rails: func() ([]Rail, error) { return rails, nil }, Opening: time.Minute, Patience: time.Minute, Silence: time.Minute, HostSilence: time.Minute}
+	return Config{Rails: func() ([]Rail, error) { return rails, nil }, Opening: time.Minute,
+		Patience: time.Minute, Silence: time.Minute, HostSilence: time.Minute}
 }
 
 func guestRail(device, listen string) Rail {
 	open := func() (verbs.Device, error) {
-		return verbs.Open(verbs.Config{Device: device, GIDIndex: verbs.AutoGID, Timer: guestTimer, Retries: 6})
+		return verbs.Open(verbs.Config{Device: device, GIDIndex: verbs.AutoGID, Timer: guestTimer,
+			Retries: 6})
 	}
 	return Rail{Name: device, Open: open, Listen: listen, NUMA: -1}
 }

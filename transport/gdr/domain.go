@@ -45,7 +45,8 @@ func (s *domains) enter(peer transfer.Boot) (*domain, error) {
 	if first {
 		if len(s.m)+len(s.left) >= maxDomains {
 			s.mu.Unlock()
-			return nil, fmt.Errorf("gdr: %d protection domains on %s: the rail has too many peers: %w", maxDomains, s.d.Name(), verbs.ErrFull)
+			return nil, fmt.Errorf("gdr: %d protection domains on %s: the rail has too many peers: %w",
+				maxDomains, s.d.Name(), verbs.ErrFull)
 		}
 		p = &domain{peer: peer, ready: make(chan struct{})}
 		s.m[peer] = p

@@ -45,7 +45,8 @@ func Timers(deadPath time.Duration) (least, most time.Duration) {
 // ParseRail parses device[/port][@gid index].
 func ParseRail(s string) (device string, port, gid int, err error) {
 	bad := func() (string, int, int, error) {
-		return "", 0, 0, fmt.Errorf("gdr: rail %q: write device, device/port or device/port@gid-index, for instance mlx5_0 or mlx5_1/2@3", s)
+		return "", 0, 0, fmt.Errorf("gdr: rail %q: write device, device/port or device/port@gid-index, "+
+			"for instance mlx5_0 or mlx5_1/2@3", s)
 	}
 	port, gid = 1, verbs.AutoGID
 	s0, index, pinned := strings.Cut(s, "@")
@@ -119,12 +120,16 @@ func Find(o Options) ([]Rail, error) {
 		if g.Type != verbs.GIDRoCEv2 || g.Addr().IsLinkLocalUnicast() {
 			listen = net.JoinHostPort(o.Listen, "0")
 		}
-		cfg := verbs.Config{Device: x.p.Device, Port: x.p.Num, GIDIndex: x.gid, TrafficClass: uint8(o.TrafficClass), ServiceLevel: uint8(o.ServiceLevel),
+		cfg := verbs.Config{Device: x.p.Device, Port: x.p.Num, GIDIndex: x.gid,
+			TrafficClass: uint8(o.TrafficClass), ServiceLevel: uint8(o.ServiceLevel),
 			Timer: timer(o.DeadPath), Retries: retries}
 		if o.MTU > 0 {
 			cfg.MTU = verbs.MTU(bits.Len(uint(o.MTU)) - 8)
 		}
-		rails = append(rails, Rail{Name: x.p.Name(), Open: func() (verbs.Device, error) { return verbs.Open(cfg) }, Listen: listen,
+		rails = append(rails, Rail{Name: x.p.Name(), Open: func() (verbs.Device,
+			error) {
+			return verbs.Open(cfg)
+		}, Listen: listen,
 			Gbps: x.p.Gbps, NUMA: x.p.NUMA})
 	}
 	if len(rails) == 0 {

@@ -23,7 +23,8 @@ func (l *lane) follow() {
 			l.fail(fmt.Errorf("gdr: lane %d: %w", l.id, err))
 		}
 		if l.frames.unread() {
-			l.fail(fmt.Errorf("gdr: lane %d: %d answers wait for the peer, which does not read", l.id, maxUnsent))
+			l.fail(fmt.Errorf("gdr: lane %d: %d answers wait for the peer, which does not read",
+				l.id, maxUnsent))
 		}
 		ended, failed := l.completed(buf[:n])
 		if looked != nil {
@@ -79,7 +80,8 @@ func (l *lane) lookAgain() <-chan struct{} {
 // stopQueuePair moves it to the error state, which flushes it.
 func (l *lane) stopQueuePair() {
 	if err := l.q.ToError(); err != nil && !errors.Is(err, net.ErrClosed) {
-		l.b.cfg.Log.Warn("queue pair does not enter the error state", "transport", Name, "lane", l.id, "rail", l.rail.cfg.Name, "err", err)
+		l.b.cfg.Log.Warn("queue pair does not enter the error state", "transport", Name, "lane", l.id,
+			"rail", l.rail.cfg.Name, "err", err)
 	}
 }
 
@@ -87,7 +89,8 @@ func (l *lane) stopQueuePair() {
 func (l *lane) settle() {
 	err := l.releaseQueues()
 	if err != nil {
-		l.b.cfg.Log.Warn("queue pair not released; tried again", "transport", Name, "lane", l.id, "rail", l.rail.cfg.Name, "err", err)
+		l.b.cfg.Log.Warn("queue pair not released; tried again", "transport", Name, "lane", l.id, "rail",
+			l.rail.cfg.Name, "err", err)
 	}
 	if err == nil || l.flushed() {
 		close(l.drained)
@@ -98,8 +101,8 @@ func (l *lane) settle() {
 	close(l.settled)
 }
 
-// releaseQueues destroys the lane's queue pair and completion queue. Called by the follower, and after
-// it by reap alone.
+// releaseQueues destroys the lane's queue pair and completion queue. Called by the follower, and
+// after it by reap alone.
 func (l *lane) releaseQueues() error {
 	if err := l.q.Close(); err != nil {
 		return err
@@ -139,7 +142,8 @@ func (l *lane) isDrained() bool {
 	}
 }
 
-// releaseSlices releases the claims and keys of a lane that has ended. Its queue pair touches no memory.
+// releaseSlices releases the claims and keys of a lane that has ended. Its queue pair touches no
+// memory.
 func (l *lane) releaseSlices() {
 	for i := range l.src.out {
 		l.src.out[i].release(l.b)
@@ -184,9 +188,11 @@ func (l *lane) completed(batch []verbs.Completion) (ended, failed bool) {
 			l.src.done = max(l.src.done, c.ID)
 		}
 		if c.Status != verbs.OK && c.Status != verbs.Flushed {
-			l.failLocked(fmt.Errorf("gdr: lane %d from rail %s to %s: work request: %s (status %d)", l.id, l.rail.cfg.Name, l.remote, c.Status, c.Code))
+			l.failLocked(fmt.Errorf("gdr: lane %d from rail %s to %s: work request: %s (status %d)", l.id,
+				l.rail.cfg.Name, l.remote, c.Status, c.Code))
 		} else if c.Status == verbs.Flushed && l.err == nil {
-			l.failLocked(fmt.Errorf("gdr: lane %d from rail %s to %s: the queue pair was flushed", l.id, l.rail.cfg.Name, l.remote))
+			l.failLocked(fmt.Errorf("gdr: lane %d from rail %s to %s: the queue pair was flushed", l.id,
+				l.rail.cfg.Name, l.remote))
 		}
 	}
 	if len(batch) > 0 {

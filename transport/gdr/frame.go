@@ -71,14 +71,18 @@ func appendHead(b []byte, h *head) []byte {
 }
 
 // setCells sets the number of cells after the head of frame b.
-func setCells(b []byte) { binary.LittleEndian.PutUint32(b[24:], uint32((len(b)-headBytes)/cellBytes)) }
+func setCells(b []byte) {
+	binary.LittleEndian.PutUint32(b[24:],
+		uint32((len(b)-headBytes)/cellBytes))
+}
 
 // parseHead reads a head from a peer.
 func parseHead(b *[headBytes]byte, h *head) error {
 	le := binary.LittleEndian
 	c := wire.ReadChunks(b[8:])
-	*h = head{kind: b[0], id: b[1], reason: transfer.Reason(b[2]), seq: le.Uint16(b[4:]), slot: transfer.Slot(le.Uint16(b[6:])),
-		gen: c.Gen, r: c.Range, attempt: c.Attempt, cells: le.Uint32(b[24:]), bytes: le.Uint64(b[32:])}
+	*h = head{kind: b[0], id: b[1], reason: transfer.Reason(b[2]), seq: le.Uint16(b[4:]),
+		slot: transfer.Slot(le.Uint16(b[6:])),
+		gen:  c.Gen, r: c.Range, attempt: c.Attempt, cells: le.Uint32(b[24:]), bytes: le.Uint64(b[32:])}
 	switch {
 	case h.kind < kindAsk || h.kind > kindEnd:
 		return fmt.Errorf("%w: kind %d", errFrame, h.kind)
@@ -152,7 +156,8 @@ func appendRuns(dst []run, b []byte) ([]run, error) {
 		}
 		n := r.Pieces() // any number of 64 bits
 		if n > maxSpans-spans {
-			return dst, fmt.Errorf("%w: %d spans in a run, behind %d others: at most %d", errFrame, n, spans, maxSpans)
+			return dst, fmt.Errorf("%w: %d spans in a run, behind %d others: at most %d", errFrame, n,
+				spans, maxSpans)
 		}
 		spans += n
 	}
@@ -226,7 +231,8 @@ func encodeAddress(a verbs.Address, rail string) []byte {
 
 func decodeAddress(b []byte) (a verbs.Address, rail string, err error) {
 	if len(b) < addressBytes || len(b) > addressBytes+maxRailName {
-		return a, "", fmt.Errorf("%w: an address of %d bytes, not %d and a rail's name of at most %d", errFrame, len(b), addressBytes, maxRailName)
+		return a, "", fmt.Errorf("%w: an address of %d bytes, not %d and a rail's name of at most %d",
+			errFrame, len(b), addressBytes, maxRailName)
 	}
 	copy(a.GID[:], b)
 	le := binary.LittleEndian

@@ -138,7 +138,8 @@ func (b *Backend) Name() string { return Name }
 
 // Caps implements transport.Backend.
 func (b *Backend) Caps() transport.Caps {
-	return transport.Caps{Initiator: transport.BySource, Evidence: transport.EvidenceImmediate, Fence: transport.FenceLease,
+	return transport.Caps{Initiator: transport.BySource, Evidence: transport.EvidenceImmediate,
+		Fence:  transport.FenceLease,
 		Device: true, Credits: maxInFlight, SliceBytes: sliceBytes}
 }
 
@@ -184,9 +185,11 @@ func (b *Backend) changed() {
 }
 
 // Dial implements transport.Backend.
-func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote transport.Rail) (transport.Lane, error) {
+func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote transport.Rail) (
+	transport.Lane, error) {
 	fail := func(err error) (transport.Lane, error) {
-		return nil, fmt.Errorf("gdr: dial boot %s at %q from rail %s: %w", peer.Boot, remote.Address, local.Name, err)
+		return nil, fmt.Errorf("gdr: dial boot %s at %q from rail %s: %w", peer.Boot, remote.Address,
+			local.Name, err)
 	}
 	if b.life.Err() != nil {
 		return fail(net.ErrClosed)
@@ -237,7 +240,8 @@ func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote t
 	_ = c.SetDeadline(time.Now().Add(b.cfg.Opening))
 	undo := context.AfterFunc(ctx, func() { _ = c.SetDeadline(time.Unix(1, 0)) })
 	defer b.whileAlive(c)()
-	o, err := wire.Dial(c, wire.DialParams{Purpose: purpose, Self: peer.Self, Peer: peer.Boot, Key: peer.Key, Versions: b.cfg.versions, Attach: l.attach()})
+	o, err := wire.Dial(c, wire.DialParams{Purpose: purpose, Self: peer.Self, Peer: peer.Boot,
+		Key: peer.Key, Versions: b.cfg.versions, Attach: l.attach()})
 	if err == nil {
 		err = l.connect(o)
 	}
@@ -280,7 +284,10 @@ func (b *Backend) Grant(g *transport.Grant) ([]byte, error) {
 // Fence implements transport.Backend: when it returns, no claimed chunk of the grant can be
 // written.
 func (b *Backend) Fence(ctx context.Context, g *transport.Grant) error {
-	fail := func(err error) error { return fmt.Errorf("gdr: fence of slot %d.%d: %w", g.Slot, g.Gen, err) }
+	fail := func(err error) error {
+		return fmt.Errorf("gdr: fence of slot %d.%d: %w", g.Slot,
+			g.Gen, err)
+	}
 	// Slices are armed under the guard, so no further one can be armed after this.
 	if err := g.Wait(ctx); err != nil {
 		return fail(err)
@@ -308,7 +315,8 @@ func (b *Backend) Fence(ctx context.Context, g *transport.Grant) error {
 		l.fail(fmt.Errorf("gdr: fence of slot %d.%d: %w", g.Slot, g.Gen, net.ErrClosed))
 		if !l.stopped(ctx) {
 			if err := l.dst.invalidate(g); err != nil {
-				return fail(fmt.Errorf("lane %d on rail %s was not drained (%w), nor its keys invalidated: %w", l.id, l.rail.cfg.Name, context.Cause(ctx), err))
+				return fail(fmt.Errorf("lane %d on rail %s was not drained (%w), nor its keys invalidated: %w",
+					l.id, l.rail.cfg.Name, context.Cause(ctx), err))
 			}
 		}
 	}
@@ -317,7 +325,10 @@ func (b *Backend) Fence(ctx context.Context, g *transport.Grant) error {
 
 // CloseOrigin implements transport.Backend.
 func (b *Backend) CloseOrigin(ctx context.Context, o *transport.Origin) error {
-	fail := func(err error) error { return fmt.Errorf("gdr: close of origin %d.%d: %w", o.Slot, o.Gen, err) }
+	fail := func(err error) error {
+		return fmt.Errorf("gdr: close of origin %d.%d: %w", o.Slot,
+			o.Gen, err)
+	}
 	if err := o.Wait(ctx); err != nil {
 		return fail(err)
 	}

@@ -40,7 +40,8 @@ func rigWith(tb testing.TB, seed uint64) (*fake.Fabric, transporttest.Factory) {
 func config(f *fake.Fabric) Config {
 	open := func() (verbs.Device, error) { return f.Open("fake0") }
 	rails := []Rail{{Name: "fake0", Open: open, Listen: "127.0.0.1:0", NUMA: -1}}
-	return Config{Rails: func() ([]Rail, error) { return rails, nil }, Opening: time.Minute, Patience: time.Minute, Silence: time.Minute}
+	return Config{Rails: func() ([]Rail, error) { return rails, nil }, Opening: time.Minute,
+		Patience: time.Minute, Silence: time.Minute}
 }
 
 func TestConformance(t *testing.T) {
@@ -173,14 +174,16 @@ func TestDisowned(t *testing.T) {
 	src.Write(5)
 	bind := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
 	bind.Source.Invalid.Store(true)
-	if r := p.A.MoveWait(a, bind.Origin, src.All(), 1); r.Outcome != transfer.NotLanded || r.Reason != transfer.ReasonDisowned {
+	if r := p.A.MoveWait(a, bind.Origin, src.All(), 1); r.Outcome != transfer.NotLanded ||
+		r.Reason != transfer.ReasonDisowned {
 		t.Fatalf("%s %s: %v", r.Outcome, r.Reason, r.Err)
 	}
 	bind.End(t)
 }
 
 func FuzzHead(f *testing.F) {
-	f.Add(appendHead(nil, &head{kind: kindGo, id: 3, seq: 9, slot: 7, gen: 1 << 30, r: transfer.Range{First: 4, Count: 16}, attempt: 2, cells: 5, bytes: 1 << 20}))
+	f.Add(appendHead(nil, &head{kind: kindGo, id: 3, seq: 9, slot: 7, gen: 1 << 30,
+		r: transfer.Range{First: 4, Count: 16}, attempt: 2, cells: 5, bytes: 1 << 20}))
 	f.Add(appendHead(nil, &head{kind: kindEnd, reason: transfer.ReasonRevoked}))
 	f.Add(make([]byte, headBytes))
 	f.Fuzz(func(t *testing.T, b []byte) {

@@ -31,12 +31,16 @@ func (e *key) registerGPU(g GPU, remote bool) (err error) {
 	r := e.name.region
 	if remote {
 		if e.flush, err = g.NICWrites(); err != nil {
-			return fmt.Errorf("memory of a GPU on which a NIC's writes do not become visible: %w: %w", transport.ErrNotSupported, err)
+			return fmt.Errorf("memory of a GPU on which a NIC's writes do not become visible: %w: %w",
+				transport.ErrNotSupported, err)
 		}
 	}
 	fd, off, err := g.ExportDMABuf(r.Base(), r.Size())
 	if err == nil {
-		err = e.inParts(func(at, n uint64) (verbs.Memory, error) { return e.domain.RegisterDMABuf(fd, off+at, n, remote) })
+		err = e.inParts(func(at, n uint64) (verbs.Memory, error) {
+			return e.domain.RegisterDMABuf(fd,
+				off+at, n, remote)
+		})
 		_ = unix.Close(fd) // the registration keeps the memory
 		if err == nil {
 			return nil
@@ -50,7 +54,10 @@ func (e *key) registerGPU(g GPU, remote bool) (err error) {
 		}
 		e.parts = e.parts[:last]
 	}
-	perr := e.inParts(func(at, n uint64) (verbs.Memory, error) { return e.domain.RegisterPeer(r.Base()+at, n, remote) })
+	perr := e.inParts(func(at, n uint64) (verbs.Memory,
+		error) {
+		return e.domain.RegisterPeer(r.Base()+at, n, remote)
+	})
 	if perr == nil {
 		return nil
 	}

@@ -73,7 +73,8 @@ func onGPU(t *testing.T, f *fake.Fabric, m *transporttest.Memory) *gpu {
 	t.Helper()
 	p, _ := m.Region.Bytes()
 	g := &gpu{Device: transporttest.NewDevice(t), f: f, memory: p}
-	r, err := mem.NewDevice(mem.NewID(), mem.DeviceMemory{Device: g, Addr: gpuAddr, Size: uint64(len(p)), FD: -1})
+	r, err := mem.NewDevice(mem.NewID(), mem.DeviceMemory{Device: g, Addr: gpuAddr,
+		Size: uint64(len(p)), FD: -1})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -90,8 +91,9 @@ func TestGPUMemory(t *testing.T) {
 		outcome transfer.Outcome
 		says    string
 	}{
-		"dma-buf":                           {func(*fake.Fabric, *gpu, *gpu) {}, transfer.Landed, ""},
-		"dma-buf, and a flush after writes": {func(_ *fake.Fabric, _, dst *gpu) { dst.unordered = true }, transfer.Landed, ""},
+		"dma-buf": {func(*fake.Fabric, *gpu, *gpu) {}, transfer.Landed, ""},
+		"dma-buf, and a flush after writes": {func(_ *fake.Fabric, _, dst *gpu) { dst.unordered = true },
+			transfer.Landed, ""},
 		"peermem, since the driver exports nothing": {func(f *fake.Fabric, _, dst *gpu) {
 			dst.noExport = true
 			f.Peer(gpuAddr, dst.memory)
@@ -100,9 +102,12 @@ func TestGPUMemory(t *testing.T) {
 			dst.unbacked = true
 			f.Peer(gpuAddr, dst.memory)
 		}, transfer.Landed, ""},
-		"neither at the destination": {func(_ *fake.Fabric, _, dst *gpu) { dst.noExport = true }, transfer.Rejected, "memory"},
-		"neither at the source":      {func(_ *fake.Fabric, src, _ *gpu) { src.noExport = true }, transfer.NotLanded, "neither by dma-buf (gpu: no) nor by peermem"},
-		"writes that never show":     {func(_ *fake.Fabric, _, dst *gpu) { dst.blind = errGPU }, transfer.Rejected, "memory"},
+		"neither at the destination": {func(_ *fake.Fabric, _, dst *gpu) { dst.noExport = true },
+			transfer.Rejected, "memory"},
+		"neither at the source": {func(_ *fake.Fabric, src, _ *gpu) { src.noExport = true },
+			transfer.NotLanded, "neither by dma-buf (gpu: no) nor by peermem"},
+		"writes that never show": {func(_ *fake.Fabric, _, dst *gpu) { dst.blind = errGPU },
+			transfer.Rejected, "memory"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			f, p, _, _ := oddPair(t, nil)
@@ -118,7 +123,8 @@ func TestGPUMemory(t *testing.T) {
 			bind := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
 			bind.Sink.Seed.Store(seedOld)
 			r := p.A.MoveWait(a, bind.Origin, src.All(), 1)
-			if r.Outcome != c.outcome || c.outcome != transfer.Landed && (r.Reason != transfer.ReasonMemory || !strings.Contains(r.Err.Error(), c.says)) {
+			if r.Outcome != c.outcome || c.outcome != transfer.Landed &&
+				(r.Reason != transfer.ReasonMemory || !strings.Contains(r.Err.Error(), c.says)) {
 				t.Fatalf("%s %s: %v", r.Outcome, r.Reason, r.Err)
 			}
 			if full := bind.Sink.Full(); full != (c.outcome == transfer.Landed) {
@@ -155,11 +161,13 @@ func TestGPUFlush(t *testing.T) {
 	a, _ := p.Dial()
 	bind := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
 	bind.Sink.Seed.Store(seedOld)
-	if r := p.A.MoveWait(a, bind.Origin, src.All(), 1); r.Outcome != transfer.Rejected || r.Reason != transfer.ReasonMemory || bind.Sink.Full() {
+	if r := p.A.MoveWait(a, bind.Origin, src.All(), 1); r.Outcome != transfer.Rejected ||
+		r.Reason != transfer.ReasonMemory || bind.Sink.Full() {
 		t.Errorf("%s %s: %v", r.Outcome, r.Reason, r.Err)
 	}
 	to.flushErr.Store(nil)
-	if r := p.A.MoveWait(a, bind.Origin, src.All(), 2); r.Outcome != transfer.Landed || !bind.Sink.Full() {
+	if r := p.A.MoveWait(a, bind.Origin, src.All(), 2); r.Outcome != transfer.Landed ||
+		!bind.Sink.Full() {
 		t.Errorf("%s %s: %v", r.Outcome, r.Reason, r.Err)
 	}
 	if here.is(func(d *oddDevice) bool { return d.inlined != 0 }) {

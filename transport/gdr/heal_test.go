@@ -49,7 +49,8 @@ func healPair(t *testing.T) (f *fake.Fabric, p *transporttest.Pair, told, seen *
 	return f, transporttest.NewPair(t, func(testing.TB) transport.Backend {
 		name := names[0]
 		names = names[1:]
-		rails := []Rail{{Name: name, Open: func() (verbs.Device, error) { return f.Open(name) }, NUMA: -1}}
+		rails := []Rail{{Name: name, Open: func() (verbs.Device, error) { return f.Open(name) },
+			NUMA: -1}}
 		c := Config{Rails: func() ([]Rail, error) { return rails, nil }, Drain: 50 * time.Millisecond}
 		if name == "here" {
 			c.Changed = func() { told.Add(1) }
@@ -113,7 +114,8 @@ func TestGIDChange(t *testing.T) {
 		s := railOf(p.A)
 		return !s.Down && strings.HasPrefix(s.Address, "127.0.0.4:")
 	})
-	until(t, "the host is told that it is down, and where it is now", func() bool { return told.Load() >= 2 })
+	until(t, "the host is told that it is down, and where it is now",
+		func() bool { return told.Load() >= 2 })
 	moves(t, p, 3)
 	b.End(t)
 
@@ -121,7 +123,8 @@ func TestGIDChange(t *testing.T) {
 	f.SetGID("here", netip.Addr{})
 	until(t, "the rail is down", func() bool { return railOf(p.A).Down })
 	peer, _ := p.A.PeerKey(p.B.Boot)
-	if _, err := p.A.Backend.Dial(t.Context(), peer, p.A.Rails[0], p.B.Rails[0]); err == nil || !strings.Contains(err.Error(), "not open again") {
+	if _, err := p.A.Backend.Dial(t.Context(), peer, p.A.Rails[0], p.B.Rails[0]); err == nil ||
+		!strings.Contains(err.Error(), "not open again") {
 		t.Errorf("dialled from a port without an address: %v", err)
 	}
 	f.SetGID("here", netip.MustParseAddr("127.0.0.5"))
@@ -169,7 +172,8 @@ func TestRemoval(t *testing.T) {
 		}
 		b.End(t)
 	}
-	until(t, "the host is told that it is gone, and that it is there", func() bool { return told.Load() >= 2 })
+	until(t, "the host is told that it is gone, and that it is there",
+		func() bool { return told.Load() >= 2 })
 }
 
 // TestPortState: a rail says that its port is down, and that it is up.
@@ -186,7 +190,10 @@ func TestPortState(t *testing.T) {
 // TestDeadPathWaitsForNoTimerOfOurs: when the NIC's timers have given a path up, its slices are
 // told of without any wait of gdr's: all of them are longer here than the test has time.
 func TestDeadPathWaitsForNoTimerOfOurs(t *testing.T) {
-	f, p, _, _ := oddPair(t, func(c *Config) { c.Patience, c.Silence, c.Drain = time.Hour, time.Hour, time.Hour })
+	f, p, _, _ := oddPair(t, func(c *Config) {
+		c.Patience, c.Silence, c.Drain = time.Hour, time.Hour,
+			time.Hour
+	})
 	l, _, b, _, res := underWay(t, f, p)
 	f.TimeOut(l.q.Num())
 	select {
@@ -207,7 +214,8 @@ func TestDeadPathWaitsForNoTimerOfOurs(t *testing.T) {
 func TestDeviceDeadPath(t *testing.T) {
 	ends(t) // or skip
 	drop := func(how string) {
-		if out, err := exec.Command("iptables", how, "INPUT", "-i", "r0b", "-p", "udp", "--dport", "4791", "-j", "DROP").CombinedOutput(); err != nil {
+		if out, err := exec.Command("iptables", how, "INPUT", "-i", "r0b", "-p", "udp", "--dport", "4791",
+			"-j", "DROP").CombinedOutput(); err != nil {
 			t.Fatalf("iptables %s: %v: %s", how, err, out)
 		}
 	}
@@ -221,7 +229,8 @@ func TestDeviceDeadPath(t *testing.T) {
 			name := fmt.Sprintf("r0%c", "ab"[made%2])
 			made++
 			open := func() (verbs.Device, error) {
-				return verbs.Open(verbs.Config{Device: name, GIDIndex: verbs.AutoGID, Timer: timer(path), Retries: retries})
+				return verbs.Open(verbs.Config{Device: name, GIDIndex: verbs.AutoGID, Timer: timer(path),
+					Retries: retries})
 			}
 			rails := []Rail{{Name: name, Open: open, Listen: "127.0.0.1:0", NUMA: -1}}
 			return New(Config{Rails: func() ([]Rail, error) { return rails, nil }, Patience: 2 * path})
@@ -249,10 +258,12 @@ func TestDeviceDeadPath(t *testing.T) {
 		slices.Sort(told)
 		unit := (retries + 1) * (4096 * time.Nanosecond << timer(path))
 		ms := func(d time.Duration) string { return fmt.Sprintf("%.1f", float64(d.Microseconds())/1000) }
-		fmt.Fprintf(&table, "| %s | %s to %s | %s (%s to %s) | %s (%s to %s) |\n", path, ms(unit), ms(2*unit), ms(noticed[runs/2]), ms(noticed[0]), ms(noticed[runs-1]),
+		fmt.Fprintf(&table, "| %s | %s to %s | %s (%s to %s) | %s (%s to %s) |\n", path, ms(unit),
+			ms(2*unit), ms(noticed[runs/2]), ms(noticed[0]), ms(noticed[runs-1]),
 			ms(told[runs/2]), ms(told[0]), ms(told[runs-1]))
 	}
-	fmt.Printf("| dead_path | the timers take, ms | noticed after, median (least to most) | slices reported after |\n|---|---|---|---|\n%s", table.String())
+	fmt.Printf("| dead_path | the timers take, ms | noticed after, median (least to most) | slices "+
+		"reported after |\n|---|---|---|---|\n%s", table.String())
 }
 
 // TestDeviceLinkRemoved tells how long it takes until the lane of a link that was taken out in mid
@@ -279,7 +290,8 @@ func TestDeviceLinkRemoved(t *testing.T) {
 		name := fmt.Sprintf("r1%c", "ab"[made%2])
 		made++
 		open := func() (verbs.Device, error) {
-			return verbs.Open(verbs.Config{Device: name, GIDIndex: verbs.AutoGID, Timer: timer(path), Retries: retries})
+			return verbs.Open(verbs.Config{Device: name, GIDIndex: verbs.AutoGID, Timer: timer(path),
+				Retries: retries})
 		}
 		// the sockets do not go with the link
 		rails := []Rail{{Name: name, Open: open, Listen: "127.0.0.1:0", NUMA: -1}}
@@ -325,7 +337,9 @@ func TestDeviceLinkRemoved(t *testing.T) {
 	var cells [4]string
 	for i, all := range took {
 		slices.Sort(all)
-		cells[i] = fmt.Sprintf("%d (%d to %d)", all[runs/2].Milliseconds(), all[0].Milliseconds(), all[runs-1].Milliseconds())
+		cells[i] = fmt.Sprintf("%d (%d to %d)", all[runs/2].Milliseconds(), all[0].Milliseconds(),
+			all[runs-1].Milliseconds())
 	}
-	fmt.Printf("| the link is removed: lane down after, ms | slice reported after | the call took | lane again after it is back |\n|---|---|---|---|\n| %s |\n", strings.Join(cells[:], " | "))
+	fmt.Printf("| the link is removed: lane down after, ms | slice reported after | the call took | "+
+		"lane again after it is back |\n|---|---|---|---|\n| %s |\n", strings.Join(cells[:], " | "))
 }

@@ -19,7 +19,8 @@ import (
 )
 
 // oddPair is a pair whose devices are odd: here is the sender's, there the receiver's.
-func oddPair(t *testing.T, change func(*Config)) (f *fake.Fabric, p *transporttest.Pair, here, there *oddDevice) {
+func oddPair(t *testing.T, change func(*Config)) (f *fake.Fabric, p *transporttest.Pair, here,
+	there *oddDevice) {
 	t.Helper()
 	f, _ = rig(t)
 	here, there = odd(f.Device("here")), odd(f.Device("there"))
@@ -33,8 +34,10 @@ func oddPair(t *testing.T, change func(*Config)) (f *fake.Fabric, p *transportte
 	p = transporttest.NewPair(t, func(testing.TB) transport.Backend {
 		d := next[0]
 		next = next[1:]
-		rails := []Rail{{Name: d.Name(), Open: func() (verbs.Device, error) { return d, nil }, Listen: "127.0.0.1:0", NUMA: -1}}
-		c := Config{Rails: func() ([]Rail, error) { return rails, nil }, Patience: time.Millisecond, Silence: time.Minute, Drain: 50 * time.Millisecond}
+		rails := []Rail{{Name: d.Name(), Open: func() (verbs.Device, error) { return d, nil },
+			Listen: "127.0.0.1:0", NUMA: -1}}
+		c := Config{Rails: func() ([]Rail, error) { return rails, nil }, Patience: time.Millisecond,
+			Silence: time.Minute, Drain: 50 * time.Millisecond}
 		if change != nil {
 			change(&c)
 		}
@@ -45,7 +48,8 @@ func oddPair(t *testing.T, change func(*Config)) (f *fake.Fabric, p *transportte
 
 // underWay opens a lane and moves a slice whose messages stay on the wire: the receiver has armed
 // it, nothing has arrived.
-func underWay(t *testing.T, f *fake.Fabric, p *transporttest.Pair) (here, there *lane, b *transporttest.Bind, dst *transporttest.Memory, res <-chan transport.Result) {
+func underWay(t *testing.T, f *fake.Fabric, p *transporttest.Pair) (here, there *lane,
+	b *transporttest.Bind, dst *transporttest.Memory, res <-chan transport.Result) {
 	t.Helper()
 	x, y := p.Dial()
 	here, there = x.(*lane), y.(*lane)
@@ -110,7 +114,8 @@ func TestStuckLaneIsTriedAgain(t *testing.T) {
 		t.Error("the origin counts as closed, and a queue pair still reads it")
 	}
 	here.set(func(d *oddDevice) { d.deaf, d.keepsQPs = false, false })
-	until(t, "the queue pair is given back", func() bool { return len(p.A.Backend.(*Backend).allLanes()) == 0 })
+	until(t, "the queue pair is given back",
+		func() bool { return len(p.A.Backend.(*Backend).allLanes()) == 0 })
 	b.End(t)
 	_ = there
 }
@@ -122,7 +127,8 @@ func TestLaterAttemptPastStuckLane(t *testing.T) {
 	first, _, b, dst, res := underWay(t, f, p)
 	there.set(func(d *oddDevice) { d.deaf, d.keepsQPs = true, true })
 	next, _ := p.Dial()
-	if r := p.A.MoveWait(next, b.Origin, transfer.Range{Count: dst.Chunks()}, 2); r.Outcome != transfer.Landed {
+	if r := p.A.MoveWait(next, b.Origin, transfer.Range{Count: dst.Chunks()}, 2); r.Outcome !=
+		transfer.Landed {
 		t.Fatalf("%s %s: %v", r.Outcome, r.Reason, r.Err)
 	}
 	b.Fence(t)
@@ -213,9 +219,11 @@ func TestDeviceThatDoesNotAnswer(t *testing.T) {
 		peer, _ := p.A.PeerKey(p.B.Boot)
 		_, _ = backend.Dial(t.Context(), peer, p.A.Rails[0], p.B.Rails[0])
 	}()
-	until(t, "the lane's end and the dialler wait for the device", func() bool { return here.is(func(d *oddDevice) bool { return d.waiting >= 2 }) })
+	until(t, "the lane's end and the dialler wait for the device",
+		func() bool { return here.is(func(d *oddDevice) bool { return d.waiting >= 2 }) })
 	src := transporttest.NewMemory(t, shape)
-	grant := &transport.Grant{Peer: p.B.Boot, Slot: 7, Gen: 1, Sink: transporttest.NewBind(t, p.B, p.A, src, transporttest.NewMemory(t, shape), 7, 1).Sink}
+	grant := &transport.Grant{Peer: p.B.Boot, Slot: 7, Gen: 1, Sink: transporttest.NewBind(t, p.B, p.A,
+		src, transporttest.NewMemory(t, shape), 7, 1).Sink}
 	for range 100 { // whenever the dialler takes its locks
 		within(t, "Grant", func() {
 			if _, err := backend.Grant(grant); err != nil {
@@ -355,7 +363,8 @@ func TestFloodOfAsks(t *testing.T) {
 	// It goes past its own lane, which reads.
 	var ask []byte
 	for range 4096 {
-		ask = appendHead(ask, &head{kind: kindAsk, id: 3, seq: 1, slot: 99, gen: 1, r: transfer.Range{Count: 1}, attempt: 1})
+		ask = appendHead(ask, &head{kind: kindAsk, id: 3, seq: 1, slot: 99, gen: 1,
+			r: transfer.Range{Count: 1}, attempt: 1})
 	}
 	stop := make(chan struct{})
 	var wg sync.WaitGroup
@@ -469,7 +478,8 @@ func foreignKey(t *testing.T, factory transporttest.Factory) {
 		here.mu.Lock()
 		here.src.posted++
 		id := here.src.posted
-		_, err = here.q.PostSend([]verbs.Work{{ID: id, Op: verbs.Write, LocalAddr: mine.parts[0].Addr(), LocalKey: mine.parts[0].LocalKey(), Len: 64 << 10,
+		_, err = here.q.PostSend([]verbs.Work{{ID: id, Op: verbs.Write, LocalAddr: mine.parts[0].Addr(),
+			LocalKey: mine.parts[0].LocalKey(), Len: 64 << 10,
 			RemoteAddr: theirs.parts[0].Addr(), RemoteKey: theirs.parts[0].RemoteKey(), Signaled: true}})
 		here.mu.Unlock()
 		if err != nil {
@@ -483,8 +493,12 @@ func foreignKey(t *testing.T, factory transporttest.Factory) {
 		if !c.writes {
 			// One packet takes both ends down. Who hears of it from its socket hears it from the
 			// other, whose NIC said why.
-			until(t, "both ends are down", func() bool { return here.failure() != nil && there.failure() != nil })
-			if h, o := here.failure(), there.failure(); !strings.Contains(h.Error(), "remote access") && !strings.Contains(o.Error(), "flushed") {
+			until(t, "both ends are down", func() bool {
+				return here.failure() != nil &&
+					there.failure() != nil
+			})
+			if h, o := here.failure(), there.failure(); !strings.Contains(h.Error(), "remote access") &&
+				!strings.Contains(o.Error(), "flushed") {
 				t.Errorf("%v, and at the other end %v", h, o)
 			}
 		}

@@ -70,7 +70,8 @@ type key struct {
 
 func newKeys(s *domains, log *slog.Logger) *keys {
 	d := s.d
-	k := &keys{d: d, domains: s, log: log, part: min(d.Limits().MaxRegistration, maxPart), m: map[keyName]*key{}}
+	k := &keys{d: d, domains: s, log: log, part: min(d.Limits().MaxRegistration, maxPart),
+		m: map[keyName]*key{}}
 	if k.part > partUnit {
 		k.part -= k.part % partUnit
 	}
@@ -104,7 +105,8 @@ func (k *keys) get(name keyName, wait bool) (*key, error) {
 		return e, nil
 	case len(k.m)+len(k.stayed) >= maxKeys:
 		k.mu.Unlock()
-		return nil, fmt.Errorf("gdr: %d registrations on %s: the rail has too many regions and peers: %w", maxKeys, k.d.Name(), verbs.ErrFull)
+		return nil, fmt.Errorf("gdr: %d registrations on %s: the rail has too many regions and peers: %w",
+			maxKeys, k.d.Name(), verbs.ErrFull)
 	}
 	e = &key{k: k, name: name, ready: make(chan struct{}), users: 1}
 	k.m[name] = e
@@ -134,7 +136,8 @@ func (k *keys) logFailure(err error) {
 	}
 	k.mu.Unlock()
 	if due {
-		k.log.Warn("memory cannot be registered; transfers use other rails and transports", "transport", Name, "rail", k.d.Name(), "err", err)
+		k.log.Warn("memory cannot be registered; transfers use other rails and transports", "transport",
+			Name, "rail", k.d.Name(), "err", err)
 	}
 }
 
@@ -199,7 +202,10 @@ func (e *key) register() {
 	remote := e.name.remote
 	var err error
 	if p, ok := r.Bytes(); ok {
-		err = e.inParts(func(at, n uint64) (verbs.Memory, error) { return e.domain.Register(p[at:at+n:at+n], remote) })
+		err = e.inParts(func(at, n uint64) (verbs.Memory,
+			error) {
+			return e.domain.Register(p[at:at+n:at+n], remote)
+		})
 	} else if g, ok := r.Device().(GPU); ok {
 		err = e.registerGPU(g, remote)
 	} else {
@@ -272,7 +278,8 @@ func (e *key) spans(dst []run, off, n uint64, remote bool) []run {
 		at := off % e.k.part
 		s := spanOf(m, at, min(n, m.Len()-at, maxSpan), remote)
 		off, n = off+uint64(s.len), n-uint64(s.len)
-		if k := len(dst) - 1; k >= 0 && dst[k].Count == 1 && dst[k].key == s.key && dst[k].addr+uint64(dst[k].len) == s.addr && uint64(dst[k].len)+uint64(s.len) <= maxSpan {
+		if k := len(dst) - 1; k >= 0 && dst[k].Count == 1 && dst[k].key == s.key &&
+			dst[k].addr+uint64(dst[k].len) == s.addr && uint64(dst[k].len)+uint64(s.len) <= maxSpan {
 			dst[k].len += s.len
 			continue
 		}

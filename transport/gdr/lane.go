@@ -79,7 +79,8 @@ func (r *ring) pop() {
 var _ transport.Lane = (*lane)(nil)
 
 // prepare makes an unconnected lane to a peer.
-func (b *Backend) prepare(c net.Conn, r *rail, dev *openDevice, peer transfer.Boot) (_ *lane, err error) {
+func (b *Backend) prepare(c net.Conn, r *rail, dev *openDevice, peer transfer.Boot) (_ *lane,
+	err error) {
 	if !dev.enter() {
 		return nil, net.ErrClosed
 	}
@@ -96,7 +97,8 @@ func (b *Backend) prepare(c net.Conn, r *rail, dev *openDevice, peer transfer.Bo
 	lim := dev.Limits()
 	sends := min(maxSends, lim.MaxWork, lim.MaxCompletions-receives)
 	if sends < 2*maxInFlight || lim.MaxWork < receives {
-		return nil, fmt.Errorf("gdr: %s allows %d work requests and %d completions: %d and %d are needed at least: %w", dev.Name(), lim.MaxWork,
+		return nil, fmt.Errorf("gdr: %s allows %d work requests and %d completions: %d and %d are "+
+			"needed at least: %w", dev.Name(), lim.MaxWork,
 			lim.MaxCompletions, 2*maxInFlight, 2*maxInFlight+receives, transport.ErrNotSupported)
 	}
 	if own, err = dev.domains.enter(peer); err != nil {
@@ -110,7 +112,8 @@ func (b *Backend) prepare(c net.Conn, r *rail, dev *openDevice, peer transfer.Bo
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("gdr: new lane: %w", err), cq.Close())
 	}
-	l := &lane{b: b, rail: r, dev: dev, domain: own, peer: peer, c: c, q: q, cq: cq, id: transport.NextLaneID(),
+	l := &lane{b: b, rail: r, dev: dev, domain: own, peer: peer, c: c, q: q, cq: cq,
+		id:      transport.NextLaneID(),
 		drained: make(chan struct{}), settled: make(chan struct{}), kick: make(chan struct{}, 1)}
 	l.frames.wake = make(chan struct{}, 1)
 	l.src.init(l, sends)
@@ -143,7 +146,8 @@ func (l *lane) connect(o *wire.Opened) error {
 		ids[i] = receiveMark
 	}
 	l.dst.recvs, l.activity.progress = receives, time.Now()
-	return errors.Join(l.q.ToInit(), l.q.ToReadyToReceive(addr), l.q.PostReceive(ids[:]), l.q.ToReadyToSend())
+	return errors.Join(l.q.ToInit(), l.q.ToReadyToReceive(addr), l.q.PostReceive(ids[:]),
+		l.q.ToReadyToSend())
 }
 
 // start begins service. Both ends report on the socket that their receives are posted before either
@@ -199,7 +203,8 @@ func (l *lane) prove() error {
 		for _, c := range done[:n] {
 			switch {
 			case c.Status != verbs.OK:
-				return fmt.Errorf("gdr: no path from rail %s to %s: %s (status %d)", l.rail.cfg.Name, l.remote, c.Status, c.Code)
+				return fmt.Errorf("gdr: no path from rail %s to %s: %s (status %d)", l.rail.cfg.Name, l.remote,
+					c.Status, c.Code)
 			case c.ID&receiveMark == 0:
 				l.src.done, l.src.good = c.ID, c.ID
 			case c.Imm != proof:
@@ -227,7 +232,8 @@ func (l *lane) prove() error {
 		case <-l.b.life.Done():
 			return net.ErrClosed
 		case <-late.C:
-			return fmt.Errorf("gdr: no path from rail %s to %s: no answer within %s", l.rail.cfg.Name, l.remote, l.b.cfg.Opening)
+			return fmt.Errorf("gdr: no path from rail %s to %s: no answer within %s", l.rail.cfg.Name,
+				l.remote, l.b.cfg.Opening)
 		}
 	}
 }
@@ -292,14 +298,16 @@ func (l *lane) failure() error {
 
 // halt stops the lane for a later attempt.
 func (l *lane) halt() bool {
-	l.fail(fmt.Errorf("gdr: a later attempt takes over the slices of lane %d: %w", l.id, net.ErrClosed))
+	l.fail(fmt.Errorf("gdr: a later attempt takes over the slices of lane %d: %w", l.id,
+		net.ErrClosed))
 	ctx, cancel := context.WithTimeout(context.Background(), 2*l.b.cfg.Drain)
 	defer cancel()
 	if l.stopped(ctx) {
 		return true
 	}
 	if err := l.dst.invalidate(nil); err != nil {
-		l.b.cfg.Log.Warn("queue pair not drained, nor its keys invalidated", "transport", Name, "lane", l.id, "rail", l.rail.cfg.Name, "err", err)
+		l.b.cfg.Log.Warn("queue pair not drained, nor its keys invalidated", "transport", Name, "lane",
+			l.id, "rail", l.rail.cfg.Name, "err", err)
 		return false
 	}
 	return true
@@ -324,8 +332,9 @@ func (l *lane) end() {
 		if s.state == idle {
 			continue
 		}
-		r := transport.Result{Slice: s.s, Outcome: transfer.NotLanded, Reason: transfer.ReasonLaneLost, Took: time.Since(s.at),
-			Err: fmt.Errorf("gdr: lane %d to boot %s: %w", l.id, l.peer, errors.Join(net.ErrClosed, err))}
+		r := transport.Result{Slice: s.s, Outcome: transfer.NotLanded, Reason: transfer.ReasonLaneLost,
+			Took: time.Since(s.at),
+			Err:  fmt.Errorf("gdr: lane %d to boot %s: %w", l.id, l.peer, errors.Join(net.ErrClosed, err))}
 		if s.state >= flight {
 			r.Outcome = transfer.InDoubt // its bytes may have been written
 		}

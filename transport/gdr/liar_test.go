@@ -26,7 +26,8 @@ func TestLiars(t *testing.T) {
 			l.mu.Lock()
 			defer l.mu.Unlock()
 			l.src.posted++
-			if _, err := l.q.PostSend([]verbs.Work{{ID: l.src.posted, Op: verbs.WriteImm, Imm: imm, Signaled: true}}); err != nil {
+			if _, err := l.q.PostSend([]verbs.Work{{ID: l.src.posted, Op: verbs.WriteImm, Imm: imm,
+				Signaled: true}}); err != nil {
 				t.Error(err)
 			}
 		}
@@ -38,8 +39,9 @@ func TestLiars(t *testing.T) {
 		lie  func(*testing.T, *lane)
 		says string
 	}{
-		"END of nothing":              {frame(head{kind: kindEnd, id: 3, seq: 1}), "not at its end"},
-		"GO for nothing":              {frame(head{kind: kindGo, id: 3, seq: 1}, span{1, 2, 3}), "did not ask"},
+		"END of nothing": {frame(head{kind: kindEnd, id: 3, seq: 1}), "not at its end"},
+		"GO for nothing": {frame(head{kind: kindGo, id: 3, seq: 1}, span{1, 2, 3}),
+			"did not ask"},
 		"a slice beyond the window":   {frame(head{kind: kindAsk, id: maxInFlight}), "slice 16 of 16"},
 		"a kind that is none":         {frame(head{kind: 9}), "kind 9"},
 		"a reason that is none":       {frame(head{kind: kindEnd, reason: 200}), "reason 200"},
@@ -71,7 +73,8 @@ func TestLiars(t *testing.T) {
 			}
 			defer k.put()
 			l.src.posted++
-			if _, err := l.q.PostSend([]verbs.Work{{ID: l.src.posted, Op: verbs.Write, LocalAddr: k.parts[0].Addr(), LocalKey: k.parts[0].LocalKey(), Len: 64,
+			if _, err := l.q.PostSend([]verbs.Work{{ID: l.src.posted, Op: verbs.Write,
+				LocalAddr: k.parts[0].Addr(), LocalKey: k.parts[0].LocalKey(), Len: 64,
 				RemoteAddr: 1 << 40, RemoteKey: 0xdead, Signaled: true}}); err != nil {
 				t.Error(err)
 			}
@@ -110,9 +113,18 @@ func TestWrongGo(t *testing.T) {
 		spans func(bytes uint32) []span
 		says  string
 	}{
-		"too long":                {func(uint32) []span { return []span{{addr: 1, len: 1 << 20, key: 1}} }, "GO for 1048576 bytes"},
-		"nothing at the end":      {func(n uint32) []span { return []span{{addr: 1, len: n, key: 1}, {addr: 1, key: 1}} }, "empty span"},
-		"nothing at the start":    {func(n uint32) []span { return []span{{addr: 1, key: 1}, {addr: 1, len: n, key: 1}} }, "empty span"},
+		"too long": {func(uint32) []span {
+			return []span{{addr: 1, len: 1 << 20,
+				key: 1}}
+		}, "GO for 1048576 bytes"},
+		"nothing at the end": {func(n uint32) []span {
+			return []span{{addr: 1, len: n, key: 1},
+				{addr: 1, key: 1}}
+		}, "empty span"},
+		"nothing at the start": {func(n uint32) []span {
+			return []span{{addr: 1, key: 1},
+				{addr: 1, len: n, key: 1}}
+		}, "empty span"},
 		"nothing that is to skip": {func(n uint32) []span { return []span{{len: n}, {}} }, "empty span"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -132,7 +144,8 @@ func TestWrongGo(t *testing.T) {
 			until(t, "the lane is down", func() bool { return here.failure() != nil })
 			there.mu.Unlock()
 			r := <-res
-			if r.Outcome == transfer.Landed || !strings.Contains(r.Err.Error(), c.says) || !errors.Is(r.Err, net.ErrClosed) {
+			if r.Outcome == transfer.Landed || !strings.Contains(r.Err.Error(), c.says) || !errors.Is(r.Err,
+				net.ErrClosed) {
 				t.Errorf("%s: %v", r.Outcome, r.Err)
 			}
 			bind.End(t)
@@ -148,11 +161,13 @@ func TestLongAsk(t *testing.T) {
 	long := transporttest.Shape{Chunks: maxSliceChunks + 1, BlockBytes: 64 << 10, TailBytes: 64}
 	src, dst := transporttest.NewMemory(t, long), transporttest.NewMemory(t, long)
 	bind := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
-	if r := p.A.MoveWait(a, bind.Origin, src.All(), 1); r.Outcome == transfer.Landed || r.Reason != transfer.ReasonRange {
+	if r := p.A.MoveWait(a, bind.Origin, src.All(), 1); r.Outcome == transfer.Landed ||
+		r.Reason != transfer.ReasonRange {
 		t.Errorf("the mover takes it: %s %s", r.Outcome, r.Reason)
 	}
 	l := a.(*lane)
-	l.send(&head{kind: kindAsk, id: 9, seq: 1, slot: 1, gen: 1, r: src.All(), attempt: 1, bytes: total64(t, bind, src.All())}, nil)
+	l.send(&head{kind: kindAsk, id: 9, seq: 1, slot: 1, gen: 1, r: src.All(), attempt: 1,
+		bytes: total64(t, bind, src.All())}, nil)
 	until(t, "it is refused", func() bool { return p.B.RefusedFor(transfer.ReasonRange) > 0 })
 	bind.End(t)
 }

@@ -41,7 +41,8 @@ func TestLostHost(t *testing.T) {
 				}
 			}
 			if asks {
-				if r := <-res; r.Outcome != transfer.NotLanded || r.Reason != transfer.ReasonLaneLost || !errors.Is(r.Err, net.ErrClosed) {
+				if r := <-res; r.Outcome != transfer.NotLanded || r.Reason != transfer.ReasonLaneLost ||
+					!errors.Is(r.Err, net.ErrClosed) {
 					t.Errorf("%s %s: %v", r.Outcome, r.Reason, r.Err)
 				}
 			}
@@ -63,7 +64,10 @@ func TestStoppedPeerIsNotLost(t *testing.T) {
 	there.mu.Lock() // none of its goroutines gets past this
 	res := p.A.Move(here, b.Origin, src.All(), 1)
 	began := time.Now()
-	until(t, "twice the silence has passed", func() bool { return here.failure() != nil || time.Since(began) > 2*silence })
+	until(t, "twice the silence has passed", func() bool {
+		return here.failure() != nil ||
+			time.Since(began) > 2*silence
+	})
 	there.mu.Unlock()
 	if r := <-res; r.Outcome != transfer.Landed {
 		t.Errorf("after it goes on: %s %s: %v", r.Outcome, r.Reason, r.Err)

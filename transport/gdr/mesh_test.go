@@ -82,7 +82,8 @@ type meshDomain struct {
 	n *meshNode
 }
 
-func (p meshDomain) NewQueuePair(cq verbs.CompletionQueue, sends, receives int) (verbs.QueuePair, error) {
+func (p meshDomain) NewQueuePair(cq verbs.CompletionQueue, sends, receives int) (verbs.QueuePair,
+	error) {
 	p.n.mu.Lock()
 	p.n.making++
 	p.n.most = max(p.n.most, p.n.making)
@@ -107,10 +108,12 @@ func (n *meshNode) LaneUp(transport.Lane) {
 func (n *meshNode) LaneDown(transport.Lane, error)          {}
 func (n *meshNode) Done(transport.Lane, []transport.Result) {}
 func (n *meshNode) Refused(transport.Lane, transfer.Reason) {}
-func (n *meshNode) Grant(transfer.Boot, transfer.Slot, transfer.Gen) (*transport.Grant, transfer.Reason) {
+func (n *meshNode) Grant(transfer.Boot, transfer.Slot, transfer.Gen) (*transport.Grant,
+	transfer.Reason) {
 	return nil, transfer.ReasonUnknownSlot
 }
-func (n *meshNode) Origin(transfer.Boot, transfer.Slot, transfer.Gen) (*transport.Origin, transfer.Reason) {
+func (n *meshNode) Origin(transfer.Boot, transfer.Slot, transfer.Gen) (*transport.Origin,
+	transfer.Reason) {
 	return nil, transfer.ReasonUnknownSlot
 }
 
@@ -125,7 +128,8 @@ func TestMeshDoesNotHerd(t *testing.T) {
 	for i := range mesh {
 		n := &meshNode{Device: f.Device(fmt.Sprintf("n%d", i)), boot: transfer.Boot{byte(i + 1)}}
 		n.ups.Add(nodes - 1)
-		rails := []Rail{{Name: "rail", Open: func() (verbs.Device, error) { return n, nil }, Listen: "127.0.0.1:0", NUMA: -1}}
+		rails := []Rail{{Name: "rail", Open: func() (verbs.Device, error) { return n, nil },
+			Listen: "127.0.0.1:0", NUMA: -1}}
 		// however slow the machine is
 		n.b = New(Config{Rails: func() ([]Rail, error) { return rails, nil }, Opening: time.Hour})
 		open, err := n.b.Open(t.Context(), n)
@@ -165,7 +169,8 @@ func TestMeshDoesNotHerd(t *testing.T) {
 			t.Errorf("node %d: %d set-ups at a time, at most %d each way", i, n.most, maxSetUps)
 		}
 		if len(n.began) != nodes-1 {
-			t.Errorf("node %d: %d queue pairs for %d peers: lanes were tried more than once", i, len(n.began), nodes-1)
+			t.Errorf("node %d: %d queue pairs for %d peers: lanes were tried more than once", i,
+				len(n.began), nodes-1)
 		}
 		// Each way in any such time: the burst, what the rate adds, and those who had their turn
 		// before and were slow to begin.
@@ -187,7 +192,8 @@ func TestMeshDoesNotHerd(t *testing.T) {
 	if least := (nodes - 1 - setUpBurst) * setUpInterval; took < least {
 		t.Errorf("all were up after %s: the rate allows it after %s", took, least)
 	}
-	t.Logf("%d lanes between %d nodes in %s: at most %d set-ups at a time at a node, and %d begun within 100 ms", nodes*(nodes-1)/2, nodes, took.Round(time.Millisecond), most, fastest)
+	t.Logf("%d lanes between %d nodes in %s: at most %d set-ups at a time at a node, and %d begun "+
+		"within 100 ms", nodes*(nodes-1)/2, nodes, took.Round(time.Millisecond), most, fastest)
 }
 
 // TestSilentDialers: who connects and says nothing keeps nobody from opening a lane.

@@ -33,7 +33,8 @@ func (d *nullDevice) Limits() verbs.Limits {
 	if message == 0 {
 		message = 1 << 30
 	}
-	return verbs.Limits{MaxRegistration: 1 << 40, MaxMessage: message, MaxWork: 1 << 14, MaxCompletions: 1 << 15}
+	return verbs.Limits{MaxRegistration: 1 << 40, MaxMessage: message, MaxWork: 1 << 14,
+		MaxCompletions: 1 << 15}
 }
 func (d *nullDevice) Active() (bool, error)      { return true, nil }
 func (d *nullDevice) Events() <-chan verbs.Event { return d.events }
@@ -43,7 +44,10 @@ type nullDomain struct{ *nullDevice }
 
 func (d *nullDevice) NewDomain() (verbs.Domain, error) { return nullDomain{d}, nil }
 
-func (nullDomain) Register(b []byte, _ bool) (verbs.Memory, error) { return nullMemory(len(b)), nil }
+func (nullDomain) Register(b []byte, _ bool) (verbs.Memory, error) {
+	return nullMemory(len(b)),
+		nil
+}
 
 func (nullDomain) RegisterDMABuf(int, uint64, uint64, bool) (verbs.Memory, error) {
 	return nil, verbs.ErrNotSupported
@@ -181,11 +185,17 @@ func (q *nullQP) PostReceive(ids []uint64) error {
 	return nil
 }
 
-func nullFactory() transporttest.Factory { return nullFactoryOf(&nullNet{qps: map[uint32]*nullQP{}}) }
+func nullFactory() transporttest.Factory {
+	return nullFactoryOf(
+		&nullNet{qps: map[uint32]*nullQP{}})
+}
 
 func nullFactoryOf(n *nullNet) transporttest.Factory {
 	return func(testing.TB) transport.Backend {
-		open := func() (verbs.Device, error) { return &nullDevice{net: n, events: make(chan verbs.Event)}, nil }
+		open := func() (verbs.Device, error) {
+			return &nullDevice{net: n, events: make(chan verbs.Event)},
+				nil
+		}
 		rails := []Rail{{Name: "null", Open: open, Listen: "127.0.0.1:0", NUMA: -1}}
 		return New(Config{Rails: func() ([]Rail, error) { return rails, nil }})
 	}
@@ -193,7 +203,8 @@ func nullFactoryOf(n *nullNet) transporttest.Factory {
 
 // TestSlicesDoNotAllocate: both ends of a lane together, once their buffers have grown.
 func TestSlicesDoNotAllocate(t *testing.T) {
-	m := transporttest.NewMover(t, nullFactory(), transporttest.Shape{Chunks: 1024, BlockBytes: 16 << 10, Shuffle: true})
+	m := transporttest.NewMover(t, nullFactory(), transporttest.Shape{Chunks: 1024,
+		BlockBytes: 16 << 10, Shuffle: true})
 	m.Move(64, 4, 8)
 	const slices = 500
 	var before, after runtime.MemStats
@@ -215,13 +226,16 @@ func TestWritesAreBounded(t *testing.T) {
 		writes, longest int64
 	}{{0, 4, maxWrite}, {maxWrite + 1, 4, maxWrite}, {100 << 10, 11, 100 << 10}} {
 		n := &nullNet{qps: map[uint32]*nullQP{}, message: c.message}
-		m := transporttest.NewMover(t, nullFactoryOf(n), transporttest.Shape{Chunks: 256, BlockBytes: 64 << 10, Gapless: true})
+		m := transporttest.NewMover(t, nullFactoryOf(n), transporttest.Shape{Chunks: 256,
+			BlockBytes: 64 << 10, Gapless: true})
 		n.writes.Store(0) // of the opening
 		n.longest.Store(0)
 		const slices = 6
 		m.Move(slices, sliceBytes/(64<<10), 2)
 		if w, l := n.writes.Load(), n.longest.Load(); w != slices*c.writes || l != c.longest {
-			t.Errorf("a device of %d bytes a message: %d writes for %d slices, the longest %d; want %d and %d", c.message, w, slices, l, slices*c.writes, c.longest)
+			t.Errorf(
+				"a device of %d bytes a message: %d writes for %d slices, the longest %d; want %d and %d",
+				c.message, w, slices, l, slices*c.writes, c.longest)
 		}
 	}
 }
@@ -229,7 +243,8 @@ func TestWritesAreBounded(t *testing.T) {
 // BenchmarkNoWire is gdr's own work for a 64 KiB slice of 16 KiB blocks: two ends, sockets and
 // verdicts, no payload.
 func BenchmarkNoWire(b *testing.B) {
-	m := transporttest.NewMover(b, nullFactory(), transporttest.Shape{Chunks: 1024, BlockBytes: 16 << 10, Shuffle: true})
+	m := transporttest.NewMover(b, nullFactory(), transporttest.Shape{Chunks: 1024,
+		BlockBytes: 16 << 10, Shuffle: true})
 	m.Move(64, 1, 16)
 	b.ReportAllocs()
 	for b.Loop() {

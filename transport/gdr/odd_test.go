@@ -137,7 +137,8 @@ func (p *oddDomain) Register(b []byte, remote bool) (verbs.Memory, error) {
 	return &oddMemory{Memory: m, d: d}, nil
 }
 
-func (p *oddDomain) NewQueuePair(cq verbs.CompletionQueue, sends, receives int) (verbs.QueuePair, error) {
+func (p *oddDomain) NewQueuePair(cq verbs.CompletionQueue, sends, receives int) (verbs.QueuePair,
+	error) {
 	q, err := p.Domain.NewQueuePair(cq.(*oddCQ).CompletionQueue, sends, receives)
 	if err != nil {
 		return nil, err

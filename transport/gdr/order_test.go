@@ -41,7 +41,8 @@ func (s *watchedSink) Landed(l transport.Lane, r transfer.Range) {
 // landsIn moves what two slots hold over three lanes at once in the order of a seed, each slice
 // twice and some of them over each other, and counts the chunks that were not there when they
 // counted as landed. change may put something between gdr and its devices.
-func landsIn(t *testing.T, seed uint64, change func(*fake.Fabric) func(verbs.Device) verbs.Device) (wrong, landed int) {
+func landsIn(t *testing.T, seed uint64, change func(*fake.Fabric) func(verbs.Device) verbs.Device) (
+	wrong, landed int) {
 	f, _ := rigWith(t, seed)
 	wrap := func(d verbs.Device) verbs.Device { return d }
 	if change != nil {
@@ -108,8 +109,12 @@ func TestAnyOrder(t *testing.T) {
 // writes on their own queue pair is found.
 func TestOrderMutants(t *testing.T) {
 	for name, change := range map[string]func(*fake.Fabric) func(verbs.Device) verbs.Device{
-		"the sender's completion is the evidence": func(*fake.Fabric) func(verbs.Device) verbs.Device { return newMutants(false).device },
-		"an immediate on another queue pair":      func(*fake.Fabric) func(verbs.Device) verbs.Device { return newMutants(true).device },
+		"the sender's completion is the evidence": func(*fake.Fabric) func(verbs.Device) verbs.Device {
+			return newMutants(false).device
+		},
+		"an immediate on another queue pair": func(*fake.Fabric) func(verbs.Device) verbs.Device {
+			return newMutants(true).device
+		},
 		"a device that keeps no order": func(f *fake.Fabric) func(verbs.Device) verbs.Device {
 			f.Unordered("fake0")
 			return func(d verbs.Device) verbs.Device { return d }
@@ -240,7 +245,8 @@ type mutantQP struct {
 	posts int
 }
 
-func (p *mutantDomain) NewQueuePair(cq verbs.CompletionQueue, sends, receives int) (verbs.QueuePair, error) {
+func (p *mutantDomain) NewQueuePair(cq verbs.CompletionQueue, sends, receives int) (verbs.QueuePair,
+	error) {
 	c := cq.(*mutantCQ)
 	inner, err := p.Domain.NewQueuePair(c.CompletionQueue, sends, receives)
 	if err != nil {
@@ -268,7 +274,8 @@ func (q *mutantQP) ToReadyToReceive(a verbs.Address) error {
 	for i := range stock {
 		stock[i] = receiveMark
 	}
-	return errors.Join(q.twin.ToInit(), q.twin.ToReadyToReceive(q.m.at(a.QP).twin.Address()), q.twin.PostReceive(stock[:]), q.twin.ToReadyToSend())
+	return errors.Join(q.twin.ToInit(), q.twin.ToReadyToReceive(q.m.at(a.QP).twin.Address()),
+		q.twin.PostReceive(stock[:]), q.twin.ToReadyToSend())
 }
 
 func (q *mutantQP) PostSend(batch []verbs.Work) (int, error) {

@@ -5,8 +5,8 @@ import (
 	"sync"
 )
 
-// frameQueue holds the frames that wait for a lane's socket. Their bound: maxUnsent frames, each with the
-// spans of a slice.
+// frameQueue holds the frames that wait for a lane's socket. Their bound: maxUnsent frames, each
+// with the spans of a slice.
 type frameQueue struct {
 	wake chan struct{} // capacity 1: the writer has work
 

@@ -80,7 +80,8 @@ func (r *rail) open() (*openDevice, error) {
 		return nil, err
 	}
 	s := newDomains(d)
-	dev := &openDevice{Device: d, domains: s, keys: newKeys(s, r.b.cfg.Log), gone: make(chan struct{}), dead: make(chan struct{})}
+	dev := &openDevice{Device: d, domains: s, keys: newKeys(s, r.b.cfg.Log), gone: make(chan struct{}),
+		dead: make(chan struct{})}
 	dev.idle.L = &dev.mu
 	return dev, nil
 }
@@ -127,7 +128,8 @@ func (r *rail) follow(dev *openDevice) {
 			r.lose(dev, errors.New("the device is gone"))
 			return
 		}
-		r.b.cfg.Log.Info("device event", "transport", Name, "rail", r.cfg.Name, "event", e.Kind.String(), "qp", e.QP)
+		r.b.cfg.Log.Info("device event", "transport", Name, "rail", r.cfg.Name, "event",
+			e.Kind.String(), "qp", e.QP)
 		switch e.Kind {
 		case verbs.GIDChange: // mostly of an unused entry
 			if _, err := dev.active(); err != nil {
@@ -137,9 +139,11 @@ func (r *rail) follow(dev *openDevice) {
 			r.setDown(dev, false)
 		case verbs.PortDown:
 			r.setDown(dev, true)
-			r.b.failLanes(fmt.Errorf("gdr: rail %s: %s", r.cfg.Name, e.Kind), func(l *lane) bool { return l.dev == dev })
+			r.b.failLanes(fmt.Errorf("gdr: rail %s: %s", r.cfg.Name, e.Kind),
+				func(l *lane) bool { return l.dev == dev })
 		case verbs.QueuePairFatal:
-			r.b.failLanes(fmt.Errorf("gdr: rail %s: %s", r.cfg.Name, e.Kind), func(l *lane) bool { return l.dev == dev && l.q.Num() == e.QP })
+			r.b.failLanes(fmt.Errorf("gdr: rail %s: %s", r.cfg.Name, e.Kind),
+				func(l *lane) bool { return l.dev == dev && l.q.Num() == e.QP })
 		}
 	}
 }
@@ -167,9 +171,11 @@ func (r *rail) lose(dev *openDevice, why error) {
 	r.dev, r.why = nil, why
 	r.lost = append(r.lost, dev)
 	r.mu.Unlock()
-	r.b.cfg.Log.Warn("device lost; opened again in the background", "transport", Name, "rail", r.cfg.Name, "err", why)
+	r.b.cfg.Log.Warn("device lost; opened again in the background", "transport", Name, "rail",
+		r.cfg.Name, "err", why)
 	close(dev.gone)
-	r.b.failLanes(fmt.Errorf("gdr: rail %s: device lost: %w", r.cfg.Name, why), func(l *lane) bool { return l.dev == dev })
+	r.b.failLanes(fmt.Errorf("gdr: rail %s: device lost: %w", r.cfg.Name, why),
+		func(l *lane) bool { return l.dev == dev })
 	r.b.changed()
 	select {
 	case r.wake <- struct{}{}:
@@ -198,7 +204,8 @@ func (r *rail) tend() {
 			}
 		case now := <-tick.C:
 			if err := r.sweep(now); err != nil {
-				r.b.cfg.Log.Warn("registration not released; tried again", "transport", Name, "rail", r.cfg.Name, "err", err)
+				r.b.cfg.Log.Warn("registration not released; tried again", "transport", Name, "rail",
+					r.cfg.Name, "err", err)
 			}
 		}
 	}
@@ -213,7 +220,8 @@ func (r *rail) reopen() (err error) {
 		return nil
 	}
 	if lost > maxLost {
-		return r.still(fmt.Errorf("%d lost devices have not released their queue pairs: restart the sidecar", lost))
+		return r.still(
+			fmt.Errorf("%d lost devices have not released their queue pairs: restart the sidecar", lost))
 	}
 	dev, err := r.open()
 	if err != nil {
@@ -270,7 +278,8 @@ func lostFor(why error) error {
 }
 
 func notActive(dev *openDevice) error {
-	return fmt.Errorf("the port of %s is not active: look at its cable and its network interface", dev.Name())
+	return fmt.Errorf("the port of %s is not active: look at its cable and its network interface",
+		dev.Name())
 }
 
 // usable returns the device if its port is up.
@@ -300,7 +309,8 @@ func (r *rail) current() (*openDevice, error) {
 func (r *rail) state() RailState {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return RailState{Rail: transport.Rail{Name: r.cfg.Name, Address: r.ln.Addr().String(), Gbps: r.cfg.Gbps, NUMA: r.cfg.NUMA}, Down: r.dev == nil || r.down}
+	return RailState{Rail: transport.Rail{Name: r.cfg.Name, Address: r.ln.Addr().String(),
+		Gbps: r.cfg.Gbps, NUMA: r.cfg.NUMA}, Down: r.dev == nil || r.down}
 }
 
 // sweep releases idle keys, queue pairs that a device kept, and lost devices without resources: the
@@ -381,7 +391,8 @@ func (d *openDevice) close(lost bool) error {
 	kept := d.kept
 	d.mu.Unlock()
 	if kept > 0 {
-		return fmt.Errorf("gdr: %s keeps %d queue pairs and the memory that they reach until this process ends", d.Name(), kept)
+		return fmt.Errorf("gdr: %s keeps %d queue pairs and the memory that they reach until this "+
+			"process ends", d.Name(), kept)
 	}
 	return errors.Join(d.keys.close(lost), d.domains.sweep(), d.Close())
 }

@@ -137,7 +137,8 @@ func (dst *destination) asked(h head) error {
 	}
 	if g != nil {
 		why = transfer.ReasonNone
-		if h.r.Count == 0 || h.r.Count > maxSliceChunks || uint64(h.r.First)+uint64(h.r.Count) > transfer.MaxSlotChunks {
+		if h.r.Count == 0 || h.r.Count > maxSliceChunks ||
+			uint64(h.r.First)+uint64(h.r.Count) > transfer.MaxSlotChunks {
 			why = transfer.ReasonRange
 		} else if n, err := g.Sink.Bytes(h.r); err != nil {
 			why = transfer.ReasonRange
@@ -213,7 +214,8 @@ func (dst *destination) claimFor(g *transport.Grant, h *head, wait bool) (transf
 }
 
 // movingIn is the longest time to wait for the slices that may write chunks r of a grant.
-func (b *Backend) movingIn(peer transfer.Boot, g *transport.Grant, r transfer.Range) (left time.Duration) {
+func (b *Backend) movingIn(peer transfer.Boot, g *transport.Grant,
+	r transfer.Range) (left time.Duration) {
 	for _, l := range b.lanesOf(peer) {
 		for i := range l.dst.in {
 			x := &l.dst.in[i]
@@ -296,7 +298,8 @@ func (dst *destination) offer(g *transport.Grant, h *head, r *receiving, wait bo
 		if r.blocks, err = g.Sink.Resolve(r.blocks[:0], part); err != nil {
 			return errRange
 		}
-		if r.runs, r.keys, err = dst.l.runs(r.runs, r.keys, r.blocks, access{remote: true, wait: wait}); err != nil {
+		if r.runs, r.keys, err = dst.l.runs(r.runs, r.keys, r.blocks, access{remote: true,
+			wait: wait}); err != nil {
 			return err
 		}
 	}
@@ -335,7 +338,8 @@ func (dst *destination) land() {
 		dst.again()
 		id, why, seq := parseVerdict(imm)
 		dst.l.mu.Lock()
-		ok := id < maxInFlight && int(why) < transfer.NumReasons && dst.in[id].state == armed && dst.in[id].seq == seq
+		ok := id < maxInFlight && int(why) < transfer.NumReasons && dst.in[id].state == armed &&
+			dst.in[id].seq == seq
 		dst.l.mu.Unlock()
 		if !ok {
 			dst.l.fail(fmt.Errorf("%w: a verdict on slice %d.%d, which is not in flight", errFrame, id, seq))
@@ -361,7 +365,8 @@ func (r *receiving) show() transfer.Reason {
 			continue
 		}
 		if err := k.flush(); err != nil {
-			r.l.b.cfg.Log.Warn("landed bytes cannot be made visible", "transport", Name, "lane", r.l.id, "err", err)
+			r.l.b.cfg.Log.Warn("landed bytes cannot be made visible", "transport", Name, "lane",
+				r.l.id, "err", err)
 			return transfer.ReasonMemory
 		}
 	}

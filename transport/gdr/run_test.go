@@ -42,7 +42,8 @@ func singles(spans []span) (all []run) {
 // gaps that have landed between them.
 func randomRuns(rng *rand.Rand, longest int) (all []run) {
 	for range 1 + rng.IntN(12) {
-		r := single(span{addr: 1<<40 + rng.Uint64N(1<<30), len: 1 + uint32(rng.IntN(longest)), key: 1 + uint32(rng.IntN(3))})
+		r := single(span{addr: 1<<40 + rng.Uint64N(1<<30), len: 1 + uint32(rng.IntN(longest)), key: 1 +
+			uint32(rng.IntN(3))})
 		switch rng.IntN(4) {
 		case 0:
 			r.addr, r.key = 0, 0
@@ -91,8 +92,10 @@ func TestCellsGolden(t *testing.T) {
 	}))
 	want := "0000000000010000" + "00100000" + "07000000" + // address, length, key
 		"0000000000000000" + "00000100" + "00000000" +
-		"0000000000020000" + "00020080" + "08000000" + "0010000000000000" + "64000000" + "00000000" + // flagged; stride, count, no rows
-		"0000000000040000" + "00020080" + "09000000" + "0020000000000000" + "08000000" + "10000000" + // flagged; stride, count, rows
+		// flagged; stride, count, no rows
+		"0000000000020000" + "00020080" + "08000000" + "0010000000000000" + "64000000" + "00000000" +
+		// flagged; stride, count, rows
+		"0000000000040000" + "00020080" + "09000000" + "0020000000000000" + "08000000" + "10000000" +
 		"00feffffffffffff" + "0000000000000000" // outer stride
 	if got != want {
 		t.Errorf("\n%s, want\n%s", got, want)
@@ -102,7 +105,8 @@ func TestCellsGolden(t *testing.T) {
 // What a GO may not say is refused as it is read.
 func TestMalformedCells(t *testing.T) {
 	row := appendCells(nil, []run{{span{1, 16, 3}, mem.Strides{Stride: 32, Count: 3, Rows: 1}}})
-	rows := appendCells(nil, []run{{span{1, 16, 3}, mem.Strides{Stride: 32, Outer: 1024, Count: 3, Rows: 2}}})
+	rows := appendCells(nil, []run{{span{1, 16, 3}, mem.Strides{Stride: 32, Outer: 1024,
+		Count: 3, Rows: 2}}})
 	change := func(b []byte, at int, v uint32) []byte {
 		b = slices.Clone(b)
 		binary.LittleEndian.PutUint32(b[at:], v)
@@ -122,8 +126,10 @@ func TestMalformedCells(t *testing.T) {
 		"far more":           change(row, cellBytes+8, math.MaxUint32),
 		"more, both of them": append(change(row, cellBytes+8, maxSpans), row...),
 		"more rows":          change(rows, cellBytes+12, maxSpans/3+1),
-		"64 bits of them":    change(change(rows, cellBytes+8, math.MaxUint32), cellBytes+12, math.MaxUint32),
-		"and some before":    append(slices.Clone(row), change(change(rows, cellBytes+8, math.MaxUint32), cellBytes+12, math.MaxUint32)...),
+		"64 bits of them": change(change(rows, cellBytes+8, math.MaxUint32), cellBytes+12,
+			math.MaxUint32),
+		"and some before": append(slices.Clone(row), change(change(rows, cellBytes+8, math.MaxUint32),
+			cellBytes+12, math.MaxUint32)...),
 	} {
 		if _, err := appendRuns(nil, b); !errors.Is(err, errFrame) {
 			t.Errorf("a run %s: %v", name, err)
@@ -214,7 +220,8 @@ func TestRunsAcrossParts(t *testing.T) {
 	whole, cut := 0, 0
 	for whole+cut < 2000 {
 		n, off := 1+rng.Uint64N(each), rng.Uint64N(size)
-		s := mem.Strides{Stride: rng.Uint64N(512) - 256, Outer: rng.Uint64N(4096) - 2048, Count: uint32(2 + rng.IntN(6)), Rows: uint32(1 + rng.IntN(4))}
+		s := mem.Strides{Stride: rng.Uint64N(512) - 256, Outer: rng.Uint64N(4096) - 2048,
+			Count: uint32(2 + rng.IntN(6)), Rows: uint32(1 + rng.IntN(4))}
 		if rng.IntN(2) == 0 {
 			n = 1 + rng.Uint64N(64)
 		}
@@ -265,8 +272,10 @@ func TestEvenMemory(t *testing.T) {
 		name     string
 		src, dst wire.Versions
 		axes     int
-	}{{"both know rows", frames, frames, mem.BothAxes}, {"the source is older", wire.Lanes, frames, mem.NoAxis}, {"the destination is older", frames, wire.Lanes, mem.NoAxis},
-		{"the source knows no rows", oneAxis, frames, mem.OneAxis}, {"the destination knows no rows", frames, oneAxis, mem.OneAxis}} {
+	}{{"both know rows", frames, frames, mem.BothAxes}, {"the source is older", wire.Lanes, frames,
+		mem.NoAxis}, {"the destination is older", frames, wire.Lanes, mem.NoAxis},
+		{"the source knows no rows", oneAxis, frames, mem.OneAxis}, {"the destination knows no rows",
+			frames, oneAxis, mem.OneAxis}} {
 		t.Run(c.name, func(t *testing.T) {
 			f := fake.New()
 			t.Cleanup(f.Serve())
@@ -280,7 +289,8 @@ func TestEvenMemory(t *testing.T) {
 			if got := b.(*lane).axes; got != c.axes {
 				t.Fatalf("the destination sends runs of %d axes, want %d", got, c.axes)
 			}
-			for i, shapes := range [][2]transporttest.Shape{{even, even}, {across, even}, {even, across}, {across, across}} {
+			for i, shapes := range [][2]transporttest.Shape{{even, even}, {across, even}, {even, across},
+				{across, across}} {
 				src, dst := transporttest.NewMemory(t, shapes[0]), transporttest.NewMemory(t, shapes[1])
 				src.Write(5)
 				bind := transporttest.NewBind(t, p.A, p.B, src, dst, transfer.Slot(i), 1)
@@ -313,7 +323,8 @@ func TestCellsOfVersions(t *testing.T) {
 	if err != nil || len(blocks) != 256 {
 		t.Fatal(len(blocks), err)
 	}
-	for v, want := range map[wire.Version]int{wire.V(1, 0): 256, wire.V(1, 1): 32, wire.V(1, 2): 3, wire.V(1, 7): 3} {
+	for v, want := range map[wire.Version]int{wire.V(1, 0): 256, wire.V(1, 1): 32, wire.V(1, 2): 3,
+		wire.V(1, 7): 3} {
 		l.axes = runVersions.Axes(v)
 		runs, held, err := l.runs(nil, nil, blocks, access{remote: true, wait: true})
 		if err != nil {
@@ -324,7 +335,8 @@ func TestCellsOfVersions(t *testing.T) {
 		}
 		spans := spansOf(runs)
 		for i, s := range spans {
-			if want := blocks[i].Off - blocks[0].Off; s.addr-spans[0].addr != want || uint64(s.len) != blocks[i].Len {
+			if want := blocks[i].Off - blocks[0].Off; s.addr-spans[0].addr != want ||
+				uint64(s.len) != blocks[i].Len {
 				t.Fatalf("%s: span %d is %+v, %d behind the first wanted", v, i, s, want)
 			}
 		}
@@ -337,9 +349,12 @@ func TestCellsOfVersions(t *testing.T) {
 // FuzzCells: whatever a receiver sends, what is accepted is bounded, and its spans survive the
 // round trip.
 func FuzzCells(f *testing.F) {
-	f.Add(appendCells(nil, []run{{span{1, 16, 3}, mem.Strides{Stride: 32, Count: 3, Rows: 1}}, single(span{0, 5, 0}), single(span{7, 8, 9})}))
-	f.Add(appendCells(nil, []run{{span{1 << 63, 16, 3}, mem.Strides{Stride: 1 << 63, Count: 3, Rows: 1}}}))
-	f.Add(appendCells(nil, []run{{span{1 << 63, 16, 3}, mem.Strides{Stride: 1 << 63, Outer: 1<<64 - 1, Count: 3, Rows: 5}}}))
+	f.Add(appendCells(nil, []run{{span{1, 16, 3}, mem.Strides{Stride: 32, Count: 3, Rows: 1}},
+		single(span{0, 5, 0}), single(span{7, 8, 9})}))
+	f.Add(appendCells(nil, []run{{span{1 << 63, 16, 3}, mem.Strides{Stride: 1 << 63, Count: 3,
+		Rows: 1}}}))
+	f.Add(appendCells(nil, []run{{span{1 << 63, 16, 3}, mem.Strides{Stride: 1 << 63, Outer: 1<<64 - 1,
+		Count: 3, Rows: 5}}}))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		runs, err := appendRuns(nil, b)
 		if err != nil {
@@ -352,7 +367,8 @@ func FuzzCells(f *testing.F) {
 		if k, bytes := total(runs); len(spans) > maxSpans || k != uint64(len(spans)) || bytes != n {
 			t.Fatalf("%d spans of %d bytes, said to be %d of %d", len(spans), n, k, bytes)
 		}
-		if again, err := appendRuns(nil, appendCells(nil, runs)); err != nil || !slices.Equal(again, runs) {
+		if again, err := appendRuns(nil, appendCells(nil, runs)); err != nil ||
+			!slices.Equal(again, runs) {
 			t.Fatalf("the runs do not survive the round trip: %v", err)
 		}
 	})

@@ -100,7 +100,8 @@ func (src *source) move(batch []transport.Slice) error {
 		}
 	}
 	if len(batch) > free {
-		return fmt.Errorf("gdr: move on lane %d: %d slices, and %d of %d are in flight: %w", src.l.id, len(batch), maxInFlight-free, maxInFlight, verbs.ErrFull)
+		return fmt.Errorf("gdr: move on lane %d: %d slices, and %d of %d are in flight: %w", src.l.id,
+			len(batch), maxInFlight-free, maxInFlight, verbs.ErrFull)
 	}
 	id := 0
 	for i := range batch {
@@ -121,7 +122,8 @@ func (src *source) move(batch []transport.Slice) error {
 			src.l.wake()
 			continue
 		}
-		src.l.send(&head{kind: kindAsk, id: uint8(id), seq: s.seq, slot: s.s.Origin.Slot, gen: s.s.Origin.Gen, r: s.s.Range, attempt: s.s.Attempt,
+		src.l.send(&head{kind: kindAsk, id: uint8(id), seq: s.seq, slot: s.s.Origin.Slot,
+			gen: s.s.Origin.Gen, r: s.s.Range, attempt: s.s.Attempt,
 			bytes: s.bytes}, nil)
 	}
 	return nil
@@ -174,13 +176,16 @@ func (src *source) launch(id uint8, wait bool) error {
 	if s.blocks, err = o.Source.Resolve(s.blocks[:0], s.s.Range); err != nil {
 		return src.giveUp(id, transfer.ReasonRange, err)
 	}
-	if s.src, s.keys, err = src.l.runs(s.src[:0], s.keys, s.blocks, access{wait: wait}); errors.Is(err, transport.ErrNotSupported) {
+	if s.src, s.keys, err = src.l.runs(s.src[:0], s.keys, s.blocks, access{wait: wait}); errors.Is(err,
+		transport.ErrNotSupported) {
 		return src.giveUp(id, transfer.ReasonMemory, err) // memory for another transport
 	} else if err != nil {
 		return err
 	}
 	if _, n := total(s.src); n != s.bytes {
-		return src.giveUp(id, transfer.ReasonRange, fmt.Errorf("gdr: chunks %d+%d resolve to %d bytes of %d", s.s.Range.First, s.s.Range.Count, n, s.bytes))
+		return src.giveUp(id, transfer.ReasonRange,
+			fmt.Errorf("gdr: chunks %d+%d resolve to %d bytes of %d", s.s.Range.First, s.s.Range.Count,
+				n, s.bytes))
 	}
 	s.from.begin(s.src)
 	s.inline = src.l.q.MaxInline()
@@ -231,7 +236,8 @@ func (l *lane) runs(dst []run, held []*key, blocks []mem.Block, how access) ([]r
 			s = mem.Leading(blocks, axes)
 		}
 		if !s.Inside(b.Off, b.Len, b.Region.Size()) {
-			return dst, held, fmt.Errorf("gdr: region %s: pieces of %d bytes from %d on, %+v, of %d bytes: %w", b.Region.ID(), b.Len, b.Off, s, b.Region.Size(), mem.ErrBounds)
+			return dst, held, fmt.Errorf("gdr: region %s: pieces of %d bytes from %d on, %+v, of %d "+
+				"bytes: %w", b.Region.ID(), b.Len, b.Off, s, b.Region.Size(), mem.ErrBounds)
 		}
 		blocks = blocks[s.Pieces():]
 		joined, n := s.Joined(b.Len) // for the device, a row without gaps is one piece
@@ -288,7 +294,8 @@ func (s *sending) plan(works []verbs.Work, posted, most uint64) (n int) {
 			break
 		}
 		k := uint32(min(uint64(min(a.len, d.len)), most))
-		works[n] = verbs.Work{ID: posted + uint64(n) + 1, Op: verbs.Write, LocalAddr: a.addr, LocalKey: a.key, Len: k, RemoteAddr: d.addr,
+		works[n] = verbs.Work{ID: posted + uint64(n) + 1, Op: verbs.Write, LocalAddr: a.addr,
+			LocalKey: a.key, Len: k, RemoteAddr: d.addr,
 			RemoteKey: d.key, Inline: int(k) <= s.inline}
 		n++
 		a.take(k)
@@ -316,7 +323,8 @@ func (src *source) verdictLocked(id uint8) {
 	if src.l.err != nil {
 		return
 	}
-	src.one[0] = verbs.Work{ID: src.posted + 1, Op: verbs.WriteImm, Imm: verdictOf(id, s.why, s.seq), Signaled: true}
+	src.one[0] = verbs.Work{ID: src.posted + 1, Op: verbs.WriteImm, Imm: verdictOf(id, s.why, s.seq),
+		Signaled: true}
 	taken, err := src.l.q.PostSend(src.one[:])
 	src.posted += uint64(taken)
 	if err != nil {
@@ -349,7 +357,8 @@ func (src *source) judge() {
 			o.Leave()
 		}
 		if !valid {
-			s.why, s.err = transfer.ReasonDisowned, errors.New("gdr: the source was invalidated while it was read")
+			s.why, s.err = transfer.ReasonDisowned,
+				errors.New("gdr: the source was invalidated while it was read")
 		}
 		s.release(src.l.b)
 		src.l.mu.Lock()
@@ -365,7 +374,8 @@ func (src *source) reportLocked() {
 		if s.state != failed {
 			continue
 		}
-		res := [1]transport.Result{{Slice: s.s, Outcome: transfer.NotLanded, Reason: s.why, Err: s.err, Took: time.Since(s.at)}}
+		res := [1]transport.Result{{Slice: s.s, Outcome: transfer.NotLanded, Reason: s.why, Err: s.err,
+			Took: time.Since(s.at)}}
 		s.state, s.s = idle, transport.Slice{}
 		src.l.mu.Unlock()
 		src.l.b.host.Done(src.l, res[:])
@@ -377,12 +387,14 @@ func (src *source) reportLocked() {
 func (src *source) ended(h *head, results []transport.Result) error {
 	src.l.mu.Lock()
 	s := &src.out[h.id]
-	if s.seq != h.seq || s.state != asked && s.state != judged || s.state == asked && h.reason == transfer.ReasonNone {
+	if s.seq != h.seq || s.state != asked && s.state != judged || s.state == asked &&
+		h.reason == transfer.ReasonNone {
 		src.l.mu.Unlock()
 		return fmt.Errorf("%w: END of slice %d.%d, which is not at its end", errFrame, h.id, h.seq)
 	}
 	src.l.activity.progress = time.Now()
-	r := transport.Result{Slice: s.s, Outcome: transfer.Landed, Took: src.l.activity.progress.Sub(s.at)}
+	r := transport.Result{Slice: s.s, Outcome: transfer.Landed,
+		Took: src.l.activity.progress.Sub(s.at)}
 	switch {
 	case s.why != transfer.ReasonNone:
 		r.Outcome, r.Reason, r.Err = transfer.NotLanded, s.why, s.err
@@ -392,7 +404,8 @@ func (src *source) ended(h *head, results []transport.Result) error {
 		r.Outcome, r.Reason = transfer.Rejected, h.reason
 	}
 	if r.Outcome != transfer.Landed && r.Err == nil {
-		r.Err = fmt.Errorf("gdr: chunks %d+%d, attempt %d: the receiver reports %s", s.s.Range.First, s.s.Range.Count, s.s.Attempt, h.reason)
+		r.Err = fmt.Errorf("gdr: chunks %d+%d, attempt %d: the receiver reports %s", s.s.Range.First,
+			s.s.Range.Count, s.s.Attempt, h.reason)
 	}
 	s.state, s.s = idle, transport.Slice{}
 	src.l.mu.Unlock()

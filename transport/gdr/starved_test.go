@@ -23,7 +23,8 @@ func stale(l *lane) {
 
 // under begins to move chunks over a lane of its own, whose messages stay on the wire once they are
 // there.
-func under(t *testing.T, f *fake.Fabric, p *transporttest.Pair, b *transporttest.Bind, r transfer.Range) (here, there *lane, res <-chan transport.Result) {
+func under(t *testing.T, f *fake.Fabric, p *transporttest.Pair, b *transporttest.Bind,
+	r transfer.Range) (here, there *lane, res <-chan transport.Result) {
 	t.Helper()
 	x, y := p.Dial()
 	here, there = x.(*lane), y.(*lane)
@@ -34,7 +35,8 @@ func under(t *testing.T, f *fake.Fabric, p *transporttest.Pair, b *transporttest
 }
 
 // asks makes a later attempt at everything, and returns once it waits for others.
-func asks(t *testing.T, p *transporttest.Pair, b *transporttest.Bind, attempt uint32) <-chan transport.Result {
+func asks(t *testing.T, p *transporttest.Pair, b *transporttest.Bind,
+	attempt uint32) <-chan transport.Result {
 	t.Helper()
 	x, y := p.Dial()
 	res := p.A.Move(x, b.Origin, transfer.Range{Count: b.Source.Chunks()}, attempt)
@@ -61,7 +63,8 @@ func TestLaterAttemptLooksFirst(t *testing.T) {
 	defer awake()
 	there.set(func(d *oddDevice) { d.asleep = wake })
 	f.Release(x.q.Num())
-	until(t, "the receiver is about to look", func() bool { return there.is(func(d *oddDevice) bool { return d.polls > 0 }) })
+	until(t, "the receiver is about to look",
+		func() bool { return there.is(func(d *oddDevice) bool { return d.polls > 0 }) })
 	stale(far)
 	there.set(func(d *oddDevice) { d.asleep = nil }) // who sleeps does so until it is woken
 	later := asks(t, p, b, 2)
@@ -105,7 +108,8 @@ func TestLaterAttemptStopsNoOther(t *testing.T) {
 	if r := <-dead; r.Outcome != transfer.InDoubt {
 		t.Errorf("the lane that does not move: %s %s: %v", r.Outcome, r.Reason, r.Err)
 	}
-	for what, c := range map[string]<-chan transport.Result{"the lane that moves": alive, "the later attempt": later} {
+	for what, c := range map[string]<-chan transport.Result{"the lane that moves": alive,
+		"the later attempt": later} {
 		if r := <-c; r.Outcome != transfer.Landed {
 			t.Errorf("%s: %s %s: %v", what, r.Outcome, r.Reason, r.Err)
 		}
@@ -186,7 +190,8 @@ func TestSlowLaneIsWaitedFor(t *testing.T) {
 		return there.activity.patience(&there.b.cfg)
 	}
 	if got, want := patience(), patiencePaces*slow*9/10; got < want {
-		t.Errorf("slices come every %v or slower, and the next one is waited for %v, want %v at least", slow, got, want)
+		t.Errorf("slices come every %v or slower, and the next one is waited for %v, want %v at least",
+			slow, got, want)
 	}
 	there.mu.Lock()
 	there.activity.pace = time.Hour // however busy this machine is
@@ -194,7 +199,8 @@ func TestSlowLaneIsWaitedFor(t *testing.T) {
 	b, first := slice()
 	later := asks(t, p, b, 2)
 	began := time.Now()
-	until(t, "the later attempt has had the time to stop it", func() bool { return there.failure() != nil || time.Since(began) > 50*time.Millisecond })
+	until(t, "the later attempt has had the time to stop it",
+		func() bool { return there.failure() != nil || time.Since(began) > 50*time.Millisecond })
 	f.Release(here.q.Num())
 	landed("the slow lane", first)
 	landed("the later attempt", later)

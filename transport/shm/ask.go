@@ -131,7 +131,8 @@ func (s *source) pullSome(a *asker, m *moved, r transfer.Range) (uint32, transfe
 		blocks, err := o.Source.Resolve(a.blocks[:0], r)
 		a.blocks = blocks[:0]
 		if err != nil {
-			return 0, transfer.ReasonRange, fmt.Errorf("shm: resolve chunks [%d, +%d): %w", r.First, r.Count, err)
+			return 0, transfer.ReasonRange, fmt.Errorf("shm: resolve chunks [%d, +%d): %w", r.First,
+				r.Count, err)
 		}
 		if s.eager && few(blocks) {
 			return s.send(a, m, r, blocks)
@@ -143,7 +144,8 @@ func (s *source) pullSome(a *asker, m *moved, r transfer.Range) (uint32, transfe
 		case fits:
 			return s.ask(a, m, r, pull{m: m, r: r, reading: true})
 		case r.Count == 1:
-			return 0, transfer.ReasonMemory, fmt.Errorf("shm: chunk %d has %d pieces: a pull takes %d, in %d cells: %w", r.First, len(blocks), maxPieces, maxCells,
+			return 0, transfer.ReasonMemory, fmt.Errorf("shm: chunk %d has %d pieces: a pull takes %d, in "+
+				"%d cells: %w", r.First, len(blocks), maxPieces, maxCells,
 				transport.ErrNotSupported)
 		}
 		r.Count /= 2
@@ -167,7 +169,8 @@ func few(blocks []mem.Block) bool {
 
 // send pushes the bytes of r, whose origin the caller has entered. A push certifies that the bytes
 // were valid when they were read.
-func (s *source) send(a *asker, m *moved, r transfer.Range, blocks []mem.Block) (uint32, transfer.Reason, error) {
+func (s *source) send(a *asker, m *moved, r transfer.Range, blocks []mem.Block) (uint32,
+	transfer.Reason, error) {
 	o := m.s.Origin
 	a.frame = appendPush(a.frame[:0], pullFrame{slot: o.Slot, gen: o.Gen, r: r, attempt: m.s.Attempt})
 	for i := range blocks {
@@ -178,13 +181,15 @@ func (s *source) send(a *asker, m *moved, r transfer.Range, blocks []mem.Block) 
 	}
 	endPush(a.frame)
 	if !o.Source.Valid(r) {
-		return 0, transfer.ReasonDisowned, fmt.Errorf("shm: slot %d.%d: the source of chunks [%d, +%d) was invalidated", o.Slot, o.Gen, r.First, r.Count)
+		return 0, transfer.ReasonDisowned, fmt.Errorf("shm: slot %d.%d: the source of chunks [%d, +%d) "+
+			"was invalidated", o.Slot, o.Gen, r.First, r.Count)
 	}
 	return s.ask(a, m, r, pull{m: m, r: r, valid: true})
 }
 
 // list writes the pull of r without its tag. False: it has too many pieces.
-func (s *source) list(a *asker, m *moved, r transfer.Range, blocks []mem.Block) (bool, transfer.Reason, error) {
+func (s *source) list(a *asker, m *moved, r transfer.Range, blocks []mem.Block) (bool,
+	transfer.Reason, error) {
 	if len(blocks) > maxPieces {
 		return false, 0, nil
 	}
@@ -211,7 +216,8 @@ func (s *source) list(a *asker, m *moved, r transfer.Range, blocks []mem.Block) 
 			continue
 		}
 		if first.Len > maxLen {
-			return false, transfer.ReasonLength, fmt.Errorf("shm: a piece of %d bytes in %d chunks", first.Len, r.Count)
+			return false, transfer.ReasonLength, fmt.Errorf("shm: a piece of %d bytes in %d chunks",
+				first.Len, r.Count)
 		}
 		if len(frame)+maxRunBytes > maxPacketBytes {
 			return false, 0, nil

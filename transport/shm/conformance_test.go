@@ -20,21 +20,24 @@ func TestConformance(t *testing.T) { transporttest.Conformance(t, backend) }
 // With a peer that knows no pushes every slice is pulled, however small.
 func TestPulls(t *testing.T) {
 	transporttest.Conformance(t, func(tb testing.TB) transport.Backend {
-		return New(Config{Dir: testutil.ShortDir(tb), Workers: 2, versions: wire.Versions{Min: wire.V(1, 0), Max: framesRuns}})
+		return New(Config{Dir: testutil.ShortDir(tb), Workers: 2, versions: wire.Versions{Min: wire.V(1,
+			0), Max: framesRuns}})
 	})
 }
 
 // With a peer that knows runs of one axis, as every one before 1.3 does.
 func TestOneAxis(t *testing.T) {
 	transporttest.Conformance(t, func(tb testing.TB) transport.Backend {
-		return New(Config{Dir: testutil.ShortDir(tb), Workers: 2, versions: wire.Versions{Min: wire.V(1, 0), Max: framesPush}})
+		return New(Config{Dir: testutil.ShortDir(tb), Workers: 2, versions: wire.Versions{Min: wire.V(1,
+			0), Max: framesPush}})
 	})
 }
 
 // With as many workers as a large host has: slices of device memory are asked for by askers, where
 // they are large or follow each other.
 func TestDevice(t *testing.T) {
-	transporttest.ConformanceOnDevice(t, func(_ testing.TB, d *transporttest.Device) transporttest.Factory {
+	transporttest.ConformanceOnDevice(t, func(_ testing.TB,
+		d *transporttest.Device) transporttest.Factory {
 		return func(tb testing.TB) transport.Backend {
 			return New(Config{Dir: testutil.ShortDir(tb), Workers: 8, Devices: d})
 		}
@@ -44,14 +47,16 @@ func TestDevice(t *testing.T) {
 // A reader that polls after a hint passes the suite like a sleeping one.
 func TestConformanceAfterHints(t *testing.T) {
 	transporttest.Conformance(t, func(tb testing.TB) transport.Backend {
-		return hinter{New(Config{Dir: testutil.ShortDir(tb), Workers: 2, pollers: 1, hinted: time.Hour, stay: 10 * time.Millisecond})}
+		return hinter{New(Config{Dir: testutil.ShortDir(tb), Workers: 2, pollers: 1, hinted: time.Hour,
+			stay: 10 * time.Millisecond})}
 	})
 }
 
 // hinter sends a hint on each lane as soon as it is up.
 type hinter struct{ transport.Backend }
 
-func (r hinter) Dial(ctx context.Context, peer transport.Peer, local, remote transport.Rail) (transport.Lane, error) {
+func (r hinter) Dial(ctx context.Context, peer transport.Peer, local, remote transport.Rail) (
+	transport.Lane, error) {
 	l, err := r.Backend.Dial(ctx, peer, local, remote)
 	if err == nil {
 		l.(transport.Rouser).Rouse()
@@ -62,9 +67,11 @@ func (r hinter) Dial(ctx context.Context, peer transport.Peer, local, remote tra
 // Pulls copy many megabytes at a time.
 func TestPullsDoNotHoldTheCollector(t *testing.T) {
 	if testutil.Race {
-		testutil.Skip(t, "norace", "make test-all looks at it where nothing else runs, in its part bounds")
+		testutil.Skip(t, "norace",
+			"make test-all looks at it where nothing else runs, in its part bounds")
 	}
-	transporttest.NewMover(t, backend, transporttest.Shape{Chunks: 64, BlockBytes: 1 << 20, Shuffle: true}).LetsCollectorIn(16)
+	transporttest.NewMover(t, backend, transporttest.Shape{Chunks: 64, BlockBytes: 1 << 20,
+		Shuffle: true}).LetsCollectorIn(16)
 }
 
 func BenchmarkTransport(b *testing.B) { transporttest.Benchmark(b, backend) }

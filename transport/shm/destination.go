@@ -125,7 +125,8 @@ func (d *destination) forget(index uint32) error {
 // jobLocked makes the job of a pull or push.
 func (d *destination) jobLocked(f pullFrame) (*job, error) {
 	if _, dup := d.jobs[f.tag]; dup || len(d.jobs) >= maxPulls {
-		return nil, fmt.Errorf("%w: pull %#x is open already, or exceeds %d pulls", errFrame, f.tag, maxPulls)
+		return nil, fmt.Errorf("%w: pull %#x is open already, or exceeds %d pulls", errFrame,
+			f.tag, maxPulls)
 	}
 	var j *job
 	if n := len(d.free); n > 0 {
@@ -134,7 +135,8 @@ func (d *destination) jobLocked(f pullFrame) (*job, error) {
 		j = &job{}
 	}
 	j.l, j.tag, j.slot, j.gen, j.r, j.attempt = d.l, f.tag, f.slot, f.gen, f.r, f.attempt
-	j.cells, j.maps, j.blocks, j.total, j.pieces, j.copied, j.grant, j.pushed = j.cells[:0], j.maps[:0], j.blocks[:0], 0, 0, false, nil, false
+	j.cells, j.maps, j.blocks, j.total, j.pieces, j.copied, j.grant, j.pushed = j.cells[:0],
+		j.maps[:0], j.blocks[:0], 0, 0, false, nil, false
 	d.jobs[f.tag] = j
 	return j, nil
 }
@@ -235,7 +237,8 @@ func (d *destination) sourceLocked(j *job, cells []byte) (transfer.Reason, error
 		for len(rest) > 0 && pieces < maxPieces {
 			region, length, off := cellAt(rest)
 			n := uint64(length)
-			if region != r.region || length-1 >= wire.RunFlag-1 || off > size || n > size-off || n > maxLen-total {
+			if region != r.region || length-1 >= wire.RunFlag-1 || off > size || n > size-off ||
+				n > maxLen-total {
 				break
 			}
 			total += n

@@ -102,17 +102,20 @@ func (m *batch) fill(queue <-chan *job) {
 // claims. An attempt that takes over a claim waits for its writer with the grant's claims locked,
 // so a writer must not use the grant's claims, not even for another pull of its batch.
 func (m *batch) run() {
-	m.parts, m.dst, m.src, m.up, m.to, m.from = m.parts[:0], m.dst[:0], m.src[:0], m.up[:0], m.to[:0], m.from[:0]
+	m.parts, m.dst, m.src, m.up, m.to, m.from = m.parts[:0], m.dst[:0], m.src[:0], m.up[:0],
+		m.to[:0], m.from[:0]
 	for _, j := range m.jobs {
 		p := part{reason: j.admit()}
-		p.dst.at, p.src.at, p.up.at, p.to.at, p.from.at = len(m.dst), len(m.src), len(m.up), len(m.to), len(m.from)
+		p.dst.at, p.src.at, p.up.at, p.to.at, p.from.at = len(m.dst), len(m.src), len(m.up),
+			len(m.to), len(m.from)
 		if p.reason == transfer.ReasonNone {
 			p.reason = m.list(j)
 		}
 		if p.reason != transfer.ReasonNone { // a partial list is not moved
 			m.dst, m.src, m.up = m.dst[:p.dst.at], m.src[:p.src.at], m.up[:p.up.at]
 		}
-		p.dst.end, p.src.end, p.up.end, p.to.end, p.from.end = len(m.dst), len(m.src), len(m.up), len(m.to), len(m.from)
+		p.dst.end, p.src.end, p.up.end, p.to.end, p.from.end = len(m.dst), len(m.src), len(m.up),
+			len(m.to), len(m.from)
 		m.parts = append(m.parts, p)
 	}
 	kept, carried := 0, 0
@@ -155,7 +158,8 @@ func (m *batch) run() {
 // whole call if it refuses one block, and the other jobs must not suffer. Blocks that links do not
 // carry go through buffers.
 func (m *batch) one(p *part, moved, carried bool) error {
-	if to, from := m.to[p.to.at:p.to.end], m.from[p.from.at:p.from.end]; !carried && len(to) > 0 && m.links.Carry(to, from) != nil {
+	if to, from := m.to[p.to.at:p.to.end], m.from[p.from.at:p.from.end]; !carried && len(to) > 0 &&
+		m.links.Carry(to, from) != nil {
 		if err := deviceOf(to, from).Move(to, from); err != nil {
 			return err
 		}
@@ -226,7 +230,8 @@ func (m *batch) list(j *job) transfer.Reason {
 // moves those blocks to the links' lists.
 func (m *batch) carries(dst, src int) bool {
 	to, from := m.dst[dst:], m.src[src:]
-	if m.links == nil || len(to) == 0 || (to[0].Region.Device() == nil) == (from[0].Region.Device() == nil) || !m.links.Reaches(to, from) {
+	if m.links == nil || len(to) == 0 || (to[0].Region.Device() == nil) == (from[0].Region.Device() ==
+		nil) || !m.links.Reaches(to, from) {
 		return false
 	}
 	m.to, m.from = append(m.to, to...), append(m.from, from...)

@@ -26,7 +26,8 @@ func (instant) Return([]byte)                     {}
 func (instant) LendBytes() int                    { return 0 }
 
 func (d instant) Import(id mem.ID, handle []byte, _ int, size uint64) (*mem.Region, error) {
-	return mem.NewDevice(id, mem.DeviceMemory{Device: d, Addr: 1 << 20, Size: size, Handle: handle, FD: -1})
+	return mem.NewDevice(id, mem.DeviceMemory{Device: d, Addr: 1 << 20, Size: size,
+		Handle: handle, FD: -1})
 }
 
 type deviceMemory struct {
@@ -73,7 +74,8 @@ func (d *link) Move(dst, _ []mem.Block) error {
 }
 
 func (d *link) Import(id mem.ID, handle []byte, _ int, size uint64) (*mem.Region, error) {
-	return mem.NewDevice(id, mem.DeviceMemory{Device: d, Addr: 1 << 20, Size: size, Handle: handle, FD: -1})
+	return mem.NewDevice(id, mem.DeviceMemory{Device: d, Addr: 1 << 20, Size: size,
+		Handle: handle, FD: -1})
 }
 
 // importer is a device and what imports its memory.
@@ -108,7 +110,8 @@ type cold struct {
 func (d *cold) Warm() { d.warmed.Add(1) }
 
 func (d *cold) Import(id mem.ID, handle []byte, _ int, size uint64) (*mem.Region, error) {
-	return mem.NewDevice(id, mem.DeviceMemory{Device: d, Addr: 1 << 20, Size: size, Handle: handle, FD: -1})
+	return mem.NewDevice(id, mem.DeviceMemory{Device: d, Addr: 1 << 20, Size: size,
+		Handle: handle, FD: -1})
 }
 
 // TestHintWarms: a hint warms each GPU of the peer's regions once.
@@ -164,7 +167,8 @@ func (s *short) Resolve(dst []mem.Block, r transfer.Range) ([]mem.Block, error) 
 func TestBlocksOutOfStep(t *testing.T) {
 	p := newPair(t, Config{Devices: instant{}, Workers: 8})
 	const chunks = 32
-	from, to := scattered(t, instant{}, chunks*transfer.ChunkBytes, 16<<10, 1, false), scattered(t, instant{}, chunks*transfer.ChunkBytes, 16<<10, 2, false)
+	from, to := scattered(t, instant{}, chunks*transfer.ChunkBytes, 16<<10, 1, false),
+		scattered(t, instant{}, chunks*transfer.ChunkBytes, 16<<10, 2, false)
 	o, g := p.bind(t, 1, from.memory, to.memory)
 	o.Source = from
 	p.dst.mu.Lock()
@@ -172,7 +176,8 @@ func TestBlocksOutOfStep(t *testing.T) {
 	p.dst.mu.Unlock()
 	var batch []transport.Slice
 	for i := range uint32(chunks) {
-		batch = append(batch, transport.Slice{Origin: o, Range: transfer.Range{First: i, Count: 1}, Attempt: 1, Cookie: uint64(i)})
+		batch = append(batch, transport.Slice{Origin: o, Range: transfer.Range{First: i, Count: 1},
+			Attempt: 1, Cookie: uint64(i)})
 	}
 	if err := p.lane.Move(batch); err != nil {
 		t.Fatal(err)
@@ -199,7 +204,8 @@ func BenchmarkDevicePull(b *testing.B) {
 		name  string
 		block uint64
 		even  bool
-	}{{"16 KiB random", 16 << 10, false}, {"16 KiB even", 16 << 10, true}, {"2 KiB random", 2 << 10, false}} {
+	}{{"16 KiB random", 16 << 10, false}, {"16 KiB even", 16 << 10, true}, {"2 KiB random",
+		2 << 10, false}} {
 		b.Run(c.name, func(b *testing.B) { benchmarkDevicePull(b, instant{}, c.block, c.even) })
 	}
 }
@@ -218,7 +224,8 @@ func BenchmarkDeviceLink(b *testing.B) {
 func benchmarkDevicePull(b *testing.B, d importer, block uint64, even bool) {
 	p := newPair(b, Config{Devices: d})
 	const bytes = 1 << 30
-	ends := []*deviceMemory{scattered(b, d, bytes, block, 0, even), scattered(b, d, bytes, block, 1, even)}
+	ends := []*deviceMemory{scattered(b, d, bytes, block, 0, even), scattered(b, d, bytes,
+		block, 1, even)}
 	o := &transport.Origin{Peer: p.dst.boot, Slot: 1, Gen: 7, Source: ends[0]}
 	const chunks, slices = deviceSlice / transfer.ChunkBytes, bytes / deviceSlice
 	batch := make([]transport.Slice, 1)
@@ -243,7 +250,8 @@ func benchmarkDevicePull(b *testing.B, d importer, block uint64, even bool) {
 				p.dst.grants[1] = g
 				p.dst.mu.Unlock()
 			}
-			batch[0] = transport.Slice{Origin: o, Range: transfer.Range{First: uint32(moved%slices) * chunks, Count: chunks}, Attempt: uint32(1 + moved)}
+			batch[0] = transport.Slice{Origin: o, Range: transfer.Range{First: uint32(moved%slices) * chunks,
+				Count: chunks}, Attempt: uint32(1 + moved)}
 			if err := p.lane.Move(batch); err != nil {
 				b.Fatal(err)
 			}
@@ -251,5 +259,6 @@ func benchmarkDevicePull(b *testing.B, d importer, block uint64, even bool) {
 		}
 		await()
 	}
-	b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/float64(deviceSlice/block), "ns/block")
+	b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/float64(deviceSlice/block),
+		"ns/block")
 }

@@ -18,7 +18,8 @@ import (
 func TestDialThatMayDoLater(t *testing.T) {
 	p := newPair(t, Config{})
 	dial := func(path string) error {
-		_, err := p.src.b.Dial(t.Context(), transport.Peer{Boot: p.dst.boot, Self: p.src.boot, Key: p.src.key}, p.src.rail,
+		_, err := p.src.b.Dial(t.Context(), transport.Peer{Boot: p.dst.boot, Self: p.src.boot,
+			Key: p.src.key}, p.src.rail,
 			transport.Rail{Name: Name, Address: path})
 		return err
 	}
@@ -30,7 +31,8 @@ func TestDialThatMayDoLater(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = unix.Close(fd) })
-	if err := errors.Join(unix.Bind(fd, &unix.SockaddrUnix{Name: full}), unix.Listen(fd, 0)); err != nil {
+	if err := errors.Join(unix.Bind(fd, &unix.SockaddrUnix{Name: full}), unix.Listen(fd,
+		0)); err != nil {
 		t.Fatal(err)
 	}
 	waits, err := net.Dial("unixpacket", full)
@@ -70,7 +72,8 @@ func TestDialThatMayDoLater(t *testing.T) {
 		{filepath.Join(file, "below"), true, unix.ENOTDIR},
 		{stream, true, unix.EPROTOTYPE},
 	} {
-		if err := dial(c.path); !errors.Is(err, c.err) || errors.Is(err, transport.ErrNotSupported) != c.never {
+		if err := dial(c.path); !errors.Is(err, c.err) || errors.Is(err,
+			transport.ErrNotSupported) != c.never {
 			t.Errorf("%s: %v; want %v, given up: %v", filepath.Base(c.path), err, c.err, c.never)
 		}
 	}

@@ -216,7 +216,8 @@ func appendRun(b []byte, r *run) []byte {
 // appendPieces appends cells for the blocks of one region at any offsets, up to the bounds of a
 // pull, and returns the remaining blocks. Small blocks come at tens of millions per second, so the
 // cost per block matters.
-func appendPieces(b []byte, blocks []mem.Block, of *mem.Region, region uint32) ([]byte, []mem.Block) {
+func appendPieces(b []byte, blocks []mem.Block, of *mem.Region, region uint32) ([]byte,
+	[]mem.Block) {
 	for len(blocks) > 0 && len(b)+maxRunBytes <= maxPacketBytes {
 		p := &blocks[0]
 		if p.Region != of || p.Len > maxLen || mem.Regular(blocks) {
@@ -231,7 +232,8 @@ func appendPieces(b []byte, blocks []mem.Block, of *mem.Region, region uint32) (
 }
 
 func appendPulled(b []byte, tag uint64, reason transfer.Reason) []byte {
-	return append(binary.LittleEndian.AppendUint64(appendHeader(b, kindPulled, pulledBytes), tag), byte(reason))
+	return append(binary.LittleEndian.AppendUint64(appendHeader(b, kindPulled, pulledBytes), tag),
+		byte(reason))
 }
 
 func appendVerdict(b []byte, tag uint64, valid bool) []byte {
@@ -243,7 +245,8 @@ func appendVerdict(b []byte, tag uint64, valid bool) []byte {
 }
 
 func appendConfirm(b []byte, tag uint64, o transfer.Outcome, r transfer.Reason) []byte {
-	return append(binary.LittleEndian.AppendUint64(appendHeader(b, kindConfirm, confirmBytes), tag), byte(o), byte(r))
+	return append(binary.LittleEndian.AppendUint64(appendHeader(b, kindConfirm, confirmBytes), tag),
+		byte(o), byte(r))
 }
 
 func appendHint(b []byte) []byte { return appendHeader(b, kindHint, 0) }
@@ -316,7 +319,8 @@ func dispatch(k kind, b []byte, h handler) error {
 		copy(f.id[:], b[4:])
 		return h.region(f)
 	case kindDevice:
-		f := deviceFrame{regionFrame: regionFrame{index: binary.LittleEndian.Uint32(b), size: binary.LittleEndian.Uint64(b[20:])},
+		f := deviceFrame{regionFrame: regionFrame{index: binary.LittleEndian.Uint32(b),
+			size: binary.LittleEndian.Uint64(b[20:])},
 			hasFD: b[28] == 1, handle: b[deviceFixed:]}
 		copy(f.id[:], b[4:])
 		return h.device(f)

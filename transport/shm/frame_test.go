@@ -108,16 +108,22 @@ func pullOf(f pullFrame, runs ...run) []byte {
 // samplePacket has one frame of each kind.
 func samplePacket() []byte {
 	b := appendRegion(nil, regionFrame{index: 3, id: mem.ID{7}, size: 1 << 40})
-	b = append(b, pullOf(pullFrame{tag: 1 << 20, slot: 65535, gen: 9, r: transfer.Range{First: 1, Count: 2}, attempt: 4},
-		run{region: 3, len: 4096, off: 1 << 33, Strides: mem.Single}, run{region: 3, len: 1, off: 0, Strides: mem.Single},
+	b = append(b, pullOf(pullFrame{tag: 1 << 20, slot: 65535, gen: 9, r: transfer.Range{First: 1,
+		Count: 2}, attempt: 4},
+		run{region: 3, len: 4096, off: 1 << 33, Strides: mem.Single}, run{region: 3, len: 1, off: 0,
+			Strides: mem.Single},
 		run{region: 3, len: 512, off: 1 << 20, Strides: mem.Strides{Stride: 4096, Count: 100, Rows: 1}},
-		run{region: 4, len: 64, off: 1 << 20, Strides: mem.Strides{Stride: 1<<64 - 128, Count: 3, Rows: 1}},
-		run{region: 4, len: 512, off: 1 << 21, Strides: mem.Strides{Stride: 8192, Outer: 512, Count: 8, Rows: 16}})...)
+		run{region: 4, len: 64, off: 1 << 20, Strides: mem.Strides{Stride: 1<<64 - 128,
+			Count: 3, Rows: 1}},
+		run{region: 4, len: 512, off: 1 << 21, Strides: mem.Strides{Stride: 8192, Outer: 512, Count: 8,
+			Rows: 16}})...)
 	b = appendPulled(b, 5, transfer.ReasonRange)
 	b = appendVerdict(b, 6, true)
 	b = appendConfirm(b, 7, transfer.Landed, transfer.ReasonNone)
-	b = appendDevice(b, deviceFrame{regionFrame{index: 4, id: mem.ID{8}, size: 1 << 30}, true, []byte{0xab, 0xcd}})
-	b = append(b, pushOf(pullFrame{tag: 8, slot: 9, gen: 10, r: transfer.Range{First: 11, Count: 1}, attempt: 12, cells: []byte{13, 14}})...)
+	b = appendDevice(b, deviceFrame{regionFrame{index: 4, id: mem.ID{8}, size: 1 << 30}, true,
+		[]byte{0xab, 0xcd}})
+	b = append(b, pushOf(pullFrame{tag: 8, slot: 9, gen: 10, r: transfer.Range{First: 11, Count: 1},
+		attempt: 12, cells: []byte{13, 14}})...)
 	return appendForget(appendHint(b), 3)
 }
 
@@ -127,8 +133,12 @@ func TestFramesRoundTrip(t *testing.T) {
 	if err := parse(p, &r); err != nil {
 		t.Fatal(err)
 	}
-	want := []string{"region 3 07000000000000000000000000000000 1099511627776", "pull 1048576 65535.9 {1 2} 4: 3[8589934592+4096] 3[0+1] 3[1048576+512 100 times by 4096] 4[1048576+64 3 times by -128] 4[2097152+512 8 times by 8192, 16 times by 512]", "pulled 5 range",
-		"verdict 6 true", "confirm 7 landed none", "device 4 08000000000000000000000000000000 1073741824 true abcd",
+	want := []string{"region 3 07000000000000000000000000000000 1099511627776",
+		"pull 1048576 65535.9 {1 2} 4: 3[8589934592+4096] 3[0+1] 3[1048576+512 100 times by 4096] " +
+			"4[1048576+64 3 times by -128] 4[2097152+512 8 times by 8192, 16 times by 512]",
+		"pulled 5 range",
+		"verdict 6 true", "confirm 7 landed none", "device 4 08000000000000000000000000000000 " +
+			"1073741824 true abcd",
 		"push 8 9.10 {11 1} 12: 0d0e", "hint", "forget 3"}
 	if !slices.Equal(r.said, want) {
 		t.Fatalf("got %q, want %q", r.said, want)
@@ -146,16 +156,20 @@ func TestFramesRoundTrip(t *testing.T) {
 
 // Golden vector: a pull of version 1.3, byte for byte: a piece, a run and a run of rows.
 func TestPullGolden(t *testing.T) {
-	f := pullFrame{tag: 0x0102030405060708, slot: 9, gen: 10, r: transfer.Range{First: 11, Count: 12}, attempt: 13}
+	f := pullFrame{tag: 0x0102030405060708, slot: 9, gen: 10, r: transfer.Range{First: 11, Count: 12},
+		attempt: 13}
 	got := hex.EncodeToString(pullOf(f, run{region: 1, len: 4096, off: 1 << 33, Strides: mem.Single},
 		run{region: 2, len: 512, off: 1 << 20, Strides: mem.Strides{Stride: 4096, Count: 100, Rows: 1}},
-		run{region: 3, len: 512, off: 1 << 21, Strides: mem.Strides{Stride: 8192, Outer: 1<<64 - 512, Count: 8, Rows: 16}}))
+		run{region: 3, len: 512, off: 1 << 21, Strides: mem.Strides{Stride: 8192, Outer: 1<<64 - 512,
+			Count: 8, Rows: 16}}))
 	want := "03" + "00" + "7c00" + // kind, zero, bytes of the body
 		// tag, slot, cells, generation, chunks, attempt
 		"0807060504030201" + "0900" + "0600" + "0a000000" + "0b000000" + "0c000000" + "0d000000" +
 		"01000000" + "00100000" + "0000000002000000" + // region, length, offset
-		"02000000" + "00020080" + "0000100000000000" + "0010000000000000" + "64000000" + "00000000" + // flagged; stride, count, no rows
-		"03000000" + "00020080" + "0000200000000000" + "0020000000000000" + "08000000" + "10000000" + // flagged; stride, count, rows
+		// flagged; stride, count, no rows
+		"02000000" + "00020080" + "0000100000000000" + "0010000000000000" + "64000000" + "00000000" +
+		// flagged; stride, count, rows
+		"03000000" + "00020080" + "0000200000000000" + "0020000000000000" + "08000000" + "10000000" +
 		"00feffffffffffff" + "0000000000000000" // outer stride
 	if got != want {
 		t.Errorf("\n%s, want\n%s", got, want)
@@ -172,14 +186,15 @@ func TestMalformedFrames(t *testing.T) {
 		return b
 	}
 	for name, p := range map[string][]byte{
-		"unknown kind":                {99, 0, 0, 0},
-		"kind zero":                   {0, 0, 0, 0},
-		"reserved byte":               {byte(kindForget), 1, 4, 0, 0, 0, 0, 0},
-		"longer than packet":          {byte(kindForget), 0, 255, 255},
-		"short body":                  {byte(kindForget), 0, 3, 0, 1, 2, 3},
-		"device, short":               {byte(kindDevice), 0, 28, 0, 27: 0, 31: 0},
-		"device, handle of 257 bytes": appendDevice(nil, deviceFrame{handle: make([]byte, mem.MaxHandleBytes+1)}),
-		"pull without pieces":         pull,
+		"unknown kind":       {99, 0, 0, 0},
+		"kind zero":          {0, 0, 0, 0},
+		"reserved byte":      {byte(kindForget), 1, 4, 0, 0, 0, 0, 0},
+		"longer than packet": {byte(kindForget), 0, 255, 255},
+		"short body":         {byte(kindForget), 0, 3, 0, 1, 2, 3},
+		"device, short":      {byte(kindDevice), 0, 28, 0, 27: 0, 31: 0},
+		"device, handle of 257 bytes": appendDevice(nil, deviceFrame{handle: make([]byte,
+			mem.MaxHandleBytes+1)}),
+		"pull without pieces": pull,
 		"pull, count of pieces": func() []byte {
 			b := pullOf(pullFrame{tag: 1}, run{Strides: mem.Single})
 			binary.LittleEndian.PutUint16(b[frameHeader+10:], 60000)
@@ -255,7 +270,11 @@ func (n *nop) pull(f pullFrame) error {
 	n.sum += r.off
 	return err
 }
-func (n *nop) push(f pullFrame) error                   { n.sum += uint64(len(f.cells)); return nil }
+func (n *nop) push(f pullFrame) error {
+	n.sum += uint64(
+		len(f.cells))
+	return nil
+}
 func (n *nop) pulled(t uint64, _ transfer.Reason) error { n.sum += t; return nil }
 func (n *nop) verdict(t uint64, _ bool) error           { n.sum += t; return nil }
 func (n *nop) hint() error                              { n.sum++; return nil }

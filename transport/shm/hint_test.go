@@ -88,14 +88,19 @@ func TestStayAwake(t *testing.T) {
 	}
 	const ms = time.Millisecond
 	for name, events := range map[string][]event{
-		"no hint":                      {{0, asked, 0}, {ms, asked, 0}},
-		"a step":                       {{0, hint, 20 * ms}, {5 * ms, asked, 20 * ms}, {20*ms - 1, asked, 20*ms - 1 + stayFor}, {30 * ms, asked, 0}},
-		"two steps":                    {{0, hint, 20 * ms}, {15 * ms, asked, 20 * ms}, {16 * ms, hint, 36 * ms}, {17 * ms, asked, 36 * ms}, {40 * ms, hint, 60 * ms}},
+		"no hint": {{0, asked, 0}, {ms, asked, 0}},
+		"a step": {{0, hint, 20 * ms}, {5 * ms, asked, 20 * ms}, {20*ms - 1, asked,
+			20*ms - 1 + stayFor}, {30 * ms, asked, 0}},
+		"two steps": {{0, hint, 20 * ms}, {15 * ms, asked, 20 * ms}, {16 * ms, hint,
+			36 * ms}, {17 * ms, asked, 36 * ms}, {40 * ms, hint, 60 * ms}},
 		"a step with its first layers": {{0, hint | asked, 20 * ms}, {ms, asked, 20 * ms}},
-		"hints alone": {{0, hint, 20 * ms}, {15 * ms, hint, 20 * ms}, {19 * ms, hint, 20 * ms}, {21 * ms, hint, 0}, {30 * ms, hint, 0},
+		"hints alone": {{0, hint, 20 * ms}, {15 * ms, hint, 20 * ms}, {19 * ms, hint, 20 * ms},
+			{21 * ms, hint, 0}, {30 * ms, hint, 0},
 			{20*ms + ignoredFor - 1, hint, 0}, {20*ms + ignoredFor, hint, 40*ms + ignoredFor}},
-		"nothing for a long time":            {{0, hint, 20 * ms}, {10 * time.Second, hint, 10*time.Second + 20*ms}},
-		"a layer that comes too late":        {{0, hint, 20 * ms}, {39 * ms, asked, 0}, {40 * ms, hint, 0}, {41 * ms, asked, 0}, {20*ms + ignoredFor, hint, 40*ms + ignoredFor}},
+		"nothing for a long time": {{0, hint, 20 * ms}, {10 * time.Second, hint,
+			10*time.Second + 20*ms}},
+		"a layer that comes too late": {{0, hint, 20 * ms}, {39 * ms, asked, 0}, {40 * ms, hint,
+			0}, {41 * ms, asked, 0}, {20*ms + ignoredFor, hint, 40*ms + ignoredFor}},
 		"others poll, and a pull is in time": {{0, refused, 0}, {ms, asked, 0}, {2 * ms, hint, 22 * ms}},
 	} {
 		start := time.Now()

@@ -19,7 +19,8 @@ type hints struct {
 
 // stayAwake makes the reader poll after a hint.
 func (l *lane) stayAwake(in *inbox, now time.Time) {
-	if late := l.hints.since.Add(l.b.cfg.hinted); !l.hints.since.IsZero() && now.After(late) { // too late
+	// too late
+	if late := l.hints.since.Add(l.b.cfg.hinted); !l.hints.since.IsZero() && now.After(late) {
 		l.hints.since, l.hints.ignored = time.Time{}, late.Add(ignoredFor)
 	}
 	if l.hints.asked {

@@ -179,11 +179,13 @@ func (c *cursor) advance(n uint64, write bool) error {
 func (c *cursor) each(n uint64, f func(d mem.Block, s sourcePiece) error) error {
 	for n > 0 {
 		if !c.source() || c.di >= len(c.blocks) {
-			return fmt.Errorf("shm: the blocks of chunks [%d, +%d) hold fewer bytes than their length", c.r.First, c.r.Count)
+			return fmt.Errorf("shm: the blocks of chunks [%d, +%d) hold fewer bytes than their length",
+				c.r.First, c.r.Count)
 		}
 		d, size := &c.blocks[c.di], uint64(c.from.len)
 		k := min(n, size-c.soff, d.Len-c.doff)
-		if err := f(mem.Block{Region: d.Region, Off: d.Off + c.doff, Len: k}, sourcePiece{c.m, c.at.Off + c.soff, k}); err != nil {
+		if err := f(mem.Block{Region: d.Region, Off: d.Off + c.doff, Len: k}, sourcePiece{c.m, c.at.Off +
+			c.soff, k}); err != nil {
 			return err
 		}
 		n -= k

@@ -33,13 +33,15 @@ type lane struct {
 
 var _ transport.Rouser = (*lane)(nil)
 
-func (b *Backend) newLane(c *net.UnixConn, o *wire.Opened, peer transfer.Boot, remote string) (*lane, error) {
+func (b *Backend) newLane(c *net.UnixConn, o *wire.Opened, peer transfer.Boot,
+	remote string) (*lane, error) {
 	_ = c.SetDeadline(time.Time{})
 	out, err := newOutbox(c)
 	if err != nil {
 		return nil, fmt.Errorf("shm: new lane: %w", err)
 	}
-	l := &lane{b: b, c: c, out: out, id: transport.NextLaneID(), peer: peer, remote: remote, done: make(chan struct{})}
+	l := &lane{b: b, c: c, out: out, id: transport.NextLaneID(), peer: peer, remote: remote,
+		done: make(chan struct{})}
 	l.hints.understood = o.Version >= framesHint
 	l.src.init(l, o.Version)
 	l.dst.init(l)

@@ -34,7 +34,8 @@ type tracks struct {
 }
 
 func newTracks(tb testing.TB) *tracks {
-	return &tracks{Device: transporttest.NewDevice(tb), tb: tb, entered: make(chan struct{}, 1024), forgotten: map[*mem.Region]bool{}}
+	return &tracks{Device: transporttest.NewDevice(tb), tb: tb, entered: make(chan struct{}, 1024),
+		forgotten: map[*mem.Region]bool{}}
 }
 
 // across reports whether every byte crosses between the host and the device, in the same direction.
@@ -118,7 +119,8 @@ func onDevice(tb testing.TB, d *transporttest.Device, m *memory) *deviceMemory {
 // The contract suite, with links that take all they may.
 func TestDeviceByLinks(t *testing.T) {
 	var carried atomic.Int64
-	transporttest.ConformanceOnDevice(t, func(_ testing.TB, d *transporttest.Device) transporttest.Factory {
+	transporttest.ConformanceOnDevice(t, func(_ testing.TB,
+		d *transporttest.Device) transporttest.Factory {
 		return func(tb testing.TB) transport.Backend {
 			l := newTracks(tb)
 			l.Device = d
@@ -156,7 +158,8 @@ func TestLinksCarry(t *testing.T) {
 			l.fail.Store(c.fail)
 			p := newPair(t, Config{Devices: l.Device, Links: l, Workers: 8})
 			for i, each := range []uint64{1 << 20, 24 << 10, 4 << 20} {
-				from, to := newMemory(t, 16*each+8*transfer.ChunkBytes*uint64(i&1)*3, each, uint64(i)), newMemory(t, 16*each+8*transfer.ChunkBytes*uint64(i&1)*3, each, uint64(i)+10)
+				from, to := newMemory(t, 16*each+8*transfer.ChunkBytes*uint64(i&1)*3, each, uint64(i)),
+					newMemory(t, 16*each+8*transfer.ChunkBytes*uint64(i&1)*3, each, uint64(i)+10)
 				from.fill(byte(i + 1))
 				to.fill(byte(i + 100))
 				o, g := p.bind(t, transfer.Slot(i+1), from, to)
@@ -178,7 +181,8 @@ func TestLinksCarry(t *testing.T) {
 				t.Errorf("links carried %d lists", n)
 			}
 			if c.want && !c.fail && l.Calls.Load() != 2*n {
-				t.Errorf("links carried %d lists, and the device read or wrote %d times: what links carry goes no other way, too", n, l.Calls.Load())
+				t.Errorf("links carried %d lists, and the device read or wrote %d times: what links carry "+
+					"goes no other way, too", n, l.Calls.Load())
 			}
 		})
 	}
@@ -196,7 +200,8 @@ func TestLinksFence(t *testing.T) {
 	p.dst.mu.Lock()
 	g.Sink = onDevice(t, l.Device, to)
 	p.dst.mu.Unlock()
-	if err := p.lane.Move([]transport.Slice{{Origin: o, Range: from.space.All(), Attempt: 1}}); err != nil {
+	if err := p.lane.Move([]transport.Slice{{Origin: o, Range: from.space.All(), Attempt: 1}}); err !=
+		nil {
 		t.Fatal(err)
 	}
 	<-l.entered
@@ -216,11 +221,13 @@ func TestLinksFence(t *testing.T) {
 	}
 	// No later list may touch the memory.
 	before := l.lists.Load()
-	if err := p.lane.Move([]transport.Slice{{Origin: o, Range: from.space.All(), Attempt: 2}}); err != nil {
+	if err := p.lane.Move([]transport.Slice{{Origin: o, Range: from.space.All(), Attempt: 2}}); err !=
+		nil {
 		t.Fatal(err)
 	}
 	if r := p.src.result(t); r.Outcome == transfer.Landed || l.lists.Load() != before {
-		t.Errorf("after the fence it ended %s, %d lists more were carried", r.Outcome, l.lists.Load()-before)
+		t.Errorf("after the fence it ended %s, %d lists more were carried", r.Outcome,
+			l.lists.Load()-before)
 	}
 }
 
@@ -237,7 +244,8 @@ func TestLinksLeaveOut(t *testing.T) {
 		from, to *memory
 	}
 	send := func(i int) {
-		if err := p.lane.Move([]transport.Slice{{Origin: ends[i].o, Range: ends[i].from.space.All(), Attempt: 1, Cookie: uint64(i)}}); err != nil {
+		if err := p.lane.Move([]transport.Slice{{Origin: ends[i].o, Range: ends[i].from.space.All(),
+			Attempt: 1, Cookie: uint64(i)}}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -302,7 +310,8 @@ func TestLinksAskedInTime(t *testing.T) {
 		fenced <- p.dst.b.Fence(ctx, g)
 	}
 	l.mu.Unlock()
-	if err := p.lane.Move([]transport.Slice{{Origin: o, Range: from.space.All(), Attempt: 1}}); err != nil {
+	if err := p.lane.Move([]transport.Slice{{Origin: o, Range: from.space.All(), Attempt: 1}}); err !=
+		nil {
 		t.Fatal(err)
 	}
 	if err := <-fenced; !errors.Is(err, context.DeadlineExceeded) {
@@ -327,11 +336,14 @@ func TestLinksDisowned(t *testing.T) {
 	p.dst.mu.Lock()
 	g.Sink = onDevice(t, l.Device, to)
 	p.dst.mu.Unlock()
-	if err := p.lane.Move([]transport.Slice{{Origin: o, Range: from.space.All(), Attempt: 1}}); err != nil {
+	if err := p.lane.Move([]transport.Slice{{Origin: o, Range: from.space.All(), Attempt: 1}}); err !=
+		nil {
 		t.Fatal(err)
 	}
-	if r := p.src.result(t); r.Reason != transfer.ReasonDisowned || to.bitmap.Count() != 0 || l.lists.Load() == 0 {
-		t.Errorf("it ended %s (%s), %d chunks landed, %d lists", r.Outcome, r.Reason, to.bitmap.Count(), l.lists.Load())
+	if r := p.src.result(t); r.Reason != transfer.ReasonDisowned || to.bitmap.Count() != 0 ||
+		l.lists.Load() == 0 {
+		t.Errorf("it ended %s (%s), %d chunks landed, %d lists", r.Outcome, r.Reason, to.bitmap.Count(),
+			l.lists.Load())
 	}
 }
 
@@ -348,7 +360,8 @@ func TestLinksForget(t *testing.T) {
 	p.dst.mu.Unlock()
 	p.move(t, o, from.space, 16, p.lane)
 	from.fill(2)
-	if err := p.lane.Move([]transport.Slice{{Origin: o, Range: from.space.All(), Attempt: 2}}); err != nil {
+	if err := p.lane.Move([]transport.Slice{{Origin: o, Range: from.space.All(), Attempt: 2}}); err !=
+		nil {
 		t.Fatal(err)
 	}
 	p.src.result(t)

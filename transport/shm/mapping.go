@@ -64,7 +64,8 @@ func (m *mappings) open(key mapKey, fd int, size uint64) (*mapping, error) {
 }
 
 // openDevice imports GPU memory, or finds its import. It always takes ownership of fd.
-func (m *mappings) openDevice(key mapKey, devices Devices, handle []byte, fd int, size uint64) (*mapping, error) {
+func (m *mappings) openDevice(key mapKey, devices Devices, handle []byte, fd int,
+	size uint64) (*mapping, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	mp, err := m.foundLocked(key, size)
@@ -74,7 +75,9 @@ func (m *mappings) openDevice(key mapKey, devices Devices, handle []byte, fd int
 	}
 	if devices == nil {
 		closeFD(fd)
-		return nil, fmt.Errorf("region %s: memory of a GPU, and this sidecar uses none: see 'kvspray doctor'", key.id)
+		return nil,
+			fmt.Errorf("region %s: memory of a GPU, and this sidecar uses none: see 'kvspray doctor'",
+				key.id)
 	}
 	r, err := devices.Import(key.id, bytes.Clone(handle), fd, size)
 	if err != nil {

@@ -59,7 +59,8 @@ func (o *outbox) put(frame []byte, fd int) {
 		return
 	}
 	var p *packet
-	if n := len(o.q); n > 0 && len(o.q[n-1].b)+len(frame) <= maxPacketBytes && (fd < 0 || len(o.q[n-1].fds) < maxPacketFDs) {
+	if n := len(o.q); n > 0 && len(o.q[n-1].b)+len(frame) <= maxPacketBytes &&
+		(fd < 0 || len(o.q[n-1].fds) < maxPacketFDs) {
 		p = o.q[n-1]
 	} else {
 		if n := len(o.free); n > 0 {

@@ -32,11 +32,13 @@ func TestFewBytesArePushed(t *testing.T) {
 		pull         bool
 	}{
 		{4 << 10, 4 << 10, frames, false}, {1, 1, frames, false}, {pushBytes, 512, frames, false},
-		{pushBytes + 512, 512, frames, true}, {4 << 10, 4 << 10, older, true}, {1 << 20, 4 << 10, frames, true},
+		{pushBytes + 512, 512, frames, true}, {4 << 10, 4 << 10, older, true}, {1 << 20, 4 << 10,
+			frames, true},
 	} {
 		t.Run(fmt.Sprintf("%d bytes to %s", c.bytes, c.dst.Max), func(t *testing.T) {
 			dir := testutil.ShortDir(t)
-			p := &pair{src: newNode(t, 1, 2, Config{Dir: dir, Workers: 2}), dst: newNode(t, 2, 1, Config{Dir: dir, Workers: 2, versions: c.dst})}
+			p := &pair{src: newNode(t, 1, 2, Config{Dir: dir, Workers: 2}), dst: newNode(t, 2, 1,
+				Config{Dir: dir, Workers: 2, versions: c.dst})}
 			p.lane = p.dial(t)
 			from, to := newMemory(t, c.bytes, c.block, 1), newMemory(t, c.bytes, c.block, 2)
 			from.fill(3)
@@ -62,7 +64,8 @@ func TestPushInDoubt(t *testing.T) {
 	p.dst.mu.Lock()
 	g.Sink = held
 	p.dst.mu.Unlock()
-	if err := p.lane.Move([]transport.Slice{{Origin: o, Range: from.space.All(), Attempt: 1}}); err != nil {
+	if err := p.lane.Move([]transport.Slice{{Origin: o, Range: from.space.All(), Attempt: 1}}); err !=
+		nil {
 		t.Fatal(err)
 	}
 	<-held.reached
@@ -107,7 +110,8 @@ func (d *uploads) Scatter(blocks []mem.Block, src []byte) error {
 }
 
 func (d *uploads) Import(id mem.ID, handle []byte, _ int, size uint64) (*mem.Region, error) {
-	return mem.NewDevice(id, mem.DeviceMemory{Device: d, Addr: 1 << 20, Size: size, Handle: handle, FD: -1})
+	return mem.NewDevice(id, mem.DeviceMemory{Device: d, Addr: 1 << 20, Size: size,
+		Handle: handle, FD: -1})
 }
 
 // A push into memory of a GPU outlives its packet: the reader goes on while a mover uploads.
@@ -125,7 +129,8 @@ func TestPushToDevice(t *testing.T) {
 		p.dst.mu.Lock()
 		g.Sink = to
 		p.dst.mu.Unlock()
-		batch = append(batch, transport.Slice{Origin: o, Range: from.space.All(), Attempt: 1, Cookie: uint64(i)})
+		batch = append(batch, transport.Slice{Origin: o, Range: from.space.All(), Attempt: 1,
+			Cookie: uint64(i)})
 		wants, sinks = append(wants, from), append(sinks, to)
 	}
 	// Regions of a fake share their addresses: one at a time, with packets behind it that reuse the
@@ -160,7 +165,8 @@ func TestHostilePush(t *testing.T) {
 	for name, frames := range map[string]func(tag uint64) []byte{
 		"a verdict on a push": func(tag uint64) []byte { return appendVerdict(nil, tag, true) },
 		"an open tag": func(tag uint64) []byte {
-			return append(pullOf(pullFrame{tag: tag}, run{region: 3, len: 16, Strides: mem.Single}), pushOf(pullFrame{tag: tag, cells: []byte{1}})...)
+			return append(pullOf(pullFrame{tag: tag}, run{region: 3, len: 16, Strides: mem.Single}),
+				pushOf(pullFrame{tag: tag, cells: []byte{1}})...)
 		},
 	} {
 		d := dest(1 << 10)
@@ -181,7 +187,8 @@ func TestHostilePush(t *testing.T) {
 // BenchmarkSmall is one small slice from Move to its result: the wake-ups of two sidecars and the
 // copy.
 func BenchmarkSmall(b *testing.B) {
-	for name, v := range map[string]wire.Versions{"push": frames, "pull": {Min: wire.V(1, 0), Max: framesRuns}} {
+	for name, v := range map[string]wire.Versions{"push": frames, "pull": {Min: wire.V(1, 0),
+		Max: framesRuns}} {
 		b.Run(name, func(b *testing.B) {
 			p := newPair(b, Config{versions: v})
 			const n = 4 << 10

@@ -27,7 +27,8 @@ func TestLinger(t *testing.T) {
 		others int32
 		send   bool // while it asks
 		came   bool
-	}{{"at once", 0, 0, false, false}, {"in vain", time.Millisecond, 1, false, false}, {"in time", time.Hour, 1, true, true}, {"too many", time.Hour, 2, false, false}} {
+	}{{"at once", 0, 0, false, false}, {"in vain", time.Millisecond, 1, false, false},
+		{"in time", time.Hour, 1, true, true}, {"too many", time.Hour, 2, false, false}} {
 		polling.Store(c.others)
 		start := time.Now()
 		in.pollUntil(start.Add(c.poll))

@@ -84,7 +84,8 @@ func (in *inbox) recv(fd uintptr) bool {
 func (in *inbox) try(fd uintptr) bool {
 	for {
 		in.hdr.SetControllen(len(in.oob))
-		n, _, errno := unix.Syscall(unix.SYS_RECVMSG, fd, uintptr(unsafe.Pointer(&in.hdr)), unix.MSG_DONTWAIT|unix.MSG_CMSG_CLOEXEC)
+		n, _, errno := unix.Syscall(unix.SYS_RECVMSG, fd, uintptr(unsafe.Pointer(&in.hdr)),
+			unix.MSG_DONTWAIT|unix.MSG_CMSG_CLOEXEC)
 		in.n, in.errno = int(n), errno
 		if !errors.Is(errno, unix.EINTR) {
 			return errno != unix.EAGAIN

@@ -50,7 +50,8 @@ func frameOf(t *testing.T, l *lane, m *memory, r transfer.Range) (cells int, got
 		t.Fatal(err)
 	}
 	var a asker
-	fits, _, err := l.src.list(&a, &moved{s: transport.Slice{Origin: &transport.Origin{Source: m}}}, r, blocks)
+	fits, _, err := l.src.list(&a, &moved{s: transport.Slice{Origin: &transport.Origin{Source: m}}}, r,
+		blocks)
 	if err != nil || !fits {
 		t.Fatalf("list: %v, %v", fits, err)
 	}
@@ -91,7 +92,8 @@ func TestRegularPullsAreShort(t *testing.T) {
 	}
 	l.src.axes = runVersions.Axes(framesPush)
 	if n, got := frameOf(t, l, rows, r); n > 2*(len(got)/256) || n <= 3 {
-		t.Errorf("%d cells for %d pieces in rows of 256 to a peer that knows runs of one axis", n, len(got))
+		t.Errorf("%d cells for %d pieces in rows of 256 to a peer that knows runs of one axis",
+			n, len(got))
 	}
 	l.src.axes = runVersions.Axes(wire.V(1, 0))
 	if n, got := frameOf(t, l, rows, r); n != len(got) {
@@ -115,9 +117,11 @@ func TestCrosswisePages(t *testing.T) {
 		pages := region.Size() / page
 		for i := range m.blocks {
 			block, k := uint64(i)/(heads*tokens), uint64(i)%(heads*tokens)
-			m.blocks[i] = mem.Block{Region: region, Off: block*7%pages*page + k/c.inner*c.outerStride + k%c.inner*c.innerStride, Len: each}
+			m.blocks[i] = mem.Block{Region: region, Off: block*7%pages*page + k/c.inner*c.outerStride +
+				k%c.inner*c.innerStride, Len: each}
 		}
-		for version, want := range map[wire.Version]uint64{framesRows: pull / page * 3, framesPush: pull / page * c.outer * 2} {
+		for version, want := range map[wire.Version]uint64{framesRows: pull / page * 3,
+			framesPush: pull / page * c.outer * 2} {
 			l.src.axes = runVersions.Axes(version)
 			n, got := frameOf(t, l, m, transfer.Range{Count: pull / transfer.ChunkBytes})
 			if uint64(len(got)) != pull/each || uint64(n) != want {
@@ -129,7 +133,8 @@ func TestCrosswisePages(t *testing.T) {
 
 // To a peer of each version goes what it knows, and no more.
 func TestAxesOfVersions(t *testing.T) {
-	for v, want := range map[wire.Version]int{wire.V(1, 0): mem.NoAxis, wire.V(1, 1): mem.OneAxis, wire.V(1, 2): mem.OneAxis, wire.V(1, 3): mem.BothAxes, wire.V(1, 9): mem.BothAxes} {
+	for v, want := range map[wire.Version]int{wire.V(1, 0): mem.NoAxis, wire.V(1, 1): mem.OneAxis,
+		wire.V(1, 2): mem.OneAxis, wire.V(1, 3): mem.BothAxes, wire.V(1, 9): mem.BothAxes} {
 		if got := runVersions.Axes(v); got != want {
 			t.Errorf("%s: %d axes, want %d", v, got, want)
 		}
@@ -144,8 +149,10 @@ func TestRegularMemory(t *testing.T) {
 		name     string
 		src, dst wire.Versions
 		axes     int
-	}{{"both know rows", frames, frames, mem.BothAxes}, {"the source is older", wire.Lanes, frames, mem.NoAxis}, {"the destination is older", frames, wire.Lanes, mem.NoAxis},
-		{"the source knows no rows", oneAxis, frames, mem.OneAxis}, {"the destination knows no rows", frames, oneAxis, mem.OneAxis}} {
+	}{{"both know rows", frames, frames, mem.BothAxes}, {"the source is older", wire.Lanes, frames,
+		mem.NoAxis}, {"the destination is older", frames, wire.Lanes, mem.NoAxis},
+		{"the source knows no rows", oneAxis, frames, mem.OneAxis}, {"the destination knows no rows",
+			frames, oneAxis, mem.OneAxis}} {
 		t.Run(c.name, func(t *testing.T) {
 			dir := testutil.ShortDir(t)
 			p := &pair{src: newNode(t, 1, 2, Config{Dir: dir, Workers: 2, versions: c.src}),
@@ -155,7 +162,8 @@ func TestRegularMemory(t *testing.T) {
 				t.Fatalf("the source sends runs of %d axes, want %d", got, c.axes)
 			}
 			const n = 1 << 19 // eight chunks
-			shapes := []*memory{regular(t, n, 512, 1024, 64, false), regular(t, n, 512, 1024, 64, true), regular(t, n, 2048, 4096, 32, true),
+			shapes := []*memory{regular(t, n, 512, 1024, 64, false), regular(t, n, 512, 1024, 64, true),
+				regular(t, n, 2048, 4096, 32, true),
 				newMemory(t, n, 4096, 3), regular(t, n, 512, 4096, 256, false)}
 			for i, from := range shapes {
 				for k, to := range shapes {
@@ -202,28 +210,46 @@ func TestHostileRuns(t *testing.T) {
 		r   run
 		why transfer.Reason
 	}{
-		"behind the region":          {run{off: size - 15, Strides: mem.Single}, transfer.ReasonRange},
-		"the last piece behind it":   {run{Strides: mem.Strides{Stride: 1024, Count: 1025, Rows: 1}}, transfer.ReasonRange},
-		"the last piece before it":   {run{off: 4096, Strides: mem.Strides{Stride: 1<<64 - 1024, Count: 6, Rows: 1}}, transfer.ReasonRange},
-		"stride past 64 bits":        {run{Strides: mem.Strides{Stride: 1 << 62, Count: 5, Rows: 1}}, transfer.ReasonRange},
-		"the least stride":           {run{off: 64, Strides: mem.Strides{Stride: 1 << 63, Count: 3, Rows: 1}}, transfer.ReasonRange},
-		"no length":                  {run{len: none, Strides: mem.Strides{Stride: 1, Count: 2, Rows: 1}}, transfer.ReasonRange},
-		"another region":             {run{region: 1, Strides: mem.Strides{Stride: 16, Count: 2, Rows: 1}}, transfer.ReasonMemory},
-		"the same piece for ever":    {run{Strides: mem.Strides{Count: math.MaxUint32, Rows: 1}}, transfer.ReasonLength},
-		"too many pieces":            {run{len: 1, Strides: mem.Strides{Stride: 1, Count: maxPieces + 1, Rows: 1}}, transfer.ReasonLength},
-		"too many bytes":             {run{len: 1 << 19, Strides: mem.Strides{Count: 9, Rows: 1}}, transfer.ReasonLength},
-		"the last row behind it":     {run{Strides: mem.Strides{Stride: 16, Outer: 1 << 19, Count: 4, Rows: 3}}, transfer.ReasonRange},
-		"the last row before it":     {run{off: 4096, Strides: mem.Strides{Stride: 16, Outer: 1<<64 - 2048, Count: 4, Rows: 4}}, transfer.ReasonRange},
-		"both axes, behind it":       {run{Strides: mem.Strides{Stride: size / 2, Outer: size / 2, Count: 2, Rows: 2}}, transfer.ReasonRange},
-		"rows past 64 bits":          {run{Strides: mem.Strides{Stride: 16, Outer: 1 << 62, Count: 4, Rows: 5}}, transfer.ReasonRange},
-		"axes that add to 64 bits":   {run{Strides: mem.Strides{Stride: 1 << 62, Outer: 1 << 62, Count: 2, Rows: 4}}, transfer.ReasonRange},
-		"forth and not back":         {run{Strides: mem.Strides{Stride: size, Outer: 1<<64 - size, Count: 2, Rows: 2}}, transfer.ReasonRange},
-		"pieces of 64 bits":          {run{Strides: mem.Strides{Count: math.MaxUint32, Rows: math.MaxUint32}}, transfer.ReasonLength},
-		"pieces of more than a pull": {run{len: 1, Strides: mem.Strides{Stride: 1, Outer: 1, Count: 256, Rows: 129}}, transfer.ReasonLength},
-		"bytes of more than a pull":  {run{len: 1 << 19, Strides: mem.Strides{Count: 3, Rows: 3}}, transfer.ReasonLength},
-		"a piece without length":     {run{len: none, Strides: mem.Single}, transfer.ReasonRange},
-		"a piece of another region":  {run{region: 1, Strides: mem.Single}, transfer.ReasonMemory},
-		"a piece past 64 bits":       {run{off: 1<<64 - 1, Strides: mem.Single}, transfer.ReasonRange},
+		"behind the region": {run{off: size - 15, Strides: mem.Single}, transfer.ReasonRange},
+		"the last piece behind it": {run{Strides: mem.Strides{Stride: 1024, Count: 1025, Rows: 1}},
+			transfer.ReasonRange},
+		"the last piece before it": {run{off: 4096, Strides: mem.Strides{Stride: 1<<64 - 1024, Count: 6,
+			Rows: 1}}, transfer.ReasonRange},
+		"stride past 64 bits": {run{Strides: mem.Strides{Stride: 1 << 62, Count: 5, Rows: 1}},
+			transfer.ReasonRange},
+		"the least stride": {run{off: 64, Strides: mem.Strides{Stride: 1 << 63, Count: 3,
+			Rows: 1}}, transfer.ReasonRange},
+		"no length": {run{len: none, Strides: mem.Strides{Stride: 1, Count: 2, Rows: 1}},
+			transfer.ReasonRange},
+		"another region": {run{region: 1, Strides: mem.Strides{Stride: 16, Count: 2,
+			Rows: 1}}, transfer.ReasonMemory},
+		"the same piece for ever": {run{Strides: mem.Strides{Count: math.MaxUint32, Rows: 1}},
+			transfer.ReasonLength},
+		"too many pieces": {run{len: 1, Strides: mem.Strides{Stride: 1, Count: maxPieces + 1,
+			Rows: 1}}, transfer.ReasonLength},
+		"too many bytes": {run{len: 1 << 19, Strides: mem.Strides{Count: 9, Rows: 1}},
+			transfer.ReasonLength},
+		"the last row behind it": {run{Strides: mem.Strides{Stride: 16, Outer: 1 << 19, Count: 4,
+			Rows: 3}}, transfer.ReasonRange},
+		"the last row before it": {run{off: 4096, Strides: mem.Strides{Stride: 16,
+			Outer: 1<<64 - 2048, Count: 4, Rows: 4}}, transfer.ReasonRange},
+		"both axes, behind it": {run{Strides: mem.Strides{Stride: size / 2, Outer: size / 2,
+			Count: 2, Rows: 2}}, transfer.ReasonRange},
+		"rows past 64 bits": {run{Strides: mem.Strides{Stride: 16, Outer: 1 << 62, Count: 4,
+			Rows: 5}}, transfer.ReasonRange},
+		"axes that add to 64 bits": {run{Strides: mem.Strides{Stride: 1 << 62, Outer: 1 << 62, Count: 2,
+			Rows: 4}}, transfer.ReasonRange},
+		"forth and not back": {run{Strides: mem.Strides{Stride: size, Outer: 1<<64 - size,
+			Count: 2, Rows: 2}}, transfer.ReasonRange},
+		"pieces of 64 bits": {run{Strides: mem.Strides{Count: math.MaxUint32,
+			Rows: math.MaxUint32}}, transfer.ReasonLength},
+		"pieces of more than a pull": {run{len: 1, Strides: mem.Strides{Stride: 1, Outer: 1, Count: 256,
+			Rows: 129}}, transfer.ReasonLength},
+		"bytes of more than a pull": {run{len: 1 << 19, Strides: mem.Strides{Count: 3, Rows: 3}},
+			transfer.ReasonLength},
+		"a piece without length":    {run{len: none, Strides: mem.Single}, transfer.ReasonRange},
+		"a piece of another region": {run{region: 1, Strides: mem.Single}, transfer.ReasonMemory},
+		"a piece past 64 bits":      {run{off: 1<<64 - 1, Strides: mem.Single}, transfer.ReasonRange},
 	} {
 		d := dest(size)
 		c.r.region += 3
@@ -264,7 +290,8 @@ func TestBoundsOfPieces(t *testing.T) {
 		}
 		return why, j
 	}
-	if why, j := pull(4, piece(1<<20)); why != transfer.ReasonNone || j.total != maxLen || j.pieces != 4 {
+	if why, j := pull(4, piece(1<<20)); why != transfer.ReasonNone || j.total != maxLen ||
+		j.pieces != 4 {
 		t.Errorf("%s, %d bytes in %d pieces", why, j.total, j.pieces)
 	}
 	if why, _ := pull(4, piece(1<<20), piece(1)); why != transfer.ReasonLength {
@@ -282,9 +309,12 @@ func TestBoundsOfPieces(t *testing.T) {
 // and in as many pieces as is said.
 func FuzzSource(f *testing.F) {
 	const size = 64 << 10
-	for _, s := range []mem.Strides{{Stride: 64, Count: 100, Rows: 1}, {Stride: 1<<64 - 64, Count: 100, Rows: 1}, {Stride: 1 << 63, Count: 2, Rows: 1},
-		{Stride: 64, Outer: 1<<64 - 8192, Count: 64, Rows: 8}, {Stride: 1 << 63, Outer: 1 << 63, Count: 2, Rows: 2}} {
-		f.Add(pullOf(pullFrame{}, run{region: 3, len: 16, off: 60000, Strides: s}, run{region: 3, len: 5, Strides: mem.Single})[frameHeader+pullFixed:])
+	for _, s := range []mem.Strides{{Stride: 64, Count: 100, Rows: 1}, {Stride: 1<<64 - 64, Count: 100,
+		Rows: 1}, {Stride: 1 << 63, Count: 2, Rows: 1},
+		{Stride: 64, Outer: 1<<64 - 8192, Count: 64, Rows: 8}, {Stride: 1 << 63, Outer: 1 << 63,
+			Count: 2, Rows: 2}} {
+		f.Add(pullOf(pullFrame{}, run{region: 3, len: 16, off: 60000, Strides: s}, run{region: 3, len: 5,
+			Strides: mem.Single})[frameHeader+pullFixed:])
 	}
 	f.Fuzz(func(t *testing.T, cells []byte) {
 		cells = cells[:min(len(cells), maxCells*cellBytes)/cellBytes*cellBytes]

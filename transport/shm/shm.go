@@ -162,7 +162,8 @@ func New(cfg Config) *Backend {
 		cfg.cold = coldAfter
 	}
 	return &Backend{
-		cfg: cfg, jobs: make(chan *job, maxPulls), far: make(chan *job, maxPulls), cold: make(chan mem.Warmer, maxWarm), stop: make(chan struct{}),
+		cfg: cfg, jobs: make(chan *job, maxPulls), far: make(chan *job, maxPulls),
+		cold: make(chan mem.Warmer, maxWarm), stop: make(chan struct{}),
 		maps:  mappings{links: cfg.Links, all: map[mapKey]*mapping{}},
 		lanes: map[*lane]struct{}{}, reads: map[*transport.Origin]*reading{},
 	}
@@ -173,7 +174,8 @@ func (b *Backend) Name() string { return Name }
 
 // Caps implements transport.Backend.
 func (b *Backend) Caps() transport.Caps {
-	return transport.Caps{Initiator: transport.ByDestination, Evidence: transport.EvidenceRead, Fence: transport.FenceLease,
+	return transport.Caps{Initiator: transport.ByDestination, Evidence: transport.EvidenceRead,
+		Fence:    transport.FenceLease,
 		SameHost: true, Device: true, SliceBytes: sliceBytes, DeviceSlice: deviceSlice, Guarded: true}
 }
 
@@ -188,8 +190,10 @@ func (b *Backend) Open(ctx context.Context, host transport.Host) ([]transport.Ra
 	_, _ = rand.Read(id[:]) // never fails
 	path := filepath.Join(dir, socketPrefix+hex.EncodeToString(id[:])+".sock")
 	if len(path) > maxSocketPath {
-		return nil, fmt.Errorf("shm: socket path %q has %d bytes, at most %d; set a shorter directory: %w", path, len(path), maxSocketPath,
-			transport.ErrNotSupported)
+		return nil,
+			fmt.Errorf("shm: socket path %q has %d bytes, at most %d; set a shorter directory: %w", path,
+				len(path), maxSocketPath,
+				transport.ErrNotSupported)
 	}
 	ln, err := net.ListenUnix("unixpacket", &net.UnixAddr{Name: path, Net: "unixpacket"})
 	if err != nil {
@@ -232,8 +236,10 @@ func socketDir(dir string) (string, error) {
 	if err != nil {
 		return "", fmt.Errorf("shm: directory of the socket: %w", err)
 	}
-	if sys, ok := st.Sys().(*syscall.Stat_t); !ok || int(sys.Uid) != os.Getuid() || st.Mode().Perm()&0o077 != 0 {
-		return "", fmt.Errorf("shm: directory %q has mode %o or another owner: make it 0700 and owned by this user, or name another directory", dir, st.Mode().Perm())
+	if sys, ok := st.Sys().(*syscall.Stat_t); !ok || int(sys.Uid) != os.Getuid() ||
+		st.Mode().Perm()&0o077 != 0 {
+		return "", fmt.Errorf("shm: directory %q has mode %o or another owner: make it 0700 and owned "+
+			"by this user, or name another directory", dir, st.Mode().Perm())
 	}
 	return dir, nil
 }
@@ -319,7 +325,8 @@ func (b *Backend) closeOnStop(c net.Conn) func() {
 }
 
 // Dial implements transport.Backend.
-func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote transport.Rail) (transport.Lane, error) {
+func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote transport.Rail) (
+	transport.Lane, error) {
 	fail := func(err error) (transport.Lane, error) {
 		return nil, fmt.Errorf("shm: dial boot %s at %q: %w", peer.Boot, remote.Address, err)
 	}
@@ -332,7 +339,8 @@ func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote t
 	nc, err := (&net.Dialer{}).DialContext(ctx, "unixpacket", remote.Address)
 	if err != nil {
 		if unreachable(err) {
-			err = fmt.Errorf("%w: %w; share the socket's directory between the pods of one host", transport.ErrNotSupported, err)
+			err = fmt.Errorf("%w: %w; share the socket's directory between the pods of one host",
+				transport.ErrNotSupported, err)
 		}
 		return fail(err)
 	}
@@ -343,7 +351,8 @@ func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote t
 	}
 	_ = c.SetDeadline(deadline)
 	undo := context.AfterFunc(ctx, func() { _ = c.SetDeadline(time.Unix(1, 0)) })
-	o, err := wire.Dial(&packetStream{c: c}, wire.DialParams{Purpose: wire.PurposeSHM, Self: peer.Self, Peer: peer.Boot, Key: peer.Key,
+	o, err := wire.Dial(&packetStream{c: c}, wire.DialParams{Purpose: wire.PurposeSHM, Self: peer.Self,
+		Peer: peer.Boot, Key: peer.Key,
 		Versions: b.cfg.versions, Attach: []byte(local.Name)})
 	if !undo() && err == nil {
 		err = ctx.Err()
@@ -364,7 +373,8 @@ func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote t
 // namespace, or not permitted: retries are useless. A full backlog, a lack of descriptors, and a
 // listener that is gone pass, or end with the peer.
 func unreachable(err error) bool {
-	for _, e := range []error{syscall.ENOENT, syscall.ENOTDIR, syscall.EACCES, syscall.EPERM, syscall.ELOOP, syscall.ENAMETOOLONG, syscall.EINVAL,
+	for _, e := range []error{syscall.ENOENT, syscall.ENOTDIR, syscall.EACCES, syscall.EPERM,
+		syscall.ELOOP, syscall.ENAMETOOLONG, syscall.EINVAL,
 		syscall.EPROTOTYPE} {
 		if errors.Is(err, e) {
 			return true
@@ -387,7 +397,8 @@ func (b *Backend) Fence(ctx context.Context, g *transport.Grant) error {
 // CloseOrigin implements transport.Backend.
 func (b *Backend) CloseOrigin(ctx context.Context, o *transport.Origin) error {
 	if !o.Revoked() {
-		return fmt.Errorf("shm: close of origin %d.%d: its guard is not revoked; revoke first", o.Slot, o.Gen)
+		return fmt.Errorf("shm: close of origin %d.%d: its guard is not revoked; revoke first",
+			o.Slot, o.Gen)
 	}
 	b.mu.Lock()
 	r := b.reads[o]

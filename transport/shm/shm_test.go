@@ -36,9 +36,11 @@ type node struct {
 }
 
 func newNode(tb testing.TB, boot, other byte, cfg Config) *node {
-	n := &node{boot: transfer.Boot{boot}, other: transfer.Boot{other}, key: [32]byte{1, 2, 3}, b: New(cfg),
-		up: make(chan transport.Lane, 16), down: make(chan error, 16), results: make(chan transport.Result, 1024),
-		grants: map[transfer.Slot]*transport.Grant{}, refused: map[transfer.Reason]int{}}
+	n := &node{boot: transfer.Boot{boot}, other: transfer.Boot{other}, key: [32]byte{1, 2, 3},
+		b:  New(cfg),
+		up: make(chan transport.Lane, 16), down: make(chan error, 16),
+		results: make(chan transport.Result, 1024),
+		grants:  map[transfer.Slot]*transport.Grant{}, refused: map[transfer.Reason]int{}}
 	rails, err := n.b.Open(tb.Context(), n)
 	if err != nil {
 		tb.Fatal(err)
@@ -52,7 +54,8 @@ func (n *node) PeerKey(b transfer.Boot) (transport.Peer, bool) {
 	return transport.Peer{Boot: n.other, Self: n.boot, Key: n.key}, b == n.other
 }
 
-func (n *node) Grant(_ transfer.Boot, s transfer.Slot, g transfer.Gen) (*transport.Grant, transfer.Reason) {
+func (n *node) Grant(_ transfer.Boot, s transfer.Slot, g transfer.Gen) (*transport.Grant,
+	transfer.Reason) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	switch gr := n.grants[s]; {
@@ -65,7 +68,8 @@ func (n *node) Grant(_ transfer.Boot, s transfer.Slot, g transfer.Gen) (*transpo
 	}
 }
 
-func (n *node) Origin(transfer.Boot, transfer.Slot, transfer.Gen) (*transport.Origin, transfer.Reason) {
+func (n *node) Origin(transfer.Boot, transfer.Slot, transfer.Gen) (*transport.Origin,
+	transfer.Reason) {
 	return nil, transfer.ReasonUnknownSlot
 }
 func (n *node) LaneUp(l transport.Lane)            { n.up <- l }
@@ -100,7 +104,8 @@ func newMemory(tb testing.TB, bytes, blockBytes uint64, seed uint64) *memory {
 	if err != nil {
 		tb.Fatal(err)
 	}
-	m := &memory{space: sp, each: blockBytes, bitmap: transfer.NewBitmap(sp.NumChunks()), valid: func(transfer.Range) bool { return true }}
+	m := &memory{space: sp, each: blockBytes, bitmap: transfer.NewBitmap(sp.NumChunks()),
+		valid: func(transfer.Range) bool { return true }}
 	for _, i := range rand.New(rand.NewPCG(seed, 1)).Perm(int(2 * bytes / blockBytes))[:bytes/blockBytes] {
 		m.blocks = append(m.blocks, mem.Block{Region: r, Off: uint64(i) * blockBytes, Len: blockBytes})
 	}
@@ -160,7 +165,8 @@ func newPair(tb testing.TB, cfg Config) *pair {
 }
 
 func (p *pair) dial(tb testing.TB) transport.Lane {
-	l, err := p.src.b.Dial(tb.Context(), transport.Peer{Boot: p.dst.boot, Self: p.src.boot, Key: p.src.key}, p.src.rail, p.dst.rail)
+	l, err := p.src.b.Dial(tb.Context(), transport.Peer{Boot: p.dst.boot, Self: p.src.boot,
+		Key: p.src.key}, p.src.rail, p.dst.rail)
 	if err != nil {
 		tb.Fatal(err)
 	}
@@ -174,7 +180,8 @@ func (p *pair) dial(tb testing.TB) transport.Lane {
 	return l
 }
 
-func (p *pair) bind(tb testing.TB, slot transfer.Slot, from, to *memory) (*transport.Origin, *transport.Grant) {
+func (p *pair) bind(tb testing.TB, slot transfer.Slot, from, to *memory) (*transport.Origin,
+	*transport.Grant) {
 	g := &transport.Grant{Peer: p.src.boot, Slot: slot, Gen: 7, Sink: to}
 	p.dst.mu.Lock()
 	p.dst.grants[slot] = g
@@ -200,7 +207,8 @@ func (n *node) result(tb testing.TB) transport.Result {
 }
 
 // move sends the whole space in slices of count chunks, as fast as the lane takes them.
-func (p *pair) move(tb testing.TB, o *transport.Origin, sp *transfer.Space, count uint32, lanes ...transport.Lane) {
+func (p *pair) move(tb testing.TB, o *transport.Origin, sp *transfer.Space, count uint32,
+	lanes ...transport.Lane) {
 	tb.Helper()
 	type state struct{ inFlight int }
 	st := map[transport.Lane]*state{}
@@ -259,7 +267,8 @@ func TestMove(t *testing.T) {
 
 // What is refused of a pull or of a push, by either side, lands nothing, and the lane serves on.
 func TestRefusals(t *testing.T) {
-	for name, size := range map[string]struct{ bytes, block uint64 }{"pulls": {4 << 20, 16 << 10}, "pushes": {8 << 10, 512}} {
+	for name, size := range map[string]struct{ bytes, block uint64 }{"pulls": {4 << 20, 16 << 10},
+		"pushes": {8 << 10, 512}} {
 		t.Run(name, func(t *testing.T) { testRefusals(t, size.bytes, size.block) })
 	}
 }
@@ -275,16 +284,23 @@ func testRefusals(t *testing.T, n, each uint64) {
 		reason  transfer.Reason
 		known   bool // to the source by the time it would push
 	}{
-		"unknown slot":  {func(o *transport.Origin, _ *transport.Grant) { o.Slot = 99 }, transfer.Rejected, transfer.ReasonUnknownSlot, false},
-		"stale gen":     {func(o *transport.Origin, _ *transport.Grant) { o.Gen = 6 }, transfer.Rejected, transfer.ReasonStaleGen, false},
-		"revoked grant": {func(_ *transport.Origin, g *transport.Grant) { g.Revoke() }, transfer.Rejected, transfer.ReasonRevoked, false},
-		"closed origin": {func(o *transport.Origin, _ *transport.Grant) { o.Revoke() }, transfer.NotLanded, transfer.ReasonSourceGone, true},
+		"unknown slot": {func(o *transport.Origin, _ *transport.Grant) { o.Slot = 99 },
+			transfer.Rejected, transfer.ReasonUnknownSlot, false},
+		"stale gen": {func(o *transport.Origin, _ *transport.Grant) { o.Gen = 6 }, transfer.Rejected,
+			transfer.ReasonStaleGen, false},
+		"revoked grant": {func(_ *transport.Origin, g *transport.Grant) { g.Revoke() }, transfer.Rejected,
+			transfer.ReasonRevoked, false},
+		"closed origin": {func(o *transport.Origin, _ *transport.Grant) { o.Revoke() },
+			transfer.NotLanded, transfer.ReasonSourceGone, true},
 		"disowned": {func(o *transport.Origin, _ *transport.Grant) {
 			m := *from
 			m.valid = func(transfer.Range) bool { return false }
 			o.Source = &m
 		}, transfer.NotLanded, transfer.ReasonDisowned, true},
-		"other length": {func(_ *transport.Origin, g *transport.Grant) { g.Sink = newMemory(t, n-each, each, 3) }, transfer.Rejected, transfer.ReasonLength, false},
+		"other length": {func(_ *transport.Origin, g *transport.Grant) {
+			g.Sink = newMemory(t, n-each,
+				each, 3)
+		}, transfer.Rejected, transfer.ReasonLength, false},
 		"a later attempt holds it": {func(_ *transport.Origin, g *transport.Grant) {
 			var c transport.Claim
 			if why := g.Claim(&c, all, 2); why != transfer.ReasonNone {
@@ -298,7 +314,8 @@ func testRefusals(t *testing.T, n, each uint64) {
 			c.edit(o, g)
 			p.dst.mu.Unlock()
 			before, _ := requests(p.lane)
-			if err := p.lane.Move([]transport.Slice{{Origin: o, Range: all, Attempt: 1, Cookie: 42}}); err != nil {
+			if err := p.lane.Move([]transport.Slice{{Origin: o, Range: all, Attempt: 1, Cookie: 42}}); err !=
+				nil {
 				t.Fatal(err)
 			}
 			r := p.src.result(t)
@@ -332,10 +349,12 @@ func TestProcessMemoryIsLeftToOthers(t *testing.T) {
 	from.blocks[3].Region = processRegion(t)
 	from.blocks[3].Off = 0
 	o, _ := p.bind(t, 1, from, to)
-	if err := p.lane.Move([]transport.Slice{{Origin: o, Range: from.space.All(), Attempt: 1}}); err != nil {
+	if err := p.lane.Move([]transport.Slice{{Origin: o, Range: from.space.All(), Attempt: 1}}); err !=
+		nil {
 		t.Fatal(err)
 	}
-	if r := p.src.result(t); r.Outcome != transfer.NotLanded || !errors.Is(r.Err, transport.ErrNotSupported) {
+	if r := p.src.result(t); r.Outcome != transfer.NotLanded || !errors.Is(r.Err,
+		transport.ErrNotSupported) {
 		t.Fatalf("ended %s (%s): %v", r.Outcome, r.Reason, r.Err)
 	}
 }
@@ -346,7 +365,8 @@ func TestLaneEnds(t *testing.T) {
 	o, _ := p.bind(t, 1, from, to)
 	var batch []transport.Slice
 	for i := range uint32(maxInFlight) {
-		batch = append(batch, transport.Slice{Origin: o, Range: transfer.Range{First: i % 16 * 16, Count: 16}, Attempt: 1, Cookie: uint64(i)})
+		batch = append(batch, transport.Slice{Origin: o, Range: transfer.Range{First: i % 16 * 16,
+			Count: 16}, Attempt: 1, Cookie: uint64(i)})
 	}
 	if err := p.lane.Move(batch); err != nil {
 		t.Fatal(err)
@@ -395,7 +415,8 @@ func TestSilentPeer(t *testing.T) {
 	p.dst.mu.Lock()
 	g.Sink = &hanging{memory: to, entered: entered, hang: hang}
 	p.dst.mu.Unlock()
-	if err := p.lane.Move([]transport.Slice{{Origin: o, Range: from.space.All(), Attempt: 1}}); err != nil {
+	if err := p.lane.Move([]transport.Slice{{Origin: o, Range: from.space.All(), Attempt: 1}}); err !=
+		nil {
 		t.Fatal(err)
 	}
 	<-entered
@@ -460,15 +481,18 @@ func TestFreedRegionIsForgotten(t *testing.T) {
 
 func TestWrongKey(t *testing.T) {
 	p := newPair(t, Config{})
-	_, err := p.src.b.Dial(t.Context(), transport.Peer{Boot: p.dst.boot, Self: p.src.boot, Key: [32]byte{66}}, p.src.rail, p.dst.rail)
+	_, err := p.src.b.Dial(t.Context(), transport.Peer{Boot: p.dst.boot, Self: p.src.boot,
+		Key: [32]byte{66}}, p.src.rail, p.dst.rail)
 	if err == nil {
 		t.Fatal("a lane opened with the wrong key")
 	}
-	_, err = p.src.b.Dial(t.Context(), transport.Peer{Boot: p.dst.boot, Self: transfer.Boot{9}, Key: p.src.key}, p.src.rail, p.dst.rail)
+	_, err = p.src.b.Dial(t.Context(), transport.Peer{Boot: p.dst.boot, Self: transfer.Boot{9},
+		Key: p.src.key}, p.src.rail, p.dst.rail)
 	if err == nil {
 		t.Fatal("a lane opened for an unknown boot")
 	}
-	_, err = p.src.b.Dial(t.Context(), transport.Peer{Boot: p.dst.boot, Self: p.src.boot, Key: p.src.key}, p.src.rail, transport.Rail{Address: "/nowhere"})
+	_, err = p.src.b.Dial(t.Context(), transport.Peer{Boot: p.dst.boot, Self: p.src.boot,
+		Key: p.src.key}, p.src.rail, transport.Rail{Address: "/nowhere"})
 	if !errors.Is(err, transport.ErrNotSupported) {
 		t.Fatal(err)
 	}
@@ -477,13 +501,15 @@ func TestWrongKey(t *testing.T) {
 // TestSuperseded: a slow first attempt never damages what the second has landed.
 func TestSuperseded(t *testing.T) {
 	p := newPair(t, Config{})
-	from, old, to := newMemory(t, 1<<20, 16<<10, 1), newMemory(t, 1<<20, 16<<10, 1), newMemory(t, 1<<20, 16<<10, 2)
+	from, old, to := newMemory(t, 1<<20, 16<<10, 1), newMemory(t, 1<<20, 16<<10, 1),
+		newMemory(t, 1<<20, 16<<10, 2)
 	from.fill(1)
 	old.fill(2)
 	o, _ := p.bind(t, 1, from, to)
 	p.move(t, o, from.space, 16, p.lane)
 	late := &transport.Origin{Peer: o.Peer, Slot: o.Slot, Gen: o.Gen, Source: old}
-	if err := p.lane.Move([]transport.Slice{{Origin: late, Range: from.space.All(), Attempt: 1}}); err != nil {
+	if err := p.lane.Move([]transport.Slice{{Origin: late, Range: from.space.All(),
+		Attempt: 1}}); err != nil {
 		t.Fatal(err)
 	}
 	p.src.result(t)

@@ -82,7 +82,8 @@ type stalled struct {
 var errNoPull = fmt.Errorf("shm: %d pulls are in flight", maxPulls)
 
 // ask sends the written pull or push of r, and keeps p for its answer.
-func (s *source) ask(a *asker, m *moved, r transfer.Range, p pull) (uint32, transfer.Reason, error) {
+func (s *source) ask(a *asker, m *moved, r transfer.Range, p pull) (uint32,
+	transfer.Reason, error) {
 	o := m.s.Origin
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -119,10 +120,12 @@ func (s *source) regionLocked(r *mem.Region) (uint32, error) {
 		return i, nil
 	}
 	if _, mapped := r.Bytes(); !mapped && r.Device() == nil {
-		return 0, fmt.Errorf("shm: the peer cannot map region %s of %s memory: %w; use another transport", r.ID(), r.Kind(), transport.ErrNotSupported)
+		return 0, fmt.Errorf("shm: the peer cannot map region %s of %s memory: %w; use another transport",
+			r.ID(), r.Kind(), transport.ErrNotSupported)
 	}
 	if len(s.regions) >= maxRegions {
-		return 0, fmt.Errorf("shm: region %s: the lane has %d regions already: %w", r.ID(), maxRegions, ErrBusy)
+		return 0, fmt.Errorf("shm: region %s: the lane has %d regions already: %w", r.ID(),
+			maxRegions, ErrBusy)
 	}
 	i := s.nextReg
 	if r.Device() != nil {
@@ -136,7 +139,8 @@ func (s *source) regionLocked(r *mem.Region) (uint32, error) {
 		s.nextReg++
 		s.regions[r] = i
 		var buf [frameHeader + deviceFixed + mem.MaxHandleBytes]byte
-		s.l.out.put(appendDevice(buf[:0], deviceFrame{regionFrame{index: i, id: r.ID(), size: r.Size()}, fd >= 0, r.Handle()}), fd)
+		s.l.out.put(appendDevice(buf[:0], deviceFrame{regionFrame{index: i, id: r.ID(), size: r.Size()},
+			fd >= 0, r.Handle()}), fd)
 		return i, nil
 	}
 	fd, err := reopenReadOnly(r)
@@ -187,7 +191,8 @@ func (m *moved) spoil(o transfer.Outcome, reason transfer.Reason, err error) {
 }
 
 // endPullLocked frees pull i. The result is true for the slice's last pull.
-func (s *source) endPullLocked(i uint16, o transfer.Outcome, reason transfer.Reason, err error) (transport.Result, bool) {
+func (s *source) endPullLocked(i uint16, o transfer.Outcome, reason transfer.Reason,
+	err error) (transport.Result, bool) {
 	p := s.pulls[i]
 	if p.reading {
 		s.l.b.endRead(p.m.s.Origin)
@@ -206,7 +211,8 @@ func (s *source) endPullLocked(i uint16, o transfer.Outcome, reason transfer.Rea
 
 func (s *source) resultLocked(m *moved) transport.Result {
 	s.slices--
-	res := transport.Result{Slice: m.s, Outcome: m.outcome, Reason: m.reason, Err: m.err, Took: time.Since(m.at)}
+	res := transport.Result{Slice: m.s, Outcome: m.outcome, Reason: m.reason, Err: m.err,
+		Took: time.Since(m.at)}
 	*m = moved{}
 	s.spare = append(s.spare, m)
 	return res
@@ -318,7 +324,8 @@ func (s *source) endLocked(i uint16, o transfer.Outcome, reason transfer.Reason)
 	var err error
 	if o != transfer.Landed {
 		origin := s.pulls[i].m.s.Origin
-		err = fmt.Errorf("shm: slot %d.%d at boot %s: %s: %s", origin.Slot, origin.Gen, s.l.peer, o, reason)
+		err = fmt.Errorf("shm: slot %d.%d at boot %s: %s: %s", origin.Slot, origin.Gen,
+			s.l.peer, o, reason)
 	}
 	if res, last := s.endPullLocked(i, o, reason, err); last {
 		s.results = append(s.results, res)
@@ -357,7 +364,8 @@ func (s *source) move(batch []transport.Slice) error {
 	if s.slices+len(batch) > maxInFlight {
 		n := s.slices
 		s.mu.Unlock()
-		return fmt.Errorf("shm: move on lane %d: %d slices with %d in flight of %d: %w", s.l.id, len(batch), n, maxInFlight, ErrBusy)
+		return fmt.Errorf("shm: move on lane %d: %d slices with %d in flight of %d: %w", s.l.id,
+			len(batch), n, maxInFlight, ErrBusy)
 	}
 	s.slices += len(batch)
 	s.mu.Unlock()
@@ -366,7 +374,8 @@ func (s *source) move(batch []transport.Slice) error {
 		s.mu.Lock()
 		m := s.newMovedLocked(batch[i], now)
 		s.mu.Unlock()
-		if s.asks != nil && (m.s.Range.Count > askHere || len(s.asks) > 0) && transport.DeviceOf(m.s.Origin.Source) != nil {
+		if s.asks != nil && (m.s.Range.Count > askHere || len(s.asks) > 0) &&
+			transport.DeviceOf(m.s.Origin.Source) != nil {
 			s.asks <- m
 			continue
 		}

@@ -50,7 +50,8 @@ func TestSlicesWaitForPulls(t *testing.T) {
 			g.Sink = busy
 			p.dst.mu.Unlock()
 			for i := range uint32(slices) {
-				s := transport.Slice{Origin: o, Range: transfer.Range{First: i * count, Count: count}, Attempt: 1}
+				s := transport.Slice{Origin: o, Range: transfer.Range{First: i * count, Count: count},
+					Attempt: 1}
 				if err := p.lane.Move([]transport.Slice{s}); err != nil {
 					t.Fatal(err)
 				}

@@ -49,7 +49,8 @@ func (b *Backend) Name() string { return Name }
 
 // Caps implements transport.Backend.
 func (b *Backend) Caps() transport.Caps {
-	return transport.Caps{Initiator: transport.BySource, Evidence: transport.EvidenceRead, Fence: transport.FenceLease, Tells: true,
+	return transport.Caps{Initiator: transport.BySource, Evidence: transport.EvidenceRead,
+		Fence: transport.FenceLease, Tells: true,
 		SliceBytes: b.h.f.cfg.SliceBytes / transfer.ChunkBytes * transfer.ChunkBytes}
 }
 
@@ -62,7 +63,8 @@ func (b *Backend) Open(_ context.Context, host transport.Host) ([]transport.Rail
 	var out []transport.Rail
 	for _, r := range b.h.rails {
 		r.listener = b
-		out = append(out, transport.Rail{Name: r.Name, Address: r.address(), Gbps: r.tx.spec.BitsPerSecond / 1e9, NUMA: -1})
+		out = append(out, transport.Rail{Name: r.Name, Address: r.address(),
+			Gbps: r.tx.spec.BitsPerSecond / 1e9, NUMA: -1})
 	}
 	return out, nil
 }
@@ -74,7 +76,8 @@ var (
 
 // Dial implements transport.Backend. It takes no time; a driver that models the handshake's time
 // calls it later. LaneUp follows in Step.
-func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote transport.Rail) (transport.Lane, error) {
+func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote transport.Rail) (
+	transport.Lane, error) {
 	fail := func(err error) (transport.Lane, error) {
 		return nil, fmt.Errorf("simfabric: dial %s from %s: %w", remote.Address, local.Name, err)
 	}

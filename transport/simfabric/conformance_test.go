@@ -26,7 +26,8 @@ type paced struct {
 }
 
 func newPaced(tb testing.TB, cfg Config) *paced {
-	p := &paced{f: New(cfg), stop: make(chan struct{}), done: make(chan struct{}), kick: make(chan struct{}, 1)}
+	p := &paced{f: New(cfg), stop: make(chan struct{}), done: make(chan struct{}),
+		kick: make(chan struct{}, 1)}
 	go func() {
 		defer close(p.done)
 		for {
@@ -68,7 +69,8 @@ func (p *paced) backend(link LinkSpec) transport.Backend {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.n++
-	h := p.f.NewHost(string(rune('a'+p.n)), RailSpec{Name: "r0", Link: link}, RailSpec{Name: "r1", Link: link})
+	h := p.f.NewHost(string(rune('a'+p.n)), RailSpec{Name: "r0", Link: link}, RailSpec{Name: "r1",
+		Link: link})
 	return &pacedBackend{p, h.Backend()}
 }
 
@@ -85,7 +87,8 @@ func (b *pacedBackend) Open(ctx context.Context, h transport.Host) (r []transpor
 	return r, err
 }
 
-func (b *pacedBackend) Dial(ctx context.Context, peer transport.Peer, local, remote transport.Rail) (l transport.Lane, err error) {
+func (b *pacedBackend) Dial(ctx context.Context, peer transport.Peer, local,
+	remote transport.Rail) (l transport.Lane, err error) {
 	b.p.do(func() { l, err = b.b.Dial(ctx, peer, local, remote) })
 	if err != nil {
 		return nil, err
@@ -155,7 +158,8 @@ func TestConformance(t *testing.T) {
 		link LinkSpec
 	}{
 		{"good", Config{Seed: 1}, LinkSpec{BitsPerSecond: 10e9, Latency: 10 * time.Microsecond}},
-		{"bad", Config{Seed: 2}, LinkSpec{BitsPerSecond: 1e9, Latency: 100 * time.Microsecond, Jitter: 2 * time.Millisecond, Loss: 0.002,
+		{"bad", Config{Seed: 2}, LinkSpec{BitsPerSecond: 1e9, Latency: 100 * time.Microsecond,
+			Jitter: 2 * time.Millisecond, Loss: 0.002,
 			Buffer: transfer.ChunkBytes}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -178,7 +182,8 @@ func TestConformance(t *testing.T) {
 				s.Overflows += p.f.stats.Overflows
 				s.Sent += p.f.stats.Sent
 			}
-			t.Logf("%d chunks sent, %d again, %d lost a packet, %d overflows", s.Sent, s.Again, s.Lost, s.Overflows)
+			t.Logf("%d chunks sent, %d again, %d lost a packet, %d overflows", s.Sent, s.Again, s.Lost,
+				s.Overflows)
 			if bad := c.link.Loss > 0; bad && (s.Again == 0 || s.Lost == 0 || s.Overflows == 0) {
 				t.Error("the bad network was not bad")
 			}

@@ -95,7 +95,8 @@ func New(cfg Config) *Fabric {
 	dur(&cfg.UserTimeout, DefaultUserTimeout)
 	dur(&cfg.Carrier, DefaultCarrier)
 	dur(&cfg.CarrierBack, cfg.Carrier)
-	return &Fabric{cfg: cfg, rng: rand.New(rand.NewPCG(cfg.Seed, 0x5ab)), byAddr: map[string]*Rail{}, trace: fnvOffset,
+	return &Fabric{cfg: cfg, rng: rand.New(rand.NewPCG(cfg.Seed, 0x5ab)), byAddr: map[string]*Rail{},
+		trace: fnvOffset,
 		stats: Stats{Ended: map[transfer.Outcome]uint64{}}}
 }
 

@@ -81,8 +81,10 @@ type flight struct {
 	out    transfer.Outcome
 }
 
-func newEnd(f *Fabric, b *Backend, id uint64, local, remote *Rail, peer transfer.Boot, path []*Link) *end {
-	e := &end{f: f, b: b, id: id, local: local, remote: remote, peer: peer, path: path, window: firstWindow, limit: math.Inf(1),
+func newEnd(f *Fabric, b *Backend, id uint64, local, remote *Rail, peer transfer.Boot,
+	path []*Link) *end {
+	e := &end{f: f, b: b, id: id, local: local, remote: remote, peer: peer, path: path,
+		window: firstWindow, limit: math.Inf(1),
 		progress: f.now}
 	e.rtt = e.base() // the handshake's
 	for _, l := range path {
@@ -120,7 +122,8 @@ func (e *end) Move(batch []transport.Slice) error {
 		return fmt.Errorf("simfabric: move on lane %d: %w", e.id, net.ErrClosed)
 	}
 	if len(e.flights)+len(batch) > e.f.cfg.MaxInFlight {
-		return fmt.Errorf("simfabric: move on lane %d: %d slices with %d in flight: %w", e.id, len(batch), len(e.flights), errBusy)
+		return fmt.Errorf("simfabric: move on lane %d: %d slices with %d in flight: %w", e.id, len(batch),
+			len(e.flights), errBusy)
 	}
 	if len(e.flights) == 0 {
 		e.progress = e.f.now
@@ -204,7 +207,8 @@ func (e *end) die(err error) {
 		fl.ended = true
 		e.f.stats.Ended[o]++
 		res = append(res, transport.Result{Slice: fl.s, Outcome: o, Reason: transfer.ReasonLaneLost,
-			Err: fmt.Errorf("simfabric: lane %d: %w", e.id, errors.Join(err, net.ErrClosed)), Took: max(e.f.now-fl.began, 1)})
+			Err:  fmt.Errorf("simfabric: lane %d: %w", e.id, errors.Join(err, net.ErrClosed)),
+			Took: max(e.f.now-fl.began, 1)})
 	}
 	e.flights = nil
 	if len(res) > 0 {
@@ -221,7 +225,8 @@ func (e *end) die(err error) {
 	if d, ok := e.signal(); ok {
 		later = d
 	}
-	e.remote.host.After(later, func() { e.other.die(fmt.Errorf("simfabric: the peer ended the lane: %w", net.ErrClosed)) })
+	e.remote.host.After(later,
+		func() { e.other.die(fmt.Errorf("simfabric: the peer ended the lane: %w", net.ErrClosed)) })
 }
 
 func remove[T comparable](s []T, v T) []T {
@@ -282,11 +287,13 @@ func (e *end) finish(fl *flight, o transfer.Outcome, why transfer.Reason, err er
 			o, why, err = transfer.NotLanded, fl.lost, fl.err
 		}
 		if err == nil {
-			err = fmt.Errorf("simfabric: chunks %d+%d, attempt %d: the receiver reports %s", fl.s.Range.First, fl.s.Range.Count, fl.s.Attempt, why)
+			err = fmt.Errorf("simfabric: chunks %d+%d, attempt %d: the receiver reports %s",
+				fl.s.Range.First, fl.s.Range.Count, fl.s.Attempt, why)
 		}
 	}
 	e.f.stats.Ended[o]++
-	e.results[0] = transport.Result{Slice: fl.s, Outcome: o, Reason: why, Err: err, Took: max(e.f.now-fl.began, 1)}
+	e.results[0] = transport.Result{Slice: fl.s, Outcome: o, Reason: why, Err: err,
+		Took: max(e.f.now-fl.began, 1)}
 	e.b.host.Done(e, e.results[:])
 	e.results[0] = transport.Result{}
 }

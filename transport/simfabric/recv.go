@@ -36,7 +36,10 @@ func (e *end) unattended(fl *flight, idx uint32) {
 func (e *end) Stop() bool {
 	if !e.stopped {
 		e.stopped = true
-		e.local.host.After(0, func() { e.die(fmt.Errorf("simfabric: lane %d was stopped: %w", e.id, net.ErrClosed)) })
+		e.local.host.After(0, func() {
+			e.die(fmt.Errorf("simfabric: lane %d was stopped: %w", e.id,
+				net.ErrClosed))
+		})
 	}
 	return true
 }
@@ -45,7 +48,10 @@ func (e *end) Stop() bool {
 func (e *end) arrive(fl *flight, idx uint32) {
 	if e.dead || e.stopped {
 		if d, ok := e.signal(); ok {
-			e.remote.host.After(d, func() { fl.e.die(fmt.Errorf("simfabric: the peer's end is gone: %w", net.ErrClosed)) })
+			e.remote.host.After(d, func() {
+				fl.e.die(fmt.Errorf("simfabric: the peer's end is gone: %w",
+					net.ErrClosed))
+			})
 		}
 		return
 	}
@@ -74,7 +80,8 @@ func (e *end) confirm(fl *flight, idx uint32, since Time) {
 			switch {
 			case e.dead || fl.ended:
 			case e.f.now-since >= e.f.cfg.UserTimeout:
-				e.die(fmt.Errorf("simfabric: lane %d: nobody heard a confirmation for %s", e.id, e.f.cfg.UserTimeout))
+				e.die(fmt.Errorf("simfabric: lane %d: nobody heard a confirmation for %s", e.id,
+					e.f.cfg.UserTimeout))
 			default:
 				e.confirm(fl, idx, since)
 			}
@@ -133,7 +140,8 @@ func (e *end) open(fl *flight) transfer.Reason {
 // not sent either.
 func (e *end) place(fl *flight, idx uint32) {
 	chunk := fl.s.Range.First + idx
-	if _, fresh := fl.claim.Fresh(transfer.Range{First: chunk, Count: 1}); !fresh || fl.words[idx] == padding {
+	if _, fresh := fl.claim.Fresh(transfer.Range{First: chunk, Count: 1}); !fresh ||
+		fl.words[idx] == padding {
 		return
 	}
 	fl.grant.Sink.(WordSink).WriteWord(chunk, fl.words[idx])

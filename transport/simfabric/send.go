@@ -137,7 +137,8 @@ func eachBlock(blocks []mem.Block, buf []byte, do func(*mem.Region, []byte, uint
 
 // trailer records whether everything that was read was valid; it travels with the last chunk.
 func (fl *flight) trailer() {
-	if o := fl.s.Origin; fl.lost == transfer.ReasonNone && (o.Revoked() || !o.Source.Valid(fl.s.Range)) {
+	if o := fl.s.Origin; fl.lost == transfer.ReasonNone && (o.Revoked() ||
+		!o.Source.Valid(fl.s.Range)) {
 		fl.lost, fl.err = transfer.ReasonDisowned, errInvalidated
 	}
 }

@@ -33,7 +33,8 @@ type station struct {
 
 func newStation(t testing.TB, f *Fabric, id byte, rails ...RailSpec) *station {
 	t.Helper()
-	s := &station{t: t, f: f, h: f.NewHost(fmt.Sprintf("h%d", id), rails...), boot: transfer.Boot{id}, grants: map[transfer.Boot]*transport.Grant{},
+	s := &station{t: t, f: f, h: f.NewHost(fmt.Sprintf("h%d", id), rails...), boot: transfer.Boot{id},
+		grants:  map[transfer.Boot]*transport.Grant{},
 		refused: map[transfer.Reason]int{}}
 	s.b = s.h.Backend()
 	var err error
@@ -47,14 +48,16 @@ func (s *station) PeerKey(boot transfer.Boot) (transport.Peer, bool) {
 	return transport.Peer{Boot: boot, Self: s.boot}, true
 }
 
-func (s *station) Grant(peer transfer.Boot, _ transfer.Slot, _ transfer.Gen) (*transport.Grant, transfer.Reason) {
+func (s *station) Grant(peer transfer.Boot, _ transfer.Slot, _ transfer.Gen) (*transport.Grant,
+	transfer.Reason) {
 	if g := s.grants[peer]; g != nil {
 		return g, transfer.ReasonNone
 	}
 	return nil, transfer.ReasonUnknownSlot
 }
 
-func (s *station) Origin(transfer.Boot, transfer.Slot, transfer.Gen) (*transport.Origin, transfer.Reason) {
+func (s *station) Origin(transfer.Boot, transfer.Slot, transfer.Gen) (*transport.Origin,
+	transfer.Reason) {
 	return nil, transfer.ReasonUnknownSlot
 }
 func (s *station) LaneUp(l transport.Lane)                     { s.lanes = append(s.lanes, l) }
@@ -120,10 +123,12 @@ const streamSlice = 4 // chunks
 
 func newStream(a, b *station, i, window int) *stream {
 	a.t.Helper()
-	s := &stream{a: a, sink: &words{t: a.t, seen: map[uint32]uint64{}}, ended: map[transfer.Outcome]int{}}
+	s := &stream{a: a, sink: &words{t: a.t, seen: map[uint32]uint64{}},
+		ended: map[transfer.Outcome]int{}}
 	b.grants[a.boot] = &transport.Grant{Peer: a.boot, Gen: 1, Sink: s.sink}
 	s.o = &transport.Origin{Peer: b.boot, Gen: 1, Source: s.sink}
-	l, err := a.b.Dial(context.Background(), transport.Peer{Boot: b.boot, Self: a.boot}, a.rails[i], b.rails[i])
+	l, err := a.b.Dial(context.Background(), transport.Peer{Boot: b.boot, Self: a.boot},
+		a.rails[i], b.rails[i])
 	if err != nil {
 		a.t.Fatal(err)
 	}
@@ -147,7 +152,8 @@ func (s *stream) push() {
 	if s.stop || s.next+streamSlice > spaceChunks {
 		return
 	}
-	if s.lane.Move([]transport.Slice{{Origin: s.o, Range: transfer.Range{First: s.next, Count: streamSlice}, Attempt: 1}}) == nil {
+	if s.lane.Move([]transport.Slice{{Origin: s.o, Range: transfer.Range{First: s.next,
+		Count: streamSlice}, Attempt: 1}}) == nil {
 		s.next += streamSlice
 	}
 }
@@ -169,12 +175,15 @@ func TestOneLaneFillsItsLink(t *testing.T) {
 		{"5 Mbit/s", LinkSpec{BitsPerSecond: 5e6, Latency: 50 * time.Microsecond}, 0.95, 1, 20},
 		{"100 Gbit/s", LinkSpec{BitsPerSecond: 100e9, Latency: 5 * time.Microsecond}, 0.9, 1, 0.1},
 		{"far", LinkSpec{BitsPerSecond: 1e9, Latency: 5 * time.Millisecond}, 0.9, 1, 3},
-		{"1% of packets lost", LinkSpec{BitsPerSecond: 1e9, Latency: time.Millisecond, Loss: 0.01}, 0.02, 0.7, 3},
-		{"reordered", LinkSpec{BitsPerSecond: 1e9, Latency: time.Millisecond, Jitter: time.Millisecond}, 0.3, 1, 2},
+		{"1% of packets lost", LinkSpec{BitsPerSecond: 1e9, Latency: time.Millisecond, Loss: 0.01},
+			0.02, 0.7, 3},
+		{"reordered", LinkSpec{BitsPerSecond: 1e9, Latency: time.Millisecond, Jitter: time.Millisecond},
+			0.3, 1, 2},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			f := New(Config{Seed: 1})
-			a, b := newStation(t, f, 1, RailSpec{"r", c.link, nil, nil}), newStation(t, f, 2, RailSpec{"r", c.link, nil, nil})
+			a, b := newStation(t, f, 1, RailSpec{"r", c.link, nil, nil}), newStation(t, f, 2,
+				RailSpec{"r", c.link, nil, nil})
 			s := newStream(a, b, 0, 32)
 			d := time.Duration(c.seconds * 1e9)
 			f.Run(d, nil)
@@ -191,7 +200,8 @@ func TestOneLaneFillsItsLink(t *testing.T) {
 func TestRateAndDelay(t *testing.T) {
 	f := New(Config{Seed: 1})
 	link := LinkSpec{BitsPerSecond: 1e9, Latency: 100 * time.Microsecond}
-	a, b := newStation(t, f, 1, RailSpec{"r", link, nil, nil}), newStation(t, f, 2, RailSpec{"r", link, nil, nil})
+	a, b := newStation(t, f, 1, RailSpec{"r", link, nil, nil}), newStation(t, f, 2,
+		RailSpec{"r", link, nil, nil})
 	var took time.Duration
 	s := newStream(a, b, 0, 0)
 	done := a.onDone
@@ -225,11 +235,13 @@ func TestIncast(t *testing.T) {
 	const seconds = 4 // the first timeout is one
 	run := func(buffer, windowBytes int) (share, jain float64, overflows uint64) {
 		f := New(Config{Seed: 1, WindowBytes: windowBytes})
-		link := LinkSpec{BitsPerSecond: 10e9, Latency: 5 * time.Microsecond, Jitter: time.Microsecond, Buffer: buffer}
+		link := LinkSpec{BitsPerSecond: 10e9, Latency: 5 * time.Microsecond, Jitter: time.Microsecond,
+			Buffer: buffer}
 		b := newStation(t, f, 100, RailSpec{"r", link, nil, nil})
 		var all []*stream
 		for i := range 16 {
-			all = append(all, newStream(newStation(t, f, byte(i+1), RailSpec{"r", link, nil, nil}), b, 0, 16))
+			all = append(all, newStream(newStation(t, f, byte(i+1), RailSpec{"r", link, nil, nil}), b, 0,
+				16))
 		}
 		f.Run(seconds*time.Second, nil)
 		var sum, squares float64
@@ -238,16 +250,19 @@ func TestIncast(t *testing.T) {
 			sum += x
 			squares += x * x
 		}
-		return rate(uint64(sum), seconds*time.Second, 10e9), sum * sum / (16 * squares), b.h.Rails()[0].Rx().Overflows()
+		return rate(uint64(sum), seconds*time.Second, 10e9), sum * sum / (16 * squares),
+			b.h.Rails()[0].Rx().Overflows()
 	}
 	share, jain, overflows := run(8<<20, 256<<10)
-	t.Logf("deep buffer, bounded windows: %.3f of the port, Jain %.3f, %d overflows", share, jain, overflows)
+	t.Logf("deep buffer, bounded windows: %.3f of the port, Jain %.3f, %d overflows", share,
+		jain, overflows)
 	if share < 0.95 || jain < 0.95 || overflows > 0 {
 		t.Error("no collapse was to be expected here")
 	}
 	for _, buffer := range []int{512 << 10, 2 * transfer.ChunkBytes} {
 		s, j, overflows := run(buffer, 4<<20)
-		t.Logf("%d KiB of buffer, wide windows: %.3f of the port, Jain %.3f, %d overflows", buffer>>10, s, j, overflows)
+		t.Logf("%d KiB of buffer, wide windows: %.3f of the port, Jain %.3f, %d overflows", buffer>>10, s,
+			j, overflows)
 		if overflows == 0 || j >= jain {
 			t.Errorf("16 windows of 4 MiB in %d KiB cost nothing", buffer>>10)
 		}
@@ -262,9 +277,11 @@ func TestTrunk(t *testing.T) {
 	link := LinkSpec{BitsPerSecond: 1e9, Latency: 5 * time.Microsecond, Buffer: 4 << 20}
 	var across, inside []*stream
 	for i := range 4 {
-		a, b := newStation(t, f, byte(i+1), RailSpec{"r", link, left, nil}), newStation(t, f, byte(i+10), RailSpec{"r", link, right, nil})
+		a, b := newStation(t, f, byte(i+1), RailSpec{"r", link, left, nil}), newStation(t, f, byte(i+10),
+			RailSpec{"r", link, right, nil})
 		across = append(across, newStream(a, b, 0, 8))
-		c, d := newStation(t, f, byte(i+20), RailSpec{"r", link, left, nil}), newStation(t, f, byte(i+30), RailSpec{"r", link, left, nil})
+		c, d := newStation(t, f, byte(i+20), RailSpec{"r", link, left, nil}), newStation(t, f, byte(i+30),
+			RailSpec{"r", link, left, nil})
 		inside = append(inside, newStream(c, d, 0, 8))
 	}
 	f.Run(time.Second, nil)
@@ -293,7 +310,8 @@ func TestAsymmetric(t *testing.T) {
 	for _, acks := range []bool{false, true} {
 		f := New(Config{Seed: 1, UserTimeout: 3 * time.Second})
 		link := LinkSpec{BitsPerSecond: 1e9, Latency: 50 * time.Microsecond}
-		a, b := newStation(t, f, 1, RailSpec{"r", link, nil, nil}), newStation(t, f, 2, RailSpec{"r", link, nil, nil})
+		a, b := newStation(t, f, 1, RailSpec{"r", link, nil, nil}), newStation(t, f, 2,
+			RailSpec{"r", link, nil, nil})
 		s := newStream(a, b, 0, 8)
 		f.Run(100*time.Millisecond, nil)
 		landed := s.ended[transfer.Landed]
@@ -304,7 +322,8 @@ func TestAsymmetric(t *testing.T) {
 		}
 		f.Run(2*time.Second, nil)
 		if a.downs != 0 || s.ended[transfer.Landed] > landed+8 {
-			t.Fatalf("acks %v: %d lanes down, %d landed after %d", acks, a.downs, s.ended[transfer.Landed], landed)
+			t.Fatalf("acks %v: %d lanes down, %d landed after %d", acks, a.downs, s.ended[transfer.Landed],
+				landed)
 		}
 		if all := s.sink.writes == uint64(s.next); all != acks {
 			t.Errorf("acks %v: %d of %d chunks were written", acks, s.sink.writes, s.next)
@@ -321,7 +340,8 @@ func TestAsymmetric(t *testing.T) {
 func TestFlap(t *testing.T) {
 	f := New(Config{Seed: 1, Carrier: 5 * time.Millisecond})
 	link := LinkSpec{BitsPerSecond: 1e9, Latency: 50 * time.Microsecond}
-	a, b := newStation(t, f, 1, RailSpec{"r", link, nil, nil}), newStation(t, f, 2, RailSpec{"r", link, nil, nil})
+	a, b := newStation(t, f, 1, RailSpec{"r", link, nil, nil}), newStation(t, f, 2,
+		RailSpec{"r", link, nil, nil})
 	s := newStream(a, b, 0, 8)
 	rail := a.h.Rails()[0]
 	f.Run(50*time.Millisecond, nil)
@@ -341,7 +361,8 @@ func TestFlap(t *testing.T) {
 	if a.downs != 1 || s.ended[transfer.InDoubt] == 0 || !errors.Is(s.lane.Move(nil), net.ErrClosed) {
 		t.Errorf("no carrier for 6 ms: %d lanes down, %v", a.downs, s.ended)
 	}
-	if _, err := a.b.Dial(context.Background(), transport.Peer{Boot: b.boot, Self: a.boot}, a.rails[0], b.rails[0]); err == nil {
+	if _, err := a.b.Dial(context.Background(), transport.Peer{Boot: b.boot, Self: a.boot}, a.rails[0],
+		b.rails[0]); err == nil {
 		t.Error("dialled without a carrier")
 	}
 	rail.Up()
@@ -358,7 +379,8 @@ func TestFlap(t *testing.T) {
 func TestLateWrite(t *testing.T) {
 	f := New(Config{Seed: 1})
 	link := LinkSpec{BitsPerSecond: 1e9, Latency: 50 * time.Microsecond}
-	a, b := newStation(t, f, 1, RailSpec{"r", link, nil, nil}), newStation(t, f, 2, RailSpec{"r", link, nil, nil})
+	a, b := newStation(t, f, 1, RailSpec{"r", link, nil, nil}), newStation(t, f, 2,
+		RailSpec{"r", link, nil, nil})
 	s := newStream(a, b, 0, 8)
 	f.Run(20*time.Millisecond, nil)
 	b.h.Rails()[0].Rx().SetDeaf(true)
@@ -390,22 +412,26 @@ func TestFrozenReceiver(t *testing.T) {
 		t.Run(fmt.Sprint("one-sided ", oneSided), func(t *testing.T) {
 			f := New(Config{Seed: 1, RecvBuffer: buffer, OneSided: oneSided})
 			link := LinkSpec{BitsPerSecond: 1e9, Latency: 50 * time.Microsecond}
-			a, b := newStation(t, f, 1, RailSpec{"r", link, nil, nil}), newStation(t, f, 2, RailSpec{"r", link, nil, nil})
+			a, b := newStation(t, f, 1, RailSpec{"r", link, nil, nil}), newStation(t, f, 2,
+				RailSpec{"r", link, nil, nil})
 			s := newStream(a, b, 0, 16)
 			f.Run(20*time.Millisecond, nil)
 			b.h.Freeze()
 			f.Run(f.Now()+time.Millisecond, nil) // confirmations that were on their way
-			writes, landed, ended, heard := s.sink.writes, s.sink.landed, s.ended[transfer.Landed], s.lane.(transport.Meter).Received()
+			writes, landed, ended, heard := s.sink.writes, s.sink.landed, s.ended[transfer.Landed],
+				s.lane.(transport.Meter).Received()
 			f.Run(f.Now()+time.Second, nil)
 			if s.sink.landed != landed || s.ended[transfer.Landed] != ended {
-				t.Errorf("%d bytes landed and %d slices ended in a process that is stopped", s.sink.landed-landed, s.ended[transfer.Landed]-ended)
+				t.Errorf("%d bytes landed and %d slices ended in a process that is stopped",
+					s.sink.landed-landed, s.ended[transfer.Landed]-ended)
 			}
 			took := s.lane.(transport.Meter).Received() - heard
 			switch wrote := s.sink.writes - writes; {
 			case oneSided && (wrote == 0 || wrote > 16*streamSlice):
 				t.Errorf("the NIC wrote %d chunks: want those of the slices that were under way", wrote)
 			case !oneSided && (wrote != 0 || took > buffer || took < buffer-2*transfer.ChunkBytes):
-				t.Errorf("%d chunks were written, and the kernel took %d bytes: want 0, and about %d", wrote, took, buffer)
+				t.Errorf("%d chunks were written, and the kernel took %d bytes: want 0, and about %d", wrote,
+					took, buffer)
 			}
 			if f.Stats().Unattended == 0 {
 				t.Error("nothing came: this tests nothing")
@@ -414,7 +440,8 @@ func TestFrozenReceiver(t *testing.T) {
 			f.Run(f.Now()+2*time.Second, nil)
 			s.stop = true
 			f.Run(f.Now()+time.Second, nil)
-			if n := s.ended[transfer.Landed]; b.downs > 0 || uint64(n)*streamSlice*transfer.ChunkBytes != s.sink.landed || n <= ended {
+			if n := s.ended[transfer.Landed]; b.downs > 0 || uint64(n)*streamSlice*transfer.ChunkBytes !=
+				s.sink.landed || n <= ended {
 				t.Errorf("%v, %d bytes landed, %d lanes died: %v", s.ended, s.sink.landed, b.downs, b.err)
 			}
 		})
@@ -428,7 +455,8 @@ func TestStoppedNIC(t *testing.T) {
 		t.Run(how, func(t *testing.T) {
 			f := New(Config{Seed: 1, OneSided: true})
 			link := LinkSpec{BitsPerSecond: 1e9, Latency: 50 * time.Microsecond}
-			a, b := newStation(t, f, 1, RailSpec{"r", link, nil, nil}), newStation(t, f, 2, RailSpec{"r", link, nil, nil})
+			a, b := newStation(t, f, 1, RailSpec{"r", link, nil, nil}), newStation(t, f, 2,
+				RailSpec{"r", link, nil, nil})
 			s := newStream(a, b, 0, 8)
 			s.stop = true
 			f.Run(f.Now()+700*time.Microsecond, nil) // a chunk or two of the first slice
@@ -443,14 +471,16 @@ func TestStoppedNIC(t *testing.T) {
 				}
 			} else {
 				var c transport.Claim
-				if why, _, _ := g.ClaimDevice(&c, transfer.Range{First: 0, Count: 1}, 2, nil, true); why != transfer.ReasonNone {
+				if why, _, _ := g.ClaimDevice(&c, transfer.Range{First: 0, Count: 1}, 2, nil,
+					true); why != transfer.ReasonNone {
 					t.Fatalf("a later attempt is refused: %v", why)
 				}
 			}
 			writes := s.sink.writes
 			f.Run(f.Now()+time.Second, nil)
 			if s.sink.writes != writes || b.downs != 1 || s.ended[transfer.InDoubt] == 0 {
-				t.Errorf("%d chunks were written afterwards, %d lanes died, %v", s.sink.writes-writes, b.downs, s.ended)
+				t.Errorf("%d chunks were written afterwards, %d lanes died, %v", s.sink.writes-writes,
+					b.downs, s.ended)
 			}
 		})
 	}
@@ -462,7 +492,8 @@ func TestResume(t *testing.T) {
 	const resume = 300 * time.Millisecond
 	f := New(Config{Seed: 1, Resume: resume})
 	link := LinkSpec{BitsPerSecond: 1e9, Latency: 50 * time.Microsecond}
-	a, b := newStation(t, f, 1, RailSpec{"r", link, nil, nil}), newStation(t, f, 2, RailSpec{"r", link, nil, nil})
+	a, b := newStation(t, f, 1, RailSpec{"r", link, nil, nil}), newStation(t, f, 2,
+		RailSpec{"r", link, nil, nil})
 	s := newStream(a, b, 0, 8)
 	f.Run(20*time.Millisecond, nil)
 	b.h.Rails()[0].Rx().SetDeaf(true)
@@ -488,7 +519,8 @@ func TestResume(t *testing.T) {
 func TestBarred(t *testing.T) {
 	f := New(Config{Seed: 1, Resume: 300 * time.Millisecond})
 	link := LinkSpec{BitsPerSecond: 1e9, Latency: 5 * time.Millisecond}
-	a, b := newStation(t, f, 1, RailSpec{"r", link, nil, nil}), newStation(t, f, 2, RailSpec{"r", link, nil, nil})
+	a, b := newStation(t, f, 1, RailSpec{"r", link, nil, nil}), newStation(t, f, 2,
+		RailSpec{"r", link, nil, nil})
 	s := newStream(a, b, 0, 8)
 	f.Run(100*time.Millisecond, nil)
 	tx, before := a.h.Rails()[0].Tx(), f.Stats().Delivered
@@ -516,12 +548,16 @@ func TestBarred(t *testing.T) {
 func TestTrace(t *testing.T) {
 	run := func(seed uint64) (uint64, uint64) {
 		f := New(Config{Seed: seed})
-		link := LinkSpec{BitsPerSecond: 1e9, Latency: 50 * time.Microsecond, Jitter: 20 * time.Microsecond, Loss: 0.001, Buffer: 256 << 10}
+		link := LinkSpec{BitsPerSecond: 1e9, Latency: 50 * time.Microsecond,
+			Jitter: 20 * time.Microsecond, Loss: 0.001, Buffer: 256 << 10}
 		b := newStation(t, f, 100, RailSpec{"r", link, nil, nil})
 		for i := range 8 {
 			a := newStation(t, f, byte(i+1), RailSpec{"r", link, nil, nil})
 			newStream(a, b, 0, 8)
-			f.After(f.Jitter(100*time.Millisecond), func() { a.h.Rails()[0].Flap(20*time.Millisecond, 150*time.Millisecond) })
+			f.After(f.Jitter(100*time.Millisecond), func() {
+				a.h.Rails()[0].Flap(20*time.Millisecond,
+					150*time.Millisecond)
+			})
 		}
 		f.Run(200*time.Millisecond, nil)
 		return f.Trace(), f.Stats().Events
@@ -558,11 +594,13 @@ func TestQueue(t *testing.T) {
 
 func BenchmarkEvents(b *testing.B) {
 	f := New(Config{Seed: 1, WindowBytes: 512 << 10})
-	link := LinkSpec{BitsPerSecond: 10e9, Latency: 5 * time.Microsecond, Jitter: time.Microsecond, Buffer: 8 << 20}
+	link := LinkSpec{BitsPerSecond: 10e9, Latency: 5 * time.Microsecond, Jitter: time.Microsecond,
+		Buffer: 8 << 20}
 	dst := newStation(b, f, 200, RailSpec{"r", link, nil, nil})
 	var all []*stream
 	for i := range 16 {
-		all = append(all, newStream(newStation(b, f, byte(i+1), RailSpec{"r", link, nil, nil}), dst, 0, 16))
+		all = append(all, newStream(newStation(b, f, byte(i+1), RailSpec{"r", link, nil, nil}),
+			dst, 0, 16))
 	}
 	b.ReportAllocs()
 	for b.Loop() {

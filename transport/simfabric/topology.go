@@ -77,7 +77,8 @@ func (l *Link) carry(f *Fabric, first, tail Time, n int) (Time, Time, bool) {
 		// whatever their sender. A sharp bound would exclude every sender except the one whose
 		// chunks happen to arrive as one leaves.
 		queued := int(wait.Seconds() * rate / 8)
-		if short := queued + n - l.spec.Buffer; l.spec.Buffer > 0 && short > 0 && f.rng.Float64()*2*float64(n) < float64(short) {
+		if short := queued + n - l.spec.Buffer; l.spec.Buffer > 0 && short > 0 &&
+			f.rng.Float64()*2*float64(n) < float64(short) {
 			f.stats.Overflows++
 			l.overflows++
 			return 0, 0, false
@@ -162,7 +163,8 @@ func (f *Fabric) NewHost(name string, rails ...RailSpec) *Host {
 			out = *s.Out
 		}
 		out.Buffer = 0
-		r := &Rail{Name: s.Name, host: h, sw: s.Switch, tx: newLink(name+"/"+s.Name+"/tx", out), rx: newLink(name+"/"+s.Name+"/rx", s.Link)}
+		r := &Rail{Name: s.Name, host: h, sw: s.Switch, tx: newLink(name+"/"+s.Name+"/tx", out),
+			rx: newLink(name+"/"+s.Name+"/rx", s.Link)}
 		h.rails = append(h.rails, r)
 		f.byAddr[r.address()] = r
 	}

@@ -32,8 +32,8 @@ func open(t *testing.T, cfg Config) (*transporttest.Pair, transport.Lane) {
 
 var someShape = transporttest.Shape{Chunks: 24, BlockBytes: 8 << 10, Shuffle: true, TailBytes: 4096}
 
-// relay stands between two backends: every byte from A to B passes through edit, which may change it or end the
-// connection by an error.
+// relay stands between two backends: every byte from A to B passes through edit, which may change
+// it or end the connection by an error.
 func relay(t *testing.T, to string, edit func(at int64, p []byte) error) (address string) {
 	t.Helper()
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
@@ -97,7 +97,8 @@ func relay(t *testing.T, to string, edit func(at int64, p []byte) error) (addres
 }
 
 // dialThrough opens a lane from A to B by way of a relay.
-func dialThrough(t *testing.T, p *transporttest.Pair, edit func(at int64, p []byte) error) transport.Lane {
+func dialThrough(t *testing.T, p *transporttest.Pair, edit func(at int64,
+	p []byte) error) transport.Lane {
 	t.Helper()
 	rail := p.B.Rails[0]
 	rail.Address = relay(t, rail.Address, edit)
@@ -111,8 +112,8 @@ func dialThrough(t *testing.T, p *transporttest.Pair, edit func(at int64, p []by
 	return l
 }
 
-// One byte damaged on the wire: with integrity the receiver refuses that slice, the lane lives, the retry lands. Without,
-// the damage lands, which is what the level says.
+// One byte damaged on the wire: with integrity the receiver refuses that slice, the lane lives, the
+// retry lands. Without, the damage lands, which is what the level says.
 func TestDamageOnTheWire(t *testing.T) {
 	for _, crc := range []bool{true, false} {
 		p := transporttest.NewPair(t, factory(Config{CRC32C: crc}))
@@ -192,9 +193,10 @@ func TestCutAnywhere(t *testing.T) {
 	}
 }
 
-// fullLane is a lane whose socket is full: the relay stopped taking after 1 MiB, and 64 MiB are to go, more than two sockets hold. It takes
-// no more when the test is over, or end is called.
-func fullLane(t *testing.T, p *transporttest.Pair) (a transport.Lane, b *transporttest.Bind, results func() []transport.Result, end func()) {
+// fullLane is a lane whose socket is full: the relay stopped taking after 1 MiB, and 64 MiB are to
+// go, more than two sockets hold. It takes no more when the test is over, or end is called.
+func fullLane(t *testing.T, p *transporttest.Pair) (a transport.Lane, b *transporttest.Bind,
+	results func() []transport.Result, end func()) {
 	t.Helper()
 	stalled, hold := make(chan struct{}), make(chan struct{})
 	stall := sync.OnceFunc(func() { close(stalled) })
@@ -235,7 +237,8 @@ func fullLane(t *testing.T, p *transporttest.Pair) (a transport.Lane, b *transpo
 	}, end
 }
 
-// A lane that dies with a full socket: what had begun is in doubt, what had not is proved not to have landed.
+// A lane that dies with a full socket: what had begun is in doubt, what had not is proved not to
+// have landed.
 func TestDeathOfAFullLane(t *testing.T) {
 	p := transporttest.NewPair(t, factory(Config{MaxInFlight: 64}))
 	a, b, results, _ := fullLane(t, p)
@@ -245,18 +248,21 @@ func TestDeathOfAFullLane(t *testing.T) {
 	count := map[transfer.Outcome]int{}
 	for _, r := range results() {
 		count[r.Outcome]++
-		if r.Outcome != transfer.Landed && (r.Reason != transfer.ReasonLaneLost || !errors.Is(r.Err, net.ErrClosed)) {
+		if r.Outcome != transfer.Landed && (r.Reason != transfer.ReasonLaneLost || !errors.Is(r.Err,
+			net.ErrClosed)) {
 			t.Errorf("%s %s: %v", r.Outcome, r.Reason, r.Err)
 		}
 	}
-	if count[transfer.InDoubt] == 0 || count[transfer.NotLanded] == 0 || count[transfer.Rejected] != 0 {
+	if count[transfer.InDoubt] == 0 || count[transfer.NotLanded] == 0 ||
+		count[transfer.Rejected] != 0 {
 		t.Errorf("outcomes %v", count)
 	}
 	b.End(t)
 }
 
-// What a stalled rail leaves unsent in the kernel is bounded by the configuration and one segment, however much waits: bytes there are
-// bytes that no better rail can take any more. Without the bound there is more.
+// What a stalled rail leaves unsent in the kernel is bounded by the configuration and one segment,
+// however much waits: bytes there are bytes that no better rail can take any more. Without the
+// bound there is more.
 func TestUnsentIsBounded(t *testing.T) {
 	const bound, segment = 64 << 10, 64 << 10
 	for _, c := range []struct {
@@ -277,7 +283,8 @@ func TestUnsentIsBounded(t *testing.T) {
 			}
 		}
 		if over := most > bound+segment; over == c.bounded {
-			t.Errorf("TCP_NOTSENT_LOWAT %d: %d bytes were unsent; want at most %d: %t", c.notSent, most, bound+segment, c.bounded)
+			t.Errorf("TCP_NOTSENT_LOWAT %d: %d bytes were unsent; want at most %d: %t", c.notSent, most,
+				bound+segment, c.bounded)
 		}
 		if err := a.Close(); err != nil {
 			t.Error(err)
@@ -296,7 +303,10 @@ func unsent(t *testing.T, c *net.TCPConn) uint32 {
 		t.Fatal(err)
 	}
 	var info *unix.TCPInfo
-	cerr := raw.Control(func(fd uintptr) { info, err = unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO) })
+	cerr := raw.Control(func(fd uintptr) {
+		info, err = unix.GetsockoptTCPInfo(int(fd),
+			unix.IPPROTO_TCP, unix.TCP_INFO)
+	})
 	if err := errors.Join(cerr, err); err != nil {
 		t.Fatal(err)
 	}
@@ -355,12 +365,14 @@ func TestFaultingMemory(t *testing.T) {
 		}
 	}
 	protect(src, unix.PROT_NONE)
-	if r := p.A.MoveWait(a, b.Origin, src.All(), 1); r.Outcome != transfer.NotLanded || r.Reason != transfer.ReasonMemory {
+	if r := p.A.MoveWait(a, b.Origin, src.All(), 1); r.Outcome != transfer.NotLanded ||
+		r.Reason != transfer.ReasonMemory {
 		t.Errorf("source faults: %s %s: %v", r.Outcome, r.Reason, r.Err)
 	}
 	protect(src, unix.PROT_READ|unix.PROT_WRITE)
 	protect(dst, unix.PROT_READ)
-	if r := p.A.MoveWait(a, b.Origin, src.All(), 2); r.Outcome != transfer.Rejected || r.Reason != transfer.ReasonMemory {
+	if r := p.A.MoveWait(a, b.Origin, src.All(), 2); r.Outcome != transfer.Rejected ||
+		r.Reason != transfer.ReasonMemory {
 		t.Errorf("destination faults: %s %s: %v", r.Outcome, r.Reason, r.Err)
 	}
 	protect(dst, unix.PROT_READ|unix.PROT_WRITE)
@@ -377,7 +389,8 @@ func TestSliceDoesNotAllocate(t *testing.T) {
 		testutil.Skip(t, "alloc", "the race detector allocates")
 	}
 	for _, crc := range []bool{false, true} {
-		m := transporttest.NewMover(t, factory(Config{CRC32C: crc}), transporttest.Shape{Chunks: 256, BlockBytes: 16 << 10, Shuffle: true})
+		m := transporttest.NewMover(t, factory(Config{CRC32C: crc}), transporttest.Shape{Chunks: 256,
+			BlockBytes: 16 << 10, Shuffle: true})
 		m.Move(64, 8, 4)
 		if n := testing.AllocsPerRun(20, func() { m.Move(64, 8, 4) }); n > 1 {
 			t.Errorf("crc %v: %v allocations for 64 slices", crc, n)
@@ -388,8 +401,10 @@ func TestSliceDoesNotAllocate(t *testing.T) {
 // Lanes at full speed let the garbage collector in.
 func TestLanesDoNotHoldTheCollector(t *testing.T) {
 	if testutil.Race {
-		testutil.Skip(t, "norace", "make test-all looks at it where nothing else runs, in its part bounds")
+		testutil.Skip(t, "norace",
+			"make test-all looks at it where nothing else runs, in its part bounds")
 	}
-	m := transporttest.NewMover(t, factory(Config{CRC32C: true}), transporttest.Shape{Chunks: 512, BlockBytes: 16 << 10, Shuffle: true})
+	m := transporttest.NewMover(t, factory(Config{CRC32C: true}), transporttest.Shape{Chunks: 512,
+		BlockBytes: 16 << 10, Shuffle: true})
 	m.LetsCollectorIn(8)
 }

@@ -19,7 +19,8 @@ type resolver interface {
 	Bytes(r transfer.Range) (uint64, error)
 }
 
-// fragment is a bounded run of chunks of the frame under way: where its bytes are, and how far the kernel got.
+// fragment is a bounded run of chunks of the frame under way: where its bytes are, and how far the
+// kernel got.
 type fragment struct {
 	blocks []mem.Block
 	segs   [][]byte // of mapped memory, or of stage; valid under the guard only
@@ -46,12 +47,14 @@ func (p *fragment) load(from resolver, r transfer.Range) error {
 	for i := range p.blocks {
 		b := &p.blocks[i]
 		if b.Region == nil || b.Len > fragmentBytes || b.Region.Check(b.Off, b.Len) != nil {
-			return fmt.Errorf("tcp: chunks %d+%d resolve to %d bytes at %d, outside their region: %w", r.First, r.Count, b.Len, b.Off, mem.ErrBounds)
+			return fmt.Errorf("tcp: chunks %d+%d resolve to %d bytes at %d, outside their region: %w",
+				r.First, r.Count, b.Len, b.Off, mem.ErrBounds)
 		}
 		sum += b.Len
 	}
 	if sum != want || sum > fragmentBytes {
-		return fmt.Errorf("tcp: chunks %d+%d resolve to %d bytes, they have %d: %w", r.First, r.Count, sum, want, mem.ErrBounds)
+		return fmt.Errorf("tcp: chunks %d+%d resolve to %d bytes, they have %d: %w", r.First, r.Count,
+			sum, want, mem.ErrBounds)
 	}
 	p.left, p.bytes = int(sum), int(sum)
 	return nil
@@ -95,7 +98,8 @@ func (p *fragment) reset() {
 	p.at, p.off, p.left, p.bytes, p.mapped, p.staged = 0, 0, 0, 0, false, false
 }
 
-// vecs appends what is left to v, at most iovMax-spare entries, and reports whether that is all of it.
+// vecs appends what is left to v, at most iovMax-spare entries, and reports whether that is all of
+// it.
 func (p *fragment) vecs(v []iovec, spare int) ([]iovec, bool) {
 	off := p.off
 	for i := p.at; i < len(p.segs); i++ {
@@ -108,7 +112,8 @@ func (p *fragment) vecs(v []iovec, spare int) ([]iovec, bool) {
 	return v, true
 }
 
-// advance takes up to n bytes as done, and returns how many of n were not this fragment's. sum sees each done segment.
+// advance takes up to n bytes as done, and returns how many of n were not this fragment's. sum sees
+// each done segment.
 func (p *fragment) advance(n int, crc *uint32) int {
 	for n > 0 && p.at < len(p.segs) {
 		s := p.segs[p.at][p.off:]

@@ -19,7 +19,8 @@ import (
 	"github.com/kvspray/kvspray/transport/transporttest"
 )
 
-// afterOpening is more than the opening of a lane says, and less than the header and first block of a frame.
+// afterOpening is more than the opening of a lane says, and less than the header and first block of
+// a frame.
 const afterOpening = 1200
 
 // Either end's wish for checksums is enough.
@@ -46,7 +47,8 @@ func raw(t *testing.T, p *transporttest.Pair) net.Conn {
 	}
 	t.Cleanup(func() { _ = c.Close() })
 	_ = c.SetDeadline(time.Now().Add(patience))
-	if _, err := wire.Dial(c, wire.DialParams{Purpose: wire.PurposeTCPData, Self: p.A.Boot, Peer: p.B.Boot, Key: p.Key,
+	if _, err := wire.Dial(c, wire.DialParams{Purpose: wire.PurposeTCPData, Self: p.A.Boot,
+		Peer: p.B.Boot, Key: p.Key,
 		Attach: attachment{local: "x", remote: "lo"}.encode()}); err != nil {
 		t.Fatal(err)
 	}
@@ -59,7 +61,8 @@ func frame(h wire.Header, payload []byte, status wire.Status) []byte {
 	wire.PutHeader(out, &h)
 	out = append(out, payload...)
 	out = out[:len(out)+wire.TrailerBytes]
-	wire.PutTrailer(out[len(out)-wire.TrailerBytes:], &wire.Trailer{Status: status, Seq: h.Seq, CRC32C: mem.CRC32C(0, payload)})
+	wire.PutTrailer(out[len(out)-wire.TrailerBytes:], &wire.Trailer{Status: status, Seq: h.Seq,
+		CRC32C: mem.CRC32C(0, payload)})
 	return out
 }
 
@@ -78,7 +81,8 @@ func readConfirm(t *testing.T, c net.Conn) wire.Entry {
 
 // A sender that stops in mid frame holds up no fence, and what it sends afterwards is discarded.
 func TestFrozenSender(t *testing.T) {
-	const soon, tries = time.Second, 5 // a fence may be late where the machine is busy; one that waits for a sender always is
+	// a fence may be late where the machine is busy; one that waits for a sender always is
+	const soon, tries = time.Second, 5
 	for n := 1; ; n++ {
 		took := fenceFrozen(t)
 		if took <= soon {
@@ -101,7 +105,8 @@ func fenceFrozen(t *testing.T) (took time.Duration) {
 	for i := range payload {
 		payload[i] = 0xee
 	}
-	f := frame(wire.Header{Slot: 1, Gen: 1, Range: dst.All(), Attempt: 1, Seq: 0}, payload, wire.StatusValid)
+	f := frame(wire.Header{Slot: 1, Gen: 1, Range: dst.All(), Attempt: 1, Seq: 0}, payload,
+		wire.StatusValid)
 	half := len(f)/2 + 13
 	if _, err := c.Write(f[:half]); err != nil {
 		t.Fatal(err)
@@ -130,7 +135,8 @@ func fenceFrozen(t *testing.T) (took time.Duration) {
 	}
 	// The lane lives: the same connection serves the next grant.
 	b2 := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 2)
-	if _, err := c.Write(frame(wire.Header{Slot: 1, Gen: 2, Range: dst.All(), Attempt: 1, Seq: 1}, payload, wire.StatusValid)); err != nil {
+	if _, err := c.Write(frame(wire.Header{Slot: 1, Gen: 2, Range: dst.All(), Attempt: 1, Seq: 1},
+		payload, wire.StatusValid)); err != nil {
 		t.Fatal(err)
 	}
 	if e := readConfirm(t, c); e.Outcome != transfer.Landed || e.Seq != 1 {
@@ -149,19 +155,23 @@ func TestMalformed(t *testing.T) {
 	mapped, _ := dst.Region.Bytes()
 	mem.Fill(mapped, 0x11)
 	b := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
-	good := frame(wire.Header{Slot: 1, Gen: 1, Range: transfer.Range{Count: 1}, Attempt: 1}, make([]byte, 64<<10), wire.StatusDisowned)
+	good := frame(wire.Header{Slot: 1, Gen: 1, Range: transfer.Range{Count: 1}, Attempt: 1},
+		make([]byte, 64<<10), wire.StatusDisowned)
 	damaged := append([]byte(nil), good...)
 	damaged[9] ^= 1
 	trailer := append([]byte(nil), good...)
 	trailer[len(trailer)-7] ^= 1
 	huge := make([]byte, wire.HeaderBytes)
-	wire.PutHeader(huge, &wire.Header{Kind: wire.KindData, Slot: 1, Gen: 1, Range: transfer.Range{Count: 1}, Length: 1 << 40})
+	wire.PutHeader(huge, &wire.Header{Kind: wire.KindData, Slot: 1, Gen: 1,
+		Range: transfer.Range{Count: 1}, Length: 1 << 40})
 	for name, what := range map[string][]byte{
-		"noise":                   []byte("GET / HTTP/1.1\r\nHost: 127.0.0.1:1234\r\nUser-Agent: something else entirely\r\n\r\n"),
+		"noise": []byte("GET / HTTP/1.1\r\nHost: 127.0.0.1:1234\r\nUser-Agent: " +
+			"something else entirely\r\n\r\n"),
 		"damaged header":          damaged,
 		"damaged trailer":         trailer,
 		"a payload of a terabyte": huge,
-		"a confirmation of nothing": wire.AppendConfirms(nil, []wire.Entry{{Slot: 1, Gen: 1, Range: transfer.Range{Count: 1},
+		"a confirmation of nothing": wire.AppendConfirms(nil, []wire.Entry{{Slot: 1, Gen: 1,
+			Range:   transfer.Range{Count: 1},
 			Outcome: transfer.Landed}}),
 	} {
 		c := raw(t, p)
@@ -181,7 +191,8 @@ func TestMalformed(t *testing.T) {
 		_, _ = c.Write(good[:n])
 		_ = c.Close()
 	}
-	// Only the damaged trailer came behind a payload that may be written before it is known to be damaged.
+	// Only the damaged trailer came behind a payload that may be written before it is known to be
+	// damaged.
 	for c := uint32(1); c < dst.Chunks(); c++ {
 		blocks, _ := dst.Resolve(nil, transfer.Range{First: c, Count: 1})
 		for _, blk := range blocks {
@@ -210,7 +221,8 @@ func TestMalformed(t *testing.T) {
 func TestPeerThatNeverReads(t *testing.T) {
 	p := transporttest.NewPair(t, factory(Config{}))
 	c := raw(t, p)
-	f := frame(wire.Header{Slot: 9, Gen: 1, Range: transfer.Range{Count: 1}, Attempt: 1}, nil, wire.StatusDisowned)
+	f := frame(wire.Header{Slot: 9, Gen: 1, Range: transfer.Range{Count: 1}, Attempt: 1}, nil,
+		wire.StatusDisowned)
 	var err error
 	for err == nil { // until the receiver gives up on it
 		_, err = c.Write(f)
@@ -241,7 +253,8 @@ func dialAgain(t *testing.T, p *transporttest.Pair) (transport.Lane, error) {
 }
 
 func TestRails(t *testing.T) {
-	b, err := New(Config{Rails: []Rail{{Listen: "127.0.0.2:0", Name: "two", Advertise: "rail.example:7000", Gbps: 25, Tier: 2},
+	b, err := New(Config{Rails: []Rail{{Listen: "127.0.0.2:0", Name: "two",
+		Advertise: "rail.example:7000", Gbps: 25, Tier: 2},
 		{Listen: "127.0.0.3:0"}}})
 	if err != nil {
 		t.Fatal(err)
@@ -251,10 +264,12 @@ func TestRails(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if r := rails[0]; r.Name != "two" || r.Address != "rail.example:7000" || r.Gbps != 25 || r.Tier != 2 || r.MTU == 0 || r.NUMA != -1 {
+	if r := rails[0]; r.Name != "two" || r.Address != "rail.example:7000" || r.Gbps != 25 ||
+		r.Tier != 2 || r.MTU == 0 || r.NUMA != -1 {
 		t.Errorf("%+v", r)
 	}
-	if host, port, err := net.SplitHostPort(rails[1].Address); err != nil || host != "127.0.0.3" || port == "0" || rails[1].Name != "lo" {
+	if host, port, err := net.SplitHostPort(rails[1].Address); err != nil || host != "127.0.0.3" ||
+		port == "0" || rails[1].Name != "lo" {
 		t.Errorf("%+v", rails[1])
 	}
 	for name, cfg := range map[string]Config{
@@ -284,7 +299,8 @@ func TestRails(t *testing.T) {
 
 func TestAttachment(t *testing.T) {
 	a := attachment{crc: true, local: "eth0", remote: "eth1"}
-	if got, err := parseAttachment(append(a.encode(), "from a newer version"...)); err != nil || got != a {
+	if got, err := parseAttachment(append(a.encode(), "from a newer version"...)); err != nil ||
+		got != a {
 		t.Errorf("%+v %v", got, err)
 	}
 	whole := a.encode()

@@ -6,8 +6,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// iovec is struct iovec. The base is an integer, so that the garbage collector never sees an address of memory that was
-// unmapped since; whoever fills it keeps the memory alive over the call: the lane its own buffers, a guard everything else.
+// iovec is struct iovec. The base is an integer, so that the garbage collector never sees an
+// address of memory that was unmapped since; whoever fills it keeps the memory alive over the call:
+// the lane its own buffers, a guard everything else.
 type iovec struct {
 	base uintptr
 	len  uint64

@@ -18,8 +18,9 @@ import (
 
 // lane is one connection.
 //
-// Whoever sets `writing` owns the write side (tx) until it clears it or passes it on to the writer through wake: Move, the stager and
-// the reader use it for what fits in the socket at once, the writer for everything that has to wait.
+// Whoever sets `writing` owns the write side (tx) until it clears it or passes it on to the writer
+// through wake: Move, the stager and the reader use it for what fits in the socket at once, the
+// writer for everything that has to wait.
 type lane struct {
 	b             *Backend
 	id            uint64
@@ -60,11 +61,13 @@ type entry struct {
 	began time.Time
 	seq   uint32
 	sent  bool // all of it is written, or about to be: it may be confirmed
-	// Why this end gave it up: before its frame began, or in mid frame, which then still goes out, disowned.
+	// Why this end gave it up: before its frame began, or in mid frame, which then still goes out,
+	// disowned.
 	why transfer.Reason
 	err error
 
-	// Of device memory: the payload, gathered before its frame begins. nil: none was to be lent, or the memory is the host's.
+	// Of device memory: the payload, gathered before its frame begins. nil: none was to be lent, or
+	// the memory is the host's.
 	buf []byte
 	dev mem.Device
 	sum uint32
@@ -100,7 +103,8 @@ func (r *ring) pop() entry {
 	return e
 }
 
-func newLane(b *Backend, c *net.TCPConn, peer transfer.Boot, local, remote string, a agreed) (*lane, error) {
+func newLane(b *Backend, c *net.TCPConn, peer transfer.Boot, local, remote string,
+	a agreed) (*lane, error) {
 	raw, err := c.SyscallConn()
 	if err != nil {
 		return nil, fmt.Errorf("tcp: lane: %w", err)
@@ -109,7 +113,8 @@ func newLane(b *Backend, c *net.TCPConn, peer transfer.Boot, local, remote strin
 		return nil, fmt.Errorf("tcp: lane: socket options: %w", err)
 	}
 	n := b.cfg.MaxInFlight
-	l := &lane{b: b, id: transport.NextLaneID(), peer: peer, local: local, remote: remote, crc: a.crc, conn: c, raw: raw,
+	l := &lane{b: b, id: transport.NextLaneID(), peer: peer, local: local, remote: remote, crc: a.crc,
+		conn: c, raw: raw,
 		wake: make(chan struct{}, 1), dead: make(chan struct{}), rdDone: make(chan struct{}),
 		queue: ring{slot: make([]entry, n)}, flight: ring{slot: make([]entry, n)},
 		confirms: make([]wire.Entry, 0, wire.MaxConfirms)}
@@ -131,7 +136,8 @@ func (l *lane) Backend() string     { return Name }
 func (l *lane) Local() string       { return l.local }
 func (l *lane) Remote() string      { return l.remote }
 
-// Way is the least round trip that the kernel has seen: when the lane has just been opened, that of its handshake.
+// Way is the least round trip that the kernel has seen: when the lane has just been opened, that of
+// its handshake.
 func (l *lane) Way() (d time.Duration) {
 	_ = l.raw.Control(func(fd uintptr) { // a lane that is closed has none
 		if info, err := unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO); err == nil {
@@ -141,8 +147,8 @@ func (l *lane) Way() (d time.Duration) {
 	return d
 }
 
-// Received asks the kernel what the other end's kernel has acknowledged. A process that is frozen there takes a receive buffer more than it
-// reads, and then no byte.
+// Received asks the kernel what the other end's kernel has acknowledged. A process that is frozen
+// there takes a receive buffer more than it reads, and then no byte.
 func (l *lane) Received() uint64 {
 	var n uint64
 	err := l.raw.Control(func(fd uintptr) {
@@ -160,7 +166,8 @@ func (l *lane) Received() uint64 {
 
 func (l *lane) MaxInFlight() int { return l.b.cfg.MaxInFlight }
 
-// inlineBytes bounds what Move, the stager and the reader write themselves: below it a system call is cheaper than waking the writer.
+// inlineBytes bounds what Move, the stager and the reader write themselves: below it a system call
+// is cheaper than waking the writer.
 const inlineBytes = transfer.ChunkBytes
 
 // Move hands over slices.
@@ -172,7 +179,8 @@ func (l *lane) Move(batch []transport.Slice) error {
 		s := &batch[i]
 		if s.Origin == nil || s.Range.Count == 0 || s.Range.Count > transfer.MaxSlotChunks ||
 			s.Range.First > transfer.MaxSlotChunks-s.Range.Count {
-			return fmt.Errorf("tcp: move: slice %d: chunks %d+%d of no origin or outside a slot", i, s.Range.First, s.Range.Count)
+			return fmt.Errorf("tcp: move: slice %d: chunks %d+%d of no origin or outside a slot", i,
+				s.Range.First, s.Range.Count)
 		}
 	}
 	now := time.Now()
@@ -185,7 +193,8 @@ func (l *lane) Move(batch []transport.Slice) error {
 	case l.taken+len(batch) > len(l.queue.slot):
 		n := l.taken
 		l.mu.Unlock()
-		return fmt.Errorf("tcp: move: %d slices to lane %d, which has %d of %d", len(batch), l.id, n, l.b.cfg.MaxInFlight)
+		return fmt.Errorf("tcp: move: %d slices to lane %d, which has %d of %d", len(batch), l.id, n,
+			l.b.cfg.MaxInFlight)
 	}
 	ready := 0
 	for _, s := range batch {
@@ -271,7 +280,8 @@ func (l *lane) writeLoop() {
 	l.finish()
 }
 
-// finish ends every slice that is left. Runs once, alone: the reader is gone and the write side is ours for good.
+// finish ends every slice that is left. Runs once, alone: the reader is gone and the write side is
+// ours for good.
 func (l *lane) finish() {
 	res := l.tx.results
 	l.mu.Lock()
@@ -280,11 +290,13 @@ func (l *lane) finish() {
 		for r.n > 0 {
 			e := r.pop()
 			l.stage.giveBack(&e)
-			res = append(res, transport.Result{Slice: e.Slice, Outcome: outcome, Reason: transfer.ReasonLaneLost,
-				Err: fmt.Errorf("tcp: lane %d to %s: %w", l.id, l.peer, err), Took: time.Since(e.began)})
+			res = append(res, transport.Result{Slice: e.Slice, Outcome: outcome,
+				Reason: transfer.ReasonLaneLost,
+				Err:    fmt.Errorf("tcp: lane %d to %s: %w", l.id, l.peer, err), Took: time.Since(e.began)})
 		}
 	}
-	// Begun: bytes of it may be in a socket, or landed without our knowing. Not begun: nothing of it left.
+	// Begun: bytes of it may be in a socket, or landed without our knowing. Not begun: nothing of it
+	// left.
 	end(&l.flight, transfer.InDoubt)
 	end(&l.queue, transfer.NotLanded)
 	l.taken = 0

@@ -12,7 +12,8 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// describe fills in what the kernel knows about the interface behind a rail. What it does not know stays zero.
+// describe fills in what the kernel knows about the interface behind a rail. What it does not know
+// stays zero.
 func describe(rc Rail, a *net.TCPAddr) transport.Rail {
 	r := transport.Rail{Name: rc.Name, Address: rc.Advertise, Gbps: rc.Gbps, Tier: rc.Tier, NUMA: -1}
 	if r.Address == "" {
@@ -66,8 +67,8 @@ func sysInt(path string) (int, bool) {
 	return n, err == nil
 }
 
-// attachment is what each end says about a lane when it opens: one byte of features, then its own and the other end's rail
-// name, each with a length byte.
+// attachment is what each end says about a lane when it opens: one byte of features, then its own
+// and the other end's rail name, each with a length byte.
 type attachment struct {
 	crc           bool // wants checksums
 	aead          bool // wants sealed records
@@ -85,7 +86,8 @@ const (
 // agree decides what a lane has: what either end wants.
 func agree(ours, theirs attachment) (crc, aead bool, err error) {
 	if aead = ours.aead || theirs.aead; aead && !(ours.seals && theirs.seals) {
-		return false, false, fmt.Errorf("tcp: one end wants integrity aead, and the other is of a release without it: upgrade that one: %w", wire.ErrRefused)
+		return false, false, fmt.Errorf("tcp: one end wants integrity aead, and the other is of a "+
+			"release without it: upgrade that one: %w", wire.ErrRefused)
 	}
 	return (ours.crc || theirs.crc) && !aead, aead, nil
 }

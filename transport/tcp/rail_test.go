@@ -18,7 +18,8 @@ import (
 	"github.com/kvspray/kvspray/transport/transporttest"
 )
 
-// Rails come and go while lanes on others move: those of a rail that is taken away end, and nobody else notices.
+// Rails come and go while lanes on others move: those of a rail that is taken away end, and nobody
+// else notices.
 func TestRailsComeAndGo(t *testing.T) {
 	leaktest.Check(t)
 	p := transporttest.NewPair(t, factory(Config{Rails: []Rail{{Name: "lo", Listen: "127.0.0.1:0"}}}))
@@ -64,7 +65,8 @@ func TestRailsComeAndGo(t *testing.T) {
 			t.Fatal("its lane lives on")
 		}
 	}
-	if err := l.Move([]transport.Slice{{Origin: bind.Origin, Range: m.All(), Attempt: 2}}); !errors.Is(err, net.ErrClosed) {
+	if err := l.Move([]transport.Slice{{Origin: bind.Origin, Range: m.All(), Attempt: 2}}); !errors.Is(
+		err, net.ErrClosed) {
 		t.Errorf("move on a lane whose rail is gone: %v", err)
 	}
 	moves(stays, 3)
@@ -79,7 +81,8 @@ func TestRailsComeAndGo(t *testing.T) {
 		t.Error(err)
 	}
 	for i := 2; i < maxRails; i++ {
-		if _, err := here.AddRail(ctx, Rail{Name: fmt.Sprint("r", i), Listen: "127.0.0.1:0"}); err != nil {
+		if _, err := here.AddRail(ctx, Rail{Name: fmt.Sprint("r", i), Listen: "127.0.0.1:0"}); err !=
+			nil {
 			t.Fatalf("rail %d: %v", i, err)
 		}
 	}
@@ -88,13 +91,15 @@ func TestRailsComeAndGo(t *testing.T) {
 	}
 }
 
-// A SYN that nobody answers is followed by another soon: here the listener has no room for it until the second is about to go out.
+// A SYN that nobody answers is followed by another soon: here the listener has no room for it until
+// the second is about to go out.
 func TestConnectsAgain(t *testing.T) {
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := errors.Join(unix.Bind(fd, &unix.SockaddrInet4{Addr: [4]byte{127, 0, 0, 1}}), unix.Listen(fd, 0)); err != nil {
+	if err := errors.Join(unix.Bind(fd, &unix.SockaddrInet4{Addr: [4]byte{127, 0, 0, 1}}),
+		unix.Listen(fd, 0)); err != nil {
 		t.Fatal(err)
 	}
 	f := os.NewFile(uintptr(fd), "listener")
@@ -144,7 +149,8 @@ func TestConnectsAgain(t *testing.T) {
 	_ = ln.Close()
 	tries = 0
 	count := func(_, _ string, _ syscall.RawConn) error { tries++; return nil }
-	if _, err := connect(ctx, net.Dialer{Control: count}, address); !errors.Is(err, syscall.ECONNREFUSED) || tries != 1 {
+	if _, err := connect(ctx, net.Dialer{Control: count}, address); !errors.Is(err,
+		syscall.ECONNREFUSED) || tries != 1 {
 		t.Errorf("nobody listens: %d tries: %v", tries, err)
 	}
 	cancel()

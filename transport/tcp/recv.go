@@ -12,8 +12,8 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// ackBytes bounds what a receiver leaves unconfirmed while more keeps coming; it confirms at once when nothing more is
-// there.
+// ackBytes bounds what a receiver leaves unconfirmed while more keeps coming; it confirms at once
+// when nothing more is there.
 const ackBytes = 512 << 10
 
 // receiver is the read side of a lane.
@@ -31,8 +31,8 @@ type receiver struct {
 	place *landing // not nil: the frame is of device memory, and goes to its buffer first
 	p     fragment
 
-	// What follows a payload: its trailer, and the next header, if that is there already. While a header is read, tail
-	// holds its beginning.
+	// What follows a payload: its trailer, and the next header, if that is there already. While a
+	// header is read, tail holds its beginning.
 	tail  [wire.TrailerBytes + wire.HeaderBytes]byte
 	tailN int
 
@@ -133,7 +133,8 @@ func (r *receiver) frame() error {
 		return err
 	}
 	if t.Seq != h.Seq {
-		return fmt.Errorf("tcp: frame %d has the trailer of frame %d: %w", h.Seq, t.Seq, wire.ErrMalformed)
+		return fmt.Errorf("tcp: frame %d has the trailer of frame %d: %w", h.Seq, t.Seq,
+			wire.ErrMalformed)
 	}
 	r.tailN = copy(r.tail[:], r.tail[wire.TrailerBytes:r.tailN])
 	r.p.reset()
@@ -169,7 +170,8 @@ func (r *receiver) frame() error {
 
 // verdict is the confirmation of a frame.
 func (l *lane) verdict(h *wire.Header, why transfer.Reason) wire.Entry {
-	e := wire.Entry{Slot: h.Slot, Outcome: transfer.Landed, Reason: why, Gen: h.Gen, Range: h.Range, Attempt: h.Attempt, Seq: h.Seq}
+	e := wire.Entry{Slot: h.Slot, Outcome: transfer.Landed, Reason: why, Gen: h.Gen, Range: h.Range,
+		Attempt: h.Attempt, Seq: h.Seq}
 	if why != transfer.ReasonNone {
 		e.Outcome = transfer.Rejected
 		l.b.host.Refused(l, why)
@@ -257,8 +259,9 @@ func (r *receiver) scratch() []byte {
 	return r.discard
 }
 
-// read makes one call's worth of progress on the fragment, and on the tail, of which it reads at most up to want bytes, where
-// all of the payload came before. It waits if it must, and confirms what is due before it does.
+// read makes one call's worth of progress on the fragment, and on the tail, of which it reads at
+// most up to want bytes, where all of the payload came before. It waits if it must, and confirms
+// what is due before it does.
 func (r *receiver) read(want int) error {
 	r.want = want
 	if r.todo > 0 {
@@ -296,8 +299,8 @@ func (r *receiver) read(want int) error {
 	}
 }
 
-// readv is one readv under the claim. Called by the netpoller's loop. What it read is checked and counted here, while the
-// memory is sure to be there.
+// readv is one readv under the claim. Called by the netpoller's loop. What it read is checked and
+// counted here, while the memory is sure to be there.
 func (r *receiver) readv(fd uintptr) bool {
 	guarded := r.open && r.p.left > 0
 	r.n, r.errno = 0, 0
@@ -332,12 +335,13 @@ func (r *receiver) readv(fd uintptr) bool {
 	return false
 }
 
-// lowatBytes is what a receiver in mid payload lets gather before it is woken. Waking it for every segment costs the sender
-// more than copying the segment does.
+// lowatBytes is what a receiver in mid payload lets gather before it is woken. Waking it for every
+// segment costs the sender more than copying the segment does.
 const lowatBytes = 128 << 10
 
-// expect tells the kernel how much to wait for: never more than what is left of the payload, whose sender has it ready.
-// Setting it makes the kernel look at what is there already, so nothing that came before is slept through.
+// expect tells the kernel how much to wait for: never more than what is left of the payload, whose
+// sender has it ready. Setting it makes the kernel look at what is there already, so nothing that
+// came before is slept through.
 func (r *receiver) expect(fd uintptr, left uint64) {
 	want := 1
 	if left >= lowatBytes/2 {
@@ -360,7 +364,8 @@ func (r *receiver) unstage() {
 	}
 }
 
-// flush confirms everything that is due. It does not wait: what does not fit in the socket is the writer's.
+// flush confirms everything that is due. It does not wait: what does not fit in the socket is the
+// writer's.
 func (r *receiver) flush() error {
 	r.unacked = 0
 	if len(r.acks) == 0 {
@@ -376,7 +381,8 @@ func (l *lane) confirm(e ...wire.Entry) error {
 	l.mu.Lock()
 	if len(l.confirms)+len(e) > maxInFlight+wire.MaxConfirms {
 		l.mu.Unlock()
-		return fmt.Errorf("tcp: the peer sends and does not read: over %d confirmations wait: %w", maxInFlight, wire.ErrMalformed)
+		return fmt.Errorf("tcp: the peer sends and does not read: over %d confirmations wait: %w",
+			maxInFlight, wire.ErrMalformed)
 	}
 	l.confirms = append(l.confirms, e...)
 	mine := !l.writing
@@ -417,12 +423,15 @@ func (r *receiver) confirmed() error {
 	for i := range r.entries {
 		c := &r.entries[i]
 		if l.flight.n == 0 {
-			bad = fmt.Errorf("tcp: the peer confirms frame %d, nothing is under way: %w", c.Seq, wire.ErrMalformed)
+			bad = fmt.Errorf("tcp: the peer confirms frame %d, nothing is under way: %w", c.Seq,
+				wire.ErrMalformed)
 			break
 		}
 		e := l.flight.first()
-		if !e.sent || e.seq != c.Seq || e.Range != c.Range || e.Origin.Slot != c.Slot || e.Origin.Gen != c.Gen {
-			bad = fmt.Errorf("tcp: the peer confirms frame %d, frame %d is next: %w", c.Seq, e.seq, wire.ErrMalformed)
+		if !e.sent || e.seq != c.Seq || e.Range != c.Range || e.Origin.Slot != c.Slot ||
+			e.Origin.Gen != c.Gen {
+			bad = fmt.Errorf("tcp: the peer confirms frame %d, frame %d is next: %w", c.Seq, e.seq,
+				wire.ErrMalformed)
 			break
 		}
 		res = append(res, outcome(l.flight.pop(), c, now))
@@ -436,9 +445,11 @@ func (r *receiver) confirmed() error {
 	return bad
 }
 
-// outcome says how a slice ended: by the receiver's word, except that what this end disowned has not landed.
+// outcome says how a slice ended: by the receiver's word, except that what this end disowned has
+// not landed.
 func outcome(e entry, c *wire.Entry, now time.Time) transport.Result {
-	res := transport.Result{Slice: e.Slice, Outcome: c.Outcome, Reason: c.Reason, Took: now.Sub(e.began)}
+	res := transport.Result{Slice: e.Slice, Outcome: c.Outcome, Reason: c.Reason,
+		Took: now.Sub(e.began)}
 	switch {
 	case c.Outcome == transfer.Landed:
 		res.Reason = transfer.ReasonNone
@@ -448,7 +459,8 @@ func outcome(e entry, c *wire.Entry, now time.Time) transport.Result {
 		res.Outcome = transfer.NotLanded
 		fallthrough
 	default:
-		res.Err = fmt.Errorf("tcp: chunks %d+%d, attempt %d: the receiver says %s", e.Range.First, e.Range.Count, e.Attempt, c.Reason)
+		res.Err = fmt.Errorf("tcp: chunks %d+%d, attempt %d: the receiver says %s", e.Range.First,
+			e.Range.Count, e.Attempt, c.Reason)
 	}
 	return res
 }

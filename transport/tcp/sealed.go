@@ -14,10 +14,11 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// On a sealed lane the same bytes go as records of internal/wire. The sender seals from the source's memory into a box that stays in a near
-// cache, and sends that; the receiver reads records into a box of its own and opens them into place where a record fits what comes
-// next in memory, else within the box, from where the bytes are copied. A record that is not what the peer sealed ends the lane before its frame
-// has landed; of the memory under it nothing is left but zeros.
+// On a sealed lane the same bytes go as records of internal/wire. The sender seals from the
+// source's memory into a box that stays in a near cache, and sends that; the receiver reads records
+// into a box of its own and opens them into place where a record fits what comes next in memory,
+// else within the box, from where the bytes are copied. A record that is not what the peer sealed
+// ends the lane before its frame has landed; of the memory under it nothing is left but zeros.
 const (
 	boxBytes    = 4 * (wire.RecordBytes + wire.RecordOverhead)
 	longBytes   = 4 * boxBytes // of a lane that has filled a box: the ends wake each other less often
@@ -53,7 +54,8 @@ type outbox struct {
 
 func (b *outbox) empty() bool { return b == nil || b.at == len(b.b) }
 
-// stepSealed is step for a sealed lane: it sends what is sealed, and seals more where that is all gone.
+// stepSealed is step for a sealed lane: it sends what is sealed, and seals more where that is all
+// gone.
 func (t *sender) stepSealed(park bool) bool {
 	b := t.box
 	if b.empty() {
@@ -231,8 +233,8 @@ func (r *receiver) readSealed() error {
 	return r.takePlain()
 }
 
-// enterFragment makes the memory of the fragment ready to be written; leave must follow. False: it may not be written any more, and the rest
-// of the frame is discarded.
+// enterFragment makes the memory of the fragment ready to be written; leave must follow. False: it
+// may not be written any more, and the rest of the frame is discarded.
 func (r *receiver) enterFragment() (guarded, ok bool) {
 	if !r.open || r.p.left == 0 {
 		return false, true
@@ -253,7 +255,8 @@ func (r *receiver) leaveFragment() {
 	r.claim.Leave()
 }
 
-// openInto opens a record straight into the fragment, where that has room for it in one run. False: it has not.
+// openInto opens a record straight into the fragment, where that has room for it in one run. False:
+// it has not.
 func (r *receiver) openInto(rec []byte, n int) (bool, error) {
 	if r.p.left < n {
 		return false, nil

@@ -17,7 +17,8 @@ import (
 	"github.com/kvspray/kvspray/transport/transporttest"
 )
 
-// onPath carries a lane, and gives the records of the dialling end to attack, which says what becomes of the n-th; nil ends the lane.
+// onPath carries a lane, and gives the records of the dialling end to attack, which says what
+// becomes of the n-th; nil ends the lane.
 func onPath(t *testing.T, to string, attack func(n int, rec []byte) []byte) string {
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -201,7 +202,8 @@ func TestSealedOnPath(t *testing.T) {
 	}
 }
 
-// What a sealed lane carries is not to be read on the path, and what another one carried is not taken by it.
+// What a sealed lane carries is not to be read on the path, and what another one carried is not
+// taken by it.
 func TestSealedIsSecret(t *testing.T) {
 	p := transporttest.NewPair(t, factory(Config{AEAD: true}))
 	peer, _ := p.A.PeerKey(p.B.Boot)
@@ -275,7 +277,8 @@ func TestSealedByEitherEnd(t *testing.T) {
 			t.Fatalf("%+v came back as %+v: %v", c.theirs, back, err)
 		}
 		crc, aead, err := agree(c.ours, back)
-		if crc != c.crc || aead != c.aead || (err == nil) != (c.wrong == "") || err != nil && !strings.Contains(err.Error(), c.wrong) {
+		if crc != c.crc || aead != c.aead || (err == nil) != (c.wrong == "") || err != nil &&
+			!strings.Contains(err.Error(), c.wrong) {
 			t.Errorf("%+v and %+v: crc %t, aead %t, %v", c.ours, c.theirs, crc, aead, err)
 		}
 	}

@@ -68,9 +68,10 @@ func (t *sender) release() {
 	t.results, t.cur = nil, entry{}
 }
 
-// pump writes until there is nothing left to write, or until it would have to wait; inline, it also stops at everything that
-// should not happen on a caller's time. It gives the write side up and returns true, or passes it on; the writer, which has
-// nobody to pass it to, keeps it where the lane has failed.
+// pump writes until there is nothing left to write, or until it would have to wait; inline, it also
+// stops at everything that should not happen on a caller's time. It gives the write side up and
+// returns true, or passes it on; the writer, which has nobody to pass it to, keeps it where the
+// lane has failed.
 func (l *lane) pump(inline bool) (released bool) {
 	t := &l.tx
 	for {
@@ -97,10 +98,13 @@ func (l *lane) pump(inline bool) (released bool) {
 }
 
 // room reports whether out can take what gather and finishFrame add.
-func (t *sender) room() bool { return cap(t.out)-len(t.out) >= gatherBytes || t.outAt == len(t.out) }
+func (t *sender) room() bool {
+	return cap(t.out)-len(t.out) >= gatherBytes ||
+		t.outAt == len(t.out)
+}
 
-// gather collects what goes out next: confirmations first, then the next slice. It gives the write side up and returns true
-// if there is nothing.
+// gather collects what goes out next: confirmations first, then the next slice. It gives the write
+// side up and returns true if there is nothing.
 func (t *sender) gather(inline bool) bool {
 	l := t.l
 	l.mu.Lock()
@@ -116,7 +120,8 @@ func (t *sender) gather(inline bool) bool {
 		l.flight.push(e)          // before its first byte can be confirmed
 		l.flight.last().buf = nil // the frame's, not the confirmation's
 	}
-	if !have && len(t.acks) == 0 && len(t.out) == t.outAt && t.box.empty() && len(t.results) == 0 && l.err == nil {
+	if !have && len(t.acks) == 0 && len(t.out) == t.outAt && t.box.empty() && len(t.results) == 0 &&
+		l.err == nil {
 		l.writing = false
 		l.mu.Unlock()
 		return true
@@ -154,7 +159,8 @@ func (t *sender) begin(e entry) {
 		l.mu.Lock()
 		l.flight.drop() // the last one: nothing of it left this end
 		l.mu.Unlock()
-		t.results = append(t.results, transport.Result{Slice: e.Slice, Outcome: transfer.NotLanded, Reason: why, Err: err,
+		t.results = append(t.results, transport.Result{Slice: e.Slice, Outcome: transfer.NotLanded,
+			Reason: why, Err: err,
 			Took: time.Since(e.began)})
 		return
 	}
@@ -166,7 +172,8 @@ func (t *sender) begin(e entry) {
 		t.todo, t.next, t.sum = 0, e.Range.End(), e.sum
 	}
 	t.seq++
-	h := wire.Header{Kind: wire.KindData, Slot: e.Origin.Slot, Gen: e.Origin.Gen, Range: e.Range, Attempt: e.Attempt, Seq: e.seq, Length: n}
+	h := wire.Header{Kind: wire.KindData, Slot: e.Origin.Slot, Gen: e.Origin.Gen, Range: e.Range,
+		Attempt: e.Attempt, Seq: e.seq, Length: n}
 	if t.l.crc {
 		h.Flags |= wire.FlagCRC32C
 	}
@@ -193,8 +200,8 @@ func (t *sender) deliver() {
 	t.results = t.results[:0]
 }
 
-// step makes one system call's worth of progress. It returns false if the call would have to wait and may not, or if the
-// lane failed.
+// step makes one system call's worth of progress. It returns false if the call would have to wait
+// and may not, or if the lane failed.
 func (t *sender) step(park bool) bool {
 	if t.box != nil {
 		return t.stepSealed(park)
@@ -225,7 +232,8 @@ func (t *sender) step(park bool) bool {
 	case t.errno == unix.EAGAIN:
 		return false
 	case t.errno == unix.EFAULT && t.p.left > 0:
-		// Memory that cannot be read: only the slice is lost. The kernel reports what it took before the fault first.
+		// Memory that cannot be read: only the slice is lost. The kernel reports what it took before the
+		// fault first.
 		t.lose(transfer.ReasonMemory, fmt.Errorf("tcp: read source: %w", t.errno))
 		return true
 	case t.errno != 0:
@@ -274,7 +282,8 @@ func (t *sender) pad() {
 	t.summed = true
 }
 
-// lose gives up the source in mid frame: the frame goes on with padding, and its trailer disowns it.
+// lose gives up the source in mid frame: the frame goes on with padding, and its trailer disowns
+// it.
 func (t *sender) lose(why transfer.Reason, err error) {
 	t.todo += uint64(t.p.left)
 	t.p.reset()
@@ -309,13 +318,14 @@ func (t *sender) send(fd uintptr) bool {
 	return t.errno != unix.EAGAIN || !t.park
 }
 
-// fill maps a new fragment, or copies it to the stage where it cannot be mapped, and sums it up, or else prefetches what the sum would
-// have read. Under the guard.
+// fill maps a new fragment, or copies it to the stage where it cannot be mapped, and sums it up, or
+// else prefetches what the sum would have read. Under the guard.
 //
-// The sum is taken just before the kernel reads the same bytes, so that memory is read from DRAM once. Sum and payload can
-// then differ if the engine writes in between; but the engine may do that only after it has moved the source's epoch, and
-// then Valid, asked after the last read, disowns the frame whatever its sum says. Where the epoch stands, nobody writes, and
-// a difference at the receiver is damage on the way.
+// The sum is taken just before the kernel reads the same bytes, so that memory is read from DRAM
+// once. Sum and payload can then differ if the engine writes in between; but the engine may do that
+// only after it has moved the source's epoch, and then Valid, asked after the last read, disowns
+// the frame whatever its sum says. Where the epoch stands, nobody writes, and a difference at the
+// receiver is damage on the way.
 func (t *sender) fill() error {
 	t.p.enter()
 	if t.p.staged {
@@ -341,7 +351,8 @@ func (t *sender) fill() error {
 	return nil
 }
 
-// finishFrame adds the trailer. The kernel has read every byte of the payload by now, so what Valid says holds for all.
+// finishFrame adds the trailer. The kernel has read every byte of the payload by now, so what Valid
+// says holds for all.
 func (t *sender) finishFrame() {
 	tr := wire.Trailer{Status: wire.StatusValid, Seq: t.cur.seq, CRC32C: t.sum}
 	if !t.lost && (t.cur.Origin.Revoked() || !t.cur.Origin.Source.Valid(t.cur.Range)) {
@@ -351,7 +362,8 @@ func (t *sender) finishFrame() {
 		tr.Status = wire.StatusDisowned
 	}
 	t.l.mu.Lock()
-	// Only now a confirmation can be true. The entry is still the last one, because only the write side adds any.
+	// Only now a confirmation can be true. The entry is still the last one, because only the write
+	// side adds any.
 	e := t.l.flight.last()
 	e.sent, e.why, e.err = true, t.cur.why, t.cur.err
 	t.l.mu.Unlock()

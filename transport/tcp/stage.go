@@ -17,10 +17,12 @@ const (
 	maxFollow  = 64 // confirmations that wait behind them
 )
 
-// stager gathers slices of device memory into host buffers before their frames begin, so that the copy of one slice overlaps the
-// sending of the one before. A slice that gets no buffer goes on without, in small pieces through the sender's own.
+// stager gathers slices of device memory into host buffers before their frames begin, so that the
+// copy of one slice overlaps the sending of the one before. A slice that gets no buffer goes on
+// without, in small pieces through the sender's own.
 //
-// Its goroutine starts with the first such slice, ends with the lane, and is waited for by the writer.
+// Its goroutine starts with the first such slice, ends with the lane, and is waited for by the
+// writer.
 type stager struct {
 	l      *lane
 	work   chan entry    // as many as a lane takes
@@ -75,7 +77,8 @@ func (s *stager) run() {
 	}
 }
 
-// hand passes a slice on to the writer; a small one that no other follows is written here, which saves a change of goroutine.
+// hand passes a slice on to the writer; a small one that no other follows is written here, which
+// saves a change of goroutine.
 func (s *stager) hand(e entry) {
 	l := s.l
 	l.mu.Lock()
@@ -92,7 +95,8 @@ func (s *stager) hand(e entry) {
 	}
 }
 
-// fill gathers a slice, under the origin's guard. Whatever is wrong with the slice itself, the sender finds out again.
+// fill gathers a slice, under the origin's guard. Whatever is wrong with the slice itself, the
+// sender finds out again.
 func (s *stager) fill(e *entry) {
 	n, err := e.Origin.Source.Bytes(e.Range)
 	if err != nil || n == 0 || n > uint64(e.dev.LendBytes()) {
@@ -164,8 +168,8 @@ type landed struct {
 	e wire.Entry
 }
 
-// lander puts whole frames where they belong, while the reader receives the next ones. A frame has landed after the device has
-// said so, and its claim is held meanwhile: a fence covers it.
+// lander puts whole frames where they belong, while the reader receives the next ones. A frame has
+// landed after the device has said so, and its claim is held meanwhile: a fence covers it.
 //
 // Its goroutine starts with the first such frame, and the reader joins it.
 type lander struct {
@@ -178,15 +182,16 @@ type lander struct {
 
 func (d *lander) init(l *lane) { d.l = l }
 
-// take gives the reader a buffer for a frame of n bytes; nil where the memory is the host's, or no buffer is to be had. It waits
-// for the device where landSlots frames are on their way.
+// take gives the reader a buffer for a frame of n bytes; nil where the memory is the host's, or no
+// buffer is to be had. It waits for the device where landSlots frames are on their way.
 func (d *lander) take(g *transport.Grant, n uint64) *landing {
 	dev := transport.DeviceOf(g.Sink)
 	if dev == nil || n == 0 || n > uint64(dev.LendBytes()) {
 		return nil
 	}
 	if d.work == nil {
-		d.work, d.free, d.done = make(chan landed, maxFollow), make(chan *landing, landSlots), make(chan struct{})
+		d.work, d.free, d.done = make(chan landed, maxFollow), make(chan *landing, landSlots),
+			make(chan struct{})
 		for range landSlots {
 			d.free <- &landing{}
 		}

@@ -35,7 +35,8 @@ func (s *safeBuffer) String() string {
 	return s.b.String()
 }
 
-// dials opens and closes lanes over the second rail, and returns the p99 of the time that one takes.
+// dials opens and closes lanes over the second rail, and returns the p99 of the time that one
+// takes.
 func dials(t *testing.T, p *transporttest.Pair) time.Duration {
 	var took []time.Duration
 	for range 200 {
@@ -50,12 +51,15 @@ func dials(t *testing.T, p *transporttest.Pair) time.Duration {
 // lanes over another rail open as if they were alone.
 func TestLanesAmongStrangers(t *testing.T) {
 	if testutil.Race {
-		testutil.Skip(t, "norace", "make test-all looks at it where nothing else runs, in its part bounds")
+		testutil.Skip(t, "norace",
+			"make test-all looks at it where nothing else runs, in its part bounds")
 	}
-	for name, from := range map[string]func(int) [4]byte{"one address": testutil.OneStranger, "many addresses": testutil.ManyStrangers} {
+	for name, from := range map[string]func(int) [4]byte{"one address": testutil.OneStranger,
+		"many addresses": testutil.ManyStrangers} {
 		t.Run(name, func(t *testing.T) {
 			var log safeBuffer
-			p := transporttest.NewPair(t, factory(Config{Rails: []Rail{{Name: "a", Listen: "127.0.0.1:0"}, {Name: "b", Listen: "127.0.0.2:0"}},
+			p := transporttest.NewPair(t, factory(Config{Rails: []Rail{{Name: "a", Listen: "127.0.0.1:0"},
+				{Name: "b", Listen: "127.0.0.2:0"}},
 				Log: slog.New(slog.NewTextHandler(&log, nil))}))
 			b := p.B.Backend.(*Backend)
 			var took time.Duration
@@ -68,7 +72,9 @@ func TestLanesAmongStrangers(t *testing.T) {
 				beside := dials(t, p)
 				each := time.Since(began)
 				took += each
-				t.Logf("%d connections of strangers in %v, %d closed for others; p99 of a new lane %v, alone %v", stop(), each, b.gate.Evicted(), beside, alone)
+				t.Logf(
+					"%d connections of strangers in %v, %d closed for others; p99 of a new lane %v, alone %v",
+					stop(), each, b.gate.Evicted(), beside, alone)
 				if good = beside <= max(50*time.Millisecond, 3*alone); good {
 					break
 				}
@@ -86,7 +92,8 @@ func TestLanesAmongStrangers(t *testing.T) {
 	}
 }
 
-// A receiver that has as many lanes as may be refuses one more before it is open; with room it opens again.
+// A receiver that has as many lanes as may be refuses one more before it is open; with room it
+// opens again.
 func TestOneLaneTooMany(t *testing.T) {
 	p := transporttest.NewPair(t, factory(Config{}))
 	b := p.B.Backend.(*Backend)
@@ -96,7 +103,8 @@ func TestOneLaneTooMany(t *testing.T) {
 	peer, _ := p.A.PeerKey(p.B.Boot)
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
-	if _, err := p.A.Backend.Dial(ctx, peer, p.A.Rails[0], p.B.Rails[0]); !errors.Is(err, wire.ErrRefused) {
+	if _, err := p.A.Backend.Dial(ctx, peer, p.A.Rails[0], p.B.Rails[0]); !errors.Is(err,
+		wire.ErrRefused) {
 		t.Fatalf("one lane too many: %v", err)
 	}
 	b.mu.Lock()

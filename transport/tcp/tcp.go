@@ -1,9 +1,9 @@
-// Package tcp is the transport that works everywhere: payload goes from registered memory by sendmsg and into registered
-// memory by readv, without a Go buffer in between.
+// Package tcp is the transport that works everywhere: payload goes from registered memory by
+// sendmsg and into registered memory by readv, without a Go buffer in between.
 //
-// A rail is a local address with a listener; a lane is one connection between two rails, opened and proved by
-// internal/wire, and carries slices in both directions. A frame is header, payload, trailer; the receiver confirms each
-// frame on the same connection.
+// A rail is a local address with a listener; a lane is one connection between two rails, opened and
+// proved by internal/wire, and carries slices in both directions. A frame is header, payload,
+// trailer; the receiver confirms each frame on the same connection.
 //
 // Invariants:
 //   - memory of a grant is written only inside transport.Claim's Enter and Leave, around one non-blocking readv of at most
@@ -14,8 +14,9 @@
 //     cannot block each other.
 //   - each slice that Move took ends exactly once: by its confirmation, before it began, or with its lane.
 //
-// Goroutines: one accept loop per rail, one short-lived opener per connection, and a reader and a writer per lane. All of
-// them are joined by Close. An idle lane waits in the netpoller and costs nothing.
+// Goroutines: one accept loop per rail, one short-lived opener per connection, and a reader and a
+// writer per lane. All of them are joined by Close. An idle lane waits in the netpoller and costs
+// nothing.
 package tcp
 
 import (
@@ -41,17 +42,18 @@ const Name = "tcp"
 
 // Bounds and defaults.
 const (
-	openTimeout       = 5 * time.Second // of the opening of an accepted connection
-	connectFirst      = 150 * time.Millisecond
-	connectTries      = 5       // the last of 2.4 s
-	maxOpening        = 1024    // accepted connections without a proof, of all rails
-	maxSource         = 512     // of these, from one source
-	maxLanes          = 4096    // of one backend
-	defaultSlice      = 1 << 20 // bytes
-	defaultInFlight   = 16      // slices per lane
-	maxInFlight       = 1024    // slices per lane
-	defaultNotSent    = 1 << 20 // bytes that wait unsent in a socket
-	rtoMax            = 1000    // milliseconds between two retransmissions: the least that the kernel takes
+	openTimeout     = 5 * time.Second // of the opening of an accepted connection
+	connectFirst    = 150 * time.Millisecond
+	connectTries    = 5       // the last of 2.4 s
+	maxOpening      = 1024    // accepted connections without a proof, of all rails
+	maxSource       = 512     // of these, from one source
+	maxLanes        = 4096    // of one backend
+	defaultSlice    = 1 << 20 // bytes
+	defaultInFlight = 16      // slices per lane
+	maxInFlight     = 1024    // slices per lane
+	defaultNotSent  = 1 << 20 // bytes that wait unsent in a socket
+	// milliseconds between two retransmissions: the least that the kernel takes
+	rtoMax            = 1000
 	acceptRetryPause  = 10 * time.Millisecond
 	maxRails          = 64
 	defaultRailListen = "127.0.0.1:0"
@@ -123,7 +125,8 @@ func New(cfg Config) (*Backend, error) {
 		cfg.SliceBytes = defaultSlice
 	}
 	if cfg.SliceBytes < transfer.ChunkBytes || cfg.SliceBytes%transfer.ChunkBytes != 0 {
-		return nil, fmt.Errorf("tcp: slice of %d bytes: must be a positive multiple of %d", cfg.SliceBytes, transfer.ChunkBytes)
+		return nil, fmt.Errorf("tcp: slice of %d bytes: must be a positive multiple of %d",
+			cfg.SliceBytes, transfer.ChunkBytes)
 	}
 	if cfg.MaxInFlight == 0 {
 		cfg.MaxInFlight = defaultInFlight
@@ -135,7 +138,8 @@ func New(cfg Config) (*Backend, error) {
 		cfg.NotSent = defaultNotSent
 	}
 	if cfg.SendBuffer < 0 || cfg.RecvBuffer < 0 || cfg.NotSent < 0 {
-		return nil, fmt.Errorf("tcp: buffers of %d, %d and %d bytes: must not be negative", cfg.SendBuffer, cfg.RecvBuffer, cfg.NotSent)
+		return nil, fmt.Errorf("tcp: buffers of %d, %d and %d bytes: must not be negative",
+			cfg.SendBuffer, cfg.RecvBuffer, cfg.NotSent)
 	}
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
@@ -153,7 +157,8 @@ func (b *Backend) Name() string { return Name }
 
 // Caps describes the backend.
 func (b *Backend) Caps() transport.Caps {
-	return transport.Caps{Initiator: transport.BySource, Evidence: transport.EvidenceRead, Fence: transport.FenceLease,
+	return transport.Caps{Initiator: transport.BySource, Evidence: transport.EvidenceRead,
+		Fence:      transport.FenceLease,
 		SliceBytes: b.cfg.SliceBytes, Tells: true, Guarded: true}
 }
 
@@ -195,7 +200,8 @@ func listen(ctx context.Context, rc Rail, others []rail) (rail, error) {
 	}
 	ln, err := (&net.ListenConfig{}).Listen(ctx, "tcp", addr)
 	if err != nil {
-		return rail{}, fmt.Errorf("tcp: rail %q: listen on %q: %w; name an address of this host with a free port", rc.Name, addr, err)
+		return rail{}, fmt.Errorf("tcp: rail %q: listen on %q: %w; name an address of this host with a "+
+			"free port", rc.Name, addr, err)
 	}
 	l, ok := ln.(*net.TCPListener)
 	if !ok {
@@ -226,7 +232,8 @@ func (b *Backend) AddRail(ctx context.Context, rc Rail) (transport.Rail, error) 
 	case b.closed || !b.opened:
 		return transport.Rail{}, fmt.Errorf("tcp: add rail %q: %w", rc.Name, net.ErrClosed)
 	case len(b.rails) >= maxRails:
-		return transport.Rail{}, fmt.Errorf("tcp: add rail %q: %d rails are open, at most that many", rc.Name, maxRails)
+		return transport.Rail{}, fmt.Errorf("tcp: add rail %q: %d rails are open, at most that many",
+			rc.Name, maxRails)
 	}
 	r, err := listen(ctx, rc, b.rails)
 	if err != nil {
@@ -238,7 +245,8 @@ func (b *Backend) AddRail(ctx context.Context, rc Rail) (transport.Rail, error) 
 
 var errRailGone = errors.New("tcp: the rail was taken away")
 
-// RemoveRail ends a rail and its lanes; false: there is none of that name. What the lanes carry ends as with every lane that is lost.
+// RemoveRail ends a rail and its lanes; false: there is none of that name. What the lanes carry
+// ends as with every lane that is lost.
 func (b *Backend) RemoveRail(name string) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -282,7 +290,8 @@ func (b *Backend) acceptLoop(l *net.TCPListener, rail transport.Rail) {
 			if err != nil {
 				_ = c.Close()
 				if open || errors.Is(err, errTooMany) {
-					b.refused.Note(slog.LevelWarn, "lane refused", "rail", rail.Name, "remote", c.RemoteAddr().String(), "err", err)
+					b.refused.Note(slog.LevelWarn, "lane refused", "rail", rail.Name, "remote",
+						c.RemoteAddr().String(), "err", err)
 				}
 			}
 		}()
@@ -356,8 +365,8 @@ type agreed struct {
 	us, them  wire.End
 }
 
-// connect opens a connection. A SYN that is lost is said again by the kernel after a second, which no option shortens. So it is given up sooner, and
-// a new one sent.
+// connect opens a connection. A SYN that is lost is said again by the kernel after a second, which
+// no option shortens. So it is given up sooner, and a new one sent.
 func connect(ctx context.Context, d net.Dialer, address string) (c net.Conn, err error) {
 	d.Timeout = connectFirst
 	for range connectTries {
@@ -373,9 +382,11 @@ func connect(ctx context.Context, d net.Dialer, address string) (c net.Conn, err
 }
 
 // Dial opens a lane from a local rail to a peer's.
-func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote transport.Rail) (transport.Lane, error) {
+func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote transport.Rail) (
+	transport.Lane, error) {
 	wrap := func(err error) (transport.Lane, error) {
-		return nil, fmt.Errorf("tcp: dial %s from rail %q to rail %q at %s: %w", peer.Boot, local.Name, remote.Name, remote.Address, err)
+		return nil, fmt.Errorf("tcp: dial %s from rail %q to rail %q at %s: %w", peer.Boot, local.Name,
+			remote.Name, remote.Address, err)
 	}
 	if !b.reserve() {
 		return wrap(errTooMany)
@@ -402,7 +413,8 @@ func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote t
 	}
 	_ = c.SetDeadline(deadline)
 	stop := context.AfterFunc(ctx, func() { _ = c.SetDeadline(time.Unix(1, 0)) })
-	o, err := wire.Dial(c, wire.DialParams{Purpose: wire.PurposeTCPData, Self: peer.Self, Peer: peer.Boot, Key: peer.Key,
+	o, err := wire.Dial(c, wire.DialParams{Purpose: wire.PurposeTCPData, Self: peer.Self,
+		Peer: peer.Boot, Key: peer.Key,
 		Attach: b.attachment(local.Name, remote.Name).encode()})
 	stop()
 	if err == nil {
@@ -465,7 +477,8 @@ func (b *Backend) sourceAddr(local transport.Rail) net.Addr {
 }
 
 // start makes a lane of a proved connection for which a place was reserved.
-func (b *Backend) start(c *net.TCPConn, peer transport.Peer, local, remote string, a agreed) (*lane, error) {
+func (b *Backend) start(c *net.TCPConn, peer transport.Peer, local, remote string,
+	a agreed) (*lane, error) {
 	_ = c.SetDeadline(time.Time{})
 	l, err := newLane(b, c, peer.Boot, local, remote, a)
 	b.mu.Lock()
@@ -549,7 +562,8 @@ func (b *Backend) Close() error {
 	return nil
 }
 
-// tune sets what the kernel should know about a lane. Buffers are hints; an old kernel without one of them still works.
+// tune sets what the kernel should know about a lane. Buffers are hints; an old kernel without one
+// of them still works.
 func tune(c *net.TCPConn, raw interface {
 	Control(func(fd uintptr)) error
 }, cfg *Config) error {
@@ -569,8 +583,8 @@ func tune(c *net.TCPConn, raw interface {
 	var err error
 	if cerr := raw.Control(func(fd uintptr) {
 		err = unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_NOTSENT_LOWAT, cfg.NotSent)
-		// A rail that heals after seconds of silence would be silent for as long again, while its retransmissions back off. Kernels before
-		// 6.15 do not know the option: there it takes that long.
+		// A rail that heals after seconds of silence would be silent for as long again, while its
+		// retransmissions back off. Kernels before 6.15 do not know the option: there it takes that long.
 		_ = unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_RTO_MAX_MS, rtoMax)
 	}); cerr != nil {
 		return cerr

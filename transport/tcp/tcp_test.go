@@ -23,20 +23,32 @@ func factory(cfg Config) transporttest.Factory {
 
 func TestConformance(t *testing.T) { transporttest.Conformance(t, factory(Config{})) }
 
-func TestConformanceCRC32C(t *testing.T) { transporttest.Conformance(t, factory(Config{CRC32C: true})) }
+func TestConformanceCRC32C(t *testing.T) {
+	transporttest.Conformance(t,
+		factory(Config{CRC32C: true}))
+}
 
 func TestConformanceAEAD(t *testing.T) { transporttest.Conformance(t, factory(Config{AEAD: true})) }
 
 func TestConformanceOnDeviceAEAD(t *testing.T) {
-	transporttest.ConformanceOnDevice(t, func(testing.TB, *transporttest.Device) transporttest.Factory { return factory(Config{AEAD: true}) })
+	transporttest.ConformanceOnDevice(t, func(testing.TB,
+		*transporttest.Device) transporttest.Factory {
+		return factory(Config{AEAD: true})
+	})
 }
 
 func TestConformanceOnDevice(t *testing.T) {
-	transporttest.ConformanceOnDevice(t, func(testing.TB, *transporttest.Device) transporttest.Factory { return factory(Config{}) })
+	transporttest.ConformanceOnDevice(t, func(testing.TB,
+		*transporttest.Device) transporttest.Factory {
+		return factory(Config{})
+	})
 }
 
 func TestConformanceOnDeviceCRC32C(t *testing.T) {
-	transporttest.ConformanceOnDevice(t, func(testing.TB, *transporttest.Device) transporttest.Factory { return factory(Config{CRC32C: true}) })
+	transporttest.ConformanceOnDevice(t, func(testing.TB,
+		*transporttest.Device) transporttest.Factory {
+		return factory(Config{CRC32C: true})
+	})
 }
 
 func BenchmarkTCPSealed(b *testing.B) { transporttest.Benchmark(b, factory(Config{AEAD: true})) }

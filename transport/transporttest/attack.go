@@ -21,7 +21,8 @@ type pusher struct {
 	ended atomic.Int64
 }
 
-func push(from *End, lanes []transport.Lane, o *transport.Origin, chunks uint32, attempt uint32) *pusher {
+func push(from *End, lanes []transport.Lane, o *transport.Origin, chunks uint32,
+	attempt uint32) *pusher {
 	p := &pusher{}
 	for _, l := range lanes {
 		for range 2 {
@@ -93,7 +94,10 @@ func testFenceAttack(t *testing.T, f Factory, success bool) {
 		const engine = 0x3c // written by the engine's next request
 		dst.Fill(engine)
 		before := push.ended.Load()
-		until(t, "slices ended after the fence", func() bool { return push.ended.Load() >= before+int64(4*len(lanes)) })
+		until(t, "slices ended after the fence", func() bool {
+			return push.ended.Load() >= before+int64(
+				4*len(lanes))
+		})
 		push.stop()
 		if at, ok := dst.Filled(engine); !ok {
 			t.Fatalf("run %d: byte %d was written after the fence", run, at)
@@ -154,7 +158,8 @@ func testSourceAttack(t *testing.T, f Factory, closed bool) {
 		}
 		src.Write(666)
 		before := push.ended.Load()
-		until(t, "slices ended after the source was lost", func() bool { return push.ended.Load() >= before+int64(4*len(lanes)) })
+		until(t, "slices ended after the source was lost",
+			func() bool { return push.ended.Load() >= before+int64(4*len(lanes)) })
 		push.stop()
 		b.End(t)
 	}

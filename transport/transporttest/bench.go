@@ -54,7 +54,8 @@ type Mover struct {
 // NewMover opens a lane of a fresh pair over memory of shape s.
 func NewMover(tb testing.TB, f Factory, s Shape) *Mover {
 	tb.Helper()
-	m := &Mover{tb: tb, pair: NewPair(tb, f), src: wrapped{NewMemory(tb, s)}, dst: wrapped{NewMemory(tb, s)},
+	m := &Mover{tb: tb, pair: NewPair(tb, f), src: wrapped{NewMemory(tb, s)},
+		dst:   wrapped{NewMemory(tb, s)},
 		batch: make([]transport.Slice, 1), done: make(chan transfer.Outcome, 1024)}
 	m.pair.A.direct = func(res []transport.Result) {
 		for i := range res {
@@ -104,7 +105,8 @@ func (m *Mover) Try(slices int, chunks uint32, window int) error {
 				}
 				m.rebind()
 			}
-			m.batch[0] = transport.Slice{Origin: m.bind.Origin, Range: transfer.Range{First: m.next, Count: chunks}, Attempt: 1}
+			m.batch[0] = transport.Slice{Origin: m.bind.Origin, Range: transfer.Range{First: m.next,
+				Count: chunks}, Attempt: 1}
 			m.next += chunks
 			if err := m.lane.Move(m.batch); err != nil {
 				return err

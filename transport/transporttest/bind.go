@@ -20,7 +20,8 @@ type Bind struct {
 
 // NewBind binds a slot in both directions of the lookup, like the control layer. The caller owns
 // src and dst.
-func NewBind(tb testing.TB, from, to *End, src, dst *Memory, slot transfer.Slot, gen transfer.Gen) *Bind {
+func NewBind(tb testing.TB, from, to *End, src, dst *Memory, slot transfer.Slot,
+	gen transfer.Gen) *Bind {
 	tb.Helper()
 	b := &Bind{from: from, to: to}
 	b.bindOrigin(src, to.Boot, slot, gen, b.bindGrant(tb, dst, from.Boot, slot, gen))
@@ -31,7 +32,8 @@ func NewBind(tb testing.TB, from, to *End, src, dst *Memory, slot transfer.Slot,
 }
 
 // bindGrant makes the receiver's half and returns the token.
-func (b *Bind) bindGrant(tb testing.TB, dst *Memory, peer transfer.Boot, slot transfer.Slot, gen transfer.Gen) []byte {
+func (b *Bind) bindGrant(tb testing.TB, dst *Memory, peer transfer.Boot, slot transfer.Slot,
+	gen transfer.Gen) []byte {
 	tb.Helper()
 	b.Sink = &Sink{Memory: dst, tb: tb, landed: make([]atomic.Uint32, dst.Chunks())}
 	b.Grant = &transport.Grant{Peer: peer, Slot: slot, Gen: gen, Sink: b.Sink}
@@ -44,7 +46,8 @@ func (b *Bind) bindGrant(tb testing.TB, dst *Memory, peer transfer.Boot, slot tr
 		tb.Fatalf("grant: %v", err)
 	}
 	if b.to.Backend.Caps().NeedsTokens != (token != nil) {
-		tb.Fatalf("grant returned a token of %d bytes, Caps.NeedsTokens is %v", len(token), b.to.Backend.Caps().NeedsTokens)
+		tb.Fatalf("grant returned a token of %d bytes, Caps.NeedsTokens is %v", len(token),
+			b.to.Backend.Caps().NeedsTokens)
 	}
 	b.to.mu.Lock()
 	b.to.grants[slot] = b.Grant
@@ -53,7 +56,8 @@ func (b *Bind) bindGrant(tb testing.TB, dst *Memory, peer transfer.Boot, slot tr
 }
 
 // bindOrigin makes the sender's half.
-func (b *Bind) bindOrigin(src *Memory, peer transfer.Boot, slot transfer.Slot, gen transfer.Gen, token []byte) {
+func (b *Bind) bindOrigin(src *Memory, peer transfer.Boot, slot transfer.Slot, gen transfer.Gen,
+	token []byte) {
 	b.Source = &Source{Memory: src}
 	b.Origin = &transport.Origin{Peer: peer, Slot: slot, Gen: gen, Source: b.Source, Token: token}
 	b.from.mu.Lock()

@@ -34,7 +34,10 @@ func Conformance(t *testing.T, f Factory) {
 		{"Fence attack after success", func(t *testing.T, f Factory) { testFenceAttack(t, f, true) }},
 		{"Fence honours its context", testFenceContext},
 		{"Source rewritten after close", func(t *testing.T, f Factory) { testSourceAttack(t, f, true) }},
-		{"Source rewritten after preemption", func(t *testing.T, f Factory) { testSourceAttack(t, f, false) }},
+		{"Source rewritten after preemption", func(t *testing.T, f Factory) {
+			testSourceAttack(t,
+				f, false)
+		}},
 		{"Lanes killed", testKill},
 		{"Close", testClose},
 		{"Unknown peer", testUnknownPeer},
@@ -141,11 +144,13 @@ func testContent(t *testing.T, f Factory) {
 			src.Write(seed)
 			b := NewBind(t, p.A, p.B, src, dst, transfer.Slot(i), transfer.Gen(j+1))
 			b.Sink.Expect(seed)
-			if r := p.A.MoveWait(a, b.Origin, src.All(), 1); r.Outcome != transfer.Landed || r.Origin != b.Origin || r.Attempt != 1 || r.Took <= 0 {
+			if r := p.A.MoveWait(a, b.Origin, src.All(), 1); r.Outcome != transfer.Landed ||
+				r.Origin != b.Origin || r.Attempt != 1 || r.Took <= 0 {
 				t.Fatalf("%+v to %+v: %s %s after %s: %v", s, d, r.Outcome, r.Reason, r.Took, r.Err)
 			}
 			if !b.Sink.Full() {
-				t.Fatalf("%+v to %+v: the sender has its Landed, the sink has %d of %d", s, d, b.Sink.Count(), dst.Chunks())
+				t.Fatalf("%+v to %+v: the sender has its Landed, the sink has %d of %d", s, d, b.Sink.Count(),
+					dst.Chunks())
 			}
 			b.End(t)
 			dst.GapsIntact(t)
@@ -276,10 +281,12 @@ func testDuplicates(t *testing.T, f Factory) {
 		r2 := p.A.Move(a2, b.Origin, src.All(), 2*round+2)
 		x, y := receive(t, r1, "result"), receive(t, r2, "result")
 		if x.Outcome != transfer.Landed && y.Outcome != transfer.Landed {
-			t.Fatalf("neither of two attempts landed: %s %s, %s %s", x.Outcome, x.Reason, y.Outcome, y.Reason)
+			t.Fatalf("neither of two attempts landed: %s %s, %s %s", x.Outcome, x.Reason,
+				y.Outcome, y.Reason)
 		}
 		for _, r := range []transport.Result{x, y} {
-			if r.Outcome != transfer.Landed && (r.Outcome != transfer.NotLanded || r.Reason != transfer.ReasonSuperseded) {
+			if r.Outcome != transfer.Landed && (r.Outcome != transfer.NotLanded ||
+				r.Reason != transfer.ReasonSuperseded) {
 				t.Fatalf("attempt %d: %s %s: %v", r.Attempt, r.Outcome, r.Reason, r.Err)
 			}
 		}
@@ -350,12 +357,14 @@ func testResolveErrors(t *testing.T, f Factory) {
 	b := NewBind(t, p.A, p.B, src, dst, 1, 1)
 	b.Sink.Expect(5)
 	b.Source.Broken.Store(true)
-	if r := p.A.MoveWait(a, b.Origin, src.All(), 1); r.Outcome == transfer.Landed || r.Outcome == transfer.InDoubt {
+	if r := p.A.MoveWait(a, b.Origin, src.All(), 1); r.Outcome == transfer.Landed ||
+		r.Outcome == transfer.InDoubt {
 		t.Fatalf("a source that resolves nothing: %s %s", r.Outcome, r.Reason)
 	}
 	b.Source.Broken.Store(false)
 	b.Sink.Refuse(true)
-	if r := p.A.MoveWait(a, b.Origin, src.All(), 2); r.Outcome != transfer.Rejected || r.Reason != transfer.ReasonRange {
+	if r := p.A.MoveWait(a, b.Origin, src.All(), 2); r.Outcome != transfer.Rejected ||
+		r.Reason != transfer.ReasonRange {
 		t.Fatalf("a sink that resolves nothing: %s %s", r.Outcome, r.Reason)
 	}
 	b.Sink.Refuse(false)
@@ -390,7 +399,8 @@ func testRefusals(t *testing.T, f Factory) {
 		}
 	}
 	other := func(slot transfer.Slot, gen transfer.Gen) *transport.Origin {
-		o := &transport.Origin{Peer: p.B.Boot, Slot: slot, Gen: gen, Source: b.Source, Token: b.Origin.Token}
+		o := &transport.Origin{Peer: p.B.Boot, Slot: slot, Gen: gen, Source: b.Source,
+			Token: b.Origin.Token}
 		p.A.mu.Lock()
 		p.A.origins[slot] = o
 		p.A.mu.Unlock()

@@ -68,7 +68,8 @@ func (d *Device) Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Reg
 	if n < size {
 		return nil, fmt.Errorf("transporttest: %d bytes of an allocation of %d", size, n)
 	}
-	return mem.NewDevice(id, mem.DeviceMemory{Device: d, Addr: addr, Size: size, Handle: handle, FD: -1})
+	return mem.NewDevice(id, mem.DeviceMemory{Device: d, Addr: addr, Size: size,
+		Handle: handle, FD: -1})
 }
 
 // at is the memory of a block of any kind.
@@ -180,10 +181,13 @@ func testDeviceFails(t *testing.T, f Factory, d *Device) {
 	d.Fail.Store(true)
 	res := p.A.MoveWait(l, b.Origin, src.All(), 1)
 	d.Fail.Store(false)
-	if res.Outcome == transfer.Landed || res.Reason != transfer.ReasonMemory || b.Sink.count.Load() != 0 {
-		t.Fatalf("with a device that fails: %s, %s, %d chunks landed", res.Outcome, res.Reason, b.Sink.count.Load())
+	if res.Outcome == transfer.Landed || res.Reason != transfer.ReasonMemory ||
+		b.Sink.count.Load() != 0 {
+		t.Fatalf("with a device that fails: %s, %s, %d chunks landed", res.Outcome, res.Reason,
+			b.Sink.count.Load())
 	}
-	if res := p.A.MoveWait(l, b.Origin, src.All(), 2); res.Outcome != transfer.Landed || !b.Sink.Full() {
+	if res := p.A.MoveWait(l, b.Origin, src.All(), 2); res.Outcome != transfer.Landed ||
+		!b.Sink.Full() {
 		t.Fatalf("once it works again: %s, %s: %v", res.Outcome, res.Reason, res.Err)
 	}
 	dst.GapsIntact(t)

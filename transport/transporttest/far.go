@@ -272,13 +272,15 @@ func (f *far) newGrant(tb testing.TB, b *Bind) []byte {
 	tb.Helper()
 	x := f.newBind(tb, b.Grant)
 	b.Sink.far = x
-	return x.do(FarCall{Op: opGrant, On: b.Sink.Memory.far.id, Peer: transport.Peer{Boot: b.Grant.Peer}, Slot: b.Grant.Slot, Gen: b.Grant.Gen}).Token
+	return x.do(FarCall{Op: opGrant, On: b.Sink.Memory.far.id,
+		Peer: transport.Peer{Boot: b.Grant.Peer}, Slot: b.Grant.Slot, Gen: b.Grant.Gen}).Token
 }
 
 func (f *far) newOrigin(tb testing.TB, b *Bind) {
 	tb.Helper()
 	o := b.Origin
-	f.newBind(tb, o).do(FarCall{Op: opOrigin, On: b.Source.Memory.far.id, Peer: transport.Peer{Boot: o.Peer}, Slot: o.Slot, Gen: o.Gen, Token: o.Token})
+	f.newBind(tb, o).do(FarCall{Op: opOrigin, On: b.Source.Memory.far.id,
+		Peer: transport.Peer{Boot: o.Peer}, Slot: o.Slot, Gen: o.Gen, Token: o.Token})
 }
 
 func (f *far) bindOf(tb testing.TB, half any) *farBind {
@@ -290,12 +292,15 @@ func (f *far) bindOf(tb testing.TB, half any) *farBind {
 func (f *far) forget(tb testing.TB, half any) { f.bindOf(tb, half).do(FarCall{Op: opForget}) }
 
 // move waits for the end of a slice whose source is on the other host.
-func (f *far) move(tb testing.TB, l transport.Lane, o *transport.Origin, r transfer.Range, attempt uint32) transport.Result {
-	a, err := f.try(tb, FarCall{Op: opMove, ID: l.ID(), On: f.bindOf(tb, o).id, Range: r, Attempt: attempt})
+func (f *far) move(tb testing.TB, l transport.Lane, o *transport.Origin, r transfer.Range,
+	attempt uint32) transport.Result {
+	a, err := f.try(tb, FarCall{Op: opMove, ID: l.ID(), On: f.bindOf(tb, o).id, Range: r,
+		Attempt: attempt})
 	if err == nil {
 		err = a.err()
 	}
-	return transport.Result{Slice: transport.Slice{Origin: o, Range: r, Attempt: attempt}, Outcome: a.Outcome, Reason: a.Reason, Took: a.Took, Err: err}
+	return transport.Result{Slice: transport.Slice{Origin: o, Range: r, Attempt: attempt},
+		Outcome: a.Outcome, Reason: a.Reason, Took: a.Took, Err: err}
 }
 
 // farLane is the other host's end of a lane.
@@ -412,7 +417,8 @@ func (p *farPlayer) answer(tb *farTB, c FarCall, a *FarAnswer) {
 	lane := func(l transport.Lane) {
 		keep(p, p.lanes, l.ID(), l)
 		a.OK = true
-		a.Lane = farLane{Ident: l.ID(), To: l.Peer(), Of: l.Backend(), Here: l.Local(), There: l.Remote(), Window: l.MaxInFlight()}
+		a.Lane = farLane{Ident: l.ID(), To: l.Peer(), Of: l.Backend(), Here: l.Local(), There: l.Remote(),
+			Window: l.MaxInFlight()}
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	if c.Within != 0 {

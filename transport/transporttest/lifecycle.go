@@ -97,11 +97,13 @@ func testClose(t *testing.T, f Factory) {
 		p.A.down("LaneDown")
 		p.B.down("LaneDown of the other end")
 	}
-	if err := a1.Move([]transport.Slice{{Origin: b.Origin, Range: src.All()}}); !errors.Is(err, net.ErrClosed) {
+	if err := a1.Move([]transport.Slice{{Origin: b.Origin, Range: src.All()}}); !errors.Is(err,
+		net.ErrClosed) {
 		t.Errorf("move after close: %v", err)
 	}
 	peer, _ := p.A.PeerKey(p.B.Boot)
-	if _, err := p.A.Backend.Dial(context.Background(), peer, p.A.Rails[0], p.B.Rails[0]); !errors.Is(err, net.ErrClosed) {
+	if _, err := p.A.Backend.Dial(context.Background(), peer, p.A.Rails[0], p.B.Rails[0]); !errors.Is(
+		err, net.ErrClosed) {
 		t.Errorf("dial after close: %v", err)
 	}
 	b.End(t)

@@ -107,8 +107,9 @@ func NewPair(tb testing.TB, f Factory) *Pair {
 func bareEnd(tb testing.TB) *End {
 	return &End{tb: tb, ups: make(chan transport.Lane, 256), downs: make(chan transport.Lane, 256),
 		peers: map[transfer.Boot]transport.Peer{}, grants: map[transfer.Slot]*transport.Grant{},
-		origins: map[transfer.Slot]*transport.Origin{}, pending: map[uint64]chan transport.Result{}, lanes: map[uint64]bool{},
-		lost: map[uint64]error{}, refused: map[transfer.Reason]int{}}
+		origins: map[transfer.Slot]*transport.Origin{}, pending: map[uint64]chan transport.Result{},
+		lanes: map[uint64]bool{},
+		lost:  map[uint64]error{}, refused: map[transfer.Reason]int{}}
 }
 
 func newEnd(tb testing.TB, f Factory) *End {
@@ -153,7 +154,8 @@ func (e *End) PeerKey(boot transfer.Boot) (transport.Peer, bool) {
 }
 
 // Grant implements transport.Host.
-func (e *End) Grant(peer transfer.Boot, slot transfer.Slot, gen transfer.Gen) (*transport.Grant, transfer.Reason) {
+func (e *End) Grant(peer transfer.Boot, slot transfer.Slot, gen transfer.Gen) (*transport.Grant,
+	transfer.Reason) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	g := e.grants[slot]
@@ -167,7 +169,8 @@ func (e *End) Grant(peer transfer.Boot, slot transfer.Slot, gen transfer.Gen) (*
 }
 
 // Origin implements transport.Host.
-func (e *End) Origin(peer transfer.Boot, slot transfer.Slot, gen transfer.Gen) (*transport.Origin, transfer.Reason) {
+func (e *End) Origin(peer transfer.Boot, slot transfer.Slot, gen transfer.Gen) (*transport.Origin,
+	transfer.Reason) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	o := e.origins[slot]
@@ -215,7 +218,8 @@ func (e *End) Done(_ transport.Lane, res []transport.Result) {
 		delete(e.pending, r.Cookie)
 		e.mu.Unlock()
 		if c == nil {
-			e.tb.Errorf("slice %d of chunks %d+%d ended twice, or was never moved: %s", r.Cookie, r.Range.First, r.Range.Count, r.Outcome)
+			e.tb.Errorf("slice %d of chunks %d+%d ended twice, or was never moved: %s", r.Cookie,
+				r.Range.First, r.Range.Count, r.Outcome)
 			continue
 		}
 		if (r.Outcome == transfer.Landed) != (r.Err == nil) {
@@ -289,10 +293,12 @@ func dial(tb testing.TB, from, to *End) (here, there transport.Lane) {
 		self, other *End
 	}{{l, from, to}, {there, to, from}} {
 		if x.l.Peer() != x.other.Boot || x.l.Backend() != from.name() || x.l.MaxInFlight() < 1 {
-			tb.Fatalf("lane %d: peer %s backend %q in flight %d", x.l.ID(), x.l.Peer(), x.l.Backend(), x.l.MaxInFlight())
+			tb.Fatalf("lane %d: peer %s backend %q in flight %d", x.l.ID(), x.l.Peer(), x.l.Backend(),
+				x.l.MaxInFlight())
 		}
 		if x.l.Local() != x.self.Rails[0].Name || x.l.Remote() != x.other.Rails[0].Name {
-			tb.Fatalf("lane %d: rails %q and %q, want %q and %q", x.l.ID(), x.l.Local(), x.l.Remote(), x.self.Rails[0].Name, x.other.Rails[0].Name)
+			tb.Fatalf("lane %d: rails %q and %q, want %q and %q", x.l.ID(), x.l.Local(), x.l.Remote(),
+				x.self.Rails[0].Name, x.other.Rails[0].Name)
 		}
 	}
 	return l, there
@@ -306,7 +312,8 @@ func (e *End) name() string {
 	return e.Backend.Name()
 }
 
-func (e *End) dial(ctx context.Context, peer transport.Peer, local, remote transport.Rail) (transport.Lane, error) {
+func (e *End) dial(ctx context.Context, peer transport.Peer, local, remote transport.Rail) (
+	transport.Lane, error) {
 	if e.far != nil {
 		return e.far.do(e.tb, FarCall{Op: opDial, Peer: peer, Local: local, Remote: remote}).lane(e.far)
 	}
@@ -383,7 +390,8 @@ func receive[T any](tb testing.TB, c <-chan T, what string) (v T) {
 
 // Move passes one slice to a lane and returns the channel of its result. A lane that is down
 // produces a NotLanded.
-func (e *End) Move(l transport.Lane, o *transport.Origin, r transfer.Range, attempt uint32) <-chan transport.Result {
+func (e *End) Move(l transport.Lane, o *transport.Origin, r transfer.Range,
+	attempt uint32) <-chan transport.Result {
 	c := make(chan transport.Result, 1)
 	if e.far != nil {
 		go func() { c <- e.far.move(e.tb, l, o, r, attempt) }()
@@ -401,13 +409,15 @@ func (e *End) Move(l transport.Lane, o *transport.Origin, r transfer.Range, atte
 		if !errors.Is(err, net.ErrClosed) {
 			e.tb.Errorf("move on a lane that is up, or an error that does not say closed: %v", err)
 		}
-		c <- transport.Result{Slice: s, Outcome: transfer.NotLanded, Reason: transfer.ReasonLaneLost, Err: err}
+		c <- transport.Result{Slice: s, Outcome: transfer.NotLanded, Reason: transfer.ReasonLaneLost,
+			Err: err}
 	}
 	return c
 }
 
 // MoveWait moves one slice and waits for its end.
-func (e *End) MoveWait(l transport.Lane, o *transport.Origin, r transfer.Range, attempt uint32) transport.Result {
+func (e *End) MoveWait(l transport.Lane, o *transport.Origin, r transfer.Range,
+	attempt uint32) transport.Result {
 	e.tb.Helper()
 	return receive(e.tb, e.Move(l, o, r, attempt), "result")
 }

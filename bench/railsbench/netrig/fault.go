@@ -76,14 +76,16 @@ func (r *Rig) carrier(i int, up bool) error {
 
 func (r *Rig) blackhole(i int, on bool) error {
 	ip := net.IP(Addr(Receiver, i).AsSlice())
-	route := &netlink.Route{Dst: &net.IPNet{IP: ip, Mask: net.CIDRMask(32, 32)}, Type: unix.RTN_BLACKHOLE}
+	route := &netlink.Route{Dst: &net.IPNet{IP: ip, Mask: net.CIDRMask(32, 32)},
+		Type: unix.RTN_BLACKHOLE}
 	if on {
 		return r.nl[Sender].RouteReplace(route)
 	}
 	return r.nl[Sender].RouteDel(route)
 }
 
-// Loss makes both ends of a rail lose this share of what arrives. What the kernel carries in one buffer is lost in one piece.
+// Loss makes both ends of a rail lose this share of what arrives. What the kernel carries in one
+// buffer is lost in one piece.
 func (r *Rig) Loss(rail int, share float64) error {
 	if share < 0 || share > 1 {
 		return fmt.Errorf("netrig: loss of %g: must be 0 to 1", share)
@@ -94,8 +96,9 @@ func (r *Rig) Loss(rail int, share float64) error {
 	return r.filterLocked(rail)
 }
 
-// Refuse makes both ends of every rail, all at once, answer each TCP segment with a reset, as a host does whose listeners and connections are
-// gone: what is connected ends at its next segment, and what would connect is refused. Faults, healing among them, do not touch that.
+// Refuse makes both ends of every rail, all at once, answer each TCP segment with a reset, as a
+// host does whose listeners and connections are gone: what is connected ends at its next segment,
+// and what would connect is refused. Faults, healing among them, do not touch that.
 func (r *Rig) Refuse(on bool) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -120,7 +123,8 @@ func resets() []expr.Any {
 	}
 }
 
-// filterLocked replaces the filters of these rails' two ends, those of one end at once, by what their conditions say.
+// filterLocked replaces the filters of these rails' two ends, those of one end at once, by what
+// their conditions say.
 func (r *Rig) filterLocked(rails ...int) error {
 	for s := range r.hosts {
 		c, err := nftables.New(nftables.WithNetNSFd(int(r.ns[s])))
@@ -147,7 +151,8 @@ func (r *Rig) filterEndLocked(c *nftables.Conn, s Side, i int) {
 		return
 	}
 	table = c.AddTable(table)
-	chain := c.AddChain(&nftables.Chain{Name: "in", Table: table, Type: nftables.ChainTypeFilter, Hooknum: nftables.ChainHookIngress,
+	chain := c.AddChain(&nftables.Chain{Name: "in", Table: table, Type: nftables.ChainTypeFilter,
+		Hooknum:  nftables.ChainHookIngress,
 		Priority: nftables.ChainPriorityFilter, Device: Name(i)})
 	rule := func(e ...expr.Any) { c.AddRule(&nftables.Rule{Table: table, Chain: chain, Exprs: e}) }
 	swallow := []expr.Any{&expr.Counter{}, &expr.Verdict{Kind: expr.VerdictDrop}}
@@ -162,7 +167,8 @@ func (r *Rig) filterEndLocked(c *nftables.Conn, s Side, i int) {
 		rule(append([]expr.Any{&expr.Numgen{Register: 1, Modulus: lossUnit, Type: unix.NFT_NG_RANDOM},
 			// The generator gives host order; less-than compares bytes.
 			&expr.Byteorder{SourceRegister: 1, DestRegister: 1, Op: expr.ByteorderHton, Len: 4, Size: 4},
-			&expr.Cmp{Op: expr.CmpOpLt, Register: 1, Data: binaryutil.BigEndian.PutUint32(uint32(r.loss[i] * lossUnit))}}, swallow...)...)
+			&expr.Cmp{Op: expr.CmpOpLt, Register: 1, Data: binaryutil.BigEndian.PutUint32(uint32(r.loss[i] *
+				lossUnit))}}, swallow...)...)
 	}
 }
 

@@ -36,8 +36,8 @@ const (
 // MaxReceivers is how many receivers a rig may have.
 const MaxReceivers = 64
 
-// What a shaper holds. The burst is what a rail may send at line speed after a pause: large enough for the timers of a virtual
-// machine, small enough that a slow rail is slow.
+// What a shaper holds. The burst is what a rail may send at line speed after a pause: large enough
+// for the timers of a virtual machine, small enough that a slow rail is slow.
 const (
 	burstTime  = 2 * time.Millisecond
 	leastBurst = 16 << 10
@@ -46,7 +46,8 @@ const (
 )
 
 // ErrNotPermitted says that this process may not make network namespaces.
-var ErrNotPermitted = errors.New("network namespaces are not permitted here: run as root (or with CAP_SYS_ADMIN and CAP_NET_ADMIN, " +
+var ErrNotPermitted = errors.New("network namespaces are not permitted here: run as root (or " +
+	"with CAP_SYS_ADMIN and CAP_NET_ADMIN, " +
 	"in a container --privileged), or inside 'unshare --user --map-root-user --net --mount'")
 
 // Rig is the hosts and the rails between them.
@@ -79,7 +80,8 @@ func NewFan(rates []timeline.Rate, receivers int) (_ *Rig, err error) {
 	if receivers < 1 || receivers > MaxReceivers {
 		return nil, fmt.Errorf("netrig: %d receivers: must be 1 to %d", receivers, MaxReceivers)
 	}
-	r := &Rig{hosts: 1 + receivers, rates: rates, loss: make([]float64, len(rates)), flaps: make([]*flap, len(rates)),
+	r := &Rig{hosts: 1 + receivers, rates: rates, loss: make([]float64, len(rates)),
+		flaps:  make([]*flap, len(rates)),
 		starts: make(chan func())}
 	go r.starter()
 	spaces := r.hosts
@@ -143,7 +145,8 @@ func newNamespace() (netns.NsHandle, error) {
 		return netns.None(), err
 	}
 	if err := netns.Set(home); err != nil {
-		return ns, err // the thread stays locked and ends with its goroutine: nobody else must run in there
+		// the thread stays locked and ends with its goroutine: nobody else must run in there
+		return ns, err
 	}
 	runtime.UnlockOSThread()
 	return ns, nil
@@ -223,7 +226,8 @@ func (r *Rig) address(i int) error {
 			return err
 		}
 		ip := Addr(s, i).AsSlice()
-		if err := r.nl[s].AddrAdd(link, &netlink.Addr{IPNet: &net.IPNet{IP: ip, Mask: net.CIDRMask(24, 32)}}); err != nil {
+		if err := r.nl[s].AddrAdd(link, &netlink.Addr{IPNet: &net.IPNet{IP: ip, Mask: net.CIDRMask(24,
+			32)}}); err != nil {
 			return fmt.Errorf("address: %w", err)
 		}
 		if err := r.nl[s].LinkSetUp(link); err != nil {
@@ -251,8 +255,10 @@ func (r *Rig) shape(i int, share float64) error {
 func (r *Rig) tbf(nl *netlink.Handle, link netlink.Link, i int, share float64) error {
 	rate := max(uint64(float64(r.rates[i])*share/8), 1)
 	burst := uint32(min(max(float64(rate)*burstTime.Seconds(), leastBurst), mostBurst))
-	q := &netlink.Tbf{QdiscAttrs: netlink.QdiscAttrs{LinkIndex: link.Attrs().Index, Parent: netlink.HANDLE_ROOT, Handle: netlink.MakeHandle(1, 0)},
-		Rate: rate, Limit: uint32(min(float64(rate)*queueTime.Seconds(), math.MaxUint32/2)) + burst, Buffer: netlink.Xmittime(rate, burst)}
+	q := &netlink.Tbf{QdiscAttrs: netlink.QdiscAttrs{LinkIndex: link.Attrs().Index,
+		Parent: netlink.HANDLE_ROOT, Handle: netlink.MakeHandle(1, 0)},
+		Rate: rate, Limit: uint32(min(float64(rate)*queueTime.Seconds(), math.MaxUint32/2)) + burst,
+		Buffer: netlink.Xmittime(rate, burst)}
 	if err := nl.QdiscReplace(q); err != nil {
 		return fmt.Errorf("tbf: %w", err)
 	}
@@ -270,7 +276,8 @@ func (r *Rig) Buffer(rail int) int {
 	return int(r.rates[rail].Over(queueTime))
 }
 
-// Do runs f on a thread inside one namespace: sockets that f makes belong there for good. f must not leave its goroutine.
+// Do runs f on a thread inside one namespace: sockets that f makes belong there for good. f must
+// not leave its goroutine.
 func (r *Rig) Do(s Side, f func() error) error {
 	done := make(chan error, 1)
 	go func() {
@@ -335,7 +342,8 @@ func (r *Rig) Listen(ctx context.Context, s Side, addr string) (l net.Listener, 
 }
 
 // Dial connects from inside one namespace; from is the local address, or the zero one.
-func (r *Rig) Dial(ctx context.Context, s Side, from netip.Addr, to string) (c net.Conn, err error) {
+func (r *Rig) Dial(ctx context.Context, s Side, from netip.Addr, to string) (c net.Conn,
+	err error) {
 	var d net.Dialer
 	if from.IsValid() {
 		d.LocalAddr = &net.TCPAddr{IP: from.AsSlice()}

@@ -12,7 +12,8 @@ import (
 	"time"
 )
 
-// Counters reads what the devices of one side have received, straight from the kernel and from any thread.
+// Counters reads what the devices of one side have received, straight from the kernel and from any
+// thread.
 type Counters struct {
 	f     *os.File
 	buf   []byte

@@ -21,12 +21,14 @@ type Reserved struct {
 
 // New returns an empty set for a layout with these block tables.
 func New(l *layout.Layout, tables []layout.Table) *Reserved {
-	return &Reserved{pools: poolsOf(l, tables), set: map[uint64]uint64{}, leases: map[uint64][][]uint32{}}
+	return &Reserved{pools: poolsOf(l, tables), set: map[uint64]uint64{},
+		leases: map[uint64][][]uint32{}}
 }
 
 // Reserve reserves for a lease the blocks with index [first, end) of each table, as written returns
 // them. If one of them is reserved already, it reserves none, and the error names the other use.
-func (r *Reserved) Reserve(lease uint64, tables [][]uint32, written func(table int) (first, end int)) error {
+func (r *Reserved) Reserve(lease uint64, tables [][]uint32, written func(table int) (first,
+	end int)) error {
 	var writes [][]uint32
 	for ti, table := range tables {
 		first, end := written(ti)
@@ -50,8 +52,9 @@ func (r *Reserved) Reserve(lease uint64, tables [][]uint32, written func(table i
 // conflict names the use of the block at index i of a table.
 func (r *Reserved) conflict(lease uint64, ti int, table []uint32, first, i int) error {
 	id := table[i]
-	e := &msg.Error{Message: "EXPECT", Field: fmt.Sprintf("blocks[%d][%d]", ti, i), Problem: fmt.Sprintf("block %d is written for another open lease", id),
-		Remedy: "wait for its completion: nothing writes the block after that"}
+	e := &msg.Error{Message: "EXPECT", Field: fmt.Sprintf("blocks[%d][%d]", ti, i),
+		Problem: fmt.Sprintf("block %d is written for another open lease", id),
+		Remedy:  "wait for its completion: nothing writes the block after that"}
 	if j := slices.Index(table[first:i], id); j >= 0 {
 		e.Problem = fmt.Sprintf("block %d is also at index %d, and both would be written", id, first+j)
 		e.Remedy = "allocate a separate block for each part of the prompt"
@@ -66,7 +69,8 @@ func (r *Reserved) conflict(lease uint64, ti int, table []uint32, first, i int) 
 	}
 	for oi, blocks := range r.leases[lease][:ti] {
 		if r.pools[oi] == r.pools[ti] && slices.Contains(blocks, id) {
-			e.Problem = fmt.Sprintf("block %d is also written for table %d, whose layers lie on the same pages", id, oi)
+			e.Problem = fmt.Sprintf(
+				"block %d is also written for table %d, whose layers lie on the same pages", id, oi)
 			e.Remedy = "allocate the blocks of both tables from one pool"
 		}
 	}

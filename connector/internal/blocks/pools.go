@@ -10,7 +10,8 @@ func poolsOf(l *layout.Layout, tables []layout.Table) []int {
 		pools[t] = t
 		for o := range t {
 			from, to := pools[t], pools[o]
-			if from == to || !sharePages(l.Groups[tables[o].First:tables[o].End], l.Groups[tables[t].First:tables[t].End]) {
+			if from == to || !sharePages(l.Groups[tables[o].First:tables[o].End],
+				l.Groups[tables[t].First:tables[t].End]) {
 				continue
 			}
 			for i := range pools[:t+1] {

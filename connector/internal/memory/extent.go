@@ -87,7 +87,8 @@ func parseMaps(r io.Reader, addr, bytes uint64, field string) (out []Extent, err
 		if len(out) == maxViewExtents {
 			return nil, fmt.Errorf("more than %d mappings of files", maxViewExtents)
 		}
-		out = append(out, Extent{File: [2]uint64{unix.Mkdev(uint32(n[3]), uint32(n[4])), n[5]}, from: n[2] + start - n[0], to: n[2] + end - n[0], Field: field})
+		out = append(out, Extent{File: [2]uint64{unix.Mkdev(uint32(n[3]), uint32(n[4])), n[5]},
+			from: n[2] + start - n[0], to: n[2] + end - n[0], Field: field})
 	}
 	return out, lines.Err() //nolint:wrapcheck // of a file that was named
 }

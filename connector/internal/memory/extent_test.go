@@ -20,12 +20,15 @@ func TestParseMaps(t *testing.T) {
 		addr, bytes uint64
 		want        []Extent
 	}{
-		"all of one":       {0x1000, 0x2000, []Extent{{File: [2]uint64{1, 77}, from: 0x5000, to: 0x7000, Field: "f"}}},
-		"a part of one":    {0x1800, 0x100, []Extent{{File: [2]uint64{1, 77}, from: 0x5800, to: 0x5900, Field: "f"}}},
-		"private":          {0x3000, 0x1000, nil},
-		"anonymous":        {0x6000, 0x1000, nil},
-		"two, and private": {0x2800, 0x2000, []Extent{{File: [2]uint64{1, 77}, from: 0x6800, to: 0x7000, Field: "f"}, {File: [2]uint64{0x1032a, 88}, to: 0x800, Field: "f"}}},
-		"none":             {0x7000, 0x1000, nil},
+		"all of one": {0x1000, 0x2000, []Extent{{File: [2]uint64{1, 77}, from: 0x5000, to: 0x7000,
+			Field: "f"}}},
+		"a part of one": {0x1800, 0x100, []Extent{{File: [2]uint64{1, 77}, from: 0x5800, to: 0x5900,
+			Field: "f"}}},
+		"private":   {0x3000, 0x1000, nil},
+		"anonymous": {0x6000, 0x1000, nil},
+		"two, and private": {0x2800, 0x2000, []Extent{{File: [2]uint64{1, 77}, from: 0x6800, to: 0x7000,
+			Field: "f"}, {File: [2]uint64{0x1032a, 88}, to: 0x800, Field: "f"}}},
+		"none": {0x7000, 0x1000, nil},
 	} {
 		got, err := parseMaps(strings.NewReader(maps), c.addr, c.bytes, "f")
 		if err != nil {

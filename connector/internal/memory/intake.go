@@ -55,10 +55,12 @@ func refuse(code, field string, err error, remedy string) error {
 // take removes a descriptor from the packet. Each may be named once.
 func (in *Intake) take(field string, index uint32) (fd int, err error) {
 	if uint64(index) >= uint64(len(in.fds)) {
-		return -1, refuse(msg.CodeProtocol, field, fmt.Errorf("index %d, %d descriptors came", index, len(in.fds)), "send the descriptor in the same packet")
+		return -1, refuse(msg.CodeProtocol, field, fmt.Errorf("index %d, %d descriptors came", index,
+			len(in.fds)), "send the descriptor in the same packet")
 	}
 	if in.fds[index] < 0 {
-		return -1, refuse(msg.CodeProtocol, field, fmt.Errorf("descriptor %d is named twice", index), "send one descriptor for each use")
+		return -1, refuse(msg.CodeProtocol, field, fmt.Errorf("descriptor %d is named twice", index),
+			"send one descriptor for each use")
 	}
 	if _, _, err := inode(in.fds[index]); err != nil {
 		return -1, refuse(msg.CodeProtocol, field, err, "send an open descriptor")
@@ -83,11 +85,14 @@ func (in *Intake) takeFile(field string, index uint32) (fd int, size uint64, err
 		return fd, 0, refuse(msg.CodeProtocol, field, err, "send an open descriptor")
 	}
 	if other, dup := in.files[ino]; dup {
-		return fd, 0, refuse(msg.CodeRegion, field, fmt.Errorf("the same memory as %s", other), "register each memory once, as one region")
+		return fd, 0, refuse(msg.CodeRegion, field, fmt.Errorf("the same memory as %s", other),
+			"register each memory once, as one region")
 	}
 	e := Extent{File: ino, to: max(size, 1), Field: field}
 	if o := Overlapping(in.Extents, &e); o != nil {
-		return fd, 0, refuse(msg.CodeRegion, field, fmt.Errorf("the same memory as %s, which is a view of it", o.Field), "register each memory once, as one region")
+		return fd, 0, refuse(msg.CodeRegion, field,
+			fmt.Errorf("the same memory as %s, which is a view of it", o.Field), "register each memory "+
+				"once, as one region")
 	}
 	in.files[ino] = field
 	in.Extents = append(in.Extents, e)
@@ -102,12 +107,14 @@ func (in *Intake) Board(field string, index uint32) (*mem.Region, error) {
 	}
 	if size > maxBoardBytes {
 		_ = os.NewFile(uintptr(fd), field).Close()
-		return nil, refuse(msg.CodeBoard, field, fmt.Errorf("%d bytes, at most %d", size, maxBoardBytes), "use smaller rings")
+		return nil, refuse(msg.CodeBoard, field, fmt.Errorf("%d bytes, at most %d", size, maxBoardBytes),
+			"use smaller rings")
 	}
 	r, err := mem.MapMemfd(mem.NewID(), fd, size, mem.PopulatePresent())
 	if err != nil {
 		_ = os.NewFile(uintptr(fd), field).Close()
-		return nil, refuse(msg.CodeBoard, field, err, "create it with memfd_create(MFD_ALLOW_SEALING), size it, then add F_SEAL_SHRINK|F_SEAL_GROW|F_SEAL_SEAL")
+		return nil, refuse(msg.CodeBoard, field, err, "create it with memfd_create(MFD_ALLOW_SEALING), "+
+			"size it, then add F_SEAL_SHRINK|F_SEAL_GROW|F_SEAL_SEAL")
 	}
 	in.undo = append(in.undo, r.Release)
 	return r, nil
@@ -121,7 +128,8 @@ func (in *Intake) Eventfd(field string, index uint32) (int, error) {
 	}
 	in.undo = append(in.undo, func() { _ = os.NewFile(uintptr(fd), field).Close() })
 	if err := eventfd.Check(fd); err != nil {
-		return -1, refuse(msg.CodeBoard, field, err, "create it with eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)")
+		return -1, refuse(msg.CodeBoard, field, err, "create it with eventfd(0, EFD_NONBLOCK | "+
+			"EFD_CLOEXEC)")
 	}
 	return fd, nil
 }
@@ -134,10 +142,12 @@ func (in *Intake) Regions(all []msg.Region) ([]*mem.Region, error) {
 		field := fmt.Sprintf("regions[%d]", i)
 		id := all[i].Region
 		if id == ([16]byte{}) {
-			return nil, refuse(msg.CodeRegion, field+".region", errors.New("id is all zero"), "send 16 random bytes")
+			return nil, refuse(msg.CodeRegion, field+".region", errors.New("id is all zero"),
+				"send 16 random bytes")
 		}
 		if j, dup := ids[id]; dup {
-			return nil, refuse(msg.CodeRegion, field+".region", fmt.Errorf("the id of regions[%d]", j), "draw a fresh random id for each region")
+			return nil, refuse(msg.CodeRegion, field+".region", fmt.Errorf("the id of regions[%d]", j),
+				"draw a fresh random id for each region")
 		}
 		ids[id] = i
 		r, err := in.region(field, all[:i+1], out)
@@ -151,7 +161,8 @@ func (in *Intake) Regions(all []msg.Region) ([]*mem.Region, error) {
 }
 
 // region opens the last of all; opened are the regions of the others.
-func (in *Intake) region(field string, all []msg.Region, opened []*mem.Region) (*mem.Region, error) {
+func (in *Intake) region(field string, all []msg.Region, opened []*mem.Region) (*mem.Region,
+	error) {
 	d := &all[len(all)-1]
 	fd := -1
 	if d.FD != msg.NoFD {
@@ -212,7 +223,8 @@ func (in *Intake) process(field string, fd int, all []msg.Region) (*mem.Region, 
 	return r, err
 }
 
-var errNoDevices = errors.New("this sidecar uses no GPU: transports.gpu.enabled is off, or it found no driver; its log and 'kvspray doctor' name the reason")
+var errNoDevices = errors.New("this sidecar uses no GPU: transports.gpu.enabled is off, or it " +
+	"found no driver; its log and 'kvspray doctor' name the reason")
 
 // device imports GPU memory. With an error it returns the region, if there is one.
 func (in *Intake) device(d *msg.Region, fd int, opened []*mem.Region) (*mem.Region, error) {
@@ -233,7 +245,8 @@ func (in *Intake) device(d *msg.Region, fd int, opened []*mem.Region) (*mem.Regi
 // handle is imported at the same address. -1: none, or r is not GPU memory.
 func SameDevice(all []*mem.Region, r *mem.Region) int {
 	return slices.IndexFunc(all, func(o *mem.Region) bool {
-		return r.Device() != nil && o.Device() == r.Device() && r.Base() < o.Base()+o.Size() && o.Base() < r.Base()+r.Size()
+		return r.Device() != nil && o.Device() == r.Device() && r.Base() < o.Base()+o.Size() &&
+			o.Base() < r.Base()+r.Size()
 	})
 }
 

@@ -42,7 +42,8 @@ func Of(uc *net.UnixConn) (*Peer, error) {
 		}
 		fd = -1
 		if cred.Pid == 0 {
-			opErr = fmt.Errorf("the process is in another pid namespace and this kernel has no SO_PEERPIDFD: share the pid namespace " +
+			opErr = fmt.Errorf("the process is in another pid namespace and this kernel has no " +
+				"SO_PEERPIDFD: share the pid namespace " +
 				"(shareProcessNamespace in a pod), or use Linux 6.5 or later")
 			return
 		}
@@ -99,7 +100,10 @@ func (p *Peer) Hold() (*Peer, error) {
 		return nil, err
 	}
 	fd, opErr := -1, error(nil)
-	if err := rc.Control(func(s uintptr) { fd, opErr = unix.FcntlInt(s, unix.F_DUPFD_CLOEXEC, 0) }); err != nil || opErr != nil {
+	if err := rc.Control(func(s uintptr) {
+		fd, opErr = unix.FcntlInt(s, unix.F_DUPFD_CLOEXEC,
+			0)
+	}); err != nil || opErr != nil {
 		return nil, fmt.Errorf("pidfd: %w", errors.Join(err, opErr))
 	}
 	return &Peer{UID: p.UID, PID: p.PID, pidfd: os.NewFile(uintptr(fd), "pidfd")}, nil

@@ -9,8 +9,8 @@ const (
 	shortest = 5 * time.Microsecond   // shortest requested sleep: the kernel adds more than that
 	paceOver = 200 * time.Microsecond // largest assumed overrun of a sleep
 	paceIdle = 2 * time.Millisecond   // between checks while an open step does not move
-	// Alone is the time between checks while no layer is awaited; the deadline of a long prefill counts from the last
-	// change seen
+	// Alone is the time between checks while no layer is awaited; the deadline of a long prefill
+	// counts from the last change seen
 	Alone = 100 * time.Millisecond
 	// Fresh is the time after the opening of a source lease in which its receiver is expected.
 	Fresh = 100 * time.Millisecond
@@ -42,7 +42,8 @@ type pacer struct {
 }
 
 func newPacer(cores int, now, cpu time.Duration) *pacer {
-	return &pacer{last: now, gap: 8 * paceMin, most: min(paceBudget, paceShare*float64(cores)), floor: paceMin, wall: now, cpu: cpu}
+	return &pacer{last: now, gap: 8 * paceMin, most: min(paceBudget, paceShare*float64(cores)),
+		floor: paceMin, wall: now, cpu: cpu}
 }
 
 // resume starts a new period after a sleep without anything to follow; learned values stay.

@@ -20,15 +20,24 @@ func TestPacer(t *testing.T) {
 		maxLate time.Duration // mean time from a flag to the look that sees it
 		share   float64       // of a core for looking
 	}{
-		{"tiny layers", 32, 60 * time.Microsecond, 5 * time.Microsecond, 30 * time.Microsecond, 25 * time.Microsecond, 0.33},
-		{"tiny layers, short sleeps", 32, 60 * time.Microsecond, 5 * time.Microsecond, 5 * time.Microsecond, 7 * time.Microsecond, 0.33},
-		{"fast GPU", 32, 100 * time.Microsecond, 5 * time.Microsecond, 30 * time.Microsecond, 25 * time.Microsecond, 0.33},
-		{"fast GPU, short sleeps", 32, 100 * time.Microsecond, 5 * time.Microsecond, 5 * time.Microsecond, 7 * time.Microsecond, 0.33},
-		{"fast GPU, small host", 2, 100 * time.Microsecond, 5 * time.Microsecond, 30 * time.Microsecond, 200 * time.Microsecond, 0.044},
-		{"20 ms steps", 32, 625 * time.Microsecond, 20 * time.Microsecond, 30 * time.Microsecond, 40 * time.Microsecond, 0.33},
-		{"20 ms steps, small host", 2, 625 * time.Microsecond, 20 * time.Microsecond, 30 * time.Microsecond, 100 * time.Microsecond, 0.044},
-		{"long prompts", 32, 1150 * time.Microsecond, 150 * time.Microsecond, 30 * time.Microsecond, 60 * time.Microsecond, 0.33},
-		{"large model", 32, 3 * time.Millisecond, 500 * time.Microsecond, 30 * time.Microsecond, 150 * time.Microsecond, 0.33},
+		{"tiny layers", 32, 60 * time.Microsecond, 5 * time.Microsecond, 30 * time.Microsecond,
+			25 * time.Microsecond, 0.33},
+		{"tiny layers, short sleeps", 32, 60 * time.Microsecond, 5 * time.Microsecond,
+			5 * time.Microsecond, 7 * time.Microsecond, 0.33},
+		{"fast GPU", 32, 100 * time.Microsecond, 5 * time.Microsecond, 30 * time.Microsecond,
+			25 * time.Microsecond, 0.33},
+		{"fast GPU, short sleeps", 32, 100 * time.Microsecond, 5 * time.Microsecond, 5 * time.Microsecond,
+			7 * time.Microsecond, 0.33},
+		{"fast GPU, small host", 2, 100 * time.Microsecond, 5 * time.Microsecond, 30 * time.Microsecond,
+			200 * time.Microsecond, 0.044},
+		{"20 ms steps", 32, 625 * time.Microsecond, 20 * time.Microsecond, 30 * time.Microsecond,
+			40 * time.Microsecond, 0.33},
+		{"20 ms steps, small host", 2, 625 * time.Microsecond, 20 * time.Microsecond,
+			30 * time.Microsecond, 100 * time.Microsecond, 0.044},
+		{"long prompts", 32, 1150 * time.Microsecond, 150 * time.Microsecond, 30 * time.Microsecond,
+			60 * time.Microsecond, 0.33},
+		{"large model", 32, 3 * time.Millisecond, 500 * time.Microsecond, 30 * time.Microsecond,
+			150 * time.Microsecond, 0.33},
 		{"CPU engine", 2, 20 * time.Millisecond, 0, 30 * time.Microsecond, time.Millisecond, 0.044},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -60,9 +69,11 @@ func TestPacer(t *testing.T) {
 			}
 			mean := late / time.Duration(seen)
 			share := float64(looking) / float64(now)
-			t.Logf("%d looks a second, %s late on average, %.2f%% of a core for looking", int(float64(looks)/now.Seconds()), mean, 100*share)
+			t.Logf("%d looks a second, %s late on average, %.2f%% of a core for looking",
+				int(float64(looks)/now.Seconds()), mean, 100*share)
 			if mean > c.maxLate || share > c.share {
-				t.Errorf("mean lateness %s (at most %s), %.4f of a core for looking (at most %.4f)", mean, c.maxLate, share, c.share)
+				t.Errorf("mean lateness %s (at most %s), %.4f of a core for looking (at most %.4f)", mean,
+					c.maxLate, share, c.share)
 			}
 		})
 	}
@@ -82,7 +93,8 @@ func TestPacer(t *testing.T) {
 	}
 	// And one layer after a long pause does not make the pace a slow one.
 	p.next(time.Second, time.Second, 1)
-	if d := p.next(time.Second+100*time.Microsecond, time.Second+100*time.Microsecond, 0); d > 500*time.Microsecond {
+	if d := p.next(time.Second+100*time.Microsecond, time.Second+100*time.Microsecond,
+		0); d > 500*time.Microsecond {
 		t.Errorf("after a pause: %s between looks", d)
 	}
 }
@@ -136,7 +148,8 @@ func TestLateFlag(t *testing.T) {
 			look(due)
 		}
 		if late := look(due+2*gap-apart, due+2*gap); late > gap/8 {
-			t.Errorf("a flag in time, %s behind one that was a layer late, was seen %s after it came", apart, late)
+			t.Errorf("a flag in time, %s behind one that was a layer late, was seen %s after it came",
+				apart, late)
 		}
 	}
 }

@@ -181,7 +181,8 @@ func (l *Ledger) sendCredits(now Instant) {
 		want := f.rail.credit()
 		// A double is sent at once, and so is a quarter less: with one more sender, the credits of
 		// the others are too large. Smaller changes wait for the next refresh.
-		if want != f.credit && (want == 0 || f.credit == 0 || want >= 2*f.credit || want <= f.credit/4*3) ||
+		if want != f.credit && (want == 0 || f.credit == 0 || want >= 2*f.credit ||
+			want <= f.credit/4*3) ||
 			want != 0 && now-f.sent >= refresh {
 			if left == 0 {
 				l.turn = at
@@ -206,7 +207,10 @@ func (l *Ledger) add(now Instant, id inflowID) *inflow {
 	}
 	in.inflows++
 	f := &inflow{id: id, rail: in}
-	i, _ := slices.BinarySearchFunc(l.inflows, id, func(f *inflow, id inflowID) int { return f.id.compare(id) })
+	i, _ := slices.BinarySearchFunc(l.inflows, id, func(f *inflow,
+		id inflowID) int {
+		return f.id.compare(id)
+	})
 	l.inflows = slices.Insert(l.inflows, i, f)
 	l.byID[id] = f
 	return f

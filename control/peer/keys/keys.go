@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package keys makes, writes, loads and uses the secrets by which sidecars know each other: the cluster key, and certificates.
+// Package keys makes, writes, loads and uses the secrets by which sidecars know each other: the
+// cluster key, and certificates.
 //
-// With a cluster key alone, every holder derives the same certificate authority from it (HKDF-SHA256 to an ed25519 seed) and
-// issues itself a leaf for a fresh key at start. That is as strong as the shared secret: whoever can sign holds the cluster key,
-// and whoever holds it is a member. TLS 1.3 gives forward secrecy on top. What it cannot do is tell members apart or expel one; for that
-// there are certificates of an authority whose key stays off the nodes.
+// With a cluster key alone, every holder derives the same certificate authority from it
+// (HKDF-SHA256 to an ed25519 seed) and issues itself a leaf for a fresh key at start. That is as
+// strong as the shared secret: whoever can sign holds the cluster key, and whoever holds it is a
+// member. TLS 1.3 gives forward secrecy on top. What it cannot do is tell members apart or expel
+// one; for that there are certificates of an authority whose key stays off the nodes.
 //
-// Invariants: secrets are written with mode 0600 and never over an existing file; a secret that others may read is refused; no
-// error text holds a secret. No goroutines; the only state is that of Credentials, whose methods may be called from any.
+// Invariants: secrets are written with mode 0600 and never over an existing file; a secret that
+// others may read is refused; no error text holds a secret. No goroutines; the only state is that
+// of Credentials, whose methods may be called from any.
 package keys
 
 import (
@@ -52,14 +55,16 @@ const (
 	pemKey      = "PRIVATE KEY"
 )
 
-// The leaf of a cluster key lives as long as its process, and the authority as long as the cluster key, so neither has dates of its
-// own: clocks of hosts that differ must not part a cluster.
+// The leaf of a cluster key lives as long as its process, and the authority as long as the cluster
+// key, so neither has dates of its own: clocks of hosts that differ must not part a cluster.
 var (
-	clusterFrom  = time.Date(2000, 1, 1, 0, 0, 0, 0, time.UTC)
-	clusterUntil = time.Date(9999, 12, 31, 23, 59, 59, 0, time.UTC) // "no well-defined expiration", RFC 5280 4.1.2.5
+	clusterFrom = time.Date(2000, 1, 1, 0, 0, 0, 0, time.UTC)
+	// "no well-defined expiration", RFC 5280 4.1.2.5
+	clusterUntil = time.Date(9999, 12, 31, 23, 59, 59, 0, time.UTC)
 )
 
-// Cluster is the shared secret of a cluster. The first key is used; all are accepted, so that a key can be rotated node by node.
+// Cluster is the shared secret of a cluster. The first key is used; all are accepted, so that a key
+// can be rotated node by node.
 type Cluster [][ClusterKeyBytes]byte
 
 // NewCluster makes a fresh key.
@@ -71,7 +76,8 @@ func NewCluster() (Cluster, error) {
 	return c, nil
 }
 
-// WriteCluster writes a key file: one key per line in hexadecimal, mode 0600. It does not touch a file that exists.
+// WriteCluster writes a key file: one key per line in hexadecimal, mode 0600. It does not touch a
+// file that exists.
 func WriteCluster(path string, c Cluster) error {
 	var b []byte
 	for i := range c {
@@ -81,7 +87,8 @@ func WriteCluster(path string, c Cluster) error {
 	return writeNew(path, b, secretMode)
 }
 
-// LoadCluster reads a key file: lines of 64 hexadecimal digits, the one to use first; or exactly 32 raw bytes.
+// LoadCluster reads a key file: lines of 64 hexadecimal digits, the one to use first; or exactly 32
+// raw bytes.
 func LoadCluster(path string) (Cluster, error) {
 	b, err := readSecret(path, "make one with 'kvspray keygen cluster'")
 	if err != nil {
@@ -95,11 +102,13 @@ func LoadCluster(path string) (Cluster, error) {
 		line = bytes.TrimSpace(line)
 		var k [ClusterKeyBytes]byte
 		if len(line) != hex.EncodedLen(ClusterKeyBytes) {
-			return nil, fmt.Errorf("keys: cluster key %s line %d: %d characters, want %d hexadecimal digits (or a file of %d raw bytes): make one with 'kvspray keygen cluster'",
+			return nil, fmt.Errorf("keys: cluster key %s line %d: %d characters, want %d hexadecimal "+
+				"digits (or a file of %d raw bytes): make one with 'kvspray keygen cluster'",
 				path, i+1, len(line), hex.EncodedLen(ClusterKeyBytes), ClusterKeyBytes)
 		}
 		if _, err := hex.Decode(k[:], line); err != nil {
-			return nil, fmt.Errorf("keys: cluster key %s line %d: not hexadecimal: make one with 'kvspray keygen cluster'", path, i+1)
+			return nil, fmt.Errorf("keys: cluster key %s line %d: not hexadecimal: make one with 'kvspray "+
+				"keygen cluster'", path, i+1)
 		}
 		c = append(c, k)
 	}
@@ -108,11 +117,13 @@ func LoadCluster(path string) (Cluster, error) {
 
 func checked(path string, c Cluster) (Cluster, error) {
 	if len(c) > MaxClusterKeys {
-		return nil, fmt.Errorf("keys: cluster key %s: %d keys, at most %d: remove those that no node uses first", path, len(c), MaxClusterKeys)
+		return nil, fmt.Errorf("keys: cluster key %s: %d keys, at most %d: remove those that no node "+
+			"uses first", path, len(c), MaxClusterKeys)
 	}
 	for i := range c {
 		if c[i] == ([ClusterKeyBytes]byte{}) {
-			return nil, fmt.Errorf("keys: cluster key %s: key %d is all zeroes: make one with 'kvspray keygen cluster'", path, i+1)
+			return nil, fmt.Errorf("keys: cluster key %s: key %d is all zeroes: make one with 'kvspray "+
+				"keygen cluster'", path, i+1)
 		}
 	}
 	return c, nil
@@ -147,21 +158,26 @@ func authority(k [ClusterKeyBytes]byte) (*x509.Certificate, ed25519.PrivateKey, 
 	}
 	key := ed25519.NewKeyFromSeed(seed)
 	id := sha256.Sum256(key.Public().(ed25519.PublicKey))
-	// The key's hash in the name lets a verifier that holds two authorities, in a rotation, find the right one.
-	t := &x509.Certificate{SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: caName, SerialNumber: hex.EncodeToString(id[:8])},
-		NotBefore: clusterFrom, NotAfter: clusterUntil, IsCA: true, BasicConstraintsValid: true, MaxPathLenZero: true,
-		KeyUsage: x509.KeyUsageCertSign, SubjectKeyId: id[:20]}
+	// The key's hash in the name lets a verifier that holds two authorities, in a rotation, find the
+	// right one.
+	t := &x509.Certificate{SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: caName,
+		SerialNumber: hex.EncodeToString(id[:8])},
+		NotBefore: clusterFrom, NotAfter: clusterUntil, IsCA: true, BasicConstraintsValid: true,
+		MaxPathLenZero: true,
+		KeyUsage:       x509.KeyUsageCertSign, SubjectKeyId: id[:20]}
 	return sign(t, t, key.Public().(ed25519.PublicKey), key)
 }
 
-func sign(t, parent *x509.Certificate, pub ed25519.PublicKey, by ed25519.PrivateKey) (*x509.Certificate, ed25519.PrivateKey, error) {
+func sign(t, parent *x509.Certificate, pub ed25519.PublicKey, by ed25519.PrivateKey) (
+	*x509.Certificate, ed25519.PrivateKey, error) {
 	der, err := x509.CreateCertificate(rand.Reader, t, parent, pub, by)
 	if err != nil {
 		return nil, nil, fmt.Errorf("keys: sign certificate of %s: %w", t.Subject.CommonName, err)
 	}
 	c, err := x509.ParseCertificate(der)
 	if err != nil {
-		return nil, nil, fmt.Errorf("keys: read the certificate of %s back: %w", t.Subject.CommonName, err)
+		return nil, nil, fmt.Errorf("keys: read the certificate of %s back: %w",
+			t.Subject.CommonName, err)
 	}
 	return c, by, nil
 }
@@ -180,8 +196,10 @@ func leafTemplate(name string, hosts []string, from, until time.Time) (*x509.Cer
 	if err != nil {
 		return nil, err
 	}
-	t := &x509.Certificate{SerialNumber: n, Subject: pkix.Name{CommonName: name}, NotBefore: from, NotAfter: until, BasicConstraintsValid: true,
-		KeyUsage: x509.KeyUsageDigitalSignature, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth, x509.ExtKeyUsageClientAuth}}
+	t := &x509.Certificate{SerialNumber: n, Subject: pkix.Name{CommonName: name}, NotBefore: from,
+		NotAfter: until, BasicConstraintsValid: true,
+		KeyUsage:    x509.KeyUsageDigitalSignature,
+		ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth, x509.ExtKeyUsageClientAuth}}
 	for _, h := range hosts {
 		if ip := net.ParseIP(h); ip != nil {
 			t.IPAddresses = append(t.IPAddresses, ip)
@@ -198,7 +216,8 @@ const (
 	maxLabel = 63
 )
 
-// Host checks a name or address that peers dial. No peer could ever verify one that is neither, and it would be noticed only there.
+// Host checks a name or address that peers dial. No peer could ever verify one that is neither, and
+// it would be noticed only there.
 func Host(h string) error {
 	wrong := func(why string) error {
 		return fmt.Errorf("%q: %s: write an IP address, or a DNS name, without a port", h, why)
@@ -252,15 +271,17 @@ func (c *Credentials) now() (tls.Certificate, *x509.CertPool) {
 	return c.cert, c.pool
 }
 
-// Expires is when the certificate or its authority ends, whichever is first; zero: neither ever does.
+// Expires is when the certificate or its authority ends, whichever is first; zero: neither ever
+// does.
 func (c *Credentials) Expires() time.Time {
 	c.mu.RLock()
 	defer c.mu.RUnlock()
 	return c.ends
 }
 
-// Reload reads certificates again that were given as files, and uses them from the next connection on. Where they are not usable, or not
-// written completely yet, those read before stay, and the error says why.
+// Reload reads certificates again that were given as files, and uses them from the next connection
+// on. Where they are not usable, or not written completely yet, those read before stay, and the
+// error says why.
 func (c *Credentials) Reload(now time.Time) (renewed bool, err error) {
 	if c.paths[0] == "" {
 		return false, nil
@@ -358,14 +379,17 @@ func FromFiles(certPath, keyPath, caPath string, now time.Time) (*Credentials, e
 	}
 	cert, err := tls.X509KeyPair(certPEM, keyPEM)
 	if err != nil {
-		return nil, fmt.Errorf("keys: certificate %s with key %s: %w: both must be PEM and made together", certPath, keyPath, err)
+		return nil, fmt.Errorf("keys: certificate %s with key %s: %w: both must be PEM and made together",
+			certPath, keyPath, err)
 	}
 	if cert.Leaf == nil {
 		return nil, fmt.Errorf("keys: certificate %s: no leaf", certPath)
 	}
 	if now.After(cert.Leaf.NotAfter) || now.Before(cert.Leaf.NotBefore) {
-		return nil, fmt.Errorf("keys: certificate %s: valid from %s to %s, and now is %s: issue another with 'kvspray keygen node', or set the clock",
-			certPath, cert.Leaf.NotBefore.Format(time.RFC3339), cert.Leaf.NotAfter.Format(time.RFC3339), now.UTC().Format(time.RFC3339))
+		return nil, fmt.Errorf("keys: certificate %s: valid from %s to %s, and now is %s: issue "+
+			"another with 'kvspray keygen node', or set the clock",
+			certPath, cert.Leaf.NotBefore.Format(time.RFC3339), cert.Leaf.NotAfter.Format(time.RFC3339),
+			now.UTC().Format(time.RFC3339))
 	}
 	cr := &Credentials{cert: cert, pool: x509.NewCertPool(), paths: paths, read: sum}
 	if !cr.pool.AppendCertsFromPEM(caPEM) {
@@ -379,8 +403,10 @@ func FromFiles(certPath, keyPath, caPath string, now time.Time) (*Credentials, e
 	}
 	var chains [][]*x509.Certificate
 	for _, use := range []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth, x509.ExtKeyUsageClientAuth} {
-		if chains, err = cert.Leaf.Verify(x509.VerifyOptions{Roots: cr.pool, Intermediates: mid, CurrentTime: now, KeyUsages: []x509.ExtKeyUsage{use}}); err != nil {
-			return nil, fmt.Errorf("keys: certificate %s against authority %s: %w: a node's certificate must allow server and client authentication", certPath, caPath, err)
+		if chains, err = cert.Leaf.Verify(x509.VerifyOptions{Roots: cr.pool, Intermediates: mid,
+			CurrentTime: now, KeyUsages: []x509.ExtKeyUsage{use}}); err != nil {
+			return nil, fmt.Errorf("keys: certificate %s against authority %s: %w: a node's certificate "+
+				"must allow server and client authentication", certPath, caPath, err)
 		}
 	}
 	cr.ends = lasting(chains)
@@ -415,7 +441,8 @@ func names(c *x509.Certificate) string {
 // Server returns the settings of a listening end: a peer without a certificate of ours is refused.
 func (c *Credentials) Server() *tls.Config {
 	cert, pool := c.now()
-	return &tls.Config{MinVersion: tls.VersionTLS13, Certificates: []tls.Certificate{cert}, ClientAuth: tls.RequireAndVerifyClientCert, ClientCAs: pool}
+	return &tls.Config{MinVersion: tls.VersionTLS13, Certificates: []tls.Certificate{cert},
+		ClientAuth: tls.RequireAndVerifyClientCert, ClientCAs: pool}
 }
 
 // Client returns the settings of a dialling end. host is what was dialled, without its port.
@@ -425,11 +452,13 @@ func (c *Credentials) Client(host string) *tls.Config {
 		name = host
 	}
 	cert, pool := c.now()
-	return &tls.Config{MinVersion: tls.VersionTLS13, Certificates: []tls.Certificate{cert}, RootCAs: pool, ServerName: name}
+	return &tls.Config{MinVersion: tls.VersionTLS13, Certificates: []tls.Certificate{cert},
+		RootCAs: pool, ServerName: name}
 }
 
-// Identity tells processes apart by the certificates that they show. A certificate of an authority stands for the names in it, so that it can be
-// renewed while its process lives. Those of a cluster key all bear one name, and there each process is the key that it made.
+// Identity tells processes apart by the certificates that they show. A certificate of an authority
+// stands for the names in it, so that it can be renewed while its process lives. Those of a cluster
+// key all bear one name, and there each process is the key that it made.
 func Identity(c *x509.Certificate) [sha256.Size]byte {
 	if len(c.DNSNames)+len(c.IPAddresses) == 0 || slices.Contains(c.DNSNames, clusterName) {
 		return sha256.Sum256(c.RawSubjectPublicKeyInfo)
@@ -448,7 +477,8 @@ func Identity(c *x509.Certificate) [sha256.Size]byte {
 	return [sha256.Size]byte(h.Sum(nil))
 }
 
-// WriteAuthority makes an authority for certificates: cert is for all nodes, key signs and belongs on none.
+// WriteAuthority makes an authority for certificates: cert is for all nodes, key signs and belongs
+// on none.
 func WriteAuthority(certPath, keyPath string, now time.Time, valid time.Duration) error {
 	pub, key, err := ed25519.GenerateKey(rand.Reader)
 	if err != nil {
@@ -458,8 +488,10 @@ func WriteAuthority(certPath, keyPath string, now time.Time, valid time.Duration
 	if err != nil {
 		return err
 	}
-	t := &x509.Certificate{SerialNumber: n, Subject: pkix.Name{CommonName: "kvspray authority"}, NotBefore: now.Add(-time.Hour), NotAfter: now.Add(valid),
-		IsCA: true, BasicConstraintsValid: true, MaxPathLenZero: true, KeyUsage: x509.KeyUsageCertSign | x509.KeyUsageCRLSign}
+	t := &x509.Certificate{SerialNumber: n, Subject: pkix.Name{CommonName: "kvspray authority"},
+		NotBefore: now.Add(-time.Hour), NotAfter: now.Add(valid),
+		IsCA: true, BasicConstraintsValid: true, MaxPathLenZero: true, KeyUsage: x509.KeyUsageCertSign |
+			x509.KeyUsageCRLSign}
 	ca, _, err := sign(t, t, pub, key)
 	if err != nil {
 		return err
@@ -467,10 +499,13 @@ func WriteAuthority(certPath, keyPath string, now time.Time, valid time.Duration
 	return writePair(certPath, keyPath, ca, key)
 }
 
-// WriteNode issues a node's certificate. hosts are the names and addresses that peers dial; at least one.
-func WriteNode(caCertPath, caKeyPath, certPath, keyPath, node string, hosts []string, now time.Time, valid time.Duration) error {
+// WriteNode issues a node's certificate. hosts are the names and addresses that peers dial; at
+// least one.
+func WriteNode(caCertPath, caKeyPath, certPath, keyPath, node string, hosts []string, now time.Time,
+	valid time.Duration) error {
 	if node == "" || len(hosts) == 0 {
-		return fmt.Errorf("keys: issue certificate: node %q, hosts %q: name the node and every host or address that peers dial", node, hosts)
+		return fmt.Errorf("keys: issue certificate: node %q, hosts %q: name the node and every host or "+
+			"address that peers dial", node, hosts)
 	}
 	for _, h := range hosts {
 		if err := Host(h); err != nil {
@@ -487,15 +522,18 @@ func WriteNode(caCertPath, caKeyPath, certPath, keyPath, node string, hosts []st
 	}
 	pair, err := tls.X509KeyPair(certPEM, keyPEM)
 	if err != nil {
-		return fmt.Errorf("keys: authority %s with key %s: %w: both must be PEM and made together", caCertPath, caKeyPath, err)
+		return fmt.Errorf("keys: authority %s with key %s: %w: both must be PEM and made together",
+			caCertPath, caKeyPath, err)
 	}
 	caKey, ok := pair.PrivateKey.(ed25519.PrivateKey)
 	if !ok || pair.Leaf == nil || !pair.Leaf.IsCA {
-		return fmt.Errorf("keys: authority %s: not an ed25519 authority: make one with 'kvspray keygen ca'", caCertPath)
+		return fmt.Errorf(
+			"keys: authority %s: not an ed25519 authority: make one with 'kvspray keygen ca'", caCertPath)
 	}
 	until := now.Add(valid)
 	if until.After(pair.Leaf.NotAfter) {
-		return fmt.Errorf("keys: issue certificate of %s: it would outlive the authority, which ends %s: choose a shorter validity, or make another authority",
+		return fmt.Errorf("keys: issue certificate of %s: it would outlive the authority, which ends "+
+			"%s: choose a shorter validity, or make another authority",
 			node, pair.Leaf.NotAfter.Format(time.RFC3339))
 	}
 	pub, key, err := ed25519.GenerateKey(rand.Reader)
@@ -518,11 +556,14 @@ func writePair(certPath, keyPath string, c *x509.Certificate, key ed25519.Privat
 	if err != nil {
 		return fmt.Errorf("keys: encode key: %w", err)
 	}
-	if err := writeNew(keyPath, pem.EncodeToMemory(&pem.Block{Type: pemKey, Bytes: der}), secretMode); err != nil {
+	if err := writeNew(keyPath, pem.EncodeToMemory(&pem.Block{Type: pemKey, Bytes: der}),
+		secretMode); err != nil {
 		return err
 	}
-	if err := writeNew(certPath, pem.EncodeToMemory(&pem.Block{Type: pemCert, Bytes: c.Raw}), publicMode); err != nil {
-		return errors.Join(err, os.Remove(keyPath)) // it has no certificate, and would be in the way of the next try
+	if err := writeNew(certPath, pem.EncodeToMemory(&pem.Block{Type: pemCert, Bytes: c.Raw}),
+		publicMode); err != nil {
+		// it has no certificate, and would be in the way of the next try
+		return errors.Join(err, os.Remove(keyPath))
 	}
 	return nil
 }
@@ -533,7 +574,8 @@ func writeNew(path string, b []byte, mode os.FileMode) error {
 		return fmt.Errorf("keys: write %s: it exists: move it away first", path)
 	}
 	if err != nil {
-		return fmt.Errorf("keys: write %q: %w: name a file in a folder that is there and can be written to", path, err)
+		return fmt.Errorf("keys: write %q: %w: name a file in a folder that is there and can be "+
+			"written to", path, err)
 	}
 	_, err = f.Write(b)
 	if err == nil {
@@ -572,20 +614,23 @@ func read(path string, secret bool, remedy string) ([]byte, error) {
 		return nil, fmt.Errorf("keys: read %s: not a regular file", path)
 	}
 	if m := st.Mode().Perm(); secret && m&othersMode != 0 {
-		return nil, fmt.Errorf("keys: read %s: mode %04o lets others read a secret: chmod 600 %s, or 0440 where a pod mounts it for its group", path, m, path)
+		return nil, fmt.Errorf("keys: read %s: mode %04o lets others read a secret: chmod 600 %s, or "+
+			"0440 where a pod mounts it for its group", path, m, path)
 	}
 	b, err := io.ReadAll(io.LimitReader(f, maxFileBytes+1))
 	if err != nil {
 		return nil, fmt.Errorf("keys: read %s: %w", path, err)
 	}
 	if len(b) > maxFileBytes {
-		return nil, fmt.Errorf("keys: read %s: more than %d bytes: not a key or certificate", path, maxFileBytes)
+		return nil, fmt.Errorf("keys: read %s: more than %d bytes: not a key or certificate", path,
+			maxFileBytes)
 	}
 	return b, nil
 }
 
-// Check does with files what a start would do with them: cluster is the path of a cluster key, the others are those of FromFiles. Empty
-// paths are left out. expires is when the certificate ends; zero: it does not, or there is none.
+// Check does with files what a start would do with them: cluster is the path of a cluster key, the
+// others are those of FromFiles. Empty paths are left out. expires is when the certificate ends;
+// zero: it does not, or there is none.
 func Check(cluster, cert, key, ca string, now time.Time) (expires time.Time, err error) {
 	if cluster != "" {
 		if _, err := LoadCluster(cluster); err != nil {

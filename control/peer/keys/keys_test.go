@@ -129,7 +129,8 @@ func TestBadFiles(t *testing.T) {
 			t.Errorf("%s: the error holds the secret", name)
 		}
 	}
-	if _, err := LoadCluster(path + "x"); err == nil || !strings.Contains(err.Error(), "keygen cluster") {
+	if _, err := LoadCluster(path + "x"); err == nil || !strings.Contains(err.Error(),
+		"keygen cluster") {
 		t.Error(err)
 	}
 	// One that is there for another user need not be made again.
@@ -137,7 +138,8 @@ func TestBadFiles(t *testing.T) {
 		t.Fatal(err)
 	}
 	testutil.AsNobody(t, func() {
-		if _, err := LoadCluster(path); err == nil || !strings.Contains(err.Error(), "let this user read it") || strings.Contains(err.Error(), "keygen") {
+		if _, err := LoadCluster(path); err == nil || !strings.Contains(err.Error(),
+			"let this user read it") || strings.Contains(err.Error(), "keygen") {
 			t.Error(err)
 		}
 	})
@@ -145,16 +147,22 @@ func TestBadFiles(t *testing.T) {
 
 func TestHost(t *testing.T) {
 	long := strings.Repeat("a", 63)
-	for _, h := range []string{"10.0.0.1", "::1", "fe80::1", "a", "prefill-0", "prefill-0.llm", "a_b.example", "1a.2b.3c", "10.example", "*.prefill.svc", long + "." + long, "xn--bcher-kva.example"} {
+	for _, h := range []string{"10.0.0.1", "::1", "fe80::1", "a", "prefill-0", "prefill-0.llm",
+		"a_b.example", "1a.2b.3c", "10.example", "*.prefill.svc", long + "." + long,
+		"xn--bcher-kva.example"} {
 		if err := Host(h); err != nil {
 			t.Error(err)
 		}
 	}
 	for h, want := range map[string]string{
-		"": "1 to 253", "a b": "letters, digits", " a": "letters, digits", "a,b": "letters, digits", "10.0.0.300": "looks like an IP", "10.0.0": "looks like an IP", "1": "looks like an IP",
-		"010.0.0.1": "looks like an IP", "10.0.0.1:7650": "without a port", "[::1]": "letters, digits", "fe80::1%eth0": "letters, digits", "::g": "letters, digits",
-		"a..b": "1 to 63", "a.": "1 to 63", ".a": "1 to 63", "-a.b": "hyphen", "a-.b": "hyphen", long + "a": "1 to 63", strings.Repeat("a.", 127) + "a": "1 to 253", "*": "letters, digits",
-		"*.com": "letters, digits", "a.*.b": "letters, digits", "b\u00fccher.example": "letters, digits", "a\x00b": "letters, digits", "10.0.0.0/8": "letters, digits",
+		"": "1 to 253", "a b": "letters, digits", " a": "letters, digits", "a,b": "letters, digits",
+		"10.0.0.300": "looks like an IP", "10.0.0": "looks like an IP", "1": "looks like an IP",
+		"010.0.0.1": "looks like an IP", "10.0.0.1:7650": "without a port", "[::1]": "letters, digits",
+		"fe80::1%eth0": "letters, digits", "::g": "letters, digits",
+		"a..b": "1 to 63", "a.": "1 to 63", ".a": "1 to 63", "-a.b": "hyphen", "a-.b": "hyphen", long +
+			"a": "1 to 63", strings.Repeat("a.", 127) + "a": "1 to 253", "*": "letters, digits",
+		"*.com": "letters, digits", "a.*.b": "letters, digits", "b\u00fccher.example": "letters, digits",
+		"a\x00b": "letters, digits", "10.0.0.0/8": "letters, digits",
 	} {
 		if err := Host(h); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%q: %v, want %q", h, err, want)
@@ -165,8 +173,10 @@ func TestHost(t *testing.T) {
 	if err := WriteAuthority(p("ca"), p("ca-key"), time.Now(), time.Hour); err != nil {
 		t.Fatal(err)
 	}
-	err := WriteNode(p("ca"), p("ca-key"), p("n"), p("n-key"), "n", []string{"10.0.0.1", "10.0.0.300"}, time.Now(), time.Minute)
-	if _, none := os.Stat(p("n-key")); err == nil || !strings.Contains(err.Error(), "10.0.0.300") || none == nil {
+	err := WriteNode(p("ca"), p("ca-key"), p("n"), p("n-key"), "n", []string{"10.0.0.1", "10.0.0.300"},
+		time.Now(), time.Minute)
+	if _, none := os.Stat(p("n-key")); err == nil || !strings.Contains(err.Error(), "10.0.0.300") ||
+		none == nil {
 		t.Errorf("%v, %v", err, none)
 	}
 }
@@ -182,7 +192,8 @@ func TestFiles(t *testing.T) {
 		}
 	}
 	for _, x := range []struct{ ca, name string }{{"ca", "a"}, {"ca", "b"}, {"other", "x"}} {
-		if err := WriteNode(p(x.ca), p(x.ca+"-key"), p(x.name), p(x.name+"-key"), x.name, []string{"127.0.0.1", x.name + ".example"}, now, year/2); err != nil {
+		if err := WriteNode(p(x.ca), p(x.ca+"-key"), p(x.name), p(x.name+"-key"), x.name,
+			[]string{"127.0.0.1", x.name + ".example"}, now, year/2); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -204,13 +215,28 @@ func TestFiles(t *testing.T) {
 		t.Error("another authority's node was believed")
 	}
 	for want, f := range map[string]func() error{
-		"keygen node":       func() error { _, err := FromFiles(p("a"), p("a-key"), p("ca"), now.Add(year)); return err },
-		"made together":     func() error { _, err := FromFiles(p("a"), p("b-key"), p("ca"), now); return err },
-		"against authority": func() error { _, err := FromFiles(p("a"), p("a-key"), p("other"), now); return err },
+		"keygen node": func() error {
+			_, err := FromFiles(p("a"), p("a-key"), p("ca"),
+				now.Add(year))
+			return err
+		},
+		"made together": func() error {
+			_, err := FromFiles(p("a"), p("b-key"), p("ca"),
+				now)
+			return err
+		},
+		"against authority": func() error {
+			_, err := FromFiles(p("a"), p("a-key"), p("other"),
+				now)
+			return err
+		},
 		"outlive": func() error {
 			return WriteNode(p("ca"), p("ca-key"), p("z"), p("z-key"), "z", []string{"z"}, now, 2*year)
 		},
-		"name the node": func() error { return WriteNode(p("ca"), p("ca-key"), p("z"), p("z-key"), "z", nil, now, year/2) },
+		"name the node": func() error {
+			return WriteNode(p("ca"), p("ca-key"), p("z"), p("z-key"), "z",
+				nil, now, year/2)
+		},
 	} {
 		if err := f(); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%v, want %q", err, want)

@@ -22,7 +22,8 @@ func issue(t *testing.T, dir, name string, now time.Time, valid time.Duration) {
 			t.Fatal(err)
 		}
 	}
-	if err := WriteNode(filepath.Join(dir, "ca.crt"), filepath.Join(dir, "ca.key"), cert, key, name, []string{"127.0.0.1"}, now, valid); err != nil {
+	if err := WriteNode(filepath.Join(dir, "ca.crt"), filepath.Join(dir, "ca.key"), cert, key, name,
+		[]string{"127.0.0.1"}, now, valid); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -59,16 +60,18 @@ func handshake(a, b *Credentials) (*tls.ConnectionState, error) {
 	return &s, err
 }
 
-// A certificate that is renewed in its place is taken without a restart, with a key of its own, and stands for the same process. What cannot be
-// used is not taken.
+// A certificate that is renewed in its place is taken without a restart, with a key of its own, and
+// stands for the same process. What cannot be used is not taken.
 func TestRenewed(t *testing.T) {
 	dir, now := t.TempDir(), time.Now()
-	if err := WriteAuthority(filepath.Join(dir, "ca.crt"), filepath.Join(dir, "ca.key"), now, 48*time.Hour); err != nil {
+	if err := WriteAuthority(filepath.Join(dir, "ca.crt"), filepath.Join(dir, "ca.key"), now,
+		48*time.Hour); err != nil {
 		t.Fatal(err)
 	}
 	issue(t, dir, "n", now, time.Hour)
 	files := func() *Credentials {
-		c, err := FromFiles(filepath.Join(dir, "node.crt"), filepath.Join(dir, "node.key"), filepath.Join(dir, "ca.crt"), now)
+		c, err := FromFiles(filepath.Join(dir, "node.crt"), filepath.Join(dir, "node.key"),
+			filepath.Join(dir, "ca.crt"), now)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -121,7 +124,8 @@ func TestRenewed(t *testing.T) {
 		t.Errorf("a certificate with the key of another one: %t, %v", again, err)
 	}
 	write(fresh)
-	if again, err := c.Reload(now.Add(2 * time.Hour)); again || err == nil || !strings.Contains(err.Error(), "valid from") {
+	if again, err := c.Reload(now.Add(2 * time.Hour)); again || err == nil ||
+		!strings.Contains(err.Error(), "valid from") {
 		t.Errorf("an expired certificate: %t, %v", again, err)
 	}
 	if _, err := handshake(other, c); err != nil {
@@ -151,19 +155,22 @@ func TestRenewed(t *testing.T) {
 func TestExpired(t *testing.T) {
 	dir, now := t.TempDir(), time.Now()
 	past := now.Add(-3 * time.Hour)
-	if err := WriteAuthority(filepath.Join(dir, "ca.crt"), filepath.Join(dir, "ca.key"), past, 48*time.Hour); err != nil {
+	if err := WriteAuthority(filepath.Join(dir, "ca.crt"), filepath.Join(dir, "ca.key"), past,
+		48*time.Hour); err != nil {
 		t.Fatal(err)
 	}
 	load := func(valid time.Duration) *Credentials {
 		issue(t, dir, "n", past, valid)
-		c, err := FromFiles(filepath.Join(dir, "node.crt"), filepath.Join(dir, "node.key"), filepath.Join(dir, "ca.crt"), past)
+		c, err := FromFiles(filepath.Join(dir, "node.crt"), filepath.Join(dir, "node.key"),
+			filepath.Join(dir, "ca.crt"), past)
 		if err != nil {
 			t.Fatal(err)
 		}
 		return c
 	}
 	old, good := load(time.Hour), load(24*time.Hour)
-	if _, err := handshake(good, old); err == nil || !strings.Contains(err.Error(), "certificate has expired or is not yet valid") {
+	if _, err := handshake(good, old); err == nil || !strings.Contains(err.Error(),
+		"certificate has expired or is not yet valid") {
 		t.Errorf("the dialled end's has expired: %v", err)
 	}
 	if _, err := handshake(old, good); err == nil || !strings.Contains(err.Error(), "expired") {

@@ -23,12 +23,14 @@ func TestUpToDate(t *testing.T) {
 		t.Fatal(err)
 	}
 	if !bytes.Equal(have, want) {
-		t.Fatalf("zz_generated_board.go is out of date: run go generate ./internal/board\nwant:\n%s", want)
+		t.Fatalf("zz_generated_board.go is out of date: run go generate ./internal/board\nwant:\n%s",
+			want)
 	}
 }
 
 func TestCamel(t *testing.T) {
-	for in, want := range map[string]string{"FLAGS_MAGIC": "FlagsMagic", "flags_header": "FlagsHeader", "OK": "OK", "REC_STEP": "RecStep"} {
+	for in, want := range map[string]string{"FLAGS_MAGIC": "FlagsMagic", "flags_header": "FlagsHeader",
+		"OK": "OK", "REC_STEP": "RecStep"} {
 		if got := camel(in); got != want {
 			t.Errorf("camel(%q) = %q, want %q", in, got, want)
 		}

@@ -1,9 +1,10 @@
-// Package cuda is the small part of the CUDA driver API that kvspray calls, opened at run time: on a host without it, or in a
-// build without cgo, Open says why and everything else works.
+// Package cuda is the small part of the CUDA driver API that kvspray calls, opened at run time: on
+// a host without it, or in a build without cgo, Open says why and everything else works.
 //
-// It owns contexts (the devices' primary ones), streams, events, modules, its own allocations and imports of other
-// processes' allocations. Every call names its context, because a goroutine may change threads between two calls. No Go
-// pointer is kept by C. Handles are not reference-counted: the owner of a Context frees what it made in it.
+// It owns contexts (the devices' primary ones), streams, events, modules, its own allocations and
+// imports of other processes' allocations. Every call names its context, because a goroutine may
+// change threads between two calls. No Go pointer is kept by C. Handles are not reference-counted:
+// the owner of a Context frees what it made in it.
 package cuda
 
 import (
@@ -55,7 +56,8 @@ const (
 	HostRegisterUsesHostPointer Attribute = 91
 	PosixFDHandles              Attribute = 103
 	IPCEvents                   Attribute = 125
-	MPSEnabled                  Attribute = 133 // contexts are shared with those of other processes; older drivers do not know it
+	// contexts are shared with those of other processes; older drivers do not know it
+	MPSEnabled Attribute = 133
 )
 
 // Values of GPUDirectRDMAWriteOrdering, and a bit of GPUDirectRDMAFlushOptions.

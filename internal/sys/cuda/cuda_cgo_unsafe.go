@@ -144,7 +144,8 @@ func (m *Module) Unload() error { return check("ModuleUnload", C.kvc_module_unlo
 func (m *Module) Function(name string) (*Function, error) {
 	n := append([]byte(name), 0)
 	f := &Function{c: m.c}
-	if err := check("ModuleGetFunction "+name, C.kvc_function(m.c.h, m.h, (*C.char)(unsafe.Pointer(&n[0])), &f.h)); err != nil {
+	if err := check("ModuleGetFunction "+name, C.kvc_function(m.c.h, m.h,
+		(*C.char)(unsafe.Pointer(&n[0])), &f.h)); err != nil {
 		return nil, err
 	}
 	return f, nil
@@ -152,10 +153,12 @@ func (m *Module) Function(name string) (*Function, error) {
 
 // LaunchWords launches f with parameters that are all 64-bit words, or 32-bit ones packed in pairs.
 func (f *Function) LaunchWords(s *Stream, grid, block int, params ...uint64) error {
-	var p runtime.Pinner // params is stack or heap memory of Go; the driver copies it before it returns
+	// params is stack or heap memory of Go; the driver copies it before it returns
+	var p runtime.Pinner
 	defer p.Unpin()
 	p.Pin(&params[0])
-	return check("LaunchKernel", C.kvc_launch(f.c.h, f.h, C.uint(grid), C.uint(block), s.h, unsafe.Pointer(&params[0]), C.size_t(8*len(params))))
+	return check("LaunchKernel", C.kvc_launch(f.c.h, f.h, C.uint(grid), C.uint(block), s.h,
+		unsafe.Pointer(&params[0]), C.size_t(8*len(params))))
 }
 
 // Alloc allocates device memory.
@@ -189,14 +192,16 @@ func (c *Context) FreeHost(b []byte) error {
 	return check("MemFreeHost", C.kvc_host_free(c.h, unsafe.Pointer(&b[0])))
 }
 
-// Register pins mapped host memory and returns its device address. The memory must be off the Go heap.
+// Register pins mapped host memory and returns its device address. The memory must be off the Go
+// heap.
 func (c *Context) Register(b []byte) (Ptr, error) { return c.register(b, 0) }
 
 // RegisterReadOnly is Register for memory that is mapped for reading only, where the driver can.
 func (c *Context) RegisterReadOnly(b []byte) (Ptr, error) { return c.register(b, 1) }
 
 func (c *Context) register(b []byte, readOnly C.int) (Ptr, error) {
-	if err := check("MemHostRegister", C.kvc_host_register(c.h, unsafe.Pointer(&b[0]), C.size_t(len(b)), readOnly)); err != nil {
+	if err := check("MemHostRegister", C.kvc_host_register(c.h, unsafe.Pointer(&b[0]),
+		C.size_t(len(b)), readOnly)); err != nil {
 		return 0, err
 	}
 	var p C.kvc_ptr
@@ -235,23 +240,26 @@ func (c *Context) CloseIPC(p Ptr) error {
 	return check("IpcCloseMemHandle", C.kvc_ipc_close(c.h, C.kvc_ptr(p)))
 }
 
-// ExportDMABuf makes a dma-buf descriptor, the caller's, of a range that begins and ends with a page of the host.
+// ExportDMABuf makes a dma-buf descriptor, the caller's, of a range that begins and ends with a
+// page of the host.
 func (c *Context) ExportDMABuf(p Ptr, n uint64) (fd int, err error) {
 	v := C.int(-1)
 	err = check("MemGetHandleForAddressRange", C.kvc_dmabuf_export(c.h, C.kvc_ptr(p), C.size_t(n), &v))
 	return int(v), err
 }
 
-// FlushRDMAWrites returns when what NICs have written to the GPU is visible to the context that owns the memory.
+// FlushRDMAWrites returns when what NICs have written to the GPU is visible to the context that
+// owns the memory.
 func (c *Context) FlushRDMAWrites() error {
 	return check("FlushGPUDirectRDMAWrites", C.kvc_flush_rdma_writes(c.h))
 }
 
-// ImportFD maps bytes of an allocation that another process exported as a descriptor, which stays the caller's. CloseImport
-// unmaps it.
+// ImportFD maps bytes of an allocation that another process exported as a descriptor, which stays
+// the caller's. CloseImport unmaps it.
 func (c *Context) ImportFD(fd int, bytes uint64) (Ptr, error) {
 	var p C.kvc_ptr
-	err := check("MemImportFromShareableHandle and MemMap", C.kvc_import_fd(c.h, C.int(c.Device), C.int(fd), C.size_t(bytes), &p))
+	err := check("MemImportFromShareableHandle and MemMap", C.kvc_import_fd(c.h, C.int(c.Device),
+		C.int(fd), C.size_t(bytes), &p))
 	return Ptr(p), err
 }
 
@@ -269,7 +277,8 @@ type Stream struct {
 // NewStream makes a non-blocking stream.
 func (c *Context) NewStream(priority int) (*Stream, error) {
 	s := &Stream{c: c}
-	if err := check("StreamCreateWithPriority", C.kvc_stream_create(c.h, C.int(priority), &s.h)); err != nil {
+	if err := check("StreamCreateWithPriority", C.kvc_stream_create(c.h, C.int(priority),
+		&s.h)); err != nil {
 		return nil, err
 	}
 	return s, nil
@@ -283,28 +292,34 @@ func (s *Stream) Sync() error { return check("StreamSynchronize", C.kvc_stream_s
 
 // Copy enqueues a copy between any two addresses that s's context can reach.
 func (s *Stream) Copy(dst, src Ptr, n uint64) error {
-	return check("MemcpyAsync", C.kvc_copy_async(s.c.h, C.kvc_ptr(dst), C.kvc_ptr(src), C.size_t(n), s.h))
+	return check("MemcpyAsync", C.kvc_copy_async(s.c.h, C.kvc_ptr(dst), C.kvc_ptr(src),
+		C.size_t(n), s.h))
 }
 
 // CopyRows enqueues copies of rows, in order; at least one.
 func (s *Stream) CopyRows(rows []Rows) error {
-	return check("Memcpy2DAsync", C.kvc_copy_rows(s.c.h, (*C.struct_kvc_rows)(unsafe.Pointer(&rows[0])), C.size_t(len(rows)), s.h))
+	return check("Memcpy2DAsync", C.kvc_copy_rows(s.c.h,
+		(*C.struct_kvc_rows)(unsafe.Pointer(&rows[0])), C.size_t(len(rows)), s.h))
 }
 
-// CopyBatch enqueues copies in one call into the driver, in no order among each other. The slices have equal lengths, at least 1.
+// CopyBatch enqueues copies in one call into the driver, in no order among each other. The slices
+// have equal lengths, at least 1.
 func (s *Stream) CopyBatch(dst, src []Ptr, n []uint64) error {
-	return check("MemcpyBatchAsync", C.kvc_copy_batch(s.c.h, (*C.kvc_ptr)(unsafe.Pointer(&dst[0])), (*C.kvc_ptr)(unsafe.Pointer(&src[0])),
+	return check("MemcpyBatchAsync", C.kvc_copy_batch(s.c.h, (*C.kvc_ptr)(unsafe.Pointer(&dst[0])),
+		(*C.kvc_ptr)(unsafe.Pointer(&src[0])),
 		(*C.size_t)(unsafe.Pointer(&n[0])), C.size_t(len(dst)), s.h))
 }
 
 // CopySync copies and returns when the stream is idle.
 func (s *Stream) CopySync(dst, src Ptr, n uint64) error {
-	return check("MemcpyAsync and StreamSynchronize", C.kvc_copy_sync(s.c.h, C.kvc_ptr(dst), C.kvc_ptr(src), C.size_t(n), s.h))
+	return check("MemcpyAsync and StreamSynchronize", C.kvc_copy_sync(s.c.h, C.kvc_ptr(dst),
+		C.kvc_ptr(src), C.size_t(n), s.h))
 }
 
 // Set32 enqueues a fill.
 func (s *Stream) Set32(dst Ptr, value uint32, words uint64) error {
-	return check("MemsetD32Async", C.kvc_set32_async(s.c.h, C.kvc_ptr(dst), C.uint32_t(value), C.size_t(words), s.h))
+	return check("MemsetD32Async", C.kvc_set32_async(s.c.h, C.kvc_ptr(dst), C.uint32_t(value),
+		C.size_t(words), s.h))
 }
 
 // Write64 enqueues a 64-bit store after all earlier work of the stream.

@@ -12,7 +12,8 @@ type Driver struct {
 
 // Open says that this build cannot open the driver.
 func Open() (*Driver, error) {
-	return nil, fmt.Errorf("%w: this binary was built with CGO_ENABLED=0; build it with cgo and a C compiler to use GPUs", ErrNotSupported)
+	return nil, fmt.Errorf("%w: this binary was built with CGO_ENABLED=0; build it with cgo and a C "+
+		"compiler to use GPUs", ErrNotSupported)
 }
 
 // Name is not known without the driver.

@@ -16,7 +16,8 @@ func TestOpen(t *testing.T) {
 		if !errors.Is(err, cuda.ErrNotSupported) {
 			t.Fatalf("Open: %v, want ErrNotSupported", err)
 		}
-		if len(err.Error()) < len(cuda.ErrNotSupported.Error())+20 || !strings.Contains(err.Error(), ":") {
+		if len(err.Error()) < len(cuda.ErrNotSupported.Error())+20 ||
+			!strings.Contains(err.Error(), ":") {
 			t.Fatalf("Open gives no reason: %v", err)
 		}
 		testutil.Skip(t, "cuda", err.Error())

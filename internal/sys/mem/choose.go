@@ -24,11 +24,12 @@ func (r routine) String() string {
 	return [routines]string{"streaming stores", "ordinary copy", "rep movsb"}[r]
 }
 
-// classSizes are the sizes for which a routine is chosen, as none is the best for all. A choice holds for pieces of up to twice that size, the
-// last one for all longer ones.
+// classSizes are the sizes for which a routine is chosen, as none is the best for all. A choice
+// holds for pieces of up to twice that size, the last one for all longer ones.
 var classSizes = [...]int{4 << 10, 16 << 10, 64 << 10}
 
-// chosen is the routine of each class, 8 bits each, the first lowest: streaming until ChooseCopies has measured.
+// chosen is the routine of each class, 8 bits each, the first lowest: streaming until ChooseCopies
+// has measured.
 var chosen atomic.Uint32
 
 func routineFor(n int) routine {
@@ -39,12 +40,14 @@ func routineFor(n int) routine {
 	return routine(chosen.Load() >> (8 * class))
 }
 
-// Of the measurement. What else runs on the machine can only make a pass longer, so the shortest of several counts.
+// Of the measurement. What else runs on the machine can only make a pass longer, so the shortest of
+// several counts.
 const (
 	passBytes = 256 << 10 // copied in one pass
 	passes    = 9
-	// advantage is what another routine must have over streaming stores to be chosen. These leave the caches to the engine and do not
-	// read what they overwrite, which pays where several threads share the memory's bandwidth, and does not show in the time of one.
+	// advantage is what another routine must have over streaming stores to be chosen. These leave the
+	// caches to the engine and do not read what they overwrite, which pays where several threads share
+	// the memory's bandwidth, and does not show in the time of one.
 	advantage = 1.05
 )
 
@@ -55,7 +58,8 @@ type CopyChoice struct {
 	rates  [routines]float64 // GB/s; 0: this processor does not have it
 }
 
-// String is like "16 KiB: ordinary copy (GB/s: streaming stores 5.1, ordinary copy 7.0, rep movsb 6.8)".
+// String is like "16 KiB: ordinary copy (GB/s: streaming stores 5.1, ordinary copy 7.0, rep movsb
+// 6.8)".
 func (c CopyChoice) String() string {
 	var each []string
 	for r, rate := range c.rates {
@@ -66,8 +70,8 @@ func (c CopyChoice) String() string {
 	return fmt.Sprintf("%d KiB: %s (GB/s: %s)", c.Size>>10, c.chosen, strings.Join(each, ", "))
 }
 
-// ChooseCopies measures the routines on this machine, about 20 ms, and has Copy use the best one for each size. Only the first call of a
-// process measures.
+// ChooseCopies measures the routines on this machine, about 20 ms, and has Copy use the best one
+// for each size. Only the first call of a process measures.
 var ChooseCopies = sync.OnceValue(func() []CopyChoice {
 	all := measureCopies()
 	var best uint32
@@ -100,7 +104,8 @@ func choose(rates [routines]float64) routine {
 	return best
 }
 
-// measureCopies copies blocks of each size whose source and destination no cache holds, as those of a transfer, by each routine in turns.
+// measureCopies copies blocks of each size whose source and destination no cache holds, as those of
+// a transfer, by each routine in turns.
 func measureCopies() []CopyChoice {
 	src, dst := make([]byte, passBytes), make([]byte, passBytes)
 	Fill(src, 1)
@@ -136,7 +141,8 @@ func pass(r routine, dst, src []byte, size int) time.Duration {
 	blocks := len(src) / size
 	began := time.Now()
 	for i := range blocks {
-		from, to := i*7%blocks*size, i*3%blocks*size // orders that no prefetcher follows: blocks are a power of two
+		// orders that no prefetcher follows: blocks are a power of two
+		from, to := i*7%blocks*size, i*3%blocks*size
 		moveBy(r, dst[to:to+size], src[from:from+size])
 	}
 	return max(time.Since(began), 1)

@@ -2,14 +2,15 @@ package mem
 
 import "hash/crc32"
 
-// copyPiece bounds what runs without a point where the scheduler can stop the goroutine. memmove and the checksum's
-// assembly cannot be preempted: a tight loop over them has held the garbage collector for seconds. 128 KiB take 10 to 40
-// us, and the call itself costs nothing beside them.
+// copyPiece bounds what runs without a point where the scheduler can stop the goroutine. memmove
+// and the checksum's assembly cannot be preempted: a tight loop over them has held the garbage
+// collector for seconds. 128 KiB take 10 to 40 us, and the call itself costs nothing beside them.
 const copyPiece = 128 << 10
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// Copy copies min(len(dst), len(src)) bytes in bounded pieces and returns how many. Every bulk copy goes through it.
+// Copy copies min(len(dst), len(src)) bytes in bounded pieces and returns how many. Every bulk copy
+// goes through it.
 func Copy(dst, src []byte) int {
 	n := min(len(dst), len(src))
 	for off := 0; off < n; off += copyPiece {
@@ -19,15 +20,17 @@ func Copy(dst, src []byte) int {
 	return n
 }
 
-// piece is a call, and a call that is not a leaf: its prologue is where a waiting collector stops the goroutine.
+// piece is a call, and a call that is not a leaf: its prologue is where a waiting collector stops
+// the goroutine.
 //
 //go:noinline
 func piece(dst, src []byte) { move(dst, src) }
 
-// Prefetch asks the processor to bring p into its second-level cache while the caller goes on. It is for scattered memory that a
-// system call copies next: the kernel's copy (rep movsb) waits for DRAM at the start of each block, a run of prefetches has
-// many lines under way at once. [measured, 2 EPYC cores, scattered 16 KiB over one loopback connection, 40 pairs in turns] with
-// it 3.12 GB/s and 0.47 CPU s/GB, without 2.83 and 0.51; no difference from 64 KiB on.
+// Prefetch asks the processor to bring p into its second-level cache while the caller goes on. It
+// is for scattered memory that a system call copies next: the kernel's copy (rep movsb) waits for
+// DRAM at the start of each block, a run of prefetches has many lines under way at once. [measured,
+// 2 EPYC cores, scattered 16 KiB over one loopback connection, 40 pairs in turns] with it 3.12 GB/s
+// and 0.47 CPU s/GB, without 2.83 and 0.51; no difference from 64 KiB on.
 func Prefetch(p []byte) {
 	for len(p) > 0 {
 		n := min(len(p), copyPiece)

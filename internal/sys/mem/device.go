@@ -5,19 +5,21 @@ import "fmt"
 // MaxHandleBytes bounds the opaque name of device memory.
 const MaxHandleBytes = 256
 
-// Device reaches memory that no system call and no load of this process does: that of a GPU. One Device serves every region of
-// its GPU; devices are compared with ==. Safe for concurrent use. Calls wait for the hardware: when one returns, with an error or
-// without, nothing of it is in flight, so that a guard held around it covers every byte.
+// Device reaches memory that no system call and no load of this process does: that of a GPU. One
+// Device serves every region of its GPU; devices are compared with ==. Safe for concurrent use.
+// Calls wait for the hardware: when one returns, with an error or without, nothing of it is in
+// flight, so that a guard held around it covers every byte.
 type Device interface {
-	// Gather reads blocks, all of this device's regions, one after another into dst; Scatter writes them from src. The lengths
-	// add up to that of the slice. A slice of a lent buffer needs no further copy.
+	// Gather reads blocks, all of this device's regions, one after another into dst; Scatter writes
+	// them from src. The lengths add up to that of the slice. A slice of a lent buffer needs no
+	// further copy.
 	Gather(dst []byte, blocks []Block) error
 	Scatter(blocks []Block, src []byte) error
-	// Move copies the bytes of src, in order, to dst. Both hold as many; at least one block is this device's, the others may lie
-	// anywhere.
+	// Move copies the bytes of src, in order, to dst. Both hold as many; at least one block is this
+	// device's, the others may lie anywhere.
 	Move(dst, src []Block) error
-	// Lend gives a buffer of LendBytes that the hardware reaches at its full rate, or nil while none is free. Return takes it
-	// back.
+	// Lend gives a buffer of LendBytes that the hardware reaches at its full rate, or nil while none
+	// is free. Return takes it back.
 	Lend() []byte
 	Return([]byte)
 	LendBytes() int
@@ -35,7 +37,8 @@ type DeviceMemory struct {
 	Device Device
 	Addr   uint64 // in this process, for the Device
 	Size   uint64
-	Handle []byte // what other processes of this host import it by; opaque to everybody but the Device's package
+	// what other processes of this host import it by; opaque to everybody but the Device's package
+	Handle []byte
 	FD     int    // a descriptor that goes with the handle, owned by the region; -1: none
 	Free   func() // called once, after the last reference is gone
 }
@@ -43,12 +46,16 @@ type DeviceMemory struct {
 // NewDevice makes a region of a device's memory.
 func NewDevice(id ID, m DeviceMemory) (*Region, error) {
 	if m.Size == 0 || m.Size > MaxRegionBytes || m.Addr == 0 || m.Addr > maxAddress-m.Size {
-		return nil, fmt.Errorf("mem: device region %s: address %#x, size %d: not a range of device memory", id, m.Addr, m.Size)
+		return nil,
+			fmt.Errorf("mem: device region %s: address %#x, size %d: not a range of device memory", id,
+				m.Addr, m.Size)
 	}
 	if len(m.Handle) > MaxHandleBytes {
-		return nil, fmt.Errorf("mem: device region %s: handle of %d bytes, at most %d", id, len(m.Handle), MaxHandleBytes)
+		return nil, fmt.Errorf("mem: device region %s: handle of %d bytes, at most %d", id, len(m.Handle),
+			MaxHandleBytes)
 	}
-	r := &Region{id: id, kind: KindDevice, size: m.Size, base: m.Addr, fd: m.FD, device: m.Device, handle: m.Handle, free: m.Free}
+	r := &Region{id: id, kind: KindDevice, size: m.Size, base: m.Addr, fd: m.FD, device: m.Device,
+		handle: m.Handle, free: m.Free}
 	r.refs.Store(1)
 	return r, nil
 }
@@ -71,7 +78,10 @@ func DeviceOf(blocks []Block) Device {
 
 // Gather reads blocks of any memory into dst, one after another.
 func Gather(dst []byte, blocks []Block) error {
-	return byDevice(blocks, dst, Device.Gather, func(p []byte, b Block) error { return b.Region.ReadAt(p, b.Off) })
+	return byDevice(blocks, dst, Device.Gather, func(p []byte, b Block) error {
+		return b.Region.ReadAt(
+			p, b.Off)
+	})
 }
 
 // Scatter writes blocks of any memory from src, one after another.
@@ -81,7 +91,8 @@ func Scatter(blocks []Block, src []byte) error {
 }
 
 // byDevice hands runs of blocks of one device over together.
-func byDevice(blocks []Block, p []byte, many func(Device, []byte, []Block) error, one func([]byte, Block) error) error {
+func byDevice(blocks []Block, p []byte, many func(Device, []byte, []Block) error, one func([]byte,
+	Block) error) error {
 	for i := 0; i < len(blocks); {
 		d := blocks[i].Region.device
 		n, j := blocks[i].Len, i+1
@@ -90,7 +101,8 @@ func byDevice(blocks []Block, p []byte, many func(Device, []byte, []Block) error
 			j++
 		}
 		if n > uint64(len(p)) {
-			return fmt.Errorf("mem: blocks of %d bytes and more beside a buffer of %d: %w", n, len(p), ErrBounds)
+			return fmt.Errorf("mem: blocks of %d bytes and more beside a buffer of %d: %w", n,
+				len(p), ErrBounds)
 		}
 		var err error
 		if d == nil {

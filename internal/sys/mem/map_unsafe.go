@@ -7,14 +7,17 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// hugePage is what x86-64 and arm64 with 4 KiB pages map by one page table entry of the second level. Scattered blocks of a
-// cache of many GiB miss the TLB at every 4 KiB otherwise, and in a virtual machine each miss walks two page tables.
+// hugePage is what x86-64 and arm64 with 4 KiB pages map by one page table entry of the second
+// level. Scattered blocks of a cache of many GiB miss the TLB at every 4 KiB otherwise, and in a
+// virtual machine each miss walks two page tables.
 const hugePage = 2 << 20
 
-// madvCollapse is MADV_COLLAPSE (linux/mman.h, Linux 6.1): huge pages now, also where shmem_enabled says never.
+// madvCollapse is MADV_COLLAPSE (linux/mman.h, Linux 6.1): huge pages now, also where shmem_enabled
+// says never.
 const madvCollapse = 25
 
-// mapShared maps size bytes of fd where huge pages of the file can be mapped as such: at a multiple of their size.
+// mapShared maps size bytes of fd where huge pages of the file can be mapped as such: at a multiple
+// of their size.
 func mapShared(fd int, size uint64, prot, flags int) ([]byte, error) {
 	if size < hugePage {
 		p, err := unix.MmapPtr(fd, 0, nil, uintptr(size), prot, flags)
@@ -24,7 +27,8 @@ func mapShared(fd int, size uint64, prot, flags int) ([]byte, error) {
 		return unsafe.Slice((*byte)(p), size), nil
 	}
 	span := uintptr(size) + hugePage
-	p, err := unix.MmapPtr(-1, 0, nil, span, unix.PROT_NONE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_NORESERVE)
+	p, err := unix.MmapPtr(-1, 0, nil, span, unix.PROT_NONE,
+		unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_NORESERVE)
 	if err != nil {
 		return nil, fmt.Errorf("reserve addresses: %w", err)
 	}
@@ -47,11 +51,13 @@ func mapShared(fd int, size uint64, prot, flags int) ([]byte, error) {
 }
 
 func unmap(b []byte) {
-	_ = unix.MunmapPtr(unsafe.Pointer(unsafe.SliceData(b)), uintptr(len(b))) // fails for a range that is none
+	// fails for a range that is none
+	_ = unix.MunmapPtr(unsafe.Pointer(unsafe.SliceData(b)), uintptr(len(b)))
 }
 
-// populate allocates and maps all pages of b, in huge ones where the kernel has them: one small page in each, of which the
-// kernel then makes a whole one, is ten times faster than 512 faults. All of it is advice: what fails is faulted in later.
+// populate allocates and maps all pages of b, in huge ones where the kernel has them: one small
+// page in each, of which the kernel then makes a whole one, is ten times faster than 512 faults.
+// All of it is advice: what fails is faulted in later.
 func populate(b []byte) {
 	if len(b) >= hugePage {
 		for off := 0; off+hugePage <= len(b); off += hugePage {

@@ -1,9 +1,11 @@
-// Package mem owns the memory that engines lend to the sidecar: mapped memfds, adopted mappings, memory of a GPU behind its
-// Device and, where nothing can be shared, another process's memory behind an open /proc/PID/mem descriptor.
+// Package mem owns the memory that engines lend to the sidecar: mapped memfds, adopted mappings,
+// memory of a GPU behind its Device and, where nothing can be shared, another process's memory
+// behind an open /proc/PID/mem descriptor.
 //
-// Invariants: a Region's id is random and never reused; its bytes stay mapped while any reference is held; a memfd is mapped
-// only after its seals prove that it cannot shrink under us; copies go through Copy, whose bounded pieces let the garbage
-// collector stop the goroutine in between. The package starts no goroutine.
+// Invariants: a Region's id is random and never reused; its bytes stay mapped while any reference
+// is held; a memfd is mapped only after its seals prove that it cannot shrink under us; copies go
+// through Copy, whose bounded pieces let the garbage collector stop the goroutine in between. The
+// package starts no goroutine.
 package mem
 
 import (
@@ -56,8 +58,9 @@ type Kind uint8
 const (
 	KindMemfd   Kind = iota + 1 // a sealed memfd that the engine allocated its cache in; mapped
 	KindAdopted                 // pages of an existing allocation moved into a memfd; mapped
-	KindProcess                 // another process's memory through its own /proc/self/mem descriptor; syscalls only
-	KindDevice                  // memory of a GPU, through its Device only
+	// another process's memory through its own /proc/self/mem descriptor; syscalls only
+	KindProcess
+	KindDevice // memory of a GPU, through its Device only
 )
 
 func (k Kind) String() string {
@@ -81,7 +84,8 @@ type Block struct {
 	Len    uint64 // bytes
 }
 
-// Bytes returns the block's memory if its region is mapped. The caller holds a reference, or a guard that outlives it.
+// Bytes returns the block's memory if its region is mapped. The caller holds a reference, or a
+// guard that outlives it.
 func (b Block) Bytes() ([]byte, bool) {
 	p, ok := b.Region.Bytes()
 	if !ok || b.Region.check(b.Off, b.Len) != nil {
@@ -90,7 +94,8 @@ func (b Block) Bytes() ([]byte, bool) {
 	return p[b.Off : b.Off+b.Len : b.Off+b.Len], true
 }
 
-// Region is one range of lent memory. Methods are safe for concurrent use while a reference is held.
+// Region is one range of lent memory. Methods are safe for concurrent use while a reference is
+// held.
 type Region struct {
 	id    ID
 	kind  Kind
@@ -120,47 +125,55 @@ type Option func(*options)
 // Adopted marks a memfd as KindAdopted.
 func Adopted() Option { return func(o *options) { o.kind = KindAdopted } }
 
-// Populate allocates all pages at once, so that the first transfer does not pay for it; in huge pages where the kernel has
-// them.
+// Populate allocates all pages at once, so that the first transfer does not pay for it; in huge
+// pages where the kernel has them.
 func Populate() Option { return func(o *options) { o.populate = true } }
 
-// PopulatePresent maps all pages at once if the file has them all already, as an engine's own has: a transfer pays for no
-// page fault then. A file with holes is mapped as it is, or whoever announces a huge empty one would take all the memory.
+// PopulatePresent maps all pages at once if the file has them all already, as an engine's own has:
+// a transfer pays for no page fault then. A file with holes is mapped as it is, or whoever
+// announces a huge empty one would take all the memory.
 func PopulatePresent() Option { return func(o *options) { o.present = true } }
 
-// ReadOnly maps memory that only its owner may write: WriteAt refuses, and a store through Bytes is a fault.
+// ReadOnly maps memory that only its owner may write: WriteAt refuses, and a store through Bytes is
+// a fault.
 func ReadOnly() Option { return func(o *options) { o.reads = true } }
 
-// MapMemfd maps the first size bytes of a sealed memfd, shared and writable unless ReadOnly is given. On success the region owns fd; on an error it
-// stays the caller's. The memfd must carry F_SEAL_SHRINK and F_SEAL_GROW: a truncation would otherwise kill this process
-// with SIGBUS.
+// MapMemfd maps the first size bytes of a sealed memfd, shared and writable unless ReadOnly is
+// given. On success the region owns fd; on an error it stays the caller's. The memfd must carry
+// F_SEAL_SHRINK and F_SEAL_GROW: a truncation would otherwise kill this process with SIGBUS.
 func MapMemfd(id ID, fd int, size uint64, opts ...Option) (*Region, error) {
 	o := options{kind: KindMemfd}
 	for _, f := range opts {
 		f(&o)
 	}
 	if size == 0 || size > MaxRegionBytes {
-		return nil, fmt.Errorf("mem: map region %s: size %d: must be 1 to %d bytes", id, size, uint64(MaxRegionBytes))
+		return nil, fmt.Errorf("mem: map region %s: size %d: must be 1 to %d bytes", id, size,
+			uint64(MaxRegionBytes))
 	}
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {
 		return nil, fmt.Errorf("mem: map region %s: fstat descriptor %d: %w", id, fd, err)
 	}
 	if st.Mode&unix.S_IFMT != unix.S_IFREG {
-		return nil, fmt.Errorf("mem: map region %s: descriptor %d has mode %#o: not a memfd; pass one made by memfd_create", id, fd, st.Mode)
+		return nil, fmt.Errorf("mem: map region %s: descriptor %d has mode %#o: not a memfd; pass one "+
+			"made by memfd_create", id, fd, st.Mode)
 	}
 	if st.Size < 0 || uint64(st.Size) < size {
-		return nil, fmt.Errorf("mem: map region %s: memfd has %d bytes, %d were announced: announce what was allocated", id, st.Size, size)
+		return nil, fmt.Errorf("mem: map region %s: memfd has %d bytes, %d were announced: announce "+
+			"what was allocated", id, st.Size, size)
 	}
 	seals, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
 	if err != nil {
-		return nil, fmt.Errorf("mem: map region %s: seals of descriptor %d: %w; create it with memfd_create(MFD_ALLOW_SEALING)", id, fd, err)
+		return nil, fmt.Errorf("mem: map region %s: seals of descriptor %d: %w; create it with "+
+			"memfd_create(MFD_ALLOW_SEALING)", id, fd, err)
 	}
 	if seals&needSeals != needSeals {
-		return nil, fmt.Errorf("mem: map region %s: %w (seals %#x); add F_SEAL_SHRINK|F_SEAL_GROW before passing it on", id, ErrUnsealed, seals)
+		return nil, fmt.Errorf("mem: map region %s: %w (seals %#x); add F_SEAL_SHRINK|F_SEAL_GROW "+
+			"before passing it on", id, ErrUnsealed, seals)
 	}
 	if !o.reads && seals&(unix.F_SEAL_WRITE|unix.F_SEAL_FUTURE_WRITE) != 0 {
-		return nil, fmt.Errorf("mem: map region %s: sealed against writing (seals %#x); received blocks could not land in it", id, seals)
+		return nil, fmt.Errorf("mem: map region %s: sealed against writing (seals %#x); received "+
+			"blocks could not land in it", id, seals)
 	}
 	flags, prot := unix.MAP_SHARED, unix.PROT_READ|unix.PROT_WRITE
 	if o.reads {
@@ -181,26 +194,29 @@ func MapMemfd(id ID, fd int, size uint64, opts ...Option) (*Region, error) {
 	return r, nil
 }
 
-// OpenProcess makes a region of size bytes at address base of the process whose /proc/self/mem it opened itself and passed
-// as fd: that descriptor stays bound to that memory, whatever becomes of the pid. Reached by preadv and pwritev only. On
-// success the region owns fd.
+// OpenProcess makes a region of size bytes at address base of the process whose /proc/self/mem it
+// opened itself and passed as fd: that descriptor stays bound to that memory, whatever becomes of
+// the pid. Reached by preadv and pwritev only. On success the region owns fd.
 func OpenProcess(id ID, fd int, base, size uint64) (*Region, error) {
 	if size == 0 || size > MaxRegionBytes || base == 0 || base > maxAddress-size {
-		return nil, fmt.Errorf("mem: process region %s: base %#x, size %d: not a range of user memory", id, base, size)
+		return nil, fmt.Errorf("mem: process region %s: base %#x, size %d: not a range of user memory",
+			id, base, size)
 	}
 	var fs unix.Statfs_t
 	if err := unix.Fstatfs(fd, &fs); err != nil {
 		return nil, fmt.Errorf("mem: process region %s: fstatfs descriptor %d: %w", id, fd, err)
 	}
 	if fs.Type != unix.PROC_SUPER_MAGIC {
-		return nil, fmt.Errorf("mem: process region %s: descriptor %d is not on procfs; open /proc/self/mem read-write and pass that", id, fd)
+		return nil, fmt.Errorf("mem: process region %s: descriptor %d is not on procfs; open "+
+			"/proc/self/mem read-write and pass that", id, fd)
 	}
 	fl, err := unix.FcntlInt(uintptr(fd), unix.F_GETFL, 0)
 	if err != nil {
 		return nil, fmt.Errorf("mem: process region %s: flags of descriptor %d: %w", id, fd, err)
 	}
 	if fl&unix.O_ACCMODE != unix.O_RDWR {
-		return nil, fmt.Errorf("mem: process region %s: descriptor %d is not open for reading and writing; open it O_RDWR", id, fd)
+		return nil, fmt.Errorf("mem: process region %s: descriptor %d is not open for reading and "+
+			"writing; open it O_RDWR", id, fd)
 	}
 	r := &Region{id: id, kind: KindProcess, size: size, base: base, fd: fd}
 	r.refs.Store(1)
@@ -213,11 +229,12 @@ func OpenProcess(id ID, fd int, base, size uint64) (*Region, error) {
 	return r, nil
 }
 
-// NewAnonymous makes a sealed memfd of size bytes and maps it: memory of our own, for tests and benchmarks, that can be
-// passed on like an engine's.
+// NewAnonymous makes a sealed memfd of size bytes and maps it: memory of our own, for tests and
+// benchmarks, that can be passed on like an engine's.
 func NewAnonymous(name string, size uint64, opts ...Option) (*Region, error) {
 	if size == 0 || size > MaxRegionBytes {
-		return nil, fmt.Errorf("mem: new region %q: size %d: must be 1 to %d bytes", name, size, uint64(MaxRegionBytes))
+		return nil, fmt.Errorf("mem: new region %q: size %d: must be 1 to %d bytes", name, size,
+			uint64(MaxRegionBytes))
 	}
 	fd, err := unix.MemfdCreate("kvspray-"+name, unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
 	if err != nil {
@@ -230,7 +247,8 @@ func NewAnonymous(name string, size uint64, opts ...Option) (*Region, error) {
 	if err := unix.Ftruncate(fd, int64(size)); err != nil {
 		return fail("ftruncate", err)
 	}
-	if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, unix.F_SEAL_SHRINK|unix.F_SEAL_GROW|unix.F_SEAL_SEAL); err != nil {
+	if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS,
+		unix.F_SEAL_SHRINK|unix.F_SEAL_GROW|unix.F_SEAL_SEAL); err != nil {
 		return fail("seal", err)
 	}
 	r, err := MapMemfd(NewID(), fd, size, opts...)
@@ -249,23 +267,27 @@ func (r *Region) Kind() Kind { return r.kind }
 // Size is its length in bytes.
 func (r *Region) Size() uint64 { return r.size }
 
-// Base is the address in the owner's process (KindProcess) or for the Device (KindDevice); 0 for mapped memory.
+// Base is the address in the owner's process (KindProcess) or for the Device (KindDevice); 0 for
+// mapped memory.
 func (r *Region) Base() uint64 { return r.base }
 
-// FD is the descriptor behind the region, for passing on; -1 where there is none. It stays the region's.
+// FD is the descriptor behind the region, for passing on; -1 where there is none. It stays the
+// region's.
 func (r *Region) FD() int { return r.fd }
 
 // ReadOnly reports whether the memory is another's, to be read only.
 func (r *Region) ReadOnly() bool { return r.reads }
 
-// Present reports whether all of a memfd's pages have been allocated, so that to lock them takes no memory that was not taken before.
+// Present reports whether all of a memfd's pages have been allocated, so that to lock them takes no
+// memory that was not taken before.
 func (r *Region) Present() bool {
 	var st unix.Stat_t
-	return r.bytes != nil && unix.Fstat(r.fd, &st) == nil && st.Blocks >= 0 && uint64(st.Blocks)*512 >= r.size
+	return r.bytes != nil && unix.Fstat(r.fd, &st) == nil && st.Blocks >= 0 &&
+		uint64(st.Blocks)*512 >= r.size
 }
 
-// Bytes returns the mapped memory; false where there is none and ReadAt and WriteAt are the only way. The slice is dead
-// once the last reference is released.
+// Bytes returns the mapped memory; false where there is none and ReadAt and WriteAt are the only
+// way. The slice is dead once the last reference is released.
 func (r *Region) Bytes() ([]byte, bool) {
 	if invariants.Enabled && r.refs.Load() <= 0 {
 		panic("mem: Bytes of freed region " + r.id.String())
@@ -278,7 +300,8 @@ func (r *Region) Check(off, n uint64) error { return r.check(off, n) }
 
 func (r *Region) check(off, n uint64) error {
 	if off > r.size || n > r.size-off {
-		return fmt.Errorf("mem: region %s: offset %d, length %d of %d bytes: %w", r.id, off, n, r.size, ErrBounds)
+		return fmt.Errorf("mem: region %s: offset %d, length %d of %d bytes: %w", r.id, off, n,
+			r.size, ErrBounds)
 	}
 	return nil
 }
@@ -305,7 +328,8 @@ func (r *Region) ReadAt(p []byte, off uint64) error {
 	return nil
 }
 
-// WriteAt stores p at offset off, all of it or an error; after an error a part may have been written.
+// WriteAt stores p at offset off, all of it or an error; after an error a part may have been
+// written.
 func (r *Region) WriteAt(p []byte, off uint64) error {
 	if err := r.check(off, uint64(len(p))); err != nil {
 		return err
@@ -339,7 +363,8 @@ func (r *Region) progress(op string, n int, err error) (int, error) {
 		return 0, fmt.Errorf("mem: %s region %s: %w", op, r.id, err)
 	case n == 0:
 		// The kernel says so once the address space is gone.
-		return 0, fmt.Errorf("mem: %s region %s: its process has exited: %w", op, r.id, io.ErrUnexpectedEOF)
+		return 0, fmt.Errorf("mem: %s region %s: its process has exited: %w", op, r.id,
+			io.ErrUnexpectedEOF)
 	}
 	return n, nil
 }
@@ -357,8 +382,9 @@ func (r *Region) Acquire() bool {
 	}
 }
 
-// Release gives a reference back. The last one unmaps the memory and closes the descriptor; under the build tag
-// `invariants` the addresses stay reserved and unreadable instead, so that a late access faults where it happens.
+// Release gives a reference back. The last one unmaps the memory and closes the descriptor; under
+// the build tag `invariants` the addresses stay reserved and unreadable instead, so that a late
+// access faults where it happens.
 func (r *Region) Release() {
 	switch n := r.refs.Add(-1); {
 	case n > 0:

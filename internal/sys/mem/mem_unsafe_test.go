@@ -117,7 +117,8 @@ func TestMapMemfd(t *testing.T) {
 	}
 }
 
-// Two mappings of one memfd, the engine's and ours, are of huge pages where the kernel can make them, whatever sysfs says.
+// Two mappings of one memfd, the engine's and ours, are of huge pages where the kernel can make
+// them, whatever sysfs says.
 func TestHugePages(t *testing.T) {
 	const size = 3*hugePage + 12345
 	r, err := NewAnonymous("huge", size, Populate())
@@ -375,7 +376,8 @@ func TestCopyAndFill(t *testing.T) {
 // Bulk loops must let the collector in; the same loop written over copy() held it for seconds.
 func TestCopyDoesNotHoldTheCollector(t *testing.T) {
 	if testutil.Race {
-		testutil.Skip(t, "norace", "make test-all looks at it where nothing else runs, in its part bounds")
+		testutil.Skip(t, "norace",
+			"make test-all looks at it where nothing else runs, in its part bounds")
 	}
 	r, err := NewAnonymous("gc", 256<<20, Populate())
 	if err != nil {

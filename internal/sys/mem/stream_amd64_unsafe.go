@@ -18,9 +18,11 @@ func streamAVX2(dst, src *byte, n uintptr)
 //go:noescape
 func repMove(dst, src *byte, n uintptr)
 
-// streamMin is where anything but the runtime's copy begins to pay. The destination of a transfer is not in this core's cache and will
-// be read by another, and an ordinary store first fetches the line that it is about to overwrite. [measured, Xeon, scattered 16 KiB,
-// GB/s on 1 and 4 threads] streaming stores 6.8 and 29.9, the runtime's copy 4.9 and 23.2, C memcpy 7.4 and 25.4. Other processors differ: ChooseCopies.
+// streamMin is where anything but the runtime's copy begins to pay. The destination of a transfer
+// is not in this core's cache and will be read by another, and an ordinary store first fetches the
+// line that it is about to overwrite. [measured, Xeon, scattered 16 KiB, GB/s on 1 and 4 threads]
+// streaming stores 6.8 and 29.9, the runtime's copy 4.9 and 23.2, C memcpy 7.4 and 25.4. Other
+// processors differ: ChooseCopies.
 const streamMin = 2 << 10
 
 func usable(r routine) bool {

@@ -10,7 +10,8 @@ import (
 	"time"
 )
 
-// Any length at any alignment of either side equals copy, by each routine, and no byte beside it changes.
+// Any length at any alignment of either side equals copy, by each routine, and no byte beside it
+// changes.
 func TestCopyAlignments(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	src := make([]byte, 300<<10)
@@ -36,7 +37,8 @@ func TestCopyAlignments(t *testing.T) {
 		}
 		for i, c := range dst {
 			if (i < d || i >= d+n) && c != 0xa5 {
-				t.Fatalf("%s: %d bytes, source at %d, destination at %d: byte %d beside it changed", by, n, s, d, i-d)
+				t.Fatalf("%s: %d bytes, source at %d, destination at %d: byte %d beside it changed", by,
+					n, s, d, i-d)
 			}
 		}
 	}
@@ -61,8 +63,9 @@ func TestPrefetch(t *testing.T) {
 	}
 }
 
-// Scattered blocks between two large regions by each routine and by Copy as ChooseCopies has it, in turns, so that whatever else the
-// machine does meets them alike. "of the best" is what Copy reaches of the best routine: 0.95 and more is right.
+// Scattered blocks between two large regions by each routine and by Copy as ChooseCopies has it, in
+// turns, so that whatever else the machine does meets them alike. "of the best" is what Copy
+// reaches of the best routine: 0.95 and more is right.
 func BenchmarkCopyScattered(b *testing.B) {
 	const region, turn = 256 << 20, 64 << 20
 	memory := func(name string) []byte { // as engines share it
@@ -127,7 +130,8 @@ func BenchmarkCopyScattered(b *testing.B) {
 	}
 }
 
-// The fastest routine is chosen, streaming stores where none is clearly faster, and never one that this processor lacks.
+// The fastest routine is chosen, streaming stores where none is clearly faster, and never one that
+// this processor lacks.
 func TestChoose(t *testing.T) {
 	for _, c := range []struct {
 		rates [routines]float64
@@ -150,7 +154,8 @@ func TestChoose(t *testing.T) {
 		}
 		t.Log(c)
 	}
-	if small, large := routineFor(100), routineFor(copyPiece); small != routineFor(classSizes[0]) || large != routineFor(classSizes[len(classSizes)-1]) {
+	if small, large := routineFor(100), routineFor(copyPiece); small != routineFor(classSizes[0]) ||
+		large != routineFor(classSizes[len(classSizes)-1]) {
 		t.Errorf("pieces of 100 bytes: %s, of %d: %s", small, copyPiece, large)
 	}
 }

@@ -2,10 +2,12 @@ package mem
 
 import "math/bits"
 
-// Strides is how the pieces of a run lie, each as long as the others: Rows rows of Count pieces, the pieces of a row Stride apart and the
-// rows Outer. With where the first one lies it says in a few bytes what would be any number of blocks.
+// Strides is how the pieces of a run lie, each as long as the others: Rows rows of Count pieces,
+// the pieces of a row Stride apart and the rows Outer. With where the first one lies it says in a
+// few bytes what would be any number of blocks.
 type Strides struct {
-	Stride, Outer uint64 // modulo 2^64: a run may step backwards. 0 where there is one piece in a row, or one row
+	// modulo 2^64: a run may step backwards. 0 where there is one piece in a row, or one row
+	Stride, Outer uint64
 	Count, Rows   uint32 // 1 or more
 }
 
@@ -15,8 +17,9 @@ var Single = Strides{Count: 1, Rows: 1}
 // Pieces is how many pieces there are.
 func (s *Strides) Pieces() uint64 { return uint64(s.Count) * uint64(s.Rows) }
 
-// Inside reports whether all pieces of n bytes lie in a region of size bytes when the first one is at off, in a time that does not depend on
-// how many there are. The pieces farthest apart are a sum of both axes, which is what has to fit before the first piece and behind it.
+// Inside reports whether all pieces of n bytes lie in a region of size bytes when the first one is
+// at off, in a time that does not depend on how many there are. The pieces farthest apart are a sum
+// of both axes, which is what has to fit before the first piece and behind it.
 func (s *Strides) Inside(off, n, size uint64) bool {
 	if off > size || n > size-off {
 		return false
@@ -39,8 +42,8 @@ func reach(before, behind *uint64, stride uint64, steps uint32) bool {
 	return true
 }
 
-// Joined says the same of pieces of n bytes with a row whose pieces touch as one piece, and how long its pieces are then. Rows apart whose ends touch
-// stay as they are.
+// Joined says the same of pieces of n bytes with a row whose pieces touch as one piece, and how
+// long its pieces are then. Rows apart whose ends touch stay as they are.
 func (s Strides) Joined(n uint64) (Strides, uint64) {
 	for s.Count > 1 && s.Stride == n {
 		n *= uint64(s.Count)
@@ -83,10 +86,12 @@ const (
 	BothAxes        // rows of rows
 )
 
-// Leading is how the first blocks lie, as far as they make one run of so many axes, of one region and one length.
+// Leading is how the first blocks lie, as far as they make one run of so many axes, of one region
+// and one length.
 //
-// Two blocks have a distance by chance and take as much by themselves, so that a row by itself has three or more. Rows are joined where
-// they are whole: a slice may begin within one, and what is left of it must not cut all that follow in the same way.
+// Two blocks have a distance by chance and take as much by themselves, so that a row by itself has
+// three or more. Rows are joined where they are whole: a slice may begin within one, and what is
+// left of it must not cut all that follow in the same way.
 func Leading(blocks []Block, axes int) Strides {
 	if axes == NoAxis || !Regular(blocks) {
 		return Single
@@ -94,8 +99,8 @@ func Leading(blocks []Block, axes int) Strides {
 	return leading(blocks, axes)
 }
 
-// Regular is whether the first blocks may make a run, for who asks about many that lie anywhere: then neither three of them nor two pairs are a
-// distance apart.
+// Regular is whether the first blocks may make a run, for who asks about many that lie anywhere:
+// then neither three of them nor two pairs are a distance apart.
 func Regular(b []Block) bool {
 	if len(b) < 3 {
 		return false
@@ -111,7 +116,8 @@ func leading(blocks []Block, axes int) Strides {
 	if axes == BothAxes && n > 1 {
 		for at := n; len(blocks)-at >= n; at += n {
 			outer := blocks[at].Off - blocks[at-n].Off
-			if s.Rows > 1 && outer != s.Outer || row(blocks[at:min(at+n+1, len(blocks))], &blocks[0], stride) != n {
+			if s.Rows > 1 && outer != s.Outer || row(blocks[at:min(at+n+1, len(blocks))], &blocks[0],
+				stride) != n {
 				break
 			}
 			s.Outer = outer

@@ -9,7 +9,8 @@ import (
 	"testing"
 )
 
-// pieces are the offsets of a run's pieces by the definition; false: one of them leaves 64 bits on either side.
+// pieces are the offsets of a run's pieces by the definition; false: one of them leaves 64 bits on
+// either side.
 func (s *Strides) pieces(off uint64) (all []uint64, ok bool) {
 	step := func(at, stride, n uint64) (uint64, bool) {
 		if int64(stride) < 0 {
@@ -23,7 +24,8 @@ func (s *Strides) pieces(off uint64) (all []uint64, ok bool) {
 	}
 	for r := range uint64(s.Rows) {
 		for c := range uint64(s.Count) {
-			// Forwards first, whichever axis that is: on the way back no offset is beside 64 bits that the piece itself is not.
+			// Forwards first, whichever axis that is: on the way back no offset is beside 64 bits that the
+			// piece itself is not.
 			first, n, then, m := s.Stride, c, s.Outer, r
 			if int64(first) < 0 {
 				first, n, then, m = then, m, first, n
@@ -41,10 +43,12 @@ func (s *Strides) pieces(off uint64) (all []uint64, ok bool) {
 	return all, true
 }
 
-// What Inside says without looking at the pieces is what looking at each of them says, at the edges of the region and of 64 bits, too.
+// What Inside says without looking at the pieces is what looking at each of them says, at the edges
+// of the region and of 64 bits, too.
 func TestStridesInside(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
-	edges := []uint64{0, 1, 16, 4096, 1 << 31, 1 << 32, 1 << 62, 1<<63 - 1, 1 << 63, 1<<63 + 1, math.MaxUint64 - 4096, math.MaxUint64 - 1, math.MaxUint64}
+	edges := []uint64{0, 1, 16, 4096, 1 << 31, 1 << 32, 1 << 62, 1<<63 - 1, 1 << 63, 1<<63 + 1,
+		math.MaxUint64 - 4096, math.MaxUint64 - 1, math.MaxUint64}
 	near := func() uint64 {
 		if rng.IntN(2) == 0 {
 			return rng.Uint64N(1 << 14)
@@ -62,18 +66,21 @@ func TestStridesInside(t *testing.T) {
 	}
 	in, crossed := 0, 0
 	for range 300_000 {
-		s := Strides{Stride: stride(), Outer: stride(), Count: uint32(1 + rng.IntN(9)), Rows: uint32(1 + rng.IntN(5))}
+		s := Strides{Stride: stride(), Outer: stride(), Count: uint32(1 + rng.IntN(9)),
+			Rows: uint32(1 + rng.IntN(5))}
 		off, n, size := near(), 1+rng.Uint64N(64), near()
 		if rng.IntN(8) == 0 {
 			n = near()
 		}
-		// With an axis each way a sum may leave 64 bits and come back, which no region goes with: every piece has to be looked at.
+		// With an axis each way a sum may leave 64 bits and come back, which no region goes with: every
+		// piece has to be looked at.
 		all, want := s.pieces(off)
 		for _, at := range all {
 			want = want && at <= size && n <= size-at
 		}
 		if got := s.Inside(off, n, size); got != want {
-			t.Fatalf("%+v of %d bytes from %d on inside a region of %d: %v, want %v", s, n, off, size, got, want)
+			t.Fatalf("%+v of %d bytes from %d on inside a region of %d: %v, want %v", s, n, off,
+				size, got, want)
 		}
 		if want {
 			in++
@@ -85,7 +92,8 @@ func TestStridesInside(t *testing.T) {
 	if in < 1000 || crossed < 200 {
 		t.Fatalf("only %d runs were inside, %d of them with an axis each way", in, crossed)
 	}
-	for _, s := range []Strides{{Stride: 1 << 40, Count: math.MaxUint32, Rows: 1}, {Stride: 16, Outer: 1 << 63, Count: 2, Rows: math.MaxUint32},
+	for _, s := range []Strides{{Stride: 1 << 40, Count: math.MaxUint32, Rows: 1},
+		{Stride: 16, Outer: 1 << 63, Count: 2, Rows: math.MaxUint32},
 		{Stride: 1 << 62, Outer: 1 << 62, Count: 2, Rows: 4}} {
 		if s.Inside(0, 1, MaxRegionBytes) {
 			t.Errorf("%+v is inside a region", s)
@@ -114,7 +122,8 @@ func runsOf(blocks []Block, axes int) (all []Strides) {
 	return all
 }
 
-// The runs of a list name the blocks of the list in their order, whatever it is, and are no more than with fewer axes.
+// The runs of a list name the blocks of the list in their order, whatever it is, and are no more
+// than with fewer axes.
 func TestLeadingNamesTheBlocks(t *testing.T) {
 	regions := []*Region{{size: 1 << 40}, {size: 1 << 40}}
 	rng := rand.New(rand.NewPCG(3, 4))
@@ -122,7 +131,8 @@ func TestLeadingNamesTheBlocks(t *testing.T) {
 		var list []Block
 		for range 1 + rng.IntN(5) {
 			b := Block{regions[rng.IntN(2)], rng.Uint64N(256), uint64(1 + rng.IntN(2))}
-			s := Strides{Stride: rng.Uint64N(8) - 4, Outer: rng.Uint64N(32) - 16, Count: uint32(1 + rng.IntN(5)), Rows: uint32(1 + rng.IntN(5))}
+			s := Strides{Stride: rng.Uint64N(8) - 4, Outer: rng.Uint64N(32) - 16,
+				Count: uint32(1 + rng.IntN(5)), Rows: uint32(1 + rng.IntN(5))}
 			list = append(list, explode(b, s)...)
 		}
 		list = list[rng.IntN(len(list)):]
@@ -131,7 +141,8 @@ func TestLeadingNamesTheBlocks(t *testing.T) {
 			var got []Block
 			cells := 0
 			for _, s := range runsOf(list, axes) {
-				if s.Count == 1 && s != Single || s.Count == 2 && s.Rows == 1 || s.Rows == 1 && s.Outer != 0 || axes == OneAxis && s.Rows > 1 || axes == NoAxis && s != Single {
+				if s.Count == 1 && s != Single || s.Count == 2 && s.Rows == 1 || s.Rows == 1 && s.Outer != 0 ||
+					axes == OneAxis && s.Rows > 1 || axes == NoAxis && s != Single {
 					t.Fatalf("of %d axes: %+v", axes, s)
 				}
 				cells += 1 + min(int(s.Count)-1, 1) + min(int(s.Rows)-1, 1)
@@ -154,7 +165,8 @@ func TestJoinedNamesTheSameBytes(t *testing.T) {
 	joined := 0
 	for range 100_000 {
 		n := 1 + rng.Uint64N(4)
-		s := Strides{Stride: rng.Uint64N(6), Count: uint32(1 + rng.IntN(4)), Rows: uint32(1 + rng.IntN(4))}
+		s := Strides{Stride: rng.Uint64N(6), Count: uint32(1 + rng.IntN(4)),
+			Rows: uint32(1 + rng.IntN(4))}
 		if s.Count == 1 {
 			s = Single
 		} else if s.Rows > 1 {
@@ -190,14 +202,16 @@ func page(r *Region, off, length uint64, n [3]int, stride [3]uint64) (all []Bloc
 	for i := range n[0] {
 		for j := range n[1] {
 			for k := range n[2] {
-				all = append(all, Block{r, off + uint64(i)*stride[0] + uint64(j)*stride[1] + uint64(k)*stride[2], length})
+				all = append(all, Block{r, off + uint64(i)*stride[0] + uint64(j)*stride[1] +
+					uint64(k)*stride[2], length})
 			}
 		}
 	}
 	return all
 }
 
-// What a slice has of the pages of Llama-3.1-8B, in as many runs as is said, also where the slice begins and ends within a row.
+// What a slice has of the pages of Llama-3.1-8B, in as many runs as is said, also where the slice
+// begins and ends within a row.
 func TestLeadingFindsRows(t *testing.T) {
 	r := &Region{size: 1 << 40}
 	crosswise := page(r, 1<<20, 512, [3]int{1, 16, 8}, [3]uint64{0, 512, 8192})
@@ -207,14 +221,17 @@ func TestLeadingFindsRows(t *testing.T) {
 		list []Block
 		want []Strides
 	}{
-		"heads for tokens":  {crosswise, []Strides{{8192, 512, 8, 16}}},
-		"its end":           {crosswise[5:], []Strides{{8192, 0, 3, 1}, {8192, 512, 8, 15}}},
-		"its start":         {crosswise[:8*7+2], []Strides{{8192, 512, 8, 7}, Single, Single}},
-		"its middle":        {crosswise[2 : 8*3+5], []Strides{{8192, 0, 6, 1}, {8192, 512, 8, 2}, {8192, 0, 5, 1}}},
-		"less than a row":   {crosswise[1:3], []Strides{Single, Single}},
-		"two pages":         {slices.Concat(crosswise, page(r, 1<<33, 512, [3]int{1, 16, 8}, [3]uint64{0, 512, 8192})), []Strides{{8192, 512, 8, 16}, {8192, 512, 8, 16}}},
-		"two planes":        {apart, []Strides{{4096, 1 << 30, 16, 2}}},
-		"backwards":         {reversed(crosswise), []Strides{{math.MaxUint64 - 8191, math.MaxUint64 - 511, 8, 16}}},
+		"heads for tokens": {crosswise, []Strides{{8192, 512, 8, 16}}},
+		"its end":          {crosswise[5:], []Strides{{8192, 0, 3, 1}, {8192, 512, 8, 15}}},
+		"its start":        {crosswise[:8*7+2], []Strides{{8192, 512, 8, 7}, Single, Single}},
+		"its middle": {crosswise[2 : 8*3+5], []Strides{{8192, 0, 6, 1}, {8192, 512, 8, 2},
+			{8192, 0, 5, 1}}},
+		"less than a row": {crosswise[1:3], []Strides{Single, Single}},
+		"two pages": {slices.Concat(crosswise, page(r, 1<<33, 512, [3]int{1, 16, 8},
+			[3]uint64{0, 512, 8192})), []Strides{{8192, 512, 8, 16}, {8192, 512, 8, 16}}},
+		"two planes": {apart, []Strides{{4096, 1 << 30, 16, 2}}},
+		"backwards": {reversed(crosswise), []Strides{{math.MaxUint64 - 8191,
+			math.MaxUint64 - 511, 8, 16}}},
 		"pairs":             {pairs, []Strides{{1 << 30, 8192, 2, 64}}},
 		"a pair cut":        {pairs[1:], []Strides{{math.MaxUint64 - 1<<30 + 8193, 8192, 2, 63}, Single}},
 		"two pairs":         {pairs[:4], []Strides{{1 << 30, 8192, 2, 2}}},
@@ -261,7 +278,8 @@ func BenchmarkLeading(b *testing.B) {
 	}
 	pages := func(length uint64, n [2]int, stride [2]uint64) (all []Block) {
 		for _, i := range far {
-			all = append(all, page(r, uint64(i)<<16, length, [3]int{1, n[0], n[1]}, [3]uint64{0, stride[0], stride[1]})...)
+			all = append(all, page(r, uint64(i)<<16, length, [3]int{1, n[0], n[1]}, [3]uint64{0, stride[0],
+				stride[1]})...)
 		}
 		return all
 	}

@@ -8,5 +8,6 @@ import (
 )
 
 func managed() ([]GPU, error) {
-	return nil, fmt.Errorf("topo: this build has no cgo and cannot ask the GPU driver: %w", fs.ErrNotExist)
+	return nil, fmt.Errorf("topo: this build has no cgo and cannot ask the GPU driver: %w",
+		fs.ErrNotExist)
 }

@@ -162,7 +162,8 @@ func (r *reader) seat(nodes []int, p ...string) (Seat, bool) {
 // fill makes interfaces of links, with their data from sysfs.
 func (h *Host) fill(root string, links []Link) {
 	if len(links) > MaxNICs {
-		h.Trouble = append(h.Trouble, fmt.Errorf("topo: %d interfaces: only the first %d by index are used", len(links), MaxNICs))
+		h.Trouble = append(h.Trouble,
+			fmt.Errorf("topo: %d interfaces: only the first %d by index are used", len(links), MaxNICs))
 		slices.SortFunc(links, func(a, b Link) int { return cmp.Compare(a.Index, b.Index) })
 		links = links[:MaxNICs]
 	}
@@ -172,7 +173,8 @@ func (h *Host) fill(root string, links []Link) {
 		names[l.Index] = l.Name
 	}
 	for _, l := range links {
-		n := NIC{Name: l.Name, Index: l.Index, Kind: l.Kind, Addrs: slices.Clone(l.Addrs), MTU: l.MTU, Admin: l.Admin, Link: l.Link, Master: names[l.Master],
+		n := NIC{Name: l.Name, Index: l.Index, Kind: l.Kind, Addrs: slices.Clone(l.Addrs), MTU: l.MTU,
+			Admin: l.Admin, Link: l.Link, Master: names[l.Master],
 			Node: Unknown}
 		if l.Master != 0 && n.Master == "" {
 			n.Master = fmt.Sprint("interface ", l.Master)
@@ -195,7 +197,8 @@ func (h *Host) fill(root string, links []Link) {
 				n.Below = append(n.Below, below)
 			}
 		}
-		if l.Parent != 0 && l.Kind == VLAN && names[l.Parent] != "" && !slices.Contains(n.Below, names[l.Parent]) {
+		if l.Parent != 0 && l.Kind == VLAN && names[l.Parent] != "" && !slices.Contains(n.Below,
+			names[l.Parent]) {
 			n.Below = append(n.Below, names[l.Parent])
 		}
 		h.NICs = append(h.NICs, n)
@@ -248,7 +251,8 @@ func (h *Host) gpus(opt *Options) {
 	for _, pci := range r.names("bus/pci/devices") {
 		vendor, _ := r.text("bus/pci/devices", pci, "vendor")
 		class, _ := r.text("bus/pci/devices", pci, "class")
-		if vendor != "0x10de" || !strings.HasPrefix(class, "0x0302") && !strings.HasPrefix(class, "0x0300") {
+		if vendor != "0x10de" || !strings.HasPrefix(class, "0x0302") &&
+			!strings.HasPrefix(class, "0x0300") {
 			continue
 		}
 		g := GPU{PCI: pci, Index: Unknown}

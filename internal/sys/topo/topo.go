@@ -183,7 +183,8 @@ func (h *Host) Tier(n *NIC, m Memory) int {
 func (h *Host) GPU(name string) *GPU {
 	for i := range h.GPUs {
 		g := &h.GPUs[i]
-		if g.PCI == name || g.UUID != "" && g.UUID == name || g.Index != Unknown && fmt.Sprint(g.Index) == name {
+		if g.PCI == name || g.UUID != "" && g.UUID == name || g.Index != Unknown &&
+			fmt.Sprint(g.Index) == name {
 			return g
 		}
 	}
@@ -192,7 +193,8 @@ func (h *Host) GPU(name string) *GPU {
 
 // NIC finds an interface by its name; nil: none.
 func (h *Host) NIC(name string) *NIC {
-	i, ok := slices.BinarySearchFunc(h.NICs, name, func(n NIC, name string) int { return strings.Compare(n.Name, name) })
+	i, ok := slices.BinarySearchFunc(h.NICs, name,
+		func(n NIC, name string) int { return strings.Compare(n.Name, name) })
 	if !ok {
 		return nil
 	}
@@ -221,9 +223,11 @@ func (n *NIC) Route() (netip.Prefix, error) {
 		return netip.Prefix{}, fmt.Errorf("a port of %s, which is the rail", n.Master)
 	case n.Kind == Loopback:
 		return netip.Prefix{}, fmt.Errorf("the loopback interface leads nowhere")
-	case n.Kind == Bridge && !slices.ContainsFunc(n.Seats, func(s Seat) bool { return len(s.Path) > 0 }):
+	case n.Kind == Bridge && !slices.ContainsFunc(n.Seats,
+		func(s Seat) bool { return len(s.Path) > 0 }):
 		return netip.Prefix{}, fmt.Errorf("a bridge between containers of this host")
-	case !slices.Contains([]Kind{Physical, Bond, VLAN, Veth, Bridge, "macvlan", "ipvlan", "team", "ipoib", "netdevsim"}, n.Kind):
+	case !slices.Contains([]Kind{Physical, Bond, VLAN, Veth, Bridge, "macvlan", "ipvlan", "team",
+		"ipoib", "netdevsim"}, n.Kind):
 		return netip.Prefix{}, fmt.Errorf("of kind %s, which has no wire of its own", n.Kind)
 	}
 	var six netip.Prefix
@@ -245,9 +249,14 @@ func (n *NIC) Route() (netip.Prefix, error) {
 
 // equal reports whether no reported property differs.
 func (n *NIC) equal(o *NIC) bool {
-	return n.Name == o.Name && n.Index == o.Index && n.Kind == o.Kind && slices.Equal(n.Addrs, o.Addrs) && n.MTU == o.MTU && n.Mbps == o.Mbps &&
-		n.Node == o.Node && n.RDMA == o.RDMA && n.Admin == o.Admin && n.Link == o.Link && n.Master == o.Master && slices.Equal(n.Below, o.Below) &&
-		slices.EqualFunc(n.Seats, o.Seats, func(a, b Seat) bool { return a.Node == b.Node && slices.Equal(a.Path, b.Path) })
+	return n.Name == o.Name && n.Index == o.Index && n.Kind == o.Kind && slices.Equal(n.Addrs,
+		o.Addrs) && n.MTU == o.MTU && n.Mbps == o.Mbps &&
+		n.Node == o.Node && n.RDMA == o.RDMA && n.Admin == o.Admin && n.Link == o.Link &&
+		n.Master == o.Master && slices.Equal(n.Below, o.Below) &&
+		slices.EqualFunc(n.Seats, o.Seats, func(a, b Seat) bool {
+			return a.Node == b.Node &&
+				slices.Equal(a.Path, b.Path)
+		})
 }
 
 // Change is a kind of change of an interface.

@@ -69,7 +69,8 @@ func machine(t testing.TB, name string) Options {
 		case "file":
 			put(f[2], f[1])
 		case "link":
-			l := Link{Name: f[1], Index: number(t, f[2]), Kind: Kind(f[3]), MTU: number(t, f[4]), Admin: true, Link: f[5] == "up"}
+			l := Link{Name: f[1], Index: number(t, f[2]), Kind: Kind(f[3]), MTU: number(t, f[4]),
+				Admin: true, Link: f[5] == "up"}
 			for _, x := range f[6:] {
 				if v, ok := strings.CutPrefix(x, "master="); ok {
 					l.Master = number(t, v)
@@ -135,7 +136,8 @@ func TestHGX(t *testing.T) {
 		}
 	}
 	n := h.NIC("ens6np0")
-	if n.Mbps != 400000 || n.MTU != 9000 || n.Node != 1 || n.RDMA != "mlx5_9" || n.Seats[0].Address() != "0000:c0:00.0" {
+	if n.Mbps != 400000 || n.MTU != 9000 || n.Node != 1 || n.RDMA != "mlx5_9" ||
+		n.Seats[0].Address() != "0000:c0:00.0" {
 		t.Errorf("%+v", n)
 	}
 	for _, x := range []struct {
@@ -226,8 +228,10 @@ func TestBetween(t *testing.T) {
 		a, b Seat
 		want Distance
 	}{
-		{at(0, "pci0000:15/0000:15:01.0/0000:18:00.0"), at(0, "pci0000:15/0000:15:01.0/0000:18:00.0"), Switch},
-		{at(0, "pci0000:15/0000:15:01.0/0000:18:00.0"), at(0, "pci0000:15/0000:15:01.0/0000:18:00.1"), Switch},
+		{at(0, "pci0000:15/0000:15:01.0/0000:18:00.0"), at(0, "pci0000:15/0000:15:01.0/0000:18:00.0"),
+			Switch},
+		{at(0, "pci0000:15/0000:15:01.0/0000:18:00.0"), at(0, "pci0000:15/0000:15:01.0/0000:18:00.1"),
+			Switch},
 		{at(0, "pci0000:15/0000:15:01.0/a/b/c/dev"), at(0, "pci0000:15/0000:15:01.0/a/x/dev"), Switches},
 		{at(0, "pci0000:15/0000:15:01.0/dev"), at(0, "pci0000:15/0000:15:02.0/dev"), HostBridge},
 		{at(0, "pci0000:15/0000:15:01.0/dev"), at(0, "pci0000:16/0000:15:02.0/dev"), SameNode},
@@ -250,13 +254,16 @@ func TestDiff(t *testing.T) {
 		}
 		return n
 	}
-	old := &Host{NICs: []NIC{nic("a", 1, true), nic("b", 2, true), nic("c", 3, false), nic("d", 4, true), nic("e", 5, true), nic("f", 6, true)}}
-	now := &Host{NICs: []NIC{nic("a", 1, true), nic("b", 2, false), nic("c", 3, true), nic("d", 14, true), nic("e", 5, true, "10.0.0.1/8"), nic("g", 7, false)}}
+	old := &Host{NICs: []NIC{nic("a", 1, true), nic("b", 2, true), nic("c", 3, false),
+		nic("d", 4, true), nic("e", 5, true), nic("f", 6, true)}}
+	now := &Host{NICs: []NIC{nic("a", 1, true), nic("b", 2, false), nic("c", 3, true),
+		nic("d", 14, true), nic("e", 5, true, "10.0.0.1/8"), nic("g", 7, false)}}
 	var got []string
 	for _, e := range Diff(old, now) {
 		got = append(got, e.NIC.Name+" "+e.Change.String())
 	}
-	want := []string{"d vanished", "f vanished", "b down", "c up", "d appeared", "e changed", "g appeared"}
+	want := []string{"d vanished", "f vanished", "b down", "c up", "d appeared", "e changed",
+		"g appeared"}
 	if !slices.Equal(got, want) {
 		t.Errorf("%q, want %q", got, want)
 	}
@@ -278,12 +285,14 @@ func TestNonsense(t *testing.T) {
 		t.Errorf("%d interfaces, trouble %v", len(h.NICs), h.Trouble)
 	}
 	opt := machine(t, "pod")
-	must(t, os.WriteFile(filepath.Join(opt.Root, "sys/devices/system/node/online"), []byte("0-99999999\n"), 0o600))
+	must(t, os.WriteFile(filepath.Join(opt.Root, "sys/devices/system/node/online"),
+		[]byte("0-99999999\n"), 0o600))
 	if h := discover(t, opt); len(h.Nodes) != 0 {
 		t.Errorf("%d nodes", len(h.Nodes))
 	}
 	broken := errors.New("broken")
-	if _, err := Discover(Options{Links: func() ([]Link, error) { return nil, broken }, GPUs: func() ([]GPU, error) { return nil, nil }}); !errors.Is(err, broken) {
+	if _, err := Discover(Options{Links: func() ([]Link, error) { return nil, broken },
+		GPUs: func() ([]GPU, error) { return nil, nil }}); !errors.Is(err, broken) {
 		t.Errorf("%v", err)
 	}
 	opt.GPUs = func() ([]GPU, error) {
@@ -291,7 +300,8 @@ func TestNonsense(t *testing.T) {
 	}
 	h, err = Discover(opt)
 	must(t, err)
-	if len(h.Trouble) != 1 || h.GPU("3") == nil || h.GPU("GPU-x") != h.GPU("0000:aa:00.0") || h.GPU("3").Seat.Node != Unknown {
+	if len(h.Trouble) != 1 || h.GPU("3") == nil || h.GPU("GPU-x") != h.GPU("0000:aa:00.0") ||
+		h.GPU("3").Seat.Node != Unknown {
 		t.Errorf("%v, %+v", h.Trouble, h.GPUs)
 	}
 }

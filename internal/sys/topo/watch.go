@@ -95,12 +95,14 @@ func (k *kernel) subscribe() error {
 	u := &subscription{done: make(chan struct{})}
 	links, addrs := make(chan netlink.LinkUpdate), make(chan netlink.AddrUpdate)
 	lost := func(error) { u.lost.Store(true) }
-	if err := netlink.LinkSubscribeWithOptions(links, u.done, netlink.LinkSubscribeOptions{ErrorCallback: lost}); err != nil {
+	if err := netlink.LinkSubscribeWithOptions(links, u.done,
+		netlink.LinkSubscribeOptions{ErrorCallback: lost}); err != nil {
 		return fmt.Errorf("topo: subscribe to links: %w", err)
 	}
 	u.wg.Go(func() { forward(links, k) })
 	k.sub = u
-	if err := netlink.AddrSubscribeWithOptions(addrs, u.done, netlink.AddrSubscribeOptions{ErrorCallback: lost}); err != nil {
+	if err := netlink.AddrSubscribeWithOptions(addrs, u.done,
+		netlink.AddrSubscribeOptions{ErrorCallback: lost}); err != nil {
 		k.unsubscribe()
 		return fmt.Errorf("topo: subscribe to addresses: %w", err)
 	}
@@ -139,7 +141,8 @@ func (k *kernel) links() ([]Link, error) {
 	var out []Link
 	for _, l := range list {
 		a := l.Attrs()
-		if a.RawFlags&unix.IFF_LOWER_UP != 0 && a.OperState != netlink.OperUp && a.OperState != netlink.OperUnknown {
+		if a.RawFlags&unix.IFF_LOWER_UP != 0 && a.OperState != netlink.OperUp &&
+			a.OperState != netlink.OperUnknown {
 			// The kernel may delay its reaction to a carrier for a second, until which nothing can
 			// be sent. A request for one link, unlike one for all, makes it catch up
 			// (linkwatch_sync_dev in rtnl_getlink).
@@ -147,10 +150,12 @@ func (k *kernel) links() ([]Link, error) {
 				a = now.Attrs()
 			}
 		}
-		x := Link{Name: a.Name, Index: a.Index, Kind: Kind(l.Type()), MTU: a.MTU, Admin: a.Flags&net.FlagUp != 0, Master: a.MasterIndex, Addrs: byIndex[a.Index]}
+		x := Link{Name: a.Name, Index: a.Index, Kind: Kind(l.Type()), MTU: a.MTU,
+			Admin: a.Flags&net.FlagUp != 0, Master: a.MasterIndex, Addrs: byIndex[a.Index]}
 		// The loopback interface and others without a carrier have operstate unknown while they
 		// work.
-		x.Link = x.Admin && a.RawFlags&unix.IFF_LOWER_UP != 0 && (a.OperState == netlink.OperUp || a.OperState == netlink.OperUnknown)
+		x.Link = x.Admin && a.RawFlags&unix.IFF_LOWER_UP != 0 && (a.OperState == netlink.OperUp ||
+			a.OperState == netlink.OperUnknown)
 		if a.Flags&net.FlagLoopback != 0 {
 			x.Kind = Loopback
 		}

@@ -66,7 +66,8 @@ func TestWatch(t *testing.T) {
 	must(t, h.LinkSetUp(veth))
 	must(t, h.LinkSetUp(far))
 	wait("rail0", Up)
-	must(t, h.AddrAdd(veth, &netlink.Addr{IPNet: &net.IPNet{IP: net.IPv4(10, 1, 2, 3), Mask: net.CIDRMask(24, 32)}}))
+	must(t, h.AddrAdd(veth, &netlink.Addr{IPNet: &net.IPNet{IP: net.IPv4(10, 1, 2, 3),
+		Mask: net.CIDRMask(24, 32)}}))
 	// an address of IPv6 may come first
 	for n, _ := wait("rail0", Changed); ; n, _ = wait("rail0", Changed) {
 		if p, err := n.Route(); err == nil && p.String() == "10.1.2.3/24" {
@@ -96,7 +97,8 @@ func TestWatch(t *testing.T) {
 		}
 	}
 	slices.Sort(took)
-	t.Logf("told of a lost carrier after %v, at most %v of %d times", took[tries/2], took[tries-1], tries)
+	t.Logf("told of a lost carrier after %v, at most %v of %d times", took[tries/2],
+		took[tries-1], tries)
 	if took[tries/2] > soon {
 		t.Errorf("told of a lost carrier after %v: want %v for half of them", took, soon)
 	}
@@ -114,7 +116,8 @@ func TestHeld(t *testing.T) {
 	for _, c := range []struct {
 		all  []Change
 		want bool
-	}{{nil, false}, {[]Change{Up}, true}, {[]Change{Changed, Up, Appeared}, true}, {[]Change{Up, Down}, false}, {[]Change{Vanished, Up}, false},
+	}{{nil, false}, {[]Change{Up}, true}, {[]Change{Changed, Up, Appeared}, true}, {[]Change{Up, Down},
+		false}, {[]Change{Vanished, Up}, false},
 		{[]Change{Appeared, Changed}, false}} {
 		var events []Event
 		for _, e := range c.all {

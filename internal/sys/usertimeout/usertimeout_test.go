@@ -64,7 +64,8 @@ func secured(t *testing.T, dialled, accepted net.Conn) (client, server *tls.Conn
 	return client, server
 }
 
-// silent waits until a read on c ends because the other host is silent, and says how long that took.
+// silent waits until a read on c ends because the other host is silent, and says how long that
+// took.
 func silent(c net.Conn, began time.Time) (time.Duration, error) {
 	err := c.SetReadDeadline(time.Now().Add(patience))
 	for b := make([]byte, 4096); err == nil; { // what had come before
@@ -76,13 +77,15 @@ func silent(c net.Conn, began time.Time) (time.Duration, error) {
 	return 0, fmt.Errorf("after %s: %w, want %w", time.Since(began), err, syscall.ETIMEDOUT)
 }
 
-// The other host is lost: either end of a connection notices, with bytes under way or idle, under TLS or not.
+// The other host is lost: either end of a connection notices, with bytes under way or idle, under
+// TLS or not.
 func TestLostHost(t *testing.T) {
 	t.Parallel()
 	if !testutil.InNamespace(t) {
 		return
 	}
-	for name, x := range map[string]struct{ tls, idle bool }{"plain": {}, "plain, idle": {idle: true}, "TLS": {tls: true}, "TLS, idle": {true, true}} {
+	for name, x := range map[string]struct{ tls, idle bool }{"plain": {}, "plain, idle": {idle: true},
+		"TLS": {tls: true}, "TLS, idle": {true, true}} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			var both [2]net.Conn
@@ -117,13 +120,15 @@ func TestLostHost(t *testing.T) {
 	}
 }
 
-// An outage that is shorter than the timeout leaves a connection as it was, with bytes under way or idle, and however long it had been idle.
+// An outage that is shorter than the timeout leaves a connection as it was, with bytes under way or
+// idle, and however long it had been idle.
 func TestOutage(t *testing.T) {
 	t.Parallel()
 	if !testutil.InNamespace(t) {
 		return
 	}
-	const timeout, idle, outage = 4 * time.Second, 2500 * time.Millisecond, 2500 * time.Millisecond // sent again after 1.4 s and 3 s
+	// sent again after 1.4 s and 3 s
+	const timeout, idle, outage = 4 * time.Second, 2500 * time.Millisecond, 2500 * time.Millisecond
 	for name, busy := range map[string]bool{"busy": true, "idle": false} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -170,7 +175,8 @@ func TestStoppedProcess(t *testing.T) {
 	}
 }
 
-// Only where it has not read until its socket is full, and for the timeout after that, the connection ends.
+// Only where it has not read until its socket is full, and for the timeout after that, the
+// connection ends.
 func TestFullSocket(t *testing.T) {
 	t.Parallel()
 	a, _ := connected(t, quick)
@@ -195,14 +201,19 @@ func TestDefault(t *testing.T) {
 			t.Fatal(err)
 		}
 		get := func(option int) (v int) {
-			cerr := raw.Control(func(fd uintptr) { v, err = unix.GetsockoptInt(int(fd), unix.IPPROTO_TCP, option) })
+			cerr := raw.Control(func(fd uintptr) {
+				v, err = unix.GetsockoptInt(int(fd),
+					unix.IPPROTO_TCP, option)
+			})
 			if err := errors.Join(cerr, err); err != nil {
 				t.Fatal(err)
 			}
 			return v
 		}
-		if ms, idle, every := get(unix.TCP_USER_TIMEOUT), get(unix.TCP_KEEPIDLE), get(unix.TCP_KEEPINTVL); ms != 7000 || idle != 1 || every != 1 {
-			t.Errorf("%s: user timeout %d ms, keepalives after %d s and every %d s: want 7000, 1, 1", name, ms, idle, every)
+		if ms, idle, every := get(unix.TCP_USER_TIMEOUT), get(unix.TCP_KEEPIDLE),
+			get(unix.TCP_KEEPINTVL); ms != 7000 || idle != 1 || every != 1 {
+			t.Errorf("%s: user timeout %d ms, keepalives after %d s and every %d s: want 7000, 1, 1", name,
+				ms, idle, every)
 		}
 	}
 }

@@ -39,7 +39,8 @@ func check(op string, r C.int) error {
 func Library() error {
 	var why *C.char
 	if C.kvv_open_library(&why) != 0 {
-		return fmt.Errorf("%w: %s: install libibverbs1 and ibverbs-providers (rdma-core)", ErrNotSupported, C.GoString(why))
+		return fmt.Errorf("%w: %s: install libibverbs1 and ibverbs-providers (rdma-core)",
+			ErrNotSupported, C.GoString(why))
 	}
 	return nil
 }
@@ -85,7 +86,8 @@ func Open(cfg Config) (Device, error) {
 		}
 	}
 	if port == nil {
-		return nil, fmt.Errorf("verbs: device %q has no port %d here: there are %v", cfg.Device, cfg.Port, names)
+		return nil, fmt.Errorf("verbs: device %q has no port %d here: there are %v", cfg.Device,
+			cfg.Port, names)
 	}
 	d := &device{cfg: cfg, name: port.Name(), lid: port.LID, events: make(chan Event, maxEvents)}
 	if d.gid, _, err = ChooseGID(port, cfg.GIDIndex); err != nil {
@@ -98,7 +100,8 @@ func Open(cfg Config) (Device, error) {
 		if errors.Is(err, syscall.ENOSYS) {
 			return nil, fmt.Errorf("%w: this kernel has no RDMA subsystem", ErrNotSupported)
 		}
-		if errors.Is(err, syscall.EACCES) || errors.Is(err, syscall.EPERM) || errors.Is(err, syscall.ENOENT) {
+		if errors.Is(err, syscall.EACCES) || errors.Is(err, syscall.EPERM) || errors.Is(err,
+			syscall.ENOENT) {
 			return nil, fmt.Errorf("%w: give the process (or its pod) /dev/infiniband/uverbs*", err)
 		}
 		return nil, err
@@ -111,7 +114,8 @@ func Open(cfg Config) (Device, error) {
 	if err := check("query "+d.name, C.kvv_device_limits(d.c, C.uint8_t(cfg.Port), &l)); err != nil {
 		return fail(err)
 	}
-	d.limits = Limits{MaxRegistration: uint64(l.max_mr_size), MaxRegistrations: int(l.max_mr), MaxQueuePairs: int(l.max_qp), MaxMessage: uint32(l.max_msg),
+	d.limits = Limits{MaxRegistration: uint64(l.max_mr_size), MaxRegistrations: int(l.max_mr),
+		MaxQueuePairs: int(l.max_qp), MaxMessage: uint32(l.max_msg),
 		MaxWork: int(l.max_qp_wr), MaxCompletions: int(l.max_cqe)}
 	d.mtu = MTU(l.active_mtu)
 	if cfg.MTU != 0 {
@@ -132,7 +136,8 @@ func Open(cfg Config) (Device, error) {
 func (d *device) checkGID() error {
 	var raw [16]byte
 	if err := check(fmt.Sprintf("GID %d of %s", d.gid.Index, d.name),
-		C.kvv_device_gid(d.c, C.uint8_t(d.cfg.Port), C.int(d.gid.Index), (*C.uint8_t)(&raw[0]))); err != nil {
+		C.kvv_device_gid(d.c, C.uint8_t(d.cfg.Port), C.int(d.gid.Index), (*C.uint8_t)(&raw[0]))); err !=
+		nil {
 		return err
 	}
 	if raw != d.gid.Raw {
@@ -247,7 +252,8 @@ func (d *device) Close() error {
 	_ = d.file.Close() // the duplicate
 	d.wg.Wait()
 	if d.domains > 0 {
-		return fmt.Errorf("verbs: close %s: %d protection domains are still there: %w", d.name, d.domains, syscall.EBUSY)
+		return fmt.Errorf("verbs: close %s: %d protection domains are still there: %w", d.name, d.domains,
+			syscall.EBUSY)
 	}
 	if err := check("close "+d.name, C.kvv_device_close(d.c)); err != nil {
 		return err
@@ -273,7 +279,8 @@ func (d *device) NewDomain() (Domain, error) {
 	d.domains++ // keeps the device open
 	d.mu.Unlock()
 	p := &domain{d: d}
-	if err := check("allocate a protection domain with "+d.name, C.kvv_domain_alloc(d.c, &p.c)); err != nil {
+	if err := check("allocate a protection domain with "+d.name, C.kvv_domain_alloc(d.c,
+		&p.c)); err != nil {
 		d.mu.Lock()
 		defer d.mu.Unlock()
 		d.domains--
@@ -312,9 +319,11 @@ func (p *domain) Register(b []byte, remote bool) (Memory, error) {
 		return nil, errors.New("verbs: register: no bytes")
 	}
 	m := &memory{d: p.d, addr: uint64(uintptr(unsafe.Pointer(&b[0]))), len: uint64(len(b))}
-	r := C.kvv_register(p.c, unsafe.Pointer(&b[0]), C.size_t(len(b)), flag(remote), &m.h, (*C.uint32_t)(&m.lkey), (*C.uint32_t)(&m.rkey))
+	r := C.kvv_register(p.c, unsafe.Pointer(&b[0]), C.size_t(len(b)), flag(remote), &m.h,
+		(*C.uint32_t)(&m.lkey), (*C.uint32_t)(&m.rkey))
 	if r != 0 {
-		return nil, p.d.refused(check(fmt.Sprintf("register %d bytes with %s", len(b), p.d.name), r), uint64(len(b)), lockedMemory())
+		return nil, p.d.refused(check(fmt.Sprintf("register %d bytes with %s", len(b), p.d.name), r),
+			uint64(len(b)), lockedMemory())
 	}
 	p.d.memories.Add(1)
 	return m, nil
@@ -322,12 +331,14 @@ func (p *domain) Register(b []byte, remote bool) (Memory, error) {
 
 func (p *domain) RegisterDMABuf(fd int, off, n uint64, remote bool) (Memory, error) {
 	m := &memory{d: p.d, addr: off, len: n}
-	r := C.kvv_register_dmabuf(p.c, C.uint64_t(off), C.size_t(n), C.uint64_t(off), C.int(fd), flag(remote), &m.h, (*C.uint32_t)(&m.lkey),
+	r := C.kvv_register_dmabuf(p.c, C.uint64_t(off), C.size_t(n), C.uint64_t(off), C.int(fd),
+		flag(remote), &m.h, (*C.uint32_t)(&m.lkey),
 		(*C.uint32_t)(&m.rkey))
 	if r != 0 {
 		err := check(fmt.Sprintf("register %d bytes of a dma-buf with %s", n, p.d.name), r)
 		if errors.Is(err, syscall.EOPNOTSUPP) || errors.Is(err, syscall.ENOSYS) {
-			return nil, fmt.Errorf("%w: %w: this needs Linux 5.12, rdma-core 34, and a NIC driver that supports dma-bufs", ErrNotSupported, err)
+			return nil, fmt.Errorf("%w: %w: this needs Linux 5.12, rdma-core 34, and a NIC driver that "+
+				"supports dma-bufs", ErrNotSupported, err)
 		}
 		return nil, p.d.refused(err, n, LockedMemory{Free: true}) // the exporter pins
 	}
@@ -337,7 +348,8 @@ func (p *domain) RegisterDMABuf(fd int, off, n uint64, remote bool) (Memory, err
 
 func (p *domain) RegisterPeer(addr, n uint64, remote bool) (Memory, error) {
 	m := &memory{d: p.d, addr: addr, len: n}
-	r := C.kvv_register_peer(p.c, C.uint64_t(addr), C.size_t(n), flag(remote), &m.h, (*C.uint32_t)(&m.lkey), (*C.uint32_t)(&m.rkey))
+	r := C.kvv_register_peer(p.c, C.uint64_t(addr), C.size_t(n), flag(remote), &m.h,
+		(*C.uint32_t)(&m.lkey), (*C.uint32_t)(&m.rkey))
 	if r != 0 {
 		err := check(fmt.Sprintf("register %d bytes of a GPU with %s", n, p.d.name), r)
 		if errors.Is(err, syscall.EFAULT) { // for the kernel nothing is at that address

@@ -6,7 +6,8 @@ import "fmt"
 
 // Open returns an error: this build cannot open libibverbs.
 func Open(Config) (Device, error) {
-	return nil, fmt.Errorf("%w: this binary was built with CGO_ENABLED=0; build it with cgo and a C compiler to use RDMA", ErrNotSupported)
+	return nil, fmt.Errorf("%w: this binary was built with CGO_ENABLED=0; build it with cgo and a C "+
+		"compiler to use RDMA", ErrNotSupported)
 }
 
 // Library returns why libibverbs cannot be opened, or nil.

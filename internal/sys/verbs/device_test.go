@@ -20,8 +20,10 @@ const patience = 20 * time.Second
 // open opens one end of a rail of the guest that test/rdma makes.
 func open(t *testing.T, name string) verbs.Device {
 	t.Helper()
-	d, err := verbs.Open(verbs.Config{Device: name, GIDIndex: verbs.AutoGID, Timer: verbs.DefaultTimer + 4, Retries: verbs.DefaultRetries})
-	if errors.Is(err, verbs.ErrNotSupported) || err != nil && strings.Contains(err.Error(), "has no port") {
+	d, err := verbs.Open(verbs.Config{Device: name, GIDIndex: verbs.AutoGID,
+		Timer: verbs.DefaultTimer + 4, Retries: verbs.DefaultRetries})
+	if errors.Is(err, verbs.ErrNotSupported) || err != nil && strings.Contains(err.Error(),
+		"has no port") {
 		testutil.Skip(t, "rdma", err.Error())
 	}
 	if err != nil {
@@ -61,14 +63,16 @@ func newEndOn(t *testing.T, d verbs.Device) *end {
 	if e.q, err = e.p.NewQueuePair(e.cq, 128, 32); err != nil {
 		t.Fatal(err)
 	}
-	if e.mem, err = unix.Mmap(-1, 0, 1<<20, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS); err != nil {
+	if e.mem, err = unix.Mmap(-1, 0, 1<<20, unix.PROT_READ|unix.PROT_WRITE,
+		unix.MAP_PRIVATE|unix.MAP_ANONYMOUS); err != nil {
 		t.Fatal(err)
 	}
 	if e.m, err = e.p.Register(e.mem, true); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
-		if err := errors.Join(e.m.Close(), e.q.Close(), e.cq.Close(), e.p.Close(), unix.Munmap(e.mem)); err != nil {
+		if err := errors.Join(e.m.Close(), e.q.Close(), e.cq.Close(), e.p.Close(),
+			unix.Munmap(e.mem)); err != nil {
 			t.Error(err)
 		}
 	})
@@ -77,7 +81,8 @@ func newEndOn(t *testing.T, d verbs.Device) *end {
 
 func (e *end) connect(o *end) {
 	e.t.Helper()
-	if err := errors.Join(e.q.ToInit(), e.q.ToReadyToReceive(o.q.Address()), e.q.ToReadyToSend()); err != nil {
+	if err := errors.Join(e.q.ToInit(), e.q.ToReadyToReceive(o.q.Address()),
+		e.q.ToReadyToSend()); err != nil {
 		e.t.Fatal(err)
 	}
 }
@@ -116,7 +121,8 @@ func rail(t *testing.T) (a, b *end) {
 }
 
 func work(a, b *end, id uint64, off, n uint32) verbs.Work {
-	return verbs.Work{ID: id, Op: verbs.Write, LocalAddr: a.m.Addr() + uint64(off), LocalKey: a.m.LocalKey(), Len: n,
+	return verbs.Work{ID: id, Op: verbs.Write, LocalAddr: a.m.Addr() + uint64(off),
+		LocalKey: a.m.LocalKey(), Len: n,
 		RemoteAddr: b.m.Addr() + uint64(off), RemoteKey: b.m.RemoteKey(), Signaled: true}
 }
 
@@ -139,7 +145,8 @@ func TestWrite(t *testing.T) {
 	if _, err := a.q.PostSend(append(batch, small, imm)); err != nil {
 		t.Fatal(err)
 	}
-	if got := b.wait(1)[0]; got.ID != 77 || got.Imm != 7<<16|3 || got.Op != verbs.Receive || got.Status != verbs.OK {
+	if got := b.wait(1)[0]; got.ID != 77 || got.Imm != 7<<16|3 || got.Op != verbs.Receive ||
+		got.Status != verbs.OK {
 		t.Fatalf("%+v", got)
 	}
 	if !bytes.Equal(a.mem[:100*8192+32], b.mem[:100*8192+32]) {
@@ -249,7 +256,8 @@ func TestReceiverStops(t *testing.T) {
 	if _, err := a.q.PostSend([]verbs.Work{work(a, b, 7, 0, 8192)}); err != nil {
 		t.Fatal(err)
 	}
-	if got := a.wait(1)[0]; got.ID != 7 || got.Status != verbs.OK || !bytes.Equal(a.mem[:8192], b.mem[:8192]) {
+	if got := a.wait(1)[0]; got.ID != 7 || got.Status != verbs.OK || !bytes.Equal(a.mem[:8192],
+		b.mem[:8192]) {
 		t.Fatalf("%+v", got)
 	}
 }
@@ -294,10 +302,14 @@ func TestRefusedSetUp(t *testing.T) {
 			t.Error(err)
 		}
 	}()
-	if _, err := p.NewQueuePair(cq, 1<<30, 1); !errors.Is(err, verbs.ErrFull) || !strings.Contains(err.Error(), fmt.Sprintf("1073741824 sends and 1 receives with r0a: 1 to %d each", d.Limits().MaxWork)) {
+	if _, err := p.NewQueuePair(cq, 1<<30, 1); !errors.Is(err, verbs.ErrFull) ||
+		!strings.Contains(err.Error(),
+			fmt.Sprintf("1073741824 sends and 1 receives with r0a: 1 to %d each", d.Limits().MaxWork)) {
 		t.Errorf("a queue pair beyond the device: %v", err)
 	}
-	if _, err := d.NewCompletionQueue(1 << 30); !errors.Is(err, verbs.ErrFull) || !strings.Contains(err.Error(), fmt.Sprintf("of 1073741824 with r0a: 1 to %d", d.Limits().MaxCompletions)) {
+	if _, err := d.NewCompletionQueue(1 << 30); !errors.Is(err, verbs.ErrFull) ||
+		!strings.Contains(err.Error(), fmt.Sprintf("of 1073741824 with r0a: 1 to %d",
+			d.Limits().MaxCompletions)) {
 		t.Errorf("a completion queue beyond the device: %v", err)
 	}
 	if l := d.Limits(); l.MaxRegistrations < 1 || l.MaxQueuePairs < 1 {
@@ -362,7 +374,8 @@ func TestMemlock(t *testing.T) {
 			result <- err
 			return
 		}
-		mem, err := unix.Mmap(-1, 0, 1<<20, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
+		mem, err := unix.Mmap(-1, 0, 1<<20, unix.PROT_READ|unix.PROT_WRITE,
+			unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
 		if err == nil {
 			_, err = p.Register(mem, true)
 		}

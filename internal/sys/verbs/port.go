@@ -66,7 +66,8 @@ func (p *Port) Name() string {
 }
 
 // ErrNoDevices: this kernel shows no RDMA device.
-var ErrNoDevices = errors.New("no RDMA device: is the NIC's driver loaded, and /sys/class/infiniband visible in this container?")
+var ErrNoDevices = errors.New("no RDMA device: is the NIC's driver loaded, and " +
+	"/sys/class/infiniband visible in this container?")
 
 const (
 	maxPorts = 64   // of a host
@@ -178,10 +179,13 @@ func ChooseGID(p *Port, pinned int) (GID, string, error) {
 				return g, fmt.Sprintf("index %d is configured", pinned), nil
 			}
 		}
-		return GID{}, "", fmt.Errorf("verbs: port %s: GID index %d is empty: pin one of %v in transports.gdr.rails, as %s@INDEX, or omit the index", p.Name(), pinned, indexes(p.GIDs), p.Name())
+		return GID{}, "", fmt.Errorf("verbs: port %s: GID index %d is empty: pin one of %v in "+
+			"transports.gdr.rails, as %s@INDEX, or omit the index", p.Name(), pinned,
+			indexes(p.GIDs), p.Name())
 	}
 	if len(p.GIDs) == 0 {
-		return GID{}, "", fmt.Errorf("verbs: port %s has no GID: give its network interface an address", p.Name())
+		return GID{}, "", fmt.Errorf("verbs: port %s has no GID: give its network interface an address",
+			p.Name())
 	}
 	if p.Link != "Ethernet" {
 		return p.GIDs[0], "InfiniBand: the first one", nil
@@ -206,14 +210,18 @@ func ChooseGID(p *Port, pinned int) (GID, string, error) {
 	})
 	switch {
 	case best.Type != GIDRoCEv2:
-		return GID{}, "", fmt.Errorf("verbs: port %s has RoCEv1 GIDs only: enable RoCEv2 (cma_roce_mode), or pin a GID of %v in transports.gdr.rails, as %s@INDEX", p.Name(), indexes(p.GIDs), p.Name())
+		return GID{}, "", fmt.Errorf("verbs: port %s has RoCEv1 GIDs only: enable RoCEv2 "+
+			"(cma_roce_mode), or pin a GID of %v in transports.gdr.rails, as %s@INDEX", p.Name(),
+			indexes(p.GIDs), p.Name())
 	case best.Addr().IsLinkLocalUnicast():
-		return GID{}, "", fmt.Errorf("verbs: port %s has link-local GIDs only, which no router forwards: give %s an IP address, or pin a GID of %v in transports.gdr.rails, as %s@INDEX",
+		return GID{}, "", fmt.Errorf("verbs: port %s has link-local GIDs only, which no router "+
+			"forwards: give %s an IP address, or pin a GID of %v in transports.gdr.rails, as %s@INDEX",
 			p.Name(), best.NetDev, indexes(p.GIDs), p.Name())
 	}
 	why := "RoCEv2, " + best.Addr().String() + " of " + best.NetDev
 	if others := len(p.GIDs) - 1; others > 0 {
-		why += fmt.Sprintf("; before %d others that are RoCEv1, link-local, IPv6 or of a higher index", others)
+		why += fmt.Sprintf("; before %d others that are RoCEv1, link-local, IPv6 or of a higher index",
+			others)
 	}
 	return best, why, nil
 }
@@ -229,25 +237,31 @@ func indexes(gids []GID) (out []int) {
 func CheckPeer(local, remote Address) error {
 	switch {
 	case local.Type != remote.Type:
-		return fmt.Errorf("verbs: this end uses %s (%s), the peer %s (%s): pin a GID at one of them, in its transports.gdr.rails: DEVICE@INDEX", local.Type, show(local), remote.Type, show(remote))
+		return fmt.Errorf("verbs: this end uses %s (%s), the peer %s (%s): pin a GID at one of them, "+
+			"in its transports.gdr.rails: DEVICE@INDEX", local.Type, show(local), remote.Type, show(remote))
 	case local.Type == GIDInfiniBand:
 		if remote.LID == 0 && remote.GID == [16]byte{} {
 			return errors.New("verbs: the peer sent neither a LID nor a GID")
 		}
 		if remote.LID != 0 && [8]byte(local.GID[:8]) != [8]byte(remote.GID[:8]) {
-			return fmt.Errorf("verbs: this end's GID is %s, the peer's %s: two InfiniBand subnets, and a LID leads nowhere in another one: use ports of one subnet, or tcp",
+			return fmt.Errorf("verbs: this end's GID is %s, the peer's %s: two InfiniBand subnets, and a "+
+				"LID leads nowhere in another one: use ports of one subnet, or tcp",
 				show(local), show(remote))
 		}
-	case remote.GID == [16]byte{} || netip.AddrFrom16(remote.GID).Unmap().IsMulticast() || netip.AddrFrom16(remote.GID).Unmap().IsUnspecified():
+	case remote.GID == [16]byte{} || netip.AddrFrom16(remote.GID).Unmap().IsMulticast() ||
+		netip.AddrFrom16(remote.GID).Unmap().IsUnspecified():
 		return fmt.Errorf("verbs: the peer's GID %s is not a host's address", show(remote))
 	case netip.AddrFrom16(local.GID).Is4In6() != netip.AddrFrom16(remote.GID).Is4In6():
-		return fmt.Errorf("verbs: this end's GID is %s, the peer's %s: one is IPv4, one IPv6: pin a GID at one of them, in its transports.gdr.rails: DEVICE@INDEX", show(local), show(remote))
+		return fmt.Errorf("verbs: this end's GID is %s, the peer's %s: one is IPv4, one IPv6: pin a "+
+			"GID at one of them, in its transports.gdr.rails: DEVICE@INDEX", show(local), show(remote))
 	}
 	if !remote.MTU.Valid() {
 		return fmt.Errorf("verbs: the peer sent MTU number %d: 1 to %d", remote.MTU, MTU4096)
 	}
 	if remote.QP == 0 || remote.QP >= 1<<24 || remote.PSN >= 1<<24 {
-		return fmt.Errorf("verbs: the peer sent queue pair %#x and sequence number %#x: both have 24 bits", remote.QP, remote.PSN)
+		return fmt.Errorf(
+			"verbs: the peer sent queue pair %#x and sequence number %#x: both have 24 bits",
+			remote.QP, remote.PSN)
 	}
 	return nil
 }

@@ -22,14 +22,22 @@ func TestChooseGID(t *testing.T) {
 		want   int // -1: an error
 		says   string
 	}{
-		{"mlx5 as it comes", "Ethernet", []GID{gid(0, GIDRoCEv1, local), gid(1, GIDRoCEv2, local), gid(2, GIDRoCEv1, v4), gid(3, GIDRoCEv2, v4)}, AutoGID, 3, v4},
-		{"IPv6 before it", "Ethernet", []GID{gid(1, GIDRoCEv2, v6), gid(4, GIDRoCEv2, v4)}, AutoGID, 4, v4},
+		{"mlx5 as it comes", "Ethernet", []GID{gid(0, GIDRoCEv1, local), gid(1, GIDRoCEv2, local),
+			gid(2, GIDRoCEv1, v4), gid(3, GIDRoCEv2, v4)}, AutoGID, 3, v4},
+		{"IPv6 before it", "Ethernet", []GID{gid(1, GIDRoCEv2, v6), gid(4, GIDRoCEv2, v4)},
+			AutoGID, 4, v4},
 		{"IPv6 only", "Ethernet", []GID{gid(0, GIDRoCEv2, local), gid(2, GIDRoCEv2, v6)}, AutoGID, 2, v6},
-		{"two addresses", "Ethernet", []GID{gid(7, GIDRoCEv2, "10.1.2.4"), gid(5, GIDRoCEv2, v4)}, AutoGID, 5, v4},
-		{"RoCEv1 only", "Ethernet", []GID{gid(0, GIDRoCEv1, v4)}, AutoGID, -1, "enable RoCEv2 (cma_roce_mode), or pin a GID of [0] in transports.gdr.rails, as mlx5_0@INDEX"},
-		{"routable v1, link-local v2", "Ethernet", []GID{gid(0, GIDRoCEv1, v4), gid(1, GIDRoCEv2, local)}, AutoGID, -1, "give eth0 an IP address, or pin a GID of [0 1] in transports.gdr.rails, as mlx5_0@INDEX"},
-		{"pinned against it", "Ethernet", []GID{gid(0, GIDRoCEv1, v4), gid(3, GIDRoCEv2, v4)}, 0, 0, "configured"},
-		{"pinned to nothing", "Ethernet", []GID{gid(0, GIDRoCEv1, v4)}, 9, -1, "pin one of [0] in transports.gdr.rails, as mlx5_0@INDEX"},
+		{"two addresses", "Ethernet", []GID{gid(7, GIDRoCEv2, "10.1.2.4"), gid(5, GIDRoCEv2, v4)},
+			AutoGID, 5, v4},
+		{"RoCEv1 only", "Ethernet", []GID{gid(0, GIDRoCEv1, v4)}, AutoGID, -1,
+			"enable RoCEv2 (cma_roce_mode), or pin a GID of [0] in transports.gdr.rails, as mlx5_0@INDEX"},
+		{"routable v1, link-local v2", "Ethernet", []GID{gid(0, GIDRoCEv1, v4), gid(1, GIDRoCEv2, local)},
+			AutoGID, -1, "give eth0 an IP address, or pin a GID of [0 1] in transports.gdr.rails, as " +
+				"mlx5_0@INDEX"},
+		{"pinned against it", "Ethernet", []GID{gid(0, GIDRoCEv1, v4), gid(3, GIDRoCEv2, v4)}, 0, 0,
+			"configured"},
+		{"pinned to nothing", "Ethernet", []GID{gid(0, GIDRoCEv1, v4)}, 9, -1, "pin one of [0] in " +
+			"transports.gdr.rails, as mlx5_0@INDEX"},
 		{"empty table", "Ethernet", nil, AutoGID, -1, "no GID"},
 		{"InfiniBand", "InfiniBand", []GID{gid(0, GIDInfiniBand, local)}, AutoGID, 0, "InfiniBand"},
 	} {
@@ -76,10 +84,12 @@ func TestPorts(t *testing.T) {
 		t.Fatalf("%+v %v", ports, err)
 	}
 	x := ports[0]
-	if x.Name() != "mlx5_1/2" || x.State != "ACTIVE" || x.LID != 0x12 || x.Gbps != 400 || x.NUMA != 1 || len(x.GIDs) != 2 {
+	if x.Name() != "mlx5_1/2" || x.State != "ACTIVE" || x.LID != 0x12 || x.Gbps != 400 ||
+		x.NUMA != 1 || len(x.GIDs) != 2 {
 		t.Errorf("%+v", x)
 	}
-	if g := x.GIDs[1]; g.Index != 3 || g.Type != GIDRoCEv2 || g.Addr().String() != "10.1.2.3" || g.NetDev != "eth7" || x.GIDs[0].Type != GIDRoCEv1 {
+	if g := x.GIDs[1]; g.Index != 3 || g.Type != GIDRoCEv2 || g.Addr().String() != "10.1.2.3" ||
+		g.NetDev != "eth7" || x.GIDs[0].Type != GIDRoCEv1 {
 		t.Errorf("%+v", x.GIDs)
 	}
 }
@@ -105,21 +115,28 @@ func TestConfigCheck(t *testing.T) {
 }
 
 func TestCheckPeer(t *testing.T) {
-	good := Address{GID: netip.MustParseAddr("10.0.0.1").As16(), QP: 17, PSN: 5, MTU: MTU4096, Type: GIDRoCEv2}
+	good := Address{GID: netip.MustParseAddr("10.0.0.1").As16(), QP: 17, PSN: 5, MTU: MTU4096,
+		Type: GIDRoCEv2}
 	if err := CheckPeer(good, good); err != nil {
 		t.Fatal(err)
 	}
 	for says, lie := range map[string]func(*Address){
-		"RoCEv1 (10.0.0.1)":                 func(a *Address) { a.Type = GIDRoCEv1 },
-		"is not a host's address":           func(a *Address) { a.GID = [16]byte{} },
-		"224.0.0.1 is not a host's address": func(a *Address) { a.GID = netip.MustParseAddr("224.0.0.1").As16() },
+		"RoCEv1 (10.0.0.1)":       func(a *Address) { a.Type = GIDRoCEv1 },
+		"is not a host's address": func(a *Address) { a.GID = [16]byte{} },
+		"224.0.0.1 is not a host's address": func(a *Address) {
+			a.GID = netip.MustParseAddr(
+				"224.0.0.1").As16()
+		},
 		"one is IPv4, one IPv6: pin a GID at one of them, in its transports.gdr.rails: DEVICE@INDEX": func(a *Address) { a.GID = netip.MustParseAddr("2001:db8::1").As16() },
 		"MTU number 6":              func(a *Address) { a.MTU = 6 },
 		"MTU number 0":              func(a *Address) { a.MTU = 0 },
 		"queue pair 0x0":            func(a *Address) { a.QP = 0 },
 		"queue pair 0x1000000":      func(a *Address) { a.QP = 1 << 24 },
 		"sequence number 0x1000000": func(a *Address) { a.PSN = 1 << 24 },
-		"(10.0.0.1): pin a GID at one of them, in its transports.gdr.rails: DEVICE@INDEX": func(a *Address) { a.Type = GIDInfiniBand },
+		"(10.0.0.1): pin a GID at one of them, in its transports.gdr.rails: DEVICE@INDEX": func(
+			a *Address) {
+			a.Type = GIDInfiniBand
+		},
 	} {
 		bad := good
 		lie(&bad)
@@ -128,7 +145,8 @@ func TestCheckPeer(t *testing.T) {
 		}
 	}
 	ib := Address{Type: GIDInfiniBand, QP: 1, MTU: 5}
-	if err := CheckPeer(ib, ib); err == nil || !strings.Contains(err.Error(), "neither a LID nor a GID") {
+	if err := CheckPeer(ib, ib); err == nil || !strings.Contains(err.Error(),
+		"neither a LID nor a GID") {
 		t.Error(err)
 	}
 	ib.LID = 9

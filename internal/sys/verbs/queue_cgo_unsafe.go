@@ -31,11 +31,13 @@ type completionQueue struct {
 
 func (d *device) NewCompletionQueue(depth int) (CompletionQueue, error) {
 	if depth < 1 || depth > d.limits.MaxCompletions {
-		return nil, fmt.Errorf("verbs: completion queue of %d with %s: 1 to %d: %w", depth, d.name, d.limits.MaxCompletions, ErrFull)
+		return nil, fmt.Errorf("verbs: completion queue of %d with %s: 1 to %d: %w", depth, d.name,
+			d.limits.MaxCompletions, ErrFull)
 	}
 	q := &completionQueue{ready: make(chan struct{}, 1)}
 	var fd C.int
-	if err := check("create a completion queue with "+d.name, C.kvv_cq_create(d.c, C.int(depth), &q.c, &fd)); err != nil {
+	if err := check("create a completion queue with "+d.name, C.kvv_cq_create(d.c, C.int(depth), &q.c,
+		&fd)); err != nil {
 		return nil, err
 	}
 	var err error
@@ -69,7 +71,8 @@ func (q *completionQueue) Poll(dst []Completion) (int, error) {
 	r := C.kvv_cq_poll(q.c, &q.buf[0], C.int(min(len(dst), pollBatch)), &q.n)
 	for i := range int(q.n) {
 		c := &q.buf[i]
-		dst[i] = Completion{ID: uint64(c.id), QP: uint32(c.qp), Imm: uint32(c.imm), Status: status(c.status), Code: int(c.status)}
+		dst[i] = Completion{ID: uint64(c.id), QP: uint32(c.qp), Imm: uint32(c.imm),
+			Status: status(c.status), Code: int(c.status)}
 		if c.status == C.KVI_WC_SUCCESS && c.opcode == C.KVI_WC_RECV_RDMA_WITH_IMM {
 			dst[i].Op = Receive
 		} else if c.status == C.KVI_WC_SUCCESS {
@@ -132,13 +135,15 @@ func (p *domain) NewQueuePair(cq CompletionQueue, sends, receives int) (QueuePai
 	}
 	d := p.d
 	if m := d.limits.MaxWork; sends < 1 || sends > m || receives < 1 || receives > m {
-		return nil, fmt.Errorf("verbs: queue pair of %d sends and %d receives with %s: 1 to %d each: %w", sends, receives, d.name, m, ErrFull)
+		return nil, fmt.Errorf("verbs: queue pair of %d sends and %d receives with %s: 1 to %d each: %w",
+			sends, receives, d.name, m, ErrFull)
 	}
 	q := &queuePair{d: d, psn: rand.Uint32N(1 << psnBits)}
 	var num C.uint32_t
 	var inline C.int
 	if r := C.kvv_qp_create(p.c, c.c, C.int(sends), C.int(receives), &q.c, &num, &inline); r != 0 {
-		return nil, RefuseQueuePair(check("create a queue pair with "+d.name, r), d.name, int(d.queuePairs.Load()), d.limits)
+		return nil, RefuseQueuePair(check("create a queue pair with "+d.name, r), d.name,
+			int(d.queuePairs.Load()), d.limits)
 	}
 	d.queuePairs.Add(1)
 	q.num, q.inline = uint32(num), int(inline)
@@ -149,7 +154,8 @@ func (q *queuePair) Num() uint32    { return q.num }
 func (q *queuePair) MaxInline() int { return q.inline }
 
 func (q *queuePair) Address() Address {
-	return Address{GID: q.d.gid.Raw, QP: q.num, PSN: q.psn, LID: q.d.lid, MTU: q.d.mtu, Type: q.d.gid.Type}
+	return Address{GID: q.d.gid.Raw, QP: q.num, PSN: q.psn, LID: q.d.lid, MTU: q.d.mtu,
+		Type: q.d.gid.Type}
 }
 
 func (q *queuePair) State() State {
@@ -180,8 +186,10 @@ func (q *queuePair) ToReadyToReceive(remote Address) error {
 	if err := CheckPeer(q.Address(), remote); err != nil {
 		return err
 	}
-	p := C.struct_kvv_path{qp: C.uint32_t(remote.QP), psn: C.uint32_t(remote.PSN), lid: C.uint16_t(remote.LID), port: C.uint8_t(q.d.cfg.Port),
-		gid_index: C.uint8_t(q.d.gid.Index), mtu: C.uint8_t(min(q.d.mtu, remote.MTU)), traffic_class: C.uint8_t(q.d.cfg.TrafficClass),
+	p := C.struct_kvv_path{qp: C.uint32_t(remote.QP), psn: C.uint32_t(remote.PSN),
+		lid: C.uint16_t(remote.LID), port: C.uint8_t(q.d.cfg.Port),
+		gid_index: C.uint8_t(q.d.gid.Index), mtu: C.uint8_t(min(q.d.mtu, remote.MTU)),
+		traffic_class: C.uint8_t(q.d.cfg.TrafficClass),
 		service_level: C.uint8_t(q.d.cfg.ServiceLevel), hop_limit: hopLimit}
 	// Within an InfiniBand subnet the LID suffices; otherwise routing is by GID.
 	if remote.Type != GIDInfiniBand || remote.LID == 0 {
@@ -216,8 +224,11 @@ func (q *queuePair) PostSend(batch []Work) (taken int, err error) {
 		n := min(len(batch)-taken, sendBatch)
 		for i := range n {
 			w := &batch[taken+i]
-			q.work[i] = C.struct_kvv_work{id: C.uint64_t(w.ID), local_addr: C.uint64_t(w.LocalAddr), remote_addr: C.uint64_t(w.RemoteAddr),
-				local_key: C.uint32_t(w.LocalKey), remote_key: C.uint32_t(w.RemoteKey), len: C.uint32_t(w.Len), imm: C.uint32_t(w.Imm),
+			q.work[i] = C.struct_kvv_work{id: C.uint64_t(w.ID), local_addr: C.uint64_t(w.LocalAddr),
+				remote_addr: C.uint64_t(w.RemoteAddr),
+				local_key:   C.uint32_t(w.LocalKey), remote_key: C.uint32_t(w.RemoteKey),
+				len:      C.uint32_t(w.Len),
+				imm:      C.uint32_t(w.Imm),
 				with_imm: bit(w.Op == WriteImm), signaled: bit(w.Signaled), inlined: bit(w.Inline && w.Len > 0)}
 		}
 		r := C.kvv_qp_send(q.c, &q.work[0], C.int(n), &q.posted)
@@ -259,7 +270,8 @@ func (q *queuePair) Close() error {
 	if q.c == nil {
 		return nil
 	}
-	if err := check(fmt.Sprintf("destroy queue pair %d of %s", q.num, q.d.name), C.kvv_qp_destroy(q.c)); err != nil {
+	if err := check(fmt.Sprintf("destroy queue pair %d of %s", q.num, q.d.name),
+		C.kvv_qp_destroy(q.c)); err != nil {
 		return err
 	}
 	q.d.queuePairs.Add(-1)

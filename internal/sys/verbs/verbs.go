@@ -1,8 +1,8 @@
 // Package verbs is the part of RDMA verbs that kvspray needs: reliable connections, registered
 // memory, one-sided writes with and without an immediate, preposted receives, completions. Device
-// is implemented by internal/sys/verbs/fake, which is deterministic, and by Open over libibverbs, which
-// is opened at run time and loads the NIC's provider (libmlx5 ...). A Device here is one port under
-// one GID: a rail.
+// is implemented by internal/sys/verbs/fake, which is deterministic, and by Open over libibverbs,
+// which is opened at run time and loads the NIC's provider (libmlx5 ...). A Device here is one port
+// under one GID: a rail.
 //
 // Callers may rely on the following, and no more. An immediate arrives when every write posted
 // before it on the same queue pair is in the receiver's memory. Until then the bytes may be there
@@ -72,7 +72,8 @@ const (
 	Broken                  // any other error; the queue pair is in the error state
 )
 
-var statusNames = [...]string{"ok", "flushed", "local access", "remote access", "retry exceeded", "receiver not ready", "broken"}
+var statusNames = [...]string{"ok", "flushed", "local access", "remote access", "retry exceeded",
+	"receiver not ready", "broken"}
 
 func (s Status) String() string {
 	if int(s) < len(statusNames) {
@@ -126,7 +127,8 @@ const (
 	DeviceFatal // the device is unusable
 )
 
-var eventNames = [...]string{"", "port down", "port up", "GID change", "queue pair fatal", "device fatal"}
+var eventNames = [...]string{"", "port down", "port up", "GID change", "queue pair fatal",
+	"device fatal"}
 
 func (k EventKind) String() string {
 	if int(k) < len(eventNames) {

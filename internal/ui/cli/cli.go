@@ -77,24 +77,34 @@ type configFlags struct {
 
 func (f *configFlags) add(cmd *cobra.Command) {
 	f.cmd = cmd
-	cmd.Flags().StringVar(&f.file, "config", "", "strict YAML file; 'kvspray config print' shows every key (default: built-in values on loopback)")
-	cmd.Flags().StringVar(&f.socket, "socket", "", "unix socket for engines; short for --set engine.socket=")
-	cmd.Flags().StringVar(&f.listen, "listen", "", "host:port for other sidecars, port 0 takes a free one; short for --set peer.listen=")
-	cmd.Flags().StringVar(&f.http, "http", "", "host:port for health and metrics, or off; short for --set http.listen=")
-	cmd.Flags().StringArrayVar(&f.sets, "set", nil, "key=value that overrides the file, for instance transports.tcp.integrity=off; repeatable")
+	cmd.Flags().StringVar(&f.file, "config", "", "strict YAML file; 'kvspray config print' shows "+
+		"every key (default: built-in values on loopback)")
+	cmd.Flags().StringVar(&f.socket, "socket", "", "unix socket for engines; short for --set "+
+		"engine.socket=")
+	cmd.Flags().StringVar(&f.listen, "listen", "", "host:port for other sidecars, port 0 takes a "+
+		"free one; short for --set peer.listen=")
+	cmd.Flags().StringVar(&f.http, "http", "", "host:port for health and metrics, or off; short for "+
+		"--set http.listen=")
+	cmd.Flags().StringArrayVar(&f.sets, "set", nil, "key=value that overrides the file, for "+
+		"instance transports.tcp.integrity=off; repeatable")
 }
 
 func (f *configFlags) load() (*config.Config, error) {
 	for _, s := range f.sets {
 		if key, _, ok := strings.Cut(s, "="); !ok || key == "" {
-			return nil, usage.Errorf("--set %q: not of the form key=value: write for instance --set transports.tcp.integrity=off", s)
+			return nil, usage.Errorf("--set %q: not of the form key=value: write for instance --set "+
+				"transports.tcp.integrity=off", s)
 		}
 	}
 	sets := f.sets
-	for _, s := range []struct{ flag, key, value string }{{"config", "", f.file}, {"socket", "engine.socket", f.socket}, {"listen", "peer.listen", f.listen}, {"http", "http.listen", f.http}} {
+	for _, s := range []struct{ flag, key, value string }{{"config", "", f.file},
+		{"socket", "engine.socket", f.socket}, {"listen", "peer.listen", f.listen},
+		{"http", "http.listen", f.http}} {
 		switch {
 		case s.value == "" && f.cmd.Flags().Changed(s.flag):
-			return nil, usage.Errorf(`--%s "": empty, maybe an unset variable: give it a value, or omit it for the default`, s.flag)
+			return nil,
+				usage.Errorf(
+					`--%s "": empty, maybe an unset variable: give it a value, or omit it for the default`, s.flag)
 		case s.value != "" && s.key != "":
 			sets = append(sets, s.key+"="+s.value)
 		}
@@ -138,7 +148,8 @@ func readyFile(path string) error {
 		err = errors.Join(tmp.Close(), os.Remove(tmp.Name()))
 	}
 	if err != nil {
-		return usage.Errorf("--ready-file %q: %w: name a file in a directory that this user may write to", path, err)
+		return usage.Errorf("--ready-file %q: %w: name a file in a directory that this user may write to",
+			path, err)
 	}
 	return nil
 }
@@ -148,7 +159,8 @@ func checkFiles(c *config.Config) error {
 	if err := c.CheckFiles(); err != nil {
 		return usage.Of(err)
 	}
-	if _, err := keys.Check(c.Peer.ClusterKeyFile, c.Peer.TLS.Cert, c.Peer.TLS.Key, c.Peer.TLS.CA, time.Now()); err != nil {
+	if _, err := keys.Check(c.Peer.ClusterKeyFile, c.Peer.TLS.Cert, c.Peer.TLS.Key, c.Peer.TLS.CA,
+		time.Now()); err != nil {
 		return usage.Of(err)
 	}
 	return nil

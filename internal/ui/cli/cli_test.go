@@ -42,48 +42,75 @@ func TestExitCodes(t *testing.T) {
 		code int
 		text string // on either stream
 	}{
-		"help":           {nil, command.ExitOK, "kvspray serve"},
-		"version":        {[]string{"version"}, command.ExitOK, "kvspray "},
-		"version json":   {[]string{"version", "--json"}, command.ExitOK, `"version"`},
-		"no command":     {[]string{"sreve"}, command.ExitUsage, "Did you mean"},
-		"no flag":        {[]string{"serve", "--nope"}, command.ExitUsage, "--help"},
-		"argument":       {[]string{"doctor", "x"}, command.ExitUsage, "--help"},
-		"bad file":       {[]string{"config", "check", "--config", bad}, command.ExitUsage, bad + ":2: peer.lisen: \"x\": unknown key; did you mean \"listen\"?"},
+		"help":         {nil, command.ExitOK, "kvspray serve"},
+		"version":      {[]string{"version"}, command.ExitOK, "kvspray "},
+		"version json": {[]string{"version", "--json"}, command.ExitOK, `"version"`},
+		"no command":   {[]string{"sreve"}, command.ExitUsage, "Did you mean"},
+		"no flag":      {[]string{"serve", "--nope"}, command.ExitUsage, "--help"},
+		"argument":     {[]string{"doctor", "x"}, command.ExitUsage, "--help"},
+		"bad file": {[]string{"config", "check", "--config", bad}, command.ExitUsage,
+			bad + ":2: peer.lisen: \"x\": unknown key; did you mean \"listen\"?"},
 		"bad file serve": {[]string{"serve", "--config", bad}, command.ExitUsage, "peer.lisen"},
 		"open listen":    {[]string{"serve", "--listen", "10.0.0.1:1"}, command.ExitUsage, "keygen"},
-		"no key file":    {[]string{"serve", "--set", "peer.cluster_key_file=/does/not/exist"}, command.ExitUsage, "keygen cluster"},
-		"good":           {[]string{"config", "check"}, command.ExitOK, "ok"},
-		"good json":      {[]string{"config", "check", "--json"}, command.ExitOK, `{"ok":true}`},
-		"bad json":       {[]string{"config", "check", "--json", "--set", "nope=1"}, command.ExitUsage, `{"ok":false,"error":"nope: \"1\": unknown key`},
-		"level":          {[]string{"serve", "--log-level", "loud"}, command.ExitUsage, `--log-level "loud" is not debug, info, warn or error`},
-		"level before":   {[]string{"serve", "--log-level", "warn", "--set", "peer.cluster_key_file=/does/not/exist"}, command.ExitUsage, "keygen cluster"},
+		"no key file": {[]string{"serve", "--set", "peer.cluster_key_file=/does/not/exist"},
+			command.ExitUsage, "keygen cluster"},
+		"good":      {[]string{"config", "check"}, command.ExitOK, "ok"},
+		"good json": {[]string{"config", "check", "--json"}, command.ExitOK, `{"ok":true}`},
+		"bad json": {[]string{"config", "check", "--json", "--set", "nope=1"}, command.ExitUsage,
+			`{"ok":false,"error":"nope: \"1\": unknown key`},
+		"level": {[]string{"serve", "--log-level", "loud"}, command.ExitUsage,
+			`--log-level "loud" is not debug, info, warn or error`},
+		"level before": {[]string{"serve", "--log-level", "warn", "--set",
+			"peer.cluster_key_file=/does/not/exist"}, command.ExitUsage, "keygen cluster"},
 		"no empty level": {[]string{"serve", "--log-level", ""}, command.ExitUsage, "--log-level"},
-		"json nowhere":   {[]string{"top", "--json", "--http", "127.0.0.1:1"}, command.ExitFailure, "no sidecar answers at http://127.0.0.1:1"},
-		"print":          {[]string{"config", "print", "--set", "node=n1"}, command.ExitOK, "node: n1"},
-		"docs":           {[]string{"config", "print", "--docs"}, command.ExitOK, "| `peer.listen` |"},
-		"proxy nothing":  {[]string{"proxy"}, command.ExitUsage, "--decode"},
-		"proxy peers":    {[]string{"proxy", "--decode", "http://a:1", "--prefill", "http://b:1", "--prefill-peer", "x:1,y:1"}, command.ExitUsage, "2 sidecars for 1"},
-		"proxy format":   {[]string{"proxy", "--decode", "http://a:1", "--log-format", "xml"}, command.ExitUsage, "text or json"},
-		"proxy level":    {[]string{"proxy", "--decode", "http://a:1", "--log-level", "loud"}, command.ExitUsage, "loud"},
-		"empty config":   {[]string{"config", "check", "--config", ""}, command.ExitUsage, `--config "": empty, maybe an unset variable`},
-		"empty socket":   {[]string{"serve", "--socket", ""}, command.ExitUsage, `--socket "": empty, maybe an unset variable`},
-		"empty listen":   {[]string{"serve", "--listen", ""}, command.ExitUsage, `--listen "": empty, maybe an unset variable`},
-		"empty set":      {[]string{"serve", "--set", ""}, command.ExitUsage, `--set "": not of the form key=value: write for instance`},
-		"set no key":     {[]string{"config", "check", "--set", "=x"}, command.ExitUsage, `--set "=x": not of the form`},
-		"set no value":   {[]string{"config", "check", "--set", "node"}, command.ExitUsage, `--set "node": not of the form`},
-		"ready folder":   {[]string{"serve", "--ready-file", filepath.Join(bad, "x")}, command.ExitUsage, "name a file in an existing directory"},
-		"ready file":     {[]string{"proxy", "--decode", "http://a:1", "--ready-file", filepath.Dir(bad)}, command.ExitUsage, "is a directory"},
-		"proxy body":     {[]string{"proxy", "--decode", "http://a:1", "--max-body", "0"}, command.ExitUsage, "--max-body 0: want a number of bytes"},
-		"proxy address":  {[]string{"proxy", "--decode", "http://a:1", "--listen", "here"}, command.ExitUsage, "write host:port, for instance"},
-		"no python":      {[]string{"doctor", "--python", ""}, command.ExitUsage, `--python ""`},
-		"odd python":     {[]string{"doctor", "--python", "/does/not/exist"}, command.ExitOK, "no such file or directory; name the engine's interpreter with --python"},
-		"peers off":      {[]string{"doctor", "--peers", "--http", "off"}, command.ExitUsage, "name it with --http"},
-		"nobody there":   {[]string{"top", "--once", "--http", "127.0.0.1:1"}, command.ExitFailure, "no sidecar answers at http://127.0.0.1:1"},
-		"top nowhere":    {[]string{"top", "--once", "--http", "here"}, command.ExitUsage, `--http "here"`},
-		"calibrate out":  {[]string{"calibrate", "--out", filepath.Join(bad, "x")}, command.ExitUsage, "name a file in an existing directory"},
-		"key nowhere":    {[]string{"keygen", "cluster", "--out", filepath.Join(bad, "x")}, command.ExitFailure, "name a file in a folder"},
-		"no authority":   {[]string{"keygen", "node", "--name", "n", "--host", "h", "--ca", "/does/not/exist"}, command.ExitFailure, "keygen ca', or name it with --ca"},
-		"proxy listen":   {[]string{"proxy", "--decode", "http://a:1", "--listen", "256.0.0.1:1"}, command.ExitFailure, "--listen"},
+		"json nowhere": {[]string{"top", "--json", "--http", "127.0.0.1:1"}, command.ExitFailure,
+			"no sidecar answers at http://127.0.0.1:1"},
+		"print":         {[]string{"config", "print", "--set", "node=n1"}, command.ExitOK, "node: n1"},
+		"docs":          {[]string{"config", "print", "--docs"}, command.ExitOK, "| `peer.listen` |"},
+		"proxy nothing": {[]string{"proxy"}, command.ExitUsage, "--decode"},
+		"proxy peers": {[]string{"proxy", "--decode", "http://a:1", "--prefill", "http://b:1",
+			"--prefill-peer", "x:1,y:1"}, command.ExitUsage, "2 sidecars for 1"},
+		"proxy format": {[]string{"proxy", "--decode", "http://a:1", "--log-format", "xml"},
+			command.ExitUsage, "text or json"},
+		"proxy level": {[]string{"proxy", "--decode", "http://a:1", "--log-level", "loud"},
+			command.ExitUsage, "loud"},
+		"empty config": {[]string{"config", "check", "--config", ""}, command.ExitUsage,
+			`--config "": empty, maybe an unset variable`},
+		"empty socket": {[]string{"serve", "--socket", ""}, command.ExitUsage,
+			`--socket "": empty, maybe an unset variable`},
+		"empty listen": {[]string{"serve", "--listen", ""}, command.ExitUsage,
+			`--listen "": empty, maybe an unset variable`},
+		"empty set": {[]string{"serve", "--set", ""}, command.ExitUsage,
+			`--set "": not of the form key=value: write for instance`},
+		"set no key": {[]string{"config", "check", "--set", "=x"}, command.ExitUsage,
+			`--set "=x": not of the form`},
+		"set no value": {[]string{"config", "check", "--set", "node"}, command.ExitUsage,
+			`--set "node": not of the form`},
+		"ready folder": {[]string{"serve", "--ready-file", filepath.Join(bad, "x")}, command.ExitUsage,
+			"name a file in an existing directory"},
+		"ready file": {[]string{"proxy", "--decode", "http://a:1", "--ready-file", filepath.Dir(bad)},
+			command.ExitUsage, "is a directory"},
+		"proxy body": {[]string{"proxy", "--decode", "http://a:1", "--max-body", "0"},
+			command.ExitUsage, "--max-body 0: want a number of bytes"},
+		"proxy address": {[]string{"proxy", "--decode", "http://a:1", "--listen", "here"},
+			command.ExitUsage, "write host:port, for instance"},
+		"no python": {[]string{"doctor", "--python", ""}, command.ExitUsage, `--python ""`},
+		"odd python": {[]string{"doctor", "--python", "/does/not/exist"}, command.ExitOK,
+			"no such file or directory; name the engine's interpreter with --python"},
+		"peers off": {[]string{"doctor", "--peers", "--http", "off"}, command.ExitUsage,
+			"name it with --http"},
+		"nobody there": {[]string{"top", "--once", "--http", "127.0.0.1:1"}, command.ExitFailure,
+			"no sidecar answers at http://127.0.0.1:1"},
+		"top nowhere": {[]string{"top", "--once", "--http", "here"}, command.ExitUsage,
+			`--http "here"`},
+		"calibrate out": {[]string{"calibrate", "--out", filepath.Join(bad, "x")}, command.ExitUsage,
+			"name a file in an existing directory"},
+		"key nowhere": {[]string{"keygen", "cluster", "--out", filepath.Join(bad, "x")},
+			command.ExitFailure, "name a file in a folder"},
+		"no authority": {[]string{"keygen", "node", "--name", "n", "--host", "h", "--ca",
+			"/does/not/exist"}, command.ExitFailure, "keygen ca', or name it with --ca"},
+		"proxy listen": {[]string{"proxy", "--decode", "http://a:1", "--listen", "256.0.0.1:1"},
+			command.ExitFailure, "--listen"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			code, out, errs := run(c.args...)
@@ -131,7 +158,8 @@ func TestReadyFile(t *testing.T) {
 	if err != nil || json.Unmarshal(b, &got) != nil || got["http"] != "127.0.0.1:1" {
 		t.Errorf("%s, %v", b, err)
 	}
-	if err := writeReady(filepath.Join(t.TempDir(), "none", "ready"), nil); err == nil || !strings.Contains(err.Error(), "--ready-file") {
+	if err := writeReady(filepath.Join(t.TempDir(), "none", "ready"), nil); err == nil ||
+		!strings.Contains(err.Error(), "--ready-file") {
 		t.Error(err)
 	}
 	dir := t.TempDir()
@@ -141,14 +169,16 @@ func TestReadyFile(t *testing.T) {
 		}
 	}
 	testutil.AsNobody(t, func() {
-		if err := readyFile(filepath.Join(dir, "ready")); err == nil || !strings.Contains(err.Error(), "name a file in a directory that this user may write to") {
+		if err := readyFile(filepath.Join(dir, "ready")); err == nil || !strings.Contains(err.Error(),
+			"name a file in a directory that this user may write to") {
 			t.Error(err)
 		}
 	})
 	if err := readyFile(path); err != nil {
 		t.Error(err)
 	}
-	if left, err := filepath.Glob(filepath.Join(filepath.Dir(path), ".ready-*")); err != nil || len(left) > 0 {
+	if left, err := filepath.Glob(filepath.Join(filepath.Dir(path), ".ready-*")); err != nil ||
+		len(left) > 0 {
 		t.Errorf("left behind: %v, %v", left, err)
 	}
 }
@@ -206,7 +236,8 @@ func TestDeployExamples(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				for flag, key := range map[string]string{"socket": "engine.socket", "listen": "peer.listen", "http": "http.listen"} {
+				for flag, key := range map[string]string{"socket": "engine.socket", "listen": "peer.listen",
+					"http": "http.listen"} {
 					sets = append(sets, key+"="+cmd.Flags().Lookup(flag).Value.String())
 				}
 				if _, err := config.Load("", sets...); err != nil {
@@ -228,7 +259,8 @@ func checkEngineArgs(t *testing.T, args []string) {
 			continue
 		}
 		var c map[string]any
-		if err := json.Unmarshal([]byte(text), &c); err != nil || c["kv_connector_module_path"] != "kvspray_vllm" {
+		if err := json.Unmarshal([]byte(text), &c); err != nil || c["kv_connector_module_path"] !=
+			"kvspray_vllm" {
 			t.Errorf("%s: %v", text, err)
 		}
 		return
@@ -246,14 +278,17 @@ func TestKeygen(t *testing.T) {
 			t.Fatalf("%v: %d %s%s", args, code, out, errs)
 		}
 	}
-	if code, _, _ := run("keygen", "ca", "--cert", filepath.Join(at("none"), "ca.crt"), "--key", at("ca.key")); code != command.ExitFailure {
+	if code, _, _ := run("keygen", "ca", "--cert", filepath.Join(at("none"), "ca.crt"), "--key",
+		at("ca.key")); code != command.ExitFailure {
 		t.Errorf("a certificate without a folder: %d", code)
 	}
 	must("keygen", "cluster", "--out", at("k")) // and what has failed is not in the way
 	must("config", "check", "--set", "peer.cluster_key_file="+at("k"), "--listen", "10.0.0.1:7650")
 	must("keygen", "ca", "--cert", at("ca.crt"), "--key", at("ca.key"))
-	must("keygen", "node", "--ca", at("ca.crt"), "--ca-key", at("ca.key"), "--name", "n0", "--host", "10.0.0.1,n0", "--cert", at("n.crt"), "--key", at("n.key"))
-	must("config", "check", "--listen", "10.0.0.1:7650", "--set", "peer.tls.cert="+at("n.crt"), "--set", "peer.tls.key="+at("n.key"),
+	must("keygen", "node", "--ca", at("ca.crt"), "--ca-key", at("ca.key"), "--name", "n0", "--host",
+		"10.0.0.1,n0", "--cert", at("n.crt"), "--key", at("n.key"))
+	must("config", "check", "--listen", "10.0.0.1:7650", "--set", "peer.tls.cert="+at("n.crt"),
+		"--set", "peer.tls.key="+at("n.key"),
 		"--set", "peer.tls.ca="+at("ca.crt"))
 	for name, c := range map[string]struct {
 		args []string
@@ -291,17 +326,25 @@ func TestServeElsewhere(t *testing.T) {
 		args []string
 		want []string
 	}{
-		"foreign": {[]string{"--listen", foreign}, []string{"--listen", foreign, "not an address of this host", "127.0.0.1", "peer.advertise"}},
-		"gossip":  {[]string{"--listen", "127.0.0.1:0", "--set", "peer.gossip.listen=" + foreign}, []string{"peer.gossip.listen", foreign, "name an address of this host"}},
-		"rail": {[]string{"--listen", "127.0.0.1:0", "--set", "transports.tcp.rails=lo@" + foreign}, []string{`rail "lo"`, foreign,
-			"name an address of this host"}},
-		"socket folder": {[]string{"--socket", "/proc/x.sock"}, []string{"--socket (engine.socket) /proc/x.sock", "name a directory that this user may write to"}},
-		"socket alone": {[]string{"--socket", "/proc/x.sock", "--set", "transports.order=tcp"}, []string{"/proc/x.sock", "--socket (engine.socket)",
-			"choose a path in a directory that this user may write to"}},
-		"shm folder": {[]string{"--set", "transports.shm.dir=/proc"}, []string{"transports.shm.dir", "/proc", "name a directory that this user may write to"}},
-		"taken":      {[]string{"--listen", taken.Addr().String()}, []string{taken.Addr().String(), "another sidecar?", "--listen"}},
+		"foreign": {[]string{"--listen", foreign}, []string{"--listen", foreign, "not an address of " +
+			"this host", "127.0.0.1", "peer.advertise"}},
+		"gossip": {[]string{"--listen", "127.0.0.1:0", "--set", "peer.gossip.listen=" + foreign},
+			[]string{"peer.gossip.listen", foreign, "name an address of this host"}},
+		"rail": {[]string{"--listen", "127.0.0.1:0", "--set", "transports.tcp.rails=lo@" + foreign},
+			[]string{`rail "lo"`, foreign,
+				"name an address of this host"}},
+		"socket folder": {[]string{"--socket", "/proc/x.sock"}, []string{"--socket (engine.socket) " +
+			"/proc/x.sock", "name a directory that this user may write to"}},
+		"socket alone": {[]string{"--socket", "/proc/x.sock", "--set", "transports.order=tcp"},
+			[]string{"/proc/x.sock", "--socket (engine.socket)",
+				"choose a path in a directory that this user may write to"}},
+		"shm folder": {[]string{"--set", "transports.shm.dir=/proc"}, []string{"transports.shm.dir",
+			"/proc", "name a directory that this user may write to"}},
+		"taken": {[]string{"--listen", taken.Addr().String()}, []string{taken.Addr().String(),
+			"another sidecar?", "--listen"}},
 	} {
-		args := append([]string{"serve", "--socket", filepath.Join(dir, "s.sock"), "--http", "off", "--set", "peer.cluster_key_file=" + key}, c.args...)
+		args := append([]string{"serve", "--socket", filepath.Join(dir, "s.sock"), "--http", "off",
+			"--set", "peer.cluster_key_file=" + key}, c.args...)
 		if name != "gossip" {
 			args = append(args, "--set", "peer.gossip.listen=off")
 		}
@@ -332,7 +375,8 @@ func TestServe(t *testing.T) {
 	var logs bytes.Buffer
 	root.SetOut(&logs)
 	root.SetErr(&logs)
-	root.SetArgs([]string{"serve", "--socket", filepath.Join(dir, "s.sock"), "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0",
+	root.SetArgs([]string{"serve", "--socket", filepath.Join(dir, "s.sock"), "--listen", "127.0.0.1:0",
+		"--http", "127.0.0.1:0",
 		"--set", "peer.gossip.listen=off", "--ready-file", ready})
 	done := make(chan error, 1)
 	go func() { done <- root.ExecuteContext(ctx) }()
@@ -351,13 +395,15 @@ func TestServe(t *testing.T) {
 			}
 		}
 	}
-	for path, want := range map[string]string{"/healthz": "ok", "/readyz": "ready", "/metrics": "kvspray_sidecar_draining 0", "/v1/node": addrs["peer"]} {
+	for path, want := range map[string]string{"/healthz": "ok", "/readyz": "ready",
+		"/metrics": "kvspray_sidecar_draining 0", "/v1/node": addrs["peer"]} {
 		resp, err := http.Get("http://" + addrs["http"] + path)
 		if err != nil {
 			t.Fatal(err)
 		}
 		b, err := io.ReadAll(resp.Body)
-		if cerr := resp.Body.Close(); err != nil || cerr != nil || resp.StatusCode != http.StatusOK || !strings.Contains(string(b), want) {
+		if cerr := resp.Body.Close(); err != nil || cerr != nil || resp.StatusCode != http.StatusOK ||
+			!strings.Contains(string(b), want) {
 			t.Errorf("%s: %s, %v: %.300s", path, resp.Status, err, b)
 		}
 	}
@@ -366,18 +412,21 @@ func TestServe(t *testing.T) {
 	// Another one on what is taken says what and what to do, and nobody's log has a warning of it.
 	own := func(taken, value string) []string {
 		args := []string{"serve", "--set", "peer.gossip.listen=off"}
-		for flag, v := range map[string]string{"--socket": filepath.Join(dir, "b.sock"), "--listen": "127.0.0.1:0", "--http": "127.0.0.1:0", taken: value} {
+		for flag, v := range map[string]string{"--socket": filepath.Join(dir, "b.sock"),
+			"--listen": "127.0.0.1:0", "--http": "127.0.0.1:0", taken: value} {
 			args = append(args, flag, v)
 		}
 		return args
 	}
-	for flag, value := range map[string]string{"--listen": addrs["peer"], "--http": addrs["http"], "--socket": filepath.Join(dir, "s.sock")} {
+	for flag, value := range map[string]string{"--listen": addrs["peer"], "--http": addrs["http"],
+		"--socket": filepath.Join(dir, "s.sock")} {
 		never := filepath.Join(t.TempDir(), "ready")
 		code, _, errs := run(append(own(flag, value), "--ready-file", never)...)
 		if _, err := os.Stat(never); err == nil {
 			t.Errorf("a second one with %s %s says that it is ready", flag, value)
 		}
-		if code != command.ExitFailure || !strings.Contains(errs, value) || !strings.Contains(errs, "another") || !strings.Contains(errs, flag) || strings.Contains(errs, "WARN") {
+		if code != command.ExitFailure || !strings.Contains(errs, value) || !strings.Contains(errs,
+			"another") || !strings.Contains(errs, flag) || strings.Contains(errs, "WARN") {
 			t.Errorf("a second one with %s %s: exit code %d: %s", flag, value, code, errs)
 		}
 	}

@@ -41,10 +41,11 @@ An existing file is never overwritten.`,
 func keygenCluster() *cobra.Command {
 	var out string
 	cmd := &cobra.Command{
-		Use:     "cluster",
-		Short:   "Make a cluster key",
-		Example: "  kvspray keygen cluster --out cluster.key\n  kvspray serve --set peer.cluster_key_file=cluster.key --listen 10.0.0.1:7650 ...",
-		Args:    cobra.NoArgs,
+		Use:   "cluster",
+		Short: "Make a cluster key",
+		Example: "  kvspray keygen cluster --out cluster.key\n  kvspray serve --set " +
+			"peer.cluster_key_file=cluster.key --listen 10.0.0.1:7650 ...",
+		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			c, err := keys.NewCluster()
 			if err != nil {
@@ -95,7 +96,8 @@ func keygenNode() *cobra.Command {
 		Args:    cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if name == "" || len(hosts) == 0 {
-				return usage.Of(errors.New("--name and --host are required: the node's name, and every name or address that peers dial"))
+				return usage.Of(errors.New("--name and --host are required: the node's name, and every name " +
+					"or address that peers dial"))
 			}
 			for _, h := range hosts {
 				if err := keys.Host(h); err != nil {
@@ -124,7 +126,8 @@ func keygenNode() *cobra.Command {
 	f.StringVar(&caCert, "ca", "ca.crt", "certificate of the authority")
 	f.StringVar(&caKey, "ca-key", "ca.key", "private key of the authority")
 	f.StringVar(&name, "name", "", "name of the node")
-	f.StringSliceVar(&hosts, "host", nil, "names and addresses that peers dial; repeat or separate by commas")
+	f.StringSliceVar(&hosts, "host", nil, "names and addresses that peers dial; repeat or separate "+
+		"by commas")
 	f.StringVar(&cert, "cert", "", "file for the certificate (default NAME.crt)")
 	f.StringVar(&key, "key", "", "file for the private key (default NAME.key)")
 	f.DurationVar(&valid, "valid", defaultNodeLife, "lifetime; not beyond the authority's")

@@ -22,7 +22,8 @@ import (
 )
 
 func layoutCommand() *cobra.Command {
-	cmd := &cobra.Command{Use: "layout", Short: "Explain KV cache layouts, and compare those of two engines", Args: cobra.NoArgs,
+	cmd := &cobra.Command{Use: "layout",
+		Short: "Explain KV cache layouts, and compare those of two engines", Args: cobra.NoArgs,
 		RunE: command.Help}
 	cmd.AddCommand(layoutExplainCommand(), layoutCheckCommand())
 	return cmd
@@ -36,12 +37,15 @@ func layoutExplainCommand() *cobra.Command {
 		Use:   "explain",
 		Short: "Bytes per token, the page drawn, and the plan between prefill and decode",
 		Long: "Bytes per token, the page drawn, and the plan between prefill and decode.\n\n" +
-			"The model is a config.json, as in a model's directory, or one of: " + strings.Join(explain.Presets(), ", ") + ".\n" +
+			"The model is a config.json, as in a model's directory, or one of: " +
+			strings.Join(explain.Presets(), ", ") + ".\n" +
 			"Decode options default to the values of prefill.\n\n" +
-			"With --engine (and --to-engine) it explains the layouts of running engines; ENGINE is the HTTP address of a sidecar, followed\n" +
+			"With --engine (and --to-engine) it explains the layouts of running engines; ENGINE is the " +
+			"HTTP address of a sidecar, followed\n" +
 			"by #ID if several engines are registered there.",
 		Example: "  kvspray layout explain --model llama-3.1-8b --tp 2 --to-tp 1\n" +
-			"  kvspray layout explain --model ./config.json --block 16 --to-block 64 --order packed_hnd --format svg > layout.svg",
+			"  kvspray layout explain --model ./config.json --block 16 --to-block 64 --order packed_hnd " +
+			"--format svg > layout.svg",
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			f := cmd.Flags()
@@ -82,8 +86,10 @@ func layoutExplainCommand() *cobra.Command {
 	f.StringVar(&format, "format", "text", "text, json or svg")
 	f.IntVar(&prefill.Block, "block", 16, "tokens of a block at the prefill engine")
 	f.IntVar(&prefill.TP, "tp", 1, "tensor parallel size of the prefill engine")
-	f.StringVar(&prefill.Order, "order", explain.Orders[0], "order of its attention pages: "+strings.Join(explain.Orders, ", "))
-	f.StringVar(&prefill.DType, "dtype", "", "dtype of its cache, bf16 or fp8 (default bf16, and fp8 for DeepSeek-V4)")
+	f.StringVar(&prefill.Order, "order", explain.Orders[0],
+		"order of its attention pages: "+strings.Join(explain.Orders, ", "))
+	f.StringVar(&prefill.DType, "dtype", "", "dtype of its cache, bf16 or fp8 (default bf16, and "+
+		"fp8 for DeepSeek-V4)")
 	f.IntVar(&decode.Block, "to-block", 0, "tokens of a block at the decode engine")
 	f.IntVar(&decode.TP, "to-tp", 0, "tensor parallel size of the decode engine")
 	f.StringVar(&decode.Order, "to-order", "", "order of its attention pages")
@@ -96,7 +102,8 @@ func explainEngines(cmd *cobra.Command, from, to, model string, tokens int, form
 		return usage.Of(errors.New("--model and --engine: pass one of them"))
 	}
 	if from == "" {
-		return usage.Of(errors.New("--to-engine without --engine: name the prefill engine's sidecar as well"))
+		return usage.Of(
+			errors.New("--to-engine without --engine: name the prefill engine's sidecar as well"))
 	}
 	if to == "" {
 		to = from
@@ -130,7 +137,8 @@ func writeReport(w io.Writer, r *explain.Report, format string) error {
 
 func readModel(name string) (*explain.Model, error) {
 	if name == "" {
-		return nil, errors.New("--model is missing: pass a config.json, its directory, or one of " + strings.Join(explain.Presets(), ", ") + "; or pass --engine for a running sidecar")
+		return nil, errors.New("--model is missing: pass a config.json, its directory, or one of " +
+			strings.Join(explain.Presets(), ", ") + "; or pass --engine for a running sidecar")
 	}
 	if st, err := os.Stat(name); err == nil && st.IsDir() {
 		name = filepath.Join(name, "config.json") // a model's directory
@@ -140,7 +148,8 @@ func readModel(name string) (*explain.Model, error) {
 	}
 	f, err := os.Open(name)
 	if err != nil {
-		return nil, fmt.Errorf("--model: %w; pass a config.json, a model's directory, or one of %s", err, strings.Join(explain.Presets(), ", "))
+		return nil, fmt.Errorf("--model: %w; pass a config.json, a model's directory, or one of %s", err,
+			strings.Join(explain.Presets(), ", "))
 	}
 	defer func() { _ = f.Close() }() // read only
 	b, err := io.ReadAll(io.LimitReader(f, explain.MaxConfigBytes+1))
@@ -156,9 +165,10 @@ var errDiffer = errors.New("KV cannot be moved between these engines")
 func layoutCheckCommand() *cobra.Command {
 	var asJSON bool
 	cmd := &cobra.Command{
-		Use:     "check PREFILL DECODE",
-		Short:   "Compare the engines of two running sidecars: whether and how KV can be moved",
-		Long:    "Compare the layouts registered at two running sidecars. PREFILL and DECODE are the addresses of their HTTP (http.listen).",
+		Use:   "check PREFILL DECODE",
+		Short: "Compare the engines of two running sidecars: whether and how KV can be moved",
+		Long: "Compare the layouts registered at two running sidecars. PREFILL and DECODE are the " +
+			"addresses of their HTTP (http.listen).",
 		Example: "  kvspray layout check http://127.0.0.1:7651 http://127.0.0.1:7661",
 		Args:    cobra.ExactArgs(2),
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -200,17 +210,20 @@ func fetchEngine(ctx context.Context, address string) (*explain.Engine, error) {
 	}
 	ctx, cancel := context.WithTimeout(ctx, fetchTimeout)
 	defer cancel()
-	q, err := http.NewRequestWithContext(ctx, http.MethodGet, strings.TrimSuffix(address, "/")+"/v1/layouts", nil)
+	q, err := http.NewRequestWithContext(ctx, http.MethodGet, strings.TrimSuffix(address,
+		"/")+"/v1/layouts", nil)
 	if err != nil {
 		return nil, usage.Of(err)
 	}
 	resp, err := http.DefaultClient.Do(q)
 	if err != nil {
-		return nil, fmt.Errorf("%w: is a sidecar running there? Name its http.listen, host:port (default 127.0.0.1:7651)", err)
+		return nil, fmt.Errorf("%w: is a sidecar running there? Name its http.listen, host:port "+
+			"(default 127.0.0.1:7651)", err)
 	}
 	defer func() { _ = resp.Body.Close() }() // nothing can be lost
 	if resp.StatusCode != http.StatusOK {
-		return nil, fmt.Errorf("%s: %s: is it a sidecar's http.listen, of this version?", q.URL, resp.Status)
+		return nil, fmt.Errorf("%s: %s: is it a sidecar's http.listen, of this version?", q.URL,
+			resp.Status)
 	}
 	return explain.ParseEngine(address, engine, io.LimitReader(resp.Body, explain.MaxEngineBytes))
 }

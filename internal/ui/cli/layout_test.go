@@ -20,7 +20,9 @@ import (
 
 func TestLayoutExplain(t *testing.T) {
 	config := filepath.Join(t.TempDir(), "config.json")
-	if err := os.WriteFile(config, []byte(`{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}`), 0o600); err != nil {
+	if err := os.WriteFile(config,
+		[]byte(
+			`{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}`), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	for name, c := range map[string]struct {
@@ -28,17 +30,24 @@ func TestLayoutExplain(t *testing.T) {
 		code int
 		text string
 	}{
-		"preset":    {[]string{"--model", "llama-3.1-8b", "--tp", "2", "--to-tp", "1"}, command.ExitOK, "1,048,576  2,048"},
-		"file":      {[]string{"--model", config, "--block", "16", "--to-block", "64", "--tokens", "100"}, command.ExitOK, "256 bytes a token"},
-		"json":      {[]string{"--model", config, "--format", "json"}, command.ExitOK, `"bytes_per_token": 256`},
+		"preset": {[]string{"--model", "llama-3.1-8b", "--tp", "2", "--to-tp", "1"}, command.ExitOK,
+			"1,048,576  2,048"},
+		"file": {[]string{"--model", config, "--block", "16", "--to-block", "64", "--tokens", "100"},
+			command.ExitOK, "256 bytes a token"},
+		"json": {[]string{"--model", config, "--format", "json"}, command.ExitOK,
+			`"bytes_per_token": 256`},
 		"svg":       {[]string{"--model", config, "--format", "svg"}, command.ExitOK, "<svg "},
 		"no model":  {nil, command.ExitUsage, "--model is missing"},
 		"no preset": {[]string{"--model", "gpt-2"}, command.ExitUsage, "neither a file nor a preset"},
 		"no file":   {[]string{"--model", "./nowhere/config.json"}, command.ExitUsage, "no such file"},
-		"no format": {[]string{"--model", config, "--format", "png"}, command.ExitUsage, "text, json or svg"},
-		"other":     {[]string{"--model", config, "--to-dtype", "fp8"}, command.ExitUsage, "without conversion"},
-		"slab":      {[]string{"--model", "deepseek-v4-pro", "--block", "256"}, command.ExitOK, "deepseek_v4_compressor"},
-		"no slab":   {[]string{"--model", "deepseek-v4-pro", "--dtype", "bf16"}, command.ExitUsage, "give --dtype fp8"},
+		"no format": {[]string{"--model", config, "--format", "png"}, command.ExitUsage,
+			"text, json or svg"},
+		"other": {[]string{"--model", config, "--to-dtype", "fp8"}, command.ExitUsage,
+			"without conversion"},
+		"slab": {[]string{"--model", "deepseek-v4-pro", "--block", "256"}, command.ExitOK,
+			"deepseek_v4_compressor"},
+		"no slab": {[]string{"--model", "deepseek-v4-pro", "--dtype", "bf16"}, command.ExitUsage,
+			"give --dtype fp8"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			code, out, errs := run(append([]string{"layout", "explain"}, c.args...)...)
@@ -104,18 +113,28 @@ func TestLayoutExplainEngine(t *testing.T) {
 		code int
 		text string
 	}{
-		"two sidecars":   {[]string{"--engine", two, "--to-engine", one}, command.ExitOK, "prefill TP 2 with 16 tokens a block to decode TP 1 with 64"},
-		"to itself":      {[]string{"--engine", two}, command.ExitOK, "131,072 bytes a token"},
-		"one of several": {[]string{"--engine", many + "#vllm/p", "--to-engine", many + "#vllm/d"}, command.ExitOK, "prefill TP 2 with 16"},
-		"json":           {[]string{"--engine", two, "--format", "json"}, command.ExitOK, `"bytes_per_token": 131072`},
-		"svg":            {[]string{"--engine", two, "--to-engine", one, "--format", "svg"}, command.ExitOK, "<svg "},
-		"which of them":  {[]string{"--engine", many}, command.ExitFailure, "2 engines are registered there"},
-		"not there":      {[]string{"--engine", many + "#vllm/x"}, command.ExitFailure, `engine "vllm/x" is not registered there`},
-		"none there":     {[]string{"--engine", sidecarOf(t, "1", nil)}, command.ExitFailure, "no engine has registered"},
-		"too many":       {[]string{"--engine", two, "--tokens", "9000"}, command.ExitFailure, "ask for 4096 tokens at most"},
-		"model as well":  {[]string{"--engine", two, "--model", "llama-3.1-8b"}, command.ExitUsage, "one of them"},
-		"only decode":    {[]string{"--to-engine", two}, command.ExitUsage, "name the prefill engine's sidecar"},
-		"nobody":         {[]string{"--engine", "127.0.0.1:1"}, command.ExitFailure, "refused"},
+		"two sidecars": {[]string{"--engine", two, "--to-engine", one}, command.ExitOK,
+			"prefill TP 2 with 16 tokens a block to decode TP 1 with 64"},
+		"to itself": {[]string{"--engine", two}, command.ExitOK, "131,072 bytes a token"},
+		"one of several": {[]string{"--engine", many + "#vllm/p", "--to-engine", many + "#vllm/d"},
+			command.ExitOK, "prefill TP 2 with 16"},
+		"json": {[]string{"--engine", two, "--format", "json"}, command.ExitOK,
+			`"bytes_per_token": 131072`},
+		"svg": {[]string{"--engine", two, "--to-engine", one, "--format", "svg"},
+			command.ExitOK, "<svg "},
+		"which of them": {[]string{"--engine", many}, command.ExitFailure,
+			"2 engines are registered there"},
+		"not there": {[]string{"--engine", many + "#vllm/x"}, command.ExitFailure,
+			`engine "vllm/x" is not registered there`},
+		"none there": {[]string{"--engine", sidecarOf(t, "1", nil)}, command.ExitFailure,
+			"no engine has registered"},
+		"too many": {[]string{"--engine", two, "--tokens", "9000"}, command.ExitFailure,
+			"ask for 4096 tokens at most"},
+		"model as well": {[]string{"--engine", two, "--model", "llama-3.1-8b"}, command.ExitUsage,
+			"one of them"},
+		"only decode": {[]string{"--to-engine", two}, command.ExitUsage,
+			"name the prefill engine's sidecar"},
+		"nobody": {[]string{"--engine", "127.0.0.1:1"}, command.ExitFailure, "refused"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			args := append([]string{"layout", "explain"}, c.args...)

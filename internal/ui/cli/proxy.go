@@ -55,17 +55,20 @@ If the prefill engine fails, the decode engine prefills locally.`,
 				return usage.Of(fmt.Errorf("--log-level %q is not debug, info, warn or error", level))
 			}
 			if _, _, err := net.SplitHostPort(listen); err != nil {
-				return usage.Errorf("--listen %q: %w: write host:port, for instance 127.0.0.1:8000", listen, err)
+				return usage.Errorf("--listen %q: %w: write host:port, for instance 127.0.0.1:8000",
+					listen, err)
 			}
 			if body < 1 {
-				return usage.Errorf("--max-body %d: want a number of bytes, for instance %d", body, proxy.DefaultBodyBytes)
+				return usage.Errorf("--max-body %d: want a number of bytes, for instance %d", body,
+					proxy.DefaultBodyBytes)
 			}
 			if err := readyFile(ready); err != nil {
 				return err
 			}
 			log := newLog(cmd.ErrOrStderr(), severity, format)
 			reg := prometheus.NewRegistry()
-			reg.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+			reg.MustRegister(collectors.NewGoCollector(),
+				collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 			cfg.Mode, cfg.BodyBytes, cfg.Log, cfg.Registry = proxy.Mode(mode), body, log, reg
 			p, err := proxy.New(cfg)
 			if err != nil {
@@ -76,7 +79,8 @@ If the prefill engine fails, the decode engine prefills locally.`,
 			if err != nil {
 				return fmt.Errorf("proxy: listen: %w; give --listen a free host:port", err)
 			}
-			log.Info("proxy is listening", "address", l.Addr().String(), "mode", mode, "prefill", len(cfg.Prefill), "decode", len(cfg.Decode))
+			log.Info("proxy is listening", "address", l.Addr().String(), "mode", mode, "prefill",
+				len(cfg.Prefill), "decode", len(cfg.Decode))
 			if err := writeReady(ready, map[string]string{"http": l.Addr().String()}); err != nil {
 				return errors.Join(err, l.Close())
 			}
@@ -85,15 +89,18 @@ If the prefill engine fails, the decode engine prefills locally.`,
 	}
 	f := cmd.Flags()
 	f.StringSliceVar(&prefill, "prefill", nil, "URLs of prefill engines; repeat or separate by commas")
-	f.StringSliceVar(&peers, "prefill-peer", nil, "host:port of each prefill engine's sidecar (its peer.listen), in the order of --prefill")
-	f.StringSliceVar(&sidecars, "prefill-sidecar", nil, "URL of each prefill engine's sidecar (its http.listen), to obtain or check its --prefill-peer")
+	f.StringSliceVar(&peers, "prefill-peer", nil, "host:port of each prefill engine's sidecar (its "+
+		"peer.listen), in the order of --prefill")
+	f.StringSliceVar(&sidecars, "prefill-sidecar", nil, "URL of each prefill engine's sidecar (its "+
+		"http.listen), to obtain or check its --prefill-peer")
 	f.StringSliceVar(&decode, "decode", nil, "URLs of decode engines")
 	f.StringVar(&mode, "mode", string(proxy.Concurrent), "concurrent or prefill-first")
 	f.StringVar(&listen, "listen", "127.0.0.1:8000", "host:port to serve on; port 0 takes a free one")
 	f.Int64Var(&body, "max-body", proxy.DefaultBodyBytes, "largest request body, in bytes")
 	f.StringVar(&level, "log-level", config.LevelInfo, "debug, info, warn or error")
 	f.StringVar(&format, "log-format", config.FormText, "text or json")
-	f.StringVar(&ready, "ready-file", "", "file for the bound address as JSON, written once listening; for scripts that use port 0")
+	f.StringVar(&ready, "ready-file", "", "file for the bound address as JSON, written once "+
+		"listening; for scripts that use port 0")
 	return cmd
 }
 
@@ -104,7 +111,8 @@ func proxyConfig(prefill, peers, sidecars, decode []string) (proxy.Config, error
 		list []string
 	}{{"--prefill-peer", peers}, {"--prefill-sidecar", sidecars}} {
 		if len(l.list) != 0 && len(l.list) != len(prefill) {
-			return cfg, fmt.Errorf("%s names %d sidecars for %d prefill engines; pass one for each, in the same order", l.flag, len(l.list), len(prefill))
+			return cfg, fmt.Errorf("%s names %d sidecars for %d prefill engines; pass one for each, in "+
+				"the same order", l.flag, len(l.list), len(prefill))
 		}
 	}
 	for i, url := range prefill {

@@ -49,9 +49,11 @@ SIGTERM drains: no new leases, open leases continue for at most drain.timeout. A
 				return err
 			}
 			reg := prometheus.NewRegistry()
-			reg.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+			reg.MustRegister(collectors.NewGoCollector(),
+				collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 			node, err := sidecar.New(sidecar.Options{
-				Config: cfg, Log: newLog(cmd.ErrOrStderr(), cfg.LogLevel(), cfg.Log.Format), Registry: reg, Version: version.String(),
+				Config: cfg, Log: newLog(cmd.ErrOrStderr(), cfg.LogLevel(), cfg.Log.Format), Registry: reg,
+				Version: version.String(),
 			})
 			if err != nil {
 				return err
@@ -62,7 +64,8 @@ SIGTERM drains: no new leases, open leases continue for at most drain.timeout. A
 	flags.add(cmd)
 	cmd.Flags().StringVar(&level, "log-level", "",
 		"debug, info, warn or error; short for --set log.level=")
-	cmd.Flags().StringVar(&ready, "ready-file", "", "file for the bound addresses as JSON, written once serving; for scripts that use port 0")
+	cmd.Flags().StringVar(&ready, "ready-file", "", "file for the bound addresses as JSON, written "+
+		"once serving; for scripts that use port 0")
 	return cmd
 }
 

@@ -37,7 +37,8 @@ func configCommand() *cobra.Command {
 		},
 	}
 	printed.add(show)
-	show.Flags().BoolVar(&docs, "docs", false, "print the reference page of all keys as Markdown instead")
+	show.Flags().BoolVar(&docs, "docs", false,
+		"print the reference page of all keys as Markdown instead")
 
 	var checked configFlags
 	var asJSON bool
@@ -99,7 +100,8 @@ the reasons for the rest. Exits with 1 if a peer has no lane.`,
 				return err
 			}
 			if python == "" && cmd.Flags().Changed("python") {
-				return usage.Errorf(`--python "": empty, maybe an unset variable: name an interpreter, or omit it`)
+				return usage.Errorf(
+					`--python "": empty, maybe an unset variable: name an interpreter, or omit it`)
 			}
 			if peers {
 				return doctorPeers(cmd, c, asJSON)
@@ -120,14 +122,17 @@ the reasons for the rest. Exits with 1 if a peer has no lane.`,
 	}
 	flags.add(cmd)
 	cmd.Flags().BoolVar(&asJSON, "json", false, "print JSON")
-	cmd.Flags().BoolVar(&peers, "peers", false, "ask the running sidecar (--http) which rails reach which peers")
-	cmd.Flags().StringVar(&python, "python", "", "interpreter in which to look for engines (default: $VIRTUAL_ENV's, else python3)")
+	cmd.Flags().BoolVar(&peers, "peers", false, "ask the running sidecar (--http) which rails reach "+
+		"which peers")
+	cmd.Flags().StringVar(&python, "python", "", "interpreter in which to look for engines "+
+		"(default: $VIRTUAL_ENV's, else python3)")
 	return cmd
 }
 
 func doctorPeers(cmd *cobra.Command, c *config.Config, asJSON bool) error {
 	if c.HTTP.Listen == config.Off {
-		return usage.Errorf("--peers with http.listen off: configure an address for the running sidecar, and name it with --http")
+		return usage.Errorf("--peers with http.listen off: configure an address for the running " +
+			"sidecar, and name it with --http")
 	}
 	r, err := doctor.Peers(cmd.Context(), c)
 	if err != nil {

@@ -33,7 +33,8 @@ access.
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if interval < top.MinInterval || interval > top.MaxInterval {
-				return usage.Of(fmt.Errorf("--interval %v: must be %v to %v", interval, top.MinInterval, top.MaxInterval))
+				return usage.Of(fmt.Errorf("--interval %v: must be %v to %v", interval, top.MinInterval,
+					top.MaxInterval))
 			}
 			addr, err := top.Address(addr)
 			if err != nil {
@@ -48,10 +49,13 @@ access.
 			return top.Live(cmd.Context(), addr, interval, cmd.InOrStdin(), cmd.OutOrStdout())
 		},
 	}
-	cmd.Flags().StringVar(&addr, "http", fmt.Sprintf("127.0.0.1:%d", config.DefaultHTTPPort), "host:port of the sidecar's http.listen")
+	cmd.Flags().StringVar(&addr, "http", fmt.Sprintf("127.0.0.1:%d", config.DefaultHTTPPort),
+		"host:port of the sidecar's http.listen")
 	cmd.Flags().BoolVar(&once, "once", false, "print once, as plain text")
-	cmd.Flags().BoolVar(&asJSON, "json", false, "print once, as JSON; counters are totals, without rates")
-	cmd.Flags().DurationVar(&interval, "interval", time.Second, "time between two updates; rates are over one")
+	cmd.Flags().BoolVar(&asJSON, "json", false,
+		"print once, as JSON; counters are totals, without rates")
+	cmd.Flags().DurationVar(&interval, "interval", time.Second, "time between two updates; rates "+
+		"are over one")
 	return cmd
 }
 

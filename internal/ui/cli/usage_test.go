@@ -13,12 +13,14 @@ import (
 
 // A wrong argument or flag has the exit code of usage errors, and its error has the correct form.
 func TestUsageErrors(t *testing.T) {
-	const engines = "type: kvspray layout check PREFILL DECODE [flags], for instance: kvspray layout check http://127.0.0.1:7651 http://127.0.0.1:7661"
+	const engines = "type: kvspray layout check PREFILL DECODE [flags], for instance: kvspray " +
+		"layout check http://127.0.0.1:7651 http://127.0.0.1:7661"
 	for args, want := range map[string][]string{
-		"layout check":                {"takes 2 arguments, PREFILL DECODE, and got none", engines},
-		"layout check x":              {`got 1: ["x"]`, engines},
-		"layout check x y z":          {`got 3: ["x" "y" "z"]`, engines},
-		"config check kv.yaml":        {"takes no arguments, only flags", "type: kvspray config check --config kv.yaml"},
+		"layout check":       {"takes 2 arguments, PREFILL DECODE, and got none", engines},
+		"layout check x":     {`got 1: ["x"]`, engines},
+		"layout check x y z": {`got 3: ["x" "y" "z"]`, engines},
+		"config check kv.yaml": {"takes no arguments, only flags", "type: kvspray config check " +
+			"--config kv.yaml"},
 		"config check ./kv":           {"type: kvspray config check --config ./kv"},
 		"serve peer.listen=x:1":       {"type: kvspray serve --set peer.listen=x:1"},
 		"calibrate gpus.json":         {"type: kvspray calibrate --out gpus.json"},
@@ -59,11 +61,13 @@ func TestEveryCommandExplains(t *testing.T) {
 		if c.Hidden {
 			return
 		}
-		code, out, errs := run(append(strings.Fields(c.CommandPath())[1:], "no-such-argument", "none", "none")...)
+		code, out, errs := run(append(strings.Fields(c.CommandPath())[1:], "no-such-argument",
+			"none", "none")...)
 		if code != command.ExitUsage || out != "" {
 			t.Errorf("%s: exit code %d, and it printed %q", c.CommandPath(), code, out)
 		}
-		if !strings.Contains(errs, "type: kvspray") && !strings.Contains(errs, "There are ") || !strings.Contains(errs, "no-such-argument") {
+		if !strings.Contains(errs, "type: kvspray") && !strings.Contains(errs, "There are ") ||
+			!strings.Contains(errs, "no-such-argument") {
 			t.Errorf("%s: the correct form is not in %s", c.CommandPath(), errs)
 		}
 	}

@@ -56,13 +56,15 @@ func argumentError(c *cobra.Command, args []string) error {
 	case len(c.ValidArgs) > 0:
 		for _, a := range args {
 			if !slices.Contains(c.ValidArgs, a) {
-				return fmt.Errorf("%s: unknown argument %q: want any of %s, or none for all; %s", name(c), a, strings.Join(c.ValidArgs, ", "), typed(c))
+				return fmt.Errorf("%s: unknown argument %q: want any of %s, or none for all; %s", name(c), a,
+					strings.Join(c.ValidArgs, ", "), typed(c))
 			}
 		}
 		return fmt.Errorf("%s: %q: pass each argument once; %s", name(c), args, typed(c))
 	case len(takes) == 0:
 		if flag := meant(c, args[0]); flag != "" {
-			return fmt.Errorf("%s takes no arguments, only flags: for %q type: %s --%s %s", name(c), args[0], c.CommandPath(), flag, args[0])
+			return fmt.Errorf("%s takes no arguments, only flags: for %q type: %s --%s %s", name(c), args[0],
+				c.CommandPath(), flag, args[0])
 		}
 		return fmt.Errorf("%s takes no arguments, only flags, and got %q; %s", name(c), args[0], typed(c))
 	}
@@ -70,7 +72,8 @@ func argumentError(c *cobra.Command, args []string) error {
 	if len(args) > 0 {
 		got = fmt.Sprintf("%d: %q", len(args), args)
 	}
-	return fmt.Errorf("%s takes %d arguments, %s, and got %s; %s", name(c), len(takes), strings.Join(takes, " "), got, typed(c))
+	return fmt.Errorf("%s takes %d arguments, %s, and got %s; %s", name(c), len(takes),
+		strings.Join(takes, " "), got, typed(c))
 }
 
 // name is the command without the program's name, with which errors begin.
@@ -101,7 +104,8 @@ func unknownCommand(c *cobra.Command, typed string) error {
 			names = append(names, sub.Name())
 		}
 	}
-	return fmt.Errorf("unknown command %q for %q. %sThere are %s", typed, c.CommandPath(), mean, strings.Join(names, ", "))
+	return fmt.Errorf("unknown command %q for %q. %sThere are %s", typed, c.CommandPath(), mean,
+		strings.Join(names, ", "))
 }
 
 // meant guesses the flag of a value in the place of an argument; empty: unknown.
@@ -144,7 +148,8 @@ func flagError(c *cobra.Command, err error) error {
 	var invalid *pflag.InvalidValueError
 	switch {
 	case errors.As(err, &unknown):
-		if near := nearestFlag(c, unknown.GetSpecifiedName()); near != "" && unknown.GetSpecifiedShortnames() == "" {
+		if near := nearestFlag(c, unknown.GetSpecifiedName()); near != "" &&
+			unknown.GetSpecifiedShortnames() == "" {
 			return fmt.Errorf("%s: %w. Did you mean --%s?", name(c), err, near)
 		}
 	case errors.As(err, &bare):
@@ -152,7 +157,8 @@ func flagError(c *cobra.Command, err error) error {
 	case errors.As(err, &invalid):
 		f := invalid.GetFlag()
 		if want, ok := forms[f.Value.Type()]; ok {
-			return fmt.Errorf("--%s %q: want %s: %s", f.Name, invalid.GetValue(), strings.ReplaceAll(want, "NAME", f.Name), f.Usage)
+			return fmt.Errorf("--%s %q: want %s: %s", f.Name, invalid.GetValue(), strings.ReplaceAll(want,
+				"NAME", f.Name), f.Usage)
 		}
 	}
 	return err

@@ -61,7 +61,8 @@ func kernel(_ context.Context, _ *Host) Result {
 		return skip("", "release %q", release)
 	}
 	if major < minKernelMajor || major == minKernelMajor && minor < minKernelMinor {
-		return fail(fmt.Sprintf("use a kernel of %d.%d or newer", minKernelMajor, minKernelMinor), "Linux %s has no pidfd_open", release)
+		return fail(fmt.Sprintf("use a kernel of %d.%d or newer", minKernelMajor, minKernelMinor),
+			"Linux %s has no pidfd_open", release)
 	}
 	return good("Linux %s", release)
 }
@@ -85,7 +86,8 @@ func parseKernel(release string) (major, minor int, ok bool) {
 }
 
 func cores(_ context.Context, h *Host) Result {
-	return good("%d usable, threads that copy for shm: %d", runtime.NumCPU(), h.Config.CopyThreads(runtime.NumCPU()))
+	return good("%d usable, threads that copy for shm: %d", runtime.NumCPU(),
+		h.Config.CopyThreads(runtime.NumCPU()))
 }
 
 // transportSHM makes, seals and maps a memfd, the only kernel functions that the backend needs.
@@ -99,7 +101,8 @@ func transportSHM(_ context.Context, _ *Host) Result {
 	if err := unix.Ftruncate(fd, size); err != nil {
 		return fail("raise the memory limit of the container", "size a memfd of %d bytes: %v", size, err)
 	}
-	if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, unix.F_SEAL_SHRINK|unix.F_SEAL_GROW|unix.F_SEAL_SEAL); err != nil {
+	if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS,
+		unix.F_SEAL_SHRINK|unix.F_SEAL_GROW|unix.F_SEAL_SEAL); err != nil {
 		return fail("use a kernel with memfd seals", "seal a memfd: %v", err)
 	}
 	m, err := unix.Mmap(fd, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
@@ -175,7 +178,8 @@ func rails(_ context.Context, h *Host) []Result {
 	}
 	for k, r := range wanted {
 		if host, _, err := net.SplitHostPort(r.Listen); !found[k] && err == nil && !everywhere(host) {
-			out = append(out, named("rail "+r.Name, warn("assign the address to an interface, or correct transports.tcp.rails", "no interface has %s", host)))
+			out = append(out, named("rail "+r.Name, warn("assign the address to an interface, or correct "+
+				"transports.tcp.rails", "no interface has %s", host)))
 		}
 	}
 	return out
@@ -218,11 +222,14 @@ func nicLine(h *Host, host *topo.Host, n *topo.NIC, used []string) (Result, bool
 	text := strings.Join(parts, ", ")
 	switch {
 	case auto && why != nil:
-		return named("rail "+n.Name, warn("assign an address to it, or exclude it in transports.tcp.rails", "%s", text)), true
+		return named("rail "+n.Name,
+			warn("assign an address to it, or exclude it in transports.tcp.rails", "%s", text)), true
 	case len(used) > 0 && !n.Admin:
-		return named("rail "+n.Name, warn("ip link set "+n.Name+" up", "%s; it is administratively down", text)), true
+		return named("rail "+n.Name, warn("ip link set "+n.Name+" up", "%s; it is administratively down",
+			text)), true
 	case len(used) > 0 && !n.Link:
-		return named("rail "+n.Name, warn("check cable and switch; transfers use the other rails meanwhile", "%s; its link has no carrier", text)), true
+		return named("rail "+n.Name, warn("check cable and switch; transfers use the other rails "+
+			"meanwhile", "%s; its link has no carrier", text)), true
 	}
 	return named("rail "+n.Name, good("%s", text)), true
 }
@@ -297,7 +304,10 @@ func on(listen string, n *topo.NIC) bool {
 		return false
 	}
 	a = a.Unmap().WithZone("")
-	return slices.ContainsFunc(n.Addrs, func(p netip.Prefix) bool { return p.Addr() == a || a.IsLoopback() && p.Contains(a) })
+	return slices.ContainsFunc(n.Addrs, func(p netip.Prefix) bool {
+		return p.Addr() == a ||
+			a.IsLoopback() && p.Contains(a)
+	})
 }
 
 func memlock(_ context.Context, h *Host) Result {
@@ -313,7 +323,8 @@ func memlock(_ context.Context, h *Host) Result {
 		if devices, err := h.list("/sys/class/infiniband"); err != nil || len(devices) == 0 {
 			result = skip // nothing on this host locks memory
 		}
-		return result("for RDMA: ulimit -l unlimited, or CAP_IPC_LOCK for the container; tcp and shm do not need it", "%s may be locked", bytesText(l.Cur))
+		return result("for RDMA: ulimit -l unlimited, or CAP_IPC_LOCK for the container; tcp and shm "+
+			"do not need it", "%s may be locked", bytesText(l.Cur))
 	}
 	return good("%s may be locked", bytesText(l.Cur))
 }
@@ -333,14 +344,17 @@ func bytesText(n uint64) string {
 func sharedMemory(_ context.Context, h *Host) Result {
 	var st unix.Statfs_t
 	if err := unix.Statfs(h.path("/dev/shm"), &st); err != nil {
-		return warn("mount a tmpfs at /dev/shm; engines use it between their own ranks, kvspray's memfds do not", "/dev/shm: %v", err)
+		return warn("mount a tmpfs at /dev/shm; engines use it between their own ranks, kvspray's "+
+			"memfds do not", "/dev/shm: %v", err)
 	}
 	size, free := st.Blocks*uint64(st.Bsize), st.Bavail*uint64(st.Bsize)
 	if size < minDevShm {
-		return warn("docker run --shm-size=8g, or an emptyDir of medium Memory at /dev/shm in a pod; engines with several ranks need it, kvspray's memfds do not",
+		return warn("docker run --shm-size=8g, or an emptyDir of medium Memory at /dev/shm in a pod; "+
+			"engines with several ranks need it, kvspray's memfds do not",
 			"/dev/shm has %s", bytesText(size))
 	}
-	return good("/dev/shm has %s, %s free; memfds count against the memory limit instead", bytesText(size), bytesText(free))
+	return good("/dev/shm has %s, %s free; memfds count against the memory limit instead",
+		bytesText(size), bytesText(free))
 }
 
 func memoryLimit(_ context.Context, h *Host) Result {
@@ -355,7 +369,8 @@ func memoryLimit(_ context.Context, h *Host) Result {
 	if err != nil {
 		return skip("", "memory.max is %q", text)
 	}
-	return good("%s; an engine's KV cache in a memfd counts for the container that touches it first", bytesText(n))
+	return good("%s; an engine's KV cache in a memfd counts for the container that touches it first",
+		bytesText(n))
 }
 
 func ptraceScope(_ context.Context, h *Host) Result {
@@ -381,7 +396,8 @@ func ptraceScope(_ context.Context, h *Host) Result {
 func processMemory(_ context.Context, _ *Host) Result {
 	f, err := os.OpenFile("/proc/self/mem", os.O_RDWR, 0)
 	if err != nil {
-		return warn("let engines allocate their cache in memfds (the plug-in does where it can)", "/proc/self/mem: %v", err)
+		return warn("let engines allocate their cache in memfds (the plug-in does where it can)",
+			"/proc/self/mem: %v", err)
 	}
 	if err := f.Close(); err != nil {
 		return skip("", "close: %v", err)
@@ -401,12 +417,14 @@ func peerPidfd(_ context.Context, _ *Host) Result {
 	}
 	fd, perr := unix.PidfdOpen(os.Getpid(), 0)
 	if perr != nil {
-		return warn("allow pidfd_open in the container's seccomp profile", "SO_PEERPIDFD: %v, pidfd_open: %v", err, perr)
+		return warn("allow pidfd_open in the container's seccomp profile", "SO_PEERPIDFD: %v, "+
+			"pidfd_open: %v", err, perr)
 	}
 	if err := unix.Close(fd); err != nil {
 		return skip("", "close: %v", err)
 	}
-	return warn("use Linux 6.5 or later; before it kvspray uses pidfd_open, with a race of a reused pid at connect", "SO_PEERPIDFD: %v", err)
+	return warn("use Linux 6.5 or later; before it kvspray uses pidfd_open, with a race of a reused "+
+		"pid at connect", "SO_PEERPIDFD: %v", err)
 }
 
 func closePidfd(fd int, detail string) Result {
@@ -422,8 +440,10 @@ func killRight(_ context.Context, h *Host) Result {
 	uid := os.Getuid()
 	for _, other := range h.Config.Engine.AllowedUIDs {
 		if other != uid && other != 0 {
-			return warn("run both under one user, or give the engine CAP_KILL and a shared process namespace",
-				"engines of user %d may not signal a sidecar of user %d: blocks of a stopped sidecar stay in quarantine until it ends", other, uid)
+			return warn(
+				"run both under one user, or give the engine CAP_KILL and a shared process namespace",
+				"engines of user %d may not signal a sidecar of user %d: blocks of a stopped sidecar stay in "+
+					"quarantine until it ends", other, uid)
 		}
 	}
 	return good("engines of user %d may", uid)
@@ -434,7 +454,8 @@ const maxSocketPath = 107 // bytes of sun_path without its end
 func engineSocket(_ context.Context, h *Host) Result {
 	path := h.Config.Engine.Socket
 	if len(path) > maxSocketPath {
-		return fail("set engine.socket to a shorter path", "%s is longer than %d bytes", path, maxSocketPath)
+		return fail("set engine.socket to a shorter path", "%s is longer than %d bytes", path,
+			maxSocketPath)
 	}
 	dir := filepath.Dir(path)
 	for {
@@ -451,7 +472,8 @@ func engineSocket(_ context.Context, h *Host) Result {
 		dir = filepath.Dir(dir)
 	}
 	if err := unix.Access(dir, unix.W_OK|unix.X_OK); err != nil {
-		return fail("set engine.socket to a directory that this user owns", "%s cannot be written: %v", dir, err)
+		return fail("set engine.socket to a directory that this user owns", "%s cannot be written: %v",
+			dir, err)
 	}
 	if st, err := os.Lstat(path); err == nil && st.Mode()&os.ModeSocket == 0 {
 		return fail("remove the file or choose another path", "%s exists and is not a socket", path)
@@ -464,7 +486,8 @@ func keys(_ context.Context, h *Host) Result {
 		return good("none configured: loopback only")
 	}
 	if err := h.Config.CheckFiles(); err != nil {
-		return fail("see the message; 'kvspray keygen' makes keys and certificates", "%s", strings.ReplaceAll(err.Error(), "\n", "; "))
+		return fail("see the message; 'kvspray keygen' makes keys and certificates", "%s",
+			strings.ReplaceAll(err.Error(), "\n", "; "))
 	}
 	p := h.Config.Peer
 	now := time.Now()
@@ -475,10 +498,12 @@ func keys(_ context.Context, h *Host) Result {
 	case expires.IsZero():
 		return good("usable, and not readable by others")
 	case left < renewBefore:
-		return warn("issue a new one with 'kvspray keygen node' and replace the file: the sidecar reads it without a restart",
+		return warn("issue a new one with 'kvspray keygen node' and replace the file: the sidecar "+
+			"reads it without a restart",
 			"the certificate ends %s, in %s", expires.Format(time.RFC3339), left.Round(time.Minute))
 	default:
-		return good("usable, and not readable by others; the certificate ends %s, in %d days", expires.Format(time.RFC3339), int(left.Hours()/24))
+		return good("usable, and not readable by others; the certificate ends %s, in %d days",
+			expires.Format(time.RFC3339), int(left.Hours()/24))
 	}
 }
 
@@ -492,7 +517,8 @@ func gpu(_ context.Context, h *Host) Result {
 	}
 	n := 0
 	for _, e := range entries {
-		if digits, ok := strings.CutPrefix(e, "nvidia"); ok && digits != "" && strings.Trim(digits, "0123456789") == "" {
+		if digits, ok := strings.CutPrefix(e, "nvidia"); ok && digits != "" && strings.Trim(digits,
+			"0123456789") == "" {
 			n++
 		}
 	}
@@ -501,7 +527,8 @@ func gpu(_ context.Context, h *Host) Result {
 		return skip("CPU engines need none", "no NVIDIA device or driver")
 	}
 	if n == 0 {
-		return warn("give the container its GPUs (for instance --gpus all)", "the driver is loaded, but no /dev/nvidia device is here")
+		return warn("give the container its GPUs (for instance --gpus all)", "the driver is loaded, "+
+			"but no /dev/nvidia device is here")
 	}
 	if err != nil {
 		return skip("", "%d device files, but the driver's version cannot be read: %v", n, err)
@@ -531,7 +558,8 @@ func gpuTable(_ context.Context, h *Host) Result {
 	}
 	text, err := h.read(path)
 	if err != nil {
-		return warn("run kvspray calibrate to measure the GPUs; until then kvspray uses built-in values", "%v", err)
+		return warn("run kvspray calibrate to measure the GPUs; until then kvspray uses built-in values",
+			"%v", err)
 	}
 	var t struct {
 		GPUs map[string]json.RawMessage `json:"gpus"`
@@ -571,7 +599,8 @@ func rdma(_ context.Context, h *Host) Result {
 		}
 	}
 	if len(active) == 0 {
-		return warn("check cable, switch and subnet manager", "no active port: %s", strings.Join(idle, ", "))
+		return warn("check cable, switch and subnet manager", "no active port: %s",
+			strings.Join(idle, ", "))
 	}
 	return good("%s", strings.Join(active, ", "))
 }
@@ -626,9 +655,11 @@ func engines(ctx context.Context, h *Host) []Result {
 	}
 	switch {
 	case !engine:
-		return []Result{skip("name the engine's interpreter with --python, for instance --python /venv/bin/python", "neither vllm nor sglang in %s", python)}
+		return []Result{skip("name the engine's interpreter with --python, for instance --python "+
+			"/venv/bin/python", "neither vllm nor sglang in %s", python)}
 	case found["kvspray"] == "":
-		return []Result{warn("install kvspray's wheels beside the engine (README)", "%s in %s, without the kvspray package", strings.Join(list, ", "), python)}
+		return []Result{warn("install kvspray's wheels beside the engine (README)", "%s in %s, without "+
+			"the kvspray package", strings.Join(list, ", "), python)}
 	}
 	return []Result{good("%s in %s", strings.Join(list, ", "), python)}
 }
@@ -651,7 +682,8 @@ func running(ctx context.Context, h *Host) Result {
 	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
 	resp, err := client.Do(req)
 	if err != nil {
-		return skip("start one with 'kvspray serve', or pass its --config or --http", "none answers at %s", addr)
+		return skip("start one with 'kvspray serve', or pass its --config or --http",
+			"none answers at %s", addr)
 	}
 	defer func() { _ = resp.Body.Close() }() // read to its end
 	var node struct {
@@ -659,7 +691,8 @@ func running(ctx context.Context, h *Host) Result {
 		Endpoint string   `json:"endpoint"`
 		Sessions []string `json:"sessions"`
 	}
-	if err := json.NewDecoder(io.LimitReader(resp.Body, maxFileBytes)).Decode(&node); err != nil || resp.StatusCode != http.StatusOK {
+	if err := json.NewDecoder(io.LimitReader(resp.Body, maxFileBytes)).Decode(&node); err != nil ||
+		resp.StatusCode != http.StatusOK {
 		return skip("", "another program answers at %s (%s)", addr, resp.Status)
 	}
 	if len(node.Sessions) == 0 {

@@ -127,7 +127,8 @@ func Summary(results []Result) string {
 	if n[Fail] > 0 {
 		verdict = "kvspray does not run on this host: see the lines with fail"
 	}
-	return fmt.Sprintf("%d ok, %d warn, %d fail, %d skip: %s", n[OK], n[Warn], n[Fail], n[Skip], verdict)
+	return fmt.Sprintf("%d ok, %d warn, %d fail, %d skip: %s", n[OK], n[Warn], n[Fail],
+		n[Skip], verdict)
 }
 
 // WriteText writes one line for each result, with the remedy below it, and the summary.

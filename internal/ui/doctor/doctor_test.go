@@ -51,34 +51,40 @@ func TestRunHere(t *testing.T) {
 	seen := map[string]bool{}
 	for _, r := range results {
 		seen[r.Name] = true
-		if r.Detail == "" || r.Name == "" || r.State != OK && r.State != Warn && r.State != Fail && r.State != Skip ||
+		if r.Detail == "" || r.Name == "" || r.State != OK && r.State != Warn && r.State != Fail &&
+			r.State != Skip ||
 			(r.State == Warn || r.State == Fail) && r.Remedy == "" || r.State == OK && r.Remedy != "" {
 			t.Errorf("incomplete: %+v", r)
 		}
 	}
-	for _, name := range []string{"kernel", "transport shm", "transport tcp", "transport gdr", "rail lo", "memlock", "shared memory", "ptrace scope",
+	for _, name := range []string{"kernel", "transport shm", "transport tcp", "transport gdr",
+		"rail lo", "memlock", "shared memory", "ptrace scope",
 		"peer pidfd", "engine packages", "rdma devices", "gpu"} {
 		if !seen[name] {
 			t.Errorf("no line for %s", name)
 		}
 	}
 	var text, js bytes.Buffer
-	if err := WriteText(&text, results); err != nil || !strings.Contains(text.String(), "transport tcp") {
+	if err := WriteText(&text, results); err != nil || !strings.Contains(text.String(),
+		"transport tcp") {
 		t.Errorf("%v %s", err, text.String())
 	}
 	var back []Result
-	if err := WriteJSON(&js, results); err != nil || json.Unmarshal(js.Bytes(), &back) != nil || len(back) != len(results) {
+	if err := WriteJSON(&js, results); err != nil || json.Unmarshal(js.Bytes(), &back) != nil ||
+		len(back) != len(results) {
 		t.Errorf("%v %s", err, js.String())
 	}
 }
 
 func TestHealthy(t *testing.T) {
 	all := []Result{{State: OK}, {State: Warn}, {State: Skip}, {State: Skip, Required: true}}
-	if got, want := Summary(all), "1 ok, 1 warn, 0 fail, 2 skip: kvspray runs on this host"; !Healthy(all) || got != want {
+	if got, want := Summary(all), "1 ok, 1 warn, 0 fail, 2 skip: kvspray runs on this host"; !Healthy(
+		all) || got != want {
 		t.Errorf("%q, want %q", got, want)
 	}
 	all = append(all, Result{State: Fail, Required: true})
-	if got := Summary(all); Healthy(all) || !strings.Contains(got, "1 fail, 2 skip: kvspray does not run on this host") {
+	if got := Summary(all); Healthy(all) || !strings.Contains(got, "1 fail, 2 skip: kvspray does "+
+		"not run on this host") {
 		t.Errorf("%q", got)
 	}
 }
@@ -91,23 +97,32 @@ func TestFromFiles(t *testing.T) {
 		state State
 		text  string
 	}{
-		"ptrace open":       {map[string]string{"proc/sys/kernel/yama/ptrace_scope": "0\n"}, ptraceScope, OK, "0:"},
-		"ptrace restricted": {map[string]string{"proc/sys/kernel/yama/ptrace_scope": "1\n"}, ptraceScope, Skip, "1:"},
-		"ptrace strange":    {map[string]string{"proc/sys/kernel/yama/ptrace_scope": "x"}, ptraceScope, Skip, "x"},
-		"no yama":           {nil, ptraceScope, OK, "absent"},
-		"limit":             {map[string]string{"sys/fs/cgroup/memory.max": "8589934592\n"}, memoryLimit, OK, "8.0 GiB"},
-		"no limit":          {map[string]string{"sys/fs/cgroup/memory.max": "max"}, memoryLimit, OK, "none"},
-		"odd limit":         {map[string]string{"sys/fs/cgroup/memory.max": "?"}, memoryLimit, Skip, "?"},
-		"no cgroup":         {nil, memoryLimit, Skip, "no cgroup"},
-		"no shm":            {nil, sharedMemory, Warn, "/dev/shm"},
-		"no gpu":            {map[string]string{"dev/null": ""}, gpu, Skip, "no NVIDIA"},
-		"gpus": {map[string]string{"dev/nvidia0": "", "dev/nvidia1": "", "dev/nvidiactl": "", "proc/driver/nvidia/version": "NVRM version: X 580\nGCC"},
+		"ptrace open": {map[string]string{"proc/sys/kernel/yama/ptrace_scope": "0\n"},
+			ptraceScope, OK, "0:"},
+		"ptrace restricted": {map[string]string{"proc/sys/kernel/yama/ptrace_scope": "1\n"}, ptraceScope,
+			Skip, "1:"},
+		"ptrace strange": {map[string]string{"proc/sys/kernel/yama/ptrace_scope": "x"},
+			ptraceScope, Skip, "x"},
+		"no yama": {nil, ptraceScope, OK, "absent"},
+		"limit": {map[string]string{"sys/fs/cgroup/memory.max": "8589934592\n"}, memoryLimit,
+			OK, "8.0 GiB"},
+		"no limit": {map[string]string{"sys/fs/cgroup/memory.max": "max"}, memoryLimit,
+			OK, "none"},
+		"odd limit": {map[string]string{"sys/fs/cgroup/memory.max": "?"}, memoryLimit, Skip, "?"},
+		"no cgroup": {nil, memoryLimit, Skip, "no cgroup"},
+		"no shm":    {nil, sharedMemory, Warn, "/dev/shm"},
+		"no gpu":    {map[string]string{"dev/null": ""}, gpu, Skip, "no NVIDIA"},
+		"gpus": {map[string]string{"dev/nvidia0": "", "dev/nvidia1": "", "dev/nvidiactl": "",
+			"proc/driver/nvidia/version": "NVRM version: X 580\nGCC"},
 			gpu, OK, "2, X 580"},
-		"gpu not passed": {map[string]string{"dev/null": "", "proc/driver/nvidia/version": "X"}, gpu, Warn, "no /dev/nvidia"},
-		"gpu no driver":  {map[string]string{"dev/nvidia0": ""}, gpu, Skip, "1 device"},
-		"no rdma":        {nil, rdma, Skip, "no device"},
-		"rdma":           {map[string]string{ib + "state": "4: ACTIVE\n", ib + "rate": "400 Gb/sec (4X NDR)\n"}, rdma, OK, "mlx5_0/1 400 Gb/sec"},
-		"rdma down":      {map[string]string{ib + "state": "1: DOWN\n", ib + "rate": "10 Gb/sec"}, rdma, Warn, "DOWN"},
+		"gpu not passed": {map[string]string{"dev/null": "", "proc/driver/nvidia/version": "X"}, gpu,
+			Warn, "no /dev/nvidia"},
+		"gpu no driver": {map[string]string{"dev/nvidia0": ""}, gpu, Skip, "1 device"},
+		"no rdma":       {nil, rdma, Skip, "no device"},
+		"rdma": {map[string]string{ib + "state": "4: ACTIVE\n",
+			ib + "rate": "400 Gb/sec (4X NDR)\n"}, rdma, OK, "mlx5_0/1 400 Gb/sec"},
+		"rdma down": {map[string]string{ib + "state": "1: DOWN\n", ib + "rate": "10 Gb/sec"}, rdma,
+			Warn, "DOWN"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			r := c.check(context.Background(), root(t, c.files))
@@ -120,10 +135,16 @@ func TestFromFiles(t *testing.T) {
 
 func TestGDRRails(t *testing.T) {
 	const ib = "sys/class/infiniband/mlx5_0/ports/1/"
-	files := map[string]string{ib + "state": "4: ACTIVE\n", ib + "link_layer": "Ethernet", ib + "rate": "400 Gb/sec (4X NDR)",
-		ib + "gids/0": "fe80:0000:0000:0000:0000:0000:0000:0001", ib + "gid_attrs/types/0": "RoCE v2", ib + "gid_attrs/ndevs/0": "eth7",
-		ib + "gids/1": "0000:0000:0000:0000:0000:ffff:0a01:0203", ib + "gid_attrs/types/1": "IB/RoCE v1", ib + "gid_attrs/ndevs/1": "eth7",
-		ib + "gids/2": "0000:0000:0000:0000:0000:ffff:0a01:0203", ib + "gid_attrs/types/2": "RoCE v2", ib + "gid_attrs/ndevs/2": "eth7"}
+	files := map[string]string{ib + "state": "4: ACTIVE\n", ib + "link_layer": "Ethernet",
+		ib + "rate":   "400 Gb/sec (4X NDR)",
+		ib + "gids/0": "fe80:0000:0000:0000:0000:0000:0000:0001", ib + "gid_attrs/types/0": "RoCE v2",
+		ib + "gid_attrs/ndevs/0": "eth7",
+		ib + "gids/1":            "0000:0000:0000:0000:0000:ffff:0a01:0203",
+		ib + "gid_attrs/types/1": "IB/RoCE v1",
+		ib + "gid_attrs/ndevs/1": "eth7",
+		ib + "gids/2":            "0000:0000:0000:0000:0000:ffff:0a01:0203",
+		ib + "gid_attrs/types/2": "RoCE v2",
+		ib + "gid_attrs/ndevs/2": "eth7"}
 	say := func(h *Host) Result {
 		t.Helper()
 		r := gdrRails(context.Background(), h)
@@ -133,7 +154,8 @@ func TestGDRRails(t *testing.T) {
 		return r[0]
 	}
 	r := say(root(t, files))
-	for _, part := range []string{"400 Gbit/s", "GID 2: RoCEv2, 10.1.2.3 of eth7", "0 RoCEv2 fe80::1 eth7", "1 RoCEv1 10.1.2.3 eth7"} {
+	for _, part := range []string{"400 Gbit/s", "GID 2: RoCEv2, 10.1.2.3 of eth7",
+		"0 RoCEv2 fe80::1 eth7", "1 RoCEv1 10.1.2.3 eth7"} {
 		if r.State != OK || !strings.Contains(r.Detail, part) {
 			t.Errorf("%+v misses %q", r, part)
 		}
@@ -153,7 +175,8 @@ func TestGDRRails(t *testing.T) {
 }
 
 func TestParseKernel(t *testing.T) {
-	for text, want := range map[string]string{"6.18.44-fc": "6 18 true", "5.3": "5 3 true", "5.15+": "5 15 true", "x": "0 0 false", "a.b": "0 0 false"} {
+	for text, want := range map[string]string{"6.18.44-fc": "6 18 true", "5.3": "5 3 true",
+		"5.15+": "5 15 true", "x": "0 0 false", "a.b": "0 0 false"} {
 		a, b, ok := parseKernel(text)
 		if got := fmt.Sprint(a, b, ok); got != want {
 			t.Errorf("%s: %s", text, got)
@@ -163,8 +186,10 @@ func TestParseKernel(t *testing.T) {
 
 func TestRails(t *testing.T) {
 	h := root(t, map[string]string{"sys/class/net/lo/speed": "x"})
-	h.Config.Transports.TCP.Rails = []config.Rail{{Name: "r0", Listen: "127.0.0.1:0"}, {Name: "r1", Listen: "192.0.2.77:0"},
-		{Name: "r2", Listen: "127.0.0.9:0"}, {Name: "r3", Listen: "localhost:0"}, {Name: "r4", Listen: "0.0.0.0:0"}}
+	h.Config.Transports.TCP.Rails = []config.Rail{{Name: "r0", Listen: "127.0.0.1:0"},
+		{Name: "r1", Listen: "192.0.2.77:0"},
+		{Name: "r2", Listen: "127.0.0.9:0"}, {Name: "r3", Listen: "localhost:0"},
+		{Name: "r4", Listen: "0.0.0.0:0"}}
 	var lo, missing bool
 	for _, r := range rails(context.Background(), h) {
 		lo = lo || r.Name == "rail lo" && r.State == OK && strings.Contains(r.Detail, "rail r0, r2, r3")
@@ -180,7 +205,8 @@ func TestRails(t *testing.T) {
 
 // Each interface gets one line: what it is, whether it is a rail, and why not.
 func TestRailLines(t *testing.T) {
-	h := root(t, map[string]string{"sys/class/net/eth0/speed": "25000\n", "sys/class/net/eth1/speed": "100000\n", "sys/class/net/bond0/speed": "200000\n",
+	h := root(t, map[string]string{"sys/class/net/eth0/speed": "25000\n",
+		"sys/class/net/eth1/speed": "100000\n", "sys/class/net/bond0/speed": "200000\n",
 		"sys/class/net/bond0/lower_a/x": "", "sys/devices/system/node/online": "0-1\n"})
 	link := func(name string, kind topo.Kind, change func(*topo.Link), addrs ...string) topo.Link {
 		l := topo.Link{Name: name, Index: len(name), Kind: kind, MTU: 9000, Admin: true, Link: true}
@@ -197,21 +223,27 @@ func TestRailLines(t *testing.T) {
 			link("lo", topo.Loopback, nil, "127.0.0.1/8"),
 			link("eth0", topo.Physical, nil, "10.0.0.1/24"),
 			link("eth1", topo.Physical, func(l *topo.Link) { l.Link = false }, "10.0.1.1/24"),
-			link("eth2", topo.Physical, func(l *topo.Link) { l.Admin, l.Link = false, false }, "10.0.2.1/24"),
+			link("eth2", topo.Physical, func(l *topo.Link) { l.Admin, l.Link = false, false },
+				"10.0.2.1/24"),
 			link("ib0", topo.Physical, nil),
 			link("mgmt", topo.Physical, nil, "10.9.0.1/24"),
 			link("docker0", topo.Bridge, nil, "172.17.0.1/16"),
 		}, nil
 	}
 	h.Config.Peer.ClusterKeyFile = "/etc/k"
-	h.Config.Transports.TCP.Rails = []config.Rail{{Match: "mgmt", Exclude: true}, {Match: "ib*"}, {Match: "*"}, {Name: "fixed", Listen: "10.7.7.7:0"}}
+	h.Config.Transports.TCP.Rails = []config.Rail{{Match: "mgmt", Exclude: true}, {Match: "ib*"},
+		{Match: "*"}, {Name: "fixed", Listen: "10.7.7.7:0"}}
 	want := map[string]string{
-		"rail lo":    "", // leads nowhere, and is no rail here
-		"rail eth0":  "ok 10.0.0.1, 25 Gbit/s, MTU 9000, rail eth0 by the pattern *",
-		"rail eth1":  "warn 10.0.1.1, 100 Gbit/s, MTU 9000, rail eth1 by the pattern *; its link has no carrier",
-		"rail eth2":  "warn 10.0.2.1, speed unknown (a virtual interface); set rails[].speed, MTU 9000, rail eth2 by the pattern *; it is administratively down",
-		"rail ib0":   "warn no address that reaches beyond its link, speed unknown (a virtual interface); set rails[].speed, MTU 9000, not used",
-		"rail mgmt":  "ok 10.9.0.1, speed unknown (a virtual interface); set rails[].speed, MTU 9000, excluded by the pattern mgmt",
+		"rail lo":   "", // leads nowhere, and is no rail here
+		"rail eth0": "ok 10.0.0.1, 25 Gbit/s, MTU 9000, rail eth0 by the pattern *",
+		"rail eth1": "warn 10.0.1.1, 100 Gbit/s, MTU 9000, rail eth1 by the pattern *; its link has " +
+			"no carrier",
+		"rail eth2": "warn 10.0.2.1, speed unknown (a virtual interface); set rails[].speed, MTU " +
+			"9000, rail eth2 by the pattern *; it is administratively down",
+		"rail ib0": "warn no address that reaches beyond its link, speed unknown (a virtual " +
+			"interface); set rails[].speed, MTU 9000, not used",
+		"rail mgmt": "ok 10.9.0.1, speed unknown (a virtual interface); set rails[].speed, MTU 9000, " +
+			"excluded by the pattern mgmt",
 		"rail fixed": "warn no interface has 10.7.7.7",
 	}
 	got := map[string]string{}
@@ -235,7 +267,8 @@ func TestKeys(t *testing.T) {
 		t.Errorf("%+v", r)
 	}
 	h.Config.Peer.ClusterKeyFile = p
-	for content, want := range map[string]State{strings.Repeat("g", 64): Fail, strings.Repeat("0a", 32): OK, "short": Fail} {
+	for content, want := range map[string]State{strings.Repeat("g", 64): Fail, strings.Repeat("0a",
+		32): OK, "short": Fail} {
 		if err := os.WriteFile(p, []byte(content), 0o600); err != nil {
 			t.Fatal(err)
 		}
@@ -287,7 +320,8 @@ func TestEngines(t *testing.T) {
 	}
 	for _, other := range []string{"/bin/ls", "/bin/cat", "/bin/sh", "/bin/true"} {
 		r := engines(context.Background(), &Host{Python: other})
-		if len(r) != 1 || r[0].State != Skip || !strings.Contains(fmt.Sprint(r), "--python") || strings.Contains(fmt.Sprint(r), "json.dumps") {
+		if len(r) != 1 || r[0].State != Skip || !strings.Contains(fmt.Sprint(r), "--python") ||
+			strings.Contains(fmt.Sprint(r), "json.dumps") {
 			t.Errorf("%s: %+v", other, r)
 		}
 	}
@@ -295,11 +329,15 @@ func TestEngines(t *testing.T) {
 
 func TestRunningSidecar(t *testing.T) {
 	body := `{"node":"n0","endpoint":"127.0.0.1:7650","sessions":["vllm/a/tp0"]}`
-	srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, body) }))
+	srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter,
+		_ *http.Request) {
+		fmt.Fprint(w, body)
+	}))
 	defer srv.Close()
 	c := config.Default()
 	c.HTTP.Listen = strings.TrimPrefix(srv.URL, "http://")
-	if r := running(context.Background(), &Host{Config: c}); r.State != OK || !strings.Contains(r.Detail, "vllm/a/tp0") {
+	if r := running(context.Background(), &Host{Config: c}); r.State != OK ||
+		!strings.Contains(r.Detail, "vllm/a/tp0") {
 		t.Errorf("%+v", r)
 	}
 	body = "nonsense"
@@ -319,7 +357,8 @@ func TestRunningSidecar(t *testing.T) {
 func TestKillRight(t *testing.T) {
 	c := config.Default()
 	c.Engine.AllowedUIDs = []int{os.Getuid() + 12345}
-	if r := killRight(context.Background(), &Host{Config: c}); r.State != Warn || !strings.Contains(r.Detail, "quarantine") {
+	if r := killRight(context.Background(), &Host{Config: c}); r.State != Warn ||
+		!strings.Contains(r.Detail, "quarantine") {
 		t.Errorf("%+v", r)
 	}
 }
@@ -332,10 +371,11 @@ func TestGPUTable(t *testing.T) {
 		state State
 		what  string
 	}{
-		`{"version": 1, "gpus": {"B, driver 2": {}, "A, driver 1": {}}}`: {OK, "/t.json has A, driver 1; B, driver 2"},
-		`{"version": 1, "gpus": {}}`:                                     {Warn, "not a table of GPUs"},
-		"{":                                                              {Warn, "not a table of GPUs"},
-		"":                                                               {Warn, "no such file"},
+		`{"version": 1, "gpus": {"B, driver 2": {}, "A, driver 1": {}}}`: {OK, "/t.json has A, driver " +
+			"1; B, driver 2"},
+		`{"version": 1, "gpus": {}}`: {Warn, "not a table of GPUs"},
+		"{":                          {Warn, "not a table of GPUs"},
+		"":                           {Warn, "no such file"},
 	} {
 		root := t.TempDir()
 		if text != "" {
@@ -344,7 +384,8 @@ func TestGPUTable(t *testing.T) {
 			}
 		}
 		got := gpuTable(t.Context(), &Host{Root: root, Config: c})
-		if got.State != want.state || !strings.Contains(got.Detail, want.what) || want.state == Warn && !strings.Contains(got.Remedy, "kvspray calibrate") {
+		if got.State != want.state || !strings.Contains(got.Detail, want.what) || want.state == Warn &&
+			!strings.Contains(got.Remedy, "kvspray calibrate") {
 			t.Errorf("%q: %+v", text, got)
 		}
 	}

@@ -31,7 +31,8 @@ func transportGDR(_ context.Context, h *Host) Result {
 	}
 	usable := 0
 	for i := range ports {
-		if _, _, err := verbs.ChooseGID(&ports[i], h.pinned(&ports[i])); err == nil && ports[i].State == "ACTIVE" {
+		if _, _, err := verbs.ChooseGID(&ports[i], h.pinned(&ports[i])); err == nil &&
+			ports[i].State == "ACTIVE" {
 			usable++
 		}
 	}
@@ -45,7 +46,8 @@ func transportGDR(_ context.Context, h *Host) Result {
 func (h *Host) pinned(p *verbs.Port) int {
 	for _, r := range h.Config.Transports.GDR.Rails {
 		port, index, ok := strings.Cut(r, "@")
-		if i, err := strconv.Atoi(index); ok && err == nil && (port == p.Name() || port == fmt.Sprintf("%s/%d", p.Device, p.Num)) {
+		if i, err := strconv.Atoi(index); ok && err == nil && (port == p.Name() ||
+			port == fmt.Sprintf("%s/%d", p.Device, p.Num)) {
 			return i
 		}
 	}
@@ -67,14 +69,17 @@ func gdrRails(_ context.Context, h *Host) (out []Result) {
 		if len(p.GIDs) > shownGIDs {
 			table = append(table, fmt.Sprintf("and %d more", len(p.GIDs)-shownGIDs))
 		}
-		state := fmt.Sprintf("%s, %s, %g Gbit/s", cmp.Or(p.State, "state unknown"), cmp.Or(p.Link, "link unknown"), p.Gbps)
+		state := fmt.Sprintf("%s, %s, %g Gbit/s", cmp.Or(p.State, "state unknown"),
+			cmp.Or(p.Link, "link unknown"), p.Gbps)
 		g, why, err := verbs.ChooseGID(p, h.pinned(p))
 		name := "gdr rail " + p.Name()
 		switch shown := "; GIDs: " + strings.Join(table, ", "); {
 		case err != nil:
-			out = append(out, named(name, warn("assign an IP address to its interface, or pin a GID: transports.gdr.rails=["+p.Name()+"@INDEX]", "%s; %v%s", state, err, shown)))
+			out = append(out, named(name, warn("assign an IP address to its interface, or pin a GID: "+
+				"transports.gdr.rails=["+p.Name()+"@INDEX]", "%s; %v%s", state, err, shown)))
 		case p.State != "ACTIVE":
-			out = append(out, named(name, warn("check cable, switch, network interface and subnet manager", "%s; GID %d: %s%s", state, g.Index, why, shown)))
+			out = append(out, named(name, warn("check cable, switch, network interface and subnet manager",
+				"%s; GID %d: %s%s", state, g.Index, why, shown)))
 		default:
 			out = append(out, named(name, good("%s; GID %d: %s%s", state, g.Index, why, shown)))
 		}

@@ -33,7 +33,8 @@ func gpuDevices() []Result {
 		name := fmt.Sprintf("gpu %d", i)
 		d, r := nvml.DeviceGetHandleByIndex(i)
 		if r != nvml.SUCCESS {
-			out = append(out, named(name, warn("check for an Xid error in the kernel's log; a GPU that fell off the bus needs a restart of the host", "%s", nvml.ErrorString(r))))
+			out = append(out, named(name, warn("check for an Xid error in the kernel's log; a GPU that "+
+				"fell off the bus needs a restart of the host", "%s", nvml.ErrorString(r))))
 			continue
 		}
 		out = append(out, named(name, gpuHealth(d, driver)))
@@ -57,7 +58,8 @@ func gpuMemory() (out []Result) {
 // not fail the check.
 func sharing(attribute func(cuda.Attribute) (int, error)) Result {
 	var v [6]int
-	for i, a := range []cuda.Attribute{cuda.IPCEvents, cuda.PosixFDHandles, cuda.DMABufSupported, cuda.GPUDirectRDMASupported,
+	for i, a := range []cuda.Attribute{cuda.IPCEvents, cuda.PosixFDHandles, cuda.DMABufSupported,
+		cuda.GPUDirectRDMASupported,
 		cuda.GPUDirectRDMAWriteOrdering, cuda.GPUDirectRDMAFlushOptions} {
 		var err error
 		if v[i], err = attribute(a); err != nil {
@@ -74,10 +76,12 @@ func sharing(attribute func(cuda.Attribute) (int, error)) Result {
 	if ordering == "" {
 		ordering = fmt.Sprintf("value %d", v[4])
 	}
-	what := fmt.Sprintf("CUDA IPC %s, by descriptor %s; dma-buf %s, GPUDirect RDMA %s (writes are ordered for: %s; flush options %#x)", can(v[0]), can(v[1]),
+	what := fmt.Sprintf("CUDA IPC %s, by descriptor %s; dma-buf %s, GPUDirect RDMA %s (writes are "+
+		"ordered for: %s; flush options %#x)", can(v[0]), can(v[1]),
 		can(v[2]), can(v[3]), ordering, v[5])
 	if v[0] == 0 && v[1] == 0 {
-		return warn("use a driver and a virtualisation that share GPU memory between processes; until then engines must keep their cache in host memory", "%s", what)
+		return warn("use a driver and a virtualisation that share GPU memory between processes; until "+
+			"then engines must keep their cache in host memory", "%s", what)
 	}
 	return good("%s", what)
 }
@@ -92,7 +96,8 @@ func gpuHealth(d nvml.Device, driver string) Result {
 		what += fmt.Sprintf(", %s, %s free", bytesText(m.Total), bytesText(m.Free))
 	}
 	if _, _, pending, failed, r := d.GetRemappedRows(); r == nvml.SUCCESS && (failed || pending) {
-		return warn("drain the host and reset the GPU; if that does not help, have it replaced", "%s: rows of its memory wait for remapping (pending %v, failed %v)", what, pending, failed)
+		return warn("drain the host and reset the GPU; if that does not help, have it replaced",
+			"%s: rows of its memory wait for remapping (pending %v, failed %v)", what, pending, failed)
 	}
 	errs, r := d.GetTotalEccErrors(nvml.MEMORY_ERROR_TYPE_UNCORRECTED, nvml.VOLATILE_ECC)
 	switch {
@@ -101,7 +106,8 @@ func gpuHealth(d nvml.Device, driver string) Result {
 	case r != nvml.SUCCESS:
 		return good("%s, memory errors could not be read (%s)", what, nvml.ErrorString(r))
 	case errs > 0:
-		return warn("restart the processes on the GPU, and check for Xid errors in the kernel's log", "%s: %d memory errors that ECC could not correct since the driver was loaded", what, errs)
+		return warn("restart the processes on the GPU, and check for Xid errors in the kernel's log",
+			"%s: %d memory errors that ECC could not correct since the driver was loaded", what, errs)
 	}
 	return good("%s, no uncorrected memory errors", what)
 }
@@ -131,7 +137,9 @@ func gpuPeers() Result {
 		}
 	}
 	if len(cannot) > 0 {
-		return warn("copies between these go through host memory; check the topology (nvidia-smi topo -p2p r) and the IOMMU settings", "no peer access from GPU %s", strings.Join(cannot, ", "))
+		return warn("copies between these go through host memory; check the topology (nvidia-smi topo "+
+			"-p2p r) and the IOMMU settings", "no peer access from GPU %s", strings.Join(cannot, ", "))
 	}
-	return good("CUDA %d.%d, all %d GPUs reach each other's memory", d.Version/1000, d.Version%1000/10, len(d.Devices))
+	return good("CUDA %d.%d, all %d GPUs reach each other's memory", d.Version/1000, d.Version%1000/10,
+		len(d.Devices))
 }

@@ -20,9 +20,11 @@ func TestSharingOfGPUMemory(t *testing.T) {
 			return v, nil
 		}
 	}
-	h200 := map[cuda.Attribute]int{cuda.IPCEvents: 1, cuda.PosixFDHandles: 1, cuda.DMABufSupported: 1, cuda.GPUDirectRDMASupported: 1,
+	h200 := map[cuda.Attribute]int{cuda.IPCEvents: 1, cuda.PosixFDHandles: 1, cuda.DMABufSupported: 1,
+		cuda.GPUDirectRDMASupported:     1,
 		cuda.GPUDirectRDMAWriteOrdering: 100, cuda.GPUDirectRDMAFlushOptions: 1}
-	if r := sharing(ask(h200)); r.State != OK || !strings.Contains(r.Detail, "ordered for: the GPU itself") {
+	if r := sharing(ask(h200)); r.State != OK || !strings.Contains(r.Detail,
+		"ordered for: the GPU itself") {
 		t.Errorf("an H200: %+v", r)
 	}
 	h200[cuda.IPCEvents], h200[cuda.PosixFDHandles] = 0, 0

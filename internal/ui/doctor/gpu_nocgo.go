@@ -5,5 +5,6 @@
 package doctor
 
 func gpuDevices() []Result {
-	return []Result{named("gpu devices", skip("", "this build has no cgo and cannot query the driver"))}
+	return []Result{named("gpu devices",
+		skip("", "this build has no cgo and cannot query the driver"))}
 }

@@ -34,12 +34,14 @@ type Reach struct {
 
 // Peer is another sidecar.
 type Peer struct {
-	Boot     string `json:"boot"`
-	Node     string `json:"node"`     // its own name
-	Endpoint string `json:"endpoint"` // address at which it was reached; empty: it connected to the queried sidecar
-	Claimed  string `json:"claimed"`  // endpoint that it announced
-	Dials    bool   `json:"dials"`    // the queried sidecar opens the lanes; otherwise the peer does, and has the reasons
-	Pairs    []Pair `json:"pairs"`    // best first
+	Boot string `json:"boot"`
+	Node string `json:"node"` // its own name
+	// address at which it was reached; empty: it connected to the queried sidecar
+	Endpoint string `json:"endpoint"`
+	Claimed  string `json:"claimed"` // endpoint that it announced
+	// the queried sidecar opens the lanes; otherwise the peer does, and has the reasons
+	Dials bool   `json:"dials"`
+	Pairs []Pair `json:"pairs"` // best first
 }
 
 // Pair is a rail pair over one transport.
@@ -56,7 +58,8 @@ type Pair struct {
 func Peers(ctx context.Context, c *config.Config) (*Reach, error) {
 	addr := c.HTTP.Listen
 	if addr == config.Off || addr == "" {
-		return nil, errors.New("doctor: peers: http.listen is off: configure one for the running sidecar, and name it with --http")
+		return nil, errors.New("doctor: peers: http.listen is off: configure one for the running " +
+			"sidecar, and name it with --http")
 	}
 	ctx, cancel := context.WithTimeout(ctx, checkTimeout)
 	defer cancel()
@@ -71,7 +74,8 @@ func Peers(ctx context.Context, c *config.Config) (*Reach, error) {
 		if errors.As(err, &op) {
 			err = op.Err // its text repeats the address
 		}
-		return nil, fmt.Errorf("doctor: peers: no sidecar answers at http://%s: %w. Start one with 'kvspray serve', or pass --http HOST:PORT of "+
+		return nil, fmt.Errorf("doctor: peers: no sidecar answers at http://%s: %w. Start one with "+
+			"'kvspray serve', or pass --http HOST:PORT of "+
 			"the right one: its http.listen, which it logs as http= when it is ready", addr, err)
 	}
 	defer func() { _ = resp.Body.Close() }() // read to its end
@@ -80,9 +84,11 @@ func Peers(ctx context.Context, c *config.Config) (*Reach, error) {
 	case err != nil:
 		return nil, fmt.Errorf("doctor: peers: read from %s: %w", addr, err)
 	case resp.StatusCode != http.StatusOK:
-		return nil, fmt.Errorf("doctor: peers: %s answers %s to /v1/reach: not a sidecar, or one of another version", addr, resp.Status)
+		return nil, fmt.Errorf("doctor: peers: %s answers %s to /v1/reach: not a sidecar, or one of "+
+			"another version", addr, resp.Status)
 	case len(b) > maxReachBytes:
-		return nil, fmt.Errorf("doctor: peers: %s answers more than %d MiB: not a sidecar", addr, maxReachBytes>>20)
+		return nil, fmt.Errorf("doctor: peers: %s answers more than %d MiB: not a sidecar", addr,
+			maxReachBytes>>20)
 	}
 	r := &Reach{}
 	if err := json.Unmarshal(b, r); err != nil {
@@ -111,7 +117,8 @@ func (r *Reach) WriteJSON(w io.Writer) error {
 func (r *Reach) WriteText(w io.Writer) error {
 	var b strings.Builder
 	if len(r.Peers) == 0 {
-		fmt.Fprintf(&b, "%s has no peer yet: sidecars connect when a request names a peer, or by gossip (peer.gossip.join)\n", r.Node)
+		fmt.Fprintf(&b, "%s has no peer yet: sidecars connect when a request names a peer, or by "+
+			"gossip (peer.gossip.join)\n", r.Node)
 	}
 	for _, p := range r.Peers[:min(len(r.Peers), shownPeers)] {
 		p.text(&b)
@@ -170,7 +177,8 @@ func (p *Peer) text(b *strings.Builder) {
 		fmt.Fprintf(b, "  [%d] %s\n", i+1, why)
 	}
 	if missing && !p.Dials {
-		fmt.Fprintf(b, "  (the peer opens the lanes, because its boot id is lower: see 'kvspray doctor --peers' there)\n")
+		fmt.Fprintf(b, "  (the peer opens the lanes, because its boot id is lower: see 'kvspray doctor "+
+			"--peers' there)\n")
 	}
 }
 

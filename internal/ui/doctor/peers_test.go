@@ -113,11 +113,13 @@ func TestPeersBadAnswers(t *testing.T) {
 	}
 	c := config.Default()
 	c.HTTP.Listen = config.Off
-	if _, err := Peers(context.Background(), c); err == nil || !strings.Contains(err.Error(), "--http") {
+	if _, err := Peers(context.Background(), c); err == nil ||
+		!strings.Contains(err.Error(), "--http") {
 		t.Error(err)
 	}
 	c.HTTP.Listen = "127.0.0.1:1"
-	if _, err := Peers(context.Background(), c); err == nil || !strings.Contains(err.Error(), "kvspray serve") {
+	if _, err := Peers(context.Background(), c); err == nil || !strings.Contains(err.Error(),
+		"kvspray serve") {
 		t.Error(err)
 	}
 }
@@ -126,7 +128,8 @@ func TestPeersBadAnswers(t *testing.T) {
 func TestPeersTextIsBounded(t *testing.T) {
 	r := Reach{Node: "n"}
 	for i := range 200 {
-		r.Peers = append(r.Peers, Peer{Boot: "b", Endpoint: fmt.Sprint(i), Dials: true, Pairs: []Pair{{Transport: "tcp", Local: "l", Remote: "r", Why: strings.Repeat("é", 4000)}}})
+		r.Peers = append(r.Peers, Peer{Boot: "b", Endpoint: fmt.Sprint(i), Dials: true,
+			Pairs: []Pair{{Transport: "tcp", Local: "l", Remote: "r", Why: strings.Repeat("é", 4000)}}})
 	}
 	var b bytes.Buffer
 	if err := r.WriteText(&b); err != nil {

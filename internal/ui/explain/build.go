@@ -19,7 +19,8 @@ type Side struct {
 }
 
 // Orders are the strategies of attention layers that can be explained.
-var Orders = []string{parseblock.PackedNHD, parseblock.PackedHND, parseblock.FlashKVFirst, parseblock.FlashBlockFirst, parseblock.FlashBlockFirstHND,
+var Orders = []string{parseblock.PackedNHD, parseblock.PackedHND, parseblock.FlashKVFirst,
+	parseblock.FlashBlockFirst, parseblock.FlashBlockFirstHND,
 	parseblock.FlashToken, parseblock.FlashKVFirstHND}
 
 // The dtypes of a cache that can be explained.
@@ -37,7 +38,8 @@ const (
 // check refuses impossible values. flag is the prefix of the flags: "--" or "--to-".
 func (s *Side) check(m *Model, flag string) error {
 	if s.Block < 1 || s.Block > layout.MaxTokensPerBlock {
-		return fmt.Errorf("%sblock %d: a block has 1 to %d tokens, 16 in most engines", flag, s.Block, layout.MaxTokensPerBlock)
+		return fmt.Errorf("%sblock %d: a block has 1 to %d tokens, 16 in most engines", flag, s.Block,
+			layout.MaxTokensPerBlock)
 	}
 	if s.TP < 1 || s.TP > MaxTP {
 		return fmt.Errorf("%stp %d: an engine has 1 to %d ranks", flag, s.TP, MaxTP)
@@ -46,7 +48,8 @@ func (s *Side) check(m *Model, flag string) error {
 		return fmt.Errorf("%sdtype %q: bf16 or fp8", flag, s.DType)
 	}
 	if s.DType != fp8 && m.DType() == fp8 {
-		return fmt.Errorf("%sdtype %s: the pages of DeepSeek-V4 are known in fp8 only, 584 bytes an entry; give %sdtype fp8", flag, s.DType, flag)
+		return fmt.Errorf("%sdtype %s: the pages of DeepSeek-V4 are known in fp8 only, 584 bytes an "+
+			"entry; give %sdtype fp8", flag, s.DType, flag)
 	}
 	for _, o := range Orders {
 		if s.Order == o {
@@ -61,7 +64,8 @@ func (s *Side) check(m *Model, flag string) error {
 // number: heads are divided as evenly as possible.
 func (s *Side) remarks(m *Model, name string) (out []string) {
 	add := func(heads string) {
-		if remark := fmt.Sprintf("%s: no engine known to us spreads %s heads over %d ranks", name, heads, s.TP); !slices.Contains(out, remark) {
+		if remark := fmt.Sprintf("%s: no engine known to us spreads %s heads over %d ranks", name, heads,
+			s.TP); !slices.Contains(out, remark) {
 			out = append(out, remark)
 		}
 	}
@@ -90,9 +94,11 @@ func (m *Model) Layout(s Side, rank, tokens int) (*layout.Layout, uint64, error)
 		params["tp_size"], params["tp_rank"] = int64(s.TP), int64(rank)
 		stride := (page + pad - 1) / pad * pad
 		blocks := uint64((tokens-1)/block + 1)
-		g := layout.Group{TokensPerBlock: uint32(block), NumBlocks: uint32(blocks), Strategy: strategy, Params: params}
+		g := layout.Group{TokensPerBlock: uint32(block), NumBlocks: uint32(blocks), Strategy: strategy,
+			Params: params}
 		for i := range layers {
-			g.Layers = append(g.Layers, layout.Layer{Name: fmt.Sprintf("%s.%d", prefix, first+i), Index: first + i, Base: at, BlockStride: uint64(stride), PageBytes: uint64(page)})
+			g.Layers = append(g.Layers, layout.Layer{Name: fmt.Sprintf("%s.%d", prefix, first+i),
+				Index: first + i, Base: at, BlockStride: uint64(stride), PageBytes: uint64(page)})
 			step := blocks * uint64(stride)
 			if strategy == parseblock.FlashKVFirst || strategy == parseblock.FlashKVFirstHND {
 				g.Layers[i].BlockStride /= 2
@@ -121,12 +127,15 @@ func (m *Model) Layout(s Side, rank, tokens int) (*layout.Layout, uint64, error)
 			}
 			entries := n / int64(c.Compress)
 			pad = slabPage
-			add("layers", parseblock.DeepSeekV4, c.Layers, int(n), entries*584, window(map[string]int64{"compress_ratio": int64(c.Compress)}))
+			add("layers", parseblock.DeepSeekV4, c.Layers, int(n), entries*584,
+				window(map[string]int64{"compress_ratio": int64(c.Compress)}))
 			if c.Indexer {
-				add("indexer", parseblock.DSAIndexer, c.Layers, int(n), entries*132, map[string]int64{"compress_ratio": int64(c.Compress), "kernel_tokens": n})
+				add("indexer", parseblock.DSAIndexer, c.Layers, int(n), entries*132,
+					map[string]int64{"compress_ratio": int64(c.Compress), "kernel_tokens": n})
 			}
 			for _, st := range compressors(c) {
-				add(st.name, parseblock.DeepSeekV4Compressor, c.Layers, st.block, int64(st.block*st.row), map[string]int64{"window": int64(st.window)})
+				add(st.name, parseblock.DeepSeekV4Compressor, c.Layers, st.block, int64(st.block*st.row),
+					map[string]int64{"window": int64(st.window)})
 			}
 			pad = 1
 		case c.Latent > 0:
@@ -139,7 +148,8 @@ func (m *Model) Layout(s Side, rank, tokens int) (*layout.Layout, uint64, error)
 			}
 			add("layers", strategy, c.Layers, s.Block, n*row, window(map[string]int64{}))
 			if c.Indexer {
-				add("indexer", parseblock.DSAIndexer, c.Layers, s.Block, n*132, map[string]int64{"kernel_tokens": min(n, 64)})
+				add("indexer", parseblock.DSAIndexer, c.Layers, s.Block, n*132,
+					map[string]int64{"kernel_tokens": min(n, 64)})
 				// in vLLM both use the blocks of one group
 				l.Groups[len(l.Groups)-1].SameTable = true
 			}
@@ -148,7 +158,8 @@ func (m *Model) Layout(s Side, rank, tokens int) (*layout.Layout, uint64, error)
 			_, vn := parseblock.HeadShare(uint64(c.VHeads), uint64(rank), uint64(s.TP))
 			conv := (2*int64(kn)*int64(c.KDim) + int64(vn)*int64(c.VDim)) * int64(c.ConvLen) * 2
 			page := conv + int64(vn)*int64(c.VDim)*int64(c.KDim)*int64(c.StateBytes)
-			add("layers", c.Linear, c.Layers, tokens, page, map[string]int64{"k_heads": int64(c.KHeads), "k_dim": int64(c.KDim), "v_heads": int64(c.VHeads),
+			add("layers", c.Linear, c.Layers, tokens, page, map[string]int64{"k_heads": int64(c.KHeads),
+				"k_dim": int64(c.KDim), "v_heads": int64(c.VHeads),
 				"v_dim": int64(c.VDim), "conv_len": int64(c.ConvLen), "state_bytes": int64(c.StateBytes)})
 		}
 		first += c.Layers
@@ -172,7 +183,8 @@ func compressors(c *Cache) []compressor {
 	const latent, index, fp32 = 512, 128, 4
 	switch c.Compress {
 	case 4:
-		all := []compressor{{"compressor", 4, 8, 2 * 2 * latent * fp32}, {"indexer.compressor", 4, 8, 2 * 2 * index * fp32}}
+		all := []compressor{{"compressor", 4, 8, 2 * 2 * latent * fp32}, {"indexer.compressor", 4, 8,
+			2 * 2 * index * fp32}}
 		if !c.Indexer {
 			all = all[:1]
 		}

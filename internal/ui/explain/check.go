@@ -122,13 +122,15 @@ func ParseEngine(name, engine string, r io.Reader) (*Engine, error) {
 			return nil, fmt.Errorf("%s: worker %q: %w", name, w.Name, err)
 		}
 		if len(e.Layouts) == maxWorkers {
-			return nil, fmt.Errorf("%s: more than %d workers of one engine: at most so many are compared; name one of several engines as %s#ENGINE", name, maxWorkers, name)
+			return nil, fmt.Errorf("%s: more than %d workers of one engine: at most so many are compared; "+
+				"name one of several engines as %s#ENGINE", name, maxWorkers, name)
 		}
 		e.Layouts = append(e.Layouts, l)
 	}
 	switch {
 	case len(engines) > 1:
-		return nil, fmt.Errorf("%s: %d engines are registered there: name one of %q as %s#ENGINE", name, len(engines), engines, name)
+		return nil, fmt.Errorf("%s: %d engines are registered there: name one of %q as %s#ENGINE", name,
+			len(engines), engines, name)
 	case len(e.Layouts) == 0 && engine != "":
 		return nil, fmt.Errorf("%s: engine %q is not registered there", name, engine)
 	case len(e.Layouts) == 0:
@@ -156,7 +158,8 @@ func (v *Verdict) WriteText(w io.Writer) error {
 	case len(v.Geometry) == 0:
 		b.WriteString("ok: pages move as they are\n")
 	default:
-		fmt.Fprintf(&b, "the bytes mean the same, and a plan exists (%d workers give to one); it needs a reshape\n", v.Contributor)
+		fmt.Fprintf(&b, "the bytes mean the same, and a plan exists (%d workers give to one); it needs "+
+			"a reshape\n", v.Contributor)
 	}
 	_, err := io.WriteString(w, b.String())
 	return err

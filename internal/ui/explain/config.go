@@ -128,8 +128,10 @@ func (e *every) UnmarshalJSON(b []byte) error {
 		return nil
 	}
 	var s string
-	if err := json.Unmarshal(b, &s); err != nil || s == "" || strings.Trim(s[:len(s)-1], "L") != "" || s[len(s)-1] != 'G' {
-		return fmt.Errorf("sliding_window_pattern = %.40s: a number or LLLG is known; write it out as layer_types", b)
+	if err := json.Unmarshal(b, &s); err != nil || s == "" || strings.Trim(s[:len(s)-1], "L") != "" ||
+		s[len(s)-1] != 'G' {
+		return fmt.Errorf("sliding_window_pattern = %.40s: a number or LLLG is known; write it out as "+
+			"layer_types", b)
 	}
 	*e = every(len(s))
 	return nil
@@ -185,12 +187,15 @@ func ParseConfig(name string, b []byte) (*Model, error) {
 			// heads are plain
 			d.LoraRank = 0
 		}
-		c.Layers, c.Heads, c.KVHeads, c.HeadDim = cmp.Or(c.Layers, d.Layers), cmp.Or(c.Heads, d.Heads), cmp.Or(c.KVHeads, d.KVHeads), cmp.Or(c.HeadDim, d.HeadDim)
-		c.LoraRank, c.RopeDim, c.IndexDim = cmp.Or(c.LoraRank, d.LoraRank), cmp.Or(c.RopeDim, d.RopeDim), cmp.Or(c.IndexDim, d.IndexDim)
+		c.Layers, c.Heads, c.KVHeads, c.HeadDim = cmp.Or(c.Layers, d.Layers), cmp.Or(c.Heads, d.Heads),
+			cmp.Or(c.KVHeads, d.KVHeads), cmp.Or(c.HeadDim, d.HeadDim)
+		c.LoraRank, c.RopeDim, c.IndexDim = cmp.Or(c.LoraRank, d.LoraRank), cmp.Or(c.RopeDim, d.RopeDim),
+			cmp.Or(c.IndexDim, d.IndexDim)
 		c.Window, c.Interval = cmp.Or(c.Window, d.Window), cmp.Or(c.Interval, d.Interval)
 	}
 	if field, n := negative("", reflect.ValueOf(c)); field != "" {
-		return nil, fmt.Errorf("%s: %s = %d: want 0 or more; leave it out where the model has none", name, field, n)
+		return nil, fmt.Errorf("%s: %s = %d: want 0 or more; leave it out where the model has none",
+			name, field, n)
 	}
 	caches, err := c.caches()
 	if err != nil {
@@ -212,8 +217,10 @@ func readable(err error) error {
 	var typed *json.UnmarshalTypeError
 	switch {
 	case errors.As(err, &typed):
-		want := map[reflect.Kind]string{reflect.Int: "a whole number", reflect.String: "a text", reflect.Bool: "true or false", reflect.Slice: "a list"}[typed.Type.Kind()]
-		return fmt.Errorf("%s = a JSON %s: want %s", cmp.Or(typed.Field, "the file"), typed.Value, cmp.Or(want, "an object, as in a model's config.json"))
+		want := map[reflect.Kind]string{reflect.Int: "a whole number", reflect.String: "a text",
+			reflect.Bool: "true or false", reflect.Slice: "a list"}[typed.Type.Kind()]
+		return fmt.Errorf("%s = a JSON %s: want %s", cmp.Or(typed.Field, "the file"), typed.Value,
+			cmp.Or(want, "an object, as in a model's config.json"))
 	case errors.As(err, &syntax):
 		return fmt.Errorf("no JSON: %w; pass a model's config.json", err)
 	}
@@ -255,12 +262,14 @@ const (
 func (c *config) caches() ([]Cache, error) {
 	switch {
 	case c.Layers == 0:
-		return nil, fmt.Errorf("num_hidden_layers = 0, or is missing: a model has 1 to %d; pass a model's config.json, with the language model in it or in its text_config", maxLayers)
+		return nil, fmt.Errorf("num_hidden_layers = 0, or is missing: a model has 1 to %d; pass a "+
+			"model's config.json, with the language model in it or in its text_config", maxLayers)
 	case c.Layers > maxLayers:
 		return nil, fmt.Errorf("num_hidden_layers = %d: 1 to %d", c.Layers, maxLayers)
 	}
 	if field, value := c.set(); field != "" {
-		return nil, fmt.Errorf("%s = %s: gives layers caches that are not described here; start the engine beside a sidecar and use --engine", field, value)
+		return nil, fmt.Errorf("%s = %s: gives layers caches that are not described here; start the "+
+			"engine beside a sidecar and use --engine", field, value)
 	}
 	if len(c.Ratios) > 0 || strings.HasPrefix(c.ModelType, deepseekV4) {
 		return c.slab()
@@ -274,14 +283,19 @@ func (c *config) caches() ([]Cache, error) {
 		if err := c.Kimi.check(c.Layers); err != nil {
 			return nil, err
 		}
-		state := Cache{Linear: "kda_state", KHeads: c.Kimi.N, KDim: c.Kimi.Dim, VHeads: c.Kimi.N, VDim: c.Kimi.Dim, ConvLen: c.Kimi.Conv - 1, StateBytes: 4}
+		state := Cache{Linear: "kda_state", KHeads: c.Kimi.N, KDim: c.Kimi.Dim, VHeads: c.Kimi.N,
+			VDim: c.Kimi.Dim, ConvLen: c.Kimi.Conv - 1, StateBytes: 4}
 		return []Cache{of(attention, len(c.Kimi.Full)), of(state, len(c.Kimi.KDA))}, nil
 	case c.Hybrid != "":
 		if len(c.Hybrid) != c.Layers || strings.Trim(c.Hybrid, "M*-E") != "" {
-			return nil, fmt.Errorf("hybrid_override_pattern = %.40q: of M, *, - and E one for each of %d layers", c.Hybrid, c.Layers)
+			return nil,
+				fmt.Errorf("hybrid_override_pattern = %.40q: of M, *, - and E one for each of %d layers",
+					c.Hybrid, c.Layers)
 		}
-		mamba := Cache{Linear: "mamba2_state", KHeads: c.MGroups, KDim: c.MState, VHeads: c.MHeads, VDim: c.MHeadDim, ConvLen: c.MConv - 1, StateBytes: ssmBytes(c.SSMDtype)}
-		return []Cache{of(attention, strings.Count(c.Hybrid, "*")), of(mamba, strings.Count(c.Hybrid, "M"))}, nil
+		mamba := Cache{Linear: "mamba2_state", KHeads: c.MGroups, KDim: c.MState, VHeads: c.MHeads,
+			VDim: c.MHeadDim, ConvLen: c.MConv - 1, StateBytes: ssmBytes(c.SSMDtype)}
+		return []Cache{of(attention, strings.Count(c.Hybrid, "*")),
+			of(mamba, strings.Count(c.Hybrid, "M"))}, nil
 	case attention.Indexer && len(c.Types) == 0:
 		return c.indexed(attention)
 	}
@@ -298,7 +312,8 @@ func (c *config) caches() ([]Cache, error) {
 		switch t {
 		case full, indexed:
 			if t == indexed && !attention.Indexer {
-				return nil, fmt.Errorf("layer_types: %d layers of %s, and no kv_lora_rank and index_head_dim", n[t], t)
+				return nil, fmt.Errorf("layer_types: %d layers of %s, and no kv_lora_rank and index_head_dim",
+					n[t], t)
 			}
 			these := []Cache{of(attention, n[t])}
 			if attention.Indexer {
@@ -315,7 +330,8 @@ func (c *config) caches() ([]Cache, error) {
 			windowed.Window = *c.Window
 			out = append(out, windowed)
 		case linear:
-			out = append(out, Cache{Layers: n[t], Linear: "gdn_state", KHeads: c.LinKHeads, KDim: c.LinKDim, VHeads: c.LinVHeads, VDim: c.LinVDim,
+			out = append(out, Cache{Layers: n[t], Linear: "gdn_state", KHeads: c.LinKHeads, KDim: c.LinKDim,
+				VHeads: c.LinVHeads, VDim: c.LinVDim,
 				ConvLen: c.LinConv - 1, StateBytes: ssmBytes(c.SSMDtype)})
 		default:
 			return nil, fmt.Errorf("layer_types: %.40q is unknown", t)
@@ -336,7 +352,8 @@ func (c *config) attention() (Cache, error) {
 			return Cache{}, fmt.Errorf("index_head_dim = %d: only 128 is known", c.IndexDim)
 		}
 		if c.RopeDim == nil {
-			return Cache{}, fmt.Errorf("qk_rope_head_dim is missing: what stands in a latent beside the %d numbers of kv_lora_rank; add it", c.LoraRank)
+			return Cache{}, fmt.Errorf("qk_rope_head_dim is missing: what stands in a latent beside the "+
+				"%d numbers of kv_lora_rank; add it", c.LoraRank)
 		}
 		return Cache{Latent: c.LoraRank + *c.RopeDim, Indexer: c.IndexDim > 0}, nil
 	}
@@ -346,12 +363,14 @@ func (c *config) attention() (Cache, error) {
 	}
 	if a.HeadDim == 0 && c.Heads > 0 {
 		if c.Hidden%c.Heads != 0 {
-			return Cache{}, fmt.Errorf("hidden_size = %d: not divisible by %d heads, and there is no head_dim; add head_dim", c.Hidden, c.Heads)
+			return Cache{}, fmt.Errorf("hidden_size = %d: not divisible by %d heads, and there is no "+
+				"head_dim; add head_dim", c.Hidden, c.Heads)
 		}
 		a.HeadDim = c.Hidden / c.Heads
 	}
 	if c.ValueDim != 0 && c.ValueDim != a.HeadDim {
-		return Cache{}, fmt.Errorf("v_head_dim = %d: heads of V that are not those of K (%d) are not described here; use --engine", c.ValueDim, a.HeadDim)
+		return Cache{}, fmt.Errorf("v_head_dim = %d: heads of V that are not those of K (%d) are not "+
+			"described here; use --engine", c.ValueDim, a.HeadDim)
 	}
 	return a, nil
 }
@@ -380,7 +399,9 @@ func (c *config) types() ([]string, error) {
 	case c.Interval != nil:
 		return fill(linear, func(i int) bool { return (i+1)%*c.Interval != 0 })
 	case c.LinVHeads > 0 || c.MHeads > 0 || slices.Contains(hybrids, c.ModelType):
-		return nil, fmt.Errorf("model_type = %.40q: has linear layers, and neither layer_types, full_attention_interval, hybrid_override_pattern nor linear_attn_config to say which; add layer_types", c.ModelType)
+		return nil, fmt.Errorf("model_type = %.40q: has linear layers, and neither layer_types, "+
+			"full_attention_interval, hybrid_override_pattern nor linear_attn_config to say which; add "+
+			"layer_types", c.ModelType)
 	case c.Windowed < 0:
 		return nil, fmt.Errorf("sliding_window_pattern = %d: 1 or more", c.Windowed)
 	case c.Window == nil || *c.Window < 1 || c.UseSWA != nil && !*c.UseSWA:
@@ -412,7 +433,8 @@ func (c *config) types() ([]string, error) {
 		}
 		fallthrough
 	default:
-		return nil, fmt.Errorf("model_type = %.40q: has a sliding_window of %d and no layer_types, and which of its layers have the window is not known; "+
+		return nil, fmt.Errorf("model_type = %.40q: has a sliding_window of %d and no layer_types, and "+
+			"which of its layers have the window is not known; "+
 			"add layer_types, or \"use_sliding_window\": false", c.ModelType, *c.Window)
 	}
 	return fill(sliding, func(i int) bool { return (i+1)%n != 0 })
@@ -431,7 +453,8 @@ func (c *config) indexed(all Cache) ([]Cache, error) {
 		switch skip := 2; {
 		case len(kinds) > 0:
 			if len(kinds) != c.Layers {
-				return nil, fmt.Errorf("indexer_types or index_topk_pattern: %d entries for %d layers", len(kinds), c.Layers)
+				return nil, fmt.Errorf("indexer_types or index_topk_pattern: %d entries for %d layers",
+					len(kinds), c.Layers)
 			}
 			switch kinds[i] {
 			case "full", "F":
@@ -455,7 +478,8 @@ func (c *config) indexed(all Cache) ([]Cache, error) {
 		}
 	}
 	if shared > 0 && all.Layers != c.Layers {
-		return nil, fmt.Errorf("layer_types: %d of %d layers are %s, and some share an indexer: which is not known", all.Layers, c.Layers, indexed)
+		return nil, fmt.Errorf("layer_types: %d of %d layers are %s, and some share an indexer: which "+
+			"is not known", all.Layers, c.Layers, indexed)
 	}
 	with, without := of(all, all.Layers-shared), of(all, shared)
 	without.Indexer = false
@@ -468,16 +492,19 @@ func (c *config) slab() ([]Cache, error) {
 	for _, f := range []struct {
 		field   string
 		v, want int
-	}{{"head_dim", c.HeadDim, 512}, {"qk_rope_head_dim", *cmp.Or(c.RopeDim, number(0)), 64}, {"index_head_dim", c.IndexDim, 128}} {
+	}{{"head_dim", c.HeadDim, 512}, {"qk_rope_head_dim", *cmp.Or(c.RopeDim, number(0)), 64},
+		{"index_head_dim", c.IndexDim, 128}} {
 		if c.ModelType == deepseekV4 && f.v != f.want {
-			return nil, fmt.Errorf("%s = %d: DeepSeek-V4's entries are known with %d only; use --engine", f.field, f.v, f.want)
+			return nil, fmt.Errorf("%s = %d: DeepSeek-V4's entries are known with %d only; use --engine",
+				f.field, f.v, f.want)
 		}
 	}
 	ratios, field := c.Ratios, "compress_ratios"
 	if len(ratios) == 0 {
 		field = "layer_types"
 		for i, t := range c.Types {
-			r, ok := map[string]int{sliding: 0, sparse: cmp.Or(c.Rates.Sparse, 4), heavy: cmp.Or(c.Rates.Heavy, 128)}[t]
+			r, ok := map[string]int{sliding: 0, sparse: cmp.Or(c.Rates.Sparse, 4),
+				heavy: cmp.Or(c.Rates.Heavy, 128)}[t]
 			if !ok {
 				return nil, fmt.Errorf("layer_types[%d] = %.40q: unknown in DeepSeek-V4", i, t)
 			}
@@ -486,11 +513,15 @@ func (c *config) slab() ([]Cache, error) {
 	}
 	switch {
 	case c.ModelType != deepseekV4:
-		return nil, fmt.Errorf("model_type = %.40q: compressed caches are described of %q only; use --engine", c.ModelType, deepseekV4)
+		return nil,
+			fmt.Errorf("model_type = %.40q: compressed caches are described of %q only; use --engine",
+				c.ModelType, deepseekV4)
 	case len(ratios) < c.Layers:
-		return nil, fmt.Errorf("%s: %d entries for %d layers; write one for each", field, len(ratios), c.Layers)
+		return nil, fmt.Errorf("%s: %d entries for %d layers; write one for each", field,
+			len(ratios), c.Layers)
 	case *c.Window < 1:
-		return nil, fmt.Errorf("sliding_window = %d: DeepSeek-V4 has one in every layer; 1 or more", *c.Window)
+		return nil, fmt.Errorf("sliding_window = %d: DeepSeek-V4 has one in every layer; 1 or more",
+			*c.Window)
 	}
 	of4, of128 := 0, 0
 	for i, r := range ratios[:c.Layers] {
@@ -501,7 +532,8 @@ func (c *config) slab() ([]Cache, error) {
 		case 128:
 			of128++
 		default:
-			return nil, fmt.Errorf("%s[%d] = %d: ratios of 0, 1, 4 and 128 are described; use --engine", field, i, r)
+			return nil, fmt.Errorf("%s[%d] = %d: ratios of 0, 1, 4 and 128 are described; use --engine",
+				field, i, r)
 		}
 	}
 	return slab(of4, of128, c.Layers, *c.Window), nil
@@ -510,12 +542,14 @@ func (c *config) slab() ([]Cache, error) {
 // check refuses lists that do not contain each layer once, from 1.
 func (k *kimi) check(layers int) error {
 	if len(k.KDA)+len(k.Full) != layers {
-		return fmt.Errorf("linear_attn_config: %d kda_layers and %d full_attn_layers are not %d layers", len(k.KDA), len(k.Full), layers)
+		return fmt.Errorf("linear_attn_config: %d kda_layers and %d full_attn_layers are not %d layers",
+			len(k.KDA), len(k.Full), layers)
 	}
 	seen := make([]bool, layers+1)
 	for _, i := range slices.Concat(k.KDA, k.Full) {
 		if i < 1 || i > layers || seen[i] {
-			return fmt.Errorf("linear_attn_config: layer %d is named twice, or is none of 1 to %d", i, layers)
+			return fmt.Errorf("linear_attn_config: layer %d is named twice, or is none of 1 to %d", i,
+				layers)
 		}
 		seen[i] = true
 	}

@@ -32,8 +32,10 @@ func (p *Plane) part() part {
 		row = "entry"
 	}
 	out := part{role: p.Role, at: p.Offset, cell: p.CellBytes}
-	for _, a := range []partAxis{{"column", uint64(p.Cols), p.ColStride}, {head, uint64(p.Heads), p.HeadStride},
-		{row, uint64(p.Rows / max(p.Tiles, 1)), p.RowStride}, {"kernel page", uint64(p.Tiles), p.TileStride}} {
+	for _, a := range []partAxis{{"column", uint64(p.Cols), p.ColStride}, {head, uint64(p.Heads),
+		p.HeadStride},
+		{row, uint64(p.Rows / max(p.Tiles, 1)), p.RowStride}, {"kernel page", uint64(p.Tiles),
+			p.TileStride}} {
 		if a.n > 1 {
 			out.axes = append(out.axes, a)
 		}
@@ -125,7 +127,10 @@ func (w *window) divisions(place extent, parts []part, yield func(number, at uin
 	for i := range parts {
 		p := &parts[i]
 		if p.at < place.lo || p.at >= place.hi || !slices.Contains(p.axes, w.unit) ||
-			slices.ContainsFunc(begun, func(at uint64) bool { return p.at >= at && p.at-at < w.unit.stride }) {
+			slices.ContainsFunc(begun, func(at uint64) bool {
+				return p.at >= at &&
+					p.at-at < w.unit.stride
+			}) {
 			continue // V beside its K has the same units
 		}
 		begun = append(begun, p.at)
@@ -197,7 +202,10 @@ func segments(parts []part, place extent, fine uint64) (out []segment) {
 			edges = append(edges, edge{e.lo, i, share}, edge{e.hi, i, -share})
 		})
 	}
-	slices.SortFunc(edges, func(a, b edge) int { return cmp.Or(cmp.Compare(a.at, b.at), cmp.Compare(a.share, b.share)) })
+	slices.SortFunc(edges, func(a, b edge) int {
+		return cmp.Or(cmp.Compare(a.at, b.at),
+			cmp.Compare(a.share, b.share))
+	})
 	open, shares := make([]int, len(parts)), make([]float64, len(parts))
 	for i, e := range edges {
 		if k := i - 1; k >= 0 && edges[k].at < e.at {
@@ -210,7 +218,8 @@ func segments(parts []part, place extent, fine uint64) (out []segment) {
 				}
 			}
 			s.gaps = all < 0.995
-			if last := len(out) - 1; last >= 0 && len(s.roles) > 1 && out[last].hi == s.lo && out[last].gaps == s.gaps && slices.Equal(out[last].roles, s.roles) {
+			if last := len(out) - 1; last >= 0 && len(s.roles) > 1 && out[last].hi == s.lo &&
+				out[last].gaps == s.gaps && slices.Equal(out[last].roles, s.roles) {
 				out[last].hi = s.hi
 			} else if len(s.roles) > 0 {
 				out = append(out, s)

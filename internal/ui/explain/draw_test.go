@@ -17,10 +17,12 @@ import (
 
 // genPart is a part of two or three axes whose cells do not overlap.
 func genPart(t *rapid.T) part {
-	p := part{role: "k", at: rapid.Uint64Range(0, 50).Draw(t, "at"), cell: rapid.Uint64Range(1, 9).Draw(t, "cell")}
+	p := part{role: "k", at: rapid.Uint64Range(0, 50).Draw(t, "at"), cell: rapid.Uint64Range(1,
+		9).Draw(t, "cell")}
 	inner := p.cell
 	for i := range rapid.IntRange(0, 3).Draw(t, "axes") {
-		a := partAxis{fmt.Sprint("axis", i), rapid.Uint64Range(2, 6).Draw(t, "n"), inner + rapid.SampledFrom([]uint64{0, 0, 3, 17}).Draw(t, "gap")}
+		a := partAxis{fmt.Sprint("axis", i), rapid.Uint64Range(2, 6).Draw(t, "n"), inner +
+			rapid.SampledFrom([]uint64{0, 0, 3, 17}).Draw(t, "gap")}
 		inner = (a.n-1)*a.stride + inner
 		p.axes = slices.Insert(p.axes, 0, a)
 	}
@@ -91,7 +93,8 @@ func TestFigures(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			r, err := Explain(m, side(256, 2, order, m.DType()), side(128, 1, parseblock.PackedHND, m.DType()), 300)
+			r, err := Explain(m, side(256, 2, order, m.DType()), side(128, 1, parseblock.PackedHND,
+				m.DType()), 300)
 			if err != nil {
 				t.Fatal(name, order, err)
 			}
@@ -125,7 +128,8 @@ func TestFigures(t *testing.T) {
 			if err := r.WriteSVG(&svg); err != nil {
 				t.Fatal(err)
 			}
-			for _, want := range []string{m.Name, size(r.TotalBytes), comma(r.TotalWrites), comma(r.Pages[0].Bytes) + " bytes", "P0", "D0"} {
+			for _, want := range []string{m.Name, size(r.TotalBytes), comma(r.TotalWrites),
+				comma(r.Pages[0].Bytes) + " bytes", "P0", "D0"} {
 				if !strings.Contains(svg.String(), want) {
 					t.Errorf("%s %s: the figure does not say %q", name, order, want)
 				}
@@ -143,8 +147,10 @@ func TestFiguresOfTheDocs(t *testing.T) {
 		model    string
 		from, to Side
 	}{
-		"llama-3.1-8b-tp2-tp1": {"llama-3.1-8b", side(16, 2, parseblock.PackedNHD, "bf16"), side(16, 1, parseblock.PackedNHD, "bf16")},
-		"deepseek-v3.2":        {"deepseek-v3.2", side(128, 1, parseblock.PackedNHD, "fp8"), side(128, 1, parseblock.PackedNHD, "fp8")},
+		"llama-3.1-8b-tp2-tp1": {"llama-3.1-8b", side(16, 2, parseblock.PackedNHD, "bf16"),
+			side(16, 1, parseblock.PackedNHD, "bf16")},
+		"deepseek-v3.2": {"deepseek-v3.2", side(128, 1, parseblock.PackedNHD, "fp8"),
+			side(128, 1, parseblock.PackedNHD, "fp8")},
 	} {
 		m, err := Preset(c.model)
 		if err != nil {
@@ -163,7 +169,9 @@ func TestFiguresOfTheDocs(t *testing.T) {
 			t.Fatal(err)
 		}
 		if !bytes.Equal(old, svg.Bytes()) {
-			t.Errorf("docs/layouts/%s.svg is not what `kvspray layout explain --format svg` draws: make it again", file)
+			t.Errorf(
+				"docs/layouts/%s.svg is not what `kvspray layout explain --format svg` draws: make it again",
+				file)
 		}
 	}
 }

@@ -48,8 +48,10 @@ func TestPresets(t *testing.T) {
 		{"gemma-3-27b", "bf16", 81920, 416 << 20},
 		// Entries and keys of 584 and 132 bytes; windows; of each compressor key and score of the
 		// last 8 or 128 tokens, twice where entries overlap.
-		{"deepseek-v4-pro", "fp8", 30*716/4.0 + 31*584/128.0, 61*128*584 + 30*8*(8192+2048) + 31*128*4096},
-		{"deepseek-v4-flash", "fp8", 21*716/4.0 + 20*584/128.0, 43*128*584 + 21*8*(8192+2048) + 20*128*4096},
+		{"deepseek-v4-pro", "fp8", 30*716/4.0 + 31*584/128.0, 61*128*584 + 30*8*(8192+2048) +
+			31*128*4096},
+		{"deepseek-v4-flash", "fp8", 21*716/4.0 + 20*584/128.0, 43*128*584 + 21*8*(8192+2048) +
+			20*128*4096},
 	} {
 		m, err := Preset(c.model)
 		if err != nil {
@@ -62,7 +64,8 @@ func TestPresets(t *testing.T) {
 			continue
 		}
 		if r.BytesPerToken != c.perToken || r.FixedBytes != c.fixed {
-			t.Errorf("%s %s: %v bytes a token and %d besides, want %v and %d", c.model, c.dtype, r.BytesPerToken, r.FixedBytes, c.perToken, c.fixed)
+			t.Errorf("%s %s: %v bytes a token and %d besides, want %v and %d", c.model, c.dtype,
+				r.BytesPerToken, r.FixedBytes, c.perToken, c.fixed)
 		}
 	}
 	if _, err := Preset("gpt-2"); err == nil || !strings.Contains(err.Error(), "llama-3.1-8b") {
@@ -83,16 +86,22 @@ func TestPlan(t *testing.T) {
 		flows           int
 	}{
 		// The case that peers make two million writes of.
-		{"llama-3.1-8b", side(16, 2, parseblock.FlashKVFirst, "bf16"), side(16, 1, parseblock.FlashKVFirst, "bf16"), 32768, 4 << 30, 2 * 32 * 65536, 1024, 1024, 2},
-		{"llama-3.1-8b", side(16, 2, parseblock.PackedHND, "bf16"), side(16, 1, parseblock.PackedHND, "bf16"), 32768, 4 << 30, 2 * 32 * 2048, 32768, 32768, 2},
-		{"llama-3.1-8b", side(16, 1, parseblock.PackedNHD, "bf16"), side(16, 4, parseblock.PackedNHD, "bf16"), 4096, 512 << 20, 4 * 32 * 4096, 1024, 1024, 4},
+		{"llama-3.1-8b", side(16, 2, parseblock.FlashKVFirst, "bf16"),
+			side(16, 1, parseblock.FlashKVFirst, "bf16"), 32768, 4 << 30, 2 * 32 * 65536, 1024, 1024, 2},
+		{"llama-3.1-8b", side(16, 2, parseblock.PackedHND, "bf16"), side(16, 1, parseblock.PackedHND,
+			"bf16"), 32768, 4 << 30, 2 * 32 * 2048, 32768, 32768, 2},
+		{"llama-3.1-8b", side(16, 1, parseblock.PackedNHD, "bf16"), side(16, 4, parseblock.PackedNHD,
+			"bf16"), 4096, 512 << 20, 4 * 32 * 4096, 1024, 1024, 4},
 		// Replicated heads: each of 8 ranks has one of 4 heads; a decode rank takes it from one of
 		// two.
-		{"qwen3-30b-a3b", side(16, 8, parseblock.PackedHND, "bf16"), side(16, 1, parseblock.PackedHND, "bf16"), 16, 16 * 98304, 48 * 4, 8192, 8192, 4},
+		{"qwen3-30b-a3b", side(16, 8, parseblock.PackedHND, "bf16"), side(16, 1, parseblock.PackedHND,
+			"bf16"), 16, 16 * 98304, 48 * 4, 8192, 8192, 4},
 		// MLA: every rank has everything, one gives.
-		{"deepseek-v3", side(64, 8, parseblock.PackedNHD, "bf16"), side(64, 2, parseblock.PackedNHD, "bf16"), 64, 2 * 64 * 70272, 2 * 61, 64 * 1152, 64 * 1152, 2},
+		{"deepseek-v3", side(64, 8, parseblock.PackedNHD, "bf16"), side(64, 2, parseblock.PackedNHD,
+			"bf16"), 64, 2 * 64 * 70272, 2 * 61, 64 * 1152, 64 * 1152, 2},
 		// A part of a page of the indexer is two pieces.
-		{"deepseek-v3.2", side(64, 1, parseblock.PackedNHD, "fp8"), side(64, 1, parseblock.PackedNHD, "fp8"), 10, 10 * 48068, 61 * 3, 40, 6560, 1},
+		{"deepseek-v3.2", side(64, 1, parseblock.PackedNHD, "fp8"), side(64, 1, parseblock.PackedNHD,
+			"fp8"), 10, 10 * 48068, 61 * 3, 40, 6560, 1},
 	} {
 		m, err := Preset(c.model)
 		if err != nil {
@@ -104,8 +113,10 @@ func TestPlan(t *testing.T) {
 			continue
 		}
 		f := r.Flows[0]
-		if r.TotalBytes != c.total || r.TotalWrites != c.writes || len(r.Flows) != c.flows || f.Least != c.least || f.Most != c.most {
-			t.Errorf("%s: %d bytes in %d writes of %d to %d, %d flows; want %d in %d of %d to %d, %d", c.model, r.TotalBytes, r.TotalWrites, f.Least, f.Most, len(r.Flows),
+		if r.TotalBytes != c.total || r.TotalWrites != c.writes || len(r.Flows) != c.flows ||
+			f.Least != c.least || f.Most != c.most {
+			t.Errorf("%s: %d bytes in %d writes of %d to %d, %d flows; want %d in %d of %d to %d, %d",
+				c.model, r.TotalBytes, r.TotalWrites, f.Least, f.Most, len(r.Flows),
 				c.total, c.writes, c.least, c.most, c.flows)
 		}
 	}
@@ -130,7 +141,8 @@ func TestAnyRanks(t *testing.T) {
 	}{
 		{"llama-3.1-8b", 8, "8 KV heads over 3 ranks"},
 		{"deepseek-v3.2", 0, ""},
-		{"qwen3-next-80b", 0, "2 KV heads over 3 ranks; prefill: no engine known to us spreads 16 key and 32 value heads over 3 ranks"},
+		{"qwen3-next-80b", 0, "2 KV heads over 3 ranks; prefill: no engine known to us spreads 16 key " +
+			"and 32 value heads over 3 ranks"},
 		{"gpt-oss-20b", 8, "8 KV heads over 3 ranks"},
 	} {
 		m, err := Preset(c.model)
@@ -146,7 +158,8 @@ func TestAnyRanks(t *testing.T) {
 			for _, from := range []int{2, 3, 5} {
 				r, err := Explain(m, side(16, from, parseblock.PackedHND, m.DType()), decode, tokens)
 				if err != nil || r.TotalBytes != alone.TotalBytes {
-					t.Errorf("%s, %d to %d: %+v, and %d bytes from an engine like it (%v)", c.model, from, to, r, alone.TotalBytes, err)
+					t.Errorf("%s, %d to %d: %+v, and %d bytes from an engine like it (%v)", c.model, from, to, r,
+						alone.TotalBytes, err)
 					continue
 				}
 				got := map[int]bool{}
@@ -157,11 +170,15 @@ func TestAnyRanks(t *testing.T) {
 					t.Errorf("%s, %d to %d: only %d ranks get anything", c.model, from, to, len(got))
 				}
 				// Where there are more ranks than heads, each has one.
-				if all := perToken(m); c.kvHeads > 0 && r.TotalBytes != all*tokens/c.kvHeads*max(c.kvHeads, uint64(to)) {
-					t.Errorf("%s, %d to %d: %d bytes, want %d", c.model, from, to, r.TotalBytes, all*tokens/c.kvHeads*max(c.kvHeads, uint64(to)))
+				if all := perToken(m); c.kvHeads > 0 && r.TotalBytes != all*tokens/c.kvHeads*max(c.kvHeads,
+					uint64(to)) {
+					t.Errorf("%s, %d to %d: %d bytes, want %d", c.model, from, to, r.TotalBytes,
+						all*tokens/c.kvHeads*max(c.kvHeads, uint64(to)))
 				}
-				if said := strings.Contains(r.Note, "prefill: no engine known to us spreads "+c.unusual) && c.unusual != ""; said != (from == 3 && c.unusual != "") {
-					t.Errorf("%s, %d to %d: the note is %q, want %q: %v", c.model, from, to, r.Note, c.unusual, from == 3)
+				if said := strings.Contains(r.Note, "prefill: no engine known to us spreads "+c.unusual) &&
+					c.unusual != ""; said != (from == 3 && c.unusual != "") {
+					t.Errorf("%s, %d to %d: the note is %q, want %q: %v", c.model, from, to, r.Note,
+						c.unusual, from == 3)
 				}
 			}
 		}
@@ -175,7 +192,8 @@ func TestForms(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		r, err := Explain(m, side(256, 1, parseblock.FlashBlockFirst, m.DType()), side(128, 2, parseblock.PackedHND, m.DType()), 700)
+		r, err := Explain(m, side(256, 1, parseblock.FlashBlockFirst, m.DType()),
+			side(128, 2, parseblock.PackedHND, m.DType()), 700)
 		if err != nil {
 			t.Errorf("%s: %v", name, err)
 			continue
@@ -216,13 +234,41 @@ func TestRefusals(t *testing.T) {
 	}
 	good := side(16, 1, parseblock.PackedNHD, "bf16")
 	for want, f := range map[string]func() error{
-		"--block 0: ":                            func() error { _, err := Explain(m, side(0, 1, good.Order, "bf16"), good, 10); return err },
-		"--to-tp 300: ":                          func() error { _, err := Explain(m, good, side(16, 300, good.Order, "bf16"), 10); return err },
-		`order "zigzag"`:                         func() error { _, err := Explain(m, side(16, 1, "zigzag", "bf16"), good, 10); return err },
-		`dtype "int3"`:                           func() error { _, err := Explain(m, side(16, 1, good.Order, "int3"), good, 10); return err },
-		"--dtype bf16: the pages of DeepSeek-V4": func() error { _, err := Explain(v4, good, good, 10); return err },
-		"0 tokens":                               func() error { _, err := Explain(m, good, good, 0); return err },
-		`dtype = "bf16" and "f`:                  func() error { _, err := Explain(m, good, side(16, 1, good.Order, "fp8"), 10); return err },
+		"--block 0: ": func() error {
+			_, err := Explain(m,
+				side(0, 1, good.Order, "bf16"), good, 10)
+			return err
+		},
+		"--to-tp 300: ": func() error {
+			_, err := Explain(m, good,
+				side(16, 300, good.Order, "bf16"), 10)
+			return err
+		},
+		`order "zigzag"`: func() error {
+			_, err := Explain(m,
+				side(16, 1, "zigzag", "bf16"), good, 10)
+			return err
+		},
+		`dtype "int3"`: func() error {
+			_, err := Explain(m,
+				side(16, 1, good.Order, "int3"), good, 10)
+			return err
+		},
+		"--dtype bf16: the pages of DeepSeek-V4": func() error {
+			_, err := Explain(v4, good, good,
+				10)
+			return err
+		},
+		"0 tokens": func() error {
+			_, err := Explain(m, good, good,
+				0)
+			return err
+		},
+		`dtype = "bf16" and "f`: func() error {
+			_, err := Explain(m, good,
+				side(16, 1, good.Order, "fp8"), 10)
+			return err
+		},
 	} {
 		if err := f(); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("got %v, want %q", err, want)
@@ -245,7 +291,8 @@ func TestRanksOfEngines(t *testing.T) {
 		}
 		var got []int
 		for tp := 1; tp <= 16; tp++ {
-			r, err := Explain(m, side(16, tp, parseblock.PackedNHD, "bf16"), side(16, 1, parseblock.PackedNHD, "bf16"), 10)
+			r, err := Explain(m, side(16, tp, parseblock.PackedNHD, "bf16"),
+				side(16, 1, parseblock.PackedNHD, "bf16"), 10)
 			if err != nil {
 				t.Errorf("%s over %d ranks: %v", name, tp, err)
 			} else if r.Note == "" {
@@ -265,8 +312,10 @@ var published = []struct {
 	perToken    float64
 	fixed       uint64
 }{
-	{"llama-3.1-8b", `{"model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}`, 32 * 2 * 8 * 128 * 2, 0},
-	{"llama-3.1-70b", `{"model_type": "llama", "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "hidden_size": 8192}`, 80 * 2 * 8 * 128 * 2, 0},
+	{"llama-3.1-8b",
+		`{"model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}`, 32 * 2 * 8 * 128 * 2, 0},
+	{"llama-3.1-70b",
+		`{"model_type": "llama", "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "hidden_size": 8192}`, 80 * 2 * 8 * 128 * 2, 0},
 	{"qwen3-8b", `{"model_type": "qwen3", "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "hidden_size": 4096,
 		"sliding_window": null, "use_sliding_window": false, "max_window_layers": 36}`, 36 * 2 * 8 * 128 * 2, 0},
 	{"qwen3-32b", `{"model_type": "qwen3", "num_hidden_layers": 64, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "hidden_size": 5120,
@@ -346,7 +395,8 @@ func TestPublishedConfigs(t *testing.T) {
 				continue
 			}
 			if r.BytesPerToken != c.perToken || r.FixedBytes != c.fixed {
-				t.Errorf("%s of %s: %v bytes a token and %d besides, want %v and %d", m.Name, c.json, r.BytesPerToken, r.FixedBytes, c.perToken, c.fixed)
+				t.Errorf("%s of %s: %v bytes a token and %d besides, want %v and %d", m.Name, c.json,
+					r.BytesPerToken, r.FixedBytes, c.perToken, c.fixed)
 			}
 		}
 	}
@@ -375,7 +425,8 @@ func TestSlabPages(t *testing.T) {
 	}
 	var got []page
 	for _, g := range l.Groups {
-		got = append(got, page{g.Strategy, g.TokensPerBlock, g.Layers[0].PageBytes, g.Layers[0].BlockStride})
+		got = append(got, page{g.Strategy, g.TokensPerBlock, g.Layers[0].PageBytes,
+			g.Layers[0].BlockStride})
 	}
 	want := []page{
 		{"deepseek_v4", 256, 64 * 584, 37440},
@@ -398,81 +449,145 @@ func TestParseConfig(t *testing.T) {
 		json string
 		want string // of the caches, or of the error
 	}{
-		"llama":    {`{"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}`, "[{32 8 128 0"},
-		"head dim": {`{"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "head_dim": 64}`, "[{36 8 64 0"},
-		"mha":      {`{"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}`, "[{2 4 16 0"},
-		"text":     {`{"model_type": "gemma3", "text_config": {"num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 8, "num_key_value_heads": 2, "sliding_window": 512, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}}`, "[{1 2 8 0"},
-		"mla":      {`{"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64}`, "[{61 0 0 0 576 false"},
-		"dsa":      {`{"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}`, "[{61 0 0 0 576 true"},
+		"llama": {
+			`{"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}`, "[{32 8 128 0"},
+		"head dim": {
+			`{"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "head_dim": 64}`, "[{36 8 64 0"},
+		"mha": {`{"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}`,
+			"[{2 4 16 0"},
+		"text": {
+			`{"model_type": "gemma3", "text_config": {"num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 8, "num_key_value_heads": 2, "sliding_window": 512, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}}`, "[{1 2 8 0"},
+		"mla": {`{"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64}`,
+			"[{61 0 0 0 576 false"},
+		"dsa": {
+			`{"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}`,
+			"[{61 0 0 0 576 true"},
 		"nemotron": {`{"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128, "hybrid_override_pattern": "M-M*", "mamba_num_heads": 64,
 			"mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4}`, "{2 0 0 0 0 false 0 mamba2_state 8 128 64 64 3 2}"},
-		"indexed":       {`{"num_hidden_layers": 2, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "layer_types": ["indexed_attention", "indexed_attention"]}`, "[{2 0 0 0 576 true"},
-		"shared":        {`{"num_hidden_layers": 3, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "indexer_types": ["full", "shared", "shared"]}`, "[{1 0 0 0 576 true 0  0 0 0 0 0 0} {2 0 0 0 576 false"},
-		"letters of it": {`{"num_hidden_layers": 3, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_topk_pattern": "FSS"}`, "[{1 0 0 0 576 true 0  0 0 0 0 0 0} {2 0 0 0 576 false"},
-		"shared, which": {`{"num_hidden_layers": 3, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_topk_pattern": "FSX"}`, `indexer_types[2] = "X"`},
-		"shared, few":   {`{"num_hidden_layers": 3, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_topk_pattern": "FS"}`, "2 entries for 3 layers"},
-		"window off":    {`{` + dense + `, "sliding_window": 4096, "use_sliding_window": false}`, "[{4 4 16 0"},
-		"mistral":       {`{"model_type": "mistral", "num_hidden_layers": 2, "num_attention_heads": 32, "hidden_size": 4096, "sliding_window": 4096}`, "[{2 8 128 4096"},
-		"gemma 2":       {`{"model_type": "gemma2", ` + dense + `, "sliding_window": 7}`, "[{2 4 256 0 0 false 0  0 0 0 0 0 0} {2 4 256 7"},
-		"cohere":        {`{"model_type": "cohere2", ` + dense + `, "sliding_window": 7}`, "[{1 4 16 0 0 false 0  0 0 0 0 0 0} {3 4 16 7"},
-		"exaone":        {`{"model_type": "exaone4", ` + dense + `, "sliding_window": 7, "sliding_window_pattern": "LG"}`, "[{2 4 16 0 0 false 0  0 0 0 0 0 0} {2 4 16 7"},
-		"olmo":          {`{"model_type": "olmo3", ` + dense + `, "sliding_window": 7}`, "[{1 4 16 0 0 false 0  0 0 0 0 0 0} {3 4 16 7"},
-		"qwen":          {`{"model_type": "qwen2", ` + dense + `, "sliding_window": 7}`, "[{4 4 16 0"},
-		"qwen on":       {`{"model_type": "qwen2", ` + dense + `, "sliding_window": 7, "use_sliding_window": true, "max_window_layers": 3}`, "[{3 4 16 0 0 false 0  0 0 0 0 0 0} {1 4 16 7"},
-		"qwen moe on":   {`{"model_type": "qwen3_moe", ` + dense + `, "sliding_window": 7, "use_sliding_window": true}`, `model_type = "qwen3_moe": has a sliding_window of 7`},
-		"window, whose": {`{` + dense + `, "sliding_window": 4096}`, `model_type = "": has a sliding_window of 4096 and no layer_types`},
-		"letters":       {`{"model_type": "exaone4", ` + dense + `, "sliding_window": 7, "sliding_window_pattern": "LGLG"}`, `sliding_window_pattern = "LGLG"`},
-		"pattern":       {`{"model_type": "gemma3_text", ` + dense + `, "sliding_window": 7, "sliding_window_pattern": -6}`, `sliding_window_pattern = -6`},
-		"interval":      {`{"model_type": "qwen3_next", ` + dense + `, "full_attention_interval": 0}`, `full_attention_interval = 0`},
-		"ratio":         {`{` + v4 + `, "compress_ratios": [4, 16]}`, `compress_ratios[1] = 16: ratios of 0, 1, 4 and 128`},
-		"ratios":        {`{` + v4 + `, "compress_ratios": [4]}`, `compress_ratios: 1 entries for 2 layers`},
-		"draft ratios":  {`{` + v4 + `, "compress_ratios": [4, 128, 4, 16]}`, "[{1 0 0 0 0 true 4  0 0 0 0 0 0} {1 0 0 0 0 false 128"},
-		"no ratios":     {`{` + v4 + `}`, `layer_types: 0 entries for 2 layers`},
-		"rate":          {`{` + v4 + `, "layer_types": ["sliding_attention", "heavily_compressed_attention"], "compress_rates": {"heavily_compressed_attention": 64}}`, `layer_types[1] = 64`},
-		"v4 type":       {`{` + v4 + `, "layer_types": ["full_attention", "sliding_attention"]}`, `layer_types[0] = "full_attention": unknown in DeepSeek-V4`},
-		"v4 dim":        {`{` + v4 + `, "head_dim": 576, "compress_ratios": [4, 4]}`, `head_dim = 576: DeepSeek-V4's entries`},
-		"v4 window":     {`{` + v4 + `, "sliding_window": 0, "compress_ratios": [4, 4]}`, `sliding_window = 0`},
-		"v4.1":          {`{"model_type": "deepseek_v41", "num_hidden_layers": 2, "compress_ratios": [1, 2]}`, `model_type = "deepseek_v41": compressed caches`},
-		"ratios of":     {`{` + dense + `, "compress_ratios": [4, 4, 4, 4]}`, `model_type = "": compressed caches`},
-		"chunks":        {`{` + dense + `, "attention_chunk_size": 8192}`, "attention_chunk_size = 8192: gives layers caches"},
-		"no chunks":     {`{` + dense + `, "attention_chunk_size": null, "num_kv_shared_layers": 0, "is_encoder_decoder": false}`, "[{4 4 16 0"},
-		"v heads":       {`{` + dense + `, "v_head_dim": 8}`, "v_head_dim = 8"},
-		"uneven heads":  {`{"num_hidden_layers": 2, "num_attention_heads": 5, "hidden_size": 64}`, "hidden_size = 64: not divisible by 5 heads"},
-		"no json":       {`model`, "invalid character"},
-		"no layers":     {`{}`, "num_hidden_layers = 0"},
-		"many layers":   {`{"num_hidden_layers": 100000}`, "num_hidden_layers = 100000"},
-		"no heads":      {`{"num_hidden_layers": 2}`, "cannot be told"},
-		"huge":          {`{"num_hidden_layers": 2, "num_attention_heads": 99999999, "head_dim": 2}`, "num_key_value_heads (or num_attention_heads) = 99999999, or is missing: want 1 to 1048576"},
-		"negative":      {`{"num_hidden_layers": 2, "num_attention_heads": -4, "head_dim": 2}`, "num_attention_heads = -4: want 0 or more"},
-		"negative in":   {`{"text_config": {"num_hidden_layers": 2, "linear_attn_config": {"num_heads": -4}}}`, "linear_attn_config.num_heads = -4: want 0 or more"},
-		"window below":  {`{"model_type": "mistral", ` + dense + `, "sliding_window": -5}`, "sliding_window = -5: want 0 or more"},
-		"latent below":  {`{` + dense + `, "kv_lora_rank": -512}`, "kv_lora_rank = -512: want 0 or more"},
-		"no KV heads":   {`{` + dense + `, "num_key_value_heads": 0}`, "num_key_value_heads (or num_attention_heads) = 0, or is missing"},
+		"indexed": {
+			`{"num_hidden_layers": 2, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "layer_types": ["indexed_attention", "indexed_attention"]}`, "[{2 0 0 0 576 true"},
+		"shared": {
+			`{"num_hidden_layers": 3, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "indexer_types": ["full", "shared", "shared"]}`, "[{1 0 0 0 576 true 0  0 0 0 0 0 0} {2 0 0 0 576 false"},
+		"letters of it": {
+			`{"num_hidden_layers": 3, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_topk_pattern": "FSS"}`, "[{1 0 0 0 576 true 0  0 0 0 0 0 0} {2 0 0 0 576 false"},
+		"shared, which": {
+			`{"num_hidden_layers": 3, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_topk_pattern": "FSX"}`, `indexer_types[2] = "X"`},
+		"shared, few": {
+			`{"num_hidden_layers": 3, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_topk_pattern": "FS"}`, "2 entries for 3 layers"},
+		"window off": {`{` + dense + `, "sliding_window": 4096, "use_sliding_window": false}`,
+			"[{4 4 16 0"},
+		"mistral": {
+			`{"model_type": "mistral", "num_hidden_layers": 2, "num_attention_heads": 32, "hidden_size": 4096, "sliding_window": 4096}`, "[{2 8 128 4096"},
+		"gemma 2": {`{"model_type": "gemma2", ` + dense + `, "sliding_window": 7}`,
+			"[{2 4 256 0 0 false 0  0 0 0 0 0 0} {2 4 256 7"},
+		"cohere": {`{"model_type": "cohere2", ` + dense + `, "sliding_window": 7}`,
+			"[{1 4 16 0 0 false 0  0 0 0 0 0 0} {3 4 16 7"},
+		"exaone": {`{"model_type": "exaone4", ` + dense +
+			`, "sliding_window": 7, "sliding_window_pattern": "LG"}`, "[{2 4 16 0 0 false 0  0 0 0 0 0 0} " +
+			"{2 4 16 7"},
+		"olmo": {`{"model_type": "olmo3", ` + dense + `, "sliding_window": 7}`,
+			"[{1 4 16 0 0 false 0  0 0 0 0 0 0} {3 4 16 7"},
+		"qwen": {`{"model_type": "qwen2", ` + dense + `, "sliding_window": 7}`, "[{4 4 16 0"},
+		"qwen on": {`{"model_type": "qwen2", ` + dense +
+			`, "sliding_window": 7, "use_sliding_window": true, "max_window_layers": 3}`,
+			"[{3 4 16 0 0 false 0  0 0 0 0 0 0} {1 4 16 7"},
+		"qwen moe on": {`{"model_type": "qwen3_moe", ` + dense +
+			`, "sliding_window": 7, "use_sliding_window": true}`,
+			`model_type = "qwen3_moe": has a sliding_window of 7`},
+		"window, whose": {`{` + dense + `, "sliding_window": 4096}`,
+			`model_type = "": has a sliding_window of 4096 and no layer_types`},
+		"letters": {`{"model_type": "exaone4", ` + dense +
+			`, "sliding_window": 7, "sliding_window_pattern": "LGLG"}`, `sliding_window_pattern = "LGLG"`},
+		"pattern": {`{"model_type": "gemma3_text", ` + dense +
+			`, "sliding_window": 7, "sliding_window_pattern": -6}`, `sliding_window_pattern = -6`},
+		"interval": {`{"model_type": "qwen3_next", ` + dense + `, "full_attention_interval": 0}`,
+			`full_attention_interval = 0`},
+		"ratio": {`{` + v4 + `, "compress_ratios": [4, 16]}`,
+			`compress_ratios[1] = 16: ratios of 0, 1, 4 and 128`},
+		"ratios": {`{` + v4 + `, "compress_ratios": [4]}`,
+			`compress_ratios: 1 entries for 2 layers`},
+		"draft ratios": {`{` + v4 + `, "compress_ratios": [4, 128, 4, 16]}`, "[{1 0 0 0 0 true 4  0 0 " +
+			"0 0 0 0} {1 0 0 0 0 false 128"},
+		"no ratios": {`{` + v4 + `}`, `layer_types: 0 entries for 2 layers`},
+		"rate": {`{` + v4 +
+			`, "layer_types": ["sliding_attention", "heavily_compressed_attention"], "compress_rates": {"heavily_compressed_attention": 64}}`, `layer_types[1] = 64`},
+		"v4 type": {`{` + v4 + `, "layer_types": ["full_attention", "sliding_attention"]}`,
+			`layer_types[0] = "full_attention": unknown in DeepSeek-V4`},
+		"v4 dim": {`{` + v4 + `, "head_dim": 576, "compress_ratios": [4, 4]}`,
+			`head_dim = 576: DeepSeek-V4's entries`},
+		"v4 window": {`{` + v4 + `, "sliding_window": 0, "compress_ratios": [4, 4]}`,
+			`sliding_window = 0`},
+		"v4.1": {
+			`{"model_type": "deepseek_v41", "num_hidden_layers": 2, "compress_ratios": [1, 2]}`,
+			`model_type = "deepseek_v41": compressed caches`},
+		"ratios of": {`{` + dense + `, "compress_ratios": [4, 4, 4, 4]}`,
+			`model_type = "": compressed caches`},
+		"chunks": {`{` + dense + `, "attention_chunk_size": 8192}`, "attention_chunk_size = " +
+			"8192: gives layers caches"},
+		"no chunks": {`{` + dense +
+			`, "attention_chunk_size": null, "num_kv_shared_layers": 0, "is_encoder_decoder": false}`,
+			"[{4 4 16 0"},
+		"v heads": {`{` + dense + `, "v_head_dim": 8}`, "v_head_dim = 8"},
+		"uneven heads": {`{"num_hidden_layers": 2, "num_attention_heads": 5, "hidden_size": 64}`,
+			"hidden_size = 64: not divisible by 5 heads"},
+		"no json":     {`model`, "invalid character"},
+		"no layers":   {`{}`, "num_hidden_layers = 0"},
+		"many layers": {`{"num_hidden_layers": 100000}`, "num_hidden_layers = 100000"},
+		"no heads":    {`{"num_hidden_layers": 2}`, "cannot be told"},
+		"huge": {`{"num_hidden_layers": 2, "num_attention_heads": 99999999, "head_dim": 2}`,
+			"num_key_value_heads (or num_attention_heads) = 99999999, or is missing: want 1 to 1048576"},
+		"negative": {`{"num_hidden_layers": 2, "num_attention_heads": -4, "head_dim": 2}`,
+			"num_attention_heads = -4: want 0 or more"},
+		"negative in": {
+			`{"text_config": {"num_hidden_layers": 2, "linear_attn_config": {"num_heads": -4}}}`,
+			"linear_attn_config.num_heads = -4: want 0 or more"},
+		"window below": {`{"model_type": "mistral", ` + dense + `, "sliding_window": -5}`,
+			"sliding_window = -5: want 0 or more"},
+		"latent below": {`{` + dense + `, "kv_lora_rank": -512}`, "kv_lora_rank = -512: want 0 or more"},
+		"no KV heads": {`{` + dense + `, "num_key_value_heads": 0}`, "num_key_value_heads (or " +
+			"num_attention_heads) = 0, or is missing"},
 		"null KV heads": {`{` + dense + `, "num_key_value_heads": null}`, "[{4 4 16 0"},
-		"no head size":  {`{"num_hidden_layers": 2, "num_attention_heads": 4}`, "head_dim (or hidden_size by num_attention_heads) = 0, or is missing"},
-		"no rope":       {`{"num_hidden_layers": 2, "kv_lora_rank": 512}`, "qk_rope_head_dim is missing"},
-		"rope of 0":     {`{"num_hidden_layers": 2, "kv_lora_rank": 512, "qk_rope_head_dim": 0}`, "[{2 0 0 0 512 false"},
-		"MLA off":       {`{"model_type": "deepseek_v2", ` + dense + `, "kv_lora_rank": null, "use_mla": false}`, "[{4 4 16 0 0 false"},
-		"MLA of no dim": {`{"model_type": "deepseek_v2", ` + dense + `, "kv_lora_rank": null, "qk_rope_head_dim": 0}`, "[{4 4 16 0 0 false"},
-		"MLA left out":  {`{"model_type": "deepseek_v3", ` + dense + `}`, "[{4 0 0 0 576 false"},
+		"no head size": {`{"num_hidden_layers": 2, "num_attention_heads": 4}`,
+			"head_dim (or hidden_size by num_attention_heads) = 0, or is missing"},
+		"no rope": {`{"num_hidden_layers": 2, "kv_lora_rank": 512}`, "qk_rope_head_dim is missing"},
+		"rope of 0": {`{"num_hidden_layers": 2, "kv_lora_rank": 512, "qk_rope_head_dim": 0}`,
+			"[{2 0 0 0 512 false"},
+		"MLA off": {`{"model_type": "deepseek_v2", ` + dense +
+			`, "kv_lora_rank": null, "use_mla": false}`, "[{4 4 16 0 0 false"},
+		"MLA of no dim": {`{"model_type": "deepseek_v2", ` + dense +
+			`, "kv_lora_rank": null, "qk_rope_head_dim": 0}`, "[{4 4 16 0 0 false"},
+		"MLA left out": {`{"model_type": "deepseek_v3", ` + dense + `}`, "[{4 0 0 0 576 false"},
 		"narrow kernel": {`{` + dense + `, "layer_types": ["linear_attention", "linear_attention", "linear_attention", "linear_attention"], "linear_num_key_heads": 2, "linear_key_head_dim": 2,
 			"linear_num_value_heads": 2, "linear_value_head_dim": 2, "linear_conv_kernel_dim": 1}`, "linear_conv_kernel_dim = 1, or is missing: want 2 to"},
-		"text for a number":    {`{"num_hidden_layers": "4"}`, "num_hidden_layers = a JSON string: want a whole number"},
-		"fraction":             {`{"num_hidden_layers": 4.5}`, "num_hidden_layers = a JSON number 4.5: want a whole number"},
-		"past 64 bits":         {`{"num_hidden_layers": 100000000000000000000}`, "num_hidden_layers = a JSON number 100000000000000000000: want a whole number"},
-		"list for a number":    {`{"text_config": {"head_dim": [1]}}`, "text_config.head_dim = a JSON array: want a whole number"},
+		"text for a number": {`{"num_hidden_layers": "4"}`, "num_hidden_layers = a JSON string: " +
+			"want a whole number"},
+		"fraction": {`{"num_hidden_layers": 4.5}`, "num_hidden_layers = a JSON number 4.5: " +
+			"want a whole number"},
+		"past 64 bits": {`{"num_hidden_layers": 100000000000000000000}`, "num_hidden_layers = " +
+			"a JSON number 100000000000000000000: want a whole number"},
+		"list for a number": {`{"text_config": {"head_dim": [1]}}`, "text_config.head_dim = a JSON " +
+			"array: want a whole number"},
 		"number for a list":    {`{"layer_types": 4}`, "layer_types = a JSON number: want a list"},
 		"number for an object": {`{"text_config": 4}`, "text_config = a JSON number: want an object"},
-		"a list":               {`[1]`, "the file = a JSON array: want an object, as in a model's config.json"},
-		"half":                 {`{"num_hidden_layers": 4`, "no JSON: unexpected end of JSON input; pass a model's config.json"},
-		"other types":          {`{"num_hidden_layers": 1, "num_attention_heads": 4, "hidden_size": 64, "layer_types": ["convolution"]}`, `"convolution" is unknown`},
-		"short types":          {`{"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "layer_types": ["full_attention"]}`, "1 entries for 2 layers"},
-		"linear, which":        {`{"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "linear_num_value_heads": 4}`, "to say which"},
-		"kimi, which":          {`{"model_type": "kimi_linear", "num_hidden_layers": 27, "kv_lora_rank": 512, "qk_rope_head_dim": 64}`, `model_type = "kimi_linear": has linear layers`},
-		"mamba, which":         {`{` + dense + `, "hybrid_override_pattern": "M-*"}`, `hybrid_override_pattern = "M-*"`},
-		"kda twice":            {`{"num_hidden_layers": 2, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "linear_attn_config": {"kda_layers": [1], "full_attn_layers": [1]}}`, "layer 1 is named twice"},
-		"kda few":              {`{"num_hidden_layers": 3, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "linear_attn_config": {"kda_layers": [1], "full_attn_layers": [2]}}`, "are not 3 layers"},
-		"long":                 {strings.Repeat(" ", MaxConfigBytes+1), "at most"},
+		"a list": {`[1]`, "the file = a JSON array: want an object, as in a model's " +
+			"config.json"},
+		"half": {`{"num_hidden_layers": 4`, "no JSON: unexpected end of JSON input; " +
+			"pass a model's config.json"},
+		"other types": {
+			`{"num_hidden_layers": 1, "num_attention_heads": 4, "hidden_size": 64, "layer_types": ["convolution"]}`, `"convolution" is unknown`},
+		"short types": {
+			`{"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "layer_types": ["full_attention"]}`, "1 entries for 2 layers"},
+		"linear, which": {
+			`{"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "linear_num_value_heads": 4}`, "to say which"},
+		"kimi, which": {
+			`{"model_type": "kimi_linear", "num_hidden_layers": 27, "kv_lora_rank": 512, "qk_rope_head_dim": 64}`, `model_type = "kimi_linear": has linear layers`},
+		"mamba, which": {`{` + dense + `, "hybrid_override_pattern": "M-*"}`,
+			`hybrid_override_pattern = "M-*"`},
+		"kda twice": {
+			`{"num_hidden_layers": 2, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "linear_attn_config": {"kda_layers": [1], "full_attn_layers": [1]}}`, "layer 1 is named twice"},
+		"kda few": {
+			`{"num_hidden_layers": 3, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "linear_attn_config": {"kda_layers": [1], "full_attn_layers": [2]}}`, "are not 3 layers"},
+		"long": {strings.Repeat(" ", MaxConfigBytes+1), "at most"},
 	} {
 		m, err := ParseConfig(name, []byte(c.json))
 		got := fmt.Sprint(err)
@@ -498,22 +613,37 @@ const (
 // FuzzParseConfig: no file makes a panic, an endless plan, a layout that does not hold together, or
 // more memory than the bounds.
 func FuzzParseConfig(f *testing.F) {
-	f.Add([]byte(`{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}`), uint8(16), uint8(2), uint8(3))
-	f.Add([]byte(`{"model_type": "mistral", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "sliding_window": 7}`), uint8(16), uint8(2), uint8(1))
-	f.Add([]byte(`{"num_hidden_layers": 3, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}`), uint8(64), uint8(1), uint8(8))
-	f.Add([]byte(`{"num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 4, "layer_types": ["linear_attention"], "linear_num_key_heads": 2, "linear_key_head_dim": 4,`+
-		`"linear_num_value_heads": 4, "linear_value_head_dim": 4, "linear_conv_kernel_dim": 4}`), uint8(16), uint8(1), uint8(2))
+	f.Add(
+		[]byte(
+			`{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}`), uint8(16), uint8(2), uint8(3))
+	f.Add(
+		[]byte(
+			`{"model_type": "mistral", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "sliding_window": 7}`), uint8(16), uint8(2), uint8(1))
+	f.Add(
+		[]byte(
+			`{"num_hidden_layers": 3, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}`),
+		uint8(64), uint8(1), uint8(8))
+	f.Add(
+		[]byte(
+			`{"num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 4, "layer_types": ["linear_attention"], "linear_num_key_heads": 2, "linear_key_head_dim": 4,`+
+				`"linear_num_value_heads": 4, "linear_value_head_dim": 4, "linear_conv_kernel_dim": 4}`),
+		uint8(16), uint8(1), uint8(2))
 	// The most layers and ranks, and the most numbers for their bytes.
-	f.Add([]byte(`{"num_hidden_layers": 1024, "num_attention_heads": 15, "head_dim": 1048576}`), uint8(1), uint8(15), uint8(15))
-	f.Add([]byte(`{"num_hidden_layers": 1, "compress_ratios": [`+strings.Repeat("4,", 1<<15)+`4]}`), uint8(1), uint8(1), uint8(1))
-	f.Add([]byte(`{"num_hidden_layers": 1, "layer_types": [`+strings.Repeat(`"",`, 1<<15)+`""]}`), uint8(1), uint8(1), uint8(1))
+	f.Add([]byte(`{"num_hidden_layers": 1024, "num_attention_heads": 15, "head_dim": 1048576}`),
+		uint8(1), uint8(15), uint8(15))
+	f.Add([]byte(`{"num_hidden_layers": 1, "compress_ratios": [`+strings.Repeat("4,", 1<<15)+`4]}`),
+		uint8(1), uint8(1), uint8(1))
+	f.Add([]byte(`{"num_hidden_layers": 1, "layer_types": [`+strings.Repeat(`"",`, 1<<15)+`""]}`),
+		uint8(1), uint8(1), uint8(1))
 	for _, c := range published {
-		f.Add([]byte(strings.Replace(c.json, "INTERLEAVED", strings.Repeat("4, 128, ", 30)+"4", 1)), uint8(128), uint8(1), uint8(2))
+		f.Add([]byte(strings.Replace(c.json, "INTERLEAVED", strings.Repeat("4, 128, ", 30)+"4", 1)),
+			uint8(128), uint8(1), uint8(2))
 	}
 	f.Fuzz(func(t *testing.T, b []byte, block, tp, to uint8) {
 		var m *Model
 		var err error
-		testutil.AllocatesAtMost(t, uint64(mostReading+mostPerByte*len(b)), fmt.Sprintf("reading %d bytes", len(b)), func() { m, err = ParseConfig("fuzz", b) })
+		testutil.AllocatesAtMost(t, uint64(mostReading+mostPerByte*len(b)),
+			fmt.Sprintf("reading %d bytes", len(b)), func() { m, err = ParseConfig("fuzz", b) })
 		if err != nil {
 			return
 		}
@@ -521,8 +651,10 @@ func FuzzParseConfig(f *testing.F) {
 		for _, c := range m.Caches {
 			layers += c.Layers
 		}
-		testutil.AllocatesAtMost(t, uint64(mostExplaining+mostPerLayer*layers*max(1, int(tp%16)*int(to%16))), fmt.Sprintf("explaining %d layers", layers), func() {
-			r, err := Explain(m, side(int(block), int(tp%16), parseblock.PackedNHD, m.DType()), side(int(block), int(to%16), parseblock.PackedHND, m.DType()), 33)
+		testutil.AllocatesAtMost(t, uint64(mostExplaining+mostPerLayer*layers*max(1,
+			int(tp%16)*int(to%16))), fmt.Sprintf("explaining %d layers", layers), func() {
+			r, err := Explain(m, side(int(block), int(tp%16), parseblock.PackedNHD, m.DType()),
+				side(int(block), int(to%16), parseblock.PackedHND, m.DType()), 33)
 			if err != nil {
 				return
 			}
@@ -550,13 +682,18 @@ func FuzzParseEngine(f *testing.F) {
 		if err != nil {
 			f.Fatal(err)
 		}
-		f.Add(fmt.Appendf(nil, `{"workers": [{"name": "w", "layout": %q}]}`, base64.StdEncoding.EncodeToString(b)))
+		f.Add(fmt.Appendf(nil, `{"workers": [{"name": "w", "layout": %q}]}`,
+			base64.StdEncoding.EncodeToString(b)))
 	}
 	f.Add([]byte(`{"workers": [` + strings.Repeat("{},", 1<<13) + `{}]}`))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		var e *Engine
 		var err error
-		testutil.AllocatesAtMost(t, uint64(mostReading+mostPerByte*len(b)), fmt.Sprintf("reading %d bytes", len(b)), func() { e, err = ParseEngine("fuzz", "", bytes.NewReader(b)) })
+		testutil.AllocatesAtMost(t, uint64(mostReading+mostPerByte*len(b)),
+			fmt.Sprintf("reading %d bytes", len(b)), func() {
+				e, err = ParseEngine("fuzz", "",
+					bytes.NewReader(b))
+			})
 		if err != nil {
 			return
 		}
@@ -564,14 +701,16 @@ func FuzzParseEngine(f *testing.F) {
 		for _, l := range e.Layouts {
 			layers += l.NumLayers()
 		}
-		testutil.AllocatesAtMost(t, uint64(mostExplaining+mostPerLayer*layers*len(e.Layouts)), fmt.Sprintf("explaining %d layers of %d workers", layers, len(e.Layouts)), func() {
-			if r, err := ExplainEngines(e, e, 64); err == nil && r.TotalBytes == 0 && r.BytesPerToken >= 1 {
-				t.Fatalf("%v bytes a token, and nothing moves: %+v", r.BytesPerToken, r)
-			}
-			if v, err := Check(e, e); err == nil && len(v.Means)+len(v.Geometry) > 0 && len(e.Layouts) == 1 {
-				t.Fatalf("an engine differs from itself: %+v", v)
-			}
-		})
+		testutil.AllocatesAtMost(t, uint64(mostExplaining+mostPerLayer*layers*len(e.Layouts)),
+			fmt.Sprintf("explaining %d layers of %d workers", layers, len(e.Layouts)), func() {
+				if r, err := ExplainEngines(e, e, 64); err == nil && r.TotalBytes == 0 && r.BytesPerToken >= 1 {
+					t.Fatalf("%v bytes a token, and nothing moves: %+v", r.BytesPerToken, r)
+				}
+				if v, err := Check(e, e); err == nil && len(v.Means)+len(v.Geometry) > 0 &&
+					len(e.Layouts) == 1 {
+					t.Fatalf("an engine differs from itself: %+v", v)
+				}
+			})
 	})
 }
 
@@ -600,10 +739,13 @@ func TestCheck(t *testing.T) {
 		ok       bool
 		want     string
 	}{
-		"equal":        {engine(nhd, "a"), engine(nhd, "a"), true, "ok: pages move as they are"},
-		"reshape":      {engine(side(16, 2, parseblock.PackedHND, "bf16"), "a"), engine(side(64, 1, parseblock.PackedNHD, "bf16"), "a"), true, "2 workers give to one"},
-		"weights":      {engine(nhd, "a"), engine(nhd, "b"), false, `identity.weights: "a" here, "b" there`},
-		"dtype":        {engine(nhd, "a"), engine(side(16, 1, parseblock.PackedNHD, "fp8"), "a"), false, `dtype: "bf16" here, "fp8" there`},
+		"equal": {engine(nhd, "a"), engine(nhd, "a"), true, "ok: pages move as they are"},
+		"reshape": {engine(side(16, 2, parseblock.PackedHND, "bf16"), "a"),
+			engine(side(64, 1, parseblock.PackedNHD, "bf16"), "a"), true, "2 workers give to one"},
+		"weights": {engine(nhd, "a"), engine(nhd, "b"), false,
+			`identity.weights: "a" here, "b" there`},
+		"dtype": {engine(nhd, "a"), engine(side(16, 1, parseblock.PackedNHD, "fp8"), "a"), false,
+			`dtype: "bf16" here, "fp8" there`},
 		"rank missing": {half, engine(nhd, "a"), false, "heads [4, 8): no source has them"},
 	} {
 		v, err := Check(c.from, c.to)
@@ -623,13 +765,16 @@ func TestCheck(t *testing.T) {
 		t.Fatal(err)
 	}
 	worker := fmt.Sprintf(`{"layout": %q}`, base64.StdEncoding.EncodeToString(b))
-	for n, want := range map[int]string{maxWorkers: "<nil>", maxWorkers + 1: "x: more than 1024 workers of one engine"} {
-		_, err := ParseEngine("x", "", strings.NewReader(`{"workers": [`+strings.Repeat(worker+",", n-1)+worker+`]}`))
+	for n, want := range map[int]string{maxWorkers: "<nil>", maxWorkers + 1: "x: more than 1024 " +
+		"workers of one engine"} {
+		_, err := ParseEngine("x", "", strings.NewReader(`{"workers": [`+strings.Repeat(worker+",",
+			n-1)+worker+`]}`))
 		if !strings.Contains(fmt.Sprint(err), want) {
 			t.Errorf("%d workers: got %v, want %s", n, err, want)
 		}
 	}
-	if _, err := Check(&Engine{Name: "x"}, half); err == nil || !strings.Contains(err.Error(), "no engine has registered") {
+	if _, err := Check(&Engine{Name: "x"}, half); err == nil || !strings.Contains(err.Error(),
+		"no engine has registered") {
 		t.Errorf("nothing registered: %v", err)
 	}
 }

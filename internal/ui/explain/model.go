@@ -18,9 +18,11 @@ type Cache struct {
 	HeadDim int `json:"head_dim,omitempty"`
 	Window  int `json:"window,omitempty"` // tokens of a sliding window, 0 for none
 
-	Latent   int  `json:"latent,omitempty"`   // MLA: numbers of a token, rope included
-	Indexer  bool `json:"indexer,omitempty"`  // an indexer's keys (132 bytes, fp8) beside it
-	Compress int  `json:"compress,omitempty"` // DeepSeek-V4: tokens of an entry, 584 bytes of latent (and with Indexer 132 of its keys); 1 for its windows
+	Latent  int  `json:"latent,omitempty"`  // MLA: numbers of a token, rope included
+	Indexer bool `json:"indexer,omitempty"` // an indexer's keys (132 bytes, fp8) beside it
+	// DeepSeek-V4: tokens of an entry, 584 bytes of latent (and with Indexer 132 of its keys); 1 for
+	// its windows
+	Compress int `json:"compress,omitempty"`
 
 	Linear     string `json:"linear,omitempty"` // strategy of a linear attention's state
 	KHeads     int    `json:"k_heads,omitempty"`
@@ -46,7 +48,8 @@ func dense(layers, heads, dim int) []Cache {
 // layers with 128 to one, and a window in every layer. The compressors' state follows from the
 // ratios (Layout).
 func slab(of4, of128, layers, window int) []Cache {
-	return []Cache{{Layers: of4, Compress: 4, Indexer: true}, {Layers: of128, Compress: 128}, {Layers: layers, Compress: 1, Window: window}}
+	return []Cache{{Layers: of4, Compress: 4, Indexer: true}, {Layers: of128, Compress: 128},
+		{Layers: layers, Compress: 1, Window: window}}
 }
 
 const slabNote = "without draft layers; the indexer's keys in fp8"
@@ -74,12 +77,17 @@ var presets = map[string]Model{
 	"deepseek-v4-flash": {Caches: slab(21, 20, 43, 128), Note: slabNote},
 	"deepseek-v4-pro":   {Caches: slab(30, 31, 61, 128), Note: slabNote},
 	"qwen3-next-80b": {Caches: []Cache{{Layers: 12, KVHeads: 2, HeadDim: 256},
-		{Layers: 36, Linear: "gdn_state", KHeads: 16, KDim: 128, VHeads: 32, VDim: 128, ConvLen: 3, StateBytes: 2}}},
+		{Layers: 36, Linear: "gdn_state", KHeads: 16, KDim: 128, VHeads: 32, VDim: 128, ConvLen: 3,
+			StateBytes: 2}}},
 	"kimi-linear-48b": {Caches: []Cache{{Layers: 7, Latent: 576},
-		{Layers: 20, Linear: "kda_state", KHeads: 32, KDim: 128, VHeads: 32, VDim: 128, ConvLen: 3, StateBytes: 4}}},
-	"gpt-oss-120b": {Caches: []Cache{{Layers: 18, KVHeads: 8, HeadDim: 64}, {Layers: 18, KVHeads: 8, HeadDim: 64, Window: 128}}},
-	"gpt-oss-20b":  {Caches: []Cache{{Layers: 12, KVHeads: 8, HeadDim: 64}, {Layers: 12, KVHeads: 8, HeadDim: 64, Window: 128}}},
-	"gemma-3-27b":  {Caches: []Cache{{Layers: 10, KVHeads: 16, HeadDim: 128}, {Layers: 52, KVHeads: 16, HeadDim: 128, Window: 1024}}},
+		{Layers: 20, Linear: "kda_state", KHeads: 32, KDim: 128, VHeads: 32, VDim: 128, ConvLen: 3,
+			StateBytes: 4}}},
+	"gpt-oss-120b": {Caches: []Cache{{Layers: 18, KVHeads: 8, HeadDim: 64}, {Layers: 18, KVHeads: 8,
+		HeadDim: 64, Window: 128}}},
+	"gpt-oss-20b": {Caches: []Cache{{Layers: 12, KVHeads: 8, HeadDim: 64}, {Layers: 12, KVHeads: 8,
+		HeadDim: 64, Window: 128}}},
+	"gemma-3-27b": {Caches: []Cache{{Layers: 10, KVHeads: 16, HeadDim: 128}, {Layers: 52, KVHeads: 16,
+		HeadDim: 128, Window: 1024}}},
 }
 
 // Presets lists the models known by name.
@@ -89,7 +97,8 @@ func Presets() []string { return slices.Sorted(maps.Keys(presets)) }
 func Preset(name string) (*Model, error) {
 	m, ok := presets[name]
 	if !ok {
-		return nil, fmt.Errorf("model %q is neither a file nor a preset: pass a config.json, a model's folder, or one of %s", name, strings.Join(Presets(), ", "))
+		return nil, fmt.Errorf("model %q is neither a file nor a preset: pass a config.json, a model's "+
+			"folder, or one of %s", name, strings.Join(Presets(), ", "))
 	}
 	m.Name = name
 	return &m, nil
@@ -103,11 +112,16 @@ const (
 
 // A config's names for the sizes of a Cache, in their order.
 var (
-	attentionFields = []string{"num_key_value_heads (or num_attention_heads)", "head_dim (or hidden_size by num_attention_heads)"}
-	linearFields    = map[string][]string{
-		"gdn_state":    {"linear_num_key_heads", "linear_key_head_dim", "linear_num_value_heads", "linear_value_head_dim", "linear_conv_kernel_dim"},
-		"kda_state":    {"linear_attn_config.num_heads", "linear_attn_config.head_dim", "linear_attn_config.num_heads", "linear_attn_config.head_dim", "linear_attn_config.short_conv_kernel_size"},
-		"mamba2_state": {"n_groups", "ssm_state_size", "mamba_num_heads", "mamba_head_dim", "conv_kernel"},
+	attentionFields = []string{"num_key_value_heads (or num_attention_heads)",
+		"head_dim (or hidden_size by num_attention_heads)"}
+	linearFields = map[string][]string{
+		"gdn_state": {"linear_num_key_heads", "linear_key_head_dim", "linear_num_value_heads",
+			"linear_value_head_dim", "linear_conv_kernel_dim"},
+		"kda_state": {"linear_attn_config.num_heads", "linear_attn_config.head_dim",
+			"linear_attn_config.num_heads", "linear_attn_config.head_dim",
+			"linear_attn_config.short_conv_kernel_size"},
+		"mamba2_state": {"n_groups", "ssm_state_size", "mamba_num_heads", "mamba_head_dim",
+			"conv_kernel"},
 	}
 )
 
@@ -147,7 +161,8 @@ func (m *Model) check() error {
 			}
 		}
 		if kinds != 1 || c.Layers < 0 || c.Window < 0 || c.Window > 1<<30 {
-			return fmt.Errorf("the caches of %d layers cannot be told from it: add num_attention_heads and head_dim, or kv_lora_rank and qk_rope_head_dim", c.Layers)
+			return fmt.Errorf("the caches of %d layers cannot be told from it: add num_attention_heads "+
+				"and head_dim, or kv_lora_rank and qk_rope_head_dim", c.Layers)
 		}
 		total += c.Layers
 		caches = append(caches, c)

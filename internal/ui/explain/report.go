@@ -101,15 +101,17 @@ func ExplainEngines(prefill, decode *Engine, tokens int) (*Report, error) {
 	if tokens < 1 || tokens > MaxTokens {
 		return nil, fmt.Errorf("a prompt of %d tokens: ask for 1 to %d", tokens, MaxTokens)
 	}
-	r := &Report{Model: prefill.Layouts[0].Model, Tokens: tokens, Prefill: prefill.side(), Decode: decode.side(),
-		Note: fmt.Sprintf("as %s and %s registered", prefill.Name, decode.Name)}
+	r := &Report{Model: prefill.Layouts[0].Model, Tokens: tokens, Prefill: prefill.side(),
+		Decode: decode.side(),
+		Note:   fmt.Sprintf("as %s and %s registered", prefill.Name, decode.Name)}
 	return r, r.plan(parseblock.Default(), prefill.Layouts, decode.Layouts)
 }
 
 // side describes a registered engine like an imagined one.
 func (e *Engine) side() Side {
 	l := e.Layouts[0]
-	return Side{Block: int(l.Groups[0].TokensPerBlock), TP: len(e.Layouts), Order: l.Groups[0].Strategy, DType: l.DType}
+	return Side{Block: int(l.Groups[0].TokensPerBlock), TP: len(e.Layouts),
+		Order: l.Groups[0].Strategy, DType: l.DType}
 }
 
 // plan fills in the pages and flows between all ranks of two sides.
@@ -210,14 +212,17 @@ func (r *Report) pages(reg *parseblock.Registry, side string, l *layout.Layout) 
 		if err != nil {
 			return err
 		}
-		p := Page{Side: side, Layers: len(g.Layers), Strategy: g.Strategy, Tokens: g.TokensPerBlock, Bytes: g.Layers[0].PageBytes, Window: g.Params["window"]}
+		p := Page{Side: side, Layers: len(g.Layers), Strategy: g.Strategy, Tokens: g.TokensPerBlock,
+			Bytes: g.Layers[0].PageBytes, Window: g.Params["window"]}
 		for _, pl := range planes {
 			tiles := uint32(1)
 			if pl.TileRows != 0 {
 				tiles = pl.Rows / pl.TileRows
 			}
-			p.Planes = append(p.Planes, Plane{Role: pl.Role.String(), Unit: pl.Unit.String(), Offset: pl.Offset, CellBytes: pl.CellBytes, Rows: pl.Rows, RowTokens: pl.RowTokens,
-				RowStride: pl.RowStride, Heads: pl.Heads, FirstHead: pl.FirstHead, AllHeads: pl.AllHeads, HeadStride: pl.HeadStride, Cols: pl.Cols, ColStride: pl.ColStride,
+			p.Planes = append(p.Planes, Plane{Role: pl.Role.String(), Unit: pl.Unit.String(),
+				Offset: pl.Offset, CellBytes: pl.CellBytes, Rows: pl.Rows, RowTokens: pl.RowTokens,
+				RowStride: pl.RowStride, Heads: pl.Heads, FirstHead: pl.FirstHead, AllHeads: pl.AllHeads,
+				HeadStride: pl.HeadStride, Cols: pl.Cols, ColStride: pl.ColStride,
 				Tiles: tiles, TileStride: pl.TileStride})
 		}
 		r.Pages = append(r.Pages, p)
@@ -225,7 +230,8 @@ func (r *Report) pages(reg *parseblock.Registry, side string, l *layout.Layout) 
 	return nil
 }
 
-func flow(reg *parseblock.Registry, src, dst *layout.Layout, share *parseblock.Share, tokens int) (Flow, error) {
+func flow(reg *parseblock.Registry, src, dst *layout.Layout, share *parseblock.Share,
+	tokens int) (Flow, error) {
 	f := Flow{Least: 1<<64 - 1}
 	match, err := parseblock.NewMatch(reg, src, dst, share)
 	if err != nil {
@@ -271,7 +277,8 @@ func scattered(l *layout.Layout, step uint64, tokens int) ([][]uint32, error) {
 		n := uint64(g.NumBlocks)
 		need := (uint64(tokens)-1)/uint64(g.TokensPerBlock) + 1
 		if need > n {
-			return nil, fmt.Errorf("%d tokens need %d blocks of group %d (%s), and the engine has %d: ask for %d tokens at most", tokens, need, gi, g.Strategy, n,
+			return nil, fmt.Errorf("%d tokens need %d blocks of group %d (%s), and the engine has %d: ask "+
+				"for %d tokens at most", tokens, need, gi, g.Strategy, n,
 				n*uint64(g.TokensPerBlock))
 		}
 		s := step

@@ -32,12 +32,15 @@ const (
 // Scales are lighter than their values.
 var roleColours = map[string]string{
 	"k": "#0072b2", "v": "#e69f00", "k_scale": "#8cc4e0", "v_scale": "#f5d590",
-	"latent": "#009e73", "latent_scale": "#8cd3be", "index": "#cc79a7", "index_scale": "#e8c3d8", "compressor": "#999999",
-	"conv_q": "#56b4e9", "conv_k": "#0072b2", "conv_v": "#e69f00", "recurrent": "#d55e00", "page": "#6b7280",
+	"latent": "#009e73", "latent_scale": "#8cd3be", "index": "#cc79a7", "index_scale": "#e8c3d8",
+	"compressor": "#999999",
+	"conv_q":     "#56b4e9", "conv_k": "#0072b2", "conv_v": "#e69f00", "recurrent": "#d55e00",
+	"page": "#6b7280",
 }
 
 // lightRoles carry dark labels.
-var lightRoles = map[string]bool{"v": true, "k_scale": true, "v_scale": true, "latent_scale": true, "index_scale": true, "conv_q": true, "conv_v": true}
+var lightRoles = map[string]bool{"v": true, "k_scale": true, "v_scale": true, "latent_scale": true,
+	"index_scale": true, "conv_q": true, "conv_v": true}
 
 const (
 	inkColour  = "#1a1a1a"
@@ -48,7 +51,8 @@ const (
 )
 
 // flowColours distinguish the sending ranks.
-var flowColours = []string{"#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999", "#6b7280"}
+var flowColours = []string{"#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00",
+	"#999999", "#6b7280"}
 
 // WriteSVG draws a figure: the pages of both sides to scale, the content of their first parts, and
 // the plan between the ranks.
@@ -68,8 +72,10 @@ func (r *Report) WriteSVG(w io.Writer) error {
 		f.page(p.Page)
 	}
 	f.y += 34
-	f.text(figMargin, "head", fmt.Sprintf("(%c)  Plan: %s in %s writes, from prefill TP %d with %s tokens a block to decode TP %d with %s", letter(len(r.drawn())), size(r.TotalBytes),
-		comma(r.TotalWrites), r.Prefill.TP, comma(uint64(r.Prefill.Block)), r.Decode.TP, comma(uint64(r.Decode.Block))))
+	f.text(figMargin, "head", fmt.Sprintf("(%c)  Plan: %s in %s writes, from prefill TP %d with %s "+
+		"tokens a block to decode TP %d with %s", letter(len(r.drawn())), size(r.TotalBytes),
+		comma(r.TotalWrites), r.Prefill.TP, comma(uint64(r.Prefill.Block)), r.Decode.TP,
+		comma(uint64(r.Decode.Block))))
 	f.y += 16
 	f.plan(r)
 	_, err := fmt.Fprintf(w, `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 %d %d" width="%[1]d" height="%[2]d" font-family="Helvetica, Arial, 'Liberation Sans', sans-serif" font-size="11" fill="%[3]s">
@@ -83,7 +89,8 @@ func (r *Report) WriteSVG(w io.Writer) error {
 }
 
 func (r *Report) summary() string {
-	s := fmt.Sprintf("%s bytes a token in all layers and heads, %s", decimal(r.BytesPerToken), r.Prefill.DType)
+	s := fmt.Sprintf("%s bytes a token in all layers and heads, %s", decimal(r.BytesPerToken),
+		r.Prefill.DType)
 	if r.FixedBytes > 0 {
 		s += fmt.Sprintf("; %s a request besides (state, sliding windows)", size(r.FixedBytes))
 	}
@@ -101,7 +108,8 @@ func (r *Report) drawn() (out []drawnPage) {
 	for i := range r.Pages {
 		p := &r.Pages[i]
 		same := slices.IndexFunc(out, func(o drawnPage) bool {
-			return o.Side != p.Side && o.Layers == p.Layers && o.Strategy == p.Strategy && o.Tokens == p.Tokens && o.Window == p.Window && slices.Equal(o.Planes, p.Planes)
+			return o.Side != p.Side && o.Layers == p.Layers && o.Strategy == p.Strategy &&
+				o.Tokens == p.Tokens && o.Window == p.Window && slices.Equal(o.Planes, p.Planes)
 		})
 		if same < 0 {
 			out = append(out, drawnPage{p, p.Side})
@@ -129,11 +137,13 @@ func (f *figure) put(x float64, y int, class, anchor, fill, s string) {
 	if fill != "" {
 		fill = ` fill="` + fill + `"`
 	}
-	fmt.Fprintf(&f.b, `<text x="%.1f" y="%d" class="%s" text-anchor="%s"%s>%s</text>`+"\n", x, y, class, anchor, fill, html.EscapeString(s))
+	fmt.Fprintf(&f.b, `<text x="%.1f" y="%d" class="%s" text-anchor="%s"%s>%s</text>`+"\n", x, y,
+		class, anchor, fill, html.EscapeString(s))
 }
 
 func (f *figure) rect(x, width float64, y, height int, fill, tip string) {
-	fmt.Fprintf(&f.b, `<rect x="%.2f" y="%d" width="%.2f" height="%d" fill="%s">`, x, y, width, height, fill)
+	fmt.Fprintf(&f.b, `<rect x="%.2f" y="%d" width="%.2f" height="%d" fill="%s">`, x, y, width,
+		height, fill)
 	if tip != "" {
 		fmt.Fprintf(&f.b, `<title>%s</title>`, html.EscapeString(tip))
 	}
@@ -156,7 +166,8 @@ func (f *figure) defs() string {
 	var b strings.Builder
 	for _, key := range slices.Sorted(maps.Keys(f.mixtures)) {
 		colours := strings.Fields(key)
-		fmt.Fprintf(&b, `<pattern id="%s" width="%d" height="8" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">`, f.mixtures[key], 3*len(colours))
+		fmt.Fprintf(&b,
+			`<pattern id="%s" width="%d" height="8" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">`, f.mixtures[key], 3*len(colours))
 		for i, c := range colours {
 			fmt.Fprintf(&b, `<rect x="%d" width="3" height="8" fill="%s"/>`, 3*i, c)
 		}
@@ -208,9 +219,11 @@ func (f *figure) page(p *Page) {
 		}
 		next := &all[i+1]
 		const left, right = figMargin, figMargin + figInner
-		fmt.Fprintf(&f.b, `<path d="M%.2f %d H%.2f L%d %d H%d Z" fill="%s"/>`+"\n", s.x(next.places[0].lo), f.y, s.x(next.places[0].hi), right, f.y+zoomHeight, left, zoomColour)
+		fmt.Fprintf(&f.b, `<path d="M%.2f %d H%.2f L%d %d H%d Z" fill="%s"/>`+"\n",
+			s.x(next.places[0].lo), f.y, s.x(next.places[0].hi), right, f.y+zoomHeight, left, zoomColour)
 		f.ticks(w, s, parts)
-		f.put(figMargin, f.y+zoomHeight-6, "in", "start", "", fmt.Sprintf("%s: %s bytes", next.name, comma(next.bytes())))
+		f.put(figMargin, f.y+zoomHeight-6, "in", "start", "", fmt.Sprintf("%s: %s bytes", next.name,
+			comma(next.bytes())))
 		f.y += zoomHeight
 	}
 	f.y += 34
@@ -236,14 +249,16 @@ func (f *figure) bar(w *window, s scale, parts []part) {
 		if float64(w.unit.stride)*s.px >= finest {
 			w.divisions(place, parts, func(_, at uint64) {
 				if at > place.lo {
-					fmt.Fprintf(&f.b, `<path d="M%.2f %d v%d" stroke="#fff" stroke-width="0.8"/>`+"\n", s.x(at), f.y, barHeight)
+					fmt.Fprintf(&f.b, `<path d="M%.2f %d v%d" stroke="#fff" stroke-width="0.8"/>`+"\n", s.x(at),
+						f.y, barHeight)
 				}
 			})
 		}
 		for k := range all {
 			f.name(s, &all[k])
 		}
-		fmt.Fprintf(&f.b, `<rect x="%.2f" y="%d" width="%.2f" height="%d" fill="none" stroke="%s" stroke-width="0.8"/>`+"\n", left, f.y, float64(place.hi-place.lo)*s.px, barHeight, inkColour)
+		fmt.Fprintf(&f.b,
+			`<rect x="%.2f" y="%d" width="%.2f" height="%d" fill="none" stroke="%s" stroke-width="0.8"/>`+"\n", left, f.y, float64(place.hi-place.lo)*s.px, barHeight, inkColour)
 	}
 }
 
@@ -256,7 +271,8 @@ func (f *figure) segment(s scale, g *segment) {
 	if g.gaps {
 		colours = append(colours, gapColour)
 	}
-	f.rect(s.x(g.lo), float64(g.hi-g.lo)*s.px, f.y, barHeight, f.fill(colours), fmt.Sprintf("%s: bytes %s to %s", strings.Join(g.roles, " and "), comma(g.lo), comma(g.hi)))
+	f.rect(s.x(g.lo), float64(g.hi-g.lo)*s.px, f.y, barHeight, f.fill(colours),
+		fmt.Sprintf("%s: bytes %s to %s", strings.Join(g.roles, " and "), comma(g.lo), comma(g.hi)))
 }
 
 // name labels a segment of one part, if there is room; its outline separates it from lines.
@@ -269,7 +285,8 @@ func (f *figure) name(s scale, g *segment) {
 	if lightRoles[role] {
 		ink = inkColour
 	}
-	fmt.Fprintf(&f.b, `<text x="%.1f" y="%d" class="in" text-anchor="middle" fill="%s" stroke="%s" stroke-width="5" paint-order="stroke">%s</text>`+"\n", s.x(g.lo)+width/2,
+	fmt.Fprintf(&f.b,
+		`<text x="%.1f" y="%d" class="in" text-anchor="middle" fill="%s" stroke="%s" stroke-width="5" paint-order="stroke">%s</text>`+"\n", s.x(g.lo)+width/2,
 		f.y+barHeight/2+4, ink, roleColours[role], html.EscapeString(role))
 }
 
@@ -315,7 +332,8 @@ func (f *figure) legend(p *Plane) {
 	} else {
 		f.rect(figMargin, 10, f.y-9, 10, colour, "")
 	}
-	words := append([]string{fmt.Sprintf("at byte %s, cells of %s B", comma(p.Offset), comma(p.CellBytes))}, p.words()...)
+	words := append([]string{fmt.Sprintf("at byte %s, cells of %s B", comma(p.Offset),
+		comma(p.CellBytes))}, p.words()...)
 	f.put(figMargin+16, f.y, "in", "start", "", p.Role)
 	f.put(figMargin+100, f.y, "in", "start", noteColour, strings.Join(words, "; "))
 }
@@ -333,13 +351,16 @@ func (f *figure) plan(r *Report) {
 		given[r.Flows[i].From] += r.Flows[i].Bytes
 		taken[r.Flows[i].To] += r.Flows[i].Bytes
 	}
-	from, to := f.nodes("P", given, left-nodeWidth, height, "end"), f.nodes("D", taken, right, height, "start")
+	from, to := f.nodes("P", given, left-nodeWidth, height, "end"), f.nodes("D", taken, right,
+		height, "start")
 	for i := range r.Flows {
 		fl := &r.Flows[i]
 		a, b, n := &from[fl.From], &to[fl.To], float64(fl.Bytes)
 		const middle = (left + right) / 2
-		fmt.Fprintf(&f.b, `<path d="M%g %.2f C%g %.2f %g %.2f %g %.2f v%.2f C%g %.2f %g %.2f %g %.2f Z" fill="%s" fill-opacity="0.4"><title>P%d to D%d: %s</title></path>`+"\n",
-			left, a.y, middle, a.y, middle, b.y, right, b.y, n*b.px, middle, b.y+n*b.px, middle, a.y+n*a.px, left, a.y+n*a.px,
+		fmt.Fprintf(&f.b,
+			`<path d="M%g %.2f C%g %.2f %g %.2f %g %.2f v%.2f C%g %.2f %g %.2f %g %.2f Z" fill="%s" fill-opacity="0.4"><title>P%d to D%d: %s</title></path>`+"\n",
+			left, a.y, middle, a.y, middle, b.y, right, b.y, n*b.px, middle, b.y+n*b.px, middle, a.y+n*a.px,
+			left, a.y+n*a.px,
 			flowColours[fl.From%len(flowColours)], fl.From, fl.To, size(fl.Bytes))
 		a.y += n * a.px
 		b.y += n * b.px
@@ -354,7 +375,8 @@ func (f *figure) plan(r *Report) {
 	}
 	if idle > 0 {
 		f.y += 22
-		f.text(figMargin, "in note", fmt.Sprintf("%d of the %d prefill ranks give nothing: what they hold, others hold, too", idle, len(given)))
+		f.text(figMargin, "in note", fmt.Sprintf("%d of the %d prefill ranks give nothing: what they "+
+			"hold, others hold, too", idle, len(given)))
 	}
 }
 
@@ -379,7 +401,9 @@ func (f *figure) nodes(name string, bytes []uint64, x, height float64, anchor st
 		if name == "P" {
 			colour = flowColours[i%len(flowColours)]
 		}
-		fmt.Fprintf(&f.b, `<rect x="%g" y="%.2f" width="%d" height="%.2f" fill="%s"><title>%s%d: %s</title></rect>`+"\n", x, y, nodeWidth, tall, colour, name, i, size(n))
+		fmt.Fprintf(&f.b,
+			`<rect x="%g" y="%.2f" width="%d" height="%.2f" fill="%s"><title>%s%d: %s</title></rect>`+"\n",
+			x, y, nodeWidth, tall, colour, name, i, size(n))
 		if at := y + tall/2 + 4; n > 0 && at >= free {
 			f.put(beside, int(at), "in", anchor, "", fmt.Sprintf("%s%d  %s", name, i, size(n)))
 			free = at + 12
@@ -402,7 +426,8 @@ func (f *figure) table(r *Report) {
 	f.y += 10
 	line("in note", "from, to", "bytes", "writes", "bytes a write", "runs")
 	f.y += 5
-	fmt.Fprintf(&f.b, `<path d="M%d %d H%d" stroke="%s"/>`+"\n", figMargin+flowWidth+20, f.y, figMargin+figInner, lineColour)
+	fmt.Fprintf(&f.b, `<path d="M%d %d H%d" stroke="%s"/>`+"\n", figMargin+flowWidth+20, f.y,
+		figMargin+figInner, lineColour)
 	for i := range r.Flows[:min(maxFlows, len(r.Flows))] {
 		f.y += lineHeight
 		fl := &r.Flows[i]
@@ -410,7 +435,8 @@ func (f *figure) table(r *Report) {
 		if fl.Most != fl.Least {
 			of += " to " + comma(fl.Most)
 		}
-		line("in cell", fmt.Sprintf("P%d, D%d", fl.From, fl.To), comma(fl.Bytes), comma(fl.Writes), of, comma(fl.Runs))
+		line("in cell", fmt.Sprintf("P%d, D%d", fl.From, fl.To), comma(fl.Bytes), comma(fl.Writes), of,
+			comma(fl.Runs))
 	}
 	if n := len(r.Flows) - maxFlows; n > 0 {
 		f.y += lineHeight

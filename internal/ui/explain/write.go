@@ -31,7 +31,8 @@ func (r *Report) WriteText(w io.Writer) error {
 	}
 	p("  %s bytes a token, all layers and heads, %s\n", decimal(r.BytesPerToken), r.Prefill.DType)
 	if r.FixedBytes > 0 {
-		p("  %s bytes a request besides (state, sliding windows): %s\n", comma(r.FixedBytes), size(r.FixedBytes))
+		p("  %s bytes a request besides (state, sliding windows): %s\n", comma(r.FixedBytes),
+			size(r.FixedBytes))
 	}
 	for i := range r.Pages {
 		pg := &r.Pages[i]
@@ -52,7 +53,8 @@ func (r *Report) WriteText(w io.Writer) error {
 			p("\t%s\n", strings.Join(pl.words(), "\t"))
 		}
 	}
-	p("\nplan, prefill TP %d with %d tokens a block to decode TP %d with %d\n", r.Prefill.TP, r.Prefill.Block, r.Decode.TP, r.Decode.Block)
+	p("\nplan, prefill TP %d with %d tokens a block to decode TP %d with %d\n", r.Prefill.TP,
+		r.Prefill.Block, r.Decode.TP, r.Decode.Block)
 	p("  from\tto\tbytes\twrites\tof bytes\truns\n")
 	for i := range r.Flows[:min(maxFlows, len(r.Flows))] {
 		f := &r.Flows[i]
@@ -60,7 +62,8 @@ func (r *Report) WriteText(w io.Writer) error {
 		if f.Most != f.Least {
 			of += " to " + comma(f.Most)
 		}
-		p("  P%d\tD%d\t%s\t%s\t%s\t%s\n", f.From, f.To, comma(f.Bytes), comma(f.Writes), of, comma(f.Runs))
+		p("  P%d\tD%d\t%s\t%s\t%s\t%s\n", f.From, f.To, comma(f.Bytes), comma(f.Writes), of,
+			comma(f.Runs))
 	}
 	if n := len(r.Flows) - maxFlows; n > 0 {
 		p("  and %d more\n", n)
@@ -75,7 +78,8 @@ func (p *Page) caption() string {
 	if len(p.Planes) > 0 && p.Planes[0].Unit == "state" {
 		what = "the state of a request"
 	}
-	s := fmt.Sprintf("rank 0, %d layers of %s: %s has %s bytes", p.Layers, p.Strategy, what, comma(p.Bytes))
+	s := fmt.Sprintf("rank 0, %d layers of %s: %s has %s bytes", p.Layers, p.Strategy, what,
+		comma(p.Bytes))
 	if p.Window > 0 {
 		s += fmt.Sprintf(", window %s", comma(uint64(p.Window)))
 	}
@@ -95,7 +99,8 @@ func (p *Plane) words() []string {
 	case p.AllHeads > 1 && p.Heads == 1:
 		out = append(out, fmt.Sprintf("%s %d of %s", head, p.FirstHead, comma(uint64(p.AllHeads))))
 	case p.AllHeads > 1:
-		out = append(out, fmt.Sprintf("%s: %s to %s of %s", axisWords(head, p.Heads, p.HeadStride), comma(uint64(p.FirstHead)), comma(uint64(p.FirstHead+p.Heads-1)),
+		out = append(out, fmt.Sprintf("%s: %s to %s of %s", axisWords(head, p.Heads, p.HeadStride),
+			comma(uint64(p.FirstHead)), comma(uint64(p.FirstHead+p.Heads-1)),
 			comma(uint64(p.AllHeads))))
 	}
 	if p.Cols > 1 {
@@ -162,7 +167,8 @@ func decimal(v float64) string {
 	if v == float64(uint64(v)) {
 		return comma(uint64(v))
 	}
-	return fmt.Sprintf("%s%s", comma(uint64(v)), strings.TrimPrefix(fmt.Sprintf("%.1f", v-float64(uint64(v))), "0"))
+	return fmt.Sprintf("%s%s", comma(uint64(v)), strings.TrimPrefix(fmt.Sprintf("%.1f",
+		v-float64(uint64(v))), "0"))
 }
 
 func size(n uint64) string {

@@ -52,11 +52,13 @@ func OnceJSON(ctx context.Context, addr string, w io.Writer) error {
 }
 
 // Live draws the state in a terminal until ctx ends or the user quits.
-func Live(ctx context.Context, addr string, interval time.Duration, in io.Reader, out io.Writer, more ...tea.ProgramOption) error {
+func Live(ctx context.Context, addr string, interval time.Duration, in io.Reader, out io.Writer,
+	more ...tea.ProgramOption) error {
 	if _, err := Fetch(ctx, addr); err != nil {
 		return err // before the terminal changes
 	}
-	opts := append([]tea.ProgramOption{tea.WithInput(in), tea.WithOutput(out), tea.WithoutSignalHandler()}, more...)
+	opts := append([]tea.ProgramOption{tea.WithInput(in), tea.WithOutput(out),
+		tea.WithoutSignalHandler()}, more...)
 	p := tea.NewProgram(newModel(ctx, addr, interval), opts...)
 	// Like a key, so that the terminal is restored and its readers are joined.
 	defer context.AfterFunc(ctx, p.Quit)()

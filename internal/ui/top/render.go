@@ -68,7 +68,8 @@ func section(b *strings.Builder, name string, t *table.Table, st Style) {
 }
 
 func newTable(st Style, left int, headers ...string) *table.Table {
-	return table.New().Border(lipgloss.HiddenBorder()).BorderTop(false).BorderBottom(false).BorderHeader(false).BorderRow(false).BorderRight(false).
+	return table.New().Border(lipgloss.HiddenBorder()).BorderTop(false).BorderBottom(
+		false).BorderHeader(false).BorderRow(false).BorderRight(false).
 		Wrap(false).Headers(headers...).StyleFunc(func(row, col int) lipgloss.Style {
 		s := lipgloss.NewStyle()
 		if row == table.HeaderRow {
@@ -90,7 +91,8 @@ func head(b *strings.Builder, prev, cur *Snapshot, st Style) {
 	case cur.Ready:
 		state = st.Good.Render("ready")
 	}
-	fmt.Fprintf(b, "%s  %s  %s  boot %s  kvspray %s\n", st.Title.Render(shown(cur.Node)), state, shown(cur.Endpoint), short(cur.Boot), shown(cur.Version))
+	fmt.Fprintf(b, "%s  %s  %s  boot %s  kvspray %s\n", st.Title.Render(shown(cur.Node)), state,
+		shown(cur.Endpoint), short(cur.Boot), shown(cur.Version))
 	fmt.Fprintf(b, "engines: %s\n", shown(list(cur.Sessions, "none registered")))
 
 	var ended []string
@@ -103,7 +105,8 @@ func head(b *strings.Builder, prev, cur *Snapshot, st Style) {
 		}
 		ended = append(ended, text)
 	}
-	fmt.Fprintf(b, "transfers: %d receiving, %d sending; ended: %s\n", cur.Leases.Open[0], cur.Leases.Open[1], list(ended, "none"))
+	fmt.Fprintf(b, "transfers: %d receiving, %d sending; ended: %s\n", cur.Leases.Open[0],
+		cur.Leases.Open[1], list(ended, "none"))
 
 	var landed []string
 	for _, k := range sorted(cur.Totals.Bytes) {
@@ -121,7 +124,8 @@ func head(b *strings.Builder, prev, cur *Snapshot, st Style) {
 			waiting = append(waiting, fmt.Sprintf("%s %d", strings.ReplaceAll(p.String(), "_", " "), n))
 		}
 	}
-	fmt.Fprintf(b, "queue: chunks %s; %d slices in flight; waiting for a prefill: %d\n", list(waiting, "none"), cur.Leases.Flights, cur.Leases.Pending)
+	fmt.Fprintf(b, "queue: chunks %s; %d slices in flight; waiting for a prefill: %d\n",
+		list(waiting, "none"), cur.Leases.Flights, cur.Leases.Pending)
 }
 
 type pairKey struct {
@@ -137,7 +141,8 @@ func rails(prev, cur *Snapshot, st Style) *table.Table {
 			before[pairKey{p.Peer, p.Path}] = p
 		}
 	}
-	t := newTable(st, 4, "rail", "to", "peer", "state", "now", "learned", "in flight", "window", "slices", "delay", "bytes", "errors", "retries", "hedges", "excluded", "back", "why")
+	t := newTable(st, 4, "rail", "to", "peer", "state", "now", "learned", "in flight", "window",
+		"slices", "delay", "bytes", "errors", "retries", "hedges", "excluded", "back", "why")
 	rows := 0
 	for _, p := range cur.Leases.Rails.Pairs {
 		c := &p.Counters
@@ -165,8 +170,10 @@ func rails(prev, cur *Snapshot, st Style) *table.Table {
 			why += fmt.Sprintf(" (for %v)", p.Left.Round(time.Millisecond))
 		}
 		rows++
-		t.Row(shown(p.Path.Transport+":"+p.Path.Local), shown(p.Path.Remote), short(p.Peer), state, now, learned, size(p.InFlight), size(p.Window), strconv.Itoa(p.Flights),
-			brief(p.Delay), size(c.Bytes), count(c.Errors), count(c.Failed+c.Refused+c.Lost+c.Doubled+c.TimedOut), count(c.Hedges), count(c.Exclusions),
+		t.Row(shown(p.Path.Transport+":"+p.Path.Local), shown(p.Path.Remote), short(p.Peer), state, now,
+			learned, size(p.InFlight), size(p.Window), strconv.Itoa(p.Flights),
+			brief(p.Delay), size(c.Bytes), count(c.Errors),
+			count(c.Failed+c.Refused+c.Lost+c.Doubled+c.TimedOut), count(c.Hedges), count(c.Exclusions),
 			count(c.Readmissions), shown(why))
 	}
 	if rows == 0 {
@@ -236,10 +243,12 @@ func leases(cur *Snapshot, st Style) *table.Table {
 	slices.SortFunc(v.Dests, func(a, b exec.DestView) int { return cmp.Compare(b.Age, a.Age) })
 	slices.SortFunc(v.Sources, func(a, b exec.SourceView) int { return cmp.Compare(b.Age, a.Age) })
 	for _, d := range v.Dests {
-		t.Row("receives", d.Lease, shown(d.Req), d.State, brief(d.Age), brief(d.Left), strconv.Itoa(d.Grants), shown(d.Trouble))
+		t.Row("receives", d.Lease, shown(d.Req), d.State, brief(d.Age), brief(d.Left),
+			strconv.Itoa(d.Grants), shown(d.Trouble))
 	}
 	for _, s := range v.Sources {
-		t.Row("sends", s.Lease, shown(s.Req), s.State, brief(s.Age), brief(s.Left), fmt.Sprintf("%d of %d", s.Served, s.Served+s.Serving), "")
+		t.Row("sends", s.Lease, shown(s.Req), s.State, brief(s.Age), brief(s.Left),
+			fmt.Sprintf("%d of %d", s.Served, s.Served+s.Serving), "")
 	}
 	if more := v.Open[0] + v.Open[1] - len(v.Dests) - len(v.Sources); more > 0 {
 		t.Row(fmt.Sprintf("and %d more", more))
@@ -306,7 +315,10 @@ func scaled(v, step float64, units ...string) string {
 	return strconv.FormatFloat(v, 'f', digits, 64) + " " + units[i]
 }
 
-func size(n uint64) string { return scaled(float64(n), 1024, "B", "KiB", "MiB", "GiB", "TiB", "PiB") }
+func size(n uint64) string {
+	return scaled(float64(n), 1024, "B", "KiB", "MiB", "GiB",
+		"TiB", "PiB")
+}
 
 // speed is in bits, as is usual for rails.
 func speed(bytes float64) string {

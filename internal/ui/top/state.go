@@ -35,18 +35,19 @@ const (
 type Snapshot struct {
 	At time.Time `json:"-"`
 
-	Node     string            `json:"node"`
-	Boot     string            `json:"boot"`
-	Version  string            `json:"version"`
-	Endpoint string            `json:"endpoint"`
-	Sessions []string          `json:"sessions"`
-	Ready    bool              `json:"ready"`
-	Draining bool              `json:"draining"`
-	Leases   exec.View         `json:"leases"`
-	Lanes    []Lane            `json:"lanes"`
-	Totals   connector.Stats   `json:"totals"`
-	Peers    map[string]string `json:"peers"`   // by boot: address at which it was reached; empty if it connected to this sidecar
-	Claimed  map[string]string `json:"claimed"` // endpoint that one of the latter announced
+	Node     string          `json:"node"`
+	Boot     string          `json:"boot"`
+	Version  string          `json:"version"`
+	Endpoint string          `json:"endpoint"`
+	Sessions []string        `json:"sessions"`
+	Ready    bool            `json:"ready"`
+	Draining bool            `json:"draining"`
+	Leases   exec.View       `json:"leases"`
+	Lanes    []Lane          `json:"lanes"`
+	Totals   connector.Stats `json:"totals"`
+	// by boot: address at which it was reached; empty if it connected to this sidecar
+	Peers   map[string]string `json:"peers"`
+	Claimed map[string]string `json:"claimed"` // endpoint that one of the latter announced
 }
 
 // Lane is one lane of a sidecar.
@@ -67,7 +68,8 @@ func Address(addr string) (string, error) {
 		err = errors.New("more than an address")
 	}
 	if err != nil {
-		return "", fmt.Errorf("--http %q: %w: write host:port of a sidecar's http.listen, which it logs as http= when it is ready", addr, err)
+		return "", fmt.Errorf("--http %q: %w: write host:port of a sidecar's http.listen, which it "+
+			"logs as http= when it is ready", addr, err)
 	}
 	return bare, nil
 }
@@ -90,7 +92,8 @@ func Fetch(ctx context.Context, addr string) (*Snapshot, error) {
 		if errors.As(err, &op) {
 			err = op.Err // its text repeats the address
 		}
-		return nil, fmt.Errorf("top: no sidecar answers at http://%s: %w. Start one with 'kvspray serve', or pass --http HOST:PORT of "+
+		return nil, fmt.Errorf("top: no sidecar answers at http://%s: %w. Start one with 'kvspray "+
+			"serve', or pass --http HOST:PORT of "+
 			"the right one: its http.listen, which it logs as http= when it is ready", addr, err)
 	}
 	defer func() { _ = res.Body.Close() }()
@@ -101,7 +104,9 @@ func Fetch(ctx context.Context, addr string) (*Snapshot, error) {
 	case len(b) > maxState:
 		return nil, fmt.Errorf("top: %s answers more than %d MiB: not a sidecar", addr, maxState>>20)
 	case res.StatusCode != http.StatusOK:
-		return nil, fmt.Errorf("top: %s answers %s to /debug/state: not a sidecar, or one of another version", addr, res.Status)
+		return nil,
+			fmt.Errorf("top: %s answers %s to /debug/state: not a sidecar, or one of another version",
+				addr, res.Status)
 	}
 	s := &Snapshot{At: time.Now()}
 	if err := json.Unmarshal(b, s); err != nil {

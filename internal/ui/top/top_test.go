@@ -30,26 +30,35 @@ import (
 
 func TestMain(m *testing.M) { leaktest.Main(m) }
 
-const self, other, caller = "aaaaaaaa000000000000000000000000", "bbbbbbbb000000000000000000000000", "cccccccc000000000000000000000000"
+const self, other, caller = "aaaaaaaa000000000000000000000000", "bbbbbbbb000000000000000000000000",
+	"cccccccc000000000000000000000000"
 
 // snapshot is a sidecar in the middle of something, `moved` GiB later than at its start.
 func snapshot(at time.Time, moved uint64) *Snapshot {
 	const gib = 1 << 30
 	pair := func(peer, rail, state string, c spray.Counters) spray.PairView {
-		return spray.PairView{Peer: peer, Path: spray.Path{Transport: "tcp", Local: rail, Remote: rail}, State: state, Counters: c, Window: 1 << 20,
+		return spray.PairView{Peer: peer, Path: spray.Path{Transport: "tcp", Local: rail, Remote: rail},
+			State: state, Counters: c, Window: 1 << 20,
 			Rate: 250e6, Samples: 9, Delay: 230 * time.Microsecond}
 	}
-	dead := pair(other, "rail1", "excluded", spray.Counters{Bytes: gib, Errors: 2, Failed: 3, TimedOut: 1, Doubled: 2, Exclusions: 4})
+	dead := pair(other, "rail1", "excluded", spray.Counters{Bytes: gib, Errors: 2, Failed: 3,
+		TimedOut: 1, Doubled: 2, Exclusions: 4})
 	dead.Reason, dead.Left = "silent for 1s while other rails to this peer moved", 300*time.Millisecond
-	busy := pair(other, "rail0", "healthy", spray.Counters{Bytes: moved * gib, Hedges: 5, Exclusions: 1, Readmissions: 1})
+	busy := pair(other, "rail0", "healthy", spray.Counters{Bytes: moved * gib, Hedges: 5,
+		Exclusions: 1, Readmissions: 1})
 	busy.InFlight, busy.Flights = 786432, 3
-	return &Snapshot{At: at, Node: "node-1", Boot: self, Version: "v1", Endpoint: "10.0.0.1:7650", Sessions: []string{"vllm/a/tp0"}, Ready: true,
+	return &Snapshot{At: at, Node: "node-1", Boot: self, Version: "v1", Endpoint: "10.0.0.1:7650",
+		Sessions: []string{"vllm/a/tp0"}, Ready: true,
 		Leases: exec.View{Open: [2]int{1, 2}, Flights: 3, Pending: 1,
-			Dests:   []exec.DestView{{Lease: "dddddddd:1.0", Req: "req-7", State: "open", Grants: 1, Age: 1500 * time.Millisecond, Left: 28 * time.Second, Trouble: "no partner yet"}},
-			Sources: []exec.SourceView{{Lease: "cccccccc:9.3", Req: "req-8", State: "open", Serving: 1, Age: 20 * time.Millisecond, Left: 29 * time.Second}},
-			Rails:   spray.View{Pairs: []spray.PairView{busy, dead, pair(self, "rail0", "healthy", spray.Counters{})}, Waiting: map[string]int{"background": 12, "decode_waits": 1}}},
-		Lanes:   []Lane{{other, "tcp", "rail0"}, {other, "tcp", "rail1"}, {self, "tcp", "rail0"}},
-		Totals:  connector.Stats{Transfers: map[string]uint64{"destination_ok": 10 + moved, "source_failed": 1}, Bytes: map[string]uint64{"tcp": moved * gib}},
+			Dests: []exec.DestView{{Lease: "dddddddd:1.0", Req: "req-7", State: "open", Grants: 1,
+				Age: 1500 * time.Millisecond, Left: 28 * time.Second, Trouble: "no partner yet"}},
+			Sources: []exec.SourceView{{Lease: "cccccccc:9.3", Req: "req-8", State: "open", Serving: 1,
+				Age: 20 * time.Millisecond, Left: 29 * time.Second}},
+			Rails: spray.View{Pairs: []spray.PairView{busy, dead, pair(self, "rail0", "healthy",
+				spray.Counters{})}, Waiting: map[string]int{"background": 12, "decode_waits": 1}}},
+		Lanes: []Lane{{other, "tcp", "rail0"}, {other, "tcp", "rail1"}, {self, "tcp", "rail0"}},
+		Totals: connector.Stats{Transfers: map[string]uint64{"destination_ok": 10 + moved,
+			"source_failed": 1}, Bytes: map[string]uint64{"tcp": moved * gib}},
 		Peers:   map[string]string{other: "10.0.0.2:7650", self: "10.0.0.1:7650", caller: ""},
 		Claimed: map[string]string{caller: "127.0.0.1:7650"}}
 }
@@ -59,17 +68,20 @@ func snapshot(at time.Time, moved uint64) *Snapshot {
 func TestForeignText(t *testing.T) {
 	const bad = "a\x1b[2J\r\nb\u009b1m"
 	s := snapshot(time.Unix(1000, 0), 2)
-	s.Node, s.Version, s.Endpoint, s.Sessions, s.Peers[other], s.Claimed[caller] = bad, bad, bad, []string{bad}, bad, bad
+	s.Node, s.Version, s.Endpoint, s.Sessions, s.Peers[other], s.Claimed[caller] = bad, bad, bad,
+		[]string{bad}, bad, bad
 	s.Leases.Dests[0].Req, s.Leases.Dests[0].Trouble, s.Leases.Sources[0].Req = bad, bad, bad
 	for i := range s.Leases.Rails.Pairs {
 		p := &s.Leases.Rails.Pairs[i]
 		p.Path, p.Reason = spray.Path{Transport: bad, Local: bad, Remote: bad}, bad
 	}
 	got := Render(nil, s, 0, Plain)
-	if i := strings.IndexFunc(got, func(r rune) bool { return r != '\n' && !unicode.IsPrint(r) }); i >= 0 {
+	if i := strings.IndexFunc(got, func(r rune) bool { return r != '\n' && !unicode.IsPrint(r) }); i >=
+		0 {
 		t.Errorf("%q", got[max(0, i-40):])
 	}
-	if want := strings.Count(Render(nil, snapshot(s.At, 2), 0, Plain), "\n"); strings.Count(got, "\n") != want {
+	if want := strings.Count(Render(nil, snapshot(s.At, 2), 0, Plain), "\n"); strings.Count(got,
+		"\n") != want {
 		t.Errorf("%d lines, want %d:\n%s", strings.Count(got, "\n"), want, got)
 	}
 	if n := strings.Count(got, "a?[2J??b?1m"); n != 17 {
@@ -115,10 +127,12 @@ func TestRates(t *testing.T) {
 	at := time.Unix(1000, 0)
 	a, b := snapshot(at, 2), snapshot(at.Add(4*time.Second), 3)
 	// 1 GiB in 4 s is 2.15 Gb/s.
-	if f := strings.Join(row(t, Render(a, b, 0, Plain), "tcp:rail0"), " "); !strings.Contains(f, "healthy 2.15 Gb/s 2.00 Gb/s 768 KiB 1.00 MiB 3 ") {
+	if f := strings.Join(row(t, Render(a, b, 0, Plain), "tcp:rail0"), " "); !strings.Contains(f,
+		"healthy 2.15 Gb/s 2.00 Gb/s 768 KiB 1.00 MiB 3 ") {
 		t.Errorf("rail0: %s", f)
 	}
-	if text := Render(nil, b, 0, Plain); !strings.Contains(strings.Join(row(t, text, "tcp:rail0"), " "), "healthy - 2.00 Gb/s") {
+	if text := Render(nil, b, 0, Plain); !strings.Contains(strings.Join(row(t, text, "tcp:rail0"),
+		" "), "healthy - 2.00 Gb/s") {
 		t.Errorf("a rate without an earlier state:\n%s", text)
 	}
 	// Another process: its counters began at nought.
@@ -135,7 +149,8 @@ func TestRates(t *testing.T) {
 
 func TestEmpty(t *testing.T) {
 	text := Render(nil, &Snapshot{At: time.Unix(1, 0), Node: "n", Boot: self}, 0, Plain)
-	for _, want := range []string{"starting", "none registered", "RAILS\n  none", "PEERS\n  none", "LEASES\n  none"} {
+	for _, want := range []string{"starting", "none registered", "RAILS\n  none", "PEERS\n  none",
+		"LEASES\n  none"} {
 		if !strings.Contains(text, want) {
 			t.Errorf("no %q in:\n%s", want, text)
 		}
@@ -145,7 +160,8 @@ func TestEmpty(t *testing.T) {
 func TestWidth(t *testing.T) {
 	at := time.Unix(1000, 0)
 	for _, st := range []Style{Plain, Coloured} {
-		for _, l := range strings.Split(Render(snapshot(at, 2), snapshot(at.Add(time.Second), 3), 80, st), "\n") {
+		for _, l := range strings.Split(Render(snapshot(at, 2), snapshot(at.Add(time.Second), 3), 80,
+			st), "\n") {
 			if w := lipgloss.Width(l); w > 80 {
 				t.Errorf("%d columns on a terminal of 80: %q", w, l)
 			}
@@ -212,10 +228,14 @@ func TestWhatIsNoSidecar(t *testing.T) {
 		answer func(int64, http.ResponseWriter)
 		want   string
 	}{
-		"an error":   {func(_ int64, w http.ResponseWriter) { w.WriteHeader(http.StatusTeapot) }, "not a sidecar"},
-		"no JSON":    {func(_ int64, w http.ResponseWriter) { _, _ = fmt.Fprint(w, "<html>") }, "another version"},
-		"no end":     {func(_ int64, w http.ResponseWriter) { _, _ = w.Write(make([]byte, maxState+10)) }, "more than 16 MiB"},
-		"other JSON": {func(_ int64, w http.ResponseWriter) { _, _ = fmt.Fprint(w, `{"leases": 5}`) }, "another version"},
+		"an error": {func(_ int64, w http.ResponseWriter) { w.WriteHeader(http.StatusTeapot) },
+			"not a sidecar"},
+		"no JSON": {func(_ int64, w http.ResponseWriter) { _, _ = fmt.Fprint(w, "<html>") },
+			"another version"},
+		"no end": {func(_ int64, w http.ResponseWriter) { _, _ = w.Write(make([]byte, maxState+10)) },
+			"more than 16 MiB"},
+		"other JSON": {func(_ int64, w http.ResponseWriter) { _, _ = fmt.Fprint(w, `{"leases": 5}`) },
+			"another version"},
 	} {
 		const tries = 10 // 16 MiB may take longer than anybody's patience on a machine that is busy
 		addr := server(t, c.answer)
@@ -227,12 +247,15 @@ func TestWhatIsNoSidecar(t *testing.T) {
 			t.Errorf("%s: %v, want %q", name, err, c.want)
 		}
 	}
-	for _, want := range []string{"no sidecar answers at http://127.0.0.1:1:", "connection refused. Start one with 'kvspray serve'", "--http HOST:PORT"} {
-		if err := Live(t.Context(), "127.0.0.1:1", time.Second, nil, nil); err == nil || !strings.Contains(err.Error(), want) {
+	for _, want := range []string{"no sidecar answers at http://127.0.0.1:1:", "connection refused. " +
+		"Start one with 'kvspray serve'", "--http HOST:PORT"} {
+		if err := Live(t.Context(), "127.0.0.1:1", time.Second, nil, nil); err == nil ||
+			!strings.Contains(err.Error(), want) {
 			t.Errorf("nobody there: %v: want %q in it", err, want)
 		}
 	}
-	for _, addr := range []string{"", "host", "host:", ":7651", "127.0.0.1:7651/x", "http://", "a b:1", "http://u@h:1"} {
+	for _, addr := range []string{"", "host", "host:", ":7651", "127.0.0.1:7651/x", "http://", "a b:1",
+		"http://u@h:1"} {
 		if got, err := Address(addr); err == nil || !strings.Contains(err.Error(), "host:port") {
 			t.Errorf("address %q is taken for %q: %v", addr, got, err)
 		}
@@ -240,7 +263,8 @@ func TestWhatIsNoSidecar(t *testing.T) {
 	if got, err := Address("http://[::1]:7651/"); got != "[::1]:7651" || err != nil {
 		t.Errorf("%q, %v", got, err)
 	}
-	if _, err := Fetch(t.Context(), "no address\x00"); err == nil || !strings.Contains(err.Error(), "host:port") {
+	if _, err := Fetch(t.Context(), "no address\x00"); err == nil || !strings.Contains(err.Error(),
+		"host:port") {
 		t.Errorf("no address: %v", err)
 	}
 }
@@ -256,7 +280,8 @@ func TestModel(t *testing.T) {
 	m.Update(fetched{s: snapshot(at, 2)})
 	m.Update(fetched{s: snapshot(at.Add(time.Second), 3)})
 	lines := func() []string { return strings.Split(m.text(), "\n") }
-	if l := lines(); len(l) != 12 || !strings.Contains(l[0], "node-1") || !strings.Contains(l[11], "q quit") {
+	if l := lines(); len(l) != 12 || !strings.Contains(l[0], "node-1") ||
+		!strings.Contains(l[11], "q quit") {
 		t.Errorf("%d lines on a screen of 12: %q", len(l), l)
 	}
 	m.Update(tea.KeyPressMsg{Code: tea.KeyPgDown})
@@ -283,7 +308,8 @@ func TestModel(t *testing.T) {
 	if again == nil {
 		t.Error("a failed fetch is not tried again")
 	}
-	if _, quit := m.Update(tea.KeyPressMsg{Code: 'q', Text: "q"}); quit == nil || quit() != tea.Quit() {
+	if _, quit := m.Update(tea.KeyPressMsg{Code: 'q', Text: "q"}); quit == nil ||
+		quit() != tea.Quit() {
 		t.Error("q does not quit")
 	}
 }
@@ -292,7 +318,8 @@ func TestModel(t *testing.T) {
 func TestLive(t *testing.T) {
 	addr := server(t, asJSON(t))
 	var out bytes.Buffer
-	if err := Live(t.Context(), addr, MinInterval, strings.NewReader("q"), &out, tea.WithWindowSize(100, 30)); err != nil {
+	if err := Live(t.Context(), addr, MinInterval, strings.NewReader("q"), &out,
+		tea.WithWindowSize(100, 30)); err != nil {
 		t.Fatal(err)
 	}
 	// The context ends once something was drawn.

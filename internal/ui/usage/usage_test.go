@@ -11,7 +11,8 @@ import (
 
 func TestIs(t *testing.T) {
 	m := Errorf("--json: %w", fs.ErrNotExist)
-	for _, err := range []error{m, Of(fs.ErrNotExist), fmt.Errorf("bench: %w", m), errors.Join(errors.New("other"), m)} {
+	for _, err := range []error{m, Of(fs.ErrNotExist), fmt.Errorf("bench: %w", m),
+		errors.Join(errors.New("other"), m)} {
 		if !Is(err) || !errors.Is(err, fs.ErrNotExist) {
 			t.Errorf("%v: no usage error, or no cause", err)
 		}

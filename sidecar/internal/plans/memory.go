@@ -16,7 +16,8 @@ import (
 var pieces = sync.Pool{New: func() any { s := make([]layout.Piece, 0, 256); return &s }}
 
 // resolve appends the memory of chunks r.
-func resolve(dst []mem.Block, side *parseblock.Resolver, regions []*mem.Region, r transfer.Range) ([]mem.Block, error) {
+func resolve(dst []mem.Block, side *parseblock.Resolver, regions []*mem.Region,
+	r transfer.Range) ([]mem.Block, error) {
 	buf := pieces.Get().(*[]layout.Piece)
 	got, err := side.Append((*buf)[:0], r)
 	if err == nil {

@@ -1,5 +1,5 @@
-// Package plans makes the executor's plans from the layouts of engines, and finds the memory of their
-// chunks. A Planner belongs to one process; all of its plans come from it.
+// Package plans makes the executor's plans from the layouts of engines, and finds the memory of
+// their chunks. A Planner belongs to one process; all of its plans come from it.
 package plans
 
 import (
@@ -28,7 +28,8 @@ const (
 type Planner struct {
 	reg *parseblock.Registry
 
-	mu      sync.Mutex                  // protects layouts; the rest belongs to the executor's goroutine
+	// protects layouts; the rest belongs to the executor's goroutine
+	mu      sync.Mutex
 	layouts map[[32]byte]*layout.Layout // of peers, by geometry
 
 	divisions map[string]*parseblock.Division // by the geometries of receiver and ranks
@@ -84,7 +85,8 @@ func (p *Planner) Receive(w *connector.Worker, x *connector.Expect) (exec.Plan, 
 	return plan, nil
 }
 
-func (p *Planner) receive(w *connector.Worker, x *connector.Expect, m *parseblock.Match) (received, error) {
+func (p *Planner) receive(w *connector.Worker, x *connector.Expect, m *parseblock.Match) (received,
+	error) {
 	plan, err := m.Plan(x.Tokens, x.Skip)
 	if err != nil {
 		return received{}, err
@@ -100,7 +102,8 @@ func (p *Planner) receive(w *connector.Worker, x *connector.Expect, m *parsebloc
 }
 
 // Divide plans x from the ranks of another engine.
-func (p *Planner) Divide(w *connector.Worker, x *connector.Expect, ranks []exec.Rank, load func(rank string) uint64) ([]exec.Part, error) {
+func (p *Planner) Divide(w *connector.Worker, x *connector.Expect, ranks []exec.Rank,
+	load func(rank string) uint64) ([]exec.Part, error) {
 	sources := make([]*layout.Layout, len(ranks))
 	var unknown exec.UnknownLayout
 	name := string(w.Geometry[:])
@@ -144,7 +147,8 @@ func (p *Planner) Divide(w *connector.Worker, x *connector.Expect, ranks []exec.
 	}
 	for i := range shares {
 		part := &parts[shares[i].Source]
-		m, err := p.match(matchKey{w, part.Geometry, fmt.Sprint(part.Share), true}, sources[shares[i].Source], w.Layout, &shares[i])
+		m, err := p.match(matchKey{w, part.Geometry, fmt.Sprint(part.Share), true},
+			sources[shares[i].Source], w.Layout, &shares[i])
 		if err != nil {
 			return nil, err
 		}
@@ -160,12 +164,14 @@ func (p *Planner) Divide(w *connector.Worker, x *connector.Expect, ranks []exec.
 // Send plans a part of a grant from w.
 func (p *Planner) Send(w *connector.Worker, g *peerv1.Grant, part *peerv1.Part) (exec.Plan, error) {
 	if len(g.Geometry) != 32 {
-		return nil, &layout.Error{Field: "geometry", Value: fmt.Sprintf("%d bytes", len(g.Geometry)), Problem: "want a hash of 32 bytes", Remedy: "run sidecars of one version"}
+		return nil, &layout.Error{Field: "geometry", Value: fmt.Sprintf("%d bytes", len(g.Geometry)),
+			Problem: "want a hash of 32 bytes", Remedy: "run sidecars of one version"}
 	}
 	geometry := [32]byte(g.Geometry)
 	if len(part.Share) == 0 {
 		if geometry != w.Geometry {
-			return nil, &layout.Error{Field: "share", Value: "empty", Problem: "the two layouts differ, so the share is required",
+			return nil, &layout.Error{Field: "share", Value: "empty", Problem: "the two layouts differ, " +
+				"so the share is required",
 				Remedy: "run sidecars of one version"}
 		}
 		return w.Own.Plan(g.Tokens, g.Skip)
@@ -185,7 +191,8 @@ func (p *Planner) Send(w *connector.Worker, g *peerv1.Grant, part *peerv1.Part) 
 	return m.Plan(g.Tokens, g.Skip)
 }
 
-func (p *Planner) match(k matchKey, src, dst *layout.Layout, share *parseblock.Share) (*parseblock.Match, error) {
+func (p *Planner) match(k matchKey, src, dst *layout.Layout, share *parseblock.Share) (
+	*parseblock.Match, error) {
 	if m := p.matches[k]; m != nil {
 		return m, nil
 	}

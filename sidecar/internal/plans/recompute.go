@@ -22,7 +22,8 @@ type TokenRange = [2]uint32
 func (p *Planner) Recompute(lands []*exec.ReceivePart) (missing []TokenRange) {
 	for _, l := range lands {
 		plan := Received(l)
-		sp, perBlock, resumes := plan.Space(), blockTokens(plan.Receiver()), resumable(p.reg, plan.Receiver())
+		sp, perBlock, resumes := plan.Space(), blockTokens(plan.Receiver()), resumable(p.reg,
+			plan.Receiver())
 		if !resumes {
 			return nil
 		}
@@ -64,7 +65,8 @@ func resumable(reg *parseblock.Registry, l *layout.Layout) bool {
 		}
 		for li := range g.Layers {
 			planes, err := reg.Planes(nil, g, &g.Layers[li])
-			if err != nil || slices.ContainsFunc(planes, func(p layout.Plane) bool { return p.Unit == layout.UnitState }) {
+			if err != nil || slices.ContainsFunc(planes,
+				func(p layout.Plane) bool { return p.Unit == layout.UnitState }) {
 				return false
 			}
 		}

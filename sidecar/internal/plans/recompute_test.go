@@ -16,7 +16,8 @@ import (
 var testShape = connectortest.Shape{Layers: 4, NumBlocks: 256, TokensPerBlock: 16, TokenBytes: 1024}
 
 // landing is a part of a grant of a layout's own geometry.
-func landing(t *testing.T, reg *parseblock.Registry, l *layout.Layout, tokens, skip uint32) (*exec.ReceivePart, *transport.Receipt) {
+func landing(t *testing.T, reg *parseblock.Registry, l *layout.Layout, tokens,
+	skip uint32) (*exec.ReceivePart, *transport.Receipt) {
 	t.Helper()
 	m, err := parseblock.NewMatch(reg, l, l, nil)
 	if err != nil {
@@ -65,7 +66,8 @@ func TestRecompute(t *testing.T) {
 	a, _ := landing(t, reg, l, 64, 0)
 	b, s := landing(t, reg, l, 200, 32)
 	s.Set(transfer.Range{Count: s.Chunks() - 1})
-	if got := New(reg).Recompute([]*exec.ReceivePart{a, b}); !slices.Equal(got, []TokenRange{{0, 64}, {160, 200}}) {
+	if got := New(reg).Recompute([]*exec.ReceivePart{a, b}); !slices.Equal(got, []TokenRange{{0, 64},
+		{160, 200}}) {
 		t.Errorf("two parts: %v", got)
 	}
 	if got := New(reg).Recompute(nil); got != nil {
@@ -83,7 +85,8 @@ func TestRecompute(t *testing.T) {
 	}
 	// Nor where another stage has layers of a kind that this one has not.
 	w = testShape.Layout()
-	w.Groups = append(w.Groups, layout.Group{TokensPerBlock: 16, NumBlocks: 4, Strategy: parseblock.GDNState})
+	w.Groups = append(w.Groups, layout.Group{TokensPerBlock: 16, NumBlocks: 4,
+		Strategy: parseblock.GDNState})
 	if resumable(reg, w) || !resumable(reg, testShape.Layout()) {
 		t.Error("a stage goes on in the middle of a prompt of which another has states")
 	}

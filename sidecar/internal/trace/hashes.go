@@ -38,7 +38,8 @@ func (h Hashes) Received(l *exec.ReceivePart, plan *parseblock.Plan) {
 	if !h.on() {
 		return
 	}
-	h.pages(PageHash{Side: string(metrics.SideDestination), Xfer: l.Expect.Key.Xfer.String(), Hash: hex.EncodeToString(l.Expect.Key.Hash[:8]),
+	h.pages(PageHash{Side: string(metrics.SideDestination), Xfer: l.Expect.Key.Xfer.String(),
+		Hash: hex.EncodeToString(l.Expect.Key.Hash[:8]),
 		Dest: l.Lease().String(), Rank: l.Part.Rank}, plan, l.Grant.Sink.Resolve)
 }
 
@@ -47,12 +48,14 @@ func (h Hashes) Sent(s *exec.SendPart, plan *parseblock.Plan) {
 	if !h.on() {
 		return
 	}
-	h.pages(PageHash{Side: string(metrics.SideSource), Xfer: s.Key.Xfer.String(), Hash: hex.EncodeToString(s.Key.Hash[:8]),
+	h.pages(PageHash{Side: string(metrics.SideSource), Xfer: s.Key.Xfer.String(),
+		Hash: hex.EncodeToString(s.Key.Hash[:8]),
 		Dest: s.Dest.String(), Rank: s.Worker.Place.Rank()}, plan, s.Origin.Source.Resolve)
 }
 
 // pages cuts each layer's segment into its pages, which are in token order.
-func (h Hashes) pages(line PageHash, plan *parseblock.Plan, resolve func([]mem.Block, transfer.Range) ([]mem.Block, error)) {
+func (h Hashes) pages(line PageHash, plan *parseblock.Plan, resolve func([]mem.Block,
+	transfer.Range) ([]mem.Block, error)) {
 	var out []any
 	flat := 0
 	sp := plan.Space()
@@ -76,7 +79,8 @@ func (h Hashes) pages(line PageHash, plan *parseblock.Plan, resolve func([]mem.B
 				if err != nil {
 					return
 				}
-				line.Group, line.Layer, line.Block, line.Bytes, line.Sum = gi, li, block, n, hex.EncodeToString(sum)
+				line.Group, line.Layer, line.Block, line.Bytes, line.Sum = gi, li, block, n,
+					hex.EncodeToString(sum)
 				out = append(out, line)
 				off += n
 			}

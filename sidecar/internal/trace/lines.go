@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package trace writes the sidecar's trace files: a line for each transfer and copy, and the hashes of
-// moved pages. No goroutines.
+// Package trace writes the sidecar's trace files: a line for each transfer and copy, and the hashes
+// of moved pages. No goroutines.
 package trace
 
 import (
@@ -27,7 +27,8 @@ func Open(key, path string, log *slog.Logger) (*Lines, error) {
 	}
 	f, err := os.OpenFile(path, os.O_APPEND|os.O_CREATE|os.O_WRONLY, 0o600)
 	if err != nil {
-		return nil, fmt.Errorf("sidecar: %s: %w: let this user write there, or name another path", key, err)
+		return nil, fmt.Errorf("sidecar: %s: %w: let this user write there, or name another path", key,
+			err)
 	}
 	return &Lines{f: f, log: log}, nil
 }

@@ -4,19 +4,20 @@ package trace
 
 // Transfer is a transfer's line in trace.transfers.
 type Transfer struct {
-	Side     string `json:"side"`
-	Outcome  string `json:"outcome"`
-	Xfer     string `json:"xfer"`
-	Hash     string `json:"hash"`
-	Req      string `json:"req,omitempty"`
-	Source   string `json:"source"`
-	Dest     string `json:"dest"`
-	Peer     string `json:"peer"`
-	Slot     uint32 `json:"slot"`
-	Gen      uint32 `json:"gen"`
-	Route    string `json:"route,omitempty"`
-	Bytes    uint64 `json:"bytes"`
-	Early    uint64 `json:"early_bytes,omitempty"` // source: bytes confirmed before the last step's flag
+	Side    string `json:"side"`
+	Outcome string `json:"outcome"`
+	Xfer    string `json:"xfer"`
+	Hash    string `json:"hash"`
+	Req     string `json:"req,omitempty"`
+	Source  string `json:"source"`
+	Dest    string `json:"dest"`
+	Peer    string `json:"peer"`
+	Slot    uint32 `json:"slot"`
+	Gen     uint32 `json:"gen"`
+	Route   string `json:"route,omitempty"`
+	Bytes   uint64 `json:"bytes"`
+	// source: bytes confirmed before the last step's flag
+	Early    uint64 `json:"early_bytes,omitempty"`
 	Grants   int    `json:"grants"`
 	QueueUS  int64  `json:"queue_us"`
 	WireUS   int64  `json:"wire_us"`

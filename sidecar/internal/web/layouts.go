@@ -24,12 +24,14 @@ func (w *Server) layouts() layoutsView {
 	v := layoutsView{Workers: []layoutView{}}
 	workers := w.o.Workers()
 	slices.SortFunc(workers, func(a, b *connector.Worker) int {
-		return cmp.Or(cmp.Compare(a.Place.Engine, b.Place.Engine), cmp.Compare(a.Place.PP, b.Place.PP), cmp.Compare(a.Place.TP, b.Place.TP))
+		return cmp.Or(cmp.Compare(a.Place.Engine, b.Place.Engine), cmp.Compare(a.Place.PP, b.Place.PP),
+			cmp.Compare(a.Place.TP, b.Place.TP))
 	})
 	for _, x := range workers {
 		// Marshal refuses only layouts longer than a registration can be.
 		if b, err := x.Layout.Marshal(); err == nil {
-			v.Workers = append(v.Workers, layoutView{Name: x.Name, Engine: x.Place.Engine, Rank: x.Place.Rank(), Layout: b})
+			v.Workers = append(v.Workers, layoutView{Name: x.Name, Engine: x.Place.Engine,
+				Rank: x.Place.Rank(), Layout: b})
 		}
 	}
 	return v

@@ -22,10 +22,11 @@ type Links struct {
 
 // PeerLinks has the rail pairs to one peer.
 type PeerLinks struct {
-	Boot     string            `json:"boot"`
-	Node     string            `json:"node"`     // its own name
-	Endpoint string            `json:"endpoint"` // address at which this node reached it; empty if it connected to this node
-	Claimed  string            `json:"claimed"`  // endpoint that it announced
+	Boot string `json:"boot"`
+	Node string `json:"node"` // its own name
+	// address at which this node reached it; empty if it connected to this node
+	Endpoint string            `json:"endpoint"`
+	Claimed  string            `json:"claimed"` // endpoint that it announced
 	Waiting  map[string]uint64 `json:"waiting_bytes"`
 	Links    []Link            `json:"links"` // by transport and rails
 }
@@ -54,7 +55,8 @@ func (w *Server) links() Links {
 	peers := map[transfer.Boot]PeerLinks{}
 	for _, r := range w.o.Peers.Peers() {
 		if r.Boot != w.o.Boot {
-			peers[r.Boot] = PeerLinks{Boot: r.Boot.String(), Node: r.Node, Endpoint: r.Endpoint, Claimed: r.Claimed}
+			peers[r.Boot] = PeerLinks{Boot: r.Boot.String(), Node: r.Node, Endpoint: r.Endpoint,
+				Claimed: r.Claimed}
 		}
 	}
 	for boot, p := range peers {

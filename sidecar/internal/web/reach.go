@@ -20,12 +20,14 @@ type Reach struct {
 
 // PeerReach has the rail pairs to one peer.
 type PeerReach struct {
-	Boot     string      `json:"boot"`
-	Node     string      `json:"node"`     // its own name
-	Endpoint string      `json:"endpoint"` // address at which this node reached it; empty if it connected to this node
-	Claimed  string      `json:"claimed"`  // endpoint that it announced
-	Dials    bool        `json:"dials"`    // this node opens the lanes and has the reasons; of two nodes it is the one with the lower boot
-	Pairs    []PairReach `json:"pairs"`    // in the order of preference
+	Boot string `json:"boot"`
+	Node string `json:"node"` // its own name
+	// address at which this node reached it; empty if it connected to this node
+	Endpoint string `json:"endpoint"`
+	Claimed  string `json:"claimed"` // endpoint that it announced
+	// this node opens the lanes and has the reasons; of two nodes it is the one with the lower boot
+	Dials bool        `json:"dials"`
+	Pairs []PairReach `json:"pairs"` // in the order of preference
 }
 
 // PairReach is one rail pair.
@@ -48,7 +50,10 @@ func (w *Server) Reach() Reach {
 		transport, local, remote string
 	}
 	lanes := map[pair]int{}
-	w.o.Driver.Lanes(func(l transport.Lane) { lanes[pair{l.Peer(), l.Backend(), l.Local(), l.Remote()}]++ })
+	w.o.Driver.Lanes(func(l transport.Lane) {
+		lanes[pair{l.Peer(), l.Backend(), l.Local(),
+			l.Remote()}]++
+	})
 	for _, r := range w.o.Peers.Peers() {
 		if r.Boot == w.o.Boot {
 			continue

@@ -24,7 +24,8 @@ type Node struct {
 }
 
 func (w *Server) describe() Node {
-	v := Node{Node: w.o.Node, Boot: w.o.Boot.String(), Version: w.o.Version, Endpoint: w.o.Life.Endpoint(), Transports: w.o.Transports(), Sessions: []string{},
+	v := Node{Node: w.o.Node, Boot: w.o.Boot.String(), Version: w.o.Version,
+		Endpoint: w.o.Life.Endpoint(), Transports: w.o.Transports(), Sessions: []string{},
 		Ready: w.o.Life.Ready(), Draining: w.o.Life.Draining()}
 	for _, x := range w.o.Workers() {
 		v.Sessions = append(v.Sessions, x.Name)
@@ -44,10 +45,11 @@ type Lane struct {
 // State is /debug/state.
 type State struct {
 	Node
-	Leases exec.View         `json:"leases"`
-	Lanes  []Lane            `json:"lanes"`
-	Totals connector.Stats   `json:"totals"`
-	Peers  map[string]string `json:"peers"` // boot to the address at which this node reached it; empty if it connected to this node
+	Leases exec.View       `json:"leases"`
+	Lanes  []Lane          `json:"lanes"`
+	Totals connector.Stats `json:"totals"`
+	// boot to the address at which this node reached it; empty if it connected to this node
+	Peers map[string]string `json:"peers"`
 	// Claimed is the endpoint that each of the latter announced. By boot.
 	Claimed map[string]string `json:"claimed"`
 	// Releases are the versions of peers. By boot.

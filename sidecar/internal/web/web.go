@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package web serves a sidecar's HTTP port: health, metrics and state. It reads the parts of a node,
-// and changes none. No goroutines.
+// Package web serves a sidecar's HTTP port: health, metrics and state. It reads the parts of a
+// node, and changes none. No goroutines.
 package web
 
 import (
@@ -84,7 +84,8 @@ func New(o Options) *Server { return &Server{o} }
 
 // Server makes the HTTP server.
 func (w *Server) Server() *http.Server {
-	return &http.Server{Handler: w.handler(), ReadHeaderTimeout: headerTimeout, ReadTimeout: requestTimeout,
+	return &http.Server{Handler: w.handler(), ReadHeaderTimeout: headerTimeout,
+		ReadTimeout:  requestTimeout,
 		WriteTimeout: replyTimeout, IdleTimeout: idleTimeout, MaxHeaderBytes: maxHeaderBytes}
 }
 
@@ -108,15 +109,28 @@ func (w *Server) handler() http.Handler {
 			reply(rw, http.StatusServiceUnavailable, "starting\n")
 		}
 	})
-	mux.Handle("GET /metrics", promhttp.HandlerFor(w.o.Gather, promhttp.HandlerOpts{MaxRequestsInFlight: maxScrapes, Timeout: scrapeTimeout}))
-	mux.HandleFunc("GET /v1/node", func(rw http.ResponseWriter, _ *http.Request) { replyJSON(rw, w.describe()) })
-	mux.HandleFunc("GET /v1/reach", func(rw http.ResponseWriter, _ *http.Request) { replyJSON(rw, w.Reach()) })
+	mux.Handle("GET /metrics", promhttp.HandlerFor(w.o.Gather,
+		promhttp.HandlerOpts{MaxRequestsInFlight: maxScrapes, Timeout: scrapeTimeout}))
+	mux.HandleFunc("GET /v1/node", func(rw http.ResponseWriter, _ *http.Request) {
+		replyJSON(rw,
+			w.describe())
+	})
+	mux.HandleFunc("GET /v1/reach", func(rw http.ResponseWriter, _ *http.Request) {
+		replyJSON(rw,
+			w.Reach())
+	})
 	mux.HandleFunc("GET /v1/links", func(rw http.ResponseWriter, _ *http.Request) {
 		replyJSON(rw,
 			w.links())
 	})
-	mux.HandleFunc("GET /v1/layouts", func(rw http.ResponseWriter, _ *http.Request) { replyJSON(rw, w.layouts()) })
-	mux.HandleFunc("GET /debug/state", func(rw http.ResponseWriter, _ *http.Request) { replyJSON(rw, w.State()) })
+	mux.HandleFunc("GET /v1/layouts", func(rw http.ResponseWriter, _ *http.Request) {
+		replyJSON(rw,
+			w.layouts())
+	})
+	mux.HandleFunc("GET /debug/state", func(rw http.ResponseWriter, _ *http.Request) {
+		replyJSON(rw,
+			w.State())
+	})
 	return mux
 }
 

@@ -1,9 +1,12 @@
-// Command mutants takes lines out of the production code, one at a time, and looks whether the tests notice: `make test-mutants`. What
-// would break a promise of package sim must be noticed by its clusters, what would fall into a trap of package spray by the trap's own
-// test, and what would give heads to the wrong ranks by a law or a test of package parseblock. The sources stay as they are; the compiler is shown changed copies of them (go build -overlay).
+// Command mutants takes lines out of the production code, one at a time, and looks whether the
+// tests notice: `make test-mutants`. What would break a promise of package sim must be noticed by
+// its clusters, what would fall into a trap of package spray by the trap's own test, and what would
+// give heads to the wrong ranks by a law or a test of package parseblock. The sources stay as they
+// are; the compiler is shown changed copies of them (go build -overlay).
 //
-// It fails when a mutant survives, when something else than what it breaks is said to be broken, when a promise or a trap has no mutant
-// that it noticed, and when the text that a mutant changes is no longer there. No goroutines.
+// It fails when a mutant survives, when something else than what it breaks is said to be broken,
+// when a promise or a trap has no mutant that it noticed, and when the text that a mutant changes
+// is no longer there. No goroutines.
 package main
 
 import (
@@ -123,13 +126,15 @@ func list(pkg, pattern string) (names []string, err error) {
 	return names, nil
 }
 
-// try builds the tests with the mutant in place of the line, and says what noticed it: a promise, or the test of a trap; "": nothing.
+// try builds the tests with the mutant in place of the line, and says what noticed it: a promise,
+// or the test of a trap; "": nothing.
 func (m *mutant) try(dir string) (by, detail string, err error) {
 	pkg, tests, words, limit := simPkg, clusters, sim.Promises, simLimit
 	var flags []string
 	if m.own() {
 		// Its own test must notice; that others do as well is no help.
-		pkg, tests, words, limit = "./"+filepath.Dir(m.file), "^("+strings.Join(m.breaks, "|")+")$", m.breaks, testTime
+		pkg, tests, words, limit = "./"+filepath.Dir(m.file), "^("+strings.Join(m.breaks, "|")+")$",
+			m.breaks, testTime
 	}
 	if pkg == parsePkg {
 		flags = []string{"-rapid.shrinktime=0s", "-rapid.nofailfile"} // that it fails is enough
@@ -143,10 +148,12 @@ func (m *mutant) try(dir string) (by, detail string, err error) {
 		return "", "", err
 	}
 	if n := strings.Count(string(src), m.old); n != 1 {
-		return "", "", fmt.Errorf("%s has its text %d times, want once: the code has changed, change test/sim/mutants too: %q", m.file, n, m.old)
+		return "", "", fmt.Errorf("%s has its text %d times, want once: the code has changed, change "+
+			"test/sim/mutants too: %q", m.file, n, m.old)
 	}
 	changed := filepath.Join(dir, "mutant.go")
-	if err := os.WriteFile(changed, []byte(strings.Replace(string(src), m.old, m.becomes, 1)), 0o600); err != nil {
+	if err := os.WriteFile(changed, []byte(strings.Replace(string(src), m.old, m.becomes, 1)),
+		0o600); err != nil {
 		return "", "", err
 	}
 	overlay := filepath.Join(dir, "overlay.json")
@@ -158,10 +165,12 @@ func (m *mutant) try(dir string) (by, detail string, err error) {
 		return "", "", err
 	}
 	bin := filepath.Join(dir, binary)
-	if out, err := exec.Command("go", "test", "-overlay", overlay, "-vet=off", "-c", "-o", bin, pkg).CombinedOutput(); err != nil {
+	if out, err := exec.Command("go", "test", "-overlay", overlay, "-vet=off", "-c", "-o", bin,
+		pkg).CombinedOutput(); err != nil {
 		return "", "", fmt.Errorf("does not compile: %w\n%s", err, out)
 	}
-	cmd := exec.Command(bin, append([]string{"-test.run", tests, "-test.failfast", "-test.timeout", limit.String()}, flags...)...)
+	cmd := exec.Command(bin, append([]string{"-test.run", tests, "-test.failfast", "-test.timeout",
+		limit.String()}, flags...)...)
 	cmd.Env = append(os.Environ(), "KVSPRAY_SIM_RUNS="+runs)
 	out, err := cmd.CombinedOutput()
 	var exit *exec.ExitError

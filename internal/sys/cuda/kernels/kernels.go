@@ -14,8 +14,8 @@ var (
 	sm90 []byte
 )
 
-// Image returns machine code for compute capability major.minor, or PTX that the driver compiles for a later GPU. Code for one
-// minor runs on later minors of the same major.
+// Image returns machine code for compute capability major.minor, or PTX that the driver compiles
+// for a later GPU. Code for one minor runs on later minors of the same major.
 func Image(major, minor int) []byte {
 	switch {
 	case major == 8:

@@ -134,7 +134,8 @@ func (f *Fabric) TimeOut(qp uint32) {
 		return
 	}
 	if len(q.unacked) > 0 {
-		q.answers = append(q.answers, verbs.Completion{ID: q.unacked[0].w.ID, QP: q.num, Status: verbs.RetryExceeded})
+		q.answers = append(q.answers, verbs.Completion{ID: q.unacked[0].w.ID, QP: q.num,
+			Status: verbs.RetryExceeded})
 		q.unacked = q.unacked[1:]
 	}
 	q.failLocked()
@@ -168,7 +169,10 @@ func (f *Fabric) step(settle bool) bool {
 		}
 	}
 	// Nothing moves: what is closed and has nothing on the wire is forgotten.
-	f.order = slices.DeleteFunc(f.order, func(q *queuePair) bool { return f.qps[q.num] == nil && len(q.wire) == 0 })
+	f.order = slices.DeleteFunc(f.order, func(q *queuePair) bool {
+		return f.qps[q.num] == nil &&
+			len(q.wire) == 0
+	})
 	if !settle {
 		return false
 	}
@@ -277,7 +281,8 @@ func (f *Fabric) arriveLocked(q *queuePair) bool {
 	// which clears: whoever keeps a queue pair does not keep what it sent
 	q.wire = slices.Delete(q.wire, at, at+1)
 	to := f.qps[m.to]
-	if to == nil || (to.state != verbs.ReadyToReceive && to.state != verbs.ReadyToSend) || to.remote != q.num || to.life != m.expected || q.refused && q.life == m.life {
+	if to == nil || (to.state != verbs.ReadyToReceive && to.state != verbs.ReadyToSend) ||
+		to.remote != q.num || to.life != m.expected || q.refused && q.life == m.life {
 		return true // nobody there; the sender's time-out will say so
 	}
 	b := f.sliceLocked(to.p, m.w.RemoteKey, m.w.RemoteAddr, m.w.Len, true)
@@ -291,7 +296,8 @@ func (f *Fabric) arriveLocked(q *queuePair) bool {
 		f.arrived++
 		if m.w.Len > 0 {
 			lags := f.drawLocked(2) == 1 && to.lagging() < maxLagging || f.lags[q.num]
-			to.inbound = append(to.inbound, arrival{from: q.num, at: f.arrived, key: m.w.RemoteKey, addr: m.w.RemoteAddr, to: b, data: m.data, lags: lags})
+			to.inbound = append(to.inbound, arrival{from: q.num, at: f.arrived, key: m.w.RemoteKey,
+				addr: m.w.RemoteAddr, to: b, data: m.data, lags: lags})
 		}
 		if m.w.Op == verbs.WriteImm {
 			to.inbound = append(to.inbound, arrival{from: q.num, at: f.arrived,
@@ -317,7 +323,8 @@ func (f *Fabric) showLocked(q *queuePair) bool {
 	for i := range q.inbound {
 		at := (first + i) % len(q.inbound)
 		a := &q.inbound[at]
-		if a.to == nil || a.lags && !slices.ContainsFunc(q.inbound[at:], func(b arrival) bool { return b.to == nil && f.waitsLocked(q, &b, a) }) {
+		if a.to == nil || a.lags && !slices.ContainsFunc(q.inbound[at:],
+			func(b arrival) bool { return b.to == nil && f.waitsLocked(q, &b, a) }) {
 			continue
 		}
 		for earlier := 0; earlier < at; earlier++ {
@@ -335,13 +342,19 @@ func (f *Fabric) showLocked(q *queuePair) bool {
 
 func (f *Fabric) tellLocked(q *queuePair) bool {
 	// What has failed is told before what is flushed because of it.
-	failing := slices.ContainsFunc(q.answers, func(c verbs.Completion) bool { return c.Status != verbs.OK && c.Status != verbs.Flushed })
+	failing := slices.ContainsFunc(q.answers, func(c verbs.Completion) bool {
+		return c.Status !=
+			verbs.OK && c.Status != verbs.Flushed
+	})
 	for at := range q.inbound {
 		a := &q.inbound[at]
 		if a.to != nil || failing && a.tell.Status == verbs.Flushed {
 			continue
 		}
-		if !slices.ContainsFunc(q.inbound[:at], func(b arrival) bool { return b.to != nil && f.waitsLocked(q, a, &b) }) {
+		if !slices.ContainsFunc(q.inbound[:at], func(b arrival) bool {
+			return b.to != nil &&
+				f.waitsLocked(q, a, &b)
+		}) {
 			q.cq.addLocked(a.tell)
 			q.inbound = slices.Delete(q.inbound, at, at+1)
 			return true

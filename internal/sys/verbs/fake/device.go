@@ -167,8 +167,10 @@ func (p *domain) registerLocked(b []byte, remote bool) (verbs.Memory, error) {
 		}
 	}
 	n := uint64(len(b))
-	if n == 0 || n > f.limits.MaxRegistration || own >= f.limits.MaxRegistrations || !lock.Free && lock.Locked+n > lock.Limit {
-		return nil, verbs.RefuseRegistration(fmt.Errorf("fake: register %d bytes with %s: %w", n, p.d.name, syscall.ENOMEM), p.d.name, n, own, f.limits, lock)
+	if n == 0 || n > f.limits.MaxRegistration || own >= f.limits.MaxRegistrations || !lock.Free &&
+		lock.Locked+n > lock.Limit {
+		return nil, verbs.RefuseRegistration(fmt.Errorf("fake: register %d bytes with %s: %w", n,
+			p.d.name, syscall.ENOMEM), p.d.name, n, own, f.limits, lock)
 	}
 	f.next++
 	m := &memory{f: f, p: p, b: b, addr: f.address, key: f.next, remote: remote}
@@ -199,7 +201,8 @@ func (m *memory) Close() error {
 // sliceLocked is the memory behind a key of a domain, or nil.
 func (f *Fabric) sliceLocked(p *domain, key uint32, addr uint64, n uint32, remote bool) []byte {
 	m := f.mrs[key]
-	if m == nil || m.p != p || remote && !m.remote || addr < m.addr || addr-m.addr > uint64(len(m.b)) || uint64(n) > uint64(len(m.b))-(addr-m.addr) {
+	if m == nil || m.p != p || remote && !m.remote || addr < m.addr ||
+		addr-m.addr > uint64(len(m.b)) || uint64(n) > uint64(len(m.b))-(addr-m.addr) {
 		return nil
 	}
 	off := addr - m.addr

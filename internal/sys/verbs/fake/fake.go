@@ -64,9 +64,12 @@ type Fabric struct {
 
 // New returns an empty fabric.
 func New() *Fabric {
-	return &Fabric{next: 100, address: 1 << 32, work: make(chan struct{}, 1), qps: map[uint32]*queuePair{}, mrs: map[uint32]*memory{},
-		lost: map[uint32]bool{}, lags: map[uint32]bool{}, held: map[step]bool{}, ports: map[string]*port{}, dmabufs: map[int][]byte{}, peers: map[uint64][]byte{},
-		limits: verbs.Limits{MaxRegistration: 1 << 40, MaxRegistrations: maxObjects, MaxQueuePairs: maxObjects, MaxMessage: 1 << 20, MaxWork: maxQueue, MaxCompletions: 2 * maxQueue}}
+	return &Fabric{next: 100, address: 1 << 32, work: make(chan struct{}, 1),
+		qps: map[uint32]*queuePair{}, mrs: map[uint32]*memory{},
+		lost: map[uint32]bool{}, lags: map[uint32]bool{}, held: map[step]bool{},
+		ports: map[string]*port{}, dmabufs: map[int][]byte{}, peers: map[uint64][]byte{},
+		limits: verbs.Limits{MaxRegistration: 1 << 40, MaxRegistrations: maxObjects,
+			MaxQueuePairs: maxObjects, MaxMessage: 1 << 20, MaxWork: maxQueue, MaxCompletions: 2 * maxQueue}}
 }
 
 // Shuffle draws the order of steps from a seed from now on.
@@ -122,7 +125,8 @@ func (f *Fabric) Device(name string) verbs.Device {
 func (f *Fabric) openLocked(name string) *device {
 	if _, ok := f.ports[name]; !ok {
 		n := len(f.ports) + 1
-		f.ports[name] = &port{gid: gid(netip.AddrFrom4([4]byte{10, 0, byte(n >> 8), byte(n)})), lock: verbs.LockedMemory{Free: true}}
+		f.ports[name] = &port{gid: gid(netip.AddrFrom4([4]byte{10, 0, byte(n >> 8), byte(n)})),
+			lock: verbs.LockedMemory{Free: true}}
 	}
 	if len(f.devices) >= maxObjects {
 		f.devices = slices.DeleteFunc(f.devices, func(d *device) bool { return d.closed })

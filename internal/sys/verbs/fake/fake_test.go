@@ -37,7 +37,8 @@ func newEnd(t *testing.T, d verbs.Device) *end {
 
 func (e *end) connect(t *testing.T, o *end) {
 	t.Helper()
-	if err := errors.Join(e.q.ToInit(), e.q.ToReadyToReceive(o.q.Address()), e.q.ToReadyToSend()); err != nil {
+	if err := errors.Join(e.q.ToInit(), e.q.ToReadyToReceive(o.q.Address()),
+		e.q.ToReadyToSend()); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -64,7 +65,8 @@ func (e *end) poll(t *testing.T) []verbs.Completion {
 }
 
 func write(a, b *end, id uint64, off, n uint32, imm bool) verbs.Work {
-	w := verbs.Work{ID: id, Op: verbs.Write, LocalAddr: a.m.Addr() + uint64(off), LocalKey: a.m.LocalKey(), Len: n,
+	w := verbs.Work{ID: id, Op: verbs.Write, LocalAddr: a.m.Addr() + uint64(off),
+		LocalKey: a.m.LocalKey(), Len: n,
 		RemoteAddr: b.m.Addr() + uint64(off), RemoteKey: b.m.RemoteKey(), Signaled: true}
 	if imm {
 		w.Op, w.Imm = verbs.WriteImm, 7<<16|3
@@ -87,7 +89,8 @@ func TestImmediateFollowsWrites(t *testing.T) {
 	}
 	post(t, a, write(a, b, 1, 0, 100, false), write(a, b, 2, 1000, 24, true))
 	for f.Step() {
-		if got := b.poll(t); len(got) > 0 && (got[0].ID != 50 || got[0].Imm != 7<<16|3 || !bytes.Equal(b.mem[:100], a.mem[:100])) {
+		if got := b.poll(t); len(got) > 0 && (got[0].ID != 50 || got[0].Imm != 7<<16|3 ||
+			!bytes.Equal(b.mem[:100], a.mem[:100])) {
 			t.Fatalf("immediate %+v before the writes ahead of it", got)
 		}
 	}
@@ -110,7 +113,8 @@ func TestLateWriteAfterTimeout(t *testing.T) {
 		f.Run()
 		f.TimeOut(a.q.Num())
 		f.Run()
-		if got := a.poll(t); len(got) != 1 || got[0].Status != verbs.RetryExceeded || a.q.State() != verbs.Error {
+		if got := a.poll(t); len(got) != 1 || got[0].Status != verbs.RetryExceeded ||
+			a.q.State() != verbs.Error {
 			t.Fatalf("%+v in %s", got, a.q.State())
 		}
 		if fenced {
@@ -181,7 +185,8 @@ func TestErrors(t *testing.T) {
 			post(t, a, append(c.do(f, a, b), write(a, b, 2, 8, 8, false))...)
 			f.Run()
 			got := a.poll(t)
-			if len(got) != 2 || got[0].Status != c.want || got[1].Status != verbs.Flushed || a.q.State() != verbs.Error {
+			if len(got) != 2 || got[0].Status != c.want || got[1].Status != verbs.Flushed ||
+				a.q.State() != verbs.Error {
 				t.Fatalf("%+v in %s", got, a.q.State())
 			}
 			if !bytes.Equal(b.mem, make([]byte, len(b.mem))) {
@@ -303,7 +308,10 @@ func runRace(t *testing.T, seed uint64, unordered bool) (r race) {
 	over := write(a, b, n+1, 0, 8, false) // over the first one: it is later, so it stays
 	over.LocalAddr += 2000
 	post(t, a, append(works, over)...)
-	there := func(i int) bool { return b.mem[i*each+each-1] == a.mem[i*each+each-1] && b.mem[i*each+9] != 0 }
+	there := func(i int) bool {
+		return b.mem[i*each+each-1] == a.mem[i*each+each-1] &&
+			b.mem[i*each+9] != 0
+	}
 	all := func() bool {
 		for i := range n {
 			if !there(i) {
@@ -363,9 +371,12 @@ func TestSeededOrder(t *testing.T) {
 		count(&ordered, r)
 		count(&unordered, runRace(t, seed, true))
 	}
-	t.Logf("complete before its bytes, swapped, told elsewhere before, told before: %d, unordered %d of %d", ordered, unordered, seeds)
+	t.Logf(
+		"complete before its bytes, swapped, told elsewhere before, told before: %d, unordered %d of %d",
+		ordered, unordered, seeds)
 	if ordered[3] > 0 {
-		t.Errorf("an immediate was told %d times before the bytes ahead of it on its queue pair", ordered[3])
+		t.Errorf("an immediate was told %d times before the bytes ahead of it on its queue pair",
+			ordered[3])
 	}
 	for i, n := range ordered[:3] {
 		if n < seeds/20 {

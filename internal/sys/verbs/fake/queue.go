@@ -118,7 +118,8 @@ func (q *queuePair) showAllLocked(which func(*arrival) bool) {
 
 func everything(*arrival) bool { return true }
 
-func (p *domain) NewQueuePair(cq verbs.CompletionQueue, sends, receives int) (verbs.QueuePair, error) {
+func (p *domain) NewQueuePair(cq verbs.CompletionQueue, sends, receives int) (verbs.QueuePair,
+	error) {
 	d := p.d
 	c, ok := cq.(*completionQueue)
 	if !ok || c.f != d.f {
@@ -134,10 +135,12 @@ func (p *domain) NewQueuePair(cq verbs.CompletionQueue, sends, receives int) (ve
 		}
 	}
 	if own >= f.limits.MaxQueuePairs {
-		return nil, verbs.RefuseQueuePair(fmt.Errorf("fake: create a queue pair with %s: %w", d.name, syscall.ENOMEM), d.name, own, f.limits)
+		return nil, verbs.RefuseQueuePair(fmt.Errorf("fake: create a queue pair with %s: %w", d.name,
+			syscall.ENOMEM), d.name, own, f.limits)
 	}
 	if sends < 0 || sends > maxQueue || receives < 0 || receives > maxQueue {
-		return nil, fmt.Errorf("fake: queue pair of %d sends and %d receives with %s: %w", sends, receives, d.name, verbs.ErrFull)
+		return nil, fmt.Errorf("fake: queue pair of %d sends and %d receives with %s: %w", sends,
+			receives, d.name, verbs.ErrFull)
 	}
 	if d.dead {
 		return nil, errRemoved
@@ -173,7 +176,8 @@ func (q *queuePair) move(to verbs.State, from ...verbs.State) error {
 			return nil
 		}
 	}
-	return fmt.Errorf("fake: queue pair %d: %s cannot follow %s: %w", q.num, to, q.state, verbs.ErrState)
+	return fmt.Errorf("fake: queue pair %d: %s cannot follow %s: %w", q.num, to, q.state,
+		verbs.ErrState)
 }
 
 func (q *queuePair) ToInit() error {
@@ -237,7 +241,8 @@ func (q *queuePair) flushSendLocked(id uint64) {
 
 // flushReceiveLocked puts the flush behind the bytes of what was taken in.
 func (q *queuePair) flushReceiveLocked(id uint64) {
-	q.inbound = append(q.inbound, arrival{tell: verbs.Completion{ID: id, QP: q.num, Status: verbs.Flushed}})
+	q.inbound = append(q.inbound, arrival{tell: verbs.Completion{ID: id, QP: q.num,
+		Status: verbs.Flushed}})
 }
 
 func (q *queuePair) ToReset() error {
@@ -277,7 +282,8 @@ func (q *queuePair) PostSend(batch []verbs.Work) (taken int, err error) {
 	}
 	room := q.maxSend - len(q.sends) - len(q.unacked)
 	if taken = min(len(batch), room); taken < len(batch) {
-		err = fmt.Errorf("fake: queue pair %d: %d of %d sends taken: %w", q.num, taken, len(batch), verbs.ErrFull)
+		err = fmt.Errorf("fake: queue pair %d: %d of %d sends taken: %w", q.num, taken, len(batch),
+			verbs.ErrFull)
 	}
 	q.sends = append(q.sends, batch[:taken]...)
 	q.f.wakeLocked()
@@ -299,7 +305,8 @@ func (q *queuePair) PostReceive(ids []uint64) error {
 		q.f.wakeLocked()
 		return nil
 	case len(q.receives)+len(ids) > q.maxRecv:
-		return fmt.Errorf("fake: queue pair %d: %d receives of %d: %w", q.num, len(q.receives)+len(ids), q.maxRecv, verbs.ErrFull)
+		return fmt.Errorf("fake: queue pair %d: %d receives of %d: %w", q.num, len(q.receives)+len(ids),
+			q.maxRecv, verbs.ErrFull)
 	}
 	q.receives = append(q.receives, ids...)
 	return nil
