@@ -28,13 +28,13 @@ func childMain() {
 	if err != nil {
 		fail(err)
 	}
-	dialled, err := connectortest.DialWorker(context.Background(),
+	dialed, err := connectortest.DialWorker(context.Background(),
 		connectortest.Config{Socket: os.Getenv(childEnv), Layout: shape.Layout(),
 			Engine: msg.Engine{Name: "child"}, Regions: []*mem.Region{r}})
 	if err != nil {
 		fail(err)
 	}
-	w := childWorker{Worker: dialled}
+	w := childWorker{Worker: dialed}
 	table := make([]uint32, childShape.NumBlocks)
 	for i := range table {
 		table[i] = uint32(i)

@@ -101,7 +101,7 @@ func TestCopyRefused(t *testing.T) {
 			t.Errorf("%s: error %+v, %v", c.name, e, err)
 		}
 	}
-	// Reading twice, and the neighbour of what is written, are fine.
+	// Reading twice, and the neighbor of what is written, are fine.
 	_, err := w.Copy(msg.Copy{Src: 1, Dst: 1, Blocks: []msg.CopyBlock{{SrcOff: 0, DstOff: 100,
 		Len: 10}, {SrcOff: 5, DstOff: 110, Len: 10}, {SrcOff: 90, DstOff: 80, Len: 10}}})
 	must(t, err)

@@ -383,7 +383,8 @@ func TestBrokenRing(t *testing.T) {
 			_ = w.PushEpoch(board.RecHold, 1, 0, nil)
 		},
 		"completion tail": func(w *connectortest.Worker) {
-			binary.LittleEndian.PutUint64(w.RawRings()[board.SizeRingsHeader+board.SizeRing+(1<<20)+board.OffRingTail:], 3)
+			second := board.SizeRingsHeader + board.SizeRing + 1<<20
+			binary.LittleEndian.PutUint64(w.RawRings()[second+board.OffRingTail:], 3)
 			_ = w.Push(board.RecIntent, w.NewLease(), nil, false) // refused, which needs the ring
 		},
 	} {
@@ -463,7 +464,9 @@ func TestUIDRefused(t *testing.T) {
 	r := start(t, func(o *connector.Options) { o.SocketMode = 0o666 })
 	must(t, os.Chmod(filepath.Dir(r.socket), 0o755))
 	ask := exec.Command("python3", "-c",
-		"import socket,os,sys\nos.setuid(65534)\ns=socket.socket(socket.AF_UNIX,socket.SOCK_SEQPACKET)\ns.connect(sys.argv[1])\nsys.stdout.buffer.write(s.recv(4096))", r.socket)
+		"import socket,os,sys\nos.setuid(65534)\n"+
+			"s=socket.socket(socket.AF_UNIX,socket.SOCK_SEQPACKET)\n"+
+			"s.connect(sys.argv[1])\nsys.stdout.buffer.write(s.recv(4096))", r.socket)
 	out, err := ask.Output()
 	must(t, err)
 	m, err := msg.DecodePacket(out)

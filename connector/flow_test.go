@@ -307,7 +307,7 @@ func TestTableOutlivesUnchangedStep(t *testing.T) {
 }
 
 // TestManyStepsAtOnce: an engine that computed more steps than may be pending, all of them
-// signalled, while the sidecar did not run, has done nothing wrong.
+// signaled, while the sidecar did not run, has done nothing wrong.
 func TestManyStepsAtOnce(t *testing.T) {
 	r := start(t, nil)
 	w := r.worker(t, nil)

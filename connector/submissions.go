@@ -17,7 +17,7 @@ type submissions struct {
 	w          *worker
 	ring       *board.Consumer
 	event      *os.File      // SQ eventfd, which wakes the worker's goroutine
-	signalled  atomic.Bool   // by this process
+	signaled   atomic.Bool   // by this process
 	drained    atomic.Uint64 // source epoch of the last record taken from the ring
 	lastEpoch  uint64
 	complaints map[string]int // malformed records by kind
@@ -103,7 +103,7 @@ func (s *submissions) eventFD() int {
 	return fd
 }
 
-// await waits in the netpoller until the eventfd is signalled. It does not reset the counter:
+// await waits in the netpoller until the eventfd is signaled. It does not reset the counter:
 // each write is an edge of its own, and a read would be a system call that the shim could make
 // block, because the shim shares the eventfd's flags. The netpoller forgets an edge before the
 // wait, so the ring is checked once more.
@@ -120,7 +120,7 @@ func (s *submissions) await() error {
 		looked = true
 		s.w.mu.Lock()
 		defer s.w.mu.Unlock()
-		return s.w.closed || s.w.broken != nil || len(s.w.pending) > 0 || s.signalled.Swap(false) ||
+		return s.w.closed || s.w.broken != nil || len(s.w.pending) > 0 || s.signaled.Swap(false) ||
 			!s.ring.Sleep()
 	})
 }
@@ -130,6 +130,6 @@ func (s *submissions) wakeLocked() {
 	if s.w.closed {
 		return
 	}
-	s.signalled.Store(true)
+	s.signaled.Store(true)
 	eventfd.Signal(s.eventFD())
 }

@@ -29,7 +29,7 @@ const (
 	workExitLook = 10 * time.Millisecond  // between two checks of the engine's exit
 	workLate     = 10 * time.Second       // until the log reports an engine that does not finish
 	workPause    = 20 * time.Microsecond  // between two checks of a done word
-	// staging slots that no engine gets: an engine that stops in a kernel must not block the others
+	// staging slots that no engine gets: an engine that stops in a kernel must not block the others.
 	workSpare = 2
 )
 

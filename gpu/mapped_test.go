@@ -16,7 +16,7 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
-// apart is up to n pieces of one size, none of which can be joined with its neighbour.
+// apart is up to n pieces of one size, none of which can be joined with its neighbor.
 func apart(dst, src *mem.Region, size uint64, n int) (to, from []mem.Block) {
 	for off := uint64(0); off+size <= copyBytes && len(to) < n; off += size + device.Align {
 		to, from = append(to, mem.Block{Region: dst, Off: off, Len: size}),

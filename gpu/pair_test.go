@@ -38,7 +38,7 @@ func TestTriedWithLittle(t *testing.T) {
 		}
 		return n
 	}
-	// Copy is unknown, so it is tried; then the first is in favour.
+	// Copy is unknown, so it is tried; then the first is in favor.
 	for _, all := range []bool{false, true} {
 		clear(dst)
 		before := crossed()

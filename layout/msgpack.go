@@ -163,7 +163,7 @@ type reader struct {
 // maxMapKeys bounds the keys of one map, unknown ones included.
 const maxMapKeys = 64
 
-// fields walks a map with string keys; fn reports whether it recognised the key and consumed its
+// fields walks a map with string keys; fn reports whether it recognized the key and consumed its
 // value.
 func (r *reader) fields(field string, fn func(key string) (bool, error)) error {
 	n, err := r.mapLen(field, maxMapKeys)
@@ -456,7 +456,7 @@ func (r *reader) index(field string) (int, error) {
 	return int(v), err
 }
 
-// skip discards a value that this version does not recognise. It does not use the decoder's Skip,
+// skip discards a value that this version does not recognize. It does not use the decoder's Skip,
 // which has no bound on depth and allocates a mebibyte for a string with a large announced length.
 func (r *reader) skip(field string, depth int) error {
 	if depth > maxSkipDepth {

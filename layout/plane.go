@@ -22,7 +22,7 @@ const (
 	RoleIndex            // keys of a sparse attention's indexer
 	RoleIndexScale       // their scales
 	RoleCompressor       // state of a compressing attention, by token
-	// history of the projection of q, k or v (Mamba: C, B and x) in a convolution
+	// history of the projection of q, k or v (Mamba: C, B and x) in a convolution.
 	RoleConvQ
 	RoleConvK
 	RoleConvV

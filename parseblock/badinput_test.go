@@ -230,8 +230,8 @@ func readBy(t *testing.T, g *layout.Group) (reads []param) {
 }
 
 // TestBadParams passes each strategy every parameter that it reads with values beyond both ends of
-// its range, every parameter that only other strategies read, and misspelt ones. All are refused by
-// name, and nothing is planned. The parameters come from the strategies, so a new parameter is
+// its range, every parameter that only other strategies read, and misspelled ones. All are refused
+// by name, and nothing is planned. The parameters come from the strategies, so a new parameter is
 // tested without a change here.
 func TestBadParams(t *testing.T) {
 	reg := Default()

@@ -147,7 +147,7 @@ func TestNoAllocations(t *testing.T) {
 
 // TestRunsAreCheap: planning a run takes less than 20 ns, for every layout and on every processor
 // that runs tests. The goal of 10 ns is for the machine of docs/bench/parseblock.md, which takes 6
-// to 7; an older one of 2.8 GHz took 9 to 10.5, and 14 beside a busy neighbour. The test takes the
+// to 7; an older one of 2.8 GHz took 9 to 10.5, and 14 beside a busy neighbor. The test takes the
 // least of many short tries, because other load makes a try slower, never faster.
 func TestRunsAreCheap(t *testing.T) {
 	if testutil.Race {
@@ -156,7 +156,7 @@ func TestRunsAreCheap(t *testing.T) {
 	const (
 		limit = 20.0 // ns
 		tries = 200
-		most  = 20_000 // tries: a neighbour that shares the caches is not always active
+		most  = 20_000 // tries: a neighbor that shares the caches is not always active
 	)
 	runs := make([]layout.Run, 0, 1<<15)
 	for _, c := range benchCases() {

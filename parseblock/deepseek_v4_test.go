@@ -12,11 +12,12 @@ import (
 // DeepSeek-V4 as vLLM stores it in memory, written from the engine's definitions without any code
 // of this package: one slab of equal blocks for all groups, each layer at an offset in the block.
 //
-//   - The main cache has an entry for every 4 tokens (CSA) or 128 (HCA) of a block: 576 bytes each, 448 fp8 and 64 bf16, then 8 scale bytes
-//     each. Pages are padded to 576 bytes. The sliding cache of every layer is the same with an entry for each token, and sees 128.
+//   - The main cache has an entry for every 4 tokens (CSA) or 128 (HCA) of a block: 576 bytes each,
+//     448 fp8 and 64 bf16, then 8 scale bytes each. Pages are padded to 576 bytes. The sliding
+//     cache of every layer is the same with an entry for each token, and sees 128.
 //   - The indexer of a CSA layer has 128 bytes an entry, then 4 bytes of scale each.
-//   - The compressor keeps fp32 of the tokens that are not in an entry yet: 4 x 2048 numbers a block with CSA, looking back 8 tokens, 8 x 1024
-//     with HCA, looking back 128.
+//   - The compressor keeps fp32 of the tokens that are not in an entry yet: 4 x 2048 numbers a
+//     block with CSA, looking back 8 tokens, 8 x 1024 with HCA, looking back 128.
 type v4Engine struct {
 	main, sliding      int // tokens of a block
 	state4, state128   int

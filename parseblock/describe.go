@@ -20,20 +20,20 @@ const (
 	IdentityWeights = "weights"      // generation included: a reload changes it
 	IdentityLayers  = "layers"       // of the whole model, not of a pipeline stage
 	IdentityRope    = "rope"         // scaling included
-	// kinds of cache groups of the whole model: a pipeline stage may lack a kind
+	// kinds of cache groups of the whole model: a pipeline stage may lack a kind.
 	IdentityGroups   = "groups"
 	IdentityHeadSize = "head_size" // elements of a head, also for opaque pages
-	// tokens at the end of a prompt that prefill leaves to decode
+	// tokens at the end of a prompt that prefill leaves to decode.
 	IdentityBackoff = "backoff"
-	// draft model, method, tokens: they add layers and history
+	// draft model, method, tokens: they add layers and history.
 	IdentitySpec = "speculative"
-	// of opaque pages: the vector units, and the kernel's block size if the packing depends on it
+	// of opaque pages: the vector units, and the kernel's block size if the packing depends on it.
 	IdentityPacking  = "packing"
 	IdentityDType    = "cache_dtype" // as the engine names it
 	IdentityOrder    = "byte_order"  // "little" where it is left out
 	IdentityEngine   = "engine"      // opaque pages of two engines differ
 	defaultByteOrder = "little"      // of every platform that serves models today
-	// separates the hash from other hashes and from later versions
+	// separates the hash from other hashes and from later versions.
 	describeDomain = "kvspray-cache-v3"
 )
 

@@ -8,7 +8,7 @@ import (
 )
 
 // TestHeadShare: the heads of each rank, written out. If there are more ranks than heads,
-// neighbouring ranks share a head, as their queries do: 0 0 1 1 and not 0 1 0 1.
+// neighboring ranks share a head, as their queries do: 0 0 1 1 and not 0 1 0 1.
 func TestHeadShare(t *testing.T) {
 	for _, c := range []struct {
 		all          uint64

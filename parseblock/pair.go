@@ -264,7 +264,8 @@ func (d *differences) err() error {
 		e.Value += "; " + more
 	}
 	e.Problem, e.Remedy = "the two sides differ, and transfers copy bytes without conversion",
-		"use equal models, cache dtypes and speculation on both sides, and equal block sizes if pages are opaque"
+		"use equal models, cache dtypes and speculation on both sides, and equal block sizes "+
+			"if pages are opaque"
 	return e
 }
 

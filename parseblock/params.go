@@ -150,7 +150,7 @@ func (p *params) need(n param) uint64 {
 	return p.get(n, known[n].lo)
 }
 
-// nothingElse refuses parameters that the strategy has not read: misspelt ones, and those of
+// nothingElse refuses parameters that the strategy has not read: misspelled ones, and those of
 // another strategy or of a newer engine.
 func (p *params) nothingElse() {
 	given := 0
@@ -175,7 +175,8 @@ func (p *params) nothingElse() {
 		p.err = &layout.Error{Field: fmt.Sprintf("params.%.64s", name),
 			Value:   fmt.Sprint(p.g.Params[name]),
 			Problem: fmt.Sprintf("strategy %q does not read it here; it reads %q", p.strategy, reads),
-			Remedy:  "omit it, name the strategy that reads it, or run a sidecar as new as the engine's plug-in"}
+			Remedy: "omit it, name the strategy that reads it, or run a sidecar as new as the " +
+				"engine's plug-in"}
 		return
 	}
 }
@@ -208,7 +209,7 @@ func (p *params) divides(n param, by, v uint64, what string) uint64 {
 func (p *params) even(by uint64) { p.divide(p.l.PageBytes, by, "its halves") }
 
 // HeadShare returns the heads of one rank of a tensor parallel group: from ⌊rank*all/size⌋ on, and
-// one head if there are more ranks than heads. Integer division, not modulo, because neighbouring
+// one head if there are more ranks than heads. Integer division, not modulo, because neighboring
 // ranks share a head, so that the queries of a rank find theirs.
 func HeadShare(all, rank, size uint64) (first, count uint64) {
 	first = rank * all / size

@@ -242,7 +242,8 @@ func tile(layer string, got, want []extent) error {
 	bad := func(off uint64, problem string) error {
 		return &layout.Error{Field: fmt.Sprintf("layer %q", layer),
 			Value: fmt.Sprintf("byte %d of the region", off), Problem: problem,
-			Remedy: "report this: the shares of several sources would corrupt the cache, so nothing was planned"}
+			Remedy: "report this: the shares of several sources would corrupt the cache, so nothing " +
+				"was planned"}
 	}
 	byOffset := func(a, b extent) int { return cmp.Compare(a.off, b.off) }
 	slices.SortFunc(got, byOffset)
@@ -271,7 +272,7 @@ func tile(layer string, got, want []extent) error {
 	return nil
 }
 
-// joined merges neighbours of a sorted list, in place.
+// joined merges neighbors of a sorted list, in place.
 func joined(in []extent) []extent {
 	out := in[:0]
 	for _, e := range in {

@@ -9,7 +9,7 @@
 //
 // Invariants: a client's kv_transfer_params never reach an engine. Bodies, answers of P, requests
 // in flight and retries are bounded. No byte of D's answer is sent twice. When the client
-// disconnects, both engines' requests are cancelled.
+// disconnects, both engines' requests are canceled.
 //
 // Goroutines: Run owns one health checker per back end and the HTTP server and joins them. Each
 // request owns at most one goroutine for P and one for D's first byte, and joins both before its
@@ -60,7 +60,7 @@ const (
 	bodyTimeout      = 60 * time.Second // to read a client's body
 	clientIdle       = 2 * time.Minute  // between two requests of a client's connection
 	// below the 5 s of vLLM's server, because a POST on a connection that the server closes cannot
-	// be repeated
+	// be repeated.
 	backendIdle        = 4 * time.Second
 	shutdownTimeout    = 30 * time.Second
 	keptIdlePerBackend = 256
@@ -168,7 +168,7 @@ func New(cfg Config) (*Proxy, error) {
 	return p, nil
 }
 
-// hostPort checks an address for dialling.
+// hostPort checks an address for dialing.
 func hostPort(addr string) error {
 	host, port, err := net.SplitHostPort(addr)
 	if err != nil {

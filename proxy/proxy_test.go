@@ -94,7 +94,7 @@ func (e *engine) requests() []seen {
 	return append([]seen(nil), e.seen...)
 }
 
-// hang answers nothing until the request is cancelled.
+// hang answers nothing until the request is canceled.
 func (e *engine) hang(r *http.Request) {
 	select {
 	case <-r.Context().Done():

@@ -36,16 +36,16 @@ type copies struct {
 	last map[*connector.Worker]func() // called at the end of a worker's last copy
 }
 
-// copying is an open copy; its context ends when the copy is cancelled.
+// copying is an open copy; its context ends when the copy is canceled.
 type copying struct {
 	ctx    context.Context
 	cancel context.CancelCauseFunc
 }
 
-// Bounds of copies. A copy checks between two pieces whether it was cancelled: a piece takes some
+// Bounds of copies. A copy checks between two pieces whether it was canceled: a piece takes some
 // tens of milliseconds.
 const (
-	// of all workers; others wait. One fills a link, several keep several GPUs busy
+	// of all workers; others wait. One fills a link, several keep several GPUs busy.
 	maxCopiesRunning = 4
 	hostPiece        = 128 << 20
 	devicePiece      = 1 << 30
@@ -57,10 +57,10 @@ const (
 const pathHost = "host"
 
 var (
-	errCopyCancelled = errors.New("cancelled by the engine")
-	errCopyLate      = errors.New("the deadline has passed")
-	errCopyGone      = errors.New("the engine worker is gone")
-	errCopyStops     = errors.New("the sidecar stops")
+	errCopyCanceled = errors.New("cancelled by the engine")
+	errCopyLate     = errors.New("the deadline has passed")
+	errCopyGone     = errors.New("the engine worker is gone")
+	errCopyStops    = errors.New("the sidecar stops")
 )
 
 func newCopies(ctx context.Context, g *gpus, m *metrics.Set, log *slog.Logger) *copies {
@@ -91,7 +91,7 @@ func (c *copies) cancel(w *connector.Worker, id uint64, reason string) bool {
 	defer c.mu.Unlock()
 	o, ok := c.open[w][id]
 	if ok {
-		o.cancel(fmt.Errorf("%w: %s", errCopyCancelled, reason))
+		o.cancel(fmt.Errorf("%w: %s", errCopyCanceled, reason))
 	}
 	return ok
 }
@@ -161,7 +161,7 @@ func (c *copies) run(ctx context.Context, w *connector.Worker, cp *connector.Cop
 	if err != nil {
 		done.Reason = err.Error()
 		switch {
-		case errors.Is(err, errCopyCancelled):
+		case errors.Is(err, errCopyCanceled):
 			done.Status = exec.StatusCancelled
 		case errors.Is(err, errCopyLate):
 			done.Status = exec.StatusExpired

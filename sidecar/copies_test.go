@@ -195,8 +195,8 @@ func TestCopies(t *testing.T) {
 	}
 }
 
-// TestCopyCancelled: what is under way is not said to be over, and the rest of it is left out.
-func TestCopyCancelled(t *testing.T) {
+// TestCopyCanceled: what is under way is not said to be over, and the rest of it is left out.
+func TestCopyCanceled(t *testing.T) {
 	r := start(t, nil)
 	gpu := holdGPU(t, r)
 	e := newCopyEngine(t, r, gpu)

@@ -26,9 +26,9 @@ const (
 	dialFirst   = 20 * time.Millisecond // before the second try
 	dialLongest = 5 * time.Second       // between tries
 	shmLanes    = 1                     // per peer: one lane copies with several threads
-	// a lane that ended sooner does not count as one that was open
+	// a lane that ended sooner does not count as one that was open.
 	laneLived = time.Second
-	// addresses without an answer that are remembered; further ones cause no warning
+	// addresses without an answer that are remembered; further ones cause no warning.
 	maxUnreached = 1024
 	maxNamed     = 1024 // endpoints that requests named and that are not up yet
 )

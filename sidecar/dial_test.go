@@ -78,8 +78,10 @@ var errTest = errors.New("no answer")
 func TestJudged(t *testing.T) {
 	for text, want := range map[string]string{
 		"transport: authentication handshake failed: tls: failed to verify certificate: x509: " +
-			"certificate has expired or is not yet valid: current time": "the peer's certificate has expired",
-		"error reading server preface: remote error: tls: expired certificate": "our certificate has expired",
+			"certificate has expired or is not yet valid: current time": "the peer's certificate " +
+			"has expired",
+		"error reading server preface: remote error: tls: expired certificate": "our certificate " +
+			"has expired",
 	} {
 		if got := judged(errors.New(text)).Error(); !strings.HasPrefix(got, want) {
 			t.Errorf("%s: judged as %s", text, got)

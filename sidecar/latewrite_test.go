@@ -324,7 +324,7 @@ func lateAfterCancel(t *testing.T, held string, order []string) {
 	lanesUp(t, p, d, order)
 	rng := newRand(11)
 	c := newCanary(t, de)
-	cancelled, copies, attacks := 0, 0, 0
+	canceled, copies, attacks := 0, 0, 0
 	for i := range attackRuns(t) {
 		a.begin(notEarly)
 		x := begin(t, p, pe, de, uint64(i), tokens)
@@ -347,7 +347,7 @@ func lateAfterCancel(t *testing.T, held string, order []string) {
 		}
 		c.alive(t, i, "when nothing was in flight any more")
 		if got.Status == exec.StatusCancelled {
-			cancelled++
+			canceled++
 			// A cancel that came before the grant left is nothing that the source can know of.
 			if err := pe.Cancel(x.src, "attack", true); err != nil {
 				t.Fatal(err)
@@ -356,11 +356,11 @@ func lateAfterCancel(t *testing.T, held string, order []string) {
 		pe.wait(x.src)
 		c.alive(t, i, "when the source's lease was over")
 	}
-	t.Logf("%d of %d cancelled in time, %d of them with slices in flight, %d slices", cancelled,
+	t.Logf("%d of %d canceled in time, %d of them with slices in flight, %d slices", canceled,
 		attackRuns(t), attacks, copies)
-	if cancelled == 0 || attacks < attackRuns(t)/2 {
-		t.Errorf("%d of %d runs attacked anything, half of them expected; %d cancelled in time", attacks,
-			attackRuns(t), cancelled)
+	if canceled == 0 || attacks < attackRuns(t)/2 {
+		t.Errorf("%d of %d runs attacked anything, half of them expected; %d canceled in time", attacks,
+			attackRuns(t), canceled)
 	}
 }
 

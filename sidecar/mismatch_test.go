@@ -55,7 +55,8 @@ func TestMismatchIsNamed(t *testing.T) {
 		pe.wait(src)
 		return c.Received.Reason
 	}
-	const want = `dtype: "bfloat16" at prefill, "float16" at decode; identity.rope: "10000" at prefill, "2e6" at decode`
+	const want = `dtype: "bfloat16" at prefill, "float16" at decode; ` +
+		`identity.rope: "10000" at prefill, "2e6" at decode`
 	if got := ask(); got != "fingerprint: "+want {
 		t.Errorf("reason %q, want %q", got, want)
 	}
@@ -96,7 +97,8 @@ func TestUnlikeCellsAreNamed(t *testing.T) {
 		{"with the identity", "2e6", []string{"fingerprint: ",
 			`identity.rope: "10000" at prefill, "2e6" at decode`,
 			`k heads: "1" at prefill, "2" at decode, in layer "layers.0" and 3 more`,
-			`k bytes of a head of a token: "512" at prefill, "256" at decode, in layer "layers.0" and 3 more`}},
+			`k bytes of a head of a token: "512" at prefill, "256" at decode, ` +
+				`in layer "layers.0" and 3 more`}},
 		{"alone", "", []string{`layer "layers.0" and 3 more: ` + cells, "kv bytes of a head of a token " +
 			"= 1024 and 512"}},
 	} {

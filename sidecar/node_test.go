@@ -30,7 +30,7 @@ import (
 
 const (
 	patience = time.Minute // of a test that is about to fail
-	// of a transfer that has to come; a machine may have other things to do
+	// of a transfer that has to come; a machine may have other things to do.
 	deadlineMS = 60000
 	partnerMS  = 30000 // of an expect whose intent has to come
 )

@@ -227,7 +227,7 @@ func TestRailsComeAndGo(t *testing.T) {
 			wait(what+": pairs there", pairs, func() []string { return lanes(d, p) })
 		}
 	}
-	// control waits for a control lane over a rail, dialled by whoever did.
+	// control waits for a control lane over a rail, dialed by whoever did.
 	control := func(what, addr string) {
 		t.Helper()
 		wait(what, []string{addr}, func() []string {

@@ -49,17 +49,17 @@ func TestReach(t *testing.T) {
 			v.Peers[0].Boot != there.boot.String() {
 			t.Errorf("%+v", v)
 		}
-		// D has dialled P, as a request named it; P knows of D what D says.
-		dialled, claimed := "", there.Endpoint()
+		// D has dialed P, as a request named it; P knows of D what D says.
+		dialed, claimed := "", there.Endpoint()
 		if here == d {
-			dialled, claimed = claimed, ""
+			dialed, claimed = claimed, ""
 		}
-		if s, boot := here.web.State(), there.boot.String(); s.Peers[boot] != dialled ||
+		if s, boot := here.web.State(), there.boot.String(); s.Peers[boot] != dialed ||
 			s.Claimed[boot] != claimed {
 			t.Errorf("its state has node %s at %q, and claimed to be at %q", there.cfg.Node, s.Peers[boot],
 				s.Claimed[boot])
 		}
-		if x := v.Peers[0]; x.Endpoint != dialled || x.Claimed != there.Endpoint() ||
+		if x := v.Peers[0]; x.Endpoint != dialed || x.Claimed != there.Endpoint() ||
 			x.Node != there.cfg.Node {
 			t.Errorf("of node %s at %s it says %+v", there.cfg.Node, there.Endpoint(), x)
 		}

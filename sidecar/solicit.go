@@ -13,7 +13,7 @@ const (
 	solicitMost = 256 // addresses that one rail solicits
 )
 
-// solicit sends an empty datagram to the peers on the link of a rail that came up (neighbour
+// solicit sends an empty datagram to the peers on the link of a rail that came up (neighbor
 // solicitation).
 //
 // Linux asks for a neighbour's hardware address once a second, starting with the first packet that
@@ -38,7 +38,7 @@ func (c *conversation) solicit(r rail) {
 	}
 }
 
-// neighbours adds the addresses of a peer's rails that are on the link of this rail, up to
+// neighbors adds the addresses of a peer's rails that are on the link of this rail, up to
 // solicitMost in all.
 func neighbours(to []netip.AddrPort, ours rail, theirs []*peerv1.Rail) []netip.AddrPort {
 	for _, x := range theirs {

@@ -23,16 +23,16 @@ type Outcome uint8
 
 // The outcomes.
 const (
-	Pending   Outcome = iota
-	Hit               // the placement has the page
-	Miss              // no tier has it
-	Stored            // it was put
-	Existed           // it was here
-	Busy              // another put of it is under way
-	Full              // no page can be given up for it
-	Damaged           // it was here, and was not what had been put; it is dropped
-	Cancelled         // the batch was cancelled before
-	Failed            // Err says why
+	Pending  Outcome = iota
+	Hit              // the placement has the page
+	Miss             // no tier has it
+	Stored           // it was put
+	Existed          // it was here
+	Busy             // another put of it is under way
+	Full             // no page can be given up for it
+	Damaged          // it was here, and was not what had been put; it is dropped
+	Canceled         // the batch was canceled before
+	Failed           // Err says why
 )
 
 // Tier is where a page was found or is.
@@ -79,12 +79,12 @@ func (b *Batch) Done() <-chan struct{} { return b.done }
 // Results are in the order of the keys. They may be read when Done is closed.
 func (b *Batch) Results() []Result { return b.results }
 
-// Cancel ends the batch early. Pages that are done stay so, the others end as Cancelled. It does
+// Cancel ends the batch early. Pages that are done stay so, the others end as Canceled. It does
 // not wait.
 func (b *Batch) Cancel() { b.guard.Revoke() }
 
 // Fence returns once nothing is written to, or read from, the placements of a batch that was
-// cancelled or is done. It waits for copies that are under way, and for no disk.
+// canceled or is done. It waits for copies that are under way, and for no disk.
 func (b *Batch) Fence(ctx context.Context) error {
 	if err := b.guard.Wait(ctx); err != nil {
 		return fmt.Errorf("store: fence: %w", err)

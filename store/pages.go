@@ -14,7 +14,7 @@ import (
 // getPage loads page i of a batch from the nearest tier that has it.
 func (s *Store) getPage(b *Batch, i int, w *worker) Result {
 	if b.guard.Revoked() {
-		return Result{Outcome: Cancelled}
+		return Result{Outcome: Canceled}
 	}
 	sp, k := b.space, &b.keys[i]
 	var damaged bool
@@ -88,7 +88,7 @@ func unread(err error) Result {
 // deliver copies a page to its placement, under the guard.
 func (s *Store) deliver(b *Batch, i int, bytes []byte, crc uint32, from Tier) Result {
 	if !b.guard.Enter() {
-		return Result{Outcome: Cancelled}
+		return Result{Outcome: Canceled}
 	}
 	sum, err := copyOut(b.places[i], bytes)
 	b.guard.Leave()
@@ -197,7 +197,7 @@ func (s *Store) fillDirect(b *Batch, from, to int, pages []held, w *worker) []he
 // copyIn copies a page from its placement, under the guard.
 func (s *Store) copyIn(b *Batch, i int, to []byte) (uint32, Result) {
 	if !b.guard.Enter() {
-		return 0, Result{Outcome: Cancelled}
+		return 0, Result{Outcome: Canceled}
 	}
 	crc, err := copyIn(to, b.places[i])
 	b.guard.Leave()
@@ -226,7 +226,7 @@ func (s *Store) release(pages []held) {
 // pinned, so that it can be made durable if it is not.
 func (s *Store) fill(b *Batch, i int) (memory.Page, Result) {
 	if b.guard.Revoked() {
-		return memory.Page{}, Result{Outcome: Cancelled}
+		return memory.Page{}, Result{Outcome: Canceled}
 	}
 	sp, k := b.space, &b.keys[i]
 	p, err := s.memory.Reserve(sp.number, k, b.before(i))

@@ -16,7 +16,7 @@ const putTurns = 8
 
 // Of pieces of batches.
 const (
-	// copied in a tenth of a millisecond or so, before others have their turn
+	// copied in a tenth of a millisecond or so, before others have their turn.
 	getPieceBytes = 1 << 20
 	maxPiecePages = 64
 )

@@ -163,7 +163,7 @@ func newGate(sim *disktest.Sim) *gate {
 	return g
 }
 
-// A get is cancelled while its disk reads: the fence returns at once, what is then written to the
+// A get is canceled while its disk reads: the fence returns at once, what is then written to the
 // placements stays, and every page ends.
 func TestNothingIsWrittenAfterTheFence(t *testing.T) {
 	sim := disktest.New(simBytes, 1)
@@ -196,8 +196,8 @@ func TestNothingIsWrittenAfterTheFence(t *testing.T) {
 	if !bytes.Equal(whole, bytes.Repeat([]byte{0xee}, len(whole))) {
 		t.Error("a placement was written after the fence")
 	}
-	if n := count(b.Results(), Cancelled); n != 20 {
-		t.Errorf("%d of 20 pages are cancelled: %+v", n, b.Results())
+	if n := count(b.Results(), Canceled); n != 20 {
+		t.Errorf("%d of 20 pages are canceled: %+v", n, b.Results())
 	}
 	sim.Hold(nil)
 	if n := count(e.get(upTo(0, 20)...), Hit); n != 20 {

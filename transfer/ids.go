@@ -68,11 +68,11 @@ type Outcome uint8
 // Only Landed is success, and only the receiver can say it.
 const (
 	Landed Outcome = iota + 1 // the receiver has proved it
-	// proved not to have landed, or disowned before it counted; retry at will
+	// proved not to have landed, or disowned before it counted; retry at will.
 	NotLanded
-	// the receiver refused it: stale lease, bad range, integrity; Reason says which
+	// the receiver refused it: stale lease, bad range, integrity; Reason says which.
 	Rejected
-	// bytes may still be on their way: fence before anyone reuses the blocks
+	// bytes may still be on their way: fence before anyone reuses the blocks.
 	InDoubt
 )
 

@@ -40,7 +40,7 @@ type Evidence uint8
 const (
 	EvidenceRead      Evidence = iota + 1 // its own CPU read or copied them
 	EvidenceImmediate                     // an immediate on the same queue pair followed them
-	EvidenceStream                        // its own stream was synchronised
+	EvidenceStream                        // its own stream was synchronized
 )
 
 // FenceScope is the range of work that a fence stops besides its own lease.
@@ -234,7 +234,7 @@ type Backend interface {
 	Caps() Caps
 	// Open starts listening on every rail and returns the rails with their addresses. Called once.
 	Open(ctx context.Context, host Host) ([]Rail, error)
-	// Dial opens a lane. The peer's Host sees LaneUp for its end too. Blocks; honours ctx.
+	// Dial opens a lane. The peer's Host sees LaneUp for its end too. Blocks; honors ctx.
 	Dial(ctx context.Context, peer Peer, local, remote Rail) (Lane, error)
 	// Grant prepares the grant's memory for this backend's writers and returns the token that the
 	// sender needs, if Caps.NeedsTokens is set.

@@ -31,12 +31,12 @@ const (
 	width  = 28 * vg.Centimeter
 	height = 11 * vg.Centimeter
 	points = 600 // of one curve at most
-	// that one point stands for: below it the shapers' bursts show, not the rails
+	// that one point stands for: below it the shapers' bursts show, not the rails.
 	least   = 20 * time.Millisecond
 	perGbit = 1e9
 )
 
-// Colours that stay apart for most eyes and in grey (Okabe and Ito).
+// Colors that stay apart for most eyes and in grey (Okabe and Ito).
 var palette = [...]color.Color{
 	color.RGBA{0x00, 0x72, 0xb2, 0xff}, color.RGBA{0xe6, 0x9f, 0x00, 0xff}, color.RGBA{0x00, 0x9e,
 		0x73, 0xff}, color.RGBA{0xcc, 0x79, 0xa7, 0xff},
@@ -125,7 +125,7 @@ func Of(title string) func(io.Writer, *timeline.Result) error {
 	}
 }
 
-// css is a colour as style sheets write it.
+// css is a color as style sheets write it.
 func css(c color.Color) template.CSS {
 	r, g, b, _ := c.RGBA()
 	return template.CSS(fmt.Sprintf("#%02x%02x%02x", r>>8, g>>8, b>>8)) //nolint:gosec // digits only

@@ -67,8 +67,9 @@ func NewCopyCommand() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "copy",
 		Short: "Move scattered blocks between two processes and compare with what the machine can do",
-		Long: `Moves scattered random blocks between two processes through a real transport, in turns with a baseline: for tcp a
-plain Go stream with as many connections, for shm a C memcpy over the same blocks with as many threads. Content is checked.`,
+		Long: `Moves scattered random blocks between two processes through a real transport, in turns with
+a baseline: for tcp a plain Go stream with as many connections, for shm a C memcpy over the same
+blocks with as many threads. Content is checked.`,
 		Example: `  kvspray-bench copy
   kvspray-bench copy --transport shm --conns 4 --blocks 16KiB --json
   kvspray-bench copy --integrity crc32c --total 64MiB --rounds 3`,

@@ -69,11 +69,13 @@ func NewCommand() *cobra.Command {
 		Use: "gpu [staged] [nvlink] [multipath]",
 		Short: "GPU memory: NVLink between two processes' GPUs, and every PCIe link to one GPU, beside " +
 			"the ceilings",
-		Long: `Measures the paths that the sidecar has to GPU memory, all that this host can or those that are named. Needs a build with cgo, and but
-for staged two GPUs or more with peer access.
+		Long: `Measures the paths that the sidecar has to GPU memory, all that this host can or those that
+are named. Needs a build with cgo, and but for staged two GPUs or more with peer access.
 
-  staged      slices between GPU 0 and host memory, as tcp lanes take them, by each executor; moves as shm lanes take them
-  nvlink      scattered blocks from GPU 0 to GPU 1, the memory belonging to two other processes: pack, copy engine, unpack
+  staged      slices between GPU 0 and host memory, as tcp lanes take them, by each copy method;
+              moves as shm lanes take them
+  nvlink      scattered blocks from GPU 0 to GPU 1, in memory of two other processes: pack, copy
+              engine, unpack
   multipath   host memory to and from GPU 0 over the PCIe links of 1, 2, ... all GPUs
 
 Each repetition is paired with one of its ceiling (the contiguous copy, all links at once).`,

@@ -22,9 +22,9 @@ func NewCommand() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "peers",
 		Short: "Compare with NIXL and Mooncake over the same rails, while rails fail",
-		Long: `Moves the same scattered blocks over the same rails with kvspray and with other transfer engines, in
-turns, healthy and while one rail fails. Needs root, and an environment with the other engines, which
-'make bench-peers' makes.`,
+		Long: `Moves the same scattered blocks over the same rails with kvspray and with other transfer
+engines, in turns, healthy and while one rail fails. Needs root, and an environment with the other
+engines, which 'make bench-peers' makes.`,
 		Example: `  kvspray-bench peers
   kvspray-bench peers --rates 200mbit,100mbit --blocks 16KiB --total 32MiB --engines kvspray,nixl`,
 		Args: cobra.NoArgs,

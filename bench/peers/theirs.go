@@ -92,7 +92,7 @@ func (o *options) start(f *railsbench.Field, e engine, side netrig.Side, block i
 func (d *driver) stop() {
 	_ = d.in.Close()
 	limit := time.AfterFunc(2*time.Second, func() { _ = d.cmd.Process.Kill() })
-	for range d.lines { //nolint:revive // so that it can write its last words
+	for range d.lines {
 	}
 	_ = d.cmd.Wait() // killed, perhaps: nothing depends on how it ends
 	limit.Stop()

@@ -24,13 +24,17 @@ func NewCommand() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "rails",
 		Short: "Move KV blocks over several rails between two sidecars, while rails fail",
-		Long: `Builds two network namespaces joined by a veth pair per rail, each shaped to its rate, measures every rail alone and all
-at once with plain streams, and then moves scattered blocks from one real sidecar to another over all of them, while the faults
-happen. Content is compared after every transfer. Shares are of what plain streams carry over the same rails, all at once. Needs root, or the right to make network namespaces. Nothing that it makes outlives it.
+		Long: `Builds two network namespaces joined by a veth pair per rail, each shaped to its rate,
+measures every rail alone and all at once with plain streams, and then moves scattered blocks from
+one real sidecar to another over all of them, while the faults happen. Content is compared after
+every transfer. Shares are of what plain streams carry over the same rails, all at once. Needs root,
+or the right to make network namespaces. Nothing that it makes outlives it.
 
-With --receivers there is a switch in each rail, and a sidecar at each of its ports. Then it measures what receivers do to each other: how long
---total (8MiB by default) takes that a decode waits for, alone, beside background to all other receivers, and beside layer streams to them; how
-evenly layer streams to all receivers share the rails; and the same with all of them sending to one. Each of that takes --duration (10s).`,
+With --receivers there is a switch in each rail, and a sidecar at each of its ports. Then it
+measures what receivers do to each other: how long --total (8MiB by default) takes that a decode
+waits for, alone, beside background to all other receivers, and beside layer streams to them; how
+evenly layer streams to all receivers share the rails; and the same with all of them sending to one.
+Each of that takes --duration (10s).`,
 		Example: `  kvspray-bench rails
   kvspray-bench rails --rates 2gbit,1gbit,500mbit,500mbit --duration 8s --fault 2s:rail0:down --fault 5s:rail0:up --html rails.html
   kvspray-bench rails --receivers 16 --rates 1gbit --json receivers.json

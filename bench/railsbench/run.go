@@ -31,7 +31,7 @@ var ErrVoid = errors.New("the run is void")
 
 // Of the baseline.
 const (
-	// of a rail's rate that plain streams carry, 0.94 to 0.97 on a quiet machine: the rest is headers
+	// of a rail's rate that plain streams carry, 0.94 to 0.97 on a quiet machine: the rest is headers.
 	leastShare = 0.8
 	plainTries = 3
 	voidRemedy = "other load takes the processors, or they cannot do more; try again on a quiet " +

@@ -27,18 +27,22 @@ func NewCommand() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "sim",
 		Short: "Move KV blocks over simulated rails between many nodes, while rails fail",
-		Long: `Moves transfers between simulated nodes, with the production executors and schedulers, in virtual time, while the faults
-happen: what 'kvspray-bench rails' does with two sidecars and the kernel's rails, for up to thousands of nodes and without
-privileges. Half of the nodes send, each to one of the others over rails of its own. The same flags and seed give the same run, down to
-the last event.
+		Long: `Moves transfers between simulated nodes, with the production executors and schedulers, in
+virtual time, while the faults happen: what 'kvspray-bench rails' does with two sidecars and the
+kernel's rails, for up to thousands of nodes and without privileges. Half of the nodes send, each to
+one of the others over rails of its own. The same flags and seed give the same run, down to the last
+event.
 
-What it prints: "moved" is the content of all transfers over the time from the first one's begin to the last one's end, and its share of what
-plain streams over all of those links carry: 1 is all that the links can do. "one transfer" is the rate of a single one, as a share of what
-the links of its own sender carry together: the first one of each sender, whose scheduler knows nothing yet, and the later ones (the median;
-with --duration two are wanted at a time).
+What it prints: "moved" is the content of all transfers over the time from the first one's begin to
+the last one's end, and its share of what plain streams over all of those links carry: 1 is all that
+the links can do. "one transfer" is the rate of a single one, as a share of what the links of its
+own sender carry together: the first one of each sender, whose scheduler knows nothing yet, and the
+later ones (the median; with --duration two are wanted at a time).
 
-With --against it runs what a result of 'kvspray-bench rails' says, on rails as they were measured there, and compares.`,
-		Example: `  kvspray-bench sim --rates 2gbit,1gbit,500mbit,500mbit --duration 8s --fault 2s:rail0:down --fault 5s:rail0:up
+With --against it runs what a result of 'kvspray-bench rails' says, on rails as they were measured
+there, and compares.`,
+		Example: `  kvspray-bench sim --rates 2gbit,1gbit,500mbit,500mbit --duration 8s \
+      --fault 2s:rail0:down --fault 5s:rail0:up
   kvspray-bench sim --nodes 1000 --rates 25gbit,25gbit,25gbit,25gbit --block 64KiB --seed 7
   kvspray-bench sim --against rails.json`,
 		Args: cobra.NoArgs,

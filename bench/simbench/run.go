@@ -22,17 +22,17 @@ import (
 // What stands for the kernel's part. The figures are those of netrig and of package tcp.
 const (
 	// of a full Ethernet frame that carries TCP with timestamps: what a plain stream gets of a
-	// shaper's rate
+	// shaper's rate.
 	payload   = 1448.0 / 1514
 	queueTime = 20 * time.Millisecond
-	// a chunk stands for its packets: in front of slow rails there is room for several at least
+	// a chunk stands for its packets: in front of slow rails there is room for several at least.
 	leastQueue  = 3 * transfer.ChunkBytes
 	defaultRTT  = 100 * time.Microsecond
 	hostRate    = 200e9 // out of a host, where nothing is shaped
 	sliceBytes  = 1 << 20
 	maxInFlight = 16
 	// a link that comes up says so twice; package topo looks again after 40 ms, and holds it back for
-	// 20
+	// 20.
 	lookPause = 60 * time.Millisecond
 )
 

@@ -255,7 +255,8 @@ func TestAgainst(t *testing.T) {
 		t.Errorf("--rates beside --against: %v", err)
 	}
 	for name, text := range map[string]string{"of nothing": "{}",
-		"of no rails":       `{"bench": "rails", "policy": "spray", "total_bytes": 1048576, "block_bytes": 16384}`,
+		"of no rails": `{"bench": "rails", "policy": "spray", "total_bytes": 1048576, ` +
+			`"block_bytes": 16384}`,
 		"of the simulation": strings.Replace(b.String(), `"rails"`, `"sim"`, 1),
 		"of no speed": strings.Replace(b.String(), `"rate_bits_per_second": 2000000000`,
 			`"rate_bits_per_second": 20`, 1),

@@ -6,5 +6,5 @@
 // test that restarts a sidecar presents again what it wants to.
 //
 // Goroutines: one reader per connection, joined by Disconnect and Close. A Worker's submissions are
-// serialised by a mutex; Poll and Wait are for one goroutine at a time.
+// serialized by a mutex; Poll and Wait are for one goroutine at a time.
 package connectortest

@@ -102,7 +102,7 @@ func (d *Driver) LaneDown(l transport.Lane, err error) {
 	if e == nil {
 		return
 	}
-	// The dialling end closes lanes that no lease needs.
+	// The dialing end closes lanes that no lease needs.
 	meant := err == nil || errors.Is(err, net.ErrClosed) || errors.Is(err, io.EOF) &&
 		d.BoundTo(l.Peer()) == 0
 	d.cfg.Observer.LaneDown(l, !meant)

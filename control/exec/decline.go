@@ -11,7 +11,7 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// A receiver that cannot plan, or is cancelled before its grant, declines: else the source's engine
+// A receiver that cannot plan, or is canceled before its grant, declines: else the source's engine
 // would keep its blocks for the match timeout.
 
 // decline cancels one receiver before it has a lease: its place at each rank of our engine stays
@@ -26,22 +26,28 @@ type decline struct {
 	told   map[string]bool // ranks whose place is free
 }
 
-// decline is Exec.Decline.
-func (ds *dests) decline(now Instant, addr string, x *connector.Expect, team lease.TeamID, size int,
-	gen uint32, reason string, far bool) {
-	ds.declineAs(now, addr, x.Lease, x.Key, team, size, gen, reason, far)
+// declined is a destination lease that will not take its transfer.
+type declined struct {
+	id     transfer.LeaseID
+	key    transfer.Key
+	team   lease.TeamID
+	size   int    // ranks of the team
+	gen    uint32 // of the grant; 0: there was none
+	reason string
+	// far: the source's sidecar is dialed if there is no lane to it.
+	far bool
 }
 
-func (ds *dests) declineAs(now Instant, addr string, id transfer.LeaseID, k transfer.Key,
-	team lease.TeamID, size int, gen uint32, reason string, far bool) {
+// decline informs the source's sidecar at addr.
+func (ds *dests) decline(now Instant, addr string, d declined) {
 	f := &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: &peerv1.Revoke{
-		Destination: leaseMsg(id), Gen: gen, Reason: reason,
-		Xfer: k.Xfer[:], Hash: k.Hash[:], Team: team[:], TeamSize: uint32(size)}}}
+		Destination: leaseMsg(d.id), Gen: d.gen, Reason: d.reason,
+		Xfer: d.key.Xfer[:], Hash: d.key.Hash[:], Team: d.team[:], TeamSize: uint32(d.size)}}}
 	ep := ds.endpoints.get(addr)
 	switch {
 	case ep.reached():
 		ds.send(ep.peer.boot, f)
-	case far && len(ep.queuedRevokes) < maxQueuedRevokes:
+	case d.far && len(ep.queuedRevokes) < maxQueuedRevokes:
 		ep.queuedRevokes = append(ep.queuedRevokes, f)
 		ds.endpoints.reach(now, ep)
 	}
@@ -57,7 +63,8 @@ func (ds *dests) declineAll(now Instant, d connector.Decline) {
 	id := transfer.LeaseID{Boot: d.Boot, ID: d.ID * lease.MaxTeam, Epoch: 1}
 	team := teamNamed("%x %d", id.Boot, id.ID)
 	for range d.World {
-		ds.declineAs(now, d.Peer, id, d.Key, team, d.World, 0, d.Reason, true)
+		ds.decline(now, d.Peer, declined{id: id, key: d.Key, team: team, size: d.World,
+			reason: d.Reason, far: true})
 		id.ID++
 	}
 

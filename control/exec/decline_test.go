@@ -69,8 +69,8 @@ func TestPartingsAreBounded(t *testing.T) {
 	}
 }
 
-// A lease that is cancelled while its next grant waits for something frees its place.
-func TestCancelledWithoutAGrant(t *testing.T) {
+// A lease that is canceled while its next grant waits for something frees its place.
+func TestCanceledWithoutAGrant(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 7, 0)
 	src := p.intent(pw, 1, testKey(1, 1), 512, 1, 30*sec)
 	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 30*sec)

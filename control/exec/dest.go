@@ -103,7 +103,8 @@ func (ds *dests) open(now Instant, w *connector.Worker, x connector.Expect) {
 		full = fmt.Sprintf("%d destination leases are open: at most %d", len(ds.byID), ds.cfg.MaxDest)
 	}
 	if full != "" {
-		ds.decline(now, x.Peer, &x, team, w.Place.World(), 0, full, false)
+		ds.decline(now, x.Peer, declined{id: x.Lease, key: x.Key, team: team,
+			size: w.Place.World(), reason: full})
 		refuse(full)
 		return
 	}
@@ -113,7 +114,8 @@ func (ds *dests) open(now Instant, w *connector.Worker, x connector.Expect) {
 	}
 	plan, err := ds.cfg.Planner.Receive(w, &x)
 	if err != nil {
-		ds.decline(now, x.Peer, &x, team, w.Place.World(), 0, "plan: "+err.Error(), true)
+		ds.decline(now, x.Peer, declined{id: x.Lease, key: x.Key, team: team,
+			size: w.Place.World(), reason: "plan: " + err.Error(), far: true})
 		refuse(err.Error())
 		return
 	}
@@ -204,8 +206,8 @@ func (ds *dests) closeBy(now Instant, d *dest, cause Cause, status uint16, reaso
 		return
 	}
 	if waited {
-		ds.decline(now, d.ep.addr, d.x, d.team, d.ws.w.Place.World(), d.gen, reason,
-			status == StatusRefused)
+		ds.decline(now, d.ep.addr, declined{id: d.x.Lease, key: d.x.Key, team: d.team,
+			size: d.ws.w.Place.World(), gen: d.gen, reason: reason, far: status == StatusRefused})
 		ds.complete(now, d)
 		return
 	}

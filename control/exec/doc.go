@@ -3,7 +3,7 @@
 // completes. Package spray chooses the lane of each slice and retries failed ones.
 //
 // It has no goroutine, clock, I/O or lock. Events are method calls with `now`; Drain returns the
-// resulting actions in the order in which the driver must perform them. The driver serialises the
+// resulting actions in the order in which the driver must perform them. The driver serializes the
 // calls. Moving a slice allocates nothing in steady state.
 //
 // Each part of an Exec owns its state: see the type's fields for the parts and their order.
@@ -127,9 +127,9 @@ const (
 	DefaultMaxPending     = 4096
 	DefaultTombstoneGrace = 2 * time.Second
 	MaxDeadline           = 10 * time.Minute
-	// tries at an address without a listener: 2 s, enough for a sidecar to restart
+	// tries at an address without a listener: 2 s, enough for a sidecar to restart.
 	maxRefused = 10
-	// between tries to reach a peer that a lease waits for
+	// between tries to reach a peer that a lease waits for.
 	connectRetry  = 200 * time.Millisecond
 	revokeWait    = time.Second // for the engine's record of an invalidated source
 	MaxParts      = 256         // ranks of an engine, and so parts of a grant

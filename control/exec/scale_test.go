@@ -18,7 +18,7 @@ import (
 const (
 	sliceGoal  = 2 * time.Microsecond
 	sliceRatio = 1.75
-	// bytes on the heap: one transfer ends in some 250 slices, and its key is remembered
+	// bytes on the heap: one transfer ends in some 250 slices, and its key is remembered.
 	sliceLeaves = 32
 )
 

@@ -46,5 +46,6 @@ func (ds *dests) closeUnsent(now Instant, d *dest, why string) {
 	if fence {
 		ds.fence(d.live, ByRefusal)
 	}
-	ds.decline(now, d.ep.addr, d.x, d.team, d.ws.w.Place.World(), d.live.gen, why, true)
+	ds.decline(now, d.ep.addr, declined{id: d.x.Lease, key: d.x.Key, team: d.team,
+		size: d.ws.w.Place.World(), gen: d.live.gen, reason: why, far: true})
 }

@@ -11,7 +11,7 @@ type DestState uint8
 
 // The states of a destination lease.
 const (
-	// no grant exists: the peer is not connected, or the last grant was fenced
+	// no grant exists: the peer is not connected, or the last grant was fenced.
 	DestWaiting   DestState = iota
 	DestGranted             // offered; bytes may land
 	DestLanding             // bound to a source lease

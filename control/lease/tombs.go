@@ -19,7 +19,7 @@ type Tombstones struct {
 // Tombstone is how a key ended.
 type Tombstone struct {
 	At     Instant
-	Served bool // with every grant served; else cancelled, expired or lost
+	Served bool // with every grant served; else canceled, expired or lost
 }
 
 type tombstoneEntry struct {

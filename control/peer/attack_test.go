@@ -114,7 +114,7 @@ func TestClaimedEndpoint(t *testing.T) {
 	}
 }
 
-// Whoever dialled us and comes back as another process ends the old session at once, by what
+// Whoever dialed us and comes back as another process ends the old session at once, by what
 // answers at its endpoint.
 func TestCallerRestarts(t *testing.T) {
 	a, b := start(t, slow), start(t, func(o *Options) { slow(o); restarts(o) }) // no tick helps
@@ -197,8 +197,9 @@ func TestNothingAfterDown(t *testing.T) {
 		t.Error("PeerDown came before the frame was handled")
 	}
 	a.mu.Unlock()
-	if _, err := a.meet(Protocol.Max, b.opt.Boot, who{}, "", "n", "127.0.0.1:1", "", nil,
-		[]string{"127.0.0.1:1"}, make([]byte, 32), build{}); !errors.Is(err, wire.ErrRefused) {
+	again := hello{version: Protocol.Max, boot: b.opt.Boot, node: "n", endpoint: "127.0.0.1:1",
+		addrs: []string{"127.0.0.1:1"}, share: make([]byte, 32)}
+	if _, err := a.meet(who{}, again); !errors.Is(err, wire.ErrRefused) {
 		t.Errorf("a new session before the old one is down: %v", err)
 	}
 	close(leave)

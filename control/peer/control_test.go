@@ -13,9 +13,9 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// dialled are the addresses to which n keeps lanes to a peer, each once: a connect and the slow
+// dialed are the addresses to which n keeps lanes to a peer, each once: a connect and the slow
 // tick may both have opened one.
-func dialled(n *node, boot transfer.Boot) (out []string) {
+func dialed(n *node, boot transfer.Boot) (out []string) {
 	s := n.session(boot)
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -48,7 +48,7 @@ func TestControlFollowsRails(t *testing.T) {
 	if len(both) != 3 {
 		t.Fatalf("addresses %v", both)
 	}
-	poll(t, "a lane to each", func() bool { return slices.Equal(dialled(a, b.opt.Boot), both) })
+	poll(t, "a lane to each", func() bool { return slices.Equal(dialed(a, b.opt.Boot), both) })
 	again := tell("127.0.0.3:0")
 	if len(again) != 2 || !slices.Contains(both, again[1]) {
 		t.Errorf("the address that stayed moved: %v, then %v", both, again)
@@ -90,7 +90,7 @@ func TestControlMovesToAnotherRail(t *testing.T) {
 	a := start(t, nil)
 	b := start(t, func(o *Options) { o.Control = []string{"127.0.0.2:0"} })
 	join(t, a, b)
-	poll(t, "two lanes", func() bool { return len(dialled(a, b.opt.Boot)) == 2 })
+	poll(t, "two lanes", func() bool { return len(dialed(a, b.opt.Boot)) == 2 })
 	_ = b.served.Close()
 	s := a.session(b.opt.Boot)
 	s.mu.Lock()
@@ -105,8 +105,8 @@ func TestControlMovesToAnotherRail(t *testing.T) {
 	}
 	b.inOrder(a.opt.Boot, 100)
 	other := b.Addresses()[1]
-	poll(t, "a lane that we dialled to the other rail", func() bool {
-		return slices.Contains(dialled(a,
+	poll(t, "a lane that we dialed to the other rail", func() bool {
+		return slices.Contains(dialed(a,
 			b.opt.Boot), other)
 	})
 }

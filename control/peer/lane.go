@@ -80,7 +80,7 @@ type lane struct {
 	over  *overTLS  // nil: without TLS
 	in    io.Reader // of over, or of conn
 	raw   rawWriter
-	addr  string // that we dialled; empty where the peer did
+	addr  string // that we dialed; empty where the peer did
 	local netip.Addr
 
 	mu      sync.Mutex // protects the fields below

@@ -40,7 +40,7 @@ func laneOf(t *testing.T, n, peer *node) (l *lane) {
 }
 
 // The host at the other end of a control lane is lost: both ends notice by themselves, whichever
-// dialled, and whether something is under way. What was said meanwhile arrives over the next lane.
+// dialed, and whether something is under way. What was said meanwhile arrives over the next lane.
 func TestLostHost(t *testing.T) {
 	if !testutil.InNamespace(t) {
 		return
@@ -92,12 +92,12 @@ func TestLostCaller(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	var dialled net.Conn
+	var dialed net.Conn
 	conn, err := grpc.NewClient("passthrough:///"+a.Endpoint(),
 		grpc.WithTransportCredentials(credentials.NewTLS(a.opt.Credentials.Client(host))),
 		grpc.WithContextDialer(func(ctx context.Context, addr string) (c net.Conn, err error) {
-			dialled, err = (&net.Dialer{}).DialContext(ctx, "tcp", addr)
-			return dialled, err
+			dialed, err = (&net.Dialer{}).DialContext(ctx, "tcp", addr)
+			return dialed, err
 		}))
 	if err != nil {
 		t.Fatal(err)
@@ -114,6 +114,6 @@ func TestLostCaller(t *testing.T) {
 		}
 		return all
 	}
-	testutil.LoseHost(t, append(accepted(), dialled)...)
+	testutil.LoseHost(t, append(accepted(), dialed)...)
 	poll(t, "the call's connection is over", func() bool { return len(accepted()) == 0 })
 }

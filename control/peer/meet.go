@@ -15,7 +15,7 @@ const (
 	meetAtOnce = 64               // meetings under way
 	meetAgain  = 10 * time.Second // after one that failed
 	meetLater  = 5 * time.Minute  // after one for which the other end had no place
-	// sessions up to which members are met: the other places are for peers that requests name
+	// sessions up to which members are met: the other places are for peers that requests name.
 	meetMost   = MaxPeers * 3 / 4
 	idleForget = 30 * time.Second // without a lane, a lease, or a frame to deliver
 )
@@ -78,7 +78,7 @@ func (m *Mesh) meetMember(x Member) {
 	s, err := m.hello(m.ctx, x.Endpoint, true)
 	if err == nil && s != nil {
 		s.mu.Lock()
-		s.dialled, s.member = true, true
+		s.dialed, s.member = true, true
 		s.mu.Unlock()
 		err = m.dialLanes(m.ctx, s)
 	}

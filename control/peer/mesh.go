@@ -456,7 +456,7 @@ func (m *Mesh) laneDown(s *session, l *lane, err error) {
 	s.resendLocked()
 	left := len(s.lanes)
 	over := s.closed
-	redial := left == 0 && s.dialled && !s.dialing && !over
+	redial := left == 0 && s.dialed && !s.dialing && !over
 	if redial {
 		s.dialing = true
 	}
@@ -586,9 +586,9 @@ func (m *Mesh) look(s *session, now time.Time) {
 	if len(s.lanes) == 0 {
 		away = now.Sub(s.since)
 	}
-	missing := away == 0 && s.dialled && !s.dialing && len(s.missingLocked()) > 0 &&
+	missing := away == 0 && s.dialed && !s.dialing && len(s.missingLocked()) > 0 &&
 		now.Sub(s.lastFill) >= redialMax
-	// Where the other end dialled, it dials again; where it does not, it may not know that the lanes
+	// Where the other end dialed, it dials again; where it does not, it may not know that the lanes
 	// are gone.
 	redial := away > 2*downAfter && !s.dialing && s.met
 	if missing || redial {

@@ -230,7 +230,7 @@ func (s *overTLS) binding() ([]byte, identity, error) {
 	return b, keys.Identity(state.PeerCertificates[0]), nil
 }
 
-// secure makes the TLS session of a control lane that we dialled; nil without credentials.
+// secure makes the TLS session of a control lane that we dialed; nil without credentials.
 func (m *Mesh) secure(ctx context.Context, c net.Conn, addr string) (*overTLS, error) {
 	creds := m.opt.Credentials
 	if creds == nil {

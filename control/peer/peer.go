@@ -41,7 +41,7 @@ const (
 	MaxMessage = 4 << 20  // of one in Fragments: a grant of all ranks with the longest shares
 	MaxPeers   = 1024     // known at once
 	MaxUnacked = 8192     // frames to one peer that it has not acknowledged
-	// of MaxUnacked: for frames that end or answer something, never for grants, awaits and credits
+	// of MaxUnacked: for frames that end or answer something, never for grants, awaits and credits.
 	Reserved    = 2048
 	MaxRails    = 64 // rails in a Hello
 	MaxAddrs    = 8  // control addresses of one process, and lanes to it

@@ -31,7 +31,7 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// of a test that is about to fail; a machine may have other things to do
+// of a test that is about to fail; a machine may have other things to do.
 const patience = time.Minute
 
 const childEnv = "KVSPRAY_PEER_TEST_CHILD"

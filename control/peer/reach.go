@@ -74,7 +74,7 @@ func (m *Mesh) connect(endpoint string) {
 	before := 0
 	if err == nil {
 		s.mu.Lock()
-		s.dialled = true
+		s.dialed = true
 		before = s.ups
 		open := s.up && len(s.lanes) > 0
 		s.mu.Unlock()
@@ -185,7 +185,7 @@ func (m *Mesh) dialLane(ctx context.Context, s *session, to target) error {
 	return nil
 }
 
-// proveTo makes a control lane of a connection that we dialled.
+// proveTo makes a control lane of a connection that we dialed.
 func (m *Mesh) proveTo(ctx context.Context, s *session, c net.Conn, addr string) (*wire.Opened,
 	*overTLS, error) {
 	over, err := m.secure(ctx, c, addr)
@@ -237,7 +237,8 @@ func (m *Mesh) dialFrom(ctx context.Context, local net.IP, addr string) (net.Con
 			return c, nil
 		}
 	}
-	return usertimeout.Dialer(m.pings.HostSilence).DialContext(ctx, "tcp", addr) //nolint:wrapcheck // the caller says what it was for
+	//nolint:wrapcheck // the caller adds what it dialed for
+	return usertimeout.Dialer(m.pings.HostSilence).DialContext(ctx, "tcp", addr)
 }
 
 // needed reports whether the session has anything to do.
@@ -279,7 +280,7 @@ func (m *Mesh) redial(s *session) {
 			err = m.dialLanes(m.ctx, got)
 			if err == nil && got != s {
 				got.mu.Lock()
-				got.dialled = true
+				got.dialed = true
 				got.mu.Unlock()
 			}
 		}

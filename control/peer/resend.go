@@ -10,7 +10,7 @@ import "time"
 const (
 	resendAfter = 3 * ackDelay // without an acknowledgement
 	resendMax   = time.Second  // between two tries of the same frame
-	// frames said again at a time: more wait for the acknowledgement of these
+	// frames said again at a time: more wait for the acknowledgement of these.
 	resendBatch = 64
 )
 

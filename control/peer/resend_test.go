@@ -17,7 +17,7 @@ func (mute) SetWriteDeadline(time.Time) error { return nil }
 
 type muteRaw struct{}
 
-// nothing was taken: the writer does it, and mute takes all
+// nothing was taken: the writer does it, and mute takes all.
 func (muteRaw) Write(func(fd uintptr) bool) error { return nil }
 
 // silence makes what n's end of the lane at index i writes go nowhere.

@@ -198,9 +198,8 @@ func unstarted(t *testing.T) (*node, *service) {
 // known meets a boot that a request needs, or none does, as one with a certificate at an address.
 func (n *node) known(boot transfer.Boot, id identity, from string, acquaint bool) error {
 	w := who{id: id, from: admit.SourceOf(netip.MustParseAddr(from)), acquaint: acquaint}
-	_, err := n.meet(Protocol.Max, boot, w, "", "n", "127.0.0.1:1", "", nil,
-		[]string{"127.0.0.1:1"},
-		make([]byte, 32), build{})
+	_, err := n.meet(w, hello{version: Protocol.Max, boot: boot, node: "n",
+		endpoint: "127.0.0.1:1", addrs: []string{"127.0.0.1:1"}, share: make([]byte, 32)})
 	return err
 }
 

@@ -111,8 +111,9 @@ func (v *service) Hello(ctx context.Context, q *peerv1.HelloRequest) (*peerv1.He
 		return reply, nil // ourselves, or a caller that does not know our boot yet
 	}
 	w := who{id: id, from: sourceOf(from), acquaint: q.Acquaint}
-	_, err = m.meet(ver, boot, w, "", q.Node, q.Endpoint, q.HostBoot, q.Rails,
-		q.ControlAddresses, q.KeyShare, build{q.Release, q.Features})
+	_, err = m.meet(w, hello{version: ver, boot: boot, endpoint: q.Endpoint, node: q.Node,
+		host: q.HostBoot, rails: q.Rails, addrs: q.ControlAddresses, share: q.KeyShare,
+		build: build{q.Release, q.Features}})
 	switch {
 	case errors.Is(err, ErrAcquainted): // as it has to be in a large cluster
 		_ = grpc.SetTrailer(ctx, metadata.Pairs(refuses, refusesAcquaint))
@@ -149,17 +150,30 @@ func (v *service) Probe(context.Context, *peerv1.ProbeRequest) (*peerv1.ProbeRep
 	return &peerv1.ProbeReply{Boot: v.m.opt.Boot[:], Node: v.m.opt.Node, Version: v.m.opt.Version}, nil
 }
 
-// meet makes or renews the session with a boot. dialled is where we reached it, empty where it came
-// to us: then endpoint is only what it claims, good for dialling back and for nothing else.
-func (m *Mesh) meet(ver wire.Version, boot transfer.Boot, w who, dialled, node, endpoint,
-	host string, rails []*peerv1.Rail, addrs []string, share []byte, says build) (*session, error) {
-	id := w.id
+// hello is what a peer sent of itself, in a Hello or in the reply to ours.
+type hello struct {
+	version wire.Version
+	boot    transfer.Boot
+	// dialed is where we reached the peer. It is empty where the peer called: then endpoint is only
+	// what the peer claims, good for dialing back and for nothing else.
+	dialed, endpoint string
+	node, host       string
+	rails            []*peerv1.Rail
+	addrs            []string // of its control lanes
+	share            []byte   // its half of the key
+	build            build
+}
+
+// meet makes or renews the session with a peer.
+func (m *Mesh) meet(w who, h hello) (*session, error) {
+	id, boot, node, host, endpoint, addrs := w.id, h.boot, h.node, h.host, h.endpoint, h.addrs
+	share, says := h.share, h.build
 	if len(share) != 32 || len(says.features) > MaxFeatures {
 		return nil,
 			fmt.Errorf("peer: hello of %s: key share of %d bytes (32), %d features (at most %d): %w",
 				boot, len(share), len(says.features), MaxFeatures, wire.ErrMalformed)
 	}
-	rails, refused := CheckRails(rails)
+	rails, refused := CheckRails(h.rails)
 	for _, s := range append([]string{node, host, says.release}, says.features...) {
 		if len(s) > MaxText {
 			return nil, fmt.Errorf("peer: hello of %s: text of %d bytes, at most %d: %w", boot, len(s),
@@ -169,8 +183,8 @@ func (m *Mesh) meet(ver wire.Version, boot transfer.Boot, w who, dialled, node, 
 	if err := errors.Join(checkAddress(endpoint), checkAddresses(addrs)); err != nil {
 		return nil, fmt.Errorf("peer: hello of %s: %w", boot, err)
 	}
-	info := Peer{Boot: boot, Node: node, Endpoint: dialled, Claimed: endpoint, HostBoot: host,
-		SameHost: host != "" && host == m.opt.HostBoot, Rails: rails, Version: ver,
+	info := Peer{Boot: boot, Node: node, Endpoint: h.dialed, Claimed: endpoint, HostBoot: host,
+		SameHost: host != "" && host == m.opt.HostBoot, Rails: rails, Version: h.version,
 		Features: says.features, Release: checkedRelease(says.release), Key: m.pairKey(boot,
 			m.share(boot, id), [32]byte(share))}
 	if err := m.makeRoom(boot, w); err != nil {
@@ -210,7 +224,7 @@ func (m *Mesh) meet(ver wire.Version, boot transfer.Boot, w who, dialled, node, 
 		return nil, fmt.Errorf("peer: hello of %s: another key than the process that proved itself "+
 			"under this boot: %w", boot, wire.ErrRefused)
 	}
-	if dialled == "" {
+	if h.dialed == "" {
 		info.Endpoint, s.claimed = s.info.Endpoint, endpoint
 	}
 	s.info, s.addrs, s.id = info, addrs, id
@@ -343,10 +357,11 @@ func (m *Mesh) hello(ctx context.Context, endpoint string, acquaint bool) (s *se
 			return fmt.Errorf("hello: boot %s, then %x: several processes answer there: %w", boot, r.Boot,
 				wire.ErrRefused)
 		}
-		// What we dialled is what reaches it from here, and what requests name.
+		// What we dialed is what reaches it from here, and what requests name.
 		w := who{id: id, from: sourceOf(&from), acquaint: acquaint}
-		s, err = m.meet(ver, boot, w, endpoint, r.Node, endpoint, r.HostBoot, r.Rails,
-			r.ControlAddresses, r.KeyShare, build{r.Release, r.Features})
+		s, err = m.meet(w, hello{version: ver, boot: boot, dialed: endpoint, endpoint: endpoint,
+			node: r.Node, host: r.HostBoot, rails: r.Rails, addrs: r.ControlAddresses,
+			share: r.KeyShare, build: build{r.Release, r.Features}})
 		return err
 	})
 	return s, err

@@ -20,13 +20,13 @@ type session struct {
 	m    *Mesh
 	boot transfer.Boot
 
-	life sync.Mutex // serialises PeerUp and PeerDown; taken before mu
+	life sync.Mutex // serializes PeerUp and PeerDown; taken before mu
 
 	mu       sync.Mutex // protects all below
 	quiet    sync.Cond  // of mu: delivering has ended
 	id       identity
 	from     netip.Prefix // the source that it was met from
-	info     Peer         // its Endpoint is where we dialled, if ever
+	info     Peer         // its Endpoint is where we dialed, if ever
 	claimed  string       // where it says that it serves
 	ups      int          // how often PeerUp was said
 	saidAs   string       // the endpoint in the last PeerUp
@@ -36,8 +36,8 @@ type session struct {
 	up       bool       // PeerUp was said
 	since    time.Time  // the last lane died, or the session was made
 	dialing  bool       // a goroutine reconnects
-	dialled  bool       // we opened it, so we reopen it
-	lastFill time.Time  // missing lanes were dialled
+	dialed   bool       // we opened it, so we reopen it
+	lastFill time.Time  // missing lanes were dialed
 	closed   bool
 	mine     [incarnationBytes]byte // tells our sessions with this boot apart
 	theirs   [incarnationBytes]byte

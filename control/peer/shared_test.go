@@ -128,7 +128,7 @@ func TestSharedAddress(t *testing.T) {
 	d.until("a up", func() bool { return len(d.ups) == 1 })
 	aim(&to, b.Endpoint())
 	d.cut(t, a)
-	// Its lane is dialled at its own address at the same time as the shared one says hello: where that
+	// Its lane is dialed at its own address at the same time as the shared one says hello: where that
 	// is quicker, a is met anew.
 	d.Connect(shared)
 	d.until("b up", func() bool {

@@ -48,7 +48,7 @@ type Kind string
 const (
 	Direct Kind = "direct"
 	// through pinned host memory at this end, because the transport cannot access this end's
-	// memory; the other end decides for itself
+	// memory; the other end decides for itself.
 	Staged Kind = "staged"
 )
 

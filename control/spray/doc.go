@@ -39,10 +39,12 @@
 // of late ones is tried with one chunk.
 //
 // Invariants, checked after every step of the property tests:
-//   - a chunk that was made ready and has not landed waits, is in flight, or both; it is in flight twice only where the
-//     second copy was declared (hedge, probe, or after suspicion);
-//   - bytes in flight of a lane, a pair, a local rail and a peer are the sum of their flights, retries included;
-//   - every slice that Pull gave ends through End once; everything is bounded by the constants below.
+//   - a chunk that was made ready and has not landed waits, is in flight, or both; it is in flight
+//     twice only where the second copy was declared (hedge, probe, or after suspicion);
+//   - bytes in flight of a lane, a pair, a local rail and a peer are the sum of their flights,
+//     retries included;
+//   - every slice that Pull gave ends through End once; everything is bounded by the constants
+//     below.
 package spray
 
 import (
@@ -132,11 +134,11 @@ const (
 	hedgeShare     = 8         // of a flow's chunks, one in so many may be hedged, and hedgeLeast
 	hedgeLeast     = 16        // chunks
 	hedgeScan      = 4         // newest slices of a lane that are looked at for a hedge
-	// flows at the head of a queue that are asked in turn when the first cannot use what is open
+	// flows at the head of a queue that are asked in turn when the first cannot use what is open.
 	scanFlows = 4
 	wakeFlows = 4 // resting flows that one Tick puts back into their queues
 	maxErrors = 3 // within errorSpan exclude a pair
-	// failures of a transport with one flow, after which that flow prefers the next transport
+	// failures of a transport with one flow, after which that flow prefers the next transport.
 	badFlow         = 3
 	readmitSteps    = 4         // windows of 2, 4, 8 and 16 chunks, one confirmed slice each
 	shareQuantum    = 256 << 10 // bytes that a lower priority is owed before it goes first
@@ -150,7 +152,7 @@ const (
 const (
 	sliceTime    = time.Millisecond     // a slice is as long as a rail moves in that time
 	lowSliceTime = time.Millisecond / 2 // and one of background
-	// a window is so much longer than its path: for the time in which processes do not run
+	// a window is so much longer than its path: for the time in which processes do not run.
 	spareTime    = 2 * time.Millisecond
 	latencySpan  = 2 * time.Second        // a least delay is believed for one to two of these
 	drainEvery   = 500 * time.Millisecond // without a look at the delay of the path alone
@@ -161,14 +163,14 @@ const (
 	neutralAfter = 60 * time.Second       // without a sample nothing is known
 	errorSpan    = 10 * time.Second
 	refusalRest  = 200 * time.Millisecond // of a flow from transports that refused it badFlow times
-	// without an exclusion the next one begins with the first cooldown
+	// without an exclusion the next one begins with the first cooldown.
 	calmAfter  = 10 * time.Second
 	hedgeFloor = 2 * time.Millisecond
 	tickEvery  = 10 * time.Millisecond
 	maxTickGap = 50 * time.Millisecond // between two Ticks; what is longer, this process was asleep
 	lateFactor = 2                     // times its prediction before a slice makes its lane suspect
 	lagFactor  = 4                     // times its prediction before a silent pair is excluded
-	// times its prediction before one slice of a living lane counts as failed
+	// times its prediction before one slice of a living lane counts as failed.
 	stuckFactor = 8
 )
 
@@ -183,11 +185,11 @@ const (
 	maxB0       = float64(10 * time.Second)
 	tailSlack   = 1.125 // a piece is left to faster rails if this much sooner there
 	hedgeGain   = 1.5   // a hedge must beat the slice by that
-	// what a window holds of its path: twice, so that one that is too small doubles the next one
+	// what a window holds of its path: twice, so that one that is too small doubles the next one.
 	gain     = 2
 	scavenge = 1.25 // the same for background, which has time to find out
 	// of what the path holds, in front of which there is no queue even if the delay is less than
-	// believed
+	// believed.
 	drainShare  = 0.5
 	drainDelays = 40 // a pair is drained no more often than once in so many of its delays
 )
@@ -260,7 +262,7 @@ type Verdict uint8
 // The verdicts.
 const (
 	Confirmed Verdict = iota + 1 // landed, says the receiver
-	// the receiver has passed it over for a later attempt: the path is well
+	// the receiver has passed it over for a later attempt: the path is well.
 	Superseded
 	Failed  // by the path: checksum, timeout
 	Refused // by the transport for this flow: memory, range

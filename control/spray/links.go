@@ -22,7 +22,7 @@ const (
 	maxLinks = 512                // rails of one side whose state or credit is remembered
 	never    = Instant(1<<63 - 1) // until a link is back
 	maxWay   = 4 << 30            // bytes that a way can hold
-	// a lane is asked for its received bytes after this part of Config.Suspect
+	// a lane is asked for its received bytes after this part of Config.Suspect.
 	askAfter = 3
 )
 

@@ -8,10 +8,10 @@ import (
 const (
 	rateWeight = 0.25            // weight of the newest chunk
 	rateSpan   = 5 * time.Second // longest validity of a rate; then the link gets a chunk again
-	// first validity; it doubles. [measured, 2 H200] While the driver pinned memory,
+	// first validity; it doubles. [measured, 2 H200] While the driver pinned memory,.
 	rateRetry = 100 * time.Millisecond
 	// the first chunks of a link were 300 times slower, and the link was not used again.
-	// without an end of a chunk for so long, a link is expected to hang
+	// without an end of a chunk for so long, a link is expected to hang.
 	silentAfter = 60 * time.Millisecond
 	leaveSlack  = 1.125 // by this factor another link must be faster to get the chunk
 )

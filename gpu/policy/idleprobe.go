@@ -37,7 +37,7 @@ type IdleProbe struct {
 const (
 	resultValid = time.Millisecond      // of one result
 	probeEvery  = 50 * time.Millisecond // while users follow each other, after probeStreak results
-	// an engine that computes leaves moments in which one probe finds it idle
+	// an engine that computes leaves moments in which one probe finds it idle.
 	probeStreak  = 3
 	backoffFirst = 20 * time.Millisecond // after a probe that found an engine; it doubles
 	backoffLast  = 2 * time.Second

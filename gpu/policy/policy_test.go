@@ -24,11 +24,11 @@ func TestPolicyTogether(t *testing.T) {
 			t.Errorf("%s: eight calls that take %s together take %s each", fixed, each, time.Duration(per))
 		}
 	}
-	// In favour is what costs less, whoever is tried: a little less is not enough for kernels, and a
+	// In favor is what costs less, whoever is tried: a little less is not enough for kernels, and a
 	// little more is for copies.
 	for _, x := range []struct {
 		best, other CopyMethod
-		rate        float64 // of the other one beside the one in favour
+		rate        float64 // of the other one beside the one in favor
 		wins        bool
 	}{{Copy, Pack, 1.2, false}, {Copy, Pack, 1.3, true}, {Pack, Copy, 0.9, true}, {Pack, Copy, 0.7,
 		false}, {Pack, InEngine, 1.1, true}, {Pack, InEngine, 0.9, false}} {
@@ -87,7 +87,7 @@ func TestPolicyOfThree(t *testing.T) {
 		t.Errorf("%d packs in ten seconds with an engine that is away now and then", packs)
 	}
 	packs = 0
-	for i := range 100 { // two of them take turns in favour: the third is tried as seldom as before
+	for i := range 100 { // two of them take turns in favor: the third is tried as seldom as before
 		turn := busy
 		turn[Copy], turn[InEngine] = []time.Duration{40 * us, 400 * us}[i%2], []time.Duration{400 * us,
 			40 * us}[i%2]

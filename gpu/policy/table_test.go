@@ -36,9 +36,10 @@ func TestTable(t *testing.T) {
 		t.Errorf("beside the table there are %v", all)
 	}
 	for text, told := range map[string]string{
-		`{"version": 2, "gpus": {}}`:                                     "version: 2, want 1",
-		`{"version": 1, "gpus": {"A": {"pack_blocks": -1}}}`:             `gpus["A"].pack_blocks`,
-		`{"version": 1, "gpus": {"A": {"direct_bytes": 4398046511104}}}`: `gpus["A"].direct_bytes: 4398046511104, want 0 or 1 to`,
+		`{"version": 2, "gpus": {}}`:                         "version: 2, want 1",
+		`{"version": 1, "gpus": {"A": {"pack_blocks": -1}}}`: `gpus["A"].pack_blocks`,
+		`{"version": 1, "gpus": {"A": {"direct_bytes": 4398046511104}}}`: `gpus["A"].direct_bytes: ` +
+			`4398046511104, want 0 or 1 to`,
 		`{"version": 1, "gpus": {"A": {"every_link_bytes": {"1": 5}}}}`: "every_link_bytes: 1, want " +
 			"0 or 2 to 64",
 		`{"version": 1, "gpus": {"A": {"every_link_bytes": {"2": 1e30}}}}`: "json",

@@ -375,7 +375,7 @@ func written(n *yaml.Node) string {
 }
 
 // unknownKey completes an error about an unknown key. Known keys name files of secrets and never
-// contain secrets. An unknown key that sounds like a secret, and is not a misspelt known key, may
+// contain secrets. An unknown key that sounds like a secret, and is not a misspelled known key, may
 // contain one: its value is not repeated, because logs record errors.
 func unknownKey(e *Error, key string, known []string) error {
 	e.Wrong, e.Remedy = "unknown key", "known here: "+strings.Join(known, ", ")

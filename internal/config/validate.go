@@ -318,11 +318,11 @@ func (v *checker) dial(key, addr string) { v.dialPort(key, addr, false) }
 func (v *checker) dialPort(key, addr string, zero bool) {
 	host, port, err := net.SplitHostPort(addr)
 	if err != nil || host == "" {
-		v.check(false, key, addr, "not an address that can be dialled", "write host:port")
+		v.check(false, key, addr, "not an address that can be dialed", "write host:port")
 		return
 	}
 	if ip, err := netip.ParseAddr(host); err == nil && ip.IsUnspecified() {
-		v.check(false, key, addr, "means every address, which cannot be dialled", "name one host")
+		v.check(false, key, addr, "means every address, which cannot be dialed", "name one host")
 		return
 	}
 	v.port(key, addr, port, zero)

@@ -41,17 +41,17 @@ type Outcome string
 
 // The outcomes.
 const (
-	OK        Outcome = "ok"
-	Failed    Outcome = "failed"
-	Cancelled Outcome = "cancelled"
-	Expired   Outcome = "expired"
-	Refused   Outcome = "refused"
-	Lost      Outcome = "lost"
+	OK       Outcome = "ok"
+	Failed   Outcome = "failed"
+	Canceled Outcome = "cancelled"
+	Expired  Outcome = "expired"
+	Refused  Outcome = "refused"
+	Lost     Outcome = "lost"
 )
 
 // OutcomeOf maps a completion's status (enum kvs_status) to its label.
 func OutcomeOf(status uint16) Outcome {
-	all := [...]Outcome{OK, Failed, Cancelled, Expired, Refused, Lost}
+	all := [...]Outcome{OK, Failed, Canceled, Expired, Refused, Lost}
 	if int(status) < len(all) {
 		return all[status]
 	}
@@ -373,7 +373,7 @@ func transportLabel(name string) string {
 
 func outcomeLabel(o Outcome) Outcome {
 	switch o {
-	case OK, Failed, Cancelled, Expired, Refused, Lost:
+	case OK, Failed, Canceled, Expired, Refused, Lost:
 		return o
 	}
 	return otherName

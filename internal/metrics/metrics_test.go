@@ -146,7 +146,7 @@ func TestSeriesAreBounded(t *testing.T) {
 }
 
 func TestOutcomeOf(t *testing.T) {
-	for status, want := range map[uint16]Outcome{0: OK, 1: Failed, 2: Cancelled, 3: Expired,
+	for status, want := range map[uint16]Outcome{0: OK, 1: Failed, 2: Canceled, 3: Expired,
 		4: Refused, 5: Lost, 6: otherName} {
 		if got := OutcomeOf(status); got != want {
 			t.Errorf("OutcomeOf(%d) = %q, want %q", status, got, want)

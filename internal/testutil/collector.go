@@ -20,9 +20,9 @@ const (
 	collectorTime    = 3 * time.Second // for all of them
 	collectorLeast   = 3               // undisturbed ones that a result needs
 	// delayed ones that fail the test: a loop that can delay one delays others, while a host delays
-	// its guest once
+	// its guest once.
 	collectorHeld = 2
-	// time of waiting for a CPU from which a collection counts as disturbed
+	// time of waiting for a CPU from which a collection counts as disturbed.
 	collectorNoise = CollectorBound / 5
 )
 

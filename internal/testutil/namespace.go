@@ -126,7 +126,8 @@ func inNamespace(what string, args ...string) (*exec.Cmd, error) {
 
 func notPermitted(err error) string {
 	return "no network namespace can be made here: " + err.Error() +
-		" (run as root, or allow user namespaces: sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns)"
+		" (run as root, or allow user namespaces: sysctl user.max_user_namespaces, " +
+		"kernel.apparmor_restrict_unprivileged_userns)"
 }
 
 // loopbackUp brings lo of this process's network namespace up, which is down in a new one.

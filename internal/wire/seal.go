@@ -25,7 +25,7 @@ import (
 // collision of blocks stays below 2^-70 (NIST SP 800-38D and RFC 8446, 5.5, allow more). The next
 // key is derived from the previous one, which is forgotten.
 const (
-	// of plain bytes, at most: a record stays in a near cache until it is sent
+	// of plain bytes, at most: a record stays in a near cache until it is sent.
 	RecordBytes    = 32 << 10
 	RecordOverhead = recordHead + recordTag
 

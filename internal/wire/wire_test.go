@@ -255,7 +255,7 @@ func TestChoose(t *testing.T) {
 }
 
 // ends opens a lane over a pipe, with fixed nonces, and records what either end wrote.
-func ends(t *testing.T, d DialParams, a AcceptParams) (dialled, accepted *Opened, derr, aerr error,
+func ends(t *testing.T, d DialParams, a AcceptParams) (dialed, accepted *Opened, derr, aerr error,
 	said, heard []byte) {
 	t.Helper()
 	c1, c2 := net.Pipe()
@@ -271,14 +271,14 @@ func ends(t *testing.T, d DialParams, a AcceptParams) (dialled, accepted *Opened
 			_ = c2.Close()
 		}
 	}()
-	dialled, derr = Dial(r1, d)
+	dialed, derr = Dial(r1, d)
 	if derr != nil {
 		_ = c1.Close()
 	}
 	<-done
 	_ = c1.Close()
 	_ = c2.Close()
-	return dialled, accepted, derr, aerr, r1.wrote.Bytes(), r2.wrote.Bytes()
+	return dialed, accepted, derr, aerr, r1.wrote.Bytes(), r2.wrote.Bytes()
 }
 
 type recorder struct {
@@ -319,7 +319,7 @@ func TestOpen(t *testing.T) {
 	}
 	if x.Peer != boot(0xbb) || x.Self != boot(0xaa) || string(x.Attach) != "eth1!" ||
 		x.Version != V(1, 0) {
-		t.Errorf("dialled: %+v", x)
+		t.Errorf("dialed: %+v", x)
 	}
 	if y.Peer != boot(0xaa) || y.Self != boot(0xbb) || string(y.Attach) != "eth0" ||
 		y.Version != V(1, 0) {
@@ -621,7 +621,7 @@ func TestOtherBuilds(t *testing.T) {
 				t.Errorf("accepted: %+v", y)
 			}
 			if x.Version != V(1, 0) || string(x.Attach) != "eth1!" {
-				t.Errorf("dialled: %+v", x)
+				t.Errorf("dialed: %+v", x)
 			}
 		})
 	}

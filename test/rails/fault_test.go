@@ -165,7 +165,7 @@ const againWindow = 250 * time.Millisecond
 // in it: what is missing of the wire's time between two of them does not count.
 func again(r *timeline.Result, healed time.Duration) time.Duration {
 	const window = againWindow
-	var idle func(from, to time.Duration) time.Duration = func(from,
+	var idle = func(from,
 		to time.Duration) (sum time.Duration) {
 		for i := 1; i < len(r.Transfers); i++ {
 			a, b := r.Transfers[i-1].Began.D()+r.Transfers[i-1].Took.D(), r.Transfers[i].Began.D()

@@ -38,7 +38,7 @@ const (
 	extentEnv = "KVSPRAY_RAILS"
 	attackEnv = "KVSPRAY_ATTACK_RUNS"
 	binaryEnv = "KVSPRAY_BINARY"
-	// not empty: a tenth of the rates, where the machine has other work
+	// not empty: a tenth of the rates, where the machine has other work.
 	tenthEnv = "KVSPRAY_RAILS_TENTH"
 )
 

@@ -236,7 +236,7 @@ func TestManyLeases(t *testing.T) {
 func TestClocksAgreeAboutNothing(t *testing.T) {
 	s := scenario{nodes: 8, rails: 2, partners: 3, transfers: 6, tokens: 256,
 		deadline: 3 * time.Second, spread: 500 * time.Millisecond,
-		preempted: 0.1, cancelled: 0.1, alone: 0.05, link: slow, twice: 0.01, replay: 0.1}
+		preempted: 0.1, canceled: 0.1, alone: 0.05, link: slow, twice: 0.01, replay: 0.1}
 	for seed := range uint64(4) {
 		x := s.draw(seed, 16, 0.5)
 		x.faults = append(x.faults, fault{leap, 0, 0, 100 * time.Millisecond, 400 * time.Millisecond},

@@ -87,7 +87,7 @@ func (s *sidecar) supersede(boot transfer.Boot) {
 	s.over[boot] = true
 	p := s.pipes[boot]
 	delete(s.pipes, boot)
-	s.dialled = slices.DeleteFunc(s.dialled, func(d *dial) bool { return d.to.boot == boot })
+	s.dialed = slices.DeleteFunc(s.dialed, func(d *dial) bool { return d.to.boot == boot })
 	p.waiting = nil
 	s.event(func(now exec.Instant) { s.ex.PeerDown(now, boot, true) })
 	for _, id := range slices.Sorted(maps.Keys(s.lanes)) {

@@ -292,7 +292,7 @@ func (t *Transfer) Cancel(receiver bool) {
 	}
 	for _, l := range all {
 		if s := l.n.side; s != nil && l.alive() && l.said {
-			l.n.c.stats.Cancelled++
+			l.n.c.stats.Canceled++
 			w := s.workers[l.rank]
 			s.event(func(now exec.Instant) { s.ex.Cancel(now, w, l.id.ID, "") })
 		}

@@ -83,7 +83,7 @@ func (d *dial) again() {
 
 // redial tries at once what waits to be tried again: a rail, here or there, has come back.
 func (s *sidecar) redial() {
-	for _, d := range s.dialled {
+	for _, d := range s.dialed {
 		if d.waiting && d.wait > 0 {
 			d.wait = 0
 			d.again()

@@ -50,7 +50,7 @@ type sidecar struct {
 
 	lanes    map[uint64]transport.Lane
 	dials    map[uint64]*dial // by lane, of those that this process opened
-	dialled  []*dial          // all of them
+	dialed   []*dial          // all of them
 	sinks    map[*transport.Grant]*sink
 	sources  map[*transport.Origin]*source // of open origins
 	pipes    map[transfer.Boot]*pipe

@@ -152,7 +152,7 @@ func (e engines) Complete(a *exec.Action)        { e.s.complete(a) }
 func (e engines) Follow(*connector.Worker, bool) {}
 func (e engines) Forget(*connector.Worker)       {}
 
-// memory is modelled: one word stands for a chunk's bytes.
+// memory is modeled: one word stands for a chunk's bytes.
 type memory struct{ s *sidecar }
 
 func (m memory) Receiver(land *exec.ReceivePart) driver.ReceiveMemory {

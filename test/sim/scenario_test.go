@@ -42,7 +42,7 @@ type scenario struct {
 	deadline               time.Duration
 	spread                 time.Duration // transfers begin within
 	preempted              float64       // share of transfers
-	cancelled              float64       // share of transfers, by either side
+	canceled               float64       // share of transfers, by either side
 	record                 time.Duration // until engines say that they took blocks back
 	alone                  float64       // share of transfers whose prefill never comes
 	racks                  int           // 0: one switch without bounds
@@ -91,13 +91,13 @@ const (
 )
 
 const (
-	// the sidecar dies, and another comes, whose clock is behind
+	// the sidecar dies, and another comes, whose clock is behind.
 	restart   fkind = iota + numRailFaults
 	newEngine       // the engine dies, and another comes
 	frozen          // the sidecar is stopped and goes on
 	cut             // control frames do not get through
 	// the clock is late: time has passed that nobody saw; it is monotonic, and never goes back in a
-	// life
+	// life.
 	leap
 	allRails // nothing gets through on any rail of the node
 	numFaults
@@ -153,7 +153,7 @@ func (s scenario) draw(seed uint64, n int, processes float64) schedule {
 			if rng.Float64() < s.preempted {
 				l.preempt = 1 + time.Duration(rng.Int64N(int64(4*time.Millisecond)))
 			}
-			if rng.Float64() < s.cancelled {
+			if rng.Float64() < s.canceled {
 				l.cancel, l.receiver = 1+time.Duration(rng.Int64N(int64(20*time.Millisecond))), rng.IntN(2) == 0
 			}
 			l.alone = rng.Float64() < s.alone

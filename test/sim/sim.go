@@ -86,7 +86,7 @@ type Stats struct {
 	FencesFailed, Lies              int
 	Late                            int // slices that came for a grant that was over
 	Restarts, EngineDeaths          int
-	Cancelled, Preempted            int
+	Canceled, Preempted             int
 	Leases                          int // that ended
 	// bytes at most: that went before what is more urgent, that a lower priority was behind its share
 	Overtook, Lacked int
@@ -169,7 +169,7 @@ func (c *Cluster) meet(a, b *Node) {
 	}
 	for i, r := range x.rails {
 		d := &dial{s: x, to: y, local: r, remote: y.rails[i%len(y.rails)]}
-		x.dialled = append(x.dialled, d)
+		x.dialed = append(x.dialed, d)
 		d.again()
 	}
 }

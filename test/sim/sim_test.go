@@ -78,7 +78,7 @@ func TestFlapping(t *testing.T) {
 func TestTrace(t *testing.T) {
 	s := scenario{nodes: 24, rails: 4, partners: 3, transfers: 6, tokens: 256,
 		deadline: 10 * time.Second, spread: 500 * time.Millisecond,
-		preempted: 0.1, cancelled: 0.1, racks: 3, link: fast, twice: 0.01, replay: 0.1}
+		preempted: 0.1, canceled: 0.1, racks: 3, link: fast, twice: 0.01, replay: 0.1}
 	seen := map[uint64]uint64{}
 	var all Stats
 	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(0))
@@ -102,7 +102,7 @@ func TestTrace(t *testing.T) {
 		}
 		seen[first] = seed
 	}
-	if all.Restarts == 0 || all.EngineDeaths == 0 || all.Replayed == 0 || all.Cancelled == 0 ||
+	if all.Restarts == 0 || all.EngineDeaths == 0 || all.Replayed == 0 || all.Canceled == 0 ||
 		all.Preempted == 0 {
 		t.Errorf("something never happened: %+v", all)
 	}
@@ -148,7 +148,7 @@ func TestThousandNodes(t *testing.T) {
 func small(seed uint64) scenario {
 	s := scenario{nodes: 3 + int(seed%4), rails: 1 + int(seed%3), partners: 2, transfers: 6,
 		tokens: 64 << (seed % 3), deadline: 3 * time.Second,
-		spread: time.Second, preempted: 0.4, cancelled: 0.1, alone: 0.05, record: time.Duration(seed%3) *
+		spread: time.Second, preempted: 0.4, canceled: 0.1, alone: 0.05, record: time.Duration(seed%3) *
 			20 * time.Millisecond, link: fast, twice: 0.02}
 	if seed%2 == 1 {
 		s.link = slow
@@ -226,7 +226,7 @@ func (s *Stats) add(x Stats) {
 	s.Lies += x.Lies
 	s.Restarts += x.Restarts
 	s.EngineDeaths += x.EngineDeaths
-	s.Cancelled += x.Cancelled
+	s.Canceled += x.Canceled
 	s.Preempted += x.Preempted
 	s.Leases += x.Leases
 	s.Overtook, s.Lacked = max(s.Overtook, x.Overtook), max(s.Lacked, x.Lacked)
@@ -237,7 +237,7 @@ func TestSchedules(t *testing.T) {
 	n, _ := runs(t)
 	c := schedules(t, n)
 	if n >= fewRuns && (c.Twice == 0 || c.Replayed == 0 || c.Restarts == 0 || c.EngineDeaths == 0 ||
-		c.FencesFailed == 0 || c.Lies == 0 || c.Cancelled == 0 || c.Preempted == 0 ||
+		c.FencesFailed == 0 || c.Lies == 0 || c.Canceled == 0 || c.Preempted == 0 ||
 		c.Overtook == 0 || c.Lacked == 0) {
 		t.Errorf("something never happened: %+v", c)
 	}
@@ -284,11 +284,11 @@ func TestShrink(t *testing.T) {
 }
 
 // TestShrinkSchedule: of a schedule that breaks a promise as soon as two sidecars have died and an
-// engine has cancelled what is left is that, which breaks it still.
+// engine has canceled what is left is that, which breaks it still.
 func TestShrinkSchedule(t *testing.T) {
 	s := small(5)
 	s.broke = func(c *Cluster) (out []string) {
-		if st := c.Stats(); st.Restarts >= 2 && st.Cancelled > 0 {
+		if st := c.Stats(); st.Restarts >= 2 && st.Canceled > 0 {
 			out = append(out, "two sidecars died, and an engine cancelled")
 		}
 		return out

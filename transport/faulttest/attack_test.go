@@ -18,7 +18,7 @@ const (
 	attackChunks = 24
 	sliceChunks  = 3
 	hedgeAfter   = 25 * time.Millisecond // a slice that has not ended goes out on the other lane
-	// then each waits twice as long: it may be the machine that has not got to it
+	// then each waits twice as long: it may be the machine that has not got to it.
 	quickTries = 6
 	maxTries   = 14
 	patience   = time.Minute // of a test that is about to fail

@@ -89,7 +89,8 @@ func TestScript(t *testing.T) {
 			}
 			b.End(t)
 			until(t, "ghosts are gone", plan.Quiet)
-			if want := map[Kind]transfer.Outcome{Duplicate: transfer.Landed, LateWrite: transfer.Rejected}[c.rule.Kind]; want != 0 {
+			ends := map[Kind]transfer.Outcome{Duplicate: transfer.Landed, LateWrite: transfer.Rejected}
+			if want := ends[c.rule.Kind]; want != 0 {
 				if n := plan.Ghosts(c.rule.Kind, want) + plan.Ghosts(c.rule.Kind, transfer.NotLanded); n != 1 {
 					t.Errorf("%d ghosts ended %s", n, want)
 				}

@@ -23,7 +23,7 @@ const (
 	Error       Kind = iota + 1 // ends NotLanded at once; nothing leaves
 	Delay                       // leaves After later
 	DelayResult                 // leaves at once; its result comes After later
-	// never leaves; ends InDoubt after After, with no After only with its lane
+	// never leaves; ends InDoubt after After, with no After only with its lane.
 	Drop
 	DropResult      // leaves; its result is lost and it ends as with Drop
 	Partial         // ends InDoubt; only the first half of its chunks leaves
@@ -31,9 +31,9 @@ const (
 	DuplicateResult // its result comes twice
 	FalseLanded     // ends Landed; nothing leaves
 	LateWrite       // ends NotLanded at once, and leaves later: see Rule.AfterFence
-	// the lane moves nothing, in either direction, for After, or without After until its end
+	// the lane moves nothing, in either direction, for After, or without After until its end.
 	Stuck
-	// in flight for its sender; leaves when its grant has been fenced, or at Plan.Release
+	// in flight for its sender; leaves when its grant has been fenced, or at Plan.Release.
 	Hold
 	numKinds
 )

@@ -410,7 +410,7 @@ func TestDeviceEvents(t *testing.T) {
 	peer, _ := p.A.PeerKey(p.B.Boot)
 	if _, err := p.A.Backend.Dial(t.Context(), peer, p.A.Rails[0], p.B.Rails[0]); err == nil ||
 		!strings.Contains(err.Error(), "not active") {
-		t.Errorf("dialled over a port that is down: %v", err)
+		t.Errorf("dialed over a port that is down: %v", err)
 	}
 	f.Emit("here", verbs.Event{Kind: verbs.PortUp})
 	x = open(t, p, 0)

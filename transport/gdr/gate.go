@@ -8,15 +8,15 @@ import (
 
 // Bounds of set-ups, per rail and direction. A set-up lasts from the first command to the device
 // until the lane is up or refused: four commands, which a NIC's firmware executes one after
-// another, and three round trips. Dialled and accepted set-ups have separate gates: a dialler holds
+// another, and three round trips. Dialed and accepted set-ups have separate gates: a dialler holds
 // a place while the other end takes one, so with one gate two ends could wait for each other.
 const (
 	maxSetUps = 8 // at a time
-	// per second: a mesh of 64 nodes with 4 queue pairs per rail pair is up within 2 s
+	// setUpRate is per second: a mesh of 64 nodes with 4 queue pairs per rail pair is up within 2 s.
 	setUpRate  = 250
 	setUpBurst = 8 // that may begin at once
-	// accepted connections that wait for the dialler's Hello or for a place; further ones are
-	// closed, and dialled again
+	// maxHalfOpen bounds accepted connections that wait for the Hello or for a place. Further ones
+	// are closed, and dialed again.
 	maxHalfOpen   = 1024
 	setUpInterval = time.Second / setUpRate
 )

@@ -125,7 +125,7 @@ func TestGIDChange(t *testing.T) {
 	peer, _ := p.A.PeerKey(p.B.Boot)
 	if _, err := p.A.Backend.Dial(t.Context(), peer, p.A.Rails[0], p.B.Rails[0]); err == nil ||
 		!strings.Contains(err.Error(), "not open again") {
-		t.Errorf("dialled from a port without an address: %v", err)
+		t.Errorf("dialed from a port without an address: %v", err)
 	}
 	f.SetGID("here", netip.MustParseAddr("127.0.0.5"))
 	until(t, "the rail is there", func() bool { return !railOf(p.A).Down })

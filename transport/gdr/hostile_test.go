@@ -213,9 +213,9 @@ func TestDeviceThatDoesNotAnswer(t *testing.T) {
 			t.Errorf("move on a lane that was closed: %v", err)
 		}
 	})
-	dialled := make(chan struct{})
+	dialed := make(chan struct{})
 	go func() { // asks whether the port is active, and waits for that
-		defer close(dialled)
+		defer close(dialed)
 		peer, _ := p.A.PeerKey(p.B.Boot)
 		_, _ = backend.Dial(t.Context(), peer, p.A.Rails[0], p.B.Rails[0])
 	}()
@@ -240,7 +240,7 @@ func TestDeviceThatDoesNotAnswer(t *testing.T) {
 		}
 	})
 	free()
-	<-dialled
+	<-dialed
 	<-res
 	b.End(t)
 }

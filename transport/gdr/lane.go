@@ -16,7 +16,7 @@ import (
 )
 
 const (
-	// one verdict per slice, and one that is always left to be flushed
+	// one verdict per slice, and one that is always left to be flushed.
 	receives    = maxInFlight + 1
 	receiveMark = 1 << 63 // in the ids of receives
 	batchWorks  = 64      // work requests posted by one call

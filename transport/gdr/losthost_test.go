@@ -72,7 +72,7 @@ func TestStoppedPeerIsNotLost(t *testing.T) {
 	if r := <-res; r.Outcome != transfer.Landed {
 		t.Errorf("after it goes on: %s %s: %v", r.Outcome, r.Reason, r.Err)
 	}
-	for name, l := range map[string]*lane{"dialled": here, "accepted": there} {
+	for name, l := range map[string]*lane{"dialed": here, "accepted": there} {
 		if err := l.failure(); err != nil {
 			t.Errorf("the %s end of a healthy lane was lost: %v", name, err)
 		}

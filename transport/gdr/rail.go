@@ -19,7 +19,7 @@ import (
 const (
 	reopenFirst   = 20 * time.Millisecond // after the loss
 	reopenLongest = 2 * time.Second       // between tries
-	// lost devices of a rail that still have queue pairs; with more, none is opened
+	// lost devices of a rail that still have queue pairs; with more, none is opened.
 	maxLost = 4
 )
 
@@ -444,7 +444,7 @@ func (r *rail) accept(ln net.Listener) {
 	}
 }
 
-// welcome opens a dialled lane. A silent dialler holds no place: the place is taken after the
+// welcome opens a dialed lane. A silent dialler holds no place: the place is taken after the
 // dialler's Hello, when the dialler has a place of its own.
 func (r *rail) welcome(c net.Conn) error {
 	ctx, cancel := context.WithTimeout(r.b.life, r.b.cfg.Opening)

@@ -17,7 +17,7 @@ const (
 	maxPacketBytes = 60 << 10 // well below the smallest default send buffer
 	frameHeader    = 4
 	maxCells       = (maxPacketBytes - frameHeader - pullFixed) / cellBytes // of one pull
-	// descriptors of one packet
+	// descriptors of one packet.
 	maxPacketFDs = 16
 )
 

@@ -27,14 +27,14 @@ import (
 const Name = "shm"
 
 const (
-	// large enough that its four small messages cost nothing beside the copy
+	// large enough that its four small messages cost nothing beside the copy.
 	sliceBytes  = 1 << 20
 	maxInFlight = 64 // slices of a lane
-	// of a lane, each way: a slice of many small pieces or many bytes takes several
+	// of a lane, each way: a slice of many small pieces or many bytes takes several.
 	maxPulls     = 256
 	maxPullBytes = 1 << 20
 	// of GPU memory, and the bytes of one pull of it: [measured, 2 H200] 1.6 times the rate of 1
-	// MiB
+	// MiB.
 	deviceSlice     = 4 << 20
 	maxRegions      = 1024 // of a lane
 	maxOpening      = 16   // connections that have not proved the key yet

@@ -106,7 +106,8 @@ func newMemory(tb testing.TB, bytes, blockBytes uint64, seed uint64) *memory {
 	}
 	m := &memory{space: sp, each: blockBytes, bitmap: transfer.NewBitmap(sp.NumChunks()),
 		valid: func(transfer.Range) bool { return true }}
-	for _, i := range rand.New(rand.NewPCG(seed, 1)).Perm(int(2 * bytes / blockBytes))[:bytes/blockBytes] {
+	blocks := rand.New(rand.NewPCG(seed, 1)).Perm(int(2 * bytes / blockBytes))
+	for _, i := range blocks[:bytes/blockBytes] {
 		m.blocks = append(m.blocks, mem.Block{Region: r, Off: uint64(i) * blockBytes, Len: blockBytes})
 	}
 	return m

@@ -30,7 +30,7 @@ type source struct {
 	asks chan *moved
 	gone sync.WaitGroup // the askers
 
-	moveMu sync.Mutex // serialises move; taken before mu
+	moveMu sync.Mutex // serializes move; taken before mu
 	// guarded by moveMu
 	self asker
 

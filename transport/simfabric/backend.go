@@ -14,14 +14,14 @@ import (
 // Name is the backend's.
 const Name = "sim"
 
-// WordSource is a transport.Source whose memory is modelled: one word per chunk stands for its
+// WordSource is a transport.Source whose memory is modeled: one word per chunk stands for its
 // bytes.
 type WordSource interface {
 	transport.Source
 	ReadWord(chunk uint32) uint64
 }
 
-// WordSink is a transport.Sink whose memory is modelled.
+// WordSink is a transport.Sink whose memory is modeled.
 type WordSink interface {
 	transport.Sink
 	WriteWord(chunk uint32, word uint64)

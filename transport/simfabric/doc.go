@@ -3,7 +3,7 @@
 // direction. It implements the contract of package transport, so that code for sockets runs on it
 // unmodified, with thousands of nodes, in one goroutine.
 //
-// Modelled: a lane is a reliable stream over one rail pair, similar to TCP. It sends chunks within
+// Modeled: a lane is a reliable stream over one rail pair, similar to TCP. It sends chunks within
 // a congestion window, retransmits them after three later acknowledgements or a timeout with
 // backoff, and dies of a lost carrier, of its peer's end, or of silence. A chunk crosses its links
 // first in, first out, cut through, and is dropped if a buffer is full. A chunk is read under the
@@ -12,7 +12,7 @@
 // slices, late writes and duplicates therefore occur as on a real network. Confirmations queue on
 // the way back and can be lost.
 //
-// Not modelled: packets within a chunk (a lost one costs a round trip and half the window), CPU
+// Not modeled: packets within a chunk (a lost one costs a round trip and half the window), CPU
 // time, the kernel's buffers.
 //
 // Content is bytes if a Source and a Sink have memory, and one word per chunk if they implement

@@ -363,7 +363,7 @@ func TestFlap(t *testing.T) {
 	}
 	if _, err := a.b.Dial(context.Background(), transport.Peer{Boot: b.boot, Self: a.boot}, a.rails[0],
 		b.rails[0]); err == nil {
-		t.Error("dialled without a carrier")
+		t.Error("dialed without a carrier")
 	}
 	rail.Up()
 	if s.ended[transfer.Landed] <= before-1 {

@@ -33,7 +33,7 @@ func TestIntegrityIsNegotiated(t *testing.T) {
 		})
 		a, b := p.Dial()
 		if !a.(*lane).crc || !b.(*lane).crc {
-			t.Errorf("first end wants it: %v; dialled %v, accepted %v", first, a.(*lane).crc, b.(*lane).crc)
+			t.Errorf("first end wants it: %v; dialed %v, accepted %v", first, a.(*lane).crc, b.(*lane).crc)
 		}
 	}
 }

@@ -74,7 +74,7 @@ func TestRailsComeAndGo(t *testing.T) {
 		t.Error("not there any more")
 	}
 	if _, err := here.Dial(ctx, peer, a, b); err == nil {
-		t.Error("a rail that was taken away is dialled")
+		t.Error("a rail that was taken away is dialed")
 	}
 	// The same address again, under the same name.
 	if _, err := here.AddRail(ctx, Rail{Name: "second", Listen: "127.0.0.2:0"}); err != nil {
@@ -155,6 +155,6 @@ func TestConnectsAgain(t *testing.T) {
 	}
 	cancel()
 	if _, err := connect(ctx, net.Dialer{Control: count}, address); !errors.Is(err, context.Canceled) {
-		t.Errorf("cancelled: %v", err)
+		t.Errorf("canceled: %v", err)
 	}
 }

@@ -6,13 +6,15 @@
 // trailer; the receiver confirms each frame on the same connection.
 //
 // Invariants:
-//   - memory of a grant is written only inside transport.Claim's Enter and Leave, around one non-blocking readv of at most
-//     fragmentBytes; nobody waits for the network with a guard held. So a fence has to wait for the guard alone, and kernel
-//     buffers and frozen peers are harmless: what comes after a revoke is discarded, and the lane stays up.
+//   - memory of a grant is written only inside transport.Claim's Enter and Leave, around one
+//     non-blocking readv of at most fragmentBytes; nobody waits for the network with a guard held.
+//     So a fence has to wait for the guard alone, and kernel buffers and frozen peers are harmless:
+//     what comes after a revoke is discarded, and the lane stays up.
 //   - memory of an origin is read only inside its guard, around one non-blocking sendmsg.
-//   - a reader never waits for a writer: confirmations that do not fit are left to the writer. So two full directions
-//     cannot block each other.
-//   - each slice that Move took ends exactly once: by its confirmation, before it began, or with its lane.
+//   - a reader never waits for a writer: confirmations that do not fit are left to the writer. So
+//     two full directions cannot block each other.
+//   - each slice that Move took ends exactly once: by its confirmation, before it began, or with
+//     its lane.
 //
 // Goroutines: one accept loop per rail, one short-lived opener per connection, and a reader and a
 // writer per lane. All of them are joined by Close. An idle lane waits in the netpoller and costs
@@ -52,7 +54,7 @@ const (
 	defaultInFlight = 16      // slices per lane
 	maxInFlight     = 1024    // slices per lane
 	defaultNotSent  = 1 << 20 // bytes that wait unsent in a socket
-	// milliseconds between two retransmissions: the least that the kernel takes
+	// milliseconds between two retransmissions: the least that the kernel takes.
 	rtoMax            = 1000
 	acceptRetryPause  = 10 * time.Millisecond
 	maxRails          = 64
@@ -460,7 +462,7 @@ func (b *Backend) unreserve() {
 	b.reserved--
 }
 
-// sourceAddr binds a dialled connection to its rail, unless the rail listens on every address.
+// sourceAddr binds a dialed connection to its rail, unless the rail listens on every address.
 func (b *Backend) sourceAddr(local transport.Rail) net.Addr {
 	b.mu.Lock()
 	defer b.mu.Unlock()

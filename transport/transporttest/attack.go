@@ -44,7 +44,7 @@ func (p *pusher) stop() {
 	p.wg.Wait()
 }
 
-// until waits for a condition that other goroutines fulfil.
+// until waits for a condition that other goroutines fulfill.
 func until(tb testing.TB, what string, ok func() bool) {
 	tb.Helper()
 	deadline := time.Now().Add(patience)

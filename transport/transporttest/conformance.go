@@ -254,7 +254,7 @@ func testBothDirections(t *testing.T, f Factory) {
 
 func testAcceptedEndMoves(t *testing.T, f Factory) {
 	p := NewPair(t, f)
-	_, a := dial(t, p.B, p.A) // the receiver dialled
+	_, a := dial(t, p.B, p.A) // the receiver dialed
 	src, dst := p.A.Memory(shapes[2]), p.B.Memory(shapes[2])
 	src.Write(3)
 	b := NewBind(t, p.A, p.B, src, dst, 1, 1)

@@ -152,6 +152,6 @@ func testDialContext(t *testing.T, f Factory) {
 	peer, _ := p.A.PeerKey(p.B.Boot)
 	if l, err := p.A.Backend.Dial(ctx, peer, p.A.Rails[0], p.B.Rails[0]); err == nil {
 		_ = l.Close()
-		t.Error("dialled under a cancelled context")
+		t.Error("dialed under a cancelled context")
 	}
 }

@@ -283,9 +283,9 @@ func dial(tb testing.TB, from, to *End) (here, there transport.Lane) {
 	if err != nil {
 		tb.Fatalf("dial: %v", err)
 	}
-	up := from.up("LaneUp of the dialled end")
+	up := from.up("LaneUp of the dialed end")
 	if up.ID() != l.ID() {
-		tb.Fatalf("LaneUp of lane %d, dialled lane %d", up.ID(), l.ID())
+		tb.Fatalf("LaneUp of lane %d, dialed lane %d", up.ID(), l.ID())
 	}
 	there = to.up("LaneUp of the accepted end")
 	for _, x := range []struct {
@@ -342,12 +342,12 @@ func (p *Pair) Redial(i int) time.Duration {
 	if err != nil {
 		p.tb.Fatalf("dial: %v", err)
 	}
-	p.A.up("LaneUp of the dialled end")
+	p.A.up("LaneUp of the dialed end")
 	p.B.up("LaneUp of the accepted end")
 	if err := l.Close(); err != nil {
 		p.tb.Fatalf("close: %v", err)
 	}
-	p.A.down("LaneDown of the dialled end")
+	p.A.down("LaneDown of the dialed end")
 	p.B.down("LaneDown of the accepted end")
 	return took
 }

@@ -1,7 +1,7 @@
 // Package blocks reserves the blocks of an engine that open destination leases will write.
 //
 // Two leases that write one block would each report bytes that the other has replaced. Skipped
-// blocks and blocks that are only read may be shared. Pure: the caller serialises calls.
+// blocks and blocks that are only read may be shared. Pure: the caller serializes calls.
 package blocks
 
 import (

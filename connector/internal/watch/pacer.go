@@ -10,18 +10,18 @@ const (
 	paceOver = 200 * time.Microsecond // largest assumed overrun of a sleep
 	paceIdle = 2 * time.Millisecond   // between checks while an open step does not move
 	// Alone is the time between checks while no layer is awaited; the deadline of a long prefill
-	// counts from the last change seen
+	// counts from the last change seen.
 	Alone = 100 * time.Millisecond
 	// Fresh is the time after the opening of a source lease in which its receiver is expected.
 	Fresh = 100 * time.Millisecond
 
 	paceLate = 16 // a late layer is checked every gap/paceLate
-	// after t without a change, checks are at least t/paceFade apart
+	// after t without a change, checks are at least t/paceFade apart.
 	paceFade = 32
-	// this many gaps are a pause between two steps, unless two follow each other
+	// this many gaps are a pause between two steps, unless two follow each other.
 	paceOdd    = 2
 	paceWindow = 64 // checks between two measurements of their cost
-	// of the host's CPU for checking while layers are awaited; work after a layer is not included
+	// of the host's CPU for checking while layers are awaited; work after a layer is not included.
 	paceShare  = 0.02
 	paceBudget = 0.3 // limit of the same in cores
 )

@@ -59,7 +59,7 @@ const (
 // key, so neither has dates of its own: clocks of hosts that differ must not part a cluster.
 var (
 	clusterFrom = time.Date(2000, 1, 1, 0, 0, 0, 0, time.UTC)
-	// "no well-defined expiration", RFC 5280 4.1.2.5
+	// "no well-defined expiration", RFC 5280 4.1.2.5.
 	clusterUntil = time.Date(9999, 12, 31, 23, 59, 59, 0, time.UTC)
 )
 
@@ -190,7 +190,7 @@ func serial() (*big.Int, error) {
 	return n.Add(n, big.NewInt(1)), nil
 }
 
-// leafTemplate is a certificate for both ends of a connection: every node dials and is dialled.
+// leafTemplate is a certificate for both ends of a connection: every node dials and is dialed.
 func leafTemplate(name string, hosts []string, from, until time.Time) (*x509.Certificate, error) {
 	n, err := serial()
 	if err != nil {
@@ -255,7 +255,7 @@ func notOfName(r rune) bool {
 
 // Credentials authenticate this node to peers and peers to it.
 type Credentials struct {
-	server string    // the name that every peer bears; empty: the host that was dialled
+	server string    // the name that every peer bears; empty: the host that was dialed
 	paths  [3]string // of certificate, key and authority; empty: made from a cluster key
 
 	mu   sync.RWMutex // protects what follows
@@ -445,7 +445,7 @@ func (c *Credentials) Server() *tls.Config {
 		ClientAuth: tls.RequireAndVerifyClientCert, ClientCAs: pool}
 }
 
-// Client returns the settings of a dialling end. host is what was dialled, without its port.
+// Client returns the settings of a dialing end. host is what was dialed, without its port.
 func (c *Credentials) Client(host string) *tls.Config {
 	name := c.server
 	if name == "" {
@@ -499,9 +499,15 @@ func WriteAuthority(certPath, keyPath string, now time.Time, valid time.Duration
 	return writePair(certPath, keyPath, ca, key)
 }
 
+// NodeFiles are the files of an authority, which exist, and of a node, which WriteNode makes.
+type NodeFiles struct {
+	CACert, CAKey string
+	Cert, Key     string
+}
+
 // WriteNode issues a node's certificate. hosts are the names and addresses that peers dial; at
 // least one.
-func WriteNode(caCertPath, caKeyPath, certPath, keyPath, node string, hosts []string, now time.Time,
+func WriteNode(f NodeFiles, node string, hosts []string, now time.Time,
 	valid time.Duration) error {
 	if node == "" || len(hosts) == 0 {
 		return fmt.Errorf("keys: issue certificate: node %q, hosts %q: name the node and every host or "+
@@ -512,23 +518,23 @@ func WriteNode(caCertPath, caKeyPath, certPath, keyPath, node string, hosts []st
 			return fmt.Errorf("keys: issue certificate of %s: host %w", node, err)
 		}
 	}
-	certPEM, err := read(caCertPath, false, "make one with 'kvspray keygen ca', or name it with --ca")
+	certPEM, err := read(f.CACert, false, "make one with 'kvspray keygen ca', or name it with --ca")
 	if err != nil {
 		return err
 	}
-	keyPEM, err := readSecret(caKeyPath, "make one with 'kvspray keygen ca', or name it with --ca-key")
+	keyPEM, err := readSecret(f.CAKey, "make one with 'kvspray keygen ca', or name it with --ca-key")
 	if err != nil {
 		return err
 	}
 	pair, err := tls.X509KeyPair(certPEM, keyPEM)
 	if err != nil {
 		return fmt.Errorf("keys: authority %s with key %s: %w: both must be PEM and made together",
-			caCertPath, caKeyPath, err)
+			f.CACert, f.CAKey, err)
 	}
 	caKey, ok := pair.PrivateKey.(ed25519.PrivateKey)
 	if !ok || pair.Leaf == nil || !pair.Leaf.IsCA {
 		return fmt.Errorf(
-			"keys: authority %s: not an ed25519 authority: make one with 'kvspray keygen ca'", caCertPath)
+			"keys: authority %s: not an ed25519 authority: make one with 'kvspray keygen ca'", f.CACert)
 	}
 	until := now.Add(valid)
 	if until.After(pair.Leaf.NotAfter) {
@@ -548,7 +554,7 @@ func WriteNode(caCertPath, caKeyPath, certPath, keyPath, node string, hosts []st
 	if err != nil {
 		return err
 	}
-	return writePair(certPath, keyPath, leaf, key)
+	return writePair(f.Cert, f.Key, leaf, key)
 }
 
 func writePair(certPath, keyPath string, c *x509.Certificate, key ed25519.PrivateKey) error {

@@ -22,7 +22,7 @@ func shake(t *testing.T, server, client *Credentials, host string) error {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer ln.Close() //nolint:errcheck // a test's
+	defer ln.Close()
 	b, err := net.Dial("tcp", ln.Addr().String())
 	if err != nil {
 		t.Fatal(err)
@@ -31,8 +31,8 @@ func shake(t *testing.T, server, client *Credentials, host string) error {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer a.Close() //nolint:errcheck // a test's
-	defer b.Close() //nolint:errcheck // a test's
+	defer a.Close()
+	defer b.Close()
 	end := time.Now().Add(10 * time.Second)
 	_, _ = a.SetDeadline(end), b.SetDeadline(end)
 	done := make(chan error, 1)
@@ -173,7 +173,8 @@ func TestHost(t *testing.T) {
 	if err := WriteAuthority(p("ca"), p("ca-key"), time.Now(), time.Hour); err != nil {
 		t.Fatal(err)
 	}
-	err := WriteNode(p("ca"), p("ca-key"), p("n"), p("n-key"), "n", []string{"10.0.0.1", "10.0.0.300"},
+	err := WriteNode(NodeFiles{CACert: p("ca"), CAKey: p("ca-key"),
+		Cert: p("n"), Key: p("n-key")}, "n", []string{"10.0.0.1", "10.0.0.300"},
 		time.Now(), time.Minute)
 	if _, none := os.Stat(p("n-key")); err == nil || !strings.Contains(err.Error(), "10.0.0.300") ||
 		none == nil {
@@ -192,7 +193,8 @@ func TestFiles(t *testing.T) {
 		}
 	}
 	for _, x := range []struct{ ca, name string }{{"ca", "a"}, {"ca", "b"}, {"other", "x"}} {
-		if err := WriteNode(p(x.ca), p(x.ca+"-key"), p(x.name), p(x.name+"-key"), x.name,
+		if err := WriteNode(NodeFiles{CACert: p(x.ca), CAKey: p(x.ca + "-key"),
+			Cert: p(x.name), Key: p(x.name + "-key")}, x.name,
 			[]string{"127.0.0.1", x.name + ".example"}, now, year/2); err != nil {
 			t.Fatal(err)
 		}
@@ -208,7 +210,7 @@ func TestFiles(t *testing.T) {
 	a, b, x := load("a", "ca"), load("b", "ca"), load("x", "other")
 	for host, ok := range map[string]bool{"127.0.0.1": true, "a.example": true, "b.example": false} {
 		if err := shake(t, a, b, host); (err == nil) != ok {
-			t.Errorf("dialled as %s: %v", host, err)
+			t.Errorf("dialed as %s: %v", host, err)
 		}
 	}
 	if shake(t, a, x, "a.example") == nil || shake(t, x, a, "x.example") == nil {
@@ -231,10 +233,12 @@ func TestFiles(t *testing.T) {
 			return err
 		},
 		"outlive": func() error {
-			return WriteNode(p("ca"), p("ca-key"), p("z"), p("z-key"), "z", []string{"z"}, now, 2*year)
+			return WriteNode(NodeFiles{CACert: p("ca"), CAKey: p("ca-key"),
+				Cert: p("z"), Key: p("z-key")}, "z", []string{"z"}, now, 2*year)
 		},
 		"name the node": func() error {
-			return WriteNode(p("ca"), p("ca-key"), p("z"), p("z-key"), "z",
+			return WriteNode(NodeFiles{CACert: p("ca"), CAKey: p("ca-key"),
+				Cert: p("z"), Key: p("z-key")}, "z",
 				nil, now, year/2)
 		},
 	} {

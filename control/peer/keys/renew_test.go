@@ -22,7 +22,9 @@ func issue(t *testing.T, dir, name string, now time.Time, valid time.Duration) {
 			t.Fatal(err)
 		}
 	}
-	if err := WriteNode(filepath.Join(dir, "ca.crt"), filepath.Join(dir, "ca.key"), cert, key, name,
+	if err := WriteNode(NodeFiles{CACert: filepath.Join(dir, "ca.crt"),
+		CAKey: filepath.Join(dir, "ca.key"),
+		Cert:  cert, Key: key}, name,
 		[]string{"127.0.0.1"}, now, valid); err != nil {
 		t.Fatal(err)
 	}
@@ -171,7 +173,7 @@ func TestExpired(t *testing.T) {
 	old, good := load(time.Hour), load(24*time.Hour)
 	if _, err := handshake(good, old); err == nil || !strings.Contains(err.Error(),
 		"certificate has expired or is not yet valid") {
-		t.Errorf("the dialled end's has expired: %v", err)
+		t.Errorf("the dialed end's has expired: %v", err)
 	}
 	if _, err := handshake(old, good); err == nil || !strings.Contains(err.Error(), "expired") {
 		t.Errorf("the dialling end's has expired: %v", err)

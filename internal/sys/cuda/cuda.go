@@ -56,7 +56,7 @@ const (
 	HostRegisterUsesHostPointer Attribute = 91
 	PosixFDHandles              Attribute = 103
 	IPCEvents                   Attribute = 125
-	// contexts are shared with those of other processes; older drivers do not know it
+	// contexts are shared with those of other processes; older drivers do not know it.
 	MPSEnabled Attribute = 133
 )
 

@@ -58,7 +58,7 @@ type Kind uint8
 const (
 	KindMemfd   Kind = iota + 1 // a sealed memfd that the engine allocated its cache in; mapped
 	KindAdopted                 // pages of an existing allocation moved into a memfd; mapped
-	// another process's memory through its own /proc/self/mem descriptor; syscalls only
+	// another process's memory through its own /proc/self/mem descriptor; syscalls only.
 	KindProcess
 	KindDevice // memory of a GPU, through its Device only
 )

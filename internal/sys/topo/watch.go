@@ -16,14 +16,14 @@ import (
 
 // Times of a watcher.
 const (
-	// least pause after a look, so that a burst of notifications is one
+	// least pause after a look, so that a burst of notifications is one.
 	settle = 2 * time.Millisecond
 	// least pause as a multiple of the look's time: a host that makes containers has notifications
-	// all the time
+	// all the time.
 	share   = 4
 	longest = 40 * time.Millisecond  // pause after a look
 	again   = 100 * time.Millisecond // after a failed look
-	// between looks without notifications: a change of speed causes none
+	// between looks without notifications: a change of speed causes none.
 	unasked = 30 * time.Second
 	// upHold passes before a link that came up is reported, if it is still up then. The other end
 	// comes up a moment later, and an earlier ARP request is lost: the kernel repeats it after a

@@ -26,26 +26,26 @@ const (
 )
 
 // connected is a connection whose ends both bear timeout of silence.
-func connected(t *testing.T, timeout time.Duration) (dialled, accepted net.Conn) {
+func connected(t *testing.T, timeout time.Duration) (dialed, accepted net.Conn) {
 	t.Helper()
 	ln, err := ListenConfig(timeout).Listen(t.Context(), "tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer func() { _ = ln.Close() }()
-	if dialled, err = Dialer(timeout).DialContext(t.Context(), "tcp", ln.Addr().String()); err == nil {
-		t.Cleanup(func() { _ = dialled.Close() })
+	if dialed, err = Dialer(timeout).DialContext(t.Context(), "tcp", ln.Addr().String()); err == nil {
+		t.Cleanup(func() { _ = dialed.Close() })
 		accepted, err = ln.Accept()
 	}
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = accepted.Close() })
-	return dialled, accepted
+	return dialed, accepted
 }
 
 // secured is TLS over both ends of a connection.
-func secured(t *testing.T, dialled, accepted net.Conn) (client, server *tls.Conn) {
+func secured(t *testing.T, dialed, accepted net.Conn) (client, server *tls.Conn) {
 	t.Helper()
 	cluster, err := keys.NewCluster()
 	if err != nil {
@@ -55,7 +55,7 @@ func secured(t *testing.T, dialled, accepted net.Conn) (client, server *tls.Conn
 	if err != nil {
 		t.Fatal(err)
 	}
-	client, server = tls.Client(dialled, c.Client("n")), tls.Server(accepted, c.Server())
+	client, server = tls.Client(dialed, c.Client("n")), tls.Server(accepted, c.Server())
 	shaken := make(chan error, 1)
 	go func() { shaken <- server.HandshakeContext(t.Context()) }()
 	if err := errors.Join(client.HandshakeContext(t.Context()), <-shaken); err != nil {
@@ -195,7 +195,7 @@ func TestFullSocket(t *testing.T) {
 // What is not said is Default, at either end.
 func TestDefault(t *testing.T) {
 	a, b := connected(t, 0)
-	for name, c := range map[string]net.Conn{"dialled": a, "accepted": b} {
+	for name, c := range map[string]net.Conn{"dialed": a, "accepted": b} {
 		raw, err := c.(*net.TCPConn).SyscallConn()
 		if err != nil {
 			t.Fatal(err)

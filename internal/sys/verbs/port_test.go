@@ -127,7 +127,10 @@ func TestCheckPeer(t *testing.T) {
 			a.GID = netip.MustParseAddr(
 				"224.0.0.1").As16()
 		},
-		"one is IPv4, one IPv6: pin a GID at one of them, in its transports.gdr.rails: DEVICE@INDEX": func(a *Address) { a.GID = netip.MustParseAddr("2001:db8::1").As16() },
+		"one is IPv4, one IPv6: pin a GID at one of them, in its transports.gdr.rails: " +
+			"DEVICE@INDEX": func(a *Address) {
+			a.GID = netip.MustParseAddr("2001:db8::1").As16()
+		},
 		"MTU number 6":              func(a *Address) { a.MTU = 6 },
 		"MTU number 0":              func(a *Address) { a.MTU = 0 },
 		"queue pair 0x0":            func(a *Address) { a.QP = 0 },

@@ -121,7 +121,7 @@ type EventKind uint8
 const (
 	PortDown EventKind = iota + 1
 	PortUp
-	// the table of GIDs, or the LID, has changed: Active reports whether the device is still valid
+	// the table of GIDs, or the LID, has changed: Active reports whether the device is still valid.
 	GIDChange
 	QueuePairFatal
 	DeviceFatal // the device is unusable
@@ -184,7 +184,7 @@ type CompletionQueue interface {
 	// Poll returns up to len(dst) completions without blocking. An error is permanent: no more will
 	// come.
 	Poll(dst []Completion) (int, error)
-	// Ready is signalled, at most one pending, after completions were added.
+	// Ready is signaled, at most one pending, after completions were added.
 	Ready() <-chan struct{}
 	Close() error
 }

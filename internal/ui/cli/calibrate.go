@@ -17,9 +17,10 @@ func calibrateCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "calibrate",
 		Short: "Measure this host's GPUs under load, for its sidecars",
-		Long: `Measures each GPU model of this host while a stream of kernels keeps it busy: the thread blocks that the pack and unpack kernels
-need, the piece size from which copy engines are faster than packing, and the bytes from which a copy with the host is faster over
-the PCIe links of all GPUs. Writes the results to the file of transports.gpu.table for serve. Takes some seconds, during which
+		Long: `Measures each GPU model of this host while a stream of kernels keeps it busy: the thread
+blocks that the pack and unpack kernels need, the piece size from which copy engines are faster than
+packing, and the bytes from which a copy with the host is faster over the PCIe links of all GPUs.
+Writes the results to the file of transports.gpu.table for serve. Takes some seconds, during which
 engines on these GPUs are slower.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {

@@ -27,7 +27,7 @@ func keygenCommand() *cobra.Command {
 		Short: "Make keys and certificates for sidecars that listen off loopback",
 		Long: `Makes the credentials by which sidecars authenticate each other. One of two kinds:
 
-  a cluster key         one secret file for every sidecar; simple, and every holder of the file is a member
+  a cluster key         one secret file for every sidecar; every holder of the file is a member
   certificates          an authority whose key stays off the nodes, and a certificate for each node
 
 An existing file is never overwritten.`,
@@ -116,7 +116,8 @@ func keygenNode() *cobra.Command {
 			if key == "" {
 				key = name + ".key"
 			}
-			if err := keys.WriteNode(caCert, caKey, cert, key, name, hosts, time.Now(), valid); err != nil {
+			if err := keys.WriteNode(keys.NodeFiles{CACert: caCert, CAKey: caKey,
+				Cert: cert, Key: key}, name, hosts, time.Now(), valid); err != nil {
 				return err
 			}
 			return say(cmd, "%s and %s made, for peer.tls.cert and peer.tls.key of %s", cert, key, name)

@@ -22,7 +22,8 @@ func TestLayoutExplain(t *testing.T) {
 	config := filepath.Join(t.TempDir(), "config.json")
 	if err := os.WriteFile(config,
 		[]byte(
-			`{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}`), 0o600); err != nil {
+			`{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, `+
+				`"hidden_size": 64}`), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	for name, c := range map[string]struct {

@@ -31,16 +31,20 @@ func proxyCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "proxy",
 		Short: "Route OpenAI-compatible requests to prefill and decode engines",
-		Long: `Routes /v1/completions and /v1/chat/completions to one prefill engine and one decode engine each, and streams the decode
-engine's answer back. Health is at /health, metrics are at /metrics.
+		Long: `Routes /v1/completions and /v1/chat/completions to one prefill engine and one decode engine
+each, and streams the decode engine's answer back. Health is at /health, metrics are at /metrics.
 
-  --mode concurrent     sends a request to both at once: the transfer overlaps the prefill. The decode engine needs the endpoint of
-                        the prefill's sidecar: --prefill-peer, or --prefill-sidecar to ask the sidecar for it.
-  --mode prefill-first  sends it to the prefill engine, then passes its kv_transfer_params to the decode engine, like NIXL-style routers.
+  --mode concurrent     sends a request to both at once: the transfer overlaps the prefill. The
+                        decode engine needs the endpoint of the prefill's sidecar: --prefill-peer,
+                        or --prefill-sidecar to ask the sidecar for it.
+  --mode prefill-first  sends a request to the prefill engine, then passes its kv_transfer_params
+                        to the decode engine, like NIXL-style routers.
 
 If the prefill engine fails, the decode engine prefills locally.`,
-		Example: `  kvspray proxy --prefill http://127.0.0.1:8100 --prefill-peer 127.0.0.1:7650 --decode http://127.0.0.1:8200
-  kvspray proxy --prefill http://p0:8000,http://p1:8000 --prefill-sidecar http://p0:7651,http://p1:7651 --decode http://d0:8000`,
+		Example: `  kvspray proxy --prefill http://127.0.0.1:8100 --prefill-peer 127.0.0.1:7650 \
+      --decode http://127.0.0.1:8200
+  kvspray proxy --prefill http://p0:8000,http://p1:8000 \
+      --prefill-sidecar http://p0:7651,http://p1:7651 --decode http://d0:8000`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			cfg, err := proxyConfig(prefill, peers, sidecars, decode)

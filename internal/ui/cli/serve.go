@@ -23,10 +23,13 @@ func serveCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "serve",
 		Short: "Run the sidecar",
-		Long: `Runs the sidecar of this node: engines connect to its unix socket, other sidecars to its peer address.
+		Long: `Runs the sidecar of this node: engines connect to its unix socket, other sidecars to its
+peer address.
 
-Without a file and flags it binds to loopback only. Addresses off loopback need a cluster key or certificates ('kvspray keygen').
-SIGTERM drains: no new leases, open leases continue for at most drain.timeout. A second signal ends the process at once.`,
+Without a file and flags it binds to loopback only. Addresses off loopback need a cluster key or
+certificates ('kvspray keygen').
+SIGTERM drains: no new leases, open leases continue for at most drain.timeout. A second signal ends
+the process at once.`,
 		Example: `  kvspray serve
   kvspray serve --socket /run/a.sock --listen 127.0.0.1:0 --http 127.0.0.1:0 --set peer.gossip.listen=off
   kvspray serve --config /etc/kvspray.yaml`,

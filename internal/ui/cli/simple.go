@@ -91,7 +91,8 @@ func doctorCommand() *cobra.Command {
   skip  this host has or needs nothing of the kind, or it could not be determined
 The last line counts them. Exits with 1 if a check fails.
 
-With --peers it asks the sidecar on this host instead which of its rails reach which rails of each peer, over which transport, with
+With --peers it asks the sidecar on this host instead which of its rails reach which rails of each
+peer, over which transport, with
 the reasons for the rest. Exits with 1 if a peer has no lane.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {

@@ -21,9 +21,9 @@ func topCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "top",
 		Short: "Watch a running sidecar: rails, transfers, peers, leases",
-		Long: `Shows the state of a sidecar repeatedly: each rail pair with its state, its current and learned rates, the bytes in flight, errors,
-and the reason for an exclusion; the peers; the open leases. It reads the sidecar's HTTP address (http.listen) and needs no other
-access.
+		Long: `Shows the state of a sidecar repeatedly: each rail pair with its state, its current and
+learned rates, the bytes in flight, errors, and the reason for an exclusion; the peers; the open
+leases. It reads the sidecar's HTTP address (http.listen) and needs no other access.
 
 --once prints plain text once, for scripts; so does a standard output that is not a terminal.`,
 		Example: `  kvspray top

@@ -182,7 +182,7 @@ func (p *Peer) text(b *strings.Builder) {
 	}
 }
 
-// where locates the peer: the address that was dialled, or the endpoint that it announced.
+// where locates the peer: the address that was dialed, or the endpoint that it announced.
 func (p *Peer) where() string {
 	switch {
 	case p.Endpoint != "":

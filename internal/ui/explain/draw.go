@@ -7,7 +7,7 @@ import (
 	"slices"
 )
 
-// part is drawn in one colour: the cells of a plane, or the K or the V in them.
+// part is drawn in one color: the cells of a plane, or the K or the V in them.
 type part struct {
 	role string
 	at   uint64 // of the first cell, in the page

@@ -266,7 +266,7 @@ func flow(reg *parseblock.Registry, src, dst *layout.Layout, share *parseblock.S
 	return f, nil
 }
 
-// scattered makes block tables in which hardly a block follows its neighbour: ids at a step that is
+// scattered makes block tables in which hardly a block follows its neighbor: ids at a step that is
 // prime to their number.
 func scattered(l *layout.Layout, step uint64, tokens int) ([][]uint32, error) {
 	tables := l.TablesOf()

@@ -28,7 +28,7 @@ const (
 	nodeWidth  = 10
 )
 
-// roleColours are from Okabe's and Ito's palette, which colour-blind readers can distinguish.
+// roleColours are from Okabe's and Ito's palette, which color-blind readers can distinguish.
 // Scales are lighter than their values.
 var roleColours = map[string]string{
 	"k": "#0072b2", "v": "#e69f00", "k_scale": "#8cc4e0", "v_scale": "#f5d590",
@@ -128,7 +128,7 @@ func (p *drawnPage) caption() string {
 type figure struct {
 	b        strings.Builder
 	y        int
-	mixtures map[string]string // names of patterns, by their colours
+	mixtures map[string]string // names of patterns, by their colors
 }
 
 func (f *figure) text(x float64, class, s string) { f.put(x, f.y, class, "start", "", s) }
@@ -150,7 +150,7 @@ func (f *figure) rect(x, width float64, y, height int, fill, tip string) {
 	f.b.WriteString("</rect>\n")
 }
 
-// fill is a colour, or stripes of several for parts finer than the drawing.
+// fill is a color, or stripes of several for parts finer than the drawing.
 func (f *figure) fill(colours []string) string {
 	if len(colours) == 1 {
 		return colours[0]

@@ -27,7 +27,7 @@ type Style struct{ Title, Head, Good, Warn, Bad, Faint lipgloss.Style }
 // Plain is for files, pipes and terminals without attributes.
 var Plain = Style{}
 
-// Coloured is for terminals. The terminal library reduces it to the terminal's abilities.
+// Colored is for terminals. The terminal library reduces it to the terminal's abilities.
 var Coloured = Style{
 	Title: lipgloss.NewStyle().Bold(true),
 	Head:  lipgloss.NewStyle().Faint(true),

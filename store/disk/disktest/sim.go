@@ -125,7 +125,7 @@ func (f *Sim) Sync() error {
 func (f *Sim) Close() error { return nil }
 
 // Crash turns the power off and on: of what was not synced, each sector is kept or not, whatever
-// its neighbours do.
+// its neighbors do.
 func (f *Sim) Crash() {
 	f.mu.Lock()
 	defer f.mu.Unlock()

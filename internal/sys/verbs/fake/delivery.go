@@ -18,7 +18,7 @@ type Hop uint8
 // queue pair, Show and Tell of the receiving one.
 const (
 	Read Hop = iota // the sender's NIC reads the bytes: they are on the wire
-	// the receiver's NIC takes the message in, looks at its key, and acknowledges it
+	// the receiver's NIC takes the message in, looks at its key, and acknowledges it.
 	Arrive
 	Show   // its bytes are in the receiver's memory
 	Tell   // the receiver's completion

@@ -174,7 +174,7 @@ func (p *domain) registerLocked(b []byte, remote bool) (verbs.Memory, error) {
 	}
 	f.next++
 	m := &memory{f: f, p: p, b: b, addr: f.address, key: f.next, remote: remote}
-	f.address += uint64(len(b)) + 1<<20 // a gap, so that an overrun never hits a neighbour
+	f.address += uint64(len(b)) + 1<<20 // a gap, so that an overrun never hits a neighbor
 	f.mrs[m.key] = m
 	return m, nil
 }
