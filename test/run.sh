@@ -149,6 +149,7 @@ all)
 	part build '^' make build wireflip
 	joined env 'ready'
 	part generate '^' make generate-check
+	part size '^kvspray' make build-size
 	part long '^packages' long
 	part bounds '^bounds' bounds TestCPU TestServeCPU TestSliceDoesNotAllocate TestRunsAreCheap TestCostOfReshape TestCopyDoesNotHoldTheCollector TestLanesDoNotHoldTheCollector TestPullsDoNotHoldTheCollector \
 		TestWritesDoNotHoldTheCollector TestMovesDoNotHoldTheCollector TestExecDoesNotHoldTheCollector TestPlanningDoesNotHoldTheCollector \
