@@ -104,6 +104,7 @@ func TestIdle(t *testing.T) {
 		g.Idle(lease.Never, tick) // an early tick is cheaper than moving the timer
 		g.Idle(2*time.Second, tick)
 		time.Sleep(time.Minute)
+		synctest.Wait()
 		if len(at) != 1 || at[0] != 2*time.Second {
 			t.Errorf("called at %v", at)
 		}
