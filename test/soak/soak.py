@@ -162,7 +162,20 @@ BAD_LINES = re.compile(
     r"^(panic:|fatal error:|WARNING: DATA RACE|.*Traceback \(most recent|.*Segmentation fault).*",
     re.M,
 )
+# An API server of vLLM that was asked to stop writes a traceback for each request that it ends.
+SHUTDOWN = re.compile(r"^\(APIServer pid=(\d+)\) .*\[shutdown\] API server: shutdown triggered", re.M)
+API_SERVER = re.compile(r"\(APIServer pid=(\d+)\)")
 CLONE_NEWNET = 0x40000000
+
+
+def bad_line(text: str, stopped: set[str]) -> str | None:
+    """The first trouble in new lines of a log; stopped has the API servers that were asked to stop."""
+    stopped.update(SHUTDOWN.findall(text))
+    for bad in BAD_LINES.finditer(text):
+        server = API_SERVER.match(bad.group())
+        if server is None or server.group(1) not in stopped:
+            return text[bad.start() : bad.start() + 600]
+    return None
 
 
 class Namespace:
@@ -278,6 +291,7 @@ class Soak:
         self.samples: list[dict[str, Any]] = []
         self.sums: dict[str, float] = {}
         self.last: dict[str, float] = {}
+        self.stopped: set[str] = set()  # process ids of API servers
         self.read_to: dict[pathlib.Path, int] = {}
         self.before: dict[str, Any] = {}
         self.after: dict[str, Any] = {}
@@ -523,8 +537,8 @@ class Soak:
                     raw = raw[: raw.rfind(b"\n") + 1]  # whole lines
                     new = raw.decode(errors="replace")
                     self.read_to[path] = at + len(raw)
-                    if bad := BAD_LINES.search(new):
-                        self.problem(f"{path.name}: {new[bad.start() : bad.start() + 600]}")
+                    if bad := bad_line(new, self.stopped):
+                        self.problem(f"{path.name}: {bad}")
                     if size > LOG_BYTES:
                         f.seek(size - LOG_BYTES // 2)
                         kept = f.read()

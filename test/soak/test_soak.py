@@ -28,6 +28,7 @@ from servers import Answer  # noqa: E402
 @pytest.fixture
 def s(tmp_path: pathlib.Path) -> soak.Soak:
     out = soak.Soak.__new__(soak.Soak)
+    out.stopped = set()
     out.logs, out.read_to, out.problems = tmp_path, {}, []
     out.begun, out.away, out.samples, out.sums = time.monotonic(), [], [], {}
     out.plain = SimpleNamespace(name="plain")
@@ -226,3 +227,15 @@ def test_an_excused_error_is_sent_again(plain: Engines, monkeypatch: pytest.Monk
     c = sent(plain, router, excuse=lambda begun, ended: "restart" if ended >= begun else "")
     assert c.problems == [] and c.counts["answered"] == 1
     assert c.counts["sent again: restart"] == 1, "a request counts once, however often it is sent"
+
+
+def test_a_server_that_was_asked_to_stop_may_write_tracebacks() -> None:
+    stop = "(APIServer pid=7) INFO [shutdown] API server: shutdown triggered\n"
+    trace = "(APIServer pid=7) ERROR [async_llm.py:906] Traceback (most recent call last):\n"
+    assert soak.bad_line(trace, set()) is not None
+    assert soak.bad_line(stop + trace, set()) is None
+    stopped: set[str] = set()
+    assert soak.bad_line(stop, stopped) is None
+    assert soak.bad_line(trace, stopped) is None  # lines that come later
+    assert soak.bad_line(stop + trace.replace("pid=7", "pid=8"), set()) is not None
+    assert soak.bad_line(stop + "panic: nil map\n" + trace, set()) == "panic: nil map\n" + trace
