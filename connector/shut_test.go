@@ -49,6 +49,7 @@ func TestShutMeetsSleep(t *testing.T) {
 	}
 	w := &worker{rings: rings, proc: peerOfThisProcess(t), completions: completions{event: -1}}
 	w.submissions = submissions{w: w, event: os.NewFile(uintptr(fd), "sq_event")}
+	w.submissions.signaled.Store(true) // there is no ring to look at, should await come first
 	ended := make(chan struct{}, 2)
 	in := func(frame string) {
 		t.Helper()
