@@ -53,12 +53,20 @@ func (l *log) clean(nowhere bool) error {
 		t.mu.Unlock()
 		return errNoSegment
 	}
-	seg := &l.segments[victim]
-	empty := seg.live == 0
-	seq := seg.seq
+	seq := l.segments[victim].seq
 	t.mu.Unlock()
-	if !empty {
-		if err := l.evacuate(uint32(victim), seq, nowhere); err != nil {
+	return l.empty(uint32(victim), seq, nowhere)
+}
+
+// empty moves the pages of a segment that is full, and makes it free.
+func (l *log) empty(victim uint32, seq uint64, nowhere bool) error {
+	t := l.t
+	seg := &l.segments[victim]
+	t.mu.Lock()
+	live := seg.live
+	t.mu.Unlock()
+	if live > 0 {
+		if err := l.evacuate(victim, seq, nowhere); err != nil {
 			return err
 		}
 	}

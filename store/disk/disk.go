@@ -53,8 +53,8 @@ const (
 	// cleaning finds room.
 	spareShare = 7
 	// Places on a device.
-	checkpointAt = 64 << 10
-	segmentsAt   = 1 << 20
+	ledgerAt   = 64 << 10
+	segmentsAt = 1 << 20
 )
 
 // Device names one file, folder or block device.
@@ -79,20 +79,20 @@ var (
 
 // Tier holds pages.
 type Tier struct {
-	id   storeID
-	logs []*log
-	segb uint32 // blocks of a segment
+	id     storeID
+	logs   []*log
+	segb   uint32 // blocks of a segment
+	ledger ledger
 
 	mu       sync.Mutex // guards what follows, and the segments of the logs
 	drained  sync.Cond  // a reader left a segment
 	pages    *catalog.Catalog
 	owners   map[uint16]*owner
 	ids      map[page.ID]uint16
-	removed  map[page.ID]uint64
-	check    uint64  // generation of the checkpoint
-	seq      uint64  // the last life of a segment
-	bytes    uint64  // of all pages
-	limbo    segment // counts those that have no place yet
+	removed  map[page.ID]uint64 // pages of earlier lives than this are not the namespace's
+	seq      uint64             // the last life of a segment
+	bytes    uint64             // of all pages
+	limbo    segment            // counts those that have no place yet
 	capacity uint64
 	turn     int
 	stats    Stats

@@ -338,25 +338,42 @@ func (l *log) begin() error {
 		t.mu.Unlock()
 		return errNoSegment
 	}
+	l.segments[at].state = current
+	t.mu.Unlock()
+	err := l.newLife(uint32(at))
+	l.at, l.pos, l.spaces, l.entries = at, 1, nil, nil
+	if err != nil {
+		l.failed()
+	}
+	return err
+}
+
+// newLife writes the header of a segment that has no pages, durably. All that the segment held
+// counts no more.
+func (l *log) newLife(seg uint32) error {
+	t := l.t
+	t.mu.Lock()
+	if t.seq+1 >= t.ledger.limit {
+		t.mu.Unlock()
+		return fmt.Errorf("store.disk path %s: %d segments were begun since the start; restart",
+			l.path, uint64(livesPerStart))
+	}
 	t.seq++
 	seq := t.seq
-	l.segments[at].state = current
 	t.mu.Unlock()
 	b := l.scratch.Elems()[:block]
 	clear(b)
 	encodeSegment(b, t.id, seq)
-	err := l.file.WriteAt([][]byte{b}, l.offset(uint32(at), 0))
+	err := l.file.WriteAt([][]byte{b}, l.offset(seg, 0))
 	if err == nil {
 		err = l.file.Sync()
 	}
-	l.at, l.pos, l.spaces, l.entries = at, 1, nil, nil
 	if err != nil {
-		l.failed()
 		return fmt.Errorf("store.disk path %s: %w", l.path, err)
 	}
 	t.mu.Lock()
 	// not before: what was removed is remembered as long as an old life is on the device
-	l.segments[at].seq = seq
+	l.segments[seg].seq = seq
 	t.mu.Unlock()
 	return nil
 }
