@@ -211,7 +211,7 @@ func (l *log) moveSome(pages []resident) (done int, err error) {
 	err = l.needBounce(done * padded)
 	for i := 0; i < done && err == nil; i++ {
 		buf := l.bounce.Elems()[i*padded : (i+1)*padded]
-		if t.fetch(pages[i].loc, buf) != nil || mem.CRC32C(0, buf[:size]) != crcs[i] {
+		if l.fetch(pages[i].loc, buf) != nil || mem.CRC32C(0, buf[:size]) != crcs[i] {
 			damaged[i] = true
 			continue
 		}

@@ -92,9 +92,8 @@ type Tier struct {
 	removed  map[page.ID]uint64 // pages of earlier lives than this are not the namespace's
 	seq      uint64             // the last life of a segment
 	bytes    uint64             // of all pages
-	limbo    segment            // counts those that have no place yet
+	limbo    uint64             // of those that have no place yet
 	capacity uint64
-	turn     int
 	stats    Stats
 }
 
@@ -249,15 +248,16 @@ func open(devices []opened, c Config) (_ *Tier, err error) {
 	var segments uint64
 	for _, l := range t.logs {
 		l.first = uint32(segments)
-		segments += uint64(len(l.segments))
+		n := uint64(len(l.segments))
+		segments += n
+		l.capacity = (n - n/spareShare - 2) * uint64(t.segb) * block
+		t.capacity += l.capacity
 	}
 	if segments*uint64(t.segb) > 1<<32-1 {
 		return nil,
 			fmt.Errorf("store.disk: %d segments of %d bytes: at most 16 TiB in all; lower size",
 				segments, t.segb*block)
 	}
-	spare := segments/spareShare + 2*uint64(len(t.logs))
-	t.capacity = (segments - spare) * uint64(t.segb) * block
 	if c.MaxPages == 0 {
 		c.MaxPages = int(max(64, t.capacity/leastPageBytes))
 	}
@@ -275,20 +275,17 @@ func open(devices []opened, c Config) (_ *Tier, err error) {
 func (t *Tier) releaseLocked(id uint16, loc uint32) {
 	n := t.owners[id].cost
 	t.bytes -= n
-	t.segmentOf(loc).live -= n
+	t.countLocked(loc, -n)
 }
 
 // noPlace is the place of a page that is being written.
 const noPlace = 1<<32 - 1
 
-func (t *Tier) segmentOf(loc uint32) *segment {
-	if loc == noPlace {
-		return &t.limbo
-	}
-	n := loc / t.segb
+// logOf is the log that has a place.
+func (t *Tier) logOf(loc uint32) *log {
 	for _, l := range t.logs {
-		if n < l.first+uint32(len(l.segments)) {
-			return &l.segments[n-l.first]
+		if loc/t.segb < l.first+uint32(len(l.segments)) {
+			return l
 		}
 	}
 	panic("disk: a place outside of all devices")
@@ -402,11 +399,12 @@ func (t *Tier) Read(id uint16, k *page.Key, buf []byte, check Check) (crc uint32
 	}
 	e := *t.pages.At(n)
 	size := int(t.owners[id].pageBytes)
-	seg := t.segmentOf(e.Loc)
+	l := t.logOf(e.Loc)
+	seg := &l.segments[e.Loc/t.segb-l.first]
 	seg.readers++
 	t.mu.Unlock()
 
-	err = t.fetch(e.Loc, buf)
+	err = l.fetch(e.Loc, buf)
 
 	t.mu.Lock()
 	if seg.readers--; seg.readers == 0 {
@@ -430,14 +428,9 @@ func (t *Tier) Read(id uint16, k *page.Key, buf []byte, check Check) (crc uint32
 	return e.CRC, nil
 }
 
-// fetch reads what is at a place. Somebody keeps the segment.
-func (t *Tier) fetch(loc uint32, buf []byte) error {
-	for _, l := range t.logs {
-		if n := loc / t.segb; n < l.first+uint32(len(l.segments)) {
-			return l.file.ReadAt(buf, l.offset(n-l.first, loc%t.segb))
-		}
-	}
-	panic("disk: a place outside of all devices")
+// fetch reads what is at a place of the log. The segment is kept by a reader or a cleaner.
+func (l *log) fetch(loc uint32, buf []byte) error {
+	return l.file.ReadAt(buf, l.offset(loc/l.t.segb-l.first, loc%l.t.segb))
 }
 
 func newStoreID() (id storeID) {

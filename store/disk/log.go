@@ -39,7 +39,11 @@ type log struct {
 	file     File
 	first    uint32 // number of its first segment among all
 	segments []segment
-	waiting  int // writers that wait for mu; guarded by Tier.mu
+	capacity uint64 // bytes of pages that the policy lets it hold
+	// guarded by Tier.mu
+	live    uint64 // bytes of pages in its segments
+	waiting int    // writers that wait for mu, or have it
+	pending uint64 // bytes of the pages that they write
 
 	mu      sync.Mutex // guards what follows and the file's log
 	at      int        // the segment that is appended to; -1: none
@@ -73,7 +77,9 @@ func (t *Tier) Write(id uint16, records []Record) []error {
 	t.mu.Lock()
 	o := t.owners[id]
 	removals := o.removals
-	l := t.emptiestLocked()
+	l, bytes := t.emptiestLocked(), uint64(len(records))*o.cost
+	l.waiting++
+	l.pending += bytes
 	for i := range records {
 		if t.pages.Readable(t.pages.Find(&records[i].Key), id) {
 			errs[i] = catalog.ErrExists // most pages of a prompt are here
@@ -96,10 +102,16 @@ func (t *Tier) Write(id uint16, records []Record) []error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	t.mu.Lock()
-	l.waiting--
+	defer func() { // with t.mu
+		l.waiting--
+		l.pending -= bytes
+		t.mu.Unlock()
+	}()
 	for i := range records {
-		if errs[i] == nil && o.removals != removals {
-			errs[i] = ErrRemoved // before the log takes it: the segment's life would outlast the removal
+		// Before the log takes a page: its segment's life would be later than the removal. And a page
+		// that was here is so no more.
+		if o.removals != removals && (errs[i] == nil || errors.Is(errs[i], catalog.ErrExists)) {
+			errs[i] = ErrRemoved
 		}
 		if errs[i] != nil {
 			continue
@@ -113,22 +125,16 @@ func (t *Tier) Write(id uint16, records []Record) []error {
 			fresh = append(fresh, i)
 		}
 	}
-	t.mu.Unlock()
 	if len(fresh) == 0 {
 		return errs
 	}
+	t.mu.Unlock()
 	places, err := l.append(o.space, records, fresh)
 	t.mu.Lock()
-	defer t.mu.Unlock()
 	for j, i := range fresh {
 		n := nodes[i]
-		switch {
-		case j >= len(places):
+		if j >= len(places) {
 			errs[i] = err
-		case o.removals != removals:
-			errs[i] = ErrRemoved
-		}
-		if errs[i] != nil {
 			t.pages.Doom(n)
 		} else {
 			t.moveLocked(n, o, places[j])
@@ -139,26 +145,52 @@ func (t *Tier) Write(id uint16, records []Record) []error {
 	return errs
 }
 
-// emptiestLocked is the log that the fewest writers wait for, in turns.
+// emptiestLocked is the log whose device is filled least, of those that have room and are not
+// busier than others.
 func (t *Tier) emptiestLocked() *log {
-	t.turn++
-	best := t.logs[t.turn%len(t.logs)]
+	least := t.logs[0].waiting
 	for _, l := range t.logs {
-		if l.waiting < best.waiting {
+		least = min(least, l.waiting)
+	}
+	var best *log
+	for _, l := range t.logs {
+		if l.waiting <= least+1 && l.live+l.pending < l.capacity && (best == nil ||
+			l.filled() < best.filled()) {
 			best = l
 		}
 	}
-	best.waiting++
+	if best != nil {
+		return best
+	}
+	best = t.logs[0] // all are full, or those that are not are busy: evenness counts more
+	for _, l := range t.logs {
+		if l.filled() < best.filled() {
+			best = l
+		}
+	}
 	return best
 }
+
+// filled is the share of a device that has pages, those that are being written among them.
+func (l *log) filled() float64 { return float64(l.live+l.pending) / float64(l.capacity) }
 
 // moveLocked gives a page another place.
 func (t *Tier) moveLocked(n index.Node, o *owner, loc uint32) {
 	e := t.pages.At(n)
-	size := o.cost
-	t.segmentOf(e.Loc).live -= size
+	t.countLocked(e.Loc, -o.cost)
 	e.Loc = loc
-	t.segmentOf(loc).live += size
+	t.countLocked(loc, o.cost)
+}
+
+// countLocked adds to the bytes of pages at a place.
+func (t *Tier) countLocked(loc uint32, bytes uint64) {
+	if loc == noPlace {
+		t.limbo += bytes
+		return
+	}
+	l := t.logOf(loc)
+	l.segments[loc/t.segb-l.first].live += bytes
+	l.live += bytes
 }
 
 // roomLocked gives up pages until one more fits into what the tier may hold.
@@ -175,7 +207,7 @@ func (t *Tier) roomLocked(id uint16, o *owner) (uint32, error) {
 // limboLocked counts one more page, which has no place yet.
 func (t *Tier) limboLocked(o *owner) uint32 {
 	t.bytes += o.cost
-	t.limbo.live += o.cost
+	t.limbo += o.cost
 	return noPlace
 }
 
