@@ -154,6 +154,7 @@ type Space struct {
 	id        page.ID
 	number    uint16
 	pageBytes int
+	inMemory  Share // guarded by Store.mu
 
 	mu       sync.RWMutex // read: a page goes to the disk; write: the namespace is removed
 	removals int
@@ -179,11 +180,6 @@ func (s *Store) Space(ns page.Namespace, inMemory, onDisk Share) (*Space, error)
 		}
 		sp = &Space{s: s, id: id, number: n, pageBytes: ns.PageBytes}
 	}
-	if most := s.memory.Region().Size() / 2; inMemory.Reserve > most {
-		return nil,
-			fmt.Errorf("store: namespace %s: reserve %d bytes: at most half of store.memory, "+
-				"%d; lower it", id, inMemory.Reserve, most)
-	}
 	if err := s.memory.SetOwner(sp.number, ns.PageBytes, inMemory.Quota,
 		inMemory.Reserve); err != nil {
 		return nil, fmt.Errorf("store: namespace %s: %w", id, err)
@@ -191,9 +187,12 @@ func (s *Store) Space(ns page.Namespace, inMemory, onDisk Share) (*Space, error)
 	if s.disk != nil {
 		if err := s.disk.SetOwner(sp.number, id, ns.PageBytes, onDisk.Quota,
 			onDisk.Reserve); err != nil {
+			// As it was before; a new namespace has no share.
+			_ = s.memory.SetOwner(sp.number, ns.PageBytes, sp.inMemory.Quota, sp.inMemory.Reserve)
 			return nil, fmt.Errorf("store: namespace %s: %w", id, err)
 		}
 	}
+	sp.inMemory = inMemory
 	s.spaces[id] = sp
 	s.numbers[sp.number] = true
 	return sp, nil

@@ -92,6 +92,28 @@ func TestNamespacesAreApart(t *testing.T) {
 	}
 }
 
+// Where the disk refuses a namespace's share, its share of memory stays what it was.
+func TestSharesChangeTogether(t *testing.T) {
+	s := onDisk(t, disktest.New(simBytes, 1), false)
+	defer shut(t, s)
+	half := s.Region().Size() / 2
+	huge := Share{Reserve: 1 << 40}
+	if _, err := s.Space(namespace("a", 4096), Share{Reserve: half}, huge); err == nil ||
+		!strings.Contains(err.Error(), "store.disk: reserve") {
+		t.Errorf("%v", err)
+	}
+	if _, err := s.Space(namespace("b", 4096), Share{Reserve: half}, Share{}); err != nil {
+		t.Errorf("what was refused is still reserved: %v", err)
+	}
+	if _, err := s.Space(namespace("b", 4096), Share{}, huge); err == nil {
+		t.Error("not refused")
+	}
+	if _, err := s.Space(namespace("c", 4096), Share{Reserve: 4096}, Share{}); err == nil ||
+		!strings.Contains(err.Error(), "store.memory: reserve") {
+		t.Errorf("the reserve of a namespace is gone: %v", err)
+	}
+}
+
 func TestRefusesRequests(t *testing.T) {
 	s := inMemory(t, 1<<20)
 	e := newEngine(t, s, "a", 4096)

@@ -4,11 +4,13 @@ package disk
 
 import (
 	"errors"
+	"strings"
 	"sync"
 	"testing"
 
 	"github.com/kvspray/kvspray/store/catalog"
 	"github.com/kvspray/kvspray/store/disk/disktest"
+	"github.com/kvspray/kvspray/store/page"
 )
 
 // Devices of unequal sizes hold pages in proportion, from one writer and from several, before
@@ -41,6 +43,61 @@ func TestDevicesFillEvenly(t *testing.T) {
 			t.Error("the store was never full")
 		}
 		_ = tier.Close()
+	}
+}
+
+// All reserves together leave half of the disk.
+func TestReservesAddUp(t *testing.T) {
+	tier := start(t, sims(1, simBytes, 1))
+	defer tier.Close()
+	half := tier.capacity / 2
+	if err := tier.SetOwner(7, page.ID{7}, 4096, 0, half); err != nil {
+		t.Fatal(err)
+	}
+	if err := tier.SetOwner(8, page.ID{8}, 4096, 0, 1); err == nil ||
+		!strings.Contains(err.Error(), "store.disk: reserve of 1 bytes") {
+		t.Errorf("%v", err)
+	}
+	if _, ok := tier.Known()[page.ID{8}]; ok {
+		t.Error("the namespace that was refused is known")
+	}
+	if err := tier.SetOwner(8, page.ID{8}, 4096, 100, 0); err == nil ||
+		!strings.Contains(err.Error(), "quota of 100 bytes") {
+		t.Errorf("%v", err)
+	}
+}
+
+// A device that has less than the size that is configured, or than the store in it needs, is
+// refused by name, and nothing is written.
+func TestRefusesSmallDevices(t *testing.T) {
+	f := disktest.New(simBytes, 1)
+	try := func(size, have int64, fresh bool) error {
+		t.Helper()
+		tier, err := openAll([]opened{{path: "nvme", file: f, size: size, have: have,
+			fresh: fresh}}, Config{SegmentBytes: simSegment, MaxPages: 64})
+		if err == nil {
+			_ = tier.Close()
+		}
+		return err
+	}
+	err := try(2*simBytes, simBytes, true)
+	if err == nil || !strings.Contains(err.Error(), "path nvme: size 4718592") ||
+		!strings.Contains(err.Error(), "has 2359296 bytes; lower size") {
+		t.Errorf("%v", err)
+	}
+	if f.Ops() != 0 {
+		t.Error("a device that is refused was written to")
+	}
+	if err := try(simBytes, simBytes, true); err != nil {
+		t.Fatal(err)
+	}
+	ops := f.Ops()
+	err = try(simBytes, simBytes-block, false)
+	if err == nil || !strings.Contains(err.Error(), "needs 2359296 bytes, the device has") {
+		t.Errorf("%v", err)
+	}
+	if f.Ops() != ops {
+		t.Error("a store that is refused was written to")
 	}
 }
 

@@ -132,7 +132,8 @@ type Stats struct {
 type opened struct {
 	path   string
 	file   File
-	size   int64 // that the store may use
+	size   int64 // that the store may use, where it makes a new one
+	have   int64 // that the device has
 	fresh  bool
 	direct bool
 }
@@ -154,7 +155,8 @@ func Open(c Config) (*Tier, error) {
 		if err != nil {
 			return fail(d.Path, err)
 		}
-		devices = append(devices, opened{path: d.Path, file: f, size: d.Size, direct: f.direct})
+		devices = append(devices, opened{path: d.Path, file: f, size: d.Size, have: size,
+			direct: f.direct})
 		o := &devices[len(devices)-1]
 		if o.fresh, err = isFresh(f, size); err != nil {
 			return fail(d.Path, err)
@@ -165,12 +167,12 @@ func Open(c Config) (*Tier, error) {
 			return fail(d.Path, fmt.Errorf("size %d: less than the smallest store; raise it",
 				d.Size))
 		default:
-			if err := f.grow(d.Size); err != nil {
+			if o.have, err = f.grow(d.Size, size); err != nil {
 				return fail(d.Path, err)
 			}
 		}
 	}
-	t, err := open(devices, c)
+	t, err := openAll(devices, c)
 	if err != nil {
 		for _, d := range devices {
 			_ = d.file.Close()
@@ -196,10 +198,10 @@ func OpenFiles(files []OpenDevice, c Config) (*Tier, error) {
 		if err != nil {
 			return nil, fmt.Errorf("store.disk path %s: %w", f.Path, err)
 		}
-		devices = append(devices, opened{path: f.Path, file: f.File, size: f.Size, fresh: fresh,
-			direct: true})
+		devices = append(devices, opened{path: f.Path, file: f.File, size: f.Size,
+			have: f.Size, fresh: fresh, direct: true})
 	}
-	return open(devices, c)
+	return openAll(devices, c)
 }
 
 // isFresh reports whether a device holds nothing: no bytes, or only zeros where something would
@@ -230,8 +232,8 @@ func isFresh(f File, size int64) (bool, error) {
 	return true, nil
 }
 
-// open makes or recovers a store on devices that are open. On an error they stay the caller's.
-func open(devices []opened, c Config) (_ *Tier, err error) {
+// openAll makes or recovers a store on devices that are open. On an error they stay the caller's.
+func openAll(devices []opened, c Config) (_ *Tier, err error) {
 	if c.SegmentBytes == 0 {
 		c.SegmentBytes = DefaultSegmentBytes
 	}
@@ -328,14 +330,24 @@ func (t *Tier) SetOwner(n uint16, id page.ID, pageBytes int, quota, reserve uint
 		return fmt.Errorf("store.disk: owner %d is namespace %s with pages of %d bytes", n, o.id,
 			o.pageBytes)
 	}
-	t.setOwnerLocked(n, space{id, uint32(pageBytes)}, quota, reserve)
+	s := space{id, uint32(pageBytes)}
+	o := evict.Owner{PageBytes: t.costOf(s), Max: quota, Min: reserve}
+	if err := t.pages.CheckShares("store.disk", n, o, t.capacity); err != nil {
+		return err
+	}
+	t.setOwnerLocked(n, s, quota, reserve)
 	return nil
+}
+
+// costOf is how many bytes of a device a page of a namespace takes at most.
+func (t *Tier) costOf(s space) uint64 {
+	per := t.perSegment(int(s.pageBytes))
+	return uint64((t.segb+per-1)/per) * block
 }
 
 func (t *Tier) setOwnerLocked(n uint16, s space, quota, reserve uint64) {
 	if t.owners[n] == nil {
-		per := t.perSegment(int(s.pageBytes))
-		t.owners[n] = &owner{space: s, cost: uint64((t.segb+per-1)/per) * block}
+		t.owners[n] = &owner{space: s, cost: t.costOf(s)}
 		t.ids[s.id] = n
 	}
 	t.pages.SetOwner(n, evict.Owner{PageBytes: t.owners[n].cost, Max: quota, Min: reserve})

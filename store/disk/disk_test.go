@@ -370,6 +370,12 @@ func TestRefusesPathsByName(t *testing.T) {
 			t.Errorf("%s was touched", path)
 		}
 	}
+	cut := filepath.Join(dir, "cut")
+	must(config(cut))
+	if err := os.Truncate(cut, simBytes-4096); err != nil {
+		t.Fatal(err)
+	}
+	refuse(config(cut), cut, "was cut")
 	f, err := os.OpenFile(c, os.O_RDWR, 0)
 	if err != nil {
 		t.Fatal(err)

@@ -55,6 +55,11 @@ func (t *Tier) identify(devices []opened) error {
 				"name the paths as before, in their order", d.path, s.device+1, s.devices,
 				s.store[:4], i+1, len(devices), t.id[:4])
 		}
+		if end := segmentsAt + int64(s.segments)*int64(s.segment)*block; end > d.have {
+			return fmt.Errorf("store.disk path %s: its store needs %d bytes, the device has %d: "+
+				"it was cut, or copied in part; restore it, or empty it yourself: its pages are lost",
+				d.path, end, d.have)
+		}
 		l := &log{t: t, path: d.path, file: d.file, segments: make([]segment, s.segments), at: -1}
 		if l.scratch, err = offheap.New[byte](block); err != nil {
 			return err
@@ -69,6 +74,12 @@ func (t *Tier) identify(devices []opened) error {
 // are not, which is refused by name: nothing was stored in them.
 func (t *Tier) format(devices []opened, b []byte) error {
 	id := newStoreID()
+	for _, d := range devices { // before anything is written
+		if d.size > d.have {
+			return fmt.Errorf("store.disk path %s: size %d: the device has %d bytes; lower size",
+				d.path, d.size, d.have)
+		}
+	}
 	for i, d := range devices {
 		segments := (d.size - segmentsAt) / (int64(t.segb) * block)
 		if segments < minSegments {

@@ -108,6 +108,33 @@ func (p *Policy) DropOwner(id uint16) {
 	p.owners[id] = owner{}
 }
 
+// Reserved is how many bytes all owners but one have reserved.
+func (p *Policy) Reserved(but uint16) (sum uint64) {
+	for id := range p.top {
+		if o := &p.owners[id]; o.known && id != but {
+			sum += o.Min
+		}
+	}
+	return sum
+}
+
+// CheckShares returns an error if an owner's quota or reserve is not possible in a tier: a quota
+// holds one page and the reserve, and all reserves together take half of the tier at most, so that
+// pages of others find room. key is the tier's, in the configuration.
+func (p *Policy) CheckShares(key string, id uint16, o Owner, tier uint64) error {
+	if o.Max != 0 && (o.Max < o.PageBytes || o.Min > o.Max) {
+		return fmt.Errorf("%s: quota of %d bytes: must hold one page, which takes %d bytes, and "+
+			"the reserve of %d bytes; raise it", key, o.Max, o.PageBytes, o.Min)
+	}
+	others := p.Reserved(id)
+	if o.Min > tier/2 || others > tier/2-o.Min {
+		return fmt.Errorf("%s: reserve of %d bytes: other namespaces have reserved %d bytes, and "+
+			"all may have half of the tier, %d bytes; lower a reserve, or make the tier larger",
+			key, o.Min, others, tier/2)
+	}
+	return nil
+}
+
 // Used is how many bytes of pages an owner has.
 func (p *Policy) Used(id uint16) uint64 { return p.owners[id].used() }
 

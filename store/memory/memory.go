@@ -132,18 +132,17 @@ func (t *Tier) SetOwner(id uint16, pageBytes int, quota, reserve uint64) error {
 			"into its slabs of %d bytes; "+
 			"set store.memory to %d or more", t.region.Size(), pageBytes, t.slab, 8*pageBytes)
 	}
-	if quota != 0 && (quota < uint64(pageBytes) || reserve > quota) {
-		return fmt.Errorf("store quota: %d bytes: must hold one page of %d bytes and the "+
-			"reserve of %d bytes; raise it",
-			quota, pageBytes, reserve)
-	}
 	class, err := t.slabs.classFor(pageBytes)
 	if err != nil {
 		return err
 	}
+	o := evict.Owner{PageBytes: uint64(t.slabs.classes[class].bytes), Class: class, Max: quota,
+		Min: reserve}
+	if err := t.pages.CheckShares("store.memory", id, o, t.region.Size()); err != nil {
+		return err
+	}
 	t.owners[id] = owner{pageBytes, class}
-	t.pages.SetOwner(id, evict.Owner{PageBytes: uint64(t.slabs.classes[class].bytes),
-		Class: class, Max: quota, Min: reserve})
+	t.pages.SetOwner(id, o)
 	return nil
 }
 

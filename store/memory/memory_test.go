@@ -68,6 +68,28 @@ func TestRefusesSizesByName(t *testing.T) {
 	}
 }
 
+// All reserves together leave half of the arena, and a refused one changes nothing.
+func TestReservesAddUp(t *testing.T) {
+	tier := open(t, Config{Bytes: 1 << 20})
+	for id, reserve := range []uint64{200 << 10, 200 << 10, 112 << 10} {
+		if err := tier.SetOwner(uint16(id), 4096, 0, reserve); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, reserve := range []uint64{1, 1 << 63, ^uint64(0)} {
+		if err := tier.SetOwner(3, 4096, 0, reserve); err == nil ||
+			!strings.Contains(err.Error(), "have reserved 524288 bytes") {
+			t.Errorf("a reserve of %d: %v", reserve, err)
+		}
+	}
+	if err := tier.SetOwner(1, 4096, 0, 100<<10); err != nil { // its own does not count twice
+		t.Error(err)
+	}
+	if err := tier.SetOwner(3, 4096, 0, 100<<10); err != nil {
+		t.Error(err)
+	}
+}
+
 func TestPutIfAbsent(t *testing.T) {
 	tier := open(t, Config{Bytes: 1 << 20})
 	if err := tier.SetOwner(1, 8192, 0, 0); err != nil {
