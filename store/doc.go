@@ -33,8 +33,9 @@
 // # Goroutines
 //
 // Open starts Config.Workers workers and Close joins them. They take pieces of batches, gets before
-// puts, of which one in eight turns is owed to puts; blocking reads and writes of disks run on
-// them, so they are also the I/O pool. No other package below store starts any.
+// puts, of which one in eight turns is owed to puts; half of the workers are in puts at most, so
+// that a get does not wait for writes. Blocking reads and writes of disks run on them, so they are
+// also the I/O pool. No other package below store starts any.
 //
 // # What it is not yet
 //

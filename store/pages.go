@@ -142,14 +142,15 @@ func (s *Store) putPages(b *Batch, from, to int, w *worker) {
 	}
 	pages = s.fillDirect(b, from, to, pages, w)
 	behind := s.writeBack && len(pages) > 0
+	var piece uint64
 	if behind {
-		s.writing.Add(int64(len(pages)))
+		piece = s.behind.begin(len(pages)) // before the results
 		s.finishPut(b, from, to)
 	}
 	errs := s.toDisk(b, pages, removals)
 	s.release(pages)
 	if behind {
-		s.wrote(len(pages))
+		s.behind.end(piece)
 		return
 	}
 	for j, p := range pages {

@@ -42,14 +42,17 @@ type Store struct {
 	pool      int // workers
 	workers   sync.WaitGroup
 
+	// life is held for reading while the tiers are used outside of a worker; Close ends them. It is
+	// taken before all other locks.
+	life  sync.RWMutex
+	ended bool // guarded by life
+
 	mu      sync.Mutex // guards what follows
 	spaces  map[page.ID]*Space
 	numbers [MaxSpaces]bool // in use
 	closed  bool
 
-	writing  atomic.Int64 // pages on their way to the disk behind their results
-	quiet    sync.Cond    // writing fell to 0
-	quietMu  sync.Mutex
+	behind   *behind
 	counters counters
 }
 
@@ -60,8 +63,7 @@ type counters struct {
 
 // Open makes a store, or recovers the one on the disks.
 func Open(c Config) (_ *Store, err error) {
-	s := &Store{writeBack: c.WriteBack, schedule: newSchedule(), spaces: map[page.ID]*Space{}}
-	s.quiet.L = &s.quietMu
+	s := &Store{writeBack: c.WriteBack, behind: newBehind(), spaces: map[page.ID]*Space{}}
 	if s.memory, err = memory.New(c.Memory); err != nil {
 		return nil, err
 	}
@@ -86,14 +88,15 @@ func (s *Store) begin(c Config) {
 	if s.pool == 0 {
 		s.pool = max(leastWorkers, 2*runtime.GOMAXPROCS(0))
 	}
+	s.schedule = newSchedule(s.pool)
 	s.workers.Add(s.pool)
 	for range s.pool {
 		go s.work()
 	}
 }
 
-// Close ends the store: requests that are under way end first, new ones are refused. Pins are
-// released before. Idempotent.
+// Close ends the store: requests that are under way end first, new ones are refused. It ends all
+// pins: their blocks are read no more. Idempotent.
 func (s *Store) Close() error {
 	s.mu.Lock()
 	closed := s.closed
@@ -104,6 +107,9 @@ func (s *Store) Close() error {
 	}
 	s.schedule.close()
 	s.workers.Wait()
+	s.life.Lock()
+	defer s.life.Unlock()
+	s.ended = true
 	var err error
 	if s.disk != nil {
 		err = s.disk.Close()
@@ -112,32 +118,20 @@ func (s *Store) Close() error {
 	return err
 }
 
-// Flush returns once all pages whose results came before are durable, or could not be made so.
-func (s *Store) Flush(ctx context.Context) error {
-	stop := context.AfterFunc(ctx, func() {
-		s.quietMu.Lock()
-		defer s.quietMu.Unlock()
-		s.quiet.Broadcast()
-	})
-	defer stop()
-	s.quietMu.Lock()
-	defer s.quietMu.Unlock()
-	for s.writing.Load() > 0 {
-		if err := ctx.Err(); err != nil {
-			return fmt.Errorf("store: %d pages are not on the disk yet: %w", s.writing.Load(), err)
-		}
-		s.quiet.Wait()
+// enter keeps the tiers until leave; false: they are closed.
+func (s *Store) enter() bool {
+	s.life.RLock()
+	if s.ended {
+		s.life.RUnlock()
+		return false
 	}
-	return nil
+	return true
 }
 
-func (s *Store) wrote(pages int) {
-	if s.writing.Add(-int64(pages)) == 0 {
-		s.quietMu.Lock()
-		s.quiet.Broadcast()
-		s.quietMu.Unlock()
-	}
-}
+func (s *Store) leave() { s.life.RUnlock() }
+
+// Flush returns once all pages whose results came before are durable, or could not be made so.
+func (s *Store) Flush(ctx context.Context) error { return s.behind.wait(ctx) }
 
 // Region is the memory of all slots, for engines and transports to map and pin.
 func (s *Store) Region() *mem.Region { return s.memory.Region() }
@@ -167,6 +161,10 @@ func (s *Store) Space(ns page.Namespace, inMemory, onDisk Share) (*Space, error)
 		return nil, err
 	}
 	id := ns.ID()
+	if !s.enter() {
+		return nil, ErrClosed
+	}
+	defer s.leave()
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.closed {
@@ -234,6 +232,10 @@ func (sp *Space) Exists(keys []page.Key) (page.Bitmap, error) {
 	if err := checkKeys(len(keys)); err != nil {
 		return nil, err
 	}
+	if !sp.s.enter() {
+		return nil, ErrClosed
+	}
+	defer sp.s.leave()
 	found := page.NewBitmap(len(keys))
 	sp.s.memory.Exists(sp.number, keys, found)
 	if sp.s.disk != nil && found.Count() < len(keys) {
@@ -296,6 +298,10 @@ func (sp *Space) Pin(keys []page.Key) (*Pins, error) {
 	if err := checkKeys(len(keys)); err != nil {
 		return nil, err
 	}
+	if !sp.s.enter() {
+		return nil, ErrClosed
+	}
+	defer sp.s.leave()
 	p := &Pins{space: sp, found: page.NewBitmap(len(keys)), blocks: make([]mem.Block, len(keys))}
 	for i := range keys {
 		if m, ok := sp.s.memory.Pin(sp.number, &keys[i]); ok {
@@ -320,9 +326,13 @@ func (p *Pins) Found() page.Bitmap { return p.found }
 // himself.
 func (p *Pins) Blocks() []mem.Block { return p.blocks }
 
-// Release ends the pins. Idempotent.
+// Release ends the pins. Idempotent. Close has ended them already.
 func (p *Pins) Release() {
 	p.once.Do(func() {
+		if !p.space.s.enter() {
+			return
+		}
+		defer p.space.s.leave()
 		for _, m := range p.memory {
 			p.space.s.memory.Unpin(m)
 		}
@@ -335,6 +345,10 @@ func (p *Pins) Release() {
 // Remove forgets all pages of the namespace, durably. A put that was done before does not come
 // back; one that is under way is removed, or ends after the removal.
 func (sp *Space) Remove() error {
+	if !sp.s.enter() {
+		return ErrClosed
+	}
+	defer sp.s.leave()
 	sp.mu.Lock()
 	defer sp.mu.Unlock()
 	sp.removals++
