@@ -68,9 +68,11 @@ type Batch struct {
 	regions []*mem.Region // each once, held until the end
 
 	guard transport.Guard
-	next  int // the first page that no worker has taken; guarded by the scheduler
-	left  atomic.Int64
-	done  chan struct{}
+	next  int          // the first page that no worker has taken; guarded by the scheduler
+	left  atomic.Int64 // pages without a result
+	// pages that a worker has not finished with: behind the results of a put, it writes them
+	working atomic.Int64
+	done    chan struct{}
 }
 
 // Done is closed when every page has its Result and nobody touches the placements any more.

@@ -10,9 +10,8 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/kvspray/kvspray/store/disk"
 	"github.com/kvspray/kvspray/store/disk/disktest"
-	"github.com/kvspray/kvspray/store/memory"
+	"github.com/kvspray/kvspray/store/page"
 )
 
 // All puts wait for a disk that does not write: gets of pages in memory end all the same.
@@ -63,29 +62,37 @@ func TestGetsDoNotWaitForPuts(t *testing.T) {
 	}
 }
 
-// A store is closed while workers wait for a turn to put: all of them end.
+// A store is closed while workers wait for a turn to put: all of them end after the last put.
 func TestCloseEndsWaitingWorkers(t *testing.T) {
-	for range 20 {
-		d, err := disk.OpenFiles([]disk.OpenDevice{{Path: "sim", File: disktest.New(simBytes, 1),
-			Size: simBytes}}, disk.Config{SegmentBytes: simSegment, MaxPages: 2048})
-		if err != nil {
-			t.Fatal(err)
-		}
-		// One worker of three puts, so two wait when it ends.
-		s, err := Open(Config{Memory: memory.Config{Bytes: 256 << 10}, Opened: d, Workers: 3})
-		if err != nil {
-			t.Fatal(err)
-		}
-		e := newEngine(t, s, "a", 4096)
-		for i := range 8 {
-			keys := e.keys(upTo(10*i, 10+10*i))
-			if _, err := e.space.Put(keys, nil, e.places(len(keys))); err != nil {
+	synctest.Test(t, func(t *testing.T) {
+		s := newSchedule(3)
+		sp := &Space{s: &Store{}, pageBytes: 4096}
+		for range 2 {
+			if err := s.add(&Batch{space: sp, put: true, keys: make([]page.Key, 1)}); err != nil {
 				t.Fatal(err)
 			}
 		}
-		shut(t, s)
-		e.close()
-	}
+		s.take()
+		ended := 0
+		for range 2 {
+			go func() {
+				for b, _, _ := s.take(); b != nil; b, _, _ = s.take() {
+					t.Error("two workers put")
+				}
+				s.mu.Lock()
+				ended++
+				s.mu.Unlock()
+			}()
+		}
+		s.close()
+		synctest.Wait()
+		s.queues[1] = nil // the first worker takes the last piece, too
+		s.gave()
+		synctest.Wait()
+		if ended != 2 {
+			t.Errorf("%d of 2 workers end", ended)
+		}
+	})
 }
 
 // A flush waits for what came before it, however much comes afterwards.

@@ -153,6 +153,9 @@ func (s *Store) work() {
 			}
 			s.finish(b, to-from)
 		}
+		if b.working.Add(-int64(to-from)) == 0 {
+			b.space.users.Add(-1)
+		}
 	}
 }
 

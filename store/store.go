@@ -149,13 +149,16 @@ type Space struct {
 	number    uint16
 	pageBytes int
 	inMemory  Share // guarded by Store.mu
+	// users counts those that opened it, its batches, and its calls under way. At 0 the number can be
+	// given to another namespace, and only Store.Space makes it 1 again, under Store.mu.
+	users atomic.Int64
 
 	mu       sync.RWMutex // read: a page goes to the disk; write: the namespace is removed
 	removals int
 }
 
-// Space opens a namespace. Whoever opens the same one again gets the same Space, and its shares are
-// changed.
+// Space opens a namespace. A second call for the same one returns the same Space, and changes its
+// shares. Each call is followed by one Space.Close.
 func (s *Store) Space(ns page.Namespace, inMemory, onDisk Share) (*Space, error) {
 	if err := ns.Check(); err != nil {
 		return nil, err
@@ -193,7 +196,63 @@ func (s *Store) Space(ns page.Namespace, inMemory, onDisk Share) (*Space, error)
 	sp.inMemory = inMemory
 	s.spaces[id] = sp
 	s.numbers[sp.number] = true
+	sp.users.Add(1)
 	return sp, nil
+}
+
+// Close ends one use of a namespace. Its pages stay, and so do batches under way and pins. Calls
+// after the last Close are refused.
+func (sp *Space) Close() { sp.users.Add(-1) }
+
+// acquire keeps the space and its store until release.
+func (sp *Space) acquire() error {
+	if !sp.hold() {
+		return ErrClosed
+	}
+	if !sp.s.enter() {
+		sp.users.Add(-1)
+		return ErrClosed
+	}
+	return nil
+}
+
+func (sp *Space) release() {
+	sp.s.leave()
+	sp.users.Add(-1)
+}
+
+// hold counts one more user of a space that has one.
+func (sp *Space) hold() bool {
+	for {
+		n := sp.users.Load()
+		if n < 1 {
+			return false
+		}
+		if sp.users.CompareAndSwap(n, n+1) {
+			return true
+		}
+	}
+}
+
+// reclaimLocked frees the numbers of namespaces that nobody uses and that have no pages.
+func (s *Store) reclaimLocked() {
+	used := map[uint16]*Space{}
+	for _, sp := range s.spaces {
+		used[sp.number] = sp
+	}
+	for i := range s.numbers {
+		n := uint16(i)
+		sp := used[n]
+		if !s.numbers[n] || sp != nil && sp.users.Load() > 0 || s.memory.Used(n) != 0 ||
+			s.disk != nil && !s.disk.DropOwner(n) {
+			continue
+		}
+		s.memory.DropOwner(n) // it has no pages, and nobody is left to add one
+		s.numbers[n] = false
+		if sp != nil {
+			delete(s.spaces, sp.id)
+		}
+	}
 }
 
 func (s *Store) numberLocked(id page.ID) (uint16, error) {
@@ -202,14 +261,17 @@ func (s *Store) numberLocked(id page.ID) (uint16, error) {
 			return n, nil
 		}
 	}
-	for n := range s.numbers {
-		if !s.numbers[n] {
-			return uint16(n), nil
+	for range 2 {
+		for n := range s.numbers {
+			if !s.numbers[n] {
+				return uint16(n), nil
+			}
 		}
+		s.reclaimLocked()
 	}
 	return 0,
-		fmt.Errorf("store: %d namespaces: a store has no more; remove those that are not used",
-			MaxSpaces)
+		fmt.Errorf("store: %d namespaces have pages or are in use: a store has no more; remove "+
+			"and close those that are not needed", MaxSpaces)
 }
 
 // PageBytes is the size of its pages.
@@ -232,10 +294,10 @@ func (sp *Space) Exists(keys []page.Key) (page.Bitmap, error) {
 	if err := checkKeys(len(keys)); err != nil {
 		return nil, err
 	}
-	if !sp.s.enter() {
-		return nil, ErrClosed
+	if err := sp.acquire(); err != nil {
+		return nil, err
 	}
-	defer sp.s.leave()
+	defer sp.release()
 	found := page.NewBitmap(len(keys))
 	sp.s.memory.Exists(sp.number, keys, found)
 	if sp.s.disk != nil && found.Count() < len(keys) {
@@ -270,13 +332,18 @@ func (sp *Space) request(b *Batch) (*Batch, error) {
 	b.results = make([]Result, len(b.keys))
 	b.done = make(chan struct{})
 	b.left.Store(int64(len(b.keys)))
-	if err := sp.s.schedule.add(b); err != nil {
-		for _, r := range b.regions {
-			r.Release()
+	b.working.Store(int64(len(b.keys)))
+	err := ErrClosed
+	if sp.hold() { // until its last piece has ended
+		if err = sp.s.schedule.add(b); err == nil {
+			return b, nil
 		}
-		return nil, err
+		sp.users.Add(-1)
 	}
-	return b, nil
+	for _, r := range b.regions {
+		r.Release()
+	}
+	return nil, err
 }
 
 // Pins keeps pages where they are.
@@ -298,10 +365,10 @@ func (sp *Space) Pin(keys []page.Key) (*Pins, error) {
 	if err := checkKeys(len(keys)); err != nil {
 		return nil, err
 	}
-	if !sp.s.enter() {
-		return nil, ErrClosed
+	if err := sp.acquire(); err != nil {
+		return nil, err
 	}
-	defer sp.s.leave()
+	defer sp.release()
 	p := &Pins{space: sp, found: page.NewBitmap(len(keys)), blocks: make([]mem.Block, len(keys))}
 	for i := range keys {
 		if m, ok := sp.s.memory.Pin(sp.number, &keys[i]); ok {
@@ -345,10 +412,10 @@ func (p *Pins) Release() {
 // Remove forgets all pages of the namespace, durably. A put that was done before does not come
 // back; one that is under way is removed, or ends after the removal.
 func (sp *Space) Remove() error {
-	if !sp.s.enter() {
-		return ErrClosed
+	if err := sp.acquire(); err != nil {
+		return err
 	}
-	defer sp.s.leave()
+	defer sp.release()
 	sp.mu.Lock()
 	defer sp.mu.Unlock()
 	sp.removals++

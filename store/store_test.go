@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"math/rand/v2"
 	"runtime"
 	"strings"
@@ -89,6 +90,60 @@ func TestNamespacesAreApart(t *testing.T) {
 	}
 	if _, err := s.Space(namespace("a", 4097), Share{}, Share{}); err != nil {
 		t.Errorf("another page size is another namespace: %v", err)
+	}
+}
+
+// More namespaces than a store has at once, one after another: those that are closed and have no
+// pages make room, and those that are open, or have pages, do not.
+func TestNamespacesDoNotRunOut(t *testing.T) {
+	sim := disktest.New(simBytes, 1)
+	s := onDisk(t, sim, true)
+	open := newEngine(t, s, "open", 4096)
+	full := newEngine(t, s, "full", 4096)
+	full.put(1, 2, 3)
+	full.close()
+	stale := newEngine(t, s, "stale", 4096)
+	for i := range MaxSpaces + 200 {
+		e := newEngine(t, s, fmt.Sprint("n", i), 4096+i%2*4096)
+		e.put(1)
+		if n := count(e.get(1), Hit); n != 1 {
+			t.Fatalf("namespace %d: its page is missed", i)
+		}
+		if i%100 == 0 {
+			if err := s.Flush(context.Background()); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := e.space.Remove(); err != nil {
+			t.Fatal(err)
+		}
+		e.close()
+		if i == 0 {
+			stale.close()
+		}
+	}
+	if again := newEngine(t, s, "open", 4096); again.space != open.space {
+		t.Error("a namespace that is open lost its number")
+	} else {
+		again.close()
+	}
+	if n := count(open.put(7), Stored); n != 1 {
+		t.Error("a namespace that is open takes no pages")
+	}
+	if _, err := stale.space.Exists(stale.keys([]int{1})); !errors.Is(err, ErrClosed) {
+		t.Errorf("a space that is closed: %v", err)
+	}
+	if _, err := stale.space.Get(stale.keys([]int{1}), open.places(1)); !errors.Is(err, ErrClosed) {
+		t.Errorf("a space that is closed: %v", err)
+	}
+	open.close()
+	shut(t, s)
+	s = onDisk(t, sim, true)
+	defer shut(t, s)
+	full = newEngine(t, s, "full", 4096)
+	defer full.close()
+	if n := count(full.get(1, 2, 3), Hit); n != 3 {
+		t.Errorf("%d of 3 pages of a namespace that was closed", n)
 	}
 }
 

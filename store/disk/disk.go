@@ -353,7 +353,24 @@ func (t *Tier) setOwnerLocked(n uint16, s space, quota, reserve uint64) {
 	t.pages.SetOwner(n, evict.Owner{PageBytes: t.owners[n].cost, Max: quota, Min: reserve})
 }
 
-// Known is the number and the page size of each namespace that has pages here.
+// DropOwner forgets an owner, so that its number can be another's. The caller does not use the
+// number any more. It reports whether the owner had no pages; otherwise nothing changes. That the
+// namespace was removed is remembered.
+func (t *Tier) DropOwner(n uint16) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.pages.Used(n) != 0 {
+		return false
+	}
+	if o := t.owners[n]; o != nil {
+		delete(t.ids, o.id)
+		delete(t.owners, n)
+		t.pages.DropOwner(n)
+	}
+	return true
+}
+
+// Known is the number of each namespace that has an owner here.
 func (t *Tier) Known() map[page.ID]uint16 {
 	t.mu.Lock()
 	defer t.mu.Unlock()

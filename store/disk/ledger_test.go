@@ -130,6 +130,48 @@ func TestRemovalWinsOverAHeaderThatComesBack(t *testing.T) {
 	}
 }
 
+// Far more namespaces are removed than the ledger has room for, while the first segment is never
+// given up: it is moved, so that the removals before can be forgotten.
+func TestManyRemovals(t *testing.T) {
+	files := sims(2, simBytes, 1)
+	tier := start(t, files)
+	kept, _ := load(tier, 0, 0, 20)
+	const n = 9
+	for i := range 2*maxRemovals + 100 {
+		if err := tier.SetOwner(n, page.ID{99, byte(i), byte(i >> 8)}, simPages[0], 0,
+			0); err != nil {
+			t.Fatal(err)
+		}
+		if i%50 == 0 {
+			if errs := tier.Write(n, []Record{record(0, 1000+i, nil)}); errs[0] != nil {
+				t.Fatal(errs)
+			}
+		}
+		if err := tier.RemoveOwner(n); err != nil {
+			t.Fatalf("removal %d: %v", i, err)
+		}
+		if !tier.DropOwner(n) {
+			t.Fatal("a removed owner has pages")
+		}
+	}
+	for range 2 {
+		for _, i := range kept {
+			if !has(t, tier, 0, i) {
+				t.Errorf("page %d is gone", i)
+			}
+		}
+		if got := tier.Stats().Pages; got != uint64(len(kept)) {
+			t.Errorf("%d pages, want %d", got, len(kept))
+		}
+		_ = tier.Close()
+		for _, f := range files {
+			f.Crash()
+		}
+		tier = start(t, files)
+	}
+	_ = tier.Close()
+}
+
 // One copy of the ledger is enough, and is written again at the start. Without both, nothing says
 // what was removed, and the store is refused.
 func TestLedgerCopies(t *testing.T) {

@@ -146,6 +146,19 @@ func (t *Tier) SetOwner(id uint16, pageBytes int, quota, reserve uint64) error {
 	return nil
 }
 
+// DropOwner forgets an owner, so that its number can be another's. The caller does not use the
+// number any more. It reports whether the owner had no pages; otherwise nothing changes.
+func (t *Tier) DropOwner(id uint16) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.pages.Used(id) != 0 {
+		return false
+	}
+	t.pages.DropOwner(id)
+	delete(t.owners, id)
+	return true
+}
+
 // Used is how many bytes of the arena an owner's pages take.
 func (t *Tier) Used(id uint16) uint64 {
 	t.mu.Lock()
