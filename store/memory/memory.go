@@ -248,6 +248,7 @@ func (t *Tier) Reserve(id uint16, k, after *page.Key) (Page, error) {
 	if err != nil {
 		return Page{}, fmt.Errorf("store.memory: %w", err)
 	}
+	t.slabs.name(t.pages.At(n).Loc, uint32(n))
 	p := t.pageLocked(n, id)
 	clear(p.Slot[len(p.Bytes):]) // what another tenant left there does not go to a disk
 	return p, nil

@@ -7,6 +7,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"math/rand/v2"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -250,6 +251,10 @@ func TestTier(t *testing.T) {
 						continue
 					}
 					pages++
+					if sl := tier.slabs.all[e.Loc/tier.slabs.perSlab]; !slices.Contains(sl.nodes,
+						uint32(n)) {
+						t.Fatalf("the slab of page %d does not list it", n)
+					}
 					own := tier.owners[tier.pages.Owner(uint32(n))]
 					size := tier.slabs.classes[own.class].bytes / unit
 					for u := e.Loc; u < e.Loc+size; u++ {
@@ -258,6 +263,22 @@ func TestTier(t *testing.T) {
 						}
 						taken[u] = true
 					}
+				}
+				slots := 0
+				for i, c := range tier.slabs.classes {
+					free := 0
+					for n := range tier.slabs.all {
+						if sl := &tier.slabs.all[n]; i > 0 && int(sl.class) == i {
+							free += len(sl.free)
+							slots += tier.slabs.used(uint32(n))
+						}
+					}
+					if free != c.free {
+						t.Fatalf("class %d has %d free slots, and counts %d", i, free, c.free)
+					}
+				}
+				if slots != pages {
+					t.Fatalf("%d slots are taken by %d pages", slots, pages)
 				}
 				if pages != tier.pages.Pages() {
 					t.Fatalf("%d pages, the policy counts %d", pages, tier.pages.Pages())
