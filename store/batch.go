@@ -32,7 +32,7 @@ const (
 	Full              // no page can be given up for it
 	Damaged           // it was here, and was not what had been put; it is dropped
 	Cancelled         // the batch was cancelled before
-	Failed            // Err says why
+	Failed            // Err is the reason
 )
 
 // Tier is where a page was found or is.
@@ -75,7 +75,7 @@ type Batch struct {
 	done    chan struct{}
 }
 
-// Done is closed when every page has its Result and nobody touches the placements any more.
+// Done is closed when every page has its Result and the placements are not touched any more.
 func (b *Batch) Done() <-chan struct{} { return b.done }
 
 // Results are in the order of the keys. They may be read when Done is closed.

@@ -53,7 +53,7 @@
 // and a Result per layer. Peers: a page that another node has is one more tier below memory, asked
 // between memory and disk; its transfer space is one segment with the slot of Reserve as its only
 // piece, and Commit follows the transfer's commit. A peer that reads from here pins with Pins and
-// gives Pins.Blocks to the lanes. The directory is told by a hook where Commit and the catalogs'
-// release run; it holds hints, so the order does not matter. Configuration: store.memory and
-// store.disk of the sidecar map to Config.
+// gives Pins.Blocks to the lanes. The directory learns of pages by a hook where Commit and the
+// catalogs' release run; it holds hints, so the order does not matter. Configuration: store.memory
+// and store.disk of the sidecar map to Config.
 package store

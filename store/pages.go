@@ -55,7 +55,7 @@ func (s *Store) fromDisk(b *Batch, i int, w *worker) Result {
 		return r.Outcome == Hit || r.Outcome != Damaged && disk.Sum(page, crc)
 	}
 	p, err := s.memory.Reserve(sp.number, k, b.before(i))
-	if err != nil { // it is being stored by somebody else, or nothing can be given up
+	if err != nil { // a put is storing it, or nothing can be given up
 		buf, err := w.room(disk.PaddedBytes(sp.pageBytes))
 		if err != nil {
 			return Result{Outcome: Failed, Err: err}
@@ -234,7 +234,7 @@ func (s *Store) fill(b *Batch, i int) (memory.Page, Result) {
 	switch {
 	case err == nil:
 	case errors.Is(err, catalog.ErrExists):
-		// if it went in this moment it is not made durable, and that is said
+		// If it was given up in this moment, the Result is not durable.
 		p, _ := s.memory.Pin(sp.number, k)
 		return p, Result{Outcome: Existed}
 	case errors.Is(err, catalog.ErrBusy):

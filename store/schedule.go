@@ -28,7 +28,7 @@ type schedule struct {
 
 	mu     sync.Mutex // guards what follows
 	wake   sync.Cond
-	queues [2][]*Batch // gets, puts; with pages that nobody has taken
+	queues [2][]*Batch // gets, puts; with pages that no worker has taken
 	turn   int
 	open   int
 	puts   int // workers that are in one
@@ -165,7 +165,7 @@ func (s *Store) finish(b *Batch, pages int) {
 		return
 	}
 	s.schedule.ended()
-	b.guard.Revoke() // nobody holds it any more, and nobody will
+	b.guard.Revoke() // no worker is in it any more, and none will be
 	for _, r := range b.regions {
 		r.Release()
 	}

@@ -17,8 +17,7 @@ import (
 	"github.com/kvspray/kvspray/store/page"
 )
 
-// MaxSpaces bounds the namespaces of a store, those that are on its disks and nobody opens among
-// them.
+// MaxSpaces bounds the namespaces of a store that are open or have pages.
 const MaxSpaces = evict.MaxOwners
 
 // leastWorkers: reads of disks block, so there are more workers than processors.
@@ -139,7 +138,7 @@ func (s *Store) Region() *mem.Region { return s.memory.Region() }
 // Share is a namespace's part of one tier, in bytes.
 type Share struct {
 	Quota   uint64 // it never has more; 0: no limit
-	Reserve uint64 // nobody else takes these
+	Reserve uint64 // pages of other namespaces never take these
 }
 
 // Space is one namespace.
@@ -234,7 +233,7 @@ func (sp *Space) hold() bool {
 	}
 }
 
-// reclaimLocked frees the numbers of namespaces that nobody uses and that have no pages.
+// reclaimLocked frees the numbers of namespaces that are closed and have no pages.
 func (s *Store) reclaimLocked() {
 	used := map[uint16]*Space{}
 	for _, sp := range s.spaces {
@@ -247,7 +246,7 @@ func (s *Store) reclaimLocked() {
 			s.disk != nil && !s.disk.DropOwner(n) {
 			continue
 		}
-		s.memory.DropOwner(n) // it has no pages, and nobody is left to add one
+		s.memory.DropOwner(n) // it has no pages, and no batch that could add one
 		s.numbers[n] = false
 		if sp != nil {
 			delete(s.spaces, sp.id)
@@ -359,8 +358,8 @@ type Pins struct {
 // MaxPinned bounds the pages of one Pins.
 const MaxPinned = page.MaxBatch
 
-// Pin keeps those pages that are here from being given up until Release. Whoever pins more than a
-// part of the tiers leaves no room for others: the caller bounds what one engine has pinned.
+// Pin keeps those pages that are here from being given up until Release. Pages that are pinned
+// leave less room for others: the caller bounds how many one engine has pinned.
 func (sp *Space) Pin(keys []page.Key) (*Pins, error) {
 	if err := checkKeys(len(keys)); err != nil {
 		return nil, err
@@ -389,8 +388,7 @@ func (sp *Space) Pin(keys []page.Key) (*Pins, error) {
 func (p *Pins) Found() page.Bitmap { return p.found }
 
 // Blocks is where each page is in the store's Region, for readers; one without a Region is not in
-// memory. The memory holds the page until Release, and whoever reads it compares its checksum
-// himself.
+// memory. The memory holds the page until Release. The reader compares the checksum.
 func (p *Pins) Blocks() []mem.Block { return p.blocks }
 
 // Release ends the pins. Idempotent. Close has ended them already.

@@ -68,7 +68,7 @@ func TestPagesComeBackFromDisk(t *testing.T) {
 	}
 }
 
-// Keys of one namespace find nothing in another, whoever names them.
+// Keys of one namespace find nothing in another.
 func TestNamespacesAreApart(t *testing.T) {
 	s := inMemory(t, 1<<20)
 	defer shut(t, s)
@@ -321,7 +321,7 @@ func TestLateWrites(t *testing.T) {
 	}
 }
 
-// What memory holds is damaged: nobody gets it, and the disk's copy is served.
+// What memory holds is damaged: it is not served, and the disk's copy is.
 func TestDamageInMemory(t *testing.T) {
 	for _, withDisk := range []bool{true, false} {
 		s := inMemory(t, 1<<20)

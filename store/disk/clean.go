@@ -138,7 +138,7 @@ func (l *log) wanted(seg uint32, entries []entry, nowhere bool) (out []resident)
 		if n == 0 || t.pages.At(n).State != index.Live || t.pages.At(n).Loc != base+e.at {
 			continue
 		}
-		if t.pages.At(n).Doomed { // somebody pins it, and nobody can read it
+		if t.pages.At(n).Doomed { // it is pinned, and can be read no more
 			t.moveLocked(n, t.owners[t.pages.Owner(uint32(n))], noPlace)
 			continue
 		}

@@ -14,15 +14,16 @@
 // the fewest bytes is cleaned: its pages are appended again, and once that is durable it is reused.
 //
 // Invariants. What Write has acknowledged is found after a crash, unless it was given up or removed
-// since. Read returns the bytes that were written, or an error: their checksum is compared on each
-// way, into the tier and out of it. A segment is overwritten only after its new life is durable in
-// its header, no reader is in it, and all it had is durable elsewhere or given up. A table counts
-// only in the life of the segment that it was written in. A store that cannot be read by this
-// release is refused, and not touched.
+// since; what was removed is not found again, whatever is damaged (ledger). Read returns the bytes
+// that were written, or an error: their checksum is compared on each way, into the tier and out of
+// it. A segment is overwritten only after its new life is durable in its header, no reader is in
+// it, and all it had is durable elsewhere or given up. A table counts only in the life of the
+// segment that it was written in. A store that cannot be read by this release is refused, and not
+// touched.
 //
 // Ownership: the tier owns its files, and locks them. Locks: log.mu, one appender or cleaner per
 // device, is taken before Tier.mu, which guards all state in memory and is never held over I/O. The
-// package starts no goroutine: whoever wants several reads or writes at once calls from several.
+// package starts no goroutine: reads and writes at the same time come from several of the caller's.
 package disk
 
 import (
@@ -182,7 +183,7 @@ func Open(c Config) (*Tier, error) {
 	return t, nil
 }
 
-// OpenDevice is a device that somebody has opened.
+// OpenDevice is a device that the caller has opened.
 type OpenDevice struct {
 	Path string // for messages
 	File File
@@ -293,7 +294,7 @@ func (t *Tier) logOf(loc uint32) *log {
 	panic("disk: a place outside of all devices")
 }
 
-// Close closes the devices. Nobody reads or writes.
+// Close closes the devices. No other call is under way.
 func (t *Tier) Close() error {
 	var errs []error
 	for _, l := range t.logs {

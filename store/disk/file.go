@@ -13,9 +13,8 @@ import (
 )
 
 // File is what a device is read and written through. Offsets and lengths are multiples of 4 KiB,
-// and buffers are aligned to that. Calls block and come from many goroutines: whoever reads and
-// writes more at once calls from more of them. A file that queues in the kernel (io_uring) can
-// stand behind the same interface.
+// and buffers are aligned to that. Calls block: reads and writes at the same time come from as many
+// goroutines. A file that queues in the kernel (io_uring) can stand behind the same interface.
 type File interface {
 	// ReadAt fills p, or returns an error.
 	ReadAt(p []byte, off int64) error

@@ -37,7 +37,7 @@ const (
 	magicLedger  = "KVSPCHK\x02"
 )
 
-// kind says what a table describes.
+// kind is what a table describes.
 type kind uint8
 
 const (

@@ -172,8 +172,8 @@ func TestManyRemovals(t *testing.T) {
 	_ = tier.Close()
 }
 
-// One copy of the ledger is enough, and is written again at the start. Without both, nothing says
-// what was removed, and the store is refused.
+// One copy of the ledger is enough, and is written again at the start. Without both, it is
+// unknown what was removed, and the store is refused.
 func TestLedgerCopies(t *testing.T) {
 	files := sims(1, simBytes, 1)
 	tier := start(t, files)

@@ -93,7 +93,7 @@ func (t *Tier) Write(id uint16, records []Record) []error {
 		if errs[i] != nil {
 			continue
 		}
-		// What comes from memory is not believed either.
+		// A bit may have flipped in memory, too.
 		if mem.CRC32C(0, records[i].Data[:o.pageBytes]) != records[i].CRC {
 			errs[i] = fmt.Errorf("store.disk: page %s changed in memory: %w", records[i].Key,
 				ErrDamaged)

@@ -182,7 +182,7 @@ func (l *log) resume(seg uint32, tab *table, end uint32) {
 }
 
 // life reads the header of a segment. A header that cannot be read is no reason not to start: the
-// pages of the segment are dropped. They are not searched for, because nothing then says which of
+// pages of the segment are dropped. They are not searched for, because it is then unknown which of
 // the lives in the segment was the last one.
 func (l *log) life(seg uint32) uint64 {
 	b := l.scratch.Elems()[:block]
@@ -278,7 +278,7 @@ func (t *Tier) adoptLocked(f found) {
 	}
 }
 
-// hiddenLocked is a number for a namespace that nobody has opened.
+// hiddenLocked is a number for a namespace that is on the disk and not opened yet.
 func (t *Tier) hiddenLocked() (uint16, bool) {
 	for n := uint16(0); n < maxSpaces; n++ {
 		if t.owners[n] == nil {

@@ -11,7 +11,7 @@ import (
 // RemoveOwner forgets all pages of an owner, durably: after it returned, none of them comes back,
 // whatever happens to the disk's segments. After an error they may come back with the next start.
 func (t *Tier) RemoveOwner(id uint16) error {
-	for _, l := range t.logs { // in one order; nobody else holds two
+	for _, l := range t.logs { // in one order; only a removal holds two
 		l.mu.Lock()
 		defer l.mu.Unlock()
 		if l.at >= 0 {

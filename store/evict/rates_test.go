@@ -186,7 +186,7 @@ func conversations(requests int, seed uint64) (out [][]uint64) {
 	return out
 }
 
-// published reads a trace in Mooncake's form, for whoever has one: KVSPRAY_TRACE names the file.
+// published reads a trace in Mooncake's form: KVSPRAY_TRACE names the file.
 func published(t *testing.T, name string) (out [][]uint64) {
 	t.Helper()
 	f, err := os.Open(name)

@@ -4,8 +4,8 @@
 // to engines of this host and pinned once for all transports.
 //
 // Ownership: the tier owns the arena and the index. A Page that Pin or Reserve returned belongs to
-// the caller until Unpin; its bytes stay where they are for as long. Whoever reserved a page alone
-// writes to it until Commit, and nobody writes to it afterwards.
+// the caller until Unpin; its bytes stay where they are for as long. Only the caller that reserved
+// a page writes to it, until Commit; afterwards its bytes do not change.
 //
 // Invariants: a page that can be pinned is whole; a slot is reused only when its page has no pin;
 // an owner's pages stay within its quota, and above its reserve as far as others are concerned.
@@ -114,7 +114,7 @@ func (t *Tier) free() {
 	}
 }
 
-// Close frees the arena. Nobody has a page pinned.
+// Close frees the arena. No page is pinned any more.
 func (t *Tier) Close() { t.free() }
 
 // Region is the arena, for passing on. It stays the tier's.
@@ -215,7 +215,7 @@ func (t *Tier) Unpin(p Page) {
 	t.pages.Drop(p.node)
 }
 
-// Drop gives a page back that nobody may find any more, for instance because its bytes were found
+// Drop gives a page back that must not be found any more, for instance because its bytes were
 // damaged. It goes when its last pin does.
 func (t *Tier) Drop(p Page) {
 	t.mu.Lock()

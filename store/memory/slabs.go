@@ -8,7 +8,7 @@ import (
 	"slices"
 )
 
-// unit is what slots are counted in and aligned to: what O_DIRECT wants of buffers.
+// unit is what slots are counted in and aligned to: O_DIRECT requires it of buffers.
 const unit = 4096
 
 // slabs divides the arena into slabs of one size, and slabs into slots of one class. A slot is

@@ -32,9 +32,9 @@ func (t *Tier) slotLocked(id uint16) (uint32, error) {
 	}
 }
 
-// vacateLocked empties the slab of a class that has the fewest pages, and none that is pinned: it
-// gives up the pages of this class that the policy names until the others fit into the class's other
-// slabs, and moves them there.
+// vacateLocked empties a slab of a class: the one with the fewest pages of those without a pinned
+// one. It gives up the pages of this class that the policy names until the others fit into the
+// class's other slabs, and moves them there.
 func (t *Tier) vacateLocked(id uint16, class uint8) bool {
 	slabs := t.slabs.byUse(class)
 	best := slices.IndexFunc(slabs, t.unpinnedLocked)
