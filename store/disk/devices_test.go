@@ -11,6 +11,7 @@ import (
 	"github.com/kvspray/kvspray/store/catalog"
 	"github.com/kvspray/kvspray/store/disk/disktest"
 	"github.com/kvspray/kvspray/store/page"
+	"golang.org/x/sys/unix"
 )
 
 // Devices of unequal sizes hold pages in proportion, from one writer and from several, before
@@ -101,6 +102,36 @@ func TestRefusesSmallDevices(t *testing.T) {
 	}
 }
 
+// One of two devices cannot be written. It stays empty, and does not draw all writes; once it can be
+// written again it fills like the other.
+func TestBrokenDevice(t *testing.T) {
+	files := sims(2, simBytes, 1)
+	tier := start(t, files)
+	defer tier.Close()
+	files[0].Fail(func(op string, _ int64) error {
+		if op == "write" {
+			return unix.EIO
+		}
+		return nil
+	})
+	failed := 0
+	for i := range 100 {
+		if got, _ := load(tier, 0, i, i+1); len(got) != 1 {
+			failed++
+		}
+	}
+	if failed == 0 || failed > 10 {
+		t.Errorf("%d of 100 writes failed", failed)
+	}
+	files[0].Fail(nil)
+	for i := range 100 {
+		_, _ = load(tier, 0, 100+i, 101+i)
+	}
+	if a, b := tier.logs[0].filled(), tier.logs[1].filled(); a < b-0.1 {
+		t.Errorf("the devices are filled by %.2f and %.2f", a, b)
+	}
+}
+
 // A namespace is removed while a write waits for the device: none of the write's pages is durable,
 // those that were here before among them.
 func TestWriteMeetsRemoval(t *testing.T) {
@@ -113,7 +144,7 @@ func TestWriteMeetsRemoval(t *testing.T) {
 	go func() { done <- tier.Write(id, []Record{record(0, 1, nil), record(0, 9, nil)}) }()
 	for waits := false; !waits; {
 		tier.mu.Lock()
-		waits = l.waiting > 0
+		waits = l.pending > 0
 		tier.mu.Unlock()
 	}
 	tier.mu.Lock()

@@ -95,6 +95,7 @@ type Tier struct {
 	bytes    uint64             // of all pages
 	limbo    uint64             // of those that have no place yet
 	capacity uint64
+	turn     int // counts writes
 	stats    Stats
 }
 

@@ -42,8 +42,8 @@ type log struct {
 	capacity uint64 // bytes of pages that the policy lets it hold
 	// guarded by Tier.mu
 	live    uint64 // bytes of pages in its segments
-	waiting int    // writers that wait for mu, or have it
-	pending uint64 // bytes of the pages that they write
+	pending uint64 // bytes of the pages of writers that wait for mu, or have it
+	broken  bool   // its last write could not be made durable
 
 	mu      sync.Mutex // guards what follows and the file's log
 	at      int        // the segment that is appended to; -1: none
@@ -78,7 +78,6 @@ func (t *Tier) Write(id uint16, records []Record) []error {
 	o := t.owners[id]
 	removals := o.removals
 	l, bytes := t.emptiestLocked(), uint64(len(records))*o.cost
-	l.waiting++
 	l.pending += bytes
 	for i := range records {
 		if t.pages.Readable(t.pages.Find(&records[i].Key), id) {
@@ -103,7 +102,6 @@ func (t *Tier) Write(id uint16, records []Record) []error {
 	defer l.mu.Unlock()
 	t.mu.Lock()
 	defer func() { // with t.mu
-		l.waiting--
 		l.pending -= bytes
 		t.mu.Unlock()
 	}()
@@ -131,6 +129,7 @@ func (t *Tier) Write(id uint16, records []Record) []error {
 	t.mu.Unlock()
 	places, err := l.append(o.space, records, fresh)
 	t.mu.Lock()
+	l.broken = err != nil && !errors.Is(err, errNoSegment)
 	for j, i := range fresh {
 		n := nodes[i]
 		if j >= len(places) {
@@ -145,28 +144,25 @@ func (t *Tier) Write(id uint16, records []Record) []error {
 	return errs
 }
 
-// emptiestLocked is the log whose device is filled least, of those that have room and are not
-// busier than others.
+// retryTurns: one write in so many goes to a device that could not be written last.
+const retryTurns = 16
+
+// emptiestLocked is the log whose device is filled least, so that devices of unequal sizes and
+// speeds hold pages in proportion to their sizes. A device that cannot be written stays empty, and
+// is left out but for some turns.
 func (t *Tier) emptiestLocked() *log {
-	least := t.logs[0].waiting
-	for _, l := range t.logs {
-		least = min(least, l.waiting)
-	}
+	t.turn++
 	var best *log
 	for _, l := range t.logs {
-		if l.waiting <= least+1 && l.live+l.pending < l.capacity && (best == nil ||
-			l.filled() < best.filled()) {
+		if l.broken && t.turn%retryTurns != 0 {
+			continue
+		}
+		if best == nil || l.filled() < best.filled() {
 			best = l
 		}
 	}
-	if best != nil {
-		return best
-	}
-	best = t.logs[0] // all are full, or those that are not are busy: evenness counts more
-	for _, l := range t.logs {
-		if l.filled() < best.filled() {
-			best = l
-		}
+	if best == nil { // none can be written
+		best = t.logs[t.turn%len(t.logs)]
 	}
 	return best
 }
