@@ -32,7 +32,7 @@ const (
 	Full             // no page can be given up for it
 	Damaged          // it was here, and was not what had been put; it is dropped
 	Canceled         // the batch was canceled before
-	Failed           // Err says why
+	Failed           // Err is the reason
 )
 
 // Tier is where a page was found or is.
@@ -68,12 +68,14 @@ type Batch struct {
 	regions []*mem.Region // each once, held until the end
 
 	guard transport.Guard
-	next  int // the first page that no worker has taken; guarded by the scheduler
-	left  atomic.Int64
-	done  chan struct{}
+	next  int          // the first page that no worker has taken; guarded by the scheduler
+	left  atomic.Int64 // pages without a result
+	// pages that a worker has not finished with: behind the results of a put, it writes them
+	working atomic.Int64
+	done    chan struct{}
 }
 
-// Done is closed when every page has its Result and nobody touches the placements any more.
+// Done is closed when every page has its Result and the placements are not touched any more.
 func (b *Batch) Done() <-chan struct{} { return b.done }
 
 // Results are in the order of the keys. They may be read when Done is closed.

@@ -33,8 +33,9 @@
 // # Goroutines
 //
 // Open starts Config.Workers workers and Close joins them. They take pieces of batches, gets before
-// puts, of which one in eight turns is owed to puts; blocking reads and writes of disks run on
-// them, so they are also the I/O pool. No other package below store starts any.
+// puts, of which one in eight turns is owed to puts; half of the workers are in puts at most, so
+// that a get does not wait for writes. Blocking reads and writes of disks run on them, so they are
+// also the I/O pool. No other package below store starts any.
 //
 // # What it is not yet
 //
@@ -52,7 +53,7 @@
 // and a Result per layer. Peers: a page that another node has is one more tier below memory, asked
 // between memory and disk; its transfer space is one segment with the slot of Reserve as its only
 // piece, and Commit follows the transfer's commit. A peer that reads from here pins with Pins and
-// gives Pins.Blocks to the lanes. The directory is told by a hook where Commit and the catalogs'
-// release run; it holds hints, so the order does not matter. Configuration: store.memory and
-// store.disk of the sidecar map to Config.
+// gives Pins.Blocks to the lanes. The directory learns of pages by a hook where Commit and the
+// catalogs' release run; it holds hints, so the order does not matter. Configuration: store.memory
+// and store.disk of the sidecar map to Config.
 package store

@@ -54,7 +54,10 @@ func newEngine(t fatal, s *Store, name string, bytes int) *engine {
 	return &engine{t, sp, ns.Keyer(), lent}
 }
 
-func (e *engine) close() { e.lent.Release() }
+func (e *engine) close() {
+	e.space.Close()
+	e.lent.Release()
+}
 
 func (e *engine) key(i int) page.Key {
 	var h [16]byte

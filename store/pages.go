@@ -55,7 +55,7 @@ func (s *Store) fromDisk(b *Batch, i int, w *worker) Result {
 		return r.Outcome == Hit || r.Outcome != Damaged && disk.Sum(page, crc)
 	}
 	p, err := s.memory.Reserve(sp.number, k, b.before(i))
-	if err != nil { // it is being stored by somebody else, or nothing can be given up
+	if err != nil { // a put is storing it, or nothing can be given up
 		buf, err := w.room(disk.PaddedBytes(sp.pageBytes))
 		if err != nil {
 			return Result{Outcome: Failed, Err: err}
@@ -142,14 +142,15 @@ func (s *Store) putPages(b *Batch, from, to int, w *worker) {
 	}
 	pages = s.fillDirect(b, from, to, pages, w)
 	behind := s.writeBack && len(pages) > 0
+	var piece uint64
 	if behind {
-		s.writing.Add(int64(len(pages)))
+		piece = s.behind.begin(len(pages)) // before the results
 		s.finishPut(b, from, to)
 	}
 	errs := s.toDisk(b, pages, removals)
 	s.release(pages)
 	if behind {
-		s.wrote(len(pages))
+		s.behind.end(piece)
 		return
 	}
 	for j, p := range pages {
@@ -233,7 +234,7 @@ func (s *Store) fill(b *Batch, i int) (memory.Page, Result) {
 	switch {
 	case err == nil:
 	case errors.Is(err, catalog.ErrExists):
-		// if it went in this moment it is not made durable, and that is said
+		// If it was given up in this moment, the Result is not durable.
 		p, _ := s.memory.Pin(sp.number, k)
 		return p, Result{Outcome: Existed}
 	case errors.Is(err, catalog.ErrBusy):

@@ -21,18 +21,23 @@ const (
 	maxPiecePages = 64
 )
 
-// schedule hands pieces of batches to workers: gets before puts, batches of a class in turns.
+// schedule hands pieces of batches to workers: gets before puts, batches of a class in turns. Puts
+// wait for disks, so they have some of the workers only: a get finds one that does not write.
 type schedule struct {
+	putters int // workers that may be in a put at the same time
+
 	mu     sync.Mutex // guards what follows
 	wake   sync.Cond
-	queues [2][]*Batch // gets, puts; with pages that nobody has taken
+	queues [2][]*Batch // gets, puts; with pages that no worker has taken
 	turn   int
 	open   int
+	puts   int // workers that are in one
 	closed bool
 }
 
-func newSchedule() *schedule {
-	s := &schedule{}
+// newSchedule makes a schedule for so many workers. One worker alone does both.
+func newSchedule(workers int) *schedule {
+	s := &schedule{putters: max(1, workers/2)}
 	s.wake.L = &s.mu
 	return s
 }
@@ -56,20 +61,23 @@ func (s *schedule) add(b *Batch) error {
 	return nil
 }
 
-// take waits for work: pages [from, to) of a batch; nil when there is none and never will be.
+// take waits for work: pages [from, to) of a batch; nil when there is none and never will be. The
+// worker calls gave after a piece of a put.
 func (s *schedule) take() (b *Batch, from, to int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	for len(s.queues[0])+len(s.queues[1]) == 0 {
-		if s.closed {
+	mayPut := func() bool { return len(s.queues[1]) > 0 && s.puts < s.putters }
+	for len(s.queues[0]) == 0 && !mayPut() {
+		if s.closed && len(s.queues[1]) == 0 {
 			return nil, 0, 0
 		}
 		s.wake.Wait()
 	}
 	s.turn++
 	class := 0
-	if len(s.queues[0]) == 0 || len(s.queues[1]) > 0 && s.turn%putTurns == 0 {
+	if mayPut() && (len(s.queues[0]) == 0 || s.turn%putTurns == 0) {
 		class = 1
+		s.puts++
 	}
 	q := s.queues[class]
 	b = q[0]
@@ -83,6 +91,18 @@ func (s *schedule) take() (b *Batch, from, to int) {
 	}
 	s.queues[class] = q
 	return b, from, to
+}
+
+// gave ends a worker's piece of a put.
+func (s *schedule) gave() {
+	s.mu.Lock()
+	s.puts--
+	if s.closed {
+		s.wake.Broadcast() // all end, if this was the last piece
+	} else {
+		s.wake.Signal()
+	}
+	s.mu.Unlock()
 }
 
 // ended counts a batch that is done.
@@ -125,12 +145,16 @@ func (s *Store) work() {
 		}
 		if b.put {
 			s.putPages(b, from, to, &w)
+			s.schedule.gave()
 		} else {
 			for i := from; i < to; i++ {
 				b.results[i] = s.getPage(b, i, &w)
 				s.count(&b.results[i])
 			}
 			s.finish(b, to-from)
+		}
+		if b.working.Add(-int64(to-from)) == 0 {
+			b.space.users.Add(-1)
 		}
 	}
 }
@@ -141,7 +165,7 @@ func (s *Store) finish(b *Batch, pages int) {
 		return
 	}
 	s.schedule.ended()
-	b.guard.Revoke() // nobody holds it any more, and nobody will
+	b.guard.Revoke() // no worker is in it any more, and none will be
 	for _, r := range b.regions {
 		r.Release()
 	}

@@ -17,8 +17,7 @@ import (
 	"github.com/kvspray/kvspray/store/page"
 )
 
-// MaxSpaces bounds the namespaces of a store, those that are on its disks and nobody opens among
-// them.
+// MaxSpaces bounds the namespaces of a store that are open or have pages.
 const MaxSpaces = evict.MaxOwners
 
 // leastWorkers: reads of disks block, so there are more workers than processors.
@@ -42,14 +41,17 @@ type Store struct {
 	pool      int // workers
 	workers   sync.WaitGroup
 
+	// life is held for reading while the tiers are used outside of a worker; Close ends them. It is
+	// taken before all other locks.
+	life  sync.RWMutex
+	ended bool // guarded by life
+
 	mu      sync.Mutex // guards what follows
 	spaces  map[page.ID]*Space
 	numbers [MaxSpaces]bool // in use
 	closed  bool
 
-	writing  atomic.Int64 // pages on their way to the disk behind their results
-	quiet    sync.Cond    // writing fell to 0
-	quietMu  sync.Mutex
+	behind   *behind
 	counters counters
 }
 
@@ -60,8 +62,7 @@ type counters struct {
 
 // Open makes a store, or recovers the one on the disks.
 func Open(c Config) (_ *Store, err error) {
-	s := &Store{writeBack: c.WriteBack, schedule: newSchedule(), spaces: map[page.ID]*Space{}}
-	s.quiet.L = &s.quietMu
+	s := &Store{writeBack: c.WriteBack, behind: newBehind(), spaces: map[page.ID]*Space{}}
 	if s.memory, err = memory.New(c.Memory); err != nil {
 		return nil, err
 	}
@@ -86,14 +87,15 @@ func (s *Store) begin(c Config) {
 	if s.pool == 0 {
 		s.pool = max(leastWorkers, 2*runtime.GOMAXPROCS(0))
 	}
+	s.schedule = newSchedule(s.pool)
 	s.workers.Add(s.pool)
 	for range s.pool {
 		go s.work()
 	}
 }
 
-// Close ends the store: requests that are under way end first, new ones are refused. Pins are
-// released before. Idempotent.
+// Close ends the store: requests that are under way end first, new ones are refused. It ends all
+// pins: their blocks are read no more. Idempotent.
 func (s *Store) Close() error {
 	s.mu.Lock()
 	closed := s.closed
@@ -104,6 +106,9 @@ func (s *Store) Close() error {
 	}
 	s.schedule.close()
 	s.workers.Wait()
+	s.life.Lock()
+	defer s.life.Unlock()
+	s.ended = true
 	var err error
 	if s.disk != nil {
 		err = s.disk.Close()
@@ -112,32 +117,20 @@ func (s *Store) Close() error {
 	return err
 }
 
-// Flush returns once all pages whose results came before are durable, or could not be made so.
-func (s *Store) Flush(ctx context.Context) error {
-	stop := context.AfterFunc(ctx, func() {
-		s.quietMu.Lock()
-		defer s.quietMu.Unlock()
-		s.quiet.Broadcast()
-	})
-	defer stop()
-	s.quietMu.Lock()
-	defer s.quietMu.Unlock()
-	for s.writing.Load() > 0 {
-		if err := ctx.Err(); err != nil {
-			return fmt.Errorf("store: %d pages are not on the disk yet: %w", s.writing.Load(), err)
-		}
-		s.quiet.Wait()
+// enter keeps the tiers until leave; false: they are closed.
+func (s *Store) enter() bool {
+	s.life.RLock()
+	if s.ended {
+		s.life.RUnlock()
+		return false
 	}
-	return nil
+	return true
 }
 
-func (s *Store) wrote(pages int) {
-	if s.writing.Add(-int64(pages)) == 0 {
-		s.quietMu.Lock()
-		s.quiet.Broadcast()
-		s.quietMu.Unlock()
-	}
-}
+func (s *Store) leave() { s.life.RUnlock() }
+
+// Flush returns once all pages whose results came before are durable, or could not be made so.
+func (s *Store) Flush(ctx context.Context) error { return s.behind.wait(ctx) }
 
 // Region is the memory of all slots, for engines and transports to map and pin.
 func (s *Store) Region() *mem.Region { return s.memory.Region() }
@@ -145,7 +138,7 @@ func (s *Store) Region() *mem.Region { return s.memory.Region() }
 // Share is a namespace's part of one tier, in bytes.
 type Share struct {
 	Quota   uint64 // it never has more; 0: no limit
-	Reserve uint64 // nobody else takes these
+	Reserve uint64 // pages of other namespaces never take these
 }
 
 // Space is one namespace.
@@ -154,18 +147,26 @@ type Space struct {
 	id        page.ID
 	number    uint16
 	pageBytes int
+	inMemory  Share // guarded by Store.mu
+	// users counts those that opened it, its batches, and its calls under way. At 0 the number can be
+	// given to another namespace, and only Store.Space makes it 1 again, under Store.mu.
+	users atomic.Int64
 
 	mu       sync.RWMutex // read: a page goes to the disk; write: the namespace is removed
 	removals int
 }
 
-// Space opens a namespace. Whoever opens the same one again gets the same Space, and its shares are
-// changed.
+// Space opens a namespace. A second call for the same one returns the same Space, and changes its
+// shares. Each call is followed by one Space.Close.
 func (s *Store) Space(ns page.Namespace, inMemory, onDisk Share) (*Space, error) {
 	if err := ns.Check(); err != nil {
 		return nil, err
 	}
 	id := ns.ID()
+	if !s.enter() {
+		return nil, ErrClosed
+	}
+	defer s.leave()
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.closed {
@@ -179,11 +180,6 @@ func (s *Store) Space(ns page.Namespace, inMemory, onDisk Share) (*Space, error)
 		}
 		sp = &Space{s: s, id: id, number: n, pageBytes: ns.PageBytes}
 	}
-	if most := s.memory.Region().Size() / 2; inMemory.Reserve > most {
-		return nil,
-			fmt.Errorf("store: namespace %s: reserve %d bytes: at most half of store.memory, "+
-				"%d; lower it", id, inMemory.Reserve, most)
-	}
 	if err := s.memory.SetOwner(sp.number, ns.PageBytes, inMemory.Quota,
 		inMemory.Reserve); err != nil {
 		return nil, fmt.Errorf("store: namespace %s: %w", id, err)
@@ -191,12 +187,71 @@ func (s *Store) Space(ns page.Namespace, inMemory, onDisk Share) (*Space, error)
 	if s.disk != nil {
 		if err := s.disk.SetOwner(sp.number, id, ns.PageBytes, onDisk.Quota,
 			onDisk.Reserve); err != nil {
+			// As it was before; a new namespace has no share.
+			_ = s.memory.SetOwner(sp.number, ns.PageBytes, sp.inMemory.Quota, sp.inMemory.Reserve)
 			return nil, fmt.Errorf("store: namespace %s: %w", id, err)
 		}
 	}
+	sp.inMemory = inMemory
 	s.spaces[id] = sp
 	s.numbers[sp.number] = true
+	sp.users.Add(1)
 	return sp, nil
+}
+
+// Close ends one use of a namespace. Its pages stay, and so do batches under way and pins. Calls
+// after the last Close are refused.
+func (sp *Space) Close() { sp.users.Add(-1) }
+
+// acquire keeps the space and its store until release.
+func (sp *Space) acquire() error {
+	if !sp.hold() {
+		return ErrClosed
+	}
+	if !sp.s.enter() {
+		sp.users.Add(-1)
+		return ErrClosed
+	}
+	return nil
+}
+
+func (sp *Space) release() {
+	sp.s.leave()
+	sp.users.Add(-1)
+}
+
+// hold counts one more user of a space that has one.
+func (sp *Space) hold() bool {
+	for {
+		n := sp.users.Load()
+		if n < 1 {
+			return false
+		}
+		if sp.users.CompareAndSwap(n, n+1) {
+			return true
+		}
+	}
+}
+
+// reclaimLocked frees the numbers of namespaces that are closed and have no pages.
+func (s *Store) reclaimLocked() {
+	used := map[uint16]*Space{}
+	for _, sp := range s.spaces {
+		used[sp.number] = sp
+	}
+	for i := range s.numbers {
+		n := uint16(i)
+		sp := used[n]
+		if !s.numbers[n] || sp != nil && sp.users.Load() > 0 || s.memory.Used(n) != 0 ||
+			s.disk != nil && !s.disk.DropOwner(n) {
+			continue
+		}
+		s.memory.DropOwner(n) // it has no pages, and no batch that could add one
+		s.numbers[n] = false
+		if sp != nil {
+			delete(s.spaces, sp.id)
+		}
+	}
 }
 
 func (s *Store) numberLocked(id page.ID) (uint16, error) {
@@ -205,14 +260,17 @@ func (s *Store) numberLocked(id page.ID) (uint16, error) {
 			return n, nil
 		}
 	}
-	for n := range s.numbers {
-		if !s.numbers[n] {
-			return uint16(n), nil
+	for range 2 {
+		for n := range s.numbers {
+			if !s.numbers[n] {
+				return uint16(n), nil
+			}
 		}
+		s.reclaimLocked()
 	}
 	return 0,
-		fmt.Errorf("store: %d namespaces: a store has no more; remove those that are not used",
-			MaxSpaces)
+		fmt.Errorf("store: %d namespaces have pages or are in use: a store has no more; remove "+
+			"and close those that are not needed", MaxSpaces)
 }
 
 // PageBytes is the size of its pages.
@@ -235,6 +293,10 @@ func (sp *Space) Exists(keys []page.Key) (page.Bitmap, error) {
 	if err := checkKeys(len(keys)); err != nil {
 		return nil, err
 	}
+	if err := sp.acquire(); err != nil {
+		return nil, err
+	}
+	defer sp.release()
 	found := page.NewBitmap(len(keys))
 	sp.s.memory.Exists(sp.number, keys, found)
 	if sp.s.disk != nil && found.Count() < len(keys) {
@@ -269,13 +331,18 @@ func (sp *Space) request(b *Batch) (*Batch, error) {
 	b.results = make([]Result, len(b.keys))
 	b.done = make(chan struct{})
 	b.left.Store(int64(len(b.keys)))
-	if err := sp.s.schedule.add(b); err != nil {
-		for _, r := range b.regions {
-			r.Release()
+	b.working.Store(int64(len(b.keys)))
+	err := ErrClosed
+	if sp.hold() { // until its last piece has ended
+		if err = sp.s.schedule.add(b); err == nil {
+			return b, nil
 		}
-		return nil, err
+		sp.users.Add(-1)
 	}
-	return b, nil
+	for _, r := range b.regions {
+		r.Release()
+	}
+	return nil, err
 }
 
 // Pins keeps pages where they are.
@@ -291,12 +358,16 @@ type Pins struct {
 // MaxPinned bounds the pages of one Pins.
 const MaxPinned = page.MaxBatch
 
-// Pin keeps those pages that are here from being given up until Release. Whoever pins more than a
-// part of the tiers leaves no room for others: the caller bounds what one engine has pinned.
+// Pin keeps those pages that are here from being given up until Release. Pages that are pinned
+// leave less room for others: the caller bounds how many one engine has pinned.
 func (sp *Space) Pin(keys []page.Key) (*Pins, error) {
 	if err := checkKeys(len(keys)); err != nil {
 		return nil, err
 	}
+	if err := sp.acquire(); err != nil {
+		return nil, err
+	}
+	defer sp.release()
 	p := &Pins{space: sp, found: page.NewBitmap(len(keys)), blocks: make([]mem.Block, len(keys))}
 	for i := range keys {
 		if m, ok := sp.s.memory.Pin(sp.number, &keys[i]); ok {
@@ -317,13 +388,16 @@ func (sp *Space) Pin(keys []page.Key) (*Pins, error) {
 func (p *Pins) Found() page.Bitmap { return p.found }
 
 // Blocks is where each page is in the store's Region, for readers; one without a Region is not in
-// memory. The memory holds the page until Release, and whoever reads it compares its checksum
-// himself.
+// memory. The memory holds the page until Release. The reader compares the checksum.
 func (p *Pins) Blocks() []mem.Block { return p.blocks }
 
-// Release ends the pins. Idempotent.
+// Release ends the pins. Idempotent. Close has ended them already.
 func (p *Pins) Release() {
 	p.once.Do(func() {
+		if !p.space.s.enter() {
+			return
+		}
+		defer p.space.s.leave()
 		for _, m := range p.memory {
 			p.space.s.memory.Unpin(m)
 		}
@@ -336,6 +410,10 @@ func (p *Pins) Release() {
 // Remove forgets all pages of the namespace, durably. A put that was done before does not come
 // back; one that is under way is removed, or ends after the removal.
 func (sp *Space) Remove() error {
+	if err := sp.acquire(); err != nil {
+		return err
+	}
+	defer sp.release()
 	sp.mu.Lock()
 	defer sp.mu.Unlock()
 	sp.removals++

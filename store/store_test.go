@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"math/rand/v2"
 	"runtime"
 	"strings"
@@ -67,7 +68,7 @@ func TestPagesComeBackFromDisk(t *testing.T) {
 	}
 }
 
-// Keys of one namespace find nothing in another, whoever names them.
+// Keys of one namespace find nothing in another.
 func TestNamespacesAreApart(t *testing.T) {
 	s := inMemory(t, 1<<20)
 	defer shut(t, s)
@@ -89,6 +90,82 @@ func TestNamespacesAreApart(t *testing.T) {
 	}
 	if _, err := s.Space(namespace("a", 4097), Share{}, Share{}); err != nil {
 		t.Errorf("another page size is another namespace: %v", err)
+	}
+}
+
+// More namespaces than a store has at once, one after another: those that are closed and have no
+// pages make room, and those that are open, or have pages, do not.
+func TestNamespacesDoNotRunOut(t *testing.T) {
+	sim := disktest.New(simBytes, 1)
+	s := onDisk(t, sim, true)
+	open := newEngine(t, s, "open", 4096)
+	full := newEngine(t, s, "full", 4096)
+	full.put(1, 2, 3)
+	full.close()
+	stale := newEngine(t, s, "stale", 4096)
+	for i := range MaxSpaces + 200 {
+		e := newEngine(t, s, fmt.Sprint("n", i), 4096+i%2*4096)
+		e.put(1)
+		if n := count(e.get(1), Hit); n != 1 {
+			t.Fatalf("namespace %d: its page is missed", i)
+		}
+		if i%100 == 0 {
+			if err := s.Flush(context.Background()); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := e.space.Remove(); err != nil {
+			t.Fatal(err)
+		}
+		e.close()
+		if i == 0 {
+			stale.close()
+		}
+	}
+	if again := newEngine(t, s, "open", 4096); again.space != open.space {
+		t.Error("a namespace that is open lost its number")
+	} else {
+		again.close()
+	}
+	if n := count(open.put(7), Stored); n != 1 {
+		t.Error("a namespace that is open takes no pages")
+	}
+	if _, err := stale.space.Exists(stale.keys([]int{1})); !errors.Is(err, ErrClosed) {
+		t.Errorf("a space that is closed: %v", err)
+	}
+	if _, err := stale.space.Get(stale.keys([]int{1}), open.places(1)); !errors.Is(err, ErrClosed) {
+		t.Errorf("a space that is closed: %v", err)
+	}
+	open.close()
+	shut(t, s)
+	s = onDisk(t, sim, true)
+	defer shut(t, s)
+	full = newEngine(t, s, "full", 4096)
+	defer full.close()
+	if n := count(full.get(1, 2, 3), Hit); n != 3 {
+		t.Errorf("%d of 3 pages of a namespace that was closed", n)
+	}
+}
+
+// Where the disk refuses a namespace's share, its share of memory stays what it was.
+func TestSharesChangeTogether(t *testing.T) {
+	s := onDisk(t, disktest.New(simBytes, 1), false)
+	defer shut(t, s)
+	half := s.Region().Size() / 2
+	huge := Share{Reserve: 1 << 40}
+	if _, err := s.Space(namespace("a", 4096), Share{Reserve: half}, huge); err == nil ||
+		!strings.Contains(err.Error(), "store.disk: reserve") {
+		t.Errorf("%v", err)
+	}
+	if _, err := s.Space(namespace("b", 4096), Share{Reserve: half}, Share{}); err != nil {
+		t.Errorf("what was refused is still reserved: %v", err)
+	}
+	if _, err := s.Space(namespace("b", 4096), Share{}, huge); err == nil {
+		t.Error("not refused")
+	}
+	if _, err := s.Space(namespace("c", 4096), Share{Reserve: 4096}, Share{}); err == nil ||
+		!strings.Contains(err.Error(), "store.memory: reserve") {
+		t.Errorf("the reserve of a namespace is gone: %v", err)
 	}
 }
 
@@ -244,7 +321,7 @@ func TestLateWrites(t *testing.T) {
 	}
 }
 
-// What memory holds is damaged: nobody gets it, and the disk's copy is served.
+// What memory holds is damaged: it is not served, and the disk's copy is.
 func TestDamageInMemory(t *testing.T) {
 	for _, withDisk := range []bool{true, false} {
 		s := inMemory(t, 1<<20)

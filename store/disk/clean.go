@@ -53,12 +53,20 @@ func (l *log) clean(nowhere bool) error {
 		t.mu.Unlock()
 		return errNoSegment
 	}
-	seg := &l.segments[victim]
-	empty := seg.live == 0
-	seq := seg.seq
+	seq := l.segments[victim].seq
 	t.mu.Unlock()
-	if !empty {
-		if err := l.evacuate(uint32(victim), seq, nowhere); err != nil {
+	return l.empty(uint32(victim), seq, nowhere)
+}
+
+// empty moves the pages of a segment that is full, and makes it free.
+func (l *log) empty(victim uint32, seq uint64, nowhere bool) error {
+	t := l.t
+	seg := &l.segments[victim]
+	t.mu.Lock()
+	live := seg.live
+	t.mu.Unlock()
+	if live > 0 {
+		if err := l.evacuate(victim, seq, nowhere); err != nil {
 			return err
 		}
 	}
@@ -130,7 +138,7 @@ func (l *log) wanted(seg uint32, entries []entry, nowhere bool) (out []resident)
 		if n == 0 || t.pages.At(n).State != index.Live || t.pages.At(n).Loc != base+e.at {
 			continue
 		}
-		if t.pages.At(n).Doomed { // somebody pins it, and nobody can read it
+		if t.pages.At(n).Doomed { // it is pinned, and can be read no more
 			t.moveLocked(n, t.owners[t.pages.Owner(uint32(n))], noPlace)
 			continue
 		}
@@ -203,7 +211,7 @@ func (l *log) moveSome(pages []resident) (done int, err error) {
 	err = l.needBounce(done * padded)
 	for i := 0; i < done && err == nil; i++ {
 		buf := l.bounce.Elems()[i*padded : (i+1)*padded]
-		if t.fetch(pages[i].loc, buf) != nil || mem.CRC32C(0, buf[:size]) != crcs[i] {
+		if l.fetch(pages[i].loc, buf) != nil || mem.CRC32C(0, buf[:size]) != crcs[i] {
 			damaged[i] = true
 			continue
 		}

@@ -14,15 +14,16 @@
 // the fewest bytes is cleaned: its pages are appended again, and once that is durable it is reused.
 //
 // Invariants. What Write has acknowledged is found after a crash, unless it was given up or removed
-// since. Read returns the bytes that were written, or an error: their checksum is compared on each
-// way, into the tier and out of it. A segment is overwritten only after its new life is durable in
-// its header, no reader is in it, and all it had is durable elsewhere or given up. A table counts
-// only in the life of the segment that it was written in. A store that cannot be read by this
-// release is refused, and not touched.
+// since; what was removed is not found again, whatever is damaged (ledger). Read returns the bytes
+// that were written, or an error: their checksum is compared on each way, into the tier and out of
+// it. A segment is overwritten only after its new life is durable in its header, no reader is in
+// it, and all it had is durable elsewhere or given up. A table counts only in the life of the
+// segment that it was written in. A store that cannot be read by this release is refused, and not
+// touched.
 //
 // Ownership: the tier owns its files, and locks them. Locks: log.mu, one appender or cleaner per
 // device, is taken before Tier.mu, which guards all state in memory and is never held over I/O. The
-// package starts no goroutine: whoever wants several reads or writes at once calls from several.
+// package starts no goroutine: reads and writes at the same time come from several of the caller's.
 package disk
 
 import (
@@ -53,8 +54,8 @@ const (
 	// cleaning finds room.
 	spareShare = 7
 	// Places on a device.
-	checkpointAt = 64 << 10
-	segmentsAt   = 1 << 20
+	ledgerAt   = 64 << 10
+	segmentsAt = 1 << 20
 )
 
 // Device names one file, folder or block device.
@@ -79,22 +80,22 @@ var (
 
 // Tier holds pages.
 type Tier struct {
-	id   storeID
-	logs []*log
-	segb uint32 // blocks of a segment
+	id     storeID
+	logs   []*log
+	segb   uint32 // blocks of a segment
+	ledger ledger
 
 	mu       sync.Mutex // guards what follows, and the segments of the logs
 	drained  sync.Cond  // a reader left a segment
 	pages    *catalog.Catalog
 	owners   map[uint16]*owner
 	ids      map[page.ID]uint16
-	removed  map[page.ID]uint64
-	check    uint64  // generation of the checkpoint
-	seq      uint64  // the last life of a segment
-	bytes    uint64  // of all pages
-	limbo    segment // counts those that have no place yet
+	removed  map[page.ID]uint64 // pages of earlier lives than this are not the namespace's
+	seq      uint64             // the last life of a segment
+	bytes    uint64             // of all pages
+	limbo    uint64             // of those that have no place yet
 	capacity uint64
-	turn     int
+	turn     int // counts writes
 	stats    Stats
 }
 
@@ -133,7 +134,8 @@ type Stats struct {
 type opened struct {
 	path   string
 	file   File
-	size   int64 // that the store may use
+	size   int64 // that the store may use, where it makes a new one
+	have   int64 // that the device has
 	fresh  bool
 	direct bool
 }
@@ -155,7 +157,8 @@ func Open(c Config) (*Tier, error) {
 		if err != nil {
 			return fail(d.Path, err)
 		}
-		devices = append(devices, opened{path: d.Path, file: f, size: d.Size, direct: f.direct})
+		devices = append(devices, opened{path: d.Path, file: f, size: d.Size, have: size,
+			direct: f.direct})
 		o := &devices[len(devices)-1]
 		if o.fresh, err = isFresh(f, size); err != nil {
 			return fail(d.Path, err)
@@ -166,12 +169,12 @@ func Open(c Config) (*Tier, error) {
 			return fail(d.Path, fmt.Errorf("size %d: less than the smallest store; raise it",
 				d.Size))
 		default:
-			if err := f.grow(d.Size); err != nil {
+			if o.have, err = f.grow(d.Size, size); err != nil {
 				return fail(d.Path, err)
 			}
 		}
 	}
-	t, err := open(devices, c)
+	t, err := openAll(devices, c)
 	if err != nil {
 		for _, d := range devices {
 			_ = d.file.Close()
@@ -181,7 +184,7 @@ func Open(c Config) (*Tier, error) {
 	return t, nil
 }
 
-// OpenDevice is a device that somebody has opened.
+// OpenDevice is a device that the caller has opened.
 type OpenDevice struct {
 	Path string // for messages
 	File File
@@ -197,10 +200,10 @@ func OpenFiles(files []OpenDevice, c Config) (*Tier, error) {
 		if err != nil {
 			return nil, fmt.Errorf("store.disk path %s: %w", f.Path, err)
 		}
-		devices = append(devices, opened{path: f.Path, file: f.File, size: f.Size, fresh: fresh,
-			direct: true})
+		devices = append(devices, opened{path: f.Path, file: f.File, size: f.Size,
+			have: f.Size, fresh: fresh, direct: true})
 	}
-	return open(devices, c)
+	return openAll(devices, c)
 }
 
 // isFresh reports whether a device holds nothing: no bytes, or only zeros where something would
@@ -231,8 +234,8 @@ func isFresh(f File, size int64) (bool, error) {
 	return true, nil
 }
 
-// open makes or recovers a store on devices that are open. On an error they stay the caller's.
-func open(devices []opened, c Config) (_ *Tier, err error) {
+// openAll makes or recovers a store on devices that are open. On an error they stay the caller's.
+func openAll(devices []opened, c Config) (_ *Tier, err error) {
 	if c.SegmentBytes == 0 {
 		c.SegmentBytes = DefaultSegmentBytes
 	}
@@ -249,15 +252,16 @@ func open(devices []opened, c Config) (_ *Tier, err error) {
 	var segments uint64
 	for _, l := range t.logs {
 		l.first = uint32(segments)
-		segments += uint64(len(l.segments))
+		n := uint64(len(l.segments))
+		segments += n
+		l.capacity = (n - n/spareShare - 2) * uint64(t.segb) * block
+		t.capacity += l.capacity
 	}
 	if segments*uint64(t.segb) > 1<<32-1 {
 		return nil,
 			fmt.Errorf("store.disk: %d segments of %d bytes: at most 16 TiB in all; lower size",
 				segments, t.segb*block)
 	}
-	spare := segments/spareShare + 2*uint64(len(t.logs))
-	t.capacity = (segments - spare) * uint64(t.segb) * block
 	if c.MaxPages == 0 {
 		c.MaxPages = int(max(64, t.capacity/leastPageBytes))
 	}
@@ -275,26 +279,23 @@ func open(devices []opened, c Config) (_ *Tier, err error) {
 func (t *Tier) releaseLocked(id uint16, loc uint32) {
 	n := t.owners[id].cost
 	t.bytes -= n
-	t.segmentOf(loc).live -= n
+	t.countLocked(loc, -n)
 }
 
 // noPlace is the place of a page that is being written.
 const noPlace = 1<<32 - 1
 
-func (t *Tier) segmentOf(loc uint32) *segment {
-	if loc == noPlace {
-		return &t.limbo
-	}
-	n := loc / t.segb
+// logOf is the log that has a place.
+func (t *Tier) logOf(loc uint32) *log {
 	for _, l := range t.logs {
-		if n < l.first+uint32(len(l.segments)) {
-			return &l.segments[n-l.first]
+		if loc/t.segb < l.first+uint32(len(l.segments)) {
+			return l
 		}
 	}
 	panic("disk: a place outside of all devices")
 }
 
-// Close closes the devices. Nobody reads or writes.
+// Close closes the devices. No other call is under way.
 func (t *Tier) Close() error {
 	var errs []error
 	for _, l := range t.logs {
@@ -331,20 +332,47 @@ func (t *Tier) SetOwner(n uint16, id page.ID, pageBytes int, quota, reserve uint
 		return fmt.Errorf("store.disk: owner %d is namespace %s with pages of %d bytes", n, o.id,
 			o.pageBytes)
 	}
-	t.setOwnerLocked(n, space{id, uint32(pageBytes)}, quota, reserve)
+	s := space{id, uint32(pageBytes)}
+	o := evict.Owner{PageBytes: t.costOf(s), Max: quota, Min: reserve}
+	if err := t.pages.CheckShares("store.disk", n, o, t.capacity); err != nil {
+		return err
+	}
+	t.setOwnerLocked(n, s, quota, reserve)
 	return nil
+}
+
+// costOf is how many bytes of a device a page of a namespace takes at most.
+func (t *Tier) costOf(s space) uint64 {
+	per := t.perSegment(int(s.pageBytes))
+	return uint64((t.segb+per-1)/per) * block
 }
 
 func (t *Tier) setOwnerLocked(n uint16, s space, quota, reserve uint64) {
 	if t.owners[n] == nil {
-		per := t.perSegment(int(s.pageBytes))
-		t.owners[n] = &owner{space: s, cost: uint64((t.segb+per-1)/per) * block}
+		t.owners[n] = &owner{space: s, cost: t.costOf(s)}
 		t.ids[s.id] = n
 	}
 	t.pages.SetOwner(n, evict.Owner{PageBytes: t.owners[n].cost, Max: quota, Min: reserve})
 }
 
-// Known is the number and the page size of each namespace that has pages here.
+// DropOwner forgets an owner, so that its number can be another's. The caller does not use the
+// number any more. It reports whether the owner had no pages; otherwise nothing changes. That the
+// namespace was removed is remembered.
+func (t *Tier) DropOwner(n uint16) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.pages.Used(n) != 0 {
+		return false
+	}
+	if o := t.owners[n]; o != nil {
+		delete(t.ids, o.id)
+		delete(t.owners, n)
+		t.pages.DropOwner(n)
+	}
+	return true
+}
+
+// Known is the number of each namespace that has an owner here.
 func (t *Tier) Known() map[page.ID]uint16 {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -402,11 +430,12 @@ func (t *Tier) Read(id uint16, k *page.Key, buf []byte, check Check) (crc uint32
 	}
 	e := *t.pages.At(n)
 	size := int(t.owners[id].pageBytes)
-	seg := t.segmentOf(e.Loc)
+	l := t.logOf(e.Loc)
+	seg := &l.segments[e.Loc/t.segb-l.first]
 	seg.readers++
 	t.mu.Unlock()
 
-	err = t.fetch(e.Loc, buf)
+	err = l.fetch(e.Loc, buf)
 
 	t.mu.Lock()
 	if seg.readers--; seg.readers == 0 {
@@ -430,14 +459,9 @@ func (t *Tier) Read(id uint16, k *page.Key, buf []byte, check Check) (crc uint32
 	return e.CRC, nil
 }
 
-// fetch reads what is at a place. Somebody keeps the segment.
-func (t *Tier) fetch(loc uint32, buf []byte) error {
-	for _, l := range t.logs {
-		if n := loc / t.segb; n < l.first+uint32(len(l.segments)) {
-			return l.file.ReadAt(buf, l.offset(n-l.first, loc%t.segb))
-		}
-	}
-	panic("disk: a place outside of all devices")
+// fetch reads what is at a place of the log. The segment is kept by a reader or a cleaner.
+func (l *log) fetch(loc uint32, buf []byte) error {
+	return l.file.ReadAt(buf, l.offset(loc/l.t.segb-l.first, loc%l.t.segb))
 }
 
 func newStoreID() (id storeID) {

@@ -370,13 +370,19 @@ func TestRefusesPathsByName(t *testing.T) {
 			t.Errorf("%s was touched", path)
 		}
 	}
+	cut := filepath.Join(dir, "cut")
+	must(config(cut))
+	if err := os.Truncate(cut, simBytes-4096); err != nil {
+		t.Fatal(err)
+	}
+	refuse(config(cut), cut, "was cut")
 	f, err := os.OpenFile(c, os.O_RDWR, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
-	_, _ = f.WriteAt([]byte{2, 0}, 12)
+	_, _ = f.WriteAt([]byte{3, 0}, 12)
 	_ = f.Close()
-	refuse(config(c), c, "format 2", "reads format 1", "newer release")
+	refuse(config(c), c, "format 3", "reads format 2", "newer release")
 	refuse(Config{Devices: []Device{{filepath.Join(dir, "small"), 1 << 20}}}, "size 1048576",
 		"raise it")
 	refuse(Config{Devices: []Device{{filepath.Join(dir, "huge"), 1 << 50}}}, "lower size")

@@ -13,9 +13,8 @@ import (
 )
 
 // File is what a device is read and written through. Offsets and lengths are multiples of 4 KiB,
-// and buffers are aligned to that. Calls block and come from many goroutines: whoever reads and
-// writes more at once calls from more of them. A file that queues in the kernel (io_uring) can
-// stand behind the same interface.
+// and buffers are aligned to that. Calls block: reads and writes at the same time come from as many
+// goroutines. A file that queues in the kernel (io_uring) can stand behind the same interface.
 type File interface {
 	// ReadAt fills p, or returns an error.
 	ReadAt(p []byte, off int64) error
@@ -70,24 +69,25 @@ func openFile(path string) (f *osFile, size int64, err error) {
 	return &osFile{h, direct}, size, nil
 }
 
-// grow makes a new file as long as it will ever be, so that the disk cannot be full later.
-func (o *osFile) grow(size int64) error {
+// grow makes a new file as long as it will ever be, so that the disk cannot be full later. It
+// returns how long it is then. A device has the size that it has.
+func (o *osFile) grow(size, have int64) (int64, error) {
 	st, err := o.f.Stat()
 	if err != nil {
-		return err
+		return 0, err
 	}
 	if !st.Mode().IsRegular() {
-		return nil // a block device has its size
+		return have, nil
 	}
 	if err := unix.Fallocate(int(o.f.Fd()), 0, 0, size); err != nil {
 		_ = o.f.Truncate(0)
-		return fmt.Errorf("allocate %d bytes: %w; lower size, or free space", size, err)
+		return 0, fmt.Errorf("allocate %d bytes: %w; lower size, or free space", size, err)
 	}
 	folder, err := os.Open(filepath.Dir(o.f.Name()))
 	if err != nil {
-		return err
+		return 0, err
 	}
-	return errors.Join(o.f.Sync(), folder.Sync(), folder.Close())
+	return size, errors.Join(o.f.Sync(), folder.Sync(), folder.Close())
 }
 
 func (o *osFile) ReadAt(p []byte, off int64) error {

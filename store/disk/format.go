@@ -11,8 +11,9 @@ import (
 	"github.com/kvspray/kvspray/store/page"
 )
 
-// Version is that of the format. A store of a newer one is refused, not read.
-const Version = 1
+// Version is that of the format. A store of another one is refused, not read. Format 1 gave the
+// number of a segment's life twice after damage, and kept what was removed in one place only.
+const Version = 2
 
 // block is what everything on a device is aligned to.
 const block = 4096
@@ -29,14 +30,14 @@ const (
 
 // The magic at the beginning of each thing, 8 bytes.
 const (
-	magicSuper      = "KVSPRAY\x01"
-	magicSegment    = "KVSPSEG\x01"
-	magicTable      = "KVSPTAB\x01"
-	magicEnd        = "KVSPEND\x01"
-	magicCheckpoint = "KVSPCHK\x01"
+	magicSuper   = "KVSPRAY\x01"
+	magicSegment = "KVSPSEG\x01"
+	magicTable   = "KVSPTAB\x01"
+	magicEnd     = "KVSPEND\x01"
+	magicLedger  = "KVSPCHK\x02"
 )
 
-// kind says what a table describes.
+// kind is what a table describes.
 type kind uint8
 
 const (
@@ -208,12 +209,16 @@ func (s *super) encode(b []byte) {
 	seal(b[:block])
 }
 
-// errVersion is a store of a newer format.
+// errVersion is a store of another format.
 type errVersion uint16
 
 func (e errVersion) Error() string {
+	other := "newer"
+	if e < Version {
+		other = "older"
+	}
 	return fmt.Sprintf("it holds a store of format %d, this release reads format %d; start the "+
-		"newer release, or name another path", uint16(e), Version)
+		"%s release, or name another path", uint16(e), Version, other)
 }
 
 func parseSuper(b []byte) (s super, err error) {
@@ -224,13 +229,17 @@ func parseSuper(b []byte) (s super, err error) {
 				"empty it yourself")
 	}
 	// Before the checksum: a newer format may have another one.
-	if v := le.Uint16(b[12:]); v > Version {
+	v := le.Uint16(b[12:])
+	if v > Version {
 		return s, errVersion(v)
 	}
 	if !sealed(b[:block], magicSuper) {
 		return s,
 			fmt.Errorf("its first block is %w; name another path, or empty it yourself: its "+
 				"pages are lost", errDamaged)
+	}
+	if v < Version {
+		return s, errVersion(v)
 	}
 	s = super{storeID(b[16:32]), le.Uint32(b[32:]), le.Uint32(b[36:]), le.Uint32(b[40:]),
 		le.Uint32(b[44:])}
@@ -249,10 +258,25 @@ func encodeSegment(b []byte, store storeID, seq uint64) {
 	seal(b[:block])
 }
 
-// parseSegment returns the number of a segment's life; 0: it has none.
+// Lives that no segment begins with.
+const (
+	neverUsed   = 0 // the store has not written to the segment
+	unknownLife = 1 // the header cannot be read: the segment may hold pages of any earlier life
+)
+
+// parseSegment returns the number of a segment's life. What is on the device before the store is,
+// or another store's header, is neverUsed.
 func parseSegment(b []byte, store storeID) uint64 {
-	if !sealed(b[:block], magicSegment) || storeID(b[16:32]) != store {
-		return 0
+	switch {
+	case !sealed(b[:block], magicSegment):
+		for _, v := range b[:block] {
+			if v != 0 {
+				return unknownLife
+			}
+		}
+		return neverUsed
+	case storeID(b[16:32]) != store:
+		return neverUsed
 	}
 	return binary.LittleEndian.Uint64(b[32:])
 }
@@ -275,48 +299,4 @@ func parseEnd(b []byte, store storeID, seq uint64, segment uint32) uint32 {
 		return 0
 	}
 	return n
-}
-
-// removal says that a namespace has no pages in segments of earlier lives.
-type removal struct {
-	id     page.ID
-	before uint64
-}
-
-// Of the checkpoint, which lists removals. Two places take turns, so that one is whole.
-const (
-	maxRemovals     = 1024
-	removalBytes    = 40
-	checkpointBytes = (headerBytes + maxRemovals*removalBytes + block - 1) / block * block
-)
-
-func encodeCheckpoint(b []byte, store storeID, generation uint64, removed []removal) {
-	le := binary.LittleEndian
-	copy(b, magicCheckpoint)
-	copy(b[16:], store[:])
-	le.PutUint64(b[32:], generation)
-	le.PutUint32(b[40:], uint32(len(removed)))
-	for i, r := range removed {
-		p := b[headerBytes+i*removalBytes:]
-		copy(p, r.id[:])
-		le.PutUint64(p[32:], r.before)
-	}
-	seal(b[:checkpointBytes])
-}
-
-func parseCheckpoint(b []byte, store storeID) (generation uint64, removed []removal, ok bool) {
-	le := binary.LittleEndian
-	if len(b) < checkpointBytes || !sealed(b[:checkpointBytes], magicCheckpoint) ||
-		storeID(b[16:32]) != store {
-		return 0, nil, false
-	}
-	n := le.Uint32(b[40:])
-	if n > maxRemovals {
-		return 0, nil, false
-	}
-	for i := range int(n) {
-		p := b[headerBytes+i*removalBytes:]
-		removed = append(removed, removal{page.ID(p[:32]), le.Uint64(p[32:])})
-	}
-	return le.Uint64(b[32:]), removed, true
 }

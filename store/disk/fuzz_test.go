@@ -96,7 +96,7 @@ func FuzzTable(f *testing.F) {
 
 // FuzzBlocks reads everything else that stands on a device.
 func FuzzBlocks(f *testing.F) {
-	b := make([]byte, checkpointBytes)
+	b := make([]byte, ledgerBytes)
 	s := super{fuzzStore, 0, 1, 32, 10}
 	s.encode(b)
 	f.Add(append([]byte(nil), b[:block]...))
@@ -107,12 +107,12 @@ func FuzzBlocks(f *testing.F) {
 	encodeEnd(b, fuzzStore, 7, 3)
 	f.Add(append([]byte(nil), b[:block]...))
 	clear(b)
-	encodeCheckpoint(b, fuzzStore, 4, []removal{{page.ID{1}, 3}})
+	encodeLedger(b, fuzzStore, 4, 9, []removal{{page.ID{1}, 3}})
 	f.Add(b)
 	f.Fuzz(func(t *testing.T, in []byte) {
-		b := make([]byte, checkpointBytes)
+		b := make([]byte, ledgerBytes)
 		copy(b, in)
-		for _, size := range []int{block, checkpointBytes} {
+		for _, size := range []int{block, ledgerBytes} {
 			seal(b[:size])
 			if s, err := parseSuper(b); err == nil && (s.devices == 0 ||
 				s.segment < minSegmentBlocks || s.segments == 0) {
@@ -122,7 +122,7 @@ func FuzzBlocks(f *testing.F) {
 			if n := parseEnd(b, fuzzStore, 7, 64); n > 62 {
 				t.Fatalf("a footer of %d blocks in a segment of 64", n)
 			}
-			if _, removed, ok := parseCheckpoint(b, fuzzStore); ok && len(removed) > maxRemovals {
+			if _, _, removed := parseLedger(b, fuzzStore); len(removed) > maxRemovals {
 				t.Fatalf("%d removals", len(removed))
 			}
 		}

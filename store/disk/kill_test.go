@@ -19,8 +19,8 @@ func killConfig(path string) Config {
 		MaxPages: 4096}
 }
 
-// TestKillChild is the process that is killed: it writes prompts for ever and says which pages are
-// durable.
+// TestKillChild is the process that is killed: it writes prompts for ever and prints which pages
+// are durable.
 func TestKillChild(t *testing.T) {
 	path := os.Getenv(childEnv)
 	if path == "" {
@@ -70,7 +70,7 @@ func TestKill(t *testing.T) {
 				durable = append(durable, n)
 			}
 			if lines++; lines == 500+round*700 {
-				_ = cmd.Process.Kill() // and what it still had said is read to the end
+				_ = cmd.Process.Kill() // what it had printed is read to the end
 			}
 		}
 		_ = cmd.Wait() // it was killed

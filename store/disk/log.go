@@ -39,7 +39,11 @@ type log struct {
 	file     File
 	first    uint32 // number of its first segment among all
 	segments []segment
-	waiting  int // writers that wait for mu; guarded by Tier.mu
+	capacity uint64 // bytes of pages that the policy lets it hold
+	// guarded by Tier.mu
+	live    uint64 // bytes of pages in its segments
+	pending uint64 // bytes of the pages of writers that wait for mu, or have it
+	broken  bool   // its last write could not be made durable
 
 	mu      sync.Mutex // guards what follows and the file's log
 	at      int        // the segment that is appended to; -1: none
@@ -73,7 +77,8 @@ func (t *Tier) Write(id uint16, records []Record) []error {
 	t.mu.Lock()
 	o := t.owners[id]
 	removals := o.removals
-	l := t.emptiestLocked()
+	l, bytes := t.emptiestLocked(), uint64(len(records))*o.cost
+	l.pending += bytes
 	for i := range records {
 		if t.pages.Readable(t.pages.Find(&records[i].Key), id) {
 			errs[i] = catalog.ErrExists // most pages of a prompt are here
@@ -87,7 +92,7 @@ func (t *Tier) Write(id uint16, records []Record) []error {
 		if errs[i] != nil {
 			continue
 		}
-		// What comes from memory is not believed either.
+		// A bit may have flipped in memory, too.
 		if mem.CRC32C(0, records[i].Data[:o.pageBytes]) != records[i].CRC {
 			errs[i] = fmt.Errorf("store.disk: page %s changed in memory: %w", records[i].Key,
 				ErrDamaged)
@@ -96,10 +101,15 @@ func (t *Tier) Write(id uint16, records []Record) []error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	t.mu.Lock()
-	l.waiting--
+	defer func() { // with t.mu
+		l.pending -= bytes
+		t.mu.Unlock()
+	}()
 	for i := range records {
-		if errs[i] == nil && o.removals != removals {
-			errs[i] = ErrRemoved // before the log takes it: the segment's life would outlast the removal
+		// Before the log takes a page: its segment's life would be later than the removal. And a page
+		// that was here is so no more.
+		if o.removals != removals && (errs[i] == nil || errors.Is(errs[i], catalog.ErrExists)) {
+			errs[i] = ErrRemoved
 		}
 		if errs[i] != nil {
 			continue
@@ -113,22 +123,17 @@ func (t *Tier) Write(id uint16, records []Record) []error {
 			fresh = append(fresh, i)
 		}
 	}
-	t.mu.Unlock()
 	if len(fresh) == 0 {
 		return errs
 	}
+	t.mu.Unlock()
 	places, err := l.append(o.space, records, fresh)
 	t.mu.Lock()
-	defer t.mu.Unlock()
+	l.broken = err != nil && !errors.Is(err, errNoSegment)
 	for j, i := range fresh {
 		n := nodes[i]
-		switch {
-		case j >= len(places):
+		if j >= len(places) {
 			errs[i] = err
-		case o.removals != removals:
-			errs[i] = ErrRemoved
-		}
-		if errs[i] != nil {
 			t.pages.Doom(n)
 		} else {
 			t.moveLocked(n, o, places[j])
@@ -139,26 +144,49 @@ func (t *Tier) Write(id uint16, records []Record) []error {
 	return errs
 }
 
-// emptiestLocked is the log that the fewest writers wait for, in turns.
+// retryTurns: one write in so many goes to a device that could not be written last.
+const retryTurns = 16
+
+// emptiestLocked is the log whose device is filled least, so that devices of unequal sizes and
+// speeds hold pages in proportion to their sizes. A device that cannot be written stays empty, and
+// is left out but for some turns.
 func (t *Tier) emptiestLocked() *log {
 	t.turn++
-	best := t.logs[t.turn%len(t.logs)]
+	var best *log
 	for _, l := range t.logs {
-		if l.waiting < best.waiting {
+		if l.broken && t.turn%retryTurns != 0 {
+			continue
+		}
+		if best == nil || l.filled() < best.filled() {
 			best = l
 		}
 	}
-	best.waiting++
+	if best == nil { // none can be written
+		best = t.logs[t.turn%len(t.logs)]
+	}
 	return best
 }
+
+// filled is the share of a device that has pages, those that are being written among them.
+func (l *log) filled() float64 { return float64(l.live+l.pending) / float64(l.capacity) }
 
 // moveLocked gives a page another place.
 func (t *Tier) moveLocked(n index.Node, o *owner, loc uint32) {
 	e := t.pages.At(n)
-	size := o.cost
-	t.segmentOf(e.Loc).live -= size
+	t.countLocked(e.Loc, -o.cost)
 	e.Loc = loc
-	t.segmentOf(loc).live += size
+	t.countLocked(loc, o.cost)
+}
+
+// countLocked adds to the bytes of pages at a place.
+func (t *Tier) countLocked(loc uint32, bytes uint64) {
+	if loc == noPlace {
+		t.limbo += bytes
+		return
+	}
+	l := t.logOf(loc)
+	l.segments[loc/t.segb-l.first].live += bytes
+	l.live += bytes
 }
 
 // roomLocked gives up pages until one more fits into what the tier may hold.
@@ -175,7 +203,7 @@ func (t *Tier) roomLocked(id uint16, o *owner) (uint32, error) {
 // limboLocked counts one more page, which has no place yet.
 func (t *Tier) limboLocked(o *owner) uint32 {
 	t.bytes += o.cost
-	t.limbo.live += o.cost
+	t.limbo += o.cost
 	return noPlace
 }
 
@@ -338,25 +366,42 @@ func (l *log) begin() error {
 		t.mu.Unlock()
 		return errNoSegment
 	}
+	l.segments[at].state = current
+	t.mu.Unlock()
+	err := l.newLife(uint32(at))
+	l.at, l.pos, l.spaces, l.entries = at, 1, nil, nil
+	if err != nil {
+		l.failed()
+	}
+	return err
+}
+
+// newLife writes the header of a segment that has no pages, durably. All that the segment held
+// counts no more.
+func (l *log) newLife(seg uint32) error {
+	t := l.t
+	t.mu.Lock()
+	if t.seq+1 >= t.ledger.limit {
+		t.mu.Unlock()
+		return fmt.Errorf("store.disk path %s: %d segments were begun since the start; restart",
+			l.path, uint64(livesPerStart))
+	}
 	t.seq++
 	seq := t.seq
-	l.segments[at].state = current
 	t.mu.Unlock()
 	b := l.scratch.Elems()[:block]
 	clear(b)
 	encodeSegment(b, t.id, seq)
-	err := l.file.WriteAt([][]byte{b}, l.offset(uint32(at), 0))
+	err := l.file.WriteAt([][]byte{b}, l.offset(seg, 0))
 	if err == nil {
 		err = l.file.Sync()
 	}
-	l.at, l.pos, l.spaces, l.entries = at, 1, nil, nil
 	if err != nil {
-		l.failed()
 		return fmt.Errorf("store.disk path %s: %w", l.path, err)
 	}
 	t.mu.Lock()
 	// not before: what was removed is remembered as long as an old life is on the device
-	l.segments[at].seq = seq
+	l.segments[seg].seq = seq
 	t.mu.Unlock()
 	return nil
 }

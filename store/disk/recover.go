@@ -5,7 +5,6 @@ package disk
 import (
 	"cmp"
 	"fmt"
-	"maps"
 	"slices"
 
 	"github.com/kvspray/kvspray/internal/sys/mem"
@@ -56,6 +55,11 @@ func (t *Tier) identify(devices []opened) error {
 				"name the paths as before, in their order", d.path, s.device+1, s.devices,
 				s.store[:4], i+1, len(devices), t.id[:4])
 		}
+		if end := segmentsAt + int64(s.segments)*int64(s.segment)*block; end > d.have {
+			return fmt.Errorf("store.disk path %s: its store needs %d bytes, the device has %d: "+
+				"it was cut, or copied in part; restore it, or empty it yourself: its pages are lost",
+				d.path, end, d.have)
+		}
 		l := &log{t: t, path: d.path, file: d.file, segments: make([]segment, s.segments), at: -1}
 		if l.scratch, err = offheap.New[byte](block); err != nil {
 			return err
@@ -70,6 +74,12 @@ func (t *Tier) identify(devices []opened) error {
 // are not, which is refused by name: nothing was stored in them.
 func (t *Tier) format(devices []opened, b []byte) error {
 	id := newStoreID()
+	for _, d := range devices { // before anything is written
+		if d.size > d.have {
+			return fmt.Errorf("store.disk path %s: size %d: the device has %d bytes; lower size",
+				d.path, d.size, d.have)
+		}
+	}
 	for i, d := range devices {
 		segments := (d.size - segmentsAt) / (int64(t.segb) * block)
 		if segments < minSegments {
@@ -100,10 +110,10 @@ type found struct {
 
 // recover fills the catalog with what the devices hold, the oldest segments first.
 func (t *Tier) recover() error {
-	if err := t.readCheckpoint(); err != nil {
+	if err := t.readLedger(); err != nil {
 		return err
 	}
-	t.seq = unknownLife
+	t.seq = t.ledger.first
 	var all []found
 	whole, err := offheap.New[byte](int(t.segb) * block)
 	if err != nil {
@@ -113,7 +123,9 @@ func (t *Tier) recover() error {
 	for _, l := range t.logs {
 		for i := range uint32(len(l.segments)) {
 			seq := l.life(i)
-			t.seq = max(t.seq, seq)
+			if seq >= t.ledger.first {
+				seq = unknownLife // no start has given this number
+			}
 			l.segments[i] = segment{seq: seq}
 			if seq <= unknownLife {
 				continue
@@ -169,12 +181,9 @@ func (l *log) resume(seg uint32, tab *table, end uint32) {
 	l.at, l.pos, l.spaces, l.entries = int(seg), end, tab.spaces, tab.entries
 }
 
-// unknownLife is that of a segment whose header cannot be read, and which may hold anything. No
-// segment has it else.
-const unknownLife = 1
-
-// life reads the header of a segment; 0: it was never used. A header that cannot be read is no
-// reason not to start.
+// life reads the header of a segment. A header that cannot be read is no reason not to start: the
+// pages of the segment are dropped. They are not searched for, because it is then unknown which of
+// the lives in the segment was the last one.
 func (l *log) life(seg uint32) uint64 {
 	b := l.scratch.Elems()[:block]
 	if err := l.file.ReadAt(b, l.offset(seg, 0)); err != nil {
@@ -269,7 +278,7 @@ func (t *Tier) adoptLocked(f found) {
 	}
 }
 
-// hiddenLocked is a number for a namespace that nobody has opened.
+// hiddenLocked is a number for a namespace that is on the disk and not opened yet.
 func (t *Tier) hiddenLocked() (uint16, bool) {
 	for n := uint16(0); n < maxSpaces; n++ {
 		if t.owners[n] == nil {
@@ -277,85 +286,4 @@ func (t *Tier) hiddenLocked() (uint16, bool) {
 		}
 	}
 	return 0, false
-}
-
-// readCheckpoint reads the newer of the two checkpoints.
-func (t *Tier) readCheckpoint() error {
-	buf, err := offheap.New[byte](checkpointBytes)
-	if err != nil {
-		return err
-	}
-	defer buf.Free()
-	l := t.logs[0]
-	for i := range 2 {
-		if err := l.file.ReadAt(buf.Elems(), checkpointPlace(uint64(i))); err != nil {
-			return fmt.Errorf("store.disk path %s: read what was removed: %w", l.path, err)
-		}
-		generation, removed, ok := parseCheckpoint(buf.Elems(), t.id)
-		if !ok || generation < t.check {
-			continue
-		}
-		t.check = generation
-		clear(t.removed)
-		for _, r := range removed {
-			t.removed[r.id] = r.before
-		}
-	}
-	return nil
-}
-
-func checkpointPlace(generation uint64) int64 {
-	return checkpointAt + int64(generation%2)*(checkpointBytes+block)
-}
-
-// RemoveOwner forgets all pages of an owner, durably: after it returned, none of them comes back,
-// whatever happens.
-func (t *Tier) RemoveOwner(id uint16) error {
-	for _, l := range t.logs { // in one order; nobody else holds two
-		l.mu.Lock()
-		defer l.mu.Unlock()
-		if l.at >= 0 {
-			l.close() // what is written later is in a later life
-		}
-	}
-	buf, err := offheap.New[byte](checkpointBytes)
-	if err != nil {
-		return err
-	}
-	defer buf.Free()
-	t.mu.Lock()
-	o := t.owners[id]
-	o.removals++
-	t.pages.RemoveOwner(id)
-	t.removed[o.id] = t.seq + 1
-	oldest := t.seq + 1 // life that is on a device, also in segments that are free
-	for _, l := range t.logs {
-		for i := range l.segments {
-			if s := &l.segments[i]; s.seq > 0 {
-				oldest = min(oldest, s.seq)
-			}
-		}
-	}
-	maps.DeleteFunc(t.removed, func(_ page.ID, before uint64) bool { return before <= oldest })
-	removed := make([]removal, 0, len(t.removed))
-	for id, before := range t.removed {
-		removed = append(removed, removal{id, before})
-	}
-	t.check++
-	generation := t.check
-	t.mu.Unlock()
-	if len(removed) > maxRemovals {
-		return fmt.Errorf("store.disk: %d namespaces were removed since the oldest segment was "+
-			"written, at most %d are remembered; "+
-			"remove the store's files to start anew", len(removed), maxRemovals)
-	}
-	encodeCheckpoint(buf.Elems(), t.id, generation, removed)
-	l := t.logs[0]
-	if err := l.file.WriteAt([][]byte{buf.Elems()}, checkpointPlace(generation)); err != nil {
-		return fmt.Errorf("store.disk path %s: %w", l.path, err)
-	}
-	if err := l.file.Sync(); err != nil {
-		return fmt.Errorf("store.disk path %s: %w", l.path, err)
-	}
-	return nil
 }

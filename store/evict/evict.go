@@ -17,7 +17,7 @@
 // pages form trees, and a page goes after everything that follows it. A page that is the oldest of
 // its queue, and has pages behind it, leaves the queue: it is overdue, and goes when the last of
 // those has gone. A page of Again has no ancestor in Once. Second, each owner has queues of its
-// own, with a quota that it cannot exceed and a reserve that nobody else can take from it; among
+// own, with a quota that it cannot exceed and a reserve that other owners cannot take; among
 // owners, the oldest page goes. A pin counts as a page that follows.
 //
 // Invariants: a resident page without kids is linked in its queue; the bytes of an owner are the
@@ -33,7 +33,7 @@ const MaxOwners = 1024
 // weight is how much older a page of Again must be to go before one of Once.
 const weight = 2
 
-// Queue says where a page stands.
+// Queue is where a page stands.
 type Queue uint8
 
 // The places of a page.
@@ -86,7 +86,7 @@ type Policy struct {
 }
 
 // New makes a policy over nodes 1 to len(links)-1. The memory of both slices is zero, and the
-// policy's from now on. A ghost takes 4 bytes; GhostsFor says how many are wanted.
+// policy's from now on. A ghost takes 4 bytes; GhostsFor is their number.
 func New(links []Link, ghostMemory []uint32) *Policy {
 	return &Policy{links: links, ghosts: newGhosts(ghostMemory)}
 }
@@ -106,6 +106,33 @@ func (p *Policy) DropOwner(id uint16) {
 		panic(fmt.Sprintf("evict: owner %d is dropped with %d bytes", id, o.used()))
 	}
 	p.owners[id] = owner{}
+}
+
+// Reserved is how many bytes all owners but one have reserved.
+func (p *Policy) Reserved(but uint16) (sum uint64) {
+	for id := range p.top {
+		if o := &p.owners[id]; o.known && id != but {
+			sum += o.Min
+		}
+	}
+	return sum
+}
+
+// CheckShares returns an error if an owner's quota or reserve is not possible in a tier: a quota
+// holds one page and the reserve, and all reserves together take half of the tier at most, so that
+// pages of others find room. key is the tier's, in the configuration.
+func (p *Policy) CheckShares(key string, id uint16, o Owner, tier uint64) error {
+	if o.Max != 0 && (o.Max < o.PageBytes || o.Min > o.Max) {
+		return fmt.Errorf("%s: quota of %d bytes: must hold one page, which takes %d bytes, and "+
+			"the reserve of %d bytes; raise it", key, o.Max, o.PageBytes, o.Min)
+	}
+	others := p.Reserved(id)
+	if o.Min > tier/2 || others > tier/2-o.Min {
+		return fmt.Errorf("%s: reserve of %d bytes: other namespaces have reserved %d bytes, and "+
+			"all may have half of the tier, %d bytes; lower a reserve, or make the tier larger",
+			key, o.Min, others, tier/2)
+	}
+	return nil
 }
 
 // Used is how many bytes of pages an owner has.
@@ -166,7 +193,7 @@ func (p *Policy) adopt(n, parent uint32) {
 	p.links[n].parent = parent
 }
 
-// raise moves n and its ancestors from Once to Again. Whoever uses a page uses all before it.
+// raise moves n and its ancestors from Once to Again. A use of a page is one of all before it.
 func (p *Policy) raise(n, now uint32) {
 	for n != 0 && p.links[n].queue != Again {
 		if p.links[n].queue == Once {

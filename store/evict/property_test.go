@@ -74,8 +74,8 @@ func (p *Policy) check(t *rapid.T, pins map[uint32]uint32) {
 	}
 }
 
-// Whatever happens, the invariants hold, a victim has nothing behind it, is nobody's reserve and is
-// not pinned, and there is a victim wherever one exists.
+// Whatever happens, the invariants hold, a victim has nothing behind it, is in no other owner's
+// reserve and is not pinned, and there is a victim wherever one exists.
 func TestPolicy(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		const nodes, owners = 24, 3

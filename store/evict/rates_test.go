@@ -178,15 +178,15 @@ func rate(c cache, prompts [][]uint64) float64 {
 	return 100 * float64(hits) / float64(all)
 }
 
-func conversations(requests int) (out [][]uint64) {
-	g := trace.New(trace.Conversation(), 1)
+func conversations(requests int, seed uint64) (out [][]uint64) {
+	g := trace.New(trace.Conversation(), seed)
 	for range requests {
 		out = append(out, g.Next().Pages)
 	}
 	return out
 }
 
-// published reads a trace in Mooncake's form, for whoever has one: KVSPRAY_TRACE names the file.
+// published reads a trace in Mooncake's form: KVSPRAY_TRACE names the file.
 func published(t *testing.T, name string) (out [][]uint64) {
 	t.Helper()
 	f, err := os.Open(name)
@@ -209,20 +209,37 @@ func published(t *testing.T, name string) (out [][]uint64) {
 }
 
 // The policy keeps what LRU keeps, on the shape of conversations, or more.
+//
+// One generated trace does not show a difference of 0.2 points: over six of them, the difference in
+// one row goes from -0.6 to 0.5 points, for instance 50,000 pages: -0.22, -0.19, -0.02, 0.02, 0.46,
+// 0.22. Hence the mean of several.
 func TestHitRates(t *testing.T) {
-	prompts, what := conversations(12_000), "generated"
+	const tolerance = 0.2 // points
+	var traces [][][]uint64
+	what := "generated"
 	if name := os.Getenv("KVSPRAY_TRACE"); name != "" {
-		prompts, what = published(t, name), name
+		traces, what = [][][]uint64{published(t, name)}, name
+	} else {
+		for seed := range uint64(4) {
+			traces = append(traces, conversations(12_000, seed+1))
+		}
 	}
-	table := fmt.Sprintf("%s, %d requests: hits in %% of all pages, second half\n%8s %8s %8s "+
-		"%8s %10s\n", what,
-		len(prompts), "pages", "S3-FIFO", "LRU", "ours", "unbounded")
-	unbounded := rate(newLRU(1<<30), prompts)
+	mean := func(c func() cache) (sum float64) {
+		for _, prompts := range traces {
+			sum += rate(c(), prompts)
+		}
+		return sum / float64(len(traces))
+	}
+	table := fmt.Sprintf("%s, %d requests: hits in %% of all pages, second half; the mean of %d "+
+		"traces, and S3-FIFO and unbounded of the first one\n%8s %8s %8s %8s %10s\n", what,
+		len(traces[0]), len(traces), "pages", "S3-FIFO", "LRU", "ours", "unbounded")
+	unbounded := rate(newLRU(1<<30), traces[0])
 	for _, room := range []int{2_000, 5_000, 10_000, 20_000, 50_000} {
-		lru, own := rate(newLRU(room), prompts), rate(newOurs(room), prompts)
-		table += fmt.Sprintf("%8d %8.2f %8.2f %8.2f %10.2f\n", room, rate(newS3FIFO(room),
-			prompts), lru, own, unbounded)
-		if own < lru-0.4 { // points: what the parts of the queue cost where nearly everything fits
+		lru := mean(func() cache { return newLRU(room) })
+		own := mean(func() cache { return newOurs(room) })
+		table += fmt.Sprintf("%8d %8.2f %8.2f %8.2f %10.2f\n", room,
+			rate(newS3FIFO(room), traces[0]), lru, own, unbounded)
+		if own < lru-tolerance {
 			t.Errorf("%d pages: the policy keeps %.2f%%, LRU %.2f%%", room, own, lru)
 		}
 	}

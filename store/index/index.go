@@ -27,13 +27,13 @@ var ErrFull = errors.New("the index has no room for another page")
 // Node numbers an entry. 0 is none.
 type Node uint32
 
-// State says what an entry stands for.
+// State is what an entry stands for.
 type State uint8
 
 // The states of an entry.
 const (
 	Free    State = iota
-	Filling       // its bytes are being written; nobody may read them
+	Filling       // its bytes are being written, and are not read
 	Live          // its bytes are whole
 	Gone          // its bytes are gone, and the policy still needs its number
 )
@@ -53,7 +53,7 @@ type Entry struct {
 type Table struct {
 	entries *offheap.Array[Entry]
 	buckets *offheap.Array[Node]
-	seed    maphash.Seed // keys come from others: nobody can choose those that share a bucket
+	seed    maphash.Seed // keys come from others, and cannot be chosen to share a bucket
 	free    Node         // head of the list of deleted nodes
 	fresh   Node         // nodes from here on were never used
 	used    int

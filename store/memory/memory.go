@@ -4,8 +4,8 @@
 // to engines of this host and pinned once for all transports.
 //
 // Ownership: the tier owns the arena and the index. A Page that Pin or Reserve returned belongs to
-// the caller until Unpin; its bytes stay where they are for as long. Whoever reserved a page alone
-// writes to it until Commit, and nobody writes to it afterwards.
+// the caller until Unpin; its bytes stay where they are for as long. Only the caller that reserved
+// a page writes to it, until Commit; afterwards its bytes do not change.
 //
 // Invariants: a page that can be pinned is whole; a slot is reused only when its page has no pin;
 // an owner's pages stay within its quota, and above its reserve as far as others are concerned.
@@ -114,7 +114,7 @@ func (t *Tier) free() {
 	}
 }
 
-// Close frees the arena. Nobody has a page pinned.
+// Close frees the arena. No page is pinned any more.
 func (t *Tier) Close() { t.free() }
 
 // Region is the arena, for passing on. It stays the tier's.
@@ -132,19 +132,31 @@ func (t *Tier) SetOwner(id uint16, pageBytes int, quota, reserve uint64) error {
 			"into its slabs of %d bytes; "+
 			"set store.memory to %d or more", t.region.Size(), pageBytes, t.slab, 8*pageBytes)
 	}
-	if quota != 0 && (quota < uint64(pageBytes) || reserve > quota) {
-		return fmt.Errorf("store quota: %d bytes: must hold one page of %d bytes and the "+
-			"reserve of %d bytes; raise it",
-			quota, pageBytes, reserve)
-	}
 	class, err := t.slabs.classFor(pageBytes)
 	if err != nil {
 		return err
 	}
+	o := evict.Owner{PageBytes: uint64(t.slabs.classes[class].bytes), Class: class, Max: quota,
+		Min: reserve}
+	if err := t.pages.CheckShares("store.memory", id, o, t.region.Size()); err != nil {
+		return err
+	}
 	t.owners[id] = owner{pageBytes, class}
-	t.pages.SetOwner(id, evict.Owner{PageBytes: uint64(t.slabs.classes[class].bytes),
-		Class: class, Max: quota, Min: reserve})
+	t.pages.SetOwner(id, o)
 	return nil
+}
+
+// DropOwner forgets an owner, so that its number can be another's. The caller does not use the
+// number any more. It reports whether the owner had no pages; otherwise nothing changes.
+func (t *Tier) DropOwner(id uint16) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.pages.Used(id) != 0 {
+		return false
+	}
+	t.pages.DropOwner(id)
+	delete(t.owners, id)
+	return true
 }
 
 // Used is how many bytes of the arena an owner's pages take.
@@ -203,7 +215,7 @@ func (t *Tier) Unpin(p Page) {
 	t.pages.Drop(p.node)
 }
 
-// Drop gives a page back that nobody may find any more, for instance because its bytes were found
+// Drop gives a page back that must not be found any more, for instance because its bytes were
 // damaged. It goes when its last pin does.
 func (t *Tier) Drop(p Page) {
 	t.mu.Lock()
@@ -236,6 +248,7 @@ func (t *Tier) Reserve(id uint16, k, after *page.Key) (Page, error) {
 	if err != nil {
 		return Page{}, fmt.Errorf("store.memory: %w", err)
 	}
+	t.slabs.name(t.pages.At(n).Loc, uint32(n))
 	p := t.pageLocked(n, id)
 	clear(p.Slot[len(p.Bytes):]) // what another tenant left there does not go to a disk
 	return p, nil

@@ -7,6 +7,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"math/rand/v2"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -65,6 +66,28 @@ func TestRefusesSizesByName(t *testing.T) {
 	if err := tier.SetOwner(1, 8192, 4096, 0); err == nil || !strings.Contains(err.Error(),
 		"quota") {
 		t.Errorf("a quota below one page: %v", err)
+	}
+}
+
+// All reserves together leave half of the arena, and a refused one changes nothing.
+func TestReservesAddUp(t *testing.T) {
+	tier := open(t, Config{Bytes: 1 << 20})
+	for id, reserve := range []uint64{200 << 10, 200 << 10, 112 << 10} {
+		if err := tier.SetOwner(uint16(id), 4096, 0, reserve); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, reserve := range []uint64{1, 1 << 63, ^uint64(0)} {
+		if err := tier.SetOwner(3, 4096, 0, reserve); err == nil ||
+			!strings.Contains(err.Error(), "have reserved 524288 bytes") {
+			t.Errorf("a reserve of %d: %v", reserve, err)
+		}
+	}
+	if err := tier.SetOwner(1, 4096, 0, 100<<10); err != nil { // its own does not count twice
+		t.Error(err)
+	}
+	if err := tier.SetOwner(3, 4096, 0, 100<<10); err != nil {
+		t.Error(err)
 	}
 }
 
@@ -228,6 +251,10 @@ func TestTier(t *testing.T) {
 						continue
 					}
 					pages++
+					if sl := tier.slabs.all[e.Loc/tier.slabs.perSlab]; !slices.Contains(sl.nodes,
+						uint32(n)) {
+						t.Fatalf("the slab of page %d does not list it", n)
+					}
 					own := tier.owners[tier.pages.Owner(uint32(n))]
 					size := tier.slabs.classes[own.class].bytes / unit
 					for u := e.Loc; u < e.Loc+size; u++ {
@@ -236,6 +263,22 @@ func TestTier(t *testing.T) {
 						}
 						taken[u] = true
 					}
+				}
+				slots := 0
+				for i, c := range tier.slabs.classes {
+					free := 0
+					for n := range tier.slabs.all {
+						if sl := &tier.slabs.all[n]; i > 0 && int(sl.class) == i {
+							free += len(sl.free)
+							slots += tier.slabs.used(uint32(n))
+						}
+					}
+					if free != c.free {
+						t.Fatalf("class %d has %d free slots, and counts %d", i, free, c.free)
+					}
+				}
+				if slots != pages {
+					t.Fatalf("%d slots are taken by %d pages", slots, pages)
 				}
 				if pages != tier.pages.Pages() {
 					t.Fatalf("%d pages, the policy counts %d", pages, tier.pages.Pages())

@@ -3,6 +3,8 @@
 package memory
 
 import (
+	"slices"
+
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/store/catalog"
 	"github.com/kvspray/kvspray/store/evict"
@@ -21,7 +23,7 @@ func (t *Tier) slotLocked(id uint16) (uint32, error) {
 		if v == 0 {
 			return 0, catalog.ErrFull
 		}
-		from := t.slabs.class[t.pages.At(index.Node(v)).Loc/t.slabs.perSlab]
+		from := t.slabs.classOf(t.pages.At(index.Node(v)).Loc)
 		if from == class || !t.vacateLocked(id, from) {
 			if err := t.pages.GiveUpOne(id, class); err != nil {
 				return 0, err
@@ -30,54 +32,43 @@ func (t *Tier) slotLocked(id uint16) (uint32, error) {
 	}
 }
 
-// vacateLocked empties the slab of a class that has the fewest pages: it gives up the pages of this
-// class that the policy names until the others fit into the class's other slabs, and moves them
-// there.
+// vacateLocked empties a slab of a class: the one with the fewest pages of those without a pinned
+// one. It gives up the pages of this class that the policy names until the others fit into the
+// class's other slabs, and moves them there.
 func (t *Tier) vacateLocked(id uint16, class uint8) bool {
-	used := make([]int, len(t.slabs.class))
-	held := make([]bool, len(t.slabs.class))
-	for n := index.Node(1); n <= t.pages.Last(); n++ {
-		if e := t.pages.At(n); e.State == index.Live || e.State == index.Filling {
-			slab := e.Loc / t.slabs.perSlab
-			used[slab]++
-			held[slab] = held[slab] || e.Pins > 0
-		}
-	}
-	best := -1
-	for i, c := range t.slabs.class {
-		if c == class && !held[i] && (best < 0 || used[i] < used[best]) {
-			best = i
-		}
-	}
+	slabs := t.slabs.byUse(class)
+	best := slices.IndexFunc(slabs, t.unpinnedLocked)
 	if best < 0 {
 		return false
 	}
-	slab := uint32(best)
-	for room := t.slabs.freeOutside(slab); room < used[slab]; {
+	slab := slabs[best]
+	for t.slabs.freeOutside(slab) < t.slabs.used(slab) {
 		v := index.Node(t.pages.Victim(id, class, t.pages.Now()))
 		if v == 0 {
 			return false
 		}
-		if t.pages.At(v).Loc/t.slabs.perSlab == slab {
-			used[slab]--
-		} else {
-			room++
-		}
 		t.pages.GiveUp(v)
 	}
 	t.slabs.clear(slab)
-	for n := index.Node(1); n <= t.pages.Last() && used[slab] > 0; n++ {
-		e := t.pages.At(n)
-		if e.State != index.Live || e.Loc/t.slabs.perSlab != slab {
+	for _, n := range t.slabs.all[slab].nodes {
+		if n == 0 {
 			continue
 		}
+		e := t.pages.At(index.Node(n))
 		to, _ := t.slabs.take(class) // there is room: it was made above
 		size := uint64(t.slabs.classes[class].bytes)
 		mem.Copy(t.arena[uint64(to)*unit:][:size], t.arena[uint64(e.Loc)*unit:][:size])
 		e.Loc = to
-		used[slab]--
+		t.slabs.name(to, n)
 		t.moved++
 	}
 	t.slabs.retire(slab)
 	return true
+}
+
+// unpinnedLocked reports whether no page of a slab is pinned. A page that is being stored is.
+func (t *Tier) unpinnedLocked(slab uint32) bool {
+	return !slices.ContainsFunc(t.slabs.all[slab].nodes, func(n uint32) bool {
+		return n != 0 && t.pages.At(index.Node(n)).Pins > 0
+	})
 }

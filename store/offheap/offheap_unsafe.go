@@ -5,7 +5,7 @@
 //
 // Invariants: an array is zero when it is made, is aligned to a page of memory, does not move, and
 // holds no Go pointer. Memory is taken from the kernel when it is first touched, in huge pages
-// where the kernel has them. The owner frees an array once, when nobody uses it any more. No
+// where the kernel has them. The owner frees an array once, when it is not used any more. No
 // goroutines.
 package offheap
 

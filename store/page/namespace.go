@@ -25,8 +25,7 @@ const (
 	idVersion      = "page/v1" // part of every id: a change of the encoding changes all ids
 )
 
-// ID names a namespace. Without the tenant's secret, nobody can compute the ID of a namespace that
-// has one.
+// ID names a namespace. The ID of a namespace with a secret can be computed with that secret only.
 type ID [32]byte
 
 func (id ID) String() string { return hex.EncodeToString(id[:]) }
@@ -45,7 +44,7 @@ type Namespace struct {
 	Secret     []byte // the tenant's; nil: pages are shared with all tenants that have none
 }
 
-// seeding says whether the hashes of two processes agree without a common seed.
+// seeding is whether the hashes of two processes agree without a common seed.
 type seeding uint8
 
 const (
@@ -54,7 +53,7 @@ const (
 	neverSame                    // never equal in two processes, or not in two releases of Python
 )
 
-// algorithms are the page hashes of the engines that we know.
+// algorithms are the page hashes of the engines that the store supports.
 var algorithms = map[string]seeding{
 	"sglang-sha256":    unseeded,
 	"vllm-sha256_cbor": needsSeed,

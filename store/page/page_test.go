@@ -95,7 +95,7 @@ func TestIDDependsOnEveryField(t *testing.T) {
 	}
 }
 
-// Whoever has no secret, or another one, can compute neither the namespace's id nor a key of it.
+// Without the secret, or with another one, neither the namespace's id nor a key can be computed.
 func TestSecretHidesNames(t *testing.T) {
 	plain, one, two := sample(), sample(), sample()
 	one.Secret, two.Secret = bytes.Repeat([]byte{1}, 32), bytes.Repeat([]byte{2}, 32)

@@ -31,6 +31,7 @@ type Sim struct {
 	off     bool
 	fault   func(op string, off int64) error
 	hold    func()
+	holdW   func()
 }
 
 type write struct {
@@ -85,6 +86,12 @@ func (f *Sim) ReadAt(p []byte, off int64) error {
 
 // WriteAt is disk.File.
 func (f *Sim) WriteAt(bufs [][]byte, off int64) error {
+	f.mu.Lock()
+	hold := f.holdW
+	f.mu.Unlock()
+	if hold != nil {
+		hold()
+	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if err := f.step("write", off); err != nil {
@@ -178,4 +185,11 @@ func (f *Sim) Hold(hold func()) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.hold = hold
+}
+
+// HoldWrites has every write call hold before it begins; nil: none.
+func (f *Sim) HoldWrites(hold func()) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.holdW = hold
 }
