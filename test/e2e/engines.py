@@ -462,7 +462,7 @@ class _Loop:
             if xfer is not None:
                 ends.setdefault(xfer, {}).setdefault(what, time.time())
 
-        finished, allocated, worker_said = side.finished, side.allocated, side.worker_said
+        finished, allocated, worker_reported = side.finished, side.allocated, side.worker_reported
 
         def on_finished(request: Any, table: Any) -> Any:
             note("over", request)
@@ -473,14 +473,14 @@ class _Loop:
                 note("over", request)
             allocated(request, blocks, external)
 
-        def on_worker_said(sent: Any, *rest: Any) -> None:
+        def on_worker_reported(sent: Any, *rest: Any) -> None:
             for req in sent:
                 if req in side._sources:
                     xfer = side._sources[req].xfer.hex()
                     ends.setdefault(xfer, {}).setdefault("released", time.time())
-            worker_said(sent, *rest)
+            worker_reported(sent, *rest)
 
-        side.finished, side.allocated, side.worker_said = on_finished, on_allocated, on_worker_said
+        side.finished, side.allocated, side.worker_reported = on_finished, on_allocated, on_worker_reported
 
     def do_transfer_ends(self) -> dict[str, dict[str, float]]:
         return self.ends
