@@ -31,6 +31,10 @@ const (
 	outSlices = 16    // of which its rate is measured at least
 	outWeight = 0.5   // of the newest sample
 	probeGain = 1.125 // times its rate is sent for probeSpan
+	// of what the rail moves meanwhile, which must be posted for a probe to count. More would be
+	// better evidence, but on paths longer than probeSpan too few probes would raise a rate that is
+	// too low.
+	probeLeast = 0.5
 )
 
 // egress is one local rail with what leaves over it, to all peers. Pairs that share it stand in one
@@ -60,12 +64,14 @@ type egress struct {
 	spanBytes uint64  // bytes confirmed since the last sample
 	spanTime  Instant // and the time in which the rail was busy
 	spanCount int     // and slices
+	spanDry   int     // of them, those that found no queue, left none, and were not late
 	late      Instant // the least that a confirmation was late by since; never: there was none
 	free      Instant
 	bw        float64 // bytes per nanosecond
 	probing   bool    // more is sent than that
 	probed    Instant // when that began last
 	probeGap  Instant // until it begins again
+	probeFrom uint64  // posted then
 	looked    Instant // at the probe last
 	lookLate  Instant // as late, since then
 	samples   int
@@ -344,6 +350,9 @@ func (q *pair) left(now Instant, fl *flight) (rate float64) {
 	o.delivered += fl.bytes
 	if fl.outClean {
 		took := max(now-fl.posted-Instant(float64(fl.bytes)/o.bw), 0)
+		if d := q.leastTrip(o.bw); d > 0 {
+			took = min(took, d+outLate) // one late confirmation is no longer path
+		}
 		if o.tripped {
 			took = Instant(ewma(float64(o.wayBack), float64(took), alpha))
 		}
@@ -360,9 +369,12 @@ func (q *pair) left(now Instant, fl *flight) (rate float64) {
 		}
 		o.late, o.lookLate = min(o.late, late), min(o.lookLate, late)
 	}
+	late := now-trip-fl.posted > 2*(fl.outLeft-fl.posted+outLate)
+	if !late && !fl.outBusy && o.waiting == 0 && q.peer.waits(Background) == 0 {
+		o.spanDry++
+	}
 	o.learn(now, fl.bytes)
 	alone := o.delivered-fl.outDelivered == q.delivered-fl.delivered
-	late := now-trip-fl.posted > 2*(fl.outLeft-fl.posted+outLate)
 	if !newest || o.samples == 0 || !fl.outBusy || alone || late {
 		return 0
 	}
@@ -387,7 +399,11 @@ func (e *egress) learn(now Instant, bytes uint64) {
 		late = 0
 	}
 	full := rate >= fullRail*e.bw
+	dry := 2*e.spanDry > e.spanCount // the rail waited for slices, and could have moved more
 	switch {
+	case dry && rate <= e.bw:
+		e.restart()
+		return
 	case e.samples == 0:
 		e.bw = rate
 	case e.probing:
@@ -404,12 +420,13 @@ func (e *egress) learn(now Instant, bytes uint64) {
 	e.restart()
 	wanted := e.waiting > 0 && e.turns[DecodeWaits].Len() == 0
 	if full && wanted && !e.probing && now-e.probed >= e.probeGap {
-		e.probing, e.probed, e.looked, e.lookLate = true, now, now, never
+		e.probing, e.probed, e.probeFrom = true, now, e.posted
+		e.looked, e.lookLate = now, never
 	}
 }
 
 func (e *egress) restart() {
-	e.spanTime, e.spanBytes, e.spanCount, e.late = 0, 0, 0, never
+	e.spanTime, e.spanBytes, e.spanCount, e.spanDry, e.late = 0, 0, 0, 0, never
 }
 
 // judge ends a probe: more was sent than the rail is believed to move. Where the ends of the peers
@@ -426,24 +443,39 @@ func (e *egress) judge(now Instant) {
 		}
 		e.looked, e.lookLate = now, never
 	}
-	if now-e.probed >= probeSpan {
-		e.probing, e.probeGap = false, probeEvery
-		e.bw = min(e.bw*probeGain, maxClaim)
-		e.restart()
+	if now-e.probed < probeSpan {
+		return
 	}
+	e.probing = false
+	if float64(e.posted-e.probeFrom) < probeLeast*e.bw*float64(now-e.probed) {
+		return // too little was posted: nothing could be late
+	}
+	e.probeGap = probeEvery
+	e.bw = min(e.bw*probeGain, maxClaim)
+	e.restart()
 }
 
 // trip is the time from when a slice has left the local rail to its confirmation: the mean of
-// slices that found the rail idle, or else the round trip of when the lanes came up, or the least
-// delay that was seen. It has in it how long the two processes wait for a processor.
+// slices that found the rail idle, or else leastTrip. The mean includes the time in which the two
+// processes wait for a processor, and exceeds leastTrip by outLate at most.
 func (q *pair) trip(rate float64) Instant {
+	d := q.leastTrip(rate)
+	switch o := q.out; {
+	case !o.tripped:
+		return d
+	case d == 0:
+		return o.wayBack // nothing else is known
+	default:
+		return min(max(d, o.wayBack), d+outLate)
+	}
+}
+
+// leastTrip is the RTT of when the lanes came up, or the least delay that was seen without the time
+// of its slice on the wire, whichever is longer; 0: unknown.
+func (q *pair) leastTrip(rate float64) Instant {
 	d, bytes := q.lat[0], q.latBytes[0]
 	if d == 0 || q.lat[1] != 0 && q.lat[1] < d {
 		d, bytes = q.lat[1], q.latBytes[1]
 	}
-	d = max(d-min(Instant(float64(bytes)/rate), sliceTime), 0)
-	if o := q.out; o.tripped {
-		return max(d, o.wayBack)
-	}
-	return max(d, q.way)
+	return max(d-min(Instant(float64(bytes)/rate), sliceTime), q.way, 0)
 }

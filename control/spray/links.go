@@ -2,6 +2,7 @@ package spray
 
 import (
 	"fmt"
+	"math"
 	"time"
 
 	"github.com/kvspray/kvspray/transfer"
@@ -173,14 +174,18 @@ func (p *Peer) share(n railName) {
 	}
 }
 
-// credited keeps window and slice within the credit, and what the way there holds by itself: a
-// credit is what may wait at the receiver's end, and on a long way most of a window does not.
-func (q *pair) credited() {
+// creditMost is the number of bytes in flight that the receiver's credit permits: the credit is
+// what may wait at the receiver's end, and on a long path most of a window does not wait there.
+func (q *pair) creditMost() uint64 {
 	if q.credit == 0 {
-		return
+		return math.MaxUint64
 	}
-	most := q.credit + uint64(min(float64(q.credit)*float64(q.way)/float64(CreditSpan), maxWay))
-	if q.window > most {
+	return q.credit + uint64(min(float64(q.credit)*float64(q.way)/float64(CreditSpan), maxWay))
+}
+
+// credited keeps window and slice within the credit.
+func (q *pair) credited() {
+	if most := q.creditMost(); q.window > most {
 		q.window = most
 		q.piece = min(q.piece, max(q.window/2/transfer.ChunkBytes, 1)*transfer.ChunkBytes)
 	}

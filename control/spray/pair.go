@@ -191,10 +191,10 @@ func (q *pair) room(n uint64, prio Priority, urgent bool) bool {
 	load, slots, w, all := q.load(), q.slots, q.most(prio), q.window
 	if urgent {
 		all += q.piece
-		if q.crowded() {
+		if q.state == Healthy && q.samples > 0 && q.crowded() {
 			// Its turn at the local rail is what holds it back. A rate that it learned between
 			// others is what they left it.
-			all = max(all, uint64(q.out.bw*float64(spareTime)))
+			all = max(all, min(uint64(q.out.bw*float64(spareTime)), q.creditMost()))
 		}
 		w = all
 	} else {
