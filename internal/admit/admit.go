@@ -12,7 +12,8 @@
 //
 // Invariants: a Gate holds at most Limits.Unproved connections, and at most Limits.PerSource of
 // one source. It closes a connection from the address of a member only where no other is left, or
-// for another one of that address. No goroutines; the methods may be called from any.
+// for another one of that address. An arrival takes a time that is logarithmic in the
+// number of connections. No goroutines; the methods may be called from any.
 package admit
 
 import (
@@ -21,8 +22,11 @@ import (
 	"net/netip"
 	"sync"
 	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/kvspray/kvspray/internal/heap"
 )
 
 // Limits of a Gate.
@@ -86,25 +90,52 @@ type Gate struct {
 	held    int
 	entered uint64
 	sources map[netip.Prefix]*source
+	crowds  [classes]heap.Heap[*crowd] // of all sources
 	evicted uint64
 }
 
 // source is the connections of one source; it lives as long as there are any.
 type source struct {
-	lists [classes]list.List // of *Visit, the oldest first
-	held  int
+	crowds [classes]crowd
+	held   int
+}
+
+// crowd is the connections of one class of one source.
+type crowd struct {
+	row
+	place heap.Item[*crowd] // in Gate.crowds
+	// The same connections by address. Nil for a source that is one address.
+	addresses map[netip.Addr]*address
+	order     heap.Heap[*address]
+}
+
+// address is the connections of a crowd from one address.
+type address struct {
+	row
+	place heap.Item[*address] // in crowd.order
+}
+
+// row is connections, the oldest first.
+type row struct{ list.List } // of *Visit
+
+func (r *row) oldest() *Visit { return r.Front().Value.(*Visit) }
+
+// key orders rows: the longest first, and of equal ones that with the oldest connection.
+func (r *row) key() heap.Key {
+	return heap.Key{At: -time.Duration(r.Len()), Seq: r.oldest().age}
 }
 
 // Visit is one connection in a gate.
 type Visit struct {
-	gate  *Gate
-	conn  net.Conn
-	from  netip.Addr
-	key   netip.Prefix // its source
-	age   uint64       // of two, the one with the lower number is older
-	class int          // -1: it has left
-	known bool
-	at    *list.Element
+	gate   *Gate
+	conn   net.Conn
+	from   netip.Addr
+	key    netip.Prefix // its source
+	age    uint64       // of two, the one with the lower number is older
+	class  int          // -1: it has left
+	known  bool
+	at     *list.Element // in its crowd
+	atAddr *list.Element // in the crowd's address, if it has addresses
 }
 
 // New makes a gate. A nil set is one of its own.
@@ -150,52 +181,64 @@ func (g *Gate) Enter(c net.Conn) *Visit {
 // victimLocked is the connection that makes room for one of a source; nil: there is room.
 func (g *Gate) victimLocked(key netip.Prefix) *Visit {
 	if s := g.sources[key]; s != nil && s.held >= g.limits.PerSource {
-		for class := range s.lists {
-			if s.lists[class].Len() > 0 {
-				return crowded(&s.lists[class])
+		for class := range s.crowds {
+			if c := &s.crowds[class]; c.Len() > 0 {
+				return c.victim()
 			}
 		}
 	}
 	if g.held < g.limits.Unproved {
 		return nil
 	}
-	for class := range classes {
-		var most *list.List
-		for _, s := range g.sources {
-			l := &s.lists[class]
-			if n := l.Len(); n > 0 && (most == nil || n > most.Len() ||
-				n == most.Len() && oldest(l).age < oldest(most).age) {
-				most = l
-			}
-		}
-		if most != nil {
-			return crowded(most)
+	for class := range g.crowds {
+		if h := &g.crowds[class]; h.Len() > 0 {
+			_, it := h.At(0)
+			return it.Value.victim()
 		}
 	}
 	return nil
 }
 
-func oldest(l *list.List) *Visit { return l.Front().Value.(*Visit) }
+// victim is the oldest connection of the address that has the most of them.
+func (c *crowd) victim() *Visit {
+	if c.order.Len() == 0 {
+		return c.oldest()
+	}
+	_, it := c.order.At(0)
+	return it.Value.oldest()
+}
 
-// crowded is the oldest connection of the address that has the most of a list.
-func crowded(l *list.List) *Visit {
-	first := oldest(l)
-	if first.key.IsSingleIP() {
-		return first
+func (c *crowd) add(v *Visit) {
+	v.at = c.PushBack(v)
+	if v.key.IsSingleIP() {
+		return
 	}
-	count := map[netip.Addr]int{}
-	most := 0
-	for e := l.Front(); e != nil; e = e.Next() {
-		from := e.Value.(*Visit).from
-		count[from]++
-		most = max(most, count[from])
-	}
-	for e := l.Front(); e != nil; e = e.Next() {
-		if v := e.Value.(*Visit); count[v.from] == most {
-			return v
+	a := c.addresses[v.from]
+	if a == nil {
+		if c.addresses == nil {
+			c.addresses = map[netip.Addr]*address{}
 		}
+		a = &address{}
+		a.place.Value = a
+		c.addresses[v.from] = a
 	}
-	return first
+	v.atAddr = a.PushBack(v)
+	c.order.Set(&a.place, a.key())
+}
+
+func (c *crowd) remove(v *Visit) {
+	c.Remove(v.at)
+	a := c.addresses[v.from]
+	if a == nil {
+		return
+	}
+	a.Remove(v.atAddr)
+	if a.Len() > 0 {
+		c.order.Set(&a.place, a.key())
+		return
+	}
+	c.order.Remove(&a.place)
+	delete(c.addresses, v.from)
 }
 
 // unread reports whether bytes of the other end have come that nobody has read.
@@ -220,11 +263,17 @@ func (g *Gate) addLocked(v *Visit, class int) {
 	s := g.sources[v.key]
 	if s == nil {
 		s = &source{}
+		for class := range s.crowds {
+			c := &s.crowds[class]
+			c.place.Value = c
+		}
 		g.sources[v.key] = s
 	}
 	g.entered++
 	v.class, v.age = class, g.entered
-	v.at = s.lists[class].PushBack(v)
+	c := &s.crowds[class]
+	c.add(v)
+	g.crowds[class].Set(&c.place, c.key())
 	s.held++
 	g.held++
 }
@@ -234,7 +283,13 @@ func (g *Gate) removeLocked(v *Visit) {
 		return
 	}
 	s := g.sources[v.key]
-	s.lists[v.class].Remove(v.at)
+	c := &s.crowds[v.class]
+	c.remove(v)
+	if c.Len() > 0 {
+		g.crowds[v.class].Set(&c.place, c.key())
+	} else {
+		g.crowds[v.class].Remove(&c.place)
+	}
 	v.class = -1
 	g.held--
 	if s.held--; s.held == 0 {

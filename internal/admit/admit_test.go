@@ -4,11 +4,14 @@ package admit
 
 import (
 	"bytes"
+	"cmp"
 	"fmt"
 	"log/slog"
+	"math/rand/v2"
 	"net"
 	"net/netip"
 	"runtime"
+	"slices"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -149,6 +152,100 @@ func TestCrowdedSourceFirst(t *testing.T) {
 	}
 	if g.Held() != 12 {
 		t.Errorf("%d held, want 12", g.Held())
+	}
+}
+
+// scan finds the victim among all connections of a gate, without its order.
+func scan(g *Gate, key netip.Prefix) *Visit {
+	most := func(rows map[any][]*Visit) (best []*Visit) {
+		for _, r := range rows {
+			if len(r) > len(best) || len(r) == len(best) && r[0].age < best[0].age {
+				best = r
+			}
+		}
+		return best
+	}
+	by := func(all []*Visit, of func(*Visit) any) map[any][]*Visit {
+		rows := map[any][]*Visit{}
+		for _, v := range all {
+			rows[of(v)] = append(rows[of(v)], v)
+		}
+		return rows
+	}
+	var all []*Visit
+	own := g.sources[key]
+	full := own != nil && own.held >= g.limits.PerSource
+	if !full && g.held < g.limits.Unproved {
+		return nil
+	}
+	for class := range classes {
+		for k, s := range g.sources {
+			for e := s.crowds[class].Front(); e != nil && (!full || k == key); e = e.Next() {
+				all = append(all, e.Value.(*Visit))
+			}
+		}
+		if len(all) > 0 {
+			break
+		}
+	}
+	slices.SortFunc(all, func(a, b *Visit) int { return cmp.Compare(a.age, b.age) })
+	all = most(by(all, func(v *Visit) any { return v.key }))
+	if all[0].key.IsSingleIP() {
+		return all[0]
+	}
+	return most(by(all, func(v *Visit) any { return v.from }))[0]
+}
+
+// The order that a gate keeps gives the same victim as a search through all connections.
+func TestVictimIsThatOfAScan(t *testing.T) {
+	rng := rand.New(rand.NewPCG(1, 2))
+	g := New(Limits{Unproved: 48, PerSource: 8}, nil)
+	var in []*Visit
+	evicted := 0
+	for range 50_000 {
+		c := &conn{from: fmt.Sprintf("10.0.0.%d", rng.IntN(30))}
+		if rng.IntN(2) == 0 {
+			c.from = fmt.Sprintf("2001:db8:0:%x::%x", rng.IntN(6), rng.IntN(6))
+		}
+		probe := &Visit{from: Source(c)}
+		probe.key = SourceOf(probe.from)
+		if g.members.has(probe.from) {
+			probe.key = netip.PrefixFrom(probe.from, probe.from.BitLen())
+		}
+		want := scan(g, probe.key)
+		in = append(in, g.Enter(c))
+		if want != nil {
+			evicted++
+			if want.class >= 0 || !want.conn.(*conn).closed {
+				t.Fatalf("another one was closed than %v, of class %d", want.from, want.class)
+			}
+		}
+		if g.Evicted() != uint64(evicted) {
+			t.Fatalf("%d closed, want %d", g.Evicted(), evicted)
+		}
+		for range rng.IntN(3) {
+			i := rng.IntN(len(in))
+			switch rng.IntN(8) {
+			case 0:
+				in[i].Leave()
+			case 1:
+				if rng.IntN(20) == 0 {
+					in[i].Proved()
+				}
+			default:
+				in[i].Spoke()
+			}
+		}
+		in = slices.DeleteFunc(in, func(v *Visit) bool { return v.class < 0 })
+	}
+	if evicted < 1000 {
+		t.Fatalf("%d evicted: not what this test is about", evicted)
+	}
+	for _, v := range in {
+		v.Leave()
+	}
+	if g.held != 0 || len(g.sources) != 0 {
+		t.Errorf("%d held, %d sources after all have left", g.held, len(g.sources))
 	}
 }
 

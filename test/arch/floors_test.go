@@ -18,8 +18,9 @@ type floor struct {
 
 // floors are those of docs/architecture.md, the lowest first.
 var floors = []floor{
-	{"system", []string{"internal/admit", "internal/invariants", "internal/sys", "internal/version"}},
-	{"values", []string{"internal/config", "internal/heap", "internal/metrics", "layout", "parseblock",
+	{"system", []string{"internal/admit", "internal/heap", "internal/invariants", "internal/sys",
+		"internal/version"}},
+	{"values", []string{"internal/config", "internal/metrics", "layout", "parseblock",
 		"transfer"}},
 	{"contract", []string{"api", "internal/board", "internal/wire", "transport"}},
 	{"bytes", []string{"gpu", "store", "transport/gdr", "transport/shm", "transport/tcp"}},

@@ -196,7 +196,7 @@ var rules = []rule{
 	{dir: "internal/sys/mem", why: "regions and bounded copies; knows nobody who uses them",
 		own: []string{"internal/invariants"}, ext: []string{extSys}},
 	{dir: "internal/admit", why: "accepted connections that have proved nothing; knows nothing of " +
-		"what is said on them", ext: []string{extSys}},
+		"what is said on them", own: []string{"internal/heap"}, ext: []string{extSys}},
 	{dir: "internal/sys/slack", why: "a word to the kernel at the start of the process",
 		ext: []string{extSys}, c: true},
 	{dir: "internal/invariants", why: "a switch of the build, for every package"},
