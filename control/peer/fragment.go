@@ -5,11 +5,13 @@ package peer
 import (
 	"errors"
 	"fmt"
+	"net/netip"
 	"time"
 
 	"google.golang.org/protobuf/proto"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/transfer"
 )
 
 // A grant has a part for each rank of the prefill engine, with its share of the receiver's layers,
@@ -101,13 +103,15 @@ func (j *joiner) completes(f *peerv1.ControlFrame) bool {
 	return !is || body.Fragment.GetLast()
 }
 
-// What waits in all sessions together is bounded, too: a member that speaks for many boots could
-// leave in each of them a long frame without its end. A frame for which there is no room is not
-// acknowledged, and comes again. A session in which something has waited for too long meanwhile,
-// and in which no frame was whole, is ended.
+// What waits in all sessions together is bounded, too: a member with many boots could leave in each
+// of them a long frame without its end. A frame for which there is no room is not acknowledged, and
+// its sender sends it again. Meanwhile the process that holds the most loses a session that has
+// held more than waitShare for too long. A process that holds less loses none, however long its
+// frames have waited: they may wait for the room that the other one holds.
 const (
-	maxWaiting = 128 << 20   // bytes: frames that came before earlier ones, and fragments
-	stuckAfter = openTimeout // where there is no room for others
+	maxWaiting = 128 << 20 // bytes: frames that came before earlier ones, and fragments
+	waitShare  = MaxFrame  // bytes that any session may hold
+	stuckAfter = openTimeout
 )
 
 // mayWait reports whether so many bytes more may wait.
@@ -123,29 +127,55 @@ func (m *Mesh) mayWait(n int) bool {
 
 // waitsLocked counts bytes that wait, or do so no longer.
 func (s *session) waitsLocked(n int) {
-	if s.waits == 0 && n > 0 {
+	if s.waits <= waitShare && s.waits+n > waitShare {
 		s.stuck = time.Now()
 	}
 	s.waits += n
 	s.m.waiting.Add(int64(n))
 }
 
-// shed ends the session that has been stuck for the longest time, if that is too long.
+// holder is the process that sessions belong to. Certificates identify it; without them each
+// session counts alone.
+type holder struct {
+	id   identity
+	from netip.Prefix
+	boot transfer.Boot // without a certificate
+}
+
+func (s *session) holderLocked() holder {
+	if s.id == (identity{}) {
+		return holder{boot: s.boot}
+	}
+	return holder{id: s.id, from: s.from}
+}
+
+// shed ends, of the process that holds the most bytes, the session that has held more than
+// waitShare for the longest time, if that is too long.
 func (m *Mesh) shed() {
 	defer m.shedding.Store(false)
-	var worst *session
-	since := time.Now().Add(-m.stuckAfter)
+	type candidate struct {
+		s     *session
+		since time.Time
+	}
+	limit := time.Now().Add(-m.stuckAfter)
+	bytes, longest := map[holder]int{}, map[holder]candidate{}
+	var most holder
 	m.mu.Lock()
 	for _, s := range m.sessions {
 		s.mu.Lock()
-		if s.waits > 0 && !s.delivering && s.stuck.Before(since) {
-			worst, since = s, s.stuck
+		h := s.holderLocked()
+		if bytes[h] += s.waits; bytes[h] > bytes[most] {
+			most = h
+		}
+		old, known := longest[h]
+		if s.waits > waitShare && !s.delivering && (!known || s.stuck.Before(old.since)) {
+			longest[h] = candidate{s, s.stuck}
 		}
 		s.mu.Unlock()
 	}
 	m.mu.Unlock()
-	if worst != nil {
-		m.end(worst, fmt.Errorf("peer: parts of frames have waited since %s for the others: %w",
-			since.Format(time.TimeOnly), errFragment))
+	if c := longest[most]; c.s != nil && c.since.Before(limit) {
+		m.end(c.s, fmt.Errorf("peer: parts of frames have waited since %s for the others: %w",
+			c.since.Format(time.TimeOnly), errFragment))
 	}
 }

@@ -221,3 +221,76 @@ func TestFragmentsWithoutEnd(t *testing.T) {
 		t.Errorf("%d bytes count as waiting, and there is no session", n)
 	}
 }
+
+// A peer that waits for room keeps its session, also where its frame began before those of the peer
+// that holds the room, and where that peer completes a short frame now and then.
+func TestWaitingForRoomEndsNobody(t *testing.T) {
+	victim := start(t, slow)
+	victim.mostWaiting, victim.stuckAfter = MaxMessage, 300*time.Millisecond
+	got := make(chan *peerv1.ControlFrame, 64)
+	victim.on = func(b transfer.Boot, f *peerv1.ControlFrame) {
+		if f.GetGrant() != nil {
+			got <- f
+		}
+	}
+	send := func(s *session, all ...*peerv1.ControlFrame) {
+		t.Helper()
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		for _, f := range all {
+			if err := s.sendLocked(f); err != nil {
+				t.Error(err)
+			}
+		}
+	}
+	honest, evil := start(t, nil), start(t, nil)
+	join(t, honest, victim)
+	join(t, evil, victim)
+	to := honest.session(victim.opt.Boot)
+	long := longGrant(64)
+	pieces, err := to.split(long)
+	if err != nil || len(pieces) < 5 {
+		t.Fatalf("%d pieces, %v", len(pieces), err)
+	}
+	send(to, pieces[:3]...)
+	poll(t, "a part of the honest frame", func() bool {
+		return victim.waiting.Load() > 2*pieceBytes
+	})
+	// The other peer leaves a gap, and fills a piece of it every 50 ms.
+	bad := evil.session(victim.opt.Boot)
+	bad.mu.Lock()
+	first := bad.next + 1
+	bad.next += 1000
+	bad.mu.Unlock()
+	for range MaxMessage/pieceBytes - 3 {
+		send(bad, fragment(make([]byte, pieceBytes), false))
+	}
+	poll(t, "no more may wait", func() bool { return !victim.mayWait(2 * MaxFrame) })
+	send(to, pieces[3:]...)
+	deadline := time.After(10 * time.Second)
+	for seq := first; ; seq++ {
+		select {
+		case f := <-got:
+			if !proto.Equal(&peerv1.ControlFrame{Body: f.Body}, long) {
+				t.Error("the frame came otherwise")
+			}
+			victim.until("the other one is down", func() bool { return len(victim.downs) > 0 })
+			victim.mu.Lock()
+			defer victim.mu.Unlock()
+			if slices.Contains(victim.downs, fmt.Sprint(honest.opt.Boot, false)) {
+				t.Error("the session of the peer that waits for room was ended")
+			}
+			return
+		case <-deadline:
+			t.Fatal("the honest frame has not come")
+		case <-time.After(50 * time.Millisecond):
+			bad.mu.Lock()
+			f := &peerv1.ControlFrame{Body: commit(seq).Body, Seq: seq, Ack: bad.handled}
+			b, err := AppendFrame(nil, f)
+			if l := bad.bestLocked(); err == nil && l != nil {
+				l.write(b)
+			}
+			bad.mu.Unlock()
+		}
+	}
+}

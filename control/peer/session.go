@@ -65,7 +65,7 @@ type session struct {
 	told       uint64 // the last ack that was sent
 	joined     joiner
 	waits      int       // bytes held and joined, also in Mesh.waiting
-	stuck      time.Time // some have waited since, and no frame was whole
+	stuck      time.Time // waits has been more than waitShare since
 	ackTimer   *time.Timer
 	ackArmed   bool
 }
@@ -277,7 +277,6 @@ func (s *session) take(l *lane, f *peerv1.ControlFrame) error {
 		if err != nil {
 			bad = fmt.Errorf("peer: %s: %w", s.boot, err)
 		} else if g != nil {
-			s.stuck = time.Now()
 			s.mu.Unlock()
 			s.m.opt.Handler.Control(s.boot, g)
 			s.mu.Lock()
