@@ -25,14 +25,14 @@ type samples struct {
 func (s *samples) register(m *metrics.Set, r *prometheus.Registry) error {
 	if err := errors.Join(m.Links(r, multipath.LinkStates, s.linkSamples),
 		m.Memory(r, s.memorySamples), m.Rails(r, s.railSamples),
-		m.Nonsense(r, s.nonsense), m.Refusals(r, s.refusals)); err != nil {
+		m.Violations(r, s.violations), m.Refusals(r, s.refusals)); err != nil {
 		return fmt.Errorf("sidecar: metrics: %w", err)
 	}
 	return nil
 }
 
-// nonsense returns counts of protocol violations by peers, for metrics.
-func (s *samples) nonsense() (out map[string]uint64) {
+// violations returns counts of protocol violations by peers, for metrics.
+func (s *samples) violations() (out map[string]uint64) {
 	s.driver.View(func(ex *exec.Exec, _ exec.Instant) { out = ex.Violations() })
 	return out
 }

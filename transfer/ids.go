@@ -109,9 +109,9 @@ const (
 	ReasonMemory             // memory could not be read or written (an engine died)
 	ReasonTimeout            // past its deadline
 	ReasonSuperseded         // a later attempt has taken over some of its chunks
-	ReasonForged             // a sealed record is not what the peer sealed
-	ReasonReplayed           // a sealed record came again
-	ReasonReordered          // a sealed record came before its turn, or one was left out
+	ReasonForged             // an encrypted record fails authentication
+	ReasonReplayed           // an encrypted record was replayed
+	ReasonReordered          // an encrypted record is out of order, or one is missing
 	ReasonTruncated          // a sealed lane was cut in mid record or frame
 	reasonCount
 )

@@ -65,7 +65,7 @@ func TestImpostor(t *testing.T) {
 
 	// Afterwards it is refused, told no share, and the session stays as it was.
 	if r, err = ask(helloAs(evil.Mesh, b.opt.Boot, evil.Endpoint(), 1)); err == nil ||
-		!strings.Contains(err.Error(), "another key") {
+		!strings.Contains(err.Error(), "its key differs") {
 		t.Errorf("hello under another's boot: %v %v", r, err)
 	}
 	if r, err = ask(helloAs(evil.Mesh, b.opt.Boot, evil.Endpoint(), 0)); err != nil ||
@@ -90,7 +90,7 @@ func TestImpostorOnLoopback(t *testing.T) {
 	}
 	s.mu.Unlock()
 	if _, err := (&service{m: a.Mesh}).Hello(t.Context(), helloAs(a.Mesh, b.opt.Boot, "127.0.0.1:1",
-		9)); err == nil || !strings.Contains(err.Error(), "another key") {
+		9)); err == nil || !strings.Contains(err.Error(), "its key differs") {
 		t.Errorf("hello under another's boot: %v", err)
 	}
 }

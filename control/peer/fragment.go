@@ -23,7 +23,7 @@ import (
 // the frame's.
 const pieceBytes = MaxFrame - 64
 
-var errFragment = errors.New("fragments that are no control frame")
+var errFragment = errors.New("fragments do not form a control frame")
 
 // split makes the frames that carry f: itself where it fits, else its Fragments.
 func (s *session) split(f *peerv1.ControlFrame) ([]*peerv1.ControlFrame, error) {
@@ -175,7 +175,7 @@ func (m *Mesh) shed() {
 	}
 	m.mu.Unlock()
 	if c := longest[most]; c.s != nil && c.since.Before(limit) {
-		m.end(c.s, fmt.Errorf("peer: parts of frames have waited since %s for the others: %w",
+		m.end(c.s, fmt.Errorf("peer: incomplete frames have taken up memory since %s: %w",
 			c.since.Format(time.TimeOnly), errFragment))
 	}
 }

@@ -163,10 +163,10 @@ func joinAll(ctx context.Context, addrs []string, ask func(context.Context, stri
 			err := ask(ctx, a)
 			switch {
 			case err == nil && missed[a]:
-				log.Info("gossip: the member that did not answer is joined", "join", a)
+				log.Info("gossip: joined a member that did not answer before", "join", a)
 			case err != nil && ctx.Err() == nil && !missed[a] && time.Since(start) >= joinPatience:
 				missed[a] = true
-				log.Warn("gossip: a member cannot be joined; it is asked again until it answers", "join",
+				log.Warn("gossip: cannot join a member; retrying", "join",
 					a, "err", err,
 					"remedy", "start it, or correct peer.gossip.join: it names the peer.gossip.listen of "+
 						"others, which hold the same key")

@@ -22,7 +22,7 @@ const (
 
 var (
 	errLeft = errors.New(
-		"peer: it has left the members that gossip names, and has no lane and no lease")
+		"peer: gossip no longer lists it, and it has no lane and no lease")
 	errIdle = errors.New("peer: unreachable for " + idleForget.String() +
 		", and nothing is open with it")
 )

@@ -148,7 +148,7 @@ func (m *Mesh) Listen(ctx context.Context) error {
 
 func (m *Mesh) listenLocked(ctx context.Context) (err error) {
 	if m.served != nil || m.closed {
-		return errors.New("peer: listens already, or closed")
+		return errors.New("peer: already listening, or closed")
 	}
 	var lns []net.Listener
 	defer func() {
@@ -184,7 +184,7 @@ func (m *Mesh) Start(ctx context.Context) (err error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.started || m.closed {
-		return errors.New("peer: started before, or closed")
+		return errors.New("peer: already started, or closed")
 	}
 	if m.served == nil {
 		if err = m.listenLocked(ctx); err != nil {
@@ -353,9 +353,9 @@ func (m *Mesh) sendSelf(f *peerv1.ControlFrame) error {
 	}
 	switch {
 	case m.closed || !m.started:
-		return fmt.Errorf("peer: send to ourselves: %w", net.ErrClosed)
+		return fmt.Errorf("peer: send to this process: %w", net.ErrClosed)
 	case len(m.selfQueue) >= limit:
-		return fmt.Errorf("peer: send to ourselves: %w", ErrQueueFull)
+		return fmt.Errorf("peer: send to this process: %w", ErrQueueFull)
 	}
 	m.selfQueue = append(m.selfQueue, f)
 	if !m.selfBusy {
@@ -397,14 +397,15 @@ func (m *Mesh) laneUp(s *session, c net.Conn, over *overTLS, addr string, attach
 	if s.closed || len(s.lanes) >= maxLanes {
 		s.mu.Unlock()
 		s.life.Unlock()
-		return fmt.Errorf("peer: %s: session over, or %d lanes open already", s.boot, maxLanes)
+		return fmt.Errorf("peer: %s: session ended, or %d lanes are open, which is the limit",
+			s.boot, maxLanes)
 	}
 	if s.met && s.theirs != theirs {
 		// The peer had forgotten us, and counts from one again. So do we, in a new session.
 		s.mu.Unlock()
 		s.life.Unlock()
-		m.end(s, errors.New("peer: the peer has begun a new session"))
-		return fmt.Errorf("peer: %s has begun a new session: %w", s.boot, wire.ErrRefused)
+		m.end(s, errors.New("peer: the peer began a new session"))
+		return fmt.Errorf("peer: %s began a new session: %w", s.boot, wire.ErrRefused)
 	}
 	s.met, s.theirs = true, theirs
 	up, info := s.up, s.info
@@ -421,7 +422,7 @@ func (m *Mesh) laneUp(s *session, c net.Conn, over *overTLS, addr string, attach
 	if s.closed {
 		s.mu.Unlock()
 		s.life.Unlock()
-		return fmt.Errorf("peer: %s: session over", s.boot)
+		return fmt.Errorf("peer: %s: session ended", s.boot)
 	}
 	s.lanes = append(s.lanes, l)
 	s.resendLocked()

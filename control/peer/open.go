@@ -36,7 +36,7 @@ var laneOverTLS = wire.Versions{Min: wire.V(2, 0), Max: wire.V(2, 0)}
 // laneMagic begins every control lane, and no HTTP/2 preface or TLS record.
 var laneMagic = []byte("HLLO")
 
-var errFirstBytes = errors.New("peer: the first bytes are of no protocol served here")
+var errFirstBytes = errors.New("peer: the first bytes belong to no protocol served here")
 
 // accept takes connections of one listener. calls: gRPC is served there too.
 func (m *Mesh) accept(ln net.Listener, calls bool) {
@@ -107,7 +107,7 @@ func (m *Mesh) prove(c net.Conn, v *admit.Visit, calls bool) (given bool, err er
 	case bytes.Equal(first.head, laneMagic):
 		_, err := wire.Accept(first, wire.AcceptParams{Purpose: wire.PurposeControl,
 			Versions: laneOverTLS})
-		return false, fmt.Errorf("peer: a control lane without TLS, of a release before it was needed: "+
+		return false, fmt.Errorf("peer: a control lane without TLS: the peer's release is too old: "+
 			"upgrade it: %w", err)
 	case creds != nil:
 		conf := creds.Server()
@@ -194,7 +194,8 @@ func (s *session) admits() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.closed || len(s.lanes) >= maxLanes {
-		return fmt.Errorf("peer: %s: session over, or %d lanes open already: %w", s.boot, maxLanes,
+		return fmt.Errorf("peer: %s: session ended, or %d lanes are open, which is the limit: %w",
+			s.boot, maxLanes,
 			wire.ErrRefused)
 	}
 	return nil
@@ -246,7 +247,7 @@ func (m *Mesh) secure(ctx context.Context, c net.Conn, addr string) (*overTLS, e
 	tc := tls.Client(under, conf)
 	if err := tc.HandshakeContext(ctx); err != nil {
 		if alert := tls.AlertError(0); errors.As(err, &alert) && alert == alertNoProtocol {
-			err = fmt.Errorf("the peer is of a release whose control lanes have no TLS: upgrade it: %w", err)
+			err = fmt.Errorf("the peer's release has control lanes without TLS: upgrade it: %w", err)
 		}
 		return nil, err //nolint:wrapcheck // the caller says what it was for
 	}

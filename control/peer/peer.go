@@ -80,14 +80,14 @@ const (
 
 // Errors that callers tell apart.
 var (
-	ErrUnknown   = errors.New("no such peer")
+	ErrUnknown   = errors.New("unknown peer")
 	ErrNoAnswer  = errors.New("no answer") // to a call; whoever is there may answer later
 	ErrQueueFull = errors.New("the peer does not acknowledge; too many frames wait")
 	ErrTooBig    = errors.New("frame too big")
 	ErrUnsafe    = errors.New("address off loopback without cluster key or certificates")
-	ErrOther     = errors.New("no sidecar is there")
+	ErrOther     = errors.New("not a sidecar")
 	// ErrAcquainted is wrapped where a peer that no request needs finds no place.
-	ErrAcquainted = errors.New("as many peers are met as may be without a request")
+	ErrAcquainted = errors.New("too many peers without a request")
 )
 
 // Peer is another process as the handshake authenticated it.

@@ -18,13 +18,12 @@ const (
 	maxNUMA = 1 << 16
 )
 
-// CheckRails keeps of what a peer says about its rails what can be believed, and says what not,
-// each by its name: a rail with a name that is too long, empty or used twice is left out, and so is
-// what comes after MaxRails; an absurd speed, MTU or node counts as unknown. The list that comes
-// back is not the peer's.
+// CheckRails returns the plausible part of a peer's list of rails, as a copy, and a message for each
+// value that it refused. It leaves out rails whose name is too long, empty or used twice, and those
+// beyond MaxRails. An implausible speed, MTU or NUMA node counts as unknown.
 func CheckRails(rails []*peerv1.Rail) (good []*peerv1.Rail, refused []string) {
 	no := func(format string, args ...any) {
-		if len(refused) < maxComplaints {
+		if len(refused) < maxBadRails {
 			refused = append(refused, fmt.Sprintf(format, args...))
 		}
 	}
@@ -64,8 +63,8 @@ func CheckRails(rails []*peerv1.Rail) (good []*peerv1.Rail, refused []string) {
 	return good, refused
 }
 
-// maxComplaints bounds what one look complains about.
-const maxComplaints = 8
+// maxBadRails bounds the messages about one list.
+const maxBadRails = 8
 
 func plain(s string) bool {
 	return s != "" && len(s) <= MaxText && !strings.ContainsFunc(s,

@@ -66,7 +66,7 @@ func TestCheckRails(t *testing.T) {
 		many = append(many, rail(fmt.Sprint("r", i), func(r *peerv1.Rail) { r.Gbps = 1e12 }))
 	}
 	good, refused := CheckRails(many)
-	if len(good) != MaxRails || len(refused) > maxComplaints {
+	if len(good) != MaxRails || len(refused) > maxBadRails {
 		t.Errorf("%d of 10000 rails kept, %d complaints", len(good), len(refused))
 	}
 }

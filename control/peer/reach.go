@@ -51,7 +51,7 @@ func (m *Mesh) Connect(endpoint string) {
 	if len(m.connecting) >= maxConnects {
 		m.wg.Go(func() {
 			m.opt.Handler.ConnectFailed(endpoint,
-				fmt.Errorf("peer: connect to %s: %d connects under way already", endpoint, maxConnects))
+				fmt.Errorf("peer: connect to %s: %d connection attempts are in progress", endpoint, maxConnects))
 		})
 		return
 	}
@@ -103,8 +103,8 @@ func (m *Mesh) connect(endpoint string) {
 	case up:
 		m.opt.Handler.PeerUp(info)
 	default:
-		m.opt.Handler.ConnectFailed(endpoint, fmt.Errorf("peer: connect to %s: its lanes are gone "+
-			"again: %w", endpoint, net.ErrClosed))
+		m.opt.Handler.ConnectFailed(endpoint, fmt.Errorf("peer: connect to %s: its lanes were "+
+			"lost: %w", endpoint, net.ErrClosed))
 	}
 }
 
@@ -200,7 +200,7 @@ func (m *Mesh) proveTo(ctx context.Context, s *session, c net.Conn, addr string)
 	key, mine, same := s.info.Key, s.mine, s.id == id
 	s.mu.Unlock()
 	if !same {
-		return nil, nil, fmt.Errorf("another certificate than that of its hello: %w", wire.ErrRefused)
+		return nil, nil, fmt.Errorf("its certificate differs from that of its hello: %w", wire.ErrRefused)
 	}
 	rw := c
 	if over != nil {

@@ -37,7 +37,7 @@ const FeatureFragments = "fragments"
 var Features = []string{FeatureFragments}
 
 // ErrRelease is wrapped where a peer is of a release that this one cannot work with.
-var ErrRelease = errors.New("releases that do not work together")
+var ErrRelease = errors.New("incompatible releases")
 
 // build is what a sidecar's Hello tells of it.
 type build struct {
@@ -102,7 +102,7 @@ func (m *Mesh) called(ctx context.Context, theirs wire.Versions, endpoint,
 	}
 	m.mu.Unlock()
 	if first {
-		m.log.Warn("hello refused; said once of an address", "err", err)
+		m.log.Warn("hello refused; logged once per address", "err", err)
 	}
 	// Tests call without a server, and an answer without the mark is only less clear.
 	_ = grpc.SetTrailer(ctx, metadata.Pairs(refuses, refusesRelease))

@@ -130,7 +130,7 @@ func (m *Mesh) tenants(boot transfer.Boot, w who) (c candidates, over bool, err 
 		return c, false, nil // meet has the answer
 	}
 	if w.acquaint && len(m.sessions) >= meetMost {
-		return c, false, fmt.Errorf("peer: %d sessions, of which a request needs the next: %w",
+		return c, false, fmt.Errorf("peer: %d sessions, the remaining places are reserved for requests: %w",
 			len(m.sessions), ErrAcquainted)
 	}
 	sessions := 0

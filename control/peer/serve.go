@@ -214,23 +214,24 @@ func (m *Mesh) meet(w who, h hello) (*session, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.closed {
-		return nil, fmt.Errorf("peer: hello of %s: its last session is ending; say hello again: %w", boot,
+		return nil, fmt.Errorf("peer: hello of %s: its previous session is ending, send Hello again: %w",
+			boot,
 			wire.ErrRefused)
 	}
 	// Both halves of the key and the certificate are those of two processes, and live as long as they
 	// do. Once a lane has proved the key, whoever comes under the same boot with another is somebody
 	// else.
 	if (s.met || len(s.lanes) > 0) && (s.info.Key != info.Key || s.id != id) {
-		return nil, fmt.Errorf("peer: hello of %s: another key than the process that proved itself "+
-			"under this boot: %w", boot, wire.ErrRefused)
+		return nil, fmt.Errorf("peer: hello of %s: its key differs from the one that was proved "+
+			"under this boot id: %w", boot, wire.ErrRefused)
 	}
 	if h.dialed == "" {
 		info.Endpoint, s.claimed = s.info.Endpoint, endpoint
 	}
 	s.info, s.addrs, s.id = info, addrs, id
-	if len(refused) > 0 && !s.complained {
-		s.complained = true
-		m.log.Warn("rails of a peer are not what they can be; said once", "peer", boot.String(),
+	if len(refused) > 0 && !s.railsLogged {
+		s.railsLogged = true
+		m.log.Warn("a peer announced invalid rails; logged once", "peer", boot.String(),
 			"refused", refused)
 	}
 	return s, nil
@@ -299,7 +300,7 @@ func (m *Mesh) call(ctx context.Context, endpoint string, f func(context.Context
 	case err == nil:
 		return nil
 	case refused.Load():
-		return fmt.Errorf("peer: call %s: nobody listens there: %w: %w", endpoint, ErrNoAnswer,
+		return fmt.Errorf("peer: call %s: nothing listens there: %w: %w", endpoint, ErrNoAnswer,
 			syscall.ECONNREFUSED)
 	}
 	if c := status.Code(err); c == codes.Unavailable || c == codes.DeadlineExceeded {

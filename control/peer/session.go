@@ -45,7 +45,7 @@ type session struct {
 	member   bool // gossip named it
 	business time.Time
 
-	complained bool // about the peer's rails
+	railsLogged bool // a message about the peer's rails
 
 	// Sending.
 	next     uint64 // seq of the next frame

@@ -156,23 +156,23 @@ func TestOutcomeOf(t *testing.T) {
 
 // What peers said wrong is there by reason from the beginning, zeros too: an alert on growth misses
 // a series' first value.
-func TestNonsense(t *testing.T) {
+func TestViolations(t *testing.T) {
 	reg := prometheus.NewRegistry()
 	s := New(reg)
-	if err := s.Nonsense(reg, func() map[string]uint64 {
+	if err := s.Violations(reg, func() map[string]uint64 {
 		return map[string]uint64{"key": 7,
 			"rank": 0}
 	}); err != nil {
 		t.Fatal(err)
 	}
 	want := `
-# HELP kvspray_control_nonsense_total Protocol violations of peers on control lanes, by the invalid field. The log has the first of each peer.
-# TYPE kvspray_control_nonsense_total counter
-kvspray_control_nonsense_total{reason="key"} 7
-kvspray_control_nonsense_total{reason="rank"} 0
+# HELP kvspray_control_violations_total Protocol violations of peers on control lanes, by the invalid field. The log has the first of each peer.
+# TYPE kvspray_control_violations_total counter
+kvspray_control_violations_total{reason="key"} 7
+kvspray_control_violations_total{reason="rank"} 0
 `
 	if err := testutil.GatherAndCompare(reg, strings.NewReader(want),
-		"kvspray_control_nonsense_total"); err != nil {
+		"kvspray_control_violations_total"); err != nil {
 		t.Error(err)
 	}
 }

@@ -39,10 +39,10 @@ const (
 
 // Reasons for refusing a record. The lane is unusable afterwards.
 var (
-	ErrReplayed  = errors.New("a sealed record came again")
-	ErrReordered = errors.New("a sealed record came before its turn, or one was left out")
-	ErrForged    = errors.New("a sealed record is not what the peer sealed")
-	ErrSealed    = errors.New("not a sealed record")
+	ErrReplayed  = errors.New("an encrypted record was replayed")
+	ErrReordered = errors.New("an encrypted record is out of order, or one is missing")
+	ErrForged    = errors.New("an encrypted record fails authentication")
+	ErrSealed    = errors.New("not an encrypted record")
 )
 
 // End is one of the two ends of a lane; each encrypts with its own key.

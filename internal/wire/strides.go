@@ -42,7 +42,7 @@ func ReadStrides(b []byte, s *mem.Strides) ([]byte, error) {
 	s.Stride, s.Count, s.Rows, s.Outer = binary.LittleEndian.Uint64(c),
 		binary.LittleEndian.Uint32(c[8:]), binary.LittleEndian.Uint32(c[12:]), 0
 	if s.Count < 2 {
-		return nil, fmt.Errorf("wire: a run of %d pieces in a row, and not two or more: %w", s.Count,
+		return nil, fmt.Errorf("wire: a run of %d pieces in a row, want two or more: %w", s.Count,
 			ErrMalformed)
 	}
 	b = b[StridesCell:]
@@ -51,7 +51,7 @@ func ReadStrides(b []byte, s *mem.Strides) ([]byte, error) {
 		return b, nil
 	}
 	if len(b) < StridesCell || s.Rows == 1 {
-		return nil, fmt.Errorf("wire: a run of %d rows, which are two or more, with %d bytes behind: %w",
+		return nil, fmt.Errorf("wire: a run of %d rows, want two or more, before %d bytes: %w",
 			s.Rows, len(b), ErrMalformed)
 	}
 	if s.Outer = binary.LittleEndian.Uint64(b); binary.LittleEndian.Uint64(b[8:]) != 0 {

@@ -386,7 +386,7 @@ func FromFiles(certPath, keyPath, caPath string, now time.Time) (*Credentials, e
 		return nil, fmt.Errorf("keys: certificate %s: no leaf", certPath)
 	}
 	if now.After(cert.Leaf.NotAfter) || now.Before(cert.Leaf.NotBefore) {
-		return nil, fmt.Errorf("keys: certificate %s: valid from %s to %s, and now is %s: issue "+
+		return nil, fmt.Errorf("keys: certificate %s: valid from %s to %s, but the time is %s: issue "+
 			"another with 'kvspray keygen node', or set the clock",
 			certPath, cert.Leaf.NotBefore.Format(time.RFC3339), cert.Leaf.NotAfter.Format(time.RFC3339),
 			now.UTC().Format(time.RFC3339))
@@ -580,7 +580,7 @@ func writeNew(path string, b []byte, mode os.FileMode) error {
 		return fmt.Errorf("keys: write %s: it exists: move it away first", path)
 	}
 	if err != nil {
-		return fmt.Errorf("keys: write %q: %w: name a file in a folder that is there and can be "+
+		return fmt.Errorf("keys: write %q: %w: name a file in an existing directory that can be "+
 			"written to", path, err)
 	}
 	_, err = f.Write(b)

@@ -12,9 +12,9 @@ import (
 	"github.com/kvspray/kvspray/internal/testutil"
 )
 
-// However often a peer says what no honest one does, the log has a line for each kind of it, and
-// the metric has all.
-func TestNonsenseIsLoggedOnce(t *testing.T) {
+// However often a peer violates the protocol, the log has one line for each kind of violation, and
+// the metric counts all.
+func TestViolationsAreLoggedOnce(t *testing.T) {
 	const times = 100
 	l := &testutil.Log{}
 	cfg := testConfig(t, func(c *config.Config) { c.Transports.Order = []string{"tcp"} })
@@ -38,7 +38,7 @@ func TestNonsenseIsLoggedOnce(t *testing.T) {
 		if got := strings.Count(l.String(), text); got != 1 {
 			t.Errorf("%q was logged %d times, want once: %s", text, got, l)
 		}
-		if got := value(t, n, "kvspray_control_nonsense_total", "reason", reason); got != times {
+		if got := value(t, n, "kvspray_control_violations_total", "reason", reason); got != times {
 			t.Errorf("%g times another %s was counted, want %d", got, reason, times)
 		}
 	}

@@ -12,7 +12,7 @@ type byReason struct {
 }
 
 var (
-	nonsense = prometheus.NewDesc("kvspray_control_nonsense_total",
+	violations = prometheus.NewDesc("kvspray_control_violations_total",
 		"Protocol violations of peers on control lanes, by the invalid field. The log has the first of "+
 			"each peer.", []string{"reason"}, nil)
 	refusals = prometheus.NewDesc("kvspray_control_grants_refused_total",
@@ -20,9 +20,9 @@ var (
 		[]string{"reason"}, nil)
 )
 
-// Nonsense registers a collector of read's results.
-func (*Set) Nonsense(reg prometheus.Registerer, read func() map[string]uint64) error {
-	return reg.Register(byReason{nonsense, read})
+// Violations registers a collector of read's results.
+func (*Set) Violations(reg prometheus.Registerer, read func() map[string]uint64) error {
+	return reg.Register(byReason{violations, read})
 }
 
 // Refusals registers a collector of read's results.
