@@ -63,7 +63,7 @@ func (dp *dispatcher) up(now Instant, in LaneInfo) error {
 	err := dp.spray.LaneUp(now, p.rails, spray.LaneInfo{ID: in.ID,
 		Path: spray.Path{Transport: in.Backend, Local: in.Local, Remote: in.Remote},
 		Rank: dp.rank(in.Backend), Tier: in.Tier, Gbps: in.Gbps, SliceBytes: in.SliceBytes,
-		MaxSlices: in.MaxInFlight, Apart: in.Apart, Tells: in.ReportsAcked, Way: in.RTT})
+		MaxSlices: in.MaxInFlight, Apart: in.Apart, ReportsAcked: in.ReportsAcked, RTT: in.RTT})
 	if err != nil {
 		return fmt.Errorf("exec: lane to peer %s: %w", in.Peer, err)
 	}

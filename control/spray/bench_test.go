@@ -134,7 +134,7 @@ func sharedRails(t testing.TB, peers, rails int) (end func(), slices *int) {
 				id++
 				name := fmt.Sprint("eth", r)
 				if err := s.LaneUp(0, p, LaneInfo{ID: id, Path: Path{"tcp", name, name}, SliceBytes: 1 << 20,
-					MaxSlices: 16, Way: 50 * time.Microsecond}); err != nil {
+					MaxSlices: 16, RTT: 50 * time.Microsecond}); err != nil {
 					t.Fatal(err)
 				}
 				lane[id] = r

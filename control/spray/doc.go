@@ -236,14 +236,14 @@ type LaneInfo struct {
 	ID   uint64 // unique in this process
 	Path Path
 	// of its transport: 0 is preferred; another one carries on where nothing of a lower rank is usable
-	Rank       int
-	Tier       int     // 1 to 3; 0 is 1
-	Gbps       float64 // what the link claims; 0: unknown
-	SliceBytes int     // the longest slice that suits it
-	MaxSlices  int     // in flight
-	Way        Instant // the round trip when it came up; 0: unknown
-	Apart      bool    // other peers' lanes over its local rail are not in its way
-	Tells      bool    // received bytes within a slice are told through Moved: its silence is silence
+	Rank         int
+	Tier         int     // 1 to 3; 0 is 1
+	Gbps         float64 // what the link claims; 0: unknown
+	SliceBytes   int     // the longest slice that suits it
+	MaxSlices    int     // in flight
+	RTT          Instant // the round trip when it came up; 0: unknown
+	Apart        bool    // other peers' lanes over its local rail are not in its way
+	ReportsAcked bool    // received bytes within a slice are told through Moved: its silence is silence
 }
 
 // Slice is a run of chunks that a lane takes now.

@@ -37,7 +37,7 @@ const (
 	probeLeast = 0.5
 )
 
-// egress is one local rail with what leaves over it, to all peers. Pairs that share it stand in one
+// egressQueue is one local rail with what leaves over it, to all peers. Pairs that share it stand in one
 // queue, which is that of the network card, so the prediction of a pair and what it may send follow
 // from what all of them have in flight. A pair that is alone there is ruled by its own window only.
 //
@@ -55,7 +55,7 @@ const (
 //
 // Pairs for which there is no room take turns, the more urgent before the less urgent, and among
 // equals the one that was given the fewest bytes (start-time fair queueing).
-type egress struct {
+type egressQueue struct {
 	load      uint64  // bytes in flight and believed to move, of all pairs
 	posted    uint64  // bytes so far
 	cleared   uint64  // of them, those posted up to the newest slice that was confirmed
@@ -87,14 +87,14 @@ type egress struct {
 	owed    [numPriorities]float64 // bytes, to lower priorities that wait here
 }
 
-// place is that of a pair at its egress.
-type place struct {
-	*egress
-	counted uint64 // of egress.load
-	tags    [numPriorities]uint64
-	turn    [numPriorities]heap.Item[*pair]
-	wayBack Instant // from when a slice has left to its confirmation, the mean; see trip
-	tripped bool    // that is known
+// egressTurn is that of a pair at its egress.
+type egressTurn struct {
+	*egressQueue
+	counted  uint64 // of egress.load
+	tags     [numPriorities]uint64
+	turn     [numPriorities]heap.Item[*pair]
+	meanTrip Instant // from when a slice has left to its confirmation, the mean; see trip
+	tripped  bool    // that is known
 }
 
 // enter gives a pair its egress. As long as the pair is alone there, nothing is counted.
@@ -105,7 +105,7 @@ func (s *Scheduler) enter(q *pair, apart bool) {
 	n := q.path.rail()
 	e := s.egresses[n]
 	if e == nil {
-		e = &egress{bw: q.neutral, late: never, probeGap: probeEvery, pairs: 1, alone: q}
+		e = &egressQueue{bw: q.neutral, late: never, probeGap: probeEvery, pairs: 1, alone: q}
 		s.egresses[n] = e
 		return
 	}
@@ -121,8 +121,8 @@ func (s *Scheduler) enter(q *pair, apart bool) {
 }
 
 // share gives a pair its place beside others.
-func (e *egress) share(q *pair) {
-	q.out = &place{egress: e}
+func (e *egressQueue) share(q *pair) {
+	q.out = &egressTurn{egressQueue: e}
 	for i := range q.out.turn {
 		q.out.turn[i].Value = q
 	}
@@ -165,7 +165,7 @@ func (q *pair) crowded() bool {
 }
 
 // queue is how long what was posted on the local rail still takes to leave it.
-func (e *egress) queue(now Instant) Instant {
+func (e *egressQueue) queue(now Instant) Instant {
 	if e.load == 0 {
 		return 0
 	}
@@ -215,7 +215,7 @@ func (q *pair) admits(now Instant, prio Priority, owed bool) bool {
 }
 
 // due is the priority that goes first because more urgent ones owe it that.
-func (e *egress) due() (Priority, bool) {
+func (e *egressQueue) due() (Priority, bool) {
 	for prio := LayerStream; prio < numPriorities; prio++ {
 		if e.owed[prio] >= shareQuantum && e.turns[prio].Len() > 0 {
 			return prio, true
@@ -225,7 +225,7 @@ func (e *egress) due() (Priority, bool) {
 }
 
 // first reports whether no pair that waits comes before q.
-func (e *egress) first(prio Priority, q *pair) bool {
+func (e *egressQueue) first(prio Priority, q *pair) bool {
 	if e.turns[prio].Len() == 0 {
 		return true
 	}
@@ -234,7 +234,7 @@ func (e *egress) first(prio Priority, q *pair) bool {
 }
 
 // next is the tag of the pair's next slice.
-func (o *place) next(prio Priority) uint64 { return max(o.tags[prio], o.tag[prio]) }
+func (o *egressTurn) next(prio Priority) uint64 { return max(o.tags[prio], o.tag[prio]) }
 
 // await has the pair wait for the local rail.
 func (s *Scheduler) await(q *pair, prio Priority) {
@@ -247,7 +247,7 @@ func (s *Scheduler) await(q *pair, prio Priority) {
 	q.peer.inTurns[prio]++
 	if o.waiting++; !o.listed {
 		o.listed = true
-		s.awaited = append(s.awaited, o.egress)
+		s.awaited = append(s.awaited, o.egressQueue)
 	}
 }
 
@@ -354,9 +354,9 @@ func (q *pair) left(now Instant, fl *flight) (rate float64) {
 			took = min(took, d+outLate) // one late confirmation is no longer path
 		}
 		if o.tripped {
-			took = Instant(ewma(float64(o.wayBack), float64(took), alpha))
+			took = Instant(ewma(float64(o.meanTrip), float64(took), alpha))
 		}
-		o.wayBack, o.tripped = took, true
+		o.meanTrip, o.tripped = took, true
 	}
 	trip := q.trip(o.bw)
 	newest := fl.mark > o.cleared // else later ones have arrived: it waited elsewhere
@@ -382,7 +382,7 @@ func (q *pair) left(now Instant, fl *flight) (rate float64) {
 }
 
 // learn follows the rate of the rail, and what waits there.
-func (e *egress) learn(now Instant, bytes uint64) {
+func (e *egressQueue) learn(now Instant, bytes uint64) {
 	e.spanTime += now - e.delivAt
 	e.spanBytes += bytes
 	e.spanCount++
@@ -425,13 +425,13 @@ func (e *egress) learn(now Instant, bytes uint64) {
 	}
 }
 
-func (e *egress) restart() {
+func (e *egressQueue) restart() {
 	e.spanTime, e.spanBytes, e.spanCount, e.spanDry, e.late = 0, 0, 0, 0, never
 }
 
 // judge ends a probe: more was sent than the rail is believed to move. Where the ends of the peers
 // are what limits a rail, its rate is only what they took; it is found out so that they take more.
-func (e *egress) judge(now Instant) {
+func (e *egressQueue) judge(now Instant) {
 	switch {
 	case now-e.looked >= probeLook && e.lookLate != never:
 		if e.lookLate > outSlack {
@@ -464,9 +464,9 @@ func (q *pair) trip(rate float64) Instant {
 	case !o.tripped:
 		return d
 	case d == 0:
-		return o.wayBack // nothing else is known
+		return o.meanTrip // nothing else is known
 	default:
-		return min(max(d, o.wayBack), d+outLate)
+		return min(max(d, o.meanTrip), d+outLate)
 	}
 }
 
@@ -477,5 +477,5 @@ func (q *pair) leastTrip(rate float64) Instant {
 	if d == 0 || q.lat[1] != 0 && q.lat[1] < d {
 		d, bytes = q.lat[1], q.latBytes[1]
 	}
-	return max(d-min(Instant(float64(bytes)/rate), sliceTime), q.way, 0)
+	return max(d-min(Instant(float64(bytes)/rate), sliceTime), q.rtt, 0)
 }

@@ -54,7 +54,7 @@ func (f *fan) join() {
 			f.lanes++
 			name := fmt.Sprint("eth", r)
 			if err := f.s.LaneUp(f.now, p, LaneInfo{ID: f.lanes, Path: Path{"tcp", name, name},
-				SliceBytes: 1 << 20, MaxSlices: 16, Way: f.cfg.delay}); err != nil {
+				SliceBytes: 1 << 20, MaxSlices: 16, RTT: f.cfg.delay}); err != nil {
 				f.t.Fatal(err)
 			}
 			f.rails[f.lanes] = [2]int{i, r}

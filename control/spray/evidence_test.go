@@ -96,7 +96,7 @@ func TestProbeNeedsSlices(t *testing.T) {
 		sent float64 // times what the rail moves in probeSpan
 		want float64
 	}{{0, rate}, {0.4, rate}, {1, rate * probeGain}} {
-		e := &egress{bw: rate, probing: true, probed: sec, looked: sec, lookLate: 0, late: never,
+		e := &egressQueue{bw: rate, probing: true, probed: sec, looked: sec, lookLate: 0, late: never,
 			probeFrom: 1 << 20, probeGap: probeEvery}
 		e.posted = e.probeFrom + uint64(c.sent*rate*float64(probeSpan))
 		e.judge(sec + probeSpan)
@@ -116,7 +116,7 @@ func TestLightTrafficKeepsTheRate(t *testing.T) {
 				f.open(i, LayerStream, 256<<20)
 			}
 			f.wait(2 * sec)
-			e := f.peers[0].pairs[0].out.egress
+			e := f.peers[0].pairs[0].out.egressQueue
 			if e.bw < 0.9*10*gbit {
 				t.Fatalf("%.3f of the rail's rate: not what this test is about", e.bw/(10*gbit))
 			}
@@ -142,7 +142,7 @@ func TestSlowerRailIsLearned(t *testing.T) {
 				f.open(i, LayerStream, 256<<20)
 			}
 			f.wait(2 * sec)
-			e := f.peers[0].pairs[0].out.egress
+			e := f.peers[0].pairs[0].out.egressQueue
 			f.cfg.near = gbit
 			for range 200 {
 				for i := range f.peers {

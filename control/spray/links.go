@@ -73,7 +73,7 @@ func (s *Scheduler) Moved(now Instant, id uint64) {
 // busy and has brought nothing for a while.
 func (s *Scheduler) Quiet(now Instant, yield func(lane uint64)) {
 	for _, l := range s.busy {
-		if l.info.Tells && !l.broken && now-max(l.moved, s.flights[l.head].posted) >=
+		if l.info.ReportsAcked && !l.broken && now-max(l.moved, s.flights[l.head].posted) >=
 			s.cfg.Suspect/askAfter {
 			yield(l.info.ID)
 		}
@@ -180,7 +180,7 @@ func (q *pair) creditMost() uint64 {
 	if q.credit == 0 {
 		return math.MaxUint64
 	}
-	return q.credit + uint64(min(float64(q.credit)*float64(q.way)/float64(CreditSpan), maxWay))
+	return q.credit + uint64(min(float64(q.credit)*float64(q.rtt)/float64(CreditSpan), maxWay))
 }
 
 // credited keeps window and slice within the credit.

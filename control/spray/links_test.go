@@ -197,7 +197,7 @@ func TestOneTierForAllIsNone(t *testing.T) {
 func TestProgressWithinASlice(t *testing.T) {
 	for _, moves := range []bool{true, false} {
 		m := newModel(t, Config{})
-		slow := m.rail(5*mbit, 100*time.Microsecond, 2, func(in *LaneInfo) { in.Tells = true })
+		slow := m.rail(5*mbit, 100*time.Microsecond, 2, func(in *LaneInfo) { in.ReportsAcked = true })
 		m.rail(2*gbit, 100*time.Microsecond, 2)
 		m.move(16 << 20)
 		for range 20 {

@@ -43,16 +43,16 @@ type pair struct {
 	bw       float64
 	b0       float64 // nanoseconds
 	b1       float64
-	spare    *lane // the one that background leaves alone; nil: there are not two
+	spare    *laneState // the one that background leaves alone; nil: there are not two
 
-	out *place // at the local rail; nil: nobody else is in its way there
+	out *egressTurn // at the local rail; nil: nobody else is in its way there
 
 	apart  bool // nobody ever can be
 	path   Path
 	peer   *Peer
 	index  int // in peer.pairs
 	tier   int
-	lanes  []*lane
+	lanes  []*laneState
 	shared int    // slots that are not kept, on lanes that background uses, too
 	slice  uint64 // the longest slice that its lanes take, bytes
 
@@ -72,7 +72,7 @@ type pair struct {
 	clean    Instant
 	patience Instant // of draining
 	credit   uint64  // the most that its receiver wants to wait for it; 0: no word of it
-	way      Instant // the round trip when its lanes came up, the least of them; 0: unknown
+	rtt      Instant // the round trip when its lanes came up, the least of them; 0: unknown
 
 	// Health, with state.
 	down     bool // a link is
@@ -128,8 +128,8 @@ func (c *Counters) ended(v Verdict) {
 	}
 }
 
-// lane is one connection of a pair. Its flights form a list, oldest first.
-type lane struct {
+// laneState is one connection of a pair. Its flights form a list, oldest first.
+type laneState struct {
 	info     LaneInfo
 	pair     *pair
 	inflight uint64 // bytes
@@ -145,11 +145,11 @@ type lane struct {
 	busy    int // index in Scheduler.busy, or -1
 }
 
-func (l *lane) usable() bool { return !l.suspect && !l.broken }
+func (l *laneState) usable() bool { return !l.suspect && !l.broken }
 
-// claimed is the neutral rate of a link that says it has so many Gbit/s. Absurd claims are bounded:
+// nominal is the neutral rate of a link that says it has so many Gbit/s. Absurd claims are bounded:
 // they cost a window until the first sample, no more.
-func claimed(gbps float64) float64 {
+func nominal(gbps float64) float64 {
 	if !(gbps > 0) || math.IsInf(gbps, 1) {
 		return defaultRate
 	}
@@ -224,7 +224,7 @@ func (q *pair) most(prio Priority) uint64 {
 }
 
 // most is how many slices may be on the lane.
-func (l *lane) most(urgent bool) int {
+func (l *laneState) most(urgent bool) int {
 	if !urgent && l.info.MaxSlices > 1 {
 		return l.info.MaxSlices - 1
 	}
@@ -232,8 +232,8 @@ func (l *lane) most(urgent bool) int {
 }
 
 // pick is the least loaded lane that has room.
-func (q *pair) pick(prio Priority, urgent bool) *lane {
-	var found *lane
+func (q *pair) pick(prio Priority, urgent bool) *laneState {
+	var found *laneState
 	for _, l := range q.lanes {
 		if l.usable() && l.flights < l.most(urgent) && (found == nil || l.inflight < found.inflight) &&
 			(prio != Background || l != q.spare) {
@@ -250,7 +250,7 @@ func (q *pair) pick(prio Priority, urgent bool) *lane {
 func (q *pair) least() Instant {
 	switch {
 	case q.lat[0] == 0 && q.lat[1] == 0:
-		return q.way
+		return q.rtt
 	case q.lat[1] == 0:
 		return q.lat[0]
 	case q.lat[0] == 0:

@@ -18,7 +18,7 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 		passed  uint64
 		flights int
 	}
-	lanes, pairs, all := map[*lane]sum{}, map[*pair]sum{}, map[*Peer]sum{}
+	lanes, pairs, all := map[*laneState]sum{}, map[*pair]sum{}, map[*Peer]sum{}
 	hedged, copies, perFlow := map[*Peer]uint64{}, map[*Flow][]int{}, map[*Flow]int{}
 	add := func(m sum, f *flight) sum {
 		if f.passed {
@@ -76,7 +76,7 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 	if len(s.busy) != len(lanes) {
 		return fmt.Errorf("%d lanes are busy, %d counted", len(lanes), len(s.busy))
 	}
-	loads, turns := map[*egress]uint64{}, map[*egress]int{}
+	loads, turns := map[*egressQueue]uint64{}, map[*egressQueue]int{}
 	for _, p := range peers {
 		if p.flights != all[p].flights || p.hedged != hedged[p] {
 			return fmt.Errorf("peer: %d slices, %d of hedges: counted %d and %d", all[p].flights, hedged[p],
@@ -118,10 +118,10 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 					return fmt.Errorf("pair %s: %d bytes move, %d counted at its local rail", q.path,
 						q.load(), o.counted)
 				}
-				loads[o.egress] += o.counted
+				loads[o.egressQueue] += o.counted
 				for prio := range numPriorities {
 					if o.turn[prio].Queued() {
-						turns[o.egress]++
+						turns[o.egressQueue]++
 					}
 				}
 			}
@@ -360,7 +360,7 @@ func randomOrder(t *testing.T, seed uint64) (passed int) {
 		}
 		pull()
 		fail(check(s, peers, flows))
-		if slices.ContainsFunc(s.busy, func(l *lane) bool { return l.passed > 0 }) {
+		if slices.ContainsFunc(s.busy, func(l *laneState) bool { return l.passed > 0 }) {
 			passed++
 		}
 	}

@@ -12,8 +12,8 @@ import (
 type Scheduler struct {
 	cfg     Config
 	peers   []*Peer
-	lanes   map[uint64]*lane
-	busy    []*lane // lanes with something in flight
+	lanes   map[uint64]*laneState
+	busy    []*laneState // lanes with something in flight
 	flights []flight
 	unused  []int32
 	live    int
@@ -24,8 +24,8 @@ type Scheduler struct {
 	past    map[railName]*Counters // of pairs that are forgotten
 	down    map[railName]bool      // our rails whose links are down
 
-	egresses map[railName]*egress
-	awaited  []*egress // for which a pair waits
+	egresses map[railName]*egressQueue
+	awaited  []*egressQueue // for which a pair waits
 }
 
 // Peer is one other process, with the pairs of rails that lead there and the flows that want to go
@@ -69,7 +69,7 @@ func (p *Peer) waits(prio Priority) (n int) {
 // flight is a slice in flight.
 type flight struct {
 	flow       *Flow
-	lane       *lane
+	lane       *laneState
 	r          transfer.Range
 	bytes      uint64
 	use        uint32 // how often this entry was given out
@@ -102,9 +102,9 @@ type flight struct {
 
 // New returns a scheduler without peers.
 func New(cfg Config) *Scheduler {
-	return &Scheduler{cfg: cfg.withDefaults(), lanes: map[uint64]*lane{},
+	return &Scheduler{cfg: cfg.withDefaults(), lanes: map[uint64]*laneState{},
 		past: map[railName]*Counters{}, down: map[railName]bool{},
-		egresses: map[railName]*egress{}}
+		egresses: map[railName]*egressQueue{}}
 }
 
 // Peer adds a peer.
@@ -169,10 +169,10 @@ func (s *Scheduler) LaneUp(now Instant, p *Peer, in LaneInfo) error {
 	if err != nil {
 		return err
 	}
-	q.tier, q.rank, q.neutral = in.Tier, in.Rank, claimed(in.Gbps)
+	q.tier, q.rank, q.neutral = in.Tier, in.Rank, nominal(in.Gbps)
 	q.tiers = [MaxPlaces]uint8{}
-	if in.Way > 0 && (q.way == 0 || in.Way < q.way) {
-		q.way = in.Way
+	if in.RTT > 0 && (q.rtt == 0 || in.RTT < q.rtt) {
+		q.rtt = in.RTT
 	}
 	q.slice = max(q.slice, uint64(in.SliceBytes))
 	if len(q.lanes) == 0 {
@@ -182,7 +182,7 @@ func (s *Scheduler) LaneUp(now Instant, p *Peer, in LaneInfo) error {
 		q.reset()
 	}
 	q.resize()
-	l := &lane{info: in, pair: q, head: -1, tail: -1, moved: now, busy: -1}
+	l := &laneState{info: in, pair: q, head: -1, tail: -1, moved: now, busy: -1}
 	q.lanes = append(q.lanes, l)
 	p.lanes++
 	s.lanes[in.ID] = l
@@ -210,7 +210,7 @@ func (s *Scheduler) pair(p *Peer, in LaneInfo) (*pair, error) {
 		}
 	}
 	if len(p.pairs) < MaxPairs {
-		q := &pair{path: in.Path, peer: p, index: len(p.pairs), neutral: claimed(in.Gbps)}
+		q := &pair{path: in.Path, peer: p, index: len(p.pairs), neutral: nominal(in.Gbps)}
 		p.pairs = append(p.pairs, q)
 		s.enter(q, in.Apart)
 		return q, nil
@@ -225,7 +225,7 @@ func (s *Scheduler) pair(p *Peer, in LaneInfo) (*pair, error) {
 	s.bury(idle)
 	idle.drained(0)
 	s.exit(idle)
-	*idle = pair{path: in.Path, peer: p, index: idle.index, neutral: claimed(in.Gbps)}
+	*idle = pair{path: in.Path, peer: p, index: idle.index, neutral: nominal(in.Gbps)}
 	s.enter(idle, in.Apart)
 	return idle, nil
 }
@@ -243,7 +243,7 @@ func (s *Scheduler) LaneDown(now Instant, id uint64) {
 		q.fault(now, &s.cfg, "lane lost")
 	}
 	l.broken = true
-	q.lanes = slices.DeleteFunc(q.lanes, func(o *lane) bool { return o == l })
+	q.lanes = slices.DeleteFunc(q.lanes, func(o *laneState) bool { return o == l })
 	q.peer.lanes--
 	q.moved = now
 	q.recount()
@@ -273,7 +273,7 @@ func (q *pair) recount() {
 }
 
 // post puts r of f on l. A probe has no attempt and counts as no copy.
-func (s *Scheduler) post(now Instant, l *lane, f *Flow, r transfer.Range, attempt uint32) Slice {
+func (s *Scheduler) post(now Instant, l *laneState, f *Flow, r transfer.Range, attempt uint32) Slice {
 	var i int32
 	if n := len(s.unused); n > 0 {
 		i = s.unused[n-1]
@@ -476,7 +476,7 @@ func (s *Scheduler) judge(now Instant, fl *flight, v Verdict) {
 
 // alive takes a sign of life of a lane. Where it was suspect, others have what it carries, and its
 // silence was judged: no slice that it held meanwhile is late for that.
-func (s *Scheduler) alive(now Instant, l *lane) {
+func (s *Scheduler) alive(now Instant, l *laneState) {
 	if l.suspect {
 		for i := l.head; i >= 0; i = s.flights[i].next {
 			s.flights[i].forgiven = now - s.flights[i].posted
@@ -497,7 +497,7 @@ func (s *Scheduler) alive(now Instant, l *lane) {
 }
 
 // release makes what a lane has in flight sendable on others, too, and counts it.
-func (s *Scheduler) release(l *lane) (n uint64) {
+func (s *Scheduler) release(l *laneState) (n uint64) {
 	for i := l.head; i >= 0; i = s.flights[i].next {
 		if s.double(&s.flights[i]) {
 			n++
@@ -552,7 +552,7 @@ func (s *Scheduler) forgive(now, asleep Instant) {
 }
 
 // watch finds silence on a lane, and a slice that others overtake without end.
-func (s *Scheduler) watch(now Instant, l *lane) {
+func (s *Scheduler) watch(now Instant, l *laneState) {
 	if !l.usable() && !s.retry(now, l) {
 		return
 	}
@@ -568,7 +568,7 @@ func (s *Scheduler) watch(now Instant, l *lane) {
 	}
 	fl := &s.flights[i]
 	patience := max(s.cfg.Suspect, lateFactor*fl.predicted)
-	if l.info.Tells && now-q.moved >= s.cfg.Suspect {
+	if l.info.ReportsAcked && now-q.moved >= s.cfg.Suspect {
 		// of what has not a byte to show for it; while other lanes of the pair have, it may be their turn
 		patience = s.cfg.Suspect
 	}
@@ -610,7 +610,7 @@ func (s *Scheduler) watch(now Instant, l *lane) {
 // path: it may be that nothing comes back because nothing is sent, and that what it was suspected
 // for is one slice that never ends. What it has in flight counts again, so it is given no more than
 // its window has room for, or one chunk, where all of that is late.
-func (s *Scheduler) retry(now Instant, l *lane) bool {
+func (s *Scheduler) retry(now Instant, l *laneState) bool {
 	if l.broken || now-l.doubted < s.cfg.Attempt {
 		return false
 	}

@@ -21,7 +21,7 @@ func contended(t *testing.T, n int, way Instant, prios ...Priority) (s *Schedule
 	p = s.Peer(transfer.Boot{1}, nil)
 	for i := range n {
 		if err := s.LaneUp(0, p, LaneInfo{ID: uint64(i + 1), Path: Path{"tcp", fmt.Sprint(i),
-			fmt.Sprint(i)}, Gbps: 2, SliceBytes: 1 << 20, MaxSlices: 64, Way: way}); err != nil {
+			fmt.Sprint(i)}, Gbps: 2, SliceBytes: 1 << 20, MaxSlices: 64, RTT: way}); err != nil {
 			t.Fatal(err)
 		}
 	}

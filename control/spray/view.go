@@ -102,7 +102,7 @@ func (p *Peer) Links(now Instant) []Link {
 			l.Age = now - q.sampled
 		}
 		if l.Delay == 0 {
-			l.Delay = q.way
+			l.Delay = q.rtt
 		}
 		out = append(out, l)
 	}

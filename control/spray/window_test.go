@@ -158,7 +158,7 @@ func TestDrainsTakeTurns(t *testing.T) {
 	// A lane that is lost in between does not keep the others from their turn.
 	q := m.p.pairs[0]
 	m.run(sec, func() bool { return q.draining })
-	for _, l := range append([]*lane(nil), q.lanes...) {
+	for _, l := range append([]*laneState(nil), q.lanes...) {
 		m.s.LaneDown(m.now, l.info.ID)
 	}
 	clear(drains)
