@@ -306,16 +306,16 @@ func (q *pair) leaves(now Instant, fl *flight) {
 	if o == nil {
 		return
 	}
-	if fl.outClean = o.load == 0; fl.outClean {
+	if fl.rail.clean = o.load == 0; fl.rail.clean {
 		o.delivAt = now
 		if o.samples > 0 && now-o.sampled >= neutralAfter {
 			o.samples, o.bw = 0, q.neutral
 		}
 	}
-	fl.outDelivered, fl.outBegin = o.delivered, o.delivAt
-	fl.outBusy = float64(o.load) > o.bw*float64(q.least())+float64(q.cut(fl.flow.prio))
+	fl.rail.delivered = o.delivered
+	fl.rail.busy = float64(o.load) > o.bw*float64(q.least())+float64(q.cut(fl.flow.prio))
 	o.posted += fl.bytes
-	fl.mark = o.posted
+	fl.rail.mark = o.posted
 	prio := fl.flow.prio
 	if o.probing && prio == DecodeWaits {
 		o.probing = false // what is urgent does not wait behind a probe
@@ -325,7 +325,7 @@ func (q *pair) leaves(now Instant, fl *flight) {
 		rate *= probeGain
 	}
 	o.free = max(o.free, now) + Instant(float64(fl.bytes)/rate)
-	fl.outLeft = o.free
+	fl.rail.leaves = o.free
 	o.flights[prio]++
 	o.tag[prio] = o.next(prio)
 	o.tags[prio] = o.tag[prio] + fl.bytes
@@ -344,11 +344,11 @@ func (q *pair) leaves(now Instant, fl *flight) {
 // the slice waited for; 0: it came late, or found the rail idle.
 func (q *pair) left(now Instant, fl *flight) (rate float64) {
 	o := q.out
-	if o == nil || fl.mark == 0 {
+	if o == nil || fl.rail.mark == 0 {
 		return 0
 	}
 	o.delivered += fl.bytes
-	if fl.outClean {
+	if fl.rail.clean {
 		took := max(now-fl.posted-Instant(float64(fl.bytes)/o.bw), 0)
 		if d := q.leastTrip(o.bw); d > 0 {
 			took = min(took, d+outLate) // one late confirmation is no longer path
@@ -359,9 +359,9 @@ func (q *pair) left(now Instant, fl *flight) (rate float64) {
 		o.meanTrip, o.tripped = took, true
 	}
 	trip := q.trip(o.bw)
-	newest := fl.mark > o.cleared // else later ones have arrived: it waited elsewhere
+	newest := fl.rail.mark > o.cleared // else later ones have arrived: it waited elsewhere
 	if newest {
-		o.cleared = fl.mark
+		o.cleared = fl.rail.mark
 		late := now - trip + Instant(float64(o.posted-o.cleared)/o.bw) - o.free
 		if late < 0 {
 			o.free += late
@@ -369,13 +369,13 @@ func (q *pair) left(now Instant, fl *flight) (rate float64) {
 		}
 		o.late, o.lookLate = min(o.late, late), min(o.lookLate, late)
 	}
-	late := now-trip-fl.posted > 2*(fl.outLeft-fl.posted+outLate)
-	if !late && !fl.outBusy && o.waiting == 0 && q.peer.waits(Background) == 0 {
+	late := now-trip-fl.posted > 2*(fl.rail.leaves-fl.posted+outLate)
+	if !late && !fl.rail.busy && o.waiting == 0 && q.peer.waits(Background) == 0 {
 		o.spanDry++
 	}
 	o.learn(now, fl.bytes)
-	alone := o.delivered-fl.outDelivered == q.delivered-fl.delivered
-	if !newest || o.samples == 0 || !fl.outBusy || alone || late {
+	alone := o.delivered-fl.rail.delivered == q.delivered-fl.path.delivered
+	if !newest || o.samples == 0 || !fl.rail.busy || alone || late {
 		return 0
 	}
 	return o.bw

@@ -346,10 +346,10 @@ func (q *pair) learn(now Instant, f *flight, out float64) {
 
 	// Bytes confirmed since f was posted, by the time in which the rail was busy with them. What waits
 	// in queues shows up in neither.
-	rate := float64(q.delivered-f.delivered) / float64(max(now-f.begin, time.Microsecond))
+	rate := float64(q.delivered-f.path.delivered) / float64(max(now-f.path.begin, time.Microsecond))
 	rate = min(max(rate, smallest), maxClaim)
 	// single slices that take twice as long as they should prove that it is slower
-	limited := f.limited && !(q.crowded() && q.b1 > lateFactor)
+	limited := f.path.limited && !(q.crowded() && q.b1 > lateFactor)
 	switch {
 	case out > 0:
 		rate, limited = out, false
@@ -368,12 +368,12 @@ func (q *pair) learn(now Instant, f *flight, out float64) {
 	q.err = ewma(q.err, min(math.Abs(predicted-actual)/actual, maxB1), alpha)
 	// What the wire does not explain is a cost per slice where the slice is short, and a factor where
 	// it is long.
-	if wire := float64(f.ahead+f.bytes) / q.bw; wire < q.b0 || q.samples == 1 {
+	if wire := float64(f.path.ahead+f.bytes) / q.bw; wire < q.b0 || q.samples == 1 {
 		q.b0 = min(max(ewma(q.b0, actual-q.b1*wire, alpha), 0), maxB0)
 	} else {
 		q.b1 = min(max(ewma(q.b1, (actual-q.b0)/wire, alpha), 1/maxB1), maxB1)
 	}
-	if f.clean {
+	if f.path.clean {
 		if q.lat[0] == 0 || now-q.latAt > latencySpan {
 			q.lat[1], q.lat[0], q.latAt = q.lat[0], took, now
 			q.latBytes[1], q.latBytes[0] = q.latBytes[0], f.bytes

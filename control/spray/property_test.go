@@ -21,7 +21,7 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 	lanes, pairs, all := map[*laneState]sum{}, map[*pair]sum{}, map[*Peer]sum{}
 	hedged, copies, perFlow := map[*Peer]uint64{}, map[*Flow][]int{}, map[*Flow]int{}
 	add := func(m sum, f *flight) sum {
-		if f.passed {
+		if f.progress == flightPassed {
 			m.passed += f.bytes
 		}
 		return sum{m.bytes + f.bytes, m.passed, m.flights + 1}
@@ -29,7 +29,7 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 	live := 0
 	for i := range s.flights {
 		f := &s.flights[i]
-		if !f.live {
+		if f.progress == unused {
 			continue
 		}
 		live++
@@ -37,10 +37,10 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 		lanes[f.lane], pairs[q], all[q.peer] = add(lanes[f.lane], f), add(pairs[q], f),
 			add(all[q.peer], f)
 		perFlow[f.flow]++
-		if f.hedge {
+		if f.copy == hedgeCopy {
 			hedged[q.peer] += f.bytes
 		}
-		if f.probe {
+		if f.copy == probeCopy {
 			continue
 		}
 		if copies[f.flow] == nil {
@@ -58,10 +58,10 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 		n, last := 0, int32(-1)
 		for i := l.head; i >= 0; last, i = i, s.flights[i].next {
 			f := &s.flights[i]
-			if !f.live || f.lane != l || f.prev != last || last >= 0 && f.posted < s.flights[last].posted {
+			if f.progress == unused || f.lane != l || f.prev != last || last >= 0 && f.posted < s.flights[last].posted {
 				return fmt.Errorf("lane %d: its list of flights is broken", l.info.ID)
 			}
-			if (f.passed || f.charged) && !f.late || f.late && last >= 0 && !s.flights[last].late {
+			if f.charged && f.progress < flightLate || f.progress >= flightLate && last >= 0 && s.flights[last].progress < flightLate {
 				return fmt.Errorf("lane %d: a slice is late before an older one, or passed and not late",
 					l.info.ID)
 			}
@@ -198,16 +198,16 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 // for a stated reason.
 func declared(s *Scheduler, sl Slice) error {
 	mine, _ := s.find(sl.Cookie)
-	if mine.probe != (sl.Attempt == 0) {
-		return fmt.Errorf("attempt %d and probe %v", sl.Attempt, mine.probe)
+	if (mine.copy == probeCopy) != (sl.Attempt == 0) {
+		return fmt.Errorf("attempt %d and probe %v", sl.Attempt, mine.copy == probeCopy)
 	}
 	for i := range s.flights {
 		f := &s.flights[i]
-		if !f.live || f == mine || f.probe || f.flow != sl.Flow || f.r.First >= sl.Range.End() ||
+		if f.progress == unused || f == mine || f.copy == probeCopy || f.flow != sl.Flow || f.r.First >= sl.Range.End() ||
 			sl.Range.First >= f.r.End() {
 			continue
 		}
-		if !mine.probe && !f.doubled {
+		if mine.copy != probeCopy && f.copy == soleCopy {
 			return fmt.Errorf("chunks %+v are in flight as %+v, of which nobody said that it may be doubled",
 				sl.Range, f.r)
 		}

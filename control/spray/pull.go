@@ -262,7 +262,7 @@ func (s *Scheduler) lastResort(p *Peer) *pair {
 func (s *Scheduler) allLate(q *pair) bool {
 	for _, l := range q.lanes {
 		for i := l.head; i >= 0 && l.usable(); i = s.flights[i].next {
-			if !s.flights[i].late {
+			if s.flights[i].progress == onTime {
 				return false
 			}
 		}
@@ -344,7 +344,7 @@ func (s *Scheduler) probe(now Instant, p *Peer) (Slice, bool) {
 					continue
 				}
 				fl := &s.flights[other.tail]
-				if fl.probe || fl.flow.stopped || fl.flow.class(q) > fl.flow.class(o)+MaxRanks {
+				if fl.copy == probeCopy || fl.flow.stopped || fl.flow.class(q) > fl.flow.class(o)+MaxRanks {
 					continue
 				}
 				q.count.Probes++
@@ -383,7 +383,7 @@ func (s *Scheduler) hedge(now Instant, p *Peer) (Slice, bool) {
 			for i, n := l.tail, 0; i >= 0 && n < hedgeScan; i, n = s.flights[i].prev, n+1 {
 				fl := &s.flights[i]
 				f := fl.flow
-				if fl.probe || fl.doubled || f.stopped || f.prio == Background || f.hedges < int(fl.r.Count) ||
+				if fl.copy != soleCopy || f.stopped || f.prio == Background || f.hedges < int(fl.r.Count) ||
 					f.bad[best.rank] >= badFlow ||
 					f.deadline != 0 && now >= f.deadline {
 					continue
@@ -407,13 +407,13 @@ func (s *Scheduler) hedge(now Instant, p *Peer) (Slice, bool) {
 		return Slice{}, false
 	}
 	f, r := s.flights[victim].flow, s.flights[victim].r
-	s.flights[victim].doubled = true
+	s.flights[victim].copy = doubledCopy
 	f.hedges -= int(r.Count)
 	best.count.Hedges++
 	f.detail()
 	out := s.post(now, l, f, r, f.send(r))
 	fl, _ := s.find(out.Cookie)
-	fl.hedge, fl.doubled = true, true
+	fl.copy = hedgeCopy
 	p.hedged += fl.bytes
 	return out, true
 }

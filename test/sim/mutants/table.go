@@ -56,9 +56,9 @@ var mutants = []mutant{
 
 	// Slices.
 	{"results beside the first", "control/exec/sending.go", "	for i := range res {\n		ss.result(now, &res[i])", "	for i := range min(1, len(res)) {\n		ss.result(now, &res[i])", []string{lost}},
-	{"an older slice's result", "control/spray/sched.go", "	s.live--\n", "	s.live -= 2\n", []string{lost}},
+	{"an older slice's result", "control/spray/flight.go", "	s.live--\n", "	s.live -= 2\n", []string{lost}},
 	{"a rail's end loses slices", "control/exec/lanes.go", "		dp.outSlices = append(dp.outSlices, l.batch...)", "		dp.outSlices = append(dp.outSlices, l.batch[:1]...)\n		a.count = 1", []string{lost}},
-	{"failed chunks stay away", "control/spray/sched.go", "			f.free(fl.r, false)\n", "", []string{path, never}},
+	{"failed chunks stay away", "control/spray/flight.go", "			f.free(fl.r, false)\n", "", []string{path, never}},
 
 	// Bounds.
 	{"no bound of slices for a peer", "control/spray/pull.go", "if p.lanes == 0 || p.flights >= s.cfg.MaxFlights {", "if p.lanes == 0 {", []string{bound}},
@@ -100,14 +100,14 @@ var mutants = []mutant{
 
 	// The traps of package spray.
 	{"the weight is inverted", "control/spray/pair.go", "return v + weight*(sample-v)", "return sample + weight*(v-sample)", []string{"TestTrapInvertedEWMA"}},
-	{"a rate from post to confirmation", "control/spray/pair.go", "rate := float64(q.delivered-f.delivered) / float64(max(now-f.begin, time.Microsecond))", "rate := float64(f.bytes) / float64(took)", []string{"TestTrapQueueCountedTwice"}},
+	{"a rate from post to confirmation", "control/spray/pair.go", "rate := float64(q.delivered-f.path.delivered) / float64(max(now-f.path.begin, time.Microsecond))", "rate := float64(f.bytes) / float64(took)", []string{"TestTrapQueueCountedTwice"}},
 	{"a floor of a tenth of the claim", "control/spray/pair.go", "rate = min(max(rate, smallest), maxClaim)", "rate = min(max(rate, q.neutral/10), maxClaim)", []string{"TestTrapFloorHidesSlowRail"}},
 	{"an estimate that only falls", "control/spray/pair.go", "if !limited || rate > q.bw || q.samples == 0 {", "if rate < q.bw || q.samples == 0 {", []string{"TestTrapFloorHidesSlowRail"}},
-	{"a timeout without a retry", "control/spray/sched.go", "		if !fl.probe {\n			s.double(fl)\n		}\n", "", []string{"TestTrapTimeoutWithoutRetry"}},
-	{"a timeout that blames nobody", "control/spray/sched.go", "		q.fault(now, &s.cfg, \"slice timed out\")\n", "", []string{"TestTrapTimeoutWithoutRetry"}},
-	{"suspect for ever", "control/spray/sched.go", "	if !l.usable() && !s.retry(now, l) {", "	if !l.usable() {", []string{"TestTrapSuspectForEver"}},
-	{"a retry that is not charged", "control/spray/sched.go", "	q.inflight += bytes\n", "	if attempt < 2 {\n		q.inflight += bytes\n	}\n", []string{"TestTrapRetriesAreCharged"}},
-	{"retries without end", "control/spray/sched.go", "			out.Exhausted = f.exhausted(fl.r, s.cfg.MaxStrikes)\n", "", []string{"TestTrapRetriesAreCharged"}},
+	{"a timeout without a retry", "control/spray/watch.go", "		if fl.copy != probeCopy {\n			s.double(fl)\n		}\n", "", []string{"TestTrapTimeoutWithoutRetry"}},
+	{"a timeout that blames nobody", "control/spray/watch.go", "		q.fault(now, &s.cfg, \"slice timed out\")\n", "", []string{"TestTrapTimeoutWithoutRetry"}},
+	{"suspect for ever", "control/spray/watch.go", "	if !l.usable() && !s.retry(now, l) {", "	if !l.usable() {", []string{"TestTrapSuspectForEver"}},
+	{"a retry that is not charged", "control/spray/flight.go", "	q.inflight += bytes\n", "	if attempt < 2 {\n		q.inflight += bytes\n	}\n", []string{"TestTrapRetriesAreCharged"}},
+	{"retries without end", "control/spray/flight.go", "			out.Exhausted = f.exhausted(fl.r, s.cfg.MaxStrikes)\n", "", []string{"TestTrapRetriesAreCharged"}},
 	{"a retry holds up the rest", "control/spray/pull.go", "if q == nil && avoid != 0 && f.fresh.Count() > 0 && !f.parked {", "if false {", []string{"TestTrapRetriesHoldUpTheirFlow"}},
 	{"a retry is left to what it avoids", "control/spray/pull.go", "f.class(q) != class || int(avoid) == q.index+1 {", "f.class(q) != class {", []string{"TestTrapRetryLeftToThePairItAvoids"}},
 	{"an exclusion that nobody heeds", "control/spray/pair.go", "return q.live > 0 && q.state <= Readmitted", "return q.live > 0", []string{"TestTrapHealthIsShared"}},
@@ -115,15 +115,15 @@ var mutants = []mutant{
 	{"no probe after the cooldown", "control/spray/pull.go", "			q.state, q.since = Probing, now\n			p.probing++\n", "			q.state, q.since = Healthy, now\n", []string{"TestTrapExpiryReadmitsLiveTraffic"}},
 	{"no steps after the probe", "control/spray/pair.go", "	if q.state == Readmitted {\n		q.window", "	if false {\n		q.window", []string{"TestTrapExpiryReadmitsLiveTraffic"}},
 	{"one remote rail is as another", "control/spray/sched.go", "		if q.path == in.Path {", "		if q.path.rail() == in.Path.rail() {", []string{"TestTrapRemoteIgnored"}},
-	{"a lane's refusal costs its chunks", "control/spray/sched.go", "			if (v == Failed || v == Refused) && !fl.charged {", "			if !fl.charged {", []string{"TestTrapRefusedAtSubmit"}},
+	{"a lane's refusal costs its chunks", "control/spray/flight.go", "			if (v == Failed || v == Refused) && !fl.charged {", "			if !fl.charged {", []string{"TestTrapRefusedAtSubmit"}},
 	{"flows that rest stay in their queue", "control/spray/pull.go", "			f.park()\n			return nil, 0, true\n", "			return nil, 0, true\n", []string{"TestRefusedFlowsDoNotBlockOthers"}},
 	{"other peers' bytes are not seen", "control/spray/pair.go", "	if q.crowded() {\n		v = max", "	if false {\n		v = max", []string{"TestPredictionSeesOtherPeers"}},
 	{"peers do not take turns", "control/spray/egress.go", "o.queue(now) < leaveWithin[prio] && o.first(prio, q)", "o.queue(now) < leaveWithin[prio]", []string{"TestPeersShareARail"}},
 	{"a rate of bursts", "control/spray/egress.go", "outSpan    = 16 *", "outSpan    = 1 *", []string{"TestUrgentAmongPeersThatConfirmInBursts"}},
 	{"a probe in vain goes on", "control/spray/egress.go", "if e.lookLate > outSlack {", "if false {", []string{"TestUrgentAmongPeers"}},
 	{"a rail owes nothing", "control/spray/egress.go", "o.owed[low]+share[low]*", "o.owed[low]+0*share[low]*", []string{"TestNoPeerStarves"}},
-	{"all of it is sent again", "control/spray/sched.go", "	fl.flow.free(fl.r, true)\n", "	fl.flow.detail()\n	clear(fl.flow.chunks)\n	fl.flow.got.Clear()\n	fl.flow.free(fl.flow.space.All(), true)\n", []string{"TestTrapFinishedSlicesSentAgain"}},
-	{"silent lanes are given more", "control/spray/sched.go", "		l.suspect, l.doubted = true, now\n		q.recount()\n		q.count.Suspicions++\n		q.count.Doubled += s.release(l)\n", "		q.count.Suspicions++\n		q.inflight -= l.inflight\n		l.inflight = 0\n		s.release(l)\n", []string{"TestTrapStormWhileAllIsDead"}},
+	{"all of it is sent again", "control/spray/flight.go", "	fl.flow.free(fl.r, true)\n", "	fl.flow.detail()\n	clear(fl.flow.chunks)\n	fl.flow.got.Clear()\n	fl.flow.free(fl.flow.space.All(), true)\n", []string{"TestTrapFinishedSlicesSentAgain"}},
+	{"silent lanes are given more", "control/spray/watch.go", "		l.suspect, l.doubted = true, now\n		q.recount()\n		q.count.Suspicions++\n		q.count.Doubled += s.release(l)\n", "		q.count.Suspicions++\n		q.inflight -= l.inflight\n		l.inflight = 0\n		s.release(l)\n", []string{"TestTrapStormWhileAllIsDead"}},
 
 	// Which rank has which heads.
 	{"replicated heads modulo", "parseblock/params.go", "	first = rank * all / size\n", "	first = rank * all / size\n	if size > all {\n		return rank % all, 1\n	}\n", []string{"TestPlanLaws"}},
