@@ -80,8 +80,9 @@ type railSample struct {
 	clean     bool    // it found nothing
 }
 
-// post puts r of f on l. A probe has no attempt and counts as no copy.
-func (s *Scheduler) post(now Instant, l *laneState, f *Flow, r transfer.Range, attempt uint32) Slice {
+// post gives r of f to l. A probe has attempt 0 and does not count as a copy.
+func (s *Scheduler) post(now Instant, l *laneState, f *Flow, r transfer.Range,
+	attempt uint32) Slice {
 	var i int32
 	if n := len(s.unused); n > 0 {
 		i = s.unused[n-1]
@@ -93,7 +94,7 @@ func (s *Scheduler) post(now Instant, l *laneState, f *Flow, r transfer.Range, a
 	q := l.pair
 	bytes, err := f.space.Bytes(r)
 	if err != nil {
-		bytes = 0 // cannot be: r comes from a set of that space's size
+		bytes = 0 // impossible: r comes from a set of that space's size
 	}
 	fl := &s.flights[i]
 	*fl = flight{flow: f, lane: l, r: r, bytes: bytes, use: fl.use + 1, prev: l.tail, next: -1,
@@ -138,7 +139,7 @@ func (s *Scheduler) post(now Instant, l *laneState, f *Flow, r transfer.Range, a
 		Cookie: uint64(fl.use)<<32 | uint64(uint32(i))}
 }
 
-// find is the flight of a cookie, or nil: it has ended, or never was.
+// find returns the flight of a cookie, or nil if it has ended or never existed.
 func (s *Scheduler) find(cookie uint64) (*flight, int32) {
 	i := uint32(cookie)
 	if int64(i) >= int64(len(s.flights)) {
@@ -151,7 +152,7 @@ func (s *Scheduler) find(cookie uint64) (*flight, int32) {
 	return f, int32(i)
 }
 
-// End ends a slice; false: that cookie names none that is in flight, so nothing changes.
+// End ends a slice. False: no slice in flight has this cookie, and nothing changes.
 func (s *Scheduler) End(now Instant, cookie uint64, v Verdict) (Ended, bool) {
 	fl, i := s.find(cookie)
 	if fl == nil {
@@ -169,7 +170,7 @@ func (s *Scheduler) End(now Instant, cookie uint64, v Verdict) (Ended, bool) {
 			q.count.ProbesFailed++
 		}
 		if v == Confirmed && !f.stopped {
-			f.detail() // it has landed, and is on its way still
+			f.detail() // it has landed, and another copy is still in flight
 			out.Fresh = f.land(fl.r)
 		}
 	} else {
@@ -206,7 +207,7 @@ func (s *Scheduler) End(now Instant, cookie uint64, v Verdict) (Ended, bool) {
 	return out, true
 }
 
-// unlink takes a flight off its lane and out of every sum.
+// unlink removes a flight from its lane and from every sum.
 func (s *Scheduler) unlink(fl *flight, i int32) {
 	l, q := fl.lane, fl.lane.pair
 	if fl.prev >= 0 {
@@ -251,7 +252,7 @@ func (s *Scheduler) unlink(fl *flight, i int32) {
 	}
 }
 
-// judge takes what the end of a flight says about its path.
+// judge updates the health and estimates of a path from the end of a flight.
 func (s *Scheduler) judge(now Instant, fl *flight, v Verdict) {
 	l, q := fl.lane, fl.lane.pair
 	q.count.ended(v)
@@ -284,8 +285,8 @@ func (s *Scheduler) judge(now Instant, fl *flight, v Verdict) {
 	}
 }
 
-// alive takes a sign of life of a lane. Where it was suspect, others have what it carries, and its
-// silence was judged: no slice that it held meanwhile is late for that.
+// alive records progress of a lane. If the lane was suspect, other lanes have its chunks already,
+// and the time of suspicion makes none of its slices late.
 func (s *Scheduler) alive(now Instant, l *laneState) {
 	if l.suspect {
 		for i := l.head; i >= 0; i = s.flights[i].next {
@@ -294,8 +295,11 @@ func (s *Scheduler) alive(now Instant, l *laneState) {
 		l.suspect = false
 		l.pair.recount()
 	}
-	for i := l.head; i >= 0 && s.flights[i].progress >= flightLate && !l.broken; i = s.flights[i].next {
-		// Those behind it come through, and it may never end.
+	for i := l.head; i >= 0 && !l.broken; i = s.flights[i].next {
+		if s.flights[i].progress < flightLate {
+			break
+		}
+		// Later slices arrive, and this one may never end.
 		if fl := &s.flights[i]; fl.progress == flightLate {
 			fl.progress = flightPassed
 			l.passed += fl.bytes
@@ -306,7 +310,8 @@ func (s *Scheduler) alive(now Instant, l *laneState) {
 	l.moved, l.pair.moved = now, now
 }
 
-// release makes what a lane has in flight sendable on others, too, and counts it.
+// release lets other lanes send what this lane has in flight, and returns the number of its slices
+// for which this is new.
 func (s *Scheduler) release(l *laneState) (n uint64) {
 	for i := l.head; i >= 0; i = s.flights[i].next {
 		if s.double(&s.flights[i]) {
@@ -316,6 +321,7 @@ func (s *Scheduler) release(l *laneState) (n uint64) {
 	return n
 }
 
+// double lets other lanes send the chunks of a slice, too. False: they could already.
 func (s *Scheduler) double(fl *flight) bool {
 	if fl.copy != soleCopy {
 		return false

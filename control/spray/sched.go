@@ -7,8 +7,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Scheduler knows every lane of a process and every flow: what one transfer learns about a rail
-// holds for all. Its methods must not be called concurrently.
+// Scheduler has all lanes and flows of a process, so that one transfer's experience with a rail
+// serves all. Its methods must not be called concurrently.
 type Scheduler struct {
 	cfg     Config
 	peers   []*Peer
@@ -18,22 +18,20 @@ type Scheduler struct {
 	unused  []int32
 	live    int
 	seq     uint64
-	// the last Tick, or when the first slice went out since all was idle
-	ticked  Instant
-	resting []*Flow                // those that wait because a transport refused them
-	past    map[railName]*Counters // of pairs that are forgotten
-	down    map[railName]bool      // our rails whose links are down
+	ticked  Instant                // the last Tick, or the first slice after an idle time
+	resting []*Flow                // refused by a transport, and waiting for another try
+	past    map[railName]*Counters // of forgotten pairs
+	down    map[railName]bool      // local rails whose links are down
 
 	egresses map[railName]*egressQueue
-	awaited  []*egressQueue // for which a pair waits
+	awaited  []*egressQueue // those with waiting pairs
 }
 
-// Peer is one other process, with the pairs of rails that lead there and the flows that want to go
-// there.
+// Peer is another process, with the rail pairs and the flows to it.
 type Peer struct {
 	Owner any // the caller's
-	// Tier is asked once per pair for the tier of memory at a place; nil or 0: that of the lane. Set
-	// before the first lane.
+	// Tier returns the tier of memory at a place, and is called once per pair and place; nil or 0: that
+	// of the lane. Set before the first lane.
 	Tier func(Path, Place) int
 
 	boot     transfer.Boot
@@ -43,22 +41,22 @@ type Peer struct {
 	queues   [numPriorities]queue
 	owed     [numPriorities]float64 // bytes, to lower priorities
 	backlog  [numPriorities]int     // chunks that wait
-	inTurns  [numPriorities]int     // pairs that wait for their turn at a local rail
+	inTurns  [numPriorities]int     // pairs in the turns of a local rail
 	flights  int
 	hedged   uint64              // bytes of hedges in flight
 	probing  int                 // pairs in that state
-	draining *pair               // nil: none is
-	renewAt  Instant             // when time alone may have changed something
+	draining *pair               // at most one at a time
+	renewAt  Instant             // next check of what time alone changes
 	turn     int                 // of RoundRobin
 	down     map[railName]bool   // its rails whose links are down
-	credits  map[railName]uint64 // bytes that it wants in flight at most, by its rails
+	credits  map[railName]uint64 // limits of bytes in flight, by its rails
 	moved    Instant
 }
 
 // Waiting counts the chunks that may be sent and wait for a lane, by priority.
 func (p *Peer) Waiting() [Priorities]int { return p.backlog }
 
-// waits counts chunks that wait and are at least so urgent.
+// waits counts waiting chunks of a priority and all higher ones.
 func (p *Peer) waits(prio Priority) (n int) {
 	for _, b := range p.backlog[:prio+1] {
 		n += b
@@ -81,8 +79,7 @@ func (s *Scheduler) Peer(boot transfer.Boot, owner any) *Peer {
 	return p
 }
 
-// Forget drops what is known of a peer that will never speak again. Its lanes and flows end as
-// ever.
+// Forget removes a peer that has ended for good. Its lanes and flows end as usual.
 func (s *Scheduler) Forget(p *Peer) {
 	if i := slices.Index(s.peers, p); i >= 0 {
 		s.peers = slices.Delete(s.peers, i, i+1)
@@ -93,15 +90,15 @@ func (s *Scheduler) Forget(p *Peer) {
 	}
 }
 
-// Busy reports whether anything is in flight, or rests: then Tick wants to be called every
+// Busy reports whether slices are in flight or flows rest. The caller then calls Tick every
 // TickEvery.
 func (s *Scheduler) Busy() bool { return s.live > 0 || len(s.resting) > 0 }
 
 // Flights counts slices in flight.
 func (s *Scheduler) Flights() int { return s.live }
 
-// Unconfirmed calls yield for each slice of f in flight whose chunks have not landed otherwise,
-// hedges left out.
+// Unconfirmed calls yield for each slice of f in flight, except hedges and probes, whose chunks have
+// not landed through another copy.
 func (s *Scheduler) Unconfirmed(f *Flow, yield func(rank int, bytes uint64)) {
 	for i := range s.flights {
 		if fl := &s.flights[i]; fl.progress != unused && fl.flow == f && fl.copy < hedgeCopy &&
@@ -111,7 +108,7 @@ func (s *Scheduler) Unconfirmed(f *Flow, yield func(rank int, bytes uint64)) {
 	}
 }
 
-// TickEvery is how often Tick looks at what is in flight.
+// TickEvery is the interval of calls of Tick.
 const TickEvery = tickEvery
 
 // LaneUp adds a lane to p.
@@ -155,7 +152,7 @@ func (s *Scheduler) LaneUp(now Instant, p *Peer, in LaneInfo) error {
 	q.recount()
 	for _, f := range s.resting {
 		if f.peer == p {
-			f.unpark() // it may be of a transport that serves the flow
+			f.unpark() // the new lane's transport may serve the flow
 		}
 	}
 	s.follow(now, q)
@@ -163,8 +160,8 @@ func (s *Scheduler) LaneUp(now Instant, p *Peer, in LaneInfo) error {
 	return nil
 }
 
-// pair finds or makes the pair of a lane. Of pairs that have no lane any more the oldest is
-// forgotten when there are too many.
+// pair finds or makes the pair of a lane. If there are too many pairs, it forgets the oldest one
+// without lanes.
 func (s *Scheduler) pair(p *Peer, in LaneInfo) (*pair, error) {
 	var idle *pair
 	for _, q := range p.pairs {
@@ -196,7 +193,7 @@ func (s *Scheduler) pair(p *Peer, in LaneInfo) (*pair, error) {
 	return idle, nil
 }
 
-// LaneDown removes a lane. What it still holds ends through End, before or after.
+// LaneDown removes a lane. Its slices end through End, before or after.
 func (s *Scheduler) LaneDown(now Instant, id uint64) {
 	l := s.lanes[id]
 	if l == nil {
@@ -216,7 +213,7 @@ func (s *Scheduler) LaneDown(now Instant, id uint64) {
 	q.peer.share(q.path.far())
 }
 
-// recount follows a change of what lanes are usable. Rare, so from scratch.
+// recount recomputes the sums over usable lanes after a change of these. It is rare.
 func (q *pair) recount() {
 	q.live, q.flights, q.slots, q.kept, q.stalled, q.spare = 0, 0, 0, 0, q.inflight, nil
 	for _, l := range q.lanes {

@@ -4,7 +4,7 @@ package spray
 
 import "fmt"
 
-// Tick looks at what is in flight and calls touched for peers that have new work or a new choice.
+// Tick checks the slices in flight, and calls touched for peers with new work or newly usable lanes.
 func (s *Scheduler) Tick(now Instant, touched func(*Peer)) {
 	if asleep := now - s.ticked - maxTickGap; asleep > 0 && s.live > 0 {
 		s.forgive(now, asleep)
@@ -16,8 +16,7 @@ func (s *Scheduler) Tick(now Instant, touched func(*Peer)) {
 	}
 	for _, l := range s.busy {
 		q := l.pair
-		// One that waits for its probe has been judged: without a lane to probe on, nothing new is known
-		// of it.
+		// A pair that waits for its probe was judged before: without a usable lane nothing new is known.
 		if q.live == 0 && len(q.lanes) > 0 && q.state <= Readmitted {
 			s.lagging(now, q, Instant(lagFactor)*s.flights[l.head].predicted)
 		}
@@ -25,8 +24,8 @@ func (s *Scheduler) Tick(now Instant, touched func(*Peer)) {
 	s.rested(now, touched)
 }
 
-// forgive takes the time in which this process did not run off every clock that a lane is judged
-// by: we were silent, and what came meanwhile has not been looked at yet.
+// forgive excludes the time in which this process did not run from all judgements: what arrived
+// meanwhile has not been read yet.
 func (s *Scheduler) forgive(now, asleep Instant) {
 	for _, l := range s.busy {
 		l.moved = min(l.moved+asleep, now)
@@ -40,7 +39,7 @@ func (s *Scheduler) forgive(now, asleep Instant) {
 	}
 }
 
-// watch finds silence on a lane, and a slice that others overtake without end.
+// watch makes a silent lane suspect, and finds slices that are late while their lane moves.
 func (s *Scheduler) watch(now Instant, l *laneState) {
 	if !l.usable() && !s.retry(now, l) {
 		return
@@ -51,14 +50,14 @@ func (s *Scheduler) watch(now Instant, l *laneState) {
 	}
 	if i < 0 {
 		if l.flights < l.most(false) {
-			return // what is late has been judged: that nothing else comes back says nothing more
+			return // only late slices are in flight, and their lateness was counted
 		}
-		i = l.head // it has no place left for what would tell
+		i = l.head // the lane is full of late slices: no other slice can show progress
 	}
 	fl := &s.flights[i]
 	patience := max(s.cfg.Suspect, lateFactor*fl.predicted)
 	if l.info.ReportsAcked && now-q.moved >= s.cfg.Suspect {
-		// of what has not a byte to show for it; while other lanes of the pair have, it may be their turn
+		// The pair has moved no byte. While other lanes of the pair move, it may be their turn.
 		patience = s.cfg.Suspect
 	}
 	if silent := now - max(l.moved, l.doubted, fl.posted+fl.forgiven); silent >= patience {
@@ -75,7 +74,7 @@ func (s *Scheduler) watch(now Instant, l *laneState) {
 	for ; i >= 0; i = s.flights[i].next {
 		fl := &s.flights[i]
 		if now-fl.posted-fl.forgiven < max(s.cfg.Attempt, stuckFactor*fl.predicted) {
-			break // the rest is younger
+			break // the other slices are younger
 		}
 		if fl.progress != onTime {
 			continue
@@ -85,7 +84,7 @@ func (s *Scheduler) watch(now Instant, l *laneState) {
 		if fl.copy != probeCopy {
 			s.double(fl)
 		}
-		if l.moved > fl.posted+fl.forgiven { // else it is the lane that is silent
+		if l.moved > fl.posted+fl.forgiven { // else the lane as a whole is silent
 			fl.charged = true
 			if fl.copy != probeCopy {
 				fl.flow.strike(fl.r, q)
@@ -95,10 +94,9 @@ func (s *Scheduler) watch(now Instant, l *laneState) {
 	}
 }
 
-// retry gives a suspect lane another chance once a slice should have ended, where there is no other
-// path: it may be that nothing comes back because nothing is sent, and that what it was suspected
-// for is one slice that never ends. What it has in flight counts again, so it is given no more than
-// its window has room for, or one chunk, where all of that is late.
+// retry makes a suspect lane usable again after Config.Attempt if its peer has no other path. The
+// lane may be silent because nothing is sent, or because of one slice that never ends. Its slices
+// in flight count again, so it gets what its window has room for, or one chunk if all are late.
 func (s *Scheduler) retry(now Instant, l *laneState) bool {
 	if l.broken || now-l.doubted < s.cfg.Attempt {
 		return false
@@ -113,8 +111,8 @@ func (s *Scheduler) retry(now Instant, l *laneState) bool {
 	return true
 }
 
-// lagging excludes a pair that is silent while its peers move. Where all are silent it is the other
-// side, or the way there.
+// lagging excludes a pair that is silent while other pairs of its peer move. If all are silent, the
+// peer or the network is the cause.
 func (s *Scheduler) lagging(now Instant, q *pair, patience Instant) {
 	silent := now - q.moved
 	for _, l := range q.lanes {

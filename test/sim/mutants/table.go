@@ -120,7 +120,7 @@ var mutants = []mutant{
 	{"other peers' bytes are not seen", "control/spray/pair.go", "	if q.crowded() {\n		v = max", "	if false {\n		v = max", []string{"TestPredictionSeesOtherPeers"}},
 	{"peers do not take turns", "control/spray/egress.go", "o.queue(now) < leaveWithin[prio] && o.first(prio, q)", "o.queue(now) < leaveWithin[prio]", []string{"TestPeersShareARail"}},
 	{"a rate of bursts", "control/spray/egress.go", "outSpan    = 16 *", "outSpan    = 1 *", []string{"TestUrgentAmongPeersThatConfirmInBursts"}},
-	{"a probe in vain goes on", "control/spray/egress.go", "if e.lookLate > outSlack {", "if false {", []string{"TestUrgentAmongPeers"}},
+	{"a probe in vain goes on", "control/spray/railrate.go", "if e.lookLate > outSlack {", "if false {", []string{"TestUrgentAmongPeers"}},
 	{"a rail owes nothing", "control/spray/egress.go", "o.owed[low]+share[low]*", "o.owed[low]+0*share[low]*", []string{"TestNoPeerStarves"}},
 	{"all of it is sent again", "control/spray/flight.go", "	fl.flow.free(fl.r, true)\n", "	fl.flow.detail()\n	clear(fl.flow.chunks)\n	fl.flow.got.Clear()\n	fl.flow.free(fl.flow.space.All(), true)\n", []string{"TestTrapFinishedSlicesSentAgain"}},
 	{"silent lanes are given more", "control/spray/watch.go", "		l.suspect, l.doubted = true, now\n		q.recount()\n		q.count.Suspicions++\n		q.count.Doubled += s.release(l)\n", "		q.count.Suspicions++\n		q.inflight -= l.inflight\n		l.inflight = 0\n		s.release(l)\n", []string{"TestTrapStormWhileAllIsDead"}},
