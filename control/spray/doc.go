@@ -35,9 +35,9 @@
 // become available to other lanes. A pair is excluded for errors, and for silence while other pairs
 // of its peer moved. It returns through a probe (a copy of a chunk in flight elsewhere, as attempt
 // 0, which takes the chunk from no other lane), then in steps with growing windows. If no pair is
-// left, excluded ones carry one slice at a time. A late slice is sent again, and counts as a failure
-// if its lane moves. From the lane's next progress on it fills no window, because it may never end.
-// A window full of late slices is tried with one chunk.
+// left, excluded ones carry one slice at a time. A late slice is sent again, and counts as a
+// failure if its lane moves. From the lane's next progress on it fills no window, because it may
+// never end. A window full of late slices is tried with one chunk.
 //
 // Invariants, checked after every step of the property tests:
 //   - a chunk that was made ready and has not landed waits, is in flight, or both; it is in flight
@@ -235,7 +235,8 @@ func (p Path) String() string { return p.Transport + ":" + p.Local + ">" + p.Rem
 type LaneInfo struct {
 	ID   uint64 // unique in this process
 	Path Path
-	// Rank of its transport: 0 is preferred; a higher rank is used if no pair of a lower one is usable.
+	// Rank of its transport: 0 is preferred; a higher rank is used if no pair of a lower one is
+	// usable.
 	Rank         int
 	Tier         int     // 1 to 3; 0 is 1
 	Gbps         float64 // nominal speed; 0: unknown

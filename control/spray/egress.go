@@ -96,7 +96,8 @@ type egressTurn struct {
 	tripped  bool    // meanTrip is known
 }
 
-// enter adds a pair to the queue of its local rail. While a pair is alone there, nothing is counted.
+// enter adds a pair to the queue of its local rail. While a pair is alone there, nothing is
+// counted.
 func (s *Scheduler) enter(q *pair, apart bool) {
 	if q.apart = apart || s.cfg.Policy != Spray; q.apart {
 		return
@@ -157,7 +158,8 @@ func (q *pair) tally() {
 	}
 }
 
-// crowded reports whether other pairs have bytes in flight over the same local rail, or wait for it.
+// crowded reports whether other pairs have bytes in flight over the same local rail, or wait for
+// it.
 func (q *pair) crowded() bool {
 	return q.out != nil && (q.out.load > q.out.counted || q.out.waiting > 0)
 }
@@ -179,8 +181,8 @@ func (q *pair) ahead(now Instant) uint64 {
 	return load
 }
 
-// admits reports whether the pair may add a slice to the egress queue. owed: the slice is part of the
-// share of a lower priority of this peer, which precedes higher ones.
+// admits reports whether the pair may add a slice to the egress queue. owed: the slice is part of
+// the share of a lower priority of this peer, which precedes higher ones.
 func (q *pair) admits(now Instant, prio Priority, owed bool) bool {
 	if !q.crowded() {
 		return true
@@ -263,9 +265,9 @@ func (q *pair) leaveTurn(prio Priority) {
 	}
 }
 
-// Wake calls touched for the peer whose turn it is at each local rail with room, and reports whether
-// there was one. The caller then calls Pull for these peers and Wake again, until Wake reports
-// false. It calls Wake after Tick and after every event that may have ended a slice.
+// Wake calls touched for the peer whose turn it is at each local rail with room, and reports
+// whether there was one. The caller then calls Pull for these peers and Wake again, until Wake
+// reports false. It calls Wake after Tick and after every event that may have ended a slice.
 func (s *Scheduler) Wake(now Instant, touched func(*Peer)) (woken bool) {
 	for i := 0; i < len(s.awaited); i++ {
 		e := s.awaited[i]

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package spray
 
 import (
@@ -8,16 +10,16 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// chunk is what is known about one chunk of a flow, beside the sets that it is in.
+// chunk is the record of one chunk of a flow, beside the sets that it is in.
 type chunk struct {
 	attempt uint16 // the last one that carried it
 	avoid   uint16 // one more than the index of the pair that failed it last; 0: none
 	copies  uint8  // slices in flight that carry it, probes not counted
-	strikes uint8  // failures that were charged
+	strikes uint8  // failures
 }
 
-// Flow is the sending side of one transfer to one peer: which of its chunks may be sent, which are
-// on their way, which landed.
+// Flow is the sending side of one part to one peer: which of its chunks may be sent, are in flight,
+// and have landed.
 type Flow struct {
 	Owner any // the caller's
 
@@ -30,9 +32,9 @@ type Flow struct {
 	fresh    *transfer.RangeSet // ready, never sent
 	seen     *transfer.RangeSet // ready, or was
 	got      *transfer.RangeSet // landed
-	// Only once something has not gone as it should, see detail. With ten thousand transfers open all
-	// of this is cold when its turn comes, and most of them never need more than the sets.
-	again   *transfer.RangeSet // sent, and free for another lane; these go first
+	// Both are nil until the first copy, failure or retransmission, see detail. With ten thousand
+	// open transfers these are cold in the cache, and most flows never need more than the sets.
+	again   *transfer.RangeSet // to be retransmitted; these precede fresh ones
 	chunks  []chunk
 	queued  heap.Item[*Flow] // in its queue, while something waits
 	hedges  int              // chunks that may still be hedged
@@ -40,17 +42,17 @@ type Flow struct {
 	stopped bool
 	closed  bool
 	bad     [MaxRanks]uint8 // failures by rank, up to badFlow
-	picky   bool            // one of them is at that
-	rest    Instant         // until when it does without the transports that are at that; 0: not
-	// parked flows are out of their queue, and their chunks do not count as waiting: every
-	// transport that is usable has refused the flow, and it rests, or has its one trial in flight.
+	picky   bool            // a transport has reached badFlow
+	rest    Instant         // until then the flow does not use such transports; 0: it may
+	// A parked flow is out of its queue, and its chunks do not count as waiting: every usable
+	// transport has refused it, and it rests, or its one trial is in flight.
 	parked bool
 }
 
-// SetPlace says where the memory of the flow lies; before anything of it is ready.
+// SetPlace sets the place of the flow's memory. Called before the first Ready.
 func (f *Flow) SetPlace(at Place) { f.at = min(at, MaxPlaces-1) }
 
-// Waiting counts chunks that may be sent and wait for a lane.
+// Waiting counts chunks that wait for a lane.
 func (f *Flow) Waiting() uint32 { return f.fresh.Count() + f.retries() }
 
 // retries counts those of them that were sent before.
@@ -61,9 +63,9 @@ func (f *Flow) retries() uint32 {
 	return f.again.Count()
 }
 
-// detail keeps what is known of each chunk from now on. Until something goes wrong that follows
-// from the sets: what was ready and is not fresh was sent once, and is on its way until it has
-// landed. Called for a flow that is not stopped, before the first copy, failure or retry.
+// detail starts the records of single chunks. Until then they follow from the sets: a chunk that
+// was ready and is not fresh was sent once, and is in flight until it has landed. Called for a flow
+// that is not stopped, before its first copy, failure or retransmission.
 func (f *Flow) detail() {
 	if f.chunks != nil {
 		return
@@ -87,8 +89,7 @@ func (f *Flow) detail() {
 // Flights counts slices in flight.
 func (f *Flow) Flights() int { return f.flights }
 
-// Open adds a flow towards p, with nothing ready. Nothing of it is sent from deadline on; 0 is
-// none.
+// Open adds a flow to p, with no chunk ready. No chunk is sent from deadline on; 0: no deadline.
 func (s *Scheduler) Open(p *Peer, prio Priority, deadline Instant, space *transfer.Space,
 	owner any) *Flow {
 	s.seq++
@@ -101,14 +102,14 @@ func (s *Scheduler) Open(p *Peer, prio Priority, deadline Instant, space *transf
 	return f
 }
 
-// Ready lets chunks be sent. What was ready before is ignored.
+// Ready lets chunks be sent. Chunks that were ready before are ignored.
 func (f *Flow) Ready(r transfer.Range) {
 	if f.stopped {
 		return
 	}
 	end := min(r.End(), f.fresh.Len())
 	for c := r.First; c < end; {
-		// Mostly all of it is new.
+		// Usually the whole range is new.
 		run := transfer.Range{First: c, Count: 1}
 		for run.End() < end && !f.seen.Contains(run.End()) {
 			run.Count++
@@ -123,7 +124,7 @@ func (f *Flow) Ready(r transfer.Range) {
 	f.requeue()
 }
 
-// Stop keeps everything that waits from being sent, for good.
+// Stop ends the sending of chunks that wait, for good.
 func (f *Flow) Stop() {
 	f.park()
 	f.stopped, f.parked = true, false
@@ -133,7 +134,7 @@ func (f *Flow) Stop() {
 	}
 }
 
-// Close ends the flow. Slices in flight still end, and change nothing then.
+// Close ends the flow. Slices in flight still end, without an effect.
 func (f *Flow) Close() {
 	if !f.closed {
 		f.Stop()
@@ -141,7 +142,7 @@ func (f *Flow) Close() {
 	}
 }
 
-// requeue puts the flow in its queue, or takes it out, by what it has.
+// requeue puts the flow into its queue if chunks wait, else removes it.
 func (f *Flow) requeue() {
 	q := &f.peer.queues[f.prio]
 	switch wants := f.Waiting() > 0 && !f.stopped && !f.parked; {
@@ -152,7 +153,7 @@ func (f *Flow) requeue() {
 	}
 }
 
-// waits counts chunks that wait now, or with a negative n that wait no longer.
+// waits adds n, which may be negative, to the chunks that wait.
 func (f *Flow) waits(n int) {
 	if !f.parked && !f.stopped {
 		f.peer.backlog[f.prio] += n
@@ -175,8 +176,8 @@ func (f *Flow) unpark() {
 	}
 }
 
-// next is the first run that the flow would send, as far as a slice can reach, and the pair that it
-// must avoid, as in chunk.
+// next is the first run that the flow would send, up to the longest slice, and the pair to avoid,
+// as in chunk.
 func (f *Flow) next() (r transfer.Range, avoid uint16) {
 	if f.retries() > 0 {
 		r = f.again.Peek(maxSliceChunks)
@@ -185,8 +186,8 @@ func (f *Flow) next() (r transfer.Range, avoid uint16) {
 	return f.fresh.Peek(maxSliceChunks), 0
 }
 
-// take removes up to limit chunks for one slice, of those that were never sent or of those that
-// were, and returns the attempt that it is.
+// take removes up to limit chunks for one slice, fresh ones or those to be retransmitted, and
+// returns the slice's attempt.
 func (f *Flow) take(limit uint32, fresh bool) (transfer.Range, uint32) {
 	var r transfer.Range
 	if !fresh {
@@ -226,8 +227,8 @@ func (f *Flow) send(r transfer.Range) uint32 {
 	return uint32(last)
 }
 
-// free makes what of r has neither landed nor waits sendable again; only where no copy is left,
-// unless spare says that the copies in flight are doubted.
+// free queues those chunks of r for retransmission that have not landed and do not wait. With
+// copies in flight it does so only if spare is set, because these copies are doubted.
 func (f *Flow) free(r transfer.Range, spare bool) {
 	if f.stopped {
 		return
@@ -246,8 +247,7 @@ func (f *Flow) free(r transfer.Range, spare bool) {
 	f.requeue()
 }
 
-// land takes the receiver's word for r and returns how many of its chunks are new. A copy that
-// waits is not sent.
+// land marks r as landed, removes it from what waits, and returns the number of new chunks.
 func (f *Flow) land(r transfer.Range) (fresh uint32) {
 	fresh = f.got.Add(r)
 	if f.retries() > 0 {
@@ -272,9 +272,9 @@ func (f *Flow) strike(r transfer.Range, pair *pair) {
 	}
 }
 
-// refused remembers that a transport has refused the flow: after some times the others come first,
-// and for a while only they. Where there is none yet, at the beginning of two sidecars'
-// acquaintance, all strikes would be spent before its first lane is up.
+// refused counts a refusal of the flow by a transport. After badFlow refusals other transports are
+// preferred, and for a while the flow uses only them. Without the pause, two sidecars that have
+// just connected would spend all strikes before the first lane of another transport is up.
 func (s *Scheduler) refused(now Instant, f *Flow, rank int) {
 	f.bad[rank] = min(f.bad[rank]+1, badFlow)
 	if f.bad[rank] < badFlow {
@@ -286,7 +286,7 @@ func (s *Scheduler) refused(now Instant, f *Flow, rank int) {
 	f.picky, f.rest = true, now+refusalRest
 }
 
-// accepted takes a slice that landed: the transport serves the flow after all.
+// accepted resets the refusals of a transport after a slice has landed.
 func (f *Flow) accepted(rank int) {
 	if f.bad[rank] == 0 {
 		return
@@ -298,9 +298,9 @@ func (f *Flow) accepted(rank int) {
 	f.unpark()
 }
 
-// rested puts flows back into their queues, and touches their peers: a few whose rest is over, the
-// oldest first, so that a healthy flow never waits for the trials of many, and those that another
-// transport can serve now.
+// rested puts flows back into their queues, and touches their peers: all that another transport can
+// serve now, and a few whose rest is over, the oldest first, so that no healthy flow waits for the
+// trials of many others.
 func (s *Scheduler) rested(now Instant, touched func(*Peer)) {
 	wake := wakeFlows
 	s.resting = slices.DeleteFunc(s.resting, func(f *Flow) bool {
@@ -333,7 +333,7 @@ func (f *Flow) served() bool {
 	return false
 }
 
-// exhausted reports whether a chunk of r that no slice carries any more has failed too often to be
+// exhausted reports whether a chunk of r that is no longer in flight has failed too often to be
 // sent again.
 func (f *Flow) exhausted(r transfer.Range, most int) bool {
 	for c := r.First; c < r.End(); c++ {
@@ -358,7 +358,7 @@ func (q *queue) push(f *Flow) {
 
 func (q *queue) remove(f *Flow) { q.Remove(&f.queued) }
 
-// flow is the one at place i: the first at 0.
+// flow is the one at index i; the first is at 0.
 func (q *queue) flow(i int) *Flow {
 	_, it := q.At(i)
 	return it.Value

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package spray
 
 import (
@@ -8,27 +10,26 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// What others know about rails, and this package cannot find out by moving bytes: that a link is
-// down, where memory lies, how much a receiver wants in flight, and that bytes arrive within a
-// slice.
+// Facts about rails that the scheduler cannot learn by moving bytes: link states, distances of
+// memory, credits of receivers, and bytes that arrive within a slice.
 
-// Place says where the memory of a flow lies, at both ends, in the numbering of whoever opens
-// flows. 0 is unknown.
+// Place is the location of a flow's memory, at both ends, in the numbering of the caller of Open. 0
+// is unknown.
 type Place uint8
 
-// MaxPlaces bounds what one peer tells apart; what is more is unknown.
+// MaxPlaces bounds the places of one peer; the others are unknown.
 const MaxPlaces = 64
 
 const (
 	maxLinks = 512                // rails of one side whose state or credit is remembered
-	never    = Instant(1<<63 - 1) // until a link is back
-	maxWay   = 4 << 30            // bytes that a way can hold
-	// a lane is asked for its received bytes after this part of Config.Suspect.
+	never    = Instant(1<<63 - 1) // end of an exclusion without a link
+	maxPath  = 4 << 30            // bytes that a path can hold
+	// The driver queries a lane's received bytes after this part of Config.Suspect.
 	askAfter = 3
 )
 
-// CreditSpan is the time in which a rail moves the credits that its owner has given: what may wait
-// in front of it.
+// CreditSpan is the time in which a rail moves the sum of the credits for it, which is the longest
+// queue in front of it.
 const CreditSpan = time.Millisecond
 
 // tierAt is the tier of the pair for memory at a place: 1 to 3.
@@ -50,14 +51,14 @@ func (q *pair) askTier(at Place) uint8 {
 	return q.tiers[at]
 }
 
-// ForgetPlace makes a place mean something else from now on.
+// ForgetPlace frees a place for other memory.
 func (p *Peer) ForgetPlace(at Place) {
 	for _, q := range p.pairs {
 		q.tiers[min(at, MaxPlaces-1)] = 0
 	}
 }
 
-// Moved says that bytes of what a lane carries have reached the other end since it was asked last.
+// Moved reports that bytes of a lane have reached the other end since the last query.
 func (s *Scheduler) Moved(now Instant, id uint64) {
 	l := s.lanes[id]
 	if l == nil || l.broken {
@@ -69,8 +70,8 @@ func (s *Scheduler) Moved(now Instant, id uint64) {
 	q.stirs(now)
 }
 
-// Quiet calls yield for each lane that can tell what it has received, and should be asked: it is
-// busy and has brought nothing for a while.
+// Quiet calls yield for each busy lane without recent progress whose transport can report the
+// received bytes. The driver queries these.
 func (s *Scheduler) Quiet(now Instant, yield func(lane uint64)) {
 	for _, l := range s.busy {
 		if l.info.ReportsAcked && !l.broken && now-max(l.moved, s.flights[l.head].posted) >=
@@ -80,13 +81,13 @@ func (s *Scheduler) Quiet(now Instant, yield func(lane uint64)) {
 	}
 }
 
-// RailDown takes every pair over a rail out of use at once, for its link is known to be down; what
-// it carries goes to others. p: the rail is that peer's; nil: it is ours. It lasts until RailUp.
+// RailDown excludes every pair over a rail whose link is down, until RailUp, and frees its chunks
+// for other pairs. p is the peer that owns the rail; nil: it is a local rail.
 func (s *Scheduler) RailDown(now Instant, p *Peer, transport, rail string) {
 	s.setLink(now, p, railName{transport, rail}, true)
 }
 
-// RailUp ends RailDown: a probe goes first.
+// RailUp ends RailDown. The pairs return through a probe.
 func (s *Scheduler) RailUp(now Instant, p *Peer, transport, rail string) {
 	s.setLink(now, p, railName{transport, rail}, false)
 }
@@ -116,7 +117,7 @@ func (s *Scheduler) setLink(now Instant, p *Peer, n railName, down bool) {
 // far is the rail of the peer.
 func (p Path) far() railName { return railName{p.Transport, p.Remote} }
 
-// follow brings a pair to what is known of its two links.
+// follow applies the states of its two links to a pair.
 func (s *Scheduler) follow(now Instant, q *pair) {
 	here, there := s.down[q.path.rail()], q.peer.down[q.path.far()]
 	switch down := here || there; {
@@ -129,7 +130,7 @@ func (s *Scheduler) follow(now Instant, q *pair) {
 		q.count.Exclusions++
 		q.reason = fmt.Sprintf("the link of the local rail %s is down", q.path.Local)
 		if !here {
-			q.reason = fmt.Sprintf("the peer says that the link of its rail %s is down", q.path.Remote)
+			q.reason = fmt.Sprintf("the peer reports that the link of its rail %s is down", q.path.Remote)
 		}
 		for _, l := range q.lanes {
 			s.release(l)
@@ -139,8 +140,8 @@ func (s *Scheduler) follow(now Instant, q *pair) {
 	}
 }
 
-// Credit is how many bytes may be in flight to a rail of p, as its owner says; 0: as many as the
-// windows allow. False: there are too many of them already.
+// Credit sets the receiver's limit of bytes in flight to a rail of p; 0: only the windows limit
+// them. False: too many rails have credits.
 func (s *Scheduler) Credit(p *Peer, transport, rail string, bytes uint64) bool {
 	n := railName{transport, rail}
 	if _, known := p.credits[n]; !known && len(p.credits) >= maxLinks {
@@ -180,7 +181,7 @@ func (q *pair) creditMost() uint64 {
 	if q.credit == 0 {
 		return math.MaxUint64
 	}
-	return q.credit + uint64(min(float64(q.credit)*float64(q.rtt)/float64(CreditSpan), maxWay))
+	return q.credit + uint64(min(float64(q.credit)*float64(q.rtt)/float64(CreditSpan), maxPath))
 }
 
 // credited keeps window and slice within the credit.

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package spray
 
 import (
@@ -11,11 +13,11 @@ import (
 // State is the health of a pair.
 type State uint8
 
-// The states. Whether a pair is suspect follows from its lanes.
+// The states. A pair is suspect if all of its lanes are.
 const (
 	Healthy    State = iota
 	Readmitted       // carries slices again, in growing windows
-	Probing          // the cooldown is over: a copy of something goes first
+	Probing          // the cooldown is over: a probe precedes slices
 	Excluded
 )
 
@@ -23,63 +25,61 @@ func (s State) String() string {
 	return [...]string{"healthy", "readmitted", "probing", "excluded"}[min(s, Excluded)]
 }
 
-// pair is two rails, one here and one at the peer, and what was learned about them. It outlives its
-// lanes.
+// pair is a local rail and a peer's rail, with the estimates for them. It outlives its lanes.
 type pair struct {
-	// What Pull looks at in each pair: two cache lines.
+	// Read by Pull for each pair: two cache lines.
 	state    State
-	draining bool // closed until a slice finds next to nothing before it
+	draining bool // closed until a slice finds next to nothing in flight
 	live     int  // usable lanes
 	rank     int
 	flights  int    // slices on usable lanes
-	slots    int    // slices that they can have
-	kept     int    // of those, for what is urgent
+	slots    int    // the most slices on usable lanes
+	kept     int    // of those, reserved for urgent slices
 	inflight uint64 // bytes on all lanes
-	stalled  uint64 // of them, on lanes that are not usable, or of slices that were passed
+	stalled  uint64 // of them, on unusable lanes, or of passed slices
 	window   uint64 // bytes that may be in flight
 	low      uint64 // the same for background
-	piece    uint64 // slice that suits it now, bytes
+	piece    uint64 // current length of a slice, bytes
 	lowPiece uint64 // the same for background
 	bw       float64
 	b0       float64 // nanoseconds
 	b1       float64
-	spare    *laneState // the one that background leaves alone; nil: there are not two
+	spare    *laneState // the lane without background; nil: there is only one lane
 
-	out *egressTurn // at the local rail; nil: nobody else is in its way there
+	out *egressTurn // at the local rail; nil: no other pair shares its queue
 
-	apart  bool // nobody ever can be
+	apart  bool // LaneInfo.Apart, or another policy than Spray
 	path   Path
 	peer   *Peer
 	index  int // in peer.pairs
 	tier   int
 	lanes  []*laneState
-	shared int    // slots that are not kept, on lanes that background uses, too
+	shared int    // slots that are not kept, on lanes with background
 	slice  uint64 // the longest slice that its lanes take, bytes
 
 	// Learned, with bw, b0 and b1.
-	neutral   float64 // bytes per nanosecond, before anything is known
+	neutral   float64 // bytes per nanosecond, before the first sample
 	samples   int
 	sampled   Instant // the last one
 	seen      Instant // the last decay or sample
 	lat       [2]Instant
-	latBytes  [2]uint64 // of the slices that showed them
+	latBytes  [2]uint64 // of the slices that had these delays
 	latAt     Instant   // begin of lat[0]; lat[1] is the span before
 	err       float64   // mean of |predicted - actual| / actual
 	delivered uint64    // bytes
 	delivAt   Instant   // the last of them, or the begin of the busy period
-	moved     Instant   // the last time that anything came back
-	// the last time that a slice found next to nothing before it, or that the pair was idle
-	clean    Instant
-	patience Instant // of draining
-	credit   uint64  // the most that its receiver wants to wait for it; 0: no word of it
-	rtt      Instant // the round trip when its lanes came up, the least of them; 0: unknown
+	moved     Instant   // last progress
+	clean     Instant   // last slice that found next to nothing in flight, or last idle time
+	patience  Instant   // draining ends then at the latest
+	credit    uint64    // receiver's limit for what waits at its rail; 0: none
+	rtt       Instant   // least RTT of its lanes when they came up; 0: unknown
 
 	// Health, with state.
 	down     bool // a link is
 	step     int  // of Readmitted
 	since    Instant
 	until    Instant // of Excluded
-	silent   bool    // that is why it is excluded
+	silent   bool    // it is excluded for silence
 	cooldown time.Duration
 	reason   string
 	errors   int // since errorsAt
@@ -87,7 +87,7 @@ type pair struct {
 
 	turn  float64 // of Weighted
 	count Counters
-	tiers [MaxPlaces]uint8 // by place; 0: not asked yet
+	tiers [MaxPlaces]uint8 // by place; 0: not computed yet
 }
 
 // Counters only grow.
@@ -99,7 +99,7 @@ type Counters struct {
 	Refused      uint64 `json:"slices_refused"`
 	Lost         uint64 `json:"slices_lost"`
 	Dropped      uint64 `json:"slices_dropped"`
-	Doubled      uint64 `json:"slices_doubled"` // given to others as well, for silence
+	Doubled      uint64 `json:"slices_doubled"` // also given to other lanes, for silence
 	TimedOut     uint64 `json:"slices_timed_out"`
 	Hedges       uint64 `json:"hedges"`
 	Probes       uint64 `json:"probes"`
@@ -133,22 +133,21 @@ type laneState struct {
 	info     LaneInfo
 	pair     *pair
 	inflight uint64 // bytes
-	passed   uint64 // of them, of slices that were passed
+	passed   uint64 // of them, of passed slices
 	flights  int
 	head     int32 // indices of flights; none is -1
 	tail     int32
-	// the last time that anything came back, or that it was given something while idle
-	moved   Instant
-	doubted Instant // when it became suspect last, or was given another chance
-	suspect bool
-	broken  bool
-	busy    int // index in Scheduler.busy, or -1
+	moved    Instant // last progress, or last post on the idle lane
+	doubted  Instant // when it last became suspect, or usable again through retry
+	suspect  bool
+	broken   bool
+	busy     int // index in Scheduler.busy, or -1
 }
 
 func (l *laneState) usable() bool { return !l.suspect && !l.broken }
 
-// nominal is the neutral rate of a link that says it has so many Gbit/s. Absurd claims are bounded:
-// they cost a window until the first sample, no more.
+// nominal is the neutral rate of a link with so many nominal Gbit/s, within bounds. A wrong value
+// costs no more than a window until the first sample.
 func nominal(gbps float64) float64 {
 	if !(gbps > 0) || math.IsInf(gbps, 1) {
 		return defaultRate
@@ -162,13 +161,13 @@ func (q *pair) reset() {
 	q.resize()
 }
 
-// load is what is in flight and believed to move.
+// load is the bytes in flight without stalled ones.
 func (q *pair) load() uint64 { return q.inflight - q.stalled }
 
 // expect predicts the time from now until the last of len more bytes is confirmed.
 func (q *pair) expect(n uint64) float64 { return q.b0 + q.b1*float64(q.load()+n)/q.bw }
 
-// expectAt is expect with what others have in flight over the local rail.
+// expectAt is expect with the queue of other pairs at the local rail.
 func (q *pair) expectAt(now Instant, n uint64) float64 {
 	v := q.expect(n)
 	if q.crowded() {
@@ -177,28 +176,28 @@ func (q *pair) expectAt(now Instant, n uint64) float64 {
 	return v
 }
 
-// score ranks pairs for memory at a place: less is better.
+// score ranks pairs for memory at a place; less is better.
 func (q *pair) score(now Instant, n uint64, at Place) float64 {
 	return tierPenalty[q.tierAt(at)] * q.expectAt(now, n)
 }
 
-// usable reports that real work may go there.
+// usable reports whether the pair may carry slices other than probes.
 func (q *pair) usable() bool { return q.live > 0 && q.state <= Readmitted }
 
-// room reports that the window is open for n more bytes. Urgent ones may go one slice beyond it:
-// they wait behind a window, not for one.
+// room reports whether the window is open for n more bytes. Urgent slices may exceed it by one
+// slice: they wait behind a window, not for one.
 func (q *pair) room(n uint64, prio Priority, urgent bool) bool {
 	load, slots, w, all := q.load(), q.slots, q.most(prio), q.window
 	if urgent {
 		all += q.piece
 		if q.state == Healthy && q.samples > 0 && q.crowded() {
-			// Its turn at the local rail is what holds it back. A rate that it learned between
-			// others is what they left it.
+			// Turns at the local rail limit this pair. The rate that it learned there is only what
+			// the other pairs left.
 			all = max(all, min(uint64(q.out.bw*float64(spareTime)), q.creditMost()))
 		}
 		w = all
 	} else {
-		slots -= q.kept // what is urgent finds a place on each lane
+		slots -= q.kept // urgent slices find a slot on each lane
 	}
 	if q.draining {
 		w = q.shallow()
@@ -208,7 +207,7 @@ func (q *pair) room(n uint64, prio Priority, urgent bool) bool {
 		return false
 	}
 	if prio == Background && load > 0 && load+q.piece > all {
-		// its slices are shorter: one after the other they would take what a longer one waits for
+		// Short slices would take the room, one after the other, that a longer one waits for.
 		return false
 	}
 	return prio != Background || q.spare == nil ||
@@ -223,7 +222,7 @@ func (q *pair) most(prio Priority) uint64 {
 	return q.window
 }
 
-// most is how many slices may be on the lane.
+// most is the largest number of slices on the lane.
 func (l *laneState) most(urgent bool) int {
 	if !urgent && l.info.MaxSlices > 1 {
 		return l.info.MaxSlices - 1
@@ -231,7 +230,7 @@ func (l *laneState) most(urgent bool) int {
 	return l.info.MaxSlices
 }
 
-// pick is the least loaded lane that has room.
+// pick is the least loaded lane with room.
 func (q *pair) pick(prio Priority, urgent bool) *laneState {
 	var found *laneState
 	for _, l := range q.lanes {
@@ -243,10 +242,10 @@ func (q *pair) pick(prio Priority, urgent bool) *laneState {
 	return found
 }
 
-// least is the least delay that was seen lately from post to confirmation, of slices that found
-// next to nothing before them: that of the path, and the time of one slice on the wire. (What that
-// time is cannot be taken off: as long as the path is not full, nobody knows how fast it is.)
-// Without any such slice it is the round trip of when the lanes came up; 0: unknown.
+// least is the least recent delay from post to confirmation, of slices that found next to nothing
+// in flight: the delay of the path and the time of one slice on the wire. (That time cannot be
+// subtracted: the rate of a path is unknown until the path is full.) Without such a slice it is the
+// RTT when the lanes came up; 0: unknown.
 func (q *pair) least() Instant {
 	switch {
 	case q.lat[0] == 0 && q.lat[1] == 0:
@@ -259,31 +258,30 @@ func (q *pair) least() Instant {
 	return min(q.lat[0], q.lat[1])
 }
 
-// holds is what is on the way when the rail is full and next to nothing waits for it: bandwidth x
-// delay.
+// holds is the content of the full path without a queue: bandwidth x delay.
 func (q *pair) holds() float64 { return q.bw * float64(q.least()) }
 
-// shallow is what may be in flight before a slice that is to tell the delay. Without a queue the
-// path would hold more; and if what is taken for its delay has a queue in it, what is seen now is
-// less, and the next look sees all of it.
+// shallow is the most that may be in flight before a slice that measures the delay. The path holds
+// more than that without a queue. If the current estimate of the delay includes a queue, this slice
+// measures less, and the next one measures the delay without it.
 func (q *pair) shallow() uint64 { return uint64(drainShare * q.holds()) }
 
-// drain closes the window of a pair that has been busy for long without a look at its path alone,
-// one pair of a peer at a time.
+// drain closes the window of a pair that was busy for long without a measurement of its path's
+// delay, one pair of a peer at a time.
 func (q *pair) drain(now Instant) {
 	switch {
 	case q.load() == 0:
-		q.drained(now) // whatever goes first will see it
+		q.drained(now) // the next slice measures it
 	case q.draining && now >= q.patience:
-		q.drained(now) // something does not end; that is judged elsewhere
-	case q.crowded(): // where others keep the local rail busy, closing this window shows nothing
+		q.drained(now) // a slice does not end; watch judges that
+	case q.crowded(): // other pairs keep the queue filled: closing this window measures nothing
 	case q.peer.draining == nil && q.peer.policy == Spray && q.usable() && q.samples > 0 &&
 		now-q.clean >= max(drainEvery, drainDelays*q.least()):
 		q.peer.draining, q.draining, q.patience = q, true, now+lateFactor*Instant(q.expect(0))
 	}
 }
 
-// drained opens it again.
+// drained opens the window again.
 func (q *pair) drained(now Instant) {
 	q.clean = now
 	if q.draining {
@@ -291,8 +289,8 @@ func (q *pair) drained(now Instant) {
 	}
 }
 
-// resize follows what was learned: a slice is what the rail moves in sliceTime, and a window what
-// the path holds, times gain, and some more.
+// resize computes slice and window from the estimates: a slice is what the rail moves in sliceTime,
+// a window is gain times what the path holds, and at least scavenge times that plus spareTime.
 func (q *pair) resize() {
 	q.slice = max(q.slice, transfer.ChunkBytes)
 	if q.peer.policy != Spray {
@@ -319,8 +317,8 @@ func (q *pair) resize() {
 	q.lowPiece = min(q.lowPiece, q.piece)
 }
 
-// whole is a slice of so many bytes in whole chunks: longer where lanes do not take enough of them
-// to fill a window, and no longer than they take.
+// whole is the slice of so many bytes in whole chunks. It is longer if the lanes have too few slots
+// to fill a window with such slices, and never longer than the lanes accept.
 func (q *pair) whole(bytes, window float64) uint64 {
 	chunks := uint64(math.Ceil(max(bytes, window/float64(max(q.shared, 1))) / transfer.ChunkBytes))
 	return min(max(chunks, 1)*transfer.ChunkBytes, q.slice)
@@ -334,28 +332,27 @@ func (q *pair) cut(prio Priority) uint64 {
 	return q.piece
 }
 
-// ewma moves v towards the newest sample by its weight, which is the weight of the *new* one.
+// ewma moves v towards the newest sample. The weight is that of the *new* sample.
 func ewma(v, sample, weight float64) float64 { return v + weight*(sample-v) }
 
-// learn takes the confirmation of f. out is the rate of the local rail while f was in flight, if
-// that is what f waited for, beside slices of others: alone there, the pair would be as fast; 0: it
-// is not.
+// learn updates the estimates with the confirmation of f. out is the rate of the local rail if f
+// waited for the rail beside slices of other pairs: alone there, this pair would be as fast. 0: f
+// did not.
 func (q *pair) learn(now Instant, f *flight, out float64) {
 	took := max(now-f.posted, 1)
 	q.count.Bytes += f.bytes
 
-	// Bytes confirmed since f was posted, by the time in which the rail was busy with them. What waits
-	// in queues shows up in neither.
+	// Bytes confirmed since f was posted, per busy time. Waiting in queues changes neither.
 	rate := float64(q.delivered-f.path.delivered) / float64(max(now-f.path.begin, time.Microsecond))
 	rate = min(max(rate, smallest), maxClaim)
-	// single slices that take twice as long as they should prove that it is slower
+	// Single slices that take twice their prediction prove that the rail is slower.
 	limited := f.path.limited && !(q.crowded() && q.b1 > lateFactor)
 	switch {
 	case out > 0:
 		rate, limited = out, false
 	case limited && q.samples > 0:
-		// The rail could have done more. That it did as much is proved by the slice alone: other
-		// confirmations come late, and then together.
+		// The rail could have moved more. Only the slice itself proves a rate: other confirmations
+		// may arrive late, and then together.
 		rate = float64(f.bytes) / float64(took)
 	}
 	if !limited || rate > q.bw || q.samples == 0 {
@@ -366,8 +363,8 @@ func (q *pair) learn(now Instant, f *flight, out float64) {
 
 	predicted, actual := float64(f.predicted), float64(took)
 	q.err = ewma(q.err, min(math.Abs(predicted-actual)/actual, maxB1), alpha)
-	// What the wire does not explain is a cost per slice where the slice is short, and a factor where
-	// it is long.
+	// The part that the wire does not explain counts as a cost per slice if the slice is short, and
+	// as a factor if it is long.
 	if wire := float64(f.path.ahead+f.bytes) / q.bw; wire < q.b0 || q.samples == 1 {
 		q.b0 = min(max(ewma(q.b0, actual-q.b1*wire, alpha), 0), maxB0)
 	} else {
@@ -384,8 +381,8 @@ func (q *pair) learn(now Instant, f *flight, out float64) {
 	q.resize()
 }
 
-// decay moves what was learned towards neutral where nothing new was learned for long, so that a
-// rail is not judged for ever by a bad hour.
+// decay moves the estimates of an unused pair towards neutral, so that a pair is tried again after
+// a bad period.
 func (q *pair) decay(now Instant) {
 	if q.samples == 0 || now-q.sampled < decayAfter || now-q.seen < decayEvery {
 		return
@@ -420,8 +417,7 @@ func (q *pair) exclude(now Instant, c *Config, reason string) {
 	q.peer.renewAt = 0
 }
 
-// stirs takes a sign of life. What is out of use for its silence, and is silent no longer, is
-// probed at once: no cooldown tells more than that.
+// stirs records progress. A pair that was excluded for silence is probed at once.
 func (q *pair) stirs(now Instant) {
 	if q.state == Excluded && q.silent {
 		q.until = min(q.until, now)
@@ -429,7 +425,7 @@ func (q *pair) stirs(now Instant) {
 	}
 }
 
-// fault counts an error of the path; several of them exclude it, and one does where it is on trial.
+// fault counts an error of the path. Several errors exclude a pair; one does if it is on trial.
 func (q *pair) fault(now Instant, c *Config, what string) {
 	q.count.Errors++
 	if q.errors == 0 || now-q.errorsAt > errorSpan {
@@ -445,7 +441,7 @@ func (q *pair) fault(now Instant, c *Config, what string) {
 	}
 }
 
-// proven takes a confirmation of something that was posted after the exclusion.
+// proven counts a confirmed slice that was posted after the exclusion.
 func (q *pair) proven(now Instant) {
 	switch q.state {
 	case Excluded, Probing:

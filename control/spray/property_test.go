@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package spray
 
 import (
@@ -58,10 +60,12 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 		n, last := 0, int32(-1)
 		for i := l.head; i >= 0; last, i = i, s.flights[i].next {
 			f := &s.flights[i]
-			if f.progress == unused || f.lane != l || f.prev != last || last >= 0 && f.posted < s.flights[last].posted {
+			if f.progress == unused || f.lane != l || f.prev != last ||
+				last >= 0 && f.posted < s.flights[last].posted {
 				return fmt.Errorf("lane %d: its list of flights is broken", l.info.ID)
 			}
-			if f.charged && f.progress < flightLate || f.progress >= flightLate && last >= 0 && s.flights[last].progress < flightLate {
+			if f.charged && f.progress < flightLate ||
+				f.progress >= flightLate && last >= 0 && s.flights[last].progress < flightLate {
 				return fmt.Errorf("lane %d: a slice is late before an older one, or passed and not late",
 					l.info.ID)
 			}
@@ -131,7 +135,7 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 			}
 			if !(q.bw > 0) || !(q.b0 >= 0) || !(q.b1 > 0) || q.window < transfer.ChunkBytes ||
 				q.low > q.window || q.piece < transfer.ChunkBytes || q.piece > q.slice {
-				return fmt.Errorf("pair %s learned nonsense: rate %v, b0 %v, b1 %v, window %d, slice %d",
+				return fmt.Errorf("pair %s learned an invalid value: rate %v, b0 %v, b1 %v, window %d, slice %d",
 					q.path, q.bw, q.b0, q.b1, q.window, q.piece)
 			}
 		}
@@ -203,7 +207,8 @@ func declared(s *Scheduler, sl Slice) error {
 	}
 	for i := range s.flights {
 		f := &s.flights[i]
-		if f.progress == unused || f == mine || f.copy == probeCopy || f.flow != sl.Flow || f.r.First >= sl.Range.End() ||
+		if f.progress == unused || f == mine || f.copy == probeCopy || f.flow != sl.Flow ||
+			f.r.First >= sl.Range.End() ||
 			sl.Range.First >= f.r.End() {
 			continue
 		}

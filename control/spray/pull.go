@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package spray
 
 import (
@@ -6,8 +8,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Pull gives the next slice that a lane to p takes now; false: nothing waits, or no window is open
-// for what does. Called until it says false after every event that may have changed something.
+// Pull returns the next slice for a lane to p. False: no chunk waits, or no window is open for
+// those that wait. The caller calls it until it returns false, after every event.
 func (s *Scheduler) Pull(now Instant, p *Peer) (Slice, bool) {
 	if p.lanes == 0 || p.flights >= s.cfg.MaxFlights {
 		return Slice{}, false
@@ -21,10 +23,10 @@ func (s *Scheduler) Pull(now Instant, p *Peer) (Slice, bool) {
 	if p.waits(Background) == 0 {
 		return s.hedge(now, p)
 	}
-	// What lower priorities are owed goes first.
+	// Shares of lower priorities that are due.
 	for prio := LayerStream; prio < numPriorities; prio++ {
 		if p.owed[prio] >= shareQuantum && p.queues[prio].Len() > 0 {
-			// With the room of what is urgent, which would leave none otherwise.
+			// With the room of urgent slices, which would leave none otherwise.
 			if out, ok := s.serve(now, p, prio, true); ok {
 				p.owed[prio] = max(0, p.owed[prio]-float64(out.Bytes))
 				p.owe(prio, out.Bytes)
@@ -34,7 +36,7 @@ func (s *Scheduler) Pull(now Instant, p *Peer) (Slice, bool) {
 	}
 	for prio := range numPriorities {
 		if p.queues[prio].Len() == 0 || p.inTurns[prio] == len(p.pairs) {
-			continue // in turns, Wake says when there is room
+			continue // all pairs are in turns: Wake finds the next one
 		}
 		if out, ok := s.serve(now, p, prio, prio == DecodeWaits); ok {
 			p.owe(prio, out.Bytes)
@@ -44,7 +46,7 @@ func (s *Scheduler) Pull(now Instant, p *Peer) (Slice, bool) {
 	return Slice{}, false
 }
 
-// owe counts what goes before the priorities that are lower and wait.
+// owe adds to the shares of the lower priorities that wait.
 func (p *Peer) owe(prio Priority, bytes uint64) {
 	for low := prio + 1; low < numPriorities; low++ {
 		if p.queues[low].Len() > 0 {
@@ -53,7 +55,7 @@ func (p *Peer) owe(prio Priority, bytes uint64) {
 	}
 }
 
-// renew does what time alone changes.
+// renew applies what time alone changes.
 func (s *Scheduler) renew(now Instant, p *Peer) {
 	if now < p.renewAt {
 		return
@@ -71,7 +73,7 @@ func (s *Scheduler) renew(now Instant, p *Peer) {
 
 // serve takes a slice from the first flows of one priority.
 func (s *Scheduler) serve(now Instant, p *Peer, prio Priority, urgent bool) (Slice, bool) {
-	closed := uint32(math.MaxUint32) // chunks for which no pair has room, as a flow before has shown
+	closed := uint32(math.MaxUint32) // run length for which no pair had room, of a flow before
 	for i := 0; i < min(p.queues[prio].Len(), scanFlows); i++ {
 		f := p.queues[prio].flow(i)
 		if f.deadline != 0 && now >= f.deadline {
@@ -86,8 +88,7 @@ func (s *Scheduler) serve(now Instant, p *Peer, prio Priority, urgent bool) (Sli
 		fresh := avoid == 0 && f.retries() == 0
 		q, limit, open := s.choose(now, p, f, run, avoid, urgent)
 		if q == nil && avoid != 0 && f.fresh.Count() > 0 && !f.parked {
-			// What failed waits for another pair than the one that failed it. What was never sent does not
-			// wait with it.
+			// Failed chunks wait for another pair. Chunks that were never sent do not wait with them.
 			fresh = true
 			q, limit, open = s.choose(now, p, f, f.fresh.Peek(maxSliceChunks), 0, urgent)
 		}
@@ -104,7 +105,7 @@ func (s *Scheduler) serve(now Instant, p *Peer, prio Priority, urgent bool) (Sli
 		if l == nil {
 			continue
 		}
-		trial := f.class(q) >= MaxRanks // by a transport that refused it: with one chunk at a time
+		trial := f.class(q) >= MaxRanks // by a transport that refused the flow: one chunk at a time
 		if trial {
 			limit = 1
 		}
@@ -116,15 +117,15 @@ func (s *Scheduler) serve(now Instant, p *Peer, prio Priority, urgent bool) (Sli
 		q = l.pair
 		more := p.queues[prio].Len() > 0 && q.crowded() && q.room(q.cut(prio), prio, urgent)
 		if more && !q.admits(now, prio, false) {
-			s.await(q, prio) // as the next pull would find
+			s.await(q, prio) // else the next pull would do it
 		}
 		return out, true
 	}
 	return Slice{}, false
 }
 
-// choose is the pair that takes the next slice of f, and how many chunks; nil: none should now.
-// open is false where that is because none has room.
+// choose returns the pair for the next slice of f, and the most chunks; nil: none now. open is
+// false if the reason is that no pair has room.
 func (s *Scheduler) choose(now Instant, p *Peer, f *Flow, run transfer.Range, avoid uint16,
 	urgent bool) (_ *pair, limit uint32, open bool) {
 	if s.cfg.Policy != Spray {
@@ -135,8 +136,8 @@ func (s *Scheduler) choose(now Instant, p *Peer, f *Flow, run transfer.Range, av
 	if run.Count == 1 {
 		avail = f.space.ChunkBytes(run.First)
 	}
-	// Of the best class of pairs that are usable at all, the one with room that would be done first.
-	// Mostly there is none: this is asked after each slice that was given.
+	// Of the best class with usable pairs: the pair with room that would finish first. Usually there
+	// is none, because the call after each slice that was given ends here.
 	class, usable, resting, owed := 1<<30, 0, false, urgent && f.prio != DecodeWaits
 	var best, shunned, full *pair
 	var score float64
@@ -181,18 +182,19 @@ func (s *Scheduler) choose(now Instant, p *Peer, f *Flow, run transfer.Range, av
 		return s.lastResort(p), 1, true
 	}
 	if best == nil {
-		// A pair that failed these chunks gets them again only if there is no other.
+		// A pair that failed these chunks gets them again only if it is the only one.
 		if shunned != nil && usable == 1 {
 			return shunned, uint32(shunned.cut(f.prio) / transfer.ChunkBytes), true
 		}
-		// A window full of what is late: one chunk finds out whether the pair still moves.
+		// The window is full of late slices: one chunk tests whether the pair still moves.
 		if full != nil && s.allLate(full) {
 			return full, 1, true
 		}
 		return nil, 0, shunned != nil
 	}
-	// Near the end: leave it to the others if they are done with everything before best is done with
-	// this. Something of theirs is in flight then, and asks again. The one to avoid would not take it.
+	// Near the end: leave the piece to the other pairs if they finish all waiting work before best
+	// finishes this piece. One of them has a slice in flight, whose end leads to the next call. The
+	// pair to avoid does not count.
 	var rate float64
 	load, fixed, near, flying := uint64(0), maxB0, uint8(len(tierPenalty)-1), false
 	for _, q := range p.pairs {
@@ -218,9 +220,8 @@ func (s *Scheduler) choose(now Instant, p *Peer, f *Flow, run transfer.Range, av
 	return best, uint32(best.cut(f.prio) / transfer.ChunkBytes), true
 }
 
-// Quickest is the pair of rails of a transport over which a short message gets to p soonest, for
-// what is not sent by lanes of this package and finds the same queues before it. False: none is in
-// use.
+// Quickest is the rail pair of a transport over which a short message reaches p soonest. It serves
+// messages outside of this package's lanes that wait in the same queues. False: no pair is usable.
 func (s *Scheduler) Quickest(now Instant, p *Peer, transport string) (Path, bool) {
 	var best *pair
 	var score float64
@@ -238,7 +239,7 @@ func (s *Scheduler) Quickest(now Instant, p *Peer, transport string) (Path, bool
 	return best.path, true
 }
 
-// class orders the transports for one flow: those that keep failing it come last.
+// class orders the transports for one flow: those that keep refusing it are last.
 func (f *Flow) class(q *pair) int {
 	if f.picky && f.bad[q.rank] >= badFlow {
 		return q.rank + MaxRanks
@@ -246,8 +247,8 @@ func (f *Flow) class(q *pair) int {
 	return q.rank
 }
 
-// lastResort is an excluded pair that has nothing in flight, or nothing that is not late, the one
-// whose time is up soonest. There is no other path.
+// lastResort is the excluded pair whose cooldown ends first, of those with nothing but late slices
+// in flight. The peer has no other path.
 func (s *Scheduler) lastResort(p *Peer) *pair {
 	var found *pair
 	for _, q := range p.pairs {
@@ -258,7 +259,7 @@ func (s *Scheduler) lastResort(p *Peer) *pair {
 	return found
 }
 
-// allLate reports whether nothing is in flight on usable lanes that may still be waited for.
+// allLate reports whether all slices in flight on usable lanes are late.
 func (s *Scheduler) allLate(q *pair) bool {
 	for _, l := range q.lanes {
 		for i := l.head; i >= 0 && l.usable(); i = s.flights[i].next {
@@ -270,8 +271,7 @@ func (s *Scheduler) allLate(q *pair) bool {
 	return true
 }
 
-// static is choose for the policies that bind in a fixed order: the pair whose turn it is, or
-// nobody.
+// static is choose for the policies with a fixed order: the pair whose turn it is, or nil.
 func (s *Scheduler) static(p *Peer, f *Flow) (*pair, uint32) {
 	class := 1 << 30
 	var sum float64
@@ -324,8 +324,8 @@ func (s *Scheduler) static(p *Peer, f *Flow) (*pair, uint32) {
 	return turn, uint32(turn.piece / transfer.ChunkBytes)
 }
 
-// probe sends a copy of one chunk that is under way elsewhere over a pair whose cooldown is over.
-// As attempt 0 it takes the chunk from nobody, whatever becomes of it.
+// probe sends a copy of one chunk that is in flight elsewhere over a pair whose cooldown is over.
+// As attempt 0 it takes the chunk from no other lane, however it ends.
 func (s *Scheduler) probe(now Instant, p *Peer) (Slice, bool) {
 	for _, q := range p.pairs {
 		if q.state != Probing || q.live == 0 || q.load() > 0 {
@@ -355,8 +355,8 @@ func (s *Scheduler) probe(now Instant, p *Peer) (Slice, bool) {
 	return Slice{}, false
 }
 
-// hedge sends a second copy of a slice that a better rail would bring sooner than the one that has
-// it, when nothing else waits. The budgets of flow and peer bound what that may cost.
+// hedge sends a second copy of a slice that a better pair would deliver sooner, when no chunk
+// waits. The budgets of flow and peer bound the cost.
 func (s *Scheduler) hedge(now Instant, p *Peer) (Slice, bool) {
 	if s.cfg.Policy != Spray || p.flights == 0 || p.hedged >= MaxHedgeBytes {
 		return Slice{}, false
@@ -418,8 +418,8 @@ func (s *Scheduler) hedge(now Instant, p *Peer) (Slice, bool) {
 	return out, true
 }
 
-// remaining guesses how long a slice still takes: what was predicted, and when that is over, as
-// long again as it is late.
+// remaining estimates the time until a slice ends: the rest of its prediction, and after that as
+// long as the slice is late.
 func remaining(now Instant, fl *flight) Instant {
 	due := fl.posted + fl.forgiven + fl.predicted
 	if now <= due {

@@ -93,9 +93,9 @@ func (e *egressQueue) restart() {
 	e.spanTime, e.spanBytes, e.spanCount, e.spanDry, e.late = 0, 0, 0, 0, never
 }
 
-// judge ends a probe: it raises the rate if slices were not late although more was sent, and keeps it
-// if they were. If the receivers limit a rail, its learned rate is only what they took; probes then
-// find that they take more.
+// judge ends a probe: it raises the rate if slices were not late although more was sent, and keeps
+// it if they were. If the receivers limit a rail, its learned rate is only what they took; probes
+// then find that they take more.
 func (e *egressQueue) judge(now Instant) {
 	switch {
 	case now-e.looked >= probeLook && e.lookLate != never:

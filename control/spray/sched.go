@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package spray
 
 import (
@@ -30,8 +32,8 @@ type Scheduler struct {
 // Peer is another process, with the rail pairs and the flows to it.
 type Peer struct {
 	Owner any // the caller's
-	// Tier returns the tier of memory at a place, and is called once per pair and place; nil or 0: that
-	// of the lane. Set before the first lane.
+	// Tier returns the tier of memory at a place, and is called once per pair and place; nil or 0:
+	// that of the lane. Set before the first lane.
 	Tier func(Path, Place) int
 
 	boot     transfer.Boot
@@ -85,7 +87,7 @@ func (s *Scheduler) Forget(p *Peer) {
 		s.peers = slices.Delete(s.peers, i, i+1)
 		for _, q := range p.pairs {
 			s.exit(q)
-			s.bury(q)
+			s.retire(q)
 		}
 	}
 }
@@ -97,8 +99,8 @@ func (s *Scheduler) Busy() bool { return s.live > 0 || len(s.resting) > 0 }
 // Flights counts slices in flight.
 func (s *Scheduler) Flights() int { return s.live }
 
-// Unconfirmed calls yield for each slice of f in flight, except hedges and probes, whose chunks have
-// not landed through another copy.
+// Unconfirmed calls yield for each slice of f in flight, except hedges and probes, whose chunks
+// have not landed through another copy.
 func (s *Scheduler) Unconfirmed(f *Flow, yield func(rank int, bytes uint64)) {
 	for i := range s.flights {
 		if fl := &s.flights[i]; fl.progress != unused && fl.flow == f && fl.copy < hedgeCopy &&
@@ -185,7 +187,7 @@ func (s *Scheduler) pair(p *Peer, in LaneInfo) (*pair, error) {
 	if idle.state == Probing {
 		p.probing--
 	}
-	s.bury(idle)
+	s.retire(idle)
 	idle.drained(0)
 	s.exit(idle)
 	*idle = pair{path: in.Path, peer: p, index: idle.index, neutral: nominal(in.Gbps)}

@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package spray
 
 import (
@@ -12,7 +14,7 @@ import (
 // Bounds of what is shown.
 const (
 	maxView = 1024 // pairs
-	maxPast = 128  // local rails whose counters are kept after their pairs are forgotten
+	maxPast = 128  // local rails with counters of forgotten pairs
 )
 
 // PairView is one pair of rails, for people and metrics.
@@ -23,7 +25,7 @@ type PairView struct {
 	Tier   int    `json:"tier"`
 	State  string `json:"state"` // of State, or suspect, or down
 	Reason string `json:"reason,omitempty"`
-	// why it was out of use last, however it is now
+	// reason of the last exclusion, whatever the current state
 	Last     string        `json:"last_reason,omitempty"`
 	Left     time.Duration `json:"excluded_for_ns,omitempty"`
 	Lanes    int           `json:"lanes"`
@@ -32,7 +34,7 @@ type PairView struct {
 	InFlight uint64        `json:"bytes_in_flight"`
 	Window   uint64        `json:"window_bytes"`
 	Low      uint64        `json:"background_window_bytes"`
-	// what the receiver wants in flight at most
+	// the receiver's limit
 	Credit    uint64        `json:"credit_bytes,omitempty"`
 	Slice     uint64        `json:"slice_bytes"`
 	Rate      float64       `json:"learned_bytes_per_second"`
@@ -47,7 +49,7 @@ type PairView struct {
 	LastMoved time.Duration `json:"silent_for_ns"`
 }
 
-// View is what the scheduler knows.
+// View is the state of the scheduler, for debugging.
 type View struct {
 	Pairs   []PairView     `json:"pairs"`
 	Waiting map[string]int `json:"chunks_waiting"` // by priority
@@ -73,7 +75,7 @@ func (s *Scheduler) View(now Instant) View {
 	return v
 }
 
-// Link is what was learned of one pair of rails to a peer, for programs that choose by it.
+// Link has the estimates of one rail pair to a peer, for programs that choose by them.
 type Link struct {
 	Path     Path
 	State    string // as in PairView
@@ -81,7 +83,7 @@ type Link struct {
 	InFlight uint64  // bytes
 	Window   uint64  // bytes
 	Rate     float64 // bytes per second, confirmed by the receiver
-	Samples  int     // that Rate was learned from; 0: it is a claim of the links, or a guess
+	Samples  int     // of Rate; 0: it is the nominal speed, or the default
 	Age      Instant // since the last of them
 	Delay    Instant // the least time from a slice's start to its confirmation; 0: unknown
 	// of the prediction Fixed + Factor*bytes/Rate: what a slice takes beside its bytes
@@ -90,7 +92,7 @@ type Link struct {
 	Error  float64 // mean of |predicted - actual| / actual
 }
 
-// Links is what was learned of each pair of rails to the peer.
+// Links returns the estimates of each rail pair to the peer.
 func (p *Peer) Links(now Instant) []Link {
 	out := make([]Link, 0, len(p.pairs))
 	for _, q := range p.pairs {
@@ -109,8 +111,8 @@ func (p *Peer) Links(now Instant) []Link {
 	return out
 }
 
-// RailView sums up what is known of one local rail, over all peers. Its counters never fall: those
-// of pairs that were forgotten stay in.
+// RailView sums up one local rail over all peers. Its counters never decrease: they include
+// forgotten pairs.
 type RailView struct {
 	Transport, Local string
 	Pairs            int            // with lanes
@@ -169,9 +171,9 @@ type railName struct{ transport, local string }
 
 func (p Path) rail() railName { return railName{p.Transport, p.Local} }
 
-// bury keeps the counters of a pair that is forgotten. Past maxPast rails they are summed up
-// together.
-func (s *Scheduler) bury(q *pair) {
+// retire adds the counters of a forgotten pair to those of its local rail, or, beyond maxPast
+// rails, to a common sum.
+func (s *Scheduler) retire(q *pair) {
 	n := q.path.rail()
 	if s.past[n] == nil && len(s.past) >= maxPast {
 		n = railName{n.transport, "other"}

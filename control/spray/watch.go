@@ -4,7 +4,8 @@ package spray
 
 import "fmt"
 
-// Tick checks the slices in flight, and calls touched for peers with new work or newly usable lanes.
+// Tick checks the slices in flight, and calls touched for peers with new work or newly usable
+// lanes.
 func (s *Scheduler) Tick(now Instant, touched func(*Peer)) {
 	if asleep := now - s.ticked - maxTickGap; asleep > 0 && s.live > 0 {
 		s.forgive(now, asleep)
@@ -16,7 +17,8 @@ func (s *Scheduler) Tick(now Instant, touched func(*Peer)) {
 	}
 	for _, l := range s.busy {
 		q := l.pair
-		// A pair that waits for its probe was judged before: without a usable lane nothing new is known.
+		// A pair that waits for its probe was judged before: without a usable lane nothing new is
+		// known.
 		if q.live == 0 && len(q.lanes) > 0 && q.state <= Readmitted {
 			s.lagging(now, q, Instant(lagFactor)*s.flights[l.head].predicted)
 		}
