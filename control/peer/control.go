@@ -13,8 +13,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Rails come and go while a mesh runs, and each that is there should carry a control lane: the last
-// one that is left must not be one that nobody listens on.
+// Rails come and go while a mesh runs. Each one should carry a control lane, so that the last
+// remaining rail always does.
 
 // controlAt is a listener for control lanes on a rail.
 type controlAt struct {
@@ -22,7 +22,7 @@ type controlAt struct {
 	ln    net.Listener
 }
 
-// Addresses are the control addresses that peers are told, the endpoint first.
+// Addresses are the control addresses for peers, the endpoint first.
 func (m *Mesh) Addresses() []string {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -33,8 +33,7 @@ func (m *Mesh) Addresses() []string {
 	return out
 }
 
-// Lanes are the control lanes to a peer, each as the address of ours and that of the peer's between
-// which it runs.
+// Lanes are the control lanes to a peer, each with its local and its remote address.
 func (m *Mesh) Lanes(boot transfer.Boot) (out []string) {
 	s := m.session(boot)
 	if s == nil {
@@ -49,9 +48,9 @@ func (m *Mesh) Lanes(boot transfer.Boot) (out []string) {
 	return out
 }
 
-// SetControl replaces Options.Control, before Listen or later. Lanes to addresses that are gone end
-// with their links. The error says which could not be listened on; asked again, they are tried
-// again. Peers are told by whoever calls: see Addresses and PeerAddresses.
+// SetControl replaces Options.Control, before Listen or later. Lanes to removed addresses end with
+// their links. The error names the addresses that could not be bound; a further call tries them
+// again. The caller informs the peers: see Addresses and PeerAddresses.
 func (m *Mesh) SetControl(ctx context.Context, addrs []string) error {
 	addrs = addrs[:min(len(addrs), MaxAddrs-1)]
 	m.mu.Lock()
@@ -94,8 +93,8 @@ func (m *Mesh) SetControl(ctx context.Context, addrs []string) error {
 	return failed
 }
 
-// PeerAddresses takes what a peer says that its control addresses are now. Where we keep its lanes,
-// those that are missing follow.
+// PeerAddresses sets the control addresses that a peer announced. If this side dials the peer's
+// lanes, the missing ones follow.
 func (m *Mesh) PeerAddresses(boot transfer.Boot, addrs []string) error {
 	if err := checkAddresses(addrs); err != nil {
 		return fmt.Errorf("peer: control addresses of %s: %w", boot, err)

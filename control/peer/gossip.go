@@ -22,18 +22,18 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Slower than memberlist's own LAN settings: nothing waits for gossip, and an idle sidecar should
-// stay idle.
+// Slower than memberlist's own LAN settings: no request waits for gossip, and an idle sidecar
+// should use no CPU time.
 const (
 	gossipInterval = 500 * time.Millisecond
 	probeInterval  = 2 * time.Second
 	joinFirst      = 200 * time.Millisecond
 	joinMax        = 30 * time.Second
 	joinDial       = 3 * time.Second
-	joinPatience   = 5 * time.Second // until a member that does not answer is missed
+	joinPatience   = 5 * time.Second // until a member without an answer is logged
 )
 
-// gossip is memberlist with our metadata. A nil gossip is one that is off.
+// gossip is memberlist with the sidecar's metadata; nil: off.
 type gossip struct {
 	list *memberlist.Memberlist
 	gate *admit.Gate // of its streams
@@ -41,7 +41,7 @@ type gossip struct {
 	wg   sync.WaitGroup
 }
 
-// meta is what members are told about this node.
+// meta is this node's metadata for the members.
 type meta []byte
 
 func (d meta) NodeMeta(limit int) []byte {
@@ -128,8 +128,7 @@ func splitAddr(s string) (string, int, error) {
 	return host, int(port), nil
 }
 
-// ask joins one address. memberlist's own dial cannot be interrupted, so that one of ours finds out
-// before whether anybody is there.
+// ask joins one address. It dials first, because memberlist's own dial cannot be interrupted.
 func (g *gossip) ask(ctx context.Context, addr string) error {
 	c, err := (&net.Dialer{Timeout: joinDial}).DialContext(ctx, "tcp", addr)
 	if err != nil {
@@ -146,8 +145,8 @@ func (g *gossip) ask(ctx context.Context, addr string) error {
 	return err
 }
 
-// joinAll asks each address until it answers. Members start at the same time, so that one is missed
-// only after a while; this is then said once.
+// joinAll tries each address until it answers. Members start at the same time, so a missing one is
+// logged only after joinPatience, and once.
 func joinAll(ctx context.Context, addrs []string, ask func(context.Context, string) error,
 	log *slog.Logger) {
 	wait := backoff.NewExponentialBackOff()
@@ -193,7 +192,7 @@ func (g *gossip) members() (out []Member) {
 	for _, n := range g.list.Members() {
 		var h peerv1.HelloReply
 		if proto.Unmarshal(n.Meta, &h) != nil || len(h.Boot) != len(transfer.Boot{}) {
-			continue // advisory: a node that says nothing we understand is no peer
+			continue // advisory: a node with unknown metadata is no peer
 		}
 		m := Member{Name: h.Node, Address: n.Address(), Endpoint: h.Endpoint, Boot: transfer.Boot(h.Boot)}
 		if len(h.Features) > 0 {
@@ -210,6 +209,6 @@ func (g *gossip) close() error {
 	}
 	g.stop()
 	g.wg.Wait()
-	_ = g.list.Leave(gossipLeave) // whom the word of it does not reach in time finds out by its probes
+	_ = g.list.Leave(gossipLeave) // members without this message detect it by probes
 	return g.list.Shutdown()
 }

@@ -13,14 +13,14 @@ import (
 	"github.com/kvspray/kvspray/internal/admit"
 )
 
-// Anybody may open a stream to the gossip port, and memberlist has no bound for them: each costs
-// a descriptor and a goroutine for ten seconds, and what comes on it is kept up to 20 MiB before
-// it is decrypted. So streams pass a gate, as the connections of the other ports do.
+// Any host may open a stream to the gossip port, and memberlist has no limit: each costs a
+// descriptor and a goroutine for ten seconds, and up to 20 MiB are kept before they are decrypted.
+// So streams pass a gate, like the connections of the other ports.
 
 const (
 	gossipStreams = 64      // streams of others at once
 	gossipSource  = 16      // of these, of one source
-	streamBytes   = 2 << 20 // that one stream may bring: a few hundred for each member
+	streamBytes   = 2 << 20 // in one stream: a few hundred for each member
 	bindTries     = 10      // to find one port that is free for both UDP and TCP
 )
 
@@ -111,7 +111,7 @@ func (t *gated) Shutdown() error {
 type stream struct {
 	net.Conn
 	visit *admit.Visit
-	left  int // bytes that it may bring
+	left  int // bytes that it may still carry
 }
 
 func (s *stream) Read(b []byte) (int, error) {

@@ -73,8 +73,8 @@ func AppendFrame(dst []byte, f *peerv1.ControlFrame) ([]byte, error) {
 	return out, nil
 }
 
-// lane is one connection. Writes happen in the caller's goroutine as long as the socket takes them
-// at once; what it does not take is left to a writer that lives until the backlog is gone.
+// lane is one connection. The caller's goroutine writes while the socket accepts the bytes at once;
+// a writer goroutine sends the rest and ends when the backlog is empty.
 type lane struct {
 	conn  net.Conn
 	over  *overTLS  // nil: without TLS
@@ -91,7 +91,7 @@ type lane struct {
 	err     error
 	wg      sync.WaitGroup
 
-	heard   atomic.Int64 // unix nanoseconds of the last bytes that came
+	heard   atomic.Int64 // unix nanoseconds of the last received bytes
 	doubted atomic.Int64 // when a frame was put on it that was not acknowledged in time; 0: never
 	asked   atomic.Int64 // of the first ping that is not answered by anything; 0: none
 }
@@ -113,7 +113,7 @@ func newLane(c net.Conn, over *overTLS) (*lane, error) {
 		return nil, fmt.Errorf("peer: control lane: %w", err)
 	}
 	if err := raw.Control(func(fd uintptr) {
-		// As on data lanes (transport/tcp). Kernels before 6.15 do not know it.
+		// As on data lanes (transport/tcp). Kernels before 6.15 lack it.
 		_ = unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_RTO_MAX_MS, rtoMax)
 	}); err != nil {
 		return nil, fmt.Errorf("peer: control lane: %w", err)

@@ -15,8 +15,7 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// laneUp takes a lane that has proved itself, and starts its reader, or reads in this goroutine
-// until the lane ends.
+// laneUp adds a proved lane, and starts its reader, or reads in this goroutine until the lane ends.
 func (m *Mesh) laneUp(s *session, c net.Conn, over *overTLS, addr string, attach []byte,
 	inline bool) error {
 	l, err := newLane(c, over)
@@ -38,7 +37,8 @@ func (m *Mesh) laneUp(s *session, c net.Conn, over *overTLS, addr string, attach
 			s.boot, maxLanes)
 	}
 	if s.met && s.theirs != theirs {
-		// The peer had forgotten us, and counts from one again. So do we, in a new session.
+		// The peer lost its session and counts frames from one again. This side does the same, in a new
+		// session.
 		s.mu.Unlock()
 		s.life.Unlock()
 		m.end(s, errors.New("peer: the peer began a new session"))
@@ -110,9 +110,9 @@ func (m *Mesh) laneDown(s *session, l *lane, err error) {
 	}
 }
 
-// end closes a session, waits for the frame that the handler may be at, tells the handler, and
-// forgets it. Only then can there be another session with the boot, so that its PeerUp comes after
-// this PeerDown.
+// end closes a session, waits for a frame that the handler may be processing, calls PeerDown, and
+// removes the session. Only then can there be another session with the boot, so that its PeerUp
+// follows this PeerDown.
 func (m *Mesh) end(s *session, err error) {
 	s.life.Lock()
 	defer s.life.Unlock()
@@ -151,10 +151,11 @@ func (m *Mesh) endLocked(s *session, superseded bool, err error) {
 	m.mu.Unlock()
 }
 
-// supersede ends the sessions of other boots at an endpoint that now answers as boot. One whose
-// lanes live is left alone: then the address is that of several processes. It may be that, too,
-// where the lanes are lost for a moment, so only one that has said itself that it serves there, and
-// so is dead, stays out; another is met anew when it is reached, or calls.
+// supersede ends the sessions of other boots at an endpoint that now answers as boot. A session
+// with a live lane stays: then several processes share the address. That may also be so if its
+// lanes are lost for a moment. Therefore only a boot that itself announced the endpoint, which
+// proves that its process has ended, is excluded for good; any other gets a new session when it is
+// reached or calls.
 func (m *Mesh) supersede(endpoint string, boot transfer.Boot) {
 	old := m.laneless(boot, func(s *session) bool {
 		return s.info.Endpoint == endpoint ||
@@ -176,7 +177,7 @@ func (m *Mesh) supersedeOne(s *session, endpoint string, boot transfer.Boot) {
 	}
 }
 
-// laneless is the sessions of other boots that have no lane, so far as pick takes them. It is
+// laneless is the sessions of other boots without a lane for which pick returns true. pick is
 // called with the session locked.
 func (m *Mesh) laneless(boot transfer.Boot, pick func(*session) bool) (out []*session) {
 	m.mu.Lock()
@@ -194,7 +195,8 @@ func (m *Mesh) laneless(boot transfer.Boot, pick func(*session) bool) (out []*se
 	return out
 }
 
-// keep is the slow tick: pings, PeerDown, missing lanes, forgetting.
+// keep is the slow tick: it sends pings, reports PeerDown, dials missing lanes and ends old
+// sessions.
 func (m *Mesh) keep() {
 	t := time.NewTicker(m.pings.Tick)
 	defer t.Stop()

@@ -13,7 +13,7 @@ import (
 // maxNamed is how many of a host's addresses an error names.
 const maxNamed = 6
 
-// withRemedy says what can be done where an address cannot be listened on.
+// withRemedy adds a remedy to an error of Listen.
 func withRemedy(addr string, err error) error {
 	switch {
 	case errors.Is(err, syscall.EADDRINUSE):
@@ -29,7 +29,7 @@ func withRemedy(addr string, err error) error {
 	return fmt.Errorf("listen on %s: %w", addr, err)
 }
 
-// ownAddresses lists those of this host in brackets, where they can be had.
+// ownAddresses lists this host's addresses in brackets, if they can be read.
 func ownAddresses() string {
 	all, err := net.InterfaceAddrs()
 	if err != nil {

@@ -10,12 +10,13 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Bounds of meeting whoever gossip names.
+// Bounds of connecting to the members that gossip lists.
 const (
-	meetAtOnce = 64               // meetings under way
+	meetAtOnce = 64               // connection attempts at a time
 	meetAgain  = 10 * time.Second // after one that failed
 	meetLater  = 5 * time.Minute  // after one for which the other end had no place
-	// sessions up to which members are met: the other places are for peers that requests name.
+	// Sessions up to which members are connected; the remaining places are for peers that requests
+	// name.
 	meetMost   = MaxPeers * 3 / 4
 	idleForget = 30 * time.Second // without a lane, a lease, or a frame to deliver
 )
@@ -27,9 +28,9 @@ var (
 		", and nothing is open with it")
 )
 
-// meetMembers connects control lanes to the members that gossip names, so that the first request
+// meetMembers connects control lanes to the members that gossip lists, so that the first request
 // that needs one does not wait for a handshake. Of two members the one with the lower boot
-// connects. It forgets those that have left.
+// connects. It ends the sessions of members that have left.
 func (m *Mesh) meetMembers(now time.Time) {
 	members := m.Members()
 	if members == nil {

@@ -26,7 +26,7 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Mesh is this process among its peers.
+// Mesh is the control connections of this process to its peers.
 type Mesh struct {
 	opt    Options
 	log    *slog.Logger
@@ -40,11 +40,11 @@ type Mesh struct {
 	calls  *callListener
 	gossip *gossip
 
-	gate    *admit.Gate    // accepted connections that have proved nothing yet
+	gate    *admit.Gate    // accepted unproved connections
 	members *admit.Members // addresses of members, for all gates
-	refused admit.Log      // of what strangers can cause at will
-	// Has a place for each stranger that may compute at once. The handshakes of all that a gate
-	// holds would take every processor for longer than a member may wait.
+	refused admit.Log      // of events that unproved connections can cause
+	// One place for each unproved connection that may compute at a time. The handshakes of all
+	// connections in a gate would take every processor for longer than a member may wait.
 	turns chan struct{}
 
 	waiting     atomic.Int64 // bytes of frames that wait for others, of all sessions
@@ -57,12 +57,12 @@ type Mesh struct {
 	closed     bool
 	endpoint   string
 	served     net.Listener // of calls, and of control lanes
-	control    []controlAt  // further ones, in the order in which peers are told
+	control    []controlAt  // further ones, in the order in which they are announced
 	sessions   map[transfer.Boot]*session
 	connecting map[string]bool             // true: asked for again meanwhile
 	conns      map[net.Conn]bool           // accepted, until closed
-	meeting    map[transfer.Boot]bool      // members that are being met
-	missed     map[transfer.Boot]time.Time // members that were not met, and when they may be again
+	meeting    map[transfer.Boot]bool      // members being connected
+	missed     map[transfer.Boot]time.Time // members that failed, and when they are tried again
 	gone       map[transfer.Boot]bool
 	// addresses of sidecars whose release was refused; the log has each once
 	olderSaid map[string]bool
@@ -113,7 +113,7 @@ func New(opt Options) (*Mesh, error) {
 	return m, nil
 }
 
-// safe refuses addresses that others can reach where nobody proves who he is.
+// safe refuses addresses that other hosts can reach without credentials.
 func (o *Options) safe() error {
 	if o.Credentials != nil {
 		return nil
@@ -136,8 +136,8 @@ func loopback(addr string) bool {
 	return host == "localhost" || ip != nil && ip.IsLoopback()
 }
 
-// Listen binds the addresses, from which on the endpoint is known. Nobody is answered or told
-// anything before Start, so that a process that has more to bind can still give up.
+// Listen binds the addresses. Endpoint is valid from then on. No connection is answered and no
+// event sent before Start, so that a process that must bind more can still give up.
 func (m *Mesh) Listen(ctx context.Context) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -206,7 +206,7 @@ func (m *Mesh) Start(ctx context.Context) (err error) {
 	return nil
 }
 
-// shutLocked closes what listens.
+// shutLocked closes the listeners.
 func (m *Mesh) shutLocked() {
 	if m.served == nil {
 		return
@@ -241,7 +241,7 @@ func (m *Mesh) Endpoint() string {
 	return m.endpoint
 }
 
-// Members is who gossip says is there, this node included; nil without gossip. Advisory.
+// Members is the members that gossip lists, this node included; nil without gossip. Advisory.
 func (m *Mesh) Members() []Member {
 	m.mu.Lock()
 	g := m.gossip
@@ -269,9 +269,9 @@ func (m *Mesh) session(boot transfer.Boot) *session {
 	return m.sessions[boot]
 }
 
-// share is our half of the key with a boot. It is bound to that boot and to the certificate that it
-// shows, so that a third process that talks to both, in its own name or in that of one of them,
-// learns nothing.
+// share is this side's half of the key with a boot. It is bound to that boot and to its
+// certificate, so that a third process that talks to both, under its own name or that of one of
+// them, learns nothing.
 func (m *Mesh) share(boot transfer.Boot, id identity) (out [32]byte) {
 	h := hmac.New(sha256.New, m.secret[:])
 	h.Write([]byte("kvspray share 1"))
@@ -281,7 +281,7 @@ func (m *Mesh) share(boot transfer.Boot, id identity) (out [32]byte) {
 	return out
 }
 
-// pairKey is the same on both sides and for whoever called: the lower boot comes first.
+// pairKey is the same on both sides, whichever called: the lower boot is first.
 func (m *Mesh) pairKey(boot transfer.Boot, ours, theirs [32]byte) (out [32]byte) {
 	a, b := m.opt.Boot, boot
 	if bytes.Compare(a[:], b[:]) > 0 {
@@ -294,9 +294,9 @@ func (m *Mesh) pairKey(boot transfer.Boot, ours, theirs [32]byte) (out [32]byte)
 	return out
 }
 
-// Send puts a frame on the control lanes to boot. It does not block; the frame's body must not
-// change any more, its seq and ack are set here. A frame that was taken arrives once, or the peer
-// is reported down for good.
+// Send puts a frame on the control lanes to boot. It does not block. The caller must not change the
+// frame's body any more; Send sets seq and ack. An accepted frame arrives once, or PeerDown with
+// over follows.
 func (m *Mesh) Send(boot transfer.Boot, f *peerv1.ControlFrame) error {
 	if boot == m.opt.Boot {
 		return m.sendSelf(f)
@@ -311,9 +311,8 @@ func (m *Mesh) Send(boot transfer.Boot, f *peerv1.ControlFrame) error {
 // flushTick is how often Flush looks.
 const flushTick = time.Millisecond
 
-// Flush waits until every peer has acknowledged all that was sent to it, or returns ctx's error.
-// For the end of a process: what it said last, a commit for example, is worth nothing where Close
-// overtakes it.
+// Flush waits until every peer has acknowledged all frames sent to it, or returns ctx's error. A
+// process calls it before Close, which would drop its last frames, a commit for example.
 func (m *Mesh) Flush(ctx context.Context) error {
 	tick := time.NewTicker(flushTick)
 	defer tick.Stop()
@@ -341,7 +340,7 @@ func (m *Mesh) unacked() bool {
 	return false
 }
 
-// sendSelf delivers in order from one goroutine, as a peer's frames would come.
+// sendSelf delivers in order from one goroutine, like frames of a peer.
 func (m *Mesh) sendSelf(f *peerv1.ControlFrame) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()

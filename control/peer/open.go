@@ -23,14 +23,14 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// What TLS is told that a connection is for.
+// ALPN names: the purpose of a TLS connection.
 const (
 	laneProtocol = "kvspray-lane"
 	callProtocol = "h2"
 )
 
-// laneOverTLS is what a lane that comes without TLS is told that we speak. Inside TLS the versions
-// are those of all lanes.
+// laneOverTLS is the version range that answers a lane without TLS. Inside TLS the versions are
+// those of all lanes.
 var laneOverTLS = wire.Versions{Min: wire.V(2, 0), Max: wire.V(2, 0)}
 
 // laneMagic begins every control lane, and no HTTP/2 preface or TLS record.
@@ -73,7 +73,7 @@ func (m *Mesh) forget(c net.Conn) {
 	m.mu.Unlock()
 }
 
-// open finds out what a connection is, and has its other end prove itself.
+// open determines the protocol of a connection and has its other end prove itself.
 func (m *Mesh) open(c net.Conn, calls bool) {
 	v := m.gate.Enter(c)
 	given, err := m.prove(c, v, calls)
@@ -87,7 +87,7 @@ func (m *Mesh) open(c net.Conn, calls bool) {
 	}
 }
 
-// prove serves a connection, a control lane until its end. given: gRPC has it now.
+// prove serves a connection; a control lane until its end. given: gRPC owns it now.
 func (m *Mesh) prove(c net.Conn, v *admit.Visit, calls bool) (given bool, err error) {
 	if err := c.SetDeadline(time.Now().Add(openTimeout)); err != nil {
 		return false, fmt.Errorf("peer: open: %w", err)
@@ -125,7 +125,7 @@ func (m *Mesh) prove(c net.Conn, v *admit.Visit, calls bool) (given bool, err er
 			}
 			return nil, nil //nolint:nilnil // conf stays in use
 		}
-		// To a caller without TLS its answer tells that a key is missing.
+		// The answer to a caller without TLS shows that a key is missing.
 		tc := tls.Server(first, conf)
 		if err := tc.HandshakeContext(m.ctx); err != nil {
 			return false, fmt.Errorf("peer: open: %w", err)
@@ -139,8 +139,8 @@ func (m *Mesh) prove(c net.Conn, v *admit.Visit, calls bool) (given bool, err er
 		first.free()
 		return m.give(tc, c), nil
 	case calls:
-		// Without credentials every process of this host is a member. To one that speaks TLS gRPC says
-		// what it is.
+		// Without credentials every process of this host is a member. gRPC answers a TLS client with an
+		// error that names the cause.
 		if !v.Proved() {
 			return false, net.ErrClosed
 		}
@@ -189,7 +189,7 @@ func (m *Mesh) proveLane(rw io.ReadWriter, c net.Conn, over *overTLS, v *admit.V
 	return m.laneUp(s, c, over, "", o.Attach, true)
 }
 
-// admits refuses a lane that would be one too many, before the other end is told that it is open.
+// admits refuses a lane beyond the limit, before the other end receives the confirmation.
 func (s *session) admits() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -212,8 +212,8 @@ const (
 	bindingBytes = 32
 )
 
-// binding is what only the two ends of this very TLS session know, and the certificate of the other
-// end. The lane's proof covers the first, so that a proof made on one session is of no use on
+// binding is a value that only the two ends of this TLS session have, and the certificate of the
+// other end. The lane's proof covers the value, so that a proof made on one session is useless on
 // another.
 func (s *overTLS) binding() ([]byte, identity, error) {
 	if s == nil {
@@ -231,7 +231,7 @@ func (s *overTLS) binding() ([]byte, identity, error) {
 	return b, keys.Identity(state.PeerCertificates[0]), nil
 }
 
-// secure makes the TLS session of a control lane that we dialed; nil without credentials.
+// secure makes the TLS session of a dialed control lane; nil without credentials.
 func (m *Mesh) secure(ctx context.Context, c net.Conn, addr string) (*overTLS, error) {
 	creds := m.opt.Credentials
 	if creds == nil {
@@ -256,25 +256,24 @@ func (m *Mesh) secure(ctx context.Context, c net.Conn, addr string) (*overTLS, e
 
 const alertNoProtocol = tls.AlertError(120) // no_application_protocol, RFC 7301
 
-// replayConn reads the bytes again that told what the connection is. Once it carries a lane, it
-// writes as the lane does.
+// replayConn returns the peeked bytes again. Once it carries a lane, it writes through the lane.
 type replayConn struct {
 	net.Conn
 	head []byte
 	at   int
 	lane *lane // set before the lane is used
 
-	// Of a stranger: it computes only while it has one of turns. See Mesh.turns.
+	// Of an unproved connection, which computes only while it has one of turns. See Mesh.turns.
 	turns chan struct{}
 	visit *admit.Visit
 	since time.Time // it has a turn; zero: it has none
 }
 
-// turnPause bounds for how long nobody has a turn that was given back.
+// turnPause is the longest time that a returned turn stays unused.
 const turnPause = 10 * time.Millisecond
 
-// rest gives the turn back. Nobody gets it for as long as it was used: strangers together take
-// half of the processors that turns stand for.
+// rest returns the turn, which then stays unused for as long as it was used: unproved connections
+// together take half of the processors that turns stand for.
 func (c *replayConn) rest() {
 	if !c.since.IsZero() {
 		turns := c.turns

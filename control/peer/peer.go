@@ -1,20 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package peer is the conversation with other sidecars: the gRPC service Peer (who are you, which
-// version, which rails, which layout), the control lanes that carry ControlFrames for the life of
-// transfers, and gossip about who is there.
+// Package peer talks to other sidecars: the gRPC service Peer (identity, versions, rails, layouts),
+// control lanes that carry ControlFrames during transfers, and gossip about membership.
 //
-// One listener serves gRPC and control lanes; the first bytes tell them apart. Two sidecars that
-// met by Hello share a key, from which every lane proves itself. Of a pair, the one that was told
-// to Connect dials the lanes, one to each control address of the other, and dials again with
-// growing pauses when they die.
+// One listener serves gRPC and control lanes; the first bytes distinguish them. Two sidecars agree
+// on a key by Hello, and every lane proves it. The side on which Connect was called dials the
+// lanes, one to each control address of the other side, and dials again with growing pauses when
+// they are lost.
 //
-// Invariants: while both processes live and neither was away for longer than forgetAfter, each
-// frame reaches the handler once and in order, whatever happens to lanes; PeerUp comes before the
-// first frame of a boot; PeerDown only says unreachable, except where over says that the
-// conversation has ended; where another boot answers at an address of its own nothing of the old
-// one is accepted any more; nothing here says that memory is safe. Send never blocks. Gossip is
-// advisory.
+// Invariants: while both processes live and neither was unreachable for longer than forgetAfter,
+// each frame reaches the handler once and in order, whatever happens to lanes. PeerUp precedes the
+// first frame of a boot. PeerDown only means unreachable, unless over is set. Once another boot
+// answers at a peer's own address, no frame of the old boot is accepted. No event of this package
+// is evidence that memory is safe. Send never blocks. Gossip is advisory.
 //
 // Goroutines: the acceptors, the gRPC server's, one keeper with a slow tick, one reader per lane,
 // one writer per lane while a socket is full, one per connect or reconnection while it lasts and
@@ -39,7 +37,7 @@ import (
 const (
 	MaxFrame   = 64 << 10 // bytes of one ControlFrame
 	MaxMessage = 4 << 20  // of one in Fragments: a grant of all ranks with the longest shares
-	MaxPeers   = 1024     // known at once
+	MaxPeers   = 1024     // at a time
 	MaxUnacked = 8192     // frames to one peer that it has not acknowledged
 	// of MaxUnacked: for frames that end or answer something, never for grants, awaits and credits.
 	Reserved    = 2048
@@ -53,10 +51,10 @@ const (
 	reservedBytes   = 2 << 20 // of these
 	maxHeldBytes    = 2 * maxUnackedBytes
 	maxLanes        = 2 * MaxAddrs // both ends may dial
-	maxConnects     = 128          // connects under way
-	maxOpening      = 1024         // accepted connections that have proved nothing yet
+	maxConnects     = 128          // connection attempts in progress
+	maxOpening      = 1024         // accepted unproved connections
 	maxSource       = 512          // of these, from one source
-	turnsPart       = 4            // of the processors, for handshakes of strangers; one at least
+	turnsPart       = 4            // part of the processors for unproved handshakes; one at least
 	maxConns        = 16 << 10     // accepted connections of all kinds
 	maxOwned        = MaxPeers / 8 // sessions of one certificate from one address
 	maxOwnedNet     = MaxPeers / 2 // the same from one IPv6 /64
@@ -78,15 +76,15 @@ const (
 	gossipLeave  = time.Second
 )
 
-// Errors that callers tell apart.
+// Errors that callers distinguish.
 var (
 	ErrUnknown   = errors.New("unknown peer")
-	ErrNoAnswer  = errors.New("no answer") // to a call; whoever is there may answer later
+	ErrNoAnswer  = errors.New("no answer") // to a call; a later call may succeed
 	ErrQueueFull = errors.New("the peer does not acknowledge; too many frames wait")
 	ErrTooBig    = errors.New("frame too big")
 	ErrUnsafe    = errors.New("address off loopback without cluster key or certificates")
 	ErrOther     = errors.New("not a sidecar")
-	// ErrAcquainted is wrapped where a peer that no request needs finds no place.
+	// ErrAcquainted is wrapped if there is no place for a peer that no request needs.
 	ErrAcquainted = errors.New("too many peers without a request")
 )
 
@@ -94,36 +92,35 @@ var (
 type Peer struct {
 	Boot transfer.Boot
 	Node string
-	// where it was reached; empty where it came to us, for what it claims would be believed of others'
-	// endpoints too
+	// where this process reached it; empty if the peer called, because it could claim the endpoint of
+	// another sidecar
 	Endpoint string
-	Claimed  string // where it says that it serves: to show people, and for nothing else
+	Claimed  string // endpoint that the peer claims, for display only
 	HostBoot string // kernel boot id
 	SameHost bool
 	Rails    []*peerv1.Rail
 	Version  wire.Version // chosen
 	Features []string
-	Release  string   // of its build; to show people
+	Release  string   // of its build, for display
 	Key      [32]byte // of the pair; lanes prove it
 }
 
-// Handler is told what happens. Its methods are called from the mesh's goroutines and must not
-// block; they may call Send, Connect and PeerKey, not Close.
+// Handler receives events. The mesh's goroutines call its methods, which must not block; they may
+// call Send, Connect and PeerKey, not Close.
 type Handler interface {
-	// PeerUp says that control lanes to p are open; also the answer to a Connect where they were open
-	// already.
+	// PeerUp reports that control lanes to p are open. It also answers a Connect if they were open
+	// before.
 	PeerUp(p Peer)
-	// PeerDown says that they are gone. over: so is the conversation, and what was sent and not
-	// acknowledged is lost. Another boot answers at the peer's own address, or at the endpoint under
-	// which it was met, or nothing was heard of it for forgetAfter, or it has forgotten us; in all but
-	// the first case it may come up again.
+	// PeerDown reports that they are lost. over: the conversation has ended, and frames that were sent
+	// and not acknowledged are lost. The reason is one of: another boot answers at the peer's own
+	// address or at the endpoint that Connect used, nothing was received for forgetAfter, or the peer
+	// has lost its session. In all cases but the first it may come up again.
 	PeerDown(boot transfer.Boot, over bool, err error)
 	// ConnectFailed answers a Connect.
 	ConnectFailed(endpoint string, err error)
 	// Control takes one frame: in order per peer, each once. The handler owns f.
 	Control(boot transfer.Boot, f *peerv1.ControlFrame)
-	// Busy reports whether leases are open with boot: its session is then kept, however long it has no
-	// lane.
+	// Busy reports whether leases are open with boot. Its session is then kept, also without a lane.
 	Busy(boot transfer.Boot) bool
 	// Describe returns the canonical layout behind a geometry hash; of several the one with that
 	// fingerprint, unless it is zero.
@@ -135,14 +132,14 @@ type Options struct {
 	Boot     transfer.Boot
 	Node     string
 	HostBoot string // kernel boot id; empty: no peer counts as being on this host
-	Version  string // of the build, for people; peers are told
+	Version  string // of the build, sent to peers for display
 	Listen   string // host:port of gRPC and control lanes
-	// host:port that peers are told; port 0 means the bound port; empty: the bound address
+	// host:port announced to peers; port 0 means the bound port; empty: the bound address
 	Advertise string
 	// further host:port to listen on for control lanes, one per rail; SetControl changes them
 	Control  []string
 	Features []string // nil: Features
-	// called for each hello of a release that this one does not work with; nil: nobody counts
+	// called for each Hello of an incompatible release; nil: not counted
 	Refused func()
 
 	Credentials *keys.Credentials // nil: loopback only
@@ -154,15 +151,14 @@ type Options struct {
 	Versions    wire.Versions // zero: Protocol
 }
 
-// Pings are how a dead or stopped peer is noticed. Zero values take the defaults.
+// Pings detect a dead or stopped peer. Zero values take the defaults.
 type Pings struct {
 	Busy    time.Duration // between pings while something is open; 2 s
 	Idle    time.Duration // otherwise; 10 s
-	Timeout time.Duration // until a lane without an answer is given up; 3 s
-	Tick    time.Duration // how often this is looked at; 1 s
+	Timeout time.Duration // until a lane without an answer is closed; 3 s
+	Tick    time.Duration // interval of these checks; 1 s
 
-	// until a connection is given up whose other end's kernel acknowledges nothing;
-	// usertimeout.Default
+	// until a connection is closed whose other end's kernel acknowledges nothing; usertimeout.Default
 	HostSilence time.Duration
 }
 
@@ -194,7 +190,7 @@ type Gossip struct {
 	Keys      [][]byte // of 32 bytes, the one to encrypt with first; none: loopback only
 }
 
-// Member is what gossip says about a node. Advisory.
+// Member is gossip's entry of a node. Advisory.
 type Member struct {
 	Name     string
 	Address  string

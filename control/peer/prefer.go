@@ -9,9 +9,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Prefer says over which of our addresses frames to boot should go from now on, as long as nothing
-// speaks against a lane there; the zero address: over any. Whoever moves bytes knows in front of
-// which rail the queue is short.
+// Prefer sets the local address over which frames to boot are sent from now on, while a lane there
+// is healthy; the zero address: any. The data scheduler knows which rail has the shortest queue.
 func (m *Mesh) Prefer(boot transfer.Boot, addr netip.Addr) {
 	s := m.session(boot)
 	if s == nil {

@@ -18,9 +18,9 @@ const (
 	maxNUMA = 1 << 16
 )
 
-// CheckRails returns the plausible part of a peer's list of rails, as a copy, and a message for each
-// value that it refused. It leaves out rails whose name is too long, empty or used twice, and those
-// beyond MaxRails. An implausible speed, MTU or NUMA node counts as unknown.
+// CheckRails returns the plausible part of a peer's list of rails, as a copy, and a message for
+// each value that it refused. It leaves out rails whose name is too long, empty or used twice, and
+// those beyond MaxRails. An implausible speed, MTU or NUMA node counts as unknown.
 func CheckRails(rails []*peerv1.Rail) (good []*peerv1.Rail, refused []string) {
 	no := func(format string, args ...any) {
 		if len(refused) < maxBadRails {

@@ -18,8 +18,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// LinkDown says that the link of one of our addresses is down. Control lanes over it end now,
-// rather than by a ping that nobody answers; what they carried goes out again on others.
+// LinkDown reports that the link of a local address is down. Control lanes over it end at once,
+// rather than after a ping without an answer, and their frames are sent again on other lanes.
 func (m *Mesh) LinkDown(addr net.IP) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -27,7 +27,7 @@ func (m *Mesh) LinkDown(addr net.IP) {
 		s.mu.Lock()
 		for _, l := range s.lanes {
 			if a, ok := l.conn.LocalAddr().(*net.TCPAddr); ok && a.IP.Equal(addr) {
-				l.fail(errLinkDown) // its reader drops it and sends again what it had
+				l.fail(errLinkDown) // its reader drops it and sends its frames again
 			}
 		}
 		s.mu.Unlock()
@@ -36,8 +36,8 @@ func (m *Mesh) LinkDown(addr net.IP) {
 
 var errLinkDown = errors.New("peer: the link of this address is down")
 
-// Connect reaches endpoint in the background. PeerUp or ConnectFailed follows; several calls for
-// one endpoint may share one answer.
+// Connect connects to endpoint in the background. PeerUp or ConnectFailed follows; several calls
+// for one endpoint may share one answer.
 func (m *Mesh) Connect(endpoint string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -51,7 +51,8 @@ func (m *Mesh) Connect(endpoint string) {
 	if len(m.connecting) >= maxConnects {
 		m.wg.Go(func() {
 			m.opt.Handler.ConnectFailed(endpoint,
-				fmt.Errorf("peer: connect to %s: %d connection attempts are in progress", endpoint, maxConnects))
+				fmt.Errorf("peer: connect to %s: %d connection attempts are in progress", endpoint,
+					maxConnects))
 		})
 		return
 	}
@@ -59,7 +60,7 @@ func (m *Mesh) Connect(endpoint string) {
 	m.wg.Go(func() { m.connect(endpoint) })
 }
 
-// connect says hello, opens lanes, and gives the one answer to a Connect.
+// connect sends Hello, opens lanes, and answers a Connect once.
 func (m *Mesh) connect(endpoint string) {
 	s, err := m.hello(m.ctx, endpoint, false)
 	if err == nil && s == nil { // ourselves
@@ -108,8 +109,8 @@ func (m *Mesh) connect(endpoint string) {
 	}
 }
 
-// connected ends a connect, and reports whether somebody asked for it once more meanwhile: then
-// what was said may have come too early.
+// connected ends a connection attempt. It reports whether Connect was called again meanwhile: the
+// answer may have been sent before that call.
 func (m *Mesh) connected(endpoint string) (again bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -118,8 +119,8 @@ func (m *Mesh) connected(endpoint string) (again bool) {
 	return again
 }
 
-// dialLanes opens the lanes that are missing, all at once: the way to one address may be dead. It
-// fails only if none is open in the end.
+// dialLanes opens the missing lanes, all at once, because the path to one address may be dead. It
+// fails only if no lane is open afterwards.
 func (m *Mesh) dialLanes(ctx context.Context, s *session) error {
 	s.mu.Lock()
 	missing := s.missingLocked()
@@ -149,7 +150,7 @@ type target struct {
 	index int
 }
 
-// missingLocked is the control addresses to which we hold no lane.
+// missingLocked is the control addresses without a lane.
 func (s *session) missingLocked() (out []target) {
 	for i, a := range s.addrs {
 		if !slices.ContainsFunc(s.lanes, func(l *lane) bool { return l.addr == a }) {
@@ -185,7 +186,7 @@ func (m *Mesh) dialLane(ctx context.Context, s *session, to target) error {
 	return nil
 }
 
-// proveTo makes a control lane of a connection that we dialed.
+// proveTo makes a control lane of a dialed connection.
 func (m *Mesh) proveTo(ctx context.Context, s *session, c net.Conn, addr string) (*wire.Opened,
 	*overTLS, error) {
 	over, err := m.secure(ctx, c, addr)
@@ -211,8 +212,8 @@ func (m *Mesh) proveTo(ctx context.Context, s *session, c net.Conn, addr string)
 	return o, over, err //nolint:wrapcheck // the caller names the lane
 }
 
-// localFor is the rail of ours that a lane to one of the peer's leaves by: the first to the first
-// and so on, where the route would leave the choice open. nil: the route's choice.
+// localFor is the local rail for a lane to one of the peer's rails: the first for the first and so
+// on, if the route leaves the choice open. nil: the route chooses.
 func (m *Mesh) localFor(to target) net.IP {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -226,7 +227,7 @@ func (m *Mesh) localFor(to target) net.IP {
 	return net.ParseIP(host)
 }
 
-// dialFrom dials from an address of ours, and from any where that one does not lead there.
+// dialFrom dials from a local address, and from any address if that one has no route to the peer.
 func (m *Mesh) dialFrom(ctx context.Context, local net.IP, addr string) (net.Conn, error) {
 	if local != nil {
 		bound, cancel := context.WithTimeout(ctx, boundTimeout)
@@ -241,7 +242,7 @@ func (m *Mesh) dialFrom(ctx context.Context, local net.IP, addr string) (net.Con
 	return usertimeout.Dialer(m.pings.HostSilence).DialContext(ctx, "tcp", addr)
 }
 
-// needed reports whether the session has anything to do.
+// needed reports whether the session has frames to send, leases or a request.
 func (m *Mesh) needed(s *session) bool {
 	s.mu.Lock()
 	waits := len(s.unacked) > 0
@@ -249,7 +250,7 @@ func (m *Mesh) needed(s *session) bool {
 	return waits || m.opt.Handler.Busy(s.boot)
 }
 
-// redial opens lanes again, with growing pauses, until it works or the session is over.
+// redial opens lanes again, with growing pauses, until one is open or the session has ended.
 func (m *Mesh) redial(s *session) {
 	defer func() {
 		s.mu.Lock()
@@ -266,7 +267,7 @@ func (m *Mesh) redial(s *session) {
 		if done || m.ctx.Err() != nil {
 			return
 		}
-		// The same process may answer at its other addresses: the way to its endpoint may be what was
+		// The same process may answer at its other addresses: perhaps only the path to its endpoint was
 		// lost.
 		var others sync.WaitGroup
 		others.Go(func() { _ = m.dialLanes(m.ctx, s) }) // what failed was logged
@@ -297,11 +298,11 @@ func (m *Mesh) redial(s *session) {
 	}
 }
 
-// suspect dials an endpoint at once where a caller claims it that another boot without lanes was
-// at: what answers there is the proof.
+// suspect dials an endpoint at once if a caller claims the endpoint of another boot without lanes:
+// the boot that answers there is the proof.
 func (m *Mesh) suspect(endpoint string, boot transfer.Boot) {
 	old := m.laneless(boot, func(s *session) bool {
-		// One that never proved itself is not worth a dial: anybody with a key can invent it.
+		// An unproved session is not worth a dial: any holder of a key can invent one.
 		mine := s.whereLocked() == endpoint && !s.dialing && !s.closed && s.met
 		s.dialing = s.dialing || mine
 		return mine

@@ -17,17 +17,17 @@ import (
 	"github.com/kvspray/kvspray/internal/wire"
 )
 
-// Sidecars of two releases meet in every rolling upgrade. Hello says which versions of the control
-// protocol each of them speaks; where they have none in common, both refuse, with one line that
-// names the sidecar to upgrade. Within a version a feature says that a sidecar understands
-// something which a peer may then send.
+// Sidecars of two releases work together in every rolling upgrade. Hello has the control protocol
+// versions of both. If they have none in common, both refuse, with one line that names the sidecar
+// to upgrade. Within a version, a feature announces that a sidecar understands an addition, which a
+// peer may then send.
 
-// Protocol is the range of control versions that this build speaks. 1.0 had no digests of plans: it
-// cannot refuse one that orders bytes otherwise.
+// Protocol is the range of control versions of this build. 1.0 had no digests of plans: it cannot
+// refuse a plan that orders bytes differently.
 var Protocol = wire.Versions{Min: wire.V(1, 1), Max: wire.V(1, 1)}
 
-// oldest is the first version there was. A caller that does not know yet who answers offers all
-// from there on, so that a sidecar of any age tells what it is.
+// oldest is the first version. A caller that does not know the release of the other side offers all
+// versions from there on, so that a sidecar of any age answers with its own.
 var oldest = wire.V(1, 0)
 
 // FeatureFragments: frames longer than MaxFrame come as several Fragments.
@@ -36,10 +36,10 @@ const FeatureFragments = "fragments"
 // Features are those of this build.
 var Features = []string{FeatureFragments}
 
-// ErrRelease is wrapped where a peer is of a release that this one cannot work with.
+// ErrRelease is wrapped if the peer's release is incompatible.
 var ErrRelease = errors.New("incompatible releases")
 
-// build is what a sidecar's Hello tells of it.
+// build is a sidecar's release as its Hello reports it.
 type build struct {
 	release  string // empty before 1.1
 	features []string
@@ -48,8 +48,8 @@ type build struct {
 // has reports whether the peer understands a feature.
 func (p *Peer) has(feature string) bool { return slices.Contains(p.Features, feature) }
 
-// choose returns the version to speak with the sidecar at an address, or says which of the two to
-// upgrade.
+// choose returns the version to use with the sidecar at an address, or an error that names the
+// sidecar to upgrade.
 func (m *Mesh) choose(theirs wire.Versions, address, release string) (wire.Version, error) {
 	ours := m.opt.Versions
 	ver, err := wire.Choose(ours, theirs)
@@ -83,8 +83,8 @@ func orUnknown(release string) string {
 	return release
 }
 
-// called judges the versions of a caller. What it says of itself is foreign, and people read the
-// error.
+// called checks the versions of a caller. The caller's texts are foreign, and the error is shown to
+// people.
 func (m *Mesh) called(ctx context.Context, theirs wire.Versions, endpoint,
 	release string) (wire.Version, error) {
 	if checkAddress(endpoint) != nil {
@@ -109,7 +109,7 @@ func (m *Mesh) called(ctx context.Context, theirs wire.Versions, endpoint,
 	return 0, status.Error(codes.Unimplemented, err.Error())
 }
 
-// checkedRelease is what may be shown of a foreign text.
+// checkedRelease is the printable part of a foreign text.
 func checkedRelease(s string) string {
 	if len(s) > MaxText {
 		return ""
@@ -122,8 +122,8 @@ func checkedRelease(s string) string {
 	return s
 }
 
-// The trailer of a Hello that a sidecar has refused names what it does not accept. The status alone
-// does not: every gRPC server answers with Unimplemented to calls that it does not serve.
+// The trailer of a refused Hello names what the sidecar does not accept. The status alone does not:
+// every gRPC server answers Unimplemented to calls that it does not serve.
 const (
 	refuses         = "kvspray-refuses"
 	refusesRelease  = "release"

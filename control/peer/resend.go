@@ -4,17 +4,17 @@ package peer
 
 import "time"
 
-// A rail that dies in silence takes what is in its control lane with it, and the kernel says so
-// only after minutes. A frame is small and handled once however often it comes, so it is cheap to
-// say it again elsewhere long before anybody can know that the lane is dead.
+// If a rail dies silently, the frames in its control lane are lost, and the kernel reports that
+// only after minutes. A frame is small and is handled once however often it arrives, so sending it
+// again elsewhere is cheap, long before the lane is proved dead.
 const (
 	resendAfter = 3 * ackDelay // without an acknowledgement
 	resendMax   = time.Second  // between two tries of the same frame
-	// frames said again at a time: more wait for the acknowledgement of these.
+	// frames sent again at a time: the others wait for the acknowledgement of these.
 	resendBatch = 64
 )
 
-// watchUnackedLocked arms the timer that says unacknowledged frames again.
+// watchUnackedLocked arms the timer that sends unacknowledged frames again.
 func (s *session) watchUnackedLocked() {
 	if s.resendArmed || s.closed || len(s.unacked) == 0 {
 		return
@@ -28,12 +28,12 @@ func (s *session) watchUnackedLocked() {
 	}
 }
 
-// due is when the frame is said again.
+// due is when the frame is sent again.
 func (o *outgoing) due() time.Time {
 	return o.at.Add(min(resendAfter<<min(o.tries, 8), resendMax))
 }
 
-// overdue says the oldest frames again, on other lanes than those that did not bring them across.
+// overdue sends the oldest frames again, on other lanes than before.
 func (s *session) overdue() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -50,7 +50,7 @@ func (s *session) overdue() {
 		if o.lane == nil {
 			continue // there was none; the next one takes it
 		}
-		// What the socket still holds has not been lost: a full lane is slow, not silent.
+		// Frames that the socket still holds are not lost: a full lane is slow, not silent.
 		if o.lane.waiting() == 0 {
 			o.lane.doubted.Store(o.at.UnixNano())
 		}
@@ -61,8 +61,8 @@ func (s *session) overdue() {
 	s.watchUnackedLocked()
 }
 
-// doubtful reports that frames were lost on the lane, or seem to be, and nothing has come on it
-// since.
+// doubtful reports that frames were lost on the lane, or seem to be, and that nothing was received
+// on it since.
 func (l *lane) doubtful() bool {
 	at := l.doubted.Load()
 	return at != 0 && l.heard.Load() <= at

@@ -15,10 +15,10 @@ import (
 )
 
 // The table of sessions is bounded, and any member can fill it: by mistake, as a fleet that
-// restarts under new addresses does, or on purpose with invented boots. So a newcomer takes the
-// place of a session without lanes and leases. Where there is none and a request needs the
-// newcomer, it takes the place of one that has lanes and has done nothing for a while: in a cluster
-// of more than MaxPeers those that work together change.
+// restarts under new addresses does, or on purpose with invented boots. So a newcomer replaces a
+// session without lanes and leases. If there is none and a request needs the newcomer, it replaces
+// a session with lanes that was idle for a while. In a cluster of more than MaxPeers the set of
+// connected peers thus follows the requests.
 //
 // No certificate may have more than its share, from one address. Several nodes may show the same
 // one, as the pods of one deployment do, and each of them has an address of its own.
@@ -30,21 +30,21 @@ var (
 		"which had no lease and nothing to do")
 )
 
-// tenant is what counts when a place is needed.
+// tenant is a session as makeRoom compares it.
 type tenant struct {
 	s     *session
 	met   bool
 	since time.Time
 }
 
-// makeRoom gives up sessions until a new one with boot fits.
+// makeRoom ends sessions until a new one with boot fits.
 func (m *Mesh) makeRoom(boot transfer.Boot, w who) error {
 	for range MaxPeers {
 		t, over, err := m.tenants(boot, w)
 		if err != nil || !over {
 			return err
 		}
-		// Those that never proved themselves go first, and of each kind the oldest.
+		// Unproved sessions are ended first, and of each kind the oldest.
 		order := func(a, b tenant) int {
 			if a.met != b.met {
 				if a.met {
@@ -96,7 +96,7 @@ func (m *Mesh) endIf(s *session, cond func(*session) bool, err error) {
 // deadline.
 func (s *session) idleLocked() bool { return len(s.lanes) == 0 && (!s.met || len(s.unacked) == 0) }
 
-// quietLocked reports whether no frame has gone to the peer, or come from it, for a while.
+// quietLocked reports whether no frame was sent or received for a while.
 func (s *session) quietLocked() bool {
 	return !s.closed && len(s.unacked)+len(s.held) == 0 && time.Since(s.business) > idleForget
 }
@@ -130,7 +130,8 @@ func (m *Mesh) tenants(boot transfer.Boot, w who) (c candidates, over bool, err 
 		return c, false, nil // meet has the answer
 	}
 	if w.acquaint && len(m.sessions) >= meetMost {
-		return c, false, fmt.Errorf("peer: %d sessions, the remaining places are reserved for requests: %w",
+		return c, false, fmt.Errorf("peer: %d sessions, the remaining places are reserved for "+
+			"requests: %w",
 			len(m.sessions), ErrAcquainted)
 	}
 	sessions := 0
@@ -161,7 +162,7 @@ func (m *Mesh) tenants(boot transfer.Boot, w who) (c candidates, over bool, err 
 			fresh = append(fresh, t)
 		}
 	}
-	if w.id != (identity{}) { // without certificates nobody can tell members apart
+	if w.id != (identity{}) { // without certificates members cannot be distinguished
 		switch limit := owned(w.from); {
 		case len(fresh) >= limit/unprovedPart:
 			return candidates{free: fresh, own: limit}, true, nil

@@ -49,11 +49,11 @@ type service struct {
 	m *Mesh
 }
 
-// identity is what a process shows of itself in TLS (keys.Identity); it lives as long as the
+// identity identifies a process by its TLS certificate (keys.Identity), for the life of the
 // process. Zero without credentials.
 type identity = [sha256.Size]byte
 
-// identify takes it from what gRPC knows of a call's other end.
+// identify reads the identity of a call's other end.
 func (m *Mesh) identify(p *grpcpeer.Peer) (id identity, err error) {
 	if m.opt.Credentials == nil {
 		return id, nil
@@ -150,12 +150,12 @@ func (v *service) Probe(context.Context, *peerv1.ProbeRequest) (*peerv1.ProbeRep
 	return &peerv1.ProbeReply{Boot: v.m.opt.Boot[:], Node: v.m.opt.Node, Version: v.m.opt.Version}, nil
 }
 
-// hello is what a peer sent of itself, in a Hello or in the reply to ours.
+// hello is a peer's description of itself, from its Hello or its reply.
 type hello struct {
 	version wire.Version
 	boot    transfer.Boot
-	// dialed is where we reached the peer. It is empty where the peer called: then endpoint is only
-	// what the peer claims, good for dialing back and for nothing else.
+	// dialed is where this process reached the peer. It is empty if the peer called: then endpoint is
+	// only the peer's claim, used for dialing back and nothing else.
 	dialed, endpoint string
 	node, host       string
 	rails            []*peerv1.Rail
@@ -218,9 +218,8 @@ func (m *Mesh) meet(w who, h hello) (*session, error) {
 			boot,
 			wire.ErrRefused)
 	}
-	// Both halves of the key and the certificate are those of two processes, and live as long as they
-	// do. Once a lane has proved the key, whoever comes under the same boot with another is somebody
-	// else.
+	// Both halves of the key and the certificate belong to two processes and live as long as they do.
+	// Once a lane has proved the key, another key under the same boot belongs to another process.
 	if (s.met || len(s.lanes) > 0) && (s.info.Key != info.Key || s.id != id) {
 		return nil, fmt.Errorf("peer: hello of %s: its key differs from the one that was proved "+
 			"under this boot id: %w", boot, wire.ErrRefused)
@@ -237,7 +236,7 @@ func (m *Mesh) meet(w who, h hello) (*session, error) {
 	return s, nil
 }
 
-// checkAddresses refuses what cannot be the control addresses of a process.
+// checkAddresses refuses invalid control addresses.
 func checkAddresses(addrs []string) error {
 	if len(addrs) < 1 || len(addrs) > MaxAddrs {
 		return fmt.Errorf("%d control addresses (1 to %d): %w", len(addrs), MaxAddrs, wire.ErrMalformed)
@@ -279,7 +278,8 @@ func (m *Mesh) call(ctx context.Context, endpoint string, f func(context.Context
 			"peer: call %s: %w: set peer.cluster_key_file ('kvspray keygen cluster') or peer.tls",
 			endpoint, ErrUnsafe)
 	}
-	// gRPC makes a text of what the dialler said; whether anybody listens there is worth knowing.
+	// gRPC turns the dialer's error into a text; this keeps the error, which shows whether anything
+	// listens there.
 	var refused atomic.Bool
 	dial := func(ctx context.Context, addr string) (net.Conn, error) {
 		c, err := usertimeout.Dialer(m.pings.HostSilence).DialContext(ctx, "tcp", addr)
@@ -309,8 +309,8 @@ func (m *Mesh) call(ctx context.Context, endpoint string, f func(context.Context
 	return fmt.Errorf("peer: call %s: %w", endpoint, err)
 }
 
-// hello introduces this process to the peer at endpoint: once to learn its boot, once to agree on a
-// key with it. acquaint: no request needs it. A nil session: ourselves.
+// hello sends Hello to the peer at endpoint twice: to learn its boot, and to agree on a key with
+// it. acquaint: no request needs the peer. A nil session: the peer is this process.
 func (m *Mesh) hello(ctx context.Context, endpoint string, acquaint bool) (s *session, err error) {
 	ours := m.opt.Versions
 	q := &peerv1.HelloRequest{Versions: &peerv1.VersionRange{Min: uint32(oldest),
@@ -368,9 +368,8 @@ func (m *Mesh) hello(ctx context.Context, endpoint string, acquaint bool) (s *se
 	return s, err
 }
 
-// Describe asks boot for the layout behind a geometry hash; of several the one with that
-// fingerprint, unless it is zero. The answer is foreign: an older peer does not look at
-// fingerprints.
+// Describe queries boot for the layout behind a geometry hash; of several the one with that
+// fingerprint, unless it is zero. The answer is foreign: an older peer ignores fingerprints.
 func (m *Mesh) Describe(ctx context.Context, boot transfer.Boot, geometry,
 	fingerprint [32]byte) (layout []byte, err error) {
 	if boot == m.opt.Boot {
@@ -398,7 +397,7 @@ func (m *Mesh) Describe(ctx context.Context, boot transfer.Boot, geometry,
 	return layout, err
 }
 
-// Probe asks whoever is at endpoint who it is.
+// Probe queries the identity of the sidecar at endpoint.
 func (m *Mesh) Probe(ctx context.Context, endpoint string) (r *peerv1.ProbeReply, err error) {
 	err = m.call(ctx, endpoint, func(ctx context.Context, c peerv1.PeerClient) error {
 		r, err = c.Probe(ctx, &peerv1.ProbeRequest{})

@@ -14,8 +14,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// session is one other process: what was agreed with it, the lanes to it, and both directions of
-// the numbered frames.
+// session is the state with one other process: its handshake, the lanes to it, and both directions
+// of the numbered frames.
 type session struct {
 	m    *Mesh
 	boot transfer.Boot
@@ -25,24 +25,24 @@ type session struct {
 	mu       sync.Mutex // protects all below
 	quiet    sync.Cond  // of mu: delivering has ended
 	id       identity
-	from     netip.Prefix // the source that it was met from
+	from     netip.Prefix // the source of its first Hello
 	info     Peer         // its Endpoint is where we dialed, if ever
-	claimed  string       // where it says that it serves
-	ups      int          // how often PeerUp was said
+	claimed  string       // endpoint that the peer claims
+	ups      int          // number of PeerUp events
 	saidAs   string       // the endpoint in the last PeerUp
 	addrs    []string     // control addresses of the peer
 	lanes    []*lane
 	prefer   netip.Addr // of ours, for frames that any lane can take; zero: any
-	up       bool       // PeerUp was said
+	up       bool       // PeerUp was the last event
 	since    time.Time  // the last lane died, or the session was made
 	dialing  bool       // a goroutine reconnects
-	dialed   bool       // we opened it, so we reopen it
+	dialed   bool       // this side opened it, so this side reopens it
 	lastFill time.Time  // missing lanes were dialed
 	closed   bool
-	mine     [incarnationBytes]byte // tells our sessions with this boot apart
+	mine     [incarnationBytes]byte // distinguishes this side's sessions with the boot
 	theirs   [incarnationBytes]byte
 	met      bool // theirs is known
-	member   bool // gossip named it
+	member   bool // gossip lists it
 	business time.Time
 
 	railsLogged bool // a message about the peer's rails
@@ -80,7 +80,7 @@ type outgoing struct {
 	tries int       // after the first
 }
 
-// ordinary frames may not take the reserved capacity: they start something, and can be tried again.
+// ordinary frames may not use the reserved capacity: they start something, and can be tried again.
 func ordinary(f *peerv1.ControlFrame) bool {
 	switch f.Body.(type) {
 	case *peerv1.ControlFrame_Await, *peerv1.ControlFrame_Grant, *peerv1.ControlFrame_Credit:
@@ -112,8 +112,8 @@ func (s *session) send(f *peerv1.ControlFrame) error {
 	if err != nil {
 		return err
 	}
-	// A frame that fits into one piece is let in as long as there is room at all, one of many where
-	// there is room for all of them.
+	// A frame of one piece is accepted while there is any room, a frame of several pieces if there is
+	// room for all of them.
 	if n := len(pieces) - 1; len(s.unacked)+n >= frames || s.outBytes+n*MaxFrame >= bytes {
 		return fmt.Errorf("peer: send to %s: %d frames of %d bytes wait, and %d more do not fit: %w",
 			s.boot, len(s.unacked), s.outBytes, n+1, ErrQueueFull)
@@ -157,8 +157,8 @@ func (s *session) putLocked(o *outgoing) {
 	}
 }
 
-// bestLocked is a lane that nobody doubts, with the least waiting before it, from the address that
-// is preferred, on which something came last: that is the proof that it works.
+// bestLocked is the best lane: not doubtful, then with the least backlog, then from the preferred
+// address, then with the most recent reception, which proves that it works.
 func (s *session) bestLocked() (best *lane) {
 	var doubted bool
 	var least int
@@ -194,7 +194,7 @@ func (s *session) dropLaneLocked(dead *lane) {
 	}
 }
 
-// resendLocked puts what the dead lane may have lost on those that live, in order.
+// resendLocked sends the frames of dead lanes on live ones, in order.
 func (s *session) resendLocked() {
 	for i := range s.unacked {
 		if len(s.lanes) == 0 {
@@ -240,7 +240,7 @@ func (s *session) take(l *lane, f *peerv1.ControlFrame) error {
 			s.boot, f.Seq, s.handled, 2*MaxUnacked)
 	}
 	if _, dup := s.held[f.Seq]; dup || f.Seq <= s.taken {
-		// It was sent again because our ack was lost, or is late.
+		// It was sent again because the acknowledgement was lost or late.
 		s.told = min(s.told, s.handled-min(s.handled, 1))
 		s.ackLocked()
 		return nil
@@ -345,7 +345,7 @@ func (s *session) ackLocked() {
 	}
 }
 
-// control sends an unnumbered frame on this lane, unless more waits there than could help.
+// control sends an unnumbered frame on this lane, unless the lane's backlog makes it useless.
 func (s *session) control(l *lane, f *peerv1.ControlFrame) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -358,12 +358,12 @@ func (s *session) control(l *lane, f *peerv1.ControlFrame) {
 	l.write(b)
 }
 
-// busyLocked reports whether somebody waits for something.
+// busyLocked reports whether frames wait or were exchanged recently.
 func (s *session) busyLocked(now time.Time, idle time.Duration) bool {
 	return len(s.unacked) > 0 || len(s.held) > 0 || now.Sub(s.business) < idle
 }
 
-// watch sends pings that are due and gives up lanes that do not answer.
+// watch sends pings that are due and closes lanes without an answer.
 func (s *session) watch(now time.Time, p Pings) {
 	s.mu.Lock()
 	every := p.Idle
@@ -387,7 +387,7 @@ func (s *session) watch(now time.Time, p Pings) {
 	}
 }
 
-// close ends the session for good. The readers of its lanes notice.
+// close ends the session. The readers of its lanes then end.
 func (s *session) close(err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -101,7 +101,8 @@ func TestProbeNeedsSlices(t *testing.T) {
 		e.posted = e.probeFrom + uint64(c.sent*rate*float64(probeSpan))
 		e.judge(sec + probeSpan)
 		if e.probing || e.bw != c.want {
-			t.Errorf("with %.1f times what the rail moves: rate %v, still probing %v: want %v, false", c.sent,
+			t.Errorf("with %.1f times what the rail moves: rate %v, still probing %v: want %v, false",
+				c.sent,
 				e.bw, e.probing, c.want)
 		}
 	}

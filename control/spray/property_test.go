@@ -135,7 +135,8 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 			}
 			if !(q.bw > 0) || !(q.b0 >= 0) || !(q.b1 > 0) || q.window < transfer.ChunkBytes ||
 				q.low > q.window || q.piece < transfer.ChunkBytes || q.piece > q.slice {
-				return fmt.Errorf("pair %s learned an invalid value: rate %v, b0 %v, b1 %v, window %d, slice %d",
+				return fmt.Errorf("pair %s learned an invalid value: rate %v, b0 %v, b1 %v, "+
+					"window %d, slice %d",
 					q.path, q.bw, q.b0, q.b1, q.window, q.piece)
 			}
 		}
