@@ -11,7 +11,7 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// heard is a backend that counts how often its lanes rouse their peers.
+// heard is a backend that counts the wake-up hints of its lanes.
 type heard struct {
 	transport.Backend
 	n *atomic.Int32
@@ -26,16 +26,16 @@ type heardHost struct {
 	n *atomic.Int32
 }
 
-func (h heardHost) LaneUp(l transport.Lane) { h.Host.LaneUp(heardLane{l.(transport.Rouser), h.n}) }
+func (h heardHost) LaneUp(l transport.Lane) { h.Host.LaneUp(heardLane{l.(transport.WakeHinter), h.n}) }
 
 type heardLane struct {
-	transport.Rouser
+	transport.WakeHinter
 	n *atomic.Int32
 }
 
-func (l heardLane) Rouse() {
+func (l heardLane) WakeHint() {
 	l.n.Add(1)
-	l.Rouser.Rouse()
+	l.WakeHinter.WakeHint()
 }
 
 // TestRouse: the peer of a step that is about to run is roused before its first layer is there.

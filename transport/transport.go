@@ -202,12 +202,12 @@ type Timed interface {
 	Way() time.Duration // 0: unknown
 }
 
-// Rouser is a Lane whose peer is slow to wake up and accepts a wake-up hint.
-type Rouser interface {
+// WakeHinter is a Lane whose peer is slow to wake up and accepts a wake-up hint.
+type WakeHinter interface {
 	Lane
-	// Rouse announces that awaited slices follow soon. It does not block; correctness does not
+	// WakeHint announces that awaited slices follow soon. It does not block; correctness does not
 	// depend on it.
-	Rouse()
+	WakeHint()
 }
 
 // Host is the interface that a backend calls. The executor's driver implements it.

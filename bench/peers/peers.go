@@ -129,7 +129,7 @@ func (o *options) scenario(what string) (scenario, error) {
 	return s, nil
 }
 
-// order is who has their turn after whom: everybody begins as often as the others, as far as the
+// order is the order of turns: every engine begins as often as the others, as far as the
 // turns go.
 func (o *options) order(turn int) []engine {
 	k := turn % len(o.engines)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package progress tells whoever waits for a command what it is doing, so that nothing is silent
+// Package progress shows what a command is doing, so that nothing is silent
 // for long. It writes to one place, standard error as a rule: results go elsewhere and stay clean.
 //
 // On a terminal it is one line that is drawn again and again and is gone at the end; elsewhere a

@@ -200,7 +200,7 @@ func (f *Field) startNode(ctx context.Context, side netrig.Side) (*node, error) 
 	}
 }
 
-// config is what a sidecar is told. Everything goes over the rails, the control lanes too: there is
+// config is the configuration of a sidecar. Everything goes over the rails, the control lanes too: there is
 // no other network.
 func (f *Field) config(n *node) string {
 	var b strings.Builder

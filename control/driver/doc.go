@@ -52,6 +52,8 @@ type Process interface {
 	// Idle is called at the end of each round of actions, under the driver's lock: tick must be
 	// called at next, or earlier. It does not call tick itself.
 	Idle(next exec.Instant, tick func())
+	// Fired is called under the driver's lock once tick has it: the call that Idle asked for is made.
+	Fired()
 	// Go runs work, which may block until its context ends, outside of the caller's event; then it
 	// calls the event that work returns, if any.
 	Go(work func(ctx context.Context) (event func()))

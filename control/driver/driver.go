@@ -108,6 +108,7 @@ func (d *Driver) View(read func(ex *exec.Exec, now exec.Instant)) {
 // Tick brings the time to the executor.
 func (d *Driver) Tick() {
 	now := d.enter()
+	d.cfg.Process.Fired()
 	d.ex.Tick(now)
 	d.leave()
 }
@@ -177,7 +178,7 @@ func (d *Driver) perform(a *exec.Action) {
 	case exec.Move:
 		d.move(a)
 	case exec.WakeHint:
-		d.rouse(a.Lane)
+		d.wakeHint(a.Lane)
 	case exec.Ask:
 		d.ask(a.Lane)
 	case exec.Measure:

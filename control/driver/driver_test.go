@@ -99,7 +99,10 @@ func TestIdle(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := NewGoroutines()
 		var at []time.Duration
-		tick := func() { at = append(at, g.Now()) }
+		tick := func() {
+			at = append(at, g.Now())
+			g.Fired()
+		}
 		g.Idle(3*time.Second, tick)
 		g.Idle(lease.Never, tick) // an early tick is cheaper than moving the timer
 		g.Idle(2*time.Second, tick)
@@ -124,6 +127,7 @@ type still struct{}
 
 func (still) Now() exec.Instant               { return time.Second }
 func (still) Idle(exec.Instant, func())       {}
+func (still) Fired()                          {}
 func (still) Go(func(context.Context) func()) {}
 
 type stillLane struct{ transport.Lane }
@@ -162,4 +166,36 @@ func TestAllocatesNothing(t *testing.T) {
 			t.Errorf("%s: %v allocations", what, n)
 		}
 	}
+}
+
+// While a tick waits for the driver's lock, the events that end meanwhile start no other tick.
+func TestTickThatWaits(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g := NewGoroutines()
+		lock, ticks := make(chan struct{}), 0
+		tick := func() {
+			ticks++
+			<-lock
+			g.Fired()
+		}
+		g.Idle(time.Second, tick)
+		time.Sleep(2 * time.Second)
+		for range 200 {
+			g.Idle(time.Second, tick)
+			synctest.Wait()
+		}
+		if ticks != 1 {
+			t.Errorf("%d ticks for one instant", ticks)
+		}
+		close(lock)
+		synctest.Wait()
+		g.Idle(3*time.Second, tick)
+		time.Sleep(2 * time.Second)
+		synctest.Wait()
+		if ticks != 2 {
+			t.Errorf("%d ticks for two instants", ticks)
+		}
+		g.Stop()
+		g.Wait()
+	})
 }

@@ -56,11 +56,12 @@ func (g *Goroutines) Idle(next exec.Instant, tick func()) {
 		g.timer.Reset(wait)
 		return
 	}
-	g.timer = time.AfterFunc(wait, func() {
-		g.armed.Store(int64(lease.Never))
-		tick()
-	})
+	g.timer = time.AfterFunc(wait, tick)
 }
+
+// Fired implements Process. Until tick has the driver's lock, the timer counts as armed: otherwise
+// each event that ends meanwhile would start it again.
+func (g *Goroutines) Fired() { g.armed.Store(int64(lease.Never)) }
 
 // Go implements Process.
 func (g *Goroutines) Go(work func(ctx context.Context) (event func())) {

@@ -73,7 +73,7 @@ func (d *Driver) LaneUp(l transport.Lane) {
 		Remote:     l.Remote(),
 		SliceBytes: caps.SliceBytes, MaxInFlight: l.MaxInFlight(), Apart: caps.SameHost,
 		ReportsAcked: caps.Tells}
-	_, in.WakeHints = l.(transport.Rouser)
+	_, in.WakeHints = l.(transport.WakeHinter)
 	if caps.DeviceSlice > 0 && d.cfg.Rails.DeviceSlices() {
 		in.SliceBytes = caps.DeviceSlice
 	}
@@ -210,13 +210,13 @@ func (d *Driver) move(a *exec.Action) {
 	d.Results(res)
 }
 
-func (d *Driver) rouse(id uint64) {
+func (d *Driver) wakeHint(id uint64) {
 	e := d.lanes.find(id)
 	if e == nil || e.closing.Load() {
 		return
 	}
-	if r, ok := e.Lane.(transport.Rouser); ok {
-		r.Rouse()
+	if r, ok := e.Lane.(transport.WakeHinter); ok {
+		r.WakeHint()
 	}
 }
 

@@ -171,7 +171,7 @@ func TestPlacesOfTheAbsentAreKept(t *testing.T) {
 }
 
 // An engine's worker begins a new session with the same sidecar. Its library ends what it receives
-// by itself and presents none of it again, so the source is told that it is over: its blocks are
+// by itself and presents none of it again, so a Revoke ends it at the source: its blocks are
 // kept for nobody.
 func TestSessionTakenOver(t *testing.T) {
 	for name, granted := range map[string]bool{"granted": true, "not yet": false} {

@@ -193,7 +193,7 @@ const (
 	CloseOrigin
 	// Move hands Slices to lane Lane. Where that fails the slices come back through Results.
 	Move
-	// WakeHint announces slices to the peer of Lane, a transport.Rouser.
+	// WakeHint announces slices to the peer of Lane, a transport.WakeHinter.
 	WakeHint
 	// Ask reads how many bytes of Lane the other host has received; Moved follows if there are more.
 	Ask
@@ -346,5 +346,5 @@ type LaneInfo struct {
 	RTT          time.Duration // the round trip when it came up; 0: unknown
 	Apart        bool          // other peers' lanes over its local rail are not in its way
 	ReportsAcked bool          // a transport.Meter: it may be asked what has been received
-	WakeHints    bool          // a transport.Rouser
+	WakeHints    bool          // a transport.WakeHinter
 }

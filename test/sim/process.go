@@ -56,6 +56,9 @@ func (p process) Idle(next exec.Instant, _ func()) {
 	})
 }
 
+// Fired implements driver.Process: arm's own event forgets the instant.
+func (p process) Fired() {}
+
 // Go has work take its time; its event may be repeated.
 func (p process) Go(work func(context.Context) func()) {
 	s := p.s

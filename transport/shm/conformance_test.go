@@ -59,7 +59,7 @@ func (r hinter) Dial(ctx context.Context, peer transport.Peer, local, remote tra
 	transport.Lane, error) {
 	l, err := r.Backend.Dial(ctx, peer, local, remote)
 	if err == nil {
-		l.(transport.Rouser).Rouse()
+		l.(transport.WakeHinter).WakeHint()
 	}
 	return l, err
 }

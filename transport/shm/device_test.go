@@ -130,7 +130,7 @@ func TestHintWarms(t *testing.T) {
 	if n := d.warmed.Load(); n != 0 {
 		t.Errorf("warmed %d times without a hint", n)
 	}
-	p.lane.(*lane).Rouse()
+	p.lane.(*lane).WakeHint()
 	for end := time.Now().Add(waitFor); d.warmed.Load() != 1; runtime.Gosched() {
 		if time.Now().After(end) {
 			t.Fatalf("warmed %d times", d.warmed.Load())

@@ -27,7 +27,7 @@ func TestHint(t *testing.T) {
 		o, _ := p.bind(t, slot, from, to)
 		hinted := slot >= 2
 		if hinted {
-			p.lane.(*lane).Rouse()
+			p.lane.(*lane).WakeHint()
 			p.dst.awaitPollers(t, 1)
 		}
 		p.move(t, o, from.space, 4, p.lane)
@@ -48,7 +48,7 @@ func TestNoHintBehindPackets(t *testing.T) {
 	l.out.flushing = true // a sender that is stuck
 	l.out.mu.Unlock()
 	for range 3 {
-		l.Rouse()
+		l.WakeHint()
 	}
 	l.out.mu.Lock()
 	n := 0
@@ -68,7 +68,7 @@ func TestNoHintToOlderPeers(t *testing.T) {
 	l.out.mu.Lock()
 	l.out.flushing = true // queued frames stay
 	l.out.mu.Unlock()
-	l.Rouse()
+	l.WakeHint()
 	if l.out.waits() {
 		t.Error("a hint was sent")
 	}
@@ -133,7 +133,7 @@ func TestStayAwake(t *testing.T) {
 // TestPollingReaderEnds: Close does not wait for the end of polling.
 func TestPollingReaderEnds(t *testing.T) {
 	p := newPair(t, Config{pollers: 1, hinted: time.Hour, stay: time.Hour})
-	p.lane.(*lane).Rouse()
+	p.lane.(*lane).WakeHint()
 	p.dst.awaitPollers(t, 1)
 	ended := make(chan error, 1)
 	go func() { ended <- p.dst.b.Close() }()

@@ -31,7 +31,7 @@ type lane struct {
 	hints hints
 }
 
-var _ transport.Rouser = (*lane)(nil)
+var _ transport.WakeHinter = (*lane)(nil)
 
 func (b *Backend) newLane(c *net.UnixConn, o *wire.Opened, peer transfer.Boot,
 	remote string) (*lane, error) {
@@ -94,8 +94,8 @@ func (l *lane) close(err error) {
 // Move implements transport.Lane.
 func (l *lane) Move(batch []transport.Slice) error { return l.src.move(batch) }
 
-// Rouse implements transport.Rouser.
-func (l *lane) Rouse() {
+// WakeHint implements transport.WakeHinter.
+func (l *lane) WakeHint() {
 	// a peer with packets to read is awake, and the hint would be late
 	if !l.hints.understood || l.out.waits() {
 		return
