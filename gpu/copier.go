@@ -200,7 +200,7 @@ func (c *Copier) Close() error {
 	for u, p := range all {
 		p.making.Lock()
 		p.mu.Lock()
-		errs = append(errs, c.closePathsLocked(p, u))
+		errs = append(errs, c.closePathsLocked(p, u, nil))
 		p.mu.Unlock()
 		p.making.Unlock()
 	}

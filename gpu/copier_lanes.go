@@ -100,7 +100,8 @@ func (c *Copier) reachLocked(u *GPU, far *mem.Region) bool {
 		return false // it is being replaced
 	}
 	defer p.mu.RUnlock()
-	if n, known := c.gpus.inUse(); p.m == nil || known && p.tried != n {
+	n, known := c.gpus.inUse()
+	if p.m == nil || known && !p.looked.Load().fresh(n, c.gpus.now) {
 		c.prepareLocked(preparation{u: u})
 	}
 	if p.m == nil {

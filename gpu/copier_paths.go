@@ -1,9 +1,12 @@
 package gpu
 
 import (
+	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -14,21 +17,36 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
+// retryRelay is the time until a relay is tried again that had no memory, or whose buffers could
+// not be made.
+const retryRelay = retryPair
+
 // paths is the path set to one GPU.
 type paths struct {
-	active atomic.Int32 // copies with the host in flight
+	active atomic.Int32           // copies with the host in flight
+	looked atomic.Pointer[lookUp] // the last one for relays; changed under making
 
 	making sync.Mutex // held while a path set is made; taken before mu
 
-	// held for reading by copies; protects m, relays, tried; relays are written with importing held,
-	// too
+	// held for reading by copies; protects m and relays, which are written with making held, too, and
+	// relays with importing
 	mu     sync.RWMutex
 	m      *multipath.Multipath
 	relays []*GPU
-	tried  int // GPUs in use when relays were looked up
 
 	importing sync.Mutex // protects imported, held during an import; taken after mu
 	imported  map[*mem.Region]view
+}
+
+// lookUp is a look-up of the relays of a path set.
+type lookUp struct {
+	used  int       // GPUs in use then
+	retry time.Time // for relays that were refused; zero: none was
+}
+
+// fresh reports whether another look-up would find the same relays.
+func (l *lookUp) fresh(used int, now func() time.Time) bool {
+	return l != nil && l.used == used && (l.retry.IsZero() || now().Before(l.retry))
 }
 
 // view is an engine's memory in the contexts of the relays, and what that adds to an address, by
@@ -56,11 +74,11 @@ func (c *Copier) path(u *GPU) (*paths, error) {
 	for {
 		p.mu.RLock()
 		used := c.gpus.used()
-		if p.m != nil && p.tried == len(used) {
+		if p.m != nil && p.looked.Load().fresh(len(used), c.gpus.now) {
 			return p, nil
 		}
 		p.mu.RUnlock()
-		if err := c.make(p, u, used); err != nil {
+		if err := c.make(p, u); err != nil {
 			return nil, err
 		}
 	}
@@ -78,11 +96,14 @@ func (g *GPUs) used() (all []*GPU) {
 	return all
 }
 
-// make makes or replaces the path set to u. Copies over the old one continue meanwhile.
-func (c *Copier) make(p *paths, u *GPU, used []*GPU) error {
+// make makes the path set to u, or replaces it where there are other relays than before. The old
+// one is closed first: a relay need not have room for both. What it has reserved on a relay of the
+// new one stays reserved.
+func (c *Copier) make(p *paths, u *GPU) error {
 	p.making.Lock()
 	defer p.making.Unlock()
-	if p.m != nil && p.tried == len(used) { // both are written under making
+	used, last := c.gpus.used(), p.looked.Load()
+	if p.m != nil && last.fresh(len(used), c.gpus.now) {
 		return nil // another goroutine has made it
 	}
 	c.mu.Lock()
@@ -91,38 +112,75 @@ func (c *Copier) make(p *paths, u *GPU, used []*GPU) error {
 	if closed {
 		return net.ErrClosed
 	}
-	var relays []*GPU
+	level := slog.LevelWarn
+	if last != nil && last.used == len(used) { // the reason is in the log already
+		level = slog.LevelDebug
+	}
+	relays, refused := c.takeRelays(p, u, used, level)
+	if p.m == nil || !slices.Equal(relays, p.relays) {
+		made, err := c.replace(p, u, relays, level)
+		if err != nil {
+			return err
+		}
+		refused = refused || made < len(relays)
+	}
+	now := &lookUp{used: len(used)}
+	if refused {
+		now.retry = c.gpus.now().Add(retryRelay)
+	}
+	p.looked.Store(now)
+	return nil
+}
+
+// takeRelays lists the relays for u, with memory reserved on each. refused: others lack it. The
+// caller holds p.making.
+func (c *Copier) takeRelays(p *paths, u *GPU, used []*GPU, level slog.Level) (relays []*GPU,
+	refused bool) {
 	for _, r := range used {
 		if r == u || !c.gpus.reachable(u, r) {
 			continue
 		}
-		if err := r.budget.take(forRelays, c.shape.relayBytes()); err != nil {
-			c.gpus.cfg.Log.Warn("the link of a GPU is not used", "gpu", u.index, "relay",
-				r.index, "err", err)
-			continue
+		if !slices.Contains(p.relays, r) { // else the path set that is there has reserved it
+			if err := r.budget.take(forRelays, c.shape.relayBytes()); err != nil {
+				c.gpus.cfg.Log.Log(context.Background(), level, "the link of a GPU is not used",
+					"gpu", u.index, "relay", r.index, "err", err)
+				refused = true
+				continue
+			}
 		}
 		relays = append(relays, r)
 	}
+	return relays, refused
+}
+
+// replace closes the path set to u, if there is one, and makes one with these relays, on which
+// memory is reserved. If that fails, it makes one without relays. It returns the number of relays.
+// The caller holds p.making.
+func (c *Copier) replace(p *paths, u *GPU, relays []*GPU, level slog.Level) (int, error) {
+	p.mu.Lock()
+	if err := c.closePathsLocked(p, u, relays); err != nil {
+		c.gpus.cfg.Log.Warn("paths not closed", "gpu", u.index, "err", err)
+	}
+	p.mu.Unlock()
 	m, err := c.multipath(u, relays)
-	if err != nil && len(relays) > 0 {
-		c.gpus.cfg.Log.Warn("links of other GPUs are not used", "gpu", u.index, "relays",
-			len(relays), "err", err)
+	if err != nil {
 		c.releaseRelays(relays)
-		relays = nil
-		m, err = c.multipath(u, nil)
+		if len(relays) > 0 {
+			c.gpus.cfg.Log.Log(context.Background(), level, "links of other GPUs are not used",
+				"gpu", u.index, "relays", len(relays), "err", err)
+			relays = nil
+			m, err = c.multipath(u, nil)
+		}
 	}
 	if err != nil {
-		return fmt.Errorf("gpu: paths to GPU %d: %w", u.index, err)
+		return 0, fmt.Errorf("gpu: paths to GPU %d: %w", u.index, err)
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if err := c.closePathsLocked(p, u); err != nil {
-		c.gpus.cfg.Log.Warn("paths not closed", "gpu", u.index, "err", err)
-	}
 	p.importing.Lock()
 	defer p.importing.Unlock()
-	p.m, p.relays, p.tried = m, relays, len(used)
-	return nil
+	p.m, p.relays = m, relays
+	return len(relays), nil
 }
 
 // releaseRelays gives back what relays have reserved for one path set.
@@ -180,15 +238,16 @@ func (c *Copier) multipath(u *GPU, relays []*GPU) (_ *multipath.Multipath, err e
 	return m, nil
 }
 
-// measure sets the threshold, with memory of its own.
+// measure sets the threshold, with memory of its own. Where the limit leaves less than is wanted,
+// larger copies are not measured.
 func (c *Copier) measure(m *multipath.Multipath, u *GPU) (err error) {
 	d, err := u.card.NewPacker()
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, d.Close()) }()
-	n := c.shape.calibrateFrom
-	if err := u.budget.take(forMeasurement, n); err != nil {
+	n, err := c.takeMeasurement(u)
+	if err != nil {
 		return err
 	}
 	defer u.budget.release(forMeasurement, n)
@@ -202,6 +261,18 @@ func (c *Copier) measure(m *multipath.Multipath, u *GPU) (err error) {
 	}
 	_, err = m.CalibrateSpan(host, dev, n, c.shape.calibrateTo)
 	return errors.Join(err, d.Free(dev))
+}
+
+// takeMeasurement reserves memory for a measurement: an eighth of what is wanted shows the
+// difference, too.
+func (c *Copier) takeMeasurement(u *GPU) (n uint64, err error) {
+	least := max(c.shape.calibrateFrom/8, c.shape.calibrateTo)
+	for n = c.shape.calibrateFrom; n >= least; n /= 2 {
+		if err = u.budget.take(forMeasurement, n); err == nil {
+			return n, nil
+		}
+	}
+	return 0, err
 }
 
 // shifts imports r into the contexts of the relays, once. [measured, H200] With the target's
@@ -316,8 +387,9 @@ func (p *paths) forget(r *mem.Region) error {
 	return unimport(relays, r, v.foreign)
 }
 
-// closePathsLocked closes the path set to u, which no copy uses.
-func (c *Copier) closePathsLocked(p *paths, u *GPU) error {
+// closePathsLocked closes the path set to u, which no copy uses. What it has reserved on the relays
+// in keep stays reserved.
+func (c *Copier) closePathsLocked(p *paths, u *GPU, keep []*GPU) error {
 	if p.m == nil {
 		return nil
 	}
@@ -335,7 +407,11 @@ func (c *Copier) closePathsLocked(p *paths, u *GPU) error {
 		errs = append(errs, unimport(p.relays, r, all.foreign))
 	}
 	clear(p.imported)
-	c.releaseRelays(p.relays)
+	for _, r := range p.relays {
+		if !slices.Contains(keep, r) {
+			c.releaseRelays([]*GPU{r})
+		}
+	}
 	p.m, p.relays = nil, nil
 	return errors.Join(errs...)
 }

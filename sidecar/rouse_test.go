@@ -26,7 +26,10 @@ type heardHost struct {
 	n *atomic.Int32
 }
 
-func (h heardHost) LaneUp(l transport.Lane) { h.Host.LaneUp(heardLane{l.(transport.WakeHinter), h.n}) }
+func (h heardHost) LaneUp(l transport.Lane) {
+	h.Host.LaneUp(heardLane{l.(transport.WakeHinter),
+		h.n})
+}
 
 type heardLane struct {
 	transport.WakeHinter

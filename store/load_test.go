@@ -5,6 +5,7 @@ package store
 import (
 	"context"
 	"errors"
+	"runtime"
 	"sync"
 	"testing"
 	"testing/synctest"
@@ -40,7 +41,7 @@ func TestGetsDoNotWaitForPuts(t *testing.T) {
 		if busy == s.schedule.putters {
 			break
 		}
-		time.Sleep(time.Millisecond)
+		runtime.Gosched()
 	}
 	gets := newEngine(t, s, "a", 4096)
 	defer gets.close()

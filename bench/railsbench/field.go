@@ -200,8 +200,8 @@ func (f *Field) startNode(ctx context.Context, side netrig.Side) (*node, error) 
 	}
 }
 
-// config is the configuration of a sidecar. Everything goes over the rails, the control lanes too: there is
-// no other network.
+// config is the configuration of a sidecar. Everything goes over the rails, the control lanes too:
+// there is no other network.
 func (f *Field) config(n *node) string {
 	var b strings.Builder
 	p := func(format string, args ...any) { _, _ = fmt.Fprintf(&b, format, args...) }

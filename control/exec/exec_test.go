@@ -436,8 +436,8 @@ func TestAwait(t *testing.T) {
 	}
 }
 
-// A router that names the decode engine's own sidecar by mistake gets an error at once; two engines that
-// share one are not.
+// A router that names the decode engine's own sidecar by mistake gets an error at once; two engines
+// that share one are not.
 func TestOwnSidecarIsNoPartner(t *testing.T) {
 	s, _, d, _, dw := pair(t, 8, 0)
 	dw.Place.Engine = "vllm/d/dp0"

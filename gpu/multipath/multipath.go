@@ -93,8 +93,11 @@ func NewSized(minChunk, maxChunk uint64, target device.Device, relays ...device.
 		}
 	}()
 	for i, dev := range append([]device.Device{target}, relays...) {
-		l := &link{m: m, name: fmt.Sprintf("link%d", i), dev: dev, direct: i == 0, index: i}
-		m.links = append(m.links, l)
+		m.links = append(m.links, &link{m: m, name: fmt.Sprintf("link%d", i), dev: dev,
+			direct: i == 0, index: i})
+	}
+	for _, l := range m.links { // an error closes the devices of all
+		dev := l.dev
 		if l.pcie, err = dev.NewQueue(); err != nil {
 			return nil, fmt.Errorf("gpu: %s: %w", l.name, err)
 		}

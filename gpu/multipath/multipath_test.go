@@ -195,3 +195,25 @@ func TestMultipathConcurrent(t *testing.T) {
 		t.Fatalf("Copy after Close: %v", err)
 	}
 }
+
+// closes is a device without queues that notes whether it was closed.
+type closes struct {
+	*gputest.Device
+	closed bool
+}
+
+func (d *closes) NewQueue() (device.Queue, error) { return nil, gputest.ErrBroken }
+
+func (d *closes) Close() error {
+	d.closed = true
+	return d.Device.Close()
+}
+
+// TestNewFails: when a link cannot be made, the devices of all links are closed.
+func TestNewFails(t *testing.T) {
+	m := gputest.NewMachine()
+	a, b := &closes{Device: m.Device()}, &closes{Device: m.Device()}
+	if _, err := New(a, b); !errors.Is(err, gputest.ErrBroken) || !a.closed || !b.closed {
+		t.Errorf("%v; closed: %v, %v", err, a.closed, b.closed)
+	}
+}

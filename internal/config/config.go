@@ -133,7 +133,7 @@ type Transfer struct {
 	Partner     Duration `yaml:"partner" unit:"duration" doc:"Match timeout: longest wait for the other side of a transfer."`
 	Grace       Duration `yaml:"grace" unit:"duration" doc:"Time after the deadline that a fence or a stopped sidecar has before the next stronger measure."`
 	MaxSlices   int      `yaml:"max_slices" unit:"slices" doc:"Largest number of slices in flight over all lanes of one peer."`
-	MaxAttempts int      `yaml:"max_attempts" unit:"attempts" doc:"Attempts to move a slice before the transfer fails with its blocks named."`
+	MaxAttempts int      `yaml:"max_attempts" unit:"attempts" doc:"Attempts to move a chunk before the transfer fails with its blocks named."`
 	Policy      string   `yaml:"policy" unit:"spray, round-robin or weighted" doc:"Choice of the lane for the next slice. spray: the rail that will finish it first, by learned speeds. round-robin and weighted (by link speed): a fixed order, for comparisons only."`
 }
 
