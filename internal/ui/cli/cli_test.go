@@ -106,7 +106,7 @@ func TestExitCodes(t *testing.T) {
 		"calibrate out": {[]string{"calibrate", "--out", filepath.Join(bad, "x")}, command.ExitUsage,
 			"name a file in an existing directory"},
 		"key nowhere": {[]string{"keygen", "cluster", "--out", filepath.Join(bad, "x")},
-			command.ExitFailure, "name a file in a folder"},
+			command.ExitFailure, "name a file in an existing directory"},
 		"no authority": {[]string{"keygen", "node", "--name", "n", "--host", "h", "--ca",
 			"/does/not/exist"}, command.ExitFailure, "keygen ca', or name it with --ca"},
 		"proxy listen": {[]string{"proxy", "--decode", "http://a:1", "--listen", "256.0.0.1:1"},
