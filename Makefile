@@ -226,11 +226,11 @@ lint-py: $(LINTENV)/.stamp
 .PHONY: generate
 generate: $(TOOLS)/.stamp $(LINTENV)/.stamp ## Make all generated code, kernels and documents again
 	$(TOOLS)/protogen -root . -plugins $(TOOLS) api/peer/v1/peer.proto
-	go generate ./internal/board/...
+	go generate ./internal/board/... ./api/engine/...
 	$(LINTENV)/bin/python internal/sys/cuda/kernels/generate.py
 	go run ./cmd/kvspray config print --docs > docs/config.md.new && mv docs/config.md.new docs/config.md
 
-GENERATED := api/peer/v1/*.pb.go internal/board/zz_generated*.go internal/sys/cuda/kernels/kernels.ptx internal/sys/cuda/kernels/kernels.sm_*.cubin \
+GENERATED := api/peer/v1/*.pb.go internal/board/zz_generated*.go connector/msg/zz_generated*.go pybind/python/kvspray/_messages.py internal/sys/cuda/kernels/kernels.ptx internal/sys/cuda/kernels/kernels.sm_*.cubin \
   pybind/src/flag_ptx.h pybind/src/pack_ptx.h docs/config.md
 .PHONY: generate-check
 generate-check: ## Fail if generated files are not what their sources say

@@ -173,12 +173,13 @@ func (c *session) register(m *msg.Register, fds descriptorSet) (w *worker, err e
 		return nil, err
 	}
 	w = c.newWorker(pub, b, index)
-	w.extents = in.Extents
+	var work *Engine
 	if b.work != nil {
-		if w.work, err = newEngine(b, pub.Regions, c.peer); err != nil {
-			return nil, err
+		if work, err = newEngine(b, pub.Regions, c.peer); err != nil {
+			return nil, refuse(msg.CodeLimit, "fds.work", err, "raise the sidecar's limit of open files")
 		}
 	}
+	w.extents, w.work = in.Extents, work
 	// A caller may keep the Worker and call SourceValid long after the worker has gone: the flags
 	// stay mapped as long as the Worker is reachable.
 	runtime.AddCleanup(w, func(r *mem.Region) { r.Release() }, b.flagsMemory)
@@ -208,6 +209,10 @@ func (c *session) checkRegister(m *msg.Register) error {
 		return refuse(msg.CodeLayout, "ranks", fmt.Errorf("context parallel over %d and %d ranks: the "+
 			"division of tokens is unknown", r.PCP.Size, r.DCP.Size),
 			"set prefill and decode context parallel sizes to 1")
+	}
+	if len(m.Layout) == 0 {
+		return refuse(msg.CodeLayout, "layout", errors.New("missing: this sidecar has no page store"),
+			"register with a layout, or with a sidecar that has the feature store")
 	}
 	if len(m.Regions) == 0 {
 		return refuse(msg.CodeRegion, "regions", errors.New("none"),
@@ -264,17 +269,17 @@ func (c *session) openBoard(in *memory.Intake, m *msg.Register) (*boardOf, error
 	if b.cqEvent, err = in.Eventfd("fds.bell", m.FDs.Bell); err != nil {
 		return nil, err
 	}
-	if m.Work == nil || c.s.opt.Engines == nil {
+	if m.FDs.Work == 0 || c.s.opt.Engines == nil {
 		return b, nil
 	}
-	if b.workMemory, err = in.Board("fds.work", m.Work.Board); err != nil {
+	if b.workMemory, err = in.Board("fds.work", m.FDs.Work); err != nil {
 		return nil, err
 	}
 	p, _ = b.workMemory.Bytes()
 	if b.work, err = board.ParseWork(p); err != nil {
 		return nil, refuse(msg.CodeBoard, "fds.work", err, "write the header of board.h before REGISTER")
 	}
-	b.workEvent, err = in.Eventfd("fds.work_bell", m.Work.Bell)
+	b.workEvent, err = in.Eventfd("fds.work_bell", m.FDs.WorkBell)
 	return b, err
 }
 

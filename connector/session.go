@@ -209,6 +209,11 @@ func (c *session) handle(p []byte, fds descriptorSet) error {
 	case *msg.Hello:
 		c.sendError(&msg.ErrorMessage{ID: m.ID, Code: msg.CodeState, Message: "HELLO was sent already",
 			Remedy: "open another connection"})
+	case *msg.Open, *msg.Exists, *msg.Pin, *msg.Unpin, *msg.Remove, *msg.AddRegions,
+		*msg.DropRegions:
+		c.sendError(&msg.ErrorMessage{Code: msg.CodeState,
+			Message: fmt.Sprintf("%s is not a feature of this sidecar", m.Type()),
+			Remedy:  "send it only if WELCOME has the feature that docs/protocol.md names"})
 	default:
 		c.sendError(&msg.ErrorMessage{Code: msg.CodeState,
 			Message: fmt.Sprintf("only the sidecar sends %s", m.Type())})

@@ -53,7 +53,7 @@ func (e *engines) counts() (attached, detached int) {
 // withWork adds a work memory and its doorbell to a registration.
 func withWork(memory *mem.Region, bell int) func(*msg.Register, []int) []int {
 	return func(m *msg.Register, fds []int) []int {
-		m.Work = &msg.WorkFDs{Board: uint32(len(fds)), Bell: uint32(len(fds) + 1)}
+		m.FDs.Work, m.FDs.WorkBell = uint32(len(fds)), uint32(len(fds)+1)
 		return append(fds, memory.FD(), bell)
 	}
 }
@@ -161,11 +161,11 @@ func TestWorkRefused(t *testing.T) {
 		"blocking":  {withWork(good, eventfd(t, 0)), msg.CodeBoard, "fds.work_bell", "eventfd blocks"},
 		"no memory": {withWork(good, good.FD()), msg.CodeBoard, "fds.work_bell", "want an eventfd"},
 		"twice": {func(m *msg.Register, fds []int) []int {
-			m.Work = &msg.WorkFDs{Board: m.FDs.Rings, Bell: m.FDs.Bell}
+			m.FDs.Work, m.FDs.WorkBell = m.FDs.Rings, m.FDs.Bell
 			return fds
 		}, msg.CodeProtocol, "fds.work", "named twice"},
 		"absent": {func(m *msg.Register, fds []int) []int {
-			m.Work = &msg.WorkFDs{Board: 31, Bell: 32}
+			m.FDs.Work, m.FDs.WorkBell = 31, 32
 			return fds
 		}, msg.CodeProtocol, "fds.work", "index 31"},
 	} {

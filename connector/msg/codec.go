@@ -3,31 +3,16 @@ package msg
 import (
 	"encoding/binary"
 	"fmt"
+	"maps"
 	"math"
+	"slices"
+	"strconv"
 	"strings"
 	"unicode/utf8"
 )
 
-// Bounds of a message. A reader checks a length against these and against the available bytes
-// before it allocates.
-const (
-	MaxPacketBytes  = 1 << 20
-	MaxDescriptors  = 32
-	MaxRecordBytes  = 1 << 20
-	MaxTextBytes    = 4096 // messages, remedies, reasons
-	MaxNameBytes    = 256  // names, endpoints, features
-	MaxReqBytes     = 128
-	MaxFeatures     = 64
-	MaxRegions      = 1024
-	MaxGroups       = 16 // block tables of an engine
-	MaxPendingSteps = 64 // steps of an INTENT
-	MaxStepReqs     = 4096
-	MaxRecompute    = 1024
-	MaxOutcomes     = 64 // entries of a STATS map
-	MaxFanout       = 16
-	MaxCopyBlocks   = 32768 // of a COPY: fits a record, and takes less than a second
-	maxDepth        = 16    // nesting of unknown values that are skipped
-)
+// maxDepth bounds the nesting of unknown values that are skipped.
+const maxDepth = 16
 
 // Error is a refusal of a message, with its field and remedy.
 type Error struct {
@@ -62,7 +47,8 @@ type reader struct {
 
 func (r *reader) fail(format string, args ...any) {
 	if r.err == nil {
-		r.err = &Error{Message: r.what, Field: string(r.field), Problem: fmt.Sprintf(format, args...)}
+		r.err = &Error{Message: r.what, Field: string(r.field), Problem: fmt.Sprintf(format, args...),
+			Remedy: "see docs/protocol.md, " + r.what}
 	}
 }
 
@@ -103,9 +89,9 @@ func (r *reader) be(n int) uint64 {
 	return binary.BigEndian.Uint64(b)
 }
 
-// count checks a length against a bound and against the remaining bytes, at least one byte per
-// element.
-func (r *reader) count(n uint64, limit int, unit string) int {
+// count checks a length against a bound and against the remaining bytes, each element having at
+// least so many.
+func (r *reader) count(n uint64, limit, least int, unit string) int {
 	if r.err != nil {
 		return 0
 	}
@@ -113,7 +99,7 @@ func (r *reader) count(n uint64, limit int, unit string) int {
 		r.fail("%d %s, at most %d", n, unit, limit)
 		return 0
 	}
-	if n > uint64(len(r.b)-r.off) {
+	if n > uint64((len(r.b)-r.off)/least) {
 		r.fail("truncated: %d %s announced, %d bytes left", n, unit, len(r.b)-r.off)
 		return 0
 	}
@@ -125,25 +111,26 @@ func (r *reader) mapLen() int {
 	c := r.code()
 	switch {
 	case c&0xf0 == 0x80:
-		return r.count(uint64(c&0x0f), math.MaxInt32, "keys")
+		return r.count(uint64(c&0x0f), math.MaxInt32, 1, "keys")
 	case c == 0xde:
-		return r.count(r.be(2), math.MaxInt32, "keys")
+		return r.count(r.be(2), math.MaxInt32, 1, "keys")
 	case c == 0xdf:
-		return r.count(r.be(4), math.MaxInt32, "keys")
+		return r.count(r.be(4), math.MaxInt32, 1, "keys")
 	}
 	r.fail("type byte %#02x, want a map", c)
 	return 0
 }
 
-func (r *reader) arrayLen(limit int) int {
+// arrayLen reads the head of an array whose elements have at least so many bytes.
+func (r *reader) arrayLen(limit, least int) int {
 	c := r.code()
 	switch {
 	case c&0xf0 == 0x90:
-		return r.count(uint64(c&0x0f), limit, "elements")
+		return r.count(uint64(c&0x0f), limit, least, "elements")
 	case c == 0xdc:
-		return r.count(r.be(2), limit, "elements")
+		return r.count(r.be(2), limit, least, "elements")
 	case c == 0xdd:
-		return r.count(r.be(4), limit, "elements")
+		return r.count(r.be(4), limit, least, "elements")
 	}
 	r.fail("type byte %#02x, want an array", c)
 	return 0
@@ -165,13 +152,13 @@ func (r *reader) text(limit int) []byte {
 		r.fail("type byte %#02x, want a str", c)
 		return nil
 	}
-	return r.take(r.count(n, limit, "bytes of str"))
+	return r.take(r.count(n, limit, 1, "bytes of str"))
 }
 
 func (r *reader) str(limit int) string { return string(r.text(limit)) }
 
 func (r *reader) strs(limit int) []string {
-	n := r.arrayLen(limit)
+	n := r.arrayLen(limit, 1)
 	if n == 0 {
 		return nil
 	}
@@ -196,7 +183,7 @@ func (r *reader) bin(limit int) []byte {
 		r.fail("type byte %#02x, want a bin", c)
 		return nil
 	}
-	return r.take(r.count(n, limit, "bytes of bin"))
+	return r.take(r.count(n, limit, 1, "bytes of bin"))
 }
 
 func (r *reader) fixed(dst []byte) {
@@ -327,11 +314,11 @@ func (r *reader) skipDepth(depth int) {
 	case c == 0xdc:
 		items(int(r.be(2)))
 	case c == 0xdd:
-		items(r.count(r.be(4), math.MaxInt32, "elements"))
+		items(r.count(r.be(4), math.MaxInt32, 1, "elements"))
 	case c == 0xde:
 		items(2 * int(r.be(2)))
 	case c == 0xdf:
-		items(2 * r.count(r.be(4), math.MaxInt32/2, "keys"))
+		items(2 * r.count(r.be(4), math.MaxInt32/2, 1, "keys"))
 	default:
 		r.fail("type byte %#02x is not msgpack", c)
 	}
@@ -352,31 +339,120 @@ func (r *reader) rawMap() []byte {
 	return r.b[start:r.off]
 }
 
-// blocks reads [bin of u32 little-endian, one per block table].
-func (r *reader) blocks() [][]uint32 {
-	n := r.arrayLen(MaxGroups)
+// packed reads a bin of least to most elements of size bytes.
+func (r *reader) packed(least, most, size int) []byte {
+	b := r.bin(most * size)
+	if r.err == nil && (len(b)%size != 0 || len(b) < least*size) {
+		r.fail("bin of %d bytes, want %d to %d elements of %d", len(b), least, most, size)
+	}
+	return b
+}
+
+func (r *reader) packedU32(least, most int) []uint32 {
+	b := r.packed(least, most, 4)
 	if r.err != nil {
 		return nil
 	}
-	out := make([][]uint32, 0, n)
-	for range n {
-		b := r.bin(MaxRecordBytes)
-		if len(b)%4 != 0 {
-			r.fail("bin of %d bytes, want a multiple of 4", len(b))
-		}
-		if r.err != nil {
-			return nil
-		}
-		table := make([]uint32, len(b)/4)
-		for i := range table {
-			table[i] = binary.LittleEndian.Uint32(b[4*i:])
-		}
-		out = append(out, table)
+	out := make([]uint32, len(b)/4)
+	for i := range out {
+		out[i] = binary.LittleEndian.Uint32(b[4*i:])
 	}
 	return out
 }
 
-// end checks that nothing follows the value, and names missing required keys.
+func (r *reader) packedKey(least, most int) [][32]byte {
+	b := r.packed(least, most, 32)
+	if r.err != nil {
+		return nil
+	}
+	out := make([][32]byte, len(b)/32)
+	for i := range out {
+		out[i] = [32]byte(b[32*i:])
+	}
+	return out
+}
+
+func (r *reader) pair() [2]uint32 {
+	if n := r.arrayLen(2, 1); r.err == nil && n != 2 {
+		r.fail("%d elements, want 2", n)
+	}
+	return [2]uint32{r.u32(), r.u32()}
+}
+
+// counts reads a map of names to numbers.
+func (r *reader) counts(limit int) map[string]uint64 {
+	n := r.mapLen()
+	if n > limit {
+		r.fail("%d entries, at most %d", n, limit)
+	}
+	if r.err != nil {
+		return nil
+	}
+	out := make(map[string]uint64, n)
+	for range n {
+		// as it would be encoded: keys are sorted before
+		k := strings.ToValidUTF8(r.str(MaxNameBytes), "?")
+		v := r.u64()
+		if r.err != nil {
+			return nil
+		}
+		out[k] = v
+	}
+	return out
+}
+
+func (r *reader) atLeast(v, least uint64) {
+	if r.err == nil && v < least {
+		r.fail("%d, want at least %d", v, least)
+	}
+}
+
+func (r *reader) within(v, least, most uint64) {
+	if r.err == nil && (v < least || v > most) {
+		r.fail("%d, want %d to %d", v, least, most)
+	}
+}
+
+// oneOf refuses a word that is not in a closed list.
+func (r *reader) oneOf(v string, words ...string) {
+	if r.err == nil && !slices.Contains(words, v) {
+		r.fail("%q, want %s", v, quoted(words))
+	}
+}
+
+func quoted(words []string) string {
+	s := ""
+	for i, w := range words {
+		if i > 0 {
+			s += " or "
+		}
+		s += strconv.Quote(w)
+	}
+	return s
+}
+
+// require names the first required key that did not come. Bit i of got stands for names[i].
+func (r *reader) require(got uint64, names []string) {
+	for i, name := range names {
+		if r.err == nil && got&(1<<i) == 0 {
+			r.field = []byte(name)
+			r.fail("missing")
+		}
+	}
+}
+
+// refuse fails for a problem of check; no field: the key that was read last.
+func (r *reader) refuse(field, problem string) {
+	if problem == "" {
+		return
+	}
+	if field != "" {
+		r.field = []byte(field)
+	}
+	r.fail("%s", problem)
+}
+
+// end checks that nothing follows the value.
 func (r *reader) end() *Error {
 	if r.err == nil && r.off != len(r.b) {
 		r.field = nil
@@ -466,36 +542,34 @@ func appendStrs(b []byte, v []string) []byte {
 	return b
 }
 
-func appendBlocks(b []byte, v [][]uint32) []byte {
-	b = appendArray(b, len(v))
-	for _, table := range v {
-		b = appendBinHead(b, 4*len(table))
-		for _, id := range table {
-			b = binary.LittleEndian.AppendUint32(b, id)
-		}
+func appendPackedU32(b []byte, v []uint32) []byte {
+	b = appendBinHead(b, 4*len(v))
+	for _, n := range v {
+		b = binary.LittleEndian.AppendUint32(b, n)
+	}
+	return b
+}
+
+func appendPackedKey(b []byte, v [][32]byte) []byte {
+	b = appendBinHead(b, 32*len(v))
+	for i := range v {
+		b = append(b, v[i][:]...)
 	}
 	return b
 }
 
 func appendCounts(b []byte, v map[string]uint64) []byte {
 	b = appendMap(b, len(v))
-	for _, k := range sortedKeys(v) {
+	for _, k := range slices.Sorted(maps.Keys(v)) {
 		b = appendUint(appendStr(b, k), v[k])
 	}
 	return b
 }
 
-// need records which required keys came.
-type need struct {
-	names []string
-	got   uint64
-}
-
-func (n *need) check(r *reader) {
-	for i, name := range n.names {
-		if r.err == nil && n.got&(1<<i) == 0 {
-			r.field = []byte(name)
-			r.fail("missing")
-		}
+// clip shortens a text to the bound that readers accept.
+func clip(s string, n int) string {
+	if len(s) <= n {
+		return s
 	}
+	return strings.ToValidUTF8(s[:n], "")
 }

@@ -65,7 +65,7 @@ func seeds(f *testing.F, kind string) {
 			continue // TestHostile has them; they only slow mutation down
 		}
 		if kind == "socket" {
-			for t := TypeHello; t <= TypeStats; t++ {
+			for t := TypeHello; t <= lastType; t++ {
 				f.Add(append(binary.LittleEndian.AppendUint32(nil, uint32(t)), h...))
 			}
 		} else {
@@ -134,8 +134,8 @@ func dear(size int) (packets, records map[string][]byte) {
 			"INTENT 2": again("blocks", list(MaxGroups, 0xc4, 4, 1, 1, 1, 1)),
 			"INTENT 3": again("steps", list(1, 0x92, 1, 1)),
 			"EXPECT":   again("skip", list(MaxGroups, 0)),
-			"COPY": again("blocks", append([]byte{0xc4, copyBlockBytes},
-				make([]byte, copyBlockBytes)...)),
+			"COPY": again("blocks", append([]byte{0xc4, 24},
+				make([]byte, 24)...)),
 			"RECEIVED": again("recompute", list(129, 0x92, 1, 2)),
 		}
 }
@@ -266,7 +266,7 @@ func TestRepeatedKeys(t *testing.T) {
 func TestHostile(t *testing.T) {
 	const allowed = 192 << 10
 	for i, h := range hostile() {
-		for typ := TypeHello; typ <= TypeStats; typ++ {
+		for typ := TypeHello; typ <= lastType; typ++ {
 			p := append(binary.LittleEndian.AppendUint32(nil, uint32(typ)), h...)
 			testutil.AllocatesAtMost(t, allowed, fmt.Sprintf("input %d as %s", i, typ),
 				func() { _, _ = DecodePacket(p) })

@@ -45,7 +45,7 @@ func b16(from byte) (v [16]byte) { copy(v[:], seq(16, from)); return }
 func b32(from byte) (v [32]byte) { copy(v[:], seq(32, from)); return }
 
 var recordTypes = map[string]uint16{"STEP": 1, "INTENT": 2, "EXPECT": 3, "CANCEL": 4, "PREEMPT": 5,
-	"HOLD": 6, "COPY": 7, "RECEIVED": 32, "SENT": 33}
+	"HOLD": 6, "COPY": 7, "GET": 8, "PUT": 9, "RECEIVED": 32, "SENT": 33, "PAGES": 34}
 
 func goldenLayout(t testing.TB) []byte {
 	l := &layout.Layout{Model: "tiny-llama", DType: "bfloat16",
@@ -157,7 +157,7 @@ func goldenVectors(t testing.TB) (socket, records []vector) {
 			"record_bytes", 65536, "wishes", 3},
 		"deadline_ms", 1, "partner_ms", 2, "grace_ms", 3}, unknown...))
 
-	sock("register", &Register{ID: 2, Session: session, Layout: lay, FDs: FDs{0, 1, 2, 3},
+	sock("register", &Register{ID: 2, Session: session, Layout: lay, FDs: FDs{0, 1, 2, 3, 0, 0},
 		Regions: []Region{
 			{Region: b16(0xa0), Kind: KindMemfd, Bytes: 1 << 21, FD: 4},
 			{Region: b16(0xb0), Kind: KindAdopted, Bytes: 1 << 30, FD: 5},
@@ -177,13 +177,13 @@ func goldenVectors(t testing.TB) (socket, records []vector) {
 	rawSock("registered-older", TypeRegistered, kv{"id", 2, "fingerprint", seq(32, 1)})
 	rawSock("registered-newer", TypeRegistered, append(kv{"id", 2, "fingerprint", seq(32, 1),
 		"geometry", seq(32, 33)}, unknown...))
-	sock("register-device", &Register{ID: 2, Session: session, Layout: lay, FDs: FDs{0, 1, 2, 3},
+	sock("register-device", &Register{ID: 2, Session: session, Layout: lay, FDs: FDs{0, 1, 2, 3, 0, 0},
 		Regions: []Region{
 			{Region: b16(0xd0), Kind: KindDevice, Bytes: 1 << 36, Handle: bytes.Repeat([]byte{0x5a},
 				104), FD: NoFD},
 			{Region: b16(0xe0), Kind: KindDevice, Bytes: 1 << 20, Handle: []byte{1, 2, 3}, FD: 4}}})
-	sock("register-work", &Register{ID: 2, Session: session, Layout: lay, FDs: FDs{0, 1, 2, 3},
-		Work: &WorkFDs{4, 5}, Regions: []Region{
+	sock("register-work", &Register{ID: 2, Session: session, Layout: lay, FDs: FDs{0, 1, 2, 3, 4, 5},
+		Regions: []Region{
 			{Region: b16(0xd0), Kind: KindDevice, Bytes: 1 << 36, Handle: bytes.Repeat([]byte{0x5a}, 104),
 				FD: NoFD}}})
 	sock("error", &ErrorMessage{ID: 2, Code: CodeRegion, Message: "memfd is not sealed",
@@ -281,6 +281,13 @@ func goldenVectors(t testing.TB) (socket, records []vector) {
 	rec("sent-older", "SENT", appendAny(nil, kv{}))
 	rec("sent-newer", "SENT", appendAny(nil, append(kv{"grants", 0, "bytes", 0, "reason", "expired"},
 		unknown...)))
+	for _, v := range storeVectors(t) {
+		if v.Kind == "socket" {
+			socket = append(socket, v)
+		} else {
+			records = append(records, v)
+		}
+	}
 	return socket, records
 }
 
@@ -449,7 +456,7 @@ func TestGoldenDecode(t *testing.T) {
 			})
 		}
 	}
-	for typ := TypeHello; typ <= TypeStats; typ++ {
+	for typ := TypeHello; typ <= lastType; typ++ {
 		if !seen["socket"+typ.String()] {
 			t.Errorf("no vector for %s", typ)
 		}
@@ -482,7 +489,7 @@ func otherVersions(t testing.TB) map[string]any {
 		t.Errorf("the older layout: %+v, %v", l, err)
 	}
 	one := Rank{0, 1}
-	return map[string]any{
+	out := map[string]any{
 		"hello-older": &Hello{ID: 1, Min: VersionMin, Max: VersionMin, Role: RoleWorker, Boot: boot},
 		"hello-newer": &Hello{ID: 1, Min: MakeVersion(1, 0), Max: MakeVersion(1, 7),
 			Role: RoleWorker, Boot: boot,
@@ -498,9 +505,9 @@ func otherVersions(t testing.TB) map[string]any {
 			0x0f0e0d0c0b0a0908, 0x1716151413121110},
 			{0x1f1e1d1c1b1a1918, 0x2726252423222120, 0x2f2e2d2c2b2a2928}}},
 		"register-older": &Register{ID: 2, Session: session, Regions: region, Layout: older,
-			FDs: FDs{0, 1, 2, 3}},
+			FDs: FDs{0, 1, 2, 3, 0, 0}},
 		"register-newer": &Register{ID: 2, Session: session, Regions: region, Layout: goldenLayout(t),
-			FDs: FDs{0, 1, 2, 3}},
+			FDs: FDs{0, 1, 2, 3, 0, 0}},
 		"registered-older": &Registered{ID: 2, Fingerprint: b32(1)},
 		"registered-newer": &Registered{ID: 2, Fingerprint: b32(1), Geometry: b32(33)},
 		"error-older":      &ErrorMessage{Code: CodeProtocol, Message: "no"},
@@ -540,6 +547,10 @@ func otherVersions(t testing.TB) map[string]any {
 		"sent-older":     &Sent{},
 		"sent-newer":     &Sent{Reason: "expired"},
 	}
+	for _, m := range storeMessages() {
+		out[m.name+"-older"], out[m.name+"-newer"] = m.bare, m.bare
+	}
+	return out
 }
 
 func TestNegotiate(t *testing.T) {

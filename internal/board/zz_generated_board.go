@@ -42,8 +42,11 @@ const (
 	RecPreempt  = 5
 	RecHold     = 6
 	RecCopy     = 7
+	RecGet      = 8
+	RecPut      = 9
 	RecReceived = 32
 	RecSent     = 33
+	RecPages    = 34
 )
 
 // enum kvs_status.

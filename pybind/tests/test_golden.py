@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import kvspray
-from kvspray import protocol
+from kvspray import _messages, protocol
 
 GOLDEN = pathlib.Path(__file__).resolve().parents[2] / "testdata" / "golden"
 
@@ -35,7 +35,7 @@ def vectors() -> list[Any]:
 
 def test_every_kind_has_a_vector() -> None:
     kinds = {p.values[0]["type"] for p in vectors()}
-    assert set(protocol.MESSAGES.values()) | set(protocol.RECORDS.values()) <= kinds
+    assert set(_messages.MESSAGES.values()) | set(_messages.RECORDS.values()) <= kinds
 
 
 def test_identity_is_what_a_sidecar_asks_for() -> None:
@@ -56,7 +56,7 @@ def test_identity_is_what_a_sidecar_asks_for() -> None:
 def test_golden(vector: dict[str, Any]) -> None:
     raw, kind, value = bytes.fromhex(vector["hex"]), vector["type"], plain(vector["value"])
     if vector["kind"] == "socket":
-        assert protocol.MESSAGES[int.from_bytes(raw[:4], "little")] == kind
+        assert _messages.MESSAGES[int.from_bytes(raw[:4], "little")] == kind
         raw = raw[4:]
     assert protocol.decode(raw) == value
     if not vector["name"].endswith("-newer"):

@@ -131,6 +131,8 @@ var rules = []rule{
 	{dir: "internal/board", why: "the shared pages and their rings; knows the header, not the " +
 		"messages in it",
 		ext: []string{extSys}},
+	{dir: "api/engine", why: "the schema of the engine protocol; no code", pure: true},
+	{dir: "api/engine/gen", why: "generator of what the schema gives"},
 	{dir: "internal/board/gen", why: "generator of the Go mirror of board.h"},
 
 	{dir: "control/lease", why: "leases and slots as plain state", pure: true,

@@ -17,61 +17,21 @@ from typing import Any
 
 import msgpack
 
+from ._messages import MAX_COPY_BLOCKS, MAX_FANOUT, ORDER
+
 PROTOCOL_MAJOR = 1
 PROTOCOL_MINOR = 0
 VERSION = PROTOCOL_MAJOR << 16 | PROTOCOL_MINOR
 
-PACKET_MAX_BYTES = 1 << 20
-MAX_PENDING_STEPS = 64
-MAX_STEP_REQS = 4096
-MAX_FANOUT = 16
-MAX_REQ_BYTES = 128
-MAX_COPY_BLOCKS = 32768
 PARAMS_VERSION = 1
 
-# Socket messages by type.
-MESSAGES: dict[int, str] = {
-    1: "HELLO", 2: "WELCOME", 3: "REGISTER", 4: "REGISTERED", 5: "ERROR", 6: "AWAIT", 7: "ADMITTED", 8: "BYE", 9: "STATS", 10: "DECLINE",
-}  # fmt: skip
-
-# Board records by type.
-RECORDS: dict[int, str] = {
-    1: "STEP", 2: "INTENT", 3: "EXPECT", 4: "CANCEL", 5: "PREEMPT", 6: "HOLD", 7: "COPY", 32: "RECEIVED", 33: "SENT",
-}  # fmt: skip
-
-# Key order of every body, nested maps by dotted name; a list of maps uses its own name.
+# Key order of every body. REGISTER's layout is described in section 3 of docs/protocol.md.
 _ORDER: dict[str, tuple[str, ...]] = {
-    "HELLO": ("id", "min", "max", "role", "boot", "engine", "ranks", "pid", "features"),
-    "HELLO.engine": ("name", "version", "id"),
-    "HELLO.ranks": ("dp", "pp", "tp", "pcp", "dcp"),
-    "WELCOME": ("id", "version", "boot", "node", "endpoint", "host", "features", "fenced", "limits",
-                "deadline_ms", "partner_ms", "grace_ms"),
-    "WELCOME.limits": ("leases", "regions", "record_bytes"),
-    "REGISTER": ("id", "session", "regions", "layout", "fds"),
-    "REGISTER.regions": ("region", "kind", "bytes", "addr", "handle", "fd"),
+    **ORDER,
     "REGISTER.layout": ("model", "dtype", "groups", "identity"),
     "REGISTER.layout.groups": ("tokens_per_block", "strategy", "params", "num_blocks", "layers"),
     "REGISTER.layout.groups.layers": ("name", "index", "region", "base", "block_stride", "page_bytes"),
-    "REGISTER.fds": ("flags", "rings", "doorbell", "bell"),
-    "REGISTERED": ("id", "fingerprint", "geometry"),
-    "ERROR": ("id", "code", "message", "field", "remedy", "fatal"),
-    "AWAIT": ("id", "xfer", "hash", "peer", "tokens", "ttl_ms"),
-    "DECLINE": ("id", "xfer", "hash", "peer", "reason"),
-    "ADMITTED": ("id", "state", "tokens", "message"),
-    "BYE": ("reason",),
-    "STATS": ("transfers", "bytes"),
-    "INTENT": ("xfer", "hash", "tokens", "fanout", "blocks", "ready", "steps", "prio", "deadline_ms", "held", "req",
-               "attempt"),
-    "EXPECT": ("xfer", "hash", "peer", "tokens", "skip", "blocks", "prio", "deadline_ms", "partner_ms", "req"),
-    "STEP": ("step", "reqs"),
-    "STEP.reqs": ("lease", "end", "blocks", "attempt"),
-    "CANCEL": ("reason",),
-    "PREEMPT": (),
-    "HOLD": (),
-    "COPY": ("src", "dst", "blocks", "deadline_ms", "req"),
-    "RECEIVED": ("bytes", "us", "transport", "reason", "recompute"),
-    "SENT": ("grants", "bytes", "reason"),
-}  # fmt: skip
+}
 
 
 def _ordered(name: str, value: Any) -> Any:

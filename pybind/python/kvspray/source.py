@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from . import protocol
+from . import _messages, protocol
+
+_HEAD = bytes([0x80 | len(_messages.ORDER["INTENT"])])  # of a map with fewer than 16 keys
 
 
 class Source:
@@ -44,7 +46,7 @@ class Source:
         pending = self.pending
         while pending and pending[0][0] <= done:
             self.ready = max(self.ready, pending.pop(0)[1])
-        del pending[: -protocol.MAX_PENDING_STEPS]
+        del pending[: -_messages.MAX_PENDING_STEPS]
 
     def lose(self) -> None:
         """The engine has taken the blocks back."""
@@ -59,5 +61,5 @@ class Source:
         self.set_tail()
 
     def body(self) -> bytes:
-        # 0x8c: a map of the twelve keys of INTENT; each part was packed as a map of its own and has lost its first byte.
-        return b"\x8c" + self._head + protocol.pack({"ready": self.ready, "steps": self.pending})[1:] + self._tail
+        # Each part was packed as a map of its own and has lost its first byte.
+        return _HEAD + self._head + protocol.pack({"ready": self.ready, "steps": self.pending})[1:] + self._tail

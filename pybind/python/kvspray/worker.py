@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from . import _lib, protocol
+from . import _lib, _messages, protocol
 from ._lib import byref, fast, lib
 from .client import (
     ONE_RANK,
@@ -161,8 +161,8 @@ class WorkerClient(_Client):
         """
         if tokens < 1 or not 0 <= ready <= tokens:
             raise ValueError(f"kvspray: intent: tokens = {tokens}, ready = {ready}; want 1 <= tokens and 0 <= ready <= tokens")
-        if not 1 <= fanout <= protocol.MAX_FANOUT:
-            raise ValueError(f"kvspray: intent: fanout = {fanout}, want 1..{protocol.MAX_FANOUT}")
+        if not 1 <= fanout <= _messages.MAX_FANOUT:
+            raise ValueError(f"kvspray: intent: fanout = {fanout}, want 1..{_messages.MAX_FANOUT}")
         deadline = _ms(deadline_s, self._deadline_ms or self._deadlines()[0])
         source = Source(
             _bin("xfer", xfer, 16), _bin("hash", hash, 32), tokens, fanout, [protocol.pack_blocks(b) for b in blocks], ready, prio,
@@ -212,10 +212,10 @@ class WorkerClient(_Client):
     def _write_step(self, h: ctypes.c_void_p, step: int, entries: list[dict[str, Any]], changed: list[tuple[int, bytes]]) -> bool:
         if not entries:
             return True
-        body = protocol.pack({"step": step, "reqs": entries})
+        body = protocol.pack(_messages.step(step=step, reqs=entries))
         array = (_lib.CSnapshot * len(changed))(*[_lib.CSnapshot(lease, snap, len(snap)) for lease, snap in changed])
         rc = _lib.E_TOO_BIG
-        if len(entries) <= protocol.MAX_STEP_REQS:
+        if len(entries) <= _messages.MAX_STEP_REQS:
             rc = lib.kvs_step(h, body, len(body), array, len(changed))
         if rc == _lib.E_TOO_BIG and len(entries) > 1:
             # Several STEP records may carry one step number.
@@ -281,19 +281,19 @@ class WorkerClient(_Client):
         deadline_ms, match_timeout_ms = self._deadlines()
         deadline = _ms(deadline_s, self._deadline_ms or deadline_ms)
         body = protocol.pack(
-            {
-                "xfer": _bin("xfer", xfer, 16),
-                "hash": _bin("hash", hash, 32),
-                "peer": peer,
-                "tokens": tokens,
-                "skip": skips,
-                "blocks": table,
-                "prio": prio,
-                "deadline_ms": deadline,
-                "partner_ms": min(deadline, _ms(match_timeout_s, match_timeout_ms)),
-                "req": _req(req),
-                **_after(after),
-            }
+            _messages.expect(
+                xfer=_bin("xfer", xfer, 16),
+                hash=_bin("hash", hash, 32),
+                peer=peer,
+                tokens=tokens,
+                skip=skips,
+                blocks=table,
+                prio=prio,
+                deadline_ms=deadline,
+                partner_ms=min(deadline, _ms(match_timeout_s, match_timeout_ms)),
+                req=_req(req),
+                after=_after(after),
+            )
         )
         h = self._handle()
         if h is None:
@@ -328,14 +328,14 @@ class WorkerClient(_Client):
                 raise ValueError(f"kvspray: copy: {name} = {region!r} is not registered; pass it to register()")
         deadline = _ms(deadline_s, self._deadline_ms or self._deadlines()[0])
         body = protocol.pack(
-            {
-                "src": index[src.id],
-                "dst": index[dst.id],
-                "blocks": protocol.pack_copies(blocks),
-                "deadline_ms": deadline,
-                "req": _req(req),
-                **_after(after),
-            }
+            _messages.copy(
+                src=index[src.id],
+                dst=index[dst.id],
+                blocks=protocol.pack_copies(blocks),
+                deadline_ms=deadline,
+                req=_req(req),
+                after=_after(after),
+            )
         )
         h = self._handle()
         if h is None:
@@ -416,14 +416,13 @@ class WorkerClient(_Client):
 
 def _req(req: str) -> str:
     raw = req.encode("utf-8", "replace")
-    return req if len(raw) <= protocol.MAX_REQ_BYTES else raw[: protocol.MAX_REQ_BYTES].decode("utf-8", "ignore")
+    return req if len(raw) <= _messages.MAX_REQ_BYTES else raw[: _messages.MAX_REQ_BYTES].decode("utf-8", "ignore")
 
 
-def _after(mark: int) -> dict[str, int]:
-    """Left out if there is nothing to wait for, so that sidecars without the feature "after" accept the record."""
+def _after(mark: int) -> int:
     if not 0 <= mark < 1 << 64:
         raise ValueError(f"kvspray: after = {mark}, want a number that GpuSignals.mark has returned, or 0")
-    return {"after": mark} if mark else {}
+    return mark
 
 
 def _int(value: object) -> int:

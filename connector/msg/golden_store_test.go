@@ -1,0 +1,147 @@
+package msg
+
+import (
+	"bytes"
+	"encoding/hex"
+	"strings"
+	"testing"
+)
+
+// lastType is the highest type of a packet.
+const lastType = Type(len(typeNames) - 1)
+
+// storeMessage is a message about stored pages or about regions: one with every key, and one with
+// the required keys only.
+type storeMessage struct {
+	name       string
+	full, bare any
+}
+
+func storeMessages() []storeMessage {
+	keys := [][32]byte{b32(0x60), b32(0x80)}
+	pieces := []PagePiece{{0, 0, 8192, 4096}, {1, 1 << 33, 1 << 20, 1}}
+	regions := []Region{{Region: b16(0xa0), Kind: KindMemfd, Bytes: 1 << 21, FD: 0}}
+	namespace := Namespace{Weights: "w", DType: "bfloat16", Layout: "f", PageTokens: 64,
+		PageBytes: 1 << 18, Algorithm: "sha256_cbor"}
+	full := namespace
+	full.Seed, full.Adapter, full.Secret = "0", "lora", []byte("sixteen bytes...")
+	get := Get{Space: 3, Keys: keys, Pieces: pieces, Slots: []uint32{7, 70000}}
+	fullGet := get
+	fullGet.DeadlineMS, fullGet.Req, fullGet.After = 3000, "cmpl-1", 1<<40
+	put := Put{Space: 3, Keys: keys, Pieces: pieces, Slots: []uint32{7, 70000}}
+	fullPut := put
+	fullPut.DeadlineMS, fullPut.Req, fullPut.After = 3000, "cmpl-1", 7
+	fullPut.Parent = seq(32, 0x40)
+	results := []byte{PageHit | PageFlagMemory, PageMiss, PageStored | PageFlagDurable}
+	return []storeMessage{
+		{"open", &Open{ID: 5, Namespace: full}, &Open{ID: 5, Namespace: namespace}},
+		{"opened", &Opened{ID: 5, Space: 3}, &Opened{ID: 5, Space: 3}},
+		{"exists", &Exists{ID: 6, Space: 3, Keys: keys}, &Exists{ID: 6, Space: 3, Keys: keys[:1]}},
+		{"pin", &Pin{ID: 7, Space: 3, Keys: keys}, &Pin{ID: 7, Space: 3, Keys: keys[1:]}},
+		{"found", &Found{ID: 6, Pages: 11, Found: []byte{0xff, 7}}, &Found{ID: 6, Pages: 1,
+			Found: []byte{0}}},
+		{"unpin", &Unpin{Pin: 7}, &Unpin{Pin: 7}},
+		{"remove", &Remove{ID: 8, Space: 3}, &Remove{ID: 8, Space: 3}},
+		{"add_regions", &AddRegions{ID: 9, Regions: regions}, &AddRegions{ID: 9}},
+		{"drop_regions", &DropRegions{ID: 10, Regions: []uint32{1, 70000}},
+			&DropRegions{ID: 10, Regions: []uint32{1}}},
+		{"done", &Done{ID: 10}, &Done{ID: 10}},
+		{"get", &fullGet, &get},
+		{"put", &fullPut, &put},
+		{"pages", &Pages{Results: results, Bytes: 1 << 33, US: 1500, Reason: "page 2: EIO"},
+			&Pages{Results: results}},
+	}
+}
+
+// storeVectors are the golden vectors of storeMessages, and a REGISTER without a layout.
+func storeVectors(t testing.TB) (out []vector) {
+	add := func(name string, m any, more kv) {
+		v := vector{Name: name, Kind: "socket"}
+		var b []byte
+		if p, ok := m.(Message); ok {
+			v.Type = p.Type().String()
+			var err error
+			if b, err = EncodePacket(p); err != nil {
+				t.Fatal(err)
+			}
+		} else {
+			v.Kind, v.Type = "record", strings.ToUpper(strings.TrimSuffix(strings.TrimSuffix(name,
+				"-older"), "-newer"))
+			b = m.(interface{ Append([]byte) []byte }).Append(nil)
+		}
+		head := 0
+		if v.Kind == "socket" {
+			head = 4
+		}
+		b[head] += byte(len(more) / 2) // a map of fewer than 16 keys
+		v.Hex = hex.EncodeToString(append(b, appendAny(nil, more)[1:]...))
+		out = append(out, v)
+	}
+	add("store-register", &Register{ID: 2, Session: b16(0x80), FDs: FDs{0, 1, 2, 3, 0, 0},
+		Regions: []Region{{Region: b16(0xa0), Kind: KindMemfd, Bytes: 1 << 21, FD: 4}}}, nil)
+	for _, m := range storeMessages() {
+		add(m.name, m.full, nil)
+		add(m.name+"-older", m.bare, nil)
+		add(m.name+"-newer", m.bare, unknown)
+	}
+	return out
+}
+
+// TestMostKeys: a request with as many pages as are allowed fits a packet and a record, and one
+// more is refused.
+func TestMostKeys(t *testing.T) {
+	keys, slots := make([][32]byte, MaxKeys), make([]uint32, MaxKeys)
+	for i := range slots {
+		slots[i] = uint32(i)
+	}
+	pieces := make([]PagePiece, MaxPagePieces)
+	put := &Put{Keys: keys, Slots: slots, Pieces: pieces}
+	b := put.Append(nil)
+	if m, err := DecodeRecord(9, b); err != nil || len(m.(*Put).Keys) != MaxKeys {
+		t.Errorf("PUT of %d bytes: %v", len(b), err)
+	}
+	p, err := EncodePacket(&Exists{Keys: keys})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := DecodePacket(p); err != nil {
+		t.Error(err)
+	}
+	for _, c := range []struct {
+		m    interface{ Append([]byte) []byte }
+		typ  uint16
+		want string
+	}{
+		{&Get{Keys: append(keys, b32(1)), Slots: slots, Pieces: pieces}, 8, "GET.keys"},
+		{&Get{Keys: keys, Slots: slots, Pieces: append(pieces, PagePiece{})}, 8, "GET.pieces"},
+		{&Get{Keys: keys, Slots: slots[1:], Pieces: pieces}, 8, "GET.slots"},
+		{&Put{Keys: keys, Slots: slots, Pieces: pieces, Parent: seq(31, 0)}, 9, "PUT.parent"},
+		{&Put{Slots: slots, Pieces: pieces}, 9, "PUT.keys"},
+		{&Pages{Results: make([]byte, MaxKeys+1)}, 34, "PAGES.results"},
+	} {
+		_, err := DecodeRecord(c.typ, c.m.Append(nil))
+		if err == nil || !strings.HasPrefix(err.Error(), c.want) {
+			t.Errorf("%v, want %s", err, c.want)
+		}
+	}
+}
+
+// Every refusal names the message, the field, what is wrong and where the right form is written.
+func TestErrorsNameTheField(t *testing.T) {
+	good := (&Intent{Tokens: 1, Fanout: 1, Blocks: [][]uint32{{1}}}).Append(nil)
+	for _, c := range []struct{ old, new, want string }{
+		{"\xa6tokens\x01", "\xa6tokens\x00", "INTENT.tokens: 0, want at least 1"},
+		{"\xa6tokens\x01", "\xa6tokens\xff", "INTENT.tokens: negative"},
+		{"\xa6tokens\x01", "\xa6taken!\x01", "INTENT.tokens: missing"},
+		{"\xa6fanout\x01", "\xa6fanout\x11", "INTENT.fanout: 17, want 1 to 16"},
+		{"\xa4held\xc2", "\xa4held\x01", "INTENT.held: type byte 0x01, want a bool"},
+		{"\xa5ready\x00", "\xa5ready\x02", "INTENT.ready: 2 of 1 tokens"},
+		{"\xc4\x04\x01", "\xc4\x03\x01", "INTENT.blocks: bin of 3 bytes"},
+	} {
+		_, err := DecodeIntent(bytes.Replace(good, []byte(c.old), []byte(c.new), 1))
+		if err == nil || !strings.HasPrefix(err.Error(), c.want) ||
+			!strings.HasSuffix(err.Error(), "see docs/protocol.md, INTENT") {
+			t.Errorf("%q becomes %q: %v, want %s", c.old, c.new, err, c.want)
+		}
+	}
+}
