@@ -139,7 +139,7 @@ func (d *dialer) dialLane(ctx context.Context, s *session, to target) error {
 	}
 	ctx, cancel := context.WithTimeout(ctx, openTimeout)
 	defer cancel()
-	c, err := d.dialFrom(ctx, d.listeners.source(to.index), to.addr)
+	c, err := d.dialFrom(ctx, d.listeners.localFor(to.index), to.addr)
 	if err != nil {
 		return fmt.Errorf("peer: control lane: %w", err)
 	}

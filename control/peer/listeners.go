@@ -163,9 +163,9 @@ func (l *listeners) addresses() []string {
 	return out
 }
 
-// source is the local address for a lane to one of the peer's addresses: the first rail for the
+// localFor is the local address for a lane to one of the peer's addresses: the first rail for the
 // first rail and so on, if the route leaves the choice open. nil: the route chooses.
-func (l *listeners) source(index int) net.IP {
+func (l *listeners) localFor(index int) net.IP {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if index == 0 || len(l.control) == 0 {
