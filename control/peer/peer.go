@@ -9,8 +9,9 @@
 //
 // This package has the sessions: which peers there are, when they are up, and when a session ends.
 // Its parts are listeners, sessions (the table), dialer, preconnector and service. The packages
-// below it know no session: opening proves connections, lane and frame carry frames on them,
-// delivery makes a reliable channel of lanes, hello and rpc have the calls, keys the credentials.
+// below it have no sessions: opening proves connections, lane and frame carry frames on them,
+// delivery makes one reliable channel of several lanes, hello and rpc have the calls, keys has the
+// credentials.
 //
 // Invariants: while both processes live and neither was unreachable for longer than forgetAfter,
 // each frame reaches the handler once and in order, whatever happens to lanes. PeerUp precedes the
@@ -23,9 +24,11 @@
 // while it lasts and per lane that it dials, memberlist's if gossip is on. Close joins all but
 // memberlist's timers.
 //
-// Lock order: session.life; then Mesh.mu; then one of listeners.mu and preconnector.mu; then
-// sessions.mu; then session.mu; then those of package delivery and of lanes. The others are leaf
-// locks. The handler is called under session.life (PeerUp, PeerDown) or no lock.
+// Each part has one lock, for its own fields, so that all code under a lock is in one file. Lock
+// order: session.life; then Mesh.mu; then one of listeners.mu, dialer.mu, loop.mu and
+// preconnector.mu; then sessions.mu; then session.mu; then delivery.Channel; then the locks of
+// lanes, and tasks.mu. The others are leaf locks. The handler is called under session.life (PeerUp,
+// PeerDown) or no lock.
 package peer
 
 import (
@@ -37,6 +40,7 @@ import (
 	"github.com/kvspray/kvspray/control/peer/frame"
 	"github.com/kvspray/kvspray/control/peer/hello"
 	"github.com/kvspray/kvspray/control/peer/keys"
+	"github.com/kvspray/kvspray/control/peer/opening"
 	"github.com/kvspray/kvspray/control/peer/rpc"
 	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
@@ -55,7 +59,7 @@ const (
 	unprovedPart  = 2            // and this part of either without a lane ever
 	maxSuperseded = 4096         // superseded boots that are remembered
 
-	openTimeout  = 5 * time.Second  // for one step of reaching a peer
+	openTimeout  = opening.Timeout  // for one step of reaching a peer
 	boundTimeout = time.Second      // for a connect from one rail, before any may be tried
 	forgetAfter  = 10 * time.Minute // unreachable: many times the longest deadline of a transfer
 	downAfter    = time.Second      // without a lane

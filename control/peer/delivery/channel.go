@@ -33,7 +33,7 @@ const (
 	maxUnackedBytes = 8 << 20 // to one peer
 	reservedBytes   = 2 << 20 // of these
 	maxHeldBytes    = 2 * maxUnackedBytes
-	MaxLanes        = 16 // twice the control addresses of a process: both ends may dial
+	maxLanes        = 16 // twice the control addresses of a process: both ends may dial
 
 	ackDelay = 20 * time.Millisecond
 	ackEvery = 256 // frames
@@ -162,9 +162,9 @@ func (c *Channel) Admit() error {
 }
 
 func (c *Channel) admitLocked() error {
-	if c.closed || len(c.lanes) >= MaxLanes {
+	if c.closed || len(c.lanes) >= maxLanes {
 		return fmt.Errorf("peer: %s: session ended, or %d lanes are open, which is the limit", c.peer,
-			MaxLanes)
+			maxLanes)
 	}
 	return nil
 }

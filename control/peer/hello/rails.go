@@ -13,7 +13,7 @@ import (
 
 // Limits of a rail's values.
 const (
-	MaxGbps = 10_000
+	maxGbps = 10_000
 	maxMTU  = 1 << 20
 	maxNUMA = 1 << 16
 )
@@ -49,8 +49,8 @@ func CheckRails(rails []*peerv1.Rail) (good []*peerv1.Rail, refused []string) {
 		seen[id] = true
 		k := &peerv1.Rail{Transport: id[0], Name: id[1], Address: r.Address, Gbps: r.Gbps, Mtu: r.Mtu,
 			Numa: r.Numa, Down: r.Down}
-		if !(k.Gbps >= 0 && k.Gbps <= MaxGbps) || math.IsNaN(k.Gbps) {
-			refuse("rail %s: a speed of %g Gbit/s: 0 to %d", id[1], k.Gbps, MaxGbps)
+		if !(k.Gbps >= 0 && k.Gbps <= maxGbps) || math.IsNaN(k.Gbps) {
+			refuse("rail %s: a speed of %g Gbit/s: 0 to %d", id[1], k.Gbps, maxGbps)
 			k.Gbps = 0
 		}
 		if k.Mtu > maxMTU {
