@@ -59,6 +59,10 @@ func TestImpostor(t *testing.T) {
 	s.mu.Lock()
 	key, id := s.info.Key, s.id
 	s.mu.Unlock()
+	_, same := s.Key(id)
+	if _, other := s.Key(hello.Identity{1}); !same || other {
+		t.Errorf("lanes of the owner's certificate are accepted: %v, of another one: %v", same, other)
+	}
 	if share := a.secret.Share(b.opt.Boot, id); slices.Equal(early, share[:]) {
 		t.Error("the impostor has the share of the key with the owner of the boot")
 	}

@@ -49,9 +49,9 @@ type candidates struct {
 }
 
 // evict ends sessions until a new one with boot fits.
-func (t *sessions) evict(boot transfer.Boot, w caller) error {
+func (t *sessions) evict(boot transfer.Boot, from caller) error {
 	for range maxPeers {
-		c, over, err := t.candidates(boot, w)
+		c, over, err := t.candidates(boot, from)
 		if err != nil || !over {
 			return err
 		}
@@ -78,7 +78,7 @@ func (t *sessions) evict(boot transfer.Boot, w caller) error {
 		}
 		if c.quota > 0 {
 			return fmt.Errorf("peer: %d sessions of one certificate come from %s, at most that "+
-				"many: give each node a certificate of its own: %w", c.quota, w.source, wire.ErrRefused)
+				"many: give each node a certificate of its own: %w", c.quota, from.source, wire.ErrRefused)
 		}
 		return errFull
 	}
@@ -100,13 +100,14 @@ func quotaOf(source netip.Prefix) int {
 
 // candidates lists the sessions of which one must be evicted before boot fits: of the same
 // certificate and source if these have their share, else of all. over is false if boot fits.
-func (t *sessions) candidates(boot transfer.Boot, w caller) (c candidates, over bool, err error) {
+func (t *sessions) candidates(boot transfer.Boot, from caller) (c candidates, over bool,
+	err error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.all[boot] != nil || t.superseded[boot] || t.closed {
 		return c, false, nil // register has the answer
 	}
-	if w.preconnect && len(t.all) >= maxPreconnected {
+	if from.preconnect && len(t.all) >= maxPreconnected {
 		return c, false, fmt.Errorf("peer: %d sessions, the remaining places are reserved for "+
 			"requests: %w", len(t.all), hello.ErrPreconnect)
 	}
@@ -121,7 +122,7 @@ func (t *sessions) candidates(boot transfer.Boot, w caller) (c candidates, over 
 		case quiet:
 			c.quiet = append(c.quiet, x)
 		}
-		if x.id != w.id || s.source != w.source {
+		if x.id != from.id || s.source != from.source {
 			continue
 		}
 		sessions++
@@ -132,8 +133,8 @@ func (t *sessions) candidates(boot transfer.Boot, w caller) (c candidates, over 
 			fresh = append(fresh, x)
 		}
 	}
-	if w.id != (hello.Identity{}) { // without certificates members cannot be distinguished
-		switch limit := quotaOf(w.source); {
+	if from.id != (hello.Identity{}) { // without certificates members cannot be distinguished
+		switch limit := quotaOf(from.source); {
 		case len(fresh) >= limit/unprovedPart:
 			return candidates{unused: fresh, quota: limit}, true, nil
 		case sessions >= limit:

@@ -182,8 +182,8 @@ func unstarted(t *testing.T) (*node, *service) {
 	return n, newService(m.dialer)
 }
 
-// known registers a boot with a certificate at an address. preconnect: no request needs it.
-func (n *node) known(boot transfer.Boot, id hello.Identity, from string, preconnect bool) error {
+// announce registers a boot with a certificate at an address. preconnect: no request needs it.
+func (n *node) announce(boot transfer.Boot, id hello.Identity, from string, preconnect bool) error {
 	c := caller{id: id, source: admit.SourceOf(netip.MustParseAddr(from)), preconnect: preconnect}
 	_, err := n.sessions.register(c, hello.Description{Version: hello.Protocol.Max, Boot: boot,
 		Node: "n", Endpoint: "127.0.0.1:1", Addresses: []string{"127.0.0.1:1"},
@@ -215,7 +215,7 @@ func TestSharedCertificate(t *testing.T) {
 			n, _ := unstarted(t)
 			in := 0
 			for ; in < maxPeers; in++ {
-				if err := n.known(numbered(in), shared, x.from(in), false); err != nil {
+				if err := n.announce(numbered(in), shared, x.from(in), false); err != nil {
 					if !strings.Contains(err.Error(), "give each node a certificate of its own") {
 						t.Error(err)
 					}
@@ -227,7 +227,7 @@ func TestSharedCertificate(t *testing.T) {
 				t.Errorf("%d were accepted, want %d", in, x.most)
 			}
 			if in < maxPeers {
-				if err := n.known(numbered(maxPeers), hello.Identity{8}, x.from(0), false); err != nil {
+				if err := n.announce(numbered(maxPeers), hello.Identity{8}, x.from(0), false); err != nil {
 					t.Errorf("a peer with another certificate: %v", err)
 				}
 			}
@@ -243,7 +243,7 @@ func TestMoreMembersThanPlaces(t *testing.T) {
 		n, _ := unstarted(t)
 		in := 0
 		for i := range 2 * maxPeers {
-			switch err := n.known(numbered(i), hello.Identity{}, "10.0.0.1", true); {
+			switch err := n.announce(numbered(i), hello.Identity{}, "10.0.0.1", true); {
 			case err == nil:
 				in++
 				n.up(t, numbered(i))
@@ -255,7 +255,7 @@ func TestMoreMembersThanPlaces(t *testing.T) {
 			t.Errorf("%d members were preconnected, want %d", in, maxPreconnected)
 		}
 		need := func(i int) error {
-			return n.known(numbered(4*maxPeers+i), hello.Identity{}, "10.0.0.1",
+			return n.announce(numbered(4*maxPeers+i), hello.Identity{}, "10.0.0.1",
 				false)
 		}
 		for i := range maxPeers - maxPreconnected {
@@ -327,7 +327,7 @@ func TestEvictedStaysOut(t *testing.T) {
 	victim, a := start(t, slow), start(t, nil)
 	victim.sessions.idleAfter = 0
 	for i := range maxPreconnected {
-		if err := victim.known(numbered(i), hello.Identity{}, "10.0.0.1", true); err != nil {
+		if err := victim.announce(numbered(i), hello.Identity{}, "10.0.0.1", true); err != nil {
 			t.Fatal(err)
 		}
 		victim.up(t, numbered(i))
