@@ -4,6 +4,7 @@ package delivery
 
 import (
 	"bytes"
+	"net"
 	"net/netip"
 	"slices"
 	"sync"
@@ -241,4 +242,30 @@ func TestSilentLane(t *testing.T) {
 			})
 		})
 	}
+}
+
+// The frames of a lane that ends leave at once on another lane.
+func TestEndedLane(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		a, b := newEnd(1), newEnd(2)
+		defer a.Close(nil)
+		defer b.Close(nil)
+		x, _ := connect(t, a, b, netip.MustParseAddr("10.0.0.1"))
+		connect(t, a, b, netip.MustParseAddr("10.0.1.1"))
+		a.Prefer(x.local)
+		x.silence()
+		for i := range uint64(3) {
+			if err := a.Send(await(i+1), false); err != nil {
+				t.Fatal(err)
+			}
+		}
+		x.Fail(net.ErrClosed)
+		if left, closed := a.Remove(x); left != 1 || closed {
+			t.Errorf("%d lanes are left, closed %v", left, closed)
+		}
+		synctest.Wait() // no time passes
+		if got := b.delivered(); !slices.Equal(got, []uint64{1, 2, 3}) {
+			t.Errorf("delivered %v", got)
+		}
+	})
 }
