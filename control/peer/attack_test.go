@@ -206,3 +206,20 @@ func TestNothingAfterDown(t *testing.T) {
 		t.Errorf("handled %v, downs %v", done, a.downs)
 	}
 }
+
+// A peer loses its session, as an evicted one, and counts frames from one again. This side ends its
+// own session too, reports that, and a new session carries frames.
+func TestPeerLosesItsSession(t *testing.T) {
+	a, b := start(t, slow), start(t, slow)
+	join(t, a, b)
+	if err := a.Send(b.opt.Boot, commit(1)); err != nil {
+		t.Fatal(err)
+	}
+	b.inOrder(a.opt.Boot, 1)
+	b.sessions.end(b.sessionOf(a), errEvicted)
+	a.until("the old session is over", func() bool { return slices.ContainsFunc(a.downs, proved) })
+	b.mu.Lock()
+	clear(b.got)
+	b.mu.Unlock()
+	a.deliver(b)
+}
