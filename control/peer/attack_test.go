@@ -208,7 +208,7 @@ func TestNothingAfterDown(t *testing.T) {
 }
 
 // A peer loses its session, as an evicted one, and counts frames from one again. This side ends its
-// own session too, reports that, and a new session carries frames.
+// own session too, reports that, and the next session stays.
 func TestPeerLosesItsSession(t *testing.T) {
 	a, b := start(t, slow), start(t, slow)
 	join(t, a, b)
@@ -216,10 +216,25 @@ func TestPeerLosesItsSession(t *testing.T) {
 		t.Fatal(err)
 	}
 	b.inOrder(a.opt.Boot, 1)
-	b.sessions.end(b.sessionOf(a), errEvicted)
-	a.until("the old session is over", func() bool { return slices.ContainsFunc(a.downs, proved) })
-	b.mu.Lock()
-	clear(b.got)
-	b.mu.Unlock()
-	a.deliver(b)
+	for n := 1; n <= 3; n++ {
+		for _, x := range []struct{ loses, other *node }{{b, a}, {a, b}} {
+			x.loses.sessions.end(x.loses.sessionOf(x.other), errEvicted)
+			x.other.until("the old session is over", func() bool {
+				return slices.ContainsFunc(x.other.downs, proved)
+			})
+			for _, y := range []*node{a, b} {
+				y.note(func() { clear(y.got) })
+			}
+			a.deliver(b)
+			b.deliver(a)
+			for _, y := range []*node{a, b} {
+				y.note(func() {
+					if len(y.downs) != 1 {
+						t.Errorf("%d sessions ended, want the old one only", len(y.downs))
+					}
+					y.downs = nil
+				})
+			}
+		}
+	}
 }

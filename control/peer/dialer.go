@@ -210,11 +210,11 @@ func (d *dialer) addLane(s *session, c net.Conn, over *opening.TLS, addr string,
 	if err != nil {
 		return nil, err //nolint:wrapcheck // it names the lane
 	}
-	if len(attach) != incarnationBytes {
+	if len(attach) != len(incarnation{}) {
 		return nil, fmt.Errorf("peer: lane of %s attaches %d bytes, want %d: %w", s.boot, len(attach),
-			incarnationBytes, wire.ErrMalformed)
+			len(incarnation{}), wire.ErrMalformed)
 	}
-	theirs := [incarnationBytes]byte(attach)
+	theirs := incarnation(attach)
 	s.life.Lock()
 	if err := s.channel.Admit(); err != nil {
 		s.life.Unlock()
@@ -226,7 +226,7 @@ func (d *dialer) addLane(s *session, c net.Conn, over *opening.TLS, addr string,
 		// session.
 		s.mu.Unlock()
 		s.life.Unlock()
-		d.sessions.end(s, errors.New("peer: the peer began a new session"))
+		d.sessions.renew(s)
 		return nil, fmt.Errorf("peer: %s began a new session: %w", s.boot, wire.ErrRefused)
 	}
 	s.proved, s.theirs = true, theirs

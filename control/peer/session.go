@@ -15,14 +15,15 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-const incarnationBytes = 16
+// incarnation distinguishes the sessions of one side with a boot.
+type incarnation [16]byte
 
 // session is the state with one other process: its handshake, and whether it is up. The channel has
 // the lanes and the frames.
 type session struct {
 	boot        transfer.Boot
-	source      netip.Prefix           // of its first Hello
-	incarnation [incarnationBytes]byte // distinguishes this side's sessions with the boot
+	source      netip.Prefix // of its first Hello
+	incarnation incarnation  // of this side
 	channel     *delivery.Channel
 
 	life sync.Mutex // serializes PeerUp and PeerDown; while it is held no lane is added
@@ -39,7 +40,7 @@ type session struct {
 	dialed     bool     // this side opened it, so this side reopens it
 	lastDial   time.Time
 	proved     bool // a lane was open once, and theirs is valid
-	theirs     [incarnationBytes]byte
+	theirs     incarnation
 	member     bool // gossip lists it
 
 	railsLogged bool // a message about the peer's rails

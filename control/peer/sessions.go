@@ -3,6 +3,7 @@
 package peer
 
 import (
+	"errors"
 	"fmt"
 	"maps"
 	"net"
@@ -33,11 +34,13 @@ type sessions struct {
 	all             map[transfer.Boot]*session
 	superseded      map[transfer.Boot]bool
 	supersededOrder []transfer.Boot
+	inherited       map[transfer.Boot]incarnation // see renew
 }
 
 func newSessions(c *core) *sessions {
 	t := &sessions{core: c, stuckAfter: stuckAfter, idleAfter: idleAfter,
-		all: map[transfer.Boot]*session{}, superseded: map[transfer.Boot]bool{}}
+		all: map[transfer.Boot]*session{}, superseded: map[transfer.Boot]bool{},
+		inherited: map[transfer.Boot]incarnation{}}
 	t.budget = delivery.NewBudget(delivery.MaxWaiting, t.shedSoon)
 	return t
 }
@@ -148,11 +151,39 @@ func (t *sessions) getOrAddLocked(boot transfer.Boot, c caller) (*session, error
 	s, err := newSession(boot, c, delivery.New(boot, t.budget, func(f *peerv1.ControlFrame) {
 		t.opt.Handler.Control(boot, f)
 	}))
-	if err == nil {
-		t.all[boot] = s
+	if err != nil {
+		return nil, err
 	}
-	return s, err
+	if old, ok := t.inherited[boot]; ok {
+		s.incarnation = old
+		delete(t.inherited, boot)
+	}
+	t.all[boot] = s
+	return s, nil
 }
+
+// renew ends a session because the peer has begun a new one. The peer may have accepted the
+// incarnation of the old session already: the next session keeps it, or the peer would end its new
+// session for the same reason, and so on. The peer's new session has no frame of the old one,
+// because no lane to it was added.
+func (t *sessions) renew(s *session) {
+	s.life.Lock()
+	defer s.life.Unlock()
+	t.mu.Lock()
+	if t.all[s.boot] == s {
+		for boot := range t.inherited {
+			if len(t.inherited) < maxPeers {
+				break
+			}
+			delete(t.inherited, boot) // any: without it a renewal may take several tries
+		}
+		t.inherited[s.boot] = s.incarnation
+	}
+	t.mu.Unlock()
+	t.endLocked(s, errRenewed)
+}
+
+var errRenewed = errors.New("peer: the peer began a new session")
 
 // end closes a session, waits for a frame that the handler may be processing, calls PeerDown, and
 // removes the session. Only then can there be another session with the boot, so that its PeerUp
