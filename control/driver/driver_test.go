@@ -11,7 +11,7 @@ import (
 	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/lease"
 	"github.com/kvspray/kvspray/internal/sys/mem"
@@ -29,8 +29,8 @@ func (nothing) Send(transfer.Boot, *peerv1.ControlFrame)        {}
 func (nothing) Describe(transfer.Boot, [32]byte)                {}
 func (nothing) Compare(exec.Comparison)                         {}
 func (nothing) Complete(*exec.Action)                           {}
-func (nothing) Follow(*connector.Worker, bool)                  {}
-func (nothing) Forget(*connector.Worker)                        {}
+func (nothing) Follow(*engines.Worker, bool)                    {}
+func (nothing) Forget(*engines.Worker)                          {}
 func (nothing) Rail(string, string) (transport.Rail, bool)      { return transport.Rail{}, false }
 func (nothing) DeviceSlices() bool                              { return false }
 func (nothing) LaneUp(transport.Lane)                           {}
@@ -83,8 +83,8 @@ func TestWedged(t *testing.T) {
 		done := make(chan struct{})
 		go func() { // its action Connect blocks
 			defer close(done)
-			d.Events.Await(connector.Await{Peer: "elsewhere:1", TTL: time.Hour},
-				func(connector.Admission) {})
+			d.Events.Await(engines.Await{Peer: "elsewhere:1", TTL: time.Hour},
+				func(engines.Admission) {})
 		}()
 		synctest.Wait()
 		wedged(wedgedActions)

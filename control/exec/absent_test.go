@@ -6,7 +6,7 @@ import (
 	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/lease"
 	"github.com/kvspray/kvspray/transfer"
 )
@@ -16,7 +16,7 @@ func (s *sim) rest(d time.Duration) { s.run(s.now+d, func() bool { return false 
 
 // again is the receiver's lease as its engine presents it to another sidecar: the same id, another
 // epoch.
-func (n *simNode) again(w *connector.Worker, l *simLease, k transfer.Key, peer string,
+func (n *simNode) again(w *engines.Worker, l *simLease, k transfer.Key, peer string,
 	deadline time.Duration) *simLease {
 	id := l.id
 	id.Epoch++
@@ -24,7 +24,7 @@ func (n *simNode) again(w *connector.Worker, l *simLease, k transfer.Key, peer s
 		tokens: l.tokens}
 	n.leases[id] = m
 	n.event(func() {
-		n.ex.Expect(n.s.now, w, connector.Expect{Lease: id, Key: k, Peer: peer, Tokens: l.tokens,
+		n.ex.Expect(n.s.now, w, engines.Expect{Lease: id, Key: k, Peer: peer, Tokens: l.tokens,
 			Skip: []uint32{0}, Deadline: deadline, Partner: deadline / 2})
 	})
 	return m
@@ -74,8 +74,8 @@ func TestDestinationSidecarDies(t *testing.T) {
 			}
 			p.steps(src)
 			s.until("transfer", sec, func() bool { return src.done != nil && next.done != nil })
-			wantStatus(t, src, StatusOK)
-			wantStatus(t, next, StatusOK)
+			wantStatus(t, src, engines.StatusOK)
+			wantStatus(t, next, engines.StatusOK)
 			if src.done.Grants != 1 || len(p.ex.match.grants)+len(p.ex.match.absents) != 0 {
 				t.Errorf("served %d; %d grants and %d absent ones are left", src.done.Grants,
 					len(p.ex.match.grants), len(p.ex.match.absents))
@@ -98,13 +98,13 @@ func TestDestinationSidecarStaysAway(t *testing.T) {
 			t.Fatalf("over %v: gave up early: %s", over, src.done.Reason)
 		}
 		s.until("the source's end", 200*time.Millisecond, func() bool { return src.done != nil })
-		if wantStatus(t, src, StatusFailed); !strings.Contains(src.done.Reason,
+		if wantStatus(t, src, engines.StatusFailed); !strings.Contains(src.done.Reason,
 			"presented the lease again") {
 			t.Errorf("over %v: reason %q", over, src.done.Reason)
 		}
 		if !over {
 			s.until("the receiver's end", sec, func() bool { return dst.done != nil })
-			wantStatus(t, dst, StatusFailed)
+			wantStatus(t, dst, engines.StatusFailed)
 		}
 	}
 }
@@ -121,8 +121,8 @@ func TestDestinationSidecarComesBack(t *testing.T) {
 	s.rest(9 * sec)
 	p.steps(src)
 	s.until("transfer", sec, func() bool { return src.done != nil && dst.done != nil })
-	wantStatus(t, src, StatusOK)
-	wantStatus(t, dst, StatusOK)
+	wantStatus(t, src, engines.StatusOK)
+	wantStatus(t, dst, engines.StatusOK)
 }
 
 // Only the same lease of the same prompt gets the place of one whose sidecar is away; who else asks
@@ -193,7 +193,7 @@ func TestSessionTakenOver(t *testing.T) {
 			d.event(func() { d.ex.WorkerGone(s.now, dw, false, "superseded") })
 			s.until("the fence", sec, func() bool { return d.fenced[dw] })
 			s.until("the source's end", sec, func() bool { return src.done != nil })
-			if wantStatus(t, src, StatusFailed); !strings.Contains(src.done.Reason, gaveUp) ||
+			if wantStatus(t, src, engines.StatusFailed); !strings.Contains(src.done.Reason, gaveUp) ||
 				len(p.ex.match.grants)+len(p.ex.match.absents) != 0 {
 				t.Errorf("%q; %d grants and %d absent ones are left", src.done.Reason, len(p.ex.match.grants),
 					len(p.ex.match.absents))
@@ -234,7 +234,7 @@ func TestSourceSidecarIsGoneForGood(t *testing.T) {
 		return first.done != nil
 	})
 	for _, l := range append(late, first) {
-		if wantStatus(t, l, StatusExpired); !strings.Contains(l.done.Reason, "refused") {
+		if wantStatus(t, l, engines.StatusExpired); !strings.Contains(l.done.Reason, "refused") {
 			t.Errorf("reason %q", l.done.Reason)
 		}
 	}
@@ -246,7 +246,7 @@ func TestForbiddenAddress(t *testing.T) {
 	s.never = "q:1"
 	l := d.expect(dw, 1, testKey(3, 1), "q:1", 64, 0, 20*sec)
 	s.rest(100 * time.Millisecond)
-	if wantStatus(t, l, StatusExpired); !strings.Contains(l.done.Reason, ErrNotPossible.Error()) {
+	if wantStatus(t, l, engines.StatusExpired); !strings.Contains(l.done.Reason, ErrNotPossible.Error()) {
 		t.Errorf("reason %q", l.done.Reason)
 	}
 }
@@ -269,6 +269,6 @@ func TestManyWaitForOneTry(t *testing.T) {
 	}
 	s.rest(sec)
 	for _, l := range d.leases {
-		wantStatus(t, l, StatusExpired)
+		wantStatus(t, l, engines.StatusExpired)
 	}
 }

@@ -4,7 +4,7 @@ import (
 	"strings"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/transfer"
 )
 
@@ -20,7 +20,7 @@ type queries struct {
 // query is one admission query of an engine.
 type query struct {
 	id   uint64
-	a    connector.Await
+	a    engines.Await
 	ep   *endpoint
 	sent transfer.Boot // the peer that was asked last
 	end  Instant
@@ -28,16 +28,16 @@ type query struct {
 }
 
 // open is Exec.Await.
-func (qs *queries) open(now Instant, id uint64, a connector.Await) {
+func (qs *queries) open(now Instant, id uint64, a engines.Await) {
 	if qs.draining || len(qs.byToken) >= qs.cfg.MaxPending {
 		x := qs.emit(Answer)
-		x.Await, x.Admission = id, connector.Admission{State: "refused",
+		x.Await, x.Admission = id, engines.Admission{State: "refused",
 			Message: "sidecar is draining, or has too many questions open"}
 		return
 	}
 	if why := qs.endpoints.unreachable(now, a.Peer); why != "" {
 		x := qs.emit(Answer)
-		x.Await, x.Admission = id, connector.Admission{State: "gone", Message: why}
+		x.Await, x.Admission = id, engines.Admission{State: "gone", Message: why}
 		return
 	}
 	ttl := a.TTL
@@ -46,7 +46,7 @@ func (qs *queries) open(now Instant, id uint64, a connector.Await) {
 	}
 	w := &query{id: id, a: a, end: now + min(ttl, MaxDeadline)}
 	w.t = newTimer(func(Instant) {
-		qs.answer(w, connector.Admission{State: "gone", Message: "no answer from " + a.Peer + " in time"})
+		qs.answer(w, engines.Admission{State: "gone", Message: "no answer from " + a.Peer + " in time"})
 	})
 	// The peer answers at the TTL; this timer is for a lost answer.
 	qs.agenda.arm(w.t, w.end+qs.cfg.Grace/4)
@@ -66,7 +66,7 @@ func (qs *queries) ask(now Instant, w *query) {
 		return
 	}
 	if qs.alone(w.ep.peer, w.a.Engine, w.a.Key) {
-		qs.answer(w, connector.Admission{State: "refused", Message: "it is this engine's own sidecar, " +
+		qs.answer(w, engines.Admission{State: "refused", Message: "it is this engine's own sidecar, " +
 			"and no other engine is registered there: name " +
 			"the prefill engine's (--prefill-peer of kvspray proxy, which arrives as " +
 			"kv_transfer_params.kvspray.peer)"})
@@ -92,7 +92,7 @@ func (qs *queries) alone(p *peer, engine string, k transfer.Key) bool {
 	return true
 }
 
-func (qs *queries) answer(w *query, ad connector.Admission) {
+func (qs *queries) answer(w *query, ad engines.Admission) {
 	if qs.byToken[w.id] != w {
 		return
 	}
@@ -117,7 +117,7 @@ func (qs *queries) onAdmitted(p *peer, m *peerv1.Admitted) error {
 		return wrong(BadAnswer, "admitted: question %d was put to another peer, or to none yet",
 			m.Token)
 	}
-	ad := connector.Admission{Tokens: m.Tokens, Message: m.Message, State: "gone"}
+	ad := engines.Admission{Tokens: m.Tokens, Message: m.Message, State: "gone"}
 	switch m.State {
 	case peerv1.Admitted_ADMITTED:
 		ad.State = "admitted"

@@ -10,7 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
@@ -24,7 +24,7 @@ const benchPeers = 4
 type loadedExec struct {
 	tb     testing.TB
 	e      *Exec
-	w      *connector.Worker
+	w      *engines.Worker
 	peers  [benchPeers]transfer.Boot
 	tokens uint32
 	now    Instant
@@ -50,7 +50,7 @@ func newLoaded(tb testing.TB, open int, tokens uint32) *loadedExec {
 	x := &loadedExec{tb: tb, tokens: tokens, now: sec, slotOf: map[transfer.LeaseID]uint32{}}
 	x.e = New(Config{Boot: transfer.Boot{200}, Planner: simPlanner{}, Transports: []string{"tcp"},
 		Deadline: MaxDeadline})
-	x.w = &connector.Worker{Name: "w",
+	x.w = &engines.Worker{Name: "w",
 		Layout: &layout.Layout{Groups: []layout.Group{{TokensPerBlock: simBlock,
 			Layers: make([]layout.Layer, simLayers)}}}}
 	x.e.WorkerUp(x.w)
@@ -84,7 +84,7 @@ func (x *loadedExec) begin() {
 	binary.BigEndian.PutUint64(k.Xfer[:], x.next)
 	src := transfer.LeaseID{Boot: x.w.Boot, ID: x.next}
 	dst := transfer.LeaseID{Boot: transfer.Boot{100}, ID: x.next}
-	x.e.Intent(x.now, x.w, connector.Intent{Lease: src, Key: k, Tokens: x.tokens, Fanout: 1,
+	x.e.Intent(x.now, x.w, engines.Intent{Lease: src, Key: k, Tokens: x.tokens, Fanout: 1,
 		Deadline: MaxDeadline})
 	plan, err := newSimPlan(x.tokens, []uint32{0})
 	if err != nil {
@@ -114,7 +114,7 @@ func (x *loadedExec) begin() {
 		x.tb.Fatal(err)
 	}
 	for l := range simLayers {
-		x.e.Progress(x.now, x.w, []connector.Progress{{Lease: src, Layer: l, Tokens: x.tokens,
+		x.e.Progress(x.now, x.w, []engines.Progress{{Lease: src, Layer: l, Tokens: x.tokens,
 			Final: true}})
 	}
 	x.left[i][slot] = left{gen, int32(plan.space.NumChunks())}

@@ -11,7 +11,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec/credit"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/transfer"
@@ -31,9 +31,9 @@ func manyBoot(i int) (b transfer.Boot) {
 	return b
 }
 
-func manyExec() (*Exec, *connector.Worker) {
+func manyExec() (*Exec, *engines.Worker) {
 	e := New(Config{Boot: transfer.Boot{200}, Planner: simPlanner{}, Transports: []string{"tcp"}})
-	w := &connector.Worker{Boot: transfer.Boot{2}, Layout: &layout.Layout{
+	w := &engines.Worker{Boot: transfer.Boot{2}, Layout: &layout.Layout{
 		Groups: []layout.Group{{TokensPerBlock: simBlock, Layers: make([]layout.Layer, simLayers)}}}}
 	e.WorkerUp(w)
 	return e, w
@@ -49,7 +49,7 @@ func TestLossOfAllPeers(t *testing.T) {
 			e.PeerUp(now, fmt.Sprint("p:", i), manyBoot(i))
 		}
 		for id := range manyLeases {
-			e.Expect(now, w, connector.Expect{Lease: transfer.LeaseID{Boot: w.Boot, ID: uint64(id + 1),
+			e.Expect(now, w, engines.Expect{Lease: transfer.LeaseID{Boot: w.Boot, ID: uint64(id + 1),
 				Epoch: 1}, Key: testKey(byte(id), byte(id>>8)),
 				Peer: fmt.Sprint("p:", id%manyPeers), Tokens: 64, Skip: []uint32{0}, Deadline: 30 * sec})
 		}
@@ -107,7 +107,7 @@ func TestIdlePeersAreNotMeasured(t *testing.T) {
 		}
 	}
 	for id := range manyPeers { // each has a grant from us
-		e.Expect(now, w, connector.Expect{Lease: transfer.LeaseID{Boot: w.Boot, ID: uint64(id + 1),
+		e.Expect(now, w, engines.Expect{Lease: transfer.LeaseID{Boot: w.Boot, ID: uint64(id + 1),
 			Epoch: 1}, Key: testKey(byte(id), byte(id>>8)),
 			Peer: fmt.Sprint("p:", id), Tokens: 64, Skip: []uint32{0}, Deadline: 30 * sec})
 	}
@@ -211,7 +211,7 @@ func TestOneDeadlineForAll(t *testing.T) {
 	e, w := manyExec()
 	now := sec
 	for id := range manyLeases {
-		e.Expect(now, w, connector.Expect{Lease: transfer.LeaseID{Boot: w.Boot, ID: uint64(id + 1),
+		e.Expect(now, w, engines.Expect{Lease: transfer.LeaseID{Boot: w.Boot, ID: uint64(id + 1),
 			Epoch: 1}, Key: testKey(byte(id), byte(id>>8)),
 			Peer: fmt.Sprint("p:",
 				id%manyPeers), Tokens: 64, Skip: []uint32{0}, Deadline: 30 * sec})

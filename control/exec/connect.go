@@ -4,7 +4,7 @@ import (
 	"errors"
 	"maps"
 
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/lease"
 	"github.com/kvspray/kvspray/transfer"
 )
@@ -102,10 +102,10 @@ func (e *Exec) noListener(now Instant, ep *endpoint, err error) {
 	ep.breaker = breaker{failing: now, fails: 1, why: err.Error()}
 	ep.refs++ // the caller still uses the entry
 	for _, d := range inOrder(maps.Keys(ep.waiting)) {
-		e.dests.closeBy(now, d, e.dests.timeOut(d), StatusExpired, err.Error())
+		e.dests.closeBy(now, d, e.dests.timeOut(d), engines.StatusExpired, err.Error())
 	}
 	for _, w := range queriesInOrder(maps.Keys(ep.queries)) {
-		e.queries.answer(w, connector.Admission{State: "gone", Message: err.Error()})
+		e.queries.answer(w, engines.Admission{State: "gone", Message: err.Error()})
 	}
 	ep.refs--
 }

@@ -6,7 +6,7 @@ import (
 	"slices"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/lease"
 	"github.com/kvspray/kvspray/transfer"
 )
@@ -55,7 +55,7 @@ func (ds *dests) decline(now Instant, addr string, d declined) {
 }
 
 // declineAll is Exec.Decline.
-func (ds *dests) declineAll(now Instant, d connector.Decline) {
+func (ds *dests) declineAll(now Instant, d engines.Decline) {
 	if d.World < 1 || d.World > lease.MaxTeam {
 		return
 	}

@@ -6,7 +6,7 @@ import (
 	"testing"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/lease"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/transfer"
@@ -15,7 +15,7 @@ import (
 // unable is a planner that refuses what an engine expects.
 type unable struct{ simPlanner }
 
-func (unable) Receive(*connector.Worker, *connector.Expect) (Plan, error) {
+func (unable) Receive(*engines.Worker, *engines.Expect) (Plan, error) {
 	return nil, errors.New("blocks[0]: 3 blocks: 64 tokens need 4")
 }
 
@@ -32,9 +32,9 @@ func TestReceiverCannotPlan(t *testing.T) {
 		}
 		src := p.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)
 		dst := n.expect(w, 1, testKey(1, 1), "p:1", 64, 0, 30*sec)
-		wantStatus(t, dst, StatusRefused)
+		wantStatus(t, dst, engines.StatusRefused)
 		s.until("the source's end", sec, func() bool { return src.done != nil })
-		if wantStatus(t, src, StatusFailed); !strings.Contains(src.done.Reason, "64 tokens need 4") {
+		if wantStatus(t, src, engines.StatusFailed); !strings.Contains(src.done.Reason, "64 tokens need 4") {
 			t.Errorf("known %v: reason %q", known, src.done.Reason)
 		}
 		// And where the refusal comes first.
@@ -42,7 +42,7 @@ func TestReceiverCannotPlan(t *testing.T) {
 		s.rest(sec)
 		late := p.intent(pw, 2, testKey(2, 1), 64, 1, 30*sec)
 		s.until("the late source's end", sec, func() bool { return late.done != nil })
-		wantStatus(t, late, StatusFailed)
+		wantStatus(t, late, engines.StatusFailed)
 		if len(p.ex.match.pending.byKey) != 0 {
 			t.Errorf("%d words wait for nothing", len(p.ex.match.pending.byKey))
 		}
@@ -83,32 +83,32 @@ func TestCanceledWithoutAGrant(t *testing.T) {
 	d.ex.cfg.Planner = asking{}
 	s.until("the fence", sec, waiting)
 	d.event(func() { d.ex.Cancel(s.now, dw, 1, "") })
-	wantStatus(t, dst, StatusCancelled)
+	wantStatus(t, dst, engines.StatusCancelled)
 	s.until("the source's end", sec, func() bool { return src.done != nil })
-	wantStatus(t, src, StatusFailed)
+	wantStatus(t, src, engines.StatusFailed)
 }
 
 // asking is a planner that knows no layout of any peer.
 type asking struct{ simPlanner }
 
-func (asking) Send(*connector.Worker, *peerv1.Grant, *peerv1.Part) (Plan, error) {
+func (asking) Send(*engines.Worker, *peerv1.Grant, *peerv1.Part) (Plan, error) {
 	return nil, &UnknownLayout{Geometries: [][32]byte{{1}}}
 }
 
-func (asking) Divide(*connector.Worker, *connector.Expect, []Rank, func(string) uint64) ([]Part,
+func (asking) Divide(*engines.Worker, *engines.Expect, []Rank, func(string) uint64) ([]Part,
 	error) {
 	return nil, &UnknownLayout{Geometries: [][32]byte{{1}}}
 }
 
 // team is an executor whose engine has two ranks, each with an intent of the same prompt.
-func team(t *testing.T) (tg *target, ranks []*connector.Worker, intent func(rank int)) {
+func team(t *testing.T) (tg *target, ranks []*engines.Worker, intent func(rank int)) {
 	t.Helper()
 	tg = &target{ex: New(Config{Boot: transfer.Boot{1}, Endpoint: "p:1", Planner: simPlanner{},
 		Transports: []string{"tcp"}}), peer: transfer.Boot{9}}
 	tg.ex.PeerUp(1, "", tg.peer)
 	for r := range 2 {
-		w := &connector.Worker{Name: "w", Boot: transfer.Boot{2, byte(r)},
-			Place: connector.Place{Engine: "e", TP: r, TPSize: 2},
+		w := &engines.Worker{Name: "w", Boot: transfer.Boot{2, byte(r)},
+			Place: engines.Place{Engine: "e", TP: r, TPSize: 2},
 			Layout: &layout.Layout{Groups: []layout.Group{{TokensPerBlock: simBlock,
 				Layers: make([]layout.Layer, simLayers)}}}}
 		tg.ex.WorkerUp(w)
@@ -116,14 +116,14 @@ func team(t *testing.T) (tg *target, ranks []*connector.Worker, intent func(rank
 	}
 	return tg, ranks, func(rank int) {
 		w := ranks[rank]
-		tg.ex.Intent(2, w, connector.Intent{Lease: transfer.LeaseID{Boot: w.Boot, ID: 1, Epoch: 1},
+		tg.ex.Intent(2, w, engines.Intent{Lease: transfer.LeaseID{Boot: w.Boot, ID: 1, Epoch: 1},
 			Key: testKey(1, 1), Tokens: targetTokens, Fanout: 1,
 			Deadline: 30 * sec, Held: true})
 	}
 }
 
 // completed are the leases that ended, as the executor tells its engines.
-func (tg *target) completed() (out []connector.Completion) {
+func (tg *target) completed() (out []engines.Completion) {
 	for tg.ex.Drain(&tg.batch) {
 		for i := range tg.batch.Actions {
 			if a := &tg.batch.Actions[i]; a.Kind == Complete {
@@ -164,7 +164,7 @@ func TestTeamsDecline(t *testing.T) {
 	if err := tg.ex.Message(4, tg.peer, decline(2)); err != nil {
 		t.Fatal(err)
 	}
-	if done := tg.completed(); len(done) != 2 || done[0].Status != StatusFailed ||
+	if done := tg.completed(); len(done) != 2 || done[0].Status != engines.StatusFailed ||
 		!strings.Contains(done[1].Reason, "plan") || len(tg.ex.match.pending.byKey) != 0 {
 		t.Errorf("%+v, %d wait", done, len(tg.ex.match.pending.byKey))
 	}
@@ -233,7 +233,7 @@ func TestRefusedAfterBinding(t *testing.T) {
 	}
 	say(x.live.gen)
 	s.until("the end", sec, func() bool { return dst.done != nil })
-	wantStatus(t, dst, StatusExpired)
+	wantStatus(t, dst, engines.StatusExpired)
 }
 
 // Grants are counted in 32 bits, and what comes after the last number is newer than it.
@@ -250,7 +250,7 @@ func TestGrantsOutliveTheirCount(t *testing.T) {
 		s.rest(300 * 1e3)
 	}
 	s.until("transfer", sec, func() bool { return dst.done != nil && src.done != nil })
-	wantStatus(t, dst, StatusOK)
+	wantStatus(t, dst, engines.StatusOK)
 	if g := d.ex.dests.grants; g == 0 || g > 3 {
 		t.Errorf("%d is the last grant's number: they did not wrap", g)
 	}
@@ -264,7 +264,7 @@ func TestSchedulerDeclines(t *testing.T) {
 			s, p, d, pw, _ := pair(t, 5, 0)
 			give := func() {
 				d.event(func() {
-					d.ex.Decline(s.now, connector.Decline{Boot: transfer.Boot{99}, ID: 7, Engine: "e",
+					d.ex.Decline(s.now, engines.Decline{Boot: transfer.Boot{99}, ID: 7, Engine: "e",
 						World: world, Key: testKey(1, 1), Peer: "p:1", Reason: "aborted"})
 				})
 			}
@@ -281,7 +281,7 @@ func TestSchedulerDeclines(t *testing.T) {
 				give()
 			}
 			s.until("the source's end", sec/10, func() bool { return src.done != nil })
-			if wantStatus(t, src, StatusFailed); !strings.Contains(src.done.Reason, "aborted") {
+			if wantStatus(t, src, engines.StatusFailed); !strings.Contains(src.done.Reason, "aborted") {
 				t.Errorf("world %d, first %v: reason %q", world, first, src.done.Reason)
 			}
 			if len(p.ex.match.pending.byKey) != 0 {
@@ -297,15 +297,15 @@ func TestSchedulerDeclinesOneOfTwo(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 5, 0)
 	src := p.intent(pw, 1, testKey(1, 1), 512, 2, 30*sec)
 	d.event(func() {
-		d.ex.Decline(s.now, connector.Decline{Boot: transfer.Boot{99}, ID: 7, Engine: "e", World: 2,
+		d.ex.Decline(s.now, engines.Decline{Boot: transfer.Boot{99}, ID: 7, Engine: "e", World: 2,
 			Key: testKey(1, 1), Peer: "p:1"})
 	})
 	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 30*sec)
 	s.rest(50 * 1e6)
 	p.steps(src)
 	s.until("the transfer", sec, func() bool { return dst.done != nil && src.done != nil })
-	wantStatus(t, dst, StatusOK)
-	wantStatus(t, src, StatusOK)
+	wantStatus(t, dst, engines.StatusOK)
+	wantStatus(t, src, engines.StatusOK)
 }
 
 // A request that is refused before its prompt is known is given up by its transfer alone: each
@@ -315,7 +315,7 @@ func TestSchedulerDeclinesEveryPrompt(t *testing.T) {
 	one := p.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)
 	other := p.intent(pw, 2, testKey(2, 1), 64, 1, 30*sec)
 	d.event(func() {
-		d.ex.Decline(s.now, connector.Decline{Boot: transfer.Boot{99}, ID: 7, Engine: "e", World: 2,
+		d.ex.Decline(s.now, engines.Decline{Boot: transfer.Boot{99}, ID: 7, Engine: "e", World: 2,
 			Key: transfer.Key{Xfer: testKey(1, 1).Xfer}, Peer: "p:1"})
 	})
 	s.until("the first", sec/10, func() bool { return one.done != nil })
@@ -337,11 +337,11 @@ func TestSchedulerDeclinesAreBounded(t *testing.T) {
 	n.hangs = map[string]bool{"q:1": true}
 	for i := range 2 * maxQueuedRevokes {
 		n.event(func() {
-			n.ex.Decline(s.now, connector.Decline{Boot: transfer.Boot{99}, ID: uint64(i), World: 2,
+			n.ex.Decline(s.now, engines.Decline{Boot: transfer.Boot{99}, ID: uint64(i), World: 2,
 				Key: testKey(1, byte(i)), Peer: "q:1"})
 		})
 	}
-	n.event(func() { n.ex.Decline(s.now, connector.Decline{World: lease.MaxTeam + 1, Peer: "r:1"}) })
+	n.event(func() { n.ex.Decline(s.now, engines.Decline{World: lease.MaxTeam + 1, Peer: "r:1"}) })
 	if k := len(n.ex.endpoints.byAddr["q:1"].queuedRevokes); k != maxQueuedRevokes ||
 		n.ex.endpoints.byAddr["r:1"] != nil {
 		t.Errorf("%d words wait, want %d", k, maxQueuedRevokes)

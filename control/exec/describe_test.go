@@ -5,7 +5,7 @@ import (
 	"fmt"
 	"testing"
 
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/lease"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/transfer"
@@ -16,7 +16,7 @@ import (
 func TestDescribingAPeerThatIsAway(t *testing.T) {
 	for _, gone := range []bool{true, false} {
 		e := New(Config{Boot: transfer.Boot{1}, Planner: asking{}, Transports: []string{"tcp"}})
-		w := &connector.Worker{Boot: transfer.Boot{2},
+		w := &engines.Worker{Boot: transfer.Boot{2},
 			Layout: &layout.Layout{Groups: []layout.Group{{TokensPerBlock: simBlock,
 				Layers: make([]layout.Layer, simLayers)}}}}
 		e.WorkerUp(w)
@@ -24,7 +24,7 @@ func TestDescribingAPeerThatIsAway(t *testing.T) {
 		e.PeerUp(1, "p:1", p)
 		e.peers.byBoot[p].ranks = []Rank{{Name: "pp0/tp0", Geometry: [32]byte{1}}}
 		id := transfer.LeaseID{Boot: w.Boot, ID: 1, Epoch: 1}
-		e.Expect(2, w, connector.Expect{Lease: id, Key: testKey(1, 1), Peer: "p:1", Tokens: 64,
+		e.Expect(2, w, engines.Expect{Lease: id, Key: testKey(1, 1), Peer: "p:1", Tokens: 64,
 			Skip: []uint32{0}, Deadline: 30 * sec})
 		e.dests.byID[id].told = true
 		away := fmt.Errorf("call: %w", ErrNoAnswer)
@@ -44,7 +44,7 @@ func TestDescribingAPeerThatIsAway(t *testing.T) {
 		if !gone {
 			e.Described(now, p, [32]byte{1}, errors.New("no layout with that geometry"))
 			if done := only(t, drained(e), Complete); len(done) != 1 || done[0].Completion.Status !=
-				StatusFailed {
+				engines.StatusFailed {
 				t.Errorf("%+v", done)
 			}
 			continue

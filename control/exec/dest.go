@@ -8,7 +8,7 @@ import (
 	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/lease"
 	"github.com/kvspray/kvspray/transfer"
 )
@@ -38,7 +38,7 @@ func newDests(c *core, e *Exec) *dests {
 type dest struct {
 	lease.Dest
 	ws           *worker
-	x            *connector.Expect
+	x            *engines.Expect
 	plan         Plan
 	ep           *endpoint
 	at           transfer.Boot // the entry of dests.byPeer that lists it
@@ -79,7 +79,7 @@ func (ds *dests) grantedTo(boot transfer.Boot) (all []*dest) {
 }
 
 // open is Exec.Expect.
-func (ds *dests) open(now Instant, w *connector.Worker, x connector.Expect) {
+func (ds *dests) open(now Instant, w *engines.Worker, x engines.Expect) {
 	ws := ds.workers.all[w]
 	if ws == nil || ws.gone || ws.dests[x.Lease.ID] != nil || ws.sources[x.Lease.ID] != nil {
 		return
@@ -87,7 +87,7 @@ func (ds *dests) open(now Instant, w *connector.Worker, x connector.Expect) {
 	refuse := func(reason string) {
 		a := ds.emit(Complete)
 		a.Worker = w
-		a.Completion = connector.Completion{Lease: x.Lease, Received: true, Status: StatusRefused,
+		a.Completion = engines.Completion{Lease: x.Lease, Received: true, Status: engines.StatusRefused,
 			Reason: reason}
 	}
 	team, err := teamOf(w, &x)
@@ -141,7 +141,7 @@ const teamDomain = "kvspray-team-v1"
 
 // teamOf names the receivers of a request. Every rank of the engine computes the same name, and no
 // other request has it.
-func teamOf(w *connector.Worker, x *connector.Expect) (id lease.TeamID, err error) {
+func teamOf(w *engines.Worker, x *engines.Expect) (id lease.TeamID, err error) {
 	if w.Place.World() > 1 {
 		if x.Req == "" {
 			return id, fmt.Errorf("the engine has %d ranks, and the request has no id by which theirs can "+
@@ -163,9 +163,9 @@ func teamNamed(format string, a ...any) (id lease.TeamID) {
 func (ds *dests) due(now Instant, d *dest) {
 	switch {
 	case now >= d.Deadline:
-		ds.closeBy(now, d, ds.timeOut(d), StatusExpired, withTrouble("the deadline passed", d.trouble))
+		ds.closeBy(now, d, ds.timeOut(d), engines.StatusExpired, withTrouble("the deadline passed", d.trouble))
 	case now >= d.MatchBy:
-		ds.closeBy(now, d, ds.timeOut(d), StatusExpired,
+		ds.closeBy(now, d, ds.timeOut(d), engines.StatusExpired,
 			withTrouble(fmt.Sprintf("no partner came within %v", d.matchTimeout), d.trouble))
 	default:
 		ds.agenda.arm(d.t, min(d.Deadline, d.MatchBy))
@@ -207,7 +207,7 @@ func (ds *dests) closeBy(now Instant, d *dest, cause Cause, status uint16, reaso
 	}
 	if waited {
 		ds.decline(now, d.ep.addr, declined{id: d.x.Lease, key: d.x.Key, team: d.team,
-			size: d.ws.w.Place.World(), gen: d.gen, reason: reason, far: status == StatusRefused})
+			size: d.ws.w.Place.World(), gen: d.gen, reason: reason, far: status == engines.StatusRefused})
 		ds.complete(now, d)
 		return
 	}
@@ -216,7 +216,7 @@ func (ds *dests) closeBy(now Instant, d *dest, cause Cause, status uint16, reaso
 	if fence {
 		ds.fence(d.live, cause)
 	}
-	if status != StatusOK {
+	if status != engines.StatusOK {
 		ds.send(d.Peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: &peerv1.Revoke{
 			Destination: leaseMsg(d.ID), Gen: d.live.gen, Reason: reason}}})
 	}
@@ -226,7 +226,7 @@ func (ds *dests) closeBy(now Instant, d *dest, cause Cause, status uint16, reaso
 func (ds *dests) regrant(now Instant, d *dest, cause Cause, why string) {
 	d.trouble = why
 	if d.Grants > ds.cfg.MaxRegrants {
-		ds.closeBy(now, d, cause, StatusFailed, fmt.Sprintf("granted %d times; last: %s", d.Grants, why))
+		ds.closeBy(now, d, cause, engines.StatusFailed, fmt.Sprintf("granted %d times; last: %s", d.Grants, why))
 		return
 	}
 	if fence, err := d.Close(false); err == nil && fence {
@@ -265,7 +265,7 @@ func (ds *dests) full(now Instant, l *ReceivePart) {
 // tryCommit closes a lease to writers once every part is full and bound.
 func (ds *dests) tryCommit(now Instant, d *dest) {
 	if d.live != nil && d.live.unfilled == 0 && d.State == lease.DestLanding {
-		ds.close(now, d, StatusOK, "")
+		ds.close(now, d, engines.StatusOK, "")
 	}
 }
 
@@ -325,7 +325,7 @@ func (ds *dests) complete(now Instant, d *dest) {
 			}
 		}
 	}
-	a.Completion = connector.Completion{Lease: d.ID, Received: true, Status: d.status,
+	a.Completion = engines.Completion{Lease: d.ID, Received: true, Status: d.status,
 		Took: now - d.began, Reason: d.reason}
 	a.Trace = &Trace{Key: d.Key, Req: d.x.Req, Source: d.Source, Dest: d.ID, Peer: d.Peer,
 		Slot: d.Slot, Gen: d.Gen, Grants: d.Grants,
@@ -339,7 +339,7 @@ func (ds *dests) complete(now Instant, d *dest) {
 	default:
 		a.Trace.Queue = now - d.began
 	}
-	if d.status == StatusOK {
+	if d.status == engines.StatusOK {
 		a.Completion.Bytes = bytes
 		ds.send(d.Peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{
 			Destination: leaseMsg(d.ID), Source: sources, Bytes: bytes}}})

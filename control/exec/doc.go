@@ -23,7 +23,7 @@ import (
 	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/lease"
 	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/transfer"
@@ -69,15 +69,15 @@ type Planner interface {
 	// Version counts the changes to how plans order bytes, of all that this planner makes. From 1.
 	Version() uint32
 	// Receive plans all that the engine of w wants.
-	Receive(w *connector.Worker, x *connector.Expect) (Plan, error)
+	Receive(w *engines.Worker, x *engines.Expect) (Plan, error)
 	// Divide plans the same from the ranks of another engine, each byte from exactly one of them; load
 	// is the bytes that a rank owes. The result has a part for every rank. If a layout is unknown, the
 	// error is an *UnknownLayout.
-	Divide(w *connector.Worker, x *connector.Expect, ranks []Rank, load func(rank string) uint64) (
+	Divide(w *engines.Worker, x *engines.Expect, ranks []Rank, load func(rank string) uint64) (
 		[]Part, error)
 	// Send plans a part of a grant, and checks that the layout of w can serve it. The error may be an
 	// *UnknownLayout.
-	Send(w *connector.Worker, g *peerv1.Grant, part *peerv1.Part) (Plan, error)
+	Send(w *engines.Worker, g *peerv1.Grant, part *peerv1.Part) (Plan, error)
 }
 
 // UnknownLayout asks for layouts of a peer. A Describe follows for each geometry, and then the
@@ -97,7 +97,7 @@ type Config struct {
 	Policy     spray.Policy
 	// Distance is how far one of our rails is from the memory of a worker: 1 to 3, as in package topo;
 	// 0: unknown. Nil: all are unknown.
-	Distance func(w *connector.Worker, transport, rail string) int
+	Distance func(w *engines.Worker, transport, rail string) int
 
 	// Zero values take the defaults below.
 	Deadline     time.Duration // of a lease that names none, and the longest
@@ -229,13 +229,13 @@ type Action struct {
 	Committed    bool  // CloseOrigin: the receiver committed what was sent
 	Lane         uint64
 	Slices       []transport.Slice // valid until the next Drain into the same Batch
-	Worker       *connector.Worker
+	Worker       *engines.Worker
 	On           bool // Follow
-	Completion   connector.Completion
+	Completion   engines.Completion
 	Trace        *Trace // Complete: set for leases that got as far as a partner
 	Text         string // LogViolation
 	Await        uint64
-	Admission    connector.Admission
+	Admission    engines.Admission
 
 	first, count int // of Slices in the batch, until Drain
 }
@@ -258,13 +258,13 @@ const (
 // causeOf is the cause of a fence where only the status is known.
 func causeOf(status uint16) Cause {
 	switch status {
-	case StatusOK:
+	case engines.StatusOK:
 		return ByCommit
-	case StatusCancelled:
+	case engines.StatusCancelled:
 		return ByCancel
-	case StatusExpired:
+	case engines.StatusExpired:
 		return ByDeadline
-	case StatusRefused:
+	case engines.StatusRefused:
 		return ByRefusal
 	}
 	return BySourceLost
@@ -299,8 +299,8 @@ type Trace struct {
 // destination lease.
 type ReceivePart struct {
 	Grant  transport.Grant // Sink is the driver's
-	Worker *connector.Worker
-	Expect *connector.Expect
+	Worker *engines.Worker
+	Expect *engines.Expect
 	Plan   Plan
 	Part   *peerv1.Part // as it is offered; what backends add goes into it
 
@@ -317,7 +317,7 @@ func (l *ReceivePart) Lease() transfer.LeaseID { return l.Expect.Lease }
 // SendPart is one part of a grant on the sender: a source lease serves it through one origin.
 type SendPart struct {
 	Origin transport.Origin // Source is the driver's
-	Worker *connector.Worker
+	Worker *engines.Worker
 	Lease  transfer.LeaseID // source, at the epoch that the bytes are read under; set by Bind
 	Dest   transfer.LeaseID
 	Key    transfer.Key

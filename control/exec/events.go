@@ -1,7 +1,7 @@
 package exec
 
 import (
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -12,7 +12,7 @@ func (e *Exec) Refusals() map[string]uint64 {
 }
 
 // Await sends an admission query to the sidecar at a.Peer. An Answer with that id follows.
-func (e *Exec) Await(now Instant, id uint64, a connector.Await) {
+func (e *Exec) Await(now Instant, id uint64, a engines.Await) {
 	e.queries.open(now, id, a)
 }
 
@@ -32,13 +32,13 @@ func (e *Exec) Measured(now Instant, grew []Inflow) {
 // Decline gives up a request for all ranks of an engine, before any of them has a lease: one call
 // of the scheduler saves a step of every rank. If the message is lost, the source waits for its
 // match timeout. A hash of zeros stands for every prompt of the transfer.
-func (e *Exec) Decline(now Instant, d connector.Decline) {
+func (e *Exec) Decline(now Instant, d engines.Decline) {
 	e.dests.declineAll(now, d)
 	e.assign(now)
 }
 
 // Expect opens a destination lease.
-func (e *Exec) Expect(now Instant, w *connector.Worker, x connector.Expect) {
+func (e *Exec) Expect(now Instant, w *engines.Worker, x engines.Expect) {
 	e.dests.open(now, w, x)
 	e.assign(now)
 }
@@ -57,7 +57,7 @@ func (e *Exec) FenceDone(now Instant, l *ReceivePart, err error) {
 }
 
 // WorkerUp introduces an engine worker.
-func (e *Exec) WorkerUp(w *connector.Worker) {
+func (e *Exec) WorkerUp(w *engines.Worker) {
 	e.workers.up(w)
 }
 
@@ -127,31 +127,31 @@ func (e *Exec) Moved(now Instant, lane uint64) {
 }
 
 // Intent opens a source lease.
-func (e *Exec) Intent(now Instant, w *connector.Worker, in connector.Intent) {
+func (e *Exec) Intent(now Instant, w *engines.Worker, in engines.Intent) {
 	e.sources.open(now, w, in)
 	e.assign(now)
 }
 
 // Hold reports that the engine keeps the blocks only for receivers. From now on the match timeout
 // runs.
-func (e *Exec) Hold(now Instant, w *connector.Worker, id uint64) {
+func (e *Exec) Hold(now Instant, w *engines.Worker, id uint64) {
 	e.sources.hold(now, w, id)
 }
 
 // Progress reports how many tokens layers hold.
-func (e *Exec) Progress(now Instant, w *connector.Worker, all []connector.Progress) {
+func (e *Exec) Progress(now Instant, w *engines.Worker, all []engines.Progress) {
 	e.sources.progress(now, w, all)
 	e.assign(now)
 }
 
 // Announced reports that a step of these leases is about to run: their layers follow.
-func (e *Exec) Announced(now Instant, w *connector.Worker, all []transfer.LeaseID) {
+func (e *Exec) Announced(now Instant, w *engines.Worker, all []transfer.LeaseID) {
 	e.sources.announced(now, w, all)
 	e.assign(now)
 }
 
 // Preempt reports that the blocks of a source lease are lost. The lease stays for a later attempt.
-func (e *Exec) Preempt(now Instant, w *connector.Worker, id uint64) {
+func (e *Exec) Preempt(now Instant, w *engines.Worker, id uint64) {
 	e.sources.preempt(now, w, id)
 	e.assign(now)
 }

@@ -5,18 +5,9 @@ import (
 	"maps"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/transfer"
-)
-
-// Status is enum kvs_status of the board.
-const (
-	StatusOK        uint16 = 0
-	StatusFailed    uint16 = 1
-	StatusCancelled uint16 = 2
-	StatusExpired   uint16 = 3
-	StatusRefused   uint16 = 4
 )
 
 // ErrNotListening is wrapped by the error of ConnectFailed if no process listens at the address.
@@ -52,7 +43,7 @@ func New(cfg Config) *Exec {
 	c := &core{cfg: cfg, spray: spray.New(spray.Config{Policy: cfg.Policy, MaxFlights: cfg.MaxSlices,
 		MaxStrikes: cfg.MaxAttempts})}
 	e := &Exec{core: c}
-	e.workers = &workers{core: c, all: map[*connector.Worker]*worker{}}
+	e.workers = &workers{core: c, all: map[*engines.Worker]*worker{}}
 	e.peers = newPeers(c)
 	e.credits = newCredits(c)
 	e.dispatch = newDispatcher(c, e.peers)
@@ -104,14 +95,14 @@ func (e *Exec) Lanes(boot transfer.Boot) int {
 // DrainLeases refuses new leases from now on. Open leases continue.
 func (e *Exec) DrainLeases() { e.draining = true }
 
-// Abort closes every lease with StatusFailed: each engine recomputes.
+// Abort closes every lease with engines.StatusFailed: each engine recomputes.
 func (e *Exec) Abort(now Instant, reason string) {
 	for _, d := range inOrder(maps.Values(e.dests.byID)) {
-		e.dests.closeBy(now, d, ByDrain, StatusFailed, reason)
+		e.dests.closeBy(now, d, ByDrain, engines.StatusFailed, reason)
 	}
 	for _, w := range workersInOrder(maps.Values(e.workers.all)) {
 		for _, s := range sourcesInOrder(maps.Values(w.sources)) {
-			e.sources.close(now, s, StatusFailed, reason, true)
+			e.sources.close(now, s, engines.StatusFailed, reason, true)
 		}
 	}
 	e.assign(now)
@@ -120,7 +111,7 @@ func (e *Exec) Abort(now Instant, reason string) {
 // WorkerGone ends every lease of w; WorkerFenced follows. With final the engine itself is dead,
 // and its source leases will not be presented again. Destination leases end in both cases: the
 // shim ends them by itself (docs/protocol.md, Restart).
-func (e *Exec) WorkerGone(now Instant, w *connector.Worker, final bool, reason string) {
+func (e *Exec) WorkerGone(now Instant, w *engines.Worker, final bool, reason string) {
 	ws := e.workers.all[w]
 	if ws == nil {
 		e.emit(WorkerFenced).Worker = w
@@ -134,17 +125,17 @@ func (e *Exec) WorkerGone(now Instant, w *connector.Worker, final bool, reason s
 		e.workers.vacated = now
 	}
 	for _, d := range inOrder(maps.Values(ws.dests)) {
-		e.dests.closeBy(now, d, ByEngineGone, StatusFailed, reason)
+		e.dests.closeBy(now, d, ByEngineGone, engines.StatusFailed, reason)
 	}
 	for _, s := range sourcesInOrder(maps.Values(ws.sources)) {
-		e.sources.close(now, s, StatusFailed, reason, final)
+		e.sources.close(now, s, engines.StatusFailed, reason, final)
 	}
 	e.workers.idle(ws)
 	e.assign(now)
 }
 
 // Cancel ends a lease at the request of its engine.
-func (e *Exec) Cancel(now Instant, w *connector.Worker, id uint64, reason string) {
+func (e *Exec) Cancel(now Instant, w *engines.Worker, id uint64, reason string) {
 	ws := e.workers.all[w]
 	if ws == nil {
 		return
@@ -153,10 +144,10 @@ func (e *Exec) Cancel(now Instant, w *connector.Worker, id uint64, reason string
 		reason = "cancelled by the engine"
 	}
 	if d := ws.dests[id]; d != nil {
-		e.dests.close(now, d, StatusCancelled, reason)
+		e.dests.close(now, d, engines.StatusCancelled, reason)
 	}
 	if s := ws.sources[id]; s != nil {
-		e.sources.close(now, s, StatusCancelled, reason, true)
+		e.sources.close(now, s, engines.StatusCancelled, reason, true)
 	}
 	e.assign(now)
 }

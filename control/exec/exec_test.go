@@ -5,12 +5,12 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/transfer"
 )
 
 func pair(t testing.TB, seed uint64, faults float64) (s *sim, p, d *simNode, pw,
-	dw *connector.Worker) {
+	dw *engines.Worker) {
 	s = newSim(t, seed, faults)
 	cfg := Config{Transports: []string{"shm", "tcp"}}
 	p, d = s.node("p:1", cfg), s.node("d:1", cfg)
@@ -56,8 +56,8 @@ func TestMatchInAnyOrder(t *testing.T) {
 				s.run(s.now+100*time.Millisecond, func() bool { return false })
 			}
 			s.until("transfer", sec, func() bool { return src.done != nil && dst.done != nil })
-			wantStatus(t, src, StatusOK)
-			wantStatus(t, dst, StatusOK)
+			wantStatus(t, src, engines.StatusOK)
+			wantStatus(t, dst, engines.StatusOK)
 			if dst.done.Bytes != (300-32)*simUnit*simLayers || src.done.Bytes != dst.done.Bytes ||
 				src.done.Grants != 1 {
 				t.Errorf("received %d, sent %d in %d grants", dst.done.Bytes, src.done.Bytes, src.done.Grants)
@@ -89,7 +89,7 @@ func TestStreamsByLayer(t *testing.T) {
 	s.until("front of layer 1", sec, func() bool { return landed() == 3 })
 	p.steps(src)
 	s.until("end", sec, func() bool { return dst.done != nil && src.done != nil })
-	wantStatus(t, dst, StatusOK)
+	wantStatus(t, dst, engines.StatusOK)
 }
 
 func TestFanoutAndEqualKeys(t *testing.T) {
@@ -108,14 +108,14 @@ func TestFanoutAndEqualKeys(t *testing.T) {
 			dst[2].done != nil
 	})
 	for _, l := range append(dst, a, b) {
-		wantStatus(t, l, StatusOK)
+		wantStatus(t, l, engines.StatusOK)
 	}
 	if a.done.Grants != 2 || b.done.Grants != 1 {
 		t.Errorf("grants served: %d and %d, want 2 and 1", a.done.Grants, b.done.Grants)
 	}
 	late := d.expect(dw, 9, k, "p:1", 64, 0, 30*sec)
 	s.until("late grant", 3*sec, func() bool { return late.done != nil })
-	wantStatus(t, late, StatusFailed)
+	wantStatus(t, late, engines.StatusFailed)
 }
 
 func TestMismatchAndNoPartner(t *testing.T) {
@@ -125,7 +125,7 @@ func TestMismatchAndNoPartner(t *testing.T) {
 	other := d.expect(dw, 1, testKey(3, 2), "p:1", 64, 0, 8*sec)
 	none := d.expect(dw, 2, testKey(4, 2), "p:1", 64, 0, 8*sec)
 	s.until("refusals", 9*sec, func() bool { return other.done != nil && none.done != nil })
-	if other.done.Status == StatusOK || none.done.Status != StatusExpired {
+	if other.done.Status == engines.StatusOK || none.done.Status != engines.StatusExpired {
 		t.Errorf("mismatch %d (%s), no partner %d (%s)", other.done.Status, other.done.Reason,
 			none.done.Status, none.done.Reason)
 	}
@@ -138,7 +138,7 @@ func TestNobodyListens(t *testing.T) {
 	s, _, d, _, dw := pair(t, 4, 0)
 	dst := d.expect(dw, 1, testKey(3, 1), "q:1", 64, 0, 20*sec)
 	d.event(func() {
-		d.ex.Await(s.now, 1, connector.Await{Key: testKey(3, 2), Peer: "q:1",
+		d.ex.Await(s.now, 1, engines.Await{Key: testKey(3, 2), Peer: "q:1",
 			TTL: 8 * sec})
 	})
 	s.run(s.now+sec, func() bool { return false })
@@ -146,20 +146,20 @@ func TestNobodyListens(t *testing.T) {
 		t.Fatal("gave up at once")
 	}
 	s.until("the end", 2*sec, func() bool { return dst.done != nil && len(d.answer) == 1 })
-	wantStatus(t, dst, StatusExpired)
+	wantStatus(t, dst, engines.StatusExpired)
 	if !strings.Contains(dst.done.Reason, "refused") || d.answer[1].State != "gone" {
 		t.Errorf("reason %q, answer %+v", dst.done.Reason, d.answer[1])
 	}
 	next := d.expect(dw, 3, testKey(5, 1), "q:1", 64, 0, 20*sec)
 	d.event(func() {
-		d.ex.Await(s.now, 2, connector.Await{Key: testKey(5, 2), Peer: "q:1",
+		d.ex.Await(s.now, 2, engines.Await{Key: testKey(5, 2), Peer: "q:1",
 			TTL: 8 * sec})
 	})
 	s.until("the word to the next ones", connectRetry+sec/100, func() bool {
 		return next.done != nil &&
 			len(d.answer) == 2
 	})
-	wantStatus(t, next, StatusExpired)
+	wantStatus(t, next, engines.StatusExpired)
 	s.run(s.now+breakAfter+2*breakMost, func() bool { return false })
 	if ep := d.ex.endpoints.byAddr["q:1"]; ep != nil {
 		t.Errorf("the address is still known: %+v", ep)
@@ -171,7 +171,7 @@ func TestNobodyListens(t *testing.T) {
 	src := q.intent(qw, 1, testKey(4, 1), 64, 1, 60*sec)
 	q.steps(src)
 	s.until("transfer", 2*sec, func() bool { return late.done != nil })
-	wantStatus(t, late, StatusOK)
+	wantStatus(t, late, engines.StatusOK)
 	if ep := d.ex.endpoints.byAddr["q:1"]; ep == nil || ep.refused != 0 {
 		t.Errorf("somebody answers there, and the next failure of a connect counts as the last: %+v", ep)
 	}
@@ -185,7 +185,7 @@ func TestNoEngine(t *testing.T) {
 	dst := d.expect(dw, 1, testKey(3, 1), "q:1", 64, 0, 20*sec)
 	ask := func(id uint64) {
 		d.event(func() {
-			d.ex.Await(s.now, id, connector.Await{Key: testKey(3, 2), Peer: "q:1",
+			d.ex.Await(s.now, id, engines.Await{Key: testKey(3, 2), Peer: "q:1",
 				TTL: 8 * sec})
 		})
 	}
@@ -202,7 +202,7 @@ func TestNoEngine(t *testing.T) {
 			len(d.answer) == 2
 	})
 	for _, x := range []*simLease{dst, late} {
-		if x.done.Status != StatusExpired || !strings.Contains(x.done.Reason, "no engine is connected") {
+		if x.done.Status != engines.StatusExpired || !strings.Contains(x.done.Reason, "no engine is connected") {
 			t.Errorf("status %d, %s", x.done.Status, x.done.Reason)
 		}
 	}
@@ -212,7 +212,7 @@ func TestNoEngine(t *testing.T) {
 	q.steps(q.intent(q.worker(), 1, testKey(5, 1), 64, 1, 60*sec))
 	next := d.expect(dw, 3, testKey(5, 1), "q:1", 64, 0, 20*sec)
 	s.until("transfer", 2*sec, func() bool { return next.done != nil })
-	wantStatus(t, next, StatusOK)
+	wantStatus(t, next, engines.StatusOK)
 }
 
 // Once every request of a transfer id is finished no other hash can come, and the decode need not
@@ -230,10 +230,10 @@ func TestMismatchIsKnownOnceAllAreHeld(t *testing.T) {
 	}
 	p.event(func() { p.ex.Hold(s.now, pw, 2) })
 	s.until("refusal of the one that waits", sec, func() bool { return early.done != nil })
-	wantStatus(t, early, StatusRefused)
+	wantStatus(t, early, engines.StatusRefused)
 	late := d.expect(dw, 2, testKey(3, 8), "p:1", 64, 0, 8*sec)
 	s.until("refusal of a later one", sec, func() bool { return late.done != nil })
-	wantStatus(t, late, StatusRefused)
+	wantStatus(t, late, engines.StatusRefused)
 }
 
 // A prefill may compute for longer than the deadline; what must not last is the silence.
@@ -248,13 +248,13 @@ func TestProgressExtendsTheSource(t *testing.T) {
 	}
 	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 5*sec)
 	s.until("transfer", sec, func() bool { return dst.done != nil && src.done != nil })
-	wantStatus(t, src, StatusOK)
-	wantStatus(t, dst, StatusOK)
+	wantStatus(t, src, engines.StatusOK)
+	wantStatus(t, dst, engines.StatusOK)
 
 	silent := p.intent(pw, 2, testKey(2, 1), 512, 1, 5*sec)
 	p.step(silent, 0, 64)
 	s.until("expiry", 6*sec, func() bool { return silent.done != nil })
-	wantStatus(t, silent, StatusExpired)
+	wantStatus(t, silent, engines.StatusExpired)
 }
 
 // A source's sidecar that cannot be reached and is not known to be dead is waited for as any
@@ -276,11 +276,11 @@ func TestSourceSidecarOutOfReach(t *testing.T) {
 			s.run(s.now+5*sec, func() bool { return false })
 			p.steps(src)
 			s.until("transfer", sec, func() bool { return dst.done != nil })
-			wantStatus(t, dst, StatusOK)
+			wantStatus(t, dst, engines.StatusOK)
 			continue
 		}
 		s.until("expiry", 2*sec, func() bool { return dst.done != nil })
-		wantStatus(t, dst, StatusExpired)
+		wantStatus(t, dst, engines.StatusExpired)
 	}
 }
 
@@ -291,14 +291,14 @@ func TestFingerprint(t *testing.T) {
 	p.steps(src)
 	dst := d.expect(dw, 1, testKey(3, 1), "p:1", 64, 0, 8*sec)
 	s.until("refusal", sec, func() bool { return dst.done != nil })
-	wantStatus(t, dst, StatusRefused)
+	wantStatus(t, dst, engines.StatusRefused)
 	const want = "fingerprint: dtype: a at prefill, b at decode"
 	if dst.done.Reason != want {
 		t.Errorf("reason %q, want %q", dst.done.Reason, want)
 	}
 	p.event(func() { p.ex.Hold(s.now, pw, 1) })
 	s.until("the source's expiry", 11*sec, func() bool { return src.done != nil })
-	if wantStatus(t, src, StatusExpired); !strings.HasSuffix(src.done.Reason, "; last: "+want) {
+	if wantStatus(t, src, engines.StatusExpired); !strings.HasSuffix(src.done.Reason, "; last: "+want) {
 		t.Errorf("reason %q, want one that ends with %q", src.done.Reason, want)
 	}
 	if s.compared != 1 || dst.chunksIn() > 0 {
@@ -321,8 +321,8 @@ func TestPreemptInMidTransfer(t *testing.T) {
 	}
 	p.steps(src)
 	s.until("second attempt", sec, func() bool { return dst.done != nil && src.done != nil })
-	wantStatus(t, dst, StatusOK)
-	wantStatus(t, src, StatusOK)
+	wantStatus(t, dst, engines.StatusOK)
+	wantStatus(t, src, engines.StatusOK)
 }
 
 // What is announced has its origin, and peers that wake up slowly are roused, before the first
@@ -379,8 +379,8 @@ func TestAnnounced(t *testing.T) {
 			p.announce(src)
 			want("finished", 2, 3*shm)
 			s.until("transfer", sec, func() bool { return src.done != nil && dst.done != nil })
-			wantStatus(t, src, StatusOK)
-			wantStatus(t, dst, StatusOK)
+			wantStatus(t, src, engines.StatusOK)
+			wantStatus(t, dst, engines.StatusOK)
 		})
 	}
 }
@@ -401,16 +401,16 @@ func TestCancelBothSides(t *testing.T) {
 		return a.done != nil && b.done != nil && x.done != nil &&
 			y.done != nil
 	})
-	wantStatus(t, a, StatusCancelled)
-	wantStatus(t, x, StatusFailed)
-	wantStatus(t, y, StatusCancelled)
-	wantStatus(t, b, StatusFailed)
+	wantStatus(t, a, engines.StatusCancelled)
+	wantStatus(t, x, engines.StatusFailed)
+	wantStatus(t, y, engines.StatusCancelled)
+	wantStatus(t, b, engines.StatusFailed)
 }
 
 func TestAwait(t *testing.T) {
 	s, p, d, pw, _ := pair(t, 8, 0)
 	ask := func(id uint64, k transfer.Key) {
-		d.event(func() { d.ex.Await(s.now, id, connector.Await{Key: k, Peer: "p:1", TTL: 2 * sec}) })
+		d.event(func() { d.ex.Await(s.now, id, engines.Await{Key: k, Peer: "p:1", TTL: 2 * sec}) })
 	}
 	ask(1, testKey(1, 1))
 	ask(2, testKey(1, 2))
@@ -443,7 +443,7 @@ func TestOwnSidecarIsNoPartner(t *testing.T) {
 	dw.Place.Engine = "vllm/d/dp0"
 	ask := func(id uint64, peer string) {
 		d.event(func() {
-			d.ex.Await(s.now, id, connector.Await{Engine: "vllm/d", Key: testKey(1, 1), Peer: peer,
+			d.ex.Await(s.now, id, engines.Await{Engine: "vllm/d", Key: testKey(1, 1), Peer: peer,
 				TTL: 2 * sec})
 		})
 		s.run(s.now+100*time.Millisecond, func() bool { return false })
@@ -474,7 +474,7 @@ func TestHoldWithoutPartner(t *testing.T) {
 		t.Fatal("released before the partner's time was over")
 	}
 	s.until("expiry", 200*time.Millisecond, func() bool { return src.done != nil })
-	wantStatus(t, src, StatusExpired)
+	wantStatus(t, src, engines.StatusExpired)
 }
 
 // A sidecar may be its own peer.
@@ -486,5 +486,5 @@ func TestSelf(t *testing.T) {
 	dst := p.expect(w2, 1, testKey(1, 1), "p:1", 300, 0, 30*sec)
 	p.steps(src)
 	s.until("transfer", sec, func() bool { return src.done != nil && dst.done != nil })
-	wantStatus(t, dst, StatusOK)
+	wantStatus(t, dst, engines.StatusOK)
 }

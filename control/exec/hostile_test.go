@@ -11,7 +11,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec/credit"
 	"github.com/kvspray/kvspray/control/lease"
 	"github.com/kvspray/kvspray/internal/testutil"
@@ -22,7 +22,7 @@ import (
 // target is an executor with one open prompt and one lane to a peer that may say anything.
 type target struct {
 	ex    *Exec
-	w     *connector.Worker
+	w     *engines.Worker
 	peer  transfer.Boot
 	batch Batch
 }
@@ -35,7 +35,7 @@ func newTarget() *target { return newTargetFor(1) }
 func newTargetFor(fanout int) *target {
 	tg := &target{ex: New(Config{Boot: transfer.Boot{1}, Endpoint: "p:1", Planner: simPlanner{},
 		Transports: []string{"tcp"}, MaxPending: 8}), peer: transfer.Boot{9}}
-	tg.w = &connector.Worker{Name: "w", Boot: transfer.Boot{2},
+	tg.w = &engines.Worker{Name: "w", Boot: transfer.Boot{2},
 		Layout: &layout.Layout{Groups: []layout.Group{{TokensPerBlock: simBlock,
 			Layers: make([]layout.Layer, simLayers)}}}}
 	tg.ex.WorkerUp(tg.w)
@@ -43,10 +43,10 @@ func newTargetFor(fanout int) *target {
 	// a fresh peer has room
 	_ = tg.ex.LaneUp(1, LaneInfo{ID: 1, Peer: tg.peer, Backend: "tcp", Local: "r", Remote: "r",
 		SliceBytes: transfer.ChunkBytes, MaxInFlight: 4})
-	tg.ex.Intent(1, tg.w, connector.Intent{Lease: transfer.LeaseID{Boot: tg.w.Boot, ID: 1, Epoch: 1},
+	tg.ex.Intent(1, tg.w, engines.Intent{Lease: transfer.LeaseID{Boot: tg.w.Boot, ID: 1, Epoch: 1},
 		Key: testKey(1, 1), Tokens: targetTokens, Fanout: fanout, Deadline: 30 * sec})
 	for l := range simLayers {
-		tg.ex.Progress(1, tg.w, []connector.Progress{{Lease: transfer.LeaseID{Boot: tg.w.Boot, ID: 1},
+		tg.ex.Progress(1, tg.w, []engines.Progress{{Lease: transfer.LeaseID{Boot: tg.w.Boot, ID: 1},
 			Layer: l, Tokens: targetTokens, Final: true}})
 	}
 	tg.drain()
@@ -83,7 +83,7 @@ func goodGrant() *peerv1.Grant {
 		Tokens: targetTokens, Skip: []uint32{0}, Fingerprint: make([]byte, 32), Geometry: make([]byte,
 			32), DeadlineMs: 10000, PartnerMs: 5000,
 		Team: make([]byte, len(lease.TeamID{})), TeamSize: 1, PlanVersion: simPlanner{}.Version(),
-		Parts: []*peerv1.Part{{Rank: connector.Place{}.Rank(), Geometry: make([]byte, 32), Slot: 7,
+		Parts: []*peerv1.Part{{Rank: engines.Place{}.Rank(), Geometry: make([]byte, 32), Slot: 7,
 			Gen: 3, Chunks: sp.NumChunks(), Bytes: sp.TotalBytes(),
 			Digest: digest[:]}}}
 }
@@ -471,7 +471,7 @@ func TestEnginesOfOneName(t *testing.T) {
 	for range 20 {
 		tg := newTarget()
 		for i := range 8 {
-			tg.ex.WorkerUp(&connector.Worker{Boot: transfer.Boot{3, byte(i)}, Geometry: [32]byte{byte(i)},
+			tg.ex.WorkerUp(&engines.Worker{Boot: transfer.Boot{3, byte(i)}, Geometry: [32]byte{byte(i)},
 				Layout: tg.w.Layout})
 		}
 		if err := tg.ex.Message(2, tg.peer, grantFrame(goodGrant())); err != nil {

@@ -9,7 +9,7 @@ import (
 	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/lease"
 	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/transfer"
@@ -300,7 +300,7 @@ func (mt *matcher) full(c *partBinding) bool {
 
 // unlike refuses the grant of c because its fingerprint differs from that of w, once the
 // difference is known.
-func (mt *matcher) unlike(now Instant, c *partBinding, w *connector.Worker) {
+func (mt *matcher) unlike(now Instant, c *partBinding, w *engines.Worker) {
 	if mt.full(c) {
 		mt.refuse(now, c.in, peerv1.GrantReply_FINGERPRINT, differ)
 		return
@@ -465,9 +465,9 @@ func (ss *sources) served(now Instant, s *source, last bool, why string) {
 	switch {
 	case !last:
 	case s.Served > 0:
-		ss.close(now, s, StatusOK, "", true)
+		ss.close(now, s, engines.StatusOK, "", true)
 	default:
-		ss.close(now, s, StatusFailed, why, true)
+		ss.close(now, s, engines.StatusFailed, why, true)
 	}
 }
 

@@ -3,7 +3,7 @@ package exec
 import (
 	"testing"
 
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/lease"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/transfer"
@@ -13,7 +13,7 @@ import (
 // rank that is least busy, the first of equals.
 type replicas struct{ simPlanner }
 
-func (replicas) Divide(_ *connector.Worker, x *connector.Expect, ranks []Rank,
+func (replicas) Divide(_ *engines.Worker, x *engines.Expect, ranks []Rank,
 	load func(string) uint64) ([]Part, error) {
 	parts, least := make([]Part, len(ranks)), 0
 	for i, r := range ranks {
@@ -31,7 +31,7 @@ func (replicas) Divide(_ *connector.Worker, x *connector.Expect, ranks []Rank,
 // success or not, and the next grant goes to the rank that owes least.
 func TestReplicasAreChosenByWhatTheyOwe(t *testing.T) {
 	e := New(Config{Boot: transfer.Boot{1}, Planner: replicas{}, Transports: []string{"tcp"}})
-	w := &connector.Worker{Boot: transfer.Boot{2},
+	w := &engines.Worker{Boot: transfer.Boot{2},
 		Layout: &layout.Layout{Groups: []layout.Group{{TokensPerBlock: simBlock,
 			Layers: make([]layout.Layer, simLayers)}}}}
 	e.WorkerUp(w)
@@ -42,7 +42,7 @@ func TestReplicasAreChosenByWhatTheyOwe(t *testing.T) {
 	now := Instant(2)
 	wants := func(id uint64, tokens uint32, rank string) *ReceivePart {
 		t.Helper()
-		e.Expect(now, w, connector.Expect{Lease: transfer.LeaseID{Boot: w.Boot, ID: id, Epoch: 1},
+		e.Expect(now, w, engines.Expect{Lease: transfer.LeaseID{Boot: w.Boot, ID: id, Epoch: 1},
 			Key: testKey(1, byte(id)), Peer: "p:1", Tokens: tokens,
 			Skip: []uint32{0}, Deadline: 30 * sec})
 		offers := only(t, drained(e), Offer)

@@ -4,7 +4,7 @@ import (
 	"maps"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/transfer"
 )
 
@@ -12,7 +12,7 @@ import (
 // a peer's grant is for. A hash does not show the difference, so the refusal waits until the
 // driver has found it.
 type Comparison struct {
-	Worker      *connector.Worker
+	Worker      *engines.Worker
 	Peer        transfer.Boot
 	Geometry    [32]byte // of the peer's
 	Fingerprint [32]byte
@@ -25,7 +25,7 @@ const maxComparing = 256
 const differ = "the caches of the two engines differ; too many such refusals to say in what"
 
 // compare refuses the grant of c once the difference is known.
-func (mt *matcher) compare(now Instant, c *partBinding, w *connector.Worker) {
+func (mt *matcher) compare(now Instant, c *partBinding, w *engines.Worker) {
 	m := c.in.msg
 	name := Comparison{Worker: w, Peer: c.in.peer.boot, Fingerprint: [32]byte(m.Fingerprint)}
 	copy(name.Geometry[:], m.Geometry)

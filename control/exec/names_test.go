@@ -5,7 +5,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/lease"
 	"github.com/kvspray/kvspray/transfer"
 )
@@ -23,7 +23,7 @@ func TestAnotherAnswersWhileTheFirstLives(t *testing.T) {
 			p.steps(src)
 			dst := d.expect(dw, 1, testKey(1, 1), "p:1", 64, 0, 30*sec)
 			s.until("a first transfer", 2*sec, func() bool { return src.done != nil && dst.done != nil })
-			wantStatus(t, dst, StatusOK)
+			wantStatus(t, dst, engines.StatusOK)
 			late := p.intent(pw, 2, testKey(1, 2), 64, 1, 30*sec)
 			open := d.expect(dw, 2, testKey(1, 2), "p:1", 64, 0, 30*sec)
 			s.rest(50 * time.Millisecond)
@@ -42,8 +42,8 @@ func TestAnotherAnswersWhileTheFirstLives(t *testing.T) {
 				return open.done != nil &&
 					asked.done != nil
 			})
-			wantStatus(t, open, StatusOK)
-			wantStatus(t, asked, StatusOK)
+			wantStatus(t, open, engines.StatusOK)
+			wantStatus(t, asked, engines.StatusOK)
 			if open.done.Grants > 1 {
 				t.Errorf("granted %d times", open.done.Grants)
 			}
@@ -83,8 +83,8 @@ func TestAnotherAnswersAtTheAddressOfALostOne(t *testing.T) {
 				return dst.done != nil &&
 					lost.done != nil
 			})
-			wantStatus(t, dst, StatusOK)
-			wantStatus(t, lost, StatusFailed)
+			wantStatus(t, dst, engines.StatusOK)
+			wantStatus(t, lost, engines.StatusFailed)
 			if d.ex.peers.byBoot[p.boot] == nil {
 				t.Error("the first is forgotten, which nobody has said to be over")
 			}
@@ -104,7 +104,7 @@ func TestNamesOfOnePeerAreBounded(t *testing.T) {
 	id := uint64(0)
 	ask := func(addr string) {
 		id++
-		e.Await(now, id, connector.Await{Key: testKey(3, 2), Peer: addr, TTL: 10 * time.Millisecond})
+		e.Await(now, id, engines.Await{Key: testKey(3, 2), Peer: addr, TTL: 10 * time.Millisecond})
 		for e.Drain(&b) {
 			for _, a := range append([]Action(nil), b.Actions...) {
 				if a.Kind == Connect {
@@ -161,7 +161,7 @@ func TestOpenNamesOfOnePeer(t *testing.T) {
 	const names = DefaultMaxPending
 	for i := range names {
 		addr := fmt.Sprintf("P%d:1", i)
-		e.Await(0, uint64(i+1), connector.Await{Key: testKey(3, 2), Peer: addr, TTL: sec})
+		e.Await(0, uint64(i+1), engines.Await{Key: testKey(3, 2), Peer: addr, TTL: sec})
 		e.PeerUp(0, addr, peer)
 	}
 	for e.Drain(&b) {

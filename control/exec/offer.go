@@ -6,6 +6,7 @@ import (
 	"slices"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/lease"
 )
 
@@ -75,7 +76,7 @@ func (ds *dests) grant(now Instant, d *dest) {
 		return
 	}
 	if err != nil {
-		ds.close(now, d, StatusRefused, "plan: "+err.Error())
+		ds.close(now, d, engines.StatusRefused, "plan: "+err.Error())
 		return
 	}
 	o := &outboundGrant{dest: d}
@@ -100,7 +101,7 @@ func (ds *dests) grant(now Instant, d *dest) {
 			for _, l := range o.lands { // they were not sent
 				_ = ds.slots.Fenced(p.boot, l.Grant.Slot, l.Grant.Gen)
 			}
-			ds.close(now, d, StatusFailed, err.Error())
+			ds.close(now, d, engines.StatusFailed, err.Error())
 			return
 		}
 		l.Grant.Peer, l.Grant.Slot, l.Grant.Gen = p.boot, slot, gen
@@ -117,12 +118,12 @@ func (ds *dests) grant(now Instant, d *dest) {
 		}
 	}
 	if len(o.lands) == 0 {
-		ds.close(now, d, StatusRefused, "plan: no rank of the prefill engine gives anything")
+		ds.close(now, d, engines.StatusRefused, "plan: no rank of the prefill engine gives anything")
 		return
 	}
 	first := &o.lands[0].Grant
 	if err := d.Dest.Grant(p.boot, first.Slot, first.Gen); err != nil {
-		ds.close(now, d, StatusFailed, err.Error())
+		ds.close(now, d, engines.StatusFailed, err.Error())
 		return
 	}
 	ds.granted(d)
@@ -194,18 +195,18 @@ func (ds *dests) onGrantReply(now Instant, p *peer, m *peerv1.GrantReply) error 
 		}
 		ranks, err := ranksOf(m)
 		if err != nil {
-			ds.close(now, d, StatusFailed, "the ranks of the prefill engine: "+err.Error())
+			ds.close(now, d, engines.StatusFailed, "the ranks of the prefill engine: "+err.Error())
 			return err
 		}
 		p.ranks, d.told = ranks, true
 		ds.regrant(now, d, ByRefusal, "ranks: "+m.Message)
 	// A refusal may follow the last BOUND: ranks that send nothing can refuse, too.
 	case peerv1.GrantReply_NO_PARTNER:
-		ds.close(now, d, StatusExpired, "no partner: "+m.Message)
+		ds.close(now, d, engines.StatusExpired, "no partner: "+m.Message)
 	case peerv1.GrantReply_MISMATCH, peerv1.GrantReply_FINGERPRINT, peerv1.GrantReply_PLAN:
-		ds.close(now, d, StatusRefused, codeName(m.Code)+": "+m.Message)
+		ds.close(now, d, engines.StatusRefused, codeName(m.Code)+": "+m.Message)
 	default:
-		ds.close(now, d, StatusFailed, codeName(m.Code)+": "+m.Message)
+		ds.close(now, d, engines.StatusFailed, codeName(m.Code)+": "+m.Message)
 	}
 	return nil
 }
@@ -248,7 +249,7 @@ func (ds *dests) onSourceLost(now Instant, p *peer, m *peerv1.SourceLost) error 
 		return nil // of a grant that is over
 	}
 	if m.Final {
-		ds.close(now, d, StatusFailed, "source lost: "+m.Reason)
+		ds.close(now, d, engines.StatusFailed, "source lost: "+m.Reason)
 		return nil
 	}
 	if d.State != lease.DestClosing {

@@ -6,7 +6,7 @@ import (
 	"strings"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/spray"
 )
 
@@ -28,7 +28,7 @@ type localities struct {
 
 type locality struct {
 	name   string
-	w      *connector.Worker // of the source
+	w      *engines.Worker // of the source
 	remote map[railID]uint8
 	flows  int // that are there
 }
@@ -70,7 +70,7 @@ func (rs *rails) tiersOf(ws *worker) []*peerv1.RailTier {
 
 // place names the locality of a grant: the memory of w here, and the distances of the peer's
 // rails. Beyond spray.MaxPlaces it is unknown.
-func (rs *rails) place(p *peer, w *connector.Worker, tiers []*peerv1.RailTier) spray.Place {
+func (rs *rails) place(p *peer, w *engines.Worker, tiers []*peerv1.RailTier) spray.Place {
 	if rs.cfg.Distance == nil && len(tiers) == 0 {
 		return 0
 	}
@@ -133,7 +133,7 @@ func (p *localities) free(rails *spray.Peer) spray.Place {
 
 // tier is the distance of a rail pair from a locality: the larger one of both ends. Package spray
 // asks once per pair and place.
-func (p *localities) tier(near func(w *connector.Worker, transport, rail string) int,
+func (p *localities) tier(near func(w *engines.Worker, transport, rail string) int,
 	path spray.Path, at spray.Place) int {
 	if int(at) > len(p.list) || at == 0 {
 		return 0

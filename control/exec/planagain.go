@@ -7,6 +7,7 @@ import (
 	"slices"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/lease"
 	"github.com/kvspray/kvspray/transfer"
 )
@@ -54,7 +55,7 @@ func (e *Exec) planAgain(now Instant, name described, err error) {
 			d.ep.peer.ranks = nil // of an engine that is not there any more, or not for this one
 			e.dests.grant(now, d)
 		case err != nil && d.ep.peer != nil && d.ep.peer.boot == boot:
-			e.dests.close(now, d, StatusFailed,
+			e.dests.close(now, d, engines.StatusFailed,
 				"the layout of a rank of the prefill engine is not to be had: "+err.Error())
 		default:
 			e.dests.grant(now, d)

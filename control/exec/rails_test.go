@@ -8,7 +8,7 @@ import (
 	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec/credit"
 	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/transfer"
@@ -269,16 +269,16 @@ func TestBreaker(t *testing.T) {
 		s.run(s.now+4*sec, func() bool { return false })
 		fail()
 	}
-	if first.done == nil || first.done.Status != StatusExpired {
+	if first.done == nil || first.done.Status != engines.StatusExpired {
 		t.Fatalf("the first request: %+v", first.done)
 	}
 	second := expect("q:1")
-	if second.done == nil || second.done.Status != StatusRefused ||
+	if second.done == nil || second.done.Status != engines.StatusRefused ||
 		!strings.Contains(second.done.Reason, "q:1 was not reached for") {
 		t.Fatalf("a request while the breaker is open: %+v", second.done)
 	}
 	d.event(func() {
-		d.ex.Await(s.now, 77, connector.Await{Key: testKey(9, 9), Peer: "q:1",
+		d.ex.Await(s.now, 77, engines.Await{Key: testKey(9, 9), Peer: "q:1",
 			TTL: 8 * sec})
 	})
 	if d.answer[77].State != "gone" {
@@ -289,7 +289,7 @@ func TestBreaker(t *testing.T) {
 	n = 49
 	got := d.expect(dw, 51, testKey(7, 7), "p:1", 64, 0, 20*sec)
 	s.until("a transfer with another peer", sec, func() bool { return got.done != nil })
-	wantStatus(t, got, StatusOK)
+	wantStatus(t, got, engines.StatusOK)
 	// Half open: one waits, the address answers, and it is closed.
 	s.run(s.now+breakMost, func() bool { return false })
 	delete(d.hangs, "q:1")
@@ -303,7 +303,7 @@ func TestBreaker(t *testing.T) {
 	src := q.intent(qw, 1, testKey(3, byte(n)), 64, 1, 20*sec)
 	q.steps(src)
 	s.until("a transfer with the peer that is back", 5*sec, func() bool { return third.done != nil })
-	wantStatus(t, third, StatusOK)
+	wantStatus(t, third, engines.StatusOK)
 }
 
 // Breakers are forgotten when nobody asks any more, and bounded.
@@ -341,14 +341,14 @@ func TestBreakersAreForgotten(t *testing.T) {
 func TestPlaces(t *testing.T) {
 	near := map[string]int{"r0": 1, "r1": 3}
 	e := New(Config{Boot: transfer.Boot{9}, Transports: []string{"tcp"},
-		Distance: func(_ *connector.Worker, _, rail string) int { return near[rail] }})
+		Distance: func(_ *engines.Worker, _, rail string) int { return near[rail] }})
 	boot := transfer.Boot{1}
 	laned(t, e, boot, 2)
 	known := []Rail{{Transport: "tcp", Name: "r0"}, {Transport: "tcp", Name: "r1"}}
 	e.SetRails(0, known)
 	e.PeerRails(0, boot, known)
 	drained(e)
-	w := &connector.Worker{Name: "w"}
+	w := &engines.Worker{Name: "w"}
 	e.WorkerUp(w)
 	if got := e.rails.tiersOf(e.workers.all[w]); len(got) != 2 || got[0].Tier != 1 ||
 		got[1].Tier != 3 {
@@ -374,7 +374,7 @@ func TestPlaces(t *testing.T) {
 	}
 	seen := map[spray.Place]bool{}
 	for i := range 100 {
-		w := &connector.Worker{Boot: transfer.Boot{byte(i), 1}}
+		w := &engines.Worker{Boot: transfer.Boot{byte(i), 1}}
 		e.WorkerUp(w)
 		at := e.rails.place(p, w, nil)
 		p.places.moves(at, 1)

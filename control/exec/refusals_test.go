@@ -5,7 +5,7 @@ import (
 	"testing"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/transfer"
 )
 
@@ -43,7 +43,7 @@ func TestOnlyWhoWasAskedAnswers(t *testing.T) {
 	}
 	d.event(func() { d.ex.PeerUp(s.now, "liar:1", liar) })
 	d.event(func() {
-		d.ex.Await(s.now, 1, connector.Await{Key: testKey(1, 1), Peer: "p:1",
+		d.ex.Await(s.now, 1, engines.Await{Key: testKey(1, 1), Peer: "p:1",
 			TTL: 30 * sec})
 	})
 	var told []error

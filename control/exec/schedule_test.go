@@ -7,7 +7,7 @@ import (
 	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -26,7 +26,7 @@ func TestTransportSubstitution(t *testing.T) {
 		}
 	}
 	s.until("transfer", 3*sec, func() bool { return dst.done != nil })
-	wantStatus(t, dst, StatusOK)
+	wantStatus(t, dst, engines.StatusOK)
 }
 
 // chunksIn counts what is in place of a lease.
@@ -60,7 +60,7 @@ func TestSilentLaneCostsLittle(t *testing.T) {
 	}
 	from, held := s.now, 0
 	s.until("transfer", sec, func() bool { return dst.done != nil })
-	wantStatus(t, dst, StatusOK)
+	wantStatus(t, dst, engines.StatusOK)
 	for _, l := range silent {
 		held += len(l.held)
 	}
@@ -85,7 +85,7 @@ func TestSilentLaneCostsLittle(t *testing.T) {
 func TestPriorities(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 2, 0)
 	var src, dst [2]*simLease
-	open := func(i int, prio connector.Priority) {
+	open := func(i int, prio engines.Priority) {
 		k := testKey(byte(i), 1)
 		src[i] = p.intent(pw, uint64(i+1), k, 8192, 1, 30*sec)
 		lid := transfer.LeaseID{Boot: dw.Boot, ID: uint64(i + 1)}
@@ -93,23 +93,23 @@ func TestPriorities(t *testing.T) {
 			key: k.String(), tokens: 8192}
 		d.leases[lid] = dst[i]
 		d.event(func() {
-			d.ex.Expect(s.now, dw, connector.Expect{Lease: lid, Key: k, Peer: "p:1", Tokens: 8192,
+			d.ex.Expect(s.now, dw, engines.Expect{Lease: lid, Key: k, Peer: "p:1", Tokens: 8192,
 				Skip: []uint32{0}, Deadline: 30 * sec,
 				Partner: 10 * sec, Priority: prio})
 		})
 	}
-	open(0, connector.Background)
+	open(0, engines.Background)
 	s.run(s.now+50*time.Millisecond, func() bool { return false })
 	p.steps(src[0])
 	s.until("a start", sec, func() bool { return dst[0].chunksIn() > 10 })
-	open(1, connector.DecodeWaits)
+	open(1, engines.DecodeWaits)
 	p.steps(src[1])
 	s.until("the urgent one", sec, func() bool { return dst[1].done != nil })
 	if dst[0].done != nil {
 		t.Error("background was over first")
 	}
 	s.until("background", sec, func() bool { return dst[0].done != nil })
-	wantStatus(t, dst[0], StatusOK)
+	wantStatus(t, dst[0], engines.StatusOK)
 }
 
 // Nothing is sent after the deadline that the receiver named with its grant.
@@ -175,7 +175,7 @@ func TestSourceSidecarDies(t *testing.T) {
 	src := p2.intent(w2, 1, testKey(1, 1), 512, 1, 30*sec)
 	p2.steps(src)
 	s.until("transfer", 5*sec, func() bool { return dst.done != nil && src.done != nil })
-	wantStatus(t, dst, StatusOK)
+	wantStatus(t, dst, engines.StatusOK)
 }
 
 func TestWorkerGone(t *testing.T) {
@@ -186,7 +186,7 @@ func TestWorkerGone(t *testing.T) {
 	p.step(src, 0, 512)
 	p.event(func() { p.ex.WorkerGone(s.now, pw, true, "exited") })
 	s.until("both", sec, func() bool { return p.fenced[pw] && dst.done != nil })
-	wantStatus(t, dst, StatusFailed)
+	wantStatus(t, dst, engines.StatusFailed)
 	d.event(func() { d.ex.WorkerGone(s.now, dw, true, "exited") })
 	if !d.fenced[dw] {
 		t.Error("a worker without leases is not fenced at once")
@@ -211,7 +211,7 @@ func randomSchedule(t *testing.T, seed uint64) {
 	qw := q.worker()
 	type side struct {
 		n *simNode
-		w *connector.Worker
+		w *engines.Worker
 	}
 	receivers := []side{{d, dw}, {q, qw}, {p, pw}}
 	var all []*simLease
@@ -298,7 +298,7 @@ func randomSchedule(t *testing.T, seed uint64) {
 			if l.done == nil {
 				s.fatalf("seed %d: lease %v (receive %v) never ended", seed, l.id, l.receive)
 			}
-			if l.done != nil && l.receive && l.done.Status == StatusOK {
+			if l.done != nil && l.receive && l.done.Status == engines.StatusOK {
 				good++
 			}
 		}
@@ -336,7 +336,7 @@ func TestSlicesDoNotAllocate(t *testing.T) {
 			}
 		}
 	}
-	p.ex.Progress(s.now, pw, []connector.Progress{{Lease: src.id, Layer: 0, Tokens: 60000,
+	p.ex.Progress(s.now, pw, []engines.Progress{{Lease: src.id, Layer: 0, Tokens: 60000,
 		Final: true}})
 	collect()
 	if len(flying) == 0 {
@@ -366,8 +366,8 @@ func TestNothingToMove(t *testing.T) {
 	src := p.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)
 	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 64, 64, 30*sec)
 	s.until("transfer", sec, func() bool { return src.done != nil && dst.done != nil })
-	wantStatus(t, src, StatusOK)
-	wantStatus(t, dst, StatusOK)
+	wantStatus(t, src, engines.StatusOK)
+	wantStatus(t, dst, engines.StatusOK)
 }
 
 func TestDrain(t *testing.T) {
@@ -375,7 +375,7 @@ func TestDrain(t *testing.T) {
 	src := p.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)
 	p.event(func() { p.ex.DrainLeases() })
 	late := p.intent(pw, 2, testKey(2, 1), 64, 1, 30*sec)
-	wantStatus(t, late, StatusRefused)
+	wantStatus(t, late, engines.StatusRefused)
 	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 64, 0, 30*sec)
 	other := d.expect(dw, 2, testKey(2, 1), "p:1", 64, 0, 30*sec)
 	p.steps(src)
@@ -383,8 +383,8 @@ func TestDrain(t *testing.T) {
 		return src.done != nil && dst.done != nil &&
 			other.done != nil
 	})
-	wantStatus(t, dst, StatusOK)
-	wantStatus(t, other, StatusFailed)
+	wantStatus(t, dst, engines.StatusOK)
+	wantStatus(t, other, engines.StatusFailed)
 }
 
 // A peer may be forgotten while assign has left its work to the next tick. That tick gives nothing
@@ -395,7 +395,7 @@ func TestForgottenPeerGetsNothing(t *testing.T) {
 		_ = tg.ex.LaneUp(1, LaneInfo{ID: 2, Peer: tg.peer, Backend: "shm",
 			SliceBytes:  transfer.ChunkBytes,
 			MaxInFlight: 4, WakeHints: true}) // there is room for it
-		soon := connector.Intent{Lease: transfer.LeaseID{Boot: tg.w.Boot, ID: 2, Epoch: 1},
+		soon := engines.Intent{Lease: transfer.LeaseID{Boot: tg.w.Boot, ID: 2, Epoch: 1},
 			Key:    testKey(1, 2),
 			Tokens: targetTokens, Fanout: 1, Blocks: [][]uint32{{0}}, Deadline: 30 * sec}
 		tg.ex.Intent(1, tg.w, soon)
@@ -439,7 +439,7 @@ func TestForgottenPeerGetsNothing(t *testing.T) {
 // announced: an older epoch would name blocks that the engine has since taken back.
 func TestProgressSetsTheEpoch(t *testing.T) {
 	tg := newTarget()
-	in := connector.Intent{Lease: transfer.LeaseID{Boot: tg.w.Boot, ID: 2, Epoch: 1},
+	in := engines.Intent{Lease: transfer.LeaseID{Boot: tg.w.Boot, ID: 2, Epoch: 1},
 		Key:    testKey(1, 2),
 		Tokens: targetTokens, Fanout: 1, Deadline: 30 * sec}
 	tg.ex.Intent(1, tg.w, in)
@@ -449,7 +449,7 @@ func TestProgressSetsTheEpoch(t *testing.T) {
 		t.Fatal(err)
 	}
 	in.Lease.Epoch = 3
-	tg.ex.Progress(sec, tg.w, []connector.Progress{{Lease: in.Lease, Tokens: targetTokens,
+	tg.ex.Progress(sec, tg.w, []engines.Progress{{Lease: in.Lease, Tokens: targetTokens,
 		Final: true}})
 	binds := only(t, drained(tg.ex), Bind)
 	if len(binds) != 1 || binds[0].SendPart.Lease != in.Lease {

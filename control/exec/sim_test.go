@@ -10,7 +10,7 @@ import (
 	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
@@ -175,16 +175,16 @@ type simPlanner struct{}
 
 func (simPlanner) Version() uint32 { return 1 }
 
-func (simPlanner) Receive(_ *connector.Worker, x *connector.Expect) (Plan, error) {
+func (simPlanner) Receive(_ *engines.Worker, x *engines.Expect) (Plan, error) {
 	return newSimPlan(x.Tokens, x.Skip)
 }
 
-func (simPlanner) Divide(*connector.Worker, *connector.Expect, []Rank, func(string) uint64) ([]Part,
+func (simPlanner) Divide(*engines.Worker, *engines.Expect, []Rank, func(string) uint64) ([]Part,
 	error) {
 	return nil, errors.New("engines of this simulation are all alike")
 }
 
-func (simPlanner) Send(_ *connector.Worker, g *peerv1.Grant, _ *peerv1.Part) (Plan, error) {
+func (simPlanner) Send(_ *engines.Worker, g *peerv1.Grant, _ *peerv1.Part) (Plan, error) {
 	return newSimPlan(g.Tokens, g.Skip)
 }
 
@@ -200,9 +200,9 @@ type simNode struct {
 	grants  map[[2]any]*simLanding // by peer and slot
 	links   map[transfer.Boot]Instant
 	leases  map[transfer.LeaseID]*simLease
-	fenced  map[*connector.Worker]bool
-	follow  map[*connector.Worker]bool // Follow's last word
-	answer  map[uint64]connector.Admission
+	fenced  map[*engines.Worker]bool
+	follow  map[*engines.Worker]bool // Follow's last word
+	answer  map[uint64]engines.Admission
 	hangs   map[string]bool                  // addresses that do not answer a connect
 	unsent  func(*peerv1.ControlFrame) error // nil, or nil from it: the frame goes out
 	roused  int                              // lanes
@@ -222,9 +222,9 @@ type simLanding struct {
 // simLease is what an engine knows of a lease.
 type simLease struct {
 	id       transfer.LeaseID
-	w        *connector.Worker
+	w        *engines.Worker
 	receive  bool
-	done     *connector.Completion
+	done     *engines.Completion
 	opened   Instant
 	deadline time.Duration
 	content  []string // per chunk, written by lanes: "key" or garbage
@@ -241,8 +241,8 @@ type simLease struct {
 func (s *sim) node(addr string, cfg Config) *simNode {
 	n := &simNode{s: s, addr: addr, lanes: map[uint64]*simLane{}, grants: map[[2]any]*simLanding{},
 		links:  map[transfer.Boot]Instant{},
-		leases: map[transfer.LeaseID]*simLease{}, fenced: map[*connector.Worker]bool{},
-		follow: map[*connector.Worker]bool{}, answer: map[uint64]connector.Admission{}}
+		leases: map[transfer.LeaseID]*simLease{}, fenced: map[*engines.Worker]bool{},
+		follow: map[*engines.Worker]bool{}, answer: map[uint64]engines.Admission{}}
 	for i := range n.boot {
 		n.boot[i] = byte(s.rng.Uint32())
 	}
@@ -253,8 +253,8 @@ func (s *sim) node(addr string, cfg Config) *simNode {
 	return n
 }
 
-func (n *simNode) worker() *connector.Worker {
-	w := &connector.Worker{Name: n.addr,
+func (n *simNode) worker() *engines.Worker {
+	w := &engines.Worker{Name: n.addr,
 		Layout: &layout.Layout{Groups: []layout.Group{{TokensPerBlock: simBlock,
 			Layers: make([]layout.Layer, simLayers)}}}}
 	for i := range w.Boot {
@@ -389,7 +389,7 @@ func (n *simNode) perform(a *Action) {
 			s.fatalf("lease %v completed twice, or unknown", c.Lease)
 		}
 		l.done = &c
-		if c.Received && c.Status == StatusOK {
+		if c.Received && c.Status == engines.StatusOK {
 			for i, v := range l.content {
 				if v != l.key {
 					s.fatalf("lease %v committed, but chunk %d holds %q: want %q", c.Lease, i, v, l.key)
@@ -475,28 +475,28 @@ func testKey(x, h byte) (k transfer.Key) {
 	return k
 }
 
-func (n *simNode) expect(w *connector.Worker, id uint64, k transfer.Key, peer string, tokens,
+func (n *simNode) expect(w *engines.Worker, id uint64, k transfer.Key, peer string, tokens,
 	skip uint32, deadline time.Duration) *simLease {
 	lid := transfer.LeaseID{Boot: w.Boot, ID: id}
 	l := &simLease{id: lid, w: w, receive: true, opened: n.s.now, deadline: deadline, key: k.String(),
 		tokens: tokens}
 	n.leases[lid] = l
 	n.event(func() {
-		n.ex.Expect(n.s.now, w, connector.Expect{Lease: lid, Key: k, Peer: peer, Tokens: tokens,
+		n.ex.Expect(n.s.now, w, engines.Expect{Lease: lid, Key: k, Peer: peer, Tokens: tokens,
 			Skip: []uint32{skip}, Deadline: deadline,
 			Partner: deadline / 2})
 	})
 	return l
 }
 
-func (n *simNode) intent(w *connector.Worker, id uint64, k transfer.Key, tokens uint32, fanout int,
+func (n *simNode) intent(w *engines.Worker, id uint64, k transfer.Key, tokens uint32, fanout int,
 	deadline time.Duration) *simLease {
 	lid := transfer.LeaseID{Boot: w.Boot, ID: id}
 	l := &simLease{id: lid, w: w, opened: n.s.now, deadline: deadline, key: k.String(), tokens: tokens,
 		table: [][]uint32{{0}}, tables: map[int][][]uint32{}}
 	n.leases[lid] = l
 	n.event(func() {
-		n.ex.Intent(n.s.now, w, connector.Intent{Lease: lid, Key: k, Tokens: tokens, Fanout: fanout,
+		n.ex.Intent(n.s.now, w, engines.Intent{Lease: lid, Key: k, Tokens: tokens, Fanout: fanout,
 			Deadline: deadline, Blocks: l.table})
 	})
 	return l
@@ -523,7 +523,7 @@ func (n *simNode) step(l *simLease, layer int, tokens uint32) {
 				l.tables[v] = [][]uint32{{uint32(v) + 1}}
 			}
 			l.table = l.tables[v]
-			n.ex.Progress(n.s.now, l.w, []connector.Progress{{Lease: l.id, Layer: layer, Tokens: min(tokens,
+			n.ex.Progress(n.s.now, l.w, []engines.Progress{{Lease: l.id, Layer: layer, Tokens: min(tokens,
 				l.tokens), Final: final, Blocks: l.table}})
 		}
 	})

@@ -5,7 +5,7 @@ import (
 	"slices"
 	"time"
 
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/lease"
 	"github.com/kvspray/kvspray/transfer"
 )
@@ -48,7 +48,7 @@ func newSources(c *core, dp *dispatcher, wk *workers) *sources {
 type source struct {
 	lease.Source
 	ws      *worker
-	in      connector.Intent
+	in      engines.Intent
 	blocks  [][]uint32
 	version uint32 // of blocks
 	layers  []layerState
@@ -85,7 +85,7 @@ type layerState struct {
 }
 
 // open is Exec.Intent.
-func (ss *sources) open(now Instant, w *connector.Worker, in connector.Intent) {
+func (ss *sources) open(now Instant, w *engines.Worker, in engines.Intent) {
 	ws := ss.workers.all[w]
 	if ws == nil || ws.gone || ws.sources[in.Lease.ID] != nil || ws.dests[in.Lease.ID] != nil {
 		return
@@ -93,7 +93,7 @@ func (ss *sources) open(now Instant, w *connector.Worker, in connector.Intent) {
 	refuse := func(reason string) {
 		a := ss.emit(Complete)
 		a.Worker = w
-		a.Completion = connector.Completion{Lease: in.Lease, Status: StatusRefused, Reason: reason}
+		a.Completion = engines.Completion{Lease: in.Lease, Status: engines.StatusRefused, Reason: reason}
 	}
 	switch {
 	case ss.draining:
@@ -129,7 +129,7 @@ func (ss *sources) open(now Instant, w *connector.Worker, in connector.Intent) {
 }
 
 // hold is Exec.Hold.
-func (ss *sources) hold(now Instant, w *connector.Worker, id uint64) {
+func (ss *sources) hold(now Instant, w *engines.Worker, id uint64) {
 	s := ss.get(w, id)
 	if s == nil || s.Held || s.decided {
 		return
@@ -151,7 +151,7 @@ func (s *source) extend(now Instant) {
 	s.Deadline = max(s.Deadline, min(now+s.span, s.began+MaxDeadline))
 }
 
-func (ss *sources) get(w *connector.Worker, id uint64) *source {
+func (ss *sources) get(w *engines.Worker, id uint64) *source {
 	if ws := ss.workers.all[w]; ws != nil {
 		return ws.sources[id]
 	}
@@ -161,15 +161,15 @@ func (ss *sources) get(w *connector.Worker, id uint64) *source {
 func (ss *sources) due(now Instant, s *source) {
 	switch {
 	case now >= s.Deadline:
-		ss.close(now, s, StatusExpired, withTrouble("the deadline passed", s.trouble), true)
+		ss.close(now, s, engines.StatusExpired, withTrouble("the deadline passed", s.trouble), true)
 	case now >= s.MatchBy:
 		// No new receiver may bind; bound ones finish.
 		s.MatchBy = lease.Never
 		if s.Narrow() {
 			if s.Served > 0 {
-				ss.close(now, s, StatusOK, fmt.Sprintf("%d of %d partners came", s.Served, s.in.Fanout), true)
+				ss.close(now, s, engines.StatusOK, fmt.Sprintf("%d of %d partners came", s.Served, s.in.Fanout), true)
 			} else {
-				ss.close(now, s, StatusExpired, withTrouble(fmt.Sprintf("no partner came within %v",
+				ss.close(now, s, engines.StatusExpired, withTrouble(fmt.Sprintf("no partner came within %v",
 					ss.cfg.MatchTimeout), s.trouble), true)
 			}
 			return
@@ -181,7 +181,7 @@ func (ss *sources) due(now Instant, s *source) {
 }
 
 // progress is Exec.Progress.
-func (ss *sources) progress(now Instant, w *connector.Worker, all []connector.Progress) {
+func (ss *sources) progress(now Instant, w *engines.Worker, all []engines.Progress) {
 	for i := range all {
 		p := &all[i]
 		s := ss.get(w, p.Lease.ID)
@@ -209,7 +209,7 @@ func (ss *sources) progress(now Instant, w *connector.Worker, all []connector.Pr
 }
 
 // announced is Exec.Announced.
-func (ss *sources) announced(now Instant, w *connector.Worker, all []transfer.LeaseID) {
+func (ss *sources) announced(now Instant, w *engines.Worker, all []transfer.LeaseID) {
 	for _, id := range all {
 		s := ss.get(w, id.ID)
 		if s == nil || s.State != lease.SourceOpen {
@@ -227,7 +227,7 @@ func (ss *sources) announced(now Instant, w *connector.Worker, all []transfer.Le
 }
 
 // preempt is Exec.Preempt.
-func (ss *sources) preempt(now Instant, w *connector.Worker, id uint64) {
+func (ss *sources) preempt(now Instant, w *engines.Worker, id uint64) {
 	s := ss.get(w, id)
 	if s == nil || s.State != lease.SourceOpen {
 		return
@@ -257,7 +257,7 @@ func (ss *sources) close(now Instant, s *source, status uint16, reason string, f
 	} else {
 		delete(ss.byKey, s.Key)
 		if final {
-			ss.tombs.Add(now, s.Key, status == StatusOK)
+			ss.tombs.Add(now, s.Key, status == engines.StatusOK)
 		}
 	}
 	n := ss.byXfer[s.Key.Xfer]
@@ -276,7 +276,7 @@ func (ss *sources) close(now Instant, s *source, status uint16, reason string, f
 		ss.observer.released(c)
 	}
 	s.claims = nil
-	if final && status != StatusOK && len(ss.byKey[s.Key]) == 0 {
+	if final && status != engines.StatusOK && len(ss.byKey[s.Key]) == 0 {
 		ss.observer.keyGone(now, s.Key, reason)
 	}
 	ss.complete(now, s)
@@ -290,7 +290,7 @@ func (ss *sources) complete(now Instant, s *source) {
 	ss.count--
 	a := ss.emit(Complete)
 	a.Worker = s.ws.w
-	a.Completion = connector.Completion{Lease: s.in.Lease, Status: s.status, Bytes: s.bytes,
+	a.Completion = engines.Completion{Lease: s.in.Lease, Status: s.status, Bytes: s.bytes,
 		Took: now - s.began, Reason: s.reason,
 		Grants: s.Served}
 	t := s.last

@@ -4,7 +4,7 @@ package exec
 
 import (
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/transfer"
 )
 
@@ -22,7 +22,7 @@ func (e *Exec) Unsent(now Instant, boot transfer.Boot, f *peerv1.ControlFrame, e
 		}
 	case *peerv1.ControlFrame_Await:
 		if w := e.queries.byToken[b.Await.Token]; w != nil && w.sent == boot {
-			e.queries.answer(w, connector.Admission{State: "gone",
+			e.queries.answer(w, engines.Admission{State: "gone",
 				Message: "the question was not sent to the sidecar of the prefill engine: " +
 					err.Error()})
 		}
@@ -37,7 +37,7 @@ func (ds *dests) closeUnsent(now Instant, d *dest, why string) {
 	if d.decided {
 		return
 	}
-	d.decided, d.status, d.reason = true, StatusFailed, why
+	d.decided, d.status, d.reason = true, engines.StatusFailed, why
 	fence, err := d.Close(true)
 	if err != nil {
 		return

@@ -8,7 +8,7 @@ import (
 	"testing"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/lease"
 )
 
@@ -30,7 +30,7 @@ func TestGrantThatCannotBeSent(t *testing.T) {
 	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 64, 0, 30*sec)
 	s.until("both ends", sec/4, func() bool { return dst.done != nil && src.done != nil })
 	for _, l := range []*simLease{dst, src} {
-		if wantStatus(t, l, StatusFailed); !strings.Contains(l.done.Reason, errFull.Error()) {
+		if wantStatus(t, l, engines.StatusFailed); !strings.Contains(l.done.Reason, errFull.Error()) {
 			t.Errorf("reason %q", l.done.Reason)
 		}
 	}
@@ -45,8 +45,8 @@ func TestGrantThatCannotBeSent(t *testing.T) {
 		64, 0, 30*sec)
 	p.steps(src)
 	s.until("the next transfer", sec, func() bool { return dst.done != nil && src.done != nil })
-	wantStatus(t, dst, StatusOK)
-	wantStatus(t, src, StatusOK)
+	wantStatus(t, dst, engines.StatusOK)
+	wantStatus(t, src, engines.StatusOK)
 }
 
 // The same where an earlier grant of the lease was served and lost.
@@ -67,7 +67,7 @@ func TestRegrantThatCannotBeSent(t *testing.T) {
 		func() bool { return d.ex.dests.byID[dst.id].State == lease.DestLanding })
 	p.event(func() { p.ex.Preempt(s.now, pw, src.id.ID) })
 	s.until("the end", sec, func() bool { return dst.done != nil })
-	if wantStatus(t, dst, StatusFailed); grants != 2 || !strings.Contains(dst.done.Reason,
+	if wantStatus(t, dst, engines.StatusFailed); grants != 2 || !strings.Contains(dst.done.Reason,
 		errFull.Error()) {
 		t.Errorf("after %d grants: reason %q", grants, dst.done.Reason)
 	}
@@ -88,7 +88,7 @@ func TestQuestionThatCannotBeSent(t *testing.T) {
 		return nil
 	}
 	d.event(func() {
-		d.ex.Await(s.now, 1, connector.Await{Key: testKey(1, 1), Peer: "p:1",
+		d.ex.Await(s.now, 1, engines.Await{Key: testKey(1, 1), Peer: "p:1",
 			TTL: 30 * sec})
 	})
 	s.rest(sec / 4)

@@ -2,19 +2,19 @@ package exec
 
 import (
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 )
 
 // workers are the engine workers of this sidecar.
 type workers struct {
 	*core
-	all     map[*connector.Worker]*worker
+	all     map[*engines.Worker]*worker
 	vacated Instant // when the last worker left; the start if none was here
 }
 
 // worker is one engine worker with its leases.
 type worker struct {
-	w       *connector.Worker
+	w       *engines.Worker
 	tiers   []*peerv1.RailTier // of our rails for its memory
 	tiersOf int                // the list of rails that they are of
 	sources map[uint64]*source
@@ -24,7 +24,7 @@ type worker struct {
 }
 
 // up adds an engine worker.
-func (wk *workers) up(w *connector.Worker) {
+func (wk *workers) up(w *engines.Worker) {
 	wk.all[w] = &worker{w: w, sources: map[uint64]*source{}, dests: map[uint64]*dest{}}
 }
 
