@@ -7,6 +7,7 @@ import (
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/control/engines"
+	"github.com/kvspray/kvspray/control/exec/internal/core"
 	"github.com/kvspray/kvspray/control/lease"
 	"github.com/kvspray/kvspray/transfer"
 )
@@ -76,9 +77,9 @@ func TestDestinationSidecarDies(t *testing.T) {
 			s.until("transfer", sec, func() bool { return src.done != nil && next.done != nil })
 			wantStatus(t, src, engines.StatusOK)
 			wantStatus(t, next, engines.StatusOK)
-			if src.done.Grants != 1 || len(p.ex.match.grants)+len(p.ex.match.absents) != 0 {
+			if src.done.Grants != 1 || p.ex.match.Len()+p.ex.match.Absent() != 0 {
 				t.Errorf("served %d; %d grants and %d absent ones are left", src.done.Grants,
-					len(p.ex.match.grants), len(p.ex.match.absents))
+					p.ex.match.Len(), p.ex.match.Absent())
 			}
 		})
 	}
@@ -93,7 +94,7 @@ func TestDestinationSidecarStaysAway(t *testing.T) {
 		dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 60*sec)
 		s.rest(50 * time.Millisecond)
 		p.event(func() { p.ex.PeerDown(s.now, d.boot, over) })
-		s.rest(DefaultMatchTimeout - 100*time.Millisecond)
+		s.rest(core.DefaultMatchTimeout - 100*time.Millisecond)
 		if src.done != nil {
 			t.Fatalf("over %v: gave up early: %s", over, src.done.Reason)
 		}
@@ -193,10 +194,10 @@ func TestSessionTakenOver(t *testing.T) {
 			d.event(func() { d.ex.WorkerGone(s.now, dw, false, "superseded") })
 			s.until("the fence", sec, func() bool { return d.fenced[dw] })
 			s.until("the source's end", sec, func() bool { return src.done != nil })
-			if wantStatus(t, src, engines.StatusFailed); !strings.Contains(src.done.Reason, gaveUp) ||
-				len(p.ex.match.grants)+len(p.ex.match.absents) != 0 {
-				t.Errorf("%q; %d grants and %d absent ones are left", src.done.Reason, len(p.ex.match.grants),
-					len(p.ex.match.absents))
+			if wantStatus(t, src, engines.StatusFailed); !strings.Contains(src.done.Reason, "the receiver gave up: ") ||
+				p.ex.match.Len()+p.ex.match.Absent() != 0 {
+				t.Errorf("%q; %d grants and %d absent ones are left", src.done.Reason, p.ex.match.Len(),
+					p.ex.match.Absent())
 			}
 		})
 	}
@@ -209,8 +210,7 @@ func TestSourceSidecarIsGoneForGood(t *testing.T) {
 	s, p, d, _, dw := pair(t, 12, 0)
 	first := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 30*sec)
 	s.rest(50 * time.Millisecond)
-	if _, ok := d.ex.dests.byID[first.id]; !ok || d.ex.dests.byID[first.id].State !=
-		lease.DestGranted {
+	if x := d.ex.dests.Find(first.id); x == nil || x.State != lease.DestGranted {
 		t.Fatal("not granted")
 	}
 	p.dead = true

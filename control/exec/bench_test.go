@@ -7,13 +7,13 @@ import (
 	"testing"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/control/engines"
+	"github.com/kvspray/kvspray/control/exec/internal/frame"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
+	"golang.org/x/sys/unix"
 )
 
 const benchPeers = 4
@@ -49,7 +49,7 @@ type left struct {
 func newLoaded(tb testing.TB, open int, tokens uint32) *loadedExec {
 	x := &loadedExec{tb: tb, tokens: tokens, now: sec, slotOf: map[transfer.LeaseID]uint32{}}
 	x.e = New(Config{Boot: transfer.Boot{200}, Planner: simPlanner{}, Transports: []string{"tcp"},
-		Deadline: MaxDeadline})
+		Deadline: frame.MaxDeadline})
 	x.w = &engines.Worker{Name: "w",
 		Layout: &layout.Layout{Groups: []layout.Group{{TokensPerBlock: simBlock,
 			Layers: make([]layout.Layer, simLayers)}}}}
@@ -85,7 +85,7 @@ func (x *loadedExec) begin() {
 	src := transfer.LeaseID{Boot: x.w.Boot, ID: x.next}
 	dst := transfer.LeaseID{Boot: transfer.Boot{100}, ID: x.next}
 	x.e.Intent(x.now, x.w, engines.Intent{Lease: src, Key: k, Tokens: x.tokens, Fanout: 1,
-		Deadline: MaxDeadline})
+		Deadline: frame.MaxDeadline})
 	plan, err := newSimPlan(x.tokens, []uint32{0})
 	if err != nil {
 		x.tb.Fatal(err)
@@ -103,9 +103,9 @@ func (x *loadedExec) begin() {
 	gen, digest := uint32(x.next), plan.Digest()
 	if err := x.e.Message(x.now, x.peers[i], &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Grant{
 		Grant: &peerv1.Grant{
-			Xfer: k.Xfer[:], Hash: k.Hash[:], Destination: leaseMsg(dst), Gen: gen, Tokens: x.tokens,
+			Xfer: k.Xfer[:], Hash: k.Hash[:], Destination: frame.Lease(dst), Gen: gen, Tokens: x.tokens,
 			Skip: []uint32{0}, Fingerprint: x.w.Fingerprint[:],
-			Geometry: x.w.Geometry[:], DeadlineMs: millis(MaxDeadline), PartnerMs: 10000, Priority: 1,
+			Geometry: x.w.Geometry[:], DeadlineMs: frame.Millis(frame.MaxDeadline), PartnerMs: 10000, Priority: 1,
 			Team: make([]byte, 16), TeamSize: 1,
 			PlanVersion: simPlanner{}.Version(),
 			Parts: []*peerv1.Part{{Rank: x.w.Place.Rank(), Geometry: x.w.Geometry[:], Slot: slot, Gen: gen,
@@ -166,7 +166,7 @@ func (x *loadedExec) slice() (last transfer.LeaseID, full bool) {
 func (x *loadedExec) end(dst transfer.LeaseID) {
 	i := int(dst.ID % benchPeers)
 	if err := x.e.Message(x.now, x.peers[i], &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{
-		Commit: &peerv1.Commit{Destination: leaseMsg(dst)}}}); err != nil {
+		Commit: &peerv1.Commit{Destination: frame.Lease(dst)}}}); err != nil {
 		x.tb.Fatal(err)
 	}
 	x.free[i] = append(x.free[i], x.slotOf[dst])

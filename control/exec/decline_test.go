@@ -7,6 +7,9 @@ import (
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/control/engines"
+	"github.com/kvspray/kvspray/control/exec/internal/endpoint"
+	"github.com/kvspray/kvspray/control/exec/internal/frame"
+	"github.com/kvspray/kvspray/control/exec/internal/source"
 	"github.com/kvspray/kvspray/control/lease"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/transfer"
@@ -25,7 +28,7 @@ func TestReceiverCannotPlan(t *testing.T) {
 	for _, known := range []bool{true, false} {
 		s, p, _, pw, _ := pair(t, 5, 0)
 		n := s.node("x:1", Config{Transports: []string{"tcp"}})
-		n.ex.cfg.Planner = unable{}
+		n.ex.Cfg.Planner = unable{}
 		w := n.worker()
 		if known {
 			n.event(func() { n.ex.PeerUp(s.now, "p:1", p.boot) })
@@ -43,8 +46,8 @@ func TestReceiverCannotPlan(t *testing.T) {
 		late := p.intent(pw, 2, testKey(2, 1), 64, 1, 30*sec)
 		s.until("the late source's end", sec, func() bool { return late.done != nil })
 		wantStatus(t, late, engines.StatusFailed)
-		if len(p.ex.match.pending.byKey) != 0 {
-			t.Errorf("%d words wait for nothing", len(p.ex.match.pending.byKey))
+		if p.ex.match.WaitingKeys() != 0 {
+			t.Errorf("%d words wait for nothing", p.ex.match.WaitingKeys())
 		}
 	}
 }
@@ -53,19 +56,19 @@ func TestReceiverCannotPlan(t *testing.T) {
 func TestPartingsAreBounded(t *testing.T) {
 	s := newSim(t, 1, 0)
 	n := s.node("x:1", Config{})
-	n.ex.cfg.Planner = unable{}
+	n.ex.Cfg.Planner = unable{}
 	w := n.worker()
 	n.hangs = map[string]bool{"q:1": true}
-	for i := range 2 * maxQueuedRevokes {
+	for i := range 2 * endpoint.MaxRevokes {
 		n.expect(w, uint64(i+1), testKey(1, byte(i)), "q:1", 64, 0, sec)
 	}
-	if k := len(n.ex.endpoints.byAddr["q:1"].queuedRevokes); k != maxQueuedRevokes {
-		t.Errorf("%d words wait, want %d", k, maxQueuedRevokes)
+	if k := n.ex.endpoints.Find("q:1").Queued(); k != endpoint.MaxRevokes {
+		t.Errorf("%d words wait, want %d", k, endpoint.MaxRevokes)
 	}
 	n.event(func() { n.ex.ConnectFailed(s.now, "q:1", errors.New("no answer")) })
 	s.rest(60 * sec)
-	if n.ex.endpoints.byAddr["q:1"] != nil || n.ex.Load().Timers != 0 {
-		t.Errorf("still known: %+v, %d timers", n.ex.endpoints.byAddr["q:1"], n.ex.Load().Timers)
+	if n.ex.endpoints.Find("q:1") != nil || n.ex.Load().Timers != 0 {
+		t.Errorf("still known: %+v, %d timers", n.ex.endpoints.Find("q:1"), n.ex.Load().Timers)
 	}
 }
 
@@ -76,11 +79,17 @@ func TestCanceledWithoutAGrant(t *testing.T) {
 	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 30*sec)
 	s.rest(50 * 1e6)
 	// The layout that its next grant needs is being asked for.
-	x := d.ex.dests.byID[dst.id]
-	d.event(func() { d.ex.dests.regrant(s.now, x, ByRefusal, "test") })
+	x := d.ex.dests.Find(dst.id)
+	d.event(func() {
+		if err := d.ex.Message(s.now, p.boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_SourceLost{
+			SourceLost: &peerv1.SourceLost{Destination: frame.Lease(dst.id), Gen: d.ex.dests.Generation,
+				Reason: "test"}}}); err != nil {
+			t.Error(err)
+		}
+	})
 	waiting := func() bool { return x.State == lease.DestWaiting }
-	d.ex.peers.byBoot[p.boot].ranks = []Rank{{Name: "pp0/tp0", Geometry: [32]byte{1}}}
-	d.ex.cfg.Planner = asking{}
+	d.ex.dests.Ranks(d.ex.peers.Find(p.boot), []Rank{{Name: "pp0/tp0", Geometry: [32]byte{1}}})
+	d.ex.Cfg.Planner = asking{}
 	s.until("the fence", sec, waiting)
 	d.event(func() { d.ex.Cancel(s.now, dw, 1, "") })
 	wantStatus(t, dst, engines.StatusCancelled)
@@ -140,7 +149,7 @@ func TestTeamsDecline(t *testing.T) {
 	decline := func(id uint64) *peerv1.ControlFrame {
 		k := testKey(1, 1)
 		return &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: &peerv1.Revoke{
-			Destination: leaseMsg(transfer.LeaseID{Boot: transfer.Boot{7, byte(id)}, ID: id}),
+			Destination: frame.Lease(transfer.LeaseID{Boot: transfer.Boot{7, byte(id)}, ID: id}),
 			Xfer:        k.Xfer[:], Hash: k.Hash[:], Team: make([]byte, 16), TeamSize: 2, Reason: "plan"}}}
 	}
 	tg, ranks, intent := team(t)
@@ -155,7 +164,7 @@ func TestTeamsDecline(t *testing.T) {
 	}
 	intent(1)
 	for r, w := range ranks {
-		s := tg.ex.workers.all[w].sources[1]
+		s := tg.ex.workers.Find(w).Leases[1].(*source.Lease)
 		if s.Done() || !s.Over(lease.GrantID{Peer: tg.peer, Dest: transfer.LeaseID{Boot: transfer.Boot{7,
 			1}, ID: 1}}) {
 			t.Errorf("rank %d: done %v, or it was not told", r, s.Done())
@@ -165,15 +174,15 @@ func TestTeamsDecline(t *testing.T) {
 		t.Fatal(err)
 	}
 	if done := tg.completed(); len(done) != 2 || done[0].Status != engines.StatusFailed ||
-		!strings.Contains(done[1].Reason, "plan") || len(tg.ex.match.pending.byKey) != 0 {
-		t.Errorf("%+v, %d wait", done, len(tg.ex.match.pending.byKey))
+		!strings.Contains(done[1].Reason, "plan") || tg.ex.match.WaitingKeys() != 0 {
+		t.Errorf("%+v, %d wait", done, tg.ex.match.WaitingKeys())
 	}
 }
 
 // What is wrong in a decline is named, and ends nothing.
 func TestHostileDeclines(t *testing.T) {
 	k := testKey(1, 1)
-	dest := leaseMsg(transfer.LeaseID{Boot: transfer.Boot{7}, ID: 77})
+	dest := frame.Lease(transfer.LeaseID{Boot: transfer.Boot{7}, ID: 77})
 	for want, m := range map[string]*peerv1.Revoke{
 		"boot has 0 bytes": {},
 		"hash 3":           {Destination: dest, Xfer: k.Xfer[:], Hash: k.Hash[:3]},
@@ -184,7 +193,7 @@ func TestHostileDeclines(t *testing.T) {
 		err := tg.ex.Message(3, tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{
 			Revoke: m}})
 		if err == nil || !strings.Contains(err.Error(), want) || len(tg.completed()) != 0 ||
-			len(tg.ex.match.pending.byKey) != 0 {
+			tg.ex.match.WaitingKeys() != 0 {
 			t.Errorf("%s: %v", want, err)
 		}
 	}
@@ -194,13 +203,13 @@ func TestHostileDeclines(t *testing.T) {
 		t.Fatal(err)
 	}
 	tg.drain()
-	m := &peerv1.Revoke{Destination: leaseMsg(transfer.LeaseID{Boot: transfer.Boot{7}, ID: 5,
+	m := &peerv1.Revoke{Destination: frame.Lease(transfer.LeaseID{Boot: transfer.Boot{7}, ID: 5,
 		Epoch: 1}), Xfer: k.Xfer[:], Hash: k.Hash[:], Team: make([]byte, 16), TeamSize: 1}
 	if err := tg.ex.Message(3, transfer.Boot{13},
 		&peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: m}}); err != nil {
 		t.Fatal(err)
 	}
-	if done := tg.completed(); len(done) != 0 || len(tg.ex.match.grants) != 1 {
+	if done := tg.completed(); len(done) != 0 || tg.ex.match.Len() != 1 {
 		t.Errorf("a stranger declined for another: %+v", done)
 	}
 }
@@ -212,7 +221,7 @@ func TestRefusedAfterBinding(t *testing.T) {
 	p.intent(pw, 1, testKey(1, 1), 512, 1, 30*sec)
 	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 30*sec)
 	s.rest(50 * 1e6)
-	x := d.ex.dests.byID[dst.id]
+	x := d.ex.dests.Find(dst.id)
 	if x.State != lease.DestLanding {
 		t.Fatalf("state %v", x.State)
 	}
@@ -220,18 +229,18 @@ func TestRefusedAfterBinding(t *testing.T) {
 		d.event(func() {
 			if err := d.ex.Message(s.now, p.boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_GrantReply{
 				GrantReply: &peerv1.GrantReply{
-					Destination: leaseMsg(dst.id), Code: peerv1.GrantReply_NO_PARTNER, Message: "rank pp0/tp1 " +
+					Destination: frame.Lease(dst.id), Code: peerv1.GrantReply_NO_PARTNER, Message: "rank pp0/tp1 " +
 						"has not come", Gen: gen}}}); err != nil {
 				t.Error(err)
 			}
 		})
 	}
-	say(x.live.gen - 1)
+	say(d.ex.dests.Generation - 1)
 	s.rest(50 * 1e6)
 	if dst.done != nil {
 		t.Fatal("ended by a word about another grant")
 	}
-	say(x.live.gen)
+	say(d.ex.dests.Generation)
 	s.until("the end", sec, func() bool { return dst.done != nil })
 	wantStatus(t, dst, engines.StatusExpired)
 }
@@ -239,7 +248,7 @@ func TestRefusedAfterBinding(t *testing.T) {
 // Grants are counted in 32 bits, and what comes after the last number is newer than it.
 func TestGrantsOutliveTheirCount(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 6, 0)
-	d.ex.dests.grants = 1<<32 - 2
+	d.ex.dests.Generation = 1<<32 - 2
 	src := p.intent(pw, 1, testKey(1, 1), 512, 1, 30*sec)
 	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 30*sec)
 	s.rest(50 * 1e6)
@@ -251,7 +260,7 @@ func TestGrantsOutliveTheirCount(t *testing.T) {
 	}
 	s.until("transfer", sec, func() bool { return dst.done != nil && src.done != nil })
 	wantStatus(t, dst, engines.StatusOK)
-	if g := d.ex.dests.grants; g == 0 || g > 3 {
+	if g := d.ex.dests.Generation; g == 0 || g > 3 {
 		t.Errorf("%d is the last grant's number: they did not wrap", g)
 	}
 }
@@ -284,9 +293,9 @@ func TestSchedulerDeclines(t *testing.T) {
 			if wantStatus(t, src, engines.StatusFailed); !strings.Contains(src.done.Reason, "aborted") {
 				t.Errorf("world %d, first %v: reason %q", world, first, src.done.Reason)
 			}
-			if len(p.ex.match.pending.byKey) != 0 {
+			if p.ex.match.WaitingKeys() != 0 {
 				t.Errorf("world %d, first %v: %d words wait for nothing", world, first,
-					len(p.ex.match.pending.byKey))
+					p.ex.match.WaitingKeys())
 			}
 		}
 	}
@@ -325,8 +334,8 @@ func TestSchedulerDeclinesEveryPrompt(t *testing.T) {
 		t.Errorf("another transfer ended: %+v", other.done)
 	}
 	s.rest(11 * sec)
-	if len(p.ex.match.pending.byKey) != 0 {
-		t.Errorf("%d words wait for ever", len(p.ex.match.pending.byKey))
+	if p.ex.match.WaitingKeys() != 0 {
+		t.Errorf("%d words wait for ever", p.ex.match.WaitingKeys())
 	}
 }
 
@@ -335,20 +344,20 @@ func TestSchedulerDeclinesAreBounded(t *testing.T) {
 	s := newSim(t, 1, 0)
 	n := s.node("x:1", Config{})
 	n.hangs = map[string]bool{"q:1": true}
-	for i := range 2 * maxQueuedRevokes {
+	for i := range 2 * endpoint.MaxRevokes {
 		n.event(func() {
 			n.ex.Decline(s.now, engines.Decline{Boot: transfer.Boot{99}, ID: uint64(i), World: 2,
 				Key: testKey(1, byte(i)), Peer: "q:1"})
 		})
 	}
 	n.event(func() { n.ex.Decline(s.now, engines.Decline{World: lease.MaxTeam + 1, Peer: "r:1"}) })
-	if k := len(n.ex.endpoints.byAddr["q:1"].queuedRevokes); k != maxQueuedRevokes ||
-		n.ex.endpoints.byAddr["r:1"] != nil {
-		t.Errorf("%d words wait, want %d", k, maxQueuedRevokes)
+	if k := n.ex.endpoints.Find("q:1").Queued(); k != endpoint.MaxRevokes ||
+		n.ex.endpoints.Find("r:1") != nil {
+		t.Errorf("%d words wait, want %d", k, endpoint.MaxRevokes)
 	}
 	n.event(func() { n.ex.ConnectFailed(s.now, "q:1", errors.New("no answer")) })
 	s.rest(60 * sec)
-	if n.ex.endpoints.byAddr["q:1"] != nil || n.ex.Load().Timers != 0 {
-		t.Errorf("still known: %+v, %d timers", n.ex.endpoints.byAddr["q:1"], n.ex.Load().Timers)
+	if n.ex.endpoints.Find("q:1") != nil || n.ex.Load().Timers != 0 {
+		t.Errorf("still known: %+v, %d timers", n.ex.endpoints.Find("q:1"), n.ex.Load().Timers)
 	}
 }

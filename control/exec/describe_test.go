@@ -5,7 +5,10 @@ import (
 	"fmt"
 	"testing"
 
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/control/engines"
+	"github.com/kvspray/kvspray/control/exec/internal/frame"
+	"github.com/kvspray/kvspray/control/exec/internal/layouts"
 	"github.com/kvspray/kvspray/control/lease"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/transfer"
@@ -22,11 +25,19 @@ func TestDescribingAPeerThatIsAway(t *testing.T) {
 		e.WorkerUp(w)
 		p := transfer.Boot{9}
 		e.PeerUp(1, "p:1", p)
-		e.peers.byBoot[p].ranks = []Rank{{Name: "pp0/tp0", Geometry: [32]byte{1}}}
 		id := transfer.LeaseID{Boot: w.Boot, ID: 1, Epoch: 1}
 		e.Expect(2, w, engines.Expect{Lease: id, Key: testKey(1, 1), Peer: "p:1", Tokens: 64,
 			Skip: []uint32{0}, Deadline: 30 * sec})
-		e.dests.byID[id].told = true
+		// The engine there has another cache.
+		if err := e.Message(2, p, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_GrantReply{
+			GrantReply: &peerv1.GrantReply{Destination: frame.Lease(id), Code: peerv1.GrantReply_RANKS,
+				Gen: e.dests.Generation, Ranks: []*peerv1.Rank{{Rank: "pp0/tp0",
+					Geometry: append([]byte{1}, make([]byte, 31)...)}}}}}); err != nil {
+			t.Fatal(err)
+		}
+		for _, f := range only(t, drained(e), Fence) {
+			e.FenceDone(2, f.ReceivePart, nil)
+		}
 		away := fmt.Errorf("call: %w", ErrNoAnswer)
 		now := Instant(2)
 		for range 5 {
@@ -37,7 +48,7 @@ func TestDescribingAPeerThatIsAway(t *testing.T) {
 			if all := drained(e); len(all) != 0 {
 				t.Fatalf("not answered, and so: %+v", all)
 			}
-			now += connectRetry
+			now += layouts.Retry
 			e.Tick(now)
 		}
 		drained(e)
@@ -52,8 +63,8 @@ func TestDescribingAPeerThatIsAway(t *testing.T) {
 		e.Described(now, p, [32]byte{1}, away)
 		e.PeerDown(now, p, true)
 		if all := drained(e); len(only(t, all, Connect)) != 1 || len(only(t, all, Complete)) != 0 ||
-			e.dests.byID[id].State != lease.DestWaiting || len(e.layouts.asked) != 0 {
-			t.Errorf("its peer is gone: %+v, %d are described", all, len(e.layouts.asked))
+			e.dests.Find(id).State != lease.DestWaiting || e.layouts.Len() != 0 {
+			t.Errorf("its peer is gone: %+v, %d are described", all, e.layouts.Len())
 		}
 	}
 }

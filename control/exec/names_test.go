@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/kvspray/kvspray/control/engines"
+	"github.com/kvspray/kvspray/control/exec/internal/endpoint"
 	"github.com/kvspray/kvspray/control/lease"
 	"github.com/kvspray/kvspray/transfer"
 )
@@ -65,7 +66,7 @@ func TestAnotherAnswersAtTheAddressOfALostOne(t *testing.T) {
 			lost := p.intent(pw, 1, k, 64, 1, 30*sec)
 			dst := d.expect(dw, 1, k, "p:1", 64, 0, 30*sec)
 			s.rest(50 * time.Millisecond)
-			if x := d.ex.dests.byID[dst.id]; x == nil || x.State == lease.DestWaiting || x.Peer != p.boot {
+			if x := d.ex.dests.Find(dst.id); x == nil || x.State == lease.DestWaiting || x.Peer != p.boot {
 				t.Fatal("not granted")
 			}
 			src := q.intent(q.worker(), 1, k, 64, 1, 30*sec)
@@ -85,7 +86,7 @@ func TestAnotherAnswersAtTheAddressOfALostOne(t *testing.T) {
 			})
 			wantStatus(t, dst, engines.StatusOK)
 			wantStatus(t, lost, engines.StatusFailed)
-			if d.ex.peers.byBoot[p.boot] == nil {
+			if d.ex.peers.Find(p.boot) == nil {
 				t.Error("the first is forgotten, which nobody has said to be over")
 			}
 		})
@@ -115,39 +116,40 @@ func TestNamesOfOnePeerAreBounded(t *testing.T) {
 		}
 	}
 	most := 0
-	for i := range 3 * maxEndpoints {
+	for i := range 3 * endpoint.MaxEndpoints {
 		ask(fmt.Sprintf("P%d:1", i))
 		ask("p:1")
 		now += 10 * time.Second // every question is answered, or over
 		e.Tick(now)
-		most = max(most, len(e.endpoints.byAddr))
+		most = max(most, e.endpoints.Len())
 	}
-	if len(e.queries.byToken) != 0 {
-		t.Fatalf("%d questions are open", len(e.queries.byToken))
+	if e.queries.Len() != 0 {
+		t.Fatalf("%d questions are open", e.queries.Len())
 	}
-	if limit := maxIdleNames + 3; most > limit { // those that are asked at, and ours
+	if limit := endpoint.MaxIdle + 3; most > limit { // those that are asked at, and ours
 		t.Errorf("%d endpoints were known at a time: at most %d", most, limit)
 	}
 	if connects["p:1"] != 1 {
 		t.Errorf("the name that is used all the time was reached %d times", connects["p:1"])
 	}
-	before := len(e.endpoints.byAddr)
-	for i := range 2 * maxIdleNames {
+	before := e.endpoints.Len()
+	for i := range 2 * endpoint.MaxIdle {
 		e.PeerUp(now, fmt.Sprintf("D%d:1", i), transfer.Boot{1}) // so are ours
 	}
-	if more := len(e.endpoints.byAddr) - before; more > maxIdleNames {
-		t.Errorf("%d more names of ourselves are known: at most %d", more, maxIdleNames)
+	if more := e.endpoints.Len() - before; more > endpoint.MaxIdle {
+		t.Errorf("%d more names of ourselves are known: at most %d", more, endpoint.MaxIdle)
 	}
-	if e.endpoints.byAddr["d:1"] == nil {
+	if e.endpoints.Find("d:1") == nil {
 		t.Error("our own address is forgotten")
 	}
-	if p := e.peers.byBoot[peer]; len(p.names) != before-1 || len(p.idle) > maxIdleNames {
-		t.Errorf("%d names, %d idle ones, %d endpoints", len(p.names), len(p.idle), before)
+	names := len(e.endpoints.Of(e.peers.Find(peer)))
+	if names != before-1 {
+		t.Errorf("%d names, %d endpoints", names, before)
 	}
-	ours := len(e.endpoints.byAddr) - len(e.peers.byBoot[peer].names)
+	ours := e.endpoints.Len() - names
 	e.PeerDown(now, peer, true)
-	if len(e.endpoints.byAddr) != ours {
-		t.Errorf("%d endpoints are left of a peer that is gone", len(e.endpoints.byAddr)-ours)
+	if e.endpoints.Len() != ours {
+		t.Errorf("%d endpoints are left of a peer that is gone", e.endpoints.Len()-ours)
 	}
 }
 
@@ -177,7 +179,7 @@ func TestOpenNamesOfOnePeer(t *testing.T) {
 	for e.Next() <= 10*sec { // a tick does a part of what is due
 		e.Tick(10 * sec)
 	}
-	if n := len(e.endpoints.byAddr); len(e.queries.byToken) != 0 || n > maxIdleNames+1 {
-		t.Errorf("%d questions are open, %d endpoints known", len(e.queries.byToken), n)
+	if n := e.endpoints.Len(); e.queries.Len() != 0 || n > endpoint.MaxIdle+1 {
+		t.Errorf("%d questions are open, %d endpoints known", e.queries.Len(), n)
 	}
 }

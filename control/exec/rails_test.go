@@ -5,12 +5,12 @@ import (
 	"fmt"
 	"strings"
 	"testing"
-	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/control/engines"
-	"github.com/kvspray/kvspray/control/exec/credit"
-	"github.com/kvspray/kvspray/control/spray"
+	"github.com/kvspray/kvspray/control/exec/internal/credit"
+	"github.com/kvspray/kvspray/control/exec/internal/endpoint"
+	"github.com/kvspray/kvspray/control/exec/internal/lanes"
 	"github.com/kvspray/kvspray/transfer"
 )
 
@@ -97,11 +97,11 @@ func TestLinksOfRails(t *testing.T) {
 	drained(e)
 	e.PeerRails(20*sec, peer, many)
 	said := only(t, drained(e), LogViolation)
-	if n := len(e.peers.byBoot[peer].known); n != maxRails {
-		t.Errorf("%d rails of a peer are known, want %d", n, maxRails)
+	if n := e.peers.Find(peer).Known(); n != lanes.MaxRails {
+		t.Errorf("%d rails of a peer are known, want %d", n, lanes.MaxRails)
 	}
-	if want := fmt.Sprintf(`10000 rails: at most %d are kept, not "x%d" and what follows`, maxRails,
-		maxRails); len(said) != 1 || said[0].Peer != peer || said[0].Text != want {
+	if want := fmt.Sprintf(`10000 rails: at most %d are kept, not "x%d" and what follows`, lanes.MaxRails,
+		lanes.MaxRails); len(said) != 1 || said[0].Peer != peer || said[0].Text != want {
 		t.Errorf("complaints: %+v, want %q", said, want)
 	}
 	e.PeerRails(21*sec, peer, many)
@@ -119,12 +119,12 @@ func TestLinksOfRails(t *testing.T) {
 			t.Errorf("after 10,000 rails, the peer's %q: %s, want %s", x.theirs, got, x.want)
 		}
 	}
-	if n := len(e.peers.byBoot[peer].known); n != 2 {
+	if n := e.peers.Find(peer).Known(); n != 2 {
 		t.Errorf("%d rails of a peer are known that names 2", n)
 	}
 	e.SetRails(30*sec, many)
-	if n := len(e.rails.own); n != maxRails {
-		t.Errorf("%d rails of our own are known, want %d", n, maxRails)
+	if n := e.rails.Known(); n != lanes.MaxRails {
+		t.Errorf("%d rails of our own are known, want %d", n, lanes.MaxRails)
 	}
 }
 
@@ -201,7 +201,7 @@ func TestAbsurdCredits(t *testing.T) {
 				t.Errorf("an honest credit after it: %d, complaints %v", given(sec), said)
 			}
 			// What is not said again is forgotten.
-			e.dispatch.touch(e.peers.byBoot[peer])
+			e.dispatch.Touch(e.peers.Find(peer))
 			e.Tick(sec + credit.Age + 1)
 			if c := given(3 * sec); c != 0 {
 				t.Errorf("a credit of %d is still believed", c)
@@ -291,7 +291,7 @@ func TestBreaker(t *testing.T) {
 	s.until("a transfer with another peer", sec, func() bool { return got.done != nil })
 	wantStatus(t, got, engines.StatusOK)
 	// Half open: one waits, the address answers, and it is closed.
-	s.run(s.now+breakMost, func() bool { return false })
+	s.run(s.now+endpoint.BreakMost, func() bool { return false })
 	delete(d.hangs, "q:1")
 	q := s.node("q:1", Config{Transports: []string{"shm", "tcp"}})
 	qw := q.worker()
@@ -304,95 +304,4 @@ func TestBreaker(t *testing.T) {
 	q.steps(src)
 	s.until("a transfer with the peer that is back", 5*sec, func() bool { return third.done != nil })
 	wantStatus(t, third, engines.StatusOK)
-}
-
-// Breakers are forgotten when nobody asks any more, and bounded.
-func TestBreakersAreForgotten(t *testing.T) {
-	var b breaker
-	hang := errors.New("no answer")
-	now := Instant(sec)
-	for range 3 {
-		b.failed(now, hang)
-		now += 5 * sec
-	}
-	if b.refuses(now-5*sec) == "" {
-		t.Error("closed after ten seconds of failures")
-	}
-	spans := []time.Duration{b.span}
-	for range 6 {
-		now = b.open
-		if b.refuses(now) != "" {
-			t.Error("open beyond its time")
-		}
-		b.failed(now, hang)
-		b.failed(now+1, hang) // somebody who waited already changes nothing
-		spans = append(spans, b.span)
-	}
-	if spans[0] != breakFirst || spans[1] != 2*breakFirst || spans[6] != breakMost {
-		t.Errorf("spans %v", spans)
-	}
-	if b.until() <= b.open {
-		t.Error("forgotten while it is open")
-	}
-}
-
-// Tiers of a grant: unknown rails and tiers that do not exist are left out by name, once; the
-// farther end of a pair counts; places are bounded, and those at which nothing is are used again.
-func TestPlaces(t *testing.T) {
-	near := map[string]int{"r0": 1, "r1": 3}
-	e := New(Config{Boot: transfer.Boot{9}, Transports: []string{"tcp"},
-		Distance: func(_ *engines.Worker, _, rail string) int { return near[rail] }})
-	boot := transfer.Boot{1}
-	laned(t, e, boot, 2)
-	known := []Rail{{Transport: "tcp", Name: "r0"}, {Transport: "tcp", Name: "r1"}}
-	e.SetRails(0, known)
-	e.PeerRails(0, boot, known)
-	drained(e)
-	w := &engines.Worker{Name: "w"}
-	e.WorkerUp(w)
-	if got := e.rails.tiersOf(e.workers.all[w]); len(got) != 2 || got[0].Tier != 1 ||
-		got[1].Tier != 3 {
-		t.Errorf("told with a grant: %v", got)
-	}
-	p := e.peers.byBoot[boot]
-	tier := func(rail string, n uint32) *peerv1.RailTier {
-		return &peerv1.RailTier{Transport: "tcp", Rail: rail, Tier: n}
-	}
-	at := e.rails.place(p, w, []*peerv1.RailTier{tier("r0", 2), tier("bogus", 1), tier("r1", 7)})
-	said := only(t, drained(e), LogViolation)
-	if len(said) != 1 || !strings.Contains(said[0].Text, `"bogus"`) {
-		t.Errorf("complaints: %+v", said)
-	}
-	for rail, want := range map[string]int{"r0": 2, "r1": 3} {
-		if got := p.places.tier(e.cfg.Distance, spray.Path{Transport: "tcp", Local: rail, Remote: rail},
-			at); got != want {
-			t.Errorf("%s: tier %d, want %d", rail, got, want)
-		}
-	}
-	if again := e.rails.place(p, w, []*peerv1.RailTier{tier("r0", 2)}); again != at {
-		t.Errorf("places %d and %d of the same memory", at, again)
-	}
-	seen := map[spray.Place]bool{}
-	for i := range 100 {
-		w := &engines.Worker{Boot: transfer.Boot{byte(i), 1}}
-		e.WorkerUp(w)
-		at := e.rails.place(p, w, nil)
-		p.places.moves(at, 1)
-		seen[at] = true
-	}
-	if !seen[0] || len(seen) != spray.MaxPlaces {
-		t.Errorf("%d places of 100 workers", len(seen))
-	}
-	// Rails that come and go make other places of the same memory, as often as they like.
-	for at := range seen {
-		p.places.moves(at, -1)
-	}
-	for i := range uint32(500) {
-		if e.rails.place(p, w, []*peerv1.RailTier{tier("r0", i%3+1), tier("r1", i/3%3+1)}) == 0 {
-			t.Fatal("places at which nothing is are not used again")
-		}
-	}
-	if len(p.places.byName) != spray.MaxPlaces-1 || len(p.places.list) != spray.MaxPlaces-1 {
-		t.Errorf("%d names of %d places", len(p.places.byName), len(p.places.list))
-	}
 }

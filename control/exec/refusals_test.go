@@ -6,16 +6,18 @@ import (
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/control/engines"
+	"github.com/kvspray/kvspray/control/exec/internal/agreement"
+	"github.com/kvspray/kvspray/control/exec/internal/frame"
 	"github.com/kvspray/kvspray/transfer"
 )
 
 // Each thing that two sides may disagree about is counted apart: an operator who upgrades one by
 // one sees which.
 func TestRefusalsAreCounted(t *testing.T) {
-	for name, why := range map[string]Refusal{"no plan version": RefusedPlanVersion,
-		"newer plans": RefusedPlanVersion, "other digest": RefusedPlanDigest,
-		"more chunks": RefusedPlanChunks, "more bytes": RefusedPlanBytes,
-		"more tokens": RefusedPlanTokens} {
+	for name, why := range map[string]agreement.Refusal{"no plan version": agreement.RefusedPlanVersion,
+		"newer plans": agreement.RefusedPlanVersion, "other digest": agreement.RefusedPlanDigest,
+		"more chunks": agreement.RefusedPlanChunks, "more bytes": agreement.RefusedPlanBytes,
+		"more tokens": agreement.RefusedPlanTokens} {
 		tg := newTarget()
 		g := goodGrant()
 		hostileGrants[name].change(g)
@@ -60,7 +62,7 @@ func TestOnlyWhoWasAskedAnswers(t *testing.T) {
 	if a, ok := d.answer[1]; ok {
 		t.Fatalf("the lie was believed: %+v", a)
 	}
-	if n := d.ex.Violations()[BadAnswer.String()]; n != uint64(said) || len(told) != 1 ||
+	if n := d.ex.Violations()[frame.BadAnswer.String()]; n != uint64(said) || len(told) != 1 ||
 		!strings.Contains(told[0].Error(), "put to another peer") {
 		t.Errorf("%d lies are counted, told %v: want %d, and once", n, told, said)
 	}

@@ -8,6 +8,7 @@ import (
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/control/engines"
+	"github.com/kvspray/kvspray/control/exec/internal/lanes"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -122,8 +123,8 @@ func TestNothingIsSentPastTheDeadline(t *testing.T) {
 	s.run(s.now+sec, func() bool { return false })
 	d.kill() // so that no revoke comes, and no proof of its death
 	flow := func() *SendPart {
-		for _, in := range p.ex.match.grants {
-			return in.claims[0].snd
+		for _, snd := range p.ex.match.Sending() {
+			return snd
 		}
 		return nil
 	}
@@ -133,9 +134,9 @@ func TestNothingIsSentPastTheDeadline(t *testing.T) {
 	s.queue = nil
 	p.ex.Tick(s.now + 2*sec)
 	s.now += 2 * sec
-	before := p.ex.spray.Flights()
+	before := p.ex.Spray.Flights()
 	p.step(src, 1, 8192)
-	if n := p.ex.spray.Flights(); n > before {
+	if n := p.ex.Spray.Flights(); n > before {
 		t.Errorf("%d slices were sent after the deadline", n-before)
 	}
 }
@@ -305,12 +306,12 @@ func randomSchedule(t *testing.T, seed uint64) {
 		if dests, sources := n.ex.Open(); dests+sources != 0 {
 			s.fatalf("seed %d: %s has %d and %d leases open", seed, n.addr, dests, sources)
 		}
-		if len(n.ex.match.grants)+len(n.ex.layouts.asked)+len(n.ex.match.comparing)+len(
-			n.ex.match.pending.byKey)+len(n.ex.sources.byKey)+len(n.ex.sources.byXfer) != 0 ||
-			n.ex.spray.Flights() != 0 && faults == 0 {
+		keys, transfers := n.ex.sources.Keys()
+		if n.ex.match.Len()+n.ex.layouts.Len()+len(n.ex.match.Comparing())+n.ex.match.WaitingKeys()+
+			keys+transfers != 0 || n.ex.Spray.Flights() != 0 && faults == 0 {
 			s.fatalf("seed %d: %s keeps %d grants, %d descriptions, %d pending, %d keys, %d flights", seed,
-				n.addr, len(n.ex.match.grants), len(n.ex.layouts.asked),
-				len(n.ex.match.pending.byKey), len(n.ex.sources.byKey), n.ex.spray.Flights())
+				n.addr, n.ex.match.Len(), n.ex.layouts.Len(), n.ex.match.WaitingKeys(), keys,
+				n.ex.Spray.Flights())
 		}
 	}
 	if faults == 0 && good == 0 {
@@ -400,7 +401,7 @@ func TestForgottenPeerGetsNothing(t *testing.T) {
 			Tokens: targetTokens, Fanout: 1, Blocks: [][]uint32{{0}}, Deadline: 30 * sec}
 		tg.ex.Intent(1, tg.w, soon)
 		tg.ex.Announced(1, tg.w, []transfer.LeaseID{soon.Lease})
-		for i := range 4 * maxAssigned { // their boots are before the peer's
+		for i := range 4 * lanes.MaxAssigned { // their boots are before the peer's
 			tg.ex.PeerUp(1, "", transfer.Boot{0, byte(i >> 8), byte(i)})
 		}
 		drained(tg.ex)

@@ -35,9 +35,9 @@ func TestGrantThatCannotBeSent(t *testing.T) {
 		}
 	}
 	s.rest(sec)
-	if n := len(d.grants) + len(d.ex.dests.byID) + d.ex.dests.slots.Open(p.boot) +
-		len(p.ex.match.pending.byKey) +
-		len(p.ex.match.grants); n != 0 {
+	if n := len(d.grants) + d.ex.dests.Len() + d.ex.dests.Slots(p.boot) +
+		p.ex.match.WaitingKeys() +
+		p.ex.match.Len(); n != 0 {
 		t.Errorf("%d things are left of it", n)
 	}
 	full = false
@@ -64,7 +64,7 @@ func TestRegrantThatCannotBeSent(t *testing.T) {
 	src := p.intent(pw, 1, testKey(1, 1), 512, 1, 30*sec)
 	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 30*sec)
 	s.until("the grant is bound", sec,
-		func() bool { return d.ex.dests.byID[dst.id].State == lease.DestLanding })
+		func() bool { return d.ex.dests.Find(dst.id).State == lease.DestLanding })
 	p.event(func() { p.ex.Preempt(s.now, pw, src.id.ID) })
 	s.until("the end", sec, func() bool { return dst.done != nil })
 	if wantStatus(t, dst, engines.StatusFailed); grants != 2 || !strings.Contains(dst.done.Reason,
@@ -72,8 +72,8 @@ func TestRegrantThatCannotBeSent(t *testing.T) {
 		t.Errorf("after %d grants: reason %q", grants, dst.done.Reason)
 	}
 	s.rest(sec)
-	if n := len(d.grants) + len(d.ex.dests.byID) + d.ex.dests.slots.Open(p.boot) +
-		len(p.ex.match.grants); n != 0 {
+	if n := len(d.grants) + d.ex.dests.Len() + d.ex.dests.Slots(p.boot) +
+		p.ex.match.Len(); n != 0 {
 		t.Errorf("%d things are left of it", n)
 	}
 }
@@ -93,7 +93,7 @@ func TestQuestionThatCannotBeSent(t *testing.T) {
 	})
 	s.rest(sec / 4)
 	if a := d.answer[1]; a.State != "gone" || !strings.Contains(a.Message, errFull.Error()) ||
-		len(d.ex.queries.byToken) != 0 {
-		t.Errorf("answered %+v, %d questions are open", a, len(d.ex.queries.byToken))
+		d.ex.queries.Len() != 0 {
+		t.Errorf("answered %+v, %d questions are open", a, d.ex.queries.Len())
 	}
 }
