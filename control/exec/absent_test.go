@@ -77,9 +77,9 @@ func TestDestinationSidecarDies(t *testing.T) {
 			s.until("transfer", sec, func() bool { return src.done != nil && next.done != nil })
 			wantStatus(t, src, engines.StatusOK)
 			wantStatus(t, next, engines.StatusOK)
-			if src.done.Grants != 1 || p.ex.match.Len()+p.ex.match.Absent() != 0 {
+			if src.done.Grants != 1 || p.ex.match.Counts().Grants+p.ex.match.Counts().Absent != 0 {
 				t.Errorf("served %d; %d grants and %d absent ones are left", src.done.Grants,
-					p.ex.match.Len(), p.ex.match.Absent())
+					p.ex.match.Counts().Grants, p.ex.match.Counts().Absent)
 			}
 		})
 	}
@@ -195,9 +195,9 @@ func TestSessionTakenOver(t *testing.T) {
 			s.until("the fence", sec, func() bool { return d.fenced[dw] })
 			s.until("the source's end", sec, func() bool { return src.done != nil })
 			if wantStatus(t, src, engines.StatusFailed); !strings.Contains(src.done.Reason, "the receiver gave up: ") ||
-				p.ex.match.Len()+p.ex.match.Absent() != 0 {
-				t.Errorf("%q; %d grants and %d absent ones are left", src.done.Reason, p.ex.match.Len(),
-					p.ex.match.Absent())
+				p.ex.match.Counts().Grants+p.ex.match.Counts().Absent != 0 {
+				t.Errorf("%q; %d grants and %d absent ones are left", src.done.Reason, p.ex.match.Counts().Grants,
+					p.ex.match.Counts().Absent)
 			}
 		})
 	}

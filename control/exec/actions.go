@@ -207,9 +207,8 @@ func (c *actions) describe(name layouts.Name) {
 
 func (c *actions) workerFenced(w *engines.Worker) { c.emit(WorkerFenced).Worker = w }
 
-// Drain moves the actions of the last events into b, overwrites its former content, and reports
-// whether there are any.
-func (c *actions) Drain(b *Batch) bool {
+// drain is Exec.Drain.
+func (c *actions) drain(b *Batch) bool {
 	if len(c.out) == 0 {
 		b.Actions = b.Actions[:0]
 		return false

@@ -26,7 +26,7 @@ func (e *Exec) PeerUp(now Instant, addr string, boot transfer.Boot) {
 	}
 	if addr != "" {
 		ep := e.endpoints.Get(addr)
-		if boot == e.Cfg.Boot {
+		if boot == e.core.Cfg.Boot {
 			e.endpoints.IsSelf(ep)
 		}
 		if old := ep.Peer(); old != p {
@@ -45,7 +45,7 @@ func (e *Exec) serve(now Instant, ep *endpoint.Endpoint) {
 	e.endpoints.Connected(ep)
 	e.queries.Connected(now, ep)
 	for _, f := range ep.Revokes() {
-		e.Send(ep.Peer().Boot, f)
+		e.out.Send(ep.Peer().Boot, f)
 	}
 	e.dests.Connected(now, ep)
 	e.endpoints.Drop(ep)

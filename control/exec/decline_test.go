@@ -28,7 +28,7 @@ func TestReceiverCannotPlan(t *testing.T) {
 	for _, known := range []bool{true, false} {
 		s, p, _, pw, _ := pair(t, 5, 0)
 		n := s.node("x:1", Config{Transports: []string{"tcp"}})
-		n.ex.Cfg.Planner = unable{}
+		n.ex.core.Cfg.Planner = unable{}
 		w := n.worker()
 		if known {
 			n.event(func() { n.ex.PeerUp(s.now, "p:1", p.boot) })
@@ -46,8 +46,8 @@ func TestReceiverCannotPlan(t *testing.T) {
 		late := p.intent(pw, 2, testKey(2, 1), 64, 1, 30*sec)
 		s.until("the late source's end", sec, func() bool { return late.done != nil })
 		wantStatus(t, late, engines.StatusFailed)
-		if p.ex.match.WaitingKeys() != 0 {
-			t.Errorf("%d words wait for nothing", p.ex.match.WaitingKeys())
+		if p.ex.match.Counts().WaitingKeys != 0 {
+			t.Errorf("%d words wait for nothing", p.ex.match.Counts().WaitingKeys)
 		}
 	}
 }
@@ -56,7 +56,7 @@ func TestReceiverCannotPlan(t *testing.T) {
 func TestPartingsAreBounded(t *testing.T) {
 	s := newSim(t, 1, 0)
 	n := s.node("x:1", Config{})
-	n.ex.Cfg.Planner = unable{}
+	n.ex.core.Cfg.Planner = unable{}
 	w := n.worker()
 	n.hangs = map[string]bool{"q:1": true}
 	for i := range 2 * endpoint.MaxRevokes {
@@ -88,8 +88,8 @@ func TestCanceledWithoutAGrant(t *testing.T) {
 		}
 	})
 	waiting := func() bool { return x.State == lease.DestWaiting }
-	d.ex.dests.Ranks(d.ex.peers.Find(p.boot), []Rank{{Name: "pp0/tp0", Geometry: [32]byte{1}}})
-	d.ex.Cfg.Planner = asking{}
+	d.ex.dests.Engines.SetRanks(d.ex.peers.Find(p.boot), []Rank{{Name: "pp0/tp0", Geometry: [32]byte{1}}})
+	d.ex.core.Cfg.Planner = asking{}
 	s.until("the fence", sec, waiting)
 	d.event(func() { d.ex.Cancel(s.now, dw, 1, "") })
 	wantStatus(t, dst, engines.StatusCancelled)
@@ -174,8 +174,8 @@ func TestTeamsDecline(t *testing.T) {
 		t.Fatal(err)
 	}
 	if done := tg.completed(); len(done) != 2 || done[0].Status != engines.StatusFailed ||
-		!strings.Contains(done[1].Reason, "plan") || tg.ex.match.WaitingKeys() != 0 {
-		t.Errorf("%+v, %d wait", done, tg.ex.match.WaitingKeys())
+		!strings.Contains(done[1].Reason, "plan") || tg.ex.match.Counts().WaitingKeys != 0 {
+		t.Errorf("%+v, %d wait", done, tg.ex.match.Counts().WaitingKeys)
 	}
 }
 
@@ -193,7 +193,7 @@ func TestHostileDeclines(t *testing.T) {
 		err := tg.ex.Message(3, tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{
 			Revoke: m}})
 		if err == nil || !strings.Contains(err.Error(), want) || len(tg.completed()) != 0 ||
-			tg.ex.match.WaitingKeys() != 0 {
+			tg.ex.match.Counts().WaitingKeys != 0 {
 			t.Errorf("%s: %v", want, err)
 		}
 	}
@@ -209,7 +209,7 @@ func TestHostileDeclines(t *testing.T) {
 		&peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: m}}); err != nil {
 		t.Fatal(err)
 	}
-	if done := tg.completed(); len(done) != 0 || tg.ex.match.Len() != 1 {
+	if done := tg.completed(); len(done) != 0 || tg.ex.match.Counts().Grants != 1 {
 		t.Errorf("a stranger declined for another: %+v", done)
 	}
 }
@@ -293,9 +293,9 @@ func TestSchedulerDeclines(t *testing.T) {
 			if wantStatus(t, src, engines.StatusFailed); !strings.Contains(src.done.Reason, "aborted") {
 				t.Errorf("world %d, first %v: reason %q", world, first, src.done.Reason)
 			}
-			if p.ex.match.WaitingKeys() != 0 {
+			if p.ex.match.Counts().WaitingKeys != 0 {
 				t.Errorf("world %d, first %v: %d words wait for nothing", world, first,
-					p.ex.match.WaitingKeys())
+					p.ex.match.Counts().WaitingKeys)
 			}
 		}
 	}
@@ -334,8 +334,8 @@ func TestSchedulerDeclinesEveryPrompt(t *testing.T) {
 		t.Errorf("another transfer ended: %+v", other.done)
 	}
 	s.rest(11 * sec)
-	if p.ex.match.WaitingKeys() != 0 {
-		t.Errorf("%d words wait for ever", p.ex.match.WaitingKeys())
+	if p.ex.match.Counts().WaitingKeys != 0 {
+		t.Errorf("%d words wait for ever", p.ex.match.Counts().WaitingKeys)
 	}
 }
 

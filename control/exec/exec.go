@@ -21,8 +21,8 @@ import (
 // direction, from the top of this list to its bottom. Exec takes the events, and does what needs
 // several parts.
 type Exec struct {
-	*core.Core
-	*actions
+	core      *core.Core
+	out       *actions
 	match     *source.Matcher   // grants and queries of peers, and the source leases that serve them
 	dests     *dest.Table       // destination leases and their grants
 	queries   *dest.Queries     // admission queries of our engines
@@ -42,7 +42,7 @@ func New(cfg Config) *Exec {
 	c := &core.Core{Cfg: cfg, Spray: spray.New(spray.Config{Policy: cfg.Policy,
 		MaxFlights: cfg.MaxSlices, MaxStrikes: cfg.MaxAttempts})}
 	out := &actions{}
-	e := &Exec{Core: c, actions: out}
+	e := &Exec{core: c, out: out}
 	e.workers = workers.New(out.workerFenced)
 	e.peers = lanes.NewPeers(c, out)
 	e.credits = lanes.NewCredits(c, out)
@@ -63,7 +63,7 @@ func New(cfg Config) *Exec {
 }
 
 // Next is when Tick must be called, or lease.Never.
-func (e *Exec) Next() Instant { return e.Agenda.Next() }
+func (e *Exec) Next() Instant { return e.core.Agenda.Next() }
 
 // maxDue bounds the timers that one Tick fires. Thousands of leases may have one deadline, and the
 // driver's lock must be free in between.
@@ -72,7 +72,7 @@ const maxDue = 512
 // Tick does what is due, or a part of it: Next is then in the past.
 func (e *Exec) Tick(now Instant) {
 	for range maxDue {
-		t := e.Agenda.Pop(now)
+		t := e.core.Agenda.Pop(now)
 		if t == nil {
 			break
 		}
@@ -80,6 +80,10 @@ func (e *Exec) Tick(now Instant) {
 	}
 	e.assign(now)
 }
+
+// Drain moves the actions of the last events into b, overwrites its former content, and reports
+// whether there are any.
+func (e *Exec) Drain(b *Batch) bool { return e.out.drain(b) }
 
 // Open counts the leases that are not complete.
 func (e *Exec) Open() (dests, sources int) { return e.dests.Len(), e.sources.Len() }
@@ -93,7 +97,7 @@ func (e *Exec) Lanes(boot transfer.Boot) int {
 }
 
 // DrainLeases refuses new leases from now on. Open leases continue.
-func (e *Exec) DrainLeases() { e.Draining = true }
+func (e *Exec) DrainLeases() { e.core.Draining = true }
 
 // Abort closes every lease with engines.StatusFailed: each engine recomputes.
 func (e *Exec) Abort(now Instant, reason string) {
@@ -112,7 +116,7 @@ func (e *Exec) Abort(now Instant, reason string) {
 func (e *Exec) WorkerGone(now Instant, w *engines.Worker, final bool, reason string) {
 	ws := e.workers.Find(w)
 	if ws == nil {
-		e.workerFenced(w)
+		e.out.workerFenced(w)
 		return
 	}
 	if ws.Gone {
@@ -187,6 +191,6 @@ func (e *Exec) Message(now Instant, boot transfer.Boot, f *peerv1.ControlFrame) 
 // assign gives work to lanes. Every event ends with it.
 func (e *Exec) assign(now Instant) {
 	e.dispatch.Assign(now)
-	e.flushLate()
+	e.out.flushLate()
 	e.credits.Schedule(now, e.dests.ServedBySeveral())
 }

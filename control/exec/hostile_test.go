@@ -207,8 +207,8 @@ func TestHostileGrants(t *testing.T) {
 				if err != nil || len(replies) != 0 {
 					t.Fatalf("answered %v, %v", replies, err)
 				}
-			case err == nil || len(replies) != 0 || tg.ex.match.Len() != 0:
-				t.Fatalf("%v, %d answers, %d grants are kept", err, len(replies), tg.ex.match.Len())
+			case err == nil || len(replies) != 0 || tg.ex.match.Counts().Grants != 0:
+				t.Fatalf("%v, %d answers, %d grants are kept", err, len(replies), tg.ex.match.Counts().Grants)
 			}
 			if !strings.Contains(said, c.text) {
 				t.Errorf("said %q, want %q in it", said, c.text)
@@ -299,8 +299,8 @@ func TestNonsenseIsToldOnce(t *testing.T) {
 	if len(names) != int(frame.NumViolations) || names[""] || frame.NumViolations > 32 {
 		t.Errorf("%d kinds have the names %v", frame.NumViolations, names)
 	}
-	if gives, _ := tg.drain(); gives != 0 || tg.ex.match.Len() != 0 {
-		t.Errorf("%d actions, %d grants are kept", gives, tg.ex.match.Len())
+	if gives, _ := tg.drain(); gives != 0 || tg.ex.match.Counts().Grants != 0 {
+		t.Errorf("%d actions, %d grants are kept", gives, tg.ex.match.Counts().Grants)
 	}
 	if err := tg.ex.Message(1001*sec, tg.peer, grantFrame(goodGrant())); err != nil {
 		t.Fatal(err)
@@ -367,7 +367,7 @@ func TestReplaysAndStaleFrames(t *testing.T) {
 		if gives, replies := say(f.from, f.f); gives != 0 || len(replies) != 0 {
 			t.Errorf("%s: %d actions, %v", name, gives, replies)
 		}
-		if len(sending) != 1 || !slices.Equal(tg.ex.match.Sending(), sending) || tg.ex.match.Len() != 1 {
+		if len(sending) != 1 || !slices.Equal(tg.ex.match.Sending(), sending) || tg.ex.match.Counts().Grants != 1 {
 			t.Fatalf("%s: the transfer under way is gone", name)
 		}
 	}
@@ -398,8 +398,8 @@ func TestReplayOfAGrantThatIsOver(t *testing.T) {
 	say(&peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{
 		Destination: first.Destination}}})
 	if gives, replies := say(grantFrame(first)); gives != 0 || len(replies) != 0 ||
-		tg.ex.match.Len() != 0 {
-		t.Errorf("the replay: %d actions, %v, %d grants", gives, replies, tg.ex.match.Len())
+		tg.ex.match.Counts().Grants != 0 {
+		t.Errorf("the replay: %d actions, %v, %d grants", gives, replies, tg.ex.match.Counts().Grants)
 	}
 	second := goodGrant()
 	second.Destination.Id, second.Team[0], second.Parts[0].Slot = 8, 1, 9
@@ -427,9 +427,9 @@ func TestWaitingIsBounded(t *testing.T) {
 			}
 		}
 	}
-	if refused != 92 || tg.ex.match.Len() != 8 || tg.ex.match.WaitingKeys() != 8 {
-		t.Errorf("%d refused, %d kept, %d wait: want 92, 8, 8", refused, tg.ex.match.Len(),
-			tg.ex.match.WaitingKeys())
+	if refused != 92 || tg.ex.match.Counts().Grants != 8 || tg.ex.match.Counts().WaitingKeys != 8 {
+		t.Errorf("%d refused, %d kept, %d wait: want 92, 8, 8", refused, tg.ex.match.Counts().Grants,
+			tg.ex.match.Counts().WaitingKeys)
 	}
 }
 
@@ -438,7 +438,7 @@ func TestWaitingIsBounded(t *testing.T) {
 func TestAskingIsBounded(t *testing.T) {
 	for name, change := range map[string]func(*target, *peerv1.Grant){
 		"fingerprint": func(_ *target, g *peerv1.Grant) { g.Fingerprint[0] = 9 },
-		"layout":      func(tg *target, _ *peerv1.Grant) { tg.ex.Cfg.Planner = asking{} },
+		"layout":      func(tg *target, _ *peerv1.Grant) { tg.ex.core.Cfg.Planner = asking{} },
 	} {
 		tg := newTarget()
 		for i := range 100 {
@@ -450,7 +450,7 @@ func TestAskingIsBounded(t *testing.T) {
 			}
 			tg.drain()
 		}
-		if n := tg.ex.match.Len(); n != 8 || tg.ex.peers.Find(tg.peer).Pending != 8 {
+		if n := tg.ex.match.Counts().Grants; n != 8 || tg.ex.peers.Find(tg.peer).Pending != 8 {
 			t.Errorf("%s: %d grants are kept, %d count: want 8", name, n,
 				tg.ex.peers.Find(tg.peer).Pending)
 		}
@@ -459,7 +459,7 @@ func TestAskingIsBounded(t *testing.T) {
 		}
 		tg.ex.Described(3, tg.peer, [32]byte{1}, errors.New("no such layout"))
 		tg.drain()
-		if n := tg.ex.match.Len(); n != 0 || tg.ex.peers.Find(tg.peer).Pending != 0 {
+		if n := tg.ex.match.Counts().Grants; n != 0 || tg.ex.peers.Find(tg.peer).Pending != 0 {
 			t.Errorf("%s: %d grants are left, %d count", name, n, tg.ex.peers.Find(tg.peer).Pending)
 		}
 	}
@@ -590,17 +590,17 @@ func FuzzMessage(f *testing.F) {
 			}
 			b = b[2+n:]
 		}
-		if n := tg.ex.match.Len(); n > frames || tg.ex.match.WaitingKeys() > 8 ||
+		if n := tg.ex.match.Counts().Grants; n > frames || tg.ex.match.Counts().WaitingKeys > 8 ||
 			tg.ex.dests.Len() != 0 || tg.ex.layouts.Len()+len(tg.ex.match.Comparing()) > frames ||
 			tg.ex.peers.Len() > 2 {
 			t.Fatalf("%d frames: %d grants, %d keys wait, %d destinations, %d descriptions, %d peers",
-				frames, n, tg.ex.match.WaitingKeys(), tg.ex.dests.Len(),
+				frames, n, tg.ex.match.Counts().WaitingKeys, tg.ex.dests.Len(),
 				tg.ex.layouts.Len()+len(tg.ex.match.Comparing()), tg.ex.peers.Len())
 		}
 		// All of it is over with its time.
 		tg.ex.Tick(frame.MaxDeadline + 60*sec)
 		tg.drain()
-		if n := tg.ex.match.WaitingKeys(); n != 0 {
+		if n := tg.ex.match.Counts().WaitingKeys; n != 0 {
 			t.Fatalf("%d keys wait forever", n)
 		}
 	})

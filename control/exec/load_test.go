@@ -37,7 +37,7 @@ func TestReplicasAreChosenByWhatTheyOwe(t *testing.T) {
 	e.WorkerUp(w)
 	p := transfer.Boot{9}
 	e.PeerUp(1, "p:1", p)
-	e.dests.Ranks(e.peers.Find(p), []Rank{{Name: "pp0/tp0", Geometry: [32]byte{1}},
+	e.dests.Engines.SetRanks(e.peers.Find(p), []Rank{{Name: "pp0/tp0", Geometry: [32]byte{1}},
 		{Name: "pp0/tp1", Geometry: [32]byte{1}}})
 	now := Instant(2)
 	wants := func(id uint64, tokens uint32, rank string) *ReceivePart {
@@ -52,7 +52,7 @@ func TestReplicasAreChosenByWhatTheyOwe(t *testing.T) {
 		l := offers[0].ReceiveParts[0]
 		if l.Part.Rank != rank {
 			t.Errorf("prompt %d of %d tokens is asked of %s, want %s; owed: %v", id, tokens, l.Part.Rank,
-				rank, e.dests.Owed(e.peers.Find(p)))
+				rank, e.dests.Engines.Owed(e.peers.Find(p)))
 		}
 		return l
 	}
@@ -84,7 +84,7 @@ func TestReplicasAreChosenByWhatTheyOwe(t *testing.T) {
 	for _, l := range []*ReceivePart{c, f, g, h} {
 		ends(l, true)
 	}
-	if left := e.dests.Owed(e.peers.Find(p)); len(left) != 0 {
+	if left := e.dests.Engines.Owed(e.peers.Find(p)); len(left) != 0 {
 		t.Errorf("all have ended, and it is thought to owe %v", left)
 	}
 	wants(8, 64, "pp0/tp0")

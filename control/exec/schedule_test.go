@@ -134,9 +134,9 @@ func TestNothingIsSentPastTheDeadline(t *testing.T) {
 	s.queue = nil
 	p.ex.Tick(s.now + 2*sec)
 	s.now += 2 * sec
-	before := p.ex.Spray.Flights()
+	before := p.ex.core.Spray.Flights()
 	p.step(src, 1, 8192)
-	if n := p.ex.Spray.Flights(); n > before {
+	if n := p.ex.core.Spray.Flights(); n > before {
 		t.Errorf("%d slices were sent after the deadline", n-before)
 	}
 }
@@ -307,11 +307,11 @@ func randomSchedule(t *testing.T, seed uint64) {
 			s.fatalf("seed %d: %s has %d and %d leases open", seed, n.addr, dests, sources)
 		}
 		keys, transfers := n.ex.sources.Keys()
-		if n.ex.match.Len()+n.ex.layouts.Len()+len(n.ex.match.Comparing())+n.ex.match.WaitingKeys()+
-			keys+transfers != 0 || n.ex.Spray.Flights() != 0 && faults == 0 {
+		if n.ex.match.Counts().Grants+n.ex.layouts.Len()+len(n.ex.match.Comparing())+n.ex.match.Counts().WaitingKeys+
+			keys+transfers != 0 || n.ex.core.Spray.Flights() != 0 && faults == 0 {
 			s.fatalf("seed %d: %s keeps %d grants, %d descriptions, %d pending, %d keys, %d flights", seed,
-				n.addr, n.ex.match.Len(), n.ex.layouts.Len(), n.ex.match.WaitingKeys(), keys,
-				n.ex.Spray.Flights())
+				n.addr, n.ex.match.Counts().Grants, n.ex.layouts.Len(), n.ex.match.Counts().WaitingKeys, keys,
+				n.ex.core.Spray.Flights())
 		}
 	}
 	if faults == 0 && good == 0 {

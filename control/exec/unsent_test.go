@@ -36,8 +36,8 @@ func TestGrantThatCannotBeSent(t *testing.T) {
 	}
 	s.rest(sec)
 	if n := len(d.grants) + d.ex.dests.Len() + d.ex.dests.Slots(p.boot) +
-		p.ex.match.WaitingKeys() +
-		p.ex.match.Len(); n != 0 {
+		p.ex.match.Counts().WaitingKeys +
+		p.ex.match.Counts().Grants; n != 0 {
 		t.Errorf("%d things are left of it", n)
 	}
 	full = false
@@ -73,7 +73,7 @@ func TestRegrantThatCannotBeSent(t *testing.T) {
 	}
 	s.rest(sec)
 	if n := len(d.grants) + d.ex.dests.Len() + d.ex.dests.Slots(p.boot) +
-		p.ex.match.Len(); n != 0 {
+		p.ex.match.Counts().Grants; n != 0 {
 		t.Errorf("%d things are left of it", n)
 	}
 }

@@ -28,13 +28,13 @@ type SourceView = source.View
 
 // View describes the open leases, some of them where there are very many.
 func (e *Exec) View(now Instant) View {
-	return View{Open: [2]int{e.dests.Len(), e.sources.Len()}, Flights: e.Spray.Flights(),
-		Rails: e.Spray.View(now), Pending: e.match.Waiting(), Dests: e.dests.View(now, maxView),
+	return View{Open: [2]int{e.dests.Len(), e.sources.Len()}, Flights: e.core.Spray.Flights(),
+		Rails: e.core.Spray.View(now), Pending: e.match.Counts().Waiting, Dests: e.dests.View(now, maxView),
 		Sources: e.sources.View(now, maxView)}
 }
 
 // Rails describes every local rail, for metrics.
-func (e *Exec) Rails(now Instant) []spray.RailView { return e.Spray.Rails(now) }
+func (e *Exec) Rails(now Instant) []spray.RailView { return e.core.Spray.Rails(now) }
 
 // Load counts what the executor holds. It is cheap enough to be read after every event.
 type Load struct {
@@ -77,8 +77,9 @@ func (e *Exec) Shares(boot transfer.Boot) bool {
 
 // Load returns the counts.
 func (e *Exec) Load() Load {
-	return Load{Dests: e.dests.Len(), Sources: e.sources.Len(), Inbound: e.match.Len(),
-		Pending: e.match.WaitingKeys(), Asked: e.queries.Len(), Describing: e.layouts.Len(),
+	match := e.match.Counts()
+	return Load{Dests: e.dests.Len(), Sources: e.sources.Len(), Inbound: match.Grants,
+		Pending: match.WaitingKeys, Asked: e.queries.Len(), Describing: e.layouts.Len(),
 		Endpoints: e.endpoints.Len(), Peers: e.peers.Len(), Lanes: e.dispatch.Len(),
-		Flights: e.Spray.Flights(), Timers: e.Agenda.Len()}
+		Flights: e.core.Spray.Flights(), Timers: e.core.Agenda.Len()}
 }

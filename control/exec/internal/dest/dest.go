@@ -59,7 +59,7 @@ type Table struct {
 	byPeer     index.Sets[transfer.Boot, *Lease]      // by the peer of the newest grant
 	waiting    index.Sets[*endpoint.Endpoint, *Lease] // want a grant, or their peer is unreachable
 	describing index.Sets[layouts.Name, *Lease]       // wait for a layout
-	engines    map[*lanes.Peer]*engine
+	Engines    Engines
 	slots      *lease.Slots
 	Generation uint32 // of the last grant; the count wraps
 }
@@ -79,7 +79,7 @@ func New(c *core.Core, out Actions, p Parts) *Table {
 		peers: p.Peers, workers: p.Workers, byID: map[transfer.LeaseID]*Lease{},
 		byPeer:     index.Sets[transfer.Boot, *Lease]{},
 		waiting:    index.Sets[*endpoint.Endpoint, *Lease]{},
-		describing: index.Sets[layouts.Name, *Lease]{}, engines: map[*lanes.Peer]*engine{},
+		describing: index.Sets[layouts.Name, *Lease]{}, Engines: Engines{},
 		slots: lease.NewSlots(c.Cfg.MaxSlots)}
 }
 
@@ -112,6 +112,17 @@ type Lease struct {
 
 // LeaseID implements workers.Lease.
 func (d *Lease) LeaseID() transfer.LeaseID { return d.ID }
+
+// Of returns the destination leases of a worker, in order.
+func Of(ws *workers.Worker) []*Lease {
+	var all []*Lease
+	for _, l := range ws.Leases {
+		if d, ok := l.(*Lease); ok {
+			all = append(all, d)
+		}
+	}
+	return inOrder(slices.Values(all))
+}
 
 func inOrder(all iter.Seq[*Lease]) []*Lease {
 	return slices.SortedFunc(all, func(a, b *Lease) int { return index.CompareLeases(a.ID, b.ID) })
@@ -246,6 +257,13 @@ func (ds *Table) timeOut(d *Lease) Cause {
 	return ByDeadline
 }
 
+// CloseAll ends every lease with StatusFailed.
+func (ds *Table) CloseAll(now Instant, reason string) {
+	for _, d := range inOrder(maps.Values(ds.byID)) {
+		ds.CloseBy(now, d, ByDrain, engines.StatusFailed, reason)
+	}
+}
+
 // Close ends a destination lease; the first status stands. A live grant is fenced before the
 // engine receives the result.
 func (ds *Table) Close(now Instant, d *Lease, status uint16, reason string) {
@@ -345,7 +363,9 @@ func (ds *Table) FenceDone(now Instant, l *Part, err error) {
 	if o.unfenced--; o.unfenced > 0 {
 		return
 	}
-	ds.charge(o, false)
+	if p := ds.peers.Find(l.Grant.Peer); p != nil {
+		ds.Engines.charge(p, o, false)
+	}
 	if d.live != o || d.Fenced() != nil {
 		return
 	}

@@ -28,7 +28,7 @@ type outboundGrant struct {
 // divide plans the part of each rank of the source's engine. Until that engine's ranks are known
 // they are assumed to equal ours; if that is wrong, its sidecar replies with its ranks.
 func (ds *Table) divide(d *Lease, p *lanes.Peer) ([]agreement.Part, error) {
-	at := ds.engineOf(p)
+	at := ds.Engines.of(p)
 	place := d.ws.Place
 	own := agreement.Rank{Name: place.Rank(), Geometry: d.ws.Geometry}
 	names := place.Ranks()
@@ -73,7 +73,7 @@ func (ds *Table) grant(now Instant, d *Lease) {
 	parts, err := ds.divide(d, p)
 	if unknown := (*agreement.UnknownLayout)(nil); err != nil && !d.told && !errors.As(err, &unknown) {
 		// The known ranks may be those of another engine there: plan without them.
-		ds.Ranks(p, nil)
+		ds.Engines.SetRanks(p, nil)
 		parts, err = ds.divide(d, p)
 	}
 	if unknown := (*agreement.UnknownLayout)(nil); errors.As(err, &unknown) {
@@ -141,36 +141,12 @@ func (ds *Table) grant(now Instant, d *Lease) {
 	if o.unfilled == 0 {
 		d.filled = now
 	}
-	ds.charge(o, true)
+	ds.Engines.charge(p, o, true)
 	if ds.Generation++; ds.Generation == 0 {
 		ds.Generation = 1
 	}
 	o.gen, msg.Gen, d.gen = ds.Generation, ds.Generation, ds.Generation
 	ds.out.Offer(p.Boot, o.lands, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Grant{Grant: msg}})
-}
-
-// charge counts the bytes that each rank of a peer still owes us: the planner chooses between
-// replicas by load.
-func (ds *Table) charge(o *outboundGrant, on bool) {
-	p := ds.peers.Find(o.lands[0].Grant.Peer)
-	if p == nil {
-		return
-	}
-	at := ds.engineOf(p)
-	for _, l := range o.lands {
-		n := at.load[l.Part.Rank]
-		if on {
-			n += l.Part.Bytes
-		} else {
-			n -= min(n, l.Part.Bytes)
-		}
-		if at.load == nil {
-			at.load = map[string]uint64{}
-		}
-		if at.load[l.Part.Rank] = n; n == 0 {
-			delete(at.load, l.Part.Rank)
-		}
-	}
 }
 
 // of returns the lease that a message of p names; nil if it is over, or granted to another peer.
@@ -206,7 +182,7 @@ func (ds *Table) OnGrantReply(now Instant, p *lanes.Peer, m *peerv1.GrantReply) 
 			ds.Close(now, d, engines.StatusFailed, "the ranks of the prefill engine: "+err.Error())
 			return err
 		}
-		ds.Ranks(p, ranks)
+		ds.Engines.SetRanks(p, ranks)
 		d.told = true
 		ds.regrant(now, d, ByRefusal, "ranks: "+m.Message)
 	// A refusal may follow the last BOUND: ranks that send nothing can refuse, too.

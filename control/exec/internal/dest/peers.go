@@ -20,24 +20,48 @@ type engine struct {
 	load  map[string]uint64 // bytes of the parts that its ranks owe us, by rank
 }
 
-// engineOf returns the engine behind a peer.
-func (ds *Table) engineOf(p *lanes.Peer) *engine {
-	at := ds.engines[p]
+// Engines are the prefill engines behind peers.
+type Engines map[*lanes.Peer]*engine
+
+// of returns the engine behind a peer.
+func (es Engines) of(p *lanes.Peer) *engine {
+	at := es[p]
 	if at == nil {
 		at = &engine{}
-		ds.engines[p] = at
+		es[p] = at
 	}
 	return at
 }
 
-// Ranks records the ranks of the engine behind a peer.
-func (ds *Table) Ranks(p *lanes.Peer, ranks []agreement.Rank) { ds.engineOf(p).ranks = ranks }
+// SetRanks records the ranks of the engine behind a peer.
+func (es Engines) SetRanks(p *lanes.Peer, ranks []agreement.Rank) { es.of(p).ranks = ranks }
 
 // Owed returns the bytes that each rank of the engine behind a peer owes us.
-func (ds *Table) Owed(p *lanes.Peer) map[string]uint64 { return ds.engineOf(p).load }
+func (es Engines) Owed(p *lanes.Peer) map[string]uint64 { return es.of(p).load }
+
+// charge counts the bytes that each rank of a peer still owes us: the planner chooses between
+// replicas by load.
+func (es Engines) charge(p *lanes.Peer, o *outboundGrant, on bool) {
+	load := es.of(p).load
+	if load == nil {
+		load = map[string]uint64{}
+		es.of(p).load = load
+	}
+	for _, l := range o.lands {
+		n := load[l.Part.Rank]
+		if on {
+			n += l.Part.Bytes
+		} else {
+			n -= min(n, l.Part.Bytes)
+		}
+		if load[l.Part.Rank] = n; n == 0 {
+			delete(load, l.Part.Rank)
+		}
+	}
+}
 
 // Forget drops what is known of the engine behind a peer.
-func (ds *Table) Forget(p *lanes.Peer) { delete(ds.engines, p) }
+func (ds *Table) Forget(p *lanes.Peer) { delete(ds.Engines, p) }
 
 // PeerUp ends the match timeout of leases that a peer serves: frames reach it.
 func (ds *Table) PeerUp(boot transfer.Boot) {
@@ -111,7 +135,7 @@ func (ds *Table) Described(now Instant, name layouts.Name, err error) {
 		switch {
 		case d.State != lease.DestWaiting || d.decided:
 		case err != nil && !d.told && p != nil:
-			ds.Ranks(p, nil) // of an engine that is not there any more, or not for this one
+			ds.Engines.SetRanks(p, nil) // of an engine that is not there any more, or not for this one
 			ds.grant(now, d)
 		case err != nil && p != nil && p.Boot == name.Boot:
 			ds.Close(now, d, engines.StatusFailed,
@@ -121,3 +145,6 @@ func (ds *Table) Described(now Instant, name layouts.Name, err error) {
 		}
 	}
 }
+
+// Shares reports whether any lease involves a peer.
+func (ds *Table) Shares(boot transfer.Boot) bool { return len(ds.byPeer[boot]) > 0 }

@@ -3,12 +3,8 @@
 package dest
 
 import (
-	"maps"
-	"slices"
 	"time"
 
-	"github.com/kvspray/kvspray/control/engines"
-	"github.com/kvspray/kvspray/control/exec/internal/workers"
 	"github.com/kvspray/kvspray/transfer"
 )
 
@@ -39,29 +35,8 @@ func (ds *Table) View(now Instant, most int) (all []View) {
 // Len counts the open leases.
 func (ds *Table) Len() int { return len(ds.byID) }
 
-// Shares reports whether any lease involves a peer.
-func (ds *Table) Shares(boot transfer.Boot) bool { return len(ds.byPeer[boot]) > 0 }
-
 // ServedBySeveral reports whether grants are open towards several peers.
 func (ds *Table) ServedBySeveral() bool { return ds.slots.Peers() > 1 }
-
-// CloseAll ends every lease with StatusFailed.
-func (ds *Table) CloseAll(now Instant, reason string) {
-	for _, d := range inOrder(maps.Values(ds.byID)) {
-		ds.CloseBy(now, d, ByDrain, engines.StatusFailed, reason)
-	}
-}
-
-// Of returns the destination leases of a worker, in order.
-func Of(ws *workers.Worker) []*Lease {
-	var all []*Lease
-	for _, l := range ws.Leases {
-		if d, ok := l.(*Lease); ok {
-			all = append(all, d)
-		}
-	}
-	return inOrder(slices.Values(all))
-}
 
 // Find returns an open lease; nil: there is none.
 func (ds *Table) Find(id transfer.LeaseID) *Lease { return ds.byID[id] }

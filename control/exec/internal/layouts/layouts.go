@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package layouts has the layouts that peers were asked for.
+// Package layouts has the questions for layouts of peers. A peer that does not answer is asked again
+// until the match timeout; the leases and grants that wait for an answer are listed at their tables.
 package layouts
 
 import (
@@ -33,7 +34,7 @@ type Name struct {
 	Geometry [32]byte
 }
 
-// Table has the layouts that peers were asked for. What waits for one is listed where it belongs.
+// Table has the layouts that peers were asked for.
 type Table struct {
 	*core.Core
 	describe func(Name)

@@ -137,8 +137,6 @@ func (mt *Matcher) keyGone(now Instant, k transfer.Key, reason string) {
 	}
 }
 
-func (mt *Matcher) released(c *partBinding) { mt.forget(c.in) }
-
 // wake looks again at what waits for a key.
 func (mt *Matcher) wake(now Instant, k transfer.Key) {
 	for _, q := range slices.Clone(mt.pending.byKey[k]) {

@@ -61,8 +61,9 @@ type sourceObserver interface {
 	sourceOpened(now Instant, k transfer.Key)
 	// allHeld follows when every request of a transfer is finished.
 	allHeld(now Instant, x transfer.XferID)
-	// released follows when a lease that is over serves c no more.
-	released(c *partBinding)
+	// forget deletes a grant that is bound to nothing and waits for nothing. It follows when a lease
+	// that is over no longer serves a part of the grant.
+	forget(in *inboundGrant)
 	// keyGone follows when the last lease of k has failed.
 	keyGone(now Instant, k transfer.Key, reason string)
 }
@@ -323,7 +324,7 @@ func (ss *Table) Close(now Instant, s *Lease, status uint16, reason string, fina
 	}
 	for _, c := range s.claims {
 		c.src = nil
-		ss.observer.released(c)
+		ss.observer.forget(c.in)
 	}
 	s.claims = nil
 	if final && status != engines.StatusOK && len(ss.byKey[s.Key]) == 0 {

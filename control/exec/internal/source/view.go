@@ -7,8 +7,6 @@ import (
 	"slices"
 	"time"
 
-	"github.com/kvspray/kvspray/control/exec/internal/lanes"
-	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
 
@@ -43,52 +41,28 @@ func (ss *Table) View(now Instant, most int) (all []View) {
 	return all
 }
 
-// Len counts the grants of peers.
-func (mt *Matcher) Len() int { return len(mt.grants) }
-
-// Waiting counts what waits for an intent.
-func (mt *Matcher) Waiting() (n int) {
-	for _, l := range mt.pending.byKey {
-		n += len(l)
-	}
-	return n
+// Counts are the sizes of a Matcher's tables.
+type Counts struct {
+	Grants      int // of peers
+	Absent      int // those whose sidecar is out of reach or gone
+	Waiting     int // queries, grants, parts and declines that wait for an intent
+	WaitingKeys int // their keys
 }
 
-// WaitingKeys counts the keys that wait for an intent.
-func (mt *Matcher) WaitingKeys() int { return len(mt.pending.byKey) }
-
-// Shares reports whether any grant or query involves a peer.
-func (mt *Matcher) Shares(boot transfer.Boot) bool {
-	return len(mt.grantsOf[boot])+len(mt.pending.byPeer[boot]) > 0
+// Counts returns the sizes of the tables.
+func (mt *Matcher) Counts() Counts {
+	c := Counts{Grants: len(mt.grants), Absent: len(mt.absents), WaitingKeys: len(mt.pending.byKey)}
+	for _, l := range mt.pending.byKey {
+		c.Waiting += len(l)
+	}
+	return c
 }
 
 // Refusals counts the refused grants by reason.
 func (mt *Matcher) Refusals() map[string]uint64 { return mt.refused.Counts() }
 
-// PeerUp ends the absence of a peer's grants.
-func (mt *Matcher) PeerUp(p *lanes.Peer) {
-	for _, in := range mt.grantsFrom(p) {
-		mt.present(in)
-	}
-}
-
-// PeerDown keeps the places of a peer's grants until the match timeout. With over, the peer is gone.
-func (mt *Matcher) PeerDown(now Instant, p *lanes.Peer, over bool) {
-	for _, in := range mt.grantsFrom(p) {
-		if mt.grants[in.id] == in {
-			mt.absent(now, in, over)
-		}
-	}
-}
-
-// Forget drops what of a peer waits for an intent.
-func (mt *Matcher) Forget(p *lanes.Peer) { mt.pending.dropOf(p) }
-
 // OriginOf returns the origin of a flow's owner, which is a Part.
 func OriginOf(owner any) *transport.Origin { return &owner.(*Part).Origin }
-
-// Absent counts the grants whose sidecar is out of reach or gone.
-func (mt *Matcher) Absent() int { return len(mt.absents) }
 
 // Comparing returns the comparisons in progress, in no order.
 func (mt *Matcher) Comparing() []Comparison { return slices.Collect(maps.Keys(mt.comparing)) }
