@@ -119,7 +119,7 @@ func TestRailDiesInMidTransfer(t *testing.T) {
 				at := 100*ms + Instant(victim)*7*ms
 				m.run(at, f.landed)
 				fault.kill(dead)
-				rest := int(f.got.Len() - f.got.Count())
+				rest := int(f.chunks.Len() - f.chunks.Landed())
 				took := m.run(10*sec, f.landed)
 				ideal := Instant(float64(rest*transfer.ChunkBytes) / (3*gbit + fault.rate))
 				if took < 0 || took > ideal+100*ms {

@@ -7,9 +7,8 @@ import (
 	"testing"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/kvspray/kvspray/transfer"
+	"golang.org/x/sys/unix"
 )
 
 // loaded is a scheduler with n warm pairs, their windows full, and endless work: end confirms the

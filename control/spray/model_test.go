@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvspray/kvspray/control/spray/internal/chunks"
 	"github.com/kvspray/kvspray/transfer"
 )
 
@@ -244,9 +245,15 @@ func (m *model) open(prio Priority, bytes uint64) *Flow {
 	return f
 }
 
+// state is the record of a chunk.
+func (f *Flow) state(c uint32) chunks.Record {
+	k, _, _, _ := f.chunks.State(c)
+	return k
+}
+
 // landed reports whether the receiver has everything that the scheduler knows of.
 func (f *Flow) landed() bool {
-	return f.got.Count() == f.got.Len()
+	return f.chunks.Landed() == f.chunks.Len()
 }
 
 // move runs one transfer and returns its rate in bytes per nanosecond.

@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvspray/kvspray/control/spray/internal/chunks"
 	"github.com/kvspray/kvspray/transfer"
 )
 
@@ -46,7 +47,7 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 			continue
 		}
 		if copies[f.flow] == nil {
-			copies[f.flow] = make([]int, f.flow.fresh.Len())
+			copies[f.flow] = make([]int, f.flow.chunks.Len())
 		}
 		for c := f.r.First; c < f.r.End(); c++ {
 			copies[f.flow][c]++
@@ -175,23 +176,23 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 		if f.flights != perFlow[f] {
 			return fmt.Errorf("flow: %d slices, counted %d", perFlow[f], f.flights)
 		}
-		for c := range f.fresh.Len() {
-			k, landed := f.state(c), f.got.Contains(c)
+		for c := range f.chunks.Len() {
+			k, fresh, again, recorded := f.chunks.State(c)
+			landed := f.chunks.HasLanded(c)
 			n := 0
 			if copies[f] != nil {
 				n = copies[f][c]
 			}
-			again := f.again != nil && f.again.Contains(c)
-			waits := f.fresh.Contains(c) || again
+			waits := fresh || again
 			switch {
 			// of what was stopped before anything failed nobody wants to know
-			case int(k.copies) != n && (!f.stopped || f.chunks != nil):
-				return fmt.Errorf("chunk %d: %d copies in flight, counted %d", c, n, k.copies)
-			case n > MaxCopies+1:
+			case int(k.Copies) != n && (!f.stopped || recorded):
+				return fmt.Errorf("chunk %d: %d copies in flight, counted %d", c, n, k.Copies)
+			case n > chunks.MaxCopies+1:
 				return fmt.Errorf("chunk %d: %d copies", c, n)
-			case f.fresh.Contains(c) && (again || k.attempt > 0), waits && landed, waits && f.stopped:
+			case fresh && (again || k.Attempt > 0), waits && landed, waits && f.stopped:
 				return fmt.Errorf("chunk %d waits and must not: %+v, landed %v", c, k, landed)
-			case !f.stopped && k.attempt > 0 && !landed && !waits && n == 0:
+			case !f.stopped && k.Attempt > 0 && !landed && !waits && n == 0:
 				return fmt.Errorf("chunk %d is lost", c)
 			}
 		}
@@ -219,8 +220,8 @@ func declared(s *Scheduler, sl Slice) error {
 		}
 	}
 	for c := sl.Range.First; c < sl.Range.End(); c++ {
-		if k := sl.Flow.state(c); sl.Attempt > 0 && uint32(k.attempt) != sl.Attempt {
-			return fmt.Errorf("chunk %d goes out as attempt %d, after %d", c, sl.Attempt, k.attempt)
+		if k := sl.Flow.state(c); sl.Attempt > 0 && uint32(k.Attempt) != sl.Attempt {
+			return fmt.Errorf("chunk %d goes out as attempt %d, after %d", c, sl.Attempt, k.Attempt)
 		}
 	}
 	return nil

@@ -80,7 +80,7 @@ func TestStuckSlicesUnderFixedPolicies(t *testing.T) {
 		later(s, p, 0, 20*sec, func(at Instant, sl Slice) { s.End(at, sl.Cookie, Confirmed) })
 		if !f.landed() {
 			t.Errorf("%v: %d slices are stuck, and %d of 640 chunks landed", policy, len(stuck),
-				f.got.Count())
+				f.chunks.Landed())
 		}
 	}
 }
@@ -113,7 +113,7 @@ func TestDeadLaneKeepsNobody(t *testing.T) {
 		}
 	})
 	if !f.landed() {
-		t.Errorf("%d of 64 chunks landed in 20 s beside a dead lane", f.got.Count())
+		t.Errorf("%d of 64 chunks landed in 20 s beside a dead lane", f.chunks.Landed())
 	}
 }
 
@@ -137,7 +137,7 @@ func TestLaneFullOfPassedSlices(t *testing.T) {
 	later(s, p, 3*sec, 23*sec, confirm)
 	if !f.landed() {
 		t.Errorf("%d of 64 chunks landed in 20 s beside a lane full of slices that never end",
-			f.got.Count())
+			f.chunks.Landed())
 	}
 }
 
@@ -207,8 +207,8 @@ func TestLateSlicesThatFailAreCharged(t *testing.T) {
 	}
 	for _, sl := range first {
 		s.End(5*sec, sl.Cookie, Failed)
-		if k := sl.Flow.state(sl.Range.First); k.strikes != 1 {
-			t.Errorf("%+v failed: %d strikes", sl.Range, k.strikes)
+		if k := sl.Flow.state(sl.Range.First); k.Strikes != 1 {
+			t.Errorf("%+v failed: %d strikes", sl.Range, k.Strikes)
 		}
 	}
 	if q.count.Errors != uint64(len(first)) || q.state != Excluded {
@@ -227,13 +227,13 @@ func TestLateSlicesAreChargedOnce(t *testing.T) {
 	}
 	later(s, p, ms, 3*sec, func(at Instant, sl Slice) { s.End(at, sl.Cookie, Confirmed) })
 	q := p.pairs[0]
-	if k := stuck.Flow.state(stuck.Range.First); q.count.Errors != 1 || k.strikes != 1 ||
+	if k := stuck.Flow.state(stuck.Range.First); q.count.Errors != 1 || k.Strikes != 1 ||
 		q.stalled != stuck.Bytes {
 		t.Fatalf("late: %d errors, %d strikes, %d bytes passed; want one each, and its bytes",
-			q.count.Errors, k.strikes, q.stalled)
+			q.count.Errors, k.Strikes, q.stalled)
 	}
 	s.End(3*sec, stuck.Cookie, Failed)
-	if k := stuck.Flow.state(stuck.Range.First); q.count.Errors != 1 || k.strikes != 1 {
-		t.Errorf("it failed then: %d errors, %d strikes", q.count.Errors, k.strikes)
+	if k := stuck.Flow.state(stuck.Range.First); q.count.Errors != 1 || k.Strikes != 1 {
+		t.Errorf("it failed then: %d errors, %d strikes", q.count.Errors, k.Strikes)
 	}
 }

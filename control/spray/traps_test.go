@@ -163,9 +163,9 @@ func TestTrapRetriesAreCharged(t *testing.T) {
 	}
 	q := s.lanes[b.Lane].pair
 	if q.inflight != transfer.ChunkBytes || s.lanes[b.Lane].inflight != transfer.ChunkBytes ||
-		p.flights != 1 || f.state(0).strikes != 1 {
+		p.flights != 1 || f.state(0).Strikes != 1 {
 		t.Errorf("a retry is in flight with %d bytes on its pair, %d slices and %d strikes", q.inflight,
-			p.flights, f.state(0).strikes)
+			p.flights, f.state(0).Strikes)
 	}
 	if o := s.lanes[a.Lane].pair; o.inflight != 0 {
 		t.Errorf("%d bytes still charged to the pair that failed", o.inflight)
@@ -331,8 +331,8 @@ func TestTrapRetriesHoldUpTheirFlow(t *testing.T) {
 		t.Fatalf("after %+v failed came %+v: want a slice that was never sent, over the same pair, "+
 			"which alone has room", bad, again)
 	}
-	if f.retries() != bad.Range.Count {
-		t.Errorf("%d chunks wait for another pair, want the %d that failed", f.retries(), bad.Range.Count)
+	if f.chunks.Retries() != bad.Range.Count {
+		t.Errorf("%d chunks wait for another pair, want the %d that failed", f.chunks.Retries(), bad.Range.Count)
 	}
 	if err := check(s, []*Peer{p}, []*Flow{f}); err != nil {
 		t.Error(err)
@@ -393,10 +393,10 @@ func TestTrapRefusedAtSubmit(t *testing.T) {
 	}
 	s.End(0, a.Cookie, Lost)
 	b, ok := s.Pull(0, p)
-	if !ok || b.Lane == a.Lane || b.Range != a.Range || f.state(0).strikes != 0 {
+	if !ok || b.Lane == a.Lane || b.Range != a.Range || f.state(0).Strikes != 0 {
 		t.Errorf(
 			"after %+v came %+v, %v, with %d strikes: want the same chunk on the other lane, and none", a, b,
-			ok, f.state(0).strikes)
+			ok, f.state(0).Strikes)
 	}
 }
 
@@ -414,14 +414,14 @@ func TestTrapFinishedSlicesSentAgain(t *testing.T) {
 	m.run(256*ms, f.landed) // about half of it
 	first.set(func() { first.dead = true })
 	landed, sent := uint64(0), uint64(0)
-	for i := range f.got.Len() {
-		if f.got.Contains(i) {
+	for i := range f.chunks.Len() {
+		if f.chunks.HasLanded(i) {
 			landed += transfer.ChunkBytes
 		}
 	}
 	m.pulled = func(sl Slice) {
 		for c := sl.Range.First; c < sl.Range.End(); c++ {
-			if f.got.Contains(c) && sl.Attempt > 0 {
+			if f.chunks.HasLanded(c) && sl.Attempt > 0 {
 				t.Errorf("chunk %d had landed, and is sent again by %s", c, m.byLane[sl.Lane].name)
 			}
 		}

@@ -145,7 +145,10 @@ var rules = []rule{
 		own: []string{"transfer"}},
 	{dir: "control/spray", why: "who pulls what, as plain state; of transfers it takes spaces and " +
 		"sets of chunks", pure: true,
-		own: []string{"internal/heap", "transfer"}},
+		own: []string{"control/spray/internal/chunks", "internal/heap", "transfer"}},
+	{dir: "control/spray/internal/chunks", why: "the chunks of one transfer, as plain state; it " +
+		"imports no lane", pure: true,
+		own: []string{"transfer"}},
 	{dir: "control/exec", why: "the life of transfers: events and now in, actions out; of transport " +
 		"and the peer's messages it takes the types only", pure: true,
 		own: []string{"api/peer/v1", "control/engines", "control/exec/internal/agreement",

@@ -176,10 +176,10 @@ var mutants = []mutant{
 		"	if !l.usable() {", []string{"TestTrapSuspectForEver"}},
 	{"a retry that is not charged", "control/spray/flight.go", "	q.inflight += bytes\n",
 		"	if attempt < 2 {\n		q.inflight += bytes\n	}\n", []string{"TestTrapRetriesAreCharged"}},
-	{"retries without end", "control/spray/flight.go", "			out.Exhausted = f.exhausted(fl.r, " +
+	{"retries without end", "control/spray/flight.go", "			out.Exhausted = f.chunks.Exhausted(fl.r, " +
 		"s.cfg.MaxStrikes)\n", "", []string{"TestTrapRetriesAreCharged"}},
 	{"a retry holds up the rest", "control/spray/pull.go", "if q == nil && avoid != 0 && " +
-		"f.fresh.Count() > 0 && !f.parked {", "if false {", []string{"TestTrapRetriesHoldUpTheirFlow"}},
+		"f.chunks.Fresh() > 0 && !f.parked {", "if false {", []string{"TestTrapRetriesHoldUpTheirFlow"}},
 	{"a retry is left to what it avoids", "control/spray/pull.go", "f.class(q) != class || " +
 		"int(avoid) == q.index+1 {", "f.class(q) != class {",
 		[]string{"TestTrapRetryLeftToThePairItAvoids"}},
@@ -210,7 +210,8 @@ var mutants = []mutant{
 	{"a rail owes nothing", "control/spray/egress.go", "o.owed[low]+share[low]*",
 		"o.owed[low]+0*share[low]*", []string{"TestNoPeerStarves"}},
 	{"all of it is sent again", "control/spray/flight.go", "	fl.flow.free(fl.r, true)\n",
-		"	fl.flow.detail()\n	clear(fl.flow.chunks)\n	fl.flow.got.Clear()\n	fl.flow.free(fl.flow.space.All(), true)\n", []string{"TestTrapFinishedSlicesSentAgain"}},
+		"	fl.flow.chunks = s.Open(fl.flow.peer, 0, 0, fl.flow.space, nil).chunks\n" +
+			"	fl.flow.free(fl.flow.space.All(), true)\n", []string{"TestTrapFinishedSlicesSentAgain"}},
 	{"silent lanes are given more", "control/spray/watch.go", "		l.suspect, l.doubted = true, " +
 		"now\n		q.recount()\n		q.count.Suspicions++\n		q.count.Doubled += s.release(l)\n",
 		"		q.count.Suspicions++\n		q.inflight -= l.inflight\n		l.inflight = 0\n		s.release(l)\n",
