@@ -115,12 +115,17 @@ func (f *Flow) unpark() {
 	}
 }
 
-// take removes up to limit chunks for one slice, and returns the slice's attempt.
-func (f *Flow) take(limit uint32, fresh bool) (transfer.Range, uint32) {
-	r, attempt := f.chunks.Take(limit, fresh)
+// take removes up to limit chunks for one slice, fresh ones or those to be retransmitted, and
+// returns the slice's attempt.
+func (f *Flow) take(limit uint32, fresh bool) (r transfer.Range, attempt uint32) {
+	if fresh {
+		r = f.chunks.TakeFresh(limit)
+	} else {
+		r = f.chunks.TakeAgain(limit)
+	}
 	f.waits(-int(r.Count))
 	f.requeue()
-	return r, attempt
+	return r, f.chunks.Send(r)
 }
 
 // free queues chunks of r for retransmission. With copies in flight it does so only if spare is
@@ -138,10 +143,9 @@ func (f *Flow) free(r transfer.Range, spare bool) {
 
 // land marks r as landed, and returns the number of new chunks.
 func (f *Flow) land(r transfer.Range) (fresh uint32) {
-	waited := f.chunks.Retries() > 0
-	fresh, change := f.chunks.Land(r)
-	if waited {
-		f.waits(change)
+	fresh = f.chunks.Land(r)
+	if f.chunks.Retries() > 0 {
+		f.waits(-f.chunks.Drop(r))
 		f.requeue()
 	}
 	return fresh

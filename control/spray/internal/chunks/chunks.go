@@ -18,7 +18,7 @@ const (
 	MaxAttempts = 1<<16 - 1 // of one chunk, of every kind
 )
 
-// Set has the chunks of one transfer. Methods that return int return the change of Waiting.
+// Set has the chunks of one transfer.
 type Set struct {
 	fresh *transfer.RangeSet // ready, never sent
 	seen  *transfer.RangeSet // ready, or was
@@ -128,23 +128,20 @@ func (s *Set) Next(limit uint32) (r transfer.Range, avoid uint16) {
 // NextFresh is the first run that was never sent.
 func (s *Set) NextFresh(limit uint32) transfer.Range { return s.fresh.Peek(limit) }
 
-// Take removes up to limit chunks for one slice, fresh ones or those to be retransmitted, and
-// returns the slice's attempt.
-func (s *Set) Take(limit uint32, fresh bool) (transfer.Range, uint32) {
-	var r transfer.Range
-	if !fresh {
-		r = s.again.Peek(limit)
-		avoid := s.records[r.First].avoid
-		for n := uint32(1); n < r.Count; n++ {
-			if s.records[r.First+n].avoid != avoid {
-				r.Count = n
-			}
+// TakeFresh removes up to limit chunks that were never sent. Send follows.
+func (s *Set) TakeFresh(limit uint32) transfer.Range { return s.fresh.Take(limit) }
+
+// TakeAgain removes up to limit chunks that are to be retransmitted. Send follows.
+func (s *Set) TakeAgain(limit uint32) transfer.Range {
+	r := s.again.Peek(limit)
+	avoid := s.records[r.First].avoid
+	for n := uint32(1); n < r.Count; n++ {
+		if s.records[r.First+n].avoid != avoid {
+			r.Count = n
 		}
-		s.again.Remove(r)
-	} else {
-		r = s.fresh.Take(limit)
 	}
-	return r, s.Send(r)
+	s.again.Remove(r)
+	return r
 }
 
 // Send counts one more copy of r in flight and returns its attempt.
@@ -152,6 +149,10 @@ func (s *Set) Send(r transfer.Range) uint32 {
 	if s.records == nil {
 		return 1 // of what was fresh
 	}
+	return s.send(r)
+}
+
+func (s *Set) send(r transfer.Range) uint32 {
 	run := s.records[r.First:r.End()]
 	var last uint16
 	for i := range run {
@@ -169,9 +170,12 @@ func (s *Set) Send(r transfer.Range) uint32 {
 
 // Ended counts one copy of r less in flight.
 func (s *Set) Ended(r transfer.Range) {
-	if s.records == nil {
-		return
+	if s.records != nil {
+		s.ended(r)
 	}
+}
+
+func (s *Set) ended(r transfer.Range) {
 	run := s.records[r.First:r.End()]
 	for i := range run {
 		run[i].Copies--
@@ -192,14 +196,12 @@ func (s *Set) Free(r transfer.Range, spare bool) (added int) {
 	return added
 }
 
-// Land marks r as landed, and removes it from what waits. fresh is the number of new chunks.
-func (s *Set) Land(r transfer.Range) (fresh uint32, change int) {
-	fresh = s.got.Add(r)
-	if s.Retries() > 0 {
-		change = -int(s.again.Remove(r))
-	}
-	return fresh, change
-}
+// Land marks r as landed, and returns the number of new chunks. Drop follows if chunks are to be
+// retransmitted.
+func (s *Set) Land(r transfer.Range) (fresh uint32) { return s.got.Add(r) }
+
+// Drop removes r from what is to be retransmitted.
+func (s *Set) Drop(r transfer.Range) (removed int) { return int(s.again.Remove(r)) }
 
 // Strike charges a failure to the chunks of r, and to the rail pair with an index.
 func (s *Set) Strike(r transfer.Range, pair int) {
