@@ -18,9 +18,9 @@ import (
 
 const benchPeers = 4
 
-// loadedExec is the executor of a busy prefill node: so many transfers are open towards four peers
-// with four rails each, and every lane is full. Its lanes are the benchmark's: what an operation
-// costs here is the executor's and the scheduler's alone.
+// loadedExec is the executor of a busy prefill node: many transfers are open to four peers with
+// four rails each, and every lane is full. The benchmark plays the lanes, so it measures only the
+// executor and the slice scheduler.
 type loadedExec struct {
 	tb     testing.TB
 	e      *Exec
@@ -39,8 +39,8 @@ type loadedExec struct {
 	done   [1]transport.Result
 }
 
-// left is what has not landed of the transfer of a slot. Copies of what has landed come after its
-// end, too.
+// left has the chunks of a slot that have not landed. Copies of landed chunks may also end after
+// the transfer.
 type left struct {
 	gen    uint32
 	chunks int32
@@ -76,7 +76,7 @@ func newLoaded(tb testing.TB, open int, tokens uint32) *loadedExec {
 	return x
 }
 
-// begin opens a transfer whose layers are all there.
+// begin opens a transfer whose layers are all complete.
 func (x *loadedExec) begin() {
 	x.next++
 	i := int(x.next % benchPeers)
@@ -105,8 +105,9 @@ func (x *loadedExec) begin() {
 		Grant: &peerv1.Grant{
 			Xfer: k.Xfer[:], Hash: k.Hash[:], Destination: frame.Lease(dst), Gen: gen, Tokens: x.tokens,
 			Skip: []uint32{0}, Fingerprint: x.w.Fingerprint[:],
-			Geometry: x.w.Geometry[:], DeadlineMs: frame.Millis(frame.MaxDeadline), PartnerMs: 10000, Priority: 1,
-			Team: make([]byte, 16), TeamSize: 1,
+			Geometry: x.w.Geometry[:], DeadlineMs: frame.Millis(frame.MaxDeadline), PartnerMs: 10000,
+			Priority: 1,
+			Team:     make([]byte, 16), TeamSize: 1,
 			PlanVersion: simPlanner{}.Version(),
 			Parts: []*peerv1.Part{{Rank: x.w.Place.Rank(), Geometry: x.w.Geometry[:], Slot: slot, Gen: gen,
 				Chunks: plan.space.NumChunks(),
@@ -120,7 +121,7 @@ func (x *loadedExec) begin() {
 	x.left[i][slot] = left{gen, int32(plan.space.NumChunks())}
 }
 
-// collect takes what the executor wants done.
+// collect performs the actions of the executor.
 func (x *loadedExec) collect() {
 	for x.e.Drain(&x.b) {
 		for i := range x.b.Actions {
@@ -136,8 +137,8 @@ func (x *loadedExec) collect() {
 	}
 }
 
-// slice ends the oldest slice, as landed, and takes what follows. It returns the destination whose
-// last chunk that was.
+// slice confirms the oldest slice and takes what follows. It returns the destination whose last
+// chunk this was.
 func (x *loadedExec) slice() (last transfer.LeaseID, full bool) {
 	if x.head == len(x.flying) {
 		x.tb.Fatal("nothing is in flight")
@@ -162,7 +163,7 @@ func (x *loadedExec) slice() (last transfer.LeaseID, full bool) {
 	return transfer.LeaseID{Boot: transfer.Boot{100}, ID: uint64(o.Gen)}, left.chunks <= 0
 }
 
-// end lets the receiver commit, and begins another transfer in its place.
+// end commits a transfer and begins another one in its place.
 func (x *loadedExec) end(dst transfer.LeaseID) {
 	i := int(dst.ID % benchPeers)
 	if err := x.e.Message(x.now, x.peers[i], &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{
@@ -175,7 +176,7 @@ func (x *loadedExec) end(dst transfer.LeaseID) {
 	x.collect()
 }
 
-// cpu is what this process has used. On a machine that others use too, wall time says little.
+// cpu is the CPU time of this process. On a shared machine, wall time proves little.
 func cpu() time.Duration {
 	var r unix.Rusage
 	if err := unix.Getrusage(unix.RUSAGE_SELF, &r); err != nil {
@@ -192,9 +193,9 @@ func heapBytes() uint64 {
 	return m.HeapAlloc
 }
 
-// BenchmarkSlice is what the executor and the scheduler cost per slice, from its confirmation to
-// the slice that takes its place, by how many transfers are open. The goal is 2 us, and the same
-// with 10,000 open as with 10.
+// BenchmarkSlice measures executor and slice scheduler per slice, from a confirmation to the next
+// slice, for several numbers of open transfers. The goal is 2 us, with 10,000 open transfers as
+// with 10.
 func BenchmarkSlice(b *testing.B) {
 	for _, open := range []int{10, 100, 1000, 10000} {
 		b.Run(fmt.Sprint(open, "open"), func(b *testing.B) {
@@ -220,7 +221,7 @@ func BenchmarkSlice(b *testing.B) {
 	}
 }
 
-// BenchmarkTransfer is a whole transfer of 1 MiB beside so many that are open: intent, grant,
+// BenchmarkTransfer measures a whole transfer of 1 MiB beside many open ones: intent, grant,
 // slices, commit, release.
 func BenchmarkTransfer(b *testing.B) {
 	for _, open := range []int{10, 1000, 10000} {
@@ -246,9 +247,8 @@ func BenchmarkTransfer(b *testing.B) {
 	}
 }
 
-// Ten thousand transfers open at once cost what each of them costs, and are gone when they are
-// over.
-func TestOpenTransfersCostWhatEachCosts(t *testing.T) {
+// The memory of ten thousand open transfers is bounded per transfer, and free after their end.
+func TestOpenTransfersCostLittle(t *testing.T) {
 	per := func(open int) float64 {
 		before := heapBytes()
 		x := newLoaded(t, open, 1024) // 4 MiB, 64 chunks

@@ -17,7 +17,7 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// What a large cluster may cost. Left out under the race detector, as all that measures.
+// Bounds for a large cluster. Tests that measure time are left out under the race detector.
 const (
 	manyPeers  = 1000
 	manyRails  = 8
@@ -39,8 +39,8 @@ func manyExec() (*Exec, *engines.Worker) {
 	return e, w
 }
 
-// All peers are lost at once, as where a switch fails, and are there again: each costs what
-// concerns it, and not what is open to the others.
+// All peers are lost at once, as when a switch fails, and return. Each loss costs what concerns
+// that peer, independent of the leases of other peers.
 func TestLossOfAllPeers(t *testing.T) {
 	for _, over := range []bool{false, true} {
 		e, w := manyExec()
@@ -90,8 +90,8 @@ func TestLossOfAllPeers(t *testing.T) {
 	}
 }
 
-// Peers that send nothing cost nothing: no timer while nothing flows, and a measurement costs what
-// flows.
+// Peers that send nothing cost nothing: no timer runs without traffic, and a measurement costs as
+// much as there is traffic.
 func TestIdlePeersAreNotMeasured(t *testing.T) {
 	e, w := manyExec()
 	now := sec
@@ -162,8 +162,8 @@ func TestIdlePeersAreNotMeasured(t *testing.T) {
 			i%manyRails), Gbps: 100, Bytes: 1 << 20})
 	}
 	e.Incoming(now)
-	// The first answers, in which all are new, and those with all of them. Of each the least of
-	// three counts, as the machine may do other things.
+	// Measurements in which all inflows are new, and measurements with all of them. The least of three
+	// counts, because other processes share the machine.
 	first, least := make([]time.Duration, credit.MaxInflows/credit.MaxNew), time.Hour
 	credited := map[credit.Credit]bool{}
 	measured := func() time.Duration {
@@ -173,7 +173,8 @@ func TestIdlePeersAreNotMeasured(t *testing.T) {
 		d := cpu() - from
 		for _, a := range drained(e) {
 			if c := a.Frame.GetCredit(); a.Kind == Send && c != nil && c.Bytes > 0 {
-				credited[credit.Credit{Rail: credit.Rail{Transport: c.Transport, Name: c.Rail}, Peer: a.Peer}] = true
+				credited[credit.Credit{Rail: credit.Rail{Transport: c.Transport, Name: c.Rail},
+					Peer: a.Peer}] = true
 			}
 		}
 		return d
@@ -206,7 +207,7 @@ func TestIdlePeersAreNotMeasured(t *testing.T) {
 	}
 }
 
-// Thousands of leases with one deadline end in several ticks, none of which takes long.
+// Thousands of leases with one deadline end in several ticks, and no tick takes long.
 func TestOneDeadlineForAll(t *testing.T) {
 	e, w := manyExec()
 	now := sec

@@ -15,15 +15,15 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// unable is a planner that refuses what an engine expects.
+// unable is a planner that refuses every EXPECT.
 type unable struct{ simPlanner }
 
 func (unable) Receive(*engines.Worker, *engines.Expect) (Plan, error) {
 	return nil, errors.New("blocks[0]: 3 blocks: 64 tokens need 4")
 }
 
-// A receiver that cannot plan ends both sides with its reason, also where it has to reach the
-// source's sidecar for that first.
+// A receiver that cannot plan ends both sides with its reason, even if it first has to connect to
+// the source's sidecar.
 func TestReceiverCannotPlan(t *testing.T) {
 	for _, known := range []bool{true, false} {
 		s, p, _, pw, _ := pair(t, 5, 0)
@@ -37,23 +37,24 @@ func TestReceiverCannotPlan(t *testing.T) {
 		dst := n.expect(w, 1, testKey(1, 1), "p:1", 64, 0, 30*sec)
 		wantStatus(t, dst, engines.StatusRefused)
 		s.until("the source's end", sec, func() bool { return src.done != nil })
-		if wantStatus(t, src, engines.StatusFailed); !strings.Contains(src.done.Reason, "64 tokens need 4") {
+		if wantStatus(t, src, engines.StatusFailed); !strings.Contains(src.done.Reason,
+			"64 tokens need 4") {
 			t.Errorf("known %v: reason %q", known, src.done.Reason)
 		}
-		// And where the refusal comes first.
+		// The refusal may also come first.
 		n.expect(w, 2, testKey(2, 1), "p:1", 64, 0, 30*sec)
 		s.rest(sec)
 		late := p.intent(pw, 2, testKey(2, 1), 64, 1, 30*sec)
 		s.until("the late source's end", sec, func() bool { return late.done != nil })
 		wantStatus(t, late, engines.StatusFailed)
 		if p.ex.match.Counts().WaitingKeys != 0 {
-			t.Errorf("%d words wait for nothing", p.ex.match.Counts().WaitingKeys)
+			t.Errorf("%d entries wait for nothing", p.ex.match.Counts().WaitingKeys)
 		}
 	}
 }
 
-// A wrong address is not reached for a word, and nothing of it is kept.
-func TestPartingsAreBounded(t *testing.T) {
+// The revokes that wait for a wrong address are bounded, and dropped in the end.
+func TestQueuedRevokesAreBounded(t *testing.T) {
 	s := newSim(t, 1, 0)
 	n := s.node("x:1", Config{})
 	n.ex.core.Cfg.Planner = unable{}
@@ -63,7 +64,7 @@ func TestPartingsAreBounded(t *testing.T) {
 		n.expect(w, uint64(i+1), testKey(1, byte(i)), "q:1", 64, 0, sec)
 	}
 	if k := n.ex.endpoints.Find("q:1").Queued(); k != endpoint.MaxRevokes {
-		t.Errorf("%d words wait, want %d", k, endpoint.MaxRevokes)
+		t.Errorf("%d revokes wait, want %d", k, endpoint.MaxRevokes)
 	}
 	n.event(func() { n.ex.ConnectFailed(s.now, "q:1", errors.New("no answer")) })
 	s.rest(60 * sec)
@@ -72,13 +73,13 @@ func TestPartingsAreBounded(t *testing.T) {
 	}
 }
 
-// A lease that is canceled while its next grant waits for something frees its place.
+// A lease that is canceled while its next grant waits for a layout frees its place.
 func TestCanceledWithoutAGrant(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 7, 0)
 	src := p.intent(pw, 1, testKey(1, 1), 512, 1, 30*sec)
 	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 30*sec)
 	s.rest(50 * 1e6)
-	// The layout that its next grant needs is being asked for.
+	// The layout for its next grant is being asked for.
 	x := d.ex.dests.Find(dst.id)
 	d.event(func() {
 		if err := d.ex.Message(s.now, p.boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_SourceLost{
@@ -88,7 +89,8 @@ func TestCanceledWithoutAGrant(t *testing.T) {
 		}
 	})
 	waiting := func() bool { return x.State == lease.DestWaiting }
-	d.ex.dests.Engines.SetRanks(d.ex.peers.Find(p.boot), []Rank{{Name: "pp0/tp0", Geometry: [32]byte{1}}})
+	d.ex.dests.Engines.SetRanks(d.ex.peers.Find(p.boot),
+		[]Rank{{Name: "pp0/tp0", Geometry: [32]byte{1}}})
 	d.ex.core.Cfg.Planner = asking{}
 	s.until("the fence", sec, waiting)
 	d.event(func() { d.ex.Cancel(s.now, dw, 1, "") })
@@ -97,7 +99,7 @@ func TestCanceledWithoutAGrant(t *testing.T) {
 	wantStatus(t, src, engines.StatusFailed)
 }
 
-// asking is a planner that knows no layout of any peer.
+// asking is a planner without any layout of a peer.
 type asking struct{ simPlanner }
 
 func (asking) Send(*engines.Worker, *peerv1.Grant, *peerv1.Part) (Plan, error) {
@@ -131,7 +133,7 @@ func team(t *testing.T) (tg *target, ranks []*engines.Worker, intent func(rank i
 	}
 }
 
-// completed are the leases that ended, as the executor tells its engines.
+// completed returns the completions that the executor has emitted.
 func (tg *target) completed() (out []engines.Completion) {
 	for tg.ex.Drain(&tg.batch) {
 		for i := range tg.batch.Actions {
@@ -143,8 +145,8 @@ func (tg *target) completed() (out []engines.Completion) {
 	return out
 }
 
-// One receiver of two declines: its place stays empty at both ranks, whenever their intents come,
-// and the other is served; when both decline both ranks end.
+// One receiver of two declines: its place stays empty at both ranks, before and after their
+// intents, and the other receiver is served. When both decline, both ranks end.
 func TestTeamsDecline(t *testing.T) {
 	decline := func(id uint64) *peerv1.ControlFrame {
 		k := testKey(1, 1)
@@ -154,7 +156,7 @@ func TestTeamsDecline(t *testing.T) {
 	}
 	tg, ranks, intent := team(t)
 	intent(0)
-	for range 2 { // said twice, counted once
+	for range 2 { // sent twice, counted once
 		if err := tg.ex.Message(3, tg.peer, decline(1)); err != nil {
 			t.Fatal(err)
 		}
@@ -167,7 +169,7 @@ func TestTeamsDecline(t *testing.T) {
 		s := tg.ex.workers.Find(w).Leases[1].(*source.Lease)
 		if s.Done() || !s.Over(lease.GrantID{Peer: tg.peer, Dest: transfer.LeaseID{Boot: transfer.Boot{7,
 			1}, ID: 1}}) {
-			t.Errorf("rank %d: done %v, or it was not told", r, s.Done())
+			t.Errorf("rank %d: done %v, or it has no decline", r, s.Done())
 		}
 	}
 	if err := tg.ex.Message(4, tg.peer, decline(2)); err != nil {
@@ -179,7 +181,7 @@ func TestTeamsDecline(t *testing.T) {
 	}
 }
 
-// What is wrong in a decline is named, and ends nothing.
+// The error of an invalid decline names the field, and no lease ends.
 func TestHostileDeclines(t *testing.T) {
 	k := testKey(1, 1)
 	dest := frame.Lease(transfer.LeaseID{Boot: transfer.Boot{7}, ID: 77})
@@ -197,7 +199,7 @@ func TestHostileDeclines(t *testing.T) {
 			t.Errorf("%s: %v", want, err)
 		}
 	}
-	// The place of a receiver that is there is not another's to decline.
+	// No other peer can decline for a receiver that has a grant.
 	tg := newTarget()
 	if err := tg.ex.Message(2, tg.peer, grantFrame(goodGrant())); err != nil {
 		t.Fatal(err)
@@ -210,11 +212,11 @@ func TestHostileDeclines(t *testing.T) {
 		t.Fatal(err)
 	}
 	if done := tg.completed(); len(done) != 0 || tg.ex.match.Counts().Grants != 1 {
-		t.Errorf("a stranger declined for another: %+v", done)
+		t.Errorf("another peer declined for this receiver: %+v", done)
 	}
 }
 
-// A rank of the source's engine may refuse after all that give something are bound: it is heard at
+// A rank of the source's engine may refuse after every sending part is bound. The refusal counts at
 // once, not at the deadline.
 func TestRefusedAfterBinding(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 7, 0)
@@ -225,28 +227,29 @@ func TestRefusedAfterBinding(t *testing.T) {
 	if x.State != lease.DestLanding {
 		t.Fatalf("state %v", x.State)
 	}
-	say := func(gen uint32) {
+	send := func(gen uint32) {
 		d.event(func() {
 			if err := d.ex.Message(s.now, p.boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_GrantReply{
 				GrantReply: &peerv1.GrantReply{
-					Destination: frame.Lease(dst.id), Code: peerv1.GrantReply_NO_PARTNER, Message: "rank pp0/tp1 " +
+					Destination: frame.Lease(dst.id), Code: peerv1.GrantReply_NO_PARTNER,
+					Message: "rank pp0/tp1 " +
 						"has not come", Gen: gen}}}); err != nil {
 				t.Error(err)
 			}
 		})
 	}
-	say(d.ex.dests.Generation - 1)
+	send(d.ex.dests.Generation - 1)
 	s.rest(50 * 1e6)
 	if dst.done != nil {
-		t.Fatal("ended by a word about another grant")
+		t.Fatal("ended by a reply to another grant")
 	}
-	say(d.ex.dests.Generation)
+	send(d.ex.dests.Generation)
 	s.until("the end", sec, func() bool { return dst.done != nil })
 	wantStatus(t, dst, engines.StatusExpired)
 }
 
-// Grants are counted in 32 bits, and what comes after the last number is newer than it.
-func TestGrantsOutliveTheirCount(t *testing.T) {
+// The generation of grants has 32 bits and wraps.
+func TestGenerationsWrap(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 6, 0)
 	d.ex.dests.Generation = 1<<32 - 2
 	src := p.intent(pw, 1, testKey(1, 1), 512, 1, 30*sec)
@@ -265,8 +268,8 @@ func TestGrantsOutliveTheirCount(t *testing.T) {
 	}
 }
 
-// A scheduler gives a request up that none of its engine's ranks has a lease for: every rank of the
-// source's engine is done at once, whichever comes first, the word or the intents.
+// A scheduler declines a request before any rank of its engine has a lease. Every rank of the
+// source's engine ends at once, whether the message or the intents come first.
 func TestSchedulerDeclines(t *testing.T) {
 	for _, world := range []int{1, 3} {
 		for _, first := range []bool{true, false} {
@@ -285,7 +288,7 @@ func TestSchedulerDeclines(t *testing.T) {
 			if !first {
 				s.rest(sec / 10)
 				if src.done != nil {
-					t.Fatalf("ended without a word: %+v", src.done)
+					t.Fatalf("ended without a decline: %+v", src.done)
 				}
 				give()
 			}
@@ -294,14 +297,14 @@ func TestSchedulerDeclines(t *testing.T) {
 				t.Errorf("world %d, first %v: reason %q", world, first, src.done.Reason)
 			}
 			if p.ex.match.Counts().WaitingKeys != 0 {
-				t.Errorf("world %d, first %v: %d words wait for nothing", world, first,
+				t.Errorf("world %d, first %v: %d entries wait for nothing", world, first,
 					p.ex.match.Counts().WaitingKeys)
 			}
 		}
 	}
 }
 
-// One of two receivers gives up before it has a lease; the other is served.
+// One of two receivers declines before it has a lease; the other one is served.
 func TestSchedulerDeclinesOneOfTwo(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 5, 0)
 	src := p.intent(pw, 1, testKey(1, 1), 512, 2, 30*sec)
@@ -317,8 +320,8 @@ func TestSchedulerDeclinesOneOfTwo(t *testing.T) {
 	wantStatus(t, src, engines.StatusOK)
 }
 
-// A request that is refused before its prompt is known is given up by its transfer alone: each
-// prompt of it, those that come later too, and no other transfer.
+// A request that is refused before its prompt is known is declined by its transfer id: this ends
+// each prompt of the transfer, later ones included, and no other transfer.
 func TestSchedulerDeclinesEveryPrompt(t *testing.T) {
 	s, p, d, pw, _ := pair(t, 5, 0)
 	one := p.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)
@@ -335,11 +338,11 @@ func TestSchedulerDeclinesEveryPrompt(t *testing.T) {
 	}
 	s.rest(11 * sec)
 	if p.ex.match.Counts().WaitingKeys != 0 {
-		t.Errorf("%d words wait for ever", p.ex.match.Counts().WaitingKeys)
+		t.Errorf("%d declines wait for ever", p.ex.match.Counts().WaitingKeys)
 	}
 }
 
-// What engines say to an address at which nobody answers is bounded, and forgotten.
+// Declines for an address without an answer are bounded, and dropped in the end.
 func TestSchedulerDeclinesAreBounded(t *testing.T) {
 	s := newSim(t, 1, 0)
 	n := s.node("x:1", Config{})
@@ -353,7 +356,7 @@ func TestSchedulerDeclinesAreBounded(t *testing.T) {
 	n.event(func() { n.ex.Decline(s.now, engines.Decline{World: lease.MaxTeam + 1, Peer: "r:1"}) })
 	if k := n.ex.endpoints.Find("q:1").Queued(); k != endpoint.MaxRevokes ||
 		n.ex.endpoints.Find("r:1") != nil {
-		t.Errorf("%d words wait, want %d", k, endpoint.MaxRevokes)
+		t.Errorf("%d revokes wait, want %d", k, endpoint.MaxRevokes)
 	}
 	n.event(func() { n.ex.ConnectFailed(s.now, "q:1", errors.New("no answer")) })
 	s.rest(60 * sec)

@@ -14,8 +14,9 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// A peer that does not answer what its layout is may only have died: it is asked again until it is
-// known to be gone, and then its successor is. One that answers that it has none ends the lease.
+// A peer that does not answer the question for its layout may have died: it is asked again until it
+// is forgotten, and then its successor is asked. An answer that there is no such layout ends the
+// lease.
 func TestDescribingAPeerThatIsAway(t *testing.T) {
 	for _, gone := range []bool{true, false} {
 		e := New(Config{Boot: transfer.Boot{1}, Planner: asking{}, Transports: []string{"tcp"}})

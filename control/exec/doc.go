@@ -6,8 +6,8 @@
 // resulting actions in the order in which the driver must perform them. The driver serializes the
 // calls. Moving a slice allocates nothing in steady state.
 //
-// The parts are packages below internal, and each owns its state: see the fields of Exec for the parts
-// and their order. Exec takes the events, and turns what the parts ask for into actions.
+// The parts are packages below internal, and each owns its state: see the fields of Exec for the
+// parts and their order. Exec takes the events, and turns what the parts ask for into actions.
 //
 // Invariants:
 //   - each lease completes exactly once, by lease.MayRelease;

@@ -39,7 +39,7 @@ func wantStatus(t *testing.T, l *simLease, status uint16) {
 
 const sec = time.Second
 
-// The order in which the three words come does not matter: intent, grant, progress.
+// Intent, grant and progress may come in any order.
 func TestMatchInAnyOrder(t *testing.T) {
 	k := testKey(1, 1)
 	for _, order := range []string{"IPE", "IEP", "EIP"} {
@@ -68,7 +68,7 @@ func TestMatchInAnyOrder(t *testing.T) {
 	}
 }
 
-// Nothing moves that is not ready, and the front of each layer moves as soon as it is.
+// No chunk is sent before it is ready, and the front of each layer is sent as soon as it is.
 func TestStreamsByLayer(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 2, 0)
 	src := p.intent(pw, 1, testKey(1, 1), 256, 1, 30*sec)
@@ -133,10 +133,9 @@ func TestMismatchAndNoPartner(t *testing.T) {
 	}
 }
 
-// A wrong address costs the first request two seconds, not all the time that a partner has: a
-// sidecar that starts anew meanwhile is waited for. Those that come after it are told at once,
-// until somebody listens there.
-func TestNobodyListens(t *testing.T) {
+// A wrong address costs the first request two seconds instead of its match timeout: enough for a
+// sidecar to restart. Later requests are refused at once until a process listens there.
+func TestNoListener(t *testing.T) {
 	s, _, d, _, dw := pair(t, 4, 0)
 	dst := d.expect(dw, 1, testKey(3, 1), "q:1", 64, 0, 20*sec)
 	d.event(func() {
@@ -157,7 +156,7 @@ func TestNobodyListens(t *testing.T) {
 		d.ex.Await(s.now, 2, engines.Await{Key: testKey(5, 2), Peer: "q:1",
 			TTL: 8 * sec})
 	})
-	s.until("the word to the next ones", endpoint.Retry+sec/100, func() bool {
+	s.until("the answer to the next ones", endpoint.Retry+sec/100, func() bool {
 		return next.done != nil &&
 			len(d.answer) == 2
 	})
@@ -179,8 +178,8 @@ func TestNobodyListens(t *testing.T) {
 	}
 }
 
-// A sidecar whose engine is not there says so once the engine has had time to connect, and at once
-// to those who ask later.
+// A sidecar without an engine refuses grants and queries once an engine has had time to connect,
+// and later ones at once.
 func TestNoEngine(t *testing.T) {
 	s, _, d, _, dw := pair(t, 4, 0)
 	q := s.node("q:1", Config{Transports: []string{"shm", "tcp"}})
@@ -199,12 +198,13 @@ func TestNoEngine(t *testing.T) {
 	s.until("the end", source.VacantWait, func() bool { return dst.done != nil && len(d.answer) == 1 })
 	ask(2)
 	late := d.expect(dw, 2, testKey(4, 1), "q:1", 64, 0, 20*sec)
-	s.until("the word to the next ones", sec/10, func() bool {
+	s.until("the answer to the next ones", sec/10, func() bool {
 		return late.done != nil &&
 			len(d.answer) == 2
 	})
 	for _, x := range []*simLease{dst, late} {
-		if x.done.Status != engines.StatusExpired || !strings.Contains(x.done.Reason, "no engine is connected") {
+		if x.done.Status != engines.StatusExpired || !strings.Contains(x.done.Reason,
+			"no engine is connected") {
 			t.Errorf("status %d, %s", x.done.Status, x.done.Reason)
 		}
 	}
@@ -217,9 +217,9 @@ func TestNoEngine(t *testing.T) {
 	wantStatus(t, next, engines.StatusOK)
 }
 
-// Once every request of a transfer id is finished no other hash can come, and the decode need not
-// wait to learn it. A question may be early: a prompt list is admitted one by one.
-func TestMismatchIsKnownOnceAllAreHeld(t *testing.T) {
+// Once every request of a transfer id is finished, no other hash can come, and the grant is refused
+// at once. A query may be early, because a list of prompts is admitted one by one.
+func TestMismatchOnceAllAreHeld(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 4, 0)
 	for id := range uint64(2) {
 		p.steps(p.intent(pw, id+1, testKey(3, byte(id)), 64, 1, 60*sec))
@@ -238,7 +238,7 @@ func TestMismatchIsKnownOnceAllAreHeld(t *testing.T) {
 	wantStatus(t, late, engines.StatusRefused)
 }
 
-// A prefill may compute for longer than the deadline; what must not last is the silence.
+// A prefill may compute for longer than the deadline; only its silence is bounded.
 func TestProgressExtendsTheSource(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 4, 0)
 	src := p.intent(pw, 1, testKey(1, 1), 512, 1, 5*sec)
@@ -259,8 +259,8 @@ func TestProgressExtendsTheSource(t *testing.T) {
 	wantStatus(t, silent, engines.StatusExpired)
 }
 
-// A source's sidecar that cannot be reached and is not known to be dead is waited for as any
-// missing partner; one that comes back in time carries on.
+// A source's sidecar that cannot be reached and is not known to be dead has the match timeout to
+// return. If it returns in time, the transfer continues.
 func TestSourceSidecarOutOfReach(t *testing.T) {
 	for _, back := range []bool{false, true} {
 		s, p, d, pw, dw := pair(t, 12, 0)
@@ -300,7 +300,8 @@ func TestFingerprint(t *testing.T) {
 	}
 	p.event(func() { p.ex.Hold(s.now, pw, 1) })
 	s.until("the source's expiry", 11*sec, func() bool { return src.done != nil })
-	if wantStatus(t, src, engines.StatusExpired); !strings.HasSuffix(src.done.Reason, "; last: "+want) {
+	if wantStatus(t, src, engines.StatusExpired); !strings.HasSuffix(src.done.Reason,
+		"; last: "+want) {
 		t.Errorf("reason %q, want one that ends with %q", src.done.Reason, want)
 	}
 	if s.compared != 1 || dst.chunksIn() > 0 {
@@ -327,9 +328,9 @@ func TestPreemptInMidTransfer(t *testing.T) {
 	wantStatus(t, src, engines.StatusOK)
 }
 
-// What is announced has its origin, and peers that wake up slowly are roused, before the first
-// layer is there: once the grant is, whichever comes first, again for each step, and not for what
-// is finished.
+// After an announcement, the origin is open and sleeping peers have a wake-up hint before the first
+// layer is complete. This happens in any order of grant and announcement, in each step, and not for
+// finished transfers.
 func TestAnnounced(t *testing.T) {
 	for _, first := range []string{"announced", "expected"} {
 		t.Run(first, func(t *testing.T) {
@@ -339,11 +340,11 @@ func TestAnnounced(t *testing.T) {
 			src := p.intent(pw, 1, testKey(1, 1), 512, 1, 30*sec)
 			var dst *simLease
 			pause := func() { s.run(s.now+100*time.Millisecond, func() bool { return false }) }
-			want := func(when string, bound, roused int) {
+			want := func(when string, bound, hinted int) {
 				t.Helper()
-				if p.bound != bound || p.roused != roused {
-					t.Fatalf("%s: %d origins and %d lanes roused, want %d and %d", when, p.bound, p.roused,
-						bound, roused)
+				if p.bound != bound || p.hinted != hinted {
+					t.Fatalf("%s: %d origins and %d lanes with a hint, want %d and %d", when, p.bound, p.hinted,
+						bound, hinted)
 				}
 			}
 			for _, what := range []string{first, map[string]string{"announced": "expected",
@@ -428,7 +429,7 @@ func TestAwait(t *testing.T) {
 	}
 	s.run(s.now+3*sec, func() bool { return false })
 	if d.answer[2].State != "refused" || d.answer[3].State != "gone" {
-		t.Errorf("mismatch %+v, nobody %+v", d.answer[2], d.answer[3])
+		t.Errorf("mismatch %+v, no partner %+v", d.answer[2], d.answer[3])
 	}
 	p.event(func() { p.ex.Cancel(s.now, pw, 1, "") })
 	ask(4, testKey(1, 1))
@@ -438,8 +439,8 @@ func TestAwait(t *testing.T) {
 	}
 }
 
-// A router that names the decode engine's own sidecar by mistake gets an error at once; two engines
-// that share one are not.
+// If a router names the decode engine's own sidecar by mistake, the query is refused at once. Two
+// engines may share a sidecar.
 func TestOwnSidecarIsNoPartner(t *testing.T) {
 	s, _, d, _, dw := pair(t, 8, 0)
 	dw.Place.Engine = "vllm/d/dp0"

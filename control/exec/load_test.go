@@ -9,8 +9,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// replicas is a planner for engines all of whose ranks hold the same: what it wants comes from the
-// rank that is least busy, the first of equals.
+// replicas is a planner for engines whose ranks hold the same: the least loaded rank sends, the
+// first one of equals.
 type replicas struct{ simPlanner }
 
 func (replicas) Divide(_ *engines.Worker, x *engines.Expect, ranks []Rank,
@@ -27,9 +27,9 @@ func (replicas) Divide(_ *engines.Worker, x *engines.Expect, ranks []Rank,
 	return parts, err
 }
 
-// What a rank of the source's engine owes counts from its grant to its fence, be that one of
-// success or not, and the next grant goes to the rank that owes least.
-func TestReplicasAreChosenByWhatTheyOwe(t *testing.T) {
+// The bytes that a rank of the source's engine owes count from its grant to its fence, after
+// success and failure alike. The next grant goes to the rank that owes least.
+func TestReplicasAreChosenByLoad(t *testing.T) {
 	e := New(Config{Boot: transfer.Boot{1}, Planner: replicas{}, Transports: []string{"tcp"}})
 	w := &engines.Worker{Boot: transfer.Boot{2},
 		Layout: &layout.Layout{Groups: []layout.Group{{TokensPerBlock: simBlock,

@@ -11,10 +11,10 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// An address leads to several processes (a service, a name of two addresses), and another answers
-// there now. The first is up: its lanes are known, what it has goes on, and what it asks of us is
-// served.
-func TestAnotherAnswersWhileTheFirstLives(t *testing.T) {
+// An address leads to several processes (a service, or a name with two addresses), and another one
+// answers now. The first one is still up: its lanes stay, its transfers continue, and its grants
+// are served.
+func TestTwoPeersAtOneAddress(t *testing.T) {
 	for name, shared := range map[string]bool{"an address of its own": false, "a shared one": true} {
 		t.Run(name, func(t *testing.T) {
 			s, p, d, pw, dw := pair(t, 11, 0)
@@ -33,7 +33,7 @@ func TestAnotherAnswersWhileTheFirstLives(t *testing.T) {
 				d.event(func() { d.ex.PeerUp(s.now, "p:1", q.boot) })
 			}
 			if got := d.ex.Lanes(p.boot); got != before || got == 0 {
-				t.Errorf("%d lanes to the first, which nobody has closed: the executor knows %d", before, got)
+				t.Errorf("%d open lanes to the first peer: the executor has %d", before, got)
 			}
 			p.steps(late)
 			back := d.intent(dw, 7, testKey(2, 2), 64, 1, 30*sec)
@@ -52,10 +52,10 @@ func TestAnotherAnswersWhileTheFirstLives(t *testing.T) {
 	}
 }
 
-// Another process answers at the address of one that cannot be reached. What that one had is
-// granted to the other as soon as both are known, in whichever order; it is not declared dead by
-// that, and hears when it comes back that nothing is wanted any more.
-func TestAnotherAnswersAtTheAddressOfALostOne(t *testing.T) {
+// Another process answers at the address of a peer that cannot be reached. The grants of the
+// unreachable peer move to the other one as soon as both facts are known, in either order. This
+// does not declare the first peer dead; it receives the revokes when it returns.
+func TestSuccessorAtAnAddress(t *testing.T) {
 	for name, downFirst := range map[string]bool{"down, then another": true,
 		"another, then down": false} {
 		t.Run(name, func(t *testing.T) {
@@ -87,15 +87,14 @@ func TestAnotherAnswersAtTheAddressOfALostOne(t *testing.T) {
 			wantStatus(t, dst, engines.StatusOK)
 			wantStatus(t, lost, engines.StatusFailed)
 			if d.ex.peers.Find(p.boot) == nil {
-				t.Error("the first is forgotten, which nobody has said to be over")
+				t.Error("the first peer is forgotten, and no event ended it")
 			}
 		})
 	}
 }
 
-// Whoever sends requests names one live sidecar in ever new ways. What is remembered of that is
-// bounded, hours after the last question and in between, and the name that is used all the time is
-// reached once.
+// Requests name one live sidecar in ever new ways. The remembered names are bounded, during the
+// requests and hours later, and a name that is always in use is connected once.
 func TestNamesOfOnePeerAreBounded(t *testing.T) {
 	e := New(Config{Boot: transfer.Boot{1}, Endpoint: "d:1", Planner: simPlanner{}})
 	peer := transfer.Boot{2}
@@ -153,8 +152,8 @@ func TestNamesOfOnePeerAreBounded(t *testing.T) {
 	}
 }
 
-// Questions at many names of one peer at a time: each is asked once it is reached, and costs as
-// much as it does among few.
+// Queries for many names of one peer at a time: each is sent once the name is reached, and costs
+// the same as among few.
 func TestOpenNamesOfOnePeer(t *testing.T) {
 	e := New(Config{Boot: transfer.Boot{1}, Endpoint: "d:1", Planner: simPlanner{}})
 	peer := transfer.Boot{2}

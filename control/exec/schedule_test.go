@@ -13,7 +13,7 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// When every lane of the preferred transport is gone, the next one carries on.
+// When every lane of the preferred transport is lost, the next transport continues.
 func TestTransportSubstitution(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 11, 0)
 	src := p.intent(pw, 1, testKey(1, 1), 2048, 1, 30*sec)
@@ -30,7 +30,7 @@ func TestTransportSubstitution(t *testing.T) {
 	wantStatus(t, dst, engines.StatusOK)
 }
 
-// chunksIn counts what is in place of a lease.
+// chunksIn counts the chunks of a lease that have landed.
 func (l *simLease) chunksIn() (n int) {
 	for _, v := range l.content {
 		if v == l.key {
@@ -40,8 +40,8 @@ func (l *simLease) chunksIn() (n int) {
 	return n
 }
 
-// A lane that goes silent in mid transfer costs less than 100 ms, also where it is the preferred
-// transport's only one.
+// A lane that becomes silent during a transfer costs less than 100 ms, even if it is the preferred
+// transport's only lane.
 func TestSilentLaneCostsLittle(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 11, 0)
 	src := p.intent(pw, 1, testKey(1, 1), 8192, 1, 30*sec)
@@ -65,7 +65,7 @@ func TestSilentLaneCostsLittle(t *testing.T) {
 	for _, l := range silent {
 		held += len(l.held)
 	}
-	// 400 chunks remain, and the healthy lane moves two in a millisecond at least.
+	// 400 chunks remain, and the healthy lane moves at least two per millisecond.
 	if took := s.now - from; took > 350*time.Millisecond || held == 0 {
 		t.Errorf("%v after two lanes of three fell silent with %d slices", took, held)
 	}
@@ -82,7 +82,7 @@ func TestSilentLaneCostsLittle(t *testing.T) {
 	}
 }
 
-// A receiver that must not wait goes before a background transfer that came first.
+// An urgent transfer precedes a background transfer that began earlier.
 func TestPriorities(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 2, 0)
 	var src, dst [2]*simLease
@@ -141,7 +141,7 @@ func TestNothingIsSentPastTheDeadline(t *testing.T) {
 	}
 }
 
-// Lanes past the bound are refused by name, and the others carry on.
+// Lanes beyond the bound are refused by name, and the others continue.
 func TestLanesAreBounded(t *testing.T) {
 	s, p, _, _, _ := pair(t, 3, 0)
 	var boot transfer.Boot
@@ -170,7 +170,7 @@ func TestSourceSidecarDies(t *testing.T) {
 	if dst.done != nil {
 		t.Fatalf("gave up at once: %s", dst.done.Reason)
 	}
-	// A new sidecar at the same place, to which the shim presents its lease again.
+	// A new sidecar at the same address, to which the shim presents its lease again.
 	p2 := s.node("p:1", Config{Transports: []string{"shm", "tcp"}})
 	w2 := p2.worker()
 	src := p2.intent(w2, 1, testKey(1, 1), 512, 1, 30*sec)
@@ -194,7 +194,7 @@ func TestWorkerGone(t *testing.T) {
 	}
 }
 
-// TestRandomSchedules attacks the executors with everything at once.
+// TestRandomSchedules combines all faults.
 func TestRandomSchedules(t *testing.T) {
 	runs := uint64(400)
 	if testing.Short() {
@@ -307,7 +307,8 @@ func randomSchedule(t *testing.T, seed uint64) {
 			s.fatalf("seed %d: %s has %d and %d leases open", seed, n.addr, dests, sources)
 		}
 		keys, transfers := n.ex.sources.Keys()
-		if n.ex.match.Counts().Grants+n.ex.layouts.Len()+len(n.ex.match.Comparing())+n.ex.match.Counts().WaitingKeys+
+		if n.ex.match.Counts().Grants+n.ex.layouts.Len()+len(n.ex.match.Comparing())+n.ex.match.Counts().
+			WaitingKeys+
 			keys+transfers != 0 || n.ex.core.Spray.Flights() != 0 && faults == 0 {
 			s.fatalf("seed %d: %s keeps %d grants, %d descriptions, %d pending, %d keys, %d flights", seed,
 				n.addr, n.ex.match.Counts().Grants, n.ex.layouts.Len(), n.ex.match.Counts().WaitingKeys, keys,
@@ -319,13 +320,13 @@ func randomSchedule(t *testing.T, seed uint64) {
 	}
 }
 
-// A slice costs no allocation once the tables have their size.
+// A slice allocates nothing once the tables have their size.
 func TestSlicesDoNotAllocate(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 1, 0)
 	src := p.intent(pw, 1, testKey(1, 1), 60000, 1, 30*sec)
 	d.expect(dw, 1, testKey(1, 1), "p:1", 60000, 0, 30*sec)
 	s.run(s.now+100*time.Millisecond, func() bool { return false })
-	// From here on the lanes are the test's.
+	// From here on the test plays the lanes.
 	var b Batch
 	var flying []transport.Result
 	collect := func() {
@@ -361,7 +362,7 @@ func TestSlicesDoNotAllocate(t *testing.T) {
 	}
 }
 
-// A prompt that the receiver has already commits without a byte.
+// A prompt that the receiver already has commits without a byte.
 func TestNothingToMove(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 1, 0)
 	src := p.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)
@@ -436,8 +437,8 @@ func TestForgottenPeerGetsNothing(t *testing.T) {
 	}
 }
 
-// A part is read under the epoch of the progress that releases it, also where no step was
-// announced: an older epoch would name blocks that the engine has since taken back.
+// A part is read under the epoch of the progress that releases it, even if no step was announced:
+// an older epoch would name blocks that the engine has taken back since.
 func TestProgressSetsTheEpoch(t *testing.T) {
 	tg := newTarget()
 	in := engines.Intent{Lease: transfer.LeaseID{Boot: tg.w.Boot, ID: 2, Epoch: 1},

@@ -17,10 +17,10 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// The simulation joins executors by a fabric in virtual time. What it models is what the executor
-// must survive: control messages that take long, slices that end in every way, lanes that die or
-// hang, bytes that arrive late, fences that take time or fail, engines that preempt, cancel and
-// die, sidecars that die. What it checks are the promises to engines.
+// The simulation connects executors by a fabric in virtual time. It models what the executor must
+// survive: delayed control messages, slices with every outcome, lanes that die or hang, late bytes,
+// slow or failing fences, engines that preempt, cancel and die, sidecars that die. It checks the
+// promises to engines.
 
 const (
 	simUnit   = 1024 // bytes of a token in one layer
@@ -57,7 +57,7 @@ type sim struct {
 	queue    simQueue
 	nodes    map[transfer.Boot]*simNode
 	byAddr   map[string]*simNode
-	never    string // an address that nobody may dial
+	never    string // an address that no executor may dial
 	lanes    uint64
 	faults   float64 // probability of anything bad
 	trace    []string
@@ -93,7 +93,7 @@ func (s *sim) delay(max time.Duration) time.Duration {
 	return time.Duration(s.rng.Int64N(int64(max)) + 1)
 }
 
-// run advances virtual time until stop or nothing is left to happen.
+// run advances virtual time until stop returns true or no event is left.
 func (s *sim) run(until Instant, stop func() bool) {
 	for !stop() {
 		next := Instant(-1)
@@ -201,25 +201,25 @@ type simNode struct {
 	links   map[transfer.Boot]Instant
 	leases  map[transfer.LeaseID]*simLease
 	fenced  map[*engines.Worker]bool
-	follow  map[*engines.Worker]bool // Follow's last word
+	follow  map[*engines.Worker]bool // the last Follow
 	answer  map[uint64]engines.Admission
 	hangs   map[string]bool                  // addresses that do not answer a connect
 	unsent  func(*peerv1.ControlFrame) error // nil, or nil from it: the frame goes out
-	roused  int                              // lanes
+	hinted  int                              // lanes
 	bound   int                              // origins
 	updated int                              // tables
 }
 
 // simLanding is the receiver's memory behind one grant.
 type simLanding struct {
-	l      *ReceivePart
-	lease  *simLease
-	bitmap *transfer.Bitmap
-	claim  map[uint32]uint32 // chunk -> the latest attempt that came
-	told   bool
+	l        *ReceivePart
+	lease    *simLease
+	bitmap   *transfer.Bitmap
+	claim    map[uint32]uint32 // chunk -> the latest attempt that came
+	reported bool
 }
 
-// simLease is what an engine knows of a lease.
+// simLease is the view that an engine has of a lease.
 type simLease struct {
 	id       transfer.LeaseID
 	w        *engines.Worker
@@ -231,7 +231,7 @@ type simLease struct {
 	key      string
 	// source
 	version int
-	table   [][]uint32         // as the executor was told it last
+	table   [][]uint32         // as reported last
 	tables  map[int][][]uint32 // of each version's steps
 	layers  [simLayers]uint32  // tokens that are really there
 	final   [simLayers]bool
@@ -264,7 +264,7 @@ func (n *simNode) worker() *engines.Worker {
 	return w
 }
 
-// event runs fn and performs what follows, as the driver does.
+// event runs fn and performs the actions, as the driver does.
 func (n *simNode) event(fn func()) {
 	if n.dead {
 		return
@@ -282,7 +282,7 @@ func (n *simNode) event(fn func()) {
 	n.busy = false
 }
 
-// send is a control lane that may have no room.
+// send is a control lane that may be full.
 func (n *simNode) send(to transfer.Boot, f *peerv1.ControlFrame) {
 	if n.unsent != nil {
 		if err := n.unsent(f); err != nil {
@@ -356,7 +356,7 @@ func (n *simNode) perform(a *Action) {
 			s.fatalf("an origin is bound to a lease that is complete")
 		}
 		if !n.follow[a.SendPart.Worker] {
-			s.fatalf("%s: an origin is bound, and nobody looks for its layers", n.addr)
+			s.fatalf("%s: an origin is bound, and its layers are not followed", n.addr)
 		}
 		l := n.leases[a.SendPart.Lease]
 		a.SendPart.Origin.Source = &simSource{snd: a.SendPart, lease: l, version: l.version,
@@ -378,7 +378,7 @@ func (n *simNode) perform(a *Action) {
 			})
 		})
 	case WakeHint:
-		n.roused++
+		n.hinted++
 	case Move:
 		n.move(a.Lane, append([]transport.Slice(nil), a.Slices...))
 	case Complete:
@@ -424,7 +424,7 @@ func (n *simNode) perform(a *Action) {
 	}
 }
 
-// sendTo delivers in order per pair, after some time, while both live.
+// sendTo delivers in order per pair, after a delay, while both are alive.
 func (n *simNode) sendTo(to transfer.Boot, f *peerv1.ControlFrame) {
 	s := n.s
 	p := s.nodes[to]
@@ -451,7 +451,7 @@ func (n *simNode) sendTo(to transfer.Boot, f *peerv1.ControlFrame) {
 	})
 }
 
-// kill ends a sidecar; others get proof of it after a while.
+// kill ends a sidecar; the others receive the proof later.
 func (n *simNode) kill() {
 	s := n.s
 	n.dead = true
@@ -502,7 +502,7 @@ func (n *simNode) intent(w *engines.Worker, id uint64, k transfer.Key, tokens ui
 	return l
 }
 
-// announce says that layers of l follow.
+// announce announces a step of l.
 func (n *simNode) announce(l *simLease) {
 	v := l.version
 	n.event(func() {
@@ -535,7 +535,7 @@ func (n *simNode) steps(l *simLease) {
 	}
 }
 
-// preempt takes the blocks: the memory changes at once, the record comes a little later.
+// preempt takes the blocks: the memory changes at once, and the record follows later.
 func (n *simNode) preempt(l *simLease) {
 	l.version++
 	l.layers, l.final = [simLayers]uint32{}, [simLayers]bool{}

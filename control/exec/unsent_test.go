@@ -15,8 +15,7 @@ import (
 var errFull = errors.New("8192 frames wait")
 
 // A grant that cannot be sent ends its lease at once with the reason, and the prefill engine does
-// not keep its blocks for it either. The blocks are free after the fence, and the next request is
-// served.
+// not keep its blocks for it. The blocks are free after the fence, and the next request is served.
 func TestGrantThatCannotBeSent(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 5, 0)
 	full := true
@@ -49,7 +48,7 @@ func TestGrantThatCannotBeSent(t *testing.T) {
 	wantStatus(t, src, engines.StatusOK)
 }
 
-// The same where an earlier grant of the lease was served and lost.
+// The same after an earlier grant of the lease was served and lost.
 func TestRegrantThatCannotBeSent(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 5, 0)
 	grants := 0
@@ -78,8 +77,8 @@ func TestRegrantThatCannotBeSent(t *testing.T) {
 	}
 }
 
-// A question that cannot be sent is answered at once.
-func TestQuestionThatCannotBeSent(t *testing.T) {
+// A query that cannot be sent is answered at once.
+func TestQueryThatCannotBeSent(t *testing.T) {
 	s, _, d, _, _ := pair(t, 5, 0)
 	d.unsent = func(f *peerv1.ControlFrame) error {
 		if f.GetAwait() != nil {

@@ -29,7 +29,8 @@ type SourceView = source.View
 // View describes the open leases, some of them where there are very many.
 func (e *Exec) View(now Instant) View {
 	return View{Open: [2]int{e.dests.Len(), e.sources.Len()}, Flights: e.core.Spray.Flights(),
-		Rails: e.core.Spray.View(now), Pending: e.match.Counts().Waiting, Dests: e.dests.View(now, maxView),
+		Rails: e.core.Spray.View(now), Pending: e.match.Counts().Waiting,
+		Dests:   e.dests.View(now, maxView),
 		Sources: e.sources.View(now, maxView)}
 }
 

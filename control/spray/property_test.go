@@ -14,7 +14,7 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// check holds a scheduler against its invariants, from scratch.
+// check compares a scheduler with its invariants, computed from scratch.
 func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 	type sum struct {
 		bytes   uint64
@@ -185,7 +185,7 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 			}
 			waits := fresh || again
 			switch {
-			// of what was stopped before anything failed nobody wants to know
+			// a flow that was stopped before its first failure has no records
 			case int(k.Copies) != n && (!f.stopped || recorded):
 				return fmt.Errorf("chunk %d: %d copies in flight, counted %d", c, n, k.Copies)
 			case n > chunks.MaxCopies+1:
@@ -200,8 +200,8 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 	return nil
 }
 
-// declared reports whether every chunk of a slice that was just given is in flight once, or again
-// for a stated reason.
+// declared reports whether every chunk of a new slice is in flight once, or again for a stated
+// reason.
 func declared(s *Scheduler, sl Slice) error {
 	mine, _ := s.find(sl.Cookie)
 	if (mine.copy == probeCopy) != (sl.Attempt == 0) {
@@ -215,7 +215,7 @@ func declared(s *Scheduler, sl Slice) error {
 			continue
 		}
 		if mine.copy != probeCopy && f.copy == soleCopy {
-			return fmt.Errorf("chunks %+v are in flight as %+v, of which nobody said that it may be doubled",
+			return fmt.Errorf("chunks %+v are in flight as %+v, and were not declared doubled",
 				sl.Range, f.r)
 		}
 	}
@@ -227,7 +227,7 @@ func declared(s *Scheduler, sl Slice) error {
 	return nil
 }
 
-// TestRandomOrders does anything in any order: lanes come and go, slices end every way or not at
+// TestRandomOrders performs random events: lanes come and go, slices end in every way or not at
 // all, flows stop.
 func TestRandomOrders(t *testing.T) {
 	runs := uint64(60)
@@ -243,7 +243,7 @@ func TestRandomOrders(t *testing.T) {
 	}
 }
 
-// randomOrder returns after how many steps some slice that was passed was in flight.
+// randomOrder returns the number of steps after which a passed slice was in flight.
 func randomOrder(t *testing.T, seed uint64) (passed int) {
 	rng := rand.New(rand.NewPCG(seed, 1))
 	s := New(Config{Policy: Policy(seed % 5 / 3 * (1 + seed%2)), MaxFlights: 1 + rng.IntN(100),
@@ -291,7 +291,7 @@ func randomOrder(t *testing.T, seed uint64) (passed int) {
 			}
 		}
 		for _, p := range peers {
-			// Nothing starves: where a lane could take something, something is under way.
+			// Nothing starves: if a lane has room, something is in flight.
 			live := false
 			for _, q := range p.pairs {
 				live = live || q.live > 0
@@ -371,7 +371,7 @@ func randomOrder(t *testing.T, seed uint64) (passed int) {
 			passed++
 		}
 	}
-	// From here on all is well, and everything that is not stopped arrives.
+	// From here on there are no faults, and everything that is not stopped arrives.
 	laneUp()
 	for _, p := range peers {
 		if p.lanes == 0 {

@@ -138,7 +138,7 @@ var mutants = []mutant{
 		"	case !bytes.Equal(digest[:], part.Digest):\n",
 		"	case !bytes.Equal(digest[:], digest[:]):\n", []string{"TestHostileGrants"}},
 	{"anybody answers", "control/exec/internal/dest/queries.go", "	if w.sent != p.Boot {\n", "	if false {\n",
-		[]string{"TestOnlyWhoWasAskedAnswers"}},
+		[]string{"TestOnlyTheAskedPeerAnswers"}},
 
 	// What comes again.
 	{"a grant that is over comes again", "control/exec/internal/source/inbound.go", "		if s.Over(g) {\n			return " +
@@ -366,9 +366,9 @@ var mutants = []mutant{
 
 	// What replicas owe.
 	{"nobody owes anything", "control/exec/internal/dest/peers.go", "			n += l.Part.Bytes\n", "",
-		[]string{"TestReplicasAreChosenByWhatTheyOwe"}},
+		[]string{"TestReplicasAreChosenByLoad"}},
 	{"what is owed is owed for ever", "control/exec/internal/dest/dest.go", "		ds.Engines.charge(p, o, false)\n", "",
-		[]string{"TestReplicasAreChosenByWhatTheyOwe"}},
+		[]string{"TestReplicasAreChosenByLoad"}},
 	{"only the last grant is owed", "control/exec/internal/dest/peers.go", "			n += l.Part.Bytes\n",
-		"			n = l.Part.Bytes\n", []string{"TestReplicasAreChosenByWhatTheyOwe"}},
+		"			n = l.Part.Bytes\n", []string{"TestReplicasAreChosenByLoad"}},
 }

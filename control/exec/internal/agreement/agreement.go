@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package agreement has the plans of transfers, and the check that receiver and source made the same
-// one.
+// Package agreement has the plans of transfers, and the check that receiver and source made the
+// same one.
 //
 // Receiver and source each compute the transfer space of a part, and frames name offsets in it.
 // Before the first byte the source compares everything that determines an offset: with different

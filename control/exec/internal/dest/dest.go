@@ -240,7 +240,8 @@ func TeamNamed(format string, a ...any) (id lease.TeamID) {
 func (ds *Table) due(now Instant, d *Lease) {
 	switch {
 	case now >= d.Deadline:
-		ds.CloseBy(now, d, ds.timeOut(d), engines.StatusExpired, core.WithTrouble("the deadline passed", d.trouble))
+		ds.CloseBy(now, d, ds.timeOut(d), engines.StatusExpired,
+			core.WithTrouble("the deadline passed", d.trouble))
 	case now >= d.MatchBy:
 		ds.CloseBy(now, d, ds.timeOut(d), engines.StatusExpired,
 			core.WithTrouble(fmt.Sprintf("no partner came within %v", d.matchTimeout), d.trouble))
@@ -303,7 +304,8 @@ func (ds *Table) CloseBy(now Instant, d *Lease, cause Cause, status uint16, reas
 func (ds *Table) regrant(now Instant, d *Lease, cause Cause, why string) {
 	d.trouble = why
 	if d.Grants > ds.Cfg.MaxRegrants {
-		ds.CloseBy(now, d, cause, engines.StatusFailed, fmt.Sprintf("granted %d times; last: %s", d.Grants, why))
+		ds.CloseBy(now, d, cause, engines.StatusFailed, fmt.Sprintf("granted %d times; last: %s",
+			d.Grants, why))
 		return
 	}
 	if fence, err := d.Close(false); err == nil && fence {

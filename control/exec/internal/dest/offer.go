@@ -205,7 +205,8 @@ func (ds *Table) partBound(now Instant, p *lanes.Peer, d *Lease, m *peerv1.Grant
 	}
 	i := slices.IndexFunc(d.live.lands, func(l *Part) bool { return l.Part.Rank == m.Rank })
 	if i < 0 || d.live.lands[i].bound {
-		return frame.Wrong(frame.BadRank, "grant %s: rank %.80q is bound: it gives nothing, or was bound before",
+		return frame.Wrong(frame.BadRank, "grant %s: rank %.80q is bound: it gives nothing, or was "+
+			"bound before",
 			d.ID, m.Rank)
 	}
 	l := d.live.lands[i]

@@ -116,7 +116,8 @@ func (qs *Queries) alone(p *lanes.Peer, engine string, k transfer.Key) bool {
 
 // inOrder are the queries of an endpoint.
 func (qs *Queries) inOrder(ep *endpoint.Endpoint) []*query {
-	return slices.SortedFunc(maps.Keys(qs.at[ep]), func(a, b *query) int { return cmp.Compare(a.id, b.id) })
+	return slices.SortedFunc(maps.Keys(qs.at[ep]),
+		func(a, b *query) int { return cmp.Compare(a.id, b.id) })
 }
 
 // Connected asks what waited for an endpoint.
@@ -169,7 +170,8 @@ func (qs *Queries) OnAdmitted(p *lanes.Peer, m *peerv1.Admitted) error {
 		return nil // it is late
 	}
 	if w.sent != p.Boot {
-		return frame.Wrong(frame.BadAnswer, "admitted: question %d was put to another peer, or to none yet",
+		return frame.Wrong(frame.BadAnswer,
+			"admitted: question %d was put to another peer, or to none yet",
 			m.Token)
 	}
 	ad := engines.Admission{Tokens: m.Tokens, Message: m.Message, State: "gone"}

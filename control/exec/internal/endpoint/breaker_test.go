@@ -25,7 +25,7 @@ func TestBreakersAreForgotten(t *testing.T) {
 			t.Error("open beyond its time")
 		}
 		b.failed(now, hang)
-		b.failed(now+1, hang) // somebody who waited already changes nothing
+		b.failed(now+1, hang) // a try for earlier requests changes nothing
 		spans = append(spans, b.span)
 	}
 	if spans[0] != breakFirst || spans[1] != 2*breakFirst || spans[6] != BreakMost {

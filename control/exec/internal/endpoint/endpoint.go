@@ -26,8 +26,8 @@ const Retry = 200 * time.Millisecond
 // ErrNotListening is wrapped by the error of Failed if no process listens at the address.
 var ErrNotListening = errors.New("connection refused")
 
-// ErrNotPossible is wrapped by the error of Failed if a retry cannot succeed soon: the configuration
-// forbids the address, or the release of the sidecar there is incompatible.
+// ErrNotPossible is wrapped by the error of Failed if a retry cannot succeed soon: the
+// configuration forbids the address, or the release of the sidecar there is incompatible.
 var ErrNotPossible = errors.New("not possible")
 
 // Table has the sidecars that engines name, and ourselves.
@@ -69,8 +69,8 @@ type Endpoint struct {
 // its match timeout.
 const MaxRevokes = 256
 
-// MaxIdle bounds the unused addresses of one peer that are remembered. A sidecar normally has two or
-// three; requests may spell its name in any number of ways. A forgotten address costs one more
+// MaxIdle bounds the unused addresses of one peer that are remembered. A sidecar normally has two
+// or three; requests may spell its name in any number of ways. A forgotten address costs one more
 // connect.
 const MaxIdle = 16
 
@@ -230,8 +230,8 @@ func (ep *Endpoint) Revokes() []*peerv1.ControlFrame {
 }
 
 // Failed ends a connect without a peer. It returns false if the sidecar was reached by another
-// connection. Otherwise hopeless is true if everything that waits for the address has to end: nothing
-// will listen there soon. The entry stays until Again.
+// connection. Otherwise hopeless is true if everything that waits for the address has to end:
+// nothing will listen there soon. The entry stays until Again.
 func (t *Table) Failed(now Instant, ep *Endpoint, err error) (failed, hopeless bool) {
 	if ep.trying = false; ep.Reached() {
 		return false, false

@@ -47,8 +47,8 @@ type Tiers struct {
 	version int // the list of rails that they are of
 }
 
-// TiersOf lists how far our rails are from the memory of a worker; nil if all are equally far. known
-// is the list as of the last call for this worker.
+// TiersOf lists how far our rails are from the memory of a worker; nil if all are equally far.
+// known is the list as of the last call for this worker.
 func (rs *Rails) TiersOf(w *engines.Worker, known *Tiers) []*peerv1.RailTier {
 	if rs.Cfg.Distance == nil {
 		return nil
@@ -83,7 +83,8 @@ func (rs *Rails) Place(p *Peer, w *engines.Worker, tiers []*peerv1.RailTier) spr
 		return 0
 	}
 	if len(tiers) > maxRailTiers {
-		rs.peers.logViolation(p, frame.BadTier, "a grant with the tiers of %d rails: at most %d are looked at",
+		rs.peers.logViolation(p, frame.BadTier, "a grant with the tiers of %d rails: at most %d are "+
+			"looked at",
 			len(tiers), maxRailTiers)
 		tiers = tiers[:maxRailTiers]
 	}
@@ -99,7 +100,8 @@ func (rs *Rails) Place(p *Peer, w *engines.Worker, tiers []*peerv1.RailTier) spr
 				"the tier of rail %.64q: the peer has named no such rail of %.64q", id.Name, id.Transport)
 			continue
 		case t.GetTier() < 1 || t.GetTier() > maxTier:
-			rs.peers.logViolation(p, frame.BadTier, "rail %.64q: tier %d: 1 to %d", id.Name, t.GetTier(), maxTier)
+			rs.peers.logViolation(p, frame.BadTier, "rail %.64q: tier %d: 1 to %d", id.Name,
+				t.GetTier(), maxTier)
 			continue
 		}
 		remote[id] = uint8(t.GetTier())

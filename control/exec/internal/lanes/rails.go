@@ -53,7 +53,8 @@ func (rs *Rails) SetPeer(now Instant, boot transfer.Boot, rails []Rail) {
 		return // it is gone
 	}
 	if len(rails) > MaxRails {
-		rs.peers.logViolation(p, frame.BadRails, "%d rails: at most %d are kept, not %.64q and what follows",
+		rs.peers.logViolation(p, frame.BadRails,
+			"%d rails: at most %d are kept, not %.64q and what follows",
 			len(rails), MaxRails, rails[MaxRails].Name)
 	}
 	p.known = rs.change(now, p.Rails, p.known, rails)

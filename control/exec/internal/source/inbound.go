@@ -149,7 +149,10 @@ func (mt *Matcher) grantsFrom(p *lanes.Peer) (all []*inboundGrant) {
 			all = append(all, in)
 		}
 	}
-	slices.SortFunc(all, func(a, b *inboundGrant) int { return index.CompareLeases(a.id.Dest, b.id.Dest) })
+	slices.SortFunc(all, func(a, b *inboundGrant) int {
+		return index.CompareLeases(a.id.Dest,
+			b.id.Dest)
+	})
 	return all
 }
 
@@ -192,7 +195,8 @@ func (mt *Matcher) settle(now Instant, in *inboundGrant) bool {
 			}
 		}
 		mt.drop(in)
-		mt.out.Send(in.peer.Boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_GrantReply{GrantReply: r}})
+		mt.out.Send(in.peer.Boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_GrantReply{
+			GrantReply: r}})
 		return true
 	}
 	in.engine = place.Engine

@@ -12,7 +12,8 @@ import (
 
 func bindingsInOrder(all iter.Seq[*partBinding]) []*partBinding {
 	return slices.SortedFunc(all, func(a, b *partBinding) int {
-		return cmp.Or(index.CompareLeases(a.in.id.Dest, b.in.id.Dest), cmp.Compare(a.part.Rank, b.part.Rank))
+		return cmp.Or(index.CompareLeases(a.in.id.Dest, b.in.id.Dest), cmp.Compare(a.part.Rank,
+			b.part.Rank))
 	})
 }
 

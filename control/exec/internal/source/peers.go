@@ -14,7 +14,8 @@ func (mt *Matcher) PeerUp(p *lanes.Peer) {
 	}
 }
 
-// PeerDown keeps the places of a peer's grants until the match timeout. With over, the peer is gone.
+// PeerDown keeps the places of a peer's grants until the match timeout. With over, the peer is
+// gone.
 func (mt *Matcher) PeerDown(now Instant, p *lanes.Peer, over bool) {
 	for _, in := range mt.grantsFrom(p) {
 		if mt.grants[in.id] == in {

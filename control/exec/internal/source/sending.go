@@ -228,8 +228,9 @@ func (ss *Table) lose(now Instant, snd *Part, final bool, reason string) {
 	}
 	ss.out.Send(snd.peer.Boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_SourceLost{
 		SourceLost: &peerv1.SourceLost{
-			Destination: frame.Lease(snd.Dest), Source: frame.Lease(snd.src.ID), Final: final, Reason: reason,
-			Gen: snd.binding.in.msg.Gen}}})
+			Destination: frame.Lease(snd.Dest), Source: frame.Lease(snd.src.ID), Final: final,
+			Reason: reason,
+			Gen:    snd.binding.in.msg.Gen}}})
 	ss.endSending(now, snd)
 }
 

@@ -221,10 +221,12 @@ func (ss *Table) due(now Instant, s *Lease) {
 		s.MatchBy = lease.Never
 		if s.Narrow() {
 			if s.Served > 0 {
-				ss.Close(now, s, engines.StatusOK, fmt.Sprintf("%d of %d partners came", s.Served, s.in.Fanout), true)
+				ss.Close(now, s, engines.StatusOK, fmt.Sprintf("%d of %d partners came", s.Served, s.in.Fanout),
+					true)
 			} else {
-				ss.Close(now, s, engines.StatusExpired, core.WithTrouble(fmt.Sprintf("no partner came within %v",
-					ss.Cfg.MatchTimeout), s.trouble), true)
+				ss.Close(now, s, engines.StatusExpired,
+					core.WithTrouble(fmt.Sprintf("no partner came within %v",
+						ss.Cfg.MatchTimeout), s.trouble), true)
 			}
 			return
 		}

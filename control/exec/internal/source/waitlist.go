@@ -29,7 +29,8 @@ type waitlist struct {
 }
 
 func newWaitlist(c *core.Core) *waitlist {
-	return &waitlist{Core: c, byKey: map[transfer.Key][]*pending{}, byPeer: index.Sets[transfer.Boot, *pending]{}}
+	return &waitlist{Core: c, byKey: map[transfer.Key][]*pending{}, byPeer: index.Sets[transfer.Boot,
+		*pending]{}}
 }
 
 func (wl *waitlist) add(q *pending) {

@@ -116,7 +116,8 @@ func (s *Set) Clear() {
 	}
 }
 
-// Next is the first run that would be sent, up to a limit, and the rail pair to avoid, as in Record.
+// Next is the first run that would be sent, up to a limit, and the rail pair to avoid, as in
+// Record.
 func (s *Set) Next(limit uint32) (r transfer.Range, avoid uint16) {
 	if s.Retries() > 0 {
 		r = s.again.Peek(limit)
