@@ -119,7 +119,7 @@ type Observer interface {
 	LaneUp(l transport.Lane)
 	// LaneRefused is a lane that the executor does not accept; it is closed.
 	LaneRefused(l transport.Lane, err error)
-	// LaneDown has lost set if nobody closed the lane on purpose.
+	// LaneDown has lost set unless the lane was closed on purpose.
 	LaneDown(l transport.Lane, lost bool)
 	// Slice is the end of a slice of so many bytes.
 	Slice(l transport.Lane, r *transport.Result, bytes uint64)

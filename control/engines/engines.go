@@ -88,7 +88,7 @@ type Progress struct {
 	Blocks [][]uint32 // the table as of that step; nil if unchanged
 }
 
-// Await is a scheduler's question whether the prefill has admitted a request.
+// Await is an admission query of a scheduler: has the prefill admitted a request?
 type Await struct {
 	Token  uint64 // answer with it
 	Engine string // of the scheduler, as in Place

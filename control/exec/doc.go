@@ -16,5 +16,5 @@
 //     something; together they are all missing bytes, and the commit needs every part;
 //   - slices name only bound origins; nothing counts after an origin's guard is revoked;
 //   - every lease has a deadline, every wait ends by it, and then only a fence starts;
-//   - all tables are bounded (package lease and Limits).
+//   - all tables are bounded (package lease and Config).
 package exec

@@ -41,7 +41,7 @@ func (e *Exec) Rails(now Instant) []spray.RailView { return e.core.Spray.Rails(n
 type Load struct {
 	Dests, Sources   int // leases that are open
 	Inbound          int // grants of peers
-	Pending, Asked   int // keys that wait for an intent; our own questions
+	Pending, Asked   int // keys that wait for an intent; our own queries
 	Describing       int // layouts that peers were asked for
 	Endpoints, Peers int
 	Lanes, Flights   int // lanes; slices given to them

@@ -31,7 +31,7 @@ type Config struct {
 	MaxRegrants  int           // of one destination lease
 	MaxSlices    int           // in flight, over all lanes of one peer
 	MaxSlots     int           // parts of grants open towards one peer
-	// grants, parts of them and questions of one peer that wait for an intent
+	// grants, parts of them and queries of one peer that wait for an intent
 	MaxPending   int
 	MaxDest      int
 	MaxSource    int

@@ -57,7 +57,7 @@ type Table struct {
 
 	byID       map[transfer.LeaseID]*Lease
 	byPeer     index.Sets[transfer.Boot, *Lease]      // by the peer of the newest grant
-	waiting    index.Sets[*endpoint.Endpoint, *Lease] // want a grant, or their peer is unreachable
+	waiting    index.Sets[*endpoint.Endpoint, *Lease] // wait for a grant, or their peer is unreachable
 	describing index.Sets[layouts.Name, *Lease]       // wait for a layout
 	Engines    Engines
 	slots      *lease.Slots
@@ -92,7 +92,7 @@ type Lease struct {
 	ep           *endpoint.Endpoint
 	at           transfer.Boot // the entry of Table.byPeer that lists it
 	team         lease.TeamID
-	told         bool           // the peer has reported its ranks for this lease
+	reported     bool           // the peer has reported its ranks for this lease
 	gen          uint32         // of the last grant
 	live         *outboundGrant // the grant that is not fenced yet
 	last         *outboundGrant
@@ -104,10 +104,10 @@ type Lease struct {
 	reason  string
 	trouble string // the last one; the reason if time runs out
 
-	began   Instant
-	bound   Instant
-	filled  Instant
-	claimed bool // a partner was bound at least once
+	began     Instant
+	bound     Instant
+	filled    Instant
+	everBound bool // a partner was bound at least once
 }
 
 // LeaseID implements workers.Lease.
@@ -221,8 +221,8 @@ const teamDomain = "kvspray-team-v1"
 func teamOf(w *engines.Worker, x *engines.Expect) (id lease.TeamID, err error) {
 	if w.Place.World() > 1 {
 		if x.Req == "" {
-			return id, fmt.Errorf("the engine has %d ranks, and the request has no id by which theirs can "+
-				"be told: send req", w.Place.World())
+			return id, fmt.Errorf("the engine has %d ranks, and the request has no id that "+
+				"identifies the leases of all: send req", w.Place.World())
 		}
 		return TeamNamed("%q %q", w.Place.Engine, x.Req), nil
 	}
@@ -316,7 +316,7 @@ func (ds *Table) regrant(now Instant, d *Lease, cause Cause, why string) {
 // fence fences every part of a grant.
 func (ds *Table) fence(o *outboundGrant, cause Cause) {
 	o.cause = cause
-	for _, l := range o.lands {
+	for _, l := range o.parts {
 		ds.fencePart(l)
 	}
 }
@@ -394,8 +394,8 @@ func (ds *Table) complete(now Instant, d *Lease) {
 	var parts []*Part
 	var sources []*peerv1.Lease
 	if d.last != nil {
-		parts = d.last.lands
-		for _, l := range d.last.lands {
+		parts = d.last.parts
+		for _, l := range d.last.parts {
 			bytes += l.Plan.Space().TotalBytes()
 			if l.bound {
 				sources = append(sources, frame.Lease(l.source))
@@ -408,10 +408,10 @@ func (ds *Table) complete(now Instant, d *Lease) {
 		Slot: d.Slot, Gen: d.Gen, Grants: d.Grants,
 		Parts: len(parts)}
 	switch {
-	case d.filled > 0 && d.claimed:
+	case d.filled > 0 && d.everBound:
 		from := min(d.bound, d.filled)
 		trace.Queue, trace.Wire, trace.Commit = from-d.began, d.filled-from, now-d.filled
-	case d.claimed:
+	case d.everBound:
 		trace.Queue, trace.Wire = d.bound-d.began, now-d.bound
 	default:
 		trace.Queue = now - d.began

@@ -18,7 +18,7 @@ import (
 type outboundGrant struct {
 	dest     *Lease
 	gen      uint32
-	lands    []*Part
+	parts    []*Part
 	unbound  int
 	unfilled int
 	unfenced int
@@ -71,7 +71,7 @@ func (ds *Table) grant(now Instant, d *Lease) {
 	}
 	p := d.ep.Peer()
 	parts, err := ds.divide(d, p)
-	if unknown := (*agreement.UnknownLayout)(nil); err != nil && !d.told && !errors.As(err, &unknown) {
+	if unknown := (*agreement.UnknownLayout)(nil); err != nil && !d.reported && !errors.As(err, &unknown) {
 		// The known ranks may be those of another engine there: plan without them.
 		ds.Engines.SetRanks(p, nil)
 		parts, err = ds.divide(d, p)
@@ -107,7 +107,7 @@ func (ds *Table) grant(now Instant, d *Lease) {
 		l := &Part{Worker: d.ws.Worker, Expect: d.x, Plan: q.Plan, Part: msg.Parts[i], offer: o}
 		slot, gen, err := ds.slots.Alloc(p.Boot)
 		if err != nil {
-			for _, l := range o.lands { // they were not sent
+			for _, l := range o.parts { // they were not sent
 				_ = ds.slots.Fenced(p.Boot, l.Grant.Slot, l.Grant.Gen)
 			}
 			ds.Close(now, d, engines.StatusFailed, err.Error())
@@ -121,22 +121,22 @@ func (ds *Table) grant(now Instant, d *Lease) {
 		digest := q.Plan.Digest()
 		l.Part.Digest = digest[:]
 		l.full = sp.NumChunks() == 0
-		o.lands = append(o.lands, l)
+		o.parts = append(o.parts, l)
 		if !l.full {
 			o.unfilled++
 		}
 	}
-	if len(o.lands) == 0 {
+	if len(o.parts) == 0 {
 		ds.Close(now, d, engines.StatusRefused, "plan: no rank of the prefill engine gives anything")
 		return
 	}
-	first := &o.lands[0].Grant
+	first := &o.parts[0].Grant
 	if err := d.Dest.Grant(p.Boot, first.Slot, first.Gen); err != nil {
 		ds.Close(now, d, engines.StatusFailed, err.Error())
 		return
 	}
 	ds.granted(d)
-	o.unbound, o.unfenced = len(o.lands), len(o.lands)
+	o.unbound, o.unfenced = len(o.parts), len(o.parts)
 	d.live, d.last, d.filled = o, o, 0
 	if o.unfilled == 0 {
 		d.filled = now
@@ -146,7 +146,7 @@ func (ds *Table) grant(now Instant, d *Lease) {
 		ds.Generation = 1
 	}
 	o.gen, msg.Gen, d.gen = ds.Generation, ds.Generation, ds.Generation
-	ds.out.Offer(p.Boot, o.lands, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Grant{Grant: msg}})
+	ds.out.Offer(p.Boot, o.parts, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Grant{Grant: msg}})
 }
 
 // of returns the lease that a message of p names; nil if it is over, or granted to another peer.
@@ -183,7 +183,7 @@ func (ds *Table) OnGrantReply(now Instant, p *lanes.Peer, m *peerv1.GrantReply) 
 			return err
 		}
 		ds.Engines.SetRanks(p, ranks)
-		d.told = true
+		d.reported = true
 		ds.regrant(now, d, ByRefusal, "ranks: "+m.Message)
 	// A refusal may follow the last BOUND: ranks that send nothing can refuse, too.
 	case peerv1.GrantReply_NO_PARTNER:
@@ -203,21 +203,21 @@ func (ds *Table) partBound(now Instant, p *lanes.Peer, d *Lease, m *peerv1.Grant
 	if err != nil {
 		return err
 	}
-	i := slices.IndexFunc(d.live.lands, func(l *Part) bool { return l.Part.Rank == m.Rank })
-	if i < 0 || d.live.lands[i].bound {
+	i := slices.IndexFunc(d.live.parts, func(l *Part) bool { return l.Part.Rank == m.Rank })
+	if i < 0 || d.live.parts[i].bound {
 		return frame.Wrong(frame.BadRank, "grant %s: rank %.80q is bound: it gives nothing, or was "+
 			"bound before",
 			d.ID, m.Rank)
 	}
-	l := d.live.lands[i]
+	l := d.live.parts[i]
 	l.bound, l.source = true, src
 	if d.live.unbound--; d.live.unbound > 0 {
 		return nil
 	}
-	if err := d.Bind(d.live.lands[0].source); err != nil {
+	if err := d.Bind(d.live.parts[0].source); err != nil {
 		return err
 	}
-	d.bound, d.claimed = now, true
+	d.bound, d.everBound = now, true
 	if !p.Up() {
 		d.MatchBy = now + d.matchTimeout // the reply was sent before the peer became unreachable
 	}

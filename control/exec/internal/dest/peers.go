@@ -47,7 +47,7 @@ func (es Engines) charge(p *lanes.Peer, o *outboundGrant, on bool) {
 		load = map[string]uint64{}
 		es.of(p).load = load
 	}
-	for _, l := range o.lands {
+	for _, l := range o.parts {
 		n := load[l.Part.Rank]
 		if on {
 			n += l.Part.Bytes
@@ -134,7 +134,7 @@ func (ds *Table) Described(now Instant, name layouts.Name, err error) {
 		p := d.ep.Peer()
 		switch {
 		case d.State != lease.DestWaiting || d.decided:
-		case err != nil && !d.told && p != nil:
+		case err != nil && !d.reported && p != nil:
 			ds.Engines.SetRanks(p, nil) // of an engine that is not there any more, or not for this one
 			ds.grant(now, d)
 		case err != nil && p != nil && p.Boot == name.Boot:

@@ -54,7 +54,7 @@ type query struct {
 func (qs *Queries) Open(now Instant, id uint64, a engines.Await) {
 	if qs.Draining || len(qs.byToken) >= qs.Cfg.MaxPending {
 		qs.out.Answer(id, engines.Admission{State: "refused",
-			Message: "sidecar is draining, or has too many questions open"})
+			Message: "sidecar is draining, or has too many queries open"})
 		return
 	}
 	if why := qs.endpoints.Unreachable(now, a.Peer); why != "" {
@@ -145,7 +145,7 @@ func (qs *Queries) NoListener(ep *endpoint.Endpoint, why string) {
 func (qs *Queries) Unsent(boot transfer.Boot, token uint64, err error) {
 	if w := qs.byToken[token]; w != nil && w.sent == boot {
 		qs.answer(w, engines.Admission{State: "gone",
-			Message: "the question was not sent to the sidecar of the prefill engine: " + err.Error()})
+			Message: "the query was not sent to the sidecar of the prefill engine: " + err.Error()})
 	}
 }
 
@@ -171,7 +171,7 @@ func (qs *Queries) OnAdmitted(p *lanes.Peer, m *peerv1.Admitted) error {
 	}
 	if w.sent != p.Boot {
 		return frame.Wrong(frame.BadAnswer,
-			"admitted: question %d was put to another peer, or to none yet",
+			"admitted: query %d was put to another peer, or to none yet",
 			m.Token)
 	}
 	ad := engines.Admission{Tokens: m.Tokens, Message: m.Message, State: "gone"}

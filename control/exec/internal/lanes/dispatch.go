@@ -188,7 +188,7 @@ type Info struct {
 	Local        string // rails
 	Remote       string
 	Tier         int     // 1 to 3; 0: unknown
-	Gbps         float64 // what the link claims; 0: unknown
+	Gbps         float64 // nominal speed; 0: unknown
 	SliceBytes   int
 	MaxInFlight  int           // slices
 	RTT          time.Duration // the round trip when it came up; 0: unknown

@@ -26,7 +26,7 @@ func (mt *Matcher) absent(now Instant, in *inboundGrant, over bool) {
 		mt.suspend(now, in)
 	}
 	held := false
-	for _, c := range in.claims {
+	for _, c := range in.bindings {
 		held = held || c.src != nil
 	}
 	switch old := mt.absents[in.lease()]; {
@@ -54,9 +54,9 @@ func (mt *Matcher) present(in *inboundGrant) {
 }
 
 func (mt *Matcher) absentDue(now Instant, in *inboundGrant) {
-	why := fmt.Sprintf("the destination's sidecar is gone, and nobody presented the lease again "+
+	why := fmt.Sprintf("the destination's sidecar is gone, and no sidecar presented the lease again "+
 		"within %v", mt.Cfg.MatchTimeout)
-	for _, c := range in.claims {
+	for _, c := range in.bindings {
 		if c.snd != nil {
 			// the sidecar may be alive, and gets this when it is reached
 			mt.sources.lose(now, c.snd, true, why)

@@ -26,7 +26,7 @@ type decline struct {
 	why    string
 	engine string
 	world  int             // its ranks; 0: none of its intents has come
-	told   map[string]bool // ranks whose place is free
+	freed  map[string]bool // ranks whose place is free
 }
 
 // onDecline takes a decline: a Revoke of a lease that has no grant here.
@@ -47,7 +47,7 @@ func (mt *Matcher) onDecline(now Instant, p *lanes.Peer, g lease.GrantID, m *pee
 		return nil
 	}
 	q := &pending{peer: p, key: k, decline: &decline{id: g, team: lease.TeamID(m.Team),
-		size: int(m.TeamSize), why: why, told: map[string]bool{}}}
+		size: int(m.TeamSize), why: why, freed: map[string]bool{}}}
 	if !mt.settleDecline(now, q) {
 		mt.wait(now, q, 0)
 	}
@@ -83,7 +83,7 @@ func (mt *Matcher) settleDecline(now Instant, q *pending) bool {
 	for _, s := range slices.Clone(mt.sources.byKey[q.key]) {
 		at := s.ws.Place
 		switch {
-		case d.world > 0 && d.engine != at.Engine || d.told[at.Rank()]:
+		case d.world > 0 && d.engine != at.Engine || d.freed[at.Rank()]:
 			continue
 		case s.Over(d.id): // its place is free already
 		case s.Bind(d.id, d.team, d.size) != nil:
@@ -93,7 +93,7 @@ func (mt *Matcher) settleDecline(now Instant, q *pending) bool {
 			mt.sources.served(now, s, s.End(d.id, false), d.why)
 		}
 		d.engine, d.world = at.Engine, at.World()
-		d.told[at.Rank()] = true
+		d.freed[at.Rank()] = true
 	}
-	return d.world > 0 && len(d.told) >= d.world
+	return d.world > 0 && len(d.freed) >= d.world
 }

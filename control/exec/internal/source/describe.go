@@ -44,8 +44,8 @@ func (mt *Matcher) Described(now Instant, name layouts.Name, err error) {
 		case err != nil:
 			mt.refuse(now, c.in, peerv1.GrantReply_PLAN,
 				"the layout of the receiver is not to be had: "+err.Error())
-		case !mt.bindClaim(now, c):
-			mt.wait(now, &pending{peer: c.in.peer, key: c.in.key, in: c.in, claim: c}, c.in.msg.PartnerMs)
+		case !mt.bindPart(now, c):
+			mt.wait(now, &pending{peer: c.in.peer, key: c.in.key, in: c.in, binding: c}, c.in.msg.PartnerMs)
 		}
 	}
 }

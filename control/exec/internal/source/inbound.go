@@ -23,7 +23,7 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Matcher brings grants and questions of peers together with source leases.
+// Matcher brings grants and queries of peers together with source leases.
 type Matcher struct {
 	*core.Core
 	out     Actions
@@ -65,14 +65,14 @@ func NewMatcher(c *core.Core, out Actions, ss *Table, p Parts) *Matcher {
 // inboundGrant is a grant of a peer: what one destination lease requests of an engine of ours,
 // with a binding for each of its ranks.
 type inboundGrant struct {
-	id     lease.GrantID
-	peer   *lanes.Peer
-	key    transfer.Key
-	msg    *peerv1.Grant
-	team   lease.TeamID
-	engine string         // whose ranks the parts are; set with claims
-	claims []*partBinding // nil while no intent of the key has come
-	wait   *pending       // for it
+	id       lease.GrantID
+	peer     *lanes.Peer
+	key      transfer.Key
+	msg      *peerv1.Grant
+	team     lease.TeamID
+	engine   string         // whose ranks the parts are; set with bindings
+	bindings []*partBinding // nil while no intent of the key has come
+	wait     *pending       // for it
 
 	differs bool         // its fingerprint differs: the refusal waits for the difference
 	absent  *timer.Timer // ends the absence of its sidecar
@@ -178,8 +178,8 @@ func (mt *Matcher) settle(now Instant, in *inboundGrant) bool {
 		// This comes before the reply with ranks: from those the receiver learns only that it cannot
 		// plan, and not what differs.
 		in.engine = place.Engine
-		in.claims = []*partBinding{{in: in, part: in.msg.Parts[0]}}
-		mt.unlike(now, in.claims[0], first.ws.Worker)
+		in.bindings = []*partBinding{{in: in, part: in.msg.Parts[0]}}
+		mt.unlike(now, in.bindings[0], first.ws.Worker)
 		return true
 	}
 	ranks := mt.workersOf(in.key, place.Engine)
@@ -201,14 +201,14 @@ func (mt *Matcher) settle(now Instant, in *inboundGrant) bool {
 	}
 	in.engine = place.Engine
 	for _, p := range in.msg.Parts {
-		in.claims = append(in.claims, &partBinding{in: in, part: p})
+		in.bindings = append(in.bindings, &partBinding{in: in, part: p})
 	}
-	for _, c := range in.claims {
+	for _, c := range in.bindings {
 		if mt.grants[in.id] != in {
 			break // refused by an earlier one
 		}
-		if !mt.bindClaim(now, c) {
-			mt.wait(now, &pending{peer: in.peer, key: in.key, in: in, claim: c}, in.msg.PartnerMs)
+		if !mt.bindPart(now, c) {
+			mt.wait(now, &pending{peer: in.peer, key: in.key, in: in, binding: c}, in.msg.PartnerMs)
 		}
 	}
 	return true
@@ -259,9 +259,9 @@ func misfit(m *peerv1.Grant, ranks map[string]*workers.Worker, world int) string
 	return ""
 }
 
-// bindClaim binds a part to a source lease of its key and rank, or refuses the whole grant. It
+// bindPart binds a part to a source lease of its key and rank, or refuses the whole grant. It
 // returns false if no lease has room.
-func (mt *Matcher) bindClaim(now Instant, c *partBinding) bool {
+func (mt *Matcher) bindPart(now Instant, c *partBinding) bool {
 	in := c.in
 	if in.differs {
 		return true
@@ -310,10 +310,10 @@ func (mt *Matcher) bindClaim(now Instant, c *partBinding) bool {
 		s.firstBind = now
 	}
 	c.src = s
-	s.claims = append(s.claims, c)
+	s.bindings = append(s.bindings, c)
 	switch {
 	case c.ended:
-		mt.endClaim(now, c, true, "")
+		mt.endBinding(now, c, true, "")
 	case plan != nil:
 		mt.open(now, c, plan)
 	}
@@ -408,7 +408,7 @@ func (mt *Matcher) forget(in *inboundGrant) {
 	if mt.grants[in.id] != in || in.wait != nil {
 		return
 	}
-	for _, c := range in.claims {
+	for _, c := range in.bindings {
 		if c.src != nil || c.wait != nil || c.asked {
 			return
 		}
@@ -418,7 +418,7 @@ func (mt *Matcher) forget(in *inboundGrant) {
 
 // suspend ends what a grant moves and waits for, and keeps its places.
 func (mt *Matcher) suspend(now Instant, in *inboundGrant) {
-	for _, c := range in.claims {
+	for _, c := range in.bindings {
 		if c.wait != nil {
 			mt.pending.drop(c.wait)
 		}
@@ -432,12 +432,12 @@ func (mt *Matcher) suspend(now Instant, in *inboundGrant) {
 func (mt *Matcher) replace(now Instant, in *inboundGrant, g lease.GrantID) {
 	mt.drop(in)
 	mt.suspend(now, in)
-	for _, c := range in.claims {
+	for _, c := range in.bindings {
 		if c.src == nil {
 			continue
 		}
 		c.src.Rename(in.id, g)
-		c.src.claims = index.Remove(c.src.claims, c)
+		c.src.bindings = index.Remove(c.src.bindings, c)
 		c.src = nil
 	}
 }
@@ -445,10 +445,10 @@ func (mt *Matcher) replace(now Instant, in *inboundGrant, g lease.GrantID) {
 // endInbound ends a grant: its destination lease needs nothing more of our engine.
 func (mt *Matcher) endInbound(now Instant, in *inboundGrant, committed bool, why string) {
 	mt.drop(in)
-	for _, c := range in.claims {
+	for _, c := range in.bindings {
 		switch {
 		case c.src != nil:
-			mt.endClaim(now, c, committed, why)
+			mt.endBinding(now, c, committed, why)
 		case c.wait != nil && committed:
 			c.ended = true // the late intent of a rank that sends nothing takes its place and frees it
 		case c.wait != nil:
@@ -457,11 +457,11 @@ func (mt *Matcher) endInbound(now Instant, in *inboundGrant, committed bool, why
 	}
 }
 
-// endClaim ends the binding of one rank.
-func (mt *Matcher) endClaim(now Instant, c *partBinding, committed bool, why string) {
+// endBinding ends the binding of one rank.
+func (mt *Matcher) endBinding(now Instant, c *partBinding, committed bool, why string) {
 	s, snd := c.src, c.snd
 	c.src, c.snd = nil, nil
-	s.claims = index.Remove(s.claims, c)
+	s.bindings = index.Remove(s.bindings, c)
 	if committed {
 		if s.flagged > 0 {
 			s.last.Flag = now - s.flagged

@@ -22,7 +22,7 @@ type Comparison struct {
 // difference.
 const maxComparing = 256
 
-const differ = "the caches of the two engines differ; too many such refusals to say in what"
+const differ = "the caches of the two engines differ; too many such refusals to compare them"
 
 // compare refuses the grant of c once the difference is known.
 func (mt *Matcher) compare(now Instant, c *partBinding, w *engines.Worker) {

@@ -30,7 +30,7 @@ func (mt *Matcher) wait(now Instant, q *pending, ms uint32) {
 		return
 	case p.Pending >= mt.Cfg.MaxPending:
 		mt.refusePending(now, q, peerv1.GrantReply_LIMIT,
-			fmt.Sprintf("%d grants and questions wait already", p.Pending))
+			fmt.Sprintf("%d grants and queries wait already", p.Pending))
 		return
 	}
 	end := now + mt.Cfg.MatchTimeout
@@ -79,9 +79,9 @@ func (mt *Matcher) pendingDue(now Instant, q *pending) {
 		mt.refusePending(now, q, peerv1.GrantReply_GONE, "the source lease of this key is over")
 	case mt.sources.byXfer[q.key.Xfer].open > 0 && len(mt.sources.byKey[q.key]) == 0:
 		mt.refusePending(now, q, peerv1.GrantReply_MISMATCH, mismatch)
-	case q.claim != nil && len(mt.sources.byKey[q.key]) > 0:
+	case q.binding != nil && len(mt.sources.byKey[q.key]) > 0:
 		mt.refusePending(now, q, peerv1.GrantReply_NO_PARTNER, fmt.Sprintf("rank %s of the prefill "+
-			"engine has not come", q.claim.part.Rank))
+			"engine has not come", q.binding.part.Rank))
 	case len(mt.sources.byKey[q.key]) > 0:
 		mt.refusePending(now, q, peerv1.GrantReply_LIMIT, "the source leases of this key serve all the "+
 			"grants that they were made for")
@@ -142,8 +142,8 @@ func (mt *Matcher) wake(now Instant, k transfer.Key) {
 	for _, q := range slices.Clone(mt.pending.byKey[k]) {
 		switch {
 		case q.t == nil: // settled by one before it
-		case q.claim != nil:
-			if mt.bindClaim(now, q.claim) {
+		case q.binding != nil:
+			if mt.bindPart(now, q.binding) {
 				mt.pending.drop(q)
 			}
 		case q.in != nil:

@@ -221,7 +221,7 @@ func (ss *Table) confirmFlights(snd *Part) {
 	ss.Spray.Unconfirmed(snd.flow, func(rank int, bytes uint64) { snd.moved[rank] += bytes })
 }
 
-// lose ends a part whose bytes will not come, and tells the receiver.
+// lose ends a part whose bytes will not come, and informs the receiver.
 func (ss *Table) lose(now Instant, snd *Part, final bool, reason string) {
 	if !snd.state.open() {
 		return
@@ -282,7 +282,7 @@ func (ss *Table) originClosed(now Instant, snd *Part) {
 	ss.complete(now, snd.src)
 }
 
-// follow counts what is sent from the memory of a worker, and tells the connector when the count
+// follow counts what is sent from the memory of a worker, and informs the connector when the count
 // leaves or reaches zero.
 func (ss *Table) follow(ws *workers.Worker, by int) {
 	before := ws.Sends > 0

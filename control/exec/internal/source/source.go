@@ -99,14 +99,14 @@ func Of(ws *workers.Worker) []*Lease {
 // Lease is a source lease with the executor's own state of it.
 type Lease struct {
 	lease.Source
-	ws      *workers.Worker
-	in      engines.Intent
-	blocks  [][]uint32
-	version uint32 // of blocks
-	layers  []layerState
-	sends   []*Part        // open ones
-	claims  []*partBinding // of grants that it serves
-	t       *timer.Timer
+	ws       *workers.Worker
+	in       engines.Intent
+	blocks   [][]uint32
+	version  uint32 // of blocks
+	layers   []layerState
+	sends    []*Part        // open ones
+	bindings []*partBinding // of grants that it serves
+	t        *timer.Timer
 
 	decided bool
 	status  uint16
@@ -294,7 +294,7 @@ func (ss *Table) Preempt(now Instant, w *engines.Worker, id uint64) {
 	clear(s.layers)
 }
 
-// Close ends a source lease; the first status stands. It tells the receivers, closes the origins,
+// Close ends a source lease; the first status stands. It informs the receivers, closes the origins,
 // and then completes the lease.
 func (ss *Table) Close(now Instant, s *Lease, status uint16, reason string, final bool) {
 	if s.decided {
@@ -324,11 +324,11 @@ func (ss *Table) Close(now Instant, s *Lease, status uint16, reason string, fina
 	for _, snd := range slices.Clone(s.sends) {
 		ss.lose(now, snd, final, reason)
 	}
-	for _, c := range s.claims {
+	for _, c := range s.bindings {
 		c.src = nil
 		ss.observer.forget(c.in)
 	}
-	s.claims = nil
+	s.bindings = nil
 	if final && status != engines.StatusOK && len(ss.byKey[s.Key]) == 0 {
 		ss.observer.keyGone(now, s.Key, reason)
 	}

@@ -70,7 +70,7 @@ func (mt *Matcher) Comparing() []Comparison { return slices.Collect(maps.Keys(mt
 // Sending returns the open parts that are sent, in no order.
 func (mt *Matcher) Sending() (all []*Part) {
 	for _, in := range mt.grants {
-		for _, c := range in.claims {
+		for _, c := range in.bindings {
 			if c.snd != nil && c.snd.state.open() {
 				all = append(all, c.snd)
 			}

@@ -13,7 +13,7 @@ type pending struct {
 	peer    *lanes.Peer
 	key     transfer.Key
 	in      *inboundGrant // nil: a query, or a decline
-	claim   *partBinding  // nil: the grant waits for any intent of its key
+	binding *partBinding  // nil: the grant waits for any intent of its key
 	decline *decline
 	token   uint64
 	gone    bool         // the key has a tombstone: the answer when the time is over
@@ -42,8 +42,8 @@ func (wl *waitlist) add(q *pending) {
 
 func (q *pending) setWait(w *pending) {
 	switch {
-	case q.claim != nil:
-		q.claim.wait = w
+	case q.binding != nil:
+		q.binding.wait = w
 	case q.in != nil:
 		q.in.wait = w
 	}
