@@ -313,9 +313,10 @@ func (c *session) onDecline(m *msg.Decline) {
 		return
 	}
 	at := placeOf(c.hello)
-	c.s.opt.Events.Decline(engines.Decline{Boot: c.hello.Boot, ID: m.ID, Engine: at.Engine, World: at.World(),
-		Key:  transfer.Key{Xfer: m.Xfer, Hash: m.Hash},
-		Peer: m.Peer, Reason: m.Reason})
+	c.s.opt.Events.Decline(engines.Decline{Boot: c.hello.Boot, ID: m.ID, Engine: at.Engine,
+		World: at.World(),
+		Key:   transfer.Key{Xfer: m.Xfer, Hash: m.Hash},
+		Peer:  m.Peer, Reason: m.Reason})
 }
 
 // descriptorSet holds the descriptors of a packet. The code that takes one sets its entry to -1.

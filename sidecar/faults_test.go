@@ -143,8 +143,10 @@ func TestCancel(t *testing.T) {
 				t.Fatal(err)
 			}
 			dc, sc := de.wait(x.dst), pe.wait(x.src)
-			if side == "source" && (sc.Status != engines.StatusCancelled || dc.Status != engines.StatusFailed) ||
-				side == "destination" && (dc.Status != engines.StatusCancelled || sc.Status != engines.StatusFailed) {
+			if side == "source" && (sc.Status != engines.StatusCancelled ||
+				dc.Status != engines.StatusFailed) ||
+				side == "destination" && (dc.Status != engines.StatusCancelled ||
+					sc.Status != engines.StatusFailed) {
 				t.Errorf("cancelled by the %s: source %d, destination %d", side, sc.Status, dc.Status)
 			}
 			// The blocks are the engine's again: nothing of that transfer may touch them.

@@ -71,7 +71,8 @@ func (ds *Table) grant(now Instant, d *Lease) {
 	}
 	p := d.ep.Peer()
 	parts, err := ds.divide(d, p)
-	if unknown := (*agreement.UnknownLayout)(nil); err != nil && !d.reported && !errors.As(err, &unknown) {
+	if unknown := (*agreement.UnknownLayout)(nil); err != nil && !d.reported &&
+		!errors.As(err, &unknown) {
 		// The known ranks may be those of another engine there: plan without them.
 		ds.Engines.SetRanks(p, nil)
 		parts, err = ds.divide(d, p)

@@ -28,8 +28,8 @@ func due(a *timer.Agenda, now Instant) {
 }
 
 var (
-	refused = fmt.Errorf("dial: %w", ErrNotListening)
-	hangs   = errors.New("dial: deadline exceeded")
+	errRefused = fmt.Errorf("dial: %w", ErrNotListening)
+	errHangs   = errors.New("dial: deadline exceeded")
 )
 
 // One connect at a time, with a pause after a failure, as long as a lease or query waits.
@@ -44,7 +44,7 @@ func TestReach(t *testing.T) {
 	if len(*dialed) != 1 {
 		t.Fatalf("dialed %v", *dialed)
 	}
-	if failed, hopeless := tb.Failed(0, ep, hangs); !failed || hopeless {
+	if failed, hopeless := tb.Failed(0, ep, errHangs); !failed || hopeless {
 		t.Fatalf("failed %v, hopeless %v", failed, hopeless)
 	}
 	tb.Again(ep)
@@ -55,7 +55,7 @@ func TestReach(t *testing.T) {
 		t.Error("no second connect")
 	}
 	ep.Waited()
-	tb.Failed(Retry, ep, hangs)
+	tb.Failed(Retry, ep, errHangs)
 	tb.Again(ep)
 	tb.Release(ep)
 	due(a, time.Hour)
@@ -79,17 +79,19 @@ func TestRefused(t *testing.T) {
 	count := func(between func()) {
 		t.Helper()
 		for i := range maxRefused - 1 {
-			if fails(refused) {
+			if fails(errRefused) {
 				t.Fatalf("hopeless after %d tries", i+1)
 			}
 		}
 		between()
 	}
-	count(func() { fails(hangs) })
+	count(func() { fails(errHangs) })
 	count(func() { tb.Connected(ep) })
 	count(func() {})
-	if !fails(refused) || !fails(refused) {
-		t.Error("not hopeless, though no process listens")
+	for range 2 {
+		if !fails(errRefused) {
+			t.Error("not hopeless, though no process listens")
+		}
 	}
 	if ep.Queued() != 0 || !fails(ErrNotPossible) {
 		t.Error("not hopeless, though it is not possible")
@@ -142,7 +144,7 @@ func TestRevokes(t *testing.T) {
 		t.Errorf("took %d, %d are left", n, ep.Queued())
 	}
 	tb.Revoke(0, ep, &peerv1.ControlFrame{})
-	tb.Failed(0, ep, hangs)
+	tb.Failed(0, ep, errHangs)
 	if ep.Queued() != 0 {
 		t.Error("a revoke outlives the failed connect")
 	}
