@@ -5,6 +5,8 @@
 //
 // A lease is granted in parts, one for each rank of the source's engine that sends something. It
 // completes after a fence of every part; a commit needs every part bound and full.
+//
+// The tests of control/exec test this package with executors on both sides.
 package dest
 
 import (

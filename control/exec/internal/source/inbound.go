@@ -1,10 +1,8 @@
 package source
 
 import (
-	"bytes"
 	"errors"
 	"fmt"
-	"maps"
 	"slices"
 	"time"
 
@@ -182,7 +180,7 @@ func (mt *Matcher) settle(now Instant, in *inboundGrant) bool {
 		mt.unlike(now, in.bindings[0], first.ws.Worker)
 		return true
 	}
-	ranks := mt.workersOf(in.key, place.Engine)
+	ranks := mt.sources.workersOf(in.key, place.Engine)
 	if why := misfit(in.msg, ranks, place.World()); why != "" {
 		if len(ranks) < place.World() {
 			return false // the reply needs all ranks
@@ -212,29 +210,6 @@ func (mt *Matcher) settle(now Instant, in *inboundGrant) bool {
 		}
 	}
 	return true
-}
-
-// workersOf are the workers of an engine by rank. Of two engines with one name, workers with an
-// intent of the key count.
-func (mt *Matcher) workersOf(k transfer.Key, engine string) map[string]*workers.Worker {
-	ranks := map[string]*workers.Worker{}
-	for _, s := range mt.sources.byKey[k] {
-		if at := s.ws.Place; at.Engine == engine && ranks[at.Rank()] == nil {
-			ranks[at.Rank()] = s.ws
-		}
-	}
-	meant := maps.Clone(ranks)
-	for ws := range mt.workers.All() {
-		if ws.Place.Engine != engine || ws.Gone {
-			continue
-		}
-		name := ws.Place.Rank()
-		if o := ranks[name]; meant[name] == nil && (o == nil || bytes.Compare(ws.Boot[:],
-			o.Boot[:]) < 0) {
-			ranks[name] = ws
-		}
-	}
-	return ranks
 }
 
 // misfit describes how the parts differ from the engine's ranks; empty: what is known so far fits.

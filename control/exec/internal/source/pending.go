@@ -25,7 +25,7 @@ func (mt *Matcher) wait(now Instant, q *pending, ms uint32) {
 	case mt.Draining:
 		mt.refusePending(now, q, peerv1.GrantReply_DRAINING, "the sidecar is draining")
 		return
-	case !dead && mt.hopeless(q):
+	case !dead && q.in != nil && mt.sources.hopeless(q.key):
 		mt.refusePending(now, q, peerv1.GrantReply_MISMATCH, mismatch)
 		return
 	case p.Pending >= mt.Cfg.MaxPending:
@@ -64,14 +64,6 @@ const (
 
 const mismatch = "the prefill has this transfer id with another prefix hash: prompt, LoRA, salt " +
 	"or multimodal items differ"
-
-// hopeless reports that no intent for q will come: every request of its transfer is finished, and
-// none has its hash. This holds for grants only, which follow an admission or a finished prefill.
-// A query may be early: a list of prompts is admitted one by one.
-func (mt *Matcher) hopeless(q *pending) bool {
-	n := mt.sources.byXfer[q.key.Xfer]
-	return q.in != nil && n.open > 0 && n.open == n.held && len(mt.sources.byKey[q.key]) == 0
-}
 
 func (mt *Matcher) pendingDue(now Instant, q *pending) {
 	switch {
@@ -122,7 +114,7 @@ func (mt *Matcher) sourceOpened(now Instant, k transfer.Key) {
 func (mt *Matcher) allHeld(now Instant, x transfer.XferID) {
 	for _, k := range keysInOrder(maps.Keys(mt.pending.byKey), x) {
 		for _, q := range slices.Clone(mt.pending.byKey[k]) {
-			if q.t != nil && !q.gone && mt.hopeless(q) {
+			if q.t != nil && !q.gone && q.in != nil && mt.sources.hopeless(q.key) {
 				mt.refusePending(now, q, peerv1.GrantReply_MISMATCH, mismatch)
 			}
 		}

@@ -6,10 +6,14 @@
 // A Matcher brings grants and admission queries of peers together with source leases. It binds each
 // part of a grant to the lease of its rank, with the same transfer space on both sides. A Table has
 // the leases, and gives the slice scheduler what their layers hold.
+//
+// The tests of control/exec test this package with executors on both sides.
 package source
 
 import (
+	"bytes"
 	"fmt"
+	"maps"
 	"slices"
 	"time"
 
@@ -363,4 +367,35 @@ func (ss *Table) served(now Instant, s *Lease, last bool, why string) {
 	default:
 		ss.Close(now, s, engines.StatusFailed, why, true)
 	}
+}
+
+// hopeless reports that no intent of a key will come: every request of its transfer is finished,
+// and none has its hash. This holds for grants only, which follow an admission or a finished
+// prefill. A query may be early: a list of prompts is admitted one by one.
+func (ss *Table) hopeless(k transfer.Key) bool {
+	n := ss.byXfer[k.Xfer]
+	return n.open > 0 && n.open == n.held && len(ss.byKey[k]) == 0
+}
+
+// workersOf are the workers of an engine by rank. Of two engines with one name, workers with an
+// intent of the key count.
+func (ss *Table) workersOf(k transfer.Key, engine string) map[string]*workers.Worker {
+	ranks := map[string]*workers.Worker{}
+	for _, s := range ss.byKey[k] {
+		if at := s.ws.Place; at.Engine == engine && ranks[at.Rank()] == nil {
+			ranks[at.Rank()] = s.ws
+		}
+	}
+	meant := maps.Clone(ranks)
+	for ws := range ss.workers.All() {
+		if ws.Place.Engine != engine || ws.Gone {
+			continue
+		}
+		name := ws.Place.Rank()
+		if o := ranks[name]; meant[name] == nil && (o == nil || bytes.Compare(ws.Boot[:],
+			o.Boot[:]) < 0) {
+			ranks[name] = ws
+		}
+	}
+	return ranks
 }
