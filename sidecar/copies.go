@@ -10,7 +10,7 @@ import (
 	"time"
 
 	"github.com/kvspray/kvspray/connector"
-	"github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/metrics"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/sidecar/internal/trace"
@@ -32,8 +32,8 @@ type copies struct {
 	wg    sync.WaitGroup
 
 	mu   sync.Mutex // protects all below
-	open map[*connector.Worker]map[uint64]copying
-	last map[*connector.Worker]func() // called at the end of a worker's last copy
+	open map[*engines.Worker]map[uint64]copying
+	last map[*engines.Worker]func() // called at the end of a worker's last copy
 }
 
 // copying is an open copy; its context ends when the copy is canceled.
@@ -65,12 +65,12 @@ var (
 
 func newCopies(ctx context.Context, g *gpus, m *metrics.Set, log *slog.Logger) *copies {
 	return &copies{ctx: ctx, gpus: g, metrics: m, log: log, slots: make(chan struct{},
-		maxCopiesRunning), open: map[*connector.Worker]map[uint64]copying{},
-		last: map[*connector.Worker]func(){}}
+		maxCopiesRunning), open: map[*engines.Worker]map[uint64]copying{},
+		last: map[*engines.Worker]func(){}}
 }
 
 // start runs one. The connector bounds how many a worker has.
-func (c *copies) start(w *connector.Worker, cp connector.Copy) {
+func (c *copies) start(w *engines.Worker, cp connector.Copy) {
 	ctx, cancel := context.WithCancelCause(c.ctx)
 	c.mu.Lock()
 	if c.open[w] == nil {
@@ -86,7 +86,7 @@ func (c *copies) start(w *connector.Worker, cp connector.Copy) {
 }
 
 // cancel reports whether that lease was a copy, and cancels it.
-func (c *copies) cancel(w *connector.Worker, id uint64, reason string) bool {
+func (c *copies) cancel(w *engines.Worker, id uint64, reason string) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	o, ok := c.open[w][id]
@@ -97,7 +97,7 @@ func (c *copies) cancel(w *connector.Worker, id uint64, reason string) bool {
 }
 
 // stop soon ends the open copies of w, or of all workers.
-func (c *copies) stop(w *connector.Worker, why error) {
+func (c *copies) stop(w *engines.Worker, why error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for of, all := range c.open {
@@ -110,7 +110,7 @@ func (c *copies) stop(w *connector.Worker, why error) {
 }
 
 // after calls f once w has no copy any more. No further one may start.
-func (c *copies) after(w *connector.Worker, f func()) {
+func (c *copies) after(w *engines.Worker, f func()) {
 	c.mu.Lock()
 	wait := len(c.open[w]) > 0
 	if wait {
@@ -122,7 +122,7 @@ func (c *copies) after(w *connector.Worker, f func()) {
 	}
 }
 
-func (c *copies) ended(w *connector.Worker, id uint64) {
+func (c *copies) ended(w *engines.Worker, id uint64) {
 	c.mu.Lock()
 	delete(c.open[w], id)
 	var f func()
@@ -139,7 +139,7 @@ func (c *copies) ended(w *connector.Worker, id uint64) {
 
 // run copies, and completes the lease. Nothing of it is in flight when the engine receives the
 // result.
-func (c *copies) run(ctx context.Context, w *connector.Worker, cp *connector.Copy) {
+func (c *copies) run(ctx context.Context, w *engines.Worker, cp *connector.Copy) {
 	began := time.Now()
 	ctx, cancel := context.WithTimeoutCause(ctx, cp.Deadline, errCopyLate)
 	defer cancel()
@@ -156,17 +156,17 @@ func (c *copies) run(ctx context.Context, w *connector.Worker, cp *connector.Cop
 		err = context.Cause(ctx)
 	}
 	path, moved := m.path()
-	done := connector.Completion{Lease: cp.Lease, Received: true, Status: exec.StatusOK, Bytes: moved,
+	done := engines.Completion{Lease: cp.Lease, Received: true, Status: engines.StatusOK, Bytes: moved,
 		Took: time.Since(began), Transport: path}
 	if err != nil {
 		done.Reason = err.Error()
 		switch {
 		case errors.Is(err, errCopyCanceled):
-			done.Status = exec.StatusCancelled
+			done.Status = engines.StatusCancelled
 		case errors.Is(err, errCopyLate):
-			done.Status = exec.StatusExpired
+			done.Status = engines.StatusExpired
 		default:
-			done.Status = exec.StatusFailed
+			done.Status = engines.StatusFailed
 		}
 	}
 	if cerr := c.server.Complete(w, done); cerr != nil {
@@ -175,7 +175,7 @@ func (c *copies) run(ctx context.Context, w *connector.Worker, cp *connector.Cop
 	c.trace(w, cp, &done, waited)
 }
 
-func (c *copies) trace(w *connector.Worker, cp *connector.Copy, x *connector.Completion,
+func (c *copies) trace(w *engines.Worker, cp *connector.Copy, x *engines.Completion,
 	waited time.Duration) {
 	outcome := metrics.OutcomeOf(x.Status)
 	c.metrics.CopyEnded(outcome, x.Transport, x.Bytes, x.Took)
@@ -186,7 +186,7 @@ func (c *copies) trace(w *connector.Worker, cp *connector.Copy, x *connector.Com
 		QueueUS: waited.Microseconds(),
 		TookUS:  x.Took.Microseconds(), Reason: x.Reason}
 	level := slog.LevelInfo
-	if x.Status != exec.StatusOK && x.Status != exec.StatusCancelled {
+	if x.Status != engines.StatusOK && x.Status != engines.StatusCancelled {
 		level = slog.LevelWarn
 	}
 	c.log.Log(context.Background(), level, "copy", "outcome", r.Outcome, "worker", w.Name, "req",

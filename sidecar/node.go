@@ -32,6 +32,7 @@ import (
 
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/driver"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/internal/config"
@@ -171,7 +172,7 @@ func (n *Node) use(live transport.Registry) {
 func (n *Node) Boot() transfer.Boot { return n.boot }
 
 // workers are the registered engine workers.
-func (n *Node) workers() []*connector.Worker { return n.engine.Workers() }
+func (n *Node) workers() []*engines.Worker { return n.engine.Workers() }
 
 // localRails describes the rails to the driver.
 type localRails struct {

@@ -15,6 +15,7 @@ import (
 
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/driver"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/route"
 	"github.com/kvspray/kvspray/gpu"
 	"github.com/kvspray/kvspray/gpu/policy"
@@ -44,7 +45,7 @@ type Options struct {
 	Stats         func() connector.Stats
 	Links         func() []gpu.PathState
 	Executors     func() []policy.RouteState
-	Workers       func() []*connector.Worker
+	Workers       func() []*engines.Worker
 	Transports    func() []string
 }
 
