@@ -158,4 +158,5 @@ type Completion struct {
 	Reason    string
 	Grants    int
 	Recompute [][2]uint32 // token ranges
+	Pages     []byte      // of a Pages lease: a PageResult for each page
 }

@@ -14,6 +14,7 @@ import (
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/internal/metrics"
 	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/sidecar/internal/local"
 	"github.com/kvspray/kvspray/sidecar/internal/plans"
 )
 
@@ -22,7 +23,9 @@ import (
 type engineEvents struct {
 	*driver.Events
 	proc   *driver.Goroutines
+	local  *local.Leases
 	copies *copies
+	pages  *pageStore
 	gpus   *gpus
 }
 
@@ -30,9 +33,14 @@ var _ connector.Events = engineEvents{}
 
 // WorkerGone ends all leases of w, then calls fenced.
 func (e engineEvents) WorkerGone(w *connector.Worker, why error, fenced func()) {
-	e.copies.stop(w, errCopyGone)
+	e.local.Gone(w)
 	e.Events.WorkerGone(w, workerDead(why), "engine worker gone: "+errText(why),
-		func() { e.copies.after(w, func() { e.release(w.Regions, fenced) }) })
+		func() {
+			e.local.After(w, func() {
+				e.pages.gone(w)
+				e.release(w.Regions, fenced)
+			})
+		})
 }
 
 // release ends the GPUs' use of a worker's host memory before the memory goes. The driver is slow
@@ -63,7 +71,7 @@ func (e engineEvents) Copy(w *connector.Worker, c connector.Copy) { e.copies.sta
 
 // Cancel ends a lease.
 func (e engineEvents) Cancel(w *connector.Worker, id uint64, reason string) {
-	if !e.copies.cancel(w, id, reason) {
+	if !e.local.Cancel(w, id, reason) {
 		e.Events.Cancel(w, id, reason)
 	}
 }

@@ -73,6 +73,9 @@ func (b *Batch) Done() <-chan struct{} { return b.done }
 // Results are in the order of the keys. They may be read when Done is closed.
 func (b *Batch) Results() []Result { return b.results }
 
+// PageBytes is the size of each page.
+func (b *Batch) PageBytes() int { return b.space.pageBytes }
+
 // Cancel ends the batch early. Pages that are done stay so, the others end as Canceled. It does
 // not wait.
 func (b *Batch) Cancel() { b.guard.Revoke() }

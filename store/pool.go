@@ -7,6 +7,7 @@ import (
 	"math/bits"
 
 	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/store/page"
 )
 
 // Bounds of a pool.
@@ -66,16 +67,13 @@ func NewPool(pieces []Piece, blocks int) (*Pool, error) {
 		}
 		total += c.Len // at most MaxPieces regions' sizes: no overflow
 	}
-	if total > maxPageBytes {
+	if total > page.MaxBytes {
 		return nil, &RequestError{"pieces", fmt.Sprintf("%d bytes a page", total),
-			fmt.Sprintf("a page has at most %d", maxPageBytes)}
+			fmt.Sprintf("a page has at most %d", page.MaxBytes)}
 	}
 	p.pageBytes = int(total)
 	return p, nil
 }
-
-// maxPageBytes keeps sums of pages' sizes far from overflow. No store has slots of this size.
-const maxPageBytes = 1 << 32
 
 func (c *Piece) check(blocks int) error {
 	if c.Region == nil || c.Len == 0 {
