@@ -154,7 +154,7 @@ all)
 	part bounds '^bounds' bounds TestCPU TestServeCPU TestSliceDoesNotAllocate TestRunsAreCheap TestCostOfReshape TestCopyDoesNotHoldTheCollector TestLanesDoNotHoldTheCollector TestPullsDoNotHoldTheCollector \
 		TestWritesDoNotHoldTheCollector TestMovesDoNotHoldTheCollector TestExecDoesNotHoldTheCollector TestPlanningDoesNotHoldTheCollector \
 		TestMutants TestLaws TestPlanLaws TestDraftLaws TestHybrids TestHybridsInStages TestFingerprintIgnores TestMeshDoesNotHerd TestManyNodes TestWord \
-		TestMembersAmongStrangers TestLanesAmongStrangers
+		TestMembersAmongUnproved TestLanesAmongStrangers
 	part rdma '^rdma' make test-rdma-quick
 	part rails '^(ok|FAIL)' figures .
 	part receivers '^(ok|FAIL)' go test -count=1 -timeout 10m -run '^TestBenchReceivers$' ./cmd/kvspray-bench

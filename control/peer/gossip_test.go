@@ -106,13 +106,8 @@ func TestMembersMeet(t *testing.T) {
 		all = append(all, with(at()))
 	}
 	met := func(n, to *node) bool {
-		s := n.session(to.opt.Boot)
-		if s == nil {
-			return false
-		}
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		return len(s.lanes) > 0
+		s := n.sessionOf(to)
+		return s != nil && s.channel.State().Lanes > 0
 	}
 	for _, a := range all {
 		for _, b := range all {
@@ -130,9 +125,9 @@ func TestMembersMeet(t *testing.T) {
 	}
 	for _, n := range rest[1:] {
 		poll(t, "a member that has left is forgotten",
-			func() bool { return n.session(gone.opt.Boot) == nil })
+			func() bool { return n.sessionOf(gone) == nil })
 	}
-	if rest[0].session(gone.opt.Boot) == nil {
+	if rest[0].sessionOf(gone) == nil {
 		t.Error("forgotten with leases open")
 	}
 }

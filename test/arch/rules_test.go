@@ -158,11 +158,30 @@ var rules = []rule{
 			"transfer", "transport"}},
 	{dir: "control/route", why: "which rails are worth a lane, as plain values; it knows no backend " +
 		"and no lease", pure: true},
-	{dir: "control/peer", why: "the conversation with other sidecars; no transport: lanes are " +
+	{dir: "control/peer", why: "the sessions with other sidecars; no transport: data lanes are " +
 		"opened by the sidecar",
-		own: []string{"api/peer/v1", "control/peer/keys", "internal/admit", "internal/metrics",
-			"internal/sys/usertimeout", "internal/wire", "transfer"},
-		ext: []string{extGRPC, extProto, extBack, extGoss, extSync, extSys}},
+		own: []string{"api/peer/v1", "control/peer/delivery", "control/peer/frame",
+			"control/peer/hello", "control/peer/keys", "control/peer/lane", "control/peer/opening",
+			"control/peer/rpc", "internal/admit", "internal/sys/usertimeout", "internal/wire",
+			"transfer"},
+		ext: []string{extGRPC, extProto, extBack, extGoss}},
+	{dir: "control/peer/delivery", why: "frames over lanes to one process; it imports no connection " +
+		"and no handshake",
+		own: []string{"api/peer/v1", "control/peer/frame", "transfer"}, ext: []string{extProto}},
+	{dir: "control/peer/frame", why: "control frames: messages to bytes and back",
+		own: []string{"api/peer/v1"}, ext: []string{extProto}},
+	{dir: "control/peer/hello", why: "the content of Hello, as plain values; no call",
+		own: []string{"api/peer/v1", "internal/wire", "transfer"}},
+	{dir: "control/peer/lane", why: "one connection with control frames; it imports no session",
+		own: []string{"api/peer/v1", "control/peer/frame", "control/peer/opening"},
+		ext: []string{extSys}},
+	{dir: "control/peer/opening", why: "connections until both ends are proved; it imports no gRPC " +
+		"and no session",
+		own: []string{"control/peer/hello", "control/peer/keys", "internal/admit", "internal/wire",
+			"transfer"}},
+	{dir: "control/peer/rpc", why: "the gRPC connections of calls; it imports no session",
+		own: []string{"api/peer/v1", "control/peer/frame", "control/peer/hello", "control/peer/keys",
+			"internal/admit", "internal/sys/usertimeout", "internal/wire"}, ext: []string{extGRPC}},
 	{dir: "control/peer/keys", why: "keys and certificates, usable by keygen without a node"},
 	{dir: "api/peer/v1", why: "generated", ext: []string{extGRPC, extProto}},
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package peer
+package hello
 
 import (
 	"fmt"
@@ -11,7 +11,7 @@ import (
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 )
 
-// Whatever a peer says of its rails: bounded, named, and nothing else is harmed.
+// Each invalid value of a rail is refused with a message that names it, and all else is kept.
 func TestCheckRails(t *testing.T) {
 	rail := func(name string, change func(*peerv1.Rail)) *peerv1.Rail {
 		r := &peerv1.Rail{Transport: "tcp", Name: name, Address: "10.0.0.1:1", Gbps: 100,
@@ -22,9 +22,9 @@ func TestCheckRails(t *testing.T) {
 		return r
 	}
 	for _, x := range []struct {
-		rails []*peerv1.Rail
-		good  string
-		says  string
+		rails   []*peerv1.Rail
+		good    string
+		message string
 	}{
 		{nil, "", ""},
 		{[]*peerv1.Rail{rail("a", nil), rail("b", nil)}, "a:100 b:100", ""},
@@ -57,8 +57,9 @@ func TestCheckRails(t *testing.T) {
 		if s := strings.Join(got, " "); s != x.good {
 			t.Errorf("kept %q, want %q", s, x.good)
 		}
-		if s := strings.Join(refused, "; "); !strings.Contains(s, x.says) || x.says == "" && s != "" {
-			t.Errorf("says %q, want %q", s, x.says)
+		if s := strings.Join(refused, "; "); !strings.Contains(s, x.message) ||
+			x.message == "" && s != "" {
+			t.Errorf("message %q, want %q", s, x.message)
 		}
 	}
 	var many []*peerv1.Rail
@@ -66,7 +67,7 @@ func TestCheckRails(t *testing.T) {
 		many = append(many, rail(fmt.Sprint("r", i), func(r *peerv1.Rail) { r.Gbps = 1e12 }))
 	}
 	good, refused := CheckRails(many)
-	if len(good) != MaxRails || len(refused) > maxBadRails {
-		t.Errorf("%d of 10000 rails kept, %d complaints", len(good), len(refused))
+	if len(good) != MaxRails || len(refused) > maxRailMessages {
+		t.Errorf("%d of 10000 rails kept, %d messages", len(good), len(refused))
 	}
 }

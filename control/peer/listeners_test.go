@@ -9,6 +9,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/kvspray/kvspray/control/peer/hello"
 	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
 )
@@ -16,22 +17,20 @@ import (
 // dialed are the addresses to which n keeps lanes to a peer, each once: a connect and the slow
 // tick may both have opened one.
 func dialed(n *node, boot transfer.Boot) (out []string) {
-	s := n.session(boot)
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	for _, l := range s.lanes {
-		out = append(out, l.addr)
+	for _, l := range n.sessions.get(boot).channel.Lanes() {
+		out = append(out, l.Address())
 	}
 	slices.Sort(out)
 	return slices.Compact(out)
 }
 
-// A rail that appears gets a control lane as soon as the peer has said its address, one that
-// vanishes is listened on no more, and what is sent meanwhile comes once and in order.
+// A rail that appears gets a control lane as soon as the peer has announced its address. The
+// address of a rail that vanishes is closed. Frames that are sent meanwhile arrive once and in
+// order.
 func TestControlFollowsRails(t *testing.T) {
 	a, b := start(t, nil), start(t, nil)
 	join(t, a, b)
-	tell := func(hosts ...string) []string {
+	announce := func(hosts ...string) []string {
 		t.Helper()
 		if err := b.SetControl(t.Context(), hosts); err != nil {
 			t.Fatal(err)
@@ -44,12 +43,12 @@ func TestControlFollowsRails(t *testing.T) {
 		return addrs
 	}
 	first := b.Addresses()
-	both := tell("127.0.0.2:0", "127.0.0.3:0")
+	both := announce("127.0.0.2:0", "127.0.0.3:0")
 	if len(both) != 3 {
 		t.Fatalf("addresses %v", both)
 	}
 	poll(t, "a lane to each", func() bool { return slices.Equal(dialed(a, b.opt.Boot), both) })
-	again := tell("127.0.0.3:0")
+	again := announce("127.0.0.3:0")
 	if len(again) != 2 || !slices.Contains(both, again[1]) {
 		t.Errorf("the address that stayed moved: %v, then %v", both, again)
 	}
@@ -57,9 +56,9 @@ func TestControlFollowsRails(t *testing.T) {
 		func(x string) bool { return slices.Contains(again, x) })
 	if c, err := net.Dial("tcp", gone[0]); err == nil {
 		_ = c.Close()
-		t.Errorf("%s is listened on still", gone[0])
+		t.Errorf("%s is still open", gone[0])
 	}
-	tell()
+	announce()
 	for i := range uint64(100) {
 		if err := a.Send(b.opt.Boot, await(i+1)); err != nil {
 			t.Fatal(err)
@@ -73,31 +72,26 @@ func TestControlFollowsRails(t *testing.T) {
 		t.Errorf("off loopback without a key: %v", err)
 	}
 	for what, bad := range map[string][]string{"none": nil, "no port": {"127.0.0.1"},
-		"not to be shown": {"\x1b[2J:1"}, "too many": make([]string, MaxAddrs+1),
-		"too long": {strings.Repeat("a", MaxText) + ":1"}} {
+		"not printable": {"\x1b[2J:1"}, "too many": make([]string, MaxAddrs+1),
+		"too long": {strings.Repeat("a", hello.MaxText) + ":1"}} {
 		if err := a.PeerAddresses(b.opt.Boot, bad); !errors.Is(err, wire.ErrMalformed) {
 			t.Errorf("%s: %v", what, err)
 		}
 	}
 	if err := a.PeerAddresses(transfer.Boot{3}, first); !errors.Is(err, ErrUnknown) {
-		t.Errorf("of nobody: %v", err)
+		t.Errorf("of an unknown peer: %v", err)
 	}
 }
 
-// The way to the endpoint is lost for good, with every lane: control moves to another rail of the
-// same process.
+// The path to the endpoint is lost for good, with every lane. Control lanes move to another rail of
+// the same process.
 func TestControlMovesToAnotherRail(t *testing.T) {
 	a := start(t, nil)
 	b := start(t, func(o *Options) { o.Control = []string{"127.0.0.2:0"} })
 	join(t, a, b)
 	poll(t, "two lanes", func() bool { return len(dialed(a, b.opt.Boot)) == 2 })
-	_ = b.served.Close()
-	s := a.session(b.opt.Boot)
-	s.mu.Lock()
-	for _, l := range s.lanes {
-		l.fail(errLinkDown)
-	}
-	s.mu.Unlock()
+	_ = b.listeners.served.Close()
+	cutAll(a.sessionOf(b), errLinkDown)
 	for i := range uint64(100) {
 		if err := a.Send(b.opt.Boot, await(i+1)); err != nil {
 			t.Fatal(err)
@@ -105,7 +99,7 @@ func TestControlMovesToAnotherRail(t *testing.T) {
 	}
 	b.inOrder(a.opt.Boot, 100)
 	other := b.Addresses()[1]
-	poll(t, "a lane that we dialed to the other rail", func() bool {
+	poll(t, "a lane that a has dialed to the other rail", func() bool {
 		return slices.Contains(dialed(a,
 			b.opt.Boot), other)
 	})
