@@ -15,6 +15,7 @@ import (
 	"github.com/kvspray/kvspray/sidecar/internal/local"
 	"github.com/kvspray/kvspray/sidecar/internal/pages"
 	"github.com/kvspray/kvspray/sidecar/internal/trace"
+	"github.com/kvspray/kvspray/sidecar/internal/web"
 	"github.com/kvspray/kvspray/store"
 	"github.com/kvspray/kvspray/store/disk"
 	"github.com/kvspray/kvspray/store/memory"
@@ -40,7 +41,7 @@ func (p *pageStore) open() (err error) {
 	}
 	c := store.Config{Memory: memory.Config{Bytes: uint64(p.cfg.Memory)}, WriteBack: p.cfg.WriteBack}
 	if len(p.cfg.Disk) > 0 {
-		c.Disk = diskConfig(p.cfg.Disk)
+		c.Disk = diskConfig(p.cfg)
 	}
 	if p.store, err = store.Open(c); err != nil {
 		return fmt.Errorf("sidecar: %w", err)
@@ -68,11 +69,16 @@ const (
 	minSegmentBytes = 1 << 20
 )
 
-func diskConfig(disks []config.StoreDisk) *disk.Config {
-	c := &disk.Config{SegmentBytes: disk.DefaultSegmentBytes}
-	for _, d := range disks {
+func diskConfig(cfg *config.Store) *disk.Config {
+	c := &disk.Config{SegmentBytes: int(cfg.Segment)}
+	derive := c.SegmentBytes == 0
+	if derive {
+		c.SegmentBytes = disk.DefaultSegmentBytes
+	}
+	for _, d := range cfg.Disk {
 		c.Devices = append(c.Devices, disk.Device{Path: d.Path, Size: int64(d.Size)})
-		for c.SegmentBytes > minSegmentBytes && uint64(d.Size)/segmentShare < uint64(c.SegmentBytes) {
+		for derive && c.SegmentBytes > minSegmentBytes &&
+			uint64(d.Size)/segmentShare < uint64(c.SegmentBytes) {
 			c.SegmentBytes /= 2
 		}
 	}
@@ -118,6 +124,26 @@ func (p *pageStore) sample() metrics.StoreSample {
 		out.Tiers["disk"] = metrics.StoreTier{Pages: float64(st.Disk.Pages),
 			Bytes: float64(st.Disk.Bytes), Capacity: float64(st.Disk.Capacity),
 			Evicted: float64(st.Disk.Evicted)}
+	}
+	return out
+}
+
+// state returns the store's state for /v1/store; nil: there is no store.
+func (p *pageStore) state() *web.Store {
+	if p.service == nil {
+		return nil
+	}
+	st := p.store.Stats()
+	out := &web.Store{Misses: st.Misses, Stored: st.Stored, Existed: st.Existed, Refused: st.Refused,
+		Damaged: st.Damaged + st.Disk.Damaged}
+	out.Namespaces, out.Pinned = p.service.Namespaces()
+	out.Tiers = []web.StoreTier{{Name: "memory", Pages: uint64(st.Memory.Pages),
+		Bytes: st.Memory.Bytes, Capacity: p.store.Region().Size(), Hits: st.Hits[store.Memory],
+		Evicted: st.Memory.Evicted}}
+	if len(p.cfg.Disk) > 0 {
+		out.Tiers = append(out.Tiers, web.StoreTier{Name: "disk", Pages: st.Disk.Pages,
+			Bytes: st.Disk.Bytes, Capacity: st.Disk.Capacity, Hits: st.Hits[store.Disk],
+			Evicted: st.Disk.Evicted})
 	}
 	return out
 }

@@ -312,7 +312,8 @@ func (sp *Space) Get(keys []page.Key, pool *Pool, blocks []uint32) (*Batch, erro
 
 // Put stores the pages of blocks, in the order of their prompt. after is the key of the page before
 // the first one, or nil. The blocks do not change until Done.
-func (sp *Space) Put(keys []page.Key, after *page.Key, pool *Pool, blocks []uint32) (*Batch, error) {
+func (sp *Space) Put(keys []page.Key, after *page.Key, pool *Pool, blocks []uint32) (*Batch,
+	error) {
 	return sp.request(&Batch{keys: keys, pool: pool, blocks: blocks, after: after, put: true})
 }
 

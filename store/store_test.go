@@ -133,7 +133,8 @@ func TestNamespacesDoNotRunOut(t *testing.T) {
 	if _, err := stale.space.Exists(stale.keys([]int{1})); !errors.Is(err, ErrClosed) {
 		t.Errorf("a space that is closed: %v", err)
 	}
-	if _, err := stale.space.Get(stale.keys([]int{1}), open.pool, open.blocks(1)); !errors.Is(err, ErrClosed) {
+	_, err := stale.space.Get(stale.keys([]int{1}), open.pool, open.blocks(1))
+	if !errors.Is(err, ErrClosed) {
 		t.Errorf("a space that is closed: %v", err)
 	}
 	open.close()

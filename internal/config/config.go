@@ -143,6 +143,7 @@ type Store struct {
 	Memory    Size        `yaml:"memory" unit:"bytes" doc:"Memory for pages. 0B: this node has no store."`
 	Disk      []StoreDisk `yaml:"disk" doc:"Where pages go that memory gives up: files, directories or block devices. With --set: path=size, several separated by commas."`
 	WriteBack bool        `yaml:"write_back" unit:"true or false" doc:"false: a put ends when its pages are on the disk. true: it ends when they are in memory, and they go to the disk afterwards."`
+	Segment   Size        `yaml:"segment" unit:"bytes" doc:"Segment of a new disk tier: what is written in sequence, and cleaned together. A power of two of 1MiB to 1GiB. An existing store keeps its own." default:"64MiB, less if a disk is smaller than 1GiB"`
 	Quota     Size        `yaml:"quota" unit:"bytes" doc:"Most memory of one namespace: the cache of one model on one rank, and of one tenant. 0B: no limit."`
 	DiskQuota Size        `yaml:"disk_quota" unit:"bytes" doc:"Most disk space of one namespace. 0B: no limit."`
 }

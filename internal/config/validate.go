@@ -35,6 +35,8 @@ const (
 	minStoreMemory = 1 << 20
 	maxStoreMemory = 16 << 40
 	minStoreDisk   = 64 << 20
+	minSegment     = 1 << 20
+	maxSegment     = 1 << 30
 	maxStoreDisk   = 256 << 40
 	maxThreads     = 256
 	maxDuration    = 24 * time.Hour
@@ -126,17 +128,20 @@ func (v *checker) distinct() {
 func (v *checker) store() {
 	st := v.c.Store
 	if st.Memory == 0 {
-		v.check(len(st.Disk) == 0, "store.disk", strconv.Itoa(len(st.Disk)), "disks of a store that is off",
-			"set store.memory, or remove store.disk")
+		v.check(len(st.Disk) == 0, "store.disk", strconv.Itoa(len(st.Disk)),
+			"disks of a store that is off", "set store.memory, or remove store.disk")
 		return
 	}
 	v.size("store.memory", st.Memory, minStoreMemory, maxStoreMemory)
 	v.check(st.Quota <= st.Memory, "store.quota", st.Quota.String(), "more than store.memory ("+
 		st.Memory.String()+")", "lower it, or leave it out")
+	v.check(st.Segment == 0 || st.Segment >= minSegment && st.Segment <= maxSegment &&
+		st.Segment&(st.Segment-1) == 0, "store.segment", st.Segment.String(),
+		"not a power of two of 1MiB to 1GiB", "choose one, or leave it out")
 	v.check(len(st.Disk) <= maxDisks, "store.disk", strconv.Itoa(len(st.Disk)), "too many disks",
 		fmt.Sprintf("%d at most", maxDisks))
-	v.check(!st.WriteBack || len(st.Disk) > 0, "store.write_back", "true", "there is no disk to write to",
-		"add store.disk, or leave it out")
+	v.check(!st.WriteBack || len(st.Disk) > 0, "store.write_back", "true",
+		"there is no disk to write to", "add store.disk, or leave it out")
 	v.check(st.DiskQuota == 0 || len(st.Disk) > 0, "store.disk_quota", st.DiskQuota.String(),
 		"there is no disk", "add store.disk, or leave it out")
 	seen := map[string]string{}
@@ -286,7 +291,8 @@ func (v *checker) between(key string, n, low, high int) {
 }
 
 func (v *checker) size(key string, n, low, high Size) {
-	v.check(n >= low && n <= high, key, n.String(), "out of range", fmt.Sprintf("use %v to %v", low, high))
+	v.check(n >= low && n <= high, key, n.String(), "out of range",
+		fmt.Sprintf("use %v to %v", low, high))
 }
 
 func (v *checker) duration(key string, d Duration, low time.Duration) {

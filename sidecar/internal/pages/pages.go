@@ -12,10 +12,12 @@
 package pages
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"sync"
 	"time"
 
@@ -24,6 +26,7 @@ import (
 	"github.com/kvspray/kvspray/internal/metrics"
 	"github.com/kvspray/kvspray/sidecar/internal/local"
 	"github.com/kvspray/kvspray/sidecar/internal/trace"
+	"github.com/kvspray/kvspray/sidecar/internal/web"
 	"github.com/kvspray/kvspray/store"
 	"github.com/kvspray/kvspray/store/page"
 )
@@ -270,8 +273,21 @@ func (s *Service) Remove(w *connector.Worker, id page.ID) error {
 	}
 	s.mu.Unlock()
 	if space == nil {
-		return &store.RequestError{Field: "namespace", Problem: id.String() + " has no pool of this worker",
-			Remedy: "open a pool of it first"}
+		return &store.RequestError{Field: "namespace",
+			Problem: id.String() + " has no pool of this worker", Remedy: "open a pool of it first"}
 	}
 	return space.Remove()
+}
+
+// Namespaces returns the namespaces that engines have open, by id, and the bytes that are pinned.
+func (s *Service) Namespaces() (out []web.StoreNamespace, pinned uint64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for id, ns := range s.namespaces {
+		out = append(out, web.StoreNamespace{ID: id.String(), Weights: ns.of.Weights, DType: ns.of.DType,
+			Layout: ns.of.Layout, Adapter: ns.of.Adapter, PageTokens: ns.of.PageTokens,
+			PageBytes: ns.of.PageBytes, Pools: ns.users, Private: ns.of.Secret != nil})
+	}
+	slices.SortFunc(out, func(a, b web.StoreNamespace) int { return cmp.Compare(a.ID, b.ID) })
+	return out, s.pinned
 }
