@@ -15,6 +15,7 @@ import (
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/internal/metrics"
 	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/sidecar/internal/local"
 	"github.com/kvspray/kvspray/sidecar/internal/plans"
 )
 
@@ -23,7 +24,9 @@ import (
 type engineEvents struct {
 	*driver.Events
 	proc   *driver.Goroutines
+	local  *local.Leases
 	copies *copies
+	pages  *pageStore
 	gpus   *gpus
 }
 
@@ -31,9 +34,14 @@ var _ connector.Events = engineEvents{}
 
 // WorkerGone ends all leases of w, then calls fenced.
 func (e engineEvents) WorkerGone(w *engines.Worker, why error, fenced func()) {
-	e.copies.stop(w, errCopyGone)
+	e.local.Gone(w)
 	e.Events.WorkerGone(w, workerDead(why), "engine worker gone: "+errText(why),
-		func() { e.copies.after(w, func() { e.release(w.Regions, fenced) }) })
+		func() {
+			e.local.After(w, func() {
+				e.pages.gone(w)
+				e.release(w.Regions, fenced)
+			})
+		})
 }
 
 // release ends the GPUs' use of a worker's host memory before the memory goes. The driver is slow
@@ -64,7 +72,7 @@ func (e engineEvents) Copy(w *engines.Worker, c connector.Copy) { e.copies.start
 
 // Cancel ends a lease.
 func (e engineEvents) Cancel(w *engines.Worker, id uint64, reason string) {
-	if !e.copies.cancel(w, id, reason) {
+	if !e.local.Cancel(w, id, reason) {
 		e.Events.Cancel(w, id, reason)
 	}
 }

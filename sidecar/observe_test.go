@@ -27,7 +27,7 @@ import (
 // value sums the series of a metric whose labels are as given, in pairs.
 func value(t testing.TB, r *running, name string, labels ...string) (sum float64) {
 	t.Helper()
-	families, err := r.gather.Gather()
+	families, err := r.registry.Gather()
 	if err != nil {
 		t.Fatal(err)
 	}

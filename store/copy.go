@@ -13,7 +13,7 @@ import (
 // come nearer to a copy than about half on one core, where the caches feed the copy.
 const copyPiece = 8 << 10
 
-// copyOut copies a page to its placement and returns the checksum of what it copied.
+// copyOut copies a page to its block and returns the checksum of what it copied.
 func copyOut(to []mem.Block, page []byte) (crc uint32, err error) {
 	if mem.DeviceOf(to) != nil {
 		return mem.CRC32C(0, page), mem.Scatter(to, page)
@@ -39,7 +39,7 @@ func copyOut(to []mem.Block, page []byte) (crc uint32, err error) {
 	return crc, nil
 }
 
-// copyIn fills a page from its placement and returns the checksum of what is in the page now: the
+// copyIn fills a page from its block and returns the checksum of what is in the page now: the
 // source may change while it is copied, and then the caller breaks its word, but the page and its
 // checksum still agree.
 func copyIn(page []byte, from []mem.Block) (crc uint32, err error) {

@@ -8,10 +8,10 @@
 //
 // # Ownership and the fence
 //
-// A placement is the caller's memory. The store touches it from Get or Put until Done is closed,
-// or, after Cancel, until Fence has returned: both mean that nothing is written to it any more, and
-// nothing read from it, whatever disks and workers still do. It is transport.Guard, as for
-// transfers, so the release rule of docs/design.md holds for blocks that a page is loaded into.
+// An engine names memory by blocks of a Pool. The store touches them from Get or Put until Done is
+// closed, or, after Cancel, until Fence has returned: both mean that nothing is written to it any
+// more, and nothing read from it, whatever disks and workers still do. It is transport.Guard, as
+// for transfers, so the release rule of docs/design.md holds for blocks that a page is loaded into.
 //
 // # What a caller can rely on
 //

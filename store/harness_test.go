@@ -36,6 +36,7 @@ type engine struct {
 	space *Space
 	keyer *page.Keyer
 	lent  *mem.Region
+	pool  *Pool // of enginePages blocks
 }
 
 const enginePages = 64
@@ -51,7 +52,14 @@ func newEngine(t fatal, s *Store, name string, bytes int) *engine {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return &engine{t, sp, ns.Keyer(), lent}
+	e := &engine{t: t, space: sp, keyer: ns.Keyer(), lent: lent}
+	// Two uneven pieces, one behind the other.
+	size, a := uint64(bytes), uint64(bytes/3+1)
+	e.pool, err = NewPool([]Piece{{lent, 0, size, a}, {lent, a, size, size - a}}, enginePages)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return e
 }
 
 func (e *engine) close() {
@@ -83,23 +91,15 @@ func (e *engine) content(i int) []byte {
 	return b
 }
 
-// place is the nth place of the engine's memory, in two or three uneven blocks.
-func (e *engine) place(n int) Placement {
-	size := uint64(e.space.pageBytes)
-	off := uint64(n) * size
-	a := size/3 + 1
-	return Placement{{Region: e.lent, Off: off, Len: a}, {Region: e.lent, Off: off + a,
-		Len: size - a}}
-}
-
 func (e *engine) memory(n int) []byte {
 	b, _ := e.lent.Bytes()
 	return b[n*e.space.pageBytes : (n+1)*e.space.pageBytes]
 }
 
-func (e *engine) places(n int) (out []Placement) {
+// blocks is the first n blocks.
+func (e *engine) blocks(n int) (out []uint32) {
 	for i := range n {
-		out = append(out, e.place(i))
+		out = append(out, uint32(i))
 	}
 	return out
 }
@@ -110,7 +110,7 @@ func (e *engine) put(pages ...int) []Result {
 	for n, i := range pages {
 		copy(e.memory(n), e.content(i))
 	}
-	b, err := e.space.Put(e.keys(pages), nil, e.places(len(pages)))
+	b, err := e.space.Put(e.keys(pages), nil, e.pool, e.blocks(len(pages)))
 	if err != nil {
 		e.t.Fatal(err)
 	}
@@ -124,7 +124,7 @@ func (e *engine) get(pages ...int) []Result {
 	for n := range pages {
 		clear(e.memory(n))
 	}
-	b, err := e.space.Get(e.keys(pages), e.places(len(pages)))
+	b, err := e.space.Get(e.keys(pages), e.pool, e.blocks(len(pages)))
 	if err != nil {
 		e.t.Fatal(err)
 	}

@@ -93,7 +93,7 @@ func TestModel(t *testing.T) {
 			"cancel": func(t *rapid.T) {
 				e := engines[which.Draw(t, "engine")]
 				list := pages(t)
-				b, err := e.space.Get(e.keys(list), e.places(len(list)))
+				b, err := e.space.Get(e.keys(list), e.pool, e.blocks(len(list)))
 				if err != nil {
 					t.Fatal(err)
 				}

@@ -5,6 +5,7 @@ package store
 import (
 	"sync"
 
+	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/store/offheap"
 )
 
@@ -120,8 +121,11 @@ func (s *schedule) close() {
 	s.mu.Unlock()
 }
 
-// worker is one goroutine's memory: a buffer for pages that find no slot.
-type worker struct{ buffer *offheap.Array[byte] }
+// worker is one goroutine's memory.
+type worker struct {
+	buffer *offheap.Array[byte] // for pages that find no slot
+	place  []mem.Block          // of the block that is copied
+}
 
 func (w *worker) room(n int) ([]byte, error) {
 	if w.buffer == nil || len(w.buffer.Elems()) < n {
@@ -132,6 +136,12 @@ func (w *worker) room(n int) ([]byte, error) {
 		}
 	}
 	return w.buffer.Elems()[:n], nil
+}
+
+// placeOf returns the memory of block i of a batch, until the next call.
+func (w *worker) placeOf(b *Batch, i int) []mem.Block {
+	w.place = b.pool.place(w.place[:0], b.blocks[i])
+	return w.place
 }
 
 func (s *Store) work() {
@@ -166,7 +176,7 @@ func (s *Store) finish(b *Batch, pages int) {
 	}
 	s.schedule.ended()
 	b.guard.Revoke() // no worker is in it any more, and none will be
-	for _, r := range b.regions {
+	for _, r := range b.pool.regions {
 		r.Release()
 	}
 	close(b.done)

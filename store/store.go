@@ -305,15 +305,16 @@ func (sp *Space) Exists(keys []page.Key) (page.Bitmap, error) {
 	return found, nil
 }
 
-// Get loads pages into placements.
-func (sp *Space) Get(keys []page.Key, places []Placement) (*Batch, error) {
-	return sp.request(&Batch{keys: keys, places: places})
+// Get loads page i into block blocks[i] of the pool.
+func (sp *Space) Get(keys []page.Key, pool *Pool, blocks []uint32) (*Batch, error) {
+	return sp.request(&Batch{keys: keys, pool: pool, blocks: blocks})
 }
 
-// Put stores pages, in the order of their prompt. after is the key of the page before the first
-// one, or nil. The placements do not change until Done.
-func (sp *Space) Put(keys []page.Key, after *page.Key, places []Placement) (*Batch, error) {
-	return sp.request(&Batch{keys: keys, places: places, after: after, put: true})
+// Put stores the pages of blocks, in the order of their prompt. after is the key of the page before
+// the first one, or nil. The blocks do not change until Done.
+func (sp *Space) Put(keys []page.Key, after *page.Key, pool *Pool, blocks []uint32) (*Batch,
+	error) {
+	return sp.request(&Batch{keys: keys, pool: pool, blocks: blocks, after: after, put: true})
 }
 
 func (sp *Space) request(b *Batch) (*Batch, error) {
@@ -339,7 +340,7 @@ func (sp *Space) request(b *Batch) (*Batch, error) {
 		}
 		sp.users.Add(-1)
 	}
-	for _, r := range b.regions {
+	for _, r := range b.pool.regions {
 		r.Release()
 	}
 	return nil, err

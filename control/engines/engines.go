@@ -127,6 +127,8 @@ type Completion struct {
 	Reason    string
 	Grants    int
 	Recompute [][2]uint32 // token ranges
+	// of a lease for pages of the store: a connector.PageResult for each page
+	Pages []byte
 }
 
 // Status of a Completion: enum kvs_status of the board.

@@ -325,7 +325,7 @@ func (t *Tier) SetOwner(n uint16, id page.ID, pageBytes int, quota, reserve uint
 	defer t.mu.Unlock()
 	if t.perSegment(pageBytes) == 0 {
 		return fmt.Errorf("store.disk: page of %d bytes: does not fit into segments of %d "+
-			"bytes; set store.disk.segment to %d or more",
+			"bytes; set store.segment to %d or more",
 			pageBytes, t.segb*block, 2*PaddedBytes(pageBytes))
 	}
 	if o := t.owners[n]; o != nil && (o.id != id || o.pageBytes != uint32(pageBytes)) {

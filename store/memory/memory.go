@@ -169,6 +169,7 @@ func (t *Tier) Used(id uint16) uint64 {
 // Stats are counts since the tier was made.
 type Stats struct {
 	Pages          int
+	Bytes          uint64
 	Evicted, Moved uint64 // pages
 }
 
@@ -176,7 +177,11 @@ type Stats struct {
 func (t *Tier) Stats() Stats {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return Stats{t.pages.Pages(), t.pages.Evicted(), t.moved}
+	st := Stats{Pages: t.pages.Pages(), Evicted: t.pages.Evicted(), Moved: t.moved}
+	for id := range t.owners {
+		st.Bytes += t.pages.Used(id)
+	}
+	return st
 }
 
 // Exists sets the bits of the owner's keys that are here.

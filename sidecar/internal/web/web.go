@@ -47,6 +47,7 @@ type Options struct {
 	Executors     func() []policy.RouteState
 	Workers       func() []*engines.Worker
 	Transports    func() []string
+	Store         func() *Store // nil: the node has none
 }
 
 // Life is how far the node has come between its start and its end.
@@ -127,6 +128,14 @@ func (w *Server) handler() http.Handler {
 	mux.HandleFunc("GET /v1/layouts", func(rw http.ResponseWriter, _ *http.Request) {
 		replyJSON(rw,
 			w.layouts())
+	})
+	mux.HandleFunc("GET /v1/store", func(rw http.ResponseWriter, _ *http.Request) {
+		st := w.o.Store()
+		if st == nil {
+			reply(rw, http.StatusNotFound, "this node has no store: set store.memory\n")
+			return
+		}
+		replyJSON(rw, st)
 	})
 	mux.HandleFunc("GET /debug/state", func(rw http.ResponseWriter, _ *http.Request) {
 		replyJSON(rw,
