@@ -4,8 +4,10 @@ package store
 
 import (
 	"errors"
+	"fmt"
 	"sync"
 
+	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/store/memory"
 	"github.com/kvspray/kvspray/store/object"
 	"github.com/kvspray/kvspray/store/page"
@@ -110,6 +112,10 @@ func (s *Store) fetcher() {
 // fromObject reads pages into slots of memory, where the next get finds them, and copies them from
 // there. What finds no slot goes through the worker's own buffer.
 func (s *Store) fromObject(b *Batch, pages []int, w *worker) {
+	if b.guard.Revoked() {
+		s.fetched(b, pages, Result{Outcome: Canceled})
+		return
+	}
 	sp := b.space
 	slots := make([]memory.Page, len(pages))
 	buffers := make([][]byte, len(pages))
@@ -130,17 +136,13 @@ func (s *Store) fromObject(b *Batch, pages []int, w *worker) {
 		}
 		buffers[j] = own[j*sp.pageBytes:][:sp.pageBytes:sp.pageBytes]
 	}
-	results := make([]Result, len(pages))
+	d := &delivery{b: b}
 	sp.object.Read(b.ctx, b.keysOf(pages), object.Reading{
 		Buffers: buffers,
-		// The page is compared with its checksum while it is copied, in one pass.
-		Check: func(j int, crc uint32) bool {
-			r := s.deliver(b, pages[j], buffers[j], crc, Object)
-			results[j] = r
-			return r.Outcome == Hit || r.Outcome != Damaged && object.Sum(buffers[j], crc)
-		},
+		Part:    func(j, from, to int) { d.part(pages[j], buffers[j], from, to) },
+		Check:   func(_ int, crc uint32) bool { return d.sum == crc },
 		End: func(j int, crc uint32, err error) {
-			r := results[j]
+			r := d.r
 			if err != nil {
 				r = b.unfetched(pages[j], err)
 			}
@@ -155,6 +157,47 @@ func (s *Store) fromObject(b *Batch, pages []int, w *worker) {
 			s.fetched(b, pages[j:j+1], r)
 		},
 	})
+}
+
+// delivery is a page on its way to its placement: each part is copied, and added to the checksum,
+// when it has come.
+type delivery struct {
+	b      *Batch
+	sum    uint32
+	r      Result // if the sum is right
+	blocks []mem.Block
+}
+
+func (d *delivery) part(i int, page []byte, from, to int) {
+	if from == 0 {
+		d.sum, d.r = 0, Result{Outcome: Hit, Tier: Object}
+	}
+	place := d.b.places[i]
+	device := mem.DeviceOf(place) != nil
+	if d.r.Outcome != Hit || !d.b.guard.Enter() {
+		if d.r.Outcome == Hit {
+			d.r = Result{Outcome: Canceled}
+		}
+		d.sum = mem.CRC32C(d.sum, page[from:to]) // it may be whole for the next one who asks
+		return
+	}
+	var err error
+	before := d.sum
+	switch {
+	case !device:
+		d.blocks = place.part(uint64(from), uint64(to), d.blocks[:0])
+		d.sum, err = copyPart(d.sum, d.blocks, page[from:to])
+	default:
+		d.sum = mem.CRC32C(d.sum, page[from:to])
+		if to == len(page) {
+			err = mem.Scatter(place, page)
+		}
+	}
+	d.b.guard.Leave()
+	if err != nil { // of the placement: the page itself is whole, or not
+		d.sum = mem.CRC32C(before, page[from:to])
+		d.r = Result{Outcome: Failed, Err: err}
+	}
 }
 
 // unfetched is the result of a page that could not be read from the object tier. What another tier
@@ -178,4 +221,35 @@ func (s *Store) fetched(b *Batch, pages []int, r Result) {
 		s.count(&b.results[i])
 	}
 	s.finish(b, len(pages))
+}
+
+// spillFrom has pages that the lowest of the other tiers gives up go to the object tier.
+func (s *Store) spillFrom() {
+	if s.disk == nil {
+		s.memory.OnEvict(func(n uint16, k, after *page.Key, crc uint32, bytes []byte) {
+			if o := s.spills[n].Load(); o != nil {
+				_ = o.Add(k, after, bytes, crc) // it is given up, here or there
+			}
+		})
+		return
+	}
+	s.disk.OnEvict(func(n uint16, k, after *page.Key, crc uint32, read func([]byte) error) bool {
+		o := s.spills[n].Load()
+		return o != nil && o.Spill(k, after, crc, read)
+	})
+}
+
+// ShareObjects sets the namespace's part of the object tier, which is unlimited until then.
+func (sp *Space) ShareObjects(share Share) error {
+	if sp.object == nil {
+		return &RequestError{"object", "this store has no object tier", "configure one"}
+	}
+	if err := sp.acquire(); err != nil {
+		return err
+	}
+	defer sp.release()
+	if err := sp.object.SetShare(share.Quota, share.Reserve); err != nil {
+		return fmt.Errorf("store: namespace %s: %w", sp.id, err)
+	}
+	return nil
 }

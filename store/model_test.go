@@ -22,8 +22,9 @@ type model struct {
 }
 
 // The whole, memory over a disk and an object store, against a map, with the power lost, errors and
-// flipped bits at any operation of the disk, and the same of requests and objects. The store is large enough to give nothing up, so that every page that was
-// acknowledged as durable must be served after every crash; or small, and then no page is wrong.
+// flipped bits at any operation of the disk, and the same of requests and objects. The store is
+// large enough to give nothing up, so that every page that was acknowledged as durable must be
+// served after every crash; or small, and then no page is wrong.
 func TestModel(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		large := rapid.Bool().Draw(t, "large")

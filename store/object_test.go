@@ -3,15 +3,18 @@
 package store
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"testing"
 	"time"
 
+	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/store/disk/disktest"
 	"github.com/kvspray/kvspray/store/memory"
 	"github.com/kvspray/kvspray/store/object/objecttest"
 	"github.com/kvspray/kvspray/store/page"
+	"pgregory.net/rapid"
 )
 
 func overObjects(t *testing.T, objects *objecttest.Store, atPut bool) *Store {
@@ -172,4 +175,40 @@ func TestObjectStoreThatHangs(t *testing.T) {
 	e.close()
 	waiting.close()
 	shut(t, s)
+}
+
+// A page goes to its placement in parts, whatever blocks it has.
+func TestPartsOfPlacements(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		page := rapid.SliceOfN(rapid.Byte(), 1, 300).Draw(t, "page")
+		lent, err := mem.NewAnonymous("engine", 4096)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer lent.Release()
+		var place Placement
+		at, left := uint64(0), uint64(len(page))
+		for left > 0 {
+			n := rapid.Uint64Range(1, left).Draw(t, "block")
+			place = append(place, mem.Block{Region: lent, Off: at, Len: n})
+			at, left = at+n+rapid.Uint64Range(0, 9).Draw(t, "gap"), left-n
+		}
+		sum := uint32(0)
+		for from := 0; from < len(page); {
+			to := rapid.IntRange(from+1, len(page)).Draw(t, "to")
+			blocks := place.part(uint64(from), uint64(to), nil)
+			if sum, err = copyPart(sum, blocks, page[from:to]); err != nil {
+				t.Fatal(err)
+			}
+			from = to
+		}
+		whole, _ := lent.Bytes()
+		got := []byte{}
+		for _, b := range place {
+			got = append(got, whole[b.Off:b.Off+b.Len]...)
+		}
+		if !bytes.Equal(got, page) || sum != mem.CRC32C(0, page) {
+			t.Fatal("another page is there, or another checksum")
+		}
+	})
 }

@@ -89,8 +89,7 @@ func Open(c Config) (_ *Store, err error) {
 	s.object = c.OpenedObject
 	if c.Object != nil {
 		if s.object, err = object.Open(*c.Object); err != nil {
-			s.closeTiers()
-			return nil, err
+			return nil, errors.Join(err, s.closeTiers())
 		}
 	}
 	s.begin(c)
@@ -137,22 +136,6 @@ func (s *Store) begin(c Config) {
 	for range c.Fetchers {
 		go s.fetcher()
 	}
-}
-
-// spillFrom has pages that the lowest of the other tiers gives up go to the object tier.
-func (s *Store) spillFrom() {
-	if s.disk == nil {
-		s.memory.OnEvict(func(n uint16, k, after *page.Key, crc uint32, bytes []byte) {
-			if o := s.spills[n].Load(); o != nil {
-				_ = o.Add(k, after, bytes, crc) // it is given up, here or there
-			}
-		})
-		return
-	}
-	s.disk.OnEvict(func(n uint16, k, after *page.Key, crc uint32, read func([]byte) error) bool {
-		o := s.spills[n].Load()
-		return o != nil && o.Spill(k, after, crc, read)
-	})
 }
 
 // Close ends the store: requests that are under way end first, new ones are refused. It ends all
@@ -279,21 +262,6 @@ func (s *Store) Space(ns page.Namespace, inMemory, onDisk Share) (*Space, error)
 	s.spills[sp.number].Store(sp.object)
 	sp.users.Add(1)
 	return sp, nil
-}
-
-// ShareObjects sets the namespace's part of the object tier, which is unlimited until then.
-func (sp *Space) ShareObjects(share Share) error {
-	if sp.object == nil {
-		return &RequestError{"object", "this store has no object tier", "configure one"}
-	}
-	if err := sp.acquire(); err != nil {
-		return err
-	}
-	defer sp.release()
-	if err := sp.object.SetShare(share.Quota, share.Reserve); err != nil {
-		return fmt.Errorf("store: namespace %s: %w", sp.id, err)
-	}
-	return nil
 }
 
 // Close ends one use of a namespace. Its pages stay, and so do batches under way and pins. Calls

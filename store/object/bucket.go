@@ -9,8 +9,8 @@ import (
 	"io"
 )
 
-// Bucket is what the tier needs of an object store. Every method honours its context, tries once,
-// and can be called from any goroutine. An error is ErrNotFound, ErrShort, ErrChanged, a *ConfigError,
+// Bucket is what the tier needs of an object store. Every method obeys its context, tries once, and
+// can be called from any goroutine. An error is ErrNotFound, ErrShort, ErrChanged, a *ConfigError,
 // which no retry mends, or something that may go away.
 type Bucket interface {
 	// Get reads n bytes of an object from off on. It returns ErrShort where the object has less. A

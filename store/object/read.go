@@ -3,24 +3,24 @@
 package object
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"io"
 
-	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/store/index"
 	"github.com/kvspray/kvspray/store/page"
 )
 
-// Sum is the plain check of a Read.
-func Sum(page []byte, crc uint32) bool { return mem.CRC32C(0, page) == crc }
-
 // Reading is where a Read leaves its pages, by their position in the list of keys.
 type Reading struct {
 	Buffers [][]byte // as long as a page each
-	// Check compares the page in a buffer with its checksum. It may use the page in the same pass.
-	// A page that differs is read, and checked, once more.
+	// Part is called when bytes [from, to) of a page have come, in order. A page that is read once
+	// more begins at 0 again.
+	Part func(i, from, to int)
+	// Check reports, after the last part of a page, whether they have this checksum. A page that
+	// differs is read once more.
 	Check func(i int, crc uint32) bool
 	// End is called once for each page; err is nil if its last check returned true.
 	End func(i int, crc uint32, err error)
@@ -52,6 +52,23 @@ func (t *Tier) followsLocked(o *Owner, k *page.Key, loc uint32) bool {
 	return loc&(maxPages-1) != 0 && t.pages.Readable(n, o.number) && t.pages.At(n).Loc == loc
 }
 
+// partBytes is how much is read before it is used: what the read has just brought into the
+// second-level cache.
+const partBytes = 128 << 10
+
+// fill reads a page in parts.
+func (r *Reading) fill(i int, body io.Reader) error {
+	b := r.Buffers[i]
+	for from := 0; from < len(b); from += partBytes {
+		to := min(from+partBytes, len(b))
+		if _, err := io.ReadFull(body, b[from:to]); err != nil {
+			return err
+		}
+		r.Part(i, from, to)
+	}
+	return nil
+}
+
 // run is pages that lie one after another in an object, and are pinned.
 type run struct {
 	x     *object
@@ -68,6 +85,7 @@ func (o *Owner) Read(ctx context.Context, keys []page.Key, r Reading) {
 	for at := 0; at < len(keys); {
 		n := o.Run(keys[at:], MaxRangeBytes)
 		part := Reading{Buffers: r.Buffers[at : at+n],
+			Part:  func(i, from, to int) { r.Part(at+i, from, to) },
 			Check: func(i int, crc uint32) bool { return r.Check(at+i, crc) },
 			End:   func(i int, crc uint32, err error) { r.End(at+i, crc, err) }}
 		at += o.readRun(ctx, keys[at:at+n], part)
@@ -85,8 +103,8 @@ func (o *Owner) readRun(ctx context.Context, keys []page.Key, r Reading) int {
 	}
 	if p.x.b != nil { // the readers keep it
 		for i := range p.nodes {
-			copy(r.Buffers[i], p.x.b.page(p.first+uint32(i)))
-			p.bad[i] = !r.Check(i, p.crcs[i])
+			from := bytes.NewReader(p.x.b.page(p.first + uint32(i)))
+			p.bad[i] = r.fill(i, from) != nil || !r.Check(i, p.crcs[i])
 			p.end(r, ErrDamaged)
 		}
 	} else {
@@ -193,7 +211,7 @@ func (o *Owner) readRange(ctx context.Context, p *run, r Reading) error {
 			defer func() { _ = body.Close() }() // what was read of it counts
 			for p.done < len(p.nodes) {
 				i := p.done
-				if _, err := io.ReadFull(body, r.Buffers[i]); err != nil {
+				if err := r.fill(i, body); err != nil {
 					return 0, err
 				}
 				if !r.Check(i, p.crcs[i]) {
