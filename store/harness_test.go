@@ -178,16 +178,19 @@ func onDisk(t fatal, sim *disktest.Sim, writeBack bool) *Store {
 	return tiered(t, sim, Config{WriteBack: writeBack})
 }
 
-// tiered is onDisk with more tiers and settings, which are in c.
+// tiered is onDisk with more tiers and settings, which are in c, or without a disk.
 func tiered(t fatal, sim *disktest.Sim, c Config) *Store {
 	t.Helper()
-	d, err := disk.OpenFiles([]disk.OpenDevice{{Path: "sim", File: sim, Size: int64(sim.Size())}},
-		disk.Config{SegmentBytes: simSegment, MaxPages: 2048})
-	if err != nil {
-		t.Fatal(err)
+	var err error
+	if sim != nil {
+		c.Opened, err = disk.OpenFiles([]disk.OpenDevice{{Path: "sim", File: sim,
+			Size: int64(sim.Size())}}, disk.Config{SegmentBytes: simSegment, MaxPages: 2048})
+		if err != nil {
+			t.Fatal(err)
+		}
 	}
 	c.Memory = memory.Config{Bytes: 256 << 10, SlabBytes: 64 << 10}
-	c.Opened, c.Workers, c.Fetchers = d, 4, 2
+	c.Workers, c.Fetchers = 4, 2
 	s, err := Open(c)
 	if err != nil {
 		t.Fatal(err)

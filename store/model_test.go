@@ -35,13 +35,16 @@ func TestModel(t *testing.T) {
 		}
 		sim := disktest.New(size, rapid.Uint64().Draw(t, "seed"))
 		bucketOf, objects := objecttest.New(), rapid.Bool().Draw(t, "objects")
-		atPut := rapid.Bool().Draw(t, "at put")
+		atPut, diskless := rapid.Bool().Draw(t, "at put"), objects && rapid.Bool().Draw(t, "diskless")
 		var process *objecttest.Process
 		start := func() *Store {
 			c := Config{WriteBack: writeBack}
 			if objects {
 				process = bucketOf.Open()
 				c.OpenedObject, c.ObjectAtPut = bucket(t, process), atPut
+			}
+			if diskless {
+				return tiered(t, nil, c)
 			}
 			return tiered(t, sim, c)
 		}

@@ -11,7 +11,6 @@ import (
 
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/store/disk/disktest"
-	"github.com/kvspray/kvspray/store/memory"
 	"github.com/kvspray/kvspray/store/object/objecttest"
 	"github.com/kvspray/kvspray/store/page"
 	"pgregory.net/rapid"
@@ -19,12 +18,7 @@ import (
 
 func overObjects(t *testing.T, objects *objecttest.Store, atPut bool) *Store {
 	t.Helper()
-	s, err := Open(Config{Memory: memory.Config{Bytes: 256 << 10, SlabBytes: 64 << 10}, Workers: 2,
-		Fetchers: 2, OpenedObject: bucket(t, objects.Open()), ObjectAtPut: atPut})
-	if err != nil {
-		t.Fatal(err)
-	}
-	return s
+	return tiered(t, nil, Config{OpenedObject: bucket(t, objects.Open()), ObjectAtPut: atPut})
 }
 
 func flush(t *testing.T, s *Store) {

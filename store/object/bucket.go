@@ -42,7 +42,6 @@ var (
 	ErrChanged  = errors.New("store.object: the object is another one now")
 	ErrMissing  = errors.New("store.object: the page is not here")
 	ErrDamaged  = errors.New("store.object: the page is damaged")
-	ErrRemoved  = errors.New("store.object: the namespace was removed meanwhile")
 	ErrAway     = errors.New("store.object: the object store does not answer; it is asked again soon")
 	ErrNoRoom   = errors.New("store.object: all buffers wait for uploads")
 	ErrClosed   = errors.New("store.object: closed")

@@ -177,10 +177,6 @@ type move struct {
 // places them there. Until then they are where they were.
 func (t *Tier) merge(victims []*object) bool {
 	t.mu.Lock()
-	if t.removedLocked(victims[0].owner.id, victims[0].life) {
-		t.mu.Unlock()
-		return true
-	}
 	// Its life is given before the pages are looked up: a removal in between counts for it.
 	b, err := t.builderLocked(victims[0].owner)
 	if err != nil {

@@ -7,6 +7,7 @@ import (
 	"math/rand/v2"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 
 	"github.com/kvspray/kvspray/store/object"
@@ -92,6 +93,34 @@ func TestMergingOfDamagedObjects(t *testing.T) {
 		t.Error("an object with another header was deleted")
 	}
 	n.close()
+}
+
+// A merge whose upload fails changes nothing.
+func TestMergeThatFails(t *testing.T) {
+	s := objecttest.New()
+	n := start(t, s)
+	defer func() { n.close() }()
+	var whole atomic.Bool // all objects are there
+	s.Fail(func(op, _ string) objecttest.Fault {
+		if op == "get" && !whole.Load() || op == "put" && whole.Load() {
+			return objecttest.Fault{Err: errors.New("503")}
+		}
+		return objecttest.Fault{}
+	})
+	for i := range 16 {
+		n.add(n.o, i*10, i*10+10)
+		n.flush()
+	}
+	before := n.tier.Stats().Failed
+	whole.Store(true)
+	eventually(t, "the merge fails", func() bool { return n.tier.Stats().Failed > before+1 })
+	all(t, n.read(n.o, 0, 160), nil)
+	if got := len(objects(s)); got != 16 {
+		t.Errorf("%d of 16 objects are there", got)
+	}
+	s.Fail(nil)
+	eventually(t, "it is tried again", func() bool { return len(objects(s)) <= 5 })
+	all(t, n.read(n.o, 0, 160), nil)
 }
 
 // The process is killed at any request, or requests fail. What was flushed is there after the next

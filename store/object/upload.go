@@ -43,8 +43,6 @@ func (t *Tier) unwantedLocked(b *builder) error {
 	switch {
 	case t.state == stopped:
 		return t.problem
-	case t.removedLocked(b.x.owner.id, b.x.life):
-		return ErrRemoved
 	case b.x.live == 0 && b.moves == nil:
 		return ErrMissing
 	}
