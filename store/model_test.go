@@ -124,6 +124,14 @@ func TestModel(t *testing.T) {
 					t.Fatal(err)
 				}
 			},
+			"all from below": func(t *rapid.T) { // memory has none of them
+				if err := s.Flush(context.Background()); err != nil {
+					t.Fatal(err)
+				}
+				e := engines[which.Draw(t, "engine")]
+				s.memory.RemoveOwner(e.space.number)
+				e.get(pages(t)...)
+			},
 			"pin": func(t *rapid.T) {
 				e := engines[which.Draw(t, "engine")]
 				if len(pins) < 3 {
