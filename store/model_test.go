@@ -206,6 +206,9 @@ func TestModel(t *testing.T) {
 					return
 				}
 				data := bucketOf.Data(name)
+				if len(data) == 0 { // it is deleted, or was cut before
+					return
+				}
 				switch rapid.IntRange(0, 2).Draw(t, "damage") {
 				case 0:
 					data = nil

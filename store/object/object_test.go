@@ -200,7 +200,8 @@ func TestFaultsOfRequests(t *testing.T) {
 	defer cancel()
 	began = time.Now()
 	n.o.Read(ctx, keys(0, 1), object.Reading{Buffers: [][]byte{make([]byte, size)},
-		Part: func(int, int, int) {}, Check: func(int, uint32) bool { return true }, End: func(_ int, _ uint32, err error) {
+		Part: func(int, int, int) {}, Check: func(int, uint32) bool { return true },
+		End: func(_ int, _ uint32, err error) {
 			if !errors.Is(err, context.Canceled) {
 				t.Error(err)
 			}

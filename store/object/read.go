@@ -54,7 +54,7 @@ func (t *Tier) followsLocked(o *Owner, k *page.Key, loc uint32) bool {
 
 // partBytes is how much is read before it is used: what the read has just brought into the
 // second-level cache.
-const partBytes = 128 << 10
+const partBytes = 256 << 10
 
 // fill reads a page in parts.
 func (r *Reading) fill(i int, body io.Reader) error {
