@@ -336,6 +336,15 @@ $(TOOLS)/.stamp: tools/go.mod tools/go.sum $(wildcard tools/protogen/*.go)
 	  github.com/golangci/golangci-lint/v2/cmd/golangci-lint github.com/vale-cli/vale/v3/cmd/vale
 	@touch $@
 
+# The S3 server of tests. It is built apart from the linters: it takes minutes, once.
+$(TOOLS)/versitygw: tools/go.mod tools/go.sum
+	@mkdir -p $(TOOLS)
+	@echo "building the S3 server of tests ..."
+	cd tools && go build -o $@ github.com/versity/versitygw/cmd/versitygw
+
+.PHONY: s3server
+s3server: $(TOOLS)/versitygw ## The S3 server that tests of store/object start
+
 $(LINTENV)/.stamp: tools/lint-requirements.txt
 	@echo "making the linters' Python environment ..."
 	$(HOSTPY) -m venv --clear $(LINTENV)

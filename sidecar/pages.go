@@ -20,6 +20,8 @@ import (
 	"github.com/kvspray/kvspray/store"
 	"github.com/kvspray/kvspray/store/disk"
 	"github.com/kvspray/kvspray/store/memory"
+	"github.com/kvspray/kvspray/store/object"
+	"github.com/kvspray/kvspray/store/object/s3"
 )
 
 // pageStore is the node's store and what serves it to engines.
@@ -43,6 +45,14 @@ func (p *pageStore) open() (err error) {
 	c := store.Config{Memory: memory.Config{Bytes: uint64(p.cfg.Memory)}, WriteBack: p.cfg.WriteBack}
 	if len(p.cfg.Disk) > 0 {
 		c.Disk = diskConfig(p.cfg)
+	}
+	if o := p.cfg.Object; o.Bucket != "" {
+		bucket, err := s3.Open(s3.Config{Endpoint: o.Endpoint, Region: o.Region, Bucket: o.Bucket})
+		if err != nil {
+			return fmt.Errorf("sidecar: %w", err)
+		}
+		c.Object, c.ObjectAtPut = &object.Config{Bucket: bucket, Prefix: o.Prefix,
+			Size: uint64(o.Size)}, o.AtPut
 	}
 	if p.store, err = store.Open(c); err != nil {
 		return fmt.Errorf("sidecar: %w", err)
@@ -109,25 +119,37 @@ func (p *pageStore) gone(w *engines.Worker) {
 	}
 }
 
-// sample returns the store's state for metrics.
-func (p *pageStore) sample() metrics.StoreSample {
-	st := p.store.Stats()
-	out := metrics.StoreSample{
-		Results: map[string]float64{"miss": float64(st.Misses), "damaged": float64(st.Damaged),
-			"stored": float64(st.Stored), "existed": float64(st.Existed), "refused": float64(st.Refused)},
-		Hits: map[string]float64{"memory": float64(st.Hits[store.Memory])},
-		Tiers: map[string]metrics.StoreTier{"memory": {Pages: float64(st.Memory.Pages),
-			Bytes: float64(st.Memory.Bytes), Capacity: float64(p.store.Region().Size()),
-			Evicted: float64(st.Memory.Evicted)}},
-		Damaged: float64(st.Damaged + st.Disk.Damaged), Failed: float64(st.Disk.Failed)}
+// tiers returns the tiers that the store has, nearest first.
+func (p *pageStore) tiers(st *store.Stats) []web.StoreTier {
+	out := []web.StoreTier{{Name: "memory", Pages: uint64(st.Memory.Pages), Bytes: st.Memory.Bytes,
+		Capacity: p.store.Region().Size(), Hits: st.Hits[store.Memory], Evicted: st.Memory.Evicted}}
 	if len(p.cfg.Disk) > 0 {
-		out.Hits["disk"] = float64(st.Hits[store.Disk])
-		out.Tiers["disk"] = metrics.StoreTier{Pages: float64(st.Disk.Pages),
-			Bytes: float64(st.Disk.Bytes), Capacity: float64(st.Disk.Capacity),
-			Evicted: float64(st.Disk.Evicted)}
+		out = append(out, web.StoreTier{Name: "disk", Pages: st.Disk.Pages, Bytes: st.Disk.Bytes,
+			Capacity: st.Disk.Capacity, Hits: st.Hits[store.Disk], Evicted: st.Disk.Evicted})
+	}
+	if p.cfg.Object.Bucket != "" {
+		out = append(out, web.StoreTier{Name: "object", Pages: st.Object.Pages, Bytes: st.Object.Bytes,
+			Capacity: st.Object.Capacity, Hits: st.Hits[store.Object], Evicted: st.Object.Evicted,
+			Problem: st.Object.Problem})
 	}
 	return out
 }
+
+// sample returns the store's state for metrics.
+func (p *pageStore) sample() metrics.StoreSample {
+	st := p.store.Stats()
+	out := metrics.StoreSample{Tiers: map[string]metrics.StoreTier{},
+		Results: map[string]float64{"miss": float64(st.Misses), "damaged": float64(st.Damaged),
+			"stored": float64(st.Stored), "existed": float64(st.Existed), "refused": float64(st.Refused)},
+		Damaged: float64(damaged(&st)), Failed: float64(st.Disk.Failed)}
+	for _, t := range p.tiers(&st) {
+		out.Tiers[t.Name] = metrics.StoreTier{Pages: float64(t.Pages), Bytes: float64(t.Bytes),
+			Capacity: float64(t.Capacity), Evicted: float64(t.Evicted), Hits: float64(t.Hits)}
+	}
+	return out
+}
+
+func damaged(st *store.Stats) uint64 { return st.Damaged + st.Disk.Damaged + st.Object.Damaged }
 
 // state returns the store's state for /v1/store; nil: there is no store.
 func (p *pageStore) state() *web.Store {
@@ -135,16 +157,8 @@ func (p *pageStore) state() *web.Store {
 		return nil
 	}
 	st := p.store.Stats()
-	out := &web.Store{Misses: st.Misses, Stored: st.Stored, Existed: st.Existed, Refused: st.Refused,
-		Damaged: st.Damaged + st.Disk.Damaged}
+	out := &web.Store{Tiers: p.tiers(&st), Misses: st.Misses, Stored: st.Stored, Existed: st.Existed,
+		Refused: st.Refused, Damaged: damaged(&st)}
 	out.Namespaces, out.Pinned = p.service.Namespaces()
-	out.Tiers = []web.StoreTier{{Name: "memory", Pages: uint64(st.Memory.Pages),
-		Bytes: st.Memory.Bytes, Capacity: p.store.Region().Size(), Hits: st.Hits[store.Memory],
-		Evicted: st.Memory.Evicted}}
-	if len(p.cfg.Disk) > 0 {
-		out.Tiers = append(out.Tiers, web.StoreTier{Name: "disk", Pages: st.Disk.Pages,
-			Bytes: st.Disk.Bytes, Capacity: st.Disk.Capacity, Hits: st.Hits[store.Disk],
-			Evicted: st.Disk.Evicted})
-	}
 	return out
 }

@@ -39,6 +39,7 @@ const (
 	NoTier Tier = iota
 	Memory
 	Disk
+	Object
 )
 
 // Result is the end of one page of a batch.
@@ -65,6 +66,8 @@ type Batch struct {
 	// pages that a worker has not finished with: behind the results of a put, it writes them
 	working atomic.Int64
 	done    chan struct{}
+	ctx     context.Context // of reads of the object tier, if there is one
+	stop    context.CancelFunc
 }
 
 // Done is closed when every page has its Result and the blocks are not touched any more.
@@ -78,7 +81,12 @@ func (b *Batch) PageBytes() int { return b.space.pageBytes }
 
 // Cancel ends the batch early. Pages that are done stay so, the others end as Canceled. It does
 // not wait.
-func (b *Batch) Cancel() { b.guard.Revoke() }
+func (b *Batch) Cancel() {
+	b.guard.Revoke()
+	if b.stop != nil {
+		b.stop()
+	}
+}
 
 // Fence returns once nothing is written to, or read from, the blocks of a batch that was
 // canceled or is done. It waits for copies that are under way, and for no disk.

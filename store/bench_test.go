@@ -109,7 +109,7 @@ func BenchmarkDisk(b *testing.B) {
 		b.Run(fmt.Sprintf("%dKiB", size>>10), func(b *testing.B) {
 			const total = 128 << 20
 			dir := b.TempDir()
-			const workers = 4
+			const workers = 8
 			const onDisk = 2 << 30
 			base := newBaseline(b, filepath.Join(dir, "baseline"), onDisk, total, workers)
 			s, err := Open(Config{Memory: memory.Config{Bytes: 512 << 20, Populate: true},

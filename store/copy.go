@@ -18,6 +18,11 @@ func copyOut(to []mem.Block, page []byte) (crc uint32, err error) {
 	if mem.DeviceOf(to) != nil {
 		return mem.CRC32C(0, page), mem.Scatter(to, page)
 	}
+	return copyPart(0, to, page)
+}
+
+// copyPart is copyOut of a part of a page to host memory. crc is the checksum of the parts before.
+func copyPart(crc uint32, to []mem.Block, page []byte) (uint32, error) {
 	for _, b := range to {
 		p := page[:b.Len]
 		page = page[b.Len:]
@@ -37,6 +42,22 @@ func copyOut(to []mem.Block, page []byte) (crc uint32, err error) {
 		}
 	}
 	return crc, nil
+}
+
+// part appends where bytes [from, to) of a page are in its block.
+func part(place []mem.Block, from, to uint64, into []mem.Block) []mem.Block {
+	for _, b := range place {
+		if from < b.Len {
+			n := min(to, b.Len) - from
+			into = append(into, mem.Block{Region: b.Region, Off: b.Off + from, Len: n})
+			from += n
+		}
+		if to <= b.Len {
+			break
+		}
+		from, to = from-b.Len, to-b.Len
+	}
+	return into
 }
 
 // copyIn fills a page from its block and returns the checksum of what is in the page now: the
@@ -60,7 +81,7 @@ func copyIn(page []byte, from []mem.Block) (crc uint32, err error) {
 		}
 		for len(p) > 0 {
 			n := min(len(p), copyPiece)
-			mem.Copy(p[:n], mapped)
+			copy(p[:n], mapped) // not mem.Copy, which may leave the bytes out of the caches
 			crc = mem.CRC32C(crc, p[:n])
 			mapped, p = mapped[n:], p[n:]
 		}

@@ -7,12 +7,15 @@ import (
 	"encoding/binary"
 	"math/rand/v2"
 	"testing"
+	"time"
 
 	"github.com/kvspray/kvspray/internal/leaktest"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/store/disk"
 	"github.com/kvspray/kvspray/store/disk/disktest"
 	"github.com/kvspray/kvspray/store/memory"
+	"github.com/kvspray/kvspray/store/object"
+	"github.com/kvspray/kvspray/store/object/objecttest"
 	"github.com/kvspray/kvspray/store/page"
 )
 
@@ -155,16 +158,40 @@ func count(rs []Result, o Outcome) (n int) {
 
 const simSegment = 128 << 10
 
-// onDisk opens a store of little memory over a disk.
-func onDisk(t fatal, sim *disktest.Sim, writeBack bool) *Store {
+// bucket is an object tier for tests, over a store that may have pages. Its timeouts are short.
+func bucket(t fatal, p *objecttest.Process) *object.Tier {
 	t.Helper()
-	d, err := disk.OpenFiles([]disk.OpenDevice{{Path: "sim", File: sim, Size: int64(sim.Size())}},
-		disk.Config{SegmentBytes: simSegment, MaxPages: 2048})
+	tier, err := object.Open(object.Config{Bucket: p, Prefix: "node", Size: 64 << 20,
+		ObjectBytes: object.MinObjectBytes, MaxPages: 2048, Buffers: 4,
+		Timeouts: object.Timeouts{Open: 50 * time.Millisecond, Read: 50 * time.Millisecond,
+			Small: 50 * time.Millisecond, Upload: 100 * time.Millisecond,
+			Close: 100 * time.Millisecond}})
 	if err != nil {
 		t.Fatal(err)
 	}
-	s, err := Open(Config{Memory: memory.Config{Bytes: 256 << 10, SlabBytes: 64 << 10}, Opened: d,
-		WriteBack: writeBack, Workers: 4})
+	return tier
+}
+
+// onDisk opens a store of little memory over a disk.
+func onDisk(t fatal, sim *disktest.Sim, writeBack bool) *Store {
+	t.Helper()
+	return tiered(t, sim, Config{WriteBack: writeBack})
+}
+
+// tiered is onDisk with more tiers and settings, which are in c, or without a disk.
+func tiered(t fatal, sim *disktest.Sim, c Config) *Store {
+	t.Helper()
+	var err error
+	if sim != nil {
+		c.Opened, err = disk.OpenFiles([]disk.OpenDevice{{Path: "sim", File: sim,
+			Size: int64(sim.Size())}}, disk.Config{SegmentBytes: simSegment, MaxPages: 2048})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	c.Memory = memory.Config{Bytes: 256 << 10, SlabBytes: 64 << 10}
+	c.Workers, c.Fetchers = 4, 2
+	s, err := Open(c)
 	if err != nil {
 		t.Fatal(err)
 	}

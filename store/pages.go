@@ -121,7 +121,7 @@ type held struct {
 }
 
 // putPages stores pages [from, to) of a batch: each in a slot of memory, and then all in one group
-// on the disk.
+// on the disk. Buffers of the object tier get their copies where Config.ObjectAtPut asks for it.
 func (s *Store) putPages(b *Batch, from, to int, w *worker) {
 	sp := b.space
 	sp.mu.RLock()
@@ -135,25 +135,30 @@ func (s *Store) putPages(b *Batch, from, to int, w *worker) {
 			pages = append(pages, held{i, p, true, p.Slot, p.CRC})
 		}
 	}
-	if s.disk == nil {
+	if s.disk == nil && !s.atPut {
 		s.release(pages)
 		s.finishPut(b, from, to)
 		return
 	}
-	pages = s.fillDirect(b, from, to, pages, w)
+	if s.disk != nil {
+		pages = s.fillDirect(b, from, to, pages, w)
+	}
 	behind := s.writeBack && len(pages) > 0
 	var piece uint64
 	if behind {
 		piece = s.behind.begin(len(pages)) // before the results
 		s.finishPut(b, from, to)
 	}
-	errs := s.toDisk(b, pages, removals)
+	errs := s.below(b, pages, removals)
 	s.release(pages)
 	if behind {
 		s.behind.end(piece)
 		return
 	}
 	for j, p := range pages {
+		if s.disk == nil {
+			break
+		}
 		r := &b.results[p.i]
 		r.Durable = errs[j] == nil || errors.Is(errs[j], catalog.ErrExists)
 		switch {
@@ -252,8 +257,9 @@ func (s *Store) fill(b *Batch, i int, w *worker) (memory.Page, Result) {
 	return p, r
 }
 
-// toDisk writes pages, unless their namespace was removed since they were put.
-func (s *Store) toDisk(b *Batch, pages []held, removals int) []error {
+// below writes pages to the tiers below memory, unless their namespace was removed since they were
+// put.
+func (s *Store) below(b *Batch, pages []held, removals int) []error {
 	sp := b.space
 	sp.mu.RLock()
 	defer sp.mu.RUnlock()
@@ -265,6 +271,15 @@ func (s *Store) toDisk(b *Batch, pages []held, removals int) []error {
 		return errs
 	}
 	if len(pages) == 0 {
+		return nil
+	}
+	if s.atPut {
+		for _, p := range pages {
+			// Its error is not the put's: the page is asked for again when it is given up.
+			_ = sp.object.Add(&b.keys[p.i], b.before(p.i), p.data[:sp.pageBytes], p.crc)
+		}
+	}
+	if s.disk == nil {
 		return nil
 	}
 	records := make([]disk.Record, len(pages))

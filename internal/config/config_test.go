@@ -121,6 +121,12 @@ func TestMistakes(t *testing.T) {
 			"  - {path: /./a, size: 1GiB}", []string{":5", "store.disk[1].path", "store.disk[0]"}},
 		"back to nowhere": {"store: {memory: 1GiB, write_back: true}", []string{"store.write_back",
 			"no disk"}},
+		"object without bucket": {"store: {memory: 1GiB, object: {size: 1GiB}}",
+			[]string{"store.object.bucket", "name a bucket"}},
+		"object without prefix": {"store: {memory: 1GiB, object: {bucket: b, size: 1GiB}}",
+			[]string{"store.object.prefix", "missing"}},
+		"object elsewhere": {"store: {memory: 1GiB, object: {bucket: b, prefix: p, size: 1GiB, " +
+			"endpoint: \"ftp://a\"}}", []string{"store.object.endpoint", "not a URL"}},
 		"odd segment": {"store: {memory: 1GiB, segment: 3MiB}", []string{"store.segment",
 			"power of two"}},
 		"large quota": {"store: {memory: 1GiB, quota: 2GiB}", []string{"store.quota",

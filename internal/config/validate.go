@@ -35,6 +35,7 @@ const (
 	minStoreMemory = 1 << 20
 	maxStoreMemory = 16 << 40
 	minStoreDisk   = 64 << 20
+	minStoreObject = 128 << 20
 	minSegment     = 1 << 20
 	maxSegment     = 1 << 30
 	maxStoreDisk   = 256 << 40
@@ -128,6 +129,8 @@ func (v *checker) distinct() {
 func (v *checker) store() {
 	st := v.c.Store
 	if st.Memory == 0 {
+		v.check(st.Object == StoreObject{}, "store.object", st.Object.Bucket,
+			"an object store of a store that is off", "set store.memory, or remove store.object")
 		v.check(len(st.Disk) == 0, "store.disk", strconv.Itoa(len(st.Disk)),
 			"disks of a store that is off", "set store.memory, or remove store.disk")
 		return
@@ -144,6 +147,17 @@ func (v *checker) store() {
 		"there is no disk to write to", "add store.disk, or leave it out")
 	v.check(st.DiskQuota == 0 || len(st.Disk) > 0, "store.disk_quota", st.DiskQuota.String(),
 		"there is no disk", "add store.disk, or leave it out")
+	if o := st.Object; o.Bucket != "" {
+		v.check(o.Prefix != "", "store.object.prefix", o.Prefix, "missing",
+			"name one for this sidecar alone")
+		v.size("store.object.size", o.Size, minStoreObject, maxStoreDisk)
+		v.check(o.Endpoint == "" || strings.HasPrefix(o.Endpoint, "http://") ||
+			strings.HasPrefix(o.Endpoint, "https://"), "store.object.endpoint", o.Endpoint, "not a URL",
+			"start it with https:// or http://")
+	} else {
+		v.check(o == StoreObject{}, "store.object.bucket", "", "missing", "name a bucket, or remove "+
+			"store.object")
+	}
 	seen := map[string]string{}
 	for i, d := range st.Disk {
 		key := fmt.Sprintf("store.disk[%d]", i)

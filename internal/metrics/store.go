@@ -11,14 +11,13 @@ import (
 // StoreSample is the current state of the node's store, and its counts since the start.
 type StoreSample struct {
 	Results map[string]float64 // pages, by the end of their get or put
-	Hits    map[string]float64 // pages, by tier
 	Tiers   map[string]StoreTier
 	Damaged float64 // pages of a tier that were damaged, and are dropped
 	Failed  float64 // segments of a disk that could not be written
 }
 
 // StoreTier is a tier's part.
-type StoreTier struct{ Pages, Bytes, Capacity, Evicted float64 }
+type StoreTier struct{ Pages, Bytes, Capacity, Hits, Evicted float64 }
 
 // Store holds the metrics of a node's store. A node without a store has none.
 type Store struct {
@@ -80,13 +79,11 @@ func (c storeCollector) Collect(out chan<- prometheus.Metric) {
 	for result, v := range s.Results {
 		put(storeResults, prometheus.CounterValue, v, result)
 	}
-	for tier, v := range s.Hits {
-		put(storeHits, prometheus.CounterValue, v, tier)
-	}
 	for tier, t := range s.Tiers {
 		put(storePages, prometheus.GaugeValue, t.Pages, tier)
 		put(storeBytes, prometheus.GaugeValue, t.Bytes, tier)
 		put(storeCapacity, prometheus.GaugeValue, t.Capacity, tier)
+		put(storeHits, prometheus.CounterValue, t.Hits, tier)
 		put(storeEvicted, prometheus.CounterValue, t.Evicted, tier)
 	}
 	put(storeDamaged, prometheus.CounterValue, s.Damaged)

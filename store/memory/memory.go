@@ -236,6 +236,14 @@ func (t *Tier) Doom(p Page) {
 	t.pages.Doom(p.node)
 }
 
+// OnEvict has f called with each page that is given up. The bytes are dead when f returns. f calls
+// nothing of the tier, whose lock is held, and does not wait. It is set before the first page.
+func (t *Tier) OnEvict(f func(owner uint16, k, after *page.Key, crc uint32, bytes []byte)) {
+	t.pages.OnEvict(func(id uint16, e *index.Entry, after *page.Key) {
+		f(id, &e.Key, after, e.CRC, t.arena[uint64(e.Loc)*unit:][:t.owners[id].bytes])
+	})
+}
+
 // RemoveOwner forgets all pages of an owner. Those that are pinned go with their last pin.
 func (t *Tier) RemoveOwner(id uint16) {
 	t.mu.Lock()

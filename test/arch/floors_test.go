@@ -32,7 +32,8 @@ var floors = []floor{
 
 // lab is code that the product never imports: tests, what tests need, benchmarks, generators.
 var lab = []string{"bench", "cmd/kvspray-bench", "connector/connectortest", "internal/board/gen",
-	"internal/leaktest", "internal/sys/verbs/fake", "internal/testutil", "store/disk/disktest", "test",
+	"internal/leaktest", "internal/sys/verbs/fake", "internal/testutil", "store/disk/disktest",
+	"store/object/objecttest", "test",
 	"transport/faulttest", "transport/simfabric", "transport/transporttest"}
 
 // labFloor is the result of floorOf for the lab.

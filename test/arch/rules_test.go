@@ -33,6 +33,7 @@ const (
 	extLeak  = "go.uber.org/goleak"
 	extCmp   = "github.com/google/go-cmp"
 	extCharm = "charm.land"
+	extMinio = "github.com/minio/minio-go/v7"
 	extNVML  = "github.com/NVIDIA/go-nvml"
 	extRapid = "pgregory.net/rapid"
 )
@@ -61,7 +62,8 @@ var rules = []rule{
 			"internal/sys/mem",
 			"internal/metrics", "internal/sys/topo", "internal/version", "layout", "parseblock",
 			"sidecar/internal/local", "sidecar/internal/pages", "sidecar/internal/plans",
-			"sidecar/internal/trace", "sidecar/internal/web", "store", "store/disk", "store/memory", "transfer",
+			"sidecar/internal/trace", "sidecar/internal/web", "store", "store/disk", "store/memory",
+			"store/object", "store/object/s3", "transfer",
 			"transport", "transport/gdr", "transport/shm", "gpu", "gpu/multipath", "gpu/policy",
 			"transport/tcp"},
 		ext: []string{extProm, extSys, extSync, extBack}},
@@ -301,7 +303,7 @@ var rules = []rule{
 	{dir: "store", why: "pages in tiers, for whoever has memory to put from and get into; of " +
 		"transport it takes the guard, and it knows no engine, no wire and no layout",
 		own: []string{"internal/sys/mem", "store/catalog", "store/disk", "store/evict", "store/memory",
-			"store/offheap", "store/page", "transport"}},
+			"store/object", "store/offheap", "store/page", "transport"}},
 	{dir: "store/page", why: "names of pages as plain values: keys, namespaces, bitmaps", pure: true},
 	{dir: "store/offheap", why: "arrays outside the heap; knows nobody who uses them",
 		ext: []string{extSys}},
@@ -320,6 +322,14 @@ var rules = []rule{
 		"takes the checksum",
 		own: []string{"internal/sys/mem", "store/catalog", "store/evict", "store/index", "store/offheap",
 			"store/page"}, ext: []string{extSys}},
+	{dir: "store/object", why: "a tier: knows no other tier, and no engine; the object store is " +
+		"behind its Bucket; of internal/sys/mem it takes the checksum and the copy",
+		own: []string{"internal/sys/mem", "store/catalog", "store/evict", "store/index", "store/offheap",
+			"store/page"}, ext: []string{extBack, extSync}},
+	{dir: "store/object/s3", why: "the one package that knows the S3 client",
+		own: []string{"store/object"}, ext: []string{extMinio}},
+	{dir: "store/object/objecttest", why: "an object store for tests that fails",
+		own: []string{"store/object"}},
 	{dir: "store/disk/disktest",
 		why: "a disk for tests that loses power; knows the shape of a file only"},
 	{dir: "bench/copybench", why: "measures backends from outside, against plain loops",

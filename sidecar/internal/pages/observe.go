@@ -25,9 +25,12 @@ func (s *Service) ended(w *engines.Worker, r *connector.Pages, c *engines.Comple
 		o, tier := connector.SplitPageResult(p)
 		switch store.Outcome(o) {
 		case store.Hit:
-			if store.Tier(tier) == store.Disk {
+			switch store.Tier(tier) {
+			case store.Disk:
 				t.Disk++
-			} else {
+			case store.Object:
+				t.Object++
+			default:
 				t.Memory++
 			}
 		case store.Miss:
@@ -47,7 +50,7 @@ func (s *Service) ended(w *engines.Worker, r *connector.Pages, c *engines.Comple
 	}
 	s.o.Log.Log(context.Background(), level, "store request", "op", t.Side, "outcome", t.Outcome,
 		"worker", w.Name, "req", t.Req, "lease", t.Lease, "pages", t.Pages, "memory", t.Memory, "disk",
-		t.Disk, "missing", t.Missing, "stored", t.Stored, "existed", t.Existed, "failed", t.Failed,
-		"bytes", t.Bytes, "took_us", t.TookUS, "reason", t.Reason)
+		t.Disk, "object", t.Object, "missing", t.Missing, "stored", t.Stored, "existed", t.Existed,
+		"failed", t.Failed, "bytes", t.Bytes, "took_us", t.TookUS, "reason", t.Reason)
 	s.o.Transfers.Put(t)
 }

@@ -52,6 +52,7 @@ type Pages struct {
 	Pages   int    `json:"pages"`
 	Memory  int    `json:"memory,omitempty"` // pages that a get found there
 	Disk    int    `json:"disk,omitempty"`
+	Object  int    `json:"object,omitempty"`
 	Missing int    `json:"missing,omitempty"`
 	Stored  int    `json:"stored,omitempty"`
 	Existed int    `json:"existed,omitempty"`
