@@ -123,11 +123,22 @@ func TestMembersMeet(t *testing.T) {
 	if err := gone.Close(); err != nil {
 		t.Fatal(err)
 	}
-	for _, n := range rest[1:] {
+	// A frame that the member never acknowledges holds its session, but not for long.
+	if err := rest[1].Send(gone.opt.Boot, commit(1)); err != nil {
+		t.Fatal(err)
+	}
+	for _, n := range rest[2:] {
 		poll(t, "a member that has left is forgotten",
 			func() bool { return n.sessionOf(gone) == nil })
 	}
 	if rest[0].sessionOf(gone) == nil {
 		t.Error("forgotten with leases open")
+	}
+	if rest[1].sessionOf(gone) == nil {
+		t.Error("forgotten with a frame to deliver")
+	}
+	rest[1].preconnector.endLeft(time.Now().Add(idleAfter+time.Second), nil)
+	if rest[1].sessionOf(gone) != nil {
+		t.Error("a frame holds the session of a member that has left")
 	}
 }

@@ -71,15 +71,22 @@ func (p *preconnector) update(now time.Time, members []Member) {
 	}
 }
 
-// endLeft ends the sessions of members that have left, and have no lane and no lease.
+// endLeft ends the sessions of members that have left, and have no lane and no lease. A frame that
+// was not acknowledged keeps such a session for idleAfter, which is as long as most transfers may
+// take: a process that was killed never acknowledges it.
 func (p *preconnector) endLeft(now time.Time, listed map[transfer.Boot]bool) {
 	for _, s := range p.sessions.list() {
 		st := s.channel.State()
+		away := now.Sub(st.Since)
 		s.mu.Lock()
-		left := st.Lanes == 0 && s.member && !listed[s.boot] && now.Sub(st.Since) > downAfter
+		left := st.Lanes == 0 && s.member && !listed[s.boot] && away > downAfter
 		s.member = s.member || listed[s.boot]
 		s.mu.Unlock()
-		if left && !p.opt.Handler.Busy(s.boot) {
+		switch {
+		case !left || p.opt.Handler.Busy(s.boot):
+		case away > p.sessions.idleAfter:
+			p.sessions.endIf(s, func() bool { return s.channel.State().Lanes == 0 }, errLeft)
+		default:
 			p.sessions.endUnused(s, errLeft)
 		}
 	}
