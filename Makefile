@@ -118,7 +118,7 @@ test-truth: build env ## vLLM's own tensors, moved and read back, and a real hyb
 # Each target has FUZZTIME, and those of what others send, on lanes and sockets, FUZZTIME_FOREIGN.
 FUZZTIME ?= 5m
 FUZZTIME_FOREIGN ?= 1h
-FUZZ_FOREIGN := internal/wire connector/msg control/peer transport/shm transport/gdr
+FUZZ_FOREIGN := internal/wire connector/msg control/peer/frame transport/shm transport/gdr
 .PHONY: test-fuzz
 test-fuzz: ## Every fuzz target for FUZZTIME (5m each), parsers of lanes and sockets for FUZZTIME_FOREIGN (1h)
 	@for dir in $$(git ls-files '*_test.go' | xargs grep -l '^func Fuzz' | xargs -n1 dirname | sort -u); do \
@@ -335,6 +335,15 @@ $(TOOLS)/.stamp: tools/go.mod tools/go.sum $(wildcard tools/protogen/*.go)
 	  google.golang.org/grpc/cmd/protoc-gen-go-grpc \
 	  github.com/golangci/golangci-lint/v2/cmd/golangci-lint github.com/vale-cli/vale/v3/cmd/vale
 	@touch $@
+
+# The S3 server of tests. It is built apart from the linters: it takes minutes, once.
+$(TOOLS)/versitygw: tools/go.mod tools/go.sum
+	@mkdir -p $(TOOLS)
+	@echo "building the S3 server of tests ..."
+	cd tools && go build -o $@ github.com/versity/versitygw/cmd/versitygw
+
+.PHONY: s3server
+s3server: $(TOOLS)/versitygw ## The S3 server that tests of store/object start
 
 $(LINTENV)/.stamp: tools/lint-requirements.txt
 	@echo "making the linters' Python environment ..."

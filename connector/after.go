@@ -10,6 +10,7 @@ import (
 
 	"github.com/kvspray/kvspray/connector/internal/watch"
 	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/board"
 )
 
@@ -62,7 +63,7 @@ func (w *worker) followHeldLocked() {
 
 // endHeldLocked completes a lease that the control layer has not received.
 func (w *worker) endHeldLocked(l *lease, status uint16, reason string) {
-	w.completions.postLocked(encodeCompletion(Completion{Lease: w.leaseID(l), Received: true,
+	w.completions.postLocked(encodeCompletion(engines.Completion{Lease: w.leaseID(l), Received: true,
 		Status: status, Reason: reason}))
 	w.closeLeaseLocked(l)
 }

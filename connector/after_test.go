@@ -7,9 +7,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/connector/connectortest"
 	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/board"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
@@ -84,7 +84,7 @@ func TestAfterEnds(t *testing.T) {
 	if got := r.rec.seen(); got.expects[0].Lease.ID != again || len(got.cancels) != 0 {
 		t.Fatalf("expects %+v, cancels %v", got.expects, got.cancels)
 	}
-	must(t, r.Complete(r.lastUp(t), connector.Completion{Lease: r.rec.seen().expects[0].Lease,
+	must(t, r.Complete(r.lastUp(t), engines.Completion{Lease: r.rec.seen().expects[0].Lease,
 		Received: true}))
 	ends(again, board.OK, "")
 	if n := r.Leases(); n != 0 {

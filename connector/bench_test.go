@@ -7,6 +7,7 @@ import (
 
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/connector/connectortest"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/board"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
@@ -17,11 +18,11 @@ type answering struct {
 	s *connector.Server
 }
 
-func (a *answering) Intent(w *connector.Worker, in connector.Intent) {
-	_ = a.s.Complete(w, connector.Completion{Lease: in.Lease, Status: board.OK})
+func (a *answering) Intent(w *engines.Worker, in engines.Intent) {
+	_ = a.s.Complete(w, engines.Completion{Lease: in.Lease, Status: board.OK})
 }
 
-func (a *answering) Progress(*connector.Worker, []connector.Progress) {}
+func (a *answering) Progress(*engines.Worker, []engines.Progress) {}
 
 // BenchmarkIntent is from INTENT on the ring to SENT seen by the shim, both asleep in between.
 func BenchmarkIntent(b *testing.B) {

@@ -10,6 +10,7 @@ import (
 
 	"github.com/kvspray/kvspray/connector/internal/eventfd"
 	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/board"
 )
 
@@ -29,7 +30,7 @@ type completion struct {
 	body        []byte
 }
 
-func encodeCompletion(c Completion) completion {
+func encodeCompletion(c engines.Completion) completion {
 	if c.Received {
 		m := msg.Received{Bytes: c.Bytes, US: uint64(max(c.Took, 0).Microseconds()),
 			Transport: c.Transport, Reason: c.Reason, Recompute: c.Recompute}
@@ -65,7 +66,7 @@ func (c *completions) flushLocked() {
 	for _, next := range c.queue {
 		wk, err := c.ring.Push(next.typ, next.status, next.lease, 0, next.body)
 		if errors.Is(err, board.ErrTooBig) { // a long list of ranges; no list means everything
-			next.body = encodeCompletion(Completion{Received: next.typ == board.RecReceived,
+			next.body = encodeCompletion(engines.Completion{Received: next.typ == board.RecReceived,
 				Reason: "too many ranges"}).body
 			wk, err = c.ring.Push(next.typ, next.status, next.lease, 0, next.body)
 		}

@@ -9,6 +9,7 @@ import (
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/connector/connectortest"
 	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/board"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
@@ -42,7 +43,7 @@ func TestCopy(t *testing.T) {
 	}
 	must(t, w.Cancel(id, "not any more", false))
 	r.rec.until(t, "cancel", func() bool { return r.rec.cancels[id] == "not any more" })
-	end := connector.Completion{Lease: c.Lease, Received: true, Status: board.Cancelled, Bytes: 4096,
+	end := engines.Completion{Lease: c.Lease, Received: true, Status: board.Cancelled, Bytes: 4096,
 		Transport: "host"}
 	must(t, r.Complete(r.lastUp(t), end))
 	if err := r.Complete(r.lastUp(t), end); err == nil {
@@ -126,7 +127,7 @@ func TestCopyBound(t *testing.T) {
 		"2 copies are open, at most 2: wait") {
 		t.Fatalf("completion %+v %+v", got, got.Received)
 	}
-	must(t, r.Complete(r.lastUp(t), connector.Completion{Lease: r.rec.seen().copies[0].Lease,
+	must(t, r.Complete(r.lastUp(t), engines.Completion{Lease: r.rec.seen().copies[0].Lease,
 		Received: true}))
 	_, err = w.Copy(one)
 	must(t, err)

@@ -10,6 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/testutil"
 )
 
@@ -52,7 +53,7 @@ type counting struct {
 	layers atomic.Int64 // of which progress was reported
 }
 
-func (c *counting) Progress(_ *connector.Worker, p []connector.Progress) {
+func (c *counting) Progress(_ *engines.Worker, p []engines.Progress) {
 	c.layers.Add(int64(len(p)))
 }
 
@@ -93,7 +94,7 @@ func TestCPU(t *testing.T) {
 	}
 	holds(t, "two engines that decode, nothing to move", decodeShare, follows)
 	for _, w := range r.rec.seen().ups {
-		w.Follow(true)
+		w.Session.Follow(true)
 	}
 	holds(t, "two engines that decode, every layer awaited", followShare+min(0.3,
 		followCore*float64(runtime.NumCPU())), follows)

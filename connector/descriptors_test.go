@@ -43,7 +43,7 @@ func TestNoDescriptorIsClosedTwice(t *testing.T) {
 	}
 	hooked, err := parseblock.NewRegistry(all...)
 	must(t, err)
-	r := start(t, func(o *connector.Options) { o.Engines, o.Layouts = &engines{}, hooked })
+	r := start(t, func(o *connector.Options) { o.Engines, o.Layouts = &attachments{}, hooked })
 	memory, bell := workMemory(t), eventfd(t, unix.EFD_NONBLOCK)
 	w, err := connectortest.NewWorker(r.config(t, func(c *connectortest.Config) {
 		c.Tamper = withWork(memory, bell)

@@ -15,6 +15,7 @@ import (
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/connector/connectortest"
 	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/control/engines"
 )
 
 // TestTakeoverByAProcessThatHangs: the answer that a session is still being fenced comes only while
@@ -67,7 +68,7 @@ func TestTakeover(t *testing.T) {
 	if old.SourceValid(lease) {
 		t.Error("a superseded lease is valid")
 	}
-	if err := r.Complete(old, connector.Completion{Lease: lease}); !errors.Is(err, connector.ErrGone) {
+	if err := r.Complete(old, engines.Completion{Lease: lease}); !errors.Is(err, connector.ErrGone) {
 		t.Errorf("complete: %v", err)
 	}
 	if gone := r.rec.retired(); len(gone) != 1 || !errors.Is(gone[0], connector.ErrSuperseded) {

@@ -17,6 +17,7 @@ import (
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/connector/connectortest"
 	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/board"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/internal/testutil"
@@ -216,8 +217,8 @@ func TestBadPackets(t *testing.T) {
 	x, h := key()
 	go func() {
 		r.rec.until(t, "await", func() bool { return len(r.rec.awaits) == 1 })
-		r.rec.seen().replies[0](connector.Admission{State: "admitted", Tokens: 5})
-		r.rec.seen().replies[0](connector.Admission{State: "gone"}) // only the first counts
+		r.rec.seen().replies[0](engines.Admission{State: "admitted", Tokens: 5})
+		r.rec.seen().replies[0](engines.Admission{State: "gone"}) // only the first counts
 	}()
 	a, err := s.Await(testContext(t), x, h, "p:1", 5, time.Second)
 	must(t, err)
@@ -550,7 +551,7 @@ func TestBlockingEventfds(t *testing.T) {
 	done := make(chan error, 3)
 	go func() {
 		for _, in := range r.rec.seen().intents {
-			done <- r.Complete(r.lastUp(t), connector.Completion{Lease: in.Lease})
+			done <- r.Complete(r.lastUp(t), engines.Completion{Lease: in.Lease})
 		}
 		done <- r.Close()
 	}()

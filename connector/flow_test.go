@@ -8,6 +8,7 @@ import (
 
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/board"
 	"github.com/kvspray/kvspray/transfer"
 )
@@ -32,7 +33,7 @@ func TestLayerByLayer(t *testing.T) {
 	got := r.rec.seen().intents[0]
 	if got.Lease.ID != id || got.Key.Xfer != in.Xfer || got.Key.Hash != in.Hash || got.Tokens != 40 ||
 		got.Req != "req-1" ||
-		got.Fanout != 1 || got.Priority != connector.LayerStream ||
+		got.Fanout != 1 || got.Priority != engines.LayerStream ||
 		got.Deadline != connector.DefaultDeadline {
 		t.Fatalf("intent %+v", got)
 	}
@@ -69,7 +70,7 @@ func TestLayerByLayer(t *testing.T) {
 
 	must(t, w.Hold(id))
 	r.rec.until(t, "hold", func() bool { return len(r.rec.holds) == 1 })
-	must(t, r.Complete(up, connector.Completion{Lease: got.Lease, Status: board.OK, Grants: 1,
+	must(t, r.Complete(up, engines.Completion{Lease: got.Lease, Status: board.OK, Grants: 1,
 		Bytes: 777, Reason: "done"}))
 	c, err := w.Wait(testContext(t))
 	must(t, err)
@@ -80,7 +81,7 @@ func TestLayerByLayer(t *testing.T) {
 	if up.SourceValid(got.Lease) {
 		t.Error("a completed lease is valid")
 	}
-	if err := r.Complete(up, connector.Completion{Lease: got.Lease}); err == nil {
+	if err := r.Complete(up, engines.Completion{Lease: got.Lease}); err == nil {
 		t.Error("completed twice")
 	}
 	if r.Leases() != 0 {
@@ -103,7 +104,7 @@ func TestExpectAndRecompute(t *testing.T) {
 	}
 	must(t, w.Cancel(id, "aborted", false))
 	r.rec.until(t, "cancel", func() bool { return r.rec.cancels[id] == "aborted" })
-	must(t, r.Complete(r.lastUp(t), connector.Completion{Lease: ex.Lease, Received: true,
+	must(t, r.Complete(r.lastUp(t), engines.Completion{Lease: ex.Lease, Received: true,
 		Status: board.Cancelled, Took: 3 * time.Millisecond,
 		Transport: "tcp", Recompute: [][2]uint32{{16, 48}}}))
 	c, err := w.Wait(testContext(t))
@@ -262,7 +263,7 @@ func TestReplays(t *testing.T) {
 			w.SignalReplay(l)
 			if s%3 == 0 && l == int(s)%shape.Layers {
 				r.rec.until(t, "a layer in between", func() bool {
-					return slices.ContainsFunc(r.rec.progress, func(p connector.Progress) bool {
+					return slices.ContainsFunc(r.rec.progress, func(p engines.Progress) bool {
 						return p.Layer ==
 							l && p.Tokens == uint32(16*s)
 					})
@@ -315,7 +316,7 @@ func TestManyStepsAtOnce(t *testing.T) {
 	must(t, err)
 	held, release := make(chan struct{}), make(chan struct{})
 	var once sync.Once
-	r.rec.atIntent(func(_ *connector.Worker, in connector.Intent) {
+	r.rec.atIntent(func(_ *engines.Worker, in engines.Intent) {
 		if in.Lease.ID != first {
 			once.Do(func() { close(held); <-release }) // the ring's goroutine stands still
 		}

@@ -18,6 +18,7 @@ import (
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/connector/connectortest"
 	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/leaktest"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/internal/testutil"
@@ -39,25 +40,25 @@ type recorder struct {
 	turn    sync.Mutex // held while Turn hangs
 	events
 	autoGone bool // fence at once
-	onIntent func(*connector.Worker, connector.Intent)
+	onIntent func(*engines.Worker, engines.Intent)
 }
 
 // events holds the calls so far.
 type events struct {
-	ups       []*connector.Worker
+	ups       []*engines.Worker
 	gone      []error
 	fenced    []func()
-	intents   []connector.Intent
-	expects   []connector.Expect
-	progress  []connector.Progress
+	intents   []engines.Intent
+	expects   []engines.Expect
+	progress  []engines.Progress
 	copies    []connector.Copy
 	cancels   map[uint64]string
 	preempts  []uint64
 	announced []transfer.LeaseID
 	holds     []uint64
-	awaits    []connector.Await
-	declines  []connector.Decline
-	replies   []func(connector.Admission)
+	awaits    []engines.Await
+	declines  []engines.Decline
+	replies   []func(engines.Admission)
 	order     []string
 }
 
@@ -76,7 +77,7 @@ func newRecorder() *recorder {
 }
 
 // atIntent has f called for every intent from now on.
-func (r *recorder) atIntent(f func(*connector.Worker, connector.Intent)) {
+func (r *recorder) atIntent(f func(*engines.Worker, engines.Intent)) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.onIntent = f
@@ -98,12 +99,12 @@ func (r *recorder) note(what string, f func()) {
 	r.changed = make(chan struct{})
 }
 
-func (r *recorder) WorkerUp(w *connector.Worker) {
+func (r *recorder) WorkerUp(w *engines.Worker) {
 	r.note("up",
 		func() { r.ups = append(r.ups, w) })
 }
 
-func (r *recorder) WorkerGone(w *connector.Worker, why error, fenced func()) {
+func (r *recorder) WorkerGone(w *engines.Worker, why error, fenced func()) {
 	auto := false
 	r.note("gone", func() {
 		r.gone = append(r.gone, why)
@@ -116,8 +117,8 @@ func (r *recorder) WorkerGone(w *connector.Worker, why error, fenced func()) {
 	}
 }
 
-func (r *recorder) Intent(w *connector.Worker, in connector.Intent) {
-	var f func(*connector.Worker, connector.Intent)
+func (r *recorder) Intent(w *engines.Worker, in engines.Intent) {
+	var f func(*engines.Worker, engines.Intent)
 	r.note(fmt.Sprint("intent ", in.Lease.ID), func() {
 		r.intents = append(r.intents,
 			in)
@@ -128,35 +129,35 @@ func (r *recorder) Intent(w *connector.Worker, in connector.Intent) {
 	}
 }
 
-func (r *recorder) Progress(w *connector.Worker, p []connector.Progress) {
+func (r *recorder) Progress(w *engines.Worker, p []engines.Progress) {
 	r.note(fmt.Sprint("progress ", p[0].Lease.ID), func() { r.progress = append(r.progress, p...) })
 }
 
-func (r *recorder) Expect(w *connector.Worker, ex connector.Expect) {
+func (r *recorder) Expect(w *engines.Worker, ex engines.Expect) {
 	r.note(fmt.Sprint("expect ", ex.Lease.ID), func() { r.expects = append(r.expects, ex) })
 }
 
-func (r *recorder) Copy(w *connector.Worker, c connector.Copy) {
+func (r *recorder) Copy(w *engines.Worker, c connector.Copy) {
 	r.note(fmt.Sprint("copy ", c.Lease.ID), func() { r.copies = append(r.copies, c) })
 }
 
-func (r *recorder) Cancel(w *connector.Worker, lease uint64, reason string) {
+func (r *recorder) Cancel(w *engines.Worker, lease uint64, reason string) {
 	r.note(fmt.Sprint("cancel ", lease), func() { r.cancels[lease] = reason })
 }
 
-func (r *recorder) Preempt(w *connector.Worker, lease uint64) {
+func (r *recorder) Preempt(w *engines.Worker, lease uint64) {
 	r.note(fmt.Sprint("preempt ", lease), func() { r.preempts = append(r.preempts, lease) })
 }
 
-func (r *recorder) Announced(w *connector.Worker, all []transfer.LeaseID) {
+func (r *recorder) Announced(w *engines.Worker, all []transfer.LeaseID) {
 	r.note(fmt.Sprint("announced ", len(all)), func() { r.announced = append(r.announced, all...) })
 }
 
-func (r *recorder) Hold(w *connector.Worker, lease uint64) {
+func (r *recorder) Hold(w *engines.Worker, lease uint64) {
 	r.note(fmt.Sprint("hold ", lease), func() { r.holds = append(r.holds, lease) })
 }
 
-func (r *recorder) Await(a connector.Await, reply func(connector.Admission)) {
+func (r *recorder) Await(a engines.Await, reply func(engines.Admission)) {
 	r.note("await", func() { r.awaits = append(r.awaits, a); r.replies = append(r.replies, reply) })
 }
 
@@ -172,7 +173,7 @@ func (r *recorder) hang() (release func()) {
 	return r.turn.Unlock
 }
 
-func (r *recorder) Decline(d connector.Decline) {
+func (r *recorder) Decline(d engines.Decline) {
 	r.note("decline", func() { r.declines = append(r.declines, d) })
 }
 
@@ -318,7 +319,7 @@ func (r *rig) config(t testing.TB, change func(*connectortest.Config)) connector
 	return cfg
 }
 
-func (r *rig) lastUp(t testing.TB) *connector.Worker {
+func (r *rig) lastUp(t testing.TB) *engines.Worker {
 	t.Helper()
 	r.rec.mu.Lock()
 	defer r.rec.mu.Unlock()

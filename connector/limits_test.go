@@ -8,6 +8,7 @@ import (
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/connector/connectortest"
 	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/board"
 )
 
@@ -29,7 +30,7 @@ func TestFullCompletionRing(t *testing.T) {
 	r.rec.until(t, "expects", func() bool { return len(r.rec.expects) == n })
 	up := r.lastUp(t)
 	for _, ex := range r.rec.seen().expects {
-		must(t, r.Complete(up, connector.Completion{Lease: ex.Lease, Received: true, Status: board.OK,
+		must(t, r.Complete(up, engines.Completion{Lease: ex.Lease, Received: true, Status: board.OK,
 			Reason: strings.Repeat("x", 50)}))
 	}
 	for i := range n {
@@ -67,7 +68,7 @@ func TestLimitsAndDrain(t *testing.T) {
 			t.Fatalf("drained with leases open: %v", err)
 		default:
 		}
-		must(t, r.Complete(up, connector.Completion{Lease: in.Lease, Status: board.OK}))
+		must(t, r.Complete(up, engines.Completion{Lease: in.Lease, Status: board.OK}))
 	}
 	must(t, <-drained)
 	for range 2 {
@@ -107,7 +108,7 @@ func TestBlockIDsAreBounded(t *testing.T) {
 		t.Fatalf("%+v", got)
 	}
 	r.rec.until(t, "the intent", func() bool { return len(r.rec.intents) == 1 })
-	must(t, r.Complete(r.lastUp(t), connector.Completion{Lease: r.rec.seen().intents[0].Lease,
+	must(t, r.Complete(r.lastUp(t), engines.Completion{Lease: r.rec.seen().intents[0].Lease,
 		Status: board.OK}))
 	if got, err = w.Wait(testContext(t)); err != nil || got.Lease != a {
 		t.Fatalf("%+v %v", got, err)

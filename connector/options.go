@@ -99,6 +99,8 @@ type Options struct {
 	Devices Devices
 	// Engines uses engines for GPU work. nil: they are not used.
 	Engines Engines
+	// Store serves pages. nil: this node has no store.
+	Store Store
 }
 
 // Devices makes regions of GPU memory that engines share.

@@ -13,6 +13,7 @@ import (
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/connector/connectortest"
 	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/board"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/layout"
@@ -176,7 +177,7 @@ func TestBlocksHaveOneWriter(t *testing.T) {
 		must(t, err)
 		return id
 	}
-	var accepted []connector.Expect
+	var accepted []engines.Expect
 	accept := func(id uint64) {
 		t.Helper()
 		n := len(accepted) + 1
@@ -207,7 +208,7 @@ func TestBlocksHaveOneWriter(t *testing.T) {
 	_, err := w.Intent(intent(48, 2, 2, 3))
 	must(t, err) // sources share
 	r.rec.until(t, "the intent", func() bool { return len(r.rec.intents) == 1 })
-	must(t, r.Complete(r.lastUp(t), connector.Completion{Lease: accepted[0].Lease, Received: true}))
+	must(t, r.Complete(r.lastUp(t), engines.Completion{Lease: accepted[0].Lease, Received: true}))
 	if c, err := w.Wait(testContext(t)); err != nil || c.Lease != a {
 		t.Fatalf("%+v %v", c, err)
 	}

@@ -4,42 +4,15 @@ import (
 	"fmt"
 
 	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/control/engines"
 )
 
-// Place identifies a worker by engine and rank. The zero Place is the only rank of an unnamed
-// engine.
-type Place struct {
-	Engine string // its kind, id and data parallel rank: the ranks of one Engine share requests
-	PP, TP int
-	PPSize int // 0 counts as 1
-	TPSize int
-}
-
-func placeOf(h *msg.Hello) Place {
-	p := Place{Engine: h.Engine.Name + "/" + h.Engine.ID, PP: int(h.Ranks.PP.Rank),
+func placeOf(h *msg.Hello) engines.Place {
+	p := engines.Place{Engine: h.Engine.Name + "/" + h.Engine.ID, PP: int(h.Ranks.PP.Rank),
 		TP: int(h.Ranks.TP.Rank), PPSize: int(h.Ranks.PP.Size),
 		TPSize: int(h.Ranks.TP.Size)}
 	if h.Ranks.DP.Size > 1 {
 		p.Engine += fmt.Sprintf("/dp%d", h.Ranks.DP.Rank)
 	}
 	return p
-}
-
-// Rank names the worker within its engine.
-func (p Place) Rank() string { return rankName(p.PP, p.TP) }
-
-func rankName(pp, tp int) string { return fmt.Sprintf("pp%d/tp%d", pp, tp) }
-
-// World is the number of ranks of the engine.
-func (p Place) World() int { return max(p.PPSize, 1) * max(p.TPSize, 1) }
-
-// Ranks names all ranks, stage by stage.
-func (p Place) Ranks() []string {
-	out := make([]string, 0, p.World())
-	for pp := range max(p.PPSize, 1) {
-		for tp := range max(p.TPSize, 1) {
-			out = append(out, rankName(pp, tp))
-		}
-	}
-	return out
 }

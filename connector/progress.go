@@ -5,6 +5,7 @@ import (
 	"slices"
 
 	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/board"
 	"github.com/kvspray/kvspray/transfer"
 )
@@ -135,7 +136,7 @@ func (p *steps) followLocked() {
 		return
 	}
 	end := p.w.flags.Layer(p.w.flags.Layers())
-	var out []Progress
+	var out []engines.Progress
 	for _, l := range p.leases {
 		id := p.w.leaseID(l)
 		first := l.steps[0].step // lowest step that some layer still lacks
@@ -164,7 +165,7 @@ func (p *steps) followLocked() {
 					l.ids = l.steps[j].ids
 				}
 			}
-			out = append(out, Progress{Lease: id, Layer: i, Tokens: s.end, Final: s.end >= l.tokens,
+			out = append(out, engines.Progress{Lease: id, Layer: i, Tokens: s.end, Final: s.end >= l.tokens,
 				Blocks: blocks})
 			for j := 0; j <= k; j++ { // reported now, or outdated by this report
 				p.w.blockIDs -= l.steps[j].ids

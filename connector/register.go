@@ -11,6 +11,7 @@ import (
 	"github.com/kvspray/kvspray/connector/internal/memory"
 	"github.com/kvspray/kvspray/connector/internal/process"
 	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/board"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/layout"
@@ -164,7 +165,7 @@ func (c *session) register(m *msg.Register, fds descriptorSet) (w *worker, err e
 	if err != nil {
 		return nil, err
 	}
-	pub := &Worker{Boot: c.hello.Boot, Name: workerName(c.hello), Place: placeOf(c.hello)}
+	pub := &engines.Worker{Boot: c.hello.Boot, Name: workerName(c.hello), Place: placeOf(c.hello)}
 	if pub.Regions, err = in.Regions(m.Regions); err != nil {
 		return nil, err
 	}
@@ -172,13 +173,13 @@ func (c *session) register(m *msg.Register, fds descriptorSet) (w *worker, err e
 	if err != nil {
 		return nil, err
 	}
-	w = c.newWorker(pub, b, index)
 	var work *Engine
 	if b.work != nil {
 		if work, err = newEngine(b, pub.Regions, c.peer); err != nil {
 			return nil, refuse(msg.CodeLimit, "fds.work", err, "raise the sidecar's limit of open files")
 		}
 	}
+	w = c.newWorker(pub, b, index) // it owns the descriptors: nothing may fail from here on
 	w.extents, w.work = in.Extents, work
 	// A caller may keep the Worker and call SourceValid long after the worker has gone: the flags
 	// stay mapped as long as the Worker is reachable.
@@ -284,7 +285,7 @@ func (c *session) openBoard(in *memory.Intake, m *msg.Register) (*boardOf, error
 }
 
 // openLayout checks a layout against the regions and flags of pub. index maps its layers to flags.
-func (s *Server) openLayout(pub *Worker, encoded []byte, flags *board.Flags) (index []int,
+func (s *Server) openLayout(pub *engines.Worker, encoded []byte, flags *board.Flags) (index []int,
 	err error) {
 	const remedy = "register what the engine allocated"
 	sizes := make([]uint64, len(pub.Regions))
@@ -321,7 +322,7 @@ func (s *Server) openLayout(pub *Worker, encoded []byte, flags *board.Flags) (in
 }
 
 // newWorker makes the state behind pub.
-func (c *session) newWorker(pub *Worker, b *boardOf, index []int) *worker {
+func (c *session) newWorker(pub *engines.Worker, b *boardOf, index []int) *worker {
 	w := &worker{s: c.s, pub: pub, log: c.log.With("worker", pub.Name), proc: c.peer, flags: b.flags,
 		done:    make(chan struct{}),
 		session: c, rings: b.ringsMemory, tables: pub.Layout.TablesOf(), leases: map[uint64]*lease{},
@@ -334,7 +335,7 @@ func (c *session) newWorker(pub *Worker, b *boardOf, index []int) *worker {
 	w.signals = signals{w: w, seen: make([]uint64, b.flags.Layers()+1)}
 	w.watched.Worker = &w.signals
 	pub.SourceValid = w.submissions.sourceValid
-	pub.state = w
+	pub.Session = w
 	return w
 }
 

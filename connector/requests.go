@@ -7,6 +7,7 @@ import (
 
 	"github.com/kvspray/kvspray/connector/internal/watch"
 	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/board"
 	"github.com/kvspray/kvspray/transfer"
 )
@@ -58,8 +59,9 @@ func (w *worker) refuseLocked(rec board.Record, source bool, err error) {
 	if _, open := w.leases[rec.Lease]; open {
 		return
 	}
-	c := Completion{Lease: transfer.LeaseID{Boot: w.pub.Boot, ID: rec.Lease}, Received: !source,
-		Status: board.Refused, Reason: err.Error()}
+	c := engines.Completion{Lease: transfer.LeaseID{Boot: w.pub.Boot, ID: rec.Lease},
+		Received: !source,
+		Status:   board.Refused, Reason: err.Error()}
 	w.completions.postLocked(encodeCompletion(c))
 }
 
@@ -113,7 +115,8 @@ func (w *worker) intentLocked(rec board.Record) error {
 		l.steps = append(l.steps, pendingStep{step: s.Step, end: s.End})
 	}
 	w.steps.changedLocked(l)
-	in := Intent{Lease: w.leaseID(l), Key: transfer.Key{Xfer: m.Xfer, Hash: m.Hash}, Tokens: m.Tokens,
+	in := engines.Intent{Lease: w.leaseID(l), Key: transfer.Key{Xfer: m.Xfer, Hash: m.Hash},
+		Tokens: m.Tokens,
 		Fanout: int(m.Fanout), Blocks: m.Blocks,
 		Held: m.Held, Priority: priority(m.Prio), Deadline: w.s.duration(m.DeadlineMS, w.s.opt.Deadline),
 		Attempt: m.Attempt, Req: m.Req}
@@ -122,9 +125,9 @@ func (w *worker) intentLocked(rec board.Record) error {
 		w.eventLocked(func(e Events) { e.Announced(w.pub, []transfer.LeaseID{in.Lease}) })
 	}
 	if m.Ready > 0 {
-		p := make([]Progress, len(w.steps.index))
+		p := make([]engines.Progress, len(w.steps.index))
 		for i := range p {
-			p[i] = Progress{Lease: in.Lease, Layer: i, Tokens: m.Ready, Final: m.Ready >= m.Tokens}
+			p[i] = engines.Progress{Lease: in.Lease, Layer: i, Tokens: m.Ready, Final: m.Ready >= m.Tokens}
 			l.reported[i] = m.Ready
 		}
 		w.eventLocked(func(e Events) { e.Progress(w.pub, p) })
@@ -166,7 +169,8 @@ func (w *worker) expectLocked(rec board.Record) error {
 		w.refuseLocked(rec, false, err)
 		return nil
 	}
-	ex := Expect{Lease: w.leaseID(l), Key: transfer.Key{Xfer: m.Xfer, Hash: m.Hash}, Peer: m.Peer,
+	ex := engines.Expect{Lease: w.leaseID(l), Key: transfer.Key{Xfer: m.Xfer, Hash: m.Hash},
+		Peer:   m.Peer,
 		Tokens: m.Tokens, Skip: m.Skip, Blocks: m.Blocks,
 		Priority: priority(m.Prio), Deadline: w.s.duration(m.DeadlineMS, w.s.opt.Deadline),
 		Partner: w.s.duration(m.PartnerMS, w.s.opt.Partner), Req: m.Req}
@@ -188,7 +192,10 @@ func (w *worker) reserveLocked(l *lease, m *msg.Expect) error {
 }
 
 // priority maps a value of a newer version to the least urgent priority.
-func priority(v uint32) Priority { return Priority(min(v, uint32(Background))) }
+func priority(v uint32) engines.Priority {
+	return engines.Priority(min(v,
+		uint32(engines.Background)))
+}
 
 // changeLocked applies CANCEL, PREEMPT or HOLD. The record takes effect even if its body is
 // unreadable.

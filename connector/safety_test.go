@@ -7,9 +7,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/connector/connectortest"
 	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/board"
 	"github.com/kvspray/kvspray/transfer"
 )
@@ -109,7 +109,7 @@ func TestSourceValidNeverLate(t *testing.T) {
 			i := rnd.IntN(len(live))
 			s := byID[live[i]]
 			live = append(live[:i], live[i+1:]...)
-			must(t, r.Complete(up, connector.Completion{Lease: s.id, Status: board.OK}))
+			must(t, r.Complete(up, engines.Completion{Lease: s.id, Status: board.OK}))
 			s.gone.Store(true)
 			if _, _, err := w.Poll(); err != nil {
 				t.Fatal(err)
@@ -139,11 +139,11 @@ func TestSourceValidNeverLate(t *testing.T) {
 // about.
 func TestTakeoverUnderLoad(t *testing.T) {
 	r := start(t, nil)
-	r.rec.atIntent(func(w *connector.Worker, in connector.Intent) {
+	r.rec.atIntent(func(w *engines.Worker, in engines.Intent) {
 		w.SourceValid(in.Lease)
 		if in.Lease.ID%2 == 0 {
 			// may race with the takeover
-			_ = r.Complete(w, connector.Completion{Lease: in.Lease, Status: board.OK})
+			_ = r.Complete(w, engines.Completion{Lease: in.Lease, Status: board.OK})
 		}
 	})
 	w := r.worker(t, nil)

@@ -20,6 +20,7 @@ import (
 	"github.com/kvspray/kvspray/connector/internal/process"
 	"github.com/kvspray/kvspray/connector/internal/watch"
 	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/parseblock"
 )
 
@@ -349,18 +350,20 @@ func (s *Server) forget(w *worker) {
 // Complete ends a lease towards the shim. It never blocks. If the completion ring is full,
 // completions wait in order, bounded by the worker's leases. Completing a lease that is not open is
 // an error (ErrGone, ErrUnknownLease) without effect.
-func (s *Server) Complete(w *Worker, c Completion) error {
-	if w == nil || w.state == nil || w.state.s != s {
-		return fmt.Errorf("complete %s: %w", c.Lease, ErrGone)
+func (s *Server) Complete(w *engines.Worker, c engines.Completion) error {
+	if w != nil {
+		if state, ok := w.Session.(*worker); ok && state.s == s {
+			return state.complete(c)
+		}
 	}
-	return w.state.complete(c)
+	return fmt.Errorf("complete %s: %w", c.Lease, ErrGone)
 }
 
 // Workers returns the registered workers, including those being fenced.
-func (s *Server) Workers() []*Worker {
+func (s *Server) Workers() []*engines.Worker {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	out := make([]*Worker, 0, len(s.workers))
+	out := make([]*engines.Worker, 0, len(s.workers))
 	for _, w := range s.workers {
 		out = append(out, w.pub)
 	}

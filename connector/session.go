@@ -13,6 +13,7 @@ import (
 
 	"github.com/kvspray/kvspray/connector/internal/process"
 	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/transfer"
 )
@@ -292,10 +293,10 @@ func (c *session) onAwait(m *msg.Await) {
 	}
 	var once sync.Once
 	id := m.ID
-	a := Await{Token: c.s.token.Add(1), Engine: placeOf(c.hello).Engine,
+	a := engines.Await{Token: c.s.token.Add(1), Engine: placeOf(c.hello).Engine,
 		Key: transfer.Key{Xfer: m.Xfer, Hash: m.Hash}, Peer: m.Peer, Tokens: m.Tokens,
 		TTL: c.s.duration(m.TTLMS, c.s.opt.Partner)}
-	c.s.opt.Events.Await(a, func(ad Admission) {
+	c.s.opt.Events.Await(a, func(ad engines.Admission) {
 		once.Do(func() {
 			c.mu.Lock()
 			c.awaits--
@@ -317,9 +318,10 @@ func (c *session) onDecline(m *msg.Decline) {
 		return
 	}
 	at := placeOf(c.hello)
-	c.s.opt.Events.Decline(Decline{Boot: c.hello.Boot, ID: m.ID, Engine: at.Engine, World: at.World(),
-		Key:  transfer.Key{Xfer: m.Xfer, Hash: m.Hash},
-		Peer: m.Peer, Reason: m.Reason})
+	c.s.opt.Events.Decline(engines.Decline{Boot: c.hello.Boot, ID: m.ID, Engine: at.Engine,
+		World: at.World(),
+		Key:   transfer.Key{Xfer: m.Xfer, Hash: m.Hash},
+		Peer:  m.Peer, Reason: m.Reason})
 }
 
 // descriptorSet holds the descriptors of a packet. The code that takes one sets its entry to -1.

@@ -10,8 +10,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/board"
 	"github.com/kvspray/kvspray/internal/testutil"
 )
@@ -60,7 +60,7 @@ func TestRealShim(t *testing.T) {
 	if up.Name != "c/shim/tp0" {
 		t.Errorf("name %q", up.Name)
 	}
-	must(t, r.Complete(up, connector.Completion{Lease: got.Lease, Status: board.OK, Grants: 1,
+	must(t, r.Complete(up, engines.Completion{Lease: got.Lease, Status: board.OK, Grants: 1,
 		Bytes: 4096}))
 	must(t, cmd.Wait())
 	if want := fmt.Sprintf("%d %d 1\n", board.RecSent, board.OK); out.String() != want {

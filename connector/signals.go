@@ -74,10 +74,9 @@ func (s *signals) LookLater() {
 // Follow sets whether a source lease of w has a matching receiver. Without one, checking layers
 // with each record of the ring and every watch.Alone is early enough; following each layer would
 // take most of an idle sidecar's CPU budget.
-func (w *Worker) Follow(partners bool) {
-	s := w.state
-	s.signals.partners.Store(partners)
-	if partners && s.signals.Waiting() {
-		s.s.watch.Add(&s.watched) // its first check covers earlier changes
+func (w *worker) Follow(partners bool) {
+	w.signals.partners.Store(partners)
+	if partners && w.signals.Waiting() {
+		w.s.watch.Add(&w.watched) // its first check covers earlier changes
 	}
 }

@@ -37,23 +37,23 @@ func TestFallingFlags(t *testing.T) {
 // TestAwaited: layers are looked for closely while a partner is here, and for a while after a
 // source lease was opened.
 func TestAwaited(t *testing.T) {
-	w := &Worker{state: &worker{}}
-	if w.state.signals.Awaited(time.Hour) {
+	w := &worker{}
+	if w.signals.Awaited(time.Hour) {
 		t.Error("awaited, and nobody ever asked")
 	}
-	w.state.signals.fresh.Store(int64(time.Hour + watch.Fresh))
-	if !w.state.signals.Awaited(time.Hour + watch.Fresh - 1) {
+	w.signals.fresh.Store(int64(time.Hour + watch.Fresh))
+	if !w.signals.Awaited(time.Hour + watch.Fresh - 1) {
 		t.Error("a new lease is not awaited")
 	}
-	if w.state.signals.Awaited(time.Hour + watch.Fresh) {
+	if w.signals.Awaited(time.Hour + watch.Fresh) {
 		t.Error("a lease is new for ever")
 	}
 	w.Follow(true)
-	if !w.state.signals.Awaited(2 * time.Hour) {
+	if !w.signals.Awaited(2 * time.Hour) {
 		t.Error("a partner is here, and nobody looks closely")
 	}
 	w.Follow(false)
-	if w.state.signals.Awaited(2 * time.Hour) {
+	if w.signals.Awaited(2 * time.Hour) {
 		t.Error("the last partner went, and layers are looked for as closely as before")
 	}
 }

@@ -14,15 +14,15 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
-// engines keeps what was attached.
-type engines struct {
+// attachments keeps what was attached.
+type attachments struct {
 	mu       sync.Mutex
 	attached []connector.Engine
 	detached int
 	useless  bool
 }
 
-func (e *engines) Attach(x connector.Engine) func() {
+func (e *attachments) Attach(x connector.Engine) func() {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.attached = append(e.attached, x)
@@ -38,13 +38,13 @@ func (e *engines) Attach(x connector.Engine) func() {
 	}
 }
 
-func (e *engines) first() connector.Engine {
+func (e *attachments) first() connector.Engine {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	return e.attached[0]
 }
 
-func (e *engines) counts() (attached, detached int) {
+func (e *attachments) counts() (attached, detached int) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	return len(e.attached), e.detached
@@ -81,7 +81,7 @@ func eventfd(t *testing.T, flags int) int {
 // its leases are fenced.
 func TestWorkIsAttached(t *testing.T) {
 	for _, useless := range []bool{false, true} {
-		e := &engines{useless: useless}
+		e := &attachments{useless: useless}
 		r := start(t, func(o *connector.Options) { o.Engines = e })
 		memory, bell := workMemory(t), eventfd(t, unix.EFD_NONBLOCK)
 		w := r.worker(t, func(c *connectortest.Config) { c.Tamper = withWork(memory, bell) })
@@ -141,7 +141,7 @@ func TestWorkIsAttached(t *testing.T) {
 }
 
 func TestWorkRefused(t *testing.T) {
-	e := &engines{}
+	e := &attachments{}
 	r := start(t, func(o *connector.Options) { o.Engines = e })
 	good, bell := workMemory(t), eventfd(t, unix.EFD_NONBLOCK)
 	bad := workMemory(t)

@@ -14,6 +14,7 @@ import (
 	"github.com/kvspray/kvspray/connector/internal/process"
 	"github.com/kvspray/kvspray/connector/internal/watch"
 	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/board"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/layout"
@@ -40,7 +41,7 @@ var (
 type worker struct {
 	// Set once.
 	s      *Server
-	pub    *Worker
+	pub    *engines.Worker
 	log    *slog.Logger
 	proc   *process.Peer
 	flags  *board.Flags
@@ -203,7 +204,7 @@ func (w *worker) recordLocked(rec board.Record) {
 func (w *worker) eventLocked(call func(Events)) { w.pending = append(w.pending, call) }
 
 // complete ends an open lease towards the shim.
-func (w *worker) complete(c Completion) error {
+func (w *worker) complete(c engines.Completion) error {
 	enc := encodeCompletion(c)
 	w.mu.Lock()
 	defer w.mu.Unlock()

@@ -10,9 +10,9 @@ import (
 	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/connector/connectortest"
 	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/peer"
 	"github.com/kvspray/kvspray/layout"
@@ -52,7 +52,7 @@ func TestOtherOrderIsRefused(t *testing.T) {
 			t.Fatal(err, err2)
 		}
 		c := de.wait(dst)
-		if c.Status != exec.StatusOK {
+		if c.Status != engines.StatusOK {
 			if err := pe.Cancel(src, "test", true); err != nil {
 				t.Fatal(err)
 			}
@@ -61,7 +61,7 @@ func TestOtherOrderIsRefused(t *testing.T) {
 		return c
 	}
 	pe.random()
-	if c := ask(); c.Status != exec.StatusOK {
+	if c := ask(); c.Status != engines.StatusOK {
 		t.Fatalf("of one release: status %d, %+v", c.Status, c.Received)
 	}
 	same(t, pe, de, []uint32{1, 2, 3, 4}, []uint32{5, 6, 7, 8}, 64, 0)
@@ -81,7 +81,7 @@ func TestOtherOrderIsRefused(t *testing.T) {
 	b, _ := de.region.Bytes()
 	before := bytes.Clone(b)
 	c := ask()
-	if c.Status != exec.StatusRefused || !strings.Contains(c.Received.Reason,
+	if c.Status != engines.StatusRefused || !strings.Contains(c.Received.Reason,
 		"plan: parts[pp0/tp0].digest = ") ||
 		!strings.Contains(c.Received.Reason,
 			" at the source: bytes would come to other places; run one release of kvspray") {
@@ -101,11 +101,11 @@ func TestUnsentIsAnswered(t *testing.T) {
 	p, d := pairOf(t, "tcp")
 	d.conv.Connect(p.Endpoint())
 	until(t, func() bool { return d.dial.knows(p.Boot()) })
-	answers := make(chan connector.Admission, 1)
+	answers := make(chan engines.Admission, 1)
 	pr := newPrompt(64)
-	d.driver.Events.Await(connector.Await{Key: transfer.Key{Xfer: pr.xfer, Hash: pr.hash},
+	d.driver.Events.Await(engines.Await{Key: transfer.Key{Xfer: pr.xfer, Hash: pr.hash},
 		Peer: p.Endpoint(),
-		TTL:  time.Hour}, func(a connector.Admission) { answers <- a })
+		TTL:  time.Hour}, func(a engines.Admission) { answers <- a })
 	d.conv.Send(p.Boot(),
 		&peerv1.ControlFrame{Body: &peerv1.ControlFrame_Await{Await: &peerv1.Await{
 			Token: 1, Xfer: make([]byte, peer.MaxMessage+1)}}})

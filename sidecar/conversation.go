@@ -12,8 +12,8 @@ import (
 	"strings"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/driver"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/peer"
 	"github.com/kvspray/kvspray/control/peer/keys"
@@ -40,7 +40,7 @@ type conversation struct {
 	descriptions *descriptions
 	dial         *dialer
 	rails        *railSet
-	workers      func() []*connector.Worker
+	workers      func() []*engines.Worker
 
 	mesh  *peer.Mesh        // set before Run opens a backend
 	creds *keys.Credentials // likewise; nil: none

@@ -3,43 +3,30 @@ package sidecar
 import (
 	"context"
 	"encoding/hex"
-	"errors"
-	"fmt"
 	"log/slog"
-	"sync"
 	"time"
 
 	"github.com/kvspray/kvspray/connector"
-	"github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/metrics"
 	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/sidecar/internal/local"
 	"github.com/kvspray/kvspray/sidecar/internal/trace"
 )
 
 // copies executes copies that engines request between their own regions: loading caches from host
 // memory, waking weights. No other process takes part, so there is no grant, no plan and no
 // executor, only the lease: when the engine receives its end, its writes have happened or never
-// will. A worker's memory is released after its last copy.
+// will.
 type copies struct {
+	leases    *local.Leases
 	gpus      *gpus
 	metrics   *metrics.Set
 	transfers *trace.Lines      // set before the first copy
 	server    *connector.Server // likewise
 	log       *slog.Logger
-	ctx       context.Context // of all copies
 
 	slots chan struct{} // one for each running copy
-	wg    sync.WaitGroup
-
-	mu   sync.Mutex // protects all below
-	open map[*connector.Worker]map[uint64]copying
-	last map[*connector.Worker]func() // called at the end of a worker's last copy
-}
-
-// copying is an open copy; its context ends when the copy is canceled.
-type copying struct {
-	ctx    context.Context
-	cancel context.CancelCauseFunc
 }
 
 // Bounds of copies. A copy checks between two pieces whether it was canceled: a piece takes some
@@ -56,93 +43,20 @@ const (
 // pathHost is the path of a copy without a GPU. Package gpu names the others.
 const pathHost = "host"
 
-var (
-	errCopyCanceled = errors.New("cancelled by the engine")
-	errCopyLate     = errors.New("the deadline has passed")
-	errCopyGone     = errors.New("the engine worker is gone")
-	errCopyStops    = errors.New("the sidecar stops")
-)
-
-func newCopies(ctx context.Context, g *gpus, m *metrics.Set, log *slog.Logger) *copies {
-	return &copies{ctx: ctx, gpus: g, metrics: m, log: log, slots: make(chan struct{},
-		maxCopiesRunning), open: map[*connector.Worker]map[uint64]copying{},
-		last: map[*connector.Worker]func(){}}
+func newCopies(l *local.Leases, g *gpus, m *metrics.Set, log *slog.Logger) *copies {
+	return &copies{leases: l, gpus: g, metrics: m, log: log,
+		slots: make(chan struct{}, maxCopiesRunning)}
 }
 
 // start runs one. The connector bounds how many a worker has.
-func (c *copies) start(w *connector.Worker, cp connector.Copy) {
-	ctx, cancel := context.WithCancelCause(c.ctx)
-	c.mu.Lock()
-	if c.open[w] == nil {
-		c.open[w] = map[uint64]copying{}
-	}
-	c.open[w][cp.Lease.ID] = copying{ctx, cancel}
-	c.mu.Unlock()
-	c.wg.Go(func() {
-		c.run(ctx, w, &cp)
-		cancel(nil)
-		c.ended(w, cp.Lease.ID)
-	})
-}
-
-// cancel reports whether that lease was a copy, and cancels it.
-func (c *copies) cancel(w *connector.Worker, id uint64, reason string) bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	o, ok := c.open[w][id]
-	if ok {
-		o.cancel(fmt.Errorf("%w: %s", errCopyCanceled, reason))
-	}
-	return ok
-}
-
-// stop soon ends the open copies of w, or of all workers.
-func (c *copies) stop(w *connector.Worker, why error) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	for of, all := range c.open {
-		for _, o := range all {
-			if w == nil || w == of {
-				o.cancel(why)
-			}
-		}
-	}
-}
-
-// after calls f once w has no copy any more. No further one may start.
-func (c *copies) after(w *connector.Worker, f func()) {
-	c.mu.Lock()
-	wait := len(c.open[w]) > 0
-	if wait {
-		c.last[w] = f
-	}
-	c.mu.Unlock()
-	if !wait {
-		f()
-	}
-}
-
-func (c *copies) ended(w *connector.Worker, id uint64) {
-	c.mu.Lock()
-	delete(c.open[w], id)
-	var f func()
-	if len(c.open[w]) == 0 {
-		f = c.last[w]
-		delete(c.open, w)
-		delete(c.last, w)
-	}
-	c.mu.Unlock()
-	if f != nil {
-		f()
-	}
+func (c *copies) start(w *engines.Worker, cp connector.Copy) {
+	c.leases.Run(w, cp.Lease.ID, cp.Deadline, func(ctx context.Context) { c.run(ctx, w, &cp) })
 }
 
 // run copies, and completes the lease. Nothing of it is in flight when the engine receives the
 // result.
-func (c *copies) run(ctx context.Context, w *connector.Worker, cp *connector.Copy) {
+func (c *copies) run(ctx context.Context, w *engines.Worker, cp *connector.Copy) {
 	began := time.Now()
-	ctx, cancel := context.WithTimeoutCause(ctx, cp.Deadline, errCopyLate)
-	defer cancel()
 	m := copyWorker{gpus: c.gpus, src: w.Regions[cp.Src], dst: w.Regions[cp.Dst],
 		ways: map[string]uint64{}}
 	var err error
@@ -156,18 +70,10 @@ func (c *copies) run(ctx context.Context, w *connector.Worker, cp *connector.Cop
 		err = context.Cause(ctx)
 	}
 	path, moved := m.path()
-	done := connector.Completion{Lease: cp.Lease, Received: true, Status: exec.StatusOK, Bytes: moved,
-		Took: time.Since(began), Transport: path}
+	done := engines.Completion{Lease: cp.Lease, Received: true, Status: local.Status(err),
+		Bytes: moved, Took: time.Since(began), Transport: path}
 	if err != nil {
 		done.Reason = err.Error()
-		switch {
-		case errors.Is(err, errCopyCanceled):
-			done.Status = exec.StatusCancelled
-		case errors.Is(err, errCopyLate):
-			done.Status = exec.StatusExpired
-		default:
-			done.Status = exec.StatusFailed
-		}
 	}
 	if cerr := c.server.Complete(w, done); cerr != nil {
 		c.log.Debug("completion not delivered", "lease", cp.Lease.String(), "err", cerr)
@@ -175,7 +81,7 @@ func (c *copies) run(ctx context.Context, w *connector.Worker, cp *connector.Cop
 	c.trace(w, cp, &done, waited)
 }
 
-func (c *copies) trace(w *connector.Worker, cp *connector.Copy, x *connector.Completion,
+func (c *copies) trace(w *engines.Worker, cp *connector.Copy, x *engines.Completion,
 	waited time.Duration) {
 	outcome := metrics.OutcomeOf(x.Status)
 	c.metrics.CopyEnded(outcome, x.Transport, x.Bytes, x.Took)
@@ -186,7 +92,7 @@ func (c *copies) trace(w *connector.Worker, cp *connector.Copy, x *connector.Com
 		QueueUS: waited.Microseconds(),
 		TookUS:  x.Took.Microseconds(), Reason: x.Reason}
 	level := slog.LevelInfo
-	if x.Status != exec.StatusOK && x.Status != exec.StatusCancelled {
+	if x.Status != engines.StatusOK && x.Status != engines.StatusCancelled {
 		level = slog.LevelWarn
 	}
 	c.log.Log(context.Background(), level, "copy", "outcome", r.Outcome, "worker", w.Name, "req",

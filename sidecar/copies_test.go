@@ -169,11 +169,7 @@ func TestCopies(t *testing.T) {
 				t.Fatal("content differs on the way back")
 			}
 			// The engine waits for nothing of what follows.
-			until(t, func() bool {
-				r.copies.mu.Lock()
-				defer r.copies.mu.Unlock()
-				return len(r.copies.open) == 0
-			})
+			until(t, func() bool { open, _, _ := r.local.Count(); return open == 0 })
 			_, text := get(t, r, "/metrics")
 			for _, line := range []string{`kvspray_copy_copies_total{outcome="ok",path="` + where + `"} 2`,
 				`kvspray_engine_records_total{type="copy"} 2`} {
@@ -205,14 +201,7 @@ func TestCopyCanceled(t *testing.T) {
 	if err := e.Cancel(id, "the request is gone", false); err != nil {
 		t.Fatal(err)
 	}
-	until(t, func() bool {
-		r.copies.mu.Lock()
-		defer r.copies.mu.Unlock()
-		for _, all := range r.copies.open {
-			return all[id].ctx.Err() != nil
-		}
-		return false
-	})
+	until(t, func() bool { _, canceled, _ := r.local.Count(); return canceled == 1 })
 	if c, ok, err := e.Poll(); ok || err != nil {
 		t.Fatalf("completed with a piece in flight: %+v, %v", c, err)
 	}
@@ -271,11 +260,7 @@ func TestCopyOfAWorkerThatGoes(t *testing.T) {
 		}
 	}()
 	// The executor has fenced its leases; the copy alone is waited for.
-	until(t, func() bool {
-		r.copies.mu.Lock()
-		defer r.copies.mu.Unlock()
-		return len(r.copies.last) == 1
-	})
+	until(t, func() bool { _, _, waiting := r.local.Count(); return waiting == 1 })
 	select {
 	case err := <-again:
 		t.Fatalf("a new session while the old one's copy writes: %v", err)
@@ -306,7 +291,7 @@ func TestCopyMeetsTheEnd(t *testing.T) {
 	stopped := make(chan error, 1)
 	go func() { stopped <- r.stop() }()
 	c := e.wait(id)
-	if c.Status != board.Failed || c.Received.Bytes != 0 || c.Received.Reason != errCopyStops.Error() {
+	if c.Status != board.Failed || c.Received.Bytes != 0 || c.Received.Reason != errStops.Error() {
 		t.Errorf("completion %+v %+v", c, c.Received)
 	}
 	if err := <-stopped; err != nil {

@@ -11,9 +11,11 @@ import (
 
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/driver"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/internal/metrics"
 	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/sidecar/internal/local"
 	"github.com/kvspray/kvspray/sidecar/internal/plans"
 )
 
@@ -22,17 +24,24 @@ import (
 type engineEvents struct {
 	*driver.Events
 	proc   *driver.Goroutines
+	local  *local.Leases
 	copies *copies
+	pages  *pageStore
 	gpus   *gpus
 }
 
 var _ connector.Events = engineEvents{}
 
 // WorkerGone ends all leases of w, then calls fenced.
-func (e engineEvents) WorkerGone(w *connector.Worker, why error, fenced func()) {
-	e.copies.stop(w, errCopyGone)
+func (e engineEvents) WorkerGone(w *engines.Worker, why error, fenced func()) {
+	e.local.Gone(w)
 	e.Events.WorkerGone(w, workerDead(why), "engine worker gone: "+errText(why),
-		func() { e.copies.after(w, func() { e.release(w.Regions, fenced) }) })
+		func() {
+			e.local.After(w, func() {
+				e.pages.gone(w)
+				e.release(w.Regions, fenced)
+			})
+		})
 }
 
 // release ends the GPUs' use of a worker's host memory before the memory goes. The driver is slow
@@ -59,11 +68,11 @@ func errText(err error) string {
 func workerDead(why error) bool { return !errors.Is(why, connector.ErrSuperseded) }
 
 // Copy opens a copy between two regions of w.
-func (e engineEvents) Copy(w *connector.Worker, c connector.Copy) { e.copies.start(w, c) }
+func (e engineEvents) Copy(w *engines.Worker, c connector.Copy) { e.copies.start(w, c) }
 
 // Cancel ends a lease.
-func (e engineEvents) Cancel(w *connector.Worker, id uint64, reason string) {
-	if !e.copies.cancel(w, id, reason) {
+func (e engineEvents) Cancel(w *engines.Worker, id uint64, reason string) {
+	if !e.local.Cancel(w, id, reason) {
 		e.Events.Cancel(w, id, reason)
 	}
 }
@@ -84,11 +93,11 @@ func (e *completions) Complete(a *exec.Action) {
 	if len(a.ReceiveParts) > 0 {
 		c.Transport, route, moved = o.route(a.ReceiveParts)
 		switch c.Status {
-		case exec.StatusOK:
+		case engines.StatusOK:
 			for _, l := range a.ReceiveParts {
 				o.hashes.Received(l, plans.Received(l))
 			}
-		case exec.StatusFailed, exec.StatusExpired:
+		case engines.StatusFailed, engines.StatusExpired:
 			c.Recompute = e.plans.Recompute(a.ReceiveParts)
 		}
 	}
@@ -104,10 +113,10 @@ func (e *completions) Complete(a *exec.Action) {
 }
 
 // Follow implements driver.Engines.
-func (e *completions) Follow(w *connector.Worker, on bool) { w.Follow(on) }
+func (e *completions) Follow(w *engines.Worker, on bool) { w.Session.Follow(on) }
 
 // Forget implements driver.Engines.
-func (e *completions) Forget(w *connector.Worker) { e.plans.Forget(w) }
+func (e *completions) Forget(w *engines.Worker) { e.plans.Forget(w) }
 
 // publishEvery is the interval of STATS to engines.
 const publishEvery = time.Second

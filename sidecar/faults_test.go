@@ -9,7 +9,7 @@ import (
 	"time"
 
 	"github.com/kvspray/kvspray/connector/msg"
-	"github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/peer/keys"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/testutil"
@@ -143,8 +143,10 @@ func TestCancel(t *testing.T) {
 				t.Fatal(err)
 			}
 			dc, sc := de.wait(x.dst), pe.wait(x.src)
-			if side == "source" && (sc.Status != exec.StatusCancelled || dc.Status != exec.StatusFailed) ||
-				side == "destination" && (dc.Status != exec.StatusCancelled || sc.Status != exec.StatusFailed) {
+			if side == "source" && (sc.Status != engines.StatusCancelled ||
+				dc.Status != engines.StatusFailed) ||
+				side == "destination" && (dc.Status != engines.StatusCancelled ||
+					sc.Status != engines.StatusFailed) {
 				t.Errorf("cancelled by the %s: source %d, destination %d", side, sc.Status, dc.Status)
 			}
 			// The blocks are the engine's again: nothing of that transfer may touch them.
@@ -254,7 +256,7 @@ func TestNobodyThere(t *testing.T) {
 				t.Fatal(err)
 			}
 			c := de.wait(lease)
-			if took = time.Since(from); c.Status != exec.StatusExpired {
+			if took = time.Since(from); c.Status != engines.StatusExpired {
 				t.Errorf("peer %s: status %d (%s) after %v", peer, c.Status, c.Received.Reason, took)
 			}
 		}
@@ -277,7 +279,7 @@ func TestHTTPIsNoPeer(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if c := de.wait(lease); c.Status != exec.StatusExpired || !strings.Contains(c.Received.Reason,
+	if c := de.wait(lease); c.Status != engines.StatusExpired || !strings.Contains(c.Received.Reason,
 		"not its http.listen") {
 		t.Errorf("status %d: %s", c.Status, c.Received.Reason)
 	}
@@ -356,7 +358,7 @@ func TestClusterKey(t *testing.T) {
 				t.Fatal(err)
 			}
 			// It is told soon, and why: the engine can compute.
-			if got := se.wait(lease); got.Status != exec.StatusExpired ||
+			if got := se.wait(lease); got.Status != engines.StatusExpired ||
 				!strings.Contains(got.Received.Reason, "do not share a cluster key") {
 				t.Errorf("status %d, %q", got.Status, got.Received.Reason)
 			}

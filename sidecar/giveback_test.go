@@ -5,7 +5,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/transfer"
 )
@@ -15,7 +15,7 @@ import (
 func TestMemoryIsGivenBackAside(t *testing.T) {
 	// GPUs take a goroutine anyway
 	n := start(t, func(c *config.Config) { c.Transports.GPU.Enabled = config.Off })
-	w := &connector.Worker{Boot: transfer.Boot{7}}
+	w := &engines.Worker{Boot: transfer.Boot{7}}
 	n.driver.Events.WorkerUp(w)
 	unmapping, done := make(chan struct{}), make(chan struct{})
 	defer close(done)
@@ -36,7 +36,7 @@ func TestMemoryIsGivenBackAside(t *testing.T) {
 	wait("the memory is given back", unmapping)
 	wait("the word of its end", gone)
 	answered := make(chan struct{})
-	n.driver.Events.Await(connector.Await{Key: transfer.Key{Xfer: transfer.XferID{1}},
-		Peer: n.Endpoint(), TTL: time.Millisecond}, func(connector.Admission) { close(answered) })
+	n.driver.Events.Await(engines.Await{Key: transfer.Key{Xfer: transfer.XferID{1}},
+		Peer: n.Endpoint(), TTL: time.Millisecond}, func(engines.Admission) { close(answered) })
 	wait("an answer to another engine", answered)
 }

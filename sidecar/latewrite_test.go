@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/sys/mem"
@@ -346,7 +347,7 @@ func lateAfterCancel(t *testing.T, held string, order []string) {
 			attacks++
 		}
 		c.alive(t, i, "when nothing was in flight any more")
-		if got.Status == exec.StatusCancelled {
+		if got.Status == engines.StatusCancelled {
 			canceled++
 			// A cancel that came before the grant left is nothing that the source can know of.
 			if err := pe.Cancel(x.src, "attack", true); err != nil {

@@ -4,7 +4,7 @@ import (
 	"testing"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/parseblock"
@@ -24,7 +24,7 @@ func (a asked) Planes(dst []layout.Plane, g *layout.Group, l *layout.Layer) ([]l
 }
 
 // learn has a planner receive the layout of a peer's worker.
-func learn(t *testing.T, p *plans.Planner, w *connector.Worker) {
+func learn(t *testing.T, p *plans.Planner, w *engines.Worker) {
 	t.Helper()
 	b, err := w.Layout.Marshal()
 	if err == nil {
@@ -49,16 +49,16 @@ func TestEnginesMeetOnce(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	worker := func(l *layout.Layout) *connector.Worker {
+	worker := func(l *layout.Layout) *engines.Worker {
 		own, err := parseblock.NewMatch(reg, l, l, nil)
 		if err != nil {
 			t.Fatal(err)
 		}
-		return &connector.Worker{Layout: l, Geometry: l.Geometry(), Own: own}
+		return &engines.Worker{Layout: l, Geometry: l.Geometry(), Own: own}
 	}
 	d := worker(llama8B(t, "LBNHC", 16, 0, 1))
 	receives, sends := plans.New(reg), plans.New(reg)
-	var sources []*connector.Worker
+	var sources []*engines.Worker
 	var ranks []exec.Rank
 	for rank := range int64(2) {
 		w := worker(llama8B(t, "LBHNC", 32, rank, 2))
@@ -68,7 +68,7 @@ func TestEnginesMeetOnce(t *testing.T) {
 	}
 	learn(t, sends, d)
 	prompt := func(tokens int, table [][]uint32) {
-		parts, err := receives.Divide(d, &connector.Expect{Tokens: uint32(tokens), Skip: []uint32{0},
+		parts, err := receives.Divide(d, &engines.Expect{Tokens: uint32(tokens), Skip: []uint32{0},
 			Blocks: table}, ranks, func(string) uint64 { return uint64(times) })
 		if err != nil || len(parts) != 2 || parts[0].Plan == nil || parts[1].Plan == nil {
 			t.Fatal(parts, err)
@@ -94,7 +94,7 @@ func TestEnginesMeetOnce(t *testing.T) {
 		t.Errorf("the first prompt asked %d times for planes, the next three %d times", met, times-met)
 	}
 	table := scattered(d.Layout, 32768)
-	x := &connector.Expect{Tokens: 32768, Skip: []uint32{0}, Blocks: table}
+	x := &engines.Expect{Tokens: 32768, Skip: []uint32{0}, Blocks: table}
 	if n := allocated(func() {
 		if _, err := receives.Divide(d, x, ranks, func(string) uint64 { return 0 }); err != nil {
 			t.Fatal(err)

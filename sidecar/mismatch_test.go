@@ -10,7 +10,7 @@ import (
 
 	"github.com/kvspray/kvspray/connector/connectortest"
 	"github.com/kvspray/kvspray/connector/msg"
-	"github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/layout"
@@ -46,7 +46,7 @@ func TestMismatchIsNamed(t *testing.T) {
 			t.Fatal(err, err2)
 		}
 		c := de.wait(dst)
-		if c.Status != exec.StatusRefused {
+		if c.Status != engines.StatusRefused {
 			t.Fatalf("status %d, %+v", c.Status, c.Received)
 		}
 		if err := pe.Cancel(src, "test", true); err != nil {
@@ -121,7 +121,7 @@ func TestUnlikeCellsAreNamed(t *testing.T) {
 				t.Fatal(err, err2)
 			}
 			got := de.wait(dst)
-			if got.Status == exec.StatusOK {
+			if got.Status == engines.StatusOK {
 				t.Fatal("unlike caches were moved")
 			}
 			for _, w := range c.want {

@@ -32,11 +32,13 @@ import (
 
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/driver"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/metrics"
 	"github.com/kvspray/kvspray/parseblock"
+	"github.com/kvspray/kvspray/sidecar/internal/local"
 	"github.com/kvspray/kvspray/sidecar/internal/plans"
 	"github.com/kvspray/kvspray/sidecar/internal/web"
 	"github.com/kvspray/kvspray/transfer"
@@ -54,14 +56,14 @@ type Options struct {
 // Node is one sidecar.
 type Node struct {
 	*life
-	cfg     *config.Config
-	log     *slog.Logger
-	boot    transfer.Boot
-	host    string // kernel boot id
-	version string
-	grace   time.Duration
-	metrics *metrics.Set
-	gather  prometheus.Gatherer
+	cfg      *config.Config
+	log      *slog.Logger
+	boot     transfer.Boot
+	host     string // kernel boot id
+	version  string
+	grace    time.Duration
+	metrics  *metrics.Set
+	registry *prometheus.Registry
 
 	proc     *driver.Goroutines
 	driver   *driver.Driver
@@ -73,7 +75,9 @@ type Node struct {
 	rails    *railSet
 	dial     *dialer
 	conv     *conversation
+	local    *local.Leases
 	copies   *copies
+	pages    *pageStore
 	observer *observer
 	results  *completions
 	events   engineEvents
@@ -93,7 +97,7 @@ func New(opt Options) (*Node, error) {
 		opt.Registry = prometheus.NewRegistry()
 	}
 	n := &Node{life: newLife(), cfg: opt.Config, version: opt.Version,
-		metrics: metrics.New(opt.Registry), gather: opt.Registry, proc: driver.NewGoroutines(),
+		metrics: metrics.New(opt.Registry), registry: opt.Registry, proc: driver.NewGoroutines(),
 		grace: time.Duration(opt.Config.Transfer.Grace)}
 	if _, err := rand.Read(n.boot[:]); err != nil {
 		return nil, fmt.Errorf("sidecar: boot id: %w", err)
@@ -118,11 +122,11 @@ func New(opt Options) (*Node, error) {
 	if err := n.join(self); err != nil {
 		return nil, err
 	}
-	n.web = web.New(web.Options{Node: n.cfg.Node, Version: n.version, Boot: n.boot, Gather: n.gather,
+	n.web = web.New(web.Options{Node: n.cfg.Node, Version: n.version, Boot: n.boot, Gather: n.registry,
 		Driver: n.driver, Life: n.life,
 		Peers: peerViews{n.conv}, Rails: n.rails.views, Stats: n.observer.stats, Links: n.gpus.linkStates,
 		Executors: n.gpus.executorStates, Workers: n.workers,
-		Transports: func() []string { return namesOf(n.backends) }})
+		Transports: func() []string { return namesOf(n.backends) }, Store: n.pages.state})
 	s := &samples{driver: n.driver, rails: n.rails, gpus: n.gpus}
 	if err := s.register(n.metrics, opt.Registry); err != nil {
 		return nil, err
@@ -156,8 +160,11 @@ func (n *Node) join(self transport.Peer) error {
 		Rails:    localRails{n.rails, n.gpus},
 		Observer: n.observer, Log: n.log, Grace: n.grace})
 	n.dial.lanes, n.conv.driver, n.rails.changed = n.driver, n.driver, n.conv.railsChanged
-	n.copies = newCopies(n.proc.Context(), n.gpus, n.metrics, n.log)
-	n.events = engineEvents{Events: n.driver.Events, proc: n.proc, copies: n.copies, gpus: n.gpus}
+	n.local = local.New(n.proc.Context())
+	n.copies = newCopies(n.local, n.gpus, n.metrics, n.log)
+	n.pages = &pageStore{cfg: &n.cfg.Store, leases: n.local, registry: n.registry, log: n.log}
+	n.events = engineEvents{Events: n.driver.Events, proc: n.proc, local: n.local, copies: n.copies,
+		pages: n.pages, gpus: n.gpus}
 	return nil
 }
 
@@ -171,7 +178,7 @@ func (n *Node) use(live transport.Registry) {
 func (n *Node) Boot() transfer.Boot { return n.boot }
 
 // workers are the registered engine workers.
-func (n *Node) workers() []*connector.Worker { return n.engine.Workers() }
+func (n *Node) workers() []*engines.Worker { return n.engine.Workers() }
 
 // localRails describes the rails to the driver.
 type localRails struct {

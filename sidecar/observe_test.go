@@ -13,9 +13,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/control/driver"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/testutil"
@@ -27,7 +27,7 @@ import (
 // value sums the series of a metric whose labels are as given, in pairs.
 func value(t testing.TB, r *running, name string, labels ...string) (sum float64) {
 	t.Helper()
-	families, err := r.gather.Gather()
+	families, err := r.registry.Gather()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -125,7 +125,7 @@ func TestStuckFence(t *testing.T) {
 					value(t, d, "kvspray_lease_fences_total") == 1
 			})
 			if cause == "cancel" {
-				if c := de.wait(x.dst); c.Status != exec.StatusCancelled {
+				if c := de.wait(x.dst); c.Status != engines.StatusCancelled {
 					t.Errorf("status %d", c.Status)
 				}
 				// What landed is counted by how its transfer ended.
@@ -224,9 +224,9 @@ func TestHealthOfTheExecutor(t *testing.T) {
 		"lock": func() func() { return hold(r.Node) },
 		"action": func() func() {
 			in, out := make(chan struct{}), make(chan struct{})
-			go r.driver.Events.Await(connector.Await{Key: transfer.Key{Xfer: transfer.XferID{1}},
+			go r.driver.Events.Await(engines.Await{Key: transfer.Key{Xfer: transfer.XferID{1}},
 				Peer: r.Endpoint(), TTL: time.Millisecond},
-				func(connector.Admission) { close(in); <-out })
+				func(engines.Admission) { close(in); <-out })
 			<-in
 			return func() { close(out) }
 		},

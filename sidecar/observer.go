@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/internal/metrics"
 	"github.com/kvspray/kvspray/sidecar/internal/plans"
@@ -121,13 +122,13 @@ func routeOf(names []string, moved []uint64) (most, all string, bytes uint64) {
 }
 
 // traceEnd writes a transfer's line. moved counts its bytes, also after a failure.
-func (o *observer) traceEnd(a *exec.Action, c *connector.Completion, route string, moved uint64) {
+func (o *observer) traceEnd(a *exec.Action, c *engines.Completion, route string, moved uint64) {
 	side := metrics.SideSource
 	if c.Received {
 		side = metrics.SideDestination
 	}
 	outcome := metrics.OutcomeOf(c.Status)
-	if c.Status == exec.StatusOK {
+	if c.Status == engines.StatusOK {
 		moved = c.Bytes
 	}
 	o.metrics.TransferEnded(side, outcome, c.Transport, moved, c.Took)
@@ -142,7 +143,7 @@ func (o *observer) traceEnd(a *exec.Action, c *connector.Completion, route strin
 		o.log.Info("lease refused", "side", side, "lease", c.Lease.String(), "reason", c.Reason)
 		return
 	}
-	if !c.Received && c.Status == exec.StatusOK && t.Flag > 0 {
+	if !c.Received && c.Status == engines.StatusOK && t.Flag > 0 {
 		o.metrics.FlagToCommit(t.Flag)
 	}
 	r := trace.Transfer{Side: string(side), Outcome: string(outcome), Xfer: t.Key.Xfer.String(),
@@ -156,7 +157,7 @@ func (o *observer) traceEnd(a *exec.Action, c *connector.Completion, route strin
 		r.FlagUS, r.Early = t.Flag.Microseconds(), t.BytesBefore
 	}
 	level := slog.LevelInfo
-	if c.Status != exec.StatusOK && c.Status != exec.StatusCancelled {
+	if c.Status != engines.StatusOK && c.Status != engines.StatusCancelled {
 		level = slog.LevelWarn
 	}
 	if o.log.Enabled(context.Background(), level) {

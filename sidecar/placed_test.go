@@ -10,8 +10,8 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/sys/mem"
@@ -29,7 +29,7 @@ type seated struct {
 func (s seated) PCI() string { return s.at }
 
 // onGPU is a worker whose cache lies on a GPU.
-func onGPU(t *testing.T, pci string) *connector.Worker {
+func onGPU(t *testing.T, pci string) *engines.Worker {
 	t.Helper()
 	r, err := mem.NewDevice(mem.NewID(), mem.DeviceMemory{Device: seated{at: pci}, Addr: 1 << 20,
 		Size: 4096, Handle: []byte{1}, FD: -1})
@@ -37,7 +37,7 @@ func onGPU(t *testing.T, pci string) *connector.Worker {
 		t.Fatal(err)
 	}
 	t.Cleanup(r.Release)
-	return &connector.Worker{Regions: []*mem.Region{r}}
+	return &engines.Worker{Regions: []*mem.Region{r}}
 }
 
 // TestMemoryOf: the cache of a GPU engine lies where its GPU sits; which rails are near to it is
@@ -142,7 +142,7 @@ func TestNear(t *testing.T) {
 			}
 		}
 	}
-	if got := n.near(&connector.Worker{}, config.TransTCP, "ens1np0"); got != 0 {
+	if got := n.near(&engines.Worker{}, config.TransTCP, "ens1np0"); got != 0 {
 		t.Errorf("a worker of which nothing is known: tier %d", got)
 	}
 }

@@ -18,7 +18,7 @@ import (
 	"time"
 
 	"github.com/kvspray/kvspray/connector/msg"
-	kvexec "github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/board"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/leaktest"
@@ -254,7 +254,7 @@ func TestDestinationSidecarKilled(t *testing.T) {
 			de.ok(x.dst)
 			same(t, pe, de, x.pt, x.dt, tokens, 0)
 			pe.ok(x.src)
-			if c := pe.wait(lost); c.Status != kvexec.StatusFailed || !strings.Contains(c.Sent.Reason,
+			if c := pe.wait(lost); c.Status != engines.StatusFailed || !strings.Contains(c.Sent.Reason,
 				"presented the lease again") {
 				t.Errorf("the lease of a receiver that did not come again: status %d, %+v", c.Status, c.Sent)
 			}
@@ -312,10 +312,10 @@ func TestDestinationSidecarStopped(t *testing.T) {
 		if serves {
 			d.signal(syscall.SIGCONT)
 		}
-		if sent.Status != kvexec.StatusExpired && serves {
+		if sent.Status != engines.StatusExpired && serves {
 			t.Errorf("the source of a stopped receiver: status %d, %+v", sent.Status, sent.Sent)
 		}
-		if c := de.wait(dst); c.Status == kvexec.StatusOK {
+		if c := de.wait(dst); c.Status == engines.StatusOK {
 			same(t, pe, de, pt, pt, tokens, 0)
 		}
 		if serves {

@@ -8,8 +8,8 @@ import (
 	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/driver"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/peer"
 	"github.com/kvspray/kvspray/internal/config"
@@ -121,7 +121,7 @@ func states(rails []*peerv1.Rail) (out []exec.Rail) {
 
 // near returns the distance of a rail from a worker's memory, for the executor: 1 to 3; 0 if
 // unknown, so that no rail is preferred.
-func (s *railSet) near(w *connector.Worker, backend, name string) int {
+func (s *railSet) near(w *engines.Worker, backend, name string) int {
 	r, ok := s.find(backend, name)
 	if !ok {
 		return 0
@@ -144,7 +144,7 @@ func (s *railSet) near(w *connector.Worker, backend, name string) int {
 type placed interface{ PCI() string }
 
 // memoryOf locates the cache of a worker, by its first region with a known place.
-func memoryOf(w *connector.Worker) (topo.Memory, bool) {
+func memoryOf(w *engines.Worker) (topo.Memory, bool) {
 	for _, r := range w.Regions {
 		if d, ok := r.Device().(placed); ok {
 			return topo.Memory{GPU: d.PCI(), Node: topo.Unknown}, true

@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/control/engines"
 	kvexec "github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/transport"
@@ -335,7 +336,7 @@ func TestRDMAHostLost(t *testing.T) {
 	})
 	h.say("gone", nil)
 	c := e.waitFor(lease, 2*rdmaDeadline)
-	if c.Status != kvexec.StatusFailed {
+	if c.Status != engines.StatusFailed {
 		t.Errorf("the lease for a host that is gone: status %d, %+v", c.Status, c.Sent)
 	}
 	h.say("released", nil)
@@ -409,7 +410,7 @@ func prefillKilled(t *testing.T, h *rdmaHost) {
 	noticed := eventually(t, "no lane to the dead one is left", func() bool { return gone(n, there) })
 	began := time.Now()
 	c := e.waitFor(lease, 2*rdmaDeadline)
-	if all := [][2]uint32{{0, llamaTokens}}; c.Status != kvexec.StatusExpired ||
+	if all := [][2]uint32{{0, llamaTokens}}; c.Status != engines.StatusExpired ||
 		!slices.Equal(c.Received.Recompute, all) {
 		t.Errorf("the lease of a prefill that is dead: status %d, %+v", c.Status, c.Received)
 	}
@@ -479,7 +480,7 @@ func decodeKilled(t *testing.T, h *rdmaHost) {
 	noticed := eventually(t, "no lane to the dead one is left", func() bool { return gone(n, there) })
 	began := time.Now()
 	c := e.waitFor(lease, 2*rdmaDeadline)
-	if c.Status != kvexec.StatusFailed || !strings.Contains(c.Sent.Reason,
+	if c.Status != engines.StatusFailed || !strings.Contains(c.Sent.Reason,
 		"presented the lease again") {
 		t.Errorf("the lease of a receiver that did not come again: status %d, %+v", c.Status, c.Sent)
 	}

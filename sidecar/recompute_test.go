@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/sidecar/internal/plans"
 )
@@ -41,7 +42,7 @@ func TestFailedTransferNamesItsTokens(t *testing.T) {
 			t.Fatal(err)
 		}
 		c := de.wait(x.dst)
-		if want := []plans.TokenRange{{1024, tokens}}; c.Status != exec.StatusFailed ||
+		if want := []plans.TokenRange{{1024, tokens}}; c.Status != engines.StatusFailed ||
 			!slices.Equal(c.Received.Recompute, want) {
 			t.Fatalf("status %d, recompute %v: want %v", c.Status, c.Received.Recompute, want)
 		}
@@ -65,7 +66,7 @@ func TestExpiredTransferNamesItsTokens(t *testing.T) {
 					ex.Tick(now + deadlineMS*time.Millisecond)
 				})
 				c := de.wait(x.dst)
-				if want := []plans.TokenRange{{1024, tokens}}; open != 1 || c.Status != exec.StatusExpired ||
+				if want := []plans.TokenRange{{1024, tokens}}; open != 1 || c.Status != engines.StatusExpired ||
 					!strings.Contains(c.Received.Reason, "the deadline passed") ||
 					!slices.Equal(c.Received.Recompute, want) {
 					t.Fatalf("%d were open; status %d, %q, recompute %v: want %v", open, c.Status,

@@ -8,9 +8,9 @@ import (
 	mrand "math/rand/v2"
 	"testing"
 
-	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/connector/connectortest"
 	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/layout"
@@ -496,8 +496,8 @@ func TestReplicasShareTheLoad(t *testing.T) {
 	}
 }
 
-func expectOf(r *fleetRank, tokens uint32) *connector.Expect {
-	x := &connector.Expect{Tokens: tokens, Skip: make([]uint32, len(r.layout.Groups))}
+func expectOf(r *fleetRank, tokens uint32) *engines.Expect {
+	x := &engines.Expect{Tokens: tokens, Skip: make([]uint32, len(r.layout.Groups))}
 	for gi := range r.layout.Groups {
 		t := make([]uint32, blocksFor(tokens, r.layout.Groups[gi].TokensPerBlock))
 		for i := range t {

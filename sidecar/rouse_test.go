@@ -6,7 +6,7 @@ import (
 	"testing"
 
 	"github.com/kvspray/kvspray/connector/msg"
-	"github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -58,7 +58,7 @@ func TestRouse(t *testing.T) {
 		x := begin(t, p, pe, de, seed, 0, msg.PendingStep{Step: step, End: tokens})
 		until(t, func() bool { return n.Load() == int32(step) })
 		pe.SignalStep(step)
-		if c := de.wait(x.dst); c.Status != exec.StatusOK {
+		if c := de.wait(x.dst); c.Status != engines.StatusOK {
 			t.Fatalf("status %d: %s", c.Status, c.Received.Reason)
 		}
 	}

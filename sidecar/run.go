@@ -46,6 +46,10 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	if err := n.openTraces(&open); err != nil {
 		return err
 	}
+	if err := n.pages.open(); err != nil {
+		return err
+	}
+	open.add(n.pages.close)
 	if err := n.conv.open(); err != nil { // the first lane may ask for a key
 		return err
 	}
@@ -108,8 +112,8 @@ func (n *Node) openTraces(open *closers) error {
 		return err
 	}
 	open.add(transfers.Close)
-	n.observer.hashes, n.observer.transfers, n.copies.transfers = trace.Hashes{Lines: hashes},
-		transfers, transfers
+	n.observer.hashes, n.observer.transfers = trace.Hashes{Lines: hashes}, transfers
+	n.copies.transfers, n.pages.transfers = transfers, transfers
 	return nil
 }
 
@@ -118,7 +122,7 @@ func (n *Node) openBackends(open *closers) error {
 		open.add(n.gpus.Close) // closed after everything that moves their memory
 	}
 	// the end of their context has ended them
-	open.add(func() error { n.copies.wg.Wait(); return nil })
+	open.add(func() error { n.local.Wait(); return nil })
 	if n.gpus != nil {
 		if err := n.gpus.start(n.cfg.Transports.GPU.Open); err != nil {
 			return err
@@ -169,7 +173,7 @@ func (n *Node) listenEngines() (err error) {
 		}
 	}
 	n.engine, err = connector.New(connector.Options{
-		Devices: devices, Engines: engines,
+		Devices: devices, Engines: engines, Store: n.pages.serves(),
 		Socket: n.cfg.Engine.Socket, Boot: n.boot, Node: n.cfg.Node, HostBoot: n.host,
 		Endpoint: n.Endpoint, Events: n.events, Log: n.log,
 		Limits: connector.Limits{Sessions: n.cfg.Engine.MaxSessions, Leases: n.cfg.Engine.MaxLeases,
@@ -183,7 +187,7 @@ func (n *Node) listenEngines() (err error) {
 	if err != nil {
 		return err
 	}
-	n.results.server, n.copies.server = n.engine, n.engine
+	n.results.server, n.copies.server, n.pages.server = n.engine, n.engine, n.engine
 	return n.engine.Listen()
 }
 

@@ -4,6 +4,7 @@ package sidecar
 
 import (
 	"context"
+	"errors"
 	"time"
 
 	"github.com/kvspray/kvspray/control/exec"
@@ -27,7 +28,7 @@ func (n *Node) shut() {
 		dests, sources = ex.Open()
 		ex.Abort(now, "the sidecar is stopping")
 	})
-	n.copies.stop(nil, errCopyStops)
+	n.local.Stop(errStops)
 	n.log.Warn("drain timed out; open leases are fenced", "receiving", dests, "sending", sources)
 	last, cancel2 := context.WithTimeout(context.Background(), n.grace)
 	defer cancel2()
@@ -36,6 +37,9 @@ func (n *Node) shut() {
 			err)
 	}
 }
+
+// errStops ends leases that the executor does not serve.
+var errStops = errors.New("the sidecar stops")
 
 // Times for peers to acknowledge the last messages.
 const (

@@ -3,7 +3,6 @@
 package store
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -15,16 +14,13 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// MaxPieces bounds the blocks of one placement.
-const MaxPieces = 4096
-
 // Outcome is how one page of a batch ended.
 type Outcome uint8
 
 // The outcomes.
 const (
 	Pending  Outcome = iota
-	Hit              // the placement has the page
+	Hit              // the block has the page
 	Miss             // no tier has it
 	Stored           // it was put
 	Existed          // it was here
@@ -43,6 +39,7 @@ const (
 	NoTier Tier = iota
 	Memory
 	Disk
+	Object
 )
 
 // Result is the end of one page of a batch.
@@ -53,19 +50,15 @@ type Result struct {
 	Err     error // of Failed, and of a put that is not durable and should be
 }
 
-// Placement is where a page is in the caller's memory: blocks whose lengths add up to the page's
-// bytes.
-type Placement []mem.Block
-
 // Batch is a Get or a Put under way. Its methods can be called from any goroutine.
 type Batch struct {
 	space   *Space
 	put     bool
 	keys    []page.Key
 	after   *page.Key
-	places  []Placement
+	pool    *Pool // its regions are held until the end
+	blocks  []uint32
 	results []Result
-	regions []*mem.Region // each once, held until the end
 
 	guard transport.Guard
 	next  int          // the first page that no worker has taken; guarded by the scheduler
@@ -73,19 +66,29 @@ type Batch struct {
 	// pages that a worker has not finished with: behind the results of a put, it writes them
 	working atomic.Int64
 	done    chan struct{}
+	ctx     context.Context // of reads of the object tier, if there is one
+	stop    context.CancelFunc
 }
 
-// Done is closed when every page has its Result and the placements are not touched any more.
+// Done is closed when every page has its Result and the blocks are not touched any more.
 func (b *Batch) Done() <-chan struct{} { return b.done }
 
 // Results are in the order of the keys. They may be read when Done is closed.
 func (b *Batch) Results() []Result { return b.results }
 
+// PageBytes is the size of each page.
+func (b *Batch) PageBytes() int { return b.space.pageBytes }
+
 // Cancel ends the batch early. Pages that are done stay so, the others end as Canceled. It does
 // not wait.
-func (b *Batch) Cancel() { b.guard.Revoke() }
+func (b *Batch) Cancel() {
+	b.guard.Revoke()
+	if b.stop != nil {
+		b.stop()
+	}
+}
 
-// Fence returns once nothing is written to, or read from, the placements of a batch that was
+// Fence returns once nothing is written to, or read from, the blocks of a batch that was
 // canceled or is done. It waits for copies that are under way, and for no disk.
 func (b *Batch) Fence(ctx context.Context) error {
 	if err := b.guard.Wait(ctx); err != nil {
@@ -109,87 +112,59 @@ func checkKeys(n int) error {
 	return nil
 }
 
-// span is what one block takes of a region.
-type span struct {
-	region   int
-	from, to uint64
-	place    int
-}
-
-// check refuses placements that are not a page's, lie outside their regions or, where they are
-// written, overlap; and takes hold of the regions.
+// check refuses blocks that are not of the pool or, where they are written, come twice; and takes
+// hold of the regions.
 func (b *Batch) check() error {
 	if err := checkKeys(len(b.keys)); err != nil {
 		return err
 	}
-	if len(b.places) != len(b.keys) {
-		return &RequestError{"placements", fmt.Sprintf("%d for %d keys", len(b.places),
-			len(b.keys)), "send one for each key"}
+	if b.pool.pageBytes != b.space.pageBytes {
+		return &RequestError{"pool", fmt.Sprintf("its blocks have %d bytes", b.pool.pageBytes),
+			fmt.Sprintf("pages of this namespace have %d", b.space.pageBytes)}
 	}
-	var spans []span
-	at := map[*mem.Region]int{}
-	for i, p := range b.places {
-		field := fmt.Sprintf("placements[%d]", i)
-		if len(p) > MaxPieces {
-			return &RequestError{field, fmt.Sprintf("%d blocks", len(p)),
-				fmt.Sprintf("send at most %d", MaxPieces)}
-		}
-		total := uint64(0)
-		for _, m := range p {
-			if m.Region == nil || m.Len == 0 {
-				return &RequestError{field, "a block without a region or without bytes",
-					"leave it out"}
-			}
-			if err := m.Region.Check(m.Off, m.Len); err != nil {
-				return &RequestError{field, err.Error(), "send blocks inside registered regions"}
-			}
-			if !b.put && m.Region.ReadOnly() {
-				return &RequestError{field,
-					"region " + m.Region.ID().String() + " may only be read",
-					"get into memory of your own"}
-			}
-			total += m.Len
-			if _, ok := at[m.Region]; !ok {
-				at[m.Region] = len(b.regions)
-				b.regions = append(b.regions, m.Region)
-			}
-			if !b.put {
-				spans = append(spans, span{at[m.Region], m.Off, m.Off + m.Len, i})
-			}
-		}
-		if total != uint64(b.space.pageBytes) {
-			return &RequestError{field, fmt.Sprintf("%d bytes", total),
-				fmt.Sprintf("pages of this namespace have %d", b.space.pageBytes)}
+	if len(b.blocks) != len(b.keys) {
+		return &RequestError{"blocks", fmt.Sprintf("%d for %d keys", len(b.blocks), len(b.keys)),
+			"send one for each key"}
+	}
+	if r := b.pool.readOnly; r != nil && !b.put {
+		return &RequestError{"pool", "region " + r.ID().String() + " may only be read",
+			"get into memory of your own"}
+	}
+	for i, n := range b.blocks {
+		if uint64(n) >= uint64(b.pool.blocks) {
+			return &RequestError{fmt.Sprintf("blocks[%d]", i), fmt.Sprint(n),
+				fmt.Sprintf("the pool has blocks 0 to %d", b.pool.blocks-1)}
 		}
 	}
-	if err := overlap(spans); err != nil {
-		return err
+	if !b.put {
+		if err := b.once(); err != nil {
+			return err
+		}
 	}
 	return b.hold()
 }
 
-func overlap(spans []span) error {
-	order := func(x, y span) int {
-		return cmp.Or(cmp.Compare(x.region, y.region),
-			cmp.Compare(x.from, y.from))
+// once refuses a block that comes twice.
+func (b *Batch) once() error {
+	order := make([]uint64, len(b.blocks)) // block and index, of 32 bits each
+	for i, n := range b.blocks {
+		order[i] = uint64(n)<<32 | uint64(i)
 	}
-	if !slices.IsSortedFunc(spans, order) { // most lists are
-		slices.SortFunc(spans, order)
-	}
-	for i := 1; i < len(spans); i++ {
-		if x, y := spans[i-1], spans[i]; x.region == y.region && y.from < x.to {
-			return &RequestError{fmt.Sprintf("placements[%d]", max(x.place, y.place)),
-				fmt.Sprintf("overlaps placements[%d]", min(x.place, y.place)),
-				"get each page to a place of its own"}
+	slices.Sort(order)
+	for i := 1; i < len(order); i++ {
+		if order[i-1]>>32 == order[i]>>32 {
+			return &RequestError{fmt.Sprintf("blocks[%d]", uint32(order[i])),
+				fmt.Sprintf("is block %d, as blocks[%d] is", order[i]>>32, uint32(order[i-1])),
+				"get each page to a block of its own"}
 		}
 	}
 	return nil
 }
 
 func (b *Batch) hold() error {
-	for i, r := range b.regions {
+	for i, r := range b.pool.regions {
 		if !r.Acquire() {
-			for _, held := range b.regions[:i] {
+			for _, held := range b.pool.regions[:i] {
 				held.Release()
 			}
 			return fmt.Errorf("store: region %s: %w", r.ID(), mem.ErrFreed)

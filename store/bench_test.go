@@ -21,7 +21,8 @@ import (
 type rig struct {
 	e      *engine
 	keys   []page.Key
-	places []Placement
+	pool   *Pool
+	blocks []uint32
 }
 
 func newRig(b *testing.B, s *Store, bytes, pages int) *rig {
@@ -38,18 +39,19 @@ func newRig(b *testing.B, s *Store, bytes, pages int) *rig {
 	for i := range whole {
 		whole[i] = byte(i * i >> 7)
 	}
-	for i := range pages {
-		r.places = append(r.places, Placement{{Region: e.lent, Off: uint64(i * bytes),
-			Len: uint64(bytes)}})
+	size := uint64(bytes)
+	if r.pool, err = NewPool([]Piece{{e.lent, 0, size, size}}, pages); err != nil {
+		b.Fatal(err)
 	}
+	r.blocks = e.blocks(pages)
 	return r
 }
 
-func (r *rig) run(b *testing.B, start func([]page.Key, []Placement) (*Batch, error),
+func (r *rig) run(b *testing.B, start func() (*Batch, error),
 	want Outcome) time.Duration {
 	b.Helper()
 	began := time.Now()
-	batch, err := start(r.keys, r.places)
+	batch, err := start()
 	if err != nil {
 		b.Fatal(err)
 	}
@@ -61,7 +63,9 @@ func (r *rig) run(b *testing.B, start func([]page.Key, []Placement) (*Batch, err
 	return took
 }
 
-func (r *rig) put(k []page.Key, p []Placement) (*Batch, error) { return r.e.space.Put(k, nil, p) }
+func (r *rig) put() (*Batch, error) { return r.e.space.Put(r.keys, nil, r.pool, r.blocks) }
+
+func (r *rig) get() (*Batch, error) { return r.e.space.Get(r.keys, r.pool, r.blocks) }
 
 var benchSizes = []int{256 << 10, 4 << 20}
 
@@ -89,7 +93,7 @@ func BenchmarkGetFromMemory(b *testing.B) {
 					mem.Copy(target[off:off+size], source[off:off+size])
 				}
 				plain += time.Since(began)
-				ours += r.run(b, r.e.space.Get, Hit)
+				ours += r.run(b, r.get, Hit)
 			}
 			b.ReportMetric(float64(plain)/float64(ours), "of-memcpy")
 			b.ReportMetric(float64(total*b.N)/ours.Seconds()/1e9, "GB/s")
@@ -105,7 +109,7 @@ func BenchmarkDisk(b *testing.B) {
 		b.Run(fmt.Sprintf("%dKiB", size>>10), func(b *testing.B) {
 			const total = 128 << 20
 			dir := b.TempDir()
-			const workers = 4
+			const workers = 8
 			const onDisk = 2 << 30
 			base := newBaseline(b, filepath.Join(dir, "baseline"), onDisk, total, workers)
 			s, err := Open(Config{Memory: memory.Config{Bytes: 512 << 20, Populate: true},
@@ -127,7 +131,7 @@ func BenchmarkDisk(b *testing.B) {
 				putOurs += r.run(b, r.put, Stored)
 				s.memory.RemoveOwner(r.e.space.number) // the disk alone has them
 				getPlain += base.each(b, size, false)
-				getOurs += r.run(b, r.e.space.Get, Hit)
+				getOurs += r.run(b, r.get, Hit)
 			}
 			if hits := s.Stats().Hits[Disk]; hits != uint64(b.N*total/size) {
 				b.Fatalf("%d pages came from the disk", hits)

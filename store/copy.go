@@ -13,11 +13,16 @@ import (
 // come nearer to a copy than about half on one core, where the caches feed the copy.
 const copyPiece = 8 << 10
 
-// copyOut copies a page to its placement and returns the checksum of what it copied.
+// copyOut copies a page to its block and returns the checksum of what it copied.
 func copyOut(to []mem.Block, page []byte) (crc uint32, err error) {
 	if mem.DeviceOf(to) != nil {
 		return mem.CRC32C(0, page), mem.Scatter(to, page)
 	}
+	return copyPart(0, to, page)
+}
+
+// copyPart is copyOut of a part of a page to host memory. crc is the checksum of the parts before.
+func copyPart(crc uint32, to []mem.Block, page []byte) (uint32, error) {
 	for _, b := range to {
 		p := page[:b.Len]
 		page = page[b.Len:]
@@ -39,7 +44,23 @@ func copyOut(to []mem.Block, page []byte) (crc uint32, err error) {
 	return crc, nil
 }
 
-// copyIn fills a page from its placement and returns the checksum of what is in the page now: the
+// part appends where bytes [from, to) of a page are in its block.
+func part(place []mem.Block, from, to uint64, into []mem.Block) []mem.Block {
+	for _, b := range place {
+		if from < b.Len {
+			n := min(to, b.Len) - from
+			into = append(into, mem.Block{Region: b.Region, Off: b.Off + from, Len: n})
+			from += n
+		}
+		if to <= b.Len {
+			break
+		}
+		from, to = from-b.Len, to-b.Len
+	}
+	return into
+}
+
+// copyIn fills a page from its block and returns the checksum of what is in the page now: the
 // source may change while it is copied, and then the caller breaks its word, but the page and its
 // checksum still agree.
 func copyIn(page []byte, from []mem.Block) (crc uint32, err error) {
@@ -60,7 +81,7 @@ func copyIn(page []byte, from []mem.Block) (crc uint32, err error) {
 		}
 		for len(p) > 0 {
 			n := min(len(p), copyPiece)
-			mem.Copy(p[:n], mapped)
+			copy(p[:n], mapped) // not mem.Copy, which may leave the bytes out of the caches
 			crc = mem.CRC32C(crc, p[:n])
 			mapped, p = mapped[n:], p[n:]
 		}

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package store holds KV cache pages of engines of one node: in memory, and on disks below it.
+// Package store holds KV cache pages of engines of one node: in memory, on disks below it, and in
+// an object store below these.
 //
 // A page is named by page.Key, is immutable and is stored once. Requests come in batches of up to
 // page.MaxBatch keys and are asynchronous: Get and Put return a Batch at once, whose Done channel
@@ -8,10 +9,10 @@
 //
 // # Ownership and the fence
 //
-// A placement is the caller's memory. The store touches it from Get or Put until Done is closed,
-// or, after Cancel, until Fence has returned: both mean that nothing is written to it any more, and
-// nothing read from it, whatever disks and workers still do. It is transport.Guard, as for
-// transfers, so the release rule of docs/design.md holds for blocks that a page is loaded into.
+// An engine names memory by blocks of a Pool. The store touches them from Get or Put until Done is
+// closed, or, after Cancel, until Fence has returned: both mean that nothing is written to it any
+// more, and nothing read from it, whatever disks and workers still do. It is transport.Guard, as
+// for transfers, so the release rule of docs/design.md holds for blocks that a page is loaded into.
 //
 // # What a caller can rely on
 //
@@ -25,21 +26,31 @@
 //
 // # Tiers
 //
-// store/memory and store/disk share store/catalog (index, policy and pins of one tier), which joins
-// store/index and store/evict. A Put fills a slot of memory, and from there goes to the disk before
-// its Result (write-through, the default) or after it (Config.WriteBack; Flush waits). A Get that
-// finds a page only on the disk reads it into a slot of memory, where the next one finds it.
+// store/memory, store/disk and store/object share store/catalog (index, policy and pins of one
+// tier), which joins store/index and store/evict. A Put fills a slot of memory, and from there goes
+// to the disk before its Result (write-through, the default) or after it (Config.WriteBack; Flush
+// waits). A Get that finds a page only in a lower tier reads it into a slot of memory, where the
+// next one finds it.
+//
+// The object tier takes what the lowest of the other tiers gives up, and with Config.ObjectAtPut
+// every page at its put, too. Either way the page is copied into a buffer and uploaded in the
+// background: no put waits for the object store, and Result.Durable is of the disk. Where all
+// buffers wait for uploads, the page is not taken. Flush waits for uploads.
 //
 // # Goroutines
 //
 // Open starts Config.Workers workers and Close joins them. They take pieces of batches, gets before
 // puts, of which one in eight turns is owed to puts; half of the workers are in puts at most, so
 // that a get does not wait for writes. Blocking reads and writes of disks run on them, so they are
-// also the I/O pool. No other package below store starts any.
+// also the I/O pool. Config.Fetchers more read what only the object store has: pages that lie one
+// after another come with one request, and a get of others waits for none of them. Of the packages
+// below store only store/object starts goroutines, for uploads and cleaning.
 //
 // # What it is not yet
 //
-// There is no object store and no directory of other nodes' pages. Which pages were used last is
+// There is no directory of other nodes' pages. A page from the object store is not written to the
+// disk: it stays in memory, or is fetched again. Pages of a namespace that no engine has opened
+// since the start do not go from the disk to the object store. Which pages were used last is
 // not kept over a restart: the oldest ones go first then. A get compares every page's checksum,
 // which costs about as much as the copy itself on one core (copy.go).
 //
@@ -54,6 +65,6 @@
 // between memory and disk; its transfer space is one segment with the slot of Reserve as its only
 // piece, and Commit follows the transfer's commit. A peer that reads from here pins with Pins and
 // gives Pins.Blocks to the lanes. The directory learns of pages by a hook where Commit and the
-// catalogs' release run; it holds hints, so the order does not matter. Configuration: store.memory
-// and store.disk of the sidecar map to Config.
+// catalogs' release run; it holds hints, so the order does not matter. Configuration:
+// store.memory, store.disk and store.object of the sidecar map to Config.
 package store

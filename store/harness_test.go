@@ -7,12 +7,15 @@ import (
 	"encoding/binary"
 	"math/rand/v2"
 	"testing"
+	"time"
 
 	"github.com/kvspray/kvspray/internal/leaktest"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/store/disk"
 	"github.com/kvspray/kvspray/store/disk/disktest"
 	"github.com/kvspray/kvspray/store/memory"
+	"github.com/kvspray/kvspray/store/object"
+	"github.com/kvspray/kvspray/store/object/objecttest"
 	"github.com/kvspray/kvspray/store/page"
 )
 
@@ -36,6 +39,7 @@ type engine struct {
 	space *Space
 	keyer *page.Keyer
 	lent  *mem.Region
+	pool  *Pool // of enginePages blocks
 }
 
 const enginePages = 64
@@ -51,7 +55,14 @@ func newEngine(t fatal, s *Store, name string, bytes int) *engine {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return &engine{t, sp, ns.Keyer(), lent}
+	e := &engine{t: t, space: sp, keyer: ns.Keyer(), lent: lent}
+	// Two uneven pieces, one behind the other.
+	size, a := uint64(bytes), uint64(bytes/3+1)
+	e.pool, err = NewPool([]Piece{{lent, 0, size, a}, {lent, a, size, size - a}}, enginePages)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return e
 }
 
 func (e *engine) close() {
@@ -83,23 +94,15 @@ func (e *engine) content(i int) []byte {
 	return b
 }
 
-// place is the nth place of the engine's memory, in two or three uneven blocks.
-func (e *engine) place(n int) Placement {
-	size := uint64(e.space.pageBytes)
-	off := uint64(n) * size
-	a := size/3 + 1
-	return Placement{{Region: e.lent, Off: off, Len: a}, {Region: e.lent, Off: off + a,
-		Len: size - a}}
-}
-
 func (e *engine) memory(n int) []byte {
 	b, _ := e.lent.Bytes()
 	return b[n*e.space.pageBytes : (n+1)*e.space.pageBytes]
 }
 
-func (e *engine) places(n int) (out []Placement) {
+// blocks is the first n blocks.
+func (e *engine) blocks(n int) (out []uint32) {
 	for i := range n {
-		out = append(out, e.place(i))
+		out = append(out, uint32(i))
 	}
 	return out
 }
@@ -110,7 +113,7 @@ func (e *engine) put(pages ...int) []Result {
 	for n, i := range pages {
 		copy(e.memory(n), e.content(i))
 	}
-	b, err := e.space.Put(e.keys(pages), nil, e.places(len(pages)))
+	b, err := e.space.Put(e.keys(pages), nil, e.pool, e.blocks(len(pages)))
 	if err != nil {
 		e.t.Fatal(err)
 	}
@@ -124,7 +127,7 @@ func (e *engine) get(pages ...int) []Result {
 	for n := range pages {
 		clear(e.memory(n))
 	}
-	b, err := e.space.Get(e.keys(pages), e.places(len(pages)))
+	b, err := e.space.Get(e.keys(pages), e.pool, e.blocks(len(pages)))
 	if err != nil {
 		e.t.Fatal(err)
 	}
@@ -155,16 +158,40 @@ func count(rs []Result, o Outcome) (n int) {
 
 const simSegment = 128 << 10
 
-// onDisk opens a store of little memory over a disk.
-func onDisk(t fatal, sim *disktest.Sim, writeBack bool) *Store {
+// bucket is an object tier for tests, over a store that may have pages. Its timeouts are short.
+func bucket(t fatal, p *objecttest.Process) *object.Tier {
 	t.Helper()
-	d, err := disk.OpenFiles([]disk.OpenDevice{{Path: "sim", File: sim, Size: int64(sim.Size())}},
-		disk.Config{SegmentBytes: simSegment, MaxPages: 2048})
+	tier, err := object.Open(object.Config{Bucket: p, Prefix: "node", Size: 64 << 20,
+		ObjectBytes: object.MinObjectBytes, MaxPages: 2048, Buffers: 4,
+		Timeouts: object.Timeouts{Open: 50 * time.Millisecond, Read: 50 * time.Millisecond,
+			Small: 50 * time.Millisecond, Upload: 100 * time.Millisecond,
+			Close: 100 * time.Millisecond}})
 	if err != nil {
 		t.Fatal(err)
 	}
-	s, err := Open(Config{Memory: memory.Config{Bytes: 256 << 10, SlabBytes: 64 << 10}, Opened: d,
-		WriteBack: writeBack, Workers: 4})
+	return tier
+}
+
+// onDisk opens a store of little memory over a disk.
+func onDisk(t fatal, sim *disktest.Sim, writeBack bool) *Store {
+	t.Helper()
+	return tiered(t, sim, Config{WriteBack: writeBack})
+}
+
+// tiered is onDisk with more tiers and settings, which are in c, or without a disk.
+func tiered(t fatal, sim *disktest.Sim, c Config) *Store {
+	t.Helper()
+	var err error
+	if sim != nil {
+		c.Opened, err = disk.OpenFiles([]disk.OpenDevice{{Path: "sim", File: sim,
+			Size: int64(sim.Size())}}, disk.Config{SegmentBytes: simSegment, MaxPages: 2048})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	c.Memory = memory.Config{Bytes: 256 << 10, SlabBytes: 64 << 10}
+	c.Workers, c.Fetchers = 4, 2
+	s, err := Open(c)
 	if err != nil {
 		t.Fatal(err)
 	}

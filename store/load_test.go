@@ -28,7 +28,7 @@ func TestGetsDoNotWaitForPuts(t *testing.T) {
 	var puts []*Batch
 	for i := range 4 * s.pool {
 		keys := e.keys(upTo(100+10*i, 110+10*i))
-		b, err := e.space.Put(keys, nil, e.places(len(keys)))
+		b, err := e.space.Put(keys, nil, e.pool, e.blocks(len(keys)))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -45,7 +45,7 @@ func TestGetsDoNotWaitForPuts(t *testing.T) {
 	}
 	gets := newEngine(t, s, "a", 4096)
 	defer gets.close()
-	b, err := gets.space.Get(gets.keys([]int{1, 2, 3}), gets.places(3))
+	b, err := gets.space.Get(gets.keys([]int{1, 2, 3}), gets.pool, gets.blocks(3))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -4,9 +4,13 @@ package store
 
 import (
 	"context"
+	"errors"
+	"strings"
+	"sync/atomic"
 	"testing"
 
 	"github.com/kvspray/kvspray/store/disk/disktest"
+	"github.com/kvspray/kvspray/store/object/objecttest"
 	"golang.org/x/sys/unix"
 	"pgregory.net/rapid"
 )
@@ -17,9 +21,10 @@ type model struct {
 	may     map[int]bool // it may have; anything else is a miss
 }
 
-// The whole, memory over a disk, against a map, with the power lost, errors and flipped bits at any
-// operation of the disk. The store is large enough to give nothing up, so that every page that was
-// acknowledged as durable must be served after every crash; or small, and then no page is wrong.
+// The whole, memory over a disk and an object store, against a map, with the power lost, errors and
+// flipped bits at any operation of the disk, and the same of requests and objects. The store is
+// large enough to give nothing up, so that every page that was acknowledged as durable must be
+// served after every crash; or small, and then no page is wrong.
 func TestModel(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		large := rapid.Bool().Draw(t, "large")
@@ -29,7 +34,21 @@ func TestModel(t *testing.T) {
 			size = 1<<20 + 100*simSegment
 		}
 		sim := disktest.New(size, rapid.Uint64().Draw(t, "seed"))
-		s := onDisk(t, sim, writeBack)
+		bucketOf, objects := objecttest.New(), rapid.Bool().Draw(t, "objects")
+		atPut, diskless := rapid.Bool().Draw(t, "at put"), objects && rapid.Bool().Draw(t, "diskless")
+		var process *objecttest.Process
+		start := func() *Store {
+			c := Config{WriteBack: writeBack}
+			if objects {
+				process = bucketOf.Open()
+				c.OpenedObject, c.ObjectAtPut = bucket(t, process), atPut
+			}
+			if diskless {
+				return tiered(t, nil, c)
+			}
+			return tiered(t, sim, c)
+		}
+		s := start()
 		names := []string{"a", "b"}
 		sizes := []int{4096, 9_999}
 		var engines []*engine
@@ -93,7 +112,7 @@ func TestModel(t *testing.T) {
 			"cancel": func(t *rapid.T) {
 				e := engines[which.Draw(t, "engine")]
 				list := pages(t)
-				b, err := e.space.Get(e.keys(list), e.places(len(list)))
+				b, err := e.space.Get(e.keys(list), e.pool, e.blocks(len(list)))
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -104,6 +123,14 @@ func TestModel(t *testing.T) {
 				if err := s.Flush(context.Background()); err != nil {
 					t.Fatal(err)
 				}
+			},
+			"all from below": func(t *rapid.T) { // memory has none of them
+				if err := s.Flush(context.Background()); err != nil {
+					t.Fatal(err)
+				}
+				e := engines[which.Draw(t, "engine")]
+				s.memory.RemoveOwner(e.space.number)
+				e.get(pages(t)...)
 			},
 			"pin": func(t *rapid.T) {
 				e := engines[which.Draw(t, "engine")]
@@ -137,10 +164,13 @@ func TestModel(t *testing.T) {
 				sim.LosePower(rapid.IntRange(1, 30).Draw(t, "operations"))
 			},
 			"crash": func(t *rapid.T) {
+				if objects {
+					process.Kill()
+				}
 				shutAll()
 				sim.Crash()
 				dark = false
-				s = onDisk(t, sim, writeBack)
+				s = start()
 				open()
 				for i := range engines {
 					verify(i)
@@ -150,8 +180,45 @@ func TestModel(t *testing.T) {
 				shutAll()
 				sim.Crash() // what was not synced need not stay
 				dark = false
-				s = onDisk(t, sim, writeBack)
+				s = start()
 				open()
+			},
+			"object store": func(t *rapid.T) { // some requests fail, lose their answer, or are damaged
+				kind := rapid.IntRange(0, 5).Draw(t, "kind")
+				every := int64(rapid.IntRange(1, 4).Draw(t, "every"))
+				var n atomic.Int64
+				bucketOf.Fail(func(op, _ string) objecttest.Fault {
+					if n.Add(1)%every != 0 || kind == 0 {
+						return objecttest.Fault{}
+					}
+					return []objecttest.Fault{{}, {Err: errors.New("503")},
+						{Lost: errors.New("no answer")}, {Cut: 5000}, {Flip: 3000},
+						{Hold: make(chan struct{})}}[kind]
+				})
+			},
+			"object": func(t *rapid.T) { // one is gone, cut, or has a flipped bit
+				names := bucketOf.Names()
+				if len(names) < 2 || rapid.IntRange(0, 3).Draw(t, "seldom") > 0 {
+					return
+				}
+				name := rapid.SampledFrom(names).Draw(t, "name")
+				if !strings.Contains(name, "/pages/") {
+					return
+				}
+				data := bucketOf.Data(name)
+				if len(data) == 0 { // it is deleted, or was cut before
+					return
+				}
+				switch rapid.IntRange(0, 2).Draw(t, "damage") {
+				case 0:
+					data = nil
+				case 1:
+					data = data[:rapid.IntRange(0, len(data)-1).Draw(t, "length")]
+				default:
+					at := rapid.IntRange(0, len(data)-1).Draw(t, "byte")
+					data[at] ^= 1 << rapid.UintRange(0, 7).Draw(t, "bit")
+				}
+				bucketOf.Set(name, data)
 			},
 			"fail": func(t *rapid.T) {
 				if rapid.Bool().Draw(t, "heal") {

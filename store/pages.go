@@ -19,7 +19,7 @@ func (s *Store) getPage(b *Batch, i int, w *worker) Result {
 	sp, k := b.space, &b.keys[i]
 	var damaged bool
 	if p, ok := s.memory.Pin(sp.number, k); ok {
-		r := s.deliver(b, i, p.Bytes, p.CRC, Memory)
+		r := s.deliver(b, i, w, p.Bytes, p.CRC, Memory)
 		if r.Outcome != Damaged {
 			s.memory.Unpin(p)
 			return r
@@ -51,7 +51,7 @@ func (s *Store) fromDisk(b *Batch, i int, w *worker) Result {
 	// The page is compared with its checksum while it is copied, in one pass.
 	var r Result
 	deliver := func(page []byte, crc uint32) bool {
-		r = s.deliver(b, i, page, crc, Disk)
+		r = s.deliver(b, i, w, page, crc, Disk)
 		return r.Outcome == Hit || r.Outcome != Damaged && disk.Sum(page, crc)
 	}
 	p, err := s.memory.Reserve(sp.number, k, b.before(i))
@@ -85,12 +85,12 @@ func unread(err error) Result {
 	return Result{Outcome: Failed, Err: err}
 }
 
-// deliver copies a page to its placement, under the guard.
-func (s *Store) deliver(b *Batch, i int, bytes []byte, crc uint32, from Tier) Result {
+// deliver copies a page to its block, under the guard.
+func (s *Store) deliver(b *Batch, i int, w *worker, bytes []byte, crc uint32, from Tier) Result {
 	if !b.guard.Enter() {
 		return Result{Outcome: Canceled}
 	}
-	sum, err := copyOut(b.places[i], bytes)
+	sum, err := copyOut(w.placeOf(b, i), bytes)
 	b.guard.Leave()
 	switch {
 	case err != nil:
@@ -121,7 +121,7 @@ type held struct {
 }
 
 // putPages stores pages [from, to) of a batch: each in a slot of memory, and then all in one group
-// on the disk.
+// on the disk. Buffers of the object tier get their copies where Config.ObjectAtPut asks for it.
 func (s *Store) putPages(b *Batch, from, to int, w *worker) {
 	sp := b.space
 	sp.mu.RLock()
@@ -129,31 +129,36 @@ func (s *Store) putPages(b *Batch, from, to int, w *worker) {
 	sp.mu.RUnlock()
 	pages := make([]held, 0, to-from)
 	for i := from; i < to; i++ {
-		p, r := s.fill(b, i)
+		p, r := s.fill(b, i, w)
 		b.results[i] = r
 		if p.Bytes != nil {
 			pages = append(pages, held{i, p, true, p.Slot, p.CRC})
 		}
 	}
-	if s.disk == nil {
+	if s.disk == nil && !s.atPut {
 		s.release(pages)
 		s.finishPut(b, from, to)
 		return
 	}
-	pages = s.fillDirect(b, from, to, pages, w)
+	if s.disk != nil {
+		pages = s.fillDirect(b, from, to, pages, w)
+	}
 	behind := s.writeBack && len(pages) > 0
 	var piece uint64
 	if behind {
 		piece = s.behind.begin(len(pages)) // before the results
 		s.finishPut(b, from, to)
 	}
-	errs := s.toDisk(b, pages, removals)
+	errs := s.below(b, pages, removals)
 	s.release(pages)
 	if behind {
 		s.behind.end(piece)
 		return
 	}
 	for j, p := range pages {
+		if s.disk == nil {
+			break
+		}
 		r := &b.results[p.i]
 		r.Durable = errs[j] == nil || errors.Is(errs[j], catalog.ErrExists)
 		switch {
@@ -186,7 +191,7 @@ func (s *Store) fillDirect(b *Batch, from, to int, pages []held, w *worker) []he
 		}
 		data := buf[:padded:padded]
 		clear(data[sp.pageBytes:])
-		crc, fr := s.copyIn(b, i, data[:sp.pageBytes])
+		crc, fr := s.copyIn(b, i, w, data[:sp.pageBytes])
 		if *r = fr; fr.Outcome == Stored {
 			pages = append(pages, held{i: i, data: data, crc: crc})
 			buf = buf[padded:]
@@ -195,12 +200,12 @@ func (s *Store) fillDirect(b *Batch, from, to int, pages []held, w *worker) []he
 	return pages
 }
 
-// copyIn copies a page from its placement, under the guard.
-func (s *Store) copyIn(b *Batch, i int, to []byte) (uint32, Result) {
+// copyIn copies a page from its block, under the guard.
+func (s *Store) copyIn(b *Batch, i int, w *worker, to []byte) (uint32, Result) {
 	if !b.guard.Enter() {
 		return 0, Result{Outcome: Canceled}
 	}
-	crc, err := copyIn(to, b.places[i])
+	crc, err := copyIn(to, w.placeOf(b, i))
 	b.guard.Leave()
 	if err != nil {
 		return 0, Result{Outcome: Failed, Err: err}
@@ -223,9 +228,9 @@ func (s *Store) release(pages []held) {
 	}
 }
 
-// fill copies a page from its placement into a slot of memory. A page that was in memory already is
+// fill copies a page from its block into a slot of memory. A page that was in memory already is
 // pinned, so that it can be made durable if it is not.
-func (s *Store) fill(b *Batch, i int) (memory.Page, Result) {
+func (s *Store) fill(b *Batch, i int, w *worker) (memory.Page, Result) {
 	if b.guard.Revoked() {
 		return memory.Page{}, Result{Outcome: Canceled}
 	}
@@ -242,7 +247,7 @@ func (s *Store) fill(b *Batch, i int) (memory.Page, Result) {
 	default:
 		return memory.Page{}, Result{Outcome: Full, Err: err}
 	}
-	crc, r := s.copyIn(b, i, p.Bytes)
+	crc, r := s.copyIn(b, i, w, p.Bytes)
 	if r.Outcome != Stored {
 		s.memory.Drop(p)
 		return memory.Page{}, r
@@ -252,8 +257,9 @@ func (s *Store) fill(b *Batch, i int) (memory.Page, Result) {
 	return p, r
 }
 
-// toDisk writes pages, unless their namespace was removed since they were put.
-func (s *Store) toDisk(b *Batch, pages []held, removals int) []error {
+// below writes pages to the tiers below memory, unless their namespace was removed since they were
+// put.
+func (s *Store) below(b *Batch, pages []held, removals int) []error {
 	sp := b.space
 	sp.mu.RLock()
 	defer sp.mu.RUnlock()
@@ -265,6 +271,15 @@ func (s *Store) toDisk(b *Batch, pages []held, removals int) []error {
 		return errs
 	}
 	if len(pages) == 0 {
+		return nil
+	}
+	if s.atPut {
+		for _, p := range pages {
+			// Its error is not the put's: the page is asked for again when it is given up.
+			_ = sp.object.Add(&b.keys[p.i], b.before(p.i), p.data[:sp.pageBytes], p.crc)
+		}
+	}
+	if s.disk == nil {
 		return nil
 	}
 	records := make([]disk.Record, len(pages))

@@ -5,6 +5,7 @@ package store
 import (
 	"sync"
 
+	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/store/offheap"
 )
 
@@ -120,8 +121,11 @@ func (s *schedule) close() {
 	s.mu.Unlock()
 }
 
-// worker is one goroutine's memory: a buffer for pages that find no slot.
-type worker struct{ buffer *offheap.Array[byte] }
+// worker is one goroutine's memory.
+type worker struct {
+	buffer *offheap.Array[byte] // for pages that find no slot
+	place  []mem.Block          // of the block that is copied
+}
 
 func (w *worker) room(n int) ([]byte, error) {
 	if w.buffer == nil || len(w.buffer.Elems()) < n {
@@ -132,6 +136,12 @@ func (w *worker) room(n int) ([]byte, error) {
 		}
 	}
 	return w.buffer.Elems()[:n], nil
+}
+
+// placeOf returns the memory of block i of a batch, until the next call.
+func (w *worker) placeOf(b *Batch, i int) []mem.Block {
+	w.place = b.pool.place(w.place[:0], b.blocks[i])
+	return w.place
 }
 
 func (s *Store) work() {
@@ -147,27 +157,52 @@ func (s *Store) work() {
 			s.putPages(b, from, to, &w)
 			s.schedule.gave()
 		} else {
-			for i := from; i < to; i++ {
-				b.results[i] = s.getPage(b, i, &w)
-				s.count(&b.results[i])
-			}
-			s.finish(b, to-from)
+			to -= s.getPages(b, from, to, &w)
 		}
-		if b.working.Add(-int64(to-from)) == 0 {
-			b.space.users.Add(-1)
-		}
+		s.done(b, to-from)
 	}
+}
+
+// done counts pages of a batch that no goroutine works at any more.
+func (s *Store) done(b *Batch, pages int) {
+	if pages > 0 && b.working.Add(-int64(pages)) == 0 {
+		b.space.users.Add(-1)
+	}
+}
+
+// getPages gets pages [from, to) of a batch from memory and disk, and leaves the others to the
+// fetchers. It returns how many these are.
+func (s *Store) getPages(b *Batch, from, to int, w *worker) int {
+	var left []int
+	for i := from; i < to; i++ {
+		r := s.getPage(b, i, w)
+		b.results[i] = r
+		if s.object != nil && (r.Outcome == Miss || r.Outcome == Damaged || r.Outcome == Failed) &&
+			b.space.object.Has(&b.keys[i]) {
+			left = append(left, i)
+			continue
+		}
+		s.count(&r)
+	}
+	s.finish(b, to-from-len(left))
+	if len(left) > 0 {
+		s.fetches.add(b, left)
+	}
+	return len(left)
 }
 
 // finish counts pages of a batch that have their results. The last one ends the batch.
 func (s *Store) finish(b *Batch, pages int) {
-	if b.left.Add(-int64(pages)) > 0 {
+	if pages == 0 || b.left.Add(-int64(pages)) > 0 {
 		return
 	}
 	s.schedule.ended()
 	b.guard.Revoke() // no worker is in it any more, and none will be
-	for _, r := range b.regions {
+	for _, r := range b.pool.regions {
 		r.Release()
+	}
+	if b.stop != nil {
+		b.stop()
 	}
 	close(b.done)
 }

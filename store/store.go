@@ -4,6 +4,7 @@ package store
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"runtime"
 	"slices"
@@ -14,6 +15,7 @@ import (
 	"github.com/kvspray/kvspray/store/disk"
 	"github.com/kvspray/kvspray/store/evict"
 	"github.com/kvspray/kvspray/store/memory"
+	"github.com/kvspray/kvspray/store/object"
 	"github.com/kvspray/kvspray/store/page"
 )
 
@@ -30,16 +32,27 @@ type Config struct {
 	Opened    *disk.Tier   // instead of Disk: one that is open, and the store's from now on
 	WriteBack bool         // a put is done once it is in memory, and goes to the disk afterwards
 	Workers   int          // 0: twice the processors, at least 8
+
+	Object       *object.Config // nil: none
+	OpenedObject *object.Tier   // instead of Object: one that is open, and the store's from now on
+	ObjectAtPut  bool           // a page goes there at its put, not only when no other tier keeps it
+	Fetchers     int            // reads of the object store at the same time; 0: 16
 }
 
 // Store is the tiers of one node.
 type Store struct {
 	memory    *memory.Tier
-	disk      *disk.Tier // nil: none
+	disk      *disk.Tier   // nil: none
+	object    *object.Tier // nil: none
 	writeBack bool
-	schedule  *schedule
-	pool      int // workers
-	workers   sync.WaitGroup
+	atPut     bool // pages go to the object tier at their put
+	fetches   *fetches
+	// of namespaces that are open, by their numbers: where pages go that no other tier keeps
+	spills   [MaxSpaces]atomic.Pointer[object.Owner]
+	schedule *schedule
+	pool     int // workers
+	workers  sync.WaitGroup
+	fetchers sync.WaitGroup
 
 	// life is held for reading while the tiers are used outside of a worker; Close ends them. It is
 	// taken before all other locks.
@@ -56,7 +69,7 @@ type Store struct {
 }
 
 type counters struct {
-	hits                                      [Disk + 1]atomic.Uint64
+	hits                                      [Object + 1]atomic.Uint64
 	misses, damaged, stored, existed, refused atomic.Uint64
 }
 
@@ -73,8 +86,26 @@ func Open(c Config) (_ *Store, err error) {
 			return nil, err
 		}
 	}
+	s.object = c.OpenedObject
+	if c.Object != nil {
+		if s.object, err = object.Open(*c.Object); err != nil {
+			return nil, errors.Join(err, s.closeTiers())
+		}
+	}
 	s.begin(c)
 	return s, nil
+}
+
+func (s *Store) closeTiers() error {
+	var errs []error
+	if s.object != nil {
+		errs = append(errs, s.object.Close()) // before the tiers whose pages it may be reading
+	}
+	if s.disk != nil {
+		errs = append(errs, s.disk.Close())
+	}
+	s.memory.Close()
+	return errors.Join(errs...)
 }
 
 func (s *Store) begin(c Config) {
@@ -92,6 +123,19 @@ func (s *Store) begin(c Config) {
 	for range s.pool {
 		go s.work()
 	}
+	if s.object == nil {
+		return
+	}
+	s.atPut = c.ObjectAtPut
+	s.spillFrom()
+	if c.Fetchers == 0 {
+		c.Fetchers = defaultFetchers
+	}
+	s.fetches = newFetches(s.memory.Region().Size(), c.Fetchers)
+	s.fetchers.Add(c.Fetchers)
+	for range c.Fetchers {
+		go s.fetcher()
+	}
 }
 
 // Close ends the store: requests that are under way end first, new ones are refused. It ends all
@@ -105,16 +149,15 @@ func (s *Store) Close() error {
 		return nil
 	}
 	s.schedule.close()
-	s.workers.Wait()
+	s.workers.Wait() // they give pages to the fetchers
+	if s.object != nil {
+		s.fetches.close()
+	}
+	s.fetchers.Wait()
 	s.life.Lock()
 	defer s.life.Unlock()
 	s.ended = true
-	var err error
-	if s.disk != nil {
-		err = s.disk.Close()
-	}
-	s.memory.Close()
-	return err
+	return s.closeTiers()
 }
 
 // enter keeps the tiers until leave; false: they are closed.
@@ -129,8 +172,15 @@ func (s *Store) enter() bool {
 
 func (s *Store) leave() { s.life.RUnlock() }
 
-// Flush returns once all pages whose results came before are durable, or could not be made so.
-func (s *Store) Flush(ctx context.Context) error { return s.behind.wait(ctx) }
+// Flush returns once all pages whose results came before are durable, or could not be made so, and
+// all that were on their way to the object store are there.
+func (s *Store) Flush(ctx context.Context) error {
+	err := s.behind.wait(ctx)
+	if err == nil && s.object != nil {
+		err = s.object.Flush(ctx)
+	}
+	return err
+}
 
 // Region is the memory of all slots, for engines and transports to map and pin.
 func (s *Store) Region() *mem.Region { return s.memory.Region() }
@@ -147,7 +197,8 @@ type Space struct {
 	id        page.ID
 	number    uint16
 	pageBytes int
-	inMemory  Share // guarded by Store.mu
+	inMemory  Share         // guarded by Store.mu
+	object    *object.Owner // nil: the store has no object tier
 	// users counts those that opened it, its batches, and its calls under way. At 0 the number can be
 	// given to another namespace, and only Store.Space makes it 1 again, under Store.mu.
 	users atomic.Int64
@@ -179,14 +230,27 @@ func (s *Store) Space(ns page.Namespace, inMemory, onDisk Share) (*Space, error)
 			return nil, err
 		}
 		sp = &Space{s: s, id: id, number: n, pageBytes: ns.PageBytes}
+		if s.object != nil {
+			if sp.object, err = s.object.Owner(id, ns.PageBytes, 0, 0); err != nil {
+				return nil, fmt.Errorf("store: namespace %s: %w", id, err)
+			}
+		}
+	}
+	isNew := s.spaces[id] == nil
+	undo := func() {
+		if isNew && sp.object != nil {
+			sp.object.Close()
+		}
 	}
 	if err := s.memory.SetOwner(sp.number, ns.PageBytes, inMemory.Quota,
 		inMemory.Reserve); err != nil {
+		undo()
 		return nil, fmt.Errorf("store: namespace %s: %w", id, err)
 	}
 	if s.disk != nil {
 		if err := s.disk.SetOwner(sp.number, id, ns.PageBytes, onDisk.Quota,
 			onDisk.Reserve); err != nil {
+			undo()
 			// As it was before; a new namespace has no share.
 			_ = s.memory.SetOwner(sp.number, ns.PageBytes, sp.inMemory.Quota, sp.inMemory.Reserve)
 			return nil, fmt.Errorf("store: namespace %s: %w", id, err)
@@ -195,6 +259,7 @@ func (s *Store) Space(ns page.Namespace, inMemory, onDisk Share) (*Space, error)
 	sp.inMemory = inMemory
 	s.spaces[id] = sp
 	s.numbers[sp.number] = true
+	s.spills[sp.number].Store(sp.object)
 	sp.users.Add(1)
 	return sp, nil
 }
@@ -250,6 +315,10 @@ func (s *Store) reclaimLocked() {
 		s.numbers[n] = false
 		if sp != nil {
 			delete(s.spaces, sp.id)
+			s.spills[n].Store(nil)
+			if sp.object != nil {
+				sp.object.Close()
+			}
 		}
 	}
 }
@@ -302,18 +371,22 @@ func (sp *Space) Exists(keys []page.Key) (page.Bitmap, error) {
 	if sp.s.disk != nil && found.Count() < len(keys) {
 		sp.s.disk.Exists(sp.number, keys, found)
 	}
+	if sp.object != nil && found.Count() < len(keys) {
+		sp.object.Exists(keys, found)
+	}
 	return found, nil
 }
 
-// Get loads pages into placements.
-func (sp *Space) Get(keys []page.Key, places []Placement) (*Batch, error) {
-	return sp.request(&Batch{keys: keys, places: places})
+// Get loads page i into block blocks[i] of the pool.
+func (sp *Space) Get(keys []page.Key, pool *Pool, blocks []uint32) (*Batch, error) {
+	return sp.request(&Batch{keys: keys, pool: pool, blocks: blocks})
 }
 
-// Put stores pages, in the order of their prompt. after is the key of the page before the first
-// one, or nil. The placements do not change until Done.
-func (sp *Space) Put(keys []page.Key, after *page.Key, places []Placement) (*Batch, error) {
-	return sp.request(&Batch{keys: keys, places: places, after: after, put: true})
+// Put stores the pages of blocks, in the order of their prompt. after is the key of the page before
+// the first one, or nil. The blocks do not change until Done.
+func (sp *Space) Put(keys []page.Key, after *page.Key, pool *Pool, blocks []uint32) (*Batch,
+	error) {
+	return sp.request(&Batch{keys: keys, pool: pool, blocks: blocks, after: after, put: true})
 }
 
 func (sp *Space) request(b *Batch) (*Batch, error) {
@@ -328,6 +401,9 @@ func (sp *Space) request(b *Batch) (*Batch, error) {
 	if err := b.check(); err != nil {
 		return nil, err
 	}
+	if sp.object != nil && !b.put {
+		b.ctx, b.stop = context.WithCancel(context.Background())
+	}
 	b.results = make([]Result, len(b.keys))
 	b.done = make(chan struct{})
 	b.left.Store(int64(len(b.keys)))
@@ -339,8 +415,11 @@ func (sp *Space) request(b *Batch) (*Batch, error) {
 		}
 		sp.users.Add(-1)
 	}
-	for _, r := range b.regions {
+	for _, r := range b.pool.regions {
 		r.Release()
+	}
+	if b.stop != nil {
+		b.stop()
 	}
 	return nil, err
 }
@@ -350,6 +429,7 @@ type Pins struct {
 	space  *Space
 	memory []memory.Page
 	disk   []disk.Pinned
+	object []object.Pinned
 	once   sync.Once
 	found  page.Bitmap
 	blocks []mem.Block
@@ -374,9 +454,18 @@ func (sp *Space) Pin(keys []page.Key) (*Pins, error) {
 			p.memory = append(p.memory, m)
 			p.blocks[i] = m.Block
 			p.found.Set(i)
-		} else if sp.s.disk != nil {
+			continue
+		}
+		if sp.s.disk != nil {
 			if d, ok := sp.s.disk.Pin(sp.number, &keys[i]); ok {
 				p.disk = append(p.disk, d)
+				p.found.Set(i)
+				continue
+			}
+		}
+		if sp.object != nil {
+			if o, ok := sp.object.Pin(&keys[i]); ok {
+				p.object = append(p.object, o)
 				p.found.Set(i)
 			}
 		}
@@ -404,6 +493,9 @@ func (p *Pins) Release() {
 		for _, d := range p.disk {
 			p.space.s.disk.Unpin(d)
 		}
+		for _, o := range p.object {
+			p.space.object.Unpin(o)
+		}
 	})
 }
 
@@ -415,13 +507,16 @@ func (sp *Space) Remove() error {
 	}
 	defer sp.release()
 	sp.mu.Lock()
-	defer sp.mu.Unlock()
 	sp.removals++
 	var err error
 	if sp.s.disk != nil {
 		err = sp.s.disk.RemoveOwner(sp.number)
 	}
-	// After the disk: a page that is loaded from there meanwhile has its slot, which is found here.
+	sp.mu.Unlock() // what is put from now on is later than the removal, or goes, too
+	if sp.object != nil {
+		err = errors.Join(err, sp.object.Remove(context.Background())) // it has a timeout
+	}
+	// After the others: a page that is loaded from there meanwhile has its slot, which is found here.
 	sp.s.memory.RemoveOwner(sp.number)
 	if err != nil {
 		return fmt.Errorf("store: namespace %s: remove: %w", sp.id, err)
@@ -431,7 +526,7 @@ func (sp *Space) Remove() error {
 
 // Stats are counts since the store was opened.
 type Stats struct {
-	Hits    [Disk + 1]uint64 // pages, by tier
+	Hits    [Object + 1]uint64 // pages, by tier
 	Misses  uint64
 	Damaged uint64
 	Stored  uint64
@@ -439,6 +534,7 @@ type Stats struct {
 	Refused uint64 // puts without room
 	Memory  memory.Stats
 	Disk    disk.Stats
+	Object  object.Stats
 }
 
 // Stats returns them.
@@ -451,6 +547,9 @@ func (s *Store) Stats() Stats {
 	}
 	if s.disk != nil {
 		out.Disk = s.disk.Stats()
+	}
+	if s.object != nil {
+		out.Object = s.object.Stats()
 	}
 	return out
 }

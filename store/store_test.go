@@ -76,7 +76,7 @@ func TestNamespacesAreApart(t *testing.T) {
 	defer a.close()
 	defer b.close()
 	a.put(1, 2)
-	batch, err := b.space.Get(a.keys([]int{1, 2}), b.places(2))
+	batch, err := b.space.Get(a.keys([]int{1, 2}), b.pool, b.blocks(2))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -133,7 +133,8 @@ func TestNamespacesDoNotRunOut(t *testing.T) {
 	if _, err := stale.space.Exists(stale.keys([]int{1})); !errors.Is(err, ErrClosed) {
 		t.Errorf("a space that is closed: %v", err)
 	}
-	if _, err := stale.space.Get(stale.keys([]int{1}), open.places(1)); !errors.Is(err, ErrClosed) {
+	_, err := stale.space.Get(stale.keys([]int{1}), open.pool, open.blocks(1))
+	if !errors.Is(err, ErrClosed) {
 		t.Errorf("a space that is closed: %v", err)
 	}
 	open.close()
@@ -177,28 +178,19 @@ func TestRefusesRequests(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	block := func(off, n uint64) mem.Block { return mem.Block{Region: e.lent, Off: off, Len: n} }
 	for _, c := range []struct {
 		name   string
 		keys   int
-		places []Placement
+		blocks []uint32
 		want   []string
 	}{
 		{"none", 0, nil, []string{"keys", "1 to 10000"}},
 		{"many", page.MaxBatch + 1, nil, []string{"10001 keys"}},
-		{"fewer", 2, []Placement{e.place(0)}, []string{"placements", "1 for 2 keys"}},
-		{"short", 1, []Placement{{block(0, 4095)}}, []string{"placements[0]", "4095 bytes",
-			"have 4096"}},
-		{"outside", 1, []Placement{{block(enginePages*4096-100, 4096)}}, []string{"placements[0]",
-			"inside registered regions"}},
-		{"overflow", 1, []Placement{{block(^uint64(0)-10, 4096)}}, []string{"placements[0]"}},
-		{"empty", 1, []Placement{{block(0, 4096), block(5000, 0)}}, []string{"without bytes"}},
-		{"overlap", 2, []Placement{e.place(3), {block(3*4096+4095, 4096)}},
-			[]string{"placements[1]", "overlaps placements[0]"}},
-		{"itself", 1, []Placement{{block(0, 2048), block(2047, 2048)}}, []string{"overlaps"}},
-		{"no region", 1, []Placement{{{Len: 4096}}}, []string{"without a region"}},
+		{"fewer", 2, []uint32{0}, []string{"blocks", "1 for 2 keys"}},
+		{"outside", 1, []uint32{enginePages}, []string{"blocks[0]", "blocks 0 to 63"}},
+		{"twice", 3, []uint32{3, 5, 3}, []string{"blocks[2]", "as blocks[0] is"}},
 	} {
-		_, err := e.space.Get(make([]page.Key, c.keys), c.places)
+		_, err := e.space.Get(make([]page.Key, c.keys), e.pool, c.blocks)
 		var re *RequestError
 		if !errors.As(err, &re) {
 			t.Errorf("%s: %v", c.name, err)
@@ -210,9 +202,20 @@ func TestRefusesRequests(t *testing.T) {
 			}
 		}
 	}
+	other := func(bytes uint64) *Pool {
+		p, err := NewPool([]Piece{{sealed, 0, bytes, bytes}}, 1)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return p
+	}
+	freed, short := other(4096), other(4095)
 	sealed.Release()
-	if _, err := e.space.Get(make([]page.Key, 1), []Placement{{{Region: sealed,
-		Len: 4096}}}); !errors.Is(err, mem.ErrFreed) {
+	if _, err := e.space.Get(make([]page.Key, 1), short, []uint32{0}); err == nil ||
+		!strings.Contains(err.Error(), "4095 bytes; pages of this namespace have 4096") {
+		t.Errorf("blocks of another size: %v", err)
+	}
+	if _, err := e.space.Get(make([]page.Key, 1), freed, []uint32{0}); !errors.Is(err, mem.ErrFreed) {
 		t.Errorf("a region that is freed: %v", err)
 	}
 	if _, err := s.Space(namespace("big", 1<<20), Share{}, Share{}); err == nil ||
@@ -223,7 +226,7 @@ func TestRefusesRequests(t *testing.T) {
 		t.Error("an empty namespace")
 	}
 	shut(t, s)
-	if _, err := e.space.Get(e.keys([]int{1}), e.places(1)); !errors.Is(err, ErrClosed) {
+	if _, err := e.space.Get(e.keys([]int{1}), e.pool, e.blocks(1)); !errors.Is(err, ErrClosed) {
 		t.Errorf("after Close: %v", err)
 	}
 }
@@ -252,7 +255,7 @@ func TestNothingIsWrittenAfterTheFence(t *testing.T) {
 		e.put(upTo(i*30, i*30+30)...)
 	}
 	g := newGate(sim)
-	b, err := e.space.Get(e.keys(upTo(0, 20)), e.places(20))
+	b, err := e.space.Get(e.keys(upTo(0, 20)), e.pool, e.blocks(20))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -295,7 +298,7 @@ func TestLateWrites(t *testing.T) {
 	r := rand.New(rand.NewPCG(1, 1))
 	cut := 0
 	for range 300 {
-		b, err := e.space.Get(e.keys(upTo(0, enginePages)), e.places(enginePages))
+		b, err := e.space.Get(e.keys(upTo(0, enginePages)), e.pool, e.blocks(enginePages))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -428,7 +431,7 @@ func TestManyEngines(t *testing.T) {
 				pages := upTo(from, from+1+r.IntN(30))
 				switch r.IntN(8) {
 				case 0:
-					b, err := e.space.Get(e.keys(pages), e.places(len(pages)))
+					b, err := e.space.Get(e.keys(pages), e.pool, e.blocks(len(pages)))
 					if err != nil {
 						t.Error(err)
 						return

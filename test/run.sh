@@ -123,7 +123,7 @@ trap 'for p in $(jobs -p); do pkill -P "$p" || true; kill "$p" || true; done 2>/
 go_limit=15m
 py=.build/venv/bin/python
 pytest=(-m pytest -q -rfEs --no-fold-skipped)
-export KVSPRAY_MUST_RUN=${KVSPRAY_MUST_RUN:-vllm,shm,tcp,gcc}
+export KVSPRAY_MUST_RUN=${KVSPRAY_MUST_RUN:-vllm,shm,tcp,gcc,s3server}
 unit() { # every Go test that is not long
 	counted -short ./...
 }
@@ -137,7 +137,7 @@ long() { # the packages with tests that `make test` leaves out as too long
 beside env make env # fetches for most of its time
 case $mode in
 test)
-	part build '^' make build wireflip
+	part build '^' make build wireflip s3server
 	joined env 'ready'
 	beside python "$py" "${pytest[@]}" pybind/tests integration/vllm/tests test/soak
 	part go '^packages' unit
@@ -146,7 +146,7 @@ test)
 	;;
 all)
 	test/rdma/quick.sh prepare & # the part rdma waits for it
-	part build '^' make build wireflip
+	part build '^' make build wireflip s3server
 	joined env 'ready'
 	part generate '^' make generate-check
 	part size '^kvspray' make build-size
@@ -154,7 +154,7 @@ all)
 	part bounds '^bounds' bounds TestCPU TestServeCPU TestSliceDoesNotAllocate TestRunsAreCheap TestCostOfReshape TestCopyDoesNotHoldTheCollector TestLanesDoNotHoldTheCollector TestPullsDoNotHoldTheCollector \
 		TestWritesDoNotHoldTheCollector TestMovesDoNotHoldTheCollector TestExecDoesNotHoldTheCollector TestPlanningDoesNotHoldTheCollector \
 		TestMutants TestLaws TestPlanLaws TestDraftLaws TestHybrids TestHybridsInStages TestFingerprintIgnores TestMeshDoesNotHerd TestManyNodes TestWord \
-		TestMembersAmongStrangers TestLanesAmongStrangers
+		TestMembersAmongUnproved TestLanesAmongStrangers
 	part rdma '^rdma' make test-rdma-quick
 	part rails '^(ok|FAIL)' figures .
 	part receivers '^(ok|FAIL)' go test -count=1 -timeout 10m -run '^TestBenchReceivers$' ./cmd/kvspray-bench
@@ -163,7 +163,7 @@ all)
 attack)
 	export KVSPRAY_ATTACK_RUNS=${KVSPRAY_ATTACK_RUNS:-1000}
 	go_limit=60m
-	part build '^' make build wireflip
+	part build '^' make build wireflip s3server
 	joined env 'ready'
 	part attack-go '^attacks' attacks 21 -run 'Conformance/(Fence_attack|Source_rewritten|Late_garbage)|LateDMA' ./transport/...
 	part attack-node '^attacks' attacks 4 -run '^TestLateWrites$' ./sidecar

@@ -16,8 +16,8 @@ func (d *device) Stop() bool {
 	return d.obeys
 }
 
-// TestClaimDevice: a device's claim is waited for, or ended by stopping the device, and holds where
-// that cannot be stopped.
+// A later attempt waits for a device's claim, or stops the device. If the device does not stop, its
+// claim stays.
 func TestClaimDevice(t *testing.T) {
 	var sink counter
 	g := &Grant{Sink: &sink}
@@ -44,37 +44,37 @@ func TestClaimDevice(t *testing.T) {
 		return holder, ended
 	}
 	if holder, _ := claim(&device, span(0, 8), 2, false); holder != nil {
-		t.Fatal("busy where nobody is")
+		t.Fatal("a claim of free chunks has to wait")
 	}
 	if holder, _ := claim(&other, span(8, 8), 3, false); holder != nil {
-		t.Fatal("busy beside it")
+		t.Fatal("a claim of other chunks has to wait")
 	}
 	other.Release()
 	why, _, _ := g.ClaimDevice(&other, span(4, 8), 1, d, false)
 	want("an earlier attempt", why, transfer.ReasonSuperseded)
 	holder, busy := claim(&other, span(4, 8), 3, false)
 	if holder != d || !open(busy) {
-		t.Fatal("not busy")
+		t.Fatal("a claim of the same chunks does not wait")
 	}
 	want("land", device.Land(nil), transfer.ReasonNone)
 	if open(busy) || d.stops != 0 {
-		t.Fatalf("landed: still busy, or stopped %d times", d.stops)
+		t.Fatalf("landed: the claim still waits, or the device was stopped %d times", d.stops)
 	}
 
 	claim(&device, span(8, 8), 2, false)
 	_, busy = claim(&other, span(8, 8), 2, false)
 	d.obeys = false
-	want("a device that goes on", g.Claim(&other, span(8, 4), 9), transfer.ReasonSuperseded)
+	want("a device that does not stop", g.Claim(&other, span(8, 4), 9), transfer.ReasonSuperseded)
 	if d.stops != 1 || !open(busy) {
 		t.Fatalf("stopped %d times", d.stops)
 	}
 	d.obeys = true
 	claim(&other, span(8, 4), 9, true)
-	want("the landing of what was stopped", device.Land(nil), transfer.ReasonSuperseded)
+	want("the landing of a stopped device", device.Land(nil), transfer.ReasonSuperseded)
 	if d.stops != 2 || open(busy) {
 		t.Fatalf("stopped %d times", d.stops)
 	}
-	want("the other's", other.Land(nil), transfer.ReasonNone)
+	want("the landing of the other claim", other.Land(nil), transfer.ReasonNone)
 	for i := range 16 {
 		if n := sink.landed[i].Load(); n != 1 && i < 12 || n != 0 && i >= 12 {
 			t.Errorf("chunk %d landed %d times", i, n)

@@ -16,7 +16,7 @@ import (
 
 func TestMain(m *testing.M) { leaktest.Main(m) }
 
-const patience = time.Minute // of a test that is about to fail
+const patience = time.Minute // until a test fails
 
 func idle(g *Guard) bool {
 	select {
@@ -32,7 +32,7 @@ func TestGuard(t *testing.T) {
 	over, cancel := context.WithCancel(context.Background())
 	cancel()
 	if err := g.Wait(context.Background()); err == nil {
-		t.Error("the wait for an open guard, which nobody may ever revoke, is no error")
+		t.Error("Wait for an open guard is no error: it may never be revoked")
 	}
 	if g.Revoked() || g.Empty() || idle(&g) || !g.Enter() || !g.Enter() {
 		t.Fatal("a fresh guard is not open")
@@ -41,17 +41,17 @@ func TestGuard(t *testing.T) {
 	g.Revoke()
 	g.Revoke()
 	if !g.Revoked() || g.Enter() || g.Empty() || idle(&g) {
-		t.Fatal("revoked and held: must be shut and not idle")
+		t.Fatal("revoked and held: must be closed and not idle")
 	}
 	if err := g.Wait(over); !errors.Is(err, context.Canceled) {
 		t.Errorf("the wait for a held guard ended with %v", err)
 	}
 	g.Leave()
 	if err := g.Wait(over); err != nil {
-		t.Errorf("what is over already is over, whatever ctx says: %v", err)
+		t.Errorf("the guard is idle already, and Wait failed with the context: %v", err)
 	}
 	if !g.Empty() || !idle(&g) || g.Enter() || !g.Empty() || !idle(&g) {
-		t.Fatal("revoked and empty: must be idle for good")
+		t.Fatal("revoked and empty: must stay idle")
 	}
 	var h Guard
 	h.Revoke()
@@ -60,8 +60,8 @@ func TestGuard(t *testing.T) {
 	}
 }
 
-// Every Enter that succeeds is over before Idle is closed, and none succeeds that began after
-// Revoke had returned.
+// Each successful Enter has its Leave before Idle is closed, and no Enter succeeds that began after
+// Revoke returned.
 func TestGuardConcurrently(t *testing.T) {
 	for range 300 {
 		var g Guard
@@ -184,9 +184,9 @@ func TestClaim(t *testing.T) {
 	}
 }
 
-// The law of claims: the last writer of a chunk that landed is the attempt that landed it. Each
-// chunk has a word; writers store their attempt in it, and what was there when a chunk first landed
-// must be there in the end.
+// The law of claims: the last writer of a landed chunk is the attempt that landed it. Each chunk is
+// a variable in which writers store their attempt. Its value when the chunk first landed must be
+// its value at the end.
 func TestClaimsConcurrently(t *testing.T) {
 	for round := range 60 {
 		var words, final [64]atomic.Uint32

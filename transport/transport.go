@@ -55,16 +55,16 @@ const (
 
 // Caps describes a backend. It is constant for the backend's life.
 type Caps struct {
-	Initiator   Initiator
-	Evidence    Evidence
-	Fence       FenceScope
-	NeedsTokens bool // Grant returns a token that the sender needs (remote keys, descriptors)
-	SameHost    bool // only between processes of one kernel
-	Device      bool // moves GPU memory without a stop in host memory
-	Credits     int  // receives that the destination must post ahead; 0: none needed
-	SliceBytes  int  // preferred slice size; a multiple of transfer.ChunkBytes
-	DeviceSlice int  // the same for GPU memory; 0: SliceBytes
-	Tells       bool // every lane is a Meter
+	Initiator    Initiator
+	Evidence     Evidence
+	Fence        FenceScope
+	NeedsTokens  bool // Grant returns a token that the sender needs (remote keys, descriptors)
+	SameHost     bool // only between processes of one kernel
+	Device       bool // moves GPU memory without a copy in host memory
+	Credits      int  // receives that the destination must post ahead; 0: none needed
+	SliceBytes   int  // preferred slice size; a multiple of transfer.ChunkBytes
+	DeviceSlice  int  // the same for GPU memory; 0: SliceBytes
+	ReportsAcked bool // every lane is a Meter
 	// every writer of a grant's memory holds its guard: once the guard is revoked and empty, Fence
 	// returns nil at once
 	Guarded bool
@@ -190,16 +190,16 @@ type Lane interface {
 // which a dead rail must be given up.
 type Meter interface {
 	Lane
-	// Received counts the bytes sent by this end that have reached the other host, of any slice. It
-	// only grows, and costs a microsecond or two. Received bytes prove that the path works, and
+	// Acked counts the bytes sent by this end that have reached the other host, of any slice. It
+	// only grows, and takes a microsecond or two. Acknowledged bytes prove that the path works, and
 	// nothing about a slice.
-	Received() uint64
+	Acked() uint64
 }
 
 // Timed is a Lane that measures the round-trip time of a small message on an idle path.
 type Timed interface {
 	Lane
-	Way() time.Duration // 0: unknown
+	RTT() time.Duration // 0: unknown
 }
 
 // WakeHinter is a Lane whose peer is slow to wake up and accepts a wake-up hint.

@@ -10,6 +10,7 @@ import (
 
 	"github.com/kvspray/kvspray/bench/progress"
 	"github.com/kvspray/kvspray/bench/timeline"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/internal/ui/usage"
@@ -310,7 +311,7 @@ func (r *run) collect() {
 			turn = t.ReceivedAt() - r.begin
 			x := timeline.Transfer{Began: timeline.Seconds(began), Took: timeline.Seconds(turn - began),
 				Bytes: t.Bytes(), Sender: sender}
-			if t.Received.Status != exec.StatusOK {
+			if t.Received.Status != engines.StatusOK {
 				x.Error = t.Received.Reason
 			}
 			r.res.Transfers = append(r.res.Transfers, x)

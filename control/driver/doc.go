@@ -18,7 +18,7 @@ import (
 	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/transfer"
@@ -80,9 +80,9 @@ type Engines interface {
 	// Complete performs an exec.Complete.
 	Complete(a *exec.Action)
 	// Follow reports whether anything is sent from a worker's memory.
-	Follow(w *connector.Worker, on bool)
+	Follow(w *engines.Worker, on bool)
 	// Forget drops what was kept for a worker without leases. The driver's lock is held.
-	Forget(w *connector.Worker)
+	Forget(w *engines.Worker)
 }
 
 // Memory finds the memory of parts.
@@ -119,7 +119,7 @@ type Observer interface {
 	LaneUp(l transport.Lane)
 	// LaneRefused is a lane that the executor does not accept; it is closed.
 	LaneRefused(l transport.Lane, err error)
-	// LaneDown has lost set if nobody closed the lane on purpose.
+	// LaneDown has lost set unless the lane was closed on purpose.
 	LaneDown(l transport.Lane, lost bool)
 	// Slice is the end of a slice of so many bytes.
 	Slice(l transport.Lane, r *transport.Result, bytes uint64)

@@ -10,7 +10,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -49,8 +49,8 @@ func New(c Config) *Driver {
 		d.lock = &sync.Mutex{}
 	}
 	d.tick = d.Tick
-	d.Events = &Events{d: d, queries: map[uint64]func(connector.Admission){},
-		fenced: map[*connector.Worker]func(){}}
+	d.Events = &Events{d: d, queries: map[uint64]func(engines.Admission){},
+		fenced: map[*engines.Worker]func(){}}
 	d.binds.grants, d.binds.origins = map[bindName]*Receiver{}, map[bindName]*sender{}
 	d.binds.senders = map[*exec.SendPart]*sender{}
 	d.lanes.byID = map[uint64]*lane{}

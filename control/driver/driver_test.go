@@ -11,7 +11,7 @@ import (
 	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/lease"
 	"github.com/kvspray/kvspray/internal/sys/mem"
@@ -19,7 +19,7 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// nothing is everything around a driver that has neither peers nor engines.
+// nothing implements everything around a driver, without peers and engines.
 type nothing struct{ connects chan struct{} }
 
 func (nothing) PeerKey(transfer.Boot) (transport.Peer, bool)    { return transport.Peer{}, false }
@@ -29,8 +29,8 @@ func (nothing) Send(transfer.Boot, *peerv1.ControlFrame)        {}
 func (nothing) Describe(transfer.Boot, [32]byte)                {}
 func (nothing) Compare(exec.Comparison)                         {}
 func (nothing) Complete(*exec.Action)                           {}
-func (nothing) Follow(*connector.Worker, bool)                  {}
-func (nothing) Forget(*connector.Worker)                        {}
+func (nothing) Follow(*engines.Worker, bool)                    {}
+func (nothing) Forget(*engines.Worker)                          {}
 func (nothing) Rail(string, string) (transport.Rail, bool)      { return transport.Rail{}, false }
 func (nothing) DeviceSlices() bool                              { return false }
 func (nothing) LaneUp(transport.Lane)                           {}
@@ -52,14 +52,14 @@ func (nowhere) Resolve(dst []mem.Block, _ transfer.Range) ([]mem.Block, error) {
 	return dst, nil
 }
 
-// newDriver is a driver of a new executor.
+// newDriver returns a driver of a new executor.
 func newDriver(p Process, n nothing) *Driver {
 	return New(Config{Exec: exec.New(exec.Config{Boot: transfer.Boot{1}}), Process: p, Peers: n,
 		Engines: n, Memory: n, Rails: n,
 		Observer: n, Log: slog.New(slog.DiscardHandler), Grace: time.Second})
 }
 
-// An executor whose lock is held, or with an action that does not end, is wedged; otherwise not.
+// A driver is wedged if its lock is held, or if an action does not end; otherwise it is not.
 func TestWedged(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := NewGoroutines()
@@ -83,8 +83,8 @@ func TestWedged(t *testing.T) {
 		done := make(chan struct{})
 		go func() { // its action Connect blocks
 			defer close(done)
-			d.Events.Await(connector.Await{Peer: "elsewhere:1", TTL: time.Hour},
-				func(connector.Admission) {})
+			d.Events.Await(engines.Await{Peer: "elsewhere:1", TTL: time.Hour},
+				func(engines.Admission) {})
 		}()
 		synctest.Wait()
 		wedged(wedgedActions)
@@ -94,7 +94,7 @@ func TestWedged(t *testing.T) {
 	})
 }
 
-// The timer calls at the next instant, or earlier; none is left after Wait.
+// The timer fires at the next instant, or earlier; none is left after Wait.
 func TestIdle(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := NewGoroutines()
@@ -122,7 +122,7 @@ func TestIdle(t *testing.T) {
 	})
 }
 
-// still is a Process in which nothing runs.
+// still is a Process without goroutines.
 type still struct{}
 
 func (still) Now() exec.Instant               { return time.Second }
@@ -143,7 +143,7 @@ type stillSource struct{ transport.Source }
 
 func (stillSource) Bytes(transfer.Range) (uint64, error) { return 1 << 20, nil }
 
-// A slice's end, a landed chunk and an event of the executor allocate nothing in the driver.
+// The end of a slice, a landed chunk and an event of the executor allocate nothing in the driver.
 func TestAllocatesNothing(t *testing.T) {
 	d := newDriver(still{}, nothing{})
 	var l transport.Lane = stillLane{}
@@ -168,7 +168,7 @@ func TestAllocatesNothing(t *testing.T) {
 	}
 }
 
-// While a tick waits for the driver's lock, the events that end meanwhile start no other tick.
+// While a tick waits for the driver's lock, events that end meanwhile start no other tick.
 func TestTickThatWaits(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := NewGoroutines()

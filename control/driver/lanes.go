@@ -72,7 +72,7 @@ func (d *Driver) LaneUp(l transport.Lane) {
 	in := exec.LaneInfo{ID: l.ID(), Peer: l.Peer(), Backend: l.Backend(), Local: l.Local(),
 		Remote:     l.Remote(),
 		SliceBytes: caps.SliceBytes, MaxInFlight: l.MaxInFlight(), Apart: caps.SameHost,
-		ReportsAcked: caps.Tells}
+		ReportsAcked: caps.ReportsAcked}
 	_, in.WakeHints = l.(transport.WakeHinter)
 	if caps.DeviceSlice > 0 && d.cfg.Rails.DeviceSlices() {
 		in.SliceBytes = caps.DeviceSlice
@@ -81,7 +81,7 @@ func (d *Driver) LaneUp(l transport.Lane) {
 		in.Gbps, in.Tier = r.Gbps, r.Tier
 	}
 	if t, ok := l.(transport.Timed); ok {
-		in.RTT = t.Way()
+		in.RTT = t.RTT()
 	}
 	now := d.enter()
 	err := d.ex.LaneUp(now, in)
@@ -230,7 +230,7 @@ func (d *Driver) ask(id uint64) {
 	if !ok {
 		return
 	}
-	if got := m.Received(); got > e.asked {
+	if got := m.Acked(); got > e.asked {
 		e.asked = got
 		now := d.enter()
 		d.ex.Moved(now, id)

@@ -6,17 +6,18 @@ import (
 	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
+	"github.com/kvspray/kvspray/control/exec/internal/core"
 	"github.com/kvspray/kvspray/control/lease"
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// rest lets time pass.
+// rest advances virtual time.
 func (s *sim) rest(d time.Duration) { s.run(s.now+d, func() bool { return false }) }
 
-// again is the receiver's lease as its engine presents it to another sidecar: the same id, another
-// epoch.
-func (n *simNode) again(w *connector.Worker, l *simLease, k transfer.Key, peer string,
+// again is the receiver's lease as its engine presents it to another sidecar: with the same id and
+// another epoch.
+func (n *simNode) again(w *engines.Worker, l *simLease, k transfer.Key, peer string,
 	deadline time.Duration) *simLease {
 	id := l.id
 	id.Epoch++
@@ -24,15 +25,15 @@ func (n *simNode) again(w *connector.Worker, l *simLease, k transfer.Key, peer s
 		tokens: l.tokens}
 	n.leases[id] = m
 	n.event(func() {
-		n.ex.Expect(n.s.now, w, connector.Expect{Lease: id, Key: k, Peer: peer, Tokens: l.tokens,
+		n.ex.Expect(n.s.now, w, engines.Expect{Lease: id, Key: k, Peer: peer, Tokens: l.tokens,
 			Skip: []uint32{0}, Deadline: deadline, Partner: deadline / 2})
 	})
 	return m
 }
 
-// The receiver's sidecar dies in mid transfer. The source's blocks are kept, and when the engine
-// presents its lease to the next sidecar all of it comes, whether that one is quicker than the
-// proof that the first is dead or not.
+// The receiver's sidecar dies during a transfer. The source keeps the blocks. When the engine
+// presents its lease to the next sidecar, the transfer completes, whether or not the death of the
+// first sidecar is proved by then.
 func TestDestinationSidecarDies(t *testing.T) {
 	for name, order := range map[string]struct{ down, grant, over time.Duration }{
 		"down, proof, grant": {100 * time.Millisecond, 3 * sec, 200 * time.Millisecond},
@@ -74,18 +75,18 @@ func TestDestinationSidecarDies(t *testing.T) {
 			}
 			p.steps(src)
 			s.until("transfer", sec, func() bool { return src.done != nil && next.done != nil })
-			wantStatus(t, src, StatusOK)
-			wantStatus(t, next, StatusOK)
-			if src.done.Grants != 1 || len(p.ex.match.grants)+len(p.ex.match.absents) != 0 {
+			wantStatus(t, src, engines.StatusOK)
+			wantStatus(t, next, engines.StatusOK)
+			if src.done.Grants != 1 || p.ex.match.Counts().Grants+p.ex.match.Counts().Absent != 0 {
 				t.Errorf("served %d; %d grants and %d absent ones are left", src.done.Grants,
-					len(p.ex.match.grants), len(p.ex.match.absents))
+					p.ex.match.Counts().Grants, p.ex.match.Counts().Absent)
 			}
 		})
 	}
 }
 
-// Nobody presents the lease again: the source ends by the rule for missing partners, long before
-// its deadline. What only seemed dead hears of it.
+// No sidecar presents the lease again: the source ends after the match timeout, long before its
+// deadline. A sidecar that only seemed dead receives a message about it.
 func TestDestinationSidecarStaysAway(t *testing.T) {
 	for _, over := range []bool{false, true} {
 		s, p, d, pw, dw := pair(t, 12, 0)
@@ -93,23 +94,23 @@ func TestDestinationSidecarStaysAway(t *testing.T) {
 		dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 60*sec)
 		s.rest(50 * time.Millisecond)
 		p.event(func() { p.ex.PeerDown(s.now, d.boot, over) })
-		s.rest(DefaultMatchTimeout - 100*time.Millisecond)
+		s.rest(core.DefaultMatchTimeout - 100*time.Millisecond)
 		if src.done != nil {
 			t.Fatalf("over %v: gave up early: %s", over, src.done.Reason)
 		}
 		s.until("the source's end", 200*time.Millisecond, func() bool { return src.done != nil })
-		if wantStatus(t, src, StatusFailed); !strings.Contains(src.done.Reason,
+		if wantStatus(t, src, engines.StatusFailed); !strings.Contains(src.done.Reason,
 			"presented the lease again") {
 			t.Errorf("over %v: reason %q", over, src.done.Reason)
 		}
 		if !over {
 			s.until("the receiver's end", sec, func() bool { return dst.done != nil })
-			wantStatus(t, dst, StatusFailed)
+			wantStatus(t, dst, engines.StatusFailed)
 		}
 	}
 }
 
-// It was only out of reach, and is there again: nothing is lost.
+// The sidecar was only out of reach and returns: nothing is lost.
 func TestDestinationSidecarComesBack(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 12, 0)
 	src := p.intent(pw, 1, testKey(1, 1), 512, 1, 60*sec)
@@ -121,28 +122,28 @@ func TestDestinationSidecarComesBack(t *testing.T) {
 	s.rest(9 * sec)
 	p.steps(src)
 	s.until("transfer", sec, func() bool { return src.done != nil && dst.done != nil })
-	wantStatus(t, src, StatusOK)
-	wantStatus(t, dst, StatusOK)
+	wantStatus(t, src, engines.StatusOK)
+	wantStatus(t, dst, engines.StatusOK)
 }
 
-// Only the same lease of the same prompt gets the place of one whose sidecar is away; who else asks
-// waits for a place of his own.
-func TestPlacesOfTheAbsentAreKept(t *testing.T) {
+// Only the same lease of the same prompt takes the place of a grant whose sidecar is absent. Other
+// grants wait for a place of their own.
+func TestPlacesOfAbsentGrantsAreKept(t *testing.T) {
 	tg := newTarget()
-	say := func(from transfer.Boot, g *peerv1.Grant) (gives int, replies []*peerv1.GrantReply) {
+	send := func(from transfer.Boot, g *peerv1.Grant) (gives int, replies []*peerv1.GrantReply) {
 		t.Helper()
 		if err := tg.ex.Message(3, from, grantFrame(g)); err != nil {
 			t.Fatal(err)
 		}
 		return tg.drain()
 	}
-	if gives, _ := say(tg.peer, goodGrant()); gives == 0 {
+	if gives, _ := send(tg.peer, goodGrant()); gives == 0 {
 		t.Fatal("the first grant is not served")
 	}
-	// While its sidecar is there nobody can speak for it.
+	// While the sidecar is reachable, no other sidecar may speak for the lease.
 	other := transfer.Boot{14}
 	tg.ex.PeerUp(2, "", other)
-	if gives, replies := say(other, goodGrant()); gives != 0 || len(replies) != 0 {
+	if gives, replies := send(other, goodGrant()); gives != 0 || len(replies) != 0 {
 		t.Errorf("another sidecar speaks for a lease whose own is there: %d actions, %v", gives, replies)
 	}
 	tg.ex.PeerDown(4, other, true)
@@ -158,21 +159,21 @@ func TestPlacesOfTheAbsentAreKept(t *testing.T) {
 		g := goodGrant()
 		g.Destination.Epoch, g.Gen = 5, 1
 		change(g)
-		if gives, replies := say(next, g); gives != 0 || len(replies) != 0 {
+		if gives, replies := send(next, g); gives != 0 || len(replies) != 0 {
 			t.Errorf("%s has the place: %d actions, %v", what, gives, replies)
 		}
 	}
 	g := goodGrant()
 	g.Destination.Epoch, g.Gen = 6, 1
-	if gives, replies := say(next, g); gives == 0 || len(replies) != 1 ||
+	if gives, replies := send(next, g); gives == 0 || len(replies) != 1 ||
 		replies[0].Code != peerv1.GrantReply_BOUND {
 		t.Errorf("the lease itself, presented again: %d actions, %v", gives, replies)
 	}
 }
 
-// An engine's worker begins a new session with the same sidecar. Its library ends what it receives
-// by itself and presents none of it again, so a Revoke ends it at the source: its blocks are
-// kept for nobody.
+// An engine's worker begins a new session with the same sidecar. The shim ends its destination
+// leases and presents none of them again, so a Revoke ends them at the source, which keeps no
+// blocks for them.
 func TestSessionTakenOver(t *testing.T) {
 	for name, granted := range map[string]bool{"granted": true, "not yet": false} {
 		t.Run(name, func(t *testing.T) {
@@ -193,31 +194,32 @@ func TestSessionTakenOver(t *testing.T) {
 			d.event(func() { d.ex.WorkerGone(s.now, dw, false, "superseded") })
 			s.until("the fence", sec, func() bool { return d.fenced[dw] })
 			s.until("the source's end", sec, func() bool { return src.done != nil })
-			if wantStatus(t, src, StatusFailed); !strings.Contains(src.done.Reason, gaveUp) ||
-				len(p.ex.match.grants)+len(p.ex.match.absents) != 0 {
-				t.Errorf("%q; %d grants and %d absent ones are left", src.done.Reason, len(p.ex.match.grants),
-					len(p.ex.match.absents))
+			if wantStatus(t, src, engines.StatusFailed); !strings.Contains(src.done.Reason,
+				"the receiver gave up: ") ||
+				p.ex.match.Counts().Grants+p.ex.match.Counts().Absent != 0 {
+				t.Errorf("%q; %d grants and %d absent ones are left", src.done.Reason,
+					p.ex.match.Counts().Grants,
+					p.ex.match.Counts().Absent)
 			}
 		})
 	}
 }
 
-// A source's sidecar at whose address nobody listens any more costs its receivers two seconds,
-// those that have a grant as well as those that come now; one that is silent costs what a missing
-// partner costs.
-func TestSourceSidecarIsGoneForGood(t *testing.T) {
+// If no process listens any more at the address of a source's sidecar, its receivers wait two
+// seconds, those with a grant and new ones alike. If the sidecar is silent, they wait for the match
+// timeout.
+func TestSourceSidecarNeverReturns(t *testing.T) {
 	s, p, d, _, dw := pair(t, 12, 0)
 	first := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 30*sec)
 	s.rest(50 * time.Millisecond)
-	if _, ok := d.ex.dests.byID[first.id]; !ok || d.ex.dests.byID[first.id].State !=
-		lease.DestGranted {
+	if x := d.ex.dests.Find(first.id); x == nil || x.State != lease.DestGranted {
 		t.Fatal("not granted")
 	}
 	p.dead = true
 	delete(s.byAddr, "p:1")
 	d.event(func() { d.ex.PeerDown(s.now, p.boot, false) })
 	s.rest(sec)
-	// Many at once wait for one try, and use up none of each other's.
+	// Many leases wait for the same connect; one failure does not count once for each lease.
 	late := make([]*simLease, 50)
 	for i := range late {
 		late[i] = d.expect(dw, uint64(10+i), testKey(2, byte(i)), "p:1", 512, 0, 30*sec)
@@ -234,25 +236,25 @@ func TestSourceSidecarIsGoneForGood(t *testing.T) {
 		return first.done != nil
 	})
 	for _, l := range append(late, first) {
-		if wantStatus(t, l, StatusExpired); !strings.Contains(l.done.Reason, "refused") {
+		if wantStatus(t, l, engines.StatusExpired); !strings.Contains(l.done.Reason, "refused") {
 			t.Errorf("reason %q", l.done.Reason)
 		}
 	}
 }
 
-// An address that the configuration forbids is not waited for.
+// No lease waits for an address that the configuration forbids.
 func TestForbiddenAddress(t *testing.T) {
 	s, _, d, _, dw := pair(t, 4, 0)
 	s.never = "q:1"
 	l := d.expect(dw, 1, testKey(3, 1), "q:1", 64, 0, 20*sec)
 	s.rest(100 * time.Millisecond)
-	if wantStatus(t, l, StatusExpired); !strings.Contains(l.done.Reason, ErrNotPossible.Error()) {
+	if wantStatus(t, l, engines.StatusExpired); !strings.Contains(l.done.Reason,
+		ErrNotPossible.Error()) {
 		t.Errorf("reason %q", l.done.Reason)
 	}
 }
 
-// However many requests name an address at which nobody listens, it is tried ten times in two
-// seconds.
+// An address without a listener is tried ten times in two seconds, however many requests name it.
 func TestManyWaitForOneTry(t *testing.T) {
 	s, _, d, _, dw := pair(t, 4, 0)
 	for i := range 40 {
@@ -269,6 +271,6 @@ func TestManyWaitForOneTry(t *testing.T) {
 	}
 	s.rest(sec)
 	for _, l := range d.leases {
-		wantStatus(t, l, StatusExpired)
+		wantStatus(t, l, engines.StatusExpired)
 	}
 }

@@ -7,24 +7,24 @@ import (
 	"testing"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
+	"github.com/kvspray/kvspray/control/exec/internal/frame"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
+	"golang.org/x/sys/unix"
 )
 
 const benchPeers = 4
 
-// loadedExec is the executor of a busy prefill node: so many transfers are open towards four peers
-// with four rails each, and every lane is full. Its lanes are the benchmark's: what an operation
-// costs here is the executor's and the scheduler's alone.
+// loadedExec is the executor of a busy prefill node: many transfers are open to four peers with
+// four rails each, and every lane is full. The benchmark plays the lanes, so it measures only the
+// executor and the slice scheduler.
 type loadedExec struct {
 	tb     testing.TB
 	e      *Exec
-	w      *connector.Worker
+	w      *engines.Worker
 	peers  [benchPeers]transfer.Boot
 	tokens uint32
 	now    Instant
@@ -39,8 +39,8 @@ type loadedExec struct {
 	done   [1]transport.Result
 }
 
-// left is what has not landed of the transfer of a slot. Copies of what has landed come after its
-// end, too.
+// left has the chunks of a slot that have not landed. Copies of landed chunks may also end after
+// the transfer.
 type left struct {
 	gen    uint32
 	chunks int32
@@ -49,8 +49,8 @@ type left struct {
 func newLoaded(tb testing.TB, open int, tokens uint32) *loadedExec {
 	x := &loadedExec{tb: tb, tokens: tokens, now: sec, slotOf: map[transfer.LeaseID]uint32{}}
 	x.e = New(Config{Boot: transfer.Boot{200}, Planner: simPlanner{}, Transports: []string{"tcp"},
-		Deadline: MaxDeadline})
-	x.w = &connector.Worker{Name: "w",
+		Deadline: frame.MaxDeadline})
+	x.w = &engines.Worker{Name: "w",
 		Layout: &layout.Layout{Groups: []layout.Group{{TokensPerBlock: simBlock,
 			Layers: make([]layout.Layer, simLayers)}}}}
 	x.e.WorkerUp(x.w)
@@ -76,7 +76,7 @@ func newLoaded(tb testing.TB, open int, tokens uint32) *loadedExec {
 	return x
 }
 
-// begin opens a transfer whose layers are all there.
+// begin opens a transfer whose layers are all complete.
 func (x *loadedExec) begin() {
 	x.next++
 	i := int(x.next % benchPeers)
@@ -84,8 +84,8 @@ func (x *loadedExec) begin() {
 	binary.BigEndian.PutUint64(k.Xfer[:], x.next)
 	src := transfer.LeaseID{Boot: x.w.Boot, ID: x.next}
 	dst := transfer.LeaseID{Boot: transfer.Boot{100}, ID: x.next}
-	x.e.Intent(x.now, x.w, connector.Intent{Lease: src, Key: k, Tokens: x.tokens, Fanout: 1,
-		Deadline: MaxDeadline})
+	x.e.Intent(x.now, x.w, engines.Intent{Lease: src, Key: k, Tokens: x.tokens, Fanout: 1,
+		Deadline: frame.MaxDeadline})
 	plan, err := newSimPlan(x.tokens, []uint32{0})
 	if err != nil {
 		x.tb.Fatal(err)
@@ -103,10 +103,11 @@ func (x *loadedExec) begin() {
 	gen, digest := uint32(x.next), plan.Digest()
 	if err := x.e.Message(x.now, x.peers[i], &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Grant{
 		Grant: &peerv1.Grant{
-			Xfer: k.Xfer[:], Hash: k.Hash[:], Destination: leaseMsg(dst), Gen: gen, Tokens: x.tokens,
+			Xfer: k.Xfer[:], Hash: k.Hash[:], Destination: frame.Lease(dst), Gen: gen, Tokens: x.tokens,
 			Skip: []uint32{0}, Fingerprint: x.w.Fingerprint[:],
-			Geometry: x.w.Geometry[:], DeadlineMs: millis(MaxDeadline), PartnerMs: 10000, Priority: 1,
-			Team: make([]byte, 16), TeamSize: 1,
+			Geometry: x.w.Geometry[:], DeadlineMs: frame.Millis(frame.MaxDeadline), PartnerMs: 10000,
+			Priority: 1,
+			Team:     make([]byte, 16), TeamSize: 1,
 			PlanVersion: simPlanner{}.Version(),
 			Parts: []*peerv1.Part{{Rank: x.w.Place.Rank(), Geometry: x.w.Geometry[:], Slot: slot, Gen: gen,
 				Chunks: plan.space.NumChunks(),
@@ -114,13 +115,13 @@ func (x *loadedExec) begin() {
 		x.tb.Fatal(err)
 	}
 	for l := range simLayers {
-		x.e.Progress(x.now, x.w, []connector.Progress{{Lease: src, Layer: l, Tokens: x.tokens,
+		x.e.Progress(x.now, x.w, []engines.Progress{{Lease: src, Layer: l, Tokens: x.tokens,
 			Final: true}})
 	}
 	x.left[i][slot] = left{gen, int32(plan.space.NumChunks())}
 }
 
-// collect takes what the executor wants done.
+// collect performs the actions of the executor.
 func (x *loadedExec) collect() {
 	for x.e.Drain(&x.b) {
 		for i := range x.b.Actions {
@@ -136,8 +137,8 @@ func (x *loadedExec) collect() {
 	}
 }
 
-// slice ends the oldest slice, as landed, and takes what follows. It returns the destination whose
-// last chunk that was.
+// slice confirms the oldest slice and takes what follows. It returns the destination whose last
+// chunk this was.
 func (x *loadedExec) slice() (last transfer.LeaseID, full bool) {
 	if x.head == len(x.flying) {
 		x.tb.Fatal("nothing is in flight")
@@ -162,11 +163,11 @@ func (x *loadedExec) slice() (last transfer.LeaseID, full bool) {
 	return transfer.LeaseID{Boot: transfer.Boot{100}, ID: uint64(o.Gen)}, left.chunks <= 0
 }
 
-// end lets the receiver commit, and begins another transfer in its place.
+// end commits a transfer and begins another one in its place.
 func (x *loadedExec) end(dst transfer.LeaseID) {
 	i := int(dst.ID % benchPeers)
 	if err := x.e.Message(x.now, x.peers[i], &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{
-		Commit: &peerv1.Commit{Destination: leaseMsg(dst)}}}); err != nil {
+		Commit: &peerv1.Commit{Destination: frame.Lease(dst)}}}); err != nil {
 		x.tb.Fatal(err)
 	}
 	x.free[i] = append(x.free[i], x.slotOf[dst])
@@ -175,7 +176,7 @@ func (x *loadedExec) end(dst transfer.LeaseID) {
 	x.collect()
 }
 
-// cpu is what this process has used. On a machine that others use too, wall time says little.
+// cpu is the CPU time of this process. On a shared machine, wall time proves little.
 func cpu() time.Duration {
 	var r unix.Rusage
 	if err := unix.Getrusage(unix.RUSAGE_SELF, &r); err != nil {
@@ -192,9 +193,9 @@ func heapBytes() uint64 {
 	return m.HeapAlloc
 }
 
-// BenchmarkSlice is what the executor and the scheduler cost per slice, from its confirmation to
-// the slice that takes its place, by how many transfers are open. The goal is 2 us, and the same
-// with 10,000 open as with 10.
+// BenchmarkSlice measures executor and slice scheduler per slice, from a confirmation to the next
+// slice, for several numbers of open transfers. The goal is 2 us, with 10,000 open transfers as
+// with 10.
 func BenchmarkSlice(b *testing.B) {
 	for _, open := range []int{10, 100, 1000, 10000} {
 		b.Run(fmt.Sprint(open, "open"), func(b *testing.B) {
@@ -220,7 +221,7 @@ func BenchmarkSlice(b *testing.B) {
 	}
 }
 
-// BenchmarkTransfer is a whole transfer of 1 MiB beside so many that are open: intent, grant,
+// BenchmarkTransfer measures a whole transfer of 1 MiB beside many open ones: intent, grant,
 // slices, commit, release.
 func BenchmarkTransfer(b *testing.B) {
 	for _, open := range []int{10, 1000, 10000} {
@@ -246,9 +247,8 @@ func BenchmarkTransfer(b *testing.B) {
 	}
 }
 
-// Ten thousand transfers open at once cost what each of them costs, and are gone when they are
-// over.
-func TestOpenTransfersCostWhatEachCosts(t *testing.T) {
+// The memory of ten thousand open transfers is bounded per transfer, and free after their end.
+func TestOpenTransfersCostLittle(t *testing.T) {
 	per := func(open int) float64 {
 		before := heapBytes()
 		x := newLoaded(t, open, 1024) // 4 MiB, 64 chunks

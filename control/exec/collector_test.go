@@ -6,7 +6,7 @@ import (
 	"github.com/kvspray/kvspray/internal/testutil"
 )
 
-// A hundred transfers of 256 MiB are open, and every slice that lands takes the next one with it.
+// A hundred transfers of 256 MiB are open, and each slice that lands is followed by the next one.
 func TestExecDoesNotHoldTheCollector(t *testing.T) {
 	if testutil.Race {
 		testutil.Skip(t, "norace",

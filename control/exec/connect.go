@@ -2,10 +2,11 @@ package exec
 
 import (
 	"errors"
-	"maps"
 
-	"github.com/kvspray/kvspray/connector"
-	"github.com/kvspray/kvspray/control/lease"
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/control/exec/internal/endpoint"
+	"github.com/kvspray/kvspray/control/exec/internal/lanes"
+	"github.com/kvspray/kvspray/control/exec/internal/layouts"
 	"github.com/kvspray/kvspray/transfer"
 )
 
@@ -14,30 +15,24 @@ import (
 // PeerUp reports that the sidecar at addr is reached and has that boot id. addr is empty if the
 // peer called us.
 func (e *Exec) PeerUp(now Instant, addr string, boot transfer.Boot) {
-	p := e.peers.get(boot)
-	if !p.up() {
-		p.link = peerUp
-		for _, d := range e.dests.grantedTo(boot) {
-			if d.State == lease.DestLanding {
-				d.MatchBy = lease.Never
-			}
-		}
-		for _, in := range e.match.grantsFrom(p) {
-			e.match.present(in)
-		}
-		for _, ep := range endpointsInOrder(maps.Keys(p.names)) {
+	p := e.peers.Get(boot)
+	if !p.Up() {
+		p.Link = lanes.Up
+		e.dests.PeerUp(boot)
+		e.match.PeerUp(p)
+		for _, ep := range e.endpoints.Of(p) {
 			e.serve(now, ep)
 		}
 	}
 	if addr != "" {
-		ep := e.endpoints.get(addr)
-		if e.endpoints.self == nil && boot == e.cfg.Boot {
-			e.endpoints.self = ep
+		ep := e.endpoints.Get(addr)
+		if boot == e.core.Cfg.Boot {
+			e.endpoints.IsSelf(ep)
 		}
-		if old := ep.peer; old != p {
-			e.endpoints.leads(ep, p)
-			if old != nil && !old.up() {
-				e.dests.moveOn(now, ep, old)
+		if old := ep.Peer(); old != p {
+			e.endpoints.Leads(ep, p)
+			if old != nil && !old.Up() {
+				e.dests.MoveOn(now, ep, old)
 			}
 		}
 		e.serve(now, ep)
@@ -46,21 +41,14 @@ func (e *Exec) PeerUp(now Instant, addr string, boot transfer.Boot) {
 }
 
 // serve does what waited for an endpoint.
-func (e *Exec) serve(now Instant, ep *endpoint) {
-	ep.trying, ep.refused, ep.again, ep.breaker = false, 0, 0, breaker{}
-	e.agenda.disarm(ep.retry)
-	for _, w := range queriesInOrder(maps.Keys(ep.queries)) {
-		e.queries.ask(now, w)
+func (e *Exec) serve(now Instant, ep *endpoint.Endpoint) {
+	e.endpoints.Connected(ep)
+	e.queries.Connected(now, ep)
+	for _, f := range ep.Revokes() {
+		e.out.Send(ep.Peer().Boot, f)
 	}
-	for _, f := range ep.queuedRevokes {
-		e.send(ep.peer.boot, f)
-	}
-	ep.queuedRevokes = nil
-	for _, d := range inOrder(maps.Keys(ep.waiting)) {
-		delete(ep.waiting, d)
-		e.dests.grant(now, d)
-	}
-	e.endpoints.drop(ep)
+	e.dests.Connected(now, ep)
+	e.endpoints.Drop(ep)
 }
 
 // ConnectFailed ends a Connect without a peer. Waiting leases and queries cause another try until
@@ -68,106 +56,92 @@ func (e *Exec) serve(now Instant, ep *endpoint) {
 // the address is not permitted (ErrNotPossible): a wrong address or a dead sidecar must not cost
 // each request its whole match timeout.
 func (e *Exec) ConnectFailed(now Instant, addr string, err error) {
-	ep := e.endpoints.byAddr[addr]
+	ep := e.endpoints.Find(addr)
 	if ep == nil {
 		return
 	}
-	if ep.trying = false; ep.reached() {
-		return // by another connection
-	}
-	ep.again = now + connectRetry
-	ep.failed(now, err)
-	ep.queuedRevokes = nil
-	for d := range ep.waiting {
-		d.trouble = err.Error()
-	}
-	if ep.refused++; !errors.Is(err, ErrNotListening) {
-		ep.refused = 0
-	}
-	if ep.refused >= maxRefused || errors.Is(err, ErrNotPossible) {
-		e.noListener(now, ep, err)
-	}
-	if !ep.wanted() {
-		e.endpoints.drop(ep)
+	failed, hopeless := e.endpoints.Failed(now, ep, err)
+	if !failed {
 		return
 	}
-	e.agenda.arm(ep.retry, ep.again)
-}
-
-// noListener ends everything that waits for an address without a listener. One try decides for
-// later requests: a refused connect is quick, so the circuit breaker stays closed.
-func (e *Exec) noListener(now Instant, ep *endpoint, err error) {
-	ep.refused = maxRefused - 1
-	// failures are remembered; the breaker is closed
-	ep.breaker = breaker{failing: now, fails: 1, why: err.Error()}
-	ep.refs++ // the caller still uses the entry
-	for _, d := range inOrder(maps.Keys(ep.waiting)) {
-		e.dests.closeBy(now, d, e.dests.timeOut(d), StatusExpired, err.Error())
+	e.dests.ConnectFailed(ep, err.Error())
+	if hopeless {
+		e.dests.NoListener(now, ep, err.Error())
+		e.queries.NoListener(ep, err.Error())
 	}
-	for _, w := range queriesInOrder(maps.Keys(ep.queries)) {
-		e.queries.answer(w, connector.Admission{State: "gone", Message: err.Error()})
-	}
-	ep.refs--
+	e.endpoints.Again(ep)
 }
 
 // PeerDown reports that the control lanes to a peer are down. With over, the process has died, was
 // superseded or was silent for too long: all agreements with it are void. Otherwise its leases
 // wait for the match timeout, or until no process listens at its address.
 func (e *Exec) PeerDown(now Instant, boot transfer.Boot, over bool) {
-	p := e.peers.byBoot[boot]
+	p := e.peers.Find(boot)
 	if p == nil {
 		return
 	}
-	if p.link == peerUp {
-		p.link = peerDown
+	if p.Link == lanes.Up {
+		p.Link = lanes.Down
 	}
 	if over {
 		e.forgetPeer(now, p)
 	}
-	for _, d := range e.dests.grantedTo(boot) {
-		switch {
-		// ended by an earlier one in this loop
-		case d.State != lease.DestGranted && d.State != lease.DestLanding:
-		case over:
-			e.dests.regrant(now, d, ByPeerLost, "the source's sidecar is gone")
-		case d.ep.peer != p:
-			e.dests.takeFrom(now, d)
-		default:
-			d.trouble = "the source's sidecar cannot be reached"
-			if d.State == lease.DestLanding {
-				d.MatchBy = now + d.matchTimeout
-				e.agenda.arm(d.t, min(d.Deadline, d.MatchBy))
-			}
-			d.ep.waiting[d] = struct{}{}
-		}
+	e.dests.PeerDown(now, p, over)
+	for _, ep := range e.endpoints.Of(p) {
+		e.endpoints.Reach(now, ep)
 	}
-	for _, ep := range endpointsInOrder(maps.Keys(p.names)) {
-		e.endpoints.reach(now, ep)
-	}
-	for _, in := range e.match.grantsFrom(p) {
-		if e.match.grants[in.id] == in {
-			e.match.absent(now, in, over)
-		}
-	}
+	e.match.PeerDown(now, p, over)
 	if over {
-		e.undescribed(now, boot)
+		for _, name := range e.layouts.Of(boot) {
+			e.planAgain(now, name, ErrNoAnswer)
+		}
 	}
 	e.assign(now)
 }
 
 // forgetPeer deletes a peer, but not the leases that involve it.
-func (e *Exec) forgetPeer(now Instant, p *peer) {
-	delete(e.peers.byBoot, p.boot)
-	p.hint = false
-	e.spray.Forget(p.rails)
-	e.credits.ledger.Forget(p.boot)
-	for _, ep := range endpointsInOrder(maps.Keys(p.names)) {
-		e.endpoints.leads(ep, nil)
-		for w := range ep.queries {
-			w.sent = transfer.Boot{}
-		}
-		e.endpoints.reach(now, ep)
-		e.endpoints.drop(ep)
+func (e *Exec) forgetPeer(now Instant, p *lanes.Peer) {
+	e.peers.Forget(p)
+	e.dests.Forget(p)
+	e.credits.Forget(p.Boot)
+	for _, ep := range e.endpoints.Of(p) {
+		e.endpoints.Leads(ep, nil)
+		e.queries.Forget(ep)
+		e.endpoints.Reach(now, ep)
+		e.endpoints.Drop(ep)
 	}
-	e.match.pending.dropOf(p)
+	e.match.Forget(p)
+}
+
+// Described reports that the planner has a layout of a peer, or why not. A peer that does not
+// answer (ErrNoAnswer) is asked again until the match timeout, or until it is forgotten.
+func (e *Exec) Described(now Instant, boot transfer.Boot, geometry [32]byte, err error) {
+	name := layouts.Name{Boot: boot, Geometry: geometry}
+	if errors.Is(err, ErrNoAnswer) && e.peers.Find(boot) != nil &&
+		(e.dests.NeedsLayout(name) || e.match.NeedsLayout(name)) && e.layouts.Again(now, name) {
+		return
+	}
+	e.planAgain(now, name, err)
+	e.assign(now)
+}
+
+// planAgain continues what waited for a layout.
+func (e *Exec) planAgain(now Instant, name layouts.Name, err error) {
+	if e.layouts.Done(name) {
+		e.dests.Described(now, name, err)
+		e.match.Described(now, name, err)
+	}
+}
+
+// Unsent reports that a frame of Send or Offer was not sent and never will be: too many frames
+// wait for the peer, or this one is too long. Whatever depends on the frame ends now with err as
+// its reason: the engine recomputes sooner than by a deadline.
+func (e *Exec) Unsent(now Instant, boot transfer.Boot, f *peerv1.ControlFrame, err error) {
+	switch b := f.Body.(type) {
+	case *peerv1.ControlFrame_Grant:
+		e.dests.Unsent(now, boot, b.Grant, err)
+	case *peerv1.ControlFrame_Await:
+		e.queries.Unsent(boot, b.Await.Token, err)
+	}
+	e.assign(now)
 }

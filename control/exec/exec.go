@@ -1,30 +1,19 @@
 package exec
 
 import (
-	"errors"
-	"maps"
-
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
+	"github.com/kvspray/kvspray/control/exec/internal/core"
+	"github.com/kvspray/kvspray/control/exec/internal/dest"
+	"github.com/kvspray/kvspray/control/exec/internal/endpoint"
+	"github.com/kvspray/kvspray/control/exec/internal/frame"
+	"github.com/kvspray/kvspray/control/exec/internal/lanes"
+	"github.com/kvspray/kvspray/control/exec/internal/layouts"
+	"github.com/kvspray/kvspray/control/exec/internal/source"
+	"github.com/kvspray/kvspray/control/exec/internal/workers"
 	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/transfer"
 )
-
-// Status is enum kvs_status of the board.
-const (
-	StatusOK        uint16 = 0
-	StatusFailed    uint16 = 1
-	StatusCancelled uint16 = 2
-	StatusExpired   uint16 = 3
-	StatusRefused   uint16 = 4
-)
-
-// ErrNotListening is wrapped by the error of ConnectFailed if no process listens at the address.
-var ErrNotListening = errors.New("connection refused")
-
-// ErrNotPossible is wrapped by the error of ConnectFailed if a retry cannot succeed soon: the
-// configuration forbids the address, or the release of the sidecar there is incompatible.
-var ErrNotPossible = errors.New("not possible")
 
 // Exec is one executor. Its methods must not be called concurrently.
 //
@@ -32,39 +21,41 @@ var ErrNotPossible = errors.New("not possible")
 // direction, from the top of this list to its bottom. Exec takes the events, and does what needs
 // several parts.
 type Exec struct {
-	*core
-	match     *matcher    // grants and questions of peers, and the source leases that serve them
-	dests     *dests      // destination leases and their grants
-	queries   *queries    // admission queries of our engines
-	layouts   *layouts    // layouts that peers were asked for
-	sources   *sources    // source leases and what is sent from them
-	endpoints *endpoints  // addresses of sidecars
-	rails     *rails      // our rails and those of peers
-	dispatch  *dispatcher // lanes, and what is given to them
-	credits   *credits    // what peers may have in flight towards us
-	peers     *peers
-	workers   *workers
+	core      *core.Core
+	out       *actions
+	match     *source.Matcher   // grants and queries of peers, and the source leases that serve them
+	dests     *dest.Table       // destination leases and their grants
+	queries   *dest.Queries     // admission queries of our engines
+	layouts   *layouts.Table    // layouts that peers were asked for
+	sources   *source.Table     // source leases and what is sent from them
+	endpoints *endpoint.Table   // addresses of sidecars
+	rails     *lanes.Rails      // our rails and those of peers
+	dispatch  *lanes.Dispatcher // lanes, and what is given to them
+	credits   *lanes.Credits    // what peers may have in flight towards us
+	peers     *lanes.Peers
+	workers   *workers.Table
 }
 
 // New returns an executor.
 func New(cfg Config) *Exec {
-	cfg = cfg.withDefaults()
-	c := &core{cfg: cfg, spray: spray.New(spray.Config{Policy: cfg.Policy, MaxFlights: cfg.MaxSlices,
-		MaxStrikes: cfg.MaxAttempts})}
-	e := &Exec{core: c}
-	e.workers = &workers{core: c, all: map[*connector.Worker]*worker{}}
-	e.peers = newPeers(c)
-	e.credits = newCredits(c)
-	e.dispatch = newDispatcher(c, e.peers)
-	e.rails = &rails{core: c, peers: e.peers, dispatch: e.dispatch}
-	e.endpoints = &endpoints{core: c, byAddr: map[string]*endpoint{}}
-	e.sources = newSources(c, e.dispatch, e.workers)
-	e.layouts = &layouts{core: c, asked: map[described]*description{}}
-	e.queries = &queries{core: c, endpoints: e.endpoints, sources: e.sources, workers: e.workers,
-		byToken: map[uint64]*query{}}
-	e.dests = newDests(c, e)
-	e.match = newMatcher(c, e)
-	e.sources.observer = e.match
+	cfg = cfg.WithDefaults()
+	c := &core.Core{Cfg: cfg, Spray: spray.New(spray.Config{Policy: cfg.Policy,
+		MaxFlights: cfg.MaxSlices, MaxStrikes: cfg.MaxAttempts})}
+	out := &actions{}
+	e := &Exec{core: c, out: out}
+	e.workers = workers.New(out.workerFenced)
+	e.peers = lanes.NewPeers(c, out)
+	e.credits = lanes.NewCredits(c, out)
+	e.dispatch = lanes.NewDispatcher(c, e.peers, out, source.OriginOf)
+	e.rails = lanes.NewRails(c, e.peers, e.dispatch)
+	e.endpoints = endpoint.New(&c.Agenda, out.connect)
+	e.sources = source.New(c, out, e.dispatch, e.workers)
+	e.layouts = layouts.New(c, out.describe)
+	e.queries = dest.NewQueries(c, out, e.endpoints, e.workers, e.sources.Has)
+	e.dests = dest.New(c, out, dest.Parts{Endpoints: e.endpoints, Layouts: e.layouts, Rails: e.rails,
+		Peers: e.peers, Workers: e.workers})
+	e.match = source.NewMatcher(c, out, e.sources, source.Parts{Layouts: e.layouts, Rails: e.rails,
+		Peers: e.peers, Workers: e.workers})
 	if cfg.Endpoint != "" {
 		e.PeerUp(0, cfg.Endpoint, cfg.Boot)
 	}
@@ -72,7 +63,7 @@ func New(cfg Config) *Exec {
 }
 
 // Next is when Tick must be called, or lease.Never.
-func (e *Exec) Next() Instant { return e.agenda.next() }
+func (e *Exec) Next() Instant { return e.core.Agenda.Next() }
 
 // maxDue bounds the timers that one Tick fires. Thousands of leases may have one deadline, and the
 // driver's lock must be free in between.
@@ -81,7 +72,7 @@ const maxDue = 512
 // Tick does what is due, or a part of it: Next is then in the past.
 func (e *Exec) Tick(now Instant) {
 	for range maxDue {
-		t := e.agenda.pop(now)
+		t := e.core.Agenda.Pop(now)
 		if t == nil {
 			break
 		}
@@ -90,28 +81,30 @@ func (e *Exec) Tick(now Instant) {
 	e.assign(now)
 }
 
+// Drain moves the actions of the last events into b, overwrites its former content, and reports
+// whether there are any.
+func (e *Exec) Drain(b *Batch) bool { return e.out.drain(b) }
+
 // Open counts the leases that are not complete.
-func (e *Exec) Open() (dests, sources int) { return len(e.dests.byID), e.sources.count }
+func (e *Exec) Open() (dests, sources int) { return e.dests.Len(), e.sources.Len() }
 
 // Lanes counts lanes to a peer.
 func (e *Exec) Lanes(boot transfer.Boot) int {
-	if p := e.peers.byBoot[boot]; p != nil {
-		return len(p.lanes)
+	if p := e.peers.Find(boot); p != nil {
+		return p.Lanes()
 	}
 	return 0
 }
 
 // DrainLeases refuses new leases from now on. Open leases continue.
-func (e *Exec) DrainLeases() { e.draining = true }
+func (e *Exec) DrainLeases() { e.core.Draining = true }
 
-// Abort closes every lease with StatusFailed: each engine recomputes.
+// Abort closes every lease with engines.StatusFailed: each engine recomputes.
 func (e *Exec) Abort(now Instant, reason string) {
-	for _, d := range inOrder(maps.Values(e.dests.byID)) {
-		e.dests.closeBy(now, d, ByDrain, StatusFailed, reason)
-	}
-	for _, w := range workersInOrder(maps.Values(e.workers.all)) {
-		for _, s := range sourcesInOrder(maps.Values(w.sources)) {
-			e.sources.close(now, s, StatusFailed, reason, true)
+	e.dests.CloseAll(now, reason)
+	for _, w := range e.workers.InOrder() {
+		for _, s := range source.Of(w) {
+			e.sources.Close(now, s, engines.StatusFailed, reason, true)
 		}
 	}
 	e.assign(now)
@@ -120,43 +113,43 @@ func (e *Exec) Abort(now Instant, reason string) {
 // WorkerGone ends every lease of w; WorkerFenced follows. With final the engine itself is dead,
 // and its source leases will not be presented again. Destination leases end in both cases: the
 // shim ends them by itself (docs/protocol.md, Restart).
-func (e *Exec) WorkerGone(now Instant, w *connector.Worker, final bool, reason string) {
-	ws := e.workers.all[w]
+func (e *Exec) WorkerGone(now Instant, w *engines.Worker, final bool, reason string) {
+	ws := e.workers.Find(w)
 	if ws == nil {
-		e.emit(WorkerFenced).Worker = w
+		e.out.workerFenced(w)
 		return
 	}
-	if ws.gone {
+	if ws.Gone {
 		return
 	}
-	ws.gone = true
-	if e.workers.vacant() {
-		e.workers.vacated = now
+	ws.Gone = true
+	if e.workers.Vacant() {
+		e.workers.Vacated = now
 	}
-	for _, d := range inOrder(maps.Values(ws.dests)) {
-		e.dests.closeBy(now, d, ByEngineGone, StatusFailed, reason)
+	for _, d := range dest.Of(ws) {
+		e.dests.CloseBy(now, d, ByEngineGone, engines.StatusFailed, reason)
 	}
-	for _, s := range sourcesInOrder(maps.Values(ws.sources)) {
-		e.sources.close(now, s, StatusFailed, reason, final)
+	for _, s := range source.Of(ws) {
+		e.sources.Close(now, s, engines.StatusFailed, reason, final)
 	}
-	e.workers.idle(ws)
+	e.workers.Idle(ws)
 	e.assign(now)
 }
 
 // Cancel ends a lease at the request of its engine.
-func (e *Exec) Cancel(now Instant, w *connector.Worker, id uint64, reason string) {
-	ws := e.workers.all[w]
+func (e *Exec) Cancel(now Instant, w *engines.Worker, id uint64, reason string) {
+	ws := e.workers.Find(w)
 	if ws == nil {
 		return
 	}
 	if reason == "" {
 		reason = "cancelled by the engine"
 	}
-	if d := ws.dests[id]; d != nil {
-		e.dests.close(now, d, StatusCancelled, reason)
-	}
-	if s := ws.sources[id]; s != nil {
-		e.sources.close(now, s, StatusCancelled, reason, true)
+	switch l := ws.Leases[id].(type) {
+	case *dest.Lease:
+		e.dests.Close(now, l, engines.StatusCancelled, reason)
+	case *source.Lease:
+		e.sources.Close(now, l, engines.StatusCancelled, reason, true)
 	}
 	e.assign(now)
 }
@@ -165,31 +158,31 @@ func (e *Exec) Cancel(now Instant, w *connector.Worker, id uint64, reason string
 // violation, for the log. Message returns it once for each peer and kind; it drops and counts the
 // others.
 func (e *Exec) Message(now Instant, boot transfer.Boot, f *peerv1.ControlFrame) error {
-	p := e.peers.get(boot)
+	p := e.peers.Get(boot)
 	var err error
 	switch b := f.Body.(type) {
 	case *peerv1.ControlFrame_Await:
-		err = e.match.onAwait(now, p, b.Await)
+		err = e.match.OnAwait(now, p, b.Await)
 	case *peerv1.ControlFrame_Admitted:
-		err = e.queries.onAdmitted(p, b.Admitted)
+		err = e.queries.OnAdmitted(p, b.Admitted)
 	case *peerv1.ControlFrame_Grant:
-		err = e.match.onGrant(now, p, b.Grant)
+		err = e.match.OnGrant(now, p, b.Grant)
 	case *peerv1.ControlFrame_GrantReply:
-		err = e.dests.onGrantReply(now, p, b.GrantReply)
+		err = e.dests.OnGrantReply(now, p, b.GrantReply)
 	case *peerv1.ControlFrame_SourceLost:
-		err = e.dests.onSourceLost(now, p, b.SourceLost)
+		err = e.dests.OnSourceLost(now, p, b.SourceLost)
 	case *peerv1.ControlFrame_Revoke:
-		err = e.match.onRevoke(now, p, b.Revoke)
+		err = e.match.OnRevoke(now, p, b.Revoke)
 	case *peerv1.ControlFrame_Commit:
-		err = e.match.onCommit(now, p, b.Commit)
+		err = e.match.OnCommit(now, p, b.Commit)
 	case *peerv1.ControlFrame_Credit:
-		e.dispatch.onCredit(now, p, b.Credit)
+		e.dispatch.OnCredit(now, p, b.Credit)
 	default:
 		// Rails, Ping and Pong are the lanes' own; a peer of a later release may send what we do
 		// not understand.
 	}
 	e.assign(now)
-	if err == nil || !e.peers.violates(p, kindOf(err)) {
+	if err == nil || !e.peers.Violates(p, frame.KindOf(err)) {
 		return nil
 	}
 	return err
@@ -197,6 +190,7 @@ func (e *Exec) Message(now Instant, boot transfer.Boot, f *peerv1.ControlFrame) 
 
 // assign gives work to lanes. Every event ends with it.
 func (e *Exec) assign(now Instant) {
-	e.dispatch.assign(now)
-	e.credits.arm(now, e.dests.slots.Peers() > 1)
+	e.dispatch.Assign(now)
+	e.out.flushLate()
+	e.credits.Schedule(now, e.dests.ServedBySeveral())
 }

@@ -5,12 +5,14 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
+	"github.com/kvspray/kvspray/control/exec/internal/endpoint"
+	"github.com/kvspray/kvspray/control/exec/internal/source"
 	"github.com/kvspray/kvspray/transfer"
 )
 
 func pair(t testing.TB, seed uint64, faults float64) (s *sim, p, d *simNode, pw,
-	dw *connector.Worker) {
+	dw *engines.Worker) {
 	s = newSim(t, seed, faults)
 	cfg := Config{Transports: []string{"shm", "tcp"}}
 	p, d = s.node("p:1", cfg), s.node("d:1", cfg)
@@ -37,7 +39,7 @@ func wantStatus(t *testing.T, l *simLease, status uint16) {
 
 const sec = time.Second
 
-// The order in which the three words come does not matter: intent, grant, progress.
+// Intent, grant and progress may come in any order.
 func TestMatchInAnyOrder(t *testing.T) {
 	k := testKey(1, 1)
 	for _, order := range []string{"IPE", "IEP", "EIP"} {
@@ -56,8 +58,8 @@ func TestMatchInAnyOrder(t *testing.T) {
 				s.run(s.now+100*time.Millisecond, func() bool { return false })
 			}
 			s.until("transfer", sec, func() bool { return src.done != nil && dst.done != nil })
-			wantStatus(t, src, StatusOK)
-			wantStatus(t, dst, StatusOK)
+			wantStatus(t, src, engines.StatusOK)
+			wantStatus(t, dst, engines.StatusOK)
 			if dst.done.Bytes != (300-32)*simUnit*simLayers || src.done.Bytes != dst.done.Bytes ||
 				src.done.Grants != 1 {
 				t.Errorf("received %d, sent %d in %d grants", dst.done.Bytes, src.done.Bytes, src.done.Grants)
@@ -66,7 +68,7 @@ func TestMatchInAnyOrder(t *testing.T) {
 	}
 }
 
-// Nothing moves that is not ready, and the front of each layer moves as soon as it is.
+// No chunk is sent before it is ready, and the front of each layer is sent as soon as it is.
 func TestStreamsByLayer(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 2, 0)
 	src := p.intent(pw, 1, testKey(1, 1), 256, 1, 30*sec)
@@ -89,7 +91,7 @@ func TestStreamsByLayer(t *testing.T) {
 	s.until("front of layer 1", sec, func() bool { return landed() == 3 })
 	p.steps(src)
 	s.until("end", sec, func() bool { return dst.done != nil && src.done != nil })
-	wantStatus(t, dst, StatusOK)
+	wantStatus(t, dst, engines.StatusOK)
 }
 
 func TestFanoutAndEqualKeys(t *testing.T) {
@@ -108,14 +110,14 @@ func TestFanoutAndEqualKeys(t *testing.T) {
 			dst[2].done != nil
 	})
 	for _, l := range append(dst, a, b) {
-		wantStatus(t, l, StatusOK)
+		wantStatus(t, l, engines.StatusOK)
 	}
 	if a.done.Grants != 2 || b.done.Grants != 1 {
 		t.Errorf("grants served: %d and %d, want 2 and 1", a.done.Grants, b.done.Grants)
 	}
 	late := d.expect(dw, 9, k, "p:1", 64, 0, 30*sec)
 	s.until("late grant", 3*sec, func() bool { return late.done != nil })
-	wantStatus(t, late, StatusFailed)
+	wantStatus(t, late, engines.StatusFailed)
 }
 
 func TestMismatchAndNoPartner(t *testing.T) {
@@ -125,20 +127,19 @@ func TestMismatchAndNoPartner(t *testing.T) {
 	other := d.expect(dw, 1, testKey(3, 2), "p:1", 64, 0, 8*sec)
 	none := d.expect(dw, 2, testKey(4, 2), "p:1", 64, 0, 8*sec)
 	s.until("refusals", 9*sec, func() bool { return other.done != nil && none.done != nil })
-	if other.done.Status == StatusOK || none.done.Status != StatusExpired {
+	if other.done.Status == engines.StatusOK || none.done.Status != engines.StatusExpired {
 		t.Errorf("mismatch %d (%s), no partner %d (%s)", other.done.Status, other.done.Reason,
 			none.done.Status, none.done.Reason)
 	}
 }
 
-// A wrong address costs the first request two seconds, not all the time that a partner has: a
-// sidecar that starts anew meanwhile is waited for. Those that come after it are told at once,
-// until somebody listens there.
-func TestNobodyListens(t *testing.T) {
+// A wrong address costs the first request two seconds instead of its match timeout: enough for a
+// sidecar to restart. Later requests are refused at once until a process listens there.
+func TestNoListener(t *testing.T) {
 	s, _, d, _, dw := pair(t, 4, 0)
 	dst := d.expect(dw, 1, testKey(3, 1), "q:1", 64, 0, 20*sec)
 	d.event(func() {
-		d.ex.Await(s.now, 1, connector.Await{Key: testKey(3, 2), Peer: "q:1",
+		d.ex.Await(s.now, 1, engines.Await{Key: testKey(3, 2), Peer: "q:1",
 			TTL: 8 * sec})
 	})
 	s.run(s.now+sec, func() bool { return false })
@@ -146,22 +147,22 @@ func TestNobodyListens(t *testing.T) {
 		t.Fatal("gave up at once")
 	}
 	s.until("the end", 2*sec, func() bool { return dst.done != nil && len(d.answer) == 1 })
-	wantStatus(t, dst, StatusExpired)
+	wantStatus(t, dst, engines.StatusExpired)
 	if !strings.Contains(dst.done.Reason, "refused") || d.answer[1].State != "gone" {
 		t.Errorf("reason %q, answer %+v", dst.done.Reason, d.answer[1])
 	}
 	next := d.expect(dw, 3, testKey(5, 1), "q:1", 64, 0, 20*sec)
 	d.event(func() {
-		d.ex.Await(s.now, 2, connector.Await{Key: testKey(5, 2), Peer: "q:1",
+		d.ex.Await(s.now, 2, engines.Await{Key: testKey(5, 2), Peer: "q:1",
 			TTL: 8 * sec})
 	})
-	s.until("the word to the next ones", connectRetry+sec/100, func() bool {
+	s.until("the answer to the next ones", endpoint.Retry+sec/100, func() bool {
 		return next.done != nil &&
 			len(d.answer) == 2
 	})
-	wantStatus(t, next, StatusExpired)
-	s.run(s.now+breakAfter+2*breakMost, func() bool { return false })
-	if ep := d.ex.endpoints.byAddr["q:1"]; ep != nil {
+	wantStatus(t, next, engines.StatusExpired)
+	s.run(s.now+endpoint.BreakAfter+2*endpoint.BreakMost, func() bool { return false })
+	if ep := d.ex.endpoints.Find("q:1"); ep != nil {
 		t.Errorf("the address is still known: %+v", ep)
 	}
 	late := d.expect(dw, 2, testKey(4, 1), "q:1", 64, 0, 20*sec)
@@ -171,38 +172,39 @@ func TestNobodyListens(t *testing.T) {
 	src := q.intent(qw, 1, testKey(4, 1), 64, 1, 60*sec)
 	q.steps(src)
 	s.until("transfer", 2*sec, func() bool { return late.done != nil })
-	wantStatus(t, late, StatusOK)
-	if ep := d.ex.endpoints.byAddr["q:1"]; ep == nil || ep.refused != 0 {
-		t.Errorf("somebody answers there, and the next failure of a connect counts as the last: %+v", ep)
+	wantStatus(t, late, engines.StatusOK)
+	if d.ex.endpoints.Find("q:1") == nil {
+		t.Error("a sidecar answers there, and the address is forgotten")
 	}
 }
 
-// A sidecar whose engine is not there says so once the engine has had time to connect, and at once
-// to those who ask later.
+// A sidecar without an engine refuses grants and queries once an engine has had time to connect,
+// and later ones at once.
 func TestNoEngine(t *testing.T) {
 	s, _, d, _, dw := pair(t, 4, 0)
 	q := s.node("q:1", Config{Transports: []string{"shm", "tcp"}})
 	dst := d.expect(dw, 1, testKey(3, 1), "q:1", 64, 0, 20*sec)
 	ask := func(id uint64) {
 		d.event(func() {
-			d.ex.Await(s.now, id, connector.Await{Key: testKey(3, 2), Peer: "q:1",
+			d.ex.Await(s.now, id, engines.Await{Key: testKey(3, 2), Peer: "q:1",
 				TTL: 8 * sec})
 		})
 	}
 	ask(1)
-	s.run(s.now+vacantWait/2, func() bool { return false })
+	s.run(s.now+source.VacantWait/2, func() bool { return false })
 	if dst.done != nil || len(d.answer) != 0 {
 		t.Fatal("gave up at once")
 	}
-	s.until("the end", vacantWait, func() bool { return dst.done != nil && len(d.answer) == 1 })
+	s.until("the end", source.VacantWait, func() bool { return dst.done != nil && len(d.answer) == 1 })
 	ask(2)
 	late := d.expect(dw, 2, testKey(4, 1), "q:1", 64, 0, 20*sec)
-	s.until("the word to the next ones", sec/10, func() bool {
+	s.until("the answer to the next ones", sec/10, func() bool {
 		return late.done != nil &&
 			len(d.answer) == 2
 	})
 	for _, x := range []*simLease{dst, late} {
-		if x.done.Status != StatusExpired || !strings.Contains(x.done.Reason, "no engine is connected") {
+		if x.done.Status != engines.StatusExpired || !strings.Contains(x.done.Reason,
+			"no engine is connected") {
 			t.Errorf("status %d, %s", x.done.Status, x.done.Reason)
 		}
 	}
@@ -212,12 +214,12 @@ func TestNoEngine(t *testing.T) {
 	q.steps(q.intent(q.worker(), 1, testKey(5, 1), 64, 1, 60*sec))
 	next := d.expect(dw, 3, testKey(5, 1), "q:1", 64, 0, 20*sec)
 	s.until("transfer", 2*sec, func() bool { return next.done != nil })
-	wantStatus(t, next, StatusOK)
+	wantStatus(t, next, engines.StatusOK)
 }
 
-// Once every request of a transfer id is finished no other hash can come, and the decode need not
-// wait to learn it. A question may be early: a prompt list is admitted one by one.
-func TestMismatchIsKnownOnceAllAreHeld(t *testing.T) {
+// Once every request of a transfer id is finished, no other hash can come, and the grant is refused
+// at once. A query may be early, because a list of prompts is admitted one by one.
+func TestMismatchOnceAllAreHeld(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 4, 0)
 	for id := range uint64(2) {
 		p.steps(p.intent(pw, id+1, testKey(3, byte(id)), 64, 1, 60*sec))
@@ -230,13 +232,13 @@ func TestMismatchIsKnownOnceAllAreHeld(t *testing.T) {
 	}
 	p.event(func() { p.ex.Hold(s.now, pw, 2) })
 	s.until("refusal of the one that waits", sec, func() bool { return early.done != nil })
-	wantStatus(t, early, StatusRefused)
+	wantStatus(t, early, engines.StatusRefused)
 	late := d.expect(dw, 2, testKey(3, 8), "p:1", 64, 0, 8*sec)
 	s.until("refusal of a later one", sec, func() bool { return late.done != nil })
-	wantStatus(t, late, StatusRefused)
+	wantStatus(t, late, engines.StatusRefused)
 }
 
-// A prefill may compute for longer than the deadline; what must not last is the silence.
+// A prefill may compute for longer than the deadline; only its silence is bounded.
 func TestProgressExtendsTheSource(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 4, 0)
 	src := p.intent(pw, 1, testKey(1, 1), 512, 1, 5*sec)
@@ -248,17 +250,17 @@ func TestProgressExtendsTheSource(t *testing.T) {
 	}
 	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 5*sec)
 	s.until("transfer", sec, func() bool { return dst.done != nil && src.done != nil })
-	wantStatus(t, src, StatusOK)
-	wantStatus(t, dst, StatusOK)
+	wantStatus(t, src, engines.StatusOK)
+	wantStatus(t, dst, engines.StatusOK)
 
 	silent := p.intent(pw, 2, testKey(2, 1), 512, 1, 5*sec)
 	p.step(silent, 0, 64)
 	s.until("expiry", 6*sec, func() bool { return silent.done != nil })
-	wantStatus(t, silent, StatusExpired)
+	wantStatus(t, silent, engines.StatusExpired)
 }
 
-// A source's sidecar that cannot be reached and is not known to be dead is waited for as any
-// missing partner; one that comes back in time carries on.
+// A source's sidecar that cannot be reached and is not known to be dead has the match timeout to
+// return. If it returns in time, the transfer continues.
 func TestSourceSidecarOutOfReach(t *testing.T) {
 	for _, back := range []bool{false, true} {
 		s, p, d, pw, dw := pair(t, 12, 0)
@@ -276,11 +278,11 @@ func TestSourceSidecarOutOfReach(t *testing.T) {
 			s.run(s.now+5*sec, func() bool { return false })
 			p.steps(src)
 			s.until("transfer", sec, func() bool { return dst.done != nil })
-			wantStatus(t, dst, StatusOK)
+			wantStatus(t, dst, engines.StatusOK)
 			continue
 		}
 		s.until("expiry", 2*sec, func() bool { return dst.done != nil })
-		wantStatus(t, dst, StatusExpired)
+		wantStatus(t, dst, engines.StatusExpired)
 	}
 }
 
@@ -291,14 +293,15 @@ func TestFingerprint(t *testing.T) {
 	p.steps(src)
 	dst := d.expect(dw, 1, testKey(3, 1), "p:1", 64, 0, 8*sec)
 	s.until("refusal", sec, func() bool { return dst.done != nil })
-	wantStatus(t, dst, StatusRefused)
+	wantStatus(t, dst, engines.StatusRefused)
 	const want = "fingerprint: dtype: a at prefill, b at decode"
 	if dst.done.Reason != want {
 		t.Errorf("reason %q, want %q", dst.done.Reason, want)
 	}
 	p.event(func() { p.ex.Hold(s.now, pw, 1) })
 	s.until("the source's expiry", 11*sec, func() bool { return src.done != nil })
-	if wantStatus(t, src, StatusExpired); !strings.HasSuffix(src.done.Reason, "; last: "+want) {
+	if wantStatus(t, src, engines.StatusExpired); !strings.HasSuffix(src.done.Reason,
+		"; last: "+want) {
 		t.Errorf("reason %q, want one that ends with %q", src.done.Reason, want)
 	}
 	if s.compared != 1 || dst.chunksIn() > 0 {
@@ -321,13 +324,13 @@ func TestPreemptInMidTransfer(t *testing.T) {
 	}
 	p.steps(src)
 	s.until("second attempt", sec, func() bool { return dst.done != nil && src.done != nil })
-	wantStatus(t, dst, StatusOK)
-	wantStatus(t, src, StatusOK)
+	wantStatus(t, dst, engines.StatusOK)
+	wantStatus(t, src, engines.StatusOK)
 }
 
-// What is announced has its origin, and peers that wake up slowly are roused, before the first
-// layer is there: once the grant is, whichever comes first, again for each step, and not for what
-// is finished.
+// After an announcement, the origin is open and sleeping peers have a wake-up hint before the first
+// layer is complete. This happens in any order of grant and announcement, in each step, and not for
+// finished transfers.
 func TestAnnounced(t *testing.T) {
 	for _, first := range []string{"announced", "expected"} {
 		t.Run(first, func(t *testing.T) {
@@ -337,11 +340,11 @@ func TestAnnounced(t *testing.T) {
 			src := p.intent(pw, 1, testKey(1, 1), 512, 1, 30*sec)
 			var dst *simLease
 			pause := func() { s.run(s.now+100*time.Millisecond, func() bool { return false }) }
-			want := func(when string, bound, roused int) {
+			want := func(when string, bound, hinted int) {
 				t.Helper()
-				if p.bound != bound || p.roused != roused {
-					t.Fatalf("%s: %d origins and %d lanes roused, want %d and %d", when, p.bound, p.roused,
-						bound, roused)
+				if p.bound != bound || p.hinted != hinted {
+					t.Fatalf("%s: %d origins and %d lanes with a hint, want %d and %d", when, p.bound, p.hinted,
+						bound, hinted)
 				}
 			}
 			for _, what := range []string{first, map[string]string{"announced": "expected",
@@ -379,8 +382,8 @@ func TestAnnounced(t *testing.T) {
 			p.announce(src)
 			want("finished", 2, 3*shm)
 			s.until("transfer", sec, func() bool { return src.done != nil && dst.done != nil })
-			wantStatus(t, src, StatusOK)
-			wantStatus(t, dst, StatusOK)
+			wantStatus(t, src, engines.StatusOK)
+			wantStatus(t, dst, engines.StatusOK)
 		})
 	}
 }
@@ -401,16 +404,16 @@ func TestCancelBothSides(t *testing.T) {
 		return a.done != nil && b.done != nil && x.done != nil &&
 			y.done != nil
 	})
-	wantStatus(t, a, StatusCancelled)
-	wantStatus(t, x, StatusFailed)
-	wantStatus(t, y, StatusCancelled)
-	wantStatus(t, b, StatusFailed)
+	wantStatus(t, a, engines.StatusCancelled)
+	wantStatus(t, x, engines.StatusFailed)
+	wantStatus(t, y, engines.StatusCancelled)
+	wantStatus(t, b, engines.StatusFailed)
 }
 
 func TestAwait(t *testing.T) {
 	s, p, d, pw, _ := pair(t, 8, 0)
 	ask := func(id uint64, k transfer.Key) {
-		d.event(func() { d.ex.Await(s.now, id, connector.Await{Key: k, Peer: "p:1", TTL: 2 * sec}) })
+		d.event(func() { d.ex.Await(s.now, id, engines.Await{Key: k, Peer: "p:1", TTL: 2 * sec}) })
 	}
 	ask(1, testKey(1, 1))
 	ask(2, testKey(1, 2))
@@ -426,7 +429,7 @@ func TestAwait(t *testing.T) {
 	}
 	s.run(s.now+3*sec, func() bool { return false })
 	if d.answer[2].State != "refused" || d.answer[3].State != "gone" {
-		t.Errorf("mismatch %+v, nobody %+v", d.answer[2], d.answer[3])
+		t.Errorf("mismatch %+v, no partner %+v", d.answer[2], d.answer[3])
 	}
 	p.event(func() { p.ex.Cancel(s.now, pw, 1, "") })
 	ask(4, testKey(1, 1))
@@ -436,14 +439,14 @@ func TestAwait(t *testing.T) {
 	}
 }
 
-// A router that names the decode engine's own sidecar by mistake gets an error at once; two engines
-// that share one are not.
+// If a router names the decode engine's own sidecar by mistake, the query is refused at once. Two
+// engines may share a sidecar.
 func TestOwnSidecarIsNoPartner(t *testing.T) {
 	s, _, d, _, dw := pair(t, 8, 0)
 	dw.Place.Engine = "vllm/d/dp0"
 	ask := func(id uint64, peer string) {
 		d.event(func() {
-			d.ex.Await(s.now, id, connector.Await{Engine: "vllm/d", Key: testKey(1, 1), Peer: peer,
+			d.ex.Await(s.now, id, engines.Await{Engine: "vllm/d", Key: testKey(1, 1), Peer: peer,
 				TTL: 2 * sec})
 		})
 		s.run(s.now+100*time.Millisecond, func() bool { return false })
@@ -474,7 +477,7 @@ func TestHoldWithoutPartner(t *testing.T) {
 		t.Fatal("released before the partner's time was over")
 	}
 	s.until("expiry", 200*time.Millisecond, func() bool { return src.done != nil })
-	wantStatus(t, src, StatusExpired)
+	wantStatus(t, src, engines.StatusExpired)
 }
 
 // A sidecar may be its own peer.
@@ -486,5 +489,5 @@ func TestSelf(t *testing.T) {
 	dst := p.expect(w2, 1, testKey(1, 1), "p:1", 300, 0, 30*sec)
 	p.steps(src)
 	s.until("transfer", sec, func() bool { return src.done != nil && dst.done != nil })
-	wantStatus(t, dst, StatusOK)
+	wantStatus(t, dst, engines.StatusOK)
 }

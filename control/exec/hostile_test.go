@@ -4,25 +4,28 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 
-	"google.golang.org/protobuf/encoding/protowire"
-	"google.golang.org/protobuf/proto"
-
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/connector"
-	"github.com/kvspray/kvspray/control/exec/credit"
+	"github.com/kvspray/kvspray/control/engines"
+	"github.com/kvspray/kvspray/control/exec/internal/agreement"
+	"github.com/kvspray/kvspray/control/exec/internal/credit"
+	"github.com/kvspray/kvspray/control/exec/internal/frame"
+	"github.com/kvspray/kvspray/control/exec/internal/lanes"
 	"github.com/kvspray/kvspray/control/lease"
 	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/transfer"
+	"google.golang.org/protobuf/encoding/protowire"
+	"google.golang.org/protobuf/proto"
 )
 
-// target is an executor with one open prompt and one lane to a peer that may say anything.
+// target is an executor with one open prompt and one lane to a peer that may send anything.
 type target struct {
 	ex    *Exec
-	w     *connector.Worker
+	w     *engines.Worker
 	peer  transfer.Boot
 	batch Batch
 }
@@ -31,11 +34,11 @@ const targetTokens = 256
 
 func newTarget() *target { return newTargetFor(1) }
 
-// newTargetFor is one whose prompt is for so many receivers.
+// newTargetFor returns a target whose prompt has so many receivers.
 func newTargetFor(fanout int) *target {
 	tg := &target{ex: New(Config{Boot: transfer.Boot{1}, Endpoint: "p:1", Planner: simPlanner{},
 		Transports: []string{"tcp"}, MaxPending: 8}), peer: transfer.Boot{9}}
-	tg.w = &connector.Worker{Name: "w", Boot: transfer.Boot{2},
+	tg.w = &engines.Worker{Name: "w", Boot: transfer.Boot{2},
 		Layout: &layout.Layout{Groups: []layout.Group{{TokensPerBlock: simBlock,
 			Layers: make([]layout.Layer, simLayers)}}}}
 	tg.ex.WorkerUp(tg.w)
@@ -43,17 +46,17 @@ func newTargetFor(fanout int) *target {
 	// a fresh peer has room
 	_ = tg.ex.LaneUp(1, LaneInfo{ID: 1, Peer: tg.peer, Backend: "tcp", Local: "r", Remote: "r",
 		SliceBytes: transfer.ChunkBytes, MaxInFlight: 4})
-	tg.ex.Intent(1, tg.w, connector.Intent{Lease: transfer.LeaseID{Boot: tg.w.Boot, ID: 1, Epoch: 1},
+	tg.ex.Intent(1, tg.w, engines.Intent{Lease: transfer.LeaseID{Boot: tg.w.Boot, ID: 1, Epoch: 1},
 		Key: testKey(1, 1), Tokens: targetTokens, Fanout: fanout, Deadline: 30 * sec})
 	for l := range simLayers {
-		tg.ex.Progress(1, tg.w, []connector.Progress{{Lease: transfer.LeaseID{Boot: tg.w.Boot, ID: 1},
+		tg.ex.Progress(1, tg.w, []engines.Progress{{Lease: transfer.LeaseID{Boot: tg.w.Boot, ID: 1},
 			Layer: l, Tokens: targetTokens, Final: true}})
 	}
 	tg.drain()
 	return tg
 }
 
-// drain returns what the executor wants done: how much of it gives bytes away, and its answers.
+// drain performs the actions. It counts those that send bytes, and returns the replies.
 func (tg *target) drain() (gives int, replies []*peerv1.GrantReply) {
 	for tg.ex.Drain(&tg.batch) {
 		for i := range tg.batch.Actions {
@@ -70,7 +73,7 @@ func (tg *target) drain() (gives int, replies []*peerv1.GrantReply) {
 	return gives, replies
 }
 
-// goodGrant is what an honest receiver would say.
+// goodGrant is the grant of a correct receiver.
 func goodGrant() *peerv1.Grant {
 	k := testKey(1, 1)
 	plan, err := newSimPlan(targetTokens, []uint32{0})
@@ -79,11 +82,11 @@ func goodGrant() *peerv1.Grant {
 	}
 	sp, digest := plan.Space(), plan.Digest()
 	return &peerv1.Grant{Xfer: k.Xfer[:], Hash: k.Hash[:],
-		Destination: leaseMsg(transfer.LeaseID{Boot: transfer.Boot{7}, ID: 5, Epoch: 1}), Gen: 3,
+		Destination: frame.Lease(transfer.LeaseID{Boot: transfer.Boot{7}, ID: 5, Epoch: 1}), Gen: 3,
 		Tokens: targetTokens, Skip: []uint32{0}, Fingerprint: make([]byte, 32), Geometry: make([]byte,
 			32), DeadlineMs: 10000, PartnerMs: 5000,
 		Team: make([]byte, len(lease.TeamID{})), TeamSize: 1, PlanVersion: simPlanner{}.Version(),
-		Parts: []*peerv1.Part{{Rank: connector.Place{}.Rank(), Geometry: make([]byte, 32), Slot: 7,
+		Parts: []*peerv1.Part{{Rank: engines.Place{}.Rank(), Geometry: make([]byte, 32), Slot: 7,
 			Gen: 3, Chunks: sp.NumChunks(), Bytes: sp.TotalBytes(),
 			Digest: digest[:]}}}
 }
@@ -92,8 +95,8 @@ func grantFrame(g *peerv1.Grant) *peerv1.ControlFrame {
 	return &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Grant{Grant: g}}
 }
 
-// hostileGrants are each wrong in one thing. code is what they are answered; UNKNOWN: nothing, they
-// are no grants at all.
+// Each of hostileGrants has one invalid field. code is the expected reply; UNKNOWN: none, the frame
+// is a protocol violation.
 var hostileGrants = map[string]struct {
 	change func(*peerv1.Grant)
 	code   peerv1.GrantReply_Code
@@ -123,7 +126,7 @@ var hostileGrants = map[string]struct {
 	"no rank":  {func(g *peerv1.Grant) { g.Parts[0].Rank = "" }, 0, "parts[0].rank"},
 	"long rank": {func(g *peerv1.Grant) {
 		g.Parts[0].Rank = strings.Repeat("r",
-			maxRankBytes+1)
+			frame.MaxRankBytes+1)
 	}, 0, "parts[0].rank"},
 	"rank twice": {func(g *peerv1.Grant) { g.Parts = append(g.Parts, g.Parts[0]) }, 0,
 		"parts[1].rank"},
@@ -161,7 +164,7 @@ var hostileGrants = map[string]struct {
 	"no digest": {func(g *peerv1.Grant) { g.Parts[0].Digest = nil }, peerv1.GrantReply_PLAN,
 		"parts[pp0/tp0].digest = "},
 	"other digest": {func(g *peerv1.Grant) { g.Parts[0].Digest[0]++ }, peerv1.GrantReply_PLAN,
-		"0101000000000000 at the receiver, 0001000000000000 at the source: " + sameRelease},
+		"0101000000000000 at the receiver, 0001000000000000 at the source: " + agreement.SameRelease},
 	"digest of 33 bytes": {func(g *peerv1.Grant) {
 		g.Parts[0].Digest = append(g.Parts[0].Digest, 0)
 	}, peerv1.GrantReply_PLAN, "parts[pp0/tp0].digest = "},
@@ -174,14 +177,14 @@ var hostileGrants = map[string]struct {
 	"rank too many": {func(g *peerv1.Grant) {
 		g.Parts = append(g.Parts, &peerv1.Part{Rank: "pp1/tp0"})
 	}, peerv1.GrantReply_RANKS, "1 ranks"},
-	"unlike teams":    {func(g *peerv1.Grant) { g.TeamSize = lease.MaxTeam + 1 }, 0, "team"},
-	"other prompt":    {func(g *peerv1.Grant) { g.Hash[0]++ }, 0, ""}, // waits for its own
-	"other transfer":  {func(g *peerv1.Grant) { g.Xfer[0]++ }, 0, ""},
-	"nothing is said": {func(g *peerv1.Grant) { proto.Reset(g) }, 0, "key"},
+	"unlike teams":   {func(g *peerv1.Grant) { g.TeamSize = lease.MaxTeam + 1 }, 0, "team"},
+	"other prompt":   {func(g *peerv1.Grant) { g.Hash[0]++ }, 0, ""}, // waits for its own
+	"other transfer": {func(g *peerv1.Grant) { g.Xfer[0]++ }, 0, ""},
+	"an empty grant": {func(g *peerv1.Grant) { proto.Reset(g) }, 0, "key"},
 }
 
-// What is wrong in a grant is named, to the log where it is no grant at all and to the peer where
-// it cannot be served, and not a byte is given away. The honest grant after it is served.
+// The error of an invalid grant names the field: in the log for a protocol violation, or in the
+// reply if the grant cannot be served. No byte is sent. The valid grant after it is served.
 func TestHostileGrants(t *testing.T) {
 	for name, c := range hostileGrants {
 		t.Run(name, func(t *testing.T) {
@@ -193,22 +196,22 @@ func TestHostileGrants(t *testing.T) {
 			if gives != 0 {
 				t.Errorf("%d actions give bytes away", gives)
 			}
-			said := fmt.Sprint(err)
+			text := fmt.Sprint(err)
 			switch {
 			case c.code != 0:
 				if len(replies) != 1 || replies[0].Code != c.code || err != nil {
 					t.Fatalf("answered %v, %v: want %v", replies, err, c.code)
 				}
-				said = replies[0].Message
+				text = replies[0].Message
 			case c.text == "":
 				if err != nil || len(replies) != 0 {
 					t.Fatalf("answered %v, %v", replies, err)
 				}
-			case err == nil || len(replies) != 0 || len(tg.ex.match.grants) != 0:
-				t.Fatalf("%v, %d answers, %d grants are kept", err, len(replies), len(tg.ex.match.grants))
+			case err == nil || len(replies) != 0 || tg.ex.match.Counts().Grants != 0:
+				t.Fatalf("%v, %d answers, %d grants are kept", err, len(replies), tg.ex.match.Counts().Grants)
 			}
-			if !strings.Contains(said, c.text) {
-				t.Errorf("said %q, want %q in it", said, c.text)
+			if !strings.Contains(text, c.text) {
+				t.Errorf("text %q, want %q in it", text, c.text)
 			}
 			good := goodGrant()
 			good.Gen, good.Parts[0].Gen = 4, 4
@@ -217,16 +220,15 @@ func TestHostileGrants(t *testing.T) {
 			}
 			if gives, replies = tg.drain(); gives == 0 || len(replies) != 1 ||
 				replies[0].Code != peerv1.GrantReply_BOUND {
-				t.Errorf("the honest grant: %d actions, %v", gives, replies)
+				t.Errorf("the valid grant: %d actions, %v", gives, replies)
 			}
 		})
 	}
 }
 
-// A peer that sends nonsense without end is told of once for each kind of it, and no log grows by
-// it; all of it is counted. Another one is told of as well, and what is right is served all the
-// while.
-func TestNonsenseIsToldOnce(t *testing.T) {
+// Each kind of protocol violation of a peer is logged once, and all are counted, for each peer by
+// itself. Valid grants are served meanwhile.
+func TestViolationsAreLoggedOnce(t *testing.T) {
 	const frames = 1000
 	tg := newTarget()
 	noKey, noTeam, unnamed, revoke := goodGrant(), goodGrant(), goodGrant(),
@@ -237,40 +239,41 @@ func TestNonsenseIsToldOnce(t *testing.T) {
 		text   string
 		reason Violation
 	}{
-		{grantFrame(noKey), "grant: key: xfer has 0 bytes", BadKey},
-		{grantFrame(noTeam), "team of 16 bytes and 0 receivers", BadTeam},
-		{grantFrame(unnamed), `parts[0].rank = "": want each rank once`, BadRank},
+		{grantFrame(noKey), "grant: key: xfer has 0 bytes", frame.BadKey},
+		{grantFrame(noTeam), "team of 16 bytes and 0 receivers", frame.BadTeam},
+		{grantFrame(unnamed), `parts[0].rank = "": want each rank once`, frame.BadRank},
 		{&peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: revoke}}, "revoke: lease: boot " +
-			"has 1 bytes", BadLease},
+			"has 1 bytes", frame.BadLease},
 	}
 	for _, from := range []transfer.Boot{tg.peer, {99}} {
-		told := make([][]string, len(kinds))
+		logged := make([][]string, len(kinds))
 		for i := range frames {
 			for k := range kinds { // by turns: none is hidden by another
 				if err := tg.ex.Message(Instant(i)*sec, from, kinds[k].frame); err != nil {
-					told[k] = append(told[k], err.Error())
+					logged[k] = append(logged[k], err.Error())
 				}
 			}
 		}
 		for k, x := range kinds {
-			if len(told[k]) != 1 || !strings.Contains(told[k][0], x.text) {
-				t.Errorf("%d bad frames were told of %d times: %q, want %q once", frames, len(told[k]),
-					told[k], x.text)
+			if len(logged[k]) != 1 || !strings.Contains(logged[k][0], x.text) {
+				t.Errorf("%d invalid frames were logged %d times: %q, want %q once", frames, len(logged[k]),
+					logged[k], x.text)
 			}
 		}
 	}
-	// What is complained of is told and counted in the same way, each kind by itself.
-	absurd := &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Credit{Credit: &peerv1.Credit{
+	// Violations that LogViolation reports are logged and counted in the same way, each kind by
+	// itself.
+	invalid := &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Credit{Credit: &peerv1.Credit{
 		Transport: "tcp", Rail: "r0", Bytes: credit.Max + 1}}}
 	for i := range frames {
-		if err := tg.ex.Message(Instant(frames+i)*sec, tg.peer, absurd); err != nil {
+		if err := tg.ex.Message(Instant(frames+i)*sec, tg.peer, invalid); err != nil {
 			t.Fatal(err)
 		}
-		tg.ex.PeerRails(Instant(frames+i)*sec, tg.peer, make([]Rail, maxRails+1))
+		tg.ex.PeerRails(Instant(frames+i)*sec, tg.peer, make([]Rail, lanes.MaxRails+1))
 	}
-	if said := only(t, drained(tg.ex), LogViolation); len(said) != 2 {
-		t.Errorf("of absurd credits and rails it was complained %d times: %+v, want once of each",
-			len(said), said)
+	if logged := only(t, drained(tg.ex), LogViolation); len(logged) != 2 {
+		t.Errorf("invalid credits and rails were logged %d times: %+v, want once each",
+			len(logged), logged)
 	}
 	counts := tg.ex.Violations()
 	for _, x := range kinds {
@@ -279,69 +282,68 @@ func TestNonsenseIsToldOnce(t *testing.T) {
 				x.reason, 2*frames)
 		}
 	}
-	for _, what := range []Violation{BadCredit, BadRails} {
+	for _, what := range []Violation{frame.BadCredit, frame.BadRails} {
 		if counts[what.String()] != frames {
 			t.Errorf("%d of %s were counted, want %d", counts[what.String()], what, frames)
 		}
 	}
-	if !tg.ex.ReportViolation(tg.peer, BadAddress) || tg.ex.ReportViolation(tg.peer, BadAddress) ||
-		tg.ex.ReportViolation(transfer.Boot{77}, BadAddress) || tg.ex.Violations()["address"] != 3 {
-		t.Errorf("addresses: %v, want to be told of the first of three, and nothing of a peer that is "+
-			"not there", tg.ex.Violations())
+	if !tg.ex.ReportViolation(tg.peer, frame.BadAddress) || tg.ex.ReportViolation(tg.peer,
+		frame.BadAddress) ||
+		tg.ex.ReportViolation(transfer.Boot{77}, frame.BadAddress) || tg.ex.Violations()["address"] != 3 {
+		t.Errorf("addresses: %v, want the first of three to be logged, and none of an unknown peer",
+			tg.ex.Violations())
 	}
 	names := map[string]bool{}
-	for what := range numViolations {
+	for what := range frame.NumViolations {
 		names[what.String()] = true
 	}
-	if len(names) != int(numViolations) || names[""] || numViolations > 32 {
-		t.Errorf("%d kinds have the names %v", numViolations, names)
+	if len(names) != int(frame.NumViolations) || names[""] || frame.NumViolations > 32 {
+		t.Errorf("%d kinds have the names %v", frame.NumViolations, names)
 	}
-	if gives, _ := tg.drain(); gives != 0 || len(tg.ex.match.grants) != 0 {
-		t.Errorf("%d actions, %d grants are kept", gives, len(tg.ex.match.grants))
+	if gives, _ := tg.drain(); gives != 0 || tg.ex.match.Counts().Grants != 0 {
+		t.Errorf("%d actions, %d grants are kept", gives, tg.ex.match.Counts().Grants)
 	}
 	if err := tg.ex.Message(1001*sec, tg.peer, grantFrame(goodGrant())); err != nil {
 		t.Fatal(err)
 	}
 	if gives, replies := tg.drain(); gives == 0 || len(replies) != 1 ||
 		replies[0].Code != peerv1.GrantReply_BOUND {
-		t.Errorf("the honest grant: %d actions, %v", gives, replies)
+		t.Errorf("the valid grant: %d actions, %v", gives, replies)
 	}
 }
 
-// What was said before, or is of a generation that is over, changes nothing; nor does a word about
-// a lease that its sender was not granted.
+// Replayed frames, frames of an older generation, and frames about a lease that was not granted to
+// their sender change nothing.
 func TestReplaysAndStaleFrames(t *testing.T) {
 	tg := newTarget()
-	say := func(from transfer.Boot, f *peerv1.ControlFrame) (gives int, replies []*peerv1.GrantReply) {
+	send := func(from transfer.Boot, f *peerv1.ControlFrame) (gives int,
+		replies []*peerv1.GrantReply) {
 		t.Helper()
 		if err := tg.ex.Message(3, from, f); err != nil {
 			t.Fatal(err)
 		}
 		return tg.drain()
 	}
-	if gives, replies := say(tg.peer, grantFrame(goodGrant())); gives == 0 || len(replies) != 1 {
+	if gives, replies := send(tg.peer, grantFrame(goodGrant())); gives == 0 || len(replies) != 1 {
 		t.Fatalf("%d actions, %v", gives, replies)
 	}
-	var in *inboundGrant
-	for _, in = range tg.ex.match.grants {
-	}
-	snd := in.claims[0].snd
+	sending := tg.ex.match.Sending()
 	stale := goodGrant()
 	stale.Gen = 2
-	dest := leaseMsg(transfer.LeaseID{Boot: transfer.Boot{7}, ID: 5, Epoch: 1})
-	other := leaseMsg(transfer.LeaseID{Boot: transfer.Boot{7}, ID: 6, Epoch: 1})
-	older := leaseMsg(transfer.LeaseID{Boot: transfer.Boot{7}, ID: 5, Epoch: 0})
-	newer := leaseMsg(transfer.LeaseID{Boot: transfer.Boot{7}, ID: 5, Epoch: 2})
-	stranger := transfer.Boot{13}
+	dest := frame.Lease(transfer.LeaseID{Boot: transfer.Boot{7}, ID: 5, Epoch: 1})
+	other := frame.Lease(transfer.LeaseID{Boot: transfer.Boot{7}, ID: 6, Epoch: 1})
+	older := frame.Lease(transfer.LeaseID{Boot: transfer.Boot{7}, ID: 5, Epoch: 0})
+	newer := frame.Lease(transfer.LeaseID{Boot: transfer.Boot{7}, ID: 5, Epoch: 2})
+	unknown := transfer.Boot{13}
 	for name, f := range map[string]struct {
 		from transfer.Boot
 		f    *peerv1.ControlFrame
 	}{
 		"replay":           {tg.peer, grantFrame(goodGrant())},
 		"stale generation": {tg.peer, grantFrame(stale)},
-		"stranger's revoke": {stranger, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{
+		"revoke of another peer": {unknown, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{
 			Revoke: &peerv1.Revoke{Destination: dest, Gen: 3}}}},
-		"stranger's commit": {stranger, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{
+		"commit of another peer": {unknown, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{
 			Commit: &peerv1.Commit{Destination: dest}}}},
 		"commit of another": {tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{
 			Commit: &peerv1.Commit{Destination: other}}}},
@@ -364,27 +366,27 @@ func TestReplaysAndStaleFrames(t *testing.T) {
 			Admitted: &peerv1.Admitted{Token: 77}}}},
 		"a frame of nothing": {tg.peer, &peerv1.ControlFrame{}},
 	} {
-		if gives, replies := say(f.from, f.f); gives != 0 || len(replies) != 0 {
+		if gives, replies := send(f.from, f.f); gives != 0 || len(replies) != 0 {
 			t.Errorf("%s: %d actions, %v", name, gives, replies)
 		}
-		if in.claims[0].snd != snd || !snd.state.open() || len(tg.ex.match.grants) != 1 {
+		if len(sending) != 1 || !slices.Equal(tg.ex.match.Sending(), sending) ||
+			tg.ex.match.Counts().Grants != 1 {
 			t.Fatalf("%s: the transfer under way is gone", name)
 		}
 	}
-	// A second receiver of the same source, beyond what its intent was made for, waits and gets
+	// A second receiver of the same source, beyond the fan-out of the intent, waits and receives
 	// nothing.
 	more := goodGrant()
 	more.Destination.Id, more.Team[0], more.Parts[0].Slot = 8, 1, 9
-	if gives, replies := say(tg.peer, grantFrame(more)); gives != 0 || len(replies) != 0 {
+	if gives, replies := send(tg.peer, grantFrame(more)); gives != 0 || len(replies) != 0 {
 		t.Errorf("a receiver too many: %d actions, %v", gives, replies)
 	}
 }
 
-// A source that serves two receivers: the grant of the first comes again after its commit, and
-// takes nobody's place.
+// A source serves two receivers. A replay of the first grant after its commit takes no place.
 func TestReplayOfAGrantThatIsOver(t *testing.T) {
 	tg := newTargetFor(2)
-	say := func(f *peerv1.ControlFrame) (gives int, replies []*peerv1.GrantReply) {
+	send := func(f *peerv1.ControlFrame) (gives int, replies []*peerv1.GrantReply) {
 		t.Helper()
 		if err := tg.ex.Message(3, tg.peer, f); err != nil {
 			t.Fatal(err)
@@ -392,24 +394,24 @@ func TestReplayOfAGrantThatIsOver(t *testing.T) {
 		return tg.drain()
 	}
 	first := goodGrant()
-	if gives, replies := say(grantFrame(first)); gives == 0 || len(replies) != 1 {
+	if gives, replies := send(grantFrame(first)); gives == 0 || len(replies) != 1 {
 		t.Fatalf("%d actions, %v", gives, replies)
 	}
-	say(&peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{
+	send(&peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{
 		Destination: first.Destination}}})
-	if gives, replies := say(grantFrame(first)); gives != 0 || len(replies) != 0 ||
-		len(tg.ex.match.grants) != 0 {
-		t.Errorf("the replay: %d actions, %v, %d grants", gives, replies, len(tg.ex.match.grants))
+	if gives, replies := send(grantFrame(first)); gives != 0 || len(replies) != 0 ||
+		tg.ex.match.Counts().Grants != 0 {
+		t.Errorf("the replay: %d actions, %v, %d grants", gives, replies, tg.ex.match.Counts().Grants)
 	}
 	second := goodGrant()
 	second.Destination.Id, second.Team[0], second.Parts[0].Slot = 8, 1, 9
-	if gives, replies := say(grantFrame(second)); gives == 0 || len(replies) != 1 ||
+	if gives, replies := send(grantFrame(second)); gives == 0 || len(replies) != 1 ||
 		replies[0].Code != peerv1.GrantReply_BOUND {
 		t.Errorf("the second receiver: %d actions, %v", gives, replies)
 	}
 }
 
-// Any number of grants and questions for prompts that never come is bounded.
+// Grants and queries for prompts that never come are bounded.
 func TestWaitingIsBounded(t *testing.T) {
 	tg := newTarget()
 	refused := 0
@@ -427,18 +429,17 @@ func TestWaitingIsBounded(t *testing.T) {
 			}
 		}
 	}
-	if refused != 92 || len(tg.ex.match.grants) != 8 || len(tg.ex.match.pending.byKey) != 8 {
-		t.Errorf("%d refused, %d kept, %d wait: want 92, 8, 8", refused, len(tg.ex.match.grants),
-			len(tg.ex.match.pending.byKey))
+	if refused != 92 || tg.ex.match.Counts().Grants != 8 || tg.ex.match.Counts().WaitingKeys != 8 {
+		t.Errorf("%d refused, %d kept, %d wait: want 92, 8, 8", refused, tg.ex.match.Counts().Grants,
+			tg.ex.match.Counts().WaitingKeys)
 	}
 }
 
-// Nor do grants without end that nothing can come of, because the engines differ or their layout is
-// not known.
+// So are grants that wait for a comparison or for a layout.
 func TestAskingIsBounded(t *testing.T) {
 	for name, change := range map[string]func(*target, *peerv1.Grant){
 		"fingerprint": func(_ *target, g *peerv1.Grant) { g.Fingerprint[0] = 9 },
-		"layout":      func(tg *target, _ *peerv1.Grant) { tg.ex.cfg.Planner = asking{} },
+		"layout":      func(tg *target, _ *peerv1.Grant) { tg.ex.core.Cfg.Planner = asking{} },
 	} {
 		tg := newTarget()
 		for i := range 100 {
@@ -450,28 +451,28 @@ func TestAskingIsBounded(t *testing.T) {
 			}
 			tg.drain()
 		}
-		if n := len(tg.ex.match.grants); n != 8 || tg.ex.peers.byBoot[tg.peer].pending != 8 {
+		if n := tg.ex.match.Counts().Grants; n != 8 || tg.ex.peers.Find(tg.peer).Pending != 8 {
 			t.Errorf("%s: %d grants are kept, %d count: want 8", name, n,
-				tg.ex.peers.byBoot[tg.peer].pending)
+				tg.ex.peers.Find(tg.peer).Pending)
 		}
-		for c := range tg.ex.match.comparing {
+		for _, c := range tg.ex.match.Comparing() {
 			tg.ex.Compared(3, c, "so")
 		}
 		tg.ex.Described(3, tg.peer, [32]byte{1}, errors.New("no such layout"))
 		tg.drain()
-		if n := len(tg.ex.match.grants); n != 0 || tg.ex.peers.byBoot[tg.peer].pending != 0 {
-			t.Errorf("%s: %d grants are left, %d count", name, n, tg.ex.peers.byBoot[tg.peer].pending)
+		if n := tg.ex.match.Counts().Grants; n != 0 || tg.ex.peers.Find(tg.peer).Pending != 0 {
+			t.Errorf("%s: %d grants are left, %d count", name, n, tg.ex.peers.Find(tg.peer).Pending)
 		}
 	}
 }
 
-// Engines may call themselves the same. A grant is for the ranks that have an intent of its key,
-// whatever order maps have.
+// Two engines may have the same name. A grant is for the ranks that have an intent of its key,
+// independent of the order of maps.
 func TestEnginesOfOneName(t *testing.T) {
 	for range 20 {
 		tg := newTarget()
 		for i := range 8 {
-			tg.ex.WorkerUp(&connector.Worker{Boot: transfer.Boot{3, byte(i)}, Geometry: [32]byte{byte(i)},
+			tg.ex.WorkerUp(&engines.Worker{Boot: transfer.Boot{3, byte(i)}, Geometry: [32]byte{byte(i)},
 				Layout: tg.w.Layout})
 		}
 		if err := tg.ex.Message(2, tg.peer, grantFrame(goodGrant())); err != nil {
@@ -483,12 +484,12 @@ func TestEnginesOfOneName(t *testing.T) {
 	}
 }
 
-// mostOfAFrame bounds what one frame of so many bytes may allocate, read and acted on: what serving
-// a grant takes, whose plan here is small, and of its bytes what protobuf makes of them, which is
-// most where a message of nothing is an element (dearFrames).
+// mostOfAFrame bounds the memory that a frame of so many bytes may allocate when it is parsed and
+// handled: what a served grant takes, whose plan is small here, and what protobuf makes of the
+// bytes, which is most for repeated empty messages (dearFrames).
 func mostOfAFrame(n int) uint64 { return 16<<10 + 128*uint64(n) }
 
-// dearFrames are frames whose bytes become the most memory.
+// dearFrames are the frames that need the most memory for their bytes.
 func dearFrames() map[string][]byte {
 	field := func(num protowire.Number, v []byte) []byte {
 		return protowire.AppendBytes(protowire.AppendTag(nil, num, protowire.BytesType), v)
@@ -510,8 +511,8 @@ func dearFrames() map[string][]byte {
 	}
 }
 
-// TestDearFrames: the bound of FuzzMessage holds for what it was made for.
-func TestDearFrames(t *testing.T) {
+// TestExpensiveFrames checks the bound of FuzzMessage against the frames that determine it.
+func TestExpensiveFrames(t *testing.T) {
 	for name, b := range dearFrames() {
 		tg := newTarget()
 		read := func() {
@@ -529,8 +530,8 @@ func TestDearFrames(t *testing.T) {
 	}
 }
 
-// FuzzMessage says anything, frame by frame: two bytes for the length of each. Nothing panics, what
-// is kept and what is allocated stay bounded, and what was refused has given nothing away.
+// FuzzMessage sends any frames, with two bytes for the length of each. The executor does not panic,
+// its tables and allocations stay bounded, and a refused frame causes no byte to be sent.
 func FuzzMessage(f *testing.F) {
 	add := func(frames ...*peerv1.ControlFrame) {
 		var b []byte
@@ -590,17 +591,17 @@ func FuzzMessage(f *testing.F) {
 			}
 			b = b[2+n:]
 		}
-		if n := len(tg.ex.match.grants); n > frames || len(tg.ex.match.pending.byKey) > 8 ||
-			len(tg.ex.dests.byID) != 0 || len(tg.ex.layouts.asked)+len(tg.ex.match.comparing) > frames ||
-			len(tg.ex.peers.byBoot) > 2 {
+		if n := tg.ex.match.Counts().Grants; n > frames || tg.ex.match.Counts().WaitingKeys > 8 ||
+			tg.ex.dests.Len() != 0 || tg.ex.layouts.Len()+len(tg.ex.match.Comparing()) > frames ||
+			tg.ex.peers.Len() > 2 {
 			t.Fatalf("%d frames: %d grants, %d keys wait, %d destinations, %d descriptions, %d peers",
-				frames, n, len(tg.ex.match.pending.byKey), len(tg.ex.dests.byID),
-				len(tg.ex.layouts.asked)+len(tg.ex.match.comparing), len(tg.ex.peers.byBoot))
+				frames, n, tg.ex.match.Counts().WaitingKeys, tg.ex.dests.Len(),
+				tg.ex.layouts.Len()+len(tg.ex.match.Comparing()), tg.ex.peers.Len())
 		}
-		// All of it is over with its time.
-		tg.ex.Tick(MaxDeadline + 60*sec)
+		// Everything ends after its time.
+		tg.ex.Tick(frame.MaxDeadline + 60*sec)
 		tg.drain()
-		if n := len(tg.ex.match.pending.byKey); n != 0 {
+		if n := tg.ex.match.Counts().WaitingKeys; n != 0 {
 			t.Fatalf("%d keys wait forever", n)
 		}
 	})

@@ -3,17 +3,17 @@ package exec
 import (
 	"testing"
 
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/lease"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// replicas is a planner for engines all of whose ranks hold the same: what it wants comes from the
-// rank that is least busy, the first of equals.
+// replicas is a planner for engines whose ranks hold the same: the least loaded rank sends, the
+// first one of equals.
 type replicas struct{ simPlanner }
 
-func (replicas) Divide(_ *connector.Worker, x *connector.Expect, ranks []Rank,
+func (replicas) Divide(_ *engines.Worker, x *engines.Expect, ranks []Rank,
 	load func(string) uint64) ([]Part, error) {
 	parts, least := make([]Part, len(ranks)), 0
 	for i, r := range ranks {
@@ -27,22 +27,22 @@ func (replicas) Divide(_ *connector.Worker, x *connector.Expect, ranks []Rank,
 	return parts, err
 }
 
-// What a rank of the source's engine owes counts from its grant to its fence, be that one of
-// success or not, and the next grant goes to the rank that owes least.
-func TestReplicasAreChosenByWhatTheyOwe(t *testing.T) {
+// The bytes that a rank of the source's engine owes count from its grant to its fence, after
+// success and failure alike. The next grant goes to the rank that owes least.
+func TestReplicasAreChosenByLoad(t *testing.T) {
 	e := New(Config{Boot: transfer.Boot{1}, Planner: replicas{}, Transports: []string{"tcp"}})
-	w := &connector.Worker{Boot: transfer.Boot{2},
+	w := &engines.Worker{Boot: transfer.Boot{2},
 		Layout: &layout.Layout{Groups: []layout.Group{{TokensPerBlock: simBlock,
 			Layers: make([]layout.Layer, simLayers)}}}}
 	e.WorkerUp(w)
 	p := transfer.Boot{9}
 	e.PeerUp(1, "p:1", p)
-	e.peers.byBoot[p].ranks = []Rank{{Name: "pp0/tp0", Geometry: [32]byte{1}}, {Name: "pp0/tp1",
-		Geometry: [32]byte{1}}}
+	e.dests.Engines.SetRanks(e.peers.Find(p), []Rank{{Name: "pp0/tp0", Geometry: [32]byte{1}},
+		{Name: "pp0/tp1", Geometry: [32]byte{1}}})
 	now := Instant(2)
 	wants := func(id uint64, tokens uint32, rank string) *ReceivePart {
 		t.Helper()
-		e.Expect(now, w, connector.Expect{Lease: transfer.LeaseID{Boot: w.Boot, ID: id, Epoch: 1},
+		e.Expect(now, w, engines.Expect{Lease: transfer.LeaseID{Boot: w.Boot, ID: id, Epoch: 1},
 			Key: testKey(1, byte(id)), Peer: "p:1", Tokens: tokens,
 			Skip: []uint32{0}, Deadline: 30 * sec})
 		offers := only(t, drained(e), Offer)
@@ -52,7 +52,7 @@ func TestReplicasAreChosenByWhatTheyOwe(t *testing.T) {
 		l := offers[0].ReceiveParts[0]
 		if l.Part.Rank != rank {
 			t.Errorf("prompt %d of %d tokens is asked of %s, want %s; owed: %v", id, tokens, l.Part.Rank,
-				rank, e.peers.byBoot[p].load)
+				rank, e.dests.Engines.Owed(e.peers.Find(p)))
 		}
 		return l
 	}
@@ -60,7 +60,7 @@ func TestReplicasAreChosenByWhatTheyOwe(t *testing.T) {
 		t.Helper()
 		id := l.Expect.Lease
 		if success {
-			e.dests.byID[id].State = lease.DestLanding // its source is known
+			e.dests.Find(id).State = lease.DestLanding // its source is known
 			e.Full(now, l)
 		} else {
 			e.Cancel(now, w, id.ID, "")
@@ -84,7 +84,7 @@ func TestReplicasAreChosenByWhatTheyOwe(t *testing.T) {
 	for _, l := range []*ReceivePart{c, f, g, h} {
 		ends(l, true)
 	}
-	if left := e.peers.byBoot[p].load; len(left) != 0 {
+	if left := e.dests.Engines.Owed(e.peers.Find(p)); len(left) != 0 {
 		t.Errorf("all have ended, and it is thought to owe %v", left)
 	}
 	wants(8, 64, "pp0/tp0")

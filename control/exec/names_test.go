@@ -5,15 +5,16 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
+	"github.com/kvspray/kvspray/control/exec/internal/endpoint"
 	"github.com/kvspray/kvspray/control/lease"
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// An address leads to several processes (a service, a name of two addresses), and another answers
-// there now. The first is up: its lanes are known, what it has goes on, and what it asks of us is
-// served.
-func TestAnotherAnswersWhileTheFirstLives(t *testing.T) {
+// An address leads to several processes (a service, or a name with two addresses), and another one
+// answers now. The first one is still up: its lanes stay, its transfers continue, and its grants
+// are served.
+func TestTwoPeersAtOneAddress(t *testing.T) {
 	for name, shared := range map[string]bool{"an address of its own": false, "a shared one": true} {
 		t.Run(name, func(t *testing.T) {
 			s, p, d, pw, dw := pair(t, 11, 0)
@@ -23,7 +24,7 @@ func TestAnotherAnswersWhileTheFirstLives(t *testing.T) {
 			p.steps(src)
 			dst := d.expect(dw, 1, testKey(1, 1), "p:1", 64, 0, 30*sec)
 			s.until("a first transfer", 2*sec, func() bool { return src.done != nil && dst.done != nil })
-			wantStatus(t, dst, StatusOK)
+			wantStatus(t, dst, engines.StatusOK)
 			late := p.intent(pw, 2, testKey(1, 2), 64, 1, 30*sec)
 			open := d.expect(dw, 2, testKey(1, 2), "p:1", 64, 0, 30*sec)
 			s.rest(50 * time.Millisecond)
@@ -32,7 +33,7 @@ func TestAnotherAnswersWhileTheFirstLives(t *testing.T) {
 				d.event(func() { d.ex.PeerUp(s.now, "p:1", q.boot) })
 			}
 			if got := d.ex.Lanes(p.boot); got != before || got == 0 {
-				t.Errorf("%d lanes to the first, which nobody has closed: the executor knows %d", before, got)
+				t.Errorf("%d open lanes to the first peer: the executor has %d", before, got)
 			}
 			p.steps(late)
 			back := d.intent(dw, 7, testKey(2, 2), 64, 1, 30*sec)
@@ -42,8 +43,8 @@ func TestAnotherAnswersWhileTheFirstLives(t *testing.T) {
 				return open.done != nil &&
 					asked.done != nil
 			})
-			wantStatus(t, open, StatusOK)
-			wantStatus(t, asked, StatusOK)
+			wantStatus(t, open, engines.StatusOK)
+			wantStatus(t, asked, engines.StatusOK)
 			if open.done.Grants > 1 {
 				t.Errorf("granted %d times", open.done.Grants)
 			}
@@ -51,10 +52,10 @@ func TestAnotherAnswersWhileTheFirstLives(t *testing.T) {
 	}
 }
 
-// Another process answers at the address of one that cannot be reached. What that one had is
-// granted to the other as soon as both are known, in whichever order; it is not declared dead by
-// that, and hears when it comes back that nothing is wanted any more.
-func TestAnotherAnswersAtTheAddressOfALostOne(t *testing.T) {
+// Another process answers at the address of a peer that cannot be reached. The grants of the
+// unreachable peer move to the other one as soon as both facts are known, in either order. This
+// does not declare the first peer dead; it receives the revokes when it returns.
+func TestSuccessorAtAnAddress(t *testing.T) {
 	for name, downFirst := range map[string]bool{"down, then another": true,
 		"another, then down": false} {
 		t.Run(name, func(t *testing.T) {
@@ -65,7 +66,7 @@ func TestAnotherAnswersAtTheAddressOfALostOne(t *testing.T) {
 			lost := p.intent(pw, 1, k, 64, 1, 30*sec)
 			dst := d.expect(dw, 1, k, "p:1", 64, 0, 30*sec)
 			s.rest(50 * time.Millisecond)
-			if x := d.ex.dests.byID[dst.id]; x == nil || x.State == lease.DestWaiting || x.Peer != p.boot {
+			if x := d.ex.dests.Find(dst.id); x == nil || x.State == lease.DestWaiting || x.Peer != p.boot {
 				t.Fatal("not granted")
 			}
 			src := q.intent(q.worker(), 1, k, 64, 1, 30*sec)
@@ -83,18 +84,17 @@ func TestAnotherAnswersAtTheAddressOfALostOne(t *testing.T) {
 				return dst.done != nil &&
 					lost.done != nil
 			})
-			wantStatus(t, dst, StatusOK)
-			wantStatus(t, lost, StatusFailed)
-			if d.ex.peers.byBoot[p.boot] == nil {
-				t.Error("the first is forgotten, which nobody has said to be over")
+			wantStatus(t, dst, engines.StatusOK)
+			wantStatus(t, lost, engines.StatusFailed)
+			if d.ex.peers.Find(p.boot) == nil {
+				t.Error("the first peer is forgotten, and no event ended it")
 			}
 		})
 	}
 }
 
-// Whoever sends requests names one live sidecar in ever new ways. What is remembered of that is
-// bounded, hours after the last question and in between, and the name that is used all the time is
-// reached once.
+// Requests name one live sidecar in ever new ways. The remembered names are bounded, during the
+// requests and hours later, and a name that is always in use is connected once.
 func TestNamesOfOnePeerAreBounded(t *testing.T) {
 	e := New(Config{Boot: transfer.Boot{1}, Endpoint: "d:1", Planner: simPlanner{}})
 	peer := transfer.Boot{2}
@@ -104,7 +104,7 @@ func TestNamesOfOnePeerAreBounded(t *testing.T) {
 	id := uint64(0)
 	ask := func(addr string) {
 		id++
-		e.Await(now, id, connector.Await{Key: testKey(3, 2), Peer: addr, TTL: 10 * time.Millisecond})
+		e.Await(now, id, engines.Await{Key: testKey(3, 2), Peer: addr, TTL: 10 * time.Millisecond})
 		for e.Drain(&b) {
 			for _, a := range append([]Action(nil), b.Actions...) {
 				if a.Kind == Connect {
@@ -115,44 +115,45 @@ func TestNamesOfOnePeerAreBounded(t *testing.T) {
 		}
 	}
 	most := 0
-	for i := range 3 * maxEndpoints {
+	for i := range 3 * endpoint.MaxEndpoints {
 		ask(fmt.Sprintf("P%d:1", i))
 		ask("p:1")
 		now += 10 * time.Second // every question is answered, or over
 		e.Tick(now)
-		most = max(most, len(e.endpoints.byAddr))
+		most = max(most, e.endpoints.Len())
 	}
-	if len(e.queries.byToken) != 0 {
-		t.Fatalf("%d questions are open", len(e.queries.byToken))
+	if e.queries.Len() != 0 {
+		t.Fatalf("%d questions are open", e.queries.Len())
 	}
-	if limit := maxIdleNames + 3; most > limit { // those that are asked at, and ours
+	if limit := endpoint.MaxIdle + 3; most > limit { // those that are asked at, and ours
 		t.Errorf("%d endpoints were known at a time: at most %d", most, limit)
 	}
 	if connects["p:1"] != 1 {
 		t.Errorf("the name that is used all the time was reached %d times", connects["p:1"])
 	}
-	before := len(e.endpoints.byAddr)
-	for i := range 2 * maxIdleNames {
+	before := e.endpoints.Len()
+	for i := range 2 * endpoint.MaxIdle {
 		e.PeerUp(now, fmt.Sprintf("D%d:1", i), transfer.Boot{1}) // so are ours
 	}
-	if more := len(e.endpoints.byAddr) - before; more > maxIdleNames {
-		t.Errorf("%d more names of ourselves are known: at most %d", more, maxIdleNames)
+	if more := e.endpoints.Len() - before; more > endpoint.MaxIdle {
+		t.Errorf("%d more names of ourselves are known: at most %d", more, endpoint.MaxIdle)
 	}
-	if e.endpoints.byAddr["d:1"] == nil {
+	if e.endpoints.Find("d:1") == nil {
 		t.Error("our own address is forgotten")
 	}
-	if p := e.peers.byBoot[peer]; len(p.names) != before-1 || len(p.idle) > maxIdleNames {
-		t.Errorf("%d names, %d idle ones, %d endpoints", len(p.names), len(p.idle), before)
+	names := len(e.endpoints.Of(e.peers.Find(peer)))
+	if names != before-1 {
+		t.Errorf("%d names, %d endpoints", names, before)
 	}
-	ours := len(e.endpoints.byAddr) - len(e.peers.byBoot[peer].names)
+	ours := e.endpoints.Len() - names
 	e.PeerDown(now, peer, true)
-	if len(e.endpoints.byAddr) != ours {
-		t.Errorf("%d endpoints are left of a peer that is gone", len(e.endpoints.byAddr)-ours)
+	if e.endpoints.Len() != ours {
+		t.Errorf("%d endpoints are left of a peer that is gone", e.endpoints.Len()-ours)
 	}
 }
 
-// Questions at many names of one peer at a time: each is asked once it is reached, and costs as
-// much as it does among few.
+// Queries for many names of one peer at a time: each is sent once the name is reached, and costs
+// the same as among few.
 func TestOpenNamesOfOnePeer(t *testing.T) {
 	e := New(Config{Boot: transfer.Boot{1}, Endpoint: "d:1", Planner: simPlanner{}})
 	peer := transfer.Boot{2}
@@ -161,7 +162,7 @@ func TestOpenNamesOfOnePeer(t *testing.T) {
 	const names = DefaultMaxPending
 	for i := range names {
 		addr := fmt.Sprintf("P%d:1", i)
-		e.Await(0, uint64(i+1), connector.Await{Key: testKey(3, 2), Peer: addr, TTL: sec})
+		e.Await(0, uint64(i+1), engines.Await{Key: testKey(3, 2), Peer: addr, TTL: sec})
 		e.PeerUp(0, addr, peer)
 	}
 	for e.Drain(&b) {
@@ -177,7 +178,7 @@ func TestOpenNamesOfOnePeer(t *testing.T) {
 	for e.Next() <= 10*sec { // a tick does a part of what is due
 		e.Tick(10 * sec)
 	}
-	if n := len(e.endpoints.byAddr); len(e.queries.byToken) != 0 || n > maxIdleNames+1 {
-		t.Errorf("%d questions are open, %d endpoints known", len(e.queries.byToken), n)
+	if n := e.endpoints.Len(); e.queries.Len() != 0 || n > endpoint.MaxIdle+1 {
+		t.Errorf("%d questions are open, %d endpoints known", e.queries.Len(), n)
 	}
 }

@@ -12,7 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// threadCPU is what this thread has used: without what others collect meanwhile.
+// threadCPU is the CPU time of this thread, without the collector's.
 func threadCPU() time.Duration {
 	var ts unix.Timespec
 	if err := unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &ts); err != nil {
@@ -21,8 +21,7 @@ func threadCPU() time.Duration {
 	return time.Duration(ts.Nano())
 }
 
-// cost is the thread's time for each of so many slices, and for each end of a transfer with the
-// begin of the next among them.
+// cost is the thread's time per slice, and per end of a transfer with the begin of the next one.
 func (x *loadedExec) cost(slices int) (slice, end float64) {
 	began, ends, ending := threadCPU(), 0, time.Duration(0)
 	for range slices {
@@ -36,15 +35,14 @@ func (x *loadedExec) cost(slices int) (slice, end float64) {
 	return float64(threadCPU()-began-ending) / float64(slices), float64(ending) / float64(max(ends, 1))
 }
 
-// quantile is the value that a share of all does not exceed, the nearest one.
+// quantile is the nearest value that this share of all values does not exceed.
 func quantile(v []float64, q float64) float64 {
 	v = slices.Sorted(slices.Values(v))
 	return v[int(q*float64(len(v)-1)+0.5)]
 }
 
-// BenchmarkOpen is what a slice, and the end of a transfer with the begin of the next, cost with
-// 10,000 transfers open beside what they cost with few, in turns: the median of each, and of the
-// pairs' ratios with the quarter and three quarters of them.
+// BenchmarkOpen compares slices, and ends of transfers with the begin of the next one, with 10,000
+// open transfers and with few, in turns: the medians, and the quartiles of the ratios.
 func BenchmarkOpen(b *testing.B) {
 	const round = 20000 // slices of either side
 	for _, x := range []struct {

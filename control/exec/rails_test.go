@@ -5,16 +5,16 @@ import (
 	"fmt"
 	"strings"
 	"testing"
-	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/connector"
-	"github.com/kvspray/kvspray/control/exec/credit"
-	"github.com/kvspray/kvspray/control/spray"
+	"github.com/kvspray/kvspray/control/engines"
+	"github.com/kvspray/kvspray/control/exec/internal/credit"
+	"github.com/kvspray/kvspray/control/exec/internal/endpoint"
+	"github.com/kvspray/kvspray/control/exec/internal/lanes"
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// drained is what an executor wants done, slices left out.
+// drained returns the actions of an executor, without slices.
 func drained(e *Exec) (out []Action) {
 	var b Batch
 	for e.Drain(&b) {
@@ -56,8 +56,8 @@ func states(e *Exec, now Instant) string {
 	return strings.Join(out, ", ")
 }
 
-// What is said of links holds for the pairs over them, ours and the peer's; a rail that is gone is
-// on trial when it is there again.
+// Link states apply to the pairs over these rails, ours and the peer's. A rail that was absent is
+// on trial when it returns.
 func TestLinksOfRails(t *testing.T) {
 	e := New(Config{Boot: transfer.Boot{9}, Transports: []string{"tcp"}})
 	peer := transfer.Boot{1}
@@ -92,21 +92,22 @@ func TestLinksOfRails(t *testing.T) {
 	for i := range 10000 {
 		many = append(many, Rail{Transport: "tcp", Name: fmt.Sprint("x", i), Down: true})
 	}
-	// What is beyond the bound is left out by name, said once, and no rail that follows is the worse
-	// for it.
+	// Rails beyond the bound are ignored and logged once, with the first name. They do not affect
+	// later reports.
 	drained(e)
 	e.PeerRails(20*sec, peer, many)
-	said := only(t, drained(e), LogViolation)
-	if n := len(e.peers.byBoot[peer].known); n != maxRails {
-		t.Errorf("%d rails of a peer are known, want %d", n, maxRails)
+	logged := only(t, drained(e), LogViolation)
+	if n := e.peers.Find(peer).Known(); n != lanes.MaxRails {
+		t.Errorf("%d rails of a peer are known, want %d", n, lanes.MaxRails)
 	}
-	if want := fmt.Sprintf(`10000 rails: at most %d are kept, not "x%d" and what follows`, maxRails,
-		maxRails); len(said) != 1 || said[0].Peer != peer || said[0].Text != want {
-		t.Errorf("complaints: %+v, want %q", said, want)
+	if want := fmt.Sprintf(`10000 rails: at most %d are kept, not "x%d" and what follows`,
+		lanes.MaxRails,
+		lanes.MaxRails); len(logged) != 1 || logged[0].Peer != peer || logged[0].Text != want {
+		t.Errorf("logged: %+v, want %q", logged, want)
 	}
 	e.PeerRails(21*sec, peer, many)
-	if said := only(t, drained(e), LogViolation); len(said) != 0 {
-		t.Errorf("said again: %+v", said)
+	if logged := only(t, drained(e), LogViolation); len(logged) != 0 {
+		t.Errorf("logged again: %+v", logged)
 	}
 	for i, x := range []struct{ theirs, want string }{
 		{"r0! r1", "r0 excluded, r1 probing"},
@@ -119,32 +120,31 @@ func TestLinksOfRails(t *testing.T) {
 			t.Errorf("after 10,000 rails, the peer's %q: %s, want %s", x.theirs, got, x.want)
 		}
 	}
-	if n := len(e.peers.byBoot[peer].known); n != 2 {
+	if n := e.peers.Find(peer).Known(); n != 2 {
 		t.Errorf("%d rails of a peer are known that names 2", n)
 	}
 	e.SetRails(30*sec, many)
-	if n := len(e.rails.own); n != maxRails {
-		t.Errorf("%d rails of our own are known, want %d", n, maxRails)
+	if n := e.rails.Known(); n != lanes.MaxRails {
+		t.Errorf("%d rails of our own are known, want %d", n, lanes.MaxRails)
 	}
 }
 
-// Credits that cannot be, of rails that the peer has not named or beyond all bounds, are refused by
-// name, once, and change nothing. Each has an executor of its own: a peer is complained of once for
-// each kind.
-func TestAbsurdCredits(t *testing.T) {
+// Invalid credits, for unknown rails or beyond the bounds, are logged once by name and change
+// nothing. Each case has an executor of its own, because each kind is logged once per peer.
+func TestInvalidCredits(t *testing.T) {
 	peer := transfer.Boot{1}
 	for name, x := range map[string]struct {
 		transport, rail string
 		bytes           uint64
 		before          int    // other rails that have credits already, where the peer has named none
-		want            string // the complaint; empty: none
+		want            string // the logged text; empty: none
 	}{
-		"honest":              {"tcp", "r0", 1 << 19, 0, ""},
+		"valid":               {"tcp", "r0", 1 << 19, 0, ""},
 		"as much as there is": {"tcp", "r0", credit.Max, 0, ""},
 		"of receives":         {"tcp", "", 1 << 60, 0, ""},
 		"a byte more": {"tcp", "r0", credit.Max + 1, 0,
 			`credit for rail "r0": 1073741825 bytes: at most 1073741824`},
-		"absurd": {"tcp", "r0", 1 << 60, 0,
+		"too large": {"tcp", "r0", 1 << 60, 0,
 			`credit for rail "r0": 1152921504606846976 bytes: at most 1073741824`},
 		"all there can be": {"tcp", "r0", 1<<64 - 1, 0,
 			`credit for rail "r0": 18446744073709551615 bytes: at most 1073741824`},
@@ -164,7 +164,7 @@ func TestAbsurdCredits(t *testing.T) {
 				e.PeerRails(0, peer, []Rail{{Transport: "tcp", Name: "r0"}})
 			}
 			drained(e)
-			say := func(transport, rail string, bytes uint64) []Action {
+			send := func(transport, rail string, bytes uint64) []Action {
 				t.Helper()
 				if err := e.Message(sec, peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Credit{
 					Credit: &peerv1.Credit{Transport: transport, Rail: rail, Bytes: bytes}}}); err != nil {
@@ -173,45 +173,45 @@ func TestAbsurdCredits(t *testing.T) {
 				return only(t, drained(e), LogViolation)
 			}
 			given := func(now Instant) uint64 { return e.View(now).Rails.Pairs[0].Credit }
-			said := say("tcp", "r0", 1<<20)
+			logged := send("tcp", "r0", 1<<20)
 			for i := range x.before {
-				said = append(said, say("tcp", fmt.Sprint("other", i), 1)...)
+				logged = append(logged, send("tcp", fmt.Sprint("other", i), 1)...)
 			}
-			if len(said) != 0 || given(sec) != 1<<20 {
-				t.Fatalf("credit %d, complaints %v", given(sec), said)
+			if len(logged) != 0 || given(sec) != 1<<20 {
+				t.Fatalf("credit %d, logged: %v", given(sec), logged)
 			}
 			want := uint64(1 << 20)
-			if said := say(x.transport, x.rail, x.bytes); x.want == "" {
+			if logged := send(x.transport, x.rail, x.bytes); x.want == "" {
 				if x.rail == "r0" {
 					want = x.bytes
 				}
-				if len(said) != 0 {
-					t.Errorf("complaints %+v", said)
+				if len(logged) != 0 {
+					t.Errorf("logged: %+v", logged)
 				}
-			} else if len(said) != 1 || said[0].Text != x.want || said[0].Peer != peer {
-				t.Errorf("complaints %+v, want %q", said, x.want)
+			} else if len(logged) != 1 || logged[0].Text != x.want || logged[0].Peer != peer {
+				t.Errorf("logged: %+v, want %q", logged, x.want)
 			}
 			if given(sec) != want {
-				t.Errorf("a credit of %d is believed, want %d", given(sec), want)
+				t.Errorf("a credit of %d is in use, want %d", given(sec), want)
 			}
-			if said := say(x.transport, x.rail, x.bytes); len(said) != 0 || given(sec) != want {
-				t.Errorf("said again: %v, credit %d", said, given(sec))
+			if logged := send(x.transport, x.rail, x.bytes); len(logged) != 0 || given(sec) != want {
+				t.Errorf("logged again: %v, credit %d", logged, given(sec))
 			}
-			if said := say("tcp", "r0", 1<<18); len(said) != 0 || given(sec) != 1<<18 {
-				t.Errorf("an honest credit after it: %d, complaints %v", given(sec), said)
+			if logged := send("tcp", "r0", 1<<18); len(logged) != 0 || given(sec) != 1<<18 {
+				t.Errorf("a valid credit after it: %d, logged: %v", given(sec), logged)
 			}
-			// What is not said again is forgotten.
-			e.dispatch.touch(e.peers.byBoot[peer])
+			// A credit that is not repeated expires.
+			e.dispatch.Touch(e.peers.Find(peer))
 			e.Tick(sec + credit.Age + 1)
 			if c := given(3 * sec); c != 0 {
-				t.Errorf("a credit of %d is still believed", c)
+				t.Errorf("a credit of %d is still in use", c)
 			}
 		})
 	}
 }
 
-// Shares follow what comes: one sender is not limited, two are, and are free again when the other
-// stops.
+// Credits follow the traffic: one sender has no limit, two have limits, and the limit is lifted
+// when the other one stops.
 func TestSharesOfCredits(t *testing.T) {
 	e := New(Config{Boot: transfer.Boot{9}, Transports: []string{"tcp"}})
 	a, b := transfer.Boot{1}, transfer.Boot{2}
@@ -237,27 +237,29 @@ func TestSharesOfCredits(t *testing.T) {
 	}
 	step(false, false)
 	if got := step(true, false); len(got) != 0 {
-		t.Errorf("one sender is told %v", got)
+		t.Errorf("credits of one sender: %v", got)
 	}
-	// Both bring 1 GiB/s each: 2 MiB a millisecond, 16 chunks each, whatever the link claims to be.
+	// Each sends 1 GiB/s: together 2 MiB per millisecond, so 16 chunks each, whatever the nominal
+	// speed of the link.
 	got := step(true, true)
 	if len(got) < 2 || !strings.HasSuffix(got[len(got)-1], ":16") &&
 		!strings.HasSuffix(got[len(got)-1], ":8") {
-		t.Errorf("two senders are told %v", got)
+		t.Errorf("credits of two senders: %v", got)
 	}
 	if got := step(true, false); len(got) != 2 || got[0] != "1:r0:0" || got[1] != "2:r0:0" {
-		t.Errorf("when one of two stops they are told %v", got)
+		t.Errorf("credits after one of two stopped: %v", got)
 	}
 }
 
-// A peer that hangs is tried for ten seconds at the cost of those who wait for it; then requests
-// are refused at once, one is let through now and then, and when it answers all is as before.
-// Requests to others never notice.
+// Connects to a hanging peer continue for ten seconds at the cost of the waiting requests. Then
+// requests are refused at once, one is let through now and then, and a successful connect closes
+// the breaker. Requests for other peers are not affected.
 func TestBreaker(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 4, 0)
 	hang := errors.New("context deadline exceeded")
 	fail := func() { d.event(func() { d.ex.ConnectFailed(s.now, "q:1", hang) }) }
-	// The fabric of this test refuses unknown addresses; what it says of this one is replaced.
+	// The fabric of this test refuses unknown addresses. For this address the test replaces the
+	// result.
 	d.hangs = map[string]bool{"q:1": true}
 	n := uint64(0)
 	expect := func(addr string) *simLease {
@@ -269,16 +271,16 @@ func TestBreaker(t *testing.T) {
 		s.run(s.now+4*sec, func() bool { return false })
 		fail()
 	}
-	if first.done == nil || first.done.Status != StatusExpired {
+	if first.done == nil || first.done.Status != engines.StatusExpired {
 		t.Fatalf("the first request: %+v", first.done)
 	}
 	second := expect("q:1")
-	if second.done == nil || second.done.Status != StatusRefused ||
+	if second.done == nil || second.done.Status != engines.StatusRefused ||
 		!strings.Contains(second.done.Reason, "q:1 was not reached for") {
 		t.Fatalf("a request while the breaker is open: %+v", second.done)
 	}
 	d.event(func() {
-		d.ex.Await(s.now, 77, connector.Await{Key: testKey(9, 9), Peer: "q:1",
+		d.ex.Await(s.now, 77, engines.Await{Key: testKey(9, 9), Peer: "q:1",
 			TTL: 8 * sec})
 	})
 	if d.answer[77].State != "gone" {
@@ -289,110 +291,19 @@ func TestBreaker(t *testing.T) {
 	n = 49
 	got := d.expect(dw, 51, testKey(7, 7), "p:1", 64, 0, 20*sec)
 	s.until("a transfer with another peer", sec, func() bool { return got.done != nil })
-	wantStatus(t, got, StatusOK)
-	// Half open: one waits, the address answers, and it is closed.
-	s.run(s.now+breakMost, func() bool { return false })
+	wantStatus(t, got, engines.StatusOK)
+	// Half open: one request waits, the connect succeeds, and the breaker closes.
+	s.run(s.now+endpoint.BreakMost, func() bool { return false })
 	delete(d.hangs, "q:1")
 	q := s.node("q:1", Config{Transports: []string{"shm", "tcp"}})
 	qw := q.worker()
 	n = 59
 	third := expect("q:1")
 	if third.done != nil {
-		t.Fatalf("after its time nobody is let through: %+v", third.done)
+		t.Fatalf("after its time no request is let through: %+v", third.done)
 	}
 	src := q.intent(qw, 1, testKey(3, byte(n)), 64, 1, 20*sec)
 	q.steps(src)
 	s.until("a transfer with the peer that is back", 5*sec, func() bool { return third.done != nil })
-	wantStatus(t, third, StatusOK)
-}
-
-// Breakers are forgotten when nobody asks any more, and bounded.
-func TestBreakersAreForgotten(t *testing.T) {
-	var b breaker
-	hang := errors.New("no answer")
-	now := Instant(sec)
-	for range 3 {
-		b.failed(now, hang)
-		now += 5 * sec
-	}
-	if b.refuses(now-5*sec) == "" {
-		t.Error("closed after ten seconds of failures")
-	}
-	spans := []time.Duration{b.span}
-	for range 6 {
-		now = b.open
-		if b.refuses(now) != "" {
-			t.Error("open beyond its time")
-		}
-		b.failed(now, hang)
-		b.failed(now+1, hang) // somebody who waited already changes nothing
-		spans = append(spans, b.span)
-	}
-	if spans[0] != breakFirst || spans[1] != 2*breakFirst || spans[6] != breakMost {
-		t.Errorf("spans %v", spans)
-	}
-	if b.until() <= b.open {
-		t.Error("forgotten while it is open")
-	}
-}
-
-// Tiers of a grant: unknown rails and tiers that do not exist are left out by name, once; the
-// farther end of a pair counts; places are bounded, and those at which nothing is are used again.
-func TestPlaces(t *testing.T) {
-	near := map[string]int{"r0": 1, "r1": 3}
-	e := New(Config{Boot: transfer.Boot{9}, Transports: []string{"tcp"},
-		Distance: func(_ *connector.Worker, _, rail string) int { return near[rail] }})
-	boot := transfer.Boot{1}
-	laned(t, e, boot, 2)
-	known := []Rail{{Transport: "tcp", Name: "r0"}, {Transport: "tcp", Name: "r1"}}
-	e.SetRails(0, known)
-	e.PeerRails(0, boot, known)
-	drained(e)
-	w := &connector.Worker{Name: "w"}
-	e.WorkerUp(w)
-	if got := e.rails.tiersOf(e.workers.all[w]); len(got) != 2 || got[0].Tier != 1 ||
-		got[1].Tier != 3 {
-		t.Errorf("told with a grant: %v", got)
-	}
-	p := e.peers.byBoot[boot]
-	tier := func(rail string, n uint32) *peerv1.RailTier {
-		return &peerv1.RailTier{Transport: "tcp", Rail: rail, Tier: n}
-	}
-	at := e.rails.place(p, w, []*peerv1.RailTier{tier("r0", 2), tier("bogus", 1), tier("r1", 7)})
-	said := only(t, drained(e), LogViolation)
-	if len(said) != 1 || !strings.Contains(said[0].Text, `"bogus"`) {
-		t.Errorf("complaints: %+v", said)
-	}
-	for rail, want := range map[string]int{"r0": 2, "r1": 3} {
-		if got := p.places.tier(e.cfg.Distance, spray.Path{Transport: "tcp", Local: rail, Remote: rail},
-			at); got != want {
-			t.Errorf("%s: tier %d, want %d", rail, got, want)
-		}
-	}
-	if again := e.rails.place(p, w, []*peerv1.RailTier{tier("r0", 2)}); again != at {
-		t.Errorf("places %d and %d of the same memory", at, again)
-	}
-	seen := map[spray.Place]bool{}
-	for i := range 100 {
-		w := &connector.Worker{Boot: transfer.Boot{byte(i), 1}}
-		e.WorkerUp(w)
-		at := e.rails.place(p, w, nil)
-		p.places.moves(at, 1)
-		seen[at] = true
-	}
-	if !seen[0] || len(seen) != spray.MaxPlaces {
-		t.Errorf("%d places of 100 workers", len(seen))
-	}
-	// Rails that come and go make other places of the same memory, as often as they like.
-	for at := range seen {
-		p.places.moves(at, -1)
-	}
-	for i := range uint32(500) {
-		if e.rails.place(p, w, []*peerv1.RailTier{tier("r0", i%3+1), tier("r1", i/3%3+1)}) == 0 {
-			t.Fatal("places at which nothing is are not used again")
-		}
-	}
-	if len(p.places.byName) != spray.MaxPlaces-1 || len(p.places.list) != spray.MaxPlaces-1 {
-		t.Errorf("%d names of %d places", len(p.places.byName), len(p.places.list))
-	}
+	wantStatus(t, third, engines.StatusOK)
 }

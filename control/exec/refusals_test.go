@@ -5,17 +5,20 @@ import (
 	"testing"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
+	"github.com/kvspray/kvspray/control/exec/internal/agreement"
+	"github.com/kvspray/kvspray/control/exec/internal/frame"
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Each thing that two sides may disagree about is counted apart: an operator who upgrades one by
-// one sees which.
+// Each kind of disagreement between two sides has a count of its own, which shows an operator who
+// upgrades sidecars one by one what differs.
 func TestRefusalsAreCounted(t *testing.T) {
-	for name, why := range map[string]Refusal{"no plan version": RefusedPlanVersion,
-		"newer plans": RefusedPlanVersion, "other digest": RefusedPlanDigest,
-		"more chunks": RefusedPlanChunks, "more bytes": RefusedPlanBytes,
-		"more tokens": RefusedPlanTokens} {
+	for name, why := range map[string]agreement.Refusal{
+		"no plan version": agreement.RefusedPlanVersion,
+		"newer plans":     agreement.RefusedPlanVersion, "other digest": agreement.RefusedPlanDigest,
+		"more chunks": agreement.RefusedPlanChunks, "more bytes": agreement.RefusedPlanBytes,
+		"more tokens": agreement.RefusedPlanTokens} {
 		tg := newTarget()
 		g := goodGrant()
 		hostileGrants[name].change(g)
@@ -30,46 +33,46 @@ func TestRefusalsAreCounted(t *testing.T) {
 	}
 }
 
-// Tokens of questions count up, so any member can guess those of others. Only the peer that was
-// asked answers: what others say of it is refused, counted, and changes nothing, before the
-// question goes out and after.
-func TestOnlyWhoWasAskedAnswers(t *testing.T) {
+// Tokens of queries count up, so any peer can guess those of others. Only the answer of the asked
+// peer counts. Answers of others are refused and counted, and change nothing, before and after the
+// query is sent.
+func TestOnlyTheAskedPeerAnswers(t *testing.T) {
 	s, p, d, pw, _ := pair(t, 5, 0)
-	liar := transfer.Boot{66}
-	lie := func() error {
-		return d.ex.Message(s.now, liar,
+	forger := transfer.Boot{66}
+	forge := func() error {
+		return d.ex.Message(s.now, forger,
 			&peerv1.ControlFrame{Body: &peerv1.ControlFrame_Admitted{Admitted: &peerv1.Admitted{
-				Token: 1, State: peerv1.Admitted_ADMITTED, Tokens: 1 << 20, Message: "a lie"}}})
+				Token: 1, State: peerv1.Admitted_ADMITTED, Tokens: 1 << 20, Message: "forged"}}})
 	}
-	d.event(func() { d.ex.PeerUp(s.now, "liar:1", liar) })
+	d.event(func() { d.ex.PeerUp(s.now, "forger:1", forger) })
 	d.event(func() {
-		d.ex.Await(s.now, 1, connector.Await{Key: testKey(1, 1), Peer: "p:1",
+		d.ex.Await(s.now, 1, engines.Await{Key: testKey(1, 1), Peer: "p:1",
 			TTL: 30 * sec})
 	})
-	var told []error
-	said := 0
+	var logged []error
+	sent := 0
 	for range 3 { // before it is asked, after, and while it waits
 		d.event(func() {
-			said++
-			if err := lie(); err != nil {
-				told = append(told, err)
+			sent++
+			if err := forge(); err != nil {
+				logged = append(logged, err)
 			}
 		})
 		s.rest(sec)
 	}
 	if a, ok := d.answer[1]; ok {
-		t.Fatalf("the lie was believed: %+v", a)
+		t.Fatalf("the forged answer counted: %+v", a)
 	}
-	if n := d.ex.Violations()[BadAnswer.String()]; n != uint64(said) || len(told) != 1 ||
-		!strings.Contains(told[0].Error(), "put to another peer") {
-		t.Errorf("%d lies are counted, told %v: want %d, and once", n, told, said)
+	if n := d.ex.Violations()[frame.BadAnswer.String()]; n != uint64(sent) || len(logged) != 1 ||
+		!strings.Contains(logged[0].Error(), "put to another peer") {
+		t.Errorf("%d forged answers are counted, logged %v: want %d, and once", n, logged, sent)
 	}
 	p.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)
 	s.rest(sec)
 	if a := d.answer[1]; a.State != "admitted" || a.Tokens != 64 {
 		t.Errorf("the answer of the peer that was asked: %+v", a)
 	}
-	if err := lie(); err != nil {
+	if err := forge(); err != nil {
 		t.Errorf("a late answer: %v", err)
 	}
 }

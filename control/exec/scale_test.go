@@ -11,10 +11,10 @@ import (
 	"time"
 )
 
-// What a slice may cost, from its confirmation to the one that takes its place, and what part of
-// that with few transfers open it may with 10,000. The ratio is 1.3 (docs/bench/executor.md): ten
-// transfers stay in the core's caches, and ten thousand do not. Those caches may be somebody else's
-// as well.
+// Bounds for the cost of a slice, from its confirmation to the next one, and for the ratio of this
+// cost with 10,000 open transfers and with few. The ratio is 1.3 (docs/bench/executor.md): ten
+// transfers stay in the core's caches, and ten thousand do not. Other processes may use these
+// caches, too.
 const (
 	sliceGoal  = 2 * time.Microsecond
 	sliceRatio = 1.75
@@ -22,13 +22,12 @@ const (
 	sliceLeaves = 32
 )
 
-// TestTenThousandOpen: a slice costs the same whether ten transfers are open or ten thousand, and
-// moving leaves next to nothing on the heap. Both take turns on one thread, whose own time counts,
-// and the median of the turns' ratios is judged: what else runs meets both alike, and a cost that
-// grows with what is open does not. Left out under the race detector, as all that measures; make
-// test-sim runs it.
+// TestTenThousandOpen checks that a slice costs the same with ten open transfers and with ten
+// thousand, and that it leaves almost nothing on the heap. Both take turns on one thread, of which
+// the CPU time counts; the test judges the median of the ratios, because other load affects both
+// alike. Left out under the race detector; make test-sim runs it.
 func TestTenThousandOpen(t *testing.T) {
-	// turns, and how many more where they miss the bound; slices of either side in each
+	// turns, the additional ones if they miss the bound, and slices of either side in each
 	const turns, most, round = 15, 60, 5000
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()

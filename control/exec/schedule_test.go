@@ -7,12 +7,13 @@ import (
 	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
+	"github.com/kvspray/kvspray/control/exec/internal/lanes"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
 
-// When every lane of the preferred transport is gone, the next one carries on.
+// When every lane of the preferred transport is lost, the next transport continues.
 func TestTransportSubstitution(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 11, 0)
 	src := p.intent(pw, 1, testKey(1, 1), 2048, 1, 30*sec)
@@ -26,10 +27,10 @@ func TestTransportSubstitution(t *testing.T) {
 		}
 	}
 	s.until("transfer", 3*sec, func() bool { return dst.done != nil })
-	wantStatus(t, dst, StatusOK)
+	wantStatus(t, dst, engines.StatusOK)
 }
 
-// chunksIn counts what is in place of a lease.
+// chunksIn counts the chunks of a lease that have landed.
 func (l *simLease) chunksIn() (n int) {
 	for _, v := range l.content {
 		if v == l.key {
@@ -39,8 +40,8 @@ func (l *simLease) chunksIn() (n int) {
 	return n
 }
 
-// A lane that goes silent in mid transfer costs less than 100 ms, also where it is the preferred
-// transport's only one.
+// A lane that becomes silent during a transfer costs less than 100 ms, even if it is the preferred
+// transport's only lane.
 func TestSilentLaneCostsLittle(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 11, 0)
 	src := p.intent(pw, 1, testKey(1, 1), 8192, 1, 30*sec)
@@ -60,11 +61,11 @@ func TestSilentLaneCostsLittle(t *testing.T) {
 	}
 	from, held := s.now, 0
 	s.until("transfer", sec, func() bool { return dst.done != nil })
-	wantStatus(t, dst, StatusOK)
+	wantStatus(t, dst, engines.StatusOK)
 	for _, l := range silent {
 		held += len(l.held)
 	}
-	// 400 chunks remain, and the healthy lane moves two in a millisecond at least.
+	// 400 chunks remain, and the healthy lane moves at least two per millisecond.
 	if took := s.now - from; took > 350*time.Millisecond || held == 0 {
 		t.Errorf("%v after two lanes of three fell silent with %d slices", took, held)
 	}
@@ -81,11 +82,11 @@ func TestSilentLaneCostsLittle(t *testing.T) {
 	}
 }
 
-// A receiver that must not wait goes before a background transfer that came first.
+// An urgent transfer precedes a background transfer that began earlier.
 func TestPriorities(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 2, 0)
 	var src, dst [2]*simLease
-	open := func(i int, prio connector.Priority) {
+	open := func(i int, prio engines.Priority) {
 		k := testKey(byte(i), 1)
 		src[i] = p.intent(pw, uint64(i+1), k, 8192, 1, 30*sec)
 		lid := transfer.LeaseID{Boot: dw.Boot, ID: uint64(i + 1)}
@@ -93,23 +94,23 @@ func TestPriorities(t *testing.T) {
 			key: k.String(), tokens: 8192}
 		d.leases[lid] = dst[i]
 		d.event(func() {
-			d.ex.Expect(s.now, dw, connector.Expect{Lease: lid, Key: k, Peer: "p:1", Tokens: 8192,
+			d.ex.Expect(s.now, dw, engines.Expect{Lease: lid, Key: k, Peer: "p:1", Tokens: 8192,
 				Skip: []uint32{0}, Deadline: 30 * sec,
 				Partner: 10 * sec, Priority: prio})
 		})
 	}
-	open(0, connector.Background)
+	open(0, engines.Background)
 	s.run(s.now+50*time.Millisecond, func() bool { return false })
 	p.steps(src[0])
 	s.until("a start", sec, func() bool { return dst[0].chunksIn() > 10 })
-	open(1, connector.DecodeWaits)
+	open(1, engines.DecodeWaits)
 	p.steps(src[1])
 	s.until("the urgent one", sec, func() bool { return dst[1].done != nil })
 	if dst[0].done != nil {
 		t.Error("background was over first")
 	}
 	s.until("background", sec, func() bool { return dst[0].done != nil })
-	wantStatus(t, dst[0], StatusOK)
+	wantStatus(t, dst[0], engines.StatusOK)
 }
 
 // Nothing is sent after the deadline that the receiver named with its grant.
@@ -122,8 +123,8 @@ func TestNothingIsSentPastTheDeadline(t *testing.T) {
 	s.run(s.now+sec, func() bool { return false })
 	d.kill() // so that no revoke comes, and no proof of its death
 	flow := func() *SendPart {
-		for _, in := range p.ex.match.grants {
-			return in.claims[0].snd
+		for _, snd := range p.ex.match.Sending() {
+			return snd
 		}
 		return nil
 	}
@@ -133,14 +134,14 @@ func TestNothingIsSentPastTheDeadline(t *testing.T) {
 	s.queue = nil
 	p.ex.Tick(s.now + 2*sec)
 	s.now += 2 * sec
-	before := p.ex.spray.Flights()
+	before := p.ex.core.Spray.Flights()
 	p.step(src, 1, 8192)
-	if n := p.ex.spray.Flights(); n > before {
+	if n := p.ex.core.Spray.Flights(); n > before {
 		t.Errorf("%d slices were sent after the deadline", n-before)
 	}
 }
 
-// Lanes past the bound are refused by name, and the others carry on.
+// Lanes beyond the bound are refused by name, and the others continue.
 func TestLanesAreBounded(t *testing.T) {
 	s, p, _, _, _ := pair(t, 3, 0)
 	var boot transfer.Boot
@@ -169,13 +170,13 @@ func TestSourceSidecarDies(t *testing.T) {
 	if dst.done != nil {
 		t.Fatalf("gave up at once: %s", dst.done.Reason)
 	}
-	// A new sidecar at the same place, to which the shim presents its lease again.
+	// A new sidecar at the same address, to which the shim presents its lease again.
 	p2 := s.node("p:1", Config{Transports: []string{"shm", "tcp"}})
 	w2 := p2.worker()
 	src := p2.intent(w2, 1, testKey(1, 1), 512, 1, 30*sec)
 	p2.steps(src)
 	s.until("transfer", 5*sec, func() bool { return dst.done != nil && src.done != nil })
-	wantStatus(t, dst, StatusOK)
+	wantStatus(t, dst, engines.StatusOK)
 }
 
 func TestWorkerGone(t *testing.T) {
@@ -186,14 +187,14 @@ func TestWorkerGone(t *testing.T) {
 	p.step(src, 0, 512)
 	p.event(func() { p.ex.WorkerGone(s.now, pw, true, "exited") })
 	s.until("both", sec, func() bool { return p.fenced[pw] && dst.done != nil })
-	wantStatus(t, dst, StatusFailed)
+	wantStatus(t, dst, engines.StatusFailed)
 	d.event(func() { d.ex.WorkerGone(s.now, dw, true, "exited") })
 	if !d.fenced[dw] {
 		t.Error("a worker without leases is not fenced at once")
 	}
 }
 
-// TestRandomSchedules attacks the executors with everything at once.
+// TestRandomSchedules combines all faults.
 func TestRandomSchedules(t *testing.T) {
 	runs := uint64(400)
 	if testing.Short() {
@@ -211,7 +212,7 @@ func randomSchedule(t *testing.T, seed uint64) {
 	qw := q.worker()
 	type side struct {
 		n *simNode
-		w *connector.Worker
+		w *engines.Worker
 	}
 	receivers := []side{{d, dw}, {q, qw}, {p, pw}}
 	var all []*simLease
@@ -298,19 +299,20 @@ func randomSchedule(t *testing.T, seed uint64) {
 			if l.done == nil {
 				s.fatalf("seed %d: lease %v (receive %v) never ended", seed, l.id, l.receive)
 			}
-			if l.done != nil && l.receive && l.done.Status == StatusOK {
+			if l.done != nil && l.receive && l.done.Status == engines.StatusOK {
 				good++
 			}
 		}
 		if dests, sources := n.ex.Open(); dests+sources != 0 {
 			s.fatalf("seed %d: %s has %d and %d leases open", seed, n.addr, dests, sources)
 		}
-		if len(n.ex.match.grants)+len(n.ex.layouts.asked)+len(n.ex.match.comparing)+len(
-			n.ex.match.pending.byKey)+len(n.ex.sources.byKey)+len(n.ex.sources.byXfer) != 0 ||
-			n.ex.spray.Flights() != 0 && faults == 0 {
+		keys, transfers := n.ex.sources.Keys()
+		if n.ex.match.Counts().Grants+n.ex.layouts.Len()+len(n.ex.match.Comparing())+n.ex.match.Counts().
+			WaitingKeys+
+			keys+transfers != 0 || n.ex.core.Spray.Flights() != 0 && faults == 0 {
 			s.fatalf("seed %d: %s keeps %d grants, %d descriptions, %d pending, %d keys, %d flights", seed,
-				n.addr, len(n.ex.match.grants), len(n.ex.layouts.asked),
-				len(n.ex.match.pending.byKey), len(n.ex.sources.byKey), n.ex.spray.Flights())
+				n.addr, n.ex.match.Counts().Grants, n.ex.layouts.Len(), n.ex.match.Counts().WaitingKeys, keys,
+				n.ex.core.Spray.Flights())
 		}
 	}
 	if faults == 0 && good == 0 {
@@ -318,13 +320,13 @@ func randomSchedule(t *testing.T, seed uint64) {
 	}
 }
 
-// A slice costs no allocation once the tables have their size.
+// A slice allocates nothing once the tables have their size.
 func TestSlicesDoNotAllocate(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 1, 0)
 	src := p.intent(pw, 1, testKey(1, 1), 60000, 1, 30*sec)
 	d.expect(dw, 1, testKey(1, 1), "p:1", 60000, 0, 30*sec)
 	s.run(s.now+100*time.Millisecond, func() bool { return false })
-	// From here on the lanes are the test's.
+	// From here on the test plays the lanes.
 	var b Batch
 	var flying []transport.Result
 	collect := func() {
@@ -336,7 +338,7 @@ func TestSlicesDoNotAllocate(t *testing.T) {
 			}
 		}
 	}
-	p.ex.Progress(s.now, pw, []connector.Progress{{Lease: src.id, Layer: 0, Tokens: 60000,
+	p.ex.Progress(s.now, pw, []engines.Progress{{Lease: src.id, Layer: 0, Tokens: 60000,
 		Final: true}})
 	collect()
 	if len(flying) == 0 {
@@ -360,14 +362,14 @@ func TestSlicesDoNotAllocate(t *testing.T) {
 	}
 }
 
-// A prompt that the receiver has already commits without a byte.
+// A prompt that the receiver already has commits without a byte.
 func TestNothingToMove(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 1, 0)
 	src := p.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)
 	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 64, 64, 30*sec)
 	s.until("transfer", sec, func() bool { return src.done != nil && dst.done != nil })
-	wantStatus(t, src, StatusOK)
-	wantStatus(t, dst, StatusOK)
+	wantStatus(t, src, engines.StatusOK)
+	wantStatus(t, dst, engines.StatusOK)
 }
 
 func TestDrain(t *testing.T) {
@@ -375,7 +377,7 @@ func TestDrain(t *testing.T) {
 	src := p.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)
 	p.event(func() { p.ex.DrainLeases() })
 	late := p.intent(pw, 2, testKey(2, 1), 64, 1, 30*sec)
-	wantStatus(t, late, StatusRefused)
+	wantStatus(t, late, engines.StatusRefused)
 	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 64, 0, 30*sec)
 	other := d.expect(dw, 2, testKey(2, 1), "p:1", 64, 0, 30*sec)
 	p.steps(src)
@@ -383,8 +385,8 @@ func TestDrain(t *testing.T) {
 		return src.done != nil && dst.done != nil &&
 			other.done != nil
 	})
-	wantStatus(t, dst, StatusOK)
-	wantStatus(t, other, StatusFailed)
+	wantStatus(t, dst, engines.StatusOK)
+	wantStatus(t, other, engines.StatusFailed)
 }
 
 // A peer may be forgotten while assign has left its work to the next tick. That tick gives nothing
@@ -395,12 +397,12 @@ func TestForgottenPeerGetsNothing(t *testing.T) {
 		_ = tg.ex.LaneUp(1, LaneInfo{ID: 2, Peer: tg.peer, Backend: "shm",
 			SliceBytes:  transfer.ChunkBytes,
 			MaxInFlight: 4, WakeHints: true}) // there is room for it
-		soon := connector.Intent{Lease: transfer.LeaseID{Boot: tg.w.Boot, ID: 2, Epoch: 1},
+		soon := engines.Intent{Lease: transfer.LeaseID{Boot: tg.w.Boot, ID: 2, Epoch: 1},
 			Key:    testKey(1, 2),
 			Tokens: targetTokens, Fanout: 1, Blocks: [][]uint32{{0}}, Deadline: 30 * sec}
 		tg.ex.Intent(1, tg.w, soon)
 		tg.ex.Announced(1, tg.w, []transfer.LeaseID{soon.Lease})
-		for i := range 4 * maxAssigned { // their boots are before the peer's
+		for i := range 4 * lanes.MaxAssigned { // their boots are before the peer's
 			tg.ex.PeerUp(1, "", transfer.Boot{0, byte(i >> 8), byte(i)})
 		}
 		drained(tg.ex)
@@ -435,11 +437,11 @@ func TestForgottenPeerGetsNothing(t *testing.T) {
 	}
 }
 
-// A part is read under the epoch of the progress that releases it, also where no step was
-// announced: an older epoch would name blocks that the engine has since taken back.
+// A part is read under the epoch of the progress that releases it, even if no step was announced:
+// an older epoch would name blocks that the engine has taken back since.
 func TestProgressSetsTheEpoch(t *testing.T) {
 	tg := newTarget()
-	in := connector.Intent{Lease: transfer.LeaseID{Boot: tg.w.Boot, ID: 2, Epoch: 1},
+	in := engines.Intent{Lease: transfer.LeaseID{Boot: tg.w.Boot, ID: 2, Epoch: 1},
 		Key:    testKey(1, 2),
 		Tokens: targetTokens, Fanout: 1, Deadline: 30 * sec}
 	tg.ex.Intent(1, tg.w, in)
@@ -449,7 +451,7 @@ func TestProgressSetsTheEpoch(t *testing.T) {
 		t.Fatal(err)
 	}
 	in.Lease.Epoch = 3
-	tg.ex.Progress(sec, tg.w, []connector.Progress{{Lease: in.Lease, Tokens: targetTokens,
+	tg.ex.Progress(sec, tg.w, []engines.Progress{{Lease: in.Lease, Tokens: targetTokens,
 		Final: true}})
 	binds := only(t, drained(tg.ex), Bind)
 	if len(binds) != 1 || binds[0].SendPart.Lease != in.Lease {

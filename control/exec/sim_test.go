@@ -10,17 +10,17 @@ import (
 	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 	"google.golang.org/protobuf/proto"
 )
 
-// The simulation joins executors by a fabric in virtual time. What it models is what the executor
-// must survive: control messages that take long, slices that end in every way, lanes that die or
-// hang, bytes that arrive late, fences that take time or fail, engines that preempt, cancel and
-// die, sidecars that die. What it checks are the promises to engines.
+// The simulation connects executors by a fabric in virtual time. It models what the executor must
+// survive: delayed control messages, slices with every outcome, lanes that die or hang, late bytes,
+// slow or failing fences, engines that preempt, cancel and die, sidecars that die. It checks the
+// promises to engines.
 
 const (
 	simUnit   = 1024 // bytes of a token in one layer
@@ -57,7 +57,7 @@ type sim struct {
 	queue    simQueue
 	nodes    map[transfer.Boot]*simNode
 	byAddr   map[string]*simNode
-	never    string // an address that nobody may dial
+	never    string // an address that no executor may dial
 	lanes    uint64
 	faults   float64 // probability of anything bad
 	trace    []string
@@ -93,7 +93,7 @@ func (s *sim) delay(max time.Duration) time.Duration {
 	return time.Duration(s.rng.Int64N(int64(max)) + 1)
 }
 
-// run advances virtual time until stop or nothing is left to happen.
+// run advances virtual time until stop returns true or no event is left.
 func (s *sim) run(until Instant, stop func() bool) {
 	for !stop() {
 		next := Instant(-1)
@@ -175,16 +175,16 @@ type simPlanner struct{}
 
 func (simPlanner) Version() uint32 { return 1 }
 
-func (simPlanner) Receive(_ *connector.Worker, x *connector.Expect) (Plan, error) {
+func (simPlanner) Receive(_ *engines.Worker, x *engines.Expect) (Plan, error) {
 	return newSimPlan(x.Tokens, x.Skip)
 }
 
-func (simPlanner) Divide(*connector.Worker, *connector.Expect, []Rank, func(string) uint64) ([]Part,
+func (simPlanner) Divide(*engines.Worker, *engines.Expect, []Rank, func(string) uint64) ([]Part,
 	error) {
 	return nil, errors.New("engines of this simulation are all alike")
 }
 
-func (simPlanner) Send(_ *connector.Worker, g *peerv1.Grant, _ *peerv1.Part) (Plan, error) {
+func (simPlanner) Send(_ *engines.Worker, g *peerv1.Grant, _ *peerv1.Part) (Plan, error) {
 	return newSimPlan(g.Tokens, g.Skip)
 }
 
@@ -200,38 +200,38 @@ type simNode struct {
 	grants  map[[2]any]*simLanding // by peer and slot
 	links   map[transfer.Boot]Instant
 	leases  map[transfer.LeaseID]*simLease
-	fenced  map[*connector.Worker]bool
-	follow  map[*connector.Worker]bool // Follow's last word
-	answer  map[uint64]connector.Admission
+	fenced  map[*engines.Worker]bool
+	follow  map[*engines.Worker]bool // the last Follow
+	answer  map[uint64]engines.Admission
 	hangs   map[string]bool                  // addresses that do not answer a connect
 	unsent  func(*peerv1.ControlFrame) error // nil, or nil from it: the frame goes out
-	roused  int                              // lanes
+	hinted  int                              // lanes
 	bound   int                              // origins
 	updated int                              // tables
 }
 
 // simLanding is the receiver's memory behind one grant.
 type simLanding struct {
-	l      *ReceivePart
-	lease  *simLease
-	bitmap *transfer.Bitmap
-	claim  map[uint32]uint32 // chunk -> the latest attempt that came
-	told   bool
+	l        *ReceivePart
+	lease    *simLease
+	bitmap   *transfer.Bitmap
+	claim    map[uint32]uint32 // chunk -> the latest attempt that came
+	reported bool
 }
 
-// simLease is what an engine knows of a lease.
+// simLease is the view that an engine has of a lease.
 type simLease struct {
 	id       transfer.LeaseID
-	w        *connector.Worker
+	w        *engines.Worker
 	receive  bool
-	done     *connector.Completion
+	done     *engines.Completion
 	opened   Instant
 	deadline time.Duration
 	content  []string // per chunk, written by lanes: "key" or garbage
 	key      string
 	// source
 	version int
-	table   [][]uint32         // as the executor was told it last
+	table   [][]uint32         // as reported last
 	tables  map[int][][]uint32 // of each version's steps
 	layers  [simLayers]uint32  // tokens that are really there
 	final   [simLayers]bool
@@ -241,8 +241,8 @@ type simLease struct {
 func (s *sim) node(addr string, cfg Config) *simNode {
 	n := &simNode{s: s, addr: addr, lanes: map[uint64]*simLane{}, grants: map[[2]any]*simLanding{},
 		links:  map[transfer.Boot]Instant{},
-		leases: map[transfer.LeaseID]*simLease{}, fenced: map[*connector.Worker]bool{},
-		follow: map[*connector.Worker]bool{}, answer: map[uint64]connector.Admission{}}
+		leases: map[transfer.LeaseID]*simLease{}, fenced: map[*engines.Worker]bool{},
+		follow: map[*engines.Worker]bool{}, answer: map[uint64]engines.Admission{}}
 	for i := range n.boot {
 		n.boot[i] = byte(s.rng.Uint32())
 	}
@@ -253,8 +253,8 @@ func (s *sim) node(addr string, cfg Config) *simNode {
 	return n
 }
 
-func (n *simNode) worker() *connector.Worker {
-	w := &connector.Worker{Name: n.addr,
+func (n *simNode) worker() *engines.Worker {
+	w := &engines.Worker{Name: n.addr,
 		Layout: &layout.Layout{Groups: []layout.Group{{TokensPerBlock: simBlock,
 			Layers: make([]layout.Layer, simLayers)}}}}
 	for i := range w.Boot {
@@ -264,7 +264,7 @@ func (n *simNode) worker() *connector.Worker {
 	return w
 }
 
-// event runs fn and performs what follows, as the driver does.
+// event runs fn and performs the actions, as the driver does.
 func (n *simNode) event(fn func()) {
 	if n.dead {
 		return
@@ -282,7 +282,7 @@ func (n *simNode) event(fn func()) {
 	n.busy = false
 }
 
-// send is a control lane that may have no room.
+// send is a control lane that may be full.
 func (n *simNode) send(to transfer.Boot, f *peerv1.ControlFrame) {
 	if n.unsent != nil {
 		if err := n.unsent(f); err != nil {
@@ -356,7 +356,7 @@ func (n *simNode) perform(a *Action) {
 			s.fatalf("an origin is bound to a lease that is complete")
 		}
 		if !n.follow[a.SendPart.Worker] {
-			s.fatalf("%s: an origin is bound, and nobody looks for its layers", n.addr)
+			s.fatalf("%s: an origin is bound, and its layers are not followed", n.addr)
 		}
 		l := n.leases[a.SendPart.Lease]
 		a.SendPart.Origin.Source = &simSource{snd: a.SendPart, lease: l, version: l.version,
@@ -378,7 +378,7 @@ func (n *simNode) perform(a *Action) {
 			})
 		})
 	case WakeHint:
-		n.roused++
+		n.hinted++
 	case Move:
 		n.move(a.Lane, append([]transport.Slice(nil), a.Slices...))
 	case Complete:
@@ -389,7 +389,7 @@ func (n *simNode) perform(a *Action) {
 			s.fatalf("lease %v completed twice, or unknown", c.Lease)
 		}
 		l.done = &c
-		if c.Received && c.Status == StatusOK {
+		if c.Received && c.Status == engines.StatusOK {
 			for i, v := range l.content {
 				if v != l.key {
 					s.fatalf("lease %v committed, but chunk %d holds %q: want %q", c.Lease, i, v, l.key)
@@ -424,7 +424,7 @@ func (n *simNode) perform(a *Action) {
 	}
 }
 
-// sendTo delivers in order per pair, after some time, while both live.
+// sendTo delivers in order per pair, after a delay, while both are alive.
 func (n *simNode) sendTo(to transfer.Boot, f *peerv1.ControlFrame) {
 	s := n.s
 	p := s.nodes[to]
@@ -451,7 +451,7 @@ func (n *simNode) sendTo(to transfer.Boot, f *peerv1.ControlFrame) {
 	})
 }
 
-// kill ends a sidecar; others get proof of it after a while.
+// kill ends a sidecar; the others receive the proof later.
 func (n *simNode) kill() {
 	s := n.s
 	n.dead = true
@@ -475,34 +475,34 @@ func testKey(x, h byte) (k transfer.Key) {
 	return k
 }
 
-func (n *simNode) expect(w *connector.Worker, id uint64, k transfer.Key, peer string, tokens,
+func (n *simNode) expect(w *engines.Worker, id uint64, k transfer.Key, peer string, tokens,
 	skip uint32, deadline time.Duration) *simLease {
 	lid := transfer.LeaseID{Boot: w.Boot, ID: id}
 	l := &simLease{id: lid, w: w, receive: true, opened: n.s.now, deadline: deadline, key: k.String(),
 		tokens: tokens}
 	n.leases[lid] = l
 	n.event(func() {
-		n.ex.Expect(n.s.now, w, connector.Expect{Lease: lid, Key: k, Peer: peer, Tokens: tokens,
+		n.ex.Expect(n.s.now, w, engines.Expect{Lease: lid, Key: k, Peer: peer, Tokens: tokens,
 			Skip: []uint32{skip}, Deadline: deadline,
 			Partner: deadline / 2})
 	})
 	return l
 }
 
-func (n *simNode) intent(w *connector.Worker, id uint64, k transfer.Key, tokens uint32, fanout int,
+func (n *simNode) intent(w *engines.Worker, id uint64, k transfer.Key, tokens uint32, fanout int,
 	deadline time.Duration) *simLease {
 	lid := transfer.LeaseID{Boot: w.Boot, ID: id}
 	l := &simLease{id: lid, w: w, opened: n.s.now, deadline: deadline, key: k.String(), tokens: tokens,
 		table: [][]uint32{{0}}, tables: map[int][][]uint32{}}
 	n.leases[lid] = l
 	n.event(func() {
-		n.ex.Intent(n.s.now, w, connector.Intent{Lease: lid, Key: k, Tokens: tokens, Fanout: fanout,
+		n.ex.Intent(n.s.now, w, engines.Intent{Lease: lid, Key: k, Tokens: tokens, Fanout: fanout,
 			Deadline: deadline, Blocks: l.table})
 	})
 	return l
 }
 
-// announce says that layers of l follow.
+// announce announces a step of l.
 func (n *simNode) announce(l *simLease) {
 	v := l.version
 	n.event(func() {
@@ -523,7 +523,7 @@ func (n *simNode) step(l *simLease, layer int, tokens uint32) {
 				l.tables[v] = [][]uint32{{uint32(v) + 1}}
 			}
 			l.table = l.tables[v]
-			n.ex.Progress(n.s.now, l.w, []connector.Progress{{Lease: l.id, Layer: layer, Tokens: min(tokens,
+			n.ex.Progress(n.s.now, l.w, []engines.Progress{{Lease: l.id, Layer: layer, Tokens: min(tokens,
 				l.tokens), Final: final, Blocks: l.table}})
 		}
 	})
@@ -535,7 +535,7 @@ func (n *simNode) steps(l *simLease) {
 	}
 }
 
-// preempt takes the blocks: the memory changes at once, the record comes a little later.
+// preempt takes the blocks: the memory changes at once, and the record follows later.
 func (n *simNode) preempt(l *simLease) {
 	l.version++
 	l.layers, l.final = [simLayers]uint32{}, [simLayers]bool{}

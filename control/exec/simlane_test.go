@@ -57,7 +57,7 @@ func (s *sim) lane(from, to *simNode, backend, rail string) {
 	})
 }
 
-// die ends the lane: what it held ends in doubt or not landed, and it comes back later.
+// die ends the lane: its slices end as unknown or not landed, and it returns later.
 func (l *simLane) die() {
 	if l.dead {
 		return
@@ -139,8 +139,8 @@ func (l *simLane) read(sl transport.Slice) {
 	table := from.table
 	sl.Origin.Leave()
 	valid := src.version == version
-	if valid && !sameTables(table, src.table) {
-		s.fatalf("lease %v is read by table %v, and its engine has told %v", src.id, table, src.table)
+	if valid && (len(table) != len(src.table) || len(table) > 0 && &table[0] != &src.table[0]) {
+		s.fatalf("lease %v is read by table %v, the engine reported %v", src.id, table, src.table)
 	}
 	s.after(s.delay(time.Millisecond), func() { l.land(sl, read, valid) })
 }
@@ -149,7 +149,7 @@ func sendingOf(sl transport.Slice) *SendPart {
 	return sl.Origin.Source.(*simSource).snd
 }
 
-// simSource leads from an origin to its part and to the engine's lease.
+// simSource connects an origin with its part and the engine's lease.
 type simSource struct {
 	transport.Source
 	snd     *SendPart
@@ -158,7 +158,7 @@ type simSource struct {
 	table   [][]uint32
 }
 
-// chunk is what the engine's memory holds now.
+// chunk is the current content of the engine's memory.
 func (l *simLease) chunk(p *simPlan, c uint32) string {
 	seg := p.space.SegmentOf(c)
 	r := p.Ready(seg, l.layers[seg], l.final[seg])
@@ -168,7 +168,7 @@ func (l *simLease) chunk(p *simPlan, c uint32) string {
 	return "garbage"
 }
 
-// land is the frame's arrival at the receiver.
+// land is the arrival of the frame at the receiver.
 func (l *simLane) land(sl transport.Slice, read []string, valid bool) {
 	s := l.from.s
 	g := l.to.grants[[2]any{l.from.boot, sl.Origin.Slot}]
@@ -192,7 +192,7 @@ func (l *simLane) land(sl transport.Slice, read []string, valid bool) {
 	if g.lease.done != nil {
 		s.fatalf("bytes land in lease %v after its completion", g.lease.id)
 	}
-	// A frame that is disowned or fails its checksum has written all the same.
+	// A frame whose source was invalidated, or whose checksum is wrong, has written all the same.
 	bad := s.chance(s.faults)
 	for i, v := range read {
 		c := sl.Range.First + uint32(i)
@@ -213,8 +213,8 @@ func (l *simLane) land(sl transport.Slice, read []string, valid bool) {
 	}
 	if valid && !bad {
 		g.bitmap.Set(sl.Range)
-		if g.bitmap.Full() && !g.told {
-			g.told = true
+		if g.bitmap.Full() && !g.reported {
+			g.reported = true
 			l.to.event(func() { l.to.ex.Full(s.now, g.l) })
 		}
 	}

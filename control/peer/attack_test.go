@@ -9,19 +9,18 @@ import (
 	"net"
 	"slices"
 	"strings"
-	"sync"
 	"testing"
-	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/control/peer/hello"
 	"github.com/kvspray/kvspray/control/peer/keys"
 	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
 )
 
 func helloAs(m *Mesh, boot transfer.Boot, endpoint string, share byte) *peerv1.HelloRequest {
-	q := &peerv1.HelloRequest{Versions: &peerv1.VersionRange{Min: uint32(Protocol.Min),
-		Max: uint32(Protocol.Max)}, Boot: boot[:], Endpoint: endpoint,
+	q := &peerv1.HelloRequest{Versions: &peerv1.VersionRange{Min: uint32(hello.Protocol.Min),
+		Max: uint32(hello.Protocol.Max)}, Boot: boot[:], Endpoint: endpoint,
 		ControlAddresses: []string{endpoint}}
 	if share != 0 {
 		q.KeyShare = make([]byte, 32)
@@ -30,7 +29,7 @@ func helloAs(m *Mesh, boot transfer.Boot, endpoint string, share byte) *peerv1.H
 	return q
 }
 
-// A member with a certificate of its own says hello under the boot of another.
+// A member with a certificate of its own sends Hello under the boot of another.
 func TestImpostor(t *testing.T) {
 	c, err := keys.NewCluster()
 	if err != nil {
@@ -39,11 +38,12 @@ func TestImpostor(t *testing.T) {
 	sec := secured(t, c)
 	a, b, evil := start(t, sec), start(t, sec), start(t, sec)
 
-	// Before the true one came: what the impostor is told is of no use for lanes in the true one's
+	// Before the owner of the boot: the answer to the impostor is useless for lanes in the owner's
 	// name.
 	var early []byte
 	ask := func(q *peerv1.HelloRequest) (r *peerv1.HelloReply, err error) {
-		err = evil.call(t.Context(), a.Endpoint(), func(ctx context.Context, c peerv1.PeerClient) error {
+		err = evil.caller.Call(t.Context(), a.Endpoint(), func(ctx context.Context,
+			c peerv1.PeerClient) error {
 			r, err = c.Hello(ctx, q)
 			return err
 		})
@@ -55,15 +55,19 @@ func TestImpostor(t *testing.T) {
 	}
 	early = r.KeyShare
 	join(t, a, b)
-	s := a.session(b.opt.Boot)
+	s := a.sessionOf(b)
 	s.mu.Lock()
 	key, id := s.info.Key, s.id
 	s.mu.Unlock()
-	if share := a.share(b.opt.Boot, id); slices.Equal(early, share[:]) {
-		t.Error("the impostor holds the share of the key with the true one")
+	_, same := s.Key(id)
+	if _, other := s.Key(hello.Identity{1}); !same || other {
+		t.Errorf("lanes of the owner's certificate are accepted: %v, of another one: %v", same, other)
+	}
+	if share := a.secret.Share(b.opt.Boot, id); slices.Equal(early, share[:]) {
+		t.Error("the impostor has the share of the key with the owner of the boot")
 	}
 
-	// Afterwards it is refused, told no share, and the session stays as it was.
+	// Afterwards it is refused and gets no share, and the session is unchanged.
 	if r, err = ask(helloAs(evil.Mesh, b.opt.Boot, evil.Endpoint(), 1)); err == nil ||
 		!strings.Contains(err.Error(), "its key differs") {
 		t.Errorf("hello under another's boot: %v %v", r, err)
@@ -79,24 +83,19 @@ func TestImpostor(t *testing.T) {
 	}
 }
 
-// Without certificates it is the key that lanes proved which tells an impostor.
+// Without certificates, the key that lanes have proved reveals an impostor.
 func TestImpostorOnLoopback(t *testing.T) {
 	a, b := start(t, nil), start(t, nil)
 	join(t, a, b)
-	s := a.session(b.opt.Boot)
-	s.mu.Lock()
-	for _, l := range s.lanes {
-		l.fail(net.ErrClosed) // no lane of the true one hinders it
-	}
-	s.mu.Unlock()
-	if _, err := (&service{m: a.Mesh}).Hello(t.Context(), helloAs(a.Mesh, b.opt.Boot, "127.0.0.1:1",
+	cutAll(a.sessionOf(b), net.ErrClosed) // no lane of the owner is in the way
+	if _, err := newService(a.dialer).Hello(t.Context(), helloAs(a.Mesh, b.opt.Boot, "127.0.0.1:1",
 		9)); err == nil || !strings.Contains(err.Error(), "its key differs") {
 		t.Errorf("hello under another's boot: %v", err)
 	}
 }
 
-// What a caller says of its endpoint is not believed: it would end the sessions of whoever truly is
-// there.
+// The endpoint that a caller claims is not trusted: it would end the sessions of the process that
+// is really there.
 func TestClaimedEndpoint(t *testing.T) {
 	a, b := start(t, nil), start(t, nil)
 	liar := start(t, func(o *Options) { o.Advertise = b.Endpoint() })
@@ -114,8 +113,7 @@ func TestClaimedEndpoint(t *testing.T) {
 	}
 }
 
-// Whoever dialed us and comes back as another process ends the old session at once, by what
-// answers at its endpoint.
+// A peer that dialed this node restarts: the answer at its endpoint ends the old session at once.
 func TestCallerRestarts(t *testing.T) {
 	a, b := start(t, slow), start(t, func(o *Options) { slow(o); restarts(o) }) // no tick helps
 	join(t, b, a)
@@ -123,8 +121,8 @@ func TestCallerRestarts(t *testing.T) {
 	if err := b.Close(); err != nil {
 		t.Fatal(err)
 	}
-	s := a.session(old)
-	poll(t, "lanes gone", func() bool { s.mu.Lock(); defer s.mu.Unlock(); return len(s.lanes) == 0 })
+	s := a.sessions.get(old)
+	poll(t, "lanes gone", func() bool { return s.channel.State().Lanes == 0 })
 	c := start(t, func(o *Options) { slow(o); o.Listen = at })
 	c.Connect(a.Endpoint())
 	a.until("the old one is down for good", func() bool {
@@ -133,8 +131,8 @@ func TestCallerRestarts(t *testing.T) {
 	})
 }
 
-// Each name under which somebody connects gets its answer, also where the session is up already or
-// comes up meanwhile.
+// Each endpoint that Connect gets has its answer, also if the session is up already or comes up
+// meanwhile.
 func TestConnectByOtherNames(t *testing.T) {
 	a, b := start(t, slow), start(t, slow)
 	_, port, err := net.SplitHostPort(b.Endpoint())
@@ -152,25 +150,23 @@ func TestConnectByOtherNames(t *testing.T) {
 				func(p Peer) bool { return p.Endpoint == n })
 		})
 	}
-	// In the moment after its lanes died and before PeerDown was said.
-	s := a.session(b.opt.Boot)
+	// After its lanes have ended and before PeerDown.
+	s := a.sessionOf(b)
 	a.mu.Lock()
 	before := len(a.ups)
 	a.mu.Unlock()
-	s.mu.Lock()
-	for _, l := range append([]*lane(nil), s.lanes...) {
-		l.fail(net.ErrClosed)
-		s.dropLaneLocked(l)
+	for _, l := range s.channel.Lanes() {
+		l.Fail(net.ErrClosed)
+		s.channel.Remove(l)
 	}
-	s.mu.Unlock()
 	a.Connect(names[1])
 	a.until("an answer while the lanes were gone", func() bool {
 		return slices.ContainsFunc(a.ups[before:], func(p Peer) bool { return p.Endpoint == names[1] })
 	})
 }
 
-// While a frame of the old boot is being handled, PeerDown waits: after it nothing of that boot
-// comes.
+// While a frame of the old boot is being handled, PeerDown waits. No frame of that boot follows
+// it.
 func TestNothingAfterDown(t *testing.T) {
 	enter, leave := make(chan struct{}), make(chan struct{})
 	a, b := start(t, slow), start(t, slow)
@@ -185,21 +181,21 @@ func TestNothingAfterDown(t *testing.T) {
 		t.Fatal(err)
 	}
 	<-enter
-	s := a.session(b.opt.Boot)
+	s := a.sessionOf(b)
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
-		a.end(s, errors.New("another boot answers"))
+		a.sessions.end(s, errors.New("another boot answers"))
 	}()
-	poll(t, "the end under way", func() bool { s.mu.Lock(); defer s.mu.Unlock(); return s.closed })
+	poll(t, "the end under way", func() bool { return s.channel.State().Closed })
 	a.mu.Lock()
 	if len(a.downs) != 0 {
 		t.Error("PeerDown came before the frame was handled")
 	}
 	a.mu.Unlock()
-	again := hello{version: Protocol.Max, boot: b.opt.Boot, node: "n", endpoint: "127.0.0.1:1",
-		addrs: []string{"127.0.0.1:1"}, share: make([]byte, 32)}
-	if _, err := a.meet(who{}, again); !errors.Is(err, wire.ErrRefused) {
+	again := hello.Description{Version: hello.Protocol.Max, Boot: b.opt.Boot, Node: "n",
+		Endpoint: "127.0.0.1:1", Addresses: []string{"127.0.0.1:1"}, Share: make([]byte, 32)}
+	if _, err := a.sessions.register(caller{}, again); !errors.Is(err, wire.ErrRefused) {
 		t.Errorf("a new session before the old one is down: %v", err)
 	}
 	close(leave)
@@ -211,70 +207,34 @@ func TestNothingAfterDown(t *testing.T) {
 	}
 }
 
-// deadlines is the connection of a lane that remembers the last deadline for its writes.
-type deadlines struct {
-	net.Conn
-	mu   sync.Mutex
-	set  int
-	last time.Time
-}
-
-func (d *deadlines) SetWriteDeadline(t time.Time) error {
-	d.mu.Lock()
-	d.set, d.last = d.set+1, t
-	d.mu.Unlock()
-	return d.Conn.SetWriteDeadline(t)
-}
-
-// A lane that was full once has no deadline of the writer's left, of which it would die later.
-func TestLaneAfterBacklog(t *testing.T) {
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
+// A peer loses its session, as an evicted one, and counts frames from one again. This side ends its
+// own session too, reports that, and the next session stays.
+func TestPeerLosesItsSession(t *testing.T) {
+	a, b := start(t, slow), start(t, slow)
+	join(t, a, b)
+	if err := a.Send(b.opt.Boot, commit(1)); err != nil {
 		t.Fatal(err)
 	}
-	defer ln.Close()
-	c, err := net.Dial("tcp", ln.Addr().String())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer c.Close()
-	far, err := ln.Accept()
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer far.Close()
-	l, err := newLane(c, nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	d := &deadlines{Conn: c}
-	l.conn, l.limit = d, patience
-	sent := 0
-	for l.waiting() == 0 { // until the socket is full
-		b := make([]byte, MaxFrame)
-		if !l.write(b) {
-			t.Fatal("the lane is dead")
+	b.inOrder(a.opt.Boot, 1)
+	for n := 1; n <= 3; n++ {
+		for _, x := range []struct{ loses, other *node }{{b, a}, {a, b}} {
+			x.loses.sessions.end(x.loses.sessionOf(x.other), errEvicted)
+			x.other.until("the old session is over", func() bool {
+				return slices.ContainsFunc(x.other.downs, proved)
+			})
+			for _, y := range []*node{a, b} {
+				y.note(func() { clear(y.got) })
+			}
+			a.deliver(b)
+			b.deliver(a)
+			for _, y := range []*node{a, b} {
+				y.note(func() {
+					if len(y.downs) != 1 {
+						t.Errorf("%d sessions ended, want the old one only", len(y.downs))
+					}
+					y.downs = nil
+				})
+			}
 		}
-		sent += len(b)
-	}
-	buf := make([]byte, 1<<20)
-	for sent > 0 {
-		n, err := far.Read(buf)
-		if err != nil {
-			t.Fatal(err)
-		}
-		sent -= n
-	}
-	l.wg.Wait()
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if d.set < 2 || !d.last.IsZero() {
-		t.Errorf("%d deadlines were set, the last one is %v: want one or more, and then none",
-			d.set, d.last)
-	}
-	if !l.write([]byte{1}) {
-		l.mu.Lock()
-		defer l.mu.Unlock()
-		t.Fatalf("the lane died: %v", l.err)
 	}
 }

@@ -6,7 +6,6 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
-	"maps"
 	"slices"
 	"strings"
 	"sync"
@@ -16,11 +15,13 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/control/peer/delivery"
+	"github.com/kvspray/kvspray/control/peer/frame"
 	"github.com/kvspray/kvspray/transfer"
 )
 
 // longGrant is a grant of so many ranks, each with the longest name and share that an executor
-// takes, and a token for each transport.
+// accepts, and a token for each transport.
 func longGrant(ranks int) *peerv1.ControlFrame {
 	g := &peerv1.Grant{Xfer: make([]byte, 16), Hash: make([]byte, 32), Fingerprint: make([]byte,
 		32), Geometry: make([]byte, 32), Team: make([]byte, 16)}
@@ -38,8 +39,56 @@ func longGrant(ranks int) *peerv1.ControlFrame {
 	return &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Grant{Grant: g}}
 }
 
-// The longest grant that an executor makes comes across as it was said, in its place among short
-// frames, whatever happens to lanes.
+// fragmentBytes are in each fragment of these tests: few enough for a frame.
+const fragmentBytes = frame.FragmentBytes - 64
+
+func fragment(piece []byte, last bool) *peerv1.ControlFrame {
+	return &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Fragment{
+		Fragment: &peerv1.Fragment{Piece: piece, Last: last}}}
+}
+
+// fragments divides a message.
+func fragments(t *testing.T, f *peerv1.ControlFrame) (all []*peerv1.ControlFrame) {
+	t.Helper()
+	b, err := proto.Marshal(f)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for piece := range slices.Chunk(b, fragmentBytes) {
+		all = append(all, fragment(piece, false))
+	}
+	all[len(all)-1].GetFragment().Last = true
+	return all
+}
+
+// limit replaces the limits of what waits in all sessions, before there is any.
+func (n *node) limit(most int64, stuckAfter time.Duration) *delivery.Budget {
+	n.sessions.budget = delivery.NewBudget(most, n.sessions.shedSoon)
+	n.sessions.stuckAfter = stuckAfter
+	return n.sessions.budget
+}
+
+// raw writes numbered frames on a lane to a peer, if there is one.
+func (n *node) raw(t *testing.T, peer *node, frames ...*peerv1.ControlFrame) {
+	t.Helper()
+	s := n.sessionOf(peer)
+	if s == nil {
+		return
+	}
+	lanes := s.channel.Lanes()
+	for _, f := range frames {
+		b, err := frame.Append(nil, f)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if len(lanes) > 0 {
+			lanes[0].Write(b)
+		}
+	}
+}
+
+// The longest grant of an executor arrives unchanged and in order among short frames, whatever
+// happens to lanes.
 func TestLongFrames(t *testing.T) {
 	const ranks = 256 // exec.MaxParts
 	two := func(o *Options) { o.Control = []string{"127.0.0.1:0"} }
@@ -53,7 +102,7 @@ func TestLongFrames(t *testing.T) {
 	}
 	join(t, a, b)
 	long := longGrant(ranks)
-	if n := proto.Size(long); n < 16*MaxFrame || n > MaxMessage/2 {
+	if n := proto.Size(long); n < 16*frame.Max || n > MaxMessage/2 {
 		t.Errorf("the longest grant has %d bytes: want it well below MaxMessage = %d, "+
 			"and many frames long", n, MaxMessage)
 	}
@@ -69,24 +118,21 @@ func TestLongFrames(t *testing.T) {
 			})
 			want = append(want, f)
 		}
-		s := a.session(b.opt.Boot)
-		s.mu.Lock()
-		if len(s.lanes) > 0 {
-			s.lanes[0].fail(errors.New("cut"))
+		if lanes := a.sessionOf(b).channel.Lanes(); len(lanes) > 0 {
+			lanes[0].Fail(errors.New("cut"))
 		}
-		s.mu.Unlock()
 	}
 	poll(t, "all frames",
 		func() bool { mu.Lock(); defer mu.Unlock(); return len(got) == len(want) })
 	for i := range want {
 		if !proto.Equal(&peerv1.ControlFrame{Body: want[i].Body},
 			&peerv1.ControlFrame{Body: got[i].Body}) {
-			t.Fatalf("frame %d came as %T, or with another content", i, got[i].Body)
+			t.Fatalf("frame %d arrived as %T, or with another content", i, got[i].Body)
 		}
 	}
 }
 
-// Frames that cannot go are errors at once, and leave nothing of themselves in the queue.
+// Send refuses a frame that does not fit at once, and leaves no part of it in the queue.
 func TestFramesThatDoNotFit(t *testing.T) {
 	hold := make(chan struct{})
 	a, b, older := start(t, nil), start(t, nil), start(t,
@@ -108,16 +154,15 @@ func TestFramesThatDoNotFit(t *testing.T) {
 			sent++
 		}
 	}
-	s := a.session(b.opt.Boot)
-	s.mu.Lock()
-	waiting, of := s.outBytes, sent*proto.Size(longGrant(64))
-	s.mu.Unlock()
-	if !errors.Is(err, ErrQueueFull) || sent == 0 || waiting > maxUnackedBytes-reservedBytes ||
-		waiting > of+of/100 {
-		t.Errorf("%v after %d frames of %d bytes, %d bytes wait", err, sent, of, waiting)
+	_, bytes := delivery.Limits(longGrant(64))
+	unacked, each := a.sessionOf(b).channel.State().Unacked, proto.Size(longGrant(64))
+	frames := (each-1)/frame.FragmentBytes + 1
+	if !errors.Is(err, ErrQueueFull) || sent == 0 || unacked*(each/frames) > bytes ||
+		unacked > sent*frames {
+		t.Errorf("%v after %d messages of %d bytes, %d frames wait", err, sent, each, unacked)
 	}
 	if err := a.Send(b.opt.Boot, commit(1)); err != nil {
-		t.Errorf("what ends something has room of its own: %v", err)
+		t.Errorf("a frame that ends something has reserved room: %v", err)
 	}
 	close(hold)
 	poll(t, "the queue moves again", func() bool {
@@ -126,46 +171,12 @@ func TestFramesThatDoNotFit(t *testing.T) {
 	})
 }
 
-// FuzzJoin: whatever pieces come, what is kept is bounded, and what is whole is what was split.
-func FuzzJoin(f *testing.F) {
-	f.Add([]byte{1, 2, 3}, uint16(2), true)
-	whole, err := proto.Marshal(commit(7))
-	if err != nil {
-		f.Fatal(err)
-	}
-	f.Add(whole, uint16(3), true)
-	f.Add(whole, uint16(0), false)
-	f.Fuzz(func(t *testing.T, b []byte, size uint16, last bool) {
-		var j joiner
-		var out *peerv1.ControlFrame
-		step := max(int(size), 1)
-		for at := 0; at < len(b); at += step {
-			end := min(at+step, len(b))
-			got, err := j.add(fragment(b[at:end], last && end == len(b)))
-			if len(j.b) > MaxMessage || err != nil && (got != nil || !errors.Is(err, errFragment)) {
-				t.Fatalf("%d bytes are kept, %v, %v", len(j.b), got, err)
-			}
-			if got != nil {
-				out = got
-			}
-		}
-		var direct peerv1.ControlFrame
-		if err := proto.Unmarshal(b, &direct); err == nil && last && len(b) > 0 &&
-			direct.GetFragment() == nil && !proto.Equal(&direct, out) {
-			t.Fatalf("%v became %v", &direct, out)
-		}
-		if f, err := j.add(commit(1)); (err == nil) != (f != nil) || len(j.b) != 0 {
-			t.Fatalf("after the pieces: %v, %v, %d bytes", f, err, len(j.b))
-		}
-	})
-}
-
 // Members that leave a long frame without its end in many sessions fill a bound of the whole mesh,
-// and are ended. What others send comes across: short frames at once, long ones after that.
+// and their sessions end. The frames of others arrive: short ones at once, long ones after that.
 func TestFragmentsWithoutEnd(t *testing.T) {
 	const most = MaxMessage + MaxMessage/2
 	victim := start(t, slow)
-	victim.mostWaiting, victim.stuckAfter = most, 500*time.Millisecond
+	budget := victim.limit(most, 500*time.Millisecond)
 	var mu sync.Mutex
 	var got []*peerv1.ControlFrame
 	victim.on = func(_ transfer.Boot, f *peerv1.ControlFrame) {
@@ -175,25 +186,22 @@ func TestFragmentsWithoutEnd(t *testing.T) {
 	}
 	worst := int64(0)
 	watch := func(ok func() bool) func() bool {
-		return func() bool { worst = max(worst, victim.waiting.Load()); return ok() }
+		return func() bool { worst = max(worst, budget.Waiting()); return ok() }
 	}
 	for i := range 3 {
 		evil := start(t, nil)
 		join(t, evil, victim)
-		s := evil.session(victim.opt.Boot)
-		s.mu.Lock()
-		for range MaxMessage/pieceBytes - 1 {
-			if err := s.sendLocked(fragment(make([]byte, pieceBytes), false)); err != nil {
+		for range MaxMessage/fragmentBytes - 1 {
+			if err := evil.Send(victim.opt.Boot, fragment(make([]byte, fragmentBytes), false)); err != nil {
 				t.Error(err)
 			}
 		}
-		s.mu.Unlock()
 		if i == 0 {
 			poll(t, "most of one waits",
-				watch(func() bool { return victim.waiting.Load() > MaxMessage/2 }))
+				watch(func() bool { return budget.Waiting() > MaxMessage/2 }))
 		}
 	}
-	poll(t, "no more may wait", watch(func() bool { return !victim.mayWait(MaxFrame) }))
+	poll(t, "no more may wait", watch(func() bool { return budget.Waiting()+frame.Max > most }))
 	honest := start(t, nil)
 	join(t, honest, victim)
 	long := longGrant(64)
@@ -205,74 +213,65 @@ func TestFragmentsWithoutEnd(t *testing.T) {
 	poll(t, "the honest frames",
 		watch(func() bool { mu.Lock(); defer mu.Unlock(); return len(got) == 3 }))
 	if !proto.Equal(&peerv1.ControlFrame{Body: got[1].Body}, long) {
-		t.Error("the long frame came otherwise")
+		t.Error("the long frame arrived with another content")
 	}
-	victim.until("those without an end are down", func() bool { return len(victim.downs) > 0 })
+	victim.until("an incomplete session is down", func() bool { return len(victim.downs) > 0 })
 	if worst > most {
 		t.Errorf("%d bytes waited, at most %d", worst, most)
 	}
-	victim.Mesh.mu.Lock()
-	left := slices.Collect(maps.Values(victim.sessions))
-	victim.Mesh.mu.Unlock()
-	for _, s := range left {
-		victim.end(s, errNoRoom)
+	for _, s := range victim.sessions.list() {
+		victim.sessions.end(s, errEvicted)
 	}
-	if n := victim.waiting.Load(); n != 0 {
+	if n := budget.Waiting(); n != 0 {
 		t.Errorf("%d bytes count as waiting, and there is no session", n)
 	}
 }
 
 // A peer that waits for room keeps its session, also where its frame began before those of the peer
 // that holds the room, and where that peer completes a short frame now and then.
-func TestWaitingForRoomEndsNobody(t *testing.T) {
+func TestWaitingForRoomEndsNoSession(t *testing.T) {
 	victim := start(t, slow)
-	victim.mostWaiting, victim.stuckAfter = MaxMessage, 300*time.Millisecond
+	budget := victim.limit(MaxMessage, 300*time.Millisecond)
 	got := make(chan *peerv1.ControlFrame, 64)
 	victim.on = func(b transfer.Boot, f *peerv1.ControlFrame) {
 		if f.GetGrant() != nil {
 			got <- f
 		}
 	}
-	send := func(s *session, all ...*peerv1.ControlFrame) {
+	honest, evil := start(t, nil), start(t, nil)
+	join(t, honest, victim)
+	join(t, evil, victim)
+	send := func(all ...*peerv1.ControlFrame) {
 		t.Helper()
-		s.mu.Lock()
-		defer s.mu.Unlock()
 		for _, f := range all {
-			if err := s.sendLocked(f); err != nil {
+			if err := honest.Send(victim.opt.Boot, f); err != nil {
 				t.Error(err)
 			}
 		}
 	}
-	honest, evil := start(t, nil), start(t, nil)
-	join(t, honest, victim)
-	join(t, evil, victim)
-	to := honest.session(victim.opt.Boot)
 	long := longGrant(64)
-	pieces, err := to.split(long)
-	if err != nil || len(pieces) < 5 {
-		t.Fatalf("%d pieces, %v", len(pieces), err)
+	pieces := fragments(t, long)
+	if len(pieces) < 5 {
+		t.Fatalf("%d pieces", len(pieces))
 	}
-	send(to, pieces[:3]...)
-	poll(t, "a part of the honest frame", func() bool {
-		return victim.waiting.Load() > 2*pieceBytes
-	})
-	// The other peer leaves a gap, and fills a piece of it every 50 ms.
-	bad := evil.session(victim.opt.Boot)
-	bad.mu.Lock()
-	first := bad.next + 1
-	bad.next += 1000
-	bad.mu.Unlock()
-	for range MaxMessage/pieceBytes - 3 {
-		send(bad, fragment(make([]byte, pieceBytes), false))
+	send(pieces[:3]...)
+	poll(t, "a part of the honest frame", func() bool { return budget.Waiting() > 2*fragmentBytes })
+	// The other peer leaves a gap, fills a frame of it every 50 ms, and resends what has no room.
+	const gap = 1000
+	held := make([]*peerv1.ControlFrame, MaxMessage/fragmentBytes-3)
+	for i := range held {
+		held[i] = fragment(make([]byte, fragmentBytes), false)
+		held[i].Seq = uint64(gap + 1 + i)
 	}
-	poll(t, "no more may wait", func() bool { return !victim.mayWait(2 * MaxFrame) })
-	send(to, pieces[3:]...)
+	evil.raw(t, victim, held...)
+	poll(t, "no more may wait", func() bool { return budget.Waiting()+2*frame.Max > MaxMessage })
+	send(pieces[3:]...)
 	deadline := time.After(10 * time.Second)
-	for seq := first; ; seq++ {
+	for seq := uint64(1); ; seq++ {
 		select {
 		case f := <-got:
 			if !proto.Equal(&peerv1.ControlFrame{Body: f.Body}, long) {
-				t.Error("the frame came otherwise")
+				t.Error("the frame arrived with another content")
 			}
 			victim.until("the other one is down", func() bool { return len(victim.downs) > 0 })
 			victim.mu.Lock()
@@ -282,15 +281,10 @@ func TestWaitingForRoomEndsNobody(t *testing.T) {
 			}
 			return
 		case <-deadline:
-			t.Fatal("the honest frame has not come")
+			t.Fatal("the honest frame has not arrived")
 		case <-time.After(50 * time.Millisecond):
-			bad.mu.Lock()
-			f := &peerv1.ControlFrame{Body: commit(seq).Body, Seq: seq, Ack: bad.handled}
-			b, err := AppendFrame(nil, f)
-			if l := bad.bestLocked(); err == nil && l != nil {
-				l.write(b)
-			}
-			bad.mu.Unlock()
+			evil.raw(t, victim, &peerv1.ControlFrame{Body: commit(seq).Body, Seq: seq})
+			evil.raw(t, victim, held...)
 		}
 	}
 }

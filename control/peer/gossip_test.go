@@ -106,13 +106,8 @@ func TestMembersMeet(t *testing.T) {
 		all = append(all, with(at()))
 	}
 	met := func(n, to *node) bool {
-		s := n.session(to.opt.Boot)
-		if s == nil {
-			return false
-		}
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		return len(s.lanes) > 0
+		s := n.sessionOf(to)
+		return s != nil && s.channel.State().Lanes > 0
 	}
 	for _, a := range all {
 		for _, b := range all {
@@ -128,11 +123,22 @@ func TestMembersMeet(t *testing.T) {
 	if err := gone.Close(); err != nil {
 		t.Fatal(err)
 	}
-	for _, n := range rest[1:] {
-		poll(t, "a member that has left is forgotten",
-			func() bool { return n.session(gone.opt.Boot) == nil })
+	// A frame that the member never acknowledges holds its session, but not for long.
+	if err := rest[1].Send(gone.opt.Boot, commit(1)); err != nil {
+		t.Fatal(err)
 	}
-	if rest[0].session(gone.opt.Boot) == nil {
+	for _, n := range rest[2:] {
+		poll(t, "a member that has left is forgotten",
+			func() bool { return n.sessionOf(gone) == nil })
+	}
+	if rest[0].sessionOf(gone) == nil {
 		t.Error("forgotten with leases open")
+	}
+	if rest[1].sessionOf(gone) == nil {
+		t.Error("forgotten with a frame to deliver")
+	}
+	rest[1].preconnector.endLeft(time.Now().Add(idleAfter+time.Second), nil)
+	if rest[1].sessionOf(gone) != nil {
+		t.Error("a frame holds the session of a member that has left")
 	}
 }

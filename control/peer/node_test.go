@@ -13,11 +13,12 @@ import (
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/control/peer/keys"
+	"github.com/kvspray/kvspray/control/peer/lane"
 	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// node is a mesh with a handler that remembers.
+// node is a mesh with a handler that records the events.
 type node struct {
 	*Mesh
 	t  testing.TB
@@ -68,14 +69,14 @@ func (n *node) Control(b transfer.Boot, f *peerv1.ControlFrame) {
 	n.note(func() { n.got[b] = append(n.got[b], f.GetAwait().GetToken()+f.GetCommit().GetBytes()) })
 }
 
-// slow is for tests in which no lane may end, or come, by the clock: with the quick pings of the
-// others one does where the machine is busy.
+// slow is for tests in which time must neither end nor open a lane. With the short intervals of the
+// other tests it does on a busy machine.
 func slow(o *Options) { o.Pings = Pings{Tick: time.Hour} }
 
-// restarts listens where nobody else takes the port of one that has ended.
+// restarts listens on an address whose port no other process takes after the node has ended.
 func restarts(o *Options) { o.Listen = net.JoinHostPort(testutil.Loopback(), "0") }
 
-// until waits for a condition over what was noted, which it is asked for under the lock.
+// until waits for a condition over the recorded events, and calls ok under the lock.
 func (n *node) until(what string, ok func() bool) {
 	n.t.Helper()
 	deadline := time.NewTimer(patience)
@@ -97,7 +98,7 @@ func (n *node) until(what string, ok func() bool) {
 	}
 }
 
-// poll waits for a condition that nothing announces.
+// poll waits for a condition that no event announces.
 func poll(t testing.TB, what string, ok func() bool) {
 	t.Helper()
 	end := time.Now().Add(patience)
@@ -107,6 +108,35 @@ func poll(t testing.TB, what string, ok func() bool) {
 			t.Fatalf("not in time: %s", what)
 		}
 	}
+}
+
+// sessionOf is the session with another node.
+func (n *node) sessionOf(peer *node) *session { return n.sessions.get(peer.opt.Boot) }
+
+// acknowledged waits until the peer has acknowledged all frames of a session.
+func acknowledged(t testing.TB, s *session) {
+	t.Helper()
+	poll(t, "all acknowledged", func() bool { return s.channel.State().Unacked == 0 })
+}
+
+// cutAll ends all lanes of a session.
+func cutAll(s *session, err error) {
+	for _, l := range s.channel.Lanes() {
+		l.Fail(err)
+	}
+}
+
+// laneOf waits for the lane of a node to its only peer: PeerUp precedes the lane.
+func laneOf(t *testing.T, n, peer *node) (l *lane.Lane) {
+	t.Helper()
+	s := n.sessionOf(peer)
+	poll(t, "there is a lane", func() bool {
+		if all := s.channel.Lanes(); len(all) > 0 {
+			l = all[0].(*lane.Lane)
+		}
+		return l != nil
+	})
+	return l
 }
 
 func start(t testing.TB, change func(*Options)) *node {

@@ -5,9 +5,7 @@ package peer
 import (
 	"bufio"
 	"bytes"
-	"context"
 	"encoding/binary"
-	"errors"
 	"io"
 	"net"
 	"strings"
@@ -15,14 +13,13 @@ import (
 	"sync/atomic"
 	"testing"
 
-	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/control/peer/delivery"
 	"github.com/kvspray/kvspray/control/peer/keys"
-	"github.com/kvspray/kvspray/internal/wire"
-	"github.com/kvspray/kvspray/transfer"
+	"github.com/kvspray/kvspray/control/peer/lane"
 )
 
-// onPath is whoever carries the bytes of connections, and may change the TLS records that go to the
-// listener. nil ends the connection.
+// onPath forwards connections to an address, and passes the TLS records for it through change. If
+// change returns nil, the connection ends.
 func onPath(t *testing.T, to string, change func(record []byte) []byte) string {
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -78,8 +75,8 @@ func TestControlLaneOnPath(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// What becomes of the second record, and how the receiver's lane ends. Nobody touches the
-	// others.
+	// What becomes of the second record, and how the receiver's lane ends. The others are not
+	// changed.
 	for name, x := range map[string]struct {
 		attack func(rec []byte) []byte
 		ends   string
@@ -99,7 +96,7 @@ func TestControlLaneOnPath(t *testing.T) {
 			quiet := func(o *Options) { sec(o); slow(o) } // no ping ends a lane
 			a, b := start(t, quiet), start(t, quiet)
 			join(t, a, b)
-			s := a.session(b.opt.Boot)
+			s := a.sessionOf(b)
 			var on atomic.Bool
 			var n atomic.Int32
 			at := onPath(t, b.Endpoint(), func(rec []byte) []byte {
@@ -108,33 +105,26 @@ func TestControlLaneOnPath(t *testing.T) {
 				}
 				return rec
 			})
-			if err := a.dialLane(t.Context(), s, target{at, 0}); err != nil {
+			if err := a.dialer.dialLane(t.Context(), s, target{at, 0}); err != nil {
 				t.Fatal(err)
 			}
-			s.mu.Lock()
-			tapped, first := s.lanes[len(s.lanes)-1], s.lanes[0].conn.LocalAddr().String()
-			s.mu.Unlock()
-			far := b.session(a.opt.Boot)
-			var theirs *lane // the other end of the one that is tapped
+			lanes := s.channel.Lanes()
+			direct, tapped := lanes[:len(lanes)-1], lanes[len(lanes)-1]
+			first := direct[0].(*lane.Lane).Conn().LocalAddr().String()
+			var theirs delivery.Lane // the other end of the tapped lane
 			poll(t, "both lanes at the other end", func() bool {
-				far.mu.Lock()
-				defer far.mu.Unlock()
-				for _, l := range far.lanes {
-					if l.conn.RemoteAddr().String() != first {
+				for _, l := range b.sessionOf(a).channel.Lanes() {
+					if l.(*lane.Lane).Conn().RemoteAddr().String() != first {
 						theirs = l
 					}
 				}
 				return theirs != nil
 			})
-			s.mu.Lock()
-			for _, l := range s.lanes[:len(s.lanes)-1] {
-				l.fail(errLinkDown)
+			for _, l := range direct {
+				l.Fail(errLinkDown)
 			}
-			s.mu.Unlock()
 			poll(t, "the tapped lane is the only one", func() bool {
-				s.mu.Lock()
-				defer s.mu.Unlock()
-				return len(s.lanes) == 1
+				return s.channel.State().Lanes == 1
 			})
 			on.Store(true)
 			for i := range uint64(20) {
@@ -142,87 +132,24 @@ func TestControlLaneOnPath(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			b.inOrder(a.opt.Boot, 20) // of those attacked by another lane
+			b.inOrder(a.opt.Boot, 20) // those that were attacked by another lane
 			b.mu.Lock()
 			if n := len(b.got[a.opt.Boot]); n != 20 {
 				t.Errorf("%d frames were handled, 20 were sent", n)
 			}
 			b.mu.Unlock()
 			if x.ends == "" {
-				if dead := theirs.ended(); dead != nil {
-					t.Errorf("a lane that nobody touched ended: %v", dead)
+				if err := theirs.Err(); err != nil {
+					t.Errorf("a lane without an attack ended: %v", err)
 				}
 				return
 			}
 			poll(t, "the lane under attack ends at both ends", func() bool {
-				return theirs.ended() != nil && tapped.ended() != nil
+				return theirs.Err() != nil && tapped.Err() != nil
 			})
-			if err := theirs.ended(); !strings.Contains(err.Error(), x.ends) {
+			if err := theirs.Err(); !strings.Contains(err.Error(), x.ends) {
 				t.Errorf("the receiver's lane ended with %v, want %q", err, x.ends)
 			}
 		})
-	}
-}
-
-// ended is why a lane has ended; nil: it lives.
-func (l *lane) ended() error {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.err
-}
-
-// A lane without TLS is refused where there are credentials, with a word that says what to do; so
-// is one whose TLS session shows another certificate than its boot's, and a proof that was made
-// over another session.
-func TestLaneNeedsItsChannel(t *testing.T) {
-	c, err := keys.NewCluster()
-	if err != nil {
-		t.Fatal(err)
-	}
-	sec := secured(t, c)
-	a, b, evil := start(t, sec), start(t, sec), start(t, sec)
-	join(t, a, b)
-	s := a.session(b.opt.Boot)
-	key, _ := a.PeerKey(b.opt.Boot)
-	dial := func() net.Conn {
-		conn, err := net.Dial("tcp", b.Endpoint())
-		if err != nil {
-			t.Fatal(err)
-		}
-		t.Cleanup(func() { _ = conn.Close() })
-		return conn
-	}
-	params := wire.DialParams{Purpose: wire.PurposeControl, Self: a.opt.Boot, Peer: b.opt.Boot,
-		Key: key, Attach: s.mine[:]}
-	if _, err := wire.Dial(dial(), params); !errors.Is(err, wire.ErrVersion) {
-		t.Errorf("without TLS: %v", err)
-	}
-	// Another member who has learned the key, as if it had leaked.
-	over, err := evil.secure(t.Context(), dial(), b.Endpoint())
-	if err != nil {
-		t.Fatal(err)
-	}
-	params.Binding, _, _ = over.binding()
-	if _, err := wire.Dial(over.Conn, params); !errors.Is(err, wire.ErrRefused) {
-		t.Errorf("with another certificate: %v", err)
-	}
-	over, err = a.secure(t.Context(), dial(), b.Endpoint())
-	if err != nil {
-		t.Fatal(err)
-	}
-	params.Binding = make([]byte, bindingBytes)
-	if _, err := wire.Dial(over.Conn, params); !errors.Is(err, wire.ErrProof) {
-		t.Errorf("with the proof of another session: %v", err)
-	}
-	// Calls are not affected by what lanes negotiate.
-	err = a.call(t.Context(), b.Endpoint(), func(ctx context.Context, c peerv1.PeerClient) error {
-		r, err := c.Probe(ctx, &peerv1.ProbeRequest{})
-		if err == nil && transfer.Boot(r.Boot) != b.opt.Boot {
-			t.Errorf("%x answers", r.Boot)
-		}
-		return err
-	})
-	if err != nil {
-		t.Error(err)
 	}
 }

@@ -3,90 +3,89 @@
 // Package peer talks to other sidecars: the gRPC service Peer (identity, versions, rails, layouts),
 // control lanes that carry ControlFrames during transfers, and gossip about membership.
 //
-// One listener serves gRPC and control lanes; the first bytes distinguish them. Two sidecars agree
-// on a key by Hello, and every lane proves it. The side on which Connect was called dials the
-// lanes, one to each control address of the other side, and dials again with growing pauses when
-// they are lost.
+// Two sidecars agree on a key by Hello, and every lane proves it. The side on which Connect was
+// called dials the lanes, one to each control address of the other side, and dials again with
+// growing pauses when they are lost.
 //
-// Invariants: while both processes live and neither was unreachable for longer than forgetAfter,
-// each frame reaches the handler once and in order, whatever happens to lanes. PeerUp precedes the
+// This package has the sessions: which peers there are, when they are up, and when a session ends.
+// Its parts are listeners, sessions (the table), dialer, preconnector and service. The packages
+// below it have no sessions: opening proves connections, lane and frame carry frames on them,
+// delivery makes one reliable channel of several lanes, hello and rpc have the calls, keys has the
+// credentials.
+//
+// Invariants: while both processes live and neither was unreachable for longer than forgetAfter, or
+// than idleAfter where gossip says that it has left and no lease with it is open, each frame reaches the handler once and in order, whatever happens to lanes. PeerUp precedes the
 // first frame of a boot. PeerDown only means unreachable, unless over is set. Once another boot
 // answers at a peer's own address, no frame of the old boot is accepted. No event of this package
 // is evidence that memory is safe. Send never blocks. Gossip is advisory.
 //
-// Goroutines: the acceptors, the gRPC server's, one keeper with a slow tick, one reader per lane,
-// one writer per lane while a socket is full, one per connect or reconnection while it lasts and
-// per lane that it dials, memberlist's where gossip is on. Close joins all but memberlist's timers.
+// Goroutines: those of package opening, the gRPC server's, one maintainer with a slow tick, one
+// reader per lane, one writer per lane while a socket is full, one per connect or reconnection
+// while it lasts and per lane that it dials, memberlist's if gossip is on. Close joins all but
+// memberlist's timers.
 //
-// Lock order: session.life, then Mesh.mu, then session.mu. The handler is called under session.life
-// (PeerUp, PeerDown) or no lock.
+// Each part has one lock, for its own fields, so that all code under a lock is in one file. Lock
+// order: session.life; then Mesh.mu; then one of listeners.mu, dialer.mu, loop.mu and
+// preconnector.mu; then sessions.mu; then session.mu; then delivery.Channel; then the locks of
+// lanes, and tasks.mu. The others are leaf locks. The handler is called under session.life (PeerUp,
+// PeerDown) or no lock.
 package peer
 
 import (
-	"errors"
 	"log/slog"
 	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/control/peer/delivery"
+	"github.com/kvspray/kvspray/control/peer/frame"
+	"github.com/kvspray/kvspray/control/peer/hello"
 	"github.com/kvspray/kvspray/control/peer/keys"
+	"github.com/kvspray/kvspray/control/peer/opening"
+	"github.com/kvspray/kvspray/control/peer/rpc"
 	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
 )
 
 // Bounds.
 const (
-	MaxFrame   = 64 << 10 // bytes of one ControlFrame
-	MaxMessage = 4 << 20  // of one in Fragments: a grant of all ranks with the longest shares
-	MaxPeers   = 1024     // at a time
-	MaxUnacked = 8192     // frames to one peer that it has not acknowledged
-	// of MaxUnacked: for frames that end or answer something, never for grants, awaits and credits.
-	Reserved    = 2048
-	MaxRails    = 64 // rails in a Hello
-	MaxAddrs    = 8  // control addresses of one process, and lanes to it
-	MaxFeatures = 64
-	MaxText     = 256 // bytes of a name, endpoint or feature
-	MaxLayout   = 1 << 20
+	MaxMessage = frame.MaxMessage   // bytes of one control message
+	MaxRails   = hello.MaxRails     // in a Hello
+	MaxAddrs   = hello.MaxAddresses // control addresses of one process, and lanes to it
 
-	maxUnackedBytes = 8 << 20 // to one peer
-	reservedBytes   = 2 << 20 // of these
-	maxHeldBytes    = 2 * maxUnackedBytes
-	maxLanes        = 2 * MaxAddrs // both ends may dial
-	maxConnects     = 128          // connection attempts in progress
-	maxOpening      = 1024         // accepted unproved connections
-	maxSource       = 512          // of these, from one source
-	turnsPart       = 4            // part of the processors for unproved handshakes; one at least
-	maxConns        = 16 << 10     // accepted connections of all kinds
-	maxOwned        = MaxPeers / 8 // sessions of one certificate from one address
-	maxOwnedNet     = MaxPeers / 2 // the same from one IPv6 /64
-	unprovedPart    = 2            // and this part of either without a lane ever
-	maxStreams      = 64           // concurrent calls on one gRPC connection
-	maxGone         = 4096         // superseded boots that are remembered
+	maxPeers      = 1024         // at a time
+	maxConnects   = 128          // connection attempts in progress
+	maxOwned      = maxPeers / 8 // sessions of one certificate from one address
+	maxOwnedNet   = maxPeers / 2 // the same from one IPv6 /64
+	unprovedPart  = 2            // and this part of either without a lane ever
+	maxSuperseded = 4096         // superseded boots that are remembered
 
-	openTimeout  = 5 * time.Second // for one step of reaching a peer
-	boundTimeout = time.Second     // for a connect from one rail, before any may be tried
-	callTimeout  = 5 * time.Second
+	openTimeout  = opening.Timeout  // for one step of reaching a peer
+	boundTimeout = time.Second      // for a connect from one rail, before any may be tried
 	forgetAfter  = 10 * time.Minute // unreachable: many times the longest deadline of a transfer
 	downAfter    = time.Second      // without a lane
-	ackDelay     = 20 * time.Millisecond
-	ackEvery     = 256 // frames
-	keeperTick   = time.Second
+	idleAfter    = 30 * time.Second // without a lane, a lease, or a frame to deliver
+	stuckAfter   = openTimeout      // incomplete messages have taken up memory
+	checkTick    = time.Second
 	redialFirst  = 20 * time.Millisecond
 	redialMax    = 5 * time.Second
-	writeTimeout = 10 * time.Second
 	gossipLeave  = time.Second
 )
 
 // Errors that callers distinguish.
 var (
-	ErrUnknown   = errors.New("unknown peer")
-	ErrNoAnswer  = errors.New("no answer") // to a call; a later call may succeed
-	ErrQueueFull = errors.New("the peer does not acknowledge; too many frames wait")
-	ErrTooBig    = errors.New("frame too big")
-	ErrUnsafe    = errors.New("address off loopback without cluster key or certificates")
-	ErrOther     = errors.New("not a sidecar")
-	// ErrAcquainted is wrapped if there is no place for a peer that no request needs.
-	ErrAcquainted = errors.New("too many peers without a request")
+	ErrUnknown   = delivery.ErrUnknown
+	ErrQueueFull = delivery.ErrQueueFull
+	ErrTooBig    = frame.ErrTooBig
+	ErrNoAnswer  = rpc.ErrNoAnswer // to a call; a later call may succeed
+	ErrUnsafe    = hello.ErrUnsafe
+	ErrRelease   = hello.ErrRelease
+	ErrOther     = hello.ErrOther
 )
+
+// CheckRails is hello.CheckRails.
+func CheckRails(rails []*peerv1.Rail) (good []*peerv1.Rail, refused []string) {
+	return hello.CheckRails(rails)
+}
 
 // Peer is another process as the handshake authenticated it.
 type Peer struct {
@@ -138,7 +137,7 @@ type Options struct {
 	Advertise string
 	// further host:port to listen on for control lanes, one per rail; SetControl changes them
 	Control  []string
-	Features []string // nil: Features
+	Features []string // nil: hello.Features
 	// called for each Hello of an incompatible release; nil: not counted
 	Refused func()
 
@@ -148,7 +147,7 @@ type Options struct {
 	Log         *slog.Logger
 	Gossip      *Gossip // nil: off
 	Pings       Pings
-	Versions    wire.Versions // zero: Protocol
+	Versions    wire.Versions // zero: hello.Protocol
 }
 
 // Pings detect a dead or stopped peer. Zero values take the defaults.
@@ -178,7 +177,7 @@ func (p Pings) withDefaults() Pings {
 	set(&p.Busy, pingBusy)
 	set(&p.Idle, pingIdle)
 	set(&p.Timeout, pingTimeout)
-	set(&p.Tick, keeperTick)
+	set(&p.Tick, checkTick)
 	return p
 }
 

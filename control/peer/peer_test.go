@@ -23,6 +23,8 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/control/peer/delivery"
+	"github.com/kvspray/kvspray/control/peer/hello"
 	"github.com/kvspray/kvspray/control/peer/keys"
 	"github.com/kvspray/kvspray/internal/leaktest"
 	"github.com/kvspray/kvspray/internal/testutil"
@@ -30,7 +32,7 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// of a test that is about to fail; a machine may have other things to do.
+// patience of a test that is about to fail; the machine may be busy.
 const patience = time.Minute
 
 const childEnv = "KVSPRAY_PEER_TEST_CHILD"
@@ -60,7 +62,8 @@ func TestHandshake(t *testing.T) {
 			join(t, a, b)
 			var p Peer
 			a.until("up", func() bool { p = a.ups[0]; return true })
-			if p.Endpoint != b.Endpoint() || !p.SameHost || p.Version != Protocol.Max || len(p.Rails) != 1 ||
+			if p.Endpoint != b.Endpoint() || !p.SameHost || p.Version != hello.Protocol.Max ||
+				len(p.Rails) != 1 ||
 				!proto.Equal(p.Rails[0], rails[0]) {
 				t.Errorf("peer %+v", p)
 			}
@@ -95,13 +98,7 @@ func TestHandshake(t *testing.T) {
 			}
 			a.Connect(b.Endpoint())
 			a.until("a second answer", func() bool { return len(a.ups) >= 2 })
-			s := a.session(b.opt.Boot)
-			poll(t, "all acknowledged", func() bool {
-				s.mu.Lock()
-				defer s.mu.Unlock()
-				return len(
-					s.unacked) == 0
-			})
+			acknowledged(t, a.sessionOf(b))
 		})
 	}
 }
@@ -147,7 +144,7 @@ func TestRefused(t *testing.T) {
 				t.Errorf("up %v, failed %v, want %q", ups, failed, x.want)
 			}
 			if _, ok := b.PeerKey(a.opt.Boot); ok {
-				t.Error("the refusing side knows a key")
+				t.Error("the refusing side has a key")
 			}
 		})
 	}
@@ -167,22 +164,22 @@ func TestRotation(t *testing.T) {
 		start(t, secured(t, append(c2[:1:1], c1...))))
 }
 
-// Requests of an invented older and newer build, to the byte.
+// Requests of an invented older and an invented newer build, to the byte.
 func TestGoldenVersions(t *testing.T) {
 	a := start(t, nil)
-	v := &service{m: a.Mesh}
+	v := newService(a.dialer)
 	for name, x := range map[string]struct {
 		hex  string
 		want uint32
 		err  string
 	}{
-		// 0.9 only; nothing but versions and boot, as that build knew no more.
+		// 0.9 only; that build had nothing but versions and boot.
 		"older": {"0a0408091009" + "1210" + strings.Repeat("11", 16), 0,
 			"control protocol 0.9 at the caller's address (kvspray of an unknown release), 1.1 at "},
 		"older, common": {"0a060809108180" + "04" + "1210" + strings.Repeat("11", 16),
 			uint32(wire.V(1, 1)), ""},
-		// 1.0 to 2.3, with fields 100 (varint) and 101 (bytes) that we do not know, and one in its
-		// version range.
+		// 1.0 to 2.3, with fields 100 (varint) and 101 (bytes) that this build lacks, and one such in
+		// the version range.
 		"newer": {"0a0b08808004108380" + "08" + "a00607" + "1210" + strings.Repeat("22", 16) +
 			"a00601" + "aa0603616263", uint32(wire.V(1, 1)), ""},
 		"newer, only": {"0a0808808008108380" + "08" + "1210" + strings.Repeat("22", 16), 0,
@@ -226,12 +223,7 @@ func TestLaneCut(t *testing.T) {
 					return
 				}
 				if i%every == every/2 {
-					s := x.from.session(x.to.opt.Boot)
-					s.mu.Lock()
-					for _, l := range s.lanes {
-						l.fail(net.ErrClosed)
-					}
-					s.mu.Unlock()
+					cutAll(x.from.sessionOf(x.to), net.ErrClosed)
 				}
 			}
 		})
@@ -249,37 +241,8 @@ func TestLaneCut(t *testing.T) {
 	}
 }
 
-// proved reports whether PeerDown was said for good.
+// proved reports whether PeerDown had over set.
 func proved(down string) bool { return strings.HasSuffix(down, "true") }
-
-// Duplicates and another order reach a session directly.
-func TestReorder(t *testing.T) {
-	a, b := start(t, slow), start(t, slow)
-	join(t, a, b)
-	s := b.session(a.opt.Boot)
-	l := laneOf(t, b, a)
-	for _, seq := range []uint64{3, 3, 2, 5, 1, 1, 4, 2, 5} {
-		f := await(seq)
-		f.Seq = seq
-		if err := s.take(l, f); err != nil {
-			t.Fatal(err)
-		}
-	}
-	b.inOrder(a.opt.Boot, 5)
-	b.mu.Lock()
-	if len(b.got[a.opt.Boot]) != 5 {
-		t.Error(b.got)
-	}
-	b.mu.Unlock()
-	f := await(1)
-	if f.Seq = 3 * MaxUnacked; s.take(l, f) == nil {
-		t.Error("a frame far ahead was kept")
-	}
-	f.Seq, f.Ack = 6, 99
-	if s.take(l, f) == nil {
-		t.Error("an ack of what was never sent was believed")
-	}
-}
 
 func TestQueueBounds(t *testing.T) {
 	hold := make(chan struct{})
@@ -295,8 +258,8 @@ func TestQueueBounds(t *testing.T) {
 		n++
 	}
 	close(hold)
-	if n != MaxUnacked {
-		t.Errorf("%d frames taken, want %d", n, MaxUnacked)
+	if n != delivery.MaxUnacked {
+		t.Errorf("%d frames taken, want %d", n, delivery.MaxUnacked)
 	}
 	big := &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{
 		Destination: &peerv1.Lease{Boot: make([]byte, MaxMessage)}}}}
@@ -339,7 +302,7 @@ func TestGossip(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		// nobody else takes the port
+		// no other process takes the port
 		ln, err := net.Listen("tcp", net.JoinHostPort(testutil.Loopback(), "0"))
 		if err != nil {
 			t.Fatal(err)
@@ -373,8 +336,8 @@ func TestGossip(t *testing.T) {
 func TestMany(t *testing.T) {
 	const (
 		each = 3
-		// connects at once: two noisy cores under the race detector make so many handshakes well within
-		// one call's time
+		// connects at once: two busy cores under the race detector make so many handshakes well within
+		// the time of one call
 		wave = 8
 	)
 	all := make([]*node, 64)
@@ -400,7 +363,7 @@ func TestMany(t *testing.T) {
 		}
 	}
 	for _, n := range all {
-		n.until("those who connected", func() bool { return len(n.ups) >= 2*each })
+		n.until("the peers that connected", func() bool { return len(n.ups) >= 2*each })
 	}
 }
 
@@ -420,7 +383,7 @@ func child() {
 	os.Exit(0)
 }
 
-// A stopped process is noticed, and its frames arrive once it goes on.
+// A stopped process is detected, and its frames arrive once it continues.
 func TestStopped(t *testing.T) {
 	exe, err := os.Executable()
 	if err != nil {
@@ -469,37 +432,7 @@ func TestStopped(t *testing.T) {
 		t.Fatal(err)
 	}
 	a.until("up again", func() bool { return len(a.ups) > ups })
-	s := a.session(boot)
-	poll(t, "acknowledged", func() bool {
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		return len(
-			s.unacked) == 0
-	})
-}
-
-func FuzzReadFrame(f *testing.F) {
-	b, err := AppendFrame(nil, commit(7))
-	if err != nil {
-		f.Fatal(err)
-	}
-	f.Add(b)
-	f.Add([]byte{255, 255, 255, 255})
-	f.Fuzz(func(t *testing.T, b []byte) {
-		r := bytes.NewReader(b)
-		for {
-			m, _, err := ReadFrame(r, nil)
-			if err != nil {
-				return
-			}
-			if out, err := AppendFrame(nil, m); err == nil {
-				n, _, err := ReadFrame(bytes.NewReader(out), nil)
-				if len(out) > lengthBytes && (err != nil || !proto.Equal(m, n)) {
-					t.Fatalf("%v became %v: %v", m, n, err)
-				}
-			}
-		}
-	})
+	acknowledged(t, a.sessions.get(boot))
 }
 
 func BenchmarkRoundTrip(b *testing.B) {

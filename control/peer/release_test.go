@@ -14,23 +14,27 @@ import (
 
 	"google.golang.org/grpc"
 
+	"github.com/kvspray/kvspray/control/peer/hello"
 	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Where two releases have no version in common, whoever calls, both sides have one line that names
-// the sidecar to upgrade, and nobody comes up.
+// If two releases have no version in common, both sides log one line that names the sidecar to
+// upgrade, whichever calls, and no peer comes up.
 func TestWhichToUpgrade(t *testing.T) {
-	before, after := wire.Versions{Min: oldest, Max: oldest}, wire.Versions{Min: wire.V(2, 0),
-		Max: wire.V(2, 3)}
+	before, after := wire.Versions{Min: hello.Oldest, Max: hello.Oldest},
+		wire.Versions{Min: wire.V(2, 0),
+			Max: wire.V(2, 3)}
 	for name, x := range map[string]struct {
 		caller, callee wire.Versions
 		older          string
 	}{
-		"an older one calls": {before, Protocol, "caller"}, "an older one is called": {Protocol,
+		"an older one calls": {before, hello.Protocol, "caller"},
+		"an older one is called": {hello.Protocol,
 			before, "callee"},
-		"a newer one calls": {after, Protocol, "callee"}, "a newer one is called": {Protocol, after,
+		"a newer one calls": {after, hello.Protocol, "callee"}, "a newer one is called": {hello.Protocol,
+			after,
 			"caller"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -60,12 +64,11 @@ func TestWhichToUpgrade(t *testing.T) {
 					"kvspray v0") ||
 					!strings.Contains(err.Error(), "kvspray v1") || strings.Contains(err.Error(),
 					"\n") {
-					t.Errorf("%v: want one line that says to upgrade %s, and both releases", err,
+					t.Errorf("%v: want one line with the remedy (upgrade %s) and both releases", err,
 						older)
 				}
 			}
-			// The callee has judged, too, unless the caller knew from its answer that it would not
-			// go on.
+			// The callee has refused, too, unless its first answer was enough for the caller.
 			if n := refused[1].Load(); n > 0 {
 				if got := strings.Count(logs[1].String(), "hello refused"); n != 3 || got != 1 {
 					t.Errorf("%d hellos were refused, and %d lines logged: want 3 and 1: %s", n,
@@ -73,20 +76,19 @@ func TestWhichToUpgrade(t *testing.T) {
 				}
 			}
 			for _, m := range []*Mesh{a.Mesh, b.Mesh} {
-				if ks := m.sessions; len(ks) != 0 {
-					t.Errorf("%d sessions are left", len(ks))
+				if n := m.sessions.count(); n != 0 {
+					t.Errorf("%d sessions are left", n)
 				}
 			}
 		})
 	}
 }
 
-// What a peer says of its build is known when it is up, and what cannot be a release's name is not
-// shown.
-func TestReleaseIsTold(t *testing.T) {
+// PeerUp has the release that the peer announced, unless it is not printable.
+func TestReleaseInPeerUp(t *testing.T) {
 	a := start(t, func(o *Options) {
 		o.Version, o.Features = "v1.2.3",
-			append(slices.Clone(Features), "from-the-future")
+			append(slices.Clone(hello.Features), "from-the-future")
 	})
 	b := start(t, func(o *Options) { o.Version = "v1.3.0\n; rm" })
 	join(t, a, b)
@@ -100,15 +102,15 @@ func TestReleaseIsTold(t *testing.T) {
 		i := slices.IndexFunc(x.at.ups, func(p Peer) bool { return p.Boot == x.of })
 		p := x.at.ups[i]
 		x.at.mu.Unlock()
-		if p.Release != x.release || !p.has(FeatureFragments) ||
+		if p.Release != x.release || !p.has(hello.FeatureFragments) ||
 			p.has("from-the-future") != x.future {
 			t.Errorf("release %q with %q, want %q", p.Release, p.Features, x.release)
 		}
 	}
 }
 
-// A gRPC server that serves something else is no sidecar of another release: it may be another
-// program's turn at the address, and a sidecar may be there next.
+// A gRPC server of another kind is not taken for a sidecar of another release: another program may
+// have the address for a while, and a sidecar may have it next.
 func TestAnotherGRPCServer(t *testing.T) {
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {

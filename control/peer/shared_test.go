@@ -15,8 +15,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// forward is an address behind which one process after another may be: each connection goes to the
-// one that `to` names when it comes.
+// forward returns an address that leads to one process after another: each connection goes to the
+// one that `to` names at that moment.
 func forward(t *testing.T, to *atomic.Pointer[string]) string {
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -57,14 +57,14 @@ func forward(t *testing.T, to *atomic.Pointer[string]) string {
 }
 
 // cut ends the lane to a peer.
-func (n *node) cut(t *testing.T, peer *node) { laneOf(t, n, peer).fail(errors.New("cut")) }
+func (n *node) cut(t *testing.T, peer *node) { laneOf(t, n, peer).Fail(errors.New("cut")) }
 
 // aim changes where a forwarded address leads.
 func aim(p *atomic.Pointer[string], to string) { p.Store(&to) }
 
 // reach connects as the executor does, again after a failure, until boot is up at endpoint, or
-// refuses for good. A process that is met anew fails the first try: the lane tells it that the last
-// session is over.
+// refuses for good. The first try fails if the peer has lost its session: only the lane reveals
+// that.
 func (n *node) reach(endpoint string, boot transfer.Boot) (refused error) {
 	n.t.Helper()
 	for {
@@ -93,11 +93,11 @@ func (n *node) reach(endpoint string, boot transfer.Boot) (refused error) {
 	}
 }
 
-// tell says something to a peer until it has heard it. What is lost must be lost with a session
-// that is told to be over.
-func (n *node) tell(peer *node) {
+// deliver sends a frame to a peer until one has arrived. A frame may be lost only with a session
+// whose end is reported.
+func (n *node) deliver(peer *node) {
 	n.t.Helper()
-	for heard := false; !heard; {
+	for received := false; !received; {
 		n.mu.Lock()
 		downs := len(n.downs)
 		n.mu.Unlock()
@@ -105,20 +105,20 @@ func (n *node) tell(peer *node) {
 			n.t.Fatal(err)
 		}
 		_ = n.Send(peer.opt.Boot, await(1)) // the session may be over
-		poll(n.t, "the frame is heard, or its session over", func() bool {
+		poll(n.t, "the frame has arrived, or its session is over", func() bool {
 			peer.mu.Lock()
-			heard = len(peer.got[n.opt.Boot]) > 0
+			received = len(peer.got[n.opt.Boot]) > 0
 			peer.mu.Unlock()
 			n.mu.Lock()
 			defer n.mu.Unlock()
-			return heard || len(n.downs) > downs
+			return received || len(n.downs) > downs
 		})
 	}
 }
 
 // An address leads to two processes. The lanes to the first are cut for a moment, and it is reached
-// at its own address, as the second answers at the shared one: both are up, and each is told of
-// what is for it.
+// at its own address while the second answers at the shared one: both are up, and each gets its own
+// frames.
 func TestSharedAddress(t *testing.T) {
 	a, b, d := start(t, slow), start(t, slow), start(t, slow)
 	var to atomic.Pointer[string]
@@ -128,21 +128,22 @@ func TestSharedAddress(t *testing.T) {
 	d.until("a up", func() bool { return len(d.ups) == 1 })
 	aim(&to, b.Endpoint())
 	d.cut(t, a)
-	// Its lane is dialed at its own address at the same time as the shared one says hello: where that
-	// is quicker, a is met anew.
+	// The lane to a is dialed at its own address while a Hello goes to the shared one. If the Hello is
+	// faster, a gets a new session.
 	d.Connect(shared)
 	d.until("b up", func() bool {
 		return slices.ContainsFunc(d.ups,
 			func(p Peer) bool { return p.Boot == b.opt.Boot })
 	})
 	for _, n := range []*node{a, b} {
-		d.tell(n)
+		d.deliver(n)
 	}
 }
 
-// The same, where the first cannot be reached at its own address either when the second answers at
-// the shared one: its session is over, as all of it may be, and it is met anew once its own address
-// leads to it again. Only a process at whose own address another answers is gone for good.
+// The same, but the first cannot be reached at its own address either when the second answers at
+// the shared one. Its session ends, because its process may have ended, and it gets a new one once
+// its own address leads to it again. Only a process at whose own address another answers is
+// superseded for good.
 func TestGoneOnlyAtItsOwnAddress(t *testing.T) {
 	for name, own := range map[string]bool{"at a shared address": false, "at its own": true} {
 		t.Run(name, func(t *testing.T) {
@@ -152,9 +153,7 @@ func TestGoneOnlyAtItsOwnAddress(t *testing.T) {
 			advertised := forward(t, &toOwn)
 			a, b, d := start(t, func(o *Options) { slow(o); o.Advertise = advertised }), start(t, slow),
 				start(t, slow)
-			a.Mesh.mu.Lock()
-			listens := a.served.Addr().String()
-			a.Mesh.mu.Unlock()
+			listens := a.listeners.bound().String()
 			aim(&toOwn, listens)
 			aim(&toShared, listens)
 			shared := forward(t, &toShared)

@@ -10,7 +10,7 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// What is added up, warm and cold.
+// The sum of the rails, warm and cold.
 func TestRailsAddUp(t *testing.T) {
 	for _, c := range []struct {
 		name       string
@@ -63,7 +63,7 @@ func TestRailsAddUp(t *testing.T) {
 	}
 }
 
-// The fixed policies do what other engines do, which is what ours is measured against.
+// The fixed policies do what other engines do: the comparison for our policy.
 func TestFixedPoliciesFollowTheSlowest(t *testing.T) {
 	for _, c := range []struct {
 		policy Policy
@@ -91,8 +91,8 @@ func TestFixedPoliciesFollowTheSlowest(t *testing.T) {
 	}
 }
 
-// A rail that dies in mid transfer costs less than 100 ms, whichever way it dies; once it is well
-// it is used again.
+// A rail that fails during a transfer costs less than 100 ms, whatever the failure. Once it works
+// again, it is used again.
 func TestRailDiesInMidTransfer(t *testing.T) {
 	for name, fault := range map[string]struct {
 		kill func(*link)
@@ -119,7 +119,7 @@ func TestRailDiesInMidTransfer(t *testing.T) {
 				at := 100*ms + Instant(victim)*7*ms
 				m.run(at, f.landed)
 				fault.kill(dead)
-				rest := int(f.got.Len() - f.got.Count())
+				rest := int(f.chunks.Len() - f.chunks.Landed())
 				took := m.run(10*sec, f.landed)
 				ideal := Instant(float64(rest*transfer.ChunkBytes) / (3*gbit + fault.rate))
 				if took < 0 || took > ideal+100*ms {
@@ -127,7 +127,7 @@ func TestRailDiesInMidTransfer(t *testing.T) {
 				}
 				t.Logf("cost %v", took-ideal)
 				f.Close()
-				// While it is ill the others carry on at their full rate.
+				// Meanwhile the other rails continue at their full rate.
 				if r := m.move(bytes); r < 0.95*3*gbit {
 					t.Errorf("%.3f Gbit/s beside the ill rail, want 0.95 of 3", r/gbit)
 				}
@@ -143,7 +143,7 @@ func TestRailDiesInMidTransfer(t *testing.T) {
 	}
 }
 
-// Whenever in a transfer a rail falls silent, also while its last slices are on the way.
+// A rail may become silent at any moment of a transfer, even during its last slices.
 func TestRailDiesAtAnyMoment(t *testing.T) {
 	const bytes = 64 << 20
 	var worst Instant
@@ -165,7 +165,7 @@ func TestRailDiesAtAnyMoment(t *testing.T) {
 			if m.run(10*sec, f.landed) < 0 {
 				t.Fatal("the transfer did not end")
 			}
-			// What remained, at the rate of the three that are left.
+			// The remaining chunks, at the rate of the three other rails.
 			ideal := whole*Instant(step)/59 + (whole-whole*Instant(step)/59)*4/3
 			worst = max(worst, m.now-from-ideal)
 		}
@@ -176,7 +176,7 @@ func TestRailDiesAtAnyMoment(t *testing.T) {
 	}
 }
 
-// A rail that flaps every 300 ms, and all rails dead for three seconds.
+// A rail that flaps every 300 ms, and three seconds without any rail.
 func TestFlapsAndBlackouts(t *testing.T) {
 	m := newModel(t, Config{})
 	for range 3 {
@@ -211,7 +211,7 @@ func TestFlapsAndBlackouts(t *testing.T) {
 	}
 }
 
-// The window of what is urgent: it waits behind no more than two slices of the fastest rail.
+// Urgent slices wait behind at most two slices of the fastest rail.
 func TestUrgentBesideBackground(t *testing.T) {
 	m := newModel(t, Config{})
 	for _, r := range []float64{2, 1, 0.5} {
@@ -249,9 +249,8 @@ func TestUrgentBesideBackground(t *testing.T) {
 	}
 }
 
-// An urgent chunk that finds the fast rail full for a moment waits for it, and is not given to a
-// slow one because there is no end of background that the fast one could be busy with: nothing of
-// that goes before it.
+// An urgent chunk that finds the fast rail full for a moment waits for it. It does not go to a slow
+// rail because of endless background on the fast one: no background precedes it.
 func TestUrgentIsNotPutOnASlowRail(t *testing.T) {
 	m := newModel(t, Config{})
 	m.rail(gbit, 100*time.Microsecond, 2)
@@ -281,7 +280,7 @@ func TestUrgentIsNotPutOnASlowRail(t *testing.T) {
 	}
 }
 
-// Whatever is urgent, background has its share, and no more while there is other work.
+// Background has its share beside urgent work, and no more than that.
 func TestBackgroundShare(t *testing.T) {
 	m := newModel(t, Config{})
 	m.rail(gbit, 100*time.Microsecond, 2)
@@ -305,8 +304,8 @@ func TestBackgroundShare(t *testing.T) {
 	}
 }
 
-// The next transport carries on when the preferred one dies as a whole, and gives back when it
-// heals.
+// If all rails of the preferred transport fail, the next transport continues. When they work again,
+// the preferred one is used again.
 func TestTransportSubstitution(t *testing.T) {
 	m := newModel(t, Config{})
 	m.rail(4*gbit, 20*time.Microsecond, 1, func(in *LaneInfo) { in.Path.Transport = "shm" })
@@ -332,7 +331,7 @@ func TestTransportSubstitution(t *testing.T) {
 	}
 }
 
-// Near tiers take what they can alone; a far one helps only where there is enough to do.
+// Near tiers carry what they can; a far one helps only if there is enough work.
 func TestTiers(t *testing.T) {
 	m := newModel(t, Config{})
 	near := m.rail(gbit, 50*time.Microsecond, 1, func(in *LaneInfo) { in.Tier = 1 })

@@ -7,14 +7,13 @@ import (
 	"testing"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/kvspray/kvspray/transfer"
+	"golang.org/x/sys/unix"
 )
 
-// loaded is a scheduler with n warm pairs, their windows full, and endless work: end confirms the
-// oldest slice, pull gives out what fits then, up to the pull that finds nothing, and says how many
-// slices that was.
+// loaded is a scheduler with n warm pairs, full windows and endless work. end confirms the oldest
+// slice; pull gives out what fits then, including the pull that finds nothing, and returns the
+// number of slices.
 func loaded(t testing.TB, n int) (end func(), pull func() int) {
 	s := New(Config{MaxFlights: 1 << 20})
 	p := s.Peer(transfer.Boot{1}, nil)
@@ -96,17 +95,15 @@ func BenchmarkPull(b *testing.B) {
 	}
 }
 
-// cpuTime is what this process has used of the processors, which other load changes less than the
-// time that passed.
+// cpuTime is the CPU time of this process, which other load changes less than wall time.
 func cpuTime() time.Duration {
 	var u unix.Rusage
 	_ = unix.Getrusage(unix.RUSAGE_SELF, &u) // cannot fail: both arguments are right
 	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
-// BenchmarkPeers is all that the scheduler does about one slice where several peers share the local
-// rails: its confirmation, the turns, the pull that gives the next one, and the pulls that find
-// nothing.
+// BenchmarkPeers measures all work of the scheduler per slice if several peers share the local
+// rails: confirmation, turns, the pull of the next slice, and the pulls that find nothing.
 func BenchmarkPeers(b *testing.B) {
 	for _, c := range [][2]int{{2, 1}, {4, 2}, {16, 1}, {16, 4}, {64, 4}} {
 		b.Run(fmt.Sprintf("%dpeers%drails", c[0], c[1]), func(b *testing.B) {
@@ -121,8 +118,8 @@ func BenchmarkPeers(b *testing.B) {
 	}
 }
 
-// sharedRails is a scheduler with peers that share local rails of 10 Gbit/s, all with layer streams
-// without end: end confirms the slice that is due next and gives out what fits then.
+// sharedRails is a scheduler with peers that share local rails of 10 Gbit/s, with endless layer
+// streams. end confirms the next slice that is due and gives out what fits then.
 func sharedRails(t testing.TB, peers, rails int) (end func(), slices *int) {
 	const rate = 1.25 // bytes per nanosecond of each rail
 	s := New(Config{})

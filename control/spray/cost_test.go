@@ -7,20 +7,19 @@ import (
 	"time"
 )
 
-// pullGoal is what the decision about one slice may cost with 32 candidate pairs. A core whose
-// other half is busy takes nearly twice as long for the same, so twice the goal is what fails; the
-// log has the figure.
+// pullGoal bounds the cost of the decision about one slice with 32 candidate pairs. If the other
+// thread of its core is busy, a core takes almost twice as long, so the test fails from twice the
+// goal; the log has the value.
 const pullGoal = 500 * time.Nanosecond
 
-// TestPullCost: the decision stays cheap with many pairs, the one that finds nothing and ends each
-// round included. The race detector makes everything slow, so this is left out under it; make
-// test-sim runs it.
+// TestPullCost checks that the decision is cheap with many pairs, including the pull that finds
+// nothing at the end of each round. Left out under the race detector; make test-sim runs it.
 func TestPullCost(t *testing.T) {
 	const rounds, confirmed = 100, 16
 	end, pull := loaded(t, 32)
 	pull()
 	best, whole := time.Hour, time.Hour
-	for range 300 { // the best of them is what nobody else disturbed
+	for range 300 { // the best one was not disturbed
 		var pulls int
 		var pulling time.Duration
 		began := time.Now()

@@ -125,16 +125,14 @@ const (
 
 // Bounds.
 const (
-	MaxRanks       = 8         // distinct transports; the rest share the last rank
-	MaxPairs       = 256       // rail pairs of one peer
-	MaxLanes       = 1024      // lanes of one peer
-	MaxCopies      = 16        // of one chunk in flight at once, probes not counted
-	MaxAttempts    = 1<<16 - 1 // of one chunk, of every kind
-	maxSliceChunks = 1024      // of one slice
-	MaxHedgeBytes  = 4 << 20   // hedges in flight to one peer
-	hedgeShare     = 8         // of a flow's chunks, one in so many may be hedged, and hedgeLeast
-	hedgeLeast     = 16        // chunks
-	hedgeScan      = 4         // newest slices of a lane that are looked at for a hedge
+	MaxRanks       = 8       // distinct transports; the rest share the last rank
+	MaxPairs       = 256     // rail pairs of one peer
+	MaxLanes       = 1024    // lanes of one peer
+	maxSliceChunks = 1024    // of one slice
+	MaxHedgeBytes  = 4 << 20 // hedges in flight to one peer
+	hedgeShare     = 8       // of a flow's chunks, one in so many may be hedged, and hedgeLeast
+	hedgeLeast     = 16      // chunks
+	hedgeScan      = 4       // newest slices of a lane that are looked at for a hedge
 	// flows at the head of a queue that are tried when the first cannot use the open pairs.
 	scanFlows = 4
 	wakeFlows = 4 // resting flows that one Tick puts back into their queues

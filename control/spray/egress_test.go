@@ -11,8 +11,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// fan is one host whose local rails lead to many peers. A slice stands in the queue of its local
-// rail, then in that of its peer's, and is confirmed a delay later.
+// fan is one host whose local rails lead to many peers. A slice waits in the queue of its local
+// rail, then in the queue of its peer's rail, and is confirmed a delay later.
 type fan struct {
 	*model
 	cfg    fanConfig
@@ -72,7 +72,7 @@ func (f *fan) tick() {
 	})
 }
 
-// assign is that of the executor.
+// assign does the same as the executor.
 func (f *fan) assign() {
 	touch := func(p *Peer) { f.dirty[p] = true }
 	for again := true; again; again = f.s.Wake(f.now, touch) {
@@ -126,7 +126,7 @@ func (f *fan) open(i int, prio Priority, bytes uint64) *Flow {
 // endless keeps a peer busy with flows of a priority.
 func (f *fan) endless(i int, prio Priority) { f.open(i, prio, 4<<30) }
 
-// rate is what came within d, by peer, in bytes per nanosecond.
+// rate is the bytes per nanosecond within d, by peer.
 func (f *fan) rate(d Instant) (all []float64, sum float64) {
 	before := append([]uint64(nil), f.came...)
 	f.wait(d)
@@ -137,9 +137,8 @@ func (f *fan) rate(d Instant) (all []float64, sum float64) {
 	return all, sum
 }
 
-// What a decode waits for takes little longer through a rail over which other peers are sent what
-// nobody waits for, or layers of a prefill, whenever it comes; and they get their share, and the
-// rail is full.
+// Urgent slices take little longer over a rail that also carries background or layer streams to
+// other peers, at any time. The others get their share, and the rail is full.
 func TestUrgentAmongPeers(t *testing.T) {
 	const bytes = 8 << 20
 	for _, c := range []struct {
@@ -163,7 +162,7 @@ func TestUrgentAmongPeers(t *testing.T) {
 			const rounds = 200
 			for i := range Instant(rounds) {
 				all = append(all, float64(urgent())/float64(alone))
-				// at any point of what happens every few milliseconds
+				// at any point of the period of a few milliseconds
 				f.wait(5*ms + i*1700*time.Microsecond%(13*ms))
 			}
 			f.endless(1, c.prio) // one peer alone has taken what it had
@@ -185,8 +184,8 @@ func TestUrgentAmongPeers(t *testing.T) {
 	}
 }
 
-// The same where receivers that other work keeps from running confirm much at a time. Then a rail
-// seems to move more than it does, and slices to wait longer than they do.
+// The same if receivers confirm many slices at a time, because other processes occupy their
+// processors. The rail then seems faster than it is, and slices seem to wait longer than they do.
 func TestUrgentAmongPeersThatConfirmInBursts(t *testing.T) {
 	for _, c := range []struct {
 		prio  Priority
@@ -229,8 +228,9 @@ func TestUrgentAmongPeersThatConfirmInBursts(t *testing.T) {
 	}
 }
 
-// Peers of equal class that share a rail get the same of it, and all of it is used; whoever is
-// limited by its own end leaves the rest to the others, and one that stops takes nothing along.
+// Peers of equal class that share a rail get equal parts of it, and the rail is fully used. A peer
+// that is limited by its own end leaves the rest to the others, and the end of one transfer costs
+// the others nothing.
 func TestPeersShareARail(t *testing.T) {
 	for _, c := range []struct {
 		name  string
@@ -300,7 +300,7 @@ func TestPeersShareARail(t *testing.T) {
 	}
 }
 
-// An urgent chunk goes over an idle rail, and not behind what another peer has on a busy one.
+// An urgent chunk goes over an idle rail, not behind the slices of another peer on a busy one.
 func TestPredictionSeesOtherPeers(t *testing.T) {
 	f := newFan(t, fanConfig{peers: 2, rails: 2, near: 10 * gbit, delay: 5 * ms})
 	for id, at := range f.rails {
@@ -334,8 +334,8 @@ func TestPredictionSeesOtherPeers(t *testing.T) {
 	}
 }
 
-// What is less urgent is sent to one peer while more urgent things are sent to others without end:
-// its share.
+// A lower priority to one peer gets its share beside endless work of higher priorities to other
+// peers.
 func TestNoPeerStarves(t *testing.T) {
 	f := newFan(t, fanConfig{peers: 4, rails: 1, near: 10 * gbit, delay: 50 * time.Microsecond})
 	f.endless(0, DecodeWaits)
@@ -353,8 +353,8 @@ func TestNoPeerStarves(t *testing.T) {
 	}
 }
 
-// A peer that joins another one on a rail has its share at once, and leaves it when it has nothing
-// to send.
+// A peer that joins another one on a rail has its share at once, and gives it back when it has
+// nothing to send.
 func TestPeerJoins(t *testing.T) {
 	f := newFan(t, fanConfig{peers: 1, rails: 1, near: 10 * gbit, delay: 50 * time.Microsecond})
 	f.endless(0, LayerStream)

@@ -9,11 +9,11 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// What a local rail that peers share is allowed to conclude, and what it may pass over.
+// What the model of a shared local rail may conclude, and what it has to ignore.
 
-// A slice that a decode engine waits for may exceed the in-flight window of its rail pair where
-// other peers keep the local rail busy. It exceeds neither the receiver's credit nor the window of
-// a pair on trial or of an unknown pair by more than one slice.
+// An urgent slice may exceed the in-flight window of its rail pair if other peers keep the local
+// rail busy. It does not exceed the receiver's credit, nor by more than one slice the window of a
+// pair on trial or of an unknown pair.
 func TestUrgentKeepsLimitsAmongPeers(t *testing.T) {
 	for _, c := range []struct {
 		name  string
@@ -58,8 +58,8 @@ func TestUrgentKeepsLimitsAmongPeers(t *testing.T) {
 	}
 }
 
-// A confirmation that comes late once, of a slice that found the local rail idle, does not hide the
-// queue there afterwards.
+// One late confirmation of a slice that found the local rail idle does not hide the queue there
+// afterwards.
 func TestOneLateConfirmationHidesNoQueue(t *testing.T) {
 	const peers = 16
 	f := newFan(t, fanConfig{peers: peers, rails: 1, near: gbit, delay: 50 * time.Microsecond})
@@ -88,7 +88,7 @@ func TestOneLateConfirmationHidesNoQueue(t *testing.T) {
 	}
 }
 
-// A probe raises the rate of a local rail only if slices were posted while it lasted: else nothing
+// A probe raises the rate of a local rail only if slices were posted meanwhile: otherwise none
 // could have been late.
 func TestProbeNeedsSlices(t *testing.T) {
 	const rate = gbit
@@ -134,7 +134,8 @@ func TestLightTrafficKeepsTheRate(t *testing.T) {
 	}
 }
 
-// A local rail that has become slower is found out, also where it has a pause after each transfer.
+// The model learns that a local rail has become slower, even if there is a pause after each
+// transfer.
 func TestSlowerRailIsLearned(t *testing.T) {
 	for _, delay := range []Instant{50 * time.Microsecond, 5 * ms} {
 		for _, pause := range []Instant{0, 30 * ms} {

@@ -2,7 +2,9 @@
 
 package spray
 
-import "github.com/kvspray/kvspray/transfer"
+import (
+	"github.com/kvspray/kvspray/transfer"
+)
 
 // flight is a slice in flight.
 type flight struct {
@@ -170,19 +172,14 @@ func (s *Scheduler) End(now Instant, cookie uint64, v Verdict) (Ended, bool) {
 			q.count.ProbesFailed++
 		}
 		if v == Confirmed && !f.stopped {
-			f.detail() // it has landed, and another copy is still in flight
+			f.chunks.Detail() // it has landed, and another copy is still in flight
 			out.Fresh = f.land(fl.r)
 		}
 	} else {
 		if v != Confirmed && !f.stopped {
-			f.detail()
+			f.chunks.Detail()
 		}
-		if f.chunks != nil {
-			run := f.chunks[fl.r.First:fl.r.End()]
-			for i := range run {
-				run[i].copies--
-			}
-		}
+		f.chunks.Ended(fl.r)
 		switch {
 		case f.stopped:
 		case v == Confirmed:
@@ -195,7 +192,7 @@ func (s *Scheduler) End(now Instant, cookie uint64, v Verdict) (Ended, bool) {
 			if (v == Failed || v == Refused) && !fl.charged {
 				f.strike(fl.r, q)
 			}
-			out.Exhausted = f.exhausted(fl.r, s.cfg.MaxStrikes)
+			out.Exhausted = f.chunks.Exhausted(fl.r, s.cfg.MaxStrikes)
 			f.free(fl.r, false)
 		}
 	}

@@ -6,17 +6,10 @@ import (
 	"math"
 	"slices"
 
+	"github.com/kvspray/kvspray/control/spray/internal/chunks"
 	"github.com/kvspray/kvspray/internal/heap"
 	"github.com/kvspray/kvspray/transfer"
 )
-
-// chunk is the record of one chunk of a flow, beside the sets that it is in.
-type chunk struct {
-	attempt uint16 // the last one that carried it
-	avoid   uint16 // one more than the index of the pair that failed it last; 0: none
-	copies  uint8  // slices in flight that carry it, probes not counted
-	strikes uint8  // failures
-}
 
 // Flow is the sending side of one part to one peer: which of its chunks may be sent, are in flight,
 // and have landed.
@@ -29,21 +22,15 @@ type Flow struct {
 	deadline Instant // nothing is sent from then on; 0: never
 	seq      uint64
 	space    *transfer.Space
-	fresh    *transfer.RangeSet // ready, never sent
-	seen     *transfer.RangeSet // ready, or was
-	got      *transfer.RangeSet // landed
-	// Both are nil until the first copy, failure or retransmission, see detail. With ten thousand
-	// open transfers these are cold in the cache, and most flows never need more than the sets.
-	again   *transfer.RangeSet // to be retransmitted; these precede fresh ones
-	chunks  []chunk
-	queued  heap.Item[*Flow] // in its queue, while something waits
-	hedges  int              // chunks that may still be hedged
-	flights int
-	stopped bool
-	closed  bool
-	bad     [MaxRanks]uint8 // failures by rank, up to badFlow
-	picky   bool            // a transport has reached badFlow
-	rest    Instant         // until then the flow does not use such transports; 0: it may
+	chunks   chunks.Set
+	queued   heap.Item[*Flow] // in its queue, while something waits
+	hedges   int              // chunks that may still be hedged
+	flights  int
+	stopped  bool
+	closed   bool
+	bad      [MaxRanks]uint8 // failures by rank, up to badFlow
+	picky    bool            // a transport has reached badFlow
+	rest     Instant         // until then the flow does not use such transports; 0: it may
 	// A parked flow is out of its queue, and its chunks do not count as waiting: every usable
 	// transport has refused it, and it rests, or its one trial is in flight.
 	parked bool
@@ -53,38 +40,7 @@ type Flow struct {
 func (f *Flow) SetPlace(at Place) { f.at = min(at, MaxPlaces-1) }
 
 // Waiting counts chunks that wait for a lane.
-func (f *Flow) Waiting() uint32 { return f.fresh.Count() + f.retries() }
-
-// retries counts those of them that were sent before.
-func (f *Flow) retries() uint32 {
-	if f.again == nil {
-		return 0
-	}
-	return f.again.Count()
-}
-
-// detail starts the records of single chunks. Until then they follow from the sets: a chunk that
-// was ready and is not fresh was sent once, and is in flight until it has landed. Called for a flow
-// that is not stopped, before its first copy, failure or retransmission.
-func (f *Flow) detail() {
-	if f.chunks != nil {
-		return
-	}
-	// Run by run: of a transfer of 4 GiB these are 65,536 chunks, while lanes wait for the scheduler.
-	all := make([]chunk, f.fresh.Len())
-	fill := func(of *transfer.RangeSet, k chunk) {
-		for r := range of.Ranges() {
-			run := all[r.First:r.End()]
-			for i := range run {
-				run[i] = k
-			}
-		}
-	}
-	fill(f.seen, chunk{attempt: 1, copies: 1})
-	fill(f.got, chunk{attempt: 1})
-	fill(f.fresh, chunk{})
-	f.chunks, f.again = all, transfer.NewRangeSet(uint32(len(all)))
-}
+func (f *Flow) Waiting() uint32 { return f.chunks.Waiting() }
 
 // Flights counts slices in flight.
 func (f *Flow) Flights() int { return f.flights }
@@ -95,8 +51,7 @@ func (s *Scheduler) Open(p *Peer, prio Priority, deadline Instant, space *transf
 	s.seq++
 	n := space.NumChunks()
 	f := &Flow{Owner: owner, peer: p, prio: min(prio, Background), deadline: deadline, seq: s.seq,
-		space: space,
-		fresh: transfer.NewRangeSet(n), seen: transfer.NewRangeSet(n), got: transfer.NewRangeSet(n),
+		space: space, chunks: chunks.New(n),
 		hedges: max(int(n)/hedgeShare, hedgeLeast)}
 	f.queued.Value = f
 	return f
@@ -107,20 +62,7 @@ func (f *Flow) Ready(r transfer.Range) {
 	if f.stopped {
 		return
 	}
-	end := min(r.End(), f.fresh.Len())
-	for c := r.First; c < end; {
-		// Usually the whole range is new.
-		run := transfer.Range{First: c, Count: 1}
-		for run.End() < end && !f.seen.Contains(run.End()) {
-			run.Count++
-		}
-		c = run.End()
-		if f.seen.Contains(run.First) {
-			run.First, run.Count = run.First+1, run.Count-1
-		}
-		f.seen.Add(run)
-		f.waits(int(f.fresh.Add(run)))
-	}
+	f.waits(f.chunks.Ready(r))
 	f.requeue()
 }
 
@@ -128,10 +70,7 @@ func (f *Flow) Ready(r transfer.Range) {
 func (f *Flow) Stop() {
 	f.park()
 	f.stopped, f.parked = true, false
-	f.fresh.Clear()
-	if f.again != nil {
-		f.again.Clear()
-	}
+	f.chunks.Clear()
 }
 
 // Close ends the flow. Slices in flight still end, without an effect.
@@ -176,82 +115,37 @@ func (f *Flow) unpark() {
 	}
 }
 
-// next is the first run that the flow would send, up to the longest slice, and the pair to avoid,
-// as in chunk.
-func (f *Flow) next() (r transfer.Range, avoid uint16) {
-	if f.retries() > 0 {
-		r = f.again.Peek(maxSliceChunks)
-		return r, f.chunks[r.First].avoid
-	}
-	return f.fresh.Peek(maxSliceChunks), 0
-}
-
 // take removes up to limit chunks for one slice, fresh ones or those to be retransmitted, and
 // returns the slice's attempt.
-func (f *Flow) take(limit uint32, fresh bool) (transfer.Range, uint32) {
-	var r transfer.Range
-	if !fresh {
-		r = f.again.Peek(limit)
-		avoid := f.chunks[r.First].avoid
-		for n := uint32(1); n < r.Count; n++ {
-			if f.chunks[r.First+n].avoid != avoid {
-				r.Count = n
-			}
-		}
-		f.again.Remove(r)
+func (f *Flow) take(limit uint32, fresh bool) (r transfer.Range, attempt uint32) {
+	if fresh {
+		r = f.chunks.TakeFresh(limit)
 	} else {
-		r = f.fresh.Take(limit)
+		r = f.chunks.TakeAgain(limit)
 	}
 	f.waits(-int(r.Count))
 	f.requeue()
-	return r, f.send(r)
+	return r, f.chunks.Send(r)
 }
 
-// send counts one more copy of r in flight and returns its attempt.
-func (f *Flow) send(r transfer.Range) uint32 {
-	if f.chunks == nil {
-		return 1 // of what was fresh
-	}
-	run := f.chunks[r.First:r.End()]
-	var last uint16
-	for i := range run {
-		last = max(last, run[i].attempt)
-	}
-	if last < MaxAttempts {
-		last++
-	}
-	for i := range run {
-		run[i].attempt = last
-		run[i].copies++
-	}
-	return uint32(last)
-}
-
-// free queues those chunks of r for retransmission that have not landed and do not wait. With
-// copies in flight it does so only if spare is set, because these copies are doubted.
+// free queues chunks of r for retransmission. With copies in flight it does so only if spare is
+// set, because these copies are doubted.
 func (f *Flow) free(r transfer.Range, spare bool) {
 	if f.stopped {
 		return
 	}
-	f.detail()
-	for c := r.First; c < r.End(); c++ {
-		k := &f.chunks[c]
-		if f.got.Contains(c) || k.copies > 0 && (!spare || k.copies >= MaxCopies) {
-			continue
-		}
-		f.waits(int(f.again.Add(transfer.Range{First: c, Count: 1})))
-	}
+	f.waits(f.chunks.Free(r, spare))
 	if f.rest == 0 {
 		f.unpark() // the trial has ended, or is late
 	}
 	f.requeue()
 }
 
-// land marks r as landed, removes it from what waits, and returns the number of new chunks.
+// land marks r as landed, and returns the number of new chunks.
 func (f *Flow) land(r transfer.Range) (fresh uint32) {
-	fresh = f.got.Add(r)
-	if f.retries() > 0 {
-		f.waits(-int(f.again.Remove(r)))
+	fresh = f.chunks.Land(r)
+	if f.chunks.Retries() > 0 {
+		f.waits(-f.chunks.Drop(r))
 		f.requeue()
 	}
 	return fresh
@@ -259,16 +153,8 @@ func (f *Flow) land(r transfer.Range) (fresh uint32) {
 
 // strike charges a failure to the chunks of r.
 func (f *Flow) strike(r transfer.Range, pair *pair) {
-	if f.stopped {
-		return
-	}
-	f.detail()
-	run := f.chunks[r.First:r.End()]
-	for i := range run {
-		run[i].avoid = uint16(pair.index + 1)
-		if run[i].strikes < math.MaxUint8 {
-			run[i].strikes++
-		}
+	if !f.stopped {
+		f.chunks.Strike(r, pair.index)
 	}
 }
 
@@ -327,18 +213,6 @@ func (s *Scheduler) rested(now Instant, touched func(*Peer)) {
 func (f *Flow) served() bool {
 	for _, q := range f.peer.pairs {
 		if q.usable() && f.class(q) < MaxRanks {
-			return true
-		}
-	}
-	return false
-}
-
-// exhausted reports whether a chunk of r that is no longer in flight has failed too often to be
-// sent again.
-func (f *Flow) exhausted(r transfer.Range, most int) bool {
-	for c := r.First; c < r.End(); c++ {
-		k := &f.chunks[c]
-		if !f.got.Contains(c) && k.copies == 0 && (int(k.strikes) >= most || k.attempt >= MaxAttempts) {
 			return true
 		}
 	}

@@ -8,7 +8,7 @@ import (
 	"time"
 )
 
-// The same where the only pair is excluded: what never ends keeps the last resort from nothing.
+// The same with an excluded pair: a slice that never ends does not prevent the last resort.
 func TestLastResortBesideAStuckSlice(t *testing.T) {
 	s, p := solo(t, 1)
 	f := flow(t, s, p, 64)
@@ -23,8 +23,7 @@ func TestLastResortBesideAStuckSlice(t *testing.T) {
 	confirmed(t, s, p, f, 0, nil)
 }
 
-// confirmed goes on from at, with what was sent then, until all that f has is sent and confirmed,
-// each slice a tick after it was sent.
+// confirmed sends and confirms all chunks of f, from at on, each slice one tick after it was sent.
 func confirmed(t *testing.T, s *Scheduler, p *Peer, f *Flow, at Instant, sent []Slice) {
 	t.Helper()
 	for ; f.Waiting() > 0 || len(sent) > 0; at += TickEvery {
@@ -39,8 +38,8 @@ func confirmed(t *testing.T, s *Scheduler, p *Peer, f *Flow, at Instant, sent []
 	}
 }
 
-// Where every pair is excluded each is tried with one chunk at a time: neither a storm, nor a
-// transfer that waits for a cooldown.
+// If every pair is excluded, each is tried with one chunk at a time: there is no storm, and no
+// transfer waits for a cooldown.
 func TestLastResort(t *testing.T) {
 	s, p := solo(t, 3)
 	flow(t, s, p, 64)
@@ -63,7 +62,7 @@ func TestLastResort(t *testing.T) {
 	}
 }
 
-// What is learned and not used any more decays to neutral.
+// Estimates that are not used any more decay to neutral.
 func TestDecayToNeutral(t *testing.T) {
 	m := newModel(t, Config{})
 	m.rail(gbit/100, 100*time.Microsecond, 1, func(in *LaneInfo) { in.Gbps = 2 })
@@ -84,12 +83,12 @@ func TestDecayToNeutral(t *testing.T) {
 	}
 	near(t, "after a minute", look(51*sec), 2*gbit, 1e-9)
 	if q.samples != 0 {
-		t.Error("neutral, and still believed")
+		t.Error("neutral, and still in use")
 	}
 }
 
-// Silence makes a lane suspect in 60 ms and its chunks go elsewhere; exclusion follows only because
-// others moved.
+// After 60 ms of silence a lane is suspect, and its chunks go elsewhere. The exclusion follows only
+// because other pairs moved.
 func TestSuspicionAndExclusionBySilence(t *testing.T) {
 	m := newModel(t, Config{})
 	m.rail(gbit, 100*time.Microsecond, 1)
@@ -111,7 +110,7 @@ func TestSuspicionAndExclusionBySilence(t *testing.T) {
 		t.Errorf("%v (%s) after a second of silence beside a rail that moves", q.state, q.reason)
 	}
 
-	// Why, can be read when it is well again.
+	// The reason is still visible when the pair is healthy again.
 	m.links[0].set(func() { m.links[0].dead = false })
 	if m.run(2*sec, func() bool { return q.state == Healthy }) < 0 {
 		t.Fatalf("%v: not back", q.state)
@@ -122,7 +121,7 @@ func TestSuspicionAndExclusionBySilence(t *testing.T) {
 	m.links[0].set(func() { m.links[0].dead = true })
 	m.wait(2 * DefaultExclude)
 
-	// The other one goes silent as well: there is nobody to lag behind.
+	// The other one becomes silent as well: no pair moves, so none is excluded.
 	m.links[1].set(func() { m.links[1].dead = true })
 	m.wait(5 * sec)
 	if o := m.p.pairs[1]; o.state != Healthy || o.live != 0 {
@@ -130,10 +129,10 @@ func TestSuspicionAndExclusionBySilence(t *testing.T) {
 	}
 }
 
-// A rail that was silent for long is excluded once, not again and again while nothing could be
-// tried on it; and what brings something again is probed at once, not when a cooldown ends that has
-// doubled meanwhile.
-func TestSignOfLifeEndsTheCooldown(t *testing.T) {
+// A rail that is silent for long is excluded once, not again and again while nothing could be sent
+// on it. When it moves again, it is probed at once, and not after a cooldown that has doubled
+// meanwhile.
+func TestProgressEndsTheCooldown(t *testing.T) {
 	m := newModel(t, Config{MaxCooldown: 20 * sec, Cooldown: 10 * sec})
 	m.rail(gbit, 100*time.Microsecond, 1)
 	m.rail(gbit, 100*time.Microsecond, 1)
@@ -147,8 +146,8 @@ func TestSignOfLifeEndsTheCooldown(t *testing.T) {
 		t.Fatalf("%d exclusions and %d probes of a rail that nothing could be tried on: want 1, 0",
 			q.count.Exclusions, q.count.Probes)
 	}
-	// Once more, and healed while the cooldown of now is young. What it held all the time is not late
-	// now: that was its silence.
+	// Once more, and the rail works again early in the present cooldown. Its slices in flight do not
+	// count as late: the rail was silent.
 	l.set(func() { l.dead = false })
 	m.wait(200 * ms)
 	if q.state != Healthy || q.count.TimedOut != 0 {
@@ -164,7 +163,7 @@ func TestSignOfLifeEndsTheCooldown(t *testing.T) {
 	if d := m.run(sec, func() bool { return q.state == Healthy }); d > 100*ms {
 		t.Errorf("in use again %v after it moved: %v", d, q.state)
 	}
-	// One that fails what it is given moves as well, and has to wait.
+	// A rail whose slices fail moves as well, but has to wait for its cooldown.
 	m.wait(10 * ms)
 	q.exclude(m.now, &m.s.cfg, "checksums")
 	until := q.until
@@ -174,9 +173,9 @@ func TestSignOfLifeEndsTheCooldown(t *testing.T) {
 	}
 }
 
-// A process that was stopped for five seconds blames nobody: the confirmations are there, it has
-// not read them.
-func TestOwnSleepBlamesNobody(t *testing.T) {
+// A pause of this process of five seconds excludes no pair: the confirmations have arrived, and are
+// not read yet.
+func TestPauseOfTheProcessExcludesNoRail(t *testing.T) {
 	s, p := solo(t, 2)
 	f := flow(t, s, p, 640)
 	now := Instant(0)
@@ -196,7 +195,7 @@ func TestOwnSleepBlamesNobody(t *testing.T) {
 				q.count.TimedOut)
 		}
 	}
-	// But silence that follows is silence.
+	// Silence after the pause counts.
 	for range 30 {
 		now += 5 * ms
 		s.Tick(now, func(*Peer) {})
@@ -209,8 +208,8 @@ func TestOwnSleepBlamesNobody(t *testing.T) {
 	}
 }
 
-// A slow rail is not taken for a silent one, and packet loss that stops a rail for 200 ms now and
-// then excludes nobody.
+// A slow rail is not considered silent, and packet loss that stops a rail for 200 ms now and then
+// excludes no pair.
 func TestNoFalseExclusion(t *testing.T) {
 	m := newModel(t, Config{})
 	m.rail(2*gbit, 100*time.Microsecond, 2)

@@ -12,7 +12,7 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Flows past their deadline send nothing; among equals the earlier deadline goes first.
+// Flows after their deadline send nothing; among equals the earlier deadline goes first.
 func TestDeadlines(t *testing.T) {
 	s, p := solo(t, 1)
 	open := func(deadline Instant) *Flow {
@@ -31,8 +31,8 @@ func TestDeadlines(t *testing.T) {
 	}
 }
 
-// A slow rail leaves short work to a fast one: it is not sent there and then hedged, it is not sent
-// there at all.
+// A slow rail leaves short work to a fast one: the work is not sent on the slow rail and hedged
+// later, but not sent there at all.
 func TestTailIsLeftToFasterRails(t *testing.T) {
 	m := newModel(t, Config{})
 	m.rail(2*gbit, 100*time.Microsecond, 1)
@@ -50,7 +50,7 @@ func TestTailIsLeftToFasterRails(t *testing.T) {
 	}
 }
 
-// What is urgent goes out at once, though windows and lanes are full of other work.
+// Urgent slices are sent at once, though windows and lanes are full of other work.
 func TestUrgentNeedsNoOpenWindow(t *testing.T) {
 	for _, most := range []int{2, 16} { // full lanes, full window
 		s := New(Config{})
@@ -72,7 +72,7 @@ func TestUrgentNeedsNoOpenWindow(t *testing.T) {
 }
 
 // Short transfers cannot fill a rail, and do not make it look slow.
-func TestShortTransfersTeachNoBandwidth(t *testing.T) {
+func TestShortTransfersDoNotChangeTheRate(t *testing.T) {
 	m := newModel(t, Config{})
 	m.rail(gbit, ms, 1)
 	m.move(128 << 20)
@@ -83,7 +83,7 @@ func TestShortTransfersTeachNoBandwidth(t *testing.T) {
 	near(t, "after short transfers", m.p.pairs[0].bw, gbit, 0.05)
 }
 
-// The window follows the rail's delay, not the queue that the window itself makes.
+// The window follows the delay of the path, not the queue that the window itself makes.
 func TestWindowDoesNotFeedOnItself(t *testing.T) {
 	m := newModel(t, Config{})
 	m.rail(gbit, ms, 2, func(in *LaneInfo) { in.MaxSlices = 1024 })
@@ -97,8 +97,8 @@ func TestWindowDoesNotFeedOnItself(t *testing.T) {
 	near(t, "learned", q.bw, gbit, 0.03)
 }
 
-// A transport that cannot serve one flow is avoided by that flow, and by no other.
-func TestRefusalIsTheFlowsOwn(t *testing.T) {
+// A flow avoids a transport that refuses it; other flows do not.
+func TestRefusalsConcernOneFlow(t *testing.T) {
 	s := New(Config{})
 	p := s.Peer(transfer.Boot{1}, nil)
 	for i, name := range []string{"shm", "tcp"} {
@@ -138,8 +138,8 @@ func TestRefusalIsTheFlowsOwn(t *testing.T) {
 	}
 }
 
-// A flow that the only transport refuses waits between its tries, so that another transport has the
-// time to come up, and goes to that at once.
+// A flow that the only transport refuses waits between its tries, so that another transport has
+// time to come up, and then uses that one at once.
 func TestRefusalsAreNotSpentAtOnce(t *testing.T) {
 	s := New(Config{})
 	p := s.Peer(transfer.Boot{1}, nil)
@@ -162,13 +162,13 @@ func TestRefusalsAreNotSpentAtOnce(t *testing.T) {
 			}
 		}
 		if now < 10*sec && !s.Busy() && len(tries) >= badFlow {
-			t.Fatal("nobody will be asked again")
+			t.Fatal("no transport will be tried again")
 		}
 	}
 	if n := len(tries); n != DefaultMaxStrikes ||
 		tries[n-1]-tries[badFlow-1] < (DefaultMaxStrikes-badFlow)*refusalRest ||
 		touched < DefaultMaxStrikes-badFlow {
-		t.Fatalf("tries at %v, told %d times", tries, touched)
+		t.Fatalf("tries at %v, touched %d times", tries, touched)
 	}
 	f.Close()
 	f = flow(t, s, p, 1)
@@ -190,7 +190,8 @@ func TestRefusalsAreNotSpentAtOnce(t *testing.T) {
 	}
 }
 
-// Hedges are bounded: no more than the flow's budget, never twice, never for background.
+// Hedges are bounded by the budget of the flow, no slice is hedged twice, and background is never
+// hedged.
 func TestHedgesAreBounded(t *testing.T) {
 	m := newModel(t, Config{})
 	m.rail(gbit, 100*time.Microsecond, 1)
@@ -225,7 +226,7 @@ func TestHedgesAreBounded(t *testing.T) {
 	if n := run(Background); n != 0 {
 		t.Errorf("%d hedges for background", n)
 	}
-	// With either budget used up there are none.
+	// Without a budget there are none.
 	limit = func(f *Flow) { f.hedges = 0 }
 	if n := run(LayerStream); n != 0 {
 		t.Errorf("%d hedges of a flow whose budget is spent", n)
@@ -236,7 +237,7 @@ func TestHedgesAreBounded(t *testing.T) {
 	}
 }
 
-// What peers claim and how often things come is bounded, and refused by name.
+// Values from peers and numbers of entries are bounded; the error names what was refused.
 func TestBounds(t *testing.T) {
 	s, p := solo(t, 0)
 	for i, gbps := range []float64{math.Inf(1), math.NaN(), -1, 1e300, 1e-300} {
@@ -264,7 +265,7 @@ func TestBounds(t *testing.T) {
 	if len(p.pairs) != MaxPairs || refused != 10000-MaxPairs+5 {
 		t.Errorf("%d pairs, %d refused", len(p.pairs), refused)
 	}
-	// A pair that has no lane any more makes room.
+	// A pair without lanes makes room for another.
 	s.LaneDown(sec, 1)
 	if err := s.LaneUp(sec, p, LaneInfo{ID: 1, Path: Path{"tcp", "new", "new"}}); err != nil ||
 		len(p.pairs) != MaxPairs {
@@ -286,8 +287,8 @@ func TestBounds(t *testing.T) {
 	}
 }
 
-// Cookies that nobody gave out, ends that come twice, and a clock that goes back change nothing.
-func TestForeignEnds(t *testing.T) {
+// Unknown cookies, second ends of a slice, and a clock that goes back change nothing.
+func TestEndsOfUnknownSlices(t *testing.T) {
 	s, p := solo(t, 1)
 	f := flow(t, s, p, 3)
 	all := pullAll(s, p, sec)

@@ -11,9 +11,9 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// A link that is known to be down, ours or the peer's, gets nothing from that moment on, and what
-// it carried goes out again at once: no silence has to pass. When it is up a probe goes first, and
-// the rail is back within a second.
+// A pair over a link that is down, ours or the peer's, gets nothing from then on, and its chunks go
+// out again at once, without a time of silence. When the link is up, a probe goes first, and the
+// pair is in use within a second.
 func TestLinkDown(t *testing.T) {
 	for _, ours := range []bool{true, false} {
 		t.Run(fmt.Sprint("ours ", ours), func(t *testing.T) {
@@ -62,7 +62,7 @@ func TestLinkDown(t *testing.T) {
 	}
 }
 
-// A lane that comes up over a link that is down waits for it; links beyond the bound are ignored.
+// A lane over a link that is down waits for the link; links beyond the bound are ignored.
 func TestLinkDownBeforeItsLane(t *testing.T) {
 	s := New(Config{})
 	p := s.Peer(transfer.Boot{1}, nil)
@@ -84,7 +84,7 @@ func TestLinkDownBeforeItsLane(t *testing.T) {
 	}
 }
 
-// Both ends of a pair have links: it is back only when both are.
+// Both ends of a pair have links: the pair is usable only if both are up.
 func TestBothLinks(t *testing.T) {
 	s, p := solo(t, 1)
 	s.RailDown(1, nil, "tcp", "0")
@@ -100,8 +100,8 @@ func TestBothLinks(t *testing.T) {
 	}
 }
 
-// Credits bound what is in flight to a remote rail, over all pairs that lead there; without one the
-// windows do.
+// Credits bound the bytes in flight to a remote rail, over all pairs that lead there; without a
+// credit the windows bound them.
 func TestCredits(t *testing.T) {
 	m := newModel(t, Config{})
 	m.rail(gbit, ms, 2)
@@ -144,7 +144,7 @@ func TestCredits(t *testing.T) {
 	}
 }
 
-// A pair's tier is that of the memory at hand, not that of the lane.
+// A pair's tier depends on the memory of the flow, not on the lane.
 func TestPlaces(t *testing.T) {
 	m := newModel(t, Config{})
 	m.p.Tier = func(p Path, at Place) int {
@@ -176,7 +176,7 @@ func TestPlaces(t *testing.T) {
 	}
 }
 
-// Where everything is far, nothing is: a tier that all share changes neither the tail nor a hedge.
+// If all pairs are equally far, the tier changes neither the tail nor a hedge.
 func TestOneTierForAllIsNone(t *testing.T) {
 	var took [2]Instant
 	for i, tier := range []int{1, 3} {
@@ -193,9 +193,9 @@ func TestOneTierForAllIsNone(t *testing.T) {
 	}
 }
 
-// Bytes within a slice are progress: a lane that is asked and has moved is not silent, however long
-// its slice takes; one that has not is suspect after Config.Suspect, however long its slice was to
-// take.
+// Bytes within a slice are progress: a lane that reports some is not silent, however long its slice
+// takes. A lane that reports none is suspect after Config.Suspect, however long its slice was
+// predicted to take.
 func TestProgressWithinASlice(t *testing.T) {
 	for _, moves := range []bool{true, false} {
 		m := newModel(t, Config{})
@@ -211,7 +211,7 @@ func TestProgressWithinASlice(t *testing.T) {
 		}
 		before := q.count.Suspicions
 		if before == 0 {
-			t.Error("nobody asks, and it was never suspected: not what this test is about")
+			t.Error("without a query it was never suspect: this test proves nothing")
 		}
 		asked := 0
 		var ask func()

@@ -8,12 +8,13 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvspray/kvspray/control/spray/internal/chunks"
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// The model joins a scheduler to links in virtual time. A link moves bytes in order at its rate,
-// and confirms each slice a delay later. What is on a dead link stays there until the link heals,
-// as in a socket.
+// The model connects a scheduler to links in virtual time. A link moves bytes in order at its rate,
+// and confirms each slice a delay later. Slices on a dead link stay there until the link works
+// again, as in a socket.
 
 const (
 	gbit = 0.125 // bytes per nanosecond
@@ -114,7 +115,7 @@ func (l *link) take(sl Slice) {
 	l.plan()
 }
 
-// serve brings the head up to now.
+// serve advances the first slice up to now.
 func (l *link) serve() {
 	if !l.dead && len(l.queue) > 0 {
 		l.left -= l.rate * float64(l.m.now-l.since)
@@ -206,7 +207,7 @@ func (m *model) tick() {
 	})
 }
 
-// run lets time pass until done, at most for d, and returns how long it took.
+// run advances time until done, at most for d, and returns the time that passed.
 func (m *model) run(d Instant, done func() bool) Instant {
 	m.t.Helper()
 	from := m.now
@@ -237,16 +238,22 @@ func space(t testing.TB, bytes ...uint64) *transfer.Space {
 	return sp
 }
 
-// open adds a flow that is ready as a whole.
+// open adds a flow of which every chunk is ready.
 func (m *model) open(prio Priority, bytes uint64) *Flow {
 	f := m.s.Open(m.p, prio, 0, space(m.t, bytes), nil)
 	f.Ready(f.space.All())
 	return f
 }
 
-// landed reports whether the receiver has everything that the scheduler knows of.
+// state is the record of a chunk.
+func (f *Flow) state(c uint32) chunks.Record {
+	k, _, _, _ := f.chunks.State(c)
+	return k
+}
+
+// landed reports whether every chunk is confirmed.
 func (f *Flow) landed() bool {
-	return f.got.Count() == f.got.Len()
+	return f.chunks.Landed() == f.chunks.Len()
 }
 
 // move runs one transfer and returns its rate in bytes per nanosecond.

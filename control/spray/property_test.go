@@ -10,10 +10,11 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvspray/kvspray/control/spray/internal/chunks"
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// check holds a scheduler against its invariants, from scratch.
+// check compares a scheduler with its invariants, computed from scratch.
 func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 	type sum struct {
 		bytes   uint64
@@ -46,7 +47,7 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 			continue
 		}
 		if copies[f.flow] == nil {
-			copies[f.flow] = make([]int, f.flow.fresh.Len())
+			copies[f.flow] = make([]int, f.flow.chunks.Len())
 		}
 		for c := f.r.First; c < f.r.End(); c++ {
 			copies[f.flow][c]++
@@ -175,23 +176,23 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 		if f.flights != perFlow[f] {
 			return fmt.Errorf("flow: %d slices, counted %d", perFlow[f], f.flights)
 		}
-		for c := range f.fresh.Len() {
-			k, landed := f.state(c), f.got.Contains(c)
+		for c := range f.chunks.Len() {
+			k, fresh, again, recorded := f.chunks.State(c)
+			landed := f.chunks.HasLanded(c)
 			n := 0
 			if copies[f] != nil {
 				n = copies[f][c]
 			}
-			again := f.again != nil && f.again.Contains(c)
-			waits := f.fresh.Contains(c) || again
+			waits := fresh || again
 			switch {
-			// of what was stopped before anything failed nobody wants to know
-			case int(k.copies) != n && (!f.stopped || f.chunks != nil):
-				return fmt.Errorf("chunk %d: %d copies in flight, counted %d", c, n, k.copies)
-			case n > MaxCopies+1:
+			// a flow that was stopped before its first failure has no records
+			case int(k.Copies) != n && (!f.stopped || recorded):
+				return fmt.Errorf("chunk %d: %d copies in flight, counted %d", c, n, k.Copies)
+			case n > chunks.MaxCopies+1:
 				return fmt.Errorf("chunk %d: %d copies", c, n)
-			case f.fresh.Contains(c) && (again || k.attempt > 0), waits && landed, waits && f.stopped:
+			case fresh && (again || k.Attempt > 0), waits && landed, waits && f.stopped:
 				return fmt.Errorf("chunk %d waits and must not: %+v, landed %v", c, k, landed)
-			case !f.stopped && k.attempt > 0 && !landed && !waits && n == 0:
+			case !f.stopped && k.Attempt > 0 && !landed && !waits && n == 0:
 				return fmt.Errorf("chunk %d is lost", c)
 			}
 		}
@@ -199,8 +200,8 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 	return nil
 }
 
-// declared reports whether every chunk of a slice that was just given is in flight once, or again
-// for a stated reason.
+// declared reports whether every chunk of a new slice is in flight once, or again for a stated
+// reason.
 func declared(s *Scheduler, sl Slice) error {
 	mine, _ := s.find(sl.Cookie)
 	if (mine.copy == probeCopy) != (sl.Attempt == 0) {
@@ -214,19 +215,19 @@ func declared(s *Scheduler, sl Slice) error {
 			continue
 		}
 		if mine.copy != probeCopy && f.copy == soleCopy {
-			return fmt.Errorf("chunks %+v are in flight as %+v, of which nobody said that it may be doubled",
+			return fmt.Errorf("chunks %+v are in flight as %+v, and were not declared doubled",
 				sl.Range, f.r)
 		}
 	}
 	for c := sl.Range.First; c < sl.Range.End(); c++ {
-		if k := sl.Flow.state(c); sl.Attempt > 0 && uint32(k.attempt) != sl.Attempt {
-			return fmt.Errorf("chunk %d goes out as attempt %d, after %d", c, sl.Attempt, k.attempt)
+		if k := sl.Flow.state(c); sl.Attempt > 0 && uint32(k.Attempt) != sl.Attempt {
+			return fmt.Errorf("chunk %d goes out as attempt %d, after %d", c, sl.Attempt, k.Attempt)
 		}
 	}
 	return nil
 }
 
-// TestRandomOrders does anything in any order: lanes come and go, slices end every way or not at
+// TestRandomOrders performs random events: lanes come and go, slices end in every way or not at
 // all, flows stop.
 func TestRandomOrders(t *testing.T) {
 	runs := uint64(60)
@@ -242,7 +243,7 @@ func TestRandomOrders(t *testing.T) {
 	}
 }
 
-// randomOrder returns after how many steps some slice that was passed was in flight.
+// randomOrder returns the number of steps after which a passed slice was in flight.
 func randomOrder(t *testing.T, seed uint64) (passed int) {
 	rng := rand.New(rand.NewPCG(seed, 1))
 	s := New(Config{Policy: Policy(seed % 5 / 3 * (1 + seed%2)), MaxFlights: 1 + rng.IntN(100),
@@ -290,7 +291,7 @@ func randomOrder(t *testing.T, seed uint64) (passed int) {
 			}
 		}
 		for _, p := range peers {
-			// Nothing starves: where a lane could take something, something is under way.
+			// Nothing starves: if a lane has room, something is in flight.
 			live := false
 			for _, q := range p.pairs {
 				live = live || q.live > 0
@@ -370,7 +371,7 @@ func randomOrder(t *testing.T, seed uint64) (passed int) {
 			passed++
 		}
 	}
-	// From here on all is well, and everything that is not stopped arrives.
+	// From here on there are no faults, and everything that is not stopped arrives.
 	laneUp()
 	for _, p := range peers {
 		if p.lanes == 0 {

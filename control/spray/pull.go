@@ -81,16 +81,16 @@ func (s *Scheduler) serve(now Instant, p *Peer, prio Priority, urgent bool) (Sli
 			i--
 			continue
 		}
-		run, avoid := f.next()
+		run, avoid := f.chunks.Next(maxSliceChunks)
 		if run.Count >= closed && !f.picky {
 			continue
 		}
-		fresh := avoid == 0 && f.retries() == 0
+		fresh := avoid == 0 && f.chunks.Retries() == 0
 		q, limit, open := s.choose(now, p, f, run, avoid, urgent)
-		if q == nil && avoid != 0 && f.fresh.Count() > 0 && !f.parked {
+		if q == nil && avoid != 0 && f.chunks.Fresh() > 0 && !f.parked {
 			// Failed chunks wait for another pair. Chunks that were never sent do not wait with them.
 			fresh = true
-			q, limit, open = s.choose(now, p, f, f.fresh.Peek(maxSliceChunks), 0, urgent)
+			q, limit, open = s.choose(now, p, f, f.chunks.NextFresh(maxSliceChunks), 0, urgent)
 		}
 		if q == nil {
 			switch {
@@ -410,8 +410,8 @@ func (s *Scheduler) hedge(now Instant, p *Peer) (Slice, bool) {
 	s.flights[victim].copy = doubledCopy
 	f.hedges -= int(r.Count)
 	best.count.Hedges++
-	f.detail()
-	out := s.post(now, l, f, r, f.send(r))
+	f.chunks.Detail()
+	out := s.post(now, l, f, r, f.chunks.Send(r))
 	fl, _ := s.find(out.Cookie)
 	fl.copy = hedgeCopy
 	p.hedged += fl.bytes

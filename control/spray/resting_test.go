@@ -7,8 +7,8 @@ import (
 	"time"
 )
 
-// Flows that their only transport refuses do not keep a healthy one waiting, whether they rest or
-// are tried again.
+// Flows that their only transport refuses do not delay a healthy flow, while they rest and while
+// they are tried again.
 func TestRefusedFlowsDoNotBlockOthers(t *testing.T) {
 	const trip = 100 * time.Microsecond
 	for _, n := range []int{3, 4, 16, 64} {
@@ -73,7 +73,7 @@ func TestRefusedFlowsDoNotBlockOthers(t *testing.T) {
 	}
 }
 
-// A transport that serves a flow after all is used in full again.
+// A transport that accepts a flow after all is used in full again.
 func TestTrialThatLands(t *testing.T) {
 	s, p := solo(t, 1)
 	now := sec
@@ -104,7 +104,7 @@ func TestTrialThatLands(t *testing.T) {
 	}
 }
 
-// A flow whose trial hangs goes over another transport that is there meanwhile.
+// A flow whose trial hangs uses another transport that has come up meanwhile.
 func TestTrialThatHangs(t *testing.T) {
 	s, p := solo(t, 1)
 	now := sec

@@ -104,7 +104,7 @@ func (s *Scheduler) Flights() int { return s.live }
 func (s *Scheduler) Unconfirmed(f *Flow, yield func(rank int, bytes uint64)) {
 	for i := range s.flights {
 		if fl := &s.flights[i]; fl.progress != unused && fl.flow == f && fl.copy < hedgeCopy &&
-			!f.got.Contains(fl.r.First) {
+			!f.chunks.HasLanded(fl.r.First) {
 			yield(fl.lane.pair.rank, fl.bytes)
 		}
 	}

@@ -9,9 +9,9 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Slices that never end, beside ones that do and on lanes that are silent.
+// Slices that never end, on lanes that move others and on silent lanes.
 
-// later ticks as a living process does until to, and pulls each time.
+// later ticks until to, as a running process does, and pulls each time.
 func later(s *Scheduler, p *Peer, from, to Instant, sent func(at Instant, sl Slice)) {
 	for at := from; at <= to; at += TickEvery {
 		s.Tick(at, func(*Peer) {})
@@ -23,9 +23,8 @@ func later(s *Scheduler, p *Peer, from, to Instant, sent func(at Instant, sl Sli
 
 func ignore(Instant, Slice) {}
 
-// What never ends filled the window of the only lane, and nothing was sent over it ever again: once
-// late on a lane that moves it is not waited for. Nor does its silence tell anything more: who
-// comes later finds the lane in use.
+// Slices that never end once filled the window of the only lane for ever. A slice that is late on a
+// moving lane fills no window, and its silence is no evidence: later flows use the lane.
 func TestStuckSlicesFillTheWindow(t *testing.T) {
 	s, p := solo(t, 1)
 	f := flow(t, s, p, 64)
@@ -69,7 +68,7 @@ func TestStuckSlicesFillTheWindow(t *testing.T) {
 	}
 }
 
-// The fixed orders get beyond them as well.
+// The fixed policies continue, too.
 func TestStuckSlicesUnderFixedPolicies(t *testing.T) {
 	for _, policy := range []Policy{RoundRobin, Weighted} {
 		s := New(Config{Policy: policy})
@@ -80,7 +79,7 @@ func TestStuckSlicesUnderFixedPolicies(t *testing.T) {
 		later(s, p, 0, 20*sec, func(at Instant, sl Slice) { s.End(at, sl.Cookie, Confirmed) })
 		if !f.landed() {
 			t.Errorf("%v: %d slices are stuck, and %d of 640 chunks landed", policy, len(stuck),
-				f.got.Count())
+				f.chunks.Landed())
 		}
 	}
 }
@@ -100,8 +99,8 @@ func ranks(t *testing.T, slots int) (*Scheduler, *Peer, func(at Instant)) {
 	return s, p, func(at Instant) { lane(at, 2, "tcp", 1, 16) }
 }
 
-// A lane that is dead, with as many late slices as it takes, keeps nobody from another transport.
-func TestDeadLaneKeepsNobody(t *testing.T) {
+// A dead lane that is full of late slices keeps no flow from another transport.
+func TestDeadLaneHoldsUpNoFlow(t *testing.T) {
 	s, p, other := ranks(t, 4)
 	f := flow(t, s, p, 64)
 	pullAll(s, p, 0)
@@ -113,11 +112,11 @@ func TestDeadLaneKeepsNobody(t *testing.T) {
 		}
 	})
 	if !f.landed() {
-		t.Errorf("%d of 64 chunks landed in 20 s beside a dead lane", f.got.Count())
+		t.Errorf("%d of 64 chunks landed in 20 s beside a dead lane", f.chunks.Landed())
 	}
 }
 
-// The same where it moved once, so that its slices were passed, and then no more.
+// The same for a lane that moved once, so that its slices are passed, and then no more.
 func TestLaneFullOfPassedSlices(t *testing.T) {
 	s, p, other := ranks(t, 3)
 	other(0)
@@ -137,12 +136,12 @@ func TestLaneFullOfPassedSlices(t *testing.T) {
 	later(s, p, 3*sec, 23*sec, confirm)
 	if !f.landed() {
 		t.Errorf("%d of 64 chunks landed in 20 s beside a lane full of slices that never end",
-			f.got.Count())
+			f.chunks.Landed())
 	}
 }
 
-// The transfer that a dead rail carried was given up, so that nothing is sent that would tell. A
-// slower one that comes up then has all to itself: the end of a transfer is left to no dead rail.
+// The transfer on a dead rail was given up, so nothing is sent that would show its state. A slower
+// rail that comes up then carries everything: the tail is not left to the dead rail.
 func TestDeadRailGetsNoTail(t *testing.T) {
 	for _, second := range []string{"rail", "lane"} {
 		m := newModel(t, Config{})
@@ -168,8 +167,8 @@ func TestDeadRailGetsNoTail(t *testing.T) {
 	}
 }
 
-// The only lane is silent for long, and lost then: that is no fault of its chunks, which others may
-// carry.
+// The only lane is silent for long and then lost. Its chunks are not charged with failures, because
+// other lanes may carry them.
 func TestSilenceCostsNoStrikes(t *testing.T) {
 	m := newModel(t, Config{})
 	a := m.rail(gbit, 100*time.Microsecond, 1, func(in *LaneInfo) { in.MaxSlices = 64 })
@@ -193,8 +192,8 @@ func TestSilenceCostsNoStrikes(t *testing.T) {
 	}
 }
 
-// What is late for a silent lane is charged to nobody, also where our own sleep has moved its
-// clocks; where it fails then it is.
+// A late slice of a silent lane is not charged, even if a pause of this process has moved the times
+// of the lane. If the slice fails, it is charged.
 func TestLateSlicesThatFailAreCharged(t *testing.T) {
 	s, p := solo(t, 1)
 	flow(t, s, p, 64)
@@ -207,8 +206,8 @@ func TestLateSlicesThatFailAreCharged(t *testing.T) {
 	}
 	for _, sl := range first {
 		s.End(5*sec, sl.Cookie, Failed)
-		if k := sl.Flow.state(sl.Range.First); k.strikes != 1 {
-			t.Errorf("%+v failed: %d strikes", sl.Range, k.strikes)
+		if k := sl.Flow.state(sl.Range.First); k.Strikes != 1 {
+			t.Errorf("%+v failed: %d strikes", sl.Range, k.Strikes)
 		}
 	}
 	if q.count.Errors != uint64(len(first)) || q.state != Excluded {
@@ -216,7 +215,7 @@ func TestLateSlicesThatFailAreCharged(t *testing.T) {
 	}
 }
 
-// What is late while others come through is charged then, and not once more where it fails.
+// A late slice of a moving lane is charged once, and not again if it fails.
 func TestLateSlicesAreChargedOnce(t *testing.T) {
 	s, p := solo(t, 1)
 	flow(t, s, p, 1<<16)
@@ -227,13 +226,13 @@ func TestLateSlicesAreChargedOnce(t *testing.T) {
 	}
 	later(s, p, ms, 3*sec, func(at Instant, sl Slice) { s.End(at, sl.Cookie, Confirmed) })
 	q := p.pairs[0]
-	if k := stuck.Flow.state(stuck.Range.First); q.count.Errors != 1 || k.strikes != 1 ||
+	if k := stuck.Flow.state(stuck.Range.First); q.count.Errors != 1 || k.Strikes != 1 ||
 		q.stalled != stuck.Bytes {
 		t.Fatalf("late: %d errors, %d strikes, %d bytes passed; want one each, and its bytes",
-			q.count.Errors, k.strikes, q.stalled)
+			q.count.Errors, k.Strikes, q.stalled)
 	}
 	s.End(3*sec, stuck.Cookie, Failed)
-	if k := stuck.Flow.state(stuck.Range.First); q.count.Errors != 1 || k.strikes != 1 {
-		t.Errorf("it failed then: %d errors, %d strikes", q.count.Errors, k.strikes)
+	if k := stuck.Flow.state(stuck.Range.First); q.count.Errors != 1 || k.Strikes != 1 {
+		t.Errorf("it failed then: %d errors, %d strikes", q.count.Errors, k.Strikes)
 	}
 }

@@ -12,7 +12,7 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// The traps that other engines fell into, one test each.
+// Mistakes of other engines, one test each.
 
 func near(t *testing.T, what string, got, want, tolerance float64) {
 	t.Helper()
@@ -21,7 +21,7 @@ func near(t *testing.T, what string, got, want, tolerance float64) {
 	}
 }
 
-// solo is a scheduler with n rails of one lane each, in hand.
+// solo is a scheduler with n rails of one lane each, without a model.
 func solo(t *testing.T, n int) (*Scheduler, *Peer) {
 	s := New(Config{})
 	p := s.Peer(transfer.Boot{1}, nil)
@@ -56,8 +56,8 @@ func pullAll(s *Scheduler, p *Peer, now Instant) (out []Slice) {
 	}
 }
 
-// Inverted weight: 0.01 was meant for the newest sample, and went to all the others. One outlier
-// must not move an estimate by more than its weight, and many equal samples must.
+// Inverted weight: 0.01 was meant for the newest sample and applied to all others. One outlier must
+// not move an estimate by more than its weight, and many equal samples must move it.
 func TestTrapInvertedEWMA(t *testing.T) {
 	near(t, "weight of the newest", ewma(100, 0, alpha), 75, 1e-9)
 	m := newModel(t, Config{})
@@ -78,8 +78,8 @@ func TestTrapInvertedEWMA(t *testing.T) {
 	near(t, "after thirty slow ones", q.bw, gbit/50, 0.2)
 }
 
-// Queue counted twice: once in what is in flight, and again in a bandwidth that was taken from post
-// to completion. A rail that is kept full must be learned at its own rate, and the prediction must
+// Queue counted twice: once in the bytes in flight, and again in a bandwidth measured from post to
+// completion. A rail that is kept full must be learned at its own rate, and the prediction must
 // hold.
 func TestTrapQueueCountedTwice(t *testing.T) {
 	m := newModel(t, Config{})
@@ -95,8 +95,8 @@ func TestTrapQueueCountedTwice(t *testing.T) {
 	}
 }
 
-// A floor of a tenth of the claim hid a NIC that was slower than that; and an estimate that is too
-// low must not starve its rail for ever either.
+// A floor of a tenth of the nominal speed hid a NIC that was slower than that. An estimate that is
+// too low must not starve its rail for ever either.
 func TestTrapFloorHidesSlowRail(t *testing.T) {
 	m := newModel(t, Config{})
 	m.rail(gbit, 100*time.Microsecond, 1, func(in *LaneInfo) { in.Gbps = 400 })
@@ -107,14 +107,14 @@ func TestTrapFloorHidesSlowRail(t *testing.T) {
 	near(t, "a rail of 1 Mbit/s that claims 400 Gbit/s", q.bw, mbit, 0.15)
 	f.Close()
 
-	// It heals: the next long transfer finds out.
+	// The rail recovers, and the next long transfer measures it.
 	slow.set(func() { slow.rate = gbit })
 	m.wait(10 * sec)
 	m.move(256 << 20)
 	near(t, "healed", q.bw, gbit, 0.1)
 }
 
-// Timeouts that nobody retries: a slice that never ends goes out again elsewhere, and counts as a
+// Timeouts without a retry: a slice that never ends must go out again elsewhere, and count as a
 // failure of its rail.
 func TestTrapTimeoutWithoutRetry(t *testing.T) {
 	m := newModel(t, Config{})
@@ -122,7 +122,7 @@ func TestTrapTimeoutWithoutRetry(t *testing.T) {
 	m.rail(gbit, 100*time.Microsecond, 1)
 	f := m.open(LayerStream, 4<<30-1<<20)
 	m.run(100*ms, f.landed)
-	// One slice of rail 0 is swallowed; the lane lives on.
+	// One slice of rail 0 is lost; the lane stays up.
 	l := m.links[0]
 	var lost Slice
 	l.set(func() {
@@ -146,7 +146,7 @@ func TestTrapTimeoutWithoutRetry(t *testing.T) {
 	}
 }
 
-// Retries that are not charged: what goes out again is in flight as much as everything else.
+// Retries that are not charged: a retransmission is in flight as much as any other slice.
 func TestTrapRetriesAreCharged(t *testing.T) {
 	s, p := solo(t, 2)
 	f := flow(t, s, p, 1)
@@ -163,14 +163,14 @@ func TestTrapRetriesAreCharged(t *testing.T) {
 	}
 	q := s.lanes[b.Lane].pair
 	if q.inflight != transfer.ChunkBytes || s.lanes[b.Lane].inflight != transfer.ChunkBytes ||
-		p.flights != 1 || f.state(0).strikes != 1 {
+		p.flights != 1 || f.state(0).Strikes != 1 {
 		t.Errorf("a retry is in flight with %d bytes on its pair, %d slices and %d strikes", q.inflight,
-			p.flights, f.state(0).strikes)
+			p.flights, f.state(0).Strikes)
 	}
 	if o := s.lanes[a.Lane].pair; o.inflight != 0 {
 		t.Errorf("%d bytes still charged to the pair that failed", o.inflight)
 	}
-	// And there is an end to them.
+	// Retries are bounded.
 	now := 2 * ms
 	for n := 2; ; n++ {
 		out, ok := s.End(now, b.Cookie, Failed)
@@ -190,7 +190,7 @@ func TestTrapRetriesAreCharged(t *testing.T) {
 	}
 }
 
-// Health per worker thread: what one transfer learns holds for every other one.
+// Health per worker thread: what one transfer learns must apply to all others.
 func TestTrapHealthIsShared(t *testing.T) {
 	s, p := solo(t, 2)
 	flow(t, s, p, 64)
@@ -239,7 +239,7 @@ func TestTrapCooldownDoublesPerError(t *testing.T) {
 		t.Errorf("%v, cooldown %v after %d exclusions: want excluded, %v, 1", q.state, q.cooldown,
 			q.count.Exclusions, DefaultCooldown)
 	}
-	// A second incident right after is a second step, up to the longest.
+	// A second incident right afterwards is a second step, up to the longest cooldown.
 	for now := 2 * ms; q.count.Exclusions < 8; now += ms {
 		if now > 20*sec {
 			t.Fatalf("%d exclusions", q.count.Exclusions)
@@ -259,8 +259,8 @@ func TestTrapCooldownDoublesPerError(t *testing.T) {
 	}
 }
 
-// Re-admission by expiry, with live traffic: what goes first over a rail whose cooldown is over is
-// a copy, which takes its chunk from nobody, and then the window grows.
+// Readmission by expiry, with live traffic: the first slice on a rail after its cooldown must be a
+// copy, which takes its chunk from no other lane; then the window grows.
 func TestTrapExpiryReadmitsLiveTraffic(t *testing.T) {
 	m := newModel(t, Config{})
 	m.rail(4*gbit, 100*time.Microsecond, 1)
@@ -306,7 +306,7 @@ func TestTrapExpiryReadmitsLiveTraffic(t *testing.T) {
 	}
 }
 
-// The remote NIC counted for nothing: one local rail to a fast and a slow remote one is two pairs.
+// The remote NIC was ignored: one local rail to a fast and a slow remote one is two pairs.
 func TestTrapRemoteIgnored(t *testing.T) {
 	m := newModel(t, Config{})
 	m.rail(gbit, 100*time.Microsecond, 1, func(in *LaneInfo) { in.Path.Local = "same" })
@@ -316,9 +316,9 @@ func TestTrapRemoteIgnored(t *testing.T) {
 	near(t, "slow remote", m.p.pairs[1].bw, gbit/10, 0.1)
 }
 
-// A retry kept everything behind it waiting: it avoids the pair that failed it, and where all
-// others are full nothing of its flow was sent, though that pair had room for what was never tried
-// on it.
+// A retry delayed everything behind it: it avoids the pair that failed it, and while all other
+// pairs were full, nothing of its flow was sent, though that pair had room for chunks that had
+// never failed.
 func TestTrapRetriesHoldUpTheirFlow(t *testing.T) {
 	s, p := solo(t, 2)
 	f := flow(t, s, p, 64)
@@ -331,13 +331,14 @@ func TestTrapRetriesHoldUpTheirFlow(t *testing.T) {
 		t.Fatalf("after %+v failed came %+v: want a slice that was never sent, over the same pair, "+
 			"which alone has room", bad, again)
 	}
-	if f.retries() != bad.Range.Count {
-		t.Errorf("%d chunks wait for another pair, want the %d that failed", f.retries(), bad.Range.Count)
+	if f.chunks.Retries() != bad.Range.Count {
+		t.Errorf("%d chunks wait for another pair, want the %d that failed", f.chunks.Retries(),
+			bad.Range.Count)
 	}
 	if err := check(s, []*Peer{p}, []*Flow{f}); err != nil {
 		t.Error(err)
 	}
-	// As soon as the other one has room it takes them.
+	// As soon as the other one has room, it carries them.
 	for _, sl := range sent {
 		if sl.Lane != bad.Lane {
 			s.End(2*ms, sl.Cookie, Confirmed)
@@ -349,9 +350,9 @@ func TestTrapRetriesHoldUpTheirFlow(t *testing.T) {
 	}
 }
 
-// A retry waited for a pair that it avoids: near its end a transfer is left to those that are done
-// sooner, and the one that had failed it counted among them. Where that pair is faster by so much,
-// and others keep it busy, the turn came when its delay was looked at, every half a second.
+// A retry waited for the pair that it avoids: near its end a transfer is left to the pairs that
+// finish sooner, and the one that had failed it counted among these. If that pair is much faster
+// and busy with other work, the retry was sent only when its delay was measured, every half second.
 func TestTrapRetryLeftToThePairItAvoids(t *testing.T) {
 	m := newModel(t, Config{})
 	m.rail(2*gbit, 100*time.Microsecond, 1)
@@ -382,8 +383,8 @@ func TestTrapRetryLeftToThePairItAvoids(t *testing.T) {
 	}
 }
 
-// A slice that a lane does not even take was nobody's business: it goes out on another pair at
-// once, and costs its chunks nothing.
+// A slice that a lane did not even accept was lost. It must go out on another pair at once, without
+// a failure of its chunks.
 func TestTrapRefusedAtSubmit(t *testing.T) {
 	s, p := solo(t, 2)
 	f := flow(t, s, p, 1)
@@ -393,15 +394,15 @@ func TestTrapRefusedAtSubmit(t *testing.T) {
 	}
 	s.End(0, a.Cookie, Lost)
 	b, ok := s.Pull(0, p)
-	if !ok || b.Lane == a.Lane || b.Range != a.Range || f.state(0).strikes != 0 {
+	if !ok || b.Lane == a.Lane || b.Range != a.Range || f.state(0).Strikes != 0 {
 		t.Errorf(
 			"after %+v came %+v, %v, with %d strikes: want the same chunk on the other lane, and none", a, b,
-			ok, f.state(0).strikes)
+			ok, f.state(0).Strikes)
 	}
 }
 
-// The whole request was sent again by the next transport, finished slices included. What has landed
-// is never sent again.
+// The next transport sent the whole request again, finished slices included. A chunk that has
+// landed must never be sent again.
 func TestTrapFinishedSlicesSentAgain(t *testing.T) {
 	m := newModel(t, Config{})
 	first := m.rail(gbit, 100*time.Microsecond, 1)
@@ -414,14 +415,14 @@ func TestTrapFinishedSlicesSentAgain(t *testing.T) {
 	m.run(256*ms, f.landed) // about half of it
 	first.set(func() { first.dead = true })
 	landed, sent := uint64(0), uint64(0)
-	for i := range f.got.Len() {
-		if f.got.Contains(i) {
+	for i := range f.chunks.Len() {
+		if f.chunks.HasLanded(i) {
 			landed += transfer.ChunkBytes
 		}
 	}
 	m.pulled = func(sl Slice) {
 		for c := sl.Range.First; c < sl.Range.End(); c++ {
-			if f.got.Contains(c) && sl.Attempt > 0 {
+			if f.chunks.HasLanded(c) && sl.Attempt > 0 {
 				t.Errorf("chunk %d had landed, and is sent again by %s", c, m.byLane[sl.Lane].name)
 			}
 		}
@@ -435,9 +436,9 @@ func TestTrapFinishedSlicesSentAgain(t *testing.T) {
 	}
 }
 
-// Hundreds of thousands of attempts while there was no path, and a fifth of the rate after it:
-// three seconds without any rail cost no more than what was in flight, and then each is used as
-// before.
+// Without a path there were hundreds of thousands of attempts, and a fifth of the rate afterwards.
+// Three seconds without any rail must cost no more than what was in flight, and then each rail is
+// used as before.
 func TestTrapStormWhileAllIsDead(t *testing.T) {
 	m := newModel(t, Config{})
 	for range 4 {
@@ -466,9 +467,8 @@ func TestTrapStormWhileAllIsDead(t *testing.T) {
 	}
 }
 
-// The only lane there is has one slice that never ends, and was silent once. Everything waits for a
-// sign of life, which cannot come, for nothing is sent: when the slice is late the lane is given
-// more, and so it goes on.
+// The only lane has one slice that never ends, and was silent once. All work waited for progress,
+// which could not come because nothing was sent. When the slice is late, the lane must get more.
 func TestTrapSuspectForEver(t *testing.T) {
 	s, p := solo(t, 1)
 	f := flow(t, s, p, 64)

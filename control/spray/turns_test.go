@@ -11,9 +11,9 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// contended is a scheduler with n warm pairs on which these priorities wait without end: step
-// confirms the slice that is due next, at a rate of 2 Gbit/s for each pair, and gives out what fits
-// then. given are the bytes of each priority.
+// contended is a scheduler with n warm pairs and endless work of these priorities. step confirms
+// the next slice that is due, at a rate of 2 Gbit/s for each pair, and gives out what fits then.
+// given are the bytes of each priority.
 func contended(t *testing.T, n int, way Instant, prios ...Priority) (s *Scheduler, p *Peer,
 	step func(), given *[numPriorities]uint64) {
 	t.Helper()
@@ -70,8 +70,8 @@ func contended(t *testing.T, n int, way Instant, prios ...Priority) (s *Schedule
 	return s, p, step, given
 }
 
-// A lower priority gets an eighth and a sixteenth of all that goes before it, what another one is
-// owed included.
+// A lower priority gets an eighth or a sixteenth of all bytes that precede it, including the share
+// of another one.
 func TestShares(t *testing.T) {
 	_, _, step, given := contended(t, 2, 100*time.Microsecond, DecodeWaits, LayerStream, Background)
 	for range 5000 {
@@ -89,9 +89,8 @@ func TestShares(t *testing.T) {
 	}
 }
 
-// What is less urgent has shorter slices: where it was there first, and a receiver's credit is less
-// than the path holds, they may not take the room, one after the other, that a longer one waits
-// for.
+// Background has shorter slices. If it came first, and the receiver's credit is less than the path
+// holds, its slices must not take the room, one after the other, that a longer slice waits for.
 func TestShortSlicesTakeNoTurn(t *testing.T) {
 	for _, way := range []Instant{100 * time.Microsecond, 2 * time.Millisecond,
 		10 * time.Millisecond} {

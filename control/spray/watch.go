@@ -2,7 +2,9 @@
 
 package spray
 
-import "fmt"
+import (
+	"fmt"
+)
 
 // Tick checks the slices in flight, and calls touched for peers with new work or newly usable
 // lanes.

@@ -7,11 +7,11 @@ import (
 	"time"
 )
 
-// What a window must be, whatever the path: as long as the path, so that a long one is full; no
-// longer than that and a few slices, so that what is urgent does not stand in a queue of our own
-// making. Both are told apart by one look at the path alone, now and then.
+// A window must be as long as its path, so that a long path is full, and longer only by a few
+// slices, so that urgent slices do not wait in a queue of our own making. Measurements of the path
+// alone, now and then, distinguish the two.
 
-// busy keeps a pair of rails under endless load of a priority.
+// busy keeps a rail pair under endless load of a priority.
 func busy(m *model, prio Priority, d Instant) {
 	until := m.now + d
 	for m.now < until {
@@ -23,9 +23,9 @@ func busy(m *model, prio Priority, d Instant) {
 	}
 }
 
-// A long way is full, also with no more slices than a lane takes by default, and also of what
-// nobody waits for.
-func TestLongWayIsFull(t *testing.T) {
+// A long path is full, even with no more slices than a lane takes by default, and also with
+// background.
+func TestLongPathIsFull(t *testing.T) {
 	for _, prio := range []Priority{DecodeWaits, LayerStream, Background} {
 		m := newModel(t, Config{})
 		l := m.rail(gbit, 50*ms, 2)
@@ -41,8 +41,9 @@ func TestLongWayIsFull(t *testing.T) {
 	}
 }
 
-// A queue that stood in front of the rail when it was first used is not its delay for as long as
-// there is work. Without a look at the path alone it would be: nothing finds an idle rail.
+// A queue that was in front of the rail when it was first used must not count as delay for as long
+// as there is work. Without measurements of the path alone it would, because no slice finds an idle
+// rail.
 func TestQueueIsNotDelay(t *testing.T) {
 	for _, prio := range []Priority{LayerStream, Background} {
 		m := newModel(t, Config{})
@@ -67,7 +68,7 @@ func TestQueueIsNotDelay(t *testing.T) {
 	}
 }
 
-// And a path that becomes long under load is full again.
+// A path that becomes long under load is full again.
 func TestPathBecomesLong(t *testing.T) {
 	m := newModel(t, Config{})
 	l := m.rail(gbit, 100*time.Microsecond, 2)
@@ -81,10 +82,10 @@ func TestPathBecomesLong(t *testing.T) {
 	}
 }
 
-// Processes do not run whenever they could: confirmations come late, by half a millisecond mostly,
-// by eight now and then. The window does not take that for the path, and what is urgent finds
-// hardly more before it than two slices.
-func TestLateWordIsNotDelay(t *testing.T) {
+// Processes do not always run when they could: confirmations are late, by half a millisecond
+// mostly, by eight now and then. The window must not count this as delay of the path, and urgent
+// slices wait behind hardly more than two slices.
+func TestLateConfirmationIsNotDelay(t *testing.T) {
 	m := newModel(t, Config{})
 	l := m.rail(2*gbit, 100*time.Microsecond, 2)
 	n := 0
@@ -113,7 +114,7 @@ func TestLateWordIsNotDelay(t *testing.T) {
 	}
 }
 
-// Background stays off one lane of each pair; where there is one lane it has that.
+// Background does not use one lane of each pair; a pair with one lane carries it there.
 func TestBackgroundLeavesALane(t *testing.T) {
 	for lanes, want := range map[int]int{1: 1, 2: 1, 3: 2} {
 		m := newModel(t, Config{})
@@ -133,7 +134,7 @@ func TestBackgroundLeavesALane(t *testing.T) {
 	}
 }
 
-// A pair is drained alone: the others carry on, and what it costs is little.
+// Pairs are drained one at a time: the others continue, and the cost is small.
 func TestDrainsTakeTurns(t *testing.T) {
 	m := newModel(t, Config{})
 	for range 4 {
@@ -157,7 +158,7 @@ func TestDrainsTakeTurns(t *testing.T) {
 	if len(drains) != 4 {
 		t.Errorf("%d pairs of 4 were ever drained", len(drains))
 	}
-	// A lane that is lost in between does not keep the others from their turn.
+	// A lane that is lost meanwhile does not keep the others from their turn.
 	q := m.p.pairs[0]
 	m.run(sec, func() bool { return q.draining })
 	for _, l := range append([]*laneState(nil), q.lanes...) {
@@ -170,7 +171,7 @@ func TestDrainsTakeTurns(t *testing.T) {
 	}
 }
 
-// A short message goes where the least waits, and not over what is out of use.
+// A short message goes where it arrives soonest, and not over a pair that is out of use.
 func TestQuickest(t *testing.T) {
 	m := newModel(t, Config{})
 	m.rail(gbit, 100*time.Microsecond, 2)

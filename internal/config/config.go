@@ -25,6 +25,7 @@ type Config struct {
 	Peer       Peer       `yaml:"peer" doc:"How other sidecars find and authenticate this one."`
 	Transports Transports `yaml:"transports" doc:"The data lanes."`
 	Transfer   Transfer   `yaml:"transfer" doc:"Limits of a transfer. Deadlines start fences; they never release blocks by themselves."`
+	Store      Store      `yaml:"store" doc:"Pages of engines' caches that this node keeps for later prompts. Off unless store.memory is set."`
 	HTTP       HTTP       `yaml:"http" doc:"Health, metrics and the node description that routers read."`
 	Log        Log        `yaml:"log" doc:"Logging, to standard error."`
 	Trace      Trace      `yaml:"trace" doc:"Records for finding faults. They contain request names, so they are files and not metrics."`
@@ -135,6 +136,33 @@ type Transfer struct {
 	MaxSlices   int      `yaml:"max_slices" unit:"slices" doc:"Largest number of slices in flight over all lanes of one peer."`
 	MaxAttempts int      `yaml:"max_attempts" unit:"attempts" doc:"Attempts to move a chunk before the transfer fails with its blocks named."`
 	Policy      string   `yaml:"policy" unit:"spray, round-robin or weighted" doc:"Choice of the lane for the next slice. spray: the rail that will finish it first, by learned speeds. round-robin and weighted (by link speed): a fixed order, for comparisons only."`
+}
+
+// Store configures the node's store of pages.
+type Store struct {
+	Memory    Size        `yaml:"memory" unit:"bytes" doc:"Memory for pages. 0B: this node has no store."`
+	Disk      []StoreDisk `yaml:"disk" doc:"Where pages go that memory gives up: files, directories or block devices. With --set: path=size, several separated by commas."`
+	WriteBack bool        `yaml:"write_back" unit:"true or false" doc:"false: a put ends when its pages are on the disk. true: it ends when they are in memory, and they go to the disk afterwards."`
+	Object    StoreObject `yaml:"object" doc:"Object store below memory and disk, over S3's API. Off unless its bucket is set. Credentials come from the environment, the shared credentials file or the instance's role."`
+	Segment   Size        `yaml:"segment" unit:"bytes" doc:"Segment of a new disk tier: what is written in sequence, and cleaned together. A power of two of 1MiB to 1GiB. An existing store keeps its own." default:"64MiB, less if a disk is smaller than 1GiB"`
+	Quota     Size        `yaml:"quota" unit:"bytes" doc:"Most memory of one namespace: the cache of one model on one rank, and of one tenant. 0B: no limit."`
+	DiskQuota Size        `yaml:"disk_quota" unit:"bytes" doc:"Most disk space of one namespace. 0B: no limit."`
+}
+
+// StoreDisk is one place of the store's disk tier.
+type StoreDisk struct {
+	Path string `yaml:"path" unit:"path" doc:"A file or block device of the store alone, or a directory for its file. A new file takes its whole size at once. A file that is not a store's is refused." default:"required"`
+	Size Size   `yaml:"size" unit:"bytes" doc:"Its size. An existing store keeps its own; a block device is used whole." default:"required"`
+}
+
+// StoreObject is the store's tier in an object store.
+type StoreObject struct {
+	Endpoint string `yaml:"endpoint" unit:"URL" doc:"The service." default:"AWS in the region"`
+	Region   string `yaml:"region" unit:"name" doc:"The service's region." default:"AWS_REGION, else us-east-1"`
+	Bucket   string `yaml:"bucket" unit:"name" doc:"An existing bucket." default:"none: no object store"`
+	Prefix   string `yaml:"prefix" unit:"path" doc:"Beginning of the names of all objects. Each sidecar needs its own: two that share one lose pages, and serve none that is wrong." default:"required"`
+	Size     Size   `yaml:"size" unit:"bytes" doc:"Bytes of objects that the tier aims at." default:"required"`
+	AtPut    bool   `yaml:"at_put" unit:"true or false" doc:"false: pages go there when no other tier keeps them. true: at their put."`
 }
 
 // HTTP configures the operators' endpoint.

@@ -179,7 +179,7 @@ func excerpt(data []byte, line int) string {
 }
 
 // Set applies one "key=value" of a flag: the dotted key of a scalar or a comma-separated list, or
-// "transports.tcp.rails=name@host:port,...".
+// "transports.tcp.rails=name@host:port,..." or "store.disk=path=size,...".
 func (c *Config) Set(setting string) error {
 	key, text, ok := strings.Cut(setting, "=")
 	if !ok {
@@ -212,6 +212,13 @@ func (c *Config) Set(setting string) error {
 				"several separated by commas, or auto"}
 		}
 		v.Set(reflect.ValueOf(rails))
+	case v.Type() == reflect.TypeFor[[]StoreDisk]():
+		disks, err := parseDisks(text)
+		if err != nil {
+			return &Error{Key: key, Value: text, Wrong: err.Error(), Remedy: "write path=size, several " +
+				"separated by commas: /nvme0/kv=1TiB"}
+		}
+		v.Set(reflect.ValueOf(disks))
 	case v.Kind() == reflect.Slice:
 		list := &yaml.Node{Kind: yaml.SequenceNode}
 		for item := range strings.SplitSeq(text, ",") {
@@ -230,6 +237,22 @@ func (c *Config) Set(setting string) error {
 	}
 	c.origin.flags[key] = true
 	return w.err()
+}
+
+func parseDisks(text string) ([]StoreDisk, error) {
+	var disks []StoreDisk
+	for item := range strings.SplitSeq(text, ",") {
+		at := strings.LastIndexByte(item, '=')
+		if at < 0 {
+			return nil, fmt.Errorf("%q has no =", item)
+		}
+		size, err := parseUnits(item[at+1:], sizeUnits)
+		if err != nil {
+			return nil, fmt.Errorf("size %q is not %w", item[at+1:], err)
+		}
+		disks = append(disks, StoreDisk{Path: item[:at], Size: Size(size)})
+	}
+	return disks, nil
 }
 
 func parseRails(text string) ([]Rail, error) {

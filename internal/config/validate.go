@@ -31,6 +31,14 @@ const (
 	maxGPUMemory   = 64 << 30
 	maxGPUs        = 16
 	maxRails       = 64
+	maxDisks       = 64
+	minStoreMemory = 1 << 20
+	maxStoreMemory = 16 << 40
+	minStoreDisk   = 64 << 20
+	minStoreObject = 128 << 20
+	minSegment     = 1 << 20
+	maxSegment     = 1 << 30
+	maxStoreDisk   = 256 << 40
 	maxThreads     = 256
 	maxDuration    = 24 * time.Hour
 	maxNameBytes   = 128
@@ -88,6 +96,8 @@ func (c *Config) Validate() error {
 	v.between("transfer.max_attempts", c.Transfer.MaxAttempts, 1, 100)
 	v.oneOf("transfer.policy", c.Transfer.Policy, PolicySpray, PolicyRoundRobin, PolicyWeighted)
 
+	v.store()
+
 	v.bind("http.listen", c.HTTP.Listen, true)
 	v.distinct()
 	v.oneOf("log.level", c.Log.Level, "debug", LevelInfo, "warn", "error")
@@ -113,6 +123,51 @@ func (v *checker) distinct() {
 		v.check(!taken, l.key, l.addr, "also the address of "+first,
 			"choose another port, or 0 for a free one")
 		seen[l.addr] = l.key
+	}
+}
+
+func (v *checker) store() {
+	st := v.c.Store
+	if st.Memory == 0 {
+		v.check(st.Object == StoreObject{}, "store.object", st.Object.Bucket,
+			"an object store of a store that is off", "set store.memory, or remove store.object")
+		v.check(len(st.Disk) == 0, "store.disk", strconv.Itoa(len(st.Disk)),
+			"disks of a store that is off", "set store.memory, or remove store.disk")
+		return
+	}
+	v.size("store.memory", st.Memory, minStoreMemory, maxStoreMemory)
+	v.check(st.Quota <= st.Memory, "store.quota", st.Quota.String(), "more than store.memory ("+
+		st.Memory.String()+")", "lower it, or leave it out")
+	v.check(st.Segment == 0 || st.Segment >= minSegment && st.Segment <= maxSegment &&
+		st.Segment&(st.Segment-1) == 0, "store.segment", st.Segment.String(),
+		"not a power of two of 1MiB to 1GiB", "choose one, or leave it out")
+	v.check(len(st.Disk) <= maxDisks, "store.disk", strconv.Itoa(len(st.Disk)), "too many disks",
+		fmt.Sprintf("%d at most", maxDisks))
+	v.check(!st.WriteBack || len(st.Disk) > 0, "store.write_back", "true",
+		"there is no disk to write to", "add store.disk, or leave it out")
+	v.check(st.DiskQuota == 0 || len(st.Disk) > 0, "store.disk_quota", st.DiskQuota.String(),
+		"there is no disk", "add store.disk, or leave it out")
+	if o := st.Object; o.Bucket != "" {
+		v.check(o.Prefix != "", "store.object.prefix", o.Prefix, "missing",
+			"name one for this sidecar alone")
+		v.size("store.object.size", o.Size, minStoreObject, maxStoreDisk)
+		v.check(o.Endpoint == "" || strings.HasPrefix(o.Endpoint, "http://") ||
+			strings.HasPrefix(o.Endpoint, "https://"), "store.object.endpoint", o.Endpoint, "not a URL",
+			"start it with https:// or http://")
+	} else {
+		v.check(o == StoreObject{}, "store.object.bucket", "", "missing", "name a bucket, or remove "+
+			"store.object")
+	}
+	seen := map[string]string{}
+	for i, d := range st.Disk {
+		key := fmt.Sprintf("store.disk[%d]", i)
+		v.check(strings.HasPrefix(d.Path, "/"), key+".path", d.Path, "not an absolute path",
+			"start it with /")
+		v.size(key+".size", d.Size, minStoreDisk, maxStoreDisk)
+		clean := path.Clean(d.Path)
+		v.check(seen[clean] == "", key+".path", d.Path, "also the path of "+seen[clean],
+			"give each entry a path of its own")
+		seen[clean] = key
 	}
 }
 
@@ -247,6 +302,11 @@ func (o *origin) line(key string) int {
 func (v *checker) between(key string, n, low, high int) {
 	v.check(n >= low && n <= high, key, strconv.Itoa(n), fmt.Sprintf("outside %d to %d", low, high),
 		"choose a value inside")
+}
+
+func (v *checker) size(key string, n, low, high Size) {
+	v.check(n >= low && n <= high, key, n.String(), "out of range",
+		fmt.Sprintf("use %v to %v", low, high))
 }
 
 func (v *checker) duration(key string, d Duration, low time.Duration) {

@@ -38,7 +38,12 @@ type Catalog struct {
 	release func(owner uint16, loc uint32)
 	began   time.Time
 	evicted uint64
+	spill   func(owner uint16, e *index.Entry, after *page.Key)
 }
+
+// OnEvict has f called with each page that is given up, while its bytes are still at its Loc. f
+// does not call the catalog. It is set before the first page.
+func (c *Catalog) OnEvict(f func(owner uint16, e *index.Entry, after *page.Key)) { c.spill = f }
 
 // New makes a catalog of up to pages pages. release takes back the place of a page that goes.
 func New(pages int, release func(owner uint16, loc uint32)) (*Catalog, error) {
@@ -132,7 +137,15 @@ func (c *Catalog) remove(n index.Node) {
 // GiveUp evicts a page without pins.
 func (c *Catalog) GiveUp(n index.Node) {
 	e := c.At(n)
-	c.release(c.Owner(uint32(n)), e.Loc)
+	owner := c.Owner(uint32(n))
+	if c.spill != nil && e.State == index.Live {
+		var after *page.Key
+		if up := c.Parent(uint32(n)); up != 0 {
+			after = &c.At(index.Node(up)).Key
+		}
+		c.spill(owner, e, after)
+	}
+	c.release(owner, e.Loc)
 	e.State = index.Gone
 	c.Evict(uint32(n), c.Hash(&e.Key), c.free)
 	c.evicted++

@@ -325,7 +325,7 @@ func (t *Tier) SetOwner(n uint16, id page.ID, pageBytes int, quota, reserve uint
 	defer t.mu.Unlock()
 	if t.perSegment(pageBytes) == 0 {
 		return fmt.Errorf("store.disk: page of %d bytes: does not fit into segments of %d "+
-			"bytes; set store.disk.segment to %d or more",
+			"bytes; set store.segment to %d or more",
 			pageBytes, t.segb*block, 2*PaddedBytes(pageBytes))
 	}
 	if o := t.owners[n]; o != nil && (o.id != id || o.pageBytes != uint32(pageBytes)) {
@@ -410,6 +410,49 @@ func (t *Tier) Unpin(p Pinned) {
 	t.pages.Drop(p.node)
 }
 
+// OnEvict has f called with each page that is given up. f returns whether it will have read called,
+// once, from any goroutine: with a buffer that gets the page's bytes. Until then the page's segment
+// is not reused, so that must not take long. f calls nothing of the tier, whose lock is held, and
+// does not wait. It is set before the first page.
+func (t *Tier) OnEvict(f func(owner uint16, k, after *page.Key, crc uint32,
+	read func([]byte) error) bool) {
+	t.pages.OnEvict(func(id uint16, e *index.Entry, after *page.Key) {
+		if e.Loc == noPlace {
+			return
+		}
+		loc, l := e.Loc, t.logOf(e.Loc)
+		seg := &l.segments[loc/t.segb-l.first]
+		seg.readers++
+		if !f(id, &e.Key, after, e.CRC, func(buf []byte) error {
+			defer t.leave(seg)
+			return l.fetchAny(loc, buf)
+		}) {
+			seg.readers--
+		}
+	})
+}
+
+// leave ends one reader of a segment.
+func (t *Tier) leave(seg *segment) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if seg.readers--; seg.readers == 0 {
+		t.drained.Broadcast()
+	}
+}
+
+// fetchAny is fetch into a buffer of any length and place.
+func (l *log) fetchAny(loc uint32, buf []byte) error {
+	aligned, err := offheap.New[byte](PaddedBytes(len(buf)))
+	if err != nil {
+		return err
+	}
+	defer aligned.Free()
+	err = l.fetch(loc, aligned.Elems())
+	copy(buf, aligned.Elems())
+	return err
+}
+
 // PaddedBytes is how long the buffers for an owner's pages are.
 func PaddedBytes(pageBytes int) int { return int(blocksOf(pageBytes)) * block }
 
@@ -437,11 +480,7 @@ func (t *Tier) Read(id uint16, k *page.Key, buf []byte, check Check) (crc uint32
 
 	err = l.fetch(e.Loc, buf)
 
-	t.mu.Lock()
-	if seg.readers--; seg.readers == 0 {
-		t.drained.Broadcast()
-	}
-	t.mu.Unlock()
+	t.leave(seg)
 	if err == nil && !check(buf[:size], e.CRC) {
 		err = ErrDamaged
 	}

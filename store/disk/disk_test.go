@@ -386,7 +386,11 @@ func TestRefusesPathsByName(t *testing.T) {
 	refuse(Config{Devices: []Device{{filepath.Join(dir, "small"), 1 << 20}}}, "size 1048576",
 		"raise it")
 	refuse(Config{Devices: []Device{{filepath.Join(dir, "huge"), 1 << 50}}}, "lower size")
+	locked := filepath.Join(dir, "locked")
+	if err := os.Mkdir(locked, 0o555); err != nil {
+		t.Fatal(err)
+	}
 	testutil.AsNobody(t, func() {
-		refuse(config(filepath.Join(dir, "locked")), "permission denied", "can write to")
+		refuse(config(filepath.Join(locked, "store")), "permission denied", "can write to")
 	})
 }

@@ -84,7 +84,7 @@ func (t *Tier) format(devices []opened, b []byte) error {
 		segments := (d.size - segmentsAt) / (int64(t.segb) * block)
 		if segments < minSegments {
 			return fmt.Errorf("store.disk path %s: size %d holds %d segments of %d bytes, at "+
-				"least %d are needed; raise size, or lower store.disk.segment",
+				"least %d are needed; raise size, or lower store.segment",
 				d.path, d.size, segments, t.segb*block, minSegments)
 		}
 		clear(b)

@@ -141,6 +141,9 @@ func (p *Policy) Used(id uint16) uint64 { return p.owners[id].used() }
 // Owner is the owner of a page.
 func (p *Policy) Owner(n uint32) uint16 { return p.links[n].owner }
 
+// Parent is the page before one in its prompt, if that is known; otherwise 0.
+func (p *Policy) Parent(n uint32) uint32 { return p.links[n].parent }
+
 // Pages is how many pages are resident.
 func (p *Policy) Pages() int { return p.pages }
 

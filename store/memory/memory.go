@@ -169,6 +169,7 @@ func (t *Tier) Used(id uint16) uint64 {
 // Stats are counts since the tier was made.
 type Stats struct {
 	Pages          int
+	Bytes          uint64
 	Evicted, Moved uint64 // pages
 }
 
@@ -176,7 +177,11 @@ type Stats struct {
 func (t *Tier) Stats() Stats {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return Stats{t.pages.Pages(), t.pages.Evicted(), t.moved}
+	st := Stats{Pages: t.pages.Pages(), Evicted: t.pages.Evicted(), Moved: t.moved}
+	for id := range t.owners {
+		st.Bytes += t.pages.Used(id)
+	}
+	return st
 }
 
 // Exists sets the bits of the owner's keys that are here.
@@ -229,6 +234,14 @@ func (t *Tier) Doom(p Page) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.pages.Doom(p.node)
+}
+
+// OnEvict has f called with each page that is given up. The bytes are dead when f returns. f calls
+// nothing of the tier, whose lock is held, and does not wait. It is set before the first page.
+func (t *Tier) OnEvict(f func(owner uint16, k, after *page.Key, crc uint32, bytes []byte)) {
+	t.pages.OnEvict(func(id uint16, e *index.Entry, after *page.Key) {
+		f(id, &e.Key, after, e.CRC, t.arena[uint64(e.Loc)*unit:][:t.owners[id].bytes])
+	})
 }
 
 // RemoveOwner forgets all pages of an owner. Those that are pinned go with their last pin.

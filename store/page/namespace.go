@@ -193,3 +193,47 @@ func (k *Keyer) Key(pageHash []byte) (key Key, err error) {
 	k.mac.Sum(key[:0])
 	return key, nil
 }
+
+// Hashes are an engine's hashes of some pages, one behind the other, all of one length.
+type Hashes struct {
+	Bytes []byte
+	Each  int // bytes of one hash
+}
+
+// Check refuses lists that are no whole number of hashes, or not 1 to MaxBatch of them.
+func (h Hashes) Check() error {
+	problem := ""
+	switch n := len(h.Bytes); {
+	case h.Each < MinHashBytes || h.Each > MaxHashBytes:
+		problem = fmt.Sprintf("hashes of %d bytes, not %d to %d", h.Each, MinHashBytes, MaxHashBytes)
+	case n%h.Each != 0:
+		problem = fmt.Sprintf("%d bytes are no whole number of hashes of %d", n, h.Each)
+	case n == 0 || n/h.Each > MaxBatch:
+		problem = fmt.Sprintf("%d hashes, not 1 to %d", n/h.Each, MaxBatch)
+	default:
+		return nil
+	}
+	return &FieldError{"hashes", fmt.Sprintf("(%d bytes)", len(h.Bytes)), problem,
+		"send the engine's whole hashes one behind the other"}
+}
+
+// Len is the number of hashes. The list has passed Check.
+func (h Hashes) Len() int { return len(h.Bytes) / h.Each }
+
+// At is hash i.
+func (h Hashes) At(i int) []byte { return h.Bytes[i*h.Each : (i+1)*h.Each] }
+
+// Keys are the keys of pages.
+func (k *Keyer) Keys(h Hashes) ([]Key, error) {
+	if err := h.Check(); err != nil {
+		return nil, err
+	}
+	keys := make([]Key, h.Len())
+	for i := range keys {
+		var err error
+		if keys[i], err = k.Key(h.At(i)); err != nil {
+			return nil, err
+		}
+	}
+	return keys, nil
+}

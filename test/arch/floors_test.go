@@ -22,7 +22,7 @@ var floors = []floor{
 		"internal/version"}},
 	{"values", []string{"internal/config", "internal/metrics", "layout", "parseblock",
 		"transfer"}},
-	{"contract", []string{"api", "internal/board", "internal/wire", "transport"}},
+	{"contract", []string{"api", "control/engines", "internal/board", "internal/wire", "transport"}},
 	{"bytes", []string{"gpu", "store", "transport/gdr", "transport/shm", "transport/tcp"}},
 	{"decisions", []string{"control/exec", "control/lease", "control/route", "control/spray"}},
 	{"conversation", []string{"connector", "control/driver", "control/peer"}},
@@ -32,13 +32,9 @@ var floors = []floor{
 
 // lab is code that the product never imports: tests, what tests need, benchmarks, generators.
 var lab = []string{"api/engine/gen", "bench", "cmd/kvspray-bench", "connector/connectortest",
-	"internal/board/gen", "internal/leaktest", "internal/sys/verbs/fake", "internal/testutil", "store/disk/disktest", "test",
+	"internal/board/gen", "internal/leaktest", "internal/sys/verbs/fake", "internal/testutil",
+	"store/disk/disktest", "store/object/objecttest", "test",
 	"transport/faulttest", "transport/simfabric", "transport/transporttest"}
-
-// upward are the imports of higher floors that exist today, each to be removed.
-var upward = []struct{ from, to, why string }{
-	{"control/exec", "connector", "types of intents, expectations and completions"},
-}
 
 // labFloor is the result of floorOf for the lab.
 const labFloor = -1
@@ -71,16 +67,6 @@ func floorName(level int) string {
 }
 
 func TestFloors(t *testing.T) {
-	used := make([]bool, len(upward))
-	exception := func(from, to string) bool {
-		found := false
-		for i, x := range upward {
-			if hasPathPrefix(from, x.from) && hasPathPrefix(to, x.to) {
-				used[i], found = true, true
-			}
-		}
-		return found
-	}
 	for _, f := range goFiles(t) {
 		if f.test || f.ignored {
 			continue
@@ -99,15 +85,9 @@ func TestFloors(t *testing.T) {
 			case !ok: // reported above
 			case to == labFloor:
 				t.Errorf("%s (%s) imports %s (the lab)", f.path, floorName(from), own)
-			case to > from && !exception(f.dir, own):
+			case to > from:
 				t.Errorf("%s (%s) imports %s (%s), a higher floor", f.path, floorName(from), own, floorName(to))
 			}
-		}
-	}
-	for i, x := range upward {
-		if !used[i] {
-			t.Errorf("%s no longer imports %s: remove the exception from test/arch/floors_test.go",
-				x.from, x.to)
 		}
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/transport/simfabric"
 )
@@ -36,7 +37,7 @@ func TestLateWriteAttack(t *testing.T) {
 			}
 		})
 		c.F.Run(c.F.Now()+5*time.Second, func() bool { return x.Received != nil })
-		if x.Received == nil || x.Received.Status != exec.StatusOK {
+		if x.Received == nil || x.Received.Status != engines.StatusOK {
 			t.Fatalf("seed %d: did not come with %d of 4 rails: %+v", seed, 4-len(stalled), x.Received)
 		}
 		// The blocks go to another prompt at once, which may get the very slot, over rails that are about
@@ -51,7 +52,7 @@ func TestLateWriteAttack(t *testing.T) {
 		for _, v := range c.Violations() {
 			t.Errorf("seed %d: %s", seed, v)
 		}
-		if y.Received == nil || y.Received.Status != exec.StatusOK {
+		if y.Received == nil || y.Received.Status != engines.StatusOK {
 			t.Errorf("seed %d: the next transfer did not come", seed)
 		}
 		late += c.Stats().Late
@@ -88,7 +89,7 @@ func TestDoubtOnThreeRails(t *testing.T) {
 		}
 		x := c.Begin(from, to, 16, 10*time.Second, time.Millisecond) // four chunks
 		c.F.Run(c.F.Now()+20*time.Second, func() bool { return x.Received != nil })
-		if x.Received == nil || x.Received.Status != exec.StatusOK {
+		if x.Received == nil || x.Received.Status != engines.StatusOK {
 			t.Fatalf("seed %d: did not come: %+v", seed, x.Received)
 		}
 		if len(from.side.moving) >= 3 {
@@ -191,7 +192,7 @@ func TestManyLeases(t *testing.T) {
 			}
 			switch {
 			case x.Received == nil || x.Sent == nil && !x.Alone: // said below
-			case x.Alone && x.Received.Status == exec.StatusExpired:
+			case x.Alone && x.Received.Status == engines.StatusExpired:
 				least := deadline
 				if leapt(i, round) {
 					least = moved // the other side waits for its source no longer, and says so
@@ -203,13 +204,13 @@ func TestManyLeases(t *testing.T) {
 				if x.To != hub {
 					end, what = x.receivedAt-x.Began, x.Received
 				}
-				if what.Status != exec.StatusExpired {
+				if what.Status != engines.StatusExpired {
 					t.Errorf("round %d: transfer %d of node %d, whose clock leapt: %+v", round, x.ID, i, what)
 				}
 				in("the side whose clock leapt", end, moved, moved+20*time.Millisecond)
 				in("the other side", x.Last(), moved, deadline+slack)
 				over++
-			case !x.Alone && x.Received.Status == exec.StatusOK && x.Sent.Status == exec.StatusOK:
+			case !x.Alone && x.Received.Status == engines.StatusOK && x.Sent.Status == engines.StatusOK:
 				came++
 			default:
 				t.Errorf("round %d: transfer %d of node %d: %+v, %+v", round, x.ID, i, x.Received, x.Sent)

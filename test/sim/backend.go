@@ -68,10 +68,10 @@ type lane struct {
 	s *sidecar
 }
 
-// Way implements transport.Timed.
-func (l lane) Way() time.Duration {
+// RTT implements transport.Timed.
+func (l lane) RTT() time.Duration {
 	if t, ok := l.Meter.(transport.Timed); ok {
-		return t.Way()
+		return t.RTT()
 	}
 	return 0
 }

@@ -10,7 +10,7 @@ import (
 	"slices"
 	"time"
 
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/transfer"
@@ -33,7 +33,7 @@ type lease struct {
 	receiver bool
 	id       transfer.LeaseID
 	said     bool // the engine wants it: a sidecar is told, and the next one again
-	done     *connector.Completion
+	done     *engines.Completion
 
 	content []uint64  // receiver: its blocks
 	sinks   []*sink   // receiver: every part that was ever granted
@@ -45,13 +45,13 @@ type Transfer struct {
 	ID       uint64
 	From, To *Node
 	Tokens   uint32
-	Prio     connector.Priority
+	Prio     engines.Priority
 	Deadline time.Duration
 	Alone    bool // its prefill never comes
 	Began    time.Duration
 	// Sent and Received are the first completion of a side's leases that is not good, or the last;
 	// nil: not all have ended.
-	Sent, Received *connector.Completion
+	Sent, Received *engines.Completion
 	// OnReceived is called when the receiving engine hears how it ended.
 	OnReceived func()
 
@@ -90,11 +90,11 @@ func inOrder(all iter.Seq[*lease]) []*lease {
 // Where an engine is dead there is nobody to want anything: nil.
 func (c *Cluster) Begin(from, to *Node, tokens uint32, deadline time.Duration,
 	prefill time.Duration) *Transfer {
-	return c.BeginAs(connector.DecodeWaits, from, to, tokens, deadline, prefill)
+	return c.BeginAs(engines.DecodeWaits, from, to, tokens, deadline, prefill)
 }
 
 // BeginAs is Begin with a priority.
-func (c *Cluster) BeginAs(prio connector.Priority, from, to *Node, tokens uint32,
+func (c *Cluster) BeginAs(prio engines.Priority, from, to *Node, tokens uint32,
 	deadline time.Duration, prefill time.Duration) *Transfer {
 	t := c.transfer(from, to, tokens, deadline)
 	if t == nil {
@@ -189,14 +189,14 @@ func (l *lease) present(s *sidecar) {
 	s.owners[l.id] = l
 	if l.receiver {
 		s.event(func(now exec.Instant) {
-			s.ex.Expect(now, w, connector.Expect{Lease: l.id, Key: t.key, Peer: t.From.addr,
+			s.ex.Expect(now, w, engines.Expect{Lease: l.id, Key: t.key, Peer: t.From.addr,
 				Req: fmt.Sprint(t.ID), Tokens: t.Tokens, Skip: []uint32{0},
 				Priority: t.Prio, Deadline: l.left(), Partner: l.left()})
 		})
 		return
 	}
 	s.event(func(now exec.Instant) {
-		s.ex.Intent(now, w, connector.Intent{Lease: l.id, Key: t.key, Req: fmt.Sprint(t.ID),
+		s.ex.Intent(now, w, engines.Intent{Lease: l.id, Key: t.key, Req: fmt.Sprint(t.ID),
 			Tokens: t.Tokens, Fanout: 1, Blocks: [][]uint32{}, Priority: t.Prio,
 			Deadline: l.left()})
 	})
@@ -251,7 +251,7 @@ func (l *lease) progress(layer int, epoch uint32) {
 	s.event(func(now exec.Instant) {
 		id := l.id
 		id.Epoch = epoch
-		s.ex.Progress(now, w, []connector.Progress{{Lease: id, Layer: layer - own.lo, Tokens: l.t.Tokens,
+		s.ex.Progress(now, w, []engines.Progress{{Lease: id, Layer: layer - own.lo, Tokens: l.t.Tokens,
 			Final: true}})
 	})
 }
@@ -302,12 +302,12 @@ func (t *Transfer) Cancel(receiver bool) {
 // orphan ends a lease whose engine is dead, where no sidecar knows of it.
 func (l *lease) orphan() {
 	if l.done == nil && l.n.engine != l.e {
-		l.ended(connector.Completion{Status: exec.StatusFailed, Reason: "the engine died, and nobody " +
+		l.ended(engines.Completion{Status: engines.StatusFailed, Reason: "the engine died, and nobody " +
 			"else knew"})
 	}
 }
 
-func (l *lease) ended(x connector.Completion) {
+func (l *lease) ended(x engines.Completion) {
 	c, t := l.n.c, l.t
 	c.open--
 	c.stats.Leases++
@@ -317,12 +317,12 @@ func (l *lease) ended(x connector.Completion) {
 	if l.receiver {
 		all = t.takes
 	}
-	var worst *connector.Completion
+	var worst *engines.Completion
 	for _, o := range all {
 		switch {
 		case o.done == nil:
 			return
-		case worst == nil || worst.Status == exec.StatusOK:
+		case worst == nil || worst.Status == engines.StatusOK:
 			worst = o.done
 		}
 	}
@@ -355,12 +355,12 @@ func (s *sidecar) complete(a *exec.Action) {
 	delete(s.owners, l.id)
 	l.released()
 	l.ended(x)
-	if x.Received && x.Status == exec.StatusOK {
+	if x.Received && x.Status == engines.StatusOK {
 		l.committed()
 	}
 }
 
-func (s *sidecar) workerFenced(w *connector.Worker) {
+func (s *sidecar) workerFenced(w *engines.Worker) {
 	for _, l := range inOrder(maps.Values(s.owners)) {
 		if l.id.Boot == w.Boot {
 			s.c.violation("%s: its worker is said to be fenced, and transfer %d has a lease open",

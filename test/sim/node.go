@@ -7,8 +7,8 @@ import (
 	"maps"
 	"time"
 
-	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/driver"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/transfer"
@@ -40,7 +40,7 @@ type sidecar struct {
 	boot    transfer.Boot
 	dead    bool
 	ex      *exec.Exec
-	workers []*connector.Worker // of the engine's present life
+	workers []*engines.Worker // of the engine's present life
 	planner planner
 	drv     *driver.Driver
 	lock    *lock
@@ -110,7 +110,7 @@ func (n *Node) start() {
 		[]string{simfabric.Name}
 	s.ex = exec.New(cfg)
 	s.drv = driver.New(driver.Config{Exec: s.ex, Process: process{s}, Lock: s.lock, Peers: peers{s},
-		Engines: engines{s},
+		Engines: simEngines{s},
 		Memory:  memory{s}, Rails: local{s}, Observer: observer{s}, Log: slog.New(slog.DiscardHandler),
 		Grace: time.Hour})
 	s.drv.Use(transport.Registry{backend{s.backend, s}})
@@ -125,7 +125,7 @@ func (s *sidecar) register(e *engine) {
 	s.workers = nil
 	for r, boot := range e.boots {
 		own := held(r, len(e.boots))
-		w := &connector.Worker{Name: s.n.addr, Boot: boot, Place: connector.Place{Engine: s.n.addr, PP: r,
+		w := &engines.Worker{Name: s.n.addr, Boot: boot, Place: engines.Place{Engine: s.n.addr, PP: r,
 			PPSize: len(e.boots)},
 			Geometry: geometry(r, len(e.boots)),
 			Layout: &layout.Layout{Groups: []layout.Group{{TokensPerBlock: blockTokens,

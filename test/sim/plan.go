@@ -5,7 +5,7 @@ import (
 	"fmt"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/transfer"
 )
@@ -111,12 +111,12 @@ func (p planner) unknown(all ...[]byte) error {
 
 func (p planner) Version() uint32 { return 1 }
 
-func (p planner) Receive(w *connector.Worker, x *connector.Expect) (exec.Plan, error) {
+func (p planner) Receive(w *engines.Worker, x *engines.Expect) (exec.Plan, error) {
 	s := heldBy(w.Geometry[:])
 	return newPlan(x.Tokens, s, s)
 }
 
-func (p planner) Divide(w *connector.Worker, x *connector.Expect, ranks []exec.Rank,
+func (p planner) Divide(w *engines.Worker, x *engines.Expect, ranks []exec.Rank,
 	_ func(string) uint64) ([]exec.Part, error) {
 	for _, r := range ranks {
 		if err := p.unknown(r.Geometry[:]); err != nil {
@@ -138,7 +138,7 @@ func (p planner) Divide(w *connector.Worker, x *connector.Expect, ranks []exec.R
 	return parts, nil
 }
 
-func (p planner) Send(w *connector.Worker, g *peerv1.Grant, part *peerv1.Part) (exec.Plan, error) {
+func (p planner) Send(w *engines.Worker, g *peerv1.Grant, part *peerv1.Part) (exec.Plan, error) {
 	if string(g.Geometry) != string(w.Geometry[:]) {
 		if err := p.unknown(g.Geometry); err != nil {
 			return nil, err

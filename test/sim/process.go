@@ -8,8 +8,8 @@ import (
 	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/driver"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
@@ -148,12 +148,12 @@ func (p peers) Send(to transfer.Boot, f *peerv1.ControlFrame)     { p.s.send(to,
 func (p peers) Describe(peer transfer.Boot, geometry [32]byte)    { p.s.describe(peer, geometry) }
 func (p peers) Compare(exec.Comparison)                           {} // all engines are of one model
 
-// engines is the way back to the played engines.
-type engines struct{ s *sidecar }
+// simEngines is the way back to the played engines.
+type simEngines struct{ s *sidecar }
 
-func (e engines) Complete(a *exec.Action)        { e.s.complete(a) }
-func (e engines) Follow(*connector.Worker, bool) {}
-func (e engines) Forget(*connector.Worker)       {}
+func (e simEngines) Complete(a *exec.Action)      { e.s.complete(a) }
+func (e simEngines) Follow(*engines.Worker, bool) {}
+func (e simEngines) Forget(*engines.Worker)       {}
 
 // memory is modeled: one word stands for a chunk's bytes.
 type memory struct{ s *sidecar }

@@ -5,7 +5,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/control/engines"
 )
 
 // TestRestartsLoseNothing: sidecars die in mid transfer, at either end and at both, and come again
@@ -55,7 +55,7 @@ func TestRestarts(t *testing.T) {
 		if c.Open() > 0 {
 			t.Errorf("seed %d: %d leases %s", seed, c.Open(), brokeEnd)
 		}
-		if x.Received == nil || x.Received.Status != exec.StatusOK {
+		if x.Received == nil || x.Received.Status != engines.StatusOK {
 			t.Errorf("seed %d: the sidecar of %s died and came again, and the transfer %s: %+v", seed,
 				victim.addr, brokePath, x.Received)
 		}

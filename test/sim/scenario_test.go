@@ -8,7 +8,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/transport/simfabric"
@@ -66,7 +66,7 @@ type load struct {
 	preempt  time.Duration // after it began; 0: never
 	cancel   time.Duration // after it began; 0: never
 	receiver bool          // who cancels
-	prio     connector.Priority
+	prio     engines.Priority
 }
 
 // fault is one thing that goes wrong.
@@ -162,7 +162,7 @@ func (s scenario) draw(seed uint64, n int, processes float64) schedule {
 	}
 	rng = rand.New(rand.NewPCG(seed, 0x9410))
 	for i := range x.loads {
-		x.loads[i].prio = connector.Priority(rng.IntN(spray.Priorities))
+		x.loads[i].prio = engines.Priority(rng.IntN(spray.Priorities))
 	}
 	rng = rand.New(rand.NewPCG(seed, 0xfa))
 	for range n {
@@ -331,11 +331,11 @@ func (s scenario) run(c *Cluster, x schedule) (v verdict) {
 	}
 	for _, t := range c.Transfers() {
 		switch {
-		case t.Alone && t.Received.Status == exec.StatusOK:
+		case t.Alone && t.Received.Status == engines.StatusOK:
 			v.problems = append(v.problems, fmt.Sprintf("transfer %d came from nowhere", t.ID))
 		case t.Alone:
 			v.alone++
-		case t.Received.Status == exec.StatusOK:
+		case t.Received.Status == engines.StatusOK:
 			v.ok++
 		default:
 			v.failed++

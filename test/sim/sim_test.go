@@ -7,7 +7,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport/simfabric"
 )
@@ -354,7 +354,7 @@ func TestAllRailsDead(t *testing.T) {
 			if x.Sent == nil || x.Received == nil {
 				continue // said above
 			}
-			if came := x.Received.Status == exec.StatusOK; came != (x.Deadline == s.deadline) {
+			if came := x.Received.Status == engines.StatusOK; came != (x.Deadline == s.deadline) {
 				t.Errorf("silent %v: a transfer with a deadline of %s: came %v after %s: %q", silent,
 					x.Deadline, came, x.Took(), x.Received.Reason)
 			}
@@ -386,11 +386,11 @@ func TestFrozenReceiver(t *testing.T) {
 				if x.Received == nil || y.Received == nil {
 					continue // said above
 				}
-				if came := x.Received.Status == exec.StatusOK; came != (stopped < s.deadline) {
+				if came := x.Received.Status == engines.StatusOK; came != (stopped < s.deadline) {
 					t.Errorf("NICs %v, stopped for %v of %v, seed %d: came %v: %q", nics, stopped, s.deadline,
 						seed, came, x.Received.Reason)
 				}
-				if y.Received.Status != exec.StatusOK || y.Took() > s.deadline/2 {
+				if y.Received.Status != engines.StatusOK || y.Took() > s.deadline/2 {
 					t.Errorf("NICs %v, stopped for %v, seed %d: a transfer to another: status %d after %v", nics,
 						stopped, seed, y.Received.Status, y.Took())
 				}

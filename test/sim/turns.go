@@ -5,7 +5,7 @@ package sim
 import (
 	"time"
 
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/transfer"
@@ -26,7 +26,7 @@ const (
 )
 
 // due is what a lower priority gets of what goes before it.
-var due = [spray.Priorities]float64{connector.LayerStream: 1.0 / 8, connector.Background: 1.0 / 16}
+var due = [spray.Priorities]float64{engines.LayerStream: 1.0 / 8, engines.Background: 1.0 / 16}
 
 // turns is the order in which a peer was served.
 type turns struct {

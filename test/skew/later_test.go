@@ -10,12 +10,12 @@ var laterPlans = []change{{"parseblock/digest.go", "const PlanVersion = 1\n",
 // speaks later versions of control and data lanes too, has a feature and a control frame that
 // nobody understands, fields that nobody knows in every message, and leaves out what is optional.
 var laterFields = []change{
-	{"control/peer/release.go", "Max: wire.V(1, 1)}", "Max: wire.V(7, 3)}"},
-	{"control/peer/release.go", "var Features = []string{",
+	{"control/peer/hello/release.go", "Max: wire.V(1, 1)}", "Max: wire.V(7, 3)}"},
+	{"control/peer/hello/release.go", "var Features = []string{",
 		`var Features = []string{"from-the-future", `},
 	{"internal/wire/wire.go", "var Lanes = Versions{Min: V(1, 0), Max: V(1, 0)}",
 		"var Lanes = Versions{Min: V(1, 0), Max: V(1, 9)}"},
-	{"control/peer/lane.go", "MarshalAppend(append(dst, 0, 0, 0, 0), f)",
+	{"control/peer/frame/frame.go", "MarshalAppend(append(dst, 0, 0, 0, 0), f)",
 		"MarshalAppend(append(dst, 0, 0, 0, 0), peerv1.Later(f))"},
 	{"sidecar/conversation.go", "		c.Send(in.Boot, c.railsFrame())\n",
 		"		c.Send(in.Boot, c.railsFrame())\n		c.Send(in.Boot, peerv1.LaterFrame())\n"},

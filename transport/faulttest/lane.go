@@ -26,7 +26,7 @@ type lane struct {
 	stuck  bool
 	frozen []func() // results kept by a stuck lane, in order
 
-	received uint64 // before it was stuck
+	acked uint64 // before it was stuck
 }
 
 // entry is a slice that has not ended.
@@ -51,20 +51,20 @@ func (e *entry) kind() Kind {
 
 var errBusy = errors.New("faulttest: more slices than the lane takes at once")
 
-// Received implements transport.Meter. A stuck lane shows no progress, whatever the inner lane
-// still moves.
-func (l *lane) Received() uint64 {
+// Acked implements transport.Meter. A stuck lane shows no progress, even if the inner lane still
+// moves.
+func (l *lane) Acked() uint64 {
 	m, ok := l.Lane.(transport.Meter)
 	if !ok {
 		return 0
 	}
-	n := m.Received()
+	n := m.Acked()
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if !l.stuck {
-		l.received = n
+		l.acked = n
 	}
-	return l.received
+	return l.acked
 }
 
 // MaxInFlight implements transport.Lane. A quarter of the inner lane is for ghosts.

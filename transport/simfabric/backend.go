@@ -50,7 +50,7 @@ func (b *Backend) Name() string { return Name }
 // Caps implements transport.Backend.
 func (b *Backend) Caps() transport.Caps {
 	return transport.Caps{Initiator: transport.BySource, Evidence: transport.EvidenceRead,
-		Fence: transport.FenceLease, Tells: true,
+		Fence: transport.FenceLease, ReportsAcked: true,
 		SliceBytes: b.h.f.cfg.SliceBytes / transfer.ChunkBytes * transfer.ChunkBytes}
 }
 

@@ -133,8 +133,8 @@ func (l pacedLane) Close() (err error) {
 	return err
 }
 
-func (l pacedLane) Received() (n uint64) {
-	l.p.do(func() { n = l.Lane.(*end).Received() })
+func (l pacedLane) Acked() (n uint64) {
+	l.p.do(func() { n = l.Lane.(*end).Acked() })
 	return n
 }
 

@@ -101,10 +101,10 @@ func (e *end) Backend() string     { return Name }
 func (e *end) Local() string       { return e.local.Name }
 func (e *end) Remote() string      { return e.remote.Name }
 func (e *end) MaxInFlight() int    { return e.f.cfg.MaxInFlight }
-func (e *end) Way() time.Duration  { return e.base() }
+func (e *end) RTT() time.Duration  { return e.base() }
 
-// Received implements transport.Meter, in chunks that were confirmed.
-func (e *end) Received() uint64 { return e.received }
+// Acked implements transport.Meter, in confirmed chunks.
+func (e *end) Acked() uint64 { return e.received }
 
 func (e *end) announce() {
 	if e.dead {

@@ -418,14 +418,14 @@ func TestFrozenReceiver(t *testing.T) {
 			f.Run(20*time.Millisecond, nil)
 			b.h.Freeze()
 			f.Run(f.Now()+time.Millisecond, nil) // confirmations that were on their way
-			writes, landed, ended, heard := s.sink.writes, s.sink.landed, s.ended[transfer.Landed],
-				s.lane.(transport.Meter).Received()
+			writes, landed, ended, acked := s.sink.writes, s.sink.landed, s.ended[transfer.Landed],
+				s.lane.(transport.Meter).Acked()
 			f.Run(f.Now()+time.Second, nil)
 			if s.sink.landed != landed || s.ended[transfer.Landed] != ended {
 				t.Errorf("%d bytes landed and %d slices ended in a process that is stopped",
 					s.sink.landed-landed, s.ended[transfer.Landed]-ended)
 			}
-			took := s.lane.(transport.Meter).Received() - heard
+			took := s.lane.(transport.Meter).Acked() - acked
 			switch wrote := s.sink.writes - writes; {
 			case oneSided && (wrote == 0 || wrote > 16*streamSlice):
 				t.Errorf("the NIC wrote %d chunks: want those of the slices that were under way", wrote)

@@ -47,7 +47,7 @@ type lane struct {
 	flight   ring  // begun, not confirmed; in the order of their frames
 	taken    int   // accepted and not ended: in queue, in flight, or on the way to Done
 	confirms []wire.Entry
-	acked    uint64 // bytes, when Received was asked last
+	acked    uint64 // bytes; the last result of Acked
 }
 
 var (
@@ -136,9 +136,9 @@ func (l *lane) Backend() string     { return Name }
 func (l *lane) Local() string       { return l.local }
 func (l *lane) Remote() string      { return l.remote }
 
-// Way is the least round trip that the kernel has seen: when the lane has just been opened, that of
-// its handshake.
-func (l *lane) Way() (d time.Duration) {
+// RTT is the shortest round-trip time that the kernel has measured. For a new lane it is that of
+// the handshake.
+func (l *lane) RTT() (d time.Duration) {
 	_ = l.raw.Control(func(fd uintptr) { // a lane that is closed has none
 		if info, err := unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO); err == nil {
 			d = time.Duration(info.Min_rtt) * time.Microsecond
@@ -147,9 +147,9 @@ func (l *lane) Way() (d time.Duration) {
 	return d
 }
 
-// Received asks the kernel what the other end's kernel has acknowledged. A process that is frozen
-// there takes a receive buffer more than it reads, and then no byte.
-func (l *lane) Received() uint64 {
+// Acked returns the bytes that the other end's kernel has acknowledged. If the process there is
+// frozen, its kernel still fills the receive buffer, and then acknowledges nothing more.
+func (l *lane) Acked() uint64 {
 	var n uint64
 	err := l.raw.Control(func(fd uintptr) {
 		if info, err := unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO); err == nil {

@@ -161,7 +161,7 @@ func (b *Backend) Name() string { return Name }
 func (b *Backend) Caps() transport.Caps {
 	return transport.Caps{Initiator: transport.BySource, Evidence: transport.EvidenceRead,
 		Fence:      transport.FenceLease,
-		SliceBytes: b.cfg.SliceBytes, Tells: true, Guarded: true}
+		SliceBytes: b.cfg.SliceBytes, ReportsAcked: true, Guarded: true}
 }
 
 // Open listens on every rail of the configuration.

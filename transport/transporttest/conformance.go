@@ -85,26 +85,26 @@ func testCaps(t *testing.T, f Factory) {
 	}
 }
 
-// testMeter: if Caps announces it, lanes report received bytes, which grow by the moved bytes and
-// stand still without traffic.
+// testMeter: if Caps announces it, lanes report acknowledged bytes, which grow by the moved bytes
+// and do not change without traffic.
 func testMeter(t *testing.T, f Factory) {
 	p := NewPair(t, f)
 	a, _ := p.Dial()
-	if !p.A.Backend.Caps().Tells {
+	if !p.A.Backend.Caps().ReportsAcked {
 		return // testCaps has checked the rest
 	}
 	m, ok := a.(transport.Meter)
 	if !ok {
-		t.Fatal("Caps say that lanes tell received bytes, and this one is no transport.Meter")
+		t.Fatal("Caps has ReportsAcked, and this lane is no transport.Meter")
 	}
-	if w, ok := a.(transport.Timed); ok && (w.Way() < 0 || w.Way() > time.Second) {
-		t.Errorf("a round trip of %v", w.Way())
+	if w, ok := a.(transport.Timed); ok && (w.RTT() < 0 || w.RTT() > time.Second) {
+		t.Errorf("an RTT of %v", w.RTT())
 	}
 	src, dst := p.A.Memory(shapes[1]), p.B.Memory(shapes[1])
 	b := NewBind(t, p.A, p.B, src, dst, 1, 1)
 	defer b.End(t)
 	for i := range 3 {
-		before := m.Received()
+		before := m.Acked()
 		if r := p.A.MoveWait(a, b.Origin, src.All(), uint32(i+1)); r.Outcome != transfer.Landed {
 			t.Fatalf("%s %s: %v", r.Outcome, r.Reason, r.Err)
 		}
@@ -113,19 +113,19 @@ func testMeter(t *testing.T, f Factory) {
 			t.Fatal(err)
 		}
 		// The acknowledgement of a confirmation may come a little after it.
-		for deadline := time.Now().Add(patience); m.Received()-before < want; {
+		for deadline := time.Now().Add(patience); m.Acked()-before < want; {
 			if time.Now().After(deadline) {
-				t.Fatalf("%d bytes landed, and %d of them were received", want, m.Received()-before)
+				t.Fatalf("%d bytes landed, and %d of them were acknowledged", want, m.Acked()-before)
 			}
 		}
 	}
-	idle := m.Received()
+	idle := m.Acked()
 	if err := a.Close(); err != nil {
 		t.Error(err)
 	}
 	p.A.down("LaneDown")
-	if got := m.Received(); got < idle {
-		t.Errorf("%d bytes received after the lane was closed, %d before", got, idle)
+	if got := m.Acked(); got < idle {
+		t.Errorf("%d bytes acknowledged after the lane was closed, %d before", got, idle)
 	}
 }
 

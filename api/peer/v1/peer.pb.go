@@ -310,7 +310,7 @@ type HelloRequest struct {
 	Release          string                 `protobuf:"bytes,10,opt,name=release,proto3" json:"release,omitempty"`                  // of the caller's build, for errors and logs
 	// No request of the caller needs the callee, which it found by gossip. The callee may refuse, to
 	// keep places for peers that requests need.
-	Acquaint      bool `protobuf:"varint,11,opt,name=acquaint,proto3" json:"acquaint,omitempty"`
+	Preconnect    bool `protobuf:"varint,11,opt,name=preconnect,proto3" json:"preconnect,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -415,9 +415,9 @@ func (x *HelloRequest) GetRelease() string {
 	return ""
 }
 
-func (x *HelloRequest) GetAcquaint() bool {
+func (x *HelloRequest) GetPreconnect() bool {
 	if x != nil {
-		return x.Acquaint
+		return x.Preconnect
 	}
 	return false
 }
@@ -2195,7 +2195,7 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x04gbps\x18\x04 \x01(\x01R\x04gbps\x12\x10\n" +
 	"\x03mtu\x18\x05 \x01(\rR\x03mtu\x12\x12\n" +
 	"\x04numa\x18\x06 \x01(\x05R\x04numa\x12\x12\n" +
-	"\x04down\x18\a \x01(\bR\x04down\"\xf3\x02\n" +
+	"\x04down\x18\a \x01(\bR\x04down\"\xf7\x02\n" +
 	"\fHelloRequest\x129\n" +
 	"\bversions\x18\x01 \x01(\v2\x1d.kvspray.peer.v1.VersionRangeR\bversions\x12\x12\n" +
 	"\x04boot\x18\x02 \x01(\fR\x04boot\x12\x12\n" +
@@ -2207,8 +2207,10 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\tkey_share\x18\b \x01(\fR\bkeyShare\x12\x1a\n" +
 	"\bfeatures\x18\t \x03(\tR\bfeatures\x12\x18\n" +
 	"\arelease\x18\n" +
-	" \x01(\tR\arelease\x12\x1a\n" +
-	"\bacquaint\x18\v \x01(\bR\bacquaint\"\xb4\x02\n" +
+	" \x01(\tR\arelease\x12\x1e\n" +
+	"\n" +
+	"preconnect\x18\v \x01(\bR\n" +
+	"preconnect\"\xb4\x02\n" +
 	"\n" +
 	"HelloReply\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\rR\aversion\x12\x12\n" +

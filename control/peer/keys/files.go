@@ -17,8 +17,8 @@ import (
 	"time"
 )
 
-// WriteAuthority makes an authority for certificates: cert is for all nodes, key signs and belongs
-// on none.
+// WriteAuthority makes an authority for certificates: the file cert is for all nodes, the file key
+// signs and belongs on none.
 func WriteAuthority(certPath, keyPath string, now time.Time, valid time.Duration) error {
 	pub, key, err := ed25519.GenerateKey(rand.Reader)
 	if err != nil {
@@ -108,7 +108,7 @@ func writePair(certPath, keyPath string, c *x509.Certificate, key ed25519.Privat
 	}
 	if err := writeNew(certPath, pem.EncodeToMemory(&pem.Block{Type: pemCert, Bytes: c.Raw}),
 		publicMode); err != nil {
-		// it has no certificate, and would be in the way of the next try
+		// without a certificate it would only block the next try
 		return errors.Join(err, os.Remove(keyPath))
 	}
 	return nil
@@ -174,8 +174,8 @@ func read(path string, secret bool, remedy string) ([]byte, error) {
 	return b, nil
 }
 
-// Check does with files what a start would do with them: cluster is the path of a cluster key, the
-// others are those of FromFiles. Empty paths are left out. expires is when the certificate ends;
+// Check loads files as a start would: cluster is the path of a cluster key, the others are those of
+// FromFiles. Empty paths are skipped. expires is when the certificate ends;
 // zero: it does not, or there is none.
 func Check(cluster, cert, key, ca string, now time.Time) (expires time.Time, err error) {
 	if cluster != "" {

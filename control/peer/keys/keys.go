@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package keys makes, writes, loads and uses the secrets by which sidecars know each other: the
-// cluster key, and certificates.
+// Package keys makes, writes, loads and uses the secrets with which sidecars authenticate each
+// other: the cluster key, and certificates.
 //
 // With a cluster key alone, every holder derives the same certificate authority from it
 // (HKDF-SHA256 to an ed25519 seed) and issues itself a leaf for a fresh key at start. That is as
-// strong as the shared secret: whoever can sign holds the cluster key, and whoever holds it is a
-// member. TLS 1.3 gives forward secrecy on top. What it cannot do is tell members apart or expel
-// one; for that there are certificates of an authority whose key stays off the nodes.
+// strong as the shared secret: each holder of the cluster key can sign, and is a member. TLS 1.3
+// adds forward secrecy. A cluster key cannot distinguish members or expel one. Certificates of an
+// authority whose key stays off the nodes can.
 //
 // Invariants: secrets are written with mode 0600 and never over an existing file; a secret that
-// others may read is refused; no error text holds a secret. No goroutines; the only state is that
-// of Credentials, whose methods may be called from any.
+// other users may read is refused; no error text has a secret. There are no goroutines. Only
+// Credentials have state, and their methods may be called from any goroutine.
 package keys
 
 import (
@@ -35,7 +35,7 @@ import (
 	"time"
 )
 
-// Bounds of what is read.
+// Bounds of key and certificate files.
 const (
 	ClusterKeyBytes = 32
 	MaxClusterKeys  = 4       // in one file, while a key is rotated
@@ -45,14 +45,14 @@ const (
 	secretMode  = 0o600
 	othersMode  = 0o037 // a pod mounts a secret as 0440 for its group
 	serialBits  = 120
-	clusterName = "peer.kvspray.internal" // the name that leaves of a cluster key bear
+	clusterName = "peer.kvspray.internal" // the name in each leaf of a cluster key
 	caName      = "kvspray cluster authority"
 	pemCert     = "CERTIFICATE"
 	pemKey      = "PRIVATE KEY"
 )
 
 // The leaf of a cluster key lives as long as its process, and the authority as long as the cluster
-// key, so neither has dates of its own: clocks of hosts that differ must not part a cluster.
+// key. Neither has dates of its own, because hosts with different clocks must stay connected.
 var (
 	clusterFrom = time.Date(2000, 1, 1, 0, 0, 0, 0, time.UTC)
 	// "no well-defined expiration", RFC 5280 4.1.2.5.
@@ -72,8 +72,8 @@ func NewCluster() (Cluster, error) {
 	return c, nil
 }
 
-// WriteCluster writes a key file: one key per line in hexadecimal, mode 0600. It does not touch a
-// file that exists.
+// WriteCluster writes a key file: one key per line in hexadecimal, mode 0600. It does not change an
+// existing file.
 func WriteCluster(path string, c Cluster) error {
 	var b []byte
 	for i := range c {
@@ -212,8 +212,8 @@ const (
 	maxLabel = 63
 )
 
-// Host checks a name or address that peers dial. No peer could ever verify one that is neither, and
-// it would be noticed only there.
+// Host checks a name or address that peers dial. No peer could verify an invalid one, and only the
+// peer would report it.
 func Host(h string) error {
 	wrong := func(why string) error {
 		return fmt.Errorf("%q: %s: write an IP address, or a DNS name, without a port", h, why)
@@ -231,11 +231,11 @@ func Host(h string) error {
 	for _, l := range labels {
 		switch {
 		case l == "" || len(l) > maxLabel:
-			return wrong(fmt.Sprintf("what stands between dots has 1 to %d characters", maxLabel))
+			return wrong(fmt.Sprintf("a label between dots has 1 to %d characters", maxLabel))
 		case strings.ContainsFunc(l, notOfName):
-			return wrong("a name is made of letters, digits, hyphens and dots")
+			return wrong("a name has letters, digits, hyphens and dots only")
 		case l[0] == '-' || l[len(l)-1] == '-':
-			return wrong("what stands between dots neither begins nor ends with a hyphen")
+			return wrong("a label between dots neither begins nor ends with a hyphen")
 		}
 	}
 	if !strings.ContainsFunc(labels[len(labels)-1], func(r rune) bool { return r < '0' || r > '9' }) {
@@ -244,20 +244,21 @@ func Host(h string) error {
 	return nil
 }
 
-// notOfName reports what a label cannot hold. An underscore is no letter of host names, but in use.
+// notOfName reports characters that a label cannot have. Underscores are not allowed in host names,
+// but used.
 func notOfName(r rune) bool {
 	return (r < 'a' || r > 'z') && (r < 'A' || r > 'Z') && (r < '0' || r > '9') && r != '-' && r != '_'
 }
 
 // Credentials authenticate this node to peers and peers to it.
 type Credentials struct {
-	server string    // the name that every peer bears; empty: the host that was dialed
+	server string    // the name in every certificate; empty: the host that was dialed
 	paths  [3]string // of certificate, key and authority; empty: made from a cluster key
 
-	mu   sync.RWMutex // protects what follows
+	mu   sync.RWMutex // protects the fields below
 	cert tls.Certificate
 	pool *x509.CertPool
-	read [sha256.Size]byte // the files, as they were read last
+	read [sha256.Size]byte // digest of the files when they were last read
 	ends time.Time         // of the first certificate that ends; zero: none does
 }
 
@@ -267,7 +268,7 @@ func (c *Credentials) now() (tls.Certificate, *x509.CertPool) {
 	return c.cert, c.pool
 }
 
-// Expires is when the certificate or its authority ends, whichever is first; zero: neither ever
+// Expires is when the certificate or its authority expires, whichever is first; zero: neither ever
 // does.
 func (c *Credentials) Expires() time.Time {
 	c.mu.RLock()
@@ -276,8 +277,7 @@ func (c *Credentials) Expires() time.Time {
 }
 
 // Reload reads certificates again that were given as files, and uses them from the next connection
-// on. Where they are not usable, or not written completely yet, those read before stay, and the
-// error says why.
+// on. If they are unusable or incomplete, it returns the reason, and the previous ones stay in use.
 func (c *Credentials) Reload(now time.Time) (renewed bool, err error) {
 	if c.paths[0] == "" {
 		return false, nil
@@ -296,15 +296,15 @@ func (c *Credentials) Reload(now time.Time) (renewed bool, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if was, is := c.cert.Leaf, fresh.cert.Leaf; Identity(was) != Identity(is) {
-		return false, fmt.Errorf("keys: certificate %s: it names %s, the one in use %s: peers know "+
-			"this process by the names and refuse others: restart it to change them, or issue "+
+		return false, fmt.Errorf("keys: certificate %s: it names %s, the one in use %s: peers "+
+			"identify this process by the names and refuse others: restart it to change them, or issue "+
 			"one with the same names", c.paths[0], names(is), names(was))
 	}
 	c.cert, c.pool, c.read, c.ends = fresh.cert, fresh.pool, fresh.read, fresh.ends
 	return true, nil
 }
 
-// digest tells whether files have changed.
+// digest shows whether files have changed.
 func digest(paths [3]string) (sum [sha256.Size]byte, err error) {
 	h := sha256.New()
 	for i, p := range paths {
@@ -357,7 +357,7 @@ func FromCluster(c Cluster, node string) (*Credentials, error) {
 // FromFiles loads certificates in PEM form and checks them against each other and against now.
 func FromFiles(certPath, keyPath, caPath string, now time.Time) (*Credentials, error) {
 	paths := [3]string{certPath, keyPath, caPath}
-	sum, err := digest(paths) // before they are read: what changes meanwhile is read again
+	sum, err := digest(paths) // before they are read, so that a later change is read again
 	if err != nil {
 		return nil, err
 	}
@@ -409,7 +409,7 @@ func FromFiles(certPath, keyPath, caPath string, now time.Time) (*Credentials, e
 	return cr, nil
 }
 
-// lasting is when the chain that lasts longest ends.
+// lasting is when the last of the chains expires.
 func lasting(chains [][]*x509.Certificate) (last time.Time) {
 	for _, chain := range chains {
 		ends := chain[0].NotAfter
@@ -425,7 +425,7 @@ func lasting(chains [][]*x509.Certificate) (last time.Time) {
 	return last
 }
 
-// names lists what Identity covers, for people.
+// names lists the names of a certificate, for errors.
 func names(c *x509.Certificate) string {
 	all := append([]string{c.Subject.CommonName}, c.DNSNames...)
 	for _, ip := range c.IPAddresses {
@@ -434,14 +434,15 @@ func names(c *x509.Certificate) string {
 	return strings.Join(all, ", ")
 }
 
-// Server returns the settings of a listening end: a peer without a certificate of ours is refused.
+// Server returns the settings of a listening end. A peer without a certificate of the authority is
+// refused.
 func (c *Credentials) Server() *tls.Config {
 	cert, pool := c.now()
 	return &tls.Config{MinVersion: tls.VersionTLS13, Certificates: []tls.Certificate{cert},
 		ClientAuth: tls.RequireAndVerifyClientCert, ClientCAs: pool}
 }
 
-// Client returns the settings of a dialing end. host is what was dialed, without its port.
+// Client returns the settings of a dialing end. host is the dialed host, without its port.
 func (c *Credentials) Client(host string) *tls.Config {
 	name := c.server
 	if name == "" {
@@ -452,9 +453,9 @@ func (c *Credentials) Client(host string) *tls.Config {
 		RootCAs: pool, ServerName: name}
 }
 
-// Identity tells processes apart by the certificates that they show. A certificate of an authority
-// stands for the names in it, so that it can be renewed while its process lives. Those of a cluster
-// key all bear one name, and there each process is the key that it made.
+// Identity distinguishes processes by their certificates. The identity of a certificate of an
+// authority is the names in it, so that it can be renewed while its process lives. Certificates of
+// a cluster key all have the same name. Their identity is the key that the process made.
 func Identity(c *x509.Certificate) [sha256.Size]byte {
 	if len(c.DNSNames)+len(c.IPAddresses) == 0 || slices.Contains(c.DNSNames, clusterName) {
 		return sha256.Sum256(c.RawSubjectPublicKeyInfo)

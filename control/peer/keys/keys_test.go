@@ -48,7 +48,7 @@ func shake(t *testing.T, server, client *Credentials, host string) error {
 	c := tls.Client(b, client.Client(host))
 	err = c.Handshake()
 	if err == nil {
-		_, err = c.Read(make([]byte, 1)) // under TLS 1.3 the client hears of a refusal only here
+		_, err = c.Read(make([]byte, 1)) // under TLS 1.3 the client sees a refusal only here
 	}
 	_ = b.Close()
 	if serr := <-done; err == nil {
@@ -87,9 +87,9 @@ func TestCluster(t *testing.T) {
 		t.Error(err)
 	}
 	if err := shake(t, cluster(t, c), cluster(t, other), "anything"); err == nil {
-		t.Error("another cluster's key was believed")
+		t.Error("another cluster's key was accepted")
 	}
-	// Each step of a rotation talks to the one before and after it.
+	// Each step of a rotation connects to the one before and after it.
 	both, swapped := append(c[:1:1], other...), append(other[:1:1], c...)
 	for _, x := range [][2]Cluster{{c, both}, {both, swapped}, {swapped, other}} {
 		if err := shake(t, cluster(t, x[0]), cluster(t, x[1]), ""); err != nil {
@@ -126,14 +126,14 @@ func TestBadFiles(t *testing.T) {
 		if _, err := LoadCluster(path); err == nil || !strings.Contains(err.Error(), x.want) {
 			t.Errorf("%s: %v, want %q", name, err, x.want)
 		} else if strings.Contains(err.Error(), "abab") {
-			t.Errorf("%s: the error holds the secret", name)
+			t.Errorf("%s: the error has the secret", name)
 		}
 	}
 	if _, err := LoadCluster(path + "x"); err == nil || !strings.Contains(err.Error(),
 		"keygen cluster") {
 		t.Error(err)
 	}
-	// One that is there for another user need not be made again.
+	// A key file of another user: the remedy is its mode, not a new key.
 	if err := os.Chmod(path, 0); err != nil {
 		t.Fatal(err)
 	}
@@ -214,7 +214,7 @@ func TestFiles(t *testing.T) {
 		}
 	}
 	if shake(t, a, x, "a.example") == nil || shake(t, x, a, "x.example") == nil {
-		t.Error("another authority's node was believed")
+		t.Error("another authority's node was accepted")
 	}
 	for want, f := range map[string]func() error{
 		"keygen node": func() error {

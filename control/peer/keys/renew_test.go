@@ -13,7 +13,7 @@ import (
 	"time"
 )
 
-// issue writes a certificate of an authority over what is there.
+// issue writes a certificate of an authority over existing files.
 func issue(t *testing.T, dir, name string, now time.Time, valid time.Duration) {
 	t.Helper()
 	cert, key := filepath.Join(dir, "node.crt"), filepath.Join(dir, "node.key")
@@ -62,8 +62,8 @@ func handshake(a, b *Credentials) (*tls.ConnectionState, error) {
 	return &s, err
 }
 
-// A certificate that is renewed in its place is taken without a restart, with a key of its own, and
-// stands for the same process. What cannot be used is not taken.
+// A certificate that is renewed in place is used without a restart, with its own key, and
+// identifies the same process. An unusable one is not used.
 func TestRenewed(t *testing.T) {
 	dir, now := t.TempDir(), time.Now()
 	if err := WriteAuthority(filepath.Join(dir, "ca.crt"), filepath.Join(dir, "ca.key"), now,
@@ -106,7 +106,7 @@ func TestRenewed(t *testing.T) {
 		t.Error("the new certificate is the old one, or that of another process")
 	}
 
-	// Half of it is written yet; then it is of a time that is over.
+	// First only half of it is written; then it has expired.
 	key, err := os.ReadFile(filepath.Join(dir, "node.key"))
 	if err != nil {
 		t.Fatal(err)
@@ -131,10 +131,10 @@ func TestRenewed(t *testing.T) {
 		t.Errorf("an expired certificate: %t, %v", again, err)
 	}
 	if _, err := handshake(other, c); err != nil {
-		t.Errorf("what was read before is not in use any more: %v", err)
+		t.Errorf("the previous certificate is no longer in use: %v", err)
 	}
-	// The name of another node is another process. One that runs keeps its own, and the error
-	// names both.
+	// A certificate with another name identifies another process. A running process keeps its own,
+	// and the error has both names.
 	issue(t, dir, "m", now, time.Hour)
 	if again, err := c.Reload(now); again || err == nil || !strings.Contains(err.Error(),
 		"it names m, 127.0.0.1, the one in use n, 127.0.0.1") ||
@@ -142,18 +142,18 @@ func TestRenewed(t *testing.T) {
 		t.Errorf("a certificate with another name: %t, %v", again, err)
 	}
 	if s, err := handshake(other, c); err != nil || Identity(s.PeerCertificates[0]) != Identity(x) {
-		t.Errorf("the process shows another name than before: %v", err)
+		t.Errorf("the process has another name than before: %v", err)
 	}
 	third, err := handshake(files(), files())
 	if err != nil {
 		t.Fatal(err)
 	}
 	if Identity(third.PeerCertificates[0]) == Identity(x) {
-		t.Error("two names are one process")
+		t.Error("two names have the same identity")
 	}
 }
 
-// An expired certificate is named as such by both ends.
+// Both ends report that a certificate has expired.
 func TestExpired(t *testing.T) {
 	dir, now := t.TempDir(), time.Now()
 	past := now.Add(-3 * time.Hour)

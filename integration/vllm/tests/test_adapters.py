@@ -424,6 +424,15 @@ def test_a_prompt_whose_adapter_is_unread_is_declined_at_once(e: Engine, one: pa
     assert not e.scheduler._reading and not e.scheduler._destinations
 
 
+def test_only_this_prompt_is_declined_if_the_prefill_names_the_adapter(e: Engine, one: pathlib.Path, gate: Gate) -> None:  # noqa: F811
+    """The other prompts of a list may find the adapter read."""
+    there = digest(one)
+    r = request(prefill_first(adapter=there), lora(one))
+    new(e, r)
+    ((_, hash, _, why),) = e.scheduler_shim.declined
+    assert hash == e.scheduler._prompt_hash(r, there) and hash != bytes(32) and "are being read" in why
+
+
 def test_a_prompt_whose_adapter_cannot_be_read_is_declined(e: Engine, tmp_path: pathlib.Path) -> None:  # noqa: F811
     add(e, "r", 40, prefill_first(), lora(tmp_path / "none"))
     ((_, hash, _, why),) = e.scheduler_shim.declined

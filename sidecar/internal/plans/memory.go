@@ -3,8 +3,8 @@ package plans
 import (
 	"sync"
 
-	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/driver"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/layout"
@@ -43,7 +43,7 @@ func deviceOf(regions []*mem.Region) mem.Device {
 
 // receiveMemory is the memory that a part is received into.
 type receiveMemory struct {
-	worker *connector.Worker
+	worker *engines.Worker
 	side   *parseblock.Resolver
 }
 

@@ -8,7 +8,7 @@ import (
 	"sync"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/parseblock"
@@ -39,7 +39,7 @@ type Planner struct {
 
 // matchKey identifies a match of a local worker with a peer's layout.
 type matchKey struct {
-	w        *connector.Worker
+	w        *engines.Worker
 	geometry [32]byte
 	share    string
 	receives bool
@@ -77,7 +77,7 @@ func (p *Planner) Registry() *parseblock.Registry { return p.reg }
 func (p *Planner) Version() uint32 { return parseblock.PlanVersion }
 
 // Receive plans everything that x requests, as sent by an engine of equal geometry.
-func (p *Planner) Receive(w *connector.Worker, x *connector.Expect) (exec.Plan, error) {
+func (p *Planner) Receive(w *engines.Worker, x *engines.Expect) (exec.Plan, error) {
 	plan, err := p.receive(w, x, w.Own)
 	if err != nil {
 		return nil, err
@@ -85,7 +85,7 @@ func (p *Planner) Receive(w *connector.Worker, x *connector.Expect) (exec.Plan, 
 	return plan, nil
 }
 
-func (p *Planner) receive(w *connector.Worker, x *connector.Expect, m *parseblock.Match) (received,
+func (p *Planner) receive(w *engines.Worker, x *engines.Expect, m *parseblock.Match) (received,
 	error) {
 	plan, err := m.Plan(x.Tokens, x.Skip)
 	if err != nil {
@@ -102,7 +102,7 @@ func (p *Planner) receive(w *connector.Worker, x *connector.Expect, m *parsebloc
 }
 
 // Divide plans x from the ranks of another engine.
-func (p *Planner) Divide(w *connector.Worker, x *connector.Expect, ranks []exec.Rank,
+func (p *Planner) Divide(w *engines.Worker, x *engines.Expect, ranks []exec.Rank,
 	load func(rank string) uint64) ([]exec.Part, error) {
 	sources := make([]*layout.Layout, len(ranks))
 	var unknown exec.UnknownLayout
@@ -162,7 +162,7 @@ func (p *Planner) Divide(w *connector.Worker, x *connector.Expect, ranks []exec.
 }
 
 // Send plans a part of a grant from w.
-func (p *Planner) Send(w *connector.Worker, g *peerv1.Grant, part *peerv1.Part) (exec.Plan, error) {
+func (p *Planner) Send(w *engines.Worker, g *peerv1.Grant, part *peerv1.Part) (exec.Plan, error) {
 	if len(g.Geometry) != 32 {
 		return nil, &layout.Error{Field: "geometry", Value: fmt.Sprintf("%d bytes", len(g.Geometry)),
 			Problem: "want a hash of 32 bytes", Remedy: "run sidecars of one version"}
@@ -205,7 +205,7 @@ func (p *Planner) match(k matchKey, src, dst *layout.Layout, share *parseblock.S
 }
 
 // Forget drops the results for a worker that is gone, which would keep its memory.
-func (p *Planner) Forget(w *connector.Worker) {
+func (p *Planner) Forget(w *engines.Worker) {
 	maps.DeleteFunc(p.matches, func(k matchKey, _ *parseblock.Match) bool { return k.w == w })
 }
 

@@ -4,8 +4,8 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/connector/connectortest"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/parseblock"
@@ -27,7 +27,7 @@ func landing(t *testing.T, reg *parseblock.Registry, l *layout.Layout, tokens,
 	if err != nil {
 		t.Fatal(err)
 	}
-	x := &exec.ReceivePart{Worker: &connector.Worker{Layout: l}, Plan: received{Plan: plan}}
+	x := &exec.ReceivePart{Worker: &engines.Worker{Layout: l}, Plan: received{Plan: plan}}
 	s := &x.Grant.Receipt
 	s.Reset(plan.Space().NumChunks())
 	return x, s
@@ -95,8 +95,8 @@ func TestRecompute(t *testing.T) {
 // What was worked out for an engine goes with it.
 func TestPlannerForgets(t *testing.T) {
 	p := New(parseblock.Default())
-	a, b := &connector.Worker{}, &connector.Worker{}
-	for _, w := range []*connector.Worker{a, b} {
+	a, b := &engines.Worker{}, &engines.Worker{}
+	for _, w := range []*engines.Worker{a, b} {
 		for i := range 3 {
 			p.matches[matchKey{w: w, geometry: [32]byte{byte(i)}}] = &parseblock.Match{}
 		}

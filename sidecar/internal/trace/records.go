@@ -42,3 +42,22 @@ type Copy struct {
 	TookUS  int64  `json:"took_us"`
 	Reason  string `json:"reason,omitempty"`
 }
+
+// Pages is the line of a get or put of pages in trace.transfers.
+type Pages struct {
+	Side    string `json:"side"` // "get" or "put"
+	Outcome string `json:"outcome"`
+	Req     string `json:"req,omitempty"`
+	Lease   string `json:"lease"`
+	Pages   int    `json:"pages"`
+	Memory  int    `json:"memory,omitempty"` // pages that a get found there
+	Disk    int    `json:"disk,omitempty"`
+	Object  int    `json:"object,omitempty"`
+	Missing int    `json:"missing,omitempty"`
+	Stored  int    `json:"stored,omitempty"`
+	Existed int    `json:"existed,omitempty"`
+	Failed  int    `json:"failed,omitempty"`
+	Bytes   uint64 `json:"bytes"`
+	TookUS  int64  `json:"took_us"`
+	Reason  string `json:"reason,omitempty"`
+}

@@ -4,7 +4,7 @@ import (
 	"cmp"
 	"slices"
 
-	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
 )
 
 // layoutsView is /v1/layouts: the registered layouts, for `kvspray layout`. Ranks of an engine are
@@ -23,7 +23,7 @@ type layoutView struct {
 func (w *Server) layouts() layoutsView {
 	v := layoutsView{Workers: []layoutView{}}
 	workers := w.o.Workers()
-	slices.SortFunc(workers, func(a, b *connector.Worker) int {
+	slices.SortFunc(workers, func(a, b *engines.Worker) int {
 		return cmp.Or(cmp.Compare(a.Place.Engine, b.Place.Engine), cmp.Compare(a.Place.PP, b.Place.PP),
 			cmp.Compare(a.Place.TP, b.Place.TP))
 	})

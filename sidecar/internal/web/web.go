@@ -15,6 +15,7 @@ import (
 
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/driver"
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/route"
 	"github.com/kvspray/kvspray/gpu"
 	"github.com/kvspray/kvspray/gpu/policy"
@@ -44,8 +45,9 @@ type Options struct {
 	Stats         func() connector.Stats
 	Links         func() []gpu.PathState
 	Executors     func() []policy.RouteState
-	Workers       func() []*connector.Worker
+	Workers       func() []*engines.Worker
 	Transports    func() []string
+	Store         func() *Store // nil: the node has none
 }
 
 // Life is how far the node has come between its start and its end.
@@ -126,6 +128,14 @@ func (w *Server) handler() http.Handler {
 	mux.HandleFunc("GET /v1/layouts", func(rw http.ResponseWriter, _ *http.Request) {
 		replyJSON(rw,
 			w.layouts())
+	})
+	mux.HandleFunc("GET /v1/store", func(rw http.ResponseWriter, _ *http.Request) {
+		st := w.o.Store()
+		if st == nil {
+			reply(rw, http.StatusNotFound, "this node has no store: set store.memory\n")
+			return
+		}
+		replyJSON(rw, st)
 	})
 	mux.HandleFunc("GET /debug/state", func(rw http.ResponseWriter, _ *http.Request) {
 		replyJSON(rw,

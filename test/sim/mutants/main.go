@@ -133,7 +133,9 @@ func (m *mutant) try(dir string) (by, detail string, err error) {
 	var flags []string
 	if m.own() {
 		// Its own test must notice; that others do as well is no help.
-		pkg, tests, words, limit = "./"+filepath.Dir(m.file), "^("+strings.Join(m.breaks, "|")+")$",
+		// Packages below internal are tested by the package above them.
+		tested, _, _ := strings.Cut(filepath.Dir(m.file), "/internal/")
+		pkg, tests, words, limit = "./"+tested, "^("+strings.Join(m.breaks, "|")+")$",
 			m.breaks, testTime
 	}
 	if pkg == parsePkg {

@@ -32,15 +32,15 @@ var mutants = []mutant{
 	{"a revoked grant takes writers", "transport/claim.go", "	if !c.g.Enter() " +
 		"{\n		c.mu.Unlock()\n		return transfer.ReasonRevoked\n	}\n	return transfer.ReasonNone",
 		"	if !c.g.Enter() {\n		c.g.state.Add(1)\n	}\n	return transfer.ReasonNone", []string{outside}},
-	{"a failed fence counts", "control/exec/dest.go", "	if err != nil {\n		d.trouble = \"fence: \" " +
+	{"a failed fence counts", "control/exec/internal/dest/dest.go", "	if err != nil {\n		d.trouble = \"fence: \" " +
 		"+ err.Error()", "	if false {\n		d.trouble = \"fence: \"", []string{outside, released}},
-	{"a failed close counts", "control/exec/sending.go", "	if err != nil " +
-		"{\n		ss.agenda.arm(newTimer(func(Instant) { ss.closeOrigin(snd) })",
-		"	if false {\n		ss.agenda.arm(newTimer(func(Instant) { ss.closeOrigin(snd) })",
+	{"a failed close counts", "control/exec/internal/source/sending.go", "	if err != nil " +
+		"{\n		ss.Agenda.Arm(timer.New(func(Instant) { ss.closeOrigin(snd) })",
+		"	if false {\n		ss.Agenda.Arm(timer.New(func(Instant) { ss.closeOrigin(snd) })",
 		[]string{read, released}},
 	{"the release rule says yes", "control/lease/doc.go", "return !e.Granted || e.Fenced || e.Exited",
 		"return true", []string{released, read}},
-	{"an origin is not counted", "control/exec/sending.go", "		s.OriginOpened()\n", "",
+	{"an origin is not counted", "control/exec/internal/source/sending.go", "		s.OriginOpened()\n", "",
 		[]string{released, read}},
 	{"a generation comes again", "control/lease/slots.go", "	x.gen++\n", "	x.gen = 1\n",
 		[]string{commit, outside, released, path}},
@@ -69,27 +69,27 @@ var mutants = []mutant{
 	{"one chunk less is full", "transfer/bitmap.go", "func (b *Bitmap) Full() bool { return " +
 		"b.set.Load() == b.n }", "func (b *Bitmap) Full() bool { return b.set.Load()+1 >= b.n }",
 		[]string{commit}},
-	{"committed when bound", "control/exec/dest.go", "if d.live != nil && d.live.unfilled == 0 && " +
+	{"committed when bound", "control/exec/internal/dest/dest.go", "if d.live != nil && d.live.unfilled == 0 && " +
 		"d.State == lease.DestLanding {", "if d.live != nil && d.State == lease.DestLanding {",
 		[]string{commit}},
 	{"a chunk counts twice", "transfer/bitmap.go", "added += uint32(bits.OnesCount64(mask &^ old))",
 		"added += uint32(bits.OnesCount64(mask | mask&old))", []string{commit, never, path}},
-	{"the full bitmap of an older grant", "control/exec/dest.go", "	o := l.offer\n	if o.dest.live " +
+	{"the full bitmap of an older grant", "control/exec/internal/dest/dest.go", "	o := l.offer\n	if o.dest.live " +
 		"!= o || l.full {\n		return\n	}\n", "	o := l.offer.dest.live\n	if o == nil || o.unfilled == 0 " +
 		"{\n		return\n	}\n", []string{commit}},
-	{"a part counts twice", "control/exec/dest.go", "if o.dest.live != o || l.full {",
+	{"a part counts twice", "control/exec/internal/dest/dest.go", "if o.dest.live != o || l.full {",
 		"if o.dest.live != o || o.unfilled == 0 {", []string{commit}},
-	{"an older epoch of the source", "control/exec/source.go", "		s.ID.Epoch = p.Lease.Epoch\n", "",
+	{"an older epoch of the source", "control/exec/internal/source/source.go", "		s.ID.Epoch = p.Lease.Epoch\n", "",
 		[]string{"TestProgressSetsTheEpoch"}},
 
 	// Slices.
-	{"results beside the first", "control/exec/sending.go", "	for i := range res " +
+	{"results beside the first", "control/exec/internal/source/sending.go", "	for i := range res " +
 		"{\n		ss.result(now, &res[i])", "	for i := range min(1, len(res)) {\n		ss.result(now, &res[i])",
 		[]string{lost}},
 	{"an older slice's result", "control/spray/flight.go", "	s.live--\n", "	s.live -= 2\n",
 		[]string{lost}},
-	{"a rail's end loses slices", "control/exec/lanes.go", "		dp.outSlices = append(dp.outSlices, " +
-		"l.batch...)", "		dp.outSlices = append(dp.outSlices, l.batch[:1]...)\n		a.count = 1",
+	{"a rail's end loses slices", "control/exec/internal/lanes/dispatch.go",
+		"			dp.out.Move(l.id, l.batch)\n", "			dp.out.Move(l.id, l.batch[:1])\n",
 		[]string{lost}},
 	{"failed chunks stay away", "control/spray/flight.go", "			f.free(fl.r, false)\n", "",
 		[]string{path, never}},
@@ -97,8 +97,8 @@ var mutants = []mutant{
 	// Bounds.
 	{"no bound of slices for a peer", "control/spray/pull.go", "if p.lanes == 0 || p.flights >= " +
 		"s.cfg.MaxFlights {", "if p.lanes == 0 {", []string{bound}},
-	{"a timer stays", "control/exec/source.go", "	ss.agenda.disarm(s.t)\n	if l := remove",
-		"	if l := remove", []string{leak, bound}},
+	{"a timer stays", "control/exec/internal/source/source.go", "	ss.Agenda.Disarm(s.t)\n	if l := index.Remove",
+		"	if l := index.Remove", []string{leak, bound}},
 
 	// Whose turn it is.
 	{"background goes first", "control/spray/pull.go", "	for prio := range numPriorities {\n		if " +
@@ -114,48 +114,48 @@ var mutants = []mutant{
 		"prio, true); ok {", "s.serve(now, p, prio, false); ok {", []string{share}},
 
 	// Time.
-	{"a deadline of ten minutes", "control/exec/dest.go", "	d.Deadline = now + ds.span(x.Deadline)\n",
-		"	d.Deadline = now + MaxDeadline\n", []string{never}},
-	{"partners may take longer", "control/exec/dest.go", "	d.Deadline = now + ds.span(x.Deadline)\n",
-		"	d.Deadline = now + 12*ds.span(x.Deadline)\n", []string{never}},
-	{"a peer's clock", "control/exec/inbound.go", "deadline = now + " +
-		"min(time.Duration(m.DeadlineMs)*time.Millisecond, MaxDeadline)",
-		"deadline = min(time.Duration(m.DeadlineMs)*time.Millisecond, MaxDeadline)",
+	{"a deadline of ten minutes", "control/exec/internal/dest/dest.go", "	d.Deadline = now + ds.Span(x.Deadline)\n",
+		"	d.Deadline = now + frame.MaxDeadline\n", []string{never}},
+	{"partners may take longer", "control/exec/internal/dest/dest.go", "	d.Deadline = now + ds.Span(x.Deadline)\n",
+		"	d.Deadline = now + 12*ds.Span(x.Deadline)\n", []string{never}},
+	{"a peer's clock", "control/exec/internal/source/inbound.go", "deadline = now + " +
+		"min(time.Duration(m.DeadlineMs)*time.Millisecond, frame.MaxDeadline)",
+		"deadline = min(time.Duration(m.DeadlineMs)*time.Millisecond, frame.MaxDeadline)",
 		[]string{path, never}},
 
 	// What is left behind.
-	{"a grant is not forgotten", "control/exec/dest.go", "	ds.emit(Forget).ReceivePart = l\n", "",
+	{"a grant is not forgotten", "control/exec/internal/dest/dest.go", "	ds.out.Forget(l)\n", "",
 		[]string{leak, slot}},
-	{"a grant of a peer is not forgotten", "control/exec/inbound.go", "func (mt *matcher) " +
+	{"a grant of a peer is not forgotten", "control/exec/internal/source/inbound.go", "func (mt *Matcher) " +
 		"endInbound(now Instant, in *inboundGrant, committed bool, why string) {\n	mt.drop(in)\n",
-		"func (mt *matcher) endInbound(now Instant, in *inboundGrant, committed bool, why string) {\n",
+		"func (mt *Matcher) endInbound(now Instant, in *inboundGrant, committed bool, why string) {\n",
 		[]string{leak, bound}},
-	{"a grant outlives its source", "control/exec/source.go",
-		"		c.src = nil\n		ss.observer.released(c)\n", "		c.src = nil\n", []string{leak}},
+	{"a grant outlives its source", "control/exec/internal/source/source.go",
+		"		c.src = nil\n		ss.observer.forget(c.in)\n", "		c.src = nil\n", []string{leak}},
 
 	// What both sides must mean alike.
-	{"a plan of another order is served", "control/exec/agreement.go",
+	{"a plan of another order is served", "control/exec/internal/agreement/agreement.go",
 		"	case !bytes.Equal(digest[:], part.Digest):\n",
 		"	case !bytes.Equal(digest[:], digest[:]):\n", []string{"TestHostileGrants"}},
-	{"anybody answers", "control/exec/await.go", "	if w.sent != p.boot {\n", "	if false {\n",
-		[]string{"TestOnlyWhoWasAskedAnswers"}},
+	{"anybody answers", "control/exec/internal/dest/queries.go", "	if w.sent != p.Boot {\n", "	if false {\n",
+		[]string{"TestOnlyTheAskedPeerAnswers"}},
 
 	// What comes again.
-	{"a grant that is over comes again", "control/exec/inbound.go", "		if s.Over(g) {\n			return " +
+	{"a grant that is over comes again", "control/exec/internal/source/inbound.go", "		if s.Over(g) {\n			return " +
 		"nil // a replay\n		}\n", "		_ = s\n", []string{"TestReplayOfAGrantThatIsOver"}},
-	{"a replayed grant takes the place", "control/exec/inbound.go", "		if int32(m.Gen-old.msg.Gen) " +
+	{"a replayed grant takes the place", "control/exec/internal/source/inbound.go", "		if int32(m.Gen-old.msg.Gen) " +
 		"<= 0 { // they wrap\n			return nil // a replay\n		}\n", "", []string{path, never, released,
 		commit, word}},
-	{"an older grant's reply", "control/exec/offer.go", "if d == nil || d.State == " +
+	{"an older grant's reply", "control/exec/internal/dest/offer.go", "if d == nil || d.State == " +
 		"lease.DestClosing || m.Gen != d.live.gen {", "if d == nil || d.State == lease.DestClosing {",
 		[]string{word, path, never, commit}},
 
 	// Boots.
-	{"an older boot is waited for", "control/exec/connect.go", "			e.dests.regrant(now, d, " +
+	{"an older boot is waited for", "control/exec/internal/dest/peers.go", "			ds.regrant(now, d, " +
 		"ByPeerLost, \"the source's sidecar is gone\")\n", "", []string{path, never, leak}},
-	{"a dead boot's place is not given on", "control/exec/inbound.go", "	mt.succeed(now, in)\n", "",
+	{"a dead boot's place is not given on", "control/exec/internal/source/inbound.go", "	mt.succeed(now, in)\n", "",
 		[]string{path}},
-	{"a dead boot's grants stay", "control/exec/connect.go", "			e.match.absent(now, in, over)\n", "",
+	{"a dead boot's grants stay", "control/exec/internal/source/peers.go", "			mt.absent(now, in, over)\n", "",
 		[]string{path, leak, never}},
 
 	// The traps of package spray.
@@ -176,10 +176,10 @@ var mutants = []mutant{
 		"	if !l.usable() {", []string{"TestTrapSuspectForEver"}},
 	{"a retry that is not charged", "control/spray/flight.go", "	q.inflight += bytes\n",
 		"	if attempt < 2 {\n		q.inflight += bytes\n	}\n", []string{"TestTrapRetriesAreCharged"}},
-	{"retries without end", "control/spray/flight.go", "			out.Exhausted = f.exhausted(fl.r, " +
+	{"retries without end", "control/spray/flight.go", "			out.Exhausted = f.chunks.Exhausted(fl.r, " +
 		"s.cfg.MaxStrikes)\n", "", []string{"TestTrapRetriesAreCharged"}},
 	{"a retry holds up the rest", "control/spray/pull.go", "if q == nil && avoid != 0 && " +
-		"f.fresh.Count() > 0 && !f.parked {", "if false {", []string{"TestTrapRetriesHoldUpTheirFlow"}},
+		"f.chunks.Fresh() > 0 && !f.parked {", "if false {", []string{"TestTrapRetriesHoldUpTheirFlow"}},
 	{"a retry is left to what it avoids", "control/spray/pull.go", "f.class(q) != class || " +
 		"int(avoid) == q.index+1 {", "f.class(q) != class {",
 		[]string{"TestTrapRetryLeftToThePairItAvoids"}},
@@ -210,7 +210,8 @@ var mutants = []mutant{
 	{"a rail owes nothing", "control/spray/egress.go", "o.owed[low]+share[low]*",
 		"o.owed[low]+0*share[low]*", []string{"TestNoPeerStarves"}},
 	{"all of it is sent again", "control/spray/flight.go", "	fl.flow.free(fl.r, true)\n",
-		"	fl.flow.detail()\n	clear(fl.flow.chunks)\n	fl.flow.got.Clear()\n	fl.flow.free(fl.flow.space.All(), true)\n", []string{"TestTrapFinishedSlicesSentAgain"}},
+		"	fl.flow.chunks = s.Open(fl.flow.peer, 0, 0, fl.flow.space, nil).chunks\n" +
+			"	fl.flow.free(fl.flow.space.All(), true)\n", []string{"TestTrapFinishedSlicesSentAgain"}},
 	{"silent lanes are given more", "control/spray/watch.go", "		l.suspect, l.doubted = true, " +
 		"now\n		q.recount()\n		q.count.Suspicions++\n		q.count.Doubled += s.release(l)\n",
 		"		q.count.Suspicions++\n		q.inflight -= l.inflight\n		l.inflight = 0\n		s.release(l)\n",
@@ -364,10 +365,10 @@ var mutants = []mutant{
 		"if kind != w.kind {", []string{"TestLaws"}},
 
 	// What replicas owe.
-	{"nobody owes anything", "control/exec/offer.go", "			n += l.Part.Bytes\n", "",
-		[]string{"TestReplicasAreChosenByWhatTheyOwe"}},
-	{"what is owed is owed for ever", "control/exec/dest.go", "	ds.charge(o, false)\n", "",
-		[]string{"TestReplicasAreChosenByWhatTheyOwe"}},
-	{"only the last grant is owed", "control/exec/offer.go", "			n += l.Part.Bytes\n",
-		"			n = l.Part.Bytes\n", []string{"TestReplicasAreChosenByWhatTheyOwe"}},
+	{"nobody owes anything", "control/exec/internal/dest/peers.go", "			n += l.Part.Bytes\n", "",
+		[]string{"TestReplicasAreChosenByLoad"}},
+	{"what is owed is owed for ever", "control/exec/internal/dest/dest.go", "		ds.Engines.charge(p, o, false)\n", "",
+		[]string{"TestReplicasAreChosenByLoad"}},
+	{"only the last grant is owed", "control/exec/internal/dest/peers.go", "			n += l.Part.Bytes\n",
+		"			n = l.Part.Bytes\n", []string{"TestReplicasAreChosenByLoad"}},
 }

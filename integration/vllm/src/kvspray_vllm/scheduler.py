@@ -155,7 +155,7 @@ class SchedulerSide:
                 if now is None:
                     raise spray.ParamsError("lora_reading", "its adapter's files are being read")
             except spray.ParamsError as err:
-                self._decline_adapter(given, str(err))
+                self._decline_adapter(request, given, str(err))
                 raise
             content = now
         self._transfer(request, given, content)
@@ -183,7 +183,7 @@ class SchedulerSide:
                         "lora_reading", f"its adapter's files were not read within {READ_WAIT_S:g} s"
                     )
             except spray.ParamsError as err:
-                self._decline_adapter(given, str(err))
+                self._decline_adapter(request, given, str(err))
                 raise
             if content is None:
                 return True
@@ -198,14 +198,17 @@ class SchedulerSide:
             self._compute_here(request, "error", repr(err))
         return False
 
-    def _decline_adapter(self, given: dict[str, Any], reason: str) -> None:
+    def _decline_adapter(self, request: Request, given: dict[str, Any], reason: str) -> None:
         """The prefill engine need not keep the blocks of a prompt whose adapter is not known here.
-        The prompt's hash is not known either, so the decline stands for every prompt."""
+        The prefill's answer names its adapter's content, hence the prompt; without an answer the
+        prompt's hash is not known, and the decline stands for every prompt of the transfer."""
         if given.get("do_remote_decode"):
             return
         asked = spray.parse(given)
         if asked and asked.xfer and asked.peer and self._client.connected:
-            self._client.decline(asked.xfer, EVERY_PROMPT, asked.peer, reason)
+            named = asked.adapter and request.prompt_token_ids
+            key = self._prompt_hash(request, asked.adapter) if named else EVERY_PROMPT
+            self._client.decline(asked.xfer, key, asked.peer, reason)
 
     def _check_role(self, lacks: str, does: str) -> None:
         """vLLM defers the freeing of blocks that a step in flight may still write for consumers only, and for producers holds back what it has
@@ -274,6 +277,9 @@ class SchedulerSide:
     def _key_hash(self, request: Request, content: str) -> bytes:
         if request.lora_request:
             self._adapter[request.request_id] = request.lora_request.lora_int_id, content
+        return self._prompt_hash(request, content)
+
+    def _prompt_hash(self, request: Request, content: str) -> bytes:
         items = [
             (f.identifier, f.mm_position.offset, f.mm_position.length) for f in (request.mm_features or ())
         ]

@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package engines has the values that engines and the control layer exchange: workers, the leases
+// that they open, and how these end. Package connector turns messages of engines into them;
+// control/exec and control/driver work with them, and import no code of the engine side.
+package engines
+
+import (
+	"time"
+
+	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/layout"
+	"github.com/kvspray/kvspray/parseblock"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// Priority orders work that waits for the network.
+type Priority uint8
+
+// The priorities, most urgent first.
+const (
+	DecodeWaits Priority = iota
+	LayerStream
+	Background
+)
+
+// Worker is one registered engine worker, alive until Events.WorkerGone.
+type Worker struct {
+	Boot        transfer.Boot
+	Name        string // "vllm/<engine id>/tp0" for logs
+	Place       Place
+	Layout      *layout.Layout
+	Fingerprint [32]byte
+	Geometry    [32]byte
+	// of the layout with itself, for plans between engines of equal geometry
+	Own     *parseblock.Match
+	Regions []*mem.Region // index = layout.Layer.Region
+	// SourceValid reports whether the engine still guaranteed the blocks of a source lease, at the
+	// epoch in the id, at the time of the call. It compares the board's source epoch with the epoch
+	// of the last drained record, and drains the ring first if they differ. Safe from any
+	// goroutine; a load and a compare if nothing changed.
+	SourceValid func(transfer.LeaseID) bool
+	Session     Session
+}
+
+// Session is what package connector has behind a Worker.
+type Session interface {
+	// Follow sets whether a source lease of the worker has a matching receiver. Its layers are then
+	// checked one by one.
+	Follow(partners bool)
+}
+
+// Intent is a source lease: blocks that hold, or will hold, a prompt's KV.
+type Intent struct {
+	Lease    transfer.LeaseID
+	Key      transfer.Key
+	Tokens   uint32
+	Fanout   int
+	Blocks   [][]uint32 // per block table; grows with Progress
+	Held     bool
+	Priority Priority
+	Deadline time.Duration // time that is left
+	Attempt  uint32
+	Req      string // for traces
+}
+
+// Expect is a destination lease: blocks that are to receive a prompt's KV.
+type Expect struct {
+	Lease    transfer.LeaseID
+	Key      transfer.Key
+	Peer     string // endpoint of the source's sidecar
+	Tokens   uint32
+	Skip     []uint32 // per block table
+	Blocks   [][]uint32
+	Priority Priority
+	Deadline time.Duration
+	Partner  time.Duration
+	Req      string
+}
+
+// Progress reports that layer Layer (index into the flattened layers of the layout, all groups in
+// order) of a source lease holds tokens [0, Tokens). Final: no later step will write a block of it.
+type Progress struct {
+	Lease  transfer.LeaseID
+	Layer  int
+	Tokens uint32
+	Final  bool
+	Blocks [][]uint32 // the table as of that step; nil if unchanged
+}
+
+// Await is an admission query of a scheduler: has the prefill admitted a request?
+type Await struct {
+	Token  uint64 // answer with it
+	Engine string // of the scheduler, as in Place
+	Key    transfer.Key
+	Peer   string
+	Tokens uint32
+	TTL    time.Duration
+}
+
+// Decline is a scheduler's message that no rank of its engine will expect a prompt's KV.
+type Decline struct {
+	Boot   transfer.Boot // of the scheduler; identifies the message together with ID
+	ID     uint64
+	Engine string // as in Place
+	World  int    // ranks of the engine
+	Key    transfer.Key
+	Peer   string
+	Reason string
+}
+
+// Admission answers an Await.
+type Admission struct {
+	State   string // "admitted", "refused", "gone"
+	Tokens  uint32
+	Message string
+}
+
+// Completion ends one lease towards the shim.
+type Completion struct {
+	Lease     transfer.LeaseID
+	Received  bool   // RECEIVED, else SENT
+	Status    uint16 // enum kvs_status
+	Bytes     uint64
+	Took      time.Duration
+	Transport string
+	Reason    string
+	Grants    int
+	Recompute [][2]uint32 // token ranges
+	// of a lease for pages of the store: a connector.PageResult for each page
+	Pages []byte
+}
+
+// Status of a Completion: enum kvs_status of the board.
+const (
+	StatusOK        uint16 = 0
+	StatusFailed    uint16 = 1
+	StatusCancelled uint16 = 2
+	StatusExpired   uint16 = 3
+	StatusRefused   uint16 = 4
+)

@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package exec
+
+import (
+	"github.com/kvspray/kvspray/control/exec/internal/agreement"
+	"github.com/kvspray/kvspray/control/exec/internal/core"
+	"github.com/kvspray/kvspray/control/exec/internal/dest"
+	"github.com/kvspray/kvspray/control/exec/internal/endpoint"
+	"github.com/kvspray/kvspray/control/exec/internal/frame"
+	"github.com/kvspray/kvspray/control/exec/internal/lanes"
+	"github.com/kvspray/kvspray/control/exec/internal/layouts"
+	"github.com/kvspray/kvspray/control/exec/internal/source"
+	"github.com/kvspray/kvspray/control/exec/internal/timer"
+)
+
+// Instant is a point in time: the duration since the driver's start.
+type Instant = timer.Instant
+
+// Types of the parts that a driver uses.
+type (
+	Config = core.Config
+	Trace  = core.Trace
+
+	Plan          = agreement.Plan
+	Planner       = agreement.Planner
+	Rank          = agreement.Rank
+	Part          = agreement.Part
+	UnknownLayout = agreement.UnknownLayout
+
+	ReceivePart = dest.Part
+	Cause       = dest.Cause
+	SendPart    = source.Part
+	Comparison  = source.Comparison
+
+	LaneInfo  = lanes.Info
+	Rail      = lanes.Rail
+	Inflow    = lanes.Inflow
+	Violation = frame.Violation
+)
+
+// Causes of a fence.
+const (
+	ByCommit     = dest.ByCommit
+	ByCancel     = dest.ByCancel
+	ByDeadline   = dest.ByDeadline
+	ByRefusal    = dest.ByRefusal
+	BySourceLost = dest.BySourceLost
+	ByPeerLost   = dest.ByPeerLost
+	ByEngineGone = dest.ByEngineGone
+	ByDrain      = dest.ByDrain
+)
+
+// Defaults and bounds that others use.
+const (
+	DefaultGrace      = core.DefaultGrace
+	DefaultMaxSlices  = core.DefaultMaxSlices
+	DefaultMaxPending = core.DefaultMaxPending
+	MaxParts          = frame.MaxParts
+)
+
+// BadAddress is the violation of a peer with invalid addresses of its control lanes.
+const BadAddress = frame.BadAddress
+
+// Errors of connects and descriptions.
+var (
+	ErrNotListening = endpoint.ErrNotListening
+	ErrNotPossible  = endpoint.ErrNotPossible
+	ErrNoAnswer     = layouts.ErrNoAnswer
+)

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package local keeps the leases that a sidecar serves without the executor, because no other
+// sidecar takes part: copies between an engine's regions, and pages of the node's store.
+//
+// Invariants: a lease is open from Run until its function has returned. A worker's memory is
+// released after its last lease (After). Each lease has one goroutine; Wait joins them.
+package local
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/kvspray/kvspray/control/engines"
+)
+
+// Why a lease ended early.
+var (
+	ErrCanceled = errors.New("cancelled by the engine")
+	ErrLate     = errors.New("the deadline has passed")
+	ErrGone     = errors.New("the engine worker is gone")
+)
+
+// Leases are the open leases of all workers.
+type Leases struct {
+	ctx context.Context // of all leases
+	wg  sync.WaitGroup
+
+	mu   sync.Mutex // protects all below
+	open map[*engines.Worker]map[uint64]open
+	last map[*engines.Worker]func() // called at the end of a worker's last lease
+}
+
+// open is an open lease; its context ends when the lease is canceled.
+type open struct {
+	ctx    context.Context
+	cancel context.CancelCauseFunc
+}
+
+// New makes an empty set. The end of ctx ends all leases.
+func New(ctx context.Context) *Leases {
+	return &Leases{ctx: ctx, open: map[*engines.Worker]map[uint64]open{},
+		last: map[*engines.Worker]func(){}}
+}
+
+// Run opens a lease and serves it by serve, on a goroutine of its own. The context has the lease's
+// deadline, and ends when the lease is canceled; its cause is one of the errors above.
+func (l *Leases) Run(w *engines.Worker, id uint64, deadline time.Duration,
+	serve func(context.Context)) {
+	ctx, cancel := context.WithCancelCause(l.ctx)
+	l.mu.Lock()
+	if l.open[w] == nil {
+		l.open[w] = map[uint64]open{}
+	}
+	l.open[w][id] = open{ctx, cancel}
+	l.mu.Unlock()
+	l.wg.Go(func() {
+		timed, stop := context.WithTimeoutCause(ctx, deadline, ErrLate)
+		serve(timed)
+		stop()
+		cancel(nil)
+		l.ended(w, id)
+	})
+}
+
+// Cancel reports whether the lease is one of these, and cancels it.
+func (l *Leases) Cancel(w *engines.Worker, id uint64, reason string) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	o, ok := l.open[w][id]
+	if ok {
+		o.cancel(fmt.Errorf("%w: %s", ErrCanceled, reason))
+	}
+	return ok
+}
+
+// Gone soon ends the open leases of a worker.
+func (l *Leases) Gone(w *engines.Worker) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, o := range l.open[w] {
+		o.cancel(ErrGone)
+	}
+}
+
+// Stop soon ends all open leases.
+func (l *Leases) Stop(why error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, all := range l.open {
+		for _, o := range all {
+			o.cancel(why)
+		}
+	}
+}
+
+// After calls f once w has no lease here. None may start later.
+func (l *Leases) After(w *engines.Worker, f func()) {
+	l.mu.Lock()
+	wait := len(l.open[w]) > 0
+	if wait {
+		l.last[w] = f
+	}
+	l.mu.Unlock()
+	if !wait {
+		f()
+	}
+}
+
+// Count returns the open leases, how many of these are canceled, and the workers whose memory waits
+// for their last one.
+func (l *Leases) Count() (leases, canceled, waiting int) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, all := range l.open {
+		leases += len(all)
+		for _, o := range all {
+			if o.ctx.Err() != nil {
+				canceled++
+			}
+		}
+	}
+	return leases, canceled, len(l.last)
+}
+
+// Wait returns once every lease has ended.
+func (l *Leases) Wait() { l.wg.Wait() }
+
+func (l *Leases) ended(w *engines.Worker, id uint64) {
+	l.mu.Lock()
+	delete(l.open[w], id)
+	var f func()
+	if len(l.open[w]) == 0 {
+		f = l.last[w]
+		delete(l.open, w)
+		delete(l.last, w)
+	}
+	l.mu.Unlock()
+	if f != nil {
+		f()
+	}
+}
+
+// Status is how a lease ended that err stopped; nil: it is complete.
+func Status(err error) uint16 {
+	switch {
+	case err == nil:
+		return engines.StatusOK
+	case errors.Is(err, ErrCanceled):
+		return engines.StatusCancelled
+	case errors.Is(err, ErrLate):
+		return engines.StatusExpired
+	}
+	return engines.StatusFailed
+}

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package pages
+
+import (
+	"context"
+	"log/slog"
+
+	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
+	"github.com/kvspray/kvspray/internal/metrics"
+	"github.com/kvspray/kvspray/sidecar/internal/trace"
+	"github.com/kvspray/kvspray/store"
+)
+
+// ended counts and traces a lease.
+func (s *Service) ended(w *engines.Worker, r *connector.Pages, c *engines.Completion) {
+	outcome := metrics.OutcomeOf(c.Status)
+	t := trace.Pages{Side: "get", Outcome: string(outcome), Req: r.Req, Lease: r.Lease.String(),
+		Pages: len(r.Blocks), Bytes: c.Bytes, TookUS: c.Took.Microseconds(), Reason: c.Reason}
+	if r.Put {
+		t.Side = "put"
+	}
+	for _, p := range c.Pages {
+		o, tier := connector.SplitPageResult(p)
+		switch store.Outcome(o) {
+		case store.Hit:
+			switch store.Tier(tier) {
+			case store.Disk:
+				t.Disk++
+			case store.Object:
+				t.Object++
+			default:
+				t.Memory++
+			}
+		case store.Miss:
+			t.Missing++
+		case store.Stored:
+			t.Stored++
+		case store.Existed:
+			t.Existed++
+		default:
+			t.Failed++
+		}
+	}
+	s.o.Metrics.Request(t.Side, outcome, c.Took)
+	level := slog.LevelDebug
+	if c.Status != engines.StatusOK && c.Status != engines.StatusCancelled {
+		level = slog.LevelWarn
+	}
+	s.o.Log.Log(context.Background(), level, "store request", "op", t.Side, "outcome", t.Outcome,
+		"worker", w.Name, "req", t.Req, "lease", t.Lease, "pages", t.Pages, "memory", t.Memory, "disk",
+		t.Disk, "object", t.Object, "missing", t.Missing, "stored", t.Stored, "existed", t.Existed,
+		"failed", t.Failed, "bytes", t.Bytes, "took_us", t.TookUS, "reason", t.Reason)
+	s.o.Transfers.Put(t)
+}

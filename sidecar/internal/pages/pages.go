@@ -1,0 +1,293 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package pages serves the node's store to engines: pools of memory that pages lie in, leases that
+// get and put pages, and questions about what is there.
+//
+// The release rule holds as for transfers: a lease is completed only when the store no longer
+// touches the engine's blocks, whatever its disks still do.
+//
+// Ownership: a worker's pools belong to its session. Each holds its namespace open, until Gone. One
+// mutex guards pools and namespaces; it is never held while the store works. The leases' goroutines
+// are package local's.
+package pages
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
+	"github.com/kvspray/kvspray/internal/metrics"
+	"github.com/kvspray/kvspray/sidecar/internal/local"
+	"github.com/kvspray/kvspray/sidecar/internal/trace"
+	"github.com/kvspray/kvspray/sidecar/internal/web"
+	"github.com/kvspray/kvspray/store"
+	"github.com/kvspray/kvspray/store/page"
+)
+
+// MaxPools bounds the pools of one worker, and the namespaces of one question.
+const MaxPools = 64
+
+// refused is the status of a lease that was not begun.
+const refused = engines.StatusRefused
+
+// Options are the parts that a service uses. All fields are required.
+type Options struct {
+	Store            *store.Store
+	InMemory, OnDisk store.Share // of each namespace
+	Leases           *local.Leases
+	Complete         func(*engines.Worker, engines.Completion) error
+	Metrics          *metrics.Store
+	Transfers        *trace.Lines
+	Log              *slog.Logger
+}
+
+// Service serves one store. It implements connector.Store.
+type Service struct {
+	o Options
+
+	mu         sync.Mutex // guards what follows
+	namespaces map[page.ID]*namespace
+	pools      map[*engines.Worker]map[uint32]*pool
+	pinned     uint64 // bytes
+}
+
+// namespace is one that engines have pools of.
+type namespace struct {
+	of    page.Namespace
+	space *store.Space
+	users int // pools
+}
+
+// pool is a worker's pool.
+type pool struct {
+	ns     *namespace
+	memory *store.Pool
+}
+
+// New makes a service.
+func New(o Options) *Service {
+	return &Service{o: o, namespaces: map[page.ID]*namespace{},
+		pools: map[*engines.Worker]map[uint32]*pool{}}
+}
+
+// Open adds a pool of a worker, and returns its namespace's id. The worker has not gone.
+func (s *Service) Open(w *engines.Worker, p connector.Pool) (id page.ID, err error) {
+	pieces := make([]store.Piece, len(p.Pieces))
+	for i, c := range p.Pieces {
+		if c.Region < 0 || c.Region >= len(w.Regions) {
+			return id, &store.RequestError{Field: fmt.Sprintf("pieces[%d].region", i),
+				Problem: fmt.Sprintf("%d, and %d are registered", c.Region, len(w.Regions)),
+				Remedy:  "name regions by their index in REGISTER, from 0"}
+		}
+		pieces[i] = store.Piece{Region: w.Regions[c.Region], Base: c.Base, Stride: c.Stride, Len: c.Len}
+	}
+	memory, err := store.NewPool(pieces, int(p.Blocks))
+	if err != nil {
+		return id, err
+	}
+	if err := p.Namespace.Check(); err != nil {
+		return id, err
+	}
+	if memory.PageBytes() != p.Namespace.PageBytes {
+		return id, &store.RequestError{Field: "pieces", Problem: fmt.Sprintf("a block has %d bytes, and "+
+			"the namespace's page_bytes is %d", memory.PageBytes(), p.Namespace.PageBytes),
+			Remedy: "describe all pieces of a page"}
+	}
+	id = p.Namespace.ID()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	mine := s.pools[w]
+	switch {
+	case mine[p.ID] != nil:
+		return id, &store.RequestError{Field: "pool", Problem: fmt.Sprintf("%d is open already", p.ID),
+			Remedy: "give each pool of a session its own number"}
+	case len(mine) >= MaxPools:
+		return id, &store.RequestError{Field: "pool", Problem: fmt.Sprintf("%d are open", len(mine)),
+			Remedy: fmt.Sprintf("use at most %d", MaxPools)}
+	}
+	ns := s.namespaces[id]
+	if ns == nil {
+		space, err := s.o.Store.Space(p.Namespace, s.o.InMemory, s.o.OnDisk)
+		if err != nil {
+			return id, err
+		}
+		ns = &namespace{of: p.Namespace, space: space}
+		s.namespaces[id] = ns
+	}
+	ns.users++
+	if mine == nil {
+		mine = map[uint32]*pool{}
+		s.pools[w] = mine
+	}
+	mine[p.ID] = &pool{ns, memory}
+	return id, nil
+}
+
+// Gone closes a worker's pools. Its leases have ended, and none starts later.
+func (s *Service) Gone(w *engines.Worker) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, p := range s.pools[w] {
+		if p.ns.users--; p.ns.users == 0 {
+			p.ns.space.Close()
+			delete(s.namespaces, p.ns.of.ID())
+		}
+	}
+	delete(s.pools, w)
+}
+
+// Start serves a lease. The connector bounds how many a worker has.
+func (s *Service) Start(w *engines.Worker, r connector.Pages) {
+	s.o.Leases.Run(w, r.Lease.ID, r.Deadline, func(ctx context.Context) {
+		began := time.Now()
+		c := engines.Completion{Lease: r.Lease, Received: true}
+		batch, err := s.begin(w, &r)
+		if err != nil {
+			c.Status, c.Reason = refused, err.Error()
+		} else {
+			s.follow(ctx, batch, &c)
+		}
+		c.Took = time.Since(began)
+		if cerr := s.o.Complete(w, c); cerr != nil {
+			s.o.Log.Debug("completion not delivered", "lease", c.Lease.String(), "err", cerr)
+		}
+		s.ended(w, &r, &c)
+	})
+}
+
+// begin hands the request to the store.
+func (s *Service) begin(w *engines.Worker, r *connector.Pages) (*store.Batch, error) {
+	s.mu.Lock()
+	p := s.pools[w][r.Pool]
+	s.mu.Unlock()
+	if p == nil {
+		return nil, &store.RequestError{Field: "pool", Problem: fmt.Sprintf("%d is not open", r.Pool),
+			Remedy: "open it with POOL first"}
+	}
+	keyer := p.ns.of.Keyer()
+	keys, err := keyer.Keys(r.Hashes)
+	if err != nil {
+		return nil, err
+	}
+	if !r.Put {
+		return p.ns.space.Get(keys, p.memory, r.Blocks)
+	}
+	var before *page.Key
+	if r.Before != nil {
+		k, err := keyer.Key(r.Before)
+		if err != nil {
+			return nil, err
+		}
+		before = &k
+	}
+	return p.ns.space.Put(keys, before, p.memory, r.Blocks)
+}
+
+// follow waits for the end of a batch, or for its fence if the lease ends first.
+func (s *Service) follow(ctx context.Context, b *store.Batch, c *engines.Completion) {
+	select {
+	case <-b.Done():
+	case <-ctx.Done():
+		b.Cancel()
+		// Without a bound: a block that the store may still write is not the engine's. The shim gives
+		// up a sidecar that does not answer.
+		if err := b.Fence(context.Background()); err != nil {
+			s.o.Log.Error("store: fence", "err", err)
+		}
+		cause := context.Cause(ctx)
+		c.Status, c.Reason = local.Status(cause), cause.Error()
+		return
+	}
+	c.Pages = make([]byte, len(b.Results()))
+	for i, r := range b.Results() {
+		c.Pages[i] = connector.PageResult(uint8(r.Outcome), uint8(r.Tier), r.Durable)
+		if r.Err != nil && c.Reason == "" {
+			c.Reason = r.Err.Error()
+		}
+		if r.Outcome == store.Hit || r.Outcome == store.Stored {
+			c.Bytes += uint64(b.PageBytes())
+		}
+	}
+}
+
+// Exists reports which pages are in all of the namespaces: those of one rank each. A namespace that
+// no engine of this node has open has no pages.
+func (s *Service) Exists(ids []page.ID, h page.Hashes) (page.Bitmap, error) {
+	if err := h.Check(); err != nil {
+		return nil, err
+	}
+	if len(ids) < 1 || len(ids) > MaxPools {
+		return nil, &store.RequestError{Field: "namespaces", Problem: fmt.Sprint(len(ids)),
+			Remedy: fmt.Sprintf("send 1 to %d", MaxPools)}
+	}
+	var all page.Bitmap
+	for _, id := range ids {
+		found, err := s.existsIn(id, h)
+		if err != nil {
+			return nil, err
+		}
+		if all == nil {
+			all = found
+			continue
+		}
+		for i := range all {
+			all[i] &= found[i]
+		}
+	}
+	return all, nil
+}
+
+func (s *Service) existsIn(id page.ID, h page.Hashes) (page.Bitmap, error) {
+	s.mu.Lock()
+	ns := s.namespaces[id]
+	s.mu.Unlock()
+	if ns == nil {
+		return page.NewBitmap(h.Len()), nil
+	}
+	keys, err := ns.of.Keyer().Keys(h)
+	if err != nil {
+		return nil, err
+	}
+	found, err := ns.space.Exists(keys)
+	if errors.Is(err, store.ErrClosed) { // its last pool went meanwhile
+		return page.NewBitmap(h.Len()), nil
+	}
+	return found, err
+}
+
+// Remove forgets all pages of a namespace that a pool of the worker belongs to.
+func (s *Service) Remove(w *engines.Worker, id page.ID) error {
+	s.mu.Lock()
+	var space *store.Space
+	for _, p := range s.pools[w] {
+		if ns := s.namespaces[id]; ns == p.ns {
+			space = p.ns.space
+		}
+	}
+	s.mu.Unlock()
+	if space == nil {
+		return &store.RequestError{Field: "namespace",
+			Problem: id.String() + " has no pool of this worker", Remedy: "open a pool of it first"}
+	}
+	return space.Remove()
+}
+
+// Namespaces returns the namespaces that engines have open, by id, and the bytes that are pinned.
+func (s *Service) Namespaces() (out []web.StoreNamespace, pinned uint64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for id, ns := range s.namespaces {
+		out = append(out, web.StoreNamespace{ID: id.String(), Weights: ns.of.Weights, DType: ns.of.DType,
+			Layout: ns.of.Layout, Adapter: ns.of.Adapter, PageTokens: ns.of.PageTokens,
+			PageBytes: ns.of.PageBytes, Pools: ns.users, Private: ns.of.Secret != nil})
+	}
+	slices.SortFunc(out, func(a, b web.StoreNamespace) int { return cmp.Compare(a.ID, b.ID) })
+	return out, s.pinned
+}

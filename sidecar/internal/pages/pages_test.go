@@ -1,0 +1,385 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package pages
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"log/slog"
+	"math/rand/v2"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
+	"github.com/kvspray/kvspray/internal/leaktest"
+	"github.com/kvspray/kvspray/internal/metrics"
+	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/sidecar/internal/local"
+	"github.com/kvspray/kvspray/sidecar/internal/trace"
+	"github.com/kvspray/kvspray/store"
+	"github.com/kvspray/kvspray/store/disk"
+	"github.com/kvspray/kvspray/store/disk/disktest"
+	"github.com/kvspray/kvspray/store/memory"
+	"github.com/kvspray/kvspray/store/page"
+)
+
+func TestMain(m *testing.M) { leaktest.Main(m) }
+
+const (
+	pageBytes = 4096
+	blocks    = 64
+)
+
+// rig is a service over a store of 256 KiB, and one worker with a pool.
+type rig struct {
+	*Service
+	t      *testing.T
+	leases *local.Leases
+	w      *engines.Worker
+	pool   connector.Pool
+	memory []byte
+	ended  chan engines.Completion
+	last   uint64 // lease
+}
+
+func start(t *testing.T, sim *disktest.Sim) *rig {
+	t.Helper()
+	c := store.Config{Memory: memory.Config{Bytes: 256 << 10, SlabBytes: 64 << 10}, Workers: 4}
+	if sim != nil {
+		var err error
+		c.Opened, err = disk.OpenFiles([]disk.OpenDevice{{Path: "sim", File: sim,
+			Size: int64(sim.Size())}}, disk.Config{SegmentBytes: 128 << 10, MaxPages: 2048})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	s, err := store.Open(c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	m, err := metrics.NewStore(prometheus.NewRegistry(), func() (s metrics.StoreSample) { return s })
+	if err != nil {
+		t.Fatal(err)
+	}
+	region, err := mem.NewAnonymous("engine", blocks*pageBytes)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := &rig{t: t, leases: local.New(t.Context()), ended: make(chan engines.Completion, 100),
+		w: &engines.Worker{Name: "w", Regions: []*mem.Region{region}}}
+	r.memory, _ = region.Bytes()
+	r.Service = New(Options{Store: s, Leases: r.leases, Metrics: m, Transfers: &trace.Lines{},
+		Log: slog.New(slog.DiscardHandler),
+		Complete: func(_ *engines.Worker, c engines.Completion) error {
+			r.ended <- c
+			return nil
+		}})
+	// Keys and values in turns, as vLLM has them.
+	r.pool = connector.Pool{ID: 7, Namespace: testNamespace("a"), Blocks: blocks,
+		Pieces: []connector.PoolPiece{{Base: 0, Stride: pageBytes, Len: pageBytes / 2},
+			{Base: pageBytes / 2, Stride: pageBytes, Len: pageBytes / 2}}}
+	if _, err := r.Open(r.w, r.pool); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		r.leases.Stop(local.ErrGone)
+		r.leases.Wait()
+		r.Gone(r.w)
+		if err := s.Close(); err != nil {
+			t.Error(err)
+		}
+		region.Release()
+	})
+	return r
+}
+
+func testNamespace(weights string) page.Namespace {
+	return page.Namespace{Weights: weights, DType: "bfloat16", Layout: "test", PageTokens: 16,
+		PageBytes: pageBytes, Algorithm: "sglang-sha256"}
+}
+
+// request asks for the pages with these numbers, in blocks from 0 on.
+func (r *rig) request(put bool, pages ...int) connector.Pages {
+	r.last++
+	p := connector.Pages{Put: put, Pool: r.pool.ID, Hashes: hashes(pages...), Deadline: time.Minute}
+	p.Lease.ID = r.last
+	for i := range pages {
+		p.Blocks = append(p.Blocks, uint32(i))
+	}
+	return p
+}
+
+func hashes(pages ...int) page.Hashes {
+	h := page.Hashes{Each: 16}
+	for _, n := range pages {
+		var b [16]byte
+		binary.LittleEndian.PutUint64(b[:], uint64(n))
+		h.Bytes = append(h.Bytes, b[:]...)
+	}
+	return h
+}
+
+func content(n int) []byte {
+	b := make([]byte, pageBytes)
+	_, _ = rand.NewChaCha8([32]byte{byte(n), byte(n >> 8)}).Read(b)
+	return b
+}
+
+func (r *rig) block(i int) []byte { return r.memory[i*pageBytes : (i+1)*pageBytes] }
+
+func (r *rig) serve(p connector.Pages) engines.Completion {
+	r.t.Helper()
+	r.Start(r.w, p)
+	return <-r.ended
+}
+
+// put stores pages and returns their outcomes.
+func (r *rig) put(pages ...int) []store.Outcome {
+	r.t.Helper()
+	for i, n := range pages {
+		copy(r.block(i), content(n))
+	}
+	return r.outcomes(r.serve(r.request(true, pages...)))
+}
+
+// get loads pages and compares those that were found.
+func (r *rig) get(pages ...int) []store.Outcome {
+	r.t.Helper()
+	clear(r.memory)
+	out := r.outcomes(r.serve(r.request(false, pages...)))
+	for i, o := range out {
+		if o == store.Hit && !bytes.Equal(r.block(i), content(pages[i])) {
+			r.t.Fatalf("WRONG PAGE %d", pages[i])
+		}
+	}
+	return out
+}
+
+func (r *rig) outcomes(c engines.Completion) (out []store.Outcome) {
+	r.t.Helper()
+	if c.Status != engines.StatusOK || !c.Received {
+		r.t.Fatalf("completion %+v", c)
+	}
+	for _, p := range c.Pages {
+		o, _ := connector.SplitPageResult(p)
+		out = append(out, store.Outcome(o))
+	}
+	return out
+}
+
+func (r *rig) exists(pages ...int) page.Bitmap {
+	r.t.Helper()
+	found, err := r.Exists([]page.ID{r.pool.Namespace.ID()}, hashes(pages...))
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	return found
+}
+
+func all(t *testing.T, got []store.Outcome, want store.Outcome) {
+	t.Helper()
+	for i, o := range got {
+		if o != want {
+			t.Fatalf("page %d: %d, want %d", i, o, want)
+		}
+	}
+}
+
+func TestPutGetExistsRemove(t *testing.T) {
+	r := start(t, nil)
+	all(t, r.put(1, 2, 3), store.Stored)
+	all(t, r.put(2), store.Existed)
+	all(t, r.get(3, 1, 2), store.Hit)
+	all(t, r.get(4), store.Miss)
+	if found := r.exists(1, 2, 3, 4); found.Count() != 3 || found.Leading() != 3 {
+		t.Errorf("found %b", found)
+	}
+	id := r.pool.Namespace.ID()
+	other := testNamespace("b")
+	if found, err := r.Exists([]page.ID{id, other.ID()}, hashes(1)); err != nil || found.Count() != 0 {
+		t.Errorf("a page that one of two ranks lacks: %b, %v", found, err)
+	}
+	if err := r.Remove(r.w, other.ID()); err == nil || !strings.Contains(err.Error(), "open a pool") {
+		t.Errorf("removal of a namespace of others: %v", err)
+	}
+	if err := r.Remove(r.w, id); err != nil {
+		t.Fatal(err)
+	}
+	if found := r.exists(1, 2, 3); found.Count() != 0 {
+		t.Errorf("removed, and found %b", found)
+	}
+	all(t, r.get(1), store.Miss)
+}
+
+// A worker that goes closes its pools; the pages stay for the next one.
+func TestWorkerGone(t *testing.T) {
+	r := start(t, nil)
+	all(t, r.put(1), store.Stored)
+	r.Gone(r.w)
+	if found := r.exists(1); found.Count() != 0 {
+		t.Error("pages of a namespace that nobody has open")
+	}
+	if c := r.serve(r.request(false, 1)); c.Status != engines.StatusRefused ||
+		!strings.Contains(c.Reason, "7 is not open") {
+		t.Errorf("%+v", c)
+	}
+	if _, err := r.Open(r.w, r.pool); err != nil {
+		t.Fatal(err)
+	}
+	all(t, r.get(1), store.Hit)
+}
+
+func TestRefusesPools(t *testing.T) {
+	r := start(t, nil)
+	for want, change := range map[string]func(p *connector.Pool){
+		"7 is open already":          func(p *connector.Pool) { p.ID = 7 },
+		"pieces[1].region: 1":        func(p *connector.Pool) { p.Pieces[1].Region = 1 },
+		"a block has 2048 bytes":     func(p *connector.Pool) { p.Pieces = p.Pieces[:1] },
+		"field blocks: 0":            func(p *connector.Pool) { p.Blocks = 0 },
+		"shares bytes with":          func(p *connector.Pool) { p.Pieces[1].Base-- },
+		"field weights":              func(p *connector.Pool) { p.Namespace.Weights = "" },
+		"store.memory: page of 1048": func(p *connector.Pool) { p.Pieces[0].Len = 1 << 20 },
+	} {
+		p := r.pool
+		p.ID = 8
+		p.Pieces = append([]connector.PoolPiece(nil), r.pool.Pieces...)
+		change(&p)
+		if _, err := r.Open(r.w, p); err == nil {
+			t.Errorf("accepted, want %q", want)
+		} else if !strings.Contains(err.Error(), want) && !strings.Contains(want, "1048") {
+			t.Errorf("%v, want %q", err, want)
+		}
+	}
+	for i := range uint32(MaxPools - 1) {
+		p := r.pool
+		p.ID = 100 + i
+		if _, err := r.Open(r.w, p); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := r.Open(r.w, r.pool); err == nil {
+		t.Error("too many pools")
+	}
+}
+
+func TestRefusesRequests(t *testing.T) {
+	r := start(t, nil)
+	for want, change := range map[string]func(p *connector.Pages){
+		"5 is not open":      func(p *connector.Pages) { p.Pool = 5 },
+		"hashes of 4 bytes":  func(p *connector.Pages) { p.Hashes.Each = 4 },
+		"no whole number":    func(p *connector.Pages) { p.Hashes.Bytes = p.Hashes.Bytes[1:] },
+		"0 hashes":           func(p *connector.Pages) { p.Hashes.Bytes = nil },
+		"1 for 2 keys":       func(p *connector.Pages) { p.Blocks = p.Blocks[1:] },
+		"blocks[1]: 64":      func(p *connector.Pages) { p.Blocks[1] = blocks },
+		"is block 0":         func(p *connector.Pages) { p.Blocks[1] = 0 },
+		"page_hash = \"01\"": func(p *connector.Pages) { p.Put, p.Before = true, []byte{1} },
+	} {
+		p := r.request(false, 1, 2)
+		change(&p)
+		if c := r.serve(p); c.Status != engines.StatusRefused || !strings.Contains(c.Reason, want) {
+			t.Errorf("%+v, want %q", c, want)
+		}
+	}
+}
+
+// A get that ends early while a disk reads is completed at once, and no byte of its blocks is
+// written afterwards.
+func TestNothingIsWrittenAfterACancel(t *testing.T) {
+	for name, end := range map[string]func(r *rig, p *connector.Pages){
+		"cancel":   func(r *rig, p *connector.Pages) { r.leases.Cancel(r.w, p.Lease.ID, "not wanted") },
+		"deadline": func(_ *rig, p *connector.Pages) { p.Deadline = 300 * time.Millisecond },
+		"gone":     func(r *rig, _ *connector.Pages) { r.leases.Gone(r.w) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			sim := disktest.New(4<<20, 1)
+			r := start(t, sim)
+			const many = 200 // more than memory holds
+			for i := range many {
+				all(t, r.put(i), store.Stored)
+			}
+			reads, open := make(chan struct{}, many), make(chan struct{})
+			sim.Hold(func() { reads <- struct{}{}; <-open })
+			clear(r.memory)
+			var old []int
+			for i := range 20 {
+				old = append(old, i)
+			}
+			p := r.request(false, old...)
+			if name == "deadline" {
+				end(r, &p)
+			}
+			r.Start(r.w, p)
+			<-reads
+			if name != "deadline" {
+				end(r, &p)
+			}
+			c := <-r.ended
+			want := map[string]uint16{"cancel": engines.StatusCancelled, "deadline": engines.StatusExpired,
+				"gone": engines.StatusFailed}[name]
+			if c.Status != want || c.Pages != nil || c.Reason == "" {
+				t.Errorf("completion %+v", c)
+			}
+			before := bytes.Clone(r.memory)
+			close(open)
+			sim.Hold(nil)
+			all(t, r.get(1), store.Hit) // behind it in the queues
+			clear(r.block(0))
+			clear(before[:pageBytes])
+			if !bytes.Equal(r.memory, make([]byte, len(r.memory))) && !bytes.Equal(r.memory, before) {
+				t.Error("a block was written after the lease's end")
+			}
+		})
+	}
+}
+
+func TestPins(t *testing.T) {
+	r := start(t, nil)
+	id := []page.ID{r.pool.Namespace.ID()}
+	all(t, r.put(1, 2), store.Stored)
+	found, unpin, err := r.Pin(id, hashes(1, 2, 3, 4), time.Minute)
+	if err != nil || found.Leading() != 2 {
+		t.Fatalf("found %b, %v", found, err)
+	}
+	flood := func(from int) {
+		for i := range 200 {
+			r.put(from + i)
+		}
+	}
+	flood(1000)
+	if found := r.exists(1, 2); found.Count() != 2 {
+		t.Errorf("pinned, and gone after a flood: %b", found)
+	}
+	unpin()
+	unpin()
+	if _, pinned := r.Namespaces(); pinned != 0 {
+		t.Errorf("unpinned, and %d bytes stay counted", pinned)
+	}
+	// The time of a pin ends.
+	if _, _, err := r.Pin(id, hashes(1), time.Millisecond); err != nil {
+		t.Fatal(err)
+	}
+	for pinned := uint64(1); pinned != 0; {
+		_, pinned = r.Namespaces()
+	}
+	var many []int
+	for i := range 40 {
+		many = append(many, 3000+i)
+	}
+	r.put(many...)
+	var re *store.RequestError
+	if _, _, err := r.Pin(id, hashes(many...), time.Minute); !errors.As(err, &re) ||
+		re.Field != "pin_ms" {
+		t.Errorf("more than half of the memory: %v", err)
+	}
+	if _, pinned := r.Namespaces(); pinned != 0 {
+		t.Errorf("%d bytes stay counted after a refusal", pinned)
+	}
+	if _, _, err := r.Pin(id, hashes(1), time.Hour); !errors.As(err, &re) {
+		t.Errorf("an hour: %v", err)
+	}
+}

@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package sidecar
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/engines"
+	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/metrics"
+	"github.com/kvspray/kvspray/sidecar/internal/local"
+	"github.com/kvspray/kvspray/sidecar/internal/pages"
+	"github.com/kvspray/kvspray/sidecar/internal/trace"
+	"github.com/kvspray/kvspray/sidecar/internal/web"
+	"github.com/kvspray/kvspray/store"
+	"github.com/kvspray/kvspray/store/disk"
+	"github.com/kvspray/kvspray/store/memory"
+	"github.com/kvspray/kvspray/store/object"
+	"github.com/kvspray/kvspray/store/object/s3"
+)
+
+// pageStore is the node's store and what serves it to engines.
+type pageStore struct {
+	cfg       *config.Store
+	leases    *local.Leases
+	registry  *prometheus.Registry
+	log       *slog.Logger
+	transfers *trace.Lines      // set before open
+	server    *connector.Server // set before the first engine comes
+
+	store   *store.Store
+	service *pages.Service // nil: there is no store
+}
+
+// open opens the store, which takes its memory and reads its disks.
+func (p *pageStore) open() (err error) {
+	if p.cfg.Memory == 0 {
+		return nil
+	}
+	c := store.Config{Memory: memory.Config{Bytes: uint64(p.cfg.Memory)}, WriteBack: p.cfg.WriteBack}
+	if len(p.cfg.Disk) > 0 {
+		c.Disk = diskConfig(p.cfg)
+	}
+	if o := p.cfg.Object; o.Bucket != "" {
+		bucket, err := s3.Open(s3.Config{Endpoint: o.Endpoint, Region: o.Region, Bucket: o.Bucket})
+		if err != nil {
+			return fmt.Errorf("sidecar: %w", err)
+		}
+		c.Object, c.ObjectAtPut = &object.Config{Bucket: bucket, Prefix: o.Prefix,
+			Size: uint64(o.Size)}, o.AtPut
+	}
+	if p.store, err = store.Open(c); err != nil {
+		return fmt.Errorf("sidecar: %w", err)
+	}
+	m, err := metrics.NewStore(p.registry, p.sample)
+	if err != nil {
+		return errors.Join(fmt.Errorf("sidecar: metrics: %w", err), p.store.Close())
+	}
+	p.service = pages.New(pages.Options{Store: p.store,
+		InMemory: store.Share{Quota: uint64(p.cfg.Quota)},
+		OnDisk:   store.Share{Quota: uint64(p.cfg.DiskQuota)},
+		Leases:   p.leases, Metrics: m, Transfers: p.transfers, Log: p.log,
+		Complete: func(w *engines.Worker, c engines.Completion) error {
+			return p.server.Complete(w, c)
+		}})
+	st := p.store.Stats()
+	p.log.Info("store", "memory", p.cfg.Memory.String(), "disks", len(p.cfg.Disk),
+		"disk_pages", st.Disk.Pages, "disk_bytes", st.Disk.Bytes, "disk_capacity", st.Disk.Capacity)
+	return nil
+}
+
+// segmentShare: a disk has at least so many segments, if they are as small as they may be.
+const (
+	segmentShare    = 16
+	minSegmentBytes = 1 << 20
+)
+
+func diskConfig(cfg *config.Store) *disk.Config {
+	c := &disk.Config{SegmentBytes: int(cfg.Segment)}
+	derive := c.SegmentBytes == 0
+	if derive {
+		c.SegmentBytes = disk.DefaultSegmentBytes
+	}
+	for _, d := range cfg.Disk {
+		c.Devices = append(c.Devices, disk.Device{Path: d.Path, Size: int64(d.Size)})
+		for derive && c.SegmentBytes > minSegmentBytes &&
+			uint64(d.Size)/segmentShare < uint64(c.SegmentBytes) {
+			c.SegmentBytes /= 2
+		}
+	}
+	return c
+}
+
+// close ends the store. Its leases have ended.
+func (p *pageStore) close() error {
+	if p.store == nil {
+		return nil
+	}
+	return p.store.Close()
+}
+
+// serves returns what serves pages; nil: nothing does.
+func (p *pageStore) serves() connector.Store {
+	if p.service == nil {
+		return nil
+	}
+	return p.service
+}
+
+// gone closes the pools of a worker whose leases have ended.
+func (p *pageStore) gone(w *engines.Worker) {
+	if p.service != nil {
+		p.service.Gone(w)
+	}
+}
+
+// tiers returns the tiers that the store has, nearest first.
+func (p *pageStore) tiers(st *store.Stats) []web.StoreTier {
+	out := []web.StoreTier{{Name: "memory", Pages: uint64(st.Memory.Pages), Bytes: st.Memory.Bytes,
+		Capacity: p.store.Region().Size(), Hits: st.Hits[store.Memory], Evicted: st.Memory.Evicted}}
+	if len(p.cfg.Disk) > 0 {
+		out = append(out, web.StoreTier{Name: "disk", Pages: st.Disk.Pages, Bytes: st.Disk.Bytes,
+			Capacity: st.Disk.Capacity, Hits: st.Hits[store.Disk], Evicted: st.Disk.Evicted})
+	}
+	if p.cfg.Object.Bucket != "" {
+		out = append(out, web.StoreTier{Name: "object", Pages: st.Object.Pages, Bytes: st.Object.Bytes,
+			Capacity: st.Object.Capacity, Hits: st.Hits[store.Object], Evicted: st.Object.Evicted,
+			Problem: st.Object.Problem})
+	}
+	return out
+}
+
+// sample returns the store's state for metrics.
+func (p *pageStore) sample() metrics.StoreSample {
+	st := p.store.Stats()
+	out := metrics.StoreSample{Tiers: map[string]metrics.StoreTier{},
+		Results: map[string]float64{"miss": float64(st.Misses), "damaged": float64(st.Damaged),
+			"stored": float64(st.Stored), "existed": float64(st.Existed), "refused": float64(st.Refused)},
+		Damaged: float64(damaged(&st)), Failed: float64(st.Disk.Failed)}
+	for _, t := range p.tiers(&st) {
+		out.Tiers[t.Name] = metrics.StoreTier{Pages: float64(t.Pages), Bytes: float64(t.Bytes),
+			Capacity: float64(t.Capacity), Evicted: float64(t.Evicted), Hits: float64(t.Hits)}
+	}
+	return out
+}
+
+func damaged(st *store.Stats) uint64 { return st.Damaged + st.Disk.Damaged + st.Object.Damaged }
+
+// state returns the store's state for /v1/store; nil: there is no store.
+func (p *pageStore) state() *web.Store {
+	if p.service == nil {
+		return nil
+	}
+	st := p.store.Stats()
+	out := &web.Store{Tiers: p.tiers(&st), Misses: st.Misses, Stored: st.Stored, Existed: st.Existed,
+		Refused: st.Refused, Damaged: damaged(&st)}
+	out.Namespaces, out.Pinned = p.service.Namespaces()
+	return out
+}

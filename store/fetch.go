@@ -1,0 +1,256 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package store
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+
+	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/store/memory"
+	"github.com/kvspray/kvspray/store/object"
+	"github.com/kvspray/kvspray/store/page"
+)
+
+// defaultFetchers is how many reads of the object store are under way at most. A read waits for the
+// network, so its goroutine is none of the workers: a get from memory never waits for one.
+const defaultFetchers = 16
+
+// fetches are the pages of gets that only the object tier has.
+type fetches struct {
+	bytes int // of one read
+
+	mu     sync.Mutex // guards what follows
+	wake   sync.Cond
+	queue  []*fetch
+	closed bool
+}
+
+// fetch is pages of one batch, in their order.
+type fetch struct {
+	b     *Batch
+	pages []int
+}
+
+// newFetches: all fetchers together pin a quarter of the memory at most, unless it is very small.
+func newFetches(memoryBytes uint64, fetchers int) *fetches {
+	f := &fetches{bytes: int(min(object.MaxRangeBytes, memoryBytes/uint64(4*fetchers)))}
+	f.wake.L = &f.mu
+	return f
+}
+
+// add queues pages behind those of the same batch.
+func (f *fetches) add(b *Batch, pages []int) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for _, q := range f.queue {
+		if q.b == b {
+			q.pages = append(q.pages, pages...)
+			return
+		}
+	}
+	f.queue = append(f.queue, &fetch{b, pages})
+	f.wake.Signal()
+}
+
+// take waits for pages of one batch that one request reads; nil when there are none and never will
+// be. Batches take turns.
+func (f *fetches) take() (*Batch, []int) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for len(f.queue) == 0 {
+		if f.closed {
+			return nil, nil
+		}
+		f.wake.Wait()
+	}
+	q := f.queue[0]
+	f.queue[0] = nil
+	f.queue = f.queue[1:]
+	sp := q.b.space
+	some := q.pages[:min(len(q.pages), max(1, f.bytes/sp.pageBytes))]
+	n := sp.object.Run(q.b.keysOf(some), f.bytes)
+	some, q.pages = q.pages[:n:n], q.pages[n:]
+	if len(q.pages) > 0 {
+		f.queue = append(f.queue, q)
+		f.wake.Signal()
+	}
+	return q.b, some
+}
+
+func (f *fetches) close() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.closed = true
+	f.wake.Broadcast()
+}
+
+func (b *Batch) keysOf(pages []int) []page.Key {
+	keys := make([]page.Key, len(pages))
+	for j, i := range pages {
+		keys[j] = b.keys[i]
+	}
+	return keys
+}
+
+// fetcher reads pages from the object tier, until Close.
+func (s *Store) fetcher() {
+	defer s.fetchers.Done()
+	var w worker
+	defer func() { w.buffer.Free() }()
+	for {
+		b, pages := s.fetches.take()
+		if b == nil {
+			return
+		}
+		s.fromObject(b, pages, &w)
+		s.done(b, len(pages))
+	}
+}
+
+// fromObject reads pages into slots of memory, where the next get finds them, and copies them from
+// there. What finds no slot goes through the worker's own buffer.
+func (s *Store) fromObject(b *Batch, pages []int, w *worker) {
+	if b.guard.Revoked() {
+		s.fetched(b, pages, Result{Outcome: Canceled})
+		return
+	}
+	sp := b.space
+	slots := make([]memory.Page, len(pages))
+	buffers := make([][]byte, len(pages))
+	var own []byte
+	var err error
+	for j, i := range pages {
+		// Before the read finds the pages: a removal in between then finds the slots.
+		if slots[j], err = s.memory.Reserve(sp.number, &b.keys[i], b.before(i)); err == nil {
+			buffers[j] = slots[j].Bytes
+			continue
+		}
+		if own == nil {
+			if own, err = w.room(len(pages) * sp.pageBytes); err != nil {
+				s.fetched(b, pages[j:], Result{Outcome: Failed, Err: err})
+				pages, buffers = pages[:j], buffers[:j]
+				break
+			}
+		}
+		buffers[j] = own[j*sp.pageBytes:][:sp.pageBytes:sp.pageBytes]
+	}
+	d := &delivery{b: b}
+	sp.object.Read(b.ctx, b.keysOf(pages), object.Reading{
+		Buffers: buffers,
+		Part:    func(j, from, to int) { d.part(pages[j], buffers[j], from, to) },
+		Check:   func(_ int, crc uint32) bool { return d.sum == crc },
+		End: func(j int, crc uint32, err error) {
+			r := d.r
+			if err != nil {
+				r = b.unfetched(pages[j], err)
+			}
+			if slots[j].Bytes != nil {
+				if err == nil {
+					s.memory.Commit(slots[j], crc)
+					s.memory.Unpin(slots[j])
+				} else {
+					s.memory.Drop(slots[j])
+				}
+			}
+			s.fetched(b, pages[j:j+1], r)
+		},
+	})
+}
+
+// delivery is a page on its way to its block: each part is copied, and added to the checksum,
+// when it has come.
+type delivery struct {
+	b      *Batch
+	sum    uint32
+	r      Result      // if the sum is right
+	place  []mem.Block // of the page
+	blocks []mem.Block // of the part
+}
+
+func (d *delivery) part(i int, page []byte, from, to int) {
+	if from == 0 {
+		d.sum, d.r = 0, Result{Outcome: Hit, Tier: Object}
+		d.place = d.b.pool.place(d.place[:0], d.b.blocks[i])
+	}
+	device := mem.DeviceOf(d.place) != nil
+	if d.r.Outcome != Hit || !d.b.guard.Enter() {
+		if d.r.Outcome == Hit {
+			d.r = Result{Outcome: Canceled}
+		}
+		d.sum = mem.CRC32C(d.sum, page[from:to]) // it may be whole for the next one who asks
+		return
+	}
+	var err error
+	before := d.sum
+	switch {
+	case !device:
+		d.blocks = part(d.place, uint64(from), uint64(to), d.blocks[:0])
+		d.sum, err = copyPart(d.sum, d.blocks, page[from:to])
+	default:
+		d.sum = mem.CRC32C(d.sum, page[from:to])
+		if to == len(page) {
+			err = mem.Scatter(d.place, page)
+		}
+	}
+	d.b.guard.Leave()
+	if err != nil { // of the block: the page itself is whole, or not
+		d.sum = mem.CRC32C(before, page[from:to])
+		d.r = Result{Outcome: Failed, Err: err}
+	}
+}
+
+// unfetched is the result of a page that could not be read from the object tier. What another tier
+// said of it stays, where this one only lacks it.
+func (b *Batch) unfetched(i int, err error) Result {
+	switch {
+	case b.guard.Revoked():
+		return Result{Outcome: Canceled}
+	case errors.Is(err, object.ErrMissing):
+		return b.results[i]
+	case errors.Is(err, object.ErrDamaged):
+		return Result{Outcome: Damaged}
+	}
+	return Result{Outcome: Failed, Err: err}
+}
+
+// fetched gives pages their result.
+func (s *Store) fetched(b *Batch, pages []int, r Result) {
+	for _, i := range pages {
+		b.results[i] = r
+		s.count(&b.results[i])
+	}
+	s.finish(b, len(pages))
+}
+
+// spillFrom has pages that the lowest of the other tiers gives up go to the object tier.
+func (s *Store) spillFrom() {
+	if s.disk == nil {
+		s.memory.OnEvict(func(n uint16, k, after *page.Key, crc uint32, bytes []byte) {
+			if o := s.spills[n].Load(); o != nil {
+				_ = o.Add(k, after, bytes, crc) // it is given up, here or there
+			}
+		})
+		return
+	}
+	s.disk.OnEvict(func(n uint16, k, after *page.Key, crc uint32, read func([]byte) error) bool {
+		o := s.spills[n].Load()
+		return o != nil && o.Spill(k, after, crc, read)
+	})
+}
+
+// ShareObjects sets the namespace's part of the object tier, which is unlimited until then.
+func (sp *Space) ShareObjects(share Share) error {
+	if sp.object == nil {
+		return &RequestError{"object", "this store has no object tier", "configure one"}
+	}
+	if err := sp.acquire(); err != nil {
+		return err
+	}
+	defer sp.release()
+	if err := sp.object.SetShare(share.Quota, share.Reserve); err != nil {
+		return fmt.Errorf("store: namespace %s: %w", sp.id, err)
+	}
+	return nil
+}

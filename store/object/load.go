@@ -1,0 +1,371 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package object
+
+import (
+	"cmp"
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/kvspray/kvspray/store/page"
+	"golang.org/x/sync/errgroup"
+)
+
+// everyLife is a removal that was asked for before the ledger could be read: all lives of earlier
+// starts.
+const everyLife = 1<<64 - 1
+
+func (t *Tier) ledgerName() string { return t.c.Prefix + "ledger.kvspray" }
+func (t *Tier) pagesName() string  { return t.c.Prefix + "pages/" }
+
+// begin reads the ledger, or makes one, and makes a new epoch durable in it. It tries all that the
+// tier needs rights for.
+func (t *Tier) begin(ctx context.Context) error {
+	t.book.Lock()
+	defer t.book.Unlock()
+	limit := t.c.Timeouts.Open
+	found := ""
+	_, err := try(ctx, t, limit, "list "+t.pagesName(), func(ctx context.Context) (int, error) {
+		found = ""
+		stop := errors.New("one is enough")
+		err := t.c.Bucket.List(ctx, t.pagesName(), func(name string, _ int64) error {
+			found = name
+			return stop
+		})
+		if errors.Is(err, stop) {
+			err = nil
+		}
+		return 0, err
+	})
+	if err != nil {
+		return err
+	}
+	if err := t.deleteName(ctx, t.c.Prefix+"nothing", limit); err != nil {
+		return err
+	}
+	type loaded struct {
+		data []byte
+		tag  string
+	}
+	have, err := try(ctx, t, limit, "read "+t.ledgerName(), func(ctx context.Context) (loaded,
+		error) {
+		data, tag, err := t.c.Bucket.Load(ctx, t.ledgerName())
+		return loaded{data, tag}, err
+	})
+	was, when := &ledger{}, Condition{Tag: have.tag}
+	switch {
+	case errors.Is(err, ErrNotFound) && found != "":
+		return &ConfigError{"prefix", t.c.Prefix, "object " + found + " is there, and no record of " +
+			"removals, " + t.ledgerName(), "name another prefix, or empty it yourself: its pages " +
+			"are lost"}
+	case errors.Is(err, ErrNotFound):
+		_, _ = rand.Read(was.store[:]) // never fails
+		when = Condition{Absent: true}
+	case err != nil:
+		return err
+	default:
+		if was, err = parseLedger(have.data); err != nil {
+			return &ConfigError{"prefix", t.c.Prefix, fmt.Sprintf("object %s: %v", t.ledgerName(),
+				err), "name another prefix, or empty it yourself"}
+		}
+	}
+	t.mu.Lock()
+	t.ledger.store, t.ledger.epoch = was.store, was.epoch+1
+	first := t.ledger.epoch << epochShift
+	for id, before := range was.removed {
+		if t.ledger.removed[id] == 0 {
+			t.ledger.removed[id] = before
+		}
+	}
+	pending := map[page.ID]uint64{}
+	for id, before := range t.ledger.removed {
+		if before == everyLife {
+			pending[id] = first + 1
+		}
+	}
+	maps.Copy(t.ledger.removed, pending)
+	t.mu.Unlock()
+	if err := t.writeLedger(ctx, limit, when); err != nil {
+		t.mu.Lock()
+		for id := range pending {
+			t.ledger.removed[id] = everyLife
+		}
+		t.mu.Unlock()
+		return err
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.life, t.state, t.problem = first, loading, nil
+	t.wake.Broadcast()
+	return nil
+}
+
+// writeLedger makes the ledger durable, unless another process has replaced it. The caller holds
+// book.
+func (t *Tier) writeLedger(ctx context.Context, limit time.Duration, when Condition) error {
+	t.mu.Lock()
+	t.ledger.generation++
+	generation := t.ledger.generation
+	data := t.ledger.encode()
+	t.mu.Unlock()
+	tag, err := try(ctx, t, limit, "write "+t.ledgerName(), func(ctx context.Context) (string,
+		error) {
+		tag, err := t.c.Bucket.Put(ctx, t.ledgerName(), data, when)
+		if !errors.Is(err, ErrChanged) {
+			return tag, err
+		}
+		// An earlier try may have changed it, whose answer was lost.
+		have, tag, e := t.c.Bucket.Load(ctx, t.ledgerName())
+		if e != nil && !final(e) {
+			return "", e
+		}
+		if l, e := parseLedger(have); e == nil && l.process == t.ledger.process &&
+			l.generation == generation {
+			return tag, nil
+		}
+		return "", &ConfigError{"prefix", t.c.Prefix, "another process has opened the store under it",
+			"give each sidecar a prefix of its own, and restart it"}
+	})
+	if err == nil {
+		t.tag = tag
+	}
+	return err
+}
+
+// keep opens the store if Open could not, finds what is in the bucket, and cleans until Close.
+func (t *Tier) keep() {
+	for t.stateNow() == opening {
+		if !t.sleep(firstAway) {
+			return
+		}
+		ctx, cancel := context.WithTimeout(t.ctx, t.c.Timeouts.Open)
+		err := t.begin(ctx)
+		cancel()
+		if mistake(err) {
+			t.stop(err)
+		} else if err != nil {
+			t.mu.Lock()
+			t.problem = err
+			t.mu.Unlock()
+		}
+	}
+	if t.stateNow() == stopped || !t.load() {
+		return
+	}
+	for t.waitForWork() {
+		t.tidy()
+	}
+}
+
+func (t *Tier) stateNow() state {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.state
+}
+
+// stop ends all writing. What is here can still be read.
+func (t *Tier) stop(err error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.state, t.problem = stopped, err
+	t.wake.Broadcast()
+}
+
+// sleep returns false if the tier was closed.
+func (t *Tier) sleep(d time.Duration) bool {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-t.ctx.Done():
+		return false
+	case <-timer.C:
+		return true
+	}
+}
+
+// listed is an object of an earlier start.
+type listed struct {
+	name string
+	life uint64
+	size int64
+}
+
+// load finds the pages of all earlier starts, the oldest ones first. It goes on until it has all;
+// false: the tier was closed, or has stopped.
+func (t *Tier) load() bool {
+	var rest []listed
+	for {
+		var err error
+		if rest, err = t.list(); err == nil {
+			break
+		}
+		if !t.failing(err) {
+			return false
+		}
+	}
+	for len(rest) > 0 {
+		n := min(len(rest), 4*t.c.Loads)
+		failed, err := t.loadSome(rest[:n])
+		rest = append(rest[n:], failed...)
+		if err != nil && !t.failing(err) {
+			return false
+		}
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.state != loading {
+		return false
+	}
+	t.state, t.dirty = ready, true
+	t.wake.Broadcast()
+	return true
+}
+
+// failing shows why the start takes long, and waits; false: it is over.
+func (t *Tier) failing(err error) bool {
+	if mistake(err) {
+		t.stop(err)
+		return false
+	}
+	return t.sleep(firstAway)
+}
+
+// list names the objects of earlier starts, the oldest ones first.
+func (t *Tier) list() ([]listed, error) {
+	t.mu.Lock()
+	epoch := t.ledger.epoch
+	t.mu.Unlock()
+	return try(t.ctx, t, t.c.Timeouts.Small, "list "+t.pagesName(),
+		func(ctx context.Context) ([]listed, error) {
+			out := []listed{}
+			err := t.c.Bucket.List(ctx, t.pagesName(), func(name string, size int64) error {
+				digits := strings.TrimPrefix(name, t.pagesName())
+				life, err := strconv.ParseUint(digits, 16, 64)
+				switch {
+				case err != nil || len(digits) != 16 || digits != fmt.Sprintf("%016x", life):
+					t.passOver(name, errForeign)
+				case epochOf(life) < epoch:
+					out = append(out, listed{name, life, size})
+				}
+				return nil
+			})
+			slices.SortFunc(out, func(a, b listed) int { return cmp.Compare(a.life, b.life) })
+			return out, err
+		})
+}
+
+// passOver notes an object that is not touched.
+func (t *Tier) passOver(name string, err error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.stats.Foreign++
+	if t.problem == nil {
+		t.problem = &ConfigError{"prefix", t.c.Prefix, fmt.Sprintf("object %s is passed over: %v",
+			name, err), "name another prefix, or remove the object yourself"}
+	}
+}
+
+// loadSome reads the headers of objects, several at a time, and takes up their pages in order. It
+// returns those that could not be read.
+func (t *Tier) loadSome(some []listed) (failed []listed, last error) {
+	headers := make([]*header, len(some))
+	errs := make([]error, len(some))
+	var g errgroup.Group
+	g.SetLimit(t.c.Loads)
+	for i, l := range some {
+		g.Go(func() error {
+			headers[i], errs[i] = t.readHeader(l)
+			return nil
+		})
+	}
+	_ = g.Wait()
+	for i, l := range some {
+		switch err := errs[i]; {
+		case err == nil:
+			t.mu.Lock()
+			t.adoptLocked(headers[i])
+			t.mu.Unlock()
+		case isForeign(err):
+			t.passOver(l.name, err)
+		case lost(err): // deleted since it was listed
+		default:
+			failed, last = append(failed, l), err
+		}
+	}
+	return failed, last
+}
+
+// isForeign reports whether an object was read, and is none of this store's or release's.
+func isForeign(err error) bool {
+	var v errVersion
+	return errors.Is(err, errForeign) || errors.Is(err, errOther) || errors.Is(err, errDamaged) ||
+		errors.As(err, &v)
+}
+
+// firstRead is how much of an object is read to find its header.
+const firstRead = 64 << 10
+
+func (t *Tier) readHeader(l listed) (*header, error) {
+	t.mu.Lock()
+	store := t.ledger.store
+	t.mu.Unlock()
+	if l.size < headBytes {
+		return nil, errForeign
+	}
+	b := make([]byte, min(l.size, firstRead))
+	if err := t.readRange(t.ctx, l.name, 0, b); err != nil {
+		return nil, err
+	}
+	if n := headerLength(b); n > len(b) && int64(n) <= l.size {
+		more := make([]byte, n)
+		copy(more, b)
+		if err := t.readRange(t.ctx, l.name, int64(len(b)), more[len(b):]); err != nil {
+			return nil, err
+		}
+		b = more
+	}
+	return parse(b, store, l.life, l.size)
+}
+
+// adoptLocked takes up the pages of an object, unless their namespace was removed since. All that
+// is in the bucket is found, also what had been given up before. Of a page that is in two objects,
+// the place that was found first counts, and a new one of this start before both.
+func (t *Tier) adoptLocked(h *header) {
+	o, err := t.ownerLocked(h.space, int(h.pageBytes))
+	if err != nil {
+		return // more namespaces than a store has
+	}
+	x, err := t.newObjectLocked(o, h.life)
+	if err != nil {
+		return
+	}
+	x.begin, x.pages, x.bytes, x.stored = h.begin, len(h.entries), h.bytes, true
+	t.stored += x.bytes
+	t.touchLocked()
+	if t.removedLocked(h.space, h.life) {
+		return
+	}
+	for i := range h.entries {
+		e := &h.entries[i]
+		n, err := t.pages.Begin(o.number, &e.key, e.before(), func() (uint32, error) {
+			if err := t.roomLocked(o); err != nil {
+				return 0, err
+			}
+			loc := x.number<<placeBits | (e.at-h.begin)/h.pageBytes
+			t.countLocked(loc, 1)
+			return loc, nil
+		})
+		if err != nil {
+			continue
+		}
+		t.pages.Finish(n, e.crc)
+		t.pages.Drop(n)
+	}
+}
