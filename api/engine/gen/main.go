@@ -1,5 +1,5 @@
-// Command gen writes the encoders, decoders and tables of the messages in messages.schema: for Go,
-// C, Python and docs/protocol.md. Run by go generate in api/engine.
+// Command gen writes encoders, decoders and tables of the messages in messages.schema, for Go and
+// Python. Run by go generate in api/engine.
 package main
 
 import (
