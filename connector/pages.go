@@ -3,9 +3,14 @@
 package connector
 
 import (
+	"fmt"
+	"math"
+	"slices"
 	"time"
 
+	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/control/engines"
+	"github.com/kvspray/kvspray/internal/board"
 	"github.com/kvspray/kvspray/store/page"
 	"github.com/kvspray/kvspray/transfer"
 )
@@ -72,4 +77,300 @@ func PageResult(outcome, tier uint8, durable bool) byte {
 // SplitPageResult is the reverse.
 func SplitPageResult(b byte) (outcome, tier uint8) {
 	return b & (1<<pageTierShift - 1), b &^ pageDurable >> pageTierShift
+}
+
+// maxPages bounds the open GETs and PUTs of a worker.
+const maxPages = 256
+
+// pools are the pools of a worker, by their numbers, and their blocks that open GETs write. Guarded
+// by worker.mu.
+type pools struct {
+	known   map[uint32]bool
+	written map[poolBlock]uint64 // lease
+	open    int                  // GETs and PUTs
+}
+
+type poolBlock struct{ pool, block uint32 }
+
+func (w *worker) pagesLocked(rec board.Record) error {
+	l, err := w.openLocked(rec, false)
+	if err != nil {
+		return err
+	}
+	what := "GET"
+	p := &Pages{}
+	var after uint64
+	var deadline uint64
+	if rec.Type == board.RecGet {
+		var m *msg.Get
+		if m, err = msg.DecodeGet(rec.Body); err == nil {
+			p.Pool, p.Blocks, p.Req = m.Space, m.Blocks, m.Req
+			p.Hashes = page.Hashes{Bytes: slices.Clone(m.Hashes), Each: int(m.HashBytes)}
+			after, deadline = m.After, m.DeadlineMS
+		}
+	} else {
+		what = "PUT"
+		p.Put = true
+		var m *msg.Put
+		if m, err = msg.DecodePut(rec.Body); err == nil {
+			p.Pool, p.Blocks, p.Req = m.Space, m.Blocks, m.Req
+			p.Hashes = page.Hashes{Bytes: slices.Clone(m.Hashes), Each: int(m.HashBytes)}
+			p.Before = slices.Clone(m.Parent)
+			after, deadline = m.After, m.DeadlineMS
+		}
+	}
+	if err == nil {
+		err = w.checkPages(what, p)
+	}
+	if err == nil {
+		err = w.checkMark(what, after)
+	}
+	if err != nil {
+		w.refuseLocked(rec, false, err)
+		return err
+	}
+	if w.pools.open >= maxPages {
+		err = fmt.Errorf("%d GETs and PUTs are open, at most %d: wait for one to complete", w.pools.open,
+			maxPages)
+	} else {
+		err = w.admitLocked(l, len(p.Blocks))
+	}
+	if err != nil {
+		w.refuseLocked(rec, false, err)
+		return nil
+	}
+	p.Lease, p.Deadline = w.leaseID(l), w.s.duration(deadline, w.s.opt.Deadline)
+	w.pools.openLocked(l, p)
+	w.beginLocked(l, after, p.Deadline, func(left time.Duration) func(Events) {
+		p.Deadline = left
+		return func(Events) { w.s.opt.Store.Start(w.pub, *p) }
+	})
+	return nil
+}
+
+// checkPages refuses a pool that is not open, and blocks that another GET writes.
+func (w *worker) checkPages(what string, p *Pages) error {
+	if !w.pools.known[p.Pool] {
+		return &msg.Error{Message: what, Field: "space", Problem: fmt.Sprintf("%d has no blocks here",
+			p.Pool), Remedy: "send OPEN with pieces and blocks first"}
+	}
+	if p.Put {
+		return nil
+	}
+	for i, b := range p.Blocks {
+		if by, ok := w.pools.written[poolBlock{p.Pool, b}]; ok {
+			return &msg.Error{Message: what, Field: fmt.Sprintf("blocks[%d]", i),
+				Problem: fmt.Sprintf("block %d is written by lease %d", b, by),
+				Remedy:  "wait for that lease to complete"}
+		}
+	}
+	return nil
+}
+
+func (p *pools) openLocked(l *lease, r *Pages) {
+	l.pages = r
+	p.open++
+	if r.Put {
+		return
+	}
+	if p.written == nil {
+		p.written = map[poolBlock]uint64{}
+	}
+	for _, b := range r.Blocks {
+		p.written[poolBlock{r.Pool, b}] = l.id
+	}
+}
+
+func (p *pools) closeLocked(l *lease) {
+	if l.pages == nil {
+		return
+	}
+	p.open--
+	if !l.pages.Put {
+		for _, b := range l.pages.Blocks {
+			delete(p.written, poolBlock{l.pages.Pool, b})
+		}
+	}
+}
+
+// spaces are the namespaces that a session has opened, by their numbers, and its pins. They belong
+// to the session's reader.
+type spaces struct {
+	ids  []page.ID
+	pins map[uint64]func() // by the id of their EXISTS
+}
+
+// maxPins bounds the EXISTS of a session whose pins have not ended. A pin that ends by its time
+// stays counted until UNPIN or the session's end.
+const maxPins = 4096
+
+// lacks answers a request that needs a feature that this sidecar does not have.
+func (c *session) lacks(id uint64, t msg.Type) {
+	c.sendError(&msg.ErrorMessage{ID: id, Code: msg.CodeState,
+		Message: fmt.Sprintf("%s is not a feature of this sidecar", t),
+		Remedy:  "send it only if WELCOME has the feature that docs/protocol.md names"})
+}
+
+// refusePages answers a request that cannot be served.
+func (c *session) refusePages(id uint64, field string, err error) {
+	e := errorMessage(id, msg.CodeStore, err, false)
+	if e.Field == "" {
+		e.Field = field
+	}
+	c.sendError(e)
+}
+
+// onOpen opens a namespace. A worker that gives blocks gets a pool, whose number is the space's.
+func (c *session) onOpen(m *msg.Open) {
+	if c.s.opt.Store == nil {
+		c.lacks(m.ID, m.Type())
+		return
+	}
+	if len(c.spaces.ids) >= msg.MaxSpaces {
+		c.refusePages(m.ID, "namespace", fmt.Errorf("%d are open in this session, at most %d",
+			len(c.spaces.ids), msg.MaxSpaces))
+		return
+	}
+	n := &m.Namespace
+	ns := page.Namespace{Weights: n.Weights, DType: n.DType, Layout: n.Layout,
+		PageTokens: int(n.PageTokens), PageBytes: int(n.PageBytes), Algorithm: n.Algorithm,
+		Seed: n.Seed, Adapter: n.Adapter, Secret: slices.Clone(n.Secret)}
+	space := uint32(len(c.spaces.ids))
+	var id page.ID
+	err := ns.Check()
+	switch {
+	case err != nil:
+	case m.Blocks == 0:
+		id = ns.ID()
+	case c.worker == nil:
+		err = &msg.Error{Message: "OPEN", Field: "blocks", Problem: "this session has no memory",
+			Remedy: "send REGISTER first, on a worker's session"}
+	default:
+		id, err = c.openPool(m, space, ns)
+	}
+	if err != nil {
+		c.refusePages(m.ID, "namespace", err)
+		return
+	}
+	c.spaces.ids = append(c.spaces.ids, id)
+	c.send(&msg.Opened{ID: m.ID, Space: space})
+}
+
+// openPool opens the pool of a worker. It is the worker's until its leases are fenced, also if the
+// session ends before.
+func (c *session) openPool(m *msg.Open, space uint32, ns page.Namespace) (id page.ID, err error) {
+	p := Pool{ID: space, Namespace: ns, Blocks: m.Blocks}
+	for _, x := range m.Pieces {
+		p.Pieces = append(p.Pieces, PoolPiece{Region: int(min(x.Region, math.MaxInt32)), Base: x.Base,
+			Stride: x.Stride, Len: x.Len})
+	}
+	w := c.worker
+	w.deliver.Lock() // WorkerGone comes before or after
+	defer w.deliver.Unlock()
+	if w.gone {
+		return id, ErrGone
+	}
+	if id, err = c.s.opt.Store.Open(w.pub, p); err != nil {
+		return id, err
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.pools.known == nil {
+		w.pools.known = map[uint32]bool{}
+	}
+	w.pools.known[space] = true
+	return id, nil
+}
+
+// namespaces returns the ids of spaces of this session.
+func (c *session) namespaces(numbers []uint32) ([]page.ID, error) {
+	var ids []page.ID
+	for i, n := range numbers {
+		if int64(n) >= int64(len(c.spaces.ids)) {
+			return nil, &msg.Error{Message: "EXISTS", Field: fmt.Sprintf("spaces[%d]", i),
+				Problem: fmt.Sprintf("%d, and %d are open", n, len(c.spaces.ids)),
+				Remedy:  "name spaces by the numbers of OPENED"}
+		}
+		ids = append(ids, c.spaces.ids[n])
+	}
+	return ids, nil
+}
+
+func (c *session) onExists(m *msg.Exists) {
+	if c.s.opt.Store == nil {
+		c.lacks(m.ID, m.Type())
+		return
+	}
+	ids, err := c.namespaces(m.Spaces)
+	h := page.Hashes{Bytes: m.Hashes, Each: int(m.HashBytes)}
+	var found page.Bitmap
+	switch {
+	case err != nil:
+	case m.PinMS == 0:
+		found, err = c.s.opt.Store.Exists(ids, h)
+	case len(c.spaces.pins) >= maxPins:
+		err = fmt.Errorf("%d EXISTS of this session have pins, at most %d: send UNPIN",
+			len(c.spaces.pins), maxPins)
+	default:
+		var unpin func()
+		d := time.Duration(min(m.PinMS, math.MaxInt32)) * time.Millisecond
+		if found, unpin, err = c.s.opt.Store.Pin(ids, h, d); err == nil {
+			c.keepPins(m.ID, unpin)
+		}
+	}
+	if err != nil {
+		c.refusePages(m.ID, "hashes", err)
+		return
+	}
+	out := make([]byte, (h.Len()+7)/8)
+	for i := range out {
+		out[i] = byte(found[i/8] >> (i % 8 * 8))
+	}
+	c.send(&msg.Found{ID: m.ID, Pages: uint32(h.Len()), Found: out})
+}
+
+func (c *session) keepPins(id uint64, unpin func()) {
+	if c.spaces.pins == nil {
+		c.spaces.pins = map[uint64]func(){}
+	}
+	if old := c.spaces.pins[id]; old != nil {
+		old()
+	}
+	c.spaces.pins[id] = unpin
+}
+
+func (c *session) onUnpin(m *msg.Unpin) {
+	if unpin := c.spaces.pins[m.Pin]; unpin != nil {
+		unpin()
+		delete(c.spaces.pins, m.Pin)
+	}
+}
+
+// unpinAll ends the pins of a session that ends.
+func (c *session) unpinAll() {
+	for _, unpin := range c.spaces.pins {
+		unpin()
+	}
+	c.spaces.pins = nil
+}
+
+func (c *session) onRemove(m *msg.Remove) {
+	if c.s.opt.Store == nil {
+		c.lacks(m.ID, m.Type())
+		return
+	}
+	ids, err := c.namespaces([]uint32{m.Space})
+	switch {
+	case err != nil:
+	case c.worker == nil:
+		err = &msg.Error{Message: "REMOVE", Field: "space", Problem: "this session has no blocks of it",
+			Remedy: "send it on a worker's session"}
+	default:
+		err = c.s.opt.Store.Remove(c.worker.pub, ids[0])
+	}
+	if err != nil {
+		c.refusePages(m.ID, "space", err)
+		return
+	}
+	c.send(&msg.Done{ID: m.ID})
 }

@@ -90,6 +90,9 @@ func New(opt Options) (*Server, error) {
 	if opt.Engines != nil {
 		opt.Features = append(opt.Features, msg.FeatureWork)
 	}
+	if opt.Store != nil {
+		opt.Features = append(opt.Features, msg.FeatureStore)
+	}
 	def := func(d *time.Duration, v time.Duration) {
 		if *d <= 0 {
 			*d = v

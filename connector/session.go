@@ -35,6 +35,7 @@ type session struct {
 	version msg.Version
 	worker  *worker
 	bad     int
+	spaces  spaces
 
 	mu     sync.Mutex
 	awaits int  // unanswered; guarded by mu
@@ -131,6 +132,7 @@ func (c *session) read() {
 	c.ended = true
 	c.mu.Unlock()
 	close(c.closed)
+	c.unpinAll()
 	c.s.sessionEnded(c, err)
 }
 
@@ -210,11 +212,18 @@ func (c *session) handle(p []byte, fds descriptorSet) error {
 	case *msg.Hello:
 		c.sendError(&msg.ErrorMessage{ID: m.ID, Code: msg.CodeState, Message: "HELLO was sent already",
 			Remedy: "open another connection"})
-	case *msg.Open, *msg.Exists, *msg.Pin, *msg.Unpin, *msg.Remove, *msg.AddRegions,
-		*msg.DropRegions:
-		c.sendError(&msg.ErrorMessage{Code: msg.CodeState,
-			Message: fmt.Sprintf("%s is not a feature of this sidecar", m.Type()),
-			Remedy:  "send it only if WELCOME has the feature that docs/protocol.md names"})
+	case *msg.Open:
+		c.onOpen(m)
+	case *msg.Exists:
+		c.onExists(m)
+	case *msg.Unpin:
+		c.onUnpin(m)
+	case *msg.Remove:
+		c.onRemove(m)
+	case *msg.AddRegions:
+		c.lacks(m.ID, m.Type())
+	case *msg.DropRegions:
+		c.lacks(m.ID, m.Type())
 	default:
 		c.sendError(&msg.ErrorMessage{Code: msg.CodeState,
 			Message: fmt.Sprintf("only the sidecar sends %s", m.Type())})

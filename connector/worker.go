@@ -67,8 +67,9 @@ type worker struct {
 	steps       steps
 	rings       *mem.Region
 	leases      map[uint64]*lease
-	reserved    *blocks.Reserved  // that open destination leases write
-	copies      int               // open
+	reserved    *blocks.Reserved // that open destination leases write
+	copies      int              // open
+	pools       pools
 	blockIDs    int               // in the tables of open leases and of their pending steps
 	held        map[uint64]*lease // those that wait for a stream mark
 	pending     []func(Events)    // decoded and accepted, not delivered
@@ -82,6 +83,7 @@ type lease struct {
 	id       uint64
 	source   bool
 	isCopy   bool          // a COPY; not a source
+	pages    *Pages        // of a GET or PUT
 	epoch    atomic.Uint32 // 0: closed to readers
 	tokens   uint32
 	attempt  uint32
@@ -172,7 +174,8 @@ func (w *worker) breakLocked(err error) {
 
 var recordNames = map[uint16]string{board.RecStep: "step", board.RecIntent: "intent",
 	board.RecExpect: "expect", board.RecCancel: "cancel",
-	board.RecPreempt: "preempt", board.RecHold: "hold", board.RecCopy: "copy"}
+	board.RecPreempt: "preempt", board.RecHold: "hold", board.RecCopy: "copy",
+	board.RecGet: "get", board.RecPut: "put"}
 
 func (w *worker) recordLocked(rec board.Record) {
 	kind := recordNames[rec.Type]
@@ -186,6 +189,8 @@ func (w *worker) recordLocked(rec board.Record) {
 		err = w.expectLocked(rec)
 	case board.RecCopy:
 		err = w.copyLocked(rec)
+	case board.RecGet, board.RecPut:
+		err = w.pagesLocked(rec)
 	case board.RecCancel, board.RecPreempt, board.RecHold:
 		err = w.changeLocked(rec)
 	default:
@@ -237,6 +242,7 @@ func (w *worker) closeLeaseLocked(l *lease) {
 	if l.isCopy {
 		w.copies--
 	}
+	w.pools.closeLocked(l)
 	if l.source {
 		w.sources.Delete(l.id)
 	}

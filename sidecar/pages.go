@@ -42,7 +42,8 @@ func (p *pageStore) open() (err error) {
 	if p.cfg.Memory == 0 {
 		return nil
 	}
-	c := store.Config{Memory: memory.Config{Bytes: uint64(p.cfg.Memory)}, WriteBack: p.cfg.WriteBack}
+	c := store.Config{Memory: memory.Config{Bytes: uint64(p.cfg.Memory),
+		Populate: true}, WriteBack: p.cfg.WriteBack}
 	if len(p.cfg.Disk) > 0 {
 		c.Disk = diskConfig(p.cfg)
 	}

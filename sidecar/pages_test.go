@@ -3,13 +3,18 @@
 package sidecar
 
 import (
+	"bytes"
 	"encoding/json"
+	"errors"
 	"net/http"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
 
+	"github.com/kvspray/kvspray/connector/connectortest"
+	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/internal/board"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/sidecar/internal/web"
 )
@@ -69,4 +74,203 @@ func TestStoreRefusesADisk(t *testing.T) {
 	if b, _ := os.ReadFile(file); string(b) != "precious" {
 		t.Error("the file was touched")
 	}
+}
+
+// pageEngine is an engine whose host memory is a pool of pages of 4 KiB, keys and values in turns.
+type pageEngine struct {
+	*copyEngine
+	space uint32
+}
+
+const testPage = 4096
+
+func newPageEngine(t *testing.T, r *running) *pageEngine {
+	t.Helper()
+	e := &pageEngine{copyEngine: newCopyEngine(t, r, nil)}
+	var err error
+	if e.space, err = e.OpenSpace(t.Context(), openPool()); err != nil {
+		t.Fatal(err)
+	}
+	return e
+}
+
+// openPool describes region 1 of a copyEngine.
+func openPool() msg.Open {
+	return msg.Open{Namespace: msg.Namespace{Weights: "w", DType: "bfloat16", Layout: "l",
+		PageTokens: 16, PageBytes: testPage, Algorithm: "sglang-sha256"},
+		Pieces: []msg.PagePiece{{Region: 1, Base: 0, Stride: testPage, Len: testPage / 2},
+			{Region: 1, Base: testPage / 2, Stride: testPage, Len: testPage / 2}},
+		Blocks: hostBytes / testPage}
+}
+
+func (e *pageEngine) block(i int) []byte { return e.host[i*testPage : (i+1)*testPage] }
+
+// hashes16 names pages by hashes of 16 bytes.
+func hashes16(pages ...byte) (out []byte) {
+	for _, p := range pages {
+		out = append(out, append(make([]byte, 15), p)...)
+	}
+	return out
+}
+
+// TestPagesOfAnEngine: what one engine has put another one finds and gets, over the protocol.
+func TestPagesOfAnEngine(t *testing.T) {
+	r := start(t, func(c *config.Config) { c.Store.Memory = 8 << 20 })
+	first := newPageEngine(t, r)
+	put, err := first.Put(msg.Put{Space: first.space, Hashes: hashes16(1, 2, 3), HashBytes: 16,
+		Blocks: []uint32{5, 6, 9}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if c := first.ok(put); !bytes.Equal(c.Received.Pages, []byte{msg.PageStored, msg.PageStored,
+		msg.PageStored}) || c.Received.Bytes != 3*testPage {
+		t.Errorf("%+v", c.Received)
+	}
+	want := append(bytes.Clone(first.block(5)), first.block(6)...)
+	again, err := first.Put(msg.Put{Space: first.space, Hashes: hashes16(1, 4), HashBytes: 16,
+		Blocks: []uint32{0, 1}, Parent: hashes16(3)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if c := first.ok(again); !bytes.Equal(c.Received.Pages, []byte{msg.PageExisted, msg.PageStored}) {
+		t.Errorf("%v", c.Received.Pages)
+	}
+
+	// The pages outlive the engine. A scheduler asks for them, and another engine gets them.
+	if err := first.Close(); err != nil {
+		t.Fatal(err)
+	}
+	second := newPageEngine(t, r)
+	s, err := connectortest.DialScheduler(t.Context(),
+		connectortest.SchedulerConfig{Socket: r.cfg.Engine.Socket})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = s.Close() }()
+	open := openPool()
+	open.Pieces, open.Blocks = nil, 0
+	space, err := s.OpenSpace(t.Context(), open)
+	if err != nil {
+		t.Fatal(err)
+	}
+	found, err := s.Exists(t.Context(), msg.Exists{Spaces: []uint32{space},
+		Hashes: hashes16(1, 2, 7, 3), HashBytes: 16, PinMS: 60_000})
+	if err != nil || found.Pages != 4 || !bytes.Equal(found.Found, []byte{0b1011}) {
+		t.Fatalf("%+v, %v", found, err)
+	}
+	if _, pinned := r.pages.service.Namespaces(); pinned != 2*testPage {
+		t.Errorf("%d bytes are pinned", pinned)
+	}
+	lease, err := second.Get(msg.Get{Space: second.space, Hashes: hashes16(2, 1, 7), HashBytes: 16,
+		Blocks: []uint32{31, 30, 32}, Req: "r"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if c := second.ok(lease); !bytes.Equal(c.Received.Pages, []byte{msg.PageHit | msg.PageFlagMemory,
+		msg.PageHit | msg.PageFlagMemory, msg.PageMiss}) {
+		t.Errorf("%v", c.Received.Pages)
+	}
+	if !bytes.Equal(append(bytes.Clone(second.block(30)), second.block(31)...), want) {
+		t.Error("WRONG PAGES")
+	}
+	if err := s.Close(); err != nil { // its pins end with it
+		t.Fatal(err)
+	}
+	until(t, func() bool { _, pinned := r.pages.service.Namespaces(); return pinned == 0 })
+	if err := second.Remove(t.Context(), second.space); err != nil {
+		t.Fatal(err)
+	}
+	lease, err = second.Get(msg.Get{Space: second.space, Hashes: hashes16(1), HashBytes: 16,
+		Blocks: []uint32{0}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if c := second.ok(lease); !bytes.Equal(c.Received.Pages, []byte{msg.PageMiss}) {
+		t.Errorf("removed: %v", c.Received.Pages)
+	}
+	_, text := get(t, r, "/metrics")
+	if !strings.Contains(text, `kvspray_engine_records_total{type="get"} 2`) {
+		t.Error("gets are not counted")
+	}
+}
+
+// TestRefusedPages: what cannot be right is refused by name, and the session goes on.
+func TestRefusedPages(t *testing.T) {
+	r := start(t, func(c *config.Config) { c.Store.Memory = 8 << 20 })
+	e := newPageEngine(t, r)
+	for want, change := range map[string]func(*msg.Open){
+		"store namespace field weights": func(m *msg.Open) { m.Namespace.Weights = "" },
+		"pieces[0]":                     func(m *msg.Open) { m.Blocks = 1 << 20 },
+		"pieces[1].region":              func(m *msg.Open) { m.Pieces[1].Region = 2 },
+		"page_bytes is 8192":            func(m *msg.Open) { m.Namespace.PageBytes = 8192 },
+	} {
+		m := openPool()
+		change(&m)
+		_, err := e.OpenSpace(t.Context(), m)
+		var se *connectortest.ServerError
+		if !errors.As(err, &se) || se.Code != msg.CodeStore && se.Code != msg.CodeProtocol {
+			t.Errorf("%s: %v", want, err)
+		}
+	}
+	if _, err := e.Exists(t.Context(), msg.Exists{Spaces: []uint32{9}, Hashes: hashes16(1),
+		HashBytes: 16}); err == nil || !strings.Contains(err.Error(), "spaces[0]") {
+		t.Errorf("%v", err)
+	}
+	if err := e.Remove(t.Context(), 9); err == nil {
+		t.Error("removed what is not open")
+	}
+	for want, m := range map[string]msg.Get{
+		"9 has no blocks here": {Space: 9, Hashes: hashes16(1), HashBytes: 16, Blocks: []uint32{0}},
+		"is block 3":           {Hashes: hashes16(1, 2), HashBytes: 16, Blocks: []uint32{3, 3}},
+		"the pool has blocks":  {Hashes: hashes16(1), HashBytes: 16, Blocks: []uint32{1 << 20}},
+	} {
+		id, err := e.Get(m)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if c := e.wait(id); c.Status != board.Refused || !strings.Contains(c.Received.Reason, want) {
+			t.Errorf("%+v %+v, want %q", c, c.Received, want)
+		}
+	}
+
+	none := newCopyEngine(t, start(t, nil), nil)
+	if _, err := none.OpenSpace(t.Context(), openPool()); err == nil ||
+		!strings.Contains(err.Error(), "not a feature of this sidecar") {
+		t.Errorf("no store: %v", err)
+	}
+}
+
+// TestOneWriterPerBlock: a block that a get writes is not given to another get, until the first has
+// ended.
+func TestOneWriterPerBlock(t *testing.T) {
+	r := start(t, func(c *config.Config) { c.Store.Memory = 8 << 20 })
+	e := newPageEngine(t, r)
+	get := msg.Get{Space: e.space, Hashes: hashes16(1), HashBytes: 16, Blocks: []uint32{3}}
+	put, err := e.Put(msg.Put{Space: e.space, Hashes: hashes16(1), HashBytes: 16, Blocks: []uint32{3}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	e.ok(put)
+	refused := 0
+	for range 200 {
+		a, err := e.Get(get)
+		if err != nil {
+			t.Fatal(err)
+		}
+		b, err := e.Get(get)
+		if err != nil {
+			t.Fatal(err)
+		}
+		e.ok(a)
+		if c := e.wait(b); c.Status == board.Refused {
+			refused++
+			if !strings.Contains(c.Received.Reason, "block 3 is written by lease") {
+				t.Fatal(c.Received.Reason)
+			}
+		}
+	}
+	if refused == 0 {
+		t.Error("two gets were never under way at the same time")
+	}
+	e.ok(func() uint64 { id, err := e.Get(get); ok(t, err); return id }())
 }

@@ -96,6 +96,12 @@ func (c *conn) took(m msg.Message) {
 		id = m.ID
 	case *msg.Admitted:
 		id = m.ID
+	case *msg.Opened:
+		id = m.ID
+	case *msg.Found:
+		id = m.ID
+	case *msg.Done:
+		id = m.ID
 	case *msg.ErrorMessage:
 		id = m.ID
 		if id == 0 && len(c.errs) < maxUnread {

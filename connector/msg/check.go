@@ -64,18 +64,50 @@ func (m *Received) check() (field, problem string) {
 	return "", ""
 }
 
-func (m *Get) check() (field, problem string) { return onePerKey(len(m.Keys), len(m.Slots)) }
-
-func (m *Put) check() (field, problem string) {
-	if n := len(m.Parent); n != 0 && n != 32 {
-		return "parent", fmt.Sprintf("bin of %d bytes, want 32", n)
-	}
-	return onePerKey(len(m.Keys), len(m.Slots))
-}
-
-func onePerKey(keys, slots int) (field, problem string) {
-	if slots != keys {
-		return "slots", fmt.Sprintf("%d, but there are %d keys", slots, keys)
+// Blocks and their pieces come together.
+func (m *Open) check() (field, problem string) {
+	switch {
+	case m.Blocks == 0 && len(m.Pieces) > 0:
+		return "blocks", "0, but there are pieces"
+	case m.Blocks > 0 && len(m.Pieces) == 0:
+		return "pieces", "missing, but there are blocks"
 	}
 	return "", ""
+}
+
+func (m *Exists) check() (field, problem string) {
+	_, field, problem = wholeHashes(m.Hashes, m.HashBytes)
+	return field, problem
+}
+
+func (m *Get) check() (field, problem string) {
+	return onePerHash(m.Hashes, m.HashBytes, len(m.Blocks))
+}
+
+func (m *Put) check() (field, problem string) {
+	if n := len(m.Parent); n != 0 && n != int(m.HashBytes) {
+		return "parent", fmt.Sprintf("hash of %d bytes, the others have %d", n, m.HashBytes)
+	}
+	return onePerHash(m.Hashes, m.HashBytes, len(m.Blocks))
+}
+
+func wholeHashes(hashes []byte, each uint32) (n int, field, problem string) {
+	n = len(hashes) / int(each)
+	switch {
+	case len(hashes) == 0 || len(hashes)%int(each) != 0:
+		problem = fmt.Sprintf("%d bytes are no whole number of hashes of %d", len(hashes), each)
+	case n > MaxKeys:
+		problem = fmt.Sprintf("%d, at most %d", n, MaxKeys)
+	default:
+		return n, "", ""
+	}
+	return n, "hashes", problem
+}
+
+func onePerHash(hashes []byte, each uint32, blocks int) (field, problem string) {
+	n, field, problem := wholeHashes(hashes, each)
+	if problem == "" && blocks != n {
+		return "blocks", fmt.Sprintf("%d, but there are %d hashes", blocks, n)
+	}
+	return field, problem
 }

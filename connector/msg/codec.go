@@ -360,18 +360,6 @@ func (r *reader) packedU32(least, most int) []uint32 {
 	return out
 }
 
-func (r *reader) packedKey(least, most int) [][32]byte {
-	b := r.packed(least, most, 32)
-	if r.err != nil {
-		return nil
-	}
-	out := make([][32]byte, len(b)/32)
-	for i := range out {
-		out[i] = [32]byte(b[32*i:])
-	}
-	return out
-}
-
 func (r *reader) pair() [2]uint32 {
 	if n := r.arrayLen(2, 1); r.err == nil && n != 2 {
 		r.fail("%d elements, want 2", n)
@@ -546,14 +534,6 @@ func appendPackedU32(b []byte, v []uint32) []byte {
 	b = appendBinHead(b, 4*len(v))
 	for _, n := range v {
 		b = binary.LittleEndian.AppendUint32(b, n)
-	}
-	return b
-}
-
-func appendPackedKey(b []byte, v [][32]byte) []byte {
-	b = appendBinHead(b, 32*len(v))
-	for i := range v {
-		b = append(b, v[i][:]...)
 	}
 	return b
 }

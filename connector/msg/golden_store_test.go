@@ -18,26 +18,27 @@ type storeMessage struct {
 }
 
 func storeMessages() []storeMessage {
-	keys := [][32]byte{b32(0x60), b32(0x80)}
+	hashes := append(seq(16, 0x60), seq(16, 0x80)...)
 	pieces := []PagePiece{{0, 0, 8192, 4096}, {1, 1 << 33, 1 << 20, 1}}
 	regions := []Region{{Region: b16(0xa0), Kind: KindMemfd, Bytes: 1 << 21, FD: 0}}
 	namespace := Namespace{Weights: "w", DType: "bfloat16", Layout: "f", PageTokens: 64,
-		PageBytes: 1 << 18, Algorithm: "sha256_cbor"}
+		PageBytes: 4097, Algorithm: "sha256_cbor"}
 	full := namespace
 	full.Seed, full.Adapter, full.Secret = "0", "lora", []byte("sixteen bytes...")
-	get := Get{Space: 3, Keys: keys, Pieces: pieces, Slots: []uint32{7, 70000}}
+	get := Get{Space: 3, Hashes: hashes, HashBytes: 16, Blocks: []uint32{7, 70000}}
 	fullGet := get
 	fullGet.DeadlineMS, fullGet.Req, fullGet.After = 3000, "cmpl-1", 1<<40
-	put := Put{Space: 3, Keys: keys, Pieces: pieces, Slots: []uint32{7, 70000}}
+	put := Put{Space: 3, Hashes: hashes, HashBytes: 16, Blocks: []uint32{7, 70000}}
 	fullPut := put
 	fullPut.DeadlineMS, fullPut.Req, fullPut.After = 3000, "cmpl-1", 7
-	fullPut.Parent = seq(32, 0x40)
+	fullPut.Parent = seq(16, 0x40)
 	results := []byte{PageHit | PageFlagMemory, PageMiss, PageStored | PageFlagDurable}
 	return []storeMessage{
-		{"open", &Open{ID: 5, Namespace: full}, &Open{ID: 5, Namespace: namespace}},
+		{"open", &Open{ID: 5, Namespace: full, Pieces: pieces, Blocks: 80000},
+			&Open{ID: 5, Namespace: namespace}},
 		{"opened", &Opened{ID: 5, Space: 3}, &Opened{ID: 5, Space: 3}},
-		{"exists", &Exists{ID: 6, Space: 3, Keys: keys}, &Exists{ID: 6, Space: 3, Keys: keys[:1]}},
-		{"pin", &Pin{ID: 7, Space: 3, Keys: keys}, &Pin{ID: 7, Space: 3, Keys: keys[1:]}},
+		{"exists", &Exists{ID: 6, Spaces: []uint32{3, 4}, Hashes: hashes, HashBytes: 16, PinMS: 200},
+			&Exists{ID: 6, Spaces: []uint32{3}, Hashes: hashes[:16], HashBytes: 16}},
 		{"found", &Found{ID: 6, Pages: 11, Found: []byte{0xff, 7}}, &Found{ID: 6, Pages: 1,
 			Found: []byte{0}}},
 		{"unpin", &Unpin{Pin: 7}, &Unpin{Pin: 7}},
@@ -48,8 +49,8 @@ func storeMessages() []storeMessage {
 		{"done", &Done{ID: 10}, &Done{ID: 10}},
 		{"get", &fullGet, &get},
 		{"put", &fullPut, &put},
-		{"pages", &Pages{Results: results, Bytes: 1 << 33, US: 1500, Reason: "page 2: EIO"},
-			&Pages{Results: results}},
+		{"received-pages", &Received{Bytes: 1 << 33, US: 1500, Reason: "page 2: EIO", Pages: results},
+			&Received{Pages: results}},
 	}
 }
 
@@ -65,8 +66,8 @@ func storeVectors(t testing.TB) (out []vector) {
 				t.Fatal(err)
 			}
 		} else {
-			v.Kind, v.Type = "record", strings.ToUpper(strings.TrimSuffix(strings.TrimSuffix(name,
-				"-older"), "-newer"))
+			kind, _, _ := strings.Cut(name, "-")
+			v.Kind, v.Type = "record", strings.ToUpper(kind)
 			b = m.(interface{ Append([]byte) []byte }).Append(nil)
 		}
 		head := 0
@@ -90,34 +91,33 @@ func storeVectors(t testing.TB) (out []vector) {
 // TestMostKeys: a request with as many pages as are allowed fits a packet and a record, and one
 // more is refused.
 func TestMostKeys(t *testing.T) {
-	keys, slots := make([][32]byte, MaxKeys), make([]uint32, MaxKeys)
-	for i := range slots {
-		slots[i] = uint32(i)
-	}
-	pieces := make([]PagePiece, MaxPagePieces)
-	put := &Put{Keys: keys, Slots: slots, Pieces: pieces}
+	hashes, blocks := make([]byte, MaxKeys*MaxHashBytes), make([]uint32, MaxKeys)
+	put := &Put{Hashes: hashes, HashBytes: MaxHashBytes, Blocks: blocks}
 	b := put.Append(nil)
-	if m, err := DecodeRecord(9, b); err != nil || len(m.(*Put).Keys) != MaxKeys {
+	if m, err := DecodeRecord(9, b); err != nil || len(m.(*Put).Blocks) != MaxKeys {
 		t.Errorf("PUT of %d bytes: %v", len(b), err)
 	}
-	p, err := EncodePacket(&Exists{Keys: keys})
+	p, err := EncodePacket(&Exists{Spaces: []uint32{1}, Hashes: hashes, HashBytes: MaxHashBytes})
 	if err != nil {
 		t.Fatal(err)
 	}
 	if _, err := DecodePacket(p); err != nil {
 		t.Error(err)
 	}
+	some := hashes[:2*MaxHashBytes]
 	for _, c := range []struct {
 		m    interface{ Append([]byte) []byte }
 		typ  uint16
 		want string
 	}{
-		{&Get{Keys: append(keys, b32(1)), Slots: slots, Pieces: pieces}, 8, "GET.keys"},
-		{&Get{Keys: keys, Slots: slots, Pieces: append(pieces, PagePiece{})}, 8, "GET.pieces"},
-		{&Get{Keys: keys, Slots: slots[1:], Pieces: pieces}, 8, "GET.slots"},
-		{&Put{Keys: keys, Slots: slots, Pieces: pieces, Parent: seq(31, 0)}, 9, "PUT.parent"},
-		{&Put{Slots: slots, Pieces: pieces}, 9, "PUT.keys"},
-		{&Pages{Results: make([]byte, MaxKeys+1)}, 34, "PAGES.results"},
+		{&Get{Hashes: append(hashes, 1), HashBytes: 64, Blocks: blocks}, 8, "GET.hashes"},
+		{&Get{Hashes: hashes, HashBytes: 32, Blocks: blocks}, 8, "GET.hashes: 20000"},
+		{&Get{Hashes: some, HashBytes: 64, Blocks: blocks[:3]}, 8, "GET.blocks: 3, but there are 2"},
+		{&Get{Hashes: some, HashBytes: 63, Blocks: blocks[:2]}, 8, "GET.hashes: 128 bytes are no"},
+		{&Get{Hashes: some, HashBytes: 7, Blocks: blocks[:2]}, 8, "GET.hash_bytes"},
+		{&Get{HashBytes: 64, Blocks: blocks[:2]}, 8, "GET.hashes"},
+		{&Put{Hashes: some, HashBytes: 64, Blocks: blocks[:2], Parent: seq(31, 0)}, 9, "PUT.parent"},
+		{&Received{Pages: make([]byte, MaxKeys+1)}, 32, "RECEIVED.pages"},
 	} {
 		_, err := DecodeRecord(c.typ, c.m.Append(nil))
 		if err == nil || !strings.HasPrefix(err.Error(), c.want) {

@@ -36,8 +36,6 @@ func newPacket(t Type) Message {
 		return &Opened{}
 	case TypeExists:
 		return &Exists{}
-	case TypePin:
-		return &Pin{}
 	case TypeFound:
 		return &Found{}
 	case TypeUnpin:
@@ -82,8 +80,6 @@ func DecodeRecord(typ uint16, b []byte) (any, error) {
 		return DecodeReceived(b)
 	case 33:
 		return DecodeSent(b)
-	case 34:
-		return DecodePages(b)
 	}
 	return nil, &Error{Message: "record", Field: "type", Problem: fmt.Sprintf("unknown type %d", typ)}
 }
@@ -973,19 +969,41 @@ func (m *Open) read(r *reader) {
 		case "namespace":
 			m.Namespace.read(r)
 			got |= 1 << 1
+		case "pieces":
+			m.Pieces = r.packedPagePiece(0, MaxPagePieces)
+		case "blocks":
+			m.Blocks = r.u32()
 		default:
 			r.skip()
 		}
 	}
 	r.require(got, requiredOpen)
+	if r.err == nil {
+		r.refuse(m.check())
+	}
 }
 
 func (m *Open) append(b []byte) []byte {
-	b = appendMap(b, 2)
+	n := 2
+	if len(m.Pieces) > 0 {
+		n++
+	}
+	if m.Blocks != 0 {
+		n++
+	}
+	b = appendMap(b, n)
 	b = append(b, "\xa2id"...)
 	b = appendUint(b, m.ID)
 	b = append(b, "\xa9namespace"...)
 	b = m.Namespace.append(b)
+	if len(m.Pieces) > 0 {
+		b = append(b, "\xa6pieces"...)
+		b = appendPackedPagePiece(b, m.Pieces)
+	}
+	if m.Blocks != 0 {
+		b = append(b, "\xa6blocks"...)
+		b = appendUint(b, uint64(m.Blocks))
+	}
 	return b
 }
 
@@ -1018,7 +1036,7 @@ func (m *Opened) append(b []byte) []byte {
 	return b
 }
 
-var requiredExists = []string{"id", "space", "keys"}
+var requiredExists = []string{"id", "spaces", "hashes", "hash_bytes"}
 
 func (m *Exists) read(r *reader) {
 	*m = Exists{}
@@ -1028,61 +1046,46 @@ func (m *Exists) read(r *reader) {
 		case "id":
 			m.ID = r.u64()
 			got |= 1 << 0
-		case "space":
-			m.Space = r.u32()
+		case "spaces":
+			m.Spaces = r.packedU32(1, MaxSpaces)
 			got |= 1 << 1
-		case "keys":
-			m.Keys = r.packedKey(1, MaxKeys)
+		case "hashes":
+			m.Hashes = append([]byte(nil), r.bin(MaxHashesBytes)...)
 			got |= 1 << 2
+		case "hash_bytes":
+			m.HashBytes = r.u32()
+			r.within(uint64(m.HashBytes), MinHashBytes, MaxHashBytes)
+			got |= 1 << 3
+		case "pin_ms":
+			m.PinMS = r.u64()
 		default:
 			r.skip()
 		}
 	}
 	r.require(got, requiredExists)
+	if r.err == nil {
+		r.refuse(m.check())
+	}
 }
 
 func (m *Exists) append(b []byte) []byte {
-	b = appendMap(b, 3)
-	b = append(b, "\xa2id"...)
-	b = appendUint(b, m.ID)
-	b = append(b, "\xa5space"...)
-	b = appendUint(b, uint64(m.Space))
-	b = append(b, "\xa4keys"...)
-	b = appendPackedKey(b, m.Keys)
-	return b
-}
-
-var requiredPin = []string{"id", "space", "keys"}
-
-func (m *Pin) read(r *reader) {
-	*m = Pin{}
-	var got uint64
-	for i := r.mapLen(); i > 0 && r.err == nil; i-- {
-		switch string(r.key()) {
-		case "id":
-			m.ID = r.u64()
-			got |= 1 << 0
-		case "space":
-			m.Space = r.u32()
-			got |= 1 << 1
-		case "keys":
-			m.Keys = r.packedKey(1, MaxKeys)
-			got |= 1 << 2
-		default:
-			r.skip()
-		}
+	n := 4
+	if m.PinMS != 0 {
+		n++
 	}
-	r.require(got, requiredPin)
-}
-
-func (m *Pin) append(b []byte) []byte {
-	b = appendMap(b, 3)
+	b = appendMap(b, n)
 	b = append(b, "\xa2id"...)
 	b = appendUint(b, m.ID)
-	b = append(b, "\xa5space"...)
-	b = appendUint(b, uint64(m.Space))
-	b = append(b, "\xa4keys"...)
-	b = appendPackedKey(b, m.Keys)
+	b = append(b, "\xa6spaces"...)
+	b = appendPackedU32(b, m.Spaces)
+	b = append(b, "\xa6hashes"...)
+	b = appendBin(b, m.Hashes)
+	b = append(b, "\xaahash_bytes"...)
+	b = appendUint(b, uint64(m.HashBytes))
+	if m.PinMS != 0 {
+		b = append(b, "\xa6pin_ms"...)
+		b = appendUint(b, m.PinMS)
+	}
 	return b
 }
 
@@ -1709,7 +1712,7 @@ func DecodeGet(b []byte) (*Get, error) {
 	return m, nil
 }
 
-var requiredGet = []string{"space", "keys", "pieces", "slots"}
+var requiredGet = []string{"space", "hashes", "hash_bytes", "blocks"}
 
 func (m *Get) read(r *reader) {
 	*m = Get{}
@@ -1719,14 +1722,15 @@ func (m *Get) read(r *reader) {
 		case "space":
 			m.Space = r.u32()
 			got |= 1 << 0
-		case "keys":
-			m.Keys = r.packedKey(1, MaxKeys)
+		case "hashes":
+			m.Hashes = append([]byte(nil), r.bin(MaxHashesBytes)...)
 			got |= 1 << 1
-		case "pieces":
-			m.Pieces = r.packedPagePiece(1, MaxPagePieces)
+		case "hash_bytes":
+			m.HashBytes = r.u32()
+			r.within(uint64(m.HashBytes), MinHashBytes, MaxHashBytes)
 			got |= 1 << 2
-		case "slots":
-			m.Slots = r.packedU32(1, MaxKeys)
+		case "blocks":
+			m.Blocks = r.packedU32(1, MaxKeys)
 			got |= 1 << 3
 		case "deadline_ms":
 			m.DeadlineMS = r.u64()
@@ -1753,12 +1757,12 @@ func (m *Get) Append(b []byte) []byte {
 	b = appendMap(b, n)
 	b = append(b, "\xa5space"...)
 	b = appendUint(b, uint64(m.Space))
-	b = append(b, "\xa4keys"...)
-	b = appendPackedKey(b, m.Keys)
-	b = append(b, "\xa6pieces"...)
-	b = appendPackedPagePiece(b, m.Pieces)
-	b = append(b, "\xa5slots"...)
-	b = appendPackedU32(b, m.Slots)
+	b = append(b, "\xa6hashes"...)
+	b = appendBin(b, m.Hashes)
+	b = append(b, "\xaahash_bytes"...)
+	b = appendUint(b, uint64(m.HashBytes))
+	b = append(b, "\xa6blocks"...)
+	b = appendPackedU32(b, m.Blocks)
 	b = append(b, "\xabdeadline_ms"...)
 	b = appendUint(b, m.DeadlineMS)
 	b = append(b, "\xa3req"...)
@@ -1781,7 +1785,7 @@ func DecodePut(b []byte) (*Put, error) {
 	return m, nil
 }
 
-var requiredPut = []string{"space", "keys", "pieces", "slots"}
+var requiredPut = []string{"space", "hashes", "hash_bytes", "blocks"}
 
 func (m *Put) read(r *reader) {
 	*m = Put{}
@@ -1791,21 +1795,22 @@ func (m *Put) read(r *reader) {
 		case "space":
 			m.Space = r.u32()
 			got |= 1 << 0
-		case "keys":
-			m.Keys = r.packedKey(1, MaxKeys)
+		case "hashes":
+			m.Hashes = append([]byte(nil), r.bin(MaxHashesBytes)...)
 			got |= 1 << 1
-		case "pieces":
-			m.Pieces = r.packedPagePiece(1, MaxPagePieces)
+		case "hash_bytes":
+			m.HashBytes = r.u32()
+			r.within(uint64(m.HashBytes), MinHashBytes, MaxHashBytes)
 			got |= 1 << 2
-		case "slots":
-			m.Slots = r.packedU32(1, MaxKeys)
+		case "blocks":
+			m.Blocks = r.packedU32(1, MaxKeys)
 			got |= 1 << 3
+		case "parent":
+			m.Parent = append([]byte(nil), r.bin(MaxHashBytes)...)
 		case "deadline_ms":
 			m.DeadlineMS = r.u64()
 		case "req":
 			m.Req = r.str(MaxReqBytes)
-		case "parent":
-			m.Parent = append([]byte(nil), r.bin(32)...)
 		case "after":
 			m.After = r.u64()
 		default:
@@ -1830,20 +1835,20 @@ func (m *Put) Append(b []byte) []byte {
 	b = appendMap(b, n)
 	b = append(b, "\xa5space"...)
 	b = appendUint(b, uint64(m.Space))
-	b = append(b, "\xa4keys"...)
-	b = appendPackedKey(b, m.Keys)
-	b = append(b, "\xa6pieces"...)
-	b = appendPackedPagePiece(b, m.Pieces)
-	b = append(b, "\xa5slots"...)
-	b = appendPackedU32(b, m.Slots)
-	b = append(b, "\xabdeadline_ms"...)
-	b = appendUint(b, m.DeadlineMS)
-	b = append(b, "\xa3req"...)
-	b = appendStr(b, m.Req)
+	b = append(b, "\xa6hashes"...)
+	b = appendBin(b, m.Hashes)
+	b = append(b, "\xaahash_bytes"...)
+	b = appendUint(b, uint64(m.HashBytes))
+	b = append(b, "\xa6blocks"...)
+	b = appendPackedU32(b, m.Blocks)
 	if len(m.Parent) > 0 {
 		b = append(b, "\xa6parent"...)
 		b = appendBin(b, m.Parent)
 	}
+	b = append(b, "\xabdeadline_ms"...)
+	b = appendUint(b, m.DeadlineMS)
+	b = append(b, "\xa3req"...)
+	b = appendStr(b, m.Req)
 	if m.After != 0 {
 		b = append(b, "\xa5after"...)
 		b = appendUint(b, m.After)
@@ -1890,6 +1895,8 @@ func (m *Received) read(r *reader) {
 					m.Recompute = append(m.Recompute, e)
 				}
 			}
+		case "pages":
+			m.Pages = append([]byte(nil), r.bin(MaxKeys)...)
 		default:
 			r.skip()
 		}
@@ -1901,7 +1908,11 @@ func (m *Received) read(r *reader) {
 
 // Append encodes m.
 func (m *Received) Append(b []byte) []byte {
-	b = appendMap(b, 5)
+	n := 5
+	if len(m.Pages) > 0 {
+		n++
+	}
+	b = appendMap(b, n)
 	b = append(b, "\xa5bytes"...)
 	b = appendUint(b, m.Bytes)
 	b = append(b, "\xa2us"...)
@@ -1918,6 +1929,10 @@ func (m *Received) Append(b []byte) []byte {
 	b = appendArray(b, len(list))
 	for i := range list {
 		b = appendUint(appendUint(appendArray(b, 2), uint64(list[i][0])), uint64(list[i][1]))
+	}
+	if len(m.Pages) > 0 {
+		b = append(b, "\xa5pages"...)
+		b = appendBin(b, m.Pages)
 	}
 	return b
 }
@@ -1956,54 +1971,6 @@ func (m *Sent) Append(b []byte) []byte {
 	b = appendUint(b, uint64(m.Grants))
 	b = append(b, "\xa5bytes"...)
 	b = appendUint(b, m.Bytes)
-	b = append(b, "\xa6reason"...)
-	b = appendStr(b, clip(m.Reason, MaxTextBytes))
-	return b
-}
-
-// DecodePages decodes the body of PAGES.
-func DecodePages(b []byte) (*Pages, error) {
-	m := &Pages{}
-	r := reader{what: "PAGES", b: b}
-	m.read(&r)
-	if err := r.end(); err != nil {
-		return nil, err
-	}
-	return m, nil
-}
-
-var requiredPages = []string{"results"}
-
-func (m *Pages) read(r *reader) {
-	*m = Pages{}
-	var got uint64
-	for i := r.mapLen(); i > 0 && r.err == nil; i-- {
-		switch string(r.key()) {
-		case "results":
-			m.Results = append([]byte(nil), r.bin(MaxKeys)...)
-			got |= 1 << 0
-		case "bytes":
-			m.Bytes = r.u64()
-		case "us":
-			m.US = r.u64()
-		case "reason":
-			m.Reason = r.str(MaxTextBytes)
-		default:
-			r.skip()
-		}
-	}
-	r.require(got, requiredPages)
-}
-
-// Append encodes m.
-func (m *Pages) Append(b []byte) []byte {
-	b = appendMap(b, 4)
-	b = append(b, "\xa7results"...)
-	b = appendBin(b, m.Results)
-	b = append(b, "\xa5bytes"...)
-	b = appendUint(b, m.Bytes)
-	b = append(b, "\xa2us"...)
-	b = appendUint(b, m.US)
 	b = append(b, "\xa6reason"...)
 	b = appendStr(b, clip(m.Reason, MaxTextBytes))
 	return b

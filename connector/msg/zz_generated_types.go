@@ -18,9 +18,13 @@ const (
 	MaxRecompute    = 1024
 	MaxOutcomes     = 64 // entries of a STATS map
 	MaxFanout       = 16
-	MaxCopyBlocks   = 32768    // of a COPY: fits a record, and takes less than a second
-	MaxHandleBytes  = 256      // of a region's handle
-	MaxKeys         = 10000    // pages that one request names
+	MaxCopyBlocks   = 32768 // of a COPY: fits a record, and takes less than a second
+	MaxHandleBytes  = 256   // of a region's handle
+	MaxKeys         = 10000 // pages that one request names
+	MinHashBytes    = 8     // of a page hash
+	MaxHashBytes    = 64
+	MaxHashesBytes  = 640000   // MaxKeys hashes
+	MaxSpaces       = 64       // namespaces of a session
 	MaxPagePieces   = 4096     // pieces of one page
 	MaxSecretBytes  = 256      // of a namespace
 	MaxPageBytes    = 64 << 20 // of a page on one rank
@@ -85,7 +89,7 @@ const (
 // Page values outcome of one page of a GET or PUT, in the low four bits of its result.
 const (
 	PagePending  = 0 // it was not reached
-	PageHit      = 1 // the placement has the page
+	PageHit      = 1 // the block has the page
 	PageMiss     = 2 // no tier has it
 	PageStored   = 3 // it was put
 	PageExisted  = 4 // it was here
@@ -100,6 +104,7 @@ const (
 const (
 	PageFlagMemory  = 16  // a hit in the sidecar's memory
 	PageFlagDisk    = 32  // a hit on a disk
+	PageFlagObject  = 48  // a hit in the object store
 	PageFlagDurable = 128 // a stored page survives a loss of power
 )
 
@@ -118,13 +123,12 @@ const (
 	TypeOpen        Type = 11
 	TypeOpened      Type = 12
 	TypeExists      Type = 13
-	TypePin         Type = 14
-	TypeFound       Type = 15
-	TypeUnpin       Type = 16
-	TypeRemove      Type = 17
-	TypeAddRegions  Type = 18
-	TypeDropRegions Type = 19
-	TypeDone        Type = 20
+	TypeFound       Type = 14
+	TypeUnpin       Type = 15
+	TypeRemove      Type = 16
+	TypeAddRegions  Type = 17
+	TypeDropRegions Type = 18
+	TypeDone        Type = 19
 )
 
 var typeNames = [...]string{
@@ -141,7 +145,6 @@ var typeNames = [...]string{
 	TypeOpen:        "OPEN",
 	TypeOpened:      "OPENED",
 	TypeExists:      "EXISTS",
-	TypePin:         "PIN",
 	TypeFound:       "FOUND",
 	TypeUnpin:       "UNPIN",
 	TypeRemove:      "REMOVE",
@@ -225,7 +228,7 @@ type CopyBlock struct {
 	Len    uint64
 }
 
-// PagePiece is a piece of every page: in page slot s it is at base + s*stride of the region.
+// PagePiece is a piece of every block: that of block i is at base + i*stride of the region.
 type PagePiece struct {
 	Region uint64 // index
 	Base   uint64
@@ -364,10 +367,12 @@ type Decline struct {
 // Type implements Message.
 func (*Decline) Type() Type { return TypeDecline }
 
-// Open opens a namespace of the page store for this session.
+// Open opens a namespace of the page store for this session; a worker that gets or puts pages describes the blocks that they lie in.
 type Open struct {
 	ID        uint64
 	Namespace Namespace
+	Pieces    []PagePiece // of every block, in the page's order
+	Blocks    uint32      // how many there are
 }
 
 // Type implements Message.
@@ -382,39 +387,31 @@ type Opened struct {
 // Type implements Message.
 func (*Opened) Type() Type { return TypeOpened }
 
-// Exists asks which pages any tier has.
+// Exists asks which pages are in all of some namespaces: those of the ranks of one engine.
 type Exists struct {
-	ID    uint64
-	Space uint32
-	Keys  [][32]byte
+	ID        uint64
+	Spaces    []uint32
+	Hashes    []byte // the engine's page hashes, one behind the other
+	HashBytes uint32 // of one
+	PinMS     uint64 // keeps what is there for so long, or until UNPIN
 }
 
 // Type implements Message.
 func (*Exists) Type() Type { return TypeExists }
 
-// Pin keeps the pages that are here, until UNPIN or the session's end.
-type Pin struct {
-	ID    uint64
-	Space uint32
-	Keys  [][32]byte
-}
-
-// Type implements Message.
-func (*Pin) Type() Type { return TypePin }
-
-// Found answers EXISTS and PIN.
+// Found answers EXISTS.
 type Found struct {
 	ID    uint64
 	Pages uint32 // of the request
-	Found []byte // bit i%8 of byte i/8: page i is here (PIN: and is kept)
+	Found []byte // bit i%8 of byte i/8: page i is there
 }
 
 // Type implements Message.
 func (*Found) Type() Type { return TypeFound }
 
-// Unpin ends the pins of a PIN; not answered.
+// Unpin ends the pins of an EXISTS; not answered.
 type Unpin struct {
-	Pin uint64 // id of the PIN
+	Pin uint64 // id of the EXISTS
 }
 
 // Type implements Message.
@@ -513,10 +510,10 @@ type Copy struct {
 
 // Get is the body of GET.
 type Get struct {
-	Space      uint32
-	Keys       [][32]byte
-	Pieces     []PagePiece // of every page, in the page's order
-	Slots      []uint32    // one for each key
+	Space      uint32 // one with blocks
+	Hashes     []byte // as in EXISTS
+	HashBytes  uint32
+	Blocks     []uint32 // one for each page
 	DeadlineMS uint64
 	Req        string
 	After      uint64
@@ -525,12 +522,12 @@ type Get struct {
 // Put is the body of PUT.
 type Put struct {
 	Space      uint32
-	Keys       [][32]byte
-	Pieces     []PagePiece // of every page, in the page's order
-	Slots      []uint32    // one for each key
+	Hashes     []byte
+	HashBytes  uint32
+	Blocks     []uint32
+	Parent     []byte // hash of the page before the first one
 	DeadlineMS uint64
 	Req        string
-	Parent     []byte // key of the page before the first one
 	After      uint64
 }
 
@@ -541,6 +538,7 @@ type Received struct {
 	Transport string
 	Reason    string
 	Recompute [][2]uint32 // token ranges [start, end), empty: everything, for the status KVS_FAILED or KVS_EXPIRED; the blocks of all other tokens have their content
+	Pages     []byte      // of a GET or PUT that was not refused: one byte for each page, Page and PageFlag
 }
 
 // Sent is the body of SENT.
@@ -548,12 +546,4 @@ type Sent struct {
 	Grants uint32 // served
 	Bytes  uint64
 	Reason string
-}
-
-// Pages is the body of PAGES.
-type Pages struct {
-	Results []byte // one byte for each key: Page and PageFlag
-	Bytes   uint64
-	US      uint64
-	Reason  string
 }

@@ -46,7 +46,6 @@ const (
 	RecPut      = 9
 	RecReceived = 32
 	RecSent     = 33
-	RecPages    = 34
 )
 
 // enum kvs_status.

@@ -385,7 +385,7 @@ func goType(t *fieldType) string {
 		return "string"
 	case "bin16":
 		return "[16]byte"
-	case "bin32", "key":
+	case "bin32":
 		return "[32]byte"
 	case "bin", "map":
 		return "[]byte"

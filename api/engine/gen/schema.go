@@ -285,7 +285,7 @@ var generic = regexp.MustCompile(`^(str|text|bin|word|counts|list|packed)\((.*)\
 
 func (p *parser) typ(text string) (*fieldType, error) {
 	switch text {
-	case "u32", "u64", "bool", "version", "bin16", "bin32", "pair", "features", "map", "key":
+	case "u32", "u64", "bool", "version", "bin16", "bin32", "pair", "features", "map":
 		return &fieldType{kind: text}, nil
 	}
 	m := generic.FindStringSubmatch(text)
@@ -348,8 +348,6 @@ func (t *fieldType) packedBytes() int {
 		return 4
 	case t.kind == "u64":
 		return 8
-	case t.kind == "key":
-		return 32
 	}
 	n := 0
 	for _, f := range t.body.fields {

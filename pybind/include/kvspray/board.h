@@ -136,12 +136,11 @@ enum kvs_record_type {
 	KVS_REC_PREEMPT = 5, /* source blocks are lost; the lease stays open for a later attempt */
 	KVS_REC_HOLD = 6,    /* the request is finished and keeps its blocks only for the transfer: the match timeout runs */
 	KVS_REC_COPY = 7,    /* a lease of its own: blocks from one registered region to another; ends with RECEIVED */
-	KVS_REC_GET = 8,     /* a lease of its own: pages of the store into registered memory; ends with PAGES */
+	KVS_REC_GET = 8,     /* a lease of its own: pages of the store into registered memory; ends with RECEIVED */
 	KVS_REC_PUT = 9,     /* the same, out of registered memory */
 	/* completion ring */
 	KVS_REC_RECEIVED = 32, /* ends a destination lease or a copy: complete and fenced, or failed and fenced */
 	KVS_REC_SENT = 33,     /* ends a source lease: no process can read the blocks for the sidecar any more */
-	KVS_REC_PAGES = 34,    /* ends a GET or PUT: fenced, with a result for each page */
 };
 
 enum kvs_status {

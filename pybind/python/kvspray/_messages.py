@@ -24,6 +24,10 @@ MAX_FANOUT = 16
 MAX_COPY_BLOCKS = 32768  # of a COPY: fits a record, and takes less than a second
 MAX_HANDLE_BYTES = 256  # of a region's handle
 MAX_KEYS = 10000  # pages that one request names
+MIN_HASH_BYTES = 8  # of a page hash
+MAX_HASH_BYTES = 64
+MAX_HASHES_BYTES = 640000  # MaxKeys hashes
+MAX_SPACES = 64  # namespaces of a session
 MAX_PAGE_PIECES = 4096  # pieces of one page
 MAX_SECRET_BYTES = 256  # of a namespace
 MAX_PAGE_BYTES = 67108864  # of a page on one rank
@@ -45,7 +49,7 @@ PRIO_BACKGROUND = 2
 
 # Page outcome of one page of a GET or PUT, in the low four bits of its result.
 PAGE_PENDING = 0  # it was not reached
-PAGE_HIT = 1  # the placement has the page
+PAGE_HIT = 1  # the block has the page
 PAGE_MISS = 2  # no tier has it
 PAGE_STORED = 3  # it was put
 PAGE_EXISTED = 4  # it was here
@@ -58,6 +62,7 @@ PAGE_FAILED = 9  # the completion's reason has the cause
 # PageFlag the high four bits of a page's result.
 PAGE_FLAG_MEMORY = 16  # a hit in the sidecar's memory
 PAGE_FLAG_DISK = 32  # a hit on a disk
+PAGE_FLAG_OBJECT = 48  # a hit in the object store
 PAGE_FLAG_DURABLE = 128  # a stored page survives a loss of power
 
 # The names of packets by type.
@@ -75,13 +80,12 @@ MESSAGES: dict[int, str] = {
     11: "OPEN",
     12: "OPENED",
     13: "EXISTS",
-    14: "PIN",
-    15: "FOUND",
-    16: "UNPIN",
-    17: "REMOVE",
-    18: "ADD_REGIONS",
-    19: "DROP_REGIONS",
-    20: "DONE",
+    14: "FOUND",
+    15: "UNPIN",
+    16: "REMOVE",
+    17: "ADD_REGIONS",
+    18: "DROP_REGIONS",
+    19: "DONE",
 }
 
 # The names of records by type.
@@ -97,7 +101,6 @@ RECORDS: dict[int, str] = {
     9: "PUT",
     32: "RECEIVED",
     33: "SENT",
-    34: "PAGES",
 }
 
 # The keys of every body in their order. A map within has the body's name and its key.
@@ -117,11 +120,10 @@ ORDER: dict[str, tuple[str, ...]] = {
     "BYE": ("reason",),
     "STATS": ("transfers", "bytes"),
     "DECLINE": ("id", "xfer", "hash", "peer", "reason"),
-    "OPEN": ("id", "namespace"),
+    "OPEN": ("id", "namespace", "pieces", "blocks"),
     "OPEN.namespace": ("weights", "dtype", "layout", "page_tokens", "page_bytes", "algorithm", "seed", "adapter", "secret"),
     "OPENED": ("id", "space"),
-    "EXISTS": ("id", "space", "keys"),
-    "PIN": ("id", "space", "keys"),
+    "EXISTS": ("id", "spaces", "hashes", "hash_bytes", "pin_ms"),
     "FOUND": ("id", "pages", "found"),
     "UNPIN": ("pin",),
     "REMOVE": ("id", "space"),
@@ -137,11 +139,10 @@ ORDER: dict[str, tuple[str, ...]] = {
     "PREEMPT": (),
     "HOLD": (),
     "COPY": ("src", "dst", "blocks", "deadline_ms", "req", "after"),
-    "GET": ("space", "keys", "pieces", "slots", "deadline_ms", "req", "after"),
-    "PUT": ("space", "keys", "pieces", "slots", "deadline_ms", "req", "parent", "after"),
-    "RECEIVED": ("bytes", "us", "transport", "reason", "recompute"),
+    "GET": ("space", "hashes", "hash_bytes", "blocks", "deadline_ms", "req", "after"),
+    "PUT": ("space", "hashes", "hash_bytes", "blocks", "parent", "deadline_ms", "req", "after"),
+    "RECEIVED": ("bytes", "us", "transport", "reason", "recompute", "pages"),
     "SENT": ("grants", "bytes", "reason"),
-    "PAGES": ("results", "bytes", "us", "reason"),
 }
 
 
@@ -248,9 +249,9 @@ def copy(
 def get(
     *,
     space: int,
-    keys: bytes,
-    pieces: bytes,
-    slots: bytes,
+    hashes: bytes,
+    hash_bytes: int,
+    blocks: bytes,
     deadline_ms: int = 0,
     req: str = "",
     after: int = 0,
@@ -258,9 +259,9 @@ def get(
     """The body of GET."""
     body: dict[str, Any] = {
         "space": space,
-        "keys": keys,
-        "pieces": pieces,
-        "slots": slots,
+        "hashes": hashes,
+        "hash_bytes": hash_bytes,
+        "blocks": blocks,
         "deadline_ms": deadline_ms,
         "req": req,
     }
@@ -272,20 +273,20 @@ def get(
 def put(
     *,
     space: int,
-    keys: bytes,
-    pieces: bytes,
-    slots: bytes,
+    hashes: bytes,
+    hash_bytes: int,
+    blocks: bytes,
+    parent: bytes = b"",
     deadline_ms: int = 0,
     req: str = "",
-    parent: bytes = b"",
     after: int = 0,
 ) -> dict[str, Any]:
     """The body of PUT."""
     body: dict[str, Any] = {
         "space": space,
-        "keys": keys,
-        "pieces": pieces,
-        "slots": slots,
+        "hashes": hashes,
+        "hash_bytes": hash_bytes,
+        "blocks": blocks,
         "deadline_ms": deadline_ms,
         "req": req,
     }

@@ -206,8 +206,9 @@ class SchedulerSide:
             return
         asked = spray.parse(given)
         if asked and asked.xfer and asked.peer and self._client.connected:
-            named = asked.adapter and request.prompt_token_ids
-            key = self._prompt_hash(request, asked.adapter) if named else EVERY_PROMPT
+            key = EVERY_PROMPT
+            if asked.adapter and request.prompt_token_ids:
+                key = self._prompt_hash(request, asked.adapter)
             self._client.decline(asked.xfer, key, asked.peer, reason)
 
     def _check_role(self, lacks: str, does: str) -> None:

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package connectortest
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/internal/board"
+)
+
+// ask sends a request with a fresh id and waits for its answer.
+func ask[T msg.Message](ctx context.Context, s *Session, request func(id uint64) msg.Message) (T,
+	error) {
+	var none T
+	c, err := s.conn()
+	if err != nil {
+		return none, err
+	}
+	id, ch := c.expect()
+	r := request(id)
+	if err := c.send(r); err != nil {
+		return none, err
+	}
+	m, err := c.answer(ctx, ch)
+	if err != nil {
+		return none, err
+	}
+	a, ok := m.(T)
+	if !ok {
+		return none, fmt.Errorf("%s answers %s", m.Type(), r.Type())
+	}
+	return a, nil
+}
+
+// OpenSpace opens a namespace of the store; pieces and blocks describe a worker's pool.
+func (s *Session) OpenSpace(ctx context.Context, m msg.Open) (space uint32, err error) {
+	a, err := ask[*msg.Opened](ctx, s, func(id uint64) msg.Message { m.ID = id; return &m })
+	if err != nil {
+		return 0, err
+	}
+	return a.Space, nil
+}
+
+// Exists asks which pages are there.
+func (s *Session) Exists(ctx context.Context, m msg.Exists) (*msg.Found, error) {
+	return ask[*msg.Found](ctx, s, func(id uint64) msg.Message { m.ID = id; return &m })
+}
+
+// Remove forgets the pages of a namespace.
+func (s *Session) Remove(ctx context.Context, space uint32) error {
+	_, err := ask[*msg.Done](ctx, s, func(id uint64) msg.Message {
+		return &msg.Remove{ID: id, Space: space}
+	})
+	return err
+}
+
+// Unpin ends the pins of an Exists.
+func (s *Session) Unpin(found *msg.Found) error {
+	c, err := s.conn()
+	if err != nil {
+		return err
+	}
+	return c.send(&msg.Unpin{Pin: found.ID})
+}
+
+// Get opens a lease for pages of the store into blocks.
+func (w *Worker) Get(m msg.Get) (lease uint64, err error) {
+	lease = w.NewLease()
+	return lease, w.Push(board.RecGet, lease, m.Append(nil), false)
+}
+
+// Put opens a lease for pages in blocks into the store.
+func (w *Worker) Put(m msg.Put) (lease uint64, err error) {
+	lease = w.NewLease()
+	return lease, w.Push(board.RecPut, lease, m.Append(nil), false)
+}
