@@ -13,11 +13,12 @@
 // delivery makes one reliable channel of several lanes, hello and rpc have the calls, keys has the
 // credentials.
 //
-// Invariants: while both processes live and neither was unreachable for longer than forgetAfter, or
-// than idleAfter where gossip says that it has left and no lease with it is open, each frame reaches the handler once and in order, whatever happens to lanes. PeerUp precedes the
-// first frame of a boot. PeerDown only means unreachable, unless over is set. Once another boot
-// answers at a peer's own address, no frame of the old boot is accepted. No event of this package
-// is evidence that memory is safe. Send never blocks. Gossip is advisory.
+// Invariants: each frame reaches the handler once and in order, whatever happens to lanes, while
+// both processes live and neither was unreachable for longer than forgetAfter; or than idleAfter if
+// gossip reports that it has left and no lease with it is open. PeerUp precedes the first frame of
+// a boot. PeerDown only means unreachable, unless over is set. Once another boot answers at a
+// peer's own address, no frame of the old boot is accepted. No event of this package is evidence
+// that memory is safe. Send never blocks. Gossip is advisory.
 //
 // Goroutines: those of package opening, the gRPC server's, one maintainer with a slow tick, one
 // reader per lane, one writer per lane while a socket is full, one per connect or reconnection
