@@ -152,8 +152,8 @@ func TestImports(t *testing.T) {
 		}
 		r := ruleOf(f.dir)
 		if r == nil {
-			t.Errorf("%s: package %s has no rule; add one to test/arch/rules_test.go and say what it may "+
-				"know, and why", f.path, f.dir)
+			t.Errorf("%s: package %s has no rule; add one to test/arch/rules_test.go, with what it may "+
+				"import, and why", f.path, f.dir)
 			continue
 		}
 		for _, name := range f.imports {
@@ -178,11 +178,11 @@ func TestImports(t *testing.T) {
 	}
 }
 
-// The edges that DESIGN forbids by name stay forbidden, whatever the list above says.
+// Imports that are forbidden by name, also if a rule allows them.
 func TestForbiddenEdges(t *testing.T) {
 	for _, e := range []struct{ from, to, why string }{
-		{"connector", "transport", "what an engine says cannot depend on the wire"},
-		{"transport", "layout", "backends move runs; they do not know what a token is"},
+		{"connector", "transport", "what an engine sends cannot depend on the wire"},
+		{"transport", "layout", "backends move runs; tokens are no concept of theirs"},
 		{"transport", "control", "a backend never decides routing"},
 		{"transport/tcp", "internal/sys/cuda", "tcp works where no GPU is"},
 		{"layout", "internal", "pure"},
@@ -262,7 +262,7 @@ func TestDocComments(t *testing.T) {
 			want = "Command "
 		}
 		if d := docs[dir]; !strings.HasPrefix(d, want) || len(d) < 60 {
-			t.Errorf("%s: no package comment that begins with %q and says what the package owns", dir, want)
+			t.Errorf("%s: no package comment that begins with %q and has what the package owns", dir, want)
 		}
 	}
 }

@@ -2,11 +2,11 @@
 
 package arch
 
-// rule says what one package may import. A package that is not listed fails the test: whoever adds
-// one says here what it may know.
+// rule lists what one package may import. A package without a rule fails the test: a new package
+// needs one here.
 type rule struct {
 	dir  string
-	why  string   // why it may know just these
+	why  string   // why just these
 	own  []string // packages of this module; a trailing /... stands for all below
 	ext  []string // modules of others, by the path's beginning
 	pure bool     // no clock, no I/O, no goroutine, no lock: time is an argument
@@ -53,9 +53,9 @@ var rules = []rule{
 		own: []string{"internal/config", "internal/ui/usage", "internal/version"},
 		ext: []string{extCobra, extFlag}},
 	{dir: "proxy",
-		why: "speaks HTTP to engines only; knows kvspray by its parameters, not by its packages",
+		why: "sends HTTP to engines only; uses kvspray by its parameters, not by its packages",
 		ext: []string{extProm}},
-	{dir: "sidecar", why: "the one place that knows all parts of a node and joins them",
+	{dir: "sidecar", why: "the one place that imports all parts of a node and joins them",
 		own: []string{"api/peer/v1", "connector", "control/driver", "control/engines", "control/exec",
 			"control/lease",
 			"control/peer", "control/peer/keys", "control/route", "control/spray", "internal/config",
@@ -92,30 +92,29 @@ var rules = []rule{
 		own: []string{"control/peer/keys", "internal/config", "internal/sys/cuda", "internal/sys/mem",
 			"internal/sys/topo", "internal/sys/verbs"}, ext: []string{extSys, extNVML}},
 	{dir: "internal/ui/explain", why: "describes and plans with the code that plans transfers; " +
-		"knows no engine and no wire",
+		"no engine and no wire",
 		own: []string{"layout", "parseblock"}},
-	{dir: "internal/heap", why: "items in order, as plain values; knows nobody who orders",
+	{dir: "internal/heap", why: "items in order, as plain values; independent of its users",
 		pure: true},
 	{dir: "internal/ui/usage", why: "a kind of error, for every package that checks arguments, " +
 		"flags or files"},
 	{dir: "internal/metrics", why: "names and labels; the reasons and outcomes are transfer's",
 		own: []string{"transfer"}, ext: []string{extProm}},
-	{dir: "internal/sys/topo", why: "what the kernel and the GPU driver know of this host; knows " +
-		"nobody who asks", ext: []string{extLink, extSys, extNVML}},
-	{dir: "internal/version", why: "what the linker and the module know"},
+	{dir: "internal/sys/topo", why: "what the kernel and the GPU driver report of this host", ext: []string{extLink, extSys, extNVML}},
+	{dir: "internal/version", why: "what the linker and the module file report"},
 	{dir: "internal/testutil", why: "for tests of every package", own: []string{"internal/sys/slack"},
 		ext: []string{extSys}},
 	{dir: "internal/leaktest", why: "for tests of every package", ext: []string{extLeak}},
 
 	{dir: "transfer", why: "ids, chunk space, bitmap, outcomes: shared by connector, control and " +
-		"transports, so it knows none of them", pure: true},
+		"transports, so it imports none of them", pure: true},
 	{dir: "layout", why: "regions, planes, runs and their form on the wire; the transfer space is " +
 		"transfer's", pure: true,
 		own: []string{"transfer"}, ext: []string{extMsg}},
 	{dir: "parseblock", why: "strategies from layouts to runs", pure: true,
 		own: []string{"layout", "transfer"}},
 
-	{dir: "connector", why: "engine side; must never see a transport: what an engine says cannot " +
+	{dir: "connector", why: "engine side; never a transport: what an engine sends cannot " +
 		"depend on the wire",
 		own: []string{"connector/internal/blocks", "connector/internal/eventfd",
 			"connector/internal/memory", "connector/internal/process", "connector/internal/watch",
@@ -141,19 +140,19 @@ var rules = []rule{
 		own: []string{"connector", "connector/msg", "internal/board",
 			"internal/sys/mem", "layout",
 			"parseblock", "transfer"}, ext: []string{extMsg, extSys}},
-	{dir: "internal/board", why: "the shared pages and their rings; knows the header, not the " +
+	{dir: "internal/board", why: "the shared pages and their rings; of the header, not of the " +
 		"messages in it",
 		ext: []string{extSys}},
 	{dir: "api/engine", why: "the schema of the engine protocol; no code", pure: true},
 	{dir: "api/engine/gen", why: "generator of what the schema gives"},
 	{dir: "internal/board/gen", why: "generator of the Go mirror of board.h"},
 
-	{dir: "control/engines", why: "what connector and executor exchange, as plain values; it knows " +
+	{dir: "control/engines", why: "what connector and executor exchange, as plain values; it imports " +
 		"neither",
 		own: []string{"internal/sys/mem", "layout", "parseblock", "transfer"}},
 	{dir: "control/lease", why: "leases and slots as plain state", pure: true,
 		own: []string{"transfer"}},
-	{dir: "control/spray", why: "who pulls what, as plain state; of transfers it takes spaces and " +
+	{dir: "control/spray", why: "which lane pulls which slice, as plain state; of transfers it takes spaces and " +
 		"sets of chunks", pure: true,
 		own: []string{"control/spray/internal/chunks", "internal/heap", "transfer"}},
 	{dir: "control/spray/internal/chunks", why: "the chunks of one transfer, as plain state; it " +
@@ -217,7 +216,7 @@ var rules = []rule{
 		own: []string{"api/peer/v1", "control/engines", "control/exec", "control/lease",
 			"internal/sys/mem",
 			"transfer", "transport"}},
-	{dir: "control/route", why: "which rails are worth a lane, as plain values; it knows no backend " +
+	{dir: "control/route", why: "which rails are worth a lane, as plain values; it imports no backend " +
 		"and no lease", pure: true},
 	{dir: "control/peer", why: "the sessions with other sidecars; no transport: data lanes are " +
 		"opened by the sidecar",
@@ -280,19 +279,19 @@ var rules = []rule{
 		own: []string{"gpu/device", "internal/sys/cuda", "internal/sys/mem"}},
 	{dir: "gpu/gputest", why: "GPUs without a GPU, for tests", own: []string{"gpu/device",
 		"internal/sys/cuda"}, ext: []string{extSys}},
-	{dir: "internal/sys/mem", why: "regions and bounded copies; knows nobody who uses them",
+	{dir: "internal/sys/mem", why: "regions and bounded copies; independent of their users",
 		own: []string{"internal/invariants"}, ext: []string{extSys}},
-	{dir: "internal/admit", why: "accepted connections that have proved nothing; knows nothing of " +
-		"what is said on them", own: []string{"internal/heap"}, ext: []string{extSys}},
+	{dir: "internal/admit", why: "connections whose peer has not proved the key; independent of " +
+		"the bytes on them", own: []string{"internal/heap"}, ext: []string{extSys}},
 	{dir: "internal/sys/slack", why: "a word to the kernel at the start of the process",
 		ext: []string{extSys}, c: true},
 	{dir: "internal/invariants", why: "a switch of the build, for every package"},
 	{dir: "internal/wire", why: "lane frames and the proof at their start",
 		own: []string{"internal/sys/mem", "transfer"}, ext: []string{extSys}},
-	{dir: "internal/sys/usertimeout", why: "sockets that notice a lost host; knows nothing of what " +
-		"is said on them", ext: []string{extSys}},
+	{dir: "internal/sys/usertimeout", why: "sockets that notice a lost host; independent of the bytes " +
+		"on them", ext: []string{extSys}},
 	{dir: "internal/ui/top",
-		why: "shows what a sidecar says of itself: the forms of that, and a terminal",
+		why: "shows what a sidecar reports: the forms of its answers, and a terminal",
 		own: []string{"connector", "control/exec", "control/spray"},
 		ext: []string{extCharm}},
 	{dir: "internal/sys/verbs", why: "the verbs surface", ext: []string{extSys}, c: true},
@@ -302,38 +301,38 @@ var rules = []rule{
 		ext: []string{extSys}, c: true},
 	{dir: "internal/sys/cuda/kernels", why: "compiled kernels as data"},
 
-	{dir: "store", why: "pages in tiers, for whoever has memory to put from and get into; of " +
-		"transport it takes the guard, and it knows no engine, no wire and no layout",
+	{dir: "store", why: "pages in tiers, for owners of memory to put from and get into; of " +
+		"transport it takes the guard; no engine, no wire and no layout",
 		own: []string{"internal/sys/mem", "store/catalog", "store/disk", "store/evict", "store/memory",
 			"store/object", "store/offheap", "store/page", "transport"}},
 	{dir: "store/page", why: "names of pages as plain values: keys, namespaces, bitmaps", pure: true},
-	{dir: "store/offheap", why: "arrays outside the heap; knows nobody who uses them",
+	{dir: "store/offheap", why: "arrays outside the heap; independent of their users",
 		ext: []string{extSys}},
 	{dir: "store/index", why: "key to entry, in memory that the collector does not walk",
 		own: []string{"store/offheap", "store/page"}},
 	{dir: "store/evict", why: "which page goes, as plain state: the memory for it is lent",
 		pure: true},
 	{dir: "store/trace",
-		why: "conversations as lists of pages; knows nobody who is measured with them", pure: true},
+		why: "conversations as lists of pages; independent of what they measure", pure: true},
 	{dir: "store/catalog",
 		why: "index, policy and pins of one tier: what memory and disk have in common",
 		own: []string{"store/evict", "store/index", "store/offheap", "store/page"}},
-	{dir: "store/memory", why: "a tier: knows no other tier, and no engine",
+	{dir: "store/memory", why: "a tier: no other tier, and no engine",
 		own: []string{"internal/sys/mem", "store/catalog", "store/evict", "store/index", "store/page"}},
-	{dir: "store/disk", why: "a tier: knows no other tier, and no engine; of internal/sys/mem it " +
+	{dir: "store/disk", why: "a tier: no other tier, and no engine; of internal/sys/mem it " +
 		"takes the checksum",
 		own: []string{"internal/sys/mem", "store/catalog", "store/evict", "store/index", "store/offheap",
 			"store/page"}, ext: []string{extSys}},
-	{dir: "store/object", why: "a tier: knows no other tier, and no engine; the object store is " +
+	{dir: "store/object", why: "a tier: no other tier, and no engine; the object store is " +
 		"behind its Bucket; of internal/sys/mem it takes the checksum and the copy",
 		own: []string{"internal/sys/mem", "store/catalog", "store/evict", "store/index", "store/offheap",
 			"store/page"}, ext: []string{extBack, extSync}},
-	{dir: "store/object/s3", why: "the one package that knows the S3 client",
+	{dir: "store/object/s3", why: "the one package that imports the S3 client",
 		own: []string{"store/object"}, ext: []string{extMinio}},
 	{dir: "store/object/objecttest", why: "an object store for tests that fails",
 		own: []string{"store/object"}},
 	{dir: "store/disk/disktest",
-		why: "a disk for tests that loses power; knows the shape of a file only"},
+		why: "a disk for tests that loses power; of the store it has the methods of a file"},
 	{dir: "bench/copybench", why: "measures backends from outside, against plain loops",
 		own: []string{"bench/machine", "bench/progress", "bench/timeline", "internal/sys/mem",
 			"internal/ui/usage", "internal/wire", "transfer", "transport", "transport/shm", "transport/tcp"},
@@ -343,11 +342,11 @@ var rules = []rule{
 			"internal/sys/cuda/kernels", "internal/sys/mem", "internal/ui/usage", "transfer", "transport",
 			"gpu", "gpu/device", "gpu/multipath", "gpu/peercopy", "gpu/policy"}, ext: []string{extSys,
 			extCobra, extPlot}},
-	{dir: "bench/chart", why: "draws results; knows nothing of how they came about",
+	{dir: "bench/chart", why: "draws results; independent of how they were measured",
 		own: []string{"bench/timeline"}, ext: []string{extPlot}},
-	{dir: "bench/machine", why: "says where a result comes from", own: []string{"internal/version"},
+	{dir: "bench/machine", why: "describes the machine of a result", own: []string{"internal/version"},
 		ext: []string{extSys}},
-	{dir: "bench/progress", why: "a line for whoever waits; knows nothing of what is waited for",
+	{dir: "bench/progress", why: "a progress line for any long command",
 		ext: []string{extSys}},
 	{dir: "bench/cli", why: "the commands of kvspray-bench, each from its package",
 		own: []string{"bench/copybench", "bench/gpubench", "bench/peers", "bench/railsbench",
@@ -358,7 +357,7 @@ var rules = []rule{
 			"bench/timeline", "internal/ui/usage"},
 		ext: []string{extCobra}},
 	{dir: "bench/railsbench", why: "plays both engines to two sidecar processes: speaks to them as " +
-		"engines and operators do, and knows nothing inside them",
+		"engines and operators do, and imports nothing inside them",
 		own: []string{"bench/chart", "bench/machine", "bench/progress", "bench/railsbench/netrig",
 			"bench/timeline", "connector/connectortest", "connector/msg", "control/peer/keys",
 			"internal/board", "internal/sys/mem",
@@ -381,15 +380,15 @@ var rules = []rule{
 	{dir: "test/rails", why: "tests only: sidecar processes over rails of the kernel, from outside"},
 	{dir: "test/skew", why: "tests only: sidecar processes of several releases, from outside"},
 	{dir: "test/sim", why: "drives production executors over the simulated fabric: the one place " +
-		"that knows both",
+		"that imports both",
 		own: []string{"api/peer/v1", "control/driver", "control/engines", "control/exec", "control/lease",
 			"control/spray", "internal/sys/mem", "layout", "transfer", "transport", "transport/simfabric"},
 		ext: []string{extProto}},
-	{dir: "test/sim/mutants", why: "changes copies of sources and runs test/sim; knows its promises",
+	{dir: "test/sim/mutants", why: "changes copies of sources and runs test/sim",
 		own: []string{"test/sim"}},
 	{dir: "test/soak", why: "rails of the kernel and curves for a driver that is no Go program",
 		own: []string{"bench/chart", "bench/railsbench/netrig", "bench/timeline"}},
-	{dir: "test/wireflip", why: "damages bytes between two sidecars; knows frames, or nothing at all",
+	{dir: "test/wireflip", why: "damages bytes between two sidecars, by frames or at random",
 		own: []string{"internal/wire", "transfer"}},
 }
 
