@@ -3,6 +3,8 @@
 package connector
 
 import (
+	"crypto/rand"
+	"encoding/binary"
 	"fmt"
 	"math"
 	"slices"
@@ -33,7 +35,7 @@ type Store interface {
 // Pool is memory of a worker in which the pages of one namespace of the store lie: block i has its
 // pieces at Base + i*Stride of their regions.
 type Pool struct {
-	ID        uint32 // the engine's number for it
+	ID        uint64 // random, of the OPEN that made it
 	Namespace page.Namespace
 	Pieces    []PoolPiece
 	Blocks    uint32
@@ -50,7 +52,7 @@ type PoolPiece struct {
 type Pages struct {
 	Lease    transfer.LeaseID
 	Put      bool
-	Pool     uint32
+	Pool     uint64
 	Hashes   page.Hashes // of the pages, in the order of their prompt
 	Before   []byte      // hash of the page before the first one; nil: none
 	Blocks   []uint32    // one for each page
@@ -82,15 +84,18 @@ func SplitPageResult(b byte) (outcome, tier uint8) {
 // maxPages bounds the open GETs and PUTs of a worker.
 const maxPages = 256
 
-// pools are the pools of a worker, by their numbers, and their blocks that open GETs write. Guarded
+// pools are the pools of a worker, by their ids, and their blocks that open GETs write. Guarded
 // by worker.mu.
 type pools struct {
-	known   map[uint32]bool
+	known   map[uint64]bool
 	written map[poolBlock]uint64 // lease
 	open    int                  // GETs and PUTs
 }
 
-type poolBlock struct{ pool, block uint32 }
+type poolBlock struct {
+	pool  uint64
+	block uint32
+}
 
 func (w *worker) pagesLocked(rec board.Record) error {
 	l, err := w.openLocked(rec, false)
@@ -151,7 +156,7 @@ func (w *worker) pagesLocked(rec board.Record) error {
 // checkPages refuses a pool that is not open, and blocks that another GET writes.
 func (w *worker) checkPages(what string, p *Pages) error {
 	if !w.pools.known[p.Pool] {
-		return &msg.Error{Message: what, Field: "space", Problem: fmt.Sprintf("%d has no blocks here",
+		return &msg.Error{Message: what, Field: "space", Problem: fmt.Sprintf("%d has no blocks in this session",
 			p.Pool), Remedy: "send OPEN with pieces and blocks first"}
 	}
 	if p.Put {
@@ -193,10 +198,11 @@ func (p *pools) closeLocked(l *lease) {
 	}
 }
 
-// spaces are the namespaces that a session has opened, by their numbers, and its pins. They belong
-// to the session's reader.
+// spaces are the namespaces that a session has opened, by their names in it, and its pins. They
+// belong to the session's reader. The names are random: a request that was made for another session
+// names none of this one's, hence no page of another namespace.
 type spaces struct {
-	ids  []page.ID
+	ids  map[uint64]page.ID
 	pins map[uint64]func() // by the id of their EXISTS
 }
 
@@ -220,7 +226,7 @@ func (c *session) refusePages(id uint64, field string, err error) {
 	c.sendError(e)
 }
 
-// onOpen opens a namespace. A worker that gives blocks gets a pool, whose number is the space's.
+// onOpen opens a namespace. A worker that gives blocks gets a pool, whose id is the space.
 func (c *session) onOpen(m *msg.Open) {
 	if c.s.opt.Store == nil {
 		c.lacks(m.ID, m.Type())
@@ -235,9 +241,13 @@ func (c *session) onOpen(m *msg.Open) {
 	ns := page.Namespace{Weights: n.Weights, DType: n.DType, Layout: n.Layout,
 		PageTokens: int(n.PageTokens), PageBytes: int(n.PageBytes), Algorithm: n.Algorithm,
 		Seed: n.Seed, Adapter: n.Adapter, Secret: slices.Clone(n.Secret)}
-	space := uint32(len(c.spaces.ids))
+	space, err := randomSpace()
+	if err != nil {
+		c.refusePages(m.ID, "namespace", err)
+		return
+	}
 	var id page.ID
-	err := ns.Check()
+	err = ns.Check()
 	switch {
 	case err != nil:
 	case m.Blocks == 0:
@@ -252,13 +262,16 @@ func (c *session) onOpen(m *msg.Open) {
 		c.refusePages(m.ID, "namespace", err)
 		return
 	}
-	c.spaces.ids = append(c.spaces.ids, id)
+	if c.spaces.ids == nil {
+		c.spaces.ids = map[uint64]page.ID{}
+	}
+	c.spaces.ids[space] = id
 	c.send(&msg.Opened{ID: m.ID, Space: space})
 }
 
 // openPool opens the pool of a worker. It is the worker's until its leases are fenced, also if the
 // session ends before.
-func (c *session) openPool(m *msg.Open, space uint32, ns page.Namespace) (id page.ID, err error) {
+func (c *session) openPool(m *msg.Open, space uint64, ns page.Namespace) (id page.ID, err error) {
 	p := Pool{ID: space, Namespace: ns, Blocks: m.Blocks}
 	for _, x := range m.Pieces {
 		p.Pieces = append(p.Pieces, PoolPiece{Region: int(min(x.Region, math.MaxInt32)), Base: x.Base,
@@ -276,24 +289,34 @@ func (c *session) openPool(m *msg.Open, space uint32, ns page.Namespace) (id pag
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.pools.known == nil {
-		w.pools.known = map[uint32]bool{}
+		w.pools.known = map[uint64]bool{}
 	}
 	w.pools.known[space] = true
 	return id, nil
 }
 
 // namespaces returns the ids of spaces of this session.
-func (c *session) namespaces(numbers []uint32) ([]page.ID, error) {
+func (c *session) namespaces(what string, spaces ...msg.SpaceRef) ([]page.ID, error) {
 	var ids []page.ID
-	for i, n := range numbers {
-		if int64(n) >= int64(len(c.spaces.ids)) {
-			return nil, &msg.Error{Message: "EXISTS", Field: fmt.Sprintf("spaces[%d]", i),
-				Problem: fmt.Sprintf("%d, and %d are open", n, len(c.spaces.ids)),
-				Remedy:  "name spaces by the numbers of OPENED"}
+	for i, s := range spaces {
+		id, ok := c.spaces.ids[s.Space]
+		if !ok {
+			return nil, &msg.Error{Message: what, Field: fmt.Sprintf("spaces[%d]", i),
+				Problem: fmt.Sprintf("%d is not open in this session", s.Space),
+				Remedy:  "send OPEN in each session, and name spaces as in OPENED"}
 		}
-		ids = append(ids, c.spaces.ids[n])
+		ids = append(ids, id)
 	}
 	return ids, nil
+}
+
+// randomSpace makes the name of a space.
+func randomSpace() (uint64, error) {
+	var b [8]byte
+	if _, err := rand.Read(b[:]); err != nil {
+		return 0, err
+	}
+	return binary.LittleEndian.Uint64(b[:]), nil
 }
 
 func (c *session) onExists(m *msg.Exists) {
@@ -301,7 +324,7 @@ func (c *session) onExists(m *msg.Exists) {
 		c.lacks(m.ID, m.Type())
 		return
 	}
-	ids, err := c.namespaces(m.Spaces)
+	ids, err := c.namespaces("EXISTS", m.Spaces...)
 	h := page.Hashes{Bytes: m.Hashes, Each: int(m.HashBytes)}
 	var found page.Bitmap
 	switch {
@@ -359,7 +382,7 @@ func (c *session) onRemove(m *msg.Remove) {
 		c.lacks(m.ID, m.Type())
 		return
 	}
-	ids, err := c.namespaces([]uint32{m.Space})
+	ids, err := c.namespaces("REMOVE", msg.SpaceRef{Space: m.Space})
 	switch {
 	case err != nil:
 	case c.worker == nil:

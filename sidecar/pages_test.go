@@ -79,7 +79,7 @@ func TestStoreRefusesADisk(t *testing.T) {
 // pageEngine is an engine whose host memory is a pool of pages of 4 KiB, keys and values in turns.
 type pageEngine struct {
 	*copyEngine
-	space uint32
+	space uint64
 }
 
 const testPage = 4096
@@ -153,7 +153,7 @@ func TestPagesOfAnEngine(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	found, err := s.Exists(t.Context(), msg.Exists{Spaces: []uint32{space},
+	found, err := s.Exists(t.Context(), msg.Exists{Spaces: []msg.SpaceRef{{Space: space}},
 		Hashes: hashes16(1, 2, 7, 3), HashBytes: 16, PinMS: 60_000})
 	if err != nil || found.Pages != 4 || !bytes.Equal(found.Found, []byte{0b1011}) {
 		t.Fatalf("%+v, %v", found, err)
@@ -212,7 +212,7 @@ func TestRefusedPages(t *testing.T) {
 			t.Errorf("%s: %v", want, err)
 		}
 	}
-	if _, err := e.Exists(t.Context(), msg.Exists{Spaces: []uint32{9}, Hashes: hashes16(1),
+	if _, err := e.Exists(t.Context(), msg.Exists{Spaces: []msg.SpaceRef{{Space: 9}}, Hashes: hashes16(1),
 		HashBytes: 16}); err == nil || !strings.Contains(err.Error(), "spaces[0]") {
 		t.Errorf("%v", err)
 	}
@@ -220,9 +220,11 @@ func TestRefusedPages(t *testing.T) {
 		t.Error("removed what is not open")
 	}
 	for want, m := range map[string]msg.Get{
-		"9 has no blocks here": {Space: 9, Hashes: hashes16(1), HashBytes: 16, Blocks: []uint32{0}},
-		"is block 3":           {Hashes: hashes16(1, 2), HashBytes: 16, Blocks: []uint32{3, 3}},
-		"the pool has blocks":  {Hashes: hashes16(1), HashBytes: 16, Blocks: []uint32{1 << 20}},
+		"9 has no blocks in this session": {Space: 9, Hashes: hashes16(1), HashBytes: 16, Blocks: []uint32{0}},
+		"is block 3": {Space: e.space, Hashes: hashes16(1, 2), HashBytes: 16,
+			Blocks: []uint32{3, 3}},
+		"the pool has blocks": {Space: e.space, Hashes: hashes16(1), HashBytes: 16,
+			Blocks: []uint32{1 << 20}},
 	} {
 		id, err := e.Get(m)
 		if err != nil {

@@ -35,7 +35,7 @@ func ask[T msg.Message](ctx context.Context, s *Session, request func(id uint64)
 }
 
 // OpenSpace opens a namespace of the store; pieces and blocks describe a worker's pool.
-func (s *Session) OpenSpace(ctx context.Context, m msg.Open) (space uint32, err error) {
+func (s *Session) OpenSpace(ctx context.Context, m msg.Open) (space uint64, err error) {
 	a, err := ask[*msg.Opened](ctx, s, func(id uint64) msg.Message { m.ID = id; return &m })
 	if err != nil {
 		return 0, err
@@ -49,7 +49,7 @@ func (s *Session) Exists(ctx context.Context, m msg.Exists) (*msg.Found, error) 
 }
 
 // Remove forgets the pages of a namespace.
-func (s *Session) Remove(ctx context.Context, space uint32) error {
+func (s *Session) Remove(ctx context.Context, space uint64) error {
 	_, err := ask[*msg.Done](ctx, s, func(id uint64) msg.Message {
 		return &msg.Remove{ID: id, Space: space}
 	})

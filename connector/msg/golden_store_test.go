@@ -37,8 +37,8 @@ func storeMessages() []storeMessage {
 		{"open", &Open{ID: 5, Namespace: full, Pieces: pieces, Blocks: 80000},
 			&Open{ID: 5, Namespace: namespace}},
 		{"opened", &Opened{ID: 5, Space: 3}, &Opened{ID: 5, Space: 3}},
-		{"exists", &Exists{ID: 6, Spaces: []uint32{3, 4}, Hashes: hashes, HashBytes: 16, PinMS: 200},
-			&Exists{ID: 6, Spaces: []uint32{3}, Hashes: hashes[:16], HashBytes: 16}},
+		{"exists", &Exists{ID: 6, Spaces: []SpaceRef{{3}, {1 << 60}}, Hashes: hashes, HashBytes: 16, PinMS: 200},
+			&Exists{ID: 6, Spaces: []SpaceRef{{3}}, Hashes: hashes[:16], HashBytes: 16}},
 		{"found", &Found{ID: 6, Pages: 11, Found: []byte{0xff, 7}}, &Found{ID: 6, Pages: 1,
 			Found: []byte{0}}},
 		{"unpin", &Unpin{Pin: 7}, &Unpin{Pin: 7}},
@@ -97,7 +97,7 @@ func TestMostKeys(t *testing.T) {
 	if m, err := DecodeRecord(9, b); err != nil || len(m.(*Put).Blocks) != MaxKeys {
 		t.Errorf("PUT of %d bytes: %v", len(b), err)
 	}
-	p, err := EncodePacket(&Exists{Spaces: []uint32{1}, Hashes: hashes, HashBytes: MaxHashBytes})
+	p, err := EncodePacket(&Exists{Spaces: []SpaceRef{{1}}, Hashes: hashes, HashBytes: MaxHashBytes})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -430,6 +430,29 @@ func appendPackedCopyBlock(b []byte, v []CopyBlock) []byte {
 	return b
 }
 
+func (r *reader) packedSpaceRef(least, most int) []SpaceRef {
+	b := r.packed(least, most, 8)
+	if r.err != nil {
+		return nil
+	}
+	out := make([]SpaceRef, len(b)/8)
+	for i := range out {
+		p := b[8*i:]
+		out[i] = SpaceRef{
+			Space: binary.LittleEndian.Uint64(p[0:]),
+		}
+	}
+	return out
+}
+
+func appendPackedSpaceRef(b []byte, v []SpaceRef) []byte {
+	b = appendBinHead(b, 8*len(v))
+	for i := range v {
+		b = binary.LittleEndian.AppendUint64(b, v[i].Space)
+	}
+	return b
+}
+
 func (r *reader) packedPagePiece(least, most int) []PagePiece {
 	b := r.packed(least, most, 32)
 	if r.err != nil {
@@ -1018,7 +1041,7 @@ func (m *Opened) read(r *reader) {
 			m.ID = r.u64()
 			got |= 1 << 0
 		case "space":
-			m.Space = r.u32()
+			m.Space = r.u64()
 			got |= 1 << 1
 		default:
 			r.skip()
@@ -1032,7 +1055,7 @@ func (m *Opened) append(b []byte) []byte {
 	b = append(b, "\xa2id"...)
 	b = appendUint(b, m.ID)
 	b = append(b, "\xa5space"...)
-	b = appendUint(b, uint64(m.Space))
+	b = appendUint(b, m.Space)
 	return b
 }
 
@@ -1047,7 +1070,7 @@ func (m *Exists) read(r *reader) {
 			m.ID = r.u64()
 			got |= 1 << 0
 		case "spaces":
-			m.Spaces = r.packedU32(1, MaxSpaces)
+			m.Spaces = r.packedSpaceRef(1, MaxSpaces)
 			got |= 1 << 1
 		case "hashes":
 			m.Hashes = append([]byte(nil), r.bin(MaxHashesBytes)...)
@@ -1077,7 +1100,7 @@ func (m *Exists) append(b []byte) []byte {
 	b = append(b, "\xa2id"...)
 	b = appendUint(b, m.ID)
 	b = append(b, "\xa6spaces"...)
-	b = appendPackedU32(b, m.Spaces)
+	b = appendPackedSpaceRef(b, m.Spaces)
 	b = append(b, "\xa6hashes"...)
 	b = appendBin(b, m.Hashes)
 	b = append(b, "\xaahash_bytes"...)
@@ -1159,7 +1182,7 @@ func (m *Remove) read(r *reader) {
 			m.ID = r.u64()
 			got |= 1 << 0
 		case "space":
-			m.Space = r.u32()
+			m.Space = r.u64()
 			got |= 1 << 1
 		default:
 			r.skip()
@@ -1173,7 +1196,7 @@ func (m *Remove) append(b []byte) []byte {
 	b = append(b, "\xa2id"...)
 	b = appendUint(b, m.ID)
 	b = append(b, "\xa5space"...)
-	b = appendUint(b, uint64(m.Space))
+	b = appendUint(b, m.Space)
 	return b
 }
 
@@ -1720,7 +1743,7 @@ func (m *Get) read(r *reader) {
 	for i := r.mapLen(); i > 0 && r.err == nil; i-- {
 		switch string(r.key()) {
 		case "space":
-			m.Space = r.u32()
+			m.Space = r.u64()
 			got |= 1 << 0
 		case "hashes":
 			m.Hashes = append([]byte(nil), r.bin(MaxHashesBytes)...)
@@ -1756,7 +1779,7 @@ func (m *Get) Append(b []byte) []byte {
 	}
 	b = appendMap(b, n)
 	b = append(b, "\xa5space"...)
-	b = appendUint(b, uint64(m.Space))
+	b = appendUint(b, m.Space)
 	b = append(b, "\xa6hashes"...)
 	b = appendBin(b, m.Hashes)
 	b = append(b, "\xaahash_bytes"...)
@@ -1793,7 +1816,7 @@ func (m *Put) read(r *reader) {
 	for i := r.mapLen(); i > 0 && r.err == nil; i-- {
 		switch string(r.key()) {
 		case "space":
-			m.Space = r.u32()
+			m.Space = r.u64()
 			got |= 1 << 0
 		case "hashes":
 			m.Hashes = append([]byte(nil), r.bin(MaxHashesBytes)...)
@@ -1834,7 +1857,7 @@ func (m *Put) Append(b []byte) []byte {
 	}
 	b = appendMap(b, n)
 	b = append(b, "\xa5space"...)
-	b = appendUint(b, uint64(m.Space))
+	b = appendUint(b, m.Space)
 	b = append(b, "\xa6hashes"...)
 	b = appendBin(b, m.Hashes)
 	b = append(b, "\xaahash_bytes"...)

@@ -228,6 +228,11 @@ type CopyBlock struct {
 	Len    uint64
 }
 
+// SpaceRef names a namespace that the session has opened.
+type SpaceRef struct {
+	Space uint64
+}
+
 // PagePiece is a piece of every block: that of block i is at base + i*stride of the region.
 type PagePiece struct {
 	Region uint64 // index
@@ -381,7 +386,7 @@ func (*Open) Type() Type { return TypeOpen }
 // Opened answers OPEN.
 type Opened struct {
 	ID    uint64
-	Space uint32 // its number in this session's requests
+	Space uint64 // its random name in requests; another session has others
 }
 
 // Type implements Message.
@@ -390,7 +395,7 @@ func (*Opened) Type() Type { return TypeOpened }
 // Exists asks which pages are in all of some namespaces: those of the ranks of one engine.
 type Exists struct {
 	ID        uint64
-	Spaces    []uint32
+	Spaces    []SpaceRef
 	Hashes    []byte // the engine's page hashes, one behind the other
 	HashBytes uint32 // of one
 	PinMS     uint64 // keeps what is there for so long, or until UNPIN
@@ -420,7 +425,7 @@ func (*Unpin) Type() Type { return TypeUnpin }
 // Remove forgets all pages of a namespace, durably; answered by DONE.
 type Remove struct {
 	ID    uint64
-	Space uint32
+	Space uint64
 }
 
 // Type implements Message.
@@ -510,7 +515,7 @@ type Copy struct {
 
 // Get is the body of GET.
 type Get struct {
-	Space      uint32 // one with blocks
+	Space      uint64 // one with blocks
 	Hashes     []byte // as in EXISTS
 	HashBytes  uint32
 	Blocks     []uint32 // one for each page
@@ -521,7 +526,7 @@ type Get struct {
 
 // Put is the body of PUT.
 type Put struct {
-	Space      uint32
+	Space      uint64
 	Hashes     []byte
 	HashBytes  uint32
 	Blocks     []uint32

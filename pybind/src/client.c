@@ -50,6 +50,7 @@ void client_put(kvs_client *c)
 		}
 	}
 	awaits_free(c);
+	requests_free(c);
 	if (c->work)
 		work_free(c->work);
 	for (int i = 0; i < KVS_MAX_SIDECARS; i++)
@@ -310,11 +311,6 @@ int kvs_connected(kvs_client *c)
 	int up = session_connected(c);
 	pthread_mutex_unlock(&c->mu);
 	return up;
-}
-
-static struct timespec at_ms(int64_t ms)
-{
-	return (struct timespec){.tv_sec = ms / 1000, .tv_nsec = ms % 1000 * 1000000};
 }
 
 int kvs_wait_connected(kvs_client *c, int timeout_ms)

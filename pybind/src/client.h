@@ -13,6 +13,7 @@
  *   lease.c      the release rule, and the engine's calls on leases
  *   wait.c       waiting for completions
  *   admission.c  admission queries and cancellations of a scheduler
+ *   request.c    requests about the pages of the store
  *   session.c    one connection: handshake, messages, end
  *   loop.c       the background thread
  *   client.c     the client's life and status
@@ -32,6 +33,7 @@
 #include <pthread.h>
 #include <string.h>
 #include <sys/un.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "internal.h"
@@ -49,7 +51,8 @@
 #define BOARD_FDS 4 /* flags, rings, doorbell, bell: the first of a REGISTER packet */
 
 /* Of packets on the socket: docs/protocol.md section 1. */
-enum message { MSG_HELLO = 1, MSG_WELCOME, MSG_REGISTER, MSG_REGISTERED, MSG_ERROR, MSG_AWAIT, MSG_ADMITTED, MSG_BYE, MSG_STATS, MSG_DECLINE };
+enum message { MSG_HELLO = 1, MSG_WELCOME, MSG_REGISTER, MSG_REGISTERED, MSG_ERROR, MSG_AWAIT, MSG_ADMITTED, MSG_BYE, MSG_STATS, MSG_DECLINE,
+	       MSG_OPEN, MSG_OPENED, MSG_EXISTS, MSG_FOUND, MSG_UNPIN, MSG_REMOVE, MSG_DONE = 19 };
 
 enum session_state { IDLE, WELCOMING, REGISTERING, READY };
 
@@ -160,7 +163,7 @@ struct kvs_client {
 	uint32_t new_pid;
 	int proc; /* index, from WELCOME on; else -1 */
 	bool draining, replaying;
-	bool can_copy, can_work, can_wait, can_decline; /* features of WELCOME: COPY, work, `after` in records, DECLINE */
+	bool can_copy, can_work, can_wait, can_decline, can_store; /* features of WELCOME: COPY, work, `after` in records, DECLINE, the store */
 	uint64_t mark;                     /* the last one that kvs_gpu_mark gave out */
 	char breaking[160]; /* why the session must be replaced; empty: it need not */
 	int64_t handshake_end_ms, next_try_ms;
@@ -194,6 +197,8 @@ struct kvs_client {
 	bool await_unsent;
 	struct decline *declines, **declines_end; /* oldest first */
 	uint32_t decline_count;
+	struct request *requests; /* latest first */
+	uint32_t request_count;
 
 	struct kvs_info info; /* counters, texts, limits; the rest is filled in by kvs_status_read */
 	uint8_t *stats;
@@ -250,6 +255,7 @@ __attribute__((format(printf, 3, 4))) void log_line(kvs_client *c, const char *l
 /* Keeps an error for kvs_status_read, and logs it unless it is the same as the last one. */
 __attribute__((format(printf, 2, 3))) void log_error(kvs_client *c, const char *format, ...);
 void copy_text(char *dst, size_t cap, const char *s, size_t n); /* cut to cap, zero-terminated */
+struct timespec at_ms(int64_t ms); /* a time of kvs_now_ms, for conditions */
 /* The background thread wakes by then. */
 void wake_by(kvs_client *c, int64_t at_ms);
 
@@ -261,7 +267,7 @@ void session_break(kvs_client *c, const char *why);
 /* Texts are not zero-terminated and lie in the packet. */
 struct welcome {
 	uint64_t id, version, leases, deadline_ms, match_timeout_ms, grace_ms;
-	bool fenced, can_copy, can_work, can_wait, can_decline;
+	bool fenced, can_copy, can_work, can_wait, can_decline, can_store;
 	const uint8_t *boot;
 	const char *node, *endpoint;
 	uint32_t node_bytes, endpoint_bytes;
@@ -290,7 +296,7 @@ void write_hello(const kvs_client *c, struct mpw *w);
 void write_register(const kvs_client *c, struct mpw *w, uint32_t work);
 /* False: the body is malformed. */
 bool read_welcome(const uint8_t *body, size_t bytes, struct welcome *m);
-bool read_registered(const uint8_t *body, size_t bytes, uint64_t *id);
+bool read_id(const uint8_t *body, size_t bytes, uint64_t *id); /* of any message; 0: it has none */
 bool read_error(const uint8_t *body, size_t bytes, struct refusal *m);
 bool read_admitted(const uint8_t *body, size_t bytes, struct admitted *m);
 
@@ -362,6 +368,13 @@ bool awaits_answer(kvs_client *c, const struct admitted *m);
 int64_t awaits_watch(kvs_client *c, int64_t now); /* returns when to look again */
 void awaits_free(kvs_client *c);
 void declines_send(kvs_client *c, int64_t now);
+
+/* ---- request.c ---- */
+
+/* The answer to the request in message msg. False: the request was forgotten. */
+bool requests_answer(kvs_client *c, uint32_t type, uint64_t msg, const uint8_t *body, size_t bytes);
+void requests_lose(kvs_client *c); /* the session ends */
+void requests_free(kvs_client *c);
 
 /* ---- session.c ---- */
 

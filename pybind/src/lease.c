@@ -108,6 +108,8 @@ static int open_lease(kvs_client *c, uint16_t type, const void *body, uint32_t b
 		log_error(c, "the sidecar at %s does not copy between regions: it is older than this library: upgrade it", c->path);
 		return KVS_E_UNSUPPORTED;
 	}
+	if ((type == KVS_REC_GET || type == KVS_REC_PUT) && !c->can_store)
+		return KVS_E_UNSUPPORTED;
 	size_t at, length;
 	if (type != KVS_REC_INTENT && !c->can_wait && mp_find(body, bytes, "after", &at, &length)) {
 		log_error(c, "the sidecar at %s does not wait for the engine's stream: it is older than this library: upgrade it", c->path);
@@ -155,7 +157,8 @@ static int open_lease(kvs_client *c, uint16_t type, const void *body, uint32_t b
 int64_t kvs_submit(kvs_client *c, uint16_t type, const void *body, uint32_t bytes, uint32_t deadline_ms)
 {
 	CHECK(c);
-	if ((type != KVS_REC_INTENT && type != KVS_REC_EXPECT && type != KVS_REC_COPY) || !body || !mp_is_map(body, bytes))
+	bool known = type == KVS_REC_INTENT || type == KVS_REC_EXPECT || type == KVS_REC_COPY || type == KVS_REC_GET || type == KVS_REC_PUT;
+	if (!known || !body || !mp_is_map(body, bytes))
 		return KVS_E_ARG;
 	int64_t now = kvs_now_ms();
 	uint64_t id = 0;

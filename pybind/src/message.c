@@ -196,6 +196,7 @@ static bool read_features(struct mpr r, struct welcome *m)
 		m->can_work |= mp_key(k, kn, "work");
 		m->can_wait |= mp_key(k, kn, "after");
 		m->can_decline |= mp_key(k, kn, "decline");
+		m->can_store |= mp_key(k, kn, "store");
 	}
 	return true;
 }
@@ -233,7 +234,7 @@ bool read_error(const uint8_t *body, size_t bytes, struct refusal *m)
 	return READ_MAP(mpr_make(body, bytes), want);
 }
 
-bool read_registered(const uint8_t *body, size_t bytes, uint64_t *id)
+bool read_id(const uint8_t *body, size_t bytes, uint64_t *id)
 {
 	const struct want want[] = {{.key = "id", .num = id}};
 	*id = 0;

@@ -103,6 +103,7 @@ void session_end(kvs_client *c, int64_t now, uint32_t wait_ms)
 		proc_release(&c->procs[c->proc]);
 	c->proc = -1;
 	awaits_ask_again(c);
+	requests_lose(c);
 	if (!wait_ms) {
 		wait_ms = c->backoff_ms;
 		c->backoff_ms = c->backoff_ms * 2 > BACKOFF_MAX_MS ? BACKOFF_MAX_MS : c->backoff_ms * 2;
@@ -237,6 +238,7 @@ static void on_welcome(kvs_client *c, int64_t now, const uint8_t *body, size_t b
 	c->can_work = m.can_work;
 	c->can_wait = m.can_wait;
 	c->can_decline = m.can_decline;
+	c->can_store = m.can_store;
 	c->deadlines = (uint64_t)c->info.deadline_ms << 32 | c->info.match_timeout_ms;
 	c->lease_limit = m.leases && m.leases < KVS_MAX_LEASES ? (uint32_t)m.leases : KVS_MAX_LEASES;
 	if (c->role == KVS_SCHEDULER) {
@@ -266,6 +268,8 @@ static void on_error(kvs_client *c, int64_t now, const uint8_t *body, size_t byt
 	          m.field_bytes ? "; field " : "", (int)m.field_bytes, m.field, m.remedy_bytes ? "; remedy: " : "", (int)m.remedy_bytes, m.remedy);
 	if (c->role == KVS_SCHEDULER && c->state == READY)
 		awaits_answer(c, &(struct admitted){.id = m.id, .state = KVS_ADMISSION_REFUSED, .message = m.message, .message_bytes = m.message_bytes});
+	if (c->state == READY)
+		requests_answer(c, MSG_ERROR, m.id, body, bytes);
 	/* These causes end by themselves; an operator must correct the others. */
 	bool passing = mp_key(m.code, m.code_bytes, "fencing") || mp_key(m.code, m.code_bytes, "draining") || mp_key(m.code, m.code_bytes, "state") ||
 		       mp_key(m.code, m.code_bytes, "superseded") || mp_key(m.code, m.code_bytes, "limit");
@@ -280,7 +284,7 @@ static void on_error(kvs_client *c, int64_t now, const uint8_t *body, size_t byt
 static void on_registered(kvs_client *c, int64_t now, const uint8_t *body, size_t bytes)
 {
 	uint64_t id;
-	if (c->state != REGISTERING || !read_registered(body, bytes, &id) || id != c->register_msg) {
+	if (c->state != REGISTERING || !read_id(body, bytes, &id) || id != c->register_msg) {
 		protocol_error(c, now, "an unexpected or malformed REGISTERED");
 		return;
 	}
@@ -293,6 +297,15 @@ static void on_admitted(kvs_client *c, int64_t now, const uint8_t *body, size_t 
 	if (!read_admitted(body, bytes, &m))
 		protocol_error(c, now, "a malformed ADMITTED");
 	else if (!awaits_answer(c, &m))
+		c->info.dropped++; /* forgotten meanwhile */
+}
+
+static void on_answer(kvs_client *c, int64_t now, uint32_t type, const uint8_t *body, size_t bytes)
+{
+	uint64_t id;
+	if (!read_id(body, bytes, &id))
+		protocol_error(c, now, "a malformed answer");
+	else if (!requests_answer(c, type, id, body, bytes))
 		c->info.dropped++; /* forgotten meanwhile */
 }
 
@@ -320,6 +333,11 @@ static void on_packet(kvs_client *c, int64_t now, const uint8_t *p, size_t n)
 		return;
 	case MSG_ADMITTED:
 		on_admitted(c, now, body, n);
+		return;
+	case MSG_OPENED:
+	case MSG_FOUND:
+	case MSG_DONE:
+		on_answer(c, now, type, body, n);
 		return;
 	case MSG_BYE:
 		c->draining = true;

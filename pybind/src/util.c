@@ -138,3 +138,8 @@ int kvs_end_log(kvs_client *c)
 	pthread_mutex_unlock(&c->mu);
 	return 0;
 }
+
+struct timespec at_ms(int64_t ms)
+{
+	return (struct timespec){.tv_sec = ms / 1000, .tv_nsec = ms % 1000 * 1000000};
+}

@@ -21,6 +21,7 @@ HERE = pathlib.Path(__file__).parent
 TIMEOUT_S = 30.0
 DEADLINE_MS = 60_000
 
+BINARY = pathlib.Path(os.environ.get("KVSPRAY_BINARY", pathlib.Path(__file__).resolve().parents[2] / "bin" / "kvspray"))
 ENGINE = kvspray.EngineInfo("test", "1", "e0")
 LAYERS = 3
 
@@ -166,3 +167,40 @@ def worker(socket_path: pathlib.Path) -> Iterator[Callable[..., kvspray.WorkerCl
     for client, region in made:
         client.close()
         region.close()
+
+
+Serve = Callable[..., "tuple[subprocess.Popen[bytes], pathlib.Path]"]
+
+
+@pytest.fixture
+def serve(tmp_path: pathlib.Path) -> Iterator[Serve]:
+    """Real sidecars, each with a socket of its own."""
+    if not BINARY.exists():
+        skip("sidecar", f"{BINARY} is not there: make build")
+    made: list[subprocess.Popen[bytes]] = []
+
+    def start(name: str, *sets: str) -> tuple[subprocess.Popen[bytes], pathlib.Path]:
+        socket, ready, log = (tmp_path / f"{name}.{what}" for what in ("sock", "ready", "log"))
+        command = [BINARY, "serve", "--socket", socket, "--listen", "127.0.0.1:0", "--http", "off", "--ready-file", ready]
+        for s in ("peer.gossip.listen=off", *sets):
+            command += ["--set", s]
+        with open(log, "wb") as out:
+            p = subprocess.Popen(command, stdout=out, stderr=out)
+        made.append(p)
+        until(lambda: ready.exists() or p.poll() is not None, "a sidecar", 60)
+        assert p.poll() is None, log.read_text()
+        return p, socket
+
+    yield start
+    for p in made:
+        p.kill()
+        p.wait()
+
+
+def real_layout() -> dict[str, Any]:
+    out = layout()
+    out["groups"][0].update(strategy="packed_hnd", params={"heads": 1})
+    out["identity"] = kvspray.identity(
+        model_config="tiny", weights="none", layers=LAYERS, head_size=64, groups="full", rope="", backoff=0, speculative=""
+    )
+    return out

@@ -6,20 +6,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-import os
 import pathlib
 import random
-import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from conftest import ENGINE, LAYERS, TIMEOUT_S, Sidecar, layout, skip, until
+from conftest import ENGINE, LAYERS, TIMEOUT_S, Serve, Sidecar, layout, real_layout, until
 
 import kvspray
 from kvspray import CompletionStatus
 
-BINARY = pathlib.Path(os.environ.get("KVSPRAY_BINARY", pathlib.Path(__file__).resolve().parents[2] / "bin" / "kvspray"))
 Make = Callable[..., Any]
 HOST_BYTES = 1 << 20
 
@@ -132,43 +129,6 @@ def test_arguments(sidecar: Make, two: Make) -> None:
     other.close()
     w.close()
     assert w.copy(cache, host, [(0, 0, 1)]) == 0
-
-
-Serve = Callable[..., "tuple[subprocess.Popen[bytes], pathlib.Path]"]
-
-
-@pytest.fixture
-def serve(tmp_path: pathlib.Path) -> Iterator[Serve]:
-    """Real sidecars, each with a socket of its own."""
-    if not BINARY.exists():
-        skip("sidecar", f"{BINARY} is not there: make build")
-    made: list[subprocess.Popen[bytes]] = []
-
-    def start(name: str, *sets: str) -> tuple[subprocess.Popen[bytes], pathlib.Path]:
-        socket, ready, log = (tmp_path / f"{name}.{what}" for what in ("sock", "ready", "log"))
-        command = [BINARY, "serve", "--socket", socket, "--listen", "127.0.0.1:0", "--http", "off", "--ready-file", ready]
-        for s in ("peer.gossip.listen=off", *sets):
-            command += ["--set", s]
-        with open(log, "wb") as out:
-            p = subprocess.Popen(command, stdout=out, stderr=out)
-        made.append(p)
-        until(lambda: ready.exists() or p.poll() is not None, "a sidecar", 60)
-        assert p.poll() is None, log.read_text()
-        return p, socket
-
-    yield start
-    for p in made:
-        p.kill()
-        p.wait()
-
-
-def real_layout() -> dict[str, Any]:
-    out = layout()
-    out["groups"][0].update(strategy="packed_hnd", params={"heads": 1})
-    out["identity"] = kvspray.identity(
-        model_config="tiny", weights="none", layers=LAYERS, head_size=64, groups="full", rope="", backoff=0, speculative=""
-    )
-    return out
 
 
 def private(nbytes: int) -> tuple[mmap.mmap, int]:

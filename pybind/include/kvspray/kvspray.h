@@ -40,6 +40,7 @@ extern "C" {
 #define KVS_MAX_REGIONS 28      /* a descriptor each at most, beside the board's four */
 #define KVS_MAX_LEASES 65536    /* open at once; WELCOME may lower it */
 #define KVS_MAX_AWAITS 4096     /* open admission questions of a scheduler */
+#define KVS_MAX_REQUESTS 256    /* about pages of the store, until their answers were fetched */
 #define KVS_MAX_DECLINES 1024   /* of a scheduler, while the socket takes none */
 #define KVS_MAX_SIDECARS 16     /* sidecar processes that may still access blocks of an open lease */
 #define KVS_MAX_LOADS 256       /* load flag ranges under the watchdog */
@@ -271,6 +272,19 @@ int kvs_await_forget(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[3
  * sends it, if necessary after a reconnection. If it cannot be sent within the match timeout, it is dropped, and the source waits for that time.
  * The ranks of the config give the number of leases that it stands for. KVS_E_UNSUPPORTED: the sidecar is older. */
 int kvs_decline(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], const char *peer, const char *reason);
+
+/* ---- pages of the store: docs/protocol-store.md ------------------------------------------------------------------------- */
+
+/* Sends OPEN (11), EXISTS (13) or REMOVE (16). body: a msgpack map without "id". Returns a handle for the answer, or an error:
+ * KVS_E_UNSUPPORTED if the sidecar has no store. Opened namespaces belong to the session: after a reconnection they are opened again. */
+int64_t kvs_request(kvs_client *c, uint32_t type, const void *body, uint32_t bytes);
+/* The answer's body, OPENED (12), FOUND (14), DONE (19) or ERROR (5), and its type. Returns its bytes; 0: none within timeout_ms (0: do not
+ * wait, negative: no limit); KVS_E_NOT_CONNECTED: the session ended before; KVS_E_BUFFER: the answer is kept for a larger buffer. */
+int64_t kvs_answer(kvs_client *c, int64_t request, int timeout_ms, uint32_t *type, void *buf, uint64_t cap);
+/* No answer is wanted any more. */
+int kvs_request_forget(kvs_client *c, int64_t request);
+/* Ends the pins of an EXISTS. Its answer may have been fetched. */
+int kvs_unpin(kvs_client *c, int64_t request);
 
 /* ---- status, log, statistics --------------------------------------------------------------------------------------------- */
 

@@ -30,6 +30,7 @@ E_UNSUPPORTED = -13
 KEPT = 1
 
 REC_STEP, REC_INTENT, REC_EXPECT, REC_CANCEL, REC_PREEMPT, REC_HOLD, REC_COPY = 1, 2, 3, 4, 5, 6, 7
+REC_GET, REC_PUT = 8, 9
 REC_RECEIVED, REC_SENT = 32, 33
 
 
@@ -141,6 +142,10 @@ _PROTOTYPES = {
     "kvs_admission": (c_int, [c_void_p, c_char_p, c_char_p, POINTER(CAdmission)]),
     "kvs_await_forget": (c_int, [c_void_p, c_char_p, c_char_p]),
     "kvs_decline": (c_int, [c_void_p, c_char_p, c_char_p, c_char_p, c_char_p]),
+    "kvs_request": (c_int64, [c_void_p, c_uint32, c_char_p, c_uint32]),
+    "kvs_answer": (c_int64, [c_void_p, c_int64, c_int, POINTER(c_uint32), c_void_p, c_uint64]),
+    "kvs_request_forget": (c_int, [c_void_p, c_int64]),
+    "kvs_unpin": (c_int, [c_void_p, c_int64]),
     "kvs_status_read": (c_int, [c_void_p, POINTER(CInfo)]),
     "kvs_wait_log": (c_int, [c_void_p, c_char_p, c_uint64]),
     "kvs_end_log": (c_int, [c_void_p]),

@@ -11,6 +11,7 @@ They raise ValueError for arguments that are never valid.
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import enum
 import functools
@@ -78,7 +79,7 @@ class CompletionStatus(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Completion:
-    """The end of one lease. ``received``: it was an expect() or a copy(), else an intent()."""
+    """The end of one lease. ``received``: it was an expect(), a copy(), or pages of the store; else an intent()."""
 
     lease: int
     received: bool
@@ -89,6 +90,7 @@ class Completion:
     reason: str = ""
     grants: int = 0
     recompute: tuple[tuple[int, int], ...] = ()  # token ranges; empty and not OK: everything
+    pages: builtins.bytes = b""  # of Space.get() and put(): a byte for each page (kvspray.store.PageResult)
 
     @property
     def ok(self) -> bool:

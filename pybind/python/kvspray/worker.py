@@ -453,4 +453,5 @@ def _completion(lease: int, kind: int, status: int, body: bytes) -> Completion:
         reason=str(m.get("reason", "")),
         grants=_int(m.get("grants")),
         recompute=tuple(ranges),
+        pages=m["pages"] if isinstance(m.get("pages"), bytes) else b"",
     )

@@ -54,7 +54,7 @@ type Service struct {
 
 	mu         sync.Mutex // guards what follows
 	namespaces map[page.ID]*namespace
-	pools      map[*engines.Worker]map[uint32]*pool
+	pools      map[*engines.Worker]map[uint64]*pool
 	pinned     uint64 // bytes
 }
 
@@ -74,7 +74,7 @@ type pool struct {
 // New makes a service.
 func New(o Options) *Service {
 	return &Service{o: o, namespaces: map[page.ID]*namespace{},
-		pools: map[*engines.Worker]map[uint32]*pool{}}
+		pools: map[*engines.Worker]map[uint64]*pool{}}
 }
 
 // Open adds a pool of a worker, and returns its namespace's id. The worker has not gone.
@@ -123,7 +123,7 @@ func (s *Service) Open(w *engines.Worker, p connector.Pool) (id page.ID, err err
 	}
 	ns.users++
 	if mine == nil {
-		mine = map[uint32]*pool{}
+		mine = map[uint64]*pool{}
 		s.pools[w] = mine
 	}
 	mine[p.ID] = &pool{ns, memory}

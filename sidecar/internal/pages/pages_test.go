@@ -255,7 +255,7 @@ func TestRefusesPools(t *testing.T) {
 			t.Errorf("%v, want %q", err, want)
 		}
 	}
-	for i := range uint32(MaxPools - 1) {
+	for i := range uint64(MaxPools - 1) {
 		p := r.pool
 		p.ID = 100 + i
 		if _, err := r.Open(r.w, p); err != nil {
