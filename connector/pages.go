@@ -156,8 +156,8 @@ func (w *worker) pagesLocked(rec board.Record) error {
 // checkPages refuses a pool that is not open, and blocks that another GET writes.
 func (w *worker) checkPages(what string, p *Pages) error {
 	if !w.pools.known[p.Pool] {
-		return &msg.Error{Message: what, Field: "space", Problem: fmt.Sprintf("%d has no blocks in this session",
-			p.Pool), Remedy: "send OPEN with pieces and blocks first"}
+		return &msg.Error{Message: what, Field: "space",
+			Problem: fmt.Sprintf("%d has no blocks in this session", p.Pool), Remedy: "send OPEN with pieces and blocks first"}
 	}
 	if p.Put {
 		return nil

@@ -212,15 +212,16 @@ func TestRefusedPages(t *testing.T) {
 			t.Errorf("%s: %v", want, err)
 		}
 	}
-	if _, err := e.Exists(t.Context(), msg.Exists{Spaces: []msg.SpaceRef{{Space: 9}}, Hashes: hashes16(1),
-		HashBytes: 16}); err == nil || !strings.Contains(err.Error(), "spaces[0]") {
+	if _, err := e.Exists(t.Context(), msg.Exists{Spaces: []msg.SpaceRef{{Space: 9}},
+		Hashes: hashes16(1), HashBytes: 16}); err == nil || !strings.Contains(err.Error(), "spaces[0]") {
 		t.Errorf("%v", err)
 	}
 	if err := e.Remove(t.Context(), 9); err == nil {
 		t.Error("removed what is not open")
 	}
 	for want, m := range map[string]msg.Get{
-		"9 has no blocks in this session": {Space: 9, Hashes: hashes16(1), HashBytes: 16, Blocks: []uint32{0}},
+		"9 has no blocks in this session": {Space: 9, Hashes: hashes16(1), HashBytes: 16,
+			Blocks: []uint32{0}},
 		"is block 3": {Space: e.space, Hashes: hashes16(1, 2), HashBytes: 16,
 			Blocks: []uint32{3, 3}},
 		"the pool has blocks": {Space: e.space, Hashes: hashes16(1), HashBytes: 16,
