@@ -221,12 +221,21 @@ func (d *dialer) addLane(s *session, c net.Conn, over *opening.TLS, addr string,
 		return nil, err //nolint:wrapcheck // it names the peer
 	}
 	s.mu.Lock()
+	if !s.proved && s.renewedFor != nil && *s.renewedFor != theirs {
+		// The session before this one ended for a lane that the peer had dialed in an earlier session of
+		// its own. The peer's present session has frames with the incarnation that this one inherited, so
+		// a session with a new one has to follow.
+		s.mu.Unlock()
+		s.life.Unlock()
+		d.sessions.end(s, errRenewed)
+		return nil, fmt.Errorf("peer: %s has another session: %w", s.boot, wire.ErrRefused)
+	}
 	if s.proved && s.theirs != theirs {
 		// The peer lost its session and counts frames from one again. This side does the same, in a new
 		// session.
 		s.mu.Unlock()
 		s.life.Unlock()
-		d.sessions.renew(s)
+		d.sessions.renew(s, theirs)
 		return nil, fmt.Errorf("peer: %s began a new session: %w", s.boot, wire.ErrRefused)
 	}
 	s.proved, s.theirs = true, theirs

@@ -41,6 +41,8 @@ type session struct {
 	lastDial   time.Time
 	proved     bool // a lane was open once, and theirs is valid
 	theirs     incarnation
+	// the peer's incarnation because of which the session before this one ended; nil: it did not
+	renewedFor *incarnation
 	member     bool // gossip lists it
 
 	railsLogged bool // a message about the peer's rails

@@ -34,13 +34,13 @@ type sessions struct {
 	all             map[transfer.Boot]*session
 	superseded      map[transfer.Boot]bool
 	supersededOrder []transfer.Boot
-	inherited       map[transfer.Boot]incarnation // see renew
+	inherited       map[transfer.Boot]renewal // see renew
 }
 
 func newSessions(c *core) *sessions {
 	t := &sessions{core: c, stuckAfter: stuckAfter, idleAfter: idleAfter,
 		all: map[transfer.Boot]*session{}, superseded: map[transfer.Boot]bool{},
-		inherited: map[transfer.Boot]incarnation{}}
+		inherited: map[transfer.Boot]renewal{}}
 	t.budget = delivery.NewBudget(delivery.MaxWaiting, t.shedSoon)
 	return t
 }
@@ -154,19 +154,23 @@ func (t *sessions) getOrAddLocked(boot transfer.Boot, c caller) (*session, error
 	if err != nil {
 		return nil, err
 	}
-	if old, ok := t.inherited[boot]; ok {
-		s.incarnation = old
+	if r, ok := t.inherited[boot]; ok {
+		s.incarnation, s.renewedFor = r.mine, &r.theirs
 		delete(t.inherited, boot)
 	}
 	t.all[boot] = s
 	return s, nil
 }
 
+// renewal is what a session inherits from one that the peer has renewed.
+type renewal struct{ mine, theirs incarnation }
+
 // renew ends a session because the peer has begun a new one. The peer may have accepted the
 // incarnation of the old session already: the next session keeps it, or the peer would end its new
 // session for the same reason, and so on. The peer's new session has no frame of the old one,
-// because no lane to it was added.
-func (t *sessions) renew(s *session) {
+// because no lane to it was added. If the lane with the other incarnation was a late one of an
+// earlier session of the peer, the next session's first lane shows it (addLane).
+func (t *sessions) renew(s *session, theirs incarnation) {
 	s.life.Lock()
 	defer s.life.Unlock()
 	t.mu.Lock()
@@ -177,7 +181,7 @@ func (t *sessions) renew(s *session) {
 			}
 			delete(t.inherited, boot) // any: without it a renewal may take several tries
 		}
-		t.inherited[s.boot] = s.incarnation
+		t.inherited[s.boot] = renewal{s.incarnation, theirs}
 	}
 	t.mu.Unlock()
 	t.endLocked(s, errRenewed)

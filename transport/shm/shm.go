@@ -236,10 +236,12 @@ func socketDir(dir string) (string, error) {
 	if err != nil {
 		return "", fmt.Errorf("shm: directory of the socket: %w", err)
 	}
-	if sys, ok := st.Sys().(*syscall.Stat_t); !ok || int(sys.Uid) != os.Getuid() ||
-		st.Mode().Perm()&0o077 != 0 {
-		return "", fmt.Errorf("shm: directory %q has mode %o or another owner: make it 0700 and owned "+
-			"by this user, or name another directory", dir, st.Mode().Perm())
+	if sys, ok := st.Sys().(*syscall.Stat_t); !ok || int(sys.Uid) != os.Getuid() {
+		return "", fmt.Errorf("shm: directory %q belongs to another user: choose a socket, or "+
+			"transports.shm.dir, in a directory of this user's", dir)
+	}
+	if st.Mode().Perm()&0o077 != 0 {
+		return "", fmt.Errorf("shm: directory %q has mode %04o: make it 0700", dir, st.Mode().Perm())
 	}
 	return dir, nil
 }

@@ -643,6 +643,9 @@ func engines(ctx context.Context, h *Host) []Result {
 	}
 	if err != nil {
 		why := strings.TrimSpace(fmt.Sprintf("%v %s", err, lastLine(stderr.String())))
+		if h.Python != "" { // the user named it
+			return []Result{warn("name the engine's interpreter with --python", "%s: %s", python, why)}
+		}
 		return []Result{skip("", "%s: %s; name the engine's interpreter with --python", python, why)}
 	}
 	var list []string
