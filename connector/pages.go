@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"math"
 	"slices"
+	"sync/atomic"
 	"time"
 
 	"github.com/kvspray/kvspray/connector/msg"
@@ -84,12 +85,19 @@ func SplitPageResult(b byte) (outcome, tier uint8) {
 // maxPages bounds the open GETs and PUTs of a worker.
 const maxPages = 256
 
-// pools are the pools of a worker, by their ids, and their blocks that open GETs write. Guarded
-// by worker.mu.
+// pools are the pools of a worker, by their ids, and their blocks that open GETs write or open PUTs
+// read. Guarded by worker.mu.
 type pools struct {
-	known   map[uint64]bool
-	written map[poolBlock]uint64 // lease
-	open    int                  // GETs and PUTs
+	known map[uint64]bool
+	used  map[poolBlock]blockUse
+	open  int // GETs and PUTs
+}
+
+// blockUse is a block's part in open leases: one writes it, or some read it.
+type blockUse struct {
+	by      uint64 // the last lease
+	writes  bool
+	readers int
 }
 
 type poolBlock struct {
@@ -153,21 +161,26 @@ func (w *worker) pagesLocked(rec board.Record) error {
 	return nil
 }
 
-// checkPages refuses a pool that is not open, and blocks that another GET writes.
+// checkPages refuses a pool that is not open, and blocks whose content would depend on the order of
+// this lease and an open one.
 func (w *worker) checkPages(what string, p *Pages) error {
 	if !w.pools.known[p.Pool] {
 		return &msg.Error{Message: what, Field: "space",
-			Problem: fmt.Sprintf("%d has no blocks in this session", p.Pool), Remedy: "send OPEN with pieces and blocks first"}
-	}
-	if p.Put {
-		return nil
+			Problem: fmt.Sprintf("%d has no blocks in this session", p.Pool),
+			Remedy:  "send OPEN with pieces and blocks first"}
 	}
 	for i, b := range p.Blocks {
-		if by, ok := w.pools.written[poolBlock{p.Pool, b}]; ok {
-			return &msg.Error{Message: what, Field: fmt.Sprintf("blocks[%d]", i),
-				Problem: fmt.Sprintf("block %d is written by lease %d", b, by),
-				Remedy:  "wait for that lease to complete"}
+		u, ok := w.pools.used[poolBlock{p.Pool, b}]
+		if !ok || p.Put && !u.writes {
+			continue
 		}
+		does := "read"
+		if u.writes {
+			does = "written"
+		}
+		return &msg.Error{Message: what, Field: fmt.Sprintf("blocks[%d]", i),
+			Problem: fmt.Sprintf("block %d is %s by lease %d", b, does, u.by),
+			Remedy:  "wait for that lease to complete"}
 	}
 	return nil
 }
@@ -175,14 +188,19 @@ func (w *worker) checkPages(what string, p *Pages) error {
 func (p *pools) openLocked(l *lease, r *Pages) {
 	l.pages = r
 	p.open++
-	if r.Put {
-		return
-	}
-	if p.written == nil {
-		p.written = map[poolBlock]uint64{}
+	if p.used == nil {
+		p.used = map[poolBlock]blockUse{}
 	}
 	for _, b := range r.Blocks {
-		p.written[poolBlock{r.Pool, b}] = l.id
+		at := poolBlock{r.Pool, b}
+		u := p.used[at]
+		u.by = l.id
+		if r.Put {
+			u.readers++
+		} else {
+			u.writes = true
+		}
+		p.used[at] = u
 	}
 }
 
@@ -191,9 +209,13 @@ func (p *pools) closeLocked(l *lease) {
 		return
 	}
 	p.open--
-	if !l.pages.Put {
-		for _, b := range l.pages.Blocks {
-			delete(p.written, poolBlock{l.pages.Pool, b})
+	for _, b := range l.pages.Blocks {
+		at := poolBlock{l.pages.Pool, b}
+		u := p.used[at]
+		if u.readers--; u.writes || u.readers <= 0 {
+			delete(p.used, at)
+		} else {
+			p.used[at] = u
 		}
 	}
 }
@@ -204,6 +226,8 @@ func (p *pools) closeLocked(l *lease) {
 type spaces struct {
 	ids  map[uint64]page.ID
 	pins map[uint64]func() // by the id of their EXISTS
+	// a REMOVE runs; it may take seconds, and other requests do not wait for it
+	removing atomic.Bool
 }
 
 // maxPins bounds the EXISTS of a session whose pins have not ended. A pin that ends by its time
@@ -388,12 +412,21 @@ func (c *session) onRemove(m *msg.Remove) {
 	case c.worker == nil:
 		err = &msg.Error{Message: "REMOVE", Field: "space", Problem: "this session has no blocks of it",
 			Remedy: "send it on a worker's session"}
-	default:
-		err = c.s.opt.Store.Remove(c.worker.pub, ids[0])
+	case !c.spaces.removing.CompareAndSwap(false, true):
+		err = &msg.Error{Message: "REMOVE", Field: "space", Problem: "another REMOVE is under way",
+			Remedy: "wait for its DONE"}
 	}
 	if err != nil {
 		c.refusePages(m.ID, "space", err)
 		return
 	}
-	c.send(&msg.Done{ID: m.ID})
+	id, pub := m.ID, c.worker.pub
+	c.s.wg.Go(func() {
+		defer c.spaces.removing.Store(false)
+		if err := c.s.opt.Store.Remove(pub, ids[0]); err != nil {
+			c.refusePages(id, "space", err)
+			return
+		}
+		c.send(&msg.Done{ID: id})
+	})
 }

@@ -275,5 +275,27 @@ func TestOneWriterPerBlock(t *testing.T) {
 	if refused == 0 {
 		t.Error("two gets were never under way at the same time")
 	}
+	refused = 0
+	for range 200 {
+		a, err := e.Put(msg.Put{Space: e.space, Hashes: hashes16(1), HashBytes: 16,
+			Blocks: []uint32{3}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		b, err := e.Get(get)
+		if err != nil {
+			t.Fatal(err)
+		}
+		e.ok(a)
+		if c := e.wait(b); c.Status == board.Refused {
+			refused++
+			if !strings.Contains(c.Received.Reason, "block 3 is read by lease") {
+				t.Fatal(c.Received.Reason)
+			}
+		}
+	}
+	if refused == 0 {
+		t.Error("a put and a get were never under way at the same time")
+	}
 	e.ok(func() uint64 { id, err := e.Get(get); ok(t, err); return id }())
 }

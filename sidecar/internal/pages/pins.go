@@ -19,7 +19,7 @@ const (
 )
 
 // Pin is Exists for pages that a get will soon follow: those that are there stay for the given
-// time, or until unpin is called. The pins of a namespace also end with its last pool.
+// time, or until unpin is called.
 func (s *Service) Pin(ids []page.ID, h page.Hashes, d time.Duration) (found page.Bitmap,
 	unpin func(), err error) {
 	if d <= 0 || d > MaxPinTime {
