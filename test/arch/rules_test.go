@@ -100,7 +100,8 @@ var rules = []rule{
 		"flags or files"},
 	{dir: "internal/metrics", why: "names and labels; the reasons and outcomes are transfer's",
 		own: []string{"transfer"}, ext: []string{extProm}},
-	{dir: "internal/sys/topo", why: "what the kernel and the GPU driver report of this host", ext: []string{extLink, extSys, extNVML}},
+	{dir: "internal/sys/topo", why: "what the kernel and the GPU driver report of this host",
+		ext: []string{extLink, extSys, extNVML}},
 	{dir: "internal/version", why: "what the linker and the module file report"},
 	{dir: "internal/testutil", why: "for tests of every package", own: []string{"internal/sys/slack"},
 		ext: []string{extSys}},
@@ -147,12 +148,14 @@ var rules = []rule{
 	{dir: "api/engine/gen", why: "generator of what the schema gives"},
 	{dir: "internal/board/gen", why: "generator of the Go mirror of board.h"},
 
-	{dir: "control/engines", why: "what connector and executor exchange, as plain values; it imports " +
-		"neither",
+	{dir: "control/engines",
+		why: "what connector and executor exchange, as plain values; it imports " +
+			"neither",
 		own: []string{"internal/sys/mem", "layout", "parseblock", "transfer"}},
 	{dir: "control/lease", why: "leases and slots as plain state", pure: true,
 		own: []string{"transfer"}},
-	{dir: "control/spray", why: "which lane pulls which slice, as plain state; of transfers it takes spaces and " +
+	{dir: "control/spray", why: "which lane pulls which slice, as plain state; of transfers it " +
+		"takes spaces and " +
 		"sets of chunks", pure: true,
 		own: []string{"control/spray/internal/chunks", "internal/heap", "transfer"}},
 	{dir: "control/spray/internal/chunks", why: "the chunks of one transfer, as plain state; it " +
@@ -216,8 +219,9 @@ var rules = []rule{
 		own: []string{"api/peer/v1", "control/engines", "control/exec", "control/lease",
 			"internal/sys/mem",
 			"transfer", "transport"}},
-	{dir: "control/route", why: "which rails are worth a lane, as plain values; it imports no backend " +
-		"and no lease", pure: true},
+	{dir: "control/route",
+		why: "which rails are worth a lane, as plain values; it imports no backend " +
+			"and no lease", pure: true},
 	{dir: "control/peer", why: "the sessions with other sidecars; no transport: data lanes are " +
 		"opened by the sidecar",
 		own: []string{"api/peer/v1", "control/peer/delivery", "control/peer/frame",
@@ -288,8 +292,9 @@ var rules = []rule{
 	{dir: "internal/invariants", why: "a switch of the build, for every package"},
 	{dir: "internal/wire", why: "lane frames and the proof at their start",
 		own: []string{"internal/sys/mem", "transfer"}, ext: []string{extSys}},
-	{dir: "internal/sys/usertimeout", why: "sockets that notice a lost host; independent of the bytes " +
-		"on them", ext: []string{extSys}},
+	{dir: "internal/sys/usertimeout",
+		why: "sockets that notice a lost host; independent of the bytes " +
+			"on them", ext: []string{extSys}},
 	{dir: "internal/ui/top",
 		why: "shows what a sidecar reports: the forms of its answers, and a terminal",
 		own: []string{"connector", "control/exec", "control/spray"},
