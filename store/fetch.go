@@ -228,7 +228,7 @@ func (s *Store) fetched(b *Batch, pages []int, r Result) {
 func (s *Store) spillFrom() {
 	if s.disk == nil {
 		s.memory.OnEvict(func(n uint16, k, after *page.Key, crc uint32, bytes []byte) {
-			if o := s.spills[n].Load(); o != nil {
+			if o := s.spills[n].Load(); o != nil && s.removing[n].Load() == 0 {
 				_ = o.Add(k, after, bytes, crc) // it is given up, here or there
 			}
 		})
