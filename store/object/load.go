@@ -14,6 +14,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/kvspray/kvspray/store/index"
 	"github.com/kvspray/kvspray/store/page"
 	"golang.org/x/sync/errgroup"
 )
@@ -336,7 +337,8 @@ func (t *Tier) readHeader(l listed) (*header, error) {
 
 // adoptLocked takes up the pages of an object, unless their namespace was removed since. All that
 // is in the bucket is found, also what had been given up before. Of a page that is in two objects,
-// the place that was found first counts, and a new one of this start before both.
+// the place that was found first counts, and a new one of this start before both: the object stays
+// until that one is uploaded.
 func (t *Tier) adoptLocked(h *header) {
 	o, err := t.ownerLocked(h.space, int(h.pageBytes))
 	if err != nil {
@@ -362,10 +364,60 @@ func (t *Tier) adoptLocked(h *header) {
 			t.countLocked(loc, 1)
 			return loc, nil
 		})
+		if isHere(err) {
+			t.keepLocked(x, e, (e.at-h.begin)/h.pageBytes)
+		}
 		if err != nil {
 			continue
 		}
 		t.pages.Finish(n, e.crc)
 		t.pages.Drop(n)
 	}
+}
+
+// olderAt is where an object of an earlier start has a page that was put again before that object
+// was found. It counts if the new one cannot be uploaded.
+type olderAt struct {
+	x   *object
+	loc uint32
+	crc uint32
+}
+
+// keepLocked keeps an object for a page that a builder has, too.
+func (t *Tier) keepLocked(x *object, e *entry, i uint32) {
+	n := t.pages.Find(&e.key)
+	here := t.pages.At(n)
+	if here.State == index.Gone || t.pages.Owner(uint32(n)) != x.owner.number {
+		return
+	}
+	y, at := t.at(here.Loc)
+	if y.b == nil || y.b.done || y.b.entries[at].older != nil {
+		return
+	}
+	y.b.entries[at].older = &olderAt{x, x.number<<placeBits | i, e.crc}
+	x.kept++
+}
+
+// fallBackLocked gives page i of a builder, whose node is n, its older place, if it has one.
+func (t *Tier) fallBackLocked(b *builder, i uint32, n index.Node) bool {
+	older := b.entries[i].older
+	if older == nil {
+		return false
+	}
+	t.pages.At(n).Loc = older.loc
+	t.pages.Finish(n, older.crc)
+	t.countLocked(older.loc, 1)
+	t.countLocked(b.x.number<<placeBits|i, -1)
+	return true
+}
+
+// endKeepingLocked ends what keepLocked began for the pages of a builder.
+func (t *Tier) endKeepingLocked(b *builder) {
+	for i := range b.entries {
+		if older := b.entries[i].older; older != nil {
+			b.entries[i].older = nil
+			older.x.kept--
+		}
+	}
+	t.touchLocked()
 }

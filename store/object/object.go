@@ -200,6 +200,7 @@ type object struct {
 	live    int    // that the catalog places here
 	bytes   uint64
 	readers int
+	kept    int      // pages of builders that are here, too: it stays until these are uploaded
 	b       *builder // its bytes, until it is uploaded and nobody reads from them
 	stored  bool     // it is uploaded
 	doomed  bool     // it could not be: its name is deleted when it has no pages

@@ -451,3 +451,70 @@ func TestAddChecks(t *testing.T) {
 		t.Error("it is not taken afterwards")
 	}
 }
+
+// A page is put again before the start has found the object that has it. That object stays until
+// the new one is uploaded, and counts where that fails.
+func TestPutWhileLoading(t *testing.T) {
+	for _, fails := range []bool{false, true} {
+		s := objecttest.New()
+		n := start(t, s)
+		n.add(n.o, 0, 4)
+		n.close()
+		old := objects(s)[0]
+		hold := make(chan struct{})
+		s.Fail(func(op, _ string) objecttest.Fault {
+			if op == "get" {
+				return objecttest.Fault{Hold: hold}
+			}
+			return objecttest.Fault{}
+		})
+		tier, err := object.Open(config(s.Open()))
+		if err != nil {
+			t.Fatal(err)
+		}
+		n = &node{t: t, tier: tier}
+		n.o = n.owner("a")
+		if n.add(n.o, 0, 3) != 3 {
+			t.Fatal("pages were not taken")
+		}
+		k, data := key(3), content(3) // on its way while the object is found
+		read, spilled := make(chan struct{}), make(chan struct{})
+		n.o.Spill(&k, nil, mem.CRC32C(0, data), func(to []byte) error {
+			defer close(spilled)
+			<-read
+			if copy(to, data); fails {
+				return errors.New("the disk is gone")
+			}
+			return nil
+		})
+		close(hold)
+		if err := tier.Ready(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		close(read)
+		<-spilled
+		time.Sleep(100 * time.Millisecond) // the keeper has been there
+		if s.Data(old) == nil {
+			t.Fatal("the object was deleted before its pages were uploaded")
+		}
+		if fails {
+			s.Fail(func(op, _ string) objecttest.Fault {
+				if op == "put" {
+					return objecttest.Fault{Err: errors.New("503")}
+				}
+				return objecttest.Fault{}
+			})
+		}
+		n.flush()
+		if fails {
+			all(t, n.read(n.o, 0, 4), nil)
+		} else {
+			eventually(t, "the older object is deleted", func() bool { return s.Data(old) == nil })
+		}
+		_ = tier.Close() // its uploads may fail
+		s.Fail(nil)
+		n = start(t, s)
+		all(t, n.read(n.o, 0, 4), nil)
+		n.close()
+	}
+}

@@ -93,6 +93,7 @@ func (t *Tier) sentLocked(b *builder, sent bool, err error) {
 	x.stored, x.doomed = err == nil, err != nil && sent
 	if err == nil {
 		t.stats.Uploaded += uint64(x.pages)
+		t.endKeepingLocked(b)
 	} else {
 		if mistake(err) && t.problem == nil {
 			t.problem = err
@@ -107,12 +108,16 @@ func (t *Tier) sentLocked(b *builder, sent bool, err error) {
 	t.wake.Broadcast()
 }
 
-// dropPagesLocked gives up the pages of a builder.
+// dropPagesLocked gives up the pages of a builder, but those that an older object has, too.
 func (t *Tier) dropPagesLocked(b *builder) {
+	defer t.endKeepingLocked(b)
 	for i := range b.entries {
 		n := t.pages.Find(&b.entries[i].key)
 		if !t.pages.Readable(n, b.x.owner.number) ||
 			t.pages.At(n).Loc != b.x.number<<placeBits|uint32(i) {
+			continue
+		}
+		if t.fallBackLocked(b, uint32(i), n) {
 			continue
 		}
 		t.pages.Hold(n)
