@@ -60,7 +60,7 @@ func (t *Tier) begin(ctx context.Context) error {
 		data, tag, err := t.c.Bucket.Load(ctx, t.ledgerName())
 		return loaded{data, tag}, err
 	})
-	was, when := &ledger{}, Condition{Tag: have.tag}
+	was, when := &ledger{removed: map[page.ID]uint64{}}, Condition{Tag: have.tag}
 	switch {
 	case errors.Is(err, ErrNotFound) && found != "":
 		return &ConfigError{"prefix", t.c.Prefix, "object " + found + " is there, and no record of " +
@@ -80,22 +80,11 @@ func (t *Tier) begin(ctx context.Context) error {
 	t.mu.Lock()
 	t.ledger.store, t.ledger.epoch = was.store, was.epoch+1
 	first := t.ledger.epoch << epochShift
-	for id, before := range was.removed {
-		if t.ledger.removed[id] == 0 {
-			t.ledger.removed[id] = before
-		}
-	}
-	pending := map[page.ID]uint64{}
-	for id, before := range t.ledger.removed {
-		if before == everyLife {
-			pending[id] = first + 1
-		}
-	}
-	maps.Copy(t.ledger.removed, pending)
+	pending := t.mergeRemovalsLocked(was.removed, first)
 	t.mu.Unlock()
 	if err := t.writeLedger(ctx, limit, when); err != nil {
 		t.mu.Lock()
-		for id := range pending {
+		for _, id := range pending {
 			t.ledger.removed[id] = everyLife
 		}
 		t.mu.Unlock()
@@ -106,6 +95,22 @@ func (t *Tier) begin(ctx context.Context) error {
 	t.life, t.state, t.problem = first, loading, nil
 	t.wake.Broadcast()
 	return nil
+}
+
+// mergeRemovalsLocked takes up those that the ledger in the bucket has, and adds those that were
+// asked for before it could be read: they count for all earlier starts. It returns these. Their
+// callers had an error, so what the ledger has no room for is left out.
+func (t *Tier) mergeRemovalsLocked(was map[page.ID]uint64, first uint64) (pending []page.ID) {
+	removed := maps.Clone(was)
+	for id, before := range t.ledger.removed {
+		_, again := was[id]
+		if before == everyLife && (again || len(removed) < maxRemovals) {
+			removed[id] = first + 1
+			pending = append(pending, id)
+		}
+	}
+	t.ledger.removed = removed
+	return pending
 }
 
 // writeLedger makes the ledger durable, unless another process has replaced it. The caller holds
@@ -122,17 +127,21 @@ func (t *Tier) writeLedger(ctx context.Context, limit time.Duration, when Condit
 		if !errors.Is(err, ErrChanged) {
 			return tag, err
 		}
-		// An earlier try may have changed it, whose answer was lost.
-		have, tag, e := t.c.Bucket.Load(ctx, t.ledgerName())
-		if e != nil && !final(e) {
-			return "", e
+		// A write of this process may have changed it, whose answer was lost.
+		have, tag, err := t.c.Bucket.Load(ctx, t.ledgerName())
+		if err != nil && !errors.Is(err, ErrNotFound) {
+			return "", err
 		}
-		if l, e := parseLedger(have); e == nil && l.process == t.ledger.process &&
-			l.generation == generation {
-			return tag, nil
+		l, err := parseLedger(have)
+		switch {
+		case err != nil || l.process != t.ledger.process:
+			return "", &ConfigError{"prefix", t.c.Prefix, "another process has opened the store " +
+				"under it", "give each sidecar a prefix of its own, and restart it"}
+		case l.generation != generation:
+			when = Condition{Tag: tag}
+			return "", errors.New("an earlier write of it came in between")
 		}
-		return "", &ConfigError{"prefix", t.c.Prefix, "another process has opened the store under it",
-			"give each sidecar a prefix of its own, and restart it"}
+		return tag, nil
 	})
 	if err == nil {
 		t.tag = tag
