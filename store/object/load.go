@@ -32,19 +32,7 @@ func (t *Tier) begin(ctx context.Context) error {
 	t.book.Lock()
 	defer t.book.Unlock()
 	limit := t.c.Timeouts.Open
-	found := ""
-	_, err := try(ctx, t, limit, "list "+t.pagesName(), func(ctx context.Context) (int, error) {
-		found = ""
-		stop := errors.New("one is enough")
-		err := t.c.Bucket.List(ctx, t.pagesName(), func(name string, _ int64) error {
-			found = name
-			return stop
-		})
-		if errors.Is(err, stop) {
-			err = nil
-		}
-		return 0, err
-	})
+	found, err := t.listSome(ctx, limit, "", 1)
 	if err != nil {
 		return err
 	}
@@ -62,8 +50,8 @@ func (t *Tier) begin(ctx context.Context) error {
 	})
 	was, when := &ledger{removed: map[page.ID]uint64{}}, Condition{Tag: have.tag}
 	switch {
-	case errors.Is(err, ErrNotFound) && found != "":
-		return &ConfigError{"prefix", t.c.Prefix, "object " + found + " is there, and no record of " +
+	case errors.Is(err, ErrNotFound) && len(found) > 0:
+		return &ConfigError{"prefix", t.c.Prefix, "object " + found[0].name + " is there, and no record of " +
 			"removals, " + t.ledgerName(), "name another prefix, or empty it yourself: its pages " +
 			"are lost"}
 	case errors.Is(err, ErrNotFound):
@@ -210,15 +198,9 @@ type listed struct {
 // load finds the pages of all earlier starts, the oldest ones first. It goes on until it has all;
 // false: the tier was closed, or has stopped.
 func (t *Tier) load() bool {
-	var rest []listed
-	for {
-		var err error
-		if rest, err = t.list(); err == nil {
-			break
-		}
-		if !t.failing(err) {
-			return false
-		}
+	rest, ok := t.list()
+	if !ok {
+		return false
 	}
 	for len(rest) > 0 {
 		n := min(len(rest), 4*t.c.Loads)
@@ -247,28 +229,56 @@ func (t *Tier) failing(err error) bool {
 	return t.sleep(firstAway)
 }
 
-// list names the objects of earlier starts, the oldest ones first.
-func (t *Tier) list() ([]listed, error) {
+// list names the objects of earlier starts, the oldest ones first. It goes on until it has all;
+// false: the tier was closed, or has stopped.
+func (t *Tier) list() (out []listed, ok bool) {
 	t.mu.Lock()
 	epoch := t.ledger.epoch
 	t.mu.Unlock()
-	return try(t.ctx, t, t.c.Timeouts.Small, "list "+t.pagesName(),
-		func(ctx context.Context) ([]listed, error) {
-			out := []listed{}
-			err := t.c.Bucket.List(ctx, t.pagesName(), func(name string, size int64) error {
-				digits := strings.TrimPrefix(name, t.pagesName())
-				life, err := strconv.ParseUint(digits, 16, 64)
-				switch {
-				case err != nil || len(digits) != 16 || digits != fmt.Sprintf("%016x", life):
-					t.passOver(name, errForeign)
-				case epochOf(life) < epoch:
-					out = append(out, listed{name, life, size})
-				}
-				return nil
-			})
-			slices.SortFunc(out, func(a, b listed) int { return cmp.Compare(a.life, b.life) })
-			return out, err
+	for after, more := "", true; more; {
+		some, err := t.listSome(t.ctx, t.c.Timeouts.Small, after, ListPage)
+		if err != nil {
+			if !t.failing(err) {
+				return nil, false
+			}
+			continue
+		}
+		for _, l := range some {
+			digits := strings.TrimPrefix(l.name, t.pagesName())
+			life, err := strconv.ParseUint(digits, 16, 64)
+			switch {
+			case err != nil || len(digits) != 16 || digits != fmt.Sprintf("%016x", life):
+				t.passOver(l.name, errForeign)
+			case epochOf(life) < epoch:
+				l.life = life
+				out = append(out, l)
+			}
+			after = l.name
+		}
+		more = len(some) == ListPage
+	}
+	slices.SortFunc(out, func(a, b listed) int { return cmp.Compare(a.life, b.life) })
+	return out, true
+}
+
+// listSome names up to most of the objects whose names come after another one. With ListPage at
+// most it is one request.
+func (t *Tier) listSome(ctx context.Context, limit time.Duration, after string,
+	most int) ([]listed, error) {
+	enough := errors.New("enough")
+	return try(ctx, t, limit, "list "+t.pagesName(), func(ctx context.Context) ([]listed, error) {
+		var out []listed
+		err := t.c.Bucket.List(ctx, t.pagesName(), after, func(name string, size int64) error {
+			if out = append(out, listed{name: name, size: size}); len(out) == most {
+				return enough
+			}
+			return nil
 		})
+		if errors.Is(err, enough) {
+			err = nil
+		}
+		return out, err
+	})
 }
 
 // passOver notes an object that is not touched.

@@ -7,6 +7,7 @@ import (
 	"context"
 	"encoding/binary"
 	"errors"
+	"fmt"
 	"math/rand/v2"
 	"strings"
 	"sync/atomic"
@@ -516,5 +517,38 @@ func TestPutWhileLoading(t *testing.T) {
 		n = start(t, s)
 		all(t, n.read(n.o, 0, 4), nil)
 		n.close()
+	}
+}
+
+// A listing takes as long as it takes: each of its requests has a timeout, and a retry, of its own.
+func TestLongListing(t *testing.T) {
+	s := objecttest.New()
+	n := start(t, s)
+	n.add(n.o, 0, 4)
+	n.close()
+	const others = 3 * object.ListPage
+	for i := range others {
+		s.Set(fmt.Sprintf("node1/pages/%016x", 1+i), []byte("text"))
+	}
+	var lists atomic.Int64
+	s.Fail(func(op, _ string) objecttest.Fault {
+		if op != "list" {
+			return objecttest.Fault{}
+		}
+		if lists.Add(1)%3 == 0 {
+			return objecttest.Fault{Err: errors.New("503")}
+		}
+		hold := make(chan struct{})
+		time.AfterFunc(400*time.Millisecond, func() { close(hold) })
+		return objecttest.Fault{Hold: hold}
+	})
+	n = start(t, s) // with a second for each request
+	defer n.close()
+	all(t, n.read(n.o, 0, 4), nil)
+	if st := n.tier.Stats(); st.Foreign != others || st.Objects != 1 {
+		t.Errorf("%+v", st)
+	}
+	if lists.Load() < 6 {
+		t.Errorf("%d requests", lists.Load())
 	}
 }
