@@ -103,9 +103,6 @@ func (t *Tier) delete(x *object) bool {
 	defer t.mu.Unlock()
 	x.busy = false
 	if err != nil {
-		if mistake(err) {
-			t.problem = err
-		}
 		return false
 	}
 	t.forgetLocked(x)

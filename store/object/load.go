@@ -36,7 +36,9 @@ func (t *Tier) begin(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if err := t.deleteName(ctx, t.c.Prefix+"nothing", limit); err != nil {
+	// A name that no object has: nothing of another user of the bucket is deleted.
+	if err := t.deleteName(ctx, fmt.Sprintf("%snone-%x", t.pagesName(), t.ledger.process),
+		limit); err != nil {
 		return err
 	}
 	type loaded struct {
@@ -101,14 +103,15 @@ func (t *Tier) mergeRemovalsLocked(was map[page.ID]uint64, first uint64) (pendin
 	return pending
 }
 
-// writeLedger makes the ledger durable, unless another process has replaced it. The caller holds
-// book.
+// writeLedger makes the ledger durable, unless another process has replaced it: then it stops the
+// tier. The caller holds book.
 func (t *Tier) writeLedger(ctx context.Context, limit time.Duration, when Condition) error {
 	t.mu.Lock()
 	t.ledger.generation++
 	generation := t.ledger.generation
 	data := t.ledger.encode()
 	t.mu.Unlock()
+	taken := false
 	tag, err := try(ctx, t, limit, "write "+t.ledgerName(), func(ctx context.Context) (string,
 		error) {
 		tag, err := t.c.Bucket.Put(ctx, t.ledgerName(), data, when)
@@ -123,6 +126,7 @@ func (t *Tier) writeLedger(ctx context.Context, limit time.Duration, when Condit
 		l, err := parseLedger(have)
 		switch {
 		case err != nil || l.process != t.ledger.process:
+			taken = true
 			return "", &ConfigError{"prefix", t.c.Prefix, "another process has opened the store " +
 				"under it", "give each sidecar a prefix of its own, and restart it"}
 		case l.generation != generation:
@@ -131,8 +135,11 @@ func (t *Tier) writeLedger(ctx context.Context, limit time.Duration, when Condit
 		}
 		return tag, nil
 	})
-	if err == nil {
+	switch {
+	case err == nil:
 		t.tag = tag
+	case taken:
+		t.stop(err)
 	}
 	return err
 }
@@ -146,13 +153,11 @@ func (t *Tier) keep() {
 		ctx, cancel := context.WithTimeout(t.ctx, t.c.Timeouts.Open)
 		err := t.begin(ctx)
 		cancel()
-		if mistake(err) {
-			t.stop(err)
-		} else if err != nil {
-			t.mu.Lock()
+		t.mu.Lock()
+		if err != nil && t.state == opening {
 			t.problem = err
-			t.mu.Unlock()
 		}
+		t.mu.Unlock()
 	}
 	if t.stateNow() == stopped || !t.load() {
 		return
@@ -206,7 +211,7 @@ func (t *Tier) load() bool {
 		n := min(len(rest), 4*t.c.Loads)
 		failed, err := t.loadSome(rest[:n])
 		rest = append(rest[n:], failed...)
-		if err != nil && !t.failing(err) {
+		if err != nil && !t.sleep(firstAway) {
 			return false
 		}
 	}
@@ -220,17 +225,8 @@ func (t *Tier) load() bool {
 	return true
 }
 
-// failing shows why the start takes long, and waits; false: it is over.
-func (t *Tier) failing(err error) bool {
-	if mistake(err) {
-		t.stop(err)
-		return false
-	}
-	return t.sleep(firstAway)
-}
-
 // list names the objects of earlier starts, the oldest ones first. It goes on until it has all;
-// false: the tier was closed, or has stopped.
+// false: the tier was closed.
 func (t *Tier) list() (out []listed, ok bool) {
 	t.mu.Lock()
 	epoch := t.ledger.epoch
@@ -238,7 +234,7 @@ func (t *Tier) list() (out []listed, ok bool) {
 	for after, more := "", true; more; {
 		some, err := t.listSome(t.ctx, t.c.Timeouts.Small, after, ListPage)
 		if err != nil {
-			if !t.failing(err) {
+			if !t.sleep(firstAway) {
 				return nil, false
 			}
 			continue

@@ -7,7 +7,6 @@ import (
 	"context"
 	"encoding/binary"
 	"errors"
-	"fmt"
 	"math/rand/v2"
 	"strings"
 	"sync/atomic"
@@ -285,7 +284,7 @@ func TestForeignObjects(t *testing.T) {
 	n.close()
 	names := map[string][]byte{"node1/pages/0000001000000777": theirs,
 		"node1/pages/0000001000000778": newer, "node1/pages/readme": []byte("text"),
-		"node1/pages/0000001000000779": []byte("text")}
+		"node1/pages/0000001000000779": []byte("text"), "node1/nothing": []byte("text")}
 	for name, data := range names {
 		two.Set(name, data)
 	}
@@ -355,7 +354,9 @@ func TestConfigIsChecked(t *testing.T) {
 		{func(c *object.Config) { c.ObjectBytes = 1 << 20 }, []string{"object_bytes", "1048576"}},
 		{func(c *object.Config) { c.Size = 1 }, []string{"size", "33554432"}},
 		{func(c *object.Config) { c.Buffers = 1 }, []string{"buffers"}},
-		{func(c *object.Config) { c.Size = 1 << 60 }, []string{"size", "object_bytes"}},
+		{func(c *object.Config) { c.Size = 1 << 60 }, []string{"size", "2199023255552"}},
+		{func(c *object.Config) { c.Size, c.ObjectBytes = 8<<40+1<<30, 0 },
+			[]string{"size", "8796093022208"}},
 	} {
 		cfg := config(objecttest.New().Open())
 		c.change(&cfg)
@@ -450,105 +451,5 @@ func TestAddChecks(t *testing.T) {
 	all(t, n.read(n.o, 1, 2), object.ErrMissing)
 	if n.add(n.o, 1, 2) != 1 {
 		t.Error("it is not taken afterwards")
-	}
-}
-
-// A page is put again before the start has found the object that has it. That object stays until
-// the new one is uploaded, and counts where that fails.
-func TestPutWhileLoading(t *testing.T) {
-	for _, fails := range []bool{false, true} {
-		s := objecttest.New()
-		n := start(t, s)
-		n.add(n.o, 0, 4)
-		n.close()
-		old := objects(s)[0]
-		hold := make(chan struct{})
-		s.Fail(func(op, _ string) objecttest.Fault {
-			if op == "get" {
-				return objecttest.Fault{Hold: hold}
-			}
-			return objecttest.Fault{}
-		})
-		tier, err := object.Open(config(s.Open()))
-		if err != nil {
-			t.Fatal(err)
-		}
-		n = &node{t: t, tier: tier}
-		n.o = n.owner("a")
-		if n.add(n.o, 0, 3) != 3 {
-			t.Fatal("pages were not taken")
-		}
-		k, data := key(3), content(3) // on its way while the object is found
-		read, spilled := make(chan struct{}), make(chan struct{})
-		n.o.Spill(&k, nil, mem.CRC32C(0, data), func(to []byte) error {
-			defer close(spilled)
-			<-read
-			if copy(to, data); fails {
-				return errors.New("the disk is gone")
-			}
-			return nil
-		})
-		close(hold)
-		if err := tier.Ready(t.Context()); err != nil {
-			t.Fatal(err)
-		}
-		close(read)
-		<-spilled
-		time.Sleep(100 * time.Millisecond) // the keeper has been there
-		if s.Data(old) == nil {
-			t.Fatal("the object was deleted before its pages were uploaded")
-		}
-		if fails {
-			s.Fail(func(op, _ string) objecttest.Fault {
-				if op == "put" {
-					return objecttest.Fault{Err: errors.New("503")}
-				}
-				return objecttest.Fault{}
-			})
-		}
-		n.flush()
-		if fails {
-			all(t, n.read(n.o, 0, 4), nil)
-		} else {
-			eventually(t, "the older object is deleted", func() bool { return s.Data(old) == nil })
-		}
-		_ = tier.Close() // its uploads may fail
-		s.Fail(nil)
-		n = start(t, s)
-		all(t, n.read(n.o, 0, 4), nil)
-		n.close()
-	}
-}
-
-// A listing takes as long as it takes: each of its requests has a timeout, and a retry, of its own.
-func TestLongListing(t *testing.T) {
-	s := objecttest.New()
-	n := start(t, s)
-	n.add(n.o, 0, 4)
-	n.close()
-	const others = 3 * object.ListPage
-	for i := range others {
-		s.Set(fmt.Sprintf("node1/pages/%016x", 1+i), []byte("text"))
-	}
-	var lists atomic.Int64
-	s.Fail(func(op, _ string) objecttest.Fault {
-		if op != "list" {
-			return objecttest.Fault{}
-		}
-		if lists.Add(1)%3 == 0 {
-			return objecttest.Fault{Err: errors.New("503")}
-		}
-		hold := make(chan struct{})
-		time.AfterFunc(400*time.Millisecond, func() { close(hold) })
-		return objecttest.Fault{Hold: hold}
-	})
-	n = start(t, s) // with a second for each request
-	defer n.close()
-	all(t, n.read(n.o, 0, 4), nil)
-	if st := n.tier.Stats(); st.Foreign != others || st.Objects != 1 {
-		t.Errorf("%+v", st)
-	}
-	if lists.Load() < 6 {
-		t.Errorf("%d requests", lists.Load())
 	}
 }

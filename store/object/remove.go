@@ -40,11 +40,7 @@ func (o *Owner) Remove(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	err = t.writeLedger(ctx, t.c.Timeouts.Small, Condition{Tag: t.tag})
-	if mistake(err) {
-		t.stop(err)
-	}
-	return err
+	return t.writeLedger(ctx, t.c.Timeouts.Small, Condition{Tag: t.tag})
 }
 
 // forgetRemovalsLocked makes room in a full ledger. A removal can go when no object is known that

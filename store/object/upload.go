@@ -78,7 +78,7 @@ func (t *Tier) send(ctx context.Context, b *builder) error {
 	t.stored += x.bytes
 	t.mu.Unlock()
 	h.encode(data[:h.begin], store)
-	_, err := try(ctx, t, t.c.Timeouts.Upload, "upload "+x.name(t),
+	_, err := try(ctx, t, t.c.Timeouts.Upload, "write "+x.name(t),
 		func(ctx context.Context) (string, error) {
 			return t.c.Bucket.Put(ctx, x.name(t), data, Condition{})
 		})
@@ -95,9 +95,6 @@ func (t *Tier) sentLocked(b *builder, sent bool, err error) {
 		t.stats.Uploaded += uint64(x.pages)
 		t.endKeepingLocked(b)
 	} else {
-		if mistake(err) && t.problem == nil {
-			t.problem = err
-		}
 		t.stats.Dropped += uint64(x.live)
 		t.dropPagesLocked(b)
 	}
