@@ -520,7 +520,8 @@ func (sp *Space) Remove() error {
 		removing := &sp.s.removing[sp.number]
 		removing.Add(1)
 		defer removing.Add(-1)
-		sp.s.memory.Used(sp.number)                                    // takes memory's lock: evictions that began before have ended
+		// This takes memory's lock: evictions that began before have ended.
+		sp.s.memory.Used(sp.number)
 		err = errors.Join(err, sp.object.Remove(context.Background())) // it has a timeout
 	}
 	// After the others: a page that is loaded from there meanwhile has its slot, which is found here.

@@ -53,9 +53,9 @@ func (t *Tier) begin(ctx context.Context) error {
 	was, when := &ledger{removed: map[page.ID]uint64{}}, Condition{Tag: have.tag}
 	switch {
 	case errors.Is(err, ErrNotFound) && len(found) > 0:
-		return &ConfigError{"prefix", t.c.Prefix, "object " + found[0].name + " is there, and no record of " +
-			"removals, " + t.ledgerName(), "name another prefix, or empty it yourself: its pages " +
-			"are lost"}
+		return &ConfigError{"prefix", t.c.Prefix, "object " + found[0].name + " is there, and no " +
+			"record of removals, " + t.ledgerName(), "name another prefix, or empty it yourself: " +
+			"its pages are lost"}
 	case errors.Is(err, ErrNotFound):
 		_, _ = rand.Read(was.store[:]) // never fails
 		when = Condition{Absent: true}

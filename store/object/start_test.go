@@ -22,8 +22,11 @@ func TestPutWhileLoading(t *testing.T) {
 		s := objecttest.New()
 		n := start(t, s)
 		n.add(n.o, 0, 4)
-		n.close()
+		n.flush()
 		old := objects(s)[0]
+		n.add(n.owner("b"), 10, 11)
+		n.close()
+		dead := objects(s)[1]
 		hold := make(chan struct{})
 		s.Fail(func(op, _ string) objecttest.Fault {
 			if op == "get" {
@@ -56,7 +59,10 @@ func TestPutWhileLoading(t *testing.T) {
 		}
 		close(read)
 		<-spilled
-		time.Sleep(100 * time.Millisecond) // the keeper has been there
+		if err := n.owner("b").Remove(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		eventually(t, "dead objects are deleted", func() bool { return s.Data(dead) == nil })
 		if s.Data(old) == nil {
 			t.Fatal("the object was deleted before its pages were uploaded")
 		}
