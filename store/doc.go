@@ -18,7 +18,7 @@
 //
 // A page whose Result is Hit has the bytes that were put: its checksum, made once at the put, is
 // compared where it enters a disk, leaves it, and is copied out. Anything else is a Result that is
-// no Hit, and the placement is undefined. A page whose Result is durable survives kill -9 and the
+// no Hit, and the block is undefined. A page whose Result is durable survives kill -9 and the
 // loss of power, until it is given up for others or its namespace is removed. A page goes only
 // after all that follow it in its prompt, so a prompt's pages that are here are its first ones;
 // damage and the loss of a disk's segment are the exceptions. A removed namespace does not come
@@ -54,17 +54,12 @@
 // not kept over a restart: the oldest ones go first then. A get compares every page's checksum,
 // which costs about as much as the copy itself on one core (copy.go).
 //
-// # How it will be joined to the rest
+// # How engines use it
 //
-// Engine protocol: REGISTER without a layout names regions; PUT, GET, EXISTS, PIN and CANCEL on the
-// submission ring become calls here, with one Batch per record, whose placements are mem.Blocks of
-// the registered regions, and Done the record's completion. A session that ends cancels its
-// batches, waits for each Fence and releases its Pins, before its regions go. GPU regions work as
-// they are (copies go through mem.Device); loading layer by layer wants placements in layer order
-// and a Result per layer. Peers: a page that another node has is one more tier below memory, asked
-// between memory and disk; its transfer space is one segment with the slot of Reserve as its only
-// piece, and Commit follows the transfer's commit. A peer that reads from here pins with Pins and
-// gives Pins.Blocks to the lanes. The directory learns of pages by a hook where Commit and the
-// catalogs' release run; it holds hints, so the order does not matter. Configuration:
-// store.memory, store.disk and store.object of the sidecar map to Config.
+// Package sidecar/internal/pages serves a store over the engine protocol (docs/protocol-store.md).
+// OPEN becomes a Pool of the worker's registered regions and a Space, which stays open as long as
+// a pool of it. A GET or PUT on the submission ring is one Batch and one lease: at the lease's end
+// the batch is canceled, and the completion waits for its Fence. EXISTS becomes Exists, or Pin for
+// a time, and REMOVE becomes Remove. Blocks may lie in GPU memory: copies go through mem.Device.
+// The sidecar's store.memory, store.disk and store.object are Config.
 package store

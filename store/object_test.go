@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"strings"
 	"testing"
 	"time"
 
@@ -109,6 +110,65 @@ func TestObjectsSurviveTheNode(t *testing.T) {
 	}
 	e.close()
 	f.close()
+	shut(t, s)
+}
+
+// What memory gives up of a namespace while it is removed is not found in the object tier again:
+// not after the removal, and not after a restart.
+func TestRemovedWhileMemoryGivesUp(t *testing.T) {
+	objects := objecttest.New()
+	s := overObjects(t, objects, false)
+	e, f := newEngine(t, s, "a", 4096), newEngine(t, s, "b", 4096)
+	e.put(upTo(0, 20)...)
+	hold, reached := make(chan struct{}), make(chan struct{}, 10)
+	objects.Fail(func(op, name string) objecttest.Fault {
+		if op == "put" && strings.HasSuffix(name, "ledger.kvspray") {
+			reached <- struct{}{}
+			return objecttest.Fault{Hold: hold}
+		}
+		return objecttest.Fault{}
+	})
+	removed := make(chan error)
+	go func() { removed <- e.space.Remove() }()
+	<-reached
+	for at := 0; at < 120; at += 20 {
+		f.put(upTo(at, at+20)...)
+	}
+	if st := s.Stats(); st.Memory.Evicted < 20 {
+		t.Fatalf("memory kept the pages: %+v", st)
+	}
+	again := newEngine(t, s, "a", 4096) // opening it meanwhile changes nothing
+	again.close()
+	close(hold)
+	if err := <-removed; err != nil {
+		t.Fatal(err)
+	}
+	objects.Fail(nil)
+	flush(t, s)
+	if rs := e.get(upTo(0, 20)...); count(rs, Miss) != 20 {
+		t.Errorf("after the removal: %+v", rs)
+	}
+	e.put(upTo(30, 40)...) // what is put afterwards is there
+	for at := 0; at < 120; at += 20 {
+		f.put(upTo(at, at+20)...)
+		f.get(upTo(at, at+20)...)
+	}
+	flush(t, s)
+	e.close()
+	f.close()
+	shut(t, s)
+	s = overObjects(t, objects, false)
+	if err := s.object.Ready(context.Background()); err != nil {
+		t.Fatal(err)
+	}
+	e = newEngine(t, s, "a", 4096)
+	if rs := e.get(upTo(0, 20)...); count(rs, Miss) != 20 {
+		t.Errorf("after a restart: %+v", rs)
+	}
+	if rs := e.get(upTo(30, 40)...); count(rs, Hit) != 10 {
+		t.Errorf("pages that were put after the removal: %+v", rs)
+	}
+	e.close()
 	shut(t, s)
 }
 

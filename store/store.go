@@ -49,6 +49,7 @@ type Store struct {
 	fetches   *fetches
 	// of namespaces that are open, by their numbers: where pages go that no other tier keeps
 	spills   [MaxSpaces]atomic.Pointer[object.Owner]
+	removing [MaxSpaces]atomic.Int32 // removals under way: their namespaces' pages go nowhere
 	schedule *schedule
 	pool     int // workers
 	workers  sync.WaitGroup
@@ -514,6 +515,13 @@ func (sp *Space) Remove() error {
 	}
 	sp.mu.Unlock() // what is put from now on is later than the removal, or goes, too
 	if sp.object != nil {
+		// The object tier forgets the pages that it has now. What memory gives up from now on, and
+		// until its own pages go, would be there again.
+		removing := &sp.s.removing[sp.number]
+		removing.Add(1)
+		defer removing.Add(-1)
+		// This takes memory's lock: evictions that began before have ended.
+		sp.s.memory.Used(sp.number)
 		err = errors.Join(err, sp.object.Remove(context.Background())) // it has a timeout
 	}
 	// After the others: a page that is loaded from there meanwhile has its slot, which is found here.

@@ -125,6 +125,8 @@ func TestMistakes(t *testing.T) {
 			[]string{"store.object.bucket", "name a bucket"}},
 		"object without prefix": {"store: {memory: 1GiB, object: {bucket: b, size: 1GiB}}",
 			[]string{"store.object.prefix", "missing"}},
+		"large object store": {"store: {memory: 1GiB, object: {bucket: b, prefix: p, size: 9TiB}}",
+			[]string{"store.object.size", "use 128MiB to 8TiB"}},
 		"object elsewhere": {"store: {memory: 1GiB, object: {bucket: b, prefix: p, size: 1GiB, " +
 			"endpoint: \"ftp://a\"}}", []string{"store.object.endpoint", "not a URL"}},
 		"odd segment": {"store: {memory: 1GiB, segment: 3MiB}", []string{"store.segment",

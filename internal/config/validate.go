@@ -36,6 +36,7 @@ const (
 	maxStoreMemory = 16 << 40
 	minStoreDisk   = 64 << 20
 	minStoreObject = 128 << 20
+	maxStoreObject = 8 << 40 // what store/object can name in objects of its default size
 	minSegment     = 1 << 20
 	maxSegment     = 1 << 30
 	maxStoreDisk   = 256 << 40
@@ -150,7 +151,7 @@ func (v *checker) store() {
 	if o := st.Object; o.Bucket != "" {
 		v.check(o.Prefix != "", "store.object.prefix", o.Prefix, "missing",
 			"name one for this sidecar alone")
-		v.size("store.object.size", o.Size, minStoreObject, maxStoreDisk)
+		v.size("store.object.size", o.Size, minStoreObject, maxStoreObject)
 		v.check(o.Endpoint == "" || strings.HasPrefix(o.Endpoint, "http://") ||
 			strings.HasPrefix(o.Endpoint, "https://"), "store.object.endpoint", o.Endpoint, "not a URL",
 			"start it with https:// or http://")

@@ -150,7 +150,7 @@ func (t *Tier) fill(b *builder, i uint32, n index.Node, crc uint32, err error) e
 		b.entries[i].crc, b.entries[i].whole = crc, true
 		t.pages.Finish(n, crc)
 		t.stats.Added++
-	} else {
+	} else if !t.fallBackLocked(b, i, n) {
 		t.pages.Doom(n)
 	}
 	t.pages.Drop(n)

@@ -20,13 +20,17 @@ type Bucket interface {
 	Load(ctx context.Context, name string) (data []byte, tag string, err error)
 	// Put writes a whole object in one step: readers see all of it, or nothing.
 	Put(ctx context.Context, name string, data []byte, when Condition) (tag string, err error)
-	// List calls each with every object whose name begins with prefix, in the order of names.
-	List(ctx context.Context, prefix string, each func(name string, size int64) error) error
+	// List calls each with every object whose name begins with prefix and comes after another one,
+	// in the order of names, until it returns an error. A request has up to ListPage of them.
+	List(ctx context.Context, prefix, after string, each func(name string, size int64) error) error
 	// Delete deletes an object. An object that does not exist is no error.
 	Delete(ctx context.Context, name string) error
 	// Close ends idle connections.
 	Close()
 }
+
+// ListPage is how many objects one request lists, as in S3.
+const ListPage = 1000
 
 // Condition is what must hold for a Put to change anything; otherwise it returns ErrChanged. The
 // zero Condition always holds.

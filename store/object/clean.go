@@ -73,7 +73,7 @@ func (t *Tier) again() {
 // deadLocked lists objects without pages that nobody reads, and forgets those that were never sent.
 func (t *Tier) deadLocked() (dead []*object) {
 	for _, x := range t.objects {
-		if x == nil || x.live > 0 || x.readers > 0 || x.busy || x.b != nil {
+		if x == nil || x.live > 0 || x.readers > 0 || x.kept > 0 || x.busy || x.b != nil {
 			continue
 		}
 		if !x.stored && !x.doomed {
@@ -103,9 +103,6 @@ func (t *Tier) delete(x *object) bool {
 	defer t.mu.Unlock()
 	x.busy = false
 	if err != nil {
-		if mistake(err) {
-			t.problem = err
-		}
 		return false
 	}
 	t.forgetLocked(x)

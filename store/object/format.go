@@ -57,7 +57,9 @@ type entry struct {
 	after page.Key // the page before it in its prompt; zero: none
 	crc   uint32
 	at    uint32 // bytes from the beginning of the object
-	whole bool   // its bytes are there; not part of the format
+	// Not part of the format:
+	whole bool     // its bytes are there
+	older *olderAt // nil: no object in the bucket has the page
 }
 
 // before is the key of the page before it, or nil.

@@ -14,6 +14,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/kvspray/kvspray/store/index"
 	"github.com/kvspray/kvspray/store/page"
 	"golang.org/x/sync/errgroup"
 )
@@ -31,23 +32,13 @@ func (t *Tier) begin(ctx context.Context) error {
 	t.book.Lock()
 	defer t.book.Unlock()
 	limit := t.c.Timeouts.Open
-	found := ""
-	_, err := try(ctx, t, limit, "list "+t.pagesName(), func(ctx context.Context) (int, error) {
-		found = ""
-		stop := errors.New("one is enough")
-		err := t.c.Bucket.List(ctx, t.pagesName(), func(name string, _ int64) error {
-			found = name
-			return stop
-		})
-		if errors.Is(err, stop) {
-			err = nil
-		}
-		return 0, err
-	})
+	found, err := t.listSome(ctx, limit, "", 1)
 	if err != nil {
 		return err
 	}
-	if err := t.deleteName(ctx, t.c.Prefix+"nothing", limit); err != nil {
+	// A name that no object has: nothing of another user of the bucket is deleted.
+	if err := t.deleteName(ctx, fmt.Sprintf("%snone-%x", t.pagesName(), t.ledger.process),
+		limit); err != nil {
 		return err
 	}
 	type loaded struct {
@@ -59,12 +50,12 @@ func (t *Tier) begin(ctx context.Context) error {
 		data, tag, err := t.c.Bucket.Load(ctx, t.ledgerName())
 		return loaded{data, tag}, err
 	})
-	was, when := &ledger{}, Condition{Tag: have.tag}
+	was, when := &ledger{removed: map[page.ID]uint64{}}, Condition{Tag: have.tag}
 	switch {
-	case errors.Is(err, ErrNotFound) && found != "":
-		return &ConfigError{"prefix", t.c.Prefix, "object " + found + " is there, and no record of " +
-			"removals, " + t.ledgerName(), "name another prefix, or empty it yourself: its pages " +
-			"are lost"}
+	case errors.Is(err, ErrNotFound) && len(found) > 0:
+		return &ConfigError{"prefix", t.c.Prefix, "object " + found[0].name + " is there, and no " +
+			"record of removals, " + t.ledgerName(), "name another prefix, or empty it yourself: " +
+			"its pages are lost"}
 	case errors.Is(err, ErrNotFound):
 		_, _ = rand.Read(was.store[:]) // never fails
 		when = Condition{Absent: true}
@@ -79,22 +70,11 @@ func (t *Tier) begin(ctx context.Context) error {
 	t.mu.Lock()
 	t.ledger.store, t.ledger.epoch = was.store, was.epoch+1
 	first := t.ledger.epoch << epochShift
-	for id, before := range was.removed {
-		if t.ledger.removed[id] == 0 {
-			t.ledger.removed[id] = before
-		}
-	}
-	pending := map[page.ID]uint64{}
-	for id, before := range t.ledger.removed {
-		if before == everyLife {
-			pending[id] = first + 1
-		}
-	}
-	maps.Copy(t.ledger.removed, pending)
+	pending := t.mergeRemovalsLocked(was.removed, first)
 	t.mu.Unlock()
 	if err := t.writeLedger(ctx, limit, when); err != nil {
 		t.mu.Lock()
-		for id := range pending {
+		for _, id := range pending {
 			t.ledger.removed[id] = everyLife
 		}
 		t.mu.Unlock()
@@ -107,34 +87,59 @@ func (t *Tier) begin(ctx context.Context) error {
 	return nil
 }
 
-// writeLedger makes the ledger durable, unless another process has replaced it. The caller holds
-// book.
+// mergeRemovalsLocked takes up those that the ledger in the bucket has, and adds those that were
+// asked for before it could be read: they count for all earlier starts. It returns these. Their
+// callers had an error, so what the ledger has no room for is left out.
+func (t *Tier) mergeRemovalsLocked(was map[page.ID]uint64, first uint64) (pending []page.ID) {
+	removed := maps.Clone(was)
+	for id, before := range t.ledger.removed {
+		_, again := was[id]
+		if before == everyLife && (again || len(removed) < maxRemovals) {
+			removed[id] = first + 1
+			pending = append(pending, id)
+		}
+	}
+	t.ledger.removed = removed
+	return pending
+}
+
+// writeLedger makes the ledger durable, unless another process has replaced it: then it stops the
+// tier. The caller holds book.
 func (t *Tier) writeLedger(ctx context.Context, limit time.Duration, when Condition) error {
 	t.mu.Lock()
 	t.ledger.generation++
 	generation := t.ledger.generation
 	data := t.ledger.encode()
 	t.mu.Unlock()
+	taken := false
 	tag, err := try(ctx, t, limit, "write "+t.ledgerName(), func(ctx context.Context) (string,
 		error) {
 		tag, err := t.c.Bucket.Put(ctx, t.ledgerName(), data, when)
 		if !errors.Is(err, ErrChanged) {
 			return tag, err
 		}
-		// An earlier try may have changed it, whose answer was lost.
-		have, tag, e := t.c.Bucket.Load(ctx, t.ledgerName())
-		if e != nil && !final(e) {
-			return "", e
+		// A write of this process may have changed it, whose answer was lost.
+		have, tag, err := t.c.Bucket.Load(ctx, t.ledgerName())
+		if err != nil && !errors.Is(err, ErrNotFound) {
+			return "", err
 		}
-		if l, e := parseLedger(have); e == nil && l.process == t.ledger.process &&
-			l.generation == generation {
-			return tag, nil
+		l, err := parseLedger(have)
+		switch {
+		case err != nil || l.process != t.ledger.process:
+			taken = true
+			return "", &ConfigError{"prefix", t.c.Prefix, "another process has opened the store " +
+				"under it", "give each sidecar a prefix of its own, and restart it"}
+		case l.generation != generation:
+			when = Condition{Tag: tag}
+			return "", errors.New("an earlier write of it came in between")
 		}
-		return "", &ConfigError{"prefix", t.c.Prefix, "another process has opened the store under it",
-			"give each sidecar a prefix of its own, and restart it"}
+		return tag, nil
 	})
-	if err == nil {
+	switch {
+	case err == nil:
 		t.tag = tag
+	case taken:
+		t.stop(err)
 	}
 	return err
 }
@@ -148,13 +153,11 @@ func (t *Tier) keep() {
 		ctx, cancel := context.WithTimeout(t.ctx, t.c.Timeouts.Open)
 		err := t.begin(ctx)
 		cancel()
-		if mistake(err) {
-			t.stop(err)
-		} else if err != nil {
-			t.mu.Lock()
+		t.mu.Lock()
+		if err != nil && t.state == opening {
 			t.problem = err
-			t.mu.Unlock()
 		}
+		t.mu.Unlock()
 	}
 	if t.stateNow() == stopped || !t.load() {
 		return
@@ -200,21 +203,15 @@ type listed struct {
 // load finds the pages of all earlier starts, the oldest ones first. It goes on until it has all;
 // false: the tier was closed, or has stopped.
 func (t *Tier) load() bool {
-	var rest []listed
-	for {
-		var err error
-		if rest, err = t.list(); err == nil {
-			break
-		}
-		if !t.failing(err) {
-			return false
-		}
+	rest, ok := t.list()
+	if !ok {
+		return false
 	}
 	for len(rest) > 0 {
 		n := min(len(rest), 4*t.c.Loads)
 		failed, err := t.loadSome(rest[:n])
 		rest = append(rest[n:], failed...)
-		if err != nil && !t.failing(err) {
+		if err != nil && !t.sleep(firstAway) {
 			return false
 		}
 	}
@@ -228,37 +225,56 @@ func (t *Tier) load() bool {
 	return true
 }
 
-// failing shows why the start takes long, and waits; false: it is over.
-func (t *Tier) failing(err error) bool {
-	if mistake(err) {
-		t.stop(err)
-		return false
-	}
-	return t.sleep(firstAway)
-}
-
-// list names the objects of earlier starts, the oldest ones first.
-func (t *Tier) list() ([]listed, error) {
+// list names the objects of earlier starts, the oldest ones first. It goes on until it has all;
+// false: the tier was closed.
+func (t *Tier) list() (out []listed, ok bool) {
 	t.mu.Lock()
 	epoch := t.ledger.epoch
 	t.mu.Unlock()
-	return try(t.ctx, t, t.c.Timeouts.Small, "list "+t.pagesName(),
-		func(ctx context.Context) ([]listed, error) {
-			out := []listed{}
-			err := t.c.Bucket.List(ctx, t.pagesName(), func(name string, size int64) error {
-				digits := strings.TrimPrefix(name, t.pagesName())
-				life, err := strconv.ParseUint(digits, 16, 64)
-				switch {
-				case err != nil || len(digits) != 16 || digits != fmt.Sprintf("%016x", life):
-					t.passOver(name, errForeign)
-				case epochOf(life) < epoch:
-					out = append(out, listed{name, life, size})
-				}
-				return nil
-			})
-			slices.SortFunc(out, func(a, b listed) int { return cmp.Compare(a.life, b.life) })
-			return out, err
+	for after, more := "", true; more; {
+		some, err := t.listSome(t.ctx, t.c.Timeouts.Small, after, ListPage)
+		if err != nil {
+			if !t.sleep(firstAway) {
+				return nil, false
+			}
+			continue
+		}
+		for _, l := range some {
+			digits := strings.TrimPrefix(l.name, t.pagesName())
+			life, err := strconv.ParseUint(digits, 16, 64)
+			switch {
+			case err != nil || len(digits) != 16 || digits != fmt.Sprintf("%016x", life):
+				t.passOver(l.name, errForeign)
+			case epochOf(life) < epoch:
+				l.life = life
+				out = append(out, l)
+			}
+			after = l.name
+		}
+		more = len(some) == ListPage
+	}
+	slices.SortFunc(out, func(a, b listed) int { return cmp.Compare(a.life, b.life) })
+	return out, true
+}
+
+// listSome names up to most of the objects whose names come after another one. With ListPage at
+// most it is one request.
+func (t *Tier) listSome(ctx context.Context, limit time.Duration, after string,
+	most int) ([]listed, error) {
+	enough := errors.New("enough")
+	return try(ctx, t, limit, "list "+t.pagesName(), func(ctx context.Context) ([]listed, error) {
+		var out []listed
+		err := t.c.Bucket.List(ctx, t.pagesName(), after, func(name string, size int64) error {
+			if out = append(out, listed{name: name, size: size}); len(out) == most {
+				return enough
+			}
+			return nil
 		})
+		if errors.Is(err, enough) {
+			err = nil
+		}
+		return out, err
+	})
 }
 
 // passOver notes an object that is not touched.
@@ -336,7 +352,8 @@ func (t *Tier) readHeader(l listed) (*header, error) {
 
 // adoptLocked takes up the pages of an object, unless their namespace was removed since. All that
 // is in the bucket is found, also what had been given up before. Of a page that is in two objects,
-// the place that was found first counts, and a new one of this start before both.
+// the place that was found first counts, and a new one of this start before both: the object stays
+// until that one is uploaded.
 func (t *Tier) adoptLocked(h *header) {
 	o, err := t.ownerLocked(h.space, int(h.pageBytes))
 	if err != nil {
@@ -362,10 +379,60 @@ func (t *Tier) adoptLocked(h *header) {
 			t.countLocked(loc, 1)
 			return loc, nil
 		})
+		if isHere(err) {
+			t.keepLocked(x, e, (e.at-h.begin)/h.pageBytes)
+		}
 		if err != nil {
 			continue
 		}
 		t.pages.Finish(n, e.crc)
 		t.pages.Drop(n)
 	}
+}
+
+// olderAt is where an object of an earlier start has a page that was put again before that object
+// was found. It counts if the new one cannot be uploaded.
+type olderAt struct {
+	x   *object
+	loc uint32
+	crc uint32
+}
+
+// keepLocked keeps an object for a page that a builder has, too.
+func (t *Tier) keepLocked(x *object, e *entry, i uint32) {
+	n := t.pages.Find(&e.key)
+	here := t.pages.At(n)
+	if here.State == index.Gone || t.pages.Owner(uint32(n)) != x.owner.number {
+		return
+	}
+	y, at := t.at(here.Loc)
+	if y.b == nil || y.b.done || y.b.entries[at].older != nil {
+		return
+	}
+	y.b.entries[at].older = &olderAt{x, x.number<<placeBits | i, e.crc}
+	x.kept++
+}
+
+// fallBackLocked gives page i of a builder, whose node is n, its older place, if it has one.
+func (t *Tier) fallBackLocked(b *builder, i uint32, n index.Node) bool {
+	older := b.entries[i].older
+	if older == nil {
+		return false
+	}
+	t.pages.At(n).Loc = older.loc
+	t.pages.Finish(n, older.crc)
+	t.countLocked(older.loc, 1)
+	t.countLocked(b.x.number<<placeBits|i, -1)
+	return true
+}
+
+// endKeepingLocked ends what keepLocked began for the pages of a builder.
+func (t *Tier) endKeepingLocked(b *builder) {
+	for i := range b.entries {
+		if older := b.entries[i].older; older != nil {
+			b.entries[i].older = nil
+			older.x.kept--
+		}
+	}
+	t.touchLocked()
 }

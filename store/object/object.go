@@ -34,6 +34,8 @@ import (
 	"crypto/rand"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"sync"
 	"time"
 
@@ -117,7 +119,8 @@ func (c *Config) complete() error {
 		return bad("size", c.Size, "holds less than four objects", fmt.Sprintf("raise it to %d "+
 			"or more", 4*c.ObjectBytes))
 	case c.Size/uint64(c.ObjectBytes) > maxObjects/4:
-		return bad("size", c.Size, "has too many objects", "raise object_bytes")
+		return bad("size", c.Size, fmt.Sprintf("has more than %d objects", maxObjects/4),
+			fmt.Sprintf("lower it to %d", maxObjects/4*c.ObjectBytes))
 	case c.Buffers < 2:
 		return bad("buffers", c.Buffers, "is less than 2", "leave it out, for 8")
 	case c.Uploads < 1 || c.Loads < 1:
@@ -144,6 +147,9 @@ type Tier struct {
 	state   state
 	closed  bool
 	problem error // why it does not store, or what it passed over
+	// what the object store refused, which only a person mends, by the request's first word, until
+	// one of its kind succeeds
+	refused map[string]error
 	life    uint64
 	pages   *catalog.Catalog
 	owners  map[page.ID]*Owner
@@ -200,6 +206,7 @@ type object struct {
 	live    int    // that the catalog places here
 	bytes   uint64
 	readers int
+	kept    int      // pages of builders that are here, too: it stays until these are uploaded
 	b       *builder // its bytes, until it is uploaded and nobody reads from them
 	stored  bool     // it is uploaded
 	doomed  bool     // it could not be: its name is deleted when it has no pages
@@ -235,7 +242,7 @@ func Open(c Config) (*Tier, error) {
 		c.MaxPages = int(max(64, capacity/leastPageBytes))
 	}
 	t := &Tier{c: c, capacity: capacity, owners: map[page.ID]*Owner{}, spills: make(chan spill,
-		maxSpills)}
+		maxSpills), refused: map[string]error{}}
 	t.wake.L = &t.mu
 	_, _ = rand.Read(t.ledger.process[:]) // never fails
 	t.ledger.removed = map[page.ID]uint64{}
@@ -306,6 +313,8 @@ func (t *Tier) Stats() Stats {
 	s.Objects, s.Stored, s.Evicted = uint64(len(t.objects)-len(t.free)), t.stored, t.pages.Evicted()
 	if t.problem != nil {
 		s.Problem = t.problem.Error()
+	} else if len(t.refused) > 0 {
+		s.Problem = t.refused[slices.Min(slices.Collect(maps.Keys(t.refused)))].Error()
 	}
 	return s
 }
@@ -411,13 +420,20 @@ func (t *Tier) reclaimLocked() {
 	}
 }
 
-// Exists sets the bits of the owner's keys that are here.
+// Exists sets the bits of the owner's keys that are here and can be asked for.
 func (o *Owner) Exists(keys []page.Key, found page.Bitmap) {
 	t := o.t
 	for at := 0; at < len(keys); at += catalog.Pieces {
+		some := keys[at:min(at+catalog.Pieces, len(keys))]
 		t.mu.Lock()
 		if !t.isAwayLocked() {
-			t.pages.Exists(o.number, keys[at:min(at+catalog.Pieces, len(keys))], found, at)
+			t.pages.Exists(o.number, some, found, at)
+		} else {
+			for i := range some {
+				if t.hasLocked(o, &some[i]) {
+					found.Set(at + i)
+				}
+			}
 		}
 		t.mu.Unlock()
 	}
@@ -425,10 +441,19 @@ func (o *Owner) Exists(keys []page.Key, found page.Bitmap) {
 
 // Has reports whether an owner's page is here and can be asked for.
 func (o *Owner) Has(k *page.Key) bool {
-	t := o.t
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	return t.pages.Readable(t.pages.Find(k), o.number) && !t.isAwayLocked()
+	o.t.mu.Lock()
+	defer o.t.mu.Unlock()
+	return o.t.hasLocked(o, k)
+}
+
+// hasLocked is Has: while the object store does not answer, there are the pages in buffers.
+func (t *Tier) hasLocked(o *Owner, k *page.Key) bool {
+	n := t.pages.Find(k)
+	if !t.pages.Readable(n, o.number) {
+		return false
+	}
+	x, _ := t.at(t.pages.At(n).Loc)
+	return x.b != nil || !t.isAwayLocked()
 }
 
 // Pinned is a page that is kept here.

@@ -284,7 +284,7 @@ func TestForeignObjects(t *testing.T) {
 	n.close()
 	names := map[string][]byte{"node1/pages/0000001000000777": theirs,
 		"node1/pages/0000001000000778": newer, "node1/pages/readme": []byte("text"),
-		"node1/pages/0000001000000779": []byte("text")}
+		"node1/pages/0000001000000779": []byte("text"), "node1/nothing": []byte("text")}
 	for name, data := range names {
 		two.Set(name, data)
 	}
@@ -354,7 +354,9 @@ func TestConfigIsChecked(t *testing.T) {
 		{func(c *object.Config) { c.ObjectBytes = 1 << 20 }, []string{"object_bytes", "1048576"}},
 		{func(c *object.Config) { c.Size = 1 }, []string{"size", "33554432"}},
 		{func(c *object.Config) { c.Buffers = 1 }, []string{"buffers"}},
-		{func(c *object.Config) { c.Size = 1 << 60 }, []string{"size", "object_bytes"}},
+		{func(c *object.Config) { c.Size = 1 << 60 }, []string{"size", "2199023255552"}},
+		{func(c *object.Config) { c.Size, c.ObjectBytes = 8<<40+1<<30, 0 },
+			[]string{"size", "8796093022208"}},
 	} {
 		cfg := config(objecttest.New().Open())
 		c.change(&cfg)

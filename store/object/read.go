@@ -77,6 +77,7 @@ type run struct {
 	crcs  []uint32
 	bad   []bool // pages that are damaged or gone
 	done  int    // pages that have ended
+	asked bool   // the object store was asked
 }
 
 // Read reads pages, as many with one request as lie one after another. The caller bounds how many
@@ -108,6 +109,7 @@ func (o *Owner) readRun(ctx context.Context, keys []page.Key, r Reading) int {
 			p.end(r, ErrDamaged)
 		}
 	} else {
+		p.asked = true
 		err = o.readRange(ctx, p, r)
 		if lost(err) {
 			err = fmt.Errorf("%w: %w", ErrMissing, err)
@@ -187,15 +189,16 @@ func (t *Tier) releaseRun(p *run, left int, err error) {
 		t.touchLocked()
 	}
 	switch {
+	case !p.asked:
 	case err == nil || lost(err):
 		t.answeredLocked(true)
 	case !errors.Is(err, context.Canceled):
 		t.answeredLocked(false)
-		if mistake(err) {
-			t.problem = err
-		}
 	}
 }
+
+// errDiffers has a page read once more. A read that fails afterwards has found no page damaged.
+var errDiffers = errors.New("a page differed from its checksum")
 
 // readRange reads a run from the bucket. After an error it goes on with the page that it was at.
 func (o *Owner) readRange(ctx context.Context, p *run, r Reading) error {
@@ -217,7 +220,7 @@ func (o *Owner) readRange(ctx context.Context, p *run, r Reading) error {
 				if !r.Check(i, p.crcs[i]) {
 					if !differs {
 						differs = true
-						return 0, fmt.Errorf("page %d: %w", i, ErrDamaged)
+						return 0, errDiffers
 					}
 					p.bad[i] = true
 				}

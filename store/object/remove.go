@@ -10,8 +10,8 @@ import (
 )
 
 // Remove forgets all pages of an owner, durably: after it returned nil, none of them comes back,
-// whatever happens to the objects. After an error they may come back with the next start, unless
-// this process writes its ledger before. The objects are deleted in the background.
+// whatever happens to the objects. After an error they may come back when their objects are found,
+// unless this process writes its ledger before. The objects are deleted in the background.
 func (o *Owner) Remove(ctx context.Context) error {
 	t := o.t
 	t.book.Lock()
@@ -27,6 +27,9 @@ func (o *Owner) Remove(ctx context.Context) error {
 		t.sealLocked(b)
 	}
 	err := t.forgetRemovalsLocked()
+	if err != nil { // it is the one too many: the ledger was within the bound before
+		delete(t.ledger.removed, o.id)
+	}
 	switch {
 	case t.state == opening:
 		err = fmt.Errorf("store.object: namespace %s: remove: %w", o.id, ErrAway)
@@ -37,11 +40,7 @@ func (o *Owner) Remove(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	err = t.writeLedger(ctx, t.c.Timeouts.Small, Condition{Tag: t.tag})
-	if mistake(err) {
-		t.stop(err)
-	}
-	return err
+	return t.writeLedger(ctx, t.c.Timeouts.Small, Condition{Tag: t.tag})
 }
 
 // forgetRemovalsLocked makes room in a full ledger. A removal can go when no object is known that

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"strings"
 	"time"
 
 	"github.com/cenkalti/backoff/v5"
@@ -31,7 +32,8 @@ func final(err error) bool {
 // lost reports whether an object is gone, or cut.
 func lost(err error) bool { return errors.Is(err, ErrNotFound) || errors.Is(err, ErrShort) }
 
-// try sends a request until it succeeds, its error is final, or its time is over.
+// try sends a request until it succeeds, its error is final, or its time is over. what is for
+// errors; its first word names the right that the request needs.
 func try[T any](ctx context.Context, t *Tier, limit time.Duration, what string,
 	request func(context.Context) (T, error)) (T, error) {
 	ctx, cancel := context.WithTimeout(ctx, limit)
@@ -50,6 +52,7 @@ func try[T any](ctx context.Context, t *Tier, limit time.Duration, what string,
 		return out, err
 	}, backoff.WithBackOff(pause), backoff.WithMaxTries(maxTries),
 		backoff.WithNotify(func(error, time.Duration) { t.count(&t.stats.Retries) }))
+	t.note(what, err)
 	if err == nil {
 		return out, nil
 	}
@@ -58,6 +61,18 @@ func try[T any](ctx context.Context, t *Tier, limit time.Duration, what string,
 		err = errors.Join(err, last)
 	}
 	return out, fmt.Errorf("store.object: %s: %w", what, err)
+}
+
+// note keeps a refusal for Stats, until a request that needs the same right succeeds.
+func (t *Tier) note(what string, err error) {
+	kind, _, _ := strings.Cut(what, " ")
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if mistake(err) {
+		t.refused[kind] = fmt.Errorf("store.object: %s: %w", what, err)
+	} else if err == nil {
+		delete(t.refused, kind)
+	}
 }
 
 func (t *Tier) count(n *uint64) {

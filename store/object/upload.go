@@ -78,7 +78,7 @@ func (t *Tier) send(ctx context.Context, b *builder) error {
 	t.stored += x.bytes
 	t.mu.Unlock()
 	h.encode(data[:h.begin], store)
-	_, err := try(ctx, t, t.c.Timeouts.Upload, "upload "+x.name(t),
+	_, err := try(ctx, t, t.c.Timeouts.Upload, "write "+x.name(t),
 		func(ctx context.Context) (string, error) {
 			return t.c.Bucket.Put(ctx, x.name(t), data, Condition{})
 		})
@@ -93,10 +93,8 @@ func (t *Tier) sentLocked(b *builder, sent bool, err error) {
 	x.stored, x.doomed = err == nil, err != nil && sent
 	if err == nil {
 		t.stats.Uploaded += uint64(x.pages)
+		t.endKeepingLocked(b)
 	} else {
-		if mistake(err) && t.problem == nil {
-			t.problem = err
-		}
 		t.stats.Dropped += uint64(x.live)
 		t.dropPagesLocked(b)
 	}
@@ -107,12 +105,16 @@ func (t *Tier) sentLocked(b *builder, sent bool, err error) {
 	t.wake.Broadcast()
 }
 
-// dropPagesLocked gives up the pages of a builder.
+// dropPagesLocked gives up the pages of a builder, but those that an older object has, too.
 func (t *Tier) dropPagesLocked(b *builder) {
+	defer t.endKeepingLocked(b)
 	for i := range b.entries {
 		n := t.pages.Find(&b.entries[i].key)
 		if !t.pages.Readable(n, b.x.owner.number) ||
 			t.pages.At(n).Loc != b.x.number<<placeBits|uint32(i) {
+			continue
+		}
+		if t.fallBackLocked(b, uint32(i), n) {
 			continue
 		}
 		t.pages.Hold(n)

@@ -169,7 +169,7 @@ func (s *Service) begin(w *engines.Worker, r *connector.Pages) (*store.Batch, er
 	s.mu.Unlock()
 	if p == nil {
 		return nil, &store.RequestError{Field: "pool", Problem: fmt.Sprintf("%d is not open", r.Pool),
-			Remedy: "open it with POOL first"}
+			Remedy: "open it with OPEN first"}
 	}
 	keyer := p.ns.of.Keyer()
 	keys, err := keyer.Keys(r.Hashes)

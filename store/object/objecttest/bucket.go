@@ -209,27 +209,32 @@ func (p *Process) Put(ctx context.Context, name string, data []byte,
 }
 
 // List is Bucket.
-func (p *Process) List(ctx context.Context, prefix string, each func(string, int64) error) error {
+func (p *Process) List(ctx context.Context, prefix, after string,
+	each func(string, int64) error) error {
 	type row struct {
 		name string
 		size int64
 	}
-	var rows []row
-	_, err := p.do(ctx, "list", prefix, func() error {
-		for n, c := range p.objects {
-			if strings.HasPrefix(n, prefix) {
-				rows = append(rows, row{n, int64(len(c.data))})
+	for more := true; more; {
+		var rows []row
+		_, err := p.do(ctx, "list", prefix, func() error {
+			for n, c := range p.objects {
+				if strings.HasPrefix(n, prefix) && n > after {
+					rows = append(rows, row{n, int64(len(c.data))})
+				}
 			}
-		}
-		return nil
-	})
-	if err != nil {
-		return err
-	}
-	slices.SortFunc(rows, func(a, b row) int { return strings.Compare(a.name, b.name) })
-	for _, r := range rows {
-		if err := each(r.name, r.size); err != nil {
+			return nil
+		})
+		if err != nil {
 			return err
+		}
+		slices.SortFunc(rows, func(a, b row) int { return strings.Compare(a.name, b.name) })
+		more = len(rows) > object.ListPage
+		for _, r := range rows[:min(len(rows), object.ListPage)] {
+			after = r.name
+			if err := each(r.name, r.size); err != nil {
+				return err
+			}
 		}
 	}
 	return nil

@@ -108,7 +108,7 @@ func benchmarkGet(b *testing.B, pageBytes, readers int) {
 		b.Fatalf("%+v", st)
 	}
 	var spans []span
-	if err := raw.List(b.Context(), "n/pages/", func(name string, size int64) error {
+	if err := raw.List(b.Context(), "n/pages/", "", func(name string, size int64) error {
 		for off := int64(0); off+object.MaxRangeBytes <= size; off += object.MaxRangeBytes {
 			spans = append(spans, span{name, off})
 		}

@@ -159,9 +159,10 @@ func (b *bucket) Put(ctx context.Context, name string, data []byte,
 	return info.ETag, nil
 }
 
-func (b *bucket) List(ctx context.Context, prefix string, each func(string, int64) error) error {
+func (b *bucket) List(ctx context.Context, prefix, after string,
+	each func(string, int64) error) error {
 	for o := range b.core.ListObjectsIter(ctx, b.c.Bucket, minio.ListObjectsOptions{Prefix: prefix,
-		Recursive: true}) {
+		StartAfter: after, MaxKeys: object.ListPage, Recursive: true}) {
 		if o.Err != nil {
 			return b.explain(o.Err, "s3:ListBucket", prefix)
 		}
