@@ -148,7 +148,7 @@ func TestFlippedBits(t *testing.T) {
 // Answers that are late, cut, flipped on their way or errors cost time at most.
 func TestFaultsOfRequests(t *testing.T) {
 	s := objecttest.New()
-	n := start(t, s)
+	n := start(t, s, impatient)
 	defer func() { n.close() }()
 	n.add(n.o, 0, 40)
 	n.flush()
