@@ -51,7 +51,7 @@ func TestRefusalsEnd(t *testing.T) {
 // the pause.
 func TestBuffersWhileAway(t *testing.T) {
 	s := objecttest.New()
-	n := start(t, s)
+	n := start(t, s, impatient)
 	defer n.close()
 	n.add(n.o, 0, 4)
 	n.flush()
@@ -75,7 +75,7 @@ func TestBuffersWhileAway(t *testing.T) {
 // damaged.
 func TestTimeoutAfterDifference(t *testing.T) {
 	s := objecttest.New()
-	n := start(t, s)
+	n := start(t, s, impatient)
 	defer n.close()
 	n.add(n.o, 0, 10)
 	n.flush()

@@ -41,7 +41,7 @@ type node struct {
 func config(b object.Bucket) object.Config {
 	return object.Config{Bucket: b, Prefix: "node1", Size: 64 << 20,
 		ObjectBytes: object.MinObjectBytes,
-		Timeouts: object.Timeouts{Open: 2 * time.Second, Read: 300 * time.Millisecond,
+		Timeouts: object.Timeouts{Open: 2 * time.Second, Read: 10 * time.Second,
 			Small: time.Second, Upload: 2 * time.Second, Close: time.Second}}
 }
 
@@ -50,10 +50,17 @@ func ns(name string) (id page.ID) {
 	return id
 }
 
-func start(t fatal, s *objecttest.Store) *node {
+// impatient has reads fail soon. Others do not: how fast this machine is must not matter.
+func impatient(c *object.Config) { c.Timeouts.Read = 300 * time.Millisecond }
+
+func start(t fatal, s *objecttest.Store, change ...func(*object.Config)) *node {
 	t.Helper()
 	p := s.Open()
-	tier, err := object.Open(config(p))
+	c := config(p)
+	for _, f := range change {
+		f(&c)
+	}
+	tier, err := object.Open(c)
 	if err != nil {
 		t.Fatal(err)
 	}

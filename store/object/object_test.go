@@ -118,8 +118,9 @@ func TestFlippedBits(t *testing.T) {
 		s.Set("node1/ledger.kvspray", l)
 		n := start(t, s)
 		headerBytes := len(whole) - 40*size
-		if got := good(n.read(n.o, 0, 40)); bit/8 >= headerBytes && got != 39 {
-			t.Fatalf("bit %d: %d pages are left", bit, got)
+		errs := n.read(n.o, 0, 40)
+		if got := good(errs); bit/8 >= headerBytes && got != 39 {
+			t.Fatalf("bit %d: %d pages are left: %v", bit, got, errors.Join(errs...))
 		} else if bit/8 < headerBytes && got != 0 {
 			t.Fatalf("bit %d of the header: %d pages", bit, got)
 		}
@@ -147,7 +148,7 @@ func TestFlippedBits(t *testing.T) {
 // Answers that are late, cut, flipped on their way or errors cost time at most.
 func TestFaultsOfRequests(t *testing.T) {
 	s := objecttest.New()
-	n := start(t, s)
+	n := start(t, s, impatient)
 	defer func() { n.close() }()
 	n.add(n.o, 0, 40)
 	n.flush()

@@ -7,6 +7,7 @@ import (
 	"context"
 	"encoding/binary"
 	"errors"
+	"fmt"
 	"io"
 	"math/rand/v2"
 	"net/http"
@@ -143,6 +144,52 @@ func TestRealServer(t *testing.T) {
 	tier = start(t, config(open(t, s.url, bucketName)))
 	all(t, read(t, owner(t, tier), 0, 100), object.ErrMissing)
 	closeTier(t, tier)
+}
+
+// A listing that goes on after the last name of a page has each name once, and a page is one
+// request.
+func TestListing(t *testing.T) {
+	s := startServer(t)
+	login(t, rootKey, rootSecret)
+	folder := filepath.Join(s.folder, bucketName, "many")
+	if err := os.Mkdir(folder, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	const names = 2*object.ListPage + 10
+	for i := range names {
+		if err := os.WriteFile(filepath.Join(folder, fmt.Sprintf("%016x", i)), nil,
+			0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	var requests atomic.Int64
+	b := open(t, s.proxy(t, func(http.ResponseWriter, *http.Request) bool {
+		requests.Add(1)
+		return false
+	}, nil), bucketName)
+	defer b.Close()
+	enough := errors.New("enough")
+	after, total := "", 0
+	for page := 1; total < names; page++ {
+		n := 0
+		err := b.List(t.Context(), "many/", after, func(name string, _ int64) error {
+			if name != fmt.Sprintf("many/%016x", total) {
+				t.Fatalf("%s is name %d", name, total)
+			}
+			after = name
+			total++
+			if n++; n == object.ListPage {
+				return enough
+			}
+			return nil
+		})
+		if err != nil && !errors.Is(err, enough) {
+			t.Fatal(err)
+		}
+		if got := requests.Load(); got != int64(page) {
+			t.Fatalf("%d requests for %d pages", got, page)
+		}
+	}
 }
 
 // Mistakes are named with field, value and remedy, by Open.
