@@ -87,9 +87,9 @@ func TestDiscoversPeer(t *testing.T) {
 	}
 }
 
-// An operator who names the wrong sidecar is told by /health: from the first answer of the engine
-// on, or at once where its sidecar can be asked.
-func TestWrongPeerIsTold(t *testing.T) {
+// /health warns of a wrong --prefill-peer: at once if the engine's sidecar answers, else from the
+// engine's first answer on.
+func TestHealthWarnsOfAWrongPeer(t *testing.T) {
 	sidecar := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		fmt.Fprint(w, `{"node":"n","endpoint":"127.0.0.2:7650"}`)
 	}))
@@ -150,8 +150,8 @@ func TestWrongPeerIsTold(t *testing.T) {
 	}
 }
 
-// A sidecar that --prefill-sidecar names and that cannot be asked is told of once in the log, and
-// by /health until it answers.
+// A sidecar that --prefill-sidecar names and that does not answer is logged once. /health warns of
+// it until it answers.
 func TestSidecarThatCannotBeAsked(t *testing.T) {
 	node := func(status int, body string) *httptest.Server {
 		s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
@@ -229,7 +229,7 @@ func TestSidecarThatCannotBeAskedCostsNoTransfer(t *testing.T) {
 		t.Fatal(answer)
 	}
 	if got := own(d.requests()[0])["peer"]; got != "p:1" {
-		t.Errorf("D is told of %v", got)
+		t.Errorf("the decode engine received the peer %v", got)
 	}
 	until(t, "it is not counted as prefill first", func() bool {
 		return testutil.ToFloat64(px.met.requests.WithLabelValues(string(PrefillFirst), "2xx")) == 1

@@ -109,9 +109,9 @@ func TestClockIsMonotonic(t *testing.T) {
 	}
 }
 
-// A peer that names rails that cannot be, or 10,000 of them, is told of once, by name and with the
-// bound, however often it says so; so is another one. What was right is taken.
-func TestAbsurdRailsAreToldOfOnce(t *testing.T) {
+// The log has one line for each peer that announces invalid rails, or 10,000 of them, with the
+// peer's name and the bound, however often the peer repeats it. Valid rails are used.
+func TestInvalidRailsAreLoggedOnce(t *testing.T) {
 	n, l := startLogged(t)
 	var many []*peerv1.Rail
 	for i := range 10000 {

@@ -179,7 +179,7 @@ func (d *delivery) part(i int, page []byte, from, to int) {
 		if d.r.Outcome == Hit {
 			d.r = Result{Outcome: Canceled}
 		}
-		d.sum = mem.CRC32C(d.sum, page[from:to]) // it may be whole for the next one who asks
+		d.sum = mem.CRC32C(d.sum, page[from:to]) // the page may be whole, for the next get
 		return
 	}
 	var err error

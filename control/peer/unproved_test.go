@@ -3,14 +3,12 @@
 package peer
 
 import (
-	"bytes"
 	"context"
 	"crypto/tls"
 	"log/slog"
 	"net"
 	"slices"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
@@ -65,24 +63,6 @@ func firstMessage(t *testing.T) []byte {
 	return buf[:n]
 }
 
-// safeBuffer is a buffer for a logger that is read meanwhile.
-type safeBuffer struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (s *safeBuffer) Write(p []byte) (int, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.b.Write(p)
-}
-
-func (s *safeBuffer) String() string {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.b.String()
-}
-
 // p99 of durations.
 func p99(d []time.Duration) time.Duration {
 	slices.Sort(d)
@@ -101,7 +81,7 @@ func TestMembersAmongUnproved(t *testing.T) {
 		t.Fatal(err)
 	}
 	unproved(t, func(t *testing.T, from func(int) [4]byte, send []byte) {
-		var log safeBuffer
+		var log testutil.Buffer
 		sec := secured(t, c)
 		victim := start(t, func(o *Options) {
 			sec(o)

@@ -279,8 +279,8 @@ func otherBuild(t *testing.T, versions Versions) (dialer, acceptor []byte) {
 	return dialer, append(acceptor, 0, 0, 7, 7) // OpenOK, and what is reserved today
 }
 
-// The committed bytes of an invented older and a newer build are understood at either end, and one
-// with which we share no version is told so by name.
+// Either end reads the committed bytes of an invented older and newer build. A build without a
+// common version is refused, with both versions in the error.
 func TestOtherBuilds(t *testing.T) {
 	for name, c := range map[string]struct {
 		versions Versions

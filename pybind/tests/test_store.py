@@ -17,7 +17,14 @@ from kvspray.store import Namespace, PageResult, Piece, Space
 
 PAGE = 4096
 BLOCKS = 64
-NS = Namespace(weights="w", dtype="bfloat16", layout="l", page_tokens=16, page_bytes=PAGE, algorithm="sglang-sha256")
+NS = Namespace(
+    weights="w",
+    dtype="bfloat16",
+    layout="l",
+    page_tokens=16,
+    page_bytes=PAGE,
+    algorithm="sglang-sha256",
+)
 
 
 def hashes(*pages: int) -> list[bytes]:
@@ -29,7 +36,10 @@ class Engine:
 
     def __init__(self, socket: pathlib.Path, real: bool = True) -> None:
         self.w = kvspray.WorkerClient(socket, engine=ENGINE, layers=LAYERS)
-        self.cache, self.host = self.w.alloc_region(LAYERS * 32768), self.w.alloc_region(BLOCKS * PAGE)
+        self.cache, self.host = (
+            self.w.alloc_region(LAYERS * 32768),
+            self.w.alloc_region(BLOCKS * PAGE),
+        )
         self.w.register([self.cache, self.host], real_layout() if real else layout())
         assert self.w.wait_connected(TIMEOUT_S), self.w.status()
         half = PAGE // 2
@@ -44,7 +54,9 @@ class Engine:
 
     def read(self, block: int) -> bytes:
         half = PAGE // 2
-        return b"".join(bytes(self.host.buffer[i * BLOCKS * half + block * half :][:half]) for i in range(2))
+        return b"".join(
+            bytes(self.host.buffer[i * BLOCKS * half + block * half :][:half]) for i in range(2)
+        )
 
     def end(self, lease: int) -> kvspray.Completion:
         assert lease > 0, (self.w.status(), self.space.error)
@@ -85,14 +97,18 @@ def test_pages(serve: Serve, engines: Any) -> None:
         first.write(block, pages[p])
     put = first.end(first.space.put(hashes(1, 2, 3), [5, 9, 7], req="r"))
     assert outcomes(put) == [_messages.PAGE_STORED] * 3 and put.bytes == 3 * PAGE
-    assert outcomes(first.end(first.space.put(hashes(2), [0], parent=hashes(1)[0]))) == [_messages.PAGE_EXISTED]
+    assert outcomes(first.end(first.space.put(hashes(2), [0], parent=hashes(1)[0]))) == [
+        _messages.PAGE_EXISTED
+    ]
 
     s = kvspray.SchedulerClient(socket, engine=ENGINE)
     asking = Space(s, NS)
     until(lambda: asking.ready(1), "a scheduler's space")
     question = asking.exists(hashes(1, 2, 9, 3), pin_s=60)
     found = question.result(TIMEOUT_S)
-    assert found and [found[i] for i in range(4)] == [True, True, False, True] and found.leading == 2
+    assert (
+        found and [found[i] for i in range(4)] == [True, True, False, True] and found.leading == 2
+    )
     question.unpin()
     other = Space(s, Namespace(**{**vars(NS), "weights": "fine-tuned"}))
     assert other.ready(TIMEOUT_S)
@@ -128,7 +144,11 @@ def test_another_session_opens_its_own_spaces(serve: Serve, engines: Any) -> Non
     assert e.w.wait_connected(TIMEOUT_S)
     e.space._session, e.space._space = e.w._info().connects, stale  # as if it had not been noticed
     refused = e.end(e.space.get(hashes(1), [1]))
-    assert refused.status == CompletionStatus.REFUSED and "no blocks in this session" in refused.reason and refused.pages == b""
+    assert (
+        refused.status == CompletionStatus.REFUSED
+        and "no blocks in this session" in refused.reason
+        and refused.pages == b""
+    )
     e.space._session = -1
     assert e.space.ready(TIMEOUT_S)
     assert outcomes(e.end(e.space.get(hashes(1), [1]))) == [_messages.PAGE_MISS]
@@ -151,7 +171,11 @@ def test_refused_namespaces_are_named(serve: Serve, engines: Any) -> None:
 def test_a_sidecar_without_a_store(sidecar: Any, engines: Any, socket_path: pathlib.Path) -> None:
     s: Sidecar = sidecar()
     e = engines(socket_path, real=False)
-    assert not e.space.ready(1) and e.space.get(hashes(1), [0]) == 0 and e.space.put(hashes(1), [0]) == 0
+    assert (
+        not e.space.ready(1)
+        and e.space.get(hashes(1), [0]) == 0
+        and e.space.put(hashes(1), [0]) == 0
+    )
     found = e.space.exists(hashes(1)).result(0)
     assert found and found.leading == 0 and not e.space.remove(0.1)
     assert e.w.connected
@@ -164,7 +188,10 @@ def test_arguments(sidecar: Any, engines: Any, socket_path: pathlib.Path) -> Non
     foreign = kvspray.Region.alloc(PAGE)
     for bad, want in (
         (lambda: Space(e.w, NS, e.pieces), "want both or none"),
-        (lambda: Space(e.w, NS, [Piece(foreign, 0, PAGE, PAGE)], 1), r"pieces\[0\].*is not registered"),
+        (
+            lambda: Space(e.w, NS, [Piece(foreign, 0, PAGE, PAGE)], 1),
+            r"pieces\[0\].*is not registered",
+        ),
         (lambda: Space(e.w, NS, [Piece(e.host, -1, PAGE, PAGE)], 1), "store: "),
         (lambda: Space(e.w, NS).get(hashes(1), [0]), "make it with pieces"),
         (lambda: e.space.get(hashes(1, 2), [0]), "2 hashes and 1 blocks"),

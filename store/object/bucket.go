@@ -10,8 +10,8 @@ import (
 )
 
 // Bucket is what the tier needs of an object store. Every method obeys its context, tries once, and
-// can be called from any goroutine. An error is ErrNotFound, ErrShort, ErrChanged, a *ConfigError,
-// which no retry mends, or something that may go away.
+// can be called from any goroutine. ErrNotFound, ErrShort, ErrChanged and a *ConfigError are final.
+// After any other error a retry may succeed.
 type Bucket interface {
 	// Get reads n bytes of an object from off on. It returns ErrShort where the object has less. A
 	// body that ends earlier returns io.ErrUnexpectedEOF.

@@ -227,7 +227,7 @@ type Stats struct {
 	Retries, Failed        uint64 // requests
 	Moved, Deleted         uint64 // pages, and objects
 	Foreign                uint64 // objects that are another store's or format's, or damaged
-	Problem                string // what an operator has to mend; empty: nothing
+	Problem                string // the fault that an operator must mend; empty: nothing
 }
 
 // Open opens the store of a prefix, or makes one where it has none. A mistake in the configuration

@@ -3,13 +3,11 @@
 package tcp
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"log/slog"
 	"slices"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
@@ -17,23 +15,6 @@ import (
 	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transport/transporttest"
 )
-
-type safeBuffer struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (s *safeBuffer) Write(p []byte) (int, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.b.Write(p)
-}
-
-func (s *safeBuffer) String() string {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.b.String()
-}
 
 // dials opens and closes lanes over the second rail, and returns the p99 of the time that one
 // takes.
@@ -57,7 +38,7 @@ func TestLanesAmongStrangers(t *testing.T) {
 	for name, from := range map[string]func(int) [4]byte{"one address": testutil.OneStranger,
 		"many addresses": testutil.ManyStrangers} {
 		t.Run(name, func(t *testing.T) {
-			var log safeBuffer
+			var log testutil.Buffer
 			p := transporttest.NewPair(t, factory(Config{Rails: []Rail{{Name: "a", Listen: "127.0.0.1:0"},
 				{Name: "b", Listen: "127.0.0.2:0"}},
 				Log: slog.New(slog.NewTextHandler(&log, nil))}))

@@ -40,7 +40,7 @@ class Namespace:
     algorithm: str  # of the engine's page hashes, for instance "vllm-sha256_cbor"
     seed: str = ""  # of that algorithm: PYTHONHASHSEED
     adapter: str = ""  # identity of a LoRA adapter's content
-    secret: bytes = b""  # the tenant's; only who has it can name its pages
+    secret: bytes = b""  # the tenant's; pages cannot be named without it
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,9 @@ class _Request:
         self._client = client
         packed = protocol.pack(body)
         h = client._handle()
-        self._handle = _lib.E_CLOSED if h is None else int(lib.kvs_request(h, kind, packed, len(packed)))
+        self._handle = (
+            _lib.E_CLOSED if h is None else int(lib.kvs_request(h, kind, packed, len(packed)))
+        )
         if self._handle in (_lib.E_ARG, _lib.E_TOO_BIG):
             raise ValueError(f"kvspray: store: {_lib.strerror(self._handle)} ({len(packed)} bytes)")
         self._answer: tuple[int, dict[str, Any]] | None = None if self._handle > 0 else (0, {})
@@ -147,7 +149,12 @@ class Exists:
             return None
         kind, body = answer
         bits = body.get("found")
-        if kind != _FOUND or body.get("pages") != self._pages or not isinstance(bits, bytes) or len(bits) != len(none.bits):
+        if (
+            kind != _FOUND
+            or body.get("pages") != self._pages
+            or not isinstance(bits, bytes)
+            or len(bits) != len(none.bits)
+        ):
             return none
         return Found(self._pages, bits)
 
@@ -169,18 +176,28 @@ class Space:
     A worker that gets or puts pages gives the pieces of its blocks and how many there are; a scheduler only asks.
     """
 
-    def __init__(self, client: _Client, namespace: Namespace, pieces: Sequence[Piece] = (), blocks: int = 0) -> None:
+    def __init__(
+        self, client: _Client, namespace: Namespace, pieces: Sequence[Piece] = (), blocks: int = 0
+    ) -> None:
         if bool(pieces) != (blocks > 0):
-            raise ValueError(f"kvspray: store: {len(pieces)} pieces and {blocks} blocks, want both or none")
+            raise ValueError(
+                f"kvspray: store: {len(pieces)} pieces and {blocks} blocks, want both or none"
+            )
         if pieces and not isinstance(client, WorkerClient):
             raise ValueError("kvspray: store: pieces belong to a worker")
         self._client = client
-        self._body: dict[str, Any] = {"namespace": {k: v for k, v in dataclasses.asdict(namespace).items() if k != "secret" or v}}
+        self._body: dict[str, Any] = {
+            "namespace": {
+                k: v for k, v in dataclasses.asdict(namespace).items() if k != "secret" or v
+            }
+        }
         if isinstance(client, WorkerClient) and pieces:
             index = {r.id: i for i, r in enumerate(client._regions)}
             for i, p in enumerate(pieces):
                 if p.region.id not in index:
-                    raise ValueError(f"kvspray: store: pieces[{i}]: {p.region!r} is not registered; pass it to register()")
+                    raise ValueError(
+                        f"kvspray: store: pieces[{i}]: {p.region!r} is not registered; pass it to register()"
+                    )
             flat = [x for p in pieces for x in (index[p.region.id], p.base, p.stride, p.length)]
             self._body |= {"pieces": _packed("Q", flat), "blocks": blocks}
         self._opening: _Request | None = None
@@ -192,7 +209,9 @@ class Space:
         """Whether the namespace is open in the present session. Opens it if it is not."""
         return self._open(timeout_s) is not None
 
-    def exists(self, hashes: Sequence[bytes], *, also: Sequence[Space] = (), pin_s: float = 0) -> Exists:
+    def exists(
+        self, hashes: Sequence[bytes], *, also: Sequence[Space] = (), pin_s: float = 0
+    ) -> Exists:
         """Asks which pages are in this namespace and all of ``also`` (those of other ranks). ``pin_s``: keeps the first ones."""
         spaces = [s._open(0) for s in (self, *also)]
         if None in spaces or not hashes:
@@ -202,10 +221,20 @@ class Space:
             body["pin_ms"] = _ms(pin_s, 0)
         return Exists(_Request(self._client, _EXISTS, body), len(hashes))
 
-    def get(self, hashes: Sequence[bytes], blocks: Sequence[int], *, req: str = "", deadline_s: float | None = None, after: int = 0) -> int:
+    def get(
+        self,
+        hashes: Sequence[bytes],
+        blocks: Sequence[int],
+        *,
+        req: str = "",
+        deadline_s: float | None = None,
+        after: int = 0,
+    ) -> int:
         """Copies pages from the store into blocks. The sidecar owns the blocks until the lease completes through poll(), whose
         ``pages`` has a byte for each page. Returns the lease, or 0 if no sidecar can take it now: compute the pages."""
-        return self._submit(_lib.REC_GET, _messages.get, hashes, blocks, req=req, deadline_s=deadline_s, after=after)
+        return self._submit(
+            _lib.REC_GET, _messages.get, hashes, blocks, req=req, deadline_s=deadline_s, after=after
+        )
 
     def put(
         self,
@@ -219,7 +248,16 @@ class Space:
     ) -> int:
         """Copies pages from blocks into the store, in the order of their prompt. ``parent``: hash of the page before the first one.
         The blocks may not change until the lease completes. Returns the lease, or 0: nothing is stored."""
-        return self._submit(_lib.REC_PUT, _messages.put, hashes, blocks, req=req, deadline_s=deadline_s, after=after, parent=parent)
+        return self._submit(
+            _lib.REC_PUT,
+            _messages.put,
+            hashes,
+            blocks,
+            req=req,
+            deadline_s=deadline_s,
+            after=after,
+            parent=parent,
+        )
 
     def remove(self, timeout_s: float | None = 10) -> bool:
         """Forgets all pages of the namespace, durably. False: that is not certain."""
@@ -241,7 +279,15 @@ class Space:
             return 0
         deadline = _ms(deadline_s, self._client._deadline_ms or self._client._deadlines()[0])
         body = protocol.pack(
-            make(space=space, **_hashes(hashes), blocks=_packed("I", blocks), deadline_ms=deadline, req=_req(req), after=_after(after), **more)
+            make(
+                space=space,
+                **_hashes(hashes),
+                blocks=_packed("I", blocks),
+                deadline_ms=deadline,
+                req=_req(req),
+                after=_after(after),
+                **more,
+            )
         )
         lease = int(lib.kvs_submit(h, kind, body, len(body), deadline))
         if lease in (_lib.E_ARG, _lib.E_TOO_BIG):
@@ -272,10 +318,16 @@ class Space:
 
 def _hashes(hashes: Sequence[bytes]) -> dict[str, Any]:
     if len(hashes) > _messages.MAX_KEYS:
-        raise ValueError(f"kvspray: store: {len(hashes)} pages, at most {_messages.MAX_KEYS} in one request")
+        raise ValueError(
+            f"kvspray: store: {len(hashes)} pages, at most {_messages.MAX_KEYS} in one request"
+        )
     each = len(hashes[0])
-    if not _messages.MIN_HASH_BYTES <= each <= _messages.MAX_HASH_BYTES or any(len(h) != each for h in hashes):
-        raise ValueError(f"kvspray: store: hashes of {each} bytes, want one length of {_messages.MIN_HASH_BYTES} to {_messages.MAX_HASH_BYTES}")
+    if not _messages.MIN_HASH_BYTES <= each <= _messages.MAX_HASH_BYTES or any(
+        len(h) != each for h in hashes
+    ):
+        raise ValueError(
+            f"kvspray: store: hashes of {each} bytes, want one length of {_messages.MIN_HASH_BYTES} to {_messages.MAX_HASH_BYTES}"
+        )
     return {"hashes": b"".join(hashes), "hash_bytes": each}
 
 

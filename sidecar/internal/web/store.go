@@ -22,7 +22,7 @@ type StoreTier struct {
 	Capacity uint64 `json:"capacity_bytes"`
 	Hits     uint64 `json:"hits"` // pages
 	Evicted  uint64 `json:"evicted"`
-	Problem  string `json:"problem,omitempty"` // what an operator has to mend
+	Problem  string `json:"problem,omitempty"` // the fault that an operator must mend
 }
 
 // StoreNamespace is a namespace that engines of this node have open.
