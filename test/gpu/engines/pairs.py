@@ -64,6 +64,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--graph", choices=GRAPHS, default="default", help="CUDA graphs of all engines"
     )
     parser.add_argument(
+        "--capture",
+        type=lambda text: [int(size) for size in text.split(",")],
+        default=CAPTURE,
+        help="sizes of the CUDA graphs, unless the engines have their default ones",
+    )
+    parser.add_argument(
         "--no-compile",
         action="store_true",
         help="without torch.compile, which FULL and eager modes can do without",
@@ -164,7 +170,7 @@ class Rig:
             return ["--enforce-eager"]
         config: dict[str, Any] = {}
         if a.graph != "default":
-            config |= {"cudagraph_mode": a.graph, "cudagraph_capture_sizes": CAPTURE}
+            config |= {"cudagraph_mode": a.graph, "cudagraph_capture_sizes": a.capture}
         if a.no_compile:
             config["mode"] = 0
         return ["--compilation-config", json.dumps(config)] if config else []
