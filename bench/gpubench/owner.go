@@ -61,8 +61,7 @@ func owner(c *cuda.Context, n uint64) (p cuda.Ptr, h cuda.IPCHandle, stop func()
 	if err != nil {
 		return 0, h, nil, err
 	}
-	cmd := exec.Command(self, "bench", "gpu", "owner", strconv.Itoa(int(c.Device)),
-		strconv.FormatUint(n, 10))
+	cmd := exec.Command(self, "gpu", "owner", strconv.Itoa(int(c.Device)), strconv.FormatUint(n, 10))
 	cmd.Stderr = os.Stderr
 	in, err := cmd.StdinPipe()
 	if err != nil {

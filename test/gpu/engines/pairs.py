@@ -512,28 +512,47 @@ def compare_answers(
     return bool(d["tie"] or d.get("as_p")), d
 
 
+Pages = dict[str, Any]  # a group's range of blocks, or a layer's digests [block, head, sum]
+
+
+def pages_of(paths: Sequence[pathlib.Path]) -> Pages:
+    """What the ranks of an engine wrote, their heads side by side."""
+    import numpy as np
+
+    ranks = []
+    for path in paths:
+        with np.load(path) as one:
+            ranks.append({key: one[key] for key in one.files})
+    return {
+        key: np.concatenate([r[key] for r in ranks], axis=1) if "/" in key else first
+        for key, first in ranks[0].items()
+    }
+
+
 class Compared:
     """The pages of one request on two engines."""
 
-    def __init__(self, a: pathlib.Path, b: pathlib.Path, cpu: bool) -> None:
+    def __init__(self, one: Pages, two: Pages, cpu: bool) -> None:
         import numpy as np
 
         self.pages = self.differ = 0
         self.first: str = ""
-        with np.load(a) as one, np.load(b) as two:
-            for key in (k for k in one.files if "/" in k):
-                group = f"group{key.partition('/')[0]}"
-                first, count, tokens = one[group]
-                x, y = one[key], two[key]
-                if cpu:  # which packs a page in tiles, so that part of one has no bytes of its own
-                    count = max(first, count - 1)
-                wrong = (x[first:count] != y[first:count]).any(1)
-                self.pages += int(count - first)
-                self.differ += int(wrong.sum())
-                if wrong.any() and not self.first:
-                    self.first = (
-                        f"{key}, block {int(first + wrong.argmax())} of {count}, {tokens} tokens"
-                    )
+        for key in (k for k in one if "/" in k):
+            group = f"group{key.partition('/')[0]}"
+            first, count, tokens = one[group]
+            x, y = one[key], two[key]
+            # Ranks without a head of their own have a copy of their neighbour's.
+            heads = max(x.shape[1], y.shape[1])
+            x, y = (np.repeat(sums, heads // sums.shape[1], axis=1) for sums in (x, y))
+            if cpu:  # which packs a page in tiles, so that part of one has no bytes of its own
+                count = max(first, count - 1)
+            wrong = (x[first:count] != y[first:count]).any((1, 2))
+            self.pages += int(count - first)
+            self.differ += int(wrong.sum())
+            if wrong.any() and not self.first:
+                self.first = (
+                    f"{key}, block {int(first + wrong.argmax())} of {count}, {tokens} tokens"
+                )
 
 
 def look_at(
@@ -541,14 +560,20 @@ def look_at(
 ) -> Compared | str:
     """Compares what two engines wrote of a request: (engine, "computed" or "loaded"). A text where
     one of them has not."""
-    paths = [rig.pages / engine / f"cmpl-{rid}-0.{what}.npz" for engine, what in (a, b)]
+    paths = [
+        [
+            rig.pages / engine / f"cmpl-{rid}-0.{what}.{rank}.npz"
+            for rank in range(len(rig.gpus(engine)) or 1)
+        ]
+        for engine, what in (a, b)
+    ]
+    every = [p for ranks in paths for p in ranks]
     try:
-        wait_for("pages", lambda: all(p.exists() for p in paths), timeout)
+        wait_for("pages", lambda: all(p.exists() for p in every), timeout)
     except Failed:
-        return (
-            f"{rid}: no {', '.join(p.parent.name + '/' + p.name for p in paths if not p.exists())}"
-        )
-    return Compared(*paths, cpu=rig.host.device == "cpu")
+        missing = (f"{p.parent.name}/{p.name}" for p in every if not p.exists())
+        return f"{rid}: no {', '.join(missing)}"
+    return Compared(*(pages_of(ranks) for ranks in paths), cpu=rig.host.device == "cpu")
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:

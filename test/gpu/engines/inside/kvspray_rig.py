@@ -6,14 +6,15 @@ An engine loads them by kv_connector_module_path. They write to the folder $KVSP
 per request REQ (the engine's id without its random end) whose id contains "look":
 
     layout.json        what the engine registered with its sidecar
-    REQ.computed.npz   where the engine computed the prompt: digests of its pages behind the step
-                       that computed its last token
-    REQ.loaded.npz     where the prompt came from elsewhere: digests ahead of the first step that
-                       reads it
+    REQ.computed.RANK.npz   where the engine computed the prompt: digests of a rank's pages behind
+                            the step that computed its last token
+    REQ.loaded.RANK.npz     where the prompt came from elsewhere: digests ahead of the first step
+                            that reads it
 
-A digest is two 64-bit sums over a block's rows of one layer, and covers the tokens that move. It
-is computed on the device, in the stream of the engine's steps, so that it has its place in their
-order, and the engine does not wait for it.
+A digest is two 64-bit sums over a block's rows of one head of one layer, and covers the tokens that
+move. So engines of different tensor parallelism can be compared. It is computed on the device, in
+the stream of the engine's steps, so that it has its place in their order, and the engine does not
+wait for it.
 
 A request whose id contains canaryfill empties the prefix cache and has every block that nobody has
 filled with CANARY; one whose id contains canarycheck has those compared that nobody had since, and
@@ -39,6 +40,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 import kvspray
 from kvspray_vllm import KVSprayConnector
@@ -89,35 +91,39 @@ class Cache:
         self.page = self.bytes[0].numel()
 
     def rows(self, blocks: torch.Tensor) -> torch.Tensor:
-        """[blocks, tokens, words]."""
+        """[blocks, heads, tokens, words]; without heads, one."""
         got = self.bytes[blocks]
         if self.heads:
-            got = got.permute(0, 1, 3, 2, 4)
-        got = got.reshape(len(blocks), self.block, -1)
+            # vLLM's tokens may lie in several pieces of a block: [blocks, heads, tokens, content].
+            got = got.permute(0, 2, 1, 3, 4).flatten(2, 3)
+        else:
+            got = got.reshape(len(blocks), 1, self.block, -1)
         if short := -got.shape[-1] % WORD:
             got = torch.nn.functional.pad(got, (0, short))
         return got.contiguous().view(torch.int64)
 
     def digest(self, blocks: torch.Tensor, tokens: int) -> torch.Tensor:
-        """Two sums for each block; of the last one the tokens that count."""
+        """Two sums for each block and head; of the last block the tokens that count."""
         out, step = [], max(1, PIECE_BYTES // self.page)
         for first in range(0, len(blocks), step):
             words = self.rows(blocks[first : first + step])
-            n, block, width = words.shape
+            n, heads, block, width = words.shape
             place = torch.arange(block * width, device=words.device).view(block, width)
             x = words * MIX[0] + place * MIX[1]
             x ^= x >> 29
             x *= MIX[2]
             x ^= x >> 32
-            at = torch.arange(n * block, device=words.device).view(n, block, 1) + first * self.block
+            at = torch.arange(n * block, device=words.device).view(n, 1, block, 1)
+            at = at + first * self.block
             x = torch.where(at < tokens, x, 0)
             y = x * MIX[3]
             y ^= y >> 31
-            out.append(torch.stack((x.sum((1, 2)), y.sum((1, 2))), 1))
+            out.append(torch.stack((x.sum((2, 3)), y.sum((2, 3))), 2))
+        heads = self.bytes.shape[2] if self.heads else 1
         return (
             torch.cat(out)
             if out
-            else torch.zeros((0, 2), dtype=torch.int64, device=self.bytes.device)
+            else torch.zeros((0, heads, 2), dtype=torch.int64, device=self.bytes.device)
         )
 
 
@@ -125,7 +131,7 @@ class Pages:
     """The worker's side."""
 
     def __init__(self, folder: pathlib.Path, kv: Any, caches: dict[str, torch.Tensor]) -> None:
-        self.folder = folder
+        self.folder, self.rank = folder, get_tensor_model_parallel_rank()
         folder.mkdir(parents=True, exist_ok=True)
         self.windows = windows_of(kv)
         self.caches = [
@@ -167,7 +173,8 @@ class Pages:
             what, name, event, found, seen = self.todo.get()
             if event is not None:
                 event.synchronize()
-            part, path = self.folder / f".{name}.{what}.npz", self.folder / f"{name}.{what}.npz"
+            path = self.folder / f"{name}.{what}.{self.rank}.npz"
+            part = path.with_name(f".{path.name}")
             sums = {
                 f"{g}/{n}": s
                 for g, names, all_ in found
