@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -95,6 +96,40 @@ func (m *meshed) costs(t *testing.T) (fds int, rss int64) {
 	return len(all), pages * int64(os.Getpagesize())
 }
 
+// churn replaces members at a rate per second, every other one without a warning, and returns the
+// logs of those that ended. Several are replaced at a time, because one takes long to start beside
+// many others.
+func churn(t *testing.T, members []*meshed, rate int, length time.Duration,
+	next func() *meshed) (logs []string, ended int) {
+	began := time.Now()
+	workers := min(rate, len(members))
+	var mu sync.Mutex
+	var wait sync.WaitGroup
+	for w := range workers {
+		wait.Go(func() {
+			for n := 0; time.Since(began) < length; n++ {
+				own := (len(members) - w + workers - 1) / workers // members w, w+workers, ...
+				m := &members[w+workers*rand.IntN(own)]
+				if n%2 == 0 {
+					(*m).signal(syscall.SIGTERM)
+					_ = (*m).cmd.Wait() // it drains nothing
+					(*m).cmd = nil
+				} else {
+					(*m).kill()
+				}
+				mu.Lock()
+				logs, ended = append(logs, (*m).log), ended+1
+				mu.Unlock()
+				*m = next()
+				at := time.Duration(n+1)*time.Duration(workers) + time.Duration(w)
+				<-time.After(time.Until(began.Add(at * time.Second / time.Duration(rate))))
+			}
+		})
+	}
+	wait.Wait()
+	return logs, ended
+}
+
 // Sidecars in processes of their own meet by gossip, while others of them end, one way or the
 // other, and new ones come. No one is refused, and what the others cost is afterwards what it was
 // before. make test-mesh runs it with 200 of them for five minutes.
@@ -148,22 +183,9 @@ func TestMeshOfProcesses(t *testing.T) {
 		fds, rss := m.costs(t)
 		before[i], sum = fds, sum+rss
 	}
-	logs := []string{}
-	began, ended := time.Now(), 0
-	for time.Since(began) < time.Duration(seconds)*time.Second {
-		i := len(stay) + rand.IntN(count-len(stay))
-		if old := all[i]; ended%2 == 0 {
-			old.signal(syscall.SIGTERM)
-			_ = old.cmd.Wait() // it drains nothing
-			old.cmd = nil
-		} else {
-			old.kill()
-		}
-		logs = append(logs, all[i].log)
-		all[i] = newMeshed(t, "", seed, secret)
-		ended++
-		<-time.After(time.Until(began.Add(time.Duration(ended) * time.Second / time.Duration(rate))))
-	}
+	began := time.Now()
+	logs, ended := churn(t, all[len(stay):], rate, time.Duration(seconds)*time.Second,
+		func() *meshed { return newMeshed(t, "", seed, secret) })
 	took := time.Since(began)
 	whole("after the churn")
 	most := 0
