@@ -202,7 +202,7 @@ type FDs struct {
 	Rings    uint32
 	Doorbell uint32 // wakes the sidecar
 	Bell     uint32 // wakes the shim
-	Work     uint32 // section 1.2; both of them or none
+	Work     uint32 // docs/protocol-regions.md; both of them or none
 	WorkBell uint32
 }
 
