@@ -126,7 +126,8 @@ func New(opt Options) (*Node, error) {
 		Driver: n.driver, Life: n.life,
 		Peers: peerViews{n.conv}, Rails: n.rails.views, Stats: n.observer.stats, Links: n.gpus.linkStates,
 		Executors: n.gpus.executorStates, Workers: n.workers,
-		Transports: func() []string { return namesOf(n.backends) }, Store: n.pages.state})
+		Transports: func() []string { return namesOf(n.backends) }, Store: n.pages.state,
+		StoreCalls: n.pages.calls})
 	s := &samples{driver: n.driver, rails: n.rails, gpus: n.gpus}
 	if err := s.register(n.metrics, opt.Registry); err != nil {
 		return nil, err

@@ -56,6 +56,12 @@ type Service struct {
 	namespaces map[page.ID]*namespace
 	pools      map[*engines.Worker]map[uint64]*pool
 	pinned     uint64 // bytes
+	drained    bool   // no put begins
+	puts       int    // open
+	putEnded   sync.Cond
+
+	verifying sync.Mutex
+	waits     [store.Object + 1]tierWaits
 }
 
 // namespace is one that engines have pools of.
@@ -73,8 +79,10 @@ type pool struct {
 
 // New makes a service.
 func New(o Options) *Service {
-	return &Service{o: o, namespaces: map[page.ID]*namespace{},
+	s := &Service{o: o, namespaces: map[page.ID]*namespace{},
 		pools: map[*engines.Worker]map[uint64]*pool{}}
+	s.putEnded.L = &s.mu
+	return s
 }
 
 // Open adds a pool of a worker, and returns its namespace's id. The worker has not gone.
@@ -162,6 +170,7 @@ func (s *Service) Start(w *engines.Worker, r connector.Pages) {
 			c.Status, c.Reason = refused, err.Error()
 		} else {
 			s.follow(ctx, batch, &c)
+			s.left(&r)
 		}
 		c.Took = time.Since(began)
 		if cerr := s.o.Complete(w, c); cerr != nil {
@@ -172,10 +181,22 @@ func (s *Service) Start(w *engines.Worker, r connector.Pages) {
 }
 
 // begin hands the request to the store.
-func (s *Service) begin(w *engines.Worker, r *connector.Pages) (*store.Batch, error) {
+func (s *Service) begin(w *engines.Worker, r *connector.Pages) (_ *store.Batch, err error) {
 	s.mu.Lock()
 	p := s.pools[w][r.Pool]
+	drained := s.drained && r.Put
+	if r.Put && !drained {
+		s.puts++
+	}
 	s.mu.Unlock()
+	if drained {
+		return nil, errDrained
+	}
+	defer func() {
+		if err != nil {
+			s.left(r)
+		}
+	}()
 	if p == nil {
 		return nil, &store.RequestError{Field: "pool", Problem: fmt.Sprintf("%d is not open", r.Pool),
 			Remedy: "open it with OPEN first"}
