@@ -126,7 +126,8 @@ func New(opt Options) (*Node, error) {
 		Driver: n.driver, Life: n.life,
 		Peers: peerViews{n.conv}, Rails: n.rails.views, Stats: n.observer.stats, Links: n.gpus.linkStates,
 		Executors: n.gpus.executorStates, Workers: n.workers,
-		Transports: func() []string { return namesOf(n.backends) }, Store: n.pages.state})
+		Transports: func() []string { return namesOf(n.backends) }, Store: n.pages.state,
+		StoreCalls: n.pages.calls})
 	s := &samples{driver: n.driver, rails: n.rails, gpus: n.gpus}
 	if err := s.register(n.metrics, opt.Registry); err != nil {
 		return nil, err
@@ -164,7 +165,7 @@ func (n *Node) join(self transport.Peer) error {
 	n.copies = newCopies(n.local, n.gpus, n.metrics, n.log)
 	n.pages = &pageStore{cfg: &n.cfg.Store, leases: n.local, registry: n.registry, log: n.log}
 	n.events = engineEvents{Events: n.driver.Events, proc: n.proc, local: n.local, copies: n.copies,
-		pages: n.pages, gpus: n.gpus}
+		pages: n.pages}
 	return nil
 }
 

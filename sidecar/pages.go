@@ -123,15 +123,18 @@ func (p *pageStore) gone(w *engines.Worker) {
 // tiers returns the tiers that the store has, nearest first.
 func (p *pageStore) tiers(st *store.Stats) []web.StoreTier {
 	out := []web.StoreTier{{Name: "memory", Pages: uint64(st.Memory.Pages), Bytes: st.Memory.Bytes,
-		Capacity: p.store.Region().Size(), Hits: st.Hits[store.Memory], Evicted: st.Memory.Evicted}}
+		Capacity: p.store.Region().Size(), Hits: st.Hits[store.Memory], Evicted: st.Memory.Evicted,
+		EvictionAgeMS: st.Memory.EvictionAge.Milliseconds()}}
 	if len(p.cfg.Disk) > 0 {
 		out = append(out, web.StoreTier{Name: "disk", Pages: st.Disk.Pages, Bytes: st.Disk.Bytes,
-			Capacity: st.Disk.Capacity, Hits: st.Hits[store.Disk], Evicted: st.Disk.Evicted})
+			Capacity: st.Disk.Capacity, Hits: st.Hits[store.Disk], Evicted: st.Disk.Evicted,
+			EvictionAgeMS: st.Disk.EvictionAge.Milliseconds()})
 	}
 	if p.cfg.Object.Bucket != "" {
 		out = append(out, web.StoreTier{Name: "object", Pages: st.Object.Pages, Bytes: st.Object.Bytes,
 			Capacity: st.Object.Capacity, Hits: st.Hits[store.Object], Evicted: st.Object.Evicted,
-			Problem: st.Object.Problem})
+			EvictionAgeMS: st.Object.EvictionAge.Milliseconds(),
+			Problem:       st.Object.Problem})
 	}
 	return out
 }
@@ -161,5 +164,18 @@ func (p *pageStore) state() *web.Store {
 	out := &web.Store{Tiers: p.tiers(&st), Misses: st.Misses, Stored: st.Stored, Existed: st.Existed,
 		Refused: st.Refused, Damaged: damaged(&st)}
 	out.Namespaces, out.Pinned = p.service.Namespaces()
+	out.Drained = p.service.Drained()
+	for i := range out.Tiers {
+		t := &out.Tiers[i]
+		t.Gets, t.GetUS = p.service.Waits(t.Name)
+	}
 	return out
+}
+
+// calls returns what operators ask of the store; nil: there is none.
+func (p *pageStore) calls() web.StoreCalls {
+	if p.service == nil {
+		return nil
+	}
+	return p.service
 }

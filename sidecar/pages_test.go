@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"encoding/json"
 	"errors"
+	"io"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -280,4 +281,121 @@ func TestOneWriterPerBlock(t *testing.T) {
 		}
 	}
 	e.ok(func() uint64 { id, err := e.Get(get); ok(t, err); return id }())
+}
+
+// ask sends a request to the node's HTTP port.
+func ask(t *testing.T, r *running, method, path string, change func(*http.Request)) (int, string) {
+	t.Helper()
+	req, err := http.NewRequestWithContext(t.Context(), method, "http://"+r.HTTPAddr()+path, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if change != nil {
+		change(req)
+	}
+	res, err := (&http.Client{Transport: &http.Transport{DisableKeepAlives: true}}).Do(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = res.Body.Close() }()
+	b, err := io.ReadAll(res.Body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return res.StatusCode, string(b)
+}
+
+// Operators list keys, have a page compared with its checksum, and drain the store: puts are refused
+// from then on, and what was put is on the disk. Web pages and other hosts may do none of that.
+func TestOperatorsAskTheStore(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "pages")
+	r := start(t, func(c *config.Config) {
+		c.Store = config.Store{Memory: 8 << 20, WriteBack: true,
+			Disk: []config.StoreDisk{{Path: file, Size: 64 << 20}}}
+	})
+	e := newPageEngine(t, r)
+	put := func(page byte) connectortest.Completion {
+		t.Helper()
+		id, err := e.Put(msg.Put{Space: e.space, Hashes: hashes16(page), HashBytes: 16,
+			Blocks: []uint32{uint32(page)}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return e.wait(id)
+	}
+	for p := range byte(3) {
+		if c := put(p); c.Status != board.OK {
+			t.Fatalf("%+v", c)
+		}
+	}
+	_, text := get(t, r, "/v1/store")
+	var st web.Store
+	if err := json.Unmarshal([]byte(text), &st); err != nil || len(st.Namespaces) != 1 {
+		t.Fatalf("%v: %s", err, text)
+	}
+	of := "namespace=" + st.Namespaces[0].ID
+	var keys web.StoreKeys
+	code, text := ask(t, r, "GET", "/v1/store/keys?"+of+"&tier=memory&first=0&most=2", nil)
+	if err := json.Unmarshal([]byte(text), &keys); err != nil || code != 200 || len(keys.Keys) != 2 ||
+		keys.Next == 0 {
+		t.Fatalf("%d %v %s", code, err, text)
+	}
+	verified := func(key string) (v web.StoreVerified) {
+		t.Helper()
+		code, text := ask(t, r, "GET", "/v1/store/verify?"+of+"&key="+key, nil)
+		if err := json.Unmarshal([]byte(text), &v); err != nil || code != 200 {
+			t.Fatalf("%d %v %s", code, err, text)
+		}
+		return v
+	}
+	if v := verified(keys.Keys[0]); v.Outcome != "hit" || v.Tier != "memory" || v.Bytes != testPage ||
+		len(v.CRC32C) != 8 {
+		t.Errorf("%+v", v)
+	}
+	if v := verified(strings.Repeat("ab", 32)); v.Outcome != "miss" || v.CRC32C != "" {
+		t.Errorf("%+v", v)
+	}
+	for path, want := range map[string]int{
+		"/v1/store/verify?" + of + "&key=12":                                              400,
+		"/v1/store/keys?" + of + "&tier=memory&first=0&most=9999":                         400,
+		"/v1/store/keys?" + of + "&tier=tape&first=0&most=9":                              409,
+		"/v1/store/verify?namespace=" + strings.Repeat("00", 32) + "&key=" + keys.Keys[0]: 409,
+	} {
+		if code, text := ask(t, r, "GET", path, nil); code != want {
+			t.Errorf("%s: %d %s, want %d", path, code, text, want)
+		}
+	}
+	for name, change := range map[string]func(*http.Request){
+		"a web page":          func(q *http.Request) { q.Header.Set("Origin", "http://evil.example") },
+		"another name for us": func(q *http.Request) { q.Host = "evil.example:80" },
+	} {
+		if code, text := ask(t, r, "POST", "/v1/store/drain", change); code != http.StatusForbidden {
+			t.Errorf("%s: %d %s", name, code, text)
+		}
+	}
+	if c := put(7); c.Status != board.OK {
+		t.Fatalf("before the drain: %+v", c)
+	}
+	code, text = ask(t, r, "POST", "/v1/store/drain", nil)
+	if code != 200 || !strings.Contains(text, `"drained": true`) ||
+		!strings.Contains(text, `"durable": true`) {
+		t.Fatalf("%d %s", code, text)
+	}
+	if c := put(8); c.Status != board.Refused || !strings.Contains(c.Received.Reason, "is drained") {
+		t.Errorf("a put after the drain: %+v %+v", c, c.Received)
+	}
+	_, text = get(t, r, "/v1/store")
+	if err := json.Unmarshal([]byte(text), &st); err != nil || !st.Drained || st.Tiers[1].Pages != 4 {
+		t.Errorf("%v: %s", err, text)
+	}
+	id, err := e.Get(msg.Get{Space: e.space, Hashes: hashes16(7), HashBytes: 16,
+		Blocks: []uint32{0}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	e.ok(id)
+	_, text = get(t, r, "/v1/store")
+	if err := json.Unmarshal([]byte(text), &st); err != nil || st.Tiers[0].Gets != 1 {
+		t.Errorf("%v: %s", err, text)
+	}
 }

@@ -378,6 +378,25 @@ func (sp *Space) Exists(keys []page.Key) (page.Bitmap, error) {
 	return found, nil
 }
 
+// Keys lists keys of pages in memory or on the disk, in no order, until out is full or a bound of
+// work is reached. It begins at first, and returns where to go on; 0: that was all.
+func (sp *Space) Keys(tier Tier, first uint32, out []page.Key) ([]page.Key, uint32, error) {
+	if err := sp.acquire(); err != nil {
+		return nil, 0, err
+	}
+	defer sp.release()
+	switch {
+	case tier == Memory:
+		out, first = sp.s.memory.Keys(sp.number, first, out)
+	case tier == Disk && sp.s.disk != nil:
+		out, first = sp.s.disk.Keys(sp.number, first, out)
+	default:
+		return nil, 0, &RequestError{"tier", "this store has none of that kind, or does not list it",
+			"name memory or disk"}
+	}
+	return out, first, nil
+}
+
 // Get loads page i into block blocks[i] of the pool.
 func (sp *Space) Get(keys []page.Key, pool *Pool, blocks []uint32) (*Batch, error) {
 	return sp.request(&Batch{keys: keys, pool: pool, blocks: blocks})

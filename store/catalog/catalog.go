@@ -38,6 +38,7 @@ type Catalog struct {
 	release func(owner uint16, loc uint32)
 	began   time.Time
 	evicted uint64
+	age     uint32 // mean of what was given up lately, as Now
 	spill   func(owner uint16, e *index.Entry, after *page.Key)
 }
 
@@ -75,6 +76,44 @@ func (c *Catalog) Bytes() int { return c.Table.Bytes() + c.links.Bytes() + c.gho
 
 // Evicted counts the pages that were given up.
 func (c *Catalog) Evicted() uint64 { return c.evicted }
+
+// EvictionAge is how long the pages that were given up lately had not been used: about how long a
+// page stays.
+func (c *Catalog) EvictionAge() time.Duration {
+	return time.Duration(c.age) * 10 * time.Millisecond
+}
+
+// ageShare: one page moves the mean by 1/ageShare of its difference.
+const ageShare = 16
+
+func (c *Catalog) aged(n index.Node) {
+	age := int64(c.Age(uint32(n), c.Now()))
+	if c.evicted == 0 {
+		c.age = uint32(age)
+		return
+	}
+	c.age = uint32(int64(c.age) + (age-int64(c.age))/ageShare)
+}
+
+// Keys appends the keys of an owner's pages that can be read, in no order, to those of out, from
+// the entry first on, until out is full or maxScanned entries were looked at. It returns the entry
+// to go on with; 0: that was the last one.
+func (c *Catalog) Keys(owner uint16, first uint32, out []page.Key) ([]page.Key, uint32) {
+	n := max(index.Node(first), 1)
+	for scanned := 0; n <= c.Last(); n++ {
+		if scanned == maxScanned || len(out) == cap(out) {
+			return out, uint32(n)
+		}
+		scanned++
+		if c.Readable(n, owner) {
+			out = append(out, c.At(n).Key)
+		}
+	}
+	return out, 0
+}
+
+// maxScanned bounds how long one call of Keys holds the tier's lock.
+const maxScanned = 1 << 16
 
 // Now is in hundredths of a second since the catalog was made. It goes round after 497 days: the
 // policy compares differences.
@@ -145,6 +184,7 @@ func (c *Catalog) GiveUp(n index.Node) {
 		}
 		c.spill(owner, e, after)
 	}
+	c.aged(n)
 	c.release(owner, e.Loc)
 	e.State = index.Gone
 	c.Evict(uint32(n), c.Hash(&e.Key), c.free)

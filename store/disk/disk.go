@@ -31,6 +31,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"time"
 
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/store/catalog"
@@ -124,6 +125,7 @@ const spacesInFooter = 8
 type Stats struct {
 	Pages, Bytes, Capacity uint64
 	Evicted                uint64
+	EvictionAge            time.Duration
 	Damaged                uint64 // pages that were found so, and dropped
 	Failed                 uint64 // segments that could not be written or synced
 	Cleaned, Moved         uint64 // segments, and pages
@@ -308,6 +310,13 @@ func (t *Tier) Close() error {
 // IndexBytes is the memory of the index when it is full.
 func (t *Tier) IndexBytes() int { return t.pages.Bytes() }
 
+// Keys lists keys, as Catalog.Keys.
+func (t *Tier) Keys(id uint16, first uint32, out []page.Key) ([]page.Key, uint32) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.pages.Keys(id, first, out)
+}
+
 // Stats returns them.
 func (t *Tier) Stats() Stats {
 	t.mu.Lock()
@@ -315,6 +324,7 @@ func (t *Tier) Stats() Stats {
 	s := t.stats
 	s.Pages, s.Bytes, s.Capacity, s.Evicted = uint64(t.pages.Pages()), t.bytes, t.capacity,
 		t.pages.Evicted()
+	s.EvictionAge = t.pages.EvictionAge()
 	return s
 }
 

@@ -40,10 +40,15 @@ type osFile struct {
 // openFile opens a path that is a folder, a file, a block device, or nothing yet, and locks it. It
 // returns its size; 0: it is new.
 func openFile(path string) (f *osFile, size int64, err error) {
+	return openLocked(path, os.O_RDWR|os.O_CREATE, unix.LOCK_EX)
+}
+
+// openLocked is openFile with other flags and another lock.
+func openLocked(path string, flags, lock int) (f *osFile, size int64, err error) {
 	if st, err := os.Stat(path); err == nil && st.IsDir() {
 		path = filepath.Join(path, fileName)
 	}
-	flags := os.O_RDWR | os.O_CREATE | unix.O_CLOEXEC
+	flags |= unix.O_CLOEXEC
 	direct := true
 	h, err := os.OpenFile(path, flags|unix.O_DIRECT, 0o600)
 	if errors.Is(err, unix.EINVAL) { // tmpfs before Linux 6.5, and some network file systems
@@ -58,7 +63,7 @@ func openFile(path string) (f *osFile, size int64, err error) {
 			_ = h.Close()
 		}
 	}()
-	if err := unix.Flock(int(h.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+	if err := unix.Flock(int(h.Fd()), lock|unix.LOCK_NB); err != nil {
 		return nil, 0,
 			fmt.Errorf("another process has the store open (%w); give each sidecar a path of "+
 				"its own", err)

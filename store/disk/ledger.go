@@ -80,13 +80,26 @@ func parseLedger(b []byte, store storeID) (generation, limit uint64, removed []r
 
 // readLedger reads the newer copy, and makes lives for this start durable in both.
 func (t *Tier) readLedger() error {
-	buf, err := offheap.New[byte](ledgerBytes)
+	newest, err := t.loadLedger()
 	if err != nil {
 		return err
 	}
+	g, l := &t.ledger, t.logs[0]
+	if g.first > 1<<64-1-livesPerStart {
+		return fmt.Errorf("store.disk path %s: its record of removals is %w", l.path, errDamaged)
+	}
+	g.limit, g.last = g.first+livesPerStart, newest
+	return t.writeLedger()
+}
+
+// loadLedger reads the newer copy, and returns its generation.
+func (t *Tier) loadLedger() (newest uint64, err error) {
+	buf, err := offheap.New[byte](ledgerBytes)
+	if err != nil {
+		return 0, err
+	}
 	defer buf.Free()
 	g, l := &t.ledger, t.logs[0]
-	var newest uint64
 	for i := range g.copies {
 		if l.file.ReadAt(buf.Elems(), ledgerPlace(i)) != nil {
 			t.stats.Damaged++
@@ -105,15 +118,11 @@ func (t *Tier) readLedger() error {
 	}
 	if newest == 0 {
 		if err := t.checkUnused(); err != nil {
-			return fmt.Errorf("store.disk path %s: %w", l.path, err)
+			return 0, fmt.Errorf("store.disk path %s: %w", l.path, err)
 		}
 		g.first = unknownLife + 1
 	}
-	if g.first > 1<<64-1-livesPerStart {
-		return fmt.Errorf("store.disk path %s: its record of removals is %w", l.path, errDamaged)
-	}
-	g.limit, g.last = g.first+livesPerStart, newest
-	return t.writeLedger()
+	return newest, nil
 }
 
 // checkUnused returns an error if any segment was used: then there was a ledger, and without it

@@ -17,6 +17,7 @@ package memory
 import (
 	"fmt"
 	"sync"
+	"time"
 
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/store/catalog"
@@ -166,18 +167,27 @@ func (t *Tier) Used(id uint16) uint64 {
 	return t.pages.Used(id)
 }
 
+// Keys lists keys, as Catalog.Keys.
+func (t *Tier) Keys(id uint16, first uint32, out []page.Key) ([]page.Key, uint32) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.pages.Keys(id, first, out)
+}
+
 // Stats are counts since the tier was made.
 type Stats struct {
 	Pages          int
 	Bytes          uint64
 	Evicted, Moved uint64 // pages
+	EvictionAge    time.Duration
 }
 
 // Stats returns them.
 func (t *Tier) Stats() Stats {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	st := Stats{Pages: t.pages.Pages(), Evicted: t.pages.Evicted(), Moved: t.moved}
+	st := Stats{Pages: t.pages.Pages(), Evicted: t.pages.Evicted(), Moved: t.moved,
+		EvictionAge: t.pages.EvictionAge()}
 	for id := range t.owners {
 		st.Bytes += t.pages.Used(id)
 	}

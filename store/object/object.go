@@ -223,6 +223,7 @@ type Stats struct {
 	Added, Uploaded        uint64 // pages; uploaded ones are durable
 	Dropped                uint64 // pages that were not taken, or whose upload failed
 	Evicted                uint64
+	EvictionAge            time.Duration
 	Damaged, Missing       uint64 // pages that were found so, and dropped
 	Retries, Failed        uint64 // requests
 	Moved, Deleted         uint64 // pages, and objects
@@ -311,6 +312,7 @@ func (t *Tier) Stats() Stats {
 	s.Ready = t.state == ready
 	s.Pages, s.Bytes, s.Capacity = uint64(t.pages.Pages()), t.bytes, t.capacity
 	s.Objects, s.Stored, s.Evicted = uint64(len(t.objects)-len(t.free)), t.stored, t.pages.Evicted()
+	s.EvictionAge = t.pages.EvictionAge()
 	if t.problem != nil {
 		s.Problem = t.problem.Error()
 	} else if len(t.refused) > 0 {

@@ -45,7 +45,8 @@ var rules = []rule{
 	{dir: "internal/ui/cli", why: "converts flags to configurations of the composed parts, of " +
 		"nothing below them",
 		own: []string{"control/peer/keys", "internal/config", "internal/ui/command", "internal/ui/doctor",
-			"internal/ui/explain", "internal/ui/usage", "internal/ui/top", "internal/version",
+			"internal/ui/explain", "internal/ui/storectl", "internal/ui/usage", "internal/ui/top",
+			"internal/version",
 			"proxy", "sidecar"},
 		ext: []string{extCobra, extProm}},
 	{dir: "internal/ui/command", why: "runs the command line of any program; has no command of its " +
@@ -72,7 +73,8 @@ var rules = []rule{
 		own: []string{"api/peer/v1", "control/driver", "control/engines", "control/exec",
 			"internal/sys/mem",
 			"layout", "parseblock", "transfer"}},
-	{dir: "sidecar/internal/web", why: "HTTP: shows the parts of a node, and changes none",
+	{dir: "sidecar/internal/web", why: "HTTP: shows the parts of a node, and changes none; passes " +
+		"what operators ask of the store",
 		own: []string{"connector", "control/driver", "control/engines", "control/exec", "control/route",
 			"control/spray",
 			"gpu", "gpu/policy", "transfer", "transport"}, ext: []string{extProm}},
@@ -80,8 +82,8 @@ var rules = []rule{
 		own: []string{"control/engines"}},
 	{dir: "sidecar/internal/pages", why: "the store as engines use it: leases and questions, no " +
 		"message and no tier",
-		own: []string{"connector", "control/engines", "internal/metrics", "sidecar/internal/local",
-			"sidecar/internal/trace", "sidecar/internal/web", "store", "store/page"}},
+		own: []string{"connector", "control/engines", "internal/metrics", "internal/sys/mem",
+			"sidecar/internal/local", "sidecar/internal/trace", "sidecar/internal/web", "store", "store/page"}},
 	{dir: "sidecar/internal/trace", why: "files with a line for each transfer; they take values of " +
 		"the executor and of plans",
 		own: []string{"control/exec", "internal/metrics", "internal/sys/mem", "parseblock", "transfer"}},
@@ -299,6 +301,9 @@ var rules = []rule{
 		why: "shows what a sidecar reports: the forms of its answers, and a terminal",
 		own: []string{"connector", "control/exec", "control/spray"},
 		ext: []string{extCharm}},
+	{dir: "internal/ui/storectl",
+		why: "asks a sidecar over HTTP; reads the disks of a store that has none",
+		own: []string{"store/disk"}},
 	{dir: "internal/sys/verbs", why: "the verbs surface", ext: []string{extSys}, c: true},
 	{dir: "internal/sys/verbs/fake", why: "verbs without a NIC, for the contract suite",
 		own: []string{"internal/sys/verbs", "internal/sys/mem"}, ext: []string{extSys}},

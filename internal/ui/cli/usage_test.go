@@ -37,6 +37,12 @@ func TestUsageErrors(t *testing.T) {
 		"doctor --conf x":             {"Did you mean --config?"},
 		"top --interval 3":            {`--interval "3"`, "500ms, 10s or 2m"},
 		"top --once=maybe":            {`--once "maybe"`, "true or false, as --once=true"},
+		"store get 12":                {"made of a tenant's text", "--verify"},
+		"store get --verify 12":       {`--namespace ""`, "64 hexadecimal digits"},
+		"store ls --namespace zz":     {`--namespace "zz"`},
+		"store stat -o xml":           {`--output "xml"`, "text or json"},
+		"store fsck":                  {"names no store.disk", "--disk PATH"},
+		"store drain --timeout 0s":    {"--timeout 0s"},
 		"serve --config":              {"flag needs an argument: --config", "YAML"},
 	} {
 		code, out, errs := run(strings.Fields(args)...)

@@ -48,6 +48,9 @@ func Render(prev, cur *Snapshot, width int, st Style) string {
 	section(&b, "RAILS", rails(prev, cur, st), st)
 	section(&b, "PEERS", peers(prev, cur, st), st)
 	section(&b, "LEASES", leases(cur, st), st)
+	if cur.Store != nil {
+		section(&b, "STORE", tiers(prev, cur.Store, st), st)
+	}
 	lines := strings.Split(strings.TrimRight(b.String(), "\n"), "\n")
 	for i, l := range lines {
 		l = strings.TrimRight(l, " ")
@@ -254,6 +257,51 @@ func leases(cur *Snapshot, st Style) *table.Table {
 		t.Row(fmt.Sprintf("and %d more", more))
 	}
 	return t
+}
+
+// tiers are those of the page store. Hit rate and mean get are of the pages and gets since prev, or
+// since the start if there were none.
+func tiers(prev *Snapshot, cur *Store, st Style) *table.Table {
+	var was Store
+	if prev != nil && prev.Store != nil {
+		was = *prev.Store
+	}
+	asked := cur.asked() - was.asked()
+	if asked == 0 || cur.asked() < was.asked() {
+		was, asked = Store{}, cur.asked()
+	}
+	t := newTable(st, 1, "tier", "bytes", "capacity", "full", "hit rate", "mean get", "evicted", "")
+	for i, x := range cur.Tiers {
+		var before Tier
+		if i < len(was.Tiers) {
+			before = was.Tiers[i]
+		}
+		full, hits, mean := "-", "-", "-"
+		if x.Capacity > 0 {
+			full = fmt.Sprintf("%.0f%%", 100*float64(x.Bytes)/float64(x.Capacity))
+		}
+		if asked > 0 {
+			hits = fmt.Sprintf("%.1f%%", 100*float64(x.Hits-before.Hits)/float64(asked))
+		}
+		if n := x.Gets - before.Gets; n > 0 && x.Gets >= before.Gets {
+			mean = brief(time.Duration((x.GetUS-before.GetUS)/n) * time.Microsecond)
+		}
+		note := st.Bad.Render(shown(x.Problem))
+		if x.Problem == "" && cur.Drained {
+			note = st.Warn.Render("drained")
+		}
+		t.Row(shown(x.Name), size(x.Bytes), size(x.Capacity), full, hits, mean, count(x.Evicted), note)
+	}
+	return t
+}
+
+// asked counts the pages that gets asked for.
+func (s *Store) asked() uint64 {
+	n := s.Misses
+	for _, t := range s.Tiers {
+		n += t.Hits
+	}
+	return n
 }
 
 func sorted[V any](m map[string]V) []string {

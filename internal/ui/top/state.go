@@ -48,6 +48,26 @@ type Snapshot struct {
 	// by boot: address at which it was reached; empty if it connected to this sidecar
 	Peers   map[string]string `json:"peers"`
 	Claimed map[string]string `json:"claimed"` // endpoint that one of the latter announced
+	Store   *Store            `json:"store"`   // nil: the sidecar has none
+}
+
+// Store is the page store of a sidecar. Counts are since its start.
+type Store struct {
+	Tiers   []Tier `json:"tiers"`
+	Misses  uint64 `json:"misses"`
+	Drained bool   `json:"drained"`
+}
+
+// Tier is one tier of a store.
+type Tier struct {
+	Name     string `json:"name"`
+	Bytes    uint64 `json:"bytes"`
+	Capacity uint64 `json:"capacity_bytes"`
+	Hits     uint64 `json:"hits"`
+	Evicted  uint64 `json:"evicted"`
+	Gets     uint64 `json:"gets"` // whose slowest page came from here, and their time in all
+	GetUS    uint64 `json:"get_us"`
+	Problem  string `json:"problem"`
 }
 
 // Lane is one lane of a sidecar.

@@ -60,7 +60,41 @@ func snapshot(at time.Time, moved uint64) *Snapshot {
 		Totals: connector.Stats{Transfers: map[string]uint64{"destination_ok": 10 + moved,
 			"source_failed": 1}, Bytes: map[string]uint64{"tcp": moved * gib}},
 		Peers:   map[string]string{other: "10.0.0.2:7650", self: "10.0.0.1:7650", caller: ""},
-		Claimed: map[string]string{caller: "127.0.0.1:7650"}}
+		Claimed: map[string]string{caller: "127.0.0.1:7650"},
+		Store: &Store{Misses: 10 * moved, Tiers: []Tier{{Name: "memory", Bytes: gib, Capacity: 4 * gib,
+			Hits: 80 * moved, Evicted: 7, Gets: 8 * moved, GetUS: 8000 * moved},
+			{Name: "disk", Bytes: 30 * gib, Capacity: 40 * gib, Hits: 10 * moved, Gets: 2 * moved,
+				GetUS: 9000 * moved}, {Name: "object", Problem: "no bucket"}}}}
+}
+
+// Rates of the store are of the interval; of an idle one, and of one without an earlier state, since
+// the start. A sidecar that restarts begins at zero.
+func TestStoreRates(t *testing.T) {
+	at := time.Unix(1000, 0)
+	now := snapshot(at.Add(time.Second), 3)
+	now.Store.Misses += 45 // 80 of 145 pages came from memory
+	if d := cmp.Diff([]string{"memory", "1.00", "GiB", "4.00", "GiB", "25%", "55.2%", "1ms", "7"},
+		row(t, Render(snapshot(at, 2), now, 0, Plain), "memory")); d != "" {
+		t.Error(d)
+	}
+	for name, prev := range map[string]*Snapshot{"idle": snapshot(at, 3), "first": nil} {
+		s := snapshot(at.Add(time.Second), 3)
+		s.Store.Drained = true
+		got := row(t, Render(prev, s, 0, Plain), "disk")
+		if d := cmp.Diff([]string{"disk", "30.0", "GiB", "40.0", "GiB", "75%", "10.0%", "4.5ms", "-",
+			"drained"}, got); d != "" {
+			t.Errorf("%s: %s", name, d)
+		}
+	}
+	restarted := snapshot(at.Add(time.Second), 1)
+	if got := row(t, Render(snapshot(at, 2), restarted, 0, Plain), "memory"); got[6] != "80.0%" {
+		t.Errorf("after a restart: %v", got)
+	}
+	none := snapshot(at, 1)
+	none.Store = nil
+	if strings.Contains(Render(nil, none, 0, Plain), "STORE") {
+		t.Error("a pane without a store")
+	}
 }
 
 // What engines, their clients and peers call themselves does nothing to a terminal, and makes no
@@ -70,6 +104,7 @@ func TestForeignText(t *testing.T) {
 	s := snapshot(time.Unix(1000, 0), 2)
 	s.Node, s.Version, s.Endpoint, s.Sessions, s.Peers[other], s.Claimed[caller] = bad, bad, bad,
 		[]string{bad}, bad, bad
+	s.Store.Tiers[0].Name, s.Store.Tiers[1].Problem = bad, bad
 	s.Leases.Dests[0].Req, s.Leases.Dests[0].Trouble, s.Leases.Sources[0].Req = bad, bad, bad
 	for i := range s.Leases.Rails.Pairs {
 		p := &s.Leases.Rails.Pairs[i]
@@ -84,8 +119,8 @@ func TestForeignText(t *testing.T) {
 		"\n") != want {
 		t.Errorf("%d lines, want %d:\n%s", strings.Count(got, "\n"), want, got)
 	}
-	if n := strings.Count(got, "a?[2J??b?1m"); n != 17 {
-		t.Errorf("%d of 17 texts are there:\n%s", n, got)
+	if n := strings.Count(got, "a?[2J??b?1m"); n != 19 {
+		t.Errorf("%d of 19 texts are there:\n%s", n, got)
 	}
 }
 

@@ -44,6 +44,14 @@ func (s *Service) ended(w *engines.Worker, r *connector.Pages, c *engines.Comple
 		}
 	}
 	s.o.Metrics.Request(t.Side, outcome, c.Took)
+	switch {
+	case t.Object > 0:
+		s.waited(store.Object, c.Took)
+	case t.Disk > 0:
+		s.waited(store.Disk, c.Took)
+	case t.Memory > 0:
+		s.waited(store.Memory, c.Took)
+	}
 	level := slog.LevelDebug
 	if c.Status != engines.StatusOK && c.Status != engines.StatusCancelled {
 		level = slog.LevelWarn

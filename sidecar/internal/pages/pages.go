@@ -56,6 +56,12 @@ type Service struct {
 	namespaces map[page.ID]*namespace
 	pools      map[*engines.Worker]map[uint64]*pool
 	pinned     uint64 // bytes
+	drained    bool   // no put begins
+	puts       int    // open
+	putEnded   sync.Cond
+
+	verifying sync.Mutex
+	waits     [store.Object + 1]tierWaits
 }
 
 // namespace is one that engines have pools of.
@@ -73,20 +79,17 @@ type pool struct {
 
 // New makes a service.
 func New(o Options) *Service {
-	return &Service{o: o, namespaces: map[page.ID]*namespace{},
+	s := &Service{o: o, namespaces: map[page.ID]*namespace{},
 		pools: map[*engines.Worker]map[uint64]*pool{}}
+	s.putEnded.L = &s.mu
+	return s
 }
 
 // Open adds a pool of a worker, and returns its namespace's id. The worker has not gone.
 func (s *Service) Open(w *engines.Worker, p connector.Pool) (id page.ID, err error) {
 	pieces := make([]store.Piece, len(p.Pieces))
 	for i, c := range p.Pieces {
-		if c.Region < 0 || c.Region >= len(w.Regions) {
-			return id, &store.RequestError{Field: fmt.Sprintf("pieces[%d].region", i),
-				Problem: fmt.Sprintf("%d, and %d are registered", c.Region, len(w.Regions)),
-				Remedy:  "name regions by their index in REGISTER, from 0"}
-		}
-		pieces[i] = store.Piece{Region: w.Regions[c.Region], Base: c.Base, Stride: c.Stride, Len: c.Len}
+		pieces[i] = store.Piece{Region: c.Region, Base: c.Base, Stride: c.Stride, Len: c.Len}
 	}
 	memory, err := store.NewPool(pieces, int(p.Blocks))
 	if err != nil {
@@ -130,17 +133,31 @@ func (s *Service) Open(w *engines.Worker, p connector.Pool) (id page.ID, err err
 	return id, nil
 }
 
+// Close closes a pool that no lease uses, and none will.
+func (s *Service) Close(w *engines.Worker, id uint64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if p := s.pools[w][id]; p != nil {
+		delete(s.pools[w], id)
+		s.leaveLocked(p.ns)
+	}
+}
+
 // Gone closes a worker's pools. Its leases have ended, and none starts later.
 func (s *Service) Gone(w *engines.Worker) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, p := range s.pools[w] {
-		if p.ns.users--; p.ns.users == 0 {
-			p.ns.space.Close()
-			delete(s.namespaces, p.ns.of.ID())
-		}
+		s.leaveLocked(p.ns)
 	}
 	delete(s.pools, w)
+}
+
+func (s *Service) leaveLocked(ns *namespace) {
+	if ns.users--; ns.users == 0 {
+		ns.space.Close()
+		delete(s.namespaces, ns.of.ID())
+	}
 }
 
 // Start serves a lease. The connector bounds how many a worker has.
@@ -153,6 +170,7 @@ func (s *Service) Start(w *engines.Worker, r connector.Pages) {
 			c.Status, c.Reason = refused, err.Error()
 		} else {
 			s.follow(ctx, batch, &c)
+			s.left(&r)
 		}
 		c.Took = time.Since(began)
 		if cerr := s.o.Complete(w, c); cerr != nil {
@@ -163,10 +181,22 @@ func (s *Service) Start(w *engines.Worker, r connector.Pages) {
 }
 
 // begin hands the request to the store.
-func (s *Service) begin(w *engines.Worker, r *connector.Pages) (*store.Batch, error) {
+func (s *Service) begin(w *engines.Worker, r *connector.Pages) (_ *store.Batch, err error) {
 	s.mu.Lock()
 	p := s.pools[w][r.Pool]
+	drained := s.drained && r.Put
+	if r.Put && !drained {
+		s.puts++
+	}
 	s.mu.Unlock()
+	if drained {
+		return nil, errDrained
+	}
+	defer func() {
+		if err != nil {
+			s.left(r)
+		}
+	}()
 	if p == nil {
 		return nil, &store.RequestError{Field: "pool", Problem: fmt.Sprintf("%d is not open", r.Pool),
 			Remedy: "open it with OPEN first"}

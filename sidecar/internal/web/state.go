@@ -59,6 +59,8 @@ type State struct {
 	Links []gpu.PathState `json:"gpu_links"`
 	// Executors are the copy methods for scattered blocks of a GPU, with their bytes.
 	Executors []policy.RouteState `json:"gpu_executors"`
+	// Store is the page store; nil: the node has none.
+	Store *Store `json:"store,omitempty"`
 	// Control lanes to each peer, each as its two addresses. By boot.
 	Control map[string][]string `json:"control"`
 	// Routes are the paths to each peer, best first, with the reason for each unused one. By boot.
@@ -71,7 +73,7 @@ func (w *Server) State() State {
 		Executors: w.o.Executors(), Totals: w.o.Stats(), Peers: map[string]string{},
 		Claimed: map[string]string{}, Releases: map[string]string{}, Rails: w.o.Rails(),
 		Routes:  map[string][]route.Candidate{},
-		Control: map[string][]string{}}
+		Control: map[string][]string{}, Store: w.o.Store()}
 	w.o.Driver.Do(func(ex *exec.Exec, now exec.Instant) { v.Leases = ex.View(now) })
 	w.o.Driver.Lanes(func(l transport.Lane) {
 		v.Lanes = append(v.Lanes, Lane{l.ID(), l.Peer().String(), l.Backend(), l.Local(), l.Remote()})

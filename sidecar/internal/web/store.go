@@ -2,6 +2,16 @@
 
 package web
 
+import (
+	"context"
+	"encoding/hex"
+	"errors"
+	"net"
+	"net/http"
+	"strconv"
+	"time"
+)
+
 // Store is the state of the node's store, in /v1/store. Counts are since the sidecar's start.
 type Store struct {
 	Tiers      []StoreTier      `json:"tiers"` // nearest first
@@ -12,6 +22,7 @@ type Store struct {
 	Refused    uint64           `json:"refused"` // puts without room
 	Damaged    uint64           `json:"damaged"` // pages that differed from what was put
 	Pinned     uint64           `json:"pinned_bytes"`
+	Drained    bool             `json:"drained"` // it takes no pages
 }
 
 // StoreTier is one tier.
@@ -22,7 +33,12 @@ type StoreTier struct {
 	Capacity uint64 `json:"capacity_bytes"`
 	Hits     uint64 `json:"hits"` // pages
 	Evicted  uint64 `json:"evicted"`
-	Problem  string `json:"problem,omitempty"` // the fault that an operator must mend
+	// how long the pages that were given up lately had not been used
+	EvictionAgeMS int64 `json:"eviction_age_ms"`
+	// gets whose slowest page came from this tier, and the time that they took in all
+	Gets    uint64 `json:"gets"`
+	GetUS   uint64 `json:"get_us"`
+	Problem string `json:"problem,omitempty"` // the fault that an operator must mend
 }
 
 // StoreNamespace is a namespace that engines of this node have open.
@@ -36,4 +52,138 @@ type StoreNamespace struct {
 	PageBytes  int    `json:"page_bytes"`
 	Pools      int    `json:"pools"`
 	Private    bool   `json:"private"` // it has a tenant's secret
+}
+
+// StoreKeys are keys of a namespace in a tier.
+type StoreKeys struct {
+	Keys []string `json:"keys"`
+	Next uint32   `json:"next"` // where to go on; 0: that was all
+}
+
+// StoreVerified is a page that was read and compared with its checksum.
+type StoreVerified struct {
+	Outcome string `json:"outcome"` // hit, miss, damaged, failed
+	Tier    string `json:"tier,omitempty"`
+	Bytes   uint64 `json:"bytes,omitempty"`
+	CRC32C  string `json:"crc32c,omitempty"`
+	TookUS  int64  `json:"took_us"`
+	Problem string `json:"problem,omitempty"`
+}
+
+// StoreDrained is the answer to a drain.
+type StoreDrained struct {
+	Drained bool   `json:"drained"`
+	Durable bool   `json:"durable"`           // there is a tier below memory
+	Problem string `json:"problem,omitempty"` // why not yet
+}
+
+// StoreCalls are what an operator asks of a running store.
+type StoreCalls interface {
+	Drain(ctx context.Context) error
+	Keys(namespace [32]byte, tier string, first uint32, most int) (*StoreKeys, error)
+	Verify(ctx context.Context, namespace, key [32]byte) (*StoreVerified, error)
+}
+
+// Bounds of these calls.
+const (
+	drainTimeout  = 20 * time.Second // of one request; the caller repeats it
+	verifyTimeout = 20 * time.Second
+	maxListed     = 1000 // keys
+)
+
+const noStore = "this node has no store: set store.memory\n"
+
+func (w *Server) storeHandlers(mux *http.ServeMux) {
+	mux.HandleFunc("GET /v1/store", func(rw http.ResponseWriter, _ *http.Request) {
+		st := w.o.Store()
+		if st == nil {
+			reply(rw, http.StatusNotFound, noStore)
+			return
+		}
+		replyJSON(rw, st)
+	})
+	mux.HandleFunc("POST /v1/store/drain", w.ofThisHost(w.drain))
+	mux.HandleFunc("GET /v1/store/keys", w.ofThisHost(w.keys))
+	mux.HandleFunc("GET /v1/store/verify", w.ofThisHost(w.verify))
+}
+
+// ofThisHost refuses requests of other hosts and of web pages: unlike the others these requests
+// change the store, take its time, or name its pages, and the port has no authentication.
+func (w *Server) ofThisHost(serve func(http.ResponseWriter, *http.Request,
+	StoreCalls)) http.HandlerFunc {
+	return func(rw http.ResponseWriter, r *http.Request) {
+		host, _, err := net.SplitHostPort(r.RemoteAddr)
+		named, _, err2 := net.SplitHostPort(r.Host)
+		if err != nil || err2 != nil || !loopback(host) || named != "localhost" && !loopback(named) ||
+			r.Header.Get("Origin") != "" {
+			reply(rw, http.StatusForbidden, "this request is served over loopback only: run kvspray "+
+				"store on the sidecar's host, with --http 127.0.0.1:PORT\n")
+			return
+		}
+		calls := w.o.StoreCalls()
+		if calls == nil {
+			reply(rw, http.StatusNotFound, noStore)
+			return
+		}
+		serve(rw, r, calls)
+	}
+}
+
+func loopback(host string) bool {
+	ip := net.ParseIP(host)
+	return ip != nil && ip.IsLoopback()
+}
+
+func (w *Server) drain(rw http.ResponseWriter, r *http.Request, c StoreCalls) {
+	ctx, cancel := context.WithTimeout(r.Context(), drainTimeout)
+	defer cancel()
+	err := c.Drain(ctx)
+	switch {
+	case err == nil:
+		replyJSON(rw, StoreDrained{Drained: true, Durable: len(w.o.Store().Tiers) > 1})
+	case errors.Is(err, context.DeadlineExceeded):
+		replyJSON(rw, StoreDrained{Problem: err.Error()})
+	default:
+		reply(rw, http.StatusInternalServerError, err.Error()+"\n")
+	}
+}
+
+func (w *Server) keys(rw http.ResponseWriter, r *http.Request, c StoreCalls) {
+	q := r.URL.Query()
+	id, ok := hash32(q.Get("namespace"))
+	first, err := strconv.ParseUint(q.Get("first"), 10, 32)
+	most, err2 := strconv.Atoi(q.Get("most"))
+	if !ok || err != nil || err2 != nil || most < 1 || most > maxListed {
+		reply(rw, http.StatusBadRequest, "want namespace (64 hexadecimal digits), first (a number, 0 at "+
+			"the beginning) and most (1 to "+strconv.Itoa(maxListed)+")\n")
+		return
+	}
+	out, err := c.Keys(id, q.Get("tier"), uint32(first), most)
+	answer(rw, out, err)
+}
+
+func (w *Server) verify(rw http.ResponseWriter, r *http.Request, c StoreCalls) {
+	id, ok := hash32(r.URL.Query().Get("namespace"))
+	key, ok2 := hash32(r.URL.Query().Get("key"))
+	if !ok || !ok2 {
+		reply(rw, http.StatusBadRequest, "want namespace and key, of 64 hexadecimal digits each\n")
+		return
+	}
+	ctx, cancel := context.WithTimeout(r.Context(), verifyTimeout)
+	defer cancel()
+	out, err := c.Verify(ctx, id, key)
+	answer(rw, out, err)
+}
+
+func answer(rw http.ResponseWriter, v any, err error) {
+	if err != nil {
+		reply(rw, http.StatusConflict, err.Error()+"\n")
+		return
+	}
+	replyJSON(rw, v)
+}
+
+func hash32(s string) (out [32]byte, ok bool) {
+	b, err := hex.DecodeString(s)
+	return [32]byte(append(b, make([]byte, 32)...)), err == nil && len(b) == 32
 }

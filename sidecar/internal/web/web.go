@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package web serves a sidecar's HTTP port: health, metrics and state. It reads the parts of a
-// node, and changes none. No goroutines.
+// node, and changes none but the store, which a process of the same host may drain. No goroutines.
 package web
 
 import (
@@ -47,7 +47,8 @@ type Options struct {
 	Executors     func() []policy.RouteState
 	Workers       func() []*engines.Worker
 	Transports    func() []string
-	Store         func() *Store // nil: the node has none
+	Store         func() *Store     // nil: the node has none
+	StoreCalls    func() StoreCalls // likewise
 }
 
 // Life is how far the node has come between its start and its end.
@@ -129,14 +130,7 @@ func (w *Server) handler() http.Handler {
 		replyJSON(rw,
 			w.layouts())
 	})
-	mux.HandleFunc("GET /v1/store", func(rw http.ResponseWriter, _ *http.Request) {
-		st := w.o.Store()
-		if st == nil {
-			reply(rw, http.StatusNotFound, "this node has no store: set store.memory\n")
-			return
-		}
-		replyJSON(rw, st)
-	})
+	w.storeHandlers(mux)
 	mux.HandleFunc("GET /debug/state", func(rw http.ResponseWriter, _ *http.Request) {
 		replyJSON(rw,
 			w.State())

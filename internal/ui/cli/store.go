@@ -1,0 +1,235 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"context"
+	"encoding/hex"
+	"fmt"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/ui/command"
+	"github.com/kvspray/kvspray/internal/ui/storectl"
+	"github.com/kvspray/kvspray/internal/ui/top"
+	"github.com/kvspray/kvspray/internal/ui/usage"
+)
+
+const (
+	outputText   = "text"
+	outputJSON   = "json"
+	defaultKeys  = 100
+	maxKeys      = 1000
+	drainTimeout = 10 * time.Minute
+)
+
+func storeCommand() *cobra.Command {
+	cmd := &cobra.Command{Use: "store", Short: "Look at, drain or check a page store",
+		Long: `Looks at the page store of a running sidecar over its HTTP address (http.listen), or checks
+the files of one that is not running. All but stat and ls without --namespace work on the sidecar's
+own host only.`,
+		Args: cobra.NoArgs, RunE: command.Help}
+	cmd.AddCommand(storeStat(), storeList(), storeGet(), storeDrain(), storeCheck())
+	return cmd
+}
+
+// storeFlags are the flags of commands that ask a sidecar.
+type storeFlags struct{ addr, output string }
+
+func (f *storeFlags) add(cmd *cobra.Command) {
+	cmd.Flags().StringVar(&f.addr, "http", fmt.Sprintf("127.0.0.1:%d", config.DefaultHTTPPort),
+		"host:port of the sidecar's http.listen")
+	addOutput(cmd, &f.output)
+}
+
+func addOutput(cmd *cobra.Command, to *string) {
+	cmd.Flags().StringVarP(to, "output", "o", outputText, "text or json")
+}
+
+func asJSON(output string) (bool, error) {
+	if output != outputText && output != outputJSON {
+		return false, usage.Errorf("--output %q: want text or json", output)
+	}
+	return output == outputJSON, nil
+}
+
+func (f *storeFlags) client(cmd *cobra.Command) (*storectl.Client, error) {
+	addr, err := top.Address(f.addr)
+	if err != nil {
+		return nil, usage.Of(err)
+	}
+	j, err := asJSON(f.output)
+	return &storectl.Client{Addr: addr, JSON: j, Out: cmd.OutOrStdout()}, err
+}
+
+func hash(flag, s string) error {
+	if b, err := hex.DecodeString(s); err != nil || len(b) != 32 {
+		return usage.Errorf("%s %q: want 64 hexadecimal digits, as 'kvspray store ls' prints them", flag,
+			s)
+	}
+	return nil
+}
+
+func storeStat() *cobra.Command {
+	var f storeFlags
+	cmd := &cobra.Command{
+		Use:   "stat",
+		Short: "Print tiers, bytes, hits and eviction ages",
+		Args:  cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			c, err := f.client(cmd)
+			if err != nil {
+				return err
+			}
+			return c.Stat(cmd.Context())
+		},
+	}
+	f.add(cmd)
+	return cmd
+}
+
+func storeList() *cobra.Command {
+	var f storeFlags
+	var namespace, tier string
+	var first uint32
+	var limit int
+	cmd := &cobra.Command{
+		Use:   "ls",
+		Short: "List the namespaces that engines have open, or keys of one",
+		Example: `  kvspray store ls
+  kvspray store ls --namespace ID --tier disk --limit 1000`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			c, err := f.client(cmd)
+			if err != nil {
+				return err
+			}
+			if namespace == "" {
+				return c.List(cmd.Context())
+			}
+			if err := hash("--namespace", namespace); err != nil {
+				return err
+			}
+			if limit < 1 || limit > maxKeys {
+				return usage.Errorf("--limit %d: want 1 to %d; --first goes on after them", limit, maxKeys)
+			}
+			return c.Keys(cmd.Context(), namespace, tier, first, limit)
+		},
+	}
+	f.add(cmd)
+	cmd.Flags().StringVar(&namespace, "namespace", "", "list keys of its pages, in no order")
+	cmd.Flags().StringVar(&tier, "tier", "memory", "with --namespace: memory or disk")
+	cmd.Flags().IntVar(&limit, "limit", defaultKeys, "with --namespace: most keys to list")
+	cmd.Flags().Uint32Var(&first, "first", 0, "with --namespace: where to go on, as the command "+
+		"before this one has printed")
+	return cmd
+}
+
+func storeGet() *cobra.Command {
+	var f storeFlags
+	var namespace string
+	var verify bool
+	cmd := &cobra.Command{
+		Use:   "get KEY",
+		Short: "Read a page in the sidecar and compare it with its checksum",
+		Long: `Has the sidecar read a page as a get of an engine does, and prints the tier that had it and
+its checksum. The page itself does not leave the sidecar: it is made of a tenant's text. The exit
+status is 1 if the page is not there, or is damaged.`,
+		Example: "  kvspray store get --verify --namespace ID KEY",
+		Args:    cobra.ExactArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			c, err := f.client(cmd)
+			if err != nil {
+				return err
+			}
+			if !verify {
+				return usage.Errorf("get prints no content, which is made of a tenant's text: pass " +
+					"--verify to compare the page with its checksum")
+			}
+			if err := hash("--namespace", namespace); err != nil {
+				return err
+			}
+			if err := hash("KEY", args[0]); err != nil {
+				return err
+			}
+			return c.Verify(cmd.Context(), namespace, args[0])
+		},
+	}
+	f.add(cmd)
+	cmd.Flags().StringVar(&namespace, "namespace", "", "the page's; 'kvspray store ls' lists them")
+	cmd.Flags().BoolVar(&verify, "verify", false, "compare the page with its checksum")
+	return cmd
+}
+
+func storeDrain() *cobra.Command {
+	var f storeFlags
+	var timeout time.Duration
+	cmd := &cobra.Command{
+		Use:   "drain",
+		Short: "Write all pages back, and take no others",
+		Long: `Has the sidecar refuse new pages, and returns once the pages that it took are durable: on the
+disk, and in the object store as far as they go there. Gets go on. The store takes pages again after
+the sidecar's restart.`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			c, err := f.client(cmd)
+			if err != nil {
+				return err
+			}
+			if timeout <= 0 {
+				return usage.Errorf("--timeout %v: want more than 0", timeout)
+			}
+			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
+			defer cancel()
+			return c.Drain(ctx)
+		},
+	}
+	f.add(cmd)
+	cmd.Flags().DurationVar(&timeout, "timeout", drainTimeout, "longest wait; the store stays "+
+		"drained after it")
+	return cmd
+}
+
+func storeCheck() *cobra.Command {
+	var f configFlags
+	var disks []string
+	var output string
+	cmd := &cobra.Command{
+		Use:   "fsck",
+		Short: "Check the disks of a store that no sidecar has open",
+		Long: `Reads all segments of a disk store and compares each page with its checksum. It writes
+nothing. Damaged pages and segments are printed; the exit status is 1 if there are any. A page of a
+segment that was being filled may be torn because its process was killed before the page was
+acknowledged: it is printed, and is no damage.`,
+		Example: `  kvspray store fsck --config kvspray.yaml
+  kvspray store fsck --disk /nvme0/kv --disk /nvme1/kv`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			j, err := asJSON(output)
+			if err != nil {
+				return err
+			}
+			if len(disks) == 0 {
+				c, err := f.load()
+				if err != nil {
+					return err
+				}
+				for _, d := range c.Store.Disk {
+					disks = append(disks, d.Path)
+				}
+			}
+			if len(disks) == 0 {
+				return usage.Errorf("the configuration names no store.disk: pass --config FILE of the " +
+					"sidecar, or --disk PATH")
+			}
+			return storectl.Check(cmd.Context(), disks, j, cmd.OutOrStdout())
+		},
+	}
+	f.add(cmd)
+	cmd.Flags().StringArrayVar(&disks, "disk", nil, "path of store.disk; repeat it for each, in the "+
+		"configuration's order (default: those of --config)")
+	addOutput(cmd, &output)
+	return cmd
+}

@@ -1,0 +1,215 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package storectl is `kvspray store`: it asks a running sidecar about its page store over HTTP,
+// and has it drained, and it checks the files of a store that no sidecar has open. Answers are
+// printed as text, or as the sidecar's own JSON. No goroutines.
+package storectl
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/url"
+	"strings"
+	"time"
+)
+
+// Bounds of a request.
+const (
+	maxAnswer = 16 << 20 // bytes
+	patience  = 30 * time.Second
+)
+
+// Client asks one sidecar.
+type Client struct {
+	Addr string // host:port of http.listen
+	JSON bool   // print the sidecar's answers as they are
+	Out  io.Writer
+}
+
+// ask sends a request and decodes its answer.
+func (c *Client) ask(ctx context.Context, method, path string, q url.Values, to any) ([]byte,
+	error) {
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	u := url.URL{Scheme: "http", Host: c.Addr, Path: path, RawQuery: q.Encode()}
+	req, err := http.NewRequestWithContext(ctx, method, u.String(), nil)
+	if err != nil {
+		return nil, fmt.Errorf("store: --http %q: %w; want host:port of a sidecar's http.listen", c.Addr,
+			err)
+	}
+	res, err := http.DefaultClient.Do(req)
+	if err != nil {
+		var op *url.Error
+		if errors.As(err, &op) {
+			err = op.Err // its text repeats the address
+		}
+		return nil, fmt.Errorf("store: no sidecar answers at http://%s: %w; pass --http HOST:PORT of "+
+			"its http.listen, which it logs as http= when it is ready", c.Addr, err)
+	}
+	defer func() { _ = res.Body.Close() }()
+	b, err := io.ReadAll(io.LimitReader(res.Body, maxAnswer+1))
+	switch {
+	case err != nil:
+		return nil, fmt.Errorf("store: read from %s: %w", c.Addr, err)
+	case len(b) > maxAnswer:
+		return nil, fmt.Errorf("store: %s answers more than %d MiB: not a sidecar", c.Addr,
+			maxAnswer>>20)
+	case res.StatusCode != http.StatusOK:
+		return nil, fmt.Errorf("store: %s answers %s: %s", c.Addr, res.Status,
+			strings.TrimSpace(string(b[:min(len(b), 1024)])))
+	}
+	if err := json.Unmarshal(b, to); err != nil {
+		return nil, fmt.Errorf("store: %s: %w; a sidecar of another version?", c.Addr, err)
+	}
+	return b, nil
+}
+
+// state is /v1/store.
+type state struct {
+	Tiers      []tier      `json:"tiers"`
+	Namespaces []namespace `json:"namespaces"`
+	Misses     uint64      `json:"misses"`
+	Stored     uint64      `json:"stored"`
+	Existed    uint64      `json:"existed"`
+	Refused    uint64      `json:"refused"`
+	Damaged    uint64      `json:"damaged"`
+	Pinned     uint64      `json:"pinned_bytes"`
+	Drained    bool        `json:"drained"`
+}
+
+type tier struct {
+	Name        string `json:"name"`
+	Pages       uint64 `json:"pages"`
+	Bytes       uint64 `json:"bytes"`
+	Capacity    uint64 `json:"capacity_bytes"`
+	Hits        uint64 `json:"hits"`
+	Evicted     uint64 `json:"evicted"`
+	EvictionAge int64  `json:"eviction_age_ms"`
+	Gets        uint64 `json:"gets"`
+	GetUS       uint64 `json:"get_us"`
+	Problem     string `json:"problem"`
+}
+
+type namespace struct {
+	ID         string `json:"id"`
+	Weights    string `json:"weights"`
+	DType      string `json:"dtype"`
+	PageTokens int    `json:"page_tokens"`
+	PageBytes  int    `json:"page_bytes"`
+	Pools      int    `json:"pools"`
+	Private    bool   `json:"private"`
+}
+
+// raw prints an answer as it came.
+func (c *Client) raw(b []byte) error {
+	_, err := c.Out.Write(b)
+	return err
+}
+
+// Stat prints tiers and counts.
+func (c *Client) Stat(ctx context.Context) error {
+	var s state
+	b, err := c.ask(ctx, http.MethodGet, "/v1/store", nil, &s)
+	if err != nil || c.JSON {
+		return errors.Join(err, c.raw(b))
+	}
+	return c.stat(&s)
+}
+
+// List prints the namespaces that engines of the node have open.
+func (c *Client) List(ctx context.Context) error {
+	var s state
+	b, err := c.ask(ctx, http.MethodGet, "/v1/store", nil, &s)
+	if err != nil || c.JSON {
+		return errors.Join(err, c.raw(b))
+	}
+	return c.namespaces(&s)
+}
+
+// Keys prints keys of a namespace's pages in a tier, from an entry on.
+func (c *Client) Keys(ctx context.Context, namespace, tier string, first uint32, most int) error {
+	q := url.Values{"namespace": {namespace}, "tier": {tier}, "first": {fmt.Sprint(first)},
+		"most": {fmt.Sprint(most)}}
+	var a struct {
+		Keys []string `json:"keys"`
+		Next uint32   `json:"next"`
+	}
+	b, err := c.ask(ctx, http.MethodGet, "/v1/store/keys", q, &a)
+	if err != nil || c.JSON {
+		return errors.Join(err, c.raw(b))
+	}
+	for _, k := range a.Keys {
+		if _, err := fmt.Fprintln(c.Out, k); err != nil {
+			return err
+		}
+	}
+	if a.Next != 0 {
+		_, err = fmt.Fprintf(c.Out, "more: --first %d\n", a.Next)
+	}
+	return err
+}
+
+// ErrNoPage is the result of Verify for a page that is not there, or differs from its checksum.
+var ErrNoPage = errors.New("store: the page was not read")
+
+// Verify has the sidecar read a page and compare it with its checksum.
+func (c *Client) Verify(ctx context.Context, namespace, key string) error {
+	var a struct {
+		Outcome string `json:"outcome"`
+		Tier    string `json:"tier"`
+		Bytes   uint64 `json:"bytes"`
+		CRC32C  string `json:"crc32c"`
+		TookUS  int64  `json:"took_us"`
+		Problem string `json:"problem"`
+	}
+	b, err := c.ask(ctx, http.MethodGet, "/v1/store/verify",
+		url.Values{"namespace": {namespace}, "key": {key}}, &a)
+	if err != nil {
+		return err
+	}
+	switch {
+	case c.JSON:
+		err = c.raw(b)
+	case a.Outcome == "hit":
+		_, err = fmt.Fprintf(c.Out, "ok: %d bytes from %s in %d us, crc32c %s\n", a.Bytes, a.Tier,
+			a.TookUS, a.CRC32C)
+	}
+	if a.Outcome != "hit" {
+		if a.Problem != "" {
+			a.Outcome += ": " + a.Problem
+		}
+		return errors.Join(err, fmt.Errorf("%w: %s", ErrNoPage, a.Outcome))
+	}
+	return err
+}
+
+// Drain has the sidecar take no more pages, and returns once all that it has are durable.
+func (c *Client) Drain(ctx context.Context) error {
+	for {
+		var a struct {
+			Drained bool   `json:"drained"`
+			Durable bool   `json:"durable"`
+			Problem string `json:"problem"`
+		}
+		b, err := c.ask(ctx, http.MethodPost, "/v1/store/drain", nil, &a)
+		switch {
+		case ctx.Err() != nil:
+			return fmt.Errorf("store: not drained yet, ask again: %w", ctx.Err())
+		case err != nil:
+			return err
+		case a.Drained && c.JSON:
+			return c.raw(b)
+		case a.Drained:
+			what := "pages are in memory only, and go with the sidecar's process"
+			if a.Durable {
+				what = "all pages that the lower tiers took are durable"
+			}
+			_, err = fmt.Fprintf(c.Out, "drained: %s; no others are taken until the sidecar restarts\n", what)
+			return err
+		}
+	}
+}
