@@ -7,6 +7,7 @@ import (
 	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/cluster/gossip"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/peer"
 	"github.com/kvspray/kvspray/control/peer/keys"
@@ -19,7 +20,7 @@ import (
 // the rails are known.
 func (c *conversation) open() error {
 	cfg := &c.cfg.Peer
-	creds, gossipKeys, err := credentials(c.cfg)
+	creds, keysOfGossip, err := credentials(c.cfg)
 	if err != nil {
 		return err
 	}
@@ -31,8 +32,8 @@ func (c *conversation) open() error {
 	// Gossip on loopback without other members would only use CPU.
 	if g := cfg.Gossip.Listen; g != "" && g != config.Off && (len(cfg.Gossip.Join) > 0 ||
 		!config.IsLoopback(g)) {
-		opt.Gossip = &peer.Gossip{Listen: g, Advertise: cfg.Gossip.Advertise, Join: cfg.Gossip.Join,
-			Keys: gossipKeys}
+		opt.Join = gossip.Joiner(gossip.Options{Listen: g, Advertise: cfg.Gossip.Advertise,
+			Join: cfg.Gossip.Join, Keys: keysOfGossip, Log: c.log})
 	}
 	if c.mesh, err = peer.New(opt); err != nil {
 		return fmt.Errorf("sidecar: %w", err)
@@ -42,13 +43,13 @@ func (c *conversation) open() error {
 
 // credentials loads what authenticates peers: certificates if configured, else the cluster key,
 // else nothing.
-func credentials(c *config.Config) (creds *keys.Credentials, gossip [][]byte, err error) {
+func credentials(c *config.Config) (creds *keys.Credentials, gossipKeys [][]byte, err error) {
 	var cluster keys.Cluster
 	if path := c.Peer.ClusterKeyFile; path != "" {
 		if cluster, err = keys.LoadCluster(path); err != nil {
 			return nil, nil, fmt.Errorf("sidecar: peer.cluster_key_file: %w", err)
 		}
-		if gossip, err = cluster.Gossip(); err != nil {
+		if gossipKeys, err = cluster.Gossip(); err != nil {
 			return nil, nil, fmt.Errorf("sidecar: peer.cluster_key_file: %w", err)
 		}
 	}
@@ -61,7 +62,7 @@ func credentials(c *config.Config) (creds *keys.Credentials, gossip [][]byte, er
 	if err != nil {
 		return nil, nil, fmt.Errorf("sidecar: peer credentials: %w", err)
 	}
-	return creds, gossip, nil
+	return creds, gossipKeys, nil
 }
 
 // certLooks is the interval of checks of the certificate files.
