@@ -114,7 +114,8 @@ func (x *Exchange) Fetch(ctx context.Context, space page.ID, pageBytes int, keys
 	return j.lost
 }
 
-// choose gives each page that has not come to the least loaded of its holders that was not tried.
+// choose gives each page that has not come to the least loaded of its holders that was not tried,
+// and counts it there.
 func (j *job) choose(found *directory.Found, tried [][]transfer.Boot) map[transfer.Boot][]int {
 	groups := map[transfer.Boot][]int{}
 	load := map[transfer.Boot]uint64{}
@@ -143,6 +144,7 @@ func (j *job) choose(found *directory.Found, tried [][]transfer.Boot) map[transf
 			tried[i] = append(tried[i], best)
 			groups[best] = append(groups[best], i)
 			load[best] += j.slots[i].Len
+			j.x.peers[best].asked += j.slots[i].Len
 		}
 	}
 	return groups
@@ -158,15 +160,13 @@ func (j *job) from(ctx context.Context, holder transfer.Boot, pages []int) {
 	}
 	x.mu.Lock()
 	p := x.peers[holder]
+	x.mu.Unlock()
 	if p == nil {
-		x.mu.Unlock()
 		return
 	}
-	p.asked += bytes
-	x.mu.Unlock()
 	defer func() {
 		x.mu.Lock()
-		p.asked -= bytes
+		p.asked -= min(p.asked, bytes) // it may have come back meanwhile
 		x.mu.Unlock()
 	}()
 	m, err := j.ask(ctx, holder, pages)
