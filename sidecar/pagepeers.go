@@ -6,7 +6,9 @@ import (
 	"cmp"
 	"context"
 	"fmt"
+	"os"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -20,7 +22,9 @@ import (
 	"github.com/kvspray/kvspray/sidecar/internal/exchange"
 	"github.com/kvspray/kvspray/sidecar/internal/web"
 	"github.com/kvspray/kvspray/store"
+	"github.com/kvspray/kvspray/store/directory"
 	"github.com/kvspray/kvspray/store/directory/embedded"
+	"github.com/kvspray/kvspray/store/directory/redis"
 	"github.com/kvspray/kvspray/store/page"
 	"github.com/kvspray/kvspray/transfer"
 )
@@ -67,19 +71,24 @@ func (p *pageStore) openDirectory(c *store.Config) error {
 		bytes += uint64(d.Size)
 	}
 	hints := min(max(2*bytes/hintPage, minHints), maxHints)
-	var err error
-	p.embedded, err = embedded.New(embedded.Options{Self: p.boot, Members: p.hintMembers,
-		Capacity: int(hints), Send: func(to transfer.Boot, f *peerv1.ControlFrame) error {
-			p.conv.metrics.Control(metrics.Out, frameName(f))
-			return p.conv.mesh.Send(to, f)
-		}})
-	if err != nil {
-		return fmt.Errorf("sidecar: store.directory: %w", err)
-	}
-	p.directory = p.embedded
 	m, err := metrics.NewStorePeers(p.registry)
 	if err != nil {
 		return fmt.Errorf("sidecar: metrics: %w", err)
+	}
+	if p.cfg.Directory == config.DirRedis {
+		if p.directory, err = p.openRedis(); err != nil {
+			return err
+		}
+	} else {
+		p.embedded, err = embedded.New(embedded.Options{Self: p.boot, Members: p.hintMembers,
+			Capacity: int(hints), Send: func(to transfer.Boot, f *peerv1.ControlFrame) error {
+				p.conv.metrics.Control(metrics.Out, frameName(f))
+				return p.conv.mesh.Send(to, f)
+			}})
+		if err != nil {
+			return fmt.Errorf("sidecar: store.directory: %w", err)
+		}
+		p.directory = p.embedded
 	}
 	p.exchange = exchange.New(exchange.Options{Self: p.boot, Registry: parseblock.Default(),
 		Transfers: p.driver.Events, Directory: p.directory, Changed: p.membersChanged, Metrics: m,
@@ -90,6 +99,21 @@ func (p *pageStore) openDirectory(c *store.Config) error {
 		}})
 	c.Peers = func(*store.Store) store.Peers { return p.exchange }
 	return nil
+}
+
+// openRedis makes the directory in a service, which may be away.
+func (p *pageStore) openRedis() (directory.Directory, error) {
+	r := &p.cfg.Redis
+	o := redis.Options{Self: p.boot, Addresses: r.Addresses, Username: r.Username, TLS: r.TLS,
+		Prefix: r.Prefix}
+	if r.PasswordFile != "" {
+		b, err := os.ReadFile(r.PasswordFile)
+		if err != nil {
+			return nil, fmt.Errorf("sidecar: store.redis.password_file: %w", err)
+		}
+		o.Password = strings.TrimSpace(string(b))
+	}
+	return redis.New(o), nil
 }
 
 func (p *pageStore) closeDirectory() error {

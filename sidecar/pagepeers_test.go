@@ -6,14 +6,18 @@ import (
 	"bytes"
 	"encoding/json"
 	"net"
+	"path/filepath"
 	"strings"
 	"testing"
+
+	"github.com/alicebob/miniredis/v2"
 
 	"github.com/kvspray/kvspray/connector/connectortest"
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/sidecar/internal/web"
+	"github.com/kvspray/kvspray/store/page"
 )
 
 // storeNode is a sidecar with a store, beside others, and an engine of it.
@@ -90,7 +94,8 @@ func (n *storeNode) meets(t *testing.T, others int) {
 	t.Helper()
 	until(t, func() bool {
 		st := n.state(t)
-		return len(st.Peers) == others && st.Directory.Members == others+1
+		return len(st.Peers) == others && (st.Directory.Kind == config.DirRedis ||
+			st.Directory.Members == others+1)
 	})
 }
 
@@ -117,7 +122,7 @@ func (n *storeNode) put(t *testing.T, pages ...byte) {
 		t.Fatal(err)
 	}
 	for i, r := range n.ok(lease).Received.Pages {
-		if r != msg.PageStored && r != msg.PageExisted {
+		if r = r &^ msg.PageFlagDurable; r != msg.PageStored && r != msg.PageExisted {
 			t.Fatalf("page %d: %d", pages[i], r)
 		}
 	}
@@ -202,5 +207,178 @@ func TestPagesOfPeers(t *testing.T) {
 		if !strings.Contains(text, line) {
 			t.Errorf("no metric %s", line)
 		}
+	}
+}
+
+func series(from, n int) (out []byte) {
+	for i := range n {
+		out = append(out, byte(from+i))
+	}
+	return out
+}
+
+func hits(results []byte) (n int) {
+	for _, r := range results {
+		if r&15 == msg.PageHit {
+			n++
+		}
+	}
+	return n
+}
+
+// TestPagesOfARestartedPeer: pages of an earlier life of a node are missed, and found again once
+// they are put again.
+func TestPagesOfARestartedPeer(t *testing.T) {
+	c := newStoreCluster(t, nil)
+	all := c.nodes(2)
+	b, a := all[0], all[1]
+	a.put(t, 1, 2, 3)
+	b.exists(t, 1, 2, 3)
+	if err := a.stop(); err != nil {
+		t.Fatal(err)
+	}
+	if got := hits(b.fetch(t, 1, 2, 3)); got != 0 {
+		t.Errorf("%d hits of a node that is gone", got)
+	}
+	a = c.add(false)
+	a.meets(t, 1)
+	b.meets(t, 1)
+	if got := hits(b.fetch(t, 1, 2, 3)); got != 0 {
+		t.Errorf("%d hits of an earlier life", got)
+	}
+	a.put(t, 3)
+	b.exists(t, 3)
+	if got := b.fetch(t, 3, 1); !bytes.Equal(got, []byte{fromPeer, msg.PageMiss}) {
+		t.Errorf("%v", got)
+	}
+}
+
+// TestStaleAndLyingHints: hints of pages that are removed, or were never there, cost a miss.
+func TestStaleAndLyingHints(t *testing.T) {
+	all := newStoreCluster(t, nil).nodes(3)
+	a, b, liar := all[0], all[1], all[2]
+	a.put(t, series(1, 50)...)
+	b.exists(t, series(1, 50)...)
+	ns := openPool().Namespace
+	hashes, err := (&page.Namespace{Weights: ns.Weights, DType: ns.DType, Layout: ns.Layout,
+		PageTokens: int(ns.PageTokens), PageBytes: int(ns.PageBytes), Algorithm: ns.Algorithm}).Keyer().
+		Keys(page.Hashes{Bytes: hashes16(append(series(1, 50), 99)...), Each: 16})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := liar.pages.directory.Announce(t.Context(), 1, hashes); err != nil {
+		t.Fatal(err)
+	}
+	b.exists(t, 99)
+	if got := b.fetch(t, append(series(1, 20), 99)...); hits(got) != 20 || got[20] != msg.PageMiss {
+		t.Errorf("%v", got)
+	}
+	// Its epoch ends the hints of what is removed, wherever they are.
+	if err := a.Remove(t.Context(), a.pageEngine.space); err != nil {
+		t.Fatal(err)
+	}
+	if got := hits(b.fetch(t, series(30, 20)...)); got != 0 {
+		t.Errorf("%d hits of pages that are removed", got)
+	}
+}
+
+// TestDamagedAtThePeer: bytes that differ from what was put are no hit.
+func TestDamagedAtThePeer(t *testing.T) {
+	all := newStoreCluster(t, nil).nodes(2)
+	a, b := all[0], all[1]
+	a.put(t, 1, 2)
+	b.exists(t, 1, 2)
+	arena, _ := a.pages.store.Region().Bytes()
+	at := bytes.Index(arena, pageContent(1))
+	if at < 0 {
+		t.Fatal("the page is not in memory")
+	}
+	arena[at+100] ^= 4
+	if got := b.fetch(t, 1, 2); !bytes.Equal(got, []byte{msg.PageDamaged, fromPeer}) {
+		t.Errorf("%v", got)
+	}
+	if got := b.fetch(t, 1); hits(got) != 0 {
+		t.Errorf("it is kept: %v", got)
+	}
+}
+
+// TestHolderEndsDuringGets: every get ends, and none has a wrong page.
+func TestHolderEndsDuringGets(t *testing.T) {
+	all := newStoreCluster(t, nil).nodes(3)
+	a, b, c := all[0], all[1], all[2]
+	a.put(t, series(1, 100)...)
+	b.exists(t, series(1, 100)...)
+	stopped := make(chan error)
+	begin := make(chan struct{})
+	go func() { <-begin; stopped <- a.stop() }()
+	count := 0
+	for i := range 10 {
+		if i == 3 {
+			close(begin)
+		}
+		count += hits(b.fetch(t, series(1+i*10, 10)...))
+	}
+	if err := <-stopped; err != nil {
+		t.Fatal(err)
+	}
+	if t.Logf("%d of 100 pages came", count); count < 30 {
+		t.Error("pages were missed before the end")
+	}
+	if got := hits(b.fetch(t, series(1, 100)...)); got != count {
+		t.Errorf("%d of %d are kept", got, count)
+	}
+	// What came is another node's to get.
+	until(t, func() bool { return hits(c.fetch(t, series(1, 100)...)) == count })
+}
+
+// TestPagesOfADisk: what a holder has on its disk only, it reads from there; and a node without a
+// directory asks nobody.
+func TestPagesOfADisk(t *testing.T) {
+	c := newStoreCluster(t, nil)
+	b := c.add(true)
+	c.change = func(cfg *config.Config) {
+		cfg.Store.Memory = 1 << 20
+		cfg.Store.Disk = []config.StoreDisk{{Path: filepath.Join(t.TempDir(), "pages"), Size: 64 << 20}}
+	}
+	a := c.add(false)
+	c.change = func(cfg *config.Config) { cfg.Store.Directory = config.Off }
+	alone := c.add(false)
+	for i := range 4 { // more than its memory has
+		a.put(t, series(1+i*60, 60)...)
+	}
+	b.exists(t, series(1, 240)...)
+	if got := b.fetch(t, series(1, 240)...); hits(got) != 240 {
+		t.Errorf("%d of 240: %v", hits(got), got)
+	}
+	if st := alone.state(t); st.Directory != nil || alone.found(t, 1) != 0 ||
+		hits(alone.fetch(t, 1)) != 0 {
+		t.Errorf("%+v", st)
+	}
+}
+
+// TestPagesByRedis: the same with a directory in a service, which goes away and comes back.
+func TestPagesByRedis(t *testing.T) {
+	s := miniredis.RunT(t)
+	all := newStoreCluster(t, func(cfg *config.Config) {
+		cfg.Store.Directory = config.DirRedis
+		cfg.Store.Redis.Addresses = []string{s.Addr()}
+	}).nodes(2)
+	a, b := all[0], all[1]
+	a.put(t, 1, 2)
+	b.exists(t, 1, 2)
+	if got := b.fetch(t, 1); !bytes.Equal(got, []byte{fromPeer}) {
+		t.Errorf("%v", got)
+	}
+	s.Close()
+	if got := b.fetch(t, 2); !bytes.Equal(got, []byte{msg.PageMiss}) {
+		t.Errorf("%v", got)
+	}
+	if err := s.Restart(); err != nil {
+		t.Fatal(err)
+	}
+	a.put(t, 3)
+	b.exists(t, 2, 3)
+	if got := b.fetch(t, 2, 3); !bytes.Equal(got, []byte{fromPeer, fromPeer}) {
+		t.Errorf("%v", got)
 	}
 }

@@ -4,9 +4,12 @@ package store
 
 import (
 	"context"
+	"errors"
 	"sync"
+	"time"
 
 	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/store/catalog"
 	"github.com/kvspray/kvspray/store/disk"
 	"github.com/kvspray/kvspray/store/memory"
 	"github.com/kvspray/kvspray/store/page"
@@ -30,6 +33,9 @@ const (
 	// waits for its holder's answer, the others move bytes.
 	defaultPeerFetchers = 8
 	maxPeerBytes        = 8 << 20 // of one transfer
+	// how long pages wait for room in memory that other pages take on their way
+	roomTime  = time.Second
+	roomPause = time.Millisecond
 )
 
 // peerFetcher reads pages from other nodes, until Close.
@@ -59,29 +65,39 @@ type incoming struct {
 // compares the checksum, and goes under the batch's guard. What no node has, the object tier may
 // have. It returns how many pages have ended here.
 func (s *Store) fromPeers(b *Batch, pages []int) int {
+	all := len(pages)
 	if b.guard.Revoked() {
 		s.fetched(b, pages, Result{Outcome: Canceled})
 		return len(pages)
 	}
-	in := &incoming{s: s, b: b}
-	var others []int // that another get or put brings, or that have no room
-	for _, i := range pages {
-		p, err := s.memory.Reserve(b.space.number, &b.keys[i], b.before(i))
-		if err != nil {
-			others = append(others, i)
+	var left, others []int // others: another get or put brings them, or they have no room
+	end := time.Now().Add(roomTime)
+	for len(pages) > 0 {
+		in := &incoming{s: s, b: b}
+		var full []int
+		for n, i := range pages {
+			p, err := s.room(b, i)
+			if errors.Is(err, catalog.ErrFull) {
+				full = pages[n:]
+				break
+			}
+			if err != nil {
+				others = append(others, i)
+				continue
+			}
+			in.pages, in.slots = append(in.pages, i), append(in.slots, p)
+		}
+		left = append(left, in.run()...)
+		pages = full
+		if len(pages) == 0 || len(in.pages) > 0 {
 			continue
 		}
-		in.pages, in.slots = append(in.pages, i), append(in.slots, p)
-	}
-	in.run()
-	var left []int
-	for j, i := range in.pages {
-		if !in.ended[j] {
-			if in.damaged[j] {
-				b.results[i] = Result{Outcome: Damaged}
-			}
-			left = append(left, i)
+		// Pages that others bring fill the memory, until they have come.
+		if b.ctx.Err() != nil || time.Now().After(end) {
+			others = append(others, pages...)
+			break
 		}
+		time.Sleep(roomPause)
 	}
 	for _, i := range others {
 		if b.results[i] = s.getPage(b, i, &worker{}); b.results[i].Outcome == Hit {
@@ -91,7 +107,17 @@ func (s *Store) fromPeers(b *Batch, pages []int) int {
 		}
 		left = append(left, i)
 	}
-	return len(pages) - s.afterPeers(b, left)
+	return all - s.afterPeers(b, left)
+}
+
+// room reserves a slot. A page whose prompt fills the memory comes without its place in the prompt,
+// since the pages before it would stay for it.
+func (s *Store) room(b *Batch, i int) (memory.Page, error) {
+	p, err := s.memory.Reserve(b.space.number, &b.keys[i], b.before(i))
+	if errors.Is(err, catalog.ErrFull) {
+		p, err = s.memory.Reserve(b.space.number, &b.keys[i], nil)
+	}
+	return p, err
 }
 
 // afterPeers ends pages that no peer gave, or leaves them to the object tier; it returns how many.
@@ -114,11 +140,11 @@ func (s *Store) afterPeers(b *Batch, pages []int) int {
 	return len(fetch)
 }
 
-// run fetches the pages, and gives back the slots of those that did not come.
-func (in *incoming) run() {
+// run fetches the pages, and returns those that did not come, whose slots it gives back.
+func (in *incoming) run() (left []int) {
 	n := len(in.pages)
 	if n == 0 {
-		return
+		return nil
 	}
 	in.ended, in.damaged = make([]bool, n), make([]bool, n)
 	blocks := make([]mem.Block, n)
@@ -132,11 +158,19 @@ func (in *incoming) run() {
 	for _, j := range lost {
 		keep[j] = true // its slot may still be written to: no page ever gets it
 	}
-	for j := range in.slots {
-		if !in.ended[j] && !keep[j] {
+	for j, i := range in.pages {
+		if in.ended[j] {
+			continue
+		}
+		if !keep[j] {
 			in.s.memory.Drop(in.slots[j])
 		}
+		if in.damaged[j] {
+			in.b.results[i] = Result{Outcome: Damaged}
+		}
+		left = append(left, i)
 	}
+	return left
 }
 
 // landed takes a page that is in its slot.

@@ -133,6 +133,10 @@ func (s *Store) begin(c Config) {
 		s.feed = newFeed()
 		s.peers = c.Peers(s)
 		s.peerFetches = newFetches(s.memory.Region().Size(), defaultPeerFetchers, maxPeerBytes)
+		s.peerFetches.run = func(b *Batch, pages []int) int {
+			// Memory has room for small pages by their number.
+			return min(len(pages), max(1, s.peerFetches.bytes/max(b.space.pageBytes, memory.LeastPageBytes)))
+		}
 		s.peerFetchers.Add(defaultPeerFetchers)
 		for range defaultPeerFetchers {
 			go s.peerFetcher()

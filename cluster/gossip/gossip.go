@@ -13,6 +13,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net"
 	"slices"
 	"strconv"
@@ -64,12 +65,14 @@ type Gossip struct {
 	wg   sync.WaitGroup
 }
 
-// self is this member as others see it. It implements the delegates of memberlist, whose calls come
-// under memberlist's locks.
+// self is this member as others see it, and the others. It implements the delegates of memberlist,
+// whose calls come under memberlist's locks. It has the members itself, because memberlist changes
+// the nodes that it returns.
 type self struct {
 	mu      sync.Mutex // protects all below
 	member  cluster.Member
 	meta    []byte
+	members map[string]cluster.Member // by memberlist's name
 	changed chan struct{}
 }
 
@@ -86,13 +89,33 @@ func (*self) GetBroadcasts(int, int) [][]byte { return nil }
 func (*self) LocalState(bool) []byte          { return nil }
 func (*self) MergeRemoteState([]byte, bool)   {}
 
-func (d *self) NotifyJoin(*memberlist.Node)   { d.notify() }
-func (d *self) NotifyLeave(*memberlist.Node)  { d.notify() }
-func (d *self) NotifyUpdate(*memberlist.Node) { d.notify() }
+func (d *self) NotifyJoin(n *memberlist.Node)   { d.set(n) }
+func (d *self) NotifyUpdate(n *memberlist.Node) { d.set(n) }
 
-func (d *self) notify() {
+func (d *self) NotifyLeave(n *memberlist.Node) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
+	delete(d.members, n.Name)
+	d.notifyLocked()
+}
+
+// set takes a member whose metadata has come. Without a boot a node is no peer.
+func (d *self) set(n *memberlist.Node) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	var h peerv1.HelloReply
+	if proto.Unmarshal(n.Meta, &h) != nil || len(h.Boot) != len(transfer.Boot{}) {
+		delete(d.members, n.Name)
+	} else {
+		m := cluster.Member{Node: h.Node, Address: n.Address(), Endpoint: h.Endpoint,
+			Boot: transfer.Boot(h.Boot)}
+		m.SetTexts(h.Features)
+		d.members[n.Name] = m
+	}
+	d.notifyLocked()
+}
+
+func (d *self) notifyLocked() {
 	close(d.changed)
 	d.changed = make(chan struct{})
 }
@@ -149,7 +172,7 @@ func Start(o Options, m cluster.Member, known *admit.Members) (*Gossip, error) {
 	c.GossipInterval, c.ProbeInterval = gossipInterval, probeInterval
 	c.LogOutput, c.Logger = nil, slog.NewLogLogger(o.Log.With("part", "gossip").Handler(),
 		slog.LevelDebug)
-	d := &self{member: m, changed: make(chan struct{})}
+	d := &self{member: m, members: map[string]cluster.Member{}, changed: make(chan struct{})}
 	if d.meta, err = encode(m); err != nil {
 		return nil, err
 	}
@@ -250,18 +273,10 @@ func joinAll(ctx context.Context, addrs []string, ask func(context.Context, stri
 }
 
 // Members implements cluster.Cluster.
-func (g *Gossip) Members() (out []cluster.Member) {
-	for _, n := range g.list.Members() {
-		var h peerv1.HelloReply
-		if proto.Unmarshal(n.Meta, &h) != nil || len(h.Boot) != len(transfer.Boot{}) {
-			continue // advisory: a node with unknown metadata is no peer
-		}
-		m := cluster.Member{Node: h.Node, Address: n.Address(), Endpoint: h.Endpoint,
-			Boot: transfer.Boot(h.Boot)}
-		m.SetTexts(h.Features)
-		out = append(out, m)
-	}
-	return out
+func (g *Gossip) Members() []cluster.Member {
+	g.self.mu.Lock()
+	defer g.self.mu.Unlock()
+	return slices.Collect(maps.Values(g.self.members))
 }
 
 // Changed implements cluster.Cluster.

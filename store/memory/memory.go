@@ -29,7 +29,7 @@ import (
 const (
 	DefaultSlabBytes = 64 << 20
 	minSlabBytes     = 64 << 10
-	leastPageBytes   = 64 << 10 // what MaxPages is derived from
+	LeastPageBytes   = 64 << 10 // what MaxPages is derived from
 )
 
 // Config describes a tier.
@@ -82,7 +82,7 @@ func New(c Config) (*Tier, error) {
 	}
 	c.Bytes = c.Bytes / slab * slab
 	if c.MaxPages == 0 {
-		c.MaxPages = int(max(64, c.Bytes/leastPageBytes))
+		c.MaxPages = int(max(64, c.Bytes/LeastPageBytes))
 	}
 	t := &Tier{slab: slab, slabs: newSlabs(c.Bytes, slab), owners: map[uint16]owner{}}
 	if err := t.allocate(c); err != nil {

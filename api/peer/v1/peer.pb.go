@@ -2569,14 +2569,16 @@ func (x *PageRequest) GetDeadlineMs() uint32 {
 // one behind the other, each in whole units of 4 KiB, is offered under a key: the receiver answers
 // with a Grant.
 type PageOffer struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Id            uint64                 `protobuf:"varint,1,opt,name=id,proto3" json:"id,omitempty"`
-	Found         []byte                 `protobuf:"bytes,2,opt,name=found,proto3" json:"found,omitempty"`     // bit i%8 of byte i/8: page i is offered
-	Crc           []uint32               `protobuf:"varint,3,rep,packed,name=crc,proto3" json:"crc,omitempty"` // CRC-32C of each offered page, as computed when it was put
-	Xfer          []byte                 `protobuf:"bytes,4,opt,name=xfer,proto3" json:"xfer,omitempty"`       // 16 bytes
-	Hash          []byte                 `protobuf:"bytes,5,opt,name=hash,proto3" json:"hash,omitempty"`       // 32 bytes
-	Load          uint64                 `protobuf:"varint,6,opt,name=load,proto3" json:"load,omitempty"`      // bytes that the sender has to send to all of its peers
-	Epoch         uint64                 `protobuf:"varint,7,opt,name=epoch,proto3" json:"epoch,omitempty"`    // of the sender
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Id    uint64                 `protobuf:"varint,1,opt,name=id,proto3" json:"id,omitempty"`
+	Found []byte                 `protobuf:"bytes,2,opt,name=found,proto3" json:"found,omitempty"`     // bit i%8 of byte i/8: page i is offered
+	Crc   []uint32               `protobuf:"varint,3,rep,packed,name=crc,proto3" json:"crc,omitempty"` // CRC-32C of each offered page, as computed when it was put
+	Xfer  []byte                 `protobuf:"bytes,4,opt,name=xfer,proto3" json:"xfer,omitempty"`       // 16 bytes
+	Hash  []byte                 `protobuf:"bytes,5,opt,name=hash,proto3" json:"hash,omitempty"`       // 32 bytes
+	Load  uint64                 `protobuf:"varint,6,opt,name=load,proto3" json:"load,omitempty"`      // bytes that the sender has to send to all of its peers
+	Epoch uint64                 `protobuf:"varint,7,opt,name=epoch,proto3" json:"epoch,omitempty"`    // of the sender
+	// Pages from the first on that the sender has looked at. It has no room for the others now.
+	Looked        uint32 `protobuf:"varint,8,opt,name=looked,proto3" json:"looked,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2656,6 +2658,13 @@ func (x *PageOffer) GetLoad() uint64 {
 func (x *PageOffer) GetEpoch() uint64 {
 	if x != nil {
 		return x.Epoch
+	}
+	return 0
+}
+
+func (x *PageOffer) GetLooked() uint32 {
+	if x != nil {
+		return x.Looked
 	}
 	return 0
 }
@@ -2880,7 +2889,7 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"page_bytes\x18\x03 \x01(\rR\tpageBytes\x12\x12\n" +
 	"\x04keys\x18\x04 \x01(\fR\x04keys\x12\x1f\n" +
 	"\vdeadline_ms\x18\x05 \x01(\rR\n" +
-	"deadlineMs\"\x95\x01\n" +
+	"deadlineMs\"\xad\x01\n" +
 	"\tPageOffer\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12\x14\n" +
 	"\x05found\x18\x02 \x01(\fR\x05found\x12\x10\n" +
@@ -2888,7 +2897,8 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x04xfer\x18\x04 \x01(\fR\x04xfer\x12\x12\n" +
 	"\x04hash\x18\x05 \x01(\fR\x04hash\x12\x12\n" +
 	"\x04load\x18\x06 \x01(\x04R\x04load\x12\x14\n" +
-	"\x05epoch\x18\a \x01(\x04R\x05epoch2\xde\x01\n" +
+	"\x05epoch\x18\a \x01(\x04R\x05epoch\x12\x16\n" +
+	"\x06looked\x18\b \x01(\rR\x06looked2\xde\x01\n" +
 	"\x04Peer\x12C\n" +
 	"\x05Hello\x12\x1d.kvspray.peer.v1.HelloRequest\x1a\x1b.kvspray.peer.v1.HelloReply\x12L\n" +
 	"\bDescribe\x12 .kvspray.peer.v1.DescribeRequest\x1a\x1e.kvspray.peer.v1.DescribeReply\x12C\n" +

@@ -56,6 +56,9 @@ const (
 	meetTime   = 3 * time.Second  // until the holder has the grant
 	fenceTime  = 30 * time.Second // for the end of a lease that was canceled, once the node stops
 	maxRounds  = 3                // holders that are asked for one page, one after the other
+	// Holders without room are asked again, after a pause, for a time.
+	roomTime  = 2 * time.Second
+	roomPause = 2 * time.Millisecond
 
 	maxAsks     = 1024 // requests of this node under way
 	maxRequests = 256  // requests of peers that wait

@@ -78,6 +78,8 @@ type job struct {
 	mu    sync.Mutex // guards what follows
 	ended []bool     // landed, or lost
 	lost  []int
+	tried [][]transfer.Boot // holders, by page
+	again bool              // a holder had no room, and can be asked again
 }
 
 // Fetch implements store.Peers. It asks the holders of each page until one has it, several holders
@@ -85,7 +87,7 @@ type job struct {
 func (x *Exchange) Fetch(ctx context.Context, space page.ID, pageBytes int, keys []page.Key,
 	slots []mem.Block, landed func(int, uint32) bool) []int {
 	j := &job{x: x, space: space, pageBytes: pageBytes, keys: keys, slots: slots, landed: landed,
-		ended: make([]bool, len(keys))}
+		ended: make([]bool, len(keys)), tried: make([][]transfer.Boot, len(keys))}
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	go func() {
@@ -96,12 +98,9 @@ func (x *Exchange) Fetch(ctx context.Context, space page.ID, pageBytes int, keys
 		}
 	}()
 	found := x.lookup(ctx, keys)
-	tried := make([][]transfer.Boot, len(keys))
-	for range maxRounds {
-		if ctx.Err() != nil {
-			break
-		}
-		groups := j.choose(found, tried)
+	began := time.Now()
+	for round := 0; round < maxRounds && ctx.Err() == nil; {
+		groups := j.choose(found)
 		if len(groups) == 0 {
 			break
 		}
@@ -110,13 +109,32 @@ func (x *Exchange) Fetch(ctx context.Context, space page.ID, pageBytes int, keys
 			wg.Go(func() { j.from(ctx, holder, pages) })
 		}
 		wg.Wait()
+		if !j.again || time.Since(began) > roomTime {
+			round++
+			continue
+		}
+		j.again = false
+		select {
+		case <-time.After(roomPause):
+		case <-ctx.Done():
+		}
 	}
 	return j.lost
 }
 
+// later lets a holder be asked again for pages for which it had no room.
+func (j *job) later(holder transfer.Boot, pages []int) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	for _, i := range pages {
+		j.tried[i] = slices.DeleteFunc(j.tried[i], func(b transfer.Boot) bool { return b == holder })
+		j.again = true
+	}
+}
+
 // choose gives each page that has not come to the least loaded of its holders that was not tried,
 // and counts it there.
-func (j *job) choose(found *directory.Found, tried [][]transfer.Boot) map[transfer.Boot][]int {
+func (j *job) choose(found *directory.Found) map[transfer.Boot][]int {
 	groups := map[transfer.Boot][]int{}
 	load := map[transfer.Boot]uint64{}
 	j.x.mu.Lock()
@@ -133,7 +151,7 @@ func (j *job) choose(found *directory.Found, tried [][]transfer.Boot) map[transf
 		var best transfer.Boot
 		some := false
 		for h := range found.Of(i) {
-			if !j.x.usableLocked(h) || slices.Contains(tried[i], h.Boot) {
+			if !j.x.usableLocked(h) || slices.Contains(j.tried[i], h.Boot) {
 				continue
 			}
 			if !some || load[h.Boot] < load[best] {
@@ -141,7 +159,7 @@ func (j *job) choose(found *directory.Found, tried [][]transfer.Boot) map[transf
 			}
 		}
 		if some {
-			tried[i] = append(tried[i], best)
+			j.tried[i] = append(j.tried[i], best)
 			groups[best] = append(groups[best], i)
 			load[best] += j.slots[i].Len
 			j.x.peers[best].asked += j.slots[i].Len
@@ -175,6 +193,7 @@ func (j *job) from(ctx context.Context, holder transfer.Boot, pages []int) {
 		x.o.Metrics.Fetched("no_answer", 0, 0, time.Since(began))
 		return
 	}
+	j.later(holder, pages[m.Looked:])
 	var got []int
 	for n, i := range pages {
 		if m.Found[n/8]>>(n%8)&1 == 1 {

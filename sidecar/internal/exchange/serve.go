@@ -71,6 +71,9 @@ func checkOffer(m *peerv1.PageOffer, pages int) error {
 	if len(m.Found) != (pages+7)/8 {
 		return fmt.Errorf("page offer: %d bytes for %d pages: want %d", len(m.Found), pages, (pages+7)/8)
 	}
+	if int(m.Looked) > pages {
+		return fmt.Errorf("page offer: %d of %d pages were looked at", m.Looked, pages)
+	}
 	found := 0
 	for i := range len(m.Found) * 8 {
 		if m.Found[i/8]>>(i%8)&1 == 1 {
@@ -131,7 +134,7 @@ func (x *Exchange) serve(r *request) {
 		}
 	}
 	x.mu.Lock()
-	offer.Load, offer.Epoch = x.served, x.epoch
+	offer.Load, offer.Epoch, offer.Looked = x.served, x.epoch, uint32(n)
 	x.mu.Unlock()
 	err := x.o.Send(r.from, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_PageOffer{PageOffer: offer}})
 	if err != nil && id != 0 {
