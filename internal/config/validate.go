@@ -453,6 +453,15 @@ func (c *Config) CheckFiles() error {
 			v.unread("peer.tls.ca", t.CA, err, "make one with 'kvspray keygen ca'")
 		}
 	}
+	if p := c.Store.Redis.PasswordFile; p != "" {
+		st, err := os.Stat(p)
+		if err != nil {
+			v.unread("store.redis.password_file", p, err, "write the service's password there")
+		} else {
+			v.check(st.Mode().IsRegular() && st.Mode().Perm()&0o037 == 0, "store.redis.password_file", p,
+				fmt.Sprintf("no file, or open to others (mode %04o)", st.Mode().Perm()), "chmod 600 "+p)
+		}
+	}
 	for _, f := range []struct{ key, path string }{{"trace.transfers", c.Trace.Transfers},
 		{"trace.block_hashes", c.Trace.BlockHashes}} {
 		if f.path == "" {
