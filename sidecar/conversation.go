@@ -41,6 +41,7 @@ type conversation struct {
 	dial         *dialer
 	rails        *railSet
 	workers      func() []*engines.Worker
+	pages        *pageStore
 
 	mesh  *peer.Mesh        // set before Run opens a backend
 	creds *keys.Credentials // likewise; nil: none
@@ -125,14 +126,7 @@ func (c *conversation) frame(from transfer.Boot, f *peerv1.ControlFrame) {
 		c.peerRails(from, r.Rails)
 		if len(r.ControlAddresses) > 0 && from != c.boot {
 			if err := c.mesh.PeerAddresses(from, r.ControlAddresses); err != nil {
-				first := false
-				c.driver.View(func(ex *exec.Exec, _ exec.Instant) {
-					first = ex.ReportViolation(from,
-						exec.BadAddress)
-				})
-				if first {
-					c.log.Warn("control frame refused; logged once", "peer", from.String(), "err", err)
-				}
+				c.violates(from, exec.BadAddress, err)
 			}
 		}
 		return
@@ -141,6 +135,15 @@ func (c *conversation) frame(from transfer.Boot, f *peerv1.ControlFrame) {
 	var err error
 	c.driver.Do(func(ex *exec.Exec, now exec.Instant) { err = ex.Message(now, from, f) })
 	if err != nil {
+		c.log.Warn("control frame refused; logged once", "peer", from.String(), "err", err)
+	}
+}
+
+// violates counts a violation of the protocol, and logs a peer's first one.
+func (c *conversation) violates(from transfer.Boot, what exec.Violation, err error) {
+	first := false
+	c.driver.View(func(ex *exec.Exec, _ exec.Instant) { first = ex.ReportViolation(from, what) })
+	if first {
 		c.log.Warn("control frame refused; logged once", "peer", from.String(), "err", err)
 	}
 }

@@ -82,6 +82,7 @@ type completions struct {
 	plans    *plans.Planner
 	log      *slog.Logger
 	server   *connector.Server // set before the first engine comes
+	pages    *pageStore
 }
 
 // Complete implements driver.Engines.
@@ -102,6 +103,11 @@ func (e *completions) Complete(a *exec.Action) {
 	}
 	if t := a.Trace; t != nil && !c.Received {
 		c.Transport, route, moved = o.named(t.Moved[:])
+	}
+	if e.pages.exchange.Owns(a.Worker) {
+		e.pages.exchange.Completed(c)
+		o.traceEnd(a, &c, route, moved)
+		return
 	}
 	// The engine waits; the log does not.
 	err := e.server.Complete(a.Worker, c)
@@ -131,7 +137,9 @@ func (e *completions) publish(ctx context.Context) {
 			return
 		case <-t.C:
 		}
-		if len(e.server.Workers()) == 0 {
+		workers := e.server.Workers()
+		e.pages.publish(workers)
+		if len(workers) == 0 {
 			continue
 		}
 		st := e.observer.stats()

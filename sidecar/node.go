@@ -9,6 +9,7 @@
 //	conversation               frames of peers; dialer keeps the lanes, railSet follows the rails
 //	planner                    plans, and the memory of their parts
 //	observer                   metrics, log lines, trace files (internal/trace)
+//	internal/exchange          pages of the store, to and from other sidecars
 //	internal/web               HTTP: health, metrics, state
 //
 // Invariants: only the executor decides that a lease is complete. An engine's memory is touched
@@ -163,7 +164,9 @@ func (n *Node) join(self transport.Peer) error {
 	n.dial.lanes, n.conv.driver, n.rails.changed = n.driver, n.driver, n.conv.railsChanged
 	n.local = local.New(n.proc.Context())
 	n.copies = newCopies(n.local, n.gpus, n.metrics, n.log)
-	n.pages = &pageStore{cfg: &n.cfg.Store, leases: n.local, registry: n.registry, log: n.log}
+	n.pages = &pageStore{cfg: &n.cfg.Store, gossip: n.cfg.Peer.Gossip.On(), boot: n.boot,
+		leases: n.local, registry: n.registry, log: n.log, conv: n.conv, driver: n.driver}
+	n.conv.pages, n.results.pages = n.pages, n.pages
 	n.events = engineEvents{Events: n.driver.Events, proc: n.proc, local: n.local, copies: n.copies,
 		pages: n.pages}
 	return nil

@@ -10,18 +10,23 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/driver"
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/metrics"
+	"github.com/kvspray/kvspray/sidecar/internal/exchange"
 	"github.com/kvspray/kvspray/sidecar/internal/local"
 	"github.com/kvspray/kvspray/sidecar/internal/pages"
 	"github.com/kvspray/kvspray/sidecar/internal/trace"
 	"github.com/kvspray/kvspray/sidecar/internal/web"
 	"github.com/kvspray/kvspray/store"
+	"github.com/kvspray/kvspray/store/directory"
+	"github.com/kvspray/kvspray/store/directory/embedded"
 	"github.com/kvspray/kvspray/store/disk"
 	"github.com/kvspray/kvspray/store/memory"
 	"github.com/kvspray/kvspray/store/object"
 	"github.com/kvspray/kvspray/store/object/s3"
+	"github.com/kvspray/kvspray/transfer"
 )
 
 // pageStore is the node's store and what serves it to engines.
@@ -32,9 +37,17 @@ type pageStore struct {
 	log       *slog.Logger
 	transfers *trace.Lines      // set before open
 	server    *connector.Server // set before the first engine comes
+	gossip    bool              // there are other sidecars to ask
+	boot      transfer.Boot
+	conv      *conversation
+	driver    *driver.Driver
 
-	store   *store.Store
-	service *pages.Service // nil: there is no store
+	store     *store.Store
+	service   *pages.Service     // nil: there is no store
+	exchange  *exchange.Exchange // nil: there is no store, or no directory
+	directory directory.Directory
+	embedded  *embedded.Directory // the same; nil: it is another one
+	members   memberCache
 }
 
 // open opens the store, which takes its memory and reads its disks.
@@ -55,8 +68,16 @@ func (p *pageStore) open() (err error) {
 		c.Object, c.ObjectAtPut = &object.Config{Bucket: bucket, Prefix: o.Prefix,
 			Size: uint64(o.Size)}, o.AtPut
 	}
+	if err := p.openDirectory(&c); err != nil {
+		return err
+	}
 	if p.store, err = store.Open(c); err != nil {
-		return fmt.Errorf("sidecar: %w", err)
+		return errors.Join(fmt.Errorf("sidecar: %w", err), p.closeDirectory())
+	}
+	if p.exchange != nil {
+		if err := p.exchange.Attach(p.store); err != nil {
+			return errors.Join(err, p.close())
+		}
 	}
 	m, err := metrics.NewStore(p.registry, p.sample)
 	if err != nil {
@@ -65,7 +86,8 @@ func (p *pageStore) open() (err error) {
 	p.service = pages.New(pages.Options{Store: p.store,
 		InMemory: store.Share{Quota: uint64(p.cfg.Quota)},
 		OnDisk:   store.Share{Quota: uint64(p.cfg.DiskQuota)},
-		Leases:   p.leases, Metrics: m, Transfers: p.transfers, Log: p.log,
+		Leases:   p.leases, Metrics: m, Transfers: p.transfers, Log: p.log, Find: p.find(),
+		Removed: p.renew,
 		Complete: func(w *engines.Worker, c engines.Completion) error {
 			return p.server.Complete(w, c)
 		}})
@@ -102,7 +124,7 @@ func (p *pageStore) close() error {
 	if p.store == nil {
 		return nil
 	}
-	return p.store.Close()
+	return errors.Join(p.store.Close(), p.closeDirectory())
 }
 
 // serves returns what serves pages; nil: nothing does.
@@ -135,6 +157,9 @@ func (p *pageStore) tiers(st *store.Stats) []web.StoreTier {
 			Capacity: st.Object.Capacity, Hits: st.Hits[store.Object], Evicted: st.Object.Evicted,
 			EvictionAgeMS: st.Object.EvictionAge.Milliseconds(),
 			Problem:       st.Object.Problem})
+	}
+	if p.exchange != nil {
+		out = append(out, web.StoreTier{Name: "peer", Hits: st.Hits[store.Peer]})
 	}
 	return out
 }
@@ -169,6 +194,7 @@ func (p *pageStore) state() *web.Store {
 		t := &out.Tiers[i]
 		t.Gets, t.GetUS = p.service.Waits(t.Name)
 	}
+	p.showPeers(out)
 	return out
 }
 

@@ -4,12 +4,17 @@ import (
 	"context"
 	"fmt"
 	"net"
+	"slices"
 	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/cluster"
+	"github.com/kvspray/kvspray/cluster/gossip"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/peer"
+	"github.com/kvspray/kvspray/control/peer/hello"
 	"github.com/kvspray/kvspray/control/peer/keys"
+	"github.com/kvspray/kvspray/internal/admit"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/metrics"
 	"github.com/kvspray/kvspray/transfer"
@@ -19,7 +24,7 @@ import (
 // the rails are known.
 func (c *conversation) open() error {
 	cfg := &c.cfg.Peer
-	creds, gossipKeys, err := credentials(c.cfg)
+	creds, keysOfGossip, err := credentials(c.cfg)
 	if err != nil {
 		return err
 	}
@@ -28,12 +33,15 @@ func (c *conversation) open() error {
 		Listen: cfg.Listen, Advertise: cfg.Advertise,
 		Credentials: creds, Rails: c.rails.list, Handler: handler{c}, Log: c.log,
 		Refused: c.metrics.HelloRefused}
-	// Gossip on loopback without other members would only use CPU.
-	if g := cfg.Gossip.Listen; g != "" && g != config.Off && (len(cfg.Gossip.Join) > 0 ||
-		!config.IsLoopback(g)) {
-		opt.Gossip = &peer.Gossip{Listen: g, Advertise: cfg.Gossip.Advertise, Join: cfg.Gossip.Join,
-			Keys: gossipKeys}
+	if cfg.Gossip.On() {
+		join := gossip.Joiner(gossip.Options{Listen: cfg.Gossip.Listen,
+			Advertise: cfg.Gossip.Advertise, Join: cfg.Gossip.Join, Keys: keysOfGossip, Log: c.log})
+		opt.Join = func(m cluster.Member, known *admit.Members) (cluster.Cluster, error) {
+			m.Labels = c.pages.labels()
+			return join(m, known)
+		}
 	}
+	opt.Features = append(slices.Clone(hello.Features), c.pages.features()...)
 	if c.mesh, err = peer.New(opt); err != nil {
 		return fmt.Errorf("sidecar: %w", err)
 	}
@@ -42,13 +50,13 @@ func (c *conversation) open() error {
 
 // credentials loads what authenticates peers: certificates if configured, else the cluster key,
 // else nothing.
-func credentials(c *config.Config) (creds *keys.Credentials, gossip [][]byte, err error) {
+func credentials(c *config.Config) (creds *keys.Credentials, gossipKeys [][]byte, err error) {
 	var cluster keys.Cluster
 	if path := c.Peer.ClusterKeyFile; path != "" {
 		if cluster, err = keys.LoadCluster(path); err != nil {
 			return nil, nil, fmt.Errorf("sidecar: peer.cluster_key_file: %w", err)
 		}
-		if gossip, err = cluster.Gossip(); err != nil {
+		if gossipKeys, err = cluster.Gossip(); err != nil {
 			return nil, nil, fmt.Errorf("sidecar: peer.cluster_key_file: %w", err)
 		}
 	}
@@ -61,7 +69,7 @@ func credentials(c *config.Config) (creds *keys.Credentials, gossip [][]byte, er
 	if err != nil {
 		return nil, nil, fmt.Errorf("sidecar: peer credentials: %w", err)
 	}
-	return creds, gossip, nil
+	return creds, gossipKeys, nil
 }
 
 // certLooks is the interval of checks of the certificate files.
@@ -133,10 +141,12 @@ type handler struct{ c *conversation }
 func (h handler) PeerUp(p peer.Peer) {
 	h.c.peerUp(peerInfo{Boot: p.Boot, Key: p.Key, Endpoint: p.Endpoint, Claimed: p.Claimed,
 		Node: p.Node, Release: p.Release, HostBoot: p.HostBoot, Rails: p.Rails})
+	h.c.pages.peerUp(&p)
 }
 
 func (h handler) PeerDown(boot transfer.Boot, over bool, err error) {
 	h.c.log.Info("peer down", "peer", boot.String(), "over", over, "err", err)
+	h.c.pages.peerDown(boot)
 	h.c.peerDown(boot, over)
 }
 
@@ -144,6 +154,12 @@ func (h handler) ConnectFailed(endpoint string, err error) { h.c.connectFailed(e
 
 func (h handler) Control(boot transfer.Boot, f *peerv1.ControlFrame) {
 	h.c.metrics.Control(metrics.In, frameName(f))
+	if taken, err := h.c.pages.frame(boot, f); taken {
+		if err != nil {
+			h.c.violates(boot, exec.BadPages, err)
+		}
+		return
+	}
 	h.c.frame(boot, f)
 }
 
@@ -187,6 +203,16 @@ func frameName(f *peerv1.ControlFrame) string {
 		return "credit"
 	case *peerv1.ControlFrame_Rails:
 		return "rails"
+	case *peerv1.ControlFrame_PageHints:
+		return "page_hints"
+	case *peerv1.ControlFrame_PageLookup:
+		return "page_lookup"
+	case *peerv1.ControlFrame_PageHolders:
+		return "page_holders"
+	case *peerv1.ControlFrame_PageRequest:
+		return "page_request"
+	case *peerv1.ControlFrame_PageOffer:
+		return "page_offer"
 	}
 	return "other"
 }

@@ -211,6 +211,9 @@ func (n *Node) serve(listener net.Listener, failed chan<- error, open *closers) 
 	}
 	n.proc.Run(n.results.publish)
 	n.proc.Run(n.rails.watch)
+	if n.pages.exchange != nil {
+		n.proc.Run(n.pages.exchange.Run)
+	}
 	n.proc.Run(n.rails.watchGDR)
 	n.proc.Run(n.dial.watchIdle)
 	n.proc.Run(func(ctx context.Context) { n.conv.watchCertificates(ctx, certLooks) })

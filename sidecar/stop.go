@@ -19,6 +19,10 @@ func (n *Node) shut() {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Duration(n.cfg.Drain.Timeout))
 	defer cancel()
 	defer n.flush()
+	if x := n.pages.exchange; x != nil {
+		x.Drain()
+		defer n.pages.leave(n.grace)
+	}
 	if err := n.engine.Drain(ctx); err == nil {
 		n.log.Info("drained")
 		return

@@ -40,6 +40,7 @@ const (
 	Memory
 	Disk
 	Object
+	Peer // another node
 )
 
 // Result is the end of one page of a batch.
@@ -66,7 +67,7 @@ type Batch struct {
 	// pages that a worker has not finished with: behind the results of a put, it writes them
 	working atomic.Int64
 	done    chan struct{}
-	ctx     context.Context // of reads of the object tier, if there is one
+	ctx     context.Context // of reads of the object tier and of other nodes, if there are any
 	stop    context.CancelFunc
 }
 

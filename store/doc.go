@@ -37,18 +37,26 @@
 // background: no put waits for the object store, and Result.Durable is of the disk. Where all
 // buffers wait for uploads, the page is not taken. Flush waits for uploads.
 //
+// # Other nodes
+//
+// Config.Peers have pages that memory and the disk lack; they are asked before the object tier. A
+// page comes into a slot of memory, and is copied from there once its checksum agrees: nothing that
+// another node sends is written to an engine's block. Stage pins pages for others to read. Changes
+// and Walk report what this node holds.
+//
 // # Goroutines
 //
 // Open starts Config.Workers workers and Close joins them. They take pieces of batches, gets before
 // puts, of which one in eight turns is owed to puts; half of the workers are in puts at most, so
 // that a get does not wait for writes. Blocking reads and writes of disks run on them, so they are
 // also the I/O pool. Config.Fetchers more read what only the object store has: pages that lie one
-// after another come with one request, and a get of others waits for none of them. Of the packages
+// after another come with one request, and a get of others waits for none of them. Eight more wait
+// for Config.Peers. Of the packages
 // below store only store/object starts goroutines, for uploads and cleaning.
 //
 // # What it is not yet
 //
-// There is no directory of other nodes' pages. A page from the object store is not written to the
+// A page from the object store is not written to the
 // disk: it stays in memory, or is fetched again. Pages of a namespace that no engine has opened
 // since the start do not go from the disk to the object store. Which pages were used last is
 // not kept over a restart: the oldest ones go first then. A get compares every page's checksum,

@@ -17,9 +17,11 @@ import (
 // network, so its goroutine is none of the workers: a get from memory never waits for one.
 const defaultFetchers = 16
 
-// fetches are the pages of gets that only the object tier has.
+// fetches are the pages of gets that only the object tier has, or only other nodes.
 type fetches struct {
 	bytes int // of one read
+	// how many of a batch's pages one read takes; nil: all
+	run func(b *Batch, pages []int) int
 
 	mu     sync.Mutex // guards what follows
 	wake   sync.Cond
@@ -34,8 +36,8 @@ type fetch struct {
 }
 
 // newFetches: all fetchers together pin a quarter of the memory at most, unless it is very small.
-func newFetches(memoryBytes uint64, fetchers int) *fetches {
-	f := &fetches{bytes: int(min(object.MaxRangeBytes, memoryBytes/uint64(4*fetchers)))}
+func newFetches(memoryBytes uint64, fetchers int, most uint64) *fetches {
+	f := &fetches{bytes: int(min(most, memoryBytes/uint64(4*fetchers)))}
 	f.wake.L = &f.mu
 	return f
 }
@@ -70,7 +72,10 @@ func (f *fetches) take() (*Batch, []int) {
 	f.queue = f.queue[1:]
 	sp := q.b.space
 	some := q.pages[:min(len(q.pages), max(1, f.bytes/sp.pageBytes))]
-	n := sp.object.Run(q.b.keysOf(some), f.bytes)
+	n := len(some)
+	if f.run != nil {
+		n = f.run(q.b, some)
+	}
 	some, q.pages = q.pages[:n:n], q.pages[n:]
 	if len(q.pages) > 0 {
 		f.queue = append(f.queue, q)
@@ -150,6 +155,7 @@ func (s *Store) fromObject(b *Batch, pages []int, w *worker) {
 				if err == nil {
 					s.memory.Commit(slots[j], crc)
 					s.memory.Unpin(slots[j])
+					s.feed.add(sp.number, &b.keys[pages[j]])
 				} else {
 					s.memory.Drop(slots[j])
 				}
@@ -224,20 +230,28 @@ func (s *Store) fetched(b *Batch, pages []int, r Result) {
 	s.finish(b, len(pages))
 }
 
-// spillFrom has pages that the lowest of the other tiers gives up go to the object tier. Memory's
+// watchEvictions has pages that the lowest of the other tiers gives up go to the object tier, and
+// reports what memory and the disk give up. Memory's
 // are copied under its lock, as their slots are reused at once, and other calls of memory wait for
 // that: 0.2 ms for a page of 256 KiB, 4 ms for one of 4 MiB on one core of an EPYC without huge
 // pages (object.BenchmarkAdd). Four fifths of it is the kernel's, for memory that is touched first.
-func (s *Store) spillFrom() {
-	if s.disk == nil {
+func (s *Store) watchEvictions() {
+	if s.object == nil && s.feed == nil {
+		return
+	}
+	if s.disk == nil || s.feed != nil {
 		s.memory.OnEvict(func(n uint16, k, after *page.Key, crc uint32, bytes []byte) {
-			if o := s.spills[n].Load(); o != nil && s.removing[n].Load() == 0 {
+			s.feed.add(n, k)
+			if o := s.spills[n].Load(); s.disk == nil && o != nil && s.removing[n].Load() == 0 {
 				_ = o.Add(k, after, bytes, crc) // it is given up, here or there
 			}
 		})
+	}
+	if s.disk == nil {
 		return
 	}
 	s.disk.OnEvict(func(n uint16, k, after *page.Key, crc uint32, read func([]byte) error) bool {
+		s.feed.add(n, k)
 		o := s.spills[n].Load()
 		return o != nil && o.Spill(k, after, crc, read)
 	})

@@ -215,6 +215,9 @@ func (s *Store) copyIn(b *Batch, i int, w *worker, to []byte) (uint32, Result) {
 
 func (s *Store) finishPut(b *Batch, from, to int) {
 	for i := from; i < to; i++ {
+		if b.results[i].Outcome == Stored {
+			s.feed.add(b.space.number, &b.keys[i])
+		}
 		s.count(&b.results[i])
 	}
 	s.finish(b, to-from)

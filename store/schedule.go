@@ -173,22 +173,31 @@ func (s *Store) done(b *Batch, pages int) {
 // getPages gets pages [from, to) of a batch from memory and disk, and leaves the others to the
 // fetchers. It returns how many these are.
 func (s *Store) getPages(b *Batch, from, to int, w *worker) int {
-	var left []int
+	var left, remote []int
 	for i := from; i < to; i++ {
 		r := s.getPage(b, i, w)
 		b.results[i] = r
-		if s.object != nil && (r.Outcome == Miss || r.Outcome == Damaged || r.Outcome == Failed) &&
-			b.space.object.Has(&b.keys[i]) {
-			left = append(left, i)
-			continue
+		if r.Outcome == Miss || r.Outcome == Damaged || r.Outcome == Failed {
+			if s.peers != nil {
+				remote = append(remote, i)
+				continue
+			}
+			if s.object != nil && b.space.object.Has(&b.keys[i]) {
+				left = append(left, i)
+				continue
+			}
 		}
 		s.count(&r)
 	}
-	s.finish(b, to-from-len(left))
+	n := len(left) + len(remote)
+	s.finish(b, to-from-n)
 	if len(left) > 0 {
 		s.fetches.add(b, left)
 	}
-	return len(left)
+	if len(remote) > 0 {
+		s.peerFetches.add(b, remote)
+	}
+	return n
 }
 
 // finish counts pages of a batch that have their results. The last one ends the batch.

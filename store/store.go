@@ -37,6 +37,10 @@ type Config struct {
 	OpenedObject *object.Tier   // instead of Object: one that is open, and the store's from now on
 	ObjectAtPut  bool           // a page goes there at its put, not only when no other tier keeps it
 	Fetchers     int            // reads of the object store at the same time; 0: 16
+
+	// Peers have pages that this node's memory and disk lack. It is called once, before the store is
+	// used; nil: no other node is asked.
+	Peers func(*Store) Peers
 }
 
 // Store is the tiers of one node.
@@ -55,6 +59,11 @@ type Store struct {
 	workers  sync.WaitGroup
 	fetchers sync.WaitGroup
 
+	peers        Peers // nil: none
+	peerFetches  *fetches
+	peerFetchers sync.WaitGroup
+	feed         *feed // nil: nobody takes it
+
 	// life is held for reading while the tiers are used outside of a worker; Close ends them. It is
 	// taken before all other locks.
 	life  sync.RWMutex
@@ -70,7 +79,7 @@ type Store struct {
 }
 
 type counters struct {
-	hits                                      [Object + 1]atomic.Uint64
+	hits                                      [Peer + 1]atomic.Uint64
 	misses, damaged, stored, existed, refused atomic.Uint64
 }
 
@@ -120,6 +129,20 @@ func (s *Store) begin(c Config) {
 		s.pool = max(leastWorkers, 2*runtime.GOMAXPROCS(0))
 	}
 	s.schedule = newSchedule(s.pool)
+	if c.Peers != nil {
+		s.feed = newFeed()
+		s.peers = c.Peers(s)
+		s.peerFetches = newFetches(s.memory.Region().Size(), defaultPeerFetchers, maxPeerBytes)
+		s.peerFetches.run = func(b *Batch, pages []int) int {
+			// Memory has room for small pages by their number.
+			return min(len(pages), max(1, s.peerFetches.bytes/max(b.space.pageBytes, memory.LeastPageBytes)))
+		}
+		s.peerFetchers.Add(defaultPeerFetchers)
+		for range defaultPeerFetchers {
+			go s.peerFetcher()
+		}
+	}
+	s.watchEvictions()
 	s.workers.Add(s.pool)
 	for range s.pool {
 		go s.work()
@@ -128,11 +151,13 @@ func (s *Store) begin(c Config) {
 		return
 	}
 	s.atPut = c.ObjectAtPut
-	s.spillFrom()
 	if c.Fetchers == 0 {
 		c.Fetchers = defaultFetchers
 	}
-	s.fetches = newFetches(s.memory.Region().Size(), c.Fetchers)
+	s.fetches = newFetches(s.memory.Region().Size(), c.Fetchers, object.MaxRangeBytes)
+	s.fetches.run = func(b *Batch, pages []int) int {
+		return b.space.object.Run(b.keysOf(pages), s.fetches.bytes)
+	}
 	s.fetchers.Add(c.Fetchers)
 	for range c.Fetchers {
 		go s.fetcher()
@@ -151,6 +176,10 @@ func (s *Store) Close() error {
 	}
 	s.schedule.close()
 	s.workers.Wait() // they give pages to the fetchers
+	if s.peers != nil {
+		s.peerFetches.close()
+	}
+	s.peerFetchers.Wait() // they give pages to those of the object tier
 	if s.object != nil {
 		s.fetches.close()
 	}
@@ -421,7 +450,7 @@ func (sp *Space) request(b *Batch) (*Batch, error) {
 	if err := b.check(); err != nil {
 		return nil, err
 	}
-	if sp.object != nil && !b.put {
+	if (sp.object != nil || sp.s.peers != nil) && !b.put {
 		b.ctx, b.stop = context.WithCancel(context.Background())
 	}
 	b.results = make([]Result, len(b.keys))
@@ -553,7 +582,7 @@ func (sp *Space) Remove() error {
 
 // Stats are counts since the store was opened.
 type Stats struct {
-	Hits    [Object + 1]uint64 // pages, by tier
+	Hits    [Peer + 1]uint64 // pages, by tier
 	Misses  uint64
 	Damaged uint64
 	Stored  uint64

@@ -108,6 +108,7 @@ const (
 	PageFlagMemory  = 16  // a hit in the sidecar's memory
 	PageFlagDisk    = 32  // a hit on a disk
 	PageFlagObject  = 48  // a hit in the object store
+	PageFlagPeer    = 64  // a hit at another node
 	PageFlagDurable = 128 // a stored page survives a loss of power
 )
 

@@ -41,6 +41,8 @@ type Worker struct {
 	// goroutine; a load and a compare if nothing changed.
 	SourceValid func(transfer.LeaseID) bool
 	Session     Session
+	// Uniform: the layout and the only rank are the same at all peers, whatever engines they serve.
+	Uniform bool
 }
 
 // Session is what package connector has behind a Worker.

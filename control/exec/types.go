@@ -59,8 +59,11 @@ const (
 	MaxParts          = frame.MaxParts
 )
 
-// BadAddress is the violation of a peer with invalid addresses of its control lanes.
-const BadAddress = frame.BadAddress
+// Violations that others report: invalid addresses of control lanes, invalid messages about pages.
+const (
+	BadAddress = frame.BadAddress
+	BadPages   = frame.BadPages
+)
 
 // Errors of connects and descriptions.
 var (

@@ -3,69 +3,19 @@
 package peer
 
 import (
-	"bytes"
-	"context"
-	"errors"
 	"log/slog"
 	"net"
-	"slices"
-	"strings"
 	"testing"
-	"testing/synctest"
 	"time"
 
+	"github.com/kvspray/kvspray/cluster"
+	"github.com/kvspray/kvspray/cluster/gossip"
 	"github.com/kvspray/kvspray/internal/testutil"
 )
 
-// A member that cannot be joined is asked on beside those that can, and said once, as is that it is
-// joined.
-func TestMissedMember(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		var log bytes.Buffer
-		start := time.Now()
-		var asked []string
-		ask := func(_ context.Context, a string) error {
-			asked = append(asked, a)
-			switch since := time.Since(start); {
-			case a == "late:1" && since < joinPatience/2, a == "dead:1" && since < 10*time.Minute:
-				return errors.New("nobody there")
-			}
-			return nil
-		}
-		joinAll(t.Context(), []string{"up:1", "late:1", "dead:1"}, ask,
-			slog.New(slog.NewTextHandler(&log, nil)))
-		lines := strings.Split(strings.TrimSpace(log.String()), "\n")
-		if len(lines) != 2 || !strings.Contains(lines[0], "level=WARN") || !strings.Contains(lines[0],
-			"join=dead:1") || !strings.Contains(lines[0], "peer.gossip.join") ||
-			!strings.Contains(lines[1], "level=INFO") || !strings.Contains(lines[1], "join=dead:1") {
-			t.Errorf("%s", &log)
-		}
-		if n := time.Since(start); n < 10*time.Minute || n > 11*time.Minute {
-			t.Errorf("it was joined after %v", n)
-		}
-		ups := len(slices.DeleteFunc(slices.Clone(asked), func(a string) bool { return a != "up:1" }))
-		if ups != 1 || len(asked) > 100 {
-			t.Errorf("one that answered was asked %d times, and all were asked %d times", ups, len(asked))
-		}
-	})
-}
-
-// Nothing is said, and nothing waited for, once the node ends.
-func TestMissedMemberEnds(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		var log bytes.Buffer
-		ctx, stop := context.WithTimeout(t.Context(), 2*joinPatience)
-		defer stop()
-		ask := func(ctx context.Context, _ string) error {
-			<-ctx.Done()
-			return ctx.Err()
-		}
-		start := time.Now()
-		joinAll(ctx, []string{"a:1", "b:1"}, ask, slog.New(slog.NewTextHandler(&log, nil)))
-		if took := time.Since(start); took != 2*joinPatience || log.Len() > 0 {
-			t.Errorf("it took %v, logged %s", took, &log)
-		}
-	})
+func joiner(o gossip.Options) cluster.Join {
+	o.Log = slog.New(slog.DiscardHandler)
+	return gossip.Joiner(o)
 }
 
 // A node joins one that starts after it, while it still asks for another.
@@ -81,7 +31,7 @@ func TestJoinsWhoComesLater(t *testing.T) {
 	}
 	up, late, dead := free(), free(), free()
 	with := func(name, at string, join ...string) *node {
-		return start(t, func(o *Options) { o.Node, o.Gossip = name, &Gossip{Listen: at, Join: join} })
+		return start(t, func(o *Options) { o.Node, o.Join = name, joiner(gossip.Options{Listen: at, Join: join}) })
 	}
 	a := with("a", up)
 	b := with("b", free(), up, late, dead)
@@ -97,10 +47,10 @@ func TestJoinsWhoComesLater(t *testing.T) {
 func TestMembersMeet(t *testing.T) {
 	seed := net.JoinHostPort(testutil.Loopback(), "0")
 	with := func(join ...string) *node {
-		return start(t, func(o *Options) { o.Gossip = &Gossip{Listen: seed, Join: join} })
+		return start(t, func(o *Options) { o.Join = joiner(gossip.Options{Listen: seed, Join: join}) })
 	}
 	first := with()
-	at := func() string { return first.gossip.list.LocalNode().Address() }
+	at := func() string { return first.Cluster().(*gossip.Gossip).Address() }
 	all := []*node{first}
 	for range 5 {
 		all = append(all, with(at()))

@@ -16,6 +16,7 @@ import (
 	"google.golang.org/grpc"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/cluster"
 	"github.com/kvspray/kvspray/control/peer/hello"
 	"github.com/kvspray/kvspray/control/peer/opening"
 	"github.com/kvspray/kvspray/control/peer/rpc"
@@ -41,7 +42,7 @@ type Mesh struct {
 	acceptor *opening.Acceptor
 	grpc     *grpc.Server
 	calls    *rpc.Listener
-	gossip   *gossip
+	cluster  cluster.Cluster // nil: none
 }
 
 // New checks the options. Nothing is bound before Listen or Start.
@@ -113,7 +114,7 @@ func (m *Mesh) Start(ctx context.Context) (err error) {
 			return err
 		}
 	}
-	if m.gossip, err = startGossip(m.opt, m.listeners.name(), m.members); err != nil {
+	if err = m.joinLocked(); err != nil {
 		m.listeners.close()
 		return err
 	}
@@ -125,6 +126,22 @@ func (m *Mesh) Start(ctx context.Context) (err error) {
 	m.acceptor = opening.NewAcceptor(m.tasks.ctx, m.opening)
 	m.listeners.start(m.acceptor.Serve)
 	m.tasks.run(m.maintain)
+	return nil
+}
+
+func (m *Mesh) joinLocked() (err error) {
+	if m.opt.Join == nil {
+		return nil
+	}
+	m.cluster, err = m.opt.Join(cluster.Member{Node: m.opt.Node, Endpoint: m.listeners.name(),
+		Boot: m.opt.Boot, Version: m.opt.Version}, m.members)
+	switch {
+	case errors.Is(err, cluster.ErrListen):
+		return fmt.Errorf("peer: %w: name an address of this host%s with a free port, or off", err,
+			ownAddresses())
+	case err != nil:
+		return fmt.Errorf("peer: %w", err)
+	}
 	return nil
 }
 
@@ -146,7 +163,10 @@ func (m *Mesh) Close() error {
 	m.sessions.close(net.ErrClosed)
 	_ = m.calls.Close()
 	m.grpc.Stop()
-	err := m.gossip.close()
+	var err error
+	if m.cluster != nil {
+		err = m.cluster.Leave()
+	}
 	m.acceptor.Wait()
 	m.tasks.wg.Wait()
 	return err
@@ -215,11 +235,18 @@ func (m *Mesh) LinkDown(addr net.IP) {
 var errLinkDown = errors.New("peer: the link of this address is down")
 
 // Members is the members that gossip lists, this node included; nil without gossip. Advisory.
-func (m *Mesh) Members() []Member {
+func (m *Mesh) Members() []cluster.Member {
+	if c := m.Cluster(); c != nil {
+		return c.Members()
+	}
+	return nil
+}
+
+// Cluster is the membership of this process; nil: it has none, or has not started.
+func (m *Mesh) Cluster() cluster.Cluster {
 	m.mu.Lock()
-	g := m.gossip
-	m.mu.Unlock()
-	return g.members()
+	defer m.mu.Unlock()
+	return m.cluster
 }
 
 // PeerKey is the key that lanes to and from boot prove. False: no handshake with that boot.

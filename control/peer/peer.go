@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package peer talks to other sidecars: the gRPC service Peer (identity, versions, rails, layouts),
-// control lanes that carry ControlFrames during transfers, and gossip about membership.
+// control lanes that carry ControlFrames during transfers.
 //
 // Two sidecars agree on a key by Hello, and every lane proves it. The side on which Connect was
 // called dials the lanes, one to each control address of the other side, and dials again with
@@ -37,6 +37,7 @@ import (
 	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/cluster"
 	"github.com/kvspray/kvspray/control/peer/delivery"
 	"github.com/kvspray/kvspray/control/peer/frame"
 	"github.com/kvspray/kvspray/control/peer/hello"
@@ -69,7 +70,6 @@ const (
 	checkTick    = time.Second
 	redialFirst  = 20 * time.Millisecond
 	redialMax    = 5 * time.Second
-	gossipLeave  = time.Second
 )
 
 // Errors that callers distinguish.
@@ -146,7 +146,7 @@ type Options struct {
 	Rails       func() []*peerv1.Rail
 	Handler     Handler
 	Log         *slog.Logger
-	Gossip      *Gossip // nil: off
+	Join        cluster.Join // nil: gossip is off
 	Pings       Pings
 	Versions    wire.Versions // zero: hello.Protocol
 }
@@ -180,21 +180,4 @@ func (p Pings) withDefaults() Pings {
 	set(&p.Timeout, pingTimeout)
 	set(&p.Tick, checkTick)
 	return p
-}
-
-// Gossip is the membership protocol.
-type Gossip struct {
-	Listen    string // host:port, UDP and TCP
-	Advertise string // host:port, if it differs
-	Join      []string
-	Keys      [][]byte // of 32 bytes, the one to encrypt with first; none: loopback only
-}
-
-// Member is gossip's entry of a node. Advisory.
-type Member struct {
-	Name     string
-	Address  string
-	Endpoint string
-	Boot     transfer.Boot
-	Version  string
 }

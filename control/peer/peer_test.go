@@ -23,6 +23,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/cluster/gossip"
 	"github.com/kvspray/kvspray/control/peer/delivery"
 	"github.com/kvspray/kvspray/control/peer/hello"
 	"github.com/kvspray/kvspray/control/peer/keys"
@@ -309,13 +310,13 @@ func TestGossip(t *testing.T) {
 		}
 		at := ln.Addr().String()
 		_ = ln.Close()
-		g := &Gossip{Listen: at, Keys: k}
+		g := gossip.Options{Listen: at, Keys: k}
 		if first == "" {
 			first = at
 		} else {
 			g.Join = []string{first}
 		}
-		return start(t, func(o *Options) { o.Node, o.Gossip = name, g })
+		return start(t, func(o *Options) { o.Node, o.Join = name, joiner(g) })
 	}
 	a, b, c, x := mk("a", c1), mk("b", c1), mk("c", c1), mk("x", c2)
 	poll(t, "three members", func() bool {
@@ -323,8 +324,8 @@ func TestGossip(t *testing.T) {
 			len(c.Members()) == 3
 	})
 	for _, m := range a.Members() {
-		if m.Name == "b" && (m.Endpoint != b.Endpoint() || m.Boot != b.opt.Boot || m.Version != "test") ||
-			m.Name == "x" {
+		if m.Node == "b" && (m.Endpoint != b.Endpoint() || m.Boot != b.opt.Boot || m.Version != "test") ||
+			m.Node == "x" {
 			t.Errorf("member %+v", m)
 		}
 	}

@@ -9,6 +9,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/kvspray/kvspray/cluster"
 	"github.com/kvspray/kvspray/control/peer/hello"
 	"github.com/kvspray/kvspray/transfer"
 )
@@ -42,7 +43,7 @@ func newPreconnector(d *dialer) *preconnector {
 
 // update connects to new members, and ends the sessions of members that have left. Of two members
 // the one with the lower boot connects.
-func (p *preconnector) update(now time.Time, members []Member) {
+func (p *preconnector) update(now time.Time, members []cluster.Member) {
 	if members == nil {
 		return
 	}
@@ -93,7 +94,7 @@ func (p *preconnector) endLeft(now time.Time, listed map[transfer.Boot]bool) {
 }
 
 // connectMember connects to one member.
-func (p *preconnector) connectMember(ctx context.Context, x Member) {
+func (p *preconnector) connectMember(ctx context.Context, x cluster.Member) {
 	s, err := p.hello(ctx, x.Endpoint, true)
 	if err == nil && s != nil {
 		s.mu.Lock()

@@ -146,6 +146,8 @@ type Store struct {
 	Object    StoreObject `yaml:"object" doc:"Object store below memory and disk, over S3's API. Off unless its bucket is set. Credentials come from the environment, the shared credentials file or the instance's role."`
 	Segment   Size        `yaml:"segment" unit:"bytes" doc:"Segment of a new disk tier: what is written in sequence, and cleaned together. A power of two of 1MiB to 1GiB. An existing store keeps its own." default:"64MiB, less if a disk is smaller than 1GiB"`
 	Quota     Size        `yaml:"quota" unit:"bytes" doc:"Most memory of one namespace: the cache of one model on one rank, and of one tenant. 0B: no limit."`
+	Directory string      `yaml:"directory" unit:"embedded, redis or off" doc:"Where sidecars look for pages that others hold. embedded: in the sidecars themselves. redis: in a Redis or Valkey service. off: not at all. It has effect with peer.gossip, and only hints are kept there."`
+	Redis     StoreRedis  `yaml:"redis" doc:"The service of store.directory redis."`
 	DiskQuota Size        `yaml:"disk_quota" unit:"bytes" doc:"Most disk space of one namespace. 0B: no limit."`
 }
 
@@ -163,6 +165,31 @@ type StoreObject struct {
 	Prefix   string `yaml:"prefix" unit:"path" doc:"Beginning of the names of all objects. Each sidecar needs its own: two that share one lose pages, and serve none that is wrong." default:"required"`
 	Size     Size   `yaml:"size" unit:"bytes" doc:"Bytes of objects that the tier aims at." default:"required"`
 	AtPut    bool   `yaml:"at_put" unit:"true or false" doc:"false: pages go there when no other tier keeps them. true: at their put."`
+}
+
+// StoreRedis is the service of the directory.
+type StoreRedis struct {
+	Addresses    []string `yaml:"addresses" unit:"host:port" doc:"Its servers. Several are those of a cluster." default:"required"`
+	Username     string   `yaml:"username" unit:"name" doc:"User of its access list." default:"none"`
+	PasswordFile string   `yaml:"password_file" unit:"path" doc:"File with the password. Mode 0600." default:"none"`
+	TLS          bool     `yaml:"tls" unit:"true or false" doc:"Encrypts the connections, and checks the servers' certificates by the system's authorities."`
+	Prefix       string   `yaml:"prefix" unit:"name" doc:"Beginning of all keys. Clusters that share a service need one each."`
+}
+
+// Set reports whether anything is configured.
+func (r *StoreRedis) Set() bool {
+	return len(r.Addresses) > 0 || r.Username != "" || r.PasswordFile != "" || r.TLS
+}
+
+// Directories of a store.
+const (
+	DirEmbedded = "embedded"
+	DirRedis    = "redis"
+)
+
+// On reports whether gossip is used: on loopback without other members it would only use CPU.
+func (g *Gossip) On() bool {
+	return g.Listen != "" && g.Listen != Off && (len(g.Join) > 0 || !IsLoopback(g.Listen))
 }
 
 // HTTP configures the operators' endpoint.
@@ -243,6 +270,7 @@ func defaults() *Config {
 		},
 		HTTP:  HTTP{Listen: fmt.Sprintf("127.0.0.1:%d", DefaultHTTPPort)},
 		Log:   Log{Level: LevelInfo, Format: FormText},
+		Store: Store{Directory: DirEmbedded, Redis: StoreRedis{Prefix: "kvspray:"}},
 		Drain: Drain{Timeout: Duration(35 * time.Second)},
 	}
 }

@@ -133,6 +133,18 @@ func TestMistakes(t *testing.T) {
 			"power of two"}},
 		"large quota": {"store: {memory: 1GiB, quota: 2GiB}", []string{"store.quota",
 			"more than store.memory (1GiB)"}},
+		"directory elsewhere": {"store: {memory: 1GiB, directory: etcd}", []string{"store.directory",
+			`"etcd"`}},
+		"redis without address": {"peer: {gossip: {join: [a:1]}}\nstore: {memory: 1GiB, directory: redis}",
+			[]string{"store.redis.addresses", "missing"}},
+		"redis without port": {"peer: {gossip: {join: [a:1]}}\nstore: {memory: 1GiB, directory: redis, " +
+			"redis: {addresses: [a]}}", []string{"store.redis.addresses[0]", "not host:port"}},
+		"redis not used": {"store: {memory: 1GiB, redis: {addresses: [\"a:1\"]}}",
+			[]string{"store.redis", "set store.directory to redis"}},
+		"redis without members": {"store: {memory: 1GiB, directory: redis, " +
+			"redis: {addresses: [\"a:1\"]}}", []string{"store.directory", "peer.gossip.join"}},
+		"redis without store": {"store: {redis: {addresses: [\"a:1\"]}}", []string{"store.redis",
+			"set store.memory"}},
 		"list wanted": {"transports:\n  order: tcp", []string{":2", "transports.order",
 			"not a list"}},
 		"section wanted": {"peer: 3", []string{":1", "peer", "not a section"}},

@@ -134,8 +134,11 @@ func (v *checker) store() {
 			"an object store of a store that is off", "set store.memory, or remove store.object")
 		v.check(len(st.Disk) == 0, "store.disk", strconv.Itoa(len(st.Disk)),
 			"disks of a store that is off", "set store.memory, or remove store.disk")
+		v.check(!st.Redis.Set(), "store.redis", strings.Join(st.Redis.Addresses, ","),
+			"a directory of a store that is off", "set store.memory, or remove store.redis")
 		return
 	}
+	v.directory()
 	v.size("store.memory", st.Memory, minStoreMemory, maxStoreMemory)
 	v.check(st.Quota <= st.Memory, "store.quota", st.Quota.String(), "more than store.memory ("+
 		st.Memory.String()+")", "lower it, or leave it out")
@@ -170,6 +173,25 @@ func (v *checker) store() {
 			"give each entry a path of its own")
 		seen[clean] = key
 	}
+}
+
+func (v *checker) directory() {
+	st := &v.c.Store
+	v.oneOf("store.directory", st.Directory, DirEmbedded, DirRedis, Off)
+	if st.Directory != DirRedis {
+		v.check(!st.Redis.Set(), "store.redis", strings.Join(st.Redis.Addresses, ","),
+			"the directory is not in Redis", "set store.directory to redis, or remove store.redis")
+		return
+	}
+	v.check(len(st.Redis.Addresses) > 0, "store.redis.addresses", "", "missing",
+		"name the service's host:port")
+	for i, a := range st.Redis.Addresses {
+		_, _, err := net.SplitHostPort(a)
+		v.check(err == nil, fmt.Sprintf("store.redis.addresses[%d]", i), a, "not host:port",
+			"write both")
+	}
+	v.check(v.c.Peer.Gossip.On(), "store.directory", DirRedis, "peer.gossip is off, and sidecars "+
+		"learn of each other by it", "set peer.gossip.join, or store.directory to off")
 }
 
 func (v *checker) gdr() {
@@ -429,6 +451,15 @@ func (c *Config) CheckFiles() error {
 		}
 		if _, err := os.Stat(t.CA); err != nil {
 			v.unread("peer.tls.ca", t.CA, err, "make one with 'kvspray keygen ca'")
+		}
+	}
+	if p := c.Store.Redis.PasswordFile; p != "" {
+		st, err := os.Stat(p)
+		if err != nil {
+			v.unread("store.redis.password_file", p, err, "write the service's password there")
+		} else {
+			v.check(st.Mode().IsRegular() && st.Mode().Perm()&0o037 == 0, "store.redis.password_file", p,
+				fmt.Sprintf("no file, or open to others (mode %04o)", st.Mode().Perm()), "chmod 600 "+p)
 		}
 	}
 	for _, f := range []struct{ key, path string }{{"trace.transfers", c.Trace.Transfers},

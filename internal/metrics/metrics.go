@@ -284,7 +284,9 @@ func (s *Set) Fenced(cause string, took time.Duration) {
 
 var controlTypes = map[string]bool{"await": true, "admitted": true, "grant": true,
 	"grant_reply": true, "source_lost": true, "revoke": true,
-	"commit": true, "credit": true, "rails": true, "ping": true, "pong": true}
+	"commit": true, "credit": true, "rails": true, "ping": true, "pong": true,
+	"page_hints": true, "page_lookup": true, "page_holders": true, "page_request": true,
+	"page_offer": true}
 
 // Control counts one control message; typ is the field's name in ControlFrame.
 func (s *Set) Control(d Direction, typ string) {

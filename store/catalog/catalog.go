@@ -296,6 +296,21 @@ func (c *Catalog) Finish(n index.Node, crc uint32) {
 	e.State, e.CRC = index.Live, crc
 }
 
+// Walk returns the keys that can be read among `most` nodes from a node on, 0 or the last result,
+// and the node to go on with; 0: that was all.
+func (c *Catalog) Walk(from index.Node, most int) (keys []page.Key, next index.Node) {
+	n, last := max(1, from), c.Last()
+	for ; n <= last && most > 0; n, most = n+1, most-1 {
+		if e := c.At(n); e.State == index.Live && !e.Doomed {
+			keys = append(keys, e.Key)
+		}
+	}
+	if n > last {
+		return keys, 0
+	}
+	return keys, n
+}
+
 // Pieces is how many keys are looked up under one hold of the tier's lock.
 const Pieces = 1024
 

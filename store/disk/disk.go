@@ -393,6 +393,14 @@ func (t *Tier) Known() map[page.ID]uint16 {
 	return out
 }
 
+// Walk returns some of the pages of all owners, as catalog.Walk does.
+func (t *Tier) Walk(from uint32, most int) (keys []page.Key, next uint32) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	keys, n := t.pages.Walk(index.Node(from), most)
+	return keys, uint32(n)
+}
+
 // Exists sets the bits of the owner's keys that are here.
 func (t *Tier) Exists(id uint16, keys []page.Key, found page.Bitmap) {
 	for at := 0; at < len(keys); at += catalog.Pieces {

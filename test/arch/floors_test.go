@@ -22,7 +22,7 @@ var floors = []floor{
 		"internal/version"}},
 	{"values", []string{"internal/config", "internal/metrics", "layout", "parseblock",
 		"transfer"}},
-	{"contract", []string{"api", "control/engines", "internal/board", "internal/wire", "transport"}},
+	{"contract", []string{"api", "cluster", "control/engines", "internal/board", "internal/wire", "transport"}},
 	{"bytes", []string{"gpu", "store", "transport/gdr", "transport/shm", "transport/tcp"}},
 	{"decisions", []string{"control/exec", "control/lease", "control/route", "control/spray"}},
 	{"conversation", []string{"connector", "control/driver", "control/peer"}},

@@ -36,6 +36,7 @@ const (
 	extMinio = "github.com/minio/minio-go/v7"
 	extNVML  = "github.com/NVIDIA/go-nvml"
 	extRapid = "pgregory.net/rapid"
+	extRedis = "github.com/redis/go-redis/v9"
 )
 
 var rules = []rule{
@@ -57,14 +58,16 @@ var rules = []rule{
 		why: "sends HTTP to engines only; uses kvspray by its parameters, not by its packages",
 		ext: []string{extProm}},
 	{dir: "sidecar", why: "the one place that imports all parts of a node and joins them",
-		own: []string{"api/peer/v1", "connector", "control/driver", "control/engines", "control/exec",
-			"control/lease",
-			"control/peer", "control/peer/keys", "control/route", "control/spray", "internal/config",
+		own: []string{"api/peer/v1", "cluster", "cluster/gossip", "connector", "control/driver",
+			"control/engines", "control/exec", "control/lease",
+			"control/peer", "control/peer/hello", "control/peer/keys", "control/route", "control/spray",
+			"internal/admit", "internal/config",
 			"internal/sys/mem",
 			"internal/metrics", "internal/sys/topo", "internal/version", "layout", "parseblock",
-			"sidecar/internal/local", "sidecar/internal/pages", "sidecar/internal/plans",
-			"sidecar/internal/trace", "sidecar/internal/web", "store", "store/disk", "store/memory",
-			"store/object", "store/object/s3", "transfer",
+			"sidecar/internal/exchange", "sidecar/internal/local", "sidecar/internal/pages", "sidecar/internal/plans",
+			"sidecar/internal/trace", "sidecar/internal/web", "store", "store/directory", "store/directory/embedded",
+			"store/directory/redis", "store/disk", "store/memory", "store/object", "store/object/s3",
+			"store/page", "transfer",
 			"transport", "transport/gdr", "transport/shm", "gpu", "gpu/multipath", "gpu/policy",
 			"transport/tcp"},
 		ext: []string{extProm, extSys, extSync, extBack}},
@@ -84,6 +87,10 @@ var rules = []rule{
 		"message and no tier",
 		own: []string{"connector", "control/engines", "internal/metrics", "internal/sys/mem",
 			"sidecar/internal/local", "sidecar/internal/trace", "sidecar/internal/web", "store", "store/page"}},
+	{dir: "sidecar/internal/exchange", why: "pages between the stores of nodes: the executor and the " +
+		"directory are behind interfaces, and peers behind one function",
+		own: []string{"api/peer/v1", "control/engines", "internal/metrics", "internal/sys/mem", "layout",
+			"parseblock", "store", "store/directory", "store/page", "transfer"}},
 	{dir: "sidecar/internal/trace", why: "files with a line for each transfer; they take values of " +
 		"the executor and of plans",
 		own: []string{"control/exec", "internal/metrics", "internal/sys/mem", "parseblock", "transfer"}},
@@ -226,11 +233,16 @@ var rules = []rule{
 			"and no lease", pure: true},
 	{dir: "control/peer", why: "the sessions with other sidecars; no transport: data lanes are " +
 		"opened by the sidecar",
-		own: []string{"api/peer/v1", "control/peer/delivery", "control/peer/frame",
+		own: []string{"api/peer/v1", "cluster", "control/peer/delivery", "control/peer/frame",
 			"control/peer/hello", "control/peer/keys", "control/peer/lane", "control/peer/opening",
 			"control/peer/rpc", "internal/admit", "internal/sys/usertimeout", "internal/wire",
 			"transfer"},
-		ext: []string{extGRPC, extProto, extBack, extGoss}},
+		ext: []string{extGRPC, extProto, extBack}},
+	{dir: "cluster", why: "members as plain values, and what finds them; no protocol",
+		own: []string{"internal/admit", "transfer"}},
+	{dir: "cluster/gossip", why: "the one package that imports memberlist; no session",
+		own: []string{"api/peer/v1", "cluster", "internal/admit", "internal/config", "transfer"},
+		ext: []string{extProto, extBack, extGoss}},
 	{dir: "control/peer/delivery", why: "frames over lanes to one process; it imports no connection " +
 		"and no handshake",
 		own: []string{"api/peer/v1", "control/peer/frame", "transfer"}, ext: []string{extProto}},
@@ -315,6 +327,13 @@ var rules = []rule{
 		"transport it takes the guard; no engine, no wire and no layout",
 		own: []string{"internal/sys/mem", "store/catalog", "store/disk", "store/evict", "store/memory",
 			"store/object", "store/offheap", "store/page", "transport"}},
+	{dir: "store/directory", why: "hints as plain values, and the interface of what keeps them",
+		own: []string{"store/page", "transfer"}},
+	{dir: "store/directory/embedded", why: "hints kept by members; these and the way to them are " +
+		"functions of the owner",
+		own: []string{"api/peer/v1", "store/directory", "store/offheap", "store/page", "transfer"}},
+	{dir: "store/directory/redis", why: "the one package that imports the Redis client",
+		own: []string{"store/directory", "store/page", "transfer"}, ext: []string{extRedis}},
 	{dir: "store/page", why: "names of pages as plain values: keys, namespaces, bitmaps", pure: true},
 	{dir: "store/offheap", why: "arrays outside the heap; independent of their users",
 		ext: []string{extSys}},

@@ -811,6 +811,11 @@ type ControlFrame struct {
 	//	*ControlFrame_Pong
 	//	*ControlFrame_Rails
 	//	*ControlFrame_Fragment
+	//	*ControlFrame_PageHints
+	//	*ControlFrame_PageLookup
+	//	*ControlFrame_PageHolders
+	//	*ControlFrame_PageRequest
+	//	*ControlFrame_PageOffer
 	Body          isControlFrame_Body `protobuf_oneof:"body"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -975,6 +980,51 @@ func (x *ControlFrame) GetFragment() *Fragment {
 	return nil
 }
 
+func (x *ControlFrame) GetPageHints() *PageHints {
+	if x != nil {
+		if x, ok := x.Body.(*ControlFrame_PageHints); ok {
+			return x.PageHints
+		}
+	}
+	return nil
+}
+
+func (x *ControlFrame) GetPageLookup() *PageLookup {
+	if x != nil {
+		if x, ok := x.Body.(*ControlFrame_PageLookup); ok {
+			return x.PageLookup
+		}
+	}
+	return nil
+}
+
+func (x *ControlFrame) GetPageHolders() *PageHolders {
+	if x != nil {
+		if x, ok := x.Body.(*ControlFrame_PageHolders); ok {
+			return x.PageHolders
+		}
+	}
+	return nil
+}
+
+func (x *ControlFrame) GetPageRequest() *PageRequest {
+	if x != nil {
+		if x, ok := x.Body.(*ControlFrame_PageRequest); ok {
+			return x.PageRequest
+		}
+	}
+	return nil
+}
+
+func (x *ControlFrame) GetPageOffer() *PageOffer {
+	if x != nil {
+		if x, ok := x.Body.(*ControlFrame_PageOffer); ok {
+			return x.PageOffer
+		}
+	}
+	return nil
+}
+
 type isControlFrame_Body interface {
 	isControlFrame_Body()
 }
@@ -1027,6 +1077,26 @@ type ControlFrame_Fragment struct {
 	Fragment *Fragment `protobuf:"bytes,22,opt,name=fragment,proto3,oneof"`
 }
 
+type ControlFrame_PageHints struct {
+	PageHints *PageHints `protobuf:"bytes,23,opt,name=page_hints,json=pageHints,proto3,oneof"`
+}
+
+type ControlFrame_PageLookup struct {
+	PageLookup *PageLookup `protobuf:"bytes,24,opt,name=page_lookup,json=pageLookup,proto3,oneof"`
+}
+
+type ControlFrame_PageHolders struct {
+	PageHolders *PageHolders `protobuf:"bytes,25,opt,name=page_holders,json=pageHolders,proto3,oneof"`
+}
+
+type ControlFrame_PageRequest struct {
+	PageRequest *PageRequest `protobuf:"bytes,26,opt,name=page_request,json=pageRequest,proto3,oneof"`
+}
+
+type ControlFrame_PageOffer struct {
+	PageOffer *PageOffer `protobuf:"bytes,27,opt,name=page_offer,json=pageOffer,proto3,oneof"`
+}
+
 func (*ControlFrame_Await) isControlFrame_Body() {}
 
 func (*ControlFrame_Admitted) isControlFrame_Body() {}
@@ -1050,6 +1120,16 @@ func (*ControlFrame_Pong) isControlFrame_Body() {}
 func (*ControlFrame_Rails) isControlFrame_Body() {}
 
 func (*ControlFrame_Fragment) isControlFrame_Body() {}
+
+func (*ControlFrame_PageHints) isControlFrame_Body() {}
+
+func (*ControlFrame_PageLookup) isControlFrame_Body() {}
+
+func (*ControlFrame_PageHolders) isControlFrame_Body() {}
+
+func (*ControlFrame_PageRequest) isControlFrame_Body() {}
+
+func (*ControlFrame_PageOffer) isControlFrame_Body() {}
 
 // Fragment is a part of a ControlFrame that exceeds the longest frame. The parts up to the one with
 // `last`, in order, are an encoded ControlFrame without seq and ack. Only for peers with the
@@ -2180,6 +2260,415 @@ func (x *Pong) GetNonce() uint64 {
 	return 0
 }
 
+// PageHints reports pages that the sender holds, to the peer that keeps the hints of their keys.
+type PageHints struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Epoch         uint64                 `protobuf:"varint,1,opt,name=epoch,proto3" json:"epoch,omitempty"` // hints of an earlier epoch of the sender are void
+	Held          []byte                 `protobuf:"bytes,2,opt,name=held,proto3" json:"held,omitempty"`    // first 16 bytes of keys
+	Gone          []byte                 `protobuf:"bytes,3,opt,name=gone,proto3" json:"gone,omitempty"`    // likewise
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PageHints) Reset() {
+	*x = PageHints{}
+	mi := &file_api_peer_v1_peer_proto_msgTypes[25]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PageHints) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PageHints) ProtoMessage() {}
+
+func (x *PageHints) ProtoReflect() protoreflect.Message {
+	mi := &file_api_peer_v1_peer_proto_msgTypes[25]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PageHints.ProtoReflect.Descriptor instead.
+func (*PageHints) Descriptor() ([]byte, []int) {
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{25}
+}
+
+func (x *PageHints) GetEpoch() uint64 {
+	if x != nil {
+		return x.Epoch
+	}
+	return 0
+}
+
+func (x *PageHints) GetHeld() []byte {
+	if x != nil {
+		return x.Held
+	}
+	return nil
+}
+
+func (x *PageHints) GetGone() []byte {
+	if x != nil {
+		return x.Gone
+	}
+	return nil
+}
+
+// PageLookup asks who holds pages. PageHolders answers.
+type PageLookup struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Id            uint64                 `protobuf:"varint,1,opt,name=id,proto3" json:"id,omitempty"`
+	Keys          []byte                 `protobuf:"bytes,2,opt,name=keys,proto3" json:"keys,omitempty"` // first 16 bytes of at most 10,000 keys
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PageLookup) Reset() {
+	*x = PageLookup{}
+	mi := &file_api_peer_v1_peer_proto_msgTypes[26]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PageLookup) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PageLookup) ProtoMessage() {}
+
+func (x *PageLookup) ProtoReflect() protoreflect.Message {
+	mi := &file_api_peer_v1_peer_proto_msgTypes[26]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PageLookup.ProtoReflect.Descriptor instead.
+func (*PageLookup) Descriptor() ([]byte, []int) {
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{26}
+}
+
+func (x *PageLookup) GetId() uint64 {
+	if x != nil {
+		return x.Id
+	}
+	return 0
+}
+
+func (x *PageLookup) GetKeys() []byte {
+	if x != nil {
+		return x.Keys
+	}
+	return nil
+}
+
+// PageHolder is a process that reported pages.
+type PageHolder struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Boot          []byte                 `protobuf:"bytes,1,opt,name=boot,proto3" json:"boot,omitempty"` // 16 bytes
+	Epoch         uint64                 `protobuf:"varint,2,opt,name=epoch,proto3" json:"epoch,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PageHolder) Reset() {
+	*x = PageHolder{}
+	mi := &file_api_peer_v1_peer_proto_msgTypes[27]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PageHolder) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PageHolder) ProtoMessage() {}
+
+func (x *PageHolder) ProtoReflect() protoreflect.Message {
+	mi := &file_api_peer_v1_peer_proto_msgTypes[27]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PageHolder.ProtoReflect.Descriptor instead.
+func (*PageHolder) Descriptor() ([]byte, []int) {
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{27}
+}
+
+func (x *PageHolder) GetBoot() []byte {
+	if x != nil {
+		return x.Boot
+	}
+	return nil
+}
+
+func (x *PageHolder) GetEpoch() uint64 {
+	if x != nil {
+		return x.Epoch
+	}
+	return 0
+}
+
+// PageHolders answers PageLookup.
+type PageHolders struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Id            uint64                 `protobuf:"varint,1,opt,name=id,proto3" json:"id,omitempty"`
+	Holders       []*PageHolder          `protobuf:"bytes,2,rep,name=holders,proto3" json:"holders,omitempty"` // at most 255
+	At            []byte                 `protobuf:"bytes,3,opt,name=at,proto3" json:"at,omitempty"`           // four bytes for each key: positions in holders from 1 on; 0: none
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PageHolders) Reset() {
+	*x = PageHolders{}
+	mi := &file_api_peer_v1_peer_proto_msgTypes[28]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PageHolders) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PageHolders) ProtoMessage() {}
+
+func (x *PageHolders) ProtoReflect() protoreflect.Message {
+	mi := &file_api_peer_v1_peer_proto_msgTypes[28]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PageHolders.ProtoReflect.Descriptor instead.
+func (*PageHolders) Descriptor() ([]byte, []int) {
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{28}
+}
+
+func (x *PageHolders) GetId() uint64 {
+	if x != nil {
+		return x.Id
+	}
+	return 0
+}
+
+func (x *PageHolders) GetHolders() []*PageHolder {
+	if x != nil {
+		return x.Holders
+	}
+	return nil
+}
+
+func (x *PageHolders) GetAt() []byte {
+	if x != nil {
+		return x.At
+	}
+	return nil
+}
+
+// PageRequest asks a holder for pages of one namespace. PageOffer answers.
+type PageRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Id            uint64                 `protobuf:"varint,1,opt,name=id,proto3" json:"id,omitempty"`
+	Space         []byte                 `protobuf:"bytes,2,opt,name=space,proto3" json:"space,omitempty"` // 32 bytes, of the namespace
+	PageBytes     uint32                 `protobuf:"varint,3,opt,name=page_bytes,json=pageBytes,proto3" json:"page_bytes,omitempty"`
+	Keys          []byte                 `protobuf:"bytes,4,opt,name=keys,proto3" json:"keys,omitempty"`                                // of 32 bytes
+	DeadlineMs    uint32                 `protobuf:"varint,5,opt,name=deadline_ms,json=deadlineMs,proto3" json:"deadline_ms,omitempty"` // for all of it
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PageRequest) Reset() {
+	*x = PageRequest{}
+	mi := &file_api_peer_v1_peer_proto_msgTypes[29]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PageRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PageRequest) ProtoMessage() {}
+
+func (x *PageRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_api_peer_v1_peer_proto_msgTypes[29]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PageRequest.ProtoReflect.Descriptor instead.
+func (*PageRequest) Descriptor() ([]byte, []int) {
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{29}
+}
+
+func (x *PageRequest) GetId() uint64 {
+	if x != nil {
+		return x.Id
+	}
+	return 0
+}
+
+func (x *PageRequest) GetSpace() []byte {
+	if x != nil {
+		return x.Space
+	}
+	return nil
+}
+
+func (x *PageRequest) GetPageBytes() uint32 {
+	if x != nil {
+		return x.PageBytes
+	}
+	return 0
+}
+
+func (x *PageRequest) GetKeys() []byte {
+	if x != nil {
+		return x.Keys
+	}
+	return nil
+}
+
+func (x *PageRequest) GetDeadlineMs() uint32 {
+	if x != nil {
+		return x.DeadlineMs
+	}
+	return 0
+}
+
+// PageOffer has those of the pages that the sender has pinned in its memory. A transfer of these,
+// one behind the other, each in whole units of 4 KiB, is offered under a key: the receiver answers
+// with a Grant.
+type PageOffer struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Id    uint64                 `protobuf:"varint,1,opt,name=id,proto3" json:"id,omitempty"`
+	Found []byte                 `protobuf:"bytes,2,opt,name=found,proto3" json:"found,omitempty"`     // bit i%8 of byte i/8: page i is offered
+	Crc   []uint32               `protobuf:"varint,3,rep,packed,name=crc,proto3" json:"crc,omitempty"` // CRC-32C of each offered page, as computed when it was put
+	Xfer  []byte                 `protobuf:"bytes,4,opt,name=xfer,proto3" json:"xfer,omitempty"`       // 16 bytes
+	Hash  []byte                 `protobuf:"bytes,5,opt,name=hash,proto3" json:"hash,omitempty"`       // 32 bytes
+	Load  uint64                 `protobuf:"varint,6,opt,name=load,proto3" json:"load,omitempty"`      // bytes that the sender has to send to all of its peers
+	Epoch uint64                 `protobuf:"varint,7,opt,name=epoch,proto3" json:"epoch,omitempty"`    // of the sender
+	// Pages from the first on that the sender has looked at. It has no room for the others now.
+	Looked        uint32 `protobuf:"varint,8,opt,name=looked,proto3" json:"looked,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PageOffer) Reset() {
+	*x = PageOffer{}
+	mi := &file_api_peer_v1_peer_proto_msgTypes[30]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PageOffer) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PageOffer) ProtoMessage() {}
+
+func (x *PageOffer) ProtoReflect() protoreflect.Message {
+	mi := &file_api_peer_v1_peer_proto_msgTypes[30]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PageOffer.ProtoReflect.Descriptor instead.
+func (*PageOffer) Descriptor() ([]byte, []int) {
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{30}
+}
+
+func (x *PageOffer) GetId() uint64 {
+	if x != nil {
+		return x.Id
+	}
+	return 0
+}
+
+func (x *PageOffer) GetFound() []byte {
+	if x != nil {
+		return x.Found
+	}
+	return nil
+}
+
+func (x *PageOffer) GetCrc() []uint32 {
+	if x != nil {
+		return x.Crc
+	}
+	return nil
+}
+
+func (x *PageOffer) GetXfer() []byte {
+	if x != nil {
+		return x.Xfer
+	}
+	return nil
+}
+
+func (x *PageOffer) GetHash() []byte {
+	if x != nil {
+		return x.Hash
+	}
+	return nil
+}
+
+func (x *PageOffer) GetLoad() uint64 {
+	if x != nil {
+		return x.Load
+	}
+	return 0
+}
+
+func (x *PageOffer) GetEpoch() uint64 {
+	if x != nil {
+		return x.Epoch
+	}
+	return 0
+}
+
+func (x *PageOffer) GetLooked() uint32 {
+	if x != nil {
+		return x.Looked
+	}
+	return 0
+}
+
 var File_api_peer_v1_peer_proto protoreflect.FileDescriptor
 
 const file_api_peer_v1_peer_proto_rawDesc = "" +
@@ -2238,7 +2727,7 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x05Lease\x12\x12\n" +
 	"\x04boot\x18\x01 \x01(\fR\x04boot\x12\x0e\n" +
 	"\x02id\x18\x02 \x01(\x04R\x02id\x12\x14\n" +
-	"\x05epoch\x18\x03 \x01(\rR\x05epoch\"\xb5\x05\n" +
+	"\x05epoch\x18\x03 \x01(\rR\x05epoch\"\xf5\a\n" +
 	"\fControlFrame\x12\x10\n" +
 	"\x03seq\x18\x01 \x01(\x04R\x03seq\x12\x10\n" +
 	"\x03ack\x18\x02 \x01(\x04R\x03ack\x12.\n" +
@@ -2256,7 +2745,15 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x04ping\x18\x13 \x01(\v2\x15.kvspray.peer.v1.PingH\x00R\x04ping\x12+\n" +
 	"\x04pong\x18\x14 \x01(\v2\x15.kvspray.peer.v1.PongH\x00R\x04pong\x12.\n" +
 	"\x05rails\x18\x15 \x01(\v2\x16.kvspray.peer.v1.RailsH\x00R\x05rails\x127\n" +
-	"\bfragment\x18\x16 \x01(\v2\x19.kvspray.peer.v1.FragmentH\x00R\bfragmentB\x06\n" +
+	"\bfragment\x18\x16 \x01(\v2\x19.kvspray.peer.v1.FragmentH\x00R\bfragment\x12;\n" +
+	"\n" +
+	"page_hints\x18\x17 \x01(\v2\x1a.kvspray.peer.v1.PageHintsH\x00R\tpageHints\x12>\n" +
+	"\vpage_lookup\x18\x18 \x01(\v2\x1b.kvspray.peer.v1.PageLookupH\x00R\n" +
+	"pageLookup\x12A\n" +
+	"\fpage_holders\x18\x19 \x01(\v2\x1c.kvspray.peer.v1.PageHoldersH\x00R\vpageHolders\x12A\n" +
+	"\fpage_request\x18\x1a \x01(\v2\x1c.kvspray.peer.v1.PageRequestH\x00R\vpageRequest\x12;\n" +
+	"\n" +
+	"page_offer\x18\x1b \x01(\v2\x1a.kvspray.peer.v1.PageOfferH\x00R\tpageOfferB\x06\n" +
 	"\x04bodyJ\x04\b\x10\x10\x11\"4\n" +
 	"\bFragment\x12\x14\n" +
 	"\x05piece\x18\x01 \x01(\fR\x05piece\x12\x12\n" +
@@ -2368,7 +2865,40 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x04Ping\x12\x14\n" +
 	"\x05nonce\x18\x01 \x01(\x04R\x05nonce\"\x1c\n" +
 	"\x04Pong\x12\x14\n" +
-	"\x05nonce\x18\x01 \x01(\x04R\x05nonce2\xde\x01\n" +
+	"\x05nonce\x18\x01 \x01(\x04R\x05nonce\"I\n" +
+	"\tPageHints\x12\x14\n" +
+	"\x05epoch\x18\x01 \x01(\x04R\x05epoch\x12\x12\n" +
+	"\x04held\x18\x02 \x01(\fR\x04held\x12\x12\n" +
+	"\x04gone\x18\x03 \x01(\fR\x04gone\"0\n" +
+	"\n" +
+	"PageLookup\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\x04R\x02id\x12\x12\n" +
+	"\x04keys\x18\x02 \x01(\fR\x04keys\"6\n" +
+	"\n" +
+	"PageHolder\x12\x12\n" +
+	"\x04boot\x18\x01 \x01(\fR\x04boot\x12\x14\n" +
+	"\x05epoch\x18\x02 \x01(\x04R\x05epoch\"d\n" +
+	"\vPageHolders\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\x04R\x02id\x125\n" +
+	"\aholders\x18\x02 \x03(\v2\x1b.kvspray.peer.v1.PageHolderR\aholders\x12\x0e\n" +
+	"\x02at\x18\x03 \x01(\fR\x02at\"\x87\x01\n" +
+	"\vPageRequest\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\x04R\x02id\x12\x14\n" +
+	"\x05space\x18\x02 \x01(\fR\x05space\x12\x1d\n" +
+	"\n" +
+	"page_bytes\x18\x03 \x01(\rR\tpageBytes\x12\x12\n" +
+	"\x04keys\x18\x04 \x01(\fR\x04keys\x12\x1f\n" +
+	"\vdeadline_ms\x18\x05 \x01(\rR\n" +
+	"deadlineMs\"\xad\x01\n" +
+	"\tPageOffer\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\x04R\x02id\x12\x14\n" +
+	"\x05found\x18\x02 \x01(\fR\x05found\x12\x10\n" +
+	"\x03crc\x18\x03 \x03(\rR\x03crc\x12\x12\n" +
+	"\x04xfer\x18\x04 \x01(\fR\x04xfer\x12\x12\n" +
+	"\x04hash\x18\x05 \x01(\fR\x04hash\x12\x12\n" +
+	"\x04load\x18\x06 \x01(\x04R\x04load\x12\x14\n" +
+	"\x05epoch\x18\a \x01(\x04R\x05epoch\x12\x16\n" +
+	"\x06looked\x18\b \x01(\rR\x06looked2\xde\x01\n" +
 	"\x04Peer\x12C\n" +
 	"\x05Hello\x12\x1d.kvspray.peer.v1.HelloRequest\x1a\x1b.kvspray.peer.v1.HelloReply\x12L\n" +
 	"\bDescribe\x12 .kvspray.peer.v1.DescribeRequest\x1a\x1e.kvspray.peer.v1.DescribeReply\x12C\n" +
@@ -2387,7 +2917,7 @@ func file_api_peer_v1_peer_proto_rawDescGZIP() []byte {
 }
 
 var file_api_peer_v1_peer_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_api_peer_v1_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 26)
+var file_api_peer_v1_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 32)
 var file_api_peer_v1_peer_proto_goTypes = []any{
 	(Admitted_State)(0),     // 0: kvspray.peer.v1.Admitted.State
 	(GrantReply_Code)(0),    // 1: kvspray.peer.v1.GrantReply.Code
@@ -2416,7 +2946,13 @@ var file_api_peer_v1_peer_proto_goTypes = []any{
 	(*Rails)(nil),           // 24: kvspray.peer.v1.Rails
 	(*Ping)(nil),            // 25: kvspray.peer.v1.Ping
 	(*Pong)(nil),            // 26: kvspray.peer.v1.Pong
-	nil,                     // 27: kvspray.peer.v1.Part.TokensByTransportEntry
+	(*PageHints)(nil),       // 27: kvspray.peer.v1.PageHints
+	(*PageLookup)(nil),      // 28: kvspray.peer.v1.PageLookup
+	(*PageHolder)(nil),      // 29: kvspray.peer.v1.PageHolder
+	(*PageHolders)(nil),     // 30: kvspray.peer.v1.PageHolders
+	(*PageRequest)(nil),     // 31: kvspray.peer.v1.PageRequest
+	(*PageOffer)(nil),       // 32: kvspray.peer.v1.PageOffer
+	nil,                     // 33: kvspray.peer.v1.Part.TokensByTransportEntry
 }
 var file_api_peer_v1_peer_proto_depIdxs = []int32{
 	2,  // 0: kvspray.peer.v1.HelloRequest.versions:type_name -> kvspray.peer.v1.VersionRange
@@ -2434,32 +2970,38 @@ var file_api_peer_v1_peer_proto_depIdxs = []int32{
 	26, // 12: kvspray.peer.v1.ControlFrame.pong:type_name -> kvspray.peer.v1.Pong
 	24, // 13: kvspray.peer.v1.ControlFrame.rails:type_name -> kvspray.peer.v1.Rails
 	12, // 14: kvspray.peer.v1.ControlFrame.fragment:type_name -> kvspray.peer.v1.Fragment
-	0,  // 15: kvspray.peer.v1.Admitted.state:type_name -> kvspray.peer.v1.Admitted.State
-	10, // 16: kvspray.peer.v1.Grant.destination:type_name -> kvspray.peer.v1.Lease
-	17, // 17: kvspray.peer.v1.Grant.parts:type_name -> kvspray.peer.v1.Part
-	16, // 18: kvspray.peer.v1.Grant.tiers:type_name -> kvspray.peer.v1.RailTier
-	27, // 19: kvspray.peer.v1.Part.tokens_by_transport:type_name -> kvspray.peer.v1.Part.TokensByTransportEntry
-	10, // 20: kvspray.peer.v1.GrantReply.destination:type_name -> kvspray.peer.v1.Lease
-	10, // 21: kvspray.peer.v1.GrantReply.source:type_name -> kvspray.peer.v1.Lease
-	1,  // 22: kvspray.peer.v1.GrantReply.code:type_name -> kvspray.peer.v1.GrantReply.Code
-	18, // 23: kvspray.peer.v1.GrantReply.ranks:type_name -> kvspray.peer.v1.Rank
-	10, // 24: kvspray.peer.v1.SourceLost.destination:type_name -> kvspray.peer.v1.Lease
-	10, // 25: kvspray.peer.v1.SourceLost.source:type_name -> kvspray.peer.v1.Lease
-	10, // 26: kvspray.peer.v1.Revoke.destination:type_name -> kvspray.peer.v1.Lease
-	10, // 27: kvspray.peer.v1.Commit.destination:type_name -> kvspray.peer.v1.Lease
-	10, // 28: kvspray.peer.v1.Commit.source:type_name -> kvspray.peer.v1.Lease
-	3,  // 29: kvspray.peer.v1.Rails.rails:type_name -> kvspray.peer.v1.Rail
-	4,  // 30: kvspray.peer.v1.Peer.Hello:input_type -> kvspray.peer.v1.HelloRequest
-	6,  // 31: kvspray.peer.v1.Peer.Describe:input_type -> kvspray.peer.v1.DescribeRequest
-	8,  // 32: kvspray.peer.v1.Peer.Probe:input_type -> kvspray.peer.v1.ProbeRequest
-	5,  // 33: kvspray.peer.v1.Peer.Hello:output_type -> kvspray.peer.v1.HelloReply
-	7,  // 34: kvspray.peer.v1.Peer.Describe:output_type -> kvspray.peer.v1.DescribeReply
-	9,  // 35: kvspray.peer.v1.Peer.Probe:output_type -> kvspray.peer.v1.ProbeReply
-	33, // [33:36] is the sub-list for method output_type
-	30, // [30:33] is the sub-list for method input_type
-	30, // [30:30] is the sub-list for extension type_name
-	30, // [30:30] is the sub-list for extension extendee
-	0,  // [0:30] is the sub-list for field type_name
+	27, // 15: kvspray.peer.v1.ControlFrame.page_hints:type_name -> kvspray.peer.v1.PageHints
+	28, // 16: kvspray.peer.v1.ControlFrame.page_lookup:type_name -> kvspray.peer.v1.PageLookup
+	30, // 17: kvspray.peer.v1.ControlFrame.page_holders:type_name -> kvspray.peer.v1.PageHolders
+	31, // 18: kvspray.peer.v1.ControlFrame.page_request:type_name -> kvspray.peer.v1.PageRequest
+	32, // 19: kvspray.peer.v1.ControlFrame.page_offer:type_name -> kvspray.peer.v1.PageOffer
+	0,  // 20: kvspray.peer.v1.Admitted.state:type_name -> kvspray.peer.v1.Admitted.State
+	10, // 21: kvspray.peer.v1.Grant.destination:type_name -> kvspray.peer.v1.Lease
+	17, // 22: kvspray.peer.v1.Grant.parts:type_name -> kvspray.peer.v1.Part
+	16, // 23: kvspray.peer.v1.Grant.tiers:type_name -> kvspray.peer.v1.RailTier
+	33, // 24: kvspray.peer.v1.Part.tokens_by_transport:type_name -> kvspray.peer.v1.Part.TokensByTransportEntry
+	10, // 25: kvspray.peer.v1.GrantReply.destination:type_name -> kvspray.peer.v1.Lease
+	10, // 26: kvspray.peer.v1.GrantReply.source:type_name -> kvspray.peer.v1.Lease
+	1,  // 27: kvspray.peer.v1.GrantReply.code:type_name -> kvspray.peer.v1.GrantReply.Code
+	18, // 28: kvspray.peer.v1.GrantReply.ranks:type_name -> kvspray.peer.v1.Rank
+	10, // 29: kvspray.peer.v1.SourceLost.destination:type_name -> kvspray.peer.v1.Lease
+	10, // 30: kvspray.peer.v1.SourceLost.source:type_name -> kvspray.peer.v1.Lease
+	10, // 31: kvspray.peer.v1.Revoke.destination:type_name -> kvspray.peer.v1.Lease
+	10, // 32: kvspray.peer.v1.Commit.destination:type_name -> kvspray.peer.v1.Lease
+	10, // 33: kvspray.peer.v1.Commit.source:type_name -> kvspray.peer.v1.Lease
+	3,  // 34: kvspray.peer.v1.Rails.rails:type_name -> kvspray.peer.v1.Rail
+	29, // 35: kvspray.peer.v1.PageHolders.holders:type_name -> kvspray.peer.v1.PageHolder
+	4,  // 36: kvspray.peer.v1.Peer.Hello:input_type -> kvspray.peer.v1.HelloRequest
+	6,  // 37: kvspray.peer.v1.Peer.Describe:input_type -> kvspray.peer.v1.DescribeRequest
+	8,  // 38: kvspray.peer.v1.Peer.Probe:input_type -> kvspray.peer.v1.ProbeRequest
+	5,  // 39: kvspray.peer.v1.Peer.Hello:output_type -> kvspray.peer.v1.HelloReply
+	7,  // 40: kvspray.peer.v1.Peer.Describe:output_type -> kvspray.peer.v1.DescribeReply
+	9,  // 41: kvspray.peer.v1.Peer.Probe:output_type -> kvspray.peer.v1.ProbeReply
+	39, // [39:42] is the sub-list for method output_type
+	36, // [36:39] is the sub-list for method input_type
+	36, // [36:36] is the sub-list for extension type_name
+	36, // [36:36] is the sub-list for extension extendee
+	0,  // [0:36] is the sub-list for field type_name
 }
 
 func init() { file_api_peer_v1_peer_proto_init() }
@@ -2480,6 +3022,11 @@ func file_api_peer_v1_peer_proto_init() {
 		(*ControlFrame_Pong)(nil),
 		(*ControlFrame_Rails)(nil),
 		(*ControlFrame_Fragment)(nil),
+		(*ControlFrame_PageHints)(nil),
+		(*ControlFrame_PageLookup)(nil),
+		(*ControlFrame_PageHolders)(nil),
+		(*ControlFrame_PageRequest)(nil),
+		(*ControlFrame_PageOffer)(nil),
 	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
@@ -2487,7 +3034,7 @@ func file_api_peer_v1_peer_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_api_peer_v1_peer_proto_rawDesc), len(file_api_peer_v1_peer_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   26,
+			NumMessages:   32,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

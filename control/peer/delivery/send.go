@@ -26,7 +26,10 @@ const (
 // that start something do not use the reserved capacity: they can be tried again.
 func Limits(f *peerv1.ControlFrame) (frames, bytes int) {
 	switch f.Body.(type) {
-	case *peerv1.ControlFrame_Await, *peerv1.ControlFrame_Grant, *peerv1.ControlFrame_Credit:
+	case *peerv1.ControlFrame_Await, *peerv1.ControlFrame_Grant, *peerv1.ControlFrame_Credit,
+		*peerv1.ControlFrame_PageHints, *peerv1.ControlFrame_PageLookup,
+		*peerv1.ControlFrame_PageHolders, *peerv1.ControlFrame_PageRequest,
+		*peerv1.ControlFrame_PageOffer:
 		return MaxUnacked - reserved, maxUnackedBytes - reservedBytes
 	}
 	return MaxUnacked, maxUnackedBytes

@@ -66,6 +66,7 @@ PAGE_FAILED = 9  # the completion's reason has the cause
 PAGE_FLAG_MEMORY = 16  # a hit in the sidecar's memory
 PAGE_FLAG_DISK = 32  # a hit on a disk
 PAGE_FLAG_OBJECT = 48  # a hit in the object store
+PAGE_FLAG_PEER = 64  # a hit at another node
 PAGE_FLAG_DURABLE = 128  # a stored page survives a loss of power
 
 # The names of packets by type.

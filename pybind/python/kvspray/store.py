@@ -58,7 +58,7 @@ class PageResult:
     """The end of one page of a get or put, from a byte of ``Completion.pages``."""
 
     outcome: int  # _messages.PAGE_HIT ...
-    tier: int  # of a hit: 1 memory, 2 disk, 3 object store
+    tier: int  # of a hit: 1 memory, 2 disk, 3 object store, 4 peer
     durable: bool  # a stored page survives a loss of power
 
     @classmethod

@@ -37,7 +37,7 @@ const MaxPools = 64
 // refused is the status of a lease that was not begun.
 const refused = engines.StatusRefused
 
-// Options are the parts that a service uses. All fields are required.
+// Options are the parts that a service uses. All fields but Find are required.
 type Options struct {
 	Store            *store.Store
 	InMemory, OnDisk store.Share // of each namespace
@@ -46,6 +46,10 @@ type Options struct {
 	Metrics          *metrics.Store
 	Transfers        *trace.Lines
 	Log              *slog.Logger
+	// Find sets the bits of pages that other nodes probably have; nil: there are none.
+	Find func([]page.Key, page.Bitmap)
+	// Removed is called after the removal of a namespace.
+	Removed func()
 }
 
 // Service serves one store. It implements connector.Store.
@@ -289,6 +293,9 @@ func (s *Service) existsIn(id page.ID, h page.Hashes) (page.Bitmap, error) {
 	if errors.Is(err, store.ErrClosed) { // its last pool went meanwhile
 		return page.NewBitmap(h.Len()), nil
 	}
+	if err == nil && s.o.Find != nil {
+		s.o.Find(keys, found)
+	}
 	return found, err
 }
 
@@ -306,6 +313,7 @@ func (s *Service) Remove(w *engines.Worker, id page.ID) error {
 		return &store.RequestError{Field: "namespace",
 			Problem: id.String() + " has no pool of this worker", Remedy: "open a pool of it first"}
 	}
+	defer s.o.Removed()
 	return space.Remove()
 }
 

@@ -53,6 +53,7 @@ type Pages struct {
 	Memory  int    `json:"memory,omitempty"` // pages that a get found there
 	Disk    int    `json:"disk,omitempty"`
 	Object  int    `json:"object,omitempty"`
+	Peer    int    `json:"peer,omitempty"`
 	Missing int    `json:"missing,omitempty"`
 	Stored  int    `json:"stored,omitempty"`
 	Existed int    `json:"existed,omitempty"`

@@ -23,6 +23,26 @@ type Store struct {
 	Damaged    uint64           `json:"damaged"` // pages that differed from what was put
 	Pinned     uint64           `json:"pinned_bytes"`
 	Drained    bool             `json:"drained"` // it takes no pages
+	Directory  *StoreDirectory  `json:"directory,omitempty"` // absent: no other node is asked
+	Peers      []StorePeer      `json:"peers,omitempty"`
+}
+
+// StoreDirectory is where this node looks for pages that others hold.
+type StoreDirectory struct {
+	Kind     string `json:"kind"`
+	Members  int    `json:"members,omitempty"` // that keep hints, of an embedded one
+	Hints    int    `json:"hints,omitempty"`   // that this node keeps for all
+	Capacity int    `json:"capacity,omitempty"`
+	Bytes    int    `json:"bytes,omitempty"` // of memory
+}
+
+// StorePeer is another node with a store.
+type StorePeer struct {
+	Node   string `json:"node"`
+	Boot   string `json:"boot"`
+	Asked  uint64 `json:"asked_bytes"`  // that it was asked for and that have not come
+	Load   uint64 `json:"load_bytes"`   // that it has to send to all, as it reported last
+	Served uint64 `json:"served_bytes"` // that it is getting from here
 }
 
 // StoreTier is one tier.

@@ -30,12 +30,14 @@ const (
 	BadCredit                // for a rail
 	BadAddress               // of control lanes
 	BadAnswer                // to a query that went to another peer
+	BadPages                 // a message about pages of the store
 	NumViolations
 )
 
 var violationNames = [NumViolations]string{"other", "key", "lease", "generation", "fingerprint",
 	"parts", "team", "rank", "geometry", "slot", "share",
-	"ranks", "rails", "tier", "credit", "address", "answer"}
+	"ranks", "rails", "tier", "credit", "address", "answer",
+	"pages"}
 
 // String is the label of metrics.
 func (n Violation) String() string { return violationNames[n] }

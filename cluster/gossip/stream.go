@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package peer
+package gossip
 
 import (
 	"errors"
@@ -24,7 +24,7 @@ const (
 	bindTries     = 10      // to find one port that is free for both UDP and TCP
 )
 
-var errStream = errors.New("peer: a gossip stream exceeds its limit")
+var errStream = errors.New("gossip: a stream exceeds its limit")
 
 // gated is memberlist's own transport behind a gate.
 type gated struct {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package peer
+package gossip
 
 import (
 	"crypto/rand"
@@ -16,32 +16,21 @@ import (
 	"github.com/kvspray/kvspray/internal/testutil"
 )
 
-// gossiping is where a node's gossip is.
-func (n *node) gossiping() string { return n.gossip.list.LocalNode().Address() }
-
-func withGossip(t *testing.T, key []byte, join ...string) func(*Options) {
-	return func(o *Options) {
-		slow(o)
-		o.Node = t.Name()
-		o.Gossip = &Gossip{Listen: "127.0.0.1:0", Join: join, Keys: [][]byte{key}}
-	}
-}
-
 // Strangers hold streams of the gossip port by the thousand and open more: few are held, and a
 // member joins beside them.
 func TestStrangersAtGossip(t *testing.T) {
 	key := make([]byte, 32)
 	_, _ = rand.Read(key)
-	victim := start(t, withGossip(t, key))
-	stop := testutil.Strangers(t, victim.gossiping(), 2000, 500, testutil.ManyStrangers, nil)
+	victim := begun(t, key)
+	stop := testutil.Strangers(t, victim.Address(), 2000, 500, testutil.ManyStrangers, nil)
 	began := time.Now()
-	fresh := start(t, withGossip(t, key, victim.gossiping()))
+	fresh := begun(t, key, victim.Address())
 	poll(t, "both are members", func() bool {
 		return len(fresh.Members()) == 2 &&
 			len(victim.Members()) == 2
 	})
 	took := time.Since(began)
-	g := victim.gossip.gate
+	g := victim.gate
 	poll(t, "strangers make room for strangers", func() bool { return g.Evicted() > 1000 })
 	if n := g.Held(); n > gossipStreams {
 		t.Errorf("%d streams of strangers are held, at most %d", n, gossipStreams)
@@ -53,8 +42,8 @@ func TestStrangersAtGossip(t *testing.T) {
 func TestLongStreamAtGossip(t *testing.T) {
 	key := make([]byte, 32)
 	_, _ = rand.Read(key)
-	victim := start(t, withGossip(t, key))
-	c, err := net.Dial("tcp", victim.gossiping())
+	victim := begun(t, key)
+	c, err := net.Dial("tcp", victim.Address())
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package cluster has what the parts of a sidecar see of the other sidecars: which there are, where
+// they answer and which engines they serve. Package cluster/gossip finds them.
+//
+// Membership is advisory. A member may be gone, and a sidecar that is there may be missing: no event
+// here is evidence that memory is safe, and each user bounds what a wrong entry costs.
+package cluster
+
+import (
+	"errors"
+	"slices"
+
+	"github.com/kvspray/kvspray/internal/admit"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// Bounds of what one member publishes.
+const (
+	MaxEngines    = 64
+	MaxNameBytes  = 128 // of an engine, a label, a node and an endpoint
+	MaxLabels     = 8
+	engineLabel   = "engine="
+	versionLabels = 1 // the release comes first, as older sidecars have it
+)
+
+// ErrListen is returned by a Join whose address is not of this host, or taken.
+var ErrListen = errors.New("cannot listen")
+
+// Member is one sidecar.
+type Member struct {
+	Node     string
+	Address  string // of the membership protocol
+	Endpoint string // where it answers to sidecars
+	Boot     transfer.Boot
+	Version  string   // of its build, for display
+	Engines  []string // that it serves
+	Labels   []string // what it takes part in
+}
+
+// Has reports whether a member has a label.
+func (m *Member) Has(label string) bool { return slices.Contains(m.Labels, label) }
+
+// Cluster is the members, as one of them sees them. Its methods can be called from any goroutine.
+type Cluster interface {
+	// Members returns all, this one included.
+	Members() []Member
+	// Changed is closed at the next change of the members.
+	Changed() <-chan struct{}
+	// Publish replaces the engines and labels of this member. Those that do not fit are left out.
+	Publish(engines, labels []string)
+	// Leave ends the membership. Others learn of it at once, or by their probes.
+	Leave() error
+}
+
+// Join makes self, whose addresses are bound, a member. Addresses of members become known to the
+// gates that bound unproved connections.
+type Join func(self Member, known *admit.Members) (Cluster, error)
+
+// Texts are a member's release, labels and engines as one list.
+func (m *Member) Texts() []string {
+	out := append([]string{m.Version}, m.Labels...)
+	for _, e := range m.Engines {
+		out = append(out, engineLabel+e)
+	}
+	return out
+}
+
+// SetTexts is the reverse of Texts. The list is foreign: what exceeds the bounds is left out.
+func (m *Member) SetTexts(list []string) {
+	for i, s := range list {
+		if len(s) > MaxNameBytes {
+			continue
+		}
+		engine, is := cutEngine(s)
+		switch {
+		case i < versionLabels:
+			m.Version = s
+		case is && len(m.Engines) < MaxEngines:
+			m.Engines = append(m.Engines, engine)
+		case !is && len(m.Labels) < MaxLabels:
+			m.Labels = append(m.Labels, s)
+		}
+	}
+}
+
+func cutEngine(s string) (string, bool) {
+	if len(s) > len(engineLabel) && s[:len(engineLabel)] == engineLabel {
+		return s[len(engineLabel):], true
+	}
+	return s, false
+}

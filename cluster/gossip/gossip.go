@@ -1,0 +1,316 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package gossip finds the other sidecars by memberlist, and publishes what this one serves.
+//
+// Each member's metadata is a HelloReply, as older sidecars send and expect it: its features are
+// the release, labels and engines. Streams pass a gate (stream.go), because memberlist does not
+// bound them. Goroutines: memberlist's, one for streams, one while members of the configuration do
+// not answer. Leave joins all but memberlist's timers.
+package gossip
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"net"
+	"slices"
+	"strconv"
+	"sync"
+	"time"
+
+	"github.com/cenkalti/backoff/v5"
+	"github.com/hashicorp/memberlist"
+	"google.golang.org/protobuf/proto"
+
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/cluster"
+	"github.com/kvspray/kvspray/internal/admit"
+	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// Slower than memberlist's own LAN settings: no request waits for gossip, and an idle sidecar
+// should use no CPU time.
+const (
+	gossipInterval = 500 * time.Millisecond
+	probeInterval  = 2 * time.Second
+	joinFirst      = 200 * time.Millisecond
+	joinMax        = 30 * time.Second
+	joinDial       = 3 * time.Second
+	joinPatience   = 5 * time.Second // until a member without an answer is logged
+	leaveTime      = time.Second     // for others to get the message
+	publishTime    = time.Second     // likewise; the next exchange of states carries it in any case
+)
+
+// ErrUnsafe is returned for an address that others reach, without a key.
+var ErrUnsafe = errors.New("gossip: without a key only loopback is allowed")
+
+// Options make a membership.
+type Options struct {
+	Listen    string // host:port, UDP and TCP
+	Advertise string // host:port, if it differs
+	Join      []string
+	Keys      [][]byte // of 32 bytes, the one to encrypt with first; none: loopback only
+	Log       *slog.Logger
+}
+
+// Gossip is this process among the members. It implements cluster.Cluster.
+type Gossip struct {
+	list *memberlist.Memberlist
+	gate *admit.Gate // of its streams
+	self *self
+	stop context.CancelFunc
+	wg   sync.WaitGroup
+}
+
+// self is this member as others see it, and the others. It implements the delegates of memberlist,
+// whose calls come under memberlist's locks. It has the members itself, because memberlist changes
+// the nodes that it returns.
+type self struct {
+	mu      sync.Mutex // protects all below
+	member  cluster.Member
+	meta    []byte
+	members map[string]cluster.Member // by memberlist's name
+	changed chan struct{}
+}
+
+func (d *self) NodeMeta(limit int) []byte {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if len(d.meta) > limit {
+		return nil
+	}
+	return d.meta
+}
+func (*self) NotifyMsg([]byte)                {}
+func (*self) GetBroadcasts(int, int) [][]byte { return nil }
+func (*self) LocalState(bool) []byte          { return nil }
+func (*self) MergeRemoteState([]byte, bool)   {}
+
+func (d *self) NotifyJoin(n *memberlist.Node)   { d.set(n) }
+func (d *self) NotifyUpdate(n *memberlist.Node) { d.set(n) }
+
+func (d *self) NotifyLeave(n *memberlist.Node) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	delete(d.members, n.Name)
+	d.notifyLocked()
+}
+
+// set takes a member whose metadata has come. Without a boot a node is no peer.
+func (d *self) set(n *memberlist.Node) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	var h peerv1.HelloReply
+	if proto.Unmarshal(n.Meta, &h) != nil || len(h.Boot) != len(transfer.Boot{}) {
+		delete(d.members, n.Name)
+	} else {
+		m := cluster.Member{Node: h.Node, Address: n.Address(), Endpoint: h.Endpoint,
+			Boot: transfer.Boot(h.Boot)}
+		m.SetTexts(h.Features)
+		d.members[n.Name] = m
+	}
+	d.notifyLocked()
+}
+
+func (d *self) notifyLocked() {
+	close(d.changed)
+	d.changed = make(chan struct{})
+}
+
+// encode makes the metadata of a member, with as many of its engines and labels as fit.
+func encode(m cluster.Member) ([]byte, error) {
+	texts := m.Texts()
+	for {
+		b, err := proto.Marshal(&peerv1.HelloReply{Boot: m.Boot[:], Node: m.Node, Endpoint: m.Endpoint,
+			Features: texts})
+		if err != nil {
+			return nil, fmt.Errorf("gossip: metadata: %w", err)
+		}
+		switch {
+		case len(b) <= memberlist.MetaMaxSize:
+			return b, nil
+		case len(texts) <= 1:
+			return nil, fmt.Errorf("gossip: node name, endpoint and version take %d bytes, at most "+
+				"%d: shorten node", len(b), memberlist.MetaMaxSize)
+		}
+		texts = texts[:len(texts)-1]
+	}
+}
+
+// Joiner returns what makes a process a member.
+func Joiner(o Options) cluster.Join {
+	return func(m cluster.Member, known *admit.Members) (cluster.Cluster, error) {
+		g, err := Start(o, m, known)
+		if err != nil {
+			return nil, err
+		}
+		return g, nil
+	}
+}
+
+// Start makes m a member.
+func Start(o Options, m cluster.Member, known *admit.Members) (*Gossip, error) {
+	if len(o.Keys) == 0 && !config.IsLoopback(o.Listen) {
+		return nil, fmt.Errorf("peer.gossip.listen %s: %w: set peer.cluster_key_file ('kvspray "+
+			"keygen cluster'), or gossip.listen to off", o.Listen, ErrUnsafe)
+	}
+	c := memberlist.DefaultLANConfig()
+	host, port, err := splitAddr(o.Listen)
+	if err != nil {
+		return nil, fmt.Errorf("peer.gossip.listen: %w", err)
+	}
+	c.Name = fmt.Sprintf("%s/%s", m.Node, m.Boot)
+	c.BindAddr, c.BindPort, c.AdvertisePort = host, port, port
+	if o.Advertise != "" {
+		if c.AdvertiseAddr, c.AdvertisePort, err = splitAddr(o.Advertise); err != nil {
+			return nil, fmt.Errorf("peer.gossip.advertise: %w", err)
+		}
+	}
+	c.GossipInterval, c.ProbeInterval = gossipInterval, probeInterval
+	c.LogOutput, c.Logger = nil, slog.NewLogLogger(o.Log.With("part", "gossip").Handler(),
+		slog.LevelDebug)
+	d := &self{member: m, members: map[string]cluster.Member{}, changed: make(chan struct{})}
+	if d.meta, err = encode(m); err != nil {
+		return nil, err
+	}
+	c.Delegate, c.Events = d, d
+	if len(o.Keys) > 0 {
+		if c.Keyring, err = memberlist.NewKeyring(o.Keys[1:], o.Keys[0]); err != nil {
+			return nil, fmt.Errorf("gossip keys: %w", err)
+		}
+	}
+	t, err := newGated(c, known)
+	if err == nil {
+		c.Transport = t
+		var list *memberlist.Memberlist
+		if list, err = memberlist.Create(c); err == nil {
+			return begin(o, list, t.gate, d), nil
+		}
+		_ = t.Shutdown()
+	}
+	return nil, fmt.Errorf("peer.gossip.listen: %w: %w", cluster.ErrListen, err)
+}
+
+func begin(o Options, list *memberlist.Memberlist, gate *admit.Gate, d *self) *Gossip {
+	ctx, stop := context.WithCancel(context.Background())
+	out := &Gossip{list: list, gate: gate, self: d, stop: stop}
+	if len(o.Join) > 0 {
+		out.wg.Go(func() { joinAll(ctx, o.Join, out.ask, o.Log) })
+	}
+	return out
+}
+
+func splitAddr(s string) (string, int, error) {
+	host, p, err := net.SplitHostPort(s)
+	if err != nil {
+		return "", 0, fmt.Errorf("%q: %w: write host:port", s, err)
+	}
+	port, err := strconv.ParseUint(p, 10, 16)
+	if err != nil {
+		return "", 0, fmt.Errorf("%q: port: %w", s, err)
+	}
+	return host, int(port), nil
+}
+
+// ask joins one address. It dials first, because memberlist's own dial cannot be interrupted.
+func (g *Gossip) ask(ctx context.Context, addr string) error {
+	c, err := (&net.Dialer{Timeout: joinDial}).DialContext(ctx, "tcp", addr)
+	if err != nil {
+		return err
+	}
+	_ = c.Close() // nothing was sent
+	n, err := g.list.Join([]string{addr})
+	if n == 0 && err == nil {
+		return errors.New("the name has no address")
+	}
+	if n > 0 {
+		return nil // at one address of the name
+	}
+	return err
+}
+
+// joinAll tries each address until it answers. Members start at the same time, so a missing one is
+// logged only after joinPatience, and once.
+func joinAll(ctx context.Context, addrs []string, ask func(context.Context, string) error,
+	log *slog.Logger) {
+	wait := backoff.NewExponentialBackOff()
+	wait.InitialInterval, wait.MaxInterval = joinFirst, joinMax
+	wait.Reset()
+	start, missed := time.Now(), map[string]bool{}
+	left := slices.Clone(addrs)
+	for {
+		left = slices.DeleteFunc(left, func(a string) bool {
+			if ctx.Err() != nil {
+				return false
+			}
+			err := ask(ctx, a)
+			switch {
+			case err == nil && missed[a]:
+				log.Info("gossip: joined a member that did not answer before", "join", a)
+			case err != nil && ctx.Err() == nil && !missed[a] && time.Since(start) >= joinPatience:
+				missed[a] = true
+				log.Warn("gossip: cannot join a member; retrying", "join",
+					a, "err", err,
+					"remedy", "start it, or correct peer.gossip.join: it names the peer.gossip.listen of "+
+						"others, which hold the same key")
+			}
+			return err == nil
+		})
+		if len(left) == 0 {
+			return
+		}
+		t := time.NewTimer(wait.NextBackOff())
+		select {
+		case <-t.C:
+		case <-ctx.Done():
+			t.Stop()
+			return
+		}
+	}
+}
+
+// Members implements cluster.Cluster.
+func (g *Gossip) Members() []cluster.Member {
+	g.self.mu.Lock()
+	defer g.self.mu.Unlock()
+	return slices.Collect(maps.Values(g.self.members))
+}
+
+// Changed implements cluster.Cluster.
+func (g *Gossip) Changed() <-chan struct{} {
+	g.self.mu.Lock()
+	defer g.self.mu.Unlock()
+	return g.self.changed
+}
+
+// Publish implements cluster.Cluster.
+func (g *Gossip) Publish(engines, labels []string) {
+	d := g.self
+	d.mu.Lock()
+	m := d.member
+	m.Engines = engines[:min(len(engines), cluster.MaxEngines)]
+	m.Labels = labels[:min(len(labels), cluster.MaxLabels)]
+	b, err := encode(m)
+	same := err != nil || string(b) == string(d.meta) // what was short enough before still is
+	if !same {
+		d.member, d.meta = m, b
+	}
+	d.mu.Unlock()
+	if !same {
+		_ = g.list.UpdateNode(publishTime) // the exchange of states carries it in any case
+	}
+}
+
+// Address is where this member's gossip is.
+func (g *Gossip) Address() string { return g.list.LocalNode().Address() }
+
+// Leave implements cluster.Cluster.
+func (g *Gossip) Leave() error {
+	g.stop()
+	g.wg.Wait()
+	_ = g.list.Leave(leaveTime) // members without this message detect it by probes
+	return g.list.Shutdown()    //nolint:wrapcheck // memberlist's own
+}

@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package exchange
+
+import (
+	"context"
+	"sync"
+	"time"
+)
+
+// Times and sizes of announcements.
+const (
+	announceDelay = 10 * time.Millisecond // for changes to come together
+	announceKeys  = 4096                  // at a time
+	announceTime  = time.Second           // for one call of the directory
+	walkPace      = 10 * time.Millisecond // between parts of a walk over all pages
+	walkPlaces    = 16384                 // of one part
+	// All pages are announced again, before hints end by their time.
+	announceAgain = 5 * time.Minute
+	membersSettle = 200 * time.Millisecond // members come and go together
+)
+
+// Run serves peers and announces pages until ctx ends.
+func (x *Exchange) Run(ctx context.Context) {
+	var wg sync.WaitGroup
+	for range servers {
+		wg.Go(func() { x.serveRequests(ctx) })
+	}
+	x.announce(ctx)
+	wg.Wait()
+}
+
+// announce tells the directory what the store holds: changes as they come, and all pages at the
+// start, from time to time, and when the members have changed.
+func (x *Exchange) announce(ctx context.Context) {
+	again := time.NewTicker(announceAgain)
+	defer again.Stop()
+	var delay, pace, settle <-chan time.Time
+	changed := x.o.Changed()
+	cursor, walking, twice := uint64(0), false, false
+	walk := func() {
+		if walking {
+			twice = true // pages that the walk has passed are announced, too
+			return
+		}
+		cursor, walking, pace = 0, true, time.After(0)
+	}
+	walk()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-x.store.Changed():
+			if delay == nil {
+				delay = time.After(announceDelay)
+			}
+		case <-delay:
+			delay = nil
+			if x.changes(ctx) {
+				delay = time.After(announceDelay)
+			}
+		case <-changed:
+			changed, settle = x.o.Changed(), time.After(membersSettle)
+		case <-settle:
+			settle = nil
+			walk()
+		case <-x.renew:
+			walk()
+		case <-again.C:
+			walk()
+		case <-pace:
+			if cursor = x.part(ctx, cursor); cursor != 0 {
+				pace = time.After(walkPace)
+				continue
+			}
+			walking, pace = false, nil
+			if twice {
+				twice = false
+				walk()
+			}
+		}
+	}
+}
+
+func (x *Exchange) now() uint64 {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	return x.epoch
+}
+
+// changes announces some of what has changed, and reports whether more may be left.
+func (x *Exchange) changes(ctx context.Context) bool {
+	ctx, stop := context.WithTimeout(ctx, announceTime)
+	defer stop()
+	epoch := x.now()
+	held, gone := x.store.Changes(announceKeys)
+	if len(held) > 0 {
+		x.failed(x.o.Directory.Announce(ctx, epoch, held))
+	}
+	if len(gone) > 0 {
+		x.failed(x.o.Directory.Withdraw(ctx, epoch, gone))
+	}
+	return len(held)+len(gone) == announceKeys
+}
+
+// part announces a part of all pages, and returns the cursor of the next one.
+func (x *Exchange) part(ctx context.Context, cursor uint64) uint64 {
+	ctx, stop := context.WithTimeout(ctx, announceTime)
+	defer stop()
+	epoch := x.now()
+	keys, next := x.store.Walk(cursor, walkPlaces)
+	for len(keys) > 0 {
+		n := min(len(keys), announceKeys)
+		x.failed(x.o.Directory.Announce(ctx, epoch, keys[:n]))
+		keys = keys[n:]
+	}
+	return next
+}
+
+// failed notes hints that were lost: the next walk repeats them.
+func (x *Exchange) failed(err error) {
+	x.o.Metrics.Announced(err == nil)
+	if err != nil {
+		x.o.Log.Debug("directory: announce", "err", err)
+	}
+}

@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package redis is a directory in a Redis or Valkey service, or a cluster of either.
+//
+// A page has a sorted set of its holders, by the end of their hints. The set has the longest of
+// these times to live, so the service forgets what nobody repeats. Answers are foreign: a member
+// that is no holder is skipped. The service has hints only: it may lose all of them.
+package redis
+
+import (
+	"context"
+	"crypto/tls"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"strconv"
+	"time"
+
+	"github.com/redis/go-redis/v9"
+
+	"github.com/kvspray/kvspray/store/directory"
+	"github.com/kvspray/kvspray/store/page"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// Bounds and times.
+const (
+	// ttl is how long a hint counts. Holders repeat theirs in a third of it.
+	ttl       = 15 * time.Minute
+	dialTime  = 2 * time.Second
+	callTime  = time.Second
+	pipeKeys  = 1000 // of one pipeline
+	poolConns = 16
+)
+
+// Options make a Directory.
+type Options struct {
+	Self      transfer.Boot
+	Addresses []string // several: of a cluster
+	Username  string
+	Password  string
+	TLS       bool
+	Prefix    string // of all keys
+}
+
+// Directory is the directory as this process uses it.
+type Directory struct {
+	self   transfer.Boot
+	prefix string
+	client redis.UniversalClient
+	now    func() time.Time
+}
+
+// New makes a directory. It does not connect: a service that is away costs misses.
+func New(o Options) *Directory {
+	c := &redis.UniversalOptions{Addrs: o.Addresses, Username: o.Username, Password: o.Password,
+		DialTimeout: dialTime, ReadTimeout: callTime, WriteTimeout: callTime, PoolSize: poolConns,
+		MaxRetries: 1, ContextTimeoutEnabled: true}
+	if o.TLS {
+		c.TLSConfig = &tls.Config{MinVersion: tls.VersionTLS12}
+	}
+	return &Directory{self: o.Self, prefix: o.Prefix, client: redis.NewUniversalClient(c),
+		now: time.Now}
+}
+
+// Close implements directory.Directory.
+func (d *Directory) Close() error {
+	if err := d.client.Close(); err != nil && !errors.Is(err, redis.ErrClosed) {
+		return fmt.Errorf("directory in redis: %w", err)
+	}
+	return nil
+}
+
+func (d *Directory) key(k *page.Key) string {
+	s := directory.ShortOf(k)
+	return d.prefix + string(s[:])
+}
+
+// memberBytes are of a boot and an epoch.
+const memberBytes = len(transfer.Boot{}) + 8
+
+func member(h directory.Holder) string {
+	return string(binary.BigEndian.AppendUint64(h.Boot[:len(h.Boot):len(h.Boot)], h.Epoch))
+}
+
+func holder(s string) (h directory.Holder, ok bool) {
+	if len(s) != memberBytes {
+		return h, false
+	}
+	copy(h.Boot[:], s)
+	h.Epoch = binary.BigEndian.Uint64([]byte(s[len(h.Boot):]))
+	return h, true
+}
+
+// each runs a pipeline for every part of the keys.
+func (d *Directory) each(ctx context.Context, keys []page.Key,
+	add func(redis.Pipeliner, *page.Key)) error {
+	for len(keys) > 0 {
+		n := min(len(keys), pipeKeys)
+		p := d.client.Pipeline()
+		for i := range n {
+			add(p, &keys[i])
+		}
+		keys = keys[n:]
+		if _, err := p.Exec(ctx); err != nil && !errors.Is(err, redis.Nil) {
+			return fmt.Errorf("directory in redis: %w", err)
+		}
+	}
+	return nil
+}
+
+// Announce implements directory.Directory.
+func (d *Directory) Announce(ctx context.Context, epoch uint64, held []page.Key) error {
+	now := d.now()
+	z := redis.Z{Score: float64(now.Add(ttl).Unix()), Member: member(directory.Holder{Boot: d.self,
+		Epoch: epoch})}
+	over := strconv.FormatInt(now.Unix(), 10)
+	return d.each(ctx, held, func(p redis.Pipeliner, k *page.Key) {
+		key := d.key(k)
+		p.ZAdd(ctx, key, z)
+		p.ZRemRangeByScore(ctx, key, "-inf", over)
+		p.Expire(ctx, key, ttl)
+	})
+}
+
+// Withdraw implements directory.Directory.
+func (d *Directory) Withdraw(ctx context.Context, epoch uint64, gone []page.Key) error {
+	m := member(directory.Holder{Boot: d.self, Epoch: epoch})
+	return d.each(ctx, gone, func(p redis.Pipeliner, k *page.Key) { p.ZRem(ctx, d.key(k), m) })
+}
+
+// Lookup implements directory.Directory.
+func (d *Directory) Lookup(ctx context.Context, keys []page.Key, found *directory.Found) error {
+	if len(keys) > directory.MaxBatch {
+		return fmt.Errorf("directory in redis: %d keys: at most %d", len(keys), directory.MaxBatch)
+	}
+	by := &redis.ZRangeBy{Min: "(" + strconv.FormatInt(d.now().Unix(), 10), Max: "+inf",
+		Count: directory.MaxHolders}
+	answers := make([]*redis.StringSliceCmd, 0, len(keys))
+	err := d.each(ctx, keys, func(p redis.Pipeliner, k *page.Key) {
+		answers = append(answers, p.ZRevRangeByScore(ctx, d.key(k), by))
+	})
+	for i, a := range answers {
+		for j, s := range a.Val() {
+			if h, ok := holder(s); ok && j < directory.MaxHolders {
+				found.Add(i, h)
+			}
+		}
+	}
+	return err
+}

@@ -1,0 +1,179 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package redis
+
+import (
+	"context"
+	"crypto/rand"
+	"net"
+	"os/exec"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/alicebob/miniredis/v2"
+
+	"github.com/kvspray/kvspray/internal/testutil"
+	"github.com/kvspray/kvspray/store/directory"
+	"github.com/kvspray/kvspray/store/page"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+const patience = 20 * time.Second
+
+// server starts the real one where it is installed.
+func server(t *testing.T) string {
+	t.Helper()
+	for _, name := range []string{"valkey-server", "redis-server"} {
+		path, err := exec.LookPath(name)
+		if err != nil {
+			continue
+		}
+		ln, err := net.Listen("tcp", net.JoinHostPort(testutil.Loopback(), "0"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		host, port, _ := net.SplitHostPort(ln.Addr().String())
+		_ = ln.Close()
+		cmd := exec.Command(path, "--bind", host, "--port", port, "--save", "", "--dir", t.TempDir())
+		if err := cmd.Start(); err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = cmd.Process.Kill(); _ = cmd.Wait() })
+		end := time.Now().Add(patience)
+		for tick := time.NewTicker(10 * time.Millisecond); ; <-tick.C {
+			c, err := net.Dial("tcp", net.JoinHostPort(host, port))
+			if err == nil {
+				_ = c.Close()
+				return net.JoinHostPort(host, port)
+			}
+			if time.Now().After(end) {
+				t.Fatal(err)
+			}
+		}
+	}
+	testutil.Skip(t, "redis", "no redis-server or valkey-server in PATH")
+	return ""
+}
+
+func open(t testing.TB, at string, self byte) *Directory {
+	t.Helper()
+	d := New(Options{Self: transfer.Boot{self}, Addresses: []string{at}, Prefix: "t:"})
+	t.Cleanup(func() {
+		if err := d.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return d
+}
+
+func randomKeys(n int) []page.Key {
+	keys := make([]page.Key, n)
+	for i := range keys {
+		_, _ = rand.Read(keys[i][:])
+	}
+	return keys
+}
+
+func (d *Directory) of(t testing.TB, keys []page.Key) *directory.Found {
+	t.Helper()
+	f := directory.NewFound(len(keys))
+	if err := d.Lookup(t.Context(), keys, f); err != nil {
+		t.Fatal(err)
+	}
+	return f
+}
+
+func check(t *testing.T, at string) {
+	t.Helper()
+	a, b := open(t, at, 1), open(t, at, 2)
+	keys := randomKeys(page.MaxBatch)
+	if err := a.Announce(t.Context(), 3, keys); err != nil {
+		t.Fatal(err)
+	}
+	if err := b.Announce(t.Context(), 9, keys[:10]); err != nil {
+		t.Fatal(err)
+	}
+	if err := a.Withdraw(t.Context(), 3, keys[5:7]); err != nil {
+		t.Fatal(err)
+	}
+	ha, hb := directory.Holder{Boot: a.self, Epoch: 3}, directory.Holder{Boot: b.self, Epoch: 9}
+	f := b.of(t, keys)
+	for i := range keys {
+		got := slices.Collect(f.Of(i))
+		wantA, wantB := i != 5 && i != 6, i < 10
+		if slices.Contains(got, ha) != wantA || slices.Contains(got, hb) != wantB || len(got) > 2 {
+			t.Fatalf("page %d: %v", i, got)
+		}
+	}
+	for i, f := 0, b.of(t, randomKeys(100)); i < 100; i++ {
+		for h := range f.Of(i) {
+			t.Fatalf("%v has a page that nobody has", h)
+		}
+	}
+	// Time ends hints, also those of keys that others keep alive.
+	a.now = func() time.Time { return time.Now().Add(ttl + time.Minute) }
+	if f := a.of(t, keys[:10]); len(f.Holders) != 0 {
+		t.Errorf("%v after its time", f.Holders)
+	}
+}
+
+func TestRealServer(t *testing.T) { check(t, server(t)) }
+
+func TestEmbeddedServer(t *testing.T) { check(t, miniredis.RunT(t).Addr()) }
+
+// TestForeignMembers: what is no holder is skipped, and a key of another type is an error.
+func TestForeignMembers(t *testing.T) {
+	s := miniredis.RunT(t)
+	d := open(t, s.Addr(), 1)
+	keys := randomKeys(2)
+	for _, m := range []string{"", "short", string(make([]byte, memberBytes+1))} {
+		if _, err := s.ZAdd(d.key(&keys[0]), 1e12, m); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if f := d.of(t, keys); len(f.Holders) != 0 {
+		t.Errorf("%v", f.Holders)
+	}
+	if err := s.Set(d.key(&keys[1]), "text"); err != nil {
+		t.Fatal(err)
+	}
+	if err := d.Lookup(t.Context(), keys, directory.NewFound(2)); err == nil {
+		t.Error("a text is a set of holders")
+	}
+}
+
+// TestServiceAway: a call ends in time, and works again once the service is back.
+func TestServiceAway(t *testing.T) {
+	s := miniredis.RunT(t)
+	d := open(t, s.Addr(), 1)
+	keys := randomKeys(3)
+	if err := d.Announce(t.Context(), 1, keys); err != nil {
+		t.Fatal(err)
+	}
+	s.Close()
+	ctx, stop := context.WithTimeout(t.Context(), 200*time.Millisecond)
+	defer stop()
+	began := time.Now()
+	if err := d.Lookup(ctx, keys, directory.NewFound(3)); err == nil {
+		t.Error("a service that is away answers")
+	}
+	if took := time.Since(began); took > patience/2 {
+		t.Errorf("it took %v", took)
+	}
+	if err := s.Restart(); err != nil {
+		t.Fatal(err)
+	}
+	end := time.Now().Add(patience)
+	for f := directory.NewFound(3); d.Lookup(t.Context(), keys, f) != nil; f = directory.NewFound(3) {
+		if time.Now().After(end) {
+			t.Fatal("it does not come back")
+		}
+	}
+	if err := d.Announce(t.Context(), 1, keys); err != nil {
+		t.Fatal(err)
+	}
+	if f := d.of(t, keys); len(f.Holders) != 1 {
+		t.Errorf("%v", f.Holders)
+	}
+}
