@@ -22,7 +22,7 @@ type Store struct {
 	Refused    uint64           `json:"refused"` // puts without room
 	Damaged    uint64           `json:"damaged"` // pages that differed from what was put
 	Pinned     uint64           `json:"pinned_bytes"`
-	Drained    bool             `json:"drained"` // it takes no pages
+	Drained    bool             `json:"drained"`             // it takes no pages
 	Directory  *StoreDirectory  `json:"directory,omitempty"` // absent: no other node is asked
 	Peers      []StorePeer      `json:"peers,omitempty"`
 }
