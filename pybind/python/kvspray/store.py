@@ -209,6 +209,16 @@ class Space:
         """Whether the namespace is open in the present session. Opens it if it is not."""
         return self._open(timeout_s) is not None
 
+    @property
+    def opening(self) -> bool:
+        """The sidecar has not answered yet whether it opens the namespace."""
+        return self._opening is not None
+
+    @property
+    def session(self) -> int:
+        """Number of the session that ready() has last seen; each reconnection has another one."""
+        return self._session
+
     def exists(
         self, hashes: Sequence[bytes], *, also: Sequence[Space] = (), pin_s: float = 0
     ) -> Exists:
