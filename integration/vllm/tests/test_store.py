@@ -13,6 +13,7 @@ from store_fakes import PAGE, Vllm, hash_of
 
 from kvspray_vllm import pages, shim
 from kvspray_vllm.layout import Ranks, Unsupported
+from kvspray_vllm.meta import StepMeta
 from kvspray_vllm.settings import Settings
 from kvspray_vllm.store import ASK_S, MAX_ASKED, PIN_S
 
@@ -60,6 +61,7 @@ def test_a_later_prompt_loads_what_vllm_has_not(v: Vllm) -> None:
     meta, work = v.schedule()
     assert not work and [(e.skip, e.tokens, len(e.pages)) for e in meta.expects] == [(12, 28, 4)]
     v.queue.append((meta, work))
+    assert v.scheduler.from_store("b") and not v.scheduler.from_store("a")
     v.drain()
     assert v.received == ["short", "b"] and puts(v) == saved, "what is there is not put again"
     assert stats(v)["get/memory"] == 2 + 4
@@ -188,10 +190,25 @@ def test_abort_while_loading_saves_nothing(v: Vllm) -> None:
     v.execute()
     assert r.num_computed_tokens == 28, "as if it was computed"
     del v.store.pages[0][("w0", hash_of(PROMPT[: 7 * PAGE]))]
+    v.store.session += 1  # nothing counts as saved
     v.finish(r, "FINISHED_ABORTED")
     v.drain()
     assert v.check() == saved - 1 and v.received == ["b"]
     assert v.shims[0].calls[-1][0] == "cancel"
+
+
+def test_blocks_that_a_preempted_request_gets_are_saved_a_step_later(v: Vllm) -> None:
+    """Another connector may load them in the step that computes on them, and report afterwards that it could not."""
+    r = v.add("a", PROMPT, answer=30)
+    for _ in range(3):
+        v.step()
+    assert r.num_computed_tokens == 20 and puts(v) == 2
+    table = [b.block_id for b in r.table]
+    for preempted, want in (({"a"}, 0), (set(), 3)):
+        out = SimpleNamespace(num_scheduled_tokens={"a": 1}, preempted_req_ids=preempted)
+        meta = StepMeta()
+        v.side.build(out, lambda _: table, meta)  # type: ignore[arg-type]
+        assert sum(len(p.blocks) for p in meta.puts) == want
 
 
 def test_a_request_that_a_peer_prefills_does_not_ask_until_that_has_failed(v: Vllm) -> None:

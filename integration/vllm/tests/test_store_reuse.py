@@ -16,22 +16,25 @@ RUNS = int(os.environ.get("KVSPRAY_STORE_RUNS", "6"))
 def attack(seed: int, lag: int, ranks: int) -> tuple[int, int]:
     r = random.Random(seed)
     v = Vllm(blocks=r.choice((14, 24, 60)), lag=lag, ranks=ranks, budget=r.choice((5, 10, 40)))
+    for s in v.shims:
+        s.chance = r
+    changes = r.choice((0, 0.02))
     prefixes = [[r.randrange(100) for _ in range(r.randrange(1, 30))] for _ in range(3)]
     for i in range(300):
         if len(v.requests) < 4 and r.random() < 0.4:
             tokens = r.choice(prefixes) + [r.randrange(100) for _ in range(r.randrange(1, 12))]
             v.add(f"r{i}", tokens, answer=r.randrange(1, 9))
         if v.requests and r.random() < 0.06:
-            one = v.requests[r.choice(list(v.requests))]
+            one = v.requests[r.choice(list(v.aside or v.requests))]
             if not one.status.name.startswith("FINISHED"):
                 v.finish(one, "FINISHED_ABORTED")
         if v.running and r.random() < 0.06:
             v.preempt(v.running[-1])
-        if r.random() < 0.02:
+        if r.random() < changes:
             v.change_weights(f"w{i}", clear=r.random() < 0.7)
         if r.random() < 0.05 and (rank := r.choice(v.store.pages)):
             del rank[r.choice(list(rank))]
-        if r.random() < 0.01:
+        if r.random() < 0.1:
             v.store.session += 1
         if r.random() < 0.1 and v.pool.clear():
             v.scheduler.reset()

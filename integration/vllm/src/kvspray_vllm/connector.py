@@ -50,6 +50,7 @@ logger = init_logger("vllm.kvspray")
 
 # Engines before v0.30 have only get_finished and block-level errors.
 HAS_TRANSFER_RESULTS = hasattr(KVConnectorBase_V1, "get_transfer_results")
+UNSPECIFIED = "EXTERNAL_UNSPECIFIED"
 # Engines such as v0.26 pass the connector only the block pool, not the cache manager.
 HAS_CACHE_MANAGER = hasattr(KVConnectorBase_V1, "bind_kv_cache_manager")
 
@@ -399,6 +400,12 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._scheduler is not None
         self._scheduler.allocated(request, blocks, num_external_tokens)
 
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> Any:
+        assert self._scheduler is not None
+        if self._scheduler.from_store(request.request_id):
+            return {versions.cache_hit_source(UNSPECIFIED): num_external_tokens}  # the tier is known once it is loaded
+        return super().get_external_cache_hit_sources(request, num_external_tokens)
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         assert self._scheduler is not None
         if HAS_CACHE_MANAGER:
@@ -478,5 +485,5 @@ def register(name: str, module: str) -> None:
 
 
 register("KVSprayConnector", "kvspray_vllm")
-if (source := versions.cache_hit_source()) is not None:
+if (source := versions.cache_hit_source("P2P", UNSPECIFIED)) is not None:
     KVSprayConnector._cache_hit_source = source

@@ -358,6 +358,9 @@ class SchedulerSide:
         tokens = self._store.matched(request, computed)
         return tokens, bool(tokens)
 
+    def from_store(self, req: str) -> bool:
+        return self._store is not None and self._store.loads(req)
+
     def _from_peer(self, request: Request, computed: int) -> tuple[int | None, bool]:
         if self._still_reading(request):
             return None, False

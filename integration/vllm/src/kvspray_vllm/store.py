@@ -46,7 +46,6 @@ class _Request:
     # Of each of its last steps since it got its blocks: how many tokens are computed with it.
     ends: deque[int]
     next: int = 0  # the block that is considered next for saving
-    stale: bool = False  # some of it may have been computed with other weights
     asks: bool = True  # it may be loaded, and was not
     question: Question | None = None
     asked: float = 0.0
@@ -97,7 +96,7 @@ class StoreSide:
         self._held = 0  # blocks
         self._step = 0  # number of the last step
         self._emptied = -1  # number of the last step before vLLM's prefix cache was emptied
-        self._mixed = False  # that cache may hold blocks of other weights
+        self._mixed = False  # blocks may be of other weights
         self._off = ""  # why the store is not used
         self._logged = ""
 
@@ -122,14 +121,13 @@ class StoreSide:
             self._mixed = False
 
     def _learn(self, ranks: dict[int, Rank]) -> None:
-        """Ranks have other weights. What requests have computed may be of those before, and so may what vLLM's cache holds."""
+        """Ranks have other weights. What vLLM's blocks hold may be of those before, unless all were free when the weights changed."""
         first = not self._ranks
         self._ranks |= ranks
         if why := next((r.why for r in self._ranks.values() if r.why), ""):
             self._turn_off(why)
         for r in self._requests.values():
             self._forget_question(r)
-            r.stale = not first
         for put in self._new:
             self._release(self._puts.pop(put.id))
         self._new.clear()
@@ -254,6 +252,11 @@ class StoreSide:
             self._remember(h)
         return Expect(request.request_id, b"", b"", "", computed + external, computed, (tuple(table[:end]),), refused=refused, pages=r.loads)
 
+    def loads(self, req: str) -> bool:
+        """Whether a request's last load was from the store."""
+        r = self._requests.get(req)
+        return r is not None and bool(r.loads)
+
     # ---- saving
 
     def build(self, out: SchedulerOutput, table: Callable[[str], Sequence[int]], meta: StepMeta) -> None:
@@ -263,7 +266,7 @@ class StoreSide:
             r = self._requests.get(req)
             if r is not None:
                 r.ends.clear()  # its blocks went, and nothing is certain about those that it gets
-                r.asks, r.until = r.reads, 0.0
+                r.asks, r.until, r.loads = r.reads, 0.0, ()
         for req, scheduled in out.num_scheduled_tokens.items():
             r = self._requests.get(req)
             if r is None:
@@ -279,7 +282,7 @@ class StoreSide:
     def _save(self, r: _Request, tokens: int, table: Sequence[int]) -> None:
         """The first tokens of a request are computed, in these blocks."""
         pool, hashes = self._pool, r.request.block_hashes
-        if pool is None or r.stale or not self._usable or not self._ready():
+        if pool is None or not self._usable or not self._ready():
             return
         end = min(tokens // self._size, len(hashes), len(table))
         while r.next < end:

@@ -390,7 +390,7 @@ class WorkerSide:
 
     def take_landed(self) -> Landed | None:
         landed = self._landed
-        if landed == Landed():
+        if not (landed.answered or landed.over or landed.disabled or landed.ranks or landed.saved or landed.lacked) and landed.adapters is None:
             return None
         out, self._landed = self._landed, Landed()
         return out
