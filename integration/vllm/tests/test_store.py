@@ -11,6 +11,7 @@ import pytest
 from fakes import prefill_first
 from store_fakes import PAGE, Vllm, hash_of
 
+from kvspray.store import Found
 from kvspray_vllm import pages, shim
 from kvspray_vllm.layout import Ranks, Unsupported
 from kvspray_vllm.meta import StepMeta
@@ -247,6 +248,21 @@ def test_adapters_and_resumable_requests_are_left_alone(v: Vllm) -> None:
     asked = len(v.store.asked)
     v.side.arrived(r, True)
     assert len(v.store.asked) == asked
+
+
+def test_where_too_much_is_pinned_the_question_is_asked_without_pins() -> None:
+    asked: list[float] = []
+
+    class Exists:
+        def __init__(self, pin_s: float) -> None:
+            asked.append(pin_s)
+            self.refused = pin_s > 0
+
+        def result(self) -> Any:
+            return Found(2, b"\0" if self.refused else b"\3")
+
+    q = shim._Question(Exists, 5.0)  # type: ignore[arg-type]
+    assert q.answer() == [True, True] and q.answer() == [True, True] and asked == [5.0, 0]
 
 
 def test_questions_are_bounded(v: Vllm) -> None:

@@ -138,6 +138,7 @@ class Exists:
     def __init__(self, request: _Request | None, pages: int) -> None:
         self._request = request
         self._pages = pages
+        self.refused = False  # by the sidecar: it may know of pages, and cannot pin so many
 
     def result(self, timeout_s: float | None = 0) -> Found | None:
         """None: there is no answer yet. Without a sidecar, a store or the namespace, no page is there."""
@@ -148,6 +149,7 @@ class Exists:
         if answer is None:
             return None
         kind, body = answer
+        self.refused = kind == _ERROR
         bits = body.get("found")
         if (
             kind != _FOUND

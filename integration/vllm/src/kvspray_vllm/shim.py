@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import builtins
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -301,13 +301,19 @@ class _WorkerPages:
 
 
 class _Question:
-    """Question over kvspray.store.Exists."""
+    """Question over kvspray.store.Exists. Without pins where the sidecar has too many already: pages that go before they are loaded are computed."""
 
-    def __init__(self, exists: kvspray.store.Exists) -> None:
-        self._e = exists
+    def __init__(self, ask: Callable[[float], kvspray.store.Exists], pin_s: float) -> None:
+        self._ask = ask
+        self._pins = pin_s > 0
+        self._e = ask(pin_s)
 
     def answer(self) -> Sequence[bool] | None:
         found = self._e.result()
+        if found is not None and self._e.refused and self._pins:
+            self._pins = False
+            self._e = self._ask(0)
+            found = self._e.result()
         return None if found is None else [found[i] for i in range(found.pages)]
 
     def end(self) -> None:
@@ -339,7 +345,7 @@ class _SchedulerPages:
     def ask(self, hashes: Sequence[bytes], pin_s: float) -> Question:
         first, *others = self._s
         try:
-            return _Question(first.exists(hashes, also=others, pin_s=pin_s))
+            return _Question(lambda pin_s: first.exists(hashes, also=others, pin_s=pin_s), pin_s)
         except ValueError as err:
             raise ShimError(str(err)) from err
 

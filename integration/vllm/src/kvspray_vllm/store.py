@@ -124,6 +124,8 @@ class StoreSide:
         """Ranks have other weights. What vLLM's blocks hold may be of those before, unless all were free when the weights changed."""
         first = not self._ranks
         self._ranks |= ranks
+        if self._pool is None and not self._off:
+            self._turn_off("vLLM has not lent its block pool to the connector")
         if why := next((r.why for r in self._ranks.values() if r.why), ""):
             self._turn_off(why)
         for r in self._requests.values():
