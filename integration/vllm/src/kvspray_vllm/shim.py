@@ -300,6 +300,9 @@ class _WorkerPages:
             raise ShimError(str(err)) from err
 
 
+_BITS = [[bool(byte >> i & 1) for i in range(8)] for byte in range(256)]  # a scheduler has no time to take thousands of bits one by one
+
+
 class _Question:
     """Question over kvspray.store.Exists. Without pins where the sidecar has too many already: pages that go before they are loaded are computed."""
 
@@ -314,7 +317,7 @@ class _Question:
             self._pins = False
             self._e = self._ask(0)
             found = self._e.result()
-        return None if found is None else [found[i] for i in range(found.pages)]
+        return None if found is None else [bit for byte in found.bits for bit in _BITS[byte]][: found.pages]
 
     def end(self) -> None:
         self._e.forget()
