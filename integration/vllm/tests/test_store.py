@@ -112,12 +112,23 @@ def test_without_a_store_prompts_are_computed(v: Vllm, why: str, caplog: pytest.
 def test_what_a_sidecar_that_restarts_has_forgotten_is_put_again(v: Vllm) -> None:
     v.run("a", PROMPT)
     before = puts(v)
-    v.store.pages[0].clear()
     v.run("b", PROMPT)
-    assert puts(v) == before, "vLLM had it, and the store as far as is known"
+    assert puts(v) == before
+    v.store.pages[0].clear()
     v.store.session += 1
-    v.run("c", PROMPT)
+    v.store.silent = True
+    v.add("c", PROMPT)
+    v.clock += 2 * ASK_S
+    v.drain()
     assert puts(v) == 2 * before and v.check() == before
+
+
+def test_what_the_store_has_given_up_is_put_again(v: Vllm) -> None:
+    v.run("a", PROMPT)
+    before = puts(v)
+    del v.store.pages[0][("w0", hash_of(PROMPT[:PAGE]))]
+    v.run("b", PROMPT)
+    assert puts(v) == before + 1 and v.check() == before
 
 
 def test_pages_that_are_gone_when_they_are_loaded_are_computed_and_put_again(v: Vllm) -> None:

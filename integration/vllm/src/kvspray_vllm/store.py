@@ -230,7 +230,14 @@ class StoreSide:
             self._ask(r)
         if r.question is not None:
             r.found = r.question.answer()
-        return r.found is not None
+        if r.found is None:
+            return False
+        for h, there in zip(r.request.block_hashes, r.found, strict=False):
+            if there:
+                self._remember(h)
+            else:
+                self._known.pop(h, None)  # it was given up for others, and is saved again
+        return True
 
     def allocated(self, request: Request, table: Sequence[int], external: int) -> Expect | None:
         """vLLM has blocks for a request, and takes so many tokens from elsewhere. The load to begin, if there is one."""
