@@ -66,6 +66,10 @@ demo: ## Real vLLM, prefill and decode, two sidecars: tokens equal? (FLIP=1: dam
 	$(call need-python,10)
 	$(HOSTPY) test/rig/demo.py
 
+.PHONY: demo-store
+demo-store: build env ## Conversations on real vLLM with the store of each node, one of which restarts: tokens equal? hits and times (NODES, TALKS, TURNS)
+	$(VENV)/bin/python test/rig/demo_store.py
+
 .PHONY: demo-gpu
 demo-gpu: ## The same with CUDA engines, on a host with a GPU and what make gpu-bin has packed
 	test/gpu/engines/demo.sh

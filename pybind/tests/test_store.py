@@ -126,6 +126,20 @@ def test_pages(serve: Serve, engines: Any) -> None:
     assert outcomes(second.end(second.space.get(hashes(1), [0]))) == [_messages.PAGE_MISS]
 
 
+def test_a_question_that_pins_too_much_is_refused(serve: Serve, engines: Any) -> None:
+    _, socket = serve("a", "store.memory=16MiB")
+    e = engines(socket)
+    assert e.space.ready(TIMEOUT_S)
+    pages = list(range(BLOCKS))
+    assert outcomes(e.end(e.space.put(hashes(*pages), pages))) == [_messages.PAGE_STORED] * BLOCKS
+    fit = (8 << 20) // (BLOCKS * PAGE)  # half of the memory
+    for i in range(fit + 1):
+        question = e.space.exists(hashes(*pages), pin_s=60)
+        found = question.result(TIMEOUT_S)
+        assert found and found.leading == (BLOCKS if i < fit else 0) and question.refused == (i == fit)
+    assert not e.space.opening and e.space.session == e.w.status().counters["connects"]
+
+
 def test_another_session_opens_its_own_spaces(serve: Serve, engines: Any) -> None:
     """A sidecar that restarts: the pages of its memory are gone, and nothing else is found in their place."""
     p, socket = serve("a", "store.memory=16MiB")

@@ -536,4 +536,5 @@ class _Loop:
             out["loads"] = list(c._scheduler._loading)
             out["waited_for"] = c._scheduler.waited_for
             out["spare"] = list(c._scheduler._spare)
+            out["putting"] = len(c._scheduler._store._puts) if c._scheduler._store is not None else 0
         return out

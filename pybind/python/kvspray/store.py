@@ -138,6 +138,7 @@ class Exists:
     def __init__(self, request: _Request | None, pages: int) -> None:
         self._request = request
         self._pages = pages
+        self.refused = False  # by the sidecar: it may know of pages, and cannot pin so many
 
     def result(self, timeout_s: float | None = 0) -> Found | None:
         """None: there is no answer yet. Without a sidecar, a store or the namespace, no page is there."""
@@ -148,6 +149,7 @@ class Exists:
         if answer is None:
             return None
         kind, body = answer
+        self.refused = kind == _ERROR
         bits = body.get("found")
         if (
             kind != _FOUND
@@ -209,6 +211,16 @@ class Space:
     def ready(self, timeout_s: float | None = 0) -> bool:
         """Whether the namespace is open in the present session. Opens it if it is not."""
         return self._open(timeout_s) is not None
+
+    @property
+    def opening(self) -> bool:
+        """The sidecar has not answered yet whether it opens the namespace."""
+        return self._opening is not None
+
+    @property
+    def session(self) -> int:
+        """Number of the session that ready() has last seen; each reconnection has another one."""
+        return self._session
 
     def exists(
         self, hashes: Sequence[bytes], *, also: Sequence[Space] = (), pin_s: float = 0

@@ -5,6 +5,7 @@ worker.py."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole, SupportsHMA
 from vllm.logger import init_logger
 
-from kvspray_vllm import caches, layout, shim, versions
+from kvspray_vllm import caches, layout, pages, shim, versions
 from kvspray_vllm.adapters import LoadWatch
 from kvspray_vllm.meta import Landed, StepMeta
+from kvspray_vllm.saving import Saving
 from kvspray_vllm.scheduler import SchedulerSide
 from kvspray_vllm.settings import Settings
 from kvspray_vllm.signals import GpuSignals
@@ -48,6 +50,7 @@ logger = init_logger("vllm.kvspray")
 
 # Engines before v0.30 have only get_finished and block-level errors.
 HAS_TRANSFER_RESULTS = hasattr(KVConnectorBase_V1, "get_transfer_results")
+UNSPECIFIED = "EXTERNAL_UNSPECIFIED"
 # Engines such as v0.26 pass the connector only the block pool, not the cache manager.
 HAS_CACHE_MANAGER = hasattr(KVConnectorBase_V1, "bind_kv_cache_manager")
 
@@ -76,6 +79,11 @@ class _SharedZeros(TorchFunctionMode):
 
 
 class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
+    # Of a worker whose engine uses the store, once its memory is registered.
+    _saving: Saving | None = None
+    _regions: Sequence[shim.Memory] = ()
+    _pieces: Sequence[tuple[int, int, int, int]] = ()
+
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = Settings.parse(self._kv_transfer_config.kv_connector_extra_config)
@@ -106,6 +114,14 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                 "its blocks, which ends an engine with several groups, and makes one with a window go on from blocks that it has given up: set "
                 "disable_hybrid_kv_cache_manager, or use vLLM 0.30 or later"
             )
+        if self._settings.store:
+            pages.check_store(
+                vllm_config, kv_cache_config, {
+                    "report of failed loads by request": HAS_TRANSFER_RESULTS,
+                    "report of workers to the scheduler": hasattr(KVConnectorBase_V1, "build_connector_worker_meta"),
+                    "cache manager for connectors": HAS_CACHE_MANAGER,
+                },
+            )  # fmt: skip
         if role == KVConnectorRole.SCHEDULER:
             if newer := versions.newer_than_known():
                 logger.warning("%s", newer)
@@ -126,6 +142,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                 windows,
                 sync_block=self._sync_block(vllm_config) if resumes and not self._gpu else 0,
                 role=str(self._kv_transfer_config.kv_role),
+                store_lag=max(1, int(getattr(vllm_config, "max_concurrent_batches", 2))) if self._settings.store else 0,
             )
             if not HAS_CACHE_MANAGER:
                 self._tables = StepTables(self._scheduler.gives)
@@ -140,6 +157,9 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
             # vLLM's second model runner keeps on the device how far a request is computed, and does not take that back.
             rewinds = not getattr(vllm_config, "use_v2_model_runner", True)
             self._worker = WorkerSide(self._worker_client, logger, LOAD_WAIT_S if alone else 0, block, rewinds)
+            if self._settings.store:
+                self._saving = Saving(self._ranks.tp, self._pages_of, logger)
+                self._worker.set_saving(self._saving)
 
     def _sync_block(self, vllm_config: VllmConfig) -> int:
         """The bytes of a block over all layers, where a step may wait for a load; 0 where it may not. With several batches under way, vLLM has
@@ -221,14 +241,29 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                 raise
             logger.error("kvspray: this engine prefills locally, without transfers: %s", err)
             self._worker.stop_transfers(str(err))
+            if self._saving is not None:
+                self._saving.set(None, str(err))
             return
         self._worker.set_flags(self._flag_of, signals)
         self._worker.set_copy(described.copy_blocks)
+        if self._saving is not None:
+            self._regions, self._pieces = regions, pages.pieces_of(groups)
         self._worker_client.register(regions, self._layout)
+        self._open_store()
         logger.info(
             "kvspray: %d layers in %d group(s) and %d region(s), %s, %s", len(self._flag_of), len(groups), len(regions),
             ", ".join(sorted({g["strategy"] for g in groups})), [r.kind for r in regions],
         )  # fmt: skip
+
+    def _open_store(self) -> None:
+        """The store's pages are of the present weights from now on."""
+        if self._saving is not None and self._regions:
+            self._saving.set(pages.namespace_of(self._vllm_config, self._layout["identity"], self._layout["groups"], self._ranks))
+
+    def _pages_of(self, namespace: shim.Namespace) -> shim.WorkerPages:
+        assert self._worker_client is not None
+        pieces = [(self._regions[region], base, stride, length) for region, base, stride, length in self._pieces]
+        return self._worker_client.pages(namespace, pieces, self._kv_cache_config.num_blocks)
 
     def set_weights(self, name: str) -> str:
         """Names the weights that have replaced the worker's; see kvspray_vllm.set_weights."""
@@ -244,6 +279,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._worker is not None and self._worker_client is not None
         self._worker.outdate()
         self._layout["identity"] = {**self._layout["identity"], "weights": str(self._generation)}
+        self._open_store()
         try:
             self._worker_client.describe(self._layout)
         except Exception:
@@ -364,6 +400,12 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._scheduler is not None
         self._scheduler.allocated(request, blocks, num_external_tokens)
 
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> Any:
+        assert self._scheduler is not None
+        if self._scheduler.from_store(request.request_id):
+            return {versions.cache_hit_source(UNSPECIFIED): num_external_tokens}  # the tier is known once it is loaded
+        return super().get_external_cache_hit_sources(request, num_external_tokens)
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         assert self._scheduler is not None
         if HAS_CACHE_MANAGER:
@@ -443,5 +485,5 @@ def register(name: str, module: str) -> None:
 
 
 register("KVSprayConnector", "kvspray_vllm")
-if (source := versions.cache_hit_source()) is not None:
+if (source := versions.cache_hit_source("P2P", UNSPECIFIED)) is not None:
     KVSprayConnector._cache_hit_source = source

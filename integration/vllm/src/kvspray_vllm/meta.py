@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
+from kvspray_vllm.shim import Namespace
+
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata as _WorkerMetadata
 else:
@@ -55,6 +57,28 @@ class Expect:
     into: tuple[int, ...] = ()
     adapter: Adapter | None = None
     refused: str = ""  # why nothing can be loaded: it ends at once, as a load that failed
+    pages: tuple[bytes, ...] = ()  # it comes from the node's store: hashes of the blocks from `skip` on
+
+
+@dataclass(frozen=True)
+class Put:
+    """These full blocks are for the node's store. The scheduler's side keeps them from being used for anything else until every rank has reported the end."""
+
+    id: int
+    req: str
+    hashes: tuple[bytes, ...]  # in the order of the prompt
+    blocks: tuple[int, ...]
+    parent: bytes  # hash of the block before the first one; empty: none
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank's pages in the store."""
+
+    epoch: int  # another one with other weights
+    namespace: Namespace | None
+    why: str = ""  # it has no namespace
+    since: int = 0  # number of the first step with these weights
 
 
 @dataclass
@@ -67,6 +91,9 @@ class Landed(_WorkerMetadata):
     disabled: str = ""  # why this worker can neither send nor receive any more
     adapters: dict[int, str] | None = None  # content, by id, of what vLLM has read; None: not asked
     adapters_question: int = 0  # the question that `adapters` answers
+    ranks: dict[int, Rank] = field(default_factory=dict)  # by number, of those whose namespace is another one now
+    saved: dict[int, tuple[int, bool]] = field(default_factory=dict)  # by Put: how many ranks have ended it, and all of its pages are there
+    lacked: set[str] = field(default_factory=set)  # loads from the store that did not find all of their pages
 
     def aggregate(self, other: _WorkerMetadata) -> Landed:
         assert isinstance(other, Landed)
@@ -81,7 +108,15 @@ class Landed(_WorkerMetadata):
             self.disabled or other.disabled,
             both,
             self.adapters_question,
+            self.ranks | other.ranks,
+            {id: _both(self.saved.get(id), other.saved.get(id)) for id in self.saved | other.saved},
+            self.lacked | other.lacked,
         )
+
+
+def _both(a: tuple[int, bool] | None, b: tuple[int, bool] | None) -> tuple[int, bool]:
+    (n, good), (m, well) = a or (0, True), b or (0, True)
+    return n + m, good and well
 
 
 @dataclass
@@ -100,7 +135,10 @@ class StepMeta(KVConnectorMetadata):
     expects: list[Expect] = field(default_factory=list)
     idle: bool = False  # the engine computes nothing in this step
     adapters_question: int = 0  # number of a question which adapters the worker has read; 0: none
+    number: int = 0  # of this step, for the store; 0: it is not used
+    puts: list[Put] = field(default_factory=list)
+    epochs: dict[int, int] = field(default_factory=dict)  # of each rank's weights, that `puts` were decided for
 
     def empty(self) -> bool:
         lists = (self.preempts, self.gone, self.lost, self.cancels, self.holds, self.released, self.intents)
-        return not (self.step or self.expects or self.adapters_question or any(lists))
+        return not (self.step or self.expects or self.puts or self.adapters_question or any(lists))

@@ -21,6 +21,7 @@ from kvspray_vllm.meta import Adapter, Blocks, Expect, Gain, Intent, Landed, Ste
 from kvspray_vllm.settings import Settings
 from kvspray_vllm.shim import SchedulerShim, ShimError
 from kvspray_vllm.stats import KVSprayStats
+from kvspray_vllm.store import StoreSide
 from kvspray_vllm.transfers import Destination, Source
 
 if TYPE_CHECKING:
@@ -63,8 +64,10 @@ class SchedulerSide:
         now: Callable[[], float] = time.monotonic,
         sync_block: int = 0,
         role: str = "kv_both",
+        store_lag: int = 0,
     ) -> None:
-        """sync_block: how many bytes a block has over all layers, where small loads may be waited for in the step that computes on them."""
+        """sync_block: how many bytes a block has over all layers, where small loads may be waited for in the step that computes on them.
+        store_lag: of StoreSide; 0: the engine does not use the node's store."""
         if role not in ("kv_producer", "kv_consumer", "kv_both"):
             raise ValueError(f"kvspray: kv_role is {role!r}, want kv_producer, kv_consumer or kv_both")
         self._role = role
@@ -103,14 +106,26 @@ class SchedulerSide:
         self._spare: dict[str, list[KVCacheBlock]] = {}  # what a load is written to that the engine waits for in a step
         self._computing: dict[str, tuple[int, ...]] = {}  # the blocks of such requests that the load is for, while nothing is known of the step
 
+        self._store: StoreSide | None = None
+        if store_lag:
+            self._store = StoreSide(client, self._block_sizes[0], tp_size, store_lag, lambda outcome: self._stats.lookup(outcome), log, now)
+
     def set_pool(self, pool: BlockPool | None) -> None:
         """What spare blocks come from. It is no part of vLLM's interface for connectors: of one that is made otherwise nothing is taken."""
         if all(callable(getattr(pool, name, None)) for name in ("get_num_free_blocks", "get_new_blocks", "free_blocks", "evict_blocks")):
             self._pool = pool
+        if self._store is not None and pool is not None:
+            self._store.set_pool(pool)
 
     # ---- requests arrive
 
     def on_new_request(self, request: Request) -> None:
+        self._on_new_request(request)
+        if self._store is not None and not getattr(request, "abort_immediately", False):
+            req = request.request_id
+            self._store.arrived(request, asks=req not in self._destinations and req not in self._reading)
+
+    def _on_new_request(self, request: Request) -> None:
         self._live.add(request.request_id)
         given = request.kv_transfer_params
         if not given:
@@ -337,6 +352,16 @@ class SchedulerSide:
     # ---- decode: how much can come from elsewhere
 
     def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        tokens, aside = self._from_peer(request, computed)
+        if tokens != 0 or self._store is None or self._disabled or request.request_id in self._destinations:
+            return tokens, aside
+        tokens = self._store.matched(request, computed)
+        return tokens, bool(tokens)
+
+    def from_store(self, req: str) -> bool:
+        return self._store is not None and self._store.loads(req)
+
+    def _from_peer(self, request: Request, computed: int) -> tuple[int | None, bool]:
         if self._still_reading(request):
             return None, False
         dest = self._destinations.get(request.request_id)
@@ -424,6 +449,10 @@ class SchedulerSide:
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         dest = self._destinations.pop(request.request_id, None)
         if dest is None:
+            expect = self._store.allocated(request, blocks.get_block_ids()[0], external) if self._store is not None else None
+            if expect is not None:
+                self._meta.expects.append(expect)
+                self._loading.add(request.request_id)
             return
         # A load is planned once: vLLM asks again after a failed load, after preemption, and after a prompt of one token.
         if request.kv_transfer_params:
@@ -509,6 +538,8 @@ class SchedulerSide:
         if meta.gains:
             self._step += 1
             meta.step = self._step
+        if self._store is not None:
+            self._store.build(out, lambda req: tables(req)[0], meta)
         meta.idle = not out.total_num_scheduled_tokens
         self._meta = StepMeta()
         return meta
@@ -522,6 +553,8 @@ class SchedulerSide:
 
     def reset(self) -> None:
         """vLLM discards its caches because they are invalid (for example after other weights). So are the prompts that wait to be fetched."""
+        if self._store is not None:
+            self._store.reset()
         for req, source in self._sources.items():
             if not source.lost:
                 self._lose(req, source, "the engine's caches were reset")
@@ -537,6 +570,8 @@ class SchedulerSide:
         for req in received:
             self._loading.discard(req)
             self._ending.discard(req)
+        if self._store is not None:
+            self._store.reported(received, landed)
         if landed is None:
             return
         self._disabled = self._disabled or landed.disabled
@@ -570,6 +605,8 @@ class SchedulerSide:
         self._live.discard(req)
         if self._adapter.pop(req, None):
             self._meta.gone.append(req)
+        if self._store is not None:
+            self._store.finished(request, table[0] if table else (), req not in self._loading and req not in self._computing)
         if request.status.name not in DELIVERED:
             self._forget(self._computing.pop(req, ()))
         # If a request ends with the first token, vLLM reports that before it passes on the worker's report, which decides whether the load stays cached.
@@ -609,7 +646,7 @@ class SchedulerSide:
         }
 
     def pending_push_work(self) -> bool:
-        return bool(self._spare or self._ending) or any(source.finished for source in self._sources.values())
+        return bool(self._spare or self._ending) or self._store is not None and self._store.busy or any(source.finished for source in self._sources.values())
 
     def take_stats(self) -> KVSprayStats | None:
         if self._stats.is_empty():

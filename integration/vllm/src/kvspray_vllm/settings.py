@@ -22,6 +22,8 @@ class Settings:
     allocation. "auto": memfd, and vLLM's own where that cannot be had."""
     weights: str = ""
     """A name for the weights that the engine starts with. Prefill and decode must agree on it. Default: a digest of the checkpoint's files."""
+    store: bool = False
+    """Whether the store of this node's sidecar keeps the engine's pages, and gives back those of earlier prompts."""
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> Settings:
@@ -39,4 +41,6 @@ class Settings:
             raise ValueError(f"kv_connector_extra_config['memory'] is {out.memory!r}, want auto, memfd or process")
         if not isinstance(out.weights, str) or len(out.weights.encode()) > MAX_NAME_BYTES:
             raise ValueError(f"kv_connector_extra_config['weights'] is {out.weights!r}, want a string of at most {MAX_NAME_BYTES} bytes")
+        if not isinstance(out.store, bool):
+            raise ValueError(f"kv_connector_extra_config['store'] is {out.store!r}, want true or false")
         return out

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only module that uses the Python package ``kvspray``. The rest of the connector uses these two classes."""
+"""The only module that uses the clients of the Python package ``kvspray``. The rest of the connector uses what is here."""
 
 from __future__ import annotations
 
+import builtins
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import kvspray
 import kvspray.gpu
+import kvspray.store
+from kvspray.store import Namespace as Namespace
+from kvspray.store import PageResult
 from kvspray_vllm import layout
 
 if TYPE_CHECKING:
@@ -22,6 +26,10 @@ OK, FAILED, CANCELLED, EXPIRED, REFUSED, LOST = range(6)
 DEFAULT_MATCH_TIMEOUT_MS = 10_000  # before a sidecar has sent its own
 
 STATUS_NAMES = ("ok", "failed", "cancelled", "expired", "refused", "lost")
+
+# Outcomes of a page, of docs/protocol-store.md, and the tiers that a hit comes from.
+PAGE_NAMES = ("unknown", "hit", "miss", "stored", "existed", "busy", "full", "damaged", "canceled", "failed")
+TIER_NAMES = ("unknown", "memory", "disk", "object")
 
 
 def status_name(status: int) -> str:
@@ -40,6 +48,15 @@ class Ended:
     transport: str
     reason: str
     lacks: int = 0  # of a failed load: its tokens before this one have arrived, as the sidecar verified after the fence
+    pages: builtins.bytes = b""  # of pages of the store: a byte for each
+
+
+def page_outcome(byte: int) -> str:
+    """The outcome of one page; of a hit, the tier that it came from."""
+    page = PageResult.of(byte)
+    if page.hit:
+        return TIER_NAMES[page.tier] if page.tier < len(TIER_NAMES) else TIER_NAMES[0]
+    return PAGE_NAMES[page.outcome] if page.outcome < len(PAGE_NAMES) else PAGE_NAMES[0]
 
 
 @dataclass(frozen=True)
@@ -91,7 +108,43 @@ class SchedulerShim(Protocol):
     def await_admission(self, xfer: bytes, hash: bytes, peer: str, tokens: int, ttl_s: float) -> None: ...
     def admission(self, xfer: bytes, hash: bytes) -> Answer | None: ...
     def decline(self, xfer: bytes, hash: bytes, peer: str, reason: str) -> None: ...
+    def pages(self, namespaces: Sequence[Namespace]) -> SchedulerPages: ...
     def close(self) -> None: ...
+
+
+class WorkerPages(Protocol):
+    """The pages of a worker's blocks in the store of its node. get and put raise ShimError where they cannot; none waits."""
+
+    @property
+    def error(self) -> str: ...
+    def ready(self) -> bool: ...
+    def get(self, hashes: Sequence[bytes], blocks: Sequence[int], req: str, deadline_s: float, after: int) -> int: ...
+    def put(self, hashes: Sequence[bytes], blocks: Sequence[int], parent: bytes, req: str, deadline_s: float, after: int) -> int: ...
+
+
+class Question(Protocol):
+    """Which pages are there?"""
+
+    def answer(self) -> Sequence[bool] | None: ...
+    def end(self) -> None:
+        """No answer is wanted any more, and no page has to stay for it."""
+
+
+class SchedulerPages(Protocol):
+    """Questions about pages of all ranks: a page is there if all of them have theirs. No call waits."""
+
+    @property
+    def error(self) -> str: ...
+    @property
+    def session(self) -> int:
+        """Another number after each reconnection: the sidecar may have forgotten pages."""
+
+    @property
+    def opening(self) -> bool:
+        """ready() may become true without a reconnection."""
+
+    def ready(self) -> bool: ...
+    def ask(self, hashes: Sequence[bytes], pin_s: float) -> Question: ...
 
 
 class ShimError(Exception):
@@ -196,9 +249,15 @@ class Worker:
     def hold(self, lease: int) -> None:
         self._c.hold(lease)
 
+    def pages(self, namespace: Namespace, pieces: Sequence[tuple[Memory, int, int, int]], blocks: int) -> WorkerPages:
+        """pieces: (memory, base, stride, length) of each part of a block. After register."""
+        return _WorkerPages(
+            kvspray.store.Space(self._c, namespace, [kvspray.store.Piece(m.region, base, stride, n) for m, base, stride, n in pieces], blocks)
+        )
+
     def poll(self) -> list[Ended]:
         return [
-            Ended(c.lease, c.received, int(c.status), c.bytes, c.us, c.transport, c.reason, min((r[0] for r in c.recompute), default=0))
+            Ended(c.lease, c.received, int(c.status), c.bytes, c.us, c.transport, c.reason, min((r[0] for r in c.recompute), default=0), c.pages)
             for c in self._c.poll()
         ]
 
@@ -213,6 +272,85 @@ def _lease(lease: int) -> int:
     if lease <= 0:
         raise ShimError("no sidecar can take it now (none connected, or its ring is full)")
     return lease
+
+
+class _WorkerPages:
+    """WorkerPages over kvspray.store.Space."""
+
+    def __init__(self, space: kvspray.store.Space) -> None:
+        self._s = space
+
+    @property
+    def error(self) -> str:
+        return self._s.error
+
+    def ready(self) -> bool:
+        return self._s.ready()
+
+    def get(self, hashes: Sequence[bytes], blocks: Sequence[int], req: str, deadline_s: float, after: int) -> int:
+        try:
+            return _lease(self._s.get(hashes, blocks, req=req, deadline_s=deadline_s, after=after))
+        except ValueError as err:
+            raise ShimError(str(err)) from err
+
+    def put(self, hashes: Sequence[bytes], blocks: Sequence[int], parent: bytes, req: str, deadline_s: float, after: int) -> int:
+        try:
+            return _lease(self._s.put(hashes, blocks, parent=parent, req=req, deadline_s=deadline_s, after=after))
+        except ValueError as err:
+            raise ShimError(str(err)) from err
+
+
+_BITS = [[bool(byte >> i & 1) for i in range(8)] for byte in range(256)]  # a scheduler has no time to take thousands of bits one by one
+
+
+class _Question:
+    """Question over kvspray.store.Exists. Without pins where the sidecar has too many already: pages that go before they are loaded are computed."""
+
+    def __init__(self, ask: Callable[[float], kvspray.store.Exists], pin_s: float) -> None:
+        self._ask = ask
+        self._pins = pin_s > 0
+        self._e = ask(pin_s)
+
+    def answer(self) -> Sequence[bool] | None:
+        found = self._e.result()
+        if found is not None and self._e.refused and self._pins:
+            self._pins = False
+            self._e = self._ask(0)
+            found = self._e.result()
+        return None if found is None else [bit for byte in found.bits for bit in _BITS[byte]][: found.pages]
+
+    def end(self) -> None:
+        self._e.forget()
+        self._e.unpin()
+
+
+class _SchedulerPages:
+    """SchedulerPages over kvspray.store.Space, one for each rank."""
+
+    def __init__(self, client: kvspray.SchedulerClient, namespaces: Sequence[Namespace]) -> None:
+        self._s = [kvspray.store.Space(client, n) for n in namespaces]
+
+    @property
+    def error(self) -> str:
+        return next((s.error for s in self._s if s.error), "")
+
+    @property
+    def session(self) -> int:
+        return self._s[0].session
+
+    @property
+    def opening(self) -> bool:
+        return any(s.opening for s in self._s)
+
+    def ready(self) -> bool:
+        return all([s.ready() for s in self._s])  # a list: all of them are opened at once
+
+    def ask(self, hashes: Sequence[bytes], pin_s: float) -> Question:
+        first, *others = self._s
+        try:
+            return _Question(lambda pin_s: first.exists(hashes, also=others, pin_s=pin_s), pin_s)
+        except ValueError as err:
+            raise ShimError(str(err)) from err
 
 
 class Scheduler:
@@ -251,6 +389,10 @@ class Scheduler:
 
     def decline(self, xfer: bytes, hash: bytes, peer: str, reason: str) -> None:
         self._c.decline(xfer, hash, peer, reason)
+
+    def pages(self, namespaces: Sequence[Namespace]) -> SchedulerPages:
+        """namespaces: of each rank."""
+        return _SchedulerPages(self._c, namespaces)
 
     def close(self) -> None:
         self._c.close()

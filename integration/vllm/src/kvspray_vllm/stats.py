@@ -15,11 +15,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 # A stats object lives for one engine step, but a logger that is not polled could let one grow.
 MAX_LATENCIES = 4096
+COUNTS = ("transfers", "bytes", "local", "store_pages", "store_lookups")
 LATENCY_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
 class KVSprayStats(KVConnectorStats):
-    """data: transfers {"received/ok": n}, bytes {"received/tcp": n}, latency_s [s], recompute_tokens n, local {reason: n}."""
+    """data: transfers {"received/ok": n}, bytes {"received/tcp": n}, latency_s [s], recompute_tokens n, local {reason: n},
+    store_pages {"get/memory": n}, store_lookups {outcome: n}."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         super().__init__()
@@ -28,7 +30,7 @@ class KVSprayStats(KVConnectorStats):
             self.reset()
 
     def reset(self) -> None:
-        self.data = {"transfers": {}, "bytes": {}, "latency_s": [], "recompute_tokens": 0, "local": {}}
+        self.data = {"transfers": {}, "bytes": {}, "latency_s": [], "recompute_tokens": 0, "local": {}, "store_pages": {}, "store_lookups": {}}
 
     def ended(self, received: bool, outcome: str, nbytes: int, us: int, transport: str, recompute: int) -> None:
         side = "received" if received else "sent"
@@ -42,11 +44,20 @@ class KVSprayStats(KVConnectorStats):
     def local(self, reason: str) -> None:
         _add(self.data["local"], reason, 1)
 
+    def recomputed(self, tokens: int) -> None:
+        self.data["recompute_tokens"] += tokens
+
+    def pages(self, op: str, outcome: str, n: int) -> None:
+        _add(self.data["store_pages"], f"{op}/{outcome}", n)
+
+    def lookup(self, outcome: str) -> None:
+        _add(self.data["store_lookups"], outcome, 1)
+
     def is_empty(self) -> bool:
-        return not (self.data["transfers"] or self.data["local"])
+        return not any(self.data[key] for key in COUNTS)
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        for key in ("transfers", "bytes", "local"):
+        for key in COUNTS:
             for label, n in other.data[key].items():
                 _add(self.data[key], label, n)
         room = MAX_LATENCIES - len(self.data["latency_s"])
@@ -66,6 +77,7 @@ class KVSprayStats(KVConnectorStats):
             out["kvspray recomputed tokens"] = d["recompute_tokens"]
         if d["local"]:
             out["kvspray local prefills"] = sum(d["local"].values())
+        out |= {f"kvspray store {k}": n for k, n in sorted(d["store_pages"].items())}
         return out
 
 
@@ -110,6 +122,16 @@ class KVSprayPromMetrics(KVConnectorPromMetrics):
             documentation="Requests that named a transfer and were prefilled locally, by reason.",
             labelnames=[*labelnames, "reason"],
         )
+        self._pages = self._counter_cls(
+            name="vllm:kvspray_store_pages",
+            documentation="Pages loaded from the node's store or saved to it, on each rank, by operation (get, put) and by tier or outcome.",
+            labelnames=[*labelnames, "op", "outcome"],
+        )
+        self._lookups = self._counter_cls(
+            name="vllm:kvspray_store_lookups",
+            documentation="Requests that asked the store for their prompt, by outcome (found, none, late).",
+            labelnames=[*labelnames, "outcome"],
+        )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
@@ -122,3 +144,7 @@ class KVSprayPromMetrics(KVConnectorPromMetrics):
         self._recompute.labels(*labels).inc(transfer_stats_data["recompute_tokens"])
         for reason, n in transfer_stats_data["local"].items():
             self._local.labels(*labels, reason).inc(n)
+        for label, n in transfer_stats_data["store_pages"].items():
+            self._pages.labels(*labels, *label.split("/", 1)).inc(n)
+        for outcome, n in transfer_stats_data["store_lookups"].items():
+            self._lookups.labels(*labels, outcome).inc(n)

@@ -31,10 +31,10 @@ def newer_than_known(version: str | None = None) -> str:
     )
 
 
-def cache_hit_source() -> Any:
-    """How vLLM's statistics name tokens that come from another engine; None: it has no such names."""
+def cache_hit_source(*names: str) -> Any:
+    """How vLLM's statistics name where tokens come from: the first of the names that they have; None: they have no such names."""
     try:
         sources = importlib.import_module("vllm.v1.metrics.cache_hit_source").CacheHitSource
     except (ImportError, AttributeError):
         return None
-    return getattr(sources, "P2P", None) or getattr(sources, "EXTERNAL_UNSPECIFIED", None)
+    return next((getattr(sources, name) for name in names if hasattr(sources, name)), None)

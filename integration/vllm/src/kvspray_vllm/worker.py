@@ -10,11 +10,12 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvspray_vllm import shim
 from kvspray_vllm.adapters import remember
 from kvspray_vllm.meta import Adapter, Blocks, Expect, Landed, StepMeta
+from kvspray_vllm.saving import Saving, count
 from kvspray_vllm.signals import CpuSignals, Signals
 from kvspray_vllm.stats import KVSprayStats
 
@@ -106,6 +107,11 @@ class WorkerSide:
         # Loads for an adapter that have ended, until their requests do.
         self._ended: OrderedDict[str, Expect] = OrderedDict()
         self._disabled = ""  # why this engine takes part in no transfer
+        self._saving: Saving | None = None
+
+    def set_saving(self, saving: Saving) -> None:
+        """The engine uses the node's store."""
+        self._saving = saving
 
     def set_copy(self, copy: CopyFn) -> None:
         """Copies blocks of the cache to others."""
@@ -185,13 +191,16 @@ class WorkerSide:
                     # Without this record the other side would wait for layers that are never announced.
                     self._log.warning("kvspray: step %d cannot be announced: %s", meta.step, err)
                     self._give_up(gains, "step not announced")
-        if meta.expects:
-            # Steps in flight may still write to blocks that the engine has given to these loads.
+        after: int | None = 0
+        if meta.expects or meta.puts:
+            # Steps in flight may still write to blocks that the engine has given to these loads, and compute those that are put.
             after = self._signals.mark()
             if after is None:
                 self.stop_transfers(NO_SIGNALS)
-            for expect in meta.expects:
-                self._expect(expect, after)
+        if self._saving is not None:
+            self._saving.begin(meta, after, self._landed, self._stats, self._disabled)
+        for expect in meta.expects:
+            self._expect(expect, after)
 
     def _give_up(self, gains: Sequence[tuple[int, int, Blocks]], reason: str) -> None:
         for lease, _, _ in gains:
@@ -207,9 +216,12 @@ class WorkerSide:
         try:
             if after is None:
                 raise shim.ShimError(NO_SIGNALS)
-            lease = self._client.expect(
-                expect.xfer, expect.hash, expect.peer, expect.tokens, expect.skip, expect.blocks, expect.req, after
-            )
+            if expect.pages and self._saving is not None:
+                lease = self._saving.get(expect, after)
+            else:
+                lease = self._client.expect(
+                    expect.xfer, expect.hash, expect.peer, expect.tokens, expect.skip, expect.blocks, expect.req, after
+                )
         except shim.ShimError as err:
             # Nothing was handed out, so there is nothing to fence.
             self._log.warning("kvspray: request %s is recomputed: %s", expect.req, err)
@@ -348,6 +360,8 @@ class WorkerSide:
 
     def _drain(self) -> None:
         for end in self._client.poll():
+            if self._saving is not None and self._saving.ended(end, self._landed, self._stats):
+                continue
             late = self._late.pop(end.lease, None)
             if late is not None:
                 self._spare_over(late, end, False)
@@ -376,7 +390,7 @@ class WorkerSide:
 
     def take_landed(self) -> Landed | None:
         landed = self._landed
-        if not (landed.answered or landed.over or landed.disabled) and landed.adapters is None:
+        if not (landed.answered or landed.over or landed.disabled or landed.ranks or landed.saved or landed.lacked) and landed.adapters is None:
             return None
         out, self._landed = self._landed, Landed()
         return out
@@ -387,6 +401,9 @@ class WorkerSide:
             self._loaded_spare(load, end)
             return
         self._results.received.add(req)
+        if load.expect.pages:
+            self._loaded_pages(req, load, end)
+            return
         if end.status == shim.OK and not (load.outdated or load.cancelled) and load.expect.adapter is not None:
             self._keep(load.expect)
         recomputed = 0
@@ -394,6 +411,18 @@ class WorkerSide:
         if (end.status != shim.OK or load.outdated) and not load.cancelled:
             recomputed = self._failed(req, load, end)
         self._stats.ended(True, shim.status_name(end.status), end.bytes, end.us, end.transport, recomputed)
+
+    def _loaded_pages(self, req: str, load: _Load, end: shim.Ended) -> None:
+        """A load from the store. Pages behind the first one that is not there are of no use."""
+        pages = load.expect.pages
+        outcomes = count(self._stats, "get", end, len(pages))
+        hits = next((i for i, o in enumerate(outcomes) if o not in shim.TIER_NAMES), len(outcomes))
+        if hits < len(pages):
+            self._landed.lacked.add(req)
+            reason = end.reason or (f"page {hits} of {len(pages)}: {outcomes[hits]}" if outcomes else "")
+            end = replace(end, status=end.status or shim.FAILED, reason=reason, lacks=load.expect.skip + hits * self._resume_block)
+        if (hits < len(pages) or load.outdated) and not load.cancelled:
+            self._stats.recomputed(self._failed(req, load, end))
 
     def _loaded_spare(self, load: _Load, end: shim.Ended) -> None:
         expect = load.expect

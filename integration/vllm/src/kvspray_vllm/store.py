@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's side of the node's store: which blocks of a prompt are loaded from it, and which blocks are saved to it.
+
+A block is saved once a later step of its request is scheduled. The steps that computed it have then ended, or come before
+the PUT on the engine's stream, and a load that failed has been taken back. From then on this side holds a reference to the
+block in vLLM's pool, until every rank has reported the end of its PUT: whatever becomes of the request, vLLM gives the block
+to no other while it is read. So the bytes that a sidecar reads are those that the block's hash names.
+
+A request asks when it arrives, and nothing waits for the answer: vLLM schedules the request when the answer is there, or
+after ASK_S without it. Everything runs on the engine core's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvspray_vllm.meta import Expect, Landed, Put, Rank, StepMeta
+from kvspray_vllm.shim import Question, SchedulerPages, SchedulerShim, ShimError
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+MAX_ASKED = 4096  # blocks of one prompt that are asked for, and loaded: 128 KiB of hashes, in one packet
+ASK_S = 0.2  # how long a request waits for an answer
+PIN_S = 30.0  # how long an answer counts; the sidecar keeps what it has found as long
+MAX_PUT = 1024  # blocks of one PUT
+MAX_PUTS = 64  # that have not ended
+HELD_SHARE = 4  # all PUTs together hold at most one block in so many of the pool
+MAX_KNOWN = 1 << 17  # hashes of blocks that need not be saved again
+
+ENDED_WELL = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
+
+
+@dataclass
+class _Request:
+    request: Request
+    reads: bool  # vLLM may use what was computed before
+    # Of each of its last steps since it got its blocks: how many tokens are computed with it.
+    ends: deque[int]
+    next: int = 0  # the block that is considered next for saving
+    asks: bool = True  # it may be loaded, and was not
+    question: Question | None = None
+    asked: float = 0.0
+    until: float = 0.0  # how long it waits for the answer; 0: it does not wait yet
+    found: Sequence[bool] | None = None
+    offer: tuple[int, int] = (0, 0)  # tokens that vLLM has, tokens behind them that the store has
+    loads: tuple[bytes, ...] = ()
+
+
+@dataclass
+class _Held:
+    """Blocks that a PUT reads."""
+
+    blocks: list[KVCacheBlock]
+    hashes: tuple[bytes, ...]
+    ranks: int = 0  # that have ended it
+    good: bool = True
+
+
+class StoreSide:
+    def __init__(
+        self,
+        client: SchedulerShim,
+        page_tokens: int,
+        ranks: int,
+        lag: int,
+        count: Callable[[str], None],
+        log: logging.Logger,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """lag: steps that vLLM may have scheduled when it sees the result of the first of them. count: counts the outcome of a question."""
+        self._client = client
+        self._size = page_tokens
+        self._of = ranks
+        self._lag = lag
+        self._count = count
+        self._log = log
+        self._now = now
+        self._pool: BlockPool | None = None
+        self._requests: dict[str, _Request] = {}
+        self._ranks: dict[int, Rank] = {}
+        self._pages: SchedulerPages | None = None
+        self._session = -1  # that `_known` belongs to
+        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._puts: dict[int, _Held] = {}
+        self._new: list[Put] = []  # for the next step
+        self._last_put = 0
+        self._held = 0  # blocks
+        self._step = 0  # number of the last step
+        self._emptied = -1  # number of the last step before vLLM's prefix cache was emptied
+        self._mixed = False  # blocks may be of other weights
+        self._off = ""  # why the store is not used
+        self._logged = ""
+
+    # ---- what the store is
+
+    def set_pool(self, pool: BlockPool) -> None:
+        lacks = [name for name in ("touch", "free_blocks", "get_num_free_blocks", "blocks", "num_gpu_blocks") if not hasattr(pool, name)]
+        if lacks:
+            self._turn_off(f"vLLM's block pool has no {', '.join(lacks)}")
+        else:
+            self._pool = pool
+
+    def _turn_off(self, why: str) -> None:
+        self._off = why
+        self._log.error("kvspray: this engine does not use the store: %s", why)
+
+    def reset(self) -> None:
+        """vLLM has emptied its prefix cache, unless some blocks were in use."""
+        pool = self._pool
+        if pool is not None and pool.get_num_free_blocks() >= pool.num_gpu_blocks - 1:  # one stands for no block
+            self._emptied = self._step
+            self._mixed = False
+
+    def _learn(self, ranks: dict[int, Rank]) -> None:
+        """Ranks have other weights. What vLLM's blocks hold may be of those before, unless all were free when the weights changed."""
+        first = not self._ranks
+        self._ranks |= ranks
+        if self._pool is None and not self._off:
+            self._turn_off("vLLM has not lent its block pool to the connector")
+        if why := next((r.why for r in self._ranks.values() if r.why), ""):
+            self._turn_off(why)
+        for r in self._requests.values():
+            self._forget_question(r)
+        for put in self._new:
+            self._release(self._puts.pop(put.id))
+        self._new.clear()
+        self._known.clear()
+        if not first and self._emptied < max(r.since for r in ranks.values()) - 1:
+            self._mixed = True
+            self._log.warning(
+                "kvspray: the weights have changed, and vLLM's prefix cache was not emptied: nothing is saved or loaded until "
+                "reset_prefix_cache(reset_connector=True)"
+            )
+        namespaces = [r.namespace for _, r in sorted(self._ranks.items()) if r.namespace is not None]
+        self._pages = self._client.pages(namespaces) if len(namespaces) == self._of else None
+
+    @property
+    def _usable(self) -> bool:
+        return self._pool is not None and not self._off and not self._mixed
+
+    def _ready(self) -> bool:
+        """Whether questions have answers now."""
+        pages = self._pages
+        if pages is None or not pages.ready():
+            if pages is not None and pages.error not in ("", self._logged):
+                self._logged = pages.error
+                self._log.error("kvspray: the sidecar refuses this engine's pages: %s", pages.error)
+            return False
+        if pages.session != self._session:
+            # Another sidecar, perhaps: what the last one had in memory is gone.
+            self._session = pages.session
+            self._known.clear()
+        return True
+
+    # ---- loading
+
+    def arrived(self, request: Request, asks: bool) -> None:
+        """asks: its prompt is expected from nowhere else."""
+        # An adapter's content is no part of a hash, and the tokens of a resumable request may be replaced.
+        if request.lora_request or getattr(request, "resumable", False):
+            return
+        reads = not getattr(request, "skip_reading_prefix_cache", False)
+        r = self._requests[request.request_id] = _Request(request, reads, deque(maxlen=self._lag), asks=reads)
+        if asks and reads and self._usable and self._ready():
+            self._ask(r)
+
+    def _ask(self, r: _Request) -> None:
+        assert self._pages is not None
+        # The last token is always computed, so that the engine has something to go on from.
+        n = min((r.request.num_tokens - 1) // self._size, len(r.request.block_hashes), MAX_ASKED)
+        if n == 0:
+            r.asks = False
+            return
+        try:
+            r.question = self._pages.ask([bytes(h) for h in r.request.block_hashes[:n]], PIN_S)
+            r.asked = self._now()
+        except ShimError as err:
+            r.asks = False
+            self._log.warning("kvspray: request %s: the store cannot be asked: %s", r.request.request_id, err)
+
+    def _forget_question(self, r: _Request) -> None:
+        if r.question is not None:
+            r.question.end()
+        r.question = r.found = None
+        r.offer = (0, 0)
+
+    def _compute(self, r: _Request, outcome: str) -> int:
+        self._forget_question(r)
+        r.asks = False
+        self._count(outcome)
+        return 0
+
+    def matched(self, request: Request, computed: int) -> int | None:
+        """How many tokens behind those that vLLM has can be loaded. None: not known yet."""
+        r = self._requests.get(request.request_id)
+        if r is None or not r.asks or not self._usable:
+            return 0
+        now = self._now()
+        if r.question is not None and now - r.asked > PIN_S:
+            self._forget_question(r)  # it has waited for blocks so long that pages may have gone
+            r.until = 0.0
+        r.until = r.until or now + ASK_S
+        if r.found is None and not self._answered(r):
+            if not r.asks:
+                return 0
+            # Until every rank has reported its namespace there is nobody to ask.
+            if self._pages is not None and r.question is None and not self._pages.opening:
+                return self._compute(r, "off")
+            return None if now < r.until else self._compute(r, "late")
+        assert r.found is not None
+        first = computed // self._size
+        end = next((i for i in range(first, len(r.found)) if not r.found[i]), len(r.found))
+        tokens = max(end - first, 0) * self._size
+        r.offer = (computed, tokens)
+        return tokens
+
+    def _answered(self, r: _Request) -> bool:
+        if not self._ready():
+            return False
+        if r.question is None:
+            self._ask(r)
+        if r.question is not None:
+            r.found = r.question.answer()
+        if r.found is None:
+            return False
+        for h, there in zip(r.request.block_hashes, r.found, strict=False):
+            if there:
+                self._remember(h)
+            else:
+                self._known.pop(h, None)  # it was given up for others, and is saved again
+        return True
+
+    def allocated(self, request: Request, table: Sequence[int], external: int) -> Expect | None:
+        """vLLM has blocks for a request, and takes so many tokens from elsewhere. The load to begin, if there is one."""
+        r = self._requests.get(request.request_id)
+        if r is None or not r.asks:
+            return None
+        computed, offered = r.offer
+        if external <= 0:
+            if r.found is not None:
+                self._compute(r, "none")
+            return None
+        r.asks = False  # once: after a load that fails the prompt is computed
+        self._count("found")
+        # vLLM may take fewer tokens than it was offered. The rest of their last block is loaded, and computed again.
+        first, end = computed // self._size, -(-(computed + external) // self._size)
+        refused = ""
+        if external > offered or end > len(table):
+            refused = f"the engine takes {external} tokens behind its own {computed} into {len(table)} blocks, and {offered} were offered"
+        r.loads = tuple(bytes(h) for h in request.block_hashes[first:end])
+        for h in r.loads:
+            self._remember(h)
+        return Expect(request.request_id, b"", b"", "", computed + external, computed, (tuple(table[:end]),), refused=refused, pages=r.loads)
+
+    def loads(self, req: str) -> bool:
+        """Whether a request's last load was from the store."""
+        r = self._requests.get(req)
+        return r is not None and bool(r.loads)
+
+    # ---- saving
+
+    def build(self, out: SchedulerOutput, table: Callable[[str], Sequence[int]], meta: StepMeta) -> None:
+        self._step += 1
+        meta.number = self._step
+        for req in out.preempted_req_ids or ():
+            r = self._requests.get(req)
+            if r is not None:
+                r.ends.clear()  # its blocks went, and nothing is certain about those that it gets
+                r.asks, r.until, r.loads = r.reads, 0.0, ()
+        for req, scheduled in out.num_scheduled_tokens.items():
+            r = self._requests.get(req)
+            if r is None:
+                continue
+            # What a draft got wrong, or a load did not bring, vLLM has subtracted from the second number.
+            safe = min(r.ends[0], r.request.num_computed_tokens) if len(r.ends) == self._lag else 0
+            r.ends.append(r.request.num_computed_tokens + scheduled)
+            if safe >= (r.next + 1) * self._size:
+                self._save(r, safe, table(req))
+        meta.puts, self._new = self._new, []
+        meta.epochs = {number: rank.epoch for number, rank in self._ranks.items()} if meta.puts else {}
+
+    def _save(self, r: _Request, tokens: int, table: Sequence[int]) -> None:
+        """The first tokens of a request are computed, in these blocks."""
+        pool, hashes = self._pool, r.request.block_hashes
+        if pool is None or not self._usable or not self._ready():
+            return
+        end = min(tokens // self._size, len(hashes), len(table))
+        while r.next < end:
+            first = r.next
+            if hashes[first] in self._known:
+                self._known.move_to_end(hashes[first])
+                r.next += 1
+                continue
+            room = pool.num_gpu_blocks // HELD_SHARE - self._held
+            if room <= 0 or len(self._puts) >= MAX_PUTS:
+                return  # the request's next step tries again
+            while r.next < min(end, first + min(room, MAX_PUT)) and hashes[r.next] not in self._known:
+                r.next += 1
+            self._put(pool, r, first, table)
+
+    def _put(self, pool: BlockPool, r: _Request, first: int, table: Sequence[int]) -> None:
+        all_of = r.request.block_hashes
+        hashes = tuple(bytes(h) for h in all_of[first : r.next])
+        ids = tuple(table[first : r.next])
+        blocks = [pool.blocks[i] for i in ids]
+        pool.touch(blocks)
+        self._held += len(blocks)
+        self._last_put += 1
+        self._puts[self._last_put] = _Held(blocks, hashes)
+        self._new.append(Put(self._last_put, r.request.request_id, hashes, ids, bytes(all_of[first - 1]) if first else b""))
+        for h in hashes:
+            self._remember(h)
+
+    def _remember(self, hash: bytes) -> None:
+        self._known[hash] = None
+        if len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
+
+    def _release(self, held: _Held) -> None:
+        assert self._pool is not None
+        self._held -= len(held.blocks)
+        self._pool.free_blocks(reversed(held.blocks))  # a suffix is of no use without what is before it, and goes first
+        if not held.good:
+            self._forget(held.hashes)
+
+    def _forget(self, hashes: Sequence[bytes]) -> None:
+        for h in hashes:
+            self._known.pop(h, None)
+
+    # ---- requests and PUTs end
+
+    def finished(self, request: Request, table: Sequence[int], whole: bool) -> None:
+        """vLLM takes its blocks back after this call. whole: what the request has computed is there."""
+        r = self._requests.pop(request.request_id, None)
+        if r is None:
+            return
+        self._forget_question(r)
+        # The step of the last token may still be under way; and before a step that has ended nothing is certain about its blocks.
+        if whole and request.status.name in ENDED_WELL and r.ends:
+            self._save(r, min(request.num_computed_tokens, request.num_tokens - 1), table)
+
+    def reported(self, received: Iterable[str], landed: Landed | None) -> None:
+        """What the workers report after a step."""
+        for req in received:
+            r = self._requests.get(req)
+            if r is not None:
+                self._forget_question(r)  # pages need not stay for it
+        if landed is None:
+            return
+        for req in landed.lacked:
+            r = self._requests.get(req)
+            if r is not None:
+                self._forget(r.loads)
+        if landed.ranks:
+            self._learn(landed.ranks)
+        for id, (ranks, good) in landed.saved.items():
+            held = self._puts[id]
+            held.ranks += ranks
+            held.good = held.good and good
+            if held.ranks == self._of:
+                self._release(self._puts.pop(id))
+
+    @property
+    def busy(self) -> bool:
+        """The engine's steps have to go on, or blocks stay held."""
+        return bool(self._puts)

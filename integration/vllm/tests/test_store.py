@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads from the node's store and saves to it, without an engine and without a sidecar."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fakes import prefill_first
+from store_fakes import PAGE, Vllm, hash_of
+
+from kvspray.store import Found
+from kvspray_vllm import pages, shim
+from kvspray_vllm.layout import Ranks, Unsupported
+from kvspray_vllm.meta import StepMeta
+from kvspray_vllm.settings import Settings
+from kvspray_vllm.store import ASK_S, MAX_ASKED, PIN_S
+
+PROMPT = list(range(30))
+
+
+def stats(v: Vllm) -> dict[str, int]:
+    out: dict[str, int] = {}
+    for side in (v.scheduler, *v.workers):
+        s = side.take_stats()
+        for name in ("store_pages", "store_lookups"):
+            for k, n in (s.data[name] if s is not None else {}).items():
+                out[k] = out.get(k, 0) + n
+    return out
+
+
+def puts(v: Vllm) -> int:
+    return sum(c[2] for c in v.shims[0].calls if c[0] == "put")
+
+
+@pytest.fixture
+def v() -> Vllm:
+    return Vllm(blocks=60)
+
+
+def test_a_prompt_is_saved_while_it_is_computed_and_its_answer_too(v: Vllm) -> None:
+    v.add("r", PROMPT, answer=7)
+    v.step()  # the worker names its pages
+    v.step()
+    assert not v.shims[0].calls, "the step that computes it is not over"
+    v.step()
+    assert puts(v) == 2  # of ten tokens
+    v.drain()
+    # 37 tokens, the last of which was never computed.
+    assert v.check() == puts(v) == 9
+    assert stats(v) == {"put/stored": 9, "none": 1}
+
+
+def test_a_later_prompt_loads_what_vllm_has_not(v: Vllm) -> None:
+    v.run("a", PROMPT)
+    saved = puts(v)
+    assert v.pool.clear()
+    v.run("short", PROMPT[:10])  # with its answer three blocks
+    v.add("b", PROMPT)
+    meta, work = v.schedule()
+    assert not work and [(e.skip, e.tokens, len(e.pages)) for e in meta.expects] == [(12, 28, 4)]
+    v.queue.append((meta, work))
+    assert v.scheduler.from_store("b") and not v.scheduler.from_store("a")
+    v.drain()
+    assert v.received == ["short", "b"] and puts(v) == saved, "what is there is not put again"
+    assert stats(v)["get/memory"] == 2 + 4
+    v.check()
+
+
+def test_the_scheduler_never_waits(v: Vllm) -> None:
+    v.run("a", PROMPT)
+    v.pool.clear()
+    v.store.silent = True
+    r = v.add("b", PROMPT)
+    assert v.scheduler.matched(r, 0) == (None, False)
+    v.clock += ASK_S / 2
+    assert v.scheduler.matched(r, 0) == (None, False)
+    v.clock += ASK_S
+    assert v.scheduler.matched(r, 0) == (0, False)
+    v.store.silent = False
+    assert v.scheduler.matched(r, 0) == (0, False), "it is computed, and stays so"
+    assert v.store.ended == [1, 2], "no page stays pinned"
+    assert stats(v)["late"] == 1
+
+
+def test_an_answer_that_is_too_old_is_asked_for_again(v: Vllm) -> None:
+    v.run("a", PROMPT)
+    v.pool.clear()
+    r = v.add("b", PROMPT)
+    assert v.scheduler.matched(r, 0) == (28, True)
+    v.clock += PIN_S + 1
+    v.store.pages[0].clear()
+    assert v.scheduler.matched(r, 0) == (0, False)
+    assert v.store.ended == [1, 2]
+
+
+@pytest.mark.parametrize("why", ["down", "refused", "opening"])
+def test_without_a_store_prompts_are_computed(v: Vllm, why: str, caplog: pytest.LogCaptureFixture) -> None:
+    v.run("a", PROMPT)
+    v.pool.clear()
+    v.store.up, v.store.opening = False, why == "opening"
+    v.store.error = "store: namespace field seed" if why == "refused" else ""
+    r = v.add("b", PROMPT)
+    assert v.scheduler.matched(r, 0) == ((None, False) if why == "opening" else (0, False))
+    assert ("refuses this engine's pages: store: namespace field seed" in caplog.text) == (why == "refused")
+    v.store.up = True
+    assert v.scheduler.matched(r, 0) == ((28, True) if why == "opening" else (0, False))
+
+
+def test_what_a_sidecar_that_restarts_has_forgotten_is_put_again(v: Vllm) -> None:
+    v.run("a", PROMPT)
+    before = puts(v)
+    v.run("b", PROMPT)
+    assert puts(v) == before
+    v.store.pages[0].clear()
+    v.store.session += 1
+    v.store.silent = True
+    v.add("c", PROMPT)
+    v.clock += 2 * ASK_S
+    v.drain()
+    assert puts(v) == 2 * before and v.check() == before
+
+
+def test_what_the_store_has_given_up_is_put_again(v: Vllm) -> None:
+    v.run("a", PROMPT)
+    before = puts(v)
+    del v.store.pages[0][("w0", hash_of(PROMPT[:PAGE]))]
+    v.run("b", PROMPT)
+    assert puts(v) == before + 1 and v.check() == before
+
+
+def test_pages_that_are_gone_when_they_are_loaded_are_computed_and_put_again(v: Vllm) -> None:
+    v.run("a", PROMPT)
+    before = puts(v)
+    v.pool.clear()
+    r = v.add("b", PROMPT)
+    v.queue.append(v.schedule())
+    del v.store.pages[0][("w0", hash_of(PROMPT[: 3 * PAGE]))]
+    v.drain()
+    assert r.num_computed_tokens and v.check() == before
+    # From the page that was missing on; those behind it were there.
+    assert stats(v) == {"put/stored": before + 1, "put/existed": before - 2, "get/memory": 6, "get/miss": 1, "none": 1, "found": 1}
+
+
+def test_blocks_stay_until_every_rank_has_ended_its_put() -> None:
+    v = Vllm(ranks=2)
+    v.add("a", PROMPT[:8], answer=1)
+    r = v.requests["a"]
+    for _ in range(3):
+        v.queue.append(v.schedule())
+        v.execute()
+    blocks = r.table or [v.pool.blocks[i] for i in v.shims[0].leases_open[1][3]]
+    assert "a" not in v.requests and [b.ref_cnt for b in blocks] == [1, 1]
+    assert v.scheduler.pending_push_work()
+    v.shims[0].finish(1)
+    v.queue.append(v.schedule())
+    v.execute()
+    assert [b.ref_cnt for b in blocks] == [1, 1]
+    v.shims[1].finish(1)
+    v.queue.append(v.schedule())
+    v.execute()
+    assert [b.ref_cnt for b in blocks] == [0, 0] and not v.scheduler.pending_push_work()
+
+
+def test_a_prefix_counts_only_if_all_ranks_have_it() -> None:
+    v = Vllm(ranks=2)
+    v.run("a", PROMPT)
+    v.pool.clear()
+    del v.store.pages[1][("w0", hash_of(PROMPT[: 3 * PAGE]))]
+    r = v.add("b", PROMPT)
+    assert v.scheduler.matched(r, 0) == (2 * PAGE, True)
+
+
+def test_puts_hold_no_more_than_their_share_of_the_pool() -> None:
+    v = Vllm(blocks=60, budget=200)
+    v.add("a", list(range(150)), answer=2)
+    for _ in range(4):
+        v.queue.append(v.schedule())
+        v.execute()
+    assert sum(len(x[3]) for x in v.shims[0].leases_open.values()) == 15
+    v.drain()
+    v.check()
+
+
+def test_a_put_that_cannot_be_submitted_holds_nothing(v: Vllm) -> None:
+    v.shims[0].down = True
+    v.run("a", PROMPT)
+    assert all(b.ref_cnt == 0 for b in v.pool.blocks[1:]) and not v.store.pages[0]
+    v.shims[0].down = False
+    v.run("b", PROMPT)
+    assert v.check() == 8, "nothing is remembered as saved"
+
+
+def test_abort_while_loading_saves_nothing(v: Vllm) -> None:
+    v.run("a", PROMPT)
+    v.pool.clear()
+    saved = v.check()
+    r = v.add("b", PROMPT)
+    v.queue.append(v.schedule())
+    v.execute()
+    assert r.num_computed_tokens == 28, "as if it was computed"
+    del v.store.pages[0][("w0", hash_of(PROMPT[: 7 * PAGE]))]
+    v.store.session += 1  # nothing counts as saved
+    v.finish(r, "FINISHED_ABORTED")
+    v.drain()
+    assert v.check() == saved - 1 and v.received == ["b"]
+    assert v.shims[0].calls[-1][0] == "cancel"
+
+
+def test_blocks_that_a_preempted_request_gets_are_saved_a_step_later(v: Vllm) -> None:
+    """Another connector may load them in the step that computes on them, and report afterwards that it could not."""
+    r = v.add("a", PROMPT, answer=30)
+    for _ in range(3):
+        v.step()
+    assert r.num_computed_tokens == 20 and puts(v) == 2
+    table = [b.block_id for b in r.table]
+    for preempted, want in (({"a"}, 0), (set(), 3)):
+        out = SimpleNamespace(num_scheduled_tokens={"a": 1}, preempted_req_ids=preempted)
+        meta = StepMeta()
+        v.side.build(out, lambda _: table, meta)  # type: ignore[arg-type]
+        assert sum(len(p.blocks) for p in meta.puts) == want
+
+
+def test_a_request_that_a_peer_prefills_does_not_ask_until_that_has_failed(v: Vllm) -> None:
+    v.run("a", PROMPT)
+    v.pool.clear()
+    r = v.add("x", PROMPT)
+    v.waiting.clear()
+    r.kv_transfer_params, r.request_id = prefill_first(), "d"
+    asked = len(v.store.asked)
+    v.scheduler.on_new_request(r)
+    assert v.scheduler.matched(r, 0) == (30, True) and len(v.store.asked) == asked
+    v.client.connected = False
+    assert v.scheduler.matched(r, 0) == (28, True)
+
+
+def test_other_weights_have_other_pages(v: Vllm, caplog: pytest.LogCaptureFixture) -> None:
+    v.run("a", PROMPT)
+    v.change_weights("w1")
+    v.run("b", PROMPT)
+    v.run("c", PROMPT)
+    assert {w for w, _ in v.store.pages[0]} == {"w0", "w1"} and "was not emptied" not in caplog.text
+    v.change_weights("w2", clear=False)
+    v.run("d", PROMPT)
+    assert "was not emptied" in caplog.text and {w for w, _ in v.store.pages[0]} == {"w0", "w1"}
+    assert v.pool.clear()
+    v.scheduler.reset()
+    v.run("e", PROMPT)
+    assert {w for w, _ in v.store.pages[0]} == {"w0", "w1", "w2"}
+    v.check()
+
+
+def test_adapters_and_resumable_requests_are_left_alone(v: Vllm) -> None:
+    v.run("a", PROMPT, resumable=True)
+    assert puts(v) == 0 and not v.store.asked
+    r = SimpleNamespace(**{**vars(v.add("x", PROMPT)), "lora_request": SimpleNamespace(lora_int_id=1, lora_name="l", lora_path="/nowhere")})
+    asked = len(v.store.asked)
+    v.side.arrived(r, True)
+    assert len(v.store.asked) == asked
+
+
+def test_where_too_much_is_pinned_the_question_is_asked_without_pins() -> None:
+    asked: list[float] = []
+
+    class Exists:
+        def __init__(self, pin_s: float) -> None:
+            asked.append(pin_s)
+            self.refused = pin_s > 0
+
+        def result(self) -> Any:
+            return Found(2, b"\0" if self.refused else b"\3")
+
+    q = shim._Question(Exists, 5.0)  # type: ignore[arg-type]
+    assert q.answer() == [True, True] and q.answer() == [True, True] and asked == [5.0, 0]
+
+
+def test_questions_are_bounded(v: Vllm) -> None:
+    v.run("a", PROMPT)
+    v.add("b", list(range(PAGE * (MAX_ASKED + 3))))
+    assert v.store.asked[-1] == MAX_ASKED
+    v.add("c", [1, 2, 3, 4])
+    assert v.store.asked[-1] == MAX_ASKED, "the last token is always computed"
+
+
+# ---- refusals at the start, and what identifies pages
+
+
+def config(**more: Any) -> Any:
+    values = {
+        "kv_role": "kv_both", "policy": "recompute", "device": "cpu", "pp": 1, "algorithm": "sha256", "spec": None, **more,
+    }  # fmt: skip
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_role=values["kv_role"], kv_load_failure_policy=values["policy"]),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=values["pp"]),
+        device_config=SimpleNamespace(device_type=values["device"]),
+        cache_config=SimpleNamespace(prefix_caching_hash_algo=values["algorithm"]),
+        speculative_config=values["spec"] and SimpleNamespace(method=values["spec"]),
+    )
+
+
+def one_group(n: int = 1) -> Any:
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=SimpleNamespace())] * n)
+
+
+@pytest.mark.parametrize(
+    ("change", "groups", "want"),
+    [
+        ({"kv_role": "kv_consumer"}, 1, "kv_role kv_consumer.*set kv_both"),
+        ({"policy": "fail"}, 1, "kv_load_failure_policy fail.*set recompute"),
+        ({"device": "cuda"}, 1, "device is cuda"),
+        ({}, 2, r"2 cache group\(s\)"),
+        ({"pp": 2}, 1, "pipeline_parallel_size 2"),
+        ({"spec": "eagle"}, 1, "method eagle"),
+        ({"algorithm": "xxhash"}, 1, "prefix_caching_hash_algo xxhash, and PYTHONHASHSEED is not set.*sha256_cbor"),
+    ],
+)
+def test_what_the_store_does_not_serve_is_refused_by_name(change: Any, groups: int, want: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    pages.check_store(config(), one_group(), {"it": True})
+    with pytest.raises(Unsupported, match=want):
+        pages.check_store(config(**change), one_group(groups), {"it": True})
+    with pytest.raises(Unsupported, match="this vLLM has no report"):
+        pages.check_store(config(), one_group(), {"report": False})
+
+
+def test_seeds_tell_hashes_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.core import kv_cache_utils
+
+    seen = set()
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    seen.add(pages.hash_seed("sha256"))
+    for seed in ("0", "1", "", "x" * 1000):
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        for algorithm in ("sha256", "xxhash"):
+            seen.add(pages.hash_seed(algorithm))
+    assert len(seen) == 5 and all(0 < len(s) <= 128 for s in seen)
+    monkeypatch.delenv("PYTHONHASHSEED")
+    monkeypatch.delattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED")
+    with pytest.raises(Unsupported):
+        pages.hash_seed("sha256")
+
+
+def group(**params: int) -> dict[str, Any]:
+    layers = [{"name": n, "index": i, "region": 0, "base": base, "block_stride": 100, "page_bytes": 96} for i, (n, base) in enumerate((("a", 0), ("b", 4096)))]
+    return {"tokens_per_block": 16, "strategy": "packed_hnd", "params": {"heads": 2, **params}, "num_blocks": 8, "layers": layers}
+
+
+def test_a_page_is_all_layers_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    shared = group()
+    shared["layers"].append({**shared["layers"][0], "name": "c"})  # a layer that uses another's memory
+    assert pages.pieces_of([shared]) == [(0, 0, 100, 96), (0, 4096, 100, 96)]
+    with pytest.raises(Unsupported, match="VLLM_KV_CACHE_LAYOUT"):
+        pages.pieces_of([group(row_stride=3, head_stride=5)])
+    identity = {"weights": "w", "cache_dtype": "auto", "dtype": "bfloat16", "rope": "r"}
+
+    def of(identity: Any = identity, groups: Any = None, ranks: Ranks = Ranks()) -> shim.Namespace:  # noqa: B008
+        return pages.namespace_of(config(), identity, groups or [group()], ranks)
+
+    assert (of().page_bytes, of().page_tokens, of().dtype, of().algorithm, of().seed) == (192, 16, "bfloat16", "vllm-sha256", "PYTHONHASHSEED=0")
+    different = {of(), of({**identity, "weights": "x"}), of({**identity, "rope": "x"}), of(groups=[group(dim=3)]), of(ranks=Ranks(0, 1, 1, 2)),
+                 of(ranks=Ranks(0, 1, 0, 2)), of(groups=[shared])}  # fmt: skip
+    assert len(different) == 7
+
+
+def test_the_setting_is_a_boolean() -> None:
+    assert not Settings.parse({}).store and Settings.parse({"store": True}).store
+    with pytest.raises(ValueError, match=r"\['store'\] is 'yes', want true or false"):
+        Settings.parse({"store": "yes"})
+
+
+def test_a_pool_that_lacks_something_turns_the_store_off(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR)
+    v = Vllm()
+    v.side.set_pool(SimpleNamespace(touch=None))
+    assert "block pool has no free_blocks, get_num_free_blocks, blocks, num_gpu_blocks" in caplog.text
+    v.run("a", PROMPT)
+    assert not v.store.pages[0] and not v.store.asked

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real engines that use the store of their node: tokens equal to a plain engine's, hits of what another engine has computed, and nothing held
+afterwards; also with preemption, aborts, a sidecar that restarts, a store that is too small, and beside transfers."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import cluster as rig
+import engines
+import pytest
+from conftest import MODEL, Cluster
+from prompts import BLOCK, fresh
+
+PAGE = 65536  # bytes: 32 tokens, four layers, in float32
+
+
+class Node(Cluster):
+    """One sidecar with a store, two engines, and a plain one. The engine P has room for 2,048 tokens."""
+
+    def __init__(self, dir: pathlib.Path, store: dict[str, Any]) -> None:
+        super().__init__(dir, {"store": store}, start=False)
+        self.sp.start()
+
+    def spawn(self, name: str, **args: Any) -> engines.Engine:
+        kv = None if name == "R" else self.kv(self.sp, "kv_both", store=True)
+        args = {"kv_cache_memory_bytes": 4 << 20, "max_model_len": 1536, **args} if name == "P" else args
+        self.engines[name] = engines.Engine(name, str(MODEL), self.dir / f"{name}.log", kv, **args)
+        return self.engines[name]
+
+    def settle(self, timeout: float = 60.0) -> None:
+        for name, e in self.engines.items():
+            rig.wait_for(f"engine {name} idle", lambda e=e: e.idle() and e.status().get("putting", 0) == 0, timeout)
+
+    def forget(self, e: engines.Engine) -> None:
+        """Its prefix cache is empty; this needs every block to be free."""
+        rig.wait_for(f"engine {e.name} has all of its blocks", e.clear_prefix_cache, 60)
+
+    def check(self, prompts: list[list[int]], *on: engines.Engine, n: int = 12) -> None:
+        want = [self.r.run(p, n).tokens for p in prompts]
+        for e in on:
+            got = [x.result().tokens for x in [e.add(p, n) for p in prompts]]
+            assert got == want, e.name
+
+
+def pages(e: engines.Engine, op: str, *outcomes: str) -> int:
+    m = e.metrics()
+    return int(sum(rig.total(m, "vllm:kvspray_store_pages_total", op=op, outcome=o) for o in outcomes))
+
+
+@pytest.fixture(scope="module")
+def c(zygote: None, workdir: pathlib.Path) -> Iterator[Node]:
+    disk = workdir / "disk"
+    disk.mkdir()
+    out = Node(workdir, {"memory": "48MiB", "disk": [{"path": str(disk), "size": "256MiB"}]})
+    try:
+        for name in "PDR":
+            out.spawn(name)
+        for e in out.engines.values():
+            e.wait_up()
+        out.connected()
+        yield out
+        out.settle()
+        assert out.sp.panics() is None
+    finally:
+        out.close()
+
+
+def test_another_engine_loads_what_one_has_computed(c: Node) -> None:
+    prompts = [fresh(n, ("first", n)) for n in (1, 31, 32, 33, 64, 65, 257, 513, 1024)]
+    for p in prompts:
+        c.check([p], c.p)
+    c.settle()
+    before = pages(c.d, "get", "memory", "disk")
+    for p in prompts:
+        c.check([p], c.d)
+    assert pages(c.d, "get", "memory", "disk") - before == sum((len(p) - 1) // BLOCK for p in prompts)
+    assert pages(c.d, "get", "miss", "failed", "damaged") == 0
+
+
+def test_a_conversation_goes_on_at_another_engine(c: Node) -> None:
+    talk = fresh(300, "talk")
+    for turn in range(4):
+        e = (c.p, c.d)[turn % 2]
+        want = c.r.run(talk, 40).tokens[0]
+        before = pages(e, "get", "memory", "disk")
+        assert e.run(talk, 40).tokens[0] == want, turn
+        if turn:
+            assert pages(e, "get", "memory", "disk") > before, "answers are saved, too"
+        c.settle()
+        talk += want + fresh(60, ("question", turn))
+
+
+def test_preemption_by_a_full_pool(c: Node) -> None:
+    prompts = [fresh(980, ("big", i)) for i in range(2)]
+    c.check(prompts, c.p, n=60)
+    assert rig.total(c.p.metrics(), "vllm:num_preemptions_total") > 0
+    c.settle()
+    c.forget(c.p)
+    c.check(prompts, c.p, n=60)  # most of it is loaded now
+
+
+def test_forced_preemption(c: Node) -> None:
+    prompts = [fresh(300, ("forced", i)) for i in range(3)]
+    want = [c.r.run(p, 40).tokens for p in prompts]
+    waiting = [c.d.add(p, 40) for p in prompts]
+    start = c.d.steps()
+    rig.wait_for("some steps", lambda: c.d.steps() > start + 5, 60)
+    try:
+        c.d.preempt_all()
+    except RuntimeError:
+        pass  # blocks were being saved: vLLM does not reset its cache then; the requests are preempted all the same
+    assert [w.result().tokens for w in waiting] == want
+
+
+def test_abort_while_a_prompt_loads(c: Node) -> None:
+    prompts = [fresh(500, ("abort", i)) for i in range(3)]
+    for p in prompts:
+        c.check([p], c.p)
+    c.settle()
+    c.forget(c.d)
+    for p in prompts:
+        pending = c.d.add(p, 30)
+        pending.abort()
+        pending.result()
+    c.settle()
+    c.check(prompts, c.d)
+
+
+def test_transfers_and_the_store_in_one_engine(c: Node) -> None:
+    """P loads a prompt's first part, computes the rest, and sends all of it to D, which saves nothing twice."""
+    base = fresh(640, "pd")
+    c.check([base], c.p)
+    c.settle()
+    c.forget(c.p)
+    prompt = base + fresh(90, "pd tail")
+    moved = rig.total(c.d.metrics(), "vllm:kvspray_transfers_total", side="received", outcome="ok")
+    loaded = pages(c.p, "get", "memory", "disk")
+    c.forget(c.d)
+    assert c.prefill_first(prompt, 12).tokens == c.r.run(prompt, 12).tokens
+    assert rig.total(c.d.metrics(), "vllm:kvspray_transfers_total", side="received", outcome="ok") == moved + 1
+    assert pages(c.p, "get", "memory", "disk") == loaded + 20
+
+
+def test_a_sidecar_that_restarts_serves_from_its_disk(c: Node) -> None:
+    prompts = [fresh(500, ("restart", i)) for i in range(2)]
+    for p in prompts:
+        c.check([p], c.p)
+    c.settle()
+    long = fresh(900, "through it")
+    want = c.r.run(long, 40).tokens
+    running = c.p.add(long, 40)
+    start = c.p.steps()
+    rig.wait_for("some steps", lambda: c.p.steps() > start + 2, 60)
+    c.sp.kill()
+    c.sp.start()
+    assert running.result().tokens == want
+    c.connected()
+    c.check([fresh(5, "a step, in which the worker opens its namespace")], c.p, c.d)
+    before = pages(c.d, "get", "disk")
+    c.forget(c.d)
+    c.check(prompts, c.d)
+    assert pages(c.d, "get", "disk") > before
+
+
+def test_a_store_that_is_too_small(zygote: None, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Pages are given up for others all the time, also between question and load."""
+    c = Node(pathlib.Path(tmp_path_factory.mktemp("small")), {"memory": "2MiB"})
+    try:
+        for name in "PR":
+            c.spawn(name)
+        for e in c.engines.values():
+            e.wait_up()
+        prompts = [fresh(400, ("small", i)) for i in range(5)]  # 4 MB of pages
+        want = [c.r.run(p, 8).tokens for p in prompts]
+        for _ in range(3):
+            got = [x.result().tokens for x in [c.p.add(p, 8) for p in prompts]]
+            assert got == want
+            c.settle()
+            c.forget(c.p)
+        assert pages(c.p, "put", "stored") > 64
+    finally:
+        c.close()
+
+
+def test_several_ranks(zygote: None, tmp_path_factory: pytest.TempPathFactory) -> None:
+    c = Node(pathlib.Path(tmp_path_factory.mktemp("ranks")), {"memory": "48MiB"})
+    try:
+        ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+        c.spawn("P", **ranks)
+        c.spawn("R")
+        for e in c.engines.values():
+            e.wait_up()
+        prompts = [fresh(n, ("ranks", n)) for n in (33, 400)]
+        c.check(prompts, c.p)
+        c.settle()
+        c.forget(c.p)
+        c.check(prompts, c.p)
+        # Of each rank.
+        assert pages(c.p, "get", "memory") == 2 * sum((len(p) - 1) // BLOCK for p in prompts)
+    finally:
+        c.close()
