@@ -10,9 +10,7 @@ import pathlib
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -28,7 +26,7 @@ else:
     pytest.importorskip("sglang", reason="SGLang is missing; make test-sglang makes its environment")
 
 import kvspray  # noqa: E402
-from kvspray_sglang import memory, plugin  # noqa: E402
+from kvspray_sglang import plugin  # noqa: E402
 from kvspray_sglang.hicache import KvsprayHiCache  # noqa: E402
 
 PAGE, SIZE, LAYERS, HEADS, DIM = 16, 512, 3, 2, 8
@@ -111,7 +109,7 @@ class Controller:
         self.controller = HiCacheController(
             self.slots, self.host, PAGE, tp_group=None, load_cache_event=threading.Event(),
             write_policy="write_through", io_backend="direct", storage_backend="dynamic",
-            prefetch_threshold=PAGE, model_name="tiny",
+            prefetch_threshold=PAGE, model_name="tiny", enable_storage_metrics=True,
             storage_backend_extra_config={**EXTRA, "socket": sidecar.socket, **extra},
         )  # fmt: skip
         self.backend: KvsprayHiCache = self.controller.storage_backend

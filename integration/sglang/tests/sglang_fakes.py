@@ -117,7 +117,7 @@ class Pool:
             for layer in range(self.layer_num) if self.layout == "layer_first" else (0,):
                 for kv in range(2):
                     place = (kv, layer, token) if self.layout == "layer_first" else (kv, token)
-                    ptrs.append(base + sum(i * s for i, s in zip(place, b.stride())) * item)
+                    ptrs.append(base + sum(i * s for i, s in zip(place, b.stride(), strict=False)) * item)
         size = one if self.layout == "layer_first" else one * self.layer_num
         return ptrs, [size] * len(ptrs)
 

@@ -19,15 +19,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import kvspray
 import sglang
+from sglang.srt.mem_cache import hicache_storage as upstream
+
+import kvspray
 from kvspray.store import Namespace, Piece, Space
 from kvspray_sglang import names
 from kvspray_sglang.copies import Copies
 from kvspray_sglang.link import Ended, Link, Wanted
 from kvspray_sglang.pools import CopiedPool, Pool, PoolError
 from kvspray_sglang.settings import Settings
-from sglang.srt.mem_cache import hicache_storage as upstream
 
 _log = logging.getLogger(__name__)
 _HASH = re.compile("[0-9a-f]{64}")
