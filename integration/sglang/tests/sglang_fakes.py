@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of SGLang that the backend touches, as far as it touches them, for tests without SGLang.
+"""The parts of SGLang that the backend touches, as far as it does, for tests without SGLang.
 test/sglang runs the backend with the real ones.
 """
 
@@ -105,7 +105,11 @@ class Pool:
     ) -> None:  # fmt: skip
         self.page_size, self.size, self.layout, self.dtype = tokens, pages * tokens, layout, dtype
         self.layer_num, self.width = layers, width
-        dims = (2, layers, self.size, width) if layout == "layer_first" else (2, self.size, layers, width)
+        dims = (
+            (2, layers, self.size, width)
+            if layout == "layer_first"
+            else (2, self.size, layers, width)
+        )
         self.kv_buffer = allocator.allocate(dims, dtype, "cpu")
         self.kv_buffer.zero_()
 
@@ -117,7 +121,9 @@ class Pool:
             for layer in range(self.layer_num) if self.layout == "layer_first" else (0,):
                 for kv in range(2):
                     place = (kv, layer, token) if self.layout == "layer_first" else (kv, token)
-                    ptrs.append(base + sum(i * s for i, s in zip(place, b.stride(), strict=False)) * item)
+                    ptrs.append(
+                        base + sum(i * s for i, s in zip(place, b.stride(), strict=False)) * item
+                    )
         size = one if self.layout == "layer_first" else one * self.layer_num
         return ptrs, [size] * len(ptrs)
 
@@ -132,7 +138,9 @@ class Pool:
         return p.clone()
 
     def indices(self, *pages: int) -> Any:
-        return torch.cat([torch.arange(p * self.page_size, (p + 1) * self.page_size) for p in pages])
+        return torch.cat(
+            [torch.arange(p * self.page_size, (p + 1) * self.page_size) for p in pages]
+        )
 
     def get_data_page(self, index: int, flat: bool = True) -> Any:
         return self.page(index // self.page_size).flatten()
@@ -148,7 +156,9 @@ class Pool:
 memory_config = types.SimpleNamespace(
     hicache_storage_backend=None, hicache_storage_backend_extra_config=None
 )
-server_args = types.SimpleNamespace(model_path="", enable_lora=False, lora_paths=None, kv_cache_dtype="auto")
+server_args = types.SimpleNamespace(
+    model_path="", enable_lora=False, lora_paths=None, kv_cache_dtype="auto"
+)
 
 
 def install() -> None:

@@ -33,7 +33,13 @@ from kvspray_sglang import link, memory, names, plugin  # noqa: E402
 from kvspray_sglang.hicache import KvsprayHiCache, page_hash  # noqa: E402
 from kvspray_sglang.settings import Settings  # noqa: E402
 
-EXTRA = {"backend_name": "k", "module_path": "m", "class_name": "c", "interface_v1": 1, "weights": "w"}
+EXTRA = {
+    "backend_name": "k",
+    "module_path": "m",
+    "class_name": "c",
+    "interface_v1": 1,
+    "weights": "w",
+}
 KEYS = [f"{i:064x}" for i in range(1, 9)]
 MAPPED = memory.allocator_class(fake.HostTensorAllocator)
 OTHER = fake.HostTensorAllocator
@@ -64,7 +70,14 @@ Make = Callable[..., KvsprayHiCache]
 def make() -> Iterator[Make]:
     made: list[KvsprayHiCache] = []
 
-    def backend(socket: str, pool: Any, connect: bool = True, pools: Any = (), extra: Any = None, **ranks: Any) -> KvsprayHiCache:
+    def backend(
+        socket: str,
+        pool: Any,
+        connect: bool = True,
+        pools: Any = (),
+        extra: Any = None,
+        **ranks: Any,
+    ) -> KvsprayHiCache:
         b = KvsprayHiCache(fake.Config({**EXTRA, "socket": socket, **(extra or {})}, **ranks), {})
         made.append(b)
         b.register_mem_pool_host(pool)
@@ -86,24 +99,40 @@ def test_pages_come_back(sidecar: rig.Sidecar, make: Make, layout: str, allocato
     pool = fake.Pool(allocator(), layout=layout)
     b = make(sidecar.socket, pool, extra={"weights": f"{layout}{allocator.__name__}"})
     kinds = {p.region.kind for p in b._pools["kv"][1]}
-    assert kinds == {kvspray.RegionKind.MEMFD if allocator is MAPPED else kvspray.RegionKind.PROCESS}
+    assert kinds == {
+        kvspray.RegionKind.MEMFD if allocator is MAPPED else kvspray.RegionKind.PROCESS
+    }
     pages = [pool.fill(i) for i in (3, 9, 4)]
     assert b.batch_exists(KEYS) == 0
     assert b.batch_set_v1(KEYS[:3], pool.indices(3, 9, 4)) == [True] * 3
     assert b.batch_set_v1(KEYS[3:4], pool.indices(0), fake.ExtraInfo(KEYS[:3])) == [True]
     assert b.batch_exists(KEYS) == 4 and b.exists(KEYS[1]) and not b.exists(KEYS[5])
     pool.kv_buffer.zero_()
-    assert b.batch_get_v1([KEYS[2], KEYS[0], KEYS[7]], pool.indices(11, 2, 5)) == [True, True, False]
+    assert b.batch_get_v1([KEYS[2], KEYS[0], KEYS[7]], pool.indices(11, 2, 5)) == [
+        True,
+        True,
+        False,
+    ]
     assert torch.equal(pool.page(11), pages[2]) and torch.equal(pool.page(2), pages[0])
     assert b.copied_bytes == 0
     stats = b.get_stats()
-    assert stats.backup_pgs == [3, 1] and stats.prefetch_pgs == [2] and stats.prefetch_bandwidth[0] > 0
+    assert (
+        stats.backup_pgs == [3, 1] and stats.prefetch_pgs == [2] and stats.prefetch_bandwidth[0] > 0
+    )
     assert b.get_stats().backup_pgs == []
     assert b.clear() and b.batch_exists(KEYS) == 0
 
 
-def test_pages_of_others_are_not_found(sidecar: rig.Sidecar, make: Make, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(extra: Any = None, dtype: Any = torch.bfloat16, layout: str = "page_first", layers: int = 3, **ranks: Any) -> int:
+def test_pages_of_others_are_not_found(
+    sidecar: rig.Sidecar, make: Make, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(
+        extra: Any = None,
+        dtype: Any = torch.bfloat16,
+        layout: str = "page_first",
+        layers: int = 3,
+        **ranks: Any,
+    ) -> int:
         pool = fake.Pool(MAPPED(), layout=layout, dtype=dtype, layers=layers)
         b = make(sidecar.socket, pool, extra={"weights": "others", **(extra or {})}, **ranks)
         return int(b.batch_exists(KEYS[:1]))
@@ -129,32 +158,60 @@ def test_pages_of_others_are_not_found(sidecar: rig.Sidecar, make: Make, tmp_pat
 def test_ranks_with_equal_content_share_pages(sidecar: rig.Sidecar, make: Make) -> None:
     ranks: list[Any] = [{"tp_rank": r, "tp_size": 2, "is_mla_model": True} for r in range(2)]
     pools = [{k: fake.Pool(MAPPED()) for k in ("kv", "indexer", "mamba")} for _ in ranks]
-    a, b = (make(sidecar.socket, p["kv"], pools=p, extra={"weights": "mla"}, **r) for p, r in zip(pools, ranks, strict=True))
+    a, b = (
+        make(sidecar.socket, p["kv"], pools=p, extra={"weights": "mla"}, **r)
+        for p, r in zip(pools, ranks, strict=True)
+    )
     for name in pools[0]:
-        assert a.batch_set_v2([fake.PoolTransfer(fake.PoolName(name), pools[0][name].indices(1), KEYS[:1])]) == {name: [True]}
-        got = b.batch_get_v2([fake.PoolTransfer(fake.PoolName(name), pools[1][name].indices(2), KEYS[:1])])
+        assert a.batch_set_v2(
+            [fake.PoolTransfer(fake.PoolName(name), pools[0][name].indices(1), KEYS[:1])]
+        ) == {name: [True]}
+        got = b.batch_get_v2(
+            [fake.PoolTransfer(fake.PoolName(name), pools[1][name].indices(2), KEYS[:1])]
+        )
         assert got == {name: [name != "mamba"]}, name  # SGLang divides those states among ranks
 
 
 def test_hybrid_pools(sidecar: rig.Sidecar, make: Make) -> None:
-    pools = {"kv": fake.Pool(MAPPED()), "indexer": fake.Pool(MAPPED(), layers=1), "mamba": fake.Pool(MAPPED(), tokens=1)}
+    pools = {
+        "kv": fake.Pool(MAPPED()),
+        "indexer": fake.Pool(MAPPED(), layers=1),
+        "mamba": fake.Pool(MAPPED(), tokens=1),
+    }
     b = make(sidecar.socket, pools["kv"], pools=pools, extra={"weights": "hybrid"})
 
     def transfer(name: str, keys: list[str], *pages: int, trailing: bool = False) -> Any:
         policy = fake.PoolHitPolicy.TRAILING_PAGES if trailing else fake.PoolHitPolicy.ALL_PAGES
-        return fake.PoolTransfer(fake.PoolName(name), pools[name].indices(*pages) if pages else None, keys, policy)
+        return fake.PoolTransfer(
+            fake.PoolName(name), pools[name].indices(*pages) if pages else None, keys, policy
+        )
 
     pages = [pools["indexer"].fill(i) for i in range(4)]
     state = pools["mamba"].fill(7)
     assert b.batch_set_v1(KEYS[:5], pools["kv"].indices(*range(5))) == [True] * 5
-    put = b.batch_set_v2([transfer("indexer", KEYS[:4], 0, 1, 2, 3), transfer("mamba", KEYS[2:3], 7)])
+    put = b.batch_set_v2(
+        [transfer("indexer", KEYS[:4], 0, 1, 2, 3), transfer("mamba", KEYS[2:3], 7)]
+    )
     assert put == {"indexer": [True] * 4, "mamba": [True]}
-    found = b.batch_exists_v2(KEYS, [transfer("indexer", KEYS), transfer("mamba", KEYS[:1], trailing=True)])
-    assert (found.kv_hit_pages, found.extra_pool_hit_pages) == (3, {"kv": 5, "indexer": 4, "mamba": 3})
+    found = b.batch_exists_v2(
+        KEYS, [transfer("indexer", KEYS), transfer("mamba", KEYS[:1], trailing=True)]
+    )
+    assert (found.kv_hit_pages, found.extra_pool_hit_pages) == (
+        3,
+        {"kv": 5, "indexer": 4, "mamba": 3},
+    )
     assert found.restorable_prefix_pages == [3]
-    got = b.batch_get_v2([transfer("mamba", KEYS[2:3], 1), transfer("indexer", KEYS[1:3], 9, 8), transfer("kv", KEYS[:1])])
+    got = b.batch_get_v2(
+        [
+            transfer("mamba", KEYS[2:3], 1),
+            transfer("indexer", KEYS[1:3], 9, 8),
+            transfer("kv", KEYS[:1]),
+        ]
+    )
     assert got == {"mamba": [True], "indexer": [True, True], "kv": [False]}
-    assert torch.equal(pools["mamba"].page(1), state) and torch.equal(pools["indexer"].page(8), pages[2])
+    assert torch.equal(pools["mamba"].page(1), state) and torch.equal(
+        pools["indexer"].page(8), pages[2]
+    )
 
 
 def test_a_pool_of_indices_only(sidecar: rig.Sidecar, make: Make) -> None:
@@ -162,7 +219,10 @@ def test_a_pool_of_indices_only(sidecar: rig.Sidecar, make: Make) -> None:
     side = fake.Pool(MAPPED())
     indices.kv_buffer = None
     b = make(sidecar.socket, indices, pools={"indexer": side}, extra={"weights": "logical"})
-    assert b.batch_set_v1(KEYS[:2], side.indices(0, 1)) == [True, True] and b.batch_exists(KEYS[:2]) == 0
+    assert (
+        b.batch_set_v1(KEYS[:2], side.indices(0, 1)) == [True, True]
+        and b.batch_exists(KEYS[:2]) == 0
+    )
     transfer = fake.PoolTransfer(fake.PoolName.INDEXER, side.indices(0, 1), KEYS[:2])
     assert b.batch_set_v2([transfer]) == {"indexer": [True, True]}
     assert b.batch_exists_v2(KEYS, [transfer]).kv_hit_pages == 2
@@ -180,13 +240,19 @@ class Uneven(fake.Pool):
 
 
 @pytest.mark.parametrize("kind", [Opaque, Uneven])
-def test_pools_whose_pages_cannot_be_placed_are_copied(sidecar: rig.Sidecar, make: Make, kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_pools_whose_pages_cannot_be_placed_are_copied(
+    sidecar: rig.Sidecar, make: Make, kind: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     pool = kind(MAPPED())
     b = make(sidecar.socket, pool, extra={"weights": kind.__name__})
     assert "Python copies each of its pages" in caplog.text
     page = pool.fill(3)
-    assert b.batch_set_v1(KEYS[:2], pool.indices(3, 0)) == [True, True] and b.batch_exists(KEYS) == 2
-    assert b.batch_get_v1(KEYS[:3], pool.indices(5, 6, 7)) == [True, True, False] and torch.equal(pool.page(5), page)
+    assert (
+        b.batch_set_v1(KEYS[:2], pool.indices(3, 0)) == [True, True] and b.batch_exists(KEYS) == 2
+    )
+    assert b.batch_get_v1(KEYS[:3], pool.indices(5, 6, 7)) == [True, True, False] and torch.equal(
+        pool.page(5), page
+    )
     assert b.copied_bytes == 4 * page.numel() * page.element_size()
 
 
@@ -205,12 +271,16 @@ def test_tensors(sidecar: rig.Sidecar, make: Make) -> None:
     assert not b.batch_set(["large"], [torch.zeros(17 << 20, dtype=torch.uint8)])
 
 
-def test_without_a_sidecar_and_with_one_that_comes(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_sidecar_and_with_one_that_comes(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
     pool = fake.Pool(MAPPED())
     with node() as s, caplog.at_level(logging.INFO):
         b = make(s.socket, pool, connect=False)
         for _ in range(20):
-            assert b.batch_exists(KEYS) == 0 and b.batch_set_v1(KEYS[:1], pool.indices(0)) == [False]
+            assert b.batch_exists(KEYS) == 0 and b.batch_set_v1(KEYS[:1], pool.indices(0)) == [
+                False
+            ]
             assert b.batch_get_v1(KEYS[:1], pool.indices(0)) == [False]
             assert b.batch_exists_v2(KEYS, []).kv_hit_pages == 0 and not b.clear()
         rig.wait_for("a line in the log", lambda: "no sidecar at" in caplog.text, 30)
@@ -228,7 +298,8 @@ def test_without_a_sidecar_and_with_one_that_comes(make: Make, caplog: pytest.Lo
 
 
 def test_a_sidecar_that_hangs_is_fenced_before_pages_are_given_back(make: Make) -> None:
-    """It is stopped while it has a get. The call ends when its exit is proved, well before SGLang's ten seconds."""
+    """It is stopped while it has a get. The call ends when its exit is proved, before SGLang's ten
+    seconds."""
     with node() as s:
         s.start()
         pool = fake.Pool(MAPPED(), layers=64, width=1024)
@@ -254,7 +325,11 @@ def test_many_threads(sidecar: rig.Sidecar, make: Make) -> None:
     def work(n: int) -> None:
         for i in range(25):
             key, page = page_key(n, i), pool.fill(2 * n)
-            if not (b.batch_set_v1([key], pool.indices(2 * n)) == b.batch_get_v1([key], pool.indices(2 * n + 1)) == [True]):
+            if not (
+                b.batch_set_v1([key], pool.indices(2 * n))
+                == b.batch_get_v1([key], pool.indices(2 * n + 1))
+                == [True]
+            ):
                 failed.append(f"{n}/{i}")
             elif b.batch_exists([key]) != 1 or not torch.equal(pool.page(2 * n + 1), page):
                 failed.append(f"{n}/{i}: other bytes")
@@ -282,7 +357,9 @@ def test_nothing_raises(sidecar: rig.Sidecar, make: Make, caplog: pytest.LogCapt
     assert b.batch_get_v1(KEYS[:1], pool.indices(0)) == [False] and "has moved" in caplog.text
 
 
-def test_replaced_weights(sidecar: rig.Sidecar, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_weights(
+    sidecar: rig.Sidecar, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(names, "_replaced", [0])
     pool = fake.Pool(MAPPED())
     b = make(sidecar.socket, pool, extra={"weights": "before"})
@@ -318,7 +395,9 @@ def test_what_is_refused(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
         KvsprayHiCache(fake.Config(EXTRA), {})
 
 
-def test_memory_is_mapped_only_for_this_backend(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_mapped_only_for_this_backend(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def chosen() -> Any:
         return plugin._choose(lambda kind: kind, "shm")
 
@@ -327,7 +406,13 @@ def test_memory_is_mapped_only_for_this_backend(tmp_path: pathlib.Path, monkeypa
     file = tmp_path / "c.json"
     file.write_text(text)
     monkeypatch.setattr(fake.memory_config, "hicache_storage_backend", "dynamic")
-    for extra, ours in ((text, True), (f"@{file}", True), ("{}", False), ("@nowhere", False), (None, False)):
+    for extra, ours in (
+        (text, True),
+        (f"@{file}", True),
+        ("{}", False),
+        ("@nowhere", False),
+        (None, False),
+    ):
         monkeypatch.setattr(fake.memory_config, "hicache_storage_backend_extra_config", extra)
         assert (chosen() != "shm") == ours, extra
     tensor = plugin._allocator()().allocate((3, 5), torch.bfloat16, "cpu")
@@ -337,10 +422,17 @@ def test_memory_is_mapped_only_for_this_backend(tmp_path: pathlib.Path, monkeypa
     del tensor
     assert memory.region_of(addr, addr + 30) is None and region.fd == -1
     with monkeypatch.context() as m:
-        m.setattr(kvspray.Region, "alloc", classmethod(lambda *_: (_ for _ in ()).throw(kvspray.KvsprayError("full"))))
+        m.setattr(
+            kvspray.Region,
+            "alloc",
+            classmethod(lambda *_: (_ for _ in ()).throw(kvspray.KvsprayError("full"))),
+        )
         assert plugin._allocator()().allocate((3, 5), torch.bfloat16, "cpu").shape == (3, 5)
 
 
 def test_keys() -> None:
-    assert page_hash(KEYS[0]) == bytes(31) + b"\1" and len({page_hash(k) for k in (KEYS[9 - 2], "x", "X", "A" * 64, "a" * 64)}) == 5
+    assert (
+        page_hash(KEYS[0]) == bytes(31) + b"\1"
+        and len({page_hash(k) for k in (KEYS[9 - 2], "x", "X", "A" * 64, "a" * 64)}) == 5
+    )
     assert Settings.parse(EXTRA).secret() == b""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kvspray's side inside SGLang: a storage backend of HiCache on the page store of the node's sidecar.
+"""kvspray's side inside SGLang: a storage backend of HiCache on the store of the node's sidecar.
 
 ``hicache`` has the backend, which SGLang loads by ``--hicache-storage-backend dynamic``. ``plugin``
 puts SGLang's host pools into memory that the sidecar can map. docs/sglang.md shows the set-up.

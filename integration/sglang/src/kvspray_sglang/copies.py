@@ -38,7 +38,9 @@ class Copies:
         """Copies pages of the store into tensors of one size."""
         return self._move(name, hashes, into, False, b"")
 
-    def put(self, name: str, hashes: Sequence[bytes], pages: Sequence[Any], parent: bytes = b"") -> list[bool]:
+    def put(
+        self, name: str, hashes: Sequence[bytes], pages: Sequence[Any], parent: bytes = b""
+    ) -> list[bool]:
         """Copies tensors of one size into the store."""
         return self._move(name, hashes, pages, True, parent)
 

@@ -39,7 +39,11 @@ _MAX_SAMPLES = 1024  # of a metric between two polls
 
 def page_hash(key: str) -> bytes:
     """SGLang's key of a page as bytes."""
-    return bytes.fromhex(key) if _HASH.fullmatch(key) else hashlib.sha256(b"key:" + key.encode()).digest()
+    return (
+        bytes.fromhex(key)
+        if _HASH.fullmatch(key)
+        else hashlib.sha256(b"key:" + key.encode()).digest()
+    )
 
 
 def _safe(default: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -203,11 +207,15 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
     # -- pages by their places in host pools
 
     @_safe(_none)
-    def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+    def batch_get_v1(
+        self, keys: list[str], host_indices: Any, extra_info: Any = None
+    ) -> list[bool]:
         return self._one(keys, host_indices, extra_info, put=False)
 
     @_safe(_none)
-    def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+    def batch_set_v1(
+        self, keys: list[str], host_indices: Any, extra_info: Any = None
+    ) -> list[bool]:
         return self._one(keys, host_indices, extra_info, put=True)
 
     def _one(self, keys: list[str], indices: Any, extra: Any, *, put: bool) -> list[bool]:
@@ -236,7 +244,7 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
         return out
 
     def _move(self, wanted: Sequence[Any], extra: Any, put: bool) -> list[list[bool]]:
-        """Moves (pool, keys, indices); those in the sidecar's memory at once. A list of flags for each."""
+        """Moves (pool, keys, indices), all that the sidecar reaches at once. Flags for each."""
         out = [[False] * len(keys) for _, keys, _ in wanted]
         before = getattr(extra, "prefix_keys", None)
         parent = page_hash(before[-1]) if before else b""
@@ -264,7 +272,9 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
         if ended and self._config.enable_storage_metrics:
             what = "backup" if put else "prefetch"
             self._samples[f"{what}_pgs"].append(sum(sum(e.pages) for e in ended))
-            self._samples[f"{what}_bandwidth"].append(sum(e.bytes for e in ended) / max(took, 1e-9) / 1e9)
+            self._samples[f"{what}_bandwidth"].append(
+                sum(e.bytes for e in ended) / max(took, 1e-9) / 1e9
+            )
 
     # -- pages as tensors
 
@@ -293,19 +303,27 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
         for positions in _alike(target_locations):
             hashes = [page_hash(keys[i]) for i in positions]
             into = [target_locations[i] for i in positions]
-            for i, t, ok in zip(positions, into, self._copies.get(_TENSORS, hashes, into), strict=True):
+            for i, t, ok in zip(
+                positions, into, self._copies.get(_TENSORS, hashes, into), strict=True
+            ):
                 out[i] = t if ok else None
         return out
 
     @_safe(lambda *_, **__: False)
     def batch_set(
-        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+        self,
+        keys: list[str],
+        values: Any = None,
+        target_locations: Any = None,
+        target_sizes: Any = None,
     ) -> bool:
         pages = values if values is not None else target_locations
         if not keys or not pages or not self._ready():
             return not keys
         return all(
-            all(self._copies.put(_TENSORS, [page_hash(keys[i]) for i in at], [pages[i] for i in at]))
+            all(
+                self._copies.put(_TENSORS, [page_hash(keys[i]) for i in at], [pages[i] for i in at])
+            )
             for at in _alike(pages)
         )
 

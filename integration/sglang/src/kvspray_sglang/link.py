@@ -58,7 +58,13 @@ class Link:
         engine = kvspray.EngineInfo("sglang", version, secrets.token_hex(8))
         self._log = log
         self._client = kvspray.WorkerClient(
-            socket, engine=engine, ranks=ranks, layers=1, deadline_s=CALL_S, grace_s=FENCE_S, log=log
+            socket,
+            engine=engine,
+            ranks=ranks,
+            layers=1,
+            deadline_s=CALL_S,
+            grace_s=FENCE_S,
+            log=log,
         )
         self._regions: list[kvspray.Region] = []
         self._cond = threading.Condition()  # guards what follows
@@ -76,8 +82,9 @@ class Link:
         if other:
             self._log.warning(
                 "kvspray: host pool %r is in memory that the sidecar cannot map, so its pages are "
-                "copied once more. Remedy: install kvspray-sglang where SGLang runs, let SGLANG_PLUGINS "
-                "name kvspray if it is set, and configure the backend when the server starts", pool.name,
+                "copied once more. Remedy: install kvspray-sglang where SGLang runs, let "
+                "SGLANG_PLUGINS name kvspray if it is set, and configure the backend when the "
+                "server starts", pool.name,
             )  # fmt: skip
         found = memory.process_regions(other)
         pieces = []
@@ -195,15 +202,16 @@ class Link:
     # -- completions
 
     def _end(self, lease: int, end: float) -> kvspray.Completion:
-        """The lease's end. After ``end`` it is cancelled; what follows is bounded by the shim, which
-        kills a sidecar that does not answer. A fence that a sidecar reports as unfinished is waited
-        for, because SGLang would give the pages to another prompt."""
+        """The lease's end. After ``end`` it is cancelled; what follows is bounded by the shim,
+        which kills a sidecar that does not answer. A fence that a sidecar reports as unfinished is
+        waited for, because SGLang would use the pages for another prompt."""
         if not self._wait(lease, end):
             self._client.cancel(lease, "the engine waits no longer")
             if not self._wait(lease, time.monotonic() + 2 * FENCE_S):
                 self._log.error(
                     "kvspray: a request to the store is not fenced %.0f s after its deadline; its "
-                    "pages are withheld from SGLang until it is: %s", 2 * FENCE_S, self.status().error,
+                    "pages are withheld from SGLang until it is: %s",
+                    2 * FENCE_S, self.status().error,
                 )  # fmt: skip
                 self._wait(lease, None)
         with self._cond:

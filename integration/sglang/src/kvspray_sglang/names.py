@@ -2,7 +2,8 @@
 """What the bytes of a page depend on besides its tokens: weights, ranks, versions.
 
 SGLang's storage keys hold tokens; those of 0.5.23 also a LoRA adapter and a cache_salt, those of
-0.5.17 do not. Everything else goes into the namespace here, so that pages of other engines are never found.
+0.5.17 do not. Everything else goes into the namespace here, so that pages of other engines are not
+found.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ ALGORITHM = "sglang-sha256"
 
 # Arguments of the server that change KV or its bytes, beside the checkpoint.
 _ARGUMENTS = (
-    "dtype", "quantization", "kv_cache_dtype", "quantization_param_path", "json_model_override_args",
-    "model_impl", "enable_torchao", "torchao_config", "enable_fp8_kv_scale",
+    "dtype", "quantization", "kv_cache_dtype", "quantization_param_path",
+    "json_model_override_args", "model_impl", "torchao_config",
 )  # fmt: skip
 # Pools whose content is equal on all tensor parallel ranks of a model with MLA. All others are cut
 # by heads, or may be: a key without the rank would mix up their shards.

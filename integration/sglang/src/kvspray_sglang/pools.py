@@ -70,7 +70,7 @@ class Pool:
                 (p.addr + page * p.stride, p.length) for p in parts
             ]:
                 raise PoolError(
-                    f"{what}, layout {layout}: its pages are not at equal distances, as page {page} shows"
+                    f"{what}, layout {layout}: its pages are not at equal distances (page {page})"
                 )
         return parts
 
@@ -89,7 +89,9 @@ class Pool:
     def blocks(self, indices: Any, keys: int) -> list[int]:
         """The pages that these slots of tokens are in, one for each key."""
         out = _pages(self.name, self.page_tokens, self.pages, indices, keys)
-        if out and self._meta(out[0]) != [(p.addr + out[0] * p.stride, p.length) for p in self.parts]:
+        if out and self._meta(out[0]) != [
+            (p.addr + out[0] * p.stride, p.length) for p in self.parts
+        ]:
             raise PoolError(f"kvspray: host pool {self.name!r} has moved since it was registered; "
                             "detach the storage backend and attach it again")  # fmt: skip
         return out

@@ -16,14 +16,21 @@ def _pages(src: torch.Tensor, dst: torch.Tensor, page: int) -> Iterator[tuple[sl
         yield slice(a, a + page), slice(b, b + page)
 
 
-def transfer_kv_direct(src_layers: Tensors, dst_layers: Tensors, src_indices: Any, dst_indices: Any, page_size: int) -> None:
+def transfer_kv_direct(
+    src_layers: Tensors, dst_layers: Tensors, src_indices: Any, dst_indices: Any, page_size: int
+) -> None:
     for s, d in zip(src_layers, dst_layers, strict=True):
         for a, b in _pages(src_indices, dst_indices, page_size):
             d[b].copy_(s[a])
 
 
 def transfer_kv_per_layer_direct_pf_lf(
-    src_ptrs: Tensors, dst_ptrs: Tensors, src_indices: Any, dst_indices: Any, layer_id: int, page_size: int
+    src_ptrs: Tensors,
+    dst_ptrs: Tensors,
+    src_indices: Any,
+    dst_indices: Any,
+    layer_id: int,
+    page_size: int,
 ) -> None:
     for s, d in zip(src_ptrs, dst_ptrs, strict=True):
         for a, b in _pages(src_indices, dst_indices, page_size):
