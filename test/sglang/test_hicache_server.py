@@ -26,7 +26,7 @@ MUST = "sglang" in os.environ.get("KVSPRAY_MUST_RUN", "").split(",")
 if not MUST and importlib.util.find_spec("sglang") is None:
     pytest.skip("sglang: make test-sglang makes its environment", allow_module_level=True)
 
-START_S = 600.0
+START_S = 1200.0  # two servers start at once, on few cores
 PAGE = 16
 TURN, ANSWER = 60, 8  # tokens
 MODEL = rig.ROOT / ".build" / "models" / "tiny-llama"
@@ -66,7 +66,10 @@ class Server(Process):
             "PYTHONWARNINGS": "ignore",
         }
         self.spawn(command, env)
-        rig.wait_for(name, self.up, START_S, 0.5)
+
+    def ready(self) -> Server:
+        rig.wait_for(self.name, self.up, START_S, 0.5)
+        return self
 
     def post(self, path: str, body: Any = None) -> Any:
         data = b"" if body is None else json.dumps(body).encode()
@@ -125,60 +128,61 @@ TALKS, TURNS = 3, 4
 
 
 @pytest.fixture(scope="module")
-def expected(logs: pathlib.Path) -> list[list[list[int]]]:
-    """The answers of a server without HiCache. It ends before the next one starts: a machine may have two cores."""
-    plain = Server("plain", logs, None)
+def sidecar(logs: pathlib.Path) -> Iterator[rig.Sidecar]:
+    s = rig.Sidecar("a", logs, {"store": {"memory": "64MiB"}})
+    with rig.running(s):
+        yield s
+        assert s.panics() is None
+
+
+@pytest.fixture(scope="module")
+def servers(logs: pathlib.Path, sidecar: rig.Sidecar) -> Iterator[tuple[Server, Server]]:
+    """Without HiCache, and with it."""
+    started: list[Server] = []
     try:
-        return [conversation(plain, talk, TURNS)[0] for talk in range(TALKS)]
+        for name, of in (("plain", None), ("hicache", sidecar)):
+            started.append(Server(name, logs, of))
+        plain, hicache = (s.ready() for s in started)
+        yield plain, hicache
     finally:
-        plain.stop()
+        for s in started:
+            s.stop()
 
 
-def test_conversations(logs: pathlib.Path, expected: list[list[list[int]]]) -> None:
-    sidecar = rig.Sidecar("a", logs, {"store": {"memory": "64MiB"}})
-    with rig.running(sidecar):
-        server = Server("hicache", logs, sidecar)
-        try:
-            assert conversation(server, 0, TURNS)[0] == expected[0]
-            rig.wait_for("pages in the store", lambda: store(sidecar, "stored") > 0, 60)
-            # Every turn's prompt comes from the store: nothing else has it.
-            answers, cached = conversation(server, 0, TURNS, server.forget)
-            assert answers == expected[0]
-            prompts = [(TURN + ANSWER) * turn + TURN for turn in range(TURNS)]
-            assert all(
-                hits >= (n - 1) // PAGE * PAGE - PAGE
-                for n, hits in zip(prompts, cached, strict=True)
-            ), (prompts, cached)
-            print(f"prompts of {prompts} tokens, of which the store had {cached}")
-            # The sidecar dies in the middle of a conversation, and comes back without its pages.
-            killed: list[bool] = []
+def test_conversations(servers: tuple[Server, Server], sidecar: rig.Sidecar) -> None:
+    plain, server = servers
+    expected = [conversation(plain, talk, TURNS)[0] for talk in range(TALKS)]
+    assert conversation(server, 0, TURNS)[0] == expected[0]
+    rig.wait_for("pages in the store", lambda: store(sidecar, "stored") > 0, 60)
+    # Every turn's prompt comes from the store: nothing else has it.
+    answers, cached = conversation(server, 0, TURNS, server.forget)
+    assert answers == expected[0]
+    prompts = [(TURN + ANSWER) * turn + TURN for turn in range(TURNS)]
+    print(f"prompts of {prompts} tokens, of which the store had {cached}")
+    assert all(hits >= n // PAGE * PAGE - PAGE for n, hits in zip(prompts, cached, strict=True))
+    hits = store(sidecar, "hit")
+    assert hits >= sum(cached[1:]) // PAGE
 
-            def kill() -> None:
-                if not killed:
-                    sidecar.kill()
-                    killed.append(True)
-                server.forget()
+    # The sidecar dies in the middle of a conversation, and comes back without its pages.
+    turns: list[int] = []
 
-            assert conversation(server, 1, TURNS, kill)[0] == expected[1]
-            sidecar.start()
-            answers, _ = conversation(server, 2, TURNS)
-            assert answers == expected[2]
-            rig.wait_for(
-                "a session with the new sidecar",
-                lambda: (
-                    store(sidecar, "stored") > 0 or conversation(server, 1, TURNS)[0] != expected[1]
-                ),
-                120,
-                1,
-            )
-            server.forget()
-            answers, cached = conversation(server, 1, 1)
-            assert answers == expected[1][:1]
-            assert server.up() and sidecar.panics() is None
-            text = server.log.read_text(errors="replace")
-            assert "cannot map" not in text and "kvspray: storage backend" not in text
-        finally:
-            server.stop()
+    def kill_once() -> None:
+        if not turns:
+            sidecar.kill()
+        turns.append(1)
+        server.forget()
+
+    assert conversation(server, 1, TURNS, kill_once)[0] == expected[1]
+    sidecar.start()
+
+    def stored() -> bool:
+        assert conversation(server, 2, TURNS, server.forget)[0] == expected[2]
+        return store(sidecar, "hit") > 0
+
+    rig.wait_for("hits in the new sidecar's store", stored, 120, 1)
+    assert server.up()
+    text = server.log.read_text(errors="replace")
+    assert "cannot map" not in text and "kvspray: storage backend" not in text
 
 
 def store(sidecar: rig.Sidecar, what: str) -> float:
