@@ -9,6 +9,7 @@ import (
 
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/internal/board"
+	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/transfer"
 )
 
@@ -18,7 +19,7 @@ type CopyBlock = msg.CopyBlock
 // Copy is a lease for a copy between two regions of one worker. It ends like a destination lease.
 type Copy struct {
 	Lease    transfer.LeaseID
-	Src, Dst int // indices into Worker.Regions
+	Src, Dst *mem.Region
 	// Blocks lie inside the regions. A written block overlaps no other block of the list, read or
 	// written.
 	Blocks   []CopyBlock
@@ -32,8 +33,10 @@ func (w *worker) copyLocked(rec board.Record) error {
 		return err
 	}
 	m, err := msg.DecodeCopy(rec.Body)
+	var c Copy
+	var added []*addedRegion
 	if err == nil {
-		err = w.checkCopy(m)
+		c, added, err = w.checkCopyLocked(m)
 	}
 	if err == nil {
 		err = w.checkMark("COPY", m.After)
@@ -54,8 +57,8 @@ func (w *worker) copyLocked(rec board.Record) error {
 	}
 	l.isCopy = true
 	w.copies++
-	c := Copy{Lease: w.leaseID(l), Src: int(m.Src), Dst: int(m.Dst), Blocks: m.Blocks,
-		Deadline: w.s.duration(m.DeadlineMS, w.s.opt.Deadline), Req: m.Req}
+	l.useLocked(added)
+	c.Lease, c.Deadline = w.leaseID(l), w.s.duration(m.DeadlineMS, w.s.opt.Deadline)
 	w.beginLocked(l, m.After, c.Deadline, func(left time.Duration) func(Events) {
 		c.Deadline = left
 		return func(e Events) { e.Copy(w.pub, c) }
@@ -63,29 +66,36 @@ func (w *worker) copyLocked(rec board.Record) error {
 	return nil
 }
 
-// checkCopy refuses blocks outside their regions, and lists whose result would depend on the order
-// of copying.
-func (w *worker) checkCopy(m *msg.Copy) error {
+// checkCopyLocked refuses blocks outside their regions, and lists whose result would depend on the
+// order of copying. It returns the regions among the two that may be dropped.
+func (w *worker) checkCopyLocked(m *msg.Copy) (c Copy, added []*addedRegion, err error) {
+	refused := func(field, problem, remedy string) (Copy, []*addedRegion, error) {
+		return Copy{}, nil, &msg.Error{Message: "COPY", Field: field, Problem: problem, Remedy: remedy}
+	}
+	c = Copy{Blocks: m.Blocks, Req: m.Req}
 	for _, r := range []struct {
 		field string
 		index uint32
-	}{{"src", m.Src}, {"dst", m.Dst}} {
-		if int64(r.index) >= int64(len(w.pub.Regions)) {
-			return &msg.Error{Message: "COPY", Field: r.field, Problem: fmt.Sprintf("region %d, %d are "+
-				"registered", r.index, len(w.pub.Regions)),
-				Remedy: "name regions by their index in REGISTER, from 0"}
+		to    **mem.Region
+	}{{"src", m.Src, &c.Src}, {"dst", m.Dst, &c.Dst}} {
+		region, a, err := w.regionLocked(uint64(r.index))
+		if err != nil {
+			return refused(r.field, err.Error(), "name regions by their numbers, as in REGISTER and "+
+				"ADD_REGIONS")
+		}
+		if *r.to = region; a != nil && !slices.Contains(added, a) {
+			added = append(added, a)
 		}
 	}
-	src, dst := w.pub.Regions[m.Src], w.pub.Regions[m.Dst]
 	spans := make([]copySpan, 0, 2*len(m.Blocks))
 	for i, b := range m.Blocks {
-		err := errors.Join(src.Check(b.SrcOff, b.Len), dst.Check(b.DstOff, b.Len))
+		err := errors.Join(c.Src.Check(b.SrcOff, b.Len), c.Dst.Check(b.DstOff, b.Len))
 		if b.Len == 0 {
 			err = errors.New("has no bytes")
 		}
 		if err != nil {
-			return &msg.Error{Message: "COPY", Field: fmt.Sprintf("blocks[%d]", i), Problem: err.Error(),
-				Remedy: "send {src_off, dst_off, len} inside both regions"}
+			return refused(fmt.Sprintf("blocks[%d]", i), err.Error(),
+				"send {src_off, dst_off, len} inside both regions")
 		}
 		spans = append(spans, copySpan{b.DstOff, b.DstOff + b.Len, i, true})
 		if m.Src == m.Dst {
@@ -93,11 +103,11 @@ func (w *worker) checkCopy(m *msg.Copy) error {
 		}
 	}
 	if a, b := clash(spans); a >= 0 {
-		return &msg.Error{Message: "COPY", Field: fmt.Sprintf("blocks[%d]", b),
-			Problem: fmt.Sprintf("overlaps bytes that blocks[%d] reads or writes", a),
-			Remedy:  "write each byte once, and no byte that the same copy reads"}
+		return refused(fmt.Sprintf("blocks[%d]", b),
+			fmt.Sprintf("overlaps bytes that blocks[%d] reads or writes", a),
+			"write each byte once, and no byte that the same copy reads")
 	}
-	return nil
+	return c, added, nil
 }
 
 // copySpan is the range of a region that one block reads or writes.

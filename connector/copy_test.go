@@ -34,7 +34,8 @@ func TestCopy(t *testing.T) {
 	must(t, err)
 	r.rec.until(t, "copy", func() bool { return len(r.rec.copies) == 1 })
 	c := r.rec.seen().copies[0]
-	if c.Lease.ID != id || c.Src != 0 || c.Dst != 1 || !slices.Equal(c.Blocks, want) ||
+	up := r.lastUp(t)
+	if c.Lease.ID != id || c.Src != up.Regions[0] || c.Dst != up.Regions[1] || !slices.Equal(c.Blocks, want) ||
 		c.Deadline != 1500*time.Millisecond || c.Req != "load" {
 		t.Fatalf("copy %+v", c)
 	}
@@ -68,8 +69,8 @@ func TestCopyRefused(t *testing.T) {
 		copy msg.Copy
 		want string
 	}{
-		{"region", msg.Copy{Src: 2, Dst: 1, Blocks: []msg.CopyBlock{{Len: 1}}}, "COPY.src: region 2, 2 " +
-			"are registered"},
+		{"region", msg.Copy{Src: 2, Dst: 1, Blocks: []msg.CopyBlock{{Len: 1}}}, "COPY.src: region 2 is " +
+			"not registered"},
 		{"region", msg.Copy{Src: 0, Dst: 1 << 31, Blocks: []msg.CopyBlock{{Len: 1}}},
 			"COPY.dst: region 2147483648"},
 		{"no blocks", msg.Copy{Src: 0, Dst: 1}, "COPY.blocks: bin of 0 bytes"},

@@ -108,6 +108,8 @@ type Devices interface {
 	// Import takes the handle that the engine's shim made, and its descriptor or -1. On success the
 	// region owns fd.
 	Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Region, error)
+	// Forget gives back what GPUs have of regions that go.
+	Forget([]*mem.Region)
 }
 
 // Engines uses the work that engines do for the sidecar in their own GPU contexts.

@@ -82,6 +82,8 @@ func (g *fakeGPU) Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Re
 		Size: size, Handle: handle, FD: fd})
 }
 
+func (g *fakeGPU) Forget([]*mem.Region) {}
+
 // Memory of a GPU is one worker's, too.
 func TestDeviceMemoryOfAnotherSession(t *testing.T) {
 	r := start(t, func(o *connector.Options) { o.Devices = &fakeGPU{} })

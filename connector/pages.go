@@ -14,14 +14,17 @@ import (
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/board"
+	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/store/page"
 	"github.com/kvspray/kvspray/transfer"
 )
 
 // Store serves the pages of this node's store. Its methods may be called from any goroutine.
 type Store interface {
-	// Open adds a pool of a worker, until the worker's leases are fenced.
+	// Open adds a pool of a worker, until Close or until the worker's leases are fenced.
 	Open(*engines.Worker, Pool) (page.ID, error)
+	// Close closes a pool that no lease uses.
+	Close(w *engines.Worker, pool uint64)
 	// Start opens a lease, in the order of the worker's ring. It does not block.
 	Start(*engines.Worker, Pages)
 	// Exists reports which pages are in all of the namespaces.
@@ -44,7 +47,7 @@ type Pool struct {
 
 // PoolPiece is a part of every block of a Pool.
 type PoolPiece struct {
-	Region            int // index into Worker.Regions
+	Region            *mem.Region
 	Base, Stride, Len uint64
 }
 
@@ -88,7 +91,7 @@ const maxPages = 256
 // pools are the pools of a worker, by their ids, and their blocks that open GETs write or open PUTs
 // read. Guarded by worker.mu.
 type pools struct {
-	known map[uint64]bool
+	known map[uint64][]*addedRegion // and the regions of each that may be dropped
 	used  map[poolBlock]blockUse
 	open  int // GETs and PUTs
 }
@@ -154,6 +157,7 @@ func (w *worker) pagesLocked(rec board.Record) error {
 	}
 	p.Lease, p.Deadline = w.leaseID(l), w.s.duration(deadline, w.s.opt.Deadline)
 	w.pools.openLocked(l, p)
+	l.useLocked(w.pools.known[p.Pool])
 	w.beginLocked(l, after, p.Deadline, func(left time.Duration) func(Events) {
 		p.Deadline = left
 		return func(Events) { w.s.opt.Store.Start(w.pub, *p) }
@@ -164,7 +168,7 @@ func (w *worker) pagesLocked(rec board.Record) error {
 // checkPages refuses a pool that is not open, and blocks whose content would depend on the order of
 // this lease and an open one.
 func (w *worker) checkPages(what string, p *Pages) error {
-	if !w.pools.known[p.Pool] {
+	if _, ok := w.pools.known[p.Pool]; !ok {
 		return &msg.Error{Message: what, Field: "space",
 			Problem: fmt.Sprintf("%d has no blocks in this session", p.Pool),
 			Remedy:  "send OPEN with pieces and blocks first"}
@@ -296,27 +300,46 @@ func (c *session) onOpen(m *msg.Open) {
 // openPool opens the pool of a worker. It is the worker's until its leases are fenced, also if the
 // session ends before.
 func (c *session) openPool(m *msg.Open, space uint64, ns page.Namespace) (id page.ID, err error) {
-	p := Pool{ID: space, Namespace: ns, Blocks: m.Blocks}
-	for _, x := range m.Pieces {
-		p.Pieces = append(p.Pieces, PoolPiece{Region: int(min(x.Region, math.MaxInt32)), Base: x.Base,
-			Stride: x.Stride, Len: x.Len})
-	}
 	w := c.worker
 	w.deliver.Lock() // WorkerGone comes before or after
 	defer w.deliver.Unlock()
 	if w.gone {
 		return id, ErrGone
 	}
+	p, added, err := w.pool(m)
+	if err != nil {
+		return id, err
+	}
+	p.ID, p.Namespace = space, ns
 	if id, err = c.s.opt.Store.Open(w.pub, p); err != nil {
 		return id, err
 	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.pools.known == nil {
-		w.pools.known = map[uint64]bool{}
+		w.pools.known = map[uint64][]*addedRegion{}
 	}
-	w.pools.known[space] = true
+	w.pools.known[space] = added // this session's reader alone drops regions
 	return id, nil
+}
+
+// pool resolves the pieces of a pool, and returns the regions among them that may be dropped.
+func (w *worker) pool(m *msg.Open) (p Pool, added []*addedRegion, err error) {
+	p = Pool{Blocks: m.Blocks, Pieces: make([]PoolPiece, 0, len(m.Pieces))}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for i, x := range m.Pieces {
+		r, a, err := w.regionLocked(x.Region)
+		if err != nil {
+			return p, nil, &msg.Error{Message: "OPEN", Field: fmt.Sprintf("pieces[%d].region", i),
+				Problem: err.Error(), Remedy: "name regions by their numbers, as in REGISTER and ADD_REGIONS"}
+		}
+		if a != nil && !slices.Contains(added, a) {
+			added = append(added, a)
+		}
+		p.Pieces = append(p.Pieces, PoolPiece{Region: r, Base: x.Base, Stride: x.Stride, Len: x.Len})
+	}
+	return p, added, nil
 }
 
 // namespaces returns the ids of spaces of this session.

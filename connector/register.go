@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"runtime"
+	"slices"
 
 	"github.com/kvspray/kvspray/connector/internal/blocks"
 	"github.com/kvspray/kvspray/connector/internal/eventfd"
@@ -46,7 +47,7 @@ func (c *session) onRegister(m *msg.Register, fds descriptorSet) {
 	}
 	owner, mine, theirs := (*worker)(nil), (*memory.Extent)(nil), (*memory.Extent)(nil)
 	if current {
-		owner, mine, theirs = s.sharedLocked(w)
+		owner, mine, theirs = s.sharedLocked(w, w.regions.claims)
 		current = owner == nil
 	}
 	if current {
@@ -81,9 +82,12 @@ func (c *session) onRegister(m *msg.Register, fds descriptorSet) {
 	for _, r := range w.pub.Regions {
 		bytes += r.Size()
 	}
-	w.log.Info("worker registered", "regions", len(w.pub.Regions), "bytes", bytes, "layers",
-		w.pub.Layout.NumLayers(),
-		"groups", len(w.pub.Layout.Groups), "fingerprint", fmt.Sprintf("%x", w.pub.Fingerprint[:6]))
+	log := w.log.With("regions", len(w.pub.Regions), "bytes", bytes)
+	if l := w.pub.Layout; l != nil {
+		log = log.With("layers", l.NumLayers(), "groups", len(l.Groups), "fingerprint",
+			fmt.Sprintf("%x", w.pub.Fingerprint[:6]))
+	}
+	log.Info("worker registered")
 	go w.run()
 	go func() {
 		defer s.wg.Done()
@@ -101,23 +105,31 @@ func (c *session) onRegister(m *msg.Register, fds descriptorSet) {
 	}()
 }
 
-// sharedLocked finds a worker, of any session, whose memory w registers too. A worker owns its
-// memory until its leases are fenced.
-func (s *Server) sharedLocked(w *worker) (owner *worker, mine, theirs *memory.Extent) {
+// sharedLocked finds another worker, of any session, that has memory of w's extents. A worker owns
+// its memory until its leases are fenced.
+func (s *Server) sharedLocked(w *worker, extents []memory.Extent) (owner *worker, mine,
+	theirs *memory.Extent) {
 	byFile := map[[2]uint64][]memory.Extent{}
-	for _, e := range w.extents {
+	for _, e := range extents {
 		byFile[e.File] = append(byFile[e.File], e)
 	}
 	for _, o := range s.workers {
-		for i := range o.extents {
-			if e := memory.Overlapping(byFile[o.extents[i].File], &o.extents[i]); e != nil {
-				return o, e, &o.extents[i]
+		if o == w {
+			continue
+		}
+		for i := range o.regions.claims {
+			x := &o.regions.claims[i]
+			if e := memory.Overlapping(byFile[x.File], x); e != nil {
+				return o, e, x
 			}
 		}
-		for i, r := range w.pub.Regions {
-			if k := memory.SameDevice(o.pub.Regions, r); k >= 0 {
-				return o, &memory.Extent{Field: fmt.Sprintf("regions[%d]", i)},
-					&memory.Extent{Field: fmt.Sprintf("regions[%d]", k)}
+		for i := range extents {
+			e := &extents[i]
+			if e.Region == nil {
+				continue
+			}
+			if x := memory.SameDevice(o.regions.claims, e.Region); x != nil {
+				return o, e, x
 			}
 		}
 	}
@@ -155,7 +167,15 @@ func (c *session) register(m *msg.Register, fds descriptorSet) (w *worker, err e
 	if err := c.checkRegister(m); err != nil {
 		return nil, err
 	}
-	in := memory.NewIntake(fds, c.peer.PID, c.s.opt.Devices)
+	in := c.staged()
+	if m.First != uint32(len(in.Regions)) {
+		return nil, refuse(msg.CodeProtocol, "first", fmt.Errorf("%d, and ADD_REGIONS has passed %d regions",
+			m.First, len(in.Regions)), "open a new session, and pass the regions again")
+	}
+	if err := c.s.checkRegionCount(len(in.Regions), len(m.Regions)); err != nil {
+		return nil, err
+	}
+	in.Begin(fds)
 	defer func() {
 		if err != nil {
 			in.Undo()
@@ -166,9 +186,10 @@ func (c *session) register(m *msg.Register, fds descriptorSet) (w *worker, err e
 		return nil, err
 	}
 	pub := &engines.Worker{Boot: c.hello.Boot, Name: workerName(c.hello), Place: placeOf(c.hello)}
-	if pub.Regions, err = in.Regions(m.Regions); err != nil {
+	if err = in.Open(m.Regions, m.First); err != nil {
 		return nil, err
 	}
+	pub.Regions = slices.Clone(in.Regions)
 	index, err := c.s.openLayout(pub, m.Layout, b.flags)
 	if err != nil {
 		return nil, err
@@ -180,7 +201,9 @@ func (c *session) register(m *msg.Register, fds descriptorSet) (w *worker, err e
 		}
 	}
 	w = c.newWorker(pub, b, index) // it owns the descriptors: nothing may fail from here on
-	w.extents, w.work = in.Extents, work
+	in.Accept()
+	c.intake = nil
+	w.regions.intake, w.regions.claims, w.work = in, in.Extents, work
 	// A caller may keep the Worker and call SourceValid long after the worker has gone: the flags
 	// stay mapped as long as the Worker is reachable.
 	runtime.AddCleanup(w, func(r *mem.Region) { r.Release() }, b.flagsMemory)
@@ -211,17 +234,13 @@ func (c *session) checkRegister(m *msg.Register) error {
 			"division of tokens is unknown", r.PCP.Size, r.DCP.Size),
 			"set prefill and decode context parallel sizes to 1")
 	}
-	if len(m.Layout) == 0 {
+	switch {
+	case len(m.Layout) == 0 && c.s.opt.Store == nil:
 		return refuse(msg.CodeLayout, "layout", errors.New("missing: this sidecar has no page store"),
 			"register with a layout, or with a sidecar that has the feature store")
-	}
-	if len(m.Regions) == 0 {
+	case len(m.Layout) > 0 && len(m.Regions) == 0 && m.First == 0:
 		return refuse(msg.CodeRegion, "regions", errors.New("none"),
 			"register the memory of the KV cache")
-	}
-	if limit := c.s.opt.Limits.Regions; len(m.Regions) > limit {
-		return refuse(msg.CodeLimit, "regions", fmt.Errorf("%d, at most %d", len(m.Regions), limit),
-			"register fewer, larger regions")
 	}
 	return nil
 }
@@ -285,8 +304,12 @@ func (c *session) openBoard(in *memory.Intake, m *msg.Register) (*boardOf, error
 }
 
 // openLayout checks a layout against the regions and flags of pub. index maps its layers to flags.
+// A worker without a layout, which uses the store only, has none.
 func (s *Server) openLayout(pub *engines.Worker, encoded []byte, flags *board.Flags) (index []int,
 	err error) {
+	if len(encoded) == 0 {
+		return nil, nil
+	}
 	const remedy = "register what the engine allocated"
 	sizes := make([]uint64, len(pub.Regions))
 	for i, r := range pub.Regions {
@@ -325,13 +348,16 @@ func (s *Server) openLayout(pub *engines.Worker, encoded []byte, flags *board.Fl
 func (c *session) newWorker(pub *engines.Worker, b *boardOf, index []int) *worker {
 	w := &worker{s: c.s, pub: pub, log: c.log.With("worker", pub.Name), proc: c.peer, flags: b.flags,
 		done:    make(chan struct{}),
-		session: c, rings: b.ringsMemory, tables: pub.Layout.TablesOf(), leases: map[uint64]*lease{},
-		held: map[uint64]*lease{}}
+		session: c, rings: b.ringsMemory, leases: map[uint64]*lease{}, held: map[uint64]*lease{},
+		regions: regions{next: uint32(len(pub.Regions)), added: map[uint32]*addedRegion{}}}
 	w.submissions = submissions{w: w, ring: b.rings.SubmissionConsumer(),
 		event: os.NewFile(uintptr(b.sqEvent), "sq_event"), complaints: map[string]int{}}
 	w.completions = completions{w: w, ring: b.rings.CompletionProducer(), event: b.cqEvent}
 	w.steps = steps{w: w, index: index, leases: map[uint64]*lease{}}
-	w.reserved = blocks.New(pub.Layout, w.tables)
+	if pub.Layout != nil {
+		w.tables = pub.Layout.TablesOf()
+		w.reserved = blocks.New(pub.Layout, w.tables)
+	}
 	w.signals = signals{w: w, seen: make([]uint64, b.flags.Layers()+1)}
 	w.watched.Worker = &w.signals
 	pub.SourceValid = w.submissions.sourceValid

@@ -14,6 +14,10 @@ import (
 
 // checkTables refuses tables that do not match the layout: every id must be inside its groups.
 func (w *worker) checkTables(what string, tables [][]uint32) (ids int, err error) {
+	if w.pub.Layout == nil {
+		return 0, &msg.Error{Message: what, Field: "blocks", Problem: "this worker has no layout",
+			Remedy: "send REGISTER with the layout of the KV cache"}
+	}
 	if len(tables) != len(w.tables) {
 		return 0, &msg.Error{Message: what, Field: "blocks", Problem: fmt.Sprintf("%d tables, the "+
 			"layout has %d", len(tables), len(w.tables)),

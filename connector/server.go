@@ -86,7 +86,7 @@ func New(opt Options) (*Server, error) {
 		opt.SocketMode = 0o600
 	}
 	opt.Features = append(slices.Clone(opt.Features), msg.FeatureCopy, msg.FeatureAfter,
-		msg.FeatureDecline)
+		msg.FeatureDecline, msg.FeatureRegions)
 	if opt.Engines != nil {
 		opt.Features = append(opt.Features, msg.FeatureWork)
 	}

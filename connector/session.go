@@ -11,6 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/kvspray/kvspray/connector/internal/memory"
 	"github.com/kvspray/kvspray/connector/internal/process"
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/control/engines"
@@ -36,6 +37,7 @@ type session struct {
 	worker  *worker
 	bad     int
 	spaces  spaces
+	intake  *memory.Intake // of regions that came before REGISTER; nil: none
 
 	mu     sync.Mutex
 	awaits int  // unanswered; guarded by mu
@@ -221,9 +223,9 @@ func (c *session) handle(p []byte, fds descriptorSet) error {
 	case *msg.Remove:
 		c.onRemove(m)
 	case *msg.AddRegions:
-		c.lacks(m.ID, m.Type())
+		c.onAddRegions(m, fds)
 	case *msg.DropRegions:
-		c.lacks(m.ID, m.Type())
+		c.onDropRegions(m)
 	default:
 		c.sendError(&msg.ErrorMessage{Code: msg.CodeState,
 			Message: fmt.Sprintf("only the sidecar sends %s", m.Type())})
@@ -386,6 +388,7 @@ func (s *Server) sessionEnded(c *session, err error) {
 		w.socketEnded(c, reason)
 		return
 	}
+	c.unstage()
 	c.peer.Close()
 	c.log.Info("session ended", "reason", reason)
 }

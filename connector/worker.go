@@ -5,12 +5,12 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/kvspray/kvspray/connector/internal/blocks"
-	"github.com/kvspray/kvspray/connector/internal/memory"
 	"github.com/kvspray/kvspray/connector/internal/process"
 	"github.com/kvspray/kvspray/connector/internal/watch"
 	"github.com/kvspray/kvspray/connector/msg"
@@ -51,11 +51,11 @@ type worker struct {
 	// lease id -> *lease, open source leases; SourceValid reads it without a lock
 	sources  sync.Map
 	signals  signals
-	watched  watch.Entry     // of signals
-	extents  []memory.Extent // of its board and regions
-	work     *Engine         // nil: the engine does no work
-	detach   func()          // of work; set before WorkerUp
-	draining atomic.Bool     // BYE was sent: no new leases
+	watched  watch.Entry // of signals
+	work     *Engine     // nil: the engine does no work
+	detach   func()      // of work; set before WorkerUp
+	draining atomic.Bool // BYE was sent: no new leases
+	regions  regions
 
 	deliver sync.Mutex
 	gone    bool // WorkerGone was called: no more events; guarded by deliver
@@ -82,9 +82,10 @@ type worker struct {
 type lease struct {
 	id       uint64
 	source   bool
-	isCopy   bool          // a COPY; not a source
-	pages    *Pages        // of a GET or PUT
-	epoch    atomic.Uint32 // 0: closed to readers
+	isCopy   bool           // a COPY; not a source
+	pages    *Pages         // of a GET or PUT
+	regions  []*addedRegion // that a COPY, GET or PUT accesses
+	epoch    atomic.Uint32  // 0: closed to readers
 	tokens   uint32
 	attempt  uint32
 	preempt  bool // blocks are lost; the next STEP of a later attempt revives the lease
@@ -238,7 +239,10 @@ func (w *worker) closeLeaseLocked(l *lease) {
 	}
 	w.blockIDs -= l.ids
 	delete(w.leases, l.id)
-	w.reserved.Release(l.id)
+	w.unuseLocked(l)
+	if w.reserved != nil {
+		w.reserved.Release(l.id)
+	}
 	if l.isCopy {
 		w.copies--
 	}
@@ -285,8 +289,13 @@ func (w *worker) release() {
 	if w.detach != nil {
 		w.detach()
 	}
-	for _, r := range w.pub.Regions {
-		r.Release()
+	all := slices.Clone(w.pub.Regions)
+	w.mu.Lock()
+	for _, a := range w.regions.added {
+		all = append(all, a.Region)
 	}
+	clear(w.regions.added)
+	w.mu.Unlock()
+	w.s.freeRegions(all)
 	close(w.done)
 }

@@ -57,7 +57,7 @@ func (c *copies) start(w *engines.Worker, cp connector.Copy) {
 // result.
 func (c *copies) run(ctx context.Context, w *engines.Worker, cp *connector.Copy) {
 	began := time.Now()
-	m := copyWorker{gpus: c.gpus, src: w.Regions[cp.Src], dst: w.Regions[cp.Dst],
+	m := copyWorker{gpus: c.gpus, src: cp.Src, dst: cp.Dst,
 		ways: map[string]uint64{}}
 	var err error
 	var waited time.Duration
@@ -85,7 +85,7 @@ func (c *copies) trace(w *engines.Worker, cp *connector.Copy, x *engines.Complet
 	waited time.Duration) {
 	outcome := metrics.OutcomeOf(x.Status)
 	c.metrics.CopyEnded(outcome, x.Transport, x.Bytes, x.Took)
-	src, dst := w.Regions[cp.Src].ID(), w.Regions[cp.Dst].ID()
+	src, dst := cp.Src.ID(), cp.Dst.ID()
 	r := trace.Copy{Side: "copy", Outcome: string(outcome), Req: cp.Req, Lease: cp.Lease.String(),
 		Source: hex.EncodeToString(src[:4]),
 		Dest:   hex.EncodeToString(dst[:4]), Route: x.Transport, Blocks: len(cp.Blocks), Bytes: x.Bytes,

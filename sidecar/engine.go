@@ -14,7 +14,6 @@ import (
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/internal/metrics"
-	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/sidecar/internal/local"
 	"github.com/kvspray/kvspray/sidecar/internal/plans"
 )
@@ -27,33 +26,33 @@ type engineEvents struct {
 	local  *local.Leases
 	copies *copies
 	pages  *pageStore
-	gpus   *gpus
 }
 
 var _ connector.Events = engineEvents{}
 
+// WorkerUp passes a worker to the driver, unless it has no layout and so takes part in no transfer.
+func (e engineEvents) WorkerUp(w *engines.Worker) {
+	if w.Layout != nil {
+		e.Events.WorkerUp(w)
+	}
+}
+
 // WorkerGone ends all leases of w, then calls fenced.
 func (e engineEvents) WorkerGone(w *engines.Worker, why error, fenced func()) {
 	e.local.Gone(w)
-	e.Events.WorkerGone(w, workerDead(why), "engine worker gone: "+errText(why),
-		func() {
-			e.local.After(w, func() {
-				e.pages.gone(w)
-				e.release(w.Regions, fenced)
-			})
+	ended := func() {
+		e.local.After(w, func() {
+			e.pages.gone(w)
+			// The driver of GPUs is slow at unpinning the memory, and the kernel at unmapping the cache of
+			// a large host: the goroutine that performs the executor's actions would delay every lane.
+			e.proc.Run(func(context.Context) { fenced() })
 		})
-}
-
-// release ends the GPUs' use of a worker's host memory before the memory goes. The driver is slow
-// at that, and the kernel at unmapping the cache of a large host: the goroutine that performs the
-// executor's actions would delay every lane meanwhile.
-func (e engineEvents) release(regions []*mem.Region, fenced func()) {
-	e.proc.Run(func(context.Context) {
-		if e.gpus != nil {
-			e.gpus.Forget(regions)
-		}
-		fenced()
-	})
+	}
+	if w.Layout == nil {
+		ended()
+		return
+	}
+	e.Events.WorkerGone(w, workerDead(why), "engine worker gone: "+errText(why), ended)
 }
 
 func errText(err error) string {

@@ -164,7 +164,7 @@ func (n *Node) join(self transport.Peer) error {
 	n.copies = newCopies(n.local, n.gpus, n.metrics, n.log)
 	n.pages = &pageStore{cfg: &n.cfg.Store, leases: n.local, registry: n.registry, log: n.log}
 	n.events = engineEvents{Events: n.driver.Events, proc: n.proc, local: n.local, copies: n.copies,
-		pages: n.pages, gpus: n.gpus}
+		pages: n.pages}
 	return nil
 }
 

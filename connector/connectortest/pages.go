@@ -11,16 +11,22 @@ import (
 )
 
 // ask sends a request with a fresh id and waits for its answer.
-func ask[T msg.Message](ctx context.Context, s *Session, request func(id uint64) msg.Message) (T,
-	error) {
-	var none T
+func ask[T msg.Message](ctx context.Context, s *Session, request func(id uint64) msg.Message,
+	fds ...int) (T, error) {
 	c, err := s.conn()
 	if err != nil {
+		var none T
 		return none, err
 	}
+	return askOn[T](ctx, c, request, fds...)
+}
+
+func askOn[T msg.Message](ctx context.Context, c *conn, request func(id uint64) msg.Message,
+	fds ...int) (T, error) {
+	var none T
 	id, ch := c.expect()
 	r := request(id)
-	if err := c.send(r); err != nil {
+	if err := c.send(r, fds...); err != nil {
 		return none, err
 	}
 	m, err := c.answer(ctx, ch)
@@ -52,6 +58,23 @@ func (s *Session) Exists(ctx context.Context, m msg.Exists) (*msg.Found, error) 
 func (s *Session) Remove(ctx context.Context, space uint64) error {
 	_, err := ask[*msg.Done](ctx, s, func(id uint64) msg.Message {
 		return &msg.Remove{ID: id, Space: space}
+	})
+	return err
+}
+
+// AddRegions adds regions, whose descriptors travel in the packet.
+func (w *Worker) AddRegions(ctx context.Context, first uint32, all []msg.Region,
+	fds ...int) error {
+	_, err := ask[*msg.Done](ctx, &w.Session, func(id uint64) msg.Message {
+		return &msg.AddRegions{ID: id, First: first, Regions: all}
+	}, fds...)
+	return err
+}
+
+// DropRegions takes regions back; it returns once nothing accesses them.
+func (w *Worker) DropRegions(ctx context.Context, numbers ...uint32) error {
+	_, err := ask[*msg.Done](ctx, &w.Session, func(id uint64) msg.Message {
+		return &msg.DropRegions{ID: id, Regions: numbers}
 	})
 	return err
 }

@@ -27,13 +27,15 @@ type Config struct {
 	Socket  string
 	Engine  msg.Engine
 	Ranks   msg.Ranks
-	Layout  *layout.Layout
-	Regions []*mem.Region // sealed memfds (mem.NewAnonymous); they stay the caller's
-	Layers  int           // flags on the board; 0: as many as the layout has layers
+	Layout  *layout.Layout // nil: none
+	Regions []*mem.Region  // sealed memfds (mem.NewAnonymous); they stay the caller's
+	Layers  int            // flags on the board; 0: as many as the layout has layers
 	// Ring sizes, powers of two. 0: 1 MiB and 256 KiB.
 	SubmissionBytes, CompletionBytes int
 	Boot                             [16]byte    // random when zero
 	Min, Max                         msg.Version // version in HELLO; 0: the supported one
+	// Before may add regions before REGISTER, whose First and Regions Tamper then changes.
+	Before func(add func(first uint32, all []msg.Region, fds ...int) error) error
 	// Tamper may change the REGISTER message and its descriptors before it is sent.
 	Tamper func(*msg.Register, []int) []int
 	NoMark bool // flags of board 1.1, which have no stream mark
@@ -127,6 +129,7 @@ func NewWorker(cfg Config) (*Worker, error) {
 	if cfg.Layers == 0 && cfg.Layout != nil {
 		cfg.Layers = cfg.Layout.NumLayers()
 	}
+	cfg.Layers = max(cfg.Layers, 1)
 	if cfg.SubmissionBytes == 0 {
 		cfg.SubmissionBytes = 1 << 20
 	}
@@ -220,11 +223,23 @@ func (w *Worker) register(ctx context.Context, c *conn) (*msg.Registered, error)
 	w.welcome = welcome
 	w.mu.Unlock()
 
+	if w.cfg.Before != nil {
+		if err := w.cfg.Before(func(first uint32, all []msg.Region, fds ...int) error {
+			_, err := askOn[*msg.Done](ctx, c, func(id uint64) msg.Message {
+				return &msg.AddRegions{ID: id, First: first, Regions: all}
+			}, fds...)
+			return err
+		}); err != nil {
+			return nil, err
+		}
+	}
 	id, ch := c.expect()
 	m := &msg.Register{ID: id, Session: session, FDs: msg.FDs{Flags: 0, Rings: 1,
 		Doorbell: 2, Bell: 3}}
-	if m.Layout, err = w.cfg.Layout.Marshal(); err != nil {
-		return nil, err
+	if w.cfg.Layout != nil {
+		if m.Layout, err = w.cfg.Layout.Marshal(); err != nil {
+			return nil, err
+		}
 	}
 	fds := []int{w.flagsMem.fd, rings.fd, fdOf(door), fdOf(bell)}
 	for _, r := range w.cfg.Regions {

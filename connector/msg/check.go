@@ -12,8 +12,11 @@ func (m *Rank) check() (field, problem string) {
 }
 
 func (m *Region) check() (field, problem string) {
-	if m.FD == NoFD && m.Kind != KindDevice {
+	switch {
+	case m.FD == NoFD && m.Kind != KindDevice:
 		return "fd", "missing"
+	case m.Offset != 0 && m.Kind != KindMemfd && m.Kind != KindAdopted:
+		return "offset", fmt.Sprintf("%d, but a region of kind %q has none", m.Offset, m.Kind)
 	}
 	return "", ""
 }

@@ -20,7 +20,8 @@ type storeMessage struct {
 func storeMessages() []storeMessage {
 	hashes := append(seq(16, 0x60), seq(16, 0x80)...)
 	pieces := []PagePiece{{0, 0, 8192, 4096}, {1, 1 << 33, 1 << 20, 1}}
-	regions := []Region{{Region: b16(0xa0), Kind: KindMemfd, Bytes: 1 << 21, FD: 0}}
+	regions := []Region{{Region: b16(0xa0), Kind: KindMemfd, Bytes: 1 << 21, FD: 0},
+		{Region: b16(0xb0), Kind: KindAdopted, Bytes: 1 << 21, FD: 0, Offset: 1 << 33}}
 	namespace := Namespace{Weights: "w", DType: "bfloat16", Layout: "f", PageTokens: 64,
 		PageBytes: 4097, Algorithm: "sha256_cbor"}
 	full := namespace
@@ -44,7 +45,8 @@ func storeMessages() []storeMessage {
 			Found: []byte{0}}},
 		{"unpin", &Unpin{Pin: 7}, &Unpin{Pin: 7}},
 		{"remove", &Remove{ID: 8, Space: 3}, &Remove{ID: 8, Space: 3}},
-		{"add_regions", &AddRegions{ID: 9, Regions: regions}, &AddRegions{ID: 9}},
+		{"add_regions", &AddRegions{ID: 9, First: 70000, Regions: regions},
+			&AddRegions{ID: 9}},
 		{"drop_regions", &DropRegions{ID: 10, Regions: []uint32{1, 70000}},
 			&DropRegions{ID: 10, Regions: []uint32{1}}},
 		{"done", &Done{ID: 10}, &Done{ID: 10}},
@@ -81,6 +83,8 @@ func storeVectors(t testing.TB) (out []vector) {
 	}
 	add("store-register", &Register{ID: 2, Session: b16(0x80), FDs: FDs{0, 1, 2, 3, 0, 0},
 		Regions: []Region{{Region: b16(0xa0), Kind: KindMemfd, Bytes: 1 << 21, FD: 4}}}, nil)
+	add("staged-register", &Register{ID: 2, Session: b16(0x80), FDs: FDs{0, 1, 2, 3, 0, 0},
+		First: 70}, nil)
 	for _, m := range storeMessages() {
 		add(m.name, m.full, nil)
 		add(m.name+"-older", m.bare, nil)
@@ -124,6 +128,19 @@ func TestMostKeys(t *testing.T) {
 		if err == nil || !strings.HasPrefix(err.Error(), c.want) {
 			t.Errorf("%v, want %s", err, c.want)
 		}
+	}
+}
+
+// Only mapped files have offsets: what another kind would ignore is refused.
+func TestOffsetOfAProcessRegion(t *testing.T) {
+	p, err := EncodePacket(&AddRegions{ID: 1, Regions: []Region{{Region: b16(1), Kind: KindProcess,
+		Bytes: 4096, Addr: 4096, Offset: 4096}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, err = DecodePacket(p)
+	if err == nil || !strings.Contains(err.Error(), `a region of kind "process" has none`) {
+		t.Error(err)
 	}
 }
 

@@ -214,6 +214,8 @@ func (m *Region) read(r *reader) {
 			m.Handle = append([]byte(nil), r.bin(MaxHandleBytes)...)
 		case "fd":
 			m.FD = r.u32()
+		case "offset":
+			m.Offset = r.u64()
 		default:
 			r.skip()
 		}
@@ -235,6 +237,9 @@ func (m *Region) append(b []byte) []byte {
 	if m.FD != NoFD {
 		n++
 	}
+	if m.Offset != 0 {
+		n++
+	}
 	b = appendMap(b, n)
 	b = append(b, "\xa6region"...)
 	b = appendBin(b, m.Region[:])
@@ -253,6 +258,10 @@ func (m *Region) append(b []byte) []byte {
 	if m.FD != NoFD {
 		b = append(b, "\xa2fd"...)
 		b = appendUint(b, uint64(m.FD))
+	}
+	if m.Offset != 0 {
+		b = append(b, "\xa6offset"...)
+		b = appendUint(b, m.Offset)
 	}
 	return b
 }
@@ -702,6 +711,8 @@ func (m *Register) read(r *reader) {
 		case "fds":
 			m.FDs.read(r)
 			got |= 1 << 3
+		case "first":
+			m.First = r.u32()
 		default:
 			r.skip()
 		}
@@ -712,6 +723,9 @@ func (m *Register) read(r *reader) {
 func (m *Register) append(b []byte) []byte {
 	n := 4
 	if len(m.Layout) > 0 {
+		n++
+	}
+	if m.First != 0 {
 		n++
 	}
 	b = appendMap(b, n)
@@ -730,6 +744,10 @@ func (m *Register) append(b []byte) []byte {
 	}
 	b = append(b, "\xa3fds"...)
 	b = m.FDs.append(b)
+	if m.First != 0 {
+		b = append(b, "\xa5first"...)
+		b = appendUint(b, uint64(m.First))
+	}
 	return b
 }
 
@@ -1200,7 +1218,7 @@ func (m *Remove) append(b []byte) []byte {
 	return b
 }
 
-var requiredAddRegions = []string{"id", "regions"}
+var requiredAddRegions = []string{"id", "first", "regions"}
 
 func (m *AddRegions) read(r *reader) {
 	*m = AddRegions{}
@@ -1210,6 +1228,9 @@ func (m *AddRegions) read(r *reader) {
 		case "id":
 			m.ID = r.u64()
 			got |= 1 << 0
+		case "first":
+			m.First = r.u32()
+			got |= 1 << 1
 		case "regions":
 			{
 				n := r.arrayLen(MaxRegions, 39)
@@ -1226,7 +1247,7 @@ func (m *AddRegions) read(r *reader) {
 					m.Regions = append(m.Regions, e)
 				}
 			}
-			got |= 1 << 1
+			got |= 1 << 2
 		default:
 			r.skip()
 		}
@@ -1235,9 +1256,11 @@ func (m *AddRegions) read(r *reader) {
 }
 
 func (m *AddRegions) append(b []byte) []byte {
-	b = appendMap(b, 2)
+	b = appendMap(b, 3)
 	b = append(b, "\xa2id"...)
 	b = appendUint(b, m.ID)
+	b = append(b, "\xa5first"...)
+	b = appendUint(b, uint64(m.First))
 	b = append(b, "\xa7regions"...)
 	b = appendArray(b, len(m.Regions))
 	for i := range m.Regions {

@@ -11,9 +11,12 @@ const (
 	MaxNameBytes    = 256     // names, endpoints, features
 	MaxReqBytes     = 128     // a request's name for traces
 	MaxFeatures     = 64
-	MaxRegions      = 1024 // of a worker; those with a descriptor also share a packet
-	MaxGroups       = 16   // block tables of an engine
-	MaxPendingSteps = 64   // steps of an INTENT
+	MaxRegions      = 1024    // of a worker, and of a packet
+	MaxRegionFiles  = 256     // files that a worker's regions lie in
+	MaxRegionNumber = 1 << 31 // numbers of a session's regions are below it
+	MaxDrops        = 64      // DROP_REGIONS of a worker without an answer
+	MaxGroups       = 16      // block tables of an engine
+	MaxPendingSteps = 64      // steps of an INTENT
 	MaxStepReqs     = 4096
 	MaxRecompute    = 1024
 	MaxOutcomes     = 64 // entries of a STATS map
@@ -189,7 +192,8 @@ type Region struct {
 	Bytes  uint64
 	Addr   uint64 // process only
 	Handle []byte // device only: section 1.1
-	FD     uint32 // index; device only by handle kind 2
+	FD     uint32 // index; regions of one file may share it; device only by handle kind 2
+	Offset uint64 // memfd, adopted: where in the file it begins, a multiple of the page size
 }
 
 // FDs are indices into the packet's descriptors.
@@ -198,7 +202,7 @@ type FDs struct {
 	Rings    uint32
 	Doorbell uint32 // wakes the sidecar
 	Bell     uint32 // wakes the shim
-	Work     uint32 // section 1.2; both of them or none
+	Work     uint32 // docs/protocol-regions.md; both of them or none
 	WorkBell uint32
 }
 
@@ -291,6 +295,7 @@ type Register struct {
 	Regions []Region
 	Layout  []byte // section 3; without it the worker uses the store only
 	FDs     FDs
+	First   uint32 // number of the first region: how many ADD_REGIONS has passed before
 }
 
 // Type implements Message.
@@ -431,19 +436,20 @@ type Remove struct {
 // Type implements Message.
 func (*Remove) Type() Type { return TypeRemove }
 
-// AddRegions adds regions to the session's, which are numbered on from its last one; answered by DONE.
+// AddRegions adds regions, before REGISTER or after it; answered by DONE.
 type AddRegions struct {
 	ID      uint64
+	First   uint32 // number of the first one; above all earlier numbers of the session
 	Regions []Region
 }
 
 // Type implements Message.
 func (*AddRegions) Type() Type { return TypeAddRegions }
 
-// DropRegions takes regions back; DONE comes once nothing accesses them, and their numbers are not used again.
+// DropRegions takes back regions that were added after REGISTER; DONE comes once nothing accesses them.
 type DropRegions struct {
 	ID      uint64
-	Regions []uint32
+	Regions []uint32 // their numbers, which are not used again
 }
 
 // Type implements Message.

@@ -3,7 +3,6 @@
  * The client's life and its status.
  */
 #include <errno.h>
-#include <fcntl.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -55,8 +54,7 @@ void client_put(kvs_client *c)
 		work_free(c->work);
 	for (int i = 0; i < KVS_MAX_SIDECARS; i++)
 		close_fd(&c->procs[i].pidfd);
-	for (uint32_t i = 0; i < c->region_fd_count; i++)
-		close_fd(&c->region_fds[i]);
+	regions_free(c);
 	if (c->rings)
 		munmap(c->rings, c->rings_bytes);
 	if (c->flags)
@@ -71,7 +69,6 @@ void client_put(kvs_client *c)
 	free(c->engine_name);
 	free(c->engine_version);
 	free(c->engine_id);
-	free(c->regions);
 	free(c->layout);
 	free(c->stats);
 	free(c->packet);
@@ -164,11 +161,11 @@ static int start_locked(kvs_client *c, const struct kvs_region *regions, uint32_
 		log_error(c, "start: the client has been started already");
 		return KVS_E_ARG;
 	}
-	if (c->role == KVS_SCHEDULER ? n != 0 : (n < 1 || n > KVS_MAX_REGIONS || !regions)) {
-		log_error(c, "start: %u regions; a worker has 1..%d, a scheduler none", n, KVS_MAX_REGIONS);
+	if (c->role == KVS_SCHEDULER ? n != 0 : n > KVS_MAX_REGIONS || (n && !regions) || (!n && layout)) {
+		log_error(c, "start: %u regions; a worker has 1..%d, or 0 without a layout, a scheduler none", n, KVS_MAX_REGIONS);
 		return KVS_E_ARG;
 	}
-	if (c->role == KVS_WORKER && (!layout || !mp_is_map(layout, layout_bytes))) {
+	if (layout ? c->role == KVS_SCHEDULER || !mp_is_map(layout, layout_bytes) : layout_bytes != 0) {
 		log_error(c, "start: the layout is not one msgpack map");
 		return KVS_E_ARG;
 	}
@@ -176,36 +173,13 @@ static int start_locked(kvs_client *c, const struct kvs_region *regions, uint32_
 		log_error(c, "start: a layout of %u bytes exceeds %u", layout_bytes, LAYOUT_MAX_BYTES);
 		return KVS_E_TOO_BIG;
 	}
-	c->regions = calloc(n ? n : 1, sizeof *c->regions);
 	c->layout = malloc(layout_bytes ? layout_bytes : 1);
-	if (!c->regions || !c->layout)
+	if (!c->layout)
 		return KVS_E_SYS;
-	for (uint32_t i = 0; i < n; i++) {
-		const struct kvs_region *r = &regions[i];
-		if (r->kind < KVS_REGION_MEMFD || r->kind > KVS_REGION_DEVICE) {
-			log_error(c, "start: region %u has kind %d, want 1..4", i, r->kind);
-			return KVS_E_ARG;
-		}
-		struct region *to = &c->regions[i];
-		memcpy(to->id, r->id, sizeof to->id);
-		to->kind = r->kind;
-		to->addr = r->addr;
-		to->bytes = r->bytes;
-		memcpy(to->handle, r->handle, sizeof to->handle);
-		c->region_count = i + 1;
-		if (r->kind == KVS_REGION_DEVICE && r->fd < 0)
-			continue;
-		if (c->region_fd_count == KVS_PACKET_MAX_FDS - BOARD_FDS) {
-			log_error(c, "start: %u regions, at most %d descriptors fit one packet: allocate the cache in one memfd, or span it with one process region",
-			          n, KVS_PACKET_MAX_FDS - BOARD_FDS);
-			return KVS_E_LIMIT;
-		}
-		int fd = fcntl(r->fd, F_DUPFD_CLOEXEC, 3);
-		if (fd < 0)
-			return KVS_E_SYS;
-		to->fd_index = BOARD_FDS + c->region_fd_count;
-		c->region_fds[c->region_fd_count++] = fd;
-	}
+	int rc = regions_add(c, regions, n);
+	if (rc < 0)
+		return rc;
+	c->registered = n;
 	if (layout_bytes)
 		memcpy(c->layout, layout, layout_bytes);
 	c->layout_bytes = layout_bytes;
@@ -230,12 +204,9 @@ int kvs_start(kvs_client *c, const struct kvs_region *regions, uint32_t n, const
 	int rc = start_locked(c, regions, n, layout, layout_bytes);
 	if (rc < 0 && !c->started) {
 		int err = errno;
-		for (uint32_t i = 0; i < c->region_fd_count; i++)
-			close_fd(&c->region_fds[i]);
-		c->region_count = c->region_fd_count = 0;
-		free(c->regions);
+		regions_free(c);
+		c->registered = 0;
 		free(c->layout);
-		c->regions = NULL;
 		c->layout = NULL;
 		errno = err;
 	}

@@ -14,6 +14,7 @@
  *   wait.c       waiting for completions
  *   admission.c  admission queries and cancellations of a scheduler
  *   request.c    requests about the pages of the store
+ *   memory.c     regions, and the packets that pass them
  *   session.c    one connection: handshake, messages, end
  *   loop.c       the background thread
  *   client.c     the client's life and status
@@ -48,11 +49,13 @@
 #define BUCKETS 1024
 #define LOG_LINES 256
 #define LOG_LINE_BYTES 256
+#define MAX_PACKET_REGIONS 256 /* fits KVS_PACKET_MAX_BYTES */
+#define MAX_REGION_NUMBER (1u << 30)
 #define BOARD_FDS 4 /* flags, rings, doorbell, bell: the first of a REGISTER packet */
 
 /* Of packets on the socket: docs/protocol.md section 1. */
 enum message { MSG_HELLO = 1, MSG_WELCOME, MSG_REGISTER, MSG_REGISTERED, MSG_ERROR, MSG_AWAIT, MSG_ADMITTED, MSG_BYE, MSG_STATS, MSG_DECLINE,
-	       MSG_OPEN, MSG_OPENED, MSG_EXISTS, MSG_FOUND, MSG_UNPIN, MSG_REMOVE, MSG_DONE = 19 };
+	       MSG_OPEN, MSG_OPENED, MSG_EXISTS, MSG_FOUND, MSG_UNPIN, MSG_REMOVE, MSG_ADD_REGIONS, MSG_DROP_REGIONS, MSG_DONE };
 
 enum session_state { IDLE, WELCOMING, REGISTERING, READY };
 
@@ -109,11 +112,17 @@ struct decline {
 	struct decline *next;
 };
 
+struct region_file {
+	int fd;
+	uint32_t users; /* 0: free */
+};
+
 struct region {
 	uint8_t id[16];
 	int32_t kind;
-	uint32_t fd_index; /* in the packet; 0: none */
-	uint64_t addr, bytes;
+	int file; /* index into files; -1: none */
+	uint32_t number;
+	uint64_t addr, bytes, offset;
 	uint8_t handle[KVS_HANDLE_BYTES];
 };
 
@@ -142,9 +151,6 @@ struct kvs_client {
 	uint64_t flags_bytes;
 	struct kvs_flag *layer_flags, *load_flags;
 	uint64_t *source_epoch;
-	struct region *regions;
-	uint32_t region_count, region_fd_count;
-	int region_fds[KVS_PACKET_MAX_FDS - BOARD_FDS];
 	pthread_t thread;
 	_Atomic uint32_t users; /* the client's owner, until kvs_close, and each kvs_gpu: the last one frees it */
 	struct work *work; /* of kvs_start; NULL: nothing of a GPU was registered, or there is no driver */
@@ -153,7 +159,10 @@ struct kvs_client {
 	pthread_cond_t changed; /* connected went up */
 	pthread_cond_t logged;  /* a line, or the end of the log */
 	bool started, closing, log_ended;
-	uint8_t *layout; /* of the regions, for REGISTER */
+	struct region *regions; /* by number */
+	uint32_t region_count, registered, next_region; /* registered: those of kvs_start */
+	struct region_file files[KVS_MAX_REGION_FILES];
+	uint8_t *layout; /* of the regions, for REGISTER; of no bytes: none */
 	uint32_t layout_bytes;
 
 	/* the session */
@@ -163,7 +172,7 @@ struct kvs_client {
 	uint32_t new_pid;
 	int proc; /* index, from WELCOME on; else -1 */
 	bool draining, replaying;
-	bool can_copy, can_work, can_wait, can_decline, can_store; /* features of WELCOME: COPY, work, `after` in records, DECLINE, the store */
+	bool can_copy, can_work, can_wait, can_decline, can_store, can_regions; /* features of WELCOME: COPY, work, `after` in records, DECLINE, the store, ADD_REGIONS */
 	uint64_t mark;                     /* the last one that kvs_gpu_mark gave out */
 	char breaking[160]; /* why the session must be replaced; empty: it need not */
 	int64_t handshake_end_ms, next_try_ms;
@@ -268,7 +277,7 @@ void session_break(kvs_client *c, const char *why);
 /* Texts are not zero-terminated and lie in the packet. */
 struct welcome {
 	uint64_t id, version, leases, deadline_ms, match_timeout_ms, grace_ms;
-	bool fenced, can_copy, can_work, can_wait, can_decline, can_store;
+	bool fenced, can_copy, can_work, can_wait, can_decline, can_store, can_regions;
 	const uint8_t *boot;
 	const char *node, *endpoint;
 	uint32_t node_bytes, endpoint_bytes;
@@ -288,13 +297,22 @@ struct admitted {
 	uint32_t message_bytes;
 };
 
+/* Regions of one packet, with consecutive numbers. */
+struct region_packet {
+	const struct region *regions;
+	uint32_t count, nfds;
+	int fds[KVS_PACKET_MAX_FDS];
+	uint32_t index[MAX_PACKET_REGIONS]; /* of their descriptors */
+};
+
 /* One packet to the sidecar, without waiting. -1: errno. */
 int message_send(kvs_client *c, uint32_t type, const struct mpw *body, const int *fds, uint32_t nfds);
 /* One packet into c->packet, as recvmsg. Descriptors in it are closed: a sidecar has none to give. */
 ssize_t message_receive(kvs_client *c, bool *truncated);
 void write_hello(const kvs_client *c, struct mpw *w);
 /* work: the index of its two descriptors in the packet; 0: there are none. */
-void write_register(const kvs_client *c, struct mpw *w, uint32_t work);
+void write_register(const kvs_client *c, struct mpw *w, const struct region_packet *p, uint32_t work);
+void write_add_regions(struct mpw *w, uint64_t id, const struct region_packet *p);
 /* False: the body is malformed. */
 bool read_welcome(const uint8_t *body, size_t bytes, struct welcome *m);
 bool read_id(const uint8_t *body, size_t bytes, uint64_t *id); /* of any message; 0: it has none */
@@ -376,6 +394,20 @@ void declines_send(kvs_client *c, int64_t now);
 bool requests_answer(kvs_client *c, uint32_t type, uint64_t msg, const uint8_t *body, size_t bytes);
 void requests_lose(kvs_client *c); /* the session ends */
 void requests_free(kvs_client *c);
+/* Sends a request, whose body has `keys` more keys in w. Its handle, or an error. */
+int64_t request_post(kvs_client *c, uint32_t type, uint32_t keys, const struct mpw *w);
+
+/* ---- memory.c ---- */
+
+/* Takes regions with the next numbers; their descriptors are duplicated. After an error none was added. */
+int regions_add(kvs_client *c, const struct kvs_region *all, uint32_t n);
+void regions_free(kvs_client *c);
+/* What this session's sidecar is too old for; NULL: nothing. */
+const char *regions_unsupported(const kvs_client *c);
+/* The regions of REGISTER. If they do not fit its packet, *p has none, and others have passed them. -1: errno. */
+int regions_stage(kvs_client *c, struct region_packet *p);
+/* Passes regions by ADD_REGIONS. -1: errno. */
+int regions_send(kvs_client *c, uint32_t from, uint32_t end);
 
 /* ---- session.c ---- */
 

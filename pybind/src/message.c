@@ -94,18 +94,15 @@ void write_hello(const kvs_client *c, struct mpw *w)
 	mpw_array(w, 0);
 }
 
-void write_register(const kvs_client *c, struct mpw *w, uint32_t work)
+static void write_regions(struct mpw *w, const struct region_packet *p)
 {
 	static const char *const kinds[] = {"", "memfd", "adopted", "process", "device"};
-	mpw_map(w, 5);
-	mpw_put_uint(w, "id", c->register_msg);
-	mpw_put_bin(w, "session", c->session_id, 16);
 	mpw_str(w, "regions");
-	mpw_array(w, c->region_count);
-	for (uint32_t i = 0; i < c->region_count; i++) {
-		const struct region *r = &c->regions[i];
+	mpw_array(w, p->count);
+	for (uint32_t i = 0; i < p->count; i++) {
+		const struct region *r = &p->regions[i];
 		bool process = r->kind == KVS_REGION_PROCESS, device = r->kind == KVS_REGION_DEVICE;
-		mpw_map(w, 3 + process + device + (r->fd_index != 0));
+		mpw_map(w, 3 + process + device + (r->file >= 0) + (r->offset != 0));
 		mpw_put_bin(w, "region", r->id, 16);
 		mpw_put_str(w, "kind", kinds[r->kind]);
 		mpw_put_uint(w, "bytes", r->bytes);
@@ -113,11 +110,34 @@ void write_register(const kvs_client *c, struct mpw *w, uint32_t work)
 			mpw_put_uint(w, "addr", r->addr);
 		if (device)
 			mpw_put_bin(w, "handle", r->handle, sizeof r->handle);
-		if (r->fd_index)
-			mpw_put_uint(w, "fd", r->fd_index);
+		if (r->file >= 0)
+			mpw_put_uint(w, "fd", p->index[i]);
+		if (r->offset)
+			mpw_put_uint(w, "offset", r->offset);
 	}
-	mpw_str(w, "layout");
-	mpw_raw(w, c->layout, c->layout_bytes);
+}
+
+void write_add_regions(struct mpw *w, uint64_t id, const struct region_packet *p)
+{
+	mpw_map(w, 3);
+	mpw_put_uint(w, "id", id);
+	mpw_put_uint(w, "first", p->regions[0].number);
+	write_regions(w, p);
+}
+
+void write_register(const kvs_client *c, struct mpw *w, const struct region_packet *p, uint32_t work)
+{
+	uint32_t staged = c->registered - p->count;
+	mpw_map(w, 4 + (c->layout_bytes != 0) + (staged != 0));
+	mpw_put_uint(w, "id", c->register_msg);
+	mpw_put_bin(w, "session", c->session_id, 16);
+	write_regions(w, p);
+	if (c->layout_bytes) {
+		mpw_str(w, "layout");
+		mpw_raw(w, c->layout, c->layout_bytes);
+	}
+	if (staged)
+		mpw_put_uint(w, "first", staged);
 	mpw_str(w, "fds");
 	mpw_map(w, work ? 6 : 4);
 	mpw_put_uint(w, "flags", 0);
@@ -197,6 +217,7 @@ static bool read_features(struct mpr r, struct welcome *m)
 		m->can_wait |= mp_key(k, kn, "after");
 		m->can_decline |= mp_key(k, kn, "decline");
 		m->can_store |= mp_key(k, kn, "store");
+		m->can_regions |= mp_key(k, kn, "regions");
 	}
 	return true;
 }

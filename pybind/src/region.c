@@ -232,10 +232,30 @@ int kvs_region_process(uint64_t addr, uint64_t bytes, struct kvs_region *out)
 	return 0;
 }
 
+int kvs_region_part(const struct kvs_region *whole, uint64_t offset, uint64_t bytes, struct kvs_region *out)
+{
+	if (!whole || !out || (whole->kind != KVS_REGION_MEMFD && whole->kind != KVS_REGION_ADOPTED) || whole->fd < 0 || offset % page_bytes() || !bytes ||
+	    offset > whole->bytes || bytes > whole->bytes - offset)
+		return KVS_E_ARG;
+	if (region_id(out) < 0)
+		return KVS_E_SYS;
+	out->kind = whole->kind;
+	out->fd = whole->fd;
+	out->addr = whole->addr + offset;
+	out->bytes = bytes;
+	out->offset = whole->offset + offset;
+	out->part = 1;
+	return 0;
+}
+
 void kvs_region_free(struct kvs_region *r)
 {
 	if (!r || r->fd < 0)
 		return;
+	if (r->part) {
+		r->fd = -1;
+		return;
+	}
 	if (r->kind == KVS_REGION_MEMFD)
 		munmap((void *)(uintptr_t)r->addr, r->bytes);
 	close(r->fd);

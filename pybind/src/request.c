@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Requests about the pages of the store (OPEN, EXISTS, REMOVE), their answers, and the end of pins (UNPIN). Bodies are the caller's.
+ * Requests and their answers: about the pages of the store (OPEN, EXISTS, REMOVE), whose bodies are the caller's, and DROP_REGIONS. The end of
+ * pins (UNPIN).
  */
 #include <errno.h>
 #include <stdlib.h>
@@ -86,6 +87,29 @@ static int send_now(kvs_client *c, uint32_t type, struct mpw *w)
 	return KVS_E_DEGRADED;
 }
 
+int64_t request_post(kvs_client *c, uint32_t type, uint32_t keys, const struct mpw *body)
+{
+	if (c->request_count >= KVS_MAX_REQUESTS)
+		return KVS_E_LIMIT;
+	struct request *q = calloc(1, sizeof *q);
+	if (!q)
+		return KVS_E_LIMIT;
+	struct mpw w = {.bad = body->bad};
+	mpw_map(&w, keys + 1);
+	mpw_put_uint(&w, "id", c->msg + 1);
+	mpw_raw(&w, body->buf, body->len);
+	int rc = send_now(c, type, &w);
+	if (rc < 0) {
+		free(q);
+		return rc;
+	}
+	q->handle = handle_of(c, ++c->msg);
+	q->next = c->requests;
+	c->requests = q;
+	c->request_count++;
+	return q->handle;
+}
+
 /* ---- public ---- */
 
 int64_t kvs_request(kvs_client *c, uint32_t type, const void *body, uint32_t bytes)
@@ -95,35 +119,19 @@ int64_t kvs_request(kvs_client *c, uint32_t type, const void *body, uint32_t byt
 	struct mpr r = mpr_make(body, bytes);
 	if ((type != MSG_OPEN && type != MSG_EXISTS && type != MSG_REMOVE) || !body || !mp_is_map(body, bytes) || !mpr_map(&r, &n))
 		return KVS_E_ARG;
-	struct request *q = calloc(1, sizeof *q);
-	if (!q)
-		return KVS_E_LIMIT;
-	int rc;
+	int64_t rc;
+	struct mpw rest = {0};
+	mpw_raw(&rest, r.p, (size_t)(r.end - r.p));
 	pthread_mutex_lock(&c->mu);
-	if (!session_connected(c)) {
+	if (!session_connected(c))
 		rc = c->state == READY ? KVS_E_DEGRADED : KVS_E_NOT_CONNECTED;
-	} else if (!c->can_store) {
+	else if (!c->can_store)
 		rc = KVS_E_UNSUPPORTED;
-	} else if (c->request_count >= KVS_MAX_REQUESTS) {
-		rc = KVS_E_LIMIT;
-	} else {
-		struct mpw w = {0};
-		mpw_map(&w, n + 1);
-		mpw_put_uint(&w, "id", c->msg + 1);
-		mpw_raw(&w, r.p, (size_t)(r.end - r.p));
-		rc = send_now(c, type, &w);
-	}
-	if (rc == 0) {
-		q->handle = handle_of(c, ++c->msg);
-		q->next = c->requests;
-		c->requests = q;
-		c->request_count++;
-	}
-	int64_t handle = q->handle;
+	else
+		rc = request_post(c, type, n, &rest);
 	pthread_mutex_unlock(&c->mu);
-	if (rc < 0)
-		free(q);
-	return rc < 0 ? rc : handle;
+	mpw_free(&rest);
+	return rc;
 }
 
 int64_t kvs_answer(kvs_client *c, int64_t request, int timeout_ms, uint32_t *type, void *buf, uint64_t cap)

@@ -61,17 +61,22 @@ static int make_rings(kvs_client *c)
 static int send_register(kvs_client *c)
 {
 	int fds[KVS_PACKET_MAX_FDS] = {c->flags_fd, c->rings_fd, c->sq_eventfd, c->cq_eventfd};
-	uint32_t n = BOARD_FDS + c->region_fd_count, work = 0;
-	memcpy(fds + BOARD_FDS, c->region_fds, sizeof(int) * c->region_fd_count);
+	struct region_packet p;
+	if (regions_stage(c, &p) < 0)
+		return -1;
+	uint32_t n = BOARD_FDS + p.nfds, work = 0;
+	memcpy(fds + BOARD_FDS, p.fds, sizeof(int) * p.nfds);
 	if (c->work && c->can_work && n + 2 <= KVS_PACKET_MAX_FDS && work_begin(c->work, &fds[n], &fds[n + 1])) {
 		work = n;
 		n += 2;
 	}
 	struct mpw w = {0};
 	c->register_msg = ++c->msg;
-	write_register(c, &w, work);
+	write_register(c, &w, &p, work);
 	int rc = message_send(c, MSG_REGISTER, &w, fds, n);
 	mpw_free(&w);
+	if (rc == 0)
+		rc = regions_send(c, c->registered, c->region_count);
 	if (work)
 		close_fd(&fds[work]);
 	return rc;
@@ -241,10 +246,17 @@ static void on_welcome(kvs_client *c, int64_t now, const uint8_t *body, size_t b
 	c->can_wait = m.can_wait;
 	c->can_decline = m.can_decline;
 	c->can_store = m.can_store;
+	c->can_regions = m.can_regions;
 	c->deadlines = (uint64_t)c->info.deadline_ms << 32 | c->info.match_timeout_ms;
 	c->lease_limit = m.leases && m.leases < KVS_MAX_LEASES ? (uint32_t)m.leases : KVS_MAX_LEASES;
 	if (c->role == KVS_SCHEDULER) {
 		session_ready(c, now);
+		return;
+	}
+	const char *what = regions_unsupported(c);
+	if (what) {
+		log_error(c, "the sidecar at %s is older than this library and does not take %s: upgrade it", c->path, what);
+		session_refused(c, now);
 		return;
 	}
 	if (make_rings(c) < 0 || send_register(c) < 0) {
@@ -263,7 +275,8 @@ static void on_error(kvs_client *c, int64_t now, const uint8_t *body, size_t byt
 		return;
 	}
 	c->info.refusals++;
-	bool answer = c->state != READY && m.id && (m.id == c->hello_msg || m.id == c->register_msg);
+	/* Regions that REGISTER needs come before it; a region that was added later and is refused is missed by what uses it. */
+	bool answer = c->state != READY && m.id && m.id <= (c->state == REGISTERING ? c->register_msg : c->hello_msg);
 	if (answer && mp_key(m.code, m.code_bytes, "fencing"))
 		proc_alive(c, now);
 	log_error(c, "sidecar reports %.*s: %.*s%s%.*s%s%.*s", (int)m.code_bytes, m.code, (int)m.message_bytes, m.message,
@@ -307,8 +320,8 @@ static void on_answer(kvs_client *c, int64_t now, uint32_t type, const uint8_t *
 	uint64_t id;
 	if (!read_id(body, bytes, &id))
 		protocol_error(c, now, "a malformed answer");
-	else if (!requests_answer(c, type, id, body, bytes))
-		c->info.dropped++; /* forgotten meanwhile */
+	else if (!requests_answer(c, type, id, body, bytes) && type != MSG_DONE)
+		c->info.dropped++; /* forgotten meanwhile; nobody waits for the DONE of ADD_REGIONS */
 }
 
 static void on_packet(kvs_client *c, int64_t now, const uint8_t *p, size_t n)

@@ -20,7 +20,8 @@ from typing import Any
 
 import msgpack
 
-TYPES = {"HELLO": 1, "WELCOME": 2, "REGISTER": 3, "REGISTERED": 4, "ERROR": 5, "AWAIT": 6, "ADMITTED": 7, "BYE": 8, "STATS": 9, "DECLINE": 10}
+TYPES = {"HELLO": 1, "WELCOME": 2, "REGISTER": 3, "REGISTERED": 4, "ERROR": 5, "AWAIT": 6, "ADMITTED": 7, "BYE": 8, "STATS": 9, "DECLINE": 10,
+         "ADD_REGIONS": 17, "DROP_REGIONS": 18, "DONE": 19}  # fmt: skip
 RECORDS = {"STEP": 1, "INTENT": 2, "EXPECT": 3, "CANCEL": 4, "PREEMPT": 5, "HOLD": 6, "COPY": 7, "RECEIVED": 32, "SENT": 33}
 RECORD_NAMES = {v: k for k, v in RECORDS.items()}
 RECORD = struct.Struct("<IHHQQQII")
@@ -176,6 +177,13 @@ class Fake:
             emit("await", raw=data[4:].hex(), **{k: v.hex() if isinstance(v, bytes) else v for k, v in m.items()})
         elif kind == TYPES["DECLINE"]:
             emit("decline", raw=data[4:].hex(), **{k: v.hex() if isinstance(v, bytes) else v for k, v in m.items()})
+        elif kind == TYPES["ADD_REGIONS"]:
+            emit("add_regions", first=m["first"], fds=len(fds), regions=[{**r, "region": r["region"].hex()} for r in m["regions"]])
+            for fd in fds:
+                os.close(fd)
+            self.send(s, "DONE", {"id": m["id"]})
+        elif kind == TYPES["DROP_REGIONS"]:
+            emit("drop_regions", id=m["id"], regions=list(struct.unpack(f"<{len(m['regions']) // 4}I", m["regions"])))
         elif kind == TYPES["BYE"]:
             emit("bye", reason=m["reason"])
 
@@ -227,7 +235,7 @@ class Fake:
         self.comp = Ring(s.rings, comp, comp_bytes)
         self.sel.register(s.doorbell, selectors.EVENT_READ, lambda: self.drain(s))
         regions = [{k: v.hex() if isinstance(v, bytes) else v for k, v in r.items()} for r in m["regions"]]
-        emit("register", session=m["session"].hex(), layers=layers, boot=boot.hex(), regions=regions, layout=m["layout"], seals=seals,
+        emit("register", session=m["session"].hex(), layers=layers, boot=boot.hex(), regions=regions, layout=m.get("layout"), first=m.get("first", 0), seals=seals,
              fds=len(fds), hex=raw, work=self.work(s, m, fds))  # fmt: skip
         for _ in range(self.o.get("register_twice", 1)):
             self.send(s, "REGISTERED", {"id": m["id"], "fingerprint": b"f" * 32, "geometry": b"g" * 32})

@@ -115,8 +115,8 @@ def test_arguments(sidecar: Make, two: Make) -> None:
     w, cache, host = two()
     other = kvspray.Region.alloc(4096)
     for bad, told in (
-        (lambda: w.copy(other, host, [(0, 0, 1)]), "src = .* is not registered"),
-        (lambda: w.copy(cache, other, [(0, 0, 1)]), "dst = .* is not registered"),
+        (lambda: w.copy(other, host, [(0, 0, 1)]), "src: .* is not registered"),
+        (lambda: w.copy(cache, other, [(0, 0, 1)]), "dst: .* is not registered"),
         (lambda: w.copy(cache, host, []), "a copy of 0 blocks"),
         (lambda: w.copy(cache, host, b"\0" * 25), "blocks, want 1 to 32768"),
         (lambda: w.copy(cache, host, bytes(24 * 32769)), "a copy of 32769 blocks"),

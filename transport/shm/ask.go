@@ -222,7 +222,7 @@ func (s *source) list(a *asker, m *moved, r transfer.Range, blocks []mem.Block) 
 		if len(frame)+maxRunBytes > maxPacketBytes {
 			return false, 0, nil
 		}
-		next.off, next.len = first.Off, uint32(first.Len)
+		next.off, next.len = last.Offset()+first.Off, uint32(first.Len)
 		next.Count, next.Rows = 1, 1 // the strides of one piece are unused
 		if mem.Regular(blocks) {
 			next.Strides = mem.Leading(blocks, s.axes)

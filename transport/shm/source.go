@@ -114,7 +114,8 @@ func (s *source) regionIndex(r *mem.Region) (uint32, error) {
 	return s.regionLocked(r)
 }
 
-// regionLocked returns the peer's index of a region; the first call passes the descriptor.
+// regionLocked returns the peer's index of a region; the first call passes the descriptor. Offsets
+// count from the start of its file, of which a region may be a part.
 func (s *source) regionLocked(r *mem.Region) (uint32, error) {
 	if i, ok := s.regions[r]; ok {
 		return i, nil
@@ -150,7 +151,8 @@ func (s *source) regionLocked(r *mem.Region) (uint32, error) {
 	s.nextReg++
 	s.regions[r] = i
 	var buf [frameHeader + regionBytes]byte
-	s.l.out.put(appendRegion(buf[:0], regionFrame{index: i, id: r.ID(), size: r.Size()}), fd)
+	s.l.out.put(appendRegion(buf[:0], regionFrame{index: i, id: r.ID(),
+		size: r.Offset() + r.Size()}), fd)
 	return i, nil
 }
 

@@ -9,6 +9,8 @@ import (
 	"strings"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
 // Extent is a part of a file that backs an engine's memory. Region ids are chosen by engines; an
@@ -17,7 +19,8 @@ import (
 type Extent struct {
 	File     [2]uint64 // device, inode
 	from, to uint64
-	Field    string // of REGISTER
+	Field    string      // of REGISTER; the name of a region that was added
+	Region   *mem.Region // nil: of the board. A region without a file has an empty extent
 }
 
 func (e *Extent) overlaps(o *Extent) bool {

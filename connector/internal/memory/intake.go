@@ -1,7 +1,7 @@
-// Package memory opens the memory that an engine passes with REGISTER.
+// Package memory opens the memory that an engine passes with REGISTER and ADD_REGIONS.
 //
 // An Intake checks that no memory is named twice, under whatever id or view. It owns everything
-// that it has opened until the registration is complete. No goroutines.
+// that a packet has opened until the packet is accepted. No goroutines.
 package memory
 
 import (
@@ -25,27 +25,68 @@ type Importer interface {
 	Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Region, error)
 }
 
-// Intake takes the descriptors of one REGISTER and opens the memory behind them.
+// Intake takes the memory of one worker, packet by packet.
 type Intake struct {
-	Extents []Extent // of everything that it has opened
+	Extents []Extent      // of everything that is open
+	Regions []*mem.Region // likewise, in the order of their packets
 
-	fds     []int // of the packet; a taken one is -1
 	pid     int32
 	devices Importer // nil: GPU memory is refused
-	files   map[[2]uint64]string
-	undo    []func()
+
+	// Of the present packet.
+	fds      []int                // a taken one is -1
+	files    map[uint32]*mem.File // by index of the descriptor
+	extents  int                  // length of Extents before it
+	accepted int                  // likewise, of Regions
+	undo     []func()             // for the board
 }
 
-// NewIntake returns an Intake for the descriptors of a packet from process pid.
-func NewIntake(fds []int, pid int32, devices Importer) *Intake {
-	return &Intake{fds: fds, pid: pid, devices: devices, files: map[[2]uint64]string{}}
+// NewIntake returns an Intake for memory of process pid.
+func NewIntake(pid int32, devices Importer) *Intake {
+	return &Intake{pid: pid, devices: devices}
 }
 
-// Undo releases everything that was opened.
+// Begin begins a packet with descriptors. Accept or Undo ends it.
+func (in *Intake) Begin(fds []int) {
+	in.fds, in.files, in.undo = fds, map[uint32]*mem.File{}, nil
+	in.extents, in.accepted = len(in.Extents), len(in.Regions)
+}
+
+// Packet returns what the packet has opened.
+func (in *Intake) Packet() ([]*mem.Region, []Extent) {
+	return in.Regions[in.accepted:], in.Extents[in.extents:]
+}
+
+// Accept keeps everything that the packet has opened.
+func (in *Intake) Accept() { in.end() }
+
+// Undo releases everything that the packet has opened.
 func (in *Intake) Undo() {
 	for _, f := range in.undo {
 		f()
 	}
+	for _, r := range in.Regions[in.accepted:] {
+		r.Release()
+	}
+	in.Extents, in.Regions = in.Extents[:in.extents], in.Regions[:in.accepted]
+	in.end()
+}
+
+func (in *Intake) end() {
+	for _, f := range in.files {
+		f.Release()
+	}
+	in.fds, in.files, in.undo = nil, nil, nil
+}
+
+// Forget forgets regions that are dropped.
+func (in *Intake) Forget(regions []*mem.Region) {
+	in.Extents = slices.DeleteFunc(slices.Clone(in.Extents), func(e Extent) bool {
+		return e.Region != nil && slices.Contains(regions, e.Region)
+	})
+	in.Regions = slices.DeleteFunc(slices.Clone(in.Regions), func(r *mem.Region) bool {
+		return slices.Contains(regions, r)
+	})
 }
 
 func refuse(code, field string, err error, remedy string) error {
@@ -69,40 +110,63 @@ func (in *Intake) take(field string, index uint32) (fd int, err error) {
 	return fd, nil
 }
 
-// takeFile is take for a file that will be mapped. Each may be named once: two views of one memory
-// would be overlapping regions. A refused descriptor stays in the packet.
-func (in *Intake) takeFile(field string, index uint32) (fd int, size uint64, err error) {
-	if fd, err = in.take(field, index); err != nil {
-		return -1, 0, err
-	}
-	defer func() {
-		if err != nil {
-			in.fds[index], fd = fd, -1
+// takeFile is take for the file of a region.
+func (in *Intake) takeFile(field string, index uint32) (fd int, err error) {
+	open := map[int]bool{}
+	for _, r := range in.Regions {
+		if r.FD() >= 0 {
+			open[r.FD()] = true
 		}
-	}()
-	ino, size, err := inode(fd)
+	}
+	if len(open) >= msg.MaxRegionFiles {
+		return -1, refuse(msg.CodeLimit, field, fmt.Errorf("the regions of this worker have %d files",
+			len(open)), fmt.Sprintf("use at most %d: name several regions of one file by their offsets",
+			msg.MaxRegionFiles))
+	}
+	return in.take(field, index)
+}
+
+// file returns the file of a region. Regions of one packet may share it.
+func (in *Intake) file(field string, index uint32) (*mem.File, error) {
+	if f := in.files[index]; f != nil {
+		return f, nil
+	}
+	fd, err := in.takeFile(field, index)
 	if err != nil {
-		return fd, 0, refuse(msg.CodeProtocol, field, err, "send an open descriptor")
+		return nil, err
 	}
-	if other, dup := in.files[ino]; dup {
-		return fd, 0, refuse(msg.CodeRegion, field, fmt.Errorf("the same memory as %s", other),
-			"register each memory once, as one region")
+	f := mem.NewFile(fd)
+	in.files[index] = f
+	return f, nil
+}
+
+// claim refuses memory that is named already.
+func (in *Intake) claim(e Extent) error {
+	o := Overlapping(in.Extents, &e)
+	if o == nil {
+		in.Extents = append(in.Extents, e)
+		return nil
 	}
-	e := Extent{File: ino, to: max(size, 1), Field: field}
-	if o := Overlapping(in.Extents, &e); o != nil {
-		return fd, 0, refuse(msg.CodeRegion, field,
-			fmt.Errorf("the same memory as %s, which is a view of it", o.Field), "register each memory "+
-				"once, as one region")
+	view := ""
+	if o.Region != nil && o.Region.Kind() == mem.KindProcess {
+		view = ", which is a view of it"
 	}
-	in.files[ino] = field
-	in.Extents = append(in.Extents, e)
-	return fd, size, nil
+	return refuse(msg.CodeRegion, e.Field, fmt.Errorf("the same memory as %s%s", o.Field, view),
+		"register each memory once, as one region")
 }
 
 // Board maps flags, rings or work memory.
 func (in *Intake) Board(field string, index uint32) (*mem.Region, error) {
-	fd, size, err := in.takeFile(field, index)
+	fd, err := in.take(field, index)
 	if err != nil {
+		return nil, err
+	}
+	ino, size, err := inode(fd)
+	if err == nil {
+		err = in.claim(Extent{File: ino, to: max(size, 1), Field: field})
+	}
+	if err != nil {
+		_ = os.NewFile(uintptr(fd), field).Close()
 		return nil, err
 	}
 	if size > maxBoardBytes {
@@ -134,84 +198,99 @@ func (in *Intake) Eventfd(field string, index uint32) (int, error) {
 	return fd, nil
 }
 
-// Regions opens the regions of REGISTER, in order.
-func (in *Intake) Regions(all []msg.Region) ([]*mem.Region, error) {
-	var out []*mem.Region
-	ids := map[[16]byte]int{}
+// Open opens the regions of the packet, in order. The first one has the number first.
+func (in *Intake) Open(all []msg.Region, first uint32) error {
 	for i := range all {
 		field := fmt.Sprintf("regions[%d]", i)
-		id := all[i].Region
-		if id == ([16]byte{}) {
-			return nil, refuse(msg.CodeRegion, field+".region", errors.New("id is all zero"),
+		if all[i].Region == ([16]byte{}) {
+			return refuse(msg.CodeRegion, field+".region", errors.New("id is all zero"),
 				"send 16 random bytes")
 		}
-		if j, dup := ids[id]; dup {
-			return nil, refuse(msg.CodeRegion, field+".region", fmt.Errorf("the id of regions[%d]", j),
-				"draw a fresh random id for each region")
+		for j := range in.Extents {
+			if o := &in.Extents[j]; o.Region != nil && o.Region.ID() == all[i].Region {
+				return refuse(msg.CodeRegion, field+".region", fmt.Errorf("the id of %s", o.Field),
+					"draw a fresh random id for each region")
+			}
 		}
-		ids[id] = i
-		r, err := in.region(field, all[:i+1], out)
+		n := len(in.Extents)
+		r, err := in.region(field, &all[i])
 		if err != nil {
-			return nil, err
+			return err
 		}
-		in.undo = append(in.undo, r.Release)
-		out = append(out, r)
+		in.Regions = append(in.Regions, r)
+		if len(in.Extents) == n {
+			in.Extents = append(in.Extents, Extent{Field: field})
+		}
+		for k := range in.Extents[n:] {
+			e := &in.Extents[n+k]
+			e.Region = r
+			if first > 0 { // other packets have regions with this index
+				e.Field = fmt.Sprintf("region %d", first+uint32(i))
+			}
+		}
 	}
-	return out, nil
+	return nil
 }
 
-// region opens the last of all; opened are the regions of the others.
-func (in *Intake) region(field string, all []msg.Region, opened []*mem.Region) (*mem.Region,
-	error) {
-	d := &all[len(all)-1]
-	fd := -1
-	if d.FD != msg.NoFD {
-		var err error
-		if d.Kind == msg.KindMemfd || d.Kind == msg.KindAdopted {
-			fd, _, err = in.takeFile(field+".fd", d.FD)
-		} else {
-			fd, err = in.take(field+".fd", d.FD)
-		}
-		if err != nil {
-			return nil, err
-		}
-	}
-	var r *mem.Region
-	var err error
+// region opens one region.
+func (in *Intake) region(field string, d *msg.Region) (r *mem.Region, err error) {
 	switch d.Kind {
-	case msg.KindMemfd:
-		r, err = mem.MapMemfd(d.Region, fd, d.Bytes, mem.PopulatePresent())
-	case msg.KindAdopted:
-		r, err = mem.MapMemfd(d.Region, fd, d.Bytes, mem.Adopted(), mem.PopulatePresent())
+	case msg.KindMemfd, msg.KindAdopted:
+		r, err = in.mapped(field+".fd", d)
 	case msg.KindProcess:
-		r, err = in.process(field, fd, all)
+		r, err = in.process(field, d)
 	case msg.KindDevice:
-		r, err = in.device(d, fd, opened)
+		r, err = in.device(field, d)
 	default:
 		err = fmt.Errorf("kind %q is unknown, want memfd, adopted, process or device", d.Kind)
 	}
-	if err == nil {
-		return r, nil
-	}
-	switch {
-	case r != nil:
-		r.Release() // r owns fd
-	case fd >= 0:
-		_ = os.NewFile(uintptr(fd), field).Close()
+	var refused *msg.Refusal
+	if err == nil || errors.As(err, &refused) {
+		return r, err
 	}
 	return nil, refuse(msg.CodeRegion, field, err, "see docs/protocol.md, REGISTER")
 }
 
-// process opens the last of all, memory of the engine's process. With an error it returns the
-// region, if there is one.
-func (in *Intake) process(field string, fd int, all []msg.Region) (*mem.Region, error) {
-	d := &all[len(all)-1]
-	if err := disjoint(all[:len(all)-1], d); err != nil {
+// mapped maps a part of a file.
+func (in *Intake) mapped(field string, d *msg.Region) (*mem.Region, error) {
+	f, err := in.file(field, d.FD)
+	if err != nil {
 		return nil, err
 	}
-	r, err := mem.OpenProcess(d.Region, fd, d.Addr, d.Bytes)
+	ino, _, err := inode(f.FD())
 	if err != nil {
-		return r, err
+		return nil, err
+	}
+	if d.Bytes > math.MaxUint64-d.Offset {
+		return nil, fmt.Errorf("offset %d and %d bytes exceed every file", d.Offset, d.Bytes)
+	}
+	if err := in.claim(Extent{File: ino, from: d.Offset, to: d.Offset + max(d.Bytes, 1),
+		Field: field}); err != nil {
+		return nil, err
+	}
+	opts := []mem.Option{mem.PopulatePresent()}
+	if d.Kind == msg.KindAdopted {
+		opts = append(opts, mem.Adopted())
+	}
+	return f.Map(d.Region, d.Offset, d.Bytes, opts...)
+}
+
+// process opens memory of the engine's process.
+func (in *Intake) process(field string, d *msg.Region) (*mem.Region, error) {
+	for i := range in.Extents {
+		o := in.Extents[i].Region
+		if o != nil && o.Kind() == mem.KindProcess && d.Bytes <= math.MaxUint64-d.Addr &&
+			d.Addr < o.Base()+o.Size() && o.Base() < d.Addr+d.Bytes {
+			return nil, fmt.Errorf("[%#x, +%d) overlaps %s", d.Addr, d.Bytes, in.Extents[i].Field)
+		}
+	}
+	f, err := in.file(field+".fd", d.FD)
+	if err != nil {
+		return nil, err
+	}
+	r, err := f.Process(d.Region, d.Addr, d.Bytes)
+	if err != nil {
+		return nil, err
 	}
 	views, err := viewed(in.pid, d.Addr, d.Bytes, field)
 	for k := range views {
@@ -219,46 +298,58 @@ func (in *Intake) process(field string, fd int, all []msg.Region) (*mem.Region, 
 			err = fmt.Errorf("[%#x, +%d) is a view of the memory of %s", d.Addr, d.Bytes, o.Field)
 		}
 	}
+	if err != nil {
+		r.Release()
+		return nil, err
+	}
 	in.Extents = append(in.Extents, views...)
-	return r, err
+	return r, nil
 }
 
 var errNoDevices = errors.New("this sidecar uses no GPU: transports.gpu.enabled is off, or it " +
 	"found no driver; its log and 'kvspray doctor' name the reason")
 
-// device imports GPU memory. With an error it returns the region, if there is one.
-func (in *Intake) device(d *msg.Region, fd int, opened []*mem.Region) (*mem.Region, error) {
+// device imports GPU memory.
+func (in *Intake) device(field string, d *msg.Region) (*mem.Region, error) {
+	fd := -1
+	if d.FD != msg.NoFD {
+		var err error
+		if fd, err = in.takeFile(field+".fd", d.FD); err != nil {
+			return nil, err
+		}
+	}
+	close := func() {
+		if fd >= 0 {
+			_ = os.NewFile(uintptr(fd), field).Close()
+		}
+	}
 	if in.devices == nil {
+		close()
 		return nil, errNoDevices
 	}
 	r, err := in.devices.Import(d.Region, d.Handle, fd, d.Bytes)
 	if err != nil {
-		return r, err
+		close()
+		return nil, err
 	}
-	if i := SameDevice(opened, r); i >= 0 {
-		return r, fmt.Errorf("the same memory as regions[%d], or a part of it", i)
+	if o := SameDevice(in.Extents, r); o != nil {
+		r.Release() // it owns fd
+		return nil, fmt.Errorf("the same memory as %s, or a part of it", o.Field)
 	}
 	return r, nil
 }
 
 // SameDevice finds the region in all that shares GPU memory with r, because an already imported
-// handle is imported at the same address. -1: none, or r is not GPU memory.
-func SameDevice(all []*mem.Region, r *mem.Region) int {
-	return slices.IndexFunc(all, func(o *mem.Region) bool {
-		return r.Device() != nil && o.Device() == r.Device() && r.Base() < o.Base()+o.Size() &&
-			o.Base() < r.Base()+r.Size()
-	})
-}
-
-// disjoint refuses process regions that share addresses.
-func disjoint(before []msg.Region, d *msg.Region) error {
-	for i := range before {
-		o := &before[i]
-		if o.Kind != msg.KindProcess || d.Bytes > math.MaxUint64-d.Addr {
-			continue
-		}
-		if d.Addr < o.Addr+o.Bytes && o.Addr < d.Addr+d.Bytes {
-			return fmt.Errorf("[%#x, +%d) overlaps regions[%d]", d.Addr, d.Bytes, i)
+// handle is imported at the same address. nil: none, or r is not GPU memory.
+func SameDevice(all []Extent, r *mem.Region) *Extent {
+	if r.Device() == nil {
+		return nil
+	}
+	for i := range all {
+		o := all[i].Region
+		if o != nil && o.Device() == r.Device() && r.Base() < o.Base()+o.Size() &&
+			o.Base() < r.Base()+r.Size() {
+			return &all[i]
 		}
 	}
 	return nil

@@ -54,8 +54,11 @@ func NewDevice(id ID, m DeviceMemory) (*Region, error) {
 		return nil, fmt.Errorf("mem: device region %s: handle of %d bytes, at most %d", id, len(m.Handle),
 			MaxHandleBytes)
 	}
-	r := &Region{id: id, kind: KindDevice, size: m.Size, base: m.Addr, fd: m.FD, device: m.Device,
+	r := &Region{id: id, kind: KindDevice, size: m.Size, base: m.Addr, device: m.Device,
 		handle: m.Handle, free: m.Free}
+	if m.FD >= 0 {
+		r.file = NewFile(m.FD)
+	}
 	r.refs.Store(1)
 	return r, nil
 }

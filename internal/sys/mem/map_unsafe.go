@@ -16,11 +16,11 @@ const hugePage = 2 << 20
 // says never.
 const madvCollapse = 25
 
-// mapShared maps size bytes of fd where huge pages of the file can be mapped as such: at a multiple
-// of their size.
-func mapShared(fd int, size uint64, prot, flags int) ([]byte, error) {
+// mapShared maps size bytes of fd, from offset on, where huge pages of the file can be mapped as
+// such: at an address that has the same remainder by their size as the offset.
+func mapShared(fd int, offset, size uint64, prot, flags int) ([]byte, error) {
 	if size < hugePage {
-		p, err := unix.MmapPtr(fd, 0, nil, uintptr(size), prot, flags)
+		p, err := unix.MmapPtr(fd, int64(offset), nil, uintptr(size), prot, flags)
 		if err != nil {
 			return nil, err //nolint:wrapcheck // the caller names the region
 		}
@@ -33,9 +33,10 @@ func mapShared(fd int, size uint64, prot, flags int) ([]byte, error) {
 		return nil, fmt.Errorf("reserve addresses: %w", err)
 	}
 	page := uintptr(unix.Getpagesize())
-	head := -uintptr(p) & (hugePage - 1)
+	head := (uintptr(offset) - uintptr(p)) & (hugePage - 1)
 	tail := head + (uintptr(size)+page-1)&^(page-1)
-	at, err := unix.MmapPtr(fd, 0, unsafe.Add(p, head), uintptr(size), prot, flags|unix.MAP_FIXED)
+	at, err := unix.MmapPtr(fd, int64(offset), unsafe.Add(p, head), uintptr(size), prot,
+		flags|unix.MAP_FIXED)
 	if err != nil {
 		_ = unix.MunmapPtr(p, span) // it was never used
 		return nil, err             //nolint:wrapcheck // the caller names the region

@@ -14,7 +14,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
 	"sync/atomic"
 
 	"golang.org/x/sys/unix"
@@ -97,14 +96,15 @@ func (b Block) Bytes() ([]byte, bool) {
 // Region is one range of lent memory. Methods are safe for concurrent use while a reference is
 // held.
 type Region struct {
-	id    ID
-	kind  Kind
-	size  uint64
-	base  uint64 // KindProcess: address in the owner; KindDevice: for the Device
-	fd    int    // -1: none
-	bytes []byte // nil where nothing is mapped
-	reads bool   // and they may be read only
-	refs  atomic.Int64
+	id     ID
+	kind   Kind
+	size   uint64
+	base   uint64 // KindProcess: address in the owner; KindDevice: for the Device
+	offset uint64 // of a mapped one, in its file
+	file   *File  // nil: none
+	bytes  []byte // nil where nothing is mapped
+	reads  bool   // and they may be read only
+	refs   atomic.Int64
 
 	// KindDevice only.
 	device Device
@@ -138,10 +138,28 @@ func PopulatePresent() Option { return func(o *options) { o.present = true } }
 // a fault.
 func ReadOnly() Option { return func(o *options) { o.reads = true } }
 
-// MapMemfd maps the first size bytes of a sealed memfd, shared and writable unless ReadOnly is
-// given. On success the region owns fd; on an error it stays the caller's. The memfd must carry
-// F_SEAL_SHRINK and F_SEAL_GROW: a truncation would otherwise kill this process with SIGBUS.
+// MapMemfd maps the first size bytes of a sealed memfd, as File.Map does. On success the region
+// owns fd; on an error it stays the caller's.
 func MapMemfd(id ID, fd int, size uint64, opts ...Option) (*Region, error) {
+	return owned(fd, func(f *File) (*Region, error) { return f.Map(id, 0, size, opts...) })
+}
+
+// owned makes a region that alone has fd.
+func owned(fd int, of func(*File) (*Region, error)) (*Region, error) {
+	f := NewFile(fd)
+	r, err := of(f)
+	if err != nil {
+		return nil, err
+	}
+	f.Release()
+	return r, nil
+}
+
+// Map maps size bytes of a sealed memfd from offset on, shared and writable unless ReadOnly is
+// given. The memfd must carry F_SEAL_SHRINK and F_SEAL_GROW: a truncation would otherwise kill this
+// process with SIGBUS.
+func (f *File) Map(id ID, offset, size uint64, opts ...Option) (*Region, error) {
+	fd := f.fd
 	o := options{kind: KindMemfd}
 	for _, f := range opts {
 		f(&o)
@@ -149,6 +167,10 @@ func MapMemfd(id ID, fd int, size uint64, opts ...Option) (*Region, error) {
 	if size == 0 || size > MaxRegionBytes {
 		return nil, fmt.Errorf("mem: map region %s: size %d: must be 1 to %d bytes", id, size,
 			uint64(MaxRegionBytes))
+	}
+	if page := uint64(unix.Getpagesize()); offset%page != 0 || offset > MaxRegionBytes {
+		return nil, fmt.Errorf("mem: map region %s: offset %d: must be a multiple of %d, at most %d", id,
+			offset, page, uint64(MaxRegionBytes))
 	}
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {
@@ -158,9 +180,9 @@ func MapMemfd(id ID, fd int, size uint64, opts ...Option) (*Region, error) {
 		return nil, fmt.Errorf("mem: map region %s: descriptor %d has mode %#o: not a memfd; pass one "+
 			"made by memfd_create", id, fd, st.Mode)
 	}
-	if st.Size < 0 || uint64(st.Size) < size {
+	if st.Size < 0 || uint64(st.Size) < offset+size {
 		return nil, fmt.Errorf("mem: map region %s: memfd has %d bytes, %d were announced: announce "+
-			"what was allocated", id, st.Size, size)
+			"what was allocated", id, st.Size, offset+size)
 	}
 	seals, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
 	if err != nil {
@@ -179,25 +201,30 @@ func MapMemfd(id ID, fd int, size uint64, opts ...Option) (*Region, error) {
 	if o.reads {
 		prot = unix.PROT_READ
 	}
-	if o.present && uint64(st.Blocks)*512 >= size {
+	if o.present && uint64(st.Blocks)*512 >= uint64(st.Size) {
 		flags |= unix.MAP_POPULATE
 	}
-	b, err := mapShared(fd, size, prot, flags)
+	b, err := mapShared(fd, offset, size, prot, flags)
 	if err != nil {
 		return nil, fmt.Errorf("mem: map region %s: mmap %d bytes: %w", id, size, err)
 	}
 	if o.populate {
 		populate(b)
 	}
-	r := &Region{id: id, kind: o.kind, size: size, fd: fd, bytes: b, reads: o.reads}
-	r.refs.Store(1)
-	return r, nil
+	return f.hold(&Region{id: id, kind: o.kind, size: size, offset: offset, bytes: b,
+		reads: o.reads}), nil
 }
 
 // OpenProcess makes a region of size bytes at address base of the process whose /proc/self/mem it
 // opened itself and passed as fd: that descriptor stays bound to that memory, whatever becomes of
 // the pid. Reached by preadv and pwritev only. On success the region owns fd.
 func OpenProcess(id ID, fd int, base, size uint64) (*Region, error) {
+	return owned(fd, func(f *File) (*Region, error) { return f.Process(id, base, size) })
+}
+
+// Process is OpenProcess for a descriptor that several regions share.
+func (f *File) Process(id ID, base, size uint64) (*Region, error) {
+	fd := f.fd
 	if size == 0 || size > MaxRegionBytes || base == 0 || base > maxAddress-size {
 		return nil, fmt.Errorf("mem: process region %s: base %#x, size %d: not a range of user memory",
 			id, base, size)
@@ -218,11 +245,11 @@ func OpenProcess(id ID, fd int, base, size uint64) (*Region, error) {
 		return nil, fmt.Errorf("mem: process region %s: descriptor %d is not open for reading and "+
 			"writing; open it O_RDWR", id, fd)
 	}
-	r := &Region{id: id, kind: KindProcess, size: size, base: base, fd: fd}
-	r.refs.Store(1)
+	r := f.hold(&Region{id: id, kind: KindProcess, size: size, base: base})
 	var probe [1]byte
 	for _, off := range []uint64{0, size - 1} {
 		if err := r.ReadAt(probe[:], off); err != nil {
+			r.Release()
 			return nil, fmt.Errorf("mem: process region %s: cannot read address %#x: %w", id, base+off, err)
 		}
 	}
@@ -273,7 +300,15 @@ func (r *Region) Base() uint64 { return r.base }
 
 // FD is the descriptor behind the region, for passing on; -1 where there is none. It stays the
 // region's.
-func (r *Region) FD() int { return r.fd }
+func (r *Region) FD() int {
+	if r.file == nil {
+		return -1
+	}
+	return r.file.fd
+}
+
+// Offset is where mapped memory begins in the file of FD.
+func (r *Region) Offset() uint64 { return r.offset }
 
 // ReadOnly reports whether the memory is another's, to be read only.
 func (r *Region) ReadOnly() bool { return r.reads }
@@ -282,8 +317,8 @@ func (r *Region) ReadOnly() bool { return r.reads }
 // memory that was not taken before.
 func (r *Region) Present() bool {
 	var st unix.Stat_t
-	return r.bytes != nil && unix.Fstat(r.fd, &st) == nil && st.Blocks >= 0 &&
-		uint64(st.Blocks)*512 >= r.size
+	return r.bytes != nil && unix.Fstat(r.FD(), &st) == nil && st.Blocks >= 0 &&
+		uint64(st.Blocks)*512 >= uint64(st.Size)
 }
 
 // Bytes returns the mapped memory; false where there is none and ReadAt and WriteAt are the only
@@ -319,7 +354,7 @@ func (r *Region) ReadAt(p []byte, off uint64) error {
 		return r.device.Gather(p, []Block{{r, off, uint64(len(p))}})
 	}
 	for len(p) > 0 {
-		n, err := unix.Pread(r.fd, p[:min(len(p), copyPiece)], int64(r.base+off))
+		n, err := unix.Pread(r.file.fd, p[:min(len(p), copyPiece)], int64(r.base+off))
 		if n, err = r.progress("read", n, err); err != nil {
 			return err
 		}
@@ -345,7 +380,7 @@ func (r *Region) WriteAt(p []byte, off uint64) error {
 		return r.device.Scatter([]Block{{r, off, uint64(len(p))}}, p)
 	}
 	for len(p) > 0 {
-		n, err := unix.Pwrite(r.fd, p[:min(len(p), copyPiece)], int64(r.base+off))
+		n, err := unix.Pwrite(r.file.fd, p[:min(len(p), copyPiece)], int64(r.base+off))
 		if n, err = r.progress("write", n, err); err != nil {
 			return err
 		}
@@ -402,10 +437,7 @@ func (r *Region) Release() {
 	if r.free != nil {
 		r.free()
 	}
-	if r.fd < 0 {
-		return
-	}
-	if err := unix.Close(r.fd); err != nil && invariants.Enabled {
-		panic(os.NewSyscallError("mem: close of region "+r.id.String(), err))
+	if r.file != nil {
+		r.file.Release()
 	}
 }

@@ -37,7 +37,8 @@ extern "C" {
 #define KVS_PROTOCOL_MINOR 0
 #define KVS_PACKET_MAX_BYTES (1u << 20) /* type and body of one socket packet */
 #define KVS_PACKET_MAX_FDS 32
-#define KVS_MAX_REGIONS 28      /* a descriptor each at most, beside the board's four */
+#define KVS_MAX_REGIONS 1024    /* of a client, in all */
+#define KVS_MAX_REGION_FILES 256 /* that its regions lie in: each takes a descriptor here and in the sidecar */
 #define KVS_MAX_LEASES 65536    /* open at once; WELCOME may lower it */
 #define KVS_MAX_AWAITS 4096     /* open admission questions of a scheduler */
 #define KVS_MAX_REQUESTS 256    /* about pages of the store, until their answers were fetched */
@@ -87,6 +88,9 @@ struct kvs_region {
 	uint64_t addr; /* where it is mapped in this process */
 	uint64_t bytes;
 	uint8_t handle[KVS_HANDLE_BYTES]; /* DEVICE only */
+	uint64_t offset; /* MEMFD, ADOPTED: where in the file of fd it begins */
+	uint32_t part;   /* 1: fd and mapping belong to the region that it is a part of */
+	uint32_t reserved;
 };
 
 /* A sealed memfd (SHRINK, GROW, SEAL), mapped shared; bytes is rounded up to pages. All of it is allocated by this call, with
@@ -102,6 +106,10 @@ int kvs_region_adopt(uint64_t addr, uint64_t bytes, uint32_t flags, struct kvs_r
 
 /* Any readable and writable range of this process. */
 int kvs_region_process(uint64_t addr, uint64_t bytes, struct kvs_region *out);
+
+/* A part of a MEMFD or ADOPTED region, as a region of its own: `offset` is a multiple of the page size. Many parts use one descriptor. The whole
+ * must outlive them, and bytes that two regions share are refused by the sidecar. */
+int kvs_region_part(const struct kvs_region *whole, uint64_t offset, uint64_t bytes, struct kvs_region *out);
 
 /* A range of one GPU allocation of this process: any slice of an allocation of cudaMalloc (such as torch's allocator
  * returns), or of cuMemCreate with POSIX descriptors allowed. The allocation must exist until its leases have ended. KVS_E_GPU: `error`
@@ -137,8 +145,19 @@ typedef struct kvs_client kvs_client;
 int kvs_open(const struct kvs_config *config, kvs_client **out);
 
 /* Starts the background connection. Worker: `regions` (their descriptors are duplicated) and `layout`, one msgpack map
- * (docs/protocol.md section 3), are presented on every connection. Scheduler: n = 0, layout NULL. Once. */
+ * (docs/protocol.md section 3), are presented on every connection. They have the numbers from 0 on. Without a layout the worker takes part in no
+ * transfer, only in copies and in gets and puts of the store. Scheduler: n = 0, layout NULL. Once. */
 int kvs_start(kvs_client *c, const struct kvs_region *regions, uint32_t n, const void *layout, uint32_t layout_bytes);
+
+/* Worker, after kvs_start: adds regions, which are presented on every connection until they are dropped. Returns the number of the first one, which
+ * is used only once, or an error: KVS_E_UNSUPPORTED, KVS_E_LIMIT. It does not wait for the sidecar; if that refuses them, kvs_info.error has the
+ * reason, and so has the refusal of what uses them. */
+int64_t kvs_regions_add(kvs_client *c, const struct kvs_region *regions, uint32_t n);
+
+/* Takes back regions that were added. New leases cannot use them. Returns a request for kvs_answer, whose answer, DONE (type 19), comes once nothing
+ * accesses them; 0: there is no session. Without DONE the memory may be used for something else once every lease that used it has completed
+ * through kvs_poll. */
+int64_t kvs_regions_drop(kvs_client *c, const uint32_t *numbers, uint32_t n);
 
 /* Worker: replaces the layout of the same memory, for example because the engine has other weights. Every open source lease is
  * released, and the session is replaced by one that presents this layout; running loads fail. KVS_E_ARG before kvs_start. */

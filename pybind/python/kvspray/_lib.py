@@ -35,7 +35,8 @@ REC_RECEIVED, REC_SENT = 32, 33
 
 
 class CRegion(ctypes.Structure):
-    _fields_ = [("id", c_uint8 * 16), ("kind", c_int32), ("fd", c_int32), ("addr", c_uint64), ("bytes", c_uint64), ("handle", c_uint8 * 104)]
+    _fields_ = [("id", c_uint8 * 16), ("kind", c_int32), ("fd", c_int32), ("addr", c_uint64), ("bytes", c_uint64), ("handle", c_uint8 * 104),
+                ("offset", c_uint64), ("part", c_uint32), ("reserved", c_uint32)]  # fmt: skip
 
 
 class CConfig(ctypes.Structure):
@@ -107,6 +108,7 @@ _PROTOTYPES = {
     "kvs_region_adopt": (c_int, [c_uint64, c_uint64, c_uint32, POINTER(CRegion)]),
     "kvs_region_process": (c_int, [c_uint64, c_uint64, POINTER(CRegion)]),
     "kvs_region_gpu": (c_int, [c_uint64, c_uint64, POINTER(CRegion), c_char_p, c_uint32]),
+    "kvs_region_part": (c_int, [POINTER(CRegion), c_uint64, c_uint64, POINTER(CRegion)]),
     "kvs_region_free": (None, [POINTER(CRegion)]),
     "kvs_open": (c_int, [POINTER(CConfig), POINTER(c_void_p)]),
     "kvs_start": (c_int, [c_void_p, POINTER(CRegion), c_uint32, c_char_p, c_uint32]),
@@ -143,6 +145,8 @@ _PROTOTYPES = {
     "kvs_admission": (c_int, [c_void_p, c_char_p, c_char_p, POINTER(CAdmission)]),
     "kvs_await_forget": (c_int, [c_void_p, c_char_p, c_char_p]),
     "kvs_decline": (c_int, [c_void_p, c_char_p, c_char_p, c_char_p, c_char_p]),
+    "kvs_regions_add": (c_int64, [c_void_p, POINTER(CRegion), c_uint32]),
+    "kvs_regions_drop": (c_int64, [c_void_p, POINTER(c_uint32), c_uint32]),
     "kvs_request": (c_int64, [c_void_p, c_uint32, c_char_p, c_uint32]),
     "kvs_answer": (c_int64, [c_void_p, c_int64, c_int, POINTER(c_uint32), c_void_p, c_uint64]),
     "kvs_request_forget": (c_int, [c_void_p, c_int64]),

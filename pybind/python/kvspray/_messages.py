@@ -14,7 +14,10 @@ MAX_TEXT_BYTES = 4096  # messages, remedies, reasons
 MAX_NAME_BYTES = 256  # names, endpoints, features
 MAX_REQ_BYTES = 128  # a request's name for traces
 MAX_FEATURES = 64
-MAX_REGIONS = 1024  # of a worker; those with a descriptor also share a packet
+MAX_REGIONS = 1024  # of a worker, and of a packet
+MAX_REGION_FILES = 256  # files that a worker's regions lie in
+MAX_REGION_NUMBER = 2147483648  # numbers of a session's regions are below it
+MAX_DROPS = 64  # DROP_REGIONS of a worker without an answer
 MAX_GROUPS = 16  # block tables of an engine
 MAX_PENDING_STEPS = 64  # steps of an INTENT
 MAX_STEP_REQS = 4096
@@ -110,8 +113,8 @@ ORDER: dict[str, tuple[str, ...]] = {
     "HELLO.ranks": ("dp", "pp", "tp", "pcp", "dcp"),
     "WELCOME": ("id", "version", "boot", "node", "endpoint", "host", "features", "fenced", "limits", "deadline_ms", "partner_ms", "grace_ms"),
     "WELCOME.limits": ("leases", "regions", "record_bytes"),
-    "REGISTER": ("id", "session", "regions", "layout", "fds"),
-    "REGISTER.regions": ("region", "kind", "bytes", "addr", "handle", "fd"),
+    "REGISTER": ("id", "session", "regions", "layout", "fds", "first"),
+    "REGISTER.regions": ("region", "kind", "bytes", "addr", "handle", "fd", "offset"),
     "REGISTER.fds": ("flags", "rings", "doorbell", "bell", "work", "work_bell"),
     "REGISTERED": ("id", "fingerprint", "geometry"),
     "ERROR": ("id", "code", "message", "field", "remedy", "fatal"),
@@ -127,8 +130,8 @@ ORDER: dict[str, tuple[str, ...]] = {
     "FOUND": ("id", "pages", "found"),
     "UNPIN": ("pin",),
     "REMOVE": ("id", "space"),
-    "ADD_REGIONS": ("id", "regions"),
-    "ADD_REGIONS.regions": ("region", "kind", "bytes", "addr", "handle", "fd"),
+    "ADD_REGIONS": ("id", "first", "regions"),
+    "ADD_REGIONS.regions": ("region", "kind", "bytes", "addr", "handle", "fd", "offset"),
     "DROP_REGIONS": ("id", "regions"),
     "DONE": ("id",),
     "STEP": ("step", "reqs"),

@@ -82,6 +82,20 @@ class Region:
         _check("region gpu", rc, nbytes)
         return cls(c)
 
+    def part(self, offset: int, nbytes: int) -> Region:
+        """A part of this region as one of its own, at a multiple of the page size. The parts of a region use one descriptor.
+
+        Only alloc() and adopt() make regions with parts. Keep this one as long as its parts. A sidecar refuses regions that share bytes.
+        """
+        c = _lib.CRegion()
+        rc = _lib.lib.kvs_region_part(ctypes.byref(self._c), offset, nbytes, ctypes.byref(c))
+        if rc != 0:
+            raise KvsprayError(
+                f"kvspray: part of {nbytes} bytes at {offset} of {self!r}: {_lib.strerror(rc)}; want a multiple of the page size "
+                "inside a region of alloc() or adopt()"
+            )
+        return Region(c)
+
     @classmethod
     def process(cls, ptr: int, nbytes: int) -> Region:
         """Any range of this process, reached through its own /proc/self/mem descriptor: slower, works for all memory."""

@@ -192,13 +192,14 @@ class Space:
             }
         }
         if isinstance(client, WorkerClient) and pieces:
-            index = {r.id: i for i, r in enumerate(client._regions)}
-            for i, p in enumerate(pieces):
-                if p.region.id not in index:
-                    raise ValueError(
-                        f"kvspray: store: pieces[{i}]: {p.region!r} is not registered; pass it to register()"
-                    )
-            flat = [x for p in pieces for x in (index[p.region.id], p.base, p.stride, p.length)]
+            numbers = [
+                client._number(f"store: pieces[{i}]", p.region) for i, p in enumerate(pieces)
+            ]
+            flat = [
+                x
+                for n, p in zip(numbers, pieces, strict=True)
+                for x in (n, p.base, p.stride, p.length)
+            ]
             self._body |= {"pieces": _packed("Q", flat), "blocks": blocks}
         self._opening: _Request | None = None
         self._session = -1  # that _space belongs to

@@ -34,6 +34,8 @@ Blocks = Sequence["bytes | Sequence[int]"]
 
 _RECORD = struct.Struct("<IHHQQQII")
 _POLL_BYTES = 256 << 10
+_ANSWER_BYTES = 16 << 10
+_DONE = 19
 
 
 class WorkerClient(_Client):
@@ -63,7 +65,7 @@ class WorkerClient(_Client):
         self._deadline_ms = config.deadline_ms
         self._lock = threading.Lock()
         self._sources: dict[int, Source] = {}
-        self._regions: list[Region] = []
+        self._numbers: dict[bytes, int] = {}  # of regions, by id
         self._poll_buf = ctypes.create_string_buffer(_POLL_BYTES)
         nbytes = ctypes.c_uint64()
         base = lib.kvs_flags(self._h, byref(nbytes))
@@ -97,21 +99,64 @@ class WorkerClient(_Client):
         """(address, bytes) of the flags memory, to be registered with a GPU as host-mapped memory."""
         return self._flags_addr, self._flags_bytes
 
-    def register(self, regions: Sequence[Region], layout: Mapping[str, Any]) -> None:
+    def register(self, regions: Sequence[Region], layout: Mapping[str, Any] | None = None) -> None:
         """Starts the background connection; once. It retries until it finds a sidecar.
 
         ``layout`` is the map of docs/protocol.md section 3, with a dtype and what ``kvspray.identity`` asks for, without which a sidecar refuses it (see
-        ``status().error``). The regions must outlive the client.
+        ``status().error``). Without a layout the client takes part in no transfer: it copies, and uses the store. The regions must outlive the
+        client; those of add_regions() need not.
         """
         h = self._handle()
         if h is None:
             raise KvsprayError("kvspray: register: the client is closed")
-        body = protocol.pack(protocol._ordered("REGISTER.layout", layout))
+        body = None if layout is None else protocol.pack(protocol._ordered("REGISTER.layout", layout))
         array = (_lib.CRegion * len(regions))(*[r._c for r in regions])
-        rc = lib.kvs_start(h, array, len(regions), body, len(body))
+        rc = lib.kvs_start(h, array, len(regions), body, len(body or b""))
         if rc != 0:
             raise KvsprayError(f"kvspray: register: {self._why(rc)}")
-        self._regions = list(regions)
+        self._numbers = {r.id: i for i, r in enumerate(regions)}
+
+    def add_regions(self, regions: Sequence[Region]) -> None:
+        """After register(): adds regions, which copies and spaces of the store can use at once. It does not wait for the sidecar, whose refusal is
+        in ``status().error``, and in the error of what uses them."""
+        h = self._handle()
+        if h is None:
+            raise KvsprayError("kvspray: add_regions: the client is closed")
+        array = (_lib.CRegion * len(regions))(*[r._c for r in regions])
+        first = int(lib.kvs_regions_add(h, array, len(regions)))
+        if first < 0:
+            raise KvsprayError(f"kvspray: add_regions: {self._why(first)}")
+        self._numbers |= {r.id: first + i for i, r in enumerate(regions)}
+
+    def drop_regions(self, regions: Sequence[Region], timeout_s: float | None = 10) -> bool:
+        """Takes back regions of add_regions(). Copies and spaces can use them no more.
+
+        True: the sidecar accesses them no more, and the memory may be freed. False: that is not certain yet, because leases are open or the session
+        has ended; the memory may be used for something else once every lease that used it has completed through poll().
+        """
+        h = self._handle()
+        if h is None:
+            return False
+        numbers = [self._number("drop_regions", r) for r in regions]
+        request = int(lib.kvs_regions_drop(h, (ctypes.c_uint32 * len(numbers))(*numbers), len(numbers)))
+        if request < 0:
+            raise KvsprayError(f"kvspray: drop_regions: {self._why(request)}")
+        for r in regions:
+            del self._numbers[r.id]
+        if request == 0:
+            return False
+        kind = ctypes.c_uint32()
+        buf = ctypes.create_string_buffer(_ANSWER_BYTES)
+        n = int(lib.kvs_answer(h, request, _timeout(timeout_s), byref(kind), buf, len(buf)))
+        if n <= 0:
+            lib.kvs_request_forget(h, request)
+        return n > 0 and kind.value == _DONE
+
+    def _number(self, what: str, region: Region) -> int:
+        number = self._numbers.get(region.id)
+        if number is None:
+            raise ValueError(f"kvspray: {what}: {region!r} is not registered; pass it to register() or add_regions()")
+        return number
 
     def describe(self, layout: Mapping[str, Any]) -> None:
         """Replaces the layout of the registered memory, for example because the engine has other weights.
@@ -324,15 +369,12 @@ class WorkerClient(_Client):
         a byte that it also reads or writes elsewhere; the caller orders overlapping copies. Returns the lease, or 0 if no sidecar can take it
         now or the sidecar is too old: copy without it.
         """
-        index = {r.id: i for i, r in enumerate(self._regions)}
-        for name, region in (("src", src), ("dst", dst)):
-            if region.id not in index:
-                raise ValueError(f"kvspray: copy: {name} = {region!r} is not registered; pass it to register()")
+        numbers = [self._number("copy: src", src), self._number("copy: dst", dst)]
         deadline = _ms(deadline_s, self._deadline_ms or self._deadlines()[0])
         body = protocol.pack(
             _messages.copy(
-                src=index[src.id],
-                dst=index[dst.id],
+                src=numbers[0],
+                dst=numbers[1],
                 blocks=protocol.pack_copies(blocks),
                 deadline_ms=deadline,
                 req=_req(req),
@@ -412,7 +454,7 @@ class WorkerClient(_Client):
 
     def _why(self, rc: int) -> str:
         text = _lib.strerror(rc)
-        detail = _text(self._info().error) if rc == _lib.E_ARG else ""
+        detail = _text(self._info().error) if rc in (_lib.E_ARG, _lib.E_LIMIT) else ""
         return f"{text}: {detail}" if detail else text
 
 

@@ -81,12 +81,7 @@ func New(o Options) *Service {
 func (s *Service) Open(w *engines.Worker, p connector.Pool) (id page.ID, err error) {
 	pieces := make([]store.Piece, len(p.Pieces))
 	for i, c := range p.Pieces {
-		if c.Region < 0 || c.Region >= len(w.Regions) {
-			return id, &store.RequestError{Field: fmt.Sprintf("pieces[%d].region", i),
-				Problem: fmt.Sprintf("%d, and %d are registered", c.Region, len(w.Regions)),
-				Remedy:  "name regions by their index in REGISTER, from 0"}
-		}
-		pieces[i] = store.Piece{Region: w.Regions[c.Region], Base: c.Base, Stride: c.Stride, Len: c.Len}
+		pieces[i] = store.Piece{Region: c.Region, Base: c.Base, Stride: c.Stride, Len: c.Len}
 	}
 	memory, err := store.NewPool(pieces, int(p.Blocks))
 	if err != nil {
@@ -130,17 +125,31 @@ func (s *Service) Open(w *engines.Worker, p connector.Pool) (id page.ID, err err
 	return id, nil
 }
 
+// Close closes a pool that no lease uses, and none will.
+func (s *Service) Close(w *engines.Worker, id uint64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if p := s.pools[w][id]; p != nil {
+		delete(s.pools[w], id)
+		s.leaveLocked(p.ns)
+	}
+}
+
 // Gone closes a worker's pools. Its leases have ended, and none starts later.
 func (s *Service) Gone(w *engines.Worker) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, p := range s.pools[w] {
-		if p.ns.users--; p.ns.users == 0 {
-			p.ns.space.Close()
-			delete(s.namespaces, p.ns.of.ID())
-		}
+		s.leaveLocked(p.ns)
 	}
 	delete(s.pools, w)
+}
+
+func (s *Service) leaveLocked(ns *namespace) {
+	if ns.users--; ns.users == 0 {
+		ns.space.Close()
+		delete(s.namespaces, ns.of.ID())
+	}
 }
 
 // Start serves a lease. The connector bounds how many a worker has.

@@ -81,8 +81,8 @@ func start(t *testing.T, sim *disktest.Sim) *rig {
 		}})
 	// Keys and values in turns, as vLLM has them.
 	r.pool = connector.Pool{ID: 7, Namespace: testNamespace("a"), Blocks: blocks,
-		Pieces: []connector.PoolPiece{{Base: 0, Stride: pageBytes, Len: pageBytes / 2},
-			{Base: pageBytes / 2, Stride: pageBytes, Len: pageBytes / 2}}}
+		Pieces: []connector.PoolPiece{{Region: region, Stride: pageBytes, Len: pageBytes / 2},
+			{Region: region, Base: pageBytes / 2, Stride: pageBytes, Len: pageBytes / 2}}}
 	if _, err := r.Open(r.w, r.pool); err != nil {
 		t.Fatal(err)
 	}
@@ -238,7 +238,6 @@ func TestRefusesPools(t *testing.T) {
 	r := start(t, nil)
 	for want, change := range map[string]func(p *connector.Pool){
 		"7 is open already":          func(p *connector.Pool) { p.ID = 7 },
-		"pieces[1].region: 1":        func(p *connector.Pool) { p.Pieces[1].Region = 1 },
 		"a block has 2048 bytes":     func(p *connector.Pool) { p.Pieces = p.Pieces[:1] },
 		"field blocks: 0":            func(p *connector.Pool) { p.Blocks = 0 },
 		"shares bytes with":          func(p *connector.Pool) { p.Pieces[1].Base-- },

@@ -28,6 +28,9 @@ func (w *Server) layouts() layoutsView {
 			cmp.Compare(a.Place.TP, b.Place.TP))
 	})
 	for _, x := range workers {
+		if x.Layout == nil {
+			continue // it uses the store only
+		}
 		// Marshal refuses only layouts longer than a registration can be.
 		if b, err := x.Layout.Marshal(); err == nil {
 			v.Workers = append(v.Workers, layoutView{Name: x.Name, Engine: x.Place.Engine,
