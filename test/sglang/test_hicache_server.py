@@ -39,7 +39,7 @@ class Server(Process):
         super().__init__(name, logs)
         command = [
             sys.executable, "-m", "sglang.launch_server", "--model-path", str(MODEL), "--device", "cpu",
-            "--host", "127.0.0.1", "--port", str(self.port), "--mem-fraction-static", "0.1",
+            "--host", "127.0.0.1", "--port", str(self.port), "--mem-fraction-static", "0.7",
             "--max-total-tokens", "2048", "--max-running-requests", "8", "--page-size", str(PAGE),
             "--disable-overlap-schedule", "--skip-server-warmup", "--enable-cache-report", "--enable-metrics",
         ]  # fmt: skip

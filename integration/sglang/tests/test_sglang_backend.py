@@ -178,7 +178,9 @@ def test_hybrid_pools(sidecar: rig.Sidecar, make: Make) -> None:
         "indexer": fake.Pool(MAPPED(), layers=1),
         "mamba": fake.Pool(MAPPED(), tokens=1),
     }
-    b = make(sidecar.socket, pools["kv"], pools=pools, extra={"weights": "hybrid"})
+    first = {k: pools[k] for k in ("kv", "indexer")}
+    b = make(sidecar.socket, pools["kv"], pools=first, extra={"weights": "hybrid"})
+    b.register_mem_host_pool_v2(pools["mamba"], fake.PoolName.MAMBA)  # SGLang adds some later
 
     def transfer(name: str, keys: list[str], *pages: int, trailing: bool = False) -> Any:
         policy = fake.PoolHitPolicy.TRAILING_PAGES if trailing else fake.PoolHitPolicy.ALL_PAGES

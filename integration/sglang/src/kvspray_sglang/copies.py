@@ -29,7 +29,7 @@ class Copies:
     def __init__(self, link: Link, namespace_of: Callable[[str, int, str], Namespace]) -> None:
         self._link, self._namespace_of = link, namespace_of
         self._region = kvspray.Region.alloc(BUFFER_BYTES)
-        link.add(self._region)
+        link.add([self._region])
         self._lock = threading.Lock()  # guards the buffer and what follows
         self._spaces: dict[tuple[str, int, str], tuple[Space, int]] = {}
         self.bytes = 0  # copied between tensors and the buffer

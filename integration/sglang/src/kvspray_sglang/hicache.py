@@ -90,10 +90,10 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
             pp=(storage_config.pp_rank, storage_config.pp_size),
         )
         self._link = Link(settings.socket, sglang.__version__, ranks, _log)
-        self._copies = Copies(self._link, self._of_tensors)
         self._lock = threading.Lock()  # guards what follows
         self._pools: dict[str, tuple[Pool, list[Piece]]] = {}
         self._copied: dict[str, CopiedPool] = {}
+        self._copies: Copies | None = None
         self._spaces: dict[str, Space] = {}
         self._started = False
         self._said: set[str] = set()
@@ -147,7 +147,7 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
             )
         copied = self._copied.get(name)
         if copied is not None:
-            return self._copies.space(name, copied.host.get_dummy_flat_data_page())
+            return self._copier().space(name, copied.host.get_dummy_flat_data_page())
         with self._lock:
             if name not in self._pools:
                 raise PoolError(f"host pool {name!r} was not registered")
@@ -179,7 +179,7 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
 
     @_safe(lambda *_: False)
     def exists(self, key: str) -> bool:
-        spaces = self._copies.spaces(_TENSORS) + ([] if self._logical else [self._space(_KV)])
+        spaces = self._tensor_spaces() + ([] if self._logical else [self._space(_KV)])
         return any(flags[0] for flags in self._link.exists([(s, [page_hash(key)]) for s in spaces]))
 
     @_safe(lambda *_, **__: upstream.PoolTransferResult.empty())
@@ -285,9 +285,9 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
         self._space(pool.name)
         if put:
             pages = [pool.host.get_data_page(s, flat=True) for s in slots]
-            return self._copies.put(pool.name, hashes, pages, parent)
+            return self._copier().put(pool.name, hashes, pages, parent)
         pages = [pool.host.get_dummy_flat_data_page() for _ in slots]
-        out = self._copies.get(pool.name, hashes, pages)
+        out = self._copier().get(pool.name, hashes, pages)
         for slot, page, ok in zip(slots, pages, out, strict=True):
             if ok:
                 pool.host.set_from_flat_data_page(slot, page)
@@ -304,7 +304,7 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
             hashes = [page_hash(keys[i]) for i in positions]
             into = [target_locations[i] for i in positions]
             for i, t, ok in zip(
-                positions, into, self._copies.get(_TENSORS, hashes, into), strict=True
+                positions, into, self._copier().get(_TENSORS, hashes, into), strict=True
             ):
                 out[i] = t if ok else None
         return out
@@ -322,7 +322,7 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
             return not keys
         return all(
             all(
-                self._copies.put(_TENSORS, [page_hash(keys[i]) for i in at], [pages[i] for i in at])
+                self._copier().put(_TENSORS, [page_hash(keys[i]) for i in at], [pages[i] for i in at])
             )
             for at in _alike(pages)
         )
@@ -343,7 +343,16 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
     @property
     def copied_bytes(self) -> int:
         """What Python has copied."""
-        return self._copies.bytes
+        return 0 if self._copies is None else self._copies.bytes
+
+    def _tensor_spaces(self) -> list[Space]:
+        return [] if self._copies is None else self._copies.spaces(_TENSORS)
+
+    def _copier(self) -> Copies:
+        with self._lock:
+            if self._copies is None:
+                self._copies = Copies(self._link, self._of_tensors)
+            return self._copies
 
     # -- the rest
 
@@ -351,7 +360,7 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
     def clear(self) -> bool:
         """Forgets all pages of this rank's namespaces."""
         spaces = [self._space(name) for name in (*self._pools, *self._copied)]
-        return all([self._link.remove(s) for s in (*spaces, *self._copies.spaces(_TENSORS))])
+        return all([self._link.remove(s) for s in (*spaces, *self._tensor_spaces())])
 
     @_safe(lambda *_: None)
     def get_stats(self) -> Any:
@@ -368,7 +377,8 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
     @_safe(lambda *_: None)
     def close(self) -> None:
         if self._link.close():
-            self._copies.close()
+            if self._copies is not None:
+                self._copies.close()
         else:
             _log.error("kvspray: the storage backend is closed while calls run: its session stays")
 

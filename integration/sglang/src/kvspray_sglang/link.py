@@ -66,7 +66,10 @@ class Link:
             grace_s=FENCE_S,
             log=log,
         )
-        self._regions: list[kvspray.Region] = []
+        self._regions: list[kvspray.Region] = []  # registered, or to be registered by start()
+        self._parts: dict[bytes, kvspray.Region] = {}  # of mapped regions, by their ids
+        self._process: list[kvspray.Region] = []
+        self._started = False
         self._cond = threading.Condition()  # guards what follows
         self._calls = 0
         self._closing = False
@@ -77,7 +80,7 @@ class Link:
     # -- life
 
     def pool(self, pool: Pool) -> list[Piece]:
-        """The pieces of a pool's pages. Its memory is registered by start()."""
+        """The pieces of a pool's pages. Their memory is registered."""
         other = [s for s in pool.spans() if memory.region_of(*s) is None]
         if other:
             self._log.warning(
@@ -87,23 +90,37 @@ class Link:
                 "server starts", pool.name,
             )  # fmt: skip
         found = memory.process_regions(other)
+        self._process += found
+        self.add(found)
         pieces = []
         for part, (start, end) in zip(pool.parts, pool.spans(), strict=True):
-            region = memory.region_of(start, end) or next(
+            region = self._mapped(start, end) or next(
                 r for r in found if r.addr <= start and end <= r.addr + r.nbytes
             )
-            self.add(region)
             pieces.append(Piece(region, start - region.addr, part.stride, part.length))
         return pieces
 
-    def add(self, region: kvspray.Region) -> None:
-        """Memory that start() registers."""
-        if region not in self._regions:
-            self._regions.append(region)
+    def _mapped(self, start: int, end: int) -> kvspray.Region | None:
+        """The region of these addresses, as one of this session: another session of this process
+        may still have it."""
+        whole = memory.region_of(start, end)
+        if whole is None:
+            return None
+        if whole.id not in self._parts:
+            self._parts[whole.id] = part = whole.part(0, whole.nbytes)
+            self.add([part])
+        return self._parts[whole.id]
+
+    def add(self, regions: Sequence[kvspray.Region]) -> None:
+        """Registers memory, before start() or after it."""
+        if self._started and regions:
+            self._client.add_regions(regions)
+        self._regions += regions
 
     def start(self) -> None:
-        """Connects, in the background. Pools come before."""
-        register(self._client, self._regions)
+        """Connects, in the background."""
+        self._client.register(self._regions)
+        self._started = True
 
     def space(self, namespace: Namespace, pieces: Sequence[Piece], pages: int) -> Space:
         """A pool's part of the store. After start()."""
@@ -116,6 +133,8 @@ class Link:
             idle = self._cond.wait_for(lambda: self._calls == 0, _CLOSE_S)
         if idle:
             self._client.close()
+            for region in self._process:
+                region.close()
         return idle
 
     @property
@@ -257,18 +276,3 @@ class _Call:
         with self._link._cond:
             self._link._calls -= 1
             self._link._cond.notify_all()
-
-
-def register(client: kvspray.WorkerClient, regions: Sequence[kvspray.Region]) -> None:
-    """Starts the session with this memory."""
-    cache = client.alloc_region(4096)
-    layer = {"name": "l0", "index": 0, "region": 0, "base": 0, "block_stride": 4096,
-             "page_bytes": 4096}  # fmt: skip
-    group = {"tokens_per_block": 16, "strategy": "packed_hnd", "params": {"heads": 1},
-             "num_blocks": 1, "layers": [layer]}  # fmt: skip
-    identity = kvspray.identity(
-        model_config="", weights="none", layers=1, head_size=64, groups="full", rope="", backoff=0,
-        speculative="",
-    )  # fmt: skip
-    layout = {"model": "none", "dtype": "bfloat16", "groups": [group], "identity": identity}
-    client.register([cache, *regions], layout)
