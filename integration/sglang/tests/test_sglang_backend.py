@@ -310,6 +310,8 @@ def test_a_sidecar_that_hangs_is_fenced_before_pages_are_given_back(make: Make) 
         assert all(b.batch_set_v1(KEYS, every))
         assert s.proc is not None
         os.kill(s.proc.pid, signal.SIGSTOP)
+        stat = pathlib.Path(f"/proc/{s.proc.pid}/stat")
+        rig.wait_for("a stopped sidecar", lambda: stat.read_text().rpartition(") ")[2][0] == "T", 9)
         began = time.monotonic()
         assert not any(b.batch_get_v1(KEYS, every))
         took = time.monotonic() - began
