@@ -262,7 +262,8 @@ def index_pool() -> tuple[Any, Any]:
     width = 512 + 64
     device = DSATokenToKVPool(
         size=SIZE, page_size=64, kv_lora_rank=512, dtype=torch.bfloat16, qk_rope_head_dim=64,
-        layer_num=2, device="cpu", index_head_dim=128, enable_memory_saver=False, kv_cache_dim=width,
+        layer_num=2, device="cpu", index_head_dim=128, enable_memory_saver=False,
+        kv_cache_dim=width,
     )  # fmt: skip
     latents = MLATokenToKVPoolHost(
         device.get_device_pool_infos()[0].buffer_info, 2.0, 0, 64, "page_first_direct",

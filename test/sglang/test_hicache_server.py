@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's own server on a CPU with HiCache on our store: a conversation of several turns whose prompts
-come back from the store have the tokens of a server without it, also while the sidecar dies.
+"""SGLang's own server on a CPU with HiCache on our store: a conversation whose prompts come back
+from the store has the tokens of a server without it, also while the sidecar dies.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ class Server(Process):
     def __init__(self, name: str, logs: pathlib.Path, sidecar: rig.Sidecar | None) -> None:
         super().__init__(name, logs)
         command = [
-            sys.executable, "-m", "sglang.launch_server", "--model-path", str(MODEL), "--device", "cpu",
-            "--host", "127.0.0.1", "--port", str(self.port), "--mem-fraction-static", "0.7",
+            sys.executable, "-m", "sglang.launch_server", "--model-path", str(MODEL), "--device",
+            "cpu", "--host", "127.0.0.1", "--port", str(self.port), "--mem-fraction-static", "0.7",
             "--max-total-tokens", "2048", "--max-running-requests", "8", "--page-size", str(PAGE),
-            "--disable-overlap-schedule", "--skip-server-warmup", "--enable-cache-report", "--enable-metrics",
+            "--disable-overlap-schedule", "--skip-server-warmup", "--enable-cache-report",
+            "--enable-metrics",
         ]  # fmt: skip
         if sidecar is not None:
             extra = {
@@ -50,9 +51,11 @@ class Server(Process):
                 "socket": sidecar.socket,
             }  # fmt: skip
             command += [
-                "--enable-hierarchical-cache", "--hicache-ratio", "2", "--hicache-write-policy", "write_through",
-                "--hicache-io-backend", "direct", "--hicache-mem-layout", "page_first_direct",
-                "--hicache-storage-backend", "dynamic", "--hicache-storage-prefetch-policy", "wait_complete",
+                "--enable-hierarchical-cache", "--hicache-ratio", "2", "--hicache-write-policy",
+                "write_through", "--hicache-io-backend", "direct", "--hicache-mem-layout",
+                "page_first_direct",
+                "--hicache-storage-backend", "dynamic", "--hicache-storage-prefetch-policy",
+                "wait_complete",
                 "--hicache-storage-backend-extra-config", json.dumps(extra),
             ]  # fmt: skip
         path = os.pathsep.join(
@@ -153,15 +156,14 @@ def test_conversations(servers: tuple[Server, Server], sidecar: rig.Sidecar) -> 
     plain, server = servers
     expected = [conversation(plain, talk, TURNS)[0] for talk in range(TALKS)]
     assert conversation(server, 0, TURNS)[0] == expected[0]
-    rig.wait_for("pages in the store", lambda: store(sidecar, "stored") > 0, 60)
+    rig.wait_for("pages in the store", lambda: stored(sidecar) > 0, 60)
     # Every turn's prompt comes from the store: nothing else has it.
     answers, cached = conversation(server, 0, TURNS, server.forget)
     assert answers == expected[0]
     prompts = [(TURN + ANSWER) * turn + TURN for turn in range(TURNS)]
     print(f"prompts of {prompts} tokens, of which the store had {cached}")
     assert all(hits >= n // PAGE * PAGE - PAGE for n, hits in zip(prompts, cached, strict=True))
-    hits = store(sidecar, "hit")
-    assert hits >= sum(cached[1:]) // PAGE
+    assert found(sidecar) >= sum(cached[1:]) // PAGE
 
     # The sidecar dies in the middle of a conversation, and comes back without its pages.
     turns: list[int] = []
@@ -175,20 +177,23 @@ def test_conversations(servers: tuple[Server, Server], sidecar: rig.Sidecar) -> 
     assert conversation(server, 1, TURNS, kill_once)[0] == expected[1]
     sidecar.start()
 
-    def stored() -> bool:
+    def served_again() -> bool:
         assert conversation(server, 2, TURNS, server.forget)[0] == expected[2]
-        return store(sidecar, "hit") > 0
+        return found(sidecar) > 0
 
-    rig.wait_for("hits in the new sidecar's store", stored, 120, 1)
+    rig.wait_for("hits in the new sidecar's store", served_again, 120, 1)
     assert server.up()
     text = server.log.read_text(errors="replace")
     assert "cannot map" not in text and "kvspray: storage backend" not in text
 
 
-def store(sidecar: rig.Sidecar, what: str) -> float:
-    """How many pages ended so."""
-    return rig.total(
-        rig.parse_metrics(rig.get(sidecar.url + "/metrics")),
-        "kvspray_store_pages_total",
-        result=what,
-    )
+def counted(sidecar: rig.Sidecar, metric: str, **labels: str) -> float:
+    return rig.total(rig.parse_metrics(rig.get(sidecar.url + "/metrics")), metric, **labels)
+
+
+def stored(sidecar: rig.Sidecar) -> float:
+    return counted(sidecar, "kvspray_store_pages_total", result="stored")
+
+
+def found(sidecar: rig.Sidecar) -> float:
+    return counted(sidecar, "kvspray_store_hits_total")

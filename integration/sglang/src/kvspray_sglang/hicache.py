@@ -320,12 +320,11 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
         pages = values if values is not None else target_locations
         if not keys or not pages or not self._ready():
             return not keys
-        return all(
-            all(
-                self._copier().put(_TENSORS, [page_hash(keys[i]) for i in at], [pages[i] for i in at])
-            )
-            for at in _alike(pages)
-        )
+        for at in _alike(pages):
+            hashes = [page_hash(keys[i]) for i in at]
+            if not all(self._copier().put(_TENSORS, hashes, [pages[i] for i in at])):
+                return False
+        return True
 
     def _ready(self) -> bool:
         self._start()
