@@ -86,7 +86,9 @@ def test_basic_backup_and_prefetch() -> None:
                     "--hicache-storage-backend": "dynamic",
                     "--hicache-storage-backend-extra-config": json.dumps(extra),
                 }
+                programs = pathlib.Path(sys.executable).parent  # it runs "sglang serve"
                 env = {
+                    "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
                     "PYTHONPATH": path,
                     "SGLANG_USE_CPU_ENGINE": "1",
                     "SGLANG_HOST_IP": "127.0.0.1",

@@ -6,6 +6,8 @@ test/sglang runs the backend with the real ones.
 from __future__ import annotations
 
 import enum
+import importlib.machinery
+import importlib.util
 import sys
 import types
 from dataclasses import dataclass, field
@@ -183,7 +185,8 @@ def install() -> None:
         },
     }
     for name, content in modules.items():
-        module = types.ModuleType(name)
+        spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        module = importlib.util.module_from_spec(spec)
         module.__dict__.update(content)
         sys.modules[name] = module
     for name in modules:
