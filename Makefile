@@ -54,8 +54,8 @@ wireflip:
 .PHONY: wheels
 wheels: env ## Build the Python wheels into dist/
 	@mkdir -p dist
-	rm -rf $(B)/wheel-src && mkdir -p $(B)/wheel-src && cp -r pybind integration/vllm $(B)/wheel-src/
-	@for part in pybind vllm; do \
+	rm -rf $(B)/wheel-src && mkdir -p $(B)/wheel-src && cp -r pybind integration/vllm integration/sglang $(B)/wheel-src/
+	@for part in pybind vllm sglang; do \
 	  printf '[%(%T)T] the wheel of %s ...\n' -1 $$part; start=$$SECONDS; \
 	  $(VENV)/bin/python -m pip wheel -q --no-deps --no-build-isolation -w dist $(B)/wheel-src/$$part; \
 	  printf '[%(%T)T] the wheel of %s: done in %d s\n' -1 $$part $$((SECONDS - start)); done
@@ -151,7 +151,7 @@ test-skew: ## Sidecars of this tree beside those of the last release and of two 
 
 .PHONY: test-py
 test-py: build env ## Python tests only, without the end-to-end ones
-	KVSPRAY_MUST_RUN=vllm $(VENV)/bin/python -m pytest -q pybind/tests integration/vllm/tests test/soak
+	KVSPRAY_MUST_RUN=vllm $(VENV)/bin/python -m pytest -q pybind/tests integration/vllm/tests integration/sglang/tests test/soak
 
 .PHONY: test-e2e
 test-e2e: build wireflip env ## End-to-end tests with real engines only
@@ -191,7 +191,7 @@ bench-rdma: rdma-guest ## gdr beside ib_write_bw in one guest, in turns: ratios,
 	RAILS=4 GUEST_MEM=2560 GUEST_TIMEOUT=3000 KVSPRAY_BENCH_RDMA=$${KVSPRAY_BENCH_RDMA:-10} go test -count=1 -v -timeout 50m -run TestDeviceBandwidth -exec $(ROOT)/test/rdma/exec.sh ./transport/gdr
 
 .PHONY: test-sglang
-test-sglang: build ## SGLang's own pools, moved and read back (an environment of 2.7 GB, made once)
+test-sglang: build ## SGLang's pools, its HiCache controller and server with our store (an environment of 2.7 GB, made once)
 	$(call need-python,8)
 	$(HOSTPY) test/rig/env.py --sglang
 	KVSPRAY_MUST_RUN=sglang $(B)/venv-sglang/bin/python -m pytest -q test/sglang
@@ -226,6 +226,7 @@ lint-py: $(LINTENV)/.stamp
 	$(LINTENV)/bin/ruff check --config tools/ruff.toml pybind integration test bench
 	$(LINTENV)/bin/mypy --config-file tools/mypy.ini pybind/python/kvspray
 	$(LINTENV)/bin/mypy --config-file tools/mypy.ini integration/vllm/src/kvspray_vllm
+	$(LINTENV)/bin/mypy --config-file tools/mypy.ini integration/sglang/src/kvspray_sglang
 
 .PHONY: generate
 generate: $(TOOLS)/.stamp $(LINTENV)/.stamp ## Make all generated code, kernels and documents again

@@ -139,7 +139,7 @@ case $mode in
 test)
 	part build '^' make build wireflip s3server
 	joined env 'ready'
-	beside python "$py" "${pytest[@]}" pybind/tests integration/vllm/tests test/soak
+	beside python "$py" "${pytest[@]}" pybind/tests integration/vllm/tests integration/sglang/tests test/soak
 	part go '^packages' unit
 	joined python 'passed|failed|error'
 	part smoke 'passed|failed|error' "$py" "${pytest[@]}" test/e2e --part smoke

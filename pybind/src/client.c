@@ -106,7 +106,8 @@ int kvs_open(const struct kvs_config *config, kvs_client **out)
 	c->lease_limit = KVS_MAX_LEASES;
 	c->info.deadline_ms = clamp_ms(config->deadline_ms, DEFAULT_DEADLINE_MS);
 	c->info.match_timeout_ms = DEFAULT_MATCH_TIMEOUT_MS;
-	c->info.grace_ms = DEFAULT_GRACE_MS;
+	c->grace_limit_ms = config->grace_ms ? config->grace_ms : UINT32_MAX;
+	c->info.grace_ms = DEFAULT_GRACE_MS < c->grace_limit_ms ? DEFAULT_GRACE_MS : c->grace_limit_ms;
 	c->deadlines = (uint64_t)c->info.deadline_ms << 32 | c->info.match_timeout_ms;
 	memcpy(c->ranks, config->ranks, sizeof c->ranks);
 	for (int i = 0; i < KVS_MAX_SIDECARS; i++)

@@ -191,6 +191,7 @@ struct kvs_client {
 	struct proc procs[KVS_MAX_SIDECARS];
 	uint64_t next_lease;
 	uint32_t lease_limit;
+	uint32_t grace_limit_ms; /* the engine does not wait longer */
 	struct lease *buckets[BUCKETS];
 	struct lease_list open, ready;
 	uint32_t lease_count, ready_count;

@@ -206,6 +206,17 @@ def test_stopped_sidecar_is_killed_after_the_grace(sidecar: Make, worker: Make) 
     assert w.wait_connected(TIMEOUT_S)
 
 
+def test_an_engine_that_waits_less_kills_sooner(sidecar: Make, worker: Make) -> None:
+    s: Sidecar = sidecar(grace_ms=60_000)
+    w = worker(grace_s=0.4)
+    assert w.status().grace_ms == 400
+    dst = expect(w, deadline_s=0.3)
+    s.record("EXPECT")
+    s.signal(signal.SIGSTOP)
+    assert w.wait(TIMEOUT_S) and w.poll()[0].lease == dst
+    assert s.process.wait(TIMEOUT_S) == -signal.SIGKILL
+
+
 def test_forgetful_sidecar_is_asked_to_fence_not_killed(sidecar: Make, worker: Make) -> None:
     s: Sidecar = sidecar(grace_ms=3000)  # half of it is for the sidecar's answer
     w = worker()

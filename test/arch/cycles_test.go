@@ -312,7 +312,8 @@ var pyCycles = map[string][]arrow{
 
 // TestNoCycleInPython checks the Python packages.
 func TestNoCycleInPython(t *testing.T) {
-	for _, dir := range []string{"pybind/python/kvspray", "integration/vllm/src/kvspray_vllm"} {
+	for _, dir := range []string{"pybind/python/kvspray", "integration/vllm/src/kvspray_vllm",
+		"integration/sglang/src/kvspray_sglang"} {
 		t.Run(dir, func(t *testing.T) {
 			files := sourcesOf(t, dir+"/*.py", 5)
 			a := arrows{}

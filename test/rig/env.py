@@ -198,20 +198,7 @@ def make(build: pathlib.Path, venv: pathlib.Path, nixl: bool) -> None:
         run("a first import of vLLM", [str(py), "-c", check], log, cwd=str(build))
         (venv / ".stamp-base").write_text(base)
         (venv / ".stamp-own").unlink(missing_ok=True)
-    own_dirs = [ROOT / "pybind", ROOT / "integration" / "vllm"]
-    own = digest(*[p for p in tree(*own_dirs)])
-    if not stamped(venv / ".stamp-own", own):
-        # From a copy: building leaves its files beside the sources.
-        copies = []
-        for d in own_dirs:
-            copy = build / "src" / d.relative_to(ROOT)
-            shutil.rmtree(copy, ignore_errors=True)
-            shutil.copytree(d, copy, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__", "*.so", "tests"))
-            copies.append(str(copy))
-        run("kvspray and kvspray_vllm from this checkout",
-            [*uv, "--no-deps", "--no-build-isolation", "--reinstall", *copies], log, env=quiet)  # fmt: skip
-        run("a first import of kvspray", [str(py), "-c", "import kvspray, kvspray_vllm"], log, cwd=str(build))
-        (venv / ".stamp-own").write_text(own)
+    install(build, py, ["pybind", "integration/vllm", "integration/sglang"], "kvspray, kvspray_vllm")
     want = digest(HERE / "tiny_model.py")
     for kind in MODELS:
         model = build / "models" / f"tiny-{kind}"
@@ -219,6 +206,26 @@ def make(build: pathlib.Path, venv: pathlib.Path, nixl: bool) -> None:
             run(f"a tiny random {kind} with its own tokenizer", [str(py), str(HERE / "tiny_model.py"), str(model), kind], log, cwd=str(build))
             (model / ".stamp").write_text(want)
     say(f"ready: {venv} and {build / 'models'}")
+
+
+def install(build: pathlib.Path, py: pathlib.Path, dirs: list[str], first: str) -> None:
+    """Packages of this checkout, if they have changed. ``first``: which are imported for a check."""
+    stamp = py.parent.parent / ".stamp-own"
+    own = digest(*tree(*[ROOT / d for d in dirs]))
+    if stamped(stamp, own):
+        return
+    copies = []
+    for d in dirs:  # from a copy: building leaves its files beside the sources
+        copy = build / "src" / py.parent.parent.name / d
+        shutil.rmtree(copy, ignore_errors=True)
+        unwanted = shutil.ignore_patterns("build", "*.egg-info", "__pycache__", "*.so", "tests")
+        shutil.copytree(ROOT / d, copy, ignore=unwanted)
+        copies.append(str(copy))
+    log, uv = build / "env.log", py.parent / "uv"
+    command = [str(uv), "pip", "install", "--quiet", "--python", str(py), "--no-deps", "--no-build-isolation", "--reinstall"]
+    run("packages from this checkout", [*command, *copies], log, env=installer_env())
+    run("their first import", [str(py), "-c", f"import {first}"], log, cwd=str(build))
+    stamp.write_text(own)
 
 
 def make_sglang(build: pathlib.Path, venv: pathlib.Path) -> None:
@@ -246,13 +253,7 @@ def make_sglang(build: pathlib.Path, venv: pathlib.Path) -> None:
         run("a first import of SGLang", [str(py), "-c", check], log, cwd=str(build))
         (venv / ".stamp-base").write_text(base)
         (venv / ".stamp-own").unlink(missing_ok=True)
-    own = digest(*tree(ROOT / "pybind"))
-    if not stamped(venv / ".stamp-own", own):
-        copy = build / "src" / "pybind-sglang"
-        shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(ROOT / "pybind", copy, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__", "*.so", "tests"))
-        run("kvspray from this checkout", [*uv, "--no-deps", "--no-build-isolation", "--reinstall", str(copy)], log, env=quiet)
-        (venv / ".stamp-own").write_text(own)
+    install(build, py, ["pybind", "integration/sglang"], "kvspray, kvspray_sglang")
     say(f"ready: {venv}")
 
 

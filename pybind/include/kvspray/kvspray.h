@@ -136,6 +136,7 @@ struct kvs_config {
 	uint32_t submission_bytes; /* ring sizes, powers of two; 0: 4 MiB and 256 KiB */
 	uint32_t completion_bytes;
 	uint32_t deadline_ms; /* of a lease; 0: that of WELCOME, 30,000 before it */
+	uint32_t grace_ms;    /* at most this after a deadline, then a sidecar that does not answer is killed; 0: that of WELCOME */
 };
 
 typedef struct kvs_client kvs_client;

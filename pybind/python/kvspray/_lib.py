@@ -52,6 +52,7 @@ class CConfig(ctypes.Structure):
         ("submission_bytes", c_uint32),
         ("completion_bytes", c_uint32),
         ("deadline_ms", c_uint32),
+        ("grace_ms", c_uint32),
     ]
 
 

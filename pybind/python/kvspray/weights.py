@@ -14,6 +14,7 @@ import concurrent.futures
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import pathlib
 import struct
@@ -33,6 +34,7 @@ SAMPLES_PER_TENSOR = 8
 SAMPLE_BYTES = 4096  # of one, and no more than this over all of them:
 SAMPLED_BYTES = 32 << 20
 THREADS = 8
+MAX_NAME_BYTES = 128
 
 CONFIGS = ("config.json", "params.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json",
            "adapter_config.json")
@@ -80,6 +82,40 @@ def digest(path: str | os.PathLike[str], load_format: str = "auto") -> str:
     except (ValueError, RecursionError) as err:  # names that are no text, JSON that is nested without end
         raise CheckpointError(f"{root}: not a checkpoint that can be read: {type(err).__name__}: {err}") from err
     return "checkpoint:" + h.hexdigest()[:40]
+
+
+def name_of(
+    model: str, revision: str | None, cache: str | None, load_format: str, log: logging.Logger, remedy: str
+) -> str:
+    """The digest of a model's files, or its name, with a warning, if they are not on this host.
+    ``remedy``: how the user names the weights."""
+    try:
+        return digest(directory_of(model, revision, cache), load_format)
+    except CheckpointError as err:
+        name = f"named:{model}@{revision or 'main'}"
+        if len(name.encode()) > (MAX_NAME_BYTES - 1) // 2:  # two of them and a separator
+            name = "named:sha256:" + hashlib.sha256(name.encode()).hexdigest()[:40]
+        log.warning(
+            "kvspray: the weights are identified by the model's name only (%s): %s. KV of other "
+            "weights under that name would be accepted as KV of these: %s", name, err, remedy,
+        )  # fmt: skip
+        return name
+
+
+def directory_of(model: str, revision: str | None, cache: str | None) -> str:
+    """Where the files of a model are on this host. Nothing is fetched."""
+    if os.path.exists(model):
+        return model
+    try:
+        from huggingface_hub import snapshot_download
+
+        return str(
+            snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True)
+        )
+    except Exception as err:  # not in the cache, no name of a model, another hub
+        raise CheckpointError(
+            f"{model}: its files are not on this host ({type(err).__name__})"
+        ) from err
 
 
 def weight_files(directory: pathlib.Path, load_format: str = "auto") -> list[pathlib.Path]:

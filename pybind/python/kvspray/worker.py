@@ -49,6 +49,7 @@ class WorkerClient(_Client):
         ranks: Ranks = ONE_RANK,
         layers: int,
         deadline_s: float | None = None,
+        grace_s: float | None = None,
         log: LogFunc | logging.Logger | None = None,
         submission_bytes: int = 0,
         completion_bytes: int = 0,
@@ -58,6 +59,7 @@ class WorkerClient(_Client):
         config.submission_bytes = submission_bytes
         config.completion_bytes = completion_bytes
         config.deadline_ms = 0 if deadline_s is None else _ms(deadline_s, 0)
+        config.grace_ms = 0 if grace_s is None else _ms(grace_s, 0)
         super().__init__(config, log)
         self.layers = layers
         self._deadline_ms = config.deadline_ms

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kvspray's side inside SGLang: its disaggregation back end (KVManager, sender, receiver) over the package ``kvspray``, which has the
-socket, the board and the leases. It holds no code yet; the interfaces that it will use are those of ``kvspray.client``, as in
-``kvspray_vllm``.
+"""kvspray's side inside SGLang: a storage backend of HiCache on the store of the node's sidecar.
+
+``hicache`` has the backend, which SGLang loads by ``--hicache-storage-backend dynamic``. ``plugin``
+puts SGLang's host pools into memory that the sidecar can map. docs/sglang.md shows the set-up.
 """

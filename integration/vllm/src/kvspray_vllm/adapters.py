@@ -21,9 +21,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvspray.weights import CheckpointError, digest
+from kvspray.weights import CheckpointError, digest, directory_of
 from kvspray_vllm.params import ParamsError
-from kvspray_vllm.weights import directory_of
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kvspray_vllm.weights import MAX_NAME_BYTES
+from kvspray.weights import MAX_NAME_BYTES
 
 
 @dataclass(frozen=True)

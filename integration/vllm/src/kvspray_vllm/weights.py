@@ -8,22 +8,19 @@ others have a name that no other engine has, until set_weights gives them one, o
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
 import logging
-import os
 import secrets
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvspray.weights import CheckpointError, digest
+from kvspray.weights import MAX_NAME_BYTES
+from kvspray.weights import name_of as checkpoint_name
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
-
-MAX_NAME_BYTES = 128
 
 # Classes with a method reload_weights, of both model runners.
 RUNNERS = (("vllm.v1.worker.gpu_model_runner", "GPUModelRunner"), ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner"))
@@ -50,30 +47,13 @@ def name_of(config: VllmConfig, log: logging.Logger, path: str | None = None) ->
     return name
 
 
-def _digest(model: str, revision: str | None, config: VllmConfig, load_format: str, log: logging.Logger) -> str:
-    try:
-        return digest(directory_of(model, revision, config.load_config.download_dir), load_format)
-    except CheckpointError as err:
-        name = f"named:{model}@{revision or 'main'}"
-        if len(name.encode()) > (MAX_NAME_BYTES - 1) // 2:  # two of them and a separator
-            name = "named:sha256:" + hashlib.sha256(name.encode()).hexdigest()[:40]
-        log.warning(
-            "kvspray: the weights are identified by the model's name only (%s): %s. KV of other weights under that name would be accepted as KV of these: "
-            "set weights in kv_connector_extra_config, on prefill and decode engines alike", name, err,
-        )  # fmt: skip
-        return name
-
-
-def directory_of(model: str, revision: str | None, cache: str | None) -> str:
-    """Where the files of a model are on this host. Nothing is fetched."""
-    if os.path.exists(model):
-        return model
-    try:
-        from huggingface_hub import snapshot_download
-
-        return str(snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True))
-    except Exception as err:  # not in the cache, no name of a model, another hub
-        raise CheckpointError(f"{model}: its files are not on this host ({type(err).__name__})") from err
+def _digest(
+    model: str, revision: str | None, config: VllmConfig, load_format: str, log: logging.Logger
+) -> str:
+    remedy = "set weights in kv_connector_extra_config, on prefill and decode engines alike"
+    return checkpoint_name(
+        model, revision, config.load_config.download_dir, load_format, log, remedy
+    )
 
 
 class Generation:

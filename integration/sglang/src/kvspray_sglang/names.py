@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the bytes of a page depend on besides its tokens: weights, ranks, versions.
+
+SGLang's storage keys hold tokens; those of 0.5.23 also a LoRA adapter and a cache_salt, those of
+0.5.17 do not. Everything else goes into the namespace here, so that pages of other engines are not
+found.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import secrets
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from kvspray.store import Namespace
+from kvspray.weights import name_of
+from kvspray_sglang.pools import Pool
+from kvspray_sglang.settings import Settings
+
+ALGORITHM = "sglang-sha256"
+
+# Arguments of the server that change KV or its bytes, beside the checkpoint.
+_ARGUMENTS = (
+    "dtype", "quantization", "kv_cache_dtype", "quantization_param_path",
+    "json_model_override_args", "model_impl", "torchao_config",
+)  # fmt: skip
+# Pools whose content is equal on all tensor parallel ranks of a model with MLA. All others are cut
+# by heads, or may be: a key without the rank would mix up their shards.
+_REPLICATED = ("kv", "indexer", "deepseek_v4_")
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
+
+
+def server_args() -> Any:
+    """The server's arguments; None in a process that has none."""
+    try:
+        from sglang.srt.runtime_context import get_context
+
+        return get_context().server_args
+    except (ImportError, AttributeError, RuntimeError, ValueError):
+        return None
+
+
+def check_adapters(args: Any) -> None:
+    """Refuses LoRA with a release whose page hashes do not contain the adapter."""
+    from sglang.srt.mem_cache import utils
+
+    if (getattr(args, "enable_lora", None) or getattr(args, "lora_paths", None)) and not hasattr(
+        utils, "storage_namespace_seed"
+    ):
+        raise ValueError(
+            "kvspray: this release of SGLang names a page of a LoRA adapter like one of the base "
+            "model, so KV would be mixed up; upgrade to 0.5.23, or start without LoRA"
+        )
+
+
+class Weights:
+    """The name of the weights that this process had when the backend was made.
+
+    A page that waits to be stored while SGLang replaces its weights was computed with the old ones.
+    So nothing is stored or found any more once they are replaced, until the backend is made again
+    with a name for the new ones.
+    """
+
+    def __init__(self, settings: Settings, args: Any, log: logging.Logger) -> None:
+        _watch()
+        self._replaced = _replaced[0]
+        if self._replaced and not settings.weights:
+            raise ValueError(
+                "kvspray: SGLang has replaced its weights since it started, so their files do not "
+                "name them; set weights in hicache_storage_backend_extra_config"
+            )
+        self.name = settings.weights or _checkpoint(args, log)
+
+    @property
+    def current(self) -> bool:
+        """Whether the process still has these weights."""
+        return self._replaced == _replaced[0]
+
+
+_replaced = [0]  # how often SGLang has begun to replace the weights of this process
+
+
+def _watch() -> None:
+    """Notices calls of the methods with which SGLang replaces weights."""
+    updater = getattr(sys.modules.get(_UPDATER), "WeightUpdater", None)
+    for name in dir(updater) if updater else ():
+        method = getattr(updater, name)
+        if name.startswith("update_weights_from_") and not hasattr(method, "_kvspray"):
+            setattr(updater, name, _counted(method))
+
+
+def _counted(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _replaced[0] += 1
+        return method(*args, **kwargs)
+
+    call._kvspray = True  # type: ignore[attr-defined]
+    return call
+
+
+def _checkpoint(args: Any, log: logging.Logger) -> str:
+    model = getattr(args, "model_path", None)
+    if not model:
+        raise ValueError(
+            "kvspray: this process has no server arguments, so the weights have no name; "
+            "set weights in hicache_storage_backend_extra_config"
+        )
+    load = str(getattr(getattr(args, "load_format", "auto"), "value", args.load_format))
+    if load == "dummy":
+        return f"dummy:{secrets.token_hex(16)}"  # random numbers, of this process alone
+    remedy = "set weights in hicache_storage_backend_extra_config"
+    cache = getattr(args, "download_dir", None)
+    name = name_of(str(model), args.revision, cache, load, log, remedy)
+    draft = getattr(args, "speculative_draft_model_path", None)
+    if draft and draft != model:
+        revision = getattr(args, "speculative_draft_model_revision", None)
+        name += "+" + name_of(str(draft), revision, cache, load, log, remedy)
+    return name
+
+
+class Names:
+    """Makes the namespaces of this rank's pages."""
+
+    def __init__(self, config: Any, args: Any, weights: str, secret: bytes) -> None:
+        self._config, self._args, self._weights, self._secret = config, args, weights, secret
+
+    def of_pool(self, pool: Pool) -> Namespace:
+        dtype = str(getattr(pool.host, "dtype", "opaque")).removeprefix("torch.")
+        layout = pool.fingerprint(self._all(pool.name))
+        return self._make(dtype, layout, pool.page_tokens, pool.page_bytes)
+
+    def of_tensors(self, name: str, nbytes: int, dtype: str, layout: str, tokens: int) -> Namespace:
+        """Pages that come as tensors, in the order of a host pool's ``layout``."""
+        what = ["kvspray-sglang-flat-1", name, layout, self._all(name)]
+        digest = hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()
+        return self._make(dtype, digest, tokens, nbytes)
+
+    def _all(self, pool: str) -> list[object]:
+        import sglang
+
+        c = self._config
+        names = ["pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size"]
+        if not (c.is_mla_model and pool.startswith(_REPLICATED)):
+            names += ["tp_rank", "tp_size"]
+        ranks = {k: getattr(c, k, None) for k in names}
+        server = {k: str(getattr(self._args, k)) for k in _ARGUMENTS if hasattr(self._args, k)}
+        return [ranks, server, sglang.__version__, sys.byteorder]
+
+    def _make(self, dtype: str, layout: str, tokens: int, nbytes: int) -> Namespace:
+        return Namespace(
+            weights=self._weights,
+            dtype=dtype,
+            layout=layout,
+            page_tokens=tokens,
+            page_bytes=nbytes,
+            algorithm=ALGORITHM,
+            secret=self._secret,
+        )
