@@ -45,8 +45,8 @@ var rules = []rule{
 	{dir: "internal/ui/cli", why: "converts flags to configurations of the composed parts, of " +
 		"nothing below them",
 		own: []string{"control/peer/keys", "internal/config", "internal/ui/command", "internal/ui/doctor",
-			"internal/ui/explain", "internal/ui/usage", "internal/ui/top", "internal/version",
-			"proxy", "sidecar"},
+			"internal/ui/explain", "internal/ui/place", "internal/ui/usage", "internal/ui/top",
+			"internal/version", "placement", "proxy", "sidecar"},
 		ext: []string{extCobra, extProm}},
 	{dir: "internal/ui/command", why: "runs the command line of any program; has no command of its " +
 		"own but version",
@@ -94,6 +94,8 @@ var rules = []rule{
 	{dir: "internal/ui/explain", why: "describes and plans with the code that plans transfers; " +
 		"no engine and no wire",
 		own: []string{"layout", "parseblock"}},
+	{dir: "internal/ui/place", why: "tables of predictions; no engine and no wire",
+		own: []string{"placement"}},
 	{dir: "internal/heap", why: "items in order, as plain values; independent of its users",
 		pure: true},
 	{dir: "internal/ui/usage", why: "a kind of error, for every package that checks arguments, " +
@@ -222,6 +224,8 @@ var rules = []rule{
 	{dir: "control/route",
 		why: "which rails are worth a lane, as plain values; it imports no backend " +
 			"and no lease", pure: true},
+	{dir: "placement", why: "the predicted cost of a request on each engine, as plain values; of " +
+		"sidecars it reads an answer's form only", pure: true},
 	{dir: "control/peer", why: "the sessions with other sidecars; no transport: data lanes are " +
 		"opened by the sidecar",
 		own: []string{"api/peer/v1", "control/peer/delivery", "control/peer/frame",

@@ -42,7 +42,7 @@ Route requests to prefill and decode: kvspray proxy --prefill URL --decode URL
 Check what works on this host:        kvspray doctor`,
 	}
 	root.AddCommand(serveCommand(), configCommand(), doctorCommand(), keygenCommand(), proxyCommand(),
-		benchCommand(), calibrateCommand(), layoutCommand(), topCommand())
+		benchCommand(), calibrateCommand(), layoutCommand(), placeCommand(), topCommand())
 	command.Finish(root)
 	return root
 }
