@@ -65,6 +65,14 @@ type State struct {
 	Overlap float64
 }
 
+// ready is the time until a holder can send.
+func (s *State) ready(holder int) float64 {
+	if holder < len(s.Engines) {
+		return s.Engines[holder].Ready
+	}
+	return s.Stores[holder-len(s.Engines)].Ready
+}
+
 // Kind is how a request gets its cache.
 type Kind uint8
 
@@ -98,6 +106,8 @@ type Ask struct {
 	// Hits has, for each engine and then each store, the cached tokens from the prompt's start.
 	Hits  []int
 	Kinds Kind
+	// Block is the tokens that a fetch moves at least, and of which it moves a multiple; 0 is 1.
+	Block int
 	// WorkPrice is the seconds that other requests wait for each second of prefill. 0 minimizes
 	// the time of this request alone.
 	WorkPrice float64
@@ -164,18 +174,15 @@ func fetch(s *State, a *Ask, h, e int, path Path) (best Choice, ok bool) {
 		return Choice{}, false
 	}
 	g := &s.Engines[e]
-	begin := path.Fixed + path.Before/path.Rate // until the first byte
-	if h < len(s.Engines) {
-		begin += s.Engines[h].Ready
-	} else {
-		begin += s.Stores[h-len(s.Engines)].Ready
-	}
-	each := a.TokenBytes / path.Rate // seconds per token on the link
+	begin := s.ready(h) + path.Fixed + path.Before/path.Rate // until the first byte
+	each := a.TokenBytes / path.Rate                         // seconds per token on the link
 	most := held - own
+	block := float64(max(1, a.Block))
 	best = fetchTokens(s, a, e, most, begin+each*float64(most))
 	try := func(x float64) {
-		// A fraction of a token is no choice. Both neighbors are.
-		for _, n := range [2]float64{math.Floor(x), math.Ceil(x)} {
+		// A part of a block is no choice. Both neighbors are.
+		low := block * math.Floor(x/block)
+		for _, n := range [2]float64{low, low + block} {
 			if n >= 1 && n < float64(most) {
 				c := fetchTokens(s, a, e, int(n), begin+each*n)
 				if c.Price < best.Price {
@@ -191,10 +198,7 @@ func fetch(s *State, a *Ask, h, e int, path Path) (best Choice, ok bool) {
 		// begin + each*x - wait = fixed + (missing - x)/rate
 		try((g.Wait - begin + g.PrefillFixed + missing/g.PrefillRate) / (each + 1/g.PrefillRate))
 	}
-	// One token is the least that can be fetched, and the best if the link is slow.
-	if c := fetchTokens(s, a, e, 1, begin+each); c.Price < best.Price {
-		best = c
-	}
+	try(0) // one block is the least that can be fetched, and the best if the link is slow
 	best.Source = h
 	return best, true
 }

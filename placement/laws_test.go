@@ -162,6 +162,11 @@ func TestDecideIsTheFirstOfRank(t *testing.T) {
 				math.Abs(c.TTFT()+w.a.WorkPrice*c.Prefill-c.Price) > 1e-9*c.Price {
 				t.Errorf("%+v", c)
 			}
+			again := Evaluate(&w.s, &w.a, c)
+			if !atMost(again.Price, c.Price) || !atMost(c.Price, again.Price) ||
+				again.Source != c.Source || again.Moved != c.Moved {
+				t.Errorf("%+v is %+v when it is priced again", c, again)
+			}
 			if w.s.Engines[c.Engine].Role&Decode == 0 {
 				t.Errorf("an engine that does not decode gives the answer: %+v", c)
 			}
@@ -182,17 +187,17 @@ func TestFetchTakesTheBestNumberOfTokens(t *testing.T) {
 		w.a.Hits[h] = rapid.IntRange(0, w.a.Tokens).Draw(t, "held")
 		p := Path{rapid.Float64Range(0, 0.1).Draw(t, "fixed"),
 			rapid.Float64Range(1e6, 5e10).Draw(t, "bw"), rapid.Float64Range(0, 1e9).Draw(t, "before")}
+		w.a.Block = rapid.IntRange(0, 40).Draw(t, "block")
 		best, ok := fetch(&w.s, &w.a, h, 0, p)
 		if ok != (w.a.Hits[h] > w.a.Hits[0]) {
 			t.Fatalf("hits %v: %v", w.a.Hits, ok)
 		}
-		ready := p.Time(0)
-		if h < len(w.s.Engines) {
-			ready += w.s.Engines[h].Ready
-		} else {
-			ready += w.s.Stores[h-len(w.s.Engines)].Ready
-		}
-		for n := 1; n <= w.a.Hits[h]-w.a.Hits[0]; n++ {
+		ready := p.Time(0) + w.s.ready(h)
+		most := w.a.Hits[h] - w.a.Hits[0]
+		for n := 1; n <= most; n++ {
+			if n%max(1, w.a.Block) != 0 && n != most {
+				continue
+			}
 			c := fetchTokens(&w.s, &w.a, 0, n, ready+float64(n)*w.a.TokenBytes/p.Rate)
 			if !atMost(best.Price, c.Price) {
 				t.Fatalf("%d tokens cost %v, the chosen %d cost %v", n, c.Price, best.Moved, best.Price)

@@ -133,6 +133,30 @@ func TestFirst(t *testing.T) {
 	}
 }
 
+// A correction approaches what it observes, within its bounds.
+func TestCorrection(t *testing.T) {
+	var c Correction
+	near(t, "factor without outcomes", c.Factor(), 1, 0)
+	for range 100 {
+		c.Observe(1, 1.5)
+	}
+	near(t, "factor", c.Factor(), 1.5, 0.001)
+	for range 1000 {
+		c.Observe(1, 1e9)
+	}
+	near(t, "largest factor", c.Factor(), MaxCorrection, 0.001)
+	was := c
+	for _, bad := range [][2]float64{{0, 1}, {1, 0}, {math.NaN(), 1}, {1, math.NaN()}, {1, -1},
+		{math.Inf(1), 1}, {1, math.Inf(1)}} {
+		c.Observe(bad[0], bad[1])
+	}
+	if c != was {
+		t.Errorf("%+v changed to %+v", was, c)
+	}
+	c.Observe(1, 1e-9) // one outcome moves it by at most a tenth of the bounds
+	near(t, "factor after one odd outcome", c.Factor(), MaxCorrection*math.Pow(MaxCorrection, -0.2), 0.01)
+}
+
 const links = `{"node":"a","peers":[{"endpoint":"10.0.0.2:7","claimed":"b:7","future":1,
  "waiting_bytes":{"decode_waits":100,"layer_stream":10,"background":5000},"links":[
  {"state":"healthy","bytes_per_second":1e9,"in_flight_bytes":7,"fixed_seconds":0.004},

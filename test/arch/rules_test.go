@@ -226,6 +226,7 @@ var rules = []rule{
 			"and no lease", pure: true},
 	{dir: "placement", why: "the predicted cost of a request on each engine, as plain values; of " +
 		"sidecars it reads an answer's form only", pure: true},
+	{dir: "placement/index", why: "which holders have which blocks, as plain state", pure: true},
 	{dir: "control/peer", why: "the sessions with other sidecars; no transport: data lanes are " +
 		"opened by the sidecar",
 		own: []string{"api/peer/v1", "control/peer/delivery", "control/peer/frame",
@@ -358,12 +359,15 @@ var rules = []rule{
 	{dir: "bench/progress", why: "a progress line for any long command",
 		ext: []string{extSys}},
 	{dir: "bench/cli", why: "the commands of kvspray-bench, each from its package",
-		own: []string{"bench/copybench", "bench/gpubench", "bench/peers", "bench/railsbench",
-			"bench/simbench", "internal/ui/command"},
+		own: []string{"bench/copybench", "bench/gpubench", "bench/peers", "bench/placebench",
+			"bench/railsbench", "bench/simbench", "internal/ui/command"},
 		ext: []string{extCobra}},
 	{dir: "bench/peers", why: "compares other engines with two sidecars on the same rails",
 		own: []string{"bench/chart", "bench/machine", "bench/railsbench", "bench/railsbench/netrig",
 			"bench/timeline", "internal/ui/usage"},
+		ext: []string{extCobra}},
+	{dir: "bench/placebench", why: "simulated clusters around the production predicate and index",
+		own: []string{"internal/ui/usage", "placement", "placement/index", "store/trace"},
 		ext: []string{extCobra}},
 	{dir: "bench/railsbench", why: "plays both engines to two sidecar processes: speaks to them as " +
 		"engines and operators do, and imports nothing inside them",
