@@ -65,7 +65,7 @@ func rowsOf(t *testing.T, shape string, change func(*options)) map[string]Row {
 	return by
 }
 
-const all, runOnly = "predict: run, fetch, pair", "predict: run only"
+const all, runOnly = "predict: run, fetch", "predict: run only"
 
 // Predictions are better than rules, near to the oracle, and use the links if these are fast.
 func TestPredictionsWin(t *testing.T) {
@@ -127,7 +127,7 @@ func TestCommand(t *testing.T) {
 		return out.String(), err
 	}
 	out, err := run("--engines", "4", "--seconds", "60", "--policy", "predict")
-	if err != nil || strings.Count(out, "predict") != 3 {
+	if err != nil || strings.Count(out, "predict") != 2 {
 		t.Errorf("%v: %s", err, out)
 	}
 	for _, bad := range [][2]string{{"--shape", "x"}, {"--engines", "0"}, {"--gbit", "NaN"},

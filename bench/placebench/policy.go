@@ -21,8 +21,7 @@ func policies() []named {
 		{"cache-aware (SGLang's rule)", cacheAware},
 		{"weighted (llm-d's rule)", weighted},
 		{"predict: run only", predict(placement.Run)},
-		{"predict: run, pair", predict(placement.Run | placement.Pair)},
-		{"predict: run, fetch, pair", predict(placement.AllKinds)},
+		{"predict: run, fetch", predict(moves)},
 		{"oracle", oracle},
 	}
 }

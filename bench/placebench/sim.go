@@ -22,6 +22,10 @@ const (
 	repair       = 30.0 // seconds that a failed node is away
 )
 
+// moves are the choices between engines that all prefill and decode. A pair is never better there:
+// the queue of its prefill engine is as long as for a run.
+const moves = placement.Run | placement.Fetch
+
 // options of one run.
 type options struct {
 	Shape      string  `json:"shape"`
@@ -173,13 +177,13 @@ func (s *sim) dispatch(j *job) {
 	s.see()
 	s.turn++
 	a := placement.Ask{Tokens: j.tokens(), TokenBytes: s.o.TokenBytes, Hits: s.hits,
-		Kinds: placement.AllKinds, Block: pageTokens, WorkPrice: s.o.WorkPrice, First: s.turn}
+		Kinds: moves, Block: pageTokens, WorkPrice: s.o.WorkPrice, First: s.turn}
 	c, ok := s.policy(s, &a)
 	if !ok {
 		s.after(1, func() { s.dispatch(j) }) // no node is up
 		return
 	}
-	a.WorkPrice, a.Kinds = 0, placement.AllKinds
+	a.WorkPrice, a.Kinds = 0, moves
 	if best, ok := placement.Decide(&s.truth, &a); ok {
 		made := placement.Evaluate(&s.truth, &a, c)
 		s.result.regret += max(0, made.TTFT()-best.TTFT())
@@ -187,9 +191,6 @@ func (s *sim) dispatch(j *job) {
 	}
 	j.choice = c
 	at := c.Engine
-	if c.Kind == placement.Pair {
-		at = c.Source
-	}
 	n := s.nodes[at]
 	j.work = prefillFixed + float64(max(1, j.tokens()-s.hits[at]))/s.o.Rate
 	if c.Kind == placement.Fetch {
@@ -269,36 +270,8 @@ func (s *sim) prefilled(n *node, j *job) {
 	for _, p := range j.pages {
 		s.promised.Remove(p, n.cache.node)
 	}
-	if j.choice.Kind == placement.Pair {
-		s.hand(n, j)
-	} else {
-		s.first(n, j)
-	}
+	s.first(n, j)
 	s.serve(n)
-}
-
-// hand moves the cache of a prefilled prompt to the decode engine.
-func (s *sim) hand(n *node, j *job) {
-	d := s.nodes[j.choice.Engine]
-	f := &flow{from: &n.out, to: &d.in, source: j.choice.Source,
-		left: max(1, float64(j.choice.Moved)*s.o.TokenBytes)}
-	life, sourceLife := d.life, n.life
-	f.done = func(ok bool) {
-		if !ok || d.life != life || !d.up {
-			s.again(j)
-			return
-		}
-		s.result.moved += float64(j.choice.Moved) * s.o.TokenBytes
-		d.cache.use(j.pages)
-		s.first(d, j)
-	}
-	s.after(s.o.Delay, func() {
-		if n.life != sourceLife || d.life != life {
-			f.done(false)
-			return
-		}
-		s.start(f)
-	})
 }
 
 // first gives a request its first token, and decodes the others.

@@ -53,8 +53,11 @@ var rules = []rule{
 		own: []string{"internal/config", "internal/ui/usage", "internal/version"},
 		ext: []string{extCobra, extFlag}},
 	{dir: "proxy",
-		why: "sends HTTP to engines only; uses kvspray by its parameters, not by its packages",
-		ext: []string{extProm}},
+		why: "sends HTTP to engines only; uses kvspray by its parameters, not by its packages; of " +
+			"placement it has answers of sidecars and calibrations",
+		own: []string{"placement", "proxy/internal/place"}, ext: []string{extProm}},
+	{dir: "proxy/internal/place", why: "decisions for requests, and what they need to be good; no " +
+		"HTTP", own: []string{"placement", "placement/index"}},
 	{dir: "sidecar", why: "the one place that imports all parts of a node and joins them",
 		own: []string{"api/peer/v1", "connector", "control/driver", "control/engines", "control/exec",
 			"control/lease",
