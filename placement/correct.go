@@ -30,6 +30,18 @@ func (c *Correction) Observe(predicted, actual float64) {
 	c.log += learning * (seen - c.log)
 }
 
+// Rate learns how often something happens, over about half a minute. Its zero value is 0. Times are
+// seconds and do not decrease.
+type Rate struct{ rate, at float64 }
+
+const rateSpan = 30 // seconds
+
+// Add takes one event.
+func (r *Rate) Add(now float64) { *r = Rate{r.At(now) + 1.0/rateSpan, now} }
+
+// At is the rate per second.
+func (r *Rate) At(now float64) float64 { return r.rate * math.Exp((r.at-now)/rateSpan) }
+
 // Evaluate prices the same choice in another state, for instance the one that turned out.
 func Evaluate(s *State, a *Ask, c Choice) Choice {
 	switch c.Kind {

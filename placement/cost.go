@@ -24,6 +24,8 @@ type Engine struct {
 	// Step is one decode step without load. Each running sequence adds StepEach.
 	Step, StepEach float64
 	Running        int
+	// Arrivals is the requests per second that the engine gets. They wait for a prefill there.
+	Arrivals float64
 	// Ready is the time until the engine can send cached blocks to another engine. For vLLM this
 	// is its queue, since a one-token prefill offers the blocks.
 	Ready float64
@@ -108,9 +110,6 @@ type Ask struct {
 	Kinds Kind
 	// Block is the tokens that a fetch moves at least, and of which it moves a multiple; 0 is 1.
 	Block int
-	// WorkPrice is the seconds that other requests wait for each second of prefill. 0 minimizes
-	// the time of this request alone.
-	WorkPrice float64
 	// First is the engine that wins among equal ones; a router advances it with each request.
 	First int
 }
@@ -125,15 +124,24 @@ type Choice struct {
 	Reused, Moved, Computed int
 
 	Wait, Prefill, Transfer, Hidden, Decode float64
-	// Price is TTFT and the priced work. Choices are ordered by it.
+	// Price is TTFT and the time that other requests wait. Choices are ordered by it.
 	Price float64
 }
 
 // TTFT is the predicted time to the first token. Hidden is the overlap of prefill and transfer.
 func (c *Choice) TTFT() float64 { return c.Wait + c.Prefill + c.Transfer - c.Hidden + c.Decode }
 
-// finish sets the price.
-func (c *Choice) finish(a *Ask) { c.Price = c.TTFT() + a.WorkPrice*c.Prefill }
+// others is the weight of a second that other requests wait. Simulated clusters have the lowest
+// mean TTFT with 0.25 to 0.5: some of the others would have gone elsewhere.
+const others = 0.25
+
+// delay prices what others wait for a prefill. Those that arrive meanwhile wait for half of it.
+func (e *Engine) delay(prefill float64) float64 {
+	return others * e.Arrivals * prefill * prefill / 2
+}
+
+// finish sets the price of a choice that computes on engine e.
+func (c *Choice) finish(e *Engine) { c.Price = c.TTFT() + e.delay(c.Prefill) }
 
 // run is the choice of computing on engine e.
 func run(s *State, a *Ask, e int) Choice {
@@ -141,7 +149,7 @@ func run(s *State, a *Ask, e int) Choice {
 	hit := min(a.Hits[e], a.Tokens)
 	c := Choice{Kind: Run, Engine: e, Source: -1, Reused: hit, Computed: a.Tokens - hit,
 		Wait: g.Wait, Prefill: g.prefill(float64(a.Tokens - hit)), Decode: g.step()}
-	c.finish(a)
+	c.finish(g)
 	return c
 }
 
@@ -161,13 +169,14 @@ func pair(s *State, a *Ask, p, d int, path Path) Choice {
 	if done := c.Wait + c.Prefill + c.Transfer - c.Hidden; to.Wait > done {
 		c.Wait += to.Wait - done
 	}
-	c.finish(a)
+	c.finish(from)
 	return c
 }
 
 // fetch is the best choice of fetching some tokens of holder h to engine e; ok is false if h has
-// nothing that e lacks. Transfer and prefill are linear in the number of tokens, so the best number
-// is the largest, or one at which the transfer ends with the queue or with the prefill.
+// nothing that e lacks. Transfer and prefill are linear in the number of tokens, and the price is
+// convex: the best number is the largest, or one at which the transfer ends with the queue or with
+// the prefill, or at which the price has no slope.
 func fetch(s *State, a *Ask, h, e int, path Path) (best Choice, ok bool) {
 	own, held := min(a.Hits[e], a.Tokens), min(a.Hits[h], a.Tokens)
 	if held <= own {
@@ -197,6 +206,14 @@ func fetch(s *State, a *Ask, h, e int, path Path) (best Choice, ok bool) {
 		try((g.Wait - begin) / each)
 		// begin + each*x - wait = fixed + (missing - x)/rate
 		try((g.Wait - begin + g.PrefillFixed + missing/g.PrefillRate) / (each + 1/g.PrefillRate))
+		if g.Arrivals > 0 {
+			// The delay of others is quadratic: the slope is 0 at a length of the prefill, with the
+			// transfer as the shorter and as the longer part.
+			slope := each * g.PrefillRate
+			for _, prefill := range [2]float64{slope*(1-s.Overlap) - 1, slope - (1 - s.Overlap)} {
+				try(missing - (prefill/(others*g.Arrivals)-g.PrefillFixed)*g.PrefillRate)
+			}
+		}
 	}
 	try(0) // one block is the least that can be fetched, and the best if the link is slow
 	best.Source = h
@@ -211,6 +228,6 @@ func fetchTokens(s *State, a *Ask, e, moved int, ends float64) Choice {
 		Wait: g.Wait, Prefill: g.prefill(float64(a.Tokens - reused)),
 		Transfer: max(0, ends-g.Wait), Decode: g.step()}
 	c.Hidden = s.Overlap * min(c.Prefill, c.Transfer)
-	c.finish(a)
+	c.finish(g)
 	return c
 }

@@ -12,7 +12,6 @@ import (
 type File struct {
 	TokenBytes float64      `json:"token_bytes"`
 	Overlap    float64      `json:"overlap"`
-	WorkPrice  float64      `json:"work_price"`
 	Engines    []FileEngine `json:"engines"`
 	Stores     []FileStore  `json:"stores"`
 	Paths      []FilePath   `json:"paths"`
@@ -33,6 +32,7 @@ type FileEngine struct {
 	Step         float64  `json:"step_seconds"`
 	StepEach     float64  `json:"step_seconds_each"`
 	Running      int      `json:"running"`
+	Arrivals     float64  `json:"arrivals_per_second"`
 	Hit          int      `json:"hit_tokens"`
 	// Links is the sidecar's answer to GET /v1/links, unchanged.
 	Links json.RawMessage `json:"links"`
@@ -89,12 +89,10 @@ func ParseFile(b []byte, tokens int, cal *Calibration) (*Case, error) {
 	case !(f.Overlap >= 0 && f.Overlap <= 1):
 		return nil, fmt.Errorf("overlap: %v, want 0 to 1", f.Overlap)
 	}
-	if err := errors.Join(positive("token_bytes", f.TokenBytes),
-		notNegative("work_price", f.WorkPrice)); err != nil {
+	if err := positive("token_bytes", f.TokenBytes); err != nil {
 		return nil, err
 	}
-	c := &Case{Ask: Ask{Tokens: tokens, TokenBytes: f.TokenBytes, WorkPrice: f.WorkPrice,
-		Kinds: AllKinds}}
+	c := &Case{Ask: Ask{Tokens: tokens, TokenBytes: f.TokenBytes, Kinds: AllKinds}}
 	c.State.Overlap = f.Overlap
 	numbers := map[string]int{}
 	holder := func(at, name string, hit int) error {
@@ -178,7 +176,7 @@ func (f *File) learned(m *Matrix) error {
 
 func (e *FileEngine) engine(at string, cal *Calibration) (Engine, error) {
 	g := Engine{Wait: e.Wait, PrefillFixed: e.PrefillFixed, PrefillRate: e.PrefillRate, Step: e.Step,
-		StepEach: e.StepEach, Running: e.Running, Ready: e.Wait}
+		StepEach: e.StepEach, Running: e.Running, Ready: e.Wait, Arrivals: e.Arrivals}
 	switch e.Role {
 	case "", "both":
 		g.Role = Both
@@ -209,7 +207,8 @@ func (e *FileEngine) engine(at string, cal *Calibration) (Engine, error) {
 		notNegative(at+".prefill_fixed_seconds", g.PrefillFixed),
 		positive(at+".prefill_tokens_per_second", g.PrefillRate),
 		notNegative(at+".step_seconds", g.Step), notNegative(at+".step_seconds_each", g.StepEach),
-		notNegative(at+".ready_seconds", g.Ready))
+		notNegative(at+".ready_seconds", g.Ready),
+		notNegative(at+".arrivals_per_second", g.Arrivals))
 }
 
 func (p *FilePath) path(at string, cal *Calibration) (Path, error) {

@@ -112,7 +112,7 @@ func TestChoices(t *testing.T) {
 	s.Engines[1].Wait = 3
 	near(t, "pair for a full engine", pair(&s, &a, 0, 1, m.Path(0, 1)).Price, 3.03, 1e-9)
 	// Work that others wait for makes a choice that computes least the cheapest.
-	s.Engines[1].Wait, a.WorkPrice = 0.2, 10
+	s.Engines[1].Wait, s.Engines[1].Arrivals = 0.2, 40
 	if best, _ = Decide(&s, &a); best.Reused != 3000 {
 		t.Errorf("%+v", best)
 	}
@@ -154,7 +154,17 @@ func TestCorrection(t *testing.T) {
 		t.Errorf("%+v changed to %+v", was, c)
 	}
 	c.Observe(1, 1e-9) // one outcome moves it by at most a tenth of the bounds
-	near(t, "factor after one odd outcome", c.Factor(), MaxCorrection*math.Pow(MaxCorrection, -0.2), 0.01)
+	near(t, "factor after one odd outcome", c.Factor(), math.Pow(MaxCorrection, 0.8), 0.01)
+}
+
+// A rate approaches that of its events, and decays without them.
+func TestRate(t *testing.T) {
+	var r Rate
+	for i := range 1000 {
+		r.Add(float64(i) / 4)
+	}
+	near(t, "rate", r.At(250), 4, 0.02)
+	near(t, "rate after its span", r.At(250+rateSpan), 4/math.E, 0.02)
 }
 
 const links = `{"node":"a","peers":[{"endpoint":"10.0.0.2:7","claimed":"b:7","future":1,

@@ -101,8 +101,8 @@ func (q *search) engines() {
 // least is the price of engine e with a hit that is there.
 func (q *search) least(e, hit int) float64 {
 	g := &q.s.Engines[e]
-	return g.Wait + g.step() +
-		(1+q.a.WorkPrice)*g.prefill(float64(q.a.Tokens-min(hit, q.a.Tokens)))
+	prefill := g.prefill(float64(q.a.Tokens - min(hit, q.a.Tokens)))
+	return g.Wait + g.step() + prefill + g.delay(prefill)
 }
 
 // holders makes the choices of fetching to engine e.
@@ -129,8 +129,7 @@ func (q *search) sources(d int) {
 	last := q.s.Engines[d].step()
 	for p := range q.s.Engines {
 		g := &q.s.Engines[p]
-		if p == d || g.Role&Prefill == 0 || q.hopeless(g.Wait+last+(1+q.a.WorkPrice)*
-			g.prefill(float64(q.a.Tokens-min(q.a.Hits[p], q.a.Tokens)))) {
+		if p == d || g.Role&Prefill == 0 || q.hopeless(q.least(p, q.a.Hits[p])-g.step()+last) {
 			continue
 		}
 		path := q.s.Network.Path(p, d)

@@ -66,7 +66,6 @@ ask about each document within a minute.`,
 	f.IntVar(&o.CacheSize, "cache", 1<<20, "tokens of cache on each node")
 	f.Float64Var(&o.Delay, "delay", 0.006, "fixed seconds of a transfer")
 	f.Float64Var(&o.Failures, "failures", 0, "nodes that fail, per hour")
-	f.Float64Var(&o.WorkPrice, "work-price", 0, "seconds that others wait for each second of prefill")
 	f.Uint64Var(&o.Seed, "seed", 1, "of all that is drawn at random")
 	f.StringVar(&only, "policy", "", "only policies whose names contain this")
 	f.BoolVar(&asJSON, "json", false, "print JSON")
@@ -85,7 +84,7 @@ func (o *options) check() error {
 		{"load", o.Load, 0.001, 100}, {"seconds", o.Seconds, 1, maxSeconds},
 		{"prefill", o.Rate, 1, 1e8}, {"token-bytes", o.TokenBytes, 1, 1e8},
 		{"cache", float64(o.CacheSize), pageTokens, 1e9}, {"delay", o.Delay, 0, 10},
-		{"failures", o.Failures, 0, 3600}, {"work-price", o.WorkPrice, 0, 100}} {
+		{"failures", o.Failures, 0, 3600}} {
 		if !(x.is >= x.least && x.is <= x.most) {
 			return usage.Errorf("--%s %v: want %v to %v", x.flag, x.is, x.least, x.most)
 		}

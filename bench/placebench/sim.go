@@ -38,7 +38,6 @@ type options struct {
 	CacheSize  int     `json:"cache_tokens"`
 	Delay      float64 `json:"transfer_fixed_seconds"`
 	Failures   float64 `json:"failures_per_hour"` // of the whole cluster
-	WorkPrice  float64 `json:"work_price"`
 	Seed       uint64  `json:"seed"`
 }
 
@@ -64,6 +63,7 @@ type node struct {
 	until   float64 // and ends
 	life    int     // grows with each failure, so that events of a former life are ignored
 	running map[*job]struct{}
+	arrived placement.Rate
 }
 
 type event struct {
@@ -152,7 +152,8 @@ func (s *sim) see() {
 		*b = placement.Engine{}
 		if n.up {
 			*b = placement.Engine{Role: placement.Both, PrefillFixed: prefillFixed, Step: stepSeconds,
-				StepEach: stepEach, Running: len(n.running), Ready: readySeconds}
+				StepEach: stepEach, Running: len(n.running), Ready: readySeconds,
+				Arrivals: n.arrived.At(s.now)}
 		}
 		*t = *b
 		f := n.learned.Factor()
@@ -177,13 +178,13 @@ func (s *sim) dispatch(j *job) {
 	s.see()
 	s.turn++
 	a := placement.Ask{Tokens: j.tokens(), TokenBytes: s.o.TokenBytes, Hits: s.hits,
-		Kinds: moves, Block: pageTokens, WorkPrice: s.o.WorkPrice, First: s.turn}
+		Kinds: moves, Block: pageTokens, First: s.turn}
 	c, ok := s.policy(s, &a)
 	if !ok {
 		s.after(1, func() { s.dispatch(j) }) // no node is up
 		return
 	}
-	a.WorkPrice, a.Kinds = 0, moves
+	a.Kinds = moves
 	if best, ok := placement.Decide(&s.truth, &a); ok {
 		made := placement.Evaluate(&s.truth, &a, c)
 		s.result.regret += max(0, made.TTFT()-best.TTFT())
@@ -202,6 +203,7 @@ func (s *sim) dispatch(j *job) {
 	for _, p := range j.pages {
 		s.promised.Add(p, at)
 	}
+	n.arrived.Add(s.now)
 	n.queue, n.queued = append(n.queue, j), n.queued+j.work
 	s.serve(n)
 }

@@ -76,6 +76,7 @@ type account struct {
 	running  int       // requests from the first token on
 	progress time.Time // the last time that work began or ended
 	learned  placement.Correction
+	arrived  placement.Rate
 }
 
 // wait is the time until a new request begins.
@@ -94,6 +95,8 @@ type Placer struct {
 	link placement.Path   // without a learned rate
 	seed maphash.Seed
 
+	start time.Time // of the times of rates
+
 	mu       sync.Mutex // guards all below
 	accounts []account
 	paths    *placement.Matrix
@@ -108,7 +111,7 @@ type Placer struct {
 
 // New checks the configuration; LeastLoaded has no Placer.
 func New(cfg Config) (*Placer, error) {
-	p := &Placer{cfg: cfg, seed: maphash.MakeSeed(), kind: placement.Run | placement.Pair,
+	p := &Placer{cfg: cfg, seed: maphash.MakeSeed(), start: time.Now(), kind: placement.Run | placement.Pair,
 		fit:  placement.Fabric{Fixed: defaultFixed, Rate: defaultRate},
 		link: placement.Path{Fixed: defaultDelay, Rate: defaultLink}}
 	switch cfg.Policy {
@@ -238,6 +241,7 @@ func (p *Placer) Decide(r *Request, up []bool, now time.Time) (*Decision, bool) 
 		acc.progress, acc.work = now, 0
 	}
 	acc.work, acc.requests = acc.work+d.work, acc.requests+1
+	acc.arrived.Add(now.Sub(p.start).Seconds())
 	p.promise(d)
 	return d, true
 }
@@ -270,7 +274,8 @@ func (p *Placer) see(up []bool, now time.Time) {
 		}
 		f := acc.learned.Factor()
 		*e = placement.Engine{Role: placement.Prefill, Wait: acc.wait(now),
-			PrefillFixed: f * p.fit.Fixed, PrefillRate: p.fit.Rate / f, Running: acc.running}
+			PrefillFixed: f * p.fit.Fixed, PrefillRate: p.fit.Rate / f, Running: acc.running,
+			Arrivals: acc.arrived.At(now.Sub(p.start).Seconds())}
 		if i >= p.cfg.Prefill {
 			e.Role = placement.Both
 		}

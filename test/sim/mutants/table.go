@@ -384,7 +384,7 @@ var mutants = []mutant{
 		"	// The decode", "	c.Hidden = min(c.Prefill, c.Transfer)\n	// The decode", []string{"TestChoices"}},
 	{"a full decode engine takes a pair", "placement/cost.go", "to.Wait > done", "false",
 		[]string{"TestChoices"}},
-	{"others wait for free", "placement/cost.go", "c.TTFT() + a.WorkPrice*c.Prefill", "c.TTFT()",
+	{"others wait for free", "placement/cost.go", "c.TTFT() + e.delay(c.Prefill)", "c.TTFT()",
 		[]string{"TestChoices"}},
 	{"good engines are left out", "placement/rank.go", "least*(1-rounding) > q.best.Price",
 		"least > 0.8*q.best.Price", []string{"TestDecideIsTheFirstOfRank"}},
