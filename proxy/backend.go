@@ -23,6 +23,7 @@ const (
 // backend is one engine with its health.
 type backend struct {
 	role       string
+	number     int // in its pool
 	url        string
 	sidecar    string // address for asking for its endpoint; empty: none
 	configured bool   // the operator set peer
@@ -127,16 +128,23 @@ func (b *backend) done() {
 	b.mu.Unlock()
 }
 
-func (p *pool) anyUp() bool {
-	for _, b := range p.all {
-		b.mu.Lock()
-		up := b.upLocked()
-		b.mu.Unlock()
-		if up {
-			return true
-		}
+func (b *backend) isUp() bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.upLocked()
+}
+
+func (p *pool) anyUp() bool { return slices.ContainsFunc(p.all, (*backend).isUp) }
+
+// takeThis raises the load of one back end if it is up; otherwise it returns nil.
+func (p *pool) takeThis(b *backend) *backend {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if !b.upLocked() {
+		return nil
 	}
-	return false
+	b.load++
+	return b
 }
 
 // watch checks one back end until ctx ends.
@@ -155,6 +163,7 @@ func (p *Proxy) watch(ctx context.Context, b *backend) {
 				p.log.Info("back end is up", "role", b.role, "url", b.url, "peer", b.peerAddr())
 			} else {
 				p.log.Warn("back end is down", "role", b.role, "url", b.url, "err", err)
+				p.lost(b)
 			}
 		}
 		select {
@@ -171,8 +180,9 @@ func (p *Proxy) check(ctx context.Context, b *backend) error {
 	if err := p.get(ctx, b.url+"/health", nil); err != nil {
 		return err
 	}
+	p.learn(ctx, b)
 	said := ""
-	if b.sidecar != "" {
+	if b.sidecar != "" && b.role == rolePrefill {
 		var err error
 		if said, err = p.ask(ctx, b); errors.Is(err, context.Canceled) {
 			return nil // the router ends

@@ -16,6 +16,8 @@ import (
 	"os"
 	"strings"
 	"time"
+
+	"github.com/kvspray/kvspray/proxy/internal/place"
 )
 
 const (
@@ -67,6 +69,7 @@ func (p *Proxy) generate(w http.ResponseWriter, r *http.Request, k kind) {
 		start: time.Now(), mode: p.mode}
 	w.Header().Set(requestIDHeader, j.id)
 	j.run(ctx)
+	j.placed()
 	p.met.requests.WithLabelValues(string(j.mode), statusClass(j.status)).Inc()
 	if j.broken {
 		// The status was sent; only a broken connection shows the client that the answer is
@@ -129,6 +132,10 @@ type job struct {
 	status int
 	broken bool // D's answer ended early, after its first byte
 
+	decision   *place.Decision // of the policy; nil: none
+	prefer     *backend        // D of the decision, for the first try
+	firstAfter time.Duration   // until D's first byte
+
 	// Set in concurrent mode: P's failure, at most once, and its back end.
 	failed <-chan error
 	pre    *backend
@@ -142,11 +149,18 @@ func (j *job) run(ctx context.Context) {
 		j.fail(http.StatusServiceUnavailable, codeNoEngine, errNoDecode)
 		return
 	}
+	pre, ok := j.place()
 	if j.req.alone != "" {
 		j.decodeAlone(ctx, aloneRequest)
 		return
 	}
-	pre := j.p.prefill.take(nil)
+	if ok && j.decision.Prefill < 0 {
+		j.decodeAlone(ctx, aloneChosen)
+		return
+	}
+	if pre == nil {
+		pre = j.p.prefill.take(nil)
+	}
 	if pre == nil {
 		j.decodeAlone(ctx, aloneNoPrefill)
 		return
@@ -215,6 +229,14 @@ func (j *job) noteAlone(pre *backend, err error) string {
 
 // prefill asks P and returns the kv_transfer_params of its answer.
 func (j *job) prefill(ctx context.Context, b *backend, body []byte) (json.RawMessage, error) {
+	params, err := j.askPrefill(ctx, b, body)
+	if j.decision != nil {
+		j.p.placing.Prefilled(j.decision, err == nil && b.number == j.decision.Prefill, time.Now())
+	}
+	return params, err
+}
+
+func (j *job) askPrefill(ctx context.Context, b *backend, body []byte) (json.RawMessage, error) {
 	resp, err := j.send(ctx, b, body, false)
 	if err != nil {
 		if notReached(err) {
@@ -258,7 +280,13 @@ func (j *job) decode(ctx context.Context, params json.RawMessage) {
 	tried := map[*backend]bool{}
 	var last error
 	for range decodeTries {
-		b := j.p.decode.take(tried)
+		var b *backend
+		if j.prefer != nil && len(tried) == 0 {
+			b = j.p.decode.takeThis(j.prefer)
+		}
+		if b == nil {
+			b = j.p.decode.take(tried)
+		}
 		if b == nil {
 			break
 		}
@@ -324,6 +352,7 @@ func (j *job) decodeOn(ctx context.Context, b *backend, params json.RawMessage) 
 			}
 			return false, params, fmt.Errorf("decode %s: %w", b.url, f.err)
 		}
+		j.answered(f.resp.StatusCode)
 		j.p.met.first.WithLabelValues(string(j.mode)).Observe(time.Since(j.start).Seconds())
 		j.pass(f)
 		stop()

@@ -20,6 +20,7 @@ const (
 	aloneRefused   = "refused"        // P answered 4xx: the request is wrong
 	aloneParams    = "prefill_params" // P's answer has no usable parameters
 	aloneRequest   = "not_splittable" // prompt logprobs, beam search ...
+	aloneChosen    = "policy"         // the policy expects that to be fastest
 )
 
 func newMetrics(reg prometheus.Registerer) *metrics {

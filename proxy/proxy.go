@@ -31,6 +31,8 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
+
+	"github.com/kvspray/kvspray/placement"
 )
 
 // Mode is the order in which P and D receive a request.
@@ -81,8 +83,13 @@ type Config struct {
 	Decode    []string // URLs
 	Mode      Mode
 	BodyBytes int64 // largest body of a client; 0: DefaultBodyBytes
-	Log       *slog.Logger
-	Registry  *prometheus.Registry // nil: its own
+	// Policy is one of Policies; empty: DefaultPolicy. The fields below it are for the others.
+	Policy         string
+	DecodeSidecars []string // URLs of the sidecars' HTTP listeners, one for each decode engine, or none
+	TokenBytes     float64  // of KV cache; 0: 131072
+	Calibration    *placement.Calibration
+	Log            *slog.Logger
+	Registry       *prometheus.Registry // nil: its own
 }
 
 // Proxy routes requests. Use Handler in another server, or Serve.
@@ -96,6 +103,7 @@ type Proxy struct {
 	met     *metrics
 	reg     *prometheus.Registry
 	slots   chan struct{} // bounds requests in flight
+	placing *placing      // nil: the least loaded engines
 }
 
 // New checks the configuration. It starts nothing.
@@ -136,7 +144,7 @@ func New(cfg Config) (*Proxy, error) {
 		if err != nil {
 			return nil, err
 		}
-		be := &backend{role: rolePrefill, url: u, configured: b.Peer != "", peer: b.Peer}
+		be := &backend{role: rolePrefill, number: i, url: u, configured: b.Peer != "", peer: b.Peer}
 		if b.Sidecar != "" {
 			if be.sidecar, err = baseURL("--prefill-sidecar", b.Sidecar); err != nil {
 				return nil, err
@@ -157,12 +165,26 @@ func New(cfg Config) (*Proxy, error) {
 		pre = append(pre, be)
 	}
 	var dec []*backend
-	for _, raw := range cfg.Decode {
+	if n := len(cfg.DecodeSidecars); n != 0 && n != len(cfg.Decode) {
+		return nil, fmt.Errorf("proxy: --decode-sidecar names %d sidecars for %d decode engines; pass "+
+			"one for each, in the same order", n, len(cfg.Decode))
+	}
+	for i, raw := range cfg.Decode {
 		u, err := baseURL("--decode", raw)
 		if err != nil {
 			return nil, err
 		}
-		dec = append(dec, &backend{role: roleDecode, url: u})
+		be := &backend{role: roleDecode, number: i, url: u}
+		if len(cfg.DecodeSidecars) > 0 {
+			if be.sidecar, err = baseURL("--decode-sidecar", cfg.DecodeSidecars[i]); err != nil {
+				return nil, err
+			}
+		}
+		dec = append(dec, be)
+	}
+	var err error
+	if p.placing, err = newPlacing(cfg, p.reg); err != nil {
+		return nil, err
 	}
 	p.prefill, p.decode = newPool(pre), newPool(dec)
 	return p, nil

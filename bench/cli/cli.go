@@ -12,6 +12,7 @@ import (
 	"github.com/kvspray/kvspray/bench/copybench"
 	"github.com/kvspray/kvspray/bench/gpubench"
 	"github.com/kvspray/kvspray/bench/peers"
+	"github.com/kvspray/kvspray/bench/placebench"
 	"github.com/kvspray/kvspray/bench/railsbench"
 	"github.com/kvspray/kvspray/bench/simbench"
 	"github.com/kvspray/kvspray/internal/ui/command"
@@ -32,10 +33,11 @@ Two processes of this host:                        kvspray-bench copy
 Two sidecars over rails that fail (root):          kvspray-bench rails
 The same in simulated time, up to 4096 nodes:      kvspray-bench sim
 GPU memory:                                        kvspray-bench gpu
+Routing policies on simulated clusters:            kvspray-bench place
 Other transfer engines over the same rails (root): kvspray-bench peers`,
 	}
 	root.AddCommand(copybench.NewCopyCommand(), gpubench.NewCommand(), peers.NewCommand(),
-		railsbench.NewCommand(), simbench.NewCommand())
+		placebench.NewCommand(), railsbench.NewCommand(), simbench.NewCommand())
 	command.Finish(root)
 	return root
 }

@@ -46,17 +46,19 @@ var rules = []rule{
 	{dir: "internal/ui/cli", why: "converts flags to configurations of the composed parts, of " +
 		"nothing below them",
 		own: []string{"control/peer/keys", "internal/config", "internal/ui/command", "internal/ui/doctor",
-			"internal/ui/explain", "internal/ui/storectl", "internal/ui/usage", "internal/ui/top",
-			"internal/version",
-			"proxy", "sidecar"},
+			"internal/ui/explain", "internal/ui/place", "internal/ui/storectl", "internal/ui/usage",
+			"internal/ui/top", "internal/version", "placement", "proxy", "sidecar"},
 		ext: []string{extCobra, extProm}},
 	{dir: "internal/ui/command", why: "runs the command line of any program; has no command of its " +
 		"own but version",
 		own: []string{"internal/config", "internal/ui/usage", "internal/version"},
 		ext: []string{extCobra, extFlag}},
 	{dir: "proxy",
-		why: "sends HTTP to engines only; uses kvspray by its parameters, not by its packages",
-		ext: []string{extProm}},
+		why: "sends HTTP to engines only; uses kvspray by its parameters, not by its packages; of " +
+			"placement it has answers of sidecars and calibrations",
+		own: []string{"placement", "proxy/internal/place"}, ext: []string{extProm}},
+	{dir: "proxy/internal/place", why: "decisions for requests, and what they need to be good; no " +
+		"HTTP", own: []string{"placement", "placement/index"}},
 	{dir: "sidecar", why: "the one place that imports all parts of a node and joins them",
 		own: []string{"api/peer/v1", "cluster", "cluster/gossip", "connector", "control/driver",
 			"control/engines", "control/exec", "control/lease",
@@ -103,6 +105,8 @@ var rules = []rule{
 	{dir: "internal/ui/explain", why: "describes and plans with the code that plans transfers; " +
 		"no engine and no wire",
 		own: []string{"layout", "parseblock"}},
+	{dir: "internal/ui/place", why: "tables of predictions; no engine and no wire",
+		own: []string{"placement"}},
 	{dir: "internal/heap", why: "items in order, as plain values; independent of its users",
 		pure: true},
 	{dir: "internal/ui/usage", why: "a kind of error, for every package that checks arguments, " +
@@ -231,6 +235,9 @@ var rules = []rule{
 	{dir: "control/route",
 		why: "which rails are worth a lane, as plain values; it imports no backend " +
 			"and no lease", pure: true},
+	{dir: "placement", why: "the predicted cost of a request on each engine, as plain values; of " +
+		"sidecars it reads an answer's form only", pure: true},
+	{dir: "placement/index", why: "which holders have which blocks, as plain state", pure: true},
 	{dir: "control/peer", why: "the sessions with other sidecars; no transport: data lanes are " +
 		"opened by the sidecar",
 		own: []string{"api/peer/v1", "cluster", "control/peer/delivery", "control/peer/frame",
@@ -378,12 +385,15 @@ var rules = []rule{
 	{dir: "bench/progress", why: "a progress line for any long command",
 		ext: []string{extSys}},
 	{dir: "bench/cli", why: "the commands of kvspray-bench, each from its package",
-		own: []string{"bench/copybench", "bench/gpubench", "bench/peers", "bench/railsbench",
-			"bench/simbench", "internal/ui/command"},
+		own: []string{"bench/copybench", "bench/gpubench", "bench/peers", "bench/placebench",
+			"bench/railsbench", "bench/simbench", "internal/ui/command"},
 		ext: []string{extCobra}},
 	{dir: "bench/peers", why: "compares other engines with two sidecars on the same rails",
 		own: []string{"bench/chart", "bench/machine", "bench/railsbench", "bench/railsbench/netrig",
 			"bench/timeline", "internal/ui/usage"},
+		ext: []string{extCobra}},
+	{dir: "bench/placebench", why: "simulated clusters around the production predicate and index",
+		own: []string{"internal/ui/usage", "placement", "placement/index", "store/trace"},
 		ext: []string{extCobra}},
 	{dir: "bench/railsbench", why: "plays both engines to two sidecar processes: speaks to them as " +
 		"engines and operators do, and imports nothing inside them",

@@ -42,7 +42,8 @@ Route requests to prefill and decode: kvspray proxy --prefill URL --decode URL
 Check what works on this host:        kvspray doctor`,
 	}
 	root.AddCommand(serveCommand(), configCommand(), doctorCommand(), keygenCommand(), proxyCommand(),
-		benchCommand(), calibrateCommand(), layoutCommand(), topCommand(), storeCommand())
+		benchCommand(), calibrateCommand(), layoutCommand(), placeCommand(), topCommand(),
+		storeCommand())
 	command.Finish(root)
 	return root
 }

@@ -11,6 +11,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
@@ -24,7 +25,10 @@ import (
 func proxyCommand() *cobra.Command {
 	var (
 		prefill, peers, sidecars, decode []string
+		decodeSidecars                   []string
 		mode, listen, level, format      string
+		policy, calibration              string
+		tokenBytes                       float64
 		body                             int64
 		ready                            string
 	)
@@ -40,7 +44,13 @@ each, and streams the decode engine's answer back. Health is at /health, metrics
   --mode prefill-first  sends a request to the prefill engine, then passes its kv_transfer_params
                         to the decode engine, like NIXL-style routers.
 
-If the prefill engine fails, the decode engine prefills locally.`,
+If the prefill engine fails, the decode engine prefills locally.
+
+  --policy least-loaded  takes the engines with the fewest requests in flight
+  --policy auto          takes the engines with the lowest predicted time to the first token; the
+                         decode engine may compute alone. docs/placement.md has the prediction.
+  --policy cache         prefers the longest cached prefix
+  --policy fetch, local  as auto, but always or never with a prefill engine`,
 		Example: `  kvspray proxy --prefill http://127.0.0.1:8100 --prefill-peer 127.0.0.1:7650 \
       --decode http://127.0.0.1:8200
   kvspray proxy --prefill http://p0:8000,http://p1:8000 \
@@ -69,6 +79,10 @@ If the prefill engine fails, the decode engine prefills locally.`,
 			if err := readyFile(ready); err != nil {
 				return err
 			}
+			if cfg.Calibration, err = readCalibration(calibration); err != nil {
+				return err
+			}
+			cfg.Policy, cfg.DecodeSidecars, cfg.TokenBytes = policy, decodeSidecars, tokenBytes
 			log := newLog(cmd.ErrOrStderr(), severity, format)
 			reg := prometheus.NewRegistry()
 			reg.MustRegister(collectors.NewGoCollector(),
@@ -83,8 +97,8 @@ If the prefill engine fails, the decode engine prefills locally.`,
 			if err != nil {
 				return fmt.Errorf("proxy: listen: %w; give --listen a free host:port", err)
 			}
-			log.Info("proxy is listening", "address", l.Addr().String(), "mode", mode, "prefill",
-				len(cfg.Prefill), "decode", len(cfg.Decode))
+			log.Info("proxy is listening", "address", l.Addr().String(), "mode", mode, "policy", policy,
+				"prefill", len(cfg.Prefill), "decode", len(cfg.Decode))
 			if err := writeReady(ready, map[string]string{"http": l.Addr().String()}); err != nil {
 				return errors.Join(err, l.Close())
 			}
@@ -98,6 +112,13 @@ If the prefill engine fails, the decode engine prefills locally.`,
 	f.StringSliceVar(&sidecars, "prefill-sidecar", nil, "URL of each prefill engine's sidecar (its "+
 		"http.listen), to obtain or check its --prefill-peer")
 	f.StringSliceVar(&decode, "decode", nil, "URLs of decode engines")
+	f.StringSliceVar(&decodeSidecars, "decode-sidecar", nil, "URL of each decode engine's sidecar "+
+		"(its http.listen), so that a policy learns the rates to it")
+	f.StringVar(&policy, "policy", proxy.DefaultPolicy, strings.Join(proxy.Policies(), ", "))
+	f.StringVar(&calibration, "calibration", "", "file of 'kvspray place calibrate' with lines "+
+		"prefill and link, for a policy's first predictions")
+	f.Float64Var(&tokenBytes, "token-bytes", 131072, "KV cache of one token in bytes, all layers and "+
+		"ranks, for a policy")
 	f.StringVar(&mode, "mode", string(proxy.Concurrent), "concurrent or prefill-first")
 	f.StringVar(&listen, "listen", "127.0.0.1:8000", "host:port to serve on; port 0 takes a free one")
 	f.Int64Var(&body, "max-body", proxy.DefaultBodyBytes, "largest request body, in bytes")

@@ -1,7 +1,8 @@
 // Command mutants takes lines out of the production code, one at a time, and looks whether the
 // tests notice: `make test-mutants`. What would break a promise of package sim must be noticed by
-// its clusters, what would fall into a trap of package spray by the trap's own test, and what would
-// give heads to the wrong ranks by a law or a test of package parseblock. The sources stay as they
+// its clusters, what would fall into a trap of package spray by the trap's own test, what would give
+// heads to the wrong ranks by a law or a test of package parseblock, and what would misprice a
+// place by one of package placement. The sources stay as they
 // are; the compiler is shown changed copies of them (go build -overlay).
 //
 // It fails when a mutant survives, when something else than what it breaks is said to be broken,
@@ -36,6 +37,7 @@ const (
 	simPkg   = "./test/sim"
 	sprayPkg = "./control/spray"
 	parsePkg = "./parseblock"
+	placePkg = "./placement"
 )
 
 // failed finds the test that a run ended with.
@@ -138,7 +140,7 @@ func (m *mutant) try(dir string) (by, detail string, err error) {
 		pkg, tests, words, limit = "./"+tested, "^("+strings.Join(m.breaks, "|")+")$",
 			m.breaks, testTime
 	}
-	if pkg == parsePkg {
+	if pkg == parsePkg || pkg == placePkg {
 		flags = []string{"-rapid.shrinktime=0s", "-rapid.nofailfile"} // that it fails is enough
 	}
 	path, err := filepath.Abs(m.file)

@@ -371,4 +371,27 @@ var mutants = []mutant{
 		[]string{"TestReplicasAreChosenByLoad"}},
 	{"only the last grant is owed", "control/exec/internal/dest/peers.go", "			n += l.Part.Bytes\n",
 		"			n = l.Part.Bytes\n", []string{"TestReplicasAreChosenByLoad"}},
+
+	// The price of a place.
+	{"a hit saves nothing", "placement/cost.go", "Wait: g.Wait, Prefill: g.prefill(float64(a.Tokens - hit)), " +
+		"Decode: g.step()}", "Wait: g.Wait, Prefill: g.prefill(float64(a.Tokens)), Decode: g.step()}",
+		[]string{"TestChoices"}},
+	{"bytes before others cost nothing", "placement/cost.go", "p.Fixed + (p.Before+bytes)/p.Rate",
+		"p.Fixed + bytes/p.Rate", []string{"TestChoices"}},
+	{"all or nothing is fetched", "placement/cost.go", "n >= 1 && n < float64(most)",
+		"n >= 1 && n > float64(most)", []string{"TestFetchTakesTheBestNumberOfTokens", "TestLawsOfPrice"}},
+	{"overlap is all of it", "placement/cost.go", "	c.Hidden = s.Overlap * min(c.Prefill, c.Transfer)\n" +
+		"	// The decode", "	c.Hidden = min(c.Prefill, c.Transfer)\n	// The decode", []string{"TestChoices"}},
+	{"a full decode engine takes a pair", "placement/cost.go", "to.Wait > done", "false",
+		[]string{"TestChoices"}},
+	{"others wait for free", "placement/cost.go", "c.TTFT() + e.delay(c.Prefill)", "c.TTFT()",
+		[]string{"TestChoices"}},
+	{"good engines are left out", "placement/rank.go", "least*(1-rounding) > q.best.Price",
+		"least > 0.8*q.best.Price", []string{"TestDecideIsTheFirstOfRank"}},
+	{"a shorter hit is fetched", "placement/cost.go", "	if held <= own {", "	if false {",
+		[]string{"TestFetchTakesTheBestNumberOfTokens"}},
+	{"one engine wins all ties", "placement/rank.go", "return (engine - a.First%n + n) % n",
+		"return engine", []string{"TestFirst"}},
+	{"excluded links count", "placement/links.go", `(x.State == "healthy" || x.State == "readmitted")`,
+		"true", []string{"TestLinks"}},
 }

@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package placebench
+
+import "github.com/kvspray/kvspray/placement"
+
+// policy chooses for a request; false: no engine is up.
+type policy func(s *sim, a *placement.Ask) (placement.Choice, bool)
+
+// named is a policy of the table.
+type named struct {
+	name   string
+	choose policy
+}
+
+// policies are the rows of the table. SGLang's defaults are those of its router's documentation,
+// llm-d's those of its scheduler's.
+func policies() []named {
+	return []named{
+		{"least-loaded", leastLoaded},
+		{"cache-aware (SGLang's rule)", cacheAware},
+		{"weighted (llm-d's rule)", weighted},
+		{"predict: run only", predict(placement.Run)},
+		{"predict: run, fetch", predict(moves)},
+		{"oracle", oracle},
+	}
+}
+
+// predict is package placement with the router's view.
+func predict(kinds placement.Kind) policy {
+	return func(s *sim, a *placement.Ask) (placement.Choice, bool) {
+		a.Kinds = kinds
+		return placement.Decide(&s.state, a)
+	}
+}
+
+// oracle is package placement with true rates and queues.
+func oracle(s *sim, a *placement.Ask) (placement.Choice, bool) {
+	return placement.Decide(&s.truth, a)
+}
+
+func (s *sim) run1(a *placement.Ask, engine int) (placement.Choice, bool) {
+	if engine < 0 {
+		return placement.Choice{}, false
+	}
+	return placement.Evaluate(&s.state, a, placement.Choice{Kind: placement.Run, Engine: engine}), true
+}
+
+// best returns the engine with the highest score among those that are up; the first in turn wins.
+func (s *sim) best(score func(i int) float64) int {
+	best, high := -1, 0.0
+	for k := range s.nodes {
+		i := (k + s.turn) % len(s.nodes)
+		if !s.nodes[i].up {
+			continue
+		}
+		if x := score(i); best < 0 || x > high {
+			best, high = i, x
+		}
+	}
+	return best
+}
+
+// inFlight is the requests of an engine.
+func (n *node) inFlight() int {
+	f := len(n.queue) + len(n.running)
+	if n.busy != nil {
+		f++
+	}
+	return f
+}
+
+func leastLoaded(s *sim, a *placement.Ask) (placement.Choice, bool) {
+	return s.run1(a, s.best(func(i int) float64 { return -float64(s.nodes[i].inFlight()) }))
+}
+
+// cacheAware takes the engine with the longest hit if that is at least 0.3 of the prompt, unless
+// the loads are unequal.
+func cacheAware(s *sim, a *placement.Ask) (placement.Choice, bool) {
+	const threshold, absolute, relative = 0.3, 64, 1.5
+	least, most := -1, 0
+	for _, n := range s.nodes {
+		if f := n.inFlight(); n.up {
+			if least < 0 || f < least {
+				least = f
+			}
+			most = max(most, f)
+		}
+	}
+	if most-least > absolute && float64(most) > relative*float64(least) {
+		return leastLoaded(s, a)
+	}
+	e := s.best(func(i int) float64 { return float64(a.Hits[i]) })
+	if e < 0 || float64(a.Hits[e]) < threshold*float64(a.Tokens) {
+		return leastLoaded(s, a)
+	}
+	return s.run1(a, e)
+}
+
+// weighted adds the hit as a share of the prompt, three times, and the free part of the longest
+// queue, twice.
+func weighted(s *sim, a *placement.Ask) (placement.Choice, bool) {
+	const prefix, queue = 3, 2
+	least, most := -1, 0
+	for _, n := range s.nodes {
+		if n.up {
+			if least < 0 || len(n.queue) < least {
+				least = len(n.queue)
+			}
+			most = max(most, len(n.queue))
+		}
+	}
+	return s.run1(a, s.best(func(i int) float64 {
+		score := prefix * float64(a.Hits[i]) / float64(a.Tokens)
+		if most > least {
+			return score + queue*float64(most-len(s.nodes[i].queue))/float64(most-least)
+		}
+		return score + queue
+	}))
+}

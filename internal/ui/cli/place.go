@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"os"
+
+	"github.com/spf13/cobra"
+
+	"github.com/kvspray/kvspray/internal/ui/command"
+	"github.com/kvspray/kvspray/internal/ui/place"
+	"github.com/kvspray/kvspray/internal/ui/usage"
+	"github.com/kvspray/kvspray/placement"
+)
+
+func placeCommand() *cobra.Command {
+	cmd := &cobra.Command{Use: "place", Short: "Predict where a prompt runs fastest, and why",
+		Args: cobra.NoArgs, RunE: command.Help}
+	cmd.AddCommand(placeExplainCommand(), placeCalibrateCommand(), placeRowsCommand())
+	return cmd
+}
+
+func placeExplainCommand() *cobra.Command {
+	var state, calibration string
+	var tokens, most int
+	var asJSON bool
+	cmd := &cobra.Command{
+		Use:   "explain",
+		Short: "All choices for a prompt, with the predicted time to the first token and its parts",
+		Long: `Ranks all choices for one prompt: run it on an engine with the cache that is there, fetch cache
+of another engine or of a store, or compute on one engine for another. The state file (JSON) has
+engines, stores, hits and paths; docs/placement.md describes it.`,
+		Example: `  kvspray place explain --state state.json --tokens 32768
+  kvspray place explain --state state.json --tokens 8000 --calibration calibration.json --json`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if most < 0 {
+				return usage.Errorf("--most %d: want at least 0", most)
+			}
+			cal, err := readCalibration(calibration)
+			if err != nil {
+				return err
+			}
+			b, err := readBounded("state", state)
+			if err != nil {
+				return err
+			}
+			c, err := placement.ParseFile(b, tokens, cal)
+			if err != nil {
+				return usage.Errorf("--state %s: %w", state, err)
+			}
+			return place.Explain(cmd.OutOrStdout(), c, most, asJSON)
+		},
+	}
+	f := cmd.Flags()
+	f.StringVar(&state, "state", "", "state file, JSON")
+	f.StringVar(&calibration, "calibration", "", "file of 'kvspray place calibrate', if the state "+
+		"names its lines")
+	f.IntVar(&tokens, "tokens", 8192, "tokens of the prompt")
+	f.IntVar(&most, "most", 20, "choices to print, 0 for all")
+	f.BoolVar(&asJSON, "json", false, "print JSON")
+	return cmd
+}
+
+func placeCalibrateCommand() *cobra.Command {
+	var samples, out string
+	cmd := &cobra.Command{
+		Use:   "calibrate",
+		Short: "Fit fixed time and rate of links and prefills to measurements",
+		Long: `Fits a line (fixed time and rate) for each name in a file of measurements, and writes the
+calibration file. A line of the samples is NAME AMOUNT SECONDS; the amount is bytes for a link and
+tokens for a prefill. docs/placement.md describes how to measure.`,
+		Example: "  kvspray place calibrate --samples samples.csv --out calibration.json",
+		Args:    cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) (err error) {
+			if err := inFolder("out", out); err != nil {
+				return err
+			}
+			b, err := readBounded("samples", samples)
+			if err != nil {
+				return err
+			}
+			list, err := placement.ParseSamples(b)
+			if err != nil {
+				return usage.Errorf("--samples %s: %w", samples, err)
+			}
+			c, err := placement.Calibrate(list)
+			if err != nil {
+				return usage.Errorf("--samples %s: %w", samples, err)
+			}
+			if out == "" {
+				return place.Calibration(cmd.OutOrStdout(), c)
+			}
+			f, err := os.Create(out)
+			if err != nil {
+				return fmt.Errorf("--out: %w", err)
+			}
+			return errors.Join(place.Calibration(f, c), f.Close())
+		},
+	}
+	cmd.Flags().StringVar(&samples, "samples", "", "file of measurements")
+	cmd.Flags().StringVar(&out, "out", "", "file to write; default: standard output")
+	return cmd
+}
+
+func placeRowsCommand() *cobra.Command {
+	var calibration string
+	var rows, tokens int
+	cmd := &cobra.Command{
+		Use:   "rows",
+		Short: "What moving query rows within a layer would cost, by the published model",
+		Long: `Prints the published cost model of attention over a cache that lies elsewhere (latent attention,
+27 layers): query rows go to the cache and partial results come back. No engine does this today.`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if rows < 1 || tokens < 1 {
+				return usage.Errorf("--rows %d --tokens %d: want at least 1 of each", rows, tokens)
+			}
+			fabrics := placement.PublishedFabrics()
+			if calibration != "" {
+				cal, err := readCalibration(calibration)
+				if err != nil {
+					return err
+				}
+				fabrics = cal.Fabrics
+			}
+			return place.Rows(cmd.OutOrStdout(), placement.MLA27(), fabrics, rows, tokens)
+		},
+	}
+	cmd.Flags().StringVar(&calibration, "calibration", "", "file with measured fabrics (default: "+
+		"the published ones)")
+	cmd.Flags().IntVar(&rows, "rows", 256, "query rows, one for each head of each token")
+	cmd.Flags().IntVar(&tokens, "tokens", 2048, "tokens of the cache")
+	return cmd
+}
+
+// readCalibration reads a calibration file; an empty path has none.
+func readCalibration(path string) (*placement.Calibration, error) {
+	if path == "" {
+		return &placement.Calibration{}, nil
+	}
+	b, err := readBounded("calibration", path)
+	if err != nil {
+		return nil, err
+	}
+	c, err := placement.ParseCalibration(b)
+	if err != nil {
+		return nil, usage.Errorf("--calibration %s: %w", path, err)
+	}
+	return c, nil
+}
+
+// readBounded reads a file of at most placement.MaxFile bytes; larger ones are refused by their
+// parser.
+func readBounded(flag, path string) ([]byte, error) {
+	if path == "" {
+		return nil, usage.Errorf("--%s: missing: name a file", flag)
+	}
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, usage.Errorf("--%s: %w: name a file", flag, err)
+	}
+	defer func() { _ = f.Close() }() // read only
+	return io.ReadAll(io.LimitReader(f, placement.MaxFile+1))
+}

@@ -1,0 +1,233 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package placement
+
+import "math"
+
+// Role is what an engine does, as bits.
+type Role uint8
+
+// The roles.
+const (
+	Prefill Role = 1 << iota
+	Decode
+	Both = Prefill | Decode
+)
+
+// Engine is the state of one engine. Times are seconds.
+type Engine struct {
+	Role Role // 0: the engine takes nothing, for instance because it is down
+	Wait float64
+	// PrefillFixed is the part of a prefill that does not depend on the prompt.
+	PrefillFixed float64
+	PrefillRate  float64 // tokens per second
+	// Step is one decode step without load. Each running sequence adds StepEach.
+	Step, StepEach float64
+	Running        int
+	// Arrivals is the requests per second that the engine gets. They wait for a prefill there.
+	Arrivals float64
+	// Ready is the time until the engine can send cached blocks to another engine. For vLLM this
+	// is its queue, since a one-token prefill offers the blocks.
+	Ready float64
+}
+
+// step is the time of the first decode step.
+func (e *Engine) step() float64 { return e.Step + e.StepEach*float64(e.Running) }
+
+// prefill is the time to compute tokens of a prompt. An engine computes at least one token.
+func (e *Engine) prefill(tokens float64) float64 {
+	return e.PrefillFixed + max(1, tokens)/e.PrefillRate
+}
+
+// Path is how bytes get from one place to another now. Its fields come from learned rates.
+type Path struct {
+	Fixed  float64 // seconds, independent of the bytes
+	Rate   float64 // bytes per second of all usable links; 0: no path
+	Before float64 // bytes in flight or queued before new ones
+}
+
+// Time is the predicted time of a transfer.
+func (p Path) Time(bytes float64) float64 { return p.Fixed + (p.Before+bytes)/p.Rate }
+
+// Network gives the path between two holders. Engines have the numbers from 0, stores follow.
+type Network interface{ Path(from, to int) Path }
+
+// Store is one tier of a store on one node, as a holder of pages.
+type Store struct {
+	Ready float64 // seconds until it can send, for instance the latency of a disk
+}
+
+// State is what all requests share.
+type State struct {
+	Engines []Engine
+	Stores  []Store
+	Network Network // nil: nothing can be moved
+	// Overlap is the part of the shorter of prefill and transfer that runs beside the longer one:
+	// 1 with layer-wise transfers, 0 if one begins after the other.
+	Overlap float64
+}
+
+// ready is the time until a holder can send.
+func (s *State) ready(holder int) float64 {
+	if holder < len(s.Engines) {
+		return s.Engines[holder].Ready
+	}
+	return s.Stores[holder-len(s.Engines)].Ready
+}
+
+// Kind is how a request gets its cache.
+type Kind uint8
+
+// The kinds, as bits of Ask.Kinds.
+const (
+	// Run computes on one engine everything that its own cache lacks.
+	Run Kind = 1 << iota
+	// Fetch gets a part of the missing cache from another holder, and computes the rest.
+	Fetch
+	// Pair computes on one engine, Source, and moves what the decode engine lacks to it.
+	Pair
+	AllKinds = Run | Fetch | Pair
+)
+
+func (k Kind) String() string {
+	switch k {
+	case Run:
+		return "run"
+	case Fetch:
+		return "fetch"
+	case Pair:
+		return "pair"
+	}
+	return "none"
+}
+
+// Ask is one request.
+type Ask struct {
+	Tokens     int
+	TokenBytes float64 // of KV cache per token, over all layers
+	// Hits has, for each engine and then each store, the cached tokens from the prompt's start.
+	Hits  []int
+	Kinds Kind
+	// Block is the tokens that a fetch moves at least, and of which it moves a multiple; 0 is 1.
+	Block int
+	// First is the engine that wins among equal ones; a router advances it with each request.
+	First int
+}
+
+// Choice is one way to serve a request. Its parts are seconds.
+type Choice struct {
+	Kind   Kind
+	Engine int // gives the answer
+	Source int // of the transfer; -1: none
+	// Reused tokens come from a cache, of which Moved tokens cross the network. The rest, Computed,
+	// is prefilled.
+	Reused, Moved, Computed int
+
+	Wait, Prefill, Transfer, Hidden, Decode float64
+	// Price is TTFT and the time that other requests wait. Choices are ordered by it.
+	Price float64
+}
+
+// TTFT is the predicted time to the first token. Hidden is the overlap of prefill and transfer.
+func (c *Choice) TTFT() float64 { return c.Wait + c.Prefill + c.Transfer - c.Hidden + c.Decode }
+
+// others is the weight of a second that other requests wait. Simulated clusters have the lowest
+// mean TTFT with 0.25 to 0.5: some of the others would have gone elsewhere.
+const others = 0.25
+
+// delay prices what others wait for a prefill. Those that arrive meanwhile wait for half of it.
+func (e *Engine) delay(prefill float64) float64 {
+	return others * e.Arrivals * prefill * prefill / 2
+}
+
+// finish sets the price of a choice that computes on engine e.
+func (c *Choice) finish(e *Engine) { c.Price = c.TTFT() + e.delay(c.Prefill) }
+
+// run is the choice of computing on engine e.
+func run(s *State, a *Ask, e int) Choice {
+	g := &s.Engines[e]
+	hit := min(a.Hits[e], a.Tokens)
+	c := Choice{Kind: Run, Engine: e, Source: -1, Reused: hit, Computed: a.Tokens - hit,
+		Wait: g.Wait, Prefill: g.prefill(float64(a.Tokens - hit)), Decode: g.step()}
+	c.finish(g)
+	return c
+}
+
+// pair is the choice of computing on engine p for engine d.
+func pair(s *State, a *Ask, p, d int, path Path) Choice {
+	from, to := &s.Engines[p], &s.Engines[d]
+	had := min(a.Hits[p], a.Tokens)
+	moved := a.Tokens - min(a.Hits[d], a.Tokens)
+	c := Choice{Kind: Pair, Engine: d, Source: p, Reused: had, Moved: moved,
+		Computed: a.Tokens - had, Wait: from.Wait, Prefill: from.prefill(float64(a.Tokens - had)),
+		Decode: to.step()}
+	if moved > 0 {
+		c.Transfer = path.Time(float64(moved) * a.TokenBytes)
+	}
+	c.Hidden = s.Overlap * min(c.Prefill, c.Transfer)
+	// The decode engine admits the request while the prefill runs.
+	if done := c.Wait + c.Prefill + c.Transfer - c.Hidden; to.Wait > done {
+		c.Wait += to.Wait - done
+	}
+	c.finish(from)
+	return c
+}
+
+// fetch is the best choice of fetching some tokens of holder h to engine e; ok is false if h has
+// nothing that e lacks. Transfer and prefill are linear in the number of tokens, and the price is
+// convex: the best number is the largest, or one at which the transfer ends with the queue or with
+// the prefill, or at which the price has no slope.
+func fetch(s *State, a *Ask, h, e int, path Path) (best Choice, ok bool) {
+	own, held := min(a.Hits[e], a.Tokens), min(a.Hits[h], a.Tokens)
+	if held <= own {
+		return Choice{}, false
+	}
+	g := &s.Engines[e]
+	begin := s.ready(h) + path.Fixed + path.Before/path.Rate // until the first byte
+	each := a.TokenBytes / path.Rate                         // seconds per token on the link
+	most := held - own
+	block := float64(max(1, a.Block))
+	best = fetchTokens(s, a, e, most, begin+each*float64(most))
+	try := func(x float64) {
+		// A part of a block is no choice. Both neighbors are.
+		low := block * math.Floor(x/block)
+		for _, n := range [2]float64{low, low + block} {
+			if n >= 1 && n < float64(most) {
+				c := fetchTokens(s, a, e, int(n), begin+each*n)
+				if c.Price < best.Price {
+					best = c
+				}
+			}
+		}
+	}
+	missing := float64(a.Tokens - own)
+	try(missing - 1) // an engine computes at least one token
+	if each > 0 {
+		try((g.Wait - begin) / each)
+		// begin + each*x - wait = fixed + (missing - x)/rate
+		try((g.Wait - begin + g.PrefillFixed + missing/g.PrefillRate) / (each + 1/g.PrefillRate))
+		if g.Arrivals > 0 {
+			// The delay of others is quadratic: the slope is 0 at a length of the prefill, with the
+			// transfer as the shorter and as the longer part.
+			slope := each * g.PrefillRate
+			for _, prefill := range [2]float64{slope*(1-s.Overlap) - 1, slope - (1 - s.Overlap)} {
+				try(missing - (prefill/(others*g.Arrivals)-g.PrefillFixed)*g.PrefillRate)
+			}
+		}
+	}
+	try(0) // one block is the least that can be fetched, and the best if the link is slow
+	best.Source = h
+	return best, true
+}
+
+// fetchTokens prices a fetch of moved tokens that ends at a time.
+func fetchTokens(s *State, a *Ask, e, moved int, ends float64) Choice {
+	g := &s.Engines[e]
+	reused := min(a.Hits[e], a.Tokens) + moved
+	c := Choice{Kind: Fetch, Engine: e, Reused: reused, Moved: moved, Computed: a.Tokens - reused,
+		Wait: g.Wait, Prefill: g.prefill(float64(a.Tokens - reused)),
+		Transfer: max(0, ends-g.Wait), Decode: g.step()}
+	c.Hidden = s.Overlap * min(c.Prefill, c.Transfer)
+	c.finish(g)
+	return c
+}

@@ -1,0 +1,195 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package place
+
+import (
+	"bytes"
+	"testing"
+	"time"
+
+	"github.com/kvspray/kvspray/placement"
+)
+
+var began = time.Unix(1_000_000, 0)
+
+func newPlacer(t *testing.T, cfg Config) *Placer {
+	t.Helper()
+	p, err := New(cfg)
+	if err != nil || p == nil {
+		t.Fatal(err)
+	}
+	return p
+}
+
+func text(n int, fill byte) []byte { return bytes.Repeat([]byte{fill}, n) }
+
+func decide(t *testing.T, p *Placer, r *Request, at time.Duration) *Decision {
+	t.Helper()
+	up := make([]bool, p.cfg.Prefill+p.cfg.Decode)
+	for i := range up {
+		up[i] = true
+	}
+	d, ok := p.Decide(r, up, began.Add(at))
+	if !ok {
+		t.Fatal("no choice")
+	}
+	return d
+}
+
+// A second turn runs where the first one did, until that engine's queue costs more than the hit.
+func TestAutoWeighsHitsAgainstQueues(t *testing.T) {
+	p := newPlacer(t, Config{Policy: Auto, Decode: 4})
+	first := decide(t, p, &Request{Text: text(40_000, 'a')}, 0)
+	p.Answered(first, true, began.Add(2*time.Second))
+	p.Ended(first, began.Add(3*time.Second))
+	again := &Request{Text: append(text(40_000, 'a'), text(2000, 'b')...)}
+	second := decide(t, p, again, 4*time.Second)
+	if second.Decode != first.Decode || second.Choice.Reused < 9000 || second.Other <= 0 {
+		t.Errorf("%+v after %+v", second, first)
+	}
+	other := decide(t, p, &Request{Text: again.Text, Scope: "another model"}, 4*time.Second)
+	if other.Choice.Reused != 0 || other.Decode == first.Decode {
+		t.Errorf("a hit of another scope: %+v", other)
+	}
+	// Long prompts of others fill the engine's queue.
+	for range 40 {
+		decide(t, p, &Request{Text: text(400_000, 'c'), Scope: "others"}, 4*time.Second)
+	}
+	if p.accounts[first.Decode].wait(began.Add(4*time.Second)) == 0 {
+		t.Fatal("no queue")
+	}
+	p.Lost(first.Decode)
+	if d := decide(t, p, again, 4*time.Second); d.Decode == first.Decode && d.Choice.Reused > 0 {
+		t.Errorf("a hit of an engine that was lost: %+v", d)
+	}
+}
+
+func TestPolicies(t *testing.T) {
+	for policy, want := range map[Policy]placement.Kind{Fetch: placement.Pair, Local: placement.Run} {
+		p := newPlacer(t, Config{Policy: policy, Prefill: 2, Decode: 2, Concurrent: true})
+		d := decide(t, p, &Request{Text: text(9000, 'a')}, 0)
+		if d.Choice.Kind != want || (d.Prefill >= 0) != (want == placement.Pair) {
+			t.Errorf("%s: %+v", policy, d)
+		}
+		if d := decide(t, p, &Request{Text: text(9000, 'a'), Alone: true}, 0); d.Prefill >= 0 {
+			t.Errorf("%s: a request that cannot be split is: %+v", policy, d)
+		}
+	}
+	p := newPlacer(t, Config{Policy: Cache, Decode: 2})
+	first := decide(t, p, &Request{Text: text(9000, 'a')}, 0)
+	for i := range 5 { // however long the queue is
+		if d := decide(t, p, &Request{Text: text(9000, 'a')}, 0); d.Decode != first.Decode {
+			t.Errorf("request %d goes to %d, the cache is at %d", i, d.Decode, first.Decode)
+		}
+	}
+	if p, err := New(Config{Policy: LeastLoaded}); p != nil || err != nil {
+		t.Errorf("%v, %v", p, err)
+	}
+	for _, bad := range []Config{{Policy: "best"}, {Policy: Auto, TokenBytes: -1},
+		{Policy: Auto, Decode: maxEngines + 1}} {
+		if p, err := New(bad); err == nil {
+			t.Errorf("%+v: %v", bad, p)
+		}
+	}
+	if _, ok := newPlacer(t, Config{Policy: Auto, Decode: 1}).Decide(&Request{}, []bool{false},
+		began); ok {
+		t.Error("a choice of an engine that is down")
+	}
+}
+
+// Accounts return to zero whatever becomes of requests, and outcomes correct predictions.
+func TestAccountsAndOutcomes(t *testing.T) {
+	p := newPlacer(t, Config{Policy: Auto, Prefill: 1, Decode: 1})
+	for i := range 60 {
+		d := decide(t, p, &Request{Text: text(40_000, byte(i)), Alone: i%3 == 0}, 0)
+		took := time.Duration(2 * (d.Choice.Wait + d.Choice.Prefill) / d.factor * 1e9)
+		switch i % 4 {
+		case 0, 1:
+			p.Prefilled(d, true, began.Add(took))
+			p.Answered(d, true, began.Add(took))
+		case 2:
+			p.Prefilled(d, false, began.Add(took))
+		}
+		p.Ended(d, began.Add(took))
+		p.Ended(d, began.Add(took)) // a second end changes nothing
+	}
+	for i, a := range p.accounts {
+		if a.requests != 0 || a.running != 0 || a.work > 1e-9 {
+			t.Errorf("engine %d: %+v", i, a)
+		}
+		if f := a.learned.Factor(); f < 1.3 || f > 2.01 {
+			t.Errorf("engine %d takes twice as long as predicted; factor %v", i, f)
+		}
+	}
+}
+
+// A slow link makes a pair dear, and the calibration file sets what is not learned.
+func TestLearnedPathsDecide(t *testing.T) {
+	p := newPlacer(t, Config{Policy: Auto, Prefill: 1, Decode: 1, Concurrent: true,
+		Calibration: &placement.Calibration{Fabrics: []placement.Fabric{
+			{Name: PrefillLine, Fixed: 0.01, Rate: 2000}, {Name: LinkLine, Fixed: 0.001, Rate: 1e10}}}})
+	if p.fit.Rate != 2000 || p.link.Rate != 1e10 {
+		t.Errorf("%+v %+v", p.fit, p.link)
+	}
+	r := &Request{Text: text(40_000, 'x')}
+	pairs := func() bool {
+		p.Lost(0)
+		p.Lost(1)
+		d := decide(t, p, r, 0)
+		p.Ended(d, began)
+		return d.Prefill >= 0
+	}
+	// The prefill engine computes three times as fast.
+	for range 30 {
+		p.accounts[1].learned.Observe(1, 3)
+	}
+	if !pairs() {
+		t.Error("a faster prefill engine with a fast link is not used")
+	}
+	p.Learned(0, 0, placement.Path{Rate: 1e6})
+	if pairs() {
+		t.Error("a slow link is used")
+	}
+	p.Learned(0, 0, placement.Path{})
+	if !pairs() {
+		t.Error("a link without a rate keeps the former one")
+	}
+}
+
+// The index is bounded, and forgets what was not used.
+func TestIndexForgets(t *testing.T) {
+	p := newPlacer(t, Config{Policy: Auto, Decode: 1})
+	r := &Request{Text: make([]byte, maxChunks*chunkBytes)}
+	for i := range 3*generation/maxChunks + 1 {
+		r.Text[0] = byte(i)
+		d := decide(t, p, r, 0)
+		p.Ended(d, began)
+		if n := p.Stats().Blocks; n > 2*generation {
+			t.Fatalf("%d blocks", n)
+		}
+	}
+	if p.Stats().Forgot == 0 {
+		t.Error("nothing was forgotten")
+	}
+	r.Text[0] = 0
+	if d := decide(t, p, r, 0); d.Choice.Reused != 0 {
+		t.Errorf("%+v", d.Choice)
+	}
+}
+
+func BenchmarkDecide64(b *testing.B) {
+	p, err := New(Config{Policy: Auto, Prefill: 32, Decode: 32, Concurrent: true})
+	if err != nil {
+		b.Fatal(err)
+	}
+	up := make([]bool, 64)
+	for i := range up {
+		up[i] = true
+	}
+	r := &Request{Text: text(32<<10*tokenText, 'a')}
+	for i := 0; b.Loop(); i++ {
+		r.Text[len(r.Text)/2] = byte(i)
+		d, _ := p.Decide(r, up, began)
+		p.Ended(d, began)
+	}
+}

@@ -1,0 +1,210 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package proxy
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"io"
+	"net/http"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/kvspray/kvspray/placement"
+	"github.com/kvspray/kvspray/proxy/internal/place"
+)
+
+// DefaultPolicy chooses engines by their requests in flight.
+const DefaultPolicy = string(place.LeastLoaded)
+
+// Policies are the values of Config.Policy.
+func Policies() []string {
+	var list []string
+	for _, p := range place.Policies() {
+		list = append(list, string(p))
+	}
+	return list
+}
+
+// placing is a router's policy with its metrics; nil: the least loaded engines.
+type placing struct {
+	*place.Placer
+	policy  string
+	choices *prometheus.CounterVec
+	ratio   prometheus.Histogram
+	regret  prometheus.Counter
+}
+
+// newPlacing makes the policy of a configuration. The back ends were checked.
+func newPlacing(cfg Config, reg prometheus.Registerer) (*placing, error) {
+	p, err := place.New(place.Config{Policy: place.Policy(cfg.Policy), Prefill: len(cfg.Prefill),
+		Decode: len(cfg.Decode), TokenBytes: cfg.TokenBytes, Concurrent: cfg.Mode == Concurrent,
+		Calibration: cfg.Calibration})
+	if err != nil {
+		return nil, fmt.Errorf("proxy: --policy, --token-bytes: %w", err)
+	}
+	if p == nil {
+		return nil, nil
+	}
+	opts := func(name, help string) prometheus.Opts {
+		return prometheus.Opts{Namespace: "kvspray", Subsystem: "proxy", Name: name, Help: help}
+	}
+	x := &placing{Placer: p, policy: cfg.Policy,
+		choices: prometheus.NewCounterVec(prometheus.CounterOpts(opts("placements_total",
+			"Requests by the policy's choice; none: the policy had none.")), []string{"choice"}),
+		ratio: prometheus.NewHistogram(prometheus.HistogramOpts{Namespace: "kvspray",
+			Subsystem: "proxy", Name: "placement_outcome_ratio",
+			Help:    "Measured over predicted time to the first token, of streamed requests.",
+			Buckets: prometheus.ExponentialBuckets(0.25, 1.25, 16)}),
+		regret: prometheus.NewCounter(prometheus.CounterOpts(opts("placement_regret_seconds_total",
+			"Time by which streamed requests exceeded the prediction for the best other engine."))),
+	}
+	reg.MustRegister(x.choices, x.ratio, x.regret,
+		prometheus.NewGaugeFunc(prometheus.GaugeOpts(opts("placement_index_blocks",
+			"Parts of prompts in the router's index.")),
+			func() float64 { return float64(p.Stats().Blocks) }),
+		prometheus.NewCounterFunc(prometheus.CounterOpts(opts("placement_index_forgotten_total",
+			"Parts of prompts that left the index because it was full.")),
+			func() float64 { return float64(p.Stats().Forgot) }))
+	return x, nil
+}
+
+// place lets the policy choose the engines of a request. pre is nil if the decode engine computes
+// alone; ok is false if the policy has no choice. The caller releases pre.
+func (j *job) place() (pre *backend, ok bool) {
+	x := j.p.placing
+	if x == nil {
+		return nil, false
+	}
+	var up []bool
+	for _, set := range []*pool{j.p.prefill, j.p.decode} {
+		for _, b := range set.all {
+			up = append(up, b.isUp())
+		}
+	}
+	d, ok := x.Decide(&place.Request{Text: j.req.prompt(), Scope: j.req.scope(),
+		Alone: j.req.alone != ""}, up, time.Now())
+	if !ok {
+		x.choices.WithLabelValues("none").Inc()
+		return nil, false
+	}
+	j.decision, j.prefer = d, j.p.decode.all[d.Decode]
+	x.choices.WithLabelValues(d.Choice.Kind.String()).Inc()
+	if d.Prefill >= 0 {
+		return j.p.prefill.takeThis(j.p.prefill.all[d.Prefill]), true
+	}
+	return nil, true
+}
+
+// placed ends the policy's part of a request, and logs prediction and outcome.
+func (j *job) placed() {
+	d := j.decision
+	if d == nil {
+		return
+	}
+	j.p.placing.Ended(d, time.Now())
+	source := ""
+	if d.Prefill >= 0 {
+		source = j.p.prefill.all[d.Prefill].url
+	}
+	c := &d.Choice
+	args := []any{"request", j.id, "policy", j.p.placing.policy, "choice", c.Kind.String(),
+		"decode", j.p.decode.all[d.Decode].url, "prefill", source, "tokens", d.Tokens,
+		"reused", c.Reused, "wait", c.Wait, "compute", c.Prefill, "transfer", c.Transfer,
+		"hidden", c.Hidden, "predicted", c.TTFT(), "other", d.Other}
+	if j.firstAfter > 0 && j.req.streamed() {
+		took := j.firstAfter.Seconds()
+		regret := 0.0
+		if d.Other > 0 {
+			regret = max(0, took-d.Other)
+		}
+		j.p.placing.ratio.Observe(took / c.TTFT())
+		j.p.placing.regret.Add(regret)
+		args = append(args, "actual", took, "regret", regret)
+	}
+	j.p.log.Info("placed", args...)
+}
+
+// answered takes the first byte of the decode engine's answer.
+func (j *job) answered(status int) {
+	j.firstAfter = time.Since(j.start)
+	if j.decision != nil {
+		j.p.placing.Answered(j.decision, j.req.streamed() && status == http.StatusOK, time.Now())
+	}
+}
+
+// prompt is the text by which the policy finds common prefixes.
+func (r *request) prompt() []byte {
+	if r.kind == kindChat {
+		return r.fields["messages"]
+	}
+	return r.fields["prompt"]
+}
+
+// scope distinguishes requests that share no cache.
+func (r *request) scope() string {
+	return fmt.Sprintf("%s %q %q", r.kind.path(), r.fields["model"], r.fields["cache_salt"])
+}
+
+func (r *request) streamed() bool { return bytes.Equal(r.fields["stream"], []byte("true")) }
+
+const maxLinks = 4 << 20 // bytes of an answer with learned rates
+
+// learn asks the sidecar of a back end for what the policy needs: a decode engine's for its
+// endpoint, a prefill engine's for the rates to decode engines. Without an answer the last values,
+// or those of the calibration file, stay.
+func (p *Proxy) learn(ctx context.Context, b *backend) {
+	switch {
+	case p.placing == nil || b.sidecar == "":
+	case b.role == roleDecode:
+		var node struct {
+			Endpoint string `json:"endpoint"`
+		}
+		if p.get(ctx, b.sidecar+"/v1/node", &node) == nil {
+			b.mu.Lock()
+			b.peer = node.Endpoint
+			b.mu.Unlock()
+		}
+	default:
+		links, err := p.links(ctx, b)
+		if err != nil {
+			return
+		}
+		for i, d := range p.decode.all {
+			if peer := d.peerAddr(); peer != "" {
+				p.placing.Learned(b.number, i, links.Path(peer))
+			}
+		}
+	}
+}
+
+func (p *Proxy) links(ctx context.Context, b *backend) (*placement.Links, error) {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, b.sidecar+"/v1/links", nil)
+	if err != nil {
+		return nil, err
+	}
+	resp, err := p.client.Do(req)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = resp.Body.Close() }() // read to its end or aborted
+	body, err := io.ReadAll(io.LimitReader(resp.Body, maxLinks))
+	if err != nil || resp.StatusCode != http.StatusOK {
+		return nil, fmt.Errorf("GET %s/v1/links: %s %w", b.sidecar, resp.Status, err)
+	}
+	return placement.ParseLinks(body)
+}
+
+// lost takes a back end that went down: its process may have ended with its cache.
+func (p *Proxy) lost(b *backend) {
+	if p.placing == nil {
+		return
+	}
+	n := b.number
+	if b.role == roleDecode {
+		n += len(p.prefill.all)
+	}
+	p.placing.Lost(n)
+}
