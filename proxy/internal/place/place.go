@@ -112,7 +112,8 @@ type Placer struct {
 // New checks the configuration; LeastLoaded has no Placer.
 func New(cfg Config) (*Placer, error) {
 	p := &Placer{cfg: cfg, seed: maphash.MakeSeed(), start: time.Now(),
-		kind: placement.Run | placement.Pair, fit: placement.Fabric{Fixed: defaultFixed, Rate: defaultRate},
+		kind: placement.Run | placement.Pair,
+		fit:  placement.Fabric{Fixed: defaultFixed, Rate: defaultRate},
 		link: placement.Path{Fixed: defaultDelay, Rate: defaultLink}}
 	switch cfg.Policy {
 	case "", LeastLoaded:
