@@ -31,7 +31,7 @@ func (c *Correction) Observe(predicted, actual float64) {
 }
 
 // Rate learns how often something happens, over about half a minute. Its zero value is 0. Times are
-// seconds and do not decrease.
+// seconds; one that decreases counts as the last one.
 type Rate struct{ rate, at float64 }
 
 const rateSpan = 30 // seconds
@@ -40,7 +40,7 @@ const rateSpan = 30 // seconds
 func (r *Rate) Add(now float64) { *r = Rate{r.At(now) + 1.0/rateSpan, now} }
 
 // At is the rate per second.
-func (r *Rate) At(now float64) float64 { return r.rate * math.Exp((r.at-now)/rateSpan) }
+func (r *Rate) At(now float64) float64 { return r.rate * math.Exp(min(0, r.at-now)/rateSpan) }
 
 // Evaluate prices the same choice in another state, for instance the one that turned out.
 func Evaluate(s *State, a *Ask, c Choice) Choice {

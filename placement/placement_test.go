@@ -164,6 +164,7 @@ func TestRate(t *testing.T) {
 		r.Add(float64(i) / 4)
 	}
 	near(t, "rate", r.At(250), 4, 0.02)
+	near(t, "rate at an earlier time", r.At(-1e300), 4, 0.02)
 	near(t, "rate after its span", r.At(250+rateSpan), 4/math.E, 0.02)
 }
 

@@ -85,7 +85,7 @@ type Config struct {
 	BodyBytes int64 // largest body of a client; 0: DefaultBodyBytes
 	// Policy is one of Policies; empty: DefaultPolicy. The fields below it are for the others.
 	Policy         string
-	DecodeSidecars []string // URLs of the sidecars' HTTP listeners, one for each decode engine, or none
+	DecodeSidecars []string // URLs of their HTTP listeners, one for each decode engine, or none
 	TokenBytes     float64  // of KV cache; 0: 131072
 	Calibration    *placement.Calibration
 	Log            *slog.Logger

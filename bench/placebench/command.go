@@ -59,7 +59,8 @@ ask about each document within a minute.`,
 	f.StringVar(&o.Shape, "shape", "conversation", "conversation, agent or fanout")
 	f.IntVar(&o.Engines, "engines", 64, "engines, one on each node")
 	f.Float64Var(&o.Gbit, "gbit", 100, "rate of each node's link and direction, Gbit/s")
-	f.Float64Var(&o.Load, "load", 0.9, "tokens of all prompts over what the engines prefill without a cache")
+	f.Float64Var(&o.Load, "load", 0.9, "tokens of all prompts over what the engines prefill "+
+		"without a cache")
 	f.Float64Var(&o.Seconds, "seconds", 900, "length of the trace")
 	f.Float64Var(&o.Rate, "prefill", 8000, "nominal prefill rate of an engine, tokens per second")
 	f.Float64Var(&o.TokenBytes, "token-bytes", 131072, "KV cache of one token")
@@ -118,11 +119,11 @@ func compare(o options, only string) ([]Row, error) {
 
 func table(w io.Writer, rows []Row) error {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
-	_, _ = fmt.Fprintln(t, "policy\tTTFT p50 s\tp99 s\tmean s\trequests/s\tcomputed\tmoved GB\tregret s\t"+
-		"again\t")
+	_, _ = fmt.Fprintln(t, "policy\tTTFT p50 s\tp99 s\tmean s\trequests/s\tcomputed\tmoved GB\t"+
+		"regret s\tagain\t")
 	for _, r := range rows {
-		_, _ = fmt.Fprintf(t, "%s\t%.3f\t%.3f\t%.3f\t%.2f\t%.1f%%\t%.1f\t%.4f\t%d\t\n", r.Policy, r.P50, r.P99,
-			r.Mean, r.PerSec, 100*r.Computed, r.Moved/1e9, r.Regret, r.Again)
+		_, _ = fmt.Fprintf(t, "%s\t%.3f\t%.3f\t%.3f\t%.2f\t%.1f%%\t%.1f\t%.4f\t%d\t\n", r.Policy,
+			r.P50, r.P99, r.Mean, r.PerSec, 100*r.Computed, r.Moved/1e9, r.Regret, r.Again)
 	}
 	return t.Flush()
 }

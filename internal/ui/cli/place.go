@@ -30,9 +30,9 @@ func placeExplainCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "explain",
 		Short: "All choices for a prompt, with the predicted time to the first token and its parts",
-		Long: `Ranks all choices for one prompt: run it on an engine with the cache that is there, fetch cache
-of another engine or of a store, or compute on one engine for another. The state file (JSON) has
-engines, stores, hits and paths; docs/placement.md describes it.`,
+		Long: `Ranks all choices for one prompt: run it on an engine with the cache that is there,
+fetch cache of another engine or of a store, or compute on one engine for another. The state file
+(JSON) has engines, stores, hits and paths; docs/placement.md describes it.`,
 		Example: `  kvspray place explain --state state.json --tokens 32768
   kvspray place explain --state state.json --tokens 8000 --calibration calibration.json --json`,
 		Args: cobra.NoArgs,
@@ -112,8 +112,9 @@ func placeRowsCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "rows",
 		Short: "What moving query rows within a layer would cost, by the published model",
-		Long: `Prints the published cost model of attention over a cache that lies elsewhere (latent attention,
-27 layers): query rows go to the cache and partial results come back. No engine does this today.`,
+		Long: `Prints the published cost model of attention over a cache that lies elsewhere (latent
+attention, 27 layers): query rows go to the cache and partial results come back. No engine does this
+today.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if rows < 1 || tokens < 1 {

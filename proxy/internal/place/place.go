@@ -96,6 +96,7 @@ type Placer struct {
 	seed maphash.Seed
 
 	start time.Time // of the times of rates
+	most  int       // chunks of one generation of the index
 
 	mu       sync.Mutex // guards all below
 	accounts []account
@@ -111,7 +112,9 @@ type Placer struct {
 
 // New checks the configuration; LeastLoaded has no Placer.
 func New(cfg Config) (*Placer, error) {
-	p := &Placer{cfg: cfg, seed: maphash.MakeSeed(), start: time.Now(), kind: placement.Run | placement.Pair,
+	p := &Placer{cfg: cfg, seed: maphash.MakeSeed(), start: time.Now(),
+		most: generation,
+		kind: placement.Run | placement.Pair,
 		fit:  placement.Fabric{Fixed: defaultFixed, Rate: defaultRate},
 		link: placement.Path{Fixed: defaultDelay, Rate: defaultLink}}
 	switch cfg.Policy {
@@ -150,7 +153,7 @@ func New(cfg Config) (*Placer, error) {
 			p.paths.Set(from, to, p.link)
 		}
 	}
-	p.young, p.old = index.NewTable(generation, n), index.NewTable(generation, n)
+	p.young, p.old = index.NewTable(p.most, n), index.NewTable(p.most, n)
 	p.state = placement.State{Engines: make([]placement.Engine, n), Network: p.paths}
 	if cfg.Concurrent {
 		p.state.Overlap = overlap
@@ -293,9 +296,9 @@ func (p *Placer) lookup(keys []uint64) {
 
 // promise adds the prompt to the engines that will have it.
 func (p *Placer) promise(d *Decision) {
-	if p.young.Blocks()+len(d.keys) > generation {
+	if p.young.Blocks()+len(d.keys) > p.most {
 		p.forgot += uint64(p.old.Blocks())
-		p.old, p.young = p.young, index.NewTable(generation, len(p.accounts))
+		p.old, p.young = p.young, index.NewTable(p.most, len(p.accounts))
 	}
 	for _, k := range d.keys {
 		p.young.Add(k, d.Choice.Engine)

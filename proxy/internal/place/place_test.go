@@ -159,12 +159,14 @@ func TestLearnedPathsDecide(t *testing.T) {
 // The index is bounded, and forgets what was not used.
 func TestIndexForgets(t *testing.T) {
 	p := newPlacer(t, Config{Policy: Auto, Decode: 1})
-	r := &Request{Text: make([]byte, maxChunks*chunkBytes)}
-	for i := range 3*generation/maxChunks + 1 {
+	const chunks = 100
+	p.most = 8 * chunks
+	r := &Request{Text: make([]byte, chunks*chunkBytes)}
+	for i := range 25 {
 		r.Text[0] = byte(i)
 		d := decide(t, p, r, 0)
 		p.Ended(d, began)
-		if n := p.Stats().Blocks; n > 2*generation {
+		if n := p.Stats().Blocks; n > 2*p.most {
 			t.Fatalf("%d blocks", n)
 		}
 	}

@@ -1,9 +1,9 @@
 // Command mutants takes lines out of the production code, one at a time, and looks whether the
 // tests notice: `make test-mutants`. What would break a promise of package sim must be noticed by
-// its clusters, what would fall into a trap of package spray by the trap's own test, what would give
-// heads to the wrong ranks by a law or a test of package parseblock, and what would misprice a
-// place by one of package placement. The sources stay as they
-// are; the compiler is shown changed copies of them (go build -overlay).
+// its clusters, what would fall into a trap of package spray by the trap's own test, what would
+// give heads to the wrong ranks by a law or a test of package parseblock, and what would misprice a
+// place by one of package placement. The sources stay as they are; the compiler is shown changed
+// copies of them (go build -overlay).
 //
 // It fails when a mutant survives, when something else than what it breaks is said to be broken,
 // when a promise or a trap has no mutant that it noticed, and when the text that a mutant changes
