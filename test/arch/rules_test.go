@@ -83,7 +83,8 @@ var rules = []rule{
 	{dir: "sidecar/internal/pages", why: "the store as engines use it: leases and questions, no " +
 		"message and no tier",
 		own: []string{"connector", "control/engines", "internal/metrics", "internal/sys/mem",
-			"sidecar/internal/local", "sidecar/internal/trace", "sidecar/internal/web", "store", "store/page"}},
+			"sidecar/internal/local", "sidecar/internal/trace", "sidecar/internal/web", "store",
+			"store/page"}},
 	{dir: "sidecar/internal/trace", why: "files with a line for each transfer; they take values of " +
 		"the executor and of plans",
 		own: []string{"control/exec", "internal/metrics", "internal/sys/mem", "parseblock", "transfer"}},
