@@ -306,7 +306,8 @@ func ask(t *testing.T, r *running, method, path string, change func(*http.Reques
 }
 
 // Operators list keys, have a page compared with its checksum, and drain the store: puts are
-// refused from then on, and what was put is on the disk. Web pages and other hosts may do none of that.
+// refused from then on, and what was put is on the disk. Web pages and other hosts may do none of
+// that.
 func TestOperatorsAskTheStore(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "pages")
 	r := start(t, func(c *config.Config) {
