@@ -35,7 +35,8 @@ func TestCopy(t *testing.T) {
 	r.rec.until(t, "copy", func() bool { return len(r.rec.copies) == 1 })
 	c := r.rec.seen().copies[0]
 	up := r.lastUp(t)
-	if c.Lease.ID != id || c.Src != up.Regions[0] || c.Dst != up.Regions[1] || !slices.Equal(c.Blocks, want) ||
+	if c.Lease.ID != id || c.Src != up.Regions[0] || c.Dst != up.Regions[1] ||
+		!slices.Equal(c.Blocks, want) ||
 		c.Deadline != 1500*time.Millisecond || c.Req != "load" {
 		t.Fatalf("copy %+v", c)
 	}

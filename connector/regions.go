@@ -55,8 +55,8 @@ func (w *worker) regionLocked(number uint64) (r *mem.Region, added *addedRegion,
 	}
 	switch {
 	case added == nil:
-		return nil, nil, fmt.Errorf("region %d is not registered: %d are from REGISTER, and %d were added",
-			number, len(w.pub.Regions), len(w.regions.added))
+		return nil, nil, fmt.Errorf("region %d is not registered: %d are from REGISTER, and %d were "+
+			"added", number, len(w.pub.Regions), len(w.regions.added))
 	case added.drop != nil:
 		return nil, nil, fmt.Errorf("region %d is being dropped", number)
 	}
@@ -197,8 +197,8 @@ func (w *worker) keepRegions(first uint32) error {
 		}
 	}
 	if owner, mine, theirs := s.sharedLocked(w, extents); owner != nil {
-		return refuse(msg.CodeRegion, mine.Field, fmt.Errorf("the same memory as %s of engine worker %s, "+
-			"which is registered", theirs.Field, owner.pub.Name),
+		return refuse(msg.CodeRegion, mine.Field, fmt.Errorf("the same memory as %s of engine worker "+
+			"%s, which is registered", theirs.Field, owner.pub.Name),
 			"give each engine worker memory of its own, or stop the other one")
 	}
 	r.intake.Accept()

@@ -169,8 +169,8 @@ func (c *session) register(m *msg.Register, fds descriptorSet) (w *worker, err e
 	}
 	in := c.staged()
 	if m.First != uint32(len(in.Regions)) {
-		return nil, refuse(msg.CodeProtocol, "first", fmt.Errorf("%d, and ADD_REGIONS has passed %d regions",
-			m.First, len(in.Regions)), "open a new session, and pass the regions again")
+		return nil, refuse(msg.CodeProtocol, "first", fmt.Errorf("%d, and ADD_REGIONS has passed %d "+
+			"regions", m.First, len(in.Regions)), "open a new session, and pass the regions again")
 	}
 	if err := c.s.checkRegionCount(len(in.Regions), len(m.Regions)); err != nil {
 		return nil, err

@@ -305,8 +305,9 @@ func ask(t *testing.T, r *running, method, path string, change func(*http.Reques
 	return res.StatusCode, string(b)
 }
 
-// Operators list keys, have a page compared with its checksum, and drain the store: puts are refused
-// from then on, and what was put is on the disk. Web pages and other hosts may do none of that.
+// Operators list keys, have a page compared with its checksum, and drain the store: puts are
+// refused from then on, and what was put is on the disk. Web pages and other hosts may do none of
+// that.
 func TestOperatorsAskTheStore(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "pages")
 	r := start(t, func(c *config.Config) {

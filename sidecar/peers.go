@@ -174,7 +174,8 @@ func (h handler) Busy(boot transfer.Boot) (busy bool) {
 
 func (h handler) Describe(geometry, fingerprint [32]byte) ([]byte, bool) {
 	for _, w := range h.c.workers() {
-		if w.Layout != nil && w.Geometry == geometry && (fingerprint == [32]byte{} || w.Fingerprint == fingerprint) {
+		if w.Layout != nil && w.Geometry == geometry &&
+			(fingerprint == [32]byte{} || w.Fingerprint == fingerprint) {
 			b, err := w.Layout.Marshal()
 			return b, err == nil
 		}

@@ -235,8 +235,8 @@ class Fake:
         self.comp = Ring(s.rings, comp, comp_bytes)
         self.sel.register(s.doorbell, selectors.EVENT_READ, lambda: self.drain(s))
         regions = [{k: v.hex() if isinstance(v, bytes) else v for k, v in r.items()} for r in m["regions"]]
-        emit("register", session=m["session"].hex(), layers=layers, boot=boot.hex(), regions=regions, layout=m.get("layout"), first=m.get("first", 0), seals=seals,
-             fds=len(fds), hex=raw, work=self.work(s, m, fds))  # fmt: skip
+        emit("register", session=m["session"].hex(), layers=layers, boot=boot.hex(), regions=regions, layout=m.get("layout"), seals=seals,
+             first=m.get("first", 0), fds=len(fds), hex=raw, work=self.work(s, m, fds))  # fmt: skip
         for _ in range(self.o.get("register_twice", 1)):
             self.send(s, "REGISTERED", {"id": m["id"], "fingerprint": b"f" * 32, "geometry": b"g" * 32})
         self.drain(s)

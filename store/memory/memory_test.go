@@ -11,6 +11,8 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/store/catalog"
@@ -366,4 +368,67 @@ func TestIndexBytesPerPage(t *testing.T) {
 	} else {
 		t.Logf("%.2f bytes a page", per)
 	}
+}
+
+// Keys lists the pages of one owner, each once, in as many calls as the caller's room asks for.
+func TestKeys(t *testing.T) {
+	tier := open(t, Config{Bytes: 1 << 20})
+	for id := range uint16(2) {
+		if err := tier.SetOwner(id, 4096, 0, 0); err != nil {
+			t.Fatal(err)
+		}
+	}
+	want := map[page.Key]bool{}
+	for i := range 25 {
+		if err := errors.Join(put(tier, 0, i, nil), put(tier, 1, i, nil)); err != nil {
+			t.Fatal(err)
+		}
+		want[key(1, i)] = true
+	}
+	calls := 0
+	for next := uint32(0); calls == 0 || next != 0; calls++ {
+		var got []page.Key
+		got, next = tier.Keys(1, next, make([]page.Key, 0, 10))
+		for _, k := range got {
+			if !want[k] {
+				t.Fatalf("%x: twice, or another owner's", k)
+			}
+			delete(want, k)
+		}
+	}
+	if len(want) != 0 || calls != 3 {
+		t.Errorf("%d of 25 keys are missing after %d calls", len(want), calls)
+	}
+}
+
+// The eviction age is the time since the last use of what was given up.
+func TestEvictionAge(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		tier := open(t, Config{Bytes: 64 << 10, SlabBytes: 16 << 10})
+		if err := tier.SetOwner(0, 4096, 0, 0); err != nil {
+			t.Fatal(err)
+		}
+		for i := range 16 {
+			if err := put(tier, 0, i, nil); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if s := tier.Stats(); s.EvictionAge != 0 || s.Evicted != 0 {
+			t.Fatalf("%+v", s)
+		}
+		time.Sleep(time.Minute)
+		if err := put(tier, 0, 16, nil); err != nil {
+			t.Fatal(err)
+		}
+		if s := tier.Stats(); s.EvictionAge != time.Minute || s.Evicted != 1 {
+			t.Errorf("%+v", s)
+		}
+		time.Sleep(16 * time.Minute)
+		if err := put(tier, 0, 17, nil); err != nil {
+			t.Fatal(err)
+		}
+		if s := tier.Stats(); s.EvictionAge != 2*time.Minute { // the mean moved by a sixteenth
+			t.Errorf("%+v", s)
+		}
+	})
 }

@@ -88,7 +88,8 @@ var rules = []rule{
 	{dir: "sidecar/internal/pages", why: "the store as engines use it: leases and questions, no " +
 		"message and no tier",
 		own: []string{"connector", "control/engines", "internal/metrics", "internal/sys/mem",
-			"sidecar/internal/local", "sidecar/internal/trace", "sidecar/internal/web", "store", "store/page"}},
+			"sidecar/internal/local", "sidecar/internal/trace", "sidecar/internal/web", "store",
+			"store/page"}},
 	{dir: "sidecar/internal/exchange", why: "pages between the stores of nodes: the executor and the " +
 		"directory are behind interfaces, and peers behind one function",
 		own: []string{"api/peer/v1", "control/engines", "internal/metrics", "internal/sys/mem", "layout",

@@ -218,6 +218,7 @@ func appendRun(b []byte, r *run) []byte {
 // cost per block matters.
 func appendPieces(b []byte, blocks []mem.Block, of *mem.Region, region uint32) ([]byte,
 	[]mem.Block) {
+	start := of.Offset()
 	for len(blocks) > 0 && len(b)+maxRunBytes <= maxPacketBytes {
 		p := &blocks[0]
 		if p.Region != of || p.Len > maxLen || mem.Regular(blocks) {
@@ -225,7 +226,7 @@ func appendPieces(b []byte, blocks []mem.Block, of *mem.Region, region uint32) (
 		}
 		n := len(b)
 		b = slices.Grow(b, cellBytes)[:n+cellBytes]
-		putCell(b[n:], region, uint32(p.Len), p.Off)
+		putCell(b[n:], region, uint32(p.Len), start+p.Off)
 		blocks = blocks[1:]
 	}
 	return b, blocks

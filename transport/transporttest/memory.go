@@ -5,8 +5,11 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"os"
 	"sync/atomic"
 	"testing"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/transfer"
@@ -90,7 +93,7 @@ func NewMemory(tb testing.TB, s Shape) *Memory {
 	for _, r := range refs {
 		total += r.n + m.gap
 	}
-	region, err := mem.NewAnonymous("test", uint64(total))
+	region, err := partOfFile(uint64(total))
 	if err != nil {
 		tb.Fatal(err)
 	}
@@ -110,6 +113,23 @@ func NewMemory(tb testing.TB, s Shape) *Memory {
 	}
 	mem.Fill(m.bytes, gapByte)
 	return m
+}
+
+// partOfFile makes a region that does not begin where its file does, as engines may have.
+func partOfFile(bytes uint64) (*mem.Region, error) {
+	start := uint64(3 * os.Getpagesize())
+	whole, err := mem.NewAnonymous("test", start+bytes)
+	if err != nil {
+		return nil, err
+	}
+	defer whole.Release()
+	fd, err := unix.FcntlInt(uintptr(whole.FD()), unix.F_DUPFD_CLOEXEC, 0)
+	if err != nil {
+		return nil, fmt.Errorf("duplicate a memfd: %w", err)
+	}
+	f := mem.NewFile(fd)
+	defer f.Release()
+	return f.Map(mem.NewID(), start, bytes)
 }
 
 // Replace puts the same bytes behind another region, with another way of access. The content stays.

@@ -169,9 +169,9 @@ func storeDrain() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "drain",
 		Short: "Write all pages back, and take no others",
-		Long: `Has the sidecar refuse new pages, and returns once the pages that it took are durable: on the
-disk, and in the object store as far as they go there. Gets go on. The store takes pages again after
-the sidecar's restart.`,
+		Long: `Has the sidecar refuse new pages, and returns once the pages that it took are durable: on
+the disk, and in the object store as far as they go there. Gets go on. The store takes pages again
+after the sidecar's restart.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			c, err := f.client(cmd)

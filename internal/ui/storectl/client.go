@@ -208,7 +208,8 @@ func (c *Client) Drain(ctx context.Context) error {
 			if a.Durable {
 				what = "all pages that the lower tiers took are durable"
 			}
-			_, err = fmt.Fprintf(c.Out, "drained: %s; no others are taken until the sidecar restarts\n", what)
+			_, err = fmt.Fprintf(c.Out, "drained: %s; no others are taken until the sidecar restarts\n",
+				what)
 			return err
 		}
 	}

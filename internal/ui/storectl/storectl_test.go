@@ -18,8 +18,8 @@ import (
 )
 
 const answerStat = `{"tiers": [
- {"name": "memory", "pages": 3, "bytes": 3145728, "capacity_bytes": 8388608, "hits": 7, "evicted": 2,
-  "eviction_age_ms": 61000, "gets": 2, "get_us": 3000},
+ {"name": "memory", "pages": 3, "bytes": 3145728, "capacity_bytes": 8388608, "hits": 7,
+  "evicted": 2, "eviction_age_ms": 61000, "gets": 2, "get_us": 3000},
  {"name": "object\u001b[2J", "problem": "no bucket"}],
  "namespaces": [{"id": "ab", "weights": "w", "dtype": "bf16", "page_tokens": 16, "page_bytes": 4096,
   "pools": 2, "private": true}], "misses": 5, "pinned_bytes": 1048576, "drained": true}`
@@ -45,14 +45,13 @@ func TestPrints(t *testing.T) {
 		"GET /v1/store/keys":   `{"keys": ["aa", "bb"], "next": 9}`,
 		"GET /v1/store/verify": `{"outcome": "hit", "tier": "disk", "bytes": 4096, "crc32c": "00c0ffee"}`,
 		"POST /v1/store/drain": `{"drained": true, "durable": true}`})
+	keys := func(ctx context.Context) error { return c.Keys(ctx, "x", "disk", 0, 2) }
+	verify := func(ctx context.Context) error { return c.Verify(ctx, "x", "y") }
 	for want, call := range map[string]func(context.Context) error{
 		"memory      3      3.0 MiB  8.0 MiB   7     2        1m1s          1.5ms": c.Stat,
-		"no bucket":                    c.Stat,
-		"drained: it takes no pages":   c.Stat,
-		"ab         w        bf16":     c.List,
-		"all pages that the lower":     c.Drain,
-		"bb\nmore: --first 9":          func(ctx context.Context) error { return c.Keys(ctx, "x", "disk", 0, 2) },
-		"4096 bytes from disk in 0 us": func(ctx context.Context) error { return c.Verify(ctx, "x", "y") },
+		"no bucket": c.Stat, "drained: it takes no pages": c.Stat, "ab         w        bf16": c.List,
+		"all pages that the lower": c.Drain, "bb\nmore: --first 9": keys,
+		"4096 bytes from disk in 0 us": verify,
 	} {
 		out.Reset()
 		if err := call(t.Context()); err != nil || !strings.Contains(out.String(), want) {

@@ -28,11 +28,17 @@ func shown(s string) string {
 
 func table(w io.Writer) *tabwriter.Writer { return tabwriter.NewWriter(w, 0, 0, 2, ' ', 0) }
 
+// row writes a line; Flush returns the errors of all.
+func row(t *tabwriter.Writer, format string, args ...any) {
+	_, _ = fmt.Fprintf(t, format+"\n", args...)
+}
+
 func mib(n uint64) string { return fmt.Sprintf("%.1f MiB", float64(n)/(1<<20)) }
 
 func (c *Client) stat(s *state) error {
-	t := table(c.Out)
-	fmt.Fprintln(t, "TIER\tPAGES\tBYTES\tCAPACITY\tHITS\tEVICTED\tEVICTION AGE\tMEAN GET\tPROBLEM")
+	var b strings.Builder
+	t := table(&b)
+	row(t, "TIER\tPAGES\tBYTES\tCAPACITY\tHITS\tEVICTED\tEVICTION AGE\tMEAN GET\tPROBLEM")
 	for _, x := range s.Tiers {
 		mean := "-"
 		if x.Gets > 0 {
@@ -42,25 +48,27 @@ func (c *Client) stat(s *state) error {
 		if x.Evicted > 0 {
 			age = (time.Duration(x.EvictionAge) * time.Millisecond).String()
 		}
-		fmt.Fprintf(t, "%s\t%d\t%s\t%s\t%d\t%d\t%s\t%s\t%s\n", shown(x.Name), x.Pages, mib(x.Bytes),
+		row(t, "%s\t%d\t%s\t%s\t%d\t%d\t%s\t%s\t%s", shown(x.Name), x.Pages, mib(x.Bytes),
 			mib(x.Capacity), x.Hits, x.Evicted, age, mean, shown(x.Problem))
 	}
-	err := t.Flush()
-	state := ""
-	if s.Drained {
-		state = "drained: it takes no pages\n"
+	if err := t.Flush(); err != nil {
+		return err
 	}
-	_, err2 := fmt.Fprintf(c.Out, "pages: %d missed, %d stored, %d existed, %d refused, %d damaged; "+
-		"pinned %s; %d namespaces are open\n%s", s.Misses, s.Stored, s.Existed, s.Refused, s.Damaged,
-		mib(s.Pinned), len(s.Namespaces), state)
-	return errors.Join(err, err2)
+	fmt.Fprintf(&b, "pages: %d missed, %d stored, %d existed, %d refused, %d damaged; pinned %s; "+
+		"%d namespaces are open\n", s.Misses, s.Stored, s.Existed, s.Refused, s.Damaged, mib(s.Pinned),
+		len(s.Namespaces))
+	if s.Drained {
+		b.WriteString("drained: it takes no pages\n")
+	}
+	_, err := io.WriteString(c.Out, b.String())
+	return err
 }
 
 func (c *Client) namespaces(s *state) error {
 	t := table(c.Out)
-	fmt.Fprintln(t, "NAMESPACE\tWEIGHTS\tDTYPE\tPAGE TOKENS\tPAGE BYTES\tPOOLS\tPRIVATE")
+	row(t, "NAMESPACE\tWEIGHTS\tDTYPE\tPAGE TOKENS\tPAGE BYTES\tPOOLS\tPRIVATE")
 	for _, x := range s.Namespaces {
-		fmt.Fprintf(t, "%s\t%s\t%s\t%d\t%d\t%d\t%v\n", shown(x.ID), shown(x.Weights), shown(x.DType),
+		row(t, "%s\t%s\t%s\t%d\t%d\t%d\t%v", shown(x.ID), shown(x.Weights), shown(x.DType),
 			x.PageTokens, x.PageBytes, x.Pools, x.Private)
 	}
 	return t.Flush()

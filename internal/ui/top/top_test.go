@@ -67,8 +67,8 @@ func snapshot(at time.Time, moved uint64) *Snapshot {
 				GetUS: 9000 * moved}, {Name: "object", Problem: "no bucket"}}}}
 }
 
-// Rates of the store are of the interval; of an idle one, and of one without an earlier state, since
-// the start. A sidecar that restarts begins at zero.
+// Rates of the store are of the interval; of an idle one, and of one without an earlier state,
+// since the start. A sidecar that restarts begins at zero.
 func TestStoreRates(t *testing.T) {
 	at := time.Unix(1000, 0)
 	now := snapshot(at.Add(time.Second), 3)

@@ -19,8 +19,8 @@ import (
 
 // What an operator asks of a running store (web.StoreCalls).
 
-var errDrained = &store.RequestError{Field: "pool", Problem: "this node's store is drained: it takes " +
-	"no pages until its sidecar restarts", Remedy: "go on without storing them"}
+var errDrained = &store.RequestError{Field: "pool", Problem: "this node's store is drained: it " +
+	"takes no pages until its sidecar restarts", Remedy: "go on without storing them"}
 
 // tierWaits are the gets whose slowest page came from one tier.
 type tierWaits struct{ gets, us atomic.Uint64 }
@@ -167,7 +167,8 @@ func (s *Service) Verify(ctx context.Context, id, key [32]byte) (*web.StoreVerif
 		<-b.Done() // before its memory goes
 	}
 	r := b.Results()[0]
-	out := &web.StoreVerified{Outcome: outcomeNames[r.Outcome], TookUS: time.Since(began).Microseconds()}
+	out := &web.StoreVerified{Outcome: outcomeNames[r.Outcome],
+		TookUS: time.Since(began).Microseconds()}
 	if r.Err != nil {
 		out.Problem = r.Err.Error()
 	}
