@@ -26,7 +26,7 @@ MUST = "sglang" in os.environ.get("KVSPRAY_MUST_RUN", "").split(",")
 if not MUST and importlib.util.find_spec("sglang") is None:
     pytest.skip("sglang: make test-sglang makes its environment", allow_module_level=True)
 
-START_S = 1200.0  # two servers start at once, on few cores
+START_S = 1200.0  # two servers start at once, and the first request compiles a hash function
 PAGE = 16
 TURN, ANSWER = 60, 8  # tokens
 MODEL = rig.ROOT / ".build" / "models" / "tiny-llama"
@@ -79,7 +79,7 @@ class Server(Process):
         request = urllib.request.Request(
             self.url + path, data, {"content-type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=120) as answer:
+        with urllib.request.urlopen(request, timeout=START_S) as answer:
             text = answer.read()
         return json.loads(text) if body is not None else text
 
