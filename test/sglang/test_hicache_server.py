@@ -158,8 +158,8 @@ def servers(logs: pathlib.Path, sidecar: rig.Sidecar) -> Iterator[tuple[Server, 
 
 def test_conversations(servers: tuple[Server, Server], sidecar: rig.Sidecar) -> None:
     plain, server = servers
-    # A prompt that is computed at once has other roundings than one whose prefix was cached, so each
-    # conversation is compared with one that had the same in its caches.
+    # A prompt that is computed at once has other roundings than one whose prefix was cached, so
+    # each conversation is compared with one that had the same in its caches.
     cached_before, nothing_cached, cached_again = (
         conversation(plain, talk, TURNS, each)[0]
         for talk, each in ((0, idle), (1, plain.forget), (2, idle))
