@@ -58,6 +58,7 @@ def upstream() -> Any:
 
 def test_basic_backup_and_prefetch() -> None:
     module = upstream()
+    module.DEFAULT_TIMEOUT_FOR_SERVER_LAUNCH = 1200  # a busy machine with few cores
     with tempfile.TemporaryDirectory(prefix="kvs-") as dir:
         sidecar = rig.Sidecar("a", pathlib.Path(dir), {"store": {"memory": "64MiB"}})
         extra = {
