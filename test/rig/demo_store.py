@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demonstration of the store: conversations of several turns on nodes of one sidecar and one real vLLM engine each.
 
-Every turn sends the whole conversation so far. An engine's cache holds about one and a half conversations, so the turns of
+Every turn sends the whole conversation so far. An engine's cache holds little more than one conversation, so the turns of
 others push its blocks out; what comes back comes from the node's store. In the middle one node restarts, sidecar and engine: its
 memory is gone, its disk is not. With several nodes, conversations move to the next node twice.
 
@@ -36,7 +36,8 @@ MODEL = ROOT / ".build" / "models" / "tiny-llama"
 NODES, TALKS, TURNS = (int(os.environ.get(name, n)) for name, n in (("NODES", 2), ("TALKS", 4), ("TURNS", 8)))
 BLOCK = 32
 SYSTEM, QUESTION, ANSWER = 512, 210, 32  # tokens: all share the first ones, turn 8 has 2,416
-CACHE = 8 << 20  # of an engine with a store: 128 blocks, 4,096 tokens
+LONGEST = 3072  # tokens
+CACHE = 104 << 16  # bytes, of an engine with a store: 104 blocks, a conversation and a third
 TIERS = ("memory", "disk", "object")
 MOVES = (3, 6)  # turns before which conversations move to the next node
 RESTART = TURNS // 2  # the turn before which node 0 restarts
@@ -65,7 +66,7 @@ class Node:
             "kv_connector": "KVSprayConnector", "kv_connector_module_path": "kvspray_vllm", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"socket": self.sidecar.socket, "store": True},
         }  # fmt: skip
-        self.engine = engines.Engine(self.name, str(MODEL), LOGS / f"{self.name}.engine.log", kv, kv_cache_memory_bytes=CACHE)
+        self.engine = engines.Engine(self.name, str(MODEL), LOGS / f"{self.name}.engine.log", kv, kv_cache_memory_bytes=CACHE, max_model_len=LONGEST)
         return self.engine
 
     def ready(self) -> None:
@@ -173,7 +174,7 @@ def main() -> int:
     engines.preload()
     log("vLLM is imported")
     nodes: list[Node] = []
-    plain = engines.Engine("plain", str(MODEL), LOGS / "plain.log", enable_prefix_caching=False)
+    plain = engines.Engine("plain", str(MODEL), LOGS / "plain.log", enable_prefix_caching=False, max_model_len=LONGEST)
     try:
         nodes += [Node(i, run) for i in range(NODES)]
         plain.wait_up()
