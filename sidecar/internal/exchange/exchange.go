@@ -280,7 +280,7 @@ func (x *Exchange) Stop(ctx context.Context) error {
 		close(x.stop)
 	}
 	x.mu.Unlock()
-	if over {
+	if over || x.worker == nil {
 		return nil
 	}
 	fenced := make(chan struct{})

@@ -75,7 +75,7 @@ func start(t *testing.T, sim *disktest.Sim) *rig {
 	r.memory, _ = region.Bytes()
 	r.Service = New(Options{Store: s, Leases: r.leases, Metrics: m, Transfers: &trace.Lines{},
 		Removed: func() {},
-		Log: slog.New(slog.DiscardHandler),
+		Log:     slog.New(slog.DiscardHandler),
 		Complete: func(_ *engines.Worker, c engines.Completion) error {
 			r.ended <- c
 			return nil
