@@ -3,8 +3,8 @@
 // Package cluster has what the parts of a sidecar see of the other sidecars: which there are, where
 // they answer and which engines they serve. Package cluster/gossip finds them.
 //
-// Membership is advisory. A member may be gone, and a sidecar that is there may be missing: no event
-// here is evidence that memory is safe, and each user bounds what a wrong entry costs.
+// Membership is advisory. A member may be gone, and a sidecar that is there may be missing. So no
+// event here is evidence that memory is safe, and each user bounds what a wrong entry costs.
 package cluster
 
 import (

@@ -10,7 +10,6 @@ import (
 	"slices"
 	"strings"
 	"sync"
-	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/cluster"
@@ -123,9 +122,9 @@ func (p *pageStore) closeDirectory() error {
 	return p.directory.Close()
 }
 
-// leave ends transfers of pages, before the store's memory goes.
-func (p *pageStore) leave(grace time.Duration) {
-	ctx, stop := context.WithTimeout(context.Background(), grace)
+// leave ends transfers of pages, before the store's memory goes. Idempotent.
+func (p *pageStore) leave() {
+	ctx, stop := context.WithTimeout(context.Background(), p.grace)
 	defer stop()
 	if err := p.exchange.Stop(ctx); err != nil {
 		p.log.Warn("stop", "err", err)

@@ -128,7 +128,9 @@ func (n *storeNode) put(t *testing.T, pages ...byte) {
 	}
 }
 
-func pageContent(p byte) []byte { return bytes.Repeat([]byte{p, p ^ 0x55, 7}, testPage/3+1)[:testPage] }
+func pageContent(p byte) []byte {
+	return bytes.Repeat([]byte{p, p ^ 0x55, 7}, testPage/3+1)[:testPage]
+}
 
 // exists waits until the scheduler finds these pages.
 func (n *storeNode) exists(t *testing.T, pages ...byte) {

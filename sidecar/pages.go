@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 
@@ -38,6 +39,7 @@ type pageStore struct {
 	transfers *trace.Lines      // set before open
 	server    *connector.Server // set before the first engine comes
 	gossip    bool              // there are other sidecars to ask
+	grace     time.Duration
 	boot      transfer.Boot
 	conv      *conversation
 	driver    *driver.Driver
@@ -123,6 +125,9 @@ func diskConfig(cfg *config.Store) *disk.Config {
 func (p *pageStore) close() error {
 	if p.store == nil {
 		return nil
+	}
+	if p.exchange != nil { // after a failure nobody has done this yet
+		p.leave()
 	}
 	return errors.Join(p.store.Close(), p.closeDirectory())
 }

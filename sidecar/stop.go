@@ -21,7 +21,7 @@ func (n *Node) shut() {
 	defer n.flush()
 	if x := n.pages.exchange; x != nil {
 		x.Drain()
-		defer n.pages.leave(n.grace)
+		defer n.pages.leave()
 	}
 	if err := n.engine.Drain(ctx); err == nil {
 		n.log.Info("drained")

@@ -33,7 +33,7 @@ const (
 	// waits for its holder's answer, the others move bytes.
 	defaultPeerFetchers = 8
 	maxPeerBytes        = 8 << 20 // of one transfer
-	// how long pages wait for room in memory that other pages take on their way
+	// How long pages wait for room in memory that other pages take on their way.
 	roomTime  = time.Second
 	roomPause = time.Millisecond
 )

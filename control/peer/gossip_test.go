@@ -31,7 +31,9 @@ func TestJoinsWhoComesLater(t *testing.T) {
 	}
 	up, late, dead := free(), free(), free()
 	with := func(name, at string, join ...string) *node {
-		return start(t, func(o *Options) { o.Node, o.Join = name, joiner(gossip.Options{Listen: at, Join: join}) })
+		return start(t, func(o *Options) {
+			o.Node, o.Join = name, joiner(gossip.Options{Listen: at, Join: join})
+		})
 	}
 	a := with("a", up)
 	b := with("b", free(), up, late, dead)

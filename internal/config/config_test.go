@@ -135,7 +135,8 @@ func TestMistakes(t *testing.T) {
 			"more than store.memory (1GiB)"}},
 		"directory elsewhere": {"store: {memory: 1GiB, directory: etcd}", []string{"store.directory",
 			`"etcd"`}},
-		"redis without address": {"peer: {gossip: {join: [a:1]}}\nstore: {memory: 1GiB, directory: redis}",
+		"redis without address": {"peer: {gossip: {join: [a:1]}}\n" +
+			"store: {memory: 1GiB, directory: redis}",
 			[]string{"store.redis.addresses", "missing"}},
 		"redis without port": {"peer: {gossip: {join: [a:1]}}\nstore: {memory: 1GiB, directory: redis, " +
 			"redis: {addresses: [a]}}", []string{"store.redis.addresses[0]", "not host:port"}},

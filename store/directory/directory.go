@@ -3,9 +3,9 @@
 // Package directory has the interface between a store and what remembers which nodes hold which
 // pages. Packages embedded and redis implement it.
 //
-// A directory has hints only. A hint that is lost costs a miss; one that is stale, or that a hostile
-// member made, costs a question to a node that has no such page. A page itself is compared with its
-// key's checksum by whoever gets it. So no directory needs to be consistent, or durable.
+// A directory has hints only. A hint that is lost costs a miss; one that is stale, or that a
+// hostile member made, costs a question to a node that has no such page. Whoever gets a page
+// compares its checksum. So no directory needs to be consistent, or durable.
 //
 // The boot of a hint ends with its process, so no pointer to an earlier life of a node is followed.
 // An epoch ends all earlier hints of a process at once, as after the removal of a namespace.

@@ -3,11 +3,12 @@
 // Package exchange moves pages between the stores of nodes, and tells the directory what this store
 // holds.
 //
-// The store's memory is the cache of a worker of the sidecar itself: blocks of 4 KiB, one layer, the
-// same on every node. Pages of another node come by an ordinary transfer between the two workers.
-// The holder pins them and opens a source lease; the receiver reserves slots of its memory and opens
-// a destination lease for them. So leases, fences and the release rule are those of engines. An
-// engine's block is never the destination: the store copies a page there after its checksum agrees.
+// The store's memory is the cache of a worker of the sidecar itself: blocks of 4 KiB, one layer,
+// the same on every node. Pages of another node come by an ordinary transfer between the two
+// workers. The holder pins them and opens a source lease; the receiver reserves slots of its memory
+// and opens a destination lease for them. So leases, fences and the release rule are those of
+// engines. An engine's block is never the destination: the store copies a page there after its
+// checksum agrees.
 //
 //	receiver               holder
 //	lookup in the directory
@@ -17,9 +18,9 @@
 //	                   <-  bytes
 //	Commit             ->  unpin
 //
-// Invariants: a slot is given back to the store when its lease has ended, or never. A page is pinned
-// until its source lease has ended. What a peer answers is checked, and counts for the request that
-// it was asked only. Everything that a peer can make this node do has a bound.
+// Invariants: a slot is given back to the store when its lease has ended, or never. A page is
+// pinned until its source lease has ended. What a peer answers is checked, and counts for the
+// request that it was asked only. Everything that a peer can make this node do has a bound.
 //
 // Goroutines: those that serve requests and the announcer, from Run until its context ends.
 package exchange
@@ -279,7 +280,7 @@ func (x *Exchange) Stop(ctx context.Context) error {
 		close(x.stop)
 	}
 	x.mu.Unlock()
-	if over {
+	if over || x.worker == nil {
 		return nil
 	}
 	fenced := make(chan struct{})

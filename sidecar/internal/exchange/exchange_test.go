@@ -234,7 +234,9 @@ func keysOf(pages ...int) (out []page.Key) {
 	return out
 }
 
-func contentOf(p int) []byte { return bytes.Repeat([]byte{byte(p), byte(p >> 8), 3, 1}, pageBytes/4) }
+func contentOf(p int) []byte {
+	return bytes.Repeat([]byte{byte(p), byte(p >> 8), 3, 1}, pageBytes/4)
+}
 
 func (n *node) put(pages ...int) {
 	n.c.t.Helper()

@@ -239,7 +239,8 @@ func (j *job) from(ctx context.Context, holder transfer.Boot, pages []int) {
 }
 
 // ask sends a request, and waits for the offer.
-func (j *job) ask(ctx context.Context, holder transfer.Boot, pages []int) (*peerv1.PageOffer, error) {
+func (j *job) ask(ctx context.Context, holder transfer.Boot, pages []int) (*peerv1.PageOffer,
+	error) {
 	x := j.x
 	a := &ask{holder: holder, pages: len(pages), offer: make(chan *peerv1.PageOffer, 1)}
 	x.mu.Lock()

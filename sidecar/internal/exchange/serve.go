@@ -85,7 +85,8 @@ func checkOffer(m *peerv1.PageOffer, pages int) error {
 	switch {
 	case len(m.Crc) != found:
 		return fmt.Errorf("page offer: %d checksums for %d pages", len(m.Crc), found)
-	case found > 0 && (len(m.Xfer) != len(transfer.XferID{}) || len(m.Hash) != len(transfer.PrefixHash{})):
+	case found > 0 && (len(m.Xfer) != len(transfer.XferID{}) ||
+		len(m.Hash) != len(transfer.PrefixHash{})):
 		return fmt.Errorf("page offer: a key of %d and %d bytes: want %d and %d", len(m.Xfer),
 			len(m.Hash), len(transfer.XferID{}), len(transfer.PrefixHash{}))
 	}
@@ -136,7 +137,8 @@ func (x *Exchange) serve(r *request) {
 	x.mu.Lock()
 	offer.Load, offer.Epoch, offer.Looked = x.served, x.epoch, uint32(n)
 	x.mu.Unlock()
-	err := x.o.Send(r.from, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_PageOffer{PageOffer: offer}})
+	err := x.o.Send(r.from, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_PageOffer{
+		PageOffer: offer}})
 	if err != nil && id != 0 {
 		x.o.Transfers.Cancel(x.worker, id, "the offer was not sent: "+err.Error())
 	}

@@ -60,7 +60,8 @@ func (s *Service) ended(w *engines.Worker, r *connector.Pages, c *engines.Comple
 	}
 	s.o.Log.Log(context.Background(), level, "store request", "op", t.Side, "outcome", t.Outcome,
 		"worker", w.Name, "req", t.Req, "lease", t.Lease, "pages", t.Pages, "memory", t.Memory, "disk",
-		t.Disk, "object", t.Object, "peer", t.Peer, "missing", t.Missing, "stored", t.Stored, "existed", t.Existed,
+		t.Disk, "object", t.Object, "peer", t.Peer, "missing", t.Missing, "stored", t.Stored,
+		"existed", t.Existed,
 		"failed", t.Failed, "bytes", t.Bytes, "took_us", t.TookUS, "reason", t.Reason)
 	s.o.Transfers.Put(t)
 }

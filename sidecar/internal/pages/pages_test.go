@@ -73,8 +73,9 @@ func start(t *testing.T, sim *disktest.Sim) *rig {
 	r := &rig{t: t, leases: local.New(t.Context()), ended: make(chan engines.Completion, 100),
 		w: &engines.Worker{Name: "w", Regions: []*mem.Region{region}}}
 	r.memory, _ = region.Bytes()
-	r.Service = New(Options{Store: s, Leases: r.leases, Metrics: m, Transfers: &trace.Lines{}, Removed: func() {},
-		Log: slog.New(slog.DiscardHandler),
+	r.Service = New(Options{Store: s, Leases: r.leases, Metrics: m, Transfers: &trace.Lines{},
+		Removed: func() {},
+		Log:     slog.New(slog.DiscardHandler),
 		Complete: func(_ *engines.Worker, c engines.Completion) error {
 			r.ended <- c
 			return nil

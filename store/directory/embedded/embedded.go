@@ -10,8 +10,8 @@
 // older ones. One goroutine takes hints and one answers lookups of others, behind queues that drop
 // what does not fit; Close joins them. Handle and Send do not block.
 //
-// Messages of members are foreign: their lengths are checked, an answer counts only for the question
-// that it was asked, from the member that was asked, and names holders only.
+// Messages of members are foreign: their lengths are checked, an answer counts only for the
+// question that was asked, from the member that was asked, and names holders only.
 package embedded
 
 import (

@@ -32,7 +32,8 @@ func (ds *Table) divide(d *Lease, p *lanes.Peer) ([]agreement.Part, error) {
 	place := d.ws.Place
 	own := agreement.Rank{Name: place.Rank(), Geometry: d.ws.Geometry}
 	names := place.Ranks()
-	if d.ws.Uniform || at.ranks == nil || len(at.ranks) == len(names) && slices.Contains(at.ranks, own) {
+	if d.ws.Uniform || at.ranks == nil ||
+		len(at.ranks) == len(names) && slices.Contains(at.ranks, own) {
 		parts := make([]agreement.Part, len(names))
 		for i, name := range names {
 			if parts[i].Name = name; name == own.Name {
