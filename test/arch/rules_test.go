@@ -44,8 +44,9 @@ var rules = []rule{
 	{dir: "cmd/kvspray-bench", why: "a thin main, as cmd/kvspray", own: []string{"bench/cli"}},
 	{dir: "internal/ui/cli", why: "converts flags to configurations of the composed parts, of " +
 		"nothing below them",
-		own: []string{"control/peer/keys", "internal/config", "internal/ui/command", "internal/ui/doctor",
-			"internal/ui/explain", "internal/ui/usage", "internal/ui/top", "internal/version",
+		own: []string{"control/peer/keys", "internal/config", "internal/ui/ask", "internal/ui/bugreport",
+			"internal/ui/command", "internal/ui/doctor", "internal/ui/explain", "internal/ui/ping",
+			"internal/ui/status", "internal/ui/top", "internal/ui/usage", "internal/version",
 			"proxy", "sidecar"},
 		ext: []string{extCobra, extProm}},
 	{dir: "internal/ui/command", why: "runs the command line of any program; has no command of its " +
@@ -90,7 +91,17 @@ var rules = []rule{
 	{dir: "internal/ui/doctor", why: "tries what the host offers by itself, so that it works where " +
 		"the parts do not",
 		own: []string{"control/peer/keys", "internal/config", "internal/sys/cuda", "internal/sys/mem",
-			"internal/sys/topo", "internal/sys/verbs"}, ext: []string{extSys, extNVML}},
+			"internal/sys/topo", "internal/sys/verbs", "internal/ui/ask"}, ext: []string{extSys, extNVML}},
+	{dir: "internal/ui/ask", why: "reads the HTTP port of a sidecar as any client does; the forms of " +
+		"the answers belong to its users"},
+	{dir: "internal/ui/status", why: "one screen of what top and doctor read",
+		own: []string{"internal/ui/ask", "internal/ui/doctor", "internal/ui/top"}},
+	{dir: "internal/ui/ping", why: "calls a peer as a sidecar does, with the same keys",
+		own: []string{"api/peer/v1", "control/peer/keys", "control/peer/rpc", "internal/config",
+			"internal/ui/ask"}, ext: []string{extSys}},
+	{dir: "internal/ui/bugreport", why: "collects what other commands and the HTTP port print",
+		own: []string{"internal/config", "internal/ui/ask", "internal/ui/doctor", "internal/version"},
+		ext: []string{extSys}},
 	{dir: "internal/ui/explain", why: "describes and plans with the code that plans transfers; " +
 		"no engine and no wire",
 		own: []string{"layout", "parseblock"}},
@@ -297,7 +308,7 @@ var rules = []rule{
 			"on them", ext: []string{extSys}},
 	{dir: "internal/ui/top",
 		why: "shows what a sidecar reports: the forms of its answers, and a terminal",
-		own: []string{"connector", "control/exec", "control/spray"},
+		own: []string{"connector", "control/exec", "control/spray", "internal/ui/ask"},
 		ext: []string{extCharm}},
 	{dir: "internal/sys/verbs", why: "the verbs surface", ext: []string{extSys}, c: true},
 	{dir: "internal/sys/verbs/fake", why: "verbs without a NIC, for the contract suite",

@@ -45,9 +45,26 @@ func TestExitCodes(t *testing.T) {
 		"help":         {nil, command.ExitOK, "kvspray serve"},
 		"version":      {[]string{"version"}, command.ExitOK, "kvspray "},
 		"version json": {[]string{"version", "--json"}, command.ExitOK, `"version"`},
-		"no command":   {[]string{"sreve"}, command.ExitUsage, "Did you mean"},
-		"no flag":      {[]string{"serve", "--nope"}, command.ExitUsage, "--help"},
-		"argument":     {[]string{"doctor", "x"}, command.ExitUsage, "--help"},
+		"output json":  {[]string{"version", "--output", "json"}, command.ExitOK, `"version"`},
+		"output xml": {[]string{"version", "--output", "xml"}, command.ExitUsage,
+			`invalid argument "xml" for "--output" flag: want text or json`},
+		"completion": {[]string{"completion", "bash"}, command.ExitOK, "__start_kvspray"},
+		"status nowhere": {[]string{"status", "--http", "127.0.0.1:1"}, command.ExitFailure,
+			"no sidecar answers at http://127.0.0.1:1"},
+		"status address": {[]string{"status", "--http", "here"}, command.ExitUsage, `--http "here"`},
+		"ping whom":      {[]string{"ping"}, command.ExitUsage, "ping takes 1 arguments, PEER, and got none"},
+		"ping count": {[]string{"ping", "127.0.0.1:1", "--count", "0"}, command.ExitUsage,
+			"--count 0: want 1 to 100"},
+		"ping nobody": {[]string{"ping", "127.0.0.1:1"}, command.ExitFailure, "nothing listens there"},
+		"ping name": {[]string{"ping", "d0", "--http", "127.0.0.1:1"}, command.ExitFailure,
+			`"d0": not host:port, and no node`},
+		"ping without key": {[]string{"ping", "10.0.0.1:1", "--http", "off"}, command.ExitFailure,
+			"keygen cluster"},
+		"report twice": {[]string{"bugreport", "--out", bad}, command.ExitFailure,
+			"name a file that does not exist yet"},
+		"no command": {[]string{"sreve"}, command.ExitUsage, "Did you mean"},
+		"no flag":    {[]string{"serve", "--nope"}, command.ExitUsage, "--help"},
+		"argument":   {[]string{"doctor", "x"}, command.ExitUsage, "--help"},
 		"bad file": {[]string{"config", "check", "--config", bad}, command.ExitUsage,
 			bad + ":2: peer.lisen: \"x\": unknown key; did you mean \"listen\"?"},
 		"bad file serve": {[]string{"serve", "--config", bad}, command.ExitUsage, "peer.lisen"},
@@ -118,6 +135,28 @@ func TestExitCodes(t *testing.T) {
 				t.Errorf("%v: code %d, want %d with %q:\n%s%s", c.args, code, c.code, c.text, out, errs)
 			}
 		})
+	}
+}
+
+// The order is: file, environment, --set.
+func TestEnvironment(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "a.yaml")
+	if err := os.WriteFile(file, []byte("node: of-file\nlog: {level: debug}\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	t.Setenv("KVSPRAY_SET_NODE", "of-environment")
+	t.Setenv("KVSPRAY_SET_LOG_FORMAT", "json")
+	args := []string{"config", "print", "--config", file}
+	for want, more := range map[string][]string{"node: of-environment": nil,
+		"node: of-flag": {"--set", "node=of-flag"}, "level: debug": nil, "format: json": nil} {
+		if code, out, errs := run(append(args, more...)...); code != 0 || !strings.Contains(out, want) {
+			t.Errorf("%d, no %q in:\n%s%s", code, want, out, errs)
+		}
+	}
+	t.Setenv("KVSPRAY_SET_LOG_LEVLE", "info")
+	if code, _, errs := run(args...); code != command.ExitUsage || !strings.Contains(errs,
+		"did you mean KVSPRAY_SET_LOG_LEVEL?") {
+		t.Errorf("%d: %s", code, errs)
 	}
 }
 
