@@ -198,6 +198,10 @@ test-rdma-two: rdma-guest ## The same over two guests, as two hosts
 bench-rdma: rdma-guest ## gdr beside ib_write_bw in one guest, in turns: ratios, not speeds; KVSPRAY_RDMA_GOAL=0.90 fails below it
 	RAILS=4 GUEST_MEM=2560 GUEST_TIMEOUT=3000 KVSPRAY_BENCH_RDMA=$${KVSPRAY_BENCH_RDMA:-10} go test -count=1 -v -timeout 50m -run TestDeviceBandwidth -exec $(ROOT)/test/rdma/exec.sh ./transport/gdr
 
+.PHONY: test-chart
+test-chart: ## The Helm chart, rendered and checked against the Kubernetes API; alert rules and dashboard
+	cd deploy && go test -count=1 ./...
+
 .PHONY: test-sglang
 test-sglang: build ## SGLang's own pools, moved and read back (an environment of 2.7 GB, made once)
 	$(call need-python,8)
@@ -215,6 +219,7 @@ lint-golangci: $(TOOLS)/.stamp
 
 lint-tools:
 	cd tools && go vet ./...
+	cd deploy && go vet ./...
 
 lint-nocgo:
 	CGO_ENABLED=0 go build ./...
@@ -238,12 +243,12 @@ lint-py: $(LINTENV)/.stamp
 .PHONY: generate
 generate: $(TOOLS)/.stamp $(LINTENV)/.stamp ## Make all generated code, kernels and documents again
 	$(TOOLS)/protogen -root . -plugins $(TOOLS) api/peer/v1/peer.proto
-	go generate ./internal/board/... ./api/engine/...
+	go generate ./internal/board/... ./internal/metrics ./api/engine/...
 	$(LINTENV)/bin/python internal/sys/cuda/kernels/generate.py
 	go run ./cmd/kvspray config print --docs > docs/config.md.new && mv docs/config.md.new docs/config.md
 
 GENERATED := api/peer/v1/*.pb.go internal/board/zz_generated*.go connector/msg/zz_generated*.go pybind/python/kvspray/_messages.py internal/sys/cuda/kernels/kernels.ptx internal/sys/cuda/kernels/kernels.sm_*.cubin \
-  pybind/src/flag_ptx.h pybind/src/pack_ptx.h docs/config.md
+  pybind/src/flag_ptx.h pybind/src/pack_ptx.h docs/config.md deploy/monitoring/alerts.yaml deploy/monitoring/dashboard.json
 .PHONY: generate-check
 generate-check: ## Fail if generated files are not what their sources say
 	@before=$$(sha256sum $(GENERATED)); $(MAKE) -s generate; after=$$(sha256sum $(GENERATED)); \

@@ -158,6 +158,8 @@ var rules = []rule{
 	{dir: "api/engine", why: "the schema of the engine protocol; no code", pure: true},
 	{dir: "api/engine/gen", why: "generator of what the schema gives"},
 	{dir: "internal/board/gen", why: "generator of the Go mirror of board.h"},
+	{dir: "internal/metrics/gen", why: "generator of dashboard and alert rules, from the metrics of " +
+		"sidecar and router", own: []string{"internal/metrics", "proxy"}, ext: []string{extProm, extYAML}},
 
 	{dir: "control/engines",
 		why: "what connector and executor exchange, as plain values; it imports " +
