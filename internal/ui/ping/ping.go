@@ -17,6 +17,7 @@ import (
 	"net"
 	"slices"
 	"strings"
+	"syscall"
 	"text/tabwriter"
 	"time"
 	"unicode"
@@ -101,7 +102,13 @@ func Run(ctx context.Context, o Options) (*Report, error) {
 	var first *peerv1.ProbeReply
 	for range o.Count {
 		// A connection of its own: a call has a bounded time.
-		if err := caller.Call(ctx, r.Endpoint, r.probe(&start, &first)); err != nil {
+		err := caller.Call(ctx, r.Endpoint, r.probe(&start, &first))
+		switch {
+		case err == nil:
+		case errors.Is(err, rpc.ErrNoAnswer) && !errors.Is(err, syscall.ECONNREFUSED):
+			return nil, fmt.Errorf("ping: %w; is it a sidecar's peer.listen, with the key of "+
+				"peer.cluster_key_file or peer.tls here (--config)?", err)
+		default:
 			return nil, fmt.Errorf("ping: %w", err)
 		}
 		start = time.Now()

@@ -100,11 +100,30 @@ func TestPing(t *testing.T) {
 
 func TestNoAnswer(t *testing.T) {
 	c := local(t, "127.0.0.1:1")
+	var lc net.ListenConfig
+	other, err := lc.Listen(t.Context(), "tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	hangsUp := make(chan struct{})
+	go func() {
+		defer close(hangsUp)
+		for {
+			c, err := other.Accept()
+			if err != nil {
+				return
+			}
+			_ = c.Close()
+		}
+	}()
+	defer func() { _ = other.Close(); <-hangsUp }()
 	for who, want := range map[string]string{
-		"127.0.0.1:1":   "nothing listens there",
-		"nobody":        "the local sidecar has no peer of that name",
-		serve(t, ""):    "another cluster",
-		"10.0.0.1:7650": "set peer.cluster_key_file",
+		"127.0.0.1:1": "nothing listens there",
+		"nobody":      "the local sidecar has no peer of that name",
+		serve(t, ""):  "another cluster",
+
+		other.Addr().String(): "with the key of peer.cluster_key_file",
+		"10.0.0.1:7650":       "set peer.cluster_key_file",
 	} {
 		_, err := Run(t.Context(), Options{Peer: who, Count: 1, Config: c})
 		if err == nil || !strings.Contains(err.Error(), want) {
