@@ -38,7 +38,7 @@ var sets = map[string]api.Level{
 	"rdma-store":   api.LevelRestricted,
 	"cert-manager": api.LevelRestricted,
 	"production":   api.LevelRestricted, // spread, policies, monitoring
-	"node":         api.LevelPrivileged, // the node's process and IPC namespaces, and a directory of it
+	"node":         api.LevelPrivileged, // the node's namespaces, and a directory of it
 }
 
 const namespace = "llm"
@@ -343,8 +343,8 @@ func checkConfig(t *testing.T, kvspray, config string, args []string) {
 	run("keygen", "cluster", "--out", "keys/cluster.key")
 	run("keygen", "ca")
 	run("keygen", "node", "--name", "tls", "--host", "127.0.0.1")
-	for from, to := range map[string]string{"tls.crt": "tls.crt", "tls.key": "tls.key", "ca.crt": "ca.crt"} {
-		if err := os.Rename(filepath.Join(dir, from), filepath.Join(dir, "keys", to)); err != nil {
+	for _, name := range []string{"tls.crt", "tls.key", "ca.crt"} {
+		if err := os.Rename(filepath.Join(dir, name), filepath.Join(dir, "keys", name)); err != nil {
 			t.Fatal(err)
 		}
 	}

@@ -57,7 +57,9 @@ func write(o options) error {
 	if err != nil {
 		return fmt.Errorf("%s: %w", o.root, err)
 	}
-	own, err := layer(when, func(t *tar.Writer) error { return file(t, o.binary, "usr/bin/kvspray", when) })
+	own, err := layer(when, func(t *tar.Writer) error {
+		return file(t, o.binary, "usr/bin/kvspray", when)
+	})
 	if err != nil {
 		return fmt.Errorf("%s: %w", o.binary, err)
 	}

@@ -45,7 +45,8 @@ func TestEveryKeyHasAVariable(t *testing.T) {
 			t.Errorf("%s: %v, %v", name, sets, err)
 			continue
 		}
-		if err := Default().Set(sets[0]); err != nil && (strings.Contains(err.Error(), "names a section") ||
+		err = Default().Set(sets[0])
+		if err != nil && (strings.Contains(err.Error(), "names a section") ||
 			strings.Contains(err.Error(), "no such key")) {
 			t.Errorf("%s: %v", name, err)
 		}

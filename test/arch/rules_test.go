@@ -92,8 +92,8 @@ var rules = []rule{
 		"the parts do not",
 		own: []string{"control/peer/keys", "internal/config", "internal/sys/cuda", "internal/sys/mem",
 			"internal/sys/topo", "internal/sys/verbs", "internal/ui/ask"}, ext: []string{extSys, extNVML}},
-	{dir: "internal/ui/ask", why: "reads the HTTP port of a sidecar as any client does; the forms of " +
-		"the answers belong to its users"},
+	{dir: "internal/ui/ask", why: "reads the HTTP port of a sidecar as any client does; the forms " +
+		"of the answers belong to its users"},
 	{dir: "internal/ui/status", why: "one screen of what top and doctor read",
 		own: []string{"internal/ui/ask", "internal/ui/doctor", "internal/ui/top"}},
 	{dir: "internal/ui/ping", why: "calls a peer as a sidecar does, with the same keys",
@@ -159,7 +159,8 @@ var rules = []rule{
 	{dir: "api/engine/gen", why: "generator of what the schema gives"},
 	{dir: "internal/board/gen", why: "generator of the Go mirror of board.h"},
 	{dir: "internal/metrics/gen", why: "generator of dashboard and alert rules, from the metrics of " +
-		"sidecar and router", own: []string{"internal/metrics", "proxy"}, ext: []string{extProm, extYAML}},
+		"sidecar and router", own: []string{"internal/metrics", "proxy"},
+		ext: []string{extProm, extYAML}},
 
 	{dir: "control/engines",
 		why: "what connector and executor exchange, as plain values; it imports " +

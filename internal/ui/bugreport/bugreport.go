@@ -53,7 +53,8 @@ var paths = []struct{ path, file string }{
 }
 
 // hostFiles describe the machine.
-var hostFiles = []string{"/proc/version", "/proc/meminfo", "/proc/net/dev", "/proc/sys/kernel/yama/ptrace_scope",
+var hostFiles = []string{"/proc/version", "/proc/meminfo", "/proc/net/dev",
+	"/proc/sys/kernel/yama/ptrace_scope",
 	"/proc/self/limits", "/proc/self/cgroup", "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/cpu.max",
 	"/proc/driver/nvidia/version", "/etc/os-release"}
 
@@ -86,8 +87,9 @@ func Write(ctx context.Context, o Options, w io.Writer) error {
 		answers[i], errs[i] = ask.Bytes(ctx, o.Config.HTTP.Listen, p.path)
 		r.learn(answers[i])
 	}
-	all := []error{add("version.txt", fmt.Appendf(nil, "kvspray %s\n%s\n%d processors, GOMAXPROCS %d\n",
-		version.String(), version.Go(), runtime.NumCPU(), runtime.GOMAXPROCS(0)), nil)}
+	release := fmt.Appendf(nil, "kvspray %s\n%s\n%d processors, GOMAXPROCS %d\n", version.String(),
+		version.Go(), runtime.NumCPU(), runtime.GOMAXPROCS(0))
+	all := []error{add("version.txt", release, nil)}
 	var text bytes.Buffer
 	err := o.Config.WriteYAML(&text)
 	all = append(all, add("config.yaml", text.Bytes(), err))
@@ -118,7 +120,7 @@ func end(path string, most int64) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	defer f.Close()
+	defer func() { _ = f.Close() }() // read only
 	if st, err := f.Stat(); err == nil && st.Mode().IsRegular() && st.Size() > most {
 		if _, err := f.Seek(-most, io.SeekEnd); err != nil {
 			return nil, err

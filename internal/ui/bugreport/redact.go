@@ -29,11 +29,12 @@ const minName = 3 // shorter names are words of other text
 // nothing else that kvspray writes.
 var (
 	pemBlock = regexp.MustCompile(`(?s)-----BEGIN [A-Z ]+-----.*?-----END [A-Z ]+-----`)
-	secret   = regexp.MustCompile(`(?i)((?:secret|token|password|authorization|api[_-]?key|access[_-]?key)` +
-		`[a-z_-]*"?\s*[:=]\s*"?(?:bearer\s+)?)[^\s",}]+`)
+	secret   = regexp.MustCompile(`(?i)((?:secret|token|password|authorization|api[_-]?key|` +
+		`access[_-]?key)[a-z_-]*"?\s*[:=]\s*"?(?:bearer\s+)?)[^\s",}]+`)
 	longText = regexp.MustCompile(`\b[A-Za-z0-9+/_-]{43,}={0,2}`)
 	// The candidates of addresses; netip decides.
-	address = regexp.MustCompile(`[0-9a-fA-F]{0,4}(?::[0-9a-fA-F]{0,4}){2,7}(?:%[a-z0-9]+)?|\d{1,3}(?:\.\d{1,3}){3}`)
+	address = regexp.MustCompile(`[0-9a-fA-F]{0,4}(?::[0-9a-fA-F]{0,4}){2,7}(?:%[a-z0-9]+)?|` +
+		`\d{1,3}(?:\.\d{1,3}){3}`)
 	request = regexp.MustCompile(`("(?:req|request|request_id)":\s*"|\breq(?:uest)?=)("?)([^"\s]+)`)
 	hex64   = regexp.MustCompile(`^[0-9a-f]+$`)
 )

@@ -25,8 +25,8 @@ func statusCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "status",
 		Short: "Show a running sidecar on one screen: engines, transfers, peers, store, troubles",
-		Long: `Shows a running sidecar on one screen, once: its state, engines, transfers, the page store, each
-peer with its lanes, and what is wrong. It reads the sidecar's HTTP address (http.listen).
+		Long: `Shows a running sidecar on one screen, once: its state, engines, transfers, the page store,
+each peer with its lanes, and what is wrong. It reads the sidecar's HTTP address (http.listen).
 'kvspray top' shows rates, and repeats.`,
 		Example: `  kvspray status
   kvspray status --http 127.0.0.1:7661 --output json`,
@@ -59,10 +59,10 @@ func pingCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "ping PEER",
 		Short: "Ask another sidecar whether it answers; show time, MTU and rails",
-		Long: `Connects to another sidecar as a sidecar does, with the keys of the configuration, and measures
-the round trip. PEER is the host:port of its peer.listen, or the node name of a peer of the sidecar
-that runs here. The rails to it, with their learned delays and rates, come from that sidecar
-(--http). Exits with 1 if the peer does not answer or refuses the key.`,
+		Long: `Connects to another sidecar as a sidecar does, with the keys of the configuration, and
+measures the round trip. PEER is the host:port of its peer.listen, or the node name of a peer of
+the sidecar that runs here. The rails to it, with their learned delays and rates, come from that
+sidecar (--http). Exits with 1 if the peer does not answer or refuses the key.`,
 		Example: `  kvspray ping 10.0.0.2:7650 --config /etc/kvspray/kvspray.yaml
   kvspray ping decode-0 --output json`,
 		Args: cobra.ExactArgs(1),
@@ -96,8 +96,8 @@ func bugreportCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "bugreport",
 		Short: "Write an archive for a bug report, without names, addresses and keys",
-		Long: `Writes a tar.gz with the version, the configuration, doctor's checks, the state and metrics of
-the running sidecar (--http), facts of the host, and with --log the last 4 MiB of a log file.
+		Long: `Writes a tar.gz with the version, the configuration, doctor's checks, the state and metrics
+of the running sidecar (--http), facts of the host, and with --log the last 4 MiB of a log file.
 Addresses, names of hosts, nodes, users and requests, and key material are replaced; equal names
 get equal replacements. Read the archive before you send it.`,
 		Example: `  kvspray bugreport --config /etc/kvspray/kvspray.yaml

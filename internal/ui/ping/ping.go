@@ -113,7 +113,8 @@ func Run(ctx context.Context, o Options) (*Report, error) {
 		}
 		start = time.Now()
 	}
-	r.Node, r.Version, r.Boot = first.GetNode(), first.GetVersion(), hex.EncodeToString(first.GetBoot())
+	r.Node, r.Version = first.GetNode(), first.GetVersion()
+	r.Boot = hex.EncodeToString(first.GetBoot())
 	r.MTU = mtu(ctx, r.Endpoint)
 	for _, p := range peers {
 		if p.Boot == r.Boot {
@@ -202,14 +203,15 @@ func (r *Report) WriteText(w io.Writer) error {
 	if r.Local != "" {
 		fmt.Fprintf(&b, "rails: %s\n", r.Local)
 	}
+	// Flush has the errors.
 	t := tabwriter.NewWriter(&b, 0, 0, 2, ' ', 0)
 	for _, l := range r.Rails {
 		rate := "not learned yet"
 		if l.Samples > 0 {
 			rate = fmt.Sprintf("%.2f Gb/s learned", l.Rate*8/1e9)
 		}
-		fmt.Fprintf(t, "  %s:%s to %s\t%s\t%d lanes\tdelay %s\t%s\n", l.Transport, l.Local, l.Remote,
-			l.State, l.Lanes, span(l.Delay), rate)
+		_, _ = fmt.Fprintf(t, "  %s:%s to %s\t%s\t%d lanes\tdelay %s\t%s\n", l.Transport, l.Local,
+			l.Remote, l.State, l.Lanes, span(l.Delay), rate)
 	}
 	if err := t.Flush(); err != nil {
 		return err

@@ -83,7 +83,8 @@ func TestPing(t *testing.T) {
 		if err := r.WriteText(&text); err != nil {
 			t.Fatal(err)
 		}
-		for _, part := range []string{endpoint + " is d?0 (kvspray v1, boot bb), without a key", " of 3\n",
+		for _, part := range []string{endpoint + " is d?0 (kvspray v1, boot bb), without a key",
+			" of 3\n",
 			"tcp:eth0 to eth1  healthy   2 lanes  delay 200µs  10.00 Gb/s learned",
 			"tcp:eth1 to eth1  excluded  0 lanes", "not learned yet"} {
 			if !strings.Contains(text.String(), part) {

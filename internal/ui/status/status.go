@@ -182,6 +182,7 @@ func (s *Status) WriteText(w io.Writer) error {
 	} else {
 		fmt.Fprintf(&b, "peers      %d\n", len(s.Peers))
 	}
+	// Flush has the errors.
 	t := tabwriter.NewWriter(&b, 0, 0, 2, ' ', 0)
 	for _, p := range s.Peers[:min(len(s.Peers), shownPeers)] {
 		lanes := fmt.Sprintf("%d lanes", p.Lanes)
@@ -191,7 +192,7 @@ func (s *Status) WriteText(w io.Writer) error {
 		case p.Lanes == 0:
 			lanes = "no lane"
 		}
-		fmt.Fprintf(t, "  %s\t%s\t%s\t%s sent\t%s\n", clean(or(p.Endpoint, "(it connected)")),
+		_, _ = fmt.Fprintf(t, "  %s\t%s\t%s\t%s sent\t%s\n", clean(or(p.Endpoint, "(it connected)")),
 			clean(or(p.Node, "-")), lanes, size(p.Sent), clean(strings.Join(p.Routes, " ")))
 	}
 	if err := t.Flush(); err != nil {

@@ -233,7 +233,9 @@ func TestWhatIsNoSidecar(t *testing.T) {
 			"not a sidecar"},
 		"no JSON": {func(_ int64, w http.ResponseWriter) { _, _ = fmt.Fprint(w, "<html>") },
 			"another version"},
-		"no end": {func(_ int64, w http.ResponseWriter) { _, _ = w.Write(make([]byte, ask.MaxAnswer+10)) },
+		"no end": {func(_ int64, w http.ResponseWriter) {
+			_, _ = w.Write(make([]byte, ask.MaxAnswer+10))
+		},
 			"more than 16 MiB"},
 		"other JSON": {func(_ int64, w http.ResponseWriter) { _, _ = fmt.Fprint(w, `{"leases": 5}`) },
 			"another version"},
