@@ -51,15 +51,27 @@ wireflip:
 	@mkdir -p $(TOOLS)
 	go build -o $(TOOLS)/ ./test/wireflip
 
+DISTENV := $(B)/dist-venv
+DIST := deploy/dist.py --version $(VERSION)
 .PHONY: wheels
-wheels: env ## Build the Python wheels into dist/
-	@mkdir -p dist
-	rm -rf $(B)/wheel-src && mkdir -p $(B)/wheel-src && cp -r pybind integration/vllm integration/sglang $(B)/wheel-src/
-	@for part in pybind vllm sglang; do \
-	  printf '[%(%T)T] the wheel of %s ...\n' -1 $$part; start=$$SECONDS; \
-	  $(VENV)/bin/python -m pip wheel -q --no-deps --no-build-isolation -w dist $(B)/wheel-src/$$part; \
-	  printf '[%(%T)T] the wheel of %s: done in %d s\n' -1 $$part $$((SECONDS - start)); done
-	@ls dist
+wheels: $(DISTENV)/.stamp ## Build the Python wheels for this machine into dist/, the sidecar in one of them
+	$(call need-python,10)
+	@$(HOSTPY) $(DIST) wheels
+
+.PHONY: image
+image: $(TOOLS)/.deploy-stamp ## Build an image with the sidecar into dist/, as an OCI layout, without a daemon or a registry
+	$(call need-python,10)
+	@$(HOSTPY) $(DIST) image
+
+.PHONY: dist
+dist: $(DISTENV)/.stamp $(TOOLS)/.deploy-stamp ## All that people install, for x86-64 and arm64, into dist/VERSION: wheels, archives, deb, rpm, image
+	$(call need-python,10)
+	@$(HOSTPY) $(DIST) all
+	@ls -l dist/$(VERSION)
+
+.PHONY: test-dist
+test-dist: dist ## Install each of these into an empty root, and move blocks between two sidecars there (root)
+	unshare --mount $(HOSTPY) deploy/test_dist.py --version $(VERSION) dist/$(VERSION)
 
 .PHONY: demo
 demo: ## Real vLLM, prefill and decode, two sidecars: tokens equal? (FLIP=1: damage a bit on the wire; TRANSPORT=tcp|shm)
@@ -190,6 +202,10 @@ test-rdma-two: rdma-guest ## The same over two guests, as two hosts
 bench-rdma: rdma-guest ## gdr beside ib_write_bw in one guest, in turns: ratios, not speeds; KVSPRAY_RDMA_GOAL=0.90 fails below it
 	RAILS=4 GUEST_MEM=2560 GUEST_TIMEOUT=3000 KVSPRAY_BENCH_RDMA=$${KVSPRAY_BENCH_RDMA:-10} go test -count=1 -v -timeout 50m -run TestDeviceBandwidth -exec $(ROOT)/test/rdma/exec.sh ./transport/gdr
 
+.PHONY: test-chart
+test-chart: ## The Helm chart, rendered and checked against the Kubernetes API; alert rules and dashboard
+	cd deploy && go test -count=1 ./...
+
 .PHONY: test-sglang
 test-sglang: build ## SGLang's pools, its HiCache controller and server with our store (an environment of 2.7 GB, made once)
 	$(call need-python,8)
@@ -207,6 +223,7 @@ lint-golangci: $(TOOLS)/.stamp
 
 lint-tools:
 	cd tools && go vet ./...
+	cd deploy && go vet ./...
 
 lint-nocgo:
 	CGO_ENABLED=0 go build ./...
@@ -223,7 +240,7 @@ lint-docs: $(TOOLS)/.stamp ## Words, sentences, width, length and links of the d
 
 .PHONY: lint-py
 lint-py: $(LINTENV)/.stamp
-	$(LINTENV)/bin/ruff check --config tools/ruff.toml pybind integration test bench
+	$(LINTENV)/bin/ruff check --config tools/ruff.toml pybind integration test bench deploy
 	$(LINTENV)/bin/mypy --config-file tools/mypy.ini pybind/python/kvspray
 	$(LINTENV)/bin/mypy --config-file tools/mypy.ini integration/vllm/src/kvspray_vllm
 	$(LINTENV)/bin/mypy --config-file tools/mypy.ini integration/sglang/src/kvspray_sglang
@@ -231,12 +248,12 @@ lint-py: $(LINTENV)/.stamp
 .PHONY: generate
 generate: $(TOOLS)/.stamp $(LINTENV)/.stamp ## Make all generated code, kernels and documents again
 	$(TOOLS)/protogen -root . -plugins $(TOOLS) api/peer/v1/peer.proto
-	go generate ./internal/board/... ./api/engine/...
+	go generate ./internal/board/... ./internal/metrics ./api/engine/...
 	$(LINTENV)/bin/python internal/sys/cuda/kernels/generate.py
 	go run ./cmd/kvspray config print --docs > docs/config.md.new && mv docs/config.md.new docs/config.md
 
 GENERATED := api/peer/v1/*.pb.go internal/board/zz_generated*.go connector/msg/zz_generated*.go pybind/python/kvspray/_messages.py internal/sys/cuda/kernels/kernels.ptx internal/sys/cuda/kernels/kernels.sm_*.cubin \
-  pybind/src/flag_ptx.h pybind/src/pack_ptx.h docs/config.md
+  pybind/src/flag_ptx.h pybind/src/pack_ptx.h docs/config.md deploy/monitoring/alerts.yaml deploy/monitoring/dashboard.json
 .PHONY: generate-check
 generate-check: ## Fail if generated files are not what their sources say
 	@before=$$(sha256sum $(GENERATED)); $(MAKE) -s generate; after=$$(sha256sum $(GENERATED)); \
@@ -339,6 +356,20 @@ $(TOOLS)/.stamp: tools/go.mod tools/go.sum $(wildcard tools/protogen/*.go)
 	cd tools && go build -o $(TOOLS)/ ./protogen google.golang.org/protobuf/cmd/protoc-gen-go \
 	  google.golang.org/grpc/cmd/protoc-gen-go-grpc \
 	  github.com/golangci/golangci-lint/v2/cmd/golangci-lint github.com/vale-cli/vale/v3/cmd/vale
+	@touch $@
+
+# What makes packages and images, and checks the chart: a module of its own.
+$(TOOLS)/.deploy-stamp: deploy/go.mod deploy/go.sum $(wildcard deploy/ociimage/*.go)
+	@mkdir -p $(TOOLS)
+	@echo "building the tools of packages and images ..."
+	cd deploy && go build -o $(TOOLS)/ ./ociimage github.com/goreleaser/nfpm/v2/cmd/nfpm \
+	  github.com/CycloneDX/cyclonedx-gomod/cmd/cyclonedx-gomod
+	@touch $@
+
+$(DISTENV)/.stamp: deploy/requirements.txt
+	@echo "making the environment that builds wheels ..."
+	$(HOSTPY) -m venv --clear $(DISTENV)
+	$(DISTENV)/bin/python -m pip install -q --disable-pip-version-check -r $<
 	@touch $@
 
 # The S3 server of tests. It is built apart from the linters: it takes minutes, once.

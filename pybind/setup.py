@@ -2,11 +2,15 @@
 """Compiles libkvspray.so with the C compiler and puts it beside the Python files.
 
 The library is plain C and is loaded with ctypes, so the wheel is bound to the platform but to no Python version.
+
+A wheel for others also contains the sidecar. Two variables, which `make wheels` sets, make one: KVSPRAY_WHEEL_BINARY is the
+binary, KVSPRAY_WHEEL_PLATFORM the tag of the platform that CC compiles for.
 """
 
 import os
 import pathlib
 import shlex
+import shutil
 import subprocess
 
 from setuptools import setup
@@ -36,6 +40,11 @@ class BuildPy(build_py):
         # An editable install uses the library in the source directory.
         base = ROOT / "python" if self.editable_mode else pathlib.Path(self.build_lib)
         compile_library(base / "kvspray" / "libkvspray.so")
+        if binary := os.environ.get("KVSPRAY_WHEEL_BINARY"):
+            target = base / "kvspray" / "_bin" / "kvspray"
+            target.parent.mkdir(exist_ok=True)
+            shutil.copy(binary, target)
+            target.chmod(0o755)
 
 
 class PlatformWheel(bdist_wheel):
@@ -45,7 +54,7 @@ class PlatformWheel(bdist_wheel):
 
     def get_tag(self) -> tuple[str, str, str]:
         _, _, platform = super().get_tag()
-        return "py3", "none", platform
+        return "py3", "none", os.environ.get("KVSPRAY_WHEEL_PLATFORM") or platform
 
 
 class BinaryDistribution(Distribution):

@@ -183,6 +183,8 @@ func WriteMarkdown(w io.Writer) error {
 		"value is an error that names\n" +
 		"the line, the key, the value and the remedy. Every key is optional. `--set key=value` " +
 		"overrides one key,\n" +
+		"and so does an environment variable, which `--set` overrides: `KVSPRAY_SET_PEER_LISTEN` sets " +
+		"`peer.listen`.\n" +
 		"`kvspray config print` shows the result with comments, `kvspray config check` also checks the " +
 		"named files.\n\n" +
 		"Addresses off loopback need `peer.cluster_key_file` or `peer.tls`.\n\n" +

@@ -6,6 +6,8 @@
 // Invariants: all names begin with kvspray_, units are base units, no label carries a request, a
 // lease or a peer's boot id. The configured rails and the constants below bound the set of series.
 // Safe for concurrent use. No goroutines.
+//
+//go:generate go run ./gen -out ../../deploy/monitoring
 package metrics
 
 import (

@@ -22,7 +22,8 @@ var floors = []floor{
 		"internal/version"}},
 	{"values", []string{"internal/config", "internal/metrics", "layout", "parseblock",
 		"transfer"}},
-	{"contract", []string{"api", "cluster", "control/engines", "internal/board", "internal/wire", "transport"}},
+	{"contract", []string{"api", "cluster", "control/engines", "internal/board", "internal/wire",
+		"transport"}},
 	{"bytes", []string{"gpu", "store", "transport/gdr", "transport/shm", "transport/tcp"}},
 	{"decisions", []string{"control/exec", "control/lease", "control/route", "control/spray",
 		"placement"}},
@@ -33,7 +34,8 @@ var floors = []floor{
 
 // lab is code that the product never imports: tests, what tests need, benchmarks, generators.
 var lab = []string{"api/engine/gen", "bench", "cmd/kvspray-bench", "connector/connectortest",
-	"internal/board/gen", "internal/leaktest", "internal/sys/verbs/fake", "internal/testutil",
+	"internal/board/gen", "internal/leaktest", "internal/metrics/gen", "internal/sys/verbs/fake",
+	"internal/testutil",
 	"store/disk/disktest", "store/object/objecttest", "test",
 	"transport/faulttest", "transport/simfabric", "transport/transporttest"}
 

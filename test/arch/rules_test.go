@@ -45,9 +45,10 @@ var rules = []rule{
 	{dir: "cmd/kvspray-bench", why: "a thin main, as cmd/kvspray", own: []string{"bench/cli"}},
 	{dir: "internal/ui/cli", why: "converts flags to configurations of the composed parts, of " +
 		"nothing below them",
-		own: []string{"control/peer/keys", "internal/config", "internal/ui/command", "internal/ui/doctor",
-			"internal/ui/explain", "internal/ui/place", "internal/ui/storectl", "internal/ui/usage",
-			"internal/ui/top", "internal/version", "placement", "proxy", "sidecar"},
+		own: []string{"control/peer/keys", "internal/config", "internal/ui/ask", "internal/ui/bugreport",
+			"internal/ui/command", "internal/ui/doctor", "internal/ui/explain", "internal/ui/ping",
+			"internal/ui/place", "internal/ui/status", "internal/ui/storectl", "internal/ui/top",
+			"internal/ui/usage", "internal/version", "placement", "proxy", "sidecar"},
 		ext: []string{extCobra, extProm}},
 	{dir: "internal/ui/command", why: "runs the command line of any program; has no command of its " +
 		"own but version",
@@ -66,9 +67,9 @@ var rules = []rule{
 			"internal/admit", "internal/config",
 			"internal/sys/mem",
 			"internal/metrics", "internal/sys/topo", "internal/version", "layout", "parseblock",
-			"sidecar/internal/exchange", "sidecar/internal/local", "sidecar/internal/pages", "sidecar/internal/plans",
-			"sidecar/internal/trace", "sidecar/internal/web", "store", "store/directory", "store/directory/embedded",
-			"store/directory/redis", "store/disk", "store/memory", "store/object", "store/object/s3",
+			"sidecar/internal/exchange", "sidecar/internal/local", "sidecar/internal/pages",
+			"sidecar/internal/plans", "sidecar/internal/trace", "sidecar/internal/web", "store",
+			"store/directory", "store/directory/embedded", "store/directory/redis", "store/disk", "store/memory", "store/object", "store/object/s3",
 			"store/page", "transfer",
 			"transport", "transport/gdr", "transport/shm", "gpu", "gpu/multipath", "gpu/policy",
 			"transport/tcp"},
@@ -90,8 +91,8 @@ var rules = []rule{
 		own: []string{"connector", "control/engines", "internal/metrics", "internal/sys/mem",
 			"sidecar/internal/local", "sidecar/internal/trace", "sidecar/internal/web", "store",
 			"store/page"}},
-	{dir: "sidecar/internal/exchange", why: "pages between the stores of nodes: the executor and the " +
-		"directory are behind interfaces, and peers behind one function",
+	{dir: "sidecar/internal/exchange", why: "pages between the stores of nodes: the executor and " +
+		"the directory are behind interfaces, and peers behind one function",
 		own: []string{"api/peer/v1", "control/engines", "internal/metrics", "internal/sys/mem", "layout",
 			"parseblock", "store", "store/directory", "store/page", "transfer"}},
 	{dir: "sidecar/internal/trace", why: "files with a line for each transfer; they take values of " +
@@ -102,7 +103,17 @@ var rules = []rule{
 	{dir: "internal/ui/doctor", why: "tries what the host offers by itself, so that it works where " +
 		"the parts do not",
 		own: []string{"control/peer/keys", "internal/config", "internal/sys/cuda", "internal/sys/mem",
-			"internal/sys/topo", "internal/sys/verbs"}, ext: []string{extSys, extNVML}},
+			"internal/sys/topo", "internal/sys/verbs", "internal/ui/ask"}, ext: []string{extSys, extNVML}},
+	{dir: "internal/ui/ask", why: "reads the HTTP port of a sidecar as any client does; the forms " +
+		"of the answers belong to its users"},
+	{dir: "internal/ui/status", why: "one screen of what top and doctor read",
+		own: []string{"internal/ui/ask", "internal/ui/doctor", "internal/ui/top"}},
+	{dir: "internal/ui/ping", why: "calls a peer as a sidecar does, with the same keys",
+		own: []string{"api/peer/v1", "control/peer/keys", "control/peer/rpc", "internal/config",
+			"internal/ui/ask"}, ext: []string{extSys}},
+	{dir: "internal/ui/bugreport", why: "collects what other commands and the HTTP port print",
+		own: []string{"internal/config", "internal/ui/ask", "internal/ui/doctor", "internal/version"},
+		ext: []string{extSys}},
 	{dir: "internal/ui/explain", why: "describes and plans with the code that plans transfers; " +
 		"no engine and no wire",
 		own: []string{"layout", "parseblock"}},
@@ -161,6 +172,9 @@ var rules = []rule{
 	{dir: "api/engine", why: "the schema of the engine protocol; no code", pure: true},
 	{dir: "api/engine/gen", why: "generator of what the schema gives"},
 	{dir: "internal/board/gen", why: "generator of the Go mirror of board.h"},
+	{dir: "internal/metrics/gen", why: "generator of dashboard and alert rules, from the metrics of " +
+		"sidecar and router", own: []string{"internal/metrics", "proxy"},
+		ext: []string{extProm, extYAML}},
 
 	{dir: "control/engines",
 		why: "what connector and executor exchange, as plain values; it imports " +
@@ -319,7 +333,7 @@ var rules = []rule{
 			"on them", ext: []string{extSys}},
 	{dir: "internal/ui/top",
 		why: "shows what a sidecar reports: the forms of its answers, and a terminal",
-		own: []string{"connector", "control/exec", "control/spray"},
+		own: []string{"connector", "control/exec", "control/spray", "internal/ui/ask"},
 		ext: []string{extCharm}},
 	{dir: "internal/ui/storectl",
 		why: "asks a sidecar over HTTP; reads the disks of a store that has none",

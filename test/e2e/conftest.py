@@ -134,7 +134,6 @@ class Cluster:
     def kv(self, sidecar: rig.Sidecar, role: str, **extra: Any) -> dict[str, Any]:
         return {
             "kv_connector": "KVSprayConnector",
-            "kv_connector_module_path": "kvspray_vllm",
             "kv_role": role,
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"socket": sidecar.socket, "memory": "memfd", **extra},

@@ -6,12 +6,16 @@ from __future__ import annotations
 import functools
 import inspect
 import pickle
+from importlib.metadata import entry_points
 from types import SimpleNamespace
 
 import pytest
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA, supports_hma
+from vllm.plugins import DEFAULT_PLUGINS_GROUP
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvspray_vllm import KVSprayConnector, layout, speculation
@@ -23,6 +27,17 @@ from kvspray_vllm.worker import Results
 
 def test_engines_that_clear_blocks_say_so() -> None:
     assert isinstance(KVCacheConfig.needs_kv_cache_zeroing, property)
+
+
+def test_vllm_finds_the_connector_by_its_name_alone() -> None:
+    (plugin,) = entry_points(group=DEFAULT_PLUGINS_GROUP, name="kvspray")
+    register = plugin.load()
+    register()
+    register()  # vLLM may load a plug-in several times
+    named = KVTransferConfig(kv_connector="KVSprayConnector", kv_role="kv_both")
+    assert KVConnectorFactory.get_connector_class(named) is KVSprayConnector
+    named.kv_connector_module_path = "kvspray_vllm"
+    assert KVConnectorFactory.get_connector_class(named) is KVSprayConnector
 
 
 def test_every_override_has_the_signature_of_its_base() -> None:

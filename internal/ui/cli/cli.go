@@ -39,11 +39,12 @@ func newRoot() *cobra.Command {
 
 Start one next to each engine:        kvspray serve
 Route requests to prefill and decode: kvspray proxy --prefill URL --decode URL
-Check what works on this host:        kvspray doctor`,
+Check what works on this host:        kvspray doctor
+See what a sidecar does:              kvspray status`,
 	}
 	root.AddCommand(serveCommand(), configCommand(), doctorCommand(), keygenCommand(), proxyCommand(),
 		benchCommand(), calibrateCommand(), layoutCommand(), placeCommand(), topCommand(),
-		storeCommand())
+		statusCommand(), pingCommand(), bugreportCommand(), storeCommand())
 	command.Finish(root)
 	return root
 }
@@ -87,7 +88,8 @@ func (f *configFlags) add(cmd *cobra.Command) {
 	cmd.Flags().StringVar(&f.http, "http", "", "host:port for health and metrics, or off; short for "+
 		"--set http.listen=")
 	cmd.Flags().StringArrayVar(&f.sets, "set", nil, "key=value that overrides the file, for "+
-		"instance transports.tcp.integrity=off; repeatable")
+		"instance transports.tcp.integrity=off; repeatable; "+config.EnvPrefix+
+		"TRANSPORTS_TCP_INTEGRITY=off in the environment does the same")
 }
 
 func (f *configFlags) load() (*config.Config, error) {
@@ -97,7 +99,11 @@ func (f *configFlags) load() (*config.Config, error) {
 				"transports.tcp.integrity=off", s)
 		}
 	}
-	sets := f.sets
+	sets, err := config.FromEnvironment(os.Environ())
+	if err != nil {
+		return nil, usage.Of(err)
+	}
+	sets = append(sets, f.sets...)
 	for _, s := range []struct{ flag, key, value string }{{"config", "", f.file},
 		{"socket", "engine.socket", f.socket}, {"listen", "peer.listen", f.listen},
 		{"http", "http.listen", f.http}} {

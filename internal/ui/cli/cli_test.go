@@ -6,11 +6,13 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"io"
 	"net"
 	"net/http"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -45,9 +47,27 @@ func TestExitCodes(t *testing.T) {
 		"help":         {nil, command.ExitOK, "kvspray serve"},
 		"version":      {[]string{"version"}, command.ExitOK, "kvspray "},
 		"version json": {[]string{"version", "--json"}, command.ExitOK, `"version"`},
-		"no command":   {[]string{"sreve"}, command.ExitUsage, "Did you mean"},
-		"no flag":      {[]string{"serve", "--nope"}, command.ExitUsage, "--help"},
-		"argument":     {[]string{"doctor", "x"}, command.ExitUsage, "--help"},
+		"output json":  {[]string{"version", "--output", "json"}, command.ExitOK, `"version"`},
+		"output xml": {[]string{"version", "--output", "xml"}, command.ExitUsage,
+			`invalid argument "xml" for "--output" flag: want text or json`},
+		"completion": {[]string{"completion", "bash"}, command.ExitOK, "__start_kvspray"},
+		"status nowhere": {[]string{"status", "--http", "127.0.0.1:1"}, command.ExitFailure,
+			"no sidecar answers at http://127.0.0.1:1"},
+		"status address": {[]string{"status", "--http", "here"}, command.ExitUsage, `--http "here"`},
+		"ping whom": {[]string{"ping"}, command.ExitUsage,
+			"ping takes 1 arguments, PEER, and got none"},
+		"ping count": {[]string{"ping", "127.0.0.1:1", "--count", "0"}, command.ExitUsage,
+			"--count 0: want 1 to 100"},
+		"ping nobody": {[]string{"ping", "127.0.0.1:1"}, command.ExitFailure, "nothing listens there"},
+		"ping name": {[]string{"ping", "d0", "--http", "127.0.0.1:1"}, command.ExitFailure,
+			`"d0": not host:port, and no node`},
+		"ping without key": {[]string{"ping", "10.0.0.1:1", "--http", "off"}, command.ExitFailure,
+			"keygen cluster"},
+		"report twice": {[]string{"bugreport", "--out", bad}, command.ExitFailure,
+			"name a file that does not exist yet"},
+		"no command": {[]string{"sreve"}, command.ExitUsage, "Did you mean"},
+		"no flag":    {[]string{"serve", "--nope"}, command.ExitUsage, "--help"},
+		"argument":   {[]string{"doctor", "x"}, command.ExitUsage, "--help"},
 		"bad file": {[]string{"config", "check", "--config", bad}, command.ExitUsage,
 			bad + ":2: peer.lisen: \"x\": unknown key; did you mean \"listen\"?"},
 		"bad file serve": {[]string{"serve", "--config", bad}, command.ExitUsage, "peer.lisen"},
@@ -121,6 +141,28 @@ func TestExitCodes(t *testing.T) {
 	}
 }
 
+// The order is: file, environment, --set.
+func TestEnvironment(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "a.yaml")
+	if err := os.WriteFile(file, []byte("node: of-file\nlog: {level: debug}\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	t.Setenv("KVSPRAY_SET_NODE", "of-environment")
+	t.Setenv("KVSPRAY_SET_LOG_FORMAT", "json")
+	args := []string{"config", "print", "--config", file}
+	for want, more := range map[string][]string{"node: of-environment": nil,
+		"node: of-flag": {"--set", "node=of-flag"}, "level: debug": nil, "format: json": nil} {
+		if code, out, errs := run(append(args, more...)...); code != 0 || !strings.Contains(out, want) {
+			t.Errorf("%d, no %q in:\n%s%s", code, want, out, errs)
+		}
+	}
+	t.Setenv("KVSPRAY_SET_LOG_LEVLE", "info")
+	if code, _, errs := run(args...); code != command.ExitUsage || !strings.Contains(errs,
+		"did you mean KVSPRAY_SET_LOG_LEVEL?") {
+		t.Errorf("%d: %s", code, errs)
+	}
+}
+
 func TestPrintedConfigLoads(t *testing.T) {
 	_, out, _ := run("config", "print")
 	if _, err := config.Parse("printed", []byte(out)); err != nil {
@@ -183,9 +225,9 @@ func TestReadyFile(t *testing.T) {
 	}
 }
 
-// What the pod examples tell the binary is what it takes.
-func TestDeployExamples(t *testing.T) {
-	f, err := os.Open("../../../deploy/prefill-decode.yaml")
+// The arguments that the Helm chart gives to the binary are right: every flag exists.
+func TestChartArguments(t *testing.T) {
+	f, err := os.Open("../../../deploy/charttest/testdata/gpu.golden.yaml")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -193,60 +235,46 @@ func TestDeployExamples(t *testing.T) {
 	dec := yaml.NewDecoder(f)
 	seen := map[string]int{}
 	for {
+		type container struct {
+			Name string
+			Args []string
+		}
 		var doc struct {
-			Kind string
 			Spec struct {
-				ShareProcessNamespace bool `yaml:"shareProcessNamespace"`
-				Containers            []struct {
-					Name, Image string
-					Args        []string
+				Template struct {
+					Spec struct {
+						ShareProcessNamespace bool        `yaml:"shareProcessNamespace"`
+						InitContainers        []container `yaml:"initContainers"`
+						Containers            []container
+					}
 				}
 			}
 		}
-		if err := dec.Decode(&doc); err != nil {
-			if err.Error() != "EOF" {
-				t.Fatal(err)
-			}
+		if err := dec.Decode(&doc); errors.Is(err, io.EOF) {
 			break
+		} else if err != nil {
+			t.Fatal(err)
 		}
-		for _, c := range doc.Spec.Containers {
-			for i, a := range c.Args {
-				c.Args[i] = strings.NewReplacer("$(POD_IP)", "10.1.2.3", "$(POD_NAME)", "prefill-0").Replace(a)
-			}
-			if c.Image == "vllm-kvspray" {
+		pod := doc.Spec.Template.Spec
+		for _, c := range slices.Concat(pod.InitContainers, pod.Containers) {
+			seen[c.Name]++
+			if c.Name == "engine" {
 				checkEngineArgs(t, c.Args)
-				seen["engine"]++
+				if !pod.ShareProcessNamespace {
+					t.Error("a pod whose engine cannot see its sidecar's process")
+				}
 				continue
 			}
-			root := newRoot()
-			cmd, rest, err := root.Find(c.Args)
+			cmd, rest, err := newRoot().Find(c.Args)
 			if err != nil {
 				t.Fatalf("%v: %v", c.Args, err)
 			}
 			if err := cmd.ParseFlags(rest); err != nil {
 				t.Errorf("%v: %v", c.Args, err)
-				continue
-			}
-			seen[cmd.Name()]++
-			if cmd.Name() == "serve" {
-				if !doc.Spec.ShareProcessNamespace {
-					t.Error("a pod whose engine cannot see its sidecar's process")
-				}
-				sets, err := cmd.Flags().GetStringArray("set")
-				if err != nil {
-					t.Fatal(err)
-				}
-				for flag, key := range map[string]string{"socket": "engine.socket", "listen": "peer.listen",
-					"http": "http.listen"} {
-					sets = append(sets, key+"="+cmd.Flags().Lookup(flag).Value.String())
-				}
-				if _, err := config.Load("", sets...); err != nil {
-					t.Errorf("%v: %v", c.Args, err)
-				}
 			}
 		}
 	}
-	if seen["serve"] != 2 || seen["proxy"] != 1 || seen["engine"] != 2 {
+	if seen["kvspray"] != 2 || seen["router"] != 1 || seen["engine"] != 2 {
 		t.Errorf("%v", seen)
 	}
 }
@@ -259,8 +287,8 @@ func checkEngineArgs(t *testing.T, args []string) {
 			continue
 		}
 		var c map[string]any
-		if err := json.Unmarshal([]byte(text), &c); err != nil || c["kv_connector_module_path"] !=
-			"kvspray_vllm" {
+		if err := json.Unmarshal([]byte(text), &c); err != nil || c["kv_connector"] !=
+			"KVSprayConnector" {
 			t.Errorf("%s: %v", text, err)
 		}
 		return

@@ -196,7 +196,7 @@ func layoutCheckCommand() *cobra.Command {
 			return err
 		},
 	}
-	cmd.Flags().BoolVar(&asJSON, "json", false, "print the verdict as JSON")
+	command.OutputFlag(cmd, &asJSON)
 	return cmd
 }
 

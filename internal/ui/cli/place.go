@@ -61,7 +61,7 @@ fetch cache of another engine or of a store, or compute on one engine for anothe
 		"names its lines")
 	f.IntVar(&tokens, "tokens", 8192, "tokens of the prompt")
 	f.IntVar(&most, "most", 20, "choices to print, 0 for all")
-	f.BoolVar(&asJSON, "json", false, "print JSON")
+	command.OutputFlag(cmd, &asJSON)
 	return cmd
 }
 

@@ -66,7 +66,7 @@ func configCommand() *cobra.Command {
 		},
 	}
 	checked.add(check)
-	check.Flags().BoolVar(&asJSON, "json", false, "also print the result as JSON on standard output")
+	command.OutputFlag(check, &asJSON)
 	cmd.AddCommand(show, check)
 	return cmd
 }
@@ -122,7 +122,7 @@ the reasons for the rest. Exits with 1 if a peer has no lane.`,
 		},
 	}
 	flags.add(cmd)
-	cmd.Flags().BoolVar(&asJSON, "json", false, "print JSON")
+	command.OutputFlag(cmd, &asJSON)
 	cmd.Flags().BoolVar(&peers, "peers", false, "ask the running sidecar (--http) which rails reach "+
 		"which peers")
 	cmd.Flags().StringVar(&python, "python", "", "interpreter in which to look for engines "+

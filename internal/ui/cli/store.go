@@ -11,15 +11,13 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/ui/ask"
 	"github.com/kvspray/kvspray/internal/ui/command"
 	"github.com/kvspray/kvspray/internal/ui/storectl"
-	"github.com/kvspray/kvspray/internal/ui/top"
-	"github.com/kvspray/kvspray/internal/ui/usage"
+		"github.com/kvspray/kvspray/internal/ui/usage"
 )
 
 const (
-	outputText   = "text"
-	outputJSON   = "json"
 	defaultKeys  = 100
 	maxKeys      = 1000
 	drainTimeout = 10 * time.Minute
@@ -36,32 +34,23 @@ own host only.`,
 }
 
 // storeFlags are the flags of commands that ask a sidecar.
-type storeFlags struct{ addr, output string }
+type storeFlags struct {
+	addr   string
+	asJSON bool
+}
 
 func (f *storeFlags) add(cmd *cobra.Command) {
 	cmd.Flags().StringVar(&f.addr, "http", fmt.Sprintf("127.0.0.1:%d", config.DefaultHTTPPort),
 		"host:port of the sidecar's http.listen")
-	addOutput(cmd, &f.output)
-}
-
-func addOutput(cmd *cobra.Command, to *string) {
-	cmd.Flags().StringVarP(to, "output", "o", outputText, "text or json")
-}
-
-func asJSON(output string) (bool, error) {
-	if output != outputText && output != outputJSON {
-		return false, usage.Errorf("--output %q: want text or json", output)
-	}
-	return output == outputJSON, nil
+	command.OutputFlag(cmd, &f.asJSON)
 }
 
 func (f *storeFlags) client(cmd *cobra.Command) (*storectl.Client, error) {
-	addr, err := top.Address(f.addr)
+	addr, err := ask.Address(f.addr)
 	if err != nil {
 		return nil, usage.Of(err)
 	}
-	j, err := asJSON(f.output)
-	return &storectl.Client{Addr: addr, JSON: j, Out: cmd.OutOrStdout()}, err
+	return &storectl.Client{Addr: addr, JSON: f.asJSON, Out: cmd.OutOrStdout()}, nil
 }
 
 func hash(flag, s string) error {
@@ -195,7 +184,7 @@ after the sidecar's restart.`,
 func storeCheck() *cobra.Command {
 	var f configFlags
 	var disks []string
-	var output string
+	var asJSON bool
 	cmd := &cobra.Command{
 		Use:   "fsck",
 		Short: "Check the disks of a store that no sidecar has open",
@@ -207,10 +196,6 @@ acknowledged: it is printed, and is no damage.`,
   kvspray store fsck --disk /nvme0/kv --disk /nvme1/kv`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			j, err := asJSON(output)
-			if err != nil {
-				return err
-			}
 			if len(disks) == 0 {
 				c, err := f.load()
 				if err != nil {
@@ -224,12 +209,12 @@ acknowledged: it is printed, and is no damage.`,
 				return usage.Errorf("the configuration names no store.disk: pass --config FILE of the " +
 					"sidecar, or --disk PATH")
 			}
-			return storectl.Check(cmd.Context(), disks, j, cmd.OutOrStdout())
+			return storectl.Check(cmd.Context(), disks, asJSON, cmd.OutOrStdout())
 		},
 	}
 	f.add(cmd)
 	cmd.Flags().StringArrayVar(&disks, "disk", nil, "path of store.disk; repeat it for each, in the "+
 		"configuration's order (default: those of --config)")
-	addOutput(cmd, &output)
+	command.OutputFlag(cmd, &asJSON)
 	return cmd
 }

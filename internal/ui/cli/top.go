@@ -10,6 +10,8 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/ui/ask"
+	"github.com/kvspray/kvspray/internal/ui/command"
 	"github.com/kvspray/kvspray/internal/ui/top"
 	"github.com/kvspray/kvspray/internal/ui/usage"
 )
@@ -25,18 +27,19 @@ func topCommand() *cobra.Command {
 learned rates, the bytes in flight, errors, and the reason for an exclusion; the peers; the open
 leases. It reads the sidecar's HTTP address (http.listen) and needs no other access.
 
---once prints plain text once, for scripts; so does a standard output that is not a terminal.`,
+--once prints plain text once, for scripts; so does a standard output that is not a terminal.
+--output json prints once, too: counters are totals, without rates.`,
 		Example: `  kvspray top
   kvspray top --http 127.0.0.1:7661 --interval 500ms
   kvspray top --once | grep excluded
-  kvspray top --once --json`,
+  kvspray top --output json`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if interval < top.MinInterval || interval > top.MaxInterval {
 				return usage.Of(fmt.Errorf("--interval %v: must be %v to %v", interval, top.MinInterval,
 					top.MaxInterval))
 			}
-			addr, err := top.Address(addr)
+			addr, err := ask.Address(addr)
 			if err != nil {
 				return usage.Of(err)
 			}
@@ -52,8 +55,7 @@ leases. It reads the sidecar's HTTP address (http.listen) and needs no other acc
 	cmd.Flags().StringVar(&addr, "http", fmt.Sprintf("127.0.0.1:%d", config.DefaultHTTPPort),
 		"host:port of the sidecar's http.listen")
 	cmd.Flags().BoolVar(&once, "once", false, "print once, as plain text")
-	cmd.Flags().BoolVar(&asJSON, "json", false,
-		"print once, as JSON; counters are totals, without rates")
+	command.OutputFlag(cmd, &asJSON)
 	cmd.Flags().DurationVar(&interval, "interval", time.Second, "time between two updates; rates "+
 		"are over one")
 	return cmd

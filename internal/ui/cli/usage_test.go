@@ -32,7 +32,7 @@ func TestUsageErrors(t *testing.T) {
 		"bench rails --receivers 2":   {"type: kvspray-bench rails --receivers 2", "'make build'"},
 		"keygen me":                   {"There are ca, cluster, node"},
 		"serv --config x":             {`unknown command "serv"`, "Did you mean serve?"},
-		"help bogus":                  {`unknown command "bogus"`, "There are calibrate"},
+		"help bogus":                  {`unknown command "bogus"`, "There are bugreport"},
 		"top --intervall 1s":          {"unknown flag: --intervall. Did you mean --interval?"},
 		"doctor --conf x":             {"Did you mean --config?"},
 		"top --interval 3":            {`--interval "3"`, "500ms, 10s or 2m"},

@@ -36,7 +36,6 @@ func Finish(root *cobra.Command) {
 	root.SetVersionTemplate("{{.Version}}")
 	root.SilenceErrors, root.SilenceUsage = true, true
 	root.RunE = Help
-	root.CompletionOptions.HiddenDefaultCmd = true
 	root.AddCommand(versionCommand(root.Name()))
 	explainUsage(root)
 	explainHelp(root)
@@ -92,6 +91,6 @@ func versionCommand(program string) *cobra.Command {
 			return err
 		},
 	}
-	cmd.Flags().BoolVar(&asJSON, "json", false, "print JSON")
+	OutputFlag(cmd, &asJSON)
 	return cmd
 }

@@ -9,20 +9,18 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net/http"
-	"net/url"
 	"slices"
 	"strings"
 	"unicode"
 
 	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/ui/ask"
 )
 
 // Bounds of a sidecar's report about its peers.
 const (
-	maxReachBytes = 16 << 20
-	shownPeers    = 64  // in text; JSON has all
-	shownReason   = 240 // bytes of a reason in text
+	shownPeers  = 64  // in text; JSON has all
+	shownReason = 240 // bytes of a reason in text
 )
 
 // Reach is a running sidecar's report about the paths to its peers.
@@ -61,38 +59,9 @@ func Peers(ctx context.Context, c *config.Config) (*Reach, error) {
 		return nil, errors.New("doctor: peers: http.listen is off: configure one for the running " +
 			"sidecar, and name it with --http")
 	}
-	ctx, cancel := context.WithTimeout(ctx, checkTimeout)
-	defer cancel()
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+addr+"/v1/reach", nil)
-	if err != nil {
-		return nil, fmt.Errorf("doctor: peers: http.listen %q: %w; want host:port", addr, err)
-	}
-	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
-	resp, err := client.Do(req)
-	if err != nil {
-		var op *url.Error
-		if errors.As(err, &op) {
-			err = op.Err // its text repeats the address
-		}
-		return nil, fmt.Errorf("doctor: peers: no sidecar answers at http://%s: %w. Start one with "+
-			"'kvspray serve', or pass --http HOST:PORT of "+
-			"the right one: its http.listen, which it logs as http= when it is ready", addr, err)
-	}
-	defer func() { _ = resp.Body.Close() }() // read to its end
-	b, err := io.ReadAll(io.LimitReader(resp.Body, maxReachBytes+1))
-	switch {
-	case err != nil:
-		return nil, fmt.Errorf("doctor: peers: read from %s: %w", addr, err)
-	case resp.StatusCode != http.StatusOK:
-		return nil, fmt.Errorf("doctor: peers: %s answers %s to /v1/reach: not a sidecar, or one of "+
-			"another version", addr, resp.Status)
-	case len(b) > maxReachBytes:
-		return nil, fmt.Errorf("doctor: peers: %s answers more than %d MiB: not a sidecar", addr,
-			maxReachBytes>>20)
-	}
 	r := &Reach{}
-	if err := json.Unmarshal(b, r); err != nil {
-		return nil, fmt.Errorf("doctor: peers: %s: %w; a sidecar of another version?", addr, err)
+	if err := ask.JSON(ctx, addr, "/v1/reach", r); err != nil {
+		return nil, fmt.Errorf("doctor: peers: %w", err)
 	}
 	return r, nil
 }

@@ -15,6 +15,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/ui/ask"
 )
 
 func reachOf(t *testing.T, code int, body string) (*Reach, error) {
@@ -105,7 +106,7 @@ func TestPeersBadAnswers(t *testing.T) {
 	}{
 		"not found": {http.StatusNotFound, "", "another version"},
 		"no JSON":   {http.StatusOK, "hello", "another version"},
-		"too long":  {http.StatusOK, strings.Repeat(" ", maxReachBytes+1), "16 MiB"},
+		"too long":  {http.StatusOK, strings.Repeat(" ", ask.MaxAnswer+1), "16 MiB"},
 	} {
 		if _, err := reachOf(t, c.code, c.body); err == nil || !strings.Contains(err.Error(), c.says) {
 			t.Errorf("%s: %v", name, err)

@@ -11,24 +11,12 @@ package top
 
 import (
 	"context"
-	"encoding/json"
-	"errors"
 	"fmt"
-	"io"
-	"net"
-	"net/http"
-	"net/url"
-	"strings"
 	"time"
 
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/exec"
-)
-
-// Bounds of a request.
-const (
-	maxState = 16 << 20 // bytes
-	patience = 3 * time.Second
+	"github.com/kvspray/kvspray/internal/ui/ask"
 )
 
 // Snapshot is a sidecar's /debug/state at a time.
@@ -77,60 +65,12 @@ type Lane struct {
 	Local     string `json:"local"`
 }
 
-// Address is addr as host:port; it also accepts a URL.
-func Address(addr string) (string, error) {
-	bare := strings.TrimSuffix(strings.TrimPrefix(addr, "http://"), "/")
-	host, port, err := net.SplitHostPort(bare)
-	if err == nil && (host == "" || port == "") {
-		err = errors.New("want both")
-	}
-	if err == nil && strings.ContainsAny(bare, "/?#@ ") {
-		err = errors.New("more than an address")
-	}
-	if err != nil {
-		return "", fmt.Errorf("--http %q: %w: write host:port of a sidecar's http.listen, which it "+
-			"logs as http= when it is ready", addr, err)
-	}
-	return bare, nil
-}
-
 // Fetch reads the state of the sidecar at addr, host:port.
 func Fetch(ctx context.Context, addr string) (*Snapshot, error) {
-	addr, err := Address(addr)
-	if err != nil {
+	s := &Snapshot{}
+	if err := ask.JSON(ctx, addr, "/debug/state", s); err != nil {
 		return nil, fmt.Errorf("top: %w", err)
 	}
-	ctx, cancel := context.WithTimeout(ctx, patience)
-	defer cancel()
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+addr+"/debug/state", nil)
-	if err != nil {
-		return nil, fmt.Errorf("top: --http %q: %w; want host:port of a sidecar's http.listen", addr, err)
-	}
-	res, err := http.DefaultClient.Do(req)
-	if err != nil {
-		var op *url.Error
-		if errors.As(err, &op) {
-			err = op.Err // its text repeats the address
-		}
-		return nil, fmt.Errorf("top: no sidecar answers at http://%s: %w. Start one with 'kvspray "+
-			"serve', or pass --http HOST:PORT of "+
-			"the right one: its http.listen, which it logs as http= when it is ready", addr, err)
-	}
-	defer func() { _ = res.Body.Close() }()
-	b, err := io.ReadAll(io.LimitReader(res.Body, maxState+1))
-	switch {
-	case err != nil:
-		return nil, fmt.Errorf("top: read from %s: %w", addr, err)
-	case len(b) > maxState:
-		return nil, fmt.Errorf("top: %s answers more than %d MiB: not a sidecar", addr, maxState>>20)
-	case res.StatusCode != http.StatusOK:
-		return nil,
-			fmt.Errorf("top: %s answers %s to /debug/state: not a sidecar, or one of another version",
-				addr, res.Status)
-	}
-	s := &Snapshot{At: time.Now()}
-	if err := json.Unmarshal(b, s); err != nil {
-		return nil, fmt.Errorf("top: %s: %w; a sidecar of another version?", addr, err)
-	}
+	s.At = time.Now()
 	return s, nil
 }

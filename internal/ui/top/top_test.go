@@ -26,6 +26,7 @@ import (
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/internal/leaktest"
+	"github.com/kvspray/kvspray/internal/ui/ask"
 )
 
 func TestMain(m *testing.M) { leaktest.Main(m) }
@@ -267,7 +268,9 @@ func TestWhatIsNoSidecar(t *testing.T) {
 			"not a sidecar"},
 		"no JSON": {func(_ int64, w http.ResponseWriter) { _, _ = fmt.Fprint(w, "<html>") },
 			"another version"},
-		"no end": {func(_ int64, w http.ResponseWriter) { _, _ = w.Write(make([]byte, maxState+10)) },
+		"no end": {func(_ int64, w http.ResponseWriter) {
+			_, _ = w.Write(make([]byte, ask.MaxAnswer+10))
+		},
 			"more than 16 MiB"},
 		"other JSON": {func(_ int64, w http.ResponseWriter) { _, _ = fmt.Fprint(w, `{"leases": 5}`) },
 			"another version"},
@@ -291,11 +294,11 @@ func TestWhatIsNoSidecar(t *testing.T) {
 	}
 	for _, addr := range []string{"", "host", "host:", ":7651", "127.0.0.1:7651/x", "http://", "a b:1",
 		"http://u@h:1"} {
-		if got, err := Address(addr); err == nil || !strings.Contains(err.Error(), "host:port") {
+		if got, err := ask.Address(addr); err == nil || !strings.Contains(err.Error(), "host:port") {
 			t.Errorf("address %q is taken for %q: %v", addr, got, err)
 		}
 	}
-	if got, err := Address("http://[::1]:7651/"); got != "[::1]:7651" || err != nil {
+	if got, err := ask.Address("http://[::1]:7651/"); got != "[::1]:7651" || err != nil {
 		t.Errorf("%q, %v", got, err)
 	}
 	if _, err := Fetch(t.Context(), "no address\x00"); err == nil || !strings.Contains(err.Error(),

@@ -21,7 +21,7 @@ from .region import KvsprayError, Region, RegionKind
 from .scheduler import SchedulerClient
 from .worker import WorkerClient
 
-__version__ = "0.1.0"
+__version__ = "0.1.0.dev0"  # of a checkout; `make wheels` writes that of the tag
 
 __all__ = [
     "Admission",

@@ -24,7 +24,7 @@ const (
 	// A holder has at most half of a full bucket: one that floods the table pushes out its own hints
 	// first.
 	share = ways / 2
-	// places of hints for each one that the table is made for, as buckets fill unevenly
+	// Buckets fill unevenly, so the table has more places than hints: spare for each perHint of them.
 	spare, perHint = 3, 2
 
 	maxHolders = 4096 // in one table

@@ -1,20 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """kvspray's connector for vLLM.
 
-Load it with ``kv_connector="KVSprayConnector"`` and ``kv_connector_module_path="kvspray_vllm"``. The class is imported on first
-use, so that the parts without vLLM (params, keys, layout rules) can be used and tested alone.
+Load it with ``kv_connector="KVSprayConnector"``: vLLM finds it by this package's entry point. With ``VLLM_PLUGINS`` set to other
+plug-ins, add ``kv_connector_module_path="kvspray_vllm"``. The class is imported on first use, so that the parts without vLLM
+(params, keys, layout rules) can be used and tested alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvspray_vllm.connector import KVSprayConnector
     from kvspray_vllm.weights import set_weights
 
-__all__ = ["KVSprayConnector", "set_weights"]
-__version__ = "0.1.0"
+__all__ = ["KVSprayConnector", "register", "set_weights"]
+__version__ = "0.1.0.dev0"  # of a checkout; `make wheels` writes that of the tag
+
+
+def register() -> None:
+    """Registers the connector with vLLM. Its plug-in loader may call this several times in a process."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    # ValueError: the name is registered.
+    with contextlib.suppress(ValueError):
+        KVConnectorFactory.register_connector("KVSprayConnector", "kvspray_vllm.connector", "KVSprayConnector")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,397 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package charttest
+
+import (
+	"flag"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"sort"
+	"strings"
+	"testing"
+
+	monitoring "github.com/prometheus-operator/prometheus-operator/pkg/apis/monitoring/v1"
+	"helm.sh/helm/v4/pkg/chart/common"
+	"helm.sh/helm/v4/pkg/chart/common/util"
+	chart "helm.sh/helm/v4/pkg/chart/v2"
+	"helm.sh/helm/v4/pkg/chart/v2/loader"
+	"helm.sh/helm/v4/pkg/engine"
+	apps "k8s.io/api/apps/v1"
+	core "k8s.io/api/core/v1"
+	networking "k8s.io/api/networking/v1"
+	budget "k8s.io/api/policy/v1"
+	meta "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/pod-security-admission/api"
+	"k8s.io/pod-security-admission/policy"
+	"sigs.k8s.io/yaml"
+)
+
+var update = flag.Bool("update", false, "write testdata/*.golden.yaml")
+
+// sets are the value sets of the golden files, with the Pod Security level that their pods need.
+var sets = map[string]api.Level{
+	"small":        api.LevelRestricted, // CPU engines, nothing optional
+	"gpu":          api.LevelRestricted,
+	"rdma-store":   api.LevelRestricted,
+	"cert-manager": api.LevelRestricted,
+	"production":   api.LevelRestricted, // spread, policies, monitoring
+	"node":         api.LevelPrivileged, // the node's namespaces, and a directory of it
+}
+
+const namespace = "llm"
+
+func load(t *testing.T) *chart.Chart {
+	t.Helper()
+	c, err := loader.LoadDir("../chart")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return c
+}
+
+// render returns the documents of a release named kv.
+func render(t *testing.T, text string) ([]string, error) {
+	t.Helper()
+	var values map[string]any
+	if err := yaml.Unmarshal([]byte(text), &values); err != nil {
+		t.Fatal(err)
+	}
+	c := load(t)
+	release := common.ReleaseOptions{Name: "kv", Namespace: namespace, IsInstall: true}
+	all, err := util.ToRenderValues(c, values, release, nil)
+	if err != nil {
+		return nil, err
+	}
+	files, err := engine.Render(c, all)
+	if err != nil {
+		return nil, err
+	}
+	var names []string
+	for name := range files {
+		names = append(names, name)
+	}
+	sort.Strings(names)
+	var out []string
+	for _, name := range names {
+		for doc := range strings.SplitSeq(files[name], "\n---\n") {
+			doc = strings.TrimPrefix(strings.TrimSpace(doc), "---")
+			if strings.TrimSpace(doc) != "" {
+				out = append(out, strings.TrimSpace(doc)+"\n")
+			}
+		}
+	}
+	return out, nil
+}
+
+func readSet(t *testing.T, name string) string {
+	t.Helper()
+	b, err := os.ReadFile(filepath.Join("testdata", name+".values.yaml"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(b)
+}
+
+func TestGolden(t *testing.T) {
+	for name := range sets {
+		t.Run(name, func(t *testing.T) {
+			docs, err := render(t, readSet(t, name))
+			if err != nil {
+				t.Fatal(err)
+			}
+			got := "# SPDX-License-Identifier: Apache-2.0\n# Made by: go test ./charttest -update\n---\n" +
+				strings.Join(docs, "---\n")
+			path := filepath.Join("testdata", name+".golden.yaml")
+			if *update {
+				if err := os.WriteFile(path, []byte(got), 0o644); err != nil {
+					t.Fatal(err)
+				}
+			}
+			want, err := os.ReadFile(path)
+			if err != nil || got != string(want) {
+				t.Errorf("%s differs from what the chart renders (%v): look at it, then "+
+					"cd deploy && go test ./charttest -update", path, err)
+			}
+		})
+	}
+}
+
+// object is a decoded document with what the checks need of it.
+type object struct {
+	kind, name string
+	selector   *meta.LabelSelector // of workloads, budgets and policies
+	service    *core.Service
+	pod        *core.PodTemplateSpec
+	config     map[string]string
+	set        *apps.StatefulSet
+}
+
+// decode reads a document strictly: a field that the API does not have is an error.
+func decode(t *testing.T, doc string) object {
+	t.Helper()
+	var kind meta.TypeMeta
+	if err := yaml.Unmarshal([]byte(doc), &kind); err != nil {
+		t.Fatalf("%v:\n%s", err, doc)
+	}
+	strict := func(into meta.Object) object {
+		if err := yaml.UnmarshalStrict([]byte(doc), into); err != nil {
+			t.Fatalf("%v:\n%s", err, doc)
+		}
+		return object{kind: kind.Kind, name: into.GetName()}
+	}
+	switch kind.APIVersion + " " + kind.Kind {
+	case "apps/v1 StatefulSet":
+		var s apps.StatefulSet
+		o := strict(&s)
+		o.selector, o.pod, o.set = s.Spec.Selector, &s.Spec.Template, &s
+		return o
+	case "apps/v1 DaemonSet":
+		var s apps.DaemonSet
+		o := strict(&s)
+		o.selector, o.pod = s.Spec.Selector, &s.Spec.Template
+		return o
+	case "apps/v1 Deployment":
+		var s apps.Deployment
+		o := strict(&s)
+		o.selector, o.pod = s.Spec.Selector, &s.Spec.Template
+		return o
+	case "v1 Service":
+		var s core.Service
+		o := strict(&s)
+		o.service, o.selector = &s, &meta.LabelSelector{MatchLabels: s.Spec.Selector}
+		return o
+	case "v1 ConfigMap":
+		var s core.ConfigMap
+		o := strict(&s)
+		o.config = s.Data
+		return o
+	case "policy/v1 PodDisruptionBudget":
+		var s budget.PodDisruptionBudget
+		o := strict(&s)
+		o.selector = s.Spec.Selector
+		return o
+	case "networking.k8s.io/v1 NetworkPolicy":
+		var s networking.NetworkPolicy
+		o := strict(&s)
+		o.selector = &s.Spec.PodSelector
+		return o
+	case "monitoring.coreos.com/v1 PodMonitor":
+		var s monitoring.PodMonitor
+		o := strict(&s)
+		o.selector = &s.Spec.Selector
+		return o
+	}
+	t.Fatalf("%s %s: of no kind that this test reads", kind.APIVersion, kind.Kind)
+	return object{}
+}
+
+func TestPodsFitTheAPIAndEachOther(t *testing.T) {
+	evaluator, err := policy.NewEvaluator(policy.DefaultChecks(), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, level := range sets {
+		t.Run(name, func(t *testing.T) {
+			docs, err := render(t, readSet(t, name))
+			if err != nil {
+				t.Fatal(err)
+			}
+			var objects []object
+			for _, doc := range docs {
+				objects = append(objects, decode(t, doc))
+			}
+			for _, o := range objects {
+				checkSelector(t, o, objects)
+				if o.pod == nil {
+					continue
+				}
+				checkPod(t, o, objects)
+				need := level
+				if o.name == "kv-router" {
+					need = api.LevelRestricted
+				}
+				at := api.LevelVersion{Level: need, Version: api.LatestVersion()}
+				for _, r := range evaluator.EvaluatePod(at, &o.pod.ObjectMeta, &o.pod.Spec) {
+					if !r.Allowed {
+						t.Errorf("%s %s is not %s: %s: %s", o.kind, o.name, need, r.ForbiddenReason,
+							r.ForbiddenDetail)
+					}
+				}
+			}
+		})
+	}
+}
+
+// checkSelector fails if a selector selects nothing, or a workload not its own pods.
+func checkSelector(t *testing.T, o object, all []object) {
+	t.Helper()
+	if o.selector == nil {
+		return
+	}
+	s, err := meta.LabelSelectorAsSelector(o.selector)
+	if err != nil || s.Empty() {
+		t.Fatalf("%s %s: selector %v, %v", o.kind, o.name, o.selector, err)
+	}
+	if o.pod != nil {
+		if !s.Matches(labels.Set(o.pod.Labels)) {
+			t.Errorf("%s %s does not select its own pods", o.kind, o.name)
+		}
+		return
+	}
+	selected := slices.IndexFunc(all, func(p object) bool {
+		return p.pod != nil && s.Matches(labels.Set(p.pod.Labels))
+	})
+	if selected < 0 {
+		t.Errorf("%s %s selects no pod", o.kind, o.name)
+	}
+}
+
+// checkPod checks names that Kubernetes resolves only when the pod starts.
+func checkPod(t *testing.T, o object, all []object) {
+	t.Helper()
+	spec := o.pod.Spec
+	for _, c := range slices.Concat(spec.InitContainers, spec.Containers) {
+		for _, m := range c.VolumeMounts {
+			if !slices.ContainsFunc(spec.Volumes, func(v core.Volume) bool { return v.Name == m.Name }) {
+				t.Errorf("%s: %s mounts %s, which is no volume of the pod", o.name, c.Name, m.Name)
+			}
+		}
+		for _, p := range []*core.Probe{c.StartupProbe, c.LivenessProbe, c.ReadinessProbe} {
+			if p == nil || p.HTTPGet == nil {
+				continue
+			}
+			port := p.HTTPGet.Port.String()
+			if !slices.ContainsFunc(c.Ports, func(q core.ContainerPort) bool { return q.Name == port }) {
+				t.Errorf("%s: a probe of %s names port %s, which it has not", o.name, c.Name, port)
+			}
+		}
+	}
+	for _, v := range spec.Volumes {
+		if v.ConfigMap != nil && !slices.ContainsFunc(all, func(p object) bool {
+			return p.config != nil && p.name == v.ConfigMap.Name
+		}) {
+			t.Errorf("%s: no ConfigMap %s", o.name, v.ConfigMap.Name)
+		}
+	}
+	if o.set != nil && !slices.ContainsFunc(all, func(p object) bool {
+		return p.service != nil && p.name == o.set.Spec.ServiceName
+	}) {
+		t.Errorf("%s: no Service %s", o.name, o.set.Spec.ServiceName)
+	}
+}
+
+// TestSidecarsAcceptTheirConfiguration runs `kvspray config check` with the arguments of each
+// sidecar container.
+func TestSidecarsAcceptTheirConfiguration(t *testing.T) {
+	kvspray := filepath.Join(t.TempDir(), "kvspray")
+	build := exec.Command("go", "build", "-o", kvspray, "./cmd/kvspray")
+	build.Dir, build.Env = "../..", append(os.Environ(), "CGO_ENABLED=0")
+	if out, err := build.CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	for name := range sets {
+		t.Run(name, func(t *testing.T) {
+			docs, err := render(t, readSet(t, name))
+			if err != nil {
+				t.Fatal(err)
+			}
+			var config string
+			var sidecars []core.Container
+			for _, doc := range docs {
+				o := decode(t, doc)
+				if o.config != nil {
+					config = o.config["kvspray.yaml"]
+				}
+				if o.pod == nil {
+					continue
+				}
+				for _, c := range slices.Concat(o.pod.Spec.InitContainers, o.pod.Spec.Containers) {
+					if c.Name == "kvspray" {
+						sidecars = append(sidecars, c)
+					}
+				}
+			}
+			if len(sidecars) == 0 {
+				t.Fatal("no sidecar")
+			}
+			for _, c := range sidecars {
+				checkConfig(t, kvspray, config, c.Args)
+			}
+		})
+	}
+}
+
+func checkConfig(t *testing.T, kvspray, config string, args []string) {
+	t.Helper()
+	dir := t.TempDir()
+	run := func(args ...string) {
+		t.Helper()
+		cmd := exec.Command(kvspray, args...)
+		cmd.Dir = dir
+		if out, err := cmd.CombinedOutput(); err != nil {
+			t.Errorf("kvspray %s: %v: %s\n%s", strings.Join(args, " "), err, out, config)
+		}
+	}
+	for _, sub := range []string{"config", "keys", "store", "run"} {
+		if err := os.Mkdir(filepath.Join(dir, sub), 0o700); err != nil {
+			t.Fatal(err)
+		}
+	}
+	run("keygen", "cluster", "--out", "keys/cluster.key")
+	run("keygen", "ca")
+	run("keygen", "node", "--name", "tls", "--host", "127.0.0.1")
+	for _, name := range []string{"tls.crt", "tls.key", "ca.crt"} {
+		if err := os.Rename(filepath.Join(dir, name), filepath.Join(dir, "keys", name)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	here := strings.NewReplacer("$(POD_IP)", "127.0.0.1", "$(POD_NAME)", "kv-prefill-0",
+		"$(POD_NAMESPACE)", namespace, "/etc/kvspray", dir, "/run/kvspray", filepath.Join(dir, "run"),
+		"/var/lib/kvspray", filepath.Join(dir, "store"))
+	path := filepath.Join(dir, "config", "kvspray.yaml")
+	if err := os.WriteFile(path, []byte(here.Replace(config)), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	check := []string{"config", "check"}
+	for _, a := range args[1:] {
+		check = append(check, here.Replace(a))
+	}
+	run(check...)
+}
+
+func TestBadValues(t *testing.T) {
+	good := "engine: {model: m}\nkeys: {existingSecret: s}\n"
+	if _, err := render(t, good); err != nil {
+		t.Fatal(err)
+	}
+	for name, c := range map[string]struct{ values, text string }{
+		"unknown":       {good + "prefil: {replicas: 2}\n", "prefil"},
+		"unknown below": {good + "router: {replica: 2}\n", "replica"},
+		"type":          {good + "decode: {replicas: many}\n", "/decode/replicas"},
+		"range":         {good + "runAsUser: 0\n", "/runAsUser"},
+		"placement":     {good + "sidecar: {placement: host}\n", "/sidecar/placement"},
+		"size":          {good + "store: {memory: 16Gi}\n", "/store/memory"},
+		"disk alone":    {good + "store: {disk: {size: 1GiB}}\n", "store.memory is empty"},
+		"no model":      {"keys: {existingSecret: s}\n", "engine.model is empty"},
+		"no keys":       {"engine: {model: m}\n", "keys: name a secret"},
+		"two keys": {good + "keys: {existingSecret: s, certManager: {enabled: true, issuerName: i}}\n",
+			"choose one"},
+		"no issuer": {"engine: {model: m}\nkeys: {certManager: {enabled: true}}\n",
+			"issuerName is empty"},
+		"node with certificates": {"engine: {model: m}\nsidecar: {placement: node}\n" +
+			"keys: {certManager: {enabled: true, issuerName: i}}\n", "use keys.existingSecret"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			text := c.values
+			if name == "two keys" { // a key may not be there twice
+				text = strings.Replace(text, "keys: {existingSecret: s}\n", "", 1)
+			}
+			if _, err := render(t, text); err == nil || !strings.Contains(err.Error(), c.text) {
+				t.Errorf("%v, want an error with %q", err, c.text)
+			}
+		})
+	}
+}

@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/ui/ask"
+	"github.com/kvspray/kvspray/internal/ui/bugreport"
+	"github.com/kvspray/kvspray/internal/ui/command"
+	"github.com/kvspray/kvspray/internal/ui/ping"
+	"github.com/kvspray/kvspray/internal/ui/status"
+	"github.com/kvspray/kvspray/internal/ui/usage"
+)
+
+func statusCommand() *cobra.Command {
+	var addr string
+	var asJSON bool
+	cmd := &cobra.Command{
+		Use:   "status",
+		Short: "Show a running sidecar on one screen: engines, transfers, peers, store, troubles",
+		Long: `Shows a running sidecar on one screen, once: its state, engines, transfers, the page store,
+each peer with its lanes, and what is wrong. It reads the sidecar's HTTP address (http.listen).
+'kvspray top' shows rates, and repeats.`,
+		Example: `  kvspray status
+  kvspray status --http 127.0.0.1:7661 --output json`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			addr, err := ask.Address(addr)
+			if err != nil {
+				return usage.Of(err)
+			}
+			s, err := status.Read(cmd.Context(), addr)
+			if err != nil {
+				return err
+			}
+			if asJSON {
+				return s.WriteJSON(cmd.OutOrStdout())
+			}
+			return s.WriteText(cmd.OutOrStdout())
+		},
+	}
+	cmd.Flags().StringVar(&addr, "http", fmt.Sprintf("127.0.0.1:%d", config.DefaultHTTPPort),
+		"host:port of the sidecar's http.listen")
+	command.OutputFlag(cmd, &asJSON)
+	return cmd
+}
+
+func pingCommand() *cobra.Command {
+	var flags configFlags
+	var asJSON bool
+	var count int
+	cmd := &cobra.Command{
+		Use:   "ping PEER",
+		Short: "Ask another sidecar whether it answers; show time, MTU and rails",
+		Long: `Connects to another sidecar as a sidecar does, with the keys of the configuration, and
+measures the round trip. PEER is the host:port of its peer.listen, or the node name of a peer of
+the sidecar that runs here. The rails to it, with their learned delays and rates, come from that
+sidecar (--http). Exits with 1 if the peer does not answer or refuses the key.`,
+		Example: `  kvspray ping 10.0.0.2:7650 --config /etc/kvspray/kvspray.yaml
+  kvspray ping decode-0 --output json`,
+		Args: cobra.ExactArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if count < 1 || count > ping.MaxCount {
+				return usage.Errorf("--count %d: want 1 to %d", count, ping.MaxCount)
+			}
+			c, err := flags.load()
+			if err != nil {
+				return err
+			}
+			r, err := ping.Run(cmd.Context(), ping.Options{Peer: args[0], Count: count, Config: c})
+			if err != nil {
+				return err
+			}
+			if asJSON {
+				return r.WriteJSON(cmd.OutOrStdout())
+			}
+			return r.WriteText(cmd.OutOrStdout())
+		},
+	}
+	flags.add(cmd)
+	cmd.Flags().IntVar(&count, "count", 3, "round trips to measure")
+	command.OutputFlag(cmd, &asJSON)
+	return cmd
+}
+
+func bugreportCommand() *cobra.Command {
+	var flags configFlags
+	var out, python, log string
+	cmd := &cobra.Command{
+		Use:   "bugreport",
+		Short: "Write an archive for a bug report, without names, addresses and keys",
+		Long: `Writes a tar.gz with the version, the configuration, doctor's checks, the state and metrics
+of the running sidecar (--http), facts of the host, and with --log the last 4 MiB of a log file.
+Addresses, names of hosts, nodes, users and requests, and key material are replaced; equal names
+get equal replacements. Read the archive before you send it.`,
+		Example: `  kvspray bugreport --config /etc/kvspray/kvspray.yaml
+  journalctl -u kvspray > kvspray.log && kvspray bugreport --log kvspray.log --out report.tar.gz`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			c, err := flags.load()
+			if err != nil {
+				return err
+			}
+			now := time.Now()
+			if out == "" {
+				out = "kvspray-bugreport-" + now.UTC().Format("20060102-150405") + ".tar.gz"
+			}
+			if err := inFolder("out", out); err != nil {
+				return err
+			}
+			f, err := os.OpenFile(out, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+			if err != nil {
+				return fmt.Errorf("--out: %w; name a file that does not exist yet", err)
+			}
+			err = bugreport.Write(cmd.Context(), bugreport.Options{Config: c, Python: python, Log: log,
+				Now: now}, f)
+			if err := errors.Join(err, f.Close()); err != nil {
+				return err
+			}
+			_, err = fmt.Fprintf(cmd.OutOrStdout(), "%s\n", out)
+			return err
+		},
+	}
+	flags.add(cmd)
+	cmd.Flags().StringVar(&out, "out", "", "file to write; default: "+
+		"kvspray-bugreport-TIME.tar.gz in the current directory")
+	cmd.Flags().StringVar(&log, "log", "", "log file of which the last 4 MiB are added")
+	cmd.Flags().StringVar(&python, "python", "", "interpreter in which doctor looks for engines")
+	return cmd
+}

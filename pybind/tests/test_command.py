@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command kvspray of the package, and the versions of its wheels."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import runpy
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import kvspray
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def package(tmp_path: pathlib.Path) -> pathlib.Path:
+    """A copy of the package, without the binary of a wheel."""
+    copy = tmp_path / "kvspray"
+    shutil.copytree(pathlib.Path(kvspray.__file__).parent, copy, ignore=shutil.ignore_patterns("_bin", "__pycache__"))
+    return copy
+
+
+def run(package: pathlib.Path, *args: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(package.parent)}
+    env.pop("VIRTUAL_ENV", None)
+    return subprocess.run([sys.executable, "-m", "kvspray", *args], capture_output=True, text=True, env=env, cwd=package.parent)
+
+
+def test_the_process_becomes_the_binary(package: pathlib.Path) -> None:
+    binary = package / "_bin" / "kvspray"
+    binary.parent.mkdir()
+    binary.write_text('#!/bin/sh\necho "$VIRTUAL_ENV|$@"\nkill -TERM $$\n')
+    binary.chmod(0o755)
+    done = run(package, "serve", "--http", "a b")
+    environment = sys.prefix if sys.prefix != sys.base_prefix else ""
+    assert done.stdout == f"{environment}|serve --http a b\n"
+    assert done.returncode == -15, "a signal's status is the binary's"
+
+
+def test_a_build_without_the_binary_names_the_remedy(package: pathlib.Path) -> None:
+    done = run(package, "serve")
+    assert done.returncode == 1 and "make wheels" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_versions_of_packages_follow_git_describe() -> None:
+    dist = runpy.run_path(str(ROOT / "deploy" / "dist.py"))
+    for described, python, package in (
+        ("v1.2.3", "1.2.3", "1.2.3"),
+        ("v1.2.3-4-gabcdef0", "1.2.4.dev4+gabcdef0", "1.2.4~dev4+gabcdef0"),
+        ("v0.1.0-rc1", "0.1.0rc1", "0.1.0~rc1"),
+        ("v0.1.0-rc.1-2-gabcdef0-dirty", "0.1.0rc2.dev2+gabcdef0.dirty", "0.1.0~rc2.dev2+gabcdef0.dirty"),
+        ("v1.2.3-dirty", "1.2.3+dirty", "1.2.3+dirty"),
+        ("abcdef0-dirty", "0.1.0.dev0+gabcdef0.dirty", "0.1.0~dev0+gabcdef0.dirty"),
+    ):
+        assert (dist["python_version"](described), dist["package_version"](described)) == (python, package)
+    for wrong in ("1.2.3", "v1.2", "devel", ""):
+        with pytest.raises(dist["Failed"], match="neither a tag"):
+            dist["python_version"](wrong)
