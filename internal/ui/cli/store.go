@@ -14,7 +14,7 @@ import (
 	"github.com/kvspray/kvspray/internal/ui/ask"
 	"github.com/kvspray/kvspray/internal/ui/command"
 	"github.com/kvspray/kvspray/internal/ui/storectl"
-		"github.com/kvspray/kvspray/internal/ui/usage"
+	"github.com/kvspray/kvspray/internal/ui/usage"
 )
 
 const (

@@ -24,7 +24,7 @@ const (
 	// A holder has at most half of a full bucket: one that floods the table pushes out its own hints
 	// first.
 	share = ways / 2
-	// Buckets fill unevenly, so the table has more places than hints: spare for each perHint of them.
+	// Buckets fill unevenly, so the table has spare places for every perHint hints.
 	spare, perHint = 3, 2
 
 	maxHolders = 4096 // in one table
