@@ -40,7 +40,7 @@ func TestUsageErrors(t *testing.T) {
 		"store get 12":                {"made of a tenant's text", "--verify"},
 		"store get --verify 12":       {`--namespace ""`, "64 hexadecimal digits"},
 		"store ls --namespace zz":     {`--namespace "zz"`},
-		"store stat -o xml":           {`--output "xml"`, "text or json"},
+		"store stat --output xml":     {`"xml"`, "text or json"},
 		"store fsck":                  {"names no store.disk", "--disk PATH"},
 		"store drain --timeout 0s":    {"--timeout 0s"},
 		"serve --config":              {"flag needs an argument: --config", "YAML"},
