@@ -8,8 +8,8 @@
 // five parts: queue, prefill, transfer, the overlap of these two, and the first decode step.
 // docs/placement.md has the formulas.
 //
-// The package also has the published cost model for moving query rows to a cache within a layer
-// (Rows), whose two constants per fabric are fitted as those of links are (Fit).
+// The package also has a cost model for moving query rows to a cache within a layer (Rows). Fit
+// fits its two constants per fabric, as those of links.
 //
 // Invariants: a longer hit never raises the best price, and a choice never gets cheaper because
 // something became slower. Rank and Decide agree. The package is pure: no clock, no I/O, no

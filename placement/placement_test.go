@@ -15,7 +15,7 @@ func near(t *testing.T, what string, got, want, tolerance float64) {
 	}
 }
 
-// The published points of the model of rows.
+// The model of rows has these points with its built-in parameters.
 func TestRowsHaveThePublishedPoints(t *testing.T) {
 	r := MLA27()
 	fabrics := PublishedFabrics()
@@ -52,7 +52,7 @@ func TestRowsHaveThePublishedPoints(t *testing.T) {
 	}
 }
 
-// Fit finds the constants of each published fabric again, from the amounts that were measured.
+// Fit finds the constants of each built-in fabric again, from samples without noise.
 func TestFit(t *testing.T) {
 	r := MLA27()
 	for _, f := range PublishedFabrics() {

@@ -2,9 +2,9 @@
 
 package placement
 
-// Rows is the published cost model of attention over a cache that lies elsewhere: query rows go to
-// the cache and partial results come back, instead of the cache to the queries. A row is one head
-// of one token. Sizes are bytes, times are seconds.
+// Rows is a cost model of attention over the cache of another node: query rows go to the cache and
+// partial results come back, instead of the cache to the queries. A row is one head of one token.
+// Sizes are bytes, times are seconds.
 //
 // A route moves bytes in each layer of each decode step, one layer after the other. A fetch happens
 // once. Engines do not route rows today; the model shows where it would help.
@@ -19,7 +19,8 @@ type Rows struct {
 	Local   float64 // time to prefill one token in one layer
 }
 
-// MLA27 is the published model: latent attention with bf16 rows of 576 and 512 columns, 27 layers.
+// MLA27 has this project's parameters of the model: latent attention with bf16 rows of 576 and 512
+// columns, 27 layers. The repository names no source for them.
 func MLA27() Rows {
 	const bf16, fp32 = 2, 4
 	return Rows{Query: 576 * bf16, Partial: 512*bf16 + 2*fp32, Token: 576 * bf16, Layers: 27,

@@ -33,11 +33,12 @@ func NewCommand() *cobra.Command {
 		Use:   "place",
 		Short: "Compare routing policies on simulated clusters",
 		Long: `Serves one trace on a simulated cluster once with each policy of a router, in virtual time:
-least-loaded, cache-aware as SGLang's router documents it, weighted as llm-d's scheduler does,
-predictions of package placement with fewer and more moves, and an oracle with the true state.
+least-loaded, models of the rules of SGLang's router (cache-aware) and llm-d's scheduler (weighted),
+predictions of package placement without and with fetches, and an oracle with the true state.
 
-Shapes: conversation and agent have the published means of Mooncake's traces; in fanout 64 requests
-ask about each document within a minute.`,
+Shapes: conversation has conversations of several turns; in agent, prompts begin with one of a few
+shared prefixes; in fanout, 64 requests ask about each document within a minute.
+docs/bench/placement.md has their means.`,
 		Example: `  kvspray-bench place --shape conversation --engines 64 --gbit 100
   kvspray-bench place --shape fanout --engines 8 --gbit 10 --load 2 --failures 60 --json`,
 		Args: cobra.NoArgs,

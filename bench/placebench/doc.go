@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package placebench is `kvspray-bench place`: policies of a router beside each other, in virtual
-// time, on clusters of simulated engines, with requests of published shapes.
+// time, on clusters of simulated engines, with generated requests. Package trace names the source
+// of the conversations' shape; all other parameters are this project's.
 //
 // An engine prefills one prompt at a time, in order. Its node keeps pages of 512 tokens in memory,
 // the least recently used ones go first, and other nodes can fetch them without the engine. Links

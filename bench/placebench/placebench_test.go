@@ -16,8 +16,8 @@ func within(t *testing.T, what string, got, want, tolerance float64) {
 	}
 }
 
-// Shapes have the published means: tokens of a prompt and of an answer, and the share of pages that
-// an unbounded cache had seen before.
+// Shapes have the means that docs/bench/placement.md states: tokens of a prompt and of an
+// answer, and the share of pages that an unbounded cache had seen before.
 func TestShapesHaveThePublishedMeans(t *testing.T) {
 	for name, want := range map[string]struct{ tokens, output, seen float64 }{
 		"conversation": {12_035, 343, 0.38}, "agent": {8596, 182, 0.59}} {

@@ -13,8 +13,8 @@ type named struct {
 	choose policy
 }
 
-// policies are the rows of the table. SGLang's defaults are those of its router's documentation,
-// llm-d's those of its scheduler's.
+// policies are the rows of the table. The rules of SGLang and llm-d are this project's models of
+// their documents.
 func policies() []named {
 	return []named{
 		{"least-loaded", leastLoaded},

@@ -11,7 +11,7 @@ import (
 )
 
 const (
-	pageTokens = 512 // of the published traces
+	pageTokens = 512 // as in package trace
 	idBits     = 40  // of page names, below the number of their document or agent
 )
 
@@ -29,13 +29,13 @@ type shape func(r *rand.Rand, seconds, tokensPerSecond float64) []request
 
 var shapes = map[string]shape{"conversation": conversation, "agent": agent, "fanout": fanout}
 
-// output draws the length of an answer around the published mean.
+// output draws the length of an answer around a mean.
 func output(r *rand.Rand, mean float64) int {
 	return 1 + int(mean*math.Exp(0.8*r.NormFloat64()-0.32))
 }
 
-// conversation is Mooncake's conversation trace, by the parameters of package trace: 12,035 tokens
-// a prompt and 343 an answer.
+// conversation is the conversation trace of package trace, which names its source. The means,
+// 12,035 tokens a prompt and 343 an answer, are this project's parameters.
 func conversation(r *rand.Rand, seconds, tokensPerSecond float64) []request {
 	const mean, turns = 12_035, 12_031.0 / 7373
 	p := trace.Conversation()
@@ -53,9 +53,9 @@ func collect(g *trace.Generator, seconds float64, with func(trace.Request) reque
 	return list
 }
 
-// agent has the means of Mooncake's tool and agent trace: 8,596 tokens a prompt, 182 an answer, 59%
-// of all pages seen before. Prompts begin with the pages of one of some agents, of which a few are
-// popular, and most have one turn.
+// agent has means that this project chose: 8,596 tokens a prompt, 182 an answer, 59% of all pages
+// seen before. Prompts begin with the pages of one of some agents, of which a few are popular, and
+// most have one turn.
 func agent(r *rand.Rand, seconds, tokensPerSecond float64) []request {
 	const (
 		agents, mean = 30, 8596

@@ -24,10 +24,10 @@ func statusCommand() *cobra.Command {
 	var asJSON bool
 	cmd := &cobra.Command{
 		Use:   "status",
-		Short: "Show a running sidecar on one screen: engines, transfers, peers, store, troubles",
-		Long: `Shows a running sidecar on one screen, once: its state, engines, transfers, the page store,
-each peer with its lanes, and what is wrong. It reads the sidecar's HTTP address (http.listen).
-'kvspray top' shows rates, and repeats.`,
+		Short: "Show a running sidecar on one screen: engines, transfers, store, peers, problems",
+		Long: `Prints the state of a running sidecar once, on one screen: engines, transfers, the page
+store, each peer with its lanes, and problems. It reads the sidecar's HTTP address (http.listen).
+'kvspray top' shows rates and updates the screen.`,
 		Example: `  kvspray status
   kvspray status --http 127.0.0.1:7661 --output json`,
 		Args: cobra.NoArgs,
@@ -58,11 +58,11 @@ func pingCommand() *cobra.Command {
 	var count int
 	cmd := &cobra.Command{
 		Use:   "ping PEER",
-		Short: "Ask another sidecar whether it answers; show time, MTU and rails",
+		Short: "Check whether another sidecar answers; show round trip, MTU and rails",
 		Long: `Connects to another sidecar as a sidecar does, with the keys of the configuration, and
-measures the round trip. PEER is the host:port of its peer.listen, or the node name of a peer of
-the sidecar that runs here. The rails to it, with their learned delays and rates, come from that
-sidecar (--http). Exits with 1 if the peer does not answer or refuses the key.`,
+measures the round trip. PEER is the host:port of that sidecar's peer.listen, or its node name if it
+is a peer of the local sidecar. The local sidecar (--http) reports the rails to the peer, with their
+learned delays and rates. The exit status is 1 if the peer does not answer or refuses the key.`,
 		Example: `  kvspray ping 10.0.0.2:7650 --config /etc/kvspray/kvspray.yaml
   kvspray ping decode-0 --output json`,
 		Args: cobra.ExactArgs(1),
@@ -95,11 +95,11 @@ func bugreportCommand() *cobra.Command {
 	var out, python, log string
 	cmd := &cobra.Command{
 		Use:   "bugreport",
-		Short: "Write an archive for a bug report, without names, addresses and keys",
+		Short: "Write an archive for a bug report, with names, addresses and keys replaced",
 		Long: `Writes a tar.gz with the version, the configuration, doctor's checks, the state and metrics
-of the running sidecar (--http), facts of the host, and with --log the last 4 MiB of a log file.
-Addresses, names of hosts, nodes, users and requests, and key material are replaced; equal names
-get equal replacements. Read the archive before you send it.`,
+of the running sidecar (--http), and properties of the host. With --log it adds the last 4 MiB of a
+log file. It replaces addresses, key material, and names of hosts, nodes, users and requests. Equal
+names get equal replacements. Read the archive before you send it.`,
 		Example: `  kvspray bugreport --config /etc/kvspray/kvspray.yaml
   journalctl -u kvspray > kvspray.log && kvspray bugreport --log kvspray.log --out report.tar.gz`,
 		Args: cobra.NoArgs,

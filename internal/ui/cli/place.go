@@ -17,8 +17,9 @@ import (
 )
 
 func placeCommand() *cobra.Command {
-	cmd := &cobra.Command{Use: "place", Short: "Predict where a prompt runs fastest, and why",
-		Args: cobra.NoArgs, RunE: command.Help}
+	cmd := &cobra.Command{Use: "place",
+		Short: "Predict which engines give a prompt's first token soonest",
+		Args:  cobra.NoArgs, RunE: command.Help}
 	cmd.AddCommand(placeExplainCommand(), placeCalibrateCommand(), placeRowsCommand())
 	return cmd
 }
@@ -29,10 +30,11 @@ func placeExplainCommand() *cobra.Command {
 	var asJSON bool
 	cmd := &cobra.Command{
 		Use:   "explain",
-		Short: "All choices for a prompt, with the predicted time to the first token and its parts",
-		Long: `Ranks all choices for one prompt: run it on an engine with the cache that is there,
-fetch cache of another engine or of a store, or compute on one engine for another. The state file
-(JSON) has engines, stores, hits and paths; docs/placement.md describes it.`,
+		Short: "Print all choices for a prompt with their predicted times to the first token",
+		Long: `Ranks all choices for one prompt by predicted time: run it on one engine with the tokens
+that the engine has cached, fetch cached tokens from another engine or a store first, or compute on
+a prefill engine for a decode engine. The state file (JSON) has engines, stores, hits and paths;
+docs/placement.md describes it.`,
 		Example: `  kvspray place explain --state state.json --tokens 32768
   kvspray place explain --state state.json --tokens 8000 --calibration calibration.json --json`,
 		Args: cobra.NoArgs,
@@ -57,8 +59,8 @@ fetch cache of another engine or of a store, or compute on one engine for anothe
 	}
 	f := cmd.Flags()
 	f.StringVar(&state, "state", "", "state file, JSON")
-	f.StringVar(&calibration, "calibration", "", "file of 'kvspray place calibrate', if the state "+
-		"names its lines")
+	f.StringVar(&calibration, "calibration", "", "file that 'kvspray place calibrate' wrote, if the "+
+		"state file names lines of it")
 	f.IntVar(&tokens, "tokens", 8192, "tokens of the prompt")
 	f.IntVar(&most, "most", 20, "choices to print, 0 for all")
 	command.OutputFlag(cmd, &asJSON)
@@ -70,10 +72,10 @@ func placeCalibrateCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "calibrate",
 		Short: "Fit fixed time and rate of links and prefills to measurements",
-		Long: `Fits a line (fixed time and rate) for each name in a file of measurements, and writes the
-calibration file. A line of the samples is NAME AMOUNT SECONDS; the amount is bytes for a link and
-tokens for a prefill. docs/placement.md describes how to measure.`,
-		Example: "  kvspray place calibrate --samples samples.csv --out calibration.json",
+		Long: `Fits a fixed time and a rate to the measurements of each name, and writes them to the
+calibration file. Each line of the samples is NAME AMOUNT SECONDS. The amount is bytes for a link
+and tokens for a prefill. docs/placement.md describes how to measure.`,
+		Example: "  kvspray place calibrate --samples samples.txt --out calibration.json",
 		Args:    cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) (err error) {
 			if err := inFolder("out", out); err != nil {
@@ -111,10 +113,10 @@ func placeRowsCommand() *cobra.Command {
 	var rows, tokens int
 	cmd := &cobra.Command{
 		Use:   "rows",
-		Short: "What moving query rows within a layer would cost, by the published model",
-		Long: `Prints the published cost model of attention over a cache that lies elsewhere (latent
-attention, 27 layers): query rows go to the cache and partial results come back. No engine does this
-today.`,
+		Short: "Print what it would cost to move query rows to a cache",
+		Long: `Prints a cost model of attention over the cache of another node (latent attention, 27
+layers): query rows go to the cache and partial results come back. The parameters are built in;
+their source is not recorded. No engine does this today.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if rows < 1 || tokens < 1 {
@@ -132,7 +134,7 @@ today.`,
 		},
 	}
 	cmd.Flags().StringVar(&calibration, "calibration", "", "file with measured fabrics (default: "+
-		"the published ones)")
+		"built-in ones)")
 	cmd.Flags().IntVar(&rows, "rows", 256, "query rows, one for each head of each token")
 	cmd.Flags().IntVar(&tokens, "tokens", 2048, "tokens of the cache")
 	return cmd

@@ -24,10 +24,10 @@ const (
 )
 
 func storeCommand() *cobra.Command {
-	cmd := &cobra.Command{Use: "store", Short: "Look at, drain or check a page store",
-		Long: `Looks at the page store of a running sidecar over its HTTP address (http.listen), or checks
-the files of one that is not running. All but stat and ls without --namespace work on the sidecar's
-own host only.`,
+	cmd := &cobra.Command{Use: "store", Short: "Show, drain or check a page store",
+		Long: `Shows or drains the page store of a running sidecar over its HTTP address (http.listen), or
+checks the files of a store that no sidecar has open. stat, and ls without --namespace, also work
+from other hosts. The other commands work only on the sidecar's own host.`,
 		Args: cobra.NoArgs, RunE: command.Help}
 	cmd.AddCommand(storeStat(), storeList(), storeGet(), storeDrain(), storeCheck())
 	return cmd
@@ -108,11 +108,12 @@ func storeList() *cobra.Command {
 		},
 	}
 	f.add(cmd)
-	cmd.Flags().StringVar(&namespace, "namespace", "", "list keys of its pages, in no order")
+	cmd.Flags().StringVar(&namespace, "namespace", "", "id of a namespace: list its keys, "+
+		"in no order")
 	cmd.Flags().StringVar(&tier, "tier", "memory", "with --namespace: memory or disk")
 	cmd.Flags().IntVar(&limit, "limit", defaultKeys, "with --namespace: most keys to list")
-	cmd.Flags().Uint32Var(&first, "first", 0, "with --namespace: where to go on, as the command "+
-		"before this one has printed")
+	cmd.Flags().Uint32Var(&first, "first", 0, "with --namespace: entry to start from, as the "+
+		"previous ls printed it")
 	return cmd
 }
 
@@ -123,9 +124,9 @@ func storeGet() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "get KEY",
 		Short: "Read a page in the sidecar and compare it with its checksum",
-		Long: `Has the sidecar read a page as a get of an engine does, and prints the tier that had it and
-its checksum. The page itself does not leave the sidecar: it is made of a tenant's text. The exit
-status is 1 if the page is not there, or is damaged.`,
+		Long: `Makes the sidecar read a page as for a get of an engine, and prints the page's tier and
+checksum. The page itself does not leave the sidecar, because it is made of a tenant's text. The
+exit status is 1 if the page is missing or damaged.`,
 		Example: "  kvspray store get --verify --namespace ID KEY",
 		Args:    cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -147,7 +148,8 @@ status is 1 if the page is not there, or is damaged.`,
 		},
 	}
 	f.add(cmd)
-	cmd.Flags().StringVar(&namespace, "namespace", "", "the page's; 'kvspray store ls' lists them")
+	cmd.Flags().StringVar(&namespace, "namespace", "", "id of the page's namespace, as "+
+		"'kvspray store ls' lists it")
 	cmd.Flags().BoolVar(&verify, "verify", false, "compare the page with its checksum")
 	return cmd
 }
@@ -157,10 +159,10 @@ func storeDrain() *cobra.Command {
 	var timeout time.Duration
 	cmd := &cobra.Command{
 		Use:   "drain",
-		Short: "Write all pages back, and take no others",
-		Long: `Has the sidecar refuse new pages, and returns once the pages that it took are durable: on
-the disk, and in the object store as far as they go there. Gets go on. The store takes pages again
-after the sidecar's restart.`,
+		Short: "Refuse new pages, and wait until all pages are durable",
+		Long: `Makes the sidecar refuse new pages, and waits until the pages that it has are durable: on
+the disk, and in the object store if the configuration sends them there. The sidecar still answers
+gets. It accepts new pages again after a restart.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			c, err := f.client(cmd)
@@ -176,8 +178,8 @@ after the sidecar's restart.`,
 		},
 	}
 	f.add(cmd)
-	cmd.Flags().DurationVar(&timeout, "timeout", drainTimeout, "longest wait; the store stays "+
-		"drained after it")
+	cmd.Flags().DurationVar(&timeout, "timeout", drainTimeout, "longest wait; the store refuses "+
+		"new pages after it, too")
 	return cmd
 }
 
@@ -189,9 +191,9 @@ func storeCheck() *cobra.Command {
 		Use:   "fsck",
 		Short: "Check the disks of a store that no sidecar has open",
 		Long: `Reads all segments of a disk store and compares each page with its checksum. It writes
-nothing. Damaged pages and segments are printed; the exit status is 1 if there are any. A page of a
-segment that was being filled may be torn because its process was killed before the page was
-acknowledged: it is printed, and is no damage.`,
+nothing. It prints damaged pages and segments, and then exits with status 1. If a sidecar was killed
+before it acknowledged a page, the page may be incomplete. fsck prints such a page, but does not
+count it as damage.`,
 		Example: `  kvspray store fsck --config kvspray.yaml
   kvspray store fsck --disk /nvme0/kv --disk /nvme1/kv`,
 		Args: cobra.NoArgs,
