@@ -41,8 +41,9 @@ type Worker struct {
 	// goroutine; a load and a compare if nothing changed.
 	SourceValid func(transfer.LeaseID) bool
 	Session     Session
-	// Uniform: the layout and the only rank are the same at all peers, whatever engines they serve.
-	Uniform bool
+	// Internal: the worker is the sidecar's own, for its page store, and no engine's. Its layout and
+	// its only rank are the same at all peers, whatever engines these serve.
+	Internal bool
 }
 
 // Session is what package connector has behind a Worker.

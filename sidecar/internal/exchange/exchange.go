@@ -170,7 +170,7 @@ func (x *Exchange) Attach(s *store.Store) error {
 	}
 	w := &engines.Worker{Name: "store", Place: engines.Place{Engine: "kvspray-store"}, Layout: l,
 		Fingerprint: sha256.Sum256([]byte(domain)), Geometry: l.Geometry(), Own: own,
-		Regions: []*mem.Region{region}, Session: session{}, Uniform: true,
+		Regions: []*mem.Region{region}, Session: session{}, Internal: true,
 		// Pages stay pinned until their lease has ended.
 		SourceValid: func(transfer.LeaseID) bool { return true }}
 	if _, err := rand.Read(w.Boot[:]); err != nil {

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"net"
 	"net/http"
+	"slices"
 	"strconv"
 	"time"
 )
@@ -93,7 +94,7 @@ type StoreVerified struct {
 // StoreDrained is the answer to a drain.
 type StoreDrained struct {
 	Drained bool   `json:"drained"`
-	Durable bool   `json:"durable"`           // there is a tier below memory
+	Durable bool   `json:"durable"`           // this node has a disk or an object store
 	Problem string `json:"problem,omitempty"` // why not yet
 }
 
@@ -154,13 +155,20 @@ func loopback(host string) bool {
 	return ip != nil && ip.IsLoopback()
 }
 
+// durable reports whether this node has a tier that survives its sidecar.
+func durable(tiers []StoreTier) bool {
+	return slices.ContainsFunc(tiers, func(t StoreTier) bool {
+		return t.Name == "disk" || t.Name == "object"
+	})
+}
+
 func (w *Server) drain(rw http.ResponseWriter, r *http.Request, c StoreCalls) {
 	ctx, cancel := context.WithTimeout(r.Context(), drainTimeout)
 	defer cancel()
 	err := c.Drain(ctx)
 	switch {
 	case err == nil:
-		replyJSON(rw, StoreDrained{Drained: true, Durable: len(w.o.Store().Tiers) > 1})
+		replyJSON(rw, StoreDrained{Drained: true, Durable: durable(w.o.Store().Tiers)})
 	case errors.Is(err, context.DeadlineExceeded):
 		replyJSON(rw, StoreDrained{Problem: err.Error()})
 	default:

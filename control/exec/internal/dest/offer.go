@@ -32,7 +32,7 @@ func (ds *Table) divide(d *Lease, p *lanes.Peer) ([]agreement.Part, error) {
 	place := d.ws.Place
 	own := agreement.Rank{Name: place.Rank(), Geometry: d.ws.Geometry}
 	names := place.Ranks()
-	if d.ws.Uniform || at.ranks == nil ||
+	if d.ws.Internal || at.ranks == nil ||
 		len(at.ranks) == len(names) && slices.Contains(at.ranks, own) {
 		parts := make([]agreement.Part, len(names))
 		for i, name := range names {

@@ -107,7 +107,8 @@ func (qs *Queries) alone(p *lanes.Peer, engine string, k transfer.Key) bool {
 		return false
 	}
 	for w := range qs.workers.All() {
-		if name := w.Place.Engine; name != engine && !strings.HasPrefix(name, engine+"/dp") {
+		name := w.Place.Engine
+		if !w.Internal && name != engine && !strings.HasPrefix(name, engine+"/dp") {
 			return false
 		}
 	}

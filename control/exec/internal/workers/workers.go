@@ -68,7 +68,7 @@ func (t *Table) Idle(w *Worker) {
 // seconds and presents its intents again.
 func (t *Table) Vacant() bool {
 	for _, w := range t.all {
-		if !w.Gone {
+		if !w.Gone && !w.Internal {
 			return false
 		}
 	}

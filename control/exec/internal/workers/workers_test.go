@@ -37,4 +37,7 @@ func TestIdle(t *testing.T) {
 	if len(fenced) != 1 || tb.Find(w) != nil {
 		t.Errorf("fenced %d times", len(fenced))
 	}
+	if tb.Up(&engines.Worker{Internal: true}); !tb.Vacant() {
+		t.Error("the worker of the page store counts as an engine")
+	}
 }
