@@ -529,6 +529,9 @@ func (p *Pins) Found() page.Bitmap { return p.found }
 // memory. The memory holds the page until Release. The reader compares the checksum.
 func (p *Pins) Blocks() []mem.Block { return p.blocks }
 
+// InMemory is how many of the pages are in memory.
+func (p *Pins) InMemory() int { return len(p.memory) }
+
 // Release ends the pins. Idempotent. Close has ended them already.
 func (p *Pins) Release() {
 	p.once.Do(func() {

@@ -261,18 +261,22 @@ func (s *Service) Exists(ids []page.ID, h page.Hashes) (page.Bitmap, error) {
 		return nil, &store.RequestError{Field: "namespaces", Problem: fmt.Sprint(len(ids)),
 			Remedy: fmt.Sprintf("send 1 to %d", MaxPools)}
 	}
-	var all page.Bitmap
-	for _, id := range ids {
-		found, err := s.existsIn(id, h)
-		if err != nil {
-			return nil, err
-		}
-		if all == nil {
-			all = found
-			continue
-		}
+	// All at once, because each may ask other nodes.
+	found := make([]page.Bitmap, len(ids))
+	errs := make([]error, len(ids))
+	var wg sync.WaitGroup
+	for i, id := range ids[1:] {
+		wg.Go(func() { found[i+1], errs[i+1] = s.existsIn(id, h) })
+	}
+	found[0], errs[0] = s.existsIn(ids[0], h)
+	wg.Wait()
+	if err := errors.Join(errs...); err != nil {
+		return nil, err
+	}
+	all := found[0]
+	for _, other := range found[1:] {
 		for i := range all {
-			all[i] &= found[i]
+			all[i] &= other[i]
 		}
 	}
 	return all, nil

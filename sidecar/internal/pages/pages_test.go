@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"math/rand/v2"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -334,6 +335,34 @@ func TestNothingIsWrittenAfterACancel(t *testing.T) {
 				t.Error("a block was written after the lease's end")
 			}
 		})
+	}
+}
+
+// Pages that only other nodes have take nothing of this node's share for pins, and other nodes are
+// asked for all namespaces at once.
+func TestPagesOfOthers(t *testing.T) {
+	r := start(t, nil)
+	ids := []page.ID{r.pool.Namespace.ID(), r.pool.Namespace.ID()}
+	var asked sync.WaitGroup
+	asked.Add(len(ids))
+	r.o.Find = func(keys []page.Key, found page.Bitmap) {
+		asked.Done()
+		asked.Wait()
+		for i := range keys {
+			found.Set(i)
+		}
+	}
+	many := make([]int, 40)
+	for i := range many {
+		many[i] = i
+	}
+	found, unpin, err := r.Pin(ids, hashes(many...), time.Minute)
+	if err != nil || found.Leading() != len(many) {
+		t.Fatalf("found %b, %v", found, err)
+	}
+	defer unpin()
+	if _, pinned := r.Namespaces(); pinned != 0 {
+		t.Errorf("%d bytes are pinned", pinned)
 	}
 }
 

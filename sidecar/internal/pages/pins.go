@@ -67,26 +67,27 @@ func (s *Service) pinIn(id page.ID, h page.Hashes) (*store.Pins, uint64, error) 
 		s.mu.Unlock()
 		return nil, 0, nil
 	}
-	bytes := uint64(h.Len() * ns.space.PageBytes())
-	if most := s.o.Store.Region().Size() / pinnedShare; s.pinned+bytes > most {
-		held := s.pinned
-		s.mu.Unlock()
-		return nil, 0, &store.RequestError{Field: "pin_ms", Problem: fmt.Sprintf("%d bytes are pinned, "+
-			"%d more exceed %d, half of store.memory", held, bytes, most),
-			Remedy: "unpin what is not needed, or raise store.memory"}
-	}
-	s.pinned += bytes
 	s.mu.Unlock()
 	keys, err := ns.of.Keyer().Keys(h)
-	var pins *store.Pins
-	if err == nil {
-		pins, err = ns.space.Pin(keys)
-	}
 	if err != nil {
-		s.mu.Lock()
-		s.pinned -= bytes
-		s.mu.Unlock()
 		return nil, 0, err
 	}
-	return pins, bytes, nil
+	pins, err := ns.space.Pin(keys)
+	if err != nil {
+		return nil, 0, err
+	}
+	// Pages of other tiers and nodes take no memory yet.
+	bytes := uint64(pins.InMemory() * ns.space.PageBytes())
+	s.mu.Lock()
+	held, most := s.pinned, s.o.Store.Region().Size()/pinnedShare
+	if held+bytes <= most {
+		s.pinned += bytes
+		s.mu.Unlock()
+		return pins, bytes, nil
+	}
+	s.mu.Unlock()
+	pins.Release()
+	return nil, 0, &store.RequestError{Field: "pin_ms", Problem: fmt.Sprintf("%d bytes are pinned, "+
+		"%d more exceed %d, half of store.memory", held, bytes, most),
+		Remedy: "unpin what is not needed, or raise store.memory"}
 }
