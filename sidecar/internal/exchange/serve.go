@@ -118,6 +118,8 @@ func (x *Exchange) serve(r *request) {
 	// What the peer needs is taken from its share before pages are pinned.
 	most := x.take(r.from, uint64(n)*slot)
 	n = int(most / slot)
+	x.give(r.from, most-uint64(n)*slot) // of a part of a slot
+	most = uint64(n) * slot
 	var id uint64
 	if n > 0 {
 		keys := make([]page.Key, n)
