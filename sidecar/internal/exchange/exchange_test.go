@@ -517,23 +517,6 @@ func TestSharesOfPeers(t *testing.T) {
 	}
 }
 
-// TestShareOfLessThanASlot: room that is too small for a page is given back.
-func TestShareOfLessThanASlot(t *testing.T) {
-	_, n := newCable(t, 2)
-	used := n[0].take(n[1].boot, n[0].store.Region().Size()/peerShare-unit)
-	id := namespace.ID()
-	m := &peerv1.PageRequest{Space: id[:], PageBytes: pageBytes, DeadlineMs: 10_000}
-	for _, k := range keysOf(1, 2) {
-		m.Keys = append(m.Keys, k[:]...)
-	}
-	n[0].serve(&request{n[1].boot, m, time.Now()})
-	n[0].mu.Lock()
-	defer n[0].mu.Unlock()
-	if p := n[0].peers[n[1].boot]; p.served != used || n[0].served != used {
-		t.Errorf("%d and %d bytes are counted, of %d", p.served, n[0].served, used)
-	}
-}
-
 func until(t testing.TB, ok func() bool) {
 	t.Helper()
 	end := time.Now().Add(20 * time.Second)

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package exchange
+
+import (
+	"bytes"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/store"
+)
+
+// TestGetsOfOnePage: a get of a page that another get is fetching waits for it.
+func TestGetsOfOnePage(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, n := newCable(t, 2)
+		a, b := n[0], n[1]
+		a.put(1)
+		c.hint(a.boot, 1)
+		c.stuck = true
+		first := b.start(1)
+		synctest.Wait()
+		second, err := b.space.Get(keysOf(1), b.pool, []uint32{1})
+		if err != nil {
+			t.Fatal(err)
+		}
+		synctest.Wait()
+		for _, x := range b.expects {
+			c.move(b, x)
+		}
+		for i, batch := range []*store.Batch{first, second} {
+			<-batch.Done()
+			if r := batch.Results()[0]; r.Outcome != store.Hit ||
+				!bytes.Equal(b.blocks[i*pageBytes:][:pageBytes], contentOf(1)) {
+				t.Errorf("get %d: %+v", i, r)
+			}
+		}
+	})
+}
+
+// TestShareOfLessThanASlot: room that is too small for a page is given back.
+func TestShareOfLessThanASlot(t *testing.T) {
+	_, n := newCable(t, 2)
+	used := n[0].take(n[1].boot, n[0].store.Region().Size()/peerShare-unit)
+	id := namespace.ID()
+	m := &peerv1.PageRequest{Space: id[:], PageBytes: pageBytes, DeadlineMs: 10_000}
+	for _, k := range keysOf(1, 2) {
+		m.Keys = append(m.Keys, k[:]...)
+	}
+	n[0].serve(&request{n[1].boot, m, time.Now()})
+	n[0].mu.Lock()
+	defer n[0].mu.Unlock()
+	if p := n[0].peers[n[1].boot]; p.served != used || n[0].served != used {
+		t.Errorf("%d and %d bytes are counted, of %d", p.served, n[0].served, used)
+	}
+}
