@@ -31,6 +31,7 @@ import (
 	"crypto/sha256"
 	"fmt"
 	"log/slog"
+	"slices"
 	"sync"
 	"time"
 
@@ -147,7 +148,7 @@ type request struct {
 func New(o Options) *Exchange {
 	return &Exchange{o: o, requests: make(chan request, maxRequests),
 		peers:  map[transfer.Boot]*peer{},
-		leases: map[uint64]func(engines.Completion){}, asks: map[uint64]*ask{}, epoch: 1,
+		leases: map[uint64]func(engines.Completion){}, asks: map[uint64]*ask{}, epoch: firstEpoch,
 		renew: make(chan struct{}, 1), stop: make(chan struct{})}
 }
 
@@ -226,9 +227,10 @@ func (x *Exchange) PeerUp(boot transfer.Boot, node, endpoint string, features []
 	if endpoint != "" {
 		p.endpoint = endpoint
 	}
-	p.pages = false
-	for _, f := range features {
-		p.pages = p.pages || f == Feature
+	had := p.pages
+	p.pages = slices.Contains(features, Feature)
+	if p.pages && !had && x.epoch > firstEpoch {
+		x.announceAll() // the epoch, too
 	}
 }
 

@@ -29,6 +29,8 @@ func (x *Exchange) Handle(from transfer.Boot, f *peerv1.ControlFrame) error {
 		}
 	case *peerv1.ControlFrame_PageOffer:
 		return x.offered(from, b.PageOffer)
+	case *peerv1.ControlFrame_PageHints:
+		x.begun(from, b.PageHints.GetEpoch())
 	}
 	return nil
 }

@@ -212,6 +212,28 @@ func TestTimeEndsHints(t *testing.T) {
 	})
 }
 
+// TestHintsWithoutKeys: they void those of earlier epochs.
+func TestHintsWithoutKeys(t *testing.T) {
+	n := newNet(t, 1, 100)
+	a := n.boots[0]
+	keys := randomKeys(10)
+	from := transfer.Boot{66}
+	for i := range keys {
+		n.all[a].takeHints(from, &peerv1.PageHints{Epoch: 1, Held: keys[i][:keyBytes]})
+	}
+	if got := n.holders(t, a, keys, directory.Holder{Boot: from, Epoch: 1}); got != 10 {
+		t.Errorf("%d of 10 hints", got)
+	}
+	if err := n.all[a].Handle(from, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_PageHints{
+		PageHints: &peerv1.PageHints{Epoch: 2}}}); err != nil {
+		t.Fatal(err)
+	}
+	n.settle(t)
+	if got := n.holders(t, a, keys); got != 10 {
+		t.Errorf("%d of 10 pages have no holder", got)
+	}
+}
+
 // TestFloods: the table is bounded, one that floods it leaves others half of each bucket, and one
 // that makes epochs leaves others their numbers.
 func TestFloods(t *testing.T) {
