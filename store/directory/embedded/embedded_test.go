@@ -224,11 +224,28 @@ func TestHintsWithoutKeys(t *testing.T) {
 	if got := n.holders(t, a, keys, directory.Holder{Boot: from, Epoch: 1}); got != 10 {
 		t.Errorf("%d of 10 hints", got)
 	}
-	if err := n.all[a].Handle(from, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_PageHints{
-		PageHints: &peerv1.PageHints{Epoch: 2}}}); err != nil {
-		t.Fatal(err)
+	n.all[a].takeHints(from, &peerv1.PageHints{Epoch: 2})
+	if got := n.holders(t, a, keys); got != 10 {
+		t.Errorf("%d of 10 pages have no holder", got)
 	}
-	n.settle(t)
+}
+
+// TestManyEpochs: the last of many epochs in a short time counts, and no earlier one does.
+func TestManyEpochs(t *testing.T) {
+	n := newNet(t, 1, 100)
+	a := n.boots[0]
+	keys := randomKeys(10)
+	const last = 3 * maxEpochs / 2
+	for epoch := range uint64(last) {
+		n.announce(t, a, epoch+1, keys)
+	}
+	if got := n.holders(t, a, keys, directory.Holder{Boot: a, Epoch: last}); got != 10 {
+		t.Errorf("%d of 10 hints of the last epoch", got)
+	}
+	// Beyond what is kept in so short a time, earlier hints are void nevertheless.
+	for epoch := range uint64(2 * maxEpochs) {
+		n.announce(t, a, last+1+epoch, keys)
+	}
 	if got := n.holders(t, a, keys); got != 10 {
 		t.Errorf("%d of 10 pages have no holder", got)
 	}
