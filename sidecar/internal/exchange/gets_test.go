@@ -9,6 +9,8 @@ import (
 	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/control/engines"
+	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/store"
 	"github.com/kvspray/kvspray/store/page"
 	"github.com/kvspray/kvspray/transfer"
@@ -78,4 +80,38 @@ func TestRenewWithoutPages(t *testing.T) {
 	late.PeerUp(n[0].boot, "n", "", []string{Feature})
 	n[0].PeerUp(late.boot, "n", "", []string{Feature})
 	until(t, func() bool { return void(late) })
+}
+
+// TestStopDuringAnOffer: a lease that would begin after the worker has gone fails at once, at both
+// sides.
+func TestStopDuringAnOffer(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, n := newCable(t, 2)
+		a, b := n[0], n[1]
+		a.put(1)
+		j := &job{x: b.Exchange, slots: []mem.Block{{Len: 2 * unit}}}
+		if err := b.Stop(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		began := time.Now()
+		m := &peerv1.PageOffer{Xfer: make([]byte, len(transfer.XferID{})),
+			Hash: make([]byte, len(transfer.PrefixHash{}))}
+		end, ended := j.receive(t.Context(), b.peers[a.boot], m, []int{0})
+		if took := time.Since(began); !ended || end.Status == engines.StatusOK || took != 0 {
+			t.Errorf("%+v, %v after %v", end, ended, took)
+		}
+		staged, err := a.store.Stage(namespace.ID(), pageBytes, keysOf(1))
+		if err != nil {
+			t.Fatal(err)
+		}
+		taken := a.take(b.boot, 2*unit)
+		if err := a.Stop(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		m = &peerv1.PageOffer{Found: make([]byte, 1)}
+		if id := a.offer(b.boot, m, staged, taken, time.Second); id != 0 || m.Found[0] != 0 ||
+			a.served != 0 || len(c.nodes[a.boot].intents) != 0 {
+			t.Errorf("lease %d, %d bytes are counted", id, a.served)
+		}
+	})
 }
