@@ -164,11 +164,11 @@ func TestLookup(t *testing.T) {
 	}
 	waitFor(t, func() bool { return n.holders(t, c, keys[:50], hb) == 50 })
 	// An epoch ends the hints before it, and earlier ones do not come back.
-	n.announce(t, a, 2, keys[:10])
+	n.announce(t, a, 2, keys[300:400]) // each owner has some of them
 	n.announce(t, a, 1, keys[20:30])
 	waitFor(t, func() bool {
-		return n.holders(t, c, keys[:10], hb, directory.Holder{Boot: a, Epoch: 2}) == 10 &&
-			n.holders(t, c, keys[200:]) > 0
+		return n.holders(t, c, keys[300:400], directory.Holder{Boot: a, Epoch: 2}) == 100 &&
+			n.holders(t, c, keys[400:]) == len(keys)-400
 	})
 	if got := n.holders(t, c, keys[20:30], hb); got != 10 {
 		t.Errorf("%d of 10 keys have a holder of an epoch that is over", 10-got)
