@@ -49,6 +49,8 @@ type Result struct {
 	Tier    Tier  // of a Hit: where it was found
 	Durable bool  // of a put: it survives a loss of power
 	Err     error // of Failed, and of a put that is not durable and should be
+	// Of a Hit: a copy in a nearer tier was damaged, and is dropped.
+	Replaced bool
 }
 
 // Batch is a Get or a Put under way. Its methods can be called from any goroutine.

@@ -224,7 +224,9 @@ func (b *Batch) unfetched(i int, err error) Result {
 // fetched gives pages their result.
 func (s *Store) fetched(b *Batch, pages []int, r Result) {
 	for _, i := range pages {
+		replaced := r.Replaced || r.Outcome == Hit && b.results[i].Outcome == Damaged
 		b.results[i] = r
+		b.results[i].Replaced = replaced
 		s.count(&b.results[i])
 	}
 	s.finish(b, len(pages))

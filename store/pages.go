@@ -30,6 +30,7 @@ func (s *Store) getPage(b *Batch, i int, w *worker) Result {
 	if s.disk != nil {
 		r := s.fromDisk(b, i, w)
 		if r.Outcome != Miss || !damaged {
+			r.Replaced = damaged && r.Outcome == Hit
 			return r
 		}
 	}

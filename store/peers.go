@@ -5,6 +5,7 @@ package store
 import (
 	"context"
 	"errors"
+	"fmt"
 	"sync"
 	"time"
 
@@ -41,12 +42,14 @@ const (
 // peerFetcher reads pages from other nodes, until Close.
 func (s *Store) peerFetcher() {
 	defer s.peerFetchers.Done()
+	var w worker
+	defer func() { w.buffer.Free() }()
 	for {
 		b, pages := s.peerFetches.take()
 		if b == nil {
 			return
 		}
-		s.done(b, s.fromPeers(b, pages))
+		s.done(b, s.fromPeers(b, pages, &w))
 	}
 }
 
@@ -64,48 +67,55 @@ type incoming struct {
 // copies them from there. So nothing of another node is ever written to an engine's block: the copy
 // compares the checksum, and goes under the batch's guard. What no node has, the object tier may
 // have. It returns how many pages have ended here.
-func (s *Store) fromPeers(b *Batch, pages []int) int {
+func (s *Store) fromPeers(b *Batch, pages []int, w *worker) int {
 	all := len(pages)
 	if b.guard.Revoked() {
 		s.fetched(b, pages, Result{Outcome: Canceled})
 		return len(pages)
 	}
-	var left, others []int // others: another get or put brings them, or they have no room
+	var left []int
 	end := time.Now().Add(roomTime)
-	for len(pages) > 0 {
+	for {
 		in := &incoming{s: s, b: b}
-		var full []int
+		var wait []int // pages that another get or put brings, or that have no room
 		for n, i := range pages {
 			p, err := s.room(b, i)
 			if errors.Is(err, catalog.ErrFull) {
-				full = pages[n:]
+				wait = append(wait, pages[n:]...)
 				break
 			}
-			if err != nil {
-				others = append(others, i)
-				continue
+			switch {
+			case err == nil:
+				in.pages, in.slots = append(in.pages, i), append(in.slots, p)
+			case errors.Is(err, catalog.ErrBusy):
+				wait = append(wait, i)
+			case errors.Is(err, catalog.ErrExists):
+				switch r := s.getPage(b, i, w); r.Outcome {
+				case Miss, Damaged: // it has gone since
+					wait = append(wait, i)
+				case Failed:
+					b.results[i] = r
+					left = append(left, i)
+				default:
+					s.fetched(b, []int{i}, r)
+				}
+			default:
+				left = append(left, i)
 			}
-			in.pages, in.slots = append(in.pages, i), append(in.slots, p)
 		}
 		left = append(left, in.run()...)
-		pages = full
-		if len(pages) == 0 || len(in.pages) > 0 {
+		if pages = wait; len(pages) == 0 {
+			break
+		}
+		if len(in.pages) > 0 {
 			continue
 		}
-		// Pages that others bring fill the memory, until they have come.
+		// Others bring these pages, or fill the memory, until theirs have come.
 		if b.ctx.Err() != nil || time.Now().After(end) {
-			others = append(others, pages...)
+			left = append(left, pages...)
 			break
 		}
 		time.Sleep(roomPause)
-	}
-	for _, i := range others {
-		if b.results[i] = s.getPage(b, i, &worker{}); b.results[i].Outcome == Hit {
-			s.count(&b.results[i])
-			s.finish(b, 1)
-			continue
-		}
-		left = append(left, i)
 	}
 	return all - s.afterPeers(b, left)
 }
@@ -206,15 +216,15 @@ func (s *Store) Stage(id page.ID, pageBytes int, keys []page.Key) (*Staged, erro
 	if err := checkKeys(len(keys)); err != nil {
 		return nil, err
 	}
-	sp := s.serve(id)
-	if sp == nil {
-		return nil, &RequestError{"space", id.String() + " has no pages here", "ask another node"}
-	}
-	defer sp.Close()
 	if !s.enter() {
 		return nil, ErrClosed
 	}
 	defer s.leave()
+	sp, err := s.serve(id)
+	if err != nil {
+		return nil, err
+	}
+	defer sp.Close()
 	if sp.pageBytes != pageBytes {
 		return nil, &RequestError{"page_bytes", "differ from those of the namespace",
 			"use one layout for a namespace"}
@@ -237,15 +247,33 @@ func (s *Store) Stage(id page.ID, pageBytes int, keys []page.Key) (*Staged, erro
 	return out, nil
 }
 
-// serve opens a namespace that the store has, whether or not an engine uses it.
-func (s *Store) serve(id page.ID) *Space {
+// serve opens a namespace that the store has, whether or not an engine uses it. One that only the
+// disk has, since no engine has opened it after a restart, has no share of memory.
+func (s *Store) serve(id page.ID) (*Space, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	sp := s.spaces[id]
-	if sp != nil {
-		sp.users.Add(1)
+	if sp == nil {
+		var n uint16
+		var pageBytes int
+		var ok bool
+		if s.disk != nil {
+			n, pageBytes, ok = s.disk.Find(id)
+		}
+		if !ok {
+			return nil, &RequestError{"space", id.String() + " has no pages here", "ask another node"}
+		}
+		if err := s.memory.SetOwner(n, pageBytes, 0, 0); err != nil {
+			return nil, fmt.Errorf("store: namespace %s: %w", id, err)
+		}
+		var err error
+		if sp, err = s.newSpace(id, n, pageBytes); err != nil {
+			return nil, err
+		}
+		s.addLocked(sp)
 	}
-	return sp
+	sp.users.Add(1)
+	return sp, nil
 }
 
 // raise reads a page from the disk into memory, pinned.

@@ -259,11 +259,8 @@ func (s *Store) Space(ns page.Namespace, inMemory, onDisk Share) (*Space, error)
 		if err != nil {
 			return nil, err
 		}
-		sp = &Space{s: s, id: id, number: n, pageBytes: ns.PageBytes}
-		if s.object != nil {
-			if sp.object, err = s.object.Owner(id, ns.PageBytes, 0, 0); err != nil {
-				return nil, fmt.Errorf("store: namespace %s: %w", id, err)
-			}
+		if sp, err = s.newSpace(id, n, ns.PageBytes); err != nil {
+			return nil, err
 		}
 	}
 	isNew := s.spaces[id] == nil
@@ -287,11 +284,25 @@ func (s *Store) Space(ns page.Namespace, inMemory, onDisk Share) (*Space, error)
 		}
 	}
 	sp.inMemory = inMemory
-	s.spaces[id] = sp
-	s.numbers[sp.number] = true
-	s.spills[sp.number].Store(sp.object)
+	s.addLocked(sp)
 	sp.users.Add(1)
 	return sp, nil
+}
+
+func (s *Store) newSpace(id page.ID, number uint16, pageBytes int) (sp *Space, err error) {
+	sp = &Space{s: s, id: id, number: number, pageBytes: pageBytes}
+	if s.object != nil {
+		if sp.object, err = s.object.Owner(id, pageBytes, 0, 0); err != nil {
+			return nil, fmt.Errorf("store: namespace %s: %w", id, err)
+		}
+	}
+	return sp, nil
+}
+
+func (s *Store) addLocked(sp *Space) {
+	s.spaces[sp.id] = sp
+	s.numbers[sp.number] = true
+	s.spills[sp.number].Store(sp.object)
 }
 
 // Close ends one use of a namespace. Its pages stay, and so do batches under way and pins. Calls
@@ -355,7 +366,7 @@ func (s *Store) reclaimLocked() {
 
 func (s *Store) numberLocked(id page.ID) (uint16, error) {
 	if s.disk != nil {
-		if n, ok := s.disk.Known()[id]; ok {
+		if n, _, ok := s.disk.Find(id); ok {
 			return n, nil
 		}
 	}
@@ -471,84 +482,6 @@ func (sp *Space) request(b *Batch) (*Batch, error) {
 		b.stop()
 	}
 	return nil, err
-}
-
-// Pins keeps pages where they are.
-type Pins struct {
-	space  *Space
-	memory []memory.Page
-	disk   []disk.Pinned
-	object []object.Pinned
-	once   sync.Once
-	found  page.Bitmap
-	blocks []mem.Block
-}
-
-// MaxPinned bounds the pages of one Pins.
-const MaxPinned = page.MaxBatch
-
-// Pin keeps those pages that are here from being given up until Release. Pages that are pinned
-// leave less room for others: the caller bounds how many one engine has pinned.
-func (sp *Space) Pin(keys []page.Key) (*Pins, error) {
-	if err := checkKeys(len(keys)); err != nil {
-		return nil, err
-	}
-	if err := sp.acquire(); err != nil {
-		return nil, err
-	}
-	defer sp.release()
-	p := &Pins{space: sp, found: page.NewBitmap(len(keys)), blocks: make([]mem.Block, len(keys))}
-	for i := range keys {
-		if m, ok := sp.s.memory.Pin(sp.number, &keys[i]); ok {
-			p.memory = append(p.memory, m)
-			p.blocks[i] = m.Block
-			p.found.Set(i)
-			continue
-		}
-		if sp.s.disk != nil {
-			if d, ok := sp.s.disk.Pin(sp.number, &keys[i]); ok {
-				p.disk = append(p.disk, d)
-				p.found.Set(i)
-				continue
-			}
-		}
-		if sp.object != nil {
-			if o, ok := sp.object.Pin(&keys[i]); ok {
-				p.object = append(p.object, o)
-				p.found.Set(i)
-			}
-		}
-	}
-	return p, nil
-}
-
-// Found has the bits of the pages that are pinned.
-func (p *Pins) Found() page.Bitmap { return p.found }
-
-// Blocks is where each page is in the store's Region, for readers; one without a Region is not in
-// memory. The memory holds the page until Release. The reader compares the checksum.
-func (p *Pins) Blocks() []mem.Block { return p.blocks }
-
-// InMemory is how many of the pages are in memory.
-func (p *Pins) InMemory() int { return len(p.memory) }
-
-// Release ends the pins. Idempotent. Close has ended them already.
-func (p *Pins) Release() {
-	p.once.Do(func() {
-		if !p.space.s.enter() {
-			return
-		}
-		defer p.space.s.leave()
-		for _, m := range p.memory {
-			p.space.s.memory.Unpin(m)
-		}
-		for _, d := range p.disk {
-			p.space.s.disk.Unpin(d)
-		}
-		for _, o := range p.object {
-			p.space.object.Unpin(o)
-		}
-	})
 }
 
 // Remove forgets all pages of the namespace, durably. A put that was done before does not come

@@ -344,7 +344,7 @@ func TestDamageInMemory(t *testing.T) {
 		pins.Release()
 		want := Result{Outcome: Damaged}
 		if withDisk {
-			want = Result{Outcome: Hit, Tier: Disk}
+			want = Result{Outcome: Hit, Tier: Disk, Replaced: true}
 		}
 		if r := e.get(2)[0]; r != want {
 			t.Errorf("disk %t: %+v, want %+v", withDisk, r, want)

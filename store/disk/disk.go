@@ -393,6 +393,16 @@ func (t *Tier) Known() map[page.ID]uint16 {
 	return out
 }
 
+// Find is the number of a namespace that has an owner here, and the size of its pages.
+func (t *Tier) Find(id page.ID) (n uint16, pageBytes int, ok bool) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if n, ok = t.ids[id]; ok {
+		pageBytes = int(t.owners[n].pageBytes)
+	}
+	return n, pageBytes, ok
+}
+
 // Walk returns some of the pages of all owners, as catalog.Walk does.
 func (t *Tier) Walk(from uint32, most int) (keys []page.Key, next uint32) {
 	t.mu.Lock()

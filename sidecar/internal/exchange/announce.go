@@ -6,7 +6,12 @@ import (
 	"context"
 	"sync"
 	"time"
+
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/transfer"
 )
+
+const firstEpoch = 1
 
 // Times and sizes of announcements.
 const (
@@ -39,6 +44,7 @@ func (x *Exchange) announce(ctx context.Context) {
 	changed := x.o.Changed()
 	cursor, walking, twice := uint64(0), false, false
 	walk := func() {
+		x.announceEpoch()
 		if walking {
 			twice = true // pages that the walk has passed are announced, too
 			return
@@ -86,6 +92,33 @@ func (x *Exchange) now() uint64 {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	return x.epoch
+}
+
+// announceEpoch sends hints without pages to all peers: those of earlier epochs are void, even where
+// no page is left to announce.
+func (x *Exchange) announceEpoch() {
+	x.mu.Lock()
+	epoch := x.epoch
+	var to []transfer.Boot
+	for b, p := range x.peers {
+		if p.pages && epoch > firstEpoch {
+			to = append(to, b)
+		}
+	}
+	x.mu.Unlock()
+	for _, b := range to {
+		x.failed(x.o.Send(b, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_PageHints{
+			PageHints: &peerv1.PageHints{Epoch: epoch}}}))
+	}
+}
+
+// begun takes the epoch of a peer's hints: earlier ones are void, whichever directory has them.
+func (x *Exchange) begun(from transfer.Boot, epoch uint64) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if p := x.peers[from]; p != nil {
+		p.epoch = max(p.epoch, epoch)
+	}
 }
 
 // changes announces some of what has changed, and reports whether more may be left.

@@ -31,6 +31,7 @@ import (
 	"crypto/sha256"
 	"fmt"
 	"log/slog"
+	"slices"
 	"sync"
 	"time"
 
@@ -104,6 +105,10 @@ type Exchange struct {
 
 	requests chan request // of peers
 
+	// starting is held for reading while a lease is given to the executor, and for writing when the
+	// node stops. It is taken before mu.
+	starting sync.RWMutex
+
 	mu     sync.Mutex // guards what follows
 	peers  map[transfer.Boot]*peer
 	leases map[uint64]func(engines.Completion) // open ones, by id
@@ -147,7 +152,7 @@ type request struct {
 func New(o Options) *Exchange {
 	return &Exchange{o: o, requests: make(chan request, maxRequests),
 		peers:  map[transfer.Boot]*peer{},
-		leases: map[uint64]func(engines.Completion){}, asks: map[uint64]*ask{}, epoch: 1,
+		leases: map[uint64]func(engines.Completion){}, asks: map[uint64]*ask{}, epoch: firstEpoch,
 		renew: make(chan struct{}, 1), stop: make(chan struct{})}
 }
 
@@ -203,11 +208,22 @@ func (x *Exchange) Completed(c engines.Completion) {
 	}
 }
 
-// openLocked makes a lease, whose end calls f.
-func (x *Exchange) openLocked(f func(engines.Completion)) transfer.LeaseID {
+// open makes a lease, whose end calls f, and gives it to the executor in start. It returns false
+// once the node stops: the executor ignores leases of a worker that is gone, so f is not called.
+func (x *Exchange) open(f func(engines.Completion), start func(transfer.LeaseID)) bool {
+	x.starting.RLock()
+	defer x.starting.RUnlock()
+	x.mu.Lock()
+	if x.over {
+		x.mu.Unlock()
+		return false
+	}
 	x.last++
-	x.leases[x.last] = f
-	return transfer.LeaseID{Boot: x.worker.Boot, ID: x.last}
+	id := transfer.LeaseID{Boot: x.worker.Boot, ID: x.last}
+	x.leases[id.ID] = f
+	x.mu.Unlock()
+	start(id)
+	return true
 }
 
 // PeerUp introduces a peer, or changes its endpoint.
@@ -226,9 +242,10 @@ func (x *Exchange) PeerUp(boot transfer.Boot, node, endpoint string, features []
 	if endpoint != "" {
 		p.endpoint = endpoint
 	}
-	p.pages = false
-	for _, f := range features {
-		p.pages = p.pages || f == Feature
+	had := p.pages
+	p.pages = slices.Contains(features, Feature)
+	if p.pages && !had && x.epoch > firstEpoch {
+		x.announceAll() // the epoch, too
 	}
 }
 
@@ -273,6 +290,7 @@ func (x *Exchange) Drain() {
 // Stop ends requests under way and refuses new ones, and returns once no transport touches the
 // store's memory, or with ctx. In that case the memory stays mapped.
 func (x *Exchange) Stop(ctx context.Context) error {
+	x.starting.Lock()
 	x.mu.Lock()
 	over := x.over
 	x.over, x.drains = true, true
@@ -280,6 +298,7 @@ func (x *Exchange) Stop(ctx context.Context) error {
 		close(x.stop)
 	}
 	x.mu.Unlock()
+	x.starting.Unlock()
 	if over || x.worker == nil {
 		return nil
 	}

@@ -341,6 +341,9 @@ func TestLies(t *testing.T) {
 	c.mu.Unlock()
 	want(t, b.get(2), store.Hit)
 	// The holder has begun a later epoch: its answer says so, and earlier hints are not followed.
+	c.mu.Lock()
+	c.drop = func(_, _ transfer.Boot, f *peerv1.ControlFrame) bool { return f.GetPageHints() != nil }
+	c.mu.Unlock()
 	a.Renew()
 	want(t, b.get(3), store.Hit)
 	c.hint(a.boot, 4)

@@ -299,12 +299,17 @@ func (j *job) receive(ctx context.Context, p *peer, m *peerv1.PageOffer, got []i
 		p.epoch = m.Epoch
 	}
 	p.load = m.Load
-	id := x.openLocked(func(c engines.Completion) { end <- c })
 	x.mu.Unlock()
-	x.o.Transfers.Expect(x.worker, engines.Expect{Lease: id,
-		Key:  transfer.Key{Xfer: transfer.XferID(m.Xfer), Hash: transfer.PrefixHash(m.Hash)},
-		Peer: endpoint, Tokens: uint32(len(table)), Skip: []uint32{0}, Blocks: [][]uint32{table},
-		Priority: engines.Background, Deadline: fetchTime, Partner: meetTime, Req: "store"})
+	var id transfer.LeaseID
+	if !x.open(func(c engines.Completion) { end <- c }, func(l transfer.LeaseID) {
+		id = l
+		x.o.Transfers.Expect(x.worker, engines.Expect{Lease: id,
+			Key:  transfer.Key{Xfer: transfer.XferID(m.Xfer), Hash: transfer.PrefixHash(m.Hash)},
+			Peer: endpoint, Tokens: uint32(len(table)), Skip: []uint32{0}, Blocks: [][]uint32{table},
+			Priority: engines.Background, Deadline: fetchTime, Partner: meetTime, Req: "store"})
+	}) {
+		return engines.Completion{Status: engines.StatusCancelled, Reason: "the node stops"}, true
+	}
 	select {
 	case c := <-end:
 		return c, true

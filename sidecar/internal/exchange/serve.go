@@ -29,6 +29,8 @@ func (x *Exchange) Handle(from transfer.Boot, f *peerv1.ControlFrame) error {
 		}
 	case *peerv1.ControlFrame_PageOffer:
 		return x.offered(from, b.PageOffer)
+	case *peerv1.ControlFrame_PageHints:
+		x.begun(from, b.PageHints.GetEpoch())
 	}
 	return nil
 }
@@ -118,6 +120,8 @@ func (x *Exchange) serve(r *request) {
 	// What the peer needs is taken from its share before pages are pinned.
 	most := x.take(r.from, uint64(n)*slot)
 	n = int(most / slot)
+	x.give(r.from, most-uint64(n)*slot) // of a part of a slot
+	most = uint64(n) * slot
 	var id uint64
 	if n > 0 {
 		keys := make([]page.Key, n)
@@ -169,30 +173,35 @@ func (x *Exchange) give(to transfer.Boot, bytes uint64) {
 	}
 }
 
-// offer opens a source lease for staged pages, and completes the offer.
+// offer opens a source lease for staged pages, and completes the offer. 0: the node stops, and the
+// pages are released.
 func (x *Exchange) offer(to transfer.Boot, m *peerv1.PageOffer, staged *store.Staged, taken uint64,
 	deadline time.Duration) (lease uint64) {
 	var k transfer.Key
 	_, _ = rand.Read(k.Xfer[:]) // it does not fail
 	_, _ = rand.Read(k.Hash[:])
 	table := table(staged.Blocks)
-	x.mu.Lock()
-	id := x.openLocked(func(c engines.Completion) {
+	tokens := uint32(len(table))
+	if !x.open(func(c engines.Completion) {
 		staged.Release()
 		x.give(to, taken)
 		if c.Status == engines.StatusOK {
 			x.o.Metrics.Served(len(staged.Blocks), c.Bytes)
 		}
-	})
-	x.mu.Unlock()
-	tokens := uint32(len(table))
-	x.o.Transfers.Intent(x.worker, engines.Intent{Lease: id, Key: k, Tokens: tokens, Fanout: 1,
-		Blocks: [][]uint32{table}, Held: true, Priority: engines.Background, Deadline: deadline,
-		Req: "store"})
-	x.o.Transfers.Progress(x.worker, []engines.Progress{{Lease: id, Tokens: tokens, Final: true}})
+	}, func(id transfer.LeaseID) {
+		lease = id.ID
+		x.o.Transfers.Intent(x.worker, engines.Intent{Lease: id, Key: k, Tokens: tokens, Fanout: 1,
+			Blocks: [][]uint32{table}, Held: true, Priority: engines.Background, Deadline: deadline,
+			Req: "store"})
+		x.o.Transfers.Progress(x.worker, []engines.Progress{{Lease: id, Tokens: tokens, Final: true}})
+	}) {
+		staged.Release()
+		x.give(to, taken)
+		return 0
+	}
 	for i := range min(len(m.Found), 8*len(staged.Found)) { // it may be of fewer pages
 		m.Found[i] = byte(staged.Found[i/8] >> (i % 8 * 8))
 	}
 	m.Crc, m.Xfer, m.Hash = staged.CRCs, k.Xfer[:], k.Hash[:]
-	return id.ID
+	return lease
 }

@@ -49,6 +49,8 @@ func (s *Service) ended(w *engines.Worker, r *connector.Pages, c *engines.Comple
 	switch {
 	case t.Object > 0:
 		s.waited(store.Object, c.Took)
+	case t.Peer > 0:
+		s.waited(store.Peer, c.Took)
 	case t.Disk > 0:
 		s.waited(store.Disk, c.Took)
 	case t.Memory > 0:

@@ -130,10 +130,10 @@ var outcomeNames = map[store.Outcome]string{store.Hit: "hit", store.Miss: "miss"
 	store.Damaged: "damaged", store.Failed: "failed", store.Canceled: "canceled"}
 
 var tierNames = map[store.Tier]string{store.Memory: "memory", store.Disk: "disk",
-	store.Object: "object"}
+	store.Object: "object", store.Peer: "peer"}
 
 // Verify reads a page as a get does, which compares it with its checksum, and returns the checksum
-// of what was read. The bytes stay here: they are a tenant's text.
+// of what was read. A damaged copy is reported also where another tier has replaced it. The bytes stay here: they are a tenant's text.
 func (s *Service) Verify(ctx context.Context, id, key [32]byte) (*web.StoreVerified,
 	error) {
 	if !s.verifying.TryLock() {
@@ -172,7 +172,12 @@ func (s *Service) Verify(ctx context.Context, id, key [32]byte) (*web.StoreVerif
 	if r.Err != nil {
 		out.Problem = r.Err.Error()
 	}
-	if r.Outcome == store.Hit {
+	switch {
+	case r.Replaced:
+		out.Outcome = outcomeNames[store.Damaged]
+		out.Problem = "a copy in a nearer tier differed from its checksum, and is dropped; a good one " +
+			"was read: " + tierNames[r.Tier]
+	case r.Outcome == store.Hit:
 		bytes, _ := region.Bytes()
 		out.Tier, out.Bytes = tierNames[r.Tier], n
 		out.CRC32C = fmt.Sprintf("%08x", mem.CRC32C(0, bytes))

@@ -65,7 +65,7 @@ type Service struct {
 	putEnded   sync.Cond
 
 	verifying sync.Mutex
-	waits     [store.Object + 1]tierWaits
+	waits     [store.Peer + 1]tierWaits
 }
 
 // namespace is one that engines have pools of.

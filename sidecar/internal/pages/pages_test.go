@@ -5,6 +5,7 @@ package pages
 import (
 	"bytes"
 	"encoding/binary"
+	"encoding/hex"
 	"errors"
 	"log/slog"
 	"math/rand/v2"
@@ -410,5 +411,47 @@ func TestPins(t *testing.T) {
 	}
 	if _, _, err := r.Pin(id, hashes(1), time.Hour); !errors.As(err, &re) {
 		t.Errorf("an hour: %v", err)
+	}
+}
+
+// TestVerifyReportsDamage: a damaged copy is reported, though the disk has a good one.
+func TestVerifyReportsDamage(t *testing.T) {
+	r := start(t, disktest.New(16<<20, 1))
+	all(t, r.put(1), store.Stored)
+	id := r.pool.Namespace.ID()
+	keys, err := r.Keys(id, "memory", 0, 10)
+	if err != nil || len(keys.Keys) != 1 {
+		t.Fatalf("%+v, %v", keys, err)
+	}
+	key, err := hex.DecodeString(keys.Keys[0])
+	if err != nil {
+		t.Fatal(err)
+	}
+	arena, _ := r.o.Store.Region().Bytes()
+	at := bytes.Index(arena, content(1))
+	if at < 0 {
+		t.Fatal("the page is not in memory")
+	}
+	arena[at+100] ^= 4
+	for _, want := range []string{"damaged", "hit"} {
+		if v, err := r.Verify(t.Context(), id, [32]byte(key)); err != nil || v.Outcome != want {
+			t.Errorf("%+v, %v: want %s", v, err, want)
+		}
+	}
+}
+
+// TestWaitsOfTheSlowestTier: a get counts for the slowest tier that it had a page from.
+func TestWaitsOfTheSlowestTier(t *testing.T) {
+	r := start(t, nil)
+	for _, tier := range []store.Tier{store.Memory, store.Disk, store.Peer, store.Object} {
+		c := engines.Completion{Took: time.Millisecond}
+		for _, from := range []store.Tier{store.Memory, tier} {
+			c.Pages = append(c.Pages, connector.PageResult(uint8(store.Hit), uint8(from), false))
+		}
+		p := connector.Pages{}
+		r.Service.ended(r.w, &p, &c)
+		if gets, us := r.Waits(tierNames[tier]); gets != 1 || us != 1000 {
+			t.Errorf("%s: %d gets of %d us", tierNames[tier], gets, us)
+		}
 	}
 }

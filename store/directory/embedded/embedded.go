@@ -379,6 +379,7 @@ func (d *Directory) serve(q chan message) {
 // lockKeys is how many keys are looked up under one hold of the lock.
 const lockKeys = 512
 
+// takeHints takes hints of a process. Those of its earlier epochs are void, even if there are none.
 func (d *Directory) takeHints(from transfer.Boot, m *peerv1.PageHints) {
 	now := d.now()
 	h := directory.Holder{Boot: from, Epoch: m.Epoch}
@@ -398,6 +399,14 @@ func (d *Directory) takeHints(from transfer.Boot, m *peerv1.PageHints) {
 			d.mu.Unlock()
 			keys = keys[n:]
 		}
+	}
+	if len(m.Gone)+len(m.Held) == 0 {
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		if d.hints != nil {
+			d.hints.holder(h, now)
+		}
+		return
 	}
 	take(m.Gone, func(k *directory.Short, n uint16) { d.hints.drop(k, n) })
 	take(m.Held, func(k *directory.Short, n uint16) { d.hints.put(k, n, now) })

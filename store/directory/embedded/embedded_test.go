@@ -164,11 +164,11 @@ func TestLookup(t *testing.T) {
 	}
 	waitFor(t, func() bool { return n.holders(t, c, keys[:50], hb) == 50 })
 	// An epoch ends the hints before it, and earlier ones do not come back.
-	n.announce(t, a, 2, keys[:10])
+	n.announce(t, a, 2, keys[300:400]) // each owner has some of them
 	n.announce(t, a, 1, keys[20:30])
 	waitFor(t, func() bool {
-		return n.holders(t, c, keys[:10], hb, directory.Holder{Boot: a, Epoch: 2}) == 10 &&
-			n.holders(t, c, keys[200:]) > 0
+		return n.holders(t, c, keys[300:400], directory.Holder{Boot: a, Epoch: 2}) == 100 &&
+			n.holders(t, c, keys[400:]) == len(keys)-400
 	})
 	if got := n.holders(t, c, keys[20:30], hb); got != 10 {
 		t.Errorf("%d of 10 keys have a holder of an epoch that is over", 10-got)
@@ -210,6 +210,45 @@ func TestTimeEndsHints(t *testing.T) {
 			t.Errorf("%d numbers of holders", len(d.hints.holders))
 		}
 	})
+}
+
+// TestHintsWithoutKeys: they void those of earlier epochs.
+func TestHintsWithoutKeys(t *testing.T) {
+	n := newNet(t, 1, 100)
+	a := n.boots[0]
+	keys := randomKeys(10)
+	from := transfer.Boot{66}
+	for i := range keys {
+		n.all[a].takeHints(from, &peerv1.PageHints{Epoch: 1, Held: keys[i][:keyBytes]})
+	}
+	if got := n.holders(t, a, keys, directory.Holder{Boot: from, Epoch: 1}); got != 10 {
+		t.Errorf("%d of 10 hints", got)
+	}
+	n.all[a].takeHints(from, &peerv1.PageHints{Epoch: 2})
+	if got := n.holders(t, a, keys); got != 10 {
+		t.Errorf("%d of 10 pages have no holder", got)
+	}
+}
+
+// TestManyEpochs: the last of many epochs in a short time counts, and no earlier one does.
+func TestManyEpochs(t *testing.T) {
+	n := newNet(t, 1, 100)
+	a := n.boots[0]
+	keys := randomKeys(10)
+	const last = 3 * maxEpochs / 2
+	for epoch := range uint64(last) {
+		n.announce(t, a, epoch+1, keys)
+	}
+	if got := n.holders(t, a, keys, directory.Holder{Boot: a, Epoch: last}); got != 10 {
+		t.Errorf("%d of 10 hints of the last epoch", got)
+	}
+	// Beyond what is kept in so short a time, earlier hints are void nevertheless.
+	for epoch := range uint64(2 * maxEpochs) {
+		n.announce(t, a, last+1+epoch, keys)
+	}
+	if got := n.holders(t, a, keys); got != 10 {
+		t.Errorf("%d of 10 pages have no holder", got)
+	}
 }
 
 // TestFloods: the table is bounded, one that floods it leaves others half of each bucket, and one

@@ -40,6 +40,8 @@ type hints struct {
 	holders []holder     // holder i+1 of hints
 	current map[transfer.Boot]uint16
 	used    int
+	swept   bool
+	sweptAt uint16 // tick of the last sweep
 }
 
 // holder is a process in one epoch.
@@ -70,18 +72,22 @@ func (t *hints) live(h *hint, now uint16) bool {
 	return h.holder != 0 && now-h.at <= t.ttl && !t.holders[h.holder-1].over
 }
 
-// holder returns the number of a process in an epoch; 0: the epoch is over, or there are too many.
+// holder returns the number of a process in an epoch; 0: the epoch is over, or there are too many. A
+// later epoch always ends the earlier ones, whether or not it gets a number.
 func (t *hints) holder(h directory.Holder, now uint16) uint16 {
 	n := t.current[h.Boot]
 	if n != 0 {
-		switch cur := &t.holders[n-1]; {
-		case cur.Epoch == h.Epoch:
+		cur := &t.holders[n-1]
+		if cur.Epoch > h.Epoch {
+			return 0
+		}
+		if cur.Epoch == h.Epoch && !cur.over {
 			cur.seen = now
 			return n
-		case cur.Epoch > h.Epoch || t.epochs(h.Boot, now) >= maxEpochs:
+		}
+		cur.Epoch, cur.over = h.Epoch, true
+		if t.epochs(h.Boot, now) >= maxEpochs && !t.sweep(now) {
 			return 0
-		default:
-			cur.over = true
 		}
 	}
 	n = t.freeHolder(now)
@@ -91,6 +97,28 @@ func (t *hints) holder(h directory.Holder, now uint16) uint16 {
 	t.holders[n-1] = holder{Holder: h, seen: now}
 	t.current[h.Boot] = n
 	return n
+}
+
+// sweep frees the numbers of all epochs that are over, with their hints. It passes over the whole
+// table, so it does that once in a tick at most: false.
+func (t *hints) sweep(now uint16) bool {
+	if t.swept && t.sweptAt == now {
+		return false
+	}
+	t.swept, t.sweptAt = true, now
+	all := t.array.Elems()
+	for i := range all {
+		if h := &all[i]; h.holder != 0 && t.holders[h.holder-1].over {
+			*h = hint{}
+			t.used--
+		}
+	}
+	for i := range t.holders {
+		if h := &t.holders[i]; h.over {
+			h.seen = now - t.ttl - 1
+		}
+	}
+	return true
 }
 
 // epochs counts the numbers that a process has.

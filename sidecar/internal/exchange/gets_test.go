@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package exchange
+
+import (
+	"bytes"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/control/engines"
+	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/store"
+	"github.com/kvspray/kvspray/store/page"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// TestGetsOfOnePage: a get of a page that another get is fetching waits for it.
+func TestGetsOfOnePage(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, n := newCable(t, 2)
+		a, b := n[0], n[1]
+		a.put(1)
+		c.hint(a.boot, 1)
+		c.stuck = true
+		first := b.start(1)
+		synctest.Wait()
+		second, err := b.space.Get(keysOf(1), b.pool, []uint32{1})
+		if err != nil {
+			t.Fatal(err)
+		}
+		synctest.Wait()
+		for _, x := range b.expects {
+			c.move(b, x)
+		}
+		for i, batch := range []*store.Batch{first, second} {
+			<-batch.Done()
+			if r := batch.Results()[0]; r.Outcome != store.Hit ||
+				!bytes.Equal(b.blocks[i*pageBytes:][:pageBytes], contentOf(1)) {
+				t.Errorf("get %d: %+v", i, r)
+			}
+		}
+	})
+}
+
+// TestShareOfLessThanASlot: room that is too small for a page is given back.
+func TestShareOfLessThanASlot(t *testing.T) {
+	_, n := newCable(t, 2)
+	used := n[0].take(n[1].boot, n[0].store.Region().Size()/peerShare-unit)
+	id := namespace.ID()
+	m := &peerv1.PageRequest{Space: id[:], PageBytes: pageBytes, DeadlineMs: 10_000}
+	for _, k := range keysOf(1, 2) {
+		m.Keys = append(m.Keys, k[:]...)
+	}
+	n[0].serve(&request{n[1].boot, m, time.Now()})
+	n[0].mu.Lock()
+	defer n[0].mu.Unlock()
+	if p := n[0].peers[n[1].boot]; p.served != used || n[0].served != used {
+		t.Errorf("%d and %d bytes are counted, of %d", p.served, n[0].served, used)
+	}
+}
+
+// TestRenewWithoutPages: hints of an earlier epoch are not followed, though the holder has nothing
+// to announce, also by a peer that comes later.
+func TestRenewWithoutPages(t *testing.T) {
+	c, n := newCable(t, 2)
+	c.hint(n[0].boot, 1)
+	void := func(x *node) bool {
+		found := page.NewBitmap(1)
+		x.Find(keysOf(1), found)
+		return found.Count() == 0
+	}
+	if void(n[1]) {
+		t.Fatal("a hint is not followed")
+	}
+	n[0].Renew()
+	until(t, func() bool { return void(n[1]) })
+	late := c.add(transfer.Boot{3})
+	late.PeerUp(n[0].boot, "n", "", []string{Feature})
+	n[0].PeerUp(late.boot, "n", "", []string{Feature})
+	until(t, func() bool { return void(late) })
+}
+
+// TestStopDuringAnOffer: a lease that would begin after the worker has gone fails at once, at both
+// sides.
+func TestStopDuringAnOffer(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, n := newCable(t, 2)
+		a, b := n[0], n[1]
+		a.put(1)
+		j := &job{x: b.Exchange, slots: []mem.Block{{Len: 2 * unit}}}
+		if err := b.Stop(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		began := time.Now()
+		m := &peerv1.PageOffer{Xfer: make([]byte, len(transfer.XferID{})),
+			Hash: make([]byte, len(transfer.PrefixHash{}))}
+		end, ended := j.receive(t.Context(), b.peers[a.boot], m, []int{0})
+		if took := time.Since(began); !ended || end.Status == engines.StatusOK || took != 0 {
+			t.Errorf("%+v, %v after %v", end, ended, took)
+		}
+		staged, err := a.store.Stage(namespace.ID(), pageBytes, keysOf(1))
+		if err != nil {
+			t.Fatal(err)
+		}
+		taken := a.take(b.boot, 2*unit)
+		if err := a.Stop(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		m = &peerv1.PageOffer{Found: make([]byte, 1)}
+		if id := a.offer(b.boot, m, staged, taken, time.Second); id != 0 || m.Found[0] != 0 ||
+			a.served != 0 || len(c.nodes[a.boot].intents) != 0 {
+			t.Errorf("lease %d, %d bytes are counted", id, a.served)
+		}
+	})
+}
