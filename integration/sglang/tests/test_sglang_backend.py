@@ -378,6 +378,49 @@ def test_replaced_weights(
     assert after.batch_set_v1(KEYS[:1], pool.indices(0)) == [True]
 
 
+NEW_UPDATES = (
+    "update_weights_from_disk", "update_weights_from_tensor", "update_weights_from_ipc",
+    "begin_weight_update", "receive_weights_from_distributed", "load_weights_from_distributed",
+    "end_weight_update",
+)  # fmt: skip
+OLD_UPDATES = (*NEW_UPDATES[:3], "update_weights_from_distributed")
+
+
+@pytest.mark.parametrize(
+    ("updater", "method"),
+    [
+        *((fake.WeightUpdater, m) for m in NEW_UPDATES),
+        *((fake.OldWeightUpdater, m) for m in OLD_UPDATES),
+    ],
+)
+def test_each_way_to_replace_weights_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, updater: Any, method: str
+) -> None:
+    monkeypatch.setattr(names, "_replaced", [0])
+    monkeypatch.setattr(sys.modules[names._UPDATER], "WeightUpdater", updater)
+    weights = names.Weights(Settings.parse(EXTRA), fake.server_args, logging.getLogger())
+    assert weights.current
+    args = () if method == "begin_weight_update" else ("given",)
+    assert getattr(updater(), method)(*args) == (args[0] if args else "begun")
+    assert not weights.current
+
+
+def test_an_unknown_way_to_replace_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> None:
+        with pytest.raises(ValueError, match=r"replaces weights is not known.*nothing is stored"):
+            KvsprayHiCache(fake.Config(EXTRA), {})
+
+    module = sys.modules[names._UPDATER]
+    with monkeypatch.context() as m:
+        m.setattr(module, "WeightUpdater", type("WeightUpdater", (), {"swap": None}))
+        refused()
+    with monkeypatch.context() as m:
+        m.delattr(module, "WeightUpdater")
+        refused()
+    monkeypatch.setitem(sys.modules, names._UPDATER, None)  # an import of it fails
+    refused()
+
+
 def test_what_is_refused(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for extra, want in (
         ({"sockets": "x"}, r"'sockets'.*did you mean 'socket'"),

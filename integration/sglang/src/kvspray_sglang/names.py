@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import json
 import logging
 import secrets
@@ -33,6 +34,11 @@ _ARGUMENTS = (
 # by heads, or may be: a key without the rank would mix up their shards.
 _REPLICATED = ("kv", "indexer", "deepseek_v4_")
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
+# How the names of its methods that change weights begin. Until 0.5.17 each of them does all of it;
+# in 0.5.23 some receive and load weights between the beginning and the end of a session.
+_REPLACING = (
+    "update_weights", "receive_weights", "load_weights", "begin_weight_update", "end_weight_update",
+)  # fmt: skip
 
 
 def server_args() -> Any:
@@ -86,11 +92,22 @@ _replaced = [0]  # how often SGLang has begun to replace the weights of this pro
 
 
 def _watch() -> None:
-    """Notices calls of the methods with which SGLang replaces weights."""
-    updater = getattr(sys.modules.get(_UPDATER), "WeightUpdater", None)
-    for name in dir(updater) if updater else ():
+    """Notices calls of the methods with which SGLang replaces weights. Refuses an SGLang that does
+    not have them where they are looked for: it could replace its weights unnoticed."""
+    try:
+        updater = importlib.import_module(_UPDATER).WeightUpdater
+    except (ImportError, AttributeError):
+        updater = None
+    methods = [n for n in dir(updater) if n.startswith(_REPLACING)]
+    if not methods:
+        raise ValueError(
+            f"kvspray: the way in which this release of SGLang replaces weights is not known (no "
+            f"WeightUpdater with update_weights_... in {_UPDATER}), so nothing is stored or found; "
+            "use 0.5.23, or start without this storage backend"
+        )
+    for name in methods:
         method = getattr(updater, name)
-        if name.startswith("update_weights_from_") and not hasattr(method, "_kvspray"):
+        if not hasattr(method, "_kvspray"):
             setattr(updater, name, _counted(method))
 
 
