@@ -205,7 +205,6 @@ def install() -> None:
             "get_memory": lambda: memory_config,
         },
         "sglang.srt.mem_cache": {},
-        "sglang.srt.mem_cache.utils": {"storage_namespace_seed": None},
         "sglang.srt.mem_cache.hicache_storage": storage,
         "sglang.srt.mem_cache.pool_host": {},
         "sglang.srt.mem_cache.pool_host.common": {"HostTensorAllocator": HostTensorAllocator},

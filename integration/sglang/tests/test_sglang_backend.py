@@ -436,10 +436,13 @@ def test_what_is_refused(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
             KvsprayHiCache(fake.Config({**EXTRA, **extra}), {})
     with pytest.raises(ValueError, match="tp_lcm_size"):
         KvsprayHiCache(fake.Config(EXTRA, should_split_heads=True), {})
-    monkeypatch.setattr(fake.server_args, "enable_lora", True)
-    monkeypatch.delattr(sys.modules["sglang.srt.mem_cache.utils"], "storage_namespace_seed")
-    with pytest.raises(ValueError, match="LoRA"):
-        KvsprayHiCache(fake.Config(EXTRA), {})
+    for version in ("0.5.17", fake.VERSION):
+        for name, value in (("enable_lora", True), ("lora_paths", ["math=/adapters/math"])):
+            with monkeypatch.context() as m:
+                m.setattr(sys.modules["sglang"], "__version__", version)
+                m.setattr(fake.server_args, name, value)
+                with pytest.raises(ValueError, match=f"{name} is set.*start without LoRA"):
+                    KvsprayHiCache(fake.Config(EXTRA), {})
 
 
 def test_memory_is_mapped_only_for_this_backend(

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the bytes of a page depend on besides its tokens: weights, ranks, versions.
 
-SGLang's storage keys hold tokens; those of 0.5.23 also a LoRA adapter and a cache_salt, those of
-0.5.17 do not. Everything else goes into the namespace here, so that pages of other engines are not
-found.
+SGLang's storage keys hold tokens; those of 0.5.23 also a cache_salt. Everything else goes into the
+namespace here, so that pages of other engines are not found.
 """
 
 from __future__ import annotations
@@ -52,16 +51,15 @@ def server_args() -> Any:
 
 
 def check_adapters(args: Any) -> None:
-    """Refuses LoRA with a release whose page hashes do not contain the adapter."""
-    from sglang.srt.mem_cache import utils
-
-    if (getattr(args, "enable_lora", None) or getattr(args, "lora_paths", None)) and not hasattr(
-        utils, "storage_namespace_seed"
-    ):
-        raise ValueError(
-            "kvspray: this release of SGLang names a page of a LoRA adapter like one of the base "
-            "model, so KV would be mixed up; upgrade to 0.5.23, or start without LoRA"
-        )
+    """Refuses LoRA: what SGLang's hash of a page has of an adapter is its name and path at most,
+    and never its content."""
+    for name in ("enable_lora", "lora_paths"):
+        if getattr(args, name, None):
+            raise ValueError(
+                f"kvspray: {name} is set, and SGLang's hash of a page does not have the content of "
+                "a LoRA adapter: KV of another adapter, or of the base model, could be used; start "
+                "without LoRA, or without this storage backend"
+            )
 
 
 class Weights:
