@@ -228,6 +228,36 @@ def test_a_pool_of_indices_only(sidecar: rig.Sidecar, make: Make) -> None:
     transfer = fake.PoolTransfer(fake.PoolName.INDEXER, side.indices(0, 1), KEYS[:2])
     assert b.batch_set_v2([transfer]) == {"indexer": [True, True]}
     assert b.batch_exists_v2(KEYS, [transfer]).kv_hit_pages == 2
+    assert b.batch_exists_v2(KEYS, []).kv_hit_pages == 0  # nothing of them is in the store
+
+
+@pytest.mark.parametrize("broken", ["kv", "indexer"])
+@pytest.mark.parametrize("error", [RuntimeError, TypeError, OSError])
+def test_a_pool_that_cannot_be_registered_turns_the_store_off(
+    sidecar: rig.Sidecar, make: Make, broken: str, error: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is not taken for a pool of indices only, whose pages would be reported as stored."""
+
+    class Broken(fake.Pool):
+        def get_page_buffer_meta(self, indices: Any) -> Any:
+            raise error("no meta")
+
+    pools = {n: (Broken if n == broken else fake.Pool)(MAPPED()) for n in ("kv", "indexer")}
+    b = make(sidecar.socket, pools["kv"], pools={"indexer": pools["indexer"]})
+    indices = pools["kv"].indices(0, 1)
+    keys = KEYS[:2]
+    transfers = [fake.PoolTransfer(fake.PoolName(n), indices, keys) for n in pools]
+    for _ in range(2):
+        assert b.batch_set_v1(keys, indices) == b.batch_get_v1(keys, indices) == [False] * 2
+        for move in (b.batch_set_v2, b.batch_get_v2):
+            assert move(transfers) == {n: [False] * 2 for n in pools}
+        assert b.batch_exists(keys) == 0 and not b.exists(keys[0]) and not b.clear()
+        for asked in ([], transfers[1:]):
+            assert b.batch_exists_v2(keys, asked).kv_hit_pages == 0
+        page = torch.zeros(8)
+        assert not b.set("t", page) and b.get("t", page) is None and not b.batch_set(keys, [page])
+    errors = [r for r in caplog.records if r.levelno >= logging.ERROR]
+    assert len(errors) == 1 and f"host pool '{broken}' (Broken) cannot be used" in caplog.text
 
 
 class Opaque(fake.Pool):
