@@ -88,9 +88,40 @@ class Config:
     should_split_heads: bool = False
 
 
-class WeightUpdater:
+class _WeightUpdater:
+    """What the releases have in common."""
+
     def update_weights_from_disk(self, path: str) -> str:
         return path
+
+    def update_weights_from_tensor(self, named_tensors: Any) -> Any:
+        return named_tensors
+
+    def update_weights_from_ipc(self, recv_req: Any) -> Any:
+        return recv_req
+
+
+class WeightUpdater(_WeightUpdater):
+    """Of 0.5.23."""
+
+    def begin_weight_update(self) -> str:
+        return "begun"
+
+    def receive_weights_from_distributed(self, names: Any) -> Any:
+        return names
+
+    def load_weights_from_distributed(self, named_tensors: Any) -> Any:
+        return named_tensors
+
+    def end_weight_update(self, run_post_load: bool) -> bool:
+        return run_post_load
+
+
+class OldWeightUpdater(_WeightUpdater):
+    """Of 0.5.17."""
+
+    def update_weights_from_distributed(self, names: Any) -> Any:
+        return names
 
 
 class HostTensorAllocator:
@@ -174,12 +205,13 @@ def install() -> None:
             "get_memory": lambda: memory_config,
         },
         "sglang.srt.mem_cache": {},
-        "sglang.srt.mem_cache.utils": {"storage_namespace_seed": None},
         "sglang.srt.mem_cache.hicache_storage": storage,
         "sglang.srt.mem_cache.pool_host": {},
         "sglang.srt.mem_cache.pool_host.common": {"HostTensorAllocator": HostTensorAllocator},
         "sglang.srt.observability": {},
         "sglang.srt.observability.metrics_collector": {"StorageMetrics": StorageMetrics},
+        "sglang.srt.model_executor": {},
+        "sglang.srt.model_executor.model_runner_components": {},
         "sglang.srt.model_executor.model_runner_components.weight_updater": {
             "WeightUpdater": WeightUpdater
         },

@@ -228,6 +228,36 @@ def test_a_pool_of_indices_only(sidecar: rig.Sidecar, make: Make) -> None:
     transfer = fake.PoolTransfer(fake.PoolName.INDEXER, side.indices(0, 1), KEYS[:2])
     assert b.batch_set_v2([transfer]) == {"indexer": [True, True]}
     assert b.batch_exists_v2(KEYS, [transfer]).kv_hit_pages == 2
+    assert b.batch_exists_v2(KEYS, []).kv_hit_pages == 0  # nothing of them is in the store
+
+
+@pytest.mark.parametrize("broken", ["kv", "indexer"])
+@pytest.mark.parametrize("error", [RuntimeError, TypeError, OSError])
+def test_a_pool_that_cannot_be_registered_turns_the_store_off(
+    sidecar: rig.Sidecar, make: Make, broken: str, error: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is not taken for a pool of indices only, whose pages would be reported as stored."""
+
+    class Broken(fake.Pool):
+        def get_page_buffer_meta(self, indices: Any) -> Any:
+            raise error("no meta")
+
+    pools = {n: (Broken if n == broken else fake.Pool)(MAPPED()) for n in ("kv", "indexer")}
+    b = make(sidecar.socket, pools["kv"], pools={"indexer": pools["indexer"]})
+    indices = pools["kv"].indices(0, 1)
+    keys = KEYS[:2]
+    transfers = [fake.PoolTransfer(fake.PoolName(n), indices, keys) for n in pools]
+    for _ in range(2):
+        assert b.batch_set_v1(keys, indices) == b.batch_get_v1(keys, indices) == [False] * 2
+        for move in (b.batch_set_v2, b.batch_get_v2):
+            assert move(transfers) == {n: [False] * 2 for n in pools}
+        assert b.batch_exists(keys) == 0 and not b.exists(keys[0]) and not b.clear()
+        for asked in ([], transfers[1:]):
+            assert b.batch_exists_v2(keys, asked).kv_hit_pages == 0
+        page = torch.zeros(8)
+        assert not b.set("t", page) and b.get("t", page) is None and not b.batch_set(keys, [page])
+    errors = [r for r in caplog.records if r.levelno >= logging.ERROR]
+    assert len(errors) == 1 and f"host pool '{broken}' (Broken) cannot be used" in caplog.text
 
 
 class Opaque(fake.Pool):
@@ -378,6 +408,49 @@ def test_replaced_weights(
     assert after.batch_set_v1(KEYS[:1], pool.indices(0)) == [True]
 
 
+NEW_UPDATES = (
+    "update_weights_from_disk", "update_weights_from_tensor", "update_weights_from_ipc",
+    "begin_weight_update", "receive_weights_from_distributed", "load_weights_from_distributed",
+    "end_weight_update",
+)  # fmt: skip
+OLD_UPDATES = (*NEW_UPDATES[:3], "update_weights_from_distributed")
+
+
+@pytest.mark.parametrize(
+    ("updater", "method"),
+    [
+        *((fake.WeightUpdater, m) for m in NEW_UPDATES),
+        *((fake.OldWeightUpdater, m) for m in OLD_UPDATES),
+    ],
+)
+def test_each_way_to_replace_weights_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, updater: Any, method: str
+) -> None:
+    monkeypatch.setattr(names, "_replaced", [0])
+    monkeypatch.setattr(sys.modules[names._UPDATER], "WeightUpdater", updater)
+    weights = names.Weights(Settings.parse(EXTRA), fake.server_args, logging.getLogger())
+    assert weights.current
+    args = () if method == "begin_weight_update" else ("given",)
+    assert getattr(updater(), method)(*args) == (args[0] if args else "begun")
+    assert not weights.current
+
+
+def test_an_unknown_way_to_replace_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> None:
+        with pytest.raises(ValueError, match=r"replaces weights is not known.*nothing is stored"):
+            KvsprayHiCache(fake.Config(EXTRA), {})
+
+    module = sys.modules[names._UPDATER]
+    with monkeypatch.context() as m:
+        m.setattr(module, "WeightUpdater", type("WeightUpdater", (), {"swap": None}))
+        refused()
+    with monkeypatch.context() as m:
+        m.delattr(module, "WeightUpdater")
+        refused()
+    monkeypatch.setitem(sys.modules, names._UPDATER, None)  # an import of it fails
+    refused()
+
+
 def test_what_is_refused(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for extra, want in (
         ({"sockets": "x"}, r"'sockets'.*did you mean 'socket'"),
@@ -393,10 +466,13 @@ def test_what_is_refused(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
             KvsprayHiCache(fake.Config({**EXTRA, **extra}), {})
     with pytest.raises(ValueError, match="tp_lcm_size"):
         KvsprayHiCache(fake.Config(EXTRA, should_split_heads=True), {})
-    monkeypatch.setattr(fake.server_args, "enable_lora", True)
-    monkeypatch.delattr(sys.modules["sglang.srt.mem_cache.utils"], "storage_namespace_seed")
-    with pytest.raises(ValueError, match="LoRA"):
-        KvsprayHiCache(fake.Config(EXTRA), {})
+    for version in ("0.5.17", fake.VERSION):
+        for name, value in (("enable_lora", True), ("lora_paths", ["math=/adapters/math"])):
+            with monkeypatch.context() as m:
+                m.setattr(sys.modules["sglang"], "__version__", version)
+                m.setattr(fake.server_args, name, value)
+                with pytest.raises(ValueError, match=f"{name} is set.*start without LoRA"):
+                    KvsprayHiCache(fake.Config(EXTRA), {})
 
 
 def test_memory_is_mapped_only_for_this_backend(

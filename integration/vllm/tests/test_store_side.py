@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import store_fakes
 from fakes import prefill_first
 from store_fakes import PAGE, Vllm, hash_of
 
@@ -142,6 +143,27 @@ def test_pages_that_are_gone_when_they_are_loaded_are_computed_and_put_again(v: 
     assert r.num_computed_tokens and v.check() == before
     # From the page that was missing on; those behind it were there.
     assert stats(v) == {"put/stored": before + 1, "put/existed": before - 2, "get/memory": 6, "get/miss": 1, "none": 1, "found": 1}
+
+
+@pytest.mark.parametrize("byte", [0, 12, 15 | 1 << 4])
+def test_a_page_whose_outcome_is_not_known_is_computed(v: Vllm, byte: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not reached, or an outcome of a later release."""
+    v.run("a", PROMPT)
+    before = puts(v)
+    v.pool.clear()
+    v.add("b", PROMPT)
+    v.queue.append(v.schedule())
+    del v.store.pages[0][("w0", hash_of(PROMPT[: 3 * PAGE]))]
+    monkeypatch.setattr(store_fakes, "MISS", byte)
+    v.drain()
+    assert v.check() == before, "it is put again"
+    assert stats(v)["get/unknown"] == 1
+
+
+def test_the_tier_of_a_hit_is_a_label_and_nothing_else() -> None:
+    hits = [1 | tier << 4 for tier in range(8)]
+    assert [shim.page_outcome(h) for h in hits[:5]] == ["unknown", "memory", "disk", "object", "peer"]
+    assert shim.leading_hits(bytes(hits)) == 8 and shim.leading_hits(bytes([1, 0x11, 0, 1])) == 2
 
 
 def test_blocks_stay_until_every_rank_has_ended_its_put() -> None:

@@ -54,6 +54,9 @@ def _safe(default: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callabl
         def call(self: KvsprayHiCache, *args: Any, **kwargs: Any) -> Any:
             try:
                 return method(self, *args, **kwargs)
+            except PoolError as err:  # its text is one for all methods
+                self._complain(str(err))
+                return default(*args, **kwargs)
             except Exception as err:
                 self._complain(f"{method.__name__}: {type(err).__name__}: {err}")
                 return default(*args, **kwargs)
@@ -95,6 +98,8 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
         self._copied: dict[str, CopiedPool] = {}
         self._copies: Copies | None = None
         self._spaces: dict[str, Space] = {}
+        self._indices_only = False  # the anchor: SGLang's first pool has no pages of its own
+        self._refused = ""  # why a pool could not be registered
         self._started = False
         self._said: set[str] = set()
         self._samples: dict[str, collections.deque[float]] = {
@@ -104,23 +109,33 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
 
     # -- pools
 
-    @_safe(lambda *_: None)
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         super().register_mem_pool_host(mem_pool_host)
-        self._add(_KV, mem_pool_host)
+        self._register(_KV, mem_pool_host)
 
-    @_safe(lambda *_: None)
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        self._add(str(host_pool_name), host_pool)
+        self._register(str(host_pool_name), host_pool)
 
     @_safe(lambda *_: None)
     def on_host_pools_registered(self) -> None:
         self._start()
 
+    def _register(self, name: str, host: Any) -> None:
+        """A prompt's pages are in several pools, so none is used without all of them."""
+        try:
+            self._add(name, host)
+        except Exception as err:
+            self._refused = (
+                f"host pool {name!r} ({type(host).__name__}) cannot be used, so nothing is stored "
+                f"or found: {type(err).__name__}: {err}"
+            )
+            self._complain(self._refused)
+
     def _add(self, name: str, host: Any) -> None:
-        if getattr(host, "kv_buffer", None) is None and name == _KV:
-            return  # a pool of indices only: its pages are in other pools
+        if name == _KV and hasattr(host, "kv_buffer") and host.kv_buffer is None:
+            self._indices_only = True  # its pages are in other pools
+            return
         with self._lock:
             if name in self._pools or name in self._copied:
                 return
@@ -137,14 +152,20 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
                 self._link.start()
                 self._started = True
 
-    def _space(self, name: str) -> Space:
-        """The part of the store that a pool's pages are in."""
+    def _check(self) -> None:
+        """Raises where nothing may be stored or found."""
         self._start()
+        if self._refused:
+            raise PoolError(self._refused)
         if not self._weights.current:
             raise PoolError(
                 "SGLang has replaced its weights, and nothing is stored or found any more; detach "
                 "the storage backend and attach it again with weights in its extra config"
             )
+
+    def _space(self, name: str) -> Space:
+        """The part of the store that a pool's pages are in."""
+        self._check()
         copied = self._copied.get(name)
         if copied is not None:
             return self._copier().space(name, copied.host.get_dummy_flat_data_page())
@@ -166,8 +187,9 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
 
     @property
     def _logical(self) -> bool:
-        """SGLang's first pool has indices only."""
-        return _KV not in self._pools and _KV not in self._copied
+        """SGLang's first pool has indices only. Raises where nothing may be stored or found."""
+        self._check()
+        return self._indices_only
 
     # -- which pages are there
 
@@ -191,7 +213,7 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
         pools = ([] if self._logical else [_KV]) + [str(t.name) for t in transfers]
         flags = self._link.exists([(self._space(p), hashes) for p in pools])
         found = dict(zip(pools, flags, strict=True))
-        kv = len(keys) if self._logical else _leading(found[_KV])
+        kv = _leading(found[_KV]) if _KV in found else len(keys) if found else 0
         hits: dict[Any, int] = {upstream.PoolName.KV: kv} if kv else {}
         usable = set(range(1, kv + 1))  # lengths of prefixes
         for t in transfers:
@@ -298,8 +320,9 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[Any]:
         out: list[Any] = [None] * len(keys)
-        if not keys or not target_locations or not self._ready():
+        if not keys or not target_locations:
             return out
+        self._check()
         for positions in _alike(target_locations):
             hashes = [page_hash(keys[i]) for i in positions]
             into = [target_locations[i] for i in positions]
@@ -318,17 +341,14 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
         target_sizes: Any = None,
     ) -> bool:
         pages = values if values is not None else target_locations
-        if not keys or not pages or not self._ready():
+        if not keys or not pages:
             return not keys
+        self._check()
         for at in _alike(pages):
             hashes = [page_hash(keys[i]) for i in at]
             if not all(self._copier().put(_TENSORS, hashes, [pages[i] for i in at])):
                 return False
         return True
-
-    def _ready(self) -> bool:
-        self._start()
-        return self._weights.current
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
         return self.batch_get([key], None if target_location is None else [target_location])[0]
@@ -358,6 +378,7 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
     @_safe(lambda *_: False)
     def clear(self) -> bool:
         """Forgets all pages of this rank's namespaces."""
+        self._check()
         spaces = [self._space(name) for name in (*self._pools, *self._copied)]
         return all([self._link.remove(s) for s in (*spaces, *self._tensor_spaces())])
 

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the bytes of a page depend on besides its tokens: weights, ranks, versions.
 
-SGLang's storage keys hold tokens; those of 0.5.23 also a LoRA adapter and a cache_salt, those of
-0.5.17 do not. Everything else goes into the namespace here, so that pages of other engines are not
-found.
+SGLang's storage keys hold tokens; those of 0.5.23 also a cache_salt. Everything else goes into the
+namespace here, so that pages of other engines are not found.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import json
 import logging
 import secrets
@@ -33,6 +33,11 @@ _ARGUMENTS = (
 # by heads, or may be: a key without the rank would mix up their shards.
 _REPLICATED = ("kv", "indexer", "deepseek_v4_")
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
+# How the names of its methods that change weights begin. Until 0.5.17 each of them does all of it;
+# in 0.5.23 some receive and load weights between the beginning and the end of a session.
+_REPLACING = (
+    "update_weights", "receive_weights", "load_weights", "begin_weight_update", "end_weight_update",
+)  # fmt: skip
 
 
 def server_args() -> Any:
@@ -46,16 +51,15 @@ def server_args() -> Any:
 
 
 def check_adapters(args: Any) -> None:
-    """Refuses LoRA with a release whose page hashes do not contain the adapter."""
-    from sglang.srt.mem_cache import utils
-
-    if (getattr(args, "enable_lora", None) or getattr(args, "lora_paths", None)) and not hasattr(
-        utils, "storage_namespace_seed"
-    ):
-        raise ValueError(
-            "kvspray: this release of SGLang names a page of a LoRA adapter like one of the base "
-            "model, so KV would be mixed up; upgrade to 0.5.23, or start without LoRA"
-        )
+    """Refuses LoRA: what SGLang's hash of a page has of an adapter is its name and path at most,
+    and never its content."""
+    for name in ("enable_lora", "lora_paths"):
+        if getattr(args, name, None):
+            raise ValueError(
+                f"kvspray: {name} is set, and SGLang's hash of a page does not have the content of "
+                "a LoRA adapter: KV of another adapter, or of the base model, could be used; start "
+                "without LoRA, or without this storage backend"
+            )
 
 
 class Weights:
@@ -86,11 +90,22 @@ _replaced = [0]  # how often SGLang has begun to replace the weights of this pro
 
 
 def _watch() -> None:
-    """Notices calls of the methods with which SGLang replaces weights."""
-    updater = getattr(sys.modules.get(_UPDATER), "WeightUpdater", None)
-    for name in dir(updater) if updater else ():
+    """Notices calls of the methods with which SGLang replaces weights. Refuses an SGLang that does
+    not have them where they are looked for: it could replace its weights unnoticed."""
+    try:
+        updater = importlib.import_module(_UPDATER).WeightUpdater
+    except (ImportError, AttributeError):
+        updater = None
+    methods = [n for n in dir(updater) if n.startswith(_REPLACING)]
+    if not methods:
+        raise ValueError(
+            f"kvspray: the way in which this release of SGLang replaces weights is not known (no "
+            f"WeightUpdater with update_weights_... in {_UPDATER}), so nothing is stored or found; "
+            "use 0.5.23, or start without this storage backend"
+        )
+    for name in methods:
         method = getattr(updater, name)
-        if name.startswith("update_weights_from_") and not hasattr(method, "_kvspray"):
+        if not hasattr(method, "_kvspray"):
             setattr(updater, name, _counted(method))
 
 

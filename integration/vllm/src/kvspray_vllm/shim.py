@@ -27,9 +27,10 @@ DEFAULT_MATCH_TIMEOUT_MS = 10_000  # before a sidecar has sent its own
 
 STATUS_NAMES = ("ok", "failed", "cancelled", "expired", "refused", "lost")
 
-# Outcomes of a page, of docs/protocol-store.md, and the tiers that a hit comes from.
+# Labels of metrics: outcomes of a page, of docs/protocol-store.md, and the tiers of a hit. Both have
+# "unknown": whether a page is there is decided by PageResult, never by a label.
 PAGE_NAMES = ("unknown", "hit", "miss", "stored", "existed", "busy", "full", "damaged", "canceled", "failed")
-TIER_NAMES = ("unknown", "memory", "disk", "object")
+TIER_NAMES = ("unknown", "memory", "disk", "object", "peer")
 
 
 def status_name(status: int) -> str:
@@ -51,8 +52,13 @@ class Ended:
     pages: builtins.bytes = b""  # of pages of the store: a byte for each
 
 
+def leading_hits(pages: bytes) -> int:
+    """Pages before the first one that the block does not have."""
+    return next((i for i, byte in enumerate(pages) if not PageResult.of(byte).hit), len(pages))
+
+
 def page_outcome(byte: int) -> str:
-    """The outcome of one page; of a hit, the tier that it came from."""
+    """The label of one page's outcome; of a hit, that of the tier that it came from."""
     page = PageResult.of(byte)
     if page.hit:
         return TIER_NAMES[page.tier] if page.tier < len(TIER_NAMES) else TIER_NAMES[0]

@@ -416,7 +416,7 @@ class WorkerSide:
         """A load from the store. Pages behind the first one that is not there are of no use."""
         pages = load.expect.pages
         outcomes = count(self._stats, "get", end, len(pages))
-        hits = next((i for i, o in enumerate(outcomes) if o not in shim.TIER_NAMES), len(outcomes))
+        hits = shim.leading_hits(end.pages) if outcomes else 0
         if hits < len(pages):
             self._landed.lacked.add(req)
             reason = end.reason or (f"page {hits} of {len(pages)}: {outcomes[hits]}" if outcomes else "")
