@@ -134,6 +134,7 @@ def test_no_call_holds_the_interpreters_lock(gated: tuple[ModuleType, Gate], tmp
             with contextlib.suppress(kvspray.KvsprayError):
                 w.gpu_region(address, 4096)
 
+        whole, added = region(), region()
         waits = {
             "WorkerClient()": client,
             "SchedulerClient()": lambda: stack.enter_context(kvspray.SchedulerClient(tmp_path / "s.sock", engine=ENGINE)),
@@ -142,6 +143,8 @@ def test_no_call_holds_the_interpreters_lock(gated: tuple[ModuleType, Gate], tmp
             "adopt_region": lambda: w.adopt_region(address, ADOPTED_BYTES, allow_small=True),
             "process_region": lambda: w.process_region(address, 4096),
             "gpu_region": no_gpu,
+            "add_regions": lambda: lonely.add_regions([added]),
+            "drop_regions": lambda: lonely.drop_regions([added], 0.01),
             "register": lambda: fresh.register([cache], layout()),
             "connected": lambda: w.connected,
             "wait_connected": lambda: lonely.wait_connected(0.01),
@@ -186,6 +189,7 @@ def test_no_call_holds_the_interpreters_lock(gated: tuple[ModuleType, Gate], tmp
             "kvs_flags": lambda: _lib.lib.kvs_flags(w._h, ctypes.byref(ctypes.c_uint64())),
             "kvs_deadlines": lambda: _lib.fast.kvs_deadlines(w._h),
             "kvs_strerror": lambda: _lib.strerror(-1),
+            "Region.part": lambda: stack.callback(whole.part(0, 4096).close),
         }
         assert {name: gate.turns(call) for name, call in at_once.items()} == dict.fromkeys(at_once, 0)
 
