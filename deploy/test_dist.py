@@ -78,8 +78,8 @@ class Tests:
         start = time.monotonic()
         subprocess.run([sys.executable, "-m", "venv", self.venv], check=True)
         self.run(self.venv / "bin/python", "-m", "pip", "install", "-q", "--disable-pip-version-check", "--find-links", self.made,
-                 f"kvspray[vllm]=={python_version(self.version)}")  # fmt: skip
-        for module in ("kvspray", "kvspray_vllm"):
+                 f"kvspray[vllm,sglang]=={python_version(self.version)}")  # fmt: skip
+        for module in ("kvspray", "kvspray_vllm", "kvspray_sglang"):
             there = self.run(self.venv / "bin/python", "-c", f"import {module}; print({module}.__version__)").strip()
             if there != python_version(self.version):
                 raise Failed(f"{module}.__version__ is {there}, want {python_version(self.version)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 import runpy
 import shutil
 import subprocess
@@ -61,3 +62,21 @@ def test_versions_of_packages_follow_git_describe() -> None:
     for wrong in ("1.2.3", "v1.2", "devel", ""):
         with pytest.raises(dist["Failed"], match="neither a tag"):
             dist["python_version"](wrong)
+
+
+def test_all_packages_of_a_release_have_its_version(tmp_path: pathlib.Path) -> None:
+    """An extra of kvspray wants the same version of a plug-in."""
+    dist = runpy.run_path(str(ROOT / "deploy" / "dist.py"))["Dist"]
+    dist.source.__globals__["WORK"] = tmp_path
+    made = dist("v1.2.3", tmp_path)
+    plugins = [f"integration/{p.parent.name}" for p in (ROOT / "integration").glob("*/pyproject.toml")]
+    assert len(plugins) == 2
+    extras = (made.source("pybind") / "pyproject.toml").read_text()
+    for part in plugins:
+        copy = made.source(part)
+        project = (copy / "pyproject.toml").read_text()
+        (name,) = re.findall(r'^name = "(.*)"$', project, re.M)
+        module = name.replace("-", "_")
+        assert f'"{name}==1.2.3"' in extras and '"kvspray==1.2.3"' in project
+        assert f'\nversion = {{ attr = "{module}.__version__" }}\n' in project and "\nversion = \"" not in project
+        assert '\n__version__ = "1.2.3"\n' in (copy / "src" / module / "__init__.py").read_text()

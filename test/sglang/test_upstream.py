@@ -32,6 +32,16 @@ DIGEST = "42eb68feaee76005858de91b41c412b4b2428a0abe939c1cd4d7254de2ddde44"
 URL = f"https://raw.githubusercontent.com/sgl-project/sglang/{COMMIT}/{FILE}"
 
 
+def keep(text: bytes, kept: pathlib.Path) -> None:
+    """Writes a download that is the file wanted, whole or not at all."""
+    got = hashlib.sha256(text).hexdigest()
+    assert got == DIGEST, f"{URL} has the SHA-256 {got}, want {DIGEST}; nothing is kept"
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as f:
+        f.write(text)
+    os.replace(f.name, kept)
+
+
 def upstream() -> Any:
     """The module, from .build if it was fetched before."""
     kept = rig.ROOT / ".build" / "sglang-upstream" / COMMIT / pathlib.Path(FILE).name
@@ -41,8 +51,7 @@ def upstream() -> Any:
                 text = answer.read(1 << 20)
         except OSError as err:
             pytest.skip(f"network: {URL}: {err}; put that file at {kept}")
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_bytes(text)
+        keep(text, kept)
     assert hashlib.sha256(kept.read_bytes()).hexdigest() == DIGEST, f"{kept} is not {URL}"
     spec = importlib.util.spec_from_file_location("sglang_upstream", kept)
     assert spec and spec.loader
@@ -54,6 +63,18 @@ def upstream() -> Any:
         m.setitem(sys.modules, "datasets", unused)
         spec.loader.exec_module(module)
     return module
+
+
+def test_only_the_file_wanted_is_kept(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "at" / "file.py"
+    with pytest.raises(AssertionError, match="nothing is kept"):
+        keep(b"an error page", kept)
+    assert not kept.parent.exists()
+    monkeypatch.setattr(sys.modules[__name__], "DIGEST", hashlib.sha256(b"it").hexdigest())
+    keep(b"it", kept)
+    assert [p.name for p in kept.parent.iterdir()] == ["file.py"] and kept.read_bytes() == b"it"
 
 
 def test_basic_backup_and_prefetch() -> None:

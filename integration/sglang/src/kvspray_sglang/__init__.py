@@ -4,3 +4,5 @@
 ``hicache`` has the backend, which SGLang loads by ``--hicache-storage-backend dynamic``. ``plugin``
 puts SGLang's host pools into memory that the sidecar can map. docs/sglang.md shows the set-up.
 """
+
+__version__ = "0.1.0.dev0"  # of a checkout; `make wheels` writes that of the tag
