@@ -94,8 +94,8 @@ func (x *Exchange) now() uint64 {
 	return x.epoch
 }
 
-// announceEpoch sends hints without pages to all peers: those of earlier epochs are void, even if no
-// page is left to announce.
+// announceEpoch sends hints without pages to all peers: those of earlier epochs are void, even if
+// no page is left to announce.
 func (x *Exchange) announceEpoch() {
 	x.mu.Lock()
 	epoch := x.epoch
