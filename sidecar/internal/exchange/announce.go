@@ -94,7 +94,7 @@ func (x *Exchange) now() uint64 {
 	return x.epoch
 }
 
-// announceEpoch sends hints without pages to all peers: those of earlier epochs are void, even where
+// announceEpoch sends hints without pages to all peers: those of earlier epochs are void, even if
 // no page is left to announce.
 func (x *Exchange) announceEpoch() {
 	x.mu.Lock()

@@ -115,3 +115,19 @@ func TestStopDuringAnOffer(t *testing.T) {
 		}
 	})
 }
+
+// TestDamagedHere: a page that was damaged here comes from a peer, and its result has the damage.
+func TestDamagedHere(t *testing.T) {
+	c, n := newCable(t, 2)
+	n[0].put(1)
+	n[1].put(1)
+	c.hint(n[0].boot, 1)
+	arena, _ := n[1].store.Region().Bytes()
+	arena[bytes.Index(arena, contentOf(1))+100] ^= 4
+	b := n[1].start(1)
+	<-b.Done()
+	want := store.Result{Outcome: store.Hit, Tier: store.Peer, Replaced: true}
+	if got := b.Results()[0]; got != want {
+		t.Errorf("%+v", got)
+	}
+}

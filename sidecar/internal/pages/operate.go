@@ -133,7 +133,8 @@ var tierNames = map[store.Tier]string{store.Memory: "memory", store.Disk: "disk"
 	store.Object: "object", store.Peer: "peer"}
 
 // Verify reads a page as a get does, which compares it with its checksum, and returns the checksum
-// of what was read. A damaged copy is reported also where another tier has replaced it. The bytes stay here: they are a tenant's text.
+// of what was read. A damaged copy is reported also where another tier has replaced it. The
+// bytes stay here: they are a tenant's text.
 func (s *Service) Verify(ctx context.Context, id, key [32]byte) (*web.StoreVerified,
 	error) {
 	if !s.verifying.TryLock() {

@@ -72,8 +72,8 @@ func (t *hints) live(h *hint, now uint16) bool {
 	return h.holder != 0 && now-h.at <= t.ttl && !t.holders[h.holder-1].over
 }
 
-// holder returns the number of a process in an epoch; 0: the epoch is over, or there are too many. A
-// later epoch always ends the earlier ones, whether or not it gets a number.
+// holder returns the number of a process in an epoch; 0: the epoch is over, or there are too many.
+// A later epoch always ends the earlier ones, whether or not it gets a number.
 func (t *hints) holder(h directory.Holder, now uint16) uint16 {
 	n := t.current[h.Boot]
 	if n != 0 {
