@@ -14,6 +14,7 @@ from store_fakes import PAGE, Vllm, hash_of
 
 from kvspray.store import Found
 from kvspray_vllm import pages, shim
+from kvspray_vllm.connector import KVSprayConnector
 from kvspray_vllm.layout import Ranks, Unsupported
 from kvspray_vllm.meta import StepMeta
 from kvspray_vllm.settings import Settings
@@ -385,6 +386,22 @@ def test_a_page_is_all_layers_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None
     different = {of(), of({**identity, "weights": "x"}), of({**identity, "rope": "x"}), of(groups=[group(dim=3)]), of(ranks=Ranks(0, 1, 1, 2)),
                  of(ranks=Ranks(0, 1, 0, 2)), of(groups=[shared])}  # fmt: skip
     assert len(different) == 7
+    with pytest.raises(Unsupported, match="the name of the weights is empty.*give set_weights a name"):
+        of({**identity, "weights": ""})
+
+
+def test_weights_without_a_name_turn_the_store_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """set_weights may get an empty name, and must not end vLLM's load."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    asked: list[Any] = []
+    saving = SimpleNamespace(set=lambda namespace, why="": asked.append((namespace, why)))
+    identity = {"weights": "", "cache_dtype": "auto", "dtype": "bfloat16"}
+    c = SimpleNamespace(_saving=saving, _regions=[object()], _vllm_config=config(), _layout={"identity": identity, "groups": [group()]}, _ranks=Ranks())
+    KVSprayConnector._open_store(c)  # type: ignore[arg-type]
+    identity["weights"] = "step-1"
+    KVSprayConnector._open_store(c)  # type: ignore[arg-type]
+    (off, why), (on, _) = asked
+    assert off is None and "name of the weights is empty" in why and why in caplog.text and on.weights == "step-1"
 
 
 def test_the_setting_is_a_boolean() -> None:

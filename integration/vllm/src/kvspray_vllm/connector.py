@@ -257,8 +257,15 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _open_store(self) -> None:
         """The store's pages are of the present weights from now on."""
-        if self._saving is not None and self._regions:
-            self._saving.set(pages.namespace_of(self._vllm_config, self._layout["identity"], self._layout["groups"], self._ranks))
+        if self._saving is None or not self._regions:
+            return
+        try:
+            namespace = pages.namespace_of(self._vllm_config, self._layout["identity"], self._layout["groups"], self._ranks)
+        except layout.Unsupported as err:  # weights that set_weights gave no name
+            logger.error("%s", err)
+            self._saving.set(None, str(err))
+        else:
+            self._saving.set(namespace)
 
     def _pages_of(self, namespace: shim.Namespace) -> shim.WorkerPages:
         assert self._worker_client is not None

@@ -80,13 +80,18 @@ def hash_seed(algorithm: str) -> str:
 
 def namespace_of(config: VllmConfig, identity: Mapping[str, str], groups: Sequence[Mapping[str, Any]], ranks: Ranks) -> Namespace:
     """Of one rank. identity: as prefill and decode compare it. groups: the layers of this rank."""
+    if not identity["weights"]:
+        raise Unsupported(
+            "kvspray: store is on, and the name of the weights is empty: pages of other weights without a name would be found; give set_weights a name, "
+            "or set weights in kv_connector_extra_config"
+        )
     (group,) = _one_table(groups)
     page = [[g["strategy"], sorted(g["params"].items()), [[layer["name"], layer["page_bytes"]] for layer in g["layers"]]] for g in groups]
     layout = {k: v for k, v in identity.items() if k != "weights"}
     text = json.dumps([layout, [ranks.tp, ranks.tp_size, ranks.pp, ranks.pp_size], page], sort_keys=True)
     algorithm = str(config.cache_config.prefix_caching_hash_algo)
     return Namespace(
-        weights=identity["weights"] or "unnamed",
+        weights=identity["weights"],
         dtype=identity["cache_dtype"] if identity["cache_dtype"] != "auto" else identity["dtype"],
         layout="vllm:" + hashlib.sha256(text.encode()).hexdigest(),
         page_tokens=group["tokens_per_block"],
