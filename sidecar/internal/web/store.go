@@ -59,7 +59,7 @@ type StoreTier struct {
 	// gets whose slowest page came from this tier, and the time that they took in all
 	Gets    uint64 `json:"gets"`
 	GetUS   uint64 `json:"get_us"`
-	Problem string `json:"problem,omitempty"` // the fault that an operator must mend
+	Problem string `json:"problem,omitempty"` // a fault that needs an operator
 }
 
 // StoreNamespace is a namespace that engines of this node have open.
