@@ -7,6 +7,8 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"log/slog"
+	"net"
 	"net/netip"
 	"slices"
 	"strings"
@@ -14,10 +16,14 @@ import (
 	"testing/synctest"
 	"time"
 
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/control/peer/hello"
 	"github.com/kvspray/kvspray/control/peer/keys"
 	"github.com/kvspray/kvspray/internal/admit"
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/transfer"
 )
 
@@ -167,6 +173,19 @@ func TestUnprovedExpire(t *testing.T) {
 			t.Error("a session that never proved itself stays")
 		}
 	})
+}
+
+// A Hello that arrives while this sidecar stops is answered as by one that has stopped. The log has
+// no refusal, because the caller is not at fault.
+func TestHelloWhileStopping(t *testing.T) {
+	var log testutil.Log
+	n, v := unstarted(t)
+	v.refused.Logger = slog.New(slog.NewTextHandler(&log, nil))
+	n.sessions.close(net.ErrClosed)
+	_, err := v.Hello(t.Context(), helloAs(n.Mesh, numbered(1), "127.0.0.1:1", 1))
+	if status.Code(err) != codes.Unavailable || strings.Contains(log.String(), "refused") {
+		t.Errorf("%v, logged: %q; want Unavailable and no line", err, log.String())
+	}
 }
 
 // unstarted is a mesh without listeners. Its clock may be that of a synctest.

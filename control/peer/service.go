@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"net"
 	"sync"
 
 	"google.golang.org/grpc/codes"
@@ -65,6 +66,8 @@ func (v *service) Hello(ctx context.Context, q *peerv1.HelloRequest) (*peerv1.He
 	switch {
 	case errors.Is(err, hello.ErrPreconnect): // normal in a large cluster
 		return nil, rpc.Refuse(ctx, rpc.RefusesPreconnect, err)
+	case errors.Is(err, net.ErrClosed): // this sidecar is stopping: the caller is not at fault
+		return nil, status.Error(codes.Unavailable, "the sidecar is stopping")
 	case err != nil:
 		v.refused.Note(slog.LevelWarn, "hello refused", "peer", boot.String(), "err", err)
 		return nil, status.Error(codes.InvalidArgument, err.Error())

@@ -291,7 +291,8 @@ func (b *Backend) acceptLoop(l *net.TCPListener, rail transport.Rail) {
 			open := v.Leave() // false: closed for another one, or a lane now
 			if err != nil {
 				_ = c.Close()
-				if open || errors.Is(err, errTooMany) {
+				// While Close runs, the error is that of its own close of the connection.
+				if b.ctx.Err() == nil && (open || errors.Is(err, errTooMany)) {
 					b.refused.Note(slog.LevelWarn, "lane refused", "rail", rail.Name, "remote",
 						c.RemoteAddr().String(), "err", err)
 				}
@@ -547,6 +548,7 @@ func wait(ctx context.Context, op string, g *transport.Guard) error {
 
 // Close ends all lanes and joins every goroutine. Not to be called from a callback.
 func (b *Backend) Close() error {
+	b.cancel()
 	b.mu.Lock()
 	b.closed = true
 	for _, r := range b.rails {
@@ -559,7 +561,6 @@ func (b *Backend) Close() error {
 		l.fail(net.ErrClosed)
 	}
 	b.mu.Unlock()
-	b.cancel()
 	b.wg.Wait()
 	return nil
 }
