@@ -166,7 +166,7 @@ func (n *Node) join(self transport.Peer) error {
 	n.copies = newCopies(n.local, n.gpus, n.metrics, n.log)
 	n.pages = &pageStore{cfg: &n.cfg.Store, gossip: n.cfg.Peer.Gossip.On(), boot: n.boot,
 		grace:  n.grace,
-		leases: n.local, registry: n.registry, log: n.log, conv: n.conv, driver: n.driver}
+		leases: n.local, registry: n.registry, log: n.log, conv: n.conv, driver: n.driver, gpus: n.gpus}
 	n.conv.pages, n.results.pages = n.pages, n.pages
 	n.events = engineEvents{Events: n.driver.Events, proc: n.proc, local: n.local, copies: n.copies,
 		pages: n.pages}

@@ -15,6 +15,7 @@ import (
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/metrics"
+	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/sidecar/internal/exchange"
 	"github.com/kvspray/kvspray/sidecar/internal/local"
 	"github.com/kvspray/kvspray/sidecar/internal/pages"
@@ -43,6 +44,7 @@ type pageStore struct {
 	boot      transfer.Boot
 	conv      *conversation
 	driver    *driver.Driver
+	gpus      *gpus // nil: switched off
 
 	store     *store.Store
 	service   *pages.Service     // nil: there is no store
@@ -59,6 +61,12 @@ func (p *pageStore) open() (err error) {
 	}
 	c := store.Config{Memory: memory.Config{Bytes: uint64(p.cfg.Memory),
 		Populate: true}, WriteBack: p.cfg.WriteBack}
+	if p.gpus != nil {
+		c.Copy = func(to, from []mem.Block) error {
+			_, err := p.gpus.copy(to, from)
+			return err
+		}
+	}
 	if len(p.cfg.Disk) > 0 {
 		c.Disk = diskConfig(p.cfg)
 	}
@@ -129,7 +137,14 @@ func (p *pageStore) close() error {
 	if p.exchange != nil { // after a failure nobody has done this yet
 		p.leave()
 	}
-	return errors.Join(p.store.Close(), p.closeDirectory())
+	arena := p.store.Region()
+	pinned := p.gpus != nil && arena.Acquire() // it stays mapped until it is unpinned
+	err := p.store.Close()
+	if pinned {
+		p.gpus.Forget([]*mem.Region{arena})
+		arena.Release()
+	}
+	return errors.Join(err, p.closeDirectory())
 }
 
 // serves returns what serves pages; nil: nothing does.

@@ -13,15 +13,46 @@ import (
 // come nearer to a copy than about half on one core, where the caches feed the copy.
 const copyPiece = 8 << 10
 
-// copyOut copies a page to its block and returns the checksum of what it copied.
-func copyOut(to []mem.Block, page []byte) (crc uint32, err error) {
-	if mem.DeviceOf(to) != nil {
-		return mem.CRC32C(0, page), mem.Scatter(to, page)
+// toDevice copies a page to its block in GPU memory. at is the page in the store's arena; its
+// region is nil where the page is in a buffer of this process.
+func (s *Store) toDevice(to []mem.Block, page []byte, at mem.Block) error {
+	if s.copy == nil || at.Region == nil {
+		return mem.Scatter(to, page)
 	}
-	return copyPart(0, to, page)
+	return eachRegion(to, at, func(block []mem.Block, at mem.Block) error {
+		return s.copy(block, []mem.Block{at})
+	})
 }
 
-// copyPart is copyOut of a part of a page to host memory. crc is the checksum of the parts before.
+// fromDevice is the reverse of toDevice.
+func (s *Store) fromDevice(page []byte, at mem.Block, from []mem.Block) error {
+	if s.copy == nil || at.Region == nil {
+		return mem.Gather(page, from)
+	}
+	return eachRegion(from, at, func(block []mem.Block, at mem.Block) error {
+		return s.copy([]mem.Block{at}, block)
+	})
+}
+
+// eachRegion calls f for each run of pieces of a block in one region, with their part of the page.
+func eachRegion(block []mem.Block, page mem.Block, f func([]mem.Block, mem.Block) error) error {
+	for len(block) > 0 {
+		n, bytes := 0, uint64(0)
+		for n < len(block) && block[n].Region == block[0].Region {
+			bytes += block[n].Len
+			n++
+		}
+		run := mem.Block{Region: page.Region, Off: page.Off, Len: bytes}
+		if err := f(block[:n], run); err != nil {
+			return err
+		}
+		block, page.Off = block[n:], page.Off+bytes
+	}
+	return nil
+}
+
+// copyPart copies a part of a page to host memory, and returns the checksum of what it copied,
+// behind that of the parts before, which is crc.
 func copyPart(crc uint32, to []mem.Block, page []byte) (uint32, error) {
 	for _, b := range to {
 		p := page[:b.Len]
@@ -60,14 +91,10 @@ func part(place []mem.Block, from, to uint64, into []mem.Block) []mem.Block {
 	return into
 }
 
-// copyIn fills a page from its block and returns the checksum of what is in the page now: the
+// copyIn fills a page from its block in host memory, and returns the checksum of what is in the page now: the
 // source may change while it is copied, and then the caller breaks its word, but the page and its
 // checksum still agree.
 func copyIn(page []byte, from []mem.Block) (crc uint32, err error) {
-	if mem.DeviceOf(from) != nil {
-		err = mem.Gather(page, from)
-		return mem.CRC32C(0, page), err
-	}
 	for _, b := range from {
 		p := page[:b.Len]
 		page = page[b.Len:]

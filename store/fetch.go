@@ -144,8 +144,10 @@ func (s *Store) fromObject(b *Batch, pages []int, w *worker) {
 	d := &delivery{b: b}
 	sp.object.Read(b.ctx, b.keysOf(pages), object.Reading{
 		Buffers: buffers,
-		Part:    func(j, from, to int) { d.part(pages[j], buffers[j], from, to) },
-		Check:   func(_ int, crc uint32) bool { return d.sum == crc },
+		Part: func(j, from, to int) {
+			d.part(pages[j], buffers[j], slots[j].Block, from, to)
+		},
+		Check: func(_ int, crc uint32) bool { return d.sum == crc },
 		End: func(j int, crc uint32, err error) {
 			r := d.r
 			if err != nil {
@@ -166,7 +168,7 @@ func (s *Store) fromObject(b *Batch, pages []int, w *worker) {
 }
 
 // delivery is a page on its way to its block: each part is copied, and added to the checksum,
-// when it has come.
+// when it has come. at is the page in the arena; region nil: it is elsewhere.
 type delivery struct {
 	b      *Batch
 	sum    uint32
@@ -175,7 +177,7 @@ type delivery struct {
 	blocks []mem.Block // of the part
 }
 
-func (d *delivery) part(i int, page []byte, from, to int) {
+func (d *delivery) part(i int, page []byte, at mem.Block, from, to int) {
 	if from == 0 {
 		d.sum, d.r = 0, Result{Outcome: Hit, Tier: Object}
 		d.place = d.b.pool.place(d.place[:0], d.b.blocks[i])
@@ -197,7 +199,7 @@ func (d *delivery) part(i int, page []byte, from, to int) {
 	default:
 		d.sum = mem.CRC32C(d.sum, page[from:to])
 		if to == len(page) {
-			err = mem.Scatter(d.place, page)
+			err = d.b.space.s.toDevice(d.place, page, at)
 		}
 	}
 	d.b.guard.Leave()

@@ -39,7 +39,8 @@ type engine struct {
 	space *Space
 	keyer *page.Keyer
 	lent  *mem.Region
-	pool  *Pool // of enginePages blocks
+	onGPU []*mem.Region // views of lent on a device
+	pool  *Pool         // of enginePages blocks
 }
 
 const enginePages = 64
@@ -68,6 +69,9 @@ func newEngine(t fatal, s *Store, name string, bytes int) *engine {
 func (e *engine) close() {
 	e.space.Close()
 	e.lent.Release()
+	for _, r := range e.onGPU {
+		r.Release()
+	}
 }
 
 func (e *engine) key(i int) page.Key {
@@ -189,13 +193,17 @@ func tiered(t fatal, sim *disktest.Sim, c Config) *Store {
 			t.Fatal(err)
 		}
 	}
-	c.Memory = memory.Config{Bytes: 256 << 10, SlabBytes: 64 << 10}
+	c.Memory = inMemoryConfig()
 	c.Workers, c.Fetchers = 4, 2
 	s, err := Open(c)
 	if err != nil {
 		t.Fatal(err)
 	}
 	return s
+}
+
+func inMemoryConfig() memory.Config {
+	return memory.Config{Bytes: 256 << 10, SlabBytes: 64 << 10}
 }
 
 func inMemory(t fatal, bytes uint64) *Store {

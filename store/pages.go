@@ -5,6 +5,7 @@ package store
 import (
 	"errors"
 
+	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/store/catalog"
 	"github.com/kvspray/kvspray/store/disk"
 	"github.com/kvspray/kvspray/store/memory"
@@ -19,7 +20,7 @@ func (s *Store) getPage(b *Batch, i int, w *worker) Result {
 	sp, k := b.space, &b.keys[i]
 	var damaged bool
 	if p, ok := s.memory.Pin(sp.number, k); ok {
-		r := s.deliver(b, i, w, p.Bytes, p.CRC, Memory)
+		r := s.deliver(b, i, w, content{p.Bytes, p.Block, p.CRC, Memory})
 		if r.Outcome != Damaged {
 			s.memory.Unpin(p)
 			return r
@@ -51,8 +52,9 @@ func (s *Store) fromDisk(b *Batch, i int, w *worker) Result {
 	}
 	// The page is compared with its checksum while it is copied, in one pass.
 	var r Result
+	var at mem.Block
 	deliver := func(page []byte, crc uint32) bool {
-		r = s.deliver(b, i, w, page, crc, Disk)
+		r = s.deliver(b, i, w, content{page, at, crc, Disk})
 		return r.Outcome == Hit || r.Outcome != Damaged && disk.Sum(page, crc)
 	}
 	p, err := s.memory.Reserve(sp.number, k, b.before(i))
@@ -66,6 +68,7 @@ func (s *Store) fromDisk(b *Batch, i int, w *worker) Result {
 		}
 		return r
 	}
+	at = p.Block
 	crc, err := s.disk.Read(sp.number, k, p.Slot, deliver)
 	if err != nil {
 		s.memory.Drop(p)
@@ -86,20 +89,35 @@ func unread(err error) Result {
 	return Result{Outcome: Failed, Err: err}
 }
 
+// content is a page that was found.
+type content struct {
+	bytes []byte
+	at    mem.Block // the same in the arena; region nil: they are elsewhere
+	crc   uint32
+	from  Tier
+}
+
 // deliver copies a page to its block, under the guard.
-func (s *Store) deliver(b *Batch, i int, w *worker, bytes []byte, crc uint32, from Tier) Result {
+func (s *Store) deliver(b *Batch, i int, w *worker, c content) Result {
 	if !b.guard.Enter() {
 		return Result{Outcome: Canceled}
 	}
-	sum, err := copyOut(w.placeOf(b, i), bytes)
-	b.guard.Leave()
+	defer b.guard.Leave()
+	to := w.placeOf(b, i)
+	var sum uint32
+	var err error
+	if mem.DeviceOf(to) == nil {
+		sum, err = copyPart(0, to, c.bytes)
+	} else if sum = mem.CRC32C(0, c.bytes); sum == c.crc {
+		err = s.toDevice(to, c.bytes, c.at)
+	}
 	switch {
 	case err != nil:
 		return Result{Outcome: Failed, Err: err}
-	case sum != crc:
+	case sum != c.crc:
 		return Result{Outcome: Damaged}
 	}
-	return Result{Outcome: Hit, Tier: from}
+	return Result{Outcome: Hit, Tier: c.from}
 }
 
 // before is the key of the page before page i in its prompt. A get names a prompt's pages in their
@@ -192,7 +210,7 @@ func (s *Store) fillDirect(b *Batch, from, to int, pages []held, w *worker) []he
 		}
 		data := buf[:padded:padded]
 		clear(data[sp.pageBytes:])
-		crc, fr := s.copyIn(b, i, w, data[:sp.pageBytes])
+		crc, fr := s.copyIn(b, i, w, data[:sp.pageBytes], mem.Block{})
 		if *r = fr; fr.Outcome == Stored {
 			pages = append(pages, held{i: i, data: data, crc: crc})
 			buf = buf[padded:]
@@ -201,13 +219,20 @@ func (s *Store) fillDirect(b *Batch, from, to int, pages []held, w *worker) []he
 	return pages
 }
 
-// copyIn copies a page from its block, under the guard.
-func (s *Store) copyIn(b *Batch, i int, w *worker, to []byte) (uint32, Result) {
+// copyIn copies a page from its block, under the guard. at is the page in the arena; region nil: it
+// is elsewhere. The checksum is that of what is in the page now.
+func (s *Store) copyIn(b *Batch, i int, w *worker, to []byte, at mem.Block) (crc uint32, _ Result) {
 	if !b.guard.Enter() {
 		return 0, Result{Outcome: Canceled}
 	}
-	crc, err := copyIn(to, w.placeOf(b, i))
-	b.guard.Leave()
+	defer b.guard.Leave()
+	from := w.placeOf(b, i)
+	var err error
+	if mem.DeviceOf(from) == nil {
+		crc, err = copyIn(to, from)
+	} else if err = s.fromDevice(to, at, from); err == nil {
+		crc = mem.CRC32C(0, to)
+	}
 	if err != nil {
 		return 0, Result{Outcome: Failed, Err: err}
 	}
@@ -251,7 +276,7 @@ func (s *Store) fill(b *Batch, i int, w *worker) (memory.Page, Result) {
 	default:
 		return memory.Page{}, Result{Outcome: Full, Err: err}
 	}
-	crc, r := s.copyIn(b, i, w, p.Bytes)
+	crc, r := s.copyIn(b, i, w, p.Bytes, p.Block)
 	if r.Outcome != Stored {
 		s.memory.Drop(p)
 		return memory.Page{}, r

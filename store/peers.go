@@ -187,7 +187,7 @@ func (in *incoming) run() (left []int) {
 func (in *incoming) landed(j int, crc uint32) bool {
 	s, b, i, p := in.s, in.b, in.pages[j], in.slots[j]
 	clear(p.Slot[len(p.Bytes):]) // what a peer sent there does not go to a disk
-	r := s.deliver(b, i, &worker{}, p.Bytes, crc, Peer)
+	r := s.deliver(b, i, &worker{}, content{p.Bytes, p.Block, crc, Peer})
 	if r.Outcome == Damaged || r.Outcome != Hit && mem.CRC32C(0, p.Bytes) != crc {
 		in.damaged[j] = true
 		return false

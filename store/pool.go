@@ -58,6 +58,11 @@ func NewPool(pieces []Piece, blocks int) (*Pool, error) {
 					fmt.Sprintf("shares bytes with pieces[%d]", j), "send pieces that are apart"}
 			}
 		}
+		if c.Region.Device() != pieces[0].Region.Device() {
+			return nil, &RequestError{fmt.Sprintf("pieces[%d]", i),
+				"lies in memory of another kind, or of another GPU, than pieces[0]",
+				"open a pool for each GPU, and one for host memory"}
+		}
 		if c.Region.ReadOnly() {
 			p.readOnly = c.Region
 		}

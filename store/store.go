@@ -38,6 +38,10 @@ type Config struct {
 	ObjectAtPut  bool           // a page goes there at its put, not only when no other tier keeps it
 	Fetchers     int            // reads of the object store at the same time; 0: 16
 
+	// Copy copies blocks, one list to the other, between the store's arena and the memory of a GPU.
+	// When it returns nothing is in flight. nil: mem.Device copies.
+	Copy func(to, from []mem.Block) error
+
 	// Peers have pages that this node's memory and disk lack. It is called once, before the store is
 	// used; nil: no other node is asked.
 	Peers func(*Store) Peers
@@ -50,6 +54,7 @@ type Store struct {
 	object    *object.Tier // nil: none
 	writeBack bool
 	atPut     bool // pages go to the object tier at their put
+	copy      func(to, from []mem.Block) error
 	fetches   *fetches
 	// of namespaces that are open, by their numbers: where pages go that no other tier keeps
 	spills   [MaxSpaces]atomic.Pointer[object.Owner]
@@ -85,7 +90,7 @@ type counters struct {
 
 // Open makes a store, or recovers the one on the disks.
 func Open(c Config) (_ *Store, err error) {
-	s := &Store{writeBack: c.WriteBack, behind: newBehind(), spaces: map[page.ID]*Space{}}
+	s := &Store{writeBack: c.WriteBack, copy: c.Copy, behind: newBehind(), spaces: map[page.ID]*Space{}}
 	if s.memory, err = memory.New(c.Memory); err != nil {
 		return nil, err
 	}

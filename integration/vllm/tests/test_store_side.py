@@ -332,7 +332,7 @@ def one_group(n: int = 1) -> Any:
     [
         ({"kv_role": "kv_consumer"}, 1, "kv_role kv_consumer.*set kv_both"),
         ({"policy": "fail"}, 1, "kv_load_failure_policy fail.*set recompute"),
-        ({"device": "cuda"}, 1, "device is cuda"),
+        ({"device": "xpu"}, 1, "device is xpu"),
         ({}, 2, r"2 cache group\(s\)"),
         ({"pp": 2}, 1, "pipeline_parallel_size 2"),
         ({"spec": "eagle"}, 1, "method eagle"),

@@ -28,6 +28,7 @@ import faults
 import load
 import memory
 import pairs
+import reuse
 import sanitize
 import tracing
 import ttft
@@ -50,6 +51,10 @@ PARTS = {
     "memory": (
         memory,
         "one engine at --gpu-memory-utilization 0.95, its sidecar, a peer; engines of its own",
+    ),
+    "store": (
+        reuse,
+        "what the node's store saves, beside computing and OffloadingConnector; engines of its own",
     ),
     "cover": (
         cover,

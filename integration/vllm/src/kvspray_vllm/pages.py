@@ -43,8 +43,10 @@ def check_store(config: VllmConfig, kv: KVCacheConfig, features: Mapping[str, bo
             "request, set recompute"
         )
     device = config.device_config.device_type
-    if device != "cpu":
-        raise Unsupported(f"kvspray: store is on, and the engine's device is {device}; the store serves engines on CPUs, set store to false")
+    if device not in ("cpu", "cuda"):
+        raise Unsupported(
+            f"kvspray: store is on, and the engine's device is {device}; the store serves engines on CPUs and CUDA GPUs, set store to false"
+        )
     if len(kv.kv_cache_groups) != 1 or any(windows_of(kv)):
         raise Unsupported(
             f"kvspray: store is on, and the model has {len(kv.kv_cache_groups)} cache group(s) with windows of {windows_of(kv)} tokens; the store serves "

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the node's store saves: time to the first token of a prompt whose pages it has, beside
+computing the prompt and beside vLLM's own OffloadingConnector, in turns.
+
+Each prompt is new and is sent three times: it is computed; the engine forgets it, and it is
+loaded; and it is sent once more, while the engine has it. The store's pages are compared with
+those that were computed, and all answers with each other.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+from clients import prompt
+from cluster import Failed, Sidecar, total, wait_for
+from multi import ENV, STORED, empty_prefix_cache
+from pairs import MIB, Rig, pages_of, say, summary, wait_up
+from servers import Server, ask, kvspray_config
+
+NEEDS: set[str] = set()
+LENGTHS = "512,2048,8192,16000,32000"
+STORED_S = 30.0  # until a prompt's pages are stored
+QUIET_S = 0.3  # without a new byte, until OffloadingConnector has stored them
+
+
+def options(parser: Any) -> None:
+    parser.add_argument("--store-lengths", default=LENGTHS, help="tokens")
+    parser.add_argument("--store-rounds", type=int, default=6, help="of each length")
+    parser.add_argument("--store-mb", type=int, default=8192, help="the store's memory")
+    parser.add_argument(
+        "--offload", action="store_true", help="an engine with OffloadingConnector in turns"
+    )
+
+
+class Ours:
+    """An engine on the store of its sidecar."""
+
+    name = "kvspray"
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+        memory = f"store.memory={rig.args.store_mb}MiB"
+        self.sidecar = Sidecar("store-sidecar", rig.run, rig.sidecar_config([memory]))
+        self.sidecar.log = rig.logs / "store-sidecar.log"
+        self.server = Server("store-engine", rig.logs)
+        self.pages = self.differ = 0
+
+    def start(self) -> None:
+        self.sidecar.start()
+        kv = kvspray_config(
+            self.sidecar.socket, "kv_both", self.rig.host.memory, ("kvspray_rig", "PagesConnector")
+        )
+        kv["kv_connector_extra_config"]["store"] = True
+        env = {**self.rig.engine_env("P"), **ENV}
+        self.server.start(
+            self.rig.host, self.rig.model, kv, *self.rig.engine_args("P"), env=env
+        )
+
+    def block(self) -> int:
+        layout = json.loads((self.rig.pages / "P/layout.json").read_text())
+        return int(layout["groups"][0]["tokens_per_block"])
+
+    def stored(self) -> float:
+        m = self.sidecar.metrics()
+        return sum(total(m, "kvspray_store_pages_total", result=r) for r in ("stored", "existed"))
+
+    def loaded(self) -> float:
+        return total(self.sidecar.metrics(), "kvspray_store_hits_total")
+
+    def wait_stored(self, before: float, tokens: int) -> None:
+        want = before + tokens // self.block()
+        wait_for("pages stored", lambda: self.stored() >= want, STORED_S, tick=0.02)
+
+    def look(self, rid: str, tokens: int) -> str:
+        """Compares the pages that a prompt's second request had with those of its first."""
+        import numpy as np
+
+        whole = tokens // self.block()
+
+        def of(request: str) -> list[Any]:
+            found = [
+                sorted((self.rig.pages / "P").glob(f"cmpl-{request}-0.{what}.*.npz"))
+                for what in ("computed", "loaded")
+            ]
+            return next((paths for paths in found if paths), [])
+
+        wait_for("pages", lambda: of(f"{rid}-first") and of(f"{rid}-again"), 10, tick=0.02)
+        one, two = pages_of(of(f"{rid}-first")), pages_of(of(f"{rid}-again"))
+        for key in (k for k in one if "/" in k):
+            wrong = (one[key][:whole] != two[key][:whole]).any((1, 2))
+            self.pages += whole
+            self.differ += int(np.sum(wrong))
+            if wrong.any():
+                return f"{rid}: {key}: block {int(wrong.argmax())} of {whole} differs"
+        return ""
+
+    def stop(self) -> None:
+        self.server.stop()
+        self.sidecar.stop()
+
+
+class Offload:
+    """An engine with vLLM's own connector for host memory."""
+
+    name = "offloading"
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+        self.server = Server("offload-engine", rig.logs)
+        self._last, self._since = -1.0, 0.0
+
+    def start(self) -> None:
+        kv = {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"cpu_bytes_to_use": self.rig.args.store_mb * MIB},
+        }
+        env = {**self.rig.engine_env("D"), **ENV}
+        self.server.start(
+            self.rig.host, self.rig.model, kv, *self.rig.engine_args("D"), env=env
+        )
+
+    def stored(self) -> float:
+        return total(self.server.metrics(), STORED)
+
+    def loaded(self) -> float:
+        return total(self.server.metrics(), "vllm:kv_offload_load_bytes_total")
+
+    def wait_stored(self, before: float, tokens: int) -> None:
+        def quiet() -> bool:
+            now, stored = time.monotonic(), self.stored()
+            if stored != self._last:
+                self._last, self._since = stored, now
+            return stored > before and now - self._since > QUIET_S
+
+        self._since = time.monotonic()
+        wait_for("prompt stored", quiet, STORED_S, tick=0.05)
+
+    def look(self, rid: str, tokens: int) -> str:
+        return ""
+
+    def stop(self) -> None:
+        self.server.stop()
+
+
+def one_prompt(side: Ours | Offload, n: int, seed: object) -> dict[str, Any]:
+    """Milliseconds of its three requests."""
+    rid, ids = f"look-{side.name}-{n}-{seed}", prompt(n, ("store", side.name, n, seed))
+    before = side.stored()
+    computed, first = ask(side.server.url, ids, rid=f"{rid}-first")
+    side.wait_stored(before, n - 1)
+    wait_for("prefix cache empty", lambda: empty_prefix_cache(side.server), 30, tick=0.02)
+    hits = side.loaded()
+    loaded, again = ask(side.server.url, ids, rid=f"{rid}-again")
+    hits = side.loaded() - hits
+    had, third = ask(side.server.url, ids)
+    tokens = [a["choices"][0]["token_ids"] for a in (first, again, third)]
+    return {
+        "computed": 1e3 * computed,
+        "loaded": 1e3 * loaded,
+        "had": 1e3 * had,
+        "hits": hits,
+        "differ": tokens[1] != tokens[2],  # the same pages, and so the same token
+        "unlike_first": tokens[0] != tokens[1],
+        "wrong": side.look(rid, n - 1),
+    }
+
+
+def measure(
+    sides: list[Ours | Offload], lengths: list[int], rounds: int, note: Callable[[dict[str, Any]], None]
+) -> tuple[dict[str, Any], list[str]]:
+    rows: dict[str, Any] = {}
+    problems: list[str] = []
+    for n in lengths:
+        got: dict[str, list[dict[str, Any]]] = {side.name: [] for side in sides}
+        for turn in range(-1, rounds):  # the first of each is not counted
+            for side in sides if turn % 2 else reversed(sides):
+                r = one_prompt(side, n, turn)
+                problems += [f"{side.name}, {n} tokens: {r['wrong']}"] if r["wrong"] else []
+                if not r["hits"]:
+                    problems.append(f"{side.name}, {n} tokens: nothing was loaded")
+                if r["differ"]:
+                    problems.append(f"{side.name}, {n} tokens: the answer changed after the load")
+                if turn >= 0:
+                    got[side.name].append(r)
+        rows[str(n)] = {
+            name: {
+                "unlike_first": sum(r["unlike_first"] for r in all_),
+                **{k: summary([r[k] for r in all_]) for k in ("computed", "loaded", "had")},
+            }
+            for name, all_ in got.items()
+        }
+        note(rows)
+        say(f"{n} tokens: {', '.join(line(name, r) for name, r in rows[str(n)].items())}")
+    return rows, problems
+
+
+def line(name: str, r: dict[str, Any]) -> str:
+    ms = [f"{k} {r[k]['median']:.1f}" for k in ("computed", "loaded", "had")]
+    return f"{name}: {', '.join(ms)} ms"
+
+
+def run(stage: Any) -> tuple[dict[str, Any], list[str]]:
+    rig, a = stage.rig, stage.args
+    lengths = [int(n) for n in a.store_lengths.split(",")]
+    lengths = [n for n in lengths if n < rig.max_len - 1]
+    ours = Ours(rig)
+    sides: list[Ours | Offload] = [ours, *([Offload(rig)] if a.offload else [])]
+    out: dict[str, Any] = {"token_bytes": rig.token_bytes(), "lengths": {}}
+    rig.so_far = out
+    try:
+        for side in sides:
+            side.start()
+        wait_up([side.server for side in sides])
+        wait_for(
+            "the engine's sessions",
+            lambda: total(ours.sidecar.metrics(), "kvspray_engine_sessions") >= 2,
+            60,
+            tick=0.1,
+        )
+        if not lengths:
+            raise Failed("--store-lengths: none fits --max-len")
+        out["lengths"], problems = measure(
+            sides, lengths, a.store_rounds, lambda rows: out.update(lengths=rows)
+        )
+        out |= {"pages": ours.pages, "pages_differ": ours.differ}
+        print(f"store: {ours.pages} pages of layers compared, {ours.differ} differ")
+        for n, row in out["lengths"].items():
+            print(f"  {n:>6} tokens  {'; '.join(line(name, r) for name, r in row.items())}")
+    finally:
+        for side in sides:
+            side.stop()
+    return out, problems
