@@ -74,13 +74,16 @@ def compared(
     }
     rig.so_far.setdefault("runs", []).append(out)
 
-    def one(job: tuple[str, str, list[int]]) -> tuple[str, list[int], Any, Any]:
-        rid, mode, ids = job
-        got = complete(pair.proxies[mode].port, ids, max_tokens=tokens, rid=rid)
-        return rid, ids, got, complete(plain.port, ids, max_tokens=tokens, rid=rid)
+    def one(job: tuple[int, tuple[str, str, list[int]]]) -> tuple[str, str, list[int], Any, Any]:
+        turn, (rid, mode, ids) = job
+        decoder = pair.decoder(turn // len(MODES))
+        got = complete(pair.proxy(mode, decoder).port, ids, max_tokens=tokens, rid=rid)
+        plainly = complete(plain.port, ids, max_tokens=tokens, rid=rid)
+        return rid, pair.names[decoder], ids, got, plainly
 
     with cf.ThreadPoolExecutor(together) as pool:
-        for done, (rid, ids, got, want) in enumerate(pool.map(one, todo), 1):
+        results = pool.map(one, enumerate(todo))
+        for done, (rid, decoder, ids, got, want) in enumerate(results, 1):
             good, what = compare_answers(plain, ids, want, got, pair.p)
             out["answers_equal"] += what is None
             out["answers_tied"] += bool(what and what.get("tie"))
@@ -89,7 +92,7 @@ def compared(
                 out["differences"].append({"rid": rid, **what})
             if not good:
                 out["problems"].append(f"{rid}: answers differ: {what}")
-            moved = look_at(rig, rid, ("P", "computed"), ("D", "loaded"))
+            moved = look_at(rig, rid, ("P", "computed"), (decoder, "loaded"))
             if isinstance(moved, str):
                 out["problems"].append(f"{moved} ({len(ids)} tokens)")
                 continue
@@ -98,8 +101,8 @@ def compared(
             out["pages_differ"] += moved.differ
             if moved.differ:
                 out["problems"].append(
-                    f"{rid}: {moved.differ} of {moved.pages} pages are others at D, the first is "
-                    f"{moved.first}"
+                    f"{rid}: {moved.differ} of {moved.pages} pages are others at {decoder}, the "
+                    f"first is {moved.first}"
                 )
             like = look_at(rig, rid, ("P", "computed"), ("plain", "computed"))
             out["pages_unlike_plain"] += like.differ if not isinstance(like, str) else 0

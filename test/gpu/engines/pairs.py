@@ -101,7 +101,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--gpus",
         default="",
         help="GPUs of the prefill engine and of the decode engine, such as 0,1; each has as many "
-        "tensor-parallel ranks as it has GPUs (0+1,0); default: both on the first one",
+        "tensor-parallel ranks as it has GPUs (0+1,0); more decode engines follow (0+1,2,3), which "
+        "take turns in part pages; default: both on the first one",
     )
     parser.add_argument("--engine-args", default="", help="more arguments of all engines")
     parser.add_argument(
@@ -201,10 +202,18 @@ class Rig:
             out += ["--load-format", "dummy"]
         return out + shlex.split(a.engine_args)
 
+    def names(self) -> list[str]:
+        """Of the engines of a pair: P, D, and D2, D3 ... where --gpus has more decode engines."""
+        return ["P", "D", *(f"D{i}" for i in range(2, len(self.args.gpus.split(","))))]
+
     def gpus(self, name: str) -> list[str]:
-        """The GPUs of an engine, P, D or plain, which is on D's; empty: as the host has it."""
-        sides = self.args.gpus.split(",")
-        return [g for g in sides[0 if name == "P" else -1].split("+") if g]
+        """The GPUs of an engine of names(), or of the plain one, which is on the last one's, as the
+        driver counts them; empty: as the host has it."""
+        sides, names = self.args.gpus.split(","), self.names()
+        at = names.index(name) if name in names and len(sides) > 1 else -1
+        # This command may have been given some of the host's GPUs (together.py).
+        visible = [g for g in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if g]
+        return [visible[int(g)] if visible else g for g in sides[at].split("+") if g]
 
     def engine_env(self, name: str) -> dict[str, str]:
         visible = {"CUDA_VISIBLE_DEVICES": ",".join(g)} if (g := self.gpus(name)) else {}
@@ -268,30 +277,42 @@ class Rig:
 
 
 class Pair:
-    """P and D. kind: "kvspray", the connector as users have it; "pages", the same with a look at
-    its pages; "nixl"."""
+    """P and D, and more decode engines where the command names GPUs for them. kind: "kvspray", the
+    connector as users have it; "pages", the same with a look at its pages; "nixl"."""
 
     def __init__(self, rig: Rig, kind: str = "kvspray") -> None:
         self.rig, self.kind = rig, kind
-        self.p, self.d = (Server(f"{kind}-{side}", rig.logs) for side in ("prefill", "decode"))
+        self.names = rig.names()[: 2 if kind == "nixl" else None]
+        self.servers = [Server(f"{kind}-{self.side(i)}", rig.logs) for i in range(len(self.names))]
+        self.p, self.d = self.servers[:2]
         self.sidecars: list[Sidecar] = []
         self.proxies: dict[str, Proxy] = {}
 
+    def side(self, i: int) -> str:
+        return ("prefill", "decode")[i] if i < 2 else f"decode{i}"
+
     def engines(self) -> list[Server]:
-        return [self.p, self.d]
+        return list(self.servers)
+
+    def decoder(self, turn: int) -> int:
+        """The engine whose turn it is, of those that decode."""
+        return 1 + turn % (len(self.servers) - 1)
+
+    def proxy(self, mode: str, decoder: int) -> Proxy:
+        return self.proxies[mode if decoder == 1 else f"{mode}-{decoder}"]
 
     def start(self, sidecars_only: bool = False) -> None:
         if self.kind != "nixl":
-            self.sidecars = [self.make_sidecar(side) for side in (0, 1)]
+            self.sidecars = [self.make_sidecar(side) for side in range(len(self.servers))]
             for s in self.sidecars:
                 s.log = self.rig.logs / f"{s.name}.log"
                 s.config["trace"] = {"transfers": str(s.transfers)}
                 s.start()
-        for side in () if sidecars_only else (0, 1):
+        for side in () if sidecars_only else range(len(self.servers)):
             self.start_engine(side)
 
     def make_sidecar(self, side: int) -> Sidecar:
-        name = f"{self.kind}-{('prefill', 'decode')[side]}-sidecar"
+        name = f"{self.kind}-{self.side(side)}-sidecar"
         return Sidecar(name, self.rig.run, self.rig.sidecar_config())
 
     def start_engine(
@@ -302,8 +323,8 @@ class Pair:
         more: Sequence[str] = (),
     ) -> None:
         server = self.engines()[side]
-        env = {**self.rig.engine_env("PD"[side]), **(env or {})}
-        role = ("kv_producer", "kv_consumer")[side]
+        env = {**self.rig.engine_env(self.names[side]), **(env or {})}
+        role = "kv_consumer" if side else "kv_producer"
         if self.kind == "nixl":
             kv = {
                 "kv_connector": "NixlConnector",
@@ -327,18 +348,20 @@ class Pair:
             self.rig.host,
             self.rig.model,
             kv,
-            *self.rig.engine_args("PD"[side]),
+            *self.rig.engine_args(self.names[side]),
             *more,
             env=env,
             wrap=wrap,
         )
 
     def route(self) -> None:
-        """Starts the router, once per mode."""
+        """Starts the router, once per mode and decode engine."""
         for mode in MODES:
-            self.proxies[mode] = Proxy(f"proxy-{mode}", self.rig.logs).start(
-                mode, self.p.url, self.sidecars[0].endpoint, self.d.url
-            )
+            for i, server in enumerate(self.servers[1:], 1):
+                name = mode if i == 1 else f"{mode}-{i}"
+                self.proxies[name] = Proxy(f"proxy-{name}", self.rig.logs).start(
+                    mode, self.p.url, self.sidecars[0].endpoint, server.url
+                )
         for proxy in self.proxies.values():
             wait_for(f"{proxy.name} up", proxy.up, 15)
 
