@@ -5,6 +5,7 @@ package store
 import (
 	"errors"
 	"fmt"
+	"math"
 	"sync"
 
 	"github.com/kvspray/kvspray/internal/sys/mem"
@@ -38,6 +39,13 @@ type fetch struct {
 // newFetches: all fetchers together pin a quarter of the memory at most, unless it is very small.
 func newFetches(memoryBytes uint64, fetchers int, most uint64) *fetches {
 	f := &fetches{bytes: int(min(most, memoryBytes/uint64(4*fetchers)))}
+	f.wake.L = &f.mu
+	return f
+}
+
+// newFinds hands out all pages of a batch together.
+func newFinds() *fetches {
+	f := &fetches{bytes: math.MaxInt}
 	f.wake.L = &f.mu
 	return f
 }

@@ -18,6 +18,9 @@ import (
 
 // Peers are the stores of other nodes.
 type Peers interface {
+	// Find sets the bits of pages that other nodes probably have, for those whose bit is not set. It
+	// takes no longer than the directory may.
+	Find(keys []page.Key, found page.Bitmap)
 	// Fetch loads pages into slots of the store's Region, which are whole multiples of 4 KiB. It calls
 	// landed for a page once it writes to its slot no more, with the checksum that the holder states.
 	// If landed returns false, the bytes are not the page's, and Fetch may load it again from another
@@ -33,11 +36,43 @@ const (
 	// defaultPeerFetchers is how many transfers of batches are under way at most. While one of them
 	// waits for its holder's answer, the others move bytes.
 	defaultPeerFetchers = 8
-	maxPeerBytes        = 8 << 20 // of one transfer
-	// How long pages wait for room in memory that other pages take on their way.
+	// defaultPeerFinders look up which pages other nodes have. They wait for no transfer, so that a
+	// miss does not wait for one either.
+	defaultPeerFinders = 4
+	maxPeerBytes       = 8 << 20 // of one transfer
+	// How long pages wait for room in memory that other pages take on their way, and for another get
+	// or put that brings the same page: as long as a transfer and its holder's answer may take.
 	roomTime  = time.Second
+	busyTime  = 15 * time.Second
 	roomPause = time.Millisecond
 )
+
+// peerFinder looks up misses, until Close: what another node has is fetched, the rest goes on.
+func (s *Store) peerFinder() {
+	defer s.peerFinders.Done()
+	for {
+		b, pages := s.peerFinds.take()
+		if b == nil {
+			return
+		}
+		found := page.NewBitmap(len(pages))
+		if !b.guard.Revoked() {
+			s.peers.Find(b.keysOf(pages), found)
+		}
+		var there, missing []int
+		for j, i := range pages {
+			if found.Get(j) {
+				there = append(there, i)
+			} else {
+				missing = append(missing, i)
+			}
+		}
+		if len(there) > 0 {
+			s.peerFetches.add(b, there)
+		}
+		s.done(b, len(missing)-s.afterPeers(b, missing))
+	}
+}
 
 // peerFetcher reads pages from other nodes, until Close.
 func (s *Store) peerFetcher() {
@@ -74,14 +109,15 @@ func (s *Store) fromPeers(b *Batch, pages []int, w *worker) int {
 		return len(pages)
 	}
 	var left []int
-	end := time.Now().Add(roomTime)
+	began := time.Now()
 	for {
 		in := &incoming{s: s, b: b}
 		var wait []int // pages that another get or put brings, or that have no room
+		most := busyTime
 		for n, i := range pages {
 			p, err := s.room(b, i)
 			if errors.Is(err, catalog.ErrFull) {
-				wait = append(wait, pages[n:]...)
+				wait, most = append(wait, pages[n:]...), roomTime
 				break
 			}
 			switch {
@@ -111,7 +147,7 @@ func (s *Store) fromPeers(b *Batch, pages []int, w *worker) int {
 			continue
 		}
 		// Others bring these pages, or fill the memory, until theirs have come.
-		if b.ctx.Err() != nil || time.Now().After(end) {
+		if b.ctx.Err() != nil || time.Since(began) > most {
 			left = append(left, pages...)
 			break
 		}

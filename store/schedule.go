@@ -195,7 +195,7 @@ func (s *Store) getPages(b *Batch, from, to int, w *worker) int {
 		s.fetches.add(b, left)
 	}
 	if len(remote) > 0 {
-		s.peerFetches.add(b, remote)
+		s.peerFinds.add(b, remote)
 	}
 	return n
 }

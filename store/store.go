@@ -65,6 +65,8 @@ type Store struct {
 	fetchers sync.WaitGroup
 
 	peers        Peers // nil: none
+	peerFinds    *fetches
+	peerFinders  sync.WaitGroup
 	peerFetches  *fetches
 	peerFetchers sync.WaitGroup
 	feed         *feed // nil: nobody takes it
@@ -142,6 +144,11 @@ func (s *Store) begin(c Config) {
 			// Memory has room for small pages by their number.
 			return min(len(pages), max(1, s.peerFetches.bytes/max(b.space.pageBytes, memory.LeastPageBytes)))
 		}
+		s.peerFinds = newFinds()
+		s.peerFinders.Add(defaultPeerFinders)
+		for range defaultPeerFinders {
+			go s.peerFinder()
+		}
 		s.peerFetchers.Add(defaultPeerFetchers)
 		for range defaultPeerFetchers {
 			go s.peerFetcher()
@@ -182,6 +189,8 @@ func (s *Store) Close() error {
 	s.schedule.close()
 	s.workers.Wait() // they give pages to the fetchers
 	if s.peers != nil {
+		s.peerFinds.close()
+		s.peerFinders.Wait() // they give pages to the fetchers
 		s.peerFetches.close()
 	}
 	s.peerFetchers.Wait() // they give pages to those of the object tier

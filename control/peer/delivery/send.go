@@ -23,11 +23,14 @@ const (
 )
 
 // Limits are how many frames may wait at one peer before f is refused, and how many bytes. Frames
-// that start something do not use the reserved capacity: they can be tried again.
+// that start something do not use the reserved capacity: they can be tried again. Hints about pages,
+// of which a store may send very many, use half of what is left, so that grants find room.
 func Limits(f *peerv1.ControlFrame) (frames, bytes int) {
 	switch f.Body.(type) {
+	case *peerv1.ControlFrame_PageHints:
+		return (MaxUnacked - reserved) / 2, (maxUnackedBytes - reservedBytes) / 2
 	case *peerv1.ControlFrame_Await, *peerv1.ControlFrame_Grant, *peerv1.ControlFrame_Credit,
-		*peerv1.ControlFrame_PageHints, *peerv1.ControlFrame_PageLookup,
+		*peerv1.ControlFrame_PageLookup,
 		*peerv1.ControlFrame_PageHolders, *peerv1.ControlFrame_PageRequest,
 		*peerv1.ControlFrame_PageOffer:
 		return MaxUnacked - reserved, maxUnackedBytes - reservedBytes

@@ -23,6 +23,10 @@ const (
 	// All pages are announced again, before hints end by their time.
 	announceAgain = 5 * time.Minute
 	membersSettle = 200 * time.Millisecond // members come and go together
+	// A part of a walk that the directory did not take is sent again; then the walk is given up. A
+	// walk also repeats changes that the directory did not take, unless the last one was given up.
+	walkRetry   = time.Second
+	walkRetries = 30
 )
 
 // Run serves peers and announces pages until ctx ends.
@@ -42,14 +46,14 @@ func (x *Exchange) announce(ctx context.Context) {
 	defer again.Stop()
 	var delay, pace, settle <-chan time.Time
 	changed := x.o.Changed()
-	cursor, walking, twice := uint64(0), false, false
+	cursor, walking, twice, failed, gaveUp := uint64(0), false, false, 0, false
 	walk := func() {
 		x.announceEpoch()
 		if walking {
 			twice = true // pages that the walk has passed are announced, too
 			return
 		}
-		cursor, walking, pace = 0, true, time.After(0)
+		cursor, walking, failed, pace = 0, true, 0, time.After(0)
 	}
 	walk()
 	for {
@@ -62,20 +66,33 @@ func (x *Exchange) announce(ctx context.Context) {
 			}
 		case <-delay:
 			delay = nil
-			if x.changes(ctx) {
+			more, err := x.changes(ctx)
+			if more {
 				delay = time.After(announceDelay)
 			}
+			if err != nil && settle == nil && !gaveUp {
+				settle = time.After(walkRetry)
+			}
 		case <-changed:
-			changed, settle = x.o.Changed(), time.After(membersSettle)
+			changed, settle, gaveUp = x.o.Changed(), time.After(membersSettle), false
 		case <-settle:
 			settle = nil
 			walk()
 		case <-x.renew:
 			walk()
 		case <-again.C:
+			gaveUp = false
 			walk()
 		case <-pace:
-			if cursor = x.part(ctx, cursor); cursor != 0 {
+			next, err := x.part(ctx, cursor)
+			if err != nil {
+				if failed++; failed <= walkRetries {
+					pace = time.After(walkRetry)
+					continue
+				}
+				next, twice, gaveUp = 0, false, true
+			}
+			if cursor, failed = next, 0; cursor != 0 {
 				pace = time.After(walkPace)
 				continue
 			}
@@ -107,7 +124,7 @@ func (x *Exchange) announceEpoch() {
 	}
 	x.mu.Unlock()
 	for _, b := range to {
-		x.failed(x.o.Send(b, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_PageHints{
+		_ = x.taken(x.o.Send(b, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_PageHints{
 			PageHints: &peerv1.PageHints{Epoch: epoch}}}))
 	}
 }
@@ -121,39 +138,44 @@ func (x *Exchange) begun(from transfer.Boot, epoch uint64) {
 	}
 }
 
-// changes announces some of what has changed, and reports whether more may be left.
-func (x *Exchange) changes(ctx context.Context) bool {
+// changes announces some of what has changed, and reports whether more may be left, and whether the
+// directory took it.
+func (x *Exchange) changes(ctx context.Context) (more bool, err error) {
 	ctx, stop := context.WithTimeout(ctx, announceTime)
 	defer stop()
 	epoch := x.now()
 	held, gone := x.store.Changes(announceKeys)
 	if len(held) > 0 {
-		x.failed(x.o.Directory.Announce(ctx, epoch, held))
+		err = x.taken(x.o.Directory.Announce(ctx, epoch, held))
 	}
 	if len(gone) > 0 {
-		x.failed(x.o.Directory.Withdraw(ctx, epoch, gone))
+		// A hint that stays is only a stale one, and is not sent again.
+		_ = x.taken(x.o.Directory.Withdraw(ctx, epoch, gone))
 	}
-	return len(held)+len(gone) == announceKeys
+	return len(held)+len(gone) == announceKeys, err
 }
 
 // part announces a part of all pages, and returns the cursor of the next one.
-func (x *Exchange) part(ctx context.Context, cursor uint64) uint64 {
+func (x *Exchange) part(ctx context.Context, cursor uint64) (next uint64, err error) {
 	ctx, stop := context.WithTimeout(ctx, announceTime)
 	defer stop()
 	epoch := x.now()
 	keys, next := x.store.Walk(cursor, walkPlaces)
 	for len(keys) > 0 {
 		n := min(len(keys), announceKeys)
-		x.failed(x.o.Directory.Announce(ctx, epoch, keys[:n]))
+		if err := x.taken(x.o.Directory.Announce(ctx, epoch, keys[:n])); err != nil {
+			return 0, err
+		}
 		keys = keys[n:]
 	}
-	return next
+	return next, nil
 }
 
-// failed notes hints that were lost: the next walk repeats them.
-func (x *Exchange) failed(err error) {
+// taken notes whether the directory took hints, and returns err.
+func (x *Exchange) taken(err error) error {
 	x.o.Metrics.Announced(err == nil)
 	if err != nil {
 		x.o.Log.Debug("directory: announce", "err", err)
 	}
+	return err
 }

@@ -43,6 +43,8 @@ type cable struct {
 	mu    sync.Mutex // guards what follows
 	nodes map[transfer.Boot]*node
 	hints map[page.Key][]directory.Holder
+	fails int // announcements that the directory does not take
+	taken int // pages
 
 	drop   func(from, to transfer.Boot, f *peerv1.ControlFrame) bool // changes or loses a frame
 	stuck  bool                                                      // no bytes are moved
@@ -144,7 +146,16 @@ func (c *cable) send(from, to transfer.Boot, f *peerv1.ControlFrame) error {
 
 // The directory.
 
-func (c *cable) Announce(context.Context, uint64, []page.Key) error { return nil }
+func (c *cable) Announce(_ context.Context, _ uint64, keys []page.Key) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.fails > 0 {
+		c.fails--
+		return errors.New("the directory is gone")
+	}
+	c.taken += len(keys)
+	return nil
+}
 func (c *cable) Withdraw(context.Context, uint64, []page.Key) error { return nil }
 func (c *cable) Close() error                                       { return nil }
 

@@ -30,6 +30,7 @@ func TestGetsOfOnePage(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
+		time.Sleep(3 * time.Second) // longer than a get waits for room
 		synctest.Wait()
 		for _, x := range b.expects {
 			c.move(b, x)
@@ -40,6 +41,57 @@ func TestGetsOfOnePage(t *testing.T) {
 				!bytes.Equal(b.blocks[i*pageBytes:][:pageBytes], contentOf(1)) {
 				t.Errorf("get %d: %+v", i, r)
 			}
+		}
+	})
+}
+
+// TestMissBesideSlowPeers: a page that no node has is a miss at once, however many transfers wait.
+func TestMissBesideSlowPeers(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, n := newCable(t, 2)
+		a, b := n[0], n[1]
+		var slow []*store.Batch
+		c.stuck = true
+		for i := range 12 {
+			a.put(i)
+			c.hint(a.boot, i)
+			batch, err := b.space.Get(keysOf(i), b.pool, []uint32{uint32(i)})
+			if err != nil {
+				t.Fatal(err)
+			}
+			slow = append(slow, batch)
+		}
+		synctest.Wait()
+		began := time.Now()
+		miss, err := b.space.Get(keysOf(100), b.pool, []uint32{20})
+		if err != nil {
+			t.Fatal(err)
+		}
+		<-miss.Done()
+		if took := time.Since(began); took > 0 || miss.Results()[0].Outcome != store.Miss {
+			t.Errorf("%+v after %v", miss.Results()[0], took)
+		}
+		for _, batch := range slow {
+			batch.Cancel()
+			<-batch.Done()
+		}
+	})
+}
+
+// TestAnnouncedAgain: pages that the directory does not take for a while are announced once it does.
+func TestAnnouncedAgain(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, n := newCable(t, 1)
+		synctest.Wait()
+		c.mu.Lock()
+		c.fails = 5
+		c.mu.Unlock()
+		n[0].put(1, 2)
+		time.Sleep(10 * walkRetry)
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		if c.fails > 0 || c.taken != 2 {
+			t.Errorf("%d failures are left, %d of 2 pages were announced", c.fails, c.taken)
 		}
 	})
 }
