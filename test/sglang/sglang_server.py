@@ -51,6 +51,7 @@ class Server(Process):
             "SGLANG_USE_CPU_ENGINE": "1",
             "SGLANG_HOST_IP": "127.0.0.1",
             "PYTHONWARNINGS": "ignore",
+            "OMP_NUM_THREADS": "1",
         }
         self.spawn(command, env | self.env)
         return self
@@ -66,7 +67,7 @@ class Server(Process):
         )
         with urllib.request.urlopen(request, timeout=timeout) as answer:
             text = answer.read()
-        return json.loads(text) if body is not None else text
+        return json.loads(text) if body is not None and text else text
 
     def generate(
         self, ids: list[int], tokens: int, more: Mapping[str, Any] | None = None

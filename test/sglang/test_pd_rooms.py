@@ -71,7 +71,7 @@ def manager() -> Any:
         page_size=16, aux_data_ptrs=[ctypes.addressof(b) for b in m.buffers], aux_item_lens=ROWS
     )
     m._lock, m._rooms, m._session = threading.Lock(), {}, Session()
-    m._unclaimed, m._uses = OrderedDict(), OrderedDict()
+    m._unclaimed, m._uses, m._writers, m._engine = OrderedDict(), OrderedDict(), {}, "e1"
     m._weights = SimpleNamespace(current=True)
     m.local_ip, m.rank_port = "127.0.0.1", 1
     m.request_status, m.transfer_infos, m.req_to_decode_prefix_len = {}, {}, {}
@@ -147,6 +147,27 @@ def test_pages_are_held_until_the_fence() -> None:
     assert row_of(m) == bytes(ROWS[0])
 
 
+def test_a_forgotten_request_is_held_until_the_fence() -> None:
+    """SGLang clears a request that failed before it asks whether its pages may be used again."""
+    m = manager()
+    asked = arrival(m)
+    m._peer(pd_wire.Peer(asked.room, asked.xfer, "10.0.0.1:7650"))
+    m.close_arrival(7)
+    m.give_up(7, "gone")
+    assert m._session.cancelled == [1] and not m.is_abort_release_safe(7, 1)
+    m._session.end(1, ok=False)
+    assert m.is_abort_release_safe(7, 1) and not m._writers
+
+
+def test_a_failed_request_opens_no_other_lease() -> None:
+    m = manager()
+    asked = arrival(m)
+    m._peer(pd_wire.Peer(asked.room, asked.xfer, "10.0.0.1:7650"))
+    m._session.end(1, ok=False)
+    m._peer(pd_wire.Peer(asked.room, asked.xfer, "10.0.0.1:7650"))
+    assert len(m._session.open) == 1
+
+
 def test_given_up_before_the_peer_is_named() -> None:
     m = manager()
     asked = arrival(m)
@@ -161,7 +182,9 @@ def test_a_room_that_is_used_again() -> None:
     m.give_up(7, "gone")
     m.close_arrival(7)
     new = arrival(m)
-    assert old.xfer != new.xfer
+    restarted = manager()
+    restarted._engine = "e2"
+    assert len({old.xfer, new.xfer, arrival(restarted).xfer}) == 3
     m._peer(pd_wire.Peer(7, old.xfer, "10.0.0.1:7650"))
     m._rows(rows(old))
     assert not m._session.open and row_of(m) == bytes(ROWS[0])

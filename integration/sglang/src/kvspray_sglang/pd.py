@@ -131,6 +131,9 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         self._rooms: dict[int, Any] = {}  # _Source or _Arrival
         self._unclaimed: OrderedDict[int, None] = OrderedDict()
         self._uses: OrderedDict[tuple[str, int], int] = OrderedDict()
+        # Open leases at decode, by room: they outlive the room where SGLang forgets it first.
+        self._writers: dict[int, int] = {}
+        self._engine = self._engine_id()
         self._session = self._open(server_args, bool(is_mla_backend))
         self._chunks: queue.SimpleQueue[_Chunk] = queue.SimpleQueue()
         loops = [self._messages]
@@ -157,7 +160,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
             per_token // (heads.own if heads else 1),
         )
         timeout = getattr(self, "waiting_timeout", None) or self.bootstrap_timeout
-        engine = kvspray.EngineInfo("sglang", sglang.__version__, self._engine_id())
+        engine = kvspray.EngineInfo("sglang", sglang.__version__, self._engine)
         ranks = kvspray.Ranks(tp=(self.attn_tp_rank, size))
         socket = os.environ.get(SOCKET_ENV) or None
         dtype = str(args.kv_cache_dtype_str)
@@ -369,8 +372,10 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         self._uses[address, room] = uses
         if len(self._uses) > MAX_REUSED:
             self._uses.popitem(last=False)
-        # All decode ranks derive the same id, and no two uses of a room's number have the same.
-        xfer = hashlib.sha256(f"kvspray-room/{address}/{room}/{uses}".encode()).digest()
+        # All ranks of this decode engine derive the same id. No other engine, none that was here
+        # before, and no other use of the room's number has it.
+        name = f"kvspray-room/{self._engine}/{address}/{room}/{uses}"
+        xfer = hashlib.sha256(name.encode()).digest()
         a = _Arrival(
             room, xfer[: pd_wire.XFER_BYTES], [int(p) for p in pages],
             -1 if row is None else int(row), int(prefix or 0), here=len(pages) == 0,
@@ -399,6 +404,8 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
                 lambda c: self._came(a, c),
             )  # fmt: skip
             refused = not a.lease
+            if not refused:
+                self._writers[a.room] = self._writers.get(a.room, 0) + 1
         if refused:
             self._fail(a, self._session.problem or "the sidecar takes no transfer now")
 
@@ -406,6 +413,9 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         with self._lock:
             a.lease = 0
             a.here = c.ok and not a.given_up
+            left = self._writers.pop(a.room) - 1
+            if left:
+                self._writers[a.room] = left
         if a.here:
             self._whole_arrival(a)
         elif not a.given_up:
@@ -441,7 +451,10 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
             self.update_status(a.room, KVPoll.Success)
 
     def _fail(self, a: _Arrival, reason: str) -> None:
-        if self._rooms.get(a.room) is a:
+        with self._lock:
+            known = self._rooms.get(a.room) is a and not a.given_up
+            a.given_up = True  # another prefill rank may name its sidecar later
+        if known:
             self.record_failure(a.room, f"kvspray: {reason}")
             self.update_status(a.room, KVPoll.Failed)
 
@@ -457,18 +470,18 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
             self._session.cancel(lease, reason)
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
-        """Whether nothing writes to the request's pages any more."""
-        a = self._rooms.get(bootstrap_room)
-        return a is None or not a.lease
+        """Whether nothing writes to the request's pages any more. SGLang holds them until then, and
+        may have forgotten the request itself before (failure_exception)."""
+        with self._lock:
+            return bootstrap_room not in self._writers
 
     def close_arrival(self, room: int) -> None:
-        """SGLang has the pages back, or uses them."""
+        """SGLang forgets the request, whose pages it uses or holds."""
         with self._lock:
             a = self._rooms.pop(room, None)
             if a is not None:
                 a.given_up = True
-        if a is not None and a.lease:  # SGLang asks is_abort_release_safe before
-            _log.error("kvspray: room %s: pages are taken back before the fence", room)
+        if a is not None and a.lease:
             self._session.cancel(a.lease, "the request has ended")
 
 

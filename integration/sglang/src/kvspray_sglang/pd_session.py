@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import kvspray
@@ -96,9 +97,13 @@ class Session:
 
     def _run(self) -> None:
         while not self._closed:
-            if not self._client.wait(_WAIT_S):
+            try:
+                ended = self._client.poll() if self._client.wait(_WAIT_S) else []
+            except Exception:  # without this thread no lease would ever end
+                self._log.exception("kvspray: the ends of transfers")
+                time.sleep(_WAIT_S)
                 continue
-            for c in self._client.poll():
+            for c in ended:
                 with self._lock:
                     end = self._ends.pop(c.lease, None)
                 if end is None:
