@@ -207,7 +207,7 @@ test-chart: ## The Helm chart, rendered and checked against the Kubernetes API; 
 	cd deploy && go test -count=1 ./...
 
 .PHONY: test-sglang
-test-sglang: build ## SGLang's pools, its HiCache controller and server with our store (an environment of 2.7 GB, made once)
+test-sglang: build ## SGLang's pools, HiCache on our store, prefill and decode on its servers (an environment of 2.7 GB, made once)
 	$(call need-python,8)
 	$(HOSTPY) test/rig/env.py --sglang
 	KVSPRAY_MUST_RUN=sglang $(B)/venv-sglang/bin/python -m pytest -q test/sglang

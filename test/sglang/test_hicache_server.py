@@ -9,96 +9,33 @@ import importlib.util
 import json
 import os
 import pathlib
-import sys
 import tempfile
-import urllib.request
 from collections.abc import Callable, Iterator
-from typing import Any
 
-HERE = pathlib.Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "rig"))
-
-import cluster as rig  # noqa: E402
-import pytest  # noqa: E402
-from servers import Process  # noqa: E402
+import pytest
+from sglang_server import PAGE, Server, rig
 
 MUST = "sglang" in os.environ.get("KVSPRAY_MUST_RUN", "").split(",")
 if not MUST and importlib.util.find_spec("sglang") is None:
     pytest.skip("sglang: make test-sglang makes its environment", allow_module_level=True)
 
-START_S = 1200.0  # two servers start at once, and the first request compiles a hash function
-PAGE = 16
 TURN, ANSWER = 60, 8  # tokens
-MODEL = rig.ROOT / ".build" / "models" / "tiny-llama"
 
 
-class Server(Process):
-    """One SGLang server. ``sidecar``: with HiCache on its store."""
-
-    def __init__(self, name: str, logs: pathlib.Path, sidecar: rig.Sidecar | None) -> None:
-        super().__init__(name, logs)
-        command = [
-            sys.executable, "-m", "sglang.launch_server", "--model-path", str(MODEL), "--device",
-            "cpu", "--host", "127.0.0.1", "--port", str(self.port), "--mem-fraction-static", "0.7",
-            "--max-total-tokens", "2048", "--max-running-requests", "8", "--page-size", str(PAGE),
-            "--disable-overlap-schedule", "--skip-server-warmup", "--enable-cache-report",
-            "--enable-metrics",
-        ]  # fmt: skip
-        if sidecar is not None:
-            extra = {
-                "backend_name": "kvspray", "module_path": "kvspray_sglang.hicache",
-                "class_name": "KvsprayHiCache", "interface_v1": 1, "prefetch_threshold": PAGE,
-                "socket": sidecar.socket,
-            }  # fmt: skip
-            command += [
-                "--enable-hierarchical-cache", "--hicache-ratio", "2", "--hicache-write-policy",
-                "write_through", "--hicache-io-backend", "direct", "--hicache-mem-layout",
-                "page_first_direct",
-                "--hicache-storage-backend", "dynamic", "--hicache-storage-prefetch-policy",
-                "wait_complete",
-                "--hicache-storage-backend-extra-config", json.dumps(extra),
-            ]  # fmt: skip
-        path = os.pathsep.join(
-            p for p in (str(HERE / "stand_ins"), os.environ.get("PYTHONPATH", "")) if p
-        )
-        # Its modules are compiled with torch's inductor at will otherwise, which needs minutes.
-        env = {
-            "PYTHONPATH": path,
-            "SGLANG_USE_CPU_ENGINE": "1",
-            "SGLANG_HOST_IP": "127.0.0.1",
-            "PYTHONWARNINGS": "ignore",
-        }
-        self.spawn(command, env)
-
-    def ready(self) -> Server:
-        rig.wait_for(self.name, self.up, START_S, 0.5)
-        return self
-
-    def post(self, path: str, body: Any = None) -> Any:
-        data = b"" if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            self.url + path, data, {"content-type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=START_S) as answer:
-            text = answer.read()
-        return json.loads(text) if body is not None else text
-
-    def generate(self, ids: list[int]) -> tuple[list[int], int]:
-        """Greedy tokens, and how many of the prompt's came from a cache."""
-        out = self.post(
-            "/generate",
-            {
-                "input_ids": ids,
-                "sampling_params": {"max_new_tokens": ANSWER, "temperature": 0, "ignore_eos": True},
-            },
-        )
-        return out["output_ids"], out["meta_info"]["cached_tokens"]
-
-    def forget(self) -> None:
-        """Empties SGLang's own caches, once everything is stored."""
-        rig.wait_for(
-            "an idle server", lambda: b"flushed" in self.post("/flush_cache").lower(), 60, 0.2
-        )
+def with_store(sidecar: rig.Sidecar) -> list[str]:
+    """The arguments of a server with HiCache on a sidecar's store."""
+    extra = {
+        "backend_name": "kvspray", "module_path": "kvspray_sglang.hicache",
+        "class_name": "KvsprayHiCache", "interface_v1": 1, "prefetch_threshold": PAGE,
+        "socket": sidecar.socket,
+    }  # fmt: skip
+    return [
+        "--enable-hierarchical-cache", "--hicache-ratio", "2", "--hicache-write-policy",
+        "write_through", "--hicache-io-backend", "direct", "--hicache-mem-layout",
+        "page_first_direct", "--hicache-storage-backend", "dynamic",
+        "--hicache-storage-prefetch-policy", "wait_complete",
+        "--hicache-storage-backend-extra-config", json.dumps(extra),
+    ]  # fmt: skip
 
 
 def question(talk: int, turn: int) -> list[int]:
@@ -117,7 +54,7 @@ def conversation(
     answers, cached = [], []
     for turn in range(turns):
         prompt += question(talk, turn)
-        answer, hits = server.generate(prompt)
+        answer, hits = server.generate(prompt, ANSWER)
         answers.append(answer)
         cached.append(hits)
         prompt += answer
@@ -147,8 +84,8 @@ def servers(logs: pathlib.Path, sidecar: rig.Sidecar) -> Iterator[tuple[Server, 
     """Without HiCache, and with it."""
     started: list[Server] = []
     try:
-        for name, of in (("plain", None), ("hicache", sidecar)):
-            started.append(Server(name, logs, of))
+        for name, args in (("plain", []), ("hicache", with_store(sidecar))):
+            started.append(Server(name, logs, args).start())
         plain, hicache = (s.ready() for s in started)
         yield plain, hicache
     finally:
@@ -187,7 +124,7 @@ def test_conversations(servers: tuple[Server, Server], sidecar: rig.Sidecar) -> 
     sidecar.start()
 
     def served_again() -> bool:
-        server.generate(question(TALKS, 0))
+        server.generate(question(TALKS, 0), ANSWER)
         server.forget()
         return found(sidecar) > 0
 

@@ -139,6 +139,11 @@ def _checkpoint(args: Any, log: logging.Logger) -> str:
     return name
 
 
+def arguments(args: Any) -> dict[str, str]:
+    """Those of the server that change KV or its bytes."""
+    return {k: str(getattr(args, k)) for k in _ARGUMENTS if hasattr(args, k)}
+
+
 class Names:
     """Makes the namespaces of this rank's pages."""
 
@@ -164,8 +169,7 @@ class Names:
         if not (c.is_mla_model and pool.startswith(_REPLICATED)):
             names += ["tp_rank", "tp_size"]
         ranks = {k: getattr(c, k, None) for k in names}
-        server = {k: str(getattr(self._args, k)) for k in _ARGUMENTS if hasattr(self._args, k)}
-        return [ranks, server, sglang.__version__, sys.byteorder]
+        return [ranks, arguments(self._args), sglang.__version__, sys.byteorder]
 
     def _make(self, dtype: str, layout: str, tokens: int, nbytes: int) -> Namespace:
         return Namespace(

@@ -1,18 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """The entry point ``sglang.srt.plugins``, which SGLang calls in each of its processes.
 
-It wraps the function with which host pools choose their allocator, because a backend sees a pool
-only when its memory is allocated and pinned. Nothing changes unless kvspray is the backend.
+For HiCache it wraps the function with which host pools choose their allocator, because a backend
+sees a pool only when its memory is allocated and pinned. For prefill and decode it adds kvspray to
+SGLang's transfer backends. Nothing changes unless kvspray is the backend.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
 from kvspray_sglang import memory
+
+TRANSFER_BACKEND = "kvspray"
+# They import the function by its name.
+_USES_CLASSES = (
+    "sglang.srt.disaggregation.utils", "sglang.srt.disaggregation.prefill",
+    "sglang.srt.disaggregation.decode", "sglang.srt.managers.disagg_service",
+)  # fmt: skip
+_HOLDS = "sglang.srt.disaggregation.decode.DecodeTransferQueue.__init__"
 
 _log = logging.getLogger(__name__)
 _CHOOSES = "sglang.srt.mem_cache.pool_host.common.get_allocator_from_storage"
@@ -24,7 +34,66 @@ def install() -> None:
 
     global installed
     HookRegistry.register(_CHOOSES, _choose, HookType.AROUND)
+    try:
+        _add_transfer_backend()
+    except (ImportError, AttributeError) as err:
+        _log.warning("kvspray: this SGLang takes no transfer backend from a plug-in: %s", err)
+    else:
+        for module in _USES_CLASSES:
+            HookRegistry.register(f"{module}.get_kv_class", _class_of, HookType.AROUND)
+        HookRegistry.register(_HOLDS, _hold, HookType.AROUND)
     installed = True
+
+
+def _add_transfer_backend() -> None:
+    """SGLang names its backends in an enumeration, which Python does not extend by itself."""
+    from sglang.srt.disaggregation.utils import TransferBackend
+    from sglang.srt.server_args import add_disagg_transfer_backend_choices
+
+    if TRANSFER_BACKEND in TransferBackend._value2member_map_:
+        return
+    member = object.__new__(TransferBackend)
+    member._name_, member._value_ = TRANSFER_BACKEND.upper(), TRANSFER_BACKEND
+    member.__objclass__ = TransferBackend
+    TransferBackend._member_map_[member._name_] = member
+    TransferBackend._member_names_.append(member._name_)
+    TransferBackend._value2member_map_[member._value_] = member
+    add_disagg_transfer_backend_choices([TRANSFER_BACKEND])
+
+
+def _hold(original: Callable[..., None], queue: Any, *args: Any, **kwargs: Any) -> None:
+    """Pages of a request that fails at decode stay its own until the sidecar's fence, however long
+    that takes: SGLang may be told to give them back at once, and does so after 30 s otherwise."""
+    original(queue, *args, **kwargs)
+    if not _is_transfer_backend():
+        return
+    for name in ("enable_deferred_kv_release", "deferred_kv_release_timeout"):
+        if not hasattr(queue, name):
+            raise RuntimeError(
+                "kvspray: this SGLang gives pages of a failed request back while they may still be "
+                f"written to (its DecodeTransferQueue has no {name}); use SGLang 0.5.23, or another "
+                "--disaggregation-transfer-backend"
+            )
+    queue.enable_deferred_kv_release = True
+    queue.deferred_kv_release_timeout = math.inf
+
+
+def _is_transfer_backend() -> bool:
+    from sglang.srt.runtime_context import get_disagg
+
+    return bool(get_disagg().disaggregation_transfer_backend == TRANSFER_BACKEND)
+
+
+def _class_of(original: Callable[..., Any], backend: Any, kind: Any) -> Any:
+    if getattr(backend, "value", None) != TRANSFER_BACKEND:
+        return original(backend, kind)
+    from kvspray_sglang import pd
+
+    classes = {
+        "manager": pd.KVSprayManager, "sender": pd.KVSpraySender, "receiver": pd.KVSprayReceiver,
+        "bootstrap_server": pd.KVSprayBootstrapServer,
+    }  # fmt: skip
+    return classes.get(kind.value) or original(backend, kind)
 
 
 def _choose(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,591 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``--disaggregation-transfer-backend kvspray``: prefill and decode of SGLang through sidecars.
+
+SGLang's own classes do all that is not the transfer: bootstrap server, ranks, timeouts, status of
+requests. Here are the transfers:
+
+    decode: send_metadata    ROOM ->   prefill: a source lease (INTENT)
+    decode: EXPECT          <- PEER    prefill: init
+                                       prefill: each chunk of the prompt is a STEP
+    sidecars move the pages of a chunk while the next one computes
+    decode: end of EXPECT   <- ROWS    prefill: after the last chunk
+
+A request is a Success at decode when the sidecar has proved that all pages are there, and the rows
+have come. Pages of a request that fails are given back to SGLang only after the fence: SGLang asks
+``is_abort_release_safe``, whose answer is the end of the lease, and not a message of prefill.
+
+Threads: the scheduler's; one that takes messages; one that takes the ends of leases; at prefill one
+that reports chunks. ``_lock`` guards ``_rooms``; it is held for a few assignments, and for calls to
+the session, which do not wait.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import queue
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sglang
+from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
+from sglang.srt.disaggregation.common.conn import (
+    ABORT_TAG,
+    AbortNotification,
+    CommonKVBootstrapServer,
+    CommonKVManager,
+    CommonKVReceiver,
+    CommonKVSender,
+)
+from sglang.srt.disaggregation.common.utils import AuxDataCodec
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.utils.network import NetworkAddress
+
+import kvspray
+from kvspray_sglang import names, pd_cache, pd_wire
+from kvspray_sglang.pd_session import Session
+from kvspray_sglang.settings import Settings
+
+SOCKET_ENV = "KVSPRAY_SGLANG_SOCKET"
+WEIGHTS_ENV = "KVSPRAY_SGLANG_WEIGHTS"
+MAX_UNCLAIMED = 4096  # rooms that decode has asked for and the router has not
+MAX_REUSED = 1 << 16  # rooms whose number of uses is remembered
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Source:
+    """A request at prefill."""
+
+    room: int
+    xfer: bytes
+    pages: int
+    targets: list[tuple[str, int]]
+    lease: int = 0
+    table: list[int] = field(default_factory=list)
+    rows: bool = False  # sent, after the last chunk
+    ended: bool = False
+
+
+@dataclass
+class _Arrival:
+    """A request at decode."""
+
+    room: int
+    xfer: bytes
+    pages: list[int]
+    row: int
+    prefix: int
+    lease: int = 0
+    given_up: bool = False
+    here: bool = False  # all pages
+    rows: tuple[bytes, ...] | None = None
+    done: bool = False
+
+
+@dataclass
+class _Chunk:
+    room: int
+    pages: Sequence[int]
+    last: bool
+    row: int | None
+    events: tuple[Any, ...]
+
+
+class KVSprayManager(CommonKVManager):  # type: ignore[misc]
+    kv_status_msg_tag = b"KVSPRAY_STATUS"
+    kv_status_msg_carries_reason = True
+    # The fence of the sidecar ends a hold.
+    supports_deferred_decode_kv_release = True
+
+    def __init__(
+        self,
+        args: KVArgs,
+        disaggregation_mode: DisaggregationMode,
+        server_args: Any,
+        is_mla_backend: bool | None = False,
+    ) -> None:
+        parallel = get_parallel()
+        pd_cache.check(args, bool(is_mla_backend), parallel.pp_size)
+        _check(server_args, parallel)
+        names.check_adapters(server_args)
+        self._weights = names.Weights(
+            Settings(weights=os.environ.get(WEIGHTS_ENV, "")), server_args, _log
+        )
+        super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+        if self.defer_decode_allocation:
+            raise pd_cache.CacheError(
+                "kvspray: --disaggregation-decode-allocation-policy is prefill_complete, and "
+                "kvspray moves pages while prefill computes; set it to early"
+            )
+        # Without it pages of a request that fails would be used again at once.
+        self.enable_deferred_decode_kv_release = True
+        self._lock = threading.Lock()
+        self._rooms: dict[int, Any] = {}  # _Source or _Arrival
+        self._unclaimed: OrderedDict[int, None] = OrderedDict()
+        self._uses: OrderedDict[tuple[str, int], int] = OrderedDict()
+        # Open leases at decode, by room: they outlive the room where SGLang forgets it first.
+        self._writers: dict[int, int] = {}
+        self._engine = self._engine_id()
+        self._session = self._open(server_args, bool(is_mla_backend))
+        self._chunks: queue.SimpleQueue[_Chunk] = queue.SimpleQueue()
+        loops = [self._messages]
+        if disaggregation_mode == DisaggregationMode.PREFILL:
+            loops.append(self._report)
+        else:
+            self._start_heartbeat_checker_thread()
+        for loop in loops:
+            threading.Thread(target=loop, name=f"kvspray{loop.__name__}", daemon=True).start()
+
+    def _open(self, server_args: Any, is_mla: bool) -> Session:
+        import torch
+
+        args, size = self.kv_args, self.attn_tp_size
+        heads = None
+        if not is_mla:
+            heads = pd_cache.Heads(_total_heads(server_args), self.attn_tp_rank, size)
+        cache = pd_cache.describe(args, heads, torch.cuda.is_available())
+        per_token = args.kv_item_lens[0] // args.page_size
+        identity = pd_cache.identity(
+            self._weights.name,
+            {"sglang": sglang.__version__, **names.arguments(server_args)},
+            len(args.kv_data_ptrs) if is_mla else len(args.kv_data_ptrs) // 2,
+            per_token // (heads.own if heads else 1),
+        )
+        timeout = getattr(self, "waiting_timeout", None) or self.bootstrap_timeout
+        engine = kvspray.EngineInfo("sglang", sglang.__version__, self._engine)
+        ranks = kvspray.Ranks(tp=(self.attn_tp_rank, size))
+        socket = os.environ.get(SOCKET_ENV) or None
+        dtype = str(args.kv_cache_dtype_str)
+        session = Session(socket, engine, ranks, cache, cache.layout(dtype, identity), timeout, _log)
+        _log.info(
+            "kvspray: %s of %d pages of %d tokens, tensor parallel rank %d of %d",
+            self.disaggregation_mode.value, cache.pages, cache.page_tokens, self.attn_tp_rank, size,
+        )  # fmt: skip
+        return session
+
+    def _engine_id(self) -> str:
+        """One name for all ranks that divide the heads of one engine."""
+        own = secrets.token_hex(8)
+        if self.attn_tp_size == 1:
+            return own
+        return str(get_parallel().attn_tp_group.broadcast_object(own, src=0))
+
+    # ---- messages of other ranks
+
+    def _messages(self) -> None:
+        prefill = self.disaggregation_mode == DisaggregationMode.PREFILL
+        while True:
+            frames = self.server_socket.recv_multipart()
+            try:
+                if prefill and frames[0] == ABORT_TAG:
+                    self._aborted(frames)
+                    continue
+                if not prefill and (status := self.parse_kv_status_message(frames)):
+                    room, value, rank, reason = status
+                    self.apply_prefill_status(
+                        bootstrap_room=room, status=value, prefill_rank=rank, failure_reason=reason
+                    )
+                    continue
+                message = pd_wire.decode(frames)
+                if prefill and isinstance(message, pd_wire.Room):
+                    self._asked(message)
+                elif not prefill and isinstance(message, pd_wire.Peer):
+                    self._peer(message)
+                elif not prefill and isinstance(message, pd_wire.Rows):
+                    self._rows(message)
+            except Exception as err:  # what comes from another host ends nothing here
+                _log.warning("kvspray: a message of another rank is dropped: %s", err)
+
+    def _send(self, to: tuple[str, int], frames: list[bytes]) -> None:
+        address = NetworkAddress(*to)
+        self._send_multipart_locked(address.to_tcp(), frames, is_ipv6=address.is_ipv6)
+
+    # ---- prefill
+
+    def _asked(self, m: pd_wire.Room) -> None:
+        """A decode rank waits for a room."""
+        current = self.request_status.get(m.room)
+        if current is not None and current != KVPoll.Bootstrapping:
+            return  # of an earlier request with this number
+        infos = self.transfer_infos.setdefault(m.room, {})
+        infos[m.host, m.port] = _Info(m)
+        if current is None:
+            self._unclaimed[m.room] = None
+            while len(self._unclaimed) > MAX_UNCLAIMED:
+                old, _ = self._unclaimed.popitem(last=False)
+                self.transfer_infos.pop(old, None)
+                self.req_to_decode_prefix_len.pop(old, None)
+                self.request_status.pop(old, None)
+        if len(infos) < m.ranks:
+            return
+        self.resolve_kv_replica_factor(infos)
+        self.req_to_decode_prefix_len[m.room] = m.prefix
+        self.update_status(m.room, KVPoll.WaitingForInput)
+
+    def claim(self, room: int) -> None:
+        """The router has sent the request."""
+        self._unclaimed.pop(room, None)
+
+    def open_source(self, room: int, pages: int) -> None:
+        """Prefill is about to compute the prompt, of which so many pages are to be moved."""
+        infos = [i.asked for i in self.transfer_infos.get(room, {}).values()]
+        problem = self._refuse(infos, pages)
+        if not problem:
+            s = _Source(room, infos[0].xfer, pages, [(m.host, m.port) for m in infos])
+            with self._lock:
+                self._rooms[room] = s
+                if pages:
+                    s.lease = self._session.source(
+                        s.xfer, pages * self.kv_args.page_size, str(room), lambda c: self._sent(s, c)
+                    )
+            endpoint = self._session.endpoint
+            if pages and not (s.lease and endpoint):
+                problem = self._session.problem or "the sidecar takes no transfer now"
+        if problem:
+            self.conclude_failure(bootstrap_room=room, failure_reason=f"kvspray: {problem}")
+            return
+        for to in s.targets:
+            self._send(to, pd_wire.Peer(room, s.xfer, endpoint).encode())
+
+    def _refuse(self, infos: list[pd_wire.Room], pages: int) -> str:
+        if not infos:
+            return "no decode rank has asked for the request"
+        if len({m.xfer for m in infos}) > 1:
+            return "decode ranks ask for different transfers"
+        if any(m.pages != pages for m in infos):
+            return f"decode waits for {infos[0].pages} pages, and prefill sends {pages}"
+        return self._stale()
+
+    def _stale(self) -> str:
+        if self._weights.current:
+            return ""
+        return (
+            "SGLang has replaced its weights, and the name that prefill and decode compare is that "
+            "of the old ones: restart both servers"
+        )
+
+    def add_transfer_request(
+        self,
+        bootstrap_room: int,
+        kv_indices: Any,
+        index_slice: slice,
+        is_last_chunk: bool,
+        aux_index: int | None = None,
+        state_indices: Any = None,
+        num_kv_tokens: int | None = None,
+        *,
+        wait_event: Any = None,
+        indices_event: Any = None,
+        trace_ctx: Any = None,
+    ) -> None:
+        """SGLang's senders call this with each chunk of a prompt that is computed."""
+        self.update_status(bootstrap_room, KVPoll.Transferring)
+        events = tuple(e for e in (wait_event, indices_event) if e is not None)
+        self._chunks.put(_Chunk(bootstrap_room, kv_indices, is_last_chunk, aux_index, events))
+
+    def _report(self) -> None:
+        while True:
+            chunk = self._chunks.get()
+            try:
+                for event in chunk.events:
+                    event.synchronize()
+                self._chunk(chunk)
+            except Exception as err:
+                _log.exception("kvspray: room %s", chunk.room)
+                self.conclude_failure(
+                    bootstrap_room=chunk.room, failure_reason=f"kvspray: {err}"
+                )
+
+    def _chunk(self, chunk: _Chunk) -> None:
+        pages = [int(p) for p in chunk.pages]
+        rows = self._own_rows(chunk.row) if chunk.last and chunk.row is not None else None
+        with self._lock:
+            s = self._rooms.get(chunk.room)
+            if s is None or self.request_status.get(chunk.room) in (None, KVPoll.Failed):
+                return
+            s.table += pages
+            if pages and not s.ended:
+                self._session.progress(s.lease, len(s.table) * self.kv_args.page_size, s.table)
+        if rows is not None:
+            for to in s.targets:
+                self._send(to, pd_wire.Rows(s.room, s.xfer, rows).encode())
+            s.rows = True
+            self._whole(s)
+
+    def _own_rows(self, row: int) -> tuple[bytes, ...]:
+        a = self.kv_args
+        return tuple(
+            AuxDataCodec.serialize_data_from_buffer(ptr + row * n, n)
+            for ptr, n in zip(a.aux_data_ptrs, a.aux_item_lens, strict=True)
+        )
+
+    def _sent(self, s: _Source, c: kvspray.Completion) -> None:
+        with self._lock:
+            s.ended = True
+        if c.ok:
+            self._whole(s)
+        elif self._rooms.get(s.room) is s:
+            self.conclude_failure(
+                bootstrap_room=s.room, failure_reason=f"kvspray: {c.status.name}: {c.reason}"
+            )
+
+    def _whole(self, s: _Source) -> None:
+        if s.rows and (s.ended or not s.pages):
+            self.update_status(s.room, KVPoll.Success)
+
+    def close_source(self, room: int, reason: str) -> None:
+        """SGLang takes the request's pages back after this call."""
+        with self._lock:
+            s = self._rooms.pop(room, None)
+        if s is not None and s.lease and not s.ended:
+            self._session.cancel(s.lease, reason)
+
+    def _aborted(self, frames: list[bytes]) -> None:
+        m = AbortNotification.from_zmq(frames)
+        if m is None:
+            return
+        status = self.request_status.get(m.room)
+        if status is None:
+            self.transfer_infos.pop(m.room, None)
+        elif status != KVPoll.Success:
+            self.record_failure(m.room, "decode has given the request up")
+            self.update_status(m.room, KVPoll.Failed)
+            self.close_source(m.room, "decode has given the request up")
+
+    # ---- decode
+
+    def open_arrival(
+        self, address: str, room: int, pages: Sequence[int], row: int | None, prefix: int | None
+    ) -> str:  # fmt: skip
+        """SGLang has pages for a request. Returns why they cannot be filled."""
+        if problem := self._stale():
+            return problem
+        uses = self._uses.pop((address, room), 0) + 1
+        self._uses[address, room] = uses
+        if len(self._uses) > MAX_REUSED:
+            self._uses.popitem(last=False)
+        # All ranks of this decode engine derive the same id. No other engine, none that was here
+        # before, and no other use of the room's number has it.
+        name = f"kvspray-room/{self._engine}/{address}/{room}/{uses}"
+        xfer = hashlib.sha256(name.encode()).digest()
+        a = _Arrival(
+            room, xfer[: pd_wire.XFER_BYTES], [int(p) for p in pages],
+            -1 if row is None else int(row), int(prefix or 0), here=len(pages) == 0,
+        )  # fmt: skip
+        with self._lock:
+            self._rooms[room] = a
+        return ""
+
+    def build_receiver_metadata_message(
+        self, *, bootstrap_room: int, required_dst_info_num: int, **_: Any
+    ) -> list[bytes]:
+        a = self._rooms[bootstrap_room]
+        return pd_wire.Room(
+            a.room, self.local_ip, self.rank_port, a.xfer, len(a.pages), a.prefix,
+            int(required_dst_info_num),
+        ).encode()  # fmt: skip
+
+    def _peer(self, m: pd_wire.Peer) -> None:
+        """The pages come from this sidecar."""
+        with self._lock:
+            a = self._rooms.get(m.room)
+            if a is None or a.xfer != m.xfer or a.lease or a.given_up or a.here:
+                return
+            a.lease = self._session.expect(
+                a.xfer, m.endpoint, len(a.pages) * self.kv_args.page_size, a.pages, str(a.room),
+                lambda c: self._came(a, c),
+            )  # fmt: skip
+            refused = not a.lease
+            if not refused:
+                self._writers[a.room] = self._writers.get(a.room, 0) + 1
+        if refused:
+            self._fail(a, self._session.problem or "the sidecar takes no transfer now")
+
+    def _came(self, a: _Arrival, c: kvspray.Completion) -> None:
+        with self._lock:
+            a.lease = 0
+            a.here = c.ok and not a.given_up
+            left = self._writers.pop(a.room) - 1
+            if left:
+                self._writers[a.room] = left
+        if a.here:
+            self._whole_arrival(a)
+        elif not a.given_up:
+            self._fail(a, f"{c.status.name}: {c.reason}")
+
+    def _rows(self, m: pd_wire.Rows) -> None:
+        with self._lock:
+            a = self._rooms.get(m.room)
+            if a is None or a.xfer != m.xfer or a.given_up or a.rows is not None:
+                return
+            a.rows = m.rows
+        self._whole_arrival(a)
+
+    def _whole_arrival(self, a: _Arrival) -> None:
+        problem = ""
+        with self._lock:
+            if not a.here or a.rows is None or a.given_up or a.done:
+                return
+            a.done = True
+            lens = [int(n) for n in self.kv_args.aux_item_lens]
+            if [len(row) for row in a.rows] != lens:
+                problem = (
+                    f"prefill has metadata rows of {[len(r) for r in a.rows]} bytes, decode of "
+                    f"{lens}: start both servers with the same options"
+                )
+            elif a.row >= 0:
+                # Under the lock: once SGLang has the row back it may be another request's.
+                for i, row in enumerate(a.rows):
+                    AuxDataCodec.deserialize_data_to_buffer(self.kv_args, i, a.row, row)
+        if problem:
+            self._fail(a, problem)
+        else:
+            self.update_status(a.room, KVPoll.Success)
+
+    def _fail(self, a: _Arrival, reason: str) -> None:
+        with self._lock:
+            known = self._rooms.get(a.room) is a and not a.given_up
+            a.given_up = True  # another prefill rank may name its sidecar later
+        if known:
+            self.record_failure(a.room, f"kvspray: {reason}")
+            self.update_status(a.room, KVPoll.Failed)
+
+    def give_up(self, room: int, reason: str) -> None:
+        """Nothing that comes from now on counts."""
+        with self._lock:
+            a = self._rooms.get(room)
+            if a is None:
+                return
+            a.given_up = True
+            lease = a.lease
+        if lease:
+            self._session.cancel(lease, reason)
+
+    def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
+        """Whether nothing writes to the request's pages any more. SGLang holds them until then, and
+        may have forgotten the request itself before (failure_exception)."""
+        with self._lock:
+            return bootstrap_room not in self._writers
+
+    def close_arrival(self, room: int) -> None:
+        """SGLang forgets the request, whose pages it uses or holds."""
+        with self._lock:
+            a = self._rooms.pop(room, None)
+            if a is not None:
+                a.given_up = True
+        if a is not None and a.lease:
+            self._session.cancel(a.lease, "the request has ended")
+
+
+@dataclass
+class _Info:
+    """What SGLang's own code reads of a decode rank."""
+
+    asked: pd_wire.Room
+    is_dummy: bool = False
+
+    @property
+    def endpoint(self) -> str:
+        return self.asked.host
+
+    @property
+    def dst_port(self) -> int:
+        return self.asked.port
+
+    @property
+    def required_dst_info_num(self) -> int:
+        return self.asked.ranks
+
+
+class KVSpraySender(CommonKVSender):  # type: ignore[misc]
+    def __init__(self, mgr: KVSprayManager, bootstrap_addr: str, bootstrap_room: int,
+                 req_has_disagg_prefill_dp_rank: bool = False) -> None:  # fmt: skip
+        mgr.claim(bootstrap_room)
+        super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
+
+    def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
+        super().init(num_kv_indices, aux_index)
+        self.kv_mgr.open_source(self.bootstrap_room, int(num_kv_indices))
+
+    def abort(self) -> None:
+        super().abort()
+        self.kv_mgr.close_source(self.bootstrap_room, "prefill has given the request up")
+
+    def clear(self) -> None:
+        self.kv_mgr.close_source(self.bootstrap_room, "the request has ended at prefill")
+        super().clear()
+
+
+class KVSprayReceiver(CommonKVReceiver):  # type: ignore[misc]
+    def _register_kv_args(self) -> bool:
+        return True  # the sidecars compare layouts
+
+    def send_metadata(
+        self,
+        kv_indices: Any,
+        aux_index: int | None = None,
+        state_indices: Any = None,
+        decode_prefix_len: int | None = None,
+        **more: Any,
+    ) -> None:
+        if getattr(self, "bootstrap_infos", None) is not None:
+            problem = self.kv_mgr.open_arrival(
+                self.bootstrap_addr, self.bootstrap_room, kv_indices, aux_index, decode_prefix_len
+            )
+            if problem:
+                self.kv_mgr.record_failure(self.bootstrap_room, f"kvspray: {problem}")
+                self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+                self.conclude_state = KVPoll.Failed
+                return
+        super().send_metadata(
+            kv_indices, aux_index, state_indices, decode_prefix_len=decode_prefix_len, **more
+        )
+
+    def _send_abort_notification(self, **more: Any) -> None:
+        self.kv_mgr.give_up(self.bootstrap_room, "decode has given the request up")
+        super()._send_abort_notification(**more)
+
+    def clear(self) -> None:
+        super().clear()
+        self.kv_mgr.close_arrival(self.bootstrap_room)
+
+
+class KVSprayBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]
+    """SGLang's own."""
+
+
+def _check(server_args: Any, parallel: Any) -> None:
+    """Refuses ways of serving that move or replace the pages that are registered."""
+    for name, wanted, why in (
+        ("attn_cp_size", 1, "context parallel ranks divide a prompt's pages"),
+        ("attn_dcp_size", 1, "context parallel ranks divide a prompt's pages"),
+        ("enable_kv_cache_sharding", False, "ranks divide a prompt's pages"),
+    ):
+        if getattr(parallel, name, wanted) != wanted:
+            raise pd_cache.CacheError(
+                f"kvspray: {name} is {getattr(parallel, name)}: {why}; use another transfer backend"
+            )
+    for name in ("enable_hisparse", "enable_memory_saver", "enable_pd_role_switch"):
+        if getattr(server_args, name, False):
+            raise pd_cache.CacheError(
+                f"kvspray: {name} is on, and the pages would not stay where they are registered; "
+                f"start without --{name.replace('_', '-')}"
+            )
+
+
+def _total_heads(server_args: Any) -> int:
+    try:
+        from sglang.srt.arg_groups.model_override_base import model_config_of
+    except ImportError:  # before 0.5.20
+        from sglang.srt.configs.model_config import ModelConfig
+
+        model_config_of = ModelConfig.from_server_args
+    return int(model_config_of(server_args).get_total_num_kv_heads())

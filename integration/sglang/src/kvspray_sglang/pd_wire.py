@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages between the ranks of prefill and decode, as frames on the sockets that SGLang's own
+transfer backends use. They name a transfer and carry a request's metadata rows; its pages move
+between the sidecars.
+
+    decode -> prefill   ROOM    what the decode rank waits for
+    prefill -> decode   PEER    the sidecar that the pages come from
+    prefill -> decode   ROWS    the request's metadata: first token, log probabilities ...
+
+Frames come from another host: each is checked, and a message that is none is dropped.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+TAG = b"KVSPRAY1"
+XFER_BYTES = 16
+MAX_ENDPOINT_BYTES = 256
+MAX_PAGES = 1 << 24
+MAX_ROWS = 64
+MAX_ROW_BYTES = 16 << 20
+
+_ROOM = struct.Struct("<QHIII")  # room, port, pages, tokens that decode has, decode ranks
+_HEAD = struct.Struct("<Q")
+
+
+@dataclass(frozen=True)
+class Room:
+    room: int
+    host: str
+    port: int
+    xfer: bytes
+    pages: int
+    prefix: int  # tokens that decode has in its own cache
+    ranks: int  # decode ranks that one prefill rank serves
+
+    def encode(self) -> list[bytes]:
+        head = _ROOM.pack(self.room, self.port, self.pages, self.prefix, self.ranks)
+        return [TAG, b"ROOM", head, self.xfer, self.host.encode()]
+
+
+@dataclass(frozen=True)
+class Peer:
+    room: int
+    xfer: bytes
+    endpoint: str
+
+    def encode(self) -> list[bytes]:
+        return [TAG, b"PEER", _HEAD.pack(self.room), self.xfer, self.endpoint.encode()]
+
+
+@dataclass(frozen=True)
+class Rows:
+    room: int
+    xfer: bytes
+    rows: tuple[bytes, ...]
+
+    def encode(self) -> list[bytes]:
+        return [TAG, b"ROWS", _HEAD.pack(self.room), self.xfer, *self.rows]
+
+
+def decode(frames: Sequence[bytes]) -> Room | Peer | Rows | None:
+    """None: no message of kvspray. Raises ValueError for one that is damaged."""
+    if len(frames) < 4 or frames[0] != TAG:
+        return None
+    kind, head, xfer, more = frames[1], frames[2], frames[3], frames[4:]
+    if len(xfer) != XFER_BYTES:
+        raise ValueError(f"a transfer id of {len(xfer)} bytes, want {XFER_BYTES}")
+    try:
+        if kind == b"ROOM" and len(more) == 1:
+            room, port, pages, prefix, ranks = _ROOM.unpack(head)
+            if pages > MAX_PAGES or not 1 <= ranks <= 1 << 12:
+                raise ValueError(f"{pages} pages for {ranks} ranks")
+            return Room(room, _text(more[0]), port, bytes(xfer), pages, prefix, ranks)
+        (room,) = _HEAD.unpack(head)
+        if kind == b"PEER" and len(more) == 1:
+            return Peer(room, bytes(xfer), _text(more[0]))
+        if kind == b"ROWS" and len(more) <= MAX_ROWS:
+            if any(len(row) > MAX_ROW_BYTES for row in more):
+                raise ValueError(f"a row of more than {MAX_ROW_BYTES} bytes")
+            return Rows(room, bytes(xfer), tuple(bytes(row) for row in more))
+    except (struct.error, UnicodeDecodeError) as err:
+        raise ValueError(f"a damaged message: {err}") from err
+    raise ValueError(f"a message of kind {bytes(kind[:16])!r} with {len(more)} more frames")
+
+
+def _text(frame: bytes) -> str:
+    if not 0 < len(frame) <= MAX_ENDPOINT_BYTES:
+        raise ValueError(f"an address of {len(frame)} bytes")
+    return bytes(frame).decode("ascii")

@@ -1,0 +1,377 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rooms of the transfer backend: what each side does with messages that are late, damaged or
+of another request, and when pages are given back. SGLang's own classes, with a session of the test.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import random
+import threading
+from collections import OrderedDict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+MUST = "sglang" in os.environ.get("KVSPRAY_MUST_RUN", "").split(",")
+if not MUST and importlib.util.find_spec("sglang") is None:
+    pytest.skip("sglang: make test-sglang makes its environment", allow_module_level=True)
+
+from sglang.srt.disaggregation.base.conn import KVPoll, StateType  # noqa: E402
+
+import kvspray  # noqa: E402
+from kvspray_sglang import pd, pd_cache, pd_wire, plugin  # noqa: E402
+
+ROWS = [16, 8]  # bytes of a metadata row in each buffer
+ROW = 3
+
+
+class Session:
+    """Leases that end when the test says so."""
+
+    def __init__(self) -> None:
+        self.open: dict[int, Any] = {}
+        self.cancelled: list[int] = []
+        self.steps: list[tuple[int, int, list[int]]] = []
+        self.takes, self.endpoint, self.problem = True, "10.0.0.1:7650", ""
+
+    def _lease(self, end: Any) -> int:
+        if not self.takes:
+            return 0
+        lease = len(self.open) + 1
+        self.open[lease] = end
+        return lease
+
+    def source(self, xfer: bytes, tokens: int, req: str, end: Any) -> int:
+        return self._lease(end)
+
+    def expect(
+        self, xfer: bytes, peer: str, tokens: int, pages: list[int], req: str, end: Any
+    ) -> int:  # fmt: skip
+        return self._lease(end)
+
+    def progress(self, lease: int, tokens: int, pages: list[int]) -> None:
+        self.steps.append((lease, tokens, list(pages)))
+
+    def cancel(self, lease: int, reason: str) -> None:
+        self.cancelled.append(lease)
+
+    def end(self, lease: int, ok: bool = True) -> None:
+        status = kvspray.CompletionStatus.OK if ok else kvspray.CompletionStatus.FAILED
+        self.open[lease](SimpleNamespace(ok=ok, status=status, reason="a reason"))
+
+
+def manager() -> Any:
+    m = object.__new__(pd.KVSprayManager)
+    m.buffers = [ctypes.create_string_buffer(n * 8) for n in ROWS]
+    m.kv_args = SimpleNamespace(
+        page_size=16, aux_data_ptrs=[ctypes.addressof(b) for b in m.buffers], aux_item_lens=ROWS
+    )
+    m._lock, m._rooms, m._session = threading.Lock(), {}, Session()
+    m._unclaimed, m._uses, m._writers, m._engine = OrderedDict(), OrderedDict(), {}, "e1"
+    m._weights = SimpleNamespace(current=True)
+    m.local_ip, m.rank_port = "127.0.0.1", 1
+    m.request_status, m.transfer_infos, m.req_to_decode_prefix_len = {}, {}, {}
+    m.failure_records, m.failure_lock = {}, threading.Lock()
+    m._deferred_ack_targets, m._deferred_ack_poisoned_rooms = {}, set()
+    m._staging_outstanding, m.deferred_bootstrap, m.is_mla_backend = {}, None, False
+    m.sent = []
+    m._send = lambda to, frames: m.sent.append((to, pd_wire.decode(frames)))
+    m.send_kv_status_message = lambda **what: m.sent.append(what)
+    return m
+
+
+# ---- decode
+
+
+def arrival(m: Any, room: int = 7, pages: int = 2) -> Any:
+    m.request_status[room] = KVPoll.WaitingForInput
+    assert m.open_arrival("p:1", room, list(range(5, 5 + pages)), ROW, 32) == ""
+    frames = m.build_receiver_metadata_message(
+        bootstrap_room=room, required_dst_info_num=1, is_dummy=False
+    )
+    asked = pd_wire.decode(frames)
+    assert isinstance(asked, pd_wire.Room) and (asked.pages, asked.prefix) == (pages, 32)
+    return asked
+
+
+def rows(asked: Any, fill: bytes = b"x") -> Any:
+    return pd_wire.Rows(asked.room, asked.xfer, tuple(fill * n for n in ROWS))
+
+
+def row_of(m: Any) -> bytes:
+    return m.buffers[0].raw[ROW * ROWS[0] : (ROW + 1) * ROWS[0]]
+
+
+@pytest.mark.parametrize("first", ["pages", "rows"])
+def test_a_request_is_there_with_pages_and_rows(first: str) -> None:
+    m = manager()
+    asked = arrival(m)
+    m._peer(pd_wire.Peer(asked.room, asked.xfer, "10.0.0.1:7650"))
+    steps = [lambda: m._session.end(1), lambda: m._rows(rows(asked))]
+    for step in steps if first == "pages" else reversed(steps):
+        assert m.request_status[7] != KVPoll.Success
+        step()
+    assert m.request_status[7] == KVPoll.Success and row_of(m) == b"x" * ROWS[0]
+    m._rows(rows(asked, b"y"))  # of another prefill rank: the same, and late
+    assert row_of(m) == b"x" * ROWS[0]
+    m.close_arrival(7)
+    assert not m._session.cancelled
+
+
+def test_without_pages_to_move() -> None:
+    m = manager()
+    asked = arrival(m, pages=0)
+    m._peer(pd_wire.Peer(asked.room, asked.xfer, "10.0.0.1:7650"))
+    assert not m._session.open
+    m._rows(rows(asked))
+    assert m.request_status[7] == KVPoll.Success
+
+
+def test_pages_are_held_until_the_fence() -> None:
+    m = manager()
+    asked = arrival(m)
+    m._peer(pd_wire.Peer(asked.room, asked.xfer, "10.0.0.1:7650"))
+    m.give_up(7, "gone")
+    m.give_up(7, "gone")
+    assert m._session.cancelled[:1] == [1] and not m.is_abort_release_safe(7, 0)
+    m._rows(rows(asked))
+    assert row_of(m) == bytes(ROWS[0]), "a row of a request that was given up"
+    m._session.end(1)  # complete or not: it is too late
+    assert m.is_abort_release_safe(7, 1) and m.request_status[7] != KVPoll.Success
+    m.close_arrival(7)
+    m._rows(rows(asked))
+    assert row_of(m) == bytes(ROWS[0])
+
+
+def test_a_forgotten_request_is_held_until_the_fence() -> None:
+    """SGLang clears a request that failed before it asks whether its pages may be used again."""
+    m = manager()
+    asked = arrival(m)
+    m._peer(pd_wire.Peer(asked.room, asked.xfer, "10.0.0.1:7650"))
+    m.close_arrival(7)
+    m.give_up(7, "gone")
+    assert m._session.cancelled == [1] and not m.is_abort_release_safe(7, 1)
+    m._session.end(1, ok=False)
+    assert m.is_abort_release_safe(7, 1) and not m._writers
+
+
+def test_a_failed_request_opens_no_other_lease() -> None:
+    m = manager()
+    asked = arrival(m)
+    m._peer(pd_wire.Peer(asked.room, asked.xfer, "10.0.0.1:7650"))
+    m._session.end(1, ok=False)
+    m._peer(pd_wire.Peer(asked.room, asked.xfer, "10.0.0.1:7650"))
+    assert len(m._session.open) == 1
+
+
+def test_given_up_before_the_peer_is_named() -> None:
+    m = manager()
+    asked = arrival(m)
+    m.give_up(7, "gone")
+    m._peer(pd_wire.Peer(asked.room, asked.xfer, "10.0.0.1:7650"))
+    assert not m._session.open and m.is_abort_release_safe(7, 1)
+
+
+def test_a_room_that_is_used_again() -> None:
+    m = manager()
+    old = arrival(m)
+    m.give_up(7, "gone")
+    m.close_arrival(7)
+    new = arrival(m)
+    restarted = manager()
+    restarted._engine = "e2"
+    assert len({old.xfer, new.xfer, arrival(restarted).xfer}) == 3
+    m._peer(pd_wire.Peer(7, old.xfer, "10.0.0.1:7650"))
+    m._rows(rows(old))
+    assert not m._session.open and row_of(m) == bytes(ROWS[0])
+
+
+def test_failures_are_named() -> None:
+    m = manager()
+    asked = arrival(m)
+    m._session.takes, m._session.problem = False, "no sidecar is connected"
+    m._peer(pd_wire.Peer(7, asked.xfer, "10.0.0.1:7650"))
+    assert m.request_status[7] == KVPoll.Failed
+    assert "no sidecar" in m.failure_records[7] and m.is_abort_release_safe(7, 1)
+    m = manager()
+    asked = arrival(m)
+    m._peer(pd_wire.Peer(7, asked.xfer, "10.0.0.1:7650"))
+    m._session.end(1, ok=False)
+    assert "FAILED: a reason" in m.failure_records[7]
+    m = manager()
+    asked = arrival(m, pages=0)
+    m._rows(pd_wire.Rows(7, asked.xfer, (b"x",)))
+    assert "same options" in m.failure_records[7] and row_of(m) == bytes(ROWS[0])
+    m = manager()
+    m._weights.current = False
+    assert "weights" in m.open_arrival("p:1", 9, [1], 0, 0)
+
+
+# ---- prefill
+
+
+def asked(m: Any, room: int = 7, pages: int = 3, ranks: int = 1, port: int = 9) -> pd_wire.Room:
+    r = pd_wire.Room(room, "127.0.0.1", port, b"x" * pd_wire.XFER_BYTES, pages, 16, ranks)
+    m._asked(r)
+    return r
+
+
+def chunk(m: Any, pages: list[int], last: bool, room: int = 7) -> None:
+    m._chunk(pd._Chunk(room, pages, last, ROW if last else None, ()))
+
+
+def test_chunks_then_rows() -> None:
+    m = manager()
+    m.update_status(7, KVPoll.Bootstrapping)
+    asked(m)
+    assert m.request_status[7] == KVPoll.WaitingForInput and m.req_to_decode_prefix_len[7] == 16
+    m.open_source(7, 3)
+    assert isinstance(m.sent[0][1], pd_wire.Peer)
+    chunk(m, [4, 9], False)
+    chunk(m, [2], True)
+    assert m._session.steps == [(1, 32, [4, 9]), (1, 48, [4, 9, 2])]
+    assert isinstance(m.sent[1][1], pd_wire.Rows) and m.request_status[7] != KVPoll.Success
+    m._session.end(1)
+    assert m.request_status[7] == KVPoll.Success
+    m.close_source(7, "ended")
+    assert not m._session.cancelled
+
+
+def test_two_decode_ranks() -> None:
+    m = manager()
+    m.update_status(7, KVPoll.Bootstrapping)
+    asked(m, ranks=2, port=9)
+    assert m.request_status[7] == KVPoll.Bootstrapping
+    asked(m, ranks=2, port=10)
+    m.open_source(7, 3)
+    assert [to for to, _ in m.sent] == [("127.0.0.1", 9), ("127.0.0.1", 10)]
+    assert len(m._session.open) == 1
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_pages_that_prefill_takes_back(ended: bool) -> None:
+    """From the call on no read of them counts."""
+    m = manager()
+    m.update_status(7, KVPoll.Bootstrapping)
+    asked(m)
+    m.open_source(7, 3)
+    if ended:
+        m._session.end(1)
+    m.close_source(7, "given up")
+    assert m._session.cancelled == ([] if ended else [1])
+    m.request_status.pop(7)
+    chunk(m, [1, 2, 3], True)
+    assert not m._session.steps and len(m.sent) == 1
+
+
+def test_prefill_refuses_by_name() -> None:
+    for pages, change, want in (
+        (4, None, "decode waits for 3 pages, and prefill sends 4"),
+        (3, "takes", "kvspray: why"),
+        (3, "weights", "restart both servers"),
+    ):
+        m = manager()
+        m.update_status(7, KVPoll.Bootstrapping)
+        asked(m)
+        if change == "takes":
+            m._session.takes, m._session.problem = False, "why"
+        elif change:
+            m._weights.current = False
+        m.open_source(7, pages)
+        assert m.request_status[7] == KVPoll.Failed and want in m.failure_records[7]
+        assert m.sent[-1]["status"] == KVPoll.Failed
+
+
+def test_rooms_that_nobody_claims_are_bounded() -> None:
+    m = manager()
+    for room in range(pd.MAX_UNCLAIMED + 50):
+        asked(m, room)
+    assert len(m.transfer_infos) == len(m.request_status) == pd.MAX_UNCLAIMED
+    m.claim(pd.MAX_UNCLAIMED)
+    asked(m, 1 << 40)
+    assert pd.MAX_UNCLAIMED in m.transfer_infos
+
+
+# ---- messages and pools
+
+
+def test_messages() -> None:
+    xfer = bytes(range(16))
+    for message in (
+        pd_wire.Room(1 << 63, "10.1.2.3", 65535, xfer, 12, 160, 4),
+        pd_wire.Peer(5, xfer, "10.0.0.1:7650"),
+        pd_wire.Rows(5, xfer, (b"", b"abc")),
+    ):
+        frames = message.encode()
+        assert pd_wire.decode(frames) == message
+        r = random.Random(1)
+        for _ in range(2000):
+            bad = [bytearray(f) for f in frames]
+            for _ in range(r.randrange(1, 4)):
+                f = r.choice(bad)
+                if f and r.random() < 0.7:
+                    f[r.randrange(len(f))] = r.randrange(256)
+                elif r.random() < 0.5:
+                    bad.remove(f) if len(bad) > 1 else None
+                else:
+                    f += r.randbytes(r.randrange(20))
+            try:
+                pd_wire.decode([bytes(f) for f in bad])
+            except ValueError:
+                pass
+    assert pd_wire.decode([b"other", b"a", b"b", b"c"]) is None
+
+
+def kv_args(**more: Any) -> Any:
+    memory = ctypes.create_string_buffer(1 << 16)
+    at = ctypes.addressof(memory)
+    values = {
+        "kv_data_ptrs": [at + i * 8192 for i in range(4)], "kv_data_lens": [8192] * 4,
+        "kv_item_lens": [1024] * 4, "page_size": 16, "state_types": [], "num_draft_entries": 0,
+        "kv_layout": None, "kv_cache_dtype_str": "auto", "memory": memory,
+    }  # fmt: skip
+    return SimpleNamespace(**{**values, **more})
+
+
+def test_pools() -> None:
+    cache = pd_cache.describe(kv_args(), pd_cache.Heads(8, 1, 2), False)
+    assert cache.pages == 8 and [g["strategy"] for g in cache.groups] == ["sglang_k", "sglang_v"]
+    assert cache.groups[1]["same_table"] and cache.groups[0]["params"]["heads"] == 4
+    assert [x["name"] for x in cache.groups[1]["layers"]] == ["layers.0#v", "layers.1#v"]
+    (mla,) = pd_cache.describe(kv_args(), None, False).groups
+    assert len(mla["layers"]) == 4 and [x["base"] for x in mla["layers"]] == [0, 8192, 16384, 24576]
+    with pytest.raises(pd_cache.CacheError, match="3 heads"):
+        pd_cache.describe(kv_args(), pd_cache.Heads(3, 0, 1), False)
+
+
+@pytest.mark.parametrize(
+    ("change", "pp", "want"),
+    [
+        ({"state_types": [StateType.SWA]}, 1, "swa"),
+        ({"num_draft_entries": 2}, 1, "draft"),
+        ({"kv_layout": "unified"}, 1, "unified"),
+        ({"kv_cache_dtype_str": "fp4_e2m1"}, 1, "fp4"),
+        ({"kv_data_ptrs": [1, 2, 3]}, 1, "pairs"),
+        ({}, 2, "pp_size is 2"),
+    ],
+)
+def test_what_is_not_transferred_is_refused(change: Any, pp: int, want: str) -> None:
+    pd_cache.check(kv_args(), False, 1)
+    with pytest.raises(pd_cache.CacheError, match=want):
+        pd_cache.check(kv_args(**change), False, pp)
+
+
+def test_the_plug_in_adds_a_backend() -> None:
+    from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
+
+    plugin._add_transfer_backend()
+    plugin._add_transfer_backend()
+    ours = TransferBackend(plugin.TRANSFER_BACKEND)
+    assert TransferBackend["KVSPRAY"] is ours and ours in list(TransferBackend)
+    assert plugin._class_of(get_kv_class, ours, KVClassType.SENDER) is pd.KVSpraySender
+    mooncake = plugin._class_of(get_kv_class, TransferBackend.FAKE, KVClassType.SENDER)
+    assert mooncake is not None and mooncake is not pd.KVSpraySender

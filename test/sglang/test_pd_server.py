@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's own prefill and decode servers on a CPU behind its own router, with kvspray as the
+transfer backend: tokens equal those of one plain server, while prompts are given up and pages are
+used again, and while sidecars die.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures as cf
+import contextlib
+import importlib.util
+import os
+import pathlib
+import random
+import sys
+import tempfile
+import time
+import urllib.error
+from collections.abc import Iterator
+
+import pytest
+from sglang_server import START_S, Process, Server, error_of, rig
+
+MUST = "sglang" in os.environ.get("KVSPRAY_MUST_RUN", "").split(",")
+if not MUST and importlib.util.find_spec("sglang") is None:
+    pytest.skip("sglang: make test-sglang makes its environment", allow_module_level=True)
+
+ANSWER = 6  # tokens
+CHUNK = 128  # tokens of a prompt that prefill computes at a time
+
+
+class Router(Process):
+    """SGLang's own router for prefill and decode."""
+
+    def start(self, prefill: Server, bootstrap: int, decode: Server) -> Router:
+        command = [
+            sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation",
+            "--prefill", prefill.url, str(bootstrap), "--decode", decode.url, "--host",
+            "127.0.0.1", "--port", str(self.port), "--policy", "round_robin", "--disable-retries",
+            "--prometheus-port", str(rig.free_port()),
+        ]  # fmt: skip
+        self.spawn(command)
+        return self
+
+    post, generate = Server.post, Server.generate
+
+
+class Pair:
+    def __init__(self, logs: pathlib.Path) -> None:
+        self.logs = logs
+        self.sidecars = [rig.Sidecar(name, logs) for name in ("p", "d")]
+        self.port = rig.free_port()
+        both = [
+            "--disaggregation-transfer-backend", "kvspray", "--disaggregation-bootstrap-port",
+            str(self.port),
+        ]  # fmt: skip
+        envs = [{"KVSPRAY_SGLANG_SOCKET": s.socket} for s in self.sidecars]
+        self.prefill = Server(
+            "prefill", logs,
+            [*both, "--disaggregation-mode", "prefill", "--chunked-prefill-size", str(CHUNK)],
+            envs[0],
+        )  # fmt: skip
+        self.decode = Server(
+            "decode", logs,
+            [*both, "--disaggregation-mode", "decode", "--disaggregation-decode-enable-radix-cache"],
+            envs[1],
+        )  # fmt: skip
+        self.router = Router("router", logs)
+        self.plain: dict[tuple[int, ...], list[int]] = {}
+
+    def start(self) -> None:
+        # A server's scheduler never rests, so the plain one does not run beside the others.
+        plain = Server("plain", self.logs, ["--chunked-prefill-size", str(CHUNK)])
+        try:
+            plain.start().ready()
+            with cf.ThreadPoolExecutor(4) as pool:
+                for ids, answer in zip(
+                    PROMPTS, pool.map(lambda ids: plain.generate(ids, ANSWER)[0], PROMPTS),
+                    strict=True,
+                ):  # fmt: skip
+                    self.plain[tuple(ids)] = answer
+        finally:
+            plain.stop()
+        # The servers start without sidecars, and say once what they lack.
+        servers = [self.prefill, self.decode]
+        for s in servers:
+            s.start()
+        for s in servers:
+            s.ready()
+        self.router.start(self.prefill, self.port, self.decode)
+        rig.wait_for("the router", self.router.up, START_S, 0.2)
+
+    def stop(self) -> None:
+        for process in (self.router, self.prefill, self.decode, *self.sidecars):
+            process.stop()
+
+    def right(self, ids: list[int]) -> bool:
+        return self.router.generate(ids, ANSWER)[0] == self.plain[tuple(ids)]
+
+    def moved(self) -> float:
+        m = rig.parse_metrics(rig.get(self.sidecars[1].url + "/metrics"))
+        return rig.total(m, "kvspray_transfer_payload_bytes_total", side="destination")
+
+    def leases(self) -> float:
+        return sum(
+            rig.total(rig.parse_metrics(rig.get(s.url + "/metrics")), "kvspray_lease_open")
+            for s in self.sidecars
+        )
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    with tempfile.TemporaryDirectory(prefix="kvs-") as dir:
+        p = Pair(pathlib.Path(dir))
+        try:
+            p.start()
+            yield p
+            assert p.prefill.up() and p.decode.up(), "the servers outlive everything"
+            assert all(s.panics() is None for s in p.sidecars)
+        finally:
+            p.stop()
+
+
+def prompt(seed: object, tokens: int) -> list[int]:
+    r = random.Random(str(seed))
+    return [r.randrange(2, 900) for _ in range(tokens)]
+
+
+SIZES = (1, 5, 15, 16, 17, 127, 128, 129, 300, 900)
+ALONE = [prompt("alone", n) for n in SIZES]
+TOGETHER = [prompt(("together", i), random.Random(i).randrange(1, 400)) for i in range(18)]
+OTHERS = [prompt(("others", i), random.Random(i).randrange(20, 500)) for i in range(24)]
+UNDER_WAY = [prompt(("under way", i), 800) for i in range(10)]
+NEW = prompt("new", 900)
+PROMPTS = [*ALONE, *TOGETHER, *OTHERS, *UNDER_WAY, NEW]
+
+
+def test_without_sidecars(pair: Pair) -> None:
+    """A server without a sidecar refuses requests by name, and serves once there is one."""
+    room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": pair.port, "bootstrap_room": 1}
+    with cf.ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(s.generate, NEW, ANSWER, room) for s in (pair.prefill, pair.decode)]
+        for f in both:
+            with pytest.raises(urllib.error.HTTPError) as err:
+                f.result()
+            assert "kvspray: " in error_of(err.value)
+    for s in pair.sidecars:
+        s.start()
+    rig.wait_for("a request with sidecars", lambda: answered(pair, ALONE[0]), 120, 0.5)
+
+
+def answered(pair: Pair, ids: list[int]) -> bool:
+    try:
+        return pair.right(ids)
+    except urllib.error.HTTPError:
+        return False
+
+
+def test_tokens(pair: Pair) -> None:
+    before = pair.moved()
+    for ids in ALONE:
+        assert pair.right(ids), len(ids)
+    assert pair.moved() > before
+    # What decode has in its own cache is not sent again.
+    before = pair.moved()
+    assert pair.right(ALONE[-1])
+    again = pair.moved() - before
+    before = pair.moved()
+    assert pair.right(NEW)
+    assert again < 0.2 * (pair.moved() - before)
+
+
+def test_together(pair: Pair) -> None:
+    with cf.ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(pair.right, TOGETHER))
+
+
+def give_up(pair: Pair, ids: list[int], room: int, after: float) -> None:
+    """Clients of both servers that go away after a while."""
+    body = {
+        "input_ids": ids, "sampling_params": {"max_new_tokens": ANSWER, "temperature": 0},
+        "bootstrap_host": "127.0.0.1", "bootstrap_port": pair.port, "bootstrap_room": room,
+        "rid": f"gone-{room}",
+    }  # fmt: skip
+
+    def one(server: Server) -> None:
+        with contextlib.suppress(urllib.error.HTTPError, OSError):
+            server.post("/generate", body, timeout=60)
+
+    with cf.ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(one, s) for s in (pair.prefill, pair.decode)]
+        time.sleep(after)
+        for s in (pair.decode, pair.prefill):
+            s.post("/abort_request", {"rid": f"gone-{room}"}, timeout=60)
+        for f in both:
+            f.result()
+
+
+def test_given_up(pair: Pair) -> None:
+    """Requests are given up at random times, while others use their pages again: no late write."""
+    r = random.Random(7)
+    with cf.ThreadPoolExecutor(2) as pool:
+        others = [pool.submit(pair.right, ids) for ids in OTHERS]
+        for i in range(16):
+            gone = prompt(("gone", i), r.randrange(100, 900))
+            give_up(pair, gone, (1 << 40) + i, r.uniform(0, 0.5))
+        assert all(f.result() for f in others)
+    rig.wait_for("no lease open", lambda: pair.leases() == 0, 60, 0.2)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_sidecar_dies(pair: Pair, side: int) -> None:
+    """Requests under way fail or are right; the servers live, and serve with the next sidecar."""
+    sidecar, jobs = pair.sidecars[side], UNDER_WAY[5 * side :][:5]
+    with cf.ThreadPoolExecutor(5) as pool:
+        under_way = [pool.submit(pair.right, ids) for ids in jobs]
+        time.sleep(0.5)
+        sidecar.kill()
+        answers = [f.exception() is None and f.result() for f in under_way]
+        errors = [f.exception() for f in under_way if f.exception() is not None]
+    assert all(isinstance(err, urllib.error.HTTPError) for err in errors)
+    assert sum(answers) + len(errors) == len(jobs), "a wrong answer"
+    sidecar.start()
+    rig.wait_for("a request with the next sidecar", lambda: answered(pair, jobs[0]), 120, 0.5)
+    print(f"{sum(answers)} answers, {len(errors)} errors")
