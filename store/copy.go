@@ -91,9 +91,9 @@ func part(place []mem.Block, from, to uint64, into []mem.Block) []mem.Block {
 	return into
 }
 
-// copyIn fills a page from its block in host memory, and returns the checksum of what is in the page now: the
-// source may change while it is copied, and then the caller breaks its word, but the page and its
-// checksum still agree.
+// copyIn fills a page from its block in host memory, and returns the checksum of what is in the page
+// now. The source may change while it is copied, and then the caller breaks its word, but the page
+// and its checksum still agree.
 func copyIn(page []byte, from []mem.Block) (crc uint32, err error) {
 	for _, b := range from {
 		p := page[:b.Len]

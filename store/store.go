@@ -92,7 +92,8 @@ type counters struct {
 
 // Open makes a store, or recovers the one on the disks.
 func Open(c Config) (_ *Store, err error) {
-	s := &Store{writeBack: c.WriteBack, copy: c.Copy, behind: newBehind(), spaces: map[page.ID]*Space{}}
+	s := &Store{writeBack: c.WriteBack, copy: c.Copy, behind: newBehind(),
+		spaces: map[page.ID]*Space{}}
 	if s.memory, err = memory.New(c.Memory); err != nil {
 		return nil, err
 	}

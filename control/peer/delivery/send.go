@@ -23,8 +23,8 @@ const (
 )
 
 // Limits are how many frames may wait at one peer before f is refused, and how many bytes. Frames
-// that start something do not use the reserved capacity: they can be tried again. Hints about pages,
-// of which a store may send very many, use half of what is left, so that grants find room.
+// that start something do not use the reserved capacity: they can be tried again. Hints about
+// pages, of which a store may send very many, use half of what is left, so that grants find room.
 func Limits(f *peerv1.ControlFrame) (frames, bytes int) {
 	switch f.Body.(type) {
 	case *peerv1.ControlFrame_PageHints:

@@ -78,7 +78,7 @@ func TestMissBesideSlowPeers(t *testing.T) {
 	})
 }
 
-// TestAnnouncedAgain: pages that the directory does not take for a while are announced once it does.
+// TestAnnouncedAgain: pages that the directory refuses for a while are announced once it does not.
 func TestAnnouncedAgain(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c, n := newCable(t, 1)
