@@ -91,7 +91,7 @@ func part(place []mem.Block, from, to uint64, into []mem.Block) []mem.Block {
 	return into
 }
 
-// copyIn fills a page from its block in host memory, and returns the checksum of what is in the page
+// copyIn fills a page from its block in host memory, and returns the checksum of what the page has
 // now. The source may change while it is copied, and then the caller breaks its word, but the page
 // and its checksum still agree.
 func copyIn(page []byte, from []mem.Block) (crc uint32, err error) {

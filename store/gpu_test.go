@@ -38,8 +38,8 @@ func onGPU(t *testing.T, s *Store, d *transporttest.Device, pageBytes int) *engi
 	return e
 }
 
-// Pages go to blocks of a GPU, and come from there, whatever the tier: with Config.Copy, and through
-// mem.Device.
+// Pages go to blocks of a GPU, and come from there, whatever the tier: with Config.Copy, and
+// through mem.Device.
 func TestBlocksOfAGPU(t *testing.T) {
 	for _, direct := range []bool{false, true} {
 		d := transporttest.NewDevice(t)
