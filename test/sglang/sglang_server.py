@@ -74,7 +74,8 @@ class Server(Process):
     ) -> tuple[list[int], int]:
         """Greedy tokens, and how many of the prompt's came from a cache."""
         sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
-        out = self.post("/generate", {"input_ids": ids, "sampling_params": sampling, **(more or {})})
+        body = {"input_ids": ids, "sampling_params": sampling, **(more or {})}
+        out = self.post("/generate", body)
         return out["output_ids"], out["meta_info"]["cached_tokens"]
 
     def forget(self) -> None:

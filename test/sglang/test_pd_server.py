@@ -60,11 +60,8 @@ class Pair:
             [*both, "--disaggregation-mode", "prefill", "--chunked-prefill-size", str(CHUNK)],
             envs[0],
         )  # fmt: skip
-        self.decode = Server(
-            "decode", logs,
-            [*both, "--disaggregation-mode", "decode", "--disaggregation-decode-enable-radix-cache"],
-            envs[1],
-        )  # fmt: skip
+        decode = ["--disaggregation-mode", "decode", "--disaggregation-decode-enable-radix-cache"]
+        self.decode = Server("decode", logs, [*both, *decode], envs[1])
         self.router = Router("router", logs)
         self.plain: dict[tuple[int, ...], list[int]] = {}
 

@@ -171,7 +171,10 @@ def one_prompt(side: Ours | Offload, n: int, seed: object) -> dict[str, Any]:
 
 
 def measure(
-    sides: list[Ours | Offload], lengths: list[int], rounds: int, note: Callable[[dict[str, Any]], None]
+    sides: list[Ours | Offload],
+    lengths: list[int],
+    rounds: int,
+    note: Callable[[dict[str, Any]], None],
 ) -> tuple[dict[str, Any], list[str]]:
     rows: dict[str, Any] = {}
     problems: list[str] = []

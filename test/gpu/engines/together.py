@@ -70,7 +70,8 @@ def count_gpus() -> int:
 def start(job: Job, gpus: list[int], of: int, out: pathlib.Path) -> None:
     cores, job.held = sorted(os.sched_getaffinity(0)), gpus
     each = max(1, (len(cores) - SPARE_CORES) // max(of, 1))
-    mine = [c for g in gpus for c in cores[g * each : (g + 1) * each]] or cores[of * each :] or cores
+    mine = [c for g in gpus for c in cores[g * each : (g + 1) * each]]
+    mine = mine or cores[of * each :] or cores
     folder = out / job.name
     folder.mkdir(parents=True, exist_ok=True)
     # A folder of its own for temporary files: what one measurement left behind is its own business.

@@ -23,6 +23,7 @@ from kvspray_sglang.pools import Pool
 from kvspray_sglang.settings import Settings
 
 ALGORITHM = "sglang-sha256"
+_REMEDY = "set weights in hicache_storage_backend_extra_config"
 
 # Arguments of the server that change KV or its bytes, beside the checkpoint.
 _ARGUMENTS = (
@@ -58,7 +59,7 @@ def check_adapters(args: Any) -> None:
             raise ValueError(
                 f"kvspray: {name} is set, and SGLang's hash of a page does not have the content of "
                 "a LoRA adapter: KV of another adapter, or of the base model, could be used; start "
-                "without LoRA, or without this storage backend"
+                "without LoRA, or with another backend"
             )
 
 
@@ -70,15 +71,18 @@ class Weights:
     with a name for the new ones.
     """
 
-    def __init__(self, settings: Settings, args: Any, log: logging.Logger) -> None:
+    def __init__(
+        self, settings: Settings, args: Any, log: logging.Logger, remedy: str = _REMEDY
+    ) -> None:
+        """``remedy``: how the user names the weights."""
         _watch()
         self._replaced = _replaced[0]
         if self._replaced and not settings.weights:
             raise ValueError(
                 "kvspray: SGLang has replaced its weights since it started, so their files do not "
-                "name them; set weights in hicache_storage_backend_extra_config"
+                f"name them; {remedy}"
             )
-        self.name = settings.weights or _checkpoint(args, log)
+        self.name = settings.weights or _checkpoint(args, log, remedy)
 
     @property
     def current(self) -> bool:
@@ -119,17 +123,15 @@ def _counted(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _checkpoint(args: Any, log: logging.Logger) -> str:
+def _checkpoint(args: Any, log: logging.Logger, remedy: str) -> str:
     model = getattr(args, "model_path", None)
     if not model:
         raise ValueError(
-            "kvspray: this process has no server arguments, so the weights have no name; "
-            "set weights in hicache_storage_backend_extra_config"
+            f"kvspray: this process has no server arguments, so the weights have no name; {remedy}"
         )
     load = str(getattr(getattr(args, "load_format", "auto"), "value", args.load_format))
     if load == "dummy":
         return f"dummy:{secrets.token_hex(16)}"  # random numbers, of this process alone
-    remedy = "set weights in hicache_storage_backend_extra_config"
     cache = getattr(args, "download_dir", None)
     name = name_of(str(model), args.revision, cache, load, log, remedy)
     draft = getattr(args, "speculative_draft_model_path", None)

@@ -72,6 +72,7 @@ class _Source:
     table: list[int] = field(default_factory=list)
     rows: bool = False  # sent, after the last chunk
     ended: bool = False
+    whole: bool = False  # ended well
 
 
 @dataclass
@@ -117,8 +118,9 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         _check(server_args, parallel)
         names.check_adapters(server_args)
         self._weights = names.Weights(
-            Settings(weights=os.environ.get(WEIGHTS_ENV, "")), server_args, _log
-        )
+            Settings(weights=os.environ.get(WEIGHTS_ENV, "")), server_args, _log,
+            f"set {WEIGHTS_ENV} to a name for them",
+        )  # fmt: skip
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         if self.defer_decode_allocation:
             raise pd_cache.CacheError(
@@ -151,7 +153,8 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         heads = None
         if not is_mla:
             heads = pd_cache.Heads(_total_heads(server_args), self.attn_tp_rank, size)
-        cache = pd_cache.describe(args, heads, torch.cuda.is_available())
+        on_gpu = torch.cuda.is_available() and getattr(server_args, "device", "") != "cpu"
+        cache = pd_cache.describe(args, heads, on_gpu)
         per_token = args.kv_item_lens[0] // args.page_size
         identity = pd_cache.identity(
             self._weights.name,
@@ -164,7 +167,8 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         ranks = kvspray.Ranks(tp=(self.attn_tp_rank, size))
         socket = os.environ.get(SOCKET_ENV) or None
         dtype = str(args.kv_cache_dtype_str)
-        session = Session(socket, engine, ranks, cache, cache.layout(dtype, identity), timeout, _log)
+        layout = cache.layout(dtype, identity)
+        session = Session(socket, engine, ranks, cache, layout, timeout, _log)
         _log.info(
             "kvspray: %s of %d pages of %d tokens, tensor parallel rank %d of %d",
             self.disaggregation_mode.value, cache.pages, cache.page_tokens, self.attn_tp_rank, size,
@@ -224,6 +228,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
                 self.transfer_infos.pop(old, None)
                 self.req_to_decode_prefix_len.pop(old, None)
                 self.request_status.pop(old, None)
+                self.failure_records.pop(old, None)
         if len(infos) < m.ranks:
             return
         self.resolve_kv_replica_factor(infos)
@@ -243,8 +248,9 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
             with self._lock:
                 self._rooms[room] = s
                 if pages:
+                    tokens = pages * self.kv_args.page_size
                     s.lease = self._session.source(
-                        s.xfer, pages * self.kv_args.page_size, str(room), lambda c: self._sent(s, c)
+                        s.xfer, tokens, str(room), lambda c: self._sent(s, c)
                     )
             endpoint = self._session.endpoint
             if pages and not (s.lease and endpoint):
@@ -329,7 +335,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
 
     def _sent(self, s: _Source, c: kvspray.Completion) -> None:
         with self._lock:
-            s.ended = True
+            s.ended, s.whole = True, c.ok
         if c.ok:
             self._whole(s)
         elif self._rooms.get(s.room) is s:
@@ -338,7 +344,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
             )
 
     def _whole(self, s: _Source) -> None:
-        if s.rows and (s.ended or not s.pages):
+        if s.rows and (s.whole or not s.pages):
             self.update_status(s.room, KVPoll.Success)
 
     def close_source(self, room: int, reason: str) -> None:

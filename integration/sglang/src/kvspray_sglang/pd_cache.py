@@ -58,10 +58,11 @@ class Cache:
 
 def check(args: Any, is_mla: bool, pp_size: int) -> None:
     """Refuses what a transfer would leave behind."""
+    states = getattr(args, "state_types", None) or []
     found: list[tuple[bool, str, str]] = [
         (
-            bool(args.state_types),
-            f"the model has states beside its pages ({', '.join(_value(t) for t in args.state_types)})",
+            bool(states),
+            f"the model has states beside its pages ({', '.join(_value(t) for t in states)})",
             "sliding windows, indexers, scales and recurrent states",
         ),
         (bool(getattr(args, "num_draft_entries", 0)), "a draft model has a cache", "speculation"),

@@ -35,7 +35,8 @@ class Session:
         )
         self._cache = cache  # its regions outlive the client
         self._client.register(cache.regions, layout)
-        self._lock = threading.Lock()  # guards what follows; a lease and its callback appear at once
+        # Guards what follows: a lease and its callback appear at once.
+        self._lock = threading.Lock()
         self._ends: dict[int, End] = {}
         self._step = 0
         self._closed = False

@@ -71,8 +71,8 @@ def _hold(original: Callable[..., None], queue: Any, *args: Any, **kwargs: Any) 
         if not hasattr(queue, name):
             raise RuntimeError(
                 "kvspray: this SGLang gives pages of a failed request back while they may still be "
-                f"written to (its DecodeTransferQueue has no {name}); use SGLang 0.5.23, or another "
-                "--disaggregation-transfer-backend"
+                f"written to (its DecodeTransferQueue has no {name}); use SGLang 0.5.23, or "
+                "another --disaggregation-transfer-backend"
             )
     queue.enable_deferred_kv_release = True
     queue.deferred_kv_release_timeout = math.inf
