@@ -75,6 +75,14 @@ def preload(env: dict[str, str] | None = None) -> None:
 
     # As on a CPU without AMX, so that one that has it is asked for the same kernels and blocks.
     torch.cpu._is_amx_tile_supported = lambda: False
+    # Where the processor has AMX, torch sends fp8 products to oneDNN, which ENV keeps from using it.
+    scaled_mm = torch._scaled_mm
+
+    def without_onednn(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with torch.backends.mkldnn.flags(enabled=False):
+            return scaled_mm(*args, **kwargs)
+
+    torch._scaled_mm = without_onednn
 
 
 @dataclasses.dataclass
