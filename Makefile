@@ -79,8 +79,14 @@ demo: ## Real vLLM, prefill and decode, two sidecars: tokens equal? (FLIP=1: dam
 	$(HOSTPY) test/rig/demo.py
 
 .PHONY: demo-store
-demo-store: build env ## Conversations on real vLLM with the store of each node, one of which restarts: tokens equal? hits and times (NODES, TALKS, TURNS)
+demo-store: build env ## Conversations on real vLLM move between nodes with stores, one of which restarts: tokens equal? hits and times (NODES, TALKS, TURNS, REDIS=host:port)
 	$(VENV)/bin/python test/rig/demo_store.py
+
+.PHONY: demo-sglang
+demo-sglang: build ## SGLang's prefill and decode servers and its router, two sidecars: tokens equal? (an environment of 2.7 GB, made once)
+	$(call need-python,8)
+	$(HOSTPY) test/rig/env.py --sglang
+	$(B)/venv-sglang/bin/python test/sglang/demo.py
 
 .PHONY: demo-gpu
 demo-gpu: ## The same with CUDA engines, on a host with a GPU and what make gpu-bin has packed

@@ -72,7 +72,7 @@ def manager() -> Any:
     )
     m._lock, m._rooms, m._session = threading.Lock(), {}, Session()
     m._unclaimed, m._uses, m._writers, m._engine = OrderedDict(), OrderedDict(), {}, "e1"
-    m._weights = SimpleNamespace(current=True)
+    m._weights, m._settle = SimpleNamespace(current=True), lambda: None
     m.local_ip, m.rank_port = "127.0.0.1", 1
     m.request_status, m.transfer_infos, m.req_to_decode_prefix_len = {}, {}, {}
     m.failure_records, m.failure_lock = {}, threading.Lock()
@@ -120,6 +120,15 @@ def test_a_request_is_there_with_pages_and_rows(first: str) -> None:
     assert row_of(m) == b"x" * ROWS[0]
     m.close_arrival(7)
     assert not m._session.cancelled
+
+
+def test_the_gpu_settles_before_pages_are_requested() -> None:
+    m = manager()
+    asked = arrival(m)
+    open_then: list[int] = []
+    m._settle = lambda: open_then.append(len(m._session.open))
+    m._peer(pd_wire.Peer(asked.room, asked.xfer, "10.0.0.1:7650"))
+    assert open_then == [0] and len(m._session.open) == 1
 
 
 def test_without_pages_to_move() -> None:

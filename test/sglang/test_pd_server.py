@@ -12,105 +12,27 @@ import importlib.util
 import os
 import pathlib
 import random
-import sys
 import tempfile
 import time
 import urllib.error
 from collections.abc import Iterator
 
 import pytest
-from sglang_server import START_S, Process, Server, error_of, rig
+from sglang_pair import ANSWER, Pair
+from sglang_server import Server, error_of, rig
 
 MUST = "sglang" in os.environ.get("KVSPRAY_MUST_RUN", "").split(",")
 if not MUST and importlib.util.find_spec("sglang") is None:
     pytest.skip("sglang: make test-sglang makes its environment", allow_module_level=True)
 
-ANSWER = 6  # tokens
-CHUNK = 128  # tokens of a prompt that prefill computes at a time
-
-
-class Router(Process):
-    """SGLang's own router for prefill and decode."""
-
-    def start(self, prefill: Server, bootstrap: int, decode: Server) -> Router:
-        command = [
-            sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation",
-            "--prefill", prefill.url, str(bootstrap), "--decode", decode.url, "--host",
-            "127.0.0.1", "--port", str(self.port), "--policy", "round_robin", "--disable-retries",
-            "--prometheus-port", str(rig.free_port()),
-        ]  # fmt: skip
-        self.spawn(command)
-        return self
-
-    post, generate = Server.post, Server.generate
-
-
-class Pair:
-    def __init__(self, logs: pathlib.Path) -> None:
-        self.logs = logs
-        self.sidecars = [rig.Sidecar(name, logs) for name in ("p", "d")]
-        self.port = rig.free_port()
-        both = [
-            "--disaggregation-transfer-backend", "kvspray", "--disaggregation-bootstrap-port",
-            str(self.port),
-        ]  # fmt: skip
-        envs = [{"KVSPRAY_SGLANG_SOCKET": s.socket} for s in self.sidecars]
-        self.prefill = Server(
-            "prefill", logs,
-            [*both, "--disaggregation-mode", "prefill", "--chunked-prefill-size", str(CHUNK)],
-            envs[0],
-        )  # fmt: skip
-        decode = ["--disaggregation-mode", "decode", "--disaggregation-decode-enable-radix-cache"]
-        self.decode = Server("decode", logs, [*both, *decode], envs[1])
-        self.router = Router("router", logs)
-        self.plain: dict[tuple[int, ...], list[int]] = {}
-
-    def start(self) -> None:
-        # A server's scheduler never rests, so the plain one does not run beside the others.
-        plain = Server("plain", self.logs, ["--chunked-prefill-size", str(CHUNK)])
-        try:
-            plain.start().ready()
-            with cf.ThreadPoolExecutor(4) as pool:
-                for ids, answer in zip(
-                    PROMPTS, pool.map(lambda ids: plain.generate(ids, ANSWER)[0], PROMPTS),
-                    strict=True,
-                ):  # fmt: skip
-                    self.plain[tuple(ids)] = answer
-        finally:
-            plain.stop()
-        # The servers start without sidecars, and say once what they lack.
-        servers = [self.prefill, self.decode]
-        for s in servers:
-            s.start()
-        for s in servers:
-            s.ready()
-        self.router.start(self.prefill, self.port, self.decode)
-        rig.wait_for("the router", self.router.up, START_S, 0.2)
-
-    def stop(self) -> None:
-        for process in (self.router, self.prefill, self.decode, *self.sidecars):
-            process.stop()
-
-    def right(self, ids: list[int]) -> bool:
-        return self.router.generate(ids, ANSWER)[0] == self.plain[tuple(ids)]
-
-    def moved(self) -> float:
-        m = rig.parse_metrics(rig.get(self.sidecars[1].url + "/metrics"))
-        return rig.total(m, "kvspray_transfer_payload_bytes_total", side="destination")
-
-    def leases(self) -> float:
-        return sum(
-            rig.total(rig.parse_metrics(rig.get(s.url + "/metrics")), "kvspray_lease_open")
-            for s in self.sidecars
-        )
-
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Pair]:
     with tempfile.TemporaryDirectory(prefix="kvs-") as dir:
-        p = Pair(pathlib.Path(dir))
+        p = Pair(pathlib.Path(dir), pathlib.Path(dir))
         try:
-            p.start()
+            p.ask_plain(PROMPTS)
+            p.start()  # servers start without sidecars, and report once that they lack them
             yield p
             assert p.prefill.up() and p.decode.up(), "the servers outlive everything"
             assert all(s.panics() is None for s in p.sidecars)

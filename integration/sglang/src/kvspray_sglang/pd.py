@@ -28,7 +28,7 @@ import queue
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,6 +136,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         # Open leases at decode, by room: they outlive the room where SGLang forgets it first.
         self._writers: dict[int, int] = {}
         self._engine = self._engine_id()
+        self._settle: Callable[[], None] = lambda: None
         self._session = self._open(server_args, bool(is_mla_backend))
         self._chunks: queue.SimpleQueue[_Chunk] = queue.SimpleQueue()
         loops = [self._messages]
@@ -154,6 +155,8 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         if not is_mla:
             heads = pd_cache.Heads(_total_heads(server_args), self.attn_tp_rank, size)
         on_gpu = torch.cuda.is_available() and getattr(server_args, "device", "") != "cpu"
+        if on_gpu:
+            self._settle = lambda: torch.cuda.synchronize(int(args.gpu_id))
         cache = pd_cache.describe(args, heads, on_gpu)
         per_token = args.kv_item_lens[0] // args.page_size
         identity = pd_cache.identity(
@@ -401,6 +404,9 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
 
     def _peer(self, m: pd_wire.Peer) -> None:
         """The pages come from this sidecar."""
+        # Kernels of the pages' former owner may still be queued: SGLang gives pages to a request
+        # before the GPU has run what it launched for others.
+        self._settle()
         with self._lock:
             a = self._rooms.get(m.room)
             if a is None or a.xfer != m.xfer or a.lease or a.given_up or a.here:
