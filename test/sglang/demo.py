@@ -3,7 +3,7 @@
 """The demonstration with SGLang: a prefill and a decode server behind SGLang's own router; their sidecars move the KV cache.
 
 The prompts first go to one plain server, then to the pair. The exit status is 0 only if all tokens are equal, each prompt of
-a page or more has moved, and no transfer is left open. A prompt that decode has in its own cache moves no second time.
+a page or more has moved, and no transfer is left open. Of a prompt that decode has in its own cache only the last page moves again.
 
 Written: .build/demo-sglang/ with the logs of all processes.
 """
@@ -46,6 +46,7 @@ def run(pair: Pair) -> bool:
     rig.wait_for("sidecars of both servers", lambda: pair.right(prompts[0]), 120, 0.5)
     log("all are up")
     good = True
+    first = 0.0
     print(f"\n{'prompt':>8}{'moved':>12}{'s':>8}  tokens")
     for again, ids in [*((False, ids) for ids in prompts[1:]), (True, prompts[-1])]:
         before, start = pair.moved(), time.monotonic()
@@ -53,7 +54,8 @@ def run(pair: Pair) -> bool:
         took, moved = time.monotonic() - start, pair.moved() - before
         note = ", again: decode has it" if again else ""
         print(f"{len(ids):8}{moved / 1024:8.0f} KiB{took:8.2f}  {'equal' if equal else 'DIFFERENT'}{note}")
-        good = good and equal and (moved == 0) == again
+        good = good and equal and (moved < first / 4 if again else moved > 0)
+        first = moved
     rig.wait_for("no transfer left open", lambda: pair.leases() == 0, 60, 0.2)
     return good
 
