@@ -212,6 +212,12 @@ bench-rdma: rdma-guest ## gdr beside ib_write_bw in one guest, in turns: ratios,
 test-chart: ## The Helm chart, rendered and checked against the Kubernetes API; alert rules and dashboard
 	cd deploy && go test -count=1 ./...
 
+.PHONY: test-page
+test-page: build ## The pages of sidecar and router in Chromium, beside transfers; a rail dies (KVSPRAY_SHOTS: a folder for screenshots)
+	$(call need-python,8)
+	$(HOSTPY) test/rig/env.py --page
+	$(B)/venv-page/bin/python -m pytest -q -rfEs --no-fold-skipped test/page
+
 .PHONY: test-sglang
 test-sglang: build ## SGLang's pools, HiCache on our store, prefill and decode on its servers (an environment of 2.7 GB, made once)
 	$(call need-python,8)

@@ -18,6 +18,7 @@ package proxy
 
 import (
 	"context"
+	_ "embed"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -32,6 +33,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
+	"github.com/kvspray/kvspray/internal/page"
 	"github.com/kvspray/kvspray/placement"
 )
 
@@ -228,7 +230,13 @@ const (
 // served lists the routes for the error about an unknown one.
 var served = append([]string{routeCompletions, routeChat, routeHealth, routeMetrics}, passed...)
 
-// Handler returns the routes. Health is only known while Serve or Watch runs.
+//go:embed page.html
+var pageHTML string
+
+//go:embed page.js
+var pageScript string
+
+// Handler returns the routes, and a page at /. Health is only known while Serve or Watch runs.
 func (p *Proxy) Handler() http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc(routeCompletions, func(w http.ResponseWriter, r *http.Request) {
@@ -244,6 +252,7 @@ func (p *Proxy) Handler() http.Handler {
 	}
 	mux.HandleFunc(routeHealth, p.health)
 	mux.Handle(routeMetrics, promhttp.HandlerFor(p.reg, promhttp.HandlerOpts{}))
+	page.Handle(mux, pageHTML, pageScript)
 	return p.orRefuse(mux)
 }
 

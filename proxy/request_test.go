@@ -91,7 +91,7 @@ func TestNoRoute(t *testing.T) {
 		code, text   string
 		allow        string
 	}{
-		{"GET", "/", 404, codeUnknownURL, "POST /v1/completions", ""},
+		{"GET", "/nothing", 404, codeUnknownURL, "POST /v1/completions", ""},
 		{"GET", "/v1/nope", 404, codeUnknownURL, "GET /v1/nope", ""},
 		{"POST", "/v1/embeddings", 404, codeUnknownURL, "POST /v1/chat/completions", ""},
 		{"POST", "/v1/completions/", 404, codeUnknownURL, "POST /v1/completions", ""},

@@ -291,7 +291,8 @@ func TestHTTP(t *testing.T) {
 	x := begin(t, p, pe, de, 1, tokens)
 	de.ok(x.dst)
 	pe.ok(x.src)
-	for path, want := range map[string]string{"/healthz": "ok", "/readyz": "ready",
+	for path, want := range map[string]string{"/": "page.js", "/page/page.js": "/v1/live",
+		"/page/common.js": "export", "/page/page.css": "light-dark", "/healthz": "ok", "/readyz": "ready",
 		"/v1/node": p.Endpoint(), "/debug/state": "slices_in_flight", "/v1/layouts": `"layout"`,
 		"/metrics": `kvspray_transfer_transfers_total{outcome="ok",side="source"`} {
 		// Engines hear of an end before the counters do.

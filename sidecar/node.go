@@ -41,6 +41,7 @@ import (
 	"github.com/kvspray/kvspray/parseblock"
 	"github.com/kvspray/kvspray/sidecar/internal/local"
 	"github.com/kvspray/kvspray/sidecar/internal/plans"
+	"github.com/kvspray/kvspray/sidecar/internal/trace"
 	"github.com/kvspray/kvspray/sidecar/internal/web"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
@@ -128,7 +129,8 @@ func New(opt Options) (*Node, error) {
 		Peers: peerViews{n.conv}, Rails: n.rails.views, Stats: n.observer.stats, Links: n.gpus.linkStates,
 		Executors: n.gpus.executorStates, Workers: n.workers,
 		Transports: func() []string { return namesOf(n.backends) }, Store: n.pages.state,
-		StoreCalls: n.pages.calls})
+		StoreCalls: n.pages.calls,
+		Recent:     func() []trace.Ended { return n.observer.transfers.Recent() }})
 	s := &samples{driver: n.driver, rails: n.rails, gpus: n.gpus}
 	if err := s.register(n.metrics, opt.Registry); err != nil {
 		return nil, err

@@ -54,6 +54,26 @@ func (b *Bitmap) Count() uint32 { return b.set.Load() }
 // Full reports whether every chunk is marked.
 func (b *Bitmap) Full() bool { return b.set.Load() == b.n }
 
+// Shares is the share of marked chunks in each of len(into) equal parts, in percent, rounded down.
+func (b *Bitmap) Shares(into []uint8) {
+	n := uint64(len(into))
+	for i := range n {
+		first, end := uint64(b.n)*i/n, uint64(b.n)*(i+1)/n
+		var set uint64
+		for c := first; c < end; {
+			w, lo := c/64, c%64
+			span := min(64-lo, end-c)
+			mask := ^uint64(0) >> (64 - span) << lo
+			set += uint64(bits.OnesCount64(b.words[w].Load() & mask))
+			c += span
+		}
+		into[i] = 100
+		if end > first {
+			into[i] = uint8(100 * set / (end - first))
+		}
+	}
+}
+
 // Missing yields the runs of unmarked chunks, in order.
 func (b *Bitmap) Missing() func(yield func(Range) bool) {
 	return func(yield func(Range) bool) {

@@ -68,6 +68,35 @@ func TestBitmapModel(t *testing.T) {
 	})
 }
 
+// TestBitmapShares: each part's share is what counting its chunks one by one gives.
+func TestBitmapShares(t *testing.T) {
+	rng := rand.New(rand.NewPCG(1, 2))
+	for range 300 {
+		n, parts := rng.Uint32N(500), 1+rng.Uint32N(40)
+		b := NewBitmap(n)
+		for range rng.Uint32N(20) {
+			b.Set(Range{First: rng.Uint32N(n + 1), Count: rng.Uint32N(60)})
+		}
+		got := make([]uint8, parts)
+		b.Shares(got)
+		for i := range parts {
+			first, end, set := n*i/parts, n*(i+1)/parts, uint32(0)
+			for c := first; c < end; c++ {
+				if b.Has(c) {
+					set++
+				}
+			}
+			want := uint8(100)
+			if end > first {
+				want = uint8(100 * set / (end - first))
+			}
+			if got[i] != want {
+				t.Fatalf("%d chunks, part %d of %d: %d%%, want %d%%", n, i, parts, got[i], want)
+			}
+		}
+	}
+}
+
 // TestBitmapConcurrent: duplicates from many lanes never count twice, and exactly one Set fills the
 // bitmap.
 func TestBitmapConcurrent(t *testing.T) {

@@ -28,6 +28,9 @@ func (r *Receipt) Chunks() uint32 { return r.chunks.Len() }
 // Set records chunks, and returns how many of them were missing.
 func (r *Receipt) Set(chunks transfer.Range) (fresh uint32) { return r.chunks.Set(chunks) }
 
+// Shares is how much of each equal part of the space has landed, in percent.
+func (r *Receipt) Shares(into []uint8) { r.chunks.Shares(into) }
+
 // Full reports whether no chunk is missing.
 func (r *Receipt) Full() bool { return r.chunks.Full() }
 

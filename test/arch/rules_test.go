@@ -57,7 +57,7 @@ var rules = []rule{
 	{dir: "proxy",
 		why: "sends HTTP to engines only; uses kvspray by its parameters, not by its packages; of " +
 			"placement it has answers of sidecars and calibrations",
-		own: []string{"placement", "proxy/internal/place"}, ext: []string{extProm}},
+		own: []string{"internal/page", "placement", "proxy/internal/place"}, ext: []string{extProm}},
 	{dir: "proxy/internal/place", why: "decisions for requests, and what they need to be good; no " +
 		"HTTP", own: []string{"placement", "placement/index"}},
 	{dir: "sidecar", why: "the one place that imports all parts of a node and joins them",
@@ -84,7 +84,8 @@ var rules = []rule{
 		"what operators ask of the store",
 		own: []string{"connector", "control/driver", "control/engines", "control/exec", "control/route",
 			"control/spray",
-			"gpu", "gpu/policy", "transfer", "transport"}, ext: []string{extProm}},
+			"gpu", "gpu/policy", "internal/page", "sidecar/internal/trace", "transfer", "transport"},
+		ext: []string{extProm}},
 	{dir: "sidecar/internal/local", why: "leases that this sidecar serves alone: no plan, no peer",
 		own: []string{"control/engines"}},
 	{dir: "sidecar/internal/pages", why: "the store as engines use it: leases and questions, no " +
@@ -128,6 +129,7 @@ var rules = []rule{
 		own: []string{"transfer"}, ext: []string{extProm}},
 	{dir: "internal/sys/topo", why: "what the kernel and the GPU driver report of this host",
 		ext: []string{extLink, extSys, extNVML}},
+	{dir: "internal/page", why: "files that a browser loads; what a page shows is its server's"},
 	{dir: "internal/version", why: "what the linker and the module file report"},
 	{dir: "internal/testutil", why: "for tests of every package", own: []string{"internal/sys/slack"},
 		ext: []string{extSys}},

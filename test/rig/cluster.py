@@ -114,6 +114,13 @@ def use_of(pids: Iterable[int]) -> dict[str, int]:
     return out
 
 
+def cluster_key(dir: pathlib.Path) -> str:
+    """The path of a new key for all sidecars of a cluster."""
+    path = dir / "cluster.key"
+    subprocess.run([BINARY, "keygen", "cluster", "--out", path], check=True, stdout=subprocess.DEVNULL)
+    return str(path)
+
+
 class Sidecar:
     """One `kvspray serve`. Addresses stay the same over restarts, as they would for a pod with a fixed name."""
 

@@ -23,7 +23,6 @@ import pathlib
 import random
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,7 +32,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "e2e")]
 
 import engines  # noqa: E402
-from cluster import BINARY, ROOT, Failed, Sidecar, free_port, get, total, wait_for  # noqa: E402
+from cluster import ROOT, Failed, Sidecar, cluster_key, free_port, get, total, wait_for  # noqa: E402
 
 LOGS = pathlib.Path(os.environ.get("KVSPRAY_BUILD", ROOT / ".build")) / "demo-store"
 MODEL = ROOT / ".build" / "models" / "tiny-llama"
@@ -56,7 +55,7 @@ def log(text: str) -> None:
 
 
 class Node:
-    def __init__(self, number: int, run: pathlib.Path, members: list[str]) -> None:
+    def __init__(self, number: int, run: pathlib.Path, key: str, members: list[str]) -> None:
         self.name = f"node{number}"
         disk = run / f"disk{number}"
         disk.mkdir()
@@ -64,7 +63,7 @@ class Node:
         if REDIS:
             store |= {"directory": "redis", "redis": {"addresses": [REDIS]}}
         join = [m for i, m in enumerate(members) if i != number]
-        peer = {"cluster_key_file": str(run / "cluster.key"), "gossip": {"listen": members[number], "join": join}}
+        peer = {"cluster_key_file": key, "gossip": {"listen": members[number], "join": join}}
         self.sidecar = Sidecar(self.name, run, {"store": store, "peer": peer})
         self.sidecar.log = LOGS / f"{self.name}.sidecar.log"
         self.engine = self.start()
@@ -194,10 +193,10 @@ def main() -> int:
     nodes: list[Node] = []
     plain = engines.Engine("plain", str(MODEL), LOGS / "plain.log", enable_prefix_caching=False, max_model_len=LONGEST)
     try:
-        subprocess.run([BINARY, "keygen", "cluster", "--out", str(run / "cluster.key")], check=True, stdout=subprocess.DEVNULL)
+        key = cluster_key(run)
         members = [f"127.0.0.1:{free_port()}" for _ in range(NODES)]
         for i in range(NODES):
-            nodes.append(Node(i, run, members))
+            nodes.append(Node(i, run, key, members))
         plain.wait_up()
         plain.run([1, 2, 3], 1)
         for node in nodes:

@@ -3,7 +3,7 @@
 """Makes the environment with a real vLLM on a CPU: one virtual environment, pinned, without GPU packages, with kvspray's Python
 packages from this checkout and a tiny random model. A second run finds everything and does nothing.
 
-usage: env.py [--build DIR] [--nixl | --sglang]        (needs a CPython that the vLLM wheel supports, gcc, nm)
+usage: env.py [--build DIR] [--nixl | --sglang | --page]        (needs a CPython that the vLLM wheel supports, gcc, nm)
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ CUDART = "nvidia-cuda-runtime==13.0.96"
 UV = "uv==0.13.8"
 # What SGLang's memory pools need on a CPU; the rest is in sglang_requirements.txt.
 SGLANG = ["sglang==0.5.23", "torch==2.14.1", "torchvision==0.29.2", "triton==3.8.0", "apache-tvm-ffi==0.1.11", CUDART]
+# A browser's driver, axe's checks, and netlink; the browser itself is the system's.
+PAGE = ["playwright==1.65.2", "axe-playwright-python==0.1.8", "pyroute2==0.9.7", "pytest>=8,<10", "msgpack", "setuptools>=70.1"]
 NIXL = ["nixl==1.5.1", "nixl-cu13==1.5.1"]
 MODELS = ("llama", "gemma3")
 # Best known first. The wheel is abi3, but its dependencies have wheels for these.
@@ -152,12 +154,15 @@ def main() -> int:
     ap.add_argument("--build", type=pathlib.Path, default=ROOT / ".build", help="where venv, models and logs go")
     ap.add_argument("--nixl", action="store_true", help="a second environment with NIXL's wheel, for bench-vllm")
     ap.add_argument("--sglang", action="store_true", help="an environment with SGLang instead, for test-sglang: 2.7 GB on disk")
+    ap.add_argument("--page", action="store_true", help="an environment with a browser's driver instead, for test-page")
     args = ap.parse_args()
     build: pathlib.Path = args.build.resolve()
     build.mkdir(parents=True, exist_ok=True)
     try:
         if args.sglang:
             make_sglang(build, build / "venv-sglang")
+        elif args.page:
+            make_page(build, build / "venv-page")
         else:
             make(build, build / ("venv-nixl" if args.nixl else "venv"), args.nixl)
     except Failed as err:
@@ -226,6 +231,20 @@ def install(build: pathlib.Path, py: pathlib.Path, dirs: list[str], first: str) 
     run("packages from this checkout", [*command, *copies], log, env=installer_env())
     run("their first import", [str(py), "-c", f"import {first}"], log, cwd=str(build))
     stamp.write_text(own)
+
+
+def make_page(build: pathlib.Path, venv: pathlib.Path) -> None:
+    log = build / "env.log"
+    py = venv / "bin" / "python"
+    base = digest(*PAGE, UV)
+    if not (py.exists() and stamped(venv / ".stamp-base", base)):
+        run("a virtual environment", [find_python(), "-m", "venv", "--clear", str(venv)], log)
+        run("uv", [str(py), "-m", "pip", "install", "-q", UV], log, env=installer_env())
+        run(f"{PAGE[0]} (50 MB to fetch)", [str(venv / "bin" / "uv"), "pip", "install", "--quiet", "--python", str(py), *PAGE], log, env=installer_env())
+        (venv / ".stamp-base").write_text(base)
+        (venv / ".stamp-own").unlink(missing_ok=True)
+    install(build, py, ["pybind"], "kvspray")
+    say(f"ready: {venv}")
 
 
 def make_sglang(build: pathlib.Path, venv: pathlib.Path) -> None:

@@ -12,8 +12,10 @@ import (
 	"sync"
 )
 
-// Lines appends JSON lines to a file. The zero value and nil write nothing.
+// Lines appends JSON lines to a file, and keeps the last ones. The zero value writes nothing.
 type Lines struct {
+	recent recent
+
 	mu  sync.Mutex // protects all below
 	f   *os.File
 	log *slog.Logger
@@ -38,6 +40,12 @@ func (l *Lines) on() bool { return l != nil && l.f != nil }
 // Put writes whole lines in one call, so that readers never see half a batch between lines of
 // others.
 func (l *Lines) Put(all ...any) {
+	if l == nil {
+		return
+	}
+	for _, v := range all {
+		l.recent.put(v)
+	}
 	if !l.on() {
 		return
 	}
@@ -55,6 +63,14 @@ func (l *Lines) Put(all ...any) {
 		l.bad = true
 		l.log.Error("trace file", "path", l.f.Name(), "err", err)
 	}
+}
+
+// Recent lists the last lines, newest first.
+func (l *Lines) Recent() []Ended {
+	if l == nil {
+		return nil
+	}
+	return l.recent.newest()
 }
 
 // Close closes the file.

@@ -2,6 +2,8 @@
 
 package trace
 
+import "time"
+
 // Transfer is a transfer's line in trace.transfers.
 type Transfer struct {
 	Side    string `json:"side"`
@@ -61,4 +63,35 @@ type Pages struct {
 	Bytes   uint64 `json:"bytes"`
 	TookUS  int64  `json:"took_us"`
 	Reason  string `json:"reason,omitempty"`
+}
+
+// Ended is what ended lately, of any kind.
+type Ended struct {
+	At      time.Time `json:"at"`
+	Side    string    `json:"side"`
+	Outcome string    `json:"outcome"`
+	Req     string    `json:"req,omitempty"`
+	Peer    string    `json:"peer,omitempty"` // its boot
+	Route   string    `json:"route,omitempty"`
+	Bytes   uint64    `json:"bytes"`
+	TookUS  int64     `json:"took_us"`
+	Reason  string    `json:"reason,omitempty"`
+}
+
+// record is a line with a summary.
+type record interface{ ended() Ended }
+
+func (t Transfer) ended() Ended {
+	return Ended{Side: t.Side, Outcome: t.Outcome, Req: t.Req, Peer: t.Peer, Route: t.Route,
+		Bytes: t.Bytes, TookUS: t.TookUS, Reason: t.Reason}
+}
+
+func (c Copy) ended() Ended {
+	return Ended{Side: c.Side, Outcome: c.Outcome, Req: c.Req, Route: c.Route, Bytes: c.Bytes,
+		TookUS: c.TookUS, Reason: c.Reason}
+}
+
+func (p Pages) ended() Ended {
+	return Ended{Side: p.Side, Outcome: p.Outcome, Req: p.Req, Bytes: p.Bytes, TookUS: p.TookUS,
+		Reason: p.Reason}
 }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package web serves a sidecar's HTTP port: health, metrics and state. It reads the parts of a
-// node, and changes none but the store, which a process of the same host may drain. No goroutines.
+// Package web serves a sidecar's HTTP port: health, metrics, state, and a page that shows the state.
+// It reads the parts of a node, and changes none but the store, which a process of the same host may
+// drain. No goroutines.
 package web
 
 import (
@@ -19,6 +20,8 @@ import (
 	"github.com/kvspray/kvspray/control/route"
 	"github.com/kvspray/kvspray/gpu"
 	"github.com/kvspray/kvspray/gpu/policy"
+	"github.com/kvspray/kvspray/internal/page"
+	"github.com/kvspray/kvspray/sidecar/internal/trace"
 	"github.com/kvspray/kvspray/transfer"
 )
 
@@ -49,6 +52,7 @@ type Options struct {
 	Transports    func() []string
 	Store         func() *Store     // nil: the node has none
 	StoreCalls    func() StoreCalls // likewise
+	Recent        func() []trace.Ended
 }
 
 // Life is how far the node has come between its start and its end.
@@ -80,10 +84,13 @@ type Peer struct {
 }
 
 // Server serves the HTTP port.
-type Server struct{ o Options }
+type Server struct {
+	o       Options
+	streams chan struct{} // a token for each open stream of the page
+}
 
 // New makes a server.
-func New(o Options) *Server { return &Server{o} }
+func New(o Options) *Server { return &Server{o, make(chan struct{}, maxStreams)} }
 
 // Server makes the HTTP server.
 func (w *Server) Server() *http.Server {
@@ -131,6 +138,8 @@ func (w *Server) handler() http.Handler {
 			w.layouts())
 	})
 	w.storeHandlers(mux)
+	mux.HandleFunc("GET /v1/live", w.stream)
+	page.Handle(mux, pageHTML, pageScript)
 	mux.HandleFunc("GET /debug/state", func(rw http.ResponseWriter, _ *http.Request) {
 		replyJSON(rw,
 			w.State())

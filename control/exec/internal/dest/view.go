@@ -18,7 +18,15 @@ type View struct {
 	Age     time.Duration `json:"age_ns"`
 	Left    time.Duration `json:"left_ns"`
 	Trouble string        `json:"trouble,omitempty"`
+	// Arrived is how much of each equal part of the transfer space has landed, in percent. The space
+	// has the layers in their order. Of the first maxArrived leases.
+	Arrived []int `json:"arrived_percent,omitempty"`
 }
+
+const (
+	maxArrived   = 32 // leases
+	arrivedParts = 32 // parts of the transfer space
+)
 
 // View describes open leases, at most so many.
 func (ds *Table) View(now Instant, most int) (all []View) {
@@ -26,10 +34,33 @@ func (ds *Table) View(now Instant, most int) (all []View) {
 		if len(all) == most {
 			break
 		}
-		all = append(all, View{d.ID.String(), d.Key.String(), d.x.Req, d.State.String(), d.Grants,
-			now - d.began, d.Deadline - now, d.trouble})
+		v := View{d.ID.String(), d.Key.String(), d.x.Req, d.State.String(), d.Grants,
+			now - d.began, d.Deadline - now, d.trouble, nil}
+		if len(all) < maxArrived && d.live != nil {
+			v.Arrived = d.live.arrived()
+		}
+		all = append(all, v)
 	}
 	return all
+}
+
+// arrived is the mean of the grant's parts. A part has a record of what landed once it is bound.
+func (o *outboundGrant) arrived() []int {
+	sums := make([]int, arrivedParts)
+	var one [arrivedParts]uint8
+	for _, p := range o.parts {
+		if !p.bound {
+			continue
+		}
+		p.Grant.Receipt.Shares(one[:])
+		for i, share := range one {
+			sums[i] += int(share)
+		}
+	}
+	for i := range sums {
+		sums[i] /= len(o.parts)
+	}
+	return sums
 }
 
 // Len counts the open leases.

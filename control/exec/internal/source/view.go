@@ -21,6 +21,10 @@ type View struct {
 	Origins int           `json:"origins"`
 	Age     time.Duration `json:"age_ns"`
 	Left    time.Duration `json:"left_ns"`
+	// Layers have been computed to the end of the prompt, of LayersAll.
+	Layers    int    `json:"layers_computed"`
+	LayersAll int    `json:"layers"`
+	Bytes     uint64 `json:"bytes"` // that receivers have proved
 }
 
 // View describes open leases, at most so many.
@@ -34,8 +38,14 @@ func (ss *Table) View(now Instant, most int) (all []View) {
 			if len(all) == most {
 				return all
 			}
-			all = append(all, View{s.ID.String(), s.Key.String(), s.in.Req, s.State.String(), s.Serving(),
-				s.Served, s.Origins(), now - s.began, s.Deadline - now})
+			v := View{s.ID.String(), s.Key.String(), s.in.Req, s.State.String(), s.Serving(),
+				s.Served, s.Origins(), now - s.began, s.Deadline - now, 0, len(s.layers), s.bytes}
+			for _, layer := range s.layers {
+				if layer.final {
+					v.Layers++
+				}
+			}
+			all = append(all, v)
 		}
 	}
 	return all
