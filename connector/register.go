@@ -234,11 +234,8 @@ func (c *session) checkRegister(m *msg.Register) error {
 			"division of tokens is unknown", r.PCP.Size, r.DCP.Size),
 			"set prefill and decode context parallel sizes to 1")
 	}
-	switch {
-	case len(m.Layout) == 0 && c.s.opt.Store == nil:
-		return refuse(msg.CodeLayout, "layout", errors.New("missing: this sidecar has no page store"),
-			"register with a layout, or with a sidecar that has the feature store")
-	case len(m.Layout) > 0 && len(m.Regions) == 0 && m.First == 0:
+	// Without a layout the worker copies, and uses the store.
+	if len(m.Layout) > 0 && len(m.Regions) == 0 && m.First == 0 {
 		return refuse(msg.CodeRegion, "regions", errors.New("none"),
 			"register the memory of the KV cache")
 	}
@@ -304,7 +301,7 @@ func (c *session) openBoard(in *memory.Intake, m *msg.Register) (*boardOf, error
 }
 
 // openLayout checks a layout against the regions and flags of pub. index maps its layers to flags.
-// A worker without a layout, which uses the store only, has none.
+// A worker without a layout, which copies or uses the store, has none.
 func (s *Server) openLayout(pub *engines.Worker, encoded []byte, flags *board.Flags) (index []int,
 	err error) {
 	if len(encoded) == 0 {

@@ -1,0 +1,467 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``KVSprayOffloadingSpec`` for vLLM's OffloadingConnector: blocks go to host memory and come back as copies of the sidecar.
+
+    --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config":
+      {"spec_name": "KVSprayOffloadingSpec", "spec_module_path": "kvspray_vllm.offload", "cpu_bytes_to_use": 68719476736}}'
+
+vLLM's own manager decides what is kept and what is evicted. This module has the worker: a pool of host memory that the sidecar
+maps, and COPY requests between it and the caches. A copy begins once the engine's stream has passed the mark that was set when it
+was submitted, and uses every PCIe link that the sidecar may use. The engine's thread waits for nothing and launches nothing but the mark.
+
+A copy that the sidecar does not take or does not finish is made again by vLLM's own worker, on the same memory, after its lease has
+ended: until then the sidecar may still write. So every job that vLLM submits ends well, which vLLM expects.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import vllm
+from vllm.platforms import current_platform
+from vllm.v1.kv_offload.base import (
+    BlockIDsLoadStoreSpec,
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+import kvspray
+from kvspray.protocol import MAX_COPY_BLOCKS
+
+DEADLINE_S = 60.0  # of a copy; vLLM's own worker makes it after that
+MAX_OPEN = 256  # copies at a time, of all jobs
+WAIT_S = 0.05  # between looks at the session while the engine waits for a job
+WARN_EVERY_S = 60.0
+ALIGN = 4096  # of a tensor in the pool
+
+_log = logging.getLogger("vllm.kvspray.offload")
+
+
+class KVSprayOffloadingSpec(CPUOffloadingSpec):
+    """vLLM's CPU offloading with another worker."""
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        super().__init__(config)
+        socket = self.extra_config.get("socket")
+        if socket is not None and (not isinstance(socket, str) or not socket):
+            raise ValueError(f"kv_connector_extra_config['socket'] is {socket!r}, want a path")
+        if self.extra_config.get("canonical_layout"):
+            raise ValueError(
+                "kv_connector_extra_config['canonical_layout'] is set, which KVSprayOffloadingSpec does not write: "
+                "leave it out, or use spec_name CPUOffloadingSpec"
+            )
+        self._socket = socket
+
+    def _uses_shared_region(self) -> bool:
+        """Each rank has a pool of its own, so ranks with equal caches keep a copy each."""
+        return False
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        if self._worker is None:
+            self._worker = self.create_worker(kv_caches)
+        return self._worker
+
+    def create_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        on_gpu = kv_caches.tensors[0].tensor.is_cuda
+        if not on_gpu and current_platform.device_type != "cpu":
+            raise ValueError(
+                f"KVSprayOffloadingSpec serves NVIDIA GPUs and CPUs, and this is {current_platform.device_name}: "
+                "use spec_name CPUOffloadingSpec"
+            )
+        pages = [t.page_size_bytes for t in kv_caches.tensors]
+        pool = Pool(pages, self.blocks_per_chunk, self.num_chunks)
+        try:
+            native: Native
+            if on_gpu:
+                native = CPUOffloadingWorker(kv_caches, self.blocks_per_chunk, self.num_chunks, pool)
+            else:
+                native = HostCopies(kv_caches, pool, self.blocks_per_chunk)
+            try:
+                session = Session(self._socket, self.config, kv_caches, pool, on_gpu)
+            except kvspray.KvsprayError as err:
+                _log.warning("kvspray: vLLM's own worker makes all copies: %s", err)
+                return native
+            return Worker(session, native, Pieces(kv_caches, session, pool, self.blocks_per_chunk))
+        except Exception:
+            pool.cleanup()
+            raise
+
+
+class Pool:
+    """Host memory for the chunks, tensor after tensor: chunks of one tensor that follow each other are copied as one piece. It has
+    the methods and fields of vLLM's SharedOffloadRegion that its worker uses."""
+
+    rank = 0
+
+    def __init__(self, page_bytes: Sequence[int], blocks_per_chunk: int, chunks: int) -> None:
+        self.chunks = chunks
+        self.offsets: list[int] = []
+        end = 0
+        for page in page_bytes:
+            self.offsets.append(end)
+            end += -(-page * blocks_per_chunk * chunks // ALIGN) * ALIGN
+        if end == 0:
+            raise ValueError("kv_connector_extra_config['cpu_bytes_to_use'] has no room for one chunk: raise it")
+        free = _available()
+        if end > free:
+            raise ValueError(
+                f"kv_connector_extra_config['cpu_bytes_to_use'] needs {end >> 20} MiB on this rank, and the host has "
+                f"{free >> 20} MiB: lower it"
+            )
+        self.region = kvspray.Region.alloc(end)
+        array = (ctypes.c_int8 * end).from_address(self.region.addr)
+        self._base: torch.Tensor | None = torch.frombuffer(array, dtype=torch.int8)
+        self._next = 0
+        # For vLLM's pin_mmap_region.
+        self.total_size_bytes = self._row_stride = end
+        self.pinned_addresses: list[int] = []
+        self.is_pinned = False
+
+    def create_next_worker_view(self, chunk_bytes: int) -> torch.Tensor:
+        assert self._base is not None
+        start = self.offsets[self._next]
+        self._next += 1
+        return self._base[start : start + self.chunks * chunk_bytes].view(self.chunks, chunk_bytes)
+
+    def cleanup(self) -> None:
+        """Once nothing accesses the memory any more."""
+        if self._base is None:
+            return
+        if self.pinned_addresses:
+            from vllm.v1.kv_offload.cpu.host_register import host_unregister
+
+            for address in self.pinned_addresses:
+                host_unregister(address)
+            self.pinned_addresses.clear()
+        self._base = None
+        self.region.close()
+
+
+def _available() -> int:
+    with open("/proc/meminfo") as f:
+        return next(int(line.split()[1]) << 10 for line in f if line.startswith("MemAvailable:"))
+
+
+class Session:
+    """The worker's session with its sidecar: caches, pool and marks."""
+
+    def __init__(
+        self, socket: str | None, config: OffloadingConfig, kv_caches: CanonicalKVCaches, pool: Pool, on_gpu: bool
+    ) -> None:  # fmt: skip
+        self.pool = pool
+        spans: dict[int, int] = {}  # each allocation once, whatever views there are
+        for t in kv_caches.tensors:
+            storage = t.tensor.untyped_storage()
+            spans[storage.data_ptr()] = storage.nbytes()
+        make = kvspray.Region.gpu if on_gpu else kvspray.Region.process
+        self.caches = [make(start, n) for start, n in sorted(spans.items())]
+        parallel = config.parallel
+        self.client = kvspray.WorkerClient(
+            socket,
+            engine=kvspray.EngineInfo("vllm", vllm.__version__, f"{config.engine_id}-offload"),
+            ranks=kvspray.Ranks(tp=(parallel.rank % parallel.world_size, parallel.world_size)),
+            layers=1, deadline_s=DEADLINE_S, log=_log,
+        )  # fmt: skip
+        self.client.register([*self.caches, pool.region])
+        self._signals = kvspray.GpuSignals(self.client, _log) if on_gpu else None
+
+    def mark(self) -> int | None:
+        """Of all that the engine's stream holds now. None: the order cannot be kept."""
+        if self._signals is None:
+            return 0
+        return self._signals.mark(torch.cuda.current_stream().cuda_stream) or None
+
+    def close(self) -> None:
+        if self._signals is not None:
+            torch.cuda.synchronize()
+            self._signals.close()
+        self.client.close()
+        for region in self.caches:
+            region.close()
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Where a layer's pages are."""
+
+    cache: int  # of Session.caches
+    base: int  # in it, of block 0
+    stride: int
+    length: int
+    pool: int  # in the pool, of chunk 0
+    page: int  # the pool's bytes for a block
+
+
+class Pieces:
+    """Turns vLLM's lists of blocks and chunks into pieces of memory."""
+
+    def __init__(
+        self, kv_caches: CanonicalKVCaches, session: Session | None, pool: Pool, blocks_per_chunk: int
+    ) -> None:  # fmt: skip
+        """Without a session the offsets of caches are addresses."""
+        self._per_chunk = blocks_per_chunk
+        self._groups: list[list[_Layer]] = []
+        caches = [(r.addr, r.addr + r.nbytes) for r in session.caches] if session else [(0, 1 << 63)]
+        for refs in kv_caches.group_data_refs:
+            layers = []
+            for ref in refs:
+                tensor = kv_caches.tensors[ref.tensor_idx]
+                at = tensor.tensor.data_ptr()
+                (cache,) = [i for i, (start, end) in enumerate(caches) if start <= at < end]
+                stride = tensor.tensor.stride(0) * tensor.tensor.element_size()
+                layers.append(
+                    _Layer(cache, at - caches[cache][0], stride, ref.page_size_bytes, pool.offsets[ref.tensor_idx], tensor.page_size_bytes)
+                )
+            self._groups.append(layers)
+
+    def of(self, blocks: GPULoadStoreSpec, chunks: BlockIDsLoadStoreSpec) -> list[tuple[int, np.ndarray]]:
+        """For each cache an array with a row (offset in the cache, offset in the pool, length) for each piece."""
+        found: dict[int, list[np.ndarray]] = {}
+        block_at = chunk_at = 0
+        for layers, count, index in zip(self._groups, blocks.group_sizes, blocks.block_indices, strict=True):
+            if count == 0:
+                continue
+            skip = index % self._per_chunk
+            places = np.arange(skip, skip + count, dtype=np.int64)
+            used = -(-(skip + count) // self._per_chunk)
+            ids = blocks.block_ids[block_at : block_at + count].astype(np.int64)
+            mine = chunks.block_ids[chunk_at : chunk_at + used].astype(np.int64)
+            if len(ids) != count or len(mine) != used:
+                raise ValueError(f"vLLM gave {len(ids)} blocks and {len(mine)} chunks for {count} and {used}")
+            slots = mine[places // self._per_chunk] * self._per_chunk + places % self._per_chunk
+            for x in layers:
+                rows = np.empty((count, 3), dtype=np.uint64)
+                rows[:, 0] = x.base + ids * x.stride
+                rows[:, 1] = x.pool + slots * x.page
+                rows[:, 2] = x.length
+                found.setdefault(x.cache, []).append(rows)
+            block_at += count
+            chunk_at += used
+        if block_at != len(blocks.block_ids) or chunk_at != len(chunks.block_ids):
+            raise ValueError("vLLM gave more blocks or chunks than its groups have")
+        return [(cache, joined(np.concatenate(rows))) for cache, rows in found.items()]
+
+
+def joined(rows: np.ndarray) -> np.ndarray:
+    """Pieces that follow each other on both sides become one."""
+    if len(rows) < 2:
+        return rows
+    ends = rows[:-1, :2] + rows[:-1, 2:]
+    first = np.concatenate(([True], (ends != rows[1:, :2]).any(axis=1)))
+    starts = np.flatnonzero(first)
+    out = rows[starts]
+    out[:, 2] = np.add.reduceat(rows[:, 2], starts)
+    return out
+
+
+class Native(Protocol):
+    """The worker that makes copies without a sidecar."""
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool: ...
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool: ...
+
+    def get_finished(self) -> list[TransferResult]: ...
+
+    def wait(self, job_ids: set[int]) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+class HostCopies:
+    """Copies by this thread, for engines whose caches are in host memory; vLLM has no worker for them."""
+
+    def __init__(self, kv_caches: CanonicalKVCaches, pool: Pool, blocks_per_chunk: int) -> None:
+        self._pieces = Pieces(kv_caches, None, pool, blocks_per_chunk)
+        self._pool = pool
+        self._done: list[TransferResult] = []
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        return self._copy(job_id, src_spec, dst_spec, True)
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        return self._copy(job_id, dst_spec, src_spec, False)
+
+    def _copy(self, job_id: int, blocks: Any, chunks: Any, store: bool) -> bool:
+        start, moved = time.monotonic(), 0
+        for _, rows in self._pieces.of(blocks, chunks):
+            for cache, pool, length in rows.tolist():
+                host = self._pool.region.addr + pool
+                ctypes.memmove(*((host, cache) if store else (cache, host)), length)
+                moved += length
+        self._done.append(TransferResult(job_id, True, moved, time.monotonic() - start))
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        done, self._done = self._done, []
+        return done
+
+    def wait(self, job_ids: set[int]) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        self._pool.cleanup()
+
+
+@dataclass
+class _Job:
+    store: bool
+    blocks: GPULoadStoreSpec
+    chunks: BlockIDsLoadStoreSpec
+    after: int  # a mark of the engine's stream
+    began: float
+    copies: list[tuple[int, np.ndarray]] = field(default_factory=list)  # not submitted yet: cache, rows
+    open: set[int] = field(default_factory=set)  # leases
+    bytes: int = 0
+    failed: str = ""
+
+
+class Worker(OffloadingWorker):
+    """Loads go before stores: stores wait while a load is open, unless vLLM waits for them."""
+
+    def __init__(self, session: Session, native: Native, pieces: Pieces) -> None:
+        self._session, self._native, self._pieces = session, native, pieces
+        self._jobs: dict[int, _Job] = {}  # that the sidecar has, or is to get
+        self._by_lease: dict[int, int] = {}
+        self._native_jobs: set[int] = set()
+        self._results: list[TransferResult] = []
+        self._warned = -WARN_EVERY_S
+        self.native_copies = 0
+
+    # -- vLLM's calls
+
+    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
+        assert isinstance(dst_spec, BlockIDsLoadStoreSpec)
+        self._submit(job_id, True, src_spec, dst_spec)
+        return True
+
+    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+        assert isinstance(src_spec, BlockIDsLoadStoreSpec)
+        self._submit(job_id, False, dst_spec, src_spec)
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        self._take()
+        self._feed(set())
+        done, self._results = self._results, []
+        return done
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Returns when the jobs have ended, and their blocks are vLLM's again."""
+        while open_jobs := job_ids & self._jobs.keys():
+            self._feed(open_jobs)
+            if not self._session.client.wait(WAIT_S) and not any(self._jobs[j].open for j in open_jobs):
+                # No session takes their copies.
+                for job_id in open_jobs:
+                    self._fall_back(job_id)
+            self._take()
+        if waited := job_ids & self._native_jobs:
+            self._native.wait(waited)
+
+    def shutdown(self) -> None:
+        """Returns once no process accesses the caches and the pool any more."""
+        for job_id, job in self._jobs.items():
+            job.copies.clear()
+            for lease in job.open:
+                self._session.client.cancel(lease, f"job {job_id}: the engine ends")
+        self._session.close()
+        self._native.shutdown()
+
+    # -- copies
+
+    def _submit(self, job_id: int, store: bool, blocks: GPULoadStoreSpec, chunks: BlockIDsLoadStoreSpec) -> None:
+        after = self._session.mark()
+        copies = self._pieces.of(blocks, chunks)
+        if not copies:
+            self._results.append(TransferResult(job_id, True, 0, 0.0))
+            return
+        job = _Job(store, blocks, chunks, after or 0, time.monotonic())
+        self._jobs[job_id] = job
+        job.copies = [(cache, rows[i : i + MAX_COPY_BLOCKS]) for cache, rows in copies for i in range(0, len(rows), MAX_COPY_BLOCKS)]
+        if after is None:
+            job.failed = "the GPU sets no marks any more"
+        self._feed({job_id} if not store else set())
+
+    def _feed(self, wanted: set[int]) -> None:
+        """Submits what may be submitted, loads first, and those of wanted in any case."""
+        loads = [j for j, job in self._jobs.items() if not job.store]
+        stores = [j for j, job in self._jobs.items() if job.store and (j in wanted or not loads)]
+        for job_id in (*loads, *stores):
+            job = self._jobs[job_id]
+            while job.copies and not job.failed and len(self._by_lease) < MAX_OPEN:
+                cache, rows = job.copies.pop()
+                lease = self._copy(job_id, job, cache, rows)
+                if lease:
+                    job.open.add(lease)
+                    self._by_lease[lease] = job_id
+                else:
+                    job.failed = self._session.client.status().error or "no sidecar is connected"
+            if job.failed:
+                job.copies.clear()
+                if not job.open:
+                    self._fall_back(job_id)
+
+    def _copy(self, job_id: int, job: _Job, cache: int, rows: np.ndarray) -> int:
+        """0: the sidecar takes it not."""
+        ends = [self._session.caches[cache], self._session.pool.region]
+        if not job.store:
+            ends.reverse()
+            rows = rows[:, [1, 0, 2]]
+        data = np.ascontiguousarray(rows, dtype="<u8").tobytes()
+        name = f"{'store' if job.store else 'load'}-{job_id}"
+        return self._session.client.copy(*ends, data, req=name, deadline_s=DEADLINE_S, after=job.after)
+
+    def _take(self) -> None:
+        """Takes the ends of copies."""
+        for c in self._session.client.poll():
+            job_id = self._by_lease.pop(c.lease, None)
+            if job_id is None:
+                continue
+            job = self._jobs[job_id]
+            job.open.discard(c.lease)
+            job.bytes += c.bytes
+            if not c.ok:
+                job.failed = job.failed or f"{c.status.name}: {c.reason}"
+                job.copies.clear()
+            if job.open or job.copies:
+                continue
+            if job.failed:
+                self._fall_back(job_id)
+            else:
+                del self._jobs[job_id]
+                self._results.append(TransferResult(job_id, True, job.bytes, time.monotonic() - job.began))
+        finished = self._native.get_finished()
+        self._native_jobs -= {r.job_id for r in finished}
+        self._results += finished
+
+    def _fall_back(self, job_id: int) -> None:
+        """No lease of the job is open: the sidecar writes nothing of it any more."""
+        job = self._jobs.pop(job_id)
+        assert not job.open
+        self.native_copies += 1
+        now = time.monotonic()
+        if now - self._warned >= WARN_EVERY_S:
+            self._warned = now
+            _log.warning(
+                "kvspray: vLLM's own worker copies what the sidecar did not: %s (%d so far)",
+                job.failed or "no sidecar took it in time", self.native_copies,
+            )  # fmt: skip
+        self._native_jobs.add(job_id)
+        if job.store:
+            self._native.submit_store(job_id, job.blocks, job.chunks)
+        else:
+            self._native.submit_load(job_id, job.chunks, job.blocks)
+
+
