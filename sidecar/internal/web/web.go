@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package web serves a sidecar's HTTP port: health, metrics, state, and a page that shows the state.
-// It reads the parts of a node, and changes none but the store, which a process of the same host may
+// Package web serves a sidecar's HTTP port: health, metrics, state, and a page that shows it. It
+// reads the parts of a node, and changes none but the store, which a process of the same host may
 // drain. No goroutines.
 package web
 
