@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the node's store saves: time to the first token of a prompt whose pages it has, beside
-computing the prompt and beside vLLM's own OffloadingConnector, in turns.
+computing the prompt and beside vLLM's OffloadingConnector, with its own worker and with kvspray's, in
+turns.
 
 Each prompt is new and is sent three times: it is computed; the engine forgets it, and it is
 loaded; and it is sent once more, while the engine has it. The store's pages are compared with
@@ -31,7 +32,9 @@ def options(parser: Any) -> None:
     parser.add_argument("--store-rounds", type=int, default=6, help="of each length")
     parser.add_argument("--store-mb", type=int, default=8192, help="the store's memory")
     parser.add_argument(
-        "--offload", action="store_true", help="an engine with OffloadingConnector in turns"
+        "--offload",
+        action="store_true",
+        help="engines with OffloadingConnector in turns: vLLM's own worker (CUDA) and kvspray's",
     )
 
 
@@ -109,7 +112,7 @@ class Offload:
 
     def __init__(self, rig: Rig) -> None:
         self.rig = rig
-        self.server = Server("offload-engine", rig.logs)
+        self.server = Server(f"{self.name}-engine", rig.logs)
         self._last, self._since = -1.0, 0.0
 
     def start(self) -> None:
@@ -117,12 +120,18 @@ class Offload:
             "kv_connector": "OffloadingConnector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"cpu_bytes_to_use": self.rig.args.store_mb * MIB},
+            "kv_connector_extra_config": {
+                "cpu_bytes_to_use": self.rig.args.store_mb * MIB,
+                **self.more(),
+            },
         }
         env = {**self.rig.engine_env("D"), **ENV}
         self.server.start(
             self.rig.host, self.rig.model, kv, *self.rig.engine_args("D"), env=env
         )
+
+    def more(self) -> dict[str, Any]:
+        return {}
 
     def stored(self) -> float:
         return total(self.server.metrics(), STORED)
@@ -145,6 +154,39 @@ class Offload:
 
     def stop(self) -> None:
         self.server.stop()
+
+
+class OurOffload(Offload):
+    """The same connector with copies of the sidecar."""
+
+    name = "kvspray-offloading"
+
+    def __init__(self, rig: Rig) -> None:
+        super().__init__(rig)
+        self.sidecar = Sidecar("offload-sidecar", rig.run, rig.sidecar_config())
+        self.sidecar.log = rig.logs / "offload-sidecar.log"
+
+    def start(self) -> None:
+        self.sidecar.start()
+        super().start()
+
+    def more(self) -> dict[str, Any]:
+        return {
+            "spec_name": "KVSprayOffloadingSpec",
+            "spec_module_path": "kvspray_vllm.offload",
+            "socket": self.sidecar.socket,
+        }
+
+    def copies(self) -> dict[str, float]:
+        m = self.sidecar.metrics()
+        return {
+            outcome: total(m, "kvspray_copy_copies_total", outcome=outcome)
+            for outcome in ("ok", "failed", "expired", "lost")
+        }
+
+    def stop(self) -> None:
+        super().stop()
+        self.sidecar.stop()
 
 
 def one_prompt(side: Ours | Offload, n: int, seed: object) -> dict[str, Any]:
@@ -212,7 +254,10 @@ def run(stage: Any) -> tuple[dict[str, Any], list[str]]:
     lengths = [int(n) for n in a.store_lengths.split(",")]
     lengths = [n for n in lengths if n < rig.max_len - 1]
     ours = Ours(rig)
-    sides: list[Ours | Offload] = [ours, *([Offload(rig)] if a.offload else [])]
+    sides: list[Ours | Offload] = [ours]
+    if a.offload:
+        mine = OurOffload(rig)
+        sides += [mine, *([Offload(rig)] if rig.host.device == "cuda" else [])]
     out: dict[str, Any] = {"token_bytes": rig.token_bytes(), "lengths": {}}
     rig.so_far = out
     try:
@@ -231,6 +276,10 @@ def run(stage: Any) -> tuple[dict[str, Any], list[str]]:
             sides, lengths, a.store_rounds, lambda rows: out.update(lengths=rows)
         )
         out |= {"pages": ours.pages, "pages_differ": ours.differ}
+        if a.offload:
+            out["copies"] = mine.copies()
+            if not out["copies"]["ok"]:
+                problems.append(f"the sidecar made no copy: {out['copies']}")
         print(f"store: {ours.pages} pages of layers compared, {ours.differ} differ")
         for n, row in out["lengths"].items():
             print(f"  {n:>6} tokens  {'; '.join(line(name, r) for name, r in row.items())}")
