@@ -38,7 +38,8 @@ from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 import kvspray
-from kvspray.protocol import MAX_COPY_BLOCKS
+from kvspray._messages import MAX_COPY_BLOCKS
+from kvspray.gpu import GpuSignals
 
 DEADLINE_S = 60.0  # of a copy; vLLM's own worker makes it after that
 MAX_OPEN = 256  # copies at a time, of all jobs
@@ -63,6 +64,7 @@ class KVSprayOffloadingSpec(CPUOffloadingSpec):
                 "leave it out, or use spec_name CPUOffloadingSpec"
             )
         self._socket = socket
+        self._worker: OffloadingWorker | None = None
 
     def _uses_shared_region(self) -> bool:
         """Each rank has a pool of its own, so ranks with equal caches keep a copy each."""
@@ -175,7 +177,7 @@ class Session:
             layers=1, deadline_s=DEADLINE_S, log=_log,
         )  # fmt: skip
         self.client.register([*self.caches, pool.region])
-        self._signals = kvspray.GpuSignals(self.client, _log) if on_gpu else None
+        self._signals = GpuSignals(self.client, _log) if on_gpu else None
 
     def mark(self) -> int | None:
         """Of all that the engine's stream holds now. None: the order cannot be kept."""
@@ -415,13 +417,12 @@ class Worker(OffloadingWorker):
 
     def _copy(self, job_id: int, job: _Job, cache: int, rows: np.ndarray) -> int:
         """0: the sidecar takes it not."""
-        ends = [self._session.caches[cache], self._session.pool.region]
+        src, dst = self._session.caches[cache], self._session.pool.region
         if not job.store:
-            ends.reverse()
-            rows = rows[:, [1, 0, 2]]
+            src, dst, rows = dst, src, rows[:, [1, 0, 2]]
         data = np.ascontiguousarray(rows, dtype="<u8").tobytes()
         name = f"{'store' if job.store else 'load'}-{job_id}"
-        return self._session.client.copy(*ends, data, req=name, deadline_s=DEADLINE_S, after=job.after)
+        return self._session.client.copy(src, dst, data, req=name, deadline_s=DEADLINE_S, after=job.after)
 
     def _take(self) -> None:
         """Takes the ends of copies."""
