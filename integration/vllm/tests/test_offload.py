@@ -301,3 +301,17 @@ def test_the_end(w: Any) -> None:
     store(w, 2)
     w.worker.shutdown()
     assert not w.client.open
+
+
+def test_the_end_waits_for_copies_but_not_for_ever(w: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    w.client.cancel = lambda lease, reason: None
+    load(w, 1)
+    w.client.on_wait = lambda: w.client.open and w.client.end(1, False)
+    w.worker.shutdown()
+    assert not w.client.open
+    load(w, 2)
+    w.client.on_wait = lambda: None
+    monkeypatch.setattr(offload, "CLOSE_S", 0.05)
+    monkeypatch.setattr(w.native, "shutdown", lambda: None)
+    w.worker.shutdown()
+    assert w.client.open

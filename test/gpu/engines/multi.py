@@ -20,7 +20,12 @@ def beside_offloading(kv: dict[str, Any], device: str) -> dict[str, Any]:
     prompt that both could load."""
     extra: dict[str, Any] = {"cpu_bytes_to_use": OFFLOAD_BYTES[device]}
     if device == "cpu":  # on which vLLM's own copies do not run
-        extra |= {"spec_name": "HostOffload", "spec_module_path": "kvspray_host_offload"}
+        socket = kv["kv_connector_extra_config"]["socket"]
+        extra |= {
+            "spec_name": "KVSprayOffloadingSpec",
+            "spec_module_path": "kvspray_vllm.offload",
+            "socket": socket,
+        }
     policy = {"kv_load_failure_policy": kv["kv_load_failure_policy"]}
     offload = {
         "kv_connector": "OffloadingConnector",

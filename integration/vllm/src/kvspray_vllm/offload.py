@@ -44,6 +44,7 @@ from kvspray.gpu import GpuSignals
 DEADLINE_S = 60.0  # of a copy; vLLM's own worker makes it after that
 MAX_OPEN = 256  # copies at a time, of all jobs
 WAIT_S = 0.05  # between looks at the session while the engine waits for a job
+CLOSE_S = 10.0  # for open copies to end when the engine ends
 WARN_EVERY_S = 60.0
 ALIGN = 4096  # of a tensor in the pool
 
@@ -373,11 +374,15 @@ class Worker(OffloadingWorker):
             self._native.wait(waited)
 
     def shutdown(self) -> None:
-        """Returns once no process accesses the caches and the pool any more."""
-        for job_id, job in self._jobs.items():
-            job.copies.clear()
-            for lease in job.open:
-                self._session.client.cancel(lease, f"job {job_id}: the engine ends")
+        """Gives the pool back. Copies that are open end before that, or after CLOSE_S with the session: the
+        sidecar has its own mapping of the memory, so a late write meets no other memory."""
+        for lease in self._by_lease:
+            self._session.client.cancel(lease, "the engine ends")
+        end = time.monotonic() + CLOSE_S
+        while self._by_lease and time.monotonic() < end:
+            self._session.client.wait(WAIT_S)
+            for c in self._session.client.poll():
+                self._by_lease.pop(c.lease, None)
         self._session.close()
         self._native.shutdown()
 
