@@ -17,6 +17,10 @@ import (
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
+// maxRelays bounds the relays of one GPU. Each takes buffers on its own GPU, and host memory does
+// not feed more links.
+const maxRelays = 7
+
 // retryRelay is the time until a relay is tried again that had no memory, or whose buffers could
 // not be made.
 const retryRelay = retryPair
@@ -84,7 +88,7 @@ func (c *Copier) path(u *GPU) (*paths, error) {
 	}
 }
 
-// used lists the GPUs of which engines have lent memory, in order. No other GPU relays.
+// used lists the GPUs that may relay, in order.
 func (g *GPUs) used() (all []*GPU) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -136,7 +140,10 @@ func (c *Copier) make(p *paths, u *GPU) error {
 // caller holds p.making.
 func (c *Copier) takeRelays(p *paths, u *GPU, used []*GPU, level slog.Level) (relays []*GPU,
 	refused bool) {
-	for _, r := range used {
+	for _, r := range c.ranked(u, used) {
+		if len(relays) == maxRelays {
+			break
+		}
 		if r == u || !c.gpus.reachable(u, r) {
 			continue
 		}
@@ -151,6 +158,17 @@ func (c *Copier) takeRelays(p *paths, u *GPU, used []*GPU, level slog.Level) (re
 		relays = append(relays, r)
 	}
 	return relays, refused
+}
+
+// ranked lists the GPUs in the order in which they become relays for u.
+func (c *Copier) ranked(u *GPU, all []*GPU) []*GPU {
+	rank := c.gpus.cfg.RelayRank
+	if rank == nil {
+		return all
+	}
+	all = slices.Clone(all)
+	slices.SortStableFunc(all, func(a, b *GPU) int { return rank(u.pci, a.pci) - rank(u.pci, b.pci) })
+	return all
 }
 
 // replace closes the path set to u, if there is one, and makes one with these relays, on which

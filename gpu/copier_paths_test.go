@@ -150,6 +150,43 @@ func TestRelaysOfNewPathsCountOnce(t *testing.T) {
 	gputest.Must(0, g.Close())(t)
 }
 
+// TestRelaysByConfiguration: with one engine alone, GPUs relay that the configuration names, the
+// best ranks first and at most maxRelays. A GPU that is only open relays nothing.
+func TestRelaysByConfiguration(t *testing.T) {
+	const gpus = maxRelays + 4
+	cfg := small()
+	cfg.RelayRank = func(target, relay string) int {
+		if target != "0000:1b:00.0" {
+			t.Errorf("ranked for %s", target)
+		}
+		if relay < "0000:1e:00.0" { // GPUs 0 to 2
+			return 1
+		}
+		return 0
+	}
+	p := gputest.NewPlatform(gpus)
+	g := gputest.Must(newGPUs(p, cfg))(t)
+	c := newCopier(g, copierShape{rigMin, rigMax, 4 * rigMin, 2 * rigMin, 1 << 20, 64 << 10})
+	h, _ := p.Lend(0, 1<<20, 0)
+	r := gputest.Must(g.Import(mem.NewID(), h.Append(nil), -1, 1<<20))(t)
+	u := r.Device().(*GPU)
+	check := func(want ...int) {
+		t.Helper()
+		if _, got := relaysOf(t, c, u); !slices.Equal(got, want) {
+			t.Errorf("relays %v, want %v", got, want)
+		}
+	}
+	gputest.Must(0, g.Use([]string{"1"}))(t)
+	check()
+	gputest.Must(0, g.Relay([]string{"2", "5"}))(t)
+	check(5, 2)
+	gputest.Must(0, g.Relay([]string{All}))(t)
+	check(3, 4, 5, 6, 7, 8, 9)
+	gputest.Must(0, c.Close())(t)
+	r.Release()
+	gputest.Must(0, g.Close())(t)
+}
+
 // TestRelayIsTriedAgain: a GPU without room for relay buffers, or whose buffers cannot be made,
 // relays later, for copies and for lanes. Until then paths stay as they are.
 func TestRelayIsTriedAgain(t *testing.T) {

@@ -36,8 +36,9 @@ type GPU struct {
 	mps        device.MPS
 	idleKernel idleKernel
 	idleProbe  *policy.IdleProbe
-	// mayRelay: an engine has lent memory of this GPU, so that copies of other GPUs may use its link.
-	// A GPU that is only open (transports.gpu.open) forwards nothing.
+	// mayRelay: an engine has lent memory of this GPU, or the configuration permits it
+	// (transports.gpu.relays), so that copies of other GPUs may use its link. A GPU that is only open
+	// (transports.gpu.open) forwards nothing.
 	mayRelay atomic.Bool
 	budget   budget
 

@@ -25,7 +25,10 @@ type Config struct {
 	Memory      uint64
 	Table       *policy.Table // measured values; nil: built-in ones
 	PeerDisable bool          // no direct copies between GPUs, for comparisons
-	Log         *slog.Logger
+	// RelayRank ranks a relay for a target by their PCI addresses; lower ranks are taken first. nil:
+	// all are equal
+	RelayRank func(target, relay string) int
+	Log       *slog.Logger
 }
 
 // The shape of staging slots. [measured, H200] Between copies of two slots a copy engine pauses

@@ -16,16 +16,26 @@ const All = "all"
 
 // Use opens GPUs before memory of them is imported, so that this process's memory on them is
 // allocated. Each name is a number of the driver, a UUID as nvidia-smi prints it, or All.
-func (g *GPUs) Use(names []string) error {
+func (g *GPUs) Use(names []string) error { return g.use(names, func(*GPU) {}) }
+
+// Relay opens GPUs as Use does, and lets copies of other GPUs use their links, whether or not an
+// engine lends memory of them.
+func (g *GPUs) Relay(names []string) error {
+	return g.use(names, func(u *GPU) { u.mayRelay.Store(true) })
+}
+
+func (g *GPUs) use(names []string, opened func(*GPU)) error {
 	for _, name := range names {
 		which, err := g.named(name)
 		if err != nil {
 			return err
 		}
 		for _, i := range which {
-			if _, err := g.open(i); err != nil {
+			u, err := g.open(i)
+			if err != nil {
 				return fmt.Errorf("gpu: %w", err)
 			}
+			opened(u)
 		}
 	}
 	return nil

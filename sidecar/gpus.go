@@ -13,6 +13,7 @@ import (
 	"github.com/kvspray/kvspray/gpu/policy"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/internal/sys/topo"
 )
 
 // gpus opens the CUDA driver when the first engine or peer lends memory of a GPU, or at the start
@@ -50,27 +51,66 @@ func newGPUs(c *config.Config, log *slog.Logger) (*gpus, error) {
 		return nil, err
 	}
 	return &gpus{load: gpu.New, cfg: gpu.Config{Method: how, Table: table, Buffers: t.Buffers,
-		PeerStage: uint64(t.Stage),
-		Memory:    uint64(t.Memory), Log: log}}, nil
+		PeerStage: uint64(t.Stage), Memory: uint64(t.Memory), RelayRank: relayRank(log), Log: log}}, nil
 }
 
-// start opens the GPUs of transports.gpu.open.
-func (g *gpus) start(names []string) error {
-	if len(names) == 0 {
-		return nil
-	}
+// start opens the GPUs of transports.gpu.open and transports.gpu.relays.
+func (g *gpus) start(c config.GPU) error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	err := g.openLocked()
-	if opened, ok := g.opened.(*gpu.GPUs); ok && err == nil {
-		err = opened.Use(names)
-	}
-	if err != nil {
-		return fmt.Errorf("sidecar: transports.gpu.open: %v: %w; correct it, or leave it out: a GPU is "+
-			"then opened when an engine lends memory of it",
-			names, err)
+	for _, part := range []struct {
+		key   string
+		names []string
+		use   func(*gpu.GPUs, []string) error
+	}{
+		{"transports.gpu.open", c.Open, (*gpu.GPUs).Use},
+		{"transports.gpu.relays", c.Relays, (*gpu.GPUs).Relay},
+	} {
+		if len(part.names) == 0 {
+			continue
+		}
+		err := g.openLocked()
+		if opened, ok := g.opened.(*gpu.GPUs); ok && err == nil {
+			err = part.use(opened, part.names)
+		}
+		if err != nil {
+			return fmt.Errorf("sidecar: %s: %v: %w; correct it, or leave it out: a GPU is then opened "+
+				"when an engine lends memory of it", part.key, part.names, err)
+		}
 	}
 	return nil
+}
+
+// relayRank returns a gpu.Config.RelayRank from the host's PCI devices, which are read at the first
+// use.
+func relayRank(log *slog.Logger) func(target, relay string) int {
+	discover := sync.OnceValue(func() *topo.Host {
+		h, err := topo.Discover(topo.Options{})
+		if err != nil {
+			log.Warn("relays are not ranked: the host's PCI devices cannot be read", "err", err)
+			return &topo.Host{}
+		}
+		return h
+	})
+	return func(target, relay string) int { return rankOf(discover(), target, relay) }
+}
+
+// rankOf: a relay of the same NUMA node reads host memory without the link between the nodes. A
+// relay behind the target's own PCIe switch shares the switch's link to the host, and adds little.
+func rankOf(h *topo.Host, target, relay string) int {
+	t, r := h.GPU(target), h.GPU(relay)
+	if t == nil || r == nil {
+		return 0
+	}
+	switch topo.Between(t.Seat, r.Seat) {
+	case topo.System:
+		return 1
+	case topo.Switches:
+		return 2
+	case topo.Switch:
+		return 3
+	}
+	return 0
 }
 
 // openLocked loads the driver.

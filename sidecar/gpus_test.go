@@ -14,16 +14,27 @@ import (
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/sys/cuda"
 	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/internal/sys/topo"
 )
 
 // A sidecar that is told to take GPUs at its start and cannot ends there, with the key, what it
 // names and what to do: an engine that measured free memory without them would run out of it later.
 func TestGPUsThatCannotBeTakenEndTheStart(t *testing.T) {
 	t.Parallel()
+	for _, key := range []string{"transports.gpu.open", "transports.gpu.relays"} {
+		t.Run(key, func(t *testing.T) { gpuThatCannotBeTaken(t, key) })
+	}
+}
+
+func gpuThatCannotBeTaken(t *testing.T, key string) {
+	t.Parallel()
 	cfg := config.Default()
-	dir := t.TempDir()
-	// no host has it, nor many a driver
-	cfg.Engine.Socket, cfg.Transports.GPU.Open = dir+"/s.sock", []string{"99"}
+	cfg.Engine.Socket = t.TempDir() + "/s.sock"
+	names := &cfg.Transports.GPU.Open
+	if key == "transports.gpu.relays" {
+		names = &cfg.Transports.GPU.Relays
+	}
+	*names = []string{"99"} // no host has it, and many have no driver
 	cfg.Peer.Listen, cfg.Peer.Gossip.Listen, cfg.HTTP.Listen = "127.0.0.1:0", "off", "127.0.0.1:0"
 	n, err := New(Options{Config: cfg, Registry: prometheus.NewRegistry()})
 	if err != nil {
@@ -35,7 +46,7 @@ func TestGPUsThatCannotBeTakenEndTheStart(t *testing.T) {
 	if err == nil || ctx.Err() != nil {
 		t.Fatalf("it ran: %v", err)
 	}
-	for _, want := range []string{"transports.gpu.open", "99", "leave it out"} {
+	for _, want := range []string{key, "99", "leave it out"} {
 		if !strings.Contains(err.Error(), want) {
 			t.Errorf("%q is not in: %v", want, err)
 		}
@@ -52,10 +63,10 @@ func TestTheDriverIsLoadedWhenItIsNeeded(t *testing.T) {
 			looks++
 			return nil, cuda.ErrNotSupported
 		}}
-	if err := g.start(nil); err != nil || looks != 0 {
+	if err := g.start(config.GPU{}); err != nil || looks != 0 {
 		t.Fatalf("%v after %d looks", err, looks)
 	}
-	if err := g.start([]string{"all"}); !errors.Is(err, cuda.ErrNotSupported) || looks != 1 {
+	if err := g.start(config.GPU{Open: []string{"all"}}); !errors.Is(err, cuda.ErrNotSupported) || looks != 1 {
 		t.Fatalf("%v after %d looks", err, looks)
 	}
 	if _, err := g.Import(mem.NewID(), nil, -1, 1); !errors.Is(err, cuda.ErrNotSupported) ||
@@ -64,5 +75,23 @@ func TestTheDriverIsLoadedWhenItIsNeeded(t *testing.T) {
 	}
 	if g.inUse() || g.memory() != nil || (*gpus)(nil).memory() != nil {
 		t.Error("memory of a driver that is not there")
+	}
+}
+
+// Relays on the target's own NUMA node come first, those behind its own PCIe switch last.
+func TestRelaysAreRanked(t *testing.T) {
+	t.Parallel()
+	seat := func(node int, path ...string) topo.Seat { return topo.Seat{Path: path, Node: node} }
+	h := &topo.Host{GPUs: []topo.GPU{
+		{PCI: "target", Seat: seat(0, "pci0", "port", "switch", "down0", "target")},
+		{PCI: "switch", Seat: seat(0, "pci0", "port", "switch", "down1", "switch")},
+		{PCI: "bridge", Seat: seat(0, "pci0", "port1", "bridge")},
+		{PCI: "node", Seat: seat(0, "pci1", "port", "node")},
+		{PCI: "far", Seat: seat(1, "pci2", "port", "far")},
+	}}
+	for relay, want := range map[string]int{"bridge": 0, "node": 0, "no GPU": 0, "far": 1, "switch": 3} {
+		if got := rankOf(h, "target", relay); got != want {
+			t.Errorf("%s: %d, want %d", relay, got, want)
+		}
 	}
 }

@@ -124,7 +124,7 @@ func (n *Node) openBackends(open *closers) error {
 	// the end of their context has ended them
 	open.add(func() error { n.local.Wait(); return nil })
 	if n.gpus != nil {
-		if err := n.gpus.start(n.cfg.Transports.GPU.Open); err != nil {
+		if err := n.gpus.start(n.cfg.Transports.GPU); err != nil {
 			return err
 		}
 	}

@@ -99,7 +99,8 @@ type GPU struct {
 	Stage    Size   `yaml:"stage" unit:"bytes" doc:"Size of one staging buffer of the copy between two GPUs. Each GPU has 8 for every direction in use; a GPU that two engines share has 16."`
 	Memory   Size   `yaml:"memory" unit:"bytes" doc:"Limit of the memory that this sidecar allocates on each GPU: 64 MiB of staging, the staging buffers of copies between GPUs, and 48 MiB for each other GPU whose copies it relays. Copies for which no buffers are left go through host memory. The driver's context, about 0.5 GiB, is not included."`
 
-	Open []string `yaml:"open" unit:"GPUs" doc:"GPUs whose context and staging the sidecar takes at its start, so that an engine that starts later counts them: numbers, UUIDs as nvidia-smi -L prints them, or all. Other GPUs are opened when an engine registers memory of them."`
+	Open   []string `yaml:"open" unit:"GPUs" doc:"GPUs whose context and staging the sidecar takes at its start, so that an engine that starts later counts them: numbers, UUIDs as nvidia-smi -L prints them, or all. Other GPUs are opened when an engine registers memory of them."`
+	Relays []string `yaml:"relays" unit:"GPUs" doc:"GPUs whose PCIe links carry bytes of copies of other GPUs, even if no engine registers memory of them: numbers, UUIDs or all, as in open. The sidecar opens them at its start: a context of about 0.5 GiB, 64 MiB of staging, and 48 MiB for each GPU whose copies they relay. A GPU whose memory an engine has registered relays in any case. Of the relays of a GPU at most 7 are used: other PCIe switches and the same NUMA node first."`
 }
 
 // TCP configures the tcp backend.

@@ -52,7 +52,7 @@ transports:
       - {name: eth1, listen: "10.0.1.1:0", advertise: "192.0.2.1:99"}
     integrity: off
     slice: 1MiB
-  gpu: {open: [0, GPU-01234567-89ab-cdef-0123-456789abcdef], memory: 256MiB}
+  gpu: {open: [0, GPU-01234567-89ab-cdef-0123-456789abcdef], relays: [all], memory: 256MiB}
 transfer: {deadline: 1m, partner: 500ms}
 http: {listen: off}
 `))
@@ -69,6 +69,7 @@ http: {listen: off}
 		{Name: "eth1", Listen: "10.0.1.1:0", Advertise: "192.0.2.1:99"}}
 	want.Transports.TCP.Integrity, want.Transports.TCP.Slice = "off", 1<<20
 	want.Transports.GPU.Open = []string{"0", "GPU-01234567-89ab-cdef-0123-456789abcdef"}
+	want.Transports.GPU.Relays = []string{"all"}
 	want.Transports.GPU.Memory = 256 << 20
 	want.Transfer.Deadline, want.Transfer.Partner = Duration(time.Minute),
 		Duration(500*time.Millisecond)
@@ -192,6 +193,8 @@ func TestMistakes(t *testing.T) {
 			[]string{"rails[0].exclude", "true or false"}},
 		"gpu": {"transports:\n  gpu: {open: [card0]}",
 			[]string{":2", "transports.gpu.open[0]", `"card0"`, "nvidia-smi -L"}},
+		"relay": {"transports:\n  gpu: {relays: [card0]}",
+			[]string{":2", "transports.gpu.relays[0]", `"card0"`, "nvidia-smi -L"}},
 		"gpu twice": {"transports: {gpu: {open: [all, all]}}",
 			[]string{"transports.gpu.open[1]", "twice"}},
 		"gpu off": {"transports: {gpu: {enabled: off, open: [all]}}",

@@ -276,16 +276,21 @@ func (v *checker) transports() {
 		t.GPU.Memory.String(),
 		"outside 64MiB to 64GiB", "64MiB is what staging takes; 2GiB have room for three directions "+
 			"between two GPUs, and for one within a GPU, too")
-	v.check(len(t.GPU.Open) <= maxGPUs, "transports.gpu.open", strconv.Itoa(len(t.GPU.Open)),
-		"too many GPUs", fmt.Sprintf("%d at most, or all", maxGPUs))
-	for i, name := range t.GPU.Open {
-		key := fmt.Sprintf("transports.gpu.open[%d]", i)
-		v.check(gpuName.MatchString(name), key, name, "not a GPU", "write its number, its UUID "+
+	v.gpuNames("transports.gpu.open", t.GPU.Open, t.GPU.Enabled)
+	v.gpuNames("transports.gpu.relays", t.GPU.Relays, t.GPU.Enabled)
+}
+
+func (v *checker) gpuNames(key string, names []string, enabled string) {
+	v.check(len(names) <= maxGPUs, key, strconv.Itoa(len(names)), "too many GPUs",
+		fmt.Sprintf("%d at most, or all", maxGPUs))
+	for i, name := range names {
+		at := fmt.Sprintf("%s[%d]", key, i)
+		v.check(gpuName.MatchString(name), at, name, "not a GPU", "write its number, its UUID "+
 			"(GPU-...) as nvidia-smi -L prints it, or all")
-		v.check(!slices.Contains(t.GPU.Open[:i], name), key, name, "named twice", "keep one")
+		v.check(!slices.Contains(names[:i], name), at, name, "named twice", "keep one")
 	}
-	v.check(len(t.GPU.Open) == 0 || t.GPU.Enabled != Off, "transports.gpu.open",
-		strings.Join(t.GPU.Open, ","), "not used: transports.gpu.enabled is off",
+	v.check(len(names) == 0 || enabled != Off, key, strings.Join(names, ","),
+		"not used: transports.gpu.enabled is off",
 		"remove it, or set transports.gpu.enabled to auto")
 }
 

@@ -8,6 +8,7 @@ import contextlib
 import http.server
 import os
 import pathlib
+import re
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -132,7 +133,8 @@ def test_healthy(page: Page, pair: Pair) -> None:
     failed = page.locator("#failures tbody tr").last
     for text in ("lost-", "expired", "no partner", "kvspray ping"):
         expect(failed).to_contain_text(text)
-    page.wait_for_function("parseFloat(document.querySelector('.tile:nth-child(2) b').textContent) > 1")
+    # A string in wait_for_function would need the page's permission to evaluate it.
+    expect(page.locator(".tile").nth(1).locator("b")).to_have_text(re.compile("[1-9]"))
     expect(page.locator("#store-table tbody tr")).to_have_count(2)
     shot(page, "healthy")
 
