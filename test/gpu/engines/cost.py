@@ -32,6 +32,7 @@ PREFILL_GOAL, P50_GOAL, P99_GOAL = 0.01, 0.02, 0.05
 TOGETHER = 4  # prompts at a time, to P
 EDGE_S = 0.05  # of each window, left out
 LEASE_S = 60.0
+Lease = tuple[int, int]  # the peer's rank, and its lease
 
 
 def options(parser: Any) -> None:
@@ -53,7 +54,7 @@ def options(parser: Any) -> None:
 
 
 class Peer:
-    """A worker without an engine."""
+    """Workers without an engine, one for each rank of P."""
 
     def __init__(self, rig: Rig, tokens: int, pool: int) -> None:
         self.pool = pool  # prompts that it holds
@@ -75,15 +76,26 @@ class Peer:
         self.sidecar = Sidecar("peer-sidecar", rig.run, rig.sidecar_config())
         self.sidecar.log = rig.logs / "peer-sidecar.log"
         self.sidecar.start()
-        self.client = kvspray.WorkerClient(
-            self.sidecar.socket, engine=kvspray.EngineInfo("vllm", "peer", "peer"), layers=layers
-        )
-        region = self.client.alloc_region(offset)
-        self.client.register([region], layout)
-        if not self.client.wait_connected(30):
-            raise Failed(f"the peer has no session: {self.client.status().error}")
+        ranks = len(rig.gpus("P")) or 1
+        self.clients = [
+            kvspray.WorkerClient(
+                self.sidecar.socket,
+                engine=kvspray.EngineInfo("vllm", "peer", "peer"),
+                ranks=kvspray.Ranks(tp=(rank, ranks)),
+                layers=layers,
+            )
+            for rank in range(ranks)
+        ]
+        for rank, client in enumerate(self.clients):
+            for group in layout["groups"]:  # they are of the rank that wrote them last
+                if "tp_rank" in group["params"]:
+                    group["params"]["tp_rank"] = rank
+            client.register([client.alloc_region(offset)], layout)
+        for client in self.clients:
+            if not client.wait_connected(30):
+                raise Failed(f"the peer has no session: {client.status().error}")
         self.lock = threading.Lock()
-        self.ended: dict[int, Any] = {}
+        self.ended: dict[Lease, Any] = {}
 
     def table(self, place: int) -> list[list[int]]:
         return [
@@ -91,28 +103,33 @@ class Peer:
             for need in self.need
         ]
 
-    def pull(self, ids: list[int], xfer: str, peer: str, place: int) -> int:
-        lease = self.client.expect(
-            bytes.fromhex(xfer), name(ids), peer, len(ids), 0, self.table(place), deadline_s=LEASE_S
-        )
-        if not lease:
-            raise Failed(f"the peer's sidecar takes no request: {self.client.status().error}")
-        return lease
+    def pull(self, ids: list[int], xfer: str, peer: str, place: int) -> list[Lease]:
+        table, leases = self.table(place), []
+        for rank, client in enumerate(self.clients):
+            lease = client.expect(
+                bytes.fromhex(xfer), name(ids), peer, len(ids), 0, table, req=xfer, deadline_s=LEASE_S
+            )
+            if not lease:
+                raise Failed(f"the peer's sidecar takes no request: {client.status().error}")
+            leases.append((rank, lease))
+        return leases
 
     def offer(self, ids: list[int], place: int) -> dict[str, Any]:
         """Recorded pages under the name of a new prompt; what D is asked with."""
         xfer = secrets.token_bytes(16)
-        lease = self.client.intent(
-            xfer,
-            name(ids),
-            len(ids),
-            self.table(place),
-            ready=len(ids),
-            held=True,
-            deadline_s=LEASE_S,
-        )
-        if not lease:
-            raise Failed(f"the peer's sidecar takes no offer: {self.client.status().error}")
+        for client in self.clients:
+            lease = client.intent(
+                xfer,
+                name(ids),
+                len(ids),
+                self.table(place),
+                ready=len(ids),
+                req=xfer.hex(),
+                held=True,
+                deadline_s=LEASE_S,
+            )
+            if not lease:
+                raise Failed(f"the peer's sidecar takes no offer: {client.status().error}")
         spray = {"v": 1, "xfer": xfer.hex(), "peer": self.sidecar.endpoint, "fanout": 1}
         return {
             "do_remote_prefill": True,
@@ -121,10 +138,11 @@ class Peer:
             "kvspray": spray,
         }
 
-    def finish(self, leases: list[int]) -> None:
+    def finish(self, leases: list[Lease]) -> None:
         def over() -> bool:
             with self.lock:
-                self.ended.update({c.lease: c for c in self.client.poll()})
+                for rank, client in enumerate(self.clients):
+                    self.ended.update({(rank, c.lease): c for c in client.poll()})
                 return all(lease in self.ended for lease in leases)
 
         wait_for("the peer's transfers", over, LEASE_S, tick=0.001)
@@ -133,7 +151,8 @@ class Peer:
             raise Failed(f"the peer's transfers failed: {bad[:3]}")
 
     def close(self) -> None:
-        self.client.close()
+        for client in self.clients:
+            client.close()
         self.sidecar.stop()
 
 
@@ -146,13 +165,11 @@ def prefill(stage: Stage, peer: Peer, tag: str, with_transfer: bool) -> float:
     a, p = stage.args, stage.pair.p
     prompts = [prompt(a.cost_tokens, ("cost", tag, i)) for i in range(a.burst)]
     xfers = [secrets.token_hex(16) for _ in prompts]
-    leases = []
+    leases: list[Lease] = []
     if with_transfer:
         endpoint = stage.pair.sidecars[0].endpoint
-        leases = [
-            peer.pull(ids, x, endpoint, i)
-            for i, (ids, x) in enumerate(zip(prompts, xfers, strict=True))
-        ]
+        for i, (ids, x) in enumerate(zip(prompts, xfers, strict=True)):
+            leases += peer.pull(ids, x, endpoint, i)
     start = time.perf_counter()
     with cf.ThreadPoolExecutor(TOGETHER) as pool:
         list(

@@ -28,7 +28,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "rig"))
 
 import tiny_model  # noqa: E402
 
-POSITIONS = 40960
+POSITIONS = 81920
 
 
 def llama(
