@@ -3,6 +3,8 @@
 package store
 
 import (
+	"sync"
+
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
@@ -19,9 +21,7 @@ func (s *Store) toDevice(to []mem.Block, page []byte, at mem.Block) error {
 	if s.copy == nil || at.Region == nil {
 		return mem.Scatter(to, page)
 	}
-	return eachRegion(to, at, func(block []mem.Block, at mem.Block) error {
-		return s.copy(block, []mem.Block{at})
-	})
+	return eachRegion(to, at, func(block, page []mem.Block) error { return s.copy(block, page) })
 }
 
 // fromDevice is the reverse of toDevice.
@@ -29,24 +29,29 @@ func (s *Store) fromDevice(page []byte, at mem.Block, from []mem.Block) error {
 	if s.copy == nil || at.Region == nil {
 		return mem.Gather(page, from)
 	}
-	return eachRegion(from, at, func(block []mem.Block, at mem.Block) error {
-		return s.copy([]mem.Block{at}, block)
-	})
+	return eachRegion(from, at, func(block, page []mem.Block) error { return s.copy(page, block) })
 }
 
-// eachRegion calls f for each run of pieces of a block in one region, with their part of the page.
-func eachRegion(block []mem.Block, page mem.Block, f func([]mem.Block, mem.Block) error) error {
+// pageParts are lists that eachRegion needs for a moment.
+var pageParts = sync.Pool{New: func() any { return new([]mem.Block) }}
+
+// eachRegion calls f for each run of pieces of a block in one region, with the parts of the page
+// that belong to them.
+func eachRegion(block []mem.Block, page mem.Block, f func(block, page []mem.Block) error) error {
+	list := pageParts.Get().(*[]mem.Block)
+	defer pageParts.Put(list)
 	for len(block) > 0 {
-		n, bytes := 0, uint64(0)
+		n, parts := 0, (*list)[:0]
 		for n < len(block) && block[n].Region == block[0].Region {
-			bytes += block[n].Len
+			parts = append(parts, mem.Block{Region: page.Region, Off: page.Off, Len: block[n].Len})
+			page.Off += block[n].Len
 			n++
 		}
-		run := mem.Block{Region: page.Region, Off: page.Off, Len: bytes}
-		if err := f(block[:n], run); err != nil {
+		*list = parts
+		if err := f(block[:n], parts); err != nil {
 			return err
 		}
-		block, page.Off = block[n:], page.Off+bytes
+		block = block[n:]
 	}
 	return nil
 }

@@ -5,6 +5,7 @@ package store
 import (
 	"bytes"
 	"errors"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -31,7 +32,8 @@ func onGPU(t *testing.T, s *Store, d *transporttest.Device, pageBytes int) *engi
 		t.Fatal(err)
 	}
 	e.onGPU = []*mem.Region{lower, upper}
-	e.pool, err = NewPool([]Piece{{lower, 0, size, a}, {upper, 0, size, size - a}}, enginePages)
+	e.pool, err = NewPool([]Piece{{lower, 0, size, a / 2}, {lower, a / 2, size, a - a/2},
+		{upper, 0, size, size - a}}, enginePages)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -48,6 +50,9 @@ func TestBlocksOfAGPU(t *testing.T) {
 		if direct {
 			c.Copy = func(to, from []mem.Block) error {
 				copies.Add(1)
+				if !slices.EqualFunc(to, from, func(a, b mem.Block) bool { return a.Len == b.Len }) {
+					return errors.New("the lists have other lengths")
+				}
 				for _, list := range [][]mem.Block{to, from} {
 					for _, b := range list {
 						if b.Region != list[0].Region {

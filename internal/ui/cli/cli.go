@@ -19,6 +19,7 @@ import (
 
 	"github.com/kvspray/kvspray/control/peer/keys"
 	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/lines"
 	"github.com/kvspray/kvspray/internal/ui/command"
 	"github.com/kvspray/kvspray/internal/ui/usage"
 )
@@ -173,7 +174,16 @@ func checkFiles(c *config.Config) error {
 	return nil
 }
 
-// newLog makes the logger of the process.
+// openLog makes the logger of a process that serves others. A destination that stalls, such as a pipe
+// that nobody reads, does not hold it up; a line says how many are missing. flush ends the logger.
+func openLog(w io.Writer, level slog.Level, format string) (log *slog.Logger, flush func()) {
+	out := lines.New(w, func(n int) {
+		log.Warn("log lines are missing: their destination took none for a while", "lines", n)
+	}, nil)
+	log = newLog(out, level, format)
+	return log, func() { _ = out.Close() }
+}
+
 func newLog(w io.Writer, level slog.Level, format string) *slog.Logger {
 	opts := &slog.HandlerOptions{Level: level}
 	if format == config.FormJSON {

@@ -83,7 +83,8 @@ If the prefill engine fails, the decode engine prefills locally.
 				return err
 			}
 			cfg.Policy, cfg.DecodeSidecars, cfg.TokenBytes = policy, decodeSidecars, tokenBytes
-			log := newLog(cmd.ErrOrStderr(), severity, format)
+			log, flush := openLog(cmd.ErrOrStderr(), severity, format)
+			defer flush()
 			reg := prometheus.NewRegistry()
 			reg.MustRegister(collectors.NewGoCollector(),
 				collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))

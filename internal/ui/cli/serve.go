@@ -54,10 +54,10 @@ the process at once.`,
 			reg := prometheus.NewRegistry()
 			reg.MustRegister(collectors.NewGoCollector(),
 				collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
-			node, err := sidecar.New(sidecar.Options{
-				Config: cfg, Log: newLog(cmd.ErrOrStderr(), cfg.LogLevel(), cfg.Log.Format), Registry: reg,
-				Version: version.String(),
-			})
+			log, flush := openLog(cmd.ErrOrStderr(), cfg.LogLevel(), cfg.Log.Format)
+			defer flush()
+			node, err := sidecar.New(sidecar.Options{Config: cfg, Log: log, Registry: reg,
+				Version: version.String()})
 			if err != nil {
 				return err
 			}

@@ -21,6 +21,7 @@ func (s *Service) ended(w *engines.Worker, r *connector.Pages, c *engines.Comple
 	if r.Put {
 		t.Side = "put"
 	}
+	broken := false // a page could not be copied, or was not what had been stored
 	for _, p := range c.Pages {
 		o, tier := connector.SplitPageResult(p)
 		switch store.Outcome(o) {
@@ -43,6 +44,7 @@ func (s *Service) ended(w *engines.Worker, r *connector.Pages, c *engines.Comple
 			t.Existed++
 		default:
 			t.Failed++
+			broken = broken || store.Outcome(o) == store.Failed || store.Outcome(o) == store.Damaged
 		}
 	}
 	s.o.Metrics.Request(t.Side, outcome, c.Took)
@@ -57,7 +59,7 @@ func (s *Service) ended(w *engines.Worker, r *connector.Pages, c *engines.Comple
 		s.waited(store.Memory, c.Took)
 	}
 	level := slog.LevelDebug
-	if c.Status != engines.StatusOK && c.Status != engines.StatusCancelled {
+	if c.Status != engines.StatusOK && c.Status != engines.StatusCancelled || broken {
 		level = slog.LevelWarn
 	}
 	s.o.Log.Log(context.Background(), level, "store request", "op", t.Side, "outcome", t.Outcome,

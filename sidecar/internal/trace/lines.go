@@ -1,25 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package trace writes the sidecar's trace files: a line for each transfer and copy, and the hashes
-// of moved pages. No goroutines.
+// of moved pages.
 package trace
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"log/slog"
 	"os"
-	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvspray/kvspray/internal/lines"
 )
+
+// patience is how long Put waits for the file, so that a transfer's line is usually in the file when
+// its engine continues. A file that stalls is not waited for until it has taken every line.
+const patience = 100 * time.Millisecond
 
 // Lines appends JSON lines to a file, and keeps the last ones. The zero value writes nothing.
 type Lines struct {
-	recent recent
-
-	mu  sync.Mutex // protects all below
-	f   *os.File
-	log *slog.Logger
-	bad bool
+	recent  recent
+	f       *os.File
+	w       *lines.Writer
+	stalled atomic.Bool
 }
 
 // Open opens the file of a configuration key; an empty path writes nothing.
@@ -32,7 +38,10 @@ func Open(key, path string, log *slog.Logger) (*Lines, error) {
 		return nil, fmt.Errorf("sidecar: %s: %w: let this user write there, or name another path", key,
 			err)
 	}
-	return &Lines{f: f, log: log}, nil
+	log = log.With("path", path)
+	return &Lines{f: f, w: lines.New(f,
+		func(n int) { log.Error("lines are missing in a trace file: the disk stalled", "lines", n) },
+		func(err error) { log.Error("trace file", "err", err) })}, nil
 }
 
 func (l *Lines) on() bool { return l != nil && l.f != nil }
@@ -57,12 +66,15 @@ func (l *Lines) Put(all ...any) {
 		}
 		b = append(append(b, j...), '\n')
 	}
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if _, err := l.f.Write(b); err != nil && !l.bad {
-		l.bad = true
-		l.log.Error("trace file", "path", l.f.Name(), "err", err)
+	if len(b) == 0 {
+		return
 	}
+	_, _ = l.w.Write(b)
+	if l.stalled.Load() {
+		l.stalled.Store(!l.w.Flush(0))
+		return
+	}
+	l.stalled.Store(!l.w.Flush(patience))
 }
 
 // Recent lists the last lines, newest first.
@@ -78,5 +90,5 @@ func (l *Lines) Close() error {
 	if !l.on() {
 		return nil
 	}
-	return l.f.Close()
+	return errors.Join(l.w.Close(), l.f.Close())
 }

@@ -21,7 +21,7 @@ from typing import Any
 
 from clients import prompt
 from cluster import Failed, Sidecar, wait_for
-from pairs import Rig, as_source, say, summary
+from pairs import Rig, as_source, summary
 from servers import MODEL_NAME, ask
 from stage import PAGES, Stage
 
@@ -42,6 +42,7 @@ def options(parser: Any) -> None:
         default=30,
         help="of part cost: each with transfers and without, in turns",
     )
+    parser.add_argument("--side", choices=["both", "P", "D"], default="both", help="measured")
     parser.add_argument("--cost-tokens", type=int, default=2048, help="of a prompt that moves")
     parser.add_argument("--burst", type=int, default=8, help="prompts of an arm, for P")
     parser.add_argument(
@@ -245,8 +246,11 @@ class Streams:
             t.join(10)
 
 
-def arrivals(stage: Stage, peer: Peer, tag: str, with_transfer: bool) -> tuple[float, float]:
-    """A window in which D receives prompts, each of which it has or gets; (start, end)."""
+def arrivals(
+    stage: Stage, peer: Peer, tag: str, with_transfer: bool
+) -> tuple[float, float, float]:
+    """A window in which D receives prompts, each of which it has or gets: its start and end, and when
+    the last prompt was answered."""
     a, start, i = stage.args, time.perf_counter(), 0
     with cf.ThreadPoolExecutor(8) as pool:
         waiting = []
@@ -259,7 +263,7 @@ def arrivals(stage: Stage, peer: Peer, tag: str, with_transfer: bool) -> tuple[f
         end = now
         for w in waiting:
             w.result()
-    return start, end
+    return start, end, time.perf_counter()
 
 
 def ratios(pairs: list[tuple[float, float]]) -> dict[str, float]:
@@ -269,81 +273,95 @@ def ratios(pairs: list[tuple[float, float]]) -> dict[str, float]:
 def run(stage: Stage) -> tuple[dict[str, Any], list[str]]:
     a = stage.args
     peer = Peer(stage.rig, a.cost_tokens, a.burst)
+    out: dict[str, Any] = {}
+    problems: list[str] = []
     try:
-        prefill(stage, peer, "warm", True)
-        rates: list[tuple[float, float]] = []
-        stage.rig.so_far["prefill_tokens_per_s, without and with"] = rates
-        for i in range(a.pairs):
-            arms = {
-                on: prefill(stage, peer, f"{i}{on}", on)
-                for on in ((False, True) if i % 2 else (True, False))
-            }
-            rates.append((arms[False], arms[True]))
-        rate = {
-            "without": summary([r[0] for r in rates]),
-            "with": summary([r[1] for r in rates]),
-            "ratio": ratios(rates),
-        }
-        lost = 1 - rate["ratio"]["median"]
-        say(
-            f"P: {rate['without']['median']:.0f} tokens/s without, {rate['with']['median']:.0f} "
-            f"with, {100 * lost:.2f}% less"
-        )
-
-        before = received(stage)
-        streams = Streams(stage.pair.d.port, a.streams)
-        gaps: dict[bool, list[list[float]]] = {False: [], True: []}
-        stage.rig.so_far["itl_s, windows without"] = gaps[False]
-        stage.rig.so_far["itl_s, windows with"] = gaps[True]
-        try:
-            wait_for("D decoding", lambda: len(streams.gaps) > 50 * a.streams, 60, tick=0.1)
-            for i in range(-1, a.pairs):
-                # With transfers first, so that the same prompts lie in the cache for the other arm.
-                for on in (True, False):
-                    window = arrivals(stage, peer, str(i), on)
-                    if i >= 0:
-                        gaps[on].append(streams.between(*window))
-        finally:
-            streams.stop()
-        problems = [f"a stream of D's broke: {e}" for e in streams.errors[:3]]
-        if any(not g for arm in gaps.values() for g in arm):
-            problems.append("there are windows in which D wrote nothing")
-        itl = {what: arm_summary(gaps[on]) for what, on in (("without", False), ("with", True))}
-        more = {
-            q: statistics.median(
-                quantile(on, v) / quantile(off, v)
-                for off, on in zip(gaps[False], gaps[True], strict=True)
-            )
-            - 1
-            for q, v in (("p50", 0.5), ("p99", 0.99))
-        }
-        bytes_in = received(stage) - before
-        print(
-            f"P's prefill with transfers leaving: {100 * lost:+.2f}% tokens/s lost (goal "
-            f"{100 * PREFILL_GOAL:.0f}%), median of {a.pairs} pairs\n"
-            f"D's time between tokens while {bytes_in / 1e9:.2f} GB came: p50 "
-            f"{100 * more['p50']:+.2f}% ({itl['without']['p50']:.3f} to "
-            f"{itl['with']['p50']:.3f} ms, goal {100 * P50_GOAL:.0f}%), p99 "
-            f"{100 * more['p99']:+.2f}% ({itl['without']['p99']:.3f} to "
-            f"{itl['with']['p99']:.3f} ms, goal {100 * P99_GOAL:.0f}%)"
-        )
-        if not bytes_in:
-            problems.append("nothing came to D from the peer")
-        goals = {
-            "prefill": lost <= PREFILL_GOAL,
-            "p50": more["p50"] <= P50_GOAL,
-            "p99": more["p99"] <= P99_GOAL,
-        }
-        return {
-            "prefill_tokens_per_s": rate,
-            "prefill_lost": lost,
-            "itl_ms": itl,
-            "itl_more": more,
-            "bytes_to_d": bytes_in,
-            "goals_met": goals,
-        }, problems
+        prefill(stage, peer, "warm", True)  # also the pages that D will get
+        if a.side != "D":
+            out |= cost_of_p(stage, peer)
+        if a.side != "P":
+            more, problems = cost_of_d(stage, peer)
+            out |= more
+        return out, problems
     finally:
         peer.close()
+
+
+def cost_of_p(stage: Stage, peer: Peer) -> dict[str, Any]:
+    rates: list[tuple[float, float]] = []
+    stage.rig.so_far["prefill_tokens_per_s, without and with"] = rates
+    for i in range(stage.args.pairs):
+        arms = {
+            on: prefill(stage, peer, f"{i}{on}", on)
+            for on in ((False, True) if i % 2 else (True, False))
+        }
+        rates.append((arms[False], arms[True]))
+    rate = {
+        "without": summary([r[0] for r in rates]),
+        "with": summary([r[1] for r in rates]),
+        "ratio": ratios(rates),
+    }
+    lost = 1 - rate["ratio"]["median"]
+    print(
+        f"P's prefill with transfers leaving: {rate['without']['median']:.0f} to "
+        f"{rate['with']['median']:.0f} tokens/s, {100 * lost:+.2f}% lost (goal "
+        f"{100 * PREFILL_GOAL:.0f}%), median of {len(rates)} pairs",
+        flush=True,
+    )
+    return {
+        "prefill_tokens_per_s": rate,
+        "prefill_lost": lost,
+        "prefill_goal_met": lost <= PREFILL_GOAL,
+    }
+
+
+def cost_of_d(stage: Stage, peer: Peer) -> tuple[dict[str, Any], list[str]]:
+    a, before, took = stage.args, received(stage), 0.0
+    streams = Streams(stage.pair.d.port, a.streams)
+    gaps: dict[bool, list[list[float]]] = {False: [], True: []}
+    stage.rig.so_far["itl_s, windows without"] = gaps[False]
+    stage.rig.so_far["itl_s, windows with"] = gaps[True]
+    try:
+        wait_for("D decoding", lambda: len(streams.gaps) > 50 * a.streams, 60, tick=0.1)
+        for i in range(-1, a.pairs):
+            # With transfers first, so that the same prompts lie in the cache for the other arm.
+            for on in (True, False):
+                start, end, last = arrivals(stage, peer, str(i), on)
+                took += last - start if on else 0
+                if i >= 0:
+                    gaps[on].append(streams.between(start, end))
+    finally:
+        streams.stop()
+    problems = [f"a stream of D's broke: {e}" for e in streams.errors[:3]]
+    if any(not g for arm in gaps.values() for g in arm):
+        problems.append("there are windows in which D wrote nothing")
+    itl = {what: arm_summary(gaps[on]) for what, on in (("without", False), ("with", True))}
+    more = {
+        q: statistics.median(
+            quantile(on, v) / quantile(off, v)
+            for off, on in zip(gaps[False], gaps[True], strict=True)
+        )
+        - 1
+        for q, v in (("p50", 0.5), ("p99", 0.99))
+    }
+    bytes_in = received(stage) - before
+    print(
+        f"D's time between tokens while {bytes_in / 1e9:.2f} GB came, {bytes_in / 1e9 / took:.1f} "
+        f"GB/s: p50 {100 * more['p50']:+.2f}% ({itl['without']['p50']:.3f} to "
+        f"{itl['with']['p50']:.3f} ms, goal {100 * P50_GOAL:.0f}%), p99 "
+        f"{100 * more['p99']:+.2f}% ({itl['without']['p99']:.3f} to "
+        f"{itl['with']['p99']:.3f} ms, goal {100 * P99_GOAL:.0f}%)",
+        flush=True,
+    )
+    if not bytes_in:
+        problems.append("nothing came to D from the peer")
+    return {
+        "itl_ms": itl,
+        "itl_more": more,
+        "bytes_to_d": bytes_in,
+        "bytes_to_d_per_s": bytes_in / took,
+        "itl_goals_met": {"p50": more["p50"] <= P50_GOAL, "p99": more["p99"] <= P99_GOAL},
+    }, problems
 
 
 def arm_summary(windows: list[list[float]]) -> dict[str, float]:

@@ -19,11 +19,12 @@ from clients import prompt
 from cluster import Failed, Sidecar, total, wait_for
 from multi import ENV, STORED, empty_prefix_cache
 from pairs import MIB, Rig, pages_of, say, summary, wait_up
-from servers import Server, ask, kvspray_config
+from servers import Server, ask, cpu_seconds, kvspray_config
 
 NEEDS: set[str] = set()
 LENGTHS = "512,2048,8192,16000,32000"
 STORED_S = 30.0  # until a prompt's pages are stored
+TIMES = ("computed", "loaded", "had", "cpu")  # of one prompt, in ms; cpu: of engine and sidecar
 QUIET_S = 0.3  # without a new byte, until OffloadingConnector has stored them
 
 
@@ -100,6 +101,9 @@ class Ours:
                 return f"{rid}: {key}: block {int(wrong.argmax())} of {whole} differs"
         return ""
 
+    def cpu_seconds(self) -> float:
+        return self.server.cpu_seconds() + cpu_seconds(self.sidecar.pids())
+
     def stop(self) -> None:
         self.server.stop()
         self.sidecar.stop()
@@ -152,6 +156,9 @@ class Offload:
     def look(self, rid: str, tokens: int) -> str:
         return ""
 
+    def cpu_seconds(self) -> float:
+        return self.server.cpu_seconds()
+
     def stop(self) -> None:
         self.server.stop()
 
@@ -177,12 +184,21 @@ class OurOffload(Offload):
             "socket": self.sidecar.socket,
         }
 
-    def copies(self) -> dict[str, float]:
+    def copies(self) -> dict[str, Any]:
         m = self.sidecar.metrics()
-        return {
+        ended = {
             outcome: total(m, "kvspray_copy_copies_total", outcome=outcome)
             for outcome in ("ok", "failed", "expired", "lost")
         }
+        moved = {
+            unit: total(m, f"kvspray_copy_{name}")
+            for unit, name in (("bytes", "bytes_total"), ("seconds", "duration_seconds_sum"))
+        }
+        links = {k: v for k, v in m.items() if k.startswith("kvspray_gpu_link_bytes")}
+        return {**ended, **moved, "links": links}
+
+    def cpu_seconds(self) -> float:
+        return super().cpu_seconds() + cpu_seconds(self.sidecar.pids())
 
     def stop(self) -> None:
         super().stop()
@@ -192,13 +208,13 @@ class OurOffload(Offload):
 def one_prompt(side: Ours | Offload, n: int, seed: object) -> dict[str, Any]:
     """Milliseconds of its three requests."""
     rid, ids = f"look-{side.name}-{n}-{seed}", prompt(n, ("store", side.name, n, seed))
-    before = side.stored()
+    before, cpu = side.stored(), side.cpu_seconds()
     computed, first = ask(side.server.url, ids, rid=f"{rid}-first")
     side.wait_stored(before, n - 1)
     wait_for("prefix cache empty", lambda: empty_prefix_cache(side.server), 30, tick=0.02)
     hits = side.loaded()
     loaded, again = ask(side.server.url, ids, rid=f"{rid}-again")
-    hits = side.loaded() - hits
+    hits, cpu = side.loaded() - hits, side.cpu_seconds() - cpu
     had, third = ask(side.server.url, ids)
     tokens = [a["choices"][0]["token_ids"] for a in (first, again, third)]
     return {
@@ -206,6 +222,7 @@ def one_prompt(side: Ours | Offload, n: int, seed: object) -> dict[str, Any]:
         "loaded": 1e3 * loaded,
         "had": 1e3 * had,
         "hits": hits,
+        "cpu": 1e3 * cpu,
         "differ": tokens[1] != tokens[2],  # the same pages, and so the same token
         "unlike_first": tokens[0] != tokens[1],
         "wrong": side.look(rid, n - 1),
@@ -235,7 +252,7 @@ def measure(
         rows[str(n)] = {
             name: {
                 "unlike_first": sum(r["unlike_first"] for r in all_),
-                **{k: summary([r[k] for r in all_]) for k in ("computed", "loaded", "had")},
+                **{k: summary([r[k] for r in all_]) for k in TIMES},
             }
             for name, all_ in got.items()
         }
@@ -245,7 +262,7 @@ def measure(
 
 
 def line(name: str, r: dict[str, Any]) -> str:
-    ms = [f"{k} {r[k]['median']:.1f}" for k in ("computed", "loaded", "had")]
+    ms = [f"{k} {r[k]['median']:.1f}" for k in TIMES]
     return f"{name}: {', '.join(ms)} ms"
 
 

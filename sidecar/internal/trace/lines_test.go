@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package trace
+
+import (
+	"bufio"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"syscall"
+	"testing"
+	"time"
+)
+
+// Transfers continue while nobody takes their lines: the first line waits for the file, and no other.
+func TestFileThatStalls(t *testing.T) {
+	t.Parallel()
+	path := filepath.Join(t.TempDir(), "fifo")
+	if err := syscall.Mkfifo(path, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	reader, err := os.OpenFile(path, os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = reader.Close() }()
+	l, err := Open("trace.transfers", path, slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	const sent = 2000 // more than a pipe holds
+	start := time.Now()
+	for i := range sent {
+		l.Put(Transfer{Side: "source", Bytes: uint64(i)})
+	}
+	if took := time.Since(start); took > 20*patience {
+		t.Errorf("%d lines took %v", sent, took)
+	}
+	scanner := bufio.NewScanner(reader)
+	for i := range sent {
+		if !scanner.Scan() {
+			t.Fatalf("%d of %d lines: %v", i, sent, scanner.Err())
+		}
+	}
+	if err := l.Close(); err != nil {
+		t.Error(err)
+	}
+}
