@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,6 +69,24 @@ def test_blocks_come_back(pool: Any, per_chunk: int, groups: list[list[tuple[int
         assert all(torch.equal(t.tensor, b) for t, b in zip(kv.tensors, before, strict=True)), "and nothing else is written"
 
 
+def test_copies_of_some_layers_each(pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many pieces a copy may have, all copies together have every piece once."""
+    kv, memory = caches([64] * 5, [[(t, 64) for t in range(5)]]), pool([64] * 5, 8)
+    blocks, chunks = GPULoadStoreSpec([1, 2, 5], [3], [0]), CPULoadStoreSpec([0, 1, 6])
+
+    def pieces(at_most: int) -> tuple[list[int], list[list[int]]]:
+        monkeypatch.setattr(offload, "COPY_PIECES", at_most)
+        copies = [rows.tolist() for _, rows in offload.Pieces(kv, None, memory, 1).of(blocks, chunks)]
+        return [len(c) for c in copies], [row for c in copies for row in c]
+
+    # Blocks 1 and 2 follow each other on both sides.
+    counts, whole = pieces(100)
+    assert counts == [10] and sum(row[2] for row in whole) == 15 * 64
+    assert pieces(6) == ([4, 4, 2], whole)
+    assert pieces(3) == ([2] * 5, whole)
+    assert pieces(1) == ([1] * 10, whole)
+
+
 def test_pieces_that_follow_each_other_are_one() -> None:
     rows = np.array([[0, 100, 8], [8, 108, 8], [16, 200, 8], [24, 208, 4], [28, 212, 8], [40, 220, 8]], dtype=np.uint64)
     assert offload.joined(rows).tolist() == [[0, 100, 16], [16, 200, 20], [40, 220, 8]]
@@ -108,7 +127,7 @@ class Client:
 
     def copy(self, src: Any, dst: Any, blocks: bytes, *, req: str, deadline_s: float, after: int) -> int:
         assert (src, dst) == (("cache", "pool") if req.startswith("store") else ("pool", "cache"))
-        assert len(blocks) <= 24 * offload.MAX_COPY_BLOCKS
+        assert len(blocks) <= 24 * offload.COPY_PIECES
         if not self.takes:
             return 0
         lease = next(self.leases)
@@ -182,9 +201,10 @@ class Native:
 class Rows:
     """Pieces of one cache, as many as the blocks."""
 
-    def of(self, blocks: Any, chunks: Any) -> list[tuple[int, np.ndarray]]:
+    def of(self, blocks: Any, chunks: Any) -> Iterator[tuple[int, np.ndarray]]:
         n = len(blocks.block_ids)
-        return [(0, np.zeros((n, 3), dtype=np.uint64))] if n else []
+        for at in range(0, n, offload.COPY_PIECES):
+            yield 0, np.zeros((min(n - at, offload.COPY_PIECES), 3), dtype=np.uint64)
 
 
 @pytest.fixture
@@ -233,7 +253,7 @@ def test_vllm_waits_for_a_store_that_waits(w: Any) -> None:
 
 @pytest.mark.parametrize("kind", [store, load])
 def test_a_copy_that_fails_is_made_natively(w: Any, kind: Any) -> None:
-    kind(w, 1, 2 * offload.MAX_COPY_BLOCKS + 1)
+    kind(w, 1, 2 * offload.COPY_PIECES + 1)
     assert len(w.client.open) == 3
     w.client.end(2, False)
     assert finished(w) == [] and not w.native.made, "its other copies may still write"
@@ -264,7 +284,7 @@ def test_no_sidecar_any_more(w: Any) -> None:
         return lease
 
     w.client.copy = copy
-    load(w, 1, offload.MAX_COPY_BLOCKS + 1)
+    load(w, 1, offload.COPY_PIECES + 1)
     assert w.client.requests() == ["load-1"] and not w.native.made
     w.client.end(1)
     finished(w)
@@ -297,7 +317,7 @@ def test_a_job_without_blocks(w: Any) -> None:
 
 
 def test_the_end(w: Any) -> None:
-    load(w, 1, 2 * offload.MAX_COPY_BLOCKS)
+    load(w, 1, 2 * offload.COPY_PIECES)
     store(w, 2)
     w.worker.shutdown()
     assert not w.client.open

@@ -15,9 +15,10 @@ ended: until then the sidecar may still write. So every job that vLLM submits en
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -43,6 +44,9 @@ from kvspray.gpu import GpuSignals
 
 DEADLINE_S = 60.0  # of a copy; vLLM's own worker makes it after that
 MAX_OPEN = 256  # copies at a time, of all jobs
+# Pieces of one copy: few enough that the first of many copies starts soon, and so many that a copy of 16 KiB pieces is
+# large enough for all links.
+COPY_PIECES = min(8192, MAX_COPY_BLOCKS)
 WAIT_S = 0.05  # between looks at the session while the engine waits for a job
 CLOSE_S = 10.0  # for open copies to end when the engine ends
 WARN_EVERY_S = 60.0
@@ -229,9 +233,10 @@ class Pieces:
                 )
             self._groups.append(layers)
 
-    def of(self, blocks: GPULoadStoreSpec, chunks: BlockIDsLoadStoreSpec) -> list[tuple[int, np.ndarray]]:
-        """For each cache an array with a row (offset in the cache, offset in the pool, length) for each piece."""
-        found: dict[int, list[np.ndarray]] = {}
+    def of(self, blocks: GPULoadStoreSpec, chunks: BlockIDsLoadStoreSpec) -> Iterator[tuple[int, np.ndarray]]:
+        """Copies, of some layers each: a cache, and an array with a row (offset in the cache, offset in the pool, length)
+        for each piece. They are computed one by one, so that the first moves while the next is computed."""
+        groups = []
         block_at = chunk_at = 0
         for layers, count, index in zip(self._groups, blocks.group_sizes, blocks.block_indices, strict=True):
             if count == 0:
@@ -243,18 +248,29 @@ class Pieces:
             mine = chunks.block_ids[chunk_at : chunk_at + used].astype(np.int64)
             if len(ids) != count or len(mine) != used:
                 raise ValueError(f"vLLM gave {len(ids)} blocks and {len(mine)} chunks for {count} and {used}")
-            slots = mine[places // self._per_chunk] * self._per_chunk + places % self._per_chunk
-            for x in layers:
-                rows = np.empty((count, 3), dtype=np.uint64)
-                rows[:, 0] = x.base + ids * x.stride
-                rows[:, 1] = x.pool + slots * x.page
-                rows[:, 2] = x.length
-                found.setdefault(x.cache, []).append(rows)
+            groups.append((layers, ids, mine[places // self._per_chunk] * self._per_chunk + places % self._per_chunk))
             block_at += count
             chunk_at += used
         if block_at != len(blocks.block_ids) or chunk_at != len(chunks.block_ids):
             raise ValueError("vLLM gave more blocks or chunks than its groups have")
-        return [(cache, joined(np.concatenate(rows))) for cache, rows in found.items()]
+        return (copy for group in groups for copy in _copies(*group))
+
+
+def _copies(layers: list[_Layer], ids: np.ndarray, slots: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Copies of one group. ids: blocks of the cache; slots: those of the pool."""
+    together = max(1, COPY_PIECES // len(ids))  # layers
+    for cache, of_cache in itertools.groupby(layers, key=lambda x: x.cache):
+        some = list(of_cache)
+        for first in range(0, len(some), together):
+            part = some[first : first + together]
+            rows = np.empty((len(part), len(ids), 3), dtype=np.uint64)
+            for layer, x in zip(rows, part, strict=True):
+                layer[:, 0] = x.base + ids * x.stride
+                layer[:, 1] = x.pool + slots * x.page
+                layer[:, 2] = x.length
+            pieces = joined(rows.reshape(-1, 3))
+            for at in range(0, len(pieces), COPY_PIECES):
+                yield cache, pieces[at : at + COPY_PIECES]
 
 
 def joined(rows: np.ndarray) -> np.ndarray:
@@ -325,7 +341,8 @@ class _Job:
     chunks: BlockIDsLoadStoreSpec
     after: int  # a mark of the engine's stream
     began: float
-    copies: list[tuple[int, np.ndarray]] = field(default_factory=list)  # not submitted yet: cache, rows
+    copies: Iterator[tuple[int, np.ndarray]]  # that follow `upcoming`
+    upcoming: tuple[int, np.ndarray] | None  # the first that the sidecar has not got: cache, rows
     open: set[int] = field(default_factory=set)  # leases
     bytes: int = 0
     failed: str = ""
@@ -391,12 +408,12 @@ class Worker(OffloadingWorker):
     def _submit(self, job_id: int, store: bool, blocks: GPULoadStoreSpec, chunks: BlockIDsLoadStoreSpec) -> None:
         after = self._session.mark()
         copies = self._pieces.of(blocks, chunks)
-        if not copies:
+        upcoming = next(copies, None)
+        if upcoming is None:
             self._results.append(TransferResult(job_id, True, 0, 0.0))
             return
-        job = _Job(store, blocks, chunks, after or 0, time.monotonic())
+        job = _Job(store, blocks, chunks, after or 0, time.monotonic(), copies, upcoming)
         self._jobs[job_id] = job
-        job.copies = [(cache, rows[i : i + MAX_COPY_BLOCKS]) for cache, rows in copies for i in range(0, len(rows), MAX_COPY_BLOCKS)]
         if after is None:
             job.failed = "the GPU sets no marks any more"
         self._feed({job_id} if not store else set())
@@ -407,18 +424,16 @@ class Worker(OffloadingWorker):
         stores = [j for j, job in self._jobs.items() if job.store and (j in wanted or not loads)]
         for job_id in (*loads, *stores):
             job = self._jobs[job_id]
-            while job.copies and not job.failed and len(self._by_lease) < MAX_OPEN:
-                cache, rows = job.copies.pop()
-                lease = self._copy(job_id, job, cache, rows)
+            while job.upcoming and not job.failed and len(self._by_lease) < MAX_OPEN:
+                lease = self._copy(job_id, job, *job.upcoming)
                 if lease:
                     job.open.add(lease)
                     self._by_lease[lease] = job_id
+                    job.upcoming = next(job.copies, None)
                 else:
                     job.failed = self._session.client.status().error or "no sidecar is connected"
-            if job.failed:
-                job.copies.clear()
-                if not job.open:
-                    self._fall_back(job_id)
+            if job.failed and not job.open:
+                self._fall_back(job_id)
 
     def _copy(self, job_id: int, job: _Job, cache: int, rows: np.ndarray) -> int:
         """0: the sidecar takes it not."""
@@ -440,8 +455,7 @@ class Worker(OffloadingWorker):
             job.bytes += c.bytes
             if not c.ok:
                 job.failed = job.failed or f"{c.status.name}: {c.reason}"
-                job.copies.clear()
-            if job.open or job.copies:
+            if job.open or job.upcoming and not job.failed:
                 continue
             if job.failed:
                 self._fall_back(job_id)
