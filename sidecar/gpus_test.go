@@ -66,7 +66,8 @@ func TestTheDriverIsLoadedWhenItIsNeeded(t *testing.T) {
 	if err := g.start(config.GPU{}); err != nil || looks != 0 {
 		t.Fatalf("%v after %d looks", err, looks)
 	}
-	if err := g.start(config.GPU{Open: []string{"all"}}); !errors.Is(err, cuda.ErrNotSupported) || looks != 1 {
+	all := config.GPU{Open: []string{"all"}}
+	if err := g.start(all); !errors.Is(err, cuda.ErrNotSupported) || looks != 1 {
 		t.Fatalf("%v after %d looks", err, looks)
 	}
 	if _, err := g.Import(mem.NewID(), nil, -1, 1); !errors.Is(err, cuda.ErrNotSupported) ||
@@ -89,7 +90,8 @@ func TestRelaysAreRanked(t *testing.T) {
 		{PCI: "node", Seat: seat(0, "pci1", "port", "node")},
 		{PCI: "far", Seat: seat(1, "pci2", "port", "far")},
 	}}
-	for relay, want := range map[string]int{"bridge": 0, "node": 0, "no GPU": 0, "far": 1, "switch": 3} {
+	for relay, want := range map[string]int{"bridge": 0, "node": 0, "no GPU": 0, "far": 1,
+		"switch": 3} {
 		if got := rankOf(h, "target", relay); got != want {
 			t.Errorf("%s: %d, want %d", relay, got, want)
 		}

@@ -38,8 +38,9 @@ type Config struct {
 	ObjectAtPut  bool           // a page goes there at its put, not only when no other tier keeps it
 	Fetchers     int            // reads of the object store at the same time; 0: 16
 
-	// Copy copies each block to the one at the same place of the other list, which is as long, between
-	// the store's arena and the memory of a GPU. When it returns nothing is in flight. nil: mem.Device copies.
+	// Copy copies each block of one list to the block at the same place of the other, which is as
+	// long, between the store's arena and the memory of a GPU. When it returns nothing is in flight.
+	// nil: mem.Device copies.
 	Copy func(to, from []mem.Block) error
 
 	// Peers have pages that this node's memory and disk lack. It is called once, before the store is

@@ -32,8 +32,8 @@ type Writer struct {
 	closed  bool
 }
 
-// New starts a Writer. onLost and onErr may be nil; they run on the Writer's goroutine and may write
-// to it.
+// New starts a Writer. onLost and onErr may be nil. They run on the Writer's goroutine, and may
+// write to it.
 func New(w io.Writer, onLost func(lines int), onErr func(error)) *Writer {
 	l := &Writer{w: w, onLost: onLost, onErr: onErr}
 	l.changed.L = &l.mu

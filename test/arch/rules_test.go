@@ -45,8 +45,8 @@ var rules = []rule{
 	{dir: "cmd/kvspray-bench", why: "a thin main, as cmd/kvspray", own: []string{"bench/cli"}},
 	{dir: "internal/ui/cli", why: "converts flags to configurations of the composed parts, of " +
 		"nothing below them",
-		own: []string{"control/peer/keys", "internal/config", "internal/ui/ask", "internal/ui/bugreport",
-			"internal/ui/command", "internal/ui/doctor", "internal/ui/explain", "internal/ui/ping",
+		own: []string{"control/peer/keys", "internal/config", "internal/lines", "internal/ui/ask",
+			"internal/ui/bugreport", "internal/ui/command", "internal/ui/doctor", "internal/ui/explain", "internal/ui/ping",
 			"internal/ui/place", "internal/ui/status", "internal/ui/storectl", "internal/ui/top",
 			"internal/ui/usage", "internal/version", "placement", "proxy", "sidecar"},
 		ext: []string{extCobra, extProm}},
@@ -99,7 +99,8 @@ var rules = []rule{
 			"parseblock", "store", "store/directory", "store/page", "transfer"}},
 	{dir: "sidecar/internal/trace", why: "files with a line for each transfer; they take values of " +
 		"the executor and of plans",
-		own: []string{"control/exec", "internal/metrics", "internal/sys/mem", "parseblock", "transfer"}},
+		own: []string{"control/exec", "internal/lines", "internal/metrics", "internal/sys/mem",
+			"parseblock", "transfer"}},
 	{dir: "internal/config", why: "values only, so that every part can be given its own piece",
 		ext: []string{extSys, extYAML}},
 	{dir: "internal/ui/doctor", why: "tries what the host offers by itself, so that it works where " +
@@ -129,6 +130,7 @@ var rules = []rule{
 		own: []string{"transfer"}, ext: []string{extProm}},
 	{dir: "internal/sys/topo", why: "what the kernel and the GPU driver report of this host",
 		ext: []string{extLink, extSys, extNVML}},
+	{dir: "internal/lines", why: "a writer, for logs and traces"},
 	{dir: "internal/page", why: "files that a browser loads; what a page shows is its server's"},
 	{dir: "internal/version", why: "what the linker and the module file report"},
 	{dir: "internal/testutil", why: "for tests of every package", own: []string{"internal/sys/slack"},

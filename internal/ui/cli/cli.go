@@ -174,8 +174,9 @@ func checkFiles(c *config.Config) error {
 	return nil
 }
 
-// openLog makes the logger of a process that serves others. A destination that stalls, such as a pipe
-// that nobody reads, does not hold it up; a line says how many are missing. flush ends the logger.
+// openLog makes the logger of a process that serves others. A destination that stalls, such as a
+// pipe that nobody reads, does not hold the process up. A later line has the number of lines that
+// are missing. flush ends the logger.
 func openLog(w io.Writer, level slog.Level, format string) (log *slog.Logger, flush func()) {
 	out := lines.New(w, func(n int) {
 		log.Warn("log lines are missing: their destination took none for a while", "lines", n)

@@ -16,8 +16,8 @@ import (
 	"github.com/kvspray/kvspray/internal/lines"
 )
 
-// patience is how long Put waits for the file, so that a transfer's line is usually in the file when
-// its engine continues. A file that stalls is not waited for until it has taken every line.
+// patience is how long Put waits for the file, so that a transfer's line is usually in the file
+// when its engine continues. A file that stalls is not waited for until it has taken every line.
 const patience = 100 * time.Millisecond
 
 // Lines appends JSON lines to a file, and keeps the last ones. The zero value writes nothing.

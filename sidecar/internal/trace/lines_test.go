@@ -12,7 +12,8 @@ import (
 	"time"
 )
 
-// Transfers continue while nobody takes their lines: the first line waits for the file, and no other.
+// Transfers continue while nobody takes their lines: the first line waits for the file, and no
+// other.
 func TestFileThatStalls(t *testing.T) {
 	t.Parallel()
 	path := filepath.Join(t.TempDir(), "fifo")
