@@ -198,8 +198,9 @@ def test_arguments(sidecar: Make, lender: Make) -> None:
     for numbers in ([], [0]):  # REGISTER's stay
         with pytest.raises(kvspray.KvsprayError):
             w.drop_regions([region] * len(numbers))
+    assert w.wait_connected(20)  # a new session forgets the text of an error
     many = [lender.alloc(PAGE) for _ in range(257)]
-    with pytest.raises(kvspray.KvsprayError, match="256 files|table is full"):
+    with pytest.raises(kvspray.KvsprayError, match="256 files"):
         w.add_regions(many)
     w.add_regions(many[:255])
     foreign.close()
