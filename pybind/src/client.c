@@ -50,8 +50,6 @@ void client_put(kvs_client *c)
 	}
 	awaits_free(c);
 	requests_free(c);
-	if (c->work)
-		work_free(c->work);
 	for (int i = 0; i < KVS_MAX_SIDECARS; i++)
 		close_fd(&c->procs[i].pidfd);
 	regions_free(c);
@@ -142,19 +140,6 @@ int kvs_open(const struct kvs_config *config, kvs_client **out)
 	return 0;
 }
 
-static void work_log(void *client, const char *level, const char *text)
-{
-	kvs_client *c = client;
-	pthread_mutex_lock(&c->mu);
-	log_line(c, level, "%s", text);
-	pthread_mutex_unlock(&c->mu);
-}
-
-static void work_over(void *client)
-{
-	kvs_wake(((kvs_client *)client)->ctl_fd);
-}
-
 static int start_locked(kvs_client *c, const struct kvs_region *regions, uint32_t n, const void *layout, uint32_t layout_bytes)
 {
 	if (c->started) {
@@ -189,11 +174,6 @@ static int start_locked(kvs_client *c, const struct kvs_region *regions, uint32_
 		return KVS_E_SYS;
 	}
 	c->started = true;
-	struct work_region gpu[KVS_MAX_REGIONS] = {{0, 0}};
-	for (uint32_t i = 0; i < n; i++)
-		if (regions[i].kind == KVS_REGION_DEVICE)
-			gpu[i] = (struct work_region){regions[i].addr, regions[i].bytes};
-	c->work = work_start(gpu, n, work_log, work_over, c);
 	return 0;
 }
 
@@ -252,9 +232,6 @@ void kvs_close(kvs_client *c)
 		client_put(c); /* the thread, and perhaps a held mutex, stayed in the parent */
 		return;
 	}
-	/* Before the watchdog ends: it ends waits of streams, and launched work may be queued behind them. */
-	if (c->work)
-		work_stop(c->work);
 	pthread_mutex_lock(&c->mu);
 	c->closing = true;
 	bool started = c->started;
@@ -320,8 +297,6 @@ int kvs_status_read(kvs_client *c, struct kvs_info *info)
 		info->sidecars += c->procs[i].used && !c->procs[i].harmless && (i == c->proc || proc_bound(c, i));
 	memcpy(info->boot, c->boot, sizeof info->boot);
 	info->source_epoch = __atomic_load_n(c->source_epoch, __ATOMIC_ACQUIRE);
-	if (c->work)
-		work_counts(c->work, &info->packs_launched, &info->packs_in_graphs);
 	pthread_mutex_unlock(&c->mu);
 	return 0;
 }

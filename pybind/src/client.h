@@ -2,7 +2,7 @@
  *
  * client.h: the client, as its files see it.
  *
- * Its files; each calls only those above it in this list (and ring.c, msgpack.c, system.c, work.h):
+ * Its files; each calls only those above it in this list (and ring.c, msgpack.c, system.c):
  *
  *   util.c       log, errors, wake-ups, forks
  *   message.c    messages on the socket: bodies and packets
@@ -38,7 +38,6 @@
 #include <unistd.h>
 
 #include "internal.h"
-#include "work.h"
 
 #define BACKOFF_MIN_MS 10
 #define REFUSED_MIN_MS 2000      /* after an ERROR to HELLO or REGISTER; doubled each time */
@@ -153,7 +152,6 @@ struct kvs_client {
 	uint64_t *source_epoch;
 	pthread_t thread;
 	_Atomic uint32_t users; /* the client's owner, until kvs_close, and each kvs_gpu: the last one frees it */
-	struct work *work; /* of kvs_start; NULL: nothing of a GPU was registered, or there is no driver */
 
 	pthread_mutex_t mu; /* guards all below */
 	pthread_cond_t changed; /* connected went up */
@@ -172,7 +170,7 @@ struct kvs_client {
 	uint32_t new_pid;
 	int proc; /* index, from WELCOME on; else -1 */
 	bool draining, replaying;
-	bool can_copy, can_work, can_wait, can_decline, can_store, can_regions; /* features of WELCOME: COPY, work, `after` in records, DECLINE, the store, ADD_REGIONS */
+	bool can_copy, can_wait, can_decline, can_store, can_regions; /* features of WELCOME: COPY, `after` in records, DECLINE, the store, ADD_REGIONS */
 	uint64_t mark;                     /* the last one that kvs_gpu_mark gave out */
 	char breaking[160]; /* why the session must be replaced; empty: it need not */
 	int64_t handshake_end_ms, next_try_ms;
@@ -277,7 +275,7 @@ void session_break(kvs_client *c, const char *why);
 /* Texts are not zero-terminated and lie in the packet. */
 struct welcome {
 	uint64_t id, version, leases, deadline_ms, match_timeout_ms, grace_ms;
-	bool fenced, can_copy, can_work, can_wait, can_decline, can_store, can_regions;
+	bool fenced, can_copy, can_wait, can_decline, can_store, can_regions;
 	const uint8_t *boot;
 	const char *node, *endpoint;
 	uint32_t node_bytes, endpoint_bytes;
@@ -310,8 +308,7 @@ int message_send(kvs_client *c, uint32_t type, const struct mpw *body, const int
 /* One packet into c->packet, as recvmsg. Descriptors in it are closed: a sidecar has none to give. */
 ssize_t message_receive(kvs_client *c, bool *truncated);
 void write_hello(const kvs_client *c, struct mpw *w);
-/* work: the index of its two descriptors in the packet; 0: there are none. */
-void write_register(const kvs_client *c, struct mpw *w, const struct region_packet *p, uint32_t work);
+void write_register(const kvs_client *c, struct mpw *w, const struct region_packet *p);
 void write_add_regions(struct mpw *w, uint64_t id, const struct region_packet *p);
 /* False: the body is malformed. */
 bool read_welcome(const uint8_t *body, size_t bytes, struct welcome *m);
@@ -352,7 +349,7 @@ void completions_drain_and_wake(kvs_client *c);
  * full of processes that hold leases. */
 int proc_enter(kvs_client *c, const uint8_t boot[16], bool *known);
 bool proc_bound(const kvs_client *c, int i);
-void proc_exited(kvs_client *c, int i); /* its exit is proved; called again while work of it runs */
+void proc_exited(kvs_client *c, int i); /* its exit is proved */
 void proc_release(struct proc *p);
 void proc_kill(kvs_client *c, int i, int64_t now);
 /* The process at the other end of the socket has answered that it still fences an earlier session: it runs. */

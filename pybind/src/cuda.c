@@ -5,10 +5,8 @@
 #include <stdlib.h>
 
 #include "cuda.h"
-#include "pack_ptx.h"
 
 struct cuda cu;
-const char *const cuda_kernels = pack_ptx;
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static char missing[128];

@@ -11,10 +11,6 @@
 typedef void *handle;
 typedef unsigned long long devptr;
 
-struct ipc_handle {
-	unsigned char bytes[64];
-};
-
 /* CUgraphEdgeData */
 struct graph_edge {
 	unsigned char from_port, to_port, type, reserved[5];
@@ -44,19 +40,14 @@ struct memop_node {
 	X(CtxGetCurrent, "cuCtxGetCurrent", (handle *))                                                        \
 	X(CtxPushCurrent, "cuCtxPushCurrent_v2", (handle))                                                     \
 	X(CtxPopCurrent, "cuCtxPopCurrent_v2", (handle *))                                                     \
-	X(CtxSetCurrent, "cuCtxSetCurrent", (handle))                                                          \
 	X(CtxGetDevice, "cuCtxGetDevice", (int *))                                                             \
 	X(CtxGetStreamPriorityRange, "cuCtxGetStreamPriorityRange", (int *, int *))                            \
-	X(DevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain", (handle *, int))                                 \
-	X(DevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease_v2", (int))                                      \
 	X(DeviceGetAttribute, "cuDeviceGetAttribute", (int *, int, int))                                       \
 	X(GetErrorName, "cuGetErrorName", (int, const char **))                                                \
 	X(DeviceGetUuid, "cuDeviceGetUuid_v2", (unsigned char *, int))                                         \
 	X(PointerGetAttribute, "cuPointerGetAttribute", (void *, int, devptr))                                 \
 	X(MemGetAddressRange, "cuMemGetAddressRange_v2", (devptr *, size_t *, devptr))                         \
 	X(IpcGetMemHandle, "cuIpcGetMemHandle", (unsigned char *, devptr))                                     \
-	X(IpcOpenMemHandle, "cuIpcOpenMemHandle_v2", (devptr *, struct ipc_handle, unsigned))                  \
-	X(IpcCloseMemHandle, "cuIpcCloseMemHandle", (devptr))                                                  \
 	X(MemRetainAllocationHandle, "cuMemRetainAllocationHandle", (uint64_t *, void *))                      \
 	X(MemExportToShareableHandle, "cuMemExportToShareableHandle", (void *, uint64_t, int, unsigned long long)) \
 	X(MemRelease, "cuMemRelease", (uint64_t))                                                              \
@@ -76,13 +67,11 @@ struct memop_node {
 	X(StreamCreateWithPriority, "cuStreamCreateWithPriority", (handle *, unsigned, int))                   \
 	X(StreamDestroy, "cuStreamDestroy_v2", (handle))                                                       \
 	X(StreamSynchronize, "cuStreamSynchronize", (handle))                                                  \
-	X(StreamQuery, "cuStreamQuery", (handle))                                                              \
 	X(StreamIsCapturing, "cuStreamIsCapturing", (handle, int *))                                           \
 	X(StreamGetCaptureInfo, "cuStreamGetCaptureInfo_v3",                                                   \
 	  (handle, int *, uint64_t *, handle *, const handle **, const struct graph_edge **, size_t *))        \
 	X(GraphAddBatchMemOpNode, "cuGraphAddBatchMemOpNode",                                                  \
 	  (handle *, handle, const handle *, size_t, const struct memop_node *))                               \
-	X(ThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode", (int *))                       \
 	X(StreamWaitEvent, "cuStreamWaitEvent", (handle, handle, unsigned))                                    \
 	X(EventCreate, "cuEventCreate", (handle *, unsigned))                                                  \
 	X(EventDestroy, "cuEventDestroy_v2", (handle))                                                         \
@@ -100,14 +89,9 @@ enum {
 	STREAM_NON_BLOCKING = 1,
 	EVENT_DISABLE_TIMING = 2,
 	ATTRIBUTE_64_BIT_STREAM_MEM_OPS = 122, /* CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS (since 12.0 without _V1) */
-	POINTER_CONTEXT = 1,
 	MEMOP_WRITE_VALUE_64 = 5, /* CU_STREAM_MEM_OP_WRITE_VALUE_64 */
 	POINTER_DEVICE_ORDINAL = 9,
-	PACK_THREADS = 512, /* of a block of the packing kernels: as the sidecar launches them */
 };
-
-/* The PTX of internal/sys/cuda/kernels/kernels.cu. */
-extern const char *const cuda_kernels;
 
 /* NULL, or what there is not: the same for the whole life of the process. */
 const char *cuda_open(void);

@@ -11,8 +11,7 @@
  * which orders a step's flags before the next step's zeros.
  *
  * The end of the step, where a capture holds it, is a one-thread kernel on a side branch, which is joined there; it copies the step from a device
- * word that kvs_gpu_step sets. kvs_gpu_pack makes graphs pack for the sidecar, too, with a kernel for each layer on that branch, which
- * also sets the layer's flag (graph.h).
+ * word that kvs_gpu_step sets.
  */
 #include <errno.h>
 #include <stdint.h>
@@ -23,7 +22,6 @@
 #include "client.h"
 #include "cuda.h"
 #include "flag_ptx.h"
-#include "graph.h"
 
 enum {
 	WAIT_GEQ = 0, /* cyclic: (int64)(flag - value) >= 0, which is why KVS_POISON is the greatest positive number */
@@ -46,7 +44,6 @@ struct kvs_gpu {
 	int forked;     /* the side stream is part of a capture that has not joined it */
 	int replays;    /* a graph sets replay flags; from then on each step clears them */
 	kvs_client *client;
-	struct graph graph; /* at NULL: captures set flags and move nothing */
 	char error[160]; /* of the first call that failed */
 };
 
@@ -140,10 +137,7 @@ void kvs_gpu_close(kvs_gpu *g)
 {
 	if (!g)
 		return;
-	if (g->graph.at && g->client->fork_gen == kvs_fork_gen)
-		work_graph(g->client->work, NULL);
 	if (g->context && cu.CtxPushCurrent(g->context) == 0) {
-		graph_close(&g->graph);
 		if (g->side)
 			cu.StreamSynchronize(g->side);
 		if (g->join)
@@ -235,20 +229,12 @@ static int set_flag(kvs_gpu *g, uint32_t i, void *stream, int *capturing)
 			snprintf(g->error, sizeof g->error, "the stream's capture is invalid");
 		return KVS_E_GPU;
 	}
-	bool packs = i < g->layers && graph_wants(&g->graph, i); /* not at the end of the step: its move would delay the end of the graph */
-	if (i < g->layers && !packs)
+	if (i < g->layers)
 		return add_leaf(g, i, stream);
 	void *args[] = {&g->word, &flag};
-	const char *call = NULL;
 	TRY(g, EventRecord, g->fork, stream);
 	TRY(g, StreamWaitEvent, g->side, g->fork, 0);
 	g->forked = 1;
-	if (packs) {
-		int rc = graph_capture(&g->graph, i, g->word, flag, g->side, &call);
-		if (rc)
-			work_graph(g->client->work, NULL); /* a replay of the incomplete graph would take lists and not move them */
-		return check(g, rc, call);
-	}
 	TRY(g, LaunchKernel, g->flag_kernel, 1, 1, 1, 1, 1, 1, 0, g->side, args, NULL);
 	return 0;
 }
@@ -261,60 +247,19 @@ int kvs_gpu_signal_layer(kvs_gpu *g, uint32_t layer, void *stream)
 	return set_flag(g, layer, stream, &capturing);
 }
 
-int kvs_gpu_join(kvs_gpu *g, void *stream)
+/* Joins the side branch of a capture. */
+static int join(kvs_gpu *g, void *stream)
 {
-	if (!g)
-		return KVS_E_ARG;
 	if (!g->forked)
 		return 0;
 	g->forked = 0;
-	const char *call = NULL;
 	int status = CAPTURE_NONE;
 	TRY(g, StreamIsCapturing, g->side, &status);
 	if (status != CAPTURE_NONE) { /* else that capture was abandoned */
 		TRY(g, EventRecord, g->join, g->side);
 		TRY(g, StreamWaitEvent, stream, g->join, 0);
 	}
-	int rc = graph_join(&g->graph, stream, &call);
-	return check(g, rc, call);
-}
-
-int kvs_gpu_pack(kvs_gpu *g, uint32_t blocks, char *error, uint32_t error_bytes)
-{
-	char none[1];
-	if (!g)
-		return KVS_E_ARG;
-	if (!error || !error_bytes) {
-		error = none;
-		error_bytes = sizeof none;
-	}
-	if (!blocks || blocks > KVS_WORK_MAX_BLOCKS) {
-		snprintf(error, error_bytes, "%u thread blocks: ask for 1 to %d", blocks, KVS_WORK_MAX_BLOCKS);
-		return KVS_E_ARG;
-	}
-	if (g->graph.at) {
-		snprintf(error, error_bytes, "requested twice");
-		return KVS_E_ARG;
-	}
-	if (!g->client->work) {
-		snprintf(error, error_bytes, "there is nothing to pack: register the GPU's memory first");
-		return KVS_E_GPU;
-	}
-	const char *call = "cuCtxPushCurrent";
-	handle context;
-	int rc = cu.CtxPushCurrent(g->context);
-	bool pushed = rc == 0, twice = false;
-	if (pushed)
-		rc = graph_open(&g->graph, g->layers, blocks, &call);
-	if (rc)
-		snprintf(error, error_bytes, "%s: %s (%d)", call, cuda_error_name(rc), rc);
-	else if ((twice = !work_graph(g->client->work, &g->graph)))
-		snprintf(error, error_bytes, "requested twice");
-	if (rc || twice)
-		graph_close(&g->graph);
-	if (pushed)
-		cu.CtxPopCurrent(&context);
-	return rc ? KVS_E_GPU : twice ? KVS_E_ARG : 0;
+	return 0;
 }
 
 int kvs_gpu_signal_step(kvs_gpu *g, void *stream)
@@ -323,7 +268,7 @@ int kvs_gpu_signal_step(kvs_gpu *g, void *stream)
 	if (!g)
 		return KVS_E_ARG;
 	int rc = set_flag(g, g->layers, stream, &capturing);
-	int joined = capturing ? kvs_gpu_join(g, stream) : 0;
+	int joined = capturing ? join(g, stream) : 0;
 	return rc ? rc : joined;
 }
 

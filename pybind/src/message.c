@@ -125,7 +125,7 @@ void write_add_regions(struct mpw *w, uint64_t id, const struct region_packet *p
 	write_regions(w, p);
 }
 
-void write_register(const kvs_client *c, struct mpw *w, const struct region_packet *p, uint32_t work)
+void write_register(const kvs_client *c, struct mpw *w, const struct region_packet *p)
 {
 	uint32_t staged = c->registered - p->count;
 	mpw_map(w, 4 + (c->layout_bytes != 0) + (staged != 0));
@@ -139,15 +139,11 @@ void write_register(const kvs_client *c, struct mpw *w, const struct region_pack
 	if (staged)
 		mpw_put_uint(w, "first", staged);
 	mpw_str(w, "fds");
-	mpw_map(w, work ? 6 : 4);
+	mpw_map(w, 4);
 	mpw_put_uint(w, "flags", 0);
 	mpw_put_uint(w, "rings", 1);
 	mpw_put_uint(w, "doorbell", 2);
 	mpw_put_uint(w, "bell", 3);
-	if (!work)
-		return;
-	mpw_put_uint(w, "work", work);
-	mpw_put_uint(w, "work_bell", work + 1);
 }
 
 /* ---- what is received ---- */
@@ -213,7 +209,6 @@ static bool read_features(struct mpr r, struct welcome *m)
 		if (!mpr_str(&r, &k, &kn))
 			return false;
 		m->can_copy |= mp_key(k, kn, "copy");
-		m->can_work |= mp_key(k, kn, "work");
 		m->can_wait |= mp_key(k, kn, "after");
 		m->can_decline |= mp_key(k, kn, "decline");
 		m->can_store |= mp_key(k, kn, "store");

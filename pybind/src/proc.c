@@ -25,12 +25,7 @@ void proc_exited(kvs_client *c, int i)
 		c->backoff_ms = BACKOFF_MIN_MS; /* the next sidecar is another process */
 		if (c->proc == i)
 			session_break(c, "the sidecar has exited"); /* another process may hold its end of the socket open */
-		if (c->proc == i && c->work)
-			work_end(c->work);
 	}
-	/* A kernel that was launched for it does not end with it: blocks are released only after that has run. */
-	if (c->work && !work_quiet(c->work))
-		return;
 	p->harmless = true;
 	leases_unbind(c, proc_bit(i), KVS_LOST, "the sidecar's exit was proved");
 	if (c->proc != i)

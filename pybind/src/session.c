@@ -64,21 +64,15 @@ static int send_register(kvs_client *c)
 	struct region_packet p;
 	if (regions_stage(c, &p) < 0)
 		return -1;
-	uint32_t n = BOARD_FDS + p.nfds, work = 0;
+	uint32_t n = BOARD_FDS + p.nfds;
 	memcpy(fds + BOARD_FDS, p.fds, sizeof(int) * p.nfds);
-	if (c->work && c->can_work && n + 2 <= KVS_PACKET_MAX_FDS && work_begin(c->work, &fds[n], &fds[n + 1])) {
-		work = n;
-		n += 2;
-	}
 	struct mpw w = {0};
 	c->register_msg = ++c->msg;
-	write_register(c, &w, &p, work);
+	write_register(c, &w, &p);
 	int rc = message_send(c, MSG_REGISTER, &w, fds, n);
 	mpw_free(&w);
 	if (rc == 0)
 		rc = regions_send(c, c->registered, c->region_count);
-	if (work)
-		close_fd(&fds[work]);
 	return rc;
 }
 
@@ -92,8 +86,6 @@ void session_end(kvs_client *c, int64_t now, uint32_t wait_ms)
 	close_fd(&c->sq_eventfd);
 	close_fd(&c->rings_fd);
 	close_fd(&c->new_pidfd);
-	if (c->work)
-		work_end(c->work);
 	if (c->rings)
 		munmap(c->rings, c->rings_bytes);
 	c->rings = NULL;
@@ -242,7 +234,6 @@ static void on_welcome(kvs_client *c, int64_t now, const uint8_t *body, size_t b
 	if (c->info.grace_ms > c->grace_limit_ms)
 		c->info.grace_ms = c->grace_limit_ms;
 	c->can_copy = m.can_copy;
-	c->can_work = m.can_work;
 	c->can_wait = m.can_wait;
 	c->can_decline = m.can_decline;
 	c->can_store = m.can_store;

@@ -58,8 +58,6 @@ static void round_of(int client_at, int gpus, int started)
 	for (int i = 0; i < gpus; i++) {
 		int rc = kvs_gpu_open(c, &g[i], error, sizeof error);
 		REQUIRE(rc == 0 || (i > 0 && rc == KVS_E_GPU)); /* the driver registers memory once */
-		if (rc == 0 && started)
-			kvs_gpu_pack(g[i], 4, error, sizeof error);
 	}
 	if (g[0]) {
 		REQUIRE(kvs_gpu_step(g[0], 7, stream) == 0 && kvs_gpu_signal_layer(g[0], 1, stream) == 0);

@@ -15,7 +15,6 @@ import selectors
 import socket
 import struct
 import sys
-import time
 from typing import Any
 
 import msgpack
@@ -236,33 +235,10 @@ class Fake:
         self.sel.register(s.doorbell, selectors.EVENT_READ, lambda: self.drain(s))
         regions = [{k: v.hex() if isinstance(v, bytes) else v for k, v in r.items()} for r in m["regions"]]
         emit("register", session=m["session"].hex(), layers=layers, boot=boot.hex(), regions=regions, layout=m.get("layout"), seals=seals,
-             first=m.get("first", 0), fds=len(fds), hex=raw, work=self.work(s, m, fds))  # fmt: skip
+             first=m.get("first", 0), fds=len(fds), hex=raw)  # fmt: skip
         for _ in range(self.o.get("register_twice", 1)):
             self.send(s, "REGISTERED", {"id": m["id"], "fingerprint": b"f" * 32, "geometry": b"g" * 32})
         self.drain(s)
-
-    def work(self, s: Session, m: dict[str, Any], fds: list[int]) -> dict[str, Any] | None:
-        """Posts a slot that cannot be done, if there is a work memory, and says how that ended."""
-        at = m["fds"]
-        if "work" not in at:
-            return None
-        fd, bell = fds[at["work"]], fds[at["work_bell"]]
-        board = mmap.mmap(fd, os.fstat(fd).st_size)
-        magic, major, _, slots, _, total = struct.unpack_from("<IHHIIQ", board)
-        if self.o.get("open"):  # and nothing else: the engine is to be in its driver when we die
-            struct.pack_into("<IIQQI", board, 128 + 8, 1, 0, 0, 64, 0)
-            struct.pack_into("<Q", board, 128, 1 << 8 | 1)
-            os.write(bell, (1).to_bytes(8, "little"))
-            return None
-        slot, seq = 128 + 64, 1
-        struct.pack_into("<IIQQI", board, slot + 8, 2, 1, 0, 64, 1)  # PACK, before there was an OPEN
-        struct.pack_into("<Q", board, slot, seq << 8 | 1)
-        os.write(bell, (1).to_bytes(8, "little"))
-        end = time.monotonic() + 20
-        while (state := struct.unpack_from("<Q", board, slot)[0]) != seq << 8 | 3 and time.monotonic() < end:
-            time.sleep(0.001)
-        return {"magic": magic, "major": major, "slots": slots, "whole": total == len(board), "seals": fcntl_seals(fd), "state": state,
-                "refusal": struct.unpack_from("<I", board, slot + 36)[0]}  # fmt: skip
 
     def drain(self, s: Session) -> None:
         if s.rings is None:

@@ -7,10 +7,8 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
-from conftest import Sidecar
 
 HERE = pathlib.Path(__file__).parent
 
@@ -117,105 +115,9 @@ for layers in (1, 2):
         assert g.signal_layer(layer, MAIN)
     assert fake.fake_capture_end(MAIN) == 0
     assert [o[0] for o in ops()] == ["leaf"] * layers
-assert g.join(MAIN) and g.step(3, MAIN) and ops() == [("step", MAIN, replay(0), 3, 0)]
+assert g.step(3, MAIN) and ops() == [("step", MAIN, replay(0), 3, 0)]
 assert g.signal_layer(2, MAIN) and g.signal_step(MAIN)  # the rest of it eager
 assert [o[0] for o in ops()] == ["write", "write"]
-""")
-
-
-GRAPHS = f"""
-sys.path.insert(0, {str(HERE)!r})
-from conftest import layout
-logging.basicConfig()
-REGION = kvspray.Region.gpu(16 << 20, LAYERS * 32768)
-"""
-
-
-def test_graphs_that_pack_do_so_on_a_branch_of_their_own(driver: pathlib.Path) -> None:
-    run(driver, GRAPHS + """
-client.register([REGION], layout())
-g = GpuSignals(client)
-assert g.pack(12) and not g.pack(12) and g.ok and g.step(1, MAIN)
-word = ops()[0][2]
-for graph in range(3):
-    got = captured_step(g)
-    kinds = [o for o in got if o[0] in ("take", "move", "kernel")]
-    assert [o[0] for o in kinds] == ["take", "move"] * LAYERS + ["kernel"], "what the end of the step moved would hold it up"
-    takes, moves = kinds[:-1:2], kinds[1::2]
-    assert [o[1:] for o in takes] == [(SIDE, flag(i), word, 1) for i in range(LAYERS)], "the flag of the layer, by the step in memory"
-    (branch,) = {o[1] for o in moves}
-    assert branch not in (MAIN, SIDE), "or the next flag would wait for what is moved"
-    assert len({o[2] for o in moves}) == LAYERS, "what one layer has taken is not the next one's to overwrite"
-    assert all(o[3:] == (12, 1) for o in moves), moves
-    for i, o in enumerate(got):
-        if o[0] == "move":
-            assert [x[:2] for x in got[i - 3 : i]] == [("take", SIDE), ("record", SIDE), ("follow", branch)], "a move comes behind its take"
-    assert [o[1] for o in got if o[0] == "follow"][-2:] == [MAIN, MAIN] and got[-1][0] == "follow"
-assert g.signal_layer(2, MAIN) and [o[0] for o in ops()] == ["write"], "eager layers have nothing to replay"
-assert g.step(2, MAIN) and ops() == [("write", MAIN, word, 2, 0)], "such graphs set no flag that would have to be cleared"
-g.close()
-client.close()
-assert fake.fake_live() == 0, fake.fake_live()
-""")
-
-
-def test_graphs_that_cannot_pack_signal_all_the_same(driver: pathlib.Path) -> None:
-    out = run(driver, GRAPHS + """
-g = GpuSignals(client)
-assert not g.pack() and g.ok  # nothing is registered yet
-client.register([REGION], layout())
-left = fake.fake_live()
-for call in (b"cuMemHostRegister", b"cuMemHostGetDevicePointer", b"cuMemAlloc", b"cuModuleLoadData"):
-    fake.fake_fail(call)
-    assert not g.pack() and g.ok and fake.fake_live() == left, (call, fake.fake_live(), left)
-fake.fake_fail_later(b"cuMemAlloc", 1)
-assert not g.pack() and not g.pack(0) and not g.pack(1 << 20) and fake.fake_live() == left
-fake.fake_fail(b"")
-fake.fake_capture_begin(MAIN)
-assert g.signal_layer(0, MAIN) and g.signal_step(MAIN) and fake.fake_capture_end(MAIN) == 0
-assert [o[0] for o in ops() if o[0] in ("take", "move", "leaf", "kernel")] == ["leaf", "kernel"]
-assert g.pack()  # at last
-""")
-    assert "register the GPU's memory first" in out and out.count("captured graphs do not pack: cuM") == 5 and "0 thread blocks: ask for 1 to 4096" in out, out
-
-
-def test_graphs_that_pack_come_to_no_harm(driver: pathlib.Path) -> None:
-    run(driver, GRAPHS + """
-import signal
-client.register([REGION], layout())
-g = GpuSignals(client)
-assert g.pack() and g.step(1, MAIN)
-
-def captured():
-    return [o[0] for o in ops() if o[0] in ("take", "move", "leaf", "write", "kernel")]
-
-captured()
-fake.fake_capture_begin(MAIN)
-for layer in (0, 1, 0, 0):  # as a draft's turns do: what the first has taken is under way when the second comes
-    assert g.signal_layer(layer, MAIN)
-assert g.join(MAIN) and fake.fake_capture_end(MAIN) == 0
-assert captured() == ["take", "move"] * 2 + ["leaf"] * 2
-assert g.step(2, MAIN) and ops() == [("step", MAIN, replay(0), 2, 0)], "the second ones set flags that have to be cleared"
-fake.fake_capture_begin(MAIN)
-assert g.signal_layer(0, MAIN) and captured() == ["take", "move"]  # another capture's
-assert fake.fake_capture_end(MAIN) == 1  # given up, and not joined
-ops()
-assert g.join(MAIN) and ops() == [], "a record outside of its capture"
-fake.fake_capture_begin(MAIN)
-assert g.signal_layer(0, MAIN) and captured() == ["take", "move"] and g.join(MAIN) and fake.fake_capture_end(MAIN) == 0
-if (child := os.fork()) == 0:
-    signal.alarm(20)
-    g.close()  # whose thread stayed in the parent
-    os._exit(0)
-assert os.waitpid(child, 0)[1] == 0
-fake.fake_capture_begin(MAIN)
-fake.fake_fail_later(b"cuLaunchKernel", 1)
-assert not g.signal_layer(0, MAIN) and not g.ok  # half of a layer: its replays have nothing to take
-fake.fake_fail(b"")
-fake.fake_capture_end(MAIN)
-g.close()
-client.close()
-assert fake.fake_live() == 0, fake.fake_live()
 """)
 
 
@@ -392,65 +294,3 @@ except OSError:
     pass
 assert fake.fake_live() == 0
 """)
-
-
-def test_work_is_offered_to_a_sidecar_that_has_some(driver: pathlib.Path, sidecar: Callable[..., Sidecar], socket_path: pathlib.Path) -> None:
-    """A worker with memory of a GPU, and nobody else, hands over a work memory, a fresh one in each session, and answers what is posted there."""
-    body = f"""
-import json
-sys.path.insert(0, {str(HERE)!r})
-from conftest import layout, until
-client.close()
-client = kvspray.WorkerClient({str(socket_path)!r}, engine=kvspray.EngineInfo("test", id="gpu"), layers=LAYERS)
-region = client.alloc_region(LAYERS * 32768) if KIND == "host" else kvspray.Region.gpu(16 << 20, LAYERS * 32768)
-client.register([region], layout())
-assert client.wait_connected(20), client.status()
-for _ in range(SESSIONS - 1):
-    client.describe({{**layout(), "model": "other"}})
-    until(lambda: client.status().counters["connects"] >= 2, "another session")
-assert client.wait_connected(20), client.status()
-client.close()
-assert fake.fake_live() == 0, fake.fake_live()
-"""
-    for kind, features, offered in (("gpu", ["copy", "work"], True), ("gpu", ["copy"], False), ("host", ["copy", "work"], False)):
-        s = sidecar(features=features)
-        run(driver, f"KIND, SESSIONS = {kind!r}, 2\n" + body)
-        for _ in range(2):
-            got = s.expect("register")
-            if not offered:
-                assert got["work"] is None and got["fds"] == 4 + (kind == "host")
-                continue
-            w = got["work"]
-            assert (w["magic"], w["major"], w["slots"], w["whole"], w["seals"]) == (0x57495350, 1, 8, True, got["seals"][0]), w
-            assert (w["state"], w["refusal"]) == (1 << 8 | 3, 1), w
-        s.close()
-
-
-def test_blocks_wait_for_work_of_a_sidecar_that_was_killed(driver: pathlib.Path, sidecar: Callable[..., Sidecar], socket_path: pathlib.Path) -> None:
-    """A kernel that a sidecar had the engine launch outlives the sidecar: no lease of its ends before that has."""
-    s = sidecar(features=["copy", "work"], open=True, deadline_ms=20000)
-    run(driver, f"""
-import signal
-sys.path.insert(0, {str(HERE)!r})
-from conftest import layout, until
-from leases import expect
-client.close()
-client = kvspray.WorkerClient({str(socket_path)!r}, engine=kvspray.EngineInfo("test", id="gpu"), layers=LAYERS)
-region = kvspray.Region.gpu(16 << 20, LAYERS * 32768)
-fake.fake_block(1)
-client.register([region], layout())
-assert client.wait_connected(20), client.status()
-until(fake.fake_waiting, "the thread is in the driver")
-lease = expect(client)
-os.kill(client.status().sidecar_pid, signal.SIGKILL)
-until(lambda: client.status().counters["sidecar_exits"] == 1, "the exit is proved")
-assert not client.wait(0.3) and client.poll() == [] and client.status().leases == 1
-assert not fake.fake_gave_up()
-fake.fake_block(0)
-assert client.wait(20)
-(got,) = client.poll()
-assert (got.lease, got.status.name) == (lease, "LOST"), got
-client.close()
-assert fake.fake_live() == 0, fake.fake_live()
-""")
-    s.close()

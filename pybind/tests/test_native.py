@@ -100,16 +100,6 @@ def test_client_in_threads(tmp_path: pathlib.Path, sanitizer: str, cpus: int) ->
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
-def test_work_in_the_engines_context(tmp_path: pathlib.Path, sanitizer: str) -> None:
-    flags = f"-fsanitize={sanitizer}"
-    driver = compile_c(tmp_path / "libfake_cuda.so", "tests/fake_cuda.c", flags=f"{flags} -fPIC -shared")
-    work = sorted(f"src/{p.name}" for p in (ROOT / "src").glob("work*.c"))
-    binary = compile_c(tmp_path / "work", "tests/work_test.c", *work, "src/graph.c", "src/cuda.c", "src/system.c", flags=flags)
-    out = run(binary, int(RECORDS) // 1000, env={"KVSPRAY_LIBCUDA": str(driver)})
-    assert out.strip().endswith("ok")
-
-
-@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_closing_in_any_order(tmp_path: pathlib.Path, sanitizer: str) -> None:
     flags = f"-fsanitize={sanitizer}"
     driver = compile_c(tmp_path / "libfake_cuda.so", "tests/fake_cuda.c", flags=f"{flags} -fPIC -shared")

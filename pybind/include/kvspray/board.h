@@ -9,7 +9,6 @@
  *
  *   flags  lives as long as the engine. Captured GPU graphs bake addresses in it, so it never moves.
  *   rings  one per connection. A sidecar that resumes after a pause then writes into rings that are not read.
- *   work   one per connection, of a worker with GPU memory, for the same reason: work for the sidecar in the engine's GPU context.
  *
  * One writer per word. All integers are little-endian. A reader copies an entry once and then validates and uses the copy,
  * because the other side can still write to the original.
@@ -152,88 +151,6 @@ enum kvs_status {
 	KVS_LOST = 5,      /* the sidecar's exit was proved: written by the shim itself, never on the ring */
 };
 
-/* ---- work ----
- *
- * A kernel in the engine's context packs or unpacks scattered blocks for the sidecar. There it is not time-sliced against the engine's
- * kernels. The memory is a header, KVS_WORK_SLOTS slots, as many done words, and a list for each slot:
- *
- *   state  seq << 8 | enum kvs_work_state. The sidecar fills slot and list and stores POSTED, with a seq that grows. The shim exchanges it
- *          for TAKEN; the sidecar may exchange it for FREE: one of them wins. A slot that was taken ends as REFUSED (nothing of it runs or
- *          will run), by its done word, or with the engine's process.
- *   done   seq, stored by the GPU when the kernel's writes are visible to all (OPEN: by the shim).
- *
- * The shim copies slot and list once and checks the copy, which the kernel reads: later writes of a sidecar have no effect. No
- * address crosses: `where` names a region of REGISTER, and the dense side is the buffer that the slot of OPEN named.
- *
- * Wake-up: `sleeping`, as in a ring. */
-#define KVS_WORK_MAGIC 0x57495350u /* "PSIW" in memory order */
-#define KVS_WORK_MINOR 1   /* of the header: 1 has runs of rows, which a sidecar does not send to version 0 */
-#define KVS_WORK_SLOTS 8
-#define KVS_WORK_RUNS 4096 /* of a list; so many pieces at most, too */
-#define KVS_WORK_ROWS 0x80000000u /* in a run's count: the next run gives the distance of its rows */
-#define KVS_WORK_ALIGN 16  /* of places, strides and lengths */
-#define KVS_WORK_MAX_BLOCKS 4096
-#define KVS_WORK_WHERE_BITS 48
-#define KVS_WORK_STATE_BITS 8
-#define KVS_WORK_HANDLE_BYTES 64
-#define KVS_WORK_SLOT_TABLE 128 /* byte offsets */
-#define KVS_WORK_DONE 640       /* of a kvs_flag for each slot */
-#define KVS_WORK_LISTS 4096     /* of KVS_WORK_RUNS kvs_work_run for each slot */
-#define KVS_WORK_BYTES 790528
-
-enum kvs_work_state { KVS_WORK_FREE = 0, KVS_WORK_POSTED = 1, KVS_WORK_TAKEN = 2, KVS_WORK_REFUSED = 3 };
-
-enum kvs_work_op {
-	KVS_WORK_OPEN = 1,   /* once: the list begins with the CUDA IPC handle of the dense buffer, of `bytes` */
-	KVS_WORK_PACK = 2,   /* scattered to dense */
-	KVS_WORK_UNPACK = 3, /* dense to scattered */
-};
-
-enum kvs_work_refusal {
-	KVS_WORK_BAD = 1, /* this one is invalid */
-	KVS_WORK_GPU = 2, /* the driver refused: no other slot is served */
-};
-
-/* Offset 0 of the work memfd. Written once by the shim, but for `sleeping`. */
-struct kvs_work_header {
-	uint32_t magic;
-	uint16_t major;
-	uint16_t minor;
-	uint32_t slots;
-	uint32_t runs;
-	uint64_t total_bytes;
-	uint8_t reserved[40];
-	uint32_t sleeping; /* shim sets, sidecar clears */
-	uint8_t pad[KVS_CACHE_LINE - 4];
-};
-
-struct kvs_work_slot {
-	uint64_t state;
-	uint32_t op;
-	uint32_t runs;    /* of the list */
-	uint64_t dense;   /* offset in the dense buffer, where the list's bytes lie one after another */
-	uint64_t bytes;   /* of the list in all */
-	uint32_t blocks;  /* thread blocks of the kernel */
-	uint32_t refusal; /* written by the shim before REFUSED */
-	uint8_t pad[KVS_CACHE_LINE - 40];
-};
-
-/* count pieces of len bytes, piece i at where + i * stride (two's complement: it may run backwards). With KVS_WORK_ROWS those are one row of
- * several, and two pieces or more: of the run behind it, stride is from a row to the next, count the number of rows, two or more, and all
- * else 0. It counts as a run in the list. */
-struct kvs_work_run {
-	uint64_t where; /* region << KVS_WORK_WHERE_BITS | offset in the region */
-	uint64_t stride;
-	uint32_t len;
-	uint32_t count;
-};
-
-_Static_assert(sizeof(struct kvs_work_header) == KVS_WORK_SLOT_TABLE, "work header");
-_Static_assert(sizeof(struct kvs_work_slot) == KVS_CACHE_LINE, "work slot");
-_Static_assert(sizeof(struct kvs_work_run) == 24, "work run");
-_Static_assert(KVS_WORK_DONE == KVS_WORK_SLOT_TABLE + KVS_WORK_SLOTS * sizeof(struct kvs_work_slot), "done words");
-_Static_assert(KVS_WORK_DONE + KVS_WORK_SLOTS * KVS_CACHE_LINE <= KVS_WORK_LISTS, "lists");
-_Static_assert(KVS_WORK_BYTES == KVS_WORK_LISTS + KVS_WORK_SLOTS * KVS_WORK_RUNS * sizeof(struct kvs_work_run), "work");
 _Static_assert(sizeof(struct kvs_flags_header) == 128, "flags header");
 _Static_assert(sizeof(struct kvs_flag) == KVS_CACHE_LINE, "flag");
 _Static_assert(sizeof(struct kvs_rings_header) == 128, "rings header");

@@ -254,13 +254,6 @@ int kvs_gpu_signal_layer(kvs_gpu *g, uint32_t layer, void *stream);
 /* The end of the step, all layers; in a capture it joins its side branch as well. Each step has to have one, in the graph or behind its replay:
  * the flags of its layers are cleared with the next step. */
 int kvs_gpu_signal_step(kvs_gpu *g, void *stream);
-/* Joins the side branch of graphs that pack (kvs_gpu_pack) where a capture ends before the step does: one that is not joined makes the capture
- * fail. */
-int kvs_gpu_join(kvs_gpu *g, void *stream);
-/* Graphs that are captured from now on also pack and unpack for the sidecar, behind each layer's signal and on a branch of their own, with so many
- * thread blocks of 512: lists in memory are taken by a replay, and launched by a thread if there is none. A layer without a list costs
- * two small nodes. After kvs_start, once, and not during a capture; such graphs are replayed one at a time. Optional: without it, or after KVS_E_GPU, the thread launches all. */
-int kvs_gpu_pack(kvs_gpu *g, uint32_t blocks, char *error, uint32_t error_bytes);
 /* Outside a capture: *mark is a number for the `after` of a record, which takes effect once everything that the stream holds by now is done. */
 int kvs_gpu_mark(kvs_gpu *g, void *stream, uint64_t *mark);
 /* The stream goes on once load_flags[layer] >= value, or is poison. In a graph the value is baked in: use 1 and kvs_load_reset. */
@@ -336,7 +329,6 @@ struct kvs_info {
 	uint64_t kills;        /* sidecars killed by the watchdog */
 	uint64_t poisoned;     /* load flags */
 	uint64_t sidecar_exits; /* proved */
-	uint64_t packs_launched, packs_in_graphs; /* lists that this context packed or unpacked for the sidecar: by the thread, by replays */
 	char node[64];
 	char endpoint[256];  /* that peers dial; empty before the first WELCOME */
 	char error[512];     /* the latest; empty: none */

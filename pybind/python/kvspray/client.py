@@ -141,7 +141,7 @@ class Status:
 
 _COUNTERS = (
     "connects", "refusals", "submitted", "kept", "full", "completed", "synthesised", "represented", "dropped",
-    "protocol_errors", "kills", "poisoned", "sidecar_exits", "packs_launched", "packs_in_graphs",
+    "protocol_errors", "kills", "poisoned", "sidecar_exits",
 )  # fmt: skip
 
 

@@ -47,22 +47,6 @@ class GpuSignals:
     def signal_step(self, stream: int) -> bool:
         return self._call(lib.kvs_gpu_signal_step, stream)
 
-    def pack(self, blocks: int = 16) -> bool:
-        """Graphs that are captured from now on also pack and unpack for the sidecar as they are replayed, with so many thread blocks, instead of a
-        thread that launches kernels beside them; one replay at a time. Once, after the client's registration, and not during a capture.
-        False, and a line in the log: the thread goes on with it."""
-        if not self.ok:
-            return False
-        error = ctypes.create_string_buffer(_ERROR_BYTES)
-        rc = lib.kvs_gpu_pack(self._h, blocks, error, _ERROR_BYTES)
-        if rc != 0:
-            self._log.warning("kvspray: captured graphs do not pack: %s", error.value.decode() or strerror(rc))
-        return bool(rc == 0)
-
-    def join(self, stream: int) -> bool:
-        """Joins the side branch of graphs that pack, where a capture ends before the step does. Without ``pack`` there is none."""
-        return self._call(lib.kvs_gpu_join, stream)
-
     def mark(self, stream: int) -> int:
         """A number for the ``after`` of ``expect`` and ``copy``: they take effect once everything that the stream holds by now is done.
         0: the call failed; submit nothing that depends on it."""
