@@ -265,7 +265,7 @@ generate: $(TOOLS)/.stamp $(LINTENV)/.stamp ## Make all generated code, kernels 
 	go run ./cmd/kvspray config print --docs > docs/config.md.new && mv docs/config.md.new docs/config.md
 
 GENERATED := api/peer/v1/*.pb.go internal/board/zz_generated*.go connector/msg/zz_generated*.go pybind/python/kvspray/_messages.py internal/sys/cuda/kernels/kernels.ptx internal/sys/cuda/kernels/kernels.sm_*.cubin \
-  pybind/src/flag_ptx.h pybind/src/pack_ptx.h docs/config.md deploy/monitoring/alerts.yaml deploy/monitoring/dashboard.json
+  pybind/src/flag_ptx.h docs/config.md deploy/monitoring/alerts.yaml deploy/monitoring/dashboard.json
 .PHONY: generate-check
 generate-check: ## Fail if generated files are not what their sources say
 	@before=$$(sha256sum $(GENERATED)); $(MAKE) -s generate; after=$$(sha256sum $(GENERATED)); \

@@ -4,7 +4,6 @@ import (
 	"log/slog"
 	"time"
 
-	"github.com/kvspray/kvspray/internal/board"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/parseblock"
 	"github.com/kvspray/kvspray/transfer"
@@ -97,8 +96,6 @@ type Options struct {
 	Layouts *parseblock.Registry
 	// Devices imports memory of GPUs. nil: such regions are refused.
 	Devices Devices
-	// Engines uses engines for GPU work. nil: they are not used.
-	Engines Engines
 	// Store serves pages. nil: this node has no store.
 	Store Store
 }
@@ -110,22 +107,6 @@ type Devices interface {
 	Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Region, error)
 	// Forget gives back what GPUs have of regions that go.
 	Forget([]*mem.Region)
-}
-
-// Engines uses the work that engines do for the sidecar in their own GPU contexts.
-type Engines interface {
-	// Attach takes an engine until detach is called, after all leases are fenced. It calls e.End
-	// when nothing uses e any more, or at once, with a nil detach, if it does not need the engine.
-	Attach(e Engine) (detach func())
-}
-
-// Engine is the work memory of a worker and its resources.
-type Engine struct {
-	Work    *board.Work
-	Regions []*mem.Region // of REGISTER, in its order
-	Ring    func()        // wakes the shim's thread
-	Exited  func() bool   // the process's end is proved
-	End     func()
 }
 
 // Stats is the content of STATS; cumulative.

@@ -8,9 +8,7 @@ import (
 	"slices"
 
 	"github.com/kvspray/kvspray/connector/internal/blocks"
-	"github.com/kvspray/kvspray/connector/internal/eventfd"
 	"github.com/kvspray/kvspray/connector/internal/memory"
-	"github.com/kvspray/kvspray/connector/internal/process"
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/board"
@@ -71,9 +69,6 @@ func (c *session) onRegister(m *msg.Register, fds descriptorSet) {
 			Message: "another session of this engine worker exists, or holds a region with this id",
 			Remedy:  "open a new session, with fresh region ids for new memory"})
 		return
-	}
-	if w.work != nil {
-		w.detach = s.opt.Engines.Attach(*w.work)
 	}
 	s.opt.Events.WorkerUp(w.pub)
 	w.deliver.Unlock()
@@ -194,16 +189,10 @@ func (c *session) register(m *msg.Register, fds descriptorSet) (w *worker, err e
 	if err != nil {
 		return nil, err
 	}
-	var work *Engine
-	if b.work != nil {
-		if work, err = newEngine(b, pub.Regions, c.peer); err != nil {
-			return nil, refuse(msg.CodeLimit, "fds.work", err, "raise the sidecar's limit of open files")
-		}
-	}
 	w = c.newWorker(pub, b, index) // it owns the descriptors: nothing may fail from here on
 	in.Accept()
 	c.intake = nil
-	w.regions.intake, w.regions.claims, w.work = in, in.Extents, work
+	w.regions.intake, w.regions.claims = in, in.Extents
 	// A caller may keep the Worker and call SourceValid long after the worker has gone: the flags
 	// stay mapped as long as the Worker is reachable.
 	runtime.AddCleanup(w, func(r *mem.Region) { r.Release() }, b.flagsMemory)
@@ -249,9 +238,6 @@ type boardOf struct {
 	rings            *board.Rings
 	ringsMemory      *mem.Region
 	sqEvent, cqEvent int
-	work             *board.Work // nil: the engine does no work
-	workMemory       *mem.Region
-	workEvent        int
 }
 
 // openBoard maps the board and takes its eventfds.
@@ -283,20 +269,7 @@ func (c *session) openBoard(in *memory.Intake, m *msg.Register) (*boardOf, error
 	if b.sqEvent, err = in.Eventfd("fds.doorbell", m.FDs.Doorbell); err != nil {
 		return nil, err
 	}
-	if b.cqEvent, err = in.Eventfd("fds.bell", m.FDs.Bell); err != nil {
-		return nil, err
-	}
-	if m.FDs.Work == 0 || c.s.opt.Engines == nil {
-		return b, nil
-	}
-	if b.workMemory, err = in.Board("fds.work", m.FDs.Work); err != nil {
-		return nil, err
-	}
-	p, _ = b.workMemory.Bytes()
-	if b.work, err = board.ParseWork(p); err != nil {
-		return nil, refuse(msg.CodeBoard, "fds.work", err, "write the header of board.h before REGISTER")
-	}
-	b.workEvent, err = in.Eventfd("fds.work_bell", m.FDs.WorkBell)
+	b.cqEvent, err = in.Eventfd("fds.bell", m.FDs.Bell)
 	return b, err
 }
 
@@ -362,29 +335,6 @@ func (c *session) newWorker(pub *engines.Worker, b *boardOf, index []int) *worke
 	return w
 }
 
-// newEngine makes the Engine of a worker. On success its End owns the memory and the eventfd.
-func newEngine(b *boardOf, regions []*mem.Region, p *process.Peer) (*Engine, error) {
-	held, err := p.Hold()
-	if err != nil {
-		return nil, err
-	}
-	event := os.NewFile(uintptr(b.workEvent), "work_event")
-	return &Engine{
-		Work: b.work, Regions: regions,
-		Ring: func() {
-			if rc, err := event.SyscallConn(); err == nil {
-				_ = rc.Control(func(fd uintptr) { eventfd.Signal(int(fd)) })
-			}
-		},
-		Exited: held.Exited,
-		End: func() {
-			_ = event.Close()
-			held.Close()
-			b.workMemory.Release()
-		},
-	}, nil
-}
-
 // abandon frees a worker that did not come up. The session keeps its process.
 func (w *worker) abandon() {
 	w.mu.Lock()
@@ -393,9 +343,6 @@ func (w *worker) abandon() {
 	_ = w.submissions.event.Close()
 	w.completions.closeEventLocked()
 	w.rings.Release()
-	if w.work != nil {
-		w.work.End()
-	}
 	for _, r := range w.pub.Regions {
 		r.Release()
 	}

@@ -87,9 +87,6 @@ func New(opt Options) (*Server, error) {
 	}
 	opt.Features = append(slices.Clone(opt.Features), msg.FeatureCopy, msg.FeatureAfter,
 		msg.FeatureDecline, msg.FeatureRegions)
-	if opt.Engines != nil {
-		opt.Features = append(opt.Features, msg.FeatureWork)
-	}
 	if opt.Store != nil {
 		opt.Features = append(opt.Features, msg.FeatureStore)
 	}

@@ -52,8 +52,6 @@ type worker struct {
 	sources  sync.Map
 	signals  signals
 	watched  watch.Entry // of signals
-	work     *Engine     // nil: the engine does no work
-	detach   func()      // of work; set before WorkerUp
 	draining atomic.Bool // BYE was sent: no new leases
 	regions  regions
 
@@ -286,9 +284,6 @@ func (w *worker) shutOnce() bool {
 
 // release frees the engine's memory once everything is fenced.
 func (w *worker) release() {
-	if w.detach != nil {
-		w.detach()
-	}
 	all := slices.Clone(w.pub.Regions)
 	w.mu.Lock()
 	for _, a := range w.regions.added {

@@ -153,29 +153,6 @@ func TestMemoryOfAGPUIsBounded(t *testing.T) {
 	}
 }
 
-// TestASlotIsReplacedWithinTheLimit: a buffer that replaces a lost one counts, too.
-func TestASlotIsReplacedWithinTheLimit(t *testing.T) {
-	t.Parallel()
-	for _, room := range []uint64{0, SlotBytes} {
-		cfg := small()
-		cfg.Memory = uint64(cfg.Slots)*SlotBytes + room
-		g := gputest.Must(newGPUs(gputest.NewPlatform(1), cfg))(t)
-		u := gputest.Must(g.open(0))(t)
-		h := <-u.slots
-		u.retire(h)
-		if got := h.dense != 0; got != (room > 0) {
-			t.Errorf("with room for %d bytes: replaced %v", room, got)
-		}
-		if m := g.Memory()[0]; m.Staging != uint64(cfg.Slots)*SlotBytes+room {
-			t.Errorf("%+v", m)
-		}
-		u.slots <- h
-		if err := g.Close(); err != nil {
-			t.Error(err)
-		}
-	}
-}
-
 // TestWhatAGPUHasLeft: the driver's free memory is reported, or 0 where it is unknown.
 func TestWhatAGPUHasLeft(t *testing.T) {
 	t.Parallel()

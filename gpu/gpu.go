@@ -3,14 +3,11 @@ package gpu
 import (
 	"errors"
 	"fmt"
-	"slices"
-	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/kvspray/kvspray/gpu/device"
 	"github.com/kvspray/kvspray/gpu/policy"
-	"github.com/kvspray/kvspray/internal/board"
 	"github.com/kvspray/kvspray/internal/sys/cuda"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
@@ -30,9 +27,7 @@ type GPU struct {
 	slots    chan *slot
 	in, out  *policy.Policy // to the GPU, from the GPU
 
-	// The dense buffers of all staging slots. Engines may access lent buffers until they exit.
-	staging    cuda.Ptr
-	packBlocks int // of kernels in engines
+	staging    cuda.Ptr // the dense buffers of all staging slots
 	mps        device.MPS
 	idleKernel idleKernel
 	idleProbe  *policy.IdleProbe
@@ -41,30 +36,19 @@ type GPU struct {
 	// (transports.gpu.open) forwards nothing.
 	mayRelay atomic.Bool
 	budget   budget
-
-	engines atomic.Pointer[[]*engine] // changed under enginesMu
-
-	enginesMu sync.Mutex // protects all below
-	exported  bool
-	handle    cuda.IPCHandle // of staging, if exported
 }
 
 var _ mem.Warmer = (*GPU)(nil)
 
 func newGPU(g *GPUs, index int, c device.Card) (_ *GPU, err error) {
 	u := &GPU{gpus: g, index: index, card: c, in: policy.New(g.cfg.Method, policy.KernelPrice),
-		out:        policy.New(g.cfg.Method, policy.KernelPrice),
-		packBlocks: 1}
-	u.engines.Store(&[]*engine{})
+		out: policy.New(g.cfg.Method, policy.KernelPrice)}
 	u.budget.limit = g.cfg.Memory
 	if u.pci, err = c.PCI(); err != nil {
 		return nil, err
 	}
 	if u.dev, err = c.NewPacker(); err != nil {
 		return nil, err
-	}
-	if s, ok := u.dev.(device.PackSizer); ok {
-		u.packBlocks = min(s.PackBlocks(), board.WorkMaxBlocks)
 	}
 	if s, ok := u.dev.(device.Sharer); ok {
 		u.mps = s.MPS()
@@ -104,8 +88,7 @@ func newGPU(g *GPUs, index int, c device.Card) (_ *GPU, err error) {
 		h := &slot{bounce: u.arena[lend+i*SlotBytes:][:SlotBytes:SlotBytes], pieces: make([]mem.Block,
 			0, slotRuns),
 			far: make([]cuda.Ptr, 0, slotRuns), near: make([]cuda.Ptr, 0, slotRuns),
-			sizes: make([]uint64, 0, slotRuns), at: uint64(i) * SlotBytes, lent: true}
-		h.dense = u.staging + cuda.Ptr(h.at)
+			sizes: make([]uint64, 0, slotRuns), dense: u.staging + cuda.Ptr(i*SlotBytes)}
 		if h.queue, err = u.dev.NewQueue(); err != nil {
 			return nil, err
 		}
@@ -129,18 +112,14 @@ func (u *GPU) stagingBytes() uint64 { return uint64(cap(u.slots)) * SlotBytes }
 // this process ends.
 func (u *GPU) close() error {
 	var errs []error
-	var own []cuda.Ptr
 	late := time.NewTimer(u.gpus.closeTimeout)
 	defer late.Stop()
 	for ended := range cap(u.slots) {
 		select {
-		case h := <-u.slots:
-			if !h.lent && h.dense != 0 {
-				own = append(own, h.dense)
-			}
+		case <-u.slots:
 		case <-late.C:
 			return fmt.Errorf("gpu: GPU %d: %d of %d gathers and scatters have not ended after %v, "+
-				"because an engine has stopped or the driver hangs: "+
+				"because the driver hangs: "+
 				"its memory stays allocated", u.index, cap(u.slots)-ended, cap(u.slots), u.gpus.closeTimeout)
 		}
 	}
@@ -149,36 +128,8 @@ func (u *GPU) close() error {
 			"time or the driver hangs: "+
 			"its memory stays allocated", u.index, u.gpus.closeTimeout)
 	}
-	errs = append(errs, u.dev.Close())
-	for _, p := range own {
-		errs = append(errs, u.dev.Free(p))
-	}
-	if u.enginesMu.Lock(); !u.exported { // else engines may have it open, and the context frees it
-		errs = append(errs, u.dev.Free(u.staging))
-	}
-	u.enginesMu.Unlock()
+	errs = append(errs, u.dev.Close(), u.dev.Free(u.staging))
 	return errors.Join(append(errs, u.card.Close())...)
-}
-
-// export exports staging to engines.
-func (u *GPU) export() (_ cuda.IPCHandle, err error) {
-	u.enginesMu.Lock()
-	defer u.enginesMu.Unlock()
-	if !u.exported {
-		if u.handle, err = u.card.Export(u.staging); err != nil {
-			return u.handle, err
-		}
-		u.exported = true
-	}
-	return u.handle, nil
-}
-
-// setEngines replaces the list of engines by what change makes of a copy.
-func (u *GPU) setEngines(change func([]*engine) []*engine) {
-	u.enginesMu.Lock()
-	defer u.enginesMu.Unlock()
-	all := change(slices.Clone(*u.engines.Load()))
-	u.engines.Store(&all)
 }
 
 // PCI is the PCI address, from which follows which NICs are near.

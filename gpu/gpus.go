@@ -55,8 +55,7 @@ type GPUs struct {
 	plat device.Platform
 	ids  [][16]byte
 
-	workTimeout  time.Duration // tests may change these three
-	closeTimeout time.Duration
+	closeTimeout time.Duration // tests may change these two
 	idleLimit    time.Duration
 	now          func() time.Time
 
@@ -102,7 +101,7 @@ func newGPUs(p device.Platform, cfg Config) (*GPUs, error) {
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
 	}
-	g := &GPUs{cfg: cfg, plat: p, ids: ids, workTimeout: workTimeout, closeTimeout: closeTimeout,
+	g := &GPUs{cfg: cfg, plat: p, ids: ids, closeTimeout: closeTimeout,
 		idleLimit: idleLimit, gpus: map[int]*GPU{}, pairs: map[[2]int]*pair{},
 		refused: map[[2]int]refusal{}, now: time.Now}
 	g.pins.Store(&[]pin{})

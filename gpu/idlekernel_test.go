@@ -171,7 +171,7 @@ func TestKernelsOnIdleGPUs(t *testing.T) {
 				if !bytes.Equal(src, dst) {
 					t.Errorf("%s: content differs", step.what)
 				}
-				for _, e := range []policy.CopyMethod{policy.Pack, policy.Copy, policy.InEngine} {
+				for _, e := range []policy.CopyMethod{policy.Pack, policy.Copy} {
 					if moved := callsOf(p.policy, e) > 0; moved != (e == step.how) {
 						t.Errorf("%s: %s moved blocks: %v", step.what, e, moved)
 					}

@@ -111,7 +111,7 @@ func TestMappedObeys(t *testing.T) {
 		{policy.Auto, device.MPSOff, map[string]bool{PathPacked: true}}, {policy.Pack, device.MPSOff,
 			map[string]bool{PathPacked: true}}, {policy.Copy, device.MPSOff,
 			map[string]bool{PathStaged: true}},
-		{policy.InEngine, device.MPSOff, map[string]bool{PathStaged: true}}, {policy.Auto, device.MPSOn,
+		{policy.Auto, device.MPSOn,
 			map[string]bool{PathStaged: true}}, {policy.Pack, device.MPSOn,
 			map[string]bool{PathStaged: true}},
 		{policy.Auto, device.MPSUnknown, map[string]bool{PathStaged: true}},

@@ -77,7 +77,7 @@ func (p *pair) pick(now time.Time) (c choice, done func()) {
 			return choice{how: policy.Copy, copyEngineOnly: true}, func() {}
 		}
 	}
-	c.how, c.try = p.policy.Pick(now, false)
+	c.how, c.try = p.policy.Pick(now)
 	return c, func() {}
 }
 
@@ -148,11 +148,7 @@ func (g *GPUs) newPairLocked(from, to *GPU, quiet bool) (_ *pair, final bool) {
 			}
 		}
 	}
-	fixed := g.cfg.Method
-	if fixed == policy.InEngine {
-		fixed = policy.Copy // through host memory, in staging slots, which engines pack
-	}
-	p := &pair{from: from, to: to, policy: policy.New(fixed, 0),
+	p := &pair{from: from, to: to, policy: policy.New(g.cfg.Method, 0),
 		probed: from.mappedMethod() == policy.Auto && to.mappedMethod() == policy.Auto}
 	for range PeerPipelines {
 		q, err := g.newPipelineLocked(from, to)

@@ -8,7 +8,6 @@ import (
 
 	"github.com/kvspray/kvspray/gpu/device"
 	"github.com/kvspray/kvspray/gpu/policy"
-	"github.com/kvspray/kvspray/internal/board"
 	"github.com/kvspray/kvspray/internal/sys/cuda"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 )
@@ -45,9 +44,7 @@ type slot struct {
 	queue          device.Queue
 	done           device.Event
 	prompt         device.Event // instead of done for short copies
-	dense          cuda.Ptr     // SlotBytes on the GPU; 0: none, only the copy engine is used
-	at             uint64       // of dense in staging, if lent
-	lent           bool         // dense is a part of staging; false after retire
+	dense          cuda.Ptr     // SlotBytes of staging, on the GPU
 	bounce         []byte       // SlotBytes of the arena, for memory that is not pinned
 	list           []byte       // pinned: lists of the kernels
 	listPtr        cuda.Ptr
@@ -62,23 +59,6 @@ const slotListBytes = slotRuns*device.RunBytes + (slotRuns+1)*4
 
 // slotFirstAt is the offset of the counts of pieces in list.
 const slotFirstAt = slotRuns * device.RunBytes
-
-// retire replaces the dense buffer of h, to which a kernel of a dead engine may still write.
-// Engines do not get the new one, so that this happens once per slot.
-func (u *GPU) retire(h *slot) {
-	h.lent = false
-	err := u.budget.take(forStaging, SlotBytes)
-	if err == nil {
-		if h.dense, err = u.dev.Alloc(SlotBytes); err != nil {
-			u.budget.release(forStaging, SlotBytes)
-		}
-	}
-	if err != nil {
-		h.dense = 0
-		u.gpus.cfg.Log.Warn("an engine died during a kernel, and its staging buffer cannot be "+
-			"replaced; the copy engine is used instead", "gpu", u.index, "err", err)
-	}
-}
 
 // rearrange gathers or scatters in steps of at most SlotBytes and slotRuns blocks.
 func (u *GPU) rearrange(dir device.Direction, p []byte, blocks []mem.Block) error {
@@ -130,15 +110,10 @@ func (u *GPU) copySlot(h *slot, dir device.Direction, p []byte) error {
 	if dir == device.HostToDevice {
 		learn = u.in
 	}
-	how, choice, worker := u.chooseMethod(h, len(p), learn)
+	how, choice := u.chooseMethod(h, len(p), learn)
 	start := time.Now()
 	var err error
-	if how == policy.InEngine {
-		if err = u.packInEngine(worker, h, dir, host, uint64(len(p))); errors.Is(err, errNoEngine) {
-			learn.ObserveWasted(policy.InEngine, uint64(len(p)), start, time.Now())
-			how, start, err = policy.Copy, time.Now(), u.copyByEngine(h, dir, host)
-		}
-	} else if how == policy.Pack {
+	if how == policy.Pack {
 		err = u.packHere(h, dir, host, uint64(len(p)))
 	} else {
 		err = u.copyByEngine(h, dir, host)
@@ -147,12 +122,7 @@ func (u *GPU) copySlot(h *slot, dir device.Direction, p []byte) error {
 		err = h.wait(uint64(len(p)))
 	}
 	if err != nil {
-		// Also after an error nothing may be in flight.
-		err = errors.Join(err, h.queue.Sync())
-		if errors.Is(err, errEngineGone) {
-			u.retire(h)
-		}
-		return err
+		return errors.Join(err, h.queue.Sync()) // also after an error nothing may be in flight
 	}
 	if choice {
 		learn.Observe(how, uint64(len(p)), start, time.Now())
@@ -176,26 +146,23 @@ const (
 const promptBytes = 256 << 10
 
 // chooseMethod chooses how h moves. Kernels move units of 16 bytes; few or large blocks need no
-// packing. choice: every method was possible. For InEngine, w is acquired.
+// packing. choice: every method was possible.
 func (u *GPU) chooseMethod(h *slot, bytes int, learn *policy.Policy) (e policy.CopyMethod,
-	choice bool, w workSlot) {
+	choice bool) {
 	few := packPieces
 	if u.gpus.cfg.Method == policy.Auto {
 		few = autoPieces
 	}
-	if h.copyEngineOnly || h.dense == 0 || len(h.pieces) < few || bytes/len(h.pieces) >= directPiece {
-		return policy.Copy, false, w
+	if h.copyEngineOnly || len(h.pieces) < few || bytes/len(h.pieces) >= directPiece {
+		return policy.Copy, false
 	}
 	for i := range h.pieces {
 		if (h.pieces[i].Off|h.pieces[i].Len)%device.Align != 0 {
-			return policy.Copy, false, w
+			return policy.Copy, false
 		}
 	}
-	w = u.findWorkSlot(h)
-	if e, _ = learn.Pick(time.Now(), w.engine != nil); e != policy.InEngine && w.engine != nil {
-		w.release(nil)
-	}
-	return e, true, w
+	e, _ = learn.Pick(time.Now())
+	return e, true
 }
 
 // warmWait is the longest time that Warm waits for its copy.
@@ -213,7 +180,7 @@ func (u *GPU) Warm() {
 	default:
 		return
 	}
-	if h.dense == 0 || !u.warm(h) {
+	if !u.warm(h) {
 		u.slots <- h
 		return
 	}
@@ -261,26 +228,6 @@ func (u *GPU) packHere(h *slot, dir device.Direction, host cuda.Ptr, bytes uint6
 		return errors.Join(h.queue.Copy(h.dense, host, bytes), launch(u.dev.Unpack, u.dev.UnpackUniform))
 	}
 	return errors.Join(launch(u.dev.Pack, u.dev.PackUniform), h.queue.Copy(host, h.dense, bytes))
-}
-
-// packInEngine is packHere with the kernel in the engine's context. A queue cannot wait for another
-// process, so that the caller waits.
-func (u *GPU) packInEngine(w workSlot, h *slot, dir device.Direction, host cuda.Ptr,
-	bytes uint64) (err error) {
-	defer func() { w.release(err) }()
-	if dir == device.DeviceToHost {
-		if err = w.run(h, board.WorkPack); err != nil {
-			return err
-		}
-		return h.queue.Copy(host, h.dense, bytes)
-	}
-	if err = h.queue.Copy(h.dense, host, bytes); err == nil {
-		err = h.wait(bytes)
-	}
-	if err != nil {
-		return err
-	}
-	return w.run(h, board.WorkUnpack)
 }
 
 // wait waits for the end of a copy of so many bytes.

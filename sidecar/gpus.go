@@ -8,7 +8,6 @@ import (
 	"sync"
 	"sync/atomic"
 
-	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/gpu"
 	"github.com/kvspray/kvspray/gpu/policy"
 	"github.com/kvspray/kvspray/internal/config"
@@ -139,23 +138,6 @@ func (g *gpus) Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Regio
 		return nil, err
 	}
 	return g.opened.Import(id, handle, fd, size)
-}
-
-// asksEngines reports whether engines may be asked to pack in their own contexts.
-func (g *gpus) asksEngines() bool {
-	return g.cfg.Method == policy.Auto || g.cfg.Method == policy.InEngine
-}
-
-// Attach has an engine pack in its own context for the GPU that its regions are of.
-func (g *gpus) Attach(e connector.Engine) (detach func()) {
-	g.mu.Lock()
-	opened, _ := g.opened.(*gpu.GPUs)
-	g.mu.Unlock()
-	if opened == nil {
-		e.End()
-		return nil
-	}
-	return opened.Attach(gpu.Engine(e))
 }
 
 // copy moves the bytes of src, block by block, to dst, of which one is a GPU's, and names the way

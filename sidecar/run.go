@@ -165,15 +165,11 @@ func (n *Node) withDirectory(b transport.Backend, err error) error {
 
 func (n *Node) listenEngines() (err error) {
 	var devices connector.Devices
-	var engines connector.Engines
 	if n.gpus != nil {
 		devices = n.gpus
-		if n.gpus.asksEngines() {
-			engines = n.gpus
-		}
 	}
 	n.engine, err = connector.New(connector.Options{
-		Devices: devices, Engines: engines, Store: n.pages.serves(),
+		Devices: devices, Store: n.pages.serves(),
 		Socket: n.cfg.Engine.Socket, Boot: n.boot, Node: n.cfg.Node, HostBoot: n.host,
 		Endpoint: n.Endpoint, Events: n.events, Log: n.log,
 		Limits: connector.Limits{Sessions: n.cfg.Engine.MaxSessions, Leases: n.cfg.Engine.MaxLeases,

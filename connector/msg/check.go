@@ -21,17 +21,6 @@ func (m *Region) check() (field, problem string) {
 	return "", ""
 }
 
-// Work memory and the eventfd that wakes the shim for it come together. Index 0 is another's.
-func (m *FDs) check() (field, problem string) {
-	switch {
-	case m.WorkBell == 0 && m.Work != 0:
-		return "work_bell", "missing"
-	case m.Work == 0 && m.WorkBell != 0:
-		return "work", "missing"
-	}
-	return "", ""
-}
-
 func (m *Intent) check() (field, problem string) {
 	if m.Ready > m.Tokens {
 		return "ready", fmt.Sprintf("%d of %d tokens", m.Ready, m.Tokens)

@@ -81,9 +81,9 @@ func storeVectors(t testing.TB) (out []vector) {
 		v.Hex = hex.EncodeToString(append(b, appendAny(nil, more)[1:]...))
 		out = append(out, v)
 	}
-	add("store-register", &Register{ID: 2, Session: b16(0x80), FDs: FDs{0, 1, 2, 3, 0, 0},
+	add("store-register", &Register{ID: 2, Session: b16(0x80), FDs: FDs{0, 1, 2, 3},
 		Regions: []Region{{Region: b16(0xa0), Kind: KindMemfd, Bytes: 1 << 21, FD: 4}}}, nil)
-	add("staged-register", &Register{ID: 2, Session: b16(0x80), FDs: FDs{0, 1, 2, 3, 0, 0},
+	add("staged-register", &Register{ID: 2, Session: b16(0x80), FDs: FDs{0, 1, 2, 3},
 		First: 70}, nil)
 	for _, m := range storeMessages() {
 		add(m.name, m.full, nil)

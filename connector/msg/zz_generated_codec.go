@@ -285,29 +285,15 @@ func (m *FDs) read(r *reader) {
 		case "bell":
 			m.Bell = r.u32()
 			got |= 1 << 3
-		case "work":
-			m.Work = r.u32()
-		case "work_bell":
-			m.WorkBell = r.u32()
 		default:
 			r.skip()
 		}
 	}
 	r.require(got, requiredFDs)
-	if r.err == nil {
-		r.refuse(m.check())
-	}
 }
 
 func (m *FDs) append(b []byte) []byte {
-	n := 4
-	if m.Work != 0 {
-		n++
-	}
-	if m.WorkBell != 0 {
-		n++
-	}
-	b = appendMap(b, n)
+	b = appendMap(b, 4)
 	b = append(b, "\xa5flags"...)
 	b = appendUint(b, uint64(m.Flags))
 	b = append(b, "\xa5rings"...)
@@ -316,14 +302,6 @@ func (m *FDs) append(b []byte) []byte {
 	b = appendUint(b, uint64(m.Doorbell))
 	b = append(b, "\xa4bell"...)
 	b = appendUint(b, uint64(m.Bell))
-	if m.Work != 0 {
-		b = append(b, "\xa4work"...)
-		b = appendUint(b, uint64(m.Work))
-	}
-	if m.WorkBell != 0 {
-		b = append(b, "\xa9work_bell"...)
-		b = appendUint(b, uint64(m.WorkBell))
-	}
 	return b
 }
 

@@ -38,7 +38,6 @@ const (
 // Features of a WELCOME.
 const (
 	FeatureCopy    = "copy"    // the sidecar accepts COPY
-	FeatureWork    = "work"    // the sidecar uses engines with GPU memory for work, see FDs.Work
 	FeatureAfter   = "after"   // EXPECT and COPY wait for the stream mark in them
 	FeatureDecline = "decline" // the sidecar accepts DECLINE
 	FeatureStore   = "store"   // the sidecar has a page store
@@ -203,8 +202,6 @@ type FDs struct {
 	Rings    uint32
 	Doorbell uint32 // wakes the sidecar
 	Bell     uint32 // wakes the shim
-	Work     uint32 // docs/protocol-regions.md; both of them or none
-	WorkBell uint32
 }
 
 // Namespace describes what all pages of a store's namespace have in common.

@@ -29,8 +29,6 @@ type Card interface {
 	Unregister(b []byte) error
 	// Reach lets copy engines of this card access the memory of the other one. Idempotent.
 	Reach(other Card) error
-	// Export names an allocation of this process for other processes.
-	Export(p cuda.Ptr) (cuda.IPCHandle, error)
 	// PCI is the address of the card as in sysfs: "0000:1b:00.0".
 	PCI() (string, error)
 	Close() error

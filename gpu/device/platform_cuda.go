@@ -81,8 +81,6 @@ func (d cudaCard) NewPacker() (Packer, error) {
 	return p, err
 }
 
-func (d cudaCard) Export(p cuda.Ptr) (cuda.IPCHandle, error) { return d.c.ExportIPC(p) }
-
 func (d cudaCard) Reach(other Card) error { return d.c.EnablePeer(other.(cudaCard).c) }
 
 func (d cudaCard) Register(b []byte) (cuda.Ptr, error) { return d.c.Register(b) }

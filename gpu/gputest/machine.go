@@ -21,9 +21,6 @@ type Machine struct {
 	Mu   sync.Mutex
 	Mem  map[cuda.Ptr][]byte // by base
 	Next cuda.Ptr
-
-	Base   cuda.Ptr // of shared
-	shared []byte   // where all memory lies, if another process has it, too
 }
 
 // NewMachine makes a machine without devices.
@@ -37,11 +34,7 @@ func (m *Machine) Alloc(n uint64) cuda.Ptr {
 	defer m.Mu.Unlock()
 	p := m.Next
 	m.Next += cuda.Ptr(n+1<<20) &^ (1<<20 - 1)
-	if m.shared != nil {
-		m.Mem[p] = m.shared[p-m.Base:][:n:n]
-	} else {
-		m.Mem[p] = make([]byte, n)
-	}
+	m.Mem[p] = make([]byte, n)
 	return p
 }
 

@@ -75,12 +75,6 @@ func (c *Card) NewPacker() (device.Packer, error) {
 
 func (c *Card) Reach(device.Card) error { return nil }
 
-// Export names an allocation by its address.
-func (c *Card) Export(p cuda.Ptr) (h cuda.IPCHandle, err error) {
-	binary.LittleEndian.PutUint64(h[:], uint64(p))
-	return h, nil
-}
-
 func (c *Card) Close() error { return nil }
 
 func (c *Card) PCI() (string, error) { return fmt.Sprintf("0000:%02x:00.0", 0x1b+c.Index), nil }

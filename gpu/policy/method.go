@@ -9,17 +9,15 @@ type CopyMethod uint8
 
 // The copy methods. The best one depends on the engine's load. A kernel of another process is
 // time-sliced against the engine's: beside a busy engine without MPS, pack waits for milliseconds.
-// Copy engines do not wait but take longer per block. A kernel in the engine's own context is not
-// sliced, but needs a message to the engine's process.
+// Copy engines do not wait but take longer per block.
 const (
-	Auto     CopyMethod = iota // learned
-	Pack                       // a kernel packs on the GPU, one copy crosses the link
-	Copy                       // the copy engine alone, one copy per block or two
-	InEngine                   // pack, with the kernel in the engine's own context
+	Auto CopyMethod = iota // learned
+	Pack                   // a kernel packs on the GPU, one copy crosses the link
+	Copy                   // the copy engine alone, one copy per block or two
 	numMethods
 )
 
-var methodNames = [numMethods]string{"auto", "pack", "copy", "engine"}
+var methodNames = [numMethods]string{"auto", "pack", "copy"}
 
 func (e CopyMethod) String() string { return methodNames[e] }
 
@@ -30,5 +28,5 @@ func ParseCopyMethod(s string) (CopyMethod, error) {
 			return CopyMethod(i), nil
 		}
 	}
-	return 0, fmt.Errorf("gpu: copy method %q is unknown: use auto, pack, copy or engine", s)
+	return 0, fmt.Errorf("gpu: copy method %q is unknown: use auto, pack or copy", s)
 }

@@ -25,8 +25,7 @@ const (
 const learnWeight = 1.0 / 8
 
 // KernelPrice is the factor by which kernels must be faster than copy engines, which take nothing
-// from the engine. [measured, H200, to a busy GPU] Kernels in the engine's context were 13% faster
-// and cost the engine 7%.
+// from the engine.
 const KernelPrice = 1.25
 
 // Policy learns which method takes less time per byte under the present load. There is one per GPU
@@ -69,56 +68,32 @@ func Decided(cost map[CopyMethod]float64) *Policy {
 // as long as 30 of them over NVLink.
 const TrialBytes = 4 << 20
 
-// Pick returns the method for the next call. try: the call is only a trial. engine: an engine can
-// take the work.
-func (c *Policy) Pick(now time.Time, engine bool) (e CopyMethod, try bool) {
-	last := Copy
-	if engine {
-		last = InEngine
-	}
-	switch {
-	case c.fixed == InEngine && !engine:
-		return Copy, false
-	case c.fixed != Auto:
+// Pick returns the method for the next call. try: the call is only a trial.
+func (c *Policy) Pick(now time.Time) (e CopyMethod, try bool) {
+	if c.fixed != Auto {
 		return c.fixed, false
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	best := Pack
-	for e := Pack; e <= last; e++ {
-		if c.cost[e] != 0 && c.priced(e, c.cost[e]) < c.priced(best, c.cost[best]) {
-			best = e
-		}
+	best, other := Pack, Copy
+	if c.cost[Copy] != 0 && c.priced(Copy, c.cost[Copy]) < c.priced(Pack, c.cost[Pack]) {
+		best, other = Copy, Pack
 	}
-	if best != c.best && (engine || c.best != InEngine) { // one call without the engine does not count
+	if best != c.best {
 		c.scheduleLocked(c.best, now, trialFirst)
 		c.best = best
 	}
-	if c.cost[best] == 0 {
+	switch {
+	case c.cost[best] == 0:
+		return best, false
+	case c.cost[other] == 0:
+		c.scheduleLocked(other, now, trialFirst)
+		return other, true
+	case now.Before(c.nextTrial[other]):
 		return best, false
 	}
-	for e := Pack; e <= last; e++ {
-		if c.cost[e] == 0 {
-			c.scheduleLocked(e, now, trialFirst)
-			return e, true
-		}
-	}
-	try = false
-	for x := Pack; x <= last; x++ {
-		if x != best && !now.Before(c.nextTrial[x]) && (!try || c.nextTrial[x].Before(c.nextTrial[e])) {
-			e, try = x, true
-		}
-	}
-	if !try {
-		return best, false
-	}
-	c.scheduleLocked(e, now, min(2*c.trialPause[e], trialLast))
-	for x := Pack; x <= last; x++ { // one trial at a time: a request should not wait for two
-		if c.nextTrial[x].Before(now.Add(trialFirst)) {
-			c.nextTrial[x] = now.Add(trialFirst)
-		}
-	}
-	return e, true
+	c.scheduleLocked(other, now, min(2*c.trialPause[other], trialLast))
+	return other, true
 }
 
 // priced is the cost of e including what its kernels take from the engine.
@@ -152,13 +127,6 @@ func (c *Policy) Count(e CopyMethod, bytes uint64) {
 func (c *Policy) countLocked(e CopyMethod, bytes uint64) {
 	c.calls[e]++
 	c.bytes[e] += bytes
-}
-
-// ObserveWasted learns from a call that took time and moved nothing.
-func (c *Policy) ObserveWasted(e CopyMethod, bytes uint64, start, end time.Time) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.observeLocked(e, bytes, start, end)
 }
 
 func (c *Policy) observeLocked(e CopyMethod, bytes uint64, start, end time.Time) {

@@ -31,7 +31,7 @@ func TestPolicyTogether(t *testing.T) {
 		rate        float64 // of the other one beside the one in favor
 		wins        bool
 	}{{Copy, Pack, 1.2, false}, {Copy, Pack, 1.3, true}, {Pack, Copy, 0.9, true}, {Pack, Copy, 0.7,
-		false}, {Pack, InEngine, 1.1, true}, {Pack, InEngine, 0.9, false}} {
+		false}} {
 		c := New(Auto, KernelPrice)
 		now := start
 		call := func(e CopyMethod, rate float64) {
@@ -39,80 +39,19 @@ func TestPolicyTogether(t *testing.T) {
 			now = now.Add(time.Duration(float64(100*time.Microsecond) / rate))
 			c.Observe(e, bytes, from, now)
 		}
-		for _, e := range []CopyMethod{Pack, Copy, InEngine} {
+		for _, e := range []CopyMethod{Pack, Copy} {
 			call(e, map[bool]float64{true: 1, false: 0.1}[e == x.best])
 		}
-		c.Pick(now, true)
+		c.Pick(now)
 		for i := range trialWins {
-			if e, _ := c.Pick(now, true); c.best != x.best {
+			if e, _ := c.Pick(now); c.best != x.best {
 				t.Fatalf("%+v: %s is in favour after %d tries, and %s was picked", x, c.best, i, e)
 			}
 			call(x.other, x.rate)
 		}
-		if c.Pick(now, true); (c.best == x.other) != x.wins {
+		if c.Pick(now); (c.best == x.other) != x.wins {
 			t.Errorf("%+v: %s is in favour", x, c.best)
 		}
-	}
-}
-
-// TestPolicyOfThree: of three methods the best is used, the others are tried from time to time, and
-// a method that comes or goes is noticed.
-func TestPolicyOfThree(t *testing.T) {
-	var c Policy
-	now := time.Unix(1000, 0)
-	count := func(calls int, engine bool, took [numMethods]time.Duration) (n [numMethods]int) {
-		for range calls {
-			e, _ := c.Pick(now, engine)
-			n[e]++
-			start := now
-			now = now.Add(took[e])
-			c.Observe(e, 1<<20, start, now)
-		}
-		return n
-	}
-	const us = time.Microsecond
-	busy := [numMethods]time.Duration{Pack: 3000 * us, Copy: 200 * us, InEngine: 60 * us}
-	if n := count(10000, true, busy); n[InEngine] < 9980 || n[Pack] == 0 || n[Copy] == 0 {
-		t.Errorf("the engine is three times as fast; taken: %v", n)
-	}
-	if n := count(100000, true, busy); n[InEngine] < 99980 || n[Pack] == 0 || n[Copy] == 0 ||
-		n[Pack] > 10 {
-		t.Errorf("ten seconds later: %v", n)
-	}
-	packs := 0
-	for range 10000 { // an engine that is away for one hop in ten: nothing is tried more often
-		packs += count(9, true, busy)[Pack] + count(1, false, busy)[Pack]
-	}
-	if packs == 0 || packs > 10 {
-		t.Errorf("%d packs in ten seconds with an engine that is away now and then", packs)
-	}
-	packs = 0
-	for i := range 100 { // two of them take turns in favor: the third is tried as seldom as before
-		turn := busy
-		turn[Copy], turn[InEngine] = []time.Duration{40 * us, 400 * us}[i%2], []time.Duration{400 * us,
-			40 * us}[i%2]
-		packs += count(1000, true, turn)[Pack]
-	}
-	if packs == 0 || packs > 10 {
-		t.Errorf("%d packs in ten seconds in which two others took turns", packs)
-	}
-	if n := count(1000, false, busy); n[InEngine] != 0 || n[Copy] < 995 {
-		t.Errorf("no engine: %v", n)
-	}
-	if n := count(1000, true, busy); n[InEngine] < 995 {
-		t.Errorf("it is back: %v", n)
-	}
-	idle := [numMethods]time.Duration{Pack: 30 * us, Copy: 200 * us, InEngine: 60 * us}
-	count(60000, true, idle)
-	if n := count(1000, true, idle); n[Pack] < 990 {
-		t.Errorf("pack is the fastest by now: %v", n)
-	}
-	c.fixed = InEngine
-	if e, _ := c.Pick(now, true); e != InEngine {
-		t.Errorf("fixed: %s", e)
-	}
-	if e, _ := c.Pick(now, false); e != Copy {
-		t.Errorf("fixed, and none there: %s", e)
 	}
 }
 
@@ -122,7 +61,7 @@ func TestPolicy(t *testing.T) {
 	// count is how often pack is taken in calls for which the executors take so long.
 	count := func(calls int, pack, copy time.Duration) (packs int) {
 		for range calls {
-			e, _ := c.Pick(now, false)
+			e, _ := c.Pick(now)
 			took := copy
 			if e == Pack {
 				took = pack
@@ -148,10 +87,10 @@ func TestPolicy(t *testing.T) {
 		t.Errorf("pack is fast again and was taken %d of 1000 times", n)
 	}
 	c.fixed = Pack
-	if e, try := c.Pick(now, true); e != Pack || try {
+	if e, try := c.Pick(now); e != Pack || try {
 		t.Error("fixed is not")
 	}
-	for _, name := range []string{"auto", "pack", "copy", "engine"} {
+	for _, name := range []string{"auto", "pack", "copy"} {
 		if e, err := ParseCopyMethod(name); err != nil || e.String() != name {
 			t.Errorf("%s: %s, %v", name, e, err)
 		}

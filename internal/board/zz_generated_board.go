@@ -4,32 +4,18 @@ package board
 
 // Bounds and magic numbers.
 const (
-	FlagsMagic      = 1179407184
-	RingsMagic      = 1380537168
-	BoardMajor      = 1
-	BoardMinor      = 2
-	CacheLine       = 64
-	MaxLayers       = 1024
-	Poison          = 9223372036854775807
-	RingMinBytes    = 65536
-	RingMaxBytes    = 16777216
-	RecordMaxBytes  = 1048576
-	FlagsReplays    = 1
-	FlagsMark       = 2
-	WorkMagic       = 1464423248
-	WorkMinor       = 1
-	WorkSlots       = 8
-	WorkRuns        = 4096
-	WorkRows        = 2147483648
-	WorkAlign       = 16
-	WorkMaxBlocks   = 4096
-	WorkWhereBits   = 48
-	WorkStateBits   = 8
-	WorkHandleBytes = 64
-	WorkSlotTable   = 128
-	WorkDone        = 640
-	WorkLists       = 4096
-	WorkBytes       = 790528
+	FlagsMagic     = 1179407184
+	RingsMagic     = 1380537168
+	BoardMajor     = 1
+	BoardMinor     = 2
+	CacheLine      = 64
+	MaxLayers      = 1024
+	Poison         = 9223372036854775807
+	RingMinBytes   = 65536
+	RingMaxBytes   = 16777216
+	RecordMaxBytes = 1048576
+	FlagsReplays   = 1
+	FlagsMark      = 2
 )
 
 // enum kvs_record_type.
@@ -56,27 +42,6 @@ const (
 	Expired   = 3
 	Refused   = 4
 	Lost      = 5
-)
-
-// enum kvs_work_state.
-const (
-	WorkFree    = 0
-	WorkPosted  = 1
-	WorkTaken   = 2
-	WorkRefused = 3
-)
-
-// enum kvs_work_op.
-const (
-	WorkOpen   = 1
-	WorkPack   = 2
-	WorkUnpack = 3
-)
-
-// enum kvs_work_refusal.
-const (
-	WorkBad = 1
-	WorkGpu = 2
 )
 
 // struct kvs_flags_header: its size and the offsets of its fields.
@@ -136,37 +101,4 @@ const (
 	OffRecordLease     = 16
 	OffRecordEpoch     = 24
 	OffRecordBodyBytes = 32
-)
-
-// struct kvs_work_header: its size and the offsets of its fields.
-const (
-	SizeWorkHeader          = 128
-	OffWorkHeaderMagic      = 0
-	OffWorkHeaderMajor      = 4
-	OffWorkHeaderMinor      = 6
-	OffWorkHeaderSlots      = 8
-	OffWorkHeaderRuns       = 12
-	OffWorkHeaderTotalBytes = 16
-	OffWorkHeaderSleeping   = 64
-)
-
-// struct kvs_work_slot: its size and the offsets of its fields.
-const (
-	SizeWorkSlot       = 64
-	OffWorkSlotState   = 0
-	OffWorkSlotOp      = 8
-	OffWorkSlotRuns    = 12
-	OffWorkSlotDense   = 16
-	OffWorkSlotBytes   = 24
-	OffWorkSlotBlocks  = 32
-	OffWorkSlotRefusal = 36
-)
-
-// struct kvs_work_run: its size and the offsets of its fields.
-const (
-	SizeWorkRun      = 24
-	OffWorkRunWhere  = 0
-	OffWorkRunStride = 8
-	OffWorkRunLen    = 16
-	OffWorkRunCount  = 20
 )

@@ -93,7 +93,7 @@ type GDR struct {
 // GPU configures the access to GPU memory.
 type GPU struct {
 	Enabled  string `yaml:"enabled" unit:"auto or off" doc:"auto: used if there is an NVIDIA driver. off: engines that register GPU memory are refused."`
-	Executor string `yaml:"executor" unit:"auto, pack, copy or engine" doc:"How scattered blocks are copied between a GPU and the host. pack: a kernel packs them on the GPU; beside a busy engine it waits unless MPS runs. copy: the copy engine copies each piece separately. engine: pack, with the kernel launched by a thread in the engine's process if its library supports that; copy handles the rest. auto: the faster method, learned under the current load."`
+	Executor string `yaml:"executor" unit:"auto, pack or copy" doc:"How scattered blocks are copied between a GPU and the host. pack: a kernel packs them on the GPU; beside a busy engine it waits unless MPS runs. copy: the copy engine copies each piece separately. auto: the faster method, learned under the current load."`
 	Buffers  int    `yaml:"buffers" unit:"buffers of 1 MiB" doc:"Pinned host memory per GPU for the use of lanes."`
 	Table    string `yaml:"table" unit:"path, auto or off" doc:"Results of kvspray calibrate for this host's GPU models. auto: the default file in the user's cache directory, if it exists. off: built-in or learned values."`
 	Stage    Size   `yaml:"stage" unit:"bytes" doc:"Size of one staging buffer of the copy between two GPUs. Each GPU has 8 for every direction in use; a GPU that two engines share has 16."`

@@ -265,7 +265,7 @@ func (v *checker) transports() {
 		"not an absolute path", "start it with /")
 	v.between("transports.shm.copy_threads", t.SHM.CopyThreads, 0, maxThreads)
 	v.oneOf("transports.gpu.enabled", t.GPU.Enabled, Auto, Off)
-	v.oneOf("transports.gpu.executor", t.GPU.Executor, Auto, "pack", "copy", "engine")
+	v.oneOf("transports.gpu.executor", t.GPU.Executor, Auto, "pack", "copy")
 	v.check(t.GPU.Table != "", "transports.gpu.table", "", "empty", "use auto, off, or a path")
 	v.between("transports.gpu.buffers", t.GPU.Buffers, 8, 4096)
 	v.check(t.GPU.Stage >= minStage && t.GPU.Stage <= maxStage && t.GPU.Stage%minStage == 0,

@@ -16,7 +16,6 @@ layers    how long after the end of the forward pass the last layer's bytes are 
 first     how long after a layer's flag its first bytes are in the other engine's memory, the engine busy; needs --gpus 0,host
 
 `host` for a GPU: that engine's cache lies in host memory. For the first one it is of use to part slow alone.
-KVSPRAY_E2E_GRAPH_BLOCKS=16 has captured graphs pack, with so many thread blocks, where the executor is `engine`.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ from kvspray.machine import machine
 
 LAYERS = 64
 PAGE = int(os.environ.get("KVSPRAY_E2E_PAGE", 16 << 10))
-GRAPH_BLOCKS = int(os.environ.get("KVSPRAY_E2E_GRAPH_BLOCKS", 0))
 BLOCKS = (8 << 30) // LAYERS // PAGE
 WORDS = PAGE // 8
 STEPS = 3  # that the engine takes at least, where it is timed: one more or less is much otherwise
@@ -82,8 +80,6 @@ class Engine:
         if not self.client.wait_connected(TIMEOUT_S):
             raise SystemExit(f"e2e: no session: {self.client.status().error}")
         self.gpu = GpuSignals(self.client)
-        if GRAPH_BLOCKS and gpu != HOST and not self.gpu.pack(GRAPH_BLOCKS):
-            raise SystemExit("e2e: graphs do not pack")
         self.count = 0
         self.word = torch.arange(WORDS, dtype=torch.int64, device="cuda")
         self.seed = torch.zeros(1, dtype=torch.int64, device="cuda")
@@ -128,10 +124,6 @@ class Engine:
 
     def endpoint(self) -> str:
         return self.client.status().endpoint
-
-    def packs(self) -> dict[str, int]:
-        """Lists that this engine packed or unpacked for its sidecar so far: by launches of the shim's thread, and by replays."""
-        return {name: self.client.status().counters[name] for name in ("packs_launched", "packs_in_graphs")}
 
     def mapped(self) -> tuple[str, list[str]]:
         """Files of the flags and of a cache in host memory, for a process that looks at them."""
@@ -684,21 +676,10 @@ def kill(args: argparse.Namespace, path: str, r: random.Random, sets: list[str],
                 rig.engines()
             rig.peer = rig.p.call("endpoint")
         after = content(rig, r, 2)
-        asked = "transports.gpu.executor=engine" in sets
-        out[victim] = {"ends": ends, "late_writes": late, "wrong": wrong, "after": after, "missing": in_engine(path, rig) if asked else []}
+        out[victim] = {"ends": ends, "late_writes": late, "wrong": wrong, "after": after}
         rig.close()
         say(f"kill -9 {victim}: {out[victim]}")
     return out
-
-
-def in_engine(path: str, rig: Rig) -> list[str]:
-    """Where the engine executor was asked for, it has to have been there until the end: what it does not take, copies do without a word. Over
-    shm the destination's sidecar moves everything, and it has no board of the source's engine."""
-    logs = {i: s.log() for i, s in enumerate(rig.sidecars) if rig.args.gpus[i] != HOST and (i == 1 or path != "shm")}
-    return [f"{path}: sidecar {i} {what}" for i, log in logs.items() for what, bad in (
-        ("never packed in its engine's context", "packs in an engine's own context" not in log),
-        ("stopped packing in its engine's context", "no packing in the engine's context" in log),
-    ) if bad]  # fmt: skip
 
 
 def measured(args: argparse.Namespace, name: str, sets: list[str], parts: list[str], r: random.Random, report: dict[str, Any]) -> list[str]:
@@ -733,12 +714,6 @@ def measured(args: argparse.Namespace, name: str, sets: list[str], parts: list[s
             say(s.tail())
         raise
     finally:
-        if "transports.gpu.executor=engine" in sets and {"content", "slow"} & set(parts):
-            problems += in_engine(name, rig)
-            packs = report[f"packs_{name}"] = {"source": rig.p.call("packs"), "destination": rig.d.call("packs")}
-            say(f"packs over {name}: {packs}")
-            if GRAPH_BLOCKS and name != "shm" and not packs["source"]["packs_in_graphs"]:  # over shm the destination's sidecar moves both sides
-                problems.append(f"{name}: no replay has packed: {packs}")
         report[f"log_{name}"] = [line for s in rig.sidecars for line in s.notable(8)]
         rig.close()
         turn.close()
@@ -783,7 +758,7 @@ def main() -> int:
             problems += measured(args, name, sets, parts, r, report)
         if "kill" in parts:
             got = report[f"kill_{name}"] = kill(args, name, r, sets, args.kills)
-            problems += [f"kill over {name}, {v}: {k}" for v, k in got.items() if k["late_writes"] or k["wrong"] or k["after"]["wrong"] or k["missing"]]
+            problems += [f"kill over {name}, {v}: {k}" for v, k in got.items() if k["late_writes"] or k["wrong"] or k["after"]["wrong"]]
     report["problems"] = problems
     print(json.dumps(report, indent=1))
     if args.json:

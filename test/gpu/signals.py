@@ -194,12 +194,6 @@ class Run:
         self.other.start()
         if self.results.get(timeout=TIMEOUT_S) != "ready":
             raise SystemExit("signals: the other process did not start")
-        # Another worker of the same cache, whose graphs would pack.
-        self.packer = kvspray.WorkerClient("/nonexistent/kvspray.sock", engine=kvspray.EngineInfo("signals", id="packs"), layers=LAYERS)
-        self.packer.register([self.packer.gpu_region(self.cache.data_ptr(), self.cache.nbytes)], layout(self.cache.nbytes))
-        self.packing = GpuSignals(self.packer)
-        if not self.packing.pack():
-            raise SystemExit("signals: graphs do not pack")
 
     def follow(self, steps: int, how: Any, ahead: int = AHEAD) -> dict[str, Any]:
         """Runs so many steps, how(step) each, while the other process follows, so many steps behind at most."""
@@ -224,8 +218,6 @@ class Run:
         self.jobs.put(None)
         self.other.join(10)
         self.other.kill()
-        self.packing.close()
-        self.packer.close()
         self.gpu.close()
         self.client.close()
 
@@ -239,7 +231,6 @@ def cleared(run: Run, rounds: int = 20_000) -> dict[str, int]:
         side = torch.cuda.current_stream().cuda_stream
         for layer in range(LAYERS):
             run.gpu.signal_layer(layer, side)
-        run.gpu.join(side)
     complete = left = 0
     for i in range(rounds):
         for _ in range(1 + i % 4):
@@ -312,8 +303,7 @@ def waiting(run: Run) -> dict[str, Any]:
 
 def cost(run: Run, rounds: int) -> list[dict[str, Any]]:
     """Graphs in one memory pool, so that all of them use the same addresses: with other addresses the caches alone make a difference
-    of microseconds. `packs` has nodes that look for something to pack, too, and never find any; `control` is a second graph without signals. What
-    says the step before a replay counts as a part of the signals."""
+    of microseconds. `control` is a second graph without signals. The launch that sets the step before a replay counts as a part of the signals."""
     out = []
     stream = torch.cuda.current_stream().cuda_stream
     models = {hidden: Model(run.cache, hidden) for hidden in COST_HIDDEN}
@@ -322,7 +312,7 @@ def cost(run: Run, rounds: int) -> list[dict[str, Any]]:
         model.forward(batch, None)  # libraries load now
         torch.cuda.synchronize()
         pool = torch.cuda.graph_pool_handle()
-        gpus = {"plain": None, "signals": run.gpu, "packs": run.packing, "control": None}
+        gpus = {"plain": None, "signals": run.gpu, "control": None}
         graphs = {kind: model.capture(batch, gpu, pool=pool) for kind, gpu in gpus.items()}
 
         def timed(kind: str, replays: int = 40, graphs: dict[str, Any] = graphs, gpus: dict[str, Any] = gpus) -> float:
@@ -343,11 +333,11 @@ def cost(run: Run, rounds: int) -> list[dict[str, Any]]:
         got: dict[str, list[float]] = {kind: [] for kind in graphs}
         for i in range(rounds):
             order = list(graphs)
-            for kind in order[i % 4 :] + order[: i % 4]:
+            for kind in order[i % 3 :] + order[: i % 3]:
                 got[kind].append(timed(kind))
         layer_us = statistics.median(got["plain"])
         row: dict[str, Any] = {"hidden": hidden, "batch": batch, "kernels": model.kernels[batch] + 3, "layer_us": round(layer_us, 2), "rounds": rounds}
-        for kind in ("signals", "packs", "control"):
+        for kind in ("signals", "control"):
             added = sorted(x - y for x, y in zip(got[kind], got["plain"], strict=True))
             row[kind] = {
                 "added_us": round(statistics.median(added), 3), "p10_us": round(added[len(added) // 10], 3),

@@ -93,21 +93,5 @@ func readable(fd uintptr) bool {
 	return err == nil && n == 1 && fds[0].Revents&unix.POLLIN != 0
 }
 
-// Hold returns a second handle for the same process.
-func (p *Peer) Hold() (*Peer, error) {
-	rc, err := p.pidfd.SyscallConn()
-	if err != nil {
-		return nil, err
-	}
-	fd, opErr := -1, error(nil)
-	if err := rc.Control(func(s uintptr) {
-		fd, opErr = unix.FcntlInt(s, unix.F_DUPFD_CLOEXEC,
-			0)
-	}); err != nil || opErr != nil {
-		return nil, fmt.Errorf("pidfd: %w", errors.Join(err, opErr))
-	}
-	return &Peer{UID: p.UID, PID: p.PID, pidfd: os.NewFile(uintptr(fd), "pidfd")}, nil
-}
-
 // Close ends Wait and releases the process.
 func (p *Peer) Close() { _ = p.pidfd.Close() }

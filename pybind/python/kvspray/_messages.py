@@ -39,7 +39,6 @@ NO_FD = 4294967295  # the descriptor index of a region without a descriptor
 
 # Features of WELCOME.
 FEATURE_COPY = "copy"  # the sidecar accepts COPY
-FEATURE_WORK = "work"  # the sidecar uses engines with GPU memory for work, see FDs.Work
 FEATURE_AFTER = "after"  # EXPECT and COPY wait for the stream mark in them
 FEATURE_DECLINE = "decline"  # the sidecar accepts DECLINE
 FEATURE_STORE = "store"  # the sidecar has a page store
@@ -116,7 +115,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "WELCOME.limits": ("leases", "regions", "record_bytes"),
     "REGISTER": ("id", "session", "regions", "layout", "fds", "first"),
     "REGISTER.regions": ("region", "kind", "bytes", "addr", "handle", "fd", "offset"),
-    "REGISTER.fds": ("flags", "rings", "doorbell", "bell", "work", "work_bell"),
+    "REGISTER.fds": ("flags", "rings", "doorbell", "bell"),
     "REGISTERED": ("id", "fingerprint", "geometry"),
     "ERROR": ("id", "code", "message", "field", "remedy", "fatal"),
     "AWAIT": ("id", "xfer", "hash", "peer", "tokens", "ttl_ms"),

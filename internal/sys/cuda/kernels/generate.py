@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles kernels.cu with a pinned NVRTC to the images beside it, and the shim's flag.cu and the PTX of kernels.cu to C headers. Needs no
+"""Compiles kernels.cu with a pinned NVRTC to the images beside it, and the shim's flag.cu to a C header. Needs no
 GPU and no CUDA installation.
 
 usage: generate.py [--check]      --check compiles and compares, and writes nothing
@@ -80,7 +80,6 @@ def main() -> int:
     stale = []
     images = [(os.path.join(HERE, name), compile_image(nvrtc, source, arch, kind)) for name, arch, kind in IMAGES]
     images.append((os.path.join(SHIM, "flag_ptx.h"), header(compile_image(nvrtc, flag, "compute_75", "PTX"), "flag_ptx", "flag.cu")))
-    images.append((os.path.join(SHIM, "pack_ptx.h"), header(images[0][1], "pack_ptx", "kernels.cu")))
     for path, image in images:
         if "--check" in sys.argv:
             if not os.path.exists(path) or open(path, "rb").read() != image:
