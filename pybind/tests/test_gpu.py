@@ -226,7 +226,7 @@ g = GpuSignals(client)
 fake.fake_fail(b"cuStreamWriteValue64")
 assert not g.step(1, MAIN) and not g.ok
 fake.fake_fail(b"")
-assert not any([g.step(2, MAIN), g.signal_layer(0, MAIN), g.signal_step(MAIN), g.wait_layer(0, 1, MAIN), g.join(MAIN)])
+assert not any([g.step(2, MAIN), g.signal_layer(0, MAIN), g.signal_step(MAIN), g.wait_layer(0, 1, MAIN)])
 g.close()
 g.close()
 assert not g.signal_layer(0, MAIN)
