@@ -166,10 +166,14 @@ func TestMeshOfProcesses(t *testing.T) {
 				}
 			}
 			if time.Since(began) > meshPatience+time.Duration(count)*meshEach {
-				known, lanes := left[0].peers()
-				t.Fatalf("%s: %d of %d sidecars do not know just the %d others, without a data lane; "+
-					"one knows %d, and has %d lanes", what,
-					len(left), count, count-1, known, lanes)
+				for _, m := range left {
+					known, lanes := m.peers()
+					b, _ := os.ReadFile(m.log)
+					t.Logf("%s knows %d and has %d lanes; its log ends with %s", m.endpoint, known, lanes,
+						b[max(0, len(b)-1000):])
+				}
+				t.Fatalf("%s: %d of %d sidecars do not know just the %d others, without a data lane", what,
+					len(left), count, count-1)
 			}
 			<-time.After(100 * time.Millisecond)
 		}
