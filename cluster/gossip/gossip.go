@@ -54,6 +54,8 @@ type Options struct {
 	Join      []string
 	Keys      [][]byte // of 32 bytes, the one to encrypt with first; none: loopback only
 	Log       *slog.Logger
+
+	reunion time.Duration // 0: reunionEvery
 }
 
 // Gossip is this process among the members. It implements cluster.Cluster.
@@ -73,6 +75,7 @@ type self struct {
 	member  cluster.Member
 	meta    []byte
 	members map[string]cluster.Member // by memberlist's name
+	lost    map[string]lostMember     // likewise
 	changed chan struct{}
 }
 
@@ -96,6 +99,7 @@ func (d *self) NotifyLeave(n *memberlist.Node) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	delete(d.members, n.Name)
+	d.loseLocked(n)
 	d.notifyLocked()
 }
 
@@ -111,6 +115,7 @@ func (d *self) set(n *memberlist.Node) {
 			Boot: transfer.Boot(h.Boot)}
 		m.SetTexts(h.Features)
 		d.members[n.Name] = m
+		delete(d.lost, n.Name)
 	}
 	d.notifyLocked()
 }
@@ -172,7 +177,8 @@ func Start(o Options, m cluster.Member, known *admit.Members) (*Gossip, error) {
 	c.GossipInterval, c.ProbeInterval = gossipInterval, probeInterval
 	c.LogOutput, c.Logger = nil, slog.NewLogLogger(o.Log.With("part", "gossip").Handler(),
 		slog.LevelDebug)
-	d := &self{member: m, members: map[string]cluster.Member{}, changed: make(chan struct{})}
+	d := &self{member: m, members: map[string]cluster.Member{}, lost: map[string]lostMember{},
+		changed: make(chan struct{})}
 	if d.meta, err = encode(m); err != nil {
 		return nil, err
 	}
@@ -187,20 +193,22 @@ func Start(o Options, m cluster.Member, known *admit.Members) (*Gossip, error) {
 		c.Transport = t
 		var list *memberlist.Memberlist
 		if list, err = memberlist.Create(c); err == nil {
-			return begin(o, list, t.gate, d), nil
+			g := &Gossip{list: list, gate: t.gate, self: d}
+			g.begin(o)
+			return g, nil
 		}
 		_ = t.Shutdown()
 	}
 	return nil, fmt.Errorf("peer.gossip.listen: %w: %w", cluster.ErrListen, err)
 }
 
-func begin(o Options, list *memberlist.Memberlist, gate *admit.Gate, d *self) *Gossip {
+func (g *Gossip) begin(o Options) {
 	ctx, stop := context.WithCancel(context.Background())
-	out := &Gossip{list: list, gate: gate, self: d, stop: stop}
+	g.stop = stop
 	if len(o.Join) > 0 {
-		out.wg.Go(func() { joinAll(ctx, o.Join, out.ask, o.Log) })
+		g.wg.Go(func() { joinAll(ctx, o.Join, g.ask, o.Log) })
 	}
-	return out
+	g.wg.Go(func() { g.reunite(ctx, o) })
 }
 
 func splitAddr(s string) (string, int, error) {

@@ -20,7 +20,7 @@ import (
 	"github.com/kvspray/kvspray/internal/admit"
 )
 
-const patience = 20 * time.Second
+const patience = time.Minute
 
 // poll waits for a condition that no event announces.
 func poll(t testing.TB, what string, ok func() bool) {

@@ -66,7 +66,7 @@ func (t TLS) Set() bool { return t.Cert != "" || t.Key != "" || t.CA != "" }
 type Gossip struct {
 	Listen    string   `yaml:"listen" unit:"host:port or off" doc:"UDP and TCP address of the membership protocol. Port 0 takes a free one. A loopback address is opened only if there are members to join. 'off': peers are known only by the endpoints in requests."`
 	Advertise string   `yaml:"advertise" unit:"host:port" doc:"Address announced to members, if it differs from the bound one." default:"the bound address"`
-	Join      []string `yaml:"join" unit:"host:port list" doc:"Members to contact at start; each is retried until it answers."`
+	Join      []string `yaml:"join" unit:"host:port list" doc:"Members to contact at start; each is retried until it answers, and again whenever it is no member, as after a network partition."`
 }
 
 // Transports selects and tunes the backends.

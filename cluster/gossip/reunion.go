@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gossip
+
+import (
+	"context"
+	"math/rand/v2"
+	"net"
+	"slices"
+	"time"
+
+	"github.com/hashicorp/memberlist"
+)
+
+// Members on two sides of a network partition declare each other dead, and memberlist never asks a
+// dead member again. Each member therefore asks some of those again that it has lost, and the
+// members of peer.gossip.join that it lacks.
+const (
+	reunionEvery = 30 * time.Second // between two rounds; half as much again at most
+	reunionAsks  = 2                // lost members that a round asks
+	lostFor      = 24 * time.Hour   // until a lost member is forgotten
+	maxLost      = 256              // later ones replace the oldest
+)
+
+// lostMember is where a member was that is gone.
+type lostMember struct {
+	address string
+	since   time.Time
+}
+
+// loseLocked keeps where n was.
+func (d *self) loseLocked(n *memberlist.Node) {
+	if len(d.lost) >= maxLost {
+		oldest := ""
+		for name, l := range d.lost {
+			if oldest == "" || l.since.Before(d.lost[oldest].since) {
+				oldest = name
+			}
+		}
+		delete(d.lost, oldest)
+	}
+	d.lost[n.Name] = lostMember{n.Address(), time.Now()}
+}
+
+// absent lists addresses to ask: some of those that were lost, and of join those at which no member
+// is. resolve returns the addresses of one of join.
+func (d *self) absent(own string, join []string, resolve func(string) []string) []string {
+	d.mu.Lock()
+	here := map[string]bool{own: true}
+	for _, m := range d.members {
+		here[m.Address] = true
+	}
+	var lost []string
+	for name, l := range d.lost {
+		if here[l.address] || time.Since(l.since) > lostFor {
+			delete(d.lost, name) // another member is there now, or nobody
+			continue
+		}
+		lost = append(lost, l.address)
+	}
+	d.mu.Unlock()
+	rand.Shuffle(len(lost), func(i, j int) { lost[i], lost[j] = lost[j], lost[i] })
+	ask := lost[:min(len(lost), reunionAsks)]
+	for _, a := range join {
+		at := resolve(a)
+		if !slices.Contains(ask, a) && slices.ContainsFunc(at, func(a string) bool { return !here[a] }) {
+			ask = append(ask, a)
+		}
+	}
+	return ask
+}
+
+// resolve returns the addresses of host:port; none: the name has none now.
+func resolve(ctx context.Context, addr string) (all []string) {
+	host, port, err := net.SplitHostPort(addr)
+	if err != nil {
+		return nil
+	}
+	ips, err := net.DefaultResolver.LookupHost(ctx, host)
+	if err != nil {
+		return nil
+	}
+	for _, ip := range ips {
+		all = append(all, net.JoinHostPort(ip, port))
+	}
+	return all
+}
+
+// reunite asks absent members again, until ctx ends.
+func (g *Gossip) reunite(ctx context.Context, o Options) {
+	every := o.reunion
+	if every == 0 {
+		every = reunionEvery
+	}
+	names := func(a string) []string { return resolve(ctx, a) }
+	for {
+		t := time.NewTimer(every + rand.N(every/2))
+		select {
+		case <-t.C:
+		case <-ctx.Done():
+			t.Stop()
+			return
+		}
+		for _, a := range g.self.absent(g.Address(), o.Join, names) {
+			// The first exchange tells each side that the other has declared it dead, which it contradicts
+			// in the second.
+			if g.ask(ctx, a) == nil && g.ask(ctx, a) == nil {
+				o.Log.Info("gossip: an absent member answered", "address", a)
+			}
+		}
+	}
+}
