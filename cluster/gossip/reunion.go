@@ -104,8 +104,10 @@ func (g *Gossip) reunite(ctx context.Context, o Options) {
 		for _, a := range g.self.absent(g.Address(), o.Join, names) {
 			// The first exchange tells each side that the other has declared it dead, which it contradicts
 			// in the second.
-			if g.ask(ctx, a) == nil && g.ask(ctx, a) == nil {
-				o.Log.Info("gossip: an absent member answered", "address", a)
+			for range 2 {
+				if g.ask(ctx, a) != nil {
+					break
+				}
 			}
 		}
 	}

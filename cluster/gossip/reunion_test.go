@@ -37,8 +37,7 @@ func (g *Gossip) nodes() (all []string) {
 	return all
 }
 
-// A member that was declared dead, and asks nobody itself, is a member again once it can be reached:
-// others ask it.
+// A member that was declared dead, and asks nobody itself, is a member again once others reach it.
 func TestReunion(t *testing.T) {
 	t.Parallel()
 	a := member(t, "a", "127.0.0.1:0")

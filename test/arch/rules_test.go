@@ -46,9 +46,10 @@ var rules = []rule{
 	{dir: "internal/ui/cli", why: "converts flags to configurations of the composed parts, of " +
 		"nothing below them",
 		own: []string{"control/peer/keys", "internal/config", "internal/lines", "internal/ui/ask",
-			"internal/ui/bugreport", "internal/ui/command", "internal/ui/doctor", "internal/ui/explain", "internal/ui/ping",
-			"internal/ui/place", "internal/ui/status", "internal/ui/storectl", "internal/ui/top",
-			"internal/ui/usage", "internal/version", "placement", "proxy", "sidecar"},
+			"internal/ui/bugreport", "internal/ui/command", "internal/ui/doctor", "internal/ui/explain",
+			"internal/ui/ping", "internal/ui/place", "internal/ui/status", "internal/ui/storectl",
+			"internal/ui/top", "internal/ui/usage", "internal/version", "placement", "proxy",
+			"sidecar"},
 		ext: []string{extCobra, extProm}},
 	{dir: "internal/ui/command", why: "runs the command line of any program; has no command of its " +
 		"own but version",
