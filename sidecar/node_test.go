@@ -12,6 +12,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"runtime/pprof"
 	"slices"
 	"strings"
 	"testing"
@@ -179,7 +180,9 @@ func (e *engine) waitFor(lease uint64, limit time.Duration) connectortest.Comple
 		}
 		c, err := e.Wait(ctx)
 		if err != nil {
-			e.t.Fatalf("completion of lease %d: %v", lease, err)
+			var stacks strings.Builder
+			_ = pprof.Lookup("goroutine").WriteTo(&stacks, 1)
+			e.t.Fatalf("completion of lease %d: %v\n%s", lease, err, &stacks)
 		}
 		e.done[c.Lease] = c
 	}
