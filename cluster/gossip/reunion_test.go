@@ -62,7 +62,7 @@ func TestReunion(t *testing.T) {
 	}
 }
 
-// What is asked is bounded, and nobody is asked who is there.
+// A round asks a bounded number of addresses, and none at which a member is.
 func TestAbsent(t *testing.T) {
 	t.Parallel()
 	d := &self{members: map[string]cluster.Member{"x": {Address: "10.0.0.2:1"}},
