@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"math/rand/v2"
+	"net"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -11,6 +12,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -45,11 +47,38 @@ type meshed struct {
 	log string
 }
 
+// fixedPorts hands out addresses below the ports that the kernel gives to outgoing connections. A
+// large mesh has so many of those that a port which was free a moment ago may be one's.
+type fixedPorts struct{ last atomic.Int64 }
+
+const lowestPort = 10240 // below are ports of well-known services
+
+func (p *fixedPorts) next(t *testing.T) string {
+	b, err := os.ReadFile("/proc/sys/net/ipv4/ip_local_port_range")
+	ok(t, err)
+	end, err := strconv.Atoi(strings.Fields(string(b))[0])
+	ok(t, err)
+	if end <= lowestPort {
+		end = 1 << 16
+	}
+	for range end - lowestPort {
+		at := net.JoinHostPort(testutil.Loopback(),
+			strconv.Itoa(lowestPort+int(p.last.Add(1))%(end-lowestPort)))
+		l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", at)
+		if err == nil {
+			ok(t, l.Close())
+			return at
+		}
+	}
+	t.Fatalf("every port from %d to %d is taken", lowestPort, end-1)
+	return ""
+}
+
 // newMeshed starts a sidecar that joins others by gossip alone.
-func newMeshed(t *testing.T, gossip, join, secret string) *meshed {
+func newMeshed(t *testing.T, ports *fixedPorts, gossip, join, secret string) *meshed {
 	dir := testutil.ShortDir(t)
-	p := &process{t: t, path: filepath.Join(dir, "config.yaml"), socket: filepath.Join(dir, "s.sock")}
-	p.endpoint, p.http = freePorts(t)
+	p := &process{t: t, path: filepath.Join(dir, "config.yaml"), socket: filepath.Join(dir, "s.sock"),
+		endpoint: ports.next(t), http: ports.next(t)}
 	if gossip == "" {
 		gossip = "127.0.0.1:0"
 	}
@@ -140,14 +169,16 @@ func TestMeshOfProcesses(t *testing.T) {
 	ok(t, err)
 	secret := filepath.Join(t.TempDir(), "cluster.key")
 	ok(t, keys.WriteCluster(secret, key))
-	seed, _ := freePorts(t)
+	var ports fixedPorts
+	ports.last.Store(rand.Int64N(1 << 16)) // another test may run beside this one
+	seed := ports.next(t)
 	var all []*meshed
 	for i := range count {
 		at := ""
 		if i == 0 {
 			at = seed
 		}
-		all = append(all, newMeshed(t, at, seed, secret))
+		all = append(all, newMeshed(t, &ports, at, seed, secret))
 	}
 	whole := func(what string) {
 		t.Helper()
@@ -157,6 +188,7 @@ func TestMeshOfProcesses(t *testing.T) {
 			return known == count-1 && lanes == 0
 		}
 		left := slices.Clone(all)
+		said := began
 		for {
 			// Only those that were not whole are asked again, as the answers cost what is measured.
 			if left = slices.DeleteFunc(left, knows); len(left) == 0 {
@@ -164,6 +196,12 @@ func TestMeshOfProcesses(t *testing.T) {
 					t.Logf("%s: whole after %v", what, time.Since(began).Round(time.Millisecond))
 					return
 				}
+			}
+			if time.Since(said) > 10*time.Second {
+				said = time.Now()
+				known, lanes := left[0].peers()
+				t.Logf("%s: %d of %d are not whole after %v; the first of them knows %d and has %d lanes",
+					what, len(left), count, time.Since(began).Round(time.Second), known, lanes)
 			}
 			if time.Since(began) > meshPatience+time.Duration(count)*meshEach {
 				for _, m := range left {
@@ -189,7 +227,7 @@ func TestMeshOfProcesses(t *testing.T) {
 	}
 	began := time.Now()
 	logs, ended := churn(t, all[len(stay):], rate, time.Duration(seconds)*time.Second,
-		func() *meshed { return newMeshed(t, "", seed, secret) })
+		func() *meshed { return newMeshed(t, &ports, "", seed, secret) })
 	took := time.Since(began)
 	whole("after the churn")
 	most := 0

@@ -123,12 +123,20 @@ func (p *process) start() {
 	if err := p.cmd.Start(); err != nil {
 		p.t.Fatal(err)
 	}
+	up := false
+	defer func() { // also where until ends this goroutine
+		if !up {
+			b, _ := os.ReadFile(p.path + ".log")
+			p.t.Logf("the log of a sidecar that did not start: %s", b[max(0, len(b)-2000):])
+		}
+	}()
 	until(p.t, func() bool {
 		c, err := net.DialTimeout("tcp", p.http, time.Second)
 		if err != nil {
 			return false
 		}
 		_ = c.Close()
+		up = true
 		return true
 	})
 }

@@ -4,17 +4,49 @@ afterwards; also with preemption, aborts, a sidecar that restarts, a store that 
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import cluster as rig
 import engines
+import msgspec
 import pytest
+import zmq
 from conftest import MODEL, Cluster
 from prompts import BLOCK, fresh
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 
 PAGE = 65536  # bytes: 32 tokens, four layers, in float32
+
+
+@contextlib.contextmanager
+def listening(endpoint: str) -> Iterator[Callable[[], list[Any]]]:
+    """A function that returns the events about the store since its last call."""
+    decoder = msgspec.msgpack.Decoder(KVEventBatch)
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.connect(endpoint)
+        socket.subscribe(b"")
+
+        def events() -> list[Any]:
+            out = []
+            while socket.poll(0):
+                _, _, payload = socket.recv_multipart()
+                out += [e for e in decoder.decode(payload).events if getattr(e, "ownership", None) == "kvspray"]
+            return out
+
+        yield events
+
+
+def collect(events: list[Any], pages: dict[Any, list[int]]) -> int:
+    """Adds each page's tokens by its hash; how many pages there are."""
+    for e in events:
+        if isinstance(e, BlockStored):
+            for i, h in enumerate(e.block_hashes):
+                pages[h] = e.token_ids[i * e.block_size : (i + 1) * e.block_size]
+    return len(pages)
 
 
 class Node(Cluster):
@@ -142,6 +174,41 @@ def test_transfers_and_the_store_in_one_engine(c: Node) -> None:
     assert c.prefill_first(prompt, 12).tokens == c.r.run(prompt, 12).tokens
     assert rig.total(c.d.metrics(), "vllm:kvspray_transfers_total", side="received", outcome="ok") == moved + 1
     assert pages(c.p, "get", "memory", "disk") == loaded + 20
+
+
+def test_events_tell_an_index_what_the_store_has(zygote: None, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A listener of vLLM's publisher learns of each page that the store has, and of one that is gone."""
+    c = Node(pathlib.Path(tmp_path_factory.mktemp("events")), {"memory": "2MiB"})
+    try:
+        endpoint = f"ipc://{c.dir}/events"
+        c.spawn("P", kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint))
+        with listening(endpoint) as store_events:
+            c.engines["P"].wait_up()
+            prompt = fresh(300, "events")
+            c.p.run(prompt, 40)
+            c.settle()
+            c.p.run(fresh(5, "a step, after which vLLM publishes"), 4)
+            there: dict[Any, list[int]] = {}
+            rig.wait_for("events", lambda: collect(store_events(), there) == pages(c.p, "put", "stored"), 30)
+            # 339 tokens, the last of which was never computed.
+            assert len(there) == 10
+            whole = range(0, len(prompt) - BLOCK + 1, BLOCK)
+            assert {tuple(t) for t in there.values()} >= {tuple(prompt[i : i + BLOCK]) for i in whole}
+            gone = set(there)
+            for i in range(3):  # more than the store holds
+                c.p.run(fresh(900, ("events", i)), 4)
+            c.settle()
+            c.forget(c.p)
+            c.p.run(prompt, 4)  # asks for pages that are gone
+            removed: set[Any] = set()
+
+            def some_removed() -> bool:
+                removed.update(h for e in store_events() if isinstance(e, BlockRemoved) for h in e.block_hashes)
+                return bool(removed & gone)
+
+            rig.wait_for("an event that pages are gone", some_removed, 30)
+    finally:
+        c.close()
 
 
 def test_a_sidecar_that_restarts_serves_from_its_disk(c: Node) -> None:

@@ -190,7 +190,7 @@ class RankWorker(FakeWorker):
 class Vllm:
     """Chunked prefill, prefix hits, preemption, loads that are set aside, and `lag` steps under way."""
 
-    def __init__(self, blocks: int = 24, lag: int = 1, ranks: int = 1, budget: int = 10) -> None:
+    def __init__(self, blocks: int = 24, lag: int = 1, ranks: int = 1, budget: int = 10, events: Any = None) -> None:
         self.pool = Pool(blocks)
         self.lag, self.budget = lag, budget
         self.store = FakeStore(ranks)
@@ -199,7 +199,7 @@ class Vllm:
         client.pages = self.store.pages_of  # type: ignore[attr-defined]
         self.client = client
         self.scheduler = SchedulerSide(
-            Settings(store=True), client, [PAGE], "engine", fake_hash, LOG, tp_size=ranks, now=lambda: self.clock, store_lag=lag
+            Settings(store=True), client, [PAGE], "engine", fake_hash, LOG, tp_size=ranks, now=lambda: self.clock, store_lag=lag, events=events
         )
         self.scheduler.set_pool(self.pool)  # type: ignore[arg-type]
         self.side = self.scheduler._store
@@ -230,8 +230,9 @@ class Vllm:
     # ---- requests
 
     def add(self, name: str, tokens: list[int], answer: int = 3, **more: Any) -> Any:
+        every = list(tokens)
         r = SimpleNamespace(
-            request_id=name, prompt_token_ids=tokens, all_tokens=list(tokens), num_prompt_tokens=len(tokens), num_computed_tokens=0, num_tokens=len(tokens),
+            request_id=name, prompt_token_ids=tokens, all_tokens=every, all_token_ids=every, num_prompt_tokens=len(tokens), num_computed_tokens=0, num_tokens=len(tokens),
             block_hashes=[], kv_transfer_params=None, lora_request=None, cache_salt=None, mm_features=[], status=SimpleNamespace(name="WAITING"),
             table=[], answer=answer, in_flight=0, samples=0, stale=0, **more,
         )  # fmt: skip

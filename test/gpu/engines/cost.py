@@ -32,6 +32,7 @@ PREFILL_GOAL, P50_GOAL, P99_GOAL = 0.01, 0.02, 0.05
 TOGETHER = 4  # prompts at a time, to P
 EDGE_S = 0.05  # of each window, left out
 LEASE_S = 60.0
+STREAM_TOKENS = 2000  # of each answer that D is decoding
 Lease = tuple[int, int]  # the peer's rank, and its lease
 
 
@@ -206,7 +207,7 @@ class Streams:
             body = {
                 "model": MODEL_NAME,
                 "prompt": prompt(32, ("stream", i, turn)),
-                "max_tokens": 2000,
+                "max_tokens": STREAM_TOKENS,
                 "temperature": 0,
                 "ignore_eos": True,
                 "stream": True,
@@ -315,8 +316,24 @@ def cost_of_p(stage: Stage, peer: Peer) -> dict[str, Any]:
     }
 
 
+def check_cache(stage: Stage, peer: Peer) -> None:
+    """D's prefix cache must hold an arm's prompts, or D computes them in the other arm."""
+    a = stage.args
+    groups = json.loads((stage.rig.pages / "D/layout.json").read_text())["groups"]
+    arrive, write = int(a.arrivals * a.window) + 1, 2 * a.streams * STREAM_TOKENS
+    for group, need in zip(groups, peer.need, strict=True):
+        want = arrive * need + write // group["tokens_per_block"]
+        if want > group["num_blocks"]:
+            raise Failed(
+                f"D's cache has {group['num_blocks']} blocks, and {want} are needed for {arrive} "
+                f"prompts and {a.streams} answers: raise --cache-mb, or lower --arrivals, --window "
+                "or --cost-tokens"
+            )
+
+
 def cost_of_d(stage: Stage, peer: Peer) -> tuple[dict[str, Any], list[str]]:
     a, before, took = stage.args, received(stage), 0.0
+    check_cache(stage, peer)
     streams = Streams(stage.pair.d.port, a.streams)
     gaps: dict[bool, list[list[float]]] = {False: [], True: []}
     stage.rig.so_far["itl_s, windows without"] = gaps[False]

@@ -5,7 +5,7 @@ worker.py."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole, SupportsHMA
 from vllm.logger import init_logger
 
-from kvspray_vllm import caches, layout, pages, shim, versions
+from kvspray_vllm import caches, events, layout, pages, shim, versions
 from kvspray_vllm.adapters import LoadWatch
 from kvspray_vllm.meta import Landed, StepMeta
 from kvspray_vllm.saving import Saving
@@ -31,6 +31,7 @@ from kvspray_vllm.worker import LOAD_WAIT_S, WorkerSide
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
         KVConnectorStats,
@@ -97,6 +98,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         self.region: shim.Memory | None = None
         self._bad_blocks: set[int] = set()  # reported once
         self._scheduler: SchedulerSide | None = None
+        self._events: events.StoreEvents | None = None
         self._worker: WorkerSide | None = None
         self._worker_client: shim.Worker | None = None
         self._generation: Generation | None = None  # a worker's, once its memory is registered
@@ -131,6 +133,8 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                     "With 'recompute' it is prefilled here instead."
                 )
             parallel = vllm_config.parallel_config
+            if self._settings.store and events.wanted(vllm_config):
+                self._events = events.StoreEvents()
             self._scheduler = SchedulerSide(
                 self._settings,
                 shim.Scheduler(self._settings.socket, self._engine_id, logger, parallel.tensor_parallel_size, parallel.pipeline_parallel_size),
@@ -143,6 +147,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                 sync_block=self._sync_block(vllm_config) if resumes and not self._gpu else 0,
                 role=str(self._kv_transfer_config.kv_role),
                 store_lag=max(1, int(getattr(vllm_config, "max_concurrent_batches", 2))) if self._settings.store else 0,
+                events=self._events,
             )
             if not HAS_CACHE_MANAGER:
                 self._tables = StepTables(self._scheduler.gives)
@@ -428,6 +433,9 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.worker_reported(
             connector_output.finished_sending or (), connector_output.finished_recving or (), landed if isinstance(landed, Landed) else None
         )
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return self._events.take() if self._events is not None else ()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))

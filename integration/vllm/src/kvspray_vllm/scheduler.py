@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+    from kvspray_vllm.events import StoreEvents
+
 HashFn = Callable[[Sequence[int], str, str, Sequence[tuple[str, int, int]]], bytes]
 
 # Loads of at most so many bytes may be waited for in the step that computes on them, by an engine that has nothing else to do. They take some two
@@ -65,9 +67,11 @@ class SchedulerSide:
         sync_block: int = 0,
         role: str = "kv_both",
         store_lag: int = 0,
+        events: StoreEvents | None = None,
     ) -> None:
         """sync_block: how many bytes a block has over all layers, where small loads may be waited for in the step that computes on them.
-        store_lag: of StoreSide; 0: the engine does not use the node's store."""
+        store_lag: of StoreSide; 0: the engine does not use the node's store.
+        events: those of the store, if the engine publishes any."""
         if role not in ("kv_producer", "kv_consumer", "kv_both"):
             raise ValueError(f"kvspray: kv_role is {role!r}, want kv_producer, kv_consumer or kv_both")
         self._role = role
@@ -108,7 +112,7 @@ class SchedulerSide:
 
         self._store: StoreSide | None = None
         if store_lag:
-            self._store = StoreSide(client, self._block_sizes[0], tp_size, store_lag, lambda outcome: self._stats.lookup(outcome), log, now)
+            self._store = StoreSide(client, self._block_sizes[0], tp_size, store_lag, lambda outcome: self._stats.lookup(outcome), log, now, events)
 
     def set_pool(self, pool: BlockPool | None) -> None:
         """What spare blocks come from. It is no part of vLLM's interface for connectors: of one that is made otherwise nothing is taken."""

@@ -23,10 +23,13 @@ from kvspray_vllm.meta import Expect, Landed, Put, Rank, StepMeta
 from kvspray_vllm.shim import Question, SchedulerPages, SchedulerShim, ShimError
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+    from kvspray_vllm.events import StoreEvents
 
 MAX_ASKED = 4096  # blocks of one prompt that are asked for, and loaded: 128 KiB of hashes, in one packet
 ASK_S = 0.2  # how long a request waits for an answer
@@ -61,6 +64,7 @@ class _Held:
 
     blocks: list[KVCacheBlock]
     hashes: tuple[bytes, ...]
+    event: KVCacheEvent | None = None  # to publish, once they are stored
     ranks: int = 0  # that have ended it
     good: bool = True
 
@@ -75,8 +79,10 @@ class StoreSide:
         count: Callable[[str], None],
         log: logging.Logger,
         now: Callable[[], float] = time.monotonic,
+        events: StoreEvents | None = None,
     ) -> None:
-        """lag: steps that vLLM may have scheduled when it sees the result of the first of them. count: counts the outcome of a question."""
+        """lag: steps that vLLM may have scheduled when it sees the result of the first of them. count: counts the outcome of a question.
+        events: None if the engine publishes none."""
         self._client = client
         self._size = page_tokens
         self._of = ranks
@@ -84,6 +90,7 @@ class StoreSide:
         self._count = count
         self._log = log
         self._now = now
+        self._events = events
         self._pool: BlockPool | None = None
         self._requests: dict[str, _Request] = {}
         self._ranks: dict[int, Rank] = {}
@@ -133,7 +140,9 @@ class StoreSide:
         for put in self._new:
             self._release(self._puts.pop(put.id))
         self._new.clear()
-        self._known.clear()
+        for held in self._puts.values():
+            held.event = None  # of the weights before
+        self._forget(list(self._known))
         if not first and self._emptied < max(r.since for r in ranks.values()) - 1:
             self._mixed = True
             self._log.warning(
@@ -158,7 +167,7 @@ class StoreSide:
         if pages.session != self._session:
             # Another sidecar, perhaps: what the last one had in memory is gone.
             self._session = pages.session
-            self._known.clear()
+            self._forget(list(self._known))
         return True
 
     # ---- loading
@@ -232,12 +241,28 @@ class StoreSide:
             r.found = r.question.answer()
         if r.found is None:
             return False
+        self._announce(r)
+        gone = []
         for h, there in zip(r.request.block_hashes, r.found, strict=False):
             if there:
                 self._remember(h)
             else:
-                self._known.pop(h, None)  # it was given up for others, and is saved again
+                gone.append(h)  # if it was there, it was given up for others, and is saved again
+        self._forget(gone)
         return True
+
+    def _announce(self, r: _Request) -> None:
+        """Publishes pages that others have put, or that have outlived a sidecar."""
+        if self._events is None or r.found is None:
+            return
+        first = -1  # of the pages in a row that are new here
+        for i, there in enumerate((*r.found, False)):
+            new = there and r.request.block_hashes[i] not in self._known
+            if new and first < 0:
+                first = i
+            elif not new and first >= 0:
+                self._events.stored(self._events.describe(r.request, first, i, self._size))
+                first = -1
 
     def allocated(self, request: Request, table: Sequence[int], external: int) -> Expect | None:
         """vLLM has blocks for a request, and takes so many tokens from elsewhere. The load to begin, if there is one."""
@@ -315,7 +340,8 @@ class StoreSide:
         pool.touch(blocks)
         self._held += len(blocks)
         self._last_put += 1
-        self._puts[self._last_put] = _Held(blocks, hashes)
+        event = self._events.describe(r.request, first, r.next, self._size) if self._events is not None else None
+        self._puts[self._last_put] = _Held(blocks, hashes, event)
         self._new.append(Put(self._last_put, r.request.request_id, hashes, ids, bytes(all_of[first - 1]) if first else b""))
         for h in hashes:
             self._remember(h)
@@ -333,8 +359,11 @@ class StoreSide:
             self._forget(held.hashes)
 
     def _forget(self, hashes: Sequence[bytes]) -> None:
-        for h in hashes:
-            self._known.pop(h, None)
+        known = [h for h in hashes if h in self._known]
+        for h in known:
+            del self._known[h]
+        if self._events is not None:
+            self._events.gone(known)
 
     # ---- requests and PUTs end
 
@@ -367,7 +396,10 @@ class StoreSide:
             held.ranks += ranks
             held.good = held.good and good
             if held.ranks == self._of:
-                self._release(self._puts.pop(id))
+                del self._puts[id]
+                if held.good and self._events is not None and held.event is not None:
+                    self._events.stored(held.event)
+                self._release(held)
 
     @property
     def busy(self) -> bool:

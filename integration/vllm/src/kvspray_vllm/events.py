@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV events about the node's store: what this engine has put into it, and what it found gone.
+
+vLLM's publisher sends them along with its own (`--kv-events-config`), so that an index of prefixes, such as llm-d's or
+Dynamo's, has one stream for each engine. A page is reported once every rank has put it, in the form of vLLM's own
+BlockStored, with medium CPU and ownership kvspray. The store gives pages up without telling its engines: that a page is
+gone is reported when a later prompt asks for it in vain. Such a hint costs a miss, and never a wrong page.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed import kv_events
+from vllm.v1.core import kv_cache_utils
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.request import Request
+
+MEDIUM = getattr(kv_events, "MEDIUM_CPU", "CPU")
+OWNERSHIP = "kvspray"
+MAX_EVENTS = 4096  # that wait for vLLM to take them; the oldest go first
+
+
+def wanted(config: VllmConfig) -> bool:
+    """Whether this engine publishes KV events."""
+    events = getattr(config, "kv_events_config", None)
+    return events is not None and events.enable_kv_cache_events
+
+
+def _make(kind: type[KVCacheEvent], **fields: Any) -> KVCacheEvent:
+    """An event with those of the fields that this vLLM's has."""
+    return kind(**{k: v for k, v in fields.items() if k in kind.__struct_fields__})
+
+
+class StoreEvents:
+    """What vLLM is to publish. Everything runs on the engine core's thread."""
+
+    def __init__(self) -> None:
+        self._events: deque[KVCacheEvent] = deque(maxlen=MAX_EVENTS)
+
+    def describe(self, request: Request, first: int, end: int, size: int) -> KVCacheEvent:
+        """Blocks first to end of a request, each of size tokens, as an event to be passed to `stored`."""
+        convert, keys, at = kv_cache_utils.maybe_convert_block_hash, [], 0
+        for i in range(first, end):
+            key, at = kv_cache_utils.generate_block_hash_extra_keys(request, i * size, (i + 1) * size, at)
+            keys.append(key)
+        untag = getattr(kv_cache_utils, "to_event_extra_keys", list)
+        return _make(
+            kv_events.BlockStored,
+            block_hashes=[convert(h) for h in request.block_hashes[first:end]],
+            parent_block_hash=convert(request.block_hashes[first - 1]) if first else None,
+            token_ids=list(request.all_token_ids[first * size : end * size]),
+            block_size=size,
+            lora_id=None,
+            lora_name=None,
+            medium=MEDIUM,
+            extra_keys=untag(keys),
+            group_idx=0,
+            locality="LOCAL",
+            ownership=OWNERSHIP,
+            session_id=getattr(request, "session_id", None),
+        )
+
+    def stored(self, event: KVCacheEvent) -> None:
+        self._events.append(event)
+
+    def gone(self, hashes: Sequence[Any]) -> None:
+        if hashes:
+            convert = kv_cache_utils.maybe_convert_block_hash
+            self._events.append(
+                _make(
+                    kv_events.BlockRemoved,
+                    block_hashes=[convert(h) for h in hashes],
+                    medium=MEDIUM,
+                    group_idx=0,
+                    locality="LOCAL",
+                    ownership=OWNERSHIP,
+                )
+            )
+
+    def take(self) -> Iterable[KVCacheEvent]:
+        """Each event once."""
+        events, self._events = self._events, deque(maxlen=MAX_EVENTS)
+        return events
