@@ -232,7 +232,8 @@ class Vllm:
     def add(self, name: str, tokens: list[int], answer: int = 3, **more: Any) -> Any:
         every = list(tokens)
         r = SimpleNamespace(
-            request_id=name, prompt_token_ids=tokens, all_tokens=every, all_token_ids=every, num_prompt_tokens=len(tokens), num_computed_tokens=0, num_tokens=len(tokens),
+            request_id=name, prompt_token_ids=tokens, all_tokens=every, all_token_ids=every,
+            num_prompt_tokens=len(tokens), num_computed_tokens=0, num_tokens=len(tokens),
             block_hashes=[], kv_transfer_params=None, lora_request=None, cache_salt=None, mm_features=[], status=SimpleNamespace(name="WAITING"),
             table=[], answer=answer, in_flight=0, samples=0, stale=0, **more,
         )  # fmt: skip
