@@ -63,6 +63,7 @@ type Gossip struct {
 	list *memberlist.Memberlist
 	gate *admit.Gate // of its streams
 	self *self
+	own  string // address; memberlist may change its node meanwhile
 	stop context.CancelFunc
 	wg   sync.WaitGroup
 }
@@ -193,7 +194,7 @@ func Start(o Options, m cluster.Member, known *admit.Members) (*Gossip, error) {
 		c.Transport = t
 		var list *memberlist.Memberlist
 		if list, err = memberlist.Create(c); err == nil {
-			g := &Gossip{list: list, gate: t.gate, self: d}
+			g := &Gossip{list: list, gate: t.gate, self: d, own: list.LocalNode().Address()}
 			g.begin(o)
 			return g, nil
 		}
@@ -313,7 +314,7 @@ func (g *Gossip) Publish(engines, labels []string) {
 }
 
 // Address is where this member's gossip is.
-func (g *Gossip) Address() string { return g.list.LocalNode().Address() }
+func (g *Gossip) Address() string { return g.own }
 
 // Leave implements cluster.Cluster.
 func (g *Gossip) Leave() error {

@@ -17,7 +17,7 @@ import (
 // members of peer.gossip.join that it lacks.
 const (
 	reunionEvery = 30 * time.Second // between two rounds; half as much again at most
-	reunionAsks  = 2                // lost members that a round asks
+	reunionAsks  = 2                // lost members that a round asks, and as many addresses of join
 	lostFor      = 24 * time.Hour   // until a lost member is forgotten
 	maxLost      = 256              // later ones replace the oldest
 )
@@ -42,8 +42,8 @@ func (d *self) loseLocked(n *memberlist.Node) {
 	d.lost[n.Name] = lostMember{n.Address(), time.Now()}
 }
 
-// absent lists addresses to ask: some of those that were lost, and of join those at which no member
-// is. resolve returns the addresses of one of join.
+// absent lists addresses to ask: some of lost members, and some of join at which no member is.
+// resolve returns the addresses of one of join.
 func (d *self) absent(own string, join []string, resolve func(string) []string) []string {
 	d.mu.Lock()
 	here := map[string]bool{own: true}
@@ -59,15 +59,21 @@ func (d *self) absent(own string, join []string, resolve func(string) []string) 
 		lost = append(lost, l.address)
 	}
 	d.mu.Unlock()
-	rand.Shuffle(len(lost), func(i, j int) { lost[i], lost[j] = lost[j], lost[i] })
-	ask := lost[:min(len(lost), reunionAsks)]
-	for _, a := range join {
-		at := resolve(a)
-		if !slices.Contains(ask, a) && slices.ContainsFunc(at, func(a string) bool { return !here[a] }) {
-			ask = append(ask, a)
+	var missing []string
+	for _, name := range join {
+		for _, a := range resolve(name) {
+			if !here[a] && !slices.Contains(lost, a) && !slices.Contains(missing, a) {
+				missing = append(missing, a)
+			}
 		}
 	}
-	return ask
+	return append(some(lost), some(missing)...)
+}
+
+// some returns at most reunionAsks of all, at random.
+func some(all []string) []string {
+	rand.Shuffle(len(all), func(i, j int) { all[i], all[j] = all[j], all[i] })
+	return all[:min(len(all), reunionAsks)]
 }
 
 // resolve returns the addresses of host:port; none: the name has none now.

@@ -5,6 +5,7 @@
 package lines
 
 import (
+	"bytes"
 	"io"
 	"sync"
 	"time"
@@ -12,23 +13,26 @@ import (
 
 // Bounds of a Writer.
 const (
-	MaxQueued = 4 << 20         // bytes that wait, beside as many that are being written
+	// MaxQueued bytes wait, beside those that are being written. A Write that is larger alone has
+	// room in an empty queue.
+	MaxQueued = 4 << 20
 	FlushTime = 2 * time.Second // of Close
 )
 
 // Writer is an io.Writer whose Write does not wait for the destination. Each Write has one or more
-// whole lines, which stay together. Lines for which the queue has no room are lost and counted.
+// whole lines, which stay together. Lines for which the queue has no room, and those that the
+// destination refuses, are lost and counted.
 type Writer struct {
 	w      io.Writer
 	onLost func(lines int) // follows when the destination takes lines again
-	onErr  func(error)     // the first error of the destination
-	failed bool            // of the goroutine
+	onErr  func(error)     // the first error of the destination since it took lines
 
 	mu      sync.Mutex // protects all below
-	changed sync.Cond  // queue, busy or closed have changed
+	changed sync.Cond  // queue, done or closed have changed
 	queue   []byte
+	queued  uint64 // bytes that were in the queue, all in all
+	done    uint64 // of those, written or lost
 	lost    int
-	busy    bool // lines are being written
 	closed  bool
 }
 
@@ -41,25 +45,27 @@ func New(w io.Writer, onLost func(lines int), onErr func(error)) *Writer {
 	return l
 }
 
-// Write queues p, or counts it as lost. It returns no error.
+// Write queues p, or counts its lines as lost. It returns no error.
 func (l *Writer) Write(p []byte) (int, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.closed || len(l.queue)+len(p) > MaxQueued {
-		l.lost++
+	if l.closed || len(l.queue) > 0 && len(l.queue)+len(p) > MaxQueued {
+		l.lost += bytes.Count(p, newline)
 		return len(p), nil
 	}
 	l.queue = append(l.queue, p...)
+	l.queued += uint64(len(p))
 	l.changed.Broadcast()
 	return len(p), nil
 }
 
+var newline = []byte("\n")
+
 func (l *Writer) run() {
 	var spare []byte
+	failed, torn := false, false // the last Write failed; it ended within a line
 	for {
 		l.mu.Lock()
-		l.busy = false
-		l.changed.Broadcast()
 		for len(l.queue) == 0 && !l.closed {
 			l.changed.Wait()
 		}
@@ -68,29 +74,46 @@ func (l *Writer) run() {
 			return
 		}
 		batch, lost := l.queue, l.lost
-		l.queue, l.lost, l.busy = spare[:0], 0, true
+		l.queue, l.lost = spare[:0], 0
 		l.mu.Unlock()
-		_, err := l.w.Write(batch)
-		spare = batch
-		if err != nil && !l.failed {
-			l.failed = true
-			if l.onErr != nil {
-				l.onErr(err)
-			}
+		var err error
+		if torn {
+			_, err = l.w.Write(newline)
+			torn = err != nil
 		}
-		if lost > 0 && l.onLost != nil {
+		n := 0
+		if err == nil {
+			n, err = l.w.Write(batch)
+			torn = n > 0 && batch[n-1] != newline[0]
+		}
+		switch {
+		case err == nil && lost > 0 && l.onLost != nil:
 			l.onLost(lost)
+		case err != nil && !failed && l.onErr != nil:
+			l.onErr(err)
+		}
+		failed = err != nil
+		l.mu.Lock()
+		if failed {
+			l.lost += lost + bytes.Count(batch[n:], newline)
+		}
+		l.done += uint64(len(batch))
+		l.changed.Broadcast()
+		l.mu.Unlock()
+		if spare = batch; cap(spare) > MaxQueued {
+			spare = nil // of one large Write
 		}
 	}
 }
 
-// Flush waits until everything that was written before is with the destination, at most for a time.
-// It reports whether it is. Flush(0) does not wait.
+// Flush waits until all that was written before is with the destination or lost, at most for a
+// time. It reports whether it is. Flush(0) does not wait.
 func (l *Writer) Flush(atMost time.Duration) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.idle() || atMost <= 0 {
-		return l.idle()
+	target := l.queued
+	if l.done >= target || atMost <= 0 {
+		return l.done >= target
 	}
 	over := false
 	t := time.AfterFunc(atMost, func() {
@@ -100,22 +123,21 @@ func (l *Writer) Flush(atMost time.Duration) bool {
 		l.changed.Broadcast()
 	})
 	defer t.Stop()
-	for !over && !l.idle() {
+	for !over && l.done < target {
 		l.changed.Wait()
 	}
-	return l.idle()
+	return l.done >= target
 }
-
-// idle reports whether nothing waits, with mu held.
-func (l *Writer) idle() bool { return len(l.queue) == 0 && !l.busy }
 
 // Close ends the Writer, after FlushTime at most. Lines that the destination has not taken by then
 // are lost. The destination stays open.
 func (l *Writer) Close() error {
+	start := time.Now()
+	l.Flush(FlushTime) // what onLost writes then is still taken
 	l.mu.Lock()
 	l.closed = true
 	l.changed.Broadcast()
 	l.mu.Unlock()
-	l.Flush(FlushTime)
+	l.Flush(FlushTime - time.Since(start))
 	return nil
 }

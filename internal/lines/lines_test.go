@@ -79,6 +79,121 @@ func TestClose(t *testing.T) {
 	})
 }
 
+// A Write that is larger than the queue is taken by an empty one. One that is refused counts each
+// of its lines.
+func TestLargeWrite(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		r, w := io.Pipe()
+		lost := 0
+		l := New(w, func(n int) { lost += n }, nil)
+		large := bytes.Repeat([]byte("line\n"), MaxQueued/5+1)
+		for range 3 { // one is being written, one waits, one is refused
+			_, _ = l.Write(large)
+			synctest.Wait()
+		}
+		got := make(chan int)
+		go func() {
+			b, _ := io.ReadAll(r)
+			got <- len(b)
+		}()
+		_ = l.Close()
+		_ = w.Close()
+		if n := <-got; n != 2*len(large) || lost != MaxQueued/5+1 {
+			t.Errorf("%d bytes of %d arrived, and %d lines are lost", n, 3*len(large), lost)
+		}
+	})
+}
+
+// brief is a destination that has room for some bytes.
+type brief struct {
+	bytes.Buffer
+	room int
+}
+
+func (d *brief) Write(p []byte) (int, error) {
+	n, _ := d.Buffer.Write(p[:min(len(p), d.room)])
+	d.room -= n
+	if n < len(p) {
+		return n, io.ErrShortWrite
+	}
+	return n, nil
+}
+
+// Lines that a full destination refuses are counted, and the next line does not go on behind half
+// of one.
+func TestFullDestination(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		d := &brief{room: 12}
+		lost, failed := 0, 0
+		l := New(d, func(n int) { lost += n }, func(error) { failed++ })
+		write := func(s string) {
+			_, _ = l.Write([]byte(s))
+			l.Flush(time.Second)
+		}
+		write("first\nsecond\nthird\n")
+		write("fourth\n")
+		d.room = 100
+		write("fifth\n")
+		d.room = 0
+		write("sixth\n")
+		_ = l.Close()
+		if got := d.String(); got != "first\nsecond\nfifth\n" {
+			t.Errorf("%q", got)
+		}
+		if lost != 3 || failed != 2 {
+			t.Errorf("%d lines reported as lost, want 3; %d errors, want 2", lost, failed)
+		}
+	})
+}
+
+// What is reported while the Writer closes is still written.
+func TestLostBeforeClose(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		r, w := io.Pipe()
+		var l *Writer
+		l = New(w, func(int) { _, _ = l.Write([]byte("lost\n")) }, nil)
+		_, _ = l.Write([]byte("one\n"))
+		synctest.Wait()
+		_, _ = l.Write(make([]byte, MaxQueued))
+		_, _ = l.Write([]byte("two\n"))
+		got := make(chan []byte)
+		go func() {
+			b, _ := io.ReadAll(r)
+			got <- b
+		}()
+		_ = l.Close()
+		_ = w.Close()
+		if b := <-got; !bytes.HasSuffix(b, []byte("lost\n")) {
+			t.Errorf("%d bytes end with %q", len(b), b[max(0, len(b)-10):])
+		}
+	})
+}
+
+// Flush does not wait for what others write meanwhile.
+func TestFlushAmongWriters(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		r, w := io.Pipe()
+		l := New(w, nil, nil)
+		b := make([]byte, 4)
+		_, _ = l.Write([]byte("one\n"))
+		synctest.Wait()
+		flushed := make(chan bool)
+		go func() { flushed <- l.Flush(time.Second) }()
+		synctest.Wait()
+		_, _ = l.Write([]byte("two\n"))
+		_, _ = io.ReadFull(r, b)
+		if !<-flushed {
+			t.Error("Flush waited for a later line")
+		}
+		_ = r.Close()
+		_ = l.Close()
+	})
+}
+
 // An error of the destination is reported once.
 func TestError(t *testing.T) {
 	t.Parallel()

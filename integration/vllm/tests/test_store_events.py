@@ -84,13 +84,69 @@ def test_a_page_that_is_gone_is_taken_back_when_it_is_asked_for(index: Index) ->
     assert index.read().pages.keys() == {h for _, h in v.store.pages[0]}, "it is put again"
 
 
-def test_pages_of_another_engine_are_published_when_they_are_found(index: Index) -> None:
+def test_pages_of_another_engine_are_published_when_they_are_loaded(index: Index) -> None:
     v = Vllm(blocks=60)
     v.run("a", PROMPT)
     other = Vllm(blocks=60, events=index.source)
     other.store.pages = v.store.pages
-    other.run("b", PROMPT)
+    other.run("first", PROMPT[:2], answer=1)  # the worker names its pages
+    r = other.add("b", PROMPT)
+    assert other.scheduler.matched(r, 0) == (28, True)
+    assert not index.read().pages, "the pages may be another node's, and not come"
+    other.drain()
     assert index.read().pages.keys() == {h for _, h in v.store.pages[0]}
+
+
+def test_pages_that_do_not_come_are_not_published(index: Index) -> None:
+    v = Vllm(blocks=60)
+    v.run("a", PROMPT)
+    other = Vllm(blocks=60, events=index.source)
+    other.store.pages = v.store.pages
+    other.run("first", PROMPT[:2], answer=1)  # the worker names its pages
+    r = other.add("b", PROMPT)
+    assert other.scheduler.matched(r, 0) == (28, True)
+    del other.store.pages[0][("w0", hash_of(PROMPT[:PAGE]))]
+    for _ in range(20):
+        other.step()
+        assert index.read().pages.keys() <= {h for _, h in other.store.pages[0]}
+    other.drain()
+    assert hash_of(PROMPT[:PAGE]) in index.read().pages, "it was computed and put"
+
+
+def test_a_put_that_ends_after_the_sidecar_has_changed_is_not_published(index: Index) -> None:
+    v = Vllm(blocks=60, events=index.source)
+    v.add("a", PROMPT)
+    for _ in range(3):
+        v.step()
+    v.step()
+    assert index.read().pages
+    held = dict(v.side._puts)
+    v.store.session += 1
+    r = v.add("b", PROMPT)
+    v.scheduler.matched(r, 0)
+    assert not index.read().pages
+    assert all(h.event is None for h in held.values())
+
+
+def test_a_page_that_is_asked_for_while_it_is_put_can_be_taken_back_later(index: Index) -> None:
+    v = Vllm(blocks=60, events=index.source)
+    first = hash_of(PROMPT[:PAGE])
+    event = index.source.describe(v.add("a", PROMPT), 0, 1, PAGE)
+    index.source.gone([first])  # a question came first
+    index.source.stored([first], event)
+    assert first in index.read().pages
+    index.source.gone([first])
+    index.source.gone([first])
+    assert not index.read().pages
+
+
+def test_pages_beyond_the_bound_are_taken_back(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "MAX_ANNOUNCED", 4)
+    v = Vllm(blocks=60, events=index.source)
+    v.run("a", PROMPT, answer=7)
+    assert len(v.store.pages[0]) == 9
+    last = [hash_of([*range(n)]) for n in range(6 * PAGE, 10 * PAGE, PAGE)]
+    assert sorted(index.read().pages) == sorted(last)
 
 
 def test_other_weights_and_another_sidecar_take_all_back(index: Index) -> None:
@@ -111,7 +167,7 @@ def test_other_weights_and_another_sidecar_take_all_back(index: Index) -> None:
 def test_events_that_nobody_takes_are_bounded() -> None:
     source = StoreEvents()
     for i in range(MAX_EVENTS + 5):
-        source.gone([bytes([i % 256]) * 32])
+        source.stored([i.to_bytes(32, "big")], BlockRemoved(block_hashes=[], medium=None))
     assert len(list(source.take())) == MAX_EVENTS and not list(source.take())
 
 

@@ -2,14 +2,16 @@
 """KV events about the node's store: what this engine has put into it, and what it found gone.
 
 vLLM's publisher sends them along with its own (`--kv-events-config`), so that an index of prefixes, such as llm-d's or
-Dynamo's, has one stream for each engine. A page is reported once every rank has put it, in the form of vLLM's own
-BlockStored, with medium CPU and ownership kvspray. The store gives pages up without telling its engines: that a page is
-gone is reported when a later prompt asks for it in vain. Such a hint costs a miss, and never a wrong page.
+Dynamo's, has one stream for each engine. A page is announced in the form of vLLM's own BlockStored, with medium CPU and
+ownership kvspray, once every rank has put it or loaded it: the node's store has it then. The store gives pages up without
+telling its engines: that a page is gone is reported when a later prompt asks for it. Such a hint costs a miss, and never a
+wrong page. Each page that was announced is taken back once, at the latest when MAX_ANNOUNCED later ones are.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 MEDIUM = getattr(kv_events, "MEDIUM_CPU", "CPU")
 OWNERSHIP = "kvspray"
 MAX_EVENTS = 4096  # that wait for vLLM to take them; the oldest go first
+MAX_ANNOUNCED = 1 << 17  # pages
 
 
 def wanted(config: VllmConfig) -> bool:
@@ -42,6 +45,7 @@ class StoreEvents:
 
     def __init__(self) -> None:
         self._events: deque[KVCacheEvent] = deque(maxlen=MAX_EVENTS)
+        self._announced: OrderedDict[bytes, None] = OrderedDict()
 
     def describe(self, request: Request, first: int, end: int, size: int) -> KVCacheEvent:
         """Blocks first to end of a request, each of size tokens, as an event to be passed to `stored`."""
@@ -66,22 +70,40 @@ class StoreEvents:
             session_id=getattr(request, "session_id", None),
         )
 
-    def stored(self, event: KVCacheEvent) -> None:
+    def stored(self, hashes: Sequence[bytes], event: KVCacheEvent) -> None:
+        """The store has the pages that `describe` has described."""
+        if all(h in self._announced for h in hashes):
+            for h in hashes:
+                self._announced.move_to_end(h)
+            return
         self._events.append(event)
+        for h in hashes:
+            self._announced[h] = None
+            self._announced.move_to_end(h)
+        if (more := len(self._announced) - MAX_ANNOUNCED) > 0:
+            self.gone(list(itertools.islice(self._announced, more)))
 
-    def gone(self, hashes: Sequence[Any]) -> None:
-        if hashes:
-            convert = kv_cache_utils.maybe_convert_block_hash
-            self._events.append(
-                _make(
-                    kv_events.BlockRemoved,
-                    block_hashes=[convert(h) for h in hashes],
-                    medium=MEDIUM,
-                    group_idx=0,
-                    locality="LOCAL",
-                    ownership=OWNERSHIP,
-                )
+    def gone(self, hashes: Iterable[bytes]) -> None:
+        """The store does not have these pages. Of those only that were announced the index has to be told."""
+        known = [h for h in hashes if h in self._announced]
+        if not known:
+            return
+        for h in known:
+            del self._announced[h]
+        convert = kv_cache_utils.maybe_convert_block_hash
+        self._events.append(
+            _make(
+                kv_events.BlockRemoved,
+                block_hashes=[convert(kv_cache_utils.BlockHash(h)) for h in known],
+                medium=MEDIUM,
+                group_idx=0,
+                locality="LOCAL",
+                ownership=OWNERSHIP,
             )
+        )
+
+    def all_gone(self) -> None:
+        self.gone(list(self._announced))
 
     def take(self) -> Iterable[KVCacheEvent]:
         """Each event once."""

@@ -56,6 +56,7 @@ class _Request:
     found: Sequence[bool] | None = None
     offer: tuple[int, int] = (0, 0)  # tokens that vLLM has, tokens behind them that the store has
     loads: tuple[bytes, ...] = ()
+    load: KVCacheEvent | None = None  # to publish, once they are loaded
 
 
 @dataclass
@@ -140,9 +141,7 @@ class StoreSide:
         for put in self._new:
             self._release(self._puts.pop(put.id))
         self._new.clear()
-        for held in self._puts.values():
-            held.event = None  # of the weights before
-        self._forget(list(self._known))
+        self._forget_all()
         if not first and self._emptied < max(r.since for r in ranks.values()) - 1:
             self._mixed = True
             self._log.warning(
@@ -167,7 +166,7 @@ class StoreSide:
         if pages.session != self._session:
             # Another sidecar, perhaps: what the last one had in memory is gone.
             self._session = pages.session
-            self._forget(list(self._known))
+            self._forget_all()
         return True
 
     # ---- loading
@@ -241,28 +240,14 @@ class StoreSide:
             r.found = r.question.answer()
         if r.found is None:
             return False
-        self._announce(r)
         gone = []
         for h, there in zip(r.request.block_hashes, r.found, strict=False):
             if there:
                 self._remember(h)
             else:
-                gone.append(h)  # if it was there, it was given up for others, and is saved again
+                gone.append(bytes(h))  # if it was there, it was given up for others, and is saved again
         self._forget(gone)
         return True
-
-    def _announce(self, r: _Request) -> None:
-        """Publishes pages that others have put, or that have outlived a sidecar."""
-        if self._events is None or r.found is None:
-            return
-        first = -1  # of the pages in a row that are new here
-        for i, there in enumerate((*r.found, False)):
-            new = there and r.request.block_hashes[i] not in self._known
-            if new and first < 0:
-                first = i
-            elif not new and first >= 0:
-                self._events.stored(self._events.describe(r.request, first, i, self._size))
-                first = -1
 
     def allocated(self, request: Request, table: Sequence[int], external: int) -> Expect | None:
         """vLLM has blocks for a request, and takes so many tokens from elsewhere. The load to begin, if there is one."""
@@ -281,7 +266,9 @@ class StoreSide:
         refused = ""
         if external > offered or end > len(table):
             refused = f"the engine takes {external} tokens behind its own {computed} into {len(table)} blocks, and {offered} were offered"
-        r.loads = tuple(bytes(h) for h in request.block_hashes[first:end])
+        r.loads, r.load = tuple(bytes(h) for h in request.block_hashes[first:end]), None
+        if self._events is not None and not refused:
+            r.load = self._events.describe(request, first, end, self._size)
         for h in r.loads:
             self._remember(h)
         return Expect(request.request_id, b"", b"", "", computed + external, computed, (tuple(table[:end]),), refused=refused, pages=r.loads)
@@ -300,7 +287,7 @@ class StoreSide:
             r = self._requests.get(req)
             if r is not None:
                 r.ends.clear()  # its blocks went, and nothing is certain about those that it gets
-                r.asks, r.until, r.loads = r.reads, 0.0, ()
+                r.asks, r.until, r.loads, r.load = r.reads, 0.0, (), None
         for req, scheduled in out.num_scheduled_tokens.items():
             r = self._requests.get(req)
             if r is None:
@@ -348,6 +335,7 @@ class StoreSide:
 
     def _remember(self, hash: bytes) -> None:
         self._known[hash] = None
+        self._known.move_to_end(hash)
         if len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
 
@@ -359,11 +347,20 @@ class StoreSide:
             self._forget(held.hashes)
 
     def _forget(self, hashes: Sequence[bytes]) -> None:
-        known = [h for h in hashes if h in self._known]
-        for h in known:
-            del self._known[h]
+        for h in hashes:
+            self._known.pop(h, None)
         if self._events is not None:
-            self._events.gone(known)
+            self._events.gone(hashes)
+
+    def _forget_all(self) -> None:
+        """There is another store, or there are other weights. PUTs and loads under way belong to those before."""
+        self._known.clear()
+        for held in self._puts.values():
+            held.event = None
+        for r in self._requests.values():
+            r.load = None
+        if self._events is not None:
+            self._events.all_gone()
 
     # ---- requests and PUTs end
 
@@ -379,18 +376,23 @@ class StoreSide:
 
     def reported(self, received: Iterable[str], landed: Landed | None) -> None:
         """What the workers report after a step."""
+        if landed is not None:
+            for req in landed.lacked:
+                r = self._requests.get(req)
+                if r is not None:
+                    self._forget(r.loads)
+                    r.load = None
+            if landed.ranks:
+                self._learn(landed.ranks)
         for req in received:
             r = self._requests.get(req)
             if r is not None:
                 self._forget_question(r)  # pages need not stay for it
+                if r.load is not None and self._events is not None:
+                    self._events.stored(r.loads, r.load)
+                    r.load = None
         if landed is None:
             return
-        for req in landed.lacked:
-            r = self._requests.get(req)
-            if r is not None:
-                self._forget(r.loads)
-        if landed.ranks:
-            self._learn(landed.ranks)
         for id, (ranks, good) in landed.saved.items():
             held = self._puts[id]
             held.ranks += ranks
@@ -398,7 +400,7 @@ class StoreSide:
             if held.ranks == self._of:
                 del self._puts[id]
                 if held.good and self._events is not None and held.event is not None:
-                    self._events.stored(held.event)
+                    self._events.stored(held.hashes, held.event)
                 self._release(held)
 
     @property
