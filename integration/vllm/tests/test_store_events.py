@@ -43,6 +43,10 @@ class Index:
         return [*(self.prefix(parent) if parent is not None else ()), *tokens]
 
 
+def puts(v: Vllm) -> int:
+    return sum(c[2] for c in v.shims[0].calls if c[0] == "put")
+
+
 @pytest.fixture
 def index(monkeypatch: pytest.MonkeyPatch) -> Index:
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
@@ -88,12 +92,13 @@ def test_pages_of_another_engine_are_published_when_they_are_loaded(index: Index
     v = Vllm(blocks=60)
     v.run("a", PROMPT)
     other = Vllm(blocks=60, events=index.source)
-    other.store.pages = v.store.pages
+    other.store.pages[0].update(v.store.pages[0])
     other.run("first", PROMPT[:2], answer=1)  # the worker names its pages
     r = other.add("b", PROMPT)
     assert other.scheduler.matched(r, 0) == (28, True)
     assert not index.read().pages, "the pages may be another node's, and not come"
     other.drain()
+    assert puts(other) == 1, "the page after the prompt, which nobody asked for"
     assert index.read().pages.keys() == {h for _, h in v.store.pages[0]}
 
 
@@ -101,7 +106,7 @@ def test_pages_that_do_not_come_are_not_published(index: Index) -> None:
     v = Vllm(blocks=60)
     v.run("a", PROMPT)
     other = Vllm(blocks=60, events=index.source)
-    other.store.pages = v.store.pages
+    other.store.pages[0].update(v.store.pages[0])
     other.run("first", PROMPT[:2], answer=1)  # the worker names its pages
     r = other.add("b", PROMPT)
     assert other.scheduler.matched(r, 0) == (28, True)
