@@ -474,3 +474,8 @@ class Vllm:
                 assert isinstance(content, tuple) and content[0] == weights and hash_of(content[1]) == h, (weights, content)
                 n += 1
         return n
+
+
+def puts(v: Vllm) -> int:
+    """How many pages the first rank has put."""
+    return sum(c[2] for c in v.shims[0].calls if c[0] == "put")

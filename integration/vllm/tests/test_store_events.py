@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from store_fakes import PAGE, Vllm, hash_of
+from store_fakes import PAGE, Vllm, hash_of, puts
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
 from kvspray_vllm import events
@@ -41,10 +41,6 @@ class Index:
     def prefix(self, h: Any) -> list[int]:
         parent, tokens = self.pages[h]
         return [*(self.prefix(parent) if parent is not None else ()), *tokens]
-
-
-def puts(v: Vllm) -> int:
-    return sum(c[2] for c in v.shims[0].calls if c[0] == "put")
 
 
 @pytest.fixture

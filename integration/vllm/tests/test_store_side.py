@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import store_fakes
 from fakes import prefill_first
-from store_fakes import PAGE, Vllm, hash_of
+from store_fakes import PAGE, Vllm, hash_of, puts
 
 from kvspray.store import Found
 from kvspray_vllm import pages, shim
@@ -31,10 +31,6 @@ def stats(v: Vllm) -> dict[str, int]:
             for k, n in (s.data[name] if s is not None else {}).items():
                 out[k] = out.get(k, 0) + n
     return out
-
-
-def puts(v: Vllm) -> int:
-    return sum(c[2] for c in v.shims[0].calls if c[0] == "put")
 
 
 @pytest.fixture
