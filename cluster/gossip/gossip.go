@@ -31,11 +31,11 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Slower than memberlist's own LAN settings: no request waits for gossip, and an idle sidecar
-// should use no CPU time.
+// The intervals are memberlist's own for a LAN. Longer ones took minutes to tell hundreds of members
+// about each other after many had come and gone.
 const (
-	gossipInterval = 500 * time.Millisecond
-	probeInterval  = 2 * time.Second
+	gossipInterval = 200 * time.Millisecond
+	probeInterval  = time.Second
 	joinFirst      = 200 * time.Millisecond
 	joinMax        = 30 * time.Second
 	joinDial       = 3 * time.Second

@@ -14,7 +14,9 @@ import (
 
 // Members on two sides of a network partition declare each other dead, and memberlist never asks a
 // dead member again. Each member therefore asks some of those again that it has lost, and the
-// members of peer.gossip.join that it lacks.
+// members of peer.gossip.join that it lacks. It also exchanges states with one that it has:
+// memberlist does that the more rarely the more members there are, dead ones included, and a
+// member that some have missed, or wrongly declared dead, would stay unknown to them for minutes.
 const (
 	reunionEvery = 30 * time.Second // between two rounds; half as much again at most
 	reunionAsks  = 2                // lost members that a round asks, and as many addresses of join
@@ -70,6 +72,18 @@ func (d *self) absent(own string, join []string, resolve func(string) []string) 
 	return append(some(lost), some(missing)...)
 }
 
+// present returns the address of one of the other members, at random; "" where there is none.
+func (d *self) present(own string) string {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for _, m := range d.members { // Go's maps begin anywhere
+		if m.Address != own {
+			return m.Address
+		}
+	}
+	return ""
+}
+
 // some returns at most reunionAsks of all, at random.
 func some(all []string) []string {
 	rand.Shuffle(len(all), func(i, j int) { all[i], all[j] = all[j], all[i] })
@@ -92,7 +106,7 @@ func resolve(ctx context.Context, addr string) (all []string) {
 	return all
 }
 
-// reunite asks absent members again, until ctx ends.
+// reunite asks a present member and absent ones in each round, until ctx ends.
 func (g *Gossip) reunite(ctx context.Context, o Options) {
 	every := o.reunion
 	if every == 0 {
@@ -106,6 +120,9 @@ func (g *Gossip) reunite(ctx context.Context, o Options) {
 		case <-ctx.Done():
 			t.Stop()
 			return
+		}
+		if a := g.self.present(g.Address()); a != "" {
+			_ = g.ask(ctx, a) // memberlist's probes find out what is wrong with it
 		}
 		for _, a := range g.self.absent(g.Address(), o.Join, names) {
 			// The first exchange tells each side that the other has declared it dead, which it contradicts

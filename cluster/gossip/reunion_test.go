@@ -105,3 +105,25 @@ func TestAbsent(t *testing.T) {
 		t.Errorf("asked: %v; kept: %v", got, d.lost)
 	}
 }
+
+// A round exchanges states with any of the other members, and never with itself.
+func TestPresent(t *testing.T) {
+	t.Parallel()
+	d := &self{members: map[string]cluster.Member{"own": {Address: "10.0.0.1:1"}}}
+	if got := d.present("10.0.0.1:1"); got != "" {
+		t.Errorf("a member that is alone asks %s", got)
+	}
+	left := map[string]bool{}
+	for i := range 3 {
+		a := fmt.Sprintf("10.0.0.%d:1", i+2)
+		left[a], d.members[a] = true, cluster.Member{Address: a}
+	}
+	poll(t, "each of the others is asked", func() bool {
+		a := d.present("10.0.0.1:1")
+		if a == "10.0.0.1:1" || a == "" {
+			t.Fatalf("asked %q", a)
+		}
+		delete(left, a)
+		return len(left) == 0
+	})
+}
