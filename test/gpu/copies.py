@@ -137,7 +137,8 @@ def main() -> int:
         try:
             a = engine(args.gpus[0], sidecar.socket, args.gib << 30)
             engines.append(a)
-            measure("alone", {"direct"})
+            relayed = any(x.startswith("transports.gpu.relays=") for x in args.set)
+            measure("alone", {"multipath"} if relayed else {"direct"})
             engines += [engine(g, sidecar.socket, OTHER_BYTES) for g in args.gpus[1:]]
             if len(engines) > 1:
                 a.call("whole", True, 1)  # makes the paths and measures the threshold
