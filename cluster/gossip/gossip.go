@@ -31,8 +31,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// The intervals are memberlist's own for a LAN. Longer ones took minutes to tell hundreds of members
-// about each other after many had come and gone.
+// The intervals are memberlist's own for a LAN. With longer ones, hundreds of members took minutes
+// to learn of each other after many had come and gone.
 const (
 	gossipInterval = 200 * time.Millisecond
 	probeInterval  = time.Second
