@@ -44,12 +44,17 @@ func (d *self) loseLocked(n *memberlist.Node) {
 	d.lost[n.Name] = lostMember{n.Address(), time.Now()}
 }
 
-// absent lists addresses to ask: some of lost members, and some of join at which no member is.
+// round lists addresses to ask: of some lost members, some of join at which no member is, and one
+// at which a member is.
 // resolve returns the addresses of one of join.
-func (d *self) absent(own string, join []string, resolve func(string) []string) []string {
+func (d *self) round(own string, join []string, resolve func(string) []string) []string {
 	d.mu.Lock()
 	here := map[string]bool{own: true}
-	for _, m := range d.members {
+	var present []string
+	for _, m := range d.members { // Go begins anywhere in a map
+		if len(present) == 0 && m.Address != own {
+			present = []string{m.Address}
+		}
 		here[m.Address] = true
 	}
 	var lost []string
@@ -69,19 +74,7 @@ func (d *self) absent(own string, join []string, resolve func(string) []string) 
 			}
 		}
 	}
-	return append(some(lost), some(missing)...)
-}
-
-// present returns the address of one of the other members, at random; "" where there is none.
-func (d *self) present(own string) string {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	for _, m := range d.members { // Go's maps begin anywhere
-		if m.Address != own {
-			return m.Address
-		}
-	}
-	return ""
+	return slices.Concat(some(lost), some(missing), present)
 }
 
 // some returns at most reunionAsks of all, at random.
@@ -121,10 +114,7 @@ func (g *Gossip) reunite(ctx context.Context, o Options) {
 			t.Stop()
 			return
 		}
-		if a := g.self.present(g.Address()); a != "" {
-			_ = g.ask(ctx, a) // memberlist's probes find out what is wrong with it
-		}
-		for _, a := range g.self.absent(g.Address(), o.Join, names) {
+		for _, a := range g.self.round(g.Address(), o.Join, names) {
 			// The first exchange tells each side that the other has declared it dead, which it contradicts
 			// in the second.
 			for range 2 {

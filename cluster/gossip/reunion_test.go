@@ -62,8 +62,8 @@ func TestReunion(t *testing.T) {
 	}
 }
 
-// A round asks a bounded number of addresses, and none at which a member is.
-func TestAbsent(t *testing.T) {
+// A round asks a bounded number of absent members, and one that is present, but never itself.
+func TestRound(t *testing.T) {
 	t.Parallel()
 	d := &self{members: map[string]cluster.Member{"x": {Address: "10.0.0.2:1"}},
 		lost: map[string]lostMember{}}
@@ -80,12 +80,12 @@ func TestAbsent(t *testing.T) {
 	join := []string{"self:1", "there:1", "away:1", "partly:1", "unknown:1"}
 	at := map[string][]string{"self:1": {"10.0.0.1:1"}, "there:1": {"10.0.0.2:1"},
 		"away:1": {"10.0.0.3:1"}, "partly:1": {"10.0.0.2:1", "10.0.0.4:1"}}
-	got := d.absent("10.0.0.1:1", join, func(a string) []string { return at[a] })
-	if len(got) != reunionAsks+2 {
+	got := d.round("10.0.0.1:1", join, func(a string) []string { return at[a] })
+	if len(got) != reunionAsks+3 {
 		t.Fatalf("asked: %v", got)
 	}
 	slices.Sort(got[reunionAsks:])
-	if !slices.Equal(got[reunionAsks:], []string{"10.0.0.3:1", "10.0.0.4:1"}) {
+	if !slices.Equal(got[reunionAsks:], []string{"10.0.0.2:1", "10.0.0.3:1", "10.0.0.4:1"}) {
 		t.Errorf("asked: %v", got)
 	}
 	many := func(string) (all []string) {
@@ -95,35 +95,18 @@ func TestAbsent(t *testing.T) {
 		return all
 	}
 	clear(d.lost)
-	if got := d.absent("10.0.0.1:1", []string{"headless:1"}, many); len(got) != reunionAsks {
+	if got := d.round("10.0.0.1:1", []string{"headless:1"}, many); len(got) != reunionAsks+1 {
 		t.Errorf("asked %d addresses of one name", len(got))
 	}
 	clear(d.lost)
 	d.lost["old"] = lostMember{"10.0.0.9:1", time.Now().Add(-2 * lostFor)}
 	d.lost["replaced"] = lostMember{"10.0.0.2:1", time.Now()}
-	if got := d.absent("10.0.0.1:1", nil, nil); len(got) != 0 || len(d.lost) != 0 {
+	d.members["own"] = cluster.Member{Address: "10.0.0.1:1"}
+	if got := d.round("10.0.0.1:1", nil, nil); !slices.Equal(got, []string{"10.0.0.2:1"}) ||
+		len(d.lost) != 0 {
 		t.Errorf("asked: %v; kept: %v", got, d.lost)
 	}
-}
-
-// A round exchanges states with any of the other members, and never with itself.
-func TestPresent(t *testing.T) {
-	t.Parallel()
-	d := &self{members: map[string]cluster.Member{"own": {Address: "10.0.0.1:1"}}}
-	if got := d.present("10.0.0.1:1"); got != "" {
-		t.Errorf("a member that is alone asks %s", got)
+	if got := d.round("10.0.0.2:1", nil, nil); !slices.Equal(got, []string{"10.0.0.1:1"}) {
+		t.Errorf("asked: %v", got)
 	}
-	left := map[string]bool{}
-	for i := range 3 {
-		a := fmt.Sprintf("10.0.0.%d:1", i+2)
-		left[a], d.members[a] = true, cluster.Member{Address: a}
-	}
-	poll(t, "each of the others is asked", func() bool {
-		a := d.present("10.0.0.1:1")
-		if a == "10.0.0.1:1" || a == "" {
-			t.Fatalf("asked %q", a)
-		}
-		delete(left, a)
-		return len(left) == 0
-	})
 }
