@@ -10,7 +10,6 @@ import (
 	"strings"
 	"sync/atomic"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
@@ -237,7 +236,7 @@ func (*dying) Name() string { return "tcp" }
 // A lane that is dead at once does not end the growing pauses between tries; one that has lived
 // does.
 func TestDeadAtOnce(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		for lived, want := range map[time.Duration][2]int{0: {1, 40}, 2 * laneLived: {20, 40}} {
 			n := newDialer(nil, transfer.Boot{}, "", slog.New(slog.DiscardHandler))
 			b := &dying{lived: lived, down: map[uint64]chan struct{}{}}

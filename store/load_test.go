@@ -11,6 +11,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/store/disk/disktest"
 	"github.com/kvspray/kvspray/store/page"
 )
@@ -65,7 +66,7 @@ func TestGetsDoNotWaitForPuts(t *testing.T) {
 
 // A store is closed while workers wait for a turn to put: all of them end after the last put.
 func TestCloseEndsWaitingWorkers(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		s := newSchedule(3)
 		sp := &Space{s: &Store{}, pageBytes: 4096}
 		for range 2 {
@@ -98,7 +99,7 @@ func TestCloseEndsWaitingWorkers(t *testing.T) {
 
 // A flush waits for what came before it, however much comes afterwards.
 func TestFlushIsBounded(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		b := newBehind()
 		first := b.begin(3)
 		var ended = errors.New("it waits")

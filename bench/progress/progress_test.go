@@ -7,13 +7,14 @@ import (
 	"os"
 	"strings"
 	"testing"
-	"testing/synctest"
 	"time"
+
+	"github.com/kvspray/kvspray/internal/testutil"
 )
 
 // Elsewhere than on a terminal: a line for each phase, and a reminder in a long one.
 func TestLines(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		var b bytes.Buffer
 		l := Start(&b)
 		l.Phase("measuring rail%d", 0)
@@ -34,7 +35,7 @@ func TestLines(t *testing.T) {
 // On a terminal: one line that is drawn over, never longer than the terminal is wide, and gone at
 // the end.
 func TestTerminal(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		var b bytes.Buffer
 		l := start(&b, func() int { return 21 })
 		l.Phase("moving")

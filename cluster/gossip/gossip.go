@@ -32,10 +32,13 @@ import (
 )
 
 // The intervals are memberlist's own for a LAN. With longer ones, hundreds of members took minutes
-// to learn of each other after many had come and gone.
+// to learn of each other after many had come and gone. A member that alone suspects another waits
+// suspicionMax times as long as one whose suspicion others confirm. Members that have taken the
+// other for dead do not confirm, so that with memberlist's 6 the last one has listed it for minutes.
 const (
 	gossipInterval = 200 * time.Millisecond
 	probeInterval  = time.Second
+	suspicionMax   = 2
 	joinFirst      = 200 * time.Millisecond
 	joinMax        = 30 * time.Second
 	joinDial       = 3 * time.Second
@@ -176,6 +179,7 @@ func Start(o Options, m cluster.Member, known *admit.Members) (*Gossip, error) {
 		}
 	}
 	c.GossipInterval, c.ProbeInterval = gossipInterval, probeInterval
+	c.SuspicionMaxTimeoutMult = suspicionMax
 	c.LogOutput, c.Logger = nil, slog.NewLogLogger(o.Log.With("part", "gossip").Handler(),
 		slog.LevelDebug)
 	d := &self{member: m, members: map[string]cluster.Member{}, lost: map[string]lostMember{},

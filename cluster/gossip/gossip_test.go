@@ -11,13 +11,13 @@ import (
 	"slices"
 	"strings"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"github.com/hashicorp/memberlist"
 
 	"github.com/kvspray/kvspray/cluster"
 	"github.com/kvspray/kvspray/internal/admit"
+	"github.com/kvspray/kvspray/internal/testutil"
 )
 
 const patience = time.Minute
@@ -115,7 +115,7 @@ func TestNameTooLong(t *testing.T) {
 // A member that cannot be joined is asked on beside those that can, and said once, as is that it is
 // joined.
 func TestMissedMember(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		var log bytes.Buffer
 		start := time.Now()
 		var asked []string
@@ -147,7 +147,7 @@ func TestMissedMember(t *testing.T) {
 
 // Nothing is said, and nothing waited for, once the node ends.
 func TestMissedMemberEnds(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		var log bytes.Buffer
 		ctx, stop := context.WithTimeout(t.Context(), 2*joinPatience)
 		defer stop()

@@ -15,6 +15,7 @@ import (
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/lease"
 	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -61,7 +62,7 @@ func newDriver(p Process, n nothing) *Driver {
 
 // A driver is wedged if its lock is held, or if an action does not end; otherwise it is not.
 func TestWedged(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		p := NewGoroutines()
 		defer func() { p.Stop(); p.Wait() }()
 		n := nothing{connects: make(chan struct{})}
@@ -96,7 +97,7 @@ func TestWedged(t *testing.T) {
 
 // The timer fires at the next instant, or earlier; none is left after Wait.
 func TestIdle(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		g := NewGoroutines()
 		var at []time.Duration
 		tick := func() {
@@ -170,7 +171,7 @@ func TestAllocatesNothing(t *testing.T) {
 
 // While a tick waits for the driver's lock, events that end meanwhile start no other tick.
 func TestTickThatWaits(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		g := NewGoroutines()
 		lock, ticks := make(chan struct{}), 0
 		tick := func() {

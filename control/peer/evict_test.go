@@ -13,7 +13,6 @@ import (
 	"slices"
 	"strings"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"google.golang.org/grpc/codes"
@@ -115,7 +114,7 @@ func (n *node) down(s *session) { s.channel.Remove(s.channel.Lanes()[0]) }
 // A thousand peers restart in ten minutes, each under a new address and boot, and none is refused.
 // Sessions with leases stay.
 func TestRollingRestart(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		n, v := unstarted(t)
 		const peers = 1000
 		hello := func(i int) *session {
@@ -157,7 +156,7 @@ func TestRollingRestart(t *testing.T) {
 
 // A session without a lane after its Hello ends soon.
 func TestUnprovedExpire(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		n, v := unstarted(t)
 		if _, err := v.Hello(t.Context(), helloAs(n.Mesh, numbered(1), "127.0.0.1:1",
 			1)); err != nil {
@@ -258,7 +257,7 @@ func TestSharedCertificate(t *testing.T) {
 // requests need, at the called end too. If all places are taken, a peer that a request needs evicts
 // a quiet session, and no other.
 func TestMoreMembersThanPlaces(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		n, _ := unstarted(t)
 		in := 0
 		for i := range 2 * maxPeers {

@@ -72,11 +72,11 @@ func TestMembersMeet(t *testing.T) {
 	rest[0].mu.Lock()
 	rest[0].busy[gone.opt.Boot] = true // leases with it are open here
 	rest[0].mu.Unlock()
+	left := time.Now() // its lanes end later
 	if err := gone.Close(); err != nil {
 		t.Fatal(err)
 	}
 	// A frame that the member never acknowledges holds its session, but no longer than idleAfter.
-	left := time.Now()
 	if err := rest[1].Send(gone.opt.Boot, commit(1)); err != nil {
 		t.Fatal(err)
 	}

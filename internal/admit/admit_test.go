@@ -14,8 +14,9 @@ import (
 	"slices"
 	"strings"
 	"testing"
-	"testing/synctest"
 	"time"
+
+	"github.com/kvspray/kvspray/internal/testutil"
 )
 
 // conn is a connection from an address; it records whether it was closed.
@@ -292,7 +293,7 @@ func TestUnreadBytesPromoteNobody(t *testing.T) {
 }
 
 func TestLogLine(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		var out bytes.Buffer
 		l := Log{Logger: slog.New(slog.NewTextHandler(&out, nil))}
 		for range 3000 {

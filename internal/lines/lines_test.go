@@ -10,13 +10,15 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"github.com/kvspray/kvspray/internal/testutil"
 )
 
 // A destination that takes nothing for a while holds up nobody. Lines beyond the bound are counted,
 // the others arrive whole and in order.
 func TestStalledDestination(t *testing.T) {
 	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		r, w := io.Pipe()
 		lost := 0
 		l := New(w, func(n int) { lost += n }, nil)
@@ -58,7 +60,7 @@ func TestStalledDestination(t *testing.T) {
 // Close waits for lines, but not for ever. Later lines are dropped.
 func TestClose(t *testing.T) {
 	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		var b bytes.Buffer
 		l := New(&b, nil, nil)
 		_, _ = l.Write([]byte("one\n"))
@@ -83,7 +85,7 @@ func TestClose(t *testing.T) {
 // of its lines.
 func TestLargeWrite(t *testing.T) {
 	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		r, w := io.Pipe()
 		lost := 0
 		l := New(w, func(n int) { lost += n }, nil)
@@ -124,7 +126,7 @@ func (d *brief) Write(p []byte) (int, error) {
 // of one.
 func TestFullDestination(t *testing.T) {
 	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		d := &brief{room: 12}
 		lost, failed := 0, 0
 		l := New(d, func(n int) { lost += n }, func(error) { failed++ })
@@ -151,7 +153,7 @@ func TestFullDestination(t *testing.T) {
 // What is reported while the Writer closes is still written.
 func TestLostBeforeClose(t *testing.T) {
 	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		r, w := io.Pipe()
 		var l *Writer
 		l = New(w, func(int) { _, _ = l.Write([]byte("lost\n")) }, nil)
@@ -175,7 +177,7 @@ func TestLostBeforeClose(t *testing.T) {
 // Flush does not wait for what others write meanwhile.
 func TestFlushAmongWriters(t *testing.T) {
 	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		r, w := io.Pipe()
 		l := New(w, nil, nil)
 		b := make([]byte, 4)
@@ -197,7 +199,7 @@ func TestFlushAmongWriters(t *testing.T) {
 // An error of the destination is reported once.
 func TestError(t *testing.T) {
 	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		r, w := io.Pipe()
 		want := errors.New("disk full")
 		_ = r.CloseWithError(want)

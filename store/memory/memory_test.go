@@ -11,10 +11,10 @@ import (
 	"strings"
 	"sync"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/store/catalog"
 	"github.com/kvspray/kvspray/store/index"
 	"github.com/kvspray/kvspray/store/page"
@@ -403,7 +403,7 @@ func TestKeys(t *testing.T) {
 
 // The eviction age is the time since the last use of what was given up.
 func TestEvictionAge(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		tier := open(t, Config{Bytes: 64 << 10, SlabBytes: 16 << 10})
 		if err := tier.SetOwner(0, 4096, 0, 0); err != nil {
 			t.Fatal(err)

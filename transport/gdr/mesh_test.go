@@ -11,6 +11,7 @@ import (
 
 	"github.com/kvspray/kvspray/internal/sys/verbs"
 	"github.com/kvspray/kvspray/internal/sys/verbs/fake"
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -18,7 +19,7 @@ import (
 // TestGate: a burst begins at once, the rest at the rate, never more at a time than there are
 // places, and who gives up leaves his.
 func TestGate(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		g := newGate()
 		begin := time.Now()
 		const all = 200

@@ -15,6 +15,7 @@ import (
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/control/peer/frame"
 	"github.com/kvspray/kvspray/internal/leaktest"
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/transfer"
 )
 
@@ -202,7 +203,7 @@ func TestPreferredAddress(t *testing.T) {
 func TestSilentLane(t *testing.T) {
 	for name, both := range map[string]bool{"one way": false, "both ways": true} {
 		t.Run(name, func(t *testing.T) {
-			synctest.Test(t, func(t *testing.T) {
+			testutil.Bubble(t, func(t *testing.T) {
 				a, b := newEnd(1), newEnd(2)
 				defer a.Close(nil)
 				defer b.Close(nil)
@@ -249,7 +250,7 @@ func TestSilentLane(t *testing.T) {
 
 // The frames of a lane that ends leave at once on another lane.
 func TestEndedLane(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		a, b := newEnd(1), newEnd(2)
 		defer a.Close(nil)
 		defer b.Close(nil)

@@ -21,6 +21,7 @@ import (
 	"github.com/kvspray/kvspray/internal/leaktest"
 	"github.com/kvspray/kvspray/internal/metrics"
 	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/parseblock"
 	"github.com/kvspray/kvspray/store"
 	"github.com/kvspray/kvspray/store/directory"
@@ -452,7 +453,7 @@ func TestHolderGoes(t *testing.T) {
 // TestFenceNeverEnds: once the node stops it waits for a fence for a time only, and the slot stays
 // taken.
 func TestFenceNeverEnds(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		c, n := newCable(t, 2)
 		n[0].put(1)
 		c.hint(n[0].boot, 1)
@@ -483,7 +484,7 @@ func TestFenceNeverEnds(t *testing.T) {
 
 // TestSilence: a holder that does not answer costs its time, not more.
 func TestSilence(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		c, n := newCable(t, 2)
 		n[0].put(1)
 		c.hint(n[0].boot, 1)

@@ -11,6 +11,7 @@ import (
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/store"
 	"github.com/kvspray/kvspray/store/page"
 	"github.com/kvspray/kvspray/transfer"
@@ -18,7 +19,7 @@ import (
 
 // TestGetsOfOnePage: a get of a page that another get is fetching waits for it.
 func TestGetsOfOnePage(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		c, n := newCable(t, 2)
 		a, b := n[0], n[1]
 		a.put(1)
@@ -47,7 +48,7 @@ func TestGetsOfOnePage(t *testing.T) {
 
 // TestMissBesideSlowPeers: a page that no node has is a miss at once, however many transfers wait.
 func TestMissBesideSlowPeers(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		c, n := newCable(t, 2)
 		a, b := n[0], n[1]
 		var slow []*store.Batch
@@ -80,7 +81,7 @@ func TestMissBesideSlowPeers(t *testing.T) {
 
 // TestAnnouncedAgain: pages that the directory refuses for a while are announced once it does not.
 func TestAnnouncedAgain(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		c, n := newCable(t, 1)
 		synctest.Wait()
 		c.mu.Lock()
@@ -137,7 +138,7 @@ func TestRenewWithoutPages(t *testing.T) {
 // TestStopDuringAnOffer: a lease that would begin after the worker has gone fails at once, at both
 // sides.
 func TestStopDuringAnOffer(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		c, n := newCable(t, 2)
 		a, b := n[0], n[1]
 		a.put(1)

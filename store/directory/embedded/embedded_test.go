@@ -9,13 +9,13 @@ import (
 	"fmt"
 	"sync"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"google.golang.org/protobuf/proto"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/internal/leaktest"
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/store/directory"
 	"github.com/kvspray/kvspray/store/page"
 	"github.com/kvspray/kvspray/transfer"
@@ -187,7 +187,7 @@ func waitFor(t testing.TB, ok func() bool) {
 
 // TestTimeEndsHints: what is not repeated is forgotten, and its holder's place is used again.
 func TestTimeEndsHints(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		n := newNet(t, 1, 1<<10)
 		a := n.boots[0]
 		keys := randomKeys(100)
