@@ -35,6 +35,24 @@ struct memop_node {
 	unsigned flags;
 };
 
+/* CUmemLocation, CUmemAllocationProp, CUmemAccessDesc */
+struct memory_location {
+	int type, id;
+};
+struct memory_kind {
+	int type, handles;
+	struct memory_location location;
+	void *win32;
+	unsigned char compression, rdma;
+	unsigned short usage;
+	unsigned char reserved[4];
+};
+_Static_assert(sizeof(struct memory_kind) == 32, "as the driver has it");
+struct memory_access {
+	struct memory_location location;
+	int flags;
+};
+
 /* X(field, exported name, parameters). The names carry the ABI version of their parameter lists. Source: cuda.h of CUDA 12.3. */
 #define ENTRY_POINTS(X)                                                                                    \
 	X(CtxGetCurrent, "cuCtxGetCurrent", (handle *))                                                        \
@@ -51,6 +69,10 @@ struct memop_node {
 	X(MemRetainAllocationHandle, "cuMemRetainAllocationHandle", (uint64_t *, void *))                      \
 	X(MemExportToShareableHandle, "cuMemExportToShareableHandle", (void *, uint64_t, int, unsigned long long)) \
 	X(MemRelease, "cuMemRelease", (uint64_t))                                                              \
+	X(MemCreate, "cuMemCreate", (uint64_t *, size_t, const struct memory_kind *, unsigned long long))      \
+	X(MemMap, "cuMemMap", (devptr, size_t, size_t, uint64_t, unsigned long long))                          \
+	X(MemUnmap, "cuMemUnmap", (devptr, size_t))                                                            \
+	X(MemSetAccess, "cuMemSetAccess", (devptr, size_t, const struct memory_access *, size_t))              \
 	X(ModuleLoadData, "cuModuleLoadData", (handle *, const void *))                                        \
 	X(ModuleUnload, "cuModuleUnload", (handle))                                                            \
 	X(ModuleGetFunction, "cuModuleGetFunction", (handle *, handle, const char *))                          \
@@ -88,9 +110,14 @@ enum {
 	HOST_DEVICEMAP = 2,
 	STREAM_NON_BLOCKING = 1,
 	EVENT_DISABLE_TIMING = 2,
+	ATTRIBUTE_RDMA_WITH_VMM = 110, /* CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED */
 	ATTRIBUTE_64_BIT_STREAM_MEM_OPS = 122, /* CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS (since 12.0 without _V1) */
 	MEMOP_WRITE_VALUE_64 = 5, /* CU_STREAM_MEM_OP_WRITE_VALUE_64 */
 	POINTER_DEVICE_ORDINAL = 9,
+	HANDLE_POSIX_FD = 1,      /* CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR */
+	MEMORY_PINNED = 1,        /* CU_MEM_ALLOCATION_TYPE_PINNED */
+	LOCATION_DEVICE = 1,      /* CU_MEM_LOCATION_TYPE_DEVICE */
+	ACCESS_READ_WRITE = 3,    /* CU_MEM_ACCESS_FLAGS_PROT_READWRITE */
 };
 
 /* NULL, or what there is not: the same for the whole life of the process. */

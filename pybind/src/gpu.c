@@ -27,7 +27,6 @@ enum {
 	WAIT_GEQ = 0, /* cyclic: (int64)(flag - value) >= 0, which is why KVS_POISON is the greatest positive number */
 	CAPTURE_NONE = 0,
 	CAPTURE_ACTIVE = 1,
-	HANDLE_POSIX_FD = 1,
 	WORD_BYTES = 256,
 	STEP_THREADS = 128,
 };
@@ -353,4 +352,36 @@ int kvs_region_gpu(uint64_t addr, uint64_t bytes, struct kvs_region *out, char *
 	out->addr = addr;
 	out->bytes = bytes;
 	return 0;
+}
+
+int kvs_gpu_map(uint32_t device, uint64_t addr, uint64_t bytes, uint64_t *memory, char *error, uint32_t error_bytes)
+{
+	if (error && error_bytes)
+		error[0] = 0;
+	if (!addr || !bytes || !memory)
+		return KVS_E_ARG;
+	const char *missing = cuda_open();
+	if (missing) {
+		if (error && error_bytes)
+			snprintf(error, error_bytes, "%s", missing);
+		return KVS_E_GPU;
+	}
+	struct memory_location here = {LOCATION_DEVICE, (int)device};
+	struct memory_kind kind = {.type = MEMORY_PINNED, .handles = HANDLE_POSIX_FD, .location = here};
+	struct memory_access access = {here, ACCESS_READ_WRITE};
+	int rdma = 0, rc;
+	if (cu.DeviceGetAttribute(&rdma, ATTRIBUTE_RDMA_WITH_VMM, (int)device) == 0 && rdma)
+		kind.rdma = 1;
+	uint64_t m;
+	if ((rc = cu.MemCreate(&m, bytes, &kind, 0)) != 0)
+		return region_failed(error, error_bytes, rc, "no memory was allocated", "free memory of this GPU, and try again");
+	if ((rc = cu.MemMap(addr, bytes, 0, m, 0)) == 0) {
+		if ((rc = cu.MemSetAccess(addr, bytes, &access, 1)) == 0) {
+			*memory = m;
+			return 0;
+		}
+		cu.MemUnmap(addr, bytes);
+	}
+	cu.MemRelease(m);
+	return region_failed(error, error_bytes, rc, "the memory was not mapped", "pass a reserved range that maps nothing");
 }

@@ -155,6 +155,41 @@ int cuMemExportToShareableHandle(void *fd, uint64_t m, int kind, unsigned long l
 	return 0;
 }
 int cuMemRelease(uint64_t m) { (void)m; live--; return 0; }
+/* Memory that is mapped, and the range that was. */
+static devptr mapped_at;
+static size_t mapped_bytes;
+int cuMemCreate(uint64_t *m, size_t bytes, const int *kind, unsigned long long flags)
+{
+	ENTER("cuMemCreate");
+	/* pinned, POSIX descriptors, GPU 3 */
+	if (kind[0] != 1 || kind[1] != 1 || kind[2] != 1 || kind[3] != 3 || !bytes || flags)
+		return 1;
+	*m = 77;
+	live++;
+	return 0;
+}
+int cuMemMap(devptr p, size_t bytes, size_t offset, uint64_t m, unsigned long long flags)
+{
+	ENTER("cuMemMap");
+	if (offset || m != 77 || flags || mapped_at)
+		return 1;
+	mapped_at = p;
+	mapped_bytes = bytes;
+	return 0;
+}
+int cuMemUnmap(devptr p, size_t bytes)
+{
+	if (p != mapped_at || bytes != mapped_bytes)
+		return 1;
+	mapped_at = 0;
+	return 0;
+}
+int cuMemSetAccess(devptr p, size_t bytes, const int *access, size_t n)
+{
+	ENTER("cuMemSetAccess");
+	return p == mapped_at && bytes == mapped_bytes && access[0] == 1 && access[1] == 3 && access[2] == 3 && n == 1 ? 0 : 1;
+}
+devptr fake_mapped(void) { return mapped_at; }
 int cuModuleLoadData(handle *m, const void *p)
 {
 	ENTER("cuModuleLoadData");

@@ -294,3 +294,21 @@ except OSError:
     pass
 assert fake.fake_live() == 0
 """)
+
+
+def test_memory_is_mapped_or_nothing_is(driver: pathlib.Path) -> None:
+    run(driver, """
+from kvspray.gpu import map_memory
+fake.fake_mapped.restype = ctypes.c_uint64
+assert map_memory(3, 64 << 20, 2 << 20) == 77
+assert fake.fake_mapped() == 64 << 20 and fake.fake_live() == 1
+assert fake.cuMemUnmap(ctypes.c_uint64(64 << 20), ctypes.c_size_t(2 << 20)) == 0 and fake.cuMemRelease(ctypes.c_uint64(77)) == 0
+for call, want in ((b"cuMemCreate", "free memory of this GPU"), (b"cuMemMap", "reserved range"), (b"cuMemSetAccess", "reserved range")):
+    fake.fake_fail(call)
+    try:
+        map_memory(3, 64 << 20, 2 << 20)
+        raise SystemExit(f"{call} failed, and nothing was raised")
+    except kvspray.KvsprayError as e:
+        assert want in str(e), e
+    assert fake.fake_mapped() == 0 and fake.fake_live() == 0, call
+""")

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.device_allocator import cumem
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec, TransferResult
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
@@ -112,6 +113,15 @@ def test_a_pool_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
         offload.Pool([1 << 20], 1, 2)
     with pytest.raises(ValueError, match="cpu_bytes_to_use.*raise it"):
         offload.Pool([1 << 20], 1, 0)
+
+
+def test_a_cache_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a sleep the sidecar's mapping is of other memory."""
+    assert not offload.sleeps([4096])
+    allocator = cumem.CuMemAllocator()
+    monkeypatch.setattr(cumem.CuMemAllocator, "instance", allocator)
+    allocator._python_malloc_callback((0, 4096, 4096, 0))
+    assert offload.sleeps([0, 4096]) and not offload.sleeps([8192])
 
 
 # ---- a job, whatever the sidecar does

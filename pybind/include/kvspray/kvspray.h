@@ -116,6 +116,10 @@ int kvs_region_part(const struct kvs_region *whole, uint64_t offset, uint64_t by
  * has the reason why the sidecar could not import it, and the remedy. */
 int kvs_region_gpu(uint64_t addr, uint64_t bytes, struct kvs_region *out, char *error, uint32_t error_bytes);
 
+/* Maps new memory of a GPU, by its number in this process, at `addr`: a range that cuMemAddressReserve has returned and that maps nothing. The
+ * memory can be made a region. The caller ends it with cuMemUnmap and cuMemRelease(*memory). KVS_E_GPU: nothing is mapped; `error` has the reason. */
+int kvs_gpu_map(uint32_t device, uint64_t addr, uint64_t bytes, uint64_t *memory, char *error, uint32_t error_bytes);
+
 /* Closes the descriptor; unmaps MEMFD regions, leaves adopted and process memory as it is. Only once no open lease names
  * its blocks. */
 void kvs_region_free(struct kvs_region *region);

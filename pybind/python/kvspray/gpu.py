@@ -24,6 +24,16 @@ from .worker import WorkerClient
 _ERROR_BYTES = 256
 
 
+def map_memory(device: int, ptr: int, nbytes: int) -> int:
+    """Maps new memory of a GPU at a reserved range; Region.gpu accepts it. Returns the CUmemGenericAllocationHandle, which the caller releases."""
+    out = ctypes.c_uint64()
+    error = ctypes.create_string_buffer(_ERROR_BYTES)
+    rc = lib.kvs_gpu_map(device, ptr, nbytes, ctypes.byref(out), error, _ERROR_BYTES)
+    if rc != 0:
+        raise KvsprayError(f"kvspray: {nbytes} bytes of memory of GPU {device} at {ptr:#x}: {error.value.decode() or strerror(rc)}")
+    return out.value
+
+
 class GpuSignals:
     def __init__(self, client: WorkerClient, log: logging.Logger | None = None) -> None:
         """Raises KvsprayError where there is no NVIDIA driver, or no CUDA context in this thread."""

@@ -9,6 +9,7 @@ plug-ins, add ``kv_connector_module_path="kvspray_vllm"``. The class is imported
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,12 +21,17 @@ __version__ = "0.1.0.dev0"  # of a checkout; `make wheels` writes that of the ta
 
 
 def register() -> None:
-    """Registers the connector with vLLM. Its plug-in loader may call this several times in a process."""
+    """Registers the connector with vLLM, and serves sleep mode if KVSPRAY_SLEEP=1. vLLM's plug-in loader may call this several
+    times in a process."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     # ValueError: the name is registered.
     with contextlib.suppress(ValueError):
         KVConnectorFactory.register_connector("KVSprayConnector", "kvspray_vllm.connector", "KVSprayConnector")
+    if os.environ.get("KVSPRAY_SLEEP", "0") not in ("", "0"):
+        from kvspray_vllm import sleep
+
+        sleep.install()
 
 
 def __getattr__(name: str) -> Any:

@@ -18,13 +18,14 @@ import ctypes
 import itertools
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 import vllm
+from vllm.device_allocator import cumem
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import (
     BlockIDsLoadStoreSpec,
@@ -172,6 +173,10 @@ class Session:
         for t in kv_caches.tensors:
             storage = t.tensor.untyped_storage()
             spans[storage.data_ptr()] = storage.nbytes()
+        if on_gpu and sleeps(spans):
+            raise kvspray.KvsprayError(
+                "enable_sleep_mode is on, and the sidecar cannot follow a KV cache that sleeps: start without --enable-sleep-mode"
+            )
         make = kvspray.Region.gpu if on_gpu else kvspray.Region.process
         self.caches = [make(start, n) for start, n in sorted(spans.items())]
         parallel = config.parallel
@@ -197,6 +202,12 @@ class Session:
         self.client.close()
         for region in self.caches:
             region.close()
+
+
+def sleeps(spans: Iterable[int]) -> bool:
+    """Whether memory at one of these addresses is freed and mapped anew by vLLM's sleep mode."""
+    allocator = cumem.CuMemAllocator.instance
+    return allocator is not None and any(at in allocator.pointer_to_data for at in spans)
 
 
 @dataclass(frozen=True)

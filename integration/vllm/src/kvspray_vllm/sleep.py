@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's sleep mode with copies of the sidecar: the weights go to host memory and come back over every PCIe link that it may use.
+
+    KVSPRAY_SLEEP=1 vllm serve MODEL --enable-sleep-mode
+
+vLLM's own allocator decides what is kept and what is discarded, and frees and maps the memory of the GPU. This module replaces its
+copies between the GPU and host memory. The host memory is kept between two sleeps, because pinning it takes longer than a copy.
+
+The sidecar's mapping of GPU memory is dropped before the engine frees that memory, which would otherwise stay in use. Memory that comes
+with a wake-up is always new. A copy that the sidecar does not take or does not finish is made again by vLLM's own call, after its
+lease has ended: until then the sidecar may still write. Memory is awake only when all of it has been loaded.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import vllm
+from vllm.device_allocator import AllocationData, cumem
+
+import kvspray
+from kvspray.gpu import map_memory
+
+VARIABLE = "KVSPRAY_SLEEP"
+DEADLINE_S = 60.0  # of a copy
+CONNECT_S = 5.0  # for the first session
+WAIT_S = 0.05  # between looks at the session
+DROP_S = 10.0  # for the sidecar to unmap what it has copied
+BATCH = 96  # allocations that are added together; two batches are below the protocol's limit of files
+MAX_SLABS = 8
+ALIGN = 4096  # of an allocation in a slab
+
+_log = logging.getLogger("vllm.kvspray.sleep")
+
+
+def install() -> None:
+    """Makes the allocator of this process, before vLLM makes its own. Several calls are one."""
+    if os.environ[VARIABLE] != "1":
+        raise ValueError(f"{VARIABLE} is {os.environ[VARIABLE]!r}: set it to 1, or to 0 for vLLM's own sleep mode")
+    if not cumem.cumem_available:
+        _log.warning("kvspray: %s=1 has no effect: this vLLM has no cumem allocator, which sleep mode needs", VARIABLE)
+    elif cumem.CuMemAllocator.instance is None:
+        cumem.CuMemAllocator.instance = Allocator(Copies(Gpu()))
+        # As vLLM does for its own.
+        if hasattr(cumem.CuMemAllocator, "_shutdown_singleton"):
+            atexit.register(cumem.CuMemAllocator._shutdown_singleton)
+    elif not isinstance(cumem.CuMemAllocator.instance, Allocator):
+        _log.warning("kvspray: %s=1 has no effect: vLLM has made its allocator already", VARIABLE)
+
+
+class Memory(Protocol):
+    """The calls that need a GPU."""
+
+    def region(self, ptr: int, nbytes: int) -> kvspray.Region: ...
+
+    def map(self, handle: Any) -> None: ...
+
+    def unmap(self, handle: Any) -> None: ...
+
+    def copy(self, dst: int, src: int, nbytes: int) -> None: ...
+
+
+class Gpu:
+    def region(self, ptr: int, nbytes: int) -> kvspray.Region:
+        return kvspray.Region.gpu(ptr, nbytes)
+
+    def map(self, handle: Any) -> None:
+        """vLLM's own call asks for a descriptor only where the GPU offers fabric handles."""
+        device, nbytes, ptr, at = handle
+        ctypes.c_uint64.from_address(at).value = map_memory(device, ptr, nbytes)
+
+    def unmap(self, handle: Any) -> None:
+        cumem.unmap_and_release(handle)
+
+    def copy(self, dst: int, src: int, nbytes: int) -> None:
+        cumem.libcudart.cudaMemcpy(dst, src, nbytes)
+
+
+@dataclass(eq=False)
+class Slab:
+    """Host memory for the allocations of one sleep."""
+
+    region: kvspray.Region
+    used: set[int] = field(default_factory=set)  # addresses of GPU memory that it keeps
+
+
+@dataclass(frozen=True)
+class Piece:
+    """An allocation of GPU memory, and its place in a slab."""
+
+    ptr: int
+    nbytes: int
+    slab: Slab
+    offset: int
+
+    @property
+    def host(self) -> int:
+        return self.slab.region.addr + self.offset
+
+
+class Allocator(cumem.CuMemAllocator):
+    def __init__(self, copies: Copies) -> None:
+        super().__init__()
+        self._copies = copies
+        self._pieces: dict[int, Piece] = {}  # what sleeps in a slab, by address
+
+    def sleep(self, offload_tags: tuple[str, ...] | str | None = None) -> None:
+        tags = (offload_tags,) if isinstance(offload_tags, str) else offload_tags or (self.default_tag,)
+        kept = {p: d for p, d in self.pointer_to_data.items() if not d.is_asleep and d.tag in tags}
+        pieces = self._copies.places([(p, d.handle[1]) for p, d in kept.items()])
+        if pieces:
+            try:
+                self._copies.run("sleep", pieces)
+            except Exception:
+                pieces[0].slab.used.clear()
+                raise
+            for piece in pieces:
+                data = kept[piece.ptr]
+                data.cpu_backup_tensor = _tensor(piece)
+                self._pieces[piece.ptr] = piece
+                try:
+                    self._copies.memory.unmap(data.handle)
+                finally:
+                    data.is_asleep = True
+        super().sleep(offload_tags)  # what is left
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self._forget_freed()
+        back = [
+            (d, self._pieces[p]) for p, d in self.pointer_to_data.items()
+            if d.is_asleep and p in self._pieces and (tags is None or d.tag in tags or d.tag not in DEFERRABLE_TAGS)
+        ]  # fmt: skip
+        if back:
+            gc.collect()
+            torch.accelerator.empty_cache()
+            self._load(back)
+            for data, piece in back:
+                data.is_asleep, data.cpu_backup_tensor = False, None
+                del self._pieces[piece.ptr]
+                piece.slab.used.discard(piece.ptr)
+        super().wake_up(tags)
+
+    def _load(self, back: Sequence[tuple[AllocationData, Piece]]) -> None:
+        """All or nothing, so that a wake-up that finds no memory can be tried again, and nothing is awake in part."""
+        mapped = []
+        try:
+            for data, _ in back:
+                self._copies.memory.map(data.handle)
+                mapped.append(data.handle)
+            self._copies.run("wake-up", [piece for _, piece in back])
+        except Exception as err:
+            for handle in mapped:
+                self._copies.memory.unmap(handle)
+            if isinstance(err, kvspray.KvsprayError):
+                raise RuntimeError(f"the engine stays asleep: {err}") from err
+            raise
+
+    def _forget_freed(self) -> None:
+        """Tensors may be freed while they sleep."""
+        for ptr in self._pieces.keys() - {p for p, d in self.pointer_to_data.items() if d.is_asleep}:
+            self._pieces.pop(ptr).slab.used.discard(ptr)
+
+
+# Older versions of vLLM wake every tag by its name alone.
+DEFERRABLE_TAGS: Iterable[str] = getattr(vllm.device_allocator, "DEFERRABLE_TAGS", ("weights", "kv_cache"))
+
+
+def _tensor(piece: Piece) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_uint8 * piece.nbytes).from_address(piece.host), dtype=torch.uint8)
+
+
+class Copies:
+    """Host memory, and copies between it and the GPU."""
+
+    def __init__(self, memory: Memory, socket: str | None = None) -> None:
+        self.memory = memory
+        self._socket = socket
+        self._slabs: list[Slab] = []
+        self._client: kvspray.WorkerClient | None = None
+        self._base: kvspray.Region | None = None
+
+    # -- host memory
+
+    def places(self, allocations: Sequence[tuple[int, int]]) -> list[Piece]:
+        """Places in one slab. Empty: there is no room, and vLLM's own copies are to be used."""
+        offsets, end = [], 0
+        for _, nbytes in allocations:
+            offsets.append(end)
+            end += -(-nbytes // ALIGN) * ALIGN
+        if end == 0:
+            return []
+        slab = self._slab(end)
+        if slab is None:
+            return []
+        slab.used = {ptr for ptr, _ in allocations}
+        return [Piece(ptr, n, slab, at) for (ptr, n), at in zip(allocations, offsets, strict=True)]
+
+    def _slab(self, nbytes: int) -> Slab | None:
+        idle = [s for s in self._slabs if not s.used]
+        large = [s for s in idle if s.region.nbytes >= nbytes]
+        if large:
+            return min(large, key=lambda s: s.region.nbytes)
+        for slab in idle:
+            self._slabs.remove(slab)
+            # Nothing is copied now. If the sidecar still has the memory mapped, it is its own mapping.
+            if self._client is not None:
+                self._client.drop_regions([slab.region], DROP_S)
+            slab.region.close()
+        free = _available()
+        if nbytes > free or len(self._slabs) >= MAX_SLABS:
+            _log.warning(
+                "kvspray: vLLM's own sleep mode is used: %d MiB of host memory are needed, %d MiB are free", nbytes >> 20, free >> 20
+            )
+            return None
+        try:
+            slab = Slab(kvspray.Region.alloc(nbytes))
+        except kvspray.KvsprayError as err:
+            _log.warning("kvspray: vLLM's own sleep mode is used: %s", err)
+            return None
+        if self._client is not None:
+            self._client.add_regions([slab.region])
+        self._slabs.append(slab)
+        return slab
+
+    # -- copies
+
+    def run(self, what: str, pieces: Sequence[Piece]) -> None:
+        """Returns when all bytes are in place: on the GPU after a wake-up, else in host memory. It raises what the GPU raises."""
+        began = time.monotonic()
+        load = what == "wake-up"
+        client, reason = self._session()
+        rest = list(pieces)
+        if client is not None:
+            rest, reason = self._by_sidecar(client, pieces, load)
+        for piece in rest:
+            self.memory.copy(*((piece.ptr, piece.host) if load else (piece.host, piece.ptr)), piece.nbytes)
+        took, nbytes = time.monotonic() - began, sum(p.nbytes for p in pieces)
+        _log.info(
+            "kvspray: %s: %.2f GiB in %.3f s, %d of %d allocations by the sidecar",
+            what, nbytes / (1 << 30), took, len(pieces) - len(rest), len(pieces),
+        )  # fmt: skip
+        if rest:
+            _log.warning("kvspray: %s: vLLM's own copies moved %d allocations: %s", what, len(rest), reason)
+
+    def _session(self) -> tuple[kvspray.WorkerClient | None, str]:
+        if self._client is None:
+            self._base = kvspray.Region.alloc(ALIGN)
+            self._client = kvspray.WorkerClient(
+                self._socket, engine=kvspray.EngineInfo("vllm", vllm.__version__, f"sleep-{os.getpid()}"), layers=1,
+                deadline_s=DEADLINE_S, log=_log,
+            )  # fmt: skip
+            self._client.register([self._base])  # those of register() stay until the session ends
+            if self._slabs:
+                self._client.add_regions([s.region for s in self._slabs])
+            self._client.wait_connected(CONNECT_S)
+        if not self._client.connected:
+            return None, self._client.status().error or "no sidecar is connected"
+        return self._client, ""
+
+    def _by_sidecar(self, client: kvspray.WorkerClient, pieces: Sequence[Piece], load: bool) -> tuple[list[Piece], str]:
+        """Returns the pieces that it did not copy, and why the last of them. The next batch is mapped while one is copied."""
+        left: list[Piece] = []
+        why = ""
+        waiting = [pieces[at : at + BATCH] for at in range(0, len(pieces), BATCH)]
+        running: list[_Batch] = []
+        while waiting or running:
+            while waiting and len(running) < 2:
+                running.append(_Batch(client, self.memory.region, waiting.pop(0), load))
+            if all(batch.open for batch in running):
+                client.wait(WAIT_S)
+            for c in client.poll():
+                for batch in running:
+                    batch.take(c)
+            for batch in [b for b in running if not b.open]:
+                running.remove(batch)
+                batch.drop(client)
+                left += batch.left
+                why = batch.why or why
+        return left, why
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+        for region in (self._base, *(s.region for s in self._slabs)):
+            if region is not None:
+                region.close()
+        self._client, self._base, self._slabs = None, None, []
+
+
+class _Batch:
+    """Copies of some allocations, whose memory the sidecar maps meanwhile."""
+
+    def __init__(
+        self, client: kvspray.WorkerClient, region: Callable[[int, int], kvspray.Region], pieces: Sequence[Piece], load: bool
+    ) -> None:  # fmt: skip
+        self.left: list[Piece] = []
+        self.why = ""
+        self.open: dict[int, Piece] = {}  # by lease
+        regions: dict[int, kvspray.Region] = {}
+        for piece in pieces:
+            try:
+                regions[piece.ptr] = region(piece.ptr, piece.nbytes)
+            except kvspray.KvsprayError as err:
+                self._fail(piece, str(err))
+        self._regions = list(regions.values())
+        if self._regions:
+            client.add_regions(self._regions)
+        for piece in pieces:
+            if piece.ptr not in regions:
+                continue
+            gpu, host, at = regions[piece.ptr], piece.slab.region, piece.offset
+            src, dst, block = (host, gpu, (at, 0, piece.nbytes)) if load else (gpu, host, (0, at, piece.nbytes))
+            lease = client.copy(src, dst, [block], req="wake-up" if load else "sleep", deadline_s=DEADLINE_S)
+            if lease:
+                self.open[lease] = piece
+            else:
+                self._fail(piece, client.status().error or "the sidecar takes no copy")
+
+    def take(self, end: kvspray.Completion) -> None:
+        piece = self.open.pop(end.lease, None)
+        if piece is not None and not end.ok:
+            self._fail(piece, f"{end.status.name}: {end.reason}")
+
+    def drop(self, client: kvspray.WorkerClient) -> None:
+        """All leases have ended, so nothing is copied any more, whether the sidecar has unmapped the memory already or not."""
+        if self._regions:
+            client.drop_regions(self._regions, DROP_S)
+        for r in self._regions:
+            r.close()
+
+    def _fail(self, piece: Piece, why: str) -> None:
+        self.left.append(piece)
+        self.why = why
+
+
+def _available() -> int:
+    with open("/proc/meminfo") as f:
+        return next(int(line.split()[1]) << 10 for line in f if line.startswith("MemAvailable:"))
