@@ -30,6 +30,7 @@ import memory
 import pairs
 import reuse
 import sanitize
+import sleeping
 import tracing
 import ttft
 from cluster import Failed
@@ -55,6 +56,10 @@ PARTS = {
     "store": (
         reuse,
         "what the node's store saves, beside computing and OffloadingConnector; engines of its own",
+    ),
+    "sleep": (
+        sleeping,
+        "sleep and wake-up by vLLM's copies and by the sidecar's; engines of its own",
     ),
     "cover": (
         cover,

@@ -146,6 +146,8 @@ def own() -> pathlib.Path:
     )
     for package in map(pathlib.Path, found.stdout.split()):
         shutil.copytree(package, tree / package.name, ignore=shutil.ignore_patterns("__pycache__"))
+        for info in package.parent.glob(f"{package.name}-*.dist-info"):  # vLLM's plug-in loader
+            shutil.copytree(info, tree / info.name)
     return tree
 
 

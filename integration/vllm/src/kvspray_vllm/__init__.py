@@ -21,7 +21,7 @@ __version__ = "0.1.0.dev0"  # of a checkout; `make wheels` writes that of the ta
 
 
 def register() -> None:
-    """Registers the connector with vLLM, and serves sleep mode if KVSPRAY_SLEEP=1. vLLM's plug-in loader may call this several
+    """Registers the connector with vLLM, and serves sleep mode where KVSPRAY_SLEEP is set. vLLM's plug-in loader may call this several
     times in a process."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 

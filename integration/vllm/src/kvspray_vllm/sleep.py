@@ -3,6 +3,8 @@
 
     KVSPRAY_SLEEP=1 vllm serve MODEL --enable-sleep-mode
 
+The variable may also be the path of the sidecar's socket.
+
 vLLM's own allocator decides what is kept and what is discarded, and frees and maps the memory of the GPU. This module replaces its
 copies between the GPU and host memory. The host memory is kept between two sleeps, because pinning it takes longer than a copy.
 
@@ -44,17 +46,18 @@ _log = logging.getLogger("vllm.kvspray.sleep")
 
 def install() -> None:
     """Makes the allocator of this process, before vLLM makes its own. Several calls are one."""
-    if os.environ[VARIABLE] != "1":
-        raise ValueError(f"{VARIABLE} is {os.environ[VARIABLE]!r}: set it to 1, or to 0 for vLLM's own sleep mode")
+    value = os.environ[VARIABLE]
+    if value != "1" and not value.startswith("/"):
+        raise ValueError(f"{VARIABLE} is {value!r}: set it to 1, to the path of the sidecar's socket, or to 0 for vLLM's own copies")
     if not cumem.cumem_available:
-        _log.warning("kvspray: %s=1 has no effect: this vLLM has no cumem allocator, which sleep mode needs", VARIABLE)
+        _log.warning("kvspray: %s has no effect: this vLLM has no cumem allocator, which sleep mode needs", VARIABLE)
     elif cumem.CuMemAllocator.instance is None:
-        cumem.CuMemAllocator.instance = Allocator(Copies(Gpu()))
+        cumem.CuMemAllocator.instance = Allocator(Copies(Gpu(), None if value == "1" else value))
         # As vLLM does for its own.
         if hasattr(cumem.CuMemAllocator, "_shutdown_singleton"):
             atexit.register(cumem.CuMemAllocator._shutdown_singleton)
     elif not isinstance(cumem.CuMemAllocator.instance, Allocator):
-        _log.warning("kvspray: %s=1 has no effect: vLLM has made its allocator already", VARIABLE)
+        _log.warning("kvspray: %s has no effect: vLLM has made its allocator already", VARIABLE)
 
 
 class Memory(Protocol):
