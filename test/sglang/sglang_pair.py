@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's prefill and decode servers on a CPU, a sidecar beside each, and SGLang's own router."""
+"""SGLang's prefill and decode servers, a sidecar beside each, and SGLang's own router."""
 
 from __future__ import annotations
 
 import concurrent.futures as cf
+import itertools
 import pathlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from sglang_server import START_S, Process, Server, rig
+from sglang_server import CPU, START_S, Host, Process, Server, rig
 
-ANSWER = 6  # tokens
-CHUNK = 128  # tokens of a prompt that prefill computes at a time
+ANSWER, CHUNK = CPU.answer, CPU.chunk
 
 
 class Router(Process):
@@ -30,11 +31,42 @@ class Router(Process):
     post, generate = Server.post, Server.generate
 
 
+class Both:
+    """Sends a request to both servers itself, for a host without the router."""
+
+    def __init__(self) -> None:
+        self.rooms = itertools.count(1)
+
+    def start(self, prefill: Server, bootstrap: int, decode: Server) -> Both:
+        self.servers, self.bootstrap = (prefill, decode), bootstrap
+        return self
+
+    def up(self) -> bool:
+        return True
+
+    def stop(self) -> None:
+        pass
+
+    def generate(self, ids: list[int], tokens: int) -> tuple[list[int], int]:
+        room = {
+            "bootstrap_host": "127.0.0.1",
+            "bootstrap_port": self.bootstrap,
+            "bootstrap_room": next(self.rooms),
+        }
+        with cf.ThreadPoolExecutor(2) as pool:
+            both = [pool.submit(s.generate, ids, tokens, room) for s in self.servers]
+            cf.wait(both)
+        return both[1].result()
+
+
 class Pair:
-    def __init__(self, run: pathlib.Path, logs: pathlib.Path) -> None:
+    def __init__(
+        self, run: pathlib.Path, logs: pathlib.Path, host: Host = CPU, own_router: bool = True,
+        config: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         """``run``: a short path, in which sidecars have their sockets."""
-        self.logs = logs
-        self.sidecars = [rig.Sidecar(name, run) for name in ("p", "d")]
+        self.logs, self.host = logs, host
+        self.sidecars = [rig.Sidecar(name, run, config) for name in ("p", "d")]
         for s in self.sidecars:
             s.log = logs / f"sidecar-{s.name}.log"
         self.port = rig.free_port()
@@ -43,23 +75,21 @@ class Pair:
             str(self.port),
         ]  # fmt: skip
         envs = [{"KVSPRAY_SGLANG_SOCKET": s.socket} for s in self.sidecars]
-        self.prefill = Server(
-            "prefill", logs,
-            [*both, "--disaggregation-mode", "prefill", "--chunked-prefill-size", str(CHUNK)],
-            envs[0],
-        )  # fmt: skip
+        self.chunked = ["--chunked-prefill-size", str(host.chunk)]
+        prefill = ["--disaggregation-mode", "prefill", *self.chunked]
         decode = ["--disaggregation-mode", "decode", "--disaggregation-decode-enable-radix-cache"]
-        self.decode = Server("decode", logs, [*both, *decode], envs[1])
-        self.router = Router("router", logs)
+        self.prefill = Server("prefill", logs, [*both, *prefill], envs[0], host)
+        self.decode = Server("decode", logs, [*both, *decode], envs[1], host)
+        self.router: Router | Both = Router("router", logs) if own_router else Both()
         self.plain: dict[tuple[int, ...], list[int]] = {}
 
     def ask_plain(self, prompts: Sequence[list[int]]) -> None:
         """One server's answers. Its scheduler never rests, so it does not run beside the others."""
-        plain = Server("plain", self.logs, ["--chunked-prefill-size", str(CHUNK)])
+        plain = Server("plain", self.logs, self.chunked, host=self.host)
         try:
             plain.start().ready()
             with cf.ThreadPoolExecutor(4) as pool:
-                answers = pool.map(lambda ids: plain.generate(ids, ANSWER)[0], prompts)
+                answers = pool.map(lambda ids: plain.generate(ids, self.host.answer)[0], prompts)
                 for ids, answer in zip(prompts, answers, strict=True):
                     self.plain[tuple(ids)] = answer
         finally:
@@ -79,7 +109,7 @@ class Pair:
             process.stop()
 
     def right(self, ids: list[int]) -> bool:
-        return self.router.generate(ids, ANSWER)[0] == self.plain[tuple(ids)]
+        return self.router.generate(ids, self.host.answer)[0] == self.plain[tuple(ids)]
 
     def moved(self) -> float:
         m = rig.parse_metrics(rig.get(self.sidecars[1].url + "/metrics"))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's own server on a CPU, as a process of its own."""
+"""SGLang's own server, as a process of its own, on a CPU or a GPU."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -20,7 +21,29 @@ from servers import Process  # noqa: E402
 
 START_S = 1200.0  # several servers start at once, and the first request compiles a hash function
 PAGE = 16
-MODEL = rig.ROOT / ".build" / "models" / "tiny-llama"
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """What a server needs of the host that it runs on."""
+
+    model: pathlib.Path
+    args: tuple[str, ...]
+    env: Mapping[str, str]
+    page: int = PAGE
+    answer: int = 6  # tokens
+    chunk: int = 128  # tokens of a prompt that prefill computes at a time
+
+
+CPU = Host(
+    rig.ROOT / ".build" / "models" / "tiny-llama",
+    (
+        "--device", "cpu", "--mem-fraction-static", "0.7", "--max-total-tokens", "2048",
+        "--disable-overlap-schedule",
+    ),
+    # Its modules are compiled with torch's inductor at will otherwise, which needs minutes.
+    {"PYTHONPATH": str(HERE / "stand_ins"), "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"},
+)  # fmt: skip
 
 
 class Server(Process):
@@ -30,28 +53,24 @@ class Server(Process):
         logs: pathlib.Path,
         args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
+        host: Host = CPU,
     ) -> None:
         super().__init__(name, logs)
-        self.args, self.env = args, dict(env or {})
+        self.args, self.env, self.host = args, dict(env or {}), host
 
     def start(self) -> Server:
         command = [
-            sys.executable, "-m", "sglang.launch_server", "--model-path", str(MODEL), "--device",
-            "cpu", "--host", "127.0.0.1", "--port", str(self.port), "--mem-fraction-static", "0.7",
-            "--max-total-tokens", "2048", "--max-running-requests", "8", "--page-size", str(PAGE),
-            "--disable-overlap-schedule", "--skip-server-warmup", "--enable-cache-report",
-            "--enable-metrics", *self.args,
+            sys.executable, "-m", "sglang.launch_server", "--model-path", str(self.host.model),
+            "--host", "127.0.0.1", "--port", str(self.port), "--max-running-requests", "8",
+            "--page-size", str(self.host.page), "--skip-server-warmup", "--enable-cache-report",
+            "--enable-metrics", *self.host.args, *self.args,
         ]  # fmt: skip
-        path = os.pathsep.join(
-            p for p in (str(HERE / "stand_ins"), os.environ.get("PYTHONPATH", "")) if p
-        )
-        # Its modules are compiled with torch's inductor at will otherwise, which needs minutes.
+        paths = (self.host.env.get("PYTHONPATH", ""), os.environ.get("PYTHONPATH", ""))
         env = {
-            "PYTHONPATH": path,
-            "SGLANG_USE_CPU_ENGINE": "1",
             "SGLANG_HOST_IP": "127.0.0.1",
             "PYTHONWARNINGS": "ignore",
-            "OMP_NUM_THREADS": "1",
+            **self.host.env,
+            "PYTHONPATH": os.pathsep.join(p for p in paths if p),
         }
         self.spawn(command, env | self.env)
         return self
@@ -87,3 +106,31 @@ class Server(Process):
 
 def error_of(err: urllib.error.HTTPError) -> str:
     return err.read().decode(errors="replace")
+
+
+def with_store(sidecar: rig.Sidecar, host: Host = CPU) -> list[str]:
+    """The arguments of a server with HiCache on a sidecar's store."""
+    extra = {
+        "backend_name": "kvspray", "module_path": "kvspray_sglang.hicache",
+        "class_name": "KvsprayHiCache", "interface_v1": 1, "prefetch_threshold": host.page,
+        "socket": sidecar.socket,
+    }  # fmt: skip
+    return [
+        "--enable-hierarchical-cache", "--hicache-ratio", "2", "--hicache-write-policy",
+        "write_through", "--hicache-io-backend", "direct", "--hicache-mem-layout",
+        "page_first_direct", "--hicache-storage-backend", "dynamic",
+        "--hicache-storage-prefetch-policy", "wait_complete",
+        "--hicache-storage-backend-extra-config", json.dumps(extra),
+    ]  # fmt: skip
+
+
+def counted(sidecar: rig.Sidecar, metric: str, **labels: str) -> float:
+    return rig.total(rig.parse_metrics(rig.get(sidecar.url + "/metrics")), metric, **labels)
+
+
+def stored(sidecar: rig.Sidecar) -> float:
+    return counted(sidecar, "kvspray_store_pages_total", result="stored")
+
+
+def found(sidecar: rig.Sidecar) -> float:
+    return counted(sidecar, "kvspray_store_hits_total")

@@ -6,36 +6,19 @@ from the store has the tokens of a server without it, also while the sidecar die
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import pathlib
 import tempfile
 from collections.abc import Callable, Iterator
 
 import pytest
-from sglang_server import PAGE, Server, rig
+from sglang_server import PAGE, Server, found, rig, stored, with_store
 
 MUST = "sglang" in os.environ.get("KVSPRAY_MUST_RUN", "").split(",")
 if not MUST and importlib.util.find_spec("sglang") is None:
     pytest.skip("sglang: make test-sglang makes its environment", allow_module_level=True)
 
 TURN, ANSWER = 60, 8  # tokens
-
-
-def with_store(sidecar: rig.Sidecar) -> list[str]:
-    """The arguments of a server with HiCache on a sidecar's store."""
-    extra = {
-        "backend_name": "kvspray", "module_path": "kvspray_sglang.hicache",
-        "class_name": "KvsprayHiCache", "interface_v1": 1, "prefetch_threshold": PAGE,
-        "socket": sidecar.socket,
-    }  # fmt: skip
-    return [
-        "--enable-hierarchical-cache", "--hicache-ratio", "2", "--hicache-write-policy",
-        "write_through", "--hicache-io-backend", "direct", "--hicache-mem-layout",
-        "page_first_direct", "--hicache-storage-backend", "dynamic",
-        "--hicache-storage-prefetch-policy", "wait_complete",
-        "--hicache-storage-backend-extra-config", json.dumps(extra),
-    ]  # fmt: skip
 
 
 def question(talk: int, turn: int) -> list[int]:
@@ -134,15 +117,3 @@ def test_conversations(servers: tuple[Server, Server], sidecar: rig.Sidecar) -> 
     assert server.up()
     text = server.log.read_text(errors="replace")
     assert "cannot map" not in text and "kvspray: storage backend" not in text
-
-
-def counted(sidecar: rig.Sidecar, metric: str, **labels: str) -> float:
-    return rig.total(rig.parse_metrics(rig.get(sidecar.url + "/metrics")), metric, **labels)
-
-
-def stored(sidecar: rig.Sidecar) -> float:
-    return counted(sidecar, "kvspray_store_pages_total", result="stored")
-
-
-def found(sidecar: rig.Sidecar) -> float:
-    return counted(sidecar, "kvspray_store_hits_total")

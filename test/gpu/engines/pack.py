@@ -4,7 +4,8 @@
 .build/gpu/pk/*.tar.xz, which unpack.py unpacks there.
 
 usage: pack.py [--fast] [PART ...]     parts: own deps vllm-py vllm-c vllm-fa3, all of them without
-                                       a name; vllm-moe and nixl, which go to .build/gpu/pk-more
+                                       a name; vllm-moe, nixl, sgl and sgl-data, which go to
+                                       .build/gpu/pk-more
 
 The host has Python 3.12, torch 2.11 with CUDA 13, triton and transformers. vLLM 0.32.0 asks for
 torch 2.13; its kernels use torch's stable ABI alone, and load into 2.11. GPU code for other GPUs
@@ -37,6 +38,16 @@ MORE = ROOT / ".build/gpu/pk-more"  # what only some commands need
 
 VLLM = "vllm==0.32.0"
 NIXL = ["nixl==1.5.1", "nixl-cu13==1.5.1"]
+# SGLang 0.5.19 asks for torch 2.13 and newer kernels; these are the last ones that load into torch
+# 2.11. Its norms are kernels of FlashInfer, which are built on the host.
+SGLANG, SGL_KERNEL, FLASHINFER = (
+    "sglang==0.5.19",
+    "sglang-kernel==0.4.5",
+    "flashinfer-python==0.6.15.post1",
+)
+SGL_LEFT_OUT = ("sglang/multimodal_gen/", "flashinfer/data/")
+SGL_OPS = "sgl_kernel/sm90/common_ops.abi3.so"
+SGL_KERNELS_LEFT_OUT = ("flash_ops", "flashmla_ops", "infllm_ops", "sm100/")
 ARCH = 90  # H100, H200
 PYTHON = "3.12"
 GLIBC = range(39, 16, -1)
@@ -48,6 +59,8 @@ KERNELS = {
 # Shared objects of the wheel without GPU code.
 HOST_ONLY = ("cumem_allocator", "fs_io_C", "spinloop", "_rust_tool_parser")
 LEFT_OUT = ("vllm/vllm-rs", "vllm/third_party/fmha_sm100/", "vllm/third_party/deep_gemm/")
+REQUIREMENTS = ("fatbin.py", "requirements.txt", "requirements-sglang.txt")
+VERSIONS = (VLLM, NIXL, SGLANG, SGL_KERNEL, FLASHINFER, ARCH, PYTHON, HOST_ONLY, LEFT_OUT)
 PARTS = ("own", "deps", "vllm-py", "vllm-c", "vllm-fa3")  # these go to PACKS, others to MORE
 
 
@@ -135,8 +148,8 @@ def own() -> pathlib.Path:
     ]
     subprocess.run([*build, "./cmd/kvspray"], cwd=ROOT, check=True)
     script = (
-        "import kvspray, kvspray_vllm, pathlib; [print(pathlib.Path(m.__file__).parent) for "
-        "m in (kvspray, kvspray_vllm)]"
+        "import importlib.util as u; [print(u.find_spec(m).submodule_search_locations[0]) for m in "
+        "('kvspray', 'kvspray_vllm', 'kvspray_sglang')]"
     )
     found = subprocess.run(
         [str(ROOT / ".build/venv/bin/python"), "-c", script],
@@ -146,7 +159,7 @@ def own() -> pathlib.Path:
     )
     for package in map(pathlib.Path, found.stdout.split()):
         shutil.copytree(package, tree / package.name, ignore=shutil.ignore_patterns("__pycache__"))
-        for info in package.parent.glob(f"{package.name}-*.dist-info"):  # vLLM's plug-in loader
+        for info in package.parent.glob(f"{package.name}-*.dist-info"):  # for the engines' plug-in loaders
             shutil.copytree(info, tree / info.name)
     return tree
 
@@ -208,6 +221,32 @@ def nixl() -> pathlib.Path:
     return tree
 
 
+def sglang() -> pathlib.Path:
+    """SGLang with its own kernels for this GPU, without those of FlashAttention and FlashMLA."""
+    tree = fresh("sgl")
+    say("downloading what SGLang imports ...")
+    listed = str(HERE / "requirements-sglang.txt")
+    pip("install", "--no-compile", "--target", str(tree), "-r", listed)
+    trim(tree)
+    for requirement in (SGLANG, SGL_KERNEL, FLASHINFER):
+        with zipfile.ZipFile(wheel(requirement)) as z:
+            for n in z.namelist():
+                kernels = n.startswith("sgl_kernel/") and n.endswith(".so")
+                left_out = kernels and any(k in n for k in SGL_KERNELS_LEFT_OUT)
+                if not left_out and not n.startswith(SGL_LEFT_OUT):
+                    z.extract(n, tree)
+    fatbin.prune(tree / SGL_OPS, tree / SGL_OPS, ARCH)
+    return tree
+
+
+def flashinfer_data() -> pathlib.Path:
+    """FlashInfer's sources of kernels."""
+    tree = fresh("sgl-data")
+    with zipfile.ZipFile(wheel(FLASHINFER)) as z:
+        z.extractall(tree, [n for n in z.namelist() if n.startswith("flashinfer/data/")])
+    return tree
+
+
 def target_of(part: str) -> pathlib.Path:
     return (PACKS if part in PARTS else MORE) / f"{part}.tar.xz"
 
@@ -240,9 +279,9 @@ def pack(part: str, tree: pathlib.Path, preset: int) -> None:
 def stale(part: str) -> bool:
     """Whether a part must be packed. What comes from wheels is packed again when versions or
     contents change."""
-    sources = b"".join((HERE / f).read_bytes() for f in ("fatbin.py", "requirements.txt"))
+    sources = b"".join((HERE / f).read_bytes() for f in REQUIREMENTS)
     recipe = hashlib.sha256(
-        sources + repr((VLLM, NIXL, ARCH, PYTHON, HOST_ONLY, LEFT_OUT)).encode()
+        sources + repr(VERSIONS).encode()
     ).hexdigest()
     stamp = WORK / f"{part}.recipe"
     if (
@@ -271,6 +310,8 @@ def main() -> None:
         "deps": deps,
         "vllm-py": vllm_python,
         "nixl": nixl,
+        "sgl": sglang,
+        "sgl-data": flashinfer_data,
         **{k: (lambda k=k: kernels(k)) for k in KERNELS},
     }
     for part in args.parts or PARTS:
