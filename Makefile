@@ -14,6 +14,7 @@ B := $(ROOT)/.build
 TOOLS := $(B)/bin
 VENV := $(B)/venv
 LINTENV := $(B)/lint-venv
+SITEENV := $(B)/site-venv
 # PYTHON names the interpreter that environments are made with; test/rig/env.py finds one otherwise.
 PYTHON ?=
 HOSTPY := $(if $(PYTHON),$(PYTHON),python3)
@@ -250,6 +251,11 @@ lint-docs: $(TOOLS)/.stamp ## Words, sentences, width, length and links of the d
 	$(TOOLS)/vale --config tools/vale/vale.ini $(DOCS)
 	go test -count=1 -run Document ./test/arch
 
+.PHONY: site
+site: $(SITEENV)/.stamp ## The site of the documents, with its links checked, into .build/site
+	$(SITEENV)/bin/mkdocs build --strict -f tools/site/mkdocs.yml
+	@echo "site: $$(find $(B)/site -name '*.html' | wc -l) pages, begin with $(B)/site/index.html"
+
 .PHONY: lint-py
 lint-py: $(LINTENV)/.stamp
 	$(LINTENV)/bin/ruff check --config tools/ruff.toml pybind integration test bench deploy
@@ -392,6 +398,12 @@ $(TOOLS)/versitygw: tools/go.mod tools/go.sum
 
 .PHONY: s3server
 s3server: $(TOOLS)/versitygw ## The S3 server that tests of store/object start
+
+$(SITEENV)/.stamp: tools/site/requirements.txt
+	@echo "making the Python environment of the site ..."
+	$(HOSTPY) -m venv --clear $(SITEENV)
+	$(SITEENV)/bin/python -m pip install -q --disable-pip-version-check -r tools/site/requirements.txt
+	@touch $@
 
 $(LINTENV)/.stamp: tools/lint-requirements.txt
 	@echo "making the linters' Python environment ..."

@@ -150,6 +150,7 @@ all)
 	joined env 'ready'
 	part generate '^' make generate-check
 	part size '^kvspray' make build-size
+	part site '^site' make site
 	part chart '^(ok|FAIL)' make test-chart
 	part long '^packages' long
 	part bounds '^bounds' bounds TestCPU TestServeCPU TestSliceDoesNotAllocate TestRunsAreCheap TestCostOfReshape TestCopyDoesNotHoldTheCollector TestLanesDoNotHoldTheCollector TestPullsDoNotHoldTheCollector \
