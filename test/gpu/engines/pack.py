@@ -38,14 +38,19 @@ MORE = ROOT / ".build/gpu/pk-more"  # what only some commands need
 
 VLLM = "vllm==0.32.0"
 NIXL = ["nixl==1.5.1", "nixl-cu13==1.5.1"]
-# SGLang 0.5.19 asks for torch 2.13 and newer kernels; these are the last ones that load into torch
-# 2.11. Its norms are kernels of FlashInfer, which are built on the host.
+# SGLang 0.5.23 asks for torch 2.14. These kernels are the last ones that load into torch 2.11, and
+# have all that a Llama needs of them. Its norms are kernels of FlashInfer, built on the host.
 SGLANG, SGL_KERNEL, FLASHINFER = (
-    "sglang==0.5.19",
+    "sglang==0.5.23",
     "sglang-kernel==0.4.5",
     "flashinfer-python==0.6.15.post1",
 )
-SGL_LEFT_OUT = ("sglang/multimodal_gen/", "flashinfer/data/")
+SGL_LEFT_OUT = (
+    "sglang/multimodal_gen/",
+    "sglang/srt/rust_extensions/_server",
+    "sglang/srt/rust_extensions/_bench",
+    "flashinfer/data/",
+)
 SGL_OPS = "sgl_kernel/sm90/common_ops.abi3.so"
 SGL_KERNELS_LEFT_OUT = ("flash_ops", "flashmla_ops", "infllm_ops", "sm100/")
 ARCH = 90  # H100, H200
