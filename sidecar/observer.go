@@ -38,6 +38,7 @@ type observer struct {
 	backends  transport.Registry
 	transfers *trace.Lines
 	hashes    trace.Hashes
+	tracing   *tracing // nil: off
 
 	totals totals
 }
@@ -143,6 +144,7 @@ func (o *observer) traceEnd(a *exec.Action, c *engines.Completion, route string,
 		o.log.Info("lease refused", "side", side, "lease", c.Lease.String(), "reason", c.Reason)
 		return
 	}
+	o.tracing.ended(a, c, route)
 	if !c.Received && c.Status == engines.StatusOK && t.Flag > 0 {
 		o.metrics.FlagToCommit(t.Flag)
 	}

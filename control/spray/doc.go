@@ -276,4 +276,11 @@ type Ended struct {
 	Rank      int
 	Fresh     uint32 // chunks that had not landed before
 	Exhausted bool   // a chunk has failed too often: the flow cannot succeed
+	Flight    Flight
+}
+
+// Flight is how a slice travelled.
+type Flight struct {
+	Path   *Path   // of the pair, which owns it
+	Posted Instant // when the slice was given to its lane
 }

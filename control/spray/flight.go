@@ -162,7 +162,8 @@ func (s *Scheduler) End(now Instant, cookie uint64, v Verdict) (Ended, bool) {
 	}
 	s.unlink(fl, i)
 	l, q, f := fl.lane, fl.lane.pair, fl.flow
-	out := Ended{Flow: f, Range: fl.r, Bytes: fl.bytes, Rank: q.rank}
+	out := Ended{Flow: f, Range: fl.r, Bytes: fl.bytes, Rank: q.rank,
+		Flight: Flight{Path: &q.path, Posted: fl.posted}}
 	s.judge(now, fl, v)
 	if fl.copy == probeCopy {
 		switch v {
