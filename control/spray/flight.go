@@ -154,6 +154,15 @@ func (s *Scheduler) find(cookie uint64) (*flight, int32) {
 	return f, int32(i)
 }
 
+// Flight describes a slice in flight.
+func (s *Scheduler) Flight(cookie uint64) Flight {
+	fl, _ := s.find(cookie)
+	if fl == nil {
+		return Flight{}
+	}
+	return Flight{Path: &fl.lane.pair.path, Posted: fl.posted}
+}
+
 // End ends a slice. False: no slice in flight has this cookie, and nothing changes.
 func (s *Scheduler) End(now Instant, cookie uint64, v Verdict) (Ended, bool) {
 	fl, i := s.find(cookie)
@@ -162,8 +171,7 @@ func (s *Scheduler) End(now Instant, cookie uint64, v Verdict) (Ended, bool) {
 	}
 	s.unlink(fl, i)
 	l, q, f := fl.lane, fl.lane.pair, fl.flow
-	out := Ended{Flow: f, Range: fl.r, Bytes: fl.bytes, Rank: q.rank,
-		Flight: Flight{Path: &q.path, Posted: fl.posted}}
+	out := Ended{Flow: f, Range: fl.r, Bytes: fl.bytes, Rank: q.rank}
 	s.judge(now, fl, v)
 	if fl.copy == probeCopy {
 		switch v {

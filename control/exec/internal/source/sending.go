@@ -164,6 +164,10 @@ func (ss *Table) Results(now Instant, res []transport.Result) {
 }
 
 func (ss *Table) result(now Instant, r *transport.Result) {
+	var flight spray.Flight
+	if ss.Cfg.Spans {
+		flight = ss.Spray.Flight(r.Cookie)
+	}
 	end, ok := ss.Spray.End(now, r.Cookie, verdict(r))
 	if !ok {
 		return
@@ -178,7 +182,7 @@ func (ss *Table) result(now Instant, r *transport.Result) {
 		if end.Fresh == 0 {
 			bytes = 0
 		}
-		snd.record.Slice(now, end.Flight, bytes, r.Outcome == transfer.Landed)
+		snd.record.Slice(now, flight, bytes, r.Outcome == transfer.Landed)
 	}
 	if r.Outcome == transfer.Landed {
 		if end.Fresh > 0 {
