@@ -47,9 +47,10 @@ func (t *tracing) open(n *Node) (err error) {
 		return nil
 	}
 	m := n.metrics
-	t.spans, err = spans.Open(spans.Options{Endpoint: n.cfg.Trace.OTLP, Service: "kvspray-sidecar",
+	t.spans, err = spans.New(spans.Options{Endpoint: n.cfg.Trace.OTLP, Service: "kvspray-sidecar",
 		Instance: n.cfg.Node, Version: n.version, Log: n.log,
 		Exported: func(k int) { m.Spans(true, k) }, Dropped: func(k int) { m.Spans(false, k) }})
+	t.spans.Start()
 	return err
 }
 

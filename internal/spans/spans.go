@@ -9,7 +9,7 @@
 // Invariants: Put never waits. What a Recorder keeps is bounded; what it cannot keep or send is
 // counted as dropped. A nil *Recorder records nothing: that is how tracing is off.
 //
-// Goroutines: Open starts one, Close ends and joins it.
+// Goroutines: Start starts one, Close ends and joins it.
 package spans
 
 import (
@@ -136,7 +136,7 @@ func fill(b []byte) {
 	b[0] |= 1
 }
 
-// Options are for Open.
+// Options are for New.
 type Options struct {
 	Endpoint string // URL of the collector; empty: off
 	Service  string // service.name; the standard variable OTEL_SERVICE_NAME has precedence
@@ -153,8 +153,9 @@ type Recorder struct {
 	queue    chan func() []Span
 	stop     chan struct{}
 	stopOnce sync.Once
+	started  atomic.Bool
 	stopped  atomic.Bool
-	done     chan struct{}
+	done     chan struct{} // closed when the goroutine has ended
 
 	// of the goroutine
 	exporter *otlptrace.Exporter
@@ -182,8 +183,9 @@ func CheckEndpoint(endpoint string) (problem, remedy string) {
 	return "", ""
 }
 
-// Open starts a Recorder; nil if no endpoint is set. The collector need not answer.
-func Open(o Options) (*Recorder, error) {
+// New makes a Recorder; nil if no endpoint is set. Spans are sent from Start on. The collector need
+// not answer.
+func New(o Options) (*Recorder, error) {
 	if o.Endpoint == "" {
 		return nil, nil
 	}
@@ -222,8 +224,14 @@ func Open(o Options) (*Recorder, error) {
 	r.provider = sdk.NewTracerProvider(sdk.WithResource(about), sdk.WithSampler(sdk.AlwaysSample()),
 		sdk.WithIDGenerator(givenIDs{}), sdk.WithSpanProcessor(collector{r}))
 	r.tracer = r.provider.Tracer("github.com/kvspray/kvspray")
-	go r.run()
 	return r, nil
+}
+
+// Start begins to send spans.
+func (r *Recorder) Start() {
+	if r != nil && r.started.CompareAndSwap(false, true) {
+		go r.run()
+	}
 }
 
 // On reports whether spans are recorded.
@@ -251,7 +259,9 @@ func (r *Recorder) Close() error {
 	}
 	r.stopped.Store(true)
 	r.stopOnce.Do(func() { close(r.stop) })
-	<-r.done
+	if r.started.Load() {
+		<-r.done
+	}
 	return nil
 }
 

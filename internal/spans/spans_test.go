@@ -60,12 +60,13 @@ type counts struct{ exported, dropped atomic.Int64 }
 func open(t *testing.T, endpoint string, log *slog.Logger) (*Recorder, *counts) {
 	t.Helper()
 	c := &counts{}
-	r, err := Open(Options{Endpoint: endpoint, Service: "s", Instance: "i", Version: "v", Log: log,
+	r, err := New(Options{Endpoint: endpoint, Service: "s", Instance: "i", Version: "v", Log: log,
 		Exported: func(n int) { c.exported.Add(int64(n)) },
 		Dropped:  func(n int) { c.dropped.Add(int64(n)) }})
 	if err != nil {
 		t.Fatal(err)
 	}
+	r.Start()
 	t.Cleanup(func() { _ = r.Close() })
 	return r, c
 }
@@ -179,7 +180,7 @@ func TestQueueIsBounded(t *testing.T) {
 
 // Off is nil, and costs nothing.
 func TestOff(t *testing.T) {
-	r, err := Open(Options{})
+	r, err := New(Options{})
 	if r != nil || err != nil {
 		t.Fatal(r, err)
 	}
@@ -187,6 +188,7 @@ func TestOff(t *testing.T) {
 	if n := testing.AllocsPerRun(1000, func() { r.Put(f) }); n != 0 {
 		t.Errorf("Put allocates %v times", n)
 	}
+	r.Start()
 	if r.On() || r.Close() != nil {
 		t.Error("a nil Recorder is on")
 	}
@@ -197,7 +199,7 @@ func TestEndpoint(t *testing.T) {
 	for url, want := range map[string]string{"a:1": "not a URL", "grpc://a": "not a URL",
 		"http://": "not a URL", "http://u:p@a": "OTEL_EXPORTER_OTLP_HEADERS", "http://a?x": "query",
 		"%": "not a URL"} {
-		if r, err := Open(Options{Endpoint: url}); err == nil || !strings.Contains(err.Error(), want) {
+		if r, err := New(Options{Endpoint: url}); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%s: %v, %v", url, r, err)
 		}
 	}
