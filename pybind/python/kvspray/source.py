@@ -14,7 +14,10 @@ class Source:
     The body is kept in three packed parts, because a step changes only the middle one.
     """
 
-    __slots__ = ("key", "tokens", "fanout", "groups", "prio", "deadline_ms", "held", "req", "attempt", "traceparent", "ready", "pending", "_first", "_head", "_tail")
+    __slots__ = (
+        "key", "tokens", "fanout", "groups", "prio", "deadline_ms", "held", "req", "attempt", "traceparent", "ready", "pending", "_first",
+        "_head", "_tail",
+    )  # fmt: skip
 
     def __init__(
         self, xfer: bytes, hash: bytes, tokens: int, fanout: int, table: list[bytes], ready: int, prio: int, deadline_ms: int, held: bool,
