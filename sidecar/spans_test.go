@@ -3,6 +3,7 @@
 package sidecar
 
 import (
+	"os"
 	"slices"
 	"strings"
 	"testing"
@@ -99,6 +100,12 @@ func TestSpansOfATransfer(t *testing.T) {
 		}
 	}
 	took := time.Since(began)
+	for _, r := range []*running{p, d} { // the line of a transfer leads to its spans
+		b, err := os.ReadFile(r.cfg.Trace.Transfers)
+		if err != nil || !strings.Contains(string(b), `"trace":"`+traceID+`"`) {
+			t.Errorf("%v: no trace in %s", err, b)
+		}
+	}
 	one := func(name, parent string) (s spanstest.Span) {
 		t.Helper()
 		var found []spanstest.Span
@@ -228,7 +235,8 @@ func TestTransfersWithoutSpans(t *testing.T) {
 // A sidecar without a collector passes the traceparent on: the sender's spans are below the
 // decode's. A peer that names none, such as an older release, leaves the prefill's span.
 func TestOneSideExports(t *testing.T) {
-	for what, decode := range map[string]string{decodeSpan: decodeParent, "offer": ""} {
+	for decode, what := range map[string]string{decodeParent: decodeSpan, "": "offer",
+		"junk": "offer", decodeParent[:53] + "zz": "offer", "\xff\xfe": "offer"} {
 		col := spanstest.New(t)
 		p, d := traced(t, col.URL, "")
 		moveTraced(t, p, d, prefillParent, decode)

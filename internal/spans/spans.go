@@ -45,7 +45,7 @@ const (
 	maxAttribute   = 256  // bytes of a text
 	flushEvery     = time.Second
 	exportTimeout  = 5 * time.Second
-	closeTimeout   = 2 * time.Second // of the last call
+	closeTimeout   = 2 * time.Second // of Close, whatever the collector does
 	complainEvery  = time.Minute
 	defaultPath    = "/v1/traces" // the collector's, of the specification
 )
@@ -57,11 +57,14 @@ type Context = trace.SpanContext
 type Attr = attribute.KeyValue
 
 // Text is an attribute. What is too long is cut.
-func Text(key, value string) Attr {
-	if len(value) > maxAttribute {
-		value = strings.ToValidUTF8(value[:maxAttribute], "")
+func Text(key, value string) Attr { return attribute.String(key, clip(value)) }
+
+// clip makes a text that the protocol takes: with one that is no UTF-8 a whole call fails.
+func clip(s string) string {
+	if len(s) > maxAttribute {
+		return strings.ToValidUTF8(s[:maxAttribute], "")
 	}
-	return attribute.String(key, value)
+	return strings.ToValidUTF8(s, "\uFFFD")
 }
 
 // Number is an attribute.
@@ -157,6 +160,9 @@ type Recorder struct {
 	stopped  atomic.Bool
 	done     chan struct{} // closed when the goroutine has ended
 
+	ctx    context.Context // of calls of the collector
+	cancel context.CancelFunc
+
 	// of the goroutine
 	exporter *otlptrace.Exporter
 	client   *http.Client
@@ -207,6 +213,7 @@ func New(o Options) (*Recorder, error) {
 			Transport: &http.Transport{Proxy: http.ProxyFromEnvironment,
 				DialContext:         (&net.Dialer{Timeout: exportTimeout}).DialContext,
 				MaxIdleConnsPerHost: 1, MaxConnsPerHost: 1}}}
+	r.ctx, r.cancel = context.WithCancel(context.Background())
 	// A call that fails is not repeated: the spans behind it would be dropped meanwhile.
 	r.exporter, err = otlptracehttp.New(context.Background(), otlptracehttp.WithEndpointURL(u.String()),
 		otlptracehttp.WithHTTPClient(r.client), otlptracehttp.WithTimeout(exportTimeout),
@@ -252,7 +259,7 @@ func (r *Recorder) Put(make func() []Span) {
 	r.dropped(len(make()))
 }
 
-// Close sends what waits, for a short time, and ends the Recorder.
+// Close sends what waits, for at most closeTimeout, and ends the Recorder.
 func (r *Recorder) Close() error {
 	if r == nil {
 		return nil
@@ -260,8 +267,11 @@ func (r *Recorder) Close() error {
 	r.stopped.Store(true)
 	r.stopOnce.Do(func() { close(r.stop) })
 	if r.started.Load() {
+		late := time.AfterFunc(closeTimeout, r.cancel)
+		defer late.Stop()
 		<-r.done
 	}
+	r.cancel()
 	return nil
 }
 
@@ -273,11 +283,8 @@ func (r *Recorder) run() {
 		select {
 		case f := <-r.queue:
 			r.make(f)
-			if len(r.ended) >= maxBatch {
-				r.flush(exportTimeout)
-			}
 		case <-tick.C:
-			r.flush(exportTimeout)
+			r.flush()
 		case <-r.stop:
 			r.end()
 			return
@@ -285,7 +292,7 @@ func (r *Recorder) run() {
 	}
 }
 
-// end sends what waits. A collector that does not answer gets one call only.
+// end sends what waits.
 func (r *Recorder) end() {
 	for {
 		select {
@@ -296,18 +303,16 @@ func (r *Recorder) end() {
 		}
 		break
 	}
-	r.flush(closeTimeout)
-	ctx, cancel := context.WithTimeout(context.Background(), closeTimeout)
-	defer cancel()
+	r.flush()
 	// Both have nothing left to send.
-	_ = r.provider.Shutdown(ctx)
-	_ = r.exporter.Shutdown(ctx)
+	_ = r.provider.Shutdown(r.ctx)
+	_ = r.exporter.Shutdown(r.ctx)
 	r.client.CloseIdleConnections()
 }
 
 type selfKey struct{}
 
-// make has the library make spans. They come back through collector.
+// make has the library make spans, which come back through collector, and sends a full batch.
 func (r *Recorder) make(f func() []Span) {
 	for _, s := range f() {
 		ctx := context.WithValue(context.Background(), selfKey{}, s.Self)
@@ -317,22 +322,25 @@ func (r *Recorder) make(f func() []Span) {
 		_, span := r.tracer.Start(ctx, s.Name, trace.WithTimestamp(s.Start), trace.WithSpanKind(s.Kind),
 			trace.WithAttributes(s.Attrs...))
 		if s.Failed != "" {
-			span.SetStatus(codes.Error, strings.ToValidUTF8(s.Failed[:min(len(s.Failed), maxAttribute)], ""))
+			span.SetStatus(codes.Error, clip(s.Failed))
 		}
 		if s.End.Before(s.Start) { // an end that was seen before its beginning
 			s.End = s.Start
 		}
 		span.End(trace.WithTimestamp(s.End))
 	}
+	if len(r.ended) >= maxBatch {
+		r.flush()
+	}
 }
 
 // flush sends the spans that have come.
-func (r *Recorder) flush(timeout time.Duration) {
+func (r *Recorder) flush() {
 	n := len(r.ended)
 	if n == 0 {
 		return
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), timeout)
+	ctx, cancel := context.WithTimeout(r.ctx, exportTimeout)
 	defer cancel()
 	err := r.exporter.ExportSpans(ctx, r.ended)
 	clear(r.ended)

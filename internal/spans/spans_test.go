@@ -5,6 +5,8 @@ package spans
 import (
 	"log/slog"
 	"net"
+	"net/http"
+	"net/http/httptest"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -77,9 +79,10 @@ func one(parent Context) func() []Span {
 	self := NewChild(parent)
 	return func() []Span {
 		return []Span{{Name: "a", Kind: Server, Self: self, Parent: parent, Start: at,
-			End:    at.Add(3 * time.Second),
-			Attrs:  []Attr{Text("long", strings.Repeat("é", maxAttribute)), Number("n", uint64(1<<63))},
-			Failed: "it broke"},
+			End: at.Add(3 * time.Second),
+			Attrs: []Attr{Text("long", strings.Repeat("é", maxAttribute)), Number("n", uint64(1<<63)),
+				Text("bytes", "a\xffb")},
+			Failed: "it broke\xff"},
 			{Name: "b", Self: NewChild(parent), Parent: self, Start: at.Add(2), End: at.Add(1)}}
 	}
 }
@@ -94,7 +97,7 @@ func TestExport(t *testing.T) {
 	testutil.Eventually(t, patience, "the spans come", func() bool { return len(c.Spans()) == 2 })
 	a, b := c.Named("a")[0], c.Named("b")[0]
 	if a.Service != "s" || a.Kind != "server" || a.Trace != given[3:35] || a.Parent != given[36:52] ||
-		a.Failed != "error: it broke" || a.End.Sub(a.Start) != 3*time.Second ||
+		a.Failed != "error: it broke\uFFFD" || a.Text["bytes"] != "a\uFFFDb" || a.End.Sub(a.Start) != 3*time.Second ||
 		a.Start.UnixNano() != 1_700_000_000_000_000_005 || a.Number["n"] != 1<<63-1 ||
 		a.Text["long"] != strings.Repeat("é", maxAttribute/2) {
 		t.Errorf("%+v", a)
@@ -155,6 +158,28 @@ func TestCollectorDown(t *testing.T) {
 	r, n := open(t, c.URL, nil)
 	r.Put(one(NewRoot()))
 	testutil.Eventually(t, patience, "the spans come", func() bool { return n.exported.Load() == 2 })
+}
+
+// A collector that does not answer holds up the end for a short time only.
+func TestCloseIsBounded(t *testing.T) {
+	hold := make(chan struct{})
+	srv := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { <-hold }))
+	defer srv.Close()
+	defer close(hold)
+	r, n := open(t, srv.URL, nil)
+	for range 3 * maxBatch {
+		r.Put(one(NewRoot()))
+	}
+	began := time.Now()
+	if err := r.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if took := time.Since(began); took > closeTimeout+exportTimeout/2 {
+		t.Errorf("Close took %v", took)
+	}
+	if n.exported.Load() != 0 || n.dropped.Load() != 6*maxBatch {
+		t.Errorf("%d exported, %d dropped", n.exported.Load(), n.dropped.Load())
+	}
 }
 
 // Put does not wait, whatever the goroutine does: what has no room is counted.

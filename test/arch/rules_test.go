@@ -38,6 +38,7 @@ const (
 	extRapid = "pgregory.net/rapid"
 	extRedis = "github.com/redis/go-redis/v9"
 	extOTel  = "go.opentelemetry.io/otel"
+	extOTLP  = "go.opentelemetry.io/proto/otlp"
 )
 
 var rules = []rule{
@@ -137,7 +138,7 @@ var rules = []rule{
 	{dir: "internal/spans", why: "spans to OpenTelemetry's library: the only package that imports it",
 		ext: []string{extOTel}},
 	{dir: "internal/spans/spanstest", why: "a collector of spans for tests, by the protocol's types",
-		ext: []string{extOTel, extProto}},
+		ext: []string{extOTLP, extProto}},
 	{dir: "internal/page", why: "files that a browser loads; what a page shows is its server's"},
 	{dir: "internal/version", why: "what the linker and the module file report"},
 	{dir: "internal/testutil", why: "for tests of every package", own: []string{"internal/sys/slack"},
