@@ -164,10 +164,11 @@ func TestRouterWithoutCollector(t *testing.T) {
 // have no prefill.
 func TestSpansOfAFailure(t *testing.T) {
 	col := spanstest.New(t)
-	_, _, url := tracedPair(t, col, PrefillFirst, func(w http.ResponseWriter, _ *http.Request, _ seen) {
+	broken := func(w http.ResponseWriter, _ *http.Request, _ seen) {
 		w.WriteHeader(http.StatusInternalServerError)
 		fmt.Fprint(w, "no memory")
-	}, answerDecode)
+	}
+	_, _, url := tracedPair(t, col, PrefillFirst, broken, answerDecode)
 	post(t, url, "/v1/completions", tracedPrompt)
 	all := spanned(t, col, "kvspray.request", "kvspray.prefill", "kvspray.decode")
 	if all["kvspray.request"].Text["kvspray.local_prefill"] != aloneFailed ||
@@ -255,8 +256,13 @@ func TestTracingOffIsFree(t *testing.T) {
 
 // Parameters of other connectors, and damaged ones, stay as they are.
 func TestWithTraceparent(t *testing.T) {
-	for in, want := range map[string]string{`{"kvspray":{"v":1,"x":[1]},"a":2}`: `{"kvspray":{"v":1,"x":[1],"traceparent":"T"},"a":2}`, `{"a":2}`: `{"a":2}`,
-		`{"kvspray":null}`: `{"kvspray":null}`, `{"kvspray":"x"}`: `{"kvspray":"x"}`, `[1]`: `[1]`} {
+	for in, want := range map[string]string{
+		`{"kvspray":{"v":1,"x":[1]},"a":2}`: `{"kvspray":{"v":1,"x":[1],"traceparent":"T"},"a":2}`,
+		`{"a":2}`:                           `{"a":2}`,
+		`{"kvspray":null}`:                  `{"kvspray":null}`,
+		`{"kvspray":"x"}`:                   `{"kvspray":"x"}`,
+		`[1]`:                               `[1]`,
+	} {
 		var got, expected any
 		if err := json.Unmarshal(withTraceparent(json.RawMessage(in), "T"), &got); err != nil {
 			t.Fatal(err)

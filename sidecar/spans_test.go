@@ -264,8 +264,9 @@ func TestSpansWithoutCollector(t *testing.T) {
 	col.Close()
 	moveTraced(t, p, d, prefillParent, decodeParent)
 	for _, r := range []*running{p, d} {
-		until(t, func() bool { return value(t, r, "kvspray_sidecar_spans_total", "outcome", "dropped") > 0 })
-		if n := value(t, r, "kvspray_sidecar_spans_total", "outcome", "exported"); n != 0 {
+		const name = "kvspray_sidecar_spans_total"
+		until(t, func() bool { return value(t, r, name, "outcome", "dropped") > 0 })
+		if n := value(t, r, name, "outcome", "exported"); n != 0 {
 			t.Errorf("%v spans are counted as exported", n)
 		}
 	}

@@ -215,8 +215,8 @@ func New(o Options) (*Recorder, error) {
 				MaxIdleConnsPerHost: 1, MaxConnsPerHost: 1}}}
 	r.ctx, r.cancel = context.WithCancel(context.Background())
 	// A call that fails is not repeated: the spans behind it would be dropped meanwhile.
-	r.exporter, err = otlptracehttp.New(context.Background(), otlptracehttp.WithEndpointURL(u.String()),
-		otlptracehttp.WithHTTPClient(r.client), otlptracehttp.WithTimeout(exportTimeout),
+	r.exporter, err = otlptracehttp.New(context.Background(),
+		otlptracehttp.WithEndpointURL(u.String()), otlptracehttp.WithHTTPClient(r.client), otlptracehttp.WithTimeout(exportTimeout),
 		otlptracehttp.WithRetry(otlptracehttp.RetryConfig{Enabled: false}))
 	if err != nil {
 		return nil, fmt.Errorf("spans: endpoint %q: %w", o.Endpoint, err)

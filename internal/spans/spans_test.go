@@ -97,16 +97,20 @@ func TestExport(t *testing.T) {
 	testutil.Eventually(t, patience, "the spans come", func() bool { return len(c.Spans()) == 2 })
 	a, b := c.Named("a")[0], c.Named("b")[0]
 	if a.Service != "s" || a.Kind != "server" || a.Trace != given[3:35] || a.Parent != given[36:52] ||
-		a.Failed != "error: it broke\uFFFD" || a.Text["bytes"] != "a\uFFFDb" || a.End.Sub(a.Start) != 3*time.Second ||
+		a.Failed != "error: it broke\uFFFD" || a.Text["bytes"] != "a\uFFFDb" ||
+		a.End.Sub(a.Start) != 3*time.Second ||
 		a.Start.UnixNano() != 1_700_000_000_000_000_005 || a.Number["n"] != 1<<63-1 ||
 		a.Text["long"] != strings.Repeat("é", maxAttribute/2) {
 		t.Errorf("%+v", a)
 	}
-	if b.Trace != a.Trace || b.Parent != a.ID || b.ID == a.ID || b.End.Before(b.Start) || b.Failed != "" {
+	if b.Trace != a.Trace || b.Parent != a.ID || b.ID == a.ID || b.End.Before(b.Start) ||
+		b.Failed != "" {
 		t.Errorf("%+v, child of %s", b, a.ID)
 	}
 	root := NewRoot()
-	r.Put(func() []Span { return []Span{{Name: "root", Self: root, Start: time.Now(), End: time.Now()}} })
+	r.Put(func() []Span {
+		return []Span{{Name: "root", Self: root, Start: time.Now(), End: time.Now()}}
+	})
 	if err := r.Close(); err != nil { // it sends what waits
 		t.Fatal(err)
 	}
