@@ -216,7 +216,8 @@ func New(o Options) (*Recorder, error) {
 	r.ctx, r.cancel = context.WithCancel(context.Background())
 	// A call that fails is not repeated: the spans behind it would be dropped meanwhile.
 	r.exporter, err = otlptracehttp.New(context.Background(),
-		otlptracehttp.WithEndpointURL(u.String()), otlptracehttp.WithHTTPClient(r.client), otlptracehttp.WithTimeout(exportTimeout),
+		otlptracehttp.WithEndpointURL(u.String()), otlptracehttp.WithHTTPClient(r.client),
+		otlptracehttp.WithTimeout(exportTimeout),
 		otlptracehttp.WithRetry(otlptracehttp.RetryConfig{Enabled: false}))
 	if err != nil {
 		return nil, fmt.Errorf("spans: endpoint %q: %w", o.Endpoint, err)

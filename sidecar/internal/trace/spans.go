@@ -146,7 +146,7 @@ func (s *TransferSpans) sent() (out []spans.Span) {
 			}
 		}
 		self := spans.NewChild(parent)
-		outcome, bytes := "ended", uint64(0)
+		outcome := "ended"
 		if r.Committed {
 			outcome = "committed"
 		}
@@ -155,7 +155,6 @@ func (s *TransferSpans) sent() (out []spans.Span) {
 			f.add(spanQueue, r.Bound, r.First)
 		}
 		for _, rail := range r.Rails {
-			bytes += rail.Bytes
 			f.add(spanWire, rail.First, rail.Last, spans.Text("kvspray.transport", rail.Path.Transport),
 				spans.Text("kvspray.rail", rail.Path.Local),
 				spans.Text("kvspray.rail.remote", rail.Path.Remote),
@@ -168,7 +167,7 @@ func (s *TransferSpans) sent() (out []spans.Span) {
 		out = append(append(out, spans.Span{Name: spanSend, Kind: spans.Internal, Self: self,
 			Parent: parent, Start: s.at(r.Bound), End: s.at(r.Ended), Attrs: s.attributes(
 				spans.Text("kvspray.outcome", outcome), spans.Text("kvspray.peer", r.Peer.String()),
-				spans.Number("kvspray.bytes", bytes))}), f.out...)
+				spans.Number("kvspray.bytes", r.Bytes))}), f.out...)
 	}
 	return out
 }

@@ -78,6 +78,7 @@ type Send struct {
 	Last        timer.Instant // the last slice was confirmed, or the commit came before that
 	Ended       timer.Instant
 	Committed   bool
+	Bytes       uint64     // of what was committed
 	Rails       []RailSend // at most MaxRailSends
 }
 
@@ -88,9 +89,11 @@ const MaxRailSends = 16
 type RailSend struct {
 	Path        spray.Path
 	First, Last timer.Instant
-	Bytes       uint64 // landed
-	Slices      uint32
-	Failed      uint32 // of these
+	// Bytes of slices that brought something new. A retransmission may bring a part of its slice
+	// only, or be on its way at the commit, so the sum may differ from the send's bytes.
+	Bytes  uint64
+	Slices uint32
+	Failed uint32 // of these
 }
 
 // Slice counts a slice that has ended. A retransmission that was not needed has no bytes.

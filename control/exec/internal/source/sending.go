@@ -258,7 +258,9 @@ func (ss *Table) endSending(now Instant, snd *Part) {
 		return
 	}
 	if r := snd.record; r != nil && len(snd.src.last.Sends) < core.MaxSends {
-		r.Ended, r.Committed = now, snd.committed
+		if r.Ended, r.Committed = now, snd.committed; r.Committed {
+			r.Bytes = snd.Plan.Space().TotalBytes()
+		}
 		snd.src.last.Sends = append(snd.src.last.Sends, *r)
 	}
 	live := snd.state != sendWaiting
