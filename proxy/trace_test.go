@@ -55,60 +55,68 @@ func spanned(t *testing.T, col *spanstest.Collector, names ...string) map[string
 // header and for the connector. Without a traceparent, or with a malformed one, the trace is new.
 func TestSpansOfARequest(t *testing.T) {
 	for _, mode := range []Mode{Concurrent, PrefillFirst} {
-		for _, given := range []string{clientParent, "", "malformed",
-			strings.Repeat("0", 55), "00-" + strings.Repeat("f", 1<<12)} {
-			col := spanstest.New(t)
-			prefilled := make(chan struct{})
-			p, d, url := tracedPair(t, col, mode, func(w http.ResponseWriter, r *http.Request, s seen) {
-				defer close(prefilled)
-				answerPrefill(w, r, s)
-			}, func(w http.ResponseWriter, r *http.Request, s seen) {
-				waitFor(t, prefilled, "no prefill")
-				answerDecode(w, r, s)
+		for what, given := range map[string]string{"client": clientParent, "none": "",
+			"malformed": "malformed", "zeros": strings.Repeat("0", 55),
+			"long": "00-" + strings.Repeat("f", 1<<12)} {
+			t.Run(fmt.Sprint(mode, "/", what), func(t *testing.T) {
+				t.Parallel()
+				spansOfARequest(t, mode, given)
 			})
-			var header []string
-			if given != "" {
-				header = []string{"traceparent", given}
-			}
-			if code, body, _ := post(t, url, "/v1/completions", tracedPrompt, append(header, "X-Request-Id",
-				"r-1")...); code != http.StatusOK {
-				t.Fatalf("%d %s", code, body)
-			}
-			all := spanned(t, col, "kvspray.request", "kvspray.prefill", "kvspray.decode")
-			root := all["kvspray.request"]
-			wantParent := ""
-			if given == clientParent {
-				wantParent = clientSpan
-			}
-			if root.Parent != wantParent || (root.Trace == clientTrace) != (wantParent != "") ||
-				root.Kind != "server" || root.Service != "kvspray-router" || root.Failed != "" ||
-				root.Number["http.response.status_code"] != 200 ||
-				root.Text["http.route"] != "/v1/completions" || root.Text["kvspray.mode"] != string(mode) {
-				t.Errorf("%s, %.60q: %+v", mode, given, root)
-			}
-			for name, e := range map[string]*engine{"kvspray.prefill": p, "kvspray.decode": d} {
-				s, asked := all[name], e.requests()
-				want := "00-" + s.Trace + "-" + s.ID + "-01"
-				if len(asked) != 1 || asked[0].header.Get("Traceparent") != want ||
-					own(asked[0])["traceparent"] != want {
-					t.Errorf("%s: %s gets %+v, want %s", mode, name, asked, want)
-				}
-				if s.Trace != root.Trace || s.Parent != root.ID || s.Kind != "client" || s.Failed != "" ||
-					s.Text["kvspray.request"] != "r-1" || s.Text["url.full"] != e.URL ||
-					s.Number["kvspray.tries"] != 1 || s.Start.Before(root.Start) || s.End.After(root.End) ||
-					!s.End.After(s.Start) {
-					t.Errorf("%s: %+v below %+v", mode, s, root)
-				}
-			}
-			if mode == PrefillFirst && all["kvspray.decode"].Start.Before(all["kvspray.prefill"].End) {
-				t.Error("the decode begins before the prefill ends")
-			}
-			// What the prefill's connector has added is still there.
-			if mode == PrefillFirst && (own(d.requests()[0])["peer"] != "p:1" ||
-				params(d.requests()[0])["remote_engine_id"] != "p") {
-				t.Errorf("params of the decode: %v", params(d.requests()[0]))
-			}
 		}
+	}
+}
+
+func spansOfARequest(t *testing.T, mode Mode, given string) {
+	col := spanstest.New(t)
+	prefilled := make(chan struct{})
+	p, d, url := tracedPair(t, col, mode, func(w http.ResponseWriter, r *http.Request, s seen) {
+		defer close(prefilled)
+		answerPrefill(w, r, s)
+	}, func(w http.ResponseWriter, r *http.Request, s seen) {
+		waitFor(t, prefilled, "no prefill")
+		answerDecode(w, r, s)
+	})
+	var header []string
+	if given != "" {
+		header = []string{"traceparent", given}
+	}
+	if code, body, _ := post(t, url, "/v1/completions", tracedPrompt, append(header, "X-Request-Id",
+		"r-1")...); code != http.StatusOK {
+		t.Fatalf("%d %s", code, body)
+	}
+	all := spanned(t, col, "kvspray.request", "kvspray.prefill", "kvspray.decode")
+	root := all["kvspray.request"]
+	wantParent := ""
+	if given == clientParent {
+		wantParent = clientSpan
+	}
+	if root.Parent != wantParent || (root.Trace == clientTrace) != (wantParent != "") ||
+		root.Kind != "server" || root.Service != "kvspray-router" || root.Failed != "" ||
+		root.Number["http.response.status_code"] != 200 ||
+		root.Text["http.route"] != "/v1/completions" || root.Text["kvspray.mode"] != string(mode) {
+		t.Errorf("%s, %.60q: %+v", mode, given, root)
+	}
+	for name, e := range map[string]*engine{"kvspray.prefill": p, "kvspray.decode": d} {
+		s, asked := all[name], e.requests()
+		want := "00-" + s.Trace + "-" + s.ID + "-01"
+		if len(asked) != 1 || asked[0].header.Get("Traceparent") != want ||
+			own(asked[0])["traceparent"] != want {
+			t.Errorf("%s: %s gets %+v, want %s", mode, name, asked, want)
+		}
+		if s.Trace != root.Trace || s.Parent != root.ID || s.Kind != "client" || s.Failed != "" ||
+			s.Text["kvspray.request"] != "r-1" || s.Text["url.full"] != e.URL ||
+			s.Number["kvspray.tries"] != 1 || s.Start.Before(root.Start) || s.End.After(root.End) ||
+			!s.End.After(s.Start) {
+			t.Errorf("%s: %+v below %+v", mode, s, root)
+		}
+	}
+	if mode == PrefillFirst && all["kvspray.decode"].Start.Before(all["kvspray.prefill"].End) {
+		t.Error("the decode begins before the prefill ends")
+	}
+	// What the prefill's connector has added is still there.
+	if mode == PrefillFirst && (own(d.requests()[0])["peer"] != "p:1" ||
+		params(d.requests()[0])["remote_engine_id"] != "p") {
+		t.Errorf("params of the decode: %v", params(d.requests()[0]))
 	}
 }
 

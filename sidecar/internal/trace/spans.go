@@ -97,11 +97,11 @@ func (s *TransferSpans) received() []spans.Span {
 		began = min(began, t.Span.Asked)
 	}
 	f := family{s: s, parent: own}
+	attrs := s.attributes(s.outcome(), spans.Text("kvspray.peer", t.Peer.String()),
+		spans.Text("kvspray.route", s.Route), spans.Number("kvspray.bytes", s.Completion.Bytes),
+		spans.Number("kvspray.grants", t.Grants), spans.Number("kvspray.ranks", t.Parts))
 	f.out = append(f.out, spans.Span{Name: spanReceive, Kind: spans.Internal, Self: own,
-		Parent: parent, Start: s.at(began), End: s.at(s.Reported), Failed: s.failed(), Attrs: s.attributes(s.outcome(),
-			spans.Text("kvspray.peer", t.Peer.String()), spans.Text("kvspray.route", s.Route),
-			spans.Number("kvspray.bytes", s.Completion.Bytes), spans.Number("kvspray.grants", t.Grants),
-			spans.Number("kvspray.ranks", t.Parts))})
+		Parent: parent, Start: s.at(began), End: s.at(s.Reported), Failed: s.failed(), Attrs: attrs})
 	if t.Span.Asked > 0 && t.Span.Admitted >= t.Span.Asked {
 		f.add(spanAdmission, t.Span.Asked, t.Span.Admitted)
 	}
