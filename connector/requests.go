@@ -123,7 +123,7 @@ func (w *worker) intentLocked(rec board.Record) error {
 		Tokens: m.Tokens,
 		Fanout: int(m.Fanout), Blocks: m.Blocks,
 		Held: m.Held, Priority: priority(m.Prio), Deadline: w.s.duration(m.DeadlineMS, w.s.opt.Deadline),
-		Attempt: m.Attempt, Req: m.Req}
+		Attempt: m.Attempt, Req: m.Req, Trace: placed(m.Traceparent)}
 	w.eventLocked(func(e Events) { e.Intent(w.pub, in) })
 	if len(l.steps) > 0 {
 		w.eventLocked(func(e Events) { e.Announced(w.pub, []transfer.LeaseID{in.Lease}) })
@@ -177,12 +177,22 @@ func (w *worker) expectLocked(rec board.Record) error {
 		Peer:   m.Peer,
 		Tokens: m.Tokens, Skip: m.Skip, Blocks: m.Blocks,
 		Priority: priority(m.Prio), Deadline: w.s.duration(m.DeadlineMS, w.s.opt.Deadline),
-		Partner: w.s.duration(m.PartnerMS, w.s.opt.Partner), Req: m.Req}
+		Partner: w.s.duration(m.PartnerMS, w.s.opt.Partner), Req: m.Req,
+		Trace: placed(m.Traceparent)}
 	w.beginLocked(l, m.After, ex.Deadline, func(left time.Duration) func(Events) {
 		ex.Deadline = left
 		return func(e Events) { e.Expect(w.pub, ex) }
 	})
 	return nil
+}
+
+// placed is where a lease is in a distributed trace. A trace is no reason to refuse a request: what
+// is too long is malformed, and left out.
+func placed(traceparent string) (t engines.Trace) {
+	if len(traceparent) <= engines.MaxTraceparent {
+		t.Parent = traceparent
+	}
+	return t
 }
 
 // reserveLocked reserves the blocks that a destination lease will write.

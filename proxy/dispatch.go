@@ -66,10 +66,11 @@ func (p *Proxy) generate(w http.ResponseWriter, r *http.Request, k kind) {
 	ctx, cancel := context.WithCancel(r.Context())
 	defer cancel()
 	j := &job{p: p, w: w, in: r, req: req, id: requestID(r.Header.Get(requestIDHeader)),
-		start: time.Now(), mode: p.mode}
+		start: time.Now(), mode: p.mode, trace: p.traceOf(r.Header)}
 	w.Header().Set(requestIDHeader, j.id)
 	j.run(ctx)
 	j.placed()
+	j.traced()
 	p.met.requests.WithLabelValues(string(j.mode), statusClass(j.status)).Inc()
 	if j.broken {
 		// The status was sent; only a broken connection shows the client that the answer is
@@ -139,6 +140,10 @@ type job struct {
 	// Set in concurrent mode: P's failure, at most once, and its back end.
 	failed <-chan error
 	pre    *backend
+
+	trace   *jobTrace
+	alone   string    // why D computed the prompt, if it did
+	firstAt time.Time // D's first byte
 }
 
 var errNoDecode = errors.New("no decode engine is up")
@@ -171,7 +176,7 @@ func (j *job) run(ctx context.Context) {
 		j.mode = PrefillFirst // P's sidecar is unknown: P itself must name it
 	}
 	xfer := randomID()
-	body, err := j.req.forPrefill(xfer)
+	body, err := j.req.forPrefill(xfer, j.trace.hop(false).traceparent())
 	if err != nil {
 		j.fail(http.StatusBadRequest, codeInvalidBody, err)
 		return
@@ -185,10 +190,10 @@ func (j *job) run(ctx context.Context) {
 			j.decodeAlone(ctx, j.noteAlone(pre, err))
 			return
 		}
-		j.decode(ctx, params)
+		j.decode(ctx, withTraceparent(params, j.trace.hop(true).traceparent()))
 		return
 	}
-	params, err := j.req.concurrentParams(xfer, peer)
+	params, err := j.req.concurrentParams(xfer, peer, j.trace.hop(true).traceparent())
 	if err != nil {
 		j.fail(http.StatusBadRequest, codeInvalidBody, err)
 		return
@@ -229,7 +234,15 @@ func (j *job) noteAlone(pre *backend, err error) string {
 
 // prefill asks P and returns the kv_transfer_params of its answer.
 func (j *job) prefill(ctx context.Context, b *backend, body []byte) (json.RawMessage, error) {
+	hop := j.trace.hop(false)
+	hop.begin(b)
 	params, err := j.askPrefill(ctx, b, body)
+	switch {
+	case ctx.Err() != nil, errors.Is(err, errNoParams), errors.Is(err, errListParams):
+		hop.end(nil) // D has answered and needs no more of P, or the client is gone
+	default:
+		hop.end(err)
+	}
 	if j.decision != nil {
 		j.p.placing.Prefilled(j.decision, err == nil && b.number == j.decision.Prefill, time.Now())
 	}
@@ -271,6 +284,7 @@ func firstBytes(b []byte) string {
 
 func (j *job) decodeAlone(ctx context.Context, reason string) {
 	j.p.met.alone.WithLabelValues(reason).Inc()
+	j.alone = reason
 	j.decode(ctx, nil)
 }
 
@@ -326,6 +340,8 @@ func (j *job) decodeOn(ctx context.Context, b *backend, params json.RawMessage) 
 		}
 		dctx, stop := context.WithCancel(ctx)
 		got := make(chan first, 1)
+		hop := j.trace.hop(true)
+		hop.begin(b)
 		go func() { got <- j.firstByte(dctx, b, body) }()
 		var f first
 		select {
@@ -335,12 +351,16 @@ func (j *job) decodeOn(ctx context.Context, b *backend, params json.RawMessage) 
 			if f = <-got; f.resp != nil {
 				_ = f.resp.Body.Close() // aborted
 			}
-			j.p.met.alone.WithLabelValues(j.noteAlone(j.pre, perr)).Inc()
+			j.alone = j.noteAlone(j.pre, perr)
+			j.p.met.alone.WithLabelValues(j.alone).Inc()
 			params, j.failed = nil, nil
 			continue
 		}
 		if f.resp == nil {
 			stop()
+			if hop.end(f.err); ctx.Err() != nil {
+				hop.end(nil) // the client is gone
+			}
 			if ctx.Err() == nil {
 				b.suspect(f.err)
 				j.p.log.Warn("decode engine failed", "request", j.id, "url", b.url, "err", f.err)
@@ -354,8 +374,10 @@ func (j *job) decodeOn(ctx context.Context, b *backend, params json.RawMessage) 
 		}
 		j.answered(f.resp.StatusCode)
 		j.p.met.first.WithLabelValues(string(j.mode)).Observe(time.Since(j.start).Seconds())
+		j.firstAt = time.Now()
 		j.pass(f)
 		stop()
+		hop.end(nil)
 		return true, nil, nil
 	}
 }
@@ -455,6 +477,9 @@ func (j *job) send(ctx context.Context, b *backend, body []byte, decode bool) (*
 	}
 	req.Header.Set("Content-Type", "application/json")
 	req.Header.Set(requestIDHeader, j.id)
+	if t := j.trace.hop(decode).traceparent(); t != "" {
+		req.Header.Set(traceHeader, t)
+	}
 	return j.p.client.Do(req)
 }
 

@@ -11,6 +11,7 @@ type metrics struct {
 	inFlight prometheus.Gauge
 	first    *prometheus.HistogramVec
 	retries  prometheus.Counter
+	spans    *prometheus.CounterVec
 }
 
 // Reasons for a local prefill: the values of the label.
@@ -46,7 +47,14 @@ func newMetrics(reg prometheus.Registerer) *metrics {
 			Name: "decode_retries_total",
 			Help: "Requests sent to a second decode engine because the first was unreachable."}),
 	}
-	reg.MustRegister(m.requests, m.alone, m.up, m.inFlight, m.first, m.retries)
+	m.spans = prometheus.NewCounterVec(prometheus.CounterOpts{Namespace: "kvspray",
+		Subsystem: "proxy", Name: "spans_total",
+		Help: "Spans of requests, by whether the collector of --otlp took them (exported) or not " +
+			"(dropped)."}, []string{"outcome"})
+	for _, outcome := range []string{"exported", "dropped"} {
+		m.spans.WithLabelValues(outcome)
+	}
+	reg.MustRegister(m.requests, m.alone, m.up, m.inFlight, m.first, m.retries, m.spans)
 	return m
 }
 

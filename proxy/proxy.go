@@ -34,6 +34,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
 	"github.com/kvspray/kvspray/internal/page"
+	"github.com/kvspray/kvspray/internal/spans"
 	"github.com/kvspray/kvspray/placement"
 )
 
@@ -90,8 +91,13 @@ type Config struct {
 	DecodeSidecars []string // URLs of their HTTP listeners, one for each decode engine, or none
 	TokenBytes     float64  // of KV cache; 0: 131072
 	Calibration    *placement.Calibration
-	Log            *slog.Logger
-	Registry       *prometheus.Registry // nil: its own
+	// OTLP is the URL of a collector of spans; empty: off. They are sent while Watch or Serve runs.
+	OTLP string
+	// TraceShare of the requests without a traceparent of their own are traced; 0: all.
+	TraceShare float64
+	Version    string // of the router, for spans
+	Log        *slog.Logger
+	Registry   *prometheus.Registry // nil: its own
 }
 
 // Proxy routes requests. Use Handler in another server, or Serve.
@@ -104,8 +110,10 @@ type Proxy struct {
 	client  *http.Client
 	met     *metrics
 	reg     *prometheus.Registry
-	slots   chan struct{} // bounds requests in flight
-	placing *placing      // nil: the least loaded engines
+	slots   chan struct{}   // bounds requests in flight
+	placing *placing        // nil: the least loaded engines
+	spans   *spans.Recorder // nil: off
+	share   float64         // TraceShare
 }
 
 // New checks the configuration. It starts nothing.
@@ -188,6 +196,9 @@ func New(cfg Config) (*Proxy, error) {
 	if p.placing, err = newPlacing(cfg, p.reg); err != nil {
 		return nil, err
 	}
+	if err := p.trace(&cfg); err != nil {
+		return nil, err
+	}
 	p.prefill, p.decode = newPool(pre), newPool(dec)
 	return p, nil
 }
@@ -258,6 +269,8 @@ func (p *Proxy) Handler() http.Handler {
 
 // Watch checks the health of all back ends until ctx ends.
 func (p *Proxy) Watch(ctx context.Context) {
+	p.spans.Start()
+	defer func() { _ = p.spans.Close() }() // it returns no error
 	var wg sync.WaitGroup
 	for _, set := range []*pool{p.prefill, p.decode} {
 		for _, b := range set.all {

@@ -124,6 +124,8 @@ type kvsprayParams struct {
 	Xfer   string `json:"xfer"`
 	Peer   string `json:"peer,omitempty"`
 	Fanout int    `json:"fanout"`
+
+	Traceparent string `json:"traceparent,omitempty"` // of the span above the connector's
 }
 
 // peerOf is the endpoint in P's answer; empty: none.
@@ -151,7 +153,7 @@ var notForPrefill = []string{"stream_options", "min_tokens", "logprobs", "top_lo
 	"return_tokens_as_token_ids", "prompt_logprobs", "include_stop_str_in_output"}
 
 // forPrefill is the body for P: the same prompt, one token, no stream.
-func (r *request) forPrefill(xfer string) ([]byte, error) {
+func (r *request) forPrefill(xfer, traceparent string) ([]byte, error) {
 	f := maps.Clone(r.fields)
 	for _, key := range notForPrefill {
 		delete(f, key)
@@ -163,7 +165,7 @@ func (r *request) forPrefill(xfer string) ([]byte, error) {
 	}
 	f["n"] = json.RawMessage("1")
 	params, err := json.Marshal(transferParams{DoRemoteDecode: true, KVSpray: kvsprayParams{V: 1,
-		Xfer: xfer, Fanout: r.n}})
+		Xfer: xfer, Fanout: r.n, Traceparent: traceparent}})
 	if err != nil {
 		return nil, err
 	}
@@ -182,9 +184,9 @@ func (r *request) forDecode(params json.RawMessage) ([]byte, error) {
 }
 
 // concurrentParams are D's parameters in concurrent mode.
-func (r *request) concurrentParams(xfer, peer string) (json.RawMessage, error) {
+func (r *request) concurrentParams(xfer, peer, traceparent string) (json.RawMessage, error) {
 	return json.Marshal(transferParams{DoRemotePrefill: true, KVSpray: kvsprayParams{V: 1, Xfer: xfer,
-		Peer: peer, Fanout: r.n}})
+		Peer: peer, Fanout: r.n, Traceparent: traceparent}})
 }
 
 var (

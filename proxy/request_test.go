@@ -173,7 +173,7 @@ func FuzzParseRequest(f *testing.F) {
 			t.Fatalf("n %d, prompts %d", r.n, r.prompts)
 		}
 		for _, make := range []func() ([]byte, error){
-			func() ([]byte, error) { return r.forPrefill("x") },
+			func() ([]byte, error) { return r.forPrefill("x", "") },
 			func() ([]byte, error) { return r.forDecode(nil) },
 		} {
 			b, err := make()

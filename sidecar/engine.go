@@ -26,6 +26,8 @@ type engineEvents struct {
 	local  *local.Leases
 	copies *copies
 	pages  *pageStore
+
+	tracing *tracing // nil: off
 }
 
 var _ connector.Events = engineEvents{}

@@ -147,6 +147,7 @@ func (n *Node) join(self transport.Peer) error {
 	}
 	n.plans = plans.New(parseblock.Default())
 	n.observer = &observer{metrics: n.metrics, log: n.log, order: n.cfg.Transports.Order}
+	n.observer.tracing = newTracing(n.cfg.Trace.OTLP, n.proc)
 	n.results = &completions{observer: n.observer, plans: n.plans, log: n.log}
 	n.dial = newDialer(n.cfg, n.boot, n.host, n.log)
 	n.dial.proc, n.dial.rails, n.dial.gpus = n.proc, n.rails, n.gpus
@@ -159,7 +160,7 @@ func (n *Node) join(self transport.Peer) error {
 			Deadline:     time.Duration(n.cfg.Transfer.Deadline),
 			MatchTimeout: time.Duration(n.cfg.Transfer.Partner), Grace: n.grace,
 			MaxAttempts: n.cfg.Transfer.MaxAttempts, MaxSlices: n.cfg.Transfer.MaxSlices, Policy: policy,
-			Distance: n.rails.near}),
+			Distance: n.rails.near, Spans: n.observer.tracing != nil}),
 		Process: n.proc, Peers: n.conv, Engines: n.results, Memory: n.plans,
 		Rails:    localRails{n.rails, n.gpus},
 		Observer: n.observer, Log: n.log, Grace: n.grace})
@@ -171,7 +172,7 @@ func (n *Node) join(self transport.Peer) error {
 		leases: n.local, registry: n.registry, log: n.log, conv: n.conv, driver: n.driver, gpus: n.gpus}
 	n.conv.pages, n.results.pages = n.pages, n.pages
 	n.events = engineEvents{Events: n.driver.Events, proc: n.proc, local: n.local, copies: n.copies,
-		pages: n.pages}
+		pages: n.pages, tracing: n.observer.tracing}
 	return nil
 }
 

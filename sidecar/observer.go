@@ -14,6 +14,7 @@ import (
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/internal/metrics"
+	"github.com/kvspray/kvspray/internal/spans"
 	"github.com/kvspray/kvspray/sidecar/internal/plans"
 	"github.com/kvspray/kvspray/sidecar/internal/trace"
 	"github.com/kvspray/kvspray/transfer"
@@ -38,6 +39,7 @@ type observer struct {
 	backends  transport.Registry
 	transfers *trace.Lines
 	hashes    trace.Hashes
+	tracing   *tracing // nil: off
 
 	totals totals
 }
@@ -143,6 +145,7 @@ func (o *observer) traceEnd(a *exec.Action, c *engines.Completion, route string,
 		o.log.Info("lease refused", "side", side, "lease", c.Lease.String(), "reason", c.Reason)
 		return
 	}
+	o.tracing.ended(a, c, route)
 	if !c.Received && c.Status == engines.StatusOK && t.Flag > 0 {
 		o.metrics.FlagToCommit(t.Flag)
 	}
@@ -155,6 +158,9 @@ func (o *observer) traceEnd(a *exec.Action, c *engines.Completion, route string,
 		TookUS:   c.Took.Microseconds(), Reason: c.Reason}
 	if !c.Received {
 		r.FlagUS, r.Early = t.Flag.Microseconds(), t.BytesBefore
+	}
+	if own, ok := spans.Parse(t.Span.Own); ok {
+		r.Trace = own.TraceID().String()
 	}
 	level := slog.LevelInfo
 	if c.Status != engines.StatusOK && c.Status != engines.StatusCancelled {

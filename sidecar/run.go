@@ -102,6 +102,12 @@ func (n *Node) Run(ctx context.Context) (err error) {
 }
 
 func (n *Node) openTraces(open *closers) error {
+	if t := n.observer.tracing; t != nil {
+		if err := t.open(n); err != nil {
+			return fmt.Errorf("sidecar: trace.otlp: %w", err)
+		}
+		open.add(t.close)
+	}
 	hashes, err := trace.Open("trace.block_hashes", n.cfg.Trace.BlockHashes, n.log)
 	if err != nil {
 		return err

@@ -33,6 +33,8 @@ type vector struct {
 	Value json.RawMessage `json:"value"`
 }
 
+const goldenTraceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
 func seq(n int, from byte) []byte {
 	b := make([]byte, n)
 	for i := range b {
@@ -240,6 +242,14 @@ func goldenVectors(t testing.TB) (socket, records []vector) {
 	rec("expect-after", "EXPECT", (&Expect{Xfer: b16(0x20), Hash: b32(0x60), Peer: "h:1", Tokens: 16,
 		Skip:   []uint32{0},
 		Blocks: [][]uint32{{1, 2}}, After: 1 << 40}).Append(nil))
+	// The optional traceparent, in a body that has every other key, too: a shorter map without it is
+	// what releases before it write.
+	rec("intent-traced", "INTENT", (&Intent{Xfer: b16(0x20), Hash: b32(0x60), Tokens: 16, Fanout: 1,
+		Blocks: [][]uint32{{1, 2}}, Prio: PrioStream, DeadlineMS: 1, Req: "r",
+		Traceparent: goldenTraceparent}).Append(nil))
+	rec("expect-traced", "EXPECT", (&Expect{Xfer: b16(0x20), Hash: b32(0x60), Peer: "h:1", Tokens: 16,
+		Skip: []uint32{0}, Blocks: [][]uint32{{1, 2}}, DeadlineMS: 1, PartnerMS: 1, Req: "r",
+		Traceparent: goldenTraceparent}).Append(nil))
 	rec("copy-after", "COPY", (&Copy{Dst: 1, Blocks: []CopyBlock{{1, 2, 3}}, DeadlineMS: 1,
 		After: 7}).Append(nil))
 	rec("expect-older", "EXPECT", with("peer", "h:1", "tokens", 16, "blocks", []any{blocks}))
@@ -528,6 +538,11 @@ func otherVersions(t testing.TB) map[string]any {
 		"expect-after": &Expect{Xfer: xfer, Hash: hash, Peer: "h:1", Tokens: 16, Skip: []uint32{0},
 			Blocks: [][]uint32{{1, 2}},
 			After:  1 << 40},
+		"intent-traced": &Intent{Xfer: xfer, Hash: hash, Tokens: 16, Fanout: 1, Blocks: [][]uint32{{1, 2}},
+			Prio: PrioStream, DeadlineMS: 1, Req: "r", Traceparent: goldenTraceparent},
+		"expect-traced": &Expect{Xfer: xfer, Hash: hash, Peer: "h:1", Tokens: 16, Skip: []uint32{0},
+			Blocks: [][]uint32{{1, 2}}, DeadlineMS: 1, PartnerMS: 1, Req: "r",
+			Traceparent: goldenTraceparent},
 		"copy-after":   &Copy{Dst: 1, Blocks: []CopyBlock{{1, 2, 3}}, DeadlineMS: 1, After: 7},
 		"expect-older": &Expect{Xfer: xfer, Hash: hash, Peer: "h:1", Tokens: 16, Blocks: blocks},
 		"expect-newer": &Expect{Xfer: xfer, Hash: hash, Peer: "h:1", Tokens: 16, Skip: []uint32{0},

@@ -1435,6 +1435,8 @@ func (m *Intent) read(r *reader) {
 			m.Req = r.str(MaxReqBytes)
 		case "attempt":
 			m.Attempt = r.u32()
+		case "traceparent":
+			m.Traceparent = r.str(MaxNameBytes)
 		default:
 			r.skip()
 		}
@@ -1447,7 +1449,11 @@ func (m *Intent) read(r *reader) {
 
 // Append encodes m.
 func (m *Intent) Append(b []byte) []byte {
-	b = appendMap(b, 12)
+	n := 12
+	if len(m.Traceparent) > 0 {
+		n++
+	}
+	b = appendMap(b, n)
 	b = append(b, "\xa4xfer"...)
 	b = appendBin(b, m.Xfer[:])
 	b = append(b, "\xa4hash"...)
@@ -1478,6 +1484,10 @@ func (m *Intent) Append(b []byte) []byte {
 	b = appendStr(b, m.Req)
 	b = append(b, "\xa7attempt"...)
 	b = appendUint(b, uint64(m.Attempt))
+	if len(m.Traceparent) > 0 {
+		b = append(b, "\xabtraceparent"...)
+		b = appendStr(b, m.Traceparent)
+	}
 	return b
 }
 
@@ -1555,6 +1565,8 @@ func (m *Expect) read(r *reader) {
 			m.Req = r.str(MaxReqBytes)
 		case "after":
 			m.After = r.u64()
+		case "traceparent":
+			m.Traceparent = r.str(MaxNameBytes)
 		default:
 			r.skip()
 		}
@@ -1569,6 +1581,9 @@ func (m *Expect) read(r *reader) {
 func (m *Expect) Append(b []byte) []byte {
 	n := 10
 	if m.After != 0 {
+		n++
+	}
+	if len(m.Traceparent) > 0 {
 		n++
 	}
 	b = appendMap(b, n)
@@ -1601,6 +1616,10 @@ func (m *Expect) Append(b []byte) []byte {
 	if m.After != 0 {
 		b = append(b, "\xa5after"...)
 		b = appendUint(b, m.After)
+	}
+	if len(m.Traceparent) > 0 {
+		b = append(b, "\xabtraceparent"...)
+		b = appendStr(b, m.Traceparent)
 	}
 	return b
 }

@@ -469,33 +469,35 @@ type Step struct {
 
 // Intent is the body of INTENT.
 type Intent struct {
-	Xfer       [16]byte
-	Hash       [32]byte
-	Tokens     uint32        // of the whole prompt
-	Fanout     uint32        // grants to serve
-	Blocks     [][]uint32    // one per block table
-	Ready      uint32        // tokens complete without any flag
-	Steps      []PendingStep // pending, oldest first
-	Prio       uint32
-	DeadlineMS uint64
-	Held       bool   // HOLD was already sent
-	Req        string // for traces
-	Attempt    uint32
+	Xfer        [16]byte
+	Hash        [32]byte
+	Tokens      uint32        // of the whole prompt
+	Fanout      uint32        // grants to serve
+	Blocks      [][]uint32    // one per block table
+	Ready       uint32        // tokens complete without any flag
+	Steps       []PendingStep // pending, oldest first
+	Prio        uint32
+	DeadlineMS  uint64
+	Held        bool   // HOLD was already sent
+	Req         string // for traces
+	Attempt     uint32
+	Traceparent string // W3C, of the request's span; a malformed one is ignored
 }
 
 // Expect is the body of EXPECT.
 type Expect struct {
-	Xfer       [16]byte
-	Hash       [32]byte
-	Peer       string     // endpoint of the source's sidecar
-	Tokens     uint32     // of the whole prompt
-	Skip       []uint32   // per group: tokens that the receiver already has
-	Blocks     [][]uint32 // per group, covering tokens from 0
-	Prio       uint32
-	DeadlineMS uint64
-	PartnerMS  uint64
-	Req        string
-	After      uint64 // the stream mark before which the sidecar neither grants nor writes; 0: at once
+	Xfer        [16]byte
+	Hash        [32]byte
+	Peer        string     // endpoint of the source's sidecar
+	Tokens      uint32     // of the whole prompt
+	Skip        []uint32   // per group: tokens that the receiver already has
+	Blocks      [][]uint32 // per group, covering tokens from 0
+	Prio        uint32
+	DeadlineMS  uint64
+	PartnerMS   uint64
+	Req         string
+	After       uint64 // the stream mark before which the sidecar neither grants nor writes; 0: at once
+	Traceparent string // as in INTENT
 }
 
 // Cancel is the body of CANCEL.

@@ -65,6 +65,29 @@ type Intent struct {
 	Deadline time.Duration // time that is left
 	Attempt  uint32
 	Req      string // for traces
+	Trace    Trace
+}
+
+// Trace places a lease in the distributed trace of its request. The control layer passes it on and
+// does not read it.
+type Trace struct {
+	Parent string // W3C traceparent that came with the request; empty: none, or a malformed one
+	// traceparent of the lease's own span, which is the parent of those at the peer; empty: this
+	// sidecar records no span
+	Own string
+	// of an Expect: when the scheduler's admission query came, and its answer; 0: there was none
+	Asked, Admitted time.Duration
+}
+
+// MaxTraceparent bounds a traceparent, in bytes. Version 00 has 55.
+const MaxTraceparent = 64
+
+// ForPeer is the traceparent for the peer's spans; empty: none.
+func (t *Trace) ForPeer() string {
+	if t.Own != "" {
+		return t.Own
+	}
+	return t.Parent
 }
 
 // Expect is a destination lease: blocks that are to receive a prompt's KV.
@@ -79,6 +102,7 @@ type Expect struct {
 	Deadline time.Duration
 	Partner  time.Duration
 	Req      string
+	Trace    Trace
 }
 
 // Progress reports that layer Layer (index into the flattened layers of the layout, all groups in

@@ -22,6 +22,9 @@ type (
 	Config = core.Config
 	Trace  = core.Trace
 
+	SendRecord = core.Send
+	RailRecord = core.RailSend
+
 	Plan          = agreement.Plan
 	Planner       = agreement.Planner
 	Rank          = agreement.Rank

@@ -277,3 +277,9 @@ type Ended struct {
 	Fresh     uint32 // chunks that had not landed before
 	Exhausted bool   // a chunk has failed too often: the flow cannot succeed
 }
+
+// Flight is how a slice travels.
+type Flight struct {
+	Path   *Path   // of the pair, which owns it; nil: there is no such slice
+	Posted Instant // when the slice was given to its lane
+}

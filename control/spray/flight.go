@@ -154,6 +154,15 @@ func (s *Scheduler) find(cookie uint64) (*flight, int32) {
 	return f, int32(i)
 }
 
+// Flight describes a slice in flight.
+func (s *Scheduler) Flight(cookie uint64) Flight {
+	fl, _ := s.find(cookie)
+	if fl == nil {
+		return Flight{}
+	}
+	return Flight{Path: &fl.lane.pair.path, Posted: fl.posted}
+}
+
 // End ends a slice. False: no slice in flight has this cookie, and nothing changes.
 func (s *Scheduler) End(now Instant, cookie uint64, v Verdict) (Ended, bool) {
 	fl, i := s.find(cookie)

@@ -101,11 +101,12 @@ func (s *Scheduler) Flights() int { return s.live }
 
 // Unconfirmed calls yield for each slice of f in flight, except hedges and probes, whose chunks
 // have not landed through another copy.
-func (s *Scheduler) Unconfirmed(f *Flow, yield func(rank int, bytes uint64)) {
+func (s *Scheduler) Unconfirmed(f *Flow, yield func(rank int, bytes uint64, at Flight)) {
 	for i := range s.flights {
 		if fl := &s.flights[i]; fl.progress != unused && fl.flow == f && fl.copy < hedgeCopy &&
 			!f.chunks.HasLanded(fl.r.First) {
-			yield(fl.lane.pair.rank, fl.bytes)
+			q := fl.lane.pair
+			yield(q.rank, fl.bytes, Flight{Path: &q.path, Posted: fl.posted})
 		}
 	}
 }

@@ -28,7 +28,7 @@ type Config struct {
 	Store      Store      `yaml:"store" doc:"Pages of engines' caches that this node keeps for later prompts. Off unless store.memory is set."`
 	HTTP       HTTP       `yaml:"http" doc:"Health, metrics and the node description that routers read."`
 	Log        Log        `yaml:"log" doc:"Logging, to standard error."`
-	Trace      Trace      `yaml:"trace" doc:"Records for finding faults. They contain request names, so they are files and not metrics."`
+	Trace      Trace      `yaml:"trace" doc:"Records for finding faults. They contain request names, so they are files or spans, and not metrics."`
 	Drain      Drain      `yaml:"drain" doc:"Orderly stop on SIGTERM: no new leases, open leases continue."`
 
 	origin origin
@@ -207,6 +207,7 @@ type Log struct {
 // Trace configures per-transfer records.
 type Trace struct {
 	Transfers   string `yaml:"transfers" unit:"path" doc:"File for one JSON line per ended transfer, in addition to the log line." default:"none"`
+	OTLP        string `yaml:"otlp" unit:"URL" doc:"OpenTelemetry collector that gets spans of transfers, by OTLP over HTTP with protobuf, for instance http://127.0.0.1:4318. Without a path it gets them at /v1/traces. Only requests with a sampled W3C traceparent have spans: the router makes or passes it. docs/tracing.md has the spans." default:"none: off"`
 	BlockHashes string `yaml:"block_hashes" unit:"path" doc:"File for the SHA-256 of every moved block, on both sides, as JSON lines. Reads every byte once more: for tests, not for production." default:"none"`
 }
 

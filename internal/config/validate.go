@@ -9,6 +9,7 @@ import (
 	"io/fs"
 	"net"
 	"net/netip"
+	"net/url"
 	"os"
 	"path"
 	"path/filepath"
@@ -103,6 +104,7 @@ func (c *Config) Validate() error {
 	v.distinct()
 	v.oneOf("log.level", c.Log.Level, "debug", LevelInfo, "warn", "error")
 	v.oneOf("log.format", c.Log.Format, FormText, FormJSON)
+	v.otlp("trace.otlp", c.Trace.OTLP)
 	v.duration("drain.timeout", c.Drain.Timeout, 0)
 	return errors.Join(v.errs...)
 }
@@ -192,6 +194,23 @@ func (v *checker) directory() {
 	}
 	v.check(v.c.Peer.Gossip.On(), "store.directory", DirRedis, "peer.gossip is off, and sidecars "+
 		"learn of each other by it", "set peer.gossip.join, or store.directory to off")
+}
+
+// otlp checks the URL of a collector of traces.
+func (v *checker) otlp(key, raw string) {
+	if raw == "" {
+		return
+	}
+	const example = "write for instance http://127.0.0.1:4318"
+	u, err := url.Parse(raw)
+	if err != nil || (u.Scheme != "http" && u.Scheme != "https") || u.Hostname() == "" {
+		v.check(false, key, raw, "not a URL of HTTP", example)
+		return
+	}
+	v.check(u.User == nil, key, u.Redacted(), "contains a user or a password", "leave them out, and "+
+		"set OTEL_EXPORTER_OTLP_HEADERS=authorization=... for the sidecar")
+	v.check(u.RawQuery == "" && u.Fragment == "", key, u.Redacted(), "has a query or a fragment",
+		example)
 }
 
 func (v *checker) gdr() {

@@ -95,6 +95,7 @@ type Set struct {
 	copyBytes   *prometheus.CounterVec
 	copyTime    *prometheus.HistogramVec
 	registerErr *prometheus.CounterVec
+	spans       *prometheus.CounterVec
 	draining    prometheus.Gauge
 
 	mu    sync.Mutex
@@ -157,6 +158,8 @@ func New(reg prometheus.Registerer) *Set {
 		registerErr: counters("engine", "refusals_total", "Refused connections, messages and records "+
 			"of engines.",
 			"kind"),
+		spans: counters("sidecar", "spans_total", "Spans of transfers, by whether the collector of "+
+			"trace.otlp took them (exported) or not (dropped).", "outcome"),
 		draining: prometheus.NewGauge(gaugeOpts("sidecar", "draining",
 			"1 while new leases are refused.")),
 	}
@@ -164,7 +167,7 @@ func New(reg prometheus.Registerer) *Set {
 		s.railLanes, s.slices, s.refused, s.leases,
 		s.quarantine, s.fences, s.fenceTime, s.control, s.hellos, s.peers, s.expires,
 		s.sessions, s.records,
-		s.copies, s.copyBytes, s.copyTime, s.registerErr, s.draining)
+		s.copies, s.copyBytes, s.copyTime, s.registerErr, s.spans, s.draining)
 	// An alert on the growth of a series misses its first value, so series that should stay at zero
 	// start there.
 	for _, transport := range transports {
@@ -175,6 +178,8 @@ func New(reg prometheus.Registerer) *Set {
 	for kind := range refusedKinds {
 		s.registerErr.WithLabelValues(kind)
 	}
+	s.Spans(true, 0)
+	s.Spans(false, 0)
 	return s
 }
 
@@ -207,6 +212,15 @@ func (s *Set) TransferEnded(side Side, outcome Outcome, transport string, bytes 
 	s.transfers.WithLabelValues(string(side), string(outcome), transport).Inc()
 	s.bytes.WithLabelValues(string(side), string(outcome), transport).Add(float64(bytes))
 	s.duration.WithLabelValues(string(side), string(outcome)).Observe(took.Seconds())
+}
+
+// Spans counts spans that the collector of traces took, or did not.
+func (s *Set) Spans(exported bool, n int) {
+	outcome := "dropped"
+	if exported {
+		outcome = "exported"
+	}
+	s.spans.WithLabelValues(outcome).Add(float64(n))
 }
 
 // FlagToCommit observes the time from the last awaited layer flag to the commit.

@@ -76,8 +76,8 @@ func TestNames(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if len(families) != 34 {
-		t.Errorf("%d families, want 34: every collector is registered and exercised", len(families))
+	if len(families) != 35 {
+		t.Errorf("%d families, want 35: every collector is registered and exercised", len(families))
 	}
 	shape := regexp.MustCompile(`^kvspray_(transfer|rail|lane|lease|control|engine|sidecar)_[a-z_]+$`)
 	for _, f := range families {

@@ -19,7 +19,7 @@ type floor struct {
 // floors are those of docs/architecture.md, the lowest first.
 var floors = []floor{
 	{"system", []string{"internal/admit", "internal/heap", "internal/invariants", "internal/lines",
-		"internal/page", "internal/sys", "internal/version"}},
+		"internal/page", "internal/spans", "internal/sys", "internal/version"}},
 	{"values", []string{"internal/config", "internal/metrics", "layout", "parseblock",
 		"transfer"}},
 	{"contract", []string{"api", "cluster", "control/engines", "internal/board", "internal/wire",
@@ -35,7 +35,7 @@ var floors = []floor{
 // lab is code that the product never imports: tests, what tests need, benchmarks, generators.
 var lab = []string{"api/engine/gen", "bench", "cmd/kvspray-bench", "connector/connectortest",
 	"internal/board/gen", "internal/leaktest", "internal/metrics/gen", "internal/sys/verbs/fake",
-	"internal/testutil",
+	"internal/spans/spanstest", "internal/testutil",
 	"store/disk/disktest", "store/object/objecttest", "test",
 	"transport/faulttest", "transport/simfabric", "transport/transporttest"}
 

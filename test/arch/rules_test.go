@@ -37,6 +37,8 @@ const (
 	extNVML  = "github.com/NVIDIA/go-nvml"
 	extRapid = "pgregory.net/rapid"
 	extRedis = "github.com/redis/go-redis/v9"
+	extOTel  = "go.opentelemetry.io/otel"
+	extOTLP  = "go.opentelemetry.io/proto/otlp"
 )
 
 var rules = []rule{
@@ -58,7 +60,8 @@ var rules = []rule{
 	{dir: "proxy",
 		why: "sends HTTP to engines only; uses kvspray by its parameters, not by its packages; of " +
 			"placement it has answers of sidecars and calibrations",
-		own: []string{"internal/page", "placement", "proxy/internal/place"}, ext: []string{extProm}},
+		own: []string{"internal/page", "internal/spans", "placement", "proxy/internal/place"},
+		ext: []string{extProm}},
 	{dir: "proxy/internal/place", why: "decisions for requests, and what they need to be good; no " +
 		"HTTP", own: []string{"placement", "placement/index"}},
 	{dir: "sidecar", why: "the one place that imports all parts of a node and joins them",
@@ -67,7 +70,7 @@ var rules = []rule{
 			"control/peer", "control/peer/hello", "control/peer/keys", "control/route", "control/spray",
 			"internal/admit", "internal/config",
 			"internal/sys/mem",
-			"internal/metrics", "internal/sys/topo", "internal/version", "layout", "parseblock",
+			"internal/metrics", "internal/spans", "internal/sys/topo", "internal/version", "layout", "parseblock",
 			"sidecar/internal/exchange", "sidecar/internal/local", "sidecar/internal/pages",
 			"sidecar/internal/plans", "sidecar/internal/trace", "sidecar/internal/web", "store",
 			"store/directory", "store/directory/embedded", "store/directory/redis", "store/disk",
@@ -98,10 +101,10 @@ var rules = []rule{
 		"the directory are behind interfaces, and peers behind one function",
 		own: []string{"api/peer/v1", "control/engines", "internal/metrics", "internal/sys/mem", "layout",
 			"parseblock", "store", "store/directory", "store/page", "transfer"}},
-	{dir: "sidecar/internal/trace", why: "files with a line for each transfer; they take values of " +
-		"the executor and of plans",
-		own: []string{"control/exec", "internal/lines", "internal/metrics", "internal/sys/mem",
-			"parseblock", "transfer"}},
+	{dir: "sidecar/internal/trace", why: "files with a line for each transfer, and its spans; they take " +
+		"values of the executor and of plans",
+		own: []string{"control/engines", "control/exec", "internal/lines", "internal/metrics",
+			"internal/spans", "internal/sys/mem", "parseblock", "transfer"}},
 	{dir: "internal/config", why: "values only, so that every part can be given its own piece",
 		ext: []string{extSys, extYAML}},
 	{dir: "internal/ui/doctor", why: "tries what the host offers by itself, so that it works where " +
@@ -132,6 +135,10 @@ var rules = []rule{
 	{dir: "internal/sys/topo", why: "what the kernel and the GPU driver report of this host",
 		ext: []string{extLink, extSys, extNVML}},
 	{dir: "internal/lines", why: "a writer, for logs and traces"},
+	{dir: "internal/spans", why: "spans to OpenTelemetry's library: the only package that imports it",
+		ext: []string{extOTel}},
+	{dir: "internal/spans/spanstest", why: "a collector of spans for tests, by the protocol's types",
+		ext: []string{extOTLP, extProto}},
 	{dir: "internal/page", why: "files that a browser loads; what a page shows is its server's"},
 	{dir: "internal/version", why: "what the linker and the module file report"},
 	{dir: "internal/testutil", why: "for tests of every package", own: []string{"internal/sys/slack"},

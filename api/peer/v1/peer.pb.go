@@ -1345,8 +1345,11 @@ type Grant struct {
 	Parts       []*Part                `protobuf:"bytes,19,rep,name=parts,proto3" json:"parts,omitempty"`                        // one for each rank of the source's engine, including those that contribute nothing
 	// Counts the changes to how a transfer space orders bytes. The source refuses a version
 	// other than its own, and 0, which a sidecar without digests sends.
-	PlanVersion   uint32      `protobuf:"varint,21,opt,name=plan_version,json=planVersion,proto3" json:"plan_version,omitempty"`
-	Tiers         []*RailTier `protobuf:"bytes,20,rep,name=tiers,proto3" json:"tiers,omitempty"` // distance of the receiver's rails from its memory; absent: unknown
+	PlanVersion uint32      `protobuf:"varint,21,opt,name=plan_version,json=planVersion,proto3" json:"plan_version,omitempty"`
+	Tiers       []*RailTier `protobuf:"bytes,20,rep,name=tiers,proto3" json:"tiers,omitempty"` // distance of the receiver's rails from its memory; absent: unknown
+	// W3C traceparent of the receiver's span, for spans of the source. Bytes: a malformed one is
+	// ignored, and is no error of the frame.
+	Traceparent   []byte `protobuf:"bytes,22,opt,name=traceparent,proto3" json:"traceparent,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1489,6 +1492,13 @@ func (x *Grant) GetPlanVersion() uint32 {
 func (x *Grant) GetTiers() []*RailTier {
 	if x != nil {
 		return x.Tiers
+	}
+	return nil
+}
+
+func (x *Grant) GetTraceparent() []byte {
+	if x != nil {
+		return x.Traceparent
 	}
 	return nil
 }
@@ -2772,7 +2782,7 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\aUNKNOWN\x10\x00\x12\f\n" +
 	"\bADMITTED\x10\x01\x12\v\n" +
 	"\aREFUSED\x10\x02\x12\b\n" +
-	"\x04GONE\x10\x03\"\x91\x04\n" +
+	"\x04GONE\x10\x03\"\xb3\x04\n" +
 	"\x05Grant\x12\x12\n" +
 	"\x04xfer\x18\x01 \x01(\fR\x04xfer\x12\x12\n" +
 	"\x04hash\x18\x02 \x01(\fR\x04hash\x128\n" +
@@ -2791,7 +2801,8 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\tteam_size\x18\x12 \x01(\rR\bteamSize\x12+\n" +
 	"\x05parts\x18\x13 \x03(\v2\x15.kvspray.peer.v1.PartR\x05parts\x12!\n" +
 	"\fplan_version\x18\x15 \x01(\rR\vplanVersion\x12/\n" +
-	"\x05tiers\x18\x14 \x03(\v2\x19.kvspray.peer.v1.RailTierR\x05tiersJ\x04\b\x04\x10\x05J\x04\b\n" +
+	"\x05tiers\x18\x14 \x03(\v2\x19.kvspray.peer.v1.RailTierR\x05tiers\x12 \n" +
+	"\vtraceparent\x18\x16 \x01(\fR\vtraceparentJ\x04\b\x04\x10\x05J\x04\b\n" +
 	"\x10\vJ\x04\b\v\x10\fJ\x04\b\x0f\x10\x10J\x04\b\x10\x10\x11\"P\n" +
 	"\bRailTier\x12\x1c\n" +
 	"\ttransport\x18\x01 \x01(\tR\ttransport\x12\x12\n" +

@@ -28,6 +28,7 @@ class FakeWorker:
     leases: int = 0
     down: bool = False
     waits: list[float] = field(default_factory=list)
+    traced: dict[str, str] = field(default_factory=dict)  # traceparents by request
 
     def _lease(self, kind: str, *what: Any) -> int:
         if self.down:
@@ -36,10 +37,14 @@ class FakeWorker:
         self.calls.append((kind, self.leases, *what))
         return self.leases
 
-    def intent(self, xfer: bytes, hash: bytes, tokens: int, blocks: Any, fanout: int, req: str) -> int:
+    def intent(self, xfer: bytes, hash: bytes, tokens: int, blocks: Any, fanout: int, req: str, traceparent: str = "") -> int:
+        self.traced[req] = traceparent
         return self._lease("intent", req, tokens, fanout)
 
-    def expect(self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Any, req: str, after: int = 0) -> int:
+    def expect(
+        self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Any, req: str, after: int = 0, traceparent: str = ""
+    ) -> int:
+        self.traced[req] = traceparent
         return self._lease("expect", req, peer, tokens, skip, blocks, *([after] if after else []))
 
     def step(self, step: int, gains: Any) -> None:

@@ -19,6 +19,7 @@ import (
 
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/ui/usage"
+	"github.com/kvspray/kvspray/internal/version"
 	"github.com/kvspray/kvspray/proxy"
 )
 
@@ -27,8 +28,8 @@ func proxyCommand() *cobra.Command {
 		prefill, peers, sidecars, decode []string
 		decodeSidecars                   []string
 		mode, listen, level, format      string
-		policy, calibration              string
-		tokenBytes                       float64
+		policy, calibration, otlp        string
+		tokenBytes, share                float64
 		body                             int64
 		ready                            string
 	)
@@ -82,6 +83,11 @@ If the prefill engine fails, the decode engine prefills locally.
 			if cfg.Calibration, err = readCalibration(calibration); err != nil {
 				return err
 			}
+			if share <= 0 || share > 1 {
+				return usage.Errorf("--trace-share %v: want more than 0 and at most 1, for instance 0.1",
+					share)
+			}
+			cfg.OTLP, cfg.TraceShare, cfg.Version = otlp, share, version.String()
 			cfg.Policy, cfg.DecodeSidecars, cfg.TokenBytes = policy, decodeSidecars, tokenBytes
 			log, flush := openLog(cmd.ErrOrStderr(), severity, format)
 			defer flush()
@@ -123,6 +129,10 @@ If the prefill engine fails, the decode engine prefills locally.
 	f.StringVar(&mode, "mode", string(proxy.Concurrent), "concurrent or prefill-first")
 	f.StringVar(&listen, "listen", "127.0.0.1:8000", "host:port to serve on; port 0 takes a free one")
 	f.Int64Var(&body, "max-body", proxy.DefaultBodyBytes, "largest request body, in bytes")
+	f.StringVar(&otlp, "otlp", "", "URL of an OpenTelemetry collector for spans of requests, by OTLP "+
+		"over HTTP, for instance http://127.0.0.1:4318")
+	f.Float64Var(&share, "trace-share", 1, "share of the requests without a traceparent header that "+
+		"are traced, for --otlp")
 	f.StringVar(&level, "log-level", config.LevelInfo, "debug, info, warn or error")
 	f.StringVar(&format, "log-format", config.FormText, "text or json")
 	f.StringVar(&ready, "ready-file", "", "file for the bound address as JSON, written once "+

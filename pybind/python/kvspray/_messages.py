@@ -136,8 +136,8 @@ ORDER: dict[str, tuple[str, ...]] = {
     "DONE": ("id",),
     "STEP": ("step", "reqs"),
     "STEP.reqs": ("lease", "end", "blocks", "attempt"),
-    "INTENT": ("xfer", "hash", "tokens", "fanout", "blocks", "ready", "steps", "prio", "deadline_ms", "held", "req", "attempt"),
-    "EXPECT": ("xfer", "hash", "peer", "tokens", "skip", "blocks", "prio", "deadline_ms", "partner_ms", "req", "after"),
+    "INTENT": ("xfer", "hash", "tokens", "fanout", "blocks", "ready", "steps", "prio", "deadline_ms", "held", "req", "attempt", "traceparent"),
+    "EXPECT": ("xfer", "hash", "peer", "tokens", "skip", "blocks", "prio", "deadline_ms", "partner_ms", "req", "after", "traceparent"),
     "CANCEL": ("reason",),
     "PREEMPT": (),
     "HOLD": (),
@@ -176,6 +176,7 @@ def intent(
     held: bool = False,
     req: str = "",
     attempt: int = 0,
+    traceparent: str = "",
 ) -> dict[str, Any]:
     """The body of INTENT."""
     body: dict[str, Any] = {
@@ -192,6 +193,8 @@ def intent(
         "req": req,
         "attempt": attempt,
     }
+    if traceparent:
+        body["traceparent"] = traceparent
     return body
 
 
@@ -208,6 +211,7 @@ def expect(
     partner_ms: int = 0,
     req: str = "",
     after: int = 0,
+    traceparent: str = "",
 ) -> dict[str, Any]:
     """The body of EXPECT."""
     body: dict[str, Any] = {
@@ -224,6 +228,8 @@ def expect(
     }
     if after:
         body["after"] = after
+    if traceparent:
+        body["traceparent"] = traceparent
     return body
 
 

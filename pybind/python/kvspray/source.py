@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from . import _messages, protocol
 
-_HEAD = bytes([0x80 | len(_messages.ORDER["INTENT"])])  # of a map with fewer than 16 keys
+_KEYS = len(_messages.ORDER["INTENT"])  # fewer than 16, also those that are left out where they are empty
 
 
 class Source:
@@ -14,11 +14,14 @@ class Source:
     The body is kept in three packed parts, because a step changes only the middle one.
     """
 
-    __slots__ = ("key", "tokens", "fanout", "groups", "prio", "deadline_ms", "held", "req", "attempt", "ready", "pending", "_head", "_tail")
+    __slots__ = (
+        "key", "tokens", "fanout", "groups", "prio", "deadline_ms", "held", "req", "attempt", "traceparent", "ready", "pending", "_first",
+        "_head", "_tail",
+    )  # fmt: skip
 
     def __init__(
         self, xfer: bytes, hash: bytes, tokens: int, fanout: int, table: list[bytes], ready: int, prio: int, deadline_ms: int, held: bool,
-        req: str, attempt: int,
+        req: str, attempt: int, traceparent: str = "",
     ) -> None:  # fmt: skip
         self.key = {"xfer": xfer, "hash": hash, "tokens": tokens, "fanout": fanout}
         self.tokens = tokens
@@ -27,6 +30,8 @@ class Source:
         self.held = held
         self.req = req
         self.attempt = attempt
+        self.traceparent = traceparent
+        self._first = bytes([0x80 | (_KEYS if traceparent else _KEYS - 1)])  # of the map
         self.ready = ready
         self.pending: list[tuple[int, int]] = []  # (step, end), oldest first
         self.set_table(table)
@@ -38,6 +43,8 @@ class Source:
 
     def set_tail(self) -> None:
         tail = {"prio": self.prio, "deadline_ms": self.deadline_ms, "held": self.held, "req": self.req, "attempt": self.attempt}
+        if self.traceparent:
+            tail["traceparent"] = self.traceparent
         self._tail = protocol.pack(tail)[1:]
 
     def settle(self, done: int) -> None:
@@ -62,4 +69,4 @@ class Source:
 
     def body(self) -> bytes:
         # Each part was packed as a map of its own and has lost its first byte.
-        return _HEAD + self._head + protocol.pack({"ready": self.ready, "steps": self.pending})[1:] + self._tail
+        return self._first + self._head + protocol.pack({"ready": self.ready, "steps": self.pending})[1:] + self._tail

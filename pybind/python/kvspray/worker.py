@@ -36,6 +36,7 @@ _RECORD = struct.Struct("<IHHQQQII")
 _POLL_BYTES = 256 << 10
 _ANSWER_BYTES = 16 << 10
 _DONE = 19
+MAX_TRACEPARENT = 64  # bytes that a sidecar reads; version 00 has 55
 
 
 class WorkerClient(_Client):
@@ -201,8 +202,11 @@ class WorkerClient(_Client):
         attempt: int = 0,
         deadline_s: float | None = None,
         held: bool = False,
+        traceparent: str = "",
     ) -> int:
         """These blocks hold, or will hold, this prompt's KV. ``ready``: tokens complete without any flag.
+
+        ``traceparent``: of the request's span (W3C); a sidecar that exports spans continues its trace. A malformed one is ignored.
 
         Returns the lease, or 0 if no sidecar can take it now (not connected, ring full): free the blocks as usual.
         """
@@ -213,7 +217,7 @@ class WorkerClient(_Client):
         deadline = _ms(deadline_s, self._deadline_ms or self._deadlines()[0])
         source = Source(
             _bin("xfer", xfer, 16), _bin("hash", hash, 32), tokens, fanout, [protocol.pack_blocks(b) for b in blocks], ready, prio,
-            deadline, held, _req(req), attempt,
+            deadline, held, _req(req), attempt, _traceparent(traceparent),
         )  # fmt: skip
         h = self._handle()
         if h is None:
@@ -311,8 +315,11 @@ class WorkerClient(_Client):
         deadline_s: float | None = None,
         match_timeout_s: float | None = None,
         after: int = 0,
+        traceparent: str = "",
     ) -> int:
         """Requests this prompt's KV from ``peer`` for these blocks; the first ``skip`` tokens (of all groups, or per group) are present.
+
+        ``traceparent``: as in intent().
 
         ``after``: a number that ``GpuSignals.mark`` has returned; no block is written before the engine's stream has passed it.
 
@@ -340,6 +347,7 @@ class WorkerClient(_Client):
                 partner_ms=min(deadline, _ms(match_timeout_s, match_timeout_ms)),
                 req=_req(req),
                 after=_after(after),
+                traceparent=_traceparent(traceparent),
             )
         )
         h = self._handle()
@@ -461,6 +469,11 @@ class WorkerClient(_Client):
 def _req(req: str) -> str:
     raw = req.encode("utf-8", "replace")
     return req if len(raw) <= _messages.MAX_REQ_BYTES else raw[: _messages.MAX_REQ_BYTES].decode("utf-8", "ignore")
+
+
+def _traceparent(text: str) -> str:
+    """A long one is malformed. It is left out: a trace is no reason to refuse a request."""
+    return text if len(text) <= MAX_TRACEPARENT and text.isascii() else ""
 
 
 def _after(mark: int) -> int:

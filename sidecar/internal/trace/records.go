@@ -27,6 +27,7 @@ type Transfer struct {
 	FlagUS   int64  `json:"flag_us,omitempty"` // source: time from the last flag to the commit
 	TookUS   int64  `json:"took_us"`
 	Reason   string `json:"reason,omitempty"`
+	Trace    string `json:"trace,omitempty"` // id of the distributed trace that has its spans
 }
 
 // Copy is a copy's line in trace.transfers.

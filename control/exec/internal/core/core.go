@@ -7,6 +7,7 @@ package core
 import (
 	"time"
 
+	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec/internal/frame"
 	"github.com/kvspray/kvspray/control/exec/internal/timer"
 	"github.com/kvspray/kvspray/control/spray"
@@ -54,4 +55,71 @@ type Trace struct {
 	Flag        time.Duration          // source: from the last flag to the commit
 	BytesBefore uint64                 // source: bytes that were sent before the final step's flag
 	Moved       [spray.MaxRanks]uint64 // source: bytes confirmed, by index in Config.Transports
+
+	// For spans. Instants are 0 where the lease did not get so far.
+	Span   engines.Trace
+	Began  timer.Instant // the engine's request
+	Bound  timer.Instant // the last part was bound (destination), or the first grant (source)
+	Filled timer.Instant // destination: the bitmap was full
+	Ended  timer.Instant // destination: after the fence; source: no backend reads the blocks
+	Sends  []Send        // source: at most MaxSends
+}
+
+// MaxSends bounds the sends that a Trace lists.
+const MaxSends = 32
+
+// Send is what a source lease sent for one grant. It is recorded if Config.Spans is set.
+type Send struct {
+	Traceparent string // the grant's; empty: the receiver named none
+	Dest        transfer.LeaseID
+	Peer        transfer.Boot
+	Bound       timer.Instant
+	First       timer.Instant // the first slice was given to a lane; 0: none was
+	Last        timer.Instant // the last slice was confirmed, or the commit came before that
+	Ended       timer.Instant
+	Committed   bool
+	Bytes       uint64     // of what was committed
+	Rails       []RailSend // at most MaxRailSends
+}
+
+// MaxRailSends bounds the rail pairs that a Send lists.
+const MaxRailSends = 16
+
+// RailSend is what a rail pair carried of a Send.
+type RailSend struct {
+	Path        spray.Path
+	First, Last timer.Instant
+	// Bytes of slices that brought something new. A retransmission may bring a part of its slice
+	// only, or be on its way at the commit, so the sum may differ from the send's bytes.
+	Bytes  uint64
+	Slices uint32
+	Failed uint32 // of these
+}
+
+// Slice counts a slice that has ended. A retransmission that was not needed has no bytes.
+func (s *Send) Slice(now timer.Instant, f spray.Flight, bytes uint64, landed bool) {
+	if s.First == 0 || f.Posted < s.First {
+		s.First = f.Posted
+	}
+	if landed {
+		s.Last = max(s.Last, now)
+	}
+	for i := range s.Rails {
+		if r := &s.Rails[i]; r.Path == *f.Path {
+			r.slice(now, f, bytes, landed)
+			return
+		}
+	}
+	if len(s.Rails) < MaxRailSends {
+		s.Rails = append(s.Rails, RailSend{Path: *f.Path, First: f.Posted})
+		s.Rails[len(s.Rails)-1].slice(now, f, bytes, landed)
+	}
+}
+
+func (r *RailSend) slice(now timer.Instant, f spray.Flight, bytes uint64, landed bool) {
+	r.First, r.Last = min(r.First, f.Posted), max(r.Last, now)
+	r.Bytes += bytes
+	if r.Slices++; !landed {
+		r.Failed++
+	}
 }

@@ -408,7 +408,10 @@ func (ds *Table) complete(now Instant, d *Lease) {
 		Took: now - d.began, Reason: d.reason}
 	trace := &core.Trace{Key: d.Key, Req: d.x.Req, Source: d.Source, Dest: d.ID, Peer: d.Peer,
 		Slot: d.Slot, Gen: d.Gen, Grants: d.Grants,
-		Parts: len(parts)}
+		Parts: len(parts), Span: d.x.Trace, Began: d.began, Filled: d.filled, Ended: now}
+	if d.everBound {
+		trace.Bound = d.bound
+	}
 	switch {
 	case d.filled > 0 && d.everBound:
 		from := min(d.bound, d.filled)

@@ -100,6 +100,9 @@ func (ds *Table) grant(now Instant, d *Lease) {
 		Tiers:       ds.rails.TiersOf(d.ws.Worker, &d.ws.Tiers),
 		PlanVersion: ds.Cfg.Planner.Version(),
 	}
+	if t := d.x.Trace.ForPeer(); t != "" {
+		msg.Traceparent = []byte(t)
+	}
 	for i := range parts {
 		q := &parts[i]
 		msg.Parts[i] = &peerv1.Part{Rank: q.Name}

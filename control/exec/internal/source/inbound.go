@@ -318,6 +318,9 @@ func (mt *Matcher) open(now Instant, c *partBinding, plan agreement.Plan) {
 	snd.Origin.Peer, snd.Origin.Slot, snd.Origin.Gen = in.peer.Boot, transfer.Slot(c.part.Slot),
 		transfer.Gen(c.part.Gen)
 	snd.src, snd.peer, snd.binding, snd.opened = s, in.peer, c, now
+	if mt.Cfg.Spans {
+		snd.record = recordOf(now, s, in)
+	}
 	var deadline Instant
 	if m.DeadlineMs > 0 {
 		deadline = now + min(time.Duration(m.DeadlineMs)*time.Millisecond, frame.MaxDeadline)
@@ -339,6 +342,18 @@ func (mt *Matcher) open(now Instant, c *partBinding, plan agreement.Plan) {
 	for l := range s.layers {
 		mt.sources.release(snd, l)
 	}
+}
+
+// recordOf begins the record of a send; nil: its request is not traced.
+func recordOf(now Instant, s *Lease, in *inboundGrant) *core.Send {
+	r := &core.Send{Dest: in.id.Dest, Peer: in.id.Peer, Bound: now}
+	if t := in.msg.Traceparent; len(t) <= engines.MaxTraceparent {
+		r.Traceparent = string(t)
+	}
+	if r.Traceparent == "" && s.in.Trace.Own == "" {
+		return nil
+	}
+	return r
 }
 
 // refuse refuses a grant for good. The receiver gives up, so its places are free.
@@ -448,7 +463,7 @@ func (mt *Matcher) endBinding(now Instant, c *partBinding, committed bool, why s
 		s.last.Slot, s.last.Gen = snd.Origin.Slot, snd.Origin.Gen
 		s.last.BytesBefore = snd.early
 		if committed {
-			mt.sources.confirmFlights(snd)
+			mt.sources.confirmFlights(now, snd)
 			s.bytes += snd.Plan.Space().TotalBytes()
 		}
 		for i, v := range snd.moved {

@@ -6,6 +6,7 @@ import (
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec/internal/agreement"
+	"github.com/kvspray/kvspray/control/exec/internal/core"
 	"github.com/kvspray/kvspray/control/exec/internal/frame"
 	"github.com/kvspray/kvspray/control/exec/internal/index"
 	"github.com/kvspray/kvspray/control/exec/internal/lanes"
@@ -50,6 +51,7 @@ type partState struct {
 	opened      Instant
 	early       uint64 // bytes landed before the last flag
 	moved       [spray.MaxRanks]uint64
+	record      *core.Send // for spans; nil: not recorded
 }
 
 // revokeWait is the time for the engine's record of an invalidated source.
@@ -162,6 +164,10 @@ func (ss *Table) Results(now Instant, res []transport.Result) {
 }
 
 func (ss *Table) result(now Instant, r *transport.Result) {
+	var flight spray.Flight
+	if ss.Cfg.Spans {
+		flight = ss.Spray.Flight(r.Cookie)
+	}
 	end, ok := ss.Spray.End(now, r.Cookie, verdict(r))
 	if !ok {
 		return
@@ -170,6 +176,13 @@ func (ss *Table) result(now Instant, r *transport.Result) {
 	ss.dispatch.Touch(snd.peer)
 	if !snd.state.open() {
 		return
+	}
+	if snd.record != nil {
+		bytes := end.Bytes
+		if end.Fresh == 0 {
+			bytes = 0
+		}
+		snd.record.Slice(now, flight, bytes, r.Outcome == transfer.Landed)
 	}
 	if r.Outcome == transfer.Landed {
 		if end.Fresh > 0 {
@@ -217,8 +230,13 @@ func (ss *Table) invalidated(now Instant, snd *Part) {
 }
 
 // confirmFlights counts unconfirmed slices as moved: the commit has overtaken their confirmation.
-func (ss *Table) confirmFlights(snd *Part) {
-	ss.Spray.Unconfirmed(snd.flow, func(rank int, bytes uint64) { snd.moved[rank] += bytes })
+func (ss *Table) confirmFlights(now Instant, snd *Part) {
+	ss.Spray.Unconfirmed(snd.flow, func(rank int, bytes uint64, at spray.Flight) {
+		snd.moved[rank] += bytes
+		if snd.record != nil {
+			snd.record.Slice(now, at, bytes, true)
+		}
+	})
 }
 
 // lose ends a part whose bytes will not come, and informs the receiver.
@@ -238,6 +256,12 @@ func (ss *Table) lose(now Instant, snd *Part, final bool, reason string) {
 func (ss *Table) endSending(now Instant, snd *Part) {
 	if !snd.state.open() {
 		return
+	}
+	if r := snd.record; r != nil && len(snd.src.last.Sends) < core.MaxSends {
+		if r.Ended, r.Committed = now, snd.committed; r.Committed {
+			r.Bytes = snd.Plan.Space().TotalBytes()
+		}
+		snd.src.last.Sends = append(snd.src.last.Sends, *r)
 	}
 	live := snd.state != sendWaiting
 	snd.state = sendClosing

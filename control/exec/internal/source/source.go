@@ -347,6 +347,7 @@ func (ss *Table) complete(now Instant, s *Lease) {
 	ss.count--
 	t := s.last
 	t.Key, t.Req, t.Source, t.Grants = s.Key, s.in.Req, s.ID, s.Served
+	t.Span, t.Began, t.Bound, t.Ended = s.in.Trace, s.began, s.firstBind, now
 	if s.firstBind > 0 {
 		t.Queue = s.firstBind - s.began
 		t.Wire = now - s.firstBind

@@ -31,6 +31,7 @@ class Intent:
     fanout: int
     blocks: Blocks
     adapter: Adapter | None = None
+    traceparent: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Expect:
     adapter: Adapter | None = None
     refused: str = ""  # why nothing can be loaded: it ends at once, as a load that failed
     pages: tuple[bytes, ...] = ()  # it comes from the node's store: hashes of the blocks from `skip` on
+    traceparent: str = ""
 
 
 @dataclass(frozen=True)

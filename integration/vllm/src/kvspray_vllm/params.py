@@ -16,11 +16,15 @@ VERSION = 1
 MAX_FANOUT = 16
 MAX_PEER_BYTES = 255
 MAX_ADAPTER_BYTES = 128
+MAX_TRACEPARENT = 64  # bytes that a sidecar reads; version 00 has 55
 
 # "3_" before the id of a parent request: one of its n samples.
 _CHILD = re.compile(r"^\d{1,6}_(?=.)")
 # vLLM's engine front end appends this to every id that a client can see.
 _RANDOM = re.compile(r"-[0-9a-f]{8}$")
+# W3C trace context; a version above 00 may add fields.
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]*)?")
+
 # /v1/completions numbers the prompts of a list.
 _INDEX = re.compile(r"-\d{1,8}$")
 
@@ -41,6 +45,7 @@ class Spray:
     peer: str | None
     fanout: int
     adapter: str | None = None  # content of the LoRA adapter that the prefill has computed with
+    traceparent: str = ""  # of the router's span; not passed on: the other engine's comes from the router
 
     def encode(self) -> dict[str, Any]:
         out: dict[str, Any] = {"v": VERSION, "fanout": self.fanout}
@@ -90,7 +95,17 @@ def parse(params: Mapping[str, Any]) -> Spray | None:
             f"kv_transfer_params['kvspray']['adapter'] is {str(adapter)[:64]!r}, want at most "
             f"{MAX_ADAPTER_BYTES} printable characters",
         )
-    return Spray(xfer, peer, fanout, adapter)
+    return Spray(xfer, peer, fanout, adapter, traceparent_of(raw))
+
+
+def traceparent_of(headers: Mapping[str, Any] | None) -> str:
+    """The entry ``traceparent``; empty for a malformed one, because a trace is no reason to refuse a request."""
+    if not isinstance(headers, Mapping):
+        return ""
+    text = headers.get("traceparent")
+    if not isinstance(text, str) or len(text) > MAX_TRACEPARENT or not _TRACEPARENT.fullmatch(text):
+        return ""
+    return text
 
 
 def is_endpoint(value: object) -> bool:

@@ -52,6 +52,13 @@ EVERY_PROMPT = bytes(32)  # in place of a prompt's hash
 DELIVERED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 
 
+def _traceparent(asked: spray.Spray | None, request: Request) -> str:
+    """Of the router's span, or of vLLM's own where vLLM traces and no router does."""
+    if asked is not None and asked.traceparent:
+        return asked.traceparent
+    return spray.traceparent_of(getattr(request, "trace_headers", None))
+
+
 class SchedulerSide:
     def __init__(
         self,
@@ -253,7 +260,7 @@ class SchedulerSide:
         fresh = bool(request.lora_request) and self._adapters.replaced(request.lora_request.lora_int_id)
         adapter = self._adapter.get(request.request_id)
         self._pending[request.request_id] = Source(
-            request, xfer, key, self._moved(tokens), fanout, fresh, adapter[1] if adapter else None
+            request, xfer, key, self._moved(tokens), fanout, fresh, adapter[1] if adapter else None, traceparent=_traceparent(asked, request)
         )
 
     def _check_worker(self) -> None:
@@ -280,7 +287,7 @@ class SchedulerSide:
         # An id of the prefill's request comes only from a prefill that is done; it holds the blocks for us.
         ready = bool(given.get("remote_request_id"))
         wait = 0.0 if ready else self._settings.admission_s or self._client.match_timeout_s
-        dest = Destination(asked.xfer, key, asked.peer, self._moved(tokens), ready, self._now(), wait, ready)
+        dest = Destination(asked.xfer, key, asked.peer, self._moved(tokens), ready, self._now(), wait, ready, traceparent=_traceparent(asked, request))
         if not ready:
             try:
                 self._client.await_admission(dest.xfer, dest.hash, dest.peer, dest.tokens, wait)
@@ -481,8 +488,11 @@ class SchedulerSide:
             self._decline(dest, refused)
         adapter = self._adapter.get(request.request_id)
         self._meta.expects.append(
-            Expect(request.request_id, dest.xfer, dest.hash, dest.peer, dest.tokens, dest.computed, table, (), adapter, refused)
-        )
+            Expect(
+                request.request_id, dest.xfer, dest.hash, dest.peer, dest.tokens, dest.computed, table, (), adapter, refused,
+                traceparent=dest.traceparent,
+            )
+        )  # fmt: skip
         self._loading.add(request.request_id)
 
     def _expect_spare(self, req: str, dest: Destination, table: tuple[int, ...]) -> None:
@@ -494,7 +504,12 @@ class SchedulerSide:
         spare = self._spare[req] = self._pool.get_new_blocks(-(-dest.tokens // size) - there)
         own = self._computing[req] = table[there:]
         into = table[:there] + tuple(b.block_id for b in spare)
-        self._meta.expects.append(Expect(req, dest.xfer, dest.hash, dest.peer, dest.tokens, dest.computed, (into,), own, self._adapter.get(req)))
+        self._meta.expects.append(
+            Expect(
+                req, dest.xfer, dest.hash, dest.peer, dest.tokens, dest.computed, (into,), own, self._adapter.get(req),
+                traceparent=dest.traceparent,
+            )
+        )  # fmt: skip
 
     # ---- each step
 
@@ -524,8 +539,11 @@ class SchedulerSide:
                     continue
                 self._sources[req] = source
                 meta.intents.append(
-                    Intent(req, source.xfer, source.hash, source.tokens, source.fanout, self._cut(tables(req), source.tokens), self._adapter.get(req))
-                )
+                    Intent(
+                        req, source.xfer, source.hash, source.tokens, source.fanout, self._cut(tables(req), source.tokens), self._adapter.get(req),
+                        source.traceparent,
+                    )
+                )  # fmt: skip
             if source.end >= source.tokens:
                 # It decodes here, and its windows move on: vLLM may have reused blocks that are being sent.
                 if self._windows and not source.lost and self._oldest(source, tables(req)) != source.oldest:

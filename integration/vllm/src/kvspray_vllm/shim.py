@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import builtins
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,8 +77,10 @@ class Answer:
 class WorkerShim(Protocol):
     """What the worker's side needs. No call but wait blocks; calls that submit raise ShimError where they cannot."""
 
-    def intent(self, xfer: bytes, hash: bytes, tokens: int, blocks: Blocks, fanout: int, req: str) -> int: ...
-    def expect(self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Blocks, req: str, after: int = 0) -> int: ...
+    def intent(self, xfer: bytes, hash: bytes, tokens: int, blocks: Blocks, fanout: int, req: str, traceparent: str = "") -> int: ...
+    def expect(
+        self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Blocks, req: str, after: int = 0, traceparent: str = ""
+    ) -> int: ...
     def step(self, step: int, gains: Sequence[tuple[int, int, Blocks]]) -> None: ...
     def preempt(self, lease: int) -> None: ...
     def cancel(self, lease: int, reason: str) -> None: ...
@@ -229,16 +232,18 @@ class Worker:
     def describe(self, layout: Mapping[str, Any]) -> None:
         self._c.describe(layout)
 
-    def intent(self, xfer: bytes, hash: bytes, tokens: int, blocks: Blocks, fanout: int, req: str) -> int:
+    def intent(self, xfer: bytes, hash: bytes, tokens: int, blocks: Blocks, fanout: int, req: str, traceparent: str = "") -> int:
         # A record too big for its ring is an argument error there; here the request is prefilled locally.
         try:
-            return _lease(self._c.intent(xfer, hash, tokens, blocks, fanout=fanout, req=req))
+            return _lease(self._c.intent(xfer, hash, tokens, blocks, fanout=fanout, req=req, **_traced(traceparent)))
         except ValueError as err:
             raise ShimError(str(err)) from err
 
-    def expect(self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Blocks, req: str, after: int = 0) -> int:
+    def expect(
+        self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Blocks, req: str, after: int = 0, traceparent: str = ""
+    ) -> int:
         try:
-            return _lease(self._c.expect(xfer, hash, peer, tokens, skip, blocks, req=req, after=after))
+            return _lease(self._c.expect(xfer, hash, peer, tokens, skip, blocks, req=req, after=after, **_traced(traceparent)))
         except ValueError as err:
             raise ShimError(str(err)) from err
 
@@ -272,6 +277,14 @@ class Worker:
 
     def close(self) -> None:
         self._c.close()
+
+
+# An older kvspray package serves requests without their traces.
+_TRACES = "traceparent" in inspect.signature(kvspray.WorkerClient.intent).parameters
+
+
+def _traced(traceparent: str) -> dict[str, Any]:
+    return {"traceparent": traceparent} if traceparent and _TRACES else {}
 
 
 def _lease(lease: int) -> int:

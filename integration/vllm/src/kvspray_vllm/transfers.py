@@ -22,6 +22,7 @@ class Source:
     end: int = 0  # tokens that the steps so far have announced, in this attempt
     finished: bool = False
     lost: bool = False  # its blocks went, or mean nothing any more
+    traceparent: str = ""
     oldest: tuple[int, ...] = ()  # once all of it is announced: the first block that is sent, of each group with a window
 
 
@@ -39,3 +40,4 @@ class Destination:
     computed: int = 0  # what the engine has itself: a load begins behind it, wherever it ends
     question: int = 0  # number of the question which adapters the worker has read; 0: not asked
     worker_until: float = 0.0  # how long the request waits for the answer
+    traceparent: str = ""

@@ -165,7 +165,7 @@ class WorkerSide:
             try:
                 if other := self._disabled or self._other_adapter(intent.adapter):
                     raise shim.ShimError(other)
-                lease = self._client.intent(intent.xfer, intent.hash, intent.tokens, intent.blocks, intent.fanout, intent.req)
+                lease = self._client.intent(intent.xfer, intent.hash, intent.tokens, intent.blocks, intent.fanout, intent.req, intent.traceparent)
                 self._by_lease[lease] = intent.req
             except shim.ShimError as err:
                 self._log.warning("kvspray: request %s cannot be offered to another engine: %s", intent.req, err)
@@ -220,7 +220,7 @@ class WorkerSide:
                 lease = self._saving.get(expect, after)
             else:
                 lease = self._client.expect(
-                    expect.xfer, expect.hash, expect.peer, expect.tokens, expect.skip, expect.blocks, expect.req, after
+                    expect.xfer, expect.hash, expect.peer, expect.tokens, expect.skip, expect.blocks, expect.req, after, expect.traceparent
                 )
         except shim.ShimError as err:
             # Nothing was handed out, so there is nothing to fence.

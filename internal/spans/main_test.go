@@ -1,0 +1,11 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package spans
+
+import (
+	"testing"
+
+	"github.com/kvspray/kvspray/internal/leaktest"
+)
+
+func TestMain(m *testing.M) { leaktest.Main(m) }
