@@ -55,10 +55,10 @@ func (p Prefix) Keys(tokens []uint32, block, most int) []uint64 {
 	return keys
 }
 
-// held is one block of an engine, or, without a tier, one that the engine lost.
-type held struct {
-	key   uint64
-	tiers uint8
+// Block is a block of an engine. Without a tier it is one that the engine lost.
+type Block struct {
+	Key   uint64
+	Tiers uint8 // bits
 }
 
 const (
@@ -70,13 +70,13 @@ const (
 // a while, because a later block may name it as its parent: that happens if the engine computed one
 // block twice and lost one of the two.
 type Held struct {
-	blocks map[uint64]held
+	blocks map[uint64]Block
 	have   int // blocks with a tier
 	most   int
 }
 
 // NewHeld makes one for a number of blocks.
-func NewHeld(most int) *Held { return &Held{blocks: map[uint64]held{}, most: most} }
+func NewHeld(most int) *Held { return &Held{blocks: map[uint64]Block{}, most: most} }
 
 // Blocks is the number of blocks that the engine has.
 func (h *Held) Blocks() int { return h.have }
@@ -87,59 +87,64 @@ func (h *Held) Bytes() int { return len(h.blocks) * heldBytes }
 // Key is the key of a block, also of a lost one that is still known.
 func (h *Held) Key(name uint64) (uint64, bool) {
 	b, ok := h.blocks[name]
-	return b.key, ok
+	return b.Key, ok
 }
 
-// Add records that the engine has a block in a tier, a bit, and returns the tiers before. false:
-// there is no place.
-func (h *Held) Add(name, key uint64, tier uint8) (before uint8, ok bool) {
-	b, known := h.blocks[name]
+// Add records that the engine has a block in some tiers, and returns what it was before. If that
+// has another key, it is gone. false: there is no place.
+func (h *Held) Add(name, key uint64, tiers uint8) (before Block, ok bool) {
+	before, known := h.blocks[name]
 	if !known && len(h.blocks) >= h.most {
 		h.forget()
 		if len(h.blocks) >= h.most {
-			return 0, false
+			return before, false
 		}
 	}
-	if b.tiers == 0 {
+	if before.Tiers == 0 {
 		h.have++
 	}
-	// A name with another key would be another block: the newer one counts.
-	h.blocks[name] = held{key, b.tiers | tier}
-	return b.tiers, true
+	if before.Key == key {
+		tiers |= before.Tiers
+	}
+	h.blocks[name] = Block{key, tiers}
+	return before, true
 }
 
-// Remove records that the engine lost a block in a tier. before and after are its tiers.
-func (h *Held) Remove(name uint64, tier uint8) (key uint64, before, after uint8) {
-	b, ok := h.blocks[name]
-	if !ok || b.tiers == 0 {
-		return 0, 0, 0
+// Remove records that the engine lost a block in some tiers, and returns what it was before and the
+// tiers that remain.
+func (h *Held) Remove(name uint64, tiers uint8) (before Block, after uint8) {
+	before = h.blocks[name]
+	if before.Tiers == 0 {
+		return before, 0
 	}
-	after = b.tiers &^ tier
-	h.blocks[name] = held{b.key, after}
+	after = before.Tiers &^ tiers
+	h.blocks[name] = Block{before.Key, after}
 	if after == 0 {
 		h.have--
 		if lost := len(h.blocks) - h.have; lost > keptLost && lost > h.have {
 			h.forget()
 		}
 	}
-	return b.key, b.tiers, after
+	return before, after
 }
 
 // forget drops all lost blocks.
 func (h *Held) forget() {
 	for name, b := range h.blocks {
-		if b.tiers == 0 {
+		if b.Tiers == 0 {
 			delete(h.blocks, name)
 		}
 	}
 }
 
-// Clear drops all, and returns the keys and tiers of what the engine had through a function.
-func (h *Held) Clear(lost func(key uint64, tiers uint8)) {
+// Clear drops all, and returns what the engine had.
+func (h *Held) Clear() []Block {
+	had := make([]Block, 0, h.have)
 	for _, b := range h.blocks {
-		if b.tiers != 0 {
-			lost(b.key, b.tiers)
+		if b.Tiers != 0 {
+			had = append(had, b)
 		}
 	}
-	h.blocks, h.have = map[uint64]held{}, 0
+	h.blocks, h.have = map[uint64]Block{}, 0
+	return had
 }
