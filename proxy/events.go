@@ -137,7 +137,7 @@ func (l reporters) of(b *backend) *reporter {
 func (l reporters) about(model string) []bool {
 	var list []bool
 	for i, r := range l {
-		if r == nil || !r.feed.Stats().Live {
+		if r == nil || !r.feed.Live() {
 			continue
 		}
 		r.mu.Lock()

@@ -84,7 +84,7 @@ func (j *job) place(ctx context.Context) (pre *backend, ok bool) {
 			up = append(up, b.isUp())
 		}
 	}
-	tokens, about := j.p.tokensOf(ctx, j.req)
+	tokens, about := j.p.tokensOf(ctx, j.req, j.in.Header.Get("Authorization"))
 	d, ok := x.Decide(&place.Request{Text: j.req.prompt(), Scope: j.req.scope(),
 		Alone: j.req.alone != "", Tokens: tokens, About: about}, up, time.Now())
 	if !ok {

@@ -8,6 +8,7 @@ import (
 	"context"
 	"crypto/sha256"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"math"
@@ -23,7 +24,7 @@ import (
 // Bounds of questions for a prompt's tokens.
 const (
 	tokenizeTimeout = time.Second     // a request waits that long at most
-	tokenizePause   = 2 * time.Second // without questions after one that failed
+	tokenizePause   = 2 * time.Second // without questions after one without an answer
 	tokenizeAtOnce  = 32              // questions
 	maxTokenize     = 4 << 20         // bytes of a prompt
 	maxTokens       = 1 << 20         // of a prompt
@@ -97,20 +98,22 @@ func (t *tokenizer) put(key [sha256.Size]byte, tokens []uint32) {
 }
 
 // tokensOf returns the tokens of a request's prompt, and the engines whose reports can answer for
-// it. nil: the policy takes the prompt's text.
-func (p *Proxy) tokensOf(ctx context.Context, r *request) (tokens []uint32, about []bool) {
+// it. authorization is the client's header. nil: the policy takes the prompt's text.
+func (p *Proxy) tokensOf(ctx context.Context, r *request, authorization string) (tokens []uint32,
+	about []bool) {
 	if p.reporters == nil {
 		return nil, nil
 	}
 	if about = p.reporters.about(r.modelOf()); about == nil {
 		return nil, nil
 	}
-	tokens, result := p.tokenize(ctx, r)
+	tokens, result := p.tokenize(ctx, r, authorization)
 	p.tokens.results.WithLabelValues(result).Inc()
 	return tokens, about
 }
 
-func (p *Proxy) tokenize(ctx context.Context, r *request) (tokens []uint32, result string) {
+func (p *Proxy) tokenize(ctx context.Context, r *request, authorization string) (tokens []uint32,
+	result string) {
 	tokens, question := r.question()
 	if tokens != nil {
 		return tokens, tokensGiven
@@ -132,8 +135,11 @@ func (p *Proxy) tokenize(ctx context.Context, r *request) (tokens []uint32, resu
 	default:
 		return nil, tokensFailed
 	}
-	tokens, err := p.askTokens(ctx, question)
+	tokens, err := p.askTokens(ctx, question, authorization)
 	if err != nil {
+		if errors.Is(err, errTokens) {
+			return nil, tokensFailed // a question of its own kind: others may be answered
+		}
 		if ctx.Err() == nil && t.paused.Swap(time.Now().Add(tokenizePause).UnixNano()) == 0 {
 			p.log.Warn("no engine answers POST /tokenize in time: hits of such prompts are guesses",
 				"err", err)
@@ -144,8 +150,11 @@ func (p *Proxy) tokenize(ctx context.Context, r *request) (tokens []uint32, resu
 	return tokens, tokensAsked
 }
 
+var errTokens = errors.New("the engine refuses the question for tokens")
+
 // askTokens asks one engine that is up, by turns.
-func (p *Proxy) askTokens(ctx context.Context, question []byte) ([]uint32, error) {
+func (p *Proxy) askTokens(ctx context.Context, question []byte, authorization string) ([]uint32,
+	error) {
 	ctx, cancel := context.WithTimeout(ctx, tokenizeTimeout)
 	defer cancel()
 	all := p.decode.all
@@ -162,6 +171,9 @@ func (p *Proxy) askTokens(ctx context.Context, question []byte) ([]uint32, error
 		return nil, err
 	}
 	req.Header.Set("Content-Type", "application/json")
+	if authorization != "" {
+		req.Header.Set("Authorization", authorization) // the client's own, as for its request
+	}
 	resp, err := p.client.Do(req)
 	if err != nil {
 		return nil, err
@@ -170,6 +182,10 @@ func (p *Proxy) askTokens(ctx context.Context, question []byte) ([]uint32, error
 	body, err := io.ReadAll(io.LimitReader(resp.Body, maxTokensAnswer))
 	if err != nil {
 		return nil, err
+	}
+	if c := resp.StatusCode; c == http.StatusBadRequest || c == http.StatusUnauthorized ||
+		c == http.StatusForbidden {
+		return nil, errTokens
 	}
 	if resp.StatusCode != http.StatusOK {
 		return nil, fmt.Errorf("POST %s/tokenize: %s: %s", b.url, resp.Status, firstBytes(body))
@@ -219,7 +235,7 @@ func (r *request) question() (tokens []uint32, question []byte) {
 			bytes.Equal(r.fields["tool_choice"], []byte(`"none"`)) && r.fields["tools"] != nil {
 			return nil, nil
 		}
-	} else if tokens, text := onePrompt(r.fields["prompt"]); tokens != nil {
+	} else if tokens, text := onePrompt(r.fields["prompt"], true); tokens != nil {
 		return tokens, nil
 	} else if f["prompt"] = text; text == nil {
 		return nil, nil
@@ -236,8 +252,9 @@ func (r *request) question() (tokens []uint32, question []byte) {
 	return nil, question
 }
 
-// onePrompt is the tokens, or the text, of a completion's only prompt.
-func onePrompt(raw json.RawMessage) (tokens []uint32, text json.RawMessage) {
+// onePrompt is the tokens, or the text, of a completion's only prompt. nested: it may be the only
+// item of a list.
+func onePrompt(raw json.RawMessage, nested bool) (tokens []uint32, text json.RawMessage) {
 	if len(raw) == 0 {
 		return nil, nil
 	}
@@ -249,10 +266,10 @@ func onePrompt(raw json.RawMessage) (tokens []uint32, text json.RawMessage) {
 		return nil, nil
 	}
 	if c := list[0][0]; c == '[' || c == '"' {
-		if len(list) != 1 || c == '[' && bytes.HasPrefix(list[0][1:], []byte("[")) {
+		if len(list) != 1 || !nested {
 			return nil, nil
 		}
-		return onePrompt(list[0])
+		return onePrompt(list[0], false)
 	}
 	var ids []int64
 	if json.Unmarshal(raw, &ids) != nil || slices.ContainsFunc(ids, func(n int64) bool {

@@ -110,6 +110,9 @@ func (f *Feed) Stats() Stats {
 			Garbage: f.garbage.Load()}, Live: f.live.Load()}
 }
 
+// Live reports whether the sink is up to date.
+func (f *Feed) Live() bool { return f.live.Load() }
+
 // Run follows the engine until ctx ends.
 func (f *Feed) Run(ctx context.Context) {
 	pause := leastPause

@@ -11,7 +11,7 @@ import (
 
 // Bounds of what engines report.
 const (
-	maxCached   = 1 << 21 // different blocks of all engines
+	maxCached   = 1 << 22 // different blocks of all engines
 	maxHeld     = 1 << 20 // blocks of one engine
 	blocksAtOne = 1 << 10 // that change while no request can look
 )
