@@ -142,12 +142,14 @@ func (r *rig) want(blocks ...uint32) {
 
 func (r *rig) until(what string, ok func() bool) {
 	r.Helper()
-	for end := time.Now().Add(patience); !ok(); {
-		if time.Now().After(end) {
+	late := time.After(patience)
+	for !ok() {
+		select {
+		case <-late:
 			got, live := r.sink.firsts()
 			r.Fatalf("%s: have %v, live %v\n%s", what, got, live, r.log)
+		case <-time.After(time.Millisecond):
 		}
-		time.Sleep(time.Millisecond)
 	}
 }
 

@@ -137,17 +137,19 @@ func (p *Publisher) answer(c *zmtp.Conn) {
 // Subscribed waits for a number of subscribers.
 func (p *Publisher) Subscribed(n int) {
 	p.tb.Helper()
-	for end := time.Now().Add(time.Minute); ; {
+	late := time.After(time.Minute)
+	for {
 		p.mu.Lock()
 		have := len(p.subs)
 		p.mu.Unlock()
 		if have == n {
 			return
 		}
-		if time.Now().After(end) {
+		select {
+		case <-late:
 			p.tb.Fatalf("%d subscribers, want %d", have, n)
+		case <-time.After(time.Millisecond):
 		}
-		time.Sleep(time.Millisecond)
 	}
 }
 
