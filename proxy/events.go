@@ -33,7 +33,10 @@ type reporter struct {
 	b      *backend
 	feed   *feed.Feed
 	holder *place.Holder
-	noted  bool // a line about unusable events was logged; of the engine's health check
+
+	// Of the engine's health check: a line was logged.
+	noted    bool // events are of little use
+	unlisted bool // models are unknown
 
 	mu     sync.Mutex      // guards all below
 	models map[string]bool // names of the engine's model, without adapters; nil: unknown
@@ -173,7 +176,12 @@ func (p *Proxy) learnModels(ctx context.Context, b *backend) {
 			Parent string `json:"parent"`
 		} `json:"data"`
 	}
-	if p.getMost(ctx, b.url+"/v1/models", &list, maxModels) != nil {
+	if err := p.getMost(ctx, b.url+"/v1/models", &list, maxModels); err != nil {
+		if !r.unlisted && ctx.Err() == nil {
+			r.unlisted = true
+			p.log.Warn("an engine does not list its models: its hits are guesses until it does", "url",
+				b.url, "err", err)
+		}
 		return // the next check asks again
 	}
 	models := map[string]bool{}

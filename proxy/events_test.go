@@ -135,7 +135,9 @@ func TestEventsDecide(t *testing.T) {
 	})
 	text := strings.Repeat("a document of some length. ", 400)
 	b.Publish(storedText(text))
-	until(t, "the blocks", func() bool { return values(t, reg)["kv_blocks"] == float64(len(text)/block) })
+	until(t, "the blocks", func() bool {
+		return values(t, reg)["kv_blocks"] == float64(len(text)/block)
+	})
 	for range 3 {
 		post(t, url, "/v1/completions", completion("base", text))
 	}
@@ -248,7 +250,9 @@ func TestEventsOfLittleUse(t *testing.T) {
 	a.Subscribed(1)
 	a.Publish(map[string]any{"type": "BlockStored", "block_hashes": []int{1}, "token_ids": []int{1},
 		"block_size": 1, "group_idx": 1, "kv_cache_spec_kind": "sliding_window"})
-	until(t, "no line", func() bool { return strings.Contains(log.String(), "caches of several kinds") })
+	until(t, "no line", func() bool {
+		return strings.Contains(log.String(), "caches of several kinds")
+	})
 }
 
 func TestEventsAreChecked(t *testing.T) {

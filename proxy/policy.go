@@ -114,7 +114,8 @@ func (j *job) placed() {
 	args := []any{"request", j.id, "policy", j.p.placing.policy, "choice", c.Kind.String(),
 		"decode", j.p.decode.all[d.Decode].url, "prefill", source, "tokens", d.Tokens,
 		"reused", c.Reused, "wait", c.Wait, "compute", c.Prefill, "transfer", c.Transfer,
-		"hidden", c.Hidden, "reported", d.Reported, "cached", d.Cached, "predicted", c.TTFT(), "other", d.Other}
+		"hidden", c.Hidden, "reported", d.Reported, "cached", d.Cached,
+		"predicted", c.TTFT(), "other", d.Other}
 	if j.firstAfter > 0 && j.req.streamed() {
 		took := j.firstAfter.Seconds()
 		regret := 0.0

@@ -143,26 +143,74 @@ func (d decoder) array(most int) (int, error) {
 	return d.length(n, err, most)
 }
 
+// batch reads a batch: a list of time, events and rank, or a map of these.
 func (d decoder) batch() (*Batch, error) {
-	fields, err := d.array(maxFields)
-	if err != nil {
-		return nil, err
-	}
-	if fields < 2 {
-		return nil, errForm
-	}
-	if err := d.skip(0); err != nil { // the time
-		return nil, err
-	}
-	n, err := d.array(MaxEvents)
+	code, err := d.PeekCode()
 	if err != nil {
 		return nil, err
 	}
 	b := &Batch{}
+	if isMap(code) {
+		n, err := d.DecodeMapLen()
+		if n, err = d.length(n, err, maxFields); err != nil {
+			return nil, err
+		}
+		some := false
+		for range n {
+			key, err := d.text()
+			if err != nil {
+				return nil, err
+			}
+			switch key {
+			case "events":
+				some = true
+				err = d.events(b)
+			case "data_parallel_rank":
+				err = d.rank(b)
+			default:
+				err = d.skip(0)
+			}
+			if err != nil {
+				return nil, err
+			}
+		}
+		if !some {
+			return nil, errForm
+		}
+		return b, nil
+	}
+	n, err := d.array(maxFields)
+	if err != nil {
+		return nil, err
+	}
+	if n < 2 {
+		return nil, errForm
+	}
+	for i := range n {
+		switch i {
+		case 1:
+			err = d.events(b)
+		case 2:
+			err = d.rank(b)
+		default:
+			err = d.skip(0)
+		}
+		if err != nil {
+			return nil, err
+		}
+	}
+	return b, nil
+}
+
+func (d decoder) events(b *Batch) error {
+	n, err := d.array(MaxEvents)
+	if err != nil {
+		return err
+	}
 	for range n {
 		e, err := d.event()
 		if err != nil {
-			return nil, err
+			return err
 		}
 		if e.Kind == 0 {
 			b.Unknown++
@@ -170,19 +218,13 @@ func (d decoder) batch() (*Batch, error) {
 		}
 		b.Events = append(b.Events, e)
 	}
-	for i := 2; i < fields; i++ {
-		if i > 2 {
-			err = d.skip(0)
-		} else {
-			var rank int64
-			rank, _, err = d.number()
-			b.Rank = int(min(max(rank, 0), math.MaxInt32))
-		}
-		if err != nil {
-			return nil, err
-		}
-	}
-	return b, nil
+	return nil
+}
+
+func (d decoder) rank(b *Batch) error {
+	n, _, err := d.number()
+	b.Rank = int(min(max(n, 0), math.MaxInt32))
+	return err
 }
 
 // field is one field of an event.
@@ -234,7 +276,7 @@ func (d decoder) event() (Event, error) {
 	if err != nil {
 		return e.Event, err
 	}
-	if msgpcode.IsFixedMap(code) || code == msgpcode.Map16 || code == msgpcode.Map32 {
+	if isMap(code) {
 		n, err := d.DecodeMapLen()
 		if n, err = d.length(n, err, maxFields); err != nil {
 			return e.Event, err
@@ -396,11 +438,6 @@ func (d decoder) extra(e *raw) error {
 	return nil
 }
 
-func (d decoder) isNil() bool {
-	code, err := d.PeekCode()
-	return err == nil && code == msgpcode.Nil
-}
-
 // isSet passes over a value, and reports whether it is more than nil or an empty list.
 func (d decoder) isSet() (bool, error) {
 	code, err := d.PeekCode()
@@ -452,6 +489,10 @@ func (d decoder) name() (Name, bool, error) {
 	var b [maxHash]byte
 	err = d.ReadFull(b[:n])
 	return nameOf(b[:n]), true, err
+}
+
+func isMap(code byte) bool {
+	return msgpcode.IsFixedMap(code) || code == msgpcode.Map16 || code == msgpcode.Map32
 }
 
 func isBytes(code byte) bool {
@@ -507,7 +548,7 @@ func (d decoder) skip(depth int) error {
 	switch {
 	case msgpcode.IsFixedArray(code), code == msgpcode.Array16, code == msgpcode.Array32:
 		items, err = d.array(MaxBytes)
-	case msgpcode.IsFixedMap(code), code == msgpcode.Map16, code == msgpcode.Map32:
+	case isMap(code):
 		items, err = d.DecodeMapLen()
 		items, err = d.length(items, err, MaxBytes)
 		items *= 2

@@ -100,6 +100,13 @@ func TestFormerForms(t *testing.T) {
 			Tokens: []uint32{1, 2}, BlockSize: 2, Plain: 1, Tier: GPU, Partial: true}}})
 }
 
+// Some versions have batches as maps.
+func TestBatchAsMap(t *testing.T) {
+	check(t, decode(t, encode(t, map[string]any{"ts": 1.5, "data_parallel_rank": 2, "new": []int{1},
+		"events": []any{map[string]any{"type": "AllBlocksCleared"}}})),
+		&Batch{Rank: 2, Events: []Event{{Kind: Cleared, Tier: GPU}}})
+}
+
 func encode(t testing.TB, v any) []byte {
 	b, err := msgpack.Marshal(v)
 	if err != nil {
@@ -134,7 +141,9 @@ func TestGarbage(t *testing.T) {
 		"float tokens":    encode(t, []any{0, []any{[]any{"BlockStored", []int{1}, nil, []any{1.5}, 1}}}),
 		"negative tokens": encode(t, []any{0, []any{[]any{"BlockStored", []int{1}, nil, []any{-5}, 1}}}),
 		"hash of 65":      encode(t, []any{0, []any{[]any{"BlockRemoved", []any{make([]byte, 65)}}}}),
-		"block size":      encode(t, []any{0, []any{[]any{"BlockStored", []any{}, nil, []any{}, 1 << 40}}}),
+		"block size": encode(t, []any{0, []any{[]any{"BlockStored", []any{}, nil, []any{},
+			1 << 40}}}),
+		"a map without events": encode(t, map[string]any{"ts": 1}),
 	} {
 		if got, err := Decode(b); err == nil {
 			t.Errorf("%s: %+v", what, got)
@@ -155,6 +164,8 @@ func FuzzDecode(f *testing.F) {
 	for _, s := range []string{current, oldest, arrays} {
 		f.Add(unhex(f, s))
 	}
+	f.Add(encode(f, map[string]any{"ts": 1.5, "data_parallel_rank": nil,
+		"events": []any{[]any{"BlockRemoved", []int{1, 2}, "CPU"}}}))
 	f.Add([]byte{0x92, 0xc0, 0xdd, 0xff, 0xff, 0xff, 0xff})
 	f.Fuzz(func(t *testing.T, b []byte) {
 		got, err := Decode(b)

@@ -4,6 +4,7 @@ package place
 
 import (
 	"sync"
+	"sync/atomic"
 
 	"github.com/kvspray/kvspray/placement/index"
 	"github.com/kvspray/kvspray/proxy/internal/kvevents"
@@ -49,8 +50,9 @@ func newCache(reports []bool) *cache {
 		holders: make([]*Holder, len(reports))}
 	for i, does := range reports {
 		if does {
-			c.holders[i] = &Holder{c: c, engine: i, held: index.NewHeld(maxHeld),
-				left: map[string]uint64{}}
+			h := &Holder{c: c, engine: i, held: index.NewHeld(maxHeld), left: map[string]uint64{}}
+			h.usable.Store(unusable)
+			c.holders[i] = h
 		}
 	}
 	return c
@@ -61,12 +63,25 @@ type Holder struct {
 	c      *cache
 	engine int
 
+	usable atomic.Int64 // block size; 0: unknown yet; unusable: reports cannot be used
+
 	mu      sync.Mutex // guards all below
 	held    *index.Held
 	block   int  // tokens; 0: unknown
 	live    bool // the reports are up to date
 	partial bool // having a block is not enough for a hit
 	left    map[string]uint64
+}
+
+const unusable = -1
+
+// publish makes the state visible to requests, which do not wait for the mutex. It is held.
+func (h *Holder) publish() {
+	if h.live && !h.partial {
+		h.usable.Store(int64(h.block))
+	} else {
+		h.usable.Store(unusable)
+	}
 }
 
 func (h *Holder) gpu() int { return 2 * h.engine }
@@ -77,6 +92,7 @@ func (h *Holder) Live(on bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.live = on
+	h.publish()
 }
 
 // Void drops all that the engine has reported.
@@ -85,6 +101,7 @@ func (h *Holder) Void() {
 	defer h.mu.Unlock()
 	h.clear()
 	h.block, h.partial = 0, false
+	h.publish()
 }
 
 func (h *Holder) clear() {
@@ -114,6 +131,7 @@ func (h *Holder) lose(b index.Block, after uint8) {
 func (h *Holder) Apply(b *kvevents.Batch) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
+	defer h.publish()
 	for i := range b.Events {
 		e := &b.Events[i]
 		switch {
@@ -204,19 +222,6 @@ func (h *Holder) add(names []kvevents.Name, keys []uint64, tier kvevents.Tier) (
 	return full
 }
 
-// blockSize is that of an engine whose reports can be used; 0: they cannot.
-func (h *Holder) blockSize() int {
-	if h == nil {
-		return 0
-	}
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	if !h.live || h.partial {
-		return 0
-	}
-	return h.block
-}
-
 // hit is what one engine has of a prompt, in tokens.
 type hit struct {
 	known    bool // the engine reports
@@ -229,9 +234,11 @@ func (c *cache) lookup(tokens []uint32, about []bool) []hit {
 	hits := make([]hit, len(c.holders))
 	sizes := make([]int, len(c.holders))
 	for i, h := range c.holders {
-		if about[i] {
-			hits[i].known = h.known()
-			sizes[i] = h.blockSize()
+		if h == nil || !about[i] {
+			continue
+		}
+		if n := h.usable.Load(); n != unusable {
+			hits[i].known, sizes[i] = true, int(n)
 		}
 	}
 	for i, size := range sizes {
@@ -253,16 +260,6 @@ func (c *cache) lookup(tokens []uint32, about []bool) []hit {
 		}
 	}
 	return hits
-}
-
-// known reports whether an engine's reports can be used, also if there are none yet.
-func (h *Holder) known() bool {
-	if h == nil {
-		return false
-	}
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	return h.live && !h.partial
 }
 
 // HolderStats are for metrics.

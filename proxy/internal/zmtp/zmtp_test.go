@@ -134,7 +134,8 @@ func TestEndpoints(t *testing.T) {
 		"tcp://a": "", "ipc://kv": "", "inproc://kv": "", "": "", "a:5557": "",
 	} {
 		network, address, err := ParseEndpoint(s)
-		if got := strings.TrimSpace(network + " " + address); got != want || (err == nil) != (want != "") {
+		got := strings.TrimSpace(network + " " + address)
+		if got != want || (err == nil) != (want != "") {
 			t.Errorf("%q: %q, %v", s, got, err)
 		}
 	}
