@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"log/slog"
 	"maps"
+	"math/rand/v2"
 	"strings"
 	"sync"
 	"testing"
@@ -348,5 +349,67 @@ func TestNumbersAreChecked(t *testing.T) {
 	}
 	if n, b, err := replayed([][]byte{{}, make([]byte, 8), {5}}); n != 0 || len(b) != 1 || err != nil {
 		t.Errorf("a replay of former versions: %d %v %v", n, b, err)
+	}
+}
+
+// Whatever is lost, and whenever the engine restarts, the sink has no block that the engine lacks.
+// If every gap could be mended, it has all of them.
+func TestRandomFaults(t *testing.T) {
+	for seed := range uint64(12) {
+		t.Run(fmt.Sprint(seed), func(t *testing.T) {
+			t.Parallel() // most of it is pauses
+			r := newRig(t)
+			r.follow(seed%4 != 0)
+			rnd := rand.New(rand.NewPCG(seed, 1))
+			truth := map[uint32]bool{}
+			mended := seed%4 != 0
+			marker := 1000
+			for range 12 {
+				r.Subscribed(1)
+				for range rnd.IntN(20) {
+					n := rnd.IntN(40)
+					event := block(n)
+					if truth[uint32(n)] {
+						event = lost(n)
+						delete(truth, uint32(n))
+					} else {
+						truth[uint32(n)] = true
+					}
+					r.Raw(feedtest.Payload(t, event), rnd.IntN(4) == 0)
+				}
+				switch rnd.IntN(6) {
+				case 0:
+					r.Disconnect()
+				case 1:
+					r.Restart()
+					clear(truth)
+				case 2:
+					r.Keep(1 + rnd.IntN(10))
+					mended = false
+				case 3:
+					r.Queue(2 + rnd.IntN(5)) // one is the batch that is known
+				case 4:
+					r.Keep(0)
+				}
+				r.Subscribed(1)
+				// The marker comes after all else.
+				marker++
+				r.Publish(block(marker))
+				truth[uint32(marker)] = true
+				r.until("the marker", func() bool {
+					got, live := r.sink.firsts()
+					return live && got[uint32(marker)]
+				})
+				got, _ := r.sink.firsts()
+				for b := range got {
+					if !truth[b] {
+						t.Fatalf("block %d is not the engine's: %v, it has %v\n%s", b, got, truth, r.log)
+					}
+				}
+				if mended && len(got) != len(truth) {
+					t.Fatalf("have %v, the engine has %v\n%s", got, truth, r.log)
+				}
+			}
+		})
 	}
 }
