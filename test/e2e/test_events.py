@@ -19,10 +19,10 @@ import hosts
 import pytest
 from conftest import MODEL
 from prompts import BLOCK, fresh
-from servers import MODEL_NAME, Process, Server
+from servers import MODEL_NAME, Process, Server, kvspray_config
 
 NAMES = ("A", "B")
-ROOM = 4096  # tokens of an engine's cache
+ROOM = 8192  # tokens of an engine's cache
 TOKEN = 2048  # bytes of the cache of one token
 WORDS = "the cat sat on a mat and saw that it was good to be in one warm house of stone by some old river".split()
 
@@ -61,11 +61,11 @@ class Engine(Server):
         self.events = f"tcp://127.0.0.1:{rig.free_port()}"
         self.replay = f"tcp://127.0.0.1:{rig.free_port()}"
 
-    def run(self) -> Engine:
+    def run(self, kv: dict[str, Any] | None = None, room: int = ROOM) -> Engine:
         config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.events.replace("127.0.0.1", "*"),
                   "replay_endpoint": self.replay.replace("127.0.0.1", "*")}  # fmt: skip
-        self.start(hosts.cpu(rig.ROOT / ".build"), MODEL.name, None, "--kv-events-config", json.dumps(config), "--enable-prompt-tokens-details",
-                   "--max-model-len", "1536", "--kv-cache-memory-bytes", str(ROOM * TOKEN), env={"VLLM_SERVER_DEV_MODE": "1"})  # fmt: skip
+        self.start(hosts.cpu(rig.ROOT / ".build"), MODEL.name, kv, "--kv-events-config", json.dumps(config), "--enable-prompt-tokens-details",
+                   "--max-model-len", "1536", "--kv-cache-memory-bytes", str(room * TOKEN), env={"VLLM_SERVER_DEV_MODE": "1"})  # fmt: skip
         return self
 
     def post(self, path: str) -> None:
@@ -179,7 +179,7 @@ def test_predicted_hits_are_those_of_the_engines(engines: list[Engine], router: 
         jobs = {f"many-{i}": pool.submit(ask, router.url, f"many-{i}", path, body) for i, (path, body) in enumerate(traffic(200, "many"))}
         together = Score(router, {rid: job.result() for rid, job in jobs.items()})
     print(f"four at once: {together}")
-    assert together.false_tokens < 0.05 * together.found
+    assert together.false_tokens < 0.1 * together.found
 
     computed = sum(rig.total(e.metrics(), "vllm:prefix_cache_queries_total") - rig.total(e.metrics(), "vllm:prefix_cache_hits_total") for e in engines)
     assert computed > 2 * ROOM * len(engines), "few blocks were evicted"
@@ -240,3 +240,37 @@ def test_an_engine_that_restarts(engines: list[Engine], router: Router) -> None:
     assert router.value("kv_event_voids_total", reason="restart") == 1
     named = [line for line in router.lines("the cached blocks of an engine are forgotten") if line["url"] == a.url]
     assert len(named) == 1
+
+
+def test_pages_of_the_store_count(zygote: None, workdir: pathlib.Path) -> None:
+    """The engine announces what the store of its node has. Such tokens are no hit on the GPU, but need no prefill."""
+    sidecar = rig.Sidecar("store", workdir, {"store": {"memory": "48MiB"}})
+    kv = kvspray_config(sidecar.socket, "kv_both")
+    kv["kv_connector_extra_config"]["store"] = True
+    e = Engine("S", workdir)
+    router = Router("store-router", workdir)
+    try:
+        sidecar.start()
+        e.run(kv, 2048)
+        rig.wait_for("engine S up", e.up, 300, 0.25)
+        router.start([e])
+        rig.wait_for("the router and its feed", lambda: router.up() and router.synced([e]), 30)
+        prompt = {"prompt": fresh(300, "store")}
+        ask(router.url, "store-0", "/v1/completions", prompt)
+
+        def stored() -> bool:
+            ask(e.url, "a step, after which vLLM publishes", "/v1/completions", {"prompt": [5]})
+            return rig.total(e.metrics(), "vllm:kvspray_store_pages_total", op="put", outcome="stored") >= 9
+
+        rig.wait_for("pages in the store", stored, 30)
+        for i in range(4):  # more than the engine's cache holds
+            ask(router.url, f"other-{i}", "/v1/completions", {"prompt": fresh(1000, ("other", i))})
+        got = ask(router.url, "store-1", "/v1/completions", prompt)
+        assert got == 9 * BLOCK
+        rig.wait_for("the line", lambda: "store-1" in router.placed(), 20)
+        line = router.placed()["store-1"]
+        assert line["reported"] and line["cached"] == 0 and line["reused"] == 9 * BLOCK, line
+    finally:
+        router.stop()
+        e.kill()
+        sidecar.stop()
