@@ -52,7 +52,10 @@ If the prefill engine fails, the decode engine prefills locally.
   --policy auto          takes the engines with the lowest predicted time to the first token; the
                          decode engine may compute alone. docs/placement.md has the prediction.
   --policy cache         prefers the longest cached prefix
-  --policy fetch, local  as auto, but always or never with a prefill engine`,
+  --policy fetch, local  as auto, but always or never with a prefill engine
+
+A policy guesses which engine has which prompts by what it sent there. With --decode-kv-events and
+--prefill-kv-events it takes the engines' own events; docs/placement.md describes them.`,
 		Example: `  kvspray proxy --prefill http://127.0.0.1:8100 --prefill-peer 127.0.0.1:7650 \
       --decode http://127.0.0.1:8200
   kvspray proxy --prefill http://p0:8000,http://p1:8000 \

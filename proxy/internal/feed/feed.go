@@ -35,6 +35,7 @@ const (
 	leastPause = 100 * time.Millisecond // before a new connection, with growth
 	mostPause  = 5 * time.Second
 	stableTime = 5 * time.Second // of a connection after which the pause is short again
+	logEvery   = time.Minute     // lines with one reason; metrics count all
 
 	replayQuiet  = 3 * time.Second // without a batch: the rest of a replay was lost
 	replayTime   = 30 * time.Second
@@ -83,11 +84,12 @@ type Feed struct {
 	cfg  Config
 	seed maphash.Seed
 
-	next    int64  // number of the next batch; -1: any
-	last    uint64 // hash of the batch before, if next is above 0
-	down    bool   // a line about the connection was logged
-	unasked bool   // the same about replays
-	spoiled bool   // the last batch was malformed
+	next    int64                // number of the next batch; -1: any
+	last    uint64               // hash of the batch before, if next is above 0
+	down    bool                 // a line about the connection was logged
+	unasked bool                 // the same about replays
+	spoiled bool                 // the last batch was malformed
+	said    map[string]time.Time // the last line with a reason
 
 	batches, events, unknown, gaps, replays, failed atomic.Uint64
 	restarts, holes, garbage                        atomic.Uint64
@@ -99,7 +101,7 @@ func New(cfg Config) *Feed {
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
 	}
-	return &Feed{cfg: cfg, seed: maphash.MakeSeed(), next: -1}
+	return &Feed{cfg: cfg, seed: maphash.MakeSeed(), next: -1, said: map[string]time.Time{}}
 }
 
 // Stats returns the counters.
@@ -238,10 +240,8 @@ func (f *Feed) take(n int64, payload []byte) {
 	b, err := kvevents.Decode(payload)
 	if err != nil {
 		if !f.spoiled { // otherwise nothing came since
-			f.cfg.Log.Warn("an engine's KV events are malformed: its cached blocks are forgotten",
-				"url", f.cfg.Engine, "err", err)
 			f.spoiled = true
-			f.void(Garbage)
+			f.void(Garbage, "err", err)
 		}
 	} else {
 		f.spoiled = false
@@ -253,12 +253,12 @@ func (f *Feed) take(n int64, payload []byte) {
 	f.next, f.last = n+1, maphash.Bytes(f.seed, payload)
 }
 
-// void drops what the sink has. Any batch may be the next one.
-func (f *Feed) void(reason string) {
+// void drops what the sink has. Any batch may be the next one. args are for the log.
+func (f *Feed) void(reason string, args ...any) {
 	had := f.next > 0
 	f.next = -1
 	f.cfg.Sink.Void()
-	if !had {
+	if !had && reason != Garbage {
 		return
 	}
 	switch reason {
@@ -269,11 +269,12 @@ func (f *Feed) void(reason string) {
 	default:
 		f.garbage.Add(1)
 	}
-	if f.spoiled {
-		return // a line was logged
+	if last, ok := f.said[reason]; ok && time.Since(last) < logEvery {
+		return
 	}
-	f.cfg.Log.Warn("the cached blocks of an engine are forgotten", "url", f.cfg.Engine,
-		"reason", reason)
+	f.said[reason] = time.Now()
+	f.cfg.Log.Warn("the cached blocks of an engine are forgotten",
+		append([]any{"url", f.cfg.Engine, "reason", reason}, args...)...)
 }
 
 // catchUp asks for the batches that the feed missed. An error ends the session.

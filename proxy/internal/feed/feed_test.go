@@ -313,8 +313,15 @@ func TestGarbageVoids(t *testing.T) {
 	if s := r.feed.Stats(); s.Voids[Garbage] != 1 || s.Batches != 2 {
 		t.Errorf("%+v", s)
 	}
-	if n := strings.Count(r.log.String(), "malformed"); n != 1 {
+	if n := strings.Count(r.log.String(), "reason=garbage err="); n != 1 {
 		t.Errorf("%d lines:\n%s", n, r.log)
+	}
+	r.Raw([]byte("more garbage"), false)
+	r.Publish(block(2))
+	r.until("a second loss", func() bool { return r.feed.Stats().Voids[Garbage] == 2 })
+	r.want(2)
+	if n := strings.Count(r.log.String(), "are forgotten"); n != 1 {
+		t.Errorf("%d lines within a minute:\n%s", n, r.log)
 	}
 	r.Disconnect() // the garbage is a part of the replay that mends this
 	r.Lose(block(3))
@@ -364,7 +371,7 @@ func TestRandomFaults(t *testing.T) {
 			truth := map[uint32]bool{}
 			mended := seed%4 != 0
 			marker := 1000
-			for range 12 {
+			for range 8 {
 				r.Subscribed(1)
 				for range rnd.IntN(20) {
 					n := rnd.IntN(40)
