@@ -242,6 +242,39 @@ def test_an_engine_that_restarts(engines: list[Engine], router: Router) -> None:
     assert len(named) == 1
 
 
+def test_all_that_vllm_keeps_is_replayed_within_5_s(zygote: None, workdir: pathlib.Path) -> None:
+    """vLLM's own publisher with as many batches as it keeps, each of a full step, and more than its sockets queue."""
+    from vllm.distributed.kv_events import BlockStored, KVEventBatch, ZmqEventPublisher
+
+    e = Engine("published", workdir)
+    batches, each = 10_000, 64
+    publisher = ZmqEventPublisher(0, e.events.replace("127.0.0.1", "*"), e.replay.replace("127.0.0.1", "*"))
+    router = Router("replayed", workdir)
+    try:
+        for i in range(batches):
+            hashes = [(i * each + j).to_bytes(32, "big") for j in range(each)]
+            tokens = [i % 50_000, *range(each * BLOCK - 1)]
+            publisher.publish(KVEventBatch(ts=time.time(), events=[BlockStored(hashes, None, tokens, BLOCK, None, "GPU", None)]))
+        rig.wait_for("all is published", publisher._event_queue.empty, 60)
+        router.start([e])  # its engine does not answer, but publishes
+        start = time.monotonic()
+
+        def blocks_of() -> float:
+            try:
+                return router.value("kv_blocks") if router.value("kv_events_up") else 0
+            except OSError:
+                return 0
+
+        rig.wait_for("the whole index", lambda: blocks_of() == batches * each, 60)
+        took = time.monotonic() - start
+        size = router.value("kv_index_bytes")
+        print(f"\n{batches * each} blocks after {took:.2f} s, {size / 1e6:.0f} MB")
+        assert took < 5
+    finally:
+        router.stop()
+        publisher.shutdown()
+
+
 def test_pages_of_the_store_count(zygote: None, workdir: pathlib.Path) -> None:
     """The engine announces what the store of its node has. Such tokens are no hit on the GPU, but need no prefill."""
     sidecar = rig.Sidecar("store", workdir, {"store": {"memory": "48MiB"}})

@@ -37,7 +37,9 @@ const (
 	stableTime = 5 * time.Second // of a connection after which the pause is short again
 	logEvery   = time.Minute     // lines with one reason; metrics count all
 
-	replayQuiet  = 3 * time.Second // without a batch: the rest of a replay was lost
+	replayFirst = 3 * time.Second // until the first batch of a replay
+	// Between batches, with growth. A publisher sends all at once: the rest of a replay was lost.
+	replayQuiet  = 250 * time.Millisecond
 	replayTime   = 30 * time.Second
 	replayBytes  = 1 << 30 // of one replay
 	replayRounds = 64      // a publisher drops what its queue of 1,000 messages cannot hold
@@ -293,7 +295,7 @@ func (f *Feed) catchUp(ctx context.Context) error {
 	for round, tries := 0, 0; round < replayRounds && tries < replayTries; round++ {
 		before := f.next
 		var done bool
-		if done, err = f.round(ctx, &left); done {
+		if done, err = f.round(ctx, replayQuiet<<tries, &left); done {
 			f.replays.Add(1)
 			f.unasked = false
 			return nil
@@ -324,7 +326,7 @@ var (
 )
 
 // round asks once, from the last known batch on. done: the publisher has sent all that it has.
-func (f *Feed) round(ctx context.Context, left *int) (done bool, err error) {
+func (f *Feed) round(ctx context.Context, quiet time.Duration, left *int) (done bool, err error) {
 	conn, err := zmtp.Dial(ctx, f.cfg.Replay, zmtp.Dealer)
 	if err != nil {
 		return false, err
@@ -336,7 +338,11 @@ func (f *Feed) round(ctx context.Context, left *int) (done bool, err error) {
 		return false, err
 	}
 	for first := true; ; first = false {
-		conn.SetDeadline(time.Now().Add(replayQuiet))
+		wait := quiet
+		if first {
+			wait = replayFirst
+		}
+		conn.SetDeadline(time.Now().Add(wait))
 		frames, err := conn.Recv()
 		if err != nil {
 			return false, err
