@@ -326,7 +326,8 @@ var (
 )
 
 // round asks once, from the last known batch on. done: the publisher has sent all that it has.
-func (f *Feed) round(ctx context.Context, quiet time.Duration, left *int) (done bool, err error) {
+func (f *Feed) round(ctx context.Context, quiet time.Duration, left *int) (done bool,
+	err error) {
 	conn, err := zmtp.Dial(ctx, f.cfg.Replay, zmtp.Dealer)
 	if err != nil {
 		return false, err
