@@ -62,8 +62,8 @@ var rules = []rule{
 			"proxy/internal/zmtp"}, ext: []string{extProm}},
 	{dir: "proxy/internal/place", why: "decisions for requests, and what they need to be good; no " +
 		"HTTP", own: []string{"placement", "placement/index", "proxy/internal/kvevents"}},
-	{dir: "proxy/internal/feed", why: "one engine's events in order and without a gap, or none; what " +
-		"they mean is its sink's", own: []string{"proxy/internal/kvevents", "proxy/internal/zmtp"}},
+	{dir: "proxy/internal/feed", why: "one engine's events in order and without a gap, or none; " +
+		"what they mean is its sink's", own: []string{"proxy/internal/kvevents", "proxy/internal/zmtp"}},
 	{dir: "proxy/internal/feed/feedtest", why: "a publisher of events for tests, which fails",
 		own: []string{"proxy/internal/zmtp"}, ext: []string{extMsg}},
 	{dir: "proxy/internal/kvevents", why: "vLLM's events: bytes to structs", pure: true,
