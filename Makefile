@@ -141,7 +141,7 @@ test-truth: build env ## vLLM's own tensors, moved and read back, and a real hyb
 # Each target has FUZZTIME, and those of what others send, on lanes and sockets, FUZZTIME_FOREIGN.
 FUZZTIME ?= 5m
 FUZZTIME_FOREIGN ?= 1h
-FUZZ_FOREIGN := internal/wire connector/msg control/peer/frame transport/shm transport/gdr store/directory/embedded sidecar/internal/exchange
+FUZZ_FOREIGN := internal/wire connector/msg control/peer/frame transport/shm transport/gdr store/directory/embedded sidecar/internal/exchange proxy/internal/kvevents proxy/internal/zmtp
 .PHONY: test-fuzz
 test-fuzz: ## Every fuzz target for FUZZTIME (5m each), parsers of lanes and sockets for FUZZTIME_FOREIGN (1h)
 	@for dir in $$(git ls-files '*_test.go' | xargs grep -l '^func Fuzz' | xargs -n1 dirname | sort -u); do \

@@ -310,6 +310,11 @@ func sameEndpoint(ctx context.Context, x, y string) bool {
 const maxSmallAnswer = 64 << 10 // bytes of a health or node answer
 
 func (p *Proxy) get(ctx context.Context, url string, into any) error {
+	return p.getMost(ctx, url, into, maxSmallAnswer)
+}
+
+// getMost reads an answer of at most some bytes.
+func (p *Proxy) getMost(ctx context.Context, url string, into any, most int64) error {
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
 	if err != nil {
 		return err
@@ -319,7 +324,7 @@ func (p *Proxy) get(ctx context.Context, url string, into any) error {
 		return err
 	}
 	defer func() { _ = resp.Body.Close() }() // read to its end or aborted
-	body, err := io.ReadAll(io.LimitReader(resp.Body, maxSmallAnswer))
+	body, err := io.ReadAll(io.LimitReader(resp.Body, most))
 	if err != nil {
 		return err
 	}

@@ -154,7 +154,7 @@ func (j *job) run(ctx context.Context) {
 		j.fail(http.StatusServiceUnavailable, codeNoEngine, errNoDecode)
 		return
 	}
-	pre, ok := j.place()
+	pre, ok := j.place(ctx)
 	if j.req.alone != "" {
 		j.decodeAlone(ctx, aloneRequest)
 		return

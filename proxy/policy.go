@@ -38,10 +38,10 @@ type placing struct {
 }
 
 // newPlacing makes the policy of a configuration. The back ends were checked.
-func newPlacing(cfg Config, reg prometheus.Registerer) (*placing, error) {
+func newPlacing(cfg Config, reports []bool, reg prometheus.Registerer) (*placing, error) {
 	p, err := place.New(place.Config{Policy: place.Policy(cfg.Policy), Prefill: len(cfg.Prefill),
 		Decode: len(cfg.Decode), TokenBytes: cfg.TokenBytes, Concurrent: cfg.Mode == Concurrent,
-		Calibration: cfg.Calibration})
+		Calibration: cfg.Calibration, Reports: reports})
 	if err != nil {
 		return nil, fmt.Errorf("proxy: --policy, --token-bytes: %w", err)
 	}
@@ -73,7 +73,7 @@ func newPlacing(cfg Config, reg prometheus.Registerer) (*placing, error) {
 
 // place lets the policy choose the engines of a request. pre is nil if the decode engine computes
 // alone; ok is false if the policy has no choice. The caller releases pre.
-func (j *job) place() (pre *backend, ok bool) {
+func (j *job) place(ctx context.Context) (pre *backend, ok bool) {
 	x := j.p.placing
 	if x == nil {
 		return nil, false
@@ -84,8 +84,9 @@ func (j *job) place() (pre *backend, ok bool) {
 			up = append(up, b.isUp())
 		}
 	}
+	tokens, about := j.p.tokensOf(ctx, j.req, j.in.Header.Get("Authorization"))
 	d, ok := x.Decide(&place.Request{Text: j.req.prompt(), Scope: j.req.scope(),
-		Alone: j.req.alone != ""}, up, time.Now())
+		Alone: j.req.alone != "", Tokens: tokens, About: about}, up, time.Now())
 	if !ok {
 		x.choices.WithLabelValues("none").Inc()
 		return nil, false
@@ -113,7 +114,8 @@ func (j *job) placed() {
 	args := []any{"request", j.id, "policy", j.p.placing.policy, "choice", c.Kind.String(),
 		"decode", j.p.decode.all[d.Decode].url, "prefill", source, "tokens", d.Tokens,
 		"reused", c.Reused, "wait", c.Wait, "compute", c.Prefill, "transfer", c.Transfer,
-		"hidden", c.Hidden, "predicted", c.TTFT(), "other", d.Other}
+		"hidden", c.Hidden, "reported", d.Reported, "cached", d.Cached,
+		"predicted", c.TTFT(), "other", d.Other}
 	if j.firstAfter > 0 && j.req.streamed() {
 		took := j.firstAfter.Seconds()
 		regret := 0.0
@@ -156,6 +158,7 @@ const maxLinks = 4 << 20 // bytes of an answer with learned rates
 // endpoint, a prefill engine's for the rates to decode engines. Without an answer the last values,
 // or those of the calibration file, stay.
 func (p *Proxy) learn(ctx context.Context, b *backend) {
+	p.learnModels(ctx, b)
 	switch {
 	case p.placing == nil || b.sidecar == "":
 	case b.role == roleDecode:
@@ -202,6 +205,7 @@ func (p *Proxy) lost(b *backend) {
 	if p.placing == nil {
 		return
 	}
+	p.reporters.forgetModels(b)
 	n := b.number
 	if b.role == roleDecode {
 		n += len(p.prefill.all)

@@ -11,7 +11,8 @@
 // in flight and retries are bounded. No byte of D's answer is sent twice. When the client
 // disconnects, both engines' requests are canceled.
 //
-// Goroutines: Run owns one health checker per back end and the HTTP server and joins them. Each
+// Goroutines: Run owns one health checker per back end, one feed of KV events per engine that has
+// them, and the HTTP server, and joins them. Each
 // request owns at most one goroutine for P and one for D's first byte, and joins both before its
 // handler returns.
 package proxy
@@ -89,6 +90,8 @@ type Config struct {
 	// Policy is one of Policies; empty: DefaultPolicy. The fields below it are for the others.
 	Policy         string
 	DecodeSidecars []string // URLs of their HTTP listeners, one for each decode engine, or none
+	PrefillEvents  []Events // one for each prefill engine, or none
+	DecodeEvents   []Events // one for each decode engine, or none
 	TokenBytes     float64  // of KV cache; 0: 131072
 	Calibration    *placement.Calibration
 	// OTLP is the URL of a collector of spans; empty: off. They are sent while Watch or Serve runs.
@@ -114,6 +117,9 @@ type Proxy struct {
 	placing *placing        // nil: the least loaded engines
 	spans   *spans.Recorder // nil: off
 	share   float64         // TraceShare
+
+	reporters reporters // nil: no engine has KV events
+	tokens    *tokenizer
 }
 
 // New checks the configuration. It starts nothing.
@@ -192,14 +198,21 @@ func New(cfg Config) (*Proxy, error) {
 		}
 		dec = append(dec, be)
 	}
-	var err error
-	if p.placing, err = newPlacing(cfg, p.reg); err != nil {
+	rep, err := reports(&cfg)
+	if err != nil {
+		return nil, err
+	}
+	if p.placing, err = newPlacing(cfg, rep, p.reg); err != nil {
 		return nil, err
 	}
 	if err := p.trace(&cfg); err != nil {
 		return nil, err
 	}
 	p.prefill, p.decode = newPool(pre), newPool(dec)
+	if p.reporters = p.newReporters(&cfg); p.reporters != nil {
+		p.tokens = newTokenizer(p.reg)
+		p.reg.MustRegister(collector{p})
+	}
 	return p, nil
 }
 
@@ -267,7 +280,7 @@ func (p *Proxy) Handler() http.Handler {
 	return p.orRefuse(mux)
 }
 
-// Watch checks the health of all back ends until ctx ends.
+// Watch checks the health of all back ends, and follows their KV events, until ctx ends.
 func (p *Proxy) Watch(ctx context.Context) {
 	p.spans.Start()
 	defer func() { _ = p.spans.Close() }() // it returns no error
@@ -275,6 +288,11 @@ func (p *Proxy) Watch(ctx context.Context) {
 	for _, set := range []*pool{p.prefill, p.decode} {
 		for _, b := range set.all {
 			wg.Go(func() { p.watch(ctx, b) })
+		}
+	}
+	for _, r := range p.reporters {
+		if r != nil {
+			wg.Go(func() { r.feed.Run(ctx) })
 		}
 	}
 	wg.Wait()

@@ -172,6 +172,9 @@ func FuzzParseRequest(f *testing.F) {
 		if r.n < 1 || r.prompts < 0 {
 			t.Fatalf("n %d, prompts %d", r.n, r.prompts)
 		}
+		if tokens, q := r.question(); tokens != nil && q != nil || q != nil && !json.Valid(q) {
+			t.Fatalf("%d tokens and %s", len(tokens), q)
+		}
 		for _, make := range []func() ([]byte, error){
 			func() ([]byte, error) { return r.forPrefill("x", "") },
 			func() ([]byte, error) { return r.forDecode(nil) },

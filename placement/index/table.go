@@ -30,7 +30,10 @@ type slot struct {
 	holders [inline]uint16 // holder+1; the used ones are first
 }
 
-const wide = 0xffff
+const (
+	wide      = 0xffff
+	slotBytes = 8 + 2*inline
+)
 
 // Table has blocks and their holders.
 type Table struct {
@@ -54,6 +57,11 @@ func (t *Table) Blocks() int { return t.blocks }
 
 // Dropped counts blocks that had no place.
 func (t *Table) Dropped() uint64 { return t.dropped }
+
+// Bytes is the memory of the table.
+func (t *Table) Bytes() int {
+	return len(t.slots)*slotBytes + len(t.bitmaps)*8*((t.holders+63)/64)
+}
 
 func (t *Table) home(key uint64) int {
 	const mix = 0x9e3779b97f4a7c15

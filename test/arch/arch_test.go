@@ -342,7 +342,7 @@ func TestHabitsOfTests(t *testing.T) {
 				t.Errorf("%s: skip through testutil.Skip, which KVSPRAY_MUST_RUN can refuse",
 					fset.Position(call.Pos()))
 			case f.test && id.Name == "time" && sel.Sel.Name == "Sleep" && !inBubble(f):
-				t.Errorf("%s: time.Sleep in a test; wait for a condition, or use testing/synctest",
+				t.Errorf("%s: time.Sleep in a test; wait for a condition, or use testutil.Bubble",
 					fset.Position(call.Pos()))
 			}
 			return true
@@ -351,7 +351,15 @@ func TestHabitsOfTests(t *testing.T) {
 }
 
 // inBubble reports whether a file's tests run on synctest's clock, where Sleep costs nothing.
-func inBubble(f file) bool { return slices.Contains(f.imports, "testing/synctest") }
+func inBubble(f file) bool {
+	found := slices.Contains(f.imports, "testing/synctest")
+	ast.Inspect(f.ast, func(n ast.Node) bool {
+		sel, ok := n.(*ast.SelectorExpr)
+		found = found || ok && sel.Sel.Name == "Bubble" // testutil.Bubble
+		return !found
+	})
+	return found
+}
 
 // sources are the files that people write.
 func sources(t *testing.T) []string {

@@ -35,7 +35,7 @@ var floors = []floor{
 // lab is code that the product never imports: tests, what tests need, benchmarks, generators.
 var lab = []string{"api/engine/gen", "bench", "cmd/kvspray-bench", "connector/connectortest",
 	"internal/board/gen", "internal/leaktest", "internal/metrics/gen", "internal/sys/verbs/fake",
-	"internal/spans/spanstest", "internal/testutil",
+	"internal/spans/spanstest", "internal/testutil", "proxy/internal/feed/feedtest",
 	"store/disk/disktest", "store/object/objecttest", "test",
 	"transport/faulttest", "transport/simfabric", "transport/transporttest"}
 

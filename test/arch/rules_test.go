@@ -58,12 +58,19 @@ var rules = []rule{
 		own: []string{"internal/config", "internal/ui/usage", "internal/version"},
 		ext: []string{extCobra, extFlag}},
 	{dir: "proxy",
-		why: "sends HTTP to engines only; uses kvspray by its parameters, not by its packages; of " +
-			"placement it has answers of sidecars and calibrations",
-		own: []string{"internal/page", "internal/spans", "placement", "proxy/internal/place"},
-		ext: []string{extProm}},
+		why: "sends HTTP to engines and follows their events; uses kvspray by its parameters, not by " +
+			"its packages; of placement it has answers of sidecars and calibrations",
+		own: []string{"internal/page", "internal/spans", "placement", "proxy/internal/feed", "proxy/internal/place",
+			"proxy/internal/zmtp"}, ext: []string{extProm}},
 	{dir: "proxy/internal/place", why: "decisions for requests, and what they need to be good; no " +
-		"HTTP", own: []string{"placement", "placement/index"}},
+		"HTTP", own: []string{"placement", "placement/index", "proxy/internal/kvevents"}},
+	{dir: "proxy/internal/feed", why: "one engine's events in order and without a gap, or none; " +
+		"what they mean is its sink's", own: []string{"proxy/internal/kvevents", "proxy/internal/zmtp"}},
+	{dir: "proxy/internal/feed/feedtest", why: "a publisher of events for tests, which fails",
+		own: []string{"proxy/internal/zmtp"}, ext: []string{extMsg}},
+	{dir: "proxy/internal/kvevents", why: "vLLM's events: bytes to structs", pure: true,
+		ext: []string{extMsg}},
+	{dir: "proxy/internal/zmtp", why: "connections of ZeroMQ; independent of the messages"},
 	{dir: "sidecar", why: "the one place that imports all parts of a node and joins them",
 		own: []string{"api/peer/v1", "cluster", "cluster/gossip", "connector", "control/driver",
 			"control/engines", "control/exec", "control/lease",

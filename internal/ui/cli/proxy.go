@@ -27,6 +27,8 @@ func proxyCommand() *cobra.Command {
 	var (
 		prefill, peers, sidecars, decode []string
 		decodeSidecars                   []string
+		prefillEvents, decodeEvents      []string
+		prefillReplay, decodeReplay      []string
 		mode, listen, level, format      string
 		policy, calibration, otlp        string
 		tokenBytes, share                float64
@@ -51,7 +53,10 @@ If the prefill engine fails, the decode engine prefills locally.
   --policy auto          takes the engines with the lowest predicted time to the first token; the
                          decode engine may compute alone. docs/placement.md has the prediction.
   --policy cache         prefers the longest cached prefix
-  --policy fetch, local  as auto, but always or never with a prefill engine`,
+  --policy fetch, local  as auto, but always or never with a prefill engine
+
+A policy guesses which engine has which prompts by what it sent there. With --decode-kv-events and
+--prefill-kv-events it takes the engines' own events; docs/placement.md describes them.`,
 		Example: `  kvspray proxy --prefill http://127.0.0.1:8100 --prefill-peer 127.0.0.1:7650 \
       --decode http://127.0.0.1:8200
   kvspray proxy --prefill http://p0:8000,http://p1:8000 \
@@ -88,6 +93,12 @@ If the prefill engine fails, the decode engine prefills locally.
 					share)
 			}
 			cfg.OTLP, cfg.TraceShare, cfg.Version = otlp, share, version.String()
+			if cfg.PrefillEvents, err = kvEvents("prefill", prefillEvents, prefillReplay); err != nil {
+				return usage.Of(err)
+			}
+			if cfg.DecodeEvents, err = kvEvents("decode", decodeEvents, decodeReplay); err != nil {
+				return usage.Of(err)
+			}
 			cfg.Policy, cfg.DecodeSidecars, cfg.TokenBytes = policy, decodeSidecars, tokenBytes
 			log, flush := openLog(cmd.ErrOrStderr(), severity, format)
 			defer flush()
@@ -121,6 +132,16 @@ If the prefill engine fails, the decode engine prefills locally.
 	f.StringSliceVar(&decode, "decode", nil, "URLs of decode engines")
 	f.StringSliceVar(&decodeSidecars, "decode-sidecar", nil, "URL of each decode engine's sidecar "+
 		"(its http.listen), so that a policy learns the rates to it")
+	for _, x := range []struct {
+		role           string
+		events, replay *[]string
+	}{{"prefill", &prefillEvents, &prefillReplay}, {"decode", &decodeEvents, &decodeReplay}} {
+		f.StringSliceVar(x.events, x.role+"-kv-events", nil, "endpoint of each "+x.role+" engine's KV "+
+			"events (endpoint of its --kv-events-config), for instance tcp://host:5557; empty for an "+
+			"engine without; a policy then takes its hits from them")
+		f.StringSliceVar(x.replay, x.role+"-kv-replay", nil, "endpoint of each "+x.role+" engine's "+
+			"replay of KV events (its replay_endpoint)")
+	}
 	f.StringVar(&policy, "policy", proxy.DefaultPolicy, strings.Join(proxy.Policies(), ", "))
 	f.StringVar(&calibration, "calibration", "", "file of 'kvspray place calibrate' with lines "+
 		"prefill and link, for a policy's first predictions")
@@ -162,6 +183,23 @@ func proxyConfig(prefill, peers, sidecars, decode []string) (proxy.Config, error
 		cfg.Prefill = append(cfg.Prefill, b)
 	}
 	return cfg, nil
+}
+
+// kvEvents joins the endpoints of a role's engines.
+func kvEvents(role string, events, replay []string) ([]proxy.Events, error) {
+	if len(replay) != 0 && len(replay) != len(events) {
+		return nil, fmt.Errorf("--%s-kv-replay names %d endpoints, and --%s-kv-events %d; pass one for "+
+			"each engine, in the same order", role, len(replay), role, len(events))
+	}
+	var list []proxy.Events
+	for i, e := range events {
+		x := proxy.Events{Endpoint: e}
+		if len(replay) > 0 {
+			x.Replay = replay[i]
+		}
+		list = append(list, x)
+	}
+	return list, nil
 }
 
 const readyTemp = ".ready-*" // name of a ready file while it is written

@@ -8,14 +8,20 @@
 // that lost them computes them. The index has two generations; when the newer one is full, the
 // older one is forgotten, so that unused chunks leave it.
 //
-// Invariants: decisions, engines and chunks are bounded. A nil Placer is no policy. One mutex
-// guards everything; no call waits for an engine. No goroutines.
+// An engine may report its cache itself. Then blocks of tokens, in a second index, replace the
+// chunks as that engine's hits, if the prompt's tokens are known. Of the chunks, those of requests
+// in flight stay: the engine has not reported them yet.
+//
+// Invariants: decisions, engines, chunks and blocks are bounded. A nil Placer is no policy. One
+// mutex guards everything but the second index; no call waits for an engine. No goroutines.
 package place
 
 import (
 	"fmt"
 	"hash/maphash"
 	"math"
+	"slices"
+	"sort"
 	"sync"
 	"time"
 
@@ -44,7 +50,7 @@ const (
 	tokenText     = 4       // bytes of text per token
 	maxChunks     = 1 << 16 // of one prompt: 32 MiB
 	generation    = 1 << 20 // chunks of one generation of the index
-	maxEngines    = index.MaxHolders
+	maxEngines    = index.MaxHolders / 2
 	defaultRate   = 4000.0 // tokens per second
 	defaultFixed  = 0.010  // seconds
 	defaultLink   = 1e9    // bytes per second
@@ -67,6 +73,7 @@ type Config struct {
 	TokenBytes      float64 // of KV cache; 0: 131072
 	Concurrent      bool    // prefill and decode are dispatched at once
 	Calibration     *placement.Calibration
+	Reports         []bool // engines that report their caches, first those that prefill; nil: none
 }
 
 // account is the work of one engine that has no first token yet.
@@ -105,9 +112,12 @@ type Placer struct {
 	old      *index.Table
 	forgot   uint64
 	turn     int
+	flying   [][]*Decision // for each engine, requests that have not ended
 
 	state      placement.State // of one decision
 	hits, more []int
+
+	cache *cache // what engines report; nil: none does
 }
 
 // New checks the configuration; LeastLoaded has no Placer.
@@ -159,6 +169,10 @@ func New(cfg Config) (*Placer, error) {
 		p.state.Overlap = overlap
 	}
 	p.hits, p.more = make([]int, n), make([]int, n)
+	p.flying = make([][]*Decision, n)
+	if cfg.Reports != nil {
+		p.cache = newCache(cfg.Reports)
+	}
 	return p, nil
 }
 
@@ -167,16 +181,31 @@ type Request struct {
 	Text  []byte // the JSON of its prompt or messages
 	Scope string // requests of other scopes share no cache: model, adapter, salt
 	Alone bool   // it cannot be split between engines
+	// Tokens are those of the prompt; nil: unknown. About has the engines whose model the request
+	// names, of which Tokens then are blocks.
+	Tokens []uint32
+	About  []bool
+}
+
+// Holder takes the reports of an engine; nil: it makes none.
+func (p *Placer) Holder(engine int) *Holder {
+	if p.cache == nil {
+		return nil
+	}
+	return p.cache.holders[engine]
 }
 
 // Decision is a choice for one request, until Answered and Ended.
 type Decision struct {
 	Decode  int // number among the decode engines
 	Prefill int // among the prefill engines; -1: the decode engine computes alone
-	Tokens  int // estimated
+	Tokens  int // estimated, unless the request has them
 	Choice  placement.Choice
 	// Other is the prediction of the best choice whose answer another engine gives; 0: none.
 	Other float64
+	// Reported: the engine that computes reports its cache, and has these tokens on its GPU.
+	Reported bool
+	Cached   int
 
 	at      time.Time
 	compute int     // engine that prefills
@@ -213,10 +242,19 @@ func (p *Placer) keys(r *Request) []uint64 {
 // prefill engine is up.
 func (p *Placer) Decide(r *Request, up []bool, now time.Time) (*Decision, bool) {
 	d := &Decision{keys: p.keys(r), at: now, Tokens: max(1, len(r.Text)/tokenText)}
+	chunk := float64(chunkBytes) / tokenText // tokens
+	var reported []hit
+	if len(r.Tokens) > 0 {
+		d.Tokens = len(r.Tokens)
+		chunk = chunkBytes * float64(d.Tokens) / float64(max(1, len(r.Text)))
+		if p.cache != nil && len(r.About) == len(p.accounts) {
+			reported = p.cache.lookup(r.Tokens, r.About)
+		}
+	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.see(up, now)
-	p.lookup(d.keys)
+	p.lookup(d.keys, chunk, reported)
 	p.turn++
 	a := placement.Ask{Tokens: d.Tokens, TokenBytes: p.cfg.TokenBytes, Hits: p.hits, Kinds: p.kind,
 		First: p.turn}
@@ -238,6 +276,9 @@ func (p *Placer) Decide(r *Request, up []bool, now time.Time) (*Decision, bool) 
 	}
 	p.state.Engines[c.Engine].Role = e
 
+	if reported != nil {
+		d.Reported, d.Cached = reported[d.compute].known, reported[d.compute].gpu
+	}
 	acc := &p.accounts[d.compute]
 	d.work, d.factor = c.Prefill, acc.learned.Factor()
 	if acc.requests == 0 {
@@ -285,13 +326,31 @@ func (p *Placer) see(up []bool, now time.Time) {
 	}
 }
 
-// lookup sets hits, in tokens.
-func (p *Placer) lookup(keys []uint64) {
+// lookup sets hits, in tokens. A chunk has some tokens.
+func (p *Placer) lookup(keys []uint64, chunk float64, reported []hit) {
 	p.young.Lookup(keys, p.hits)
 	p.old.Lookup(keys, p.more)
 	for i := range p.hits {
-		p.hits[i] = max(p.hits[i], p.more[i]) * chunkBytes / tokenText
+		n := max(p.hits[i], p.more[i])
+		if reported != nil && reported[i].known {
+			n = p.inFlight(keys, i)
+		}
+		p.hits[i] = int(float64(n) * chunk)
+		if reported != nil && reported[i].known {
+			p.hits[i] = max(p.hits[i], reported[i].any)
+		}
 	}
+}
+
+// inFlight returns how many chunks of a prompt an engine has in flight.
+func (p *Placer) inFlight(keys []uint64, engine int) int {
+	most := 0
+	for _, d := range p.flying[engine] {
+		n := min(len(keys), len(d.keys))
+		// A key stands for all chunks up to it: those that agree are first.
+		most = max(most, sort.Search(n, func(i int) bool { return keys[i] != d.keys[i] }))
+	}
+	return most
 }
 
 // promise adds the prompt to the engines that will have it.
@@ -300,12 +359,20 @@ func (p *Placer) promise(d *Decision) {
 		p.forgot += uint64(p.old.Blocks())
 		p.old, p.young = p.young, index.NewTable(p.most, len(p.accounts))
 	}
-	for _, k := range d.keys {
-		p.young.Add(k, d.Choice.Engine)
-		if d.Choice.Kind == placement.Pair {
-			p.young.Add(k, d.Choice.Source)
+	for _, e := range d.engines() {
+		for _, k := range d.keys {
+			p.young.Add(k, e)
 		}
+		p.flying[e] = append(p.flying[e], d)
 	}
+}
+
+// engines are those that will have the prompt.
+func (d *Decision) engines() []int {
+	if d.Choice.Kind == placement.Pair {
+		return []int{d.Choice.Engine, d.Choice.Source}
+	}
+	return []int{d.Choice.Engine}
 }
 
 // Prefilled takes the end of a prefill engine's part.
@@ -349,6 +416,9 @@ func (p *Placer) Ended(d *Decision, now time.Time) {
 	}
 	if d.stage == decoding {
 		p.accounts[d.Choice.Engine].running--
+		for _, e := range d.engines() {
+			p.flying[e] = slices.DeleteFunc(p.flying[e], func(x *Decision) bool { return x == d })
+		}
 	}
 	d.stage = over
 }
@@ -375,11 +445,16 @@ func (p *Placer) Learned(prefill, decode int, path placement.Path) {
 type Stats struct {
 	Blocks int    // in the index
 	Forgot uint64 // that left it
+	Bytes  int    // of the memory of reported blocks, about
 }
 
 // Stats returns them.
 func (p *Placer) Stats() Stats {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return Stats{p.young.Blocks() + p.old.Blocks(), p.forgot}
+	s := Stats{Blocks: p.young.Blocks() + p.old.Blocks(), Forgot: p.forgot}
+	if p.cache != nil {
+		s.Bytes = p.cache.bytes()
+	}
+	return s
 }

@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package index
+
+import (
+	"encoding/binary"
+	"hash/maphash"
+)
+
+const tokensAtOnce = 64 // that are written into a hash in one call
+
+// Prefix makes the keys of blocks of tokens. Its secret seed keeps a client from making two
+// prompts with one key.
+type Prefix struct{ seed maphash.Seed }
+
+// NewPrefix makes one with a seed of its own: keys of two of them never agree.
+func NewPrefix() Prefix { return Prefix{maphash.MakeSeed()} }
+
+// First is the key before a prompt's first block. Blocks of other sizes share no key.
+func (p Prefix) First(block int) uint64 {
+	var b [8]byte
+	binary.LittleEndian.PutUint64(b[:], uint64(block))
+	return maphash.Bytes(p.seed, b[:])
+}
+
+// Next is the key of a block with some tokens, after the block with the key before.
+func (p Prefix) Next(before uint64, tokens []uint32) uint64 {
+	var h maphash.Hash
+	var b [4 * tokensAtOnce]byte
+	h.SetSeed(p.seed)
+	binary.LittleEndian.PutUint64(b[:8], before)
+	_, _ = h.Write(b[:8]) // never fails, here and below
+	for len(tokens) > 0 {
+		n := min(len(tokens), tokensAtOnce)
+		for i, t := range tokens[:n] {
+			binary.LittleEndian.PutUint32(b[4*i:], t)
+		}
+		_, _ = h.Write(b[:4*n])
+		tokens = tokens[n:]
+	}
+	return h.Sum64()
+}
+
+// Keys are the keys of a prompt's whole blocks, most of them at most.
+func (p Prefix) Keys(tokens []uint32, block, most int) []uint64 {
+	if block <= 0 {
+		return nil
+	}
+	keys := make([]uint64, min(len(tokens)/block, most))
+	key := p.First(block)
+	for i := range keys {
+		key = p.Next(key, tokens[i*block:(i+1)*block])
+		keys[i] = key
+	}
+	return keys
+}
+
+// Block is a block of an engine. Without a tier it is one that the engine lost.
+type Block struct {
+	Key   uint64
+	Tiers uint8 // bits
+}
+
+const (
+	heldBytes = 40      // of one block in a map, about
+	keptLost  = 1 << 16 // lost blocks that stay, at least
+)
+
+// Held has the blocks of one engine by the names that the engine gives them. A lost block stays for
+// a while, because a later block may name it as its parent: that happens if the engine computed one
+// block twice and lost one of the two.
+type Held struct {
+	blocks map[uint64]Block
+	have   int // blocks with a tier
+	most   int
+}
+
+// NewHeld makes one for a number of blocks.
+func NewHeld(most int) *Held { return &Held{blocks: map[uint64]Block{}, most: most} }
+
+// Blocks is the number of blocks that the engine has.
+func (h *Held) Blocks() int { return h.have }
+
+// Bytes is the memory of all, about.
+func (h *Held) Bytes() int { return len(h.blocks) * heldBytes }
+
+// Key is the key of a block, also of a lost one that is still known.
+func (h *Held) Key(name uint64) (uint64, bool) {
+	b, ok := h.blocks[name]
+	return b.Key, ok
+}
+
+// Add records that the engine has a block in some tiers, and returns what it was before. If that
+// has another key, it is gone. false: there is no place.
+func (h *Held) Add(name, key uint64, tiers uint8) (before Block, ok bool) {
+	before, known := h.blocks[name]
+	if !known && len(h.blocks) >= h.most {
+		h.forget()
+		if len(h.blocks) >= h.most {
+			return before, false
+		}
+	}
+	if before.Tiers == 0 {
+		h.have++
+	}
+	if before.Key == key {
+		tiers |= before.Tiers
+	}
+	h.blocks[name] = Block{key, tiers}
+	return before, true
+}
+
+// Remove records that the engine lost a block in some tiers, and returns what it was before and the
+// tiers that remain.
+func (h *Held) Remove(name uint64, tiers uint8) (before Block, after uint8) {
+	before = h.blocks[name]
+	if before.Tiers == 0 {
+		return before, 0
+	}
+	after = before.Tiers &^ tiers
+	h.blocks[name] = Block{before.Key, after}
+	if after == 0 {
+		h.have--
+		if lost := len(h.blocks) - h.have; lost > keptLost && lost > h.have {
+			h.forget()
+		}
+	}
+	return before, after
+}
+
+// forget drops all lost blocks.
+func (h *Held) forget() {
+	for name, b := range h.blocks {
+		if b.Tiers == 0 {
+			delete(h.blocks, name)
+		}
+	}
+}
+
+// Clear drops all, and returns what the engine had.
+func (h *Held) Clear() []Block {
+	had := make([]Block, 0, h.have)
+	for _, b := range h.blocks {
+		if b.Tiers != 0 {
+			had = append(had, b)
+		}
+	}
+	h.blocks, h.have = map[uint64]Block{}, 0
+	return had
+}

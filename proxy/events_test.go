@@ -1,0 +1,352 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package proxy
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/kvspray/kvspray/proxy/internal/feed/feedtest"
+)
+
+const block = 16 // tokens
+
+// reporting is an engine with KV events. Its tokens are the bytes of a prompt.
+type reporting struct {
+	*engine
+	*feedtest.Publisher
+	asked atomic.Int64 // for tokens
+	mute  atomic.Bool  // answers no such question
+}
+
+func newReporting(t *testing.T) *reporting {
+	e := &reporting{Publisher: feedtest.New(t)}
+	e.engine = newEngine(t, func(w http.ResponseWriter, r *http.Request, s seen) {
+		switch r.URL.Path {
+		case "/v1/models":
+			fmt.Fprint(w, `{"data":[{"id":"base"},{"id":"sql","parent":"base"}]}`)
+		case "/tokenize":
+			e.asked.Add(1)
+			if e.mute.Load() {
+				w.WriteHeader(http.StatusNotFound)
+				return
+			}
+			text, _ := s.body["prompt"].(string)
+			tokens := bytesOf(text)
+			if err := json.NewEncoder(w).Encode(map[string]any{"count": len(tokens),
+				"tokens": tokens}); err != nil {
+				t.Error(err)
+			}
+		default:
+			answerDecode(w, r, s)
+		}
+	})
+	return e
+}
+
+func (e *reporting) events() Events { return Events{e.Publisher.Endpoint(), e.Publisher.Replay()} }
+
+// completions counts the requests for completions.
+func (e *reporting) completions() int {
+	n := 0
+	for _, s := range e.requests() {
+		if s.path == "/v1/completions" {
+			n++
+		}
+	}
+	return n
+}
+
+func bytesOf(text string) []uint32 {
+	out := make([]uint32, len(text))
+	for i, c := range []byte(text) {
+		out[i] = uint32(c)
+	}
+	return out
+}
+
+// storedText is an event about the whole blocks of a text.
+func storedText(text string) any {
+	n := len(text) / block
+	var names []string
+	for i := range n {
+		names = append(names, text[:(i+1)*block])
+	}
+	return feedtest.Stored(hashes(names), nil, bytesOf(text[:n*block]), block)
+}
+
+// hashes are names of at most 64 bytes.
+func hashes(names []string) []string {
+	for i, n := range names {
+		var h uint64 = 14695981039346656037
+		for _, c := range []byte(n) {
+			h = (h ^ uint64(c)) * 1099511628211
+		}
+		names[i] = fmt.Sprint(h)
+	}
+	return names
+}
+
+// values are the metrics of a router.
+func values(t *testing.T, reg *prometheus.Registry) map[string]float64 {
+	t.Helper()
+	families, err := reg.Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	out := map[string]float64{}
+	for _, f := range families {
+		for _, m := range f.GetMetric() {
+			name := strings.TrimPrefix(f.GetName(), "kvspray_proxy_")
+			for _, l := range m.GetLabel() {
+				if l.GetName() != "role" && l.GetName() != "url" {
+					name += " " + l.GetValue()
+				}
+			}
+			out[name] += m.GetCounter().GetValue() + m.GetGauge().GetValue()
+		}
+	}
+	return out
+}
+
+func completion(model, prompt string) string {
+	return fmt.Sprintf(`{"model": %q, "prompt": %q, "stream": true}`, model, prompt)
+}
+
+// Requests go where the engines say that the cache is, and only those whose blocks these are.
+func TestEventsDecide(t *testing.T) {
+	a, b := newReporting(t), newReporting(t)
+	log, reg := &lines{}, prometheus.NewRegistry()
+	p, url := start(t, Config{Decode: []string{a.URL, b.URL}, Mode: PrefillFirst, Policy: "cache",
+		DecodeEvents: []Events{a.events(), b.events()}, Registry: reg,
+		Log: slog.New(slog.NewTextHandler(log, nil))})
+	until(t, "the feeds", func() bool {
+		return values(t, reg)["kv_events_up"] == 2 && p.reporters.about("base") != nil &&
+			p.reporters.about("")[0]
+	})
+	text := strings.Repeat("a document of some length. ", 400)
+	b.Publish(storedText(text))
+	until(t, "the blocks", func() bool {
+		return values(t, reg)["kv_blocks"] == float64(len(text)/block)
+	})
+	for range 3 {
+		post(t, url, "/v1/completions", completion("base", text))
+	}
+	if x, y := a.completions(), b.completions(); x != 0 || y != 3 {
+		t.Errorf("%d and %d requests", x, y)
+	}
+	if n := a.asked.Load() + b.asked.Load(); n != 1 {
+		t.Errorf("%d questions for equal prompts", n)
+	}
+	cached := fmt.Sprintf("reported=true cached=%d", (len(text)-1)/block*block)
+	until(t, "no line with the hit", func() bool { return strings.Count(log.String(), cached) == 3 })
+	// An adapter has the same tokens and other blocks, as has a salt.
+	before := strings.Count(log.String(), "reported=false")
+	post(t, url, "/v1/completions", completion("sql", text))
+	post(t, url, "/v1/completions", `{"cache_salt": "s", "stream": true, "prompt": "`+text+`"}`)
+	until(t, "a hit of another model", func() bool {
+		return strings.Count(log.String(), "reported=false") == before+2
+	})
+	b.Publish(feedtest.Cleared())
+	until(t, "no blocks", func() bool { return values(t, reg)["kv_blocks"] == 0 })
+	got := values(t, reg)
+	for name, want := range map[string]float64{"kv_events_total": 2, "kv_event_batches_total": 2,
+		"kv_event_gaps_total": 0, "kv_event_replays_total ok": 2, "tokenize_total asked": 1,
+		"tokenize_total kept": 2, "tokenize_total none": 1, "kv_event_voids_total gap": 0} {
+		if got[name] != want {
+			t.Errorf("%s is %v, want %v", name, got[name], want)
+		}
+	}
+	if got["kv_index_bytes"] == 0 {
+		t.Error("the index has no memory")
+	}
+}
+
+// A router that starts later has the whole index within five seconds, by replay.
+func TestWholeIndexAfterARestart(t *testing.T) {
+	e := newReporting(t)
+	const batches, each = 10_000, 8 // as many as vLLM keeps
+	tokens := make([]uint32, each*block)
+	for i := range batches {
+		var names []string
+		for j := range each {
+			names = append(names, fmt.Sprintf("%032d", i*each+j))
+		}
+		for j := range tokens {
+			tokens[j] = uint32(i*31+j) % 50_000
+		}
+		e.Publish(feedtest.Stored(names, nil, tokens, block))
+	}
+	for range 2 {
+		reg := prometheus.NewRegistry()
+		p, err := New(Config{Decode: []string{e.URL}, Mode: PrefillFirst, Policy: "auto",
+			DecodeEvents: []Events{e.events()}, Registry: reg})
+		if err != nil {
+			t.Fatal(err)
+		}
+		ctx, cancel := context.WithCancel(context.Background())
+		done := make(chan struct{})
+		began := time.Now()
+		go func() { defer close(done); p.Watch(ctx) }()
+		until(t, "the whole index", func() bool {
+			return values(t, reg)["kv_blocks"] == batches*each && values(t, reg)["kv_events_up"] == 1
+		})
+		took := time.Since(began)
+		t.Logf("%d blocks after %v, %.0f MB", batches*each, took, values(t, reg)["kv_index_bytes"]/1e6)
+		if took > 5*time.Second {
+			t.Errorf("%v", took)
+		}
+		cancel()
+		<-done
+	}
+}
+
+// Without events, or without tokens, a policy works as before, and the log says so once.
+func TestEventsThatDoNotCome(t *testing.T) {
+	a, b := newReporting(t), newReporting(t)
+	gone := b.events()
+	b.Publisher.Close()
+	a.mute.Store(true)
+	log, reg := &lines{}, prometheus.NewRegistry()
+	p, url := start(t, Config{Decode: []string{a.URL, b.URL}, Mode: PrefillFirst, Policy: "auto",
+		DecodeEvents: []Events{a.events(), gone}, Registry: reg,
+		Log: slog.New(slog.NewTextHandler(log, nil))})
+	b.mute.Store(true)
+	until(t, "the feed", func() bool { return p.reporters.about("base") != nil })
+	text := strings.Repeat("a document of some length. ", 400)
+	for range 4 {
+		if code, answer, _ := post(t, url, "/v1/completions", completion("base", text)); code != 200 {
+			t.Fatalf("%d %s", code, answer)
+		}
+	}
+	if x, y := a.completions(), b.completions(); x*y != 0 {
+		t.Errorf("%d and %d requests with one prefix", x, y)
+	}
+	for _, once := range []string{"no KV events from an engine", "no engine answers POST /tokenize"} {
+		if n := strings.Count(log.String(), once); n != 1 {
+			t.Errorf("%q: %d lines", once, n)
+		}
+	}
+	if n := a.asked.Load() + b.asked.Load(); n != 1 {
+		t.Errorf("%d questions although none is answered", n)
+	}
+}
+
+// Events that cannot predict a hit are named once.
+func TestEventsOfLittleUse(t *testing.T) {
+	a := newReporting(t)
+	log := &lines{}
+	start(t, Config{Decode: []string{a.URL}, Mode: PrefillFirst, Policy: "auto",
+		DecodeEvents: []Events{a.events()}, Log: slog.New(slog.NewTextHandler(log, nil))})
+	a.Subscribed(1)
+	a.Publish(map[string]any{"type": "BlockStored", "block_hashes": []int{1}, "token_ids": []int{1},
+		"block_size": 1, "group_idx": 1, "kv_cache_spec_kind": "sliding_window"})
+	until(t, "no line", func() bool {
+		return strings.Contains(log.String(), "caches of several kinds")
+	})
+}
+
+func TestEventsAreChecked(t *testing.T) {
+	ok := Events{"tcp://a:1", "tcp://a:2"}
+	for want, cfg := range map[string]Config{
+		"--decode-kv-events names 2":  {Policy: "auto", DecodeEvents: []Events{ok, ok}},
+		"--prefill-kv-events names 1": {Policy: "auto", PrefillEvents: []Events{ok}},
+		"--decode-kv-events \"a:1\"":  {Policy: "auto", DecodeEvents: []Events{{Endpoint: "a:1"}}},
+		"--decode-kv-replay \"tcp://*:1\": the host is missing": {Policy: "auto",
+			DecodeEvents: []Events{{"tcp://a:1", "tcp://*:1"}}},
+		"without an endpoint": {Policy: "auto", DecodeEvents: []Events{{Replay: "tcp://a:1"}}},
+		"--policy":            {DecodeEvents: []Events{ok}},
+	} {
+		cfg.Decode, cfg.Mode = []string{"http://127.0.0.1:1"}, PrefillFirst
+		if _, err := New(cfg); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: %v", want, err)
+		}
+	}
+	p, err := New(Config{Decode: []string{"http://127.0.0.1:1", "http://127.0.0.1:2"},
+		Mode: PrefillFirst, Policy: "auto", DecodeEvents: []Events{{}, ok}})
+	if err != nil || p.reporters[0] != nil || p.reporters[1] == nil {
+		t.Errorf("an engine without events beside one with them: %v", err)
+	}
+}
+
+func TestQuestions(t *testing.T) {
+	for body, want := range map[string]string{
+		`{"prompt": "hi", "max_tokens": 5}`:                `{"prompt":"hi"}`,
+		`{"prompt": ["hi"], "model": "m"}`:                 `{"model":"m","prompt":"hi"}`,
+		`{"prompt": "hi", "add_special_tokens": false}`:    `{"add_special_tokens":false,"prompt":"hi"}`,
+		`{"prompt": [1, 2]}`:                               "[1 2]",
+		`{"prompt": [[1, 2]]}`:                             "[1 2]",
+		`{"prompt": [[[1]]]}`:                              "",
+		`{"prompt": ["a", "b"]}`:                           "",
+		`{"prompt": [1, -2]}`:                              "",
+		`{"prompt": [1.5]}`:                                "",
+		`{"prompt": []}`:                                   "",
+		`{"prompt": 5}`:                                    "",
+		`{}`:                                               "",
+		`{"prompt": "hi", "cache_salt": "s"}`:              "",
+		`{"prompt": "hi", "echo": true}`:                   "",
+		`{"prompt": "` + strings.Repeat("x", 5<<20) + `"}`: "",
+	} {
+		checkQuestion(t, kindCompletion, body, want)
+	}
+	for body, want := range map[string]string{
+		`{"messages": [{"role": "user", "content": "hi"}], "tools": [], "n": 2}`: `{"messages":` +
+			`[{"role":"user","content":"hi"}],"tools":[]}`,
+		`{"messages": [{"content": [{"type": "text", "text": "hi"}]}]}`: `{"messages":` +
+			`[{"content":[{"type":"text","text":"hi"}]}]}`,
+		`{"messages": [{"content": [{"type": "image_url"}]}]}`:         "",
+		`{"messages": [], "reasoning_effort": "high"}`:                 "",
+		`{"messages": [], "tools": [{"a": 1}], "tool_choice": "none"}`: "",
+		`{"messages": "hi"}`:               "",
+		`{"messages": [{"content": [5]}]}`: "",
+	} {
+		checkQuestion(t, kindChat, body, want)
+	}
+}
+
+func checkQuestion(t *testing.T, k kind, body, want string) {
+	t.Helper()
+	r, err := parseRequest(k, []byte(body))
+	if err != nil {
+		t.Fatal(err)
+	}
+	tokens, q := r.question()
+	got := string(q)
+	if tokens != nil {
+		got = fmt.Sprint(tokens)
+	}
+	if got != want {
+		t.Errorf("%.80s: %s, want %s", body, got, want)
+	}
+}
+
+// Answers are kept within bounds, the last used ones longest.
+func TestKeptTokens(t *testing.T) {
+	tk := newTokenizer(prometheus.NewRegistry())
+	key := func(i int) (k [32]byte) {
+		k[0], k[1] = byte(i), byte(i>>8)
+		return k
+	}
+	tk.put(key(0), make([]uint32, keptTokens/2)) // one answer must not displace all others
+	for i := 1; i < 20; i++ {
+		tk.put(key(i), make([]uint32, keptTokens/8))
+		tk.get(key(1))
+		if tk.tokens > keptTokens {
+			t.Fatal(tk.tokens)
+		}
+	}
+	for i, want := range map[int]bool{0: false, 1: true, 2: false, 19: true} {
+		if _, ok := tk.get(key(i)); ok != want {
+			t.Errorf("answer %d: %v", i, ok)
+		}
+	}
+}
