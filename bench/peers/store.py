@@ -13,7 +13,6 @@ client of its own, which the engine's client reaches over tcp on loopback. `moon
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import json
 import os
@@ -35,6 +34,12 @@ MOONCAKE = "0.3.13.post1"
 SYSTEM = 8  # pages that all conversations share
 START_S = 30.0
 TICK = os.sysconf("SC_CLK_TCK")
+started: list[subprocess.Popen[bytes]] = []
+
+
+def start(command: list[str], **more: Any) -> subprocess.Popen[bytes]:
+    started.append(subprocess.Popen(command, **more))
+    return started[-1]
 
 
 def free_port() -> int:
@@ -101,7 +106,7 @@ class Ours:
             "peer": {"listen": f"127.0.0.1:{free_port()}", "gossip": {"listen": "off"}},
             "store": {"memory": f"{a.room_mib}MiB"}, "log": {"level": "warn"},
         }))  # fmt: skip
-        self.server = subprocess.Popen([str(a.kvspray), "serve", "--config", str(config)])
+        self.server = start([str(a.kvspray), "serve", "--config", str(config)])
         region = kvspray.Region.alloc(a.page * a.blocks)
         self.memory = Memory(region.addr, a.page, a.blocks)
         ranks, engine = kvspray.Ranks(), kvspray.EngineInfo("bench", "1", "store")
@@ -109,7 +114,7 @@ class Ours:
         self.client.register([region])
         if not self.client.wait_connected(START_S):
             raise SystemExit(f"kvspray: {self.client.status().error}")
-        namespace = Namespace("bench", "uint8", "bench", 16, a.page, "bench-sha256")
+        namespace = Namespace("bench", "uint8", "bench", 16, a.page, "vllm-sha256", "0")
         self.space = Space(self.client, namespace, [Piece(region, 0, a.page, a.page)], a.blocks)
         if not self.space.ready(START_S):
             raise SystemExit(f"kvspray: {self.space.error}")
@@ -141,8 +146,6 @@ class Ours:
 
     def close(self) -> None:
         self.client.close()
-        self.server.terminate()
-        self.server.wait()
 
 
 class Mooncake:
@@ -157,7 +160,7 @@ class Mooncake:
         here = pathlib.Path(sys.executable).parent
         port, meta = free_port(), free_port()
         log = (run / "mooncake.log").open("ab")
-        self.servers = [subprocess.Popen(
+        self.servers = [start(
             [str(here / "mooncake_master"), f"--rpc_port={port}", "--enable_http_metadata_server=true",
              f"--http_metadata_server_port={meta}", "--http_metadata_server_host=127.0.0.1", f"--metrics_port={free_port()}"],
             stdout=log, stderr=log,
@@ -171,7 +174,7 @@ class Mooncake:
                 f"rc=s.setup('127.0.0.1:{free_port()}','{metadata}',{room},16<<20,'tcp','','{address}')\n"
                 "print('ready',rc,flush=True)\nsys.stdin.read()\n"
             )
-            holder = subprocess.Popen(
+            holder = start(
                 [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
             )
             self.servers.append(holder)
@@ -211,9 +214,6 @@ class Mooncake:
 
     def close(self) -> None:
         self.store.close()
-        for p in self.servers:
-            p.terminate()
-            p.wait()
 
 
 def trace(a: argparse.Namespace) -> Iterator[list[bytes]]:
@@ -296,12 +296,15 @@ def main() -> int:
         a.grow = a.grow or max(3, (2 << 20) // a.page)
         a.blocks = SYSTEM + a.turns * 2 * a.grow
         with tempfile.TemporaryDirectory(prefix="kvs-") as dir:
-            s = subject(a.one, pathlib.Path(dir), a)
             try:
+                s = subject(a.one, pathlib.Path(dir), a)
                 print("RESULT " + json.dumps(play(s, a)), flush=True)
+                s.close()
             finally:
-                with contextlib.suppress(Exception):
-                    s.close()
+                for server in started:
+                    server.terminate()
+                    server.wait()
+        sys.stdout.flush()
         os._exit(0)  # Mooncake's threads may outlive its close
     names, rows, wrong = a.subjects.split(","), [], 0
     for page in map(int, a.pages.split(",")):

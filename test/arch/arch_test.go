@@ -341,6 +341,9 @@ func TestHabitsOfTests(t *testing.T) {
 				"Skipf", "SkipNow"}, sel.Sel.Name):
 				t.Errorf("%s: skip through testutil.Skip, which KVSPRAY_MUST_RUN can refuse",
 					fset.Position(call.Pos()))
+			case id.Name == "synctest" && sel.Sel.Name == "Test" && f.dir != "internal/testutil":
+				t.Errorf("%s: synctest.Test; use testutil.Bubble, which works with -race",
+					fset.Position(call.Pos()))
 			case f.test && id.Name == "time" && sel.Sel.Name == "Sleep" && !inBubble(f):
 				t.Errorf("%s: time.Sleep in a test; wait for a condition, or use testutil.Bubble",
 					fset.Position(call.Pos()))
