@@ -532,6 +532,59 @@ func (sp *Space) Remove() error {
 	return nil
 }
 
+// RemoveSpace is Remove for a namespace that need not be open, nor have pages.
+func (s *Store) RemoveSpace(id page.ID) error {
+	if !s.enter() {
+		return ErrClosed
+	}
+	defer s.leave()
+	sp, err := s.serve(id)
+	var none *RequestError
+	switch {
+	case err == nil:
+		defer sp.Close()
+		return sp.Remove()
+	case !errors.As(err, &none):
+		return err
+	case s.object != nil: // it may have what no tier of this start has had
+		return s.object.RemoveSpace(context.Background(), id) // it has a timeout
+	}
+	return nil
+}
+
+// Has reports whether a namespace is open, or has pages on the disk.
+func (s *Store) Has(id page.ID) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	found := s.spaces[id] != nil
+	if !found && s.disk != nil {
+		_, _, found = s.disk.Find(id)
+	}
+	return found
+}
+
+// Keeps reports whether the store may have pages of an earlier start.
+func (s *Store) Keeps() bool {
+	return s.object != nil || s.disk != nil && s.disk.Stats().Pages > 0
+}
+
+// Note returns what SetNote has stored, by this process or an earlier one; nil: nothing, or there is
+// no disk, and a note ends with the process.
+func (s *Store) Note() ([]byte, error) {
+	if s.disk == nil {
+		return nil, nil
+	}
+	return s.disk.Note()
+}
+
+// SetNote stores a few bytes beside the pages of the disk, as disk.Tier.SetNote does.
+func (s *Store) SetNote(note []byte) error {
+	if s.disk == nil {
+		return nil
+	}
+	return s.disk.SetNote(note)
+}
+
 // Stats are counts since the store was opened.
 type Stats struct {
 	Hits    [Peer + 1]uint64 // pages, by tier

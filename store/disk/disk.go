@@ -85,6 +85,10 @@ type Tier struct {
 	logs   []*log
 	segb   uint32 // blocks of a segment
 	ledger ledger
+	notes  struct {
+		mu   sync.Mutex // guards what follows; no other lock is taken under it
+		last uint64     // generation of the newest copy that was read or written
+	}
 
 	mu       sync.Mutex // guards what follows, and the segments of the logs
 	drained  sync.Cond  // a reader left a segment
