@@ -19,6 +19,7 @@ import (
 	"github.com/kvspray/kvspray/sidecar/internal/exchange"
 	"github.com/kvspray/kvspray/sidecar/internal/local"
 	"github.com/kvspray/kvspray/sidecar/internal/pages"
+	"github.com/kvspray/kvspray/sidecar/internal/removals"
 	"github.com/kvspray/kvspray/sidecar/internal/trace"
 	"github.com/kvspray/kvspray/sidecar/internal/web"
 	"github.com/kvspray/kvspray/store"
@@ -51,6 +52,7 @@ type pageStore struct {
 	exchange  *exchange.Exchange // nil: there is no store, or no directory
 	directory directory.Directory
 	embedded  *embedded.Directory // the same; nil: it is another one
+	removals  *removals.Removals  // nil: there is no store
 	members   memberCache
 }
 
@@ -84,6 +86,7 @@ func (p *pageStore) open() (err error) {
 	if p.store, err = store.Open(c); err != nil {
 		return errors.Join(fmt.Errorf("sidecar: %w", err), p.closeDirectory())
 	}
+	p.openRemovals(p.store)
 	if p.exchange != nil {
 		if err := p.exchange.Attach(p.store); err != nil {
 			return errors.Join(err, p.close())
@@ -97,7 +100,7 @@ func (p *pageStore) open() (err error) {
 		InMemory: store.Share{Quota: uint64(p.cfg.Quota)},
 		OnDisk:   store.Share{Quota: uint64(p.cfg.DiskQuota)},
 		Leases:   p.leases, Metrics: m, Transfers: p.transfers, Log: p.log, Find: p.find(),
-		Removed: p.renew,
+		Removals: p.removals,
 		Complete: func(w *engines.Worker, c engines.Completion) error {
 			return p.server.Complete(w, c)
 		}})
@@ -214,6 +217,7 @@ func (p *pageStore) state() *web.Store {
 		t := &out.Tiers[i]
 		t.Gets, t.GetUS = p.service.Waits(t.Name)
 	}
+	out.Removals.Known, out.Removals.Pending = p.removals.Stats()
 	p.showPeers(out)
 	return out
 }

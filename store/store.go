@@ -532,10 +532,11 @@ func (sp *Space) Remove() error {
 	return nil
 }
 
-// RemoveSpace is Remove for a namespace that need not be open, nor have pages.
-func (s *Store) RemoveSpace(id page.ID) error {
+// RemoveSpace is Remove for a namespace that need not be open, nor have pages. It reports whether
+// it may have had some.
+func (s *Store) RemoveSpace(id page.ID) (had bool, err error) {
 	if !s.enter() {
-		return ErrClosed
+		return false, ErrClosed
 	}
 	defer s.leave()
 	sp, err := s.serve(id)
@@ -543,13 +544,13 @@ func (s *Store) RemoveSpace(id page.ID) error {
 	switch {
 	case err == nil:
 		defer sp.Close()
-		return sp.Remove()
+		return true, sp.Remove()
 	case !errors.As(err, &none):
-		return err
+		return false, err
 	case s.object != nil: // it may have what no tier of this start has had
-		return s.object.RemoveSpace(context.Background(), id) // it has a timeout
+		return false, s.object.RemoveSpace(context.Background(), id) // it has a timeout
 	}
-	return nil
+	return false, nil
 }
 
 // Has reports whether a namespace is open, or has pages on the disk.

@@ -71,6 +71,15 @@ class PageResult:
 
 
 @dataclass(frozen=True)
+class Removed:
+    """A removal that this node has applied."""
+
+    members: int  # nodes with a store, this one included
+    confirmed: int  # those that have removed the pages
+    missing: str = ""  # the others, and why
+
+
+@dataclass(frozen=True)
 class Found:
     """Which pages of a question are there."""
 
@@ -272,13 +281,19 @@ class Space:
             parent=parent,
         )
 
-    def remove(self, timeout_s: float | None = 10) -> bool:
-        """Forgets all pages of the namespace, durably. False: that is not certain."""
+    def remove(self, timeout_s: float | None = 10) -> Removed | None:
+        """Forgets all pages of the namespace on all nodes, durably. None: that is not certain on this node. Otherwise the result
+        tells which other nodes have confirmed: the others remove the pages when they are reached again."""
         space = self._open(timeout_s)
         if space is None:
-            return False
+            return None
         answer = _Request(self._client, _REMOVE, {"space": space}).fetch(timeout_s)
-        return answer is not None and answer[0] == _DONE
+        if answer is None or answer[0] != _DONE:
+            return None
+        body = answer[1]  # a sidecar of an earlier release removes on its own node, and names no others
+        return Removed(
+            int(body.get("members", 0)), int(body.get("confirmed", 0)), str(body.get("missing", ""))
+        )
 
     def _submit(self, kind: int, make: Any, hashes: Sequence[bytes], blocks: Sequence[int], *, req: str, deadline_s: float | None,
                 after: int, **more: Any) -> int:  # fmt: skip

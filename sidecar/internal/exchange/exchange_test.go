@@ -90,7 +90,7 @@ func (n *node) remove(stamp uint64) {
 	n.removed.Lock()
 	n.known = stamp
 	n.removed.Unlock()
-	if err := n.store.RemoveSpace(namespace.ID()); err != nil {
+	if _, err := n.store.RemoveSpace(namespace.ID()); err != nil {
 		n.c.t.Fatal(err)
 	}
 	n.removed.Lock()

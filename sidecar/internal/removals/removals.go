@@ -20,6 +20,7 @@ package removals
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"slices"
@@ -37,12 +38,12 @@ const Feature = "removals"
 
 // Bounds and times.
 const (
-	maxPeers     = 4096
-	perMessage   = 512  // removals
-	maxAnswers   = 1024 // that peers wait for
-	maxProblem   = 256  // bytes of a peer's text
-	maxRounds    = 4    // stamps that one Remove tries
-	answerTime   = 5 * time.Second
+	maxPeers   = 4096
+	perMessage = 512  // removals
+	maxAnswers = 1024 // that peers wait for
+	maxProblem = 256  // bytes of a peer's text
+	maxRounds  = 4    // stamps that one Remove tries
+
 	retryTime    = 5 * time.Second // after a removal that failed here
 	settleTime   = 5 * time.Second // from the start, until pages of an earlier start count
 	forwardPause = 20 * time.Millisecond
@@ -50,7 +51,7 @@ const (
 
 // Store is what holds the pages. *store.Store has these methods.
 type Store interface {
-	RemoveSpace(id page.ID) error
+	RemoveSpace(id page.ID) (had bool, err error)
 	Note() ([]byte, error)
 	SetNote(note []byte) error
 	Keeps() bool
@@ -70,9 +71,9 @@ type Options struct {
 	Send  func(transfer.Boot, *peerv1.ControlFrame) error
 	// Members are the nodes with a store that the cluster has, this one or not.
 	Members func() []Member
-	// Applied is called after pages were removed.
-	Applied func()
-	Log     *slog.Logger
+	// Gone is called after pages were removed.
+	Gone func()
+	Log  *slog.Logger
 }
 
 // Removals is one node's part.
@@ -81,6 +82,7 @@ type Removals struct {
 	talk   chan struct{} // has room for one: there is something to send
 	remove chan struct{} // likewise: there is something to remove
 	turn   chan struct{} // has room for one: whoever makes a removal
+	done   chan struct{} // closed at the end of Run
 
 	mu      sync.Mutex // guards what follows
 	list    *removal.List
@@ -119,7 +121,7 @@ type ask struct {
 // New makes the node's part from the note of its store.
 func New(o Options) *Removals {
 	r := &Removals{o: o, talk: make(chan struct{}, 1), remove: make(chan struct{}, 1),
-		turn: make(chan struct{}, 1), peers: map[transfer.Boot]*peer{},
+		turn: make(chan struct{}, 1), done: make(chan struct{}), peers: map[transfer.Boot]*peer{},
 		news: map[page.ID]transfer.Boot{}, changed: make(chan struct{}),
 		failed: map[page.ID]error{}, until: time.Now().Add(settleTime)}
 	note, err := o.Store.Note()
@@ -309,6 +311,7 @@ func (r *Removals) Run(ctx context.Context) {
 	wg.Go(func() { r.sender(ctx) })
 	wg.Go(func() { r.remover(ctx) })
 	wg.Wait()
+	close(r.done)
 }
 
 // remover applies removals.
@@ -343,8 +346,10 @@ func (r *Removals) apply() bool {
 		return false
 	}
 	var done []removal.Removal
+	gone := false
 	for _, m := range pending {
-		if err := r.o.Store.RemoveSpace(m.Space); err != nil {
+		had, err := r.o.Store.RemoveSpace(m.Space)
+		if gone = gone || had; err != nil {
 			r.o.Log.Warn("store: a removal failed, and is tried again", "namespace", m.Space.String(),
 				"err", err)
 			r.fail([]removal.Removal{m}, err)
@@ -352,8 +357,8 @@ func (r *Removals) apply() bool {
 		}
 		done = append(done, m)
 	}
-	if len(done) > 0 {
-		r.o.Applied()
+	if gone {
+		r.o.Gone()
 	}
 	r.mu.Lock()
 	// The note first: a node that says so and then starts again does not remove later pages.
@@ -507,17 +512,18 @@ type State struct {
 }
 
 // Remove removes all pages of a namespace from all members, and returns what each has answered, this
-// node first. It waits until this node has applied the removal, and at most answerTime for others.
+// node first. It waits until this node has applied the removal, and at most patience for others.
 // Those that did not answer learn of the removal when they are up again. With an error this node has
 // not applied the removal yet, and goes on trying.
-func (r *Removals) Remove(ctx context.Context, id page.ID) ([]State, error) {
+func (r *Removals) Remove(ctx context.Context, id page.ID, patience time.Duration) ([]State,
+	error) {
 	select {
 	case r.turn <- struct{}{}:
 		defer func() { <-r.turn }()
 	case <-ctx.Done():
 		return nil, fmt.Errorf("store: another removal is under way: %w", ctx.Err())
 	}
-	limit, stop := context.WithTimeout(ctx, answerTime)
+	limit, stop := context.WithTimeout(ctx, patience)
 	defer stop()
 	for round := 1; ; round++ {
 		states, higher, err := r.round(ctx, limit, id)
@@ -601,9 +607,13 @@ func (r *Removals) wait(ctx, limit context.Context, a *ask, m removal.Removal) e
 			others = nil
 		case <-ctx.Done():
 			return ctx.Err()
+		case <-r.done:
+			return errStopped
 		}
 	}
 }
+
+var errStopped = errors.New("the node stops; it goes on with the removal when it starts again")
 
 // states are the answers, and of all members that were not asked why not.
 func (r *Removals) states(a *ask, stamp uint64) (out []State, higher uint64) {

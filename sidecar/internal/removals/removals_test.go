@@ -16,6 +16,7 @@ import (
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/internal/leaktest"
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/store/page"
 	"github.com/kvspray/kvspray/store/removal"
 	"github.com/kvspray/kvspray/transfer"
@@ -24,6 +25,8 @@ import (
 func TestMain(m *testing.M) { leaktest.Main(m) }
 
 var space = page.ID{7}
+
+const answerTime = 5 * time.Second
 
 // net joins nodes.
 type net struct {
@@ -50,7 +53,7 @@ type node struct {
 	hold  chan struct{}
 }
 
-func (n *node) RemoveSpace(id page.ID) error {
+func (n *node) RemoveSpace(id page.ID) (bool, error) {
 	n.mu.Lock()
 	hold := n.hold
 	n.mu.Unlock()
@@ -60,11 +63,12 @@ func (n *node) RemoveSpace(id page.ID) error {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	if n.fails != nil {
-		return n.fails
+		return false, n.fails
 	}
 	n.times++
+	had := n.pages[id] > 0
 	delete(n.pages, id)
-	return nil
+	return had, nil
 }
 
 func (n *node) Note() ([]byte, error) { return n.note, nil }
@@ -111,7 +115,7 @@ func (c *net) start(boot transfer.Boot, disk *node) *node {
 	if disk != nil {
 		n.note, n.pages, n.keeps = disk.note, disk.pages, true
 	}
-	n.Removals = New(Options{Self: Member{boot, name(boot)}, Store: n, Applied: func() {},
+	n.Removals = New(Options{Self: Member{boot, name(boot)}, Store: n, Gone: func() {},
 		Log: slog.New(slog.DiscardHandler), Members: c.members,
 		Send: func(to transfer.Boot, f *peerv1.ControlFrame) error { return c.send(boot, to, f) }})
 	ctx, stop := context.WithCancel(context.Background())
@@ -185,7 +189,7 @@ func confirmed(states []State) (names string) {
 
 func remove(t *testing.T, n *node) []State {
 	t.Helper()
-	states, err := n.Remove(t.Context(), space)
+	states, err := n.Remove(t.Context(), space, answerTime)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -193,7 +197,7 @@ func remove(t *testing.T, n *node) []State {
 }
 
 func TestAllMembersRemove(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		_, all := newNet(t, 3)
 		for _, n := range all {
 			n.put(5)
@@ -222,7 +226,7 @@ func TestAllMembersRemove(t *testing.T) {
 
 // A member that is away is named, and removes its pages when it meets any of the others.
 func TestAMemberThatWasAway(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		c, all := newNet(t, 3)
 		a, b, away := all[0], all[1], all[2]
 		c.part(a, away)
@@ -250,7 +254,7 @@ func TestAMemberThatWasAway(t *testing.T) {
 
 // A member that restarts with its disk serves nothing before it has heard of removals.
 func TestAMemberThatRestarts(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		c, all := newNet(t, 2)
 		a, b := all[0], all[1]
 		remove(t, a)
@@ -295,7 +299,7 @@ func TestAMemberThatRestarts(t *testing.T) {
 
 // A removal that was known, and not applied, when the node ended goes on after the start.
 func TestPendingSurvivesTheEnd(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		c, all := newNet(t, 2)
 		a, b := all[0], all[1]
 		b.put(5)
@@ -319,12 +323,12 @@ func TestPendingSurvivesTheEnd(t *testing.T) {
 
 // Removals that fail are tried again.
 func TestAFailureIsTriedAgain(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		_, all := newNet(t, 2)
 		a, b := all[0], all[1]
 		a.put(1)
 		a.fails = errors.New("no space")
-		if _, err := a.Remove(t.Context(), space); err == nil ||
+		if _, err := a.Remove(t.Context(), space, answerTime); err == nil ||
 			!strings.Contains(err.Error(), "no space") {
 			t.Fatal(err)
 		}
@@ -348,7 +352,7 @@ func TestAFailureIsTriedAgain(t *testing.T) {
 // Two removals of one namespace at the same time: each is confirmed only by members that have
 // removed their pages after it was asked for.
 func TestRemovalsAtTheSameTime(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		_, all := newNet(t, 4)
 		var wg sync.WaitGroup
 		for range 5 {
@@ -360,7 +364,7 @@ func TestRemovalsAtTheSameTime(t *testing.T) {
 						before[i] = n.times
 						n.mu.Unlock()
 					}
-					states, err := n.Remove(t.Context(), space)
+					states, err := n.Remove(t.Context(), space, answerTime)
 					if err != nil {
 						t.Error(err)
 					}
@@ -389,7 +393,7 @@ func TestRemovalsAtTheSameTime(t *testing.T) {
 // A removal with a lower stamp than one that a member has applied is not confirmed as it is: the
 // remover raises its stamp. So a clock that is behind does no harm.
 func TestAStampThatIsBehind(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		_, all := newNet(t, 2)
 		a, b := all[0], all[1]
 		ahead := uint64(time.Now().Add(time.Hour).UnixNano())
@@ -410,7 +414,7 @@ func TestAStampThatIsBehind(t *testing.T) {
 }
 
 func TestAnswersThatDoNotCome(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		c, all := newNet(t, 3)
 		old := transfer.Boot{77}
 		all[0].PeerUp(old, "old", false)
@@ -441,7 +445,7 @@ func TestAnswersThatDoNotCome(t *testing.T) {
 }
 
 func TestAClockThatIsWrong(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		_, all := newNet(t, 2)
 		a, b := all[0], all[1]
 		far := uint64(time.Now().Add(2 * removal.MaxAhead).UnixNano())
@@ -507,7 +511,7 @@ func FuzzHandle(f *testing.F) {
 		PageRemoved: &peerv1.PageRemoved{Id: 1, Stamp: 1, Problem: "x"}}})
 	f.Add(b)
 	n := &node{pages: map[page.ID]int{}}
-	r := New(Options{Store: n, Applied: func() {}, Log: slog.New(slog.DiscardHandler),
+	r := New(Options{Store: n, Gone: func() {}, Log: slog.New(slog.DiscardHandler),
 		Send: func(transfer.Boot, *peerv1.ControlFrame) error { return nil }})
 	f.Fuzz(func(t *testing.T, b []byte) {
 		m := &peerv1.ControlFrame{}
