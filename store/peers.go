@@ -70,7 +70,9 @@ func (s *Store) peerFinder() {
 		if len(there) > 0 {
 			s.peerFetches.add(b, there)
 		}
-		s.done(b, len(missing)-s.afterPeers(b, missing))
+		n := len(missing) - s.afterPeers(b, missing)
+		s.peerFinds.gave(b)
+		s.done(b, n)
 	}
 }
 
@@ -84,7 +86,9 @@ func (s *Store) peerFetcher() {
 		if b == nil {
 			return
 		}
-		s.done(b, s.fromPeers(b, pages, &w))
+		n := s.fromPeers(b, pages, &w)
+		s.peerFetches.gave(b)
+		s.done(b, n)
 	}
 }
 

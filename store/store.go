@@ -138,15 +138,19 @@ func (s *Store) begin(c Config) {
 		s.pool = max(leastWorkers, 2*runtime.GOMAXPROCS(0))
 	}
 	s.schedule = newSchedule(s.pool)
+	if s.disk == nil {
+		s.schedule.fair.copiers(runtime.GOMAXPROCS(0))
+	}
 	if c.Peers != nil {
 		s.feed = newFeed()
 		s.peers = c.Peers(s)
-		s.peerFetches = newFetches(s.memory.Region().Size(), defaultPeerFetchers, maxPeerBytes)
+		s.peerFetches = newFetches(s.memory.Region().Size(), byPeerFetchers,
+			defaultPeerFetchers, maxPeerBytes)
 		s.peerFetches.run = func(b *Batch, pages []int) int {
 			// Memory has room for small pages by their number.
 			return min(len(pages), max(1, s.peerFetches.bytes/max(b.space.pageBytes, memory.LeastPageBytes)))
 		}
-		s.peerFinds = newFinds()
+		s.peerFinds = newFinds(defaultPeerFinders)
 		s.peerFinders.Add(defaultPeerFinders)
 		for range defaultPeerFinders {
 			go s.peerFinder()
@@ -168,7 +172,7 @@ func (s *Store) begin(c Config) {
 	if c.Fetchers == 0 {
 		c.Fetchers = defaultFetchers
 	}
-	s.fetches = newFetches(s.memory.Region().Size(), c.Fetchers, object.MaxRangeBytes)
+	s.fetches = newFetches(s.memory.Region().Size(), byFetchers, c.Fetchers, object.MaxRangeBytes)
 	s.fetches.run = func(b *Batch, pages []int) int {
 		return b.space.object.Run(b.keysOf(pages), s.fetches.bytes)
 	}
@@ -248,6 +252,9 @@ type Space struct {
 	// users counts those that opened it, its batches, and its calls under way. At 0 the number can be
 	// given to another namespace, and only Store.Space makes it 1 again, under Store.mu.
 	users atomic.Int64
+
+	flows   [kinds]flow // each guarded by the lock of its queue
+	batches [2][]*Batch // gets, puts with pages that no worker has taken; guarded by the scheduler
 
 	mu       sync.RWMutex // read: a page goes to the disk; write: the namespace is removed
 	removals int
