@@ -54,6 +54,7 @@ type pageStore struct {
 	embedded  *embedded.Directory // the same; nil: it is another one
 	removals  *removals.Removals  // nil: there is no store
 	members   memberCache
+	tenants   tenants
 }
 
 // open opens the store, which takes its memory and reads its disks.
@@ -62,7 +63,7 @@ func (p *pageStore) open() (err error) {
 		return nil
 	}
 	c := store.Config{Memory: memory.Config{Bytes: uint64(p.cfg.Memory),
-		Populate: true}, WriteBack: p.cfg.WriteBack}
+		Populate: true}, WriteBack: p.cfg.WriteBack, Shares: p.shares}
 	if p.gpus != nil {
 		c.Copy = func(to, from []mem.Block) error {
 			_, err := p.gpus.copy(to, from)
@@ -97,9 +98,8 @@ func (p *pageStore) open() (err error) {
 		return errors.Join(fmt.Errorf("sidecar: metrics: %w", err), p.store.Close())
 	}
 	p.service = pages.New(pages.Options{Store: p.store,
-		InMemory: store.Share{Quota: uint64(p.cfg.Quota)},
-		OnDisk:   store.Share{Quota: uint64(p.cfg.DiskQuota)},
-		Leases:   p.leases, Metrics: m, Transfers: p.transfers, Log: p.log, Find: p.find(),
+		Shares: p.shares,
+		Leases: p.leases, Metrics: m, Transfers: p.transfers, Log: p.log, Find: p.find(),
 		Removals: p.removals,
 		Complete: func(w *engines.Worker, c engines.Completion) error {
 			return p.server.Complete(w, c)
@@ -194,6 +194,7 @@ func (p *pageStore) sample() metrics.StoreSample {
 		Results: map[string]float64{"miss": float64(st.Misses), "damaged": float64(st.Damaged),
 			"stored": float64(st.Stored), "existed": float64(st.Existed), "refused": float64(st.Refused)},
 		Damaged: float64(damaged(&st)), Failed: float64(st.Disk.Failed)}
+	out.Namespaces = p.tenants.sample(p.store.Usage(), p.shares)
 	for _, t := range p.tiers(&st) {
 		out.Tiers[t.Name] = metrics.StoreTier{Pages: float64(t.Pages), Bytes: float64(t.Bytes),
 			Capacity: float64(t.Capacity), Evicted: float64(t.Evicted), Hits: float64(t.Hits)}

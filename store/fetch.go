@@ -266,7 +266,7 @@ func (s *Store) fetched(b *Batch, pages []int, r Result) {
 		replaced := r.Replaced || r.Outcome == Hit && b.results[i].Outcome == Damaged
 		b.results[i] = r
 		b.results[i].Replaced = replaced
-		s.count(&b.results[i])
+		s.count(b.space, &b.results[i])
 	}
 	s.finish(b, len(pages))
 }

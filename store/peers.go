@@ -180,7 +180,7 @@ func (s *Store) afterPeers(b *Batch, pages []int) int {
 		case s.object != nil && b.space.object.Has(&b.keys[i]):
 			fetch = append(fetch, i)
 		default:
-			s.count(&b.results[i])
+			s.count(b.space, &b.results[i])
 			s.finish(b, 1)
 		}
 	}
@@ -288,7 +288,7 @@ func (s *Store) Stage(id page.ID, pageBytes int, keys []page.Key) (*Staged, erro
 }
 
 // serve opens a namespace that the store has, whether or not an engine uses it. One that only the
-// disk has, since no engine has opened it after a restart, has no share of memory.
+// disk has, since no engine has opened it after a restart, has the shares of Config.
 func (s *Store) serve(id page.ID) (*Space, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -303,10 +303,14 @@ func (s *Store) serve(id page.ID) (*Space, error) {
 		if !ok {
 			return nil, &RequestError{"space", id.String() + " has no pages here", "ask another node"}
 		}
-		if err := s.memory.SetOwner(n, pageBytes, 0, 0); err != nil {
+		share := s.sharesOf(id)
+		err := s.memory.SetOwner(n, pageBytes, share.Memory.Quota, share.Memory.Reserve)
+		if err == nil {
+			err = s.disk.SetOwner(n, id, pageBytes, share.Disk.Quota, share.Disk.Reserve)
+		}
+		if err != nil {
 			return nil, fmt.Errorf("store: namespace %s: %w", id, err)
 		}
-		var err error
 		if sp, err = s.newSpace(id, n, pageBytes); err != nil {
 			return nil, err
 		}

@@ -244,7 +244,7 @@ func (s *Store) getPages(b *Batch, from, to int, w *worker) int {
 				continue
 			}
 		}
-		s.count(&r)
+		s.count(b.space, &r)
 	}
 	n := len(left) + len(remote)
 	s.finish(b, to-from-n)

@@ -43,6 +43,10 @@ type Config struct {
 	// nil: mem.Device copies.
 	Copy func(to, from []mem.Block) error
 
+	// Shares are those of a namespace that no engine has opened, and of every namespace in the object
+	// tier; nil: there are none.
+	Shares func(page.ID) Shares
+
 	// Peers have pages that this node's memory and disk lack. It is called once, before the store is
 	// used; nil: no other node is asked.
 	Peers func(*Store) Peers
@@ -55,6 +59,7 @@ type Store struct {
 	object    *object.Tier // nil: none
 	writeBack bool
 	atPut     bool // pages go to the object tier at their put
+	shares    func(page.ID) Shares
 	copy      func(to, from []mem.Block) error
 	fetches   *fetches
 	// of namespaces that are open, by their numbers: where pages go that no other tier keeps
@@ -93,7 +98,7 @@ type counters struct {
 
 // Open makes a store, or recovers the one on the disks.
 func Open(c Config) (_ *Store, err error) {
-	s := &Store{writeBack: c.WriteBack, copy: c.Copy, behind: newBehind(),
+	s := &Store{writeBack: c.WriteBack, copy: c.Copy, behind: newBehind(), shares: c.Shares,
 		spaces: map[page.ID]*Space{}}
 	if s.memory, err = memory.New(c.Memory); err != nil {
 		return nil, err
@@ -241,6 +246,16 @@ type Share struct {
 	Reserve uint64 // pages of other namespaces never take these
 }
 
+// Shares are a namespace's parts of all tiers.
+type Shares struct{ Memory, Disk, Object Share }
+
+func (s *Store) sharesOf(id page.ID) (out Shares) {
+	if s.shares != nil {
+		out = s.shares(id)
+	}
+	return out
+}
+
 // Space is one namespace.
 type Space struct {
 	s         *Store
@@ -253,6 +268,7 @@ type Space struct {
 	// given to another namespace, and only Store.Space makes it 1 again, under Store.mu.
 	users atomic.Int64
 
+	counts  counts
 	flows   [kinds]flow // each guarded by the lock of its queue
 	batches [2][]*Batch // gets, puts with pages that no worker has taken; guarded by the scheduler
 
@@ -315,7 +331,8 @@ func (s *Store) Space(ns page.Namespace, inMemory, onDisk Share) (*Space, error)
 func (s *Store) newSpace(id page.ID, number uint16, pageBytes int) (sp *Space, err error) {
 	sp = &Space{s: s, id: id, number: number, pageBytes: pageBytes}
 	if s.object != nil {
-		if sp.object, err = s.object.Owner(id, pageBytes, 0, 0); err != nil {
+		share := s.sharesOf(id).Object
+		if sp.object, err = s.object.Owner(id, pageBytes, share.Quota, share.Reserve); err != nil {
 			return nil, fmt.Errorf("store: namespace %s: %w", id, err)
 		}
 	}
@@ -591,6 +608,46 @@ func (s *Store) SetNote(note []byte) error {
 		return nil
 	}
 	return s.disk.SetNote(note)
+}
+
+// Usage is what one namespace has, and its pages since the store opened it.
+type Usage struct {
+	ID                            page.ID
+	Memory, Disk, Object          uint64 // bytes
+	Hits, Misses, Stored, Refused uint64
+}
+
+type counts struct{ hits, misses, stored, refused atomic.Uint64 }
+
+// Usage returns that of all namespaces that were opened, or have pages on the disk.
+func (s *Store) Usage() (out []Usage) {
+	if !s.enter() {
+		return nil
+	}
+	defer s.leave()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for id, sp := range s.spaces {
+		c := &sp.counts
+		u := Usage{ID: id, Memory: s.memory.Used(sp.number), Hits: c.hits.Load(),
+			Misses: c.misses.Load(), Stored: c.stored.Load(), Refused: c.refused.Load()}
+		if s.disk != nil {
+			u.Disk = s.disk.Used(sp.number)
+		}
+		if sp.object != nil {
+			u.Object = sp.object.Used()
+		}
+		out = append(out, u)
+	}
+	if s.disk == nil {
+		return out
+	}
+	for id, n := range s.disk.Known() {
+		if s.spaces[id] == nil {
+			out = append(out, Usage{ID: id, Disk: s.disk.Used(n)})
+		}
+	}
+	return out
 }
 
 // Stats are counts since the store was opened.

@@ -314,6 +314,13 @@ func (t *Tier) Close() error {
 // IndexBytes is the memory of the index when it is full.
 func (t *Tier) IndexBytes() int { return t.pages.Bytes() }
 
+// Used is how many bytes of devices an owner's pages take.
+func (t *Tier) Used(id uint16) uint64 {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.pages.Used(id)
+}
+
 // Keys lists keys, as Catalog.Keys.
 func (t *Tier) Keys(id uint16, first uint32, out []page.Key) ([]page.Key, uint32) {
 	t.mu.Lock()

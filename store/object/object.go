@@ -381,6 +381,13 @@ func (o *Owner) SetShare(quota, reserve uint64) error {
 	return err
 }
 
+// Used is how many bytes of objects the owner's pages take.
+func (o *Owner) Used() uint64 {
+	o.t.mu.Lock()
+	defer o.t.mu.Unlock()
+	return o.t.pages.Used(o.number)
+}
+
 // Close ends one use of an owner. Its pages stay.
 func (o *Owner) Close() {
 	o.t.mu.Lock()

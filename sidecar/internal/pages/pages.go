@@ -40,13 +40,13 @@ const refused = engines.StatusRefused
 
 // Options are the parts that a service uses. All fields but Find are required.
 type Options struct {
-	Store            *store.Store
-	InMemory, OnDisk store.Share // of each namespace
-	Leases           *local.Leases
-	Complete         func(*engines.Worker, engines.Completion) error
-	Metrics          *metrics.Store
-	Transfers        *trace.Lines
-	Log              *slog.Logger
+	Store     *store.Store
+	Shares    func(page.ID) store.Shares // nil: namespaces have none
+	Leases    *local.Leases
+	Complete  func(*engines.Worker, engines.Completion) error
+	Metrics   *metrics.Store
+	Transfers *trace.Lines
+	Log       *slog.Logger
 	// Find sets the bits of pages that other nodes probably have; nil: there are none.
 	Find     func([]page.Key, page.Bitmap)
 	Removals *removals.Removals
@@ -122,7 +122,11 @@ func (s *Service) Open(w *engines.Worker, p connector.Pool) (id page.ID, err err
 	}
 	ns := s.namespaces[id]
 	if ns == nil {
-		space, err := s.o.Store.Space(p.Namespace, s.o.InMemory, s.o.OnDisk)
+		var shares store.Shares
+		if s.o.Shares != nil {
+			shares = s.o.Shares(id)
+		}
+		space, err := s.o.Store.Space(p.Namespace, shares.Memory, shares.Disk)
 		if err != nil {
 			return id, err
 		}
