@@ -141,8 +141,6 @@ func TestMistakes(t *testing.T) {
 			"there is no disk"}},
 		"quota of no bucket": {"store: {memory: 1GiB, object_quota: 1GiB}",
 			[]string{"store.object_quota", "there is no object store"}},
-		"quota of all disks": {"store: {memory: 1GiB, disk_quota: 3GiB, disk: [{path: /a, size: 1GiB}, " +
-			"{path: /b, size: 1GiB}]}", []string{"store.disk_quota", "store.disk has (2GiB)"}},
 		"short namespace": {"store: {memory: 1GiB, namespaces: [{id: ab, quota: 1%}]}",
 			[]string{"store.namespaces[0].id", "64 hexadecimal"}},
 		"namespace twice": {"store: {memory: 1GiB, namespaces: [{id: " + strings.Repeat("ab", 32) +

@@ -202,8 +202,6 @@ func (v *checker) quotas(prefix string, memory, disk, object Portion) {
 		set := q.p != "" && q.p != "0B"
 		v.check(!set || q.size > 0, prefix+q.key, string(q.p), q.what, "add "+q.tier+
 			", or leave it out")
-		v.check(q.size == 0 || q.p.Of(q.size) <= uint64(q.size), prefix+q.key, string(q.p),
-			"more than "+q.tier+" has ("+q.size.String()+")", "lower it, or leave it out")
 	}
 }
 

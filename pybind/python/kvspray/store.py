@@ -12,7 +12,7 @@ import ctypes
 import dataclasses
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from . import _lib, _messages, protocol
@@ -21,7 +21,7 @@ from .client import _Client, _ms, _timeout
 from .region import Region
 from .worker import WorkerClient, _after, _req
 
-__all__ = ["Exists", "Found", "Namespace", "PageResult", "Piece", "Space"]
+__all__ = ["Exists", "Found", "Namespace", "PageResult", "Piece", "Removed", "Space"]
 
 _OPEN, _EXISTS, _REMOVE = 11, 13, 16
 _ERROR, _OPENED, _FOUND, _DONE = 5, 12, 14, 19
@@ -40,7 +40,7 @@ class Namespace:
     algorithm: str  # of the engine's page hashes, for instance "vllm-sha256_cbor"
     seed: str = ""  # of that algorithm: PYTHONHASHSEED
     adapter: str = ""  # identity of a LoRA adapter's content
-    secret: bytes = b""  # the tenant's; pages cannot be named without it
+    secret: bytes = field(default=b"", repr=False)  # the tenant's; pages cannot be named without it
 
 
 @dataclass(frozen=True)
