@@ -16,7 +16,8 @@ import (
 )
 
 // remove removes the only namespace as an operator does.
-func (n *storeNode) remove(t *testing.T, id, more string) (code int, out web.StoreRemoved, text string) {
+func (n *storeNode) remove(t *testing.T, id, more string) (code int, out web.StoreRemoved,
+	text string) {
 	t.Helper()
 	res, err := http.Post("http://"+n.HTTPAddr()+"/v1/store/remove?namespace="+id+more, "", nil)
 	if err != nil {
@@ -103,8 +104,8 @@ func TestNamespaceIsRemovedOnAllNodes(t *testing.T) {
 	}
 }
 
-// TestRemovalWhileANodeIsAway: a node with a disk is away, and serves nothing from before the removal
-// when it comes back.
+// TestRemovalWhileANodeIsAway: a node with a disk is away, and serves nothing from before the
+// removal when it comes back.
 func TestRemovalWhileANodeIsAway(t *testing.T) {
 	c := newStoreCluster(t, nil)
 	a := c.add(true)
@@ -128,7 +129,7 @@ func TestRemovalWhileANodeIsAway(t *testing.T) {
 		t.Errorf("%d pages before it has met anybody", got)
 	}
 	b.meets(t, 1)
-	until(t, func() bool { st := b.state(t); return st.Removals.Known == 1 && st.Removals.Pending == 0 })
+	until(t, func() bool { r := b.state(t).Removals; return r.Known == 1 && r.Pending == 0 })
 	if got := hits(b.fetch(t, 1, 2, 3)); got != 0 {
 		t.Errorf("%d pages are back", got)
 	}

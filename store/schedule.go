@@ -27,13 +27,13 @@ const (
 	// copied in a tenth of a millisecond or so, before others have their turn.
 	getPieceBytes = 1 << 20
 	maxPiecePages = 64
-	// while several namespaces ask, a piece of a get is 1/shortPiece as long
+	// While several namespaces ask, a piece of a get is 1/shortPiece as long.
 	shortPiece = 4
 )
 
-// schedule hands pieces of batches to workers: gets before puts, namespaces by what they were served
-// (fair), batches of a namespace in turns. Puts wait for disks, so they have some of the workers
-// only: a get finds one that does not write.
+// schedule hands pieces of batches to workers: gets before puts, namespaces by what they were
+// served (fair), batches of a namespace in turns. Puts wait for disks, so they have some of the
+// workers only: a get finds one that does not write.
 type schedule struct {
 	putters int // workers that may be in a put at the same time
 

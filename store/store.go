@@ -593,8 +593,8 @@ func (s *Store) Keeps() bool {
 	return s.object != nil || s.disk != nil && s.disk.Stats().Pages > 0
 }
 
-// Note returns what SetNote has stored, by this process or an earlier one; nil: nothing, or there is
-// no disk, and a note ends with the process.
+// Note returns what SetNote has stored, by this process or an earlier one; nil: nothing, or there
+// is no disk, and a note ends with the process.
 func (s *Store) Note() ([]byte, error) {
 	if s.disk == nil {
 		return nil, nil

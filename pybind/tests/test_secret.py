@@ -11,6 +11,7 @@ import pathlib
 from typing import Any
 
 import pytest
+
 from kvspray import secret
 from kvspray.store import Namespace
 

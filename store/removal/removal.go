@@ -74,7 +74,8 @@ func (l *List) Len() int { return len(l.entries) }
 var ErrAhead = fmt.Errorf("the removal's time is more than %v ahead of this node's clock; set the "+
 	"clocks of both nodes", MaxAhead)
 
-// Learn takes a removal, and reports whether it is new. One that is too old to be remembered is not.
+// Learn takes a removal, and reports whether it is new. One that is too old to be remembered is
+// not.
 func (l *List) Learn(r Removal, now time.Time) (isNew bool, err error) {
 	at := stampAt(now)
 	l.forget(at)

@@ -8,10 +8,10 @@ import pathlib
 import pickle
 from typing import Any
 
-import kvspray
 import pytest
 from store_fakes import namespace
 
+import kvspray
 import kvspray.store
 from kvspray_vllm import shim
 from kvspray_vllm.settings import Settings

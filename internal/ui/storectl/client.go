@@ -189,8 +189,8 @@ func (c *Client) Verify(ctx context.Context, namespace, key string) error {
 }
 
 // ErrUnconfirmed is the result of Remove if members have not confirmed, which were printed.
-var ErrUnconfirmed = errors.New("store: not all members have removed the namespace; those that are " +
-	"up again do it before they serve its pages")
+var ErrUnconfirmed = errors.New("store: not all nodes have removed the namespace; the others do " +
+	"it when they meet one of these")
 
 // Remove has the sidecar remove a namespace from all members.
 func (c *Client) Remove(ctx context.Context, namespace string, unknown bool) error {

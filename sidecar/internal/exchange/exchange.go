@@ -87,7 +87,8 @@ type Transfers interface {
 	Cancel(w *engines.Worker, id uint64, reason string)
 }
 
-// Removals are the removals of namespaces that this node knows. *removals.Removals has these methods.
+// Removals are the removals of namespaces that this node knows. *removals.Removals has these
+// methods.
 type Removals interface {
 	Heard() bool
 	Known(id page.ID) uint64

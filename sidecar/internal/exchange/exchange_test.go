@@ -74,9 +74,20 @@ type node struct {
 
 // The removals.
 
-func (n *node) Heard() bool            { return !n.deaf }
-func (n *node) Known(page.ID) uint64   { n.removed.Lock(); defer n.removed.Unlock(); return n.known }
-func (n *node) Applied(page.ID) uint64 { n.removed.Lock(); defer n.removed.Unlock(); return n.applied }
+func (n *node) Heard() bool { return !n.deaf }
+
+func (n *node) Known(page.ID) uint64 {
+	n.removed.Lock()
+	defer n.removed.Unlock()
+	return n.known
+}
+
+func (n *node) Applied(page.ID) uint64 {
+	n.removed.Lock()
+	defer n.removed.Unlock()
+	return n.applied
+}
+
 func (n *node) Learn(_ transfer.Boot, _ page.ID, stamp uint64) {
 	n.removed.Lock()
 	defer n.removed.Unlock()
@@ -121,8 +132,9 @@ func (c *cable) add(boot transfer.Boot) *node {
 	if err != nil {
 		c.t.Fatal(err)
 	}
-	n.Exchange = New(Options{Self: boot, Registry: parseblock.Default(), Transfers: n, Directory: c, Removals: n,
-		Changed: func() <-chan struct{} { return nil }, Metrics: m,
+	n.Exchange = New(Options{Self: boot, Registry: parseblock.Default(), Transfers: n, Directory: c,
+		Removals: n,
+		Changed:  func() <-chan struct{} { return nil }, Metrics: m,
 		Log:  slog.New(slog.DiscardHandler),
 		Send: func(to transfer.Boot, f *peerv1.ControlFrame) error { return c.send(boot, to, f) }})
 	n.store, err = store.Open(store.Config{Memory: memory.Config{Bytes: 8 << 20, SlabBytes: 64 << 10,

@@ -218,7 +218,8 @@ func TestPutGetExistsRemove(t *testing.T) {
 	if found, err := r.Exists([]page.ID{id, other.ID()}, hashes(1)); err != nil || found.Count() != 0 {
 		t.Errorf("a page that one of two ranks lacks: %b, %v", found, err)
 	}
-	if _, err := r.Remove(r.w, other.ID()); err == nil || !strings.Contains(err.Error(), "open a pool") {
+	if _, err := r.Remove(r.w, other.ID()); err == nil ||
+		!strings.Contains(err.Error(), "open a pool") {
 		t.Errorf("removal of a namespace of others: %v", err)
 	}
 	if out, err := r.Remove(r.w, id); err != nil || out.Members != 1 || out.Confirmed != 1 ||

@@ -4,17 +4,19 @@
 //
 // A removal has a stamp (package store/removal). The node that makes one sends it to all peers and
 // waits for their answers. A node that learns a removal passes it on to its own peers, removes its
-// pages, and answers. A peer that comes up gets all removals that this node knows. So a node that was
-// away learns what it missed from the first peer that it meets.
+// pages, and answers. A peer that comes up gets all removals that this node knows. So a node that
+// was away learns what it missed from the first peer that it meets.
 //
-// Invariants: a removal is known before pages are removed for it, so that whatever comes to the store
-// afterwards comes from nodes that have applied it, or goes with the rest. It is applied, and this
-// node says so, only once the store has removed the pages durably and the note of the store has it.
-// A node never says that it applied a removal that it did not apply, although it knows a later one.
+// Invariants: a removal is known before pages are removed for it, so that whatever comes to the
+// store afterwards comes from nodes that have applied it, or goes with the rest. It is applied, and
+// this node says so, only once the store has removed the pages durably and the note of the store
+// has it. A node never says that it applied a removal that it did not apply, although it knows a
+// later one.
 //
-// Ownership: one mutex guards the list and the peers; it is not held over I/O or a send. Messages of
-// peers are foreign: their lengths are checked, and the peers, waiting answers and unsent messages
-// have bounds. Goroutines: one that sends and one that removes, from Run until its context ends.
+// Ownership: one mutex guards the list and the peers; it is not held over I/O or a send. Messages
+// of peers are foreign: their lengths are checked, and the peers, waiting answers and unsent
+// messages have bounds. Goroutines: one that sends and one that removes, from Run until its context
+// ends.
 package removals
 
 import (
@@ -161,8 +163,8 @@ func (r *Removals) Applied(id page.ID) uint64 {
 	return r.list.Applied(id)
 }
 
-// Heard reports whether a peer has reported its removals, or settleTime is over. Until then this node
-// may lack removals that it knew in an earlier life, and takes no pages of others.
+// Heard reports whether a peer has reported its removals, or settleTime is over. Until then this
+// node may lack removals that it knew in an earlier life, and takes no pages of others.
 func (r *Removals) Heard() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -511,10 +513,10 @@ type State struct {
 	Problem   string // why not
 }
 
-// Remove removes all pages of a namespace from all members, and returns what each has answered, this
-// node first. It waits until this node has applied the removal, and at most patience for others.
-// Those that did not answer learn of the removal when they are up again. With an error this node has
-// not applied the removal yet, and goes on trying.
+// Remove removes all pages of a namespace from all members, and returns what each has answered,
+// this node first. It waits until this node has applied the removal, and at most patience for
+// others. Those that did not answer learn of the removal when they are up again. With an error this
+// node has not applied the removal yet, and goes on trying.
 func (r *Removals) Remove(ctx context.Context, id page.ID, patience time.Duration) ([]State,
 	error) {
 	select {
@@ -536,8 +538,8 @@ func (r *Removals) Remove(ctx context.Context, id page.ID, patience time.Duratio
 	}
 }
 
-// round makes a removal with one stamp. higher: a member has applied a later one, and may have stored
-// pages between that and this one.
+// round makes a removal with one stamp. higher: a member has applied a later one, and may have
+// stored pages between that and this one.
 func (r *Removals) round(ctx, limit context.Context, id page.ID) (states []State, higher uint64,
 	err error) {
 	r.mu.Lock()

@@ -291,7 +291,7 @@ func TestAMemberThatRestarts(t *testing.T) {
 		if time.Sleep(settleTime - 1); alone.Ready(space) {
 			t.Fatal("ready too soon")
 		}
-		if time.Sleep(2); !alone.Ready(space) {
+		if time.Sleep(2 * time.Nanosecond); !alone.Ready(space) {
 			t.Fatal("it waits for ever")
 		}
 	})
@@ -419,7 +419,9 @@ func TestAnswersThatDoNotCome(t *testing.T) {
 		old := transfer.Boot{77}
 		all[0].PeerUp(old, "old", false)
 		c.mu.Lock()
-		c.lose = func(_, _ transfer.Boot, f *peerv1.ControlFrame) bool { return f.GetPageRemoved() != nil }
+		c.lose = func(_, _ transfer.Boot, f *peerv1.ControlFrame) bool {
+			return f.GetPageRemoved() != nil
+		}
 		c.mu.Unlock()
 		go func() {
 			time.Sleep(time.Second)
