@@ -21,8 +21,9 @@ func TestHolderFromBeforeARemoval(t *testing.T) {
 	if !slices.Contains(n[0].learned, 5) {
 		t.Errorf("learned %v", n[0].learned)
 	}
-	// It knows the removal now, and has not applied it.
+	// It knows the removal now, and has not applied it: nobody gets its pages.
 	want(t, n[1].get(1), store.Miss)
+	want(t, n[2].get(1), store.Miss)
 	n[0].remove(5)
 	want(t, n[1].get(1), store.Miss)
 	// What is stored afterwards is valid.

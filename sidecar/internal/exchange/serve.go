@@ -119,8 +119,10 @@ func (x *Exchange) serve(r *request) {
 	offer := &peerv1.PageOffer{Id: m.Id, Found: make([]byte, (n+7)/8)}
 	// Before the pages are pinned: those of an earlier removal are gone then.
 	offer.Removal = x.o.Removals.Applied(space)
-	if offer.Removal < m.Removal {
-		x.o.Removals.Learn(r.from, space, m.Removal)
+	if offer.Removal < m.Removal || offer.Removal < x.o.Removals.Known(space) {
+		if m.Removal > 0 {
+			x.o.Removals.Learn(r.from, space, m.Removal)
+		}
 		offer.Looked = uint32(n)
 		x.answer(r.from, offer, 0)
 		return
