@@ -94,7 +94,7 @@ func (n *tenant) quiet(d time.Duration) (took []time.Duration, missed int) {
 		rs := n.move(false, keys, 0)
 		took = append(took, time.Since(began))
 		missed += quietBatch - count(rs, Hit)
-		time.Sleep(time.Millisecond) // it does not ask all the time
+		<-time.After(time.Millisecond) // it does not ask all the time
 	}
 	slices.Sort(took)
 	return took, missed
