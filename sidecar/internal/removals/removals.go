@@ -239,7 +239,12 @@ func (r *Removals) Learn(from transfer.Boot, id page.ID, stamp uint64) {
 func (r *Removals) learnLocked(from transfer.Boot, m removal.Removal) error {
 	isNew, err := r.list.Learn(m, time.Now())
 	if isNew {
-		r.news[m.Space] = from
+		if r.news[m.Space] = from; len(r.news) > removal.Max {
+			clear(r.news) // all that the list has is less
+			for _, p := range r.peers {
+				p.greet = p.takes
+			}
+		}
 		delete(r.failed, m.Space) // that was another one
 		poke(r.remove)
 		poke(r.talk)
@@ -410,6 +415,7 @@ func (r *Removals) sender(ctx context.Context) {
 		for _, m := range r.due() {
 			if err := r.o.Send(m.to, m.frame); err != nil {
 				r.o.Log.Debug("store: removals are not sent", "peer", m.to.String(), "err", err)
+				r.unsent(m)
 			}
 		}
 		select { // so that a peer that makes removals all the time costs little
@@ -417,6 +423,16 @@ func (r *Removals) sender(ctx context.Context) {
 			return
 		case <-time.After(forwardPause):
 		}
+	}
+}
+
+// unsent has a peer get all removals later, in place of some that could not be sent.
+func (r *Removals) unsent(m message) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if p := r.peers[m.to]; p != nil && m.frame.GetPageRemovals() != nil {
+		p.greet = true
+		time.AfterFunc(retryTime, func() { poke(r.talk) })
 	}
 }
 

@@ -446,6 +446,53 @@ func TestAnswersThatDoNotCome(t *testing.T) {
 	})
 }
 
+// What cannot be sent is sent later, with all that came meanwhile.
+func TestASendThatFails(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
+		c, all := newNet(t, 2)
+		a, b := all[0], all[1]
+		time.Sleep(time.Second)
+		c.mu.Lock()
+		c.cut[[2]transfer.Boot{a.boot, b.boot}] = true // and no end of the connection
+		c.mu.Unlock()
+		if states := remove(t, a); confirmed(states) != "a" ||
+			!strings.Contains(states[1].Problem, "nobody is there") {
+			t.Fatalf("%+v", states)
+		}
+		a.Learn(transfer.Boot{99}, page.ID{8}, uint64(time.Now().UnixNano()))
+		time.Sleep(time.Second)
+		c.mu.Lock()
+		clear(c.cut)
+		c.mu.Unlock()
+		time.Sleep(2 * retryTime)
+		if b.Applied(space) != a.Applied(space) || b.Applied(page.ID{8}) == 0 {
+			t.Error("the removals are not sent again")
+		}
+	})
+}
+
+// A peer that makes more removals than the list holds makes no more work than the list.
+func TestAFloodOfRemovals(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
+		_, all := newNet(t, 2)
+		a, b := all[0], all[1]
+		time.Sleep(time.Second)
+		now := uint64(time.Now().UnixNano())
+		for i := range 3 * removal.Max {
+			a.Learn(transfer.Boot{99}, page.ID{9, byte(i), byte(i >> 8)}, now+uint64(i))
+		}
+		a.Removals.mu.Lock()
+		if len(a.news) > removal.Max {
+			t.Errorf("%d are to be passed on", len(a.news))
+		}
+		a.Removals.mu.Unlock()
+		time.Sleep(time.Minute)
+		if known, pending := b.Stats(); known != removal.Max || pending != 0 {
+			t.Errorf("%d known, %d pending", known, pending)
+		}
+	})
+}
+
 func TestAClockThatIsWrong(t *testing.T) {
 	testutil.Bubble(t, func(t *testing.T) {
 		_, all := newNet(t, 2)
