@@ -118,6 +118,7 @@ type answer struct {
 type ask struct {
 	id      uint64
 	answers map[transfer.Boot]*peerv1.PageRemoved // nil: none yet
+	nodes   map[transfer.Boot]string              // their names
 }
 
 // New makes the node's part from the note of its store.
@@ -567,11 +568,12 @@ func (r *Removals) round(ctx, limit context.Context, id page.ID) (states []State
 	}
 	delete(r.news, id) // all peers are asked
 	r.last++
-	a := &ask{id: r.last, answers: map[transfer.Boot]*peerv1.PageRemoved{}}
+	a := &ask{id: r.last, answers: map[transfer.Boot]*peerv1.PageRemoved{},
+		nodes: map[transfer.Boot]string{}}
 	r.ask = a
 	for boot, p := range r.peers {
 		if p.takes {
-			a.answers[boot] = nil
+			a.answers[boot], a.nodes[boot] = nil, p.node
 		}
 	}
 	asked := make([]transfer.Boot, 0, len(a.answers))
@@ -648,19 +650,8 @@ func (r *Removals) states(a *ask, stamp uint64) (out []State, higher uint64) {
 			out = append(out, s)
 		}
 	}
-	node := func(boot transfer.Boot) string {
-		if p := r.peers[boot]; p != nil {
-			return p.node
-		}
-		for _, m := range members {
-			if m.Boot == boot {
-				return m.Node
-			}
-		}
-		return ""
-	}
 	for boot, x := range a.answers {
-		s := State{Member: Member{boot, node(boot)}}
+		s := State{Member: Member{boot, a.nodes[boot]}}
 		switch {
 		case x == nil:
 			s.Problem = "it has not answered in time"
