@@ -89,6 +89,46 @@ func TestRemoveSpaceFromObjects(t *testing.T) {
 	shut(t, s)
 }
 
+// All namespaces of all tiers go, open or not.
+func TestRemoveAll(t *testing.T) {
+	objects, sim := objecttest.New(), disktest.New(8<<20, 1)
+	open := func() *Store {
+		return tiered(t, sim, Config{OpenedObject: bucket(t, objects.Open()), ObjectAtPut: true})
+	}
+	s := open()
+	a, b := newEngine(t, s, "a", 4096), newEngine(t, s, "b", 4096)
+	a.put(upTo(0, 10)...)
+	b.put(upTo(0, 10)...)
+	flush(t, s)
+	a.close()
+	b.close()
+	shut(t, s)
+	s = open()
+	c := newEngine(t, s, "c", 4096)
+	c.put(upTo(0, 10)...)
+	if err := s.RemoveAll(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	for range 2 {
+		for _, name := range []string{"a", "b", "c"} {
+			e := newEngine(t, s, name, 4096)
+			if rs := e.get(upTo(0, 10)...); count(rs, Miss) != 10 {
+				t.Errorf("%s: %+v", name, rs)
+			}
+			e.close()
+		}
+		if s.spaces[c.space.id] == c.space {
+			c.close()
+		}
+		shut(t, s)
+		s = open()
+	}
+	shut(t, s)
+	if err := s.RemoveAll(t.Context()); err == nil {
+		t.Error("of a closed store")
+	}
+}
+
 // The note lives as long as the pages.
 func TestNoteOfAStore(t *testing.T) {
 	sim := disktest.New(8<<20, 1)

@@ -577,6 +577,40 @@ func (s *Store) RemoveSpace(id page.ID) (had bool, err error) {
 	return false, nil
 }
 
+// RemoveAll removes all namespaces, as RemoveSpace does. It waits, until ctx ends, for the object
+// store to be read.
+func (s *Store) RemoveAll(ctx context.Context) error {
+	if !s.enter() {
+		return ErrClosed
+	}
+	defer s.leave()
+	all := map[page.ID]bool{}
+	if s.object != nil {
+		if err := s.object.Ready(ctx); err != nil {
+			return fmt.Errorf("store: remove all: %w", err)
+		}
+		for _, id := range s.object.Known() {
+			all[id] = true
+		}
+	}
+	if s.disk != nil {
+		for id := range s.disk.Known() {
+			all[id] = true
+		}
+	}
+	s.mu.Lock()
+	for id := range s.spaces {
+		all[id] = true
+	}
+	s.mu.Unlock()
+	var errs []error
+	for id := range all {
+		_, err := s.RemoveSpace(id)
+		errs = append(errs, err)
+	}
+	return errors.Join(errs...)
+}
+
 // Has reports whether a namespace is open, or has pages on the disk.
 func (s *Store) Has(id page.ID) bool {
 	s.mu.Lock()

@@ -32,7 +32,7 @@ import (
 const (
 	// Max is how many namespaces a List has.
 	Max = 1024
-	// Keep is how long a removal is remembered. A node that was away for longer may serve what it has.
+	// Keep is how long a removal is remembered. A node that was away for longer may have missed some.
 	Keep = 30 * 24 * time.Hour
 	// MaxAhead is how far a stamp may lie in the future: beyond it, the sender's clock is wrong.
 	MaxAhead = 24 * time.Hour
@@ -53,6 +53,7 @@ type entry struct{ known, applied uint64 }
 type List struct {
 	entries map[page.ID]entry
 	floor   uint64 // stamps up to this one are not taken
+	seen    uint64 // when the node was among others last, which have sent it all removals; 0: never
 }
 
 // NewList returns a list without removals.
@@ -66,6 +67,15 @@ func (l *List) Applied(id page.ID) uint64 { return l.entries[id].applied }
 
 // Floor is a stamp below which the list may have forgotten removals.
 func (l *List) Floor() uint64 { return l.floor }
+
+// See notes that the node is among others, as Missed needs it.
+func (l *List) See(now time.Time) { l.seen = stampAt(now) }
+
+// Missed reports whether the node may have missed a removal that others have forgotten since: it
+// was away for longer than Keep, or another one's list had no room. floor is the other one's.
+func (l *List) Missed(floor uint64, now time.Time) bool {
+	return l.seen != 0 && (l.seen < floor || l.seen+uint64(Keep) < stampAt(now))
+}
 
 // Len is how many namespaces the list has.
 func (l *List) Len() int { return len(l.entries) }
@@ -113,7 +123,7 @@ func (l *List) Apply(r Removal) {
 
 // After is the encoded list as it is once these removals are applied.
 func (l *List) After(applied []Removal) []byte {
-	next := &List{entries: maps.Clone(l.entries), floor: l.floor}
+	next := &List{entries: maps.Clone(l.entries), floor: l.floor, seen: l.seen}
 	for _, r := range applied {
 		next.Apply(r)
 	}
@@ -167,7 +177,7 @@ func (l *List) bound() {
 // Of the encoding: a head, and a part for each entry. All numbers are little-endian.
 const (
 	magic      = "KVSPRMV\x01"
-	headBytes  = 24
+	headBytes  = 32
 	entryBytes = 48
 	// MaxBytes bounds an encoded list.
 	MaxBytes = headBytes + Max*entryBytes
@@ -179,6 +189,7 @@ func (l *List) Encode() []byte {
 	b := make([]byte, 0, headBytes+len(l.entries)*entryBytes)
 	b = append(b, magic...)
 	b = le.AppendUint64(b, l.floor)
+	b = le.AppendUint64(b, l.seen)
 	b = le.AppendUint64(b, uint64(len(l.entries)))
 	for id, e := range l.entries {
 		b = append(b, id[:]...)
@@ -200,10 +211,10 @@ func Parse(b []byte) (*List, error) {
 	if len(b) < headBytes || string(b[:8]) != magic {
 		return nil, errForm
 	}
-	if n := le.Uint64(b[16:]); n > Max || uint64(len(b)) != headBytes+n*entryBytes {
+	if n := le.Uint64(b[24:]); n > Max || uint64(len(b)) != headBytes+n*entryBytes {
 		return nil, errForm
 	}
-	l.floor = le.Uint64(b[8:])
+	l.floor, l.seen = le.Uint64(b[8:]), le.Uint64(b[16:])
 	for p := b[headBytes:]; len(p) > 0; p = p[entryBytes:] {
 		e := entry{le.Uint64(p[32:]), le.Uint64(p[40:])}
 		if e.applied > e.known {

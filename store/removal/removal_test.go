@@ -109,6 +109,26 @@ func TestListIsBounded(t *testing.T) {
 	}
 }
 
+// A node that was away for too long, or while others had no room, may have missed removals.
+func TestMissed(t *testing.T) {
+	l := NewList()
+	if l.Missed(1<<62, now) {
+		t.Error("a node that was never among others has missed nothing")
+	}
+	l.See(now)
+	seen := uint64(now.UnixNano())
+	if l.Missed(seen, now.Add(Keep)) || !l.Missed(0, now.Add(Keep+1)) || !l.Missed(seen+1, now) {
+		t.Error("wrong")
+	}
+	back, err := Parse(l.Encode())
+	if err != nil || !back.Missed(0, now.Add(Keep+1)) || back.Missed(seen, now) {
+		t.Error("it is not written")
+	}
+	if back, err = Parse(l.After(nil)); err != nil || !back.Missed(seen+1, now) {
+		t.Error("it is not written")
+	}
+}
+
 func TestEncode(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		l := NewList()

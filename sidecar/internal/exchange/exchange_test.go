@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -68,13 +69,13 @@ type node struct {
 	removed sync.Mutex // guards what follows
 	known   uint64     // of the only namespace
 	applied uint64
-	deaf    bool
+	deaf    atomic.Bool
 	learned []uint64
 }
 
 // The removals.
 
-func (n *node) Heard() bool { return !n.deaf }
+func (n *node) Heard() bool { return !n.deaf.Load() }
 
 func (n *node) Known(page.ID) uint64 {
 	n.removed.Lock()

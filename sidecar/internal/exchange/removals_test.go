@@ -93,13 +93,16 @@ func TestRemovalDuringATransfer(t *testing.T) {
 	want(t, n[1].get(1), store.Miss)
 }
 
-// A node that has not heard of its peers' removals takes no pages of others.
+// A node that has not heard of its peers' removals takes no pages of others, and offers none.
 func TestNothingBeforeRemovalsAreHeard(t *testing.T) {
 	c, n := newCable(t, 2)
 	n[0].put(1)
 	c.hint(n[0].boot, 1)
-	n[1].deaf = true
+	n[1].deaf.Store(true)
 	want(t, n[1].get(1), store.Miss)
-	n[1].deaf = false
+	n[1].deaf.Store(false)
+	n[0].deaf.Store(true)
+	want(t, n[1].get(1), store.Miss)
+	n[0].deaf.Store(false)
 	want(t, n[1].get(1), store.Hit)
 }

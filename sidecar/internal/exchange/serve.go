@@ -119,7 +119,8 @@ func (x *Exchange) serve(r *request) {
 	offer := &peerv1.PageOffer{Id: m.Id, Found: make([]byte, (n+7)/8)}
 	// Before the pages are pinned: those of an earlier removal are gone then.
 	offer.Removal = x.o.Removals.Applied(space)
-	if offer.Removal < m.Removal || offer.Removal < x.o.Removals.Known(space) {
+	if offer.Removal < m.Removal || offer.Removal < x.o.Removals.Known(space) ||
+		!x.o.Removals.Heard() {
 		if m.Removal > 0 {
 			x.o.Removals.Learn(r.from, space, m.Removal)
 		}

@@ -48,12 +48,15 @@ const (
 
 	retryTime    = 5 * time.Second // after a removal that failed here
 	settleTime   = 5 * time.Second // from the start, until pages of an earlier start count
+	seenTime     = time.Hour       // between notes that the node is among others
+	allTime      = time.Minute     // for the object store, when all pages are removed
 	forwardPause = 20 * time.Millisecond
 )
 
 // Store is what holds the pages. *store.Store has these methods.
 type Store interface {
 	RemoveSpace(id page.ID) (had bool, err error)
+	RemoveAll(ctx context.Context) error
 	Note() ([]byte, error)
 	SetNote(note []byte) error
 	Keeps() bool
@@ -98,6 +101,7 @@ type Removals struct {
 	fresh   bool                      // the store has no pages of an earlier start
 	heard   bool                      // a peer has reported its removals
 	until   time.Time                 // how long peers are waited for
+	missed  bool                      // all pages are to be removed
 }
 
 // peer is a node whose control lanes are up.
@@ -174,7 +178,7 @@ func (r *Removals) Heard() bool {
 
 func (r *Removals) heardLocked() bool {
 	r.heard = r.heard || time.Now().After(r.until)
-	return r.heard
+	return r.heard && !r.missed
 }
 
 // Ready reports whether pages of a namespace may be served to engines: no removal is known that is
@@ -182,7 +186,7 @@ func (r *Removals) heardLocked() bool {
 func (r *Removals) Ready(id page.ID) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return (r.fresh || r.heardLocked()) && r.list.Known(id) == r.list.Applied(id)
+	return (r.fresh || r.heardLocked()) && !r.missed && r.list.Known(id) == r.list.Applied(id)
 }
 
 // Stats are how many removals are remembered, and how many of them are not applied.
@@ -206,16 +210,51 @@ func (r *Removals) PeerUp(boot transfer.Boot, node string, takes bool) {
 	}
 	p.node = node
 	if takes && !p.takes {
+		r.meetLocked()
 		p.greet = true
 		poke(r.talk)
 	}
 	p.takes = takes
 }
 
+// meetLocked looks whether this node has missed removals since it was among others last, before it
+// meets a peer.
+func (r *Removals) meetLocked() {
+	now := time.Now()
+	if r.amongLocked() && !r.missed {
+		r.list.See(now)
+	}
+	if r.list.Missed(0, now) {
+		r.missLocked()
+	}
+}
+
+func (r *Removals) missLocked() {
+	if r.missed {
+		return
+	}
+	r.missed = true
+	r.o.Log.Warn("store: this node was away while others forgot removals: all its pages are removed")
+	poke(r.remove)
+}
+
+// amongLocked reports whether this node gets the removals of a peer, but those.
+func (r *Removals) amongLocked(but ...transfer.Boot) bool {
+	for boot, p := range r.peers {
+		if p.takes && !slices.Contains(but, boot) {
+			return true
+		}
+	}
+	return false
+}
+
 // PeerDown forgets a peer that cannot be reached.
 func (r *Removals) PeerDown(boot transfer.Boot) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	if r.amongLocked() && !r.missed {
+		r.list.See(time.Now())
+	}
 	delete(r.peers, boot)
 	if r.ask != nil {
 		if a, asked := r.ask.answers[boot]; asked && a == nil {
@@ -309,7 +348,27 @@ func (r *Removals) removals(from transfer.Boot, m *peerv1.PageRemovals) {
 		poke(r.talk)
 	}
 	if m.GetLast() {
-		r.heard = true
+		r.lastLocked(from, m.GetForgotten())
+	}
+}
+
+// lastLocked takes the end of a list of all removals that a peer has noted.
+func (r *Removals) lastLocked(from transfer.Boot, floor uint64) {
+	r.heard = true
+	now := time.Now()
+	if floor > uint64(now.UnixNano()) {
+		floor = 0 // of a clock that is ahead, or a lie
+	}
+	// Where there are other peers, this node has missed nothing, whatever this one sends.
+	if r.amongLocked(from) && !r.missed {
+		r.list.See(now)
+	}
+	if r.list.Missed(floor, now) {
+		r.missLocked()
+	}
+	if !r.missed {
+		r.list.See(now)
+		poke(r.remove) // to note it
 	}
 }
 
@@ -325,18 +384,62 @@ func (r *Removals) Run(ctx context.Context) {
 // remover applies removals.
 func (r *Removals) remover(ctx context.Context) {
 	var retry <-chan time.Time
+	seen := time.NewTicker(seenTime)
+	defer seen.Stop()
 	for {
 		select {
 		case <-ctx.Done():
 			return
 		case <-r.remove:
 		case <-retry:
+		case <-seen.C:
 		}
 		retry = nil
-		if !r.apply() {
+		if !r.see() || !r.all(ctx) || !r.apply() {
 			retry = time.After(retryTime)
 		}
 	}
+}
+
+// see notes that this node is among others, from time to time.
+func (r *Removals) see() bool {
+	r.mu.Lock()
+	among := r.amongLocked() && r.heard && !r.missed
+	if among {
+		r.list.See(time.Now())
+	}
+	r.mu.Unlock()
+	if !among {
+		return true
+	}
+	if err := r.note(); err != nil {
+		r.o.Log.Warn("store: removals are not noted, and tried again", "err", err)
+		return false
+	}
+	return true
+}
+
+// all removes all pages, if removals were missed, and reports whether it has.
+func (r *Removals) all(ctx context.Context) bool {
+	r.mu.Lock()
+	missed := r.missed
+	r.mu.Unlock()
+	if !missed {
+		return true
+	}
+	ctx, stop := context.WithTimeout(ctx, allTime)
+	defer stop()
+	if err := r.o.Store.RemoveAll(ctx); err != nil {
+		r.o.Log.Warn("store: the removal of all pages failed, and is tried again", "err", err)
+		return false
+	}
+	r.o.Gone()
+	r.mu.Lock()
+	r.missed = false
+	r.list.See(time.Now())
+	r.changedLocked()
+	r.mu.Unlock()
+	return r.see()
 }
 
 // apply removes what is pending, and reports whether nothing is left.
@@ -470,10 +573,11 @@ func (r *Removals) due() (out []message) {
 		switch {
 		case p.greet:
 			p.greet = false
-			out = append(out, parts(boot, all, true)...)
+			out = append(out, parts(boot, all, true, r.list.Floor())...)
 		case p.takes:
 			out = append(out, parts(boot, slices.DeleteFunc(slices.Clone(news),
-				func(m *peerv1.PageRemoval) bool { return r.news[page.ID(m.Space)] == boot }), false)...)
+				func(m *peerv1.PageRemoval) bool { return r.news[page.ID(m.Space)] == boot }), false,
+				0)...)
 		}
 	}
 	clear(r.news)
@@ -485,10 +589,14 @@ func wire(m removal.Removal) *peerv1.PageRemoval {
 }
 
 // parts divides removals into messages. A list of all has a last message, even without removals.
-func parts(to transfer.Boot, list []*peerv1.PageRemoval, whole bool) (out []message) {
+func parts(to transfer.Boot, list []*peerv1.PageRemoval, whole bool, floor uint64) (
+	out []message) {
 	for whole || len(list) > 0 {
 		n := min(len(list), perMessage)
 		m := &peerv1.PageRemovals{Removals: list[:n:n], Last: whole && n == len(list)}
+		if m.Last {
+			m.Forgotten = floor
+		}
 		list = list[n:]
 		out = append(out, message{to, removalsFrame(m)})
 		if len(list) == 0 {

@@ -50,6 +50,7 @@ type node struct {
 	noted error
 	keeps bool
 	times int // removals
+	wiped int // removals of all pages
 	hold  chan struct{}
 }
 
@@ -69,6 +70,17 @@ func (n *node) RemoveSpace(id page.ID) (bool, error) {
 	had := n.pages[id] > 0
 	delete(n.pages, id)
 	return had, nil
+}
+
+func (n *node) RemoveAll(context.Context) error {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.fails != nil {
+		return n.fails
+	}
+	n.wiped++
+	clear(n.pages)
+	return nil
 }
 
 func (n *node) Note() ([]byte, error) { return n.note, nil }
@@ -446,6 +458,94 @@ func TestAnswersThatDoNotCome(t *testing.T) {
 	})
 }
 
+// A node that was away while others forgot removals removes all that it has, before it serves any
+// of it to others or, as soon as it has met one, to engines.
+func TestANodeThatWasAwayTooLong(t *testing.T) {
+	for name, away := range map[string]time.Duration{"short": removal.Keep - time.Hour,
+		"long": removal.Keep + time.Hour} {
+		testutil.Bubble(t, func(t *testing.T) {
+			c, all := newNet(t, 2)
+			a, b := all[0], all[1]
+			time.Sleep(time.Minute)
+			b.put(5)
+			b.stop()
+			a.PeerDown(b.boot)
+			time.Sleep(away)
+			again := c.start(transfer.Boot{9}, b)
+			again.mu.Lock()
+			again.fails = errors.New("not yet")
+			again.mu.Unlock()
+			c.join(a, again)
+			time.Sleep(time.Second)
+			if got := again.Ready(space) && again.Heard(); got != (name == "short") {
+				t.Errorf("%s: ready %v", name, got)
+			}
+			again.mu.Lock()
+			again.fails = nil
+			again.mu.Unlock()
+			time.Sleep(2 * retryTime)
+			if !again.Ready(space) || !again.Heard() {
+				t.Errorf("%s: not ready", name)
+			}
+			if want := map[string]int{"short": 5}[name]; again.has() != want {
+				t.Errorf("%s: %d pages, want %d", name, again.has(), want)
+			}
+			again.put(2)
+			time.Sleep(removal.Keep + time.Hour) // among others: it misses nothing
+			again.PeerDown(a.boot)
+			a.PeerDown(again.boot)
+			c.join(a, again)
+			time.Sleep(time.Minute)
+			if again.has() < 2 || again.wiped > 1 {
+				t.Errorf("%s: %d pages after %d removals of all", name, again.has(), again.wiped)
+			}
+		})
+	}
+}
+
+// The same while others had no room for all removals.
+func TestANodeThatWasAwayWhileListsWereFull(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
+		c, all := newNet(t, 2)
+		a, b := all[0], all[1]
+		time.Sleep(time.Minute)
+		b.put(5)
+		c.part(a, b)
+		time.Sleep(time.Minute)
+		now := uint64(time.Now().UnixNano())
+		for i := range removal.Max + 1 {
+			a.Learn(transfer.Boot{99}, page.ID{9, byte(i), byte(i >> 8)}, now+uint64(i))
+		}
+		time.Sleep(time.Minute)
+		c.join(a, b)
+		time.Sleep(time.Minute)
+		if b.has() != 0 || b.wiped != 1 || !b.Ready(space) {
+			t.Errorf("%d pages after %d removals of all", b.has(), b.wiped)
+		}
+		b.put(1)
+		c.part(a, b)
+		c.join(a, b)
+		time.Sleep(time.Minute)
+		if b.has() != 1 {
+			t.Error("removed again")
+		}
+		// A peer that lies beside others costs nothing.
+		liar := c.start(transfer.Boot{3}, nil)
+		c.join(liar, b)
+		time.Sleep(2 * seenTime / 3)
+		for _, floor := range []time.Duration{0, time.Hour} {
+			if err := b.Handle(liar.boot, removalsFrame(&peerv1.PageRemovals{Last: true,
+				Forgotten: uint64(time.Now().Add(floor).UnixNano())})); err != nil {
+				t.Fatal(err)
+			}
+		}
+		time.Sleep(time.Minute)
+		if b.has() != 1 {
+			t.Error("removed for a liar")
+		}
+	})
+}
+
 // What cannot be sent is sent later, with all that came meanwhile.
 func TestASendThatFails(t *testing.T) {
 	testutil.Bubble(t, func(t *testing.T) {
@@ -542,12 +642,12 @@ func TestMessagesAreBounded(t *testing.T) {
 	for i := range list {
 		list[i] = long[0]
 	}
-	got := parts(transfer.Boot{}, list, true)
+	got := parts(transfer.Boot{}, list, true, 7)
 	if len(got) != 2 || got[0].frame.GetPageRemovals().Last || !got[1].frame.GetPageRemovals().Last {
 		t.Errorf("%d parts", len(got))
 	}
-	if got := parts(transfer.Boot{}, nil, true); len(got) != 1 || len(parts(transfer.Boot{}, nil,
-		false)) != 0 {
+	if got := parts(transfer.Boot{}, nil, true, 0); len(got) != 1 || len(parts(transfer.Boot{}, nil,
+		false, 0)) != 0 {
 		t.Errorf("%d parts", len(got))
 	}
 }
