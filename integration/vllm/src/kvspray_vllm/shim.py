@@ -260,9 +260,8 @@ class Worker:
 
     def pages(self, namespace: Namespace, pieces: Sequence[tuple[Memory, int, int, int]], blocks: int) -> WorkerPages:
         """pieces: (memory, base, stride, length) of each part of a block. After register."""
-        return _WorkerPages(
-            kvspray.store.Space(self._c, replace(namespace, secret=self._secret), [kvspray.store.Piece(m.region, base, stride, n) for m, base, stride, n in pieces], blocks)
-        )
+        parts = [kvspray.store.Piece(m.region, base, stride, n) for m, base, stride, n in pieces]
+        return _WorkerPages(kvspray.store.Space(self._c, replace(namespace, secret=self._secret), parts, blocks))
 
     def poll(self) -> list[Ended]:
         return [
