@@ -115,3 +115,25 @@ func TestQuotaOfANamespaceThatIsNotOpen(t *testing.T) {
 		t.Errorf("%+v", u)
 	}
 }
+
+// A quota without room for one page refuses the namespace, and does not keep it from being removed.
+func TestQuotaThatIsTooSmall(t *testing.T) {
+	const size = 4096
+	sim := disktest.New(8<<20, 1)
+	s := onDisk(t, sim, false)
+	e := newEngine(t, s, "a", size)
+	e.put(1)
+	keys, id := e.keys([]int{1}), e.space.id
+	e.close()
+	shut(t, s)
+	tiny := Share{Quota: 1}
+	s = tiered(t, sim, Config{OpenedObject: bucket(t, objecttest.New().Open()),
+		Shares: func(page.ID) Shares { return Shares{Memory: tiny, Disk: tiny, Object: tiny} }})
+	defer shut(t, s)
+	if _, err := s.Stage(id, size, keys); err == nil {
+		t.Error("pages beyond the quota")
+	}
+	if had, err := s.RemoveSpace(id); err != nil || !had || s.usageOf(id).Disk != 0 {
+		t.Errorf("%v %v", had, err)
+	}
+}

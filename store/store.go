@@ -298,7 +298,7 @@ func (s *Store) Space(ns page.Namespace, inMemory, onDisk Share) (*Space, error)
 		if err != nil {
 			return nil, err
 		}
-		if sp, err = s.newSpace(id, n, ns.PageBytes); err != nil {
+		if sp, err = s.newSpace(id, n, ns.PageBytes, s.sharesOf(id).Object); err != nil {
 			return nil, err
 		}
 	}
@@ -328,10 +328,10 @@ func (s *Store) Space(ns page.Namespace, inMemory, onDisk Share) (*Space, error)
 	return sp, nil
 }
 
-func (s *Store) newSpace(id page.ID, number uint16, pageBytes int) (sp *Space, err error) {
+func (s *Store) newSpace(id page.ID, number uint16, pageBytes int, share Share) (sp *Space,
+	err error) {
 	sp = &Space{s: s, id: id, number: number, pageBytes: pageBytes}
 	if s.object != nil {
-		share := s.sharesOf(id).Object
 		if sp.object, err = s.object.Owner(id, pageBytes, share.Quota, share.Reserve); err != nil {
 			return nil, fmt.Errorf("store: namespace %s: %w", id, err)
 		}
@@ -563,7 +563,7 @@ func (s *Store) RemoveSpace(id page.ID) (had bool, err error) {
 		return false, ErrClosed
 	}
 	defer s.leave()
-	sp, err := s.serve(id)
+	sp, err := s.serve(id, Shares{}) // a quota that is too small does not keep pages here
 	var none *RequestError
 	switch {
 	case err == nil:
