@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"math"
 	"slices"
+	"strings"
 	"sync/atomic"
 	"time"
 
@@ -32,8 +33,14 @@ type Store interface {
 	// Pin is Exists, and keeps what is there for a time, or until unpin.
 	Pin(namespaces []page.ID, h page.Hashes, d time.Duration) (found page.Bitmap, unpin func(),
 		err error)
-	// Remove forgets all pages of a namespace that a pool of the worker belongs to.
-	Remove(*engines.Worker, page.ID) error
+	// Remove forgets all pages of a namespace that a pool of the worker belongs to, on all nodes.
+	Remove(*engines.Worker, page.ID) (Removed, error)
+}
+
+// Removed is how far a removal has come, once this node has removed its pages.
+type Removed struct {
+	Members, Confirmed uint32   // nodes with a store
+	Missing            []string // that have not confirmed, and why
 }
 
 // Pool is memory of a worker in which the pages of one namespace of the store lie: block i has its
@@ -446,10 +453,12 @@ func (c *session) onRemove(m *msg.Remove) {
 	id, pub := m.ID, c.worker.pub
 	c.s.wg.Go(func() {
 		defer c.spaces.removing.Store(false)
-		if err := c.s.opt.Store.Remove(pub, ids[0]); err != nil {
+		out, err := c.s.opt.Store.Remove(pub, ids[0])
+		if err != nil {
 			c.refusePages(id, "space", err)
 			return
 		}
-		c.send(&msg.Done{ID: id})
+		c.send(&msg.Done{ID: id, Members: out.Members, Confirmed: out.Confirmed,
+			Missing: strings.Join(out.Missing, "; ")})
 	})
 }

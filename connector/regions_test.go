@@ -58,7 +58,9 @@ func (s *fakeStore) Pin([]page.ID, page.Hashes, time.Duration) (page.Bitmap, fun
 	return nil, func() {}, nil
 }
 
-func (s *fakeStore) Remove(*engines.Worker, page.ID) error { return nil }
+func (s *fakeStore) Remove(*engines.Worker, page.ID) (r connector.Removed, _ error) {
+	return r, nil
+}
 
 const part = 8192 // of a shared file
 

@@ -19,6 +19,7 @@ import (
 	"github.com/kvspray/kvspray/internal/metrics"
 	"github.com/kvspray/kvspray/parseblock"
 	"github.com/kvspray/kvspray/sidecar/internal/exchange"
+	"github.com/kvspray/kvspray/sidecar/internal/removals"
 	"github.com/kvspray/kvspray/sidecar/internal/web"
 	"github.com/kvspray/kvspray/store"
 	"github.com/kvspray/kvspray/store/directory"
@@ -28,8 +29,11 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// storeLabel is what members publish that keep hints of pages.
-const storeLabel = "store-hints"
+// What members publish.
+const (
+	storeLabel = "store-hints" // they keep hints of pages
+	pagesLabel = "store"       // they have pages
+)
 
 // Hints that this node keeps for others: as many as its own tiers may have pages of hintPage bytes,
 // twice, since keys are divided unevenly.
@@ -45,19 +49,59 @@ func (p *pageStore) remote() bool {
 }
 
 // labels are what this member takes part in.
-func (p *pageStore) labels() []string {
+func (p *pageStore) labels() (out []string) {
 	if p.remote() && p.cfg.Directory != config.DirRedis {
-		return []string{storeLabel}
+		out = append(out, storeLabel)
 	}
-	return nil
+	if p.removes() {
+		out = append(out, pagesLabel)
+	}
+	return out
 }
 
+// removes reports whether this node takes part in removals of others.
+func (p *pageStore) removes() bool { return p.cfg.Memory > 0 && p.gossip }
+
 // features are those of Hello.
-func (p *pageStore) features() []string {
+func (p *pageStore) features() (out []string) {
 	if p.remote() {
-		return []string{exchange.Feature}
+		out = append(out, exchange.Feature)
 	}
-	return nil
+	if p.removes() {
+		out = append(out, removals.Feature)
+	}
+	return out
+}
+
+// openRemovals makes what removes namespaces, once.
+func (p *pageStore) openRemovals(s *store.Store) {
+	if p.removals != nil {
+		return
+	}
+	o := removals.Options{Self: removals.Member{Boot: p.boot, Node: p.conv.cfg.Node}, Store: s,
+		Gone: p.renew, Log: p.log}
+	if p.removes() {
+		o.Members = p.storeMembers
+		o.Send = func(to transfer.Boot, f *peerv1.ControlFrame) error {
+			p.conv.metrics.Control(metrics.Out, frameName(f))
+			return p.conv.mesh.Send(to, f)
+		}
+	}
+	p.removals = removals.New(o)
+}
+
+// storeMembers are the members that have pages. Earlier releases publish only that they keep hints.
+func (p *pageStore) storeMembers() (out []removals.Member) {
+	c := p.cluster()
+	if c == nil {
+		return nil
+	}
+	for _, m := range c.Members() {
+		if m.Has(pagesLabel) || m.Has(storeLabel) {
+			out = append(out, removals.Member{Boot: m.Boot, Node: m.Node})
+		}
+	}
+	return out
 }
 
 // openDirectory makes the directory and what uses it, if others are asked for pages.
@@ -89,14 +133,18 @@ func (p *pageStore) openDirectory(c *store.Config) error {
 		}
 		p.directory = p.embedded
 	}
-	p.exchange = exchange.New(exchange.Options{Self: p.boot, Registry: parseblock.Default(),
-		Transfers: p.driver.Events, Directory: p.directory, Changed: p.membersChanged, Metrics: m,
-		Log: p.log, Send: func(to transfer.Boot, f *peerv1.ControlFrame) error {
-			p.conv.dial.need(to) // data follows
-			p.conv.metrics.Control(metrics.Out, frameName(f))
-			return p.conv.mesh.Send(to, f)
-		}})
-	c.Peers = func(*store.Store) store.Peers { return p.exchange }
+	c.Peers = func(s *store.Store) store.Peers {
+		p.openRemovals(s)
+		p.exchange = exchange.New(exchange.Options{Self: p.boot, Registry: parseblock.Default(),
+			Transfers: p.driver.Events, Directory: p.directory, Removals: p.removals,
+			Changed: p.membersChanged, Metrics: m, Log: p.log,
+			Send: func(to transfer.Boot, f *peerv1.ControlFrame) error {
+				p.conv.dial.need(to) // data follows
+				p.conv.metrics.Control(metrics.Out, frameName(f))
+				return p.conv.mesh.Send(to, f)
+			}})
+		return p.exchange
+	}
 	return nil
 }
 
@@ -166,18 +214,30 @@ func (p *pageStore) frame(from transfer.Boot, f *peerv1.ControlFrame) (bool, err
 		}
 		p.conv.dial.need(from)
 		return true, p.exchange.Handle(from, f)
+	case *peerv1.ControlFrame_PageRemovals, *peerv1.ControlFrame_PageRemoved:
+		if p.removals == nil {
+			return true, nil
+		}
+		return true, p.removals.Handle(from, f)
 	}
 	return false, nil
 }
 
 func (p *pageStore) peerUp(in *peer.Peer) {
+	removes := slices.Contains(in.Features, removals.Feature)
+	if p.removes() && (removes || slices.Contains(in.Features, exchange.Feature)) {
+		p.removals.PeerUp(in.Boot, in.Node, removes)
+	}
 	if p.exchange != nil {
 		// A claim that is wrong costs a miss.
-		p.exchange.PeerUp(in.Boot, in.Node, cmp.Or(in.Endpoint, in.Claimed), in.Features)
+		p.exchange.PeerUp(in.Boot, in.Node, cmp.Or(in.Endpoint, in.Claimed), in.Features, removes)
 	}
 }
 
 func (p *pageStore) peerDown(boot transfer.Boot) {
+	if p.removals != nil {
+		p.removals.PeerDown(boot)
+	}
 	if p.exchange != nil {
 		p.exchange.PeerDown(boot)
 	}

@@ -19,6 +19,7 @@ import (
 	"github.com/kvspray/kvspray/sidecar/internal/exchange"
 	"github.com/kvspray/kvspray/sidecar/internal/local"
 	"github.com/kvspray/kvspray/sidecar/internal/pages"
+	"github.com/kvspray/kvspray/sidecar/internal/removals"
 	"github.com/kvspray/kvspray/sidecar/internal/trace"
 	"github.com/kvspray/kvspray/sidecar/internal/web"
 	"github.com/kvspray/kvspray/store"
@@ -51,7 +52,9 @@ type pageStore struct {
 	exchange  *exchange.Exchange // nil: there is no store, or no directory
 	directory directory.Directory
 	embedded  *embedded.Directory // the same; nil: it is another one
+	removals  *removals.Removals  // nil: there is no store
 	members   memberCache
+	tenants   tenants
 }
 
 // open opens the store, which takes its memory and reads its disks.
@@ -60,7 +63,7 @@ func (p *pageStore) open() (err error) {
 		return nil
 	}
 	c := store.Config{Memory: memory.Config{Bytes: uint64(p.cfg.Memory),
-		Populate: true}, WriteBack: p.cfg.WriteBack}
+		Populate: true}, WriteBack: p.cfg.WriteBack, Shares: p.shares}
 	if p.gpus != nil {
 		c.Copy = func(to, from []mem.Block) error {
 			_, err := p.gpus.copy(to, from)
@@ -84,6 +87,7 @@ func (p *pageStore) open() (err error) {
 	if p.store, err = store.Open(c); err != nil {
 		return errors.Join(fmt.Errorf("sidecar: %w", err), p.closeDirectory())
 	}
+	p.openRemovals(p.store)
 	if p.exchange != nil {
 		if err := p.exchange.Attach(p.store); err != nil {
 			return errors.Join(err, p.close())
@@ -94,10 +98,9 @@ func (p *pageStore) open() (err error) {
 		return errors.Join(fmt.Errorf("sidecar: metrics: %w", err), p.store.Close())
 	}
 	p.service = pages.New(pages.Options{Store: p.store,
-		InMemory: store.Share{Quota: uint64(p.cfg.Quota)},
-		OnDisk:   store.Share{Quota: uint64(p.cfg.DiskQuota)},
-		Leases:   p.leases, Metrics: m, Transfers: p.transfers, Log: p.log, Find: p.find(),
-		Removed: p.renew,
+		Shares: p.shares,
+		Leases: p.leases, Metrics: m, Transfers: p.transfers, Log: p.log, Find: p.find(),
+		Removals: p.removals,
 		Complete: func(w *engines.Worker, c engines.Completion) error {
 			return p.server.Complete(w, c)
 		}})
@@ -191,6 +194,7 @@ func (p *pageStore) sample() metrics.StoreSample {
 		Results: map[string]float64{"miss": float64(st.Misses), "damaged": float64(st.Damaged),
 			"stored": float64(st.Stored), "existed": float64(st.Existed), "refused": float64(st.Refused)},
 		Damaged: float64(damaged(&st)), Failed: float64(st.Disk.Failed)}
+	out.Namespaces = p.tenants.sample(p.store.Usage(), p.shares)
 	for _, t := range p.tiers(&st) {
 		out.Tiers[t.Name] = metrics.StoreTier{Pages: float64(t.Pages), Bytes: float64(t.Bytes),
 			Capacity: float64(t.Capacity), Evicted: float64(t.Evicted), Hits: float64(t.Hits)}
@@ -214,6 +218,7 @@ func (p *pageStore) state() *web.Store {
 		t := &out.Tiers[i]
 		t.Gets, t.GetUS = p.service.Waits(t.Name)
 	}
+	out.Removals.Known, out.Removals.Pending = p.removals.Stats()
 	p.showPeers(out)
 	return out
 }

@@ -214,6 +214,10 @@ func frameName(f *peerv1.ControlFrame) string {
 		return "page_request"
 	case *peerv1.ControlFrame_PageOffer:
 		return "page_offer"
+	case *peerv1.ControlFrame_PageRemovals:
+		return "page_removals"
+	case *peerv1.ControlFrame_PageRemoved:
+		return "page_removed"
 	}
 	return "other"
 }

@@ -216,6 +216,9 @@ func (n *Node) serve(listener net.Listener, failed chan<- error, open *closers) 
 	if n.pages.exchange != nil {
 		n.proc.Run(n.pages.exchange.Run)
 	}
+	if n.pages.removals != nil {
+		n.proc.Run(n.pages.removals.Run)
+	}
 	n.proc.Run(n.rails.watchGDR)
 	n.proc.Run(n.dial.watchIdle)
 	n.proc.Run(func(ctx context.Context) { n.conv.watchCertificates(ctx, certLooks) })

@@ -179,5 +179,5 @@ func (b *Batch) hold() error {
 // ErrClosed is returned after Close.
 var ErrClosed = errors.New("store: closed")
 
-// ErrOverloaded is returned when MaxBatches requests are under way.
-var ErrOverloaded = fmt.Errorf("store: %d requests are under way; wait for one to end", MaxBatches)
+// ErrOverloaded is returned when too many requests are under way, in all or of one namespace.
+var ErrOverloaded = errors.New("store: no room for another request; wait for one to end")

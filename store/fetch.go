@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"slices"
 	"sync"
 
 	"github.com/kvspray/kvspray/internal/sys/mem"
@@ -24,8 +25,11 @@ type fetches struct {
 	// how many of a batch's pages one read takes; nil: all
 	run func(b *Batch, pages []int) int
 
+	kind int // of the goroutines
+
 	mu     sync.Mutex // guards what follows
 	wake   sync.Cond
+	fair   fair
 	queue  []*fetch
 	closed bool
 }
@@ -37,15 +41,16 @@ type fetch struct {
 }
 
 // newFetches: all fetchers together pin a quarter of the memory at most, unless it is very small.
-func newFetches(memoryBytes uint64, fetchers int, most uint64) *fetches {
-	f := &fetches{bytes: int(min(most, memoryBytes/uint64(4*fetchers)))}
+func newFetches(memoryBytes uint64, kind, fetchers int, most uint64) *fetches {
+	f := &fetches{kind: kind, fair: newFair(fetchers),
+		bytes: int(min(most, memoryBytes/uint64(4*fetchers)))}
 	f.wake.L = &f.mu
 	return f
 }
 
 // newFinds hands out all pages of a batch together.
-func newFinds() *fetches {
-	f := &fetches{bytes: math.MaxInt}
+func newFinds(finders int) *fetches {
+	f := &fetches{kind: byFinders, fair: newFair(finders), bytes: math.MaxInt}
 	f.wake.L = &f.mu
 	return f
 }
@@ -64,20 +69,35 @@ func (f *fetches) add(b *Batch, pages []int) {
 	f.wake.Signal()
 }
 
+// next is the place of the fetch that goes next: of the namespace that was served least, the one
+// that waited longest; -1: there is none that may.
+func (f *fetches) next() int {
+	best := -1
+	for i, q := range f.queue {
+		w := &q.b.space.flows[f.kind]
+		if (f.closed || f.fair.may(w)) && (best < 0 ||
+			f.fair.compare(w, &f.queue[best].b.space.flows[f.kind]) < 0) {
+			best = i
+		}
+	}
+	return best
+}
+
 // take waits for pages of one batch that one request reads; nil when there are none and never will
-// be. Batches take turns.
+// be. Batches of a namespace take turns. The goroutine calls gave after it.
 func (f *fetches) take() (*Batch, []int) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	for len(f.queue) == 0 {
+	at := f.next()
+	for at < 0 {
 		if f.closed {
 			return nil, nil
 		}
 		f.wake.Wait()
+		at = f.next()
 	}
-	q := f.queue[0]
-	f.queue[0] = nil
-	f.queue = f.queue[1:]
+	q := f.queue[at]
+	f.queue = slices.Delete(f.queue, at, at+1)
 	sp := q.b.space
 	some := q.pages[:min(len(q.pages), max(1, f.bytes/sp.pageBytes))]
 	n := len(some)
@@ -89,7 +109,15 @@ func (f *fetches) take() (*Batch, []int) {
 		f.queue = append(f.queue, q)
 		f.wake.Signal()
 	}
+	f.fair.begin(&sp.flows[f.kind], uint64(n*sp.pageBytes))
 	return q.b, some
+}
+
+// gave ends a goroutine's pages of a batch.
+func (f *fetches) gave(b *Batch) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.fair.end(&b.space.flows[f.kind])
 }
 
 func (f *fetches) close() {
@@ -118,6 +146,7 @@ func (s *Store) fetcher() {
 			return
 		}
 		s.fromObject(b, pages, &w)
+		s.fetches.gave(b)
 		s.done(b, len(pages))
 	}
 }
@@ -237,7 +266,7 @@ func (s *Store) fetched(b *Batch, pages []int, r Result) {
 		replaced := r.Replaced || r.Outcome == Hit && b.results[i].Outcome == Damaged
 		b.results[i] = r
 		b.results[i].Replaced = replaced
-		s.count(&b.results[i])
+		s.count(b.space, &b.results[i])
 	}
 	s.finish(b, len(pages))
 }

@@ -74,7 +74,7 @@ func TestCloseEndsWaitingWorkers(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		s.take()
+		first, _, _ := s.take()
 		ended := 0
 		for range 2 {
 			go func() {
@@ -88,8 +88,8 @@ func TestCloseEndsWaitingWorkers(t *testing.T) {
 		}
 		s.close()
 		synctest.Wait()
-		s.queues[1] = nil // the first worker takes the last piece, too
-		s.gave()
+		s.waiting[1] = nil // the first worker takes the last piece, too
+		s.gave(first)
 		synctest.Wait()
 		if ended != 2 {
 			t.Errorf("%d of 2 workers end", ended)

@@ -244,7 +244,7 @@ func (s *Store) finishPut(b *Batch, from, to int) {
 		if b.results[i].Outcome == Stored {
 			s.feed.add(b.space.number, &b.keys[i])
 		}
-		s.count(&b.results[i])
+		s.count(b.space, &b.results[i])
 	}
 	s.finish(b, to-from)
 }
@@ -325,20 +325,24 @@ func (s *Store) below(b *Batch, pages []held, removals int) []error {
 	return errs
 }
 
-func (s *Store) count(r *Result) {
+func (s *Store) count(sp *Space, r *Result) {
 	c := &s.counters
 	switch r.Outcome {
 	case Hit:
+		sp.counts.hits.Add(1)
 		c.hits[r.Tier].Add(1)
 	case Miss:
+		sp.counts.misses.Add(1)
 		c.misses.Add(1)
 	case Damaged:
 		c.damaged.Add(1)
 	case Stored:
+		sp.counts.stored.Add(1)
 		c.stored.Add(1)
 	case Existed:
 		c.existed.Add(1)
 	case Full:
+		sp.counts.refused.Add(1)
 		c.refused.Add(1)
 	}
 }

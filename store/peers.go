@@ -70,7 +70,9 @@ func (s *Store) peerFinder() {
 		if len(there) > 0 {
 			s.peerFetches.add(b, there)
 		}
-		s.done(b, len(missing)-s.afterPeers(b, missing))
+		n := len(missing) - s.afterPeers(b, missing)
+		s.peerFinds.gave(b)
+		s.done(b, n)
 	}
 }
 
@@ -84,7 +86,9 @@ func (s *Store) peerFetcher() {
 		if b == nil {
 			return
 		}
-		s.done(b, s.fromPeers(b, pages, &w))
+		n := s.fromPeers(b, pages, &w)
+		s.peerFetches.gave(b)
+		s.done(b, n)
 	}
 }
 
@@ -176,7 +180,7 @@ func (s *Store) afterPeers(b *Batch, pages []int) int {
 		case s.object != nil && b.space.object.Has(&b.keys[i]):
 			fetch = append(fetch, i)
 		default:
-			s.count(&b.results[i])
+			s.count(b.space, &b.results[i])
 			s.finish(b, 1)
 		}
 	}
@@ -256,7 +260,7 @@ func (s *Store) Stage(id page.ID, pageBytes int, keys []page.Key) (*Staged, erro
 		return nil, ErrClosed
 	}
 	defer s.leave()
-	sp, err := s.serve(id)
+	sp, err := s.serve(id, s.sharesOf(id))
 	if err != nil {
 		return nil, err
 	}
@@ -284,8 +288,8 @@ func (s *Store) Stage(id page.ID, pageBytes int, keys []page.Key) (*Staged, erro
 }
 
 // serve opens a namespace that the store has, whether or not an engine uses it. One that only the
-// disk has, since no engine has opened it after a restart, has no share of memory.
-func (s *Store) serve(id page.ID) (*Space, error) {
+// disk has, since no engine has opened it after a restart, gets these shares.
+func (s *Store) serve(id page.ID, share Shares) (*Space, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	sp := s.spaces[id]
@@ -299,11 +303,14 @@ func (s *Store) serve(id page.ID) (*Space, error) {
 		if !ok {
 			return nil, &RequestError{"space", id.String() + " has no pages here", "ask another node"}
 		}
-		if err := s.memory.SetOwner(n, pageBytes, 0, 0); err != nil {
+		err := s.memory.SetOwner(n, pageBytes, share.Memory.Quota, share.Memory.Reserve)
+		if err == nil {
+			err = s.disk.SetOwner(n, id, pageBytes, share.Disk.Quota, share.Disk.Reserve)
+		}
+		if err != nil {
 			return nil, fmt.Errorf("store: namespace %s: %w", id, err)
 		}
-		var err error
-		if sp, err = s.newSpace(id, n, pageBytes); err != nil {
+		if sp, err = s.newSpace(id, n, pageBytes, share.Object); err != nil {
 			return nil, err
 		}
 		s.addLocked(sp)

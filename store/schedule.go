@@ -3,14 +3,21 @@
 package store
 
 import (
+	"fmt"
+	"runtime"
+	"slices"
 	"sync"
 
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/store/offheap"
 )
 
-// MaxBatches bounds the requests that are under way.
-const MaxBatches = 1024
+// MaxBatches bounds the requests that are under way. One namespace has so many only that twice as
+// many as are left would be its own: others find room whatever it does.
+const MaxBatches = 2048
+
+// openShare: a namespace has at most openShare times as many requests under way as are left.
+const openShare = 2
 
 // putTurns: one turn in so many is owed to puts while gets wait.
 const putTurns = 8
@@ -20,96 +27,143 @@ const (
 	// copied in a tenth of a millisecond or so, before others have their turn.
 	getPieceBytes = 1 << 20
 	maxPiecePages = 64
+	// While several namespaces ask, a piece of a get is 1/shortPiece as long.
+	shortPiece = 4
 )
 
-// schedule hands pieces of batches to workers: gets before puts, batches of a class in turns. Puts
-// wait for disks, so they have some of the workers only: a get finds one that does not write.
+// schedule hands pieces of batches to workers: gets before puts, namespaces by what they were
+// served (fair), batches of a namespace in turns. Puts wait for disks, so they have some of the
+// workers only: a get finds one that does not write.
 type schedule struct {
 	putters int // workers that may be in a put at the same time
 
-	mu     sync.Mutex // guards what follows
-	wake   sync.Cond
-	queues [2][]*Batch // gets, puts; with pages that no worker has taken
-	turn   int
-	open   int
-	puts   int // workers that are in one
-	closed bool
+	mu      sync.Mutex // guards what follows
+	wake    sync.Cond
+	fair    fair
+	waiting [2][]*Space // that have gets, puts with pages that no worker has taken
+	turn    int
+	open    int
+	puts    int // workers that are in one
+	closed  bool
 }
 
 // newSchedule makes a schedule for so many workers. One worker alone does both.
 func newSchedule(workers int) *schedule {
-	s := &schedule{putters: max(1, workers/2)}
+	s := &schedule{putters: max(1, workers/2), fair: newFair(workers)}
 	s.wake.L = &s.mu
 	return s
+}
+
+func classOf(b *Batch) int {
+	if b.put {
+		return 1
+	}
+	return 0
 }
 
 func (s *schedule) add(b *Batch) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	sp, class := b.space, classOf(b)
+	f := &sp.flows[byWorkers]
 	switch {
 	case s.closed:
 		return ErrClosed
-	case s.open == MaxBatches:
-		return ErrOverloaded
+	case f.open >= openShare*(MaxBatches-s.open):
+		return fmt.Errorf("store: %d requests are under way, %d of namespace %s: %w", s.open, f.open,
+			sp.id, ErrOverloaded)
 	}
 	s.open++
-	class := 0
-	if b.put {
-		class = 1
+	f.open++
+	if sp.batches[class] = append(sp.batches[class], b); len(sp.batches[class]) == 1 {
+		s.waiting[class] = append(s.waiting[class], sp)
 	}
-	s.queues[class] = append(s.queues[class], b)
-	s.wake.Broadcast()
+	if s.fair.may(f) { // otherwise a worker looks for it after its piece
+		s.wake.Signal()
+	}
 	return nil
 }
 
+// next is the namespace of a class that goes next; nil: there is none that may.
+func (s *schedule) next(class int) (best *Space) {
+	for _, sp := range s.waiting[class] {
+		f := &sp.flows[byWorkers]
+		if (s.closed || s.fair.may(f)) && (best == nil ||
+			s.fair.compare(f, &best.flows[byWorkers]) < 0) {
+			best = sp
+		}
+	}
+	return best
+}
+
 // take waits for work: pages [from, to) of a batch; nil when there is none and never will be. The
-// worker calls gave after a piece of a put.
+// worker calls gave after it.
 func (s *schedule) take() (b *Batch, from, to int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	mayPut := func() bool { return len(s.queues[1]) > 0 && s.puts < s.putters }
-	for len(s.queues[0]) == 0 && !mayPut() {
-		if s.closed && len(s.queues[1]) == 0 {
+	var sp *Space
+	var class int
+	for {
+		sp, class = s.next(0), 0
+		if s.puts < s.putters && (sp == nil || (s.turn+1)%putTurns == 0) {
+			if put := s.next(1); put != nil {
+				sp, class = put, 1
+			}
+		}
+		if sp != nil {
+			break
+		}
+		if s.closed && len(s.waiting[1]) == 0 {
 			return nil, 0, 0
 		}
 		s.wake.Wait()
 	}
 	s.turn++
-	class := 0
-	if mayPut() && (len(s.queues[0]) == 0 || s.turn%putTurns == 0) {
-		class = 1
-		s.puts++
-	}
-	q := s.queues[class]
+	s.puts += class
+	q := sp.batches[class]
 	b = q[0]
 	from = b.next
-	to = min(len(b.keys), from+b.space.piece(b.put))
+	most := sp.piece(b.put)
+	if !b.put && s.fair.several() {
+		most = max(1, most/shortPiece) // others wait for its end
+	}
+	to = min(len(b.keys), from+most)
 	b.next = to
 	q[0] = nil
 	q = q[1:]
 	if to < len(b.keys) {
 		q = append(q, b)
 	}
-	s.queues[class] = q
+	if sp.batches[class] = q; len(q) == 0 {
+		sp.batches[class] = nil
+		s.waiting[class] = slices.DeleteFunc(s.waiting[class], func(x *Space) bool { return x == sp })
+	}
+	s.fair.begin(&sp.flows[byWorkers], uint64((to-from)*sp.pageBytes))
+	if s.next(0) != nil || s.puts < s.putters && s.next(1) != nil {
+		s.wake.Signal() // one worker wakes the next
+	}
 	return b, from, to
 }
 
-// gave ends a worker's piece of a put.
-func (s *schedule) gave() {
+// gave ends a worker's piece of a batch, and reports whether several namespaces ask.
+func (s *schedule) gave(b *Batch) bool {
 	s.mu.Lock()
-	s.puts--
+	defer s.mu.Unlock()
+	s.fair.end(&b.space.flows[byWorkers])
+	s.puts -= classOf(b)
 	if s.closed {
 		s.wake.Broadcast() // all end, if this was the last piece
-	} else {
+	} else if b.put {
 		s.wake.Signal()
 	}
-	s.mu.Unlock()
+	return s.fair.several()
 }
 
 // ended counts a batch that is done.
-func (s *schedule) ended() {
+func (s *schedule) ended(b *Batch) {
 	s.mu.Lock()
 	s.open--
+	b.space.flows[byWorkers].open--
 	s.mu.Unlock()
 }
 
@@ -155,11 +209,14 @@ func (s *Store) work() {
 		}
 		if b.put {
 			s.putPages(b, from, to, &w)
-			s.schedule.gave()
 		} else {
 			to -= s.getPages(b, from, to, &w)
 		}
+		several := s.schedule.gave(b) // before the space's last user may be gone
 		s.done(b, to-from)
+		if several {
+			runtime.Gosched() // whoever waits for this piece goes on before the next one
+		}
 	}
 }
 
@@ -187,7 +244,7 @@ func (s *Store) getPages(b *Batch, from, to int, w *worker) int {
 				continue
 			}
 		}
-		s.count(&r)
+		s.count(b.space, &r)
 	}
 	n := len(left) + len(remote)
 	s.finish(b, to-from-n)
@@ -205,7 +262,7 @@ func (s *Store) finish(b *Batch, pages int) {
 	if pages == 0 || b.left.Add(-int64(pages)) > 0 {
 		return
 	}
-	s.schedule.ended()
+	s.schedule.ended(b)
 	b.guard.Revoke() // no worker is in it any more, and none will be
 	for _, r := range b.pool.regions {
 		r.Release()

@@ -43,6 +43,10 @@ type Config struct {
 	// nil: mem.Device copies.
 	Copy func(to, from []mem.Block) error
 
+	// Shares are those of a namespace that no engine has opened, and of every namespace in the object
+	// tier; nil: there are none.
+	Shares func(page.ID) Shares
+
 	// Peers have pages that this node's memory and disk lack. It is called once, before the store is
 	// used; nil: no other node is asked.
 	Peers func(*Store) Peers
@@ -55,6 +59,7 @@ type Store struct {
 	object    *object.Tier // nil: none
 	writeBack bool
 	atPut     bool // pages go to the object tier at their put
+	shares    func(page.ID) Shares
 	copy      func(to, from []mem.Block) error
 	fetches   *fetches
 	// of namespaces that are open, by their numbers: where pages go that no other tier keeps
@@ -93,7 +98,7 @@ type counters struct {
 
 // Open makes a store, or recovers the one on the disks.
 func Open(c Config) (_ *Store, err error) {
-	s := &Store{writeBack: c.WriteBack, copy: c.Copy, behind: newBehind(),
+	s := &Store{writeBack: c.WriteBack, copy: c.Copy, behind: newBehind(), shares: c.Shares,
 		spaces: map[page.ID]*Space{}}
 	if s.memory, err = memory.New(c.Memory); err != nil {
 		return nil, err
@@ -138,15 +143,19 @@ func (s *Store) begin(c Config) {
 		s.pool = max(leastWorkers, 2*runtime.GOMAXPROCS(0))
 	}
 	s.schedule = newSchedule(s.pool)
+	if s.disk == nil {
+		s.schedule.fair.copiers(runtime.GOMAXPROCS(0))
+	}
 	if c.Peers != nil {
 		s.feed = newFeed()
 		s.peers = c.Peers(s)
-		s.peerFetches = newFetches(s.memory.Region().Size(), defaultPeerFetchers, maxPeerBytes)
+		s.peerFetches = newFetches(s.memory.Region().Size(), byPeerFetchers,
+			defaultPeerFetchers, maxPeerBytes)
 		s.peerFetches.run = func(b *Batch, pages []int) int {
 			// Memory has room for small pages by their number.
 			return min(len(pages), max(1, s.peerFetches.bytes/max(b.space.pageBytes, memory.LeastPageBytes)))
 		}
-		s.peerFinds = newFinds()
+		s.peerFinds = newFinds(defaultPeerFinders)
 		s.peerFinders.Add(defaultPeerFinders)
 		for range defaultPeerFinders {
 			go s.peerFinder()
@@ -168,7 +177,7 @@ func (s *Store) begin(c Config) {
 	if c.Fetchers == 0 {
 		c.Fetchers = defaultFetchers
 	}
-	s.fetches = newFetches(s.memory.Region().Size(), c.Fetchers, object.MaxRangeBytes)
+	s.fetches = newFetches(s.memory.Region().Size(), byFetchers, c.Fetchers, object.MaxRangeBytes)
 	s.fetches.run = func(b *Batch, pages []int) int {
 		return b.space.object.Run(b.keysOf(pages), s.fetches.bytes)
 	}
@@ -237,6 +246,16 @@ type Share struct {
 	Reserve uint64 // pages of other namespaces never take these
 }
 
+// Shares are a namespace's parts of all tiers.
+type Shares struct{ Memory, Disk, Object Share }
+
+func (s *Store) sharesOf(id page.ID) (out Shares) {
+	if s.shares != nil {
+		out = s.shares(id)
+	}
+	return out
+}
+
 // Space is one namespace.
 type Space struct {
 	s         *Store
@@ -248,6 +267,10 @@ type Space struct {
 	// users counts those that opened it, its batches, and its calls under way. At 0 the number can be
 	// given to another namespace, and only Store.Space makes it 1 again, under Store.mu.
 	users atomic.Int64
+
+	counts  counts
+	flows   [kinds]flow // each guarded by the lock of its queue
+	batches [2][]*Batch // gets, puts with pages that no worker has taken; guarded by the scheduler
 
 	mu       sync.RWMutex // read: a page goes to the disk; write: the namespace is removed
 	removals int
@@ -275,7 +298,7 @@ func (s *Store) Space(ns page.Namespace, inMemory, onDisk Share) (*Space, error)
 		if err != nil {
 			return nil, err
 		}
-		if sp, err = s.newSpace(id, n, ns.PageBytes); err != nil {
+		if sp, err = s.newSpace(id, n, ns.PageBytes, s.sharesOf(id).Object); err != nil {
 			return nil, err
 		}
 	}
@@ -305,10 +328,11 @@ func (s *Store) Space(ns page.Namespace, inMemory, onDisk Share) (*Space, error)
 	return sp, nil
 }
 
-func (s *Store) newSpace(id page.ID, number uint16, pageBytes int) (sp *Space, err error) {
+func (s *Store) newSpace(id page.ID, number uint16, pageBytes int, share Share) (sp *Space,
+	err error) {
 	sp = &Space{s: s, id: id, number: number, pageBytes: pageBytes}
 	if s.object != nil {
-		if sp.object, err = s.object.Owner(id, pageBytes, 0, 0); err != nil {
+		if sp.object, err = s.object.Owner(id, pageBytes, share.Quota, share.Reserve); err != nil {
 			return nil, fmt.Errorf("store: namespace %s: %w", id, err)
 		}
 	}
@@ -530,6 +554,134 @@ func (sp *Space) Remove() error {
 		return fmt.Errorf("store: namespace %s: remove: %w", sp.id, err)
 	}
 	return nil
+}
+
+// RemoveSpace is Remove for a namespace that need not be open, nor have pages. It reports whether
+// it may have had some.
+func (s *Store) RemoveSpace(id page.ID) (had bool, err error) {
+	if !s.enter() {
+		return false, ErrClosed
+	}
+	defer s.leave()
+	sp, err := s.serve(id, Shares{}) // a quota that is too small does not keep pages here
+	var none *RequestError
+	switch {
+	case err == nil:
+		defer sp.Close()
+		return true, sp.Remove()
+	case !errors.As(err, &none):
+		return false, err
+	case s.object != nil: // it may have what no tier of this start has had
+		return false, s.object.RemoveSpace(context.Background(), id) // it has a timeout
+	}
+	return false, nil
+}
+
+// RemoveAll removes all namespaces, as RemoveSpace does. It waits, until ctx ends, for the object
+// store to be read.
+func (s *Store) RemoveAll(ctx context.Context) error {
+	if !s.enter() {
+		return ErrClosed
+	}
+	defer s.leave()
+	all := map[page.ID]bool{}
+	if s.object != nil {
+		if err := s.object.Ready(ctx); err != nil {
+			return fmt.Errorf("store: remove all: %w", err)
+		}
+		for _, id := range s.object.Known() {
+			all[id] = true
+		}
+	}
+	if s.disk != nil {
+		for id := range s.disk.Known() {
+			all[id] = true
+		}
+	}
+	s.mu.Lock()
+	for id := range s.spaces {
+		all[id] = true
+	}
+	s.mu.Unlock()
+	var errs []error
+	for id := range all {
+		_, err := s.RemoveSpace(id)
+		errs = append(errs, err)
+	}
+	return errors.Join(errs...)
+}
+
+// Has reports whether a namespace is open, or has pages on the disk.
+func (s *Store) Has(id page.ID) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	found := s.spaces[id] != nil
+	if !found && s.disk != nil {
+		_, _, found = s.disk.Find(id)
+	}
+	return found
+}
+
+// Keeps reports whether the store may have pages of an earlier start.
+func (s *Store) Keeps() bool {
+	return s.object != nil || s.disk != nil && s.disk.Stats().Pages > 0
+}
+
+// Note returns what SetNote has stored, by this process or an earlier one; nil: nothing, or there
+// is no disk, and a note ends with the process.
+func (s *Store) Note() ([]byte, error) {
+	if s.disk == nil {
+		return nil, nil
+	}
+	return s.disk.Note()
+}
+
+// SetNote stores a few bytes beside the pages of the disk, as disk.Tier.SetNote does.
+func (s *Store) SetNote(note []byte) error {
+	if s.disk == nil {
+		return nil
+	}
+	return s.disk.SetNote(note)
+}
+
+// Usage is what one namespace has, and its pages since the store opened it.
+type Usage struct {
+	ID                            page.ID
+	Memory, Disk, Object          uint64 // bytes
+	Hits, Misses, Stored, Refused uint64
+}
+
+type counts struct{ hits, misses, stored, refused atomic.Uint64 }
+
+// Usage returns that of all namespaces that were opened, or have pages on the disk.
+func (s *Store) Usage() (out []Usage) {
+	if !s.enter() {
+		return nil
+	}
+	defer s.leave()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for id, sp := range s.spaces {
+		c := &sp.counts
+		u := Usage{ID: id, Memory: s.memory.Used(sp.number), Hits: c.hits.Load(),
+			Misses: c.misses.Load(), Stored: c.stored.Load(), Refused: c.refused.Load()}
+		if s.disk != nil {
+			u.Disk = s.disk.Used(sp.number)
+		}
+		if sp.object != nil {
+			u.Object = sp.object.Used()
+		}
+		out = append(out, u)
+	}
+	if s.disk == nil {
+		return out
+	}
+	for id, n := range s.disk.Known() {
+		if s.spaces[id] == nil {
+			out = append(out, Usage{ID: id, Disk: s.disk.Used(n)})
+		}
+	}
+	return out
 }
 
 // Stats are counts since the store was opened.

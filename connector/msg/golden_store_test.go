@@ -49,7 +49,7 @@ func storeMessages() []storeMessage {
 			&AddRegions{ID: 9}},
 		{"drop_regions", &DropRegions{ID: 10, Regions: []uint32{1, 70000}},
 			&DropRegions{ID: 10, Regions: []uint32{1}}},
-		{"done", &Done{ID: 10}, &Done{ID: 10}},
+		{"done", &Done{ID: 10, Members: 3, Confirmed: 2, Missing: "n: away"}, &Done{ID: 10}},
 		{"get", &fullGet, &get},
 		{"put", &fullPut, &put},
 		{"received-pages", &Received{Bytes: 1 << 33, US: 1500, Reason: "page 2: EIO", Pages: results},

@@ -1286,6 +1286,12 @@ func (m *Done) read(r *reader) {
 		case "id":
 			m.ID = r.u64()
 			got |= 1 << 0
+		case "members":
+			m.Members = r.u32()
+		case "confirmed":
+			m.Confirmed = r.u32()
+		case "missing":
+			m.Missing = r.str(MaxTextBytes)
 		default:
 			r.skip()
 		}
@@ -1294,9 +1300,31 @@ func (m *Done) read(r *reader) {
 }
 
 func (m *Done) append(b []byte) []byte {
-	b = appendMap(b, 1)
+	n := 1
+	if m.Members != 0 {
+		n++
+	}
+	if m.Confirmed != 0 {
+		n++
+	}
+	if len(m.Missing) > 0 {
+		n++
+	}
+	b = appendMap(b, n)
 	b = append(b, "\xa2id"...)
 	b = appendUint(b, m.ID)
+	if m.Members != 0 {
+		b = append(b, "\xa7members"...)
+		b = appendUint(b, uint64(m.Members))
+	}
+	if m.Confirmed != 0 {
+		b = append(b, "\xa9confirmed"...)
+		b = appendUint(b, uint64(m.Confirmed))
+	}
+	if len(m.Missing) > 0 {
+		b = append(b, "\xa7missing"...)
+		b = appendStr(b, clip(m.Missing, MaxTextBytes))
+	}
 	return b
 }
 

@@ -425,7 +425,7 @@ type Unpin struct {
 // Type implements Message.
 func (*Unpin) Type() Type { return TypeUnpin }
 
-// Remove forgets all pages of a namespace, durably; answered by DONE.
+// Remove forgets all pages of a namespace on all nodes, durably; answered by DONE.
 type Remove struct {
 	ID    uint64
 	Space uint64
@@ -455,7 +455,10 @@ func (*DropRegions) Type() Type { return TypeDropRegions }
 
 // Done answers REMOVE, ADD_REGIONS and DROP_REGIONS.
 type Done struct {
-	ID uint64
+	ID        uint64
+	Members   uint32 // of REMOVE: nodes with a store, this one included
+	Confirmed uint32 // those that have removed the pages
+	Missing   string // the others, and why
 }
 
 // Type implements Message.

@@ -10,11 +10,13 @@
 package config
 
 import (
+	"cmp"
 	"fmt"
 	"log/slog"
 	"os"
 	"path"
 	"path/filepath"
+	"strings"
 	"time"
 )
 
@@ -141,15 +143,44 @@ type Transfer struct {
 
 // Store configures the node's store of pages.
 type Store struct {
-	Memory    Size        `yaml:"memory" unit:"bytes" doc:"Memory for pages. 0B: this node has no store."`
-	Disk      []StoreDisk `yaml:"disk" doc:"Where pages go that memory gives up: files, directories or block devices. With --set: path=size, several separated by commas."`
-	WriteBack bool        `yaml:"write_back" unit:"true or false" doc:"false: a put ends when its pages are on the disk. true: it ends when they are in memory, and they go to the disk afterwards."`
-	Object    StoreObject `yaml:"object" doc:"Object store below memory and disk, over S3's API. Off unless its bucket is set. Credentials come from the environment, the shared credentials file or the instance's role."`
-	Segment   Size        `yaml:"segment" unit:"bytes" doc:"Segment of a new disk tier: what is written in sequence, and cleaned together. A power of two of 1MiB to 1GiB. An existing store keeps its own." default:"64MiB, less if a disk is smaller than 1GiB"`
-	Quota     Size        `yaml:"quota" unit:"bytes" doc:"Most memory of one namespace: the cache of one model on one rank, and of one tenant. 0B: no limit."`
-	Directory string      `yaml:"directory" unit:"embedded, redis or off" doc:"Where sidecars look for pages that others hold. embedded: in the sidecars themselves. redis: in a Redis or Valkey service. off: not at all. It has effect with peer.gossip, and only hints are kept there."`
-	Redis     StoreRedis  `yaml:"redis" doc:"The service of store.directory redis."`
-	DiskQuota Size        `yaml:"disk_quota" unit:"bytes" doc:"Most disk space of one namespace. 0B: no limit."`
+	Memory      Size         `yaml:"memory" unit:"bytes" doc:"Memory for pages. 0B: this node has no store."`
+	Disk        []StoreDisk  `yaml:"disk" doc:"Where pages go that memory gives up: files, directories or block devices. With --set: path=size, several separated by commas."`
+	WriteBack   bool         `yaml:"write_back" unit:"true or false" doc:"false: a put ends when its pages are on the disk. true: it ends when they are in memory, and they go to the disk afterwards."`
+	Object      StoreObject  `yaml:"object" doc:"Object store below memory and disk, over S3's API. Off unless its bucket is set. Credentials come from the environment, the shared credentials file or the instance's role."`
+	Segment     Size         `yaml:"segment" unit:"bytes" doc:"Segment of a new disk tier: what is written in sequence, and cleaned together. A power of two of 1MiB to 1GiB. An existing store keeps its own." default:"64MiB, less if a disk is smaller than 1GiB"`
+	Quota       Portion      `yaml:"quota" unit:"bytes or percent" doc:"Most memory of one namespace: the cache of one model on one rank, and of one tenant. A namespace that has it gives up its own pages for new ones. 0B: no limit."`
+	Directory   string       `yaml:"directory" unit:"embedded, redis or off" doc:"Where sidecars look for pages that others hold. embedded: in the sidecars themselves. redis: in a Redis or Valkey service. off: not at all. It has effect with peer.gossip, and only hints are kept there."`
+	Redis       StoreRedis   `yaml:"redis" doc:"The service of store.directory redis."`
+	DiskQuota   Portion      `yaml:"disk_quota" unit:"bytes or percent" doc:"Most disk space of one namespace. 0B: no limit."`
+	ObjectQuota Portion      `yaml:"object_quota" unit:"bytes or percent" doc:"Most of the object store for one namespace. 0B: no limit."`
+	Namespaces  []StoreQuota `yaml:"namespaces" doc:"Namespaces with other quotas than these."`
+}
+
+// StoreQuota are the quotas of one namespace.
+type StoreQuota struct {
+	ID          string  `yaml:"id" unit:"64 hexadecimal digits" doc:"The namespace, as 'kvspray store ls' prints it." default:"required"`
+	Quota       Portion `yaml:"quota" unit:"bytes or percent" doc:"As store.quota." default:"store.quota"`
+	DiskQuota   Portion `yaml:"disk_quota" unit:"bytes or percent" doc:"As store.disk_quota." default:"store.disk_quota"`
+	ObjectQuota Portion `yaml:"object_quota" unit:"bytes or percent" doc:"As store.object_quota." default:"store.object_quota"`
+}
+
+// Quotas are the most bytes of a namespace in memory, on disks and in the object store; 0: no limit.
+func (s *Store) Quotas(id string) (memory, disk, object uint64) {
+	q := StoreQuota{}
+	for _, n := range s.Namespaces {
+		if strings.EqualFold(n.ID, id) {
+			q = n
+		}
+	}
+	return cmp.Or(q.Quota, s.Quota).Of(s.Memory), cmp.Or(q.DiskQuota, s.DiskQuota).Of(s.diskSize()),
+		cmp.Or(q.ObjectQuota, s.ObjectQuota).Of(s.Object.Size)
+}
+
+func (s *Store) diskSize() (sum Size) {
+	for _, d := range s.Disk {
+		sum += d.Size
+	}
+	return sum
 }
 
 // StoreDisk is one place of the store's disk tier.
@@ -270,9 +301,10 @@ func defaults() *Config {
 			Grace:     Duration(5 * time.Second),
 			MaxSlices: 256, MaxAttempts: 8, Policy: PolicySpray,
 		},
-		HTTP:  HTTP{Listen: fmt.Sprintf("127.0.0.1:%d", DefaultHTTPPort)},
-		Log:   Log{Level: LevelInfo, Format: FormText},
-		Store: Store{Directory: DirEmbedded, Redis: StoreRedis{Prefix: "kvspray:"}},
+		HTTP: HTTP{Listen: fmt.Sprintf("127.0.0.1:%d", DefaultHTTPPort)},
+		Log:  Log{Level: LevelInfo, Format: FormText},
+		Store: Store{Directory: DirEmbedded, Redis: StoreRedis{Prefix: "kvspray:"}, Quota: "0B",
+			DiskQuota: "0B", ObjectQuota: "0B"},
 		Drain: Drain{Timeout: Duration(35 * time.Second)},
 	}
 }

@@ -141,6 +141,20 @@ func TestMistakes(t *testing.T) {
 			"power of two"}},
 		"large quota": {"store: {memory: 1GiB, quota: 2GiB}", []string{"store.quota",
 			"more than store.memory (1GiB)"}},
+		"no portion": {"store: {memory: 1GiB, quota: 101%}", []string{"store.quota", "50%"}},
+		"no part":    {"store: {memory: 1GiB, quota: 0%}", []string{"store.quota", "50%"}},
+		"bare quota": {"store: {memory: 1GiB, quota: 12}", []string{"store.quota", "32GiB or 50%"}},
+		"quota of no disk": {"store: {memory: 1GiB, disk_quota: 10%}", []string{"store.disk_quota",
+			"there is no disk"}},
+		"quota of no bucket": {"store: {memory: 1GiB, object_quota: 1GiB}",
+			[]string{"store.object_quota", "there is no object store"}},
+		"short namespace": {"store: {memory: 1GiB, namespaces: [{id: ab, quota: 1%}]}",
+			[]string{"store.namespaces[0].id", "64 hexadecimal"}},
+		"namespace twice": {"store: {memory: 1GiB, namespaces: [{id: " + strings.Repeat("ab", 32) +
+			"}, {id: " + strings.Repeat("AB", 32) + "}]}", []string{"store.namespaces[1].id",
+			"also the id of store.namespaces[0]"}},
+		"large part": {"store: {memory: 1GiB, namespaces: [{id: " + strings.Repeat("ab", 32) +
+			", quota: 2GiB}]}", []string{"store.namespaces[0].quota", "more than store.memory"}},
 		"directory elsewhere": {"store: {memory: 1GiB, directory: etcd}", []string{"store.directory",
 			`"etcd"`}},
 		"redis without address": {"peer: {gossip: {join: [a:1]}}\n" +

@@ -469,6 +469,10 @@ func setScalar(v reflect.Value, text string) error {
 		n, err := parseUnits(text, sizeUnits)
 		v.SetUint(n)
 		return err
+	case reflect.TypeFor[Portion]():
+		p, err := parsePortion(text)
+		v.SetString(string(p))
+		return err
 	case reflect.TypeFor[Rate]():
 		n, err := parseUnits(text, rateUnits)
 		v.SetUint(n)
@@ -500,6 +504,8 @@ func want(v reflect.Value, tg tags) string {
 		return "a number and ms, s, m or h, for instance 30s"
 	case reflect.TypeFor[Size]():
 		return "a number and B, KiB, MiB or GiB, for instance 256KiB"
+	case reflect.TypeFor[Portion]():
+		return "a number and B, KiB, MiB, GiB or %, for instance 32GiB or 50%"
 	case reflect.TypeFor[Rate]():
 		return "a number and bit, kbit, mbit or gbit, for instance 10gbit"
 	}

@@ -24,6 +24,35 @@ type Size uint64
 
 func (s Size) String() string { return formatUnits(uint64(s), sizeUnits) }
 
+// Portion is a part of a tier: a Size, or a percentage such as "50%". Nothing is no limit.
+type Portion string
+
+// Of is the portion of so many bytes; 0: no limit. The portion was checked when it was read.
+func (p Portion) Of(total Size) uint64 {
+	if digits, ok := strings.CutSuffix(string(p), "%"); ok {
+		n, _ := strconv.ParseUint(strings.TrimSpace(digits), 10, 8)
+		return uint64(total) * n / 100
+	}
+	n, _ := parseUnits(string(p), sizeUnits)
+	return n
+}
+
+var errPortion = errors.New("a size, or a percentage of 1% to 100%")
+
+func parsePortion(text string) (Portion, error) {
+	if digits, ok := strings.CutSuffix(text, "%"); ok {
+		n, err := strconv.ParseUint(strings.TrimSpace(digits), 10, 8)
+		if err != nil || n < 1 || n > 100 {
+			return "", errPortion
+		}
+		return Portion(text), nil
+	}
+	if _, err := parseUnits(text, sizeUnits); err != nil {
+		return "", errPortion
+	}
+	return Portion(text), nil
+}
+
 // Rate is a number of bits per second: "10gbit", "500mbit".
 type Rate uint64
 

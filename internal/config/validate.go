@@ -4,6 +4,7 @@ package config
 
 import (
 	"crypto/tls"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -33,6 +34,8 @@ const (
 	maxGPUs        = 16
 	maxRails       = 64
 	maxDisks       = 64
+	namespaceBytes = 32   // of an id
+	maxNamespaces  = 1024 // with quotas of their own: a store has no more
 	minStoreMemory = 1 << 20
 	maxStoreMemory = 16 << 40
 	minStoreDisk   = 64 << 20
@@ -142,8 +145,20 @@ func (v *checker) store() {
 	}
 	v.directory()
 	v.size("store.memory", st.Memory, minStoreMemory, maxStoreMemory)
-	v.check(st.Quota <= st.Memory, "store.quota", st.Quota.String(), "more than store.memory ("+
-		st.Memory.String()+")", "lower it, or leave it out")
+	v.quotas("store.", st.Quota, st.DiskQuota, st.ObjectQuota)
+	v.check(len(st.Namespaces) <= maxNamespaces, "store.namespaces", strconv.Itoa(len(st.Namespaces)),
+		"too many namespaces", fmt.Sprintf("%d at most", maxNamespaces))
+	named := map[string]string{}
+	for i, n := range st.Namespaces {
+		key := fmt.Sprintf("store.namespaces[%d]", i)
+		id, err := hex.DecodeString(n.ID)
+		v.check(err == nil && len(id) == namespaceBytes, key+".id", n.ID, "not 64 hexadecimal digits",
+			"write one that 'kvspray store ls' prints")
+		v.check(named[string(id)] == "", key+".id", n.ID, "also the id of "+named[string(id)],
+			"name each namespace once")
+		named[string(id)] = key
+		v.quotas(key+".", n.Quota, n.DiskQuota, n.ObjectQuota)
+	}
 	v.check(st.Segment == 0 || st.Segment >= minSegment && st.Segment <= maxSegment &&
 		st.Segment&(st.Segment-1) == 0, "store.segment", st.Segment.String(),
 		"not a power of two of 1MiB to 1GiB", "choose one, or leave it out")
@@ -151,8 +166,6 @@ func (v *checker) store() {
 		fmt.Sprintf("%d at most", maxDisks))
 	v.check(!st.WriteBack || len(st.Disk) > 0, "store.write_back", "true",
 		"there is no disk to write to", "add store.disk, or leave it out")
-	v.check(st.DiskQuota == 0 || len(st.Disk) > 0, "store.disk_quota", st.DiskQuota.String(),
-		"there is no disk", "add store.disk, or leave it out")
 	if o := st.Object; o.Bucket != "" {
 		v.check(o.Prefix != "", "store.object.prefix", o.Prefix, "missing",
 			"name one for this sidecar alone")
@@ -174,6 +187,23 @@ func (v *checker) store() {
 		v.check(seen[clean] == "", key+".path", d.Path, "also the path of "+seen[clean],
 			"give each entry a path of its own")
 		seen[clean] = key
+	}
+}
+
+// quotas checks those of all namespaces, or of one.
+func (v *checker) quotas(prefix string, memory, disk, object Portion) {
+	st := &v.c.Store
+	v.check(memory.Of(st.Memory) <= uint64(st.Memory), prefix+"quota", string(memory),
+		"more than store.memory ("+st.Memory.String()+")", "lower it, or leave it out")
+	for _, q := range []struct {
+		key, tier, what string
+		p               Portion
+		size            Size
+	}{{"disk_quota", "store.disk", "there is no disk", disk, st.diskSize()},
+		{"object_quota", "store.object", "there is no object store", object, st.Object.Size}} {
+		set := q.p != "" && q.p != "0B"
+		v.check(!set || q.size > 0, prefix+q.key, string(q.p), q.what, "add "+q.tier+
+			", or leave it out")
 	}
 }
 

@@ -12,12 +12,23 @@ import (
 type StoreSample struct {
 	Results map[string]float64 // pages, by the end of their get or put
 	Tiers   map[string]StoreTier
-	Damaged float64 // pages of a tier that were damaged, and are dropped
-	Failed  float64 // segments of a disk that could not be written
+	// by a label, of which the caller has at most MaxNamespaces
+	Namespaces map[string]StoreNamespace
+	Damaged    float64 // pages of a tier that were damaged, and are dropped
+	Failed     float64 // segments of a disk that could not be written
 }
 
 // StoreTier is a tier's part.
 type StoreTier struct{ Pages, Bytes, Capacity, Hits, Evicted float64 }
+
+// MaxNamespaces bounds the namespaces with a label of their own.
+const MaxNamespaces = 64
+
+// StoreNamespace is what one namespace has.
+type StoreNamespace struct {
+	Bytes, Quota map[string]float64 // by tier
+	Results      map[string]float64 // pages
+}
 
 // Store holds the metrics of a node's store. A node without a store has none.
 type Store struct {
@@ -56,6 +67,15 @@ var (
 		"Bytes that a tier can hold.", []string{"tier"}, nil)
 	storeEvicted = prometheus.NewDesc("kvspray_store_evicted_total",
 		"Pages that a tier gave up for others.", []string{"tier"}, nil)
+	spaceBytes = prometheus.NewDesc("kvspray_store_namespace_bytes",
+		"Bytes of a namespace's pages in a tier. The label is the beginning of its id; other: those "+
+			"beyond the first 64.", []string{"namespace", "tier"}, nil)
+	spaceQuota = prometheus.NewDesc("kvspray_store_namespace_quota_bytes",
+		"Most bytes of a namespace's pages in a tier, where it has a quota.",
+		[]string{"namespace", "tier"}, nil)
+	spaceResults = prometheus.NewDesc("kvspray_store_namespace_pages_total",
+		"Pages of a namespace that engines got or put, by result.",
+		[]string{"namespace", "result"}, nil)
 	storeDamaged = prometheus.NewDesc("kvspray_store_damaged_total",
 		"Pages that differed from what was put. They were dropped and not delivered.", nil, nil)
 	storeFailed = prometheus.NewDesc("kvspray_store_failed_segments_total",
@@ -65,7 +85,7 @@ var (
 // Describe implements prometheus.Collector.
 func (c storeCollector) Describe(out chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{storeResults, storeHits, storePages, storeBytes,
-		storeCapacity, storeEvicted, storeDamaged, storeFailed} {
+		storeCapacity, storeEvicted, spaceBytes, spaceQuota, spaceResults, storeDamaged, storeFailed} {
 		out <- d
 	}
 }
@@ -85,6 +105,17 @@ func (c storeCollector) Collect(out chan<- prometheus.Metric) {
 		put(storeCapacity, prometheus.GaugeValue, t.Capacity, tier)
 		put(storeHits, prometheus.CounterValue, t.Hits, tier)
 		put(storeEvicted, prometheus.CounterValue, t.Evicted, tier)
+	}
+	for name, n := range s.Namespaces {
+		for tier, v := range n.Bytes {
+			put(spaceBytes, prometheus.GaugeValue, v, name, tier)
+		}
+		for tier, v := range n.Quota {
+			put(spaceQuota, prometheus.GaugeValue, v, name, tier)
+		}
+		for result, v := range n.Results {
+			put(spaceResults, prometheus.CounterValue, v, name, result)
+		}
 	}
 	put(storeDamaged, prometheus.CounterValue, s.Damaged)
 	put(storeFailed, prometheus.CounterValue, s.Failed)

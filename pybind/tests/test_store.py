@@ -122,7 +122,8 @@ def test_pages(serve: Serve, engines: Any) -> None:
     assert outcomes(got) == [_messages.PAGE_HIT, _messages.PAGE_HIT, _messages.PAGE_MISS]
     assert PageResult.of(got.pages[0]).tier == 1
     assert (second.read(20), second.read(21)) == (pages[3], pages[1])
-    assert second.space.remove()
+    removed = second.space.remove()
+    assert removed and (removed.members, removed.confirmed, removed.missing) == (1, 1, "")
     assert outcomes(second.end(second.space.get(hashes(1), [0]))) == [_messages.PAGE_MISS]
 
 

@@ -85,6 +85,10 @@ type Tier struct {
 	logs   []*log
 	segb   uint32 // blocks of a segment
 	ledger ledger
+	notes  struct {
+		mu   sync.Mutex // guards what follows; no other lock is taken under it
+		last uint64     // generation of the newest copy that was read or written
+	}
 
 	mu       sync.Mutex // guards what follows, and the segments of the logs
 	drained  sync.Cond  // a reader left a segment
@@ -309,6 +313,13 @@ func (t *Tier) Close() error {
 
 // IndexBytes is the memory of the index when it is full.
 func (t *Tier) IndexBytes() int { return t.pages.Bytes() }
+
+// Used is how many bytes of devices an owner's pages take.
+func (t *Tier) Used(id uint16) uint64 {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.pages.Used(id)
+}
 
 // Keys lists keys, as Catalog.Keys.
 func (t *Tier) Keys(id uint16, first uint32, out []page.Key) ([]page.Key, uint32) {

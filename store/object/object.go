@@ -381,6 +381,13 @@ func (o *Owner) SetShare(quota, reserve uint64) error {
 	return err
 }
 
+// Used is how many bytes of objects the owner's pages take.
+func (o *Owner) Used() uint64 {
+	o.t.mu.Lock()
+	defer o.t.mu.Unlock()
+	return o.t.pages.Used(o.number)
+}
+
 // Close ends one use of an owner. Its pages stay.
 func (o *Owner) Close() {
 	o.t.mu.Lock()
@@ -409,6 +416,13 @@ func (t *Tier) ownerLocked(id page.ID, pageBytes int) (*Owner, error) {
 	}
 	return nil, fmt.Errorf("store.object: %d namespaces have pages or are in use: a store has no "+
 		"more; remove those that are not needed", evict.MaxOwners)
+}
+
+// Known are the namespaces that have an owner here: once the tier is ready, all that have pages.
+func (t *Tier) Known() []page.ID {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return slices.Collect(maps.Keys(t.owners))
 }
 
 // reclaimLocked forgets owners that nobody uses and that have nothing here.

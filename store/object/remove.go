@@ -12,27 +12,37 @@ import (
 // Remove forgets all pages of an owner, durably: after it returned nil, none of them comes back,
 // whatever happens to the objects. After an error they may come back when their objects are found,
 // unless this process writes its ledger before. The objects are deleted in the background.
-func (o *Owner) Remove(ctx context.Context) error {
-	t := o.t
+func (o *Owner) Remove(ctx context.Context) error { return o.t.RemoveSpace(ctx, o.id) }
+
+// RemoveSpace is Remove for a namespace that may have no owner: one whose objects are not found
+// yet, or that has none.
+func (t *Tier) RemoveSpace(ctx context.Context, id page.ID) error {
 	t.book.Lock()
 	defer t.book.Unlock()
 	t.mu.Lock()
+	o := t.owners[id]
+	if o == nil && t.state == ready {
+		t.mu.Unlock()
+		return nil
+	}
 	before := uint64(everyLife)
 	if t.state != opening {
 		before = t.nextLifeLocked()
 	}
-	t.ledger.removed[o.id] = before
-	t.pages.RemoveOwner(o.number)
-	if b := o.builder; b != nil {
-		t.sealLocked(b)
+	t.ledger.removed[id] = before
+	if o != nil {
+		t.pages.RemoveOwner(o.number)
+		if b := o.builder; b != nil {
+			t.sealLocked(b)
+		}
 	}
 	err := t.forgetRemovalsLocked()
 	if err != nil { // it is the one too many: the ledger was within the bound before
-		delete(t.ledger.removed, o.id)
+		delete(t.ledger.removed, id)
 	}
 	switch {
 	case t.state == opening:
-		err = fmt.Errorf("store.object: namespace %s: remove: %w", o.id, ErrAway)
+		err = fmt.Errorf("store.object: namespace %s: remove: %w", id, ErrAway)
 	case t.state == stopped:
 		err = t.problem
 	}

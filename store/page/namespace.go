@@ -41,8 +41,17 @@ type Namespace struct {
 	Algorithm  string // of the engine's page hashes; Algorithms lists those that are known
 	Seed       string // of that algorithm; empty: it has none
 	Adapter    string // identity of a LoRA adapter's content; empty: none
-	Secret     []byte // the tenant's; nil: pages are shared with all tenants that have none
+	Secret     Secret // the tenant's; nil: pages are shared with all tenants that have none
 }
+
+// Secret is a tenant's. It prints as its length.
+type Secret []byte
+
+// Format implements fmt.Formatter.
+func (s Secret) Format(f fmt.State, _ rune) { _, _ = fmt.Fprintf(f, "(%d bytes)", len(s)) }
+
+// MarshalText keeps it out of JSON.
+func (s Secret) MarshalText() ([]byte, error) { return fmt.Appendf(nil, "(%d bytes)", len(s)), nil }
 
 // seeding is whether the hashes of two processes agree without a common seed.
 type seeding uint8

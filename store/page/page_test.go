@@ -4,7 +4,11 @@ package page
 
 import (
 	"bytes"
+	"encoding/hex"
+	"encoding/json"
 	"errors"
+	"fmt"
+	"os"
 	"reflect"
 	"strings"
 	"testing"
@@ -153,4 +157,64 @@ func TestBitmap(t *testing.T) {
 			t.Fatalf("count %d, leading %d of %v", b.Count(), b.Leading(), bits)
 		}
 	})
+}
+
+// The keys that other programs compute, too (pybind/tests/test_secret.py).
+func TestGoldenKeys(t *testing.T) {
+	text, err := os.ReadFile("../../testdata/page_keys.json")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var vectors []struct {
+		Namespace struct {
+			Weights, DType, Layout, Algorithm, Seed, Adapter, Secret string
+
+			PageTokens int `json:"page_tokens"`
+			PageBytes  int `json:"page_bytes"`
+		}
+		Hash, Space, Key string
+	}
+	if err := json.Unmarshal(text, &vectors); err != nil || len(vectors) < 3 {
+		t.Fatalf("%d vectors, %v", len(vectors), err)
+	}
+	for _, v := range vectors {
+		n := Namespace{Weights: v.Namespace.Weights, DType: v.Namespace.DType,
+			Layout: v.Namespace.Layout, PageTokens: v.Namespace.PageTokens,
+			PageBytes: v.Namespace.PageBytes, Algorithm: v.Namespace.Algorithm,
+			Seed: v.Namespace.Seed, Adapter: v.Namespace.Adapter}
+		if v.Namespace.Secret != "" {
+			if n.Secret, err = hex.DecodeString(v.Namespace.Secret); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := n.Check(); err != nil {
+			t.Error(err)
+		}
+		hash, err := hex.DecodeString(v.Hash)
+		if err != nil {
+			t.Fatal(err)
+		}
+		key, err := n.Keyer().Key(hash)
+		if err != nil || n.ID().String() != v.Space || key.String() != v.Key {
+			t.Errorf("%s %s, want %s %s, %v", n.ID(), key, v.Space, v.Key, err)
+		}
+	}
+}
+
+// No way of printing a namespace shows its secret.
+func TestSecretIsNotPrinted(t *testing.T) {
+	n := sample()
+	n.Secret = []byte("sixteen bytes...")
+	for _, form := range []string{"%v", "%+v", "%#v", "%s", "%q", "%x"} {
+		for _, v := range []any{n, &n, struct{ N Namespace }{n}} {
+			s := fmt.Sprintf(form, v)
+			if strings.Contains(s, "sixteen") || strings.Contains(s, "115 105 120") ||
+				strings.Contains(s, "7369787465656e") || strings.Contains(s, "0x73, 0x69") {
+				t.Errorf("%s: %s", form, s)
+			}
+		}
+	}
+	if b, err := json.Marshal(n); err != nil || strings.Contains(string(b), "c2l4dGVlbiB") {
+		t.Errorf("%s %v", b, err)
+	}
 }

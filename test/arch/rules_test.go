@@ -79,7 +79,8 @@ var rules = []rule{
 			"internal/sys/mem",
 			"internal/metrics", "internal/spans", "internal/sys/topo", "internal/version", "layout", "parseblock",
 			"sidecar/internal/exchange", "sidecar/internal/local", "sidecar/internal/pages",
-			"sidecar/internal/plans", "sidecar/internal/trace", "sidecar/internal/web", "store",
+			"sidecar/internal/plans", "sidecar/internal/removals", "sidecar/internal/trace",
+			"sidecar/internal/web", "store",
 			"store/directory", "store/directory/embedded", "store/directory/redis", "store/disk",
 			"store/memory", "store/object", "store/object/s3",
 			"store/page", "transfer",
@@ -102,8 +103,11 @@ var rules = []rule{
 	{dir: "sidecar/internal/pages", why: "the store as engines use it: leases and questions, no " +
 		"message and no tier",
 		own: []string{"connector", "control/engines", "internal/metrics", "internal/sys/mem",
-			"sidecar/internal/local", "sidecar/internal/trace", "sidecar/internal/web", "store",
-			"store/page"}},
+			"sidecar/internal/local", "sidecar/internal/removals", "sidecar/internal/trace",
+			"sidecar/internal/web", "store", "store/page"}},
+	{dir: "sidecar/internal/removals", why: "removals of namespaces on all nodes: the store is " +
+		"behind an interface, and peers behind one function",
+		own: []string{"api/peer/v1", "store/page", "store/removal", "transfer"}},
 	{dir: "sidecar/internal/exchange", why: "pages between the stores of nodes: the executor and " +
 		"the directory are behind interfaces, and peers behind one function",
 		own: []string{"api/peer/v1", "control/engines", "internal/metrics", "internal/sys/mem", "layout",
@@ -377,6 +381,8 @@ var rules = []rule{
 	{dir: "store/directory/redis", why: "the one package that imports the Redis client",
 		own: []string{"store/directory", "store/page", "transfer"}, ext: []string{extRedis}},
 	{dir: "store/page", why: "names of pages as plain values: keys, namespaces, bitmaps", pure: true},
+	{dir: "store/removal", why: "which namespaces were removed, as plain values", pure: true,
+		own: []string{"store/page"}},
 	{dir: "store/offheap", why: "arrays outside the heap; independent of their users",
 		ext: []string{extSys}},
 	{dir: "store/index", why: "key to entry, in memory that the collector does not walk",

@@ -816,6 +816,8 @@ type ControlFrame struct {
 	//	*ControlFrame_PageHolders
 	//	*ControlFrame_PageRequest
 	//	*ControlFrame_PageOffer
+	//	*ControlFrame_PageRemovals
+	//	*ControlFrame_PageRemoved
 	Body          isControlFrame_Body `protobuf_oneof:"body"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1025,6 +1027,24 @@ func (x *ControlFrame) GetPageOffer() *PageOffer {
 	return nil
 }
 
+func (x *ControlFrame) GetPageRemovals() *PageRemovals {
+	if x != nil {
+		if x, ok := x.Body.(*ControlFrame_PageRemovals); ok {
+			return x.PageRemovals
+		}
+	}
+	return nil
+}
+
+func (x *ControlFrame) GetPageRemoved() *PageRemoved {
+	if x != nil {
+		if x, ok := x.Body.(*ControlFrame_PageRemoved); ok {
+			return x.PageRemoved
+		}
+	}
+	return nil
+}
+
 type isControlFrame_Body interface {
 	isControlFrame_Body()
 }
@@ -1097,6 +1117,14 @@ type ControlFrame_PageOffer struct {
 	PageOffer *PageOffer `protobuf:"bytes,27,opt,name=page_offer,json=pageOffer,proto3,oneof"`
 }
 
+type ControlFrame_PageRemovals struct {
+	PageRemovals *PageRemovals `protobuf:"bytes,28,opt,name=page_removals,json=pageRemovals,proto3,oneof"`
+}
+
+type ControlFrame_PageRemoved struct {
+	PageRemoved *PageRemoved `protobuf:"bytes,29,opt,name=page_removed,json=pageRemoved,proto3,oneof"`
+}
+
 func (*ControlFrame_Await) isControlFrame_Body() {}
 
 func (*ControlFrame_Admitted) isControlFrame_Body() {}
@@ -1130,6 +1158,10 @@ func (*ControlFrame_PageHolders) isControlFrame_Body() {}
 func (*ControlFrame_PageRequest) isControlFrame_Body() {}
 
 func (*ControlFrame_PageOffer) isControlFrame_Body() {}
+
+func (*ControlFrame_PageRemovals) isControlFrame_Body() {}
+
+func (*ControlFrame_PageRemoved) isControlFrame_Body() {}
 
 // Fragment is a part of a ControlFrame that exceeds the longest frame. The parts up to the one with
 // `last`, in order, are an encoded ControlFrame without seq and ack. Only for peers with the
@@ -2500,12 +2532,15 @@ func (x *PageHolders) GetAt() []byte {
 
 // PageRequest asks a holder for pages of one namespace. PageOffer answers.
 type PageRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Id            uint64                 `protobuf:"varint,1,opt,name=id,proto3" json:"id,omitempty"`
-	Space         []byte                 `protobuf:"bytes,2,opt,name=space,proto3" json:"space,omitempty"` // 32 bytes, of the namespace
-	PageBytes     uint32                 `protobuf:"varint,3,opt,name=page_bytes,json=pageBytes,proto3" json:"page_bytes,omitempty"`
-	Keys          []byte                 `protobuf:"bytes,4,opt,name=keys,proto3" json:"keys,omitempty"`                                // of 32 bytes
-	DeadlineMs    uint32                 `protobuf:"varint,5,opt,name=deadline_ms,json=deadlineMs,proto3" json:"deadline_ms,omitempty"` // for all of it
+	state      protoimpl.MessageState `protogen:"open.v1"`
+	Id         uint64                 `protobuf:"varint,1,opt,name=id,proto3" json:"id,omitempty"`
+	Space      []byte                 `protobuf:"bytes,2,opt,name=space,proto3" json:"space,omitempty"` // 32 bytes, of the namespace
+	PageBytes  uint32                 `protobuf:"varint,3,opt,name=page_bytes,json=pageBytes,proto3" json:"page_bytes,omitempty"`
+	Keys       []byte                 `protobuf:"bytes,4,opt,name=keys,proto3" json:"keys,omitempty"`                                // of 32 bytes
+	DeadlineMs uint32                 `protobuf:"varint,5,opt,name=deadline_ms,json=deadlineMs,proto3" json:"deadline_ms,omitempty"` // for all of it
+	// The latest removal of the namespace that the sender knows; 0: none. A holder that has not applied
+	// it offers nothing.
+	Removal       uint64 `protobuf:"fixed64,6,opt,name=removal,proto3" json:"removal,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2575,6 +2610,13 @@ func (x *PageRequest) GetDeadlineMs() uint32 {
 	return 0
 }
 
+func (x *PageRequest) GetRemoval() uint64 {
+	if x != nil {
+		return x.Removal
+	}
+	return 0
+}
+
 // PageOffer has those of the pages that the sender has pinned in its memory. A transfer of these,
 // one behind the other, each in whole units of 4 KiB, is offered under a key: the receiver answers
 // with a Grant.
@@ -2588,7 +2630,9 @@ type PageOffer struct {
 	Load  uint64                 `protobuf:"varint,6,opt,name=load,proto3" json:"load,omitempty"`      // bytes that the sender has to send to all of its peers
 	Epoch uint64                 `protobuf:"varint,7,opt,name=epoch,proto3" json:"epoch,omitempty"`    // of the sender
 	// Pages from the first on that the sender has looked at. It has no room for the others now.
-	Looked        uint32 `protobuf:"varint,8,opt,name=looked,proto3" json:"looked,omitempty"`
+	Looked uint32 `protobuf:"varint,8,opt,name=looked,proto3" json:"looked,omitempty"`
+	// The latest removal of the namespace that the sender had applied when it pinned the pages; 0: none.
+	Removal       uint64 `protobuf:"fixed64,9,opt,name=removal,proto3" json:"removal,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2679,6 +2723,203 @@ func (x *PageOffer) GetLooked() uint32 {
 	return 0
 }
 
+func (x *PageOffer) GetRemoval() uint64 {
+	if x != nil {
+		return x.Removal
+	}
+	return 0
+}
+
+// PageRemoval is a removal of all pages of a namespace.
+type PageRemoval struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Space         []byte                 `protobuf:"bytes,1,opt,name=space,proto3" json:"space,omitempty"`   // 32 bytes, of the namespace
+	Stamp         uint64                 `protobuf:"fixed64,2,opt,name=stamp,proto3" json:"stamp,omitempty"` // a later removal of the same namespace has a higher one
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PageRemoval) Reset() {
+	*x = PageRemoval{}
+	mi := &file_api_peer_v1_peer_proto_msgTypes[31]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PageRemoval) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PageRemoval) ProtoMessage() {}
+
+func (x *PageRemoval) ProtoReflect() protoreflect.Message {
+	mi := &file_api_peer_v1_peer_proto_msgTypes[31]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PageRemoval.ProtoReflect.Descriptor instead.
+func (*PageRemoval) Descriptor() ([]byte, []int) {
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{31}
+}
+
+func (x *PageRemoval) GetSpace() []byte {
+	if x != nil {
+		return x.Space
+	}
+	return nil
+}
+
+func (x *PageRemoval) GetStamp() uint64 {
+	if x != nil {
+		return x.Stamp
+	}
+	return 0
+}
+
+// PageRemovals reports removals that the sender knows. The receiver applies those that are new to
+// it. A peer that is up again gets all that the sender knows.
+type PageRemovals struct {
+	state    protoimpl.MessageState `protogen:"open.v1"`
+	Removals []*PageRemoval         `protobuf:"bytes,1,rep,name=removals,proto3" json:"removals,omitempty"` // at most 512
+	Last     bool                   `protobuf:"varint,2,opt,name=last,proto3" json:"last,omitempty"`        // the last message of a list of all removals
+	// Removals with stamps up to this one may be missing, as the sender had no room for more. A receiver
+	// that was away at that time removes all of its pages.
+	Forgotten uint64 `protobuf:"fixed64,4,opt,name=forgotten,proto3" json:"forgotten,omitempty"`
+	// Not 0: the receiver answers with PageRemoved once it has applied the removal, of which there is
+	// one.
+	Id            uint64 `protobuf:"varint,3,opt,name=id,proto3" json:"id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PageRemovals) Reset() {
+	*x = PageRemovals{}
+	mi := &file_api_peer_v1_peer_proto_msgTypes[32]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PageRemovals) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PageRemovals) ProtoMessage() {}
+
+func (x *PageRemovals) ProtoReflect() protoreflect.Message {
+	mi := &file_api_peer_v1_peer_proto_msgTypes[32]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PageRemovals.ProtoReflect.Descriptor instead.
+func (*PageRemovals) Descriptor() ([]byte, []int) {
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{32}
+}
+
+func (x *PageRemovals) GetRemovals() []*PageRemoval {
+	if x != nil {
+		return x.Removals
+	}
+	return nil
+}
+
+func (x *PageRemovals) GetLast() bool {
+	if x != nil {
+		return x.Last
+	}
+	return false
+}
+
+func (x *PageRemovals) GetForgotten() uint64 {
+	if x != nil {
+		return x.Forgotten
+	}
+	return 0
+}
+
+func (x *PageRemovals) GetId() uint64 {
+	if x != nil {
+		return x.Id
+	}
+	return 0
+}
+
+// PageRemoved answers PageRemovals.
+type PageRemoved struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Id    uint64                 `protobuf:"varint,1,opt,name=id,proto3" json:"id,omitempty"`
+	// The latest removal of the namespace that the sender has applied. If it is higher than the one
+	// asked for, pages may have been put in between: the asker sends a higher one.
+	Stamp         uint64 `protobuf:"fixed64,2,opt,name=stamp,proto3" json:"stamp,omitempty"`
+	Problem       string `protobuf:"bytes,3,opt,name=problem,proto3" json:"problem,omitempty"` // why the removal is not applied yet
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PageRemoved) Reset() {
+	*x = PageRemoved{}
+	mi := &file_api_peer_v1_peer_proto_msgTypes[33]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PageRemoved) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PageRemoved) ProtoMessage() {}
+
+func (x *PageRemoved) ProtoReflect() protoreflect.Message {
+	mi := &file_api_peer_v1_peer_proto_msgTypes[33]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PageRemoved.ProtoReflect.Descriptor instead.
+func (*PageRemoved) Descriptor() ([]byte, []int) {
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{33}
+}
+
+func (x *PageRemoved) GetId() uint64 {
+	if x != nil {
+		return x.Id
+	}
+	return 0
+}
+
+func (x *PageRemoved) GetStamp() uint64 {
+	if x != nil {
+		return x.Stamp
+	}
+	return 0
+}
+
+func (x *PageRemoved) GetProblem() string {
+	if x != nil {
+		return x.Problem
+	}
+	return ""
+}
+
 var File_api_peer_v1_peer_proto protoreflect.FileDescriptor
 
 const file_api_peer_v1_peer_proto_rawDesc = "" +
@@ -2737,7 +2978,7 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x05Lease\x12\x12\n" +
 	"\x04boot\x18\x01 \x01(\fR\x04boot\x12\x0e\n" +
 	"\x02id\x18\x02 \x01(\x04R\x02id\x12\x14\n" +
-	"\x05epoch\x18\x03 \x01(\rR\x05epoch\"\xf5\a\n" +
+	"\x05epoch\x18\x03 \x01(\rR\x05epoch\"\xfe\b\n" +
 	"\fControlFrame\x12\x10\n" +
 	"\x03seq\x18\x01 \x01(\x04R\x03seq\x12\x10\n" +
 	"\x03ack\x18\x02 \x01(\x04R\x03ack\x12.\n" +
@@ -2763,7 +3004,9 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\fpage_holders\x18\x19 \x01(\v2\x1c.kvspray.peer.v1.PageHoldersH\x00R\vpageHolders\x12A\n" +
 	"\fpage_request\x18\x1a \x01(\v2\x1c.kvspray.peer.v1.PageRequestH\x00R\vpageRequest\x12;\n" +
 	"\n" +
-	"page_offer\x18\x1b \x01(\v2\x1a.kvspray.peer.v1.PageOfferH\x00R\tpageOfferB\x06\n" +
+	"page_offer\x18\x1b \x01(\v2\x1a.kvspray.peer.v1.PageOfferH\x00R\tpageOffer\x12D\n" +
+	"\rpage_removals\x18\x1c \x01(\v2\x1d.kvspray.peer.v1.PageRemovalsH\x00R\fpageRemovals\x12A\n" +
+	"\fpage_removed\x18\x1d \x01(\v2\x1c.kvspray.peer.v1.PageRemovedH\x00R\vpageRemovedB\x06\n" +
 	"\x04bodyJ\x04\b\x10\x10\x11\"4\n" +
 	"\bFragment\x12\x14\n" +
 	"\x05piece\x18\x01 \x01(\fR\x05piece\x12\x12\n" +
@@ -2892,7 +3135,7 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\vPageHolders\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x125\n" +
 	"\aholders\x18\x02 \x03(\v2\x1b.kvspray.peer.v1.PageHolderR\aholders\x12\x0e\n" +
-	"\x02at\x18\x03 \x01(\fR\x02at\"\x87\x01\n" +
+	"\x02at\x18\x03 \x01(\fR\x02at\"\xa1\x01\n" +
 	"\vPageRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12\x14\n" +
 	"\x05space\x18\x02 \x01(\fR\x05space\x12\x1d\n" +
@@ -2900,7 +3143,8 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"page_bytes\x18\x03 \x01(\rR\tpageBytes\x12\x12\n" +
 	"\x04keys\x18\x04 \x01(\fR\x04keys\x12\x1f\n" +
 	"\vdeadline_ms\x18\x05 \x01(\rR\n" +
-	"deadlineMs\"\xad\x01\n" +
+	"deadlineMs\x12\x18\n" +
+	"\aremoval\x18\x06 \x01(\x06R\aremoval\"\xc7\x01\n" +
 	"\tPageOffer\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12\x14\n" +
 	"\x05found\x18\x02 \x01(\fR\x05found\x12\x10\n" +
@@ -2909,7 +3153,20 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x04hash\x18\x05 \x01(\fR\x04hash\x12\x12\n" +
 	"\x04load\x18\x06 \x01(\x04R\x04load\x12\x14\n" +
 	"\x05epoch\x18\a \x01(\x04R\x05epoch\x12\x16\n" +
-	"\x06looked\x18\b \x01(\rR\x06looked2\xde\x01\n" +
+	"\x06looked\x18\b \x01(\rR\x06looked\x12\x18\n" +
+	"\aremoval\x18\t \x01(\x06R\aremoval\"9\n" +
+	"\vPageRemoval\x12\x14\n" +
+	"\x05space\x18\x01 \x01(\fR\x05space\x12\x14\n" +
+	"\x05stamp\x18\x02 \x01(\x06R\x05stamp\"\x8a\x01\n" +
+	"\fPageRemovals\x128\n" +
+	"\bremovals\x18\x01 \x03(\v2\x1c.kvspray.peer.v1.PageRemovalR\bremovals\x12\x12\n" +
+	"\x04last\x18\x02 \x01(\bR\x04last\x12\x1c\n" +
+	"\tforgotten\x18\x04 \x01(\x06R\tforgotten\x12\x0e\n" +
+	"\x02id\x18\x03 \x01(\x04R\x02id\"M\n" +
+	"\vPageRemoved\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\x04R\x02id\x12\x14\n" +
+	"\x05stamp\x18\x02 \x01(\x06R\x05stamp\x12\x18\n" +
+	"\aproblem\x18\x03 \x01(\tR\aproblem2\xde\x01\n" +
 	"\x04Peer\x12C\n" +
 	"\x05Hello\x12\x1d.kvspray.peer.v1.HelloRequest\x1a\x1b.kvspray.peer.v1.HelloReply\x12L\n" +
 	"\bDescribe\x12 .kvspray.peer.v1.DescribeRequest\x1a\x1e.kvspray.peer.v1.DescribeReply\x12C\n" +
@@ -2928,7 +3185,7 @@ func file_api_peer_v1_peer_proto_rawDescGZIP() []byte {
 }
 
 var file_api_peer_v1_peer_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_api_peer_v1_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 32)
+var file_api_peer_v1_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 35)
 var file_api_peer_v1_peer_proto_goTypes = []any{
 	(Admitted_State)(0),     // 0: kvspray.peer.v1.Admitted.State
 	(GrantReply_Code)(0),    // 1: kvspray.peer.v1.GrantReply.Code
@@ -2963,7 +3220,10 @@ var file_api_peer_v1_peer_proto_goTypes = []any{
 	(*PageHolders)(nil),     // 30: kvspray.peer.v1.PageHolders
 	(*PageRequest)(nil),     // 31: kvspray.peer.v1.PageRequest
 	(*PageOffer)(nil),       // 32: kvspray.peer.v1.PageOffer
-	nil,                     // 33: kvspray.peer.v1.Part.TokensByTransportEntry
+	(*PageRemoval)(nil),     // 33: kvspray.peer.v1.PageRemoval
+	(*PageRemovals)(nil),    // 34: kvspray.peer.v1.PageRemovals
+	(*PageRemoved)(nil),     // 35: kvspray.peer.v1.PageRemoved
+	nil,                     // 36: kvspray.peer.v1.Part.TokensByTransportEntry
 }
 var file_api_peer_v1_peer_proto_depIdxs = []int32{
 	2,  // 0: kvspray.peer.v1.HelloRequest.versions:type_name -> kvspray.peer.v1.VersionRange
@@ -2986,33 +3246,36 @@ var file_api_peer_v1_peer_proto_depIdxs = []int32{
 	30, // 17: kvspray.peer.v1.ControlFrame.page_holders:type_name -> kvspray.peer.v1.PageHolders
 	31, // 18: kvspray.peer.v1.ControlFrame.page_request:type_name -> kvspray.peer.v1.PageRequest
 	32, // 19: kvspray.peer.v1.ControlFrame.page_offer:type_name -> kvspray.peer.v1.PageOffer
-	0,  // 20: kvspray.peer.v1.Admitted.state:type_name -> kvspray.peer.v1.Admitted.State
-	10, // 21: kvspray.peer.v1.Grant.destination:type_name -> kvspray.peer.v1.Lease
-	17, // 22: kvspray.peer.v1.Grant.parts:type_name -> kvspray.peer.v1.Part
-	16, // 23: kvspray.peer.v1.Grant.tiers:type_name -> kvspray.peer.v1.RailTier
-	33, // 24: kvspray.peer.v1.Part.tokens_by_transport:type_name -> kvspray.peer.v1.Part.TokensByTransportEntry
-	10, // 25: kvspray.peer.v1.GrantReply.destination:type_name -> kvspray.peer.v1.Lease
-	10, // 26: kvspray.peer.v1.GrantReply.source:type_name -> kvspray.peer.v1.Lease
-	1,  // 27: kvspray.peer.v1.GrantReply.code:type_name -> kvspray.peer.v1.GrantReply.Code
-	18, // 28: kvspray.peer.v1.GrantReply.ranks:type_name -> kvspray.peer.v1.Rank
-	10, // 29: kvspray.peer.v1.SourceLost.destination:type_name -> kvspray.peer.v1.Lease
-	10, // 30: kvspray.peer.v1.SourceLost.source:type_name -> kvspray.peer.v1.Lease
-	10, // 31: kvspray.peer.v1.Revoke.destination:type_name -> kvspray.peer.v1.Lease
-	10, // 32: kvspray.peer.v1.Commit.destination:type_name -> kvspray.peer.v1.Lease
-	10, // 33: kvspray.peer.v1.Commit.source:type_name -> kvspray.peer.v1.Lease
-	3,  // 34: kvspray.peer.v1.Rails.rails:type_name -> kvspray.peer.v1.Rail
-	29, // 35: kvspray.peer.v1.PageHolders.holders:type_name -> kvspray.peer.v1.PageHolder
-	4,  // 36: kvspray.peer.v1.Peer.Hello:input_type -> kvspray.peer.v1.HelloRequest
-	6,  // 37: kvspray.peer.v1.Peer.Describe:input_type -> kvspray.peer.v1.DescribeRequest
-	8,  // 38: kvspray.peer.v1.Peer.Probe:input_type -> kvspray.peer.v1.ProbeRequest
-	5,  // 39: kvspray.peer.v1.Peer.Hello:output_type -> kvspray.peer.v1.HelloReply
-	7,  // 40: kvspray.peer.v1.Peer.Describe:output_type -> kvspray.peer.v1.DescribeReply
-	9,  // 41: kvspray.peer.v1.Peer.Probe:output_type -> kvspray.peer.v1.ProbeReply
-	39, // [39:42] is the sub-list for method output_type
-	36, // [36:39] is the sub-list for method input_type
-	36, // [36:36] is the sub-list for extension type_name
-	36, // [36:36] is the sub-list for extension extendee
-	0,  // [0:36] is the sub-list for field type_name
+	34, // 20: kvspray.peer.v1.ControlFrame.page_removals:type_name -> kvspray.peer.v1.PageRemovals
+	35, // 21: kvspray.peer.v1.ControlFrame.page_removed:type_name -> kvspray.peer.v1.PageRemoved
+	0,  // 22: kvspray.peer.v1.Admitted.state:type_name -> kvspray.peer.v1.Admitted.State
+	10, // 23: kvspray.peer.v1.Grant.destination:type_name -> kvspray.peer.v1.Lease
+	17, // 24: kvspray.peer.v1.Grant.parts:type_name -> kvspray.peer.v1.Part
+	16, // 25: kvspray.peer.v1.Grant.tiers:type_name -> kvspray.peer.v1.RailTier
+	36, // 26: kvspray.peer.v1.Part.tokens_by_transport:type_name -> kvspray.peer.v1.Part.TokensByTransportEntry
+	10, // 27: kvspray.peer.v1.GrantReply.destination:type_name -> kvspray.peer.v1.Lease
+	10, // 28: kvspray.peer.v1.GrantReply.source:type_name -> kvspray.peer.v1.Lease
+	1,  // 29: kvspray.peer.v1.GrantReply.code:type_name -> kvspray.peer.v1.GrantReply.Code
+	18, // 30: kvspray.peer.v1.GrantReply.ranks:type_name -> kvspray.peer.v1.Rank
+	10, // 31: kvspray.peer.v1.SourceLost.destination:type_name -> kvspray.peer.v1.Lease
+	10, // 32: kvspray.peer.v1.SourceLost.source:type_name -> kvspray.peer.v1.Lease
+	10, // 33: kvspray.peer.v1.Revoke.destination:type_name -> kvspray.peer.v1.Lease
+	10, // 34: kvspray.peer.v1.Commit.destination:type_name -> kvspray.peer.v1.Lease
+	10, // 35: kvspray.peer.v1.Commit.source:type_name -> kvspray.peer.v1.Lease
+	3,  // 36: kvspray.peer.v1.Rails.rails:type_name -> kvspray.peer.v1.Rail
+	29, // 37: kvspray.peer.v1.PageHolders.holders:type_name -> kvspray.peer.v1.PageHolder
+	33, // 38: kvspray.peer.v1.PageRemovals.removals:type_name -> kvspray.peer.v1.PageRemoval
+	4,  // 39: kvspray.peer.v1.Peer.Hello:input_type -> kvspray.peer.v1.HelloRequest
+	6,  // 40: kvspray.peer.v1.Peer.Describe:input_type -> kvspray.peer.v1.DescribeRequest
+	8,  // 41: kvspray.peer.v1.Peer.Probe:input_type -> kvspray.peer.v1.ProbeRequest
+	5,  // 42: kvspray.peer.v1.Peer.Hello:output_type -> kvspray.peer.v1.HelloReply
+	7,  // 43: kvspray.peer.v1.Peer.Describe:output_type -> kvspray.peer.v1.DescribeReply
+	9,  // 44: kvspray.peer.v1.Peer.Probe:output_type -> kvspray.peer.v1.ProbeReply
+	42, // [42:45] is the sub-list for method output_type
+	39, // [39:42] is the sub-list for method input_type
+	39, // [39:39] is the sub-list for extension type_name
+	39, // [39:39] is the sub-list for extension extendee
+	0,  // [0:39] is the sub-list for field type_name
 }
 
 func init() { file_api_peer_v1_peer_proto_init() }
@@ -3038,6 +3301,8 @@ func file_api_peer_v1_peer_proto_init() {
 		(*ControlFrame_PageHolders)(nil),
 		(*ControlFrame_PageRequest)(nil),
 		(*ControlFrame_PageOffer)(nil),
+		(*ControlFrame_PageRemovals)(nil),
+		(*ControlFrame_PageRemoved)(nil),
 	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
@@ -3045,7 +3310,7 @@ func file_api_peer_v1_peer_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_api_peer_v1_peer_proto_rawDesc), len(file_api_peer_v1_peer_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   32,
+			NumMessages:   35,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

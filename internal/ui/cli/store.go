@@ -24,12 +24,14 @@ const (
 )
 
 func storeCommand() *cobra.Command {
-	cmd := &cobra.Command{Use: "store", Short: "Show, drain or check a page store",
-		Long: `Shows or drains the page store of a running sidecar over its HTTP address (http.listen), or
-checks the files of a store that no sidecar has open. stat, and ls without --namespace, also work
-from other hosts. The other commands work only on the sidecar's own host.`,
+	cmd := &cobra.Command{Use: "store", Short: "Show, drain, clear or check a page store",
+		Long: `Shows or drains the page store of a running sidecar over its HTTP address (http.listen),
+removes a namespace from all stores, or checks the files of a store that no sidecar has open. stat,
+and ls without --namespace, also work from other hosts. The other commands work only on the
+sidecar's own host.`,
 		Args: cobra.NoArgs, RunE: command.Help}
-	cmd.AddCommand(storeStat(), storeList(), storeGet(), storeDrain(), storeCheck())
+	cmd.AddCommand(storeStat(), storeList(), storeGet(), storeDrain(), storeRemove(),
+		storeCheck())
 	return cmd
 }
 
@@ -180,6 +182,34 @@ gets. It accepts new pages again after a restart.`,
 	f.add(cmd)
 	cmd.Flags().DurationVar(&timeout, "timeout", drainTimeout, "longest wait; the store refuses "+
 		"new pages after it, too")
+	return cmd
+}
+
+func storeRemove() *cobra.Command {
+	var f storeFlags
+	var unknown bool
+	cmd := &cobra.Command{
+		Use:   "remove NAMESPACE",
+		Short: "Remove all pages of a namespace from all nodes",
+		Long: `Removes all pages of a namespace from memory, disks and object stores of all nodes. It
+prints the nodes that have not confirmed, with the reasons, and then exits with status 1. A node
+that cannot be reached removes the pages when it meets one of the others again. Pages that engines
+put after the removal stay.`,
+		Example: "  kvspray store remove ID",
+		Args:    cobra.ExactArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			c, err := f.client(cmd)
+			if err != nil {
+				return err
+			}
+			if err := hash("NAMESPACE", args[0]); err != nil {
+				return err
+			}
+			return c.Remove(cmd.Context(), args[0], unknown)
+		},
+	}
+	f.add(cmd)
+	cmd.Flags().BoolVar(&unknown, "unknown", false, "remove it although this node has no pages of it")
 	return cmd
 }
 

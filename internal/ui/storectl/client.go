@@ -13,6 +13,7 @@ import (
 	"io"
 	"net/http"
 	"net/url"
+	"strconv"
 	"strings"
 	"time"
 )
@@ -183,6 +184,44 @@ func (c *Client) Verify(ctx context.Context, namespace, key string) error {
 			a.Outcome += ": " + a.Problem
 		}
 		return errors.Join(err, fmt.Errorf("%w: %s", ErrNoPage, a.Outcome))
+	}
+	return err
+}
+
+// ErrUnconfirmed is the result of Remove if members have not confirmed, which were printed.
+var ErrUnconfirmed = errors.New("store: not all nodes have removed the namespace; the others do " +
+	"it when they meet one of these")
+
+// Remove has the sidecar remove a namespace from all members.
+func (c *Client) Remove(ctx context.Context, namespace string, unknown bool) error {
+	var a struct {
+		Confirmed int `json:"confirmed"`
+		Members   []struct {
+			Node      string `json:"node"`
+			Boot      string `json:"boot"`
+			Confirmed bool   `json:"confirmed"`
+			Problem   string `json:"problem"`
+		} `json:"members"`
+	}
+	b, err := c.ask(ctx, http.MethodPost, "/v1/store/remove",
+		url.Values{"namespace": {namespace}, "unknown": {strconv.FormatBool(unknown)}}, &a)
+	if err != nil {
+		return err
+	}
+	if c.JSON {
+		err = c.raw(b)
+	} else {
+		var out strings.Builder
+		fmt.Fprintf(&out, "removed on %d of %d nodes\n", a.Confirmed, len(a.Members))
+		for _, m := range a.Members {
+			if !m.Confirmed {
+				fmt.Fprintf(&out, "not on %s (%s): %s\n", shown(m.Node), shown(m.Boot), shown(m.Problem))
+			}
+		}
+		_, err = io.WriteString(c.Out, out.String())
+	}
+	if a.Confirmed < len(a.Members) {
+		return errors.Join(err, ErrUnconfirmed)
 	}
 	return err
 }

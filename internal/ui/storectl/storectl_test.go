@@ -90,6 +90,28 @@ func TestReportsWhatWentWrong(t *testing.T) {
 	}
 }
 
+func TestRemove(t *testing.T) {
+	answer := `{"confirmed": 1, "members": [{"node": "a", "boot": "01", "confirmed": true},
+		{"node": "b\u001b", "boot": "02", "problem": "it cannot be reached"}]}`
+	c, out := sidecar(t, map[string]string{"POST /v1/store/remove": answer})
+	if err := c.Remove(t.Context(), "x", false); !errors.Is(err, ErrUnconfirmed) ||
+		out.String() != "removed on 1 of 2 nodes\nnot on b? (02): it cannot be reached\n" {
+		t.Errorf("%v %q", err, out)
+	}
+	c.JSON = true
+	out.Reset()
+	if err := c.Remove(t.Context(), "x", true); !errors.Is(err, ErrUnconfirmed) ||
+		out.String() != answer {
+		t.Errorf("%v %q", err, out)
+	}
+	c, out = sidecar(t, map[string]string{"POST /v1/store/remove": `{"confirmed": 1,
+		"members": [{"node": "a", "confirmed": true}]}`})
+	if err := c.Remove(t.Context(), "x", false); err != nil ||
+		out.String() != "removed on 1 of 1 nodes\n" {
+		t.Errorf("%v %q", err, out)
+	}
+}
+
 // A drain asks again until the store is drained, or its time is over.
 func TestDrainAsksAgain(t *testing.T) {
 	asked := 0

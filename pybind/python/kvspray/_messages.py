@@ -133,7 +133,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "ADD_REGIONS": ("id", "first", "regions"),
     "ADD_REGIONS.regions": ("region", "kind", "bytes", "addr", "handle", "fd", "offset"),
     "DROP_REGIONS": ("id", "regions"),
-    "DONE": ("id",),
+    "DONE": ("id", "members", "confirmed", "missing"),
     "STEP": ("step", "reqs"),
     "STEP.reqs": ("lease", "end", "blocks", "attempt"),
     "INTENT": ("xfer", "hash", "tokens", "fanout", "blocks", "ready", "steps", "prio", "deadline_ms", "held", "req", "attempt", "traceparent"),

@@ -12,7 +12,7 @@ import ctypes
 import dataclasses
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from . import _lib, _messages, protocol
@@ -21,7 +21,7 @@ from .client import _Client, _ms, _timeout
 from .region import Region
 from .worker import WorkerClient, _after, _req
 
-__all__ = ["Exists", "Found", "Namespace", "PageResult", "Piece", "Space"]
+__all__ = ["Exists", "Found", "Namespace", "PageResult", "Piece", "Removed", "Space"]
 
 _OPEN, _EXISTS, _REMOVE = 11, 13, 16
 _ERROR, _OPENED, _FOUND, _DONE = 5, 12, 14, 19
@@ -40,7 +40,7 @@ class Namespace:
     algorithm: str  # of the engine's page hashes, for instance "vllm-sha256_cbor"
     seed: str = ""  # of that algorithm: PYTHONHASHSEED
     adapter: str = ""  # identity of a LoRA adapter's content
-    secret: bytes = b""  # the tenant's; pages cannot be named without it
+    secret: bytes = field(default=b"", repr=False)  # the tenant's; pages cannot be named without it
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,15 @@ class PageResult:
     @property
     def hit(self) -> bool:
         return self.outcome == _messages.PAGE_HIT
+
+
+@dataclass(frozen=True)
+class Removed:
+    """A removal that this node has applied."""
+
+    members: int  # nodes with a store, this one included
+    confirmed: int  # those that have removed the pages
+    missing: str = ""  # the others, and why
 
 
 @dataclass(frozen=True)
@@ -272,13 +281,19 @@ class Space:
             parent=parent,
         )
 
-    def remove(self, timeout_s: float | None = 10) -> bool:
-        """Forgets all pages of the namespace, durably. False: that is not certain."""
+    def remove(self, timeout_s: float | None = 10) -> Removed | None:
+        """Forgets all pages of the namespace on all nodes, durably. None: that is not certain on this node. Otherwise the result
+        tells which other nodes have confirmed: the others remove the pages when they are reached again."""
         space = self._open(timeout_s)
         if space is None:
-            return False
+            return None
         answer = _Request(self._client, _REMOVE, {"space": space}).fetch(timeout_s)
-        return answer is not None and answer[0] == _DONE
+        if answer is None or answer[0] != _DONE:
+            return None
+        body = answer[1]  # a sidecar of an earlier release removes on its own node, and names no others
+        return Removed(
+            int(body.get("members", 0)), int(body.get("confirmed", 0)), str(body.get("missing", ""))
+        )
 
     def _submit(self, kind: int, make: Any, hashes: Sequence[bytes], blocks: Sequence[int], *, req: str, deadline_s: float | None,
                 after: int, **more: Any) -> int:  # fmt: skip

@@ -20,7 +20,9 @@
 //
 // Invariants: a slot is given back to the store when its lease has ended, or never. A page is
 // pinned until its source lease has ended. What a peer answers is checked, and counts for the
-// request that it was asked only. Everything that a peer can make this node do has a bound.
+// request that it was asked only. Everything that a peer can make this node do has a bound. A page
+// comes only from a holder that has applied the latest removal of its namespace that the receiver
+// knew when it asked; a removal that the receiver learns afterwards finds the page's slot.
 //
 // Goroutines: those that serve requests and the announcer, from Run until its context ends.
 package exchange
@@ -43,6 +45,7 @@ import (
 	"github.com/kvspray/kvspray/parseblock"
 	"github.com/kvspray/kvspray/store"
 	"github.com/kvspray/kvspray/store/directory"
+	"github.com/kvspray/kvspray/store/page"
 	"github.com/kvspray/kvspray/transfer"
 )
 
@@ -84,6 +87,15 @@ type Transfers interface {
 	Cancel(w *engines.Worker, id uint64, reason string)
 }
 
+// Removals are the removals of namespaces that this node knows. *removals.Removals has these
+// methods.
+type Removals interface {
+	Heard() bool
+	Known(id page.ID) uint64
+	Applied(id page.ID) uint64
+	Learn(from transfer.Boot, id page.ID, stamp uint64)
+}
+
 // Options are the parts that an Exchange uses. All are required.
 type Options struct {
 	Self      transfer.Boot
@@ -91,6 +103,7 @@ type Options struct {
 	Transfers Transfers
 	Send      func(transfer.Boot, *peerv1.ControlFrame) error
 	Directory directory.Directory
+	Removals  Removals
 	// Changed is closed when the members have changed: hints may have other places.
 	Changed func() <-chan struct{}
 	Metrics *metrics.StorePeers
@@ -127,6 +140,7 @@ type peer struct {
 	endpoint string
 	node     string
 	pages    bool          // it takes messages about pages
+	removes  bool          // it takes those about removals
 	epoch    uint64        // the latest that it named
 	asked    uint64        // bytes that it was asked for and that have not come
 	load     uint64        // bytes that it has to send, as it answered last
@@ -226,8 +240,9 @@ func (x *Exchange) open(f func(engines.Completion), start func(transfer.LeaseID)
 	return true
 }
 
-// PeerUp introduces a peer, or changes its endpoint.
-func (x *Exchange) PeerUp(boot transfer.Boot, node, endpoint string, features []string) {
+// PeerUp introduces a peer, or changes its endpoint. removes: it takes part in removals.
+func (x *Exchange) PeerUp(boot transfer.Boot, node, endpoint string, features []string,
+	removes bool) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	p := x.peers[boot]
@@ -242,6 +257,7 @@ func (x *Exchange) PeerUp(boot transfer.Boot, node, endpoint string, features []
 	if endpoint != "" {
 		p.endpoint = endpoint
 	}
+	p.removes = removes
 	had := p.pages
 	p.pages = slices.Contains(features, Feature)
 	if p.pages && !had && x.epoch > firstEpoch {

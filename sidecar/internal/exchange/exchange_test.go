@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -64,6 +65,49 @@ type node struct {
 
 	intents map[transfer.Key]engines.Intent
 	expects map[uint64]engines.Expect
+
+	removed sync.Mutex // guards what follows
+	known   uint64     // of the only namespace
+	applied uint64
+	deaf    atomic.Bool
+	learned []uint64
+}
+
+// The removals.
+
+func (n *node) Heard() bool { return !n.deaf.Load() }
+
+func (n *node) Known(page.ID) uint64 {
+	n.removed.Lock()
+	defer n.removed.Unlock()
+	return n.known
+}
+
+func (n *node) Applied(page.ID) uint64 {
+	n.removed.Lock()
+	defer n.removed.Unlock()
+	return n.applied
+}
+
+func (n *node) Learn(_ transfer.Boot, _ page.ID, stamp uint64) {
+	n.removed.Lock()
+	defer n.removed.Unlock()
+	n.learned = append(n.learned, stamp)
+	n.known = max(n.known, stamp)
+}
+
+// remove is what package removals does.
+func (n *node) remove(stamp uint64) {
+	n.c.t.Helper()
+	n.removed.Lock()
+	n.known = stamp
+	n.removed.Unlock()
+	if _, err := n.store.RemoveSpace(namespace.ID()); err != nil {
+		n.c.t.Fatal(err)
+	}
+	n.removed.Lock()
+	n.applied = stamp
+	n.removed.Unlock()
 }
 
 func newCable(t testing.TB, nodes int) (*cable, []*node) {
@@ -75,7 +119,7 @@ func newCable(t testing.TB, nodes int) (*cable, []*node) {
 	}
 	for _, a := range all {
 		for _, b := range all {
-			a.PeerUp(b.boot, "n", string(b.boot[:1]), []string{Feature})
+			a.PeerUp(b.boot, "n", string(b.boot[:1]), []string{Feature}, true)
 		}
 	}
 	return c, all
@@ -90,7 +134,8 @@ func (c *cable) add(boot transfer.Boot) *node {
 		c.t.Fatal(err)
 	}
 	n.Exchange = New(Options{Self: boot, Registry: parseblock.Default(), Transfers: n, Directory: c,
-		Changed: func() <-chan struct{} { return nil }, Metrics: m,
+		Removals: n,
+		Changed:  func() <-chan struct{} { return nil }, Metrics: m,
 		Log:  slog.New(slog.DiscardHandler),
 		Send: func(to transfer.Boot, f *peerv1.ControlFrame) error { return c.send(boot, to, f) }})
 	n.store, err = store.Open(store.Config{Memory: memory.Config{Bytes: 8 << 20, SlabBytes: 64 << 10,

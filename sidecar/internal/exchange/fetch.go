@@ -26,7 +26,7 @@ func (x *Exchange) Find(keys []page.Key, found page.Bitmap) {
 			missing, at = append(missing, keys[i]), append(at, i)
 		}
 	}
-	if len(missing) == 0 {
+	if len(missing) == 0 || !x.o.Removals.Heard() {
 		return
 	}
 	holders := x.lookup(context.Background(), missing)
@@ -74,6 +74,7 @@ type job struct {
 	keys      []page.Key
 	slots     []mem.Block
 	landed    func(int, uint32) bool
+	removal   uint64 // the latest of the namespace
 
 	mu    sync.Mutex // guards what follows
 	ended []bool     // landed, or lost
@@ -87,7 +88,12 @@ type job struct {
 func (x *Exchange) Fetch(ctx context.Context, space page.ID, pageBytes int, keys []page.Key,
 	slots []mem.Block, landed func(int, uint32) bool) []int {
 	j := &job{x: x, space: space, pageBytes: pageBytes, keys: keys, slots: slots, landed: landed,
-		ended: make([]bool, len(keys)), tried: make([][]transfer.Boot, len(keys))}
+		ended: make([]bool, len(keys)), tried: make([][]transfer.Boot, len(keys)),
+		// A later one removes the slots, which are the store's already.
+		removal: x.o.Removals.Known(space)}
+	if !x.o.Removals.Heard() {
+		return nil
+	}
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	go func() {
@@ -151,7 +157,8 @@ func (j *job) choose(found *directory.Found) map[transfer.Boot][]int {
 		var best transfer.Boot
 		some := false
 		for h := range found.Of(i) {
-			if !j.x.usableLocked(h) || slices.Contains(j.tried[i], h.Boot) {
+			if !j.x.usableLocked(h) || slices.Contains(j.tried[i], h.Boot) ||
+				j.removal != 0 && !j.x.peers[h.Boot].removes { // it may have pages from before
 				continue
 			}
 			if !some || load[h.Boot] < load[best] {
@@ -191,6 +198,10 @@ func (j *job) from(ctx context.Context, holder transfer.Boot, pages []int) {
 	if err != nil {
 		x.o.Log.Debug("store: page request", "peer", holder.String(), "pages", len(pages), "err", err)
 		x.o.Metrics.Fetched("no_answer", 0, 0, time.Since(began))
+		return
+	}
+	if m.Removal < j.removal { // it has applied no such removal, and looked for nothing
+		x.o.Metrics.Fetched("miss", 0, 0, time.Since(began))
 		return
 	}
 	j.later(holder, pages[m.Looked:])
@@ -263,7 +274,7 @@ func (j *job) ask(ctx context.Context, holder transfer.Boot, pages []int) (*peer
 	}
 	err := x.o.Send(holder, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_PageRequest{
 		PageRequest: &peerv1.PageRequest{Id: id, Space: j.space[:], PageBytes: uint32(j.pageBytes),
-			Keys: keys, DeadlineMs: uint32((askTime + fetchTime).Milliseconds())}}})
+			Keys: keys, DeadlineMs: uint32((askTime + fetchTime).Milliseconds()), Removal: j.removal}}})
 	if err != nil {
 		return nil, err
 	}

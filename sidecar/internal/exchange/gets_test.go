@@ -130,8 +130,8 @@ func TestRenewWithoutPages(t *testing.T) {
 	n[0].Renew()
 	until(t, func() bool { return void(n[1]) })
 	late := c.add(transfer.Boot{3})
-	late.PeerUp(n[0].boot, "n", "", []string{Feature})
-	n[0].PeerUp(late.boot, "n", "", []string{Feature})
+	late.PeerUp(n[0].boot, "n", "", []string{Feature}, true)
+	n[0].PeerUp(late.boot, "n", "", []string{Feature}, true)
 	until(t, func() bool { return void(late) })
 }
 

@@ -111,11 +111,23 @@ func (x *Exchange) serveRequests(ctx context.Context) {
 func (x *Exchange) serve(r *request) {
 	m := r.m
 	n := len(m.Keys) / page.KeyBytes
+	space := page.ID(m.Space)
 	left := time.Duration(m.DeadlineMs)*time.Millisecond - time.Since(r.at)
 	if left <= 0 {
 		return // the peer has given up
 	}
 	offer := &peerv1.PageOffer{Id: m.Id, Found: make([]byte, (n+7)/8)}
+	// Before the pages are pinned: those of an earlier removal are gone then.
+	offer.Removal = x.o.Removals.Applied(space)
+	if offer.Removal < m.Removal || offer.Removal < x.o.Removals.Known(space) ||
+		!x.o.Removals.Heard() {
+		if m.Removal > 0 {
+			x.o.Removals.Learn(r.from, space, m.Removal)
+		}
+		offer.Looked = uint32(n)
+		x.answer(r.from, offer, 0)
+		return
+	}
 	slot := (uint64(m.PageBytes) + unit - 1) / unit * unit
 	// What the peer needs is taken from its share before pages are pinned.
 	most := x.take(r.from, uint64(n)*slot)
@@ -128,7 +140,7 @@ func (x *Exchange) serve(r *request) {
 		for i := range keys {
 			keys[i] = page.Key(m.Keys[i*page.KeyBytes:])
 		}
-		staged, err := x.store.Stage(page.ID(m.Space), int(m.PageBytes), keys)
+		staged, err := x.store.Stage(space, int(m.PageBytes), keys)
 		if err == nil && len(staged.Blocks) > 0 {
 			id = x.offer(r.from, offer, staged, most, min(left, fetchTime+askTime))
 		} else {
@@ -138,10 +150,16 @@ func (x *Exchange) serve(r *request) {
 			x.give(r.from, most)
 		}
 	}
+	offer.Looked = uint32(n)
+	x.answer(r.from, offer, id)
+}
+
+// answer sends an offer with the lease, 0: none.
+func (x *Exchange) answer(to transfer.Boot, offer *peerv1.PageOffer, id uint64) {
 	x.mu.Lock()
-	offer.Load, offer.Epoch, offer.Looked = x.served, x.epoch, uint32(n)
+	offer.Load, offer.Epoch = x.served, x.epoch
 	x.mu.Unlock()
-	err := x.o.Send(r.from, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_PageOffer{
+	err := x.o.Send(to, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_PageOffer{
 		PageOffer: offer}})
 	if err != nil && id != 0 {
 		x.o.Transfers.Cancel(x.worker, id, "the offer was not sent: "+err.Error())

@@ -123,6 +123,30 @@ func (s *Service) Keys(id [32]byte, tier string, first uint32, most int) (*web.S
 	return out, nil
 }
 
+// RemoveNamespace forgets all pages of a namespace, on all nodes. unknown: this node need not have
+// any, nor an engine that uses it.
+func (s *Service) RemoveNamespace(ctx context.Context, id [32]byte, unknown bool) (
+	*web.StoreRemoved, error) {
+	if !unknown && !s.o.Store.Has(id) {
+		return nil, &store.RequestError{Field: "namespace", Problem: page.ID(id).String() + " is not " +
+			"open on this node, and its disks have no pages of it", Remedy: "name one that 'kvspray " +
+			"store ls' lists, or pass --unknown if only other nodes have it"}
+	}
+	states, err := s.o.Removals.Remove(ctx, id, operatorAnswers)
+	if err != nil {
+		return nil, err
+	}
+	out := &web.StoreRemoved{Namespace: hex.EncodeToString(id[:])}
+	for _, m := range states {
+		if m.Confirmed {
+			out.Confirmed++
+		}
+		out.Members = append(out.Members, web.StoreMember{Node: m.Node, Boot: m.Boot.String(),
+			Confirmed: m.Confirmed, Problem: m.Problem})
+	}
+	return out, nil
+}
+
 // errVerifying: a page is read into memory of its own, of which there is one.
 var errVerifying = errors.New("store: another page is being verified; try again")
 
@@ -146,6 +170,9 @@ func (s *Service) Verify(ctx context.Context, id, key [32]byte) (*web.StoreVerif
 		return nil, err
 	}
 	defer leave()
+	if !s.o.Removals.Ready(id) {
+		return nil, errUnsure
+	}
 	n := uint64(ns.of.PageBytes)
 	region, err := mem.NewAnonymous("verify", n)
 	if err != nil {

@@ -25,6 +25,7 @@ import (
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/metrics"
 	"github.com/kvspray/kvspray/sidecar/internal/local"
+	"github.com/kvspray/kvspray/sidecar/internal/removals"
 	"github.com/kvspray/kvspray/sidecar/internal/trace"
 	"github.com/kvspray/kvspray/sidecar/internal/web"
 	"github.com/kvspray/kvspray/store"
@@ -39,17 +40,16 @@ const refused = engines.StatusRefused
 
 // Options are the parts that a service uses. All fields but Find are required.
 type Options struct {
-	Store            *store.Store
-	InMemory, OnDisk store.Share // of each namespace
-	Leases           *local.Leases
-	Complete         func(*engines.Worker, engines.Completion) error
-	Metrics          *metrics.Store
-	Transfers        *trace.Lines
-	Log              *slog.Logger
+	Store     *store.Store
+	Shares    func(page.ID) store.Shares // nil: namespaces have none
+	Leases    *local.Leases
+	Complete  func(*engines.Worker, engines.Completion) error
+	Metrics   *metrics.Store
+	Transfers *trace.Lines
+	Log       *slog.Logger
 	// Find sets the bits of pages that other nodes probably have; nil: there are none.
-	Find func([]page.Key, page.Bitmap)
-	// Removed is called after the removal of a namespace.
-	Removed func()
+	Find     func([]page.Key, page.Bitmap)
+	Removals *removals.Removals
 }
 
 // Service serves one store. It implements connector.Store.
@@ -70,6 +70,7 @@ type Service struct {
 
 // namespace is one that engines have pools of.
 type namespace struct {
+	id    page.ID
 	of    page.Namespace
 	space *store.Space
 	users int // pools
@@ -121,11 +122,15 @@ func (s *Service) Open(w *engines.Worker, p connector.Pool) (id page.ID, err err
 	}
 	ns := s.namespaces[id]
 	if ns == nil {
-		space, err := s.o.Store.Space(p.Namespace, s.o.InMemory, s.o.OnDisk)
+		var shares store.Shares
+		if s.o.Shares != nil {
+			shares = s.o.Shares(id)
+		}
+		space, err := s.o.Store.Space(p.Namespace, shares.Memory, shares.Disk)
 		if err != nil {
 			return id, err
 		}
-		ns = &namespace{of: p.Namespace, space: space}
+		ns = &namespace{id: id, of: p.Namespace, space: space}
 		s.namespaces[id] = ns
 	}
 	ns.users++
@@ -211,6 +216,9 @@ func (s *Service) begin(w *engines.Worker, r *connector.Pages) (_ *store.Batch, 
 		return nil, err
 	}
 	if !r.Put {
+		if !s.o.Removals.Ready(p.ns.id) {
+			return nil, errUnsure
+		}
 		return p.ns.space.Get(keys, p.memory, r.Blocks)
 	}
 	var before *page.Key
@@ -286,7 +294,7 @@ func (s *Service) existsIn(id page.ID, h page.Hashes) (page.Bitmap, error) {
 	s.mu.Lock()
 	ns := s.namespaces[id]
 	s.mu.Unlock()
-	if ns == nil {
+	if ns == nil || !s.o.Removals.Ready(id) {
 		return page.NewBitmap(h.Len()), nil
 	}
 	keys, err := ns.of.Keyer().Keys(h)
@@ -303,22 +311,43 @@ func (s *Service) existsIn(id page.ID, h page.Hashes) (page.Bitmap, error) {
 	return found, err
 }
 
-// Remove forgets all pages of a namespace that a pool of the worker belongs to.
-func (s *Service) Remove(w *engines.Worker, id page.ID) error {
+// errUnsure: a get waits for no removal. The engine computes the pages.
+var errUnsure = &store.RequestError{Field: "pool", Problem: "a removal of the namespace is under " +
+	"way, or this node has not heard of its peers' removals since it started", Remedy: "compute the " +
+	"pages, and put them"}
+
+// Times of a removal.
+const (
+	removeTime = 30 * time.Second // for all of it: other nodes have less, so it is for the own disks
+	// Other nodes have this time to answer: less than engines wait.
+	engineAnswers   = 2 * time.Second
+	operatorAnswers = 10 * time.Second
+)
+
+// Remove forgets all pages of a namespace that a pool of the worker belongs to, on all nodes.
+func (s *Service) Remove(w *engines.Worker, id page.ID) (out connector.Removed, err error) {
 	s.mu.Lock()
-	var space *store.Space
+	found := false
 	for _, p := range s.pools[w] {
-		if ns := s.namespaces[id]; ns == p.ns {
-			space = p.ns.space
-		}
+		found = found || p.ns.id == id
 	}
 	s.mu.Unlock()
-	if space == nil {
-		return &store.RequestError{Field: "namespace",
+	if !found {
+		return out, &store.RequestError{Field: "namespace",
 			Problem: id.String() + " has no pool of this worker", Remedy: "open a pool of it first"}
 	}
-	defer s.o.Removed()
-	return space.Remove()
+	ctx, stop := context.WithTimeout(context.Background(), removeTime)
+	defer stop()
+	states, err := s.o.Removals.Remove(ctx, id, engineAnswers)
+	for _, m := range states {
+		out.Members++
+		if m.Confirmed {
+			out.Confirmed++
+			continue
+		}
+		out.Missing = append(out.Missing, cmp.Or(m.Node, m.Boot.String())+": "+m.Problem)
+	}
+	return out, err
 }
 
 // Namespaces returns the namespaces that engines have open, by id, and the bytes that are pinned.

@@ -4,6 +4,7 @@ package pages
 
 import (
 	"bytes"
+	"context"
 	"encoding/binary"
 	"encoding/hex"
 	"errors"
@@ -22,6 +23,7 @@ import (
 	"github.com/kvspray/kvspray/internal/metrics"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/sidecar/internal/local"
+	"github.com/kvspray/kvspray/sidecar/internal/removals"
 	"github.com/kvspray/kvspray/sidecar/internal/trace"
 	"github.com/kvspray/kvspray/store"
 	"github.com/kvspray/kvspray/store/disk"
@@ -76,8 +78,7 @@ func start(t *testing.T, sim *disktest.Sim) *rig {
 		w: &engines.Worker{Name: "w", Regions: []*mem.Region{region}}}
 	r.memory, _ = region.Bytes()
 	r.Service = New(Options{Store: s, Leases: r.leases, Metrics: m, Transfers: &trace.Lines{},
-		Removed: func() {},
-		Log:     slog.New(slog.DiscardHandler),
+		Log: slog.New(slog.DiscardHandler), Removals: removing(t, s),
 		Complete: func(_ *engines.Worker, c engines.Completion) error {
 			r.ended <- c
 			return nil
@@ -98,6 +99,16 @@ func start(t *testing.T, sim *disktest.Sim) *rig {
 		}
 		region.Release()
 	})
+	return r
+}
+
+// removing removes pages of a store, until the test ends.
+func removing(t *testing.T, s *store.Store) *removals.Removals {
+	r := removals.New(removals.Options{Store: s, Gone: func() {}, Log: slog.New(slog.DiscardHandler)})
+	ctx, stop := context.WithCancel(context.Background())
+	done := make(chan struct{})
+	go func() { r.Run(ctx); close(done) }()
+	t.Cleanup(func() { stop(); <-done })
 	return r
 }
 
@@ -207,14 +218,68 @@ func TestPutGetExistsRemove(t *testing.T) {
 	if found, err := r.Exists([]page.ID{id, other.ID()}, hashes(1)); err != nil || found.Count() != 0 {
 		t.Errorf("a page that one of two ranks lacks: %b, %v", found, err)
 	}
-	if err := r.Remove(r.w, other.ID()); err == nil || !strings.Contains(err.Error(), "open a pool") {
+	if _, err := r.Remove(r.w, other.ID()); err == nil ||
+		!strings.Contains(err.Error(), "open a pool") {
 		t.Errorf("removal of a namespace of others: %v", err)
 	}
-	if err := r.Remove(r.w, id); err != nil {
-		t.Fatal(err)
+	if out, err := r.Remove(r.w, id); err != nil || out.Members != 1 || out.Confirmed != 1 ||
+		out.Missing != nil {
+		t.Fatalf("%+v %v", out, err)
 	}
 	if found := r.exists(1, 2, 3); found.Count() != 0 {
 		t.Errorf("removed, and found %b", found)
+	}
+	all(t, r.get(1), store.Miss)
+	all(t, r.put(1), store.Stored) // later than the removal
+	all(t, r.get(1), store.Hit)
+}
+
+// An operator removes a namespace by its id, and is told of one that this node does not know.
+func TestRemoveNamespace(t *testing.T) {
+	r := start(t, nil)
+	all(t, r.put(1), store.Stored)
+	unknown := page.ID{9}
+	if _, err := r.RemoveNamespace(t.Context(), unknown, false); err == nil ||
+		!strings.Contains(err.Error(), unknown.String()+" is not open") ||
+		!strings.Contains(err.Error(), "store ls") {
+		t.Error(err)
+	}
+	if out, err := r.RemoveNamespace(t.Context(), unknown, true); err != nil || out.Confirmed != 1 {
+		t.Errorf("%+v %v", out, err)
+	}
+	all(t, r.get(1), store.Hit)
+	if out, err := r.RemoveNamespace(t.Context(), r.pool.Namespace.ID(), false); err != nil ||
+		out.Confirmed != 1 || len(out.Members) != 1 {
+		t.Errorf("%+v %v", out, err)
+	}
+	all(t, r.get(1), store.Miss)
+}
+
+// While a removal is known and not applied, pages of the namespace are neither found nor got.
+func TestNothingOfARemovalUnderWay(t *testing.T) {
+	sim := disktest.New(8<<20, 1)
+	r := start(t, sim)
+	all(t, r.put(1), store.Stored)
+	sim.Fail(func(op string, _ int64) error {
+		if op == "sync" {
+			return errors.New("the disk does not sync")
+		}
+		return nil
+	})
+	if _, err := r.Remove(r.w, r.pool.Namespace.ID()); err == nil ||
+		!strings.Contains(err.Error(), "does not sync") {
+		t.Fatal(err)
+	}
+	if found := r.exists(1); found.Count() != 0 {
+		t.Errorf("found %b", found)
+	}
+	if c := r.serve(r.request(false, 1)); c.Status != engines.StatusRefused ||
+		!strings.Contains(c.Reason, "a removal of the namespace is under way") {
+		t.Errorf("%+v", c)
+	}
+	sim.Fail(nil)
+	if _, err := r.Remove(r.w, r.pool.Namespace.ID()); err != nil {
+		t.Fatal(err)
 	}
 	all(t, r.get(1), store.Miss)
 }

@@ -3,6 +3,7 @@
 package web
 
 import (
+	"cmp"
 	"context"
 	"encoding/hex"
 	"errors"
@@ -26,6 +27,13 @@ type Store struct {
 	Drained    bool             `json:"drained"`             // it takes no pages
 	Directory  *StoreDirectory  `json:"directory,omitempty"` // absent: no other node is asked
 	Peers      []StorePeer      `json:"peers,omitempty"`
+	Removals   StoreRemovals    `json:"removals"`
+}
+
+// StoreRemovals are the removals of namespaces that this node remembers.
+type StoreRemovals struct {
+	Known   int `json:"known"`
+	Pending int `json:"pending"` // known, and not applied yet
 }
 
 // StoreDirectory is where this node looks for pages that others hold.
@@ -98,17 +106,34 @@ type StoreDrained struct {
 	Problem string `json:"problem,omitempty"` // why not yet
 }
 
+// StoreRemoved is the answer to the removal of a namespace.
+type StoreRemoved struct {
+	Namespace string        `json:"namespace"`
+	Confirmed int           `json:"confirmed"` // members that have removed it
+	Members   []StoreMember `json:"members"`   // this node first
+}
+
+// StoreMember is a node with a store.
+type StoreMember struct {
+	Node      string `json:"node"`
+	Boot      string `json:"boot"`
+	Confirmed bool   `json:"confirmed"`
+	Problem   string `json:"problem,omitempty"` // why not
+}
+
 // StoreCalls are what an operator asks of a running store.
 type StoreCalls interface {
 	Drain(ctx context.Context) error
 	Keys(namespace [32]byte, tier string, first uint32, most int) (*StoreKeys, error)
 	Verify(ctx context.Context, namespace, key [32]byte) (*StoreVerified, error)
+	RemoveNamespace(ctx context.Context, namespace [32]byte, unknown bool) (*StoreRemoved, error)
 }
 
 // Bounds of these calls.
 const (
 	drainTimeout  = 20 * time.Second // of one request; the caller repeats it
 	verifyTimeout = 20 * time.Second
+	removeTimeout = 20 * time.Second
 	maxListed     = 1000 // keys
 )
 
@@ -124,6 +149,7 @@ func (w *Server) storeHandlers(mux *http.ServeMux) {
 		replyJSON(rw, st)
 	})
 	mux.HandleFunc("POST /v1/store/drain", w.ofThisHost(w.drain))
+	mux.HandleFunc("POST /v1/store/remove", w.ofThisHost(w.remove))
 	mux.HandleFunc("GET /v1/store/keys", w.ofThisHost(w.keys))
 	mux.HandleFunc("GET /v1/store/verify", w.ofThisHost(w.verify))
 }
@@ -200,6 +226,21 @@ func (w *Server) verify(rw http.ResponseWriter, r *http.Request, c StoreCalls) {
 	ctx, cancel := context.WithTimeout(r.Context(), verifyTimeout)
 	defer cancel()
 	out, err := c.Verify(ctx, id, key)
+	answer(rw, out, err)
+}
+
+func (w *Server) remove(rw http.ResponseWriter, r *http.Request, c StoreCalls) {
+	q := r.URL.Query()
+	id, ok := hash32(q.Get("namespace"))
+	unknown, err := strconv.ParseBool(cmp.Or(q.Get("unknown"), "false"))
+	if !ok || err != nil {
+		reply(rw, http.StatusBadRequest, "want namespace (64 hexadecimal digits, as 'kvspray store ls' "+
+			"prints them) and perhaps unknown (true or false)\n")
+		return
+	}
+	ctx, cancel := context.WithTimeout(r.Context(), removeTimeout)
+	defer cancel()
+	out, err := c.RemoveNamespace(ctx, id, unknown)
 	answer(rw, out, err)
 }
 

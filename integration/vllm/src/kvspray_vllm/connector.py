@@ -124,6 +124,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                     "cache manager for connectors": HAS_CACHE_MANAGER,
                 },
             )  # fmt: skip
+        secret = self._settings.secret()
         if role == KVConnectorRole.SCHEDULER:
             if newer := versions.newer_than_known():
                 logger.warning("%s", newer)
@@ -137,7 +138,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                 self._events = events.StoreEvents()
             self._scheduler = SchedulerSide(
                 self._settings,
-                shim.Scheduler(self._settings.socket, self._engine_id, logger, parallel.tensor_parallel_size, parallel.pipeline_parallel_size),
+                shim.Scheduler(self._settings.socket, self._engine_id, logger, parallel.tensor_parallel_size, parallel.pipeline_parallel_size, secret),
                 [g.kv_cache_spec.block_size for g in kv_cache_config.kv_cache_groups],
                 self._engine_id,
                 shim.prefix_hash,
@@ -155,7 +156,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
             self._flag_of = layout.flag_indices(kv_cache_config)
             self._ranks = layout.ranks_of(vllm_config)
             self._worker_client = shim.Worker(
-                self._settings.socket, self._engine_id, len(self._flag_of), logger, shim.ranks(self._ranks, vllm_config.parallel_config)
+                self._settings.socket, self._engine_id, len(self._flag_of), logger, shim.ranks(self._ranks, vllm_config.parallel_config), secret
             )
             alone = vllm_config.parallel_config.data_parallel_size == 1
             block = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size if resumes else 0

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from kvspray import secret
 from kvspray.weights import MAX_NAME_BYTES
 
 
@@ -24,6 +25,10 @@ class Settings:
     """A name for the weights that the engine starts with. Prefill and decode must agree on it. Default: a digest of the checkpoint's files."""
     store: bool = False
     """Whether the store of this node's sidecar keeps the engine's pages, and gives back those of earlier prompts."""
+    secret_file: str = ""
+    """A file with a tenant's secret. Pages of the store are found only by engines that have the same one."""
+    secret_env: str = ""
+    """The name of an environment variable with the secret, instead of a file."""
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> Settings:
@@ -43,4 +48,18 @@ class Settings:
             raise ValueError(f"kv_connector_extra_config['weights'] is {out.weights!r}, want a string of at most {MAX_NAME_BYTES} bytes")
         if not isinstance(out.store, bool):
             raise ValueError(f"kv_connector_extra_config['store'] is {out.store!r}, want true or false")
+        for key in ("secret_file", "secret_env"):
+            value = getattr(out, key)
+            if not isinstance(value, str):
+                # The value is not shown: it may be the secret itself.
+                raise ValueError(f"kv_connector_extra_config[{key!r}] is no string, want the name of a {'file' if key == 'secret_file' else 'variable'}")
+            if value and not out.store:
+                raise ValueError(f"kv_connector_extra_config[{key!r}] is set, and store is not true: the secret is for pages of the store; set both or none")
         return out
+
+    def secret(self) -> bytes:
+        """The tenant's secret; empty: there is none."""
+        try:
+            return secret.read(self.secret_file, self.secret_env)
+        except ValueError as err:
+            raise ValueError(f"kv_connector_extra_config: the secret of secret_file or secret_env {err}") from err

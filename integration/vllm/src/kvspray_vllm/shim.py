@@ -7,7 +7,7 @@ import builtins
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import kvspray
@@ -195,7 +195,10 @@ def ranks(of: layout.Ranks, parallel: ParallelConfig) -> kvspray.Ranks:
 class Worker:
     """WorkerShim over kvspray.WorkerClient."""
 
-    def __init__(self, socket: str | None, engine_id: str, layers: int, log: logging.Logger, ranks: kvspray.Ranks) -> None:
+    def __init__(
+        self, socket: str | None, engine_id: str, layers: int, log: logging.Logger, ranks: kvspray.Ranks, secret: bytes = b""
+    ) -> None:
+        self._secret = secret  # of the store's namespaces: processes of an engine send each other namespaces without it
         self._c = kvspray.WorkerClient(socket, engine=_engine(engine_id), layers=layers, log=log, ranks=ranks)
         self.signal_layer = self._c.signal_layer
         self.signal_step = self._c.signal_step
@@ -262,9 +265,8 @@ class Worker:
 
     def pages(self, namespace: Namespace, pieces: Sequence[tuple[Memory, int, int, int]], blocks: int) -> WorkerPages:
         """pieces: (memory, base, stride, length) of each part of a block. After register."""
-        return _WorkerPages(
-            kvspray.store.Space(self._c, namespace, [kvspray.store.Piece(m.region, base, stride, n) for m, base, stride, n in pieces], blocks)
-        )
+        parts = [kvspray.store.Piece(m.region, base, stride, n) for m, base, stride, n in pieces]
+        return _WorkerPages(kvspray.store.Space(self._c, replace(namespace, secret=self._secret), parts, blocks))
 
     def poll(self) -> list[Ended]:
         return [
@@ -375,7 +377,10 @@ class _SchedulerPages:
 class Scheduler:
     """SchedulerShim over kvspray.SchedulerClient."""
 
-    def __init__(self, socket: str | None, engine_id: str, log: logging.Logger, tp_size: int = 1, pp_size: int = 1) -> None:
+    def __init__(
+        self, socket: str | None, engine_id: str, log: logging.Logger, tp_size: int = 1, pp_size: int = 1, secret: bytes = b""
+    ) -> None:
+        self._secret = secret
         # The sizes give the number of ranks that a decline stands for.
         ranks = kvspray.Ranks(pp=(0, pp_size), tp=(0, tp_size))
         self._c = kvspray.SchedulerClient(socket, engine=_engine(engine_id), log=log, ranks=ranks)
@@ -411,7 +416,7 @@ class Scheduler:
 
     def pages(self, namespaces: Sequence[Namespace]) -> SchedulerPages:
         """namespaces: of each rank."""
-        return _SchedulerPages(self._c, namespaces)
+        return _SchedulerPages(self._c, [replace(n, secret=self._secret) for n in namespaces])
 
     def close(self) -> None:
         self._c.close()

@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package exchange
+
+import (
+	"slices"
+	"testing"
+
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/store"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// A holder that has not heard of a removal offers nothing, and hears of it by the request.
+func TestHolderFromBeforeARemoval(t *testing.T) {
+	c, n := newCable(t, 3)
+	n[0].put(1, 2)
+	c.hint(n[0].boot, 1, 2)
+	n[1].remove(5)
+	want(t, n[1].get(1, 2), store.Miss, store.Miss)
+	if !slices.Contains(n[0].learned, 5) {
+		t.Errorf("learned %v", n[0].learned)
+	}
+	// It knows the removal now, and has not applied it: nobody gets its pages.
+	want(t, n[1].get(1), store.Miss)
+	want(t, n[2].get(1), store.Miss)
+	n[0].remove(5)
+	want(t, n[1].get(1), store.Miss)
+	// What is stored afterwards is valid.
+	n[0].put(1)
+	want(t, n[1].get(1, 2), store.Hit, store.Miss)
+	// A node that has not heard of the removal may have later pages.
+	want(t, n[2].get(1), store.Hit)
+}
+
+// A holder of an earlier release says nothing about removals: it is not asked for pages of a
+// namespace that was removed, and what it offers in spite of that is not taken.
+func TestHolderOfAnEarlierRelease(t *testing.T) {
+	c, n := newCable(t, 2)
+	n[0].put(1)
+	c.hint(n[0].boot, 1)
+	asked := 0
+	c.drop = func(_, _ transfer.Boot, f *peerv1.ControlFrame) bool {
+		if m := f.GetPageRequest(); m != nil {
+			asked++
+			m.Removal = 0 // it does not know the field
+		}
+		if m := f.GetPageOffer(); m != nil {
+			m.Removal = 0
+		}
+		return false
+	}
+	n[1].PeerUp(n[0].boot, "n", string(n[0].boot[:1]), []string{Feature}, false)
+	n[1].remove(5)
+	want(t, n[1].get(1), store.Miss)
+	if asked != 0 {
+		t.Errorf("asked %d times", asked)
+	}
+	n[1].PeerUp(n[0].boot, "n", string(n[0].boot[:1]), []string{Feature}, true) // it lies
+	want(t, n[1].get(1), store.Miss)
+	if asked == 0 {
+		t.Error("not asked")
+	}
+	n[1].removed.Lock()
+	n[1].known, n[1].applied = 0, 0
+	n[1].removed.Unlock()
+	n[1].PeerUp(n[0].boot, "n", string(n[0].boot[:1]), []string{Feature}, false)
+	want(t, n[1].get(1), store.Hit) // without a removal the releases work together
+}
+
+// A removal while a page is on its way: the page is not found afterwards.
+func TestRemovalDuringATransfer(t *testing.T) {
+	c, n := newCable(t, 2)
+	n[0].put(1)
+	c.hint(n[0].boot, 1)
+	once := make(chan struct{}, 1)
+	once <- struct{}{}
+	c.drop = func(_, _ transfer.Boot, f *peerv1.ControlFrame) bool {
+		if f.GetPageOffer() != nil {
+			select {
+			case <-once:
+				n[1].remove(5) // applied before the bytes move
+			default:
+			}
+		}
+		return false
+	}
+	n[1].get(1) // it began before the removal
+	found, err := n[1].space.Exists(keysOf(1))
+	if err != nil || found.Get(0) {
+		t.Errorf("the page has come back: %v", err)
+	}
+	want(t, n[1].get(1), store.Miss)
+}
+
+// A node that has not heard of its peers' removals takes no pages of others, and offers none.
+func TestNothingBeforeRemovalsAreHeard(t *testing.T) {
+	c, n := newCable(t, 2)
+	n[0].put(1)
+	c.hint(n[0].boot, 1)
+	n[1].deaf.Store(true)
+	want(t, n[1].get(1), store.Miss)
+	n[1].deaf.Store(false)
+	n[0].deaf.Store(true)
+	want(t, n[1].get(1), store.Miss)
+	n[0].deaf.Store(false)
+	want(t, n[1].get(1), store.Hit)
+}

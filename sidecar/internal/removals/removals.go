@@ -1,0 +1,791 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package removals removes the pages of a namespace from all nodes of a cluster.
+//
+// A removal has a stamp (package store/removal). The node that makes one sends it to all peers and
+// waits for their answers. A node that learns a removal passes it on to its own peers, removes its
+// pages, and answers. A peer that comes up gets all removals that this node knows. So a node that
+// was away learns what it missed from the first peer that it meets.
+//
+// Invariants: a removal is known before pages are removed for it, so that whatever comes to the
+// store afterwards comes from nodes that have applied it, or goes with the rest. It is applied, and
+// this node says so, only once the store has removed the pages durably and the note of the store
+// has it. A node never says that it applied a removal that it did not apply, although it knows a
+// later one.
+//
+// Ownership: one mutex guards the list and the peers; it is not held over I/O or a send. Messages
+// of peers are foreign: their lengths are checked, and the peers, waiting answers and unsent
+// messages have bounds. Goroutines: one that sends and one that removes, from Run until its context
+// ends.
+package removals
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"sync"
+	"time"
+
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/store/page"
+	"github.com/kvspray/kvspray/store/removal"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// Feature announces in Hello that a sidecar takes the messages about removals.
+const Feature = "removals"
+
+// Bounds and times.
+const (
+	maxPeers   = 4096
+	perMessage = 512  // removals
+	maxAnswers = 1024 // that peers wait for
+	maxProblem = 256  // bytes of a peer's text
+	maxRounds  = 4    // stamps that one Remove tries
+
+	retryTime    = 5 * time.Second // after a removal that failed here
+	settleTime   = 5 * time.Second // from the start, until pages of an earlier start count
+	seenTime     = time.Hour       // between notes that the node is among others
+	allTime      = time.Minute     // for the object store, when all pages are removed
+	forwardPause = 20 * time.Millisecond
+)
+
+// Store is what holds the pages. *store.Store has these methods.
+type Store interface {
+	RemoveSpace(id page.ID) (had bool, err error)
+	RemoveAll(ctx context.Context) error
+	Note() ([]byte, error)
+	SetNote(note []byte) error
+	Keeps() bool
+}
+
+// Member is a node with a store.
+type Member struct {
+	Boot transfer.Boot
+	Node string
+}
+
+// Options are the parts that Removals uses. All are required but Send and Members, which a node
+// without peers lacks.
+type Options struct {
+	Self  Member
+	Store Store
+	Send  func(transfer.Boot, *peerv1.ControlFrame) error
+	// Members are the nodes with a store that the cluster has, this one or not.
+	Members func() []Member
+	// Gone is called after pages were removed.
+	Gone func()
+	Log  *slog.Logger
+}
+
+// Removals is one node's part.
+type Removals struct {
+	o      Options
+	talk   chan struct{} // has room for one: there is something to send
+	remove chan struct{} // likewise: there is something to remove
+	turn   chan struct{} // has room for one: whoever makes a removal
+	done   chan struct{} // closed at the end of Run
+
+	mu      sync.Mutex // guards what follows
+	list    *removal.List
+	peers   map[transfer.Boot]*peer
+	news    map[page.ID]transfer.Boot // to pass on, and whom it is from
+	answers []answer                  // that are due once a removal is applied
+	changed chan struct{}             // closed when something was applied, or an answer has come
+	failed  map[page.ID]error         // the last try to remove
+	ask     *ask                      // under way; nil: none
+	last    uint64                    // id of an ask
+	fresh   bool                      // the store has no pages of an earlier start
+	heard   bool                      // a peer has reported its removals
+	until   time.Time                 // how long peers are waited for
+	missed  bool                      // all pages are to be removed
+}
+
+// peer is a node whose control lanes are up.
+type peer struct {
+	node  string
+	takes bool // messages about removals
+	greet bool // it is to get all removals
+}
+
+// answer is what a peer waits for.
+type answer struct {
+	to transfer.Boot
+	id uint64
+	r  removal.Removal
+}
+
+// ask is a removal that this node makes, with what the peers have answered.
+type ask struct {
+	id      uint64
+	answers map[transfer.Boot]*peerv1.PageRemoved // nil: none yet
+	nodes   map[transfer.Boot]string              // their names
+}
+
+// New makes the node's part from the note of its store.
+func New(o Options) *Removals {
+	r := &Removals{o: o, talk: make(chan struct{}, 1), remove: make(chan struct{}, 1),
+		turn: make(chan struct{}, 1), done: make(chan struct{}), peers: map[transfer.Boot]*peer{},
+		news: map[page.ID]transfer.Boot{}, changed: make(chan struct{}),
+		failed: map[page.ID]error{}, until: time.Now().Add(settleTime)}
+	note, err := o.Store.Note()
+	if err == nil {
+		r.list, err = removal.Parse(note)
+	}
+	if err != nil {
+		// Peers know the removals, too. Those that this node has applied are applied again then.
+		o.Log.Warn("store: removals of earlier starts are not known; peers report theirs", "err", err)
+		r.list = removal.NewList()
+	}
+	r.heard, r.fresh = o.Send == nil, !o.Store.Keeps()
+	if len(r.list.Pending()) > 0 {
+		poke(r.remove)
+	}
+	return r
+}
+
+func poke(c chan struct{}) {
+	select {
+	case c <- struct{}{}:
+	default:
+	}
+}
+
+// Known is the latest removal of a namespace that this node knows; 0: none.
+func (r *Removals) Known(id page.ID) uint64 {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.list.Known(id)
+}
+
+// Applied is the latest removal of a namespace that this node has applied; 0: none.
+func (r *Removals) Applied(id page.ID) uint64 {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.list.Applied(id)
+}
+
+// Heard reports whether a peer has reported its removals, or settleTime is over. Until then this
+// node may lack removals that it knew in an earlier life, and takes no pages of others.
+func (r *Removals) Heard() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.heardLocked()
+}
+
+func (r *Removals) heardLocked() bool {
+	r.heard = r.heard || time.Now().After(r.until)
+	return r.heard && !r.missed
+}
+
+// Ready reports whether pages of a namespace may be served to engines: no removal is known that is
+// not applied, and pages of an earlier start wait for what peers report.
+func (r *Removals) Ready(id page.ID) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return (r.fresh || r.heardLocked()) && !r.missed && r.list.Known(id) == r.list.Applied(id)
+}
+
+// Stats are how many removals are remembered, and how many of them are not applied.
+func (r *Removals) Stats() (known, pending int) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.list.Len(), len(r.list.Pending())
+}
+
+// PeerUp introduces a peer, or changes it. It gets all removals.
+func (r *Removals) PeerUp(boot transfer.Boot, node string, takes bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	p := r.peers[boot]
+	if p == nil {
+		if len(r.peers) == maxPeers || boot == r.o.Self.Boot {
+			return
+		}
+		p = &peer{}
+		r.peers[boot] = p
+	}
+	p.node = node
+	if takes && !p.takes {
+		r.meetLocked()
+		p.greet = true
+		poke(r.talk)
+	}
+	p.takes = takes
+}
+
+// meetLocked looks whether this node has missed removals since it was among others last, before it
+// meets a peer.
+func (r *Removals) meetLocked() {
+	now := time.Now()
+	if r.amongLocked() && !r.missed {
+		r.list.See(now)
+	}
+	if r.list.Missed(0, now) {
+		r.missLocked()
+	}
+}
+
+func (r *Removals) missLocked() {
+	if r.missed {
+		return
+	}
+	r.missed = true
+	r.o.Log.Warn("store: this node was away while others forgot removals: all its pages are removed")
+	poke(r.remove)
+}
+
+// amongLocked reports whether this node gets the removals of a peer, but those.
+func (r *Removals) amongLocked(but ...transfer.Boot) bool {
+	for boot, p := range r.peers {
+		if p.takes && !slices.Contains(but, boot) {
+			return true
+		}
+	}
+	return false
+}
+
+// PeerDown forgets a peer that cannot be reached.
+func (r *Removals) PeerDown(boot transfer.Boot) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.amongLocked() && !r.missed {
+		r.list.See(time.Now())
+	}
+	delete(r.peers, boot)
+	if r.ask != nil {
+		if a, asked := r.ask.answers[boot]; asked && a == nil {
+			r.ask.answers[boot] = &peerv1.PageRemoved{Problem: "the connection ended"}
+			r.changedLocked()
+		}
+	}
+}
+
+func (r *Removals) changedLocked() {
+	close(r.changed)
+	r.changed = make(chan struct{})
+}
+
+// Learn takes a removal that a peer has named otherwise.
+func (r *Removals) Learn(from transfer.Boot, id page.ID, stamp uint64) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	_ = r.learnLocked(from, removal.Removal{Space: id, Stamp: stamp})
+}
+
+func (r *Removals) learnLocked(from transfer.Boot, m removal.Removal) error {
+	isNew, err := r.list.Learn(m, time.Now())
+	if isNew {
+		if r.news[m.Space] = from; len(r.news) > removal.Max {
+			clear(r.news) // all that the list has is less
+			for _, p := range r.peers {
+				p.greet = p.takes
+			}
+		}
+		delete(r.failed, m.Space) // that was another one
+		poke(r.remove)
+		poke(r.talk)
+	}
+	return err //nolint:wrapcheck // it says what is wrong
+}
+
+// Handle takes a frame of a peer, and does not block. It returns an error for one that the protocol
+// does not allow.
+func (r *Removals) Handle(from transfer.Boot, f *peerv1.ControlFrame) error {
+	switch b := f.Body.(type) {
+	case *peerv1.ControlFrame_PageRemovals:
+		if err := check(b.PageRemovals); err != nil {
+			return err
+		}
+		r.removals(from, b.PageRemovals)
+	case *peerv1.ControlFrame_PageRemoved:
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		if r.ask == nil || r.ask.id != b.PageRemoved.GetId() {
+			return nil // late
+		}
+		if a, asked := r.ask.answers[from]; asked && a == nil {
+			r.ask.answers[from] = b.PageRemoved
+			r.changedLocked()
+		}
+	}
+	return nil
+}
+
+func check(m *peerv1.PageRemovals) error {
+	n := len(m.GetRemovals())
+	if n > perMessage || m.GetId() != 0 && n != 1 {
+		return fmt.Errorf("page removals: %d with the id %d: want at most %d, or one with an id", n,
+			m.GetId(), perMessage)
+	}
+	for _, x := range m.GetRemovals() {
+		if len(x.GetSpace()) != len(page.ID{}) || x.GetStamp() == 0 {
+			return fmt.Errorf("page removals: namespace of %d bytes, stamp %d: want %d bytes, and a stamp",
+				len(x.GetSpace()), x.GetStamp(), len(page.ID{}))
+		}
+	}
+	return nil
+}
+
+// removals takes a message that was checked.
+func (r *Removals) removals(from transfer.Boot, m *peerv1.PageRemovals) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, x := range m.GetRemovals() {
+		one := removal.Removal{Space: page.ID(x.GetSpace()), Stamp: x.GetStamp()}
+		err := r.learnLocked(from, one)
+		if err != nil {
+			r.o.Log.Warn("store: a removal is refused", "peer", from.String(), "namespace",
+				one.Space.String(), "err", err)
+		}
+		if m.GetId() == 0 || len(r.answers) == maxAnswers {
+			continue
+		}
+		r.answers = append(r.answers, answer{from, m.GetId(), one})
+		poke(r.talk)
+	}
+	if m.GetLast() {
+		r.lastLocked(from, m.GetForgotten())
+	}
+}
+
+// lastLocked takes the end of a list of all removals that a peer has noted.
+func (r *Removals) lastLocked(from transfer.Boot, floor uint64) {
+	r.heard = true
+	now := time.Now()
+	if floor > uint64(now.UnixNano()) {
+		floor = 0 // of a clock that is ahead, or a lie
+	}
+	// Where there are other peers, this node has missed nothing, whatever this one sends.
+	if r.amongLocked(from) && !r.missed {
+		r.list.See(now)
+	}
+	if r.list.Missed(floor, now) {
+		r.missLocked()
+	}
+	if !r.missed {
+		r.list.See(now)
+		poke(r.remove) // to note it
+	}
+}
+
+// Run sends and removes until the context ends.
+func (r *Removals) Run(ctx context.Context) {
+	var wg sync.WaitGroup
+	wg.Go(func() { r.sender(ctx) })
+	wg.Go(func() { r.remover(ctx) })
+	wg.Wait()
+	close(r.done)
+}
+
+// remover applies removals.
+func (r *Removals) remover(ctx context.Context) {
+	var retry <-chan time.Time
+	seen := time.NewTicker(seenTime)
+	defer seen.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-r.remove:
+		case <-retry:
+		case <-seen.C:
+		}
+		retry = nil
+		if !r.see() || !r.all(ctx) || !r.apply() {
+			retry = time.After(retryTime)
+		}
+	}
+}
+
+// see notes that this node is among others, from time to time.
+func (r *Removals) see() bool {
+	r.mu.Lock()
+	among := r.amongLocked() && r.heard && !r.missed
+	if among {
+		r.list.See(time.Now())
+	}
+	r.mu.Unlock()
+	if !among {
+		return true
+	}
+	if err := r.note(); err != nil {
+		r.o.Log.Warn("store: removals are not noted, and tried again", "err", err)
+		return false
+	}
+	return true
+}
+
+// all removes all pages, if removals were missed, and reports whether it has.
+func (r *Removals) all(ctx context.Context) bool {
+	r.mu.Lock()
+	missed := r.missed
+	r.mu.Unlock()
+	if !missed {
+		return true
+	}
+	ctx, stop := context.WithTimeout(ctx, allTime)
+	defer stop()
+	if err := r.o.Store.RemoveAll(ctx); err != nil {
+		r.o.Log.Warn("store: the removal of all pages failed, and is tried again", "err", err)
+		return false
+	}
+	r.o.Gone()
+	r.mu.Lock()
+	r.missed = false
+	r.list.See(time.Now())
+	r.changedLocked()
+	r.mu.Unlock()
+	return r.see()
+}
+
+// apply removes what is pending, and reports whether nothing is left.
+func (r *Removals) apply() bool {
+	r.mu.Lock()
+	pending := r.list.Pending()
+	r.mu.Unlock()
+	if len(pending) == 0 {
+		return true
+	}
+	// A node that ends before a removal is applied goes on with it when it starts again.
+	if err := r.note(); err != nil {
+		r.o.Log.Warn("store: removals are not noted, and tried again", "err", err)
+		r.fail(pending, err)
+		return false
+	}
+	var done []removal.Removal
+	gone := false
+	for _, m := range pending {
+		had, err := r.o.Store.RemoveSpace(m.Space)
+		if gone = gone || had; err != nil {
+			r.o.Log.Warn("store: a removal failed, and is tried again", "namespace", m.Space.String(),
+				"err", err)
+			r.fail([]removal.Removal{m}, err)
+			continue
+		}
+		done = append(done, m)
+	}
+	if gone {
+		r.o.Gone()
+	}
+	r.mu.Lock()
+	// The note first: a node that says so and then starts again does not remove later pages.
+	after := r.list.After(done)
+	r.mu.Unlock()
+	if err := r.o.Store.SetNote(after); err != nil {
+		r.o.Log.Warn("store: removals are not noted, and tried again", "err", err)
+		r.fail(done, err)
+		return false
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, m := range done {
+		r.list.Apply(m)
+		delete(r.failed, m.Space)
+	}
+	r.changedLocked()
+	poke(r.talk)
+	return len(done) == len(pending)
+}
+
+func (r *Removals) note() error {
+	r.mu.Lock()
+	b := r.list.Encode()
+	r.mu.Unlock()
+	return r.o.Store.SetNote(b) //nolint:wrapcheck // it names the disk
+}
+
+func (r *Removals) fail(which []removal.Removal, err error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, m := range which {
+		r.failed[m.Space] = err
+	}
+	r.changedLocked()
+	poke(r.talk)
+}
+
+// sender sends what is due. News that come together go together.
+func (r *Removals) sender(ctx context.Context) {
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-r.talk:
+		}
+		for _, m := range r.due() {
+			if err := r.o.Send(m.to, m.frame); err != nil {
+				r.o.Log.Debug("store: removals are not sent", "peer", m.to.String(), "err", err)
+				r.unsent(m)
+			}
+		}
+		select { // so that a peer that makes removals all the time costs little
+		case <-ctx.Done():
+			return
+		case <-time.After(forwardPause):
+		}
+	}
+}
+
+// unsent has a peer get all removals later, in place of some that could not be sent.
+func (r *Removals) unsent(m message) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if p := r.peers[m.to]; p != nil && m.frame.GetPageRemovals() != nil {
+		p.greet = true
+		time.AfterFunc(retryTime, func() { poke(r.talk) })
+	}
+}
+
+type message struct {
+	to    transfer.Boot
+	frame *peerv1.ControlFrame
+}
+
+// due takes what is to be sent.
+func (r *Removals) due() (out []message) {
+	if r.o.Send == nil {
+		return nil
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.answers = slices.DeleteFunc(r.answers, func(a answer) bool {
+		m := r.answerLocked(a)
+		if m != nil {
+			out = append(out, message{a.to, &peerv1.ControlFrame{
+				Body: &peerv1.ControlFrame_PageRemoved{PageRemoved: m}}})
+		}
+		return m != nil
+	})
+	var all, news []*peerv1.PageRemoval
+	for id := range r.news {
+		if stamp := r.list.Known(id); stamp != 0 {
+			news = append(news, wire(removal.Removal{Space: id, Stamp: stamp}))
+		}
+	}
+	for _, m := range r.list.All() {
+		all = append(all, wire(m))
+	}
+	for boot, p := range r.peers {
+		switch {
+		case p.greet:
+			p.greet = false
+			out = append(out, parts(boot, all, true, r.list.Floor())...)
+		case p.takes:
+			out = append(out, parts(boot, slices.DeleteFunc(slices.Clone(news),
+				func(m *peerv1.PageRemoval) bool { return r.news[page.ID(m.Space)] == boot }), false,
+				0)...)
+		}
+	}
+	clear(r.news)
+	return out
+}
+
+func wire(m removal.Removal) *peerv1.PageRemoval {
+	return &peerv1.PageRemoval{Space: m.Space[:], Stamp: m.Stamp}
+}
+
+// parts divides removals into messages. A list of all has a last message, even without removals.
+func parts(to transfer.Boot, list []*peerv1.PageRemoval, whole bool, floor uint64) (
+	out []message) {
+	for whole || len(list) > 0 {
+		n := min(len(list), perMessage)
+		m := &peerv1.PageRemovals{Removals: list[:n:n], Last: whole && n == len(list)}
+		if m.Last {
+			m.Forgotten = floor
+		}
+		list = list[n:]
+		out = append(out, message{to, removalsFrame(m)})
+		if len(list) == 0 {
+			break
+		}
+	}
+	return out
+}
+
+func removalsFrame(m *peerv1.PageRemovals) *peerv1.ControlFrame {
+	return &peerv1.ControlFrame{Body: &peerv1.ControlFrame_PageRemovals{PageRemovals: m}}
+}
+
+// answerLocked is the answer to a peer; nil: it is not due yet.
+func (r *Removals) answerLocked(a answer) *peerv1.PageRemoved {
+	out := &peerv1.PageRemoved{Id: a.id, Stamp: r.list.Applied(a.r.Space)}
+	switch known := r.list.Known(a.r.Space); {
+	case out.Stamp >= a.r.Stamp:
+	case known < a.r.Stamp && r.list.Floor() >= a.r.Stamp:
+		out.Stamp = r.list.Floor() // the asker sends a later one
+	case known < a.r.Stamp:
+		out.Problem = "the removal's time is too far from this node's clock; set the clocks"
+	default:
+		err := r.failed[a.r.Space]
+		if err == nil {
+			return nil
+		}
+		out.Problem = cut(err.Error())
+	}
+	return out
+}
+
+func cut(s string) string { return s[:min(len(s), maxProblem)] }
+
+// State is what a member has answered.
+type State struct {
+	Member
+	Confirmed bool
+	Problem   string // why not
+}
+
+// Remove removes all pages of a namespace from all members, and returns what each has answered,
+// this node first. It waits until this node has applied the removal, and at most patience for
+// others. Those that did not answer learn of the removal when they are up again. With an error this
+// node has not applied the removal yet, and goes on trying.
+func (r *Removals) Remove(ctx context.Context, id page.ID, patience time.Duration) ([]State,
+	error) {
+	select {
+	case r.turn <- struct{}{}:
+		defer func() { <-r.turn }()
+	case <-ctx.Done():
+		return nil, fmt.Errorf("store: another removal is under way: %w", ctx.Err())
+	}
+	limit, stop := context.WithTimeout(ctx, patience)
+	defer stop()
+	for round := 1; ; round++ {
+		states, higher, err := r.round(ctx, limit, id)
+		if err != nil || higher == 0 || round == maxRounds || limit.Err() != nil {
+			return states, err
+		}
+		r.mu.Lock()
+		_ = r.learnLocked(r.o.Self.Boot, removal.Removal{Space: id, Stamp: higher})
+		r.mu.Unlock()
+	}
+}
+
+// round makes a removal with one stamp. higher: a member has applied a later one, and may have
+// stored pages between that and this one.
+func (r *Removals) round(ctx, limit context.Context, id page.ID) (states []State, higher uint64,
+	err error) {
+	r.mu.Lock()
+	stamp := r.list.Next(id, time.Now())
+	m := removal.Removal{Space: id, Stamp: stamp}
+	if err := r.learnLocked(r.o.Self.Boot, m); err != nil {
+		r.mu.Unlock()
+		return nil, 0, fmt.Errorf("store: namespace %s: %w", id, err)
+	}
+	delete(r.news, id) // all peers are asked
+	r.last++
+	a := &ask{id: r.last, answers: map[transfer.Boot]*peerv1.PageRemoved{},
+		nodes: map[transfer.Boot]string{}}
+	r.ask = a
+	for boot, p := range r.peers {
+		if p.takes {
+			a.answers[boot], a.nodes[boot] = nil, p.node
+		}
+	}
+	asked := make([]transfer.Boot, 0, len(a.answers))
+	for boot := range a.answers {
+		asked = append(asked, boot)
+	}
+	r.mu.Unlock()
+	defer func() {
+		r.mu.Lock()
+		r.ask = nil
+		r.mu.Unlock()
+	}()
+	for _, boot := range asked {
+		if err := r.o.Send(boot, removalsFrame(&peerv1.PageRemovals{Id: a.id,
+			Removals: []*peerv1.PageRemoval{wire(m)}})); err != nil {
+			r.mu.Lock()
+			a.answers[boot] = &peerv1.PageRemoved{Problem: cut(err.Error())}
+			r.mu.Unlock()
+		}
+	}
+	if err := r.wait(ctx, limit, a, m); err != nil {
+		return nil, 0, fmt.Errorf("store: namespace %s: remove: %w", id, err)
+	}
+	states, higher = r.states(a, stamp)
+	return states, higher, nil
+}
+
+// wait returns once this node has applied a removal and, unless limit ends before, all peers have
+// answered.
+func (r *Removals) wait(ctx, limit context.Context, a *ask, m removal.Removal) error {
+	others := limit.Done()
+	for {
+		r.mu.Lock()
+		changed, applied, err := r.changed, r.list.Applied(m.Space) >= m.Stamp, r.failed[m.Space]
+		left := 0
+		for _, x := range a.answers {
+			if x == nil {
+				left++
+			}
+		}
+		r.mu.Unlock()
+		switch {
+		case applied && (left == 0 || limit.Err() != nil):
+			return nil
+		case !applied && err != nil:
+			return err
+		}
+		select {
+		case <-changed:
+		case <-others:
+			others = nil
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-r.done:
+			return errStopped
+		}
+	}
+}
+
+var errStopped = errors.New("the node stops; it goes on with the removal when it starts again")
+
+// states are the answers, and of all members that were not asked why not.
+func (r *Removals) states(a *ask, stamp uint64) (out []State, higher uint64) {
+	var members []Member
+	if r.o.Members != nil {
+		members = r.o.Members()
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	seen := map[transfer.Boot]bool{r.o.Self.Boot: true}
+	add := func(s State) {
+		if !seen[s.Boot] {
+			seen[s.Boot] = true
+			out = append(out, s)
+		}
+	}
+	for boot, x := range a.answers {
+		s := State{Member: Member{boot, a.nodes[boot]}}
+		switch {
+		case x == nil:
+			s.Problem = "it has not answered in time"
+		case x.Problem != "":
+			s.Problem = cut(x.Problem)
+		case x.Stamp > stamp:
+			higher = max(higher, x.Stamp)
+			s.Problem = "another removal of the namespace came in between"
+		case x.Stamp == stamp:
+			s.Confirmed = true
+		default:
+			s.Problem = "it has applied an earlier removal only"
+		}
+		add(s)
+	}
+	for boot, p := range r.peers {
+		if !p.takes {
+			add(State{Member: Member{boot, p.node},
+				Problem: "its release takes no removals of other nodes"})
+		}
+	}
+	for _, m := range members {
+		add(State{Member: m, Problem: "it cannot be reached"})
+	}
+	slices.SortFunc(out, func(x, y State) int {
+		return cmp.Or(cmp.Compare(x.Node, y.Node), slices.Compare(x.Boot[:], y.Boot[:]))
+	})
+	return append([]State{{Member: r.o.Self, Confirmed: true}}, out...), higher
+}

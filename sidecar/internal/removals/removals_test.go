@@ -1,0 +1,676 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package removals
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"google.golang.org/protobuf/proto"
+
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/internal/leaktest"
+	"github.com/kvspray/kvspray/internal/testutil"
+	"github.com/kvspray/kvspray/store/page"
+	"github.com/kvspray/kvspray/store/removal"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+func TestMain(m *testing.M) { leaktest.Main(m) }
+
+var space = page.ID{7}
+
+const answerTime = 5 * time.Second
+
+// net joins nodes.
+type net struct {
+	t     *testing.T
+	mu    sync.Mutex // guards what follows
+	nodes map[transfer.Boot]*node
+	cut   map[[2]transfer.Boot]bool
+	lose  func(from, to transfer.Boot, f *peerv1.ControlFrame) bool
+}
+
+// node is one with a store that counts.
+type node struct {
+	*Removals
+	boot transfer.Boot
+	stop func()
+
+	mu    sync.Mutex // guards what follows
+	pages map[page.ID]int
+	note  []byte
+	fails error // of a removal
+	noted error
+	keeps bool
+	times int // removals
+	wiped int // removals of all pages
+	hold  chan struct{}
+}
+
+func (n *node) RemoveSpace(id page.ID) (bool, error) {
+	n.mu.Lock()
+	hold := n.hold
+	n.mu.Unlock()
+	if hold != nil {
+		<-hold
+	}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.fails != nil {
+		return false, n.fails
+	}
+	n.times++
+	had := n.pages[id] > 0
+	delete(n.pages, id)
+	return had, nil
+}
+
+func (n *node) RemoveAll(context.Context) error {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.fails != nil {
+		return n.fails
+	}
+	n.wiped++
+	clear(n.pages)
+	return nil
+}
+
+func (n *node) Note() ([]byte, error) { return n.note, nil }
+func (n *node) Keeps() bool           { return n.keeps }
+func (n *node) SetNote(b []byte) error {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.noted != nil {
+		return n.noted
+	}
+	n.note = b
+	return nil
+}
+
+func (n *node) put(pages int) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.pages[space] += pages
+}
+
+func (n *node) has() int {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.pages[space]
+}
+
+func newNet(t *testing.T, nodes int) (*net, []*node) {
+	c := &net{t: t, nodes: map[transfer.Boot]*node{}, cut: map[[2]transfer.Boot]bool{}}
+	var all []*node
+	for i := range nodes {
+		all = append(all, c.start(transfer.Boot{byte(i + 1)}, nil))
+	}
+	for i, a := range all {
+		for _, b := range all[:i] {
+			c.join(a, b)
+		}
+	}
+	return c, all
+}
+
+// start starts a node with what an earlier one of the same disk has left.
+func (c *net) start(boot transfer.Boot, disk *node) *node {
+	n := &node{boot: boot, pages: map[page.ID]int{}}
+	if disk != nil {
+		n.note, n.pages, n.keeps = disk.note, disk.pages, true
+	}
+	n.Removals = New(Options{Self: Member{boot, name(boot)}, Store: n, Gone: func() {},
+		Log: slog.New(slog.DiscardHandler), Members: c.members,
+		Send: func(to transfer.Boot, f *peerv1.ControlFrame) error { return c.send(boot, to, f) }})
+	ctx, stop := context.WithCancel(context.Background())
+	done := make(chan struct{})
+	go func() { n.Run(ctx); close(done) }()
+	n.stop = sync.OnceFunc(func() { stop(); <-done })
+	c.t.Cleanup(n.stop)
+	c.mu.Lock()
+	c.nodes[boot] = n
+	c.mu.Unlock()
+	return n
+}
+
+func name(b transfer.Boot) string { return "node" + string('a'+b[0]-1) }
+
+func (c *net) members() (out []Member) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for b := range c.nodes {
+		out = append(out, Member{b, name(b)})
+	}
+	return out
+}
+
+func (c *net) join(a, b *node) {
+	c.mu.Lock()
+	delete(c.cut, [2]transfer.Boot{a.boot, b.boot})
+	delete(c.cut, [2]transfer.Boot{b.boot, a.boot})
+	c.mu.Unlock()
+	a.PeerUp(b.boot, name(b.boot), true)
+	b.PeerUp(a.boot, name(a.boot), true)
+}
+
+func (c *net) part(a, b *node) {
+	c.mu.Lock()
+	c.cut[[2]transfer.Boot{a.boot, b.boot}], c.cut[[2]transfer.Boot{b.boot, a.boot}] = true, true
+	c.mu.Unlock()
+	a.PeerDown(b.boot)
+	b.PeerDown(a.boot)
+}
+
+func (c *net) send(from, to transfer.Boot, f *peerv1.ControlFrame) error {
+	c.mu.Lock()
+	n, cut, lose := c.nodes[to], c.cut[[2]transfer.Boot{from, to}], c.lose
+	c.mu.Unlock()
+	if n == nil || cut {
+		return errors.New("nobody is there")
+	}
+	if lose != nil && lose(from, to, f) {
+		return nil
+	}
+	b, err := proto.Marshal(f)
+	if err != nil {
+		return err
+	}
+	back := &peerv1.ControlFrame{}
+	if err := proto.Unmarshal(b, back); err != nil {
+		return err
+	}
+	return n.Handle(from, back)
+}
+
+func confirmed(states []State) (names string) {
+	for _, s := range states {
+		if s.Confirmed {
+			names += s.Node[4:]
+		}
+	}
+	return names
+}
+
+func remove(t *testing.T, n *node) []State {
+	t.Helper()
+	states, err := n.Remove(t.Context(), space, answerTime)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return states
+}
+
+func TestAllMembersRemove(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
+		_, all := newNet(t, 3)
+		for _, n := range all {
+			n.put(5)
+		}
+		if got := confirmed(remove(t, all[0])); got != "abc" {
+			t.Fatal(got)
+		}
+		for _, n := range all {
+			if n.has() != 0 || n.times != 1 || !n.Ready(space) {
+				t.Fatalf("%s has %d pages", name(n.boot), n.has())
+			}
+			n.put(3) // later than the removal
+		}
+		synctest.Wait()
+		time.Sleep(time.Minute)
+		for _, n := range all {
+			if n.has() != 3 || n.times != 1 {
+				t.Fatalf("%s has %d pages after %d removals", name(n.boot), n.has(), n.times)
+			}
+		}
+		if got := confirmed(remove(t, all[2])); got != "cab" || all[1].has() != 0 {
+			t.Fatal(got)
+		}
+	})
+}
+
+// A member that is away is named, and removes its pages when it meets any of the others.
+func TestAMemberThatWasAway(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
+		c, all := newNet(t, 3)
+		a, b, away := all[0], all[1], all[2]
+		c.part(a, away)
+		c.part(b, away)
+		away.put(5)
+		states := remove(t, a)
+		if confirmed(states) != "ab" || len(states) != 3 ||
+			!strings.Contains(states[2].Problem, "cannot be reached") {
+			t.Fatalf("%+v", states)
+		}
+		b.put(2)
+		c.join(b, away) // not the one that removed it
+		time.Sleep(time.Second)
+		if away.has() != 0 || b.has() != 2 || away.Applied(space) != a.Applied(space) {
+			t.Fatalf("%d pages, %d pages", away.has(), b.has())
+		}
+		away.put(4)
+		c.join(a, away)
+		time.Sleep(time.Minute)
+		if away.has() != 4 || away.times != 1 {
+			t.Fatalf("%d pages after %d removals", away.has(), away.times)
+		}
+	})
+}
+
+// A member that restarts with its disk serves nothing before it has heard of removals.
+func TestAMemberThatRestarts(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
+		c, all := newNet(t, 2)
+		a, b := all[0], all[1]
+		remove(t, a)
+		b.put(5) // later
+		b.stop()
+		a.PeerDown(b.boot)
+		again := c.start(transfer.Boot{9}, b)
+		if again.Ready(space) {
+			t.Fatal("it is ready before it has met anybody")
+		}
+		c.join(a, again)
+		time.Sleep(time.Second)
+		if !again.Ready(space) || again.has() != 5 || again.times != 0 {
+			t.Fatalf("%d pages after %d removals: the removal was applied before", again.has(),
+				again.times)
+		}
+		again.stop()
+		a.PeerDown(again.boot)
+		remove(t, a) // while it is gone
+		last := c.start(transfer.Boot{10}, again)
+		last.hold = make(chan struct{})
+		c.join(a, last)
+		time.Sleep(time.Second)
+		if last.Ready(space) {
+			t.Fatal("it is ready before the removal is applied")
+		}
+		close(last.hold)
+		time.Sleep(time.Second)
+		if !last.Ready(space) || last.has() != 0 {
+			t.Fatalf("%d pages are back", last.has())
+		}
+		last.stop()
+		alone := c.start(transfer.Boot{11}, last)
+		if time.Sleep(settleTime - 1); alone.Ready(space) {
+			t.Fatal("ready too soon")
+		}
+		if time.Sleep(2 * time.Nanosecond); !alone.Ready(space) {
+			t.Fatal("it waits for ever")
+		}
+	})
+}
+
+// A removal that was known, and not applied, when the node ended goes on after the start.
+func TestPendingSurvivesTheEnd(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
+		c, all := newNet(t, 2)
+		a, b := all[0], all[1]
+		b.put(5)
+		b.fails = errors.New("the disk is gone")
+		states := remove(t, a)
+		if confirmed(states) != "a" || !strings.Contains(states[1].Problem, "disk is gone") {
+			t.Fatalf("%+v", states)
+		}
+		if b.Ready(space) {
+			t.Fatal("pages of a removed namespace")
+		}
+		b.stop()
+		c.part(a, b)
+		again := c.start(transfer.Boot{9}, b)
+		time.Sleep(time.Second)
+		if again.has() != 0 || again.Applied(space) != a.Applied(space) {
+			t.Fatalf("%d pages", again.has())
+		}
+	})
+}
+
+// Removals that fail are tried again.
+func TestAFailureIsTriedAgain(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
+		_, all := newNet(t, 2)
+		a, b := all[0], all[1]
+		a.put(1)
+		a.fails = errors.New("no space")
+		if _, err := a.Remove(t.Context(), space, answerTime); err == nil ||
+			!strings.Contains(err.Error(), "no space") {
+			t.Fatal(err)
+		}
+		a.mu.Lock()
+		a.fails, a.noted = nil, errors.New("no note")
+		a.mu.Unlock()
+		time.Sleep(retryTime + time.Second)
+		if a.Applied(space) != 0 || a.Ready(space) {
+			t.Fatal("applied without a note")
+		}
+		a.mu.Lock()
+		a.noted = nil
+		a.mu.Unlock()
+		time.Sleep(retryTime + time.Second)
+		if a.has() != 0 || a.Applied(space) == 0 || a.Applied(space) != b.Applied(space) {
+			t.Fatal("not tried again")
+		}
+	})
+}
+
+// Two removals of one namespace at the same time: each is confirmed only by members that have
+// removed their pages after it was asked for.
+func TestRemovalsAtTheSameTime(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
+		_, all := newNet(t, 4)
+		var wg sync.WaitGroup
+		for range 5 {
+			for _, n := range all[:3] {
+				wg.Go(func() {
+					before := make([]int, len(all))
+					for i, n := range all {
+						n.mu.Lock()
+						before[i] = n.times
+						n.mu.Unlock()
+					}
+					states, err := n.Remove(t.Context(), space, answerTime)
+					if err != nil {
+						t.Error(err)
+					}
+					for _, s := range states {
+						i := int(s.Boot[0]) - 1
+						all[i].mu.Lock()
+						times := all[i].times
+						all[i].mu.Unlock()
+						if s.Confirmed && times == before[i] {
+							t.Errorf("%s confirms and has removed nothing", s.Node)
+						}
+					}
+				})
+			}
+		}
+		wg.Wait()
+		time.Sleep(time.Minute)
+		for _, n := range all {
+			if n.Applied(space) != all[0].Applied(space) {
+				t.Error("members do not agree on the last removal")
+			}
+		}
+	})
+}
+
+// A removal with a lower stamp than one that a member has applied is not confirmed as it is: the
+// remover raises its stamp. So a clock that is behind does no harm.
+func TestAStampThatIsBehind(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
+		_, all := newNet(t, 2)
+		a, b := all[0], all[1]
+		ahead := uint64(time.Now().Add(time.Hour).UnixNano())
+		b.mu.Lock()
+		b.hold = make(chan struct{})
+		b.mu.Unlock()
+		b.Learn(b.boot, space, ahead)
+		b.Removals.mu.Lock()
+		clear(b.news) // the other one has not heard of it
+		b.Removals.mu.Unlock()
+		close(b.hold)
+		synctest.Wait()
+		b.put(3)
+		if got := confirmed(remove(t, a)); got != "ab" || b.has() != 0 || a.Applied(space) <= ahead {
+			t.Fatalf("%s, %d pages", got, b.has())
+		}
+	})
+}
+
+func TestAnswersThatDoNotCome(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
+		c, all := newNet(t, 3)
+		old := transfer.Boot{77}
+		all[0].PeerUp(old, "old", false)
+		c.mu.Lock()
+		c.lose = func(_, _ transfer.Boot, f *peerv1.ControlFrame) bool {
+			return f.GetPageRemoved() != nil
+		}
+		c.mu.Unlock()
+		go func() {
+			time.Sleep(time.Second)
+			c.part(all[0], all[2])
+		}()
+		began := time.Now()
+		states := remove(t, all[0])
+		if took := time.Since(began); took != answerTime || confirmed(states) != "a" {
+			t.Errorf("%v: %+v", took, states)
+		}
+		want := map[string]string{"nodea": "", "nodeb": "not answered", "nodec": "ended",
+			"old": "its release"}
+		for _, s := range states {
+			if !strings.Contains(s.Problem, want[s.Node]) || s.Problem == "" != s.Confirmed {
+				t.Errorf("%+v", s)
+			}
+			delete(want, s.Node)
+		}
+		if len(want) > 0 {
+			t.Errorf("not named: %v", want)
+		}
+	})
+}
+
+// A node that was away while others forgot removals removes all that it has, before it serves any
+// of it to others or, as soon as it has met one, to engines.
+func TestANodeThatWasAwayTooLong(t *testing.T) {
+	for name, away := range map[string]time.Duration{"short": removal.Keep - time.Hour,
+		"long": removal.Keep + time.Hour} {
+		testutil.Bubble(t, func(t *testing.T) {
+			c, all := newNet(t, 2)
+			a, b := all[0], all[1]
+			time.Sleep(time.Minute)
+			b.put(5)
+			b.stop()
+			a.PeerDown(b.boot)
+			time.Sleep(away)
+			again := c.start(transfer.Boot{9}, b)
+			again.mu.Lock()
+			again.fails = errors.New("not yet")
+			again.mu.Unlock()
+			c.join(a, again)
+			time.Sleep(time.Second)
+			if got := again.Ready(space) && again.Heard(); got != (name == "short") {
+				t.Errorf("%s: ready %v", name, got)
+			}
+			again.mu.Lock()
+			again.fails = nil
+			again.mu.Unlock()
+			time.Sleep(2 * retryTime)
+			if !again.Ready(space) || !again.Heard() {
+				t.Errorf("%s: not ready", name)
+			}
+			if want := map[string]int{"short": 5}[name]; again.has() != want {
+				t.Errorf("%s: %d pages, want %d", name, again.has(), want)
+			}
+			again.put(2)
+			time.Sleep(removal.Keep + time.Hour) // among others: it misses nothing
+			again.PeerDown(a.boot)
+			a.PeerDown(again.boot)
+			c.join(a, again)
+			time.Sleep(time.Minute)
+			if again.has() < 2 || again.wiped > 1 {
+				t.Errorf("%s: %d pages after %d removals of all", name, again.has(), again.wiped)
+			}
+		})
+	}
+}
+
+// The same while others had no room for all removals.
+func TestANodeThatWasAwayWhileListsWereFull(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
+		c, all := newNet(t, 2)
+		a, b := all[0], all[1]
+		time.Sleep(time.Minute)
+		b.put(5)
+		c.part(a, b)
+		time.Sleep(time.Minute)
+		now := uint64(time.Now().UnixNano())
+		for i := range removal.Max + 1 {
+			a.Learn(transfer.Boot{99}, page.ID{9, byte(i), byte(i >> 8)}, now+uint64(i))
+		}
+		time.Sleep(time.Minute)
+		c.join(a, b)
+		time.Sleep(time.Minute)
+		if b.has() != 0 || b.wiped != 1 || !b.Ready(space) {
+			t.Errorf("%d pages after %d removals of all", b.has(), b.wiped)
+		}
+		b.put(1)
+		c.part(a, b)
+		c.join(a, b)
+		time.Sleep(time.Minute)
+		if b.has() != 1 {
+			t.Error("removed again")
+		}
+		// A peer that lies beside others costs nothing.
+		liar := c.start(transfer.Boot{3}, nil)
+		c.join(liar, b)
+		time.Sleep(2 * seenTime / 3)
+		for _, floor := range []time.Duration{0, time.Hour} {
+			if err := b.Handle(liar.boot, removalsFrame(&peerv1.PageRemovals{Last: true,
+				Forgotten: uint64(time.Now().Add(floor).UnixNano())})); err != nil {
+				t.Fatal(err)
+			}
+		}
+		time.Sleep(time.Minute)
+		if b.has() != 1 {
+			t.Error("removed for a liar")
+		}
+	})
+}
+
+// What cannot be sent is sent later, with all that came meanwhile.
+func TestASendThatFails(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
+		c, all := newNet(t, 2)
+		a, b := all[0], all[1]
+		time.Sleep(time.Second)
+		c.mu.Lock()
+		c.cut[[2]transfer.Boot{a.boot, b.boot}] = true // and no end of the connection
+		c.mu.Unlock()
+		if states := remove(t, a); confirmed(states) != "a" ||
+			!strings.Contains(states[1].Problem, "nobody is there") {
+			t.Fatalf("%+v", states)
+		}
+		a.Learn(transfer.Boot{99}, page.ID{8}, uint64(time.Now().UnixNano()))
+		time.Sleep(time.Second)
+		c.mu.Lock()
+		clear(c.cut)
+		c.mu.Unlock()
+		time.Sleep(2 * retryTime)
+		if b.Applied(space) != a.Applied(space) || b.Applied(page.ID{8}) == 0 {
+			t.Error("the removals are not sent again")
+		}
+	})
+}
+
+// A peer that makes more removals than the list holds makes no more work than the list.
+func TestAFloodOfRemovals(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
+		_, all := newNet(t, 2)
+		a, b := all[0], all[1]
+		time.Sleep(time.Second)
+		now := uint64(time.Now().UnixNano())
+		for i := range 3 * removal.Max {
+			a.Learn(transfer.Boot{99}, page.ID{9, byte(i), byte(i >> 8)}, now+uint64(i))
+		}
+		a.Removals.mu.Lock()
+		if len(a.news) > removal.Max {
+			t.Errorf("%d are to be passed on", len(a.news))
+		}
+		a.Removals.mu.Unlock()
+		time.Sleep(time.Minute)
+		if known, pending := b.Stats(); known != removal.Max || pending != 0 {
+			t.Errorf("%d known, %d pending", known, pending)
+		}
+	})
+}
+
+func TestAClockThatIsWrong(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
+		_, all := newNet(t, 2)
+		a, b := all[0], all[1]
+		far := uint64(time.Now().Add(2 * removal.MaxAhead).UnixNano())
+		var got *peerv1.PageRemoved
+		a.Removals.mu.Lock()
+		a.ask = &ask{id: 5, answers: map[transfer.Boot]*peerv1.PageRemoved{b.boot: nil}}
+		x := a.ask
+		a.Removals.mu.Unlock()
+		if err := b.Handle(a.boot, removalsFrame(&peerv1.PageRemovals{Id: 5,
+			Removals: []*peerv1.PageRemoval{{Space: space[:], Stamp: far}}})); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(time.Second)
+		a.Removals.mu.Lock()
+		got = x.answers[b.boot]
+		a.Removals.mu.Unlock()
+		if got == nil || got.Stamp != 0 || !strings.Contains(got.Problem, "clock") ||
+			b.Known(space) != 0 {
+			t.Errorf("%+v", got)
+		}
+	})
+}
+
+func TestMessagesAreBounded(t *testing.T) {
+	long := make([]*peerv1.PageRemoval, perMessage+1)
+	for i := range long {
+		long[i] = &peerv1.PageRemoval{Space: space[:], Stamp: 1}
+	}
+	for name, m := range map[string]*peerv1.PageRemovals{
+		"long":        {Removals: long},
+		"two answers": {Removals: long[:2], Id: 1},
+		"no removal":  {Id: 1},
+		"short space": {Removals: []*peerv1.PageRemoval{{Space: space[:31], Stamp: 1}}},
+		"no stamp":    {Removals: []*peerv1.PageRemoval{{Space: space[:]}}},
+		"nothing":     {Removals: []*peerv1.PageRemoval{{}}},
+	} {
+		if check(m) == nil {
+			t.Errorf("%s: taken", name)
+		}
+	}
+	if err := check(&peerv1.PageRemovals{Removals: long[:perMessage], Last: true}); err != nil {
+		t.Error(err)
+	}
+	list := make([]*peerv1.PageRemoval, 2*perMessage)
+	for i := range list {
+		list[i] = long[0]
+	}
+	got := parts(transfer.Boot{}, list, true, 7)
+	if len(got) != 2 || got[0].frame.GetPageRemovals().Last || !got[1].frame.GetPageRemovals().Last {
+		t.Errorf("%d parts", len(got))
+	}
+	if got := parts(transfer.Boot{}, nil, true, 0); len(got) != 1 || len(parts(transfer.Boot{}, nil,
+		false, 0)) != 0 {
+		t.Errorf("%d parts", len(got))
+	}
+}
+
+func FuzzHandle(f *testing.F) {
+	b, _ := proto.Marshal(removalsFrame(&peerv1.PageRemovals{Id: 5,
+		Removals: []*peerv1.PageRemoval{{Space: space[:], Stamp: 3}}}))
+	f.Add(b)
+	b, _ = proto.Marshal(&peerv1.ControlFrame{Body: &peerv1.ControlFrame_PageRemoved{
+		PageRemoved: &peerv1.PageRemoved{Id: 1, Stamp: 1, Problem: "x"}}})
+	f.Add(b)
+	n := &node{pages: map[page.ID]int{}}
+	r := New(Options{Store: n, Gone: func() {}, Log: slog.New(slog.DiscardHandler),
+		Send: func(transfer.Boot, *peerv1.ControlFrame) error { return nil }})
+	f.Fuzz(func(t *testing.T, b []byte) {
+		m := &peerv1.ControlFrame{}
+		if proto.Unmarshal(b, m) != nil {
+			return
+		}
+		_ = r.Handle(transfer.Boot{1}, m)
+		r.due()
+		if len(r.answers) > maxAnswers || r.list.Len() > removal.Max {
+			t.Fatal("without a bound")
+		}
+	})
+}

@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package store
+
+import (
+	"errors"
+	"testing"
+	"time"
+
+	"github.com/kvspray/kvspray/store/page"
+)
+
+func request(sp *Space, put bool, pages int) *Batch {
+	return &Batch{space: sp, put: put, keys: make([]page.Key, pages)}
+}
+
+func flooded(t *testing.T, s *schedule, sp *Space, put bool, requests int) {
+	t.Helper()
+	for range requests {
+		if err := s.add(request(sp, put, 1000)); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+func spaces() (loud, quiet *Space) {
+	st := &Store{}
+	return &Space{s: st, pageBytes: 4096}, &Space{s: st, pageBytes: 4096}
+}
+
+// However much one namespace asks for, another one's request begins with the next piece.
+func TestTheNextPieceIsTheQuietOnes(t *testing.T) {
+	for _, put := range []bool{false, true} {
+		s := newSchedule(8)
+		loud, quiet := spaces()
+		flooded(t, s, loud, put, 500)
+		for range 20 {
+			b, _, _ := s.take()
+			s.gave(b)
+		}
+		for range 3 {
+			if err := s.add(request(quiet, put, 4)); err != nil {
+				t.Fatal(err)
+			}
+			b, from, to := s.take()
+			if b.space != quiet || from != 0 || to != 4 {
+				t.Fatalf("put %v: the flood goes first", put)
+			}
+			s.gave(b)
+			for range 5 { // it does not save up for what it did not ask for
+				if b, _, _ = s.take(); b.space != loud {
+					t.Fatal("nothing of the flood")
+				}
+				s.gave(b)
+			}
+		}
+	}
+}
+
+// Two floods have half each, by bytes.
+func TestNamespacesShareByBytes(t *testing.T) {
+	s := newSchedule(8)
+	large, small := spaces()
+	large.pageBytes = 64 << 10
+	flooded(t, s, large, false, 50)
+	flooded(t, s, small, false, 50)
+	served := map[*Space]int{}
+	for range 400 {
+		b, from, to := s.take()
+		served[b.space] += (to - from) * b.space.pageBytes
+		s.gave(b)
+	}
+	if a, b := served[large], served[small]; a < b*9/10 || b < a*9/10 {
+		t.Errorf("%d and %d bytes", a, b)
+	}
+}
+
+// A flood never has all workers while another namespace asks.
+func TestWorkersAreInReserve(t *testing.T) {
+	s := newSchedule(8)
+	s.fair.copiers(4)
+	loud, quiet := spaces()
+	flooded(t, s, loud, false, 500)
+	for range 8 {
+		s.take() // nobody else asks: it has all
+	}
+	for range 8 {
+		s.gave(&Batch{space: loud})
+	}
+	flooded(t, s, quiet, false, 1)
+	b, _, _ := s.take()
+	s.gave(b)
+	for s.next(0) != nil {
+		s.take()
+	}
+	if s.fair.busy != 3 {
+		t.Errorf("%d workers copy on 4 processors, want 3", s.fair.busy)
+	}
+	s.fair.switched = time.Now().Add(-2 * atOnce)
+	if s.next(0) == nil {
+		t.Error("workers are idle although nobody else asks any more")
+	}
+}
+
+// However many requests a namespace has under way, others find room.
+func TestRoomForRequestsOfOthers(t *testing.T) {
+	s := newSchedule(8)
+	loud, quiet := spaces()
+	var err error
+	n := 0
+	for ; err == nil; n++ {
+		err = s.add(request(loud, false, 1))
+	}
+	if !errors.Is(err, ErrOverloaded) || n < MaxBatches/2 || n > MaxBatches*3/4 {
+		t.Errorf("%d requests: %v", n, err)
+	}
+	flooded(t, s, quiet, false, 100)
+	for range s.open {
+		b, _, to := s.take()
+		s.gave(b)
+		if to == len(b.keys) {
+			s.ended(b)
+		}
+	}
+	if err := s.add(request(loud, false, 1)); err != nil {
+		t.Error(err)
+	}
+}
+
+// The same for what only other nodes or the object store have.
+func TestFetchesAreShared(t *testing.T) {
+	f := newFetches(1<<30, byFetchers, 16, 1<<20)
+	loud, quiet := spaces()
+	var pages []int
+	for i := range 1000 {
+		pages = append(pages, i)
+	}
+	for range 100 {
+		f.add(request(loud, false, 1000), pages)
+	}
+	for range 20 {
+		b, _ := f.take()
+		f.gave(b)
+	}
+	f.add(request(quiet, false, 4), pages[:4])
+	if b, _ := f.take(); b.space != quiet {
+		t.Fatal("the flood goes first")
+	}
+	running := 0
+	for f.next() >= 0 {
+		f.take()
+		running++
+	}
+	if running != 16-16/reserveShare-1 {
+		t.Errorf("%d of 16", running)
+	}
+}
