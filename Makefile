@@ -322,6 +322,12 @@ bench-rails: build ## kvspray-bench rails, a rail dying and coming back; JSON an
 bench-peers: build $(B)/venv-peers/.stamp ## The same blocks, rails and faults with NIXL and Mooncake (root; 450 MB to fetch, once)
 	bin/kvspray-bench peers --python $(B)/venv-peers/bin/python --out $(B)/bench/peers $(BENCH_ARGS)
 
+.PHONY: bench-store
+bench-store: build env $(B)/venv-peers/.stamp ## Gets and puts of pages beside Mooncake's store (450 MB to fetch, once; libibverbs1)
+	@mkdir -p $(B)/bench
+	PYTHONPATH=$$($(VENV)/bin/python -c 'import kvspray, pathlib; print(pathlib.Path(kvspray.__file__).parents[1])') \
+	  $(B)/venv-peers/bin/python bench/peers/store.py --json $(B)/bench/store-peers.json $(BENCH_ARGS)
+
 $(B)/venv-peers/.stamp: bench/peers/requirements.txt
 	@echo "making the environment of the other engines ..."
 	"$$(cd test/rig && $(HOSTPY) -c 'import env; print(env.find_python())')" -m venv --clear $(B)/venv-peers
