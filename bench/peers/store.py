@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""kvspray's store beside Mooncake's on one trace of conversations: rate and time of gets and puts, and CPU time. `make bench-store`.
+"""kvspray's store beside Mooncake's and LMCache's on one trace of conversations: rate and time of gets and puts, and CPU time. `make bench-store`.
 
 The trace: TALKS conversations take turns. A turn looks up all pages of its conversation, gets those that are there, and puts the others
 with new content, in two calls. The first SYSTEM pages are the same in all conversations. Each subject runs the same trace on the same
@@ -216,6 +216,60 @@ class Mooncake:
         self.store.close()
 
 
+class LMCache:
+    """Its local backend on a CPU, without an engine: a dictionary in this process, into which and from which the caller copies."""
+
+    name = "lmcache-own"
+
+    def __init__(self, run: pathlib.Path, a: argparse.Namespace) -> None:
+        import mmap
+
+        import torch
+        from lmcache.utils import CacheEngineKey
+        from lmcache.v1.config import LMCacheEngineConfig
+        from lmcache.v1.memory_allocators.mixed_memory_allocator import MixedMemoryAllocator
+        from lmcache.v1.memory_management import MemoryFormat
+        from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
+
+        self.torch, self.key_class, self.format = torch, CacheEngineKey, MemoryFormat.HS_TD
+        config = LMCacheEngineConfig.from_defaults(local_cpu=True, max_local_cpu_size=a.room_mib / 1024)
+        self.backend = LocalCPUBackend(config, memory_allocator=MixedMemoryAllocator(a.room_mib << 20))
+        self.map = mmap.mmap(-1, a.page * a.blocks)
+        raw = np.frombuffer(self.map, dtype=np.uint8)
+        self.memory = Memory(int(raw.ctypes.data), a.page, a.blocks)
+        self.blocks = torch.from_numpy(raw).view(a.blocks, a.page)
+
+    def _key(self, key: bytes) -> Any:
+        return self.key_class("bench", 1, 0, int.from_bytes(key[:8], "little"), self.torch.uint8)
+
+    def exists(self, keys: list[bytes]) -> int:
+        return next((i for i, k in enumerate(keys) if not self.backend.contains(self._key(k))), len(keys))
+
+    def get(self, keys: list[bytes]) -> int:
+        for i, key in enumerate(keys):
+            found = self.backend.get_blocking(self._key(key))
+            if found is None:
+                return i
+            self.blocks[i].copy_(found.tensor.view(self.torch.uint8).flatten())
+            found.ref_count_down()
+        return len(keys)
+
+    def put(self, keys: list[bytes], first: int) -> None:
+        shape = self.torch.Size([self.memory.page])
+        for i, key in enumerate(keys):
+            room = self.backend.allocate(shape, self.torch.uint8, self.format)
+            if room is not None:
+                room.tensor.view(self.torch.uint8).flatten().copy_(self.blocks[first + i])
+                self.backend.submit_put_task(self._key(key), room)
+                room.ref_count_down()
+
+    def pids(self) -> list[int]:
+        return [os.getpid()]
+
+    def close(self) -> None:
+        pass
+
+
 def trace(a: argparse.Namespace) -> Iterator[list[bytes]]:
     """The keys of each turn's whole prompt, in order."""
     r = random.Random(a.seed)
@@ -274,13 +328,15 @@ def play(s: Subject, a: argparse.Namespace) -> dict[str, Any]:
 
 
 def subject(name: str, run: pathlib.Path, a: argparse.Namespace) -> Any:
+    if name == "lmcache-own":
+        return LMCache(run, a)
     return Ours(run, a) if name == "kvspray" else Mooncake(run, a, name == "mooncake-own")
 
 
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--kvspray", type=pathlib.Path, default=ROOT / "bin/kvspray")
-    p.add_argument("--subjects", default="kvspray,mooncake,mooncake-own")
+    p.add_argument("--subjects", default="kvspray,mooncake,mooncake-own,lmcache-own")
     p.add_argument("--pages", default="262144,4194304", help="bytes of a page, each in a run of its own")
     p.add_argument("--room-mib", type=int, default=2048, help="for pages")
     p.add_argument("--talks", type=int, default=16)

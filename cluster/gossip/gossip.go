@@ -33,8 +33,8 @@ import (
 
 // The intervals are memberlist's own for a LAN. With longer ones, hundreds of members took minutes
 // to learn of each other after many had come and gone. A member that alone suspects another waits
-// suspicionMax times as long as one whose suspicion others confirm. Members that have taken the
-// other for dead do not confirm, so that with memberlist's 6 the last one has listed it for minutes.
+// suspicionMax times as long as one whose suspicion others confirm. Members that have declared the
+// other dead do not confirm. With memberlist's 6, the last one would list it for minutes.
 const (
 	gossipInterval = 200 * time.Millisecond
 	probeInterval  = time.Second

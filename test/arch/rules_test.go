@@ -60,8 +60,8 @@ var rules = []rule{
 	{dir: "proxy",
 		why: "sends HTTP to engines and follows their events; uses kvspray by its parameters, not by " +
 			"its packages; of placement it has answers of sidecars and calibrations",
-		own: []string{"internal/page", "internal/spans", "placement", "proxy/internal/feed", "proxy/internal/place",
-			"proxy/internal/zmtp"}, ext: []string{extProm}},
+		own: []string{"internal/page", "internal/spans", "placement", "proxy/internal/feed",
+			"proxy/internal/place", "proxy/internal/zmtp"}, ext: []string{extProm}},
 	{dir: "proxy/internal/place", why: "decisions for requests, and what they need to be good; no " +
 		"HTTP", own: []string{"placement", "placement/index", "proxy/internal/kvevents"}},
 	{dir: "proxy/internal/feed", why: "one engine's events in order and without a gap, or none; " +
@@ -75,9 +75,8 @@ var rules = []rule{
 		own: []string{"api/peer/v1", "cluster", "cluster/gossip", "connector", "control/driver",
 			"control/engines", "control/exec", "control/lease",
 			"control/peer", "control/peer/hello", "control/peer/keys", "control/route", "control/spray",
-			"internal/admit", "internal/config",
-			"internal/sys/mem",
-			"internal/metrics", "internal/spans", "internal/sys/topo", "internal/version", "layout", "parseblock",
+			"internal/admit", "internal/config", "internal/metrics", "internal/spans",
+			"internal/sys/mem", "internal/sys/topo", "internal/version", "layout", "parseblock",
 			"sidecar/internal/exchange", "sidecar/internal/local", "sidecar/internal/pages",
 			"sidecar/internal/plans", "sidecar/internal/removals", "sidecar/internal/trace",
 			"sidecar/internal/web", "store",
@@ -112,8 +111,8 @@ var rules = []rule{
 		"the directory are behind interfaces, and peers behind one function",
 		own: []string{"api/peer/v1", "control/engines", "internal/metrics", "internal/sys/mem", "layout",
 			"parseblock", "store", "store/directory", "store/page", "transfer"}},
-	{dir: "sidecar/internal/trace", why: "files with a line for each transfer, and its spans; they take " +
-		"values of the executor and of plans",
+	{dir: "sidecar/internal/trace", why: "files with a line for each transfer, and its spans; they " +
+		"take values of the executor and of plans",
 		own: []string{"control/engines", "control/exec", "internal/lines", "internal/metrics",
 			"internal/spans", "internal/sys/mem", "parseblock", "transfer"}},
 	{dir: "internal/config", why: "values only, so that every part can be given its own piece",
