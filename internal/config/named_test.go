@@ -19,8 +19,9 @@ import (
 var snake = regexp.MustCompile(`\b[a-z]+(_[a-z]+)+\b`)
 
 // notSettings look like settings and belong to others: a mode of the kernel's connection manager,
-// and the name in peers' certificates.
-var notSettings = map[string]bool{"cma_roce_mode": true, "peer.kvspray.internal": true}
+// the name in peers' certificates, and OpenTelemetry's names of a span's attributes.
+var notSettings = map[string]bool{"cma_roce_mode": true, "peer.kvspray.internal": true,
+	"http.route": true, "http.response.status_code": true}
 
 // TestRemediesNameSettings: a text of the program that names a setting names one that there is: by
 // its whole key anywhere, and in the RDMA transport, where remedies are settings more often than
