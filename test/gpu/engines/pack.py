@@ -65,7 +65,8 @@ KERNELS = {
 HOST_ONLY = ("cumem_allocator", "fs_io_C", "spinloop", "_rust_tool_parser")
 LEFT_OUT = ("vllm/vllm-rs", "vllm/third_party/fmha_sm100/", "vllm/third_party/deep_gemm/")
 REQUIREMENTS = ("fatbin.py", "requirements.txt", "requirements-sglang.txt")
-VERSIONS = (VLLM, NIXL, SGLANG, SGL_KERNEL, FLASHINFER, ARCH, PYTHON, HOST_ONLY, LEFT_OUT)
+CHOICES = (VLLM, NIXL, SGLANG, SGL_KERNEL, FLASHINFER, ARCH, PYTHON, HOST_ONLY, LEFT_OUT)
+CHOICES += (SGL_LEFT_OUT, SGL_KERNELS_LEFT_OUT)
 PARTS = ("own", "deps", "vllm-py", "vllm-c", "vllm-fa3")  # these go to PACKS, others to MORE
 
 
@@ -286,7 +287,7 @@ def stale(part: str) -> bool:
     contents change."""
     sources = b"".join((HERE / f).read_bytes() for f in REQUIREMENTS)
     recipe = hashlib.sha256(
-        sources + repr(VERSIONS).encode()
+        sources + repr(CHOICES).encode()
     ).hexdigest()
     stamp = WORK / f"{part}.recipe"
     if (
