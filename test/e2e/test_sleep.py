@@ -56,6 +56,9 @@ class Memory:
     def region(self, ptr: int, nbytes: int) -> kvspray.Region:
         return kvspray.Region.process(ptr, nbytes)
 
+    def synchronize(self) -> None:
+        pass
+
     def copy(self, dst: int, src: int, nbytes: int) -> None:
         self.native += 1
         ctypes.memmove(dst, src, nbytes)

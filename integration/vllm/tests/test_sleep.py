@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import random
@@ -28,7 +29,7 @@ class Memory:
         self.next = PAGE
         self.room = 1 << 30
         self.shared = True
-        self.native = 0
+        self.native = self.synchronized = 0
 
     def map(self, handle: Any) -> None:
         _, nbytes, ptr, _ = handle
@@ -44,6 +45,9 @@ class Memory:
         if not self.shared:
             raise kvspray.KvsprayError("the allocation cannot be exported")
         return SimpleNamespace(device=self.at[ptr], close=lambda: None)
+
+    def synchronize(self) -> None:
+        self.synchronized += 1
 
     def copy(self, dst: int, src: int, nbytes: int) -> None:
         self.native += 1
@@ -106,6 +110,9 @@ class Client:
             out.append(SimpleNamespace(lease=lease, ok=not lost, status=SimpleNamespace(name="LOST"), reason="the sidecar died"))
         self.open.clear()
         return out
+
+    def cancel(self, lease: int, reason: str) -> None:
+        assert lease in self.open
 
     def close(self) -> None:
         assert not self.open
@@ -183,12 +190,54 @@ def test_parts_wake_and_sleep_again(rig: Rig) -> None:
     assert len(rig.copies._slabs) <= 2
 
 
-def test_freed_while_asleep(rig: Rig) -> None:
+def test_freed_while_asleep(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another allocation at the same address is not taken for the one that was freed."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     rig.allocator.sleep(KEPT)
-    del rig.allocator.pointer_to_data[PAGE]
+    rig.allocator._python_free_callback(PAGE)
+    del rig.want[PAGE]
+    handle = (0, 100, PAGE, 0)
+    rig.memory.map(handle)
+    rig.allocator.current_tag = "kv_cache"
+    rig.allocator._python_malloc_callback(handle)
+    rig.allocator.sleep(KEPT)
     rig.allocator.wake_up()
     rig.check(*KEPT)
-    assert not any(s.used for s in rig.copies._slabs)
+    assert rig.memory.at[PAGE] == b"\xee" * 100 and not rig.allocator._pieces
+
+
+def test_nothing_is_kept(rig: Rig) -> None:
+    """As with vLLM, an empty tuple discards all."""
+    rig.allocator.sleep(())
+    assert rig.memory.at == {} and not rig.allocator._pieces and not rig.copies._slabs
+    rig.allocator.wake_up()
+
+
+def test_after_the_kernels(rig: Rig) -> None:
+    rig.allocator.sleep(KEPT)
+    assert rig.memory.synchronized == 1
+
+
+@pytest.mark.parametrize("at", range(1, 5))
+@pytest.mark.parametrize("call", ["add_regions", "copy"])
+def test_a_call_that_fails(rig: Rig, call: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No lease is open when sleep or wake-up ends, and the bytes are right."""
+    monkeypatch.setattr(sleep, "BATCH", 2)
+    real, calls = getattr(rig.client, call), itertools.count()
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == at:
+            raise kvspray.KvsprayError("no more descriptors") if call == "add_regions" else ValueError("too big")
+        return real(*args, **kwargs)
+
+    setattr(rig.client, call, fails)
+    for _ in range(3):
+        for move in (lambda: rig.allocator.sleep(KEPT), rig.allocator.wake_up):
+            with contextlib.suppress(ValueError):
+                move()
+            assert not rig.client.open
+        rig.allocator.wake_up()
+        rig.check(*KEPT)
 
 
 def test_more_than_before(rig: Rig) -> None:

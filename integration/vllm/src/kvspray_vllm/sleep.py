@@ -22,7 +22,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -37,7 +37,8 @@ DEADLINE_S = 60.0  # of a copy
 CONNECT_S = 5.0  # for the first session
 WAIT_S = 0.05  # between looks at the session
 DROP_S = 10.0  # for the sidecar to unmap what it has copied
-BATCH = 96  # allocations that are added together; two batches are below the protocol's limit of files
+TELL_S = 10.0  # between lines of the log about a wait
+BATCH = 64  # allocations that are added together; two batches are below the protocol's limit of files
 MAX_SLABS = 8
 ALIGN = 4096  # of an allocation in a slab
 
@@ -65,6 +66,8 @@ class Memory(Protocol):
 
     def region(self, ptr: int, nbytes: int) -> kvspray.Region: ...
 
+    def synchronize(self) -> None: ...
+
     def map(self, handle: Any) -> None: ...
 
     def unmap(self, handle: Any) -> None: ...
@@ -75,6 +78,9 @@ class Memory(Protocol):
 class Gpu:
     def region(self, ptr: int, nbytes: int) -> kvspray.Region:
         return kvspray.Region.gpu(ptr, nbytes)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
 
     def map(self, handle: Any) -> None:
         """vLLM's own call asks for a descriptor only where the GPU offers fabric handles."""
@@ -93,7 +99,6 @@ class Slab:
     """Host memory for the allocations of one sleep."""
 
     region: kvspray.Region
-    used: set[int] = field(default_factory=set)  # addresses of GPU memory that it keeps
 
 
 @dataclass(frozen=True)
@@ -117,27 +122,24 @@ class Allocator(cumem.CuMemAllocator):
         self._pieces: dict[int, Piece] = {}  # what sleeps in a slab, by address
 
     def sleep(self, offload_tags: tuple[str, ...] | str | None = None) -> None:
-        tags = (offload_tags,) if isinstance(offload_tags, str) else offload_tags or (self.default_tag,)
+        tags = (self.default_tag,) if offload_tags is None else (offload_tags,) if isinstance(offload_tags, str) else offload_tags
         kept = {p: d for p, d in self.pointer_to_data.items() if not d.is_asleep and d.tag in tags}
-        pieces = self._copies.places([(p, d.handle[1]) for p, d in kept.items()])
+        busy = {piece.slab for piece in self._pieces.values()}
+        pieces = self._copies.places([(p, d.handle[1]) for p, d in kept.items()], busy)
         if pieces:
+            # Another process makes the copies: no stream orders them behind the engine's kernels.
+            self._copies.memory.synchronize()
+            self._copies.run("sleep", pieces)
+        for piece in pieces:
+            data = kept[piece.ptr]
+            self._pieces[piece.ptr], data.cpu_backup_tensor = piece, _tensor(piece)
             try:
-                self._copies.run("sleep", pieces)
-            except Exception:
-                pieces[0].slab.used.clear()
-                raise
-            for piece in pieces:
-                data = kept[piece.ptr]
-                data.cpu_backup_tensor = _tensor(piece)
-                self._pieces[piece.ptr] = piece
-                try:
-                    self._copies.memory.unmap(data.handle)
-                finally:
-                    data.is_asleep = True
+                self._copies.memory.unmap(data.handle)
+            finally:
+                data.is_asleep = True
         super().sleep(offload_tags)  # what is left
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        self._forget_freed()
         back = [
             (d, self._pieces[p]) for p, d in self.pointer_to_data.items()
             if d.is_asleep and p in self._pieces and (tags is None or d.tag in tags or d.tag not in DEFERRABLE_TAGS)
@@ -149,7 +151,6 @@ class Allocator(cumem.CuMemAllocator):
             for data, piece in back:
                 data.is_asleep, data.cpu_backup_tensor = False, None
                 del self._pieces[piece.ptr]
-                piece.slab.used.discard(piece.ptr)
         super().wake_up(tags)
 
     def _load(self, back: Sequence[tuple[AllocationData, Piece]]) -> None:
@@ -160,17 +161,17 @@ class Allocator(cumem.CuMemAllocator):
                 self._copies.memory.map(data.handle)
                 mapped.append(data.handle)
             self._copies.run("wake-up", [piece for _, piece in back])
-        except Exception as err:
+        except BaseException as err:
             for handle in mapped:
                 self._copies.memory.unmap(handle)
             if isinstance(err, kvspray.KvsprayError):
                 raise RuntimeError(f"the engine stays asleep: {err}") from err
             raise
 
-    def _forget_freed(self) -> None:
-        """Tensors may be freed while they sleep."""
-        for ptr in self._pieces.keys() - {p for p, d in self.pointer_to_data.items() if d.is_asleep}:
-            self._pieces.pop(ptr).slab.used.discard(ptr)
+    def _python_free_callback(self, ptr: int) -> Any:
+        """Tensors may be freed while they sleep, and another one may get their address."""
+        self._pieces.pop(ptr, None)
+        return super()._python_free_callback(ptr)
 
 
 # Older versions of vLLM wake every tag by its name alone.
@@ -193,22 +194,21 @@ class Copies:
 
     # -- host memory
 
-    def places(self, allocations: Sequence[tuple[int, int]]) -> list[Piece]:
-        """Places in one slab. Empty: there is no room, and vLLM's own copies are to be used."""
+    def places(self, allocations: Sequence[tuple[int, int]], busy: set[Slab]) -> list[Piece]:
+        """Places in one slab that is not busy. Empty: there is no room, and vLLM's own copies are to be used."""
         offsets, end = [], 0
         for _, nbytes in allocations:
             offsets.append(end)
             end += -(-nbytes // ALIGN) * ALIGN
         if end == 0:
             return []
-        slab = self._slab(end)
+        slab = self._slab(end, busy)
         if slab is None:
             return []
-        slab.used = {ptr for ptr, _ in allocations}
         return [Piece(ptr, n, slab, at) for (ptr, n), at in zip(allocations, offsets, strict=True)]
 
-    def _slab(self, nbytes: int) -> Slab | None:
-        idle = [s for s in self._slabs if not s.used]
+    def _slab(self, nbytes: int, busy: set[Slab]) -> Slab | None:
+        idle = [s for s in self._slabs if s not in busy]
         large = [s for s in idle if s.region.nbytes >= nbytes]
         if large:
             return min(large, key=lambda s: s.region.nbytes)
@@ -224,15 +224,18 @@ class Copies:
                 "kvspray: vLLM's own sleep mode is used: %d MiB of host memory are needed, %d MiB are free", nbytes >> 20, free >> 20
             )
             return None
+        region = None
         try:
-            slab = Slab(kvspray.Region.alloc(nbytes))
+            region = kvspray.Region.alloc(nbytes)
+            if self._client is not None:
+                self._client.add_regions([region])
         except kvspray.KvsprayError as err:
             _log.warning("kvspray: vLLM's own sleep mode is used: %s", err)
+            if region is not None:
+                region.close()
             return None
-        if self._client is not None:
-            self._client.add_regions([slab.region])
-        self._slabs.append(slab)
-        return slab
+        self._slabs.append(Slab(region))
+        return self._slabs[-1]
 
     # -- copies
 
@@ -255,40 +258,70 @@ class Copies:
             _log.warning("kvspray: %s: vLLM's own copies moved %d allocations: %s", what, len(rest), reason)
 
     def _session(self) -> tuple[kvspray.WorkerClient | None, str]:
-        if self._client is None:
-            self._base = kvspray.Region.alloc(ALIGN)
-            self._client = kvspray.WorkerClient(
-                self._socket, engine=kvspray.EngineInfo("vllm", vllm.__version__, f"sleep-{os.getpid()}"), layers=1,
-                deadline_s=DEADLINE_S, log=_log,
-            )  # fmt: skip
-            self._client.register([self._base])  # those of register() stay until the session ends
-            if self._slabs:
-                self._client.add_regions([s.region for s in self._slabs])
-            self._client.wait_connected(CONNECT_S)
+        try:
+            if self._client is None:
+                self._client = self._connect()
+                self._client.wait_connected(CONNECT_S)
+        except kvspray.KvsprayError as err:
+            return None, str(err)
         if not self._client.connected:
             return None, self._client.status().error or "no sidecar is connected"
         return self._client, ""
 
+    def _connect(self) -> kvspray.WorkerClient:
+        client = kvspray.WorkerClient(
+            self._socket, engine=kvspray.EngineInfo("vllm", vllm.__version__, f"sleep-{os.getpid()}"), layers=1, deadline_s=DEADLINE_S,
+            log=_log,
+        )  # fmt: skip
+        base = kvspray.Region.alloc(ALIGN)
+        try:
+            client.register([base])  # those of register() stay until the session ends
+            if self._slabs:
+                client.add_regions([s.region for s in self._slabs])
+        except BaseException:
+            client.close()
+            base.close()
+            raise
+        self._base = base
+        return client
+
     def _by_sidecar(self, client: kvspray.WorkerClient, pieces: Sequence[Piece], load: bool) -> tuple[list[Piece], str]:
-        """Returns the pieces that it did not copy, and why the last of them. The next batch is mapped while one is copied."""
+        """Returns the pieces that it did not copy, and why the last of them. The next batch is mapped while one is copied. No lease
+        is open afterwards, also not after an exception: the sidecar writes nothing any more."""
         left: list[Piece] = []
         why = ""
         waiting = [pieces[at : at + BATCH] for at in range(0, len(pieces), BATCH)]
         running: list[_Batch] = []
-        while waiting or running:
-            while waiting and len(running) < 2:
-                running.append(_Batch(client, self.memory.region, waiting.pop(0), load))
-            if all(batch.open for batch in running):
-                client.wait(WAIT_S)
-            for c in client.poll():
-                for batch in running:
-                    batch.take(c)
-            for batch in [b for b in running if not b.open]:
-                running.remove(batch)
-                batch.drop(client)
-                left += batch.left
-                why = batch.why or why
+        try:
+            while waiting or running:
+                while waiting and len(running) < 2:
+                    running.append(_Batch(client, load))
+                    running[-1].start(self.memory.region, waiting.pop(0))
+                self._wait(client, running, any_=True)
+                for batch in [b for b in running if not b.open]:
+                    running.remove(batch)
+                    batch.drop()
+                    left += batch.left
+                    why = batch.why or why
+        finally:
+            for batch in running:  # an exception is under way
+                batch.cancel()
+            self._wait(client, running, any_=False)
+            for batch in running:
+                batch.drop()
         return left, why
+
+    def _wait(self, client: kvspray.WorkerClient, batches: Sequence[_Batch], any_: bool) -> None:
+        """Until one batch has no open lease, or all have none. A lease ends by its deadline, once the sidecar can write no more."""
+        told = time.monotonic()
+        while batches and not (any if any_ else all)(not b.open for b in batches):
+            client.wait(WAIT_S)
+            for c in client.poll():
+                for batch in batches:
+                    batch.take(c)
+            if time.monotonic() - told > TELL_S:
+                told = time.monotonic()
+                _log.warning("kvspray: %d copies are open; they end before the sidecar's memory is used again", sum(len(b.open) for b in batches))
 
     def close(self) -> None:
         if self._client is not None:
@@ -302,41 +335,56 @@ class Copies:
 class _Batch:
     """Copies of some allocations, whose memory the sidecar maps meanwhile."""
 
-    def __init__(
-        self, client: kvspray.WorkerClient, region: Callable[[int, int], kvspray.Region], pieces: Sequence[Piece], load: bool
-    ) -> None:  # fmt: skip
+    def __init__(self, client: kvspray.WorkerClient, load: bool) -> None:
         self.left: list[Piece] = []
         self.why = ""
         self.open: dict[int, Piece] = {}  # by lease
-        regions: dict[int, kvspray.Region] = {}
+        self._client, self._load = client, load
+        self._regions: list[kvspray.Region] = []
+        self._added = False
+
+    def start(self, region: Callable[[int, int], kvspray.Region], pieces: Sequence[Piece]) -> None:
+        gpu: list[tuple[Piece, kvspray.Region]] = []
         for piece in pieces:
             try:
-                regions[piece.ptr] = region(piece.ptr, piece.nbytes)
+                self._regions.append(region(piece.ptr, piece.nbytes))
+                gpu.append((piece, self._regions[-1]))
             except kvspray.KvsprayError as err:
                 self._fail(piece, str(err))
-        self._regions = list(regions.values())
-        if self._regions:
-            client.add_regions(self._regions)
-        for piece in pieces:
-            if piece.ptr not in regions:
-                continue
-            gpu, host, at = regions[piece.ptr], piece.slab.region, piece.offset
-            src, dst, block = (host, gpu, (at, 0, piece.nbytes)) if load else (gpu, host, (0, at, piece.nbytes))
-            lease = client.copy(src, dst, [block], req="wake-up" if load else "sleep", deadline_s=DEADLINE_S)
-            if lease:
-                self.open[lease] = piece
-            else:
-                self._fail(piece, client.status().error or "the sidecar takes no copy")
+        try:
+            if self._regions:
+                self._client.add_regions(self._regions)
+                self._added = True
+        except kvspray.KvsprayError as err:
+            for piece, _ in gpu:
+                self._fail(piece, str(err))
+            return
+        for piece, memory in gpu:
+            self._copy(piece, memory)
+
+    def _copy(self, piece: Piece, gpu: kvspray.Region) -> None:
+        host, at = piece.slab.region, piece.offset
+        src, dst, block = (host, gpu, (at, 0, piece.nbytes)) if self._load else (gpu, host, (0, at, piece.nbytes))
+        lease = self._client.copy(src, dst, [block], req="wake-up" if self._load else "sleep", deadline_s=DEADLINE_S)
+        if lease:
+            self.open[lease] = piece
+        else:
+            self._fail(piece, self._client.status().error or "the sidecar takes no copy")
 
     def take(self, end: kvspray.Completion) -> None:
         piece = self.open.pop(end.lease, None)
         if piece is not None and not end.ok:
             self._fail(piece, f"{end.status.name}: {end.reason}")
 
-    def drop(self, client: kvspray.WorkerClient) -> None:
+    def cancel(self) -> None:
+        for lease in self.open:
+            self._client.cancel(lease, "the sleep or wake-up has failed")
+
+    def drop(self) -> None:
         """All leases have ended, so nothing is copied any more, whether the sidecar has unmapped the memory already or not."""
-        if self._regions:
-            client.drop_regions(self._regions, DROP_S)
+        if self._added and not self._client.drop_regions(self._regions, DROP_S) and not self._load:
+            nbytes = sum(r.nbytes for r in self._regions)
+            _log.warning("kvspray: the sidecar has not unmapped %d MiB of GPU memory yet, which are free once it has", nbytes >> 20)
         for r in self._regions:
             r.close()
 
