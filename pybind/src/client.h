@@ -159,6 +159,7 @@ struct kvs_client {
 	bool started, closing, log_ended;
 	struct region *regions; /* by number */
 	uint32_t region_count, registered, next_region; /* registered: those of kvs_start */
+	uint64_t regions_msg, regions_answered;         /* ids of this session's last ADD_REGIONS, and of the last that was answered */
 	struct region_file files[KVS_MAX_REGION_FILES];
 	uint8_t *layout; /* of the regions, for REGISTER; of no bytes: none */
 	uint32_t layout_bytes;
@@ -404,6 +405,8 @@ const char *regions_unsupported(const kvs_client *c);
 /* The regions of REGISTER. If they do not fit its packet, *p has none, and others have passed them. -1: errno. */
 int regions_stage(kvs_client *c, struct region_packet *p);
 /* Passes regions by ADD_REGIONS. -1: errno. */
+/* An answer to an ADD_REGIONS, whichever it is; other ids are ignored. */
+void regions_answer(kvs_client *c, uint64_t msg);
 int regions_send(kvs_client *c, uint32_t from, uint32_t end);
 
 /* ---- session.c ---- */

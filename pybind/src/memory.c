@@ -136,6 +136,7 @@ int regions_send(kvs_client *c, uint32_t from, uint32_t end)
 		packet_fill(c, &p, from, end, 0);
 		write_add_regions(&w, ++c->msg, &p);
 		rc = message_send(c, MSG_ADD_REGIONS, &w, p.fds, p.nfds);
+		c->regions_msg = c->msg;
 		mpw_free(&w);
 		from += p.count;
 	}
@@ -190,6 +191,26 @@ int64_t kvs_regions_add(kvs_client *c, const struct kvs_region *regions, uint32_
 		session_break(c, strerror(errno));
 	pthread_mutex_unlock(&c->mu);
 	return rc < 0 ? rc : first;
+}
+
+int kvs_regions_wait(kvs_client *c, int timeout_ms)
+{
+	CHECK(c);
+	struct timespec end = at_ms(kvs_now_ms() + (timeout_ms < 0 ? 0 : timeout_ms));
+	pthread_mutex_lock(&c->mu);
+	for (bool late = timeout_ms == 0; !late && session_connected(c) && c->regions_answered < c->regions_msg;)
+		late = (timeout_ms < 0 ? pthread_cond_wait(&c->changed, &c->mu) : pthread_cond_timedwait(&c->changed, &c->mu, &end)) == ETIMEDOUT;
+	int rc = session_connected(c) && c->regions_answered >= c->regions_msg;
+	pthread_mutex_unlock(&c->mu);
+	return rc;
+}
+
+void regions_answer(kvs_client *c, uint64_t msg)
+{
+	if (msg <= c->regions_answered || msg > c->regions_msg)
+		return;
+	c->regions_answered = msg;
+	pthread_cond_broadcast(&c->changed);
 }
 
 int64_t kvs_regions_drop(kvs_client *c, const uint32_t *numbers, uint32_t n)

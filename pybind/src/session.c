@@ -123,7 +123,7 @@ void session_begin(kvs_client *c, int64_t now)
 	struct sockaddr_un addr = {.sun_family = AF_UNIX};
 	memcpy(addr.sun_path, c->path, sizeof addr.sun_path);
 	c->serial++;
-	c->msg = 0;
+	c->msg = c->regions_msg = c->regions_answered = 0;
 	c->handshake_end_ms = now + HANDSHAKE_TIMEOUT_MS;
 	c->sock = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
 	if (c->sock < 0) {
@@ -276,6 +276,7 @@ static void on_error(kvs_client *c, int64_t now, const uint8_t *body, size_t byt
 		awaits_answer(c, &(struct admitted){.id = m.id, .state = KVS_ADMISSION_REFUSED, .message = m.message, .message_bytes = m.message_bytes});
 	if (c->state == READY)
 		requests_answer(c, MSG_ERROR, m.id, body, bytes);
+	regions_answer(c, m.id);
 	/* These causes end by themselves; an operator must correct the others. */
 	bool passing = mp_key(m.code, m.code_bytes, "fencing") || mp_key(m.code, m.code_bytes, "draining") || mp_key(m.code, m.code_bytes, "state") ||
 		       mp_key(m.code, m.code_bytes, "superseded") || mp_key(m.code, m.code_bytes, "limit");
@@ -309,10 +310,16 @@ static void on_admitted(kvs_client *c, int64_t now, const uint8_t *body, size_t 
 static void on_answer(kvs_client *c, int64_t now, uint32_t type, const uint8_t *body, size_t bytes)
 {
 	uint64_t id;
-	if (!read_id(body, bytes, &id))
+	if (!read_id(body, bytes, &id)) {
 		protocol_error(c, now, "a malformed answer");
-	else if (!requests_answer(c, type, id, body, bytes) && type != MSG_DONE)
-		c->info.dropped++; /* forgotten meanwhile; nobody waits for the DONE of ADD_REGIONS */
+		return;
+	}
+	if (requests_answer(c, type, id, body, bytes))
+		return;
+	if (type == MSG_DONE)
+		regions_answer(c, id);
+	else
+		c->info.dropped++; /* forgotten meanwhile */
 }
 
 static void on_packet(kvs_client *c, int64_t now, const uint8_t *p, size_t n)

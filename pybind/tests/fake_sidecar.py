@@ -180,7 +180,8 @@ class Fake:
             emit("add_regions", first=m["first"], fds=len(fds), regions=[{**r, "region": r["region"].hex()} for r in m["regions"]])
             for fd in fds:
                 os.close(fd)
-            self.send(s, "DONE", {"id": m["id"]})
+            if not self.o.get("no_done"):
+                self.send(s, "DONE", {"id": m["id"]})
         elif kind == TYPES["DROP_REGIONS"]:
             emit("drop_regions", id=m["id"], regions=list(struct.unpack(f"<{len(m['regions']) // 4}I", m["regions"])))
         elif kind == TYPES["BYE"]:

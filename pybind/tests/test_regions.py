@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from conftest import ENGINE, LAYERS, TIMEOUT_S, Serve, Sidecar, layout, until
+from leases import poll_one
 
 import kvspray
 from kvspray import CompletionStatus, _messages
@@ -134,6 +135,32 @@ def test_drop_waits(sidecar: Make, lender: Make) -> None:
     assert s.expect("add_regions")["regions"][0]["region"] == a.id.hex()  # what is left, in the next session
     w.add_regions([b])
     assert s.expect("add_regions")["first"] == 2  # no number is used twice
+
+
+@pytest.mark.parametrize("no_done", [False, True])
+def test_waiting_for_the_sidecar(sidecar: Make, lender: Make, no_done: bool) -> None:
+    sidecar(features=["regions"], no_done=no_done)
+    w = lender()
+    assert not w.wait_connected(0)
+    w.register([])
+    assert w.wait_connected(TIMEOUT_S)
+    for _ in range(3):
+        assert w.add_regions([lender.alloc(PAGE), lender.alloc(PAGE)], 0.1 if no_done else TIMEOUT_S) != no_done
+
+
+def test_a_copy_of_added_regions(serve: Serve, lender: Make) -> None:
+    """A sidecar maps regions while it takes requests: one that waits for it is never refused."""
+    _, socket = serve("a")
+    w = lender(socket)
+    w.register([])
+    assert w.wait_connected(TIMEOUT_S), w.status()
+    for i in range(100):
+        a, b = lender.alloc(PAGE), lender.alloc(PAGE)
+        a.buffer[:4] = i.to_bytes(4, "little")
+        assert w.add_regions([a, b], TIMEOUT_S)
+        assert w.copy(a, b, [(0, 0, PAGE)])
+        assert poll_one(w).ok and bytes(b.buffer[:4]) == i.to_bytes(4, "little")
+        assert w.drop_regions([a, b], TIMEOUT_S)
 
 
 def test_store_without_a_layout(serve: Serve, lender: Make) -> None:

@@ -158,6 +158,10 @@ int kvs_start(kvs_client *c, const struct kvs_region *regions, uint32_t n, const
  * reason, and so has the refusal of what uses them. */
 int64_t kvs_regions_add(kvs_client *c, const struct kvs_region *regions, uint32_t n);
 
+/* Waits until the sidecar has answered for all regions that were added. A request may reach it before its regions do, unless it waits for this.
+ * 1: it has answered; what it refused is in the log, and refused in each request. 0: not within timeout_ms (negative: for ever), or no session. */
+int kvs_regions_wait(kvs_client *c, int timeout_ms);
+
 /* Takes back regions that were added. New leases cannot use them. Returns a request for kvs_answer, whose answer, DONE (type 19), comes once nothing
  * accesses them; 0: there is no session. Without DONE the memory may be used for something else once every lease that used it has completed
  * through kvs_poll. */

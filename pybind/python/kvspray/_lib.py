@@ -143,6 +143,7 @@ _PROTOTYPES = {
     "kvs_await_forget": (c_int, [c_void_p, c_char_p, c_char_p]),
     "kvs_decline": (c_int, [c_void_p, c_char_p, c_char_p, c_char_p, c_char_p]),
     "kvs_regions_add": (c_int64, [c_void_p, POINTER(CRegion), c_uint32]),
+    "kvs_regions_wait": (c_int, [c_void_p, c_int]),
     "kvs_regions_drop": (c_int64, [c_void_p, POINTER(c_uint32), c_uint32]),
     "kvs_request": (c_int64, [c_void_p, c_uint32, c_char_p, c_uint32]),
     "kvs_answer": (c_int64, [c_void_p, c_int64, c_int, POINTER(c_uint32), c_void_p, c_uint64]),

@@ -117,9 +117,10 @@ class WorkerClient(_Client):
             raise KvsprayError(f"kvspray: register: {self._why(rc)}")
         self._numbers = {r.id: i for i, r in enumerate(regions)}
 
-    def add_regions(self, regions: Sequence[Region]) -> None:
-        """After register(): adds regions, which copies and spaces of the store can use at once. It does not wait for the sidecar, whose refusal is
-        in ``status().error``, and in the error of what uses them."""
+    def add_regions(self, regions: Sequence[Region], wait_s: float | None = 0) -> bool:
+        """After register(): adds regions. Spaces of the store can use them at once. A copy can be refused until the sidecar has them: ``wait_s`` is how
+        long to wait for that. True: it has answered for all regions so far; a refusal is in ``status().error``, and in the error of what uses
+        them."""
         h = self._handle()
         if h is None:
             raise KvsprayError("kvspray: add_regions: the client is closed")
@@ -128,6 +129,7 @@ class WorkerClient(_Client):
         if first < 0:
             raise KvsprayError(f"kvspray: add_regions: {self._why(first)}")
         self._numbers |= {r.id: first + i for i, r in enumerate(regions)}
+        return bool(lib.kvs_regions_wait(h, _timeout(wait_s)))
 
     def drop_regions(self, regions: Sequence[Region], timeout_s: float | None = 10) -> bool:
         """Takes back regions of add_regions(). Copies and spaces can use them no more.

@@ -36,6 +36,7 @@ VARIABLE = "KVSPRAY_SLEEP"
 DEADLINE_S = 60.0  # of a copy
 CONNECT_S = 5.0  # for the first session
 WAIT_S = 0.05  # between looks at the session
+ADD_S = 10.0  # for the sidecar to map what it is to copy
 DROP_S = 10.0  # for the sidecar to unmap what it has copied
 TELL_S = 10.0  # between lines of the log about a wait
 BATCH = 64  # allocations that are added together; two batches are below the protocol's limit of files
@@ -190,7 +191,6 @@ class Copies:
         self._socket = socket
         self._slabs: list[Slab] = []
         self._client: kvspray.WorkerClient | None = None
-        self._base: kvspray.Region | None = None
 
     # -- host memory
 
@@ -228,7 +228,7 @@ class Copies:
         try:
             region = kvspray.Region.alloc(nbytes)
             if self._client is not None:
-                self._client.add_regions([region])
+                self._client.add_regions([region], ADD_S)
         except kvspray.KvsprayError as err:
             _log.warning("kvspray: vLLM's own sleep mode is used: %s", err)
             if region is not None:
@@ -273,16 +273,13 @@ class Copies:
             self._socket, engine=kvspray.EngineInfo("vllm", vllm.__version__, f"sleep-{os.getpid()}"), layers=1, deadline_s=DEADLINE_S,
             log=_log,
         )  # fmt: skip
-        base = kvspray.Region.alloc(ALIGN)
         try:
-            client.register([base])  # those of register() stay until the session ends
+            client.register([])  # those of register() would stay until the session ends
             if self._slabs:
-                client.add_regions([s.region for s in self._slabs])
+                client.add_regions([s.region for s in self._slabs])  # each batch waits for all
         except BaseException:
             client.close()
-            base.close()
             raise
-        self._base = base
         return client
 
     def _by_sidecar(self, client: kvspray.WorkerClient, pieces: Sequence[Piece], load: bool) -> tuple[list[Piece], str]:
@@ -326,10 +323,9 @@ class Copies:
     def close(self) -> None:
         if self._client is not None:
             self._client.close()
-        for region in (self._base, *(s.region for s in self._slabs)):
-            if region is not None:
-                region.close()
-        self._client, self._base, self._slabs = None, None, []
+        for slab in self._slabs:
+            slab.region.close()
+        self._client, self._slabs = None, []
 
 
 class _Batch:
@@ -353,7 +349,7 @@ class _Batch:
                 self._fail(piece, str(err))
         try:
             if self._regions:
-                self._client.add_regions(self._regions)
+                self._client.add_regions(self._regions, ADD_S)
                 self._added = True
         except kvspray.KvsprayError as err:
             for piece, _ in gpu:
