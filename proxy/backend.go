@@ -166,6 +166,9 @@ func (p *Proxy) watch(ctx context.Context, b *backend) {
 				p.lost(b)
 			}
 		}
+		if err == nil {
+			p.learnModels(ctx, b) // last: a slow answer holds up nothing but the next check
+		}
 		select {
 		case <-ctx.Done():
 			return
