@@ -176,8 +176,8 @@ def test_pages_of_a_salt_are_left_out_if_events_cannot_tell(index: Index, monkey
     request = v.add("a", PROMPT)
     fields = tuple(f for f in BlockStored.__struct_fields__ if f != "extra_keys")
     older = SimpleNamespace(__struct_fields__=fields)
-    for salted in (False, True):
-        assert index.source.describe(request, 2, 4, PAGE) is not None, "its events tell"
+    salted = True
+    assert index.source.describe(request, 2, 4, PAGE) is not None, "its events tell"
     with monkeypatch.context() as m:
         m.setattr(events.kv_events, "BlockStored", older)
         assert index.source.describe(request, 2, 4, PAGE) is None, "the salt is that of the first page"
