@@ -10,8 +10,8 @@
 //
 // A batch has a number, and a replay begins with the last batch that the feed knows. If the engine
 // answers with another batch of that number, it restarted. In the same way a batch of the
-// subscription must be the one that a replay had under its number: the two endpoints may be those of
-// two engines.
+// subscription must be the one that a replay had under its number: the two endpoints may be those
+// of two engines.
 //
 // Run owns the connections, and everything but Stats belongs to its goroutine. Messages, replays
 // and the rate of connections are bounded.

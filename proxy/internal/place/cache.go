@@ -177,8 +177,8 @@ func (h *Holder) removed(ctx context.Context, e *kvevents.Event) {
 	}
 }
 
-// size takes the block size of an event; false: its blocks do not count. The first ones of an engine
-// may be parts of blocks.
+// size takes the block size of an event; false: its blocks do not count. The first ones of an
+// engine may be parts of blocks.
 func (h *Holder) size(e *kvevents.Event) bool {
 	if gpu := e.Tier == kvevents.GPU; gpu && h.block == 0 {
 		h.block = e.BlockSize

@@ -202,7 +202,8 @@ func TestReportsHoldUpNothing(t *testing.T) {
 	}
 	before := h.Stats()
 	h.Apply(ctx, &kvevents.Batch{Events: []kvevents.Event{stored(tokens(size, 99), 0)}})
-	if after := h.Stats(); after.Blocks != before.Blocks || after.Left[LeftFull] != before.Left[LeftFull] {
+	if after := h.Stats(); after.Blocks != before.Blocks ||
+		after.Left[LeftFull] != before.Left[LeftFull] {
 		t.Errorf("%+v and %+v: events are taken after the end", before, after)
 	}
 }
