@@ -8,10 +8,10 @@ import (
 	"net"
 	"strings"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"github.com/kvspray/kvspray/internal/leaktest"
+	"github.com/kvspray/kvspray/internal/testutil"
 )
 
 func TestMain(m *testing.M) { leaktest.Main(m) }
@@ -109,7 +109,7 @@ func (s *slow) Read(p []byte) (int, error) {
 
 // Heartbeats of an idle publisher do not end a connection.
 func TestHeartbeats(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		wire := append(greeting(), flagCommand, 25)
 		wire = append(wire, "\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB"...)
 		for range 10 * maxRate {
