@@ -166,6 +166,9 @@ func (p *Proxy) watch(ctx context.Context, b *backend) {
 				p.lost(b)
 			}
 		}
+		if err == nil {
+			p.learnModels(ctx, b) // last: a slow answer holds up nothing but the next check
+		}
 		select {
 		case <-ctx.Done():
 			return
@@ -180,7 +183,6 @@ func (p *Proxy) check(ctx context.Context, b *backend) error {
 	if err := p.get(ctx, b.url+"/health", nil); err != nil {
 		return err
 	}
-	p.learn(ctx, b)
 	said := ""
 	if b.sidecar != "" && b.role == rolePrefill {
 		var err error
@@ -196,6 +198,7 @@ func (p *Proxy) check(ctx context.Context, b *backend) error {
 	}
 	b.mu.Unlock()
 	p.compare(ctx, b, said, asked)
+	p.learn(ctx, b) // last: a slow answer must not cost the endpoint
 	return nil
 }
 

@@ -263,10 +263,11 @@ func (j *job) askPrefill(ctx context.Context, b *backend, body []byte) (json.Raw
 	case err != nil:
 		return nil, fmt.Errorf("prefill %s: %w", b.url, err)
 	case resp.StatusCode >= 400 && resp.StatusCode < 500:
-		return nil, fmt.Errorf("prefill %s: %w: %s: %s", b.url, errRefused, resp.Status,
-			firstBytes(answer))
+		return nil, &statusError{resp.StatusCode, fmt.Errorf("prefill %s: %w: %s: %s", b.url, errRefused,
+			resp.Status, firstBytes(answer))}
 	case resp.StatusCode != http.StatusOK:
-		return nil, fmt.Errorf("prefill %s: %s: %s", b.url, resp.Status, firstBytes(answer))
+		return nil, &statusError{resp.StatusCode, fmt.Errorf("prefill %s: %s: %s", b.url, resp.Status,
+			firstBytes(answer))}
 	case len(answer) > maxPrefillAnswer:
 		return nil, fmt.Errorf("prefill %s: the answer is larger than %d bytes", b.url, maxPrefillAnswer)
 	}

@@ -24,8 +24,10 @@ type Events struct {
 }
 
 const (
-	modelsEvery = 30 * time.Second
-	maxModels   = 4 << 20 // bytes of an engine's list of models
+	modelsEvery   = 30 * time.Second
+	modelsAgain   = 5 * time.Second // after a question without an answer
+	modelsTimeout = time.Second
+	maxModels     = 4 << 20 // bytes of an engine's list of models
 )
 
 // reporter is the feed of one engine, and what is known about it.
@@ -40,7 +42,7 @@ type reporter struct {
 
 	mu     sync.Mutex      // guards all below
 	models map[string]bool // names of the engine's model, without adapters; nil: unknown
-	asked  time.Time
+	due    time.Time       // of the next question for them
 }
 
 // reporters are the feeds of a router, in the order of the policy's engines.
@@ -140,7 +142,7 @@ func (l reporters) of(b *backend) *reporter {
 func (l reporters) about(model string) []bool {
 	var list []bool
 	for i, r := range l {
-		if r == nil || !r.feed.Live() {
+		if r == nil || !r.feed.Live() || !r.holder.Usable() {
 			continue
 		}
 		r.mu.Lock()
@@ -165,24 +167,30 @@ func (p *Proxy) learnModels(ctx context.Context, b *backend) {
 	}
 	p.noteUnusable(r)
 	r.mu.Lock()
-	due := time.Since(r.asked) >= modelsEvery
+	now := time.Now()
+	due := !now.Before(r.due)
+	if due {
+		r.due = now.Add(modelsAgain)
+	}
 	r.mu.Unlock()
 	if !due {
 		return
 	}
+	asking, cancel := context.WithTimeout(ctx, modelsTimeout)
+	defer cancel()
 	var list struct {
 		Data []struct {
 			ID     string `json:"id"`
 			Parent string `json:"parent"`
 		} `json:"data"`
 	}
-	if err := p.getMost(ctx, b.url+"/v1/models", &list, maxModels); err != nil {
+	if err := p.getMost(asking, b.url+"/v1/models", &list, maxModels); err != nil {
 		if !r.unlisted && ctx.Err() == nil {
 			r.unlisted = true
 			p.log.Warn("an engine does not list its models: its hits are guesses until it does", "url",
 				b.url, "err", err)
 		}
-		return // the next check asks again
+		return
 	}
 	models := map[string]bool{}
 	for _, m := range list.Data {
@@ -191,7 +199,7 @@ func (p *Proxy) learnModels(ctx context.Context, b *backend) {
 		}
 	}
 	r.mu.Lock()
-	r.models, r.asked = models, time.Now()
+	r.models, r.due = models, now.Add(modelsEvery)
 	r.mu.Unlock()
 }
 
@@ -199,7 +207,7 @@ func (p *Proxy) learnModels(ctx context.Context, b *backend) {
 func (l reporters) forgetModels(b *backend) {
 	if r := l.of(b); r != nil {
 		r.mu.Lock()
-		r.models, r.asked = nil, time.Time{}
+		r.models, r.due = nil, time.Time{}
 		r.mu.Unlock()
 	}
 }
@@ -215,7 +223,7 @@ func (p *Proxy) noteUnusable(r *reporter) {
 	case s.Partial:
 		reason = "its model has caches of several kinds, such as sliding windows: its hits stay guesses"
 	case s.Left[place.LeftSize] > 0:
-		reason = "blocks of several sizes: only those of the first size count"
+		reason = "blocks of several sizes: only those of one size count"
 	case s.Left[place.LeftFull] > 0:
 		reason = "the index is full: some blocks do not count"
 	default:

@@ -231,13 +231,88 @@ func TestEventsThatDoNotCome(t *testing.T) {
 	if x, y := a.completions(), b.completions(); x*y != 0 {
 		t.Errorf("%d and %d requests with one prefix", x, y)
 	}
-	for _, once := range []string{"no KV events from an engine", "no engine answers POST /tokenize"} {
-		if n := strings.Count(log.String(), once); n != 1 {
-			t.Errorf("%q: %d lines", once, n)
+	for line, want := range map[string]int{"no KV events from an engine": 1,
+		"does not answer POST /tokenize": 2} { // each engine is asked once
+		if n := strings.Count(log.String(), line); n != want {
+			t.Errorf("%q: %d lines", line, n)
 		}
 	}
-	if n := a.asked.Load() + b.asked.Load(); n != 1 {
-		t.Errorf("%d questions although none is answered", n)
+	if x, y := a.asked.Load(), b.asked.Load(); x != 1 || y != 1 {
+		t.Errorf("%d and %d questions although none is answered", x, y)
+	}
+}
+
+// An engine without answers is skipped for a while, and costs the others nothing. A prompt that has
+// no tokens says nothing about its engine.
+func TestTokenizePausesOneEngine(t *testing.T) {
+	a, b := newReporting(t), newReporting(t)
+	a.mute.Store(true)
+	reg := prometheus.NewRegistry()
+	p, url := start(t, Config{Decode: []string{a.URL, b.URL}, Mode: PrefillFirst, Policy: "auto",
+		DecodeEvents: []Events{a.events(), b.events()}, Registry: reg})
+	until(t, "the feeds", func() bool { return p.reporters.about("base") != nil })
+	began := time.Now()
+	for i := range 8 {
+		post(t, url, "/v1/completions", completion("base", fmt.Sprint("prompt ", i)))
+		post(t, url, "/v1/completions", completion("base", ""))
+	}
+	most := 1 + int64(time.Since(began)/tokenizePause)
+	got := values(t, reg)
+	if n := a.asked.Load(); n > most || got["tokenize_total asked"] < float64(8-most) {
+		t.Errorf("%d questions to an engine that does not answer, %v", n, got)
+	}
+	p.lost(p.decode.all[0])
+	if len(p.tokens.kept) != 0 || p.tokens.order.Len() != 0 || p.tokens.tokens != 0 {
+		t.Error("tokens of an engine that is lost are kept")
+	}
+	for status, want := range map[int]bool{200: false, 302: false, 400: true, 404: false, 405: false,
+		413: true, 422: true, 429: false, 500: false, 503: false} {
+		if ofQuestion(status) != want {
+			t.Errorf("%d: %v", status, !want)
+		}
+	}
+	var m mute
+	now := time.Now()
+	if !m.fail(now) || m.fail(now.Add(tokenizeLog/2)) || !m.fail(now.Add(tokenizeLog)) ||
+		!m.paused(now.Add(tokenizeLog)) || m.paused(now.Add(tokenizeLog+tokenizePause)) {
+		t.Error("lines and pauses of an engine")
+	}
+}
+
+// A slow list of models costs neither the sidecar's endpoint nor the engine's health.
+func TestSlowListOfModels(t *testing.T) {
+	events := feedtest.New(t)
+	var asked, checks atomic.Int64
+	hold := make(chan struct{})
+	pre := newEngine(t, func(w http.ResponseWriter, r *http.Request, s seen) {
+		if r.URL.Path == "/v1/models" {
+			asked.Add(1)
+			<-hold
+			return
+		}
+		answerPrefill(w, r, s)
+	})
+	defer close(hold)
+	sidecar := newEngine(t, func(w http.ResponseWriter, r *http.Request, _ seen) {
+		if r.URL.Path == "/v1/node" {
+			checks.Add(1)
+		}
+		fmt.Fprint(w, `{"endpoint":"127.0.0.1:7650"}`)
+	})
+	d := newEngine(t, answerDecode)
+	p, _ := start(t, Config{Prefill: []Prefill{{URL: pre.URL, Sidecar: sidecar.URL}},
+		Decode: []string{d.URL}, Policy: "auto",
+		PrefillEvents: []Events{{events.Endpoint(), events.Replay()}}})
+	b := p.prefill.all[0]
+	until(t, "the question for models", func() bool { return asked.Load() > 0 })
+	until(t, "the next checks", func() bool {
+		if b.peerAddr() == "" || !b.isUp() {
+			t.Fatalf("peer %q, up %v", b.peerAddr(), b.isUp())
+		}
+		return checks.Load() > 3
+	})
+	if n := asked.Load(); n > checks.Load()/2 {
+		t.Errorf("%d questions of %d checks", n, checks.Load())
 	}
 }
 
@@ -245,7 +320,7 @@ func TestEventsThatDoNotCome(t *testing.T) {
 func TestEventsOfLittleUse(t *testing.T) {
 	a := newReporting(t)
 	log := &lines{}
-	start(t, Config{Decode: []string{a.URL}, Mode: PrefillFirst, Policy: "auto",
+	p, _ := start(t, Config{Decode: []string{a.URL}, Mode: PrefillFirst, Policy: "auto",
 		DecodeEvents: []Events{a.events()}, Log: slog.New(slog.NewTextHandler(log, nil))})
 	a.Subscribed(1)
 	a.Publish(map[string]any{"type": "BlockStored", "block_hashes": []int{1}, "token_ids": []int{1},
@@ -253,6 +328,9 @@ func TestEventsOfLittleUse(t *testing.T) {
 	until(t, "no line", func() bool {
 		return strings.Contains(log.String(), "caches of several kinds")
 	})
+	if p.reporters.about("base") != nil {
+		t.Error("tokens are asked for in vain")
+	}
 }
 
 func TestEventsAreChecked(t *testing.T) {
@@ -289,6 +367,14 @@ func TestQuestions(t *testing.T) {
 		`{"prompt": ["a", "b"]}`:                           "",
 		`{"prompt": [1, -2]}`:                              "",
 		`{"prompt": [1.5]}`:                                "",
+		`{"prompt": [1, 2e3]}`:                             "",
+		`{"prompt": [1, "a"]}`:                             "",
+		`{"prompt": [1, null]}`:                            "",
+		`{"prompt": [4294967295, 0]}`:                      "[4294967295 0]",
+		`{"prompt": [4294967296]}`:                         "",
+		"{\"prompt\": [ 1 ,\n2\t]}":                        "[1 2]",
+		`{"prompt": [ [ 1 , 2 ] ]}`:                        "[1 2]",
+		`{"prompt": [[]]}`:                                 "",
 		`{"prompt": []}`:                                   "",
 		`{"prompt": 5}`:                                    "",
 		`{}`:                                               "",
@@ -298,6 +384,7 @@ func TestQuestions(t *testing.T) {
 	} {
 		checkQuestion(t, kindCompletion, body, want)
 	}
+	checkQuestion(t, kindCompletion, `{"prompt": [1`+strings.Repeat(",1", maxTokens)+`]}`, "")
 	for body, want := range map[string]string{
 		`{"messages": [{"role": "user", "content": "hi"}], "tools": [], "n": 2}`: `{"messages":` +
 			`[{"role":"user","content":"hi"}],"tools":[]}`,
@@ -329,9 +416,21 @@ func checkQuestion(t *testing.T, k kind, body, want string) {
 	}
 }
 
+// A long prompt of token ids is read at once.
+func TestTokenIDsAllocateOnce(t *testing.T) {
+	raw := []byte("[1" + strings.Repeat(", 12345", 32<<10) + "]")
+	if n := testing.AllocsPerRun(10, func() {
+		if tokens, _ := onePrompt(raw, true); len(tokens) != 32<<10+1 || countPrompts(raw) != 1 {
+			t.Error(len(tokens))
+		}
+	}); n > 1 {
+		t.Errorf("%v allocations", n)
+	}
+}
+
 // Answers are kept within bounds, the last used ones longest.
 func TestKeptTokens(t *testing.T) {
-	tk := newTokenizer(prometheus.NewRegistry())
+	tk := newTokenizer(1, prometheus.NewRegistry())
 	key := func(i int) (k [32]byte) {
 		k[0], k[1] = byte(i), byte(i>>8)
 		return k

@@ -158,7 +158,6 @@ const maxLinks = 4 << 20 // bytes of an answer with learned rates
 // endpoint, a prefill engine's for the rates to decode engines. Without an answer the last values,
 // or those of the calibration file, stay.
 func (p *Proxy) learn(ctx context.Context, b *backend) {
-	p.learnModels(ctx, b)
 	switch {
 	case p.placing == nil || b.sidecar == "":
 	case b.role == roleDecode:
@@ -205,7 +204,10 @@ func (p *Proxy) lost(b *backend) {
 	if p.placing == nil {
 		return
 	}
-	p.reporters.forgetModels(b)
+	if p.tokens != nil {
+		p.reporters.forgetModels(b)
+		p.tokens.forget()
+	}
 	n := b.number
 	if b.role == roleDecode {
 		n += len(p.prefill.all)

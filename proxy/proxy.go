@@ -210,7 +210,7 @@ func New(cfg Config) (*Proxy, error) {
 	}
 	p.prefill, p.decode = newPool(pre), newPool(dec)
 	if p.reporters = p.newReporters(&cfg); p.reporters != nil {
-		p.tokens = newTokenizer(p.reg)
+		p.tokens = newTokenizer(len(dec), p.reg)
 		p.reg.MustRegister(collector{p})
 	}
 	return p, nil

@@ -108,11 +108,14 @@ func countPrompts(raw json.RawMessage) int {
 	if raw[0] != '[' {
 		return 1
 	}
-	var list []json.RawMessage
-	if json.Unmarshal(raw, &list) != nil || len(list) == 0 {
+	switch firstItem(raw) {
+	case ']':
 		return 0
-	}
-	if c := list[0][0]; c == '"' || c == '[' {
+	case '"', '[':
+		var list []json.RawMessage
+		if json.Unmarshal(raw, &list) != nil {
+			return 0
+		}
 		return len(list)
 	}
 	return 1

@@ -13,7 +13,6 @@ import (
 	"io"
 	"math"
 	"net/http"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -24,7 +23,8 @@ import (
 // Bounds of questions for a prompt's tokens.
 const (
 	tokenizeTimeout = time.Second     // a request waits that long at most
-	tokenizePause   = 2 * time.Second // without questions after one without an answer
+	tokenizePause   = 2 * time.Second // an engine gets no question after one that it did not answer
+	tokenizeLog     = time.Minute     // an engine has one line in that time
 	tokenizeAtOnce  = 32              // questions
 	maxTokenize     = 4 << 20         // bytes of a prompt
 	maxTokens       = 1 << 20         // of a prompt
@@ -46,13 +46,29 @@ const (
 type tokenizer struct {
 	results *prometheus.CounterVec
 	slots   chan struct{}
-	paused  atomic.Int64 // until this time, in nanoseconds
 	turn    atomic.Uint32
+	engines []mute // decode engines by their number
 
 	mu     sync.Mutex // guards all below
 	kept   map[[sha256.Size]byte]*list.Element
 	order  list.List // of *answer, the last used first
 	tokens int
+}
+
+// mute is an engine that did not answer, with times in nanoseconds.
+type mute struct {
+	until atomic.Int64 // it gets no question
+	said  atomic.Int64 // its last line in the log
+}
+
+func (m *mute) paused(now time.Time) bool { return now.UnixNano() < m.until.Load() }
+
+// fail begins a pause, and reports whether a line is due.
+func (m *mute) fail(now time.Time) bool {
+	m.until.Store(now.Add(tokenizePause).UnixNano())
+	last := m.said.Load()
+	return (last == 0 || now.UnixNano()-last >= int64(tokenizeLog)) &&
+		m.said.CompareAndSwap(last, now.UnixNano())
 }
 
 // answer is the tokens of a question.
@@ -61,8 +77,8 @@ type answer struct {
 	tokens []uint32
 }
 
-func newTokenizer(reg prometheus.Registerer) *tokenizer {
-	t := &tokenizer{slots: make(chan struct{}, tokenizeAtOnce),
+func newTokenizer(engines int, reg prometheus.Registerer) *tokenizer {
+	t := &tokenizer{slots: make(chan struct{}, tokenizeAtOnce), engines: make([]mute, engines),
 		kept: map[[sha256.Size]byte]*list.Element{},
 		results: prometheus.NewCounterVec(prometheus.CounterOpts{Namespace: "kvspray",
 			Subsystem: "proxy", Name: "tokenize_total",
@@ -97,6 +113,15 @@ func (t *tokenizer) put(key [sha256.Size]byte, tokens []uint32) {
 	}
 }
 
+// forget drops all answers: another process may have other tokens for a text.
+func (t *tokenizer) forget() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	clear(t.kept)
+	t.order.Init()
+	t.tokens = 0
+}
+
 // tokensOf returns the tokens of a request's prompt, and the engines whose reports can answer for
 // it. authorization is the client's header. nil: the policy takes the prompt's text.
 func (p *Proxy) tokensOf(ctx context.Context, r *request, authorization string) (tokens []uint32,
@@ -126,7 +151,8 @@ func (p *Proxy) tokenize(ctx context.Context, r *request, authorization string) 
 	if tokens, ok := t.get(key); ok {
 		return tokens, tokensKept
 	}
-	if time.Now().UnixNano() < t.paused.Load() {
+	b := p.tokenizing()
+	if b == nil {
 		return nil, tokensFailed
 	}
 	select {
@@ -135,36 +161,46 @@ func (p *Proxy) tokenize(ctx context.Context, r *request, authorization string) 
 	default:
 		return nil, tokensFailed
 	}
-	tokens, err := p.askTokens(ctx, question, authorization)
-	if err != nil {
-		if errors.Is(err, errTokens) {
-			return nil, tokensFailed // a question of its own kind: others may be answered
-		}
-		if ctx.Err() == nil && t.paused.Swap(time.Now().Add(tokenizePause).UnixNano()) == 0 {
-			p.log.Warn("no engine answers POST /tokenize in time: hits of such prompts are guesses",
-				"err", err)
-		}
-		return nil, tokensFailed
+	tokens, err := p.askTokens(ctx, b, question, authorization)
+	switch {
+	case err == nil:
+		t.put(key, tokens)
+		return tokens, tokensAsked
+	case errors.Is(err, errTokens): // of this question only: others may be answered
+	case ctx.Err() == nil && t.engines[b.number].fail(time.Now()):
+		p.log.Warn("an engine does not answer POST /tokenize in time: hits of such prompts are guesses",
+			"url", b.url, "err", err)
 	}
-	t.put(key, tokens)
-	return tokens, tokensAsked
+	return nil, tokensFailed
+}
+
+// tokenizing is an engine that is up and not paused, by turns; nil: there is none.
+func (p *Proxy) tokenizing() *backend {
+	all, now := p.decode.all, time.Now()
+	first := int(p.tokens.turn.Add(1) % uint32(len(all)))
+	for i := range all {
+		if b := all[(first+i)%len(all)]; b.isUp() && !p.tokens.engines[b.number].paused(now) {
+			return b
+		}
+	}
+	return nil
 }
 
 var errTokens = errors.New("the engine refuses the question for tokens")
 
-// askTokens asks one engine that is up, by turns.
-func (p *Proxy) askTokens(ctx context.Context, question []byte, authorization string) ([]uint32,
-	error) {
+// ofQuestion reports whether a status is about the question. The other ones are about the engine:
+// it has no such URL, or no time.
+func ofQuestion(status int) bool {
+	return status >= http.StatusBadRequest && status < http.StatusInternalServerError &&
+		status != http.StatusNotFound && status != http.StatusMethodNotAllowed &&
+		status != http.StatusTooManyRequests
+}
+
+// askTokens asks an engine.
+func (p *Proxy) askTokens(ctx context.Context, b *backend, question []byte, authorization string) (
+	[]uint32, error) {
 	ctx, cancel := context.WithTimeout(ctx, tokenizeTimeout)
 	defer cancel()
-	all := p.decode.all
-	first := int(p.tokens.turn.Add(1)) % len(all)
-	b := all[first]
-	for i := range all {
-		if b = all[(first+i)%len(all)]; b.isUp() {
-			break
-		}
-	}
 	req, err := http.NewRequestWithContext(ctx, http.MethodPost, b.url+"/tokenize",
 		bytes.NewReader(question))
 	if err != nil {
@@ -183,8 +219,7 @@ func (p *Proxy) askTokens(ctx context.Context, question []byte, authorization st
 	if err != nil {
 		return nil, err
 	}
-	if c := resp.StatusCode; c == http.StatusBadRequest || c == http.StatusUnauthorized ||
-		c == http.StatusForbidden {
+	if ofQuestion(resp.StatusCode) || len(body) == maxTokensAnswer {
 		return nil, errTokens
 	}
 	if resp.StatusCode != http.StatusOK {
@@ -197,8 +232,7 @@ func (p *Proxy) askTokens(ctx context.Context, question []byte, authorization st
 		return nil, fmt.Errorf("POST %s/tokenize: %w", b.url, err)
 	}
 	if len(a.Tokens) == 0 || len(a.Tokens) > maxTokens {
-		return nil, fmt.Errorf("POST %s/tokenize: %d tokens; want 1 to %d", b.url, len(a.Tokens),
-			maxTokens)
+		return nil, errTokens
 	}
 	return a.Tokens, nil
 }
@@ -261,27 +295,60 @@ func onePrompt(raw json.RawMessage, nested bool) (tokens []uint32, text json.Raw
 	if raw[0] == '"' {
 		return nil, raw
 	}
+	if c := firstItem(raw); c != '[' && c != '"' {
+		return tokenIDs(raw), nil
+	}
 	var list []json.RawMessage
-	if json.Unmarshal(raw, &list) != nil || len(list) == 0 || len(list) > maxTokens {
+	if !nested || json.Unmarshal(raw, &list) != nil || len(list) != 1 {
 		return nil, nil
 	}
-	if c := list[0][0]; c == '[' || c == '"' {
-		if len(list) != 1 || !nested {
-			return nil, nil
+	return onePrompt(list[0], false)
+}
+
+// firstItem is the first byte of the first item of a list, which is correct JSON; ']': there is
+// none; 0: no list.
+func firstItem(raw []byte) byte {
+	if len(raw) < 2 || raw[0] != '[' {
+		return 0
+	}
+	return raw[afterSpace(raw, 1)]
+}
+
+// afterSpace is the first place from one on that has no space. JSON has no space at its end.
+func afterSpace(raw []byte, at int) int {
+	for at < len(raw)-1 && (raw[at] == ' ' || raw[at] == '\n' || raw[at] == '\t' || raw[at] == '\r') {
+		at++
+	}
+	return at
+}
+
+// tokenIDs reads a list of token ids, which is correct JSON; nil: it is none, or too long.
+func tokenIDs(raw []byte) []uint32 {
+	most := bytes.Count(raw, []byte{','}) + 1
+	if firstItem(raw) == 0 || most > maxTokens {
+		return nil
+	}
+	tokens := make([]uint32, 0, most)
+	for at := 1; ; at++ {
+		at = afterSpace(raw, at)
+		id, from := uint64(0), at
+		for ; raw[at] >= '0' && raw[at] <= '9'; at++ {
+			if id = 10*id + uint64(raw[at]-'0'); id > math.MaxUint32 {
+				return nil
+			}
 		}
-		return onePrompt(list[0], false)
+		if at == from {
+			return nil
+		}
+		tokens = append(tokens, uint32(id))
+		switch at = afterSpace(raw, at); raw[at] {
+		case ',':
+		case ']':
+			return tokens
+		default:
+			return nil
+		}
 	}
-	var ids []int64
-	if json.Unmarshal(raw, &ids) != nil || slices.ContainsFunc(ids, func(n int64) bool {
-		return n < 0 || n > math.MaxUint32
-	}) {
-		return nil, nil
-	}
-	tokens = make([]uint32, len(ids))
-	for i, n := range ids {
-		tokens[i] = uint32(n)
-	}
-	return tokens, nil
 }
 
 // textOnly reports whether messages have no images or other parts than text.

@@ -4,9 +4,11 @@ package proxy
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"net/http"
+	"net/url"
 	"os"
 	"time"
 
@@ -17,7 +19,7 @@ const traceHeader = "Traceparent"
 
 // jobTrace is a request's place in a distributed trace. Nil: it has none.
 type jobTrace struct {
-	rec *spans.Recorder // nil: the router exports no spans, and passes the client's on
+	rec *spans.Recorder // nil: no spans are exported, and the client's is passed on
 	// what P and D get; without a Recorder both are the client's span
 	self, parent    spans.Context
 	prefill, decode hop
@@ -56,7 +58,7 @@ func (p *Proxy) trace(cfg *Config) (err error) {
 }
 
 // traceOf places a request: below the client's span, or at the root of a new trace. A client that
-// does not want its trace to be sampled is obeyed.
+// does not want its trace to be sampled is obeyed, also by the engines: they get what it has sent.
 func (p *Proxy) traceOf(h http.Header) *jobTrace {
 	given := h.Get(traceHeader)
 	if p.spans == nil && given == "" {
@@ -64,9 +66,9 @@ func (p *Proxy) traceOf(h http.Header) *jobTrace {
 	}
 	parent, sampled := spans.Parse(given)
 	switch {
-	case p.spans == nil && !sampled, parent.IsValid() && !sampled:
+	case p.spans == nil && !parent.IsValid():
 		return nil
-	case p.spans == nil:
+	case p.spans == nil, parent.IsValid() && !sampled:
 		return &jobTrace{prefill: hop{at: parent}, decode: hop{at: parent}}
 	case !sampled && p.share < 1 && rand.Float64() >= p.share:
 		return nil
@@ -115,16 +117,60 @@ func (h *hop) end(err error) {
 	if h == nil {
 		return
 	}
-	if h.to, h.failed = time.Now(), ""; err != nil {
-		h.failed = err.Error()
+	h.to, h.failed = time.Now(), classOf(err)
+}
+
+// statusError is an answer of an engine that is no result.
+type statusError struct {
+	status int
+	error
+}
+
+func (e *statusError) Unwrap() error { return e.error }
+
+// classOf is an error without its text, which may have parts of a prompt or a password.
+func classOf(err error) string {
+	s, late := (*statusError)(nil), interface{ Timeout() bool }(nil)
+	switch {
+	case err == nil:
+		return ""
+	case errors.As(err, &s) && errors.Is(err, errRefused):
+		return fmt.Sprint("refused: ", s.status)
+	case errors.As(err, &s):
+		return fmt.Sprint("failed: ", s.status)
+	case notReached(err):
+		return "not reached"
+	case errors.As(err, &late) && late.Timeout():
+		return "no answer in time"
 	}
+	return "no whole answer"
+}
+
+// withoutUser is the URL of an engine without user and password.
+func withoutUser(raw string) string {
+	u, err := url.Parse(raw)
+	if err != nil {
+		return ""
+	}
+	u.User = nil
+	return u.String()
+}
+
+// clock places times by the wall clock as it is now: it may have been set between them.
+type clock struct{ now time.Time }
+
+func (c clock) at(t time.Time) time.Time {
+	if t.IsZero() {
+		return t
+	}
+	return c.now.Round(0).Add(t.Sub(c.now))
 }
 
 // span makes the span of a hop.
-func (h *hop) span(t *jobTrace, name, id string, more ...spans.Attr) spans.Span {
-	return spans.Span{Name: name, Kind: spans.Client, Self: h.at, Parent: t.self, Start: h.from,
-		End: h.to, Failed: h.failed, Attrs: append([]spans.Attr{spans.Text("kvspray.request", id),
-			spans.Text("url.full", h.url), spans.Number("kvspray.tries", h.tries)}, more...)}
+func (h *hop) span(t *jobTrace, c clock, name, id string, more ...spans.Attr) spans.Span {
+	return spans.Span{Name: name, Kind: spans.Client, Self: h.at, Parent: t.self, Start: c.at(h.from),
+		End: c.at(h.to), Failed: h.failed, Attrs: append([]spans.Attr{spans.Text("kvspray.request", id),
+			spans.Text("url.full", withoutUser(h.url)), spans.Number("kvspray.tries", h.tries)}, more...)}
 }
 
 // traced exports the spans of a request that has ended.
@@ -150,11 +196,13 @@ func (j *job) traced() {
 		attrs = append(attrs, spans.Text("kvspray.local_prefill", j.alone))
 	}
 	first, id, start := j.firstAt, j.id, j.start
-	t.rec.Put(func() []spans.Span {
+	most := 1 + min(t.prefill.tries, 1) + min(t.decode.tries, 1)
+	t.rec.Put(most, func() []spans.Span {
+		c := clock{now}
 		out := []spans.Span{{Name: "kvspray.request", Kind: spans.Server, Self: t.self, Parent: t.parent,
-			Start: start, End: now, Failed: failed, Attrs: attrs}}
+			Start: c.at(start), End: c.at(now), Failed: failed, Attrs: attrs}}
 		if t.prefill.tries > 0 {
-			out = append(out, t.prefill.span(t, "kvspray.prefill", id))
+			out = append(out, t.prefill.span(t, c, "kvspray.prefill", id))
 		}
 		if t.decode.tries > 0 {
 			var more []spans.Attr
@@ -162,7 +210,7 @@ func (j *job) traced() {
 				more = append(more, spans.Number("kvspray.first_byte_us",
 					max(first.Sub(t.decode.from).Microseconds(), 0)))
 			}
-			out = append(out, t.decode.span(t, "kvspray.decode", id, more...))
+			out = append(out, t.decode.span(t, c, "kvspray.decode", id, more...))
 		}
 		return out
 	})

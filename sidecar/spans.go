@@ -106,14 +106,12 @@ func (t *tracing) ended(a *exec.Action, c *engines.Completion, route string) {
 	if t == nil {
 		return
 	}
-	s := &trace.TransferSpans{Trace: a.Trace, Completion: *c, Route: route, Started: t.started(),
-		Reported: t.proc.Now()}
+	s := &trace.TransferSpans{Trace: a.Trace, Completion: *c, Route: route,
+		Reported: t.proc.Now(), ReportedAt: time.Now()}
 	if s.Traced() {
-		t.spans.Put(s.Spans)
+		t.spans.Put(s.Most(), s.Spans)
 	}
 }
-
-func (t *tracing) started() time.Time { return t.proc.Started() }
 
 // Intent opens a source lease.
 func (e engineEvents) Intent(w *engines.Worker, in engines.Intent) {

@@ -6,8 +6,8 @@
 // A span is made after it has ended, from the times that its owner has recorded anyway. Callers
 // choose its id before, so that others can name it as their parent.
 //
-// Invariants: Put never waits. What a Recorder keeps is bounded; what it cannot keep or send is
-// counted as dropped. A nil *Recorder records nothing: that is how tracing is off.
+// Invariants: Put never waits, and makes no span. What a Recorder keeps is bounded; what it cannot
+// keep or send is counted as dropped. A nil *Recorder records nothing: that is how tracing is off.
 //
 // Goroutines: Start starts one, Close ends and joins it.
 package spans
@@ -41,6 +41,7 @@ const (
 	// MaxTraceparent bounds what Parse reads, in bytes. Version 00 has 55.
 	MaxTraceparent = 64
 	maxQueued      = 2048 // Puts that wait for the goroutine
+	maxWaiting     = 8192 // spans of these
 	maxBatch       = 512  // spans of one call of the collector; those of one Put stay together
 	maxAttribute   = 256  // bytes of a text
 	flushEvery     = time.Second
@@ -153,7 +154,9 @@ type Options struct {
 // Recorder sends spans. Nil records nothing.
 type Recorder struct {
 	opt      Options
-	queue    chan func() []Span
+	queue    chan put
+	waiting  atomic.Int64 // spans in the queue
+	sealed   atomic.Bool  // nothing takes from the queue any more
 	stop     chan struct{}
 	stopOnce sync.Once
 	started  atomic.Bool
@@ -171,6 +174,12 @@ type Recorder struct {
 	ended    []sdk.ReadOnlySpan
 	lost     int       // since the last complaint
 	quiet    time.Time // until then no complaint is logged
+}
+
+// put is what waits: at most so many spans.
+type put struct {
+	spans int
+	make  func() []Span
 }
 
 // CheckEndpoint reports what is wrong with the URL of a collector, and what to do.
@@ -208,7 +217,7 @@ func New(o Options) (*Recorder, error) {
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
-	r := &Recorder{opt: o, queue: make(chan func() []Span, maxQueued), stop: make(chan struct{}),
+	r := &Recorder{opt: o, queue: make(chan put, maxQueued), stop: make(chan struct{}),
 		done: make(chan struct{}), client: &http.Client{Timeout: exportTimeout,
 			Transport: &http.Transport{Proxy: http.ProxyFromEnvironment,
 				DialContext:         (&net.Dialer{Timeout: exportTimeout}).DialContext,
@@ -245,19 +254,47 @@ func (r *Recorder) Start() {
 // On reports whether spans are recorded.
 func (r *Recorder) On() bool { return r != nil }
 
-// Put has make called on the Recorder's goroutine, and sends its spans.
-func (r *Recorder) Put(make func() []Span) {
+// Put has make called on the Recorder's goroutine, and sends its spans. They are at most so many;
+// that number counts as dropped if there is no room.
+func (r *Recorder) Put(spans int, make func() []Span) {
 	if r == nil {
 		return
 	}
-	if !r.stopped.Load() {
-		select {
-		case r.queue <- make:
-			return
-		default:
-		}
+	if r.waiting.Add(int64(spans)) > maxWaiting || r.stopped.Load() {
+		r.refuse(spans)
+		return
 	}
-	r.dropped(len(make()))
+	select {
+	case r.queue <- put{spans, make}:
+	default:
+		r.refuse(spans)
+	}
+	if r.sealed.Load() { // the goroutine may have ended before it
+		r.drain()
+	}
+}
+
+func (r *Recorder) refuse(spans int) {
+	r.waiting.Add(-int64(spans))
+	r.dropped(spans)
+}
+
+// next is what waits longest; false: nothing does.
+func (r *Recorder) next() (put, bool) {
+	select {
+	case p := <-r.queue:
+		r.waiting.Add(-int64(p.spans))
+		return p, true
+	default:
+		return put{}, false
+	}
+}
+
+// drain drops what waits.
+func (r *Recorder) drain() {
+	for p, ok := r.next(); ok; p, ok = r.next() {
+		r.dropped(p.spans)
+	}
 }
 
 // Close sends what waits, for at most closeTimeout, and ends the Recorder.
@@ -271,6 +308,9 @@ func (r *Recorder) Close() error {
 		late := time.AfterFunc(closeTimeout, r.cancel)
 		defer late.Stop()
 		<-r.done
+	} else {
+		r.sealed.Store(true)
+		r.drain()
 	}
 	r.cancel()
 	return nil
@@ -282,8 +322,9 @@ func (r *Recorder) run() {
 	defer tick.Stop()
 	for {
 		select {
-		case f := <-r.queue:
-			r.make(f)
+		case p := <-r.queue:
+			r.waiting.Add(-int64(p.spans))
+			r.make(p.make)
 		case <-tick.C:
 			r.flush()
 		case <-r.stop:
@@ -293,18 +334,14 @@ func (r *Recorder) run() {
 	}
 }
 
-// end sends what waits.
+// end sends what waits, and drops what comes meanwhile.
 func (r *Recorder) end() {
-	for {
-		select {
-		case f := <-r.queue:
-			r.make(f)
-			continue
-		default:
-		}
-		break
+	for p, ok := r.next(); ok; p, ok = r.next() {
+		r.make(p.make)
 	}
 	r.flush()
+	r.sealed.Store(true)
+	r.drain()
 	// Both have nothing left to send.
 	_ = r.provider.Shutdown(r.ctx)
 	_ = r.exporter.Shutdown(r.ctx)

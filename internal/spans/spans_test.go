@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -93,7 +94,7 @@ func TestExport(t *testing.T) {
 	c := spanstest.New(t)
 	r, n := open(t, c.URL, nil)
 	parent, _ := Parse(given)
-	r.Put(one(parent))
+	r.Put(2, one(parent))
 	testutil.Eventually(t, patience, "the spans come", func() bool { return len(c.Spans()) == 2 })
 	a, b := c.Named("a")[0], c.Named("b")[0]
 	if a.Service != "s" || a.Kind != "server" || a.Trace != given[3:35] || a.Parent != given[36:52] ||
@@ -108,7 +109,7 @@ func TestExport(t *testing.T) {
 		t.Errorf("%+v, child of %s", b, a.ID)
 	}
 	root := NewRoot()
-	r.Put(func() []Span {
+	r.Put(1, func() []Span {
 		return []Span{{Name: "root", Self: root, Start: time.Now(), End: time.Now()}}
 	})
 	if err := r.Close(); err != nil { // it sends what waits
@@ -121,7 +122,7 @@ func TestExport(t *testing.T) {
 	if n.exported.Load() != 3 || n.dropped.Load() != 0 {
 		t.Errorf("%d exported, %d dropped", n.exported.Load(), n.dropped.Load())
 	}
-	r.Put(one(parent))
+	r.Put(2, one(parent))
 	if n.dropped.Load() != 2 {
 		t.Errorf("%d dropped after the end", n.dropped.Load())
 	}
@@ -145,7 +146,7 @@ func TestCollectorDown(t *testing.T) {
 		r, n := open(t, endpoint, slog.New(slog.NewTextHandler(&log, nil)))
 		parent, _ := Parse(given)
 		for want := int64(2); want <= 6; want += 2 {
-			r.Put(one(parent))
+			r.Put(2, one(parent))
 			testutil.Eventually(t, patience, "the loss is counted",
 				func() bool { return n.dropped.Load() == want })
 		}
@@ -160,7 +161,7 @@ func TestCollectorDown(t *testing.T) {
 	}
 	c.Fail(false)
 	r, n := open(t, c.URL, nil)
-	r.Put(one(NewRoot()))
+	r.Put(2, one(NewRoot()))
 	testutil.Eventually(t, patience, "the spans come", func() bool { return n.exported.Load() == 2 })
 }
 
@@ -172,7 +173,7 @@ func TestCloseIsBounded(t *testing.T) {
 	defer close(hold)
 	r, n := open(t, srv.URL, nil)
 	for range 3 * maxBatch {
-		r.Put(one(NewRoot()))
+		r.Put(2, one(NewRoot()))
 	}
 	began := time.Now()
 	if err := r.Close(); err != nil {
@@ -191,19 +192,56 @@ func TestQueueIsBounded(t *testing.T) {
 	c := spanstest.New(t)
 	r, n := open(t, c.URL, nil)
 	in, out := make(chan struct{}), make(chan struct{})
-	r.Put(func() []Span { close(in); <-out; return nil })
+	r.Put(0, func() []Span { close(in); <-out; return nil })
 	<-in
 	for range maxQueued + 3 {
-		r.Put(one(NewRoot()))
+		r.Put(2, one(NewRoot()))
 	}
 	if n.dropped.Load() != 6 {
 		t.Errorf("%d spans are dropped: want 6", n.dropped.Load())
+	}
+	big := func() []Span { t.Error("spans without room are made"); return nil }
+	r.Put(maxWaiting-2*maxQueued+1, big)
+	if n.dropped.Load() != 6+maxWaiting-2*maxQueued+1 {
+		t.Errorf("%d spans are dropped: the queue is bounded by spans, too", n.dropped.Load())
 	}
 	close(out)
 	testutil.Eventually(t, patience, "the others come",
 		func() bool { return n.exported.Load() == 2*maxQueued })
 	if calls := c.Calls(); calls < 2*maxQueued/(maxBatch+1) {
 		t.Errorf("%d calls: too many spans in one", calls)
+	}
+}
+
+// Whatever happens around the end, each span is sent or counted.
+func TestPutsAtTheEndAreCounted(t *testing.T) {
+	c := spanstest.New(t)
+	for _, run := range []bool{true, false} {
+		n := &counts{}
+		r, err := New(Options{Endpoint: c.URL, Exported: func(k int) { n.exported.Add(int64(k)) },
+			Dropped: func(k int) { n.dropped.Add(int64(k)) }})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if run {
+			r.Start()
+		}
+		const each, all = 500, 4
+		var wg sync.WaitGroup
+		for range all {
+			wg.Go(func() {
+				for range each {
+					r.Put(2, one(NewRoot()))
+				}
+			})
+		}
+		if err := r.Close(); err != nil {
+			t.Fatal(err)
+		}
+		wg.Wait()
+		if got := n.exported.Load() + n.dropped.Load(); got != 2*each*all || r.waiting.Load() != 0 {
+			t.Errorf("%d spans of %d, %d wait", got, 2*each*all, r.waiting.Load())
+		}
 	}
 }
 
@@ -214,7 +252,7 @@ func TestOff(t *testing.T) {
 		t.Fatal(r, err)
 	}
 	f := func() []Span { t.Error("spans are made"); return nil }
-	if n := testing.AllocsPerRun(1000, func() { r.Put(f) }); n != 0 {
+	if n := testing.AllocsPerRun(1000, func() { r.Put(1, f) }); n != 0 {
 		t.Errorf("Put allocates %v times", n)
 	}
 	r.Start()

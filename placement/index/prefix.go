@@ -59,20 +59,34 @@ func (p Prefix) Keys(tokens []uint32, block, most int) []uint64 {
 type Block struct {
 	Key   uint64
 	Tiers uint8 // bits
+	loss  uint32
 }
 
 const (
-	heldBytes = 40      // of one block in a map, about
-	keptLost  = 1 << 16 // lost blocks that stay, at least
+	heldBytes   = 40      // of one block in a map, about
+	keptLost    = 1 << 16 // lost blocks that stay, at most
+	forgetsMost = 16      // entries of the ring that one call looks at
 )
 
 // Held has the blocks of one engine by the names that the engine gives them. A lost block stays for
 // a while, because a later block may name it as its parent: that happens if the engine computed one
 // block twice and lost one of the two.
+//
+// Each call but Clear and Drop takes a bounded time, also when there is no place.
 type Held struct {
 	blocks map[uint64]Block
 	have   int // blocks with a tier
 	most   int
+
+	lost   []loss // a ring of the last losses, the oldest at first
+	first  int
+	losses uint32
+}
+
+// loss is an entry of the ring. It counts while the block has the same number.
+type loss struct {
+	name   uint64
+	number uint32
 }
 
 // NewHeld makes one for a number of blocks.
@@ -95,7 +109,12 @@ func (h *Held) Key(name uint64) (uint64, bool) {
 func (h *Held) Add(name, key uint64, tiers uint8) (before Block, ok bool) {
 	before, known := h.blocks[name]
 	if !known && len(h.blocks) >= h.most {
-		h.forget()
+		for range forgetsMost {
+			if len(h.blocks) < h.most || len(h.lost) == h.first {
+				break
+			}
+			h.forget()
+		}
 		if len(h.blocks) >= h.most {
 			return before, false
 		}
@@ -106,7 +125,7 @@ func (h *Held) Add(name, key uint64, tiers uint8) (before Block, ok bool) {
 	if before.Key == key {
 		tiers |= before.Tiers
 	}
-	h.blocks[name] = Block{key, tiers}
+	h.blocks[name] = Block{Key: key, Tiers: tiers}
 	return before, true
 }
 
@@ -118,23 +137,47 @@ func (h *Held) Remove(name uint64, tiers uint8) (before Block, after uint8) {
 		return before, 0
 	}
 	after = before.Tiers &^ tiers
-	h.blocks[name] = Block{before.Key, after}
+	b := Block{Key: before.Key, Tiers: after}
 	if after == 0 {
 		h.have--
-		if lost := len(h.blocks) - h.have; lost > keptLost && lost > h.have {
+		h.losses++
+		b.loss = h.losses
+		if len(h.lost)-h.first >= keptLost {
 			h.forget()
 		}
+		h.lost = append(h.lost, loss{name, h.losses})
 	}
+	h.blocks[name] = b
 	return before, after
 }
 
-// forget drops all lost blocks.
+// forget drops the block that was lost first, unless it is back.
 func (h *Held) forget() {
+	l := h.lost[h.first]
+	if h.first++; 2*h.first >= len(h.lost) { // as many moves as there were losses
+		h.lost, h.first = append(h.lost[:0], h.lost[h.first:]...), 0
+	}
+	if b := h.blocks[l.name]; b.Tiers == 0 && b.loss == l.number {
+		delete(h.blocks, l.name)
+	}
+}
+
+// Drop removes all blocks from some tiers, and returns what changed: blocks as they were.
+func (h *Held) Drop(tiers uint8) []Block {
+	var had []Block
 	for name, b := range h.blocks {
-		if b.Tiers == 0 {
+		if b.Tiers&tiers == 0 {
+			continue
+		}
+		had = append(had, b)
+		if b.Tiers &^= tiers; b.Tiers == 0 {
 			delete(h.blocks, name)
+			h.have--
+		} else {
+			h.blocks[name] = b
 		}
 	}
+	return had
 }
 
 // Clear drops all, and returns what the engine had.
@@ -145,6 +188,6 @@ func (h *Held) Clear() []Block {
 			had = append(had, b)
 		}
 	}
-	h.blocks, h.have = map[uint64]Block{}, 0
+	*h = Held{blocks: map[uint64]Block{}, most: h.most}
 	return had
 }

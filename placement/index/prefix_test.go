@@ -5,6 +5,7 @@ package index
 import (
 	"slices"
 	"testing"
+	"time"
 )
 
 func count(n int) []uint32 {
@@ -62,7 +63,7 @@ func TestHeld(t *testing.T) {
 	add(1, 101, 1, 0)
 	add(1, 101, 2, 1)
 	add(2, 102, 1, 0)
-	if b, after := h.Remove(1, 1); b != (Block{101, 3}) || after != 2 || h.Blocks() != 2 {
+	if b, after := h.Remove(1, 1); b != (Block{Key: 101, Tiers: 3}) || after != 2 || h.Blocks() != 2 {
 		t.Errorf("%+v %d", b, after)
 	}
 	if b, after := h.Remove(1, 2); b.Tiers != 2 || after != 0 || h.Blocks() != 1 {
@@ -76,7 +77,7 @@ func TestHeld(t *testing.T) {
 	}
 	add(1, 101, 1, 0) // again
 	add(2, 999, 2, 1) // another block of that name
-	if b, after := h.Remove(2, 1); b != (Block{999, 2}) || after != 2 {
+	if b, after := h.Remove(2, 1); b != (Block{Key: 999, Tiers: 2}) || after != 2 {
 		t.Errorf("%+v %d", b, after)
 	}
 	add(3, 103, 1, 0)
@@ -103,6 +104,53 @@ func TestHeldForgetsLostBlocks(t *testing.T) {
 		if len(h.blocks) > keptLost+1 {
 			t.Fatalf("%d blocks", len(h.blocks))
 		}
+	}
+}
+
+// A full map refuses blocks at once, and gives places of lost blocks away one by one.
+func TestFullHeldIsQuick(t *testing.T) {
+	const most = 1 << 18
+	h := NewHeld(most)
+	for i := range uint64(most) {
+		h.Add(i, i, 1)
+	}
+	began := time.Now()
+	for i := range uint64(10_000) {
+		if _, ok := h.Add(most+i, i, 1); ok {
+			t.Fatal("more blocks than there is place for")
+		}
+	}
+	for i := range uint64(10_000) { // blocks come and go
+		h.Remove(i, 1)
+		if _, ok := h.Add(most+i, most+i, 1); !ok || len(h.blocks) != most {
+			t.Fatalf("no place for block %d: %d of %d", i, len(h.blocks), most)
+		}
+	}
+	if took := time.Since(began); took > 5*time.Second {
+		t.Errorf("%v", took)
+	}
+}
+
+// A block that is back outlives its loss; blocks can be removed from one tier as a whole.
+func TestHeldForgetsOnlyLostBlocks(t *testing.T) {
+	h := NewHeld(3)
+	h.Add(1, 101, 3)
+	h.Remove(1, 3)
+	h.Add(1, 101, 3)
+	h.Add(2, 102, 1)
+	h.Remove(2, 1)
+	h.Add(3, 103, 2)
+	if _, ok := h.Add(4, 104, 1); !ok {
+		t.Error("no place although one block is lost")
+	}
+	if k, ok := h.Key(1); !ok || k != 101 {
+		t.Error("a block that is back is forgotten")
+	}
+	if had := h.Drop(1); len(had) != 2 || h.Blocks() != 2 {
+		t.Errorf("%+v, %d remain", had, h.Blocks())
+	}
+	if b, after := h.Remove(1, 2); b.Tiers != 2 || after != 0 {
+		t.Errorf("%+v: its other tier is gone", b)
 	}
 }
 

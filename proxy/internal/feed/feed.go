@@ -9,7 +9,9 @@
 // blocks than the engine has, never others.
 //
 // A batch has a number, and a replay begins with the last batch that the feed knows. If the engine
-// answers with another batch of that number, it restarted.
+// answers with another batch of that number, it restarted. In the same way a batch of the
+// subscription must be the one that a replay had under its number: the two endpoints may be those
+// of two engines.
 //
 // Run owns the connections, and everything but Stats belongs to its goroutine. Messages, replays
 // and the rate of connections are bounded.
@@ -44,6 +46,9 @@ const (
 	replayBytes  = 1 << 30 // of one replay
 	replayRounds = 64      // a publisher drops what its queue of 1,000 messages cannot hold
 	replayTries  = 3       // rounds without a new batch
+
+	// Hashes of the last batches. More are not published during one replay.
+	keptSums = 1 << 13
 )
 
 // Reasons why a sink lost everything.
@@ -51,14 +56,15 @@ const (
 	Restart = "restart" // the engine restarted
 	Gap     = "gap"     // batches are missing, and no replay has them
 	Garbage = "garbage" // a batch was malformed
+	Replay  = "replay"  // the replay had other batches than the subscription
 )
 
 // Reasons lists them.
-func Reasons() []string { return []string{Restart, Gap, Garbage} }
+func Reasons() []string { return []string{Restart, Gap, Garbage, Replay} }
 
 // Sink takes events of one engine, from one goroutine.
 type Sink interface {
-	Apply(*kvevents.Batch)
+	Apply(context.Context, *kvevents.Batch)
 	Void()     // everything that it has is gone
 	Live(bool) // whether it is up to date
 }
@@ -87,14 +93,15 @@ type Feed struct {
 	seed maphash.Seed
 
 	next    int64                // number of the next batch; -1: any
-	last    uint64               // hash of the batch before, if next is above 0
+	from    int64                // number of the first batch that the sink has, if next is above 0
+	sums    []uint64             // hashes of the batches before next, by their number
 	down    bool                 // a line about the connection was logged
 	unasked bool                 // the same about replays
 	spoiled bool                 // the last batch was malformed
-	said    map[string]time.Time // the last line with a reason
+	said    map[string]time.Time // the last line of a kind
 
 	batches, events, unknown, gaps, replays, failed atomic.Uint64
-	restarts, holes, garbage                        atomic.Uint64
+	restarts, holes, garbage, foreign               atomic.Uint64
 	live                                            atomic.Bool
 }
 
@@ -111,7 +118,7 @@ func (f *Feed) Stats() Stats {
 	return Stats{Batches: f.batches.Load(), Events: f.events.Load(), Unknown: f.unknown.Load(),
 		Gaps: f.gaps.Load(), Replays: f.replays.Load(), ReplaysFailed: f.failed.Load(),
 		Voids: map[string]uint64{Restart: f.restarts.Load(), Gap: f.holes.Load(),
-			Garbage: f.garbage.Load()}, Live: f.live.Load()}
+			Garbage: f.garbage.Load(), Replay: f.foreign.Load()}, Live: f.live.Load()}
 }
 
 // Live reports whether the sink is up to date.
@@ -127,7 +134,7 @@ func (f *Feed) Run(ctx context.Context) {
 		if ctx.Err() != nil {
 			return
 		}
-		if !f.down {
+		if !f.down && f.mayLog("down") {
 			f.down = true
 			f.cfg.Log.Warn("no KV events from an engine: its hits are guesses until they come",
 				"url", f.cfg.Engine, "endpoint", f.cfg.Endpoint, "err", err,
@@ -152,6 +159,15 @@ func sleep(ctx context.Context, d time.Duration) bool {
 	case <-t.C:
 		return true
 	}
+}
+
+// mayLog reports whether the last line of a kind is long ago.
+func (f *Feed) mayLog(kind string) bool {
+	if last, ok := f.said[kind]; ok && time.Since(last) < logEvery {
+		return false
+	}
+	f.said[kind] = time.Now()
+	return true
 }
 
 func (f *Feed) setLive(on bool) {
@@ -231,14 +247,29 @@ func (f *Feed) taken(ctx context.Context, n int64, payload []byte) error {
 			f.void(Gap)
 		}
 	}
-	if f.next < 0 || n >= f.next { // otherwise it came with a replay
-		f.take(n, payload)
+	sum := f.sum(payload)
+	if f.next >= 0 && n < f.next { // it came with a replay
+		if have, ok := f.sumOf(n); ok && have == sum {
+			return nil
+		}
+		f.void(Replay, "batch", n, "remedy", "name the replay_endpoint of this engine")
 	}
+	f.take(ctx, n, payload, sum)
 	return nil
 }
 
+func (f *Feed) sum(payload []byte) uint64 { return maphash.Bytes(f.seed, payload) }
+
+// sumOf is the hash of a batch that was taken; false: it is unknown.
+func (f *Feed) sumOf(n int64) (uint64, bool) {
+	if n >= f.next || n < max(f.from, f.next-keptSums) {
+		return 0, false
+	}
+	return f.sums[n%keptSums], true
+}
+
 // take gives a batch to the sink.
-func (f *Feed) take(n int64, payload []byte) {
+func (f *Feed) take(ctx context.Context, n int64, payload []byte, sum uint64) {
 	b, err := kvevents.Decode(payload)
 	if err != nil {
 		if !f.spoiled { // otherwise nothing came since
@@ -250,9 +281,15 @@ func (f *Feed) take(n int64, payload []byte) {
 		f.batches.Add(1)
 		f.events.Add(uint64(len(b.Events)))
 		f.unknown.Add(uint64(b.Unknown))
-		f.cfg.Sink.Apply(b)
+		f.cfg.Sink.Apply(ctx, b)
 	}
-	f.next, f.last = n+1, maphash.Bytes(f.seed, payload)
+	if n != f.next || n == 0 {
+		f.from = n
+	}
+	if f.sums == nil {
+		f.sums = make([]uint64, keptSums)
+	}
+	f.next, f.sums[n%keptSums] = n+1, sum
 }
 
 // void drops what the sink has. Any batch may be the next one. args are for the log.
@@ -268,13 +305,14 @@ func (f *Feed) void(reason string, args ...any) {
 		f.restarts.Add(1)
 	case Gap:
 		f.holes.Add(1)
+	case Replay:
+		f.foreign.Add(1)
 	default:
 		f.garbage.Add(1)
 	}
-	if last, ok := f.said[reason]; ok && time.Since(last) < logEvery {
+	if !f.mayLog(reason) {
 		return
 	}
-	f.said[reason] = time.Now()
 	f.cfg.Log.Warn("the cached blocks of an engine are forgotten",
 		append([]any{"url", f.cfg.Engine, "reason", reason}, args...)...)
 }
@@ -288,14 +326,13 @@ func (f *Feed) catchUp(ctx context.Context) error {
 		f.next = -1
 		return nil
 	}
-	ctx, cancel := context.WithTimeout(ctx, replayTime)
-	defer cancel()
-	left := replayBytes
+	left, late := replayBytes, time.Now().Add(replayTime)
 	var err error
-	for round, tries := 0, 0; round < replayRounds && tries < replayTries; round++ {
+	for round, tries := 0, 0; round < replayRounds && tries < replayTries &&
+		time.Now().Before(late); round++ {
 		before := f.next
 		var done bool
-		if done, err = f.round(ctx, replayQuiet<<tries, &left); done {
+		if done, err = f.round(ctx, late, replayQuiet<<tries, &left); done {
 			f.replays.Add(1)
 			f.unasked = false
 			return nil
@@ -309,7 +346,7 @@ func (f *Feed) catchUp(ctx context.Context) error {
 		}
 	}
 	f.failed.Add(1)
-	if !f.unasked {
+	if !f.unasked && f.mayLog("unasked") {
 		f.unasked = true
 		f.cfg.Log.Warn("an engine does not replay its KV events", "url", f.cfg.Engine,
 			"replay", f.cfg.Replay, "err", err, "remedy",
@@ -326,8 +363,8 @@ var (
 )
 
 // round asks once, from the last known batch on. done: the publisher has sent all that it has.
-func (f *Feed) round(ctx context.Context, quiet time.Duration, left *int) (done bool,
-	err error) {
+func (f *Feed) round(ctx context.Context, late time.Time, quiet time.Duration, left *int) (
+	done bool, err error) {
 	conn, err := zmtp.Dial(ctx, f.cfg.Replay, zmtp.Dealer)
 	if err != nil {
 		return false, err
@@ -343,7 +380,7 @@ func (f *Feed) round(ctx context.Context, quiet time.Duration, left *int) (done 
 		if first {
 			wait = replayFirst
 		}
-		conn.SetDeadline(time.Now().Add(wait))
+		conn.SetDeadline(earlier(time.Now().Add(wait), late))
 		frames, err := conn.Recv()
 		if err != nil {
 			return false, err
@@ -360,7 +397,7 @@ func (f *Feed) round(ctx context.Context, quiet time.Duration, left *int) (done 
 		}
 		switch known := f.next > 0; {
 		case first && known && n == f.next-1:
-			if maphash.Bytes(f.seed, payload) != f.last {
+			if have, ok := f.sumOf(n); !ok || f.sum(payload) != have {
 				f.void(Restart)
 				return false, errOther // ask again, from its start
 			}
@@ -370,8 +407,17 @@ func (f *Feed) round(ctx context.Context, quiet time.Duration, left *int) (done 
 		case f.next >= 0 && n != f.next && !(first && !known):
 			return false, errHole
 		}
-		f.take(n, payload)
+		if f.take(ctx, n, payload, f.sum(payload)); ctx.Err() != nil {
+			return false, ctx.Err()
+		}
 	}
+}
+
+func earlier(a, b time.Time) time.Time {
+	if a.Before(b) {
+		return a
+	}
+	return b
 }
 
 // ended takes the end of a replay. none: nothing came before it.

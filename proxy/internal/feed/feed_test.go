@@ -31,7 +31,7 @@ type sink struct {
 	voids int
 }
 
-func (s *sink) Apply(b *kvevents.Batch) {
+func (s *sink) Apply(_ context.Context, b *kvevents.Batch) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, e := range b.Events {
@@ -281,6 +281,67 @@ func TestReconnect(t *testing.T) {
 		}
 		if got := r.sink.voids; (got == 0) != replay {
 			t.Errorf("replay %v: %d voids", replay, got)
+		}
+	}
+}
+
+// A replay endpoint of another engine must not stand for this one's events.
+func TestReplayOfAnotherEngine(t *testing.T) {
+	other := newRig(t)
+	for i := range 5 {
+		other.Publish(block(100 + i))
+	}
+	r := newRig(t)
+	r.Publisher.ReplayOf(other.Publisher)
+	r.follow(true)
+	r.want(100, 101, 102, 103, 104) // it cannot know better yet
+	r.Subscribed(1)
+	r.Publish(block(1))
+	r.Publish(block(2))
+	r.want(1, 2)
+	if s := r.feed.Stats(); s.Voids[Replay] != 1 || !strings.Contains(r.log.String(),
+		"reason=replay") {
+		t.Errorf("%+v\n%s", s, r.log)
+	}
+}
+
+// Batches that the subscription and a replay bring come once; those that nobody can compare void.
+func TestBatchesOfBothWays(t *testing.T) {
+	r := newRig(t)
+	f := New(Config{Engine: "e", Endpoint: r.Endpoint(), Replay: r.Replay(), Sink: r.sink})
+	payload := func(n int) []byte { return feedtest.Payload(t, block(n)) }
+	ctx := t.Context()
+	var all [][]byte
+	for i := range keptSums + 10 {
+		all = append(all, payload(i))
+		f.take(ctx, int64(i), all[i], f.sum(all[i]))
+	}
+	for _, i := range []int64{10, keptSums, keptSums + 9} {
+		if err := f.taken(ctx, i, all[i]); err != nil || r.sink.voids != 0 {
+			t.Fatalf("batch %d: %v, %d voids", i, err, r.sink.voids)
+		}
+	}
+	if err := f.taken(ctx, 9, all[9]); err != nil || f.Stats().Voids[Replay] != 1 || f.next != 10 {
+		t.Errorf("a batch whose hash is not kept: %v, %+v", err, f.Stats())
+	}
+	f.take(ctx, 10, all[10], f.sum(all[10]))
+	if err := f.taken(ctx, 8, all[8]); err != nil || f.Stats().Voids[Replay] != 2 {
+		t.Errorf("a batch before the first one: %v, %+v", err, f.Stats())
+	}
+}
+
+// Lines about an engine that comes and goes have a bound in time.
+func TestFlappingLogsLittle(t *testing.T) {
+	r := newRig(t)
+	r.follow(true)
+	for range 4 {
+		r.Subscribed(1)
+		r.Disconnect()
+	}
+	r.Subscribed(1)
+	for _, line := range []string{"no KV events", "KV events of an engine"} {
+		if n := strings.Count(r.log.String(), line); n > 1 {
+			t.Errorf("%d lines:\n%s", n, r.log)
 		}
 	}
 }

@@ -25,8 +25,8 @@ import (
 const (
 	MaxBytes  = 32 << 20
 	MaxEvents = 1 << 16
-	MaxBlocks = 1 << 16 // of one event
-	MaxTokens = 1 << 22 // of one event
+	MaxBlocks = 1 << 20
+	MaxTokens = 1 << 22
 	maxSize   = 1 << 16 // tokens of a block
 	maxHash   = 64      // bytes of a block's hash
 	maxText   = 256     // bytes of a medium, a kind or a key; a longer text counts as unknown
@@ -104,8 +104,12 @@ func nameOfInt(n uint64) Name {
 // decoder reads one batch.
 type decoder struct {
 	*msgpack.Decoder
-	r *bytes.Reader
+	r    *bytes.Reader
+	left *budget
 }
+
+// budget is what the rest of a batch may have.
+type budget struct{ blocks, tokens int }
 
 // Decode reads a batch.
 func Decode(payload []byte) (*Batch, error) {
@@ -116,7 +120,7 @@ func Decode(payload []byte) (*Batch, error) {
 	m := msgpack.GetDecoder()
 	defer msgpack.PutDecoder(m)
 	m.Reset(r)
-	d := decoder{m, r}
+	d := decoder{m, r, &budget{MaxBlocks, MaxTokens}}
 	b, err := d.batch()
 	if err != nil {
 		return nil, fmt.Errorf("kv events: %w at byte %d of %d", err, len(payload)-r.Len(),
@@ -337,9 +341,10 @@ func (d decoder) read(e *raw, f field) (err error) {
 		e.Kind = tags[s]
 	case hashes:
 		var n int
-		if n, err = d.array(MaxBlocks); err != nil {
+		if n, err = d.array(d.left.blocks); err != nil {
 			return err
 		}
+		d.left.blocks -= n
 		e.Blocks = make([]Name, n)
 		for i := range e.Blocks {
 			if e.Blocks[i], _, err = d.name(); err != nil {
@@ -402,10 +407,11 @@ func tierOf(medium string) Tier {
 }
 
 func (d decoder) tokens(e *raw) error {
-	n, err := d.array(MaxTokens)
+	n, err := d.array(d.left.tokens)
 	if err != nil {
 		return err
 	}
+	d.left.tokens -= n
 	e.Tokens = make([]uint32, n)
 	for i := range e.Tokens {
 		t, ok, err := d.number()

@@ -159,6 +159,24 @@ func TestGarbage(t *testing.T) {
 	}
 }
 
+// The bounds are those of a batch: many events share them.
+func TestBatchHasOneBudget(t *testing.T) {
+	event := func(blocks, tokens int) any {
+		return []any{"BlockStored", make([]int, blocks), nil, make([]int, tokens), 1}
+	}
+	for what, events := range map[string][]any{
+		"blocks": {event(MaxBlocks/2, 0), event(MaxBlocks/2, 0), event(1, 0)},
+		"tokens": {event(0, MaxTokens/2), event(0, MaxTokens/2), event(0, 1)},
+	} {
+		if got, err := Decode(encode(t, []any{0, events})); err == nil {
+			t.Errorf("%s: %d events", what, len(got.Events))
+		}
+		if _, err := Decode(encode(t, []any{0, events[:2]})); err != nil {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+}
+
 // FuzzDecode: no panic, and no more memory than the bytes have room for.
 func FuzzDecode(f *testing.F) {
 	for _, s := range []string{current, oldest, arrays} {

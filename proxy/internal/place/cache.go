@@ -3,6 +3,7 @@
 package place
 
 import (
+	"context"
 	"sync"
 	"sync/atomic"
 
@@ -19,29 +20,35 @@ const (
 
 // Reasons why a reported block is not in the index.
 const (
-	LeftRemote  = "remote"     // it is not at the engine
-	LeftAdapter = "adapter"    // it is of a LoRA adapter
-	LeftExtra   = "extra_keys" // its hash depends on more than tokens
-	LeftSize    = "block_size" // it has another size than the engine's first ones
-	LeftOrphan  = "orphan"     // its parent is unknown
-	LeftFull    = "full"       // a bound was reached
-	LeftPartial = "partial"    // the engine's model has caches of several kinds
+	LeftSize = "block_size" // it has another size than the engine's other ones
+	LeftFull = "full"       // a bound was reached
 )
 
+// Places of the reasons.
+const (
+	leftRemote  = iota // it is not at the engine
+	leftAdapter        // it is of a LoRA adapter
+	leftExtra          // its hash depends on more than tokens
+	leftSize
+	leftOrphan // its parent is unknown
+	leftFull
+	leftPartial // the engine's model has caches of several kinds
+	reasons
+)
+
+var leftReasons = [reasons]string{"remote", "adapter", "extra_keys", LeftSize, "orphan", LeftFull,
+	"partial"}
+
 // LeftReasons lists them.
-func LeftReasons() []string {
-	return []string{LeftRemote, LeftAdapter, LeftExtra, LeftSize, LeftOrphan, LeftFull, LeftPartial}
-}
+func LeftReasons() []string { return leftReasons[:] }
 
 // cache is what engines report about their caches: blocks of tokens. Each engine has two holders in
 // the table: one for its GPU, and one for any tier.
-//
-// Lock order: a Holder's mutex, then the table's.
 type cache struct {
 	prefix  index.Prefix
 	holders []*Holder // nil: an engine that reports nothing
 
-	mu    sync.RWMutex // guards table
+	mu    sync.RWMutex // guards table; no call holds it for longer than blocksAtOne blocks take
 	table *index.Table
 }
 
@@ -50,7 +57,7 @@ func newCache(reports []bool) *cache {
 		holders: make([]*Holder, len(reports))}
 	for i, does := range reports {
 		if does {
-			h := &Holder{c: c, engine: i, held: index.NewHeld(maxHeld), left: map[string]uint64{}}
+			h := &Holder{c: c, engine: i, held: index.NewHeld(maxHeld)}
 			h.usable.Store(unusable)
 			c.holders[i] = h
 		}
@@ -58,162 +65,184 @@ func newCache(reports []bool) *cache {
 	return c
 }
 
-// Holder takes the reports of one engine. It is a feed's sink.
+// Holder takes the reports of one engine. It is a feed's sink: Live, Void and Apply are for the
+// feed's goroutine, the other methods for any.
 type Holder struct {
 	c      *cache
 	engine int
 
-	usable atomic.Int64 // block size; 0: unknown yet; unusable: reports cannot be used
+	usable  atomic.Int64 // block size; 0: unknown yet; unusable: reports cannot be used
+	blocks  atomic.Int64
+	bytes   atomic.Int64
+	partial atomic.Bool // having a block is not enough for a hit
+	left    [reasons]atomic.Uint64
 
-	mu      sync.Mutex // guards all below
-	held    *index.Held
-	block   int  // tokens; 0: unknown
-	live    bool // the reports are up to date
-	partial bool // having a block is not enough for a hit
-	left    map[string]uint64
+	// of the feed's goroutine
+	held  *index.Held
+	block int  // tokens; 0: unknown
+	live  bool // the reports are up to date
 }
 
 const unusable = -1
 
-// publish makes the state visible to requests, which do not wait for the mutex. It is held.
+// publish makes the state visible to requests and metrics.
 func (h *Holder) publish() {
-	if h.live && !h.partial {
+	h.blocks.Store(int64(h.held.Blocks()))
+	h.bytes.Store(int64(h.held.Bytes()))
+	if h.live && !h.partial.Load() {
 		h.usable.Store(int64(h.block))
 	} else {
 		h.usable.Store(unusable)
 	}
 }
 
+// Usable reports whether the engine's reports can answer for a prompt.
+func (h *Holder) Usable() bool { return h.usable.Load() != unusable }
+
 func (h *Holder) gpu() int { return 2 * h.engine }
 func (h *Holder) any() int { return 2*h.engine + 1 }
 
 // Live takes whether reports are up to date. If they are not, they are not used.
 func (h *Holder) Live(on bool) {
-	h.mu.Lock()
-	defer h.mu.Unlock()
 	h.live = on
 	h.publish()
 }
 
 // Void drops all that the engine has reported.
 func (h *Holder) Void() {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	h.clear()
-	h.block, h.partial = 0, false
+	h.lose(h.held.Clear(), uint8(kvevents.AllTiers))
+	h.block = 0
+	h.partial.Store(false)
 	h.publish()
 }
 
-func (h *Holder) clear() {
-	had := h.held.Clear()
-	for len(had) > 0 {
-		n := min(len(had), blocksAtOne)
+// lose removes blocks from the table that left some tiers. They are as they were before.
+func (h *Holder) lose(had []index.Block, tiers uint8) {
+	for at := 0; at < len(had); at += blocksAtOne {
 		h.c.mu.Lock()
-		for _, b := range had[:n] {
-			h.lose(b, 0)
+		for _, b := range had[at:min(at+blocksAtOne, len(had))] {
+			h.loseOne(b, tiers)
 		}
 		h.c.mu.Unlock()
-		had = had[n:]
 	}
 }
 
-// lose removes a block from the table, apart from some tiers. The table is locked.
-func (h *Holder) lose(b index.Block, after uint8) {
-	if gpu := uint8(kvevents.GPU); b.Tiers&gpu != 0 && after&gpu == 0 {
+// loseOne does so for one block. The table is locked.
+func (h *Holder) loseOne(b index.Block, tiers uint8) {
+	if gpu := uint8(kvevents.GPU); b.Tiers&tiers&gpu != 0 {
 		h.c.table.Remove(b.Key, h.gpu())
 	}
-	if b.Tiers != 0 && after == 0 {
+	if b.Tiers != 0 && b.Tiers&^tiers == 0 {
 		h.c.table.Remove(b.Key, h.any())
 	}
 }
 
-// Apply takes a batch.
-func (h *Holder) Apply(b *kvevents.Batch) {
-	h.mu.Lock()
-	defer h.mu.Unlock()
+// Apply takes a batch. If ctx ends, it takes a part of it: the feed has ended.
+func (h *Holder) Apply(ctx context.Context, b *kvevents.Batch) {
 	defer h.publish()
 	for i := range b.Events {
+		if ctx.Err() != nil {
+			return
+		}
 		e := &b.Events[i]
+		all := uint64(len(e.Blocks))
 		switch {
 		case e.Kind == kvevents.Cleared:
-			h.clear()
+			h.lose(h.held.Drop(uint8(e.Tier)), uint8(e.Tier))
 		case e.Remote:
-			h.left[LeftRemote] += uint64(len(e.Blocks))
-		case e.Partial && !h.partial:
-			h.clear()
-			h.partial = true
-			h.left[LeftPartial] += uint64(len(e.Blocks))
-		case h.partial:
-			h.left[LeftPartial] += uint64(len(e.Blocks))
+			h.left[leftRemote].Add(all)
+		case e.Partial && !h.partial.Load():
+			h.lose(h.held.Clear(), uint8(kvevents.AllTiers))
+			h.partial.Store(true)
+			h.left[leftPartial].Add(all)
+		case h.partial.Load():
+			h.left[leftPartial].Add(all)
 		case e.Kind == kvevents.Removed:
-			h.removed(e)
+			h.removed(ctx, e)
 		default:
-			h.stored(e)
+			h.stored(ctx, e)
 		}
 	}
 }
 
-func (h *Holder) removed(e *kvevents.Event) {
-	for at := 0; at < len(e.Blocks); at += blocksAtOne {
-		h.c.mu.Lock()
+func (h *Holder) removed(ctx context.Context, e *kvevents.Event) {
+	had := make([]index.Block, 0, min(len(e.Blocks), blocksAtOne))
+	for at := 0; at < len(e.Blocks) && ctx.Err() == nil; at += blocksAtOne {
+		had = had[:0]
 		for _, name := range e.Blocks[at:min(at+blocksAtOne, len(e.Blocks))] {
-			before, after := h.held.Remove(uint64(name), uint8(e.Tier))
-			h.lose(before, after)
+			before, _ := h.held.Remove(uint64(name), uint8(e.Tier))
+			had = append(had, before)
 		}
-		h.c.mu.Unlock()
+		h.lose(had, uint8(e.Tier))
 	}
 }
 
-func (h *Holder) stored(e *kvevents.Event) {
-	all := uint64(len(e.Blocks))
-	if h.block == 0 && e.Tier == kvevents.GPU {
+// size takes the block size of an event; false: its blocks do not count. The first ones of an
+// engine may be parts of blocks.
+func (h *Holder) size(e *kvevents.Event) bool {
+	if gpu := e.Tier == kvevents.GPU; gpu && h.block == 0 {
+		h.block = e.BlockSize
+	} else if gpu && e.BlockSize > h.block && e.BlockSize%h.block == 0 {
+		h.lose(h.held.Clear(), uint8(kvevents.AllTiers))
 		h.block = e.BlockSize
 	}
-	switch {
-	case e.Adapter:
-		h.left[LeftAdapter] += all
+	return e.BlockSize == h.block
+}
+
+func (h *Holder) stored(ctx context.Context, e *kvevents.Event) {
+	all := uint64(len(e.Blocks))
+	if e.Adapter {
+		h.left[leftAdapter].Add(all)
 		return
-	case e.BlockSize != h.block:
-		h.left[LeftSize] += all
+	}
+	if !h.size(e) {
+		h.left[leftSize].Add(all)
 		return
 	}
 	key := h.c.prefix.First(h.block)
 	if e.HasParent {
 		var ok bool
 		if key, ok = h.held.Key(uint64(e.Parent)); !ok {
-			h.left[LeftOrphan] += all
+			h.left[leftOrphan].Add(all)
 			return
 		}
 	}
-	h.left[LeftExtra] += all - uint64(e.Plain)
-	keys := make([]uint64, e.Plain)
-	for i := range keys {
-		key = h.c.prefix.Next(key, e.Tokens[i*h.block:(i+1)*h.block])
-		keys[i] = key
+	h.left[leftExtra].Add(all - uint64(e.Plain))
+	adds := make([]added, 0, min(e.Plain, blocksAtOne))
+	full := uint64(0)
+	for at := 0; at < e.Plain && ctx.Err() == nil; at += blocksAtOne {
+		adds = adds[:0]
+		for i := at; i < min(at+blocksAtOne, e.Plain); i++ {
+			key = h.c.prefix.Next(key, e.Tokens[i*h.block:(i+1)*h.block])
+			before, ok := h.held.Add(uint64(e.Blocks[i]), key, uint8(e.Tier))
+			if !ok {
+				full++
+				continue
+			}
+			adds = append(adds, added{before, key})
+		}
+		full += h.add(adds, e.Tier)
 	}
-	for at := 0; at < len(keys); at += blocksAtOne {
-		end := min(at+blocksAtOne, len(keys))
-		h.c.mu.Lock()
-		full := h.add(e.Blocks[at:end], keys[at:end], e.Tier)
-		h.c.mu.Unlock()
-		h.left[LeftFull] += uint64(full)
-	}
+	h.left[leftFull].Add(full)
 }
 
-// add adds blocks, and returns for how many there was no place. The table is locked.
-func (h *Holder) add(names []kvevents.Name, keys []uint64, tier kvevents.Tier) (full int) {
-	for i, key := range keys {
-		before, ok := h.held.Add(uint64(names[i]), key, uint8(tier))
-		if !ok {
-			full++
-			continue
+// added is a block that the engine has now, and what had its name before.
+type added struct {
+	before index.Block
+	key    uint64
+}
+
+// add adds blocks to the table, and returns for how many there was no place.
+func (h *Holder) add(adds []added, tier kvevents.Tier) (full uint64) {
+	h.c.mu.Lock()
+	defer h.c.mu.Unlock()
+	for _, a := range adds {
+		if a.before.Key != a.key {
+			h.loseOne(a.before, uint8(kvevents.AllTiers))
 		}
-		if before.Key != key {
-			h.lose(before, 0)
-		}
-		ok = h.c.table.Add(key, h.any())
+		ok := h.c.table.Add(a.key, h.any())
 		if tier == kvevents.GPU {
-			ok = h.c.table.Add(key, h.gpu()) && ok
+			ok = h.c.table.Add(a.key, h.gpu()) && ok
 		}
 		if !ok {
 			full++
@@ -269,13 +298,11 @@ type HolderStats struct {
 	Left    map[string]uint64 // by reason
 }
 
-// Stats returns them.
+// Stats returns them. It waits for nothing.
 func (h *Holder) Stats() HolderStats {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	s := HolderStats{h.held.Blocks(), h.partial, map[string]uint64{}}
-	for _, r := range LeftReasons() {
-		s.Left[r] = h.left[r]
+	s := HolderStats{int(h.blocks.Load()), h.partial.Load(), map[string]uint64{}}
+	for i, r := range leftReasons {
+		s.Left[r] = h.left[i].Load()
 	}
 	return s
 }
@@ -287,9 +314,7 @@ func (c *cache) bytes() int {
 	c.mu.RUnlock()
 	for _, h := range c.holders {
 		if h != nil {
-			h.mu.Lock()
-			n += h.held.Bytes()
-			h.mu.Unlock()
+			n += int(h.bytes.Load())
 		}
 	}
 	return n

@@ -3,10 +3,13 @@
 package place
 
 import (
+	"context"
 	"math/rand/v2"
 	"slices"
 	"testing"
+	"time"
 
+	"github.com/kvspray/kvspray/placement/index"
 	"github.com/kvspray/kvspray/proxy/internal/kvevents"
 )
 
@@ -51,7 +54,9 @@ func removed(toks []uint32, blocks ...int) kvevents.Event {
 	return e
 }
 
-func apply(h *Holder, events ...kvevents.Event) { h.Apply(&kvevents.Batch{Events: events}) }
+func apply(h *Holder, events ...kvevents.Event) {
+	h.Apply(context.Background(), &kvevents.Batch{Events: events})
+}
 
 func newTestCache(engines int) *cache {
 	c := newCache(slices.Repeat([]bool{true}, engines))
@@ -90,8 +95,11 @@ func TestReportedBlocks(t *testing.T) {
 	apply(a, stored(toks[:5*size], 4))
 	c.wantHit(t, "a block is back", toks, 0, 10, 10)
 	apply(b, stored(toks[:3*size], 0))
-	apply(a, kvevents.Event{Kind: kvevents.Cleared})
-	c.wantHit(t, "cleared", toks, 0, 0, 0)
+	apply(a, kvevents.Event{Kind: kvevents.Cleared, Tier: kvevents.GPU})
+	c.wantHit(t, "the GPU's blocks are gone", toks, 0, 0, 0)
+	apply(a, stored(toks[:3*size], 0))
+	c.wantHit(t, "those in the host's memory remain", toks, 0, 3, 4)
+	apply(a, kvevents.Event{Kind: kvevents.Cleared, Tier: kvevents.AllTiers})
 	c.wantHit(t, "the other engine", toks, 1, 3, 3)
 	b.Void()
 	c.wantHit(t, "void", toks, 1, 0, 0)
@@ -127,8 +135,8 @@ func TestLeftOut(t *testing.T) {
 	apply(h, plain, salted, after, adapter, remote, small)
 	c.wantHit(t, "the plain block only", toks, 0, 1, 1)
 	left := h.Stats().Left
-	for reason, want := range map[string]uint64{LeftExtra: 3, LeftOrphan: 3, LeftAdapter: 6,
-		LeftRemote: 6, LeftSize: 6} {
+	for reason, want := range map[string]uint64{"extra_keys": 3, "orphan": 3, "adapter": 6,
+		"remote": 6, LeftSize: 6} {
 		if left[reason] != want {
 			t.Errorf("%s: %d, want %d", reason, left[reason], want)
 		}
@@ -142,6 +150,62 @@ func TestLeftOut(t *testing.T) {
 	h.Void()
 	apply(h, stored(toks, 0))
 	c.wantHit(t, "another model after a restart", toks, 0, 5, 5)
+}
+
+// An engine's first blocks may be parts of blocks: the size of the others counts.
+func TestFirstBlockIsAPart(t *testing.T) {
+	c := newTestCache(1)
+	h := c.holders[0]
+	toks := tokens(5*size+1, 0)
+	part := kvevents.Event{Kind: kvevents.Stored, Tier: kvevents.GPU, BlockSize: size / 4,
+		Tokens: toks[:size/4], Blocks: []kvevents.Name{77}, Plain: 1}
+	apply(h, part, stored(toks, 0), part)
+	c.wantHit(t, "whole blocks", toks, 0, 5, 5)
+	if s := h.Stats(); s.Blocks != 5 || s.Left[LeftSize] != 1 || c.table.Blocks() != 5 {
+		t.Errorf("%+v, %d in the table", s, c.table.Blocks())
+	}
+	other := stored(toks, 0)
+	other.BlockSize, other.Tokens = size+1, tokens(5*(size+1), 0)
+	apply(h, other)
+	c.wantHit(t, "a size that is no multiple", toks, 0, 5, 5)
+}
+
+// While an engine reports much, metrics and decisions do not wait for it. Reports end with their
+// context.
+func TestReportsHoldUpNothing(t *testing.T) {
+	p := newPlacer(t, Config{Policy: Cache, Decode: 1, Reports: []bool{true}})
+	h := p.Holder(0)
+	h.held = index.NewHeld(1 << 12) // full soon
+	h.Live(true)
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		for i := uint32(0); ctx.Err() == nil; i++ {
+			h.Apply(ctx, &kvevents.Batch{Events: []kvevents.Event{stored(tokens(64<<10, i), 0)}})
+		}
+	}()
+	toks := tokens(10*size, 0)
+	worst := time.Duration(0)
+	for end := time.Now().Add(300 * time.Millisecond); time.Now().Before(end); {
+		began := time.Now()
+		p.Stats()
+		h.Stats()
+		p.Ended(decide(t, p, &Request{Text: text(4*len(toks), 'a'), Tokens: toks,
+			About: []bool{true}}, 0), began)
+		worst = max(worst, time.Since(began))
+	}
+	cancel()
+	<-done
+	if worst > time.Second {
+		t.Errorf("%v", worst)
+	}
+	before := h.Stats()
+	h.Apply(ctx, &kvevents.Batch{Events: []kvevents.Event{stored(tokens(size, 99), 0)}})
+	if after := h.Stats(); after.Blocks != before.Blocks ||
+		after.Left[LeftFull] != before.Left[LeftFull] {
+		t.Errorf("%+v and %+v: events are taken after the end", before, after)
+	}
 }
 
 // Against a plain model of a cache, with random events: never a hit that the engine does not have.
@@ -174,7 +238,7 @@ func TestRandomReports(t *testing.T) {
 				have[name(p[:(i+1)*size])] = true
 			}
 		case r.IntN(500) == 0:
-			apply(h, kvevents.Event{Kind: kvevents.Cleared})
+			apply(h, kvevents.Event{Kind: kvevents.Cleared, Tier: kvevents.GPU})
 			clear(have)
 		default:
 			b := r.IntN(12)

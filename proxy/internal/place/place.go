@@ -451,8 +451,8 @@ type Stats struct {
 // Stats returns them.
 func (p *Placer) Stats() Stats {
 	p.mu.Lock()
-	defer p.mu.Unlock()
 	s := Stats{Blocks: p.young.Blocks() + p.old.Blocks(), Forgot: p.forgot}
+	p.mu.Unlock()
 	if p.cache != nil {
 		s.Bytes = p.cache.bytes()
 	}

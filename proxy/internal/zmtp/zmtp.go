@@ -31,7 +31,7 @@ const (
 	MaxMessage = MaxFrame + 4096
 	MaxFrames  = 8 // of a message
 	maxCommand = 4096
-	maxQuiet   = 64 // commands between two messages
+	maxRate    = 1024 // commands in a second, such as a publisher's heartbeats
 
 	dialTimeout      = 3 * time.Second
 	handshakeTimeout = 5 * time.Second
@@ -94,6 +94,10 @@ type Conn struct {
 	conn net.Conn
 	r    *bufio.Reader
 	stop func() bool
+
+	// of Recv
+	second   time.Time // the begin of a second of commands
+	commands int       // in it
 }
 
 // Dial connects to an endpoint. The connection closes when ctx ends.
@@ -295,15 +299,18 @@ func noEnd(err error) error {
 // Recv reads the next message. It answers PING.
 func (c *Conn) Recv() ([][]byte, error) {
 	var frames [][]byte
-	left, quiet := MaxMessage, 0
+	left := MaxMessage
 	for {
 		flags, body, err := c.frame(min(left, MaxFrame))
 		if err != nil {
 			return nil, err
 		}
 		if flags&flagCommand != 0 {
-			if quiet++; quiet > maxQuiet {
-				return nil, errors.New("too many commands without a message")
+			if now := time.Now(); now.Sub(c.second) >= time.Second {
+				c.second, c.commands = now, 0
+			}
+			if c.commands++; c.commands > maxRate {
+				return nil, errors.New("too many commands in a second")
 			}
 			if err := c.command(body); err != nil {
 				return nil, err

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/kvspray/kvspray/internal/leaktest"
+	"github.com/kvspray/kvspray/internal/testutil"
 )
 
 func TestMain(m *testing.M) { leaktest.Main(m) }
@@ -84,7 +85,7 @@ func TestBounds(t *testing.T) {
 	for want, wire := range map[string][]byte{
 		"longer than":   {flagLong, 0x7f, 0, 0, 0, 0, 0, 0, 0},
 		"more than 8":   bytes.Repeat([]byte{flagMore, 0}, 9),
-		"too many":      bytes.Repeat([]byte{flagCommand, 1, 0}, 70),
+		"too many":      bytes.Repeat([]byte{flagCommand, 1, 0}, maxRate+1),
 		"unknown flags": {0x40, 0},
 		"refuses":       append([]byte{flagCommand, 9}, "\x05ERROR\x02no"...),
 	} {
@@ -96,6 +97,33 @@ func TestBounds(t *testing.T) {
 			t.Errorf("%s: %v", want, err)
 		}
 	}
+}
+
+// slow delivers a few bytes at a time, some time apart.
+type slow struct{ script }
+
+func (s *slow) Read(p []byte) (int, error) {
+	time.Sleep(10 * time.Millisecond)
+	return s.script.Read(p[:min(len(p), 64)])
+}
+
+// Heartbeats of an idle publisher do not end a connection.
+func TestHeartbeats(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
+		wire := append(greeting(), flagCommand, 25)
+		wire = append(wire, "\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB"...)
+		for range 10 * maxRate {
+			wire = append(wire, flagCommand, 7, 4, 'P', 'I', 'N', 'G', 0, 100)
+		}
+		wire = append(wire, 0, 2, 'o', 'k')
+		c, err := Open(t.Context(), &slow{script{Reader: bytes.NewReader(wire)}}, Subscriber)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got, err := c.Recv(); err != nil || len(got) != 1 || string(got[0]) != "ok" {
+			t.Errorf("%q %v", got, err)
+		}
+	})
 }
 
 func TestHandshakeRefuses(t *testing.T) {
@@ -165,7 +193,7 @@ func TestContextEndsRecv(t *testing.T) {
 
 // FuzzPeer gives a subscriber the bytes of a forged publisher.
 func FuzzPeer(f *testing.F) {
-	ready := append(greeting(), flagCommand, 27)
+	ready := append(greeting(), flagCommand, 25)
 	ready = append(ready, "\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB"...)
 	f.Add(append(bytes.Clone(ready), 0, 3, 'a', 'b', 'c'))
 	f.Add(append(bytes.Clone(ready), flagMore|flagLong, 0, 0, 0, 0, 0, 0, 0, 1, 'x', 0, 0))

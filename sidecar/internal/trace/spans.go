@@ -23,6 +23,9 @@ const (
 	spanSend      = "kvspray.send"  // source: what one receiver gets
 	spanQueue     = "kvspray.queue"
 	spanWire      = "kvspray.wire" // on one pair of rails
+
+	mostReceived = 5 // children of spanReceive
+	mostSent     = 3 // spans of one receiver, without those of pairs of rails
 )
 
 // TransferSpans are the spans of a lease that has ended.
@@ -30,13 +33,27 @@ type TransferSpans struct {
 	Trace      *exec.Trace
 	Completion engines.Completion
 	Route      string
-	Started    time.Time    // when the executor's time was 0
 	Reported   exec.Instant // when the engine had the result
+	// ReportedAt is the same by the wall clock. It places all spans: the clock may have been set since
+	// the start of the process.
+	ReportedAt time.Time
 }
 
 // Traced reports whether there are any.
 func (s *TransferSpans) Traced() bool {
 	return s.Trace != nil && (s.Trace.Span.Own != "" || len(s.Trace.Sends) > 0)
+}
+
+// Most is how many there are at most.
+func (s *TransferSpans) Most() int {
+	if s.Completion.Received {
+		return 1 + mostReceived
+	}
+	n := 1
+	for i := range s.Trace.Sends {
+		n += mostSent + len(s.Trace.Sends[i].Rails)
+	}
+	return n
 }
 
 // Spans makes them.
@@ -48,7 +65,7 @@ func (s *TransferSpans) Spans() []spans.Span {
 }
 
 // at is an instant as a time. Spans of other hosts are placed by the clocks of these.
-func (s *TransferSpans) at(i exec.Instant) time.Time { return s.Started.Add(i) }
+func (s *TransferSpans) at(i exec.Instant) time.Time { return s.ReportedAt.Add(i - s.Reported) }
 
 // attributes are those of every span of a lease.
 func (s *TransferSpans) attributes(more ...spans.Attr) []spans.Attr {

@@ -47,12 +47,19 @@ class StoreEvents:
         self._events: deque[KVCacheEvent] = deque(maxlen=MAX_EVENTS)
         self._announced: OrderedDict[bytes, None] = OrderedDict()
 
-    def describe(self, request: Request, first: int, end: int, size: int) -> KVCacheEvent:
-        """Blocks first to end of a request, each of size tokens, as an event to be passed to `stored`."""
+    def describe(self, request: Request, first: int, end: int, size: int) -> KVCacheEvent | None:
+        """Blocks first to end of a request, each of size tokens, as an event to be passed to `stored`.
+
+        None: the blocks are those of a salt, an image or an adapter, and this vLLM's events cannot tell: a listener would take
+        them for the blocks of any request with these tokens.
+        """
+        told = "extra_keys" in kv_events.BlockStored.__struct_fields__
         convert, keys, at = kv_cache_utils.maybe_convert_block_hash, [], 0
-        for i in range(first, end):
+        for i in range(first if told else 0, end):
             key, at = kv_cache_utils.generate_block_hash_extra_keys(request, i * size, (i + 1) * size, at)
             keys.append(key)
+        if not told and any(keys):
+            return None
         untag = getattr(kv_cache_utils, "to_event_extra_keys", list)
         return _make(
             kv_events.BlockStored,

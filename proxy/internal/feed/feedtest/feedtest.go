@@ -40,6 +40,7 @@ type Publisher struct {
 	queue int // batches that one replay sends, without an end after them; 0: all
 	mute  bool
 	asked int
+	other *Publisher // whose replay endpoint stands for this one's; nil: none
 }
 
 // New starts a publisher, which ends with the test.
@@ -71,7 +72,15 @@ func (p *Publisher) Close() {
 func (p *Publisher) Endpoint() string { return "tcp://" + p.pub.Addr().String() }
 
 // Replay is that of the ROUTER socket.
-func (p *Publisher) Replay() string { return "tcp://" + p.replay.Addr().String() }
+func (p *Publisher) Replay() string {
+	if p.other != nil {
+		return p.other.Replay()
+	}
+	return "tcp://" + p.replay.Addr().String()
+}
+
+// ReplayOf makes Replay another publisher's, as a wrong setting does. It comes before all else.
+func (p *Publisher) ReplayOf(other *Publisher) { p.other = other }
 
 func (p *Publisher) accept(l net.Listener, kind zmtp.Kind, serve func(*zmtp.Conn)) {
 	for {
