@@ -231,6 +231,7 @@ class LMCache:
         from lmcache.v1.memory_management import MemoryFormat
         from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
+        torch.set_num_threads(1)  # in its favour: threads wait for each other at each copy where other work runs
         self.torch, self.key_class, self.format = torch, CacheEngineKey, MemoryFormat.HS_TD
         config = LMCacheEngineConfig.from_defaults(local_cpu=True, max_local_cpu_size=a.room_mib / 1024)
         self.backend = LocalCPUBackend(config, memory_allocator=MixedMemoryAllocator(a.room_mib << 20))
