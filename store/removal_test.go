@@ -109,8 +109,8 @@ func holdLedger(objects *objecttest.Store) (reached chan struct{}, release func(
 	}
 }
 
-// A put during a removal finds the page that memory still has. Nothing of it stays: not on the disk,
-// not in the object store, and not by what the disk gives up meanwhile.
+// A put during a removal finds the page that memory still has. Nothing of it stays: not on the
+// disk, not in the object store, and not by what the disk gives up meanwhile.
 func TestPutDuringARemoval(t *testing.T) {
 	for _, atPut := range []bool{false, true} {
 		objects, sim := objecttest.New(), disktest.New(1<<20+8*simSegment, 1)

@@ -538,8 +538,8 @@ func (sp *Space) Remove() error {
 	return sp.remove()
 }
 
-// remove empties the object tier first: what a get takes from there until then, and what a put finds
-// in memory, goes with the rest.
+// remove empties the object tier first: what a get takes from there until then, and what a put
+// finds in memory, goes with the rest.
 func (sp *Space) remove() error {
 	s, removing := sp.s, &sp.s.removing[sp.number]
 	sp.mu.Lock() // what puts write to the object tier is there
