@@ -13,6 +13,7 @@ import (
 	"github.com/kvspray/kvspray/store/memory"
 	"github.com/kvspray/kvspray/store/object/objecttest"
 	"github.com/kvspray/kvspray/store/page"
+	"github.com/kvspray/kvspray/store/removal"
 )
 
 func removeSpace(t *testing.T, s *Store, id page.ID) (had bool) {
@@ -209,7 +210,7 @@ func TestTheRestOfARemoval(t *testing.T) {
 		objects.Fail(func(string, string) objecttest.Fault {
 			return objecttest.Fault{Err: errors.New("away")}
 		})
-		if had, err := s.RemoveSpace(e.space.id); !had || !errors.Is(err, ErrObjects) {
+		if had, err := s.RemoveSpace(e.space.id); !had || !errors.Is(err, removal.ErrObjects) {
 			t.Errorf("%v %v", had, err)
 		}
 		objects.Fail(nil)

@@ -17,6 +17,7 @@ import (
 	"github.com/kvspray/kvspray/store/memory"
 	"github.com/kvspray/kvspray/store/object"
 	"github.com/kvspray/kvspray/store/page"
+	"github.com/kvspray/kvspray/store/removal"
 )
 
 // MaxSpaces bounds the namespaces of a store that are open or have pages.
@@ -524,10 +525,6 @@ func (sp *Space) request(b *Batch) (*Batch, error) {
 	return nil, err
 }
 
-// ErrObjects: a namespace is removed from memory and the disk, and the object tier has failed.
-// RemoveObjects is what is left.
-var ErrObjects = errors.New("the object store has not removed the namespace")
-
 // Remove forgets all pages of the namespace, durably. A put that was done before does not come
 // back; one that is under way is removed, or ends after the removal.
 func (sp *Space) Remove() error {
@@ -573,7 +570,7 @@ func removed(id page.ID, err, objects error) error {
 	case err != nil:
 		err = errors.Join(err, objects)
 	case objects != nil:
-		err = fmt.Errorf("%w: %w", ErrObjects, objects)
+		err = fmt.Errorf("%w: %w", removal.ErrObjects, objects)
 	default:
 		return nil
 	}
@@ -619,8 +616,8 @@ func (s *Store) opened(id page.ID) *Space {
 	return sp
 }
 
-// RemoveObjects is the rest of a removal that has failed with ErrObjects. Pages that were put since
-// stay in memory and on the disk.
+// RemoveObjects is the rest of a removal that has failed with removal.ErrObjects. Pages that were
+// put since stay in memory and on the disk.
 func (s *Store) RemoveObjects(id page.ID) error {
 	if !s.enter() {
 		return ErrClosed

@@ -71,6 +71,9 @@ var (
 		"none of the others is earlier and done; try again later", Max)
 )
 
+// ErrObjects: memory and disk of a store have removed a namespace, and its object tier has failed.
+var ErrObjects = errors.New("the object store has not removed the namespace")
+
 // Learn takes a removal, and reports whether it is new. One that is too old to be remembered is
 // not. A full list forgets the earliest one that is applied for it.
 func (l *List) Learn(r Removal, now time.Time) (isNew bool, err error) {

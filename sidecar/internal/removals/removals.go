@@ -32,7 +32,6 @@ import (
 	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/store"
 	"github.com/kvspray/kvspray/store/page"
 	"github.com/kvspray/kvspray/store/removal"
 	"github.com/kvspray/kvspray/transfer"
@@ -479,7 +478,7 @@ func (r *Removals) removeSpace(m removal.Removal) (had bool, err error) {
 	case !was.all:
 		err = r.o.Store.RemoveObjects(m.Space)
 	}
-	if err == nil || errors.Is(err, store.ErrObjects) {
+	if err == nil || errors.Is(err, removal.ErrObjects) {
 		r.removed[m.Space] = removed{m.Stamp, err == nil}
 	}
 	return had, err //nolint:wrapcheck // it names the namespace

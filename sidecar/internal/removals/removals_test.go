@@ -18,7 +18,6 @@ import (
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/internal/leaktest"
 	"github.com/kvspray/kvspray/internal/testutil"
-	"github.com/kvspray/kvspray/store"
 	"github.com/kvspray/kvspray/store/page"
 	"github.com/kvspray/kvspray/store/removal"
 	"github.com/kvspray/kvspray/transfer"
@@ -65,7 +64,7 @@ func (n *node) RemoveSpace(id page.ID) (bool, error) {
 	}
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	if n.fails != nil && !errors.Is(n.fails, store.ErrObjects) {
+	if n.fails != nil && !errors.Is(n.fails, removal.ErrObjects) {
 		return false, n.fails
 	}
 	n.times++
@@ -701,7 +700,7 @@ func TestTheRestIsTriedAgain(t *testing.T) {
 		_, all := newNet(t, 2)
 		a, b := all[0], all[1]
 		b.put(5)
-		b.fails = fmt.Errorf("away: %w", store.ErrObjects)
+		b.fails = fmt.Errorf("away: %w", removal.ErrObjects)
 		if got := confirmed(remove(t, a)); got != "a" || b.has() != 0 || b.Ready(space) {
 			t.Errorf("%s, %d pages", got, b.has())
 		}
