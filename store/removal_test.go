@@ -11,6 +11,7 @@ import (
 	"github.com/kvspray/kvspray/store/disk"
 	"github.com/kvspray/kvspray/store/disk/disktest"
 	"github.com/kvspray/kvspray/store/memory"
+	"github.com/kvspray/kvspray/store/object"
 	"github.com/kvspray/kvspray/store/object/objecttest"
 	"github.com/kvspray/kvspray/store/page"
 	"github.com/kvspray/kvspray/store/removal"
@@ -115,7 +116,8 @@ func holdLedger(objects *objecttest.Store) (reached chan struct{}, release func(
 func TestPutDuringARemoval(t *testing.T) {
 	for _, atPut := range []bool{false, true} {
 		objects, sim := objecttest.New(), disktest.New(1<<20+8*simSegment, 1)
-		s := tiered(t, sim, Config{OpenedObject: bucket(t, objects.Open()), ObjectAtPut: atPut})
+		s := tiered(t, sim, Config{ObjectAtPut: atPut,
+			OpenedObject: bucketWith(t, objects.Open(), object.Timeouts{})})
 		e, f := newEngine(t, s, "a", 4096), newEngine(t, s, "b", 4096)
 		e.put(upTo(0, 10)...)
 		flush(t, s)
@@ -147,7 +149,8 @@ func TestPutDuringARemoval(t *testing.T) {
 // The same with what the tiers still have.
 func TestRemovedPagesAreGone(t *testing.T) {
 	objects := objecttest.New()
-	s := tiered(t, disktest.New(8<<20, 1), Config{OpenedObject: bucket(t, objects.Open())})
+	s := tiered(t, disktest.New(8<<20, 1),
+		Config{OpenedObject: bucketWith(t, objects.Open(), object.Timeouts{})})
 	e := newEngine(t, s, "a", 4096)
 	e.put(upTo(0, 10)...)
 	reached, release := holdLedger(objects)
