@@ -564,20 +564,21 @@ func sendFails(t *testing.T, more bool) {
 // The end of a list that could not be sent as a whole is not sent.
 func TestAListThatIsSentInPart(t *testing.T) {
 	testutil.Bubble(t, func(t *testing.T) {
-		r := New(Options{Self: Member{Boot: transfer.Boot{1}}, Store: &node{}, Gone: func() {},
-			Log: slog.New(slog.DiscardHandler), Send: func(transfer.Boot, *peerv1.ControlFrame) error {
-				return nil
-			}})
+		var mu sync.Mutex
 		var sent []*peerv1.PageRemovals
 		fails := true
-		r.o.Send = func(_ transfer.Boot, f *peerv1.ControlFrame) error {
-			if fails {
-				fails = false
-				return errors.New("no room")
-			}
-			sent = append(sent, f.GetPageRemovals())
-			return nil
-		}
+		r := New(Options{Self: Member{Boot: transfer.Boot{1}}, Store: &node{}, Gone: func() {},
+			Log: slog.New(slog.DiscardHandler),
+			Send: func(_ transfer.Boot, f *peerv1.ControlFrame) error {
+				mu.Lock()
+				defer mu.Unlock()
+				if fails {
+					fails = false
+					return errors.New("no room")
+				}
+				sent = append(sent, f.GetPageRemovals())
+				return nil
+			}})
 		now := uint64(time.Now().UnixNano())
 		for i := range 2 * perMessage {
 			r.Learn(transfer.Boot{99}, page.ID{9, byte(i), byte(i >> 8)}, now)
@@ -588,9 +589,11 @@ func TestAListThatIsSentInPart(t *testing.T) {
 		done := make(chan struct{})
 		go func() { r.sender(ctx); close(done) }()
 		time.Sleep(time.Second)
+		mu.Lock()
 		if len(sent) > 0 {
 			t.Errorf("%d messages", len(sent))
 		}
+		mu.Unlock()
 		time.Sleep(retryTime)
 		stop()
 		<-done
