@@ -12,12 +12,14 @@ import (
 
 	"github.com/alicebob/miniredis/v2"
 
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/connector/connectortest"
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/sidecar/internal/web"
 	"github.com/kvspray/kvspray/store/page"
+	"github.com/kvspray/kvspray/transfer"
 )
 
 // storeNode is a sidecar with a store, beside others, and an engine of it.
@@ -33,6 +35,7 @@ type storeCluster struct {
 	t      *testing.T
 	at     string
 	change func(*config.Config)
+	waits  bool // a node waits for the removals of others
 }
 
 func newStoreCluster(t *testing.T, change func(*config.Config)) *storeCluster {
@@ -63,6 +66,13 @@ func (c *storeCluster) add(first bool) *storeNode {
 	})
 	n := &storeNode{running: r, pageEngine: newPageEngine(t, r)}
 	var err error
+	if !c.waits {
+		if err = n.pages.removals.Handle(transfer.Boot{}, &peerv1.ControlFrame{
+			Body: &peerv1.ControlFrame_PageRemovals{PageRemovals: &peerv1.PageRemovals{Last: true}},
+		}); err != nil {
+			t.Fatal(err)
+		}
+	}
 	if n.s, err = connectortest.DialScheduler(t.Context(),
 		connectortest.SchedulerConfig{Socket: r.cfg.Engine.Socket}); err != nil {
 		t.Fatal(err)
@@ -89,13 +99,13 @@ func (c *storeCluster) nodes(n int) []*storeNode {
 	return all
 }
 
-// meets waits until a node has so many others to ask, and keeps hints with these.
+// meets waits until a node has so many others to ask, keeps hints with these, and takes pages.
 func (n *storeNode) meets(t *testing.T, others int) {
 	t.Helper()
 	until(t, func() bool {
 		st := n.state(t)
 		return len(st.Peers) == others && (st.Directory.Kind == config.DirRedis ||
-			st.Directory.Members == others+1)
+			st.Directory.Members == others+1) && n.pages.removals.Heard()
 	})
 }
 

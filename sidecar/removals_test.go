@@ -108,6 +108,7 @@ func TestNamespaceIsRemovedOnAllNodes(t *testing.T) {
 // removal when it comes back.
 func TestRemovalWhileANodeIsAway(t *testing.T) {
 	c := newStoreCluster(t, nil)
+	c.waits = true
 	a := c.add(true)
 	path := filepath.Join(t.TempDir(), "pages")
 	withDisk := func(cfg *config.Config) {

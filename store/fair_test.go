@@ -4,9 +4,12 @@ package store
 
 import (
 	"errors"
+	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/store/page"
 )
 
@@ -154,4 +157,46 @@ func TestFetchesAreShared(t *testing.T) {
 	if running != 16-16/reserveShare-1 {
 		t.Errorf("%d of 16", running)
 	}
+}
+
+// Goroutines that slept while several namespaces asked go on when only one is left.
+func TestTheReserveWakesUp(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
+		f := newFetches(1<<30, byFetchers, 8, 1<<20)
+		loud, _ := spaces()
+		f.fair.switched = time.Now()
+		var mu sync.Mutex
+		taken := 0
+		more := make(chan struct{})
+		for range 8 {
+			go func() {
+				for {
+					b, _ := f.take()
+					if b == nil {
+						return
+					}
+					mu.Lock()
+					taken++
+					mu.Unlock()
+					<-more
+					f.gave(b)
+				}
+			}()
+		}
+		for range 20 {
+			f.add(request(loud, false, 1), []int{0})
+		}
+		synctest.Wait()
+		if taken != 6 {
+			t.Errorf("%d of 8 work while others may ask", taken)
+		}
+		time.Sleep(2 * atOnce)
+		more <- struct{}{} // one comes back
+		synctest.Wait()
+		if taken != 9 {
+			t.Errorf("%d were taken: all 8 are to work, and one has come back", taken)
+		}
+		close(more)
+		f.close()
+	})
 }

@@ -107,9 +107,11 @@ func (f *fetches) take() (*Batch, []int) {
 	some, q.pages = q.pages[:n:n], q.pages[n:]
 	if len(q.pages) > 0 {
 		f.queue = append(f.queue, q)
-		f.wake.Signal()
 	}
 	f.fair.begin(&sp.flows[f.kind], uint64(n*sp.pageBytes))
+	if f.next() >= 0 {
+		f.wake.Signal() // one wakes the next
+	}
 	return q.b, some
 }
 
@@ -294,7 +296,7 @@ func (s *Store) watchEvictions() {
 	s.disk.OnEvict(func(n uint16, k, after *page.Key, crc uint32, read func([]byte) error) bool {
 		s.feed.add(n, k)
 		o := s.spills[n].Load()
-		return o != nil && o.Spill(k, after, crc, read)
+		return o != nil && s.removing[n].Load() == 0 && o.Spill(k, after, crc, read)
 	})
 }
 

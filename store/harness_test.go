@@ -165,11 +165,14 @@ const simSegment = 128 << 10
 // bucket is an object tier for tests, over a store that may have pages. Its timeouts are short.
 func bucket(t fatal, p *objecttest.Process) *object.Tier {
 	t.Helper()
+	return bucketWith(t, p, object.Timeouts{Open: 50 * time.Millisecond, Read: 50 * time.Millisecond,
+		Small: 50 * time.Millisecond, Upload: 100 * time.Millisecond, Close: 100 * time.Millisecond})
+}
+
+func bucketWith(t fatal, p *objecttest.Process, timeouts object.Timeouts) *object.Tier {
+	t.Helper()
 	tier, err := object.Open(object.Config{Bucket: p, Prefix: "node", Size: 64 << 20,
-		ObjectBytes: object.MinObjectBytes, MaxPages: 2048, Buffers: 4,
-		Timeouts: object.Timeouts{Open: 50 * time.Millisecond, Read: 50 * time.Millisecond,
-			Small: 50 * time.Millisecond, Upload: 100 * time.Millisecond,
-			Close: 100 * time.Millisecond}})
+		ObjectBytes: object.MinObjectBytes, MaxPages: 2048, Buffers: 4, Timeouts: timeouts})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -271,7 +271,7 @@ func (s *Store) fill(b *Batch, i int, w *worker) (memory.Page, Result) {
 		// If it was given up in this moment, the Result is not durable.
 		p, _ := s.memory.Pin(sp.number, k)
 		return p, Result{Outcome: Existed}
-	case errors.Is(err, catalog.ErrBusy):
+	case errors.Is(err, catalog.ErrBusy) && !errors.Is(err, catalog.ErrDoomed):
 		return memory.Page{}, Result{Outcome: Busy}
 	default:
 		return memory.Page{}, Result{Outcome: Full, Err: err}
@@ -302,7 +302,7 @@ func (s *Store) below(b *Batch, pages []held, removals int) []error {
 	if len(pages) == 0 {
 		return nil
 	}
-	if s.atPut {
+	if s.atPut && s.removing[sp.number].Load() == 0 {
 		for _, p := range pages {
 			// Its error is not the put's: the page is asked for again when it is given up.
 			_ = sp.object.Add(&b.keys[p.i], b.before(p.i), p.data[:sp.pageBytes], p.crc)

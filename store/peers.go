@@ -260,7 +260,7 @@ func (s *Store) Stage(id page.ID, pageBytes int, keys []page.Key) (*Staged, erro
 		return nil, ErrClosed
 	}
 	defer s.leave()
-	sp, err := s.serve(id, s.sharesOf(id))
+	sp, err := s.serve(id)
 	if err != nil {
 		return nil, err
 	}
@@ -287,9 +287,8 @@ func (s *Store) Stage(id page.ID, pageBytes int, keys []page.Key) (*Staged, erro
 	return out, nil
 }
 
-// serve opens a namespace that the store has, whether or not an engine uses it. One that only the
-// disk has, since no engine has opened it after a restart, gets these shares.
-func (s *Store) serve(id page.ID, share Shares) (*Space, error) {
+// serve opens a namespace that the store has, whether or not an engine uses it.
+func (s *Store) serve(id page.ID) (*Space, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	sp := s.spaces[id]
@@ -303,6 +302,7 @@ func (s *Store) serve(id page.ID, share Shares) (*Space, error) {
 		if !ok {
 			return nil, &RequestError{"space", id.String() + " has no pages here", "ask another node"}
 		}
+		share := s.sharesOf(id)
 		err := s.memory.SetOwner(n, pageBytes, share.Memory.Quota, share.Memory.Reserve)
 		if err == nil {
 			err = s.disk.SetOwner(n, id, pageBytes, share.Disk.Quota, share.Disk.Reserve)

@@ -4,11 +4,17 @@ package store
 
 import (
 	"context"
+	"errors"
+	"strings"
 	"testing"
 
+	"github.com/kvspray/kvspray/store/disk"
 	"github.com/kvspray/kvspray/store/disk/disktest"
+	"github.com/kvspray/kvspray/store/memory"
+	"github.com/kvspray/kvspray/store/object"
 	"github.com/kvspray/kvspray/store/object/objecttest"
 	"github.com/kvspray/kvspray/store/page"
+	"github.com/kvspray/kvspray/store/removal"
 )
 
 func removeSpace(t *testing.T, s *Store, id page.ID) (had bool) {
@@ -89,44 +95,231 @@ func TestRemoveSpaceFromObjects(t *testing.T) {
 	shut(t, s)
 }
 
-// All namespaces of all tiers go, open or not.
-func TestRemoveAll(t *testing.T) {
-	objects, sim := objecttest.New(), disktest.New(8<<20, 1)
-	open := func() *Store {
-		return tiered(t, sim, Config{OpenedObject: bucket(t, objects.Open()), ObjectAtPut: true})
+// holdLedger has the removals of an object tier wait until release.
+func holdLedger(objects *objecttest.Store) (reached chan struct{}, release func()) {
+	hold, reached := make(chan struct{}), make(chan struct{}, 10)
+	objects.Fail(func(op, name string) objecttest.Fault {
+		if op == "put" && strings.HasSuffix(name, "ledger.kvspray") {
+			reached <- struct{}{}
+			return objecttest.Fault{Hold: hold}
+		}
+		return objecttest.Fault{}
+	})
+	return reached, func() {
+		close(hold)
+		objects.Fail(nil)
 	}
-	s := open()
-	a, b := newEngine(t, s, "a", 4096), newEngine(t, s, "b", 4096)
-	a.put(upTo(0, 10)...)
-	b.put(upTo(0, 10)...)
-	flush(t, s)
-	a.close()
-	b.close()
-	shut(t, s)
-	s = open()
-	c := newEngine(t, s, "c", 4096)
-	c.put(upTo(0, 10)...)
-	if err := s.RemoveAll(t.Context()); err != nil {
+}
+
+// A put during a removal finds the page that memory still has. Nothing of it stays: not on the
+// disk, not in the object store, and not by what the disk gives up meanwhile.
+func TestPutDuringARemoval(t *testing.T) {
+	for _, atPut := range []bool{false, true} {
+		objects, sim := objecttest.New(), disktest.New(1<<20+8*simSegment, 1)
+		s := tiered(t, sim, Config{ObjectAtPut: atPut,
+			OpenedObject: bucketWith(t, objects.Open(), object.Timeouts{})})
+		e, f := newEngine(t, s, "a", 4096), newEngine(t, s, "b", 4096)
+		e.put(upTo(0, 10)...)
+		flush(t, s)
+		reached, release := holdLedger(objects)
+		removed := make(chan error)
+		go func() { removed <- e.space.Remove() }()
+		<-reached
+		if rs := e.put(upTo(0, 10)...); count(rs, Existed) != 10 {
+			t.Errorf("%+v", rs)
+		}
+		// Both tiers give the pages up now.
+		for at := 0; at < 400; at += 20 {
+			f.put(upTo(at, at+20)...)
+		}
+		release()
+		if err := <-removed; err != nil {
+			t.Fatal(err)
+		}
+		flush(t, s)
+		if rs := e.get(upTo(0, 10)...); count(rs, Miss) != 10 {
+			t.Errorf("at put %v: %+v", atPut, rs)
+		}
+		e.close()
+		f.close()
+		shut(t, s)
+	}
+}
+
+// The same with what the tiers still have.
+func TestRemovedPagesAreGone(t *testing.T) {
+	objects := objecttest.New()
+	s := tiered(t, disktest.New(8<<20, 1),
+		Config{OpenedObject: bucketWith(t, objects.Open(), object.Timeouts{})})
+	e := newEngine(t, s, "a", 4096)
+	e.put(upTo(0, 10)...)
+	reached, release := holdLedger(objects)
+	removed := make(chan error)
+	go func() { removed <- e.space.Remove() }()
+	<-reached
+	e.put(upTo(0, 10)...)
+	release()
+	if err := <-removed; err != nil {
 		t.Fatal(err)
 	}
-	for range 2 {
-		for _, name := range []string{"a", "b", "c"} {
-			e := newEngine(t, s, name, 4096)
-			if rs := e.get(upTo(0, 10)...); count(rs, Miss) != 10 {
-				t.Errorf("%s: %+v", name, rs)
+	if rs := e.get(upTo(0, 10)...); count(rs, Miss) != 10 {
+		t.Errorf("%+v", rs)
+	}
+	e.close()
+	shut(t, s)
+}
+
+// A put that has looked into memory before a removal writes nothing after it.
+func TestPutFromBeforeARemoval(t *testing.T) {
+	s := onDisk(t, disktest.New(8<<20, 1), false)
+	e := newEngine(t, s, "a", 4096)
+	e.put(1)
+	b := &Batch{space: e.space, keys: e.keys([]int{1}), pool: e.pool, blocks: e.blocks(1), put: true}
+	before := e.space.removals
+	p, r := s.fill(b, 0, &worker{})
+	if err := e.space.Remove(); err != nil {
+		t.Fatal(err)
+	}
+	errs := s.below(b, []held{{page: p, pinned: true, data: p.Slot, crc: p.CRC}}, before)
+	s.memory.Unpin(p)
+	if rs := e.get(1); r.Outcome != Existed || !errors.Is(errs[0], disk.ErrRemoved) ||
+		rs[0].Outcome != Miss {
+		t.Errorf("%+v %v %+v", r, errs, rs)
+	}
+	e.close()
+	shut(t, s)
+}
+
+// When only the object tier has failed, the rest of the removal leaves what was put since.
+func TestTheRestOfARemoval(t *testing.T) {
+	for _, open := range []bool{true, false} {
+		objects, sim := objecttest.New(), disktest.New(8<<20, 1)
+		start := func() *Store {
+			s := tiered(t, sim, Config{OpenedObject: bucket(t, objects.Open()), ObjectAtPut: true})
+			if err := s.object.Ready(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			return s
+		}
+		s := start()
+		e := newEngine(t, s, "a", 4096)
+		e.put(upTo(0, 10)...)
+		flush(t, s)
+		if !open {
+			e.close()
+			shut(t, s)
+			s = start()
+		}
+		objects.Fail(func(string, string) objecttest.Fault {
+			return objecttest.Fault{Err: errors.New("away")}
+		})
+		if had, err := s.RemoveSpace(e.space.id); !had || !errors.Is(err, removal.ErrObjects) {
+			t.Errorf("%v %v", had, err)
+		}
+		objects.Fail(nil)
+		if !open {
+			e = newEngine(t, s, "a", 4096)
+		}
+		e.put(3)
+		if err := s.RemoveObjects(e.space.id); err != nil {
+			t.Error(err)
+		}
+		for range 2 {
+			if rs := e.get(upTo(0, 10)...); count(rs, Miss) != 9 || rs[3].Outcome != Hit {
+				t.Errorf("open %v: %+v", open, rs)
 			}
 			e.close()
+			shut(t, s)
+			s = start()
+			e = newEngine(t, s, "a", 4096)
 		}
-		if s.spaces[c.space.id] == c.space {
-			c.close()
-		}
+		e.close()
 		shut(t, s)
-		s = open()
+		if err := s.RemoveObjects(e.space.id); err == nil {
+			t.Error("of a closed store")
+		}
+	}
+}
+
+// The removal of a namespace that is not open does not take its quota.
+func TestQuotaAfterARemoval(t *testing.T) {
+	const quota = 20 * 5000
+	objects, sim := objecttest.New(), disktest.New(8<<20, 1)
+	start := func() *Store {
+		return tiered(t, sim, Config{OpenedObject: bucket(t, objects.Open()), ObjectAtPut: true,
+			Shares: func(page.ID) Shares { return Shares{Object: Share{Quota: quota}} }})
+	}
+	s := start()
+	e := newEngine(t, s, "a", 4096)
+	e.put(1)
+	e.close()
+	shut(t, s)
+	s = start()
+	removeSpace(t, s, e.space.id)
+	e = newEngine(t, s, "a", 4096)
+	e.put(upTo(0, 40)...)
+	if used := s.usageOf(e.space.id).Object; used == 0 || used > quota {
+		t.Errorf("%d bytes", used)
+	}
+	e.close()
+	shut(t, s)
+}
+
+// Pages on the disk that do not fit into the memory of this start can be removed.
+func TestRemoveSpaceThatCannotBeOpened(t *testing.T) {
+	objects, sim := objecttest.New(), disktest.New(8<<20, 1)
+	const size = 60 << 10
+	s := onDisk(t, sim, false)
+	e := newEngine(t, s, "a", size)
+	e.put(1)
+	e.close()
+	shut(t, s)
+	device, err := disk.OpenFiles([]disk.OpenDevice{{Path: "sim", File: sim, Size: int64(sim.Size())}},
+		disk.Config{SegmentBytes: simSegment, MaxPages: 2048})
+	if err != nil {
+		t.Fatal(err)
+	}
+	s, err = Open(Config{Memory: memory.Config{Bytes: 64 << 10, SlabBytes: 32 << 10}, Opened: device,
+		OpenedObject: bucket(t, objects.Open())})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := s.Stage(e.space.id, size, e.keys([]int{1})); err == nil {
+		t.Error("it can be opened")
+	}
+	if !removeSpace(t, s, e.space.id) || s.Keeps() && s.disk.Stats().Pages > 0 {
+		t.Error("it has its pages")
 	}
 	shut(t, s)
-	if err := s.RemoveAll(t.Context()); err == nil {
-		t.Error("of a closed store")
+}
+
+// A page that was removed and is still read can be put again.
+func TestPutOfARemovedPageThatIsRead(t *testing.T) {
+	s := onDisk(t, disktest.New(8<<20, 1), false)
+	e := newEngine(t, s, "a", 4096)
+	e.put(1)
+	pins, err := e.space.Pin(e.keys([]int{1}))
+	if err != nil {
+		t.Fatal(err)
 	}
+	if err := e.space.Remove(); err != nil {
+		t.Fatal(err)
+	}
+	if rs := e.get(1); rs[0].Outcome != Miss {
+		t.Errorf("%+v", rs)
+	}
+	if rs := e.put(1); rs[0].Outcome != Stored || !rs[0].Durable {
+		t.Errorf("%+v", rs)
+	}
+	if rs := e.get(1); rs[0].Outcome != Hit {
+		t.Errorf("%+v", rs)
+	}
+	pins.Release()
+	if rs := e.get(1); rs[0].Outcome != Hit {
+		t.Errorf("%+v", rs)
+	}
+	e.close()
+	shut(t, s)
 }
 
 // The note lives as long as the pages.

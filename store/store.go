@@ -17,6 +17,7 @@ import (
 	"github.com/kvspray/kvspray/store/memory"
 	"github.com/kvspray/kvspray/store/object"
 	"github.com/kvspray/kvspray/store/page"
+	"github.com/kvspray/kvspray/store/removal"
 )
 
 // MaxSpaces bounds the namespaces of a store that are open or have pages.
@@ -64,7 +65,7 @@ type Store struct {
 	fetches   *fetches
 	// of namespaces that are open, by their numbers: where pages go that no other tier keeps
 	spills   [MaxSpaces]atomic.Pointer[object.Owner]
-	removing [MaxSpaces]atomic.Int32 // removals under way: their namespaces' pages go nowhere
+	removing [MaxSpaces]atomic.Int32 // removals under way: nothing goes to the object tier
 	schedule *schedule
 	pool     int // workers
 	workers  sync.WaitGroup
@@ -531,84 +532,105 @@ func (sp *Space) Remove() error {
 		return err
 	}
 	defer sp.release()
-	sp.mu.Lock()
-	sp.removals++
-	var err error
-	if sp.s.disk != nil {
-		err = sp.s.disk.RemoveOwner(sp.number)
-	}
-	sp.mu.Unlock() // what is put from now on is later than the removal, or goes, too
+	return sp.remove()
+}
+
+// remove empties the object tier first: what a get takes from there until then, and what a put
+// finds in memory, goes with the rest.
+func (sp *Space) remove() error {
+	s, removing := sp.s, &sp.s.removing[sp.number]
+	sp.mu.Lock() // what puts write to the object tier is there
+	removing.Add(1)
+	sp.mu.Unlock()
+	var objects error
 	if sp.object != nil {
-		// The object tier forgets the pages that it has now. What memory gives up from now on, and
-		// until its own pages go, would be there again.
-		removing := &sp.s.removing[sp.number]
-		removing.Add(1)
-		defer removing.Add(-1)
-		// This takes memory's lock: evictions that began before have ended.
-		sp.s.memory.Used(sp.number)
-		err = errors.Join(err, sp.object.Remove(context.Background())) // it has a timeout
+		// These take locks: what was given up before is there, too.
+		s.memory.Used(sp.number)
+		if s.disk != nil {
+			s.disk.Used(sp.number)
+		}
+		objects = sp.object.Remove(context.Background()) // it has a timeout
+	}
+	sp.mu.Lock()
+	defer sp.mu.Unlock()
+	defer removing.Add(-1)
+	sp.removals++ // a put that has looked into memory before writes nothing afterwards
+	var err error
+	if s.disk != nil {
+		err = s.disk.RemoveOwner(sp.number)
 	}
 	// After the others: a page that is loaded from there meanwhile has its slot, which is found here.
-	sp.s.memory.RemoveOwner(sp.number)
-	if err != nil {
-		return fmt.Errorf("store: namespace %s: remove: %w", sp.id, err)
+	s.memory.RemoveOwner(sp.number)
+	return removed(sp.id, err, objects)
+}
+
+// removed is the error of a removal.
+func removed(id page.ID, err, objects error) error {
+	switch {
+	case err != nil:
+		err = errors.Join(err, objects)
+	case objects != nil:
+		err = fmt.Errorf("%w: %w", removal.ErrObjects, objects)
+	default:
+		return nil
 	}
-	return nil
+	return fmt.Errorf("store: namespace %s: remove: %w", id, err)
 }
 
 // RemoveSpace is Remove for a namespace that need not be open, nor have pages. It reports whether
-// it may have had some.
+// memory or the disk may have had some.
 func (s *Store) RemoveSpace(id page.ID) (had bool, err error) {
 	if !s.enter() {
 		return false, ErrClosed
 	}
 	defer s.leave()
-	sp, err := s.serve(id, Shares{}) // a quota that is too small does not keep pages here
-	var none *RequestError
-	switch {
-	case err == nil:
-		defer sp.Close()
-		return true, sp.Remove()
-	case !errors.As(err, &none):
-		return false, err
-	case s.object != nil: // it may have what no tier of this start has had
-		return false, s.object.RemoveSpace(context.Background(), id) // it has a timeout
+	sp := s.opened(id)
+	if sp == nil {
+		objects := s.removeObjects(id)
+		s.mu.Lock() // nobody opens it until the disk has none of its pages
+		if sp = s.spaces[id]; sp == nil {
+			defer s.mu.Unlock()
+			if s.disk != nil {
+				var n uint16
+				if n, _, had = s.disk.Find(id); had {
+					err = s.disk.RemoveOwner(n)
+				}
+			}
+			return had, removed(id, err, objects)
+		}
+		sp.users.Add(1)
+		s.mu.Unlock()
 	}
-	return false, nil
+	defer sp.Close()
+	return true, sp.remove()
 }
 
-// RemoveAll removes all namespaces, as RemoveSpace does. It waits, until ctx ends, for the object
-// store to be read.
-func (s *Store) RemoveAll(ctx context.Context) error {
+// opened is one more use of a namespace that is open, or was; nil: it was not.
+func (s *Store) opened(id page.ID) *Space {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	sp := s.spaces[id]
+	if sp != nil {
+		sp.users.Add(1)
+	}
+	return sp
+}
+
+// RemoveObjects is the rest of a removal that has failed with removal.ErrObjects. Pages that were
+// put since stay in memory and on the disk.
+func (s *Store) RemoveObjects(id page.ID) error {
 	if !s.enter() {
 		return ErrClosed
 	}
 	defer s.leave()
-	all := map[page.ID]bool{}
-	if s.object != nil {
-		if err := s.object.Ready(ctx); err != nil {
-			return fmt.Errorf("store: remove all: %w", err)
-		}
-		for _, id := range s.object.Known() {
-			all[id] = true
-		}
+	return removed(id, nil, s.removeObjects(id))
+}
+
+func (s *Store) removeObjects(id page.ID) error {
+	if s.object == nil {
+		return nil
 	}
-	if s.disk != nil {
-		for id := range s.disk.Known() {
-			all[id] = true
-		}
-	}
-	s.mu.Lock()
-	for id := range s.spaces {
-		all[id] = true
-	}
-	s.mu.Unlock()
-	var errs []error
-	for id := range all {
-		_, err := s.RemoveSpace(id)
-		errs = append(errs, err)
-	}
-	return errors.Join(errs...)
+	return s.object.RemoveSpace(context.Background(), id) // it has a timeout
 }
 
 // Has reports whether a namespace is open, or has pages on the disk.

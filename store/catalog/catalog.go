@@ -11,6 +11,7 @@ package catalog
 
 import (
 	"errors"
+	"fmt"
 	"time"
 
 	"github.com/kvspray/kvspray/store/evict"
@@ -26,6 +27,7 @@ const maxPins = 1<<16 - 1
 var (
 	ErrExists = errors.New("the page is here")
 	ErrBusy   = errors.New("the page is being stored or removed")
+	ErrDoomed = fmt.Errorf("%w: an earlier copy is still read", ErrBusy)
 	ErrFull   = errors.New("no page can be given up: all are pinned, or reserved for others")
 )
 
@@ -216,6 +218,9 @@ func (c *Catalog) Begin(owner uint16, k, after *page.Key, room func() (loc uint3
 	if n != 0 && (c.At(n).State != index.Gone || c.Owner(uint32(n)) != owner) {
 		if c.Readable(n, owner) {
 			return 0, ErrExists
+		}
+		if c.At(n).Doomed && c.Owner(uint32(n)) == owner {
+			return 0, ErrDoomed
 		}
 		return 0, ErrBusy
 	}

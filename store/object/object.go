@@ -418,13 +418,6 @@ func (t *Tier) ownerLocked(id page.ID, pageBytes int) (*Owner, error) {
 		"more; remove those that are not needed", evict.MaxOwners)
 }
 
-// Known are the namespaces that have an owner here: once the tier is ready, all that have pages.
-func (t *Tier) Known() []page.ID {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	return slices.Collect(maps.Keys(t.owners))
-}
-
 // reclaimLocked forgets owners that nobody uses and that have nothing here.
 func (t *Tier) reclaimLocked() {
 	for n, o := range t.numbers {

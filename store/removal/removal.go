@@ -8,12 +8,12 @@
 // applied stamp is the namespace's generation at this node: all its pages are of that generation or
 // a later one.
 //
-// A stamp is the remover's time in nanoseconds, raised above all that it knows. The time orders
-// removals of which one is forgotten when the other is made; nothing else depends on clocks.
+// A stamp is the remover's time in nanoseconds, raised above all that it knows of the namespace.
+// Times decide what is forgotten, and in which order; nothing else depends on clocks.
 //
 // Invariants: applied <= known, and neither falls while the entry lives. A List has at most Max
-// entries; the lowest stamps go first, and stamps up to the highest that went are not taken again,
-// since they may have been applied. It does not lock, does no I/O and starts no goroutine.
+// entries, and one goes only when it is applied. It does not lock, does no I/O and starts no
+// goroutine.
 package removal
 
 import (
@@ -21,7 +21,6 @@ import (
 	"errors"
 	"fmt"
 	"maps"
-	"math"
 	"math/rand/v2"
 	"time"
 
@@ -32,10 +31,10 @@ import (
 const (
 	// Max is how many namespaces a List has.
 	Max = 1024
-	// Keep is how long a removal is remembered. A node that was away for longer may have missed some.
+	// Keep is how long a removal is remembered.
 	Keep = 30 * 24 * time.Hour
 	// MaxAhead is how far a stamp may lie in the future: beyond it, the sender's clock is wrong.
-	MaxAhead = 24 * time.Hour
+	MaxAhead = 10 * time.Minute
 )
 
 // spread is what a stamp is raised by at most: two removers that raise the same one differ.
@@ -50,11 +49,7 @@ type Removal struct {
 type entry struct{ known, applied uint64 }
 
 // List is what one node knows.
-type List struct {
-	entries map[page.ID]entry
-	floor   uint64 // stamps up to this one are not taken
-	seen    uint64 // when the node was among others last, which have sent it all removals; 0: never
-}
+type List struct{ entries map[page.ID]entry }
 
 // NewList returns a list without removals.
 func NewList() *List { return &List{entries: map[page.ID]entry{}} }
@@ -65,47 +60,50 @@ func (l *List) Known(id page.ID) uint64 { return l.entries[id].known }
 // Applied is the latest removal of a namespace that was applied; 0: none.
 func (l *List) Applied(id page.ID) uint64 { return l.entries[id].applied }
 
-// Floor is a stamp below which the list may have forgotten removals.
-func (l *List) Floor() uint64 { return l.floor }
-
-// See notes that the node is among others, as Missed needs it.
-func (l *List) See(now time.Time) { l.seen = stampAt(now) }
-
-// Missed reports whether the node may have missed a removal that others have forgotten since: it
-// was away for longer than Keep, or another one's list had no room. floor is the other one's.
-func (l *List) Missed(floor uint64, now time.Time) bool {
-	return l.seen != 0 && (l.seen < floor || l.seen+uint64(Keep) < stampAt(now))
-}
-
 // Len is how many namespaces the list has.
 func (l *List) Len() int { return len(l.entries) }
 
-// ErrAhead is a stamp of a clock that is wrong.
-var ErrAhead = fmt.Errorf("the removal's time is more than %v ahead of this node's clock; set the "+
-	"clocks of both nodes", MaxAhead)
+// Removals that a List does not take.
+var (
+	ErrAhead = fmt.Errorf("the removal's time is more than %v ahead of this node's clock; set the "+
+		"clocks of both nodes", MaxAhead)
+	ErrFull = fmt.Errorf("this node remembers removals of %d namespaces, the most that it can, and "+
+		"none of the others is earlier and done; try again later", Max)
+)
+
+// ErrObjects: memory and disk of a store have removed a namespace, and its object tier has failed.
+var ErrObjects = errors.New("the object store has not removed the namespace")
 
 // Learn takes a removal, and reports whether it is new. One that is too old to be remembered is
-// not.
+// not. A full list forgets the earliest one that is applied for it.
 func (l *List) Learn(r Removal, now time.Time) (isNew bool, err error) {
 	at := stampAt(now)
-	l.forget(at)
+	l.Forget(now)
+	e, ok := l.entries[r.Space]
 	switch {
-	case r.Stamp > at+uint64(MaxAhead):
-		return false, ErrAhead
-	case r.Stamp <= l.entries[r.Space].known, r.Stamp <= l.floor,
-		r.Stamp+uint64(Keep) < at:
+	case r.Stamp <= e.known:
 		return false, nil
+	case r.Stamp > max(at+uint64(MaxAhead), e.known+1+spread): // Next may have raised a known one
+		return false, ErrAhead
+	case r.Stamp+uint64(Keep) < at:
+		return false, nil
+	case !ok && len(l.entries) == Max && !l.drop(r.Stamp):
+		return false, ErrFull
 	}
-	e := l.entries[r.Space]
 	e.known = r.Stamp
 	l.entries[r.Space] = e
-	l.bound()
-	return l.entries[r.Space].known == r.Stamp, nil
+	return true, nil
+}
+
+// Full reports whether another namespace takes the place of one that the list has.
+func (l *List) Full(now time.Time) bool {
+	l.Forget(now)
+	return len(l.entries) == Max
 }
 
 // Next is a stamp for a removal now, later than all that the node knows of the namespace.
 func (l *List) Next(id page.ID, now time.Time) uint64 {
-	before := max(l.entries[id].known, l.floor)
+	before := l.entries[id].known
 	if at := stampAt(now); at > before {
 		return at
 	}
@@ -123,7 +121,7 @@ func (l *List) Apply(r Removal) {
 
 // After is the encoded list as it is once these removals are applied.
 func (l *List) After(applied []Removal) []byte {
-	next := &List{entries: maps.Clone(l.entries), floor: l.floor, seen: l.seen}
+	next := &List{maps.Clone(l.entries)}
 	for _, r := range applied {
 		next.Apply(r)
 	}
@@ -151,33 +149,34 @@ func (l *List) All() []Removal {
 
 func stampAt(t time.Time) uint64 { return uint64(max(0, t.UnixNano())) }
 
-// forget drops what is older than Keep. One that is not applied stays.
-func (l *List) forget(now uint64) {
+// Forget drops what is older than Keep. One that is not applied stays.
+func (l *List) Forget(now time.Time) {
+	at := stampAt(now)
 	maps.DeleteFunc(l.entries, func(_ page.ID, e entry) bool {
-		return e.known+uint64(Keep) < now && e.applied == e.known
+		return e.known+uint64(Keep) < at && e.applied == e.known
 	})
 }
 
-// bound drops the removals with the lowest stamps, those that are applied before others.
-func (l *List) bound() {
-	for len(l.entries) > Max {
-		var oldest page.ID
-		least, applied := uint64(math.MaxUint64), false
-		for id, e := range l.entries {
-			done := e.applied == e.known
-			if done && !applied || done == applied && e.known < least {
-				oldest, least, applied = id, e.known, done
-			}
+// drop forgets the earliest removal that is applied, if it is earlier than a stamp.
+func (l *List) drop(stamp uint64) bool {
+	var oldest page.ID
+	least := stamp
+	for id, e := range l.entries {
+		if e.applied == e.known && e.known < least {
+			oldest, least = id, e.known
 		}
-		delete(l.entries, oldest)
-		l.floor = max(l.floor, least)
 	}
+	if least == stamp {
+		return false
+	}
+	delete(l.entries, oldest)
+	return true
 }
 
 // Of the encoding: a head, and a part for each entry. All numbers are little-endian.
 const (
 	magic      = "KVSPRMV\x01"
-	headBytes  = 32
+	headBytes  = 16
 	entryBytes = 48
 	// MaxBytes bounds an encoded list.
 	MaxBytes = headBytes + Max*entryBytes
@@ -188,8 +187,6 @@ func (l *List) Encode() []byte {
 	le := binary.LittleEndian
 	b := make([]byte, 0, headBytes+len(l.entries)*entryBytes)
 	b = append(b, magic...)
-	b = le.AppendUint64(b, l.floor)
-	b = le.AppendUint64(b, l.seen)
 	b = le.AppendUint64(b, uint64(len(l.entries)))
 	for id, e := range l.entries {
 		b = append(b, id[:]...)
@@ -211,10 +208,9 @@ func Parse(b []byte) (*List, error) {
 	if len(b) < headBytes || string(b[:8]) != magic {
 		return nil, errForm
 	}
-	if n := le.Uint64(b[24:]); n > Max || uint64(len(b)) != headBytes+n*entryBytes {
+	if n := le.Uint64(b[8:]); n > Max || uint64(len(b)) != headBytes+n*entryBytes {
 		return nil, errForm
 	}
-	l.floor, l.seen = le.Uint64(b[8:]), le.Uint64(b[16:])
 	for p := b[headBytes:]; len(p) > 0; p = p[entryBytes:] {
 		e := entry{le.Uint64(p[32:]), le.Uint64(p[40:])}
 		if e.applied > e.known {

@@ -69,12 +69,20 @@ func TestStampsOutOfTime(t *testing.T) {
 	if !learn(t, l, 1, ahead) {
 		t.Error("a clock that is a little ahead")
 	}
-	// A later removal wins over it, whatever the clock says.
-	if next := l.Next(id(1), now); next <= ahead || next > ahead+1+spread {
+	// A later removal wins over it, whatever the clock says. Others that know it take that one.
+	next := l.Next(id(1), now)
+	if next <= ahead || next > ahead+1+spread {
 		t.Errorf("%d after %d", next, ahead)
 	}
+	if !learn(t, l, 1, next) {
+		t.Error("a stamp that was raised is not taken")
+	}
+	if _, err := l.Learn(Removal{id(1), next + spread + 2}, now); !errors.Is(err, ErrAhead) {
+		t.Errorf("raised further: %v", err)
+	}
+	ahead = next
 	// It is forgotten with time, once it is applied.
-	later := now.Add(Keep + MaxAhead + 2)
+	later := now.Add(Keep + MaxAhead + 2*spread)
 	if _, err := l.Learn(Removal{id(2), uint64(later.UnixNano())}, later); err != nil || l.Len() != 2 {
 		t.Errorf("%v, %d", err, l.Len())
 	}
@@ -84,48 +92,38 @@ func TestStampsOutOfTime(t *testing.T) {
 	}
 }
 
-// A list that is full forgets the earliest that is applied, and does not take it again.
+// A list that is full forgets the earliest removal that is applied, and never one that is not.
 func TestListIsBounded(t *testing.T) {
 	l := NewList()
 	at := uint64(now.UnixNano())
 	for i := range Max {
+		if l.Full(now) {
+			t.Fatal("full")
+		}
 		learn(t, l, i, at+uint64(i))
-		if i > 0 {
-			l.Apply(Removal{id(i), at + uint64(i)})
+	}
+	if !l.Full(now) {
+		t.Fatal("not full")
+	}
+	if isNew, err := l.Learn(Removal{id(Max), at + Max}, now); isNew || !errors.Is(err, ErrFull) {
+		t.Errorf("nothing is applied: %v %v", isNew, err)
+	}
+	for i := 10; i < 20; i++ {
+		l.Apply(Removal{id(i), at + uint64(i)})
+	}
+	if _, err := l.Learn(Removal{id(Max), at + 5}, now); !errors.Is(err, ErrFull) {
+		t.Errorf("all that are applied are later: %v", err)
+	}
+	for i := range 10 {
+		if !learn(t, l, Max+i, at+uint64(Max+i)) || l.Len() != Max || l.Known(id(10+i)) != 0 {
+			t.Fatalf("%d: %d", i, l.Len())
 		}
 	}
-	if !learn(t, l, Max, at+Max) || l.Len() != Max {
-		t.Fatal(l.Len())
+	if _, err := l.Learn(Removal{id(3 * Max), at + 3*Max}, now); !errors.Is(err, ErrFull) {
+		t.Error(err)
 	}
-	if l.Known(id(0)) == 0 || l.Known(id(1)) != 0 || l.Floor() != at+1 {
-		t.Fatalf("floor %d", l.Floor()-at)
-	}
-	if learn(t, l, 1, at+1) {
-		t.Error("what was forgotten comes back")
-	}
-	// A removal of it that is made now is later.
-	if next := l.Next(id(1), now.Add(-time.Hour)); next <= l.Floor() || !learn(t, l, 1, next) {
-		t.Error("it cannot be removed again")
-	}
-}
-
-// A node that was away for too long, or while others had no room, may have missed removals.
-func TestMissed(t *testing.T) {
-	l := NewList()
-	if l.Missed(1<<62, now) {
-		t.Error("a node that was never among others has missed nothing")
-	}
-	l.See(now)
-	seen := uint64(now.UnixNano())
-	if l.Missed(seen, now.Add(Keep)) || !l.Missed(0, now.Add(Keep+1)) || !l.Missed(seen+1, now) {
-		t.Error("wrong")
-	}
-	back, err := Parse(l.Encode())
-	if err != nil || !back.Missed(0, now.Add(Keep+1)) || back.Missed(seen, now) {
-		t.Error("it is not written")
-	}
-	if back, err = Parse(l.After(nil)); err != nil || !back.Missed(seen+1, now) {
-		t.Error("it is not written")
+	if !learn(t, l, 1, at+3*Max) || len(l.Pending()) != Max { // one that it has needs no room
+		t.Errorf("%d are pending", len(l.Pending()))
 	}
 }
 
@@ -143,7 +141,7 @@ func TestEncode(t *testing.T) {
 			}
 		}
 		back, err := Parse(l.Encode())
-		if err != nil || !maps.Equal(back.entries, l.entries) || back.floor != l.floor {
+		if err != nil || !maps.Equal(back.entries, l.entries) {
 			t.Fatalf("%v: %+v, %+v", err, back, l)
 		}
 		for id, e := range l.entries {

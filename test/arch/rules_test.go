@@ -371,7 +371,7 @@ var rules = []rule{
 	{dir: "store", why: "pages in tiers, for owners of memory to put from and get into; of " +
 		"transport it takes the guard; no engine, no wire and no layout",
 		own: []string{"internal/sys/mem", "store/catalog", "store/disk", "store/evict", "store/memory",
-			"store/object", "store/offheap", "store/page", "transport"}},
+			"store/object", "store/offheap", "store/page", "store/removal", "transport"}},
 	{dir: "store/directory", why: "hints as plain values, and the interface of what keeps them",
 		own: []string{"store/page", "transfer"}},
 	{dir: "store/directory/embedded", why: "hints kept by members; these and the way to them are " +

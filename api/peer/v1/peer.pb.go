@@ -2788,10 +2788,8 @@ func (x *PageRemoval) GetStamp() uint64 {
 type PageRemovals struct {
 	state    protoimpl.MessageState `protogen:"open.v1"`
 	Removals []*PageRemoval         `protobuf:"bytes,1,rep,name=removals,proto3" json:"removals,omitempty"` // at most 512
-	Last     bool                   `protobuf:"varint,2,opt,name=last,proto3" json:"last,omitempty"`        // the last message of a list of all removals
-	// Removals with stamps up to this one may be missing, as the sender had no room for more. A receiver
-	// that was away at that time removes all of its pages.
-	Forgotten uint64 `protobuf:"fixed64,4,opt,name=forgotten,proto3" json:"forgotten,omitempty"`
+	// The last message of a list of all removals, of a sender that has heard the others'.
+	Last bool `protobuf:"varint,2,opt,name=last,proto3" json:"last,omitempty"`
 	// Not 0: the receiver answers with PageRemoved once it has applied the removal, of which there is
 	// one.
 	Id            uint64 `protobuf:"varint,3,opt,name=id,proto3" json:"id,omitempty"`
@@ -2841,13 +2839,6 @@ func (x *PageRemovals) GetLast() bool {
 		return x.Last
 	}
 	return false
-}
-
-func (x *PageRemovals) GetForgotten() uint64 {
-	if x != nil {
-		return x.Forgotten
-	}
-	return 0
 }
 
 func (x *PageRemovals) GetId() uint64 {
@@ -3157,11 +3148,10 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\aremoval\x18\t \x01(\x06R\aremoval\"9\n" +
 	"\vPageRemoval\x12\x14\n" +
 	"\x05space\x18\x01 \x01(\fR\x05space\x12\x14\n" +
-	"\x05stamp\x18\x02 \x01(\x06R\x05stamp\"\x8a\x01\n" +
+	"\x05stamp\x18\x02 \x01(\x06R\x05stamp\"l\n" +
 	"\fPageRemovals\x128\n" +
 	"\bremovals\x18\x01 \x03(\v2\x1c.kvspray.peer.v1.PageRemovalR\bremovals\x12\x12\n" +
-	"\x04last\x18\x02 \x01(\bR\x04last\x12\x1c\n" +
-	"\tforgotten\x18\x04 \x01(\x06R\tforgotten\x12\x0e\n" +
+	"\x04last\x18\x02 \x01(\bR\x04last\x12\x0e\n" +
 	"\x02id\x18\x03 \x01(\x04R\x02id\"M\n" +
 	"\vPageRemoved\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\x04R\x02id\x12\x14\n" +

@@ -5,7 +5,8 @@
 // A removal has a stamp (package store/removal). The node that makes one sends it to all peers and
 // waits for their answers. A node that learns a removal passes it on to its own peers, removes its
 // pages, and answers. A peer that comes up gets all removals that this node knows. So a node that
-// was away learns what it missed from the first peer that it meets.
+// was away learns what it missed from the first peer that it meets, unless that was longer than
+// removals are remembered.
 //
 // Invariants: a removal is known before pages are removed for it, so that whatever comes to the
 // store afterwards comes from nodes that have applied it, or goes with the rest. It is applied, and
@@ -25,6 +26,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"slices"
 	"sync"
 	"time"
@@ -46,17 +48,19 @@ const (
 	maxProblem = 256  // bytes of a peer's text
 	maxRounds  = 4    // stamps that one Remove tries
 
+	// pushesPerHour is how many namespaces one peer may push out of a full list in an hour.
+	pushesPerHour = 256
+
 	retryTime    = 5 * time.Second // after a removal that failed here
 	settleTime   = 5 * time.Second // from the start, until pages of an earlier start count
-	seenTime     = time.Hour       // between notes that the node is among others
-	allTime      = time.Minute     // for the object store, when all pages are removed
+	forgetTime   = time.Hour
 	forwardPause = 20 * time.Millisecond
 )
 
 // Store is what holds the pages. *store.Store has these methods.
 type Store interface {
 	RemoveSpace(id page.ID) (had bool, err error)
-	RemoveAll(ctx context.Context) error
+	RemoveObjects(id page.ID) error
 	Note() ([]byte, error)
 	SetNote(note []byte) error
 	Keeps() bool
@@ -99,9 +103,11 @@ type Removals struct {
 	ask     *ask                      // under way; nil: none
 	last    uint64                    // id of an ask
 	fresh   bool                      // the store has no pages of an earlier start
-	heard   bool                      // a peer has reported its removals
+	heard   bool                      // a peer that has heard others has sent its removals
 	until   time.Time                 // how long peers are waited for
-	missed  bool                      // all pages are to be removed
+	pushed  map[transfer.Boot]*pushes
+
+	removed map[page.ID]removed // of removals that are not applied yet; the remover's only
 }
 
 // peer is a node whose control lanes are up.
@@ -109,18 +115,35 @@ type peer struct {
 	node  string
 	takes bool // messages about removals
 	greet bool // it is to get all removals
+	owed  bool // it has got them, and not that these are all
+}
+
+// pushes are namespaces that a peer has pushed out of the list.
+type pushes struct {
+	since time.Time
+	n     int
+}
+
+// removed is how far a removal has come whose object tier, or note, has failed.
+type removed struct {
+	stamp uint64
+	all   bool // the object tier has it, too
 }
 
 // answer is what a peer waits for.
 type answer struct {
-	to transfer.Boot
-	id uint64
-	r  removal.Removal
+	to      transfer.Boot
+	id      uint64
+	r       removal.Removal
+	applied uint64 // when the list knew it last
+	problem string // why the list has not taken it
 }
 
 // ask is a removal that this node makes, with what the peers have answered.
 type ask struct {
 	id      uint64
+	r       removal.Removal
+	applied bool                                  // here
 	answers map[transfer.Boot]*peerv1.PageRemoved // nil: none yet
 	nodes   map[transfer.Boot]string              // their names
 }
@@ -130,7 +153,8 @@ func New(o Options) *Removals {
 	r := &Removals{o: o, talk: make(chan struct{}, 1), remove: make(chan struct{}, 1),
 		turn: make(chan struct{}, 1), done: make(chan struct{}), peers: map[transfer.Boot]*peer{},
 		news: map[page.ID]transfer.Boot{}, changed: make(chan struct{}),
-		failed: map[page.ID]error{}, until: time.Now().Add(settleTime)}
+		failed: map[page.ID]error{}, until: time.Now().Add(settleTime),
+		pushed: map[transfer.Boot]*pushes{}, removed: map[page.ID]removed{}}
 	note, err := o.Store.Note()
 	if err == nil {
 		r.list, err = removal.Parse(note)
@@ -177,8 +201,8 @@ func (r *Removals) Heard() bool {
 }
 
 func (r *Removals) heardLocked() bool {
-	r.heard = r.heard || time.Now().After(r.until)
-	return r.heard && !r.missed
+	r.heard = r.heard || !time.Now().Before(r.until)
+	return r.heard
 }
 
 // Ready reports whether pages of a namespace may be served to engines: no removal is known that is
@@ -186,7 +210,7 @@ func (r *Removals) heardLocked() bool {
 func (r *Removals) Ready(id page.ID) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return (r.fresh || r.heardLocked()) && !r.missed && r.list.Known(id) == r.list.Applied(id)
+	return (r.fresh || r.heardLocked()) && r.list.Known(id) == r.list.Applied(id)
 }
 
 // Stats are how many removals are remembered, and how many of them are not applied.
@@ -210,51 +234,16 @@ func (r *Removals) PeerUp(boot transfer.Boot, node string, takes bool) {
 	}
 	p.node = node
 	if takes && !p.takes {
-		r.meetLocked()
 		p.greet = true
 		poke(r.talk)
 	}
 	p.takes = takes
 }
 
-// meetLocked looks whether this node has missed removals since it was among others last, before it
-// meets a peer.
-func (r *Removals) meetLocked() {
-	now := time.Now()
-	if r.amongLocked() && !r.missed {
-		r.list.See(now)
-	}
-	if r.list.Missed(0, now) {
-		r.missLocked()
-	}
-}
-
-func (r *Removals) missLocked() {
-	if r.missed {
-		return
-	}
-	r.missed = true
-	r.o.Log.Warn("store: this node was away while others forgot removals: all its pages are removed")
-	poke(r.remove)
-}
-
-// amongLocked reports whether this node gets the removals of a peer, but those.
-func (r *Removals) amongLocked(but ...transfer.Boot) bool {
-	for boot, p := range r.peers {
-		if p.takes && !slices.Contains(but, boot) {
-			return true
-		}
-	}
-	return false
-}
-
 // PeerDown forgets a peer that cannot be reached.
 func (r *Removals) PeerDown(boot transfer.Boot) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.amongLocked() && !r.missed {
-		r.list.See(time.Now())
-	}
 	delete(r.peers, boot)
 	if r.ask != nil {
 		if a, asked := r.ask.answers[boot]; asked && a == nil {
@@ -277,7 +266,12 @@ func (r *Removals) Learn(from transfer.Boot, id page.ID, stamp uint64) {
 }
 
 func (r *Removals) learnLocked(from transfer.Boot, m removal.Removal) error {
-	isNew, err := r.list.Learn(m, time.Now())
+	now := time.Now()
+	if from != r.o.Self.Boot && r.list.Known(m.Space) == 0 && r.list.Full(now) &&
+		!r.mayPushLocked(from, now) {
+		return errPushes
+	}
+	isNew, err := r.list.Learn(m, now)
 	if isNew {
 		if r.news[m.Space] = from; len(r.news) > removal.Max {
 			clear(r.news) // all that the list has is less
@@ -290,6 +284,26 @@ func (r *Removals) learnLocked(from transfer.Boot, m removal.Removal) error {
 		poke(r.talk)
 	}
 	return err //nolint:wrapcheck // it says what is wrong
+}
+
+var errPushes = fmt.Errorf("this node remembers removals of %d namespaces, the most that it can, "+
+	"and has forgotten %d for one peer in this hour; try again later", removal.Max, pushesPerHour)
+
+// mayPushLocked counts a namespace that a peer pushes out of the list.
+func (r *Removals) mayPushLocked(from transfer.Boot, now time.Time) bool {
+	maps.DeleteFunc(r.pushed, func(_ transfer.Boot, p *pushes) bool {
+		return now.Sub(p.since) >= time.Hour
+	})
+	p := r.pushed[from]
+	if p == nil {
+		if len(r.pushed) == maxPeers {
+			return false
+		}
+		p = &pushes{since: now}
+		r.pushed[from] = p
+	}
+	p.n++
+	return p.n <= pushesPerHour
 }
 
 // Handle takes a frame of a peer, and does not block. It returns an error for one that the protocol
@@ -334,41 +348,26 @@ func check(m *peerv1.PageRemovals) error {
 func (r *Removals) removals(from transfer.Boot, m *peerv1.PageRemovals) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	var refused int
+	var why error
 	for _, x := range m.GetRemovals() {
-		one := removal.Removal{Space: page.ID(x.GetSpace()), Stamp: x.GetStamp()}
-		err := r.learnLocked(from, one)
-		if err != nil {
-			r.o.Log.Warn("store: a removal is refused", "peer", from.String(), "namespace",
-				one.Space.String(), "err", err)
+		a := answer{to: from, id: m.GetId(),
+			r: removal.Removal{Space: page.ID(x.GetSpace()), Stamp: x.GetStamp()}}
+		if err := r.learnLocked(from, a.r); err != nil {
+			refused, why, a.problem = refused+1, err, cut(err.Error())
 		}
-		if m.GetId() == 0 || len(r.answers) == maxAnswers {
-			continue
+		if m.GetId() != 0 && len(r.answers) < maxAnswers {
+			r.answers = append(r.answers, a)
+			poke(r.talk)
 		}
-		r.answers = append(r.answers, answer{from, m.GetId(), one})
-		poke(r.talk)
+	}
+	if refused > 0 {
+		r.o.Log.Warn("store: removals are refused", "peer", from.String(), "removals", refused,
+			"err", why)
 	}
 	if m.GetLast() {
-		r.lastLocked(from, m.GetForgotten())
-	}
-}
-
-// lastLocked takes the end of a list of all removals that a peer has noted.
-func (r *Removals) lastLocked(from transfer.Boot, floor uint64) {
-	r.heard = true
-	now := time.Now()
-	if floor > uint64(now.UnixNano()) {
-		floor = 0 // of a clock that is ahead, or a lie
-	}
-	// Where there are other peers, this node has missed nothing, whatever this one sends.
-	if r.amongLocked(from) && !r.missed {
-		r.list.See(now)
-	}
-	if r.list.Missed(floor, now) {
-		r.missLocked()
-	}
-	if !r.missed {
-		r.list.See(now)
-		poke(r.remove) // to note it
+		r.heard = true
+		poke(r.talk) // others wait for it
 	}
 }
 
@@ -384,62 +383,24 @@ func (r *Removals) Run(ctx context.Context) {
 // remover applies removals.
 func (r *Removals) remover(ctx context.Context) {
 	var retry <-chan time.Time
-	seen := time.NewTicker(seenTime)
-	defer seen.Stop()
+	old := time.NewTicker(forgetTime)
+	defer old.Stop()
 	for {
 		select {
 		case <-ctx.Done():
 			return
 		case <-r.remove:
 		case <-retry:
-		case <-seen.C:
+		case <-old.C:
+			r.mu.Lock()
+			r.list.Forget(time.Now())
+			r.mu.Unlock()
 		}
 		retry = nil
-		if !r.see() || !r.all(ctx) || !r.apply() {
+		if !r.apply() {
 			retry = time.After(retryTime)
 		}
 	}
-}
-
-// see notes that this node is among others, from time to time.
-func (r *Removals) see() bool {
-	r.mu.Lock()
-	among := r.amongLocked() && r.heard && !r.missed
-	if among {
-		r.list.See(time.Now())
-	}
-	r.mu.Unlock()
-	if !among {
-		return true
-	}
-	if err := r.note(); err != nil {
-		r.o.Log.Warn("store: removals are not noted, and tried again", "err", err)
-		return false
-	}
-	return true
-}
-
-// all removes all pages, if removals were missed, and reports whether it has.
-func (r *Removals) all(ctx context.Context) bool {
-	r.mu.Lock()
-	missed := r.missed
-	r.mu.Unlock()
-	if !missed {
-		return true
-	}
-	ctx, stop := context.WithTimeout(ctx, allTime)
-	defer stop()
-	if err := r.o.Store.RemoveAll(ctx); err != nil {
-		r.o.Log.Warn("store: the removal of all pages failed, and is tried again", "err", err)
-		return false
-	}
-	r.o.Gone()
-	r.mu.Lock()
-	r.missed = false
-	r.list.See(time.Now())
-	r.changedLocked()
-	r.mu.Unlock()
-	return r.see()
 }
 
 // apply removes what is pending, and reports whether nothing is left.
@@ -451,7 +412,10 @@ func (r *Removals) apply() bool {
 		return true
 	}
 	// A node that ends before a removal is applied goes on with it when it starts again.
-	if err := r.note(); err != nil {
+	r.mu.Lock()
+	note := r.list.Encode()
+	r.mu.Unlock()
+	if err := r.o.Store.SetNote(note); err != nil {
 		r.o.Log.Warn("store: removals are not noted, and tried again", "err", err)
 		r.fail(pending, err)
 		return false
@@ -459,7 +423,7 @@ func (r *Removals) apply() bool {
 	var done []removal.Removal
 	gone := false
 	for _, m := range pending {
-		had, err := r.o.Store.RemoveSpace(m.Space)
+		had, err := r.removeSpace(m)
 		if gone = gone || had; err != nil {
 			r.o.Log.Warn("store: a removal failed, and is tried again", "namespace", m.Space.String(),
 				"err", err)
@@ -483,26 +447,50 @@ func (r *Removals) apply() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for _, m := range done {
-		r.list.Apply(m)
-		delete(r.failed, m.Space)
+		r.appliedLocked(m)
 	}
 	r.changedLocked()
 	poke(r.talk)
 	return len(done) == len(pending)
 }
 
-func (r *Removals) note() error {
-	r.mu.Lock()
-	b := r.list.Encode()
-	r.mu.Unlock()
-	return r.o.Store.SetNote(b) //nolint:wrapcheck // it names the disk
+func (r *Removals) appliedLocked(m removal.Removal) {
+	r.list.Apply(m)
+	delete(r.failed, m.Space)
+	delete(r.removed, m.Space)
+	// The list may forget it at once.
+	if a := r.ask; a != nil && a.r.Space == m.Space && a.r.Stamp <= m.Stamp {
+		a.applied = true
+	}
+	for i := range r.answers {
+		if a := &r.answers[i]; a.r.Space == m.Space {
+			a.applied = m.Stamp
+		}
+	}
+}
+
+// removeSpace removes what an earlier try has not.
+func (r *Removals) removeSpace(m removal.Removal) (had bool, err error) {
+	was := r.removed[m.Space]
+	switch {
+	case was.stamp != m.Stamp:
+		had, err = r.o.Store.RemoveSpace(m.Space)
+	case !was.all:
+		err = r.o.Store.RemoveObjects(m.Space)
+	}
+	if err == nil || errors.Is(err, removal.ErrObjects) {
+		r.removed[m.Space] = removed{m.Stamp, err == nil}
+	}
+	return had, err //nolint:wrapcheck // it names the namespace
 }
 
 func (r *Removals) fail(which []removal.Removal, err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for _, m := range which {
-		r.failed[m.Space] = err
+		if r.list.Known(m.Space) == m.Stamp { // otherwise the later one is tried next
+			r.failed[m.Space] = err
+		}
 	}
 	r.changedLocked()
 	poke(r.talk)
@@ -510,16 +498,23 @@ func (r *Removals) fail(which []removal.Removal, err error) {
 
 // sender sends what is due. News that come together go together.
 func (r *Removals) sender(ctx context.Context) {
+	settled := time.After(time.Until(r.until))
 	for {
 		select {
 		case <-ctx.Done():
 			return
 		case <-r.talk:
+		case <-settled:
 		}
+		unsent := map[transfer.Boot]bool{}
 		for _, m := range r.due() {
+			if unsent[m.to] {
+				continue // the last message of a list is not sent without the others
+			}
 			if err := r.o.Send(m.to, m.frame); err != nil {
 				r.o.Log.Debug("store: removals are not sent", "peer", m.to.String(), "err", err)
-				r.unsent(m)
+				unsent[m.to] = true
+				r.unsent(m.to)
 			}
 		}
 		select { // so that a peer that makes removals all the time costs little
@@ -531,10 +526,10 @@ func (r *Removals) sender(ctx context.Context) {
 }
 
 // unsent has a peer get all removals later, in place of some that could not be sent.
-func (r *Removals) unsent(m message) {
+func (r *Removals) unsent(to transfer.Boot) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if p := r.peers[m.to]; p != nil && m.frame.GetPageRemovals() != nil {
+	if p := r.peers[to]; p != nil && p.takes {
 		p.greet = true
 		time.AfterFunc(retryTime, func() { poke(r.talk) })
 	}
@@ -569,15 +564,17 @@ func (r *Removals) due() (out []message) {
 	for _, m := range r.list.All() {
 		all = append(all, wire(m))
 	}
+	heard := r.heardLocked()
 	for boot, p := range r.peers {
 		switch {
 		case p.greet:
-			p.greet = false
-			out = append(out, parts(boot, all, true, r.list.Floor())...)
+			p.greet, p.owed = false, !heard
+			out = append(out, parts(boot, all, heard)...)
 		case p.takes:
 			out = append(out, parts(boot, slices.DeleteFunc(slices.Clone(news),
-				func(m *peerv1.PageRemoval) bool { return r.news[page.ID(m.Space)] == boot }), false,
-				0)...)
+				func(m *peerv1.PageRemoval) bool { return r.news[page.ID(m.Space)] == boot }),
+				p.owed && heard)...)
+			p.owed = p.owed && !heard
 		}
 	}
 	clear(r.news)
@@ -589,14 +586,10 @@ func wire(m removal.Removal) *peerv1.PageRemoval {
 }
 
 // parts divides removals into messages. A list of all has a last message, even without removals.
-func parts(to transfer.Boot, list []*peerv1.PageRemoval, whole bool, floor uint64) (
-	out []message) {
+func parts(to transfer.Boot, list []*peerv1.PageRemoval, whole bool) (out []message) {
 	for whole || len(list) > 0 {
 		n := min(len(list), perMessage)
 		m := &peerv1.PageRemovals{Removals: list[:n:n], Last: whole && n == len(list)}
-		if m.Last {
-			m.Forgotten = floor
-		}
 		list = list[n:]
 		out = append(out, message{to, removalsFrame(m)})
 		if len(list) == 0 {
@@ -612,13 +605,13 @@ func removalsFrame(m *peerv1.PageRemovals) *peerv1.ControlFrame {
 
 // answerLocked is the answer to a peer; nil: it is not due yet.
 func (r *Removals) answerLocked(a answer) *peerv1.PageRemoved {
-	out := &peerv1.PageRemoved{Id: a.id, Stamp: r.list.Applied(a.r.Space)}
-	switch known := r.list.Known(a.r.Space); {
+	out := &peerv1.PageRemoved{Id: a.id, Stamp: max(a.applied, r.list.Applied(a.r.Space))}
+	switch {
 	case out.Stamp >= a.r.Stamp:
-	case known < a.r.Stamp && r.list.Floor() >= a.r.Stamp:
-		out.Stamp = r.list.Floor() // the asker sends a later one
-	case known < a.r.Stamp:
-		out.Problem = "the removal's time is too far from this node's clock; set the clocks"
+	case a.problem != "":
+		out.Problem = a.problem
+	case r.list.Known(a.r.Space) < a.r.Stamp:
+		out.Problem = "the removal's time is too long before this node's clock; set the clocks"
 	default:
 		err := r.failed[a.r.Space]
 		if err == nil {
@@ -676,7 +669,7 @@ func (r *Removals) round(ctx, limit context.Context, id page.ID) (states []State
 	}
 	delete(r.news, id) // all peers are asked
 	r.last++
-	a := &ask{id: r.last, answers: map[transfer.Boot]*peerv1.PageRemoved{},
+	a := &ask{id: r.last, r: m, answers: map[transfer.Boot]*peerv1.PageRemoved{},
 		nodes: map[transfer.Boot]string{}}
 	r.ask = a
 	for boot, p := range r.peers {
@@ -700,9 +693,10 @@ func (r *Removals) round(ctx, limit context.Context, id page.ID) (states []State
 			r.mu.Lock()
 			a.answers[boot] = &peerv1.PageRemoved{Problem: cut(err.Error())}
 			r.mu.Unlock()
+			r.unsent(boot)
 		}
 	}
-	if err := r.wait(ctx, limit, a, m); err != nil {
+	if err := r.wait(ctx, limit, a); err != nil {
 		return nil, 0, fmt.Errorf("store: namespace %s: remove: %w", id, err)
 	}
 	states, higher = r.states(a, stamp)
@@ -711,11 +705,11 @@ func (r *Removals) round(ctx, limit context.Context, id page.ID) (states []State
 
 // wait returns once this node has applied a removal and, unless limit ends before, all peers have
 // answered.
-func (r *Removals) wait(ctx, limit context.Context, a *ask, m removal.Removal) error {
+func (r *Removals) wait(ctx, limit context.Context, a *ask) error {
 	others := limit.Done()
 	for {
 		r.mu.Lock()
-		changed, applied, err := r.changed, r.list.Applied(m.Space) >= m.Stamp, r.failed[m.Space]
+		changed, applied, err := r.changed, a.applied, r.failed[a.r.Space]
 		left := 0
 		for _, x := range a.answers {
 			if x == nil {

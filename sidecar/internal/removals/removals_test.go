@@ -5,6 +5,7 @@ package removals
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"strings"
 	"sync"
@@ -50,7 +51,7 @@ type node struct {
 	noted error
 	keeps bool
 	times int // removals
-	wiped int // removals of all pages
+	rest  int // removals from the object store alone
 	hold  chan struct{}
 }
 
@@ -63,24 +64,22 @@ func (n *node) RemoveSpace(id page.ID) (bool, error) {
 	}
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	if n.fails != nil {
+	if n.fails != nil && !errors.Is(n.fails, removal.ErrObjects) {
 		return false, n.fails
 	}
 	n.times++
 	had := n.pages[id] > 0
 	delete(n.pages, id)
-	return had, nil
+	return had, n.fails
 }
 
-func (n *node) RemoveAll(context.Context) error {
+func (n *node) RemoveObjects(page.ID) error {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	if n.fails != nil {
-		return n.fails
+	if n.fails == nil {
+		n.rest++
 	}
-	n.wiped++
-	clear(n.pages)
-	return nil
+	return n.fails
 }
 
 func (n *node) Note() ([]byte, error) { return n.note, nil }
@@ -269,6 +268,7 @@ func TestAMemberThatRestarts(t *testing.T) {
 	testutil.Bubble(t, func(t *testing.T) {
 		c, all := newNet(t, 2)
 		a, b := all[0], all[1]
+		time.Sleep(settleTime)
 		remove(t, a)
 		b.put(5) // later
 		b.stop()
@@ -408,7 +408,7 @@ func TestAStampThatIsBehind(t *testing.T) {
 	testutil.Bubble(t, func(t *testing.T) {
 		_, all := newNet(t, 2)
 		a, b := all[0], all[1]
-		ahead := uint64(time.Now().Add(time.Hour).UnixNano())
+		ahead := uint64(time.Now().Add(removal.MaxAhead).UnixNano())
 		b.mu.Lock()
 		b.hold = make(chan struct{})
 		b.mu.Unlock()
@@ -458,96 +458,84 @@ func TestAnswersThatDoNotCome(t *testing.T) {
 	})
 }
 
-// A node that was away while others forgot removals removes all that it has, before it serves any
-// of it to others or, as soon as it has met one, to engines.
+// Nothing but its removals takes pages of a node, however long it was away.
 func TestANodeThatWasAwayTooLong(t *testing.T) {
-	for name, away := range map[string]time.Duration{"short": removal.Keep - time.Hour,
-		"long": removal.Keep + time.Hour} {
-		testutil.Bubble(t, func(t *testing.T) {
-			c, all := newNet(t, 2)
-			a, b := all[0], all[1]
-			time.Sleep(time.Minute)
-			b.put(5)
-			b.stop()
-			a.PeerDown(b.boot)
-			time.Sleep(away)
-			again := c.start(transfer.Boot{9}, b)
-			again.mu.Lock()
-			again.fails = errors.New("not yet")
-			again.mu.Unlock()
-			c.join(a, again)
-			time.Sleep(time.Second)
-			if got := again.Ready(space) && again.Heard(); got != (name == "short") {
-				t.Errorf("%s: ready %v", name, got)
-			}
-			again.mu.Lock()
-			again.fails = nil
-			again.mu.Unlock()
-			time.Sleep(2 * retryTime)
-			if !again.Ready(space) || !again.Heard() {
-				t.Errorf("%s: not ready", name)
-			}
-			if want := map[string]int{"short": 5}[name]; again.has() != want {
-				t.Errorf("%s: %d pages, want %d", name, again.has(), want)
-			}
-			again.put(2)
-			time.Sleep(removal.Keep + time.Hour) // among others: it misses nothing
-			again.PeerDown(a.boot)
-			a.PeerDown(again.boot)
-			c.join(a, again)
-			time.Sleep(time.Minute)
-			if again.has() < 2 || again.wiped > 1 {
-				t.Errorf("%s: %d pages after %d removals of all", name, again.has(), again.wiped)
-			}
-		})
-	}
-}
-
-// The same while others had no room for all removals.
-func TestANodeThatWasAwayWhileListsWereFull(t *testing.T) {
 	testutil.Bubble(t, func(t *testing.T) {
 		c, all := newNet(t, 2)
 		a, b := all[0], all[1]
 		time.Sleep(time.Minute)
 		b.put(5)
 		c.part(a, b)
-		time.Sleep(time.Minute)
-		now := uint64(time.Now().UnixNano())
-		for i := range removal.Max + 1 {
-			a.Learn(transfer.Boot{99}, page.ID{9, byte(i), byte(i >> 8)}, now+uint64(i))
+		remove(t, a)
+		time.Sleep(removal.Keep + 2*forgetTime)
+		if known, _ := a.Stats(); known != 0 {
+			t.Errorf("%d are remembered", known)
 		}
-		time.Sleep(time.Minute)
+		c.join(a, c.start(transfer.Boot{9}, nil))
 		c.join(a, b)
 		time.Sleep(time.Minute)
-		if b.has() != 0 || b.wiped != 1 || !b.Ready(space) {
-			t.Errorf("%d pages after %d removals of all", b.has(), b.wiped)
+		if b.has() != 5 || !b.Ready(space) {
+			t.Errorf("%d pages", b.has())
 		}
-		b.put(1)
-		c.part(a, b)
-		c.join(a, b)
-		time.Sleep(time.Minute)
-		if b.has() != 1 {
-			t.Error("removed again")
+		if got := confirmed(remove(t, a)); got != "abi" || b.has() != 0 {
+			t.Errorf("%s, %d pages", got, b.has())
 		}
-		// A peer that lies beside others costs nothing.
-		liar := c.start(transfer.Boot{3}, nil)
-		c.join(liar, b)
-		time.Sleep(2 * seenTime / 3)
-		for _, floor := range []time.Duration{0, time.Hour} {
-			if err := b.Handle(liar.boot, removalsFrame(&peerv1.PageRemovals{Last: true,
-				Forgotten: uint64(time.Now().Add(floor).UnixNano())})); err != nil {
+	})
+}
+
+// A peer that has heard nobody does not know what this node has missed.
+func TestAPeerThatHasHeardNobody(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
+		c, all := newNet(t, 1)
+		a := all[0]
+		time.Sleep(settleTime)
+		remove(t, a)
+		was := &node{pages: map[page.ID]int{space: 5}}
+		b, empty := c.start(transfer.Boot{2}, was), c.start(transfer.Boot{3}, nil)
+		c.join(b, empty)
+		time.Sleep(time.Second)
+		if b.Ready(space) || b.Heard() || empty.Heard() {
+			t.Fatal("the list of a node that has just started is taken for all")
+		}
+		c.join(a, empty)
+		time.Sleep(time.Second)
+		if !b.Ready(space) || b.has() != 0 || !empty.Heard() {
+			t.Errorf("%d pages; it does not hear of the removal through the other one", b.has())
+		}
+		{ // no removal wakes the sender
+			again := c.start(transfer.Boot{6}, nil)
+			last := c.start(transfer.Boot{7}, nil)
+			c.join(again, last)
+			time.Sleep(time.Second)
+			if err := again.Handle(a.boot, removalsFrame(&peerv1.PageRemovals{Last: true})); err != nil {
 				t.Fatal(err)
 			}
+			if time.Sleep(time.Second); !last.Heard() {
+				t.Error("it waits for a node that has heard others")
+			}
 		}
-		time.Sleep(time.Minute)
-		if b.has() != 1 {
-			t.Error("removed for a liar")
+		// Alone with it, the wait of one ends that of the other.
+		x := c.start(transfer.Boot{4}, nil)
+		time.Sleep(settleTime - time.Second)
+		y := c.start(transfer.Boot{5}, was)
+		c.join(x, y)
+		if time.Sleep(time.Second - 1); y.Heard() {
+			t.Error("too soon")
+		}
+		if time.Sleep(time.Second); !y.Heard() {
+			t.Error("it is not told")
 		}
 	})
 }
 
 // What cannot be sent is sent later, with all that came meanwhile.
 func TestASendThatFails(t *testing.T) {
+	for _, more := range []bool{false, true} {
+		sendFails(t, more)
+	}
+}
+
+func sendFails(t *testing.T, more bool) {
 	testutil.Bubble(t, func(t *testing.T) {
 		c, all := newNet(t, 2)
 		a, b := all[0], all[1]
@@ -559,37 +547,187 @@ func TestASendThatFails(t *testing.T) {
 			!strings.Contains(states[1].Problem, "nobody is there") {
 			t.Fatalf("%+v", states)
 		}
-		a.Learn(transfer.Boot{99}, page.ID{8}, uint64(time.Now().UnixNano()))
+		if more {
+			a.Learn(transfer.Boot{99}, page.ID{8}, uint64(time.Now().UnixNano()))
+		}
 		time.Sleep(time.Second)
 		c.mu.Lock()
 		clear(c.cut)
 		c.mu.Unlock()
 		time.Sleep(2 * retryTime)
-		if b.Applied(space) != a.Applied(space) || b.Applied(page.ID{8}) == 0 {
+		if b.Applied(space) != a.Applied(space) || b.Applied(page.ID{8}) != a.Applied(page.ID{8}) {
 			t.Error("the removals are not sent again")
 		}
 	})
 }
 
-// A peer that makes more removals than the list holds makes no more work than the list.
+// The end of a list that could not be sent as a whole is not sent.
+func TestAListThatIsSentInPart(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
+		var mu sync.Mutex
+		var sent []*peerv1.PageRemovals
+		fails := true
+		r := New(Options{Self: Member{Boot: transfer.Boot{1}}, Store: &node{}, Gone: func() {},
+			Log: slog.New(slog.DiscardHandler),
+			Send: func(_ transfer.Boot, f *peerv1.ControlFrame) error {
+				mu.Lock()
+				defer mu.Unlock()
+				if fails {
+					fails = false
+					return errors.New("no room")
+				}
+				sent = append(sent, f.GetPageRemovals())
+				return nil
+			}})
+		now := uint64(time.Now().UnixNano())
+		for i := range 2 * perMessage {
+			r.Learn(transfer.Boot{99}, page.ID{9, byte(i), byte(i >> 8)}, now)
+		}
+		r.heard = true
+		r.PeerUp(transfer.Boot{2}, "b", true)
+		ctx, stop := context.WithCancel(t.Context())
+		done := make(chan struct{})
+		go func() { r.sender(ctx); close(done) }()
+		time.Sleep(time.Second)
+		mu.Lock()
+		if len(sent) > 0 {
+			t.Errorf("%d messages", len(sent))
+		}
+		mu.Unlock()
+		time.Sleep(retryTime)
+		stop()
+		<-done
+		if len(sent) != 2 || sent[0].Last || !sent[1].Last {
+			t.Errorf("%d messages", len(sent))
+		}
+	})
+}
+
+// A peer that makes more removals than the list holds makes no more work than the list, and pushes
+// out only some of those of others.
 func TestAFloodOfRemovals(t *testing.T) {
 	testutil.Bubble(t, func(t *testing.T) {
 		_, all := newNet(t, 2)
 		a, b := all[0], all[1]
 		time.Sleep(time.Second)
-		now := uint64(time.Now().UnixNano())
-		for i := range 3 * removal.Max {
-			a.Learn(transfer.Boot{99}, page.ID{9, byte(i), byte(i >> 8)}, now+uint64(i))
+		other := func(i int) page.ID { return page.ID{9, byte(i), byte(i >> 8)} }
+		flood := func(from, removals int) {
+			now := uint64(time.Now().UnixNano())
+			for i := range removals {
+				a.Learn(transfer.Boot{99}, other(from+i), now+uint64(i))
+			}
+			a.Removals.mu.Lock()
+			if len(a.news) > removal.Max {
+				t.Errorf("%d are to be passed on", len(a.news))
+			}
+			a.Removals.mu.Unlock()
+			time.Sleep(time.Minute)
 		}
-		a.Removals.mu.Lock()
-		if len(a.news) > removal.Max {
-			t.Errorf("%d are to be passed on", len(a.news))
-		}
-		a.Removals.mu.Unlock()
-		time.Sleep(time.Minute)
+		flood(0, removal.Max)
 		if known, pending := b.Stats(); known != removal.Max || pending != 0 {
 			t.Errorf("%d known, %d pending", known, pending)
 		}
+		left := func(want int) {
+			t.Helper()
+			kept := 0
+			for i := range removal.Max {
+				if a.Known(other(i)) != 0 {
+					kept++
+				}
+			}
+			if kept != want {
+				t.Errorf("%d are left, want %d", kept, want)
+			}
+		}
+		flood(10_000, 3*removal.Max)
+		left(removal.Max - pushesPerHour)
+		flood(20_000, removal.Max)
+		left(removal.Max - pushesPerHour)
+		time.Sleep(time.Hour)
+		flood(20_000, removal.Max)
+		left(removal.Max - 2*pushesPerHour)
+		if got := confirmed(remove(t, b)); got != "ba" { // another peer, and the node itself
+			t.Error(got)
+		}
+	})
+}
+
+// A list without room refuses: the remover gets an error, or a problem of the other node.
+func TestAListThatIsFull(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
+		_, all := newNet(t, 2)
+		a, b := all[0], all[1]
+		time.Sleep(time.Second)
+		b.mu.Lock()
+		b.fails = errors.New("the disk is gone")
+		b.mu.Unlock()
+		now := uint64(time.Now().UnixNano())
+		for i := range removal.Max {
+			b.Learn(transfer.Boot{99}, page.ID{9, byte(i), byte(i >> 8)}, now+uint64(i))
+		}
+		states := remove(t, a)
+		if confirmed(states) != "a" || !strings.Contains(states[1].Problem, "removals of 1024") {
+			t.Errorf("%+v", states)
+		}
+		if _, err := b.Remove(t.Context(), space, answerTime); !errors.Is(err, removal.ErrFull) {
+			t.Error(err)
+		}
+		if known, pending := b.Stats(); known != removal.Max || pending != removal.Max {
+			t.Errorf("%d known, %d pending", known, pending)
+		}
+	})
+}
+
+// A removal that was applied, and forgotten at once, is confirmed.
+func TestForgottenBeforeItIsConfirmed(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
+		_, all := newNet(t, 2)
+		for _, n := range all {
+			m := removal.Removal{Space: space, Stamp: 5}
+			n.Removals.mu.Lock()
+			n.answers = []answer{{to: transfer.Boot{99}, id: 1, r: m}}
+			n.ask = &ask{r: m}
+			n.appliedLocked(m) // the list does not have it
+			if got := n.answerLocked(n.answers[0]); !n.ask.applied || got.Stamp != 5 {
+				t.Errorf("%v %v", n.ask.applied, got)
+			}
+			n.answers, n.ask = nil, nil
+			n.Removals.mu.Unlock()
+		}
+	})
+}
+
+// Where only the object store, or the note, has failed, later pages stay.
+func TestTheRestIsTriedAgain(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
+		_, all := newNet(t, 2)
+		a, b := all[0], all[1]
+		b.put(5)
+		b.fails = fmt.Errorf("away: %w", removal.ErrObjects)
+		if got := confirmed(remove(t, a)); got != "a" || b.has() != 0 || b.Ready(space) {
+			t.Errorf("%s, %d pages", got, b.has())
+		}
+		b.put(3)
+		time.Sleep(3 * retryTime)
+		b.mu.Lock()
+		b.fails, b.noted = nil, errors.New("no note")
+		b.mu.Unlock()
+		time.Sleep(3 * retryTime)
+		b.mu.Lock()
+		b.noted = nil
+		b.mu.Unlock()
+		time.Sleep(3 * retryTime)
+		if b.has() != 3 || b.times != 1 || b.rest != 1 || !b.Ready(space) {
+			t.Errorf("%d pages after %d removals, and %d", b.has(), b.times, b.rest)
+		}
+		if got := confirmed(remove(t, a)); got != "ab" || b.has() != 0 {
+			t.Errorf("the next one: %s, %d pages", got, b.has())
+		}
+		b.Removals.mu.Lock()
+		if len(b.failed)+len(b.Removals.removed) != 0 {
+			t.Error("something is left")
+		}
+		b.Removals.mu.Unlock()
 	})
 }
 
@@ -642,12 +780,12 @@ func TestMessagesAreBounded(t *testing.T) {
 	for i := range list {
 		list[i] = long[0]
 	}
-	got := parts(transfer.Boot{}, list, true, 7)
+	got := parts(transfer.Boot{}, list, true)
 	if len(got) != 2 || got[0].frame.GetPageRemovals().Last || !got[1].frame.GetPageRemovals().Last {
 		t.Errorf("%d parts", len(got))
 	}
-	if got := parts(transfer.Boot{}, nil, true, 0); len(got) != 1 || len(parts(transfer.Boot{}, nil,
-		false, 0)) != 0 {
+	if got := parts(transfer.Boot{}, nil, true); len(got) != 1 ||
+		len(parts(transfer.Boot{}, nil, false)) != 0 {
 		t.Errorf("%d parts", len(got))
 	}
 }
