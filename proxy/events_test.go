@@ -122,7 +122,7 @@ func completion(model, prompt string) string {
 	return fmt.Sprintf(`{"model": %q, "prompt": %q, "stream": true}`, model, prompt)
 }
 
-// Requests go where the engines say that the cache is, and only those whose blocks these are.
+// A request goes to the engine that reports its blocks. Other requests are not drawn there.
 func TestEventsDecide(t *testing.T) {
 	a, b := newReporting(t), newReporting(t)
 	log, reg := &lines{}, prometheus.NewRegistry()

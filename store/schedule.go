@@ -215,7 +215,7 @@ func (s *Store) work() {
 		several := s.schedule.gave(b) // before the space's last user may be gone
 		s.done(b, to-from)
 		if several {
-			runtime.Gosched() // whoever waits for this piece goes on before the next one
+			runtime.Gosched() // the request that waits for this piece goes on before the next piece
 		}
 	}
 }

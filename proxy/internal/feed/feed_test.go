@@ -384,7 +384,7 @@ func TestGarbageVoids(t *testing.T) {
 	if n := strings.Count(r.log.String(), "are forgotten"); n != 1 {
 		t.Errorf("%d lines within a minute:\n%s", n, r.log)
 	}
-	r.Disconnect() // the garbage is a part of the replay that mends this
+	r.Disconnect() // the replay that follows contains the garbage
 	r.Lose(block(3))
 	r.want(2, 3)
 }

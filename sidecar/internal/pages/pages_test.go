@@ -234,7 +234,7 @@ func TestPutGetExistsRemove(t *testing.T) {
 	all(t, r.get(1), store.Hit)
 }
 
-// An operator removes a namespace by its id, and is told of one that this node does not know.
+// An operator removes a namespace by its id. An id that this node does not have is an error.
 func TestRemoveNamespace(t *testing.T) {
 	r := start(t, nil)
 	all(t, r.put(1), store.Stored)
