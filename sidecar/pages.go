@@ -62,6 +62,10 @@ func (p *pageStore) open() (err error) {
 	if p.cfg.Memory == 0 {
 		return nil
 	}
+	if err := fits(p.cfg.Memory, mem.Available); err != nil {
+		return err
+	}
+	p.log.Info("the store takes its memory", "bytes", p.cfg.Memory.String())
 	c := store.Config{Memory: memory.Config{Bytes: uint64(p.cfg.Memory),
 		Populate: true}, WriteBack: p.cfg.WriteBack, Shares: p.shares}
 	if p.gpus != nil {
@@ -108,6 +112,17 @@ func (p *pageStore) open() (err error) {
 	p.log.Info("store", "memory", p.cfg.Memory.String(), "disks", len(p.cfg.Disk),
 		"disk_pages", st.Disk.Pages, "disk_bytes", st.Disk.Bytes, "disk_capacity", st.Disk.Capacity)
 	return nil
+}
+
+// fits refuses a store that this host has no memory for: taking it would have the kernel kill this
+// process, or an engine.
+func fits(want config.Size, available func() (uint64, error)) error {
+	n, err := available()
+	if err != nil || uint64(want) <= n {
+		return nil
+	}
+	return fmt.Errorf("sidecar: store.memory: %q: this host has %d MiB available: lower it, or end "+
+		"what uses the memory", want.String(), n>>20)
 }
 
 // segmentShare: a disk has at least so many segments, if they are as small as they may be.

@@ -21,6 +21,7 @@ import (
 	"net"
 	"net/http"
 	"net/url"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -187,8 +188,10 @@ func CheckEndpoint(endpoint string) (problem, remedy string) {
 	const example = "write for instance http://127.0.0.1:4318"
 	u, err := url.Parse(endpoint)
 	switch {
-	case err != nil || (u.Scheme != "http" && u.Scheme != "https") || u.Host == "":
+	case err != nil || (u.Scheme != "http" && u.Scheme != "https") || u.Hostname() == "":
 		return "not a URL", example
+	case u.Port() != "" && !isPort(u.Port()):
+		return "has no port from 1 to 65535", example
 	case u.User != nil:
 		return "has a user or a password", "put credentials into the environment: " +
 			"OTEL_EXPORTER_OTLP_HEADERS=authorization=..."
@@ -198,6 +201,20 @@ func CheckEndpoint(endpoint string) (problem, remedy string) {
 	return "", ""
 }
 
+func isPort(s string) bool {
+	n, err := strconv.ParseUint(s, 10, 16)
+	return err == nil && n > 0
+}
+
+// Redacted is an endpoint for messages: without a password.
+func Redacted(endpoint string) string {
+	u, err := url.Parse(endpoint)
+	if err != nil {
+		return "..." // a password may be anywhere in it
+	}
+	return u.Redacted()
+}
+
 // New makes a Recorder; nil if no endpoint is set. Spans are sent from Start on. The collector need
 // not answer.
 func New(o Options) (*Recorder, error) {
@@ -205,7 +222,7 @@ func New(o Options) (*Recorder, error) {
 		return nil, nil
 	}
 	if problem, remedy := CheckEndpoint(o.Endpoint); problem != "" {
-		return nil, fmt.Errorf("spans: endpoint %q: %s; %s", o.Endpoint, problem, remedy)
+		return nil, fmt.Errorf("spans: endpoint %q: %s; %s", Redacted(o.Endpoint), problem, remedy)
 	}
 	u, err := url.Parse(o.Endpoint)
 	if err != nil {

@@ -271,3 +271,19 @@ func TestEndpoint(t *testing.T) {
 		}
 	}
 }
+
+// An endpoint that is refused is named without its password.
+func TestEndpoints(t *testing.T) {
+	for endpoint, want := range map[string]string{"bad": "not a URL", "http://:4318": "not a URL",
+		"grpc://h:1": "not a URL", "http://h:99999": "has no port", "http://h:0": "has no port",
+		"http://u:secret@h:1": "has a user", "http://u:secret@h:x": "not a URL",
+		"http://h:1/?a=b": "has a query"} {
+		_, err := New(Options{Endpoint: endpoint})
+		if err == nil || !strings.Contains(err.Error(), want) || strings.Contains(err.Error(), "secret") {
+			t.Errorf("%s: %v, want %q", endpoint, err, want)
+		}
+	}
+	if problem, _ := CheckEndpoint("https://h/v1/traces"); problem != "" {
+		t.Error(problem)
+	}
+}

@@ -88,7 +88,7 @@ A policy guesses which engine has which prompts by what it sent there. With --de
 			if cfg.Calibration, err = readCalibration(calibration); err != nil {
 				return err
 			}
-			if share <= 0 || share > 1 {
+			if !(share > 0 && share <= 1) { // NaN, too
 				return usage.Errorf("--trace-share %v: want more than 0 and at most 1, for instance 0.1",
 					share)
 			}
