@@ -9,8 +9,8 @@ func TestAvailable(t *testing.T) {
 	if n != 1234<<10 || err != nil {
 		t.Error(n, err)
 	}
-	for _, bad := range []string{"", "MemTotal: 1 kB\n", "MemAvailable: x kB\n", "MemAvailable: -1 kB\n",
-		"MemAvailable: 99999999999999999999 kB\n"} {
+	for _, bad := range []string{"", "MemTotal: 1 kB\n", "MemAvailable: x kB\n",
+		"MemAvailable: -1 kB\n", "MemAvailable: 99999999999999999999 kB\n"} {
 		if _, err := availableOf(bad); err == nil {
 			t.Errorf("%q was read", bad)
 		}
