@@ -48,6 +48,7 @@ LLAMAS = {
     "llama-small": llama(4, 256, 4, 2, 64, 512),
     "llama-1b": llama(16, 2048, 32, 8, 64, 8192),
     "llama-8b": llama(32, 4096, 32, 8, 128, 14336),
+    "llama-32b": llama(64, 5120, 40, 8, 128, 27648),
     # What one rank of eight has of a 70B model: the smallest pages of a dense model.
     "llama-70b-tp8": llama(80, 8192, 8, 1, 128, 3584),
 }

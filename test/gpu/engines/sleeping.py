@@ -6,17 +6,20 @@ stopped meanwhile."""
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import signal
+import subprocess
 import threading
 import time
 import urllib.request
+from concurrent import futures
 from typing import Any
 
 import nvml
 from clients import prompt
-from cluster import Failed, Sidecar, wait_for
+from cluster import Failed, Sidecar, merge, total, wait_for
 from pairs import Rig, say, summary, wait_up
 from servers import Server, ask, cpu_seconds
 
@@ -28,7 +31,20 @@ COPIED = re.compile(r"kvspray: (sleep|wake-up): ([\d.]+) GiB in ([\d.]+) s, (\d+
 
 def options(parser: Any) -> None:
     parser.add_argument("--sleeps", type=int, default=100, help="of each engine")
+    parser.add_argument(
+        "--sleep-native", type=int, default=0, help="of the engine without us; default: --sleeps"
+    )
     parser.add_argument("--sleep-faults", type=int, default=20, help="sidecars killed or stopped")
+    parser.add_argument(
+        "--sleep-links",
+        default="",
+        help="numbers of PCIe links that the sidecar uses, such as 1,2,4, one after the other",
+    )
+    parser.add_argument(
+        "--sleep-two",
+        action="store_true",
+        help="then two engines with one sidecar at the same time, on the GPUs of P and D",
+    )
 
 
 class Engine:
@@ -36,8 +52,9 @@ class Engine:
 
     name, place = "vllm", "P"
 
-    def __init__(self, rig: Rig) -> None:
-        self.rig, self.server = rig, Server(f"sleep-{self.name}", rig.logs)
+    def __init__(self, rig: Rig, place: str = "") -> None:
+        self.place = place or self.place
+        self.rig, self.server = rig, Server(f"sleep-{self.name}-{self.place}", rig.logs)
         self.ids = prompt(min(512, rig.max_len // 2), "sleep")
         self.want: tuple[str, list[int]] = ("", [])
 
@@ -93,13 +110,16 @@ class Ours(Engine):
 
     name, place = "kvspray", "D"
 
-    def __init__(self, rig: Rig) -> None:
-        super().__init__(rig)
-        self.sidecar = Sidecar("sleep-sidecar", rig.run, rig.sidecar_config())
-        self.sidecar.log = rig.logs / "sleep-sidecar.log"
+    def __init__(self, rig: Rig, place: str = "", sidecar: Sidecar | None = None) -> None:
+        super().__init__(rig, place)
+        self.owner = sidecar is None
+        self.sidecar = sidecar or Sidecar("sleep-sidecar", rig.run, rig.sidecar_config())
+        if self.owner:
+            self.sidecar.log = rig.logs / "sleep-sidecar.log"
 
     def start(self) -> None:
-        self.sidecar.start()
+        if self.owner:
+            self.sidecar.start()
         super().start()
 
     def more(self) -> dict[str, str]:
@@ -112,6 +132,22 @@ class Ours(Engine):
             {"what": w, "gib": float(g), "s": float(s), "by_sidecar": int(n), "of": int(m)}
             for w, g, s, n, m in found
         ]
+
+    def with_links(self, n: int) -> None:
+        """Restarts the sidecar: it relays over the first other GPUs."""
+        own = self.rig.gpus(self.place)[:1] or ["0"]
+        others = [uuid for index, uuid in gpus() if index not in own]
+        if len(others) < n - 1:
+            raise Failed(f"sleep: {n} links, but the host has {len(others) + 1} GPUs")
+        before = self.sessions()
+        self.sidecar.stop()
+        relays = {"transports": {"gpu": {"relays": others[: n - 1]}}}
+        self.sidecar.config = merge(self.sidecar.config, relays)
+        self.sidecar.start()
+        wait_for("the engines' sessions", lambda: self.sessions() >= before, BACK_S, tick=0.1)
+
+    def sessions(self) -> float:
+        return total(self.sidecar.metrics(), "kvspray_engine_sessions")
 
     def fault(self, kill: bool, after: float) -> None:
         time.sleep(after)
@@ -128,7 +164,8 @@ class Ours(Engine):
 
     def stop(self) -> None:
         super().stop()
-        self.sidecar.stop()
+        if self.owner:
+            self.sidecar.stop()
 
 
 def free_mib() -> float:
@@ -145,11 +182,22 @@ def table(got: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     }
 
 
-def rounds(sides: list[Engine], n: int, out: dict[str, Any]) -> list[str]:
+def gpus() -> list[tuple[str, str]]:
+    """Indexes and UUIDs of those that this command may use."""
+    query = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
+    text = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    found = [tuple(line.replace(" ", "").split(",")) for line in text.splitlines()]
+    visible = [g for g in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if g]
+    return [(i, uuid) for i, uuid in found if not visible or i in visible]
+
+
+def rounds(sides: list[Engine], n: int, native: int, out: dict[str, Any]) -> list[str]:
+    """The engine without us sleeps in as many rounds as native."""
     got: dict[str, list[dict[str, float]]] = {side.name: [] for side in sides}
     problems = []
     for turn in range(-1, n):  # the first pins memory, and is reported apart
-        for side in sides if turn % 2 else reversed(sides):
+        mine = [s for s in sides if isinstance(s, Ours) or turn < native]
+        for side in mine if turn % 2 else reversed(mine):
             r = side.once()
             wrong = side.check()
             problems += [wrong] if wrong else []
@@ -163,6 +211,55 @@ def rounds(sides: list[Engine], n: int, out: dict[str, Any]) -> list[str]:
     return problems
 
 
+def speeds(copied: list[dict[str, Any]]) -> dict[str, Any]:
+    out = {}
+    for what in ("sleep", "wake-up"):
+        mine = [c["gib"] * GIB / 1e9 / c["s"] for c in copied if c["what"] == what]
+        out[what] = summary(mine) if mine else {}
+    return out
+
+
+def steps(sides: list[Engine], a: Any, out: dict[str, Any]) -> list[str]:
+    """The rounds, by links of the sidecar."""
+    ours = next(s for s in sides if isinstance(s, Ours))
+    problems = []
+    for at, word in enumerate(a.sleep_links.split(",")):
+        if word:
+            ours.with_links(int(word))
+        had, row = len(ours.copied()), out.setdefault(f"links {word}" if word else "links", {})
+        now = sides if at == 0 else [ours]
+        problems += rounds(now, a.sleeps, a.sleep_native or a.sleeps, row)
+        copied = ours.copied()[had:]
+        short = [c for c in copied if c["by_sidecar"] < c["of"]]
+        if not copied or short:
+            problems.append(f"{word} links: the sidecar did not copy all: {short[:4]}")
+        row["gb_s"] = speeds(copied[2:])
+        for name, r in row["rounds"].items():
+            ms = {k: 1e3 * r[k]["median"] for k in ("sleep", "wake", "cpu")}
+            say(f"{word} links, {name}: " + ", ".join(f"{k} {v:.0f} ms" for k, v in ms.items()))
+        say(f"  GB/s: {row['gb_s']}; first {row['first']}")
+    return problems
+
+
+def together(pair: list[Ours], n: int, out: dict[str, Any]) -> list[str]:
+    """Two engines sleep at the same time, and wake up at the same time."""
+    problems, took = [], {"/sleep?level=1": [], "/wake_up": []}  # type: ignore[var-annotated]
+    had = [len(side.copied()) for side in pair]
+    for turn in range(-1, n):
+        for path, times in took.items():
+            start = time.perf_counter()
+            with futures.ThreadPoolExecutor(2) as pool:
+                list(pool.map(lambda side, path=path: side.post(path), pair))
+            if turn >= 0:
+                times.append(time.perf_counter() - start)
+        problems += [wrong for side in pair if (wrong := side.check())]
+    for side, before in zip(pair, had, strict=True):
+        out[side.place] = speeds(side.copied()[before + 2 :])
+    out["seconds"] = {path: summary(times) for path, times in took.items() if times}
+    say(f"two at once: {out}")
+    return problems
+
+
 def faults(ours: Ours, n: int, longest: float) -> tuple[dict[str, Any], list[str]]:
     r, problems = random.Random(1), []
     took = []
@@ -173,7 +270,7 @@ def faults(ours: Ours, n: int, longest: float) -> tuple[dict[str, Any], list[str
         thread.join()
         wrong = ours.check()
         problems += [f"fault {turn}: {wrong}"] if wrong else []
-        wait_for("the sidecar", lambda: ours.sidecar.metrics(), BACK_S, tick=0.1)
+        wait_for("the session", lambda: ours.sessions() > 0, BACK_S, tick=0.1)
     met = [c for c in ours.copied()[-2 * n :] if c["by_sidecar"] < c["of"]] if n else []
     return {"n": n, "met_a_copy": len(met), "seconds": summary(took) if took else {}}, problems
 
@@ -184,31 +281,24 @@ def run(stage: Any) -> tuple[dict[str, Any], list[str]]:
         raise Failed("sleep: vLLM's sleep mode needs a GPU")
     ours = Ours(rig)
     sides: list[Engine] = [Engine(rig), ours]
+    second = [Ours(rig, "P", ours.sidecar)] if a.sleep_two else []
     out: dict[str, Any] = {}
     rig.so_far = out
     try:
-        for side in sides:
+        for side in [*sides, *second]:
             side.start()
-        wait_up([side.server for side in sides])
-        for side in sides:
+        wait_up([side.server for side in [*sides, *second]])
+        for side in [*sides, *second]:
             side.want = side.state()
-        problems = rounds(sides, a.sleeps, out)
-        copied = ours.copied()
-        if not copied or any(c["by_sidecar"] < c["of"] for c in copied):
-            problems.append(f"the sidecar did not copy all: {copied[:4]}")
-        for what in ("sleep", "wake-up"):
-            speeds = [c["gib"] * GIB / 1e9 / c["s"] for c in copied[2:] if c["what"] == what]
-            out[f"{what}_gb_s"] = summary(speeds) if speeds else {}
-        for name, row in out["rounds"].items():
-            ms = {k: 1e3 * row[k]["median"] for k in ("sleep", "wake", "cpu")}
-            say(f"{name}: " + ", ".join(f"{k} {v:.0f} ms" for k, v in ms.items()))
-        longest = sum(out["rounds"]["kvspray"][k]["median"] for k in ("sleep", "wake"))
+        problems = steps(sides, a, out)
+        if second:
+            problems += together([ours, *second], min(a.sleeps, 10), out.setdefault("two", {}))
+        last = next(reversed([row for key, row in out.items() if key.startswith("links")]))
+        longest = sum(last["rounds"]["kvspray"][k]["median"] for k in ("sleep", "wake"))
         out["faults"], wrong = faults(ours, a.sleep_faults, longest)
         problems += wrong
         say(f"faults: {out['faults']}")
-        print(f"sleep: first {out['first']}")
-        print(f"  GB/s: sleep {out['sleep_gb_s']}, wake-up {out['wake-up_gb_s']}")
     finally:
-        for side in sides:
+        for side in [*second, *reversed(sides)]:
             side.stop()
     return out, problems
