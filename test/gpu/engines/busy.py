@@ -203,7 +203,7 @@ def measure(sides: list[Ours | Offload], rig: Rig, out: dict[str, Any]) -> list[
 
 
 def ratio(engines: dict[str, Any]) -> dict[str, float]:
-    """How many times as soon as with the better of vLLM's connectors kvspray's worker has loaded."""
+    """How many times as soon as with the better of vLLM's connectors ours has loaded."""
     first = {name: r["ttft_ms"]["with"]["median"] for name, r in engines.items()}
     theirs = [first[name] for name in ("offloading", "simple") if name in first]
     ours = first.get("kvspray-offloading")

@@ -309,7 +309,7 @@ def line(name: str, r: dict[str, Any]) -> str:
 
 
 def ratios(rows: dict[str, Any]) -> dict[str, float]:
-    """By length: how many times as soon as with the better of vLLM's kvspray's worker has loaded."""
+    """By length: how many times as soon as with vLLM's better one ours has loaded."""
     out = {}
     for n, row in rows.items():
         theirs = [row[c.name]["loaded"]["median"] for c in (Offload, Simple) if c.name in row]
@@ -339,7 +339,8 @@ def run(stage: Any) -> tuple[dict[str, Any], list[str]]:
         raise Failed("--no-store: no engine is left, without --offload or --simple")
     ours = next((side for side in sides if isinstance(side, Ours)), None)
     mine = next((side for side in sides if isinstance(side, OurOffload)), None)
-    out: dict[str, Any] = {"token_bytes": rig.token_bytes(), "lengths": {}, "ratio": {}}
+    out: dict[str, Any] = {"token_bytes": rig.token_bytes(), "simple": a.simple}
+    out |= {"lengths": {}, "ratio": {}}
     rig.so_far = out
     try:
         for side in sides:
