@@ -55,7 +55,8 @@ PARTS = {
     ),
     "store": (
         reuse,
-        "what the node's store saves, beside computing and OffloadingConnector; engines of its own",
+        "what the node's store saves, beside computing and vLLM's connectors for host memory, also "
+        "while an engine decodes; engines of its own",
     ),
     "sleep": (
         sleeping,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the node's store saves: time to the first token of a prompt whose pages it has, beside
-computing the prompt and beside vLLM's OffloadingConnector, with its own worker and with kvspray's, in
-turns.
+computing the prompt and beside vLLM's OffloadingConnector, with its own worker and with kvspray's,
+and SimpleCPUOffloadConnector, in turns.
 
 Each prompt is new and is sent three times: it is computed; the engine forgets it, and it is
 loaded; and it is sent once more, while the engine has it. The store's pages are compared with
@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import busy
 from clients import prompt
 from cluster import Failed, Sidecar, total, wait_for
 from multi import ENV, STORED, empty_prefix_cache
@@ -25,7 +26,8 @@ NEEDS: set[str] = set()
 LENGTHS = "512,2048,8192,16000,32000"
 STORED_S = 30.0  # until a prompt's pages are stored
 TIMES = ("computed", "loaded", "had", "cpu")  # of one prompt, in ms; cpu: of engine and sidecar
-QUIET_S = 0.3  # without a new byte, until OffloadingConnector has stored them
+QUIET_S = 0.3  # without a new byte, until vLLM's connectors have stored them
+GOAL = 1.0  # times as soon as the better of vLLM's connectors
 
 
 def options(parser: Any) -> None:
@@ -37,6 +39,16 @@ def options(parser: Any) -> None:
         action="store_true",
         help="engines with OffloadingConnector in turns: vLLM's own worker (CUDA) and kvspray's",
     )
+    parser.add_argument(
+        "--simple",
+        nargs="?",
+        const="P",
+        choices=("P", "D"),
+        help="one more with SimpleCPUOffloadConnector (CUDA), on the GPU of the store's engine (P, "
+        "the default) or of the others (D)",
+    )
+    parser.add_argument("--no-store", action="store_true", help="no engine on the store")
+    busy.options(parser)
 
 
 class Ours:
@@ -62,6 +74,9 @@ class Ours:
         self.server.start(
             self.rig.host, self.rig.model, kv, *self.rig.engine_args("P"), env=env
         )
+
+    def sessions(self) -> bool:
+        return total(self.sidecar.metrics(), "kvspray_engine_sessions") >= 2
 
     def block(self) -> int:
         layout = json.loads((self.rig.pages / "P/layout.json").read_text())
@@ -112,7 +127,7 @@ class Ours:
 class Offload:
     """An engine with vLLM's own connector for host memory."""
 
-    name = "offloading"
+    name, connector, place = "offloading", "OffloadingConnector", "D"
 
     def __init__(self, rig: Rig) -> None:
         self.rig = rig
@@ -121,7 +136,7 @@ class Offload:
 
     def start(self) -> None:
         kv = {
-            "kv_connector": "OffloadingConnector",
+            "kv_connector": self.connector,
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {
@@ -129,9 +144,9 @@ class Offload:
                 **self.more(),
             },
         }
-        env = {**self.rig.engine_env("D"), **ENV}
+        env = {**self.rig.engine_env(self.place), **ENV}
         self.server.start(
-            self.rig.host, self.rig.model, kv, *self.rig.engine_args("D"), env=env
+            self.rig.host, self.rig.model, kv, *self.rig.engine_args(self.place), env=env
         )
 
     def more(self) -> dict[str, Any]:
@@ -205,6 +220,33 @@ class OurOffload(Offload):
         self.sidecar.stop()
 
 
+class Simple(Offload):
+    """vLLM's other connector, which by default stores at once, as OffloadingConnector does. It
+    counts no block that is stored."""
+
+    name, connector = "simple", "SimpleCPUOffloadConnector"
+
+    def __init__(self, rig: Rig) -> None:
+        super().__init__(rig)
+        self.place = rig.args.simple
+
+    def stored(self) -> float:
+        return 0.0
+
+    def loaded(self) -> float:
+        return total(self.server.metrics(), "vllm:simple_kv_offload_load_blocks_total")
+
+    def wait_stored(self, before: float, tokens: int) -> None:
+        def quiet() -> bool:
+            now = time.monotonic()
+            if total(self.server.metrics(), "vllm:simple_kv_offload_pending_store_blocks"):
+                self._since = now
+            return now - self._since > QUIET_S
+
+        self._since = time.monotonic()
+        wait_for("prompt stored", quiet, STORED_S, tick=0.05)
+
+
 def one_prompt(side: Ours | Offload, n: int, seed: object) -> dict[str, Any]:
     """Milliseconds of its three requests."""
     rid, ids = f"look-{side.name}-{n}-{seed}", prompt(n, ("store", side.name, n, seed))
@@ -266,40 +308,66 @@ def line(name: str, r: dict[str, Any]) -> str:
     return f"{name}: {', '.join(ms)} ms"
 
 
+def ratios(rows: dict[str, Any]) -> dict[str, float]:
+    """By length: how many times as soon as with vLLM's better one ours has loaded."""
+    out = {}
+    for n, row in rows.items():
+        theirs = [row[c.name]["loaded"]["median"] for c in (Offload, Simple) if c.name in row]
+        if theirs and OurOffload.name in row:
+            out[n] = min(theirs) / row[OurOffload.name]["loaded"]["median"]
+    return out
+
+
+def arms(rig: Rig) -> list[Ours | Offload]:
+    a, cuda = rig.args, rig.host.device == "cuda"
+    out: list[Ours | Offload] = [] if a.no_store else [Ours(rig)]
+    if a.offload:
+        out += [OurOffload(rig), *([Offload(rig)] if cuda else [])]
+    return out + ([Simple(rig)] if a.simple and cuda else [])
+
+
 def run(stage: Any) -> tuple[dict[str, Any], list[str]]:
     rig, a = stage.rig, stage.args
-    lengths = [int(n) for n in a.store_lengths.split(",")]
+    lengths = [int(n) for n in a.store_lengths.split(",") if n]
     lengths = [n for n in lengths if n < rig.max_len - 1]
-    ours = Ours(rig)
-    sides: list[Ours | Offload] = [ours]
-    if a.offload:
-        mine = OurOffload(rig)
-        sides += [mine, *([Offload(rig)] if rig.host.device == "cuda" else [])]
-    out: dict[str, Any] = {"token_bytes": rig.token_bytes(), "lengths": {}}
+    if not lengths and not a.busy:
+        raise Failed("--store-lengths: none fits --max-len")
+    if a.busy:
+        busy.check(rig)
+    sides = arms(rig)
+    if not sides:
+        raise Failed("--no-store: no engine is left, without --offload or --simple")
+    ours = next((side for side in sides if isinstance(side, Ours)), None)
+    mine = next((side for side in sides if isinstance(side, OurOffload)), None)
+    out: dict[str, Any] = {"token_bytes": rig.token_bytes(), "simple": a.simple}
+    out |= {"lengths": {}, "ratio": {}}
     rig.so_far = out
     try:
         for side in sides:
             side.start()
         wait_up([side.server for side in sides])
-        wait_for(
-            "the engine's sessions",
-            lambda: total(ours.sidecar.metrics(), "kvspray_engine_sessions") >= 2,
-            60,
-            tick=0.1,
+        if ours:
+            wait_for("the engine's sessions", ours.sessions, 60, tick=0.1)
+        _, problems = measure(
+            sides,
+            lengths,
+            a.store_rounds,
+            lambda rows: out.update(lengths=rows, ratio=ratios(rows)),
         )
-        if not lengths:
-            raise Failed("--store-lengths: none fits --max-len")
-        out["lengths"], problems = measure(
-            sides, lengths, a.store_rounds, lambda rows: out.update(lengths=rows)
-        )
-        out |= {"pages": ours.pages, "pages_differ": ours.differ}
-        if a.offload:
+        if ours:
+            out |= {"pages": ours.pages, "pages_differ": ours.differ}
+            print(f"store: {ours.pages} pages of layers compared, {ours.differ} differ")
+        for n, row in out["lengths"].items():
+            print(f"  {n:>6} tokens  {'; '.join(line(name, r) for name, r in row.items())}")
+        for n, ratio in out["ratio"].items():
+            print(f"  {n:>6} tokens  {ratio:.2f} times as soon as vLLM's better one (goal {GOAL})")
+        if a.busy:
+            problems += busy.measure(sides, rig, out.setdefault("busy", {}))
+            busy.show(out["busy"])
+        if mine:
             out["copies"] = mine.copies()
             if not out["copies"]["ok"]:
                 problems.append(f"the sidecar made no copy: {out['copies']}")
-        print(f"store: {ours.pages} pages of layers compared, {ours.differ} differ")
-        for n, row in out["lengths"].items():
-            print(f"  {n:>6} tokens  {'; '.join(line(name, r) for name, r in row.items())}")
     finally:
         for side in sides:
             side.stop()
