@@ -94,15 +94,20 @@ func newMeshed(t *testing.T, ports *fixedPorts, gossip, join, secret string) *me
 	return &meshed{p, p.path + ".log"}
 }
 
-// peers is how many others it knows, and how many data lanes it has; -1 where it does not answer.
-func (m *meshed) peers() (known, lanes int) {
+// reach is which others it knows; nothing where it does not answer.
+func (m *meshed) reach() (v web.Reach, err error) {
 	resp, err := http.Get("http://" + m.http + "/v1/reach")
 	if err != nil {
-		return -1, 0
+		return v, err
 	}
 	defer func() { _ = resp.Body.Close() }()
-	var v web.Reach
-	if json.NewDecoder(resp.Body).Decode(&v) != nil {
+	return v, json.NewDecoder(resp.Body).Decode(&v)
+}
+
+// peers is how many others it knows, and how many data lanes it has; -1 where it does not answer.
+func (m *meshed) peers() (known, lanes int) {
+	v, err := m.reach()
+	if err != nil {
 		return -1, 0
 	}
 	for _, p := range v.Peers {
@@ -112,6 +117,19 @@ func (m *meshed) peers() (known, lanes int) {
 	}
 	return len(v.Peers), lanes
 }
+
+// strangers are nodes that it knows and that are not among all.
+func (m *meshed) strangers(all []*meshed) (names []string) {
+	v, _ := m.reach()
+	for _, p := range v.Peers {
+		if !slices.ContainsFunc(all, func(o *meshed) bool { return o.node() == p.Node }) {
+			names = append(names, p.Node)
+		}
+	}
+	return names
+}
+
+func (m *meshed) node() string { return filepath.Base(filepath.Dir(m.path)) }
 
 // costs are the descriptors and the resident bytes of a process.
 func (m *meshed) costs(t *testing.T) (fds int, rss int64) {
@@ -200,8 +218,9 @@ func TestMeshOfProcesses(t *testing.T) {
 			if time.Since(said) > 10*time.Second {
 				said = time.Now()
 				known, lanes := left[0].peers()
-				t.Logf("%s: %d of %d are not whole after %v; the first of them knows %d and has %d lanes",
-					what, len(left), count, time.Since(began).Round(time.Second), known, lanes)
+				t.Logf("%s: %d of %d are not whole after %v; the first of them knows %d, of which %v are gone, "+
+					"and has %d lanes", what, len(left), count, time.Since(began).Round(time.Second), known,
+					left[0].strangers(all), lanes)
 			}
 			if time.Since(began) > meshPatience+time.Duration(count)*meshEach {
 				for _, m := range left {

@@ -24,7 +24,8 @@ from vllm.device_allocator import cumem
 import kvspray
 from kvspray_vllm import sleep
 
-SIZES = [64 << 20, 3 << 20, 1 << 20, 20 << 20, 4096] * 2
+# More than the sidecar takes at a time.
+SIZES = [64 << 20, 3 << 20, 1 << 20, 20 << 20, 4096] * 2 + [256 << 10] * 150
 CYCLES = 24
 KEPT = ("weights",)
 

@@ -19,6 +19,8 @@ from transformers import (
     DeepseekV2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PretrainedConfig,
@@ -58,8 +60,14 @@ TOKEN_BYTES = {
     name: 4 * s["num_hidden_layers"] * s["num_key_value_heads"] * s["head_dim"]
     for name, s in LLAMAS.items()
 }
-CLASSES = {"mla": DeepseekV2ForCausalLM, "window": Gemma3ForCausalLM}
-NAMES = (*LLAMAS, "mla", "window")
+# Llama 1B's shape in a class of SGLang's that does without CUTLASS's Python, which its Llama needs.
+GRANITE = "granite-1b"
+CLASSES = {
+    "mla": DeepseekV2ForCausalLM,
+    "window": Gemma3ForCausalLM,
+    GRANITE: GraniteForCausalLM,
+}
+NAMES = (*LLAMAS, *CLASSES)
 
 
 def config_of(name: str, tok: Any) -> PretrainedConfig:
@@ -78,6 +86,16 @@ def config_of(name: str, tok: Any) -> PretrainedConfig:
             tie_word_embeddings=False,
             rope_theta=500000.0,
             architectures=["LlamaForCausalLM"],
+        )
+    if name == GRANITE:
+        shape = LLAMAS["llama-1b"]
+        return GraniteConfig(
+            **common,
+            **shape,
+            attention_multiplier=shape["head_dim"] ** -0.5,
+            tie_word_embeddings=False,
+            rope_theta=500000.0,
+            architectures=["GraniteForCausalLM"],
         )
     if name == "mla":
         # DeepSeek's latent cache at its real width; no layer uses the experts.

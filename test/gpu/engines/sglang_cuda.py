@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's servers on a GPU with kvspray: HiCache on the store of a sidecar, and prefill and decode
 through two. On a GPU host: unpack.py with the folder of pack.py's parts sgl and sgl-data, then
-models.py /opt/rig/models llama-1b.
+models.py /opt/rig/models granite-1b.
 
 Each prompt goes to a plain server, to prefill and decode, and three times to the server with
 HiCache: computed, from the store after its caches were emptied, and from its own cache. The tokens
@@ -248,7 +248,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--model", default="llama-1b", help="of the host's")
+    parser.add_argument("--model", default="granite-1b", help="of the host's")
     parser.add_argument("--sizes", default=SIZES, help="tokens of prompts")
     parser.add_argument("--tokens", type=int, default=65536, help="of each server's cache")
     parser.add_argument("--rounds", type=int, default=5, help="of each length")

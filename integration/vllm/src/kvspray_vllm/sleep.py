@@ -39,7 +39,7 @@ WAIT_S = 0.05  # between looks at the session
 ADD_S = 10.0  # for the sidecar to map what it is to copy
 DROP_S = 10.0  # for the sidecar to unmap what it has copied
 TELL_S = 10.0  # between lines of the log about a wait
-BATCH = 64  # allocations that are added together; two batches are below the protocol's limit of files
+BATCH = 24  # allocations that are added together; two batches are below the sidecar's limit of 64 open copies
 MAX_SLABS = 8
 ALIGN = 4096  # of an allocation in a slab
 
