@@ -95,3 +95,30 @@ func TestMembersMeet(t *testing.T) {
 		t.Error("a frame holds the session of a member that has left")
 	}
 }
+
+// A member that was killed before gossip listed it does not acknowledge what it was sent.
+func TestMemberThatWasNeverListed(t *testing.T) {
+	seed := net.JoinHostPort(testutil.Loopback(), "0")
+	n := start(t, func(o *Options) { o.Join = joiner(gossip.Options{Listen: seed}) })
+	unlisted := start(t, nil)
+	n.Connect(unlisted.Endpoint())
+	poll(t, "a lane", func() bool {
+		s := n.sessionOf(unlisted)
+		return s != nil && s.channel.State().Lanes > 0
+	})
+	if err := unlisted.Close(); err != nil {
+		t.Fatal(err)
+	}
+	poll(t, "no lane", func() bool { return n.sessionOf(unlisted).channel.State().Lanes == 0 })
+	if err := n.Send(unlisted.opt.Boot, commit(1)); err != nil {
+		t.Fatal(err)
+	}
+	n.preconnector.endLeft(time.Now().Add(idleAfter/2), nil)
+	if n.sessionOf(unlisted) == nil {
+		t.Error("forgotten with a frame to deliver")
+	}
+	n.preconnector.endLeft(time.Now().Add(idleAfter+time.Second), nil)
+	if n.sessionOf(unlisted) != nil {
+		t.Error("a frame holds the session of a process that is gone")
+	}
+}

@@ -74,13 +74,15 @@ func (p *preconnector) update(now time.Time, members []cluster.Member) {
 
 // endLeft ends the sessions of members that have left, and have no lane and no lease. A frame that
 // was not acknowledged keeps such a session for idleAfter, which is as long as most transfers may
-// take: a process that was killed never acknowledges it.
+// take: a process that was killed never acknowledges it. So it does with a peer that gossip has not
+// listed, such as a member that was killed before the news of it came.
 func (p *preconnector) endLeft(now time.Time, listed map[transfer.Boot]bool) {
 	for _, s := range p.sessions.list() {
 		st := s.channel.State()
 		away := now.Sub(st.Since)
 		s.mu.Lock()
-		left := st.Lanes == 0 && s.member && !listed[s.boot] && away > downAfter
+		left := st.Lanes == 0 && !listed[s.boot] && away > downAfter &&
+			(s.member || away > p.sessions.idleAfter)
 		s.member = s.member || listed[s.boot]
 		s.mu.Unlock()
 		switch {

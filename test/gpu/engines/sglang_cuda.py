@@ -55,6 +55,8 @@ def host(model: str, tokens: int) -> Host:
         "TOKENIZERS_PARALLELISM": "false",
         "SGLANG_IS_FLASHINFER_AVAILABLE": "false",
         "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",  # pack.py has the reason
+        # The other one is compiled for another torch, and takes int64 for uint8.
+        "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",
     }
     args = (
         "--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend",
