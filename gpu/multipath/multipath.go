@@ -29,7 +29,7 @@ type Multipath struct {
 	threshold uint64 // copies of fewer bytes take the direct path
 	min, max  uint64 // bytes of a chunk
 
-	lanes chan device.Queue // of the direct path, for copies below the threshold
+	lanes chan lane // of the direct path, for copies below the threshold
 
 	mu     sync.Mutex
 	work   sync.Cond
@@ -54,8 +54,19 @@ const (
 	MaxScratchBytes  = LinkDepth * MaxChunk
 )
 
-// directLanes is the number of copies below the threshold that run at once; others wait.
-const directLanes = 4
+const (
+	// directLanes is the number of copies below the threshold that run at once; others wait.
+	directLanes = 4
+	// spinBytes is the most that the direct path spins for: the driver's spinning wait takes a core.
+	// The pauses between polls are short beside larger copies, which take 150 us and more.
+	spinBytes = 8 << 20
+)
+
+// lane is a queue of the direct path.
+type lane struct {
+	device.Queue
+	done device.Event
+}
 
 // ErrBusy means that MaxJobs copies wait.
 var ErrBusy = errors.New("gpu: too many copies are waiting")
@@ -121,13 +132,17 @@ func NewSized(minChunk, maxChunk uint64, target device.Device, relays ...device.
 			}
 		}
 	}
-	m.lanes = make(chan device.Queue, directLanes)
+	m.lanes = make(chan lane, directLanes)
 	for range directLanes {
 		q, err := target.NewQueue()
 		if err != nil {
 			return nil, fmt.Errorf("gpu: direct path: %w", err)
 		}
-		m.lanes <- q
+		e, err := target.NewEvent()
+		if err != nil {
+			return nil, fmt.Errorf("gpu: direct path: %w", err)
+		}
+		m.lanes <- lane{q, e}
 	}
 	m.alive, m.direct = len(m.links), true
 	for _, l := range m.links {
@@ -260,24 +275,41 @@ func (m *Multipath) CopyDirect(dir device.Direction, parts []device.Piece) error
 		if dir == device.DeviceToHost {
 			from, to = p.Dev, p.Host
 		}
-		err = q.CopySync(to, from, p.Len)
+		if p.Len <= spinBytes {
+			err = q.CopySync(to, from, p.Len)
+		} else {
+			err = q.end(q.Copy(to, from, p.Len), p.Len)
+		}
 	} else {
 		host, dev, sizes := make([]cuda.Ptr, len(parts)), make([]cuda.Ptr, len(parts)),
 			make([]uint64, len(parts))
+		var n uint64
 		for i := range parts {
 			host[i], dev[i], sizes[i] = parts[i].Host, parts[i].Dev, parts[i].Len
+			n += parts[i].Len
 		}
 		if dir == device.DeviceToHost {
 			host, dev = dev, host
 		}
-		// Also after an error nothing may be in flight.
-		err = errors.Join(q.CopyBatch(dev, host, sizes), q.Sync())
+		err = q.end(q.CopyBatch(dev, host, sizes), n)
 	}
 	m.lanes <- q
 	if err != nil {
 		return fmt.Errorf("gpu: direct path: %w", err)
 	}
 	return nil
+}
+
+// end returns when nothing of n bytes is in flight any more, also after an error.
+func (l lane) end(err error, n uint64) error {
+	if err == nil && n > spinBytes {
+		if err = l.Record(l.done); err == nil {
+			if err = l.done.Sync(); err == nil {
+				return nil
+			}
+		}
+	}
+	return errors.Join(err, l.Sync())
 }
 
 // shapeLocked gives each link at least four chunks, so that links finish at about the same time,
