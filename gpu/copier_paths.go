@@ -306,15 +306,22 @@ func (p *paths) shifts(r *mem.Region) ([]cuda.Ptr, error) {
 	p.importing.Lock()
 	defer p.importing.Unlock()
 	if _, ok := p.imported[r]; !ok {
-		var all []foreign
-		for _, relay := range p.relays {
-			at, n, err := relay.card.Import(&h, r.FD())
-			if err != nil {
-				err = fmt.Errorf("gpu: region %s: import into the context of GPU %d, which relays: %w", r.ID(),
-					relay.index, err)
-				return nil, errors.Join(err, unimport(p.relays, r, all))
-			}
-			all = append(all, foreign{at, n})
+		all, errs := make([]foreign, len(p.relays)), make([]error, len(p.relays))
+		var wait sync.WaitGroup
+		// At once: each takes about a millisecond, in which the links wait.
+		for i, relay := range p.relays {
+			wait.Go(func() {
+				at, n, err := relay.card.Import(&h, r.FD())
+				if all[i] = (foreign{at, n}); err != nil {
+					all[i] = foreign{}
+					errs[i] = fmt.Errorf("gpu: region %s: import into the context of GPU %d, which relays: %w",
+						r.ID(), relay.index, err)
+				}
+			})
+		}
+		wait.Wait()
+		if err := errors.Join(errs...); err != nil {
+			return nil, errors.Join(err, unimport(p.relays, r, all))
 		}
 		shift := make([]cuda.Ptr, 1+len(all))
 		for i, f := range all {
@@ -342,17 +349,21 @@ func (p *paths) shiftOf(r *mem.Region) ([]cuda.Ptr, error) {
 	return all.shift, nil
 }
 
-// unimport ends imports of r in the contexts of the first relays.
+// unimport ends the imports of r, by relay, at once.
 func unimport(relays []*GPU, r *mem.Region, all []foreign) error {
 	if len(all) == 0 {
 		return nil
 	}
 	h, err := device.ParseHandle(r.Handle())
-	errs := []error{err}
+	errs := make([]error, len(all))
+	var wait sync.WaitGroup
 	for i, f := range all {
-		errs = append(errs, relays[i].card.Unimport(&h, f.at, f.n))
+		if f != (foreign{}) {
+			wait.Go(func() { errs[i] = relays[i].card.Unimport(&h, f.at, f.n) })
+		}
 	}
-	return errors.Join(errs...)
+	wait.Wait()
+	return errors.Join(err, errors.Join(errs...))
 }
 
 // watch makes relays yield while their own GPU copies, until stop is called.
