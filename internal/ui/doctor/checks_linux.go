@@ -206,6 +206,22 @@ func memoryLimit(_ context.Context, h *Host) Result {
 		bytesText(n))
 }
 
+func storeMemory(_ context.Context, h *Host) Result {
+	if h.Config == nil || h.Config.Store.Memory == 0 {
+		return skip("", "store.memory is not set: this node has no store")
+	}
+	want := uint64(h.Config.Store.Memory)
+	n, err := mem.Available()
+	switch {
+	case err != nil:
+		return skip("", "available memory: %v", err)
+	case want > n:
+		return warn("lower store.memory, or end what uses the memory", "store.memory is %s, and %s are "+
+			"available; a sidecar that runs has taken its own already", bytesText(want), bytesText(n))
+	}
+	return good("store.memory is %s, and %s are available", bytesText(want), bytesText(n))
+}
+
 func ptraceScope(_ context.Context, h *Host) Result {
 	text, err := h.read("/proc/sys/kernel/yama/ptrace_scope")
 	if errors.Is(err, os.ErrNotExist) {

@@ -78,6 +78,7 @@ var checks = []check{
 	{"memlock", false, one(memlock)},
 	{"shared memory", false, one(sharedMemory)},
 	{"memory limit", false, one(memoryLimit)},
+	{"store memory", false, one(storeMemory)},
 	{"ptrace scope", false, one(ptraceScope)},
 	{"process memory", false, one(processMemory)},
 	{"peer pidfd", false, one(peerPidfd)},

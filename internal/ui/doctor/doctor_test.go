@@ -76,6 +76,15 @@ func TestRunHere(t *testing.T) {
 	}
 }
 
+func TestStoreMemory(t *testing.T) {
+	for want, state := range map[config.Size]State{0: Skip, 1 << 20: OK, 1 << 50: Warn} {
+		got := storeMemory(t.Context(), &Host{Config: &config.Config{Store: config.Store{Memory: want}}})
+		if got.State != state || state == Warn && !strings.Contains(got.Detail, "1048576.0 GiB") {
+			t.Errorf("%s: %+v", want, got)
+		}
+	}
+}
+
 func TestHealthy(t *testing.T) {
 	all := []Result{{State: OK}, {State: Warn}, {State: Skip}, {State: Skip, Required: true}}
 	if got, want := Summary(all), "1 ok, 1 warn, 0 fail, 2 skip: kvspray runs on this host"; !Healthy(
