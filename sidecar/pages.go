@@ -3,6 +3,7 @@
 package sidecar
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -57,8 +58,8 @@ type pageStore struct {
 	tenants   tenants
 }
 
-// open opens the store, which takes its memory and reads its disks.
-func (p *pageStore) open() (err error) {
+// open opens the store, which takes its memory, until ctx ends, and reads its disks.
+func (p *pageStore) open(ctx context.Context) (err error) {
 	if p.cfg.Memory == 0 {
 		return nil
 	}
@@ -67,7 +68,7 @@ func (p *pageStore) open() (err error) {
 	}
 	p.log.Info("the store takes its memory", "bytes", p.cfg.Memory.String())
 	c := store.Config{Memory: memory.Config{Bytes: uint64(p.cfg.Memory),
-		Populate: true}, WriteBack: p.cfg.WriteBack, Shares: p.shares}
+		Populate: true, Stop: ctx.Done()}, WriteBack: p.cfg.WriteBack, Shares: p.shares}
 	if p.gpus != nil {
 		c.Copy = func(to, from []mem.Block) error {
 			_, err := p.gpus.copy(to, from)

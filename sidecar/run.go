@@ -46,7 +46,7 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	if err := n.openTraces(&open); err != nil {
 		return err
 	}
-	if err := n.pages.open(); err != nil {
+	if err := n.pages.open(ctx); err != nil {
 		return err
 	}
 	open.add(n.pages.close)

@@ -39,6 +39,8 @@ type Config struct {
 	SlabBytes uint64 // 0: DefaultSlabBytes, or an eighth of a small arena
 	MaxPages  int    // 0: one for every 64 KiB of the arena
 	Populate  bool   // take the memory at once
+	// Stop ends that early, once it is closed. nil: nothing does.
+	Stop <-chan struct{}
 }
 
 // Page is one pinned page.
@@ -96,7 +98,7 @@ func New(c Config) (*Tier, error) {
 func (t *Tier) allocate(c Config) (err error) {
 	var opts []mem.Option
 	if c.Populate {
-		opts = append(opts, mem.Populate())
+		opts = append(opts, mem.PopulateUntil(c.Stop))
 	}
 	if t.region, err = mem.NewAnonymous("store", c.Bytes, opts...); err != nil {
 		return err

@@ -58,8 +58,23 @@ func unmap(b []byte) {
 
 // populate allocates and maps all pages of b, in huge ones where the kernel has them: one small
 // page in each, of which the kernel then makes a whole one, is ten times faster than 512 faults.
-// All of it is advice: what fails is faulted in later.
-func populate(b []byte) {
+// All of it is advice: what fails, or is left when stop is closed, is faulted in later.
+func populate(b []byte, stop <-chan struct{}) {
+	for len(b) > 0 {
+		select {
+		case <-stop:
+			return
+		default:
+		}
+		n := min(len(b), populatePiece)
+		populatePart(b[:n])
+		b = b[n:]
+	}
+}
+
+const populatePiece = 256 << 20 // some tens of milliseconds; a multiple of hugePage
+
+func populatePart(b []byte) {
 	if len(b) >= hugePage {
 		for off := 0; off+hugePage <= len(b); off += hugePage {
 			_ = unix.Madvise(b[off:off+1], unix.MADV_POPULATE_WRITE)

@@ -115,6 +115,7 @@ type Region struct {
 type options struct {
 	kind     Kind
 	populate bool
+	stop     <-chan struct{} // ends populating
 	present  bool
 	reads    bool
 }
@@ -127,7 +128,13 @@ func Adopted() Option { return func(o *options) { o.kind = KindAdopted } }
 
 // Populate allocates all pages at once, so that the first transfer does not pay for it; in huge
 // pages where the kernel has them.
-func Populate() Option { return func(o *options) { o.populate = true } }
+func Populate() Option { return PopulateUntil(nil) }
+
+// PopulateUntil is Populate, which ends early once stop is closed: pages that are left are allocated
+// when they are used.
+func PopulateUntil(stop <-chan struct{}) Option {
+	return func(o *options) { o.populate, o.stop = true, stop }
+}
 
 // PopulatePresent maps all pages at once if the file has them all already, as an engine's own has:
 // a transfer pays for no page fault then. A file with holes is mapped as it is, or whoever
@@ -209,7 +216,7 @@ func (f *File) Map(id ID, offset, size uint64, opts ...Option) (*Region, error) 
 		return nil, fmt.Errorf("mem: map region %s: mmap %d bytes: %w", id, size, err)
 	}
 	if o.populate {
-		populate(b)
+		populate(b, o.stop)
 	}
 	return f.hold(&Region{id: id, kind: o.kind, size: size, offset: offset, bytes: b,
 		reads: o.reads}), nil

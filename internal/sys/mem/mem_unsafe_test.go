@@ -117,6 +117,23 @@ func TestMapMemfd(t *testing.T) {
 	}
 }
 
+// A process that is to end while it takes memory does not take the rest.
+func TestPopulateStops(t *testing.T) {
+	stop := make(chan struct{})
+	close(stop)
+	r, err := NewAnonymous("stopped", 8*hugePage, PopulateUntil(stop))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Release()
+	var st unix.Stat_t
+	if err := unix.Fstat(r.FD(), &st); err != nil || st.Blocks != 0 {
+		t.Errorf("%d bytes are allocated: %v", st.Blocks*512, err)
+	}
+	b, _ := r.Bytes()
+	b[len(b)-1] = 1 // it is usable all the same
+}
+
 // Two mappings of one memfd, the engine's and ours, are of huge pages where the kernel can make
 // them, whatever sysfs says.
 func TestHugePages(t *testing.T) {
