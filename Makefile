@@ -219,6 +219,10 @@ test-page: build ## The pages of sidecar and router in Chromium, beside transfer
 	$(HOSTPY) test/rig/env.py --page
 	$(B)/venv-page/bin/python -m pytest -q -rfEs --no-fold-skipped test/page
 
+.PHONY: test-docs
+test-docs: build env $(DISTENV)/.stamp ## The shell blocks of the getting-started pages, run as their readers would
+	$(VENV)/bin/python test/docs/blocks.py
+
 .PHONY: test-sglang
 test-sglang: build ## SGLang's pools, HiCache on our store, prefill and decode on its servers (an environment of 2.7 GB, made once)
 	$(call need-python,8)

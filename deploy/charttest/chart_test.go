@@ -8,16 +8,10 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
-	"sort"
 	"strings"
 	"testing"
 
 	monitoring "github.com/prometheus-operator/prometheus-operator/pkg/apis/monitoring/v1"
-	"helm.sh/helm/v4/pkg/chart/common"
-	"helm.sh/helm/v4/pkg/chart/common/util"
-	chart "helm.sh/helm/v4/pkg/chart/v2"
-	"helm.sh/helm/v4/pkg/chart/v2/loader"
-	"helm.sh/helm/v4/pkg/engine"
 	apps "k8s.io/api/apps/v1"
 	core "k8s.io/api/core/v1"
 	networking "k8s.io/api/networking/v1"
@@ -43,47 +37,10 @@ var sets = map[string]api.Level{
 
 const namespace = "llm"
 
-func load(t *testing.T) *chart.Chart {
-	t.Helper()
-	c, err := loader.LoadDir("../chart")
-	if err != nil {
-		t.Fatal(err)
-	}
-	return c
-}
-
 // render returns the documents of a release named kv.
 func render(t *testing.T, text string) ([]string, error) {
 	t.Helper()
-	var values map[string]any
-	if err := yaml.Unmarshal([]byte(text), &values); err != nil {
-		t.Fatal(err)
-	}
-	c := load(t)
-	release := common.ReleaseOptions{Name: "kv", Namespace: namespace, IsInstall: true}
-	all, err := util.ToRenderValues(c, values, release, nil)
-	if err != nil {
-		return nil, err
-	}
-	files, err := engine.Render(c, all)
-	if err != nil {
-		return nil, err
-	}
-	var names []string
-	for name := range files {
-		names = append(names, name)
-	}
-	sort.Strings(names)
-	var out []string
-	for _, name := range names {
-		for doc := range strings.SplitSeq(files[name], "\n---\n") {
-			doc = strings.TrimPrefix(strings.TrimSpace(doc), "---")
-			if strings.TrimSpace(doc) != "" {
-				out = append(out, strings.TrimSpace(doc)+"\n")
-			}
-		}
-	}
-	return out, nil
+	return Render("../chart", "kv", namespace, []byte(text))
 }
 
 func readSet(t *testing.T, name string) string {
