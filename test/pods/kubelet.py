@@ -108,7 +108,8 @@ class Node:
     def publish(self) -> None:
         """Names of headless services and their pods, as DNS has them, into the file of hosts of all containers."""
         with self.lock:
-            lines = ["127.0.0.1 localhost"]
+            # A pod's own name is in the file that a kubelet gives it; here all are in all.
+            lines = ["127.0.0.1 localhost", *(f"{p.address} {p.name}" for p in self.pods.values() if p.address)]
             for s in self.services:
                 if s["spec"].get("clusterIP") != "None":
                     continue
@@ -220,6 +221,7 @@ class Pod:
                 if not self.ending:
                     c.start()
             self.started = True
+            self.order(self.sidecars, "started", self.containers, "begun")
         except Exception as err:  # noqa: BLE001  a pod that does not start is an event, as on a node
             if not self.ending:
                 self.node.event(self.name, f"does not start: {err}")
@@ -236,11 +238,18 @@ class Pod:
             t.start()
         for t in stops:
             t.join()
+        self.order(self.containers, "ended", self.sidecars, "ended")
         for c in reversed(self.sidecars):
             c.stop(max(deadline, time.monotonic() + SIDECAR_LEAST_S))
         self.took = time.monotonic() - begun
         self.node.event(self.name, f"has ended after {self.took:.1f} of {self.grace:g} s{', killed: ' + ', '.join(self.killed) if self.killed else ''}")
         self.kill()
+
+    def order(self, first: Sequence[Container], what: str, later: Sequence[Container], then: str) -> None:
+        """An event, if something of the later containers came before something of the first ones."""
+        for a, b in itertools.product(first, later):
+            if then in b.times and a.times.get(what, time.monotonic()) > b.times[then]:
+                self.node.event(self.name, f"out of order: {b.name} has {then} before {a.name} has {what}")
 
     def kill(self) -> None:
         """kill -9 of every process, as of a pod whose node has lost it. Its connections are reset."""
@@ -284,11 +293,13 @@ class Container:
         self.proc: subprocess.Popen[bytes] | None = None
         self.log = pod.node.folder / f"{pod.name}.{self.name}.log"
         self.counts: collections.Counter[str] = collections.Counter()  # of probes and their failures
+        self.times: dict[str, float] = {}  # when it first began, was started, and ended
         self._ended = threading.Event()
         self._begun = False
 
     def start(self) -> None:
         self._begun = True
+        self.times["begun"] = time.monotonic()
         threading.Thread(target=self._live, daemon=True).start()
 
     def wait(self) -> None:
@@ -372,6 +383,7 @@ class Container:
             self.pod.node.event(self.pod.name, f"{self.name} does not start: {err}")
         finally:
             self.done = True
+            self.times["ended"] = time.monotonic()
             self._ended.set()
 
     def main_pid(self) -> int:
@@ -388,6 +400,7 @@ class Container:
         if startup and not self._until("startup", startup, over):
             return
         self.started = True
+        self.times.setdefault("started", time.monotonic())
         self.ready = not ready
         if ready or live:
             loops = [threading.Thread(target=f, args=(p, over), daemon=True) for f, p in ((self._readiness, ready), (self._liveness, live)) if p]

@@ -38,8 +38,8 @@ ROOT = HERE.parent.parent
 BUILD = ROOT / ".build"
 OUT = BUILD / "test-pods"
 RELEASE, NAMESPACE = "kv", "llm"
-STREAMS, PAUSE_S = 8, 2.0
-START_S, ROLL_S, REQUEST_S = 240.0, 150.0, 90.0
+STREAMS, PAUSE_S = 8, 1.5
+START_S, ROLL_S, REQUEST_S = 600.0, 400.0, 90.0  # bounds on a busy machine
 INSIDE = "KVSPRAY_PODS_INSIDE"
 BEGAN = time.monotonic()
 
@@ -58,7 +58,8 @@ def render(values: Object) -> list[Object]:
     if done.returncode:
         raise Failed(f"chartrender: {done.stderr}")
     (OUT / "manifests.yaml").write_text(done.stdout)
-    return [d for d in yaml.safe_load_all(done.stdout) if d]
+    docs = [d for d in yaml.safe_load_all(done.stdout) if d]
+    return [part for d in docs for part in (group(d) if d["kind"] == "LeaderWorkerSet" else [d])]
 
 
 def images() -> dict[str, Image]:
@@ -74,19 +75,40 @@ def images() -> dict[str, Image]:
     model = pathlib.Path(shutil.copytree(BUILD / "models" / "tiny-llama", OUT / "models" / "tiny-llama"))
     for file in model.iterdir():
         file.chmod(0o644)
-    python = {base: base, venv: venv, "/models": str(OUT / "models")}
+    # The CPU build of vLLM has another name, for which its command looks.
+    name = OUT / "names" / "vllm-0.32.0+cpu.dist-info" / "METADATA"
+    name.parent.mkdir(parents=True)
+    name.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+    python = {base: base, venv: venv, "/models": str(OUT / "models"), "/opt/names": str(OUT / "names")}
     return {
         "kvspray": Image(("/opt/kvspray/kvspray",), {**system, **kvspray}),
         "vllm-kvspray": Image(
-            (f"{venv}/bin/python", "-m", "vllm.entrypoints.openai.api_server"),
+            (f"{venv}/bin/python", "-m", "vllm.entrypoints.cli.main", "serve"),
             {**system, **kvspray, **python},
-            {"PATH": f"/opt/kvspray:{venv}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"},
+            {"PYTHONPATH": "/opt/names", "PATH": f"/opt/kvspray:{venv}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"},
         ),
     }
 
 
 def template_hash(template: Object) -> str:
     return hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def group(doc: Object) -> list[Object]:
+    """What the controller of LeaderWorkerSets makes of one of one group: StatefulSets of its leader and its workers, and a service."""
+    name, spec = doc["metadata"]["name"], doc["spec"]
+    parts, label = spec["leaderWorkerTemplate"], {"leaderworkerset.sigs.k8s.io/name": name}
+    out: list[Object] = []
+    for rank in range(parts["size"]):
+        template = copy.deepcopy(parts["workerTemplate" if rank else "leaderTemplate"])
+        template["metadata"]["labels"] |= label
+        env = {"LWS_LEADER_ADDRESS": f"{name}-0.{name}.{NAMESPACE}", "LWS_GROUP_SIZE": parts["size"], "LWS_WORKER_INDEX": rank}
+        for c in (*template["spec"].get("initContainers", []), *template["spec"]["containers"]):
+            c["env"] = [{"name": k, "value": str(v)} for k, v in env.items()] + c.get("env", [])
+        out.append({"kind": "StatefulSet", "metadata": {"name": f"{name}-0" if rank else name},
+                    "spec": {"replicas": 1, "first": rank, "serviceName": name, "template": template}})  # fmt: skip
+    service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": label}
+    return [*out, {"kind": "Service", "metadata": {"name": name}, "spec": service}]
 
 
 class Workload:
@@ -104,7 +126,8 @@ class Workload:
 
     def create(self, index: int) -> Pod:
         if self.kind == "StatefulSet":
-            return Pod(self.node, f"{self.name}-{index}", NAMESPACE, self.template, self.doc["spec"]["serviceName"])
+            ordinal = index + self.doc["spec"].get("first", 0)
+            return Pod(self.node, f"{self.name}-{ordinal}", NAMESPACE, self.template, self.doc["spec"]["serviceName"])
         return Pod(self.node, f"{self.name}-{template_hash(self.template)}-{index}{random.randrange(10**4):04}", NAMESPACE, self.template)
 
     def start(self) -> None:
@@ -173,7 +196,7 @@ class Streams:
                 self.over.wait(1)
                 continue
             prompt = [r.randrange(300, 1000) for _ in range(int(2 ** r.uniform(4, 10)))]
-            q = ask(r.choice(pods).address, prompt, r.randrange(8, 64))
+            q = ask(r.choice(pods).address, prompt, r.randrange(30, 200))
             with self.lock:
                 self.done.append(q)
             # Engines that start need the processors, too.
@@ -222,8 +245,8 @@ def ask(address: str, prompt: list[int], tokens: int) -> Request:
 
 
 class Test:
-    def __init__(self, switch_user: bool) -> None:
-        self.values = yaml.safe_load((HERE / "values.yaml").read_text())
+    def __init__(self, switch_user: bool, values: pathlib.Path) -> None:
+        self.values = yaml.safe_load(values.read_text())
         self.node = Node(OUT, images(), switch_user, say)
         self.problems: list[str] = []
         self.steps: list[Object] = []
@@ -267,7 +290,7 @@ class Test:
             self.problem(f"{name}: {len(failed)} of {len(requests)} requests failed")
         took = time.monotonic() - begun
         for e in self.node.events[at:]:
-            if ", killed: " in e.text or "does not start" in e.text or "preStop of" in e.text or "is killed" in e.text:
+            if ", killed: " in e.text or "does not start" in e.text or "preStop of" in e.text or "is killed" in e.text or "out of order" in e.text:
                 self.problem(f"{name}: {e.pod}: {e.text}")
         self.steps.append({"step": name, "seconds": round(took, 1), "requests": len(requests), "failed": len(failed), "broken with their pod": excused})
         say(f"  {took:.1f} s, {len(requests)} requests, {len(failed)} failed{f', {excused} broken with their pod' if excused else ''}")
@@ -304,10 +327,11 @@ class Test:
             w.start()
         wait_for("all pods to be ready", self.up, START_S)
         say("all pods are ready")
-        self.order()
+        self.waited()
         self.streams = Streams(self.node, f"{RELEASE}-router")
         try:
             with self.step("load without a change"):
+                wait_for("transfers to each decode engine", self.received, ROLL_S)
                 time.sleep(5)
             if "decode" in steps:
                 with self.step("rolling update of decode"):
@@ -319,7 +343,8 @@ class Test:
                 with self.step("rolling update of the router"):
                     self.upgrade(lambda v: v.update(router={"podAnnotations": {"rolled": "1"}}), ("router",))
             if "sidecars" in steps:
-                with self.step("rolling update of the sidecars' configuration"):
+                # Which is one of prefill and decode, at the same time: a sidecar is in the pod of its engine.
+                with self.step("rolling update of sidecars, prefill and decode"):
                     self.upgrade(lambda v: v.update(sidecar={"config": {"log": {"level": "debug"}}}), ("prefill", "decode"))
             if "restart" in steps:
                 with self.step("kill -9 of each sidecar in turn"):
@@ -336,6 +361,20 @@ class Test:
             self.streams.stop()
         self.probes()
 
+    def received(self) -> bool:
+        """Whether the sidecars of all decode engines have received blocks."""
+        for pod in self.node.pods.values():
+            if pod.labels["app.kubernetes.io/component"] != "decode":
+                continue
+            conn = http.client.HTTPConnection(pod.address, 7651, timeout=5)
+            conn.request("GET", "/metrics")
+            lines = conn.getresponse().read().decode().splitlines()
+            moved = [x for x in lines if x.startswith("kvspray_transfer_payload_bytes_total{") and 'side="destination"' in x and not x.endswith(" 0")]
+            conn.close()
+            if not moved:
+                return False
+        return True
+
     def up(self) -> bool:
         for w in self.workloads.values():
             for c in (c for p in w.pods for c in (*p.init, *p.containers)):
@@ -343,15 +382,13 @@ class Test:
                     raise Failed(f"{c.name} of {c.pod.name} does not stay up; {c.log} ends with\n{c.log.read_text(errors='replace')[-3000:]}")
         return all(w.ready() for w in self.workloads.values())
 
-    def order(self) -> None:
-        """Sidecars start before engines, and no pod was ready before its probes were."""
+    def waited(self) -> None:
+        """No engine was taken for ready before it was: its startup probe failed first."""
         for part in ("prefill", "decode"):
             for pod in self.workload(part).pods:
-                engine, sidecar = pod.container("engine"), pod.container("kvspray")
+                engine = pod.container("engine")
                 if engine.counts["startup"] < 2 or not engine.counts["startup failed"]:
                     self.problem(f"{pod.name}: the startup probe of the engine did not wait for it: {dict(engine.counts)}")
-                if sidecar.log.stat().st_ctime_ns and pathlib.Path(sidecar.log).stat().st_size == 0:
-                    self.problem(f"{pod.name}: the sidecar has no log")
 
     def probes(self) -> None:
         """No probe failed of a pod that was up, and none restarted a container."""
@@ -402,13 +439,18 @@ def inside(argv: list[str]) -> int | None:
     return None
 
 
-STEPS = ("decode", "prefill", "router", "sidecars", "restart", "drain", "kill")
+# Those of five minutes, and those of which the first ones are parts.
+STEPS, MORE = ("sidecars", "router", "restart", "drain", "kill"), ("decode", "prefill")
 
 
 def main() -> int:
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ap.add_argument("--steps", default=",".join(STEPS), help=f"of {', '.join(STEPS)}")
+    ap.add_argument("--steps", default=",".join(STEPS), help=f"some of {', '.join((*STEPS, *MORE))}, or all")
+    ap.add_argument("--values", type=pathlib.Path, default=HERE / "values.yaml", help="of the chart")
     args = ap.parse_args()
+    steps = {*STEPS, *MORE} if args.steps == "all" else set(filter(None, args.steps.split(",")))
+    if unknown := steps - {*STEPS, *MORE}:
+        ap.error(f"--steps: {unknown.pop()!r} is none of {', '.join((*STEPS, *MORE))}")
     if INSIDE not in os.environ:
         if (rc := inside(sys.argv)) is not None:
             return rc
@@ -419,8 +461,8 @@ def main() -> int:
     OUT.mkdir(parents=True)
     test = None
     try:
-        test = Test(switch_user=os.environ[INSIDE] == "root")
-        test.run(set(args.steps.split(",")))
+        test = Test(os.environ[INSIDE] == "root", args.values)
+        test.run(steps)
     except Failed as err:
         print(f"pods: FAILED: {err}", file=sys.stderr)
         return 1
