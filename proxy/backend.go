@@ -97,8 +97,8 @@ type pool struct {
 
 func newPool(all []*backend) *pool { return &pool{all: all} }
 
-// take returns the least loaded back end that is up, does not leave, and is not in skip, and raises its load; nil if
-// there is none. The caller releases it with done.
+// take returns the least loaded back end that is up, does not leave, and is not in skip, and raises
+// its load; nil if there is none. The caller releases it with done.
 func (p *pool) take(skip map[*backend]bool) *backend {
 	p.mu.Lock()
 	defer p.mu.Unlock()

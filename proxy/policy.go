@@ -154,8 +154,8 @@ func (r *request) streamed() bool { return bytes.Equal(r.fields["stream"], []byt
 
 const maxLinks = 4 << 20 // bytes of an answer with learned rates
 
-// learn asks the sidecar of a prefill engine for what the policy needs: the rates to decode engines. Without an answer the last values,
-// or those of the calibration file, stay.
+// learn asks the sidecar of a prefill engine for what the policy needs: the rates to decode
+// engines. Without an answer the last values, or those of the calibration file, stay.
 func (p *Proxy) learn(ctx context.Context, b *backend) {
 	if p.placing == nil || b.sidecar == "" || b.role == roleDecode {
 		return

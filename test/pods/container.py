@@ -45,7 +45,9 @@ def bind(source: str, target: str, read_only: bool) -> None:
         place.touch()
     mount(source, target, flags=BIND | REC)
     if read_only:
-        mount("", target, flags=BIND | REMOUNT | RDONLY)
+        # In a user namespace, flags of the mount below stay as they are. Their bits are those of statvfs.
+        kept = os.statvfs(target).f_flag & (os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC | os.ST_NOATIME | os.ST_NODIRATIME)
+        mount("", target, flags=BIND | REMOUNT | RDONLY | kept)
 
 
 def build_root(spec: dict) -> None:

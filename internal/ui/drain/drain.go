@@ -37,8 +37,8 @@ type Options struct {
 	Undo   bool          // routers may send requests again; nothing else is done
 }
 
-// Run drains until ctx ends, which is a failure. It also waits if the sidecar does not answer, whose
-// error it then returns: the engine is to end all the same.
+// Run drains until ctx ends, which is a failure. If the sidecar does not answer, it waits all the
+// same, because the engine is to end, and then returns the sidecar's error.
 func Run(ctx context.Context, o Options) error {
 	method := http.MethodPost
 	if o.Undo {
