@@ -332,7 +332,7 @@ class Test:
         try:
             with self.step("load without a change"):
                 wait_for("transfers to each decode engine", self.received, ROLL_S)
-                time.sleep(5)
+                wait_for("answers", lambda: len(self.streams.done) >= 4 * STREAMS, ROLL_S)
             if "decode" in steps:
                 with self.step("rolling update of decode"):
                     self.upgrade(lambda v: v["decode"].update(podAnnotations={"rolled": "1"}), ("decode",))
@@ -357,6 +357,8 @@ class Test:
                 killed = time.monotonic()
                 with self.step("kill -9 of the pod decode-1", lambda q: 0 < q.first <= killed + 2 and q.begun < killed + 1):
                     self.workload("decode").replace(1, Pod.kill)
+            with self.step("the last requests"):
+                self.streams.stop()
         finally:
             self.streams.stop()
         self.probes()
