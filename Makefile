@@ -107,6 +107,8 @@ test-all: ## All else that needs no special hardware or right: long tests, bound
 test-nightly: ## Hours: attacks, laws, truth, schedules, mutants, releases, fuzzing, a soak of two hours
 	$(MAKE) test-attack
 	$(MAKE) test-sim test-mutants test-skew test-laws test-truth
+	$(MAKE) test-pods PODS_STEPS=all
+	$(MAKE) test-pods-group
 	$(MAKE) soak SOAK=2h
 	$(MAKE) test-fuzz
 
@@ -218,6 +220,18 @@ test-page: build ## The pages of sidecar and router in Chromium, beside transfer
 	$(call need-python,8)
 	$(HOSTPY) test/rig/env.py --page
 	$(B)/venv-page/bin/python -m pytest -q -rfEs --no-fold-skipped test/page
+
+.PHONY: test-docs
+test-docs: build env $(DISTENV)/.stamp ## The shell blocks of the getting-started pages, run as their readers would
+	$(VENV)/bin/python test/docs/blocks.py
+
+PODS_STEPS ?=
+.PHONY: test-pods test-pods-group
+test-pods: build env $(TOOLS)/chartrender ## The chart's pods, run here without Kubernetes: updates, kills and drains under load (5 minutes; PODS_STEPS=all)
+	$(VENV)/bin/python test/pods/pods.py $(if $(PODS_STEPS),--steps $(PODS_STEPS))
+
+test-pods-group: build env $(TOOLS)/chartrender ## The same for a decode engine of two pods, as a LeaderWorkerSet: blocks reach both
+	$(VENV)/bin/python test/pods/pods.py --values test/pods/group.yaml --steps ""
 
 .PHONY: test-sglang
 test-sglang: build ## SGLang's pools, HiCache on our store, prefill and decode on its servers (an environment of 2.7 GB, made once)
@@ -389,6 +403,10 @@ $(TOOLS)/.deploy-stamp: deploy/go.mod deploy/go.sum $(wildcard deploy/ociimage/*
 	cd deploy && go build -o $(TOOLS)/ ./ociimage github.com/goreleaser/nfpm/v2/cmd/nfpm \
 	  github.com/CycloneDX/cyclonedx-gomod/cmd/cyclonedx-gomod
 	@touch $@
+
+$(TOOLS)/chartrender: deploy/go.mod deploy/go.sum $(wildcard deploy/chartrender/*.go deploy/charttest/*.go)
+	@mkdir -p $(TOOLS)
+	cd deploy && go build -o $@ ./chartrender
 
 $(DISTENV)/.stamp: deploy/requirements.txt
 	@echo "making the environment that builds wheels ..."

@@ -25,7 +25,7 @@ type backend struct {
 	role       string
 	number     int // in its pool
 	url        string
-	sidecar    string // address for asking for its endpoint; empty: none
+	sidecar    string // address for asking for its state; empty: none
 	configured bool   // the operator set peer
 
 	mu       sync.Mutex // guards all below
@@ -34,6 +34,7 @@ type backend struct {
 	said     string // last endpoint, of engine or sidecar, that peer was compared with
 	warning  string // why that endpoint contradicts peer
 	unasked  string // why sidecar cannot be asked
+	leaving  bool   // its sidecar says that it ends soon
 	load     int    // requests in flight
 	failures int    // failed health checks in a row
 	known    bool   // the first check was made
@@ -41,6 +42,9 @@ type backend struct {
 }
 
 func (b *backend) upLocked() bool { return b.failures < downAfter && (b.known || b.failures == 0) }
+
+// takesLocked reports whether it gets new requests.
+func (b *backend) takesLocked() bool { return b.upLocked() && !b.leaving }
 
 // warningsLocked returns warnings for the operator; empty: none.
 func (b *backend) warningsLocked() string {
@@ -93,8 +97,8 @@ type pool struct {
 
 func newPool(all []*backend) *pool { return &pool{all: all} }
 
-// take returns the least loaded back end that is up and not in skip, and raises its load; nil if
-// there is none. The caller releases it with done.
+// take returns the least loaded back end that is up, does not leave, and is not in skip, and raises
+// its load; nil if there is none. The caller releases it with done.
 func (p *pool) take(skip map[*backend]bool) *backend {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -106,9 +110,9 @@ func (p *pool) take(skip map[*backend]bool) *backend {
 			continue
 		}
 		b.mu.Lock()
-		up, load := b.upLocked(), b.load
+		takes, load := b.takesLocked(), b.load
 		b.mu.Unlock()
-		if up && (best == nil || load < bestLoad) {
+		if takes && (best == nil || load < bestLoad) {
 			best, bestLoad = b, load
 		}
 	}
@@ -128,19 +132,19 @@ func (b *backend) done() {
 	b.mu.Unlock()
 }
 
-func (b *backend) isUp() bool {
+func (b *backend) takes() bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	return b.upLocked()
+	return b.takesLocked()
 }
 
-func (p *pool) anyUp() bool { return slices.ContainsFunc(p.all, (*backend).isUp) }
+func (p *pool) anyTakes() bool { return slices.ContainsFunc(p.all, (*backend).takes) }
 
-// takeThis raises the load of one back end if it is up; otherwise it returns nil.
+// takeThis raises the load of one back end if it takes requests; otherwise it returns nil.
 func (p *pool) takeThis(b *backend) *backend {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if !b.upLocked() {
+	if !b.takesLocked() {
 		return nil
 	}
 	b.load++
@@ -184,10 +188,17 @@ func (p *Proxy) check(ctx context.Context, b *backend) error {
 		return err
 	}
 	said := ""
-	if b.sidecar != "" && b.role == rolePrefill {
-		var err error
-		if said, err = p.ask(ctx, b); errors.Is(err, context.Canceled) {
+	if b.sidecar != "" {
+		n, err := p.node(ctx, b)
+		if errors.Is(err, context.Canceled) {
 			return nil // the router ends
+		}
+		if b.role == rolePrefill {
+			said = p.asked(b, n.Endpoint, err)
+		} else if err == nil && p.placing != nil {
+			b.mu.Lock()
+			b.peer = n.Endpoint
+			b.mu.Unlock()
 		}
 	}
 	b.mu.Lock()
@@ -202,23 +213,40 @@ func (p *Proxy) check(ctx context.Context, b *backend) error {
 	return nil
 }
 
-// ask asks the prefill's sidecar for its endpoint, and uses it unless the operator has set one. A
-// sidecar that does not answer does not take the engine out: requests then go prefill first, and
-// the engine itself names the endpoint.
-func (p *Proxy) ask(ctx context.Context, b *backend) (string, error) {
-	var node struct {
-		Endpoint string `json:"endpoint"`
+// node is what a sidecar says of itself.
+type node struct {
+	Endpoint string `json:"endpoint"`
+	Leaving  bool   `json:"leaving"`
+}
+
+// node asks the sidecar of a back end. While it does not answer, its last word on whether the
+// engine leaves stays: a slow answer must not bring requests to an engine that ends.
+func (p *Proxy) node(ctx context.Context, b *backend) (node, error) {
+	var n node
+	if err := p.get(ctx, b.sidecar+"/v1/node", &n); err != nil {
+		return node{}, err
 	}
-	err := p.get(ctx, b.sidecar+"/v1/node", &node)
-	if errors.Is(err, context.Canceled) {
-		return "", err
+	b.mu.Lock()
+	changed := b.leaving != n.Leaving
+	b.leaving = n.Leaving
+	b.mu.Unlock()
+	if changed {
+		p.log.Info("back end leaves, or stays after all", "role", b.role, "url", b.url, "leaving",
+			n.Leaving)
 	}
-	if err == nil && node.Endpoint == "" {
-		err = errors.New("its answer contains no endpoint")
+	if n.Endpoint == "" {
+		return n, errors.New("its answer contains no endpoint")
 	}
+	return n, nil
+}
+
+// asked uses the endpoint from the prefill's sidecar, unless the operator has set one. A sidecar
+// that does not answer does not take the engine out: requests then go prefill first, and the engine
+// itself names the endpoint.
+func (p *Proxy) asked(b *backend, endpoint string, err error) string {
 	unasked := ""
 	if err != nil {
-		node.Endpoint = ""
+		endpoint = ""
 		costs := "until it answers, decode engines start only after the prefill"
 		if b.configured {
 			costs = "nothing checks --prefill-peer"
@@ -237,13 +265,13 @@ func (p *Proxy) ask(ctx context.Context, b *backend) (string, error) {
 		p.log.Info("the prefill's sidecar answers", "url", b.url, "prefill_sidecar", b.sidecar)
 	}
 	b.unasked = unasked
-	if !b.configured && node.Endpoint != b.peer {
-		if node.Endpoint != "" {
-			p.log.Info("endpoint of the prefill's sidecar", "url", b.url, "peer", node.Endpoint)
+	if !b.configured && endpoint != b.peer {
+		if endpoint != "" {
+			p.log.Info("endpoint of the prefill's sidecar", "url", b.url, "peer", endpoint)
 		}
-		b.peer, b.said, b.warning = node.Endpoint, "", ""
+		b.peer, b.said, b.warning = endpoint, "", ""
 	}
-	return node.Endpoint, err
+	return endpoint
 }
 
 // hear records an engine's endpoint of its sidecar. The next check compares it: a comparison looks

@@ -149,7 +149,7 @@ type job struct {
 var errNoDecode = errors.New("no decode engine is up")
 
 func (j *job) run(ctx context.Context) {
-	if !j.p.decode.anyUp() {
+	if !j.p.decode.anyTakes() {
 		// A prefill would compute, and hold its blocks, for a decode engine that does not come.
 		j.fail(http.StatusServiceUnavailable, codeNoEngine, errNoDecode)
 		return
@@ -530,6 +530,7 @@ func (p *Proxy) health(w http.ResponseWriter, _ *http.Request) {
 		Role   string `json:"role"`
 		URL    string `json:"url"`
 		Up     bool   `json:"up"`
+		Leaves bool   `json:"leaving,omitempty"` // it gets no new requests
 		Load   int    `json:"in_flight"`
 		Peer   string `json:"peer,omitempty"`
 		Reason string `json:"reason,omitempty"`
@@ -539,17 +540,17 @@ func (p *Proxy) health(w http.ResponseWriter, _ *http.Request) {
 	for _, set := range []*pool{p.prefill, p.decode} {
 		for _, b := range set.all {
 			b.mu.Lock()
-			list = append(list, state{b.role, b.url, b.upLocked(), b.load, b.peer, b.reason,
+			list = append(list, state{b.role, b.url, b.upLocked(), b.leaving, b.load, b.peer, b.reason,
 				b.warningsLocked()})
 			b.mu.Unlock()
 		}
 	}
 	w.Header().Set("Content-Type", "application/json")
 	status := "ok"
-	if !p.decode.anyUp() {
+	if !p.decode.anyTakes() {
 		status = "no decode engine is up"
 		w.WriteHeader(http.StatusServiceUnavailable)
-	} else if len(p.prefill.all) > 0 && !p.prefill.anyUp() {
+	} else if len(p.prefill.all) > 0 && !p.prefill.anyTakes() {
 		status = "degraded: no prefill engine is up"
 	}
 	// the client may be gone

@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"strings"
+	"sync/atomic"
 	"testing"
 
 	"github.com/prometheus/client_golang/prometheus/testutil"
@@ -256,4 +257,80 @@ func TestNoEngineIsTold(t *testing.T) {
 		p.client.CloseIdleConnections()
 	}
 	http.DefaultClient.CloseIdleConnections()
+}
+
+// An engine whose sidecar says that it leaves gets no new requests, and those that it has go on.
+func TestLeavingEngine(t *testing.T) {
+	var leaving, silent atomic.Bool
+	sidecar := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		if silent.Load() {
+			w.WriteHeader(http.StatusServiceUnavailable)
+			return
+		}
+		fmt.Fprintf(w, `{"endpoint":"10.1.2.3:7650","leaving":%v}`, leaving.Load())
+	}))
+	defer sidecar.Close()
+	other := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		fmt.Fprint(w, `{"endpoint":"10.1.2.4:7650"}`)
+	}))
+	defer other.Close()
+	release := make(chan struct{})
+	p := newEngine(t, answerPrefill)
+	d0 := newEngine(t, func(w http.ResponseWriter, r *http.Request, s seen) {
+		<-release
+		answerDecode(w, r, s)
+	})
+	d1 := newEngine(t, answerDecode)
+	px, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Sidecar: sidecar.URL}},
+		Decode: []string{d0.URL, d1.URL}, DecodeSidecars: []string{sidecar.URL, other.URL},
+		Mode: Concurrent})
+	leaves := func() bool { return !px.prefill.anyTakes() && !px.decode.all[0].takes() }
+	until(t, "the sidecars are not asked", func() bool {
+		return px.prefill.all[0].peerAddr() != "" && px.decode.anyTakes()
+	})
+	first := make(chan int, 1)
+	go func() {
+		code, _, _ := post(t, url, "/v1/completions", `{"prompt":"a"}`)
+		first <- code
+	}()
+	until(t, "no request goes to the first engine", func() bool { return len(d0.requests()) == 1 })
+	leaving.Store(true)
+	until(t, "the engines do not leave", leaves)
+	if px.decode.all[0].note(nil); !leaves() {
+		t.Error("a good health check brings a leaving engine back")
+	}
+	before := len(p.requests())
+	for range 4 {
+		if code, _, _ := post(t, url, "/v1/completions", `{"prompt":"a"}`); code != 200 {
+			t.Error(code)
+		}
+	}
+	if len(d0.requests()) != 1 || len(d1.requests()) != 4 || len(p.requests()) != before {
+		t.Errorf("%d, %d and %d requests: a leaving engine got new ones", len(d0.requests()),
+			len(d1.requests()), len(p.requests())-before)
+	}
+	close(release)
+	if code := <-first; code != 200 {
+		t.Errorf("the request of the leaving engine: %d", code)
+	}
+	resp, err := http.Get(url + "/health")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	if b, _ := io.ReadAll(resp.Body); strings.Count(string(b), `"leaving":true`) != 2 {
+		t.Errorf("%s", b)
+	}
+	silent.Store(true)
+	until(t, "the sidecar's silence is not seen", func() bool {
+		return px.prefill.all[0].peerAddr() == ""
+	})
+	if !leaves() {
+		t.Error("a sidecar that does not answer brings its engine back")
+	}
+	silent.Store(false)
+	leaving.Store(false)
+	until(t, "they do not come back", func() bool {
+		return px.prefill.anyTakes() && px.decode.all[0].takes()
+	})
 }

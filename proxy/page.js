@@ -31,7 +31,7 @@ function troubles(health) {
 
 function engines(place, caption, list, none) {
   table(place, caption, ["engine", "state", "#requests in flight", "its sidecar", "trouble"], list.map((b) => [
-    b.url, el(b.up ? "td.good" : "td.bad", b.up ? "up" : "down"), count(b.in_flight), b.peer ?? "", el("td.why", b.reason || b.warning || ""),
+    b.url, el(b.up ? "td.good" : "td.bad", b.leaving ? "leaving" : b.up ? "up" : "down"), count(b.in_flight), b.peer ?? "", el("td.why", b.reason || b.warning || ""),
   ]), none);
 }
 

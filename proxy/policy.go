@@ -81,7 +81,7 @@ func (j *job) place(ctx context.Context) (pre *backend, ok bool) {
 	var up []bool
 	for _, set := range []*pool{j.p.prefill, j.p.decode} {
 		for _, b := range set.all {
-			up = append(up, b.isUp())
+			up = append(up, b.takes())
 		}
 	}
 	tokens, about := j.p.tokensOf(ctx, j.req, j.in.Header.Get("Authorization"))
@@ -154,30 +154,19 @@ func (r *request) streamed() bool { return bytes.Equal(r.fields["stream"], []byt
 
 const maxLinks = 4 << 20 // bytes of an answer with learned rates
 
-// learn asks the sidecar of a back end for what the policy needs: a decode engine's for its
-// endpoint, a prefill engine's for the rates to decode engines. Without an answer the last values,
-// or those of the calibration file, stay.
+// learn asks the sidecar of a prefill engine for what the policy needs: the rates to decode
+// engines. Without an answer the last values, or those of the calibration file, stay.
 func (p *Proxy) learn(ctx context.Context, b *backend) {
-	switch {
-	case p.placing == nil || b.sidecar == "":
-	case b.role == roleDecode:
-		var node struct {
-			Endpoint string `json:"endpoint"`
-		}
-		if p.get(ctx, b.sidecar+"/v1/node", &node) == nil {
-			b.mu.Lock()
-			b.peer = node.Endpoint
-			b.mu.Unlock()
-		}
-	default:
-		links, err := p.links(ctx, b)
-		if err != nil {
-			return
-		}
-		for i, d := range p.decode.all {
-			if peer := d.peerAddr(); peer != "" {
-				p.placing.Learned(b.number, i, links.Path(peer))
-			}
+	if p.placing == nil || b.sidecar == "" || b.role == roleDecode {
+		return
+	}
+	links, err := p.links(ctx, b)
+	if err != nil {
+		return
+	}
+	for i, d := range p.decode.all {
+		if peer := d.peerAddr(); peer != "" {
+			p.placing.Learned(b.number, i, links.Path(peer))
 		}
 	}
 }

@@ -179,7 +179,7 @@ func (p *Proxy) tokenizing() *backend {
 	all, now := p.decode.all, time.Now()
 	first := int(p.tokens.turn.Add(1) % uint32(len(all)))
 	for i := range all {
-		if b := all[(first+i)%len(all)]; b.isUp() && !p.tokens.engines[b.number].paused(now) {
+		if b := all[(first+i)%len(all)]; b.takes() && !p.tokens.engines[b.number].paused(now) {
 			return b
 		}
 	}

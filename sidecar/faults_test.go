@@ -310,6 +310,23 @@ func TestHTTP(t *testing.T) {
 		!strings.Contains(body, `"gpu_executors": []`) {
 		t.Error("/debug/state does not say which links there are to GPUs, and what uses them")
 	}
+	// Routers leave a node that leaves. It serves its engine as before.
+	for method, leaving := range map[string]string{"POST": "true", "DELETE": "false"} {
+		if code, body := ask(t, d, method, "/v1/leave", nil); code != 200 || !strings.Contains(body,
+			`"leaving": `+leaving) || !strings.Contains(body, `"ready": true`) {
+			t.Errorf("%s /v1/leave: %d %s", method, code, body)
+		}
+		_, body := get(t, d, "/v1/node")
+		if !strings.Contains(body, `"leaving": `+leaving) {
+			t.Errorf("/v1/node after %s: %s", method, body)
+		}
+	}
+	if code, body := ask(t, d, "POST", "/v1/leave", nil); code != 200 {
+		t.Errorf("%d %s", code, body)
+	}
+	x = begin(t, p, pe, de, 2, tokens)
+	de.ok(x.dst)
+	pe.ok(x.src)
 	p.draining.Store(true)
 	if code, body := get(t, p, "/readyz"); code != 503 || !strings.Contains(body, "draining") {
 		t.Errorf("GET /readyz while draining: %d %s", code, body)

@@ -11,6 +11,7 @@ import (
 type life struct {
 	serving  atomic.Bool
 	draining atomic.Bool
+	leaving  atomic.Bool
 	drain    chan struct{} // closed by the first Drain
 	once     sync.Once
 	started  chan struct{} // closed once every address is known, or Run has failed
@@ -50,6 +51,12 @@ func (l *life) Drain() { l.once.Do(func() { close(l.drain) }) }
 
 // Draining reports whether the orderly stop has begun.
 func (l *life) Draining() bool { return l.draining.Load() }
+
+// Leave sets whether routers have to choose other engines than those of this node.
+func (l *life) Leave(on bool) { l.leaving.Store(on) }
+
+// Leaving reports the last Leave. Nothing else depends on it: leases are served as before.
+func (l *life) Leaving() bool { return l.leaving.Load() }
 
 func (l *life) setEndpoint(s string) {
 	l.mu.Lock()

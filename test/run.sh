@@ -55,7 +55,7 @@ skips() { # what was skipped: a line with package or file, test, feature and rea
 	sort -u "$KVSPRAY_SKIPS" | while IFS=$'\t' read -r package name feature reason; do
 		grep -qxF "$name" <<<"$ran" || printf '%s\t%s\t%s\t%s\n' "$package" "$name" "$feature" "$reason"
 	done
-	sed -nE 's/^SKIPPED ([^:]+)::(.*) - Skipped: (([a-z0-9+-]+): )?(.*)$/\1\t\2\t\4\t\5/p' "$logs"/{python,smoke,e2e,page,attack-e2e}.log 2>/dev/null
+	sed -nE 's/^SKIPPED ([^:]+)::(.*) - Skipped: (([a-z0-9+-]+): )?(.*)$/\1\t\2\t\4\t\5/p' "$logs"/{python,smoke,e2e,page,attack-e2e,docs,pods}.log 2>/dev/null
 	sed -nE 's/^rdma: skipped: (.*)/test\/rdma\tquick.sh\trdma\t\1/p' "$logs/rdma.log" 2>/dev/null
 }
 
@@ -162,6 +162,8 @@ all)
 	part receivers '^(ok|FAIL)' go test -count=1 -timeout 10m -run '^TestBenchReceivers$' ./cmd/kvspray-bench
 	part e2e 'passed|failed|error' "$py" "${pytest[@]}" test/e2e --part rest
 	part page 'passed|skipped|failed|error' make test-page
+	part docs '^docs:' make test-docs
+	part pods '^pods:' make test-pods
 	;;
 attack)
 	export KVSPRAY_ATTACK_RUNS=${KVSPRAY_ATTACK_RUNS:-1000}

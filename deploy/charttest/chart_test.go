@@ -8,16 +8,10 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
-	"sort"
 	"strings"
 	"testing"
 
 	monitoring "github.com/prometheus-operator/prometheus-operator/pkg/apis/monitoring/v1"
-	"helm.sh/helm/v4/pkg/chart/common"
-	"helm.sh/helm/v4/pkg/chart/common/util"
-	chart "helm.sh/helm/v4/pkg/chart/v2"
-	"helm.sh/helm/v4/pkg/chart/v2/loader"
-	"helm.sh/helm/v4/pkg/engine"
 	apps "k8s.io/api/apps/v1"
 	core "k8s.io/api/core/v1"
 	networking "k8s.io/api/networking/v1"
@@ -39,51 +33,16 @@ var sets = map[string]api.Level{
 	"cert-manager": api.LevelRestricted,
 	"production":   api.LevelRestricted, // spread, policies, monitoring
 	"node":         api.LevelPrivileged, // the node's namespaces, and a directory of it
+	"multi-node":   api.LevelRestricted, // LeaderWorkerSets
+	"ray":          api.LevelRestricted,
 }
 
 const namespace = "llm"
 
-func load(t *testing.T) *chart.Chart {
-	t.Helper()
-	c, err := loader.LoadDir("../chart")
-	if err != nil {
-		t.Fatal(err)
-	}
-	return c
-}
-
 // render returns the documents of a release named kv.
 func render(t *testing.T, text string) ([]string, error) {
 	t.Helper()
-	var values map[string]any
-	if err := yaml.Unmarshal([]byte(text), &values); err != nil {
-		t.Fatal(err)
-	}
-	c := load(t)
-	release := common.ReleaseOptions{Name: "kv", Namespace: namespace, IsInstall: true}
-	all, err := util.ToRenderValues(c, values, release, nil)
-	if err != nil {
-		return nil, err
-	}
-	files, err := engine.Render(c, all)
-	if err != nil {
-		return nil, err
-	}
-	var names []string
-	for name := range files {
-		names = append(names, name)
-	}
-	sort.Strings(names)
-	var out []string
-	for _, name := range names {
-		for doc := range strings.SplitSeq(files[name], "\n---\n") {
-			doc = strings.TrimPrefix(strings.TrimSpace(doc), "---")
-			if strings.TrimSpace(doc) != "" {
-				out = append(out, strings.TrimSpace(doc)+"\n")
-			}
-		}
-	}
-	return out, nil
+	return Render("../chart", "kv", namespace, []byte(text))
 }
 
 func readSet(t *testing.T, name string) string {
@@ -124,10 +83,12 @@ type object struct {
 	kind, name string
 	selector   *meta.LabelSelector // of workloads, budgets and policies
 	service    *core.Service
-	pod        *core.PodTemplateSpec
+	pods       []*core.PodTemplateSpec // of a LeaderWorkerSet two, else one
 	config     map[string]string
 	set        *apps.StatefulSet
 }
+
+func pods(p ...*core.PodTemplateSpec) []*core.PodTemplateSpec { return p }
 
 // decode reads a document strictly: a field that the API does not have is an error.
 func decode(t *testing.T, doc string) object {
@@ -146,17 +107,23 @@ func decode(t *testing.T, doc string) object {
 	case "apps/v1 StatefulSet":
 		var s apps.StatefulSet
 		o := strict(&s)
-		o.selector, o.pod, o.set = s.Spec.Selector, &s.Spec.Template, &s
+		o.selector, o.pods, o.set = s.Spec.Selector, pods(&s.Spec.Template), &s
+		return o
+	case "leaderworkerset.x-k8s.io/v1 LeaderWorkerSet":
+		var s leaderWorkerSet
+		o := strict(&s)
+		s.check(t)
+		o.pods = pods(s.Spec.Template.Leader, &s.Spec.Template.Worker)
 		return o
 	case "apps/v1 DaemonSet":
 		var s apps.DaemonSet
 		o := strict(&s)
-		o.selector, o.pod = s.Spec.Selector, &s.Spec.Template
+		o.selector, o.pods = s.Spec.Selector, pods(&s.Spec.Template)
 		return o
 	case "apps/v1 Deployment":
 		var s apps.Deployment
 		o := strict(&s)
-		o.selector, o.pod = s.Spec.Selector, &s.Spec.Template
+		o.selector, o.pods = s.Spec.Selector, pods(&s.Spec.Template)
 		return o
 	case "v1 Service":
 		var s core.Service
@@ -205,19 +172,18 @@ func TestPodsFitTheAPIAndEachOther(t *testing.T) {
 			}
 			for _, o := range objects {
 				checkSelector(t, o, objects)
-				if o.pod == nil {
-					continue
-				}
-				checkPod(t, o, objects)
-				need := level
-				if o.name == "kv-router" {
-					need = api.LevelRestricted
-				}
-				at := api.LevelVersion{Level: need, Version: api.LatestVersion()}
-				for _, r := range evaluator.EvaluatePod(at, &o.pod.ObjectMeta, &o.pod.Spec) {
-					if !r.Allowed {
-						t.Errorf("%s %s is not %s: %s: %s", o.kind, o.name, need, r.ForbiddenReason,
-							r.ForbiddenDetail)
+				for _, pod := range o.pods {
+					checkPod(t, o, pod, objects)
+					need := level
+					if o.name == "kv-router" {
+						need = api.LevelRestricted
+					}
+					at := api.LevelVersion{Level: need, Version: api.LatestVersion()}
+					for _, r := range evaluator.EvaluatePod(at, &pod.ObjectMeta, &pod.Spec) {
+						if !r.Allowed {
+							t.Errorf("%s %s is not %s: %s: %s", o.kind, o.name, need, r.ForbiddenReason,
+								r.ForbiddenDetail)
+						}
 					}
 				}
 			}
@@ -235,24 +201,22 @@ func checkSelector(t *testing.T, o object, all []object) {
 	if err != nil || s.Empty() {
 		t.Fatalf("%s %s: selector %v, %v", o.kind, o.name, o.selector, err)
 	}
-	if o.pod != nil {
-		if !s.Matches(labels.Set(o.pod.Labels)) {
+	matches := func(p *core.PodTemplateSpec) bool { return s.Matches(labels.Set(p.Labels)) }
+	if len(o.pods) > 0 {
+		if !matches(o.pods[0]) {
 			t.Errorf("%s %s does not select its own pods", o.kind, o.name)
 		}
 		return
 	}
-	selected := slices.IndexFunc(all, func(p object) bool {
-		return p.pod != nil && s.Matches(labels.Set(p.pod.Labels))
-	})
-	if selected < 0 {
+	if !slices.ContainsFunc(all, func(p object) bool { return slices.ContainsFunc(p.pods, matches) }) {
 		t.Errorf("%s %s selects no pod", o.kind, o.name)
 	}
 }
 
 // checkPod checks names that Kubernetes resolves only when the pod starts.
-func checkPod(t *testing.T, o object, all []object) {
+func checkPod(t *testing.T, o object, pod *core.PodTemplateSpec, all []object) {
 	t.Helper()
-	spec := o.pod.Spec
+	spec := pod.Spec
 	for _, c := range slices.Concat(spec.InitContainers, spec.Containers) {
 		for _, m := range c.VolumeMounts {
 			if !slices.ContainsFunc(spec.Volumes, func(v core.Volume) bool { return v.Name == m.Name }) {
@@ -305,12 +269,11 @@ func TestSidecarsAcceptTheirConfiguration(t *testing.T) {
 				if o.config != nil {
 					config = o.config["kvspray.yaml"]
 				}
-				if o.pod == nil {
-					continue
-				}
-				for _, c := range slices.Concat(o.pod.Spec.InitContainers, o.pod.Spec.Containers) {
-					if c.Name == "kvspray" {
-						sidecars = append(sidecars, c)
+				for _, pod := range o.pods {
+					for _, c := range slices.Concat(pod.Spec.InitContainers, pod.Spec.Containers) {
+						if c.Name == "kvspray" {
+							sidecars = append(sidecars, c)
+						}
 					}
 				}
 			}
@@ -375,8 +338,14 @@ func TestBadValues(t *testing.T) {
 		"placement":     {good + "sidecar: {placement: host}\n", "/sidecar/placement"},
 		"size":          {good + "store: {memory: 16Gi}\n", "/store/memory"},
 		"disk alone":    {good + "store: {disk: {size: 1GiB}}\n", "store.memory is empty"},
-		"no model":      {"keys: {existingSecret: s}\n", "engine.model is empty"},
-		"no keys":       {"engine: {model: m}\n", "keys: name a secret"},
+		"group of a StatefulSet": {good + "decode: {group: {size: 2}}\n",
+			"set decode.kind to LeaderWorkerSet"},
+		"kind":    {good + "decode: {kind: Deployment}\n", "/decode/kind"},
+		"no size": {good + "decode: {group: {size: 0}}\n", "/decode/group/size"},
+		"prefill of several nodes": {good + "prefill: {kind: LeaderWorkerSet, group: {size: 2}}\n",
+			"prefill.group.size: kvspray does not move"},
+		"no model": {"keys: {existingSecret: s}\n", "engine.model is empty"},
+		"no keys":  {"engine: {model: m}\n", "keys: name a secret"},
 		"two keys": {good + "keys: {existingSecret: s, certManager: {enabled: true, issuerName: i}}\n",
 			"choose one"},
 		"no issuer": {"engine: {model: m}\nkeys: {certManager: {enabled: true}}\n",

@@ -48,7 +48,8 @@ var rules = []rule{
 	{dir: "internal/ui/cli", why: "converts flags to configurations of the composed parts, of " +
 		"nothing below them",
 		own: []string{"control/peer/keys", "internal/config", "internal/lines", "internal/ui/ask",
-			"internal/ui/bugreport", "internal/ui/command", "internal/ui/doctor", "internal/ui/explain",
+			"internal/ui/bugreport", "internal/ui/command", "internal/ui/doctor", "internal/ui/drain",
+			"internal/ui/explain",
 			"internal/ui/ping", "internal/ui/place", "internal/ui/status", "internal/ui/storectl",
 			"internal/ui/top", "internal/ui/usage", "internal/version", "placement", "proxy",
 			"sidecar"},
@@ -125,6 +126,8 @@ var rules = []rule{
 		"of the answers belong to its users"},
 	{dir: "internal/ui/status", why: "one screen of what top and doctor read",
 		own: []string{"internal/ui/ask", "internal/ui/doctor", "internal/ui/top"}},
+	{dir: "internal/ui/drain", why: "asks a sidecar and its engine as any client does",
+		own: []string{"internal/ui/ask"}},
 	{dir: "internal/ui/ping", why: "calls a peer as a sidecar does, with the same keys",
 		own: []string{"api/peer/v1", "control/peer/keys", "control/peer/rpc", "internal/config",
 			"internal/ui/ask"}, ext: []string{extSys}},

@@ -55,7 +55,7 @@ args:
   - --set=node=$(POD_NAME)
   - --set=transports.tcp.rails=pod@$(POD_IP):7653
   {{- if .root.Values.keys.certManager.enabled }}
-  - --set=peer.advertise=$(POD_NAME).{{ include "kvspray.name" .root }}-engines.$(POD_NAMESPACE).svc:7650
+  - --set=peer.advertise=$(POD_NAME).{{ .subdomain }}.$(POD_NAMESPACE).svc:7650
   {{- else }}
   - --set=peer.gossip.listen=$(POD_IP):7652
   {{- end }}
@@ -103,7 +103,7 @@ volumeMounts:
       csi.cert-manager.io/issuer-name: {{ required "keys.certManager.issuerName is empty" .certManager.issuerName | quote }}
       csi.cert-manager.io/issuer-kind: {{ .certManager.issuerKind | quote }}
       csi.cert-manager.io/issuer-group: {{ .certManager.issuerGroup | quote }}
-      csi.cert-manager.io/dns-names: ${POD_NAME}.{{ include "kvspray.name" $.root }}-engines.${POD_NAMESPACE}.svc
+      csi.cert-manager.io/dns-names: ${POD_NAME}.{{ $.subdomain }}.${POD_NAMESPACE}.svc
       csi.cert-manager.io/key-usages: digital signature,server auth,client auth
       csi.cert-manager.io/fs-group: {{ $.root.Values.runAsUser | quote }}
 {{- else }}
@@ -115,6 +115,12 @@ volumeMounts:
 - {{ merge (dict "name" "store") .volume | toJson }}
 {{- end }}
 {{- end }}
+{{- end }}
+
+{{/* The headless service of a role's pods: a LeaderWorkerSet makes its own. */}}
+{{- define "kvspray.subdomain" -}}
+{{- $kind := (index .root.Values .role).kind -}}
+{{ include "kvspray.name" .root }}-{{ eq $kind "LeaderWorkerSet" | ternary .role "engines" }}
 {{- end }}
 
 {{- define "kvspray.drainSeconds" -}}

@@ -45,7 +45,8 @@ See what a sidecar does:              kvspray status`,
 	}
 	root.AddCommand(serveCommand(), configCommand(), doctorCommand(), keygenCommand(), proxyCommand(),
 		benchCommand(), calibrateCommand(), layoutCommand(), placeCommand(), topCommand(),
-		statusCommand(), pingCommand(), bugreportCommand(), storeCommand())
+		statusCommand(), pingCommand(), bugreportCommand(), storeCommand(),
+		drainCommand())
 	command.Finish(root)
 	return root
 }

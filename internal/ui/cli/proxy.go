@@ -128,10 +128,10 @@ A policy guesses which engine has which prompts by what it sent there. With --de
 	f.StringSliceVar(&peers, "prefill-peer", nil, "host:port of each prefill engine's sidecar (its "+
 		"peer.listen), in the order of --prefill")
 	f.StringSliceVar(&sidecars, "prefill-sidecar", nil, "URL of each prefill engine's sidecar (its "+
-		"http.listen), to obtain or check its --prefill-peer")
+		"http.listen), to obtain or check its --prefill-peer, and to see that it leaves (kvspray drain)")
 	f.StringSliceVar(&decode, "decode", nil, "URLs of decode engines")
 	f.StringSliceVar(&decodeSidecars, "decode-sidecar", nil, "URL of each decode engine's sidecar "+
-		"(its http.listen), so that a policy learns the rates to it")
+		"(its http.listen), to see that it leaves (kvspray drain); a policy learns the rates to it")
 	for _, x := range []struct {
 		role           string
 		events, replay *[]string

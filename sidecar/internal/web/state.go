@@ -21,12 +21,14 @@ type Node struct {
 	Sessions   []string `json:"sessions"` // registered engine workers
 	Ready      bool     `json:"ready"`
 	Draining   bool     `json:"draining"`
+	Leaving    bool     `json:"leaving"` // routers choose other engines
 }
 
 func (w *Server) describe() Node {
 	v := Node{Node: w.o.Node, Boot: w.o.Boot.String(), Version: w.o.Version,
 		Endpoint: w.o.Life.Endpoint(), Transports: w.o.Transports(), Sessions: []string{},
-		Ready: w.o.Life.Ready(), Draining: w.o.Life.Draining()}
+		Ready: w.o.Life.Ready(), Draining: w.o.Life.Draining(),
+		Leaving: w.o.Life.Leaving()}
 	for _, x := range w.o.Workers() {
 		v.Sessions = append(v.Sessions, x.Name)
 	}

@@ -7,7 +7,6 @@ import (
 	"context"
 	"encoding/hex"
 	"errors"
-	"net"
 	"net/http"
 	"slices"
 	"strconv"
@@ -148,37 +147,23 @@ func (w *Server) storeHandlers(mux *http.ServeMux) {
 		}
 		replyJSON(rw, st)
 	})
-	mux.HandleFunc("POST /v1/store/drain", w.ofThisHost(w.drain))
-	mux.HandleFunc("POST /v1/store/remove", w.ofThisHost(w.remove))
-	mux.HandleFunc("GET /v1/store/keys", w.ofThisHost(w.keys))
-	mux.HandleFunc("GET /v1/store/verify", w.ofThisHost(w.verify))
+	mux.HandleFunc("POST /v1/store/drain", w.ofStore(w.drain))
+	mux.HandleFunc("POST /v1/store/remove", w.ofStore(w.remove))
+	mux.HandleFunc("GET /v1/store/keys", w.ofStore(w.keys))
+	mux.HandleFunc("GET /v1/store/verify", w.ofStore(w.verify))
 }
 
-// ofThisHost refuses requests of other hosts and of web pages: unlike the others these requests
-// change the store, take its time, or name its pages, and the port has no authentication.
-func (w *Server) ofThisHost(serve func(http.ResponseWriter, *http.Request,
+// ofStore serves a request of this host that needs a store.
+func (w *Server) ofStore(serve func(http.ResponseWriter, *http.Request,
 	StoreCalls)) http.HandlerFunc {
-	return func(rw http.ResponseWriter, r *http.Request) {
-		host, _, err := net.SplitHostPort(r.RemoteAddr)
-		named, _, err2 := net.SplitHostPort(r.Host)
-		if err != nil || err2 != nil || !loopback(host) || named != "localhost" && !loopback(named) ||
-			r.Header.Get("Origin") != "" {
-			reply(rw, http.StatusForbidden, "this request is served over loopback only: run kvspray "+
-				"store on the sidecar's host, with --http 127.0.0.1:PORT\n")
-			return
-		}
+	return ofThisHost(func(rw http.ResponseWriter, r *http.Request) {
 		calls := w.o.StoreCalls()
 		if calls == nil {
 			reply(rw, http.StatusNotFound, noStore)
 			return
 		}
 		serve(rw, r, calls)
-	}
-}
-
-func loopback(host string) bool {
-	ip := net.ParseIP(host)
-	return ip != nil && ip.IsLoopback()
+	})
 }
 
 // durable reports whether this node has a tier that survives its sidecar.

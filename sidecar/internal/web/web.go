@@ -8,6 +8,7 @@ package web
 import (
 	"bufio"
 	"encoding/json"
+	"net"
 	"net/http"
 	"time"
 
@@ -59,6 +60,8 @@ type Options struct {
 type Life interface {
 	Ready() bool
 	Draining() bool
+	Leaving() bool
+	Leave(on bool)
 	Endpoint() string
 }
 
@@ -137,6 +140,8 @@ func (w *Server) handler() http.Handler {
 		replyJSON(rw,
 			w.layouts())
 	})
+	mux.HandleFunc("POST /v1/leave", ofThisHost(w.leave(true)))
+	mux.HandleFunc("DELETE /v1/leave", ofThisHost(w.leave(false)))
 	w.storeHandlers(mux)
 	mux.HandleFunc("GET /v1/live", w.stream)
 	page.Handle(mux, pageHTML, pageScript)
@@ -145,6 +150,41 @@ func (w *Server) handler() http.Handler {
 			w.State())
 	})
 	return mux
+}
+
+// leave sets whether routers choose other engines, and answers with the node's description.
+func (w *Server) leave(on bool) http.HandlerFunc {
+	return func(rw http.ResponseWriter, _ *http.Request) {
+		w.o.Life.Leave(on)
+		replyJSON(rw, w.describe())
+	}
+}
+
+// ofThisHost refuses requests of other hosts and of web pages: unlike the others these requests
+// change the node, take its time, or name its pages, and the port has no authentication. A
+// connection from the address that it leads to is of this host, or of this pod.
+func ofThisHost(serve http.HandlerFunc) http.HandlerFunc {
+	return func(rw http.ResponseWriter, r *http.Request) {
+		host, _, err := net.SplitHostPort(r.RemoteAddr)
+		named, _, err2 := net.SplitHostPort(r.Host)
+		own := ""
+		if local, ok := r.Context().Value(http.LocalAddrContextKey).(net.Addr); ok {
+			own, _, _ = net.SplitHostPort(local.String()) // empty: only loopback is of this host
+		}
+		here := func(h string) bool { return loopback(h) || own != "" && h == own }
+		if err != nil || err2 != nil || !here(host) || named != "localhost" && !here(named) ||
+			r.Header.Get("Origin") != "" {
+			reply(rw, http.StatusForbidden, "this request is served to processes of this host only: run "+
+				"kvspray on the sidecar's host, with --http and the address of its http.listen\n")
+			return
+		}
+		serve(rw, r)
+	}
+}
+
+func loopback(host string) bool {
+	ip := net.ParseIP(host)
+	return ip != nil && ip.IsLoopback()
 }
 
 func reply(w http.ResponseWriter, code int, text string) {
