@@ -25,8 +25,9 @@ type backend struct {
 	role       string
 	number     int // in its pool
 	url        string
-	sidecar    string // address for asking for its endpoint; empty: none
-	configured bool   // the operator set peer
+	sidecar    string   // address for asking for its endpoint; empty: none
+	configured bool     // the operator set peer
+	twin       *backend // the same engine in the other role; nil: none
 
 	mu       sync.Mutex // guards all below
 	peer     string
@@ -108,6 +109,11 @@ func (p *pool) take(skip map[*backend]bool) *backend {
 		b.mu.Lock()
 		up, load := b.upLocked(), b.load
 		b.mu.Unlock()
+		if t := b.twin; t != nil {
+			t.mu.Lock()
+			load += t.load
+			t.mu.Unlock()
+		}
 		if up && (best == nil || load < bestLoad) {
 			best, bestLoad = b, load
 		}
@@ -135,6 +141,11 @@ func (b *backend) isUp() bool {
 }
 
 func (p *pool) anyUp() bool { return slices.ContainsFunc(p.all, (*backend).isUp) }
+
+// anyUpBut reports whether a back end is up that is not b.
+func (p *pool) anyUpBut(b *backend) bool {
+	return slices.ContainsFunc(p.all, func(x *backend) bool { return x != b && x.isUp() })
+}
 
 // takeThis raises the load of one back end if it is up; otherwise it returns nil.
 func (p *pool) takeThis(b *backend) *backend {

@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"time"
 
@@ -111,7 +112,11 @@ func (p *Proxy) newReporters(cfg *Config) reporters {
 	}{{p.prefill, cfg.PrefillEvents}, {p.decode, cfg.DecodeEvents}} {
 		for i, b := range set.pool.all {
 			holder := p.placing.Holder(len(list))
-			if holder == nil {
+			// An engine in both lists has one holder, and one feed.
+			twice := slices.ContainsFunc(list, func(r *reporter) bool {
+				return r != nil && r.holder == holder
+			})
+			if holder == nil || twice || i >= len(set.events) || set.events[i].Endpoint == "" {
 				list = append(list, nil)
 				continue
 			}
