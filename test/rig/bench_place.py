@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures as cf
 import contextlib
+import datetime
 import json
 import os
 import pathlib
@@ -78,7 +79,7 @@ def multi_turn(clients: int, size: float) -> list[list[Talk]]:
         talks = []
         for k in range(2):
             first = int(size * r.uniform(800, 2200))
-            talks.append([tokens(first if t == 0 else int(size * r.uniform(80, 400)), "talk", clients, c, k, t) for t in range(4)])
+            talks.append([tokens(first if t == 0 else int(size * r.uniform(200, 600)), "talk", clients, c, k, t) for t in range(4)])
         out.append(talks)
     return out
 
@@ -87,9 +88,9 @@ def fan_out(clients: int, size: float) -> list[list[Talk]]:
     """Documents, each with eight questions that clients take as they come."""
     r = random.Random(f"fan {clients}")
     asks: list[Talk] = []
-    for d in range(2 * clients if clients > 2 else 4):
+    for d in range(10 if clients > 2 else 4):
         doc = tokens(int(size * r.uniform(1500, 3500)), "doc", clients, d)
-        asks += [[doc + tokens(int(r.uniform(20, 90)), "question", clients, d, q)] for q in range(8 if clients > 2 else 5)]
+        asks += [[doc + tokens(int(size * r.uniform(150, 400)), "question", clients, d, q)] for q in range(8 if clients > 2 else 5)]
     return [asks]  # one queue
 
 
@@ -283,25 +284,22 @@ class Bench:
     def calibrate(self, gbit: float) -> None:
         """Prefills on an idle engine, and transfers between each two engines."""
         lines = []
-        longest = int(5000 * self.args.size)
-        lengths = [longest // 16, longest // 6, longest // 3, longest // 2, longest]
-        for i in range(3):
-            for n in lengths:
-                e = self.engines[i]
-                got = complete(e.port, tokens(n, "calibrate", gbit, i, n), 1)
-                lines.append(f"prefill {n} {got.ttft_s:.6f}")
-        added = []
-        for i, p in enumerate(self.engines):
-            for j, d in enumerate(self.engines):
-                if i == j:
+        for n in (int(x * self.args.size) for x in (60, 150, 400, 1000, 2000, 4000)):
+            took = [complete(e.port, tokens(n, "calibrate", gbit, e.name, n, k), 1).ttft_s for e in self.engines for k in range(2)]
+            lines += [f"prefill {n} {x:.6f}" for x in sorted(took)[1:-1]]
+        begun = time.time()
+        for p in self.engines:
+            for d in self.engines:
+                if p is d:
                     continue
-                for n in (lengths[0], lengths[2], lengths[4]):
-                    prompt = tokens(n, "link", gbit, i, j, n)
+                for n in (int(x * self.args.size) for x in (300, 1000, 3000)):
+                    prompt = tokens(n, "link", gbit, p.name, d.name, n)
                     _, answer = ask(p.url, prompt, {"do_remote_decode": True, "do_remote_prefill": False})
-                    moved, _ = ask(d.url, prompt, answer["kv_transfer_params"])
-                    local, _ = ask(d.url, prompt)
-                    added.append((n, moved - local))
-                    lines.append(f"link {n * TOKEN_BYTES} {max(1e-4, moved - local):.6f}")
+                    ask(d.url, prompt, answer["kv_transfer_params"])
+        for e in self.engines:
+            for x in e.sidecar.lines(e.sidecar.log):
+                if x.get("msg") == "transfer" and x["side"] == "source" and x["outcome"] == "ok" and since(x["time"]) >= begun:
+                    lines.append(f"link {x['bytes']} {max(1, x['wire_us']) / 1e6:.6f}")
         samples = self.run_dir / "samples.txt"
         samples.write_text("\n".join(lines) + "\n")
         shutil.copy(samples, self.logs / f"samples-{gbit:g}.txt")
@@ -326,7 +324,7 @@ class Bench:
         ttft: dict[str, list[float]] = {p: [] for p in self.args.policies}
         runs: dict[str, list[float]] = {p: [] for p in self.args.policies}
         wrong = 0
-        lines: list[dict[str, Any]] = []
+        lines: dict[str, list[dict[str, Any]]] = {p: [] for p in self.args.policies if p != "least-loaded"}
         choices: dict[str, int] = {}
         for n in range(self.args.rounds):
             turn = n % len(self.args.policies)
@@ -337,15 +335,15 @@ class Bench:
                     wrong += bad
                     ttft[policy] += [a.ttft_s for _, a in got]
                     runs[policy].append(statistics.median(a.ttft_s for _, a in got))
-                    if policy != "auto":
+                    if policy == "least-loaded":
                         continue
                     placed = r.placed(len(got))
-                    for rid, _ in got[len(got) // 2 :]:
-                        lines.append(placed[rid])
-                    for rid, _ in got:
+                    lines[policy] += [placed[rid] for rid, _ in got[len(got) // 2 :]]
+                    for rid, _ in got if policy == "auto" else ():
                         choices[placed[rid]["choice"]] = choices.get(placed[rid]["choice"], 0) + 1
         cell = {"gbit": gbit, "shape": shape, "clients": clients, "wrong": wrong, "requests": len(load.want) * self.args.rounds, "choices": choices,
-                "policies": {p: summary(x, runs[p]) for p, x in ttft.items()}, "prediction": errors(lines)}  # fmt: skip
+                "policies": {p: summary(x, runs[p]) for p, x in ttft.items()}, "prediction": errors(lines.get("auto", [])),
+                "predictions": {p: {k: v for k, v in errors(x).items() if k != "pairs"} for p, x in lines.items()}}  # fmt: skip
         self.report["cells"].append(cell)
         say(show_cell(cell))
         self.save()
@@ -402,6 +400,11 @@ class Bench:
         for s in reversed(self.started):
             s.kill() if isinstance(s, Server) else s.stop()
         shutil.rmtree(self.run_dir, ignore_errors=True)
+
+
+def since(text: str) -> float:
+    """Seconds of the epoch, of a time in a log."""
+    return datetime.datetime.fromisoformat(text[:26] + "+00:00").timestamp()
 
 
 def tc(*args: str) -> None:
