@@ -285,14 +285,32 @@ func (p *Placer) keys(r *Request) []uint64 {
 // engine, then for each decode engine. false: the policy has no choice, for instance because no
 // prefill engine is up.
 func (p *Placer) Decide(r *Request, up []bool, now time.Time) (*Decision, bool) {
-	d := &Decision{keys: p.keys(r), at: now, Tokens: max(1, len(r.Text)/tokenText)}
+	return p.decide(r, p.hash(r), up, now)
+}
+
+// hashes are those of a prompt's chunks, and of its blocks for each block size.
+type hashes struct {
+	chunks []uint64
+	blocks []blockKeys
+}
+
+func (p *Placer) hash(r *Request) hashes {
+	h := hashes{chunks: p.keys(r)}
+	if len(r.Tokens) > 0 && p.cache != nil && len(r.About) == len(p.at) {
+		h.blocks = p.cache.keys(r.Tokens, p.byAccount(r.About))
+	}
+	return h
+}
+
+func (p *Placer) decide(r *Request, h hashes, up []bool, now time.Time) (*Decision, bool) {
+	d := &Decision{keys: h.chunks, at: now, Tokens: max(1, len(r.Text)/tokenText)}
 	chunk := float64(chunkBytes) / tokenText // tokens
 	var reported []hit
 	if len(r.Tokens) > 0 {
 		d.Tokens = len(r.Tokens)
 		chunk = chunkBytes * float64(d.Tokens) / float64(max(1, len(r.Text)))
-		if p.cache != nil && len(r.About) == len(p.at) {
-			reported = p.cache.lookup(r.Tokens, p.byAccount(r.About))
+		if h.blocks != nil {
+			reported = p.cache.find(h.blocks)
 		}
 	}
 	p.mu.Lock()

@@ -4,6 +4,8 @@ package place
 
 import (
 	"bytes"
+	"fmt"
+	"slices"
 	"testing"
 	"time"
 
@@ -179,19 +181,40 @@ func TestIndexForgets(t *testing.T) {
 	}
 }
 
+// BenchmarkDecide64 is a decision for a prompt of 32k tokens among 64 engines that report their
+// caches, and of which half have a part of it. The time after hashing is reported apart.
 func BenchmarkDecide64(b *testing.B) {
-	p, err := New(Config{Policy: Auto, Prefill: 32, Decode: 32, Concurrent: true})
-	if err != nil {
-		b.Fatal(err)
-	}
-	up := make([]bool, 64)
-	for i := range up {
-		up[i] = true
-	}
-	r := &Request{Text: text(32<<10*tokenText, 'a')}
-	for i := 0; b.Loop(); i++ {
-		r.Text[len(r.Text)/2] = byte(i)
-		d, _ := p.Decide(r, up, began)
-		p.Ended(d, began)
+	for _, reports := range []bool{false, true} {
+		b.Run(fmt.Sprintf("reports=%v", reports), func(b *testing.B) {
+			cfg := Config{Policy: Auto, Prefill: 32, Decode: 32, Concurrent: true}
+			r := &Request{Text: text(32<<10*tokenText, 'a')}
+			if reports {
+				cfg.Reports = slices.Repeat([]bool{true}, 64)
+				r.Tokens, r.About = tokens(32<<10, 1), cfg.Reports
+			}
+			p, err := New(cfg)
+			if err != nil {
+				b.Fatal(err)
+			}
+			for i := range 64 {
+				if h := p.Holder(i); h != nil {
+					h.Live(true)
+					apply(h, stored(r.Tokens[:512*(i+1)], 0))
+				}
+			}
+			up := slices.Repeat([]bool{true}, 64)
+			var took []float64
+			for i := 0; b.Loop(); i++ {
+				r.Text[len(r.Text)/2] = byte(i)
+				h := p.hash(r)
+				at := time.Now()
+				d, _ := p.decide(r, h, up, began)
+				took = append(took, float64(time.Since(at).Nanoseconds())/1e3)
+				p.Ended(d, began)
+			}
+			slices.Sort(took)
+			b.ReportMetric(took[len(took)/2], "p50-us")
+			b.ReportMetric(took[len(took)*99/100], "p99-us")
+		})
 	}
 }
