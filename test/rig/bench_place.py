@@ -5,10 +5,11 @@
 Each engine's sidecar has a rail of its own, on which the kernel (tc) shapes what arrives, in a network namespace of the benchmark. For each rate,
 kind of traffic and number of clients, all policies serve the same prompts in turns, with empty caches and a new router. Every answer is compared
 with that of a plain engine. Of `auto` the predicted time to the first token is compared with the measured one, for the second half of each run.
+Rates take turns within each round.
 Each layer of an engine is slowed down to --pace tokens per second (paced/kvspray_paced.py), so that engines on few cores do not wait for each
 other; --pace 0 leaves that out. What is done so far is in the report, also of a run that was cut.
 
-usage: bench_place.py [--gbit 0.1,1,10] [--shapes multi-turn,fan-out] [--clients 2,8] [--rounds 3] [--pace 4000] [--out FILE.json]    (root)
+usage: bench_place.py [--gbit 0.1,1,10] [--shapes multi-turn,fan-out] [--clients 2,8] [--rounds 5] [--pace 4000] [--out FILE.json]    (root)
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def fan_out(clients: int, size: float) -> list[list[Talk]]:
     """Documents, each with eight questions that clients take as they come."""
     r = random.Random(f"fan {clients}")
     asks: list[Talk] = []
-    for d in range(10 if clients > 2 else 4):
+    for d in range(7 if clients > 2 else 4):
         doc = tokens(int(size * r.uniform(1500, 3500)), "doc", clients, d)
         asks += [[doc + tokens(int(size * r.uniform(150, 400)), "question", clients, d, q)] for q in range(8 if clients > 2 else 5)]
     return [asks]  # one queue
@@ -225,7 +226,8 @@ class Bench:
         self.logs = BUILD / "bench" / "place-logs"
         shutil.rmtree(self.logs, ignore_errors=True)
         self.logs.mkdir(parents=True)
-        self.calibration = self.run_dir / "calibration.json"
+        self.calibration = self.run_dir
+        self.seen: dict[str, Seen] = {}
         self.started: list[Process | Sidecar] = []
         self.engines: list[Engine] = []
         self.report: dict[str, Any] = {
@@ -305,7 +307,8 @@ class Bench:
         shutil.copy(samples, self.logs / f"samples-{gbit:g}.txt")
         subprocess.run([BINARY, "place", "calibrate", "--samples", samples, "--out", self.calibration], check=True, stdout=subprocess.DEVNULL)
         self.report["calibration"][f"{gbit:g}"] = fabrics = json.loads(self.calibration.read_text())["fabrics"]
-        say(f"{gbit:g} Gbit/s: " + "; ".join(f"{f['name']} {1e3 * f['fixed_seconds']:.1f} ms + x / {f['per_second']:.4g} (error {f['error']:.1%})" for f in fabrics))
+        parts = (f"{f['name']} {1e3 * f['fixed_seconds']:.1f} ms + x / {f['per_second']:.4g} (error {f['error']:.1%})" for f in fabrics)
+        say(f"{gbit:g} Gbit/s: " + "; ".join(parts))
 
     @contextlib.contextmanager
     def router(self, policy: str, tag: str) -> Iterator[Router]:
@@ -320,62 +323,55 @@ class Bench:
 
     # ---- measurement
 
-    def cell(self, gbit: float, shape: str, clients: int, load: Load) -> None:
-        ttft: dict[str, list[float]] = {p: [] for p in self.args.policies}
-        runs: dict[str, list[float]] = {p: [] for p in self.args.policies}
-        wrong = 0
-        lines: dict[str, list[dict[str, Any]]] = {p: [] for p in self.args.policies if p != "least-loaded"}
-        choices: dict[str, int] = {}
-        for n in range(self.args.rounds):
-            turn = n % len(self.args.policies)
-            for policy in [*self.args.policies[turn:], *self.args.policies[:turn]]:
-                tag = f"{gbit:g}-{shape}-{clients}-{policy}-{n}"
-                with self.router(policy, tag) as r:
-                    got, bad = load.run(r.port, tag)
-                    wrong += bad
-                    ttft[policy] += [a.ttft_s for _, a in got]
-                    runs[policy].append(statistics.median(a.ttft_s for _, a in got))
-                    if policy == "least-loaded":
-                        continue
-                    placed = r.placed(len(got))
-                    lines[policy] += [placed[rid] for rid, _ in got[len(got) // 2 :]]
-                    for rid, _ in got if policy == "auto" else ():
-                        choices[placed[rid]["choice"]] = choices.get(placed[rid]["choice"], 0) + 1
-        cell = {"gbit": gbit, "shape": shape, "clients": clients, "wrong": wrong, "requests": len(load.want) * self.args.rounds, "choices": choices,
-                "policies": {p: summary(x, runs[p]) for p, x in ttft.items()}, "prediction": errors(lines.get("auto", [])),
-                "predictions": {p: {k: v for k, v in errors(x).items() if k != "pairs"} for p, x in lines.items()}}  # fmt: skip
-        self.report["cells"].append(cell)
-        say(show_cell(cell))
-        self.save()
+    def order(self, n: int) -> list[str]:
+        turn = n % len(self.args.policies)
+        return [*self.args.policies[turn:], *self.args.policies[:turn]]
 
-    def hot(self, gbit: float, warm: bool) -> None:
+    def cell(self, gbit: float, shape: str, clients: int, load: Load, n: int) -> None:
+        seen = self.seen.setdefault(f"{gbit:g} {shape} {clients}", Seen(self.args.policies))
+        for policy in self.order(n):
+            tag = f"{gbit:g}-{shape}-{clients}-{policy}-{n}"
+            with self.router(policy, tag) as r:
+                got, bad = load.run(r.port, tag)
+                seen.add(policy, [a.ttft_s for _, a in got], bad)
+                if policy == "least-loaded":
+                    continue
+                placed = r.placed(len(got))
+                seen.lines[policy] += [placed[rid] for rid, _ in got[len(got) // 2 :]]
+                for rid, _ in got if policy == "auto" else ():
+                    choice = placed[rid]["choice"]
+                    seen.choices[choice] = seen.choices.get(choice, 0) + 1
+        row = {"gbit": gbit, "shape": shape, "clients": clients, "choices": seen.choices, "prediction": errors(seen.lines["auto"], pairs=True),
+               "predictions": {p: errors(x) for p, x in seen.lines.items()}, **seen.summary()}  # fmt: skip
+        self.keep("cells", row, ("gbit", "shape", "clients"), show_cell(row))
+
+    def hot(self, gbit: float, warm: bool, n: int) -> None:
         """One document, and 64 clients that ask about it at once. warm: one engine has the document."""
-        out: dict[str, list[float]] = {p: [] for p in self.args.policies}
-        runs: dict[str, list[float]] = {p: [] for p in self.args.policies}
-        wrong, copies = 0, []
-        for n in range(self.args.rounds):
-            for policy in self.args.policies:
-                tag = f"askers-{gbit:g}-{warm}-{policy}-{n}"
-                with self.router(policy, tag) as r:
-                    if warm:
-                        got = complete(r.port, self.document + tokens(40, "first", n), ANSWER, rid="first")
-                        if got.error:
-                            raise Failed(f"{tag}: {got.error}")
-                        time.sleep(0.5)
-                    with cf.ThreadPoolExecutor(ASKERS) as pool:
-                        jobs = [pool.submit(complete, r.port, p, ANSWER, 1, f"{tag}-{i}") for i, p in enumerate(self.askers)]
-                        got_all = [j.result() for j in jobs]
-                    for a, want in zip(got_all, self.asked, strict=True):
-                        if a.error:
-                            raise Failed(f"{tag}: {a.error}")
-                        wrong += a.tokens[0] != want
-                    out[policy] += [a.ttft_s for a in got_all]
-                    runs[policy].append(statistics.median(a.ttft_s for a in got_all))
-                    if policy == "auto":
-                        copies.append(total(r.metrics(), "kvspray_proxy_placement_replicas_total"))
-        row = {"gbit": gbit, "warm": warm, "wrong": wrong, "copies": copies, "policies": {p: summary(x, runs[p]) for p, x in out.items()}}
-        self.report["askers"].append(row)
-        say(show_askers(row))
+        seen = self.seen.setdefault(f"askers {gbit:g} {warm}", Seen(self.args.policies))
+        for policy in self.order(n):
+            tag = f"askers-{gbit:g}-{'warm' if warm else 'new'}-{policy}-{n}"
+            with self.router(policy, tag) as r:
+                if warm:
+                    got = complete(r.port, self.document + tokens(40, "first", n), ANSWER, rid="first")
+                    if got.error:
+                        raise Failed(f"{tag}: {got.error}")
+                    time.sleep(0.5)
+                with cf.ThreadPoolExecutor(ASKERS) as pool:
+                    jobs = [pool.submit(complete, r.port, p, ANSWER, 1, f"{tag}-{i}") for i, p in enumerate(self.askers)]
+                    answers = [j.result() for j in jobs]
+                for a in answers:
+                    if a.error:
+                        raise Failed(f"{tag}: {a.error}")
+                seen.add(policy, [a.ttft_s for a in answers], sum(a.tokens[0] != want for a, want in zip(answers, self.asked, strict=True)))
+                if policy == "auto":
+                    seen.copies.append(int(total(r.metrics(), "kvspray_proxy_placement_replicas_total")))
+        row = {"gbit": gbit, "warm": warm, "copies": seen.copies, **seen.summary()}
+        self.keep("askers", row, ("gbit", "warm"), show_askers(row))
+
+    def keep(self, what: str, row: dict[str, Any], names: tuple[str, ...], text: str) -> None:
+        """Replaces the row of earlier rounds."""
+        self.report[what] = [x for x in self.report[what] if any(x[k] != row[k] for k in names)] + [row]
+        say(text)
         self.save()
 
     def save(self) -> None:
@@ -387,14 +383,18 @@ class Bench:
         self.start()
         loads = self.loads()
         say(f"{sum(len(x.want) for x in loads.values())} answers of the plain engine")
-        for gbit in self.args.gbit:
-            self.shape(gbit)
-            self.calibrate(gbit)
-            for (shape, clients), load in loads.items():
-                self.cell(gbit, shape, clients, load)
-            if gbit in self.args.askers_gbit:
-                for warm in (True, False):
-                    self.hot(gbit, warm)
+        for n in range(self.args.rounds):
+            for gbit in self.args.gbit:
+                self.shape(gbit)
+                self.calibration = self.run_dir / f"calibration-{gbit:g}.json"
+                if n == 0:
+                    self.calibrate(gbit)
+                for (shape, clients), load in loads.items():
+                    self.cell(gbit, shape, clients, load, n)
+                if gbit in self.args.askers_gbit:
+                    for warm in (True, False):
+                        self.hot(gbit, warm, n)
+            say(f"{n + 1} of {self.args.rounds} rounds, load average {os.getloadavg()[0]:.1f}")
 
     def stop(self) -> None:
         for s in reversed(self.started):
@@ -411,21 +411,38 @@ def tc(*args: str) -> None:
     subprocess.run(["tc", *args], check=True)
 
 
-def summary(values: list[float], runs: list[float]) -> dict[str, Any]:
-    q = statistics.quantiles(values, n=20)
-    return {"p50": statistics.median(values), "p95": q[-1], "mean": statistics.fmean(values), "p50_of_runs": runs}
+class Seen:
+    """What all rounds of a cell have shown."""
+
+    def __init__(self, policies: list[str]) -> None:
+        self.ttft: dict[str, list[list[float]]] = {p: [] for p in policies}
+        self.lines: dict[str, list[dict[str, Any]]] = {p: [] for p in {"auto", *policies} if p != "least-loaded"}
+        self.choices: dict[str, int] = {}
+        self.copies: list[int] = []
+        self.wrong = 0
+
+    def add(self, policy: str, ttft: list[float], wrong: int) -> None:
+        self.ttft[policy].append(ttft)
+        self.wrong += wrong
+
+    def summary(self) -> dict[str, Any]:
+        out = {}
+        for p, runs in self.ttft.items():
+            values = [x for run in runs for x in run]
+            out[p] = {"p50": statistics.median(values), "p95": statistics.quantiles(values, n=20)[-1], "mean": statistics.fmean(values),
+                      "p50_of_runs": [statistics.median(x) for x in runs]}  # fmt: skip
+        return {"policies": out, "wrong": self.wrong, "answers": sum(len(run) for runs in self.ttft.values() for run in runs)}
 
 
-def errors(lines: list[dict[str, Any]]) -> dict[str, Any]:
+def errors(lines: list[dict[str, Any]], pairs: bool = False) -> dict[str, Any]:
     """Mean of |predicted - measured| / measured, of requests that took longer than LEAST_S."""
-    pairs = [(x["choice"], x["predicted"], x["actual"]) for x in lines if x.get("actual", 0) > LEAST_S]
-    out: dict[str, Any] = {"requests": len(pairs)}
+    found = [(x["choice"], x["predicted"], x["actual"]) for x in lines if x.get("actual", 0) > LEAST_S]
+    out: dict[str, Any] = {"requests": len(found)}
+    if found:
+        out["error"] = statistics.fmean(abs(p - a) / a for _, p, a in found)
+        out["bias"] = statistics.fmean((p - a) / a for _, p, a in found)
     if pairs:
-        out["error"] = statistics.fmean(abs(p - a) / a for _, p, a in pairs)
-        out["bias"] = statistics.fmean((p - a) / a for _, p, a in pairs)
-        for kind in sorted({c for c, _, _ in pairs}):
-            out[f"error_{kind}"] = statistics.fmean(abs(p - a) / a for c, p, a in pairs if c == kind)
-    out["pairs"] = [(c, round(p, 4), round(a, 4)) for c, p, a in pairs]
+        out["pairs"] = [(c, round(p, 4), round(a, 4)) for c, p, a in found]
     return out
 
 
@@ -444,7 +461,7 @@ def show_cell(cell: dict[str, Any]) -> str:
     e = cell["prediction"]
     if "error" in e:
         text += f"; error {e['error']:.1%} (bias {e['bias']:+.1%}) of {e['requests']}; {cell['choices']}"
-    return text + f"; {cell['wrong']} of {cell['requests'] * len(cell['policies'])} answers differ"
+    return text + f"; {cell['wrong']} of {cell['answers']} answers differ"
 
 
 def show_askers(row: dict[str, Any]) -> str:
@@ -452,7 +469,7 @@ def show_askers(row: dict[str, Any]) -> str:
     text = f"{ASKERS} askers of a document that {'one engine has' if row['warm'] else 'is new'}, {row['gbit']:g} Gbit/s: {p50} s"
     if {"auto", "least-loaded"} <= row["policies"].keys():
         text += f"; least-loaded/auto {row['policies']['least-loaded']['p50'] / row['policies']['auto']['p50']:.2f}"
-    return text + f"; copies {row['copies']}; {row['wrong']} answers differ"
+    return text + f"; copies {row['copies']}; {row['wrong']} of {row['answers']} answers differ"
 
 
 def verdict(report: dict[str, Any]) -> bool:
@@ -493,7 +510,7 @@ def main() -> int:
     ap.add_argument("--shapes", type=lambda s: s.split(","), default=list(SHAPES))
     ap.add_argument("--clients", type=lambda s: [int(x) for x in s.split(",")], default=[2, 8])
     ap.add_argument("--policies", type=lambda s: s.split(","), default=list(POLICIES))
-    ap.add_argument("--rounds", type=int, default=3)
+    ap.add_argument("--rounds", type=int, default=5)
     ap.add_argument("--askers-gbit", type=floats, default=[1.0], help="rates at which 64 clients ask about one document")
     ap.add_argument("--pace", type=float, default=4000, help="tokens per second that each engine computes at most; 0: as fast as it can")
     ap.add_argument("--size", type=float, default=1.0, help="of prompts; 1: documents of 1,500 to 3,500 tokens")

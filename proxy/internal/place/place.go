@@ -444,8 +444,8 @@ func (p *Placer) askers(keys []uint64, engine, chunks int) int {
 	return n
 }
 
-// hot returns the longest prefix of a prompt, in chunks, that enough requests in flight at an engine
-// have; 0: none of at least some chunks.
+// hot returns the longest prefix of a prompt, in chunks, that enough requests in flight at an
+// engine have; 0: none of at least some chunks.
 func (p *Placer) hot(keys []uint64, engine, least int) int {
 	if least > len(keys) || p.askers(keys, engine, least) < p.cfg.Replicate {
 		return 0

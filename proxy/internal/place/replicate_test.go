@@ -172,8 +172,8 @@ func TestOnlyWhatIsSharedIsHot(t *testing.T) {
 	}
 }
 
-// An engine that prefills and decodes is one engine: it has one queue and one cache, and never sends
-// to itself.
+// An engine that prefills and decodes is one engine: it has one queue and one cache, and never
+// sends to itself.
 func TestEngineInBothListsIsOne(t *testing.T) {
 	p := newPlacer(t, both(Auto, 2, 0))
 	first := decide(t, p, question('a', 0), 0)

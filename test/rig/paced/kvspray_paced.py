@@ -9,8 +9,9 @@ import time
 from typing import Any
 
 import torch
-from kvspray_vllm import KVSprayConnector
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+from kvspray_vllm import KVSprayConnector
 
 
 class PacedConnector(KVSprayConnector):
