@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A policy of the router beside failures: the holder of a prompt's cache is killed (kill -9) while requests are placed there. No client sees an
-error, and every answer is that of a plain engine. KVSPRAY_HOLDER_KILLS: how often the holder's sidecar is killed; from 100 on the holder itself is
-killed five times."""
+error, and every answer is that of a plain engine. KVSPRAY_HOLDER_KILLS: how often the holder's sidecar is killed with requests under way; from
+100 on the holder itself is killed five times."""
 
 from __future__ import annotations
 
@@ -137,7 +137,9 @@ def test_the_holders_sidecar_is_killed(engines: list[Engine], plain: Server, rou
     r = random.Random("kills")
     met = 0
     start = time.monotonic()
-    for i in range(KILLS):
+    kills = 0
+    while met < KILLS and kills < 2 * KILLS:
+        i, kills = kills, kills + 1
         router = routers[POLICIES[i % len(POLICIES)]]
         one = Round(f"sidecar-{i}", router, engines, plain, AT_ONCE + 1)
         met += one.beside(one.holder.sidecar.kill, r.uniform(0, 0.08)) > 0
@@ -146,27 +148,28 @@ def test_the_holders_sidecar_is_killed(engines: list[Engine], plain: Server, rou
         rig.wait_for("the engine's sessions", one.holder.connected, 60)
     pairs = {p: x.value("placements_total", choice="pair") for p, x in routers.items()}
     print(
-        f"\n{KILLS} kills of the holder's sidecar in {time.monotonic() - start:.0f} s, {met} with requests under way; pairs {pairs}, copies "
+        f"\n{kills} kills of the holder's sidecar in {time.monotonic() - start:.0f} s, {met} with requests under way; pairs {pairs}, copies "
         f"{routers['auto'].value('placement_replicas_total'):.0f}, local prefills after a failure "
         f"{sum(x.value('local_prefills_total', reason='prefill_failed') for x in routers.values()):.0f}"
     )
-    assert met > KILLS / 2
-    assert pairs["fetch"] >= KILLS  # blocks moved from the holder
+    assert met == KILLS
+    assert pairs["fetch"] >= kills  # blocks moved from the holder
 
 
 def test_the_holder_is_killed(engines: list[Engine], plain: Server, routers: dict[str, Router]) -> None:
-    met = 0
-    for i in range(ENGINE_KILLS):
+    met, i = 0, -1
+    while met < ENGINE_KILLS and i < 3 * ENGINE_KILLS:
+        i += 1
         router = routers[POLICIES[(i + 1) % len(POLICIES)]]
         one = Round(f"engine-{i}", router, engines, plain, AT_ONCE + 1)
-        met += one.beside(one.holder.kill, 0.005 * i) > 0
+        met += one.beside(one.holder.kill, 0.005 * (i % 4)) > 0
         one.after()
         one.holder.run_both()
         rig.wait_for("the engine is up", one.holder.up, 300, 0.25)
         rig.wait_for("the engine's sessions", one.holder.connected, 60)
         rig.wait_for("the feeds", lambda: all(x.synced(engines) for x in routers.values()), 60)
-    print(f"\n{ENGINE_KILLS} kills of the holder, {met} with requests under way; retries {sum(x.value('decode_retries_total') for x in routers.values()):.0f}")
-    assert met > ENGINE_KILLS / 2
+    print(f"\n{i + 1} kills of the holder, {met} with requests under way; retries {sum(x.value('decode_retries_total') for x in routers.values()):.0f}")
+    assert met == ENGINE_KILLS
 
 
 def test_a_hot_prefix_is_copied_once(engines: list[Engine], plain: Server, routers: dict[str, Router]) -> None:

@@ -86,12 +86,12 @@ def multi_turn(clients: int, size: float) -> list[list[Talk]]:
 
 
 def fan_out(clients: int, size: float) -> list[list[Talk]]:
-    """Documents, each with eight questions that clients take as they come."""
+    """Three documents, each with questions that clients take as they come."""
     r = random.Random(f"fan {clients}")
     asks: list[Talk] = []
-    for d in range(7 if clients > 2 else 4):
+    for d in range(3):
         doc = tokens(int(size * r.uniform(1500, 3500)), "doc", clients, d)
-        asks += [[doc + tokens(int(size * r.uniform(150, 400)), "question", clients, d, q)] for q in range(8 if clients > 2 else 5)]
+        asks += [[doc + tokens(int(size * r.uniform(150, 400)), "question", clients, d, q)] for q in range(4 + 2 * clients)]
     return [asks]  # one queue
 
 
