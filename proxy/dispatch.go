@@ -395,7 +395,7 @@ func (j *job) decodeOn(ctx context.Context, b *backend, params json.RawMessage) 
 			}
 			return false, params, fmt.Errorf("decode %s: %w", b.url, f.err)
 		}
-		j.answered(f.resp.StatusCode)
+		j.answered(b, f.resp.StatusCode)
 		j.p.met.first.WithLabelValues(string(j.mode)).Observe(time.Since(j.start).Seconds())
 		j.firstAt = time.Now()
 		j.pass(f)

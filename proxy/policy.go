@@ -142,11 +142,12 @@ func (j *job) placed() {
 	j.p.log.Info("placed", args...)
 }
 
-// answered takes the first byte of the decode engine's answer.
-func (j *job) answered(status int) {
+// answered takes the first byte of a decode engine's answer.
+func (j *job) answered(b *backend, status int) {
 	j.firstAfter = time.Since(j.start)
 	if j.decision != nil {
-		j.p.placing.Answered(j.decision, j.req.streamed() && status == http.StatusOK, time.Now())
+		j.p.placing.Answered(j.decision, b == j.prefer && status == http.StatusOK, j.req.streamed(),
+			time.Now())
 	}
 }
 

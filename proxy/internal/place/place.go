@@ -581,15 +581,15 @@ func (p *Placer) computed(d *Decision, ok bool, now time.Time) {
 	}
 }
 
-// Answered takes the first byte of the decode engine's answer. measured: it shows the first token,
-// as that of a streamed answer does.
-func (p *Placer) Answered(d *Decision, measured bool, now time.Time) {
+// Answered takes the first byte of the answer. ok: it is the decode engine's, and no error.
+// measured: it shows the first token, as that of a streamed answer does.
+func (p *Placer) Answered(d *Decision, ok, measured bool, now time.Time) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if d.stage == prefilling {
-		p.computed(d, measured && d.Prefill < 0, now)
+		p.computed(d, ok && measured && d.Prefill < 0, now)
 	}
-	if d.stage == decoding && d.moves(d.Choice.Engine) {
+	if ok && d.stage == decoding && d.moves(d.Choice.Engine) {
 		d.arrived = true
 		p.add(d.keys, d.Choice.Engine)
 	}

@@ -42,7 +42,7 @@ func decide(t *testing.T, p *Placer, r *Request, at time.Duration) *Decision {
 func TestAutoWeighsHitsAgainstQueues(t *testing.T) {
 	p := newPlacer(t, Config{Policy: Auto, Decode: 4})
 	first := decide(t, p, &Request{Text: text(40_000, 'a')}, 0)
-	p.Answered(first, true, began.Add(2*time.Second))
+	p.Answered(first, true, true, began.Add(2*time.Second))
 	p.Ended(first, began.Add(3*time.Second))
 	again := &Request{Text: append(text(40_000, 'a'), text(2000, 'b')...)}
 	second := decide(t, p, again, 4*time.Second)
@@ -108,7 +108,7 @@ func TestAccountsAndOutcomes(t *testing.T) {
 		switch i % 4 {
 		case 0, 1:
 			p.Prefilled(d, true, began.Add(took))
-			p.Answered(d, true, began.Add(took))
+			p.Answered(d, true, true, began.Add(took))
 		case 2:
 			p.Prefilled(d, false, began.Add(took))
 		}

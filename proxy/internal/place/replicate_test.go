@@ -29,7 +29,7 @@ func question(doc byte, i int) *Request {
 // begin takes a request to its first token: it then runs until it is ended.
 func begin(p *Placer, d *Decision, at time.Duration) {
 	p.Prefilled(d, true, began.Add(at))
-	p.Answered(d, true, began.Add(at))
+	p.Answered(d, true, true, began.Add(at))
 }
 
 // After so many askers of one holder another engine gets a copy, once; then a third one. The bound
@@ -73,6 +73,30 @@ func TestHotPrefixIsCopiedOnce(t *testing.T) {
 		if d := decide(t, p, question('a', 99), now); d.Replica {
 			t.Errorf("%s: a copy for nobody: %+v", policy, d)
 		}
+	}
+}
+
+// A copy that did not arrive is none: the next asker tries again.
+func TestCopyThatFailed(t *testing.T) {
+	const after = 4
+	p := newPlacer(t, both(Cache, 2, after))
+	for i := range after {
+		begin(p, decide(t, p, question('a', i), 0), 0)
+	}
+	for i := range 3 {
+		d := decide(t, p, question('a', after+i), 0)
+		if !d.Replica {
+			t.Errorf("try %d makes no copy", i)
+		}
+		p.Prefilled(d, true, began)
+		p.Answered(d, false, true, began) // another engine answered
+		p.Ended(d, began)
+	}
+	d := decide(t, p, question('a', 9), 0)
+	begin(p, d, 0)
+	p.Ended(d, began)
+	if d := decide(t, p, question('a', 10), 0); d.Replica || d.Choice.Reused < 9000 {
+		t.Errorf("after the copy: %+v", d.Choice)
 	}
 }
 
