@@ -86,20 +86,21 @@ type Config struct {
 
 // account is the work of one engine that has no first token yet.
 type account struct {
-	work     float64   // predicted seconds
-	requests int       // of work
-	running  int       // requests from the first token on
-	progress time.Time // the last time that work began or ended
+	queue    []*Decision // the oldest one is computed
+	work     float64     // predicted seconds of queue
+	running  int         // requests from the first token on
+	progress time.Time   // when the oldest one became that
 	learned  placement.Correction
 	arrived  placement.Rate
 }
 
-// wait is the time until a new request begins.
+// wait is the time until a new request begins. One that takes longer than predicted does not make
+// those behind it faster.
 func (a *account) wait(now time.Time) float64 {
-	if a.requests == 0 {
+	if len(a.queue) == 0 {
 		return 0
 	}
-	return max(0, a.work-now.Sub(a.progress).Seconds())
+	return max(0, a.work-min(a.queue[0].work, now.Sub(a.progress).Seconds()))
 }
 
 // Placer decides for requests. In its methods prefill engines have the numbers from 0, and decode
@@ -346,10 +347,10 @@ func (p *Placer) decide(r *Request, h hashes, up []bool, now time.Time) (*Decisi
 	}
 	acc := &p.accounts[d.compute]
 	d.work, d.factor = c.Prefill, acc.learned.Factor()
-	if acc.requests == 0 {
+	if len(acc.queue) == 0 {
 		acc.progress, acc.work = now, 0
 	}
-	acc.work, acc.requests = acc.work+d.work, acc.requests+1
+	acc.work, acc.queue = acc.work+d.work, append(acc.queue, d)
 	acc.arrived.Add(now.Sub(p.start).Seconds())
 	p.promise(d)
 	return d, true
@@ -574,7 +575,11 @@ func (p *Placer) Prefilled(d *Decision, ok bool, now time.Time) {
 func (p *Placer) computed(d *Decision, ok bool, now time.Time) {
 	d.stage = decoding
 	acc := &p.accounts[d.compute]
-	acc.work, acc.requests, acc.progress = max(0, acc.work-d.work), acc.requests-1, now
+	at := slices.Index(acc.queue, d)
+	if at == 0 {
+		acc.progress = now
+	}
+	acc.work, acc.queue = max(0, acc.work-d.work), slices.Delete(acc.queue, at, at+1)
 	p.accounts[d.Choice.Engine].running++
 	if ok && d.Choice.Computed >= leastObserved {
 		acc.learned.Observe((d.Choice.Wait+d.Choice.Prefill)/d.factor, now.Sub(d.at).Seconds())

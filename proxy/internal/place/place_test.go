@@ -66,6 +66,33 @@ func TestAutoWeighsHitsAgainstQueues(t *testing.T) {
 	}
 }
 
+// Those who wait behind a request that takes longer than predicted still wait for each other.
+func TestWaitBehindALongRequest(t *testing.T) {
+	p := newPlacer(t, Config{Policy: Auto, Decode: 1})
+	wait := func(at time.Duration) float64 { return p.accounts[0].wait(began.Add(at)) }
+	first := decide(t, p, &Request{Text: text(16_000, 'a')}, 0) // a second
+	second := decide(t, p, &Request{Text: text(8000, 'b')}, 0)
+	if w := wait(500 * time.Millisecond); w < 1 || w > 1.05 {
+		t.Errorf("%v, want half of the first and all of the second", w)
+	}
+	if w := wait(5 * time.Second); w < 0.5 || w > 0.55 {
+		t.Errorf("%v, want the second", w)
+	}
+	p.Answered(first, true, true, began.Add(5*time.Second))
+	if w := wait(5200 * time.Millisecond); w < 0.3 || w > 0.35 {
+		t.Errorf("%v, want the rest of the second", w)
+	}
+	third := decide(t, p, &Request{Text: text(8000, 'c')}, 5200*time.Millisecond)
+	p.Ended(third, began.Add(5300*time.Millisecond)) // out of turn
+	if w := wait(5400 * time.Millisecond); w < 0.1 || w > 0.15 {
+		t.Errorf("%v, want the rest of the second", w)
+	}
+	p.Ended(second, began.Add(6*time.Second))
+	if w := wait(6 * time.Second); w != 0 {
+		t.Errorf("%v, want nothing", w)
+	}
+}
+
 func TestPolicies(t *testing.T) {
 	for policy, want := range map[Policy]placement.Kind{Fetch: placement.Pair, Local: placement.Run} {
 		p := newPlacer(t, Config{Policy: policy, Prefill: 2, Decode: 2, Concurrent: true})
@@ -116,7 +143,7 @@ func TestAccountsAndOutcomes(t *testing.T) {
 		p.Ended(d, began.Add(took)) // a second end changes nothing
 	}
 	for i, a := range p.accounts {
-		if a.requests != 0 || a.running != 0 || a.work > 1e-9 {
+		if len(a.queue) != 0 || a.running != 0 || a.work > 1e-9 {
 			t.Errorf("engine %d: %+v", i, a)
 		}
 		if f := a.learned.Factor(); f < 1.3 || f > 2.01 {

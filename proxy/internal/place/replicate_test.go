@@ -172,7 +172,7 @@ func TestWhatIsNotCopied(t *testing.T) {
 	ask(p, doc, after, false)
 	for e := range p.flying {
 		if len(p.flying[e]) == 0 {
-			p.accounts[e].work, p.accounts[e].requests = 1000, 1
+			p.accounts[e].work, p.accounts[e].queue = 1000, []*Decision{{work: 1000}}
 			p.accounts[e].progress = began
 		}
 	}
