@@ -40,7 +40,7 @@ sys.path.insert(0, str(HERE))
 
 from cluster import BINARY, ROOT, Failed, Sidecar, free_port, total, wait_for  # noqa: E402
 from hosts import cpu  # noqa: E402
-from servers import Answer, Process, Server, ask, complete, end_on_signals, kvspray_config, wait_up  # noqa: E402
+from servers import Answer, Process, Server, ask, complete, cpu_seconds, end_on_signals, kvspray_config, wait_up  # noqa: E402
 
 from kvspray.machine import machine  # noqa: E402
 
@@ -54,6 +54,7 @@ POLICIES = ("auto", "cache", "least-loaded", "fetch", "local")
 ANSWER = 12  # tokens
 LEAST_S = 0.1  # of requests whose prediction is judged
 ASKERS = 64
+QUIET = 0.5  # cores that other work may use
 GOAL_ERROR, GOAL_COST, GOAL_GAIN = 0.15, 1.05, 1.3
 
 
@@ -323,6 +324,17 @@ class Bench:
 
     # ---- measurement
 
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[list[float]]:
+        """Cores that other work of this machine uses meanwhile; there when it is over."""
+        out: list[float] = []
+        start, a = time.monotonic(), machine_seconds() - self.own_seconds()
+        yield out
+        out.append((machine_seconds() - self.own_seconds() - a) / (time.monotonic() - start))
+
+    def own_seconds(self) -> float:
+        return cpu_seconds([os.getpid(), *(pid for s in self.started for pid in s.pids())])
+
     def order(self, n: int) -> list[str]:
         turn = n % len(self.args.policies)
         return [*self.args.policies[turn:], *self.args.policies[:turn]]
@@ -332,17 +344,19 @@ class Bench:
         for policy in self.order(n):
             tag = f"{gbit:g}-{shape}-{clients}-{policy}-{n}"
             with self.router(policy, tag) as r:
-                got, bad = load.run(r.port, tag)
-                seen.add(policy, [a.ttft_s for _, a in got], bad)
+                with self.watched() as busy:
+                    got, bad = load.run(r.port, tag)
+                seen.add(policy, [a.ttft_s for _, a in got], bad, busy[0])
                 if policy == "least-loaded":
                     continue
                 placed = r.placed(len(got))
-                seen.lines[policy] += [placed[rid] for rid, _ in got[len(got) // 2 :]]
+                seen.lines[policy].append(([placed[rid] for rid, _ in got[len(got) // 2 :]], busy[0]))
                 for rid, _ in got if policy == "auto" else ():
                     choice = placed[rid]["choice"]
                     seen.choices[choice] = seen.choices.get(choice, 0) + 1
-        row = {"gbit": gbit, "shape": shape, "clients": clients, "choices": seen.choices, "prediction": errors(seen.lines["auto"], pairs=True),
-               "predictions": {p: errors(x) for p, x in seen.lines.items()}, **seen.summary()}  # fmt: skip
+        row = {"gbit": gbit, "shape": shape, "clients": clients, "choices": seen.choices, "prediction": errors(seen.judged("auto"), pairs=True),
+               "predictions": {p: errors(seen.judged(p)) for p in seen.lines}, "prediction_all": errors([x for run, _ in seen.lines["auto"] for x in run]),
+               **seen.summary()}  # fmt: skip
         self.keep("cells", row, ("gbit", "shape", "clients"), show_cell(row))
 
     def hot(self, gbit: float, warm: bool, n: int) -> None:
@@ -356,13 +370,14 @@ class Bench:
                     if got.error:
                         raise Failed(f"{tag}: {got.error}")
                     time.sleep(0.5)
-                with cf.ThreadPoolExecutor(ASKERS) as pool:
+                with self.watched() as busy, cf.ThreadPoolExecutor(ASKERS) as pool:
                     jobs = [pool.submit(complete, r.port, p, ANSWER, 1, f"{tag}-{i}") for i, p in enumerate(self.askers)]
                     answers = [j.result() for j in jobs]
                 for a in answers:
                     if a.error:
                         raise Failed(f"{tag}: {a.error}")
-                seen.add(policy, [a.ttft_s for a in answers], sum(a.tokens[0] != want for a, want in zip(answers, self.asked, strict=True)))
+                wrong = sum(a.tokens[0] != want for a, want in zip(answers, self.asked, strict=True))
+                seen.add(policy, [a.ttft_s for a in answers], wrong, busy[0])
                 if policy == "auto":
                     seen.copies.append(int(total(r.metrics(), "kvspray_proxy_placement_replicas_total")))
         row = {"gbit": gbit, "warm": warm, "copies": seen.copies, **seen.summary()}
@@ -411,27 +426,45 @@ def tc(*args: str) -> None:
     subprocess.run(["tc", *args], check=True)
 
 
+def machine_seconds() -> float:
+    """Of all processors, that were not idle."""
+    fields = [int(x) for x in pathlib.Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+    return (sum(fields[:3]) + sum(fields[5:8])) / os.sysconf("SC_CLK_TCK")
+
+
 class Seen:
-    """What all rounds of a cell have shown."""
+    """What all rounds of a cell have shown. Runs beside which other work used more than QUIET cores do not count, if each policy has others."""
 
     def __init__(self, policies: list[str]) -> None:
         self.ttft: dict[str, list[list[float]]] = {p: [] for p in policies}
-        self.lines: dict[str, list[dict[str, Any]]] = {p: [] for p in {"auto", *policies} if p != "least-loaded"}
+        self.busy: dict[str, list[float]] = {p: [] for p in policies}
+        self.lines: dict[str, list[tuple[list[dict[str, Any]], float]]] = {p: [] for p in {"auto", *policies} if p != "least-loaded"}
         self.choices: dict[str, int] = {}
         self.copies: list[int] = []
         self.wrong = 0
 
-    def add(self, policy: str, ttft: list[float], wrong: int) -> None:
+    def add(self, policy: str, ttft: list[float], wrong: int, busy: float) -> None:
         self.ttft[policy].append(ttft)
+        self.busy[policy].append(busy)
         self.wrong += wrong
+
+    def bound(self) -> float:
+        """Of what other work may use beside a run that counts: QUIET, or what leaves every policy its quieter half."""
+        return max(QUIET, *(sorted(x)[(len(x) - 1) // 2] for x in self.busy.values()))
+
+    def judged(self, policy: str) -> list[dict[str, Any]]:
+        bound = self.bound()
+        return [x for run, busy in self.lines[policy] if busy <= bound for x in run]
 
     def summary(self) -> dict[str, Any]:
         out = {}
-        for p, runs in self.ttft.items():
+        bound = self.bound()
+        for p, all_runs in self.ttft.items():
+            runs = [run for run, busy in zip(all_runs, self.busy[p], strict=True) if busy <= bound]
             values = [x for run in runs for x in run]
             out[p] = {"p50": statistics.median(values), "p95": statistics.quantiles(values, n=20)[-1], "mean": statistics.fmean(values),
-                      "p50_of_runs": [statistics.median(x) for x in runs]}  # fmt: skip
-        return {"policies": out, "wrong": self.wrong, "answers": sum(len(run) for runs in self.ttft.values() for run in runs)}
+                      "p50_of_runs": [statistics.median(x) for x in runs], "busy": self.busy[p]}  # fmt: skip
+        return {"policies": out, "busy_bound": bound, "wrong": self.wrong, "answers": sum(len(run) for runs in self.ttft.values() for run in runs)}
 
 
 def errors(lines: list[dict[str, Any]], pairs: bool = False) -> dict[str, Any]:
@@ -461,7 +494,7 @@ def show_cell(cell: dict[str, Any]) -> str:
     e = cell["prediction"]
     if "error" in e:
         text += f"; error {e['error']:.1%} (bias {e['bias']:+.1%}) of {e['requests']}; {cell['choices']}"
-    return text + f"; {cell['wrong']} of {cell['answers']} answers differ"
+    return text + f"; {cell['wrong']} of {cell['answers']} answers differ; other work at most {cell['busy_bound']:.1f} cores"
 
 
 def show_askers(row: dict[str, Any]) -> str:
