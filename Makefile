@@ -140,6 +140,10 @@ test-laws: ## The laws of parseblock with 100,000 random cases each, and 4 GiB o
 test-truth: build env ## vLLM's own tensors, moved and read back, and a real hybrid model that goes on from moved states (nightly)
 	KVSPRAY_TRUTH=1 KVSPRAY_MUST_RUN=vllm $(VENV)/bin/python -m pytest -q test/e2e/test_truth.py test/e2e/test_truth_layouts.py
 
+.PHONY: test-placement
+test-placement: build env ## The holder's sidecar is killed 100 times while requests are placed there, and the holder five times: answers equal?
+	KVSPRAY_HOLDER_KILLS=$${KVSPRAY_HOLDER_KILLS:-100} KVSPRAY_MUST_RUN=vllm $(VENV)/bin/python -m pytest -q -rP test/e2e/test_placement.py
+
 # Each target has FUZZTIME, and those of what others send, on lanes and sockets, FUZZTIME_FOREIGN.
 FUZZTIME ?= 5m
 FUZZTIME_FOREIGN ?= 1h
@@ -351,6 +355,10 @@ $(B)/venv-peers/.stamp: bench/peers/requirements.txt
 .PHONY: bench-latency
 bench-latency: build env ## One 4 KiB block between two sidecars, from the engine's word to the engine's ear
 	$(VENV)/bin/python -m kvspray.latency --kvspray bin/kvspray
+
+.PHONY: bench-place
+bench-place: build env ## The router's policies with three real engines, rails of 0.1 to 10 Gbit/s: predictions, times to the first token (root, an hour)
+	$(VENV)/bin/python test/rig/bench_place.py $(BENCH_ARGS)
 
 .PHONY: gpu-bin
 gpu-bin: build env ## What test/gpu needs on a host with GPUs and no network: .build/gpu, to be carried there with the sources

@@ -34,6 +34,15 @@ type Engine struct {
 // step is the time of the first decode step.
 func (e *Engine) step() float64 { return e.Step + e.StepEach*float64(e.Running) }
 
+// last is the time to compute the last token of a prompt whose other tokens another engine sent: a
+// decode step or a prefill of one token, of which the state may have only one.
+func (e *Engine) last() float64 {
+	if e.PrefillRate <= 0 {
+		return e.step()
+	}
+	return max(e.step(), e.prefill(1))
+}
+
 // prefill is the time to compute tokens of a prompt. An engine computes at least one token.
 func (e *Engine) prefill(tokens float64) float64 {
 	return e.PrefillFixed + max(1, tokens)/e.PrefillRate
@@ -160,7 +169,7 @@ func pair(s *State, a *Ask, p, d int, path Path) Choice {
 	moved := a.Tokens - min(a.Hits[d], a.Tokens)
 	c := Choice{Kind: Pair, Engine: d, Source: p, Reused: had, Moved: moved,
 		Computed: a.Tokens - had, Wait: from.Wait, Prefill: from.prefill(float64(a.Tokens - had)),
-		Decode: to.step()}
+		Decode: to.last()}
 	if moved > 0 {
 		c.Transfer = path.Time(float64(moved) * a.TokenBytes)
 	}

@@ -197,18 +197,23 @@ func (e *FileEngine) engine(at string, cal *Calibration) (Engine, error) {
 		}
 		g.PrefillFixed, g.PrefillRate = line.Fixed, line.Rate
 	}
-	if g.Role == Decode && g.PrefillRate == 0 {
-		g.PrefillRate = 1 // not used
-	}
 	if g.Running < 0 {
 		return g, fmt.Errorf("%s.running: %d: want at least 0", at, g.Running)
 	}
 	return g, errors.Join(notNegative(at+".wait_seconds", g.Wait),
 		notNegative(at+".prefill_fixed_seconds", g.PrefillFixed),
-		positive(at+".prefill_tokens_per_second", g.PrefillRate),
+		rate(at+".prefill_tokens_per_second", g.PrefillRate, g.Role),
 		notNegative(at+".step_seconds", g.Step), notNegative(at+".step_seconds_each", g.StepEach),
 		notNegative(at+".ready_seconds", g.Ready),
 		notNegative(at+".arrivals_per_second", g.Arrivals))
+}
+
+// rate checks a prefill rate. A decode engine needs none.
+func rate(field string, v float64, role Role) error {
+	if role == Decode {
+		return notNegative(field, v)
+	}
+	return positive(field, v)
 }
 
 func (p *FilePath) path(at string, cal *Calibration) (Path, error) {

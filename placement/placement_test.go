@@ -98,6 +98,10 @@ func TestChoices(t *testing.T) {
 	// Pair: 0.5 + 0.1 + 0.1; 300 MB after 100 MB take 0.41; half of 0.2 is hidden; 0.03.
 	c := pair(&s, &a, 0, 1, m.Path(0, 1))
 	near(t, "pair", c.Price, 0.5+0.2+0.41-0.1+0.03, 1e-9)
+	// The decode engine computes the last token. Its prefill of one takes longer than a step.
+	s.Engines[1].PrefillFixed = 0.04
+	near(t, "last token", pair(&s, &a, 0, 1, m.Path(0, 1)).Decode, 0.04+1.0/5000, 1e-9)
+	s.Engines[1].PrefillFixed = 0
 	// Fetch of the store's 1000 tokens ends at 0.045, within the queue.
 	c, _ = fetch(&s, &a, 2, 1, m.Path(2, 1))
 	near(t, "fetch", c.Price, 0.2+0.4+0.03, 1e-9)

@@ -126,7 +126,7 @@ func (q *search) holders(e int) {
 
 // sources makes the choices of computing elsewhere for engine d.
 func (q *search) sources(d int) {
-	last := q.s.Engines[d].step()
+	last := q.s.Engines[d].last()
 	for p := range q.s.Engines {
 		g := &q.s.Engines[p]
 		if p == d || g.Role&Prefill == 0 || q.hopeless(q.least(p, q.a.Hits[p])-g.step()+last) {

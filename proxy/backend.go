@@ -25,8 +25,9 @@ type backend struct {
 	role       string
 	number     int // in its pool
 	url        string
-	sidecar    string // address for asking for its state; empty: none
-	configured bool   // the operator set peer
+	sidecar    string   // address for asking for its state; empty: none
+	configured bool     // the operator set peer
+	twin       *backend // the same engine in the other role; nil: none
 
 	mu       sync.Mutex // guards all below
 	peer     string
@@ -112,6 +113,11 @@ func (p *pool) take(skip map[*backend]bool) *backend {
 		b.mu.Lock()
 		takes, load := b.takesLocked(), b.load
 		b.mu.Unlock()
+		if t := b.twin; t != nil {
+			t.mu.Lock()
+			load += t.load
+			t.mu.Unlock()
+		}
 		if takes && (best == nil || load < bestLoad) {
 			best, bestLoad = b, load
 		}
@@ -139,6 +145,11 @@ func (b *backend) takes() bool {
 }
 
 func (p *pool) anyTakes() bool { return slices.ContainsFunc(p.all, (*backend).takes) }
+
+// anyTakesBut reports whether a back end takes requests that is not b.
+func (p *pool) anyTakesBut(b *backend) bool {
+	return slices.ContainsFunc(p.all, func(x *backend) bool { return x != b && x.takes() })
+}
 
 // takeThis raises the load of one back end if it takes requests; otherwise it returns nil.
 func (p *pool) takeThis(b *backend) *backend {

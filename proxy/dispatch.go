@@ -11,6 +11,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net"
 	"net/http"
 	"os"
@@ -135,6 +136,7 @@ type job struct {
 
 	decision   *place.Decision // of the policy; nil: none
 	prefer     *backend        // D of the decision, for the first try
+	source     *backend        // P, from which D gets blocks
 	firstAfter time.Duration   // until D's first byte
 
 	// Set in concurrent mode: P's failure, at most once, and its back end.
@@ -171,6 +173,11 @@ func (j *job) run(ctx context.Context) {
 		return
 	}
 	defer pre.done()
+	if pre.twin != nil && !j.p.decode.anyTakesBut(pre.twin) {
+		j.decodeAlone(ctx, aloneNoPrefill) // it would send to itself
+		return
+	}
+	j.source = pre
 	peer := pre.peerAddr()
 	if peer == "" {
 		j.mode = PrefillFirst // P's sidecar is unknown: P itself must name it
@@ -300,6 +307,11 @@ func (j *job) decode(ctx context.Context, params json.RawMessage) {
 			b = j.p.decode.takeThis(j.prefer)
 		}
 		if b == nil {
+			b = j.p.decode.take(j.not(tried, params))
+		}
+		if b == nil && params != nil {
+			// The only engine left has computed the prompt itself.
+			params = nil
 			b = j.p.decode.take(tried)
 		}
 		if b == nil {
@@ -321,6 +333,16 @@ func (j *job) decode(ctx context.Context, params json.RawMessage) {
 		return
 	}
 	j.fail(http.StatusBadGateway, codeEngineFailed, last)
+}
+
+// not are the decode engines that are no choice: those tried, and P itself if D gets its blocks.
+func (j *job) not(tried map[*backend]bool, params json.RawMessage) map[*backend]bool {
+	if params == nil || j.source == nil || j.source.twin == nil {
+		return tried
+	}
+	list := maps.Clone(tried)
+	list[j.source.twin] = true
+	return list
 }
 
 // first is the start of D's answer, up to its first byte.
@@ -373,7 +395,7 @@ func (j *job) decodeOn(ctx context.Context, b *backend, params json.RawMessage) 
 			}
 			return false, params, fmt.Errorf("decode %s: %w", b.url, f.err)
 		}
-		j.answered(f.resp.StatusCode)
+		j.answered(b, f.resp.StatusCode)
 		j.p.met.first.WithLabelValues(string(j.mode)).Observe(time.Since(j.start).Seconds())
 		j.firstAt = time.Now()
 		j.pass(f)

@@ -7,6 +7,8 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"sync"
 	"time"
 
@@ -39,6 +41,7 @@ type reporter struct {
 	// Of the engine's health check: a line was logged.
 	noted    bool // events are of little use
 	unlisted bool // models are unknown
+	foreign  bool // no other engine has its models
 
 	mu     sync.Mutex      // guards all below
 	models map[string]bool // names of the engine's model, without adapters; nil: unknown
@@ -111,7 +114,11 @@ func (p *Proxy) newReporters(cfg *Config) reporters {
 	}{{p.prefill, cfg.PrefillEvents}, {p.decode, cfg.DecodeEvents}} {
 		for i, b := range set.pool.all {
 			holder := p.placing.Holder(len(list))
-			if holder == nil {
+			// An engine in both lists has one holder, and one feed.
+			twice := slices.ContainsFunc(list, func(r *reporter) bool {
+				return r != nil && r.holder == holder
+			})
+			if holder == nil || twice || i >= len(set.events) || set.events[i].Endpoint == "" {
 				list = append(list, nil)
 				continue
 			}
@@ -201,6 +208,31 @@ func (p *Proxy) learnModels(ctx context.Context, b *backend) {
 	r.mu.Lock()
 	r.models, r.due = models, now.Add(modelsEvery)
 	r.mu.Unlock()
+	if !r.foreign && p.reporters.foreign(r, models) {
+		r.foreign = true
+		p.log.Warn("an engine serves none of the models of the other engines: its KV events count only "+
+			"for its own", "url", b.url, "models", slices.Sorted(maps.Keys(models)))
+	}
+}
+
+// foreign reports whether other engines are known, and none of them has one of these models.
+func (l reporters) foreign(r *reporter, models map[string]bool) bool {
+	known := false
+	for _, x := range l {
+		if x == nil || x == r {
+			continue
+		}
+		x.mu.Lock()
+		others := x.models
+		x.mu.Unlock()
+		known = known || others != nil
+		for m := range others {
+			if models[m] {
+				return false
+			}
+		}
+	}
+	return known
 }
 
 // forgetModels makes the next check ask again: another process may serve another model.

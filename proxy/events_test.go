@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net/http"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -26,6 +27,7 @@ type reporting struct {
 	*feedtest.Publisher
 	asked atomic.Int64 // for tokens
 	mute  atomic.Bool  // answers no such question
+	model atomic.Value // name; none: base
 }
 
 func newReporting(t *testing.T) *reporting {
@@ -33,7 +35,11 @@ func newReporting(t *testing.T) *reporting {
 	e.engine = newEngine(t, func(w http.ResponseWriter, r *http.Request, s seen) {
 		switch r.URL.Path {
 		case "/v1/models":
-			fmt.Fprint(w, `{"data":[{"id":"base"},{"id":"sql","parent":"base"}]}`)
+			name, _ := e.model.Load().(string)
+			if name == "" {
+				name = "base"
+			}
+			fmt.Fprintf(w, `{"data":[{"id":%q},{"id":"sql","parent":%[1]q}]}`, name)
 		case "/tokenize":
 			e.asked.Add(1)
 			if e.mute.Load() {
@@ -313,6 +319,30 @@ func TestSlowListOfModels(t *testing.T) {
 	})
 	if n := asked.Load(); n > checks.Load()/2 {
 		t.Errorf("%d questions of %d checks", n, checks.Load())
+	}
+}
+
+// Events of an engine with another model say nothing about a request's. The log names it once.
+func TestEventsOfAnotherModel(t *testing.T) {
+	a, b := newReporting(t), newReporting(t)
+	b.model.Store("other")
+	log := &lines{}
+	p, url := start(t, Config{Decode: []string{a.URL, b.URL}, Mode: PrefillFirst, Policy: "auto",
+		DecodeEvents: []Events{a.events(), b.events()},
+		Log:          slog.New(slog.NewTextHandler(log, nil))})
+	document := strings.Repeat("a long document ", 200)
+	b.Publish(storedText(document))
+	until(t, "the models are not known", func() bool {
+		return slices.Equal(p.reporters.about("base"), []bool{true, false}) &&
+			slices.Equal(p.reporters.about("other"), []bool{false, true}) &&
+			strings.Count(log.String(), "serves none of the models") >= 1
+	})
+	for range 3 {
+		post(t, url, "/v1/completions", fmt.Sprintf(`{"model":"base","prompt":%q}`, document))
+	}
+	if text := log.String(); strings.Contains(text, "cached=3") ||
+		strings.Count(text, "serves none of the models") > 2 {
+		t.Errorf("hits of another model, or too many lines: %s", text)
 	}
 }
 

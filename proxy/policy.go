@@ -19,6 +19,9 @@ import (
 // DefaultPolicy chooses engines by their requests in flight.
 const DefaultPolicy = string(place.LeastLoaded)
 
+// DefaultReplicate is the default of Config.Replicate.
+const DefaultReplicate = place.DefaultReplicate
+
 // Policies are the values of Config.Policy.
 func Policies() []string {
 	var list []string
@@ -33,15 +36,17 @@ type placing struct {
 	*place.Placer
 	policy  string
 	choices *prometheus.CounterVec
+	copies  prometheus.Counter
 	ratio   prometheus.Histogram
 	regret  prometheus.Counter
 }
 
 // newPlacing makes the policy of a configuration. The back ends were checked.
-func newPlacing(cfg Config, reports []bool, reg prometheus.Registerer) (*placing, error) {
+func newPlacing(cfg Config, reports []bool, same []int, reg prometheus.Registerer) (*placing,
+	error) {
 	p, err := place.New(place.Config{Policy: place.Policy(cfg.Policy), Prefill: len(cfg.Prefill),
 		Decode: len(cfg.Decode), TokenBytes: cfg.TokenBytes, Concurrent: cfg.Mode == Concurrent,
-		Calibration: cfg.Calibration, Reports: reports})
+		Calibration: cfg.Calibration, Reports: reports, Same: same, Replicate: cfg.Replicate})
 	if err != nil {
 		return nil, fmt.Errorf("proxy: --policy, --token-bytes: %w", err)
 	}
@@ -54,6 +59,8 @@ func newPlacing(cfg Config, reports []bool, reg prometheus.Registerer) (*placing
 	x := &placing{Placer: p, policy: cfg.Policy,
 		choices: prometheus.NewCounterVec(prometheus.CounterOpts(opts("placements_total",
 			"Requests by the policy's choice; none: the policy had none.")), []string{"choice"}),
+		copies: prometheus.NewCounter(prometheus.CounterOpts(opts("placement_replicas_total",
+			"Hot prefixes of which another engine got a copy."))),
 		ratio: prometheus.NewHistogram(prometheus.HistogramOpts{Namespace: "kvspray",
 			Subsystem: "proxy", Name: "placement_outcome_ratio",
 			Help:    "Measured over predicted time to the first token, of streamed requests.",
@@ -61,7 +68,7 @@ func newPlacing(cfg Config, reports []bool, reg prometheus.Registerer) (*placing
 		regret: prometheus.NewCounter(prometheus.CounterOpts(opts("placement_regret_seconds_total",
 			"Time by which streamed requests exceeded the prediction for the best other engine."))),
 	}
-	reg.MustRegister(x.choices, x.ratio, x.regret,
+	reg.MustRegister(x.choices, x.copies, x.ratio, x.regret,
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts(opts("placement_index_blocks",
 			"Parts of prompts in the router's index.")),
 			func() float64 { return float64(p.Stats().Blocks) }),
@@ -93,6 +100,12 @@ func (j *job) place(ctx context.Context) (pre *backend, ok bool) {
 	}
 	j.decision, j.prefer = d, j.p.decode.all[d.Decode]
 	x.choices.WithLabelValues(d.Choice.Kind.String()).Inc()
+	if d.Replica {
+		x.copies.Inc()
+		j.p.log.Info("a hot prefix goes to another engine", "request", j.id, "tokens", d.Hot,
+			"askers", d.Askers, "decode", j.prefer.url, "choice", d.Choice.Kind.String(),
+			"predicted", d.Choice.TTFT())
+	}
 	if d.Prefill >= 0 {
 		return j.p.prefill.takeThis(j.p.prefill.all[d.Prefill]), true
 	}
@@ -114,7 +127,7 @@ func (j *job) placed() {
 	args := []any{"request", j.id, "policy", j.p.placing.policy, "choice", c.Kind.String(),
 		"decode", j.p.decode.all[d.Decode].url, "prefill", source, "tokens", d.Tokens,
 		"reused", c.Reused, "wait", c.Wait, "compute", c.Prefill, "transfer", c.Transfer,
-		"hidden", c.Hidden, "reported", d.Reported, "cached", d.Cached,
+		"hidden", c.Hidden, "reported", d.Reported, "cached", d.Cached, "replica", d.Replica,
 		"predicted", c.TTFT(), "other", d.Other}
 	if j.firstAfter > 0 && j.req.streamed() {
 		took := j.firstAfter.Seconds()
@@ -129,11 +142,12 @@ func (j *job) placed() {
 	j.p.log.Info("placed", args...)
 }
 
-// answered takes the first byte of the decode engine's answer.
-func (j *job) answered(status int) {
+// answered takes the first byte of a decode engine's answer.
+func (j *job) answered(b *backend, status int) {
 	j.firstAfter = time.Since(j.start)
 	if j.decision != nil {
-		j.p.placing.Answered(j.decision, j.req.streamed() && status == http.StatusOK, time.Now())
+		j.p.placing.Answered(j.decision, b == j.prefer && status == http.StatusOK, j.req.streamed(),
+			time.Now())
 	}
 }
 

@@ -26,6 +26,7 @@ import (
 	"net"
 	"net/http"
 	"net/url"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -93,7 +94,10 @@ type Config struct {
 	PrefillEvents  []Events // one for each prefill engine, or none
 	DecodeEvents   []Events // one for each decode engine, or none
 	TokenBytes     float64  // of KV cache; 0: 131072
-	Calibration    *placement.Calibration
+	// Replicate is how many requests in flight at each engine that has a prefix make another engine
+	// get it; 0: DefaultReplicate, negative: never.
+	Replicate   int
+	Calibration *placement.Calibration
 	// OTLP is the URL of a collector of spans; empty: off. They are sent while Watch or Serve runs.
 	OTLP string
 	// TraceShare of the requests without a traceparent of their own are traced; 0: all.
@@ -198,11 +202,12 @@ func New(cfg Config) (*Proxy, error) {
 		}
 		dec = append(dec, be)
 	}
+	twins := same(pre, dec)
 	rep, err := reports(&cfg)
 	if err != nil {
 		return nil, err
 	}
-	if p.placing, err = newPlacing(cfg, rep, p.reg); err != nil {
+	if p.placing, err = newPlacing(cfg, rep, twins, p.reg); err != nil {
 		return nil, err
 	}
 	if err := p.trace(&cfg); err != nil {
@@ -214,6 +219,24 @@ func New(cfg Config) (*Proxy, error) {
 		p.reg.MustRegister(collector{p})
 	}
 	return p, nil
+}
+
+// same finds the engines that are in both lists, and makes them twins; nil: none.
+func same(pre, dec []*backend) []int {
+	var list []int
+	for i, d := range dec {
+		for j, p := range pre {
+			if p.url == d.url && !slices.Contains(list, j) {
+				if list == nil {
+					list = slices.Repeat([]int{-1}, len(dec))
+				}
+				list[i] = j
+				p.twin, d.twin = d, p
+				break
+			}
+		}
+	}
+	return list
 }
 
 // hostPort checks an address for dialing.

@@ -97,6 +97,8 @@ func TestExitCodes(t *testing.T) {
 			command.ExitUsage, "--decode-kv-replay names 2 endpoints"},
 		"proxy events without a policy": {[]string{"proxy", "--decode", "http://a:1",
 			"--decode-kv-events", "tcp://a:5557"}, command.ExitUsage, "--policy auto"},
+		"proxy copies": {[]string{"proxy", "--decode", "http://a:1", "--policy", "auto",
+			"--replicate-after", "-1"}, command.ExitUsage, "0 for never"},
 		"proxy format": {[]string{"proxy", "--decode", "http://a:1", "--log-format", "xml"},
 			command.ExitUsage, "text or json"},
 		"proxy level": {[]string{"proxy", "--decode", "http://a:1", "--log-level", "loud"},

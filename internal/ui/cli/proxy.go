@@ -32,6 +32,7 @@ func proxyCommand() *cobra.Command {
 		mode, listen, level, format      string
 		policy, calibration, otlp        string
 		tokenBytes, share                float64
+		replicate                        int
 		body                             int64
 		ready                            string
 	)
@@ -54,6 +55,9 @@ If the prefill engine fails, the decode engine prefills locally.
                          decode engine may compute alone. docs/placement.md has the prediction.
   --policy cache         prefers the longest cached prefix
   --policy fetch, local  as auto, but always or never with a prefill engine
+
+An engine whose URL is in --prefill and in --decode is one engine to a policy: it may fetch a cached
+prefix from another one.
 
 A policy guesses which engine has which prompts by what it sent there. With --decode-kv-events and
 --prefill-kv-events it takes the engines' own events; docs/placement.md describes them.`,
@@ -100,6 +104,12 @@ A policy guesses which engine has which prompts by what it sent there. With --de
 				return usage.Of(err)
 			}
 			cfg.Policy, cfg.DecodeSidecars, cfg.TokenBytes = policy, decodeSidecars, tokenBytes
+			if cfg.Replicate = replicate; replicate < 0 {
+				return usage.Errorf("--replicate-after %d: want a number of requests, or 0 for never",
+					replicate)
+			} else if replicate == 0 {
+				cfg.Replicate = -1
+			}
 			log, flush := openLog(cmd.ErrOrStderr(), severity, format)
 			defer flush()
 			reg := prometheus.NewRegistry()
@@ -145,6 +155,8 @@ A policy guesses which engine has which prompts by what it sent there. With --de
 	f.StringVar(&policy, "policy", proxy.DefaultPolicy, strings.Join(proxy.Policies(), ", "))
 	f.StringVar(&calibration, "calibration", "", "file of 'kvspray place calibrate' with lines "+
 		"prefill and link, for a policy's first predictions")
+	f.IntVar(&replicate, "replicate-after", proxy.DefaultReplicate, "requests in flight at each "+
+		"engine that has a prefix, after which a policy gives another engine a copy; 0: never")
 	f.Float64Var(&tokenBytes, "token-bytes", 131072, "KV cache of one token in bytes, all layers and "+
 		"ranks, for a policy")
 	f.StringVar(&mode, "mode", string(proxy.Concurrent), "concurrent or prefill-first")

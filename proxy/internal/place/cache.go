@@ -4,6 +4,7 @@ package place
 
 import (
 	"context"
+	"slices"
 	"sync"
 	"sync/atomic"
 
@@ -257,34 +258,57 @@ type hit struct {
 	gpu, any int  // any: in any tier
 }
 
-// lookup returns what engines have of a prompt. about has the engines that serve the prompt's
-// model. An engine that reported nothing yet has nothing.
-func (c *cache) lookup(tokens []uint32, about []bool) []hit {
-	hits := make([]hit, len(c.holders))
-	sizes := make([]int, len(c.holders))
+// blockKeys are the hashes of a prompt's blocks of one size, for the engines that have that size.
+type blockKeys struct {
+	size    int // 0: these engines reported nothing yet, and have nothing
+	engines []int
+	keys    []uint64
+}
+
+// keys hashes a prompt for all engines that report. about has those that serve its model.
+func (c *cache) keys(tokens []uint32, about []bool) []blockKeys {
+	list := []blockKeys{}
 	for i, h := range c.holders {
 		if h == nil || !about[i] {
 			continue
 		}
-		if n := h.usable.Load(); n != unusable {
-			hits[i].known, sizes[i] = true, int(n)
-		}
-	}
-	for i, size := range sizes {
-		if size == 0 {
+		size := int(h.usable.Load())
+		if size == unusable {
 			continue
 		}
-		// An engine computes at least one token.
-		most := min(max(len(tokens)-1, 0)/size, maxChunks)
-		blocks := make([]int, 2*len(c.holders))
-		keys := c.prefix.Keys(tokens, size, most)
-		c.mu.RLock()
-		c.table.Lookup(keys, blocks)
-		c.mu.RUnlock()
-		for j := i; j < len(sizes); j++ {
-			if sizes[j] == size {
-				hits[j].gpu, hits[j].any = blocks[2*j]*size, blocks[2*j+1]*size
-				sizes[j] = 0
+		at := slices.IndexFunc(list, func(b blockKeys) bool { return b.size == size })
+		if at < 0 {
+			at = len(list)
+			b := blockKeys{size: size}
+			if size > 0 {
+				// An engine computes at least one token.
+				most := min(max(len(tokens)-1, 0)/size, maxChunks)
+				b.keys = c.prefix.Keys(tokens, size, most)
+			}
+			list = append(list, b)
+		}
+		list[at].engines = append(list[at].engines, i)
+	}
+	return list
+}
+
+// find returns what engines have of a prompt.
+func (c *cache) find(list []blockKeys) []hit {
+	hits := make([]hit, len(c.holders))
+	var blocks []int
+	for _, b := range list {
+		if b.size > 0 {
+			if blocks == nil {
+				blocks = make([]int, 2*len(c.holders))
+			}
+			c.mu.RLock()
+			c.table.Lookup(b.keys, blocks)
+			c.mu.RUnlock()
+		}
+		for _, i := range b.engines {
+			hits[i].known = true
+			if b.size > 0 {
+				hits[i].gpu, hits[i].any = blocks[2*i]*b.size, blocks[2*i+1]*b.size
 			}
 		}
 	}

@@ -66,6 +66,8 @@ func newTestCache(engines int) *cache {
 	return c
 }
 
+func (c *cache) lookup(tokens []uint32, about []bool) []hit { return c.find(c.keys(tokens, about)) }
+
 func (c *cache) wantHit(t *testing.T, what string, toks []uint32, engine, gpu, any int) {
 	t.Helper()
 	got := c.lookup(toks, slices.Repeat([]bool{true}, len(c.holders)))[engine]

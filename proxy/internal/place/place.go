@@ -58,6 +58,11 @@ const (
 	defaultKV     = 131072 // bytes per token
 	leastObserved = 64     // computed tokens of a prefill that is an outcome
 	overlap       = 0.8    // of prefill and transfer, dispatched at once
+
+	// DefaultReplicate is how many requests in flight at each engine that has a prefix make another
+	// engine get it.
+	DefaultReplicate = 16
+	leastHot         = 512 // tokens of a prefix that is worth another copy
 )
 
 // Names of lines in the calibration file.
@@ -74,29 +79,36 @@ type Config struct {
 	Concurrent      bool    // prefill and decode are dispatched at once
 	Calibration     *placement.Calibration
 	Reports         []bool // engines that report their caches, first those that prefill; nil: none
+	// Same has for each decode engine the prefill engine that it is, or -1; nil: all are different.
+	Same      []int
+	Replicate int // 0: DefaultReplicate; negative: never
 }
 
 // account is the work of one engine that has no first token yet.
 type account struct {
-	work     float64   // predicted seconds
-	requests int       // of work
-	running  int       // requests from the first token on
-	progress time.Time // the last time that work began or ended
+	queue    []*Decision // the oldest one is computed
+	work     float64     // predicted seconds of queue
+	running  int         // requests from the first token on
+	progress time.Time   // when the oldest one became that
 	learned  placement.Correction
 	arrived  placement.Rate
 }
 
-// wait is the time until a new request begins.
+// wait is the time until a new request begins. One that takes longer than predicted does not make
+// those behind it faster.
 func (a *account) wait(now time.Time) float64 {
-	if a.requests == 0 {
+	if len(a.queue) == 0 {
 		return 0
 	}
-	return max(0, a.work-now.Sub(a.progress).Seconds())
+	return max(0, a.work-min(a.queue[0].work, now.Sub(a.progress).Seconds()))
 }
 
-// Placer decides for requests. Prefill engines have the numbers from 0, decode engines follow.
+// Placer decides for requests. In its methods prefill engines have the numbers from 0, and decode
+// engines follow. One that does both has two numbers there, and one account.
 type Placer struct {
 	cfg  Config
+	at   []int // the account of each number
+	role []int // the decode engine of each account; -1: it only prefills
 	kind placement.Kind
 	fit  placement.Fabric // of a prefill
 	link placement.Path   // without a learned rate
@@ -138,9 +150,13 @@ func New(cfg Config) (*Placer, error) {
 	default:
 		return nil, fmt.Errorf("policy %q is not one of %v", cfg.Policy, Policies())
 	}
-	n := cfg.Prefill + cfg.Decode
-	if n > maxEngines {
+	if n := cfg.Prefill + cfg.Decode; n > maxEngines {
 		return nil, fmt.Errorf("%d engines: a policy takes at most %d", n, maxEngines)
+	}
+	p.number()
+	n := len(p.role)
+	if p.cfg.Replicate == 0 {
+		p.cfg.Replicate = DefaultReplicate
 	}
 	if p.cfg.TokenBytes == 0 {
 		p.cfg.TokenBytes = defaultKV
@@ -159,7 +175,7 @@ func New(cfg Config) (*Placer, error) {
 	p.accounts = make([]account, n)
 	p.paths = placement.NewMatrix(n)
 	for from := range cfg.Prefill {
-		for to := cfg.Prefill; to < n; to++ {
+		for _, to := range p.at[cfg.Prefill:] {
 			p.paths.Set(from, to, p.link)
 		}
 	}
@@ -171,9 +187,33 @@ func New(cfg Config) (*Placer, error) {
 	p.hits, p.more = make([]int, n), make([]int, n)
 	p.flying = make([][]*Decision, n)
 	if cfg.Reports != nil {
-		p.cache = newCache(cfg.Reports)
+		p.cache = newCache(p.byAccount(cfg.Reports))
 	}
 	return p, nil
+}
+
+// number gives engines their accounts: those that prefill first.
+func (p *Placer) number() {
+	for i := range p.cfg.Prefill {
+		p.at, p.role = append(p.at, i), append(p.role, -1)
+	}
+	for i := range p.cfg.Decode {
+		if len(p.cfg.Same) > i && p.cfg.Same[i] >= 0 {
+			p.at = append(p.at, p.cfg.Same[i])
+			p.role[p.cfg.Same[i]] = i
+			continue
+		}
+		p.at, p.role = append(p.at, len(p.role)), append(p.role, i)
+	}
+}
+
+// byAccount has what is true of any number of an account.
+func (p *Placer) byAccount(list []bool) []bool {
+	out := make([]bool, len(p.role))
+	for i, yes := range list {
+		out[p.at[i]] = out[p.at[i]] || yes
+	}
+	return out
 }
 
 // Request is what a decision needs of a request.
@@ -192,7 +232,7 @@ func (p *Placer) Holder(engine int) *Holder {
 	if p.cache == nil {
 		return nil
 	}
-	return p.cache.holders[engine]
+	return p.cache.holders[p.at[engine]]
 }
 
 // Decision is a choice for one request, until Answered and Ended.
@@ -206,6 +246,10 @@ type Decision struct {
 	// Reported: the engine that computes reports its cache, and has these tokens on its GPU.
 	Reported bool
 	Cached   int
+	// Replica: the decode engine gets a copy of Hot tokens, for which Askers requests are in flight at
+	// an engine that has them.
+	Replica     bool
+	Hot, Askers int
 
 	at      time.Time
 	compute int     // engine that prefills
@@ -213,6 +257,7 @@ type Decision struct {
 	factor  float64 // its correction at the time
 	keys    []uint64
 	stage   stage
+	arrived bool // the decode engine answers
 }
 
 type stage uint8
@@ -241,14 +286,32 @@ func (p *Placer) keys(r *Request) []uint64 {
 // engine, then for each decode engine. false: the policy has no choice, for instance because no
 // prefill engine is up.
 func (p *Placer) Decide(r *Request, up []bool, now time.Time) (*Decision, bool) {
-	d := &Decision{keys: p.keys(r), at: now, Tokens: max(1, len(r.Text)/tokenText)}
+	return p.decide(r, p.hash(r), up, now)
+}
+
+// hashes are those of a prompt's chunks, and of its blocks for each block size.
+type hashes struct {
+	chunks []uint64
+	blocks []blockKeys
+}
+
+func (p *Placer) hash(r *Request) hashes {
+	h := hashes{chunks: p.keys(r)}
+	if len(r.Tokens) > 0 && p.cache != nil && len(r.About) == len(p.at) {
+		h.blocks = p.cache.keys(r.Tokens, p.byAccount(r.About))
+	}
+	return h
+}
+
+func (p *Placer) decide(r *Request, h hashes, up []bool, now time.Time) (*Decision, bool) {
+	d := &Decision{keys: h.chunks, at: now, Tokens: max(1, len(r.Text)/tokenText)}
 	chunk := float64(chunkBytes) / tokenText // tokens
 	var reported []hit
 	if len(r.Tokens) > 0 {
 		d.Tokens = len(r.Tokens)
 		chunk = chunkBytes * float64(d.Tokens) / float64(max(1, len(r.Text)))
-		if p.cache != nil && len(r.About) == len(p.accounts) {
-			reported = p.cache.lookup(r.Tokens, r.About)
+		if h.blocks != nil {
+			reported = p.cache.find(h.blocks)
 		}
 	}
 	p.mu.Lock()
@@ -265,7 +328,10 @@ func (p *Placer) Decide(r *Request, up []bool, now time.Time) (*Decision, bool) 
 	if !ok {
 		return nil, false
 	}
-	d.Choice, d.Decode, d.Prefill, d.compute = c, c.Engine-p.cfg.Prefill, -1, c.Engine
+	if copied, ok := p.replicate(d, &a, c, chunk); ok {
+		c = copied
+	}
+	d.Choice, d.Decode, d.Prefill, d.compute = c, p.role[c.Engine], -1, c.Engine
 	if c.Kind == placement.Pair {
 		d.Prefill, d.compute = c.Source, c.Source
 	}
@@ -281,10 +347,10 @@ func (p *Placer) Decide(r *Request, up []bool, now time.Time) (*Decision, bool) 
 	}
 	acc := &p.accounts[d.compute]
 	d.work, d.factor = c.Prefill, acc.learned.Factor()
-	if acc.requests == 0 {
+	if len(acc.queue) == 0 {
 		acc.progress, acc.work = now, 0
 	}
-	acc.work, acc.requests = acc.work+d.work, acc.requests+1
+	acc.work, acc.queue = acc.work+d.work, append(acc.queue, d)
 	acc.arrived.Add(now.Sub(p.start).Seconds())
 	p.promise(d)
 	return d, true
@@ -310,17 +376,25 @@ func (p *Placer) choose(a *placement.Ask) (placement.Choice, bool) {
 
 // see writes the state of all engines.
 func (p *Placer) see(up []bool, now time.Time) {
-	for i := range p.accounts {
+	for i := range p.state.Engines {
+		p.state.Engines[i] = placement.Engine{}
+	}
+	for number, i := range p.at {
 		acc, e := &p.accounts[i], &p.state.Engines[i]
-		*e = placement.Engine{}
-		if !up[i] {
+		if !up[number] {
+			if number >= p.cfg.Prefill {
+				*e = placement.Engine{} // of the two checks of one engine one has failed
+			}
+			continue
+		}
+		if number >= p.cfg.Prefill && i < p.cfg.Prefill && e.Role == 0 {
 			continue
 		}
 		f := acc.learned.Factor()
 		*e = placement.Engine{Role: placement.Prefill, Wait: acc.wait(now),
 			PrefillFixed: f * p.fit.Fixed, PrefillRate: p.fit.Rate / f, Running: acc.running,
 			Arrivals: acc.arrived.At(now.Sub(p.start).Seconds())}
-		if i >= p.cfg.Prefill {
+		if number >= p.cfg.Prefill {
 			e.Role = placement.Both
 		}
 	}
@@ -346,24 +420,135 @@ func (p *Placer) lookup(keys []uint64, chunk float64, reported []hit) {
 func (p *Placer) inFlight(keys []uint64, engine int) int {
 	most := 0
 	for _, d := range p.flying[engine] {
-		n := min(len(keys), len(d.keys))
-		// A key stands for all chunks up to it: those that agree are first.
-		most = max(most, sort.Search(n, func(i int) bool { return keys[i] != d.keys[i] }))
+		if !d.moves(engine) {
+			most = max(most, shared(keys, d))
+		}
 	}
 	return most
 }
 
-// promise adds the prompt to the engines that will have it.
+// shared returns how many chunks of a prompt a request in flight has.
+func shared(keys []uint64, d *Decision) int {
+	n := min(len(keys), len(d.keys))
+	// A key stands for all chunks up to it: those that agree are first.
+	return sort.Search(n, func(i int) bool { return keys[i] != d.keys[i] })
+}
+
+// askers returns how many requests in flight at an engine have at least so many chunks of a prompt.
+func (p *Placer) askers(keys []uint64, engine, chunks int) int {
+	n := 0
+	for _, d := range p.flying[engine] {
+		if len(d.keys) >= chunks && d.keys[chunks-1] == keys[chunks-1] {
+			n++
+		}
+	}
+	return n
+}
+
+// hot returns the longest prefix of a prompt, in chunks, that enough requests in flight at an
+// engine have; 0: none of at least some chunks.
+func (p *Placer) hot(keys []uint64, engine, least int) int {
+	if least > len(keys) || p.askers(keys, engine, least) < p.cfg.Replicate {
+		return 0
+	}
+	all := make([]int, 0, len(p.flying[engine]))
+	for _, d := range p.flying[engine] {
+		all = append(all, shared(keys, d))
+	}
+	slices.Sort(all)
+	return all[len(all)-p.cfg.Replicate]
+}
+
+// replicate replaces a choice if enough requests in flight at its engine have a prefix of the
+// prompt. The request goes to an engine that has the prefix and fewer askers. If there is none,
+// another engine gets a copy with this request, and until the copy is there no other is made.
+// Nobody removes copies but the engines that evict them. The request waits at most as long as an
+// idle engine computes.
+func (p *Placer) replicate(d *Decision, a *placement.Ask, c placement.Choice,
+	chunk float64) (placement.Choice, bool) {
+	if p.cfg.Replicate < 0 {
+		return c, false
+	}
+	chunks := p.hot(d.keys, c.Engine, max(1, int(math.Ceil(leastHot/chunk))))
+	// Reported hits are whole blocks, and may end a little before the last shared chunk.
+	hot := int(float64(chunks) * chunk)
+	near := hot - int(2*chunk)
+	if chunks == 0 || p.hits[c.Engine] < near {
+		return c, false
+	}
+	const lacks, crowded, free = 0, 1, 2
+	engines := p.state.Engines
+	is, want := make([]uint8, len(engines)), uint8(lacks)
+	for i := range engines {
+		switch {
+		case engines[i].Role&placement.Decode == 0:
+			is[i] = crowded
+		case p.hits[i] < near:
+			if p.coming(d.keys, i, chunks) && want == lacks {
+				want = crowded
+			}
+		case p.askers(d.keys, i, chunks) < p.cfg.Replicate:
+			is[i], want = free, free
+		default:
+			is[i] = crowded
+		}
+	}
+	if want == crowded {
+		return c, false // until the copy is there the price decides
+	}
+	for i := range engines {
+		if is[i] != want {
+			engines[i].Role &= placement.Prefill
+		}
+	}
+	x, ok := placement.Decide(&p.state, a)
+	for i := range engines {
+		if is[i] != want && p.role[i] >= 0 && engines[i].Role != 0 {
+			engines[i].Role = placement.Both
+		}
+	}
+	if !ok {
+		return c, false
+	}
+	if e := &engines[x.Engine]; x.TTFT() > e.PrefillFixed+float64(a.Tokens)/e.PrefillRate+e.Step {
+		return c, false
+	}
+	if want == lacks {
+		d.Replica, d.Hot, d.Askers = true, hot, p.askers(d.keys, c.Engine, chunks)
+	}
+	return x, true
+}
+
+// coming reports whether blocks of so many chunks of a prompt are on their way to an engine.
+func (p *Placer) coming(keys []uint64, engine, chunks int) bool {
+	return slices.ContainsFunc(p.flying[engine], func(d *Decision) bool {
+		return d.moves(engine) && len(d.keys) >= chunks && d.keys[chunks-1] == keys[chunks-1]
+	})
+}
+
+// moves reports whether a request's blocks are on their way to an engine: it has none of them yet.
+func (d *Decision) moves(engine int) bool {
+	return d.Choice.Kind == placement.Pair && d.Choice.Engine == engine && !d.arrived
+}
+
+// promise adds the prompt to the engines that will have it. One that gets it from another engine
+// has it once it answers: a request that came earlier would compute it.
 func (p *Placer) promise(d *Decision) {
 	if p.young.Blocks()+len(d.keys) > p.most {
 		p.forgot += uint64(p.old.Blocks())
 		p.old, p.young = p.young, index.NewTable(p.most, len(p.accounts))
 	}
 	for _, e := range d.engines() {
-		for _, k := range d.keys {
-			p.young.Add(k, e)
+		if !d.moves(e) {
+			p.add(d.keys, e)
 		}
 		p.flying[e] = append(p.flying[e], d)
+	}
+}
+
+func (p *Placer) add(keys []uint64, engine int) {
+	for _, k := range keys {
+		p.young.Add(k, engine)
 	}
 }
 
@@ -390,20 +575,28 @@ func (p *Placer) Prefilled(d *Decision, ok bool, now time.Time) {
 func (p *Placer) computed(d *Decision, ok bool, now time.Time) {
 	d.stage = decoding
 	acc := &p.accounts[d.compute]
-	acc.work, acc.requests, acc.progress = max(0, acc.work-d.work), acc.requests-1, now
+	at := slices.Index(acc.queue, d)
+	if at == 0 {
+		acc.progress = now
+	}
+	acc.work, acc.queue = max(0, acc.work-d.work), slices.Delete(acc.queue, at, at+1)
 	p.accounts[d.Choice.Engine].running++
 	if ok && d.Choice.Computed >= leastObserved {
 		acc.learned.Observe((d.Choice.Wait+d.Choice.Prefill)/d.factor, now.Sub(d.at).Seconds())
 	}
 }
 
-// Answered takes the first byte of the decode engine's answer. measured: it shows the first token,
-// as that of a streamed answer does.
-func (p *Placer) Answered(d *Decision, measured bool, now time.Time) {
+// Answered takes the first byte of the answer. ok: it is the decode engine's, and no error.
+// measured: it shows the first token, as that of a streamed answer does.
+func (p *Placer) Answered(d *Decision, ok, measured bool, now time.Time) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if d.stage == prefilling {
-		p.computed(d, measured && d.Prefill < 0, now)
+		p.computed(d, ok && measured && d.Prefill < 0, now)
+	}
+	if ok && d.stage == decoding && d.moves(d.Choice.Engine) {
+		d.arrived = true
+		p.add(d.keys, d.Choice.Engine)
 	}
 }
 
@@ -427,8 +620,8 @@ func (p *Placer) Ended(d *Decision, now time.Time) {
 func (p *Placer) Lost(engine int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.young.RemoveAll(engine)
-	p.old.RemoveAll(engine)
+	p.young.RemoveAll(p.at[engine])
+	p.old.RemoveAll(p.at[engine])
 }
 
 // Learned takes the path from a prefill engine to a decode engine, by their numbers.
@@ -438,7 +631,7 @@ func (p *Placer) Learned(prefill, decode int, path placement.Path) {
 	if path.Rate <= 0 {
 		path = p.link
 	}
-	p.paths.Set(prefill, p.cfg.Prefill+decode, path)
+	p.paths.Set(p.at[prefill], p.at[p.cfg.Prefill+decode], path)
 }
 
 // Stats are for metrics.
