@@ -33,6 +33,7 @@ enum {
 	LONG_MS = 5,
 	CHECK_MS = 100,      /* between two looks at the contexts */
 	AGAIN_MS = 60000,    /* for a copy by the driver */
+	CONNECT_MS = 300,    /* for the first session; without it copies pass by until it is there */
 	REPLY_BYTES = 64 << 10,
 };
 
@@ -288,6 +289,7 @@ static bool open_client(void)
 	                            .engine_name = "preload",
 	                            .engine_version = "1",
 	                            .engine_id = "preload",
+	                            .ranks = {0, 1, 0, 1, 0, 1, 0, 1, 0, 1},
 	                            .layers = 1,
 	                            .deadline_ms = settings()->deadline_ms};
 	kvs_client *c = NULL;
@@ -315,7 +317,10 @@ static bool open_client(void)
 	pthread_mutex_lock(&mu);
 	client = c;
 	pthread_mutex_unlock(&mu);
-	return kvs_thread(&thread, run, NULL) == 0;
+	if (kvs_thread(&thread, run, NULL) != 0)
+		return false;
+	kvs_wait_connected(c, CONNECT_MS);
+	return true;
 }
 
 bool gate_start(void)

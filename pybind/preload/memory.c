@@ -11,6 +11,7 @@
 #include "preload.h"
 
 enum { MAX_REFUSALS = 3, DROP_MS = 1000, HANDLE_BY_IPC = 1 };
+enum { LEND_MS = 100 }; /* for the sidecar to map new memory; its copies pass by until it has */
 
 static struct memory table[MAX_MEMORY]; /* guarded by mu */
 static bool ended;                      /* likewise: contexts go */
@@ -114,6 +115,7 @@ bool memory_host_alloc(void **out, size_t n, unsigned flags)
 		set_state(m, MEMORY_FREE);
 		return false;
 	}
+	kvs_regions_wait(client, LEND_MS);
 	pthread_mutex_lock(&mu);
 	m->addr = m->region.addr;
 	m->bytes = m->region.bytes;
@@ -244,8 +246,24 @@ static struct memory *device_at(uint64_t at, uint64_t buffer)
 	return NULL;
 }
 
+/* An entry for a new allocation. NULL: there is none, or another thread has one. With mu held. */
+static struct memory *claim_device(uint64_t base, uint64_t size, uint64_t buffer)
+{
+	for (struct memory *m = table; m < table + MAX_MEMORY; m++)
+		if (m->device && m->state != MEMORY_FREE && m->buffer == buffer && m->addr == base)
+			return NULL;
+	struct memory *m = ended ? NULL : claim();
+	if (m) {
+		m->device = true;
+		m->addr = base;
+		m->bytes = size;
+		m->buffer = buffer;
+	}
+	return m;
+}
+
 /* Shares a new allocation. Copies of other threads pass by meanwhile. */
-static enum outcome share(uint64_t at, uint64_t buffer, int ordinal)
+static enum outcome share(uint64_t at, uint64_t buffer)
 {
 	char error[200];
 	devptr base = 0;
@@ -253,10 +271,10 @@ static enum outcome share(uint64_t at, uint64_t buffer, int ordinal)
 	if (cu.MemGetAddressRange(&base, &size, at) != CUDA_OK)
 		return OUT_UNSHARED;
 	pthread_mutex_lock(&mu);
-	struct memory *m = ended ? NULL : claim();
+	struct memory *m = claim_device(base, size, buffer);
 	pthread_mutex_unlock(&mu);
 	if (!m)
-		return OUT_BUSY;
+		return OUT_FRESH;
 	/* Memory of cuMemCreate can be unmapped under an address, which no entry point here sees. */
 	int rc = kvs_region_gpu(base, size, &m->region, error, sizeof error);
 	bool shared = rc == 0 && (m->region.kind != KVS_REGION_DEVICE || m->region.handle[0] == HANDLE_BY_IPC);
@@ -264,15 +282,10 @@ static enum outcome share(uint64_t at, uint64_t buffer, int ordinal)
 		kvs_region_free(&m->region);
 		shared = false;
 	}
-	pthread_mutex_lock(&mu);
-	m->device = true;
-	m->addr = base;
-	m->bytes = size;
-	m->buffer = buffer;
-	m->ordinal = ordinal;
-	m->state = shared ? MEMORY_FRESH : MEMORY_UNSHARED;
-	pthread_mutex_unlock(&mu);
-	return shared ? OUT_FRESH : OUT_UNSHARED;
+	if (shared)
+		kvs_regions_wait(client, LEND_MS);
+	set_state(m, shared ? MEMORY_FRESH : MEMORY_UNSHARED);
+	return shared ? OUT_CAUGHT : OUT_UNSHARED;
 }
 
 /* Whether a copy can use it now. With mu held. */
@@ -281,6 +294,27 @@ static enum outcome usable(struct memory *m)
 	if (m->state == MEMORY_FRESH && kvs_regions_wait(client, 0) == 1)
 		m->state = MEMORY_READY;
 	return m->state == MEMORY_READY ? OUT_CAUGHT : m->state == MEMORY_FRESH ? OUT_FRESH : m->state == MEMORY_REFUSED ? OUT_REFUSED : OUT_UNSHARED;
+}
+
+/* unknown: the allocation is new. */
+static enum outcome hold(const struct piece *p, uint64_t buffer, struct memory **host, struct memory **dev, bool *unknown)
+{
+	pthread_mutex_lock(&mu);
+	struct memory *h = host_at(p->host), *d = device_at(p->dev, buffer);
+	/* A range that ends elsewhere is an error, which the driver returns. */
+	bool whole = h && holds(h, p->host, p->bytes) && (!d || holds(d, p->dev, p->bytes));
+	*unknown = whole && !ended && !d;
+	enum outcome why = ended ? OUT_DRIVER : !whole ? OUT_RANGE : !d ? OUT_FRESH : usable(d);
+	if (why == OUT_CAUGHT)
+		why = usable(h);
+	if (why == OUT_CAUGHT) {
+		h->open++;
+		d->open++;
+		*host = h;
+		*dev = d;
+	}
+	pthread_mutex_unlock(&mu);
+	return why;
 }
 
 bool memory_find(const struct piece *p, bool load, struct memory **host, struct memory **dev, enum outcome *why)
@@ -309,23 +343,10 @@ bool memory_find(const struct piece *p, bool load, struct memory **host, struct 
 		*why = OUT_NO_SIDECAR;
 		return false;
 	}
-	pthread_mutex_lock(&mu);
-	struct memory *h = host_at(p->host), *d = device_at(p->dev, buffer);
-	/* A range that ends elsewhere is an error, which the driver returns. */
-	bool whole = h && holds(h, p->host, p->bytes) && (!d || holds(d, p->dev, p->bytes));
-	*why = ended ? OUT_DRIVER : !whole ? OUT_FOREIGN : !d ? OUT_FRESH : usable(d);
-	if (*why == OUT_CAUGHT)
-		*why = usable(h);
-	if (*why == OUT_CAUGHT) {
-		h->open++;
-		d->open++;
-		*host = h;
-		*dev = d;
-	}
-	bool unknown = whole && !ended && !d;
-	pthread_mutex_unlock(&mu);
-	if (unknown)
-		*why = share(p->dev, buffer, ordinal);
+	bool unknown = false;
+	*why = hold(p, buffer, host, dev, &unknown);
+	if (unknown && (*why = share(p->dev, buffer)) == OUT_CAUGHT)
+		*why = hold(p, buffer, host, dev, &unknown);
 	return *why == OUT_CAUGHT;
 }
 

@@ -104,6 +104,7 @@ enum entry {
 	X(HOST, "host to host")                                          \
 	X(FOREIGN, "pinned memory that was not allocated here")          \
 	X(OTHER_GPU, "memory of another GPU")                            \
+	X(RANGE, "a range that no allocation has")                       \
 	X(UNSHARED, "GPU memory that cannot be shared")                  \
 	X(MIXED, "a batch of several directions or sizes")               \
 	X(FRESH, "memory that the sidecar has not mapped yet")           \
@@ -166,7 +167,6 @@ struct memory {
 	enum memory_state state;
 	bool device;
 	uint64_t addr, bytes, buffer; /* buffer: the driver's id of an allocation, never used again */
-	int ordinal;                  /* the GPU of device memory */
 	unsigned flags;               /* of cuMemHostAlloc */
 	int64_t number;               /* in COPY; below 0: the client does not have it */
 	int open;                     /* copies that use it */
