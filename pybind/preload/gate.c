@@ -431,8 +431,11 @@ static enum outcome enter(enum entry e, const struct piece *pieces, uint32_t n, 
 	struct memory *h = NULL, *d = NULL;
 	if (!gate_start())
 		return OUT_DRIVER;
-	if (cu.StreamIsCapturing(stream, &capture) != CUDA_OK || capture != CAPTURE_NONE)
-		return OUT_CAPTURE; /* also if a capture elsewhere forbids work in this stream: the driver says so */
+	int rc = cu.StreamIsCapturing(stream, &capture);
+	if (rc == CAPTURE_IMPLICIT || capture != CAPTURE_NONE)
+		return OUT_CAPTURE; /* in this stream, or one that forbids work in the default stream */
+	if (rc != CUDA_OK)
+		return OUT_DRIVER;
 	if (!memory_find(&pieces[0], load, &h, &d, &why))
 		return why;
 	why = OUT_CAUGHT;

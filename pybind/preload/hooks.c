@@ -9,6 +9,8 @@
 
 #include "preload.h"
 
+/* What a sanitizer's runtime calls before it is ready. */
+#define NOT_SANITIZED __attribute__((no_sanitize("address", "thread", "undefined")))
 #define EXPORT __attribute__((visibility("default")))
 enum { NOT_FOUND = 500, PER_THREAD_FLAG = 2, VERSION_V2 = 3020, VERSION_LOOKUP_V2 = 12000, VERSION_UNKNOWN = 14000 };
 
@@ -58,7 +60,7 @@ static void read_settings(void)
 	set.report = v && strcmp(v, "report") == 0;
 	set.socket = getenv("KVSPRAY_PRELOAD_SOCKET");
 	set.threshold = number("KVSPRAY_PRELOAD_MIN_BYTES", 32u << 20);
-	set.deadline_ms = (uint32_t)number("KVSPRAY_PRELOAD_DEADLINE_MS", 30000);
+	set.deadline_ms = (uint32_t)number("KVSPRAY_PRELOAD_DEADLINE_MS", 10000);
 	if (v && *v && strcmp(v, "0") && strcmp(v, "1") && strcmp(v, "report"))
 		say("KVSPRAY_PRELOAD is %s: set it to 0, 1 or report", v);
 	pthread_atfork(NULL, NULL, in_child);
@@ -85,7 +87,7 @@ __attribute__((destructor)) static void ends(void)
 
 typedef void *lookup(void *, const char *);
 
-static lookup *next_lookup(void)
+NOT_SANITIZED static lookup *next_lookup(void)
 {
 	static lookup *_Atomic found;
 	static const char *const versions[] = {"GLIBC_2.34", "GLIBC_2.2.5", "GLIBC_2.17"};
@@ -149,7 +151,7 @@ static void *instead_of(const struct hook *h, void *found)
 EXPORT void *hooked_dlsym(void *lib, const char *name) __asm__("dlsym");
 
 /* Ends with a jump: for RTLD_NEXT the C library looks at who calls it. */
-__attribute__((optimize("O2", "optimize-sibling-calls"), no_sanitize("address", "thread", "undefined"))) void *hooked_dlsym(void *lib, const char *name)
+NOT_SANITIZED __attribute__((optimize("O2", "optimize-sibling-calls"))) void *hooked_dlsym(void *lib, const char *name)
 {
 	if (name && name[0] == 'c' && name[1] == 'u' && on()) {
 		const struct hook *h = hook_named(name);

@@ -304,7 +304,7 @@ static enum outcome hold(const struct piece *p, uint64_t buffer, struct memory *
 	/* A range that ends elsewhere is an error, which the driver returns. */
 	bool whole = h && holds(h, p->host, p->bytes) && (!d || holds(d, p->dev, p->bytes));
 	*unknown = whole && !ended && !d;
-	enum outcome why = ended ? OUT_DRIVER : !whole ? OUT_RANGE : !d ? OUT_FRESH : usable(d);
+	enum outcome why = ended ? OUT_ENDED : !whole ? OUT_RANGE : !d ? OUT_FRESH : usable(d);
 	if (why == OUT_CAUGHT)
 		why = usable(h);
 	if (why == OUT_CAUGHT) {

@@ -31,6 +31,7 @@
 enum {
 	CUDA_OK = 0,
 	CUDA_NOT_READY = 600,
+	CAPTURE_IMPLICIT = 906,
 	CAPTURE_MODE_RELAXED = 2,
 	POINTER_MEMORY_TYPE = 2,
 	POINTER_BUFFER_ID = 7,
@@ -111,7 +112,8 @@ enum entry {
 	X(REFUSED, "memory that the sidecar refuses")                    \
 	X(NO_SIDECAR, "no sidecar")                                      \
 	X(BUSY, "too many open copies")                                  \
-	X(DRIVER, "the driver or the GPU has no stream memory operations")
+	X(ENDED, "after a context has ended")                            \
+	X(DRIVER, "the driver refuses stream memory operations")
 
 enum outcome {
 #define OUTCOME(name, text) OUT_##name,
