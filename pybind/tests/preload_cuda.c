@@ -121,6 +121,7 @@ struct item {
 	uint64_t dst, src, n;
 	void (*fn)(void *);
 	void *arg;
+	struct dep behind; /* FOLLOW */
 	struct dep *deps;
 	int dep_count;
 };
@@ -163,6 +164,10 @@ static void execute(struct item *x)
 			usleep(20);
 		break;
 	case FOLLOW:
+		pthread_mutex_lock(&lock);
+		while (x->behind.stream && x->behind.stream->done < x->behind.count && !sticky)
+			pthread_cond_wait(&progress, &lock);
+		pthread_mutex_unlock(&lock);
 		break;
 	}
 }
@@ -470,14 +475,10 @@ int cuEventRecord(handle e, handle h)
 int cuStreamWaitEvent(handle s, handle e, unsigned flags)
 {
 	(void)flags;
-	struct dep *d = malloc(sizeof *d);
 	pthread_mutex_lock(&lock);
-	*d = events[(intptr_t)e];
+	struct dep behind = events[(intptr_t)e];
 	pthread_mutex_unlock(&lock);
-	int rc = enqueue(s, (struct item){.what = FOLLOW, .deps = d->stream ? d : NULL, .dep_count = d->stream != NULL});
-	if (rc || !d->stream)
-		free(d);
-	return rc;
+	return enqueue(s, (struct item){.what = FOLLOW, .behind = behind});
 }
 
 static struct item *graphs[GRAPHS];

@@ -23,6 +23,7 @@ OPS = 1000
 KILLS = int(os.environ.get("KVSPRAY_PRELOAD_KILLS", "10"))
 CAUGHT = "copied by the sidecar"
 AGAIN = "made again"
+GRACE = "transfer.grace=500ms"
 
 Report = dict[tuple[str, str], int]
 
@@ -173,7 +174,7 @@ class Restarts:
 
     def __init__(self, serve: Serve, tmp_path: pathlib.Path, hurt: Callable[[subprocess.Popen[bytes]], None]) -> None:
         self._serve, self._ready, self._hurt = serve, tmp_path / "s.ready", hurt
-        self.process, self.socket = serve("s")
+        self.process, self.socket = serve("s", GRACE)
         self.count = 0
         self._over = threading.Event()
         self._failure: BaseException | None = None
@@ -190,16 +191,19 @@ class Restarts:
                 self._hurt(self.process)
                 if self.process.poll() is not None:
                     self._ready.unlink()
-                    self.process, _ = self._serve("s")
+                    self.process, _ = self._serve("s", GRACE)
                 self.count += 1
         except BaseException as err:  # to the test's thread
             self._failure = err
 
+    def check(self) -> None:
+        if self._failure:
+            raise self._failure
+
     def __exit__(self, *args: object) -> None:
         self._over.set()
         self._thread.join()
-        if self._failure:
-            raise self._failure
+        self.check()
 
 
 def kill(p: subprocess.Popen[bytes]) -> None:
@@ -208,9 +212,12 @@ def kill(p: subprocess.Popen[bytes]) -> None:
 
 
 def stop(p: subprocess.Popen[bytes]) -> None:
-    """The client kills it once the deadline of a copy and the grace have passed."""
+    """The client kills it once the deadline of a copy and the grace have passed, if a copy was open."""
     p.send_signal(signal.SIGSTOP)
-    p.wait(60)
+    try:
+        p.wait(5)
+    except subprocess.TimeoutExpired:
+        p.send_signal(signal.SIGCONT)
 
 
 def pause(p: subprocess.Popen[bytes]) -> None:
@@ -227,6 +234,7 @@ def test_the_sidecar_in_mid_copy(build: Build, serve: Serve, tmp_path: pathlib.P
     with Restarts(serve, tmp_path, hurt) as sidecar:
         end = time.monotonic() + 600
         while sidecar.count < KILLS or not again and hurt is not pause:
+            sidecar.check()
             assert time.monotonic() < end, (sidecar.count, again, taken)
             for how in (("large", 300), ("random", 1 + sidecar.count, OPS)):
                 p = build.start(*how, socket=sidecar.socket, KVSPRAY_PRELOAD_DEADLINE_MS="300")
