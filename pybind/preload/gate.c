@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <time.h>
 
 #include "internal.h"
@@ -76,6 +77,7 @@ static uint32_t context_count; /* guarded by setting_up; a context that an op na
 static struct slot *slots;
 static int (*stream_query)(handle);
 static int (*exchange_mode)(int *);
+static int (*context_state)(int, unsigned *, int *);
 
 /* ---- the end of a copy ---- */
 
@@ -251,6 +253,8 @@ static void take_ends(void)
 static void *run(void *arg)
 {
 	(void)arg;
+	prctl(PR_SET_NAME, "kvspray-preload");
+	prctl(PR_SET_TIMERSLACK, 1000); /* ns; else each of its short sleeps is 50 us longer */
 	int mode = CAPTURE_MODE_RELAXED; /* queries of this thread disturb no capture of another */
 	exchange_mode(&mode);
 	int64_t idle_since = kvs_now_ms(), checked = idle_since;
@@ -299,7 +303,8 @@ static bool open_client(void)
 		return false;
 	*(void **)&stream_query = kvs_real_dlsym(lib, "cuStreamQuery");
 	*(void **)&exchange_mode = kvs_real_dlsym(lib, "cuThreadExchangeStreamCaptureMode");
-	if (!stream_query || !exchange_mode)
+	*(void **)&context_state = kvs_real_dlsym(lib, "cuDevicePrimaryCtxGetState");
+	if (!stream_query || !exchange_mode || !context_state)
 		return false;
 	void *at = mmap(NULL, SLOTS * sizeof *slots, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	if (at == MAP_FAILED)
@@ -337,6 +342,26 @@ bool gate_start(void)
 		pthread_mutex_unlock(&setting_up);
 	}
 	return state == 1;
+}
+
+bool gate_uses(handle context)
+{
+	bool found = false;
+	pthread_mutex_lock(&setting_up);
+	for (uint32_t i = 0; i < context_count; i++)
+		found |= contexts[i].context == context;
+	pthread_mutex_unlock(&setting_up);
+	return found;
+}
+
+bool gate_active(int device)
+{
+	unsigned flags;
+	int active = 0;
+	pthread_mutex_lock(&mu);
+	bool started = client != NULL;
+	pthread_mutex_unlock(&mu);
+	return started && context_state(device, &flags, &active) == CUDA_OK && active;
 }
 
 static bool set_up(struct context *x)

@@ -400,13 +400,28 @@ int cuMemFreeAsync_ptsz(devptr p, handle s)
 	return CALL(cuMemFreeAsync_ptsz, (p, s));
 }
 
-#define ENDS(name, type, what)                         \
-	int name(type x)                                       \
-	{                                                      \
-		if (on())                                              \
-			memory_all_gone(what);                                 \
-		return CALL(name, (x));                                \
-	}
-ENDS(cuCtxDestroy_v2, handle, "a context was destroyed")
-ENDS(cuDevicePrimaryCtxRelease_v2, int, "a primary context was released")
-ENDS(cuDevicePrimaryCtxReset_v2, int, "a GPU was reset")
+int cuCtxDestroy_v2(handle c)
+{
+	if (on() && gate_uses(c))
+		memory_all_gone("a context was destroyed");
+	return CALL(cuCtxDestroy_v2, (c));
+}
+
+/* Others may have retained it. */
+int cuDevicePrimaryCtxRelease_v2(int d)
+{
+	bool was = on() && gate_active(d);
+	if (was)
+		memory_wait();
+	int rc = CALL(cuDevicePrimaryCtxRelease_v2, (d));
+	if (was && !gate_active(d))
+		memory_all_gone("a primary context was released");
+	return rc;
+}
+
+int cuDevicePrimaryCtxReset_v2(int d)
+{
+	if (on())
+		memory_all_gone("a GPU was reset");
+	return CALL(cuDevicePrimaryCtxReset_v2, (d));
+}

@@ -7,6 +7,7 @@
  * which each copy compares, and it goes before the memory does.
  */
 #include <string.h>
+#include <sys/mman.h>
 
 #include "preload.h"
 
@@ -105,8 +106,8 @@ bool memory_host_alloc(void **out, size_t n, unsigned flags)
 		return false;
 	}
 	void *at = (void *)(uintptr_t)m->region.addr;
-	int rc = cu.MemHostRegister(at, m->region.bytes, HOST_PORTABLE | HOST_DEVICEMAP);
-	bool pinned = rc == CUDA_OK;
+	madvise(at, m->region.bytes, MADV_DONTFORK); /* as the driver's own: a child's writes would be this process's */
+	bool pinned = cu.MemHostRegister(at, m->region.bytes, HOST_PORTABLE | HOST_DEVICEMAP) == CUDA_OK;
 	/* The GPU must see it at the same address, as it does with memory of the driver's own. */
 	if (!pinned || cu.MemHostGetDevicePointer(&seen, at, 0) != CUDA_OK || seen != m->region.addr || !lend(m)) {
 		if (pinned)
@@ -188,6 +189,14 @@ void memory_device_gone(devptr p, bool wait)
 		await_drop(request);
 	else if (request > 0)
 		kvs_request_forget(client, request);
+}
+
+void memory_wait(void)
+{
+	pthread_mutex_lock(&mu);
+	for (struct memory *m = table; m < table + MAX_MEMORY; m++)
+		gate_wait(&m->open);
+	pthread_mutex_unlock(&mu);
 }
 
 void memory_all_gone(const char *why)

@@ -186,6 +186,8 @@ bool memory_host_flags(unsigned *flags, const void *p);
 void memory_device_gone(devptr p, bool wait);
 /* Before a context is destroyed: as above, for all memory. Nothing is taken any more. */
 void memory_all_gone(const char *why);
+/* Until no copy is open. */
+void memory_wait(void);
 /* Finds both ends of a copy and holds them, or names *why not. load: to the GPU. The driver is asked. */
 bool memory_find(const struct piece *p, bool load, struct memory **h, struct memory **d, enum outcome *why);
 /* Why a copy between two addresses that are both or neither in such memory is not taken. */
@@ -206,8 +208,11 @@ extern kvs_client *client;   /* set once; NULL before */
 
 /* Makes the client and the thread, once. False: off. */
 bool gate_start(void);
-/* Waits until *open is 0, or the context is lost. With mu held. */
+/* Waits until *open is 0. With mu held. */
 void gate_wait(const int *open);
+/* Whether copies were made in a context; whether a GPU's primary context exists, after any copy was. */
+bool gate_uses(handle context);
+bool gate_active(int device);
 
 /* Puts copies into a stream. False: it was counted why, and the driver is to make them. stream: no NULL. */
 bool gate_copy(enum entry e, const struct piece *pieces, uint32_t n, bool load, handle stream);

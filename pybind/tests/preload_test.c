@@ -8,7 +8,7 @@
  *   preload_test lookups            every way to an entry point
  *   preload_test large COPIES       large copies there and back, for a sidecar that is killed meanwhile
  *   preload_test lost               an error ends the context while a copy waits in its stream
- *   preload_test reset              a context is destroyed, and the program goes on
+ *   preload_test ends HOW           a context is destroyed: reset, destroy, released; or not: other, release
  */
 #include <dlfcn.h>
 #include <pthread.h>
@@ -39,7 +39,7 @@ int cuMemHostRegister_v2(void *, size_t, unsigned), cuMemHostUnregister(void *);
 int cuLaunchHostFunc(handle, void (*)(void *), void *), cuLaunchHostFunc_ptsz(handle, void (*)(void *), void *);
 int cuStreamCreate(handle *, unsigned), cuStreamDestroy_v2(handle), cuStreamSynchronize(handle), cuStreamWaitEvent(handle, handle, unsigned);
 int cuStreamBeginCapture_v2(handle, int), cuStreamEndCapture(handle, handle *), cuGraphLaunch(handle, handle);
-int cuEventCreate(handle *, unsigned), cuEventRecord(handle, handle), cuCtxSynchronize(void), cuDevicePrimaryCtxReset_v2(int);
+int cuEventCreate(handle *, unsigned), cuEventRecord(handle, handle), cuCtxSynchronize(void), cuDevicePrimaryCtxReset_v2(int), cuDevicePrimaryCtxRelease_v2(int), cuCtxDestroy_v2(handle);
 int cuGetProcAddress_v2(const char *, void **, int, uint64_t, int *), cuGetProcAddress(const char *, void **, int, uint64_t);
 int fake_alloc_vmm(devptr *, size_t), fake_alloc_far(devptr *, size_t);
 void fake_break(void);
@@ -421,8 +421,8 @@ static void lookups(void)
 	REQUIRE(look("cuMemcpyBatchAsync", &f, 13000, 2, NULL) == 0 && f == (void *)cuMemcpyBatchAsync_v2_ptsz);
 	REQUIRE(look("cuGetProcAddress", &f, 12000, 0, NULL) == 0 && f == (void *)cuGetProcAddress_v2);
 	REQUIRE(look("cuNothing", &f, 12000, 0, &found) == 500 && found == 1);
-	/* The next dlsym behind the program's own is the C library's, whoever asks. */
-	REQUIRE(dlsym(RTLD_NEXT, "preload_next") == NULL && dlsym(RTLD_DEFAULT, "malloc") && dlsym(RTLD_NEXT, "malloc"));
+	/* RTLD_NEXT counts from here, not from the library that passes the call on. */
+	REQUIRE(dlsym(RTLD_NEXT, "dlsym") == dlsym(RTLD_DEFAULT, "dlsym") && dlsym(RTLD_NEXT, "malloc") && !dlsym(RTLD_NEXT, "main"));
 	pid_t child = fork();
 	REQUIRE(child >= 0);
 	if (child == 0)
@@ -484,14 +484,19 @@ static void lost(void)
 	puts("ok");
 }
 
-static void reset(void)
+static void ends(const char *how)
 {
 	devptr d;
 	handle s;
 	void *h = host_of(BYTES);
 	REQUIRE(cuMemAlloc_v2(&d, BYTES) == 0 && cuStreamCreate(&s, 1) == 0);
 	warm(d, h, s);
-	REQUIRE(cuMemcpyHtoDAsync_v2(d, h, BYTES, s) == 0 && cuDevicePrimaryCtxReset_v2(0) == 0);
+	REQUIRE(cuMemcpyHtoDAsync_v2(d, h, BYTES, s) == 0);
+	int rc = strcmp(how, "other") == 0 ? cuCtxDestroy_v2((handle)5) : strcmp(how, "reset") == 0 ? cuDevicePrimaryCtxReset_v2(0)
+	         : strcmp(how, "destroy") == 0 ? cuCtxDestroy_v2((handle)1) : cuDevicePrimaryCtxRelease_v2(0);
+	if (strcmp(how, "released") == 0)
+		rc |= cuDevicePrimaryCtxRelease_v2(0);
+	REQUIRE(rc == 0);
 	warm(d, h, s);
 	puts("ok");
 }
@@ -517,8 +522,8 @@ int main(int argc, char **argv)
 		large(atoi(argv[2]));
 	} else if (strcmp(what, "lost") == 0) {
 		lost();
-	} else if (strcmp(what, "reset") == 0) {
-		reset();
+	} else if (strcmp(what, "ends") == 0 && argc == 3) {
+		ends(argv[2]);
 	} else {
 		return 2;
 	}
