@@ -10,6 +10,7 @@ import random
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -245,3 +246,18 @@ def test_the_sidecar_in_mid_copy(build: Build, serve: Serve, tmp_path: pathlib.P
                 again += report["", AGAIN]
                 taken += caught(report)
     assert taken > 100
+
+
+def test_the_command() -> None:
+    """Others that are preloaded stay."""
+    module = ROOT / "python" / "kvspray" / "preload.py"
+
+    def said(*command: str, **env: str) -> tuple[int, str]:
+        p = subprocess.run([sys.executable, str(module), *command], capture_output=True, text=True, env={**os.environ, **env})
+        return p.returncode, p.stdout + p.stderr
+
+    library = str(module.with_name("libkvspray_preload.so"))
+    assert said() == (0, library + "\n")
+    code, out = said("sh", "-c", "echo $LD_PRELOAD 2>/dev/null", LD_PRELOAD="libdl.so.2")
+    assert code == 0 and f"{library} libdl.so.2\n" in out
+    assert said("/nothing") == (1, "kvspray.preload: /nothing: No such file or directory\n")
