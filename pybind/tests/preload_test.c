@@ -7,6 +7,8 @@
  *   preload_test reasons            one copy of each kind that passes by
  *   preload_test lookups            every way to an entry point
  *   preload_test large COPIES       large copies there and back, for a sidecar that is killed meanwhile
+ *   preload_test many COPIES        copies that wait in one stream, all at once
+ *   preload_test few COPIES         one after the other
  *   preload_test lost               an error ends the context while a copy waits in its stream
  *   preload_test ends HOW           a context is destroyed: reset, destroy, released; or not: other, release
  */
@@ -395,10 +397,8 @@ static void reasons(void)
 	REQUIRE(cuStreamBeginCapture_v2(s, 0) == 0 && cuMemcpyHtoDAsync_v2(d, h, BYTES, s) == 0 && cuStreamEndCapture(s, &graph) == 0);
 	devptr dst[] = {d, e}, src[] = {P(h), P(h)};
 	size_t n[] = {BYTES / 2, BYTES / 2};
-	for (int i = 0; i < 200; i++) { /* until the sidecar has both */
+	for (int i = 0; i < 200; i++)
 		REQUIRE(cuMemcpyHtoDAsync_v2(d, h, BYTES, s) == 0 && cuMemcpyHtoDAsync_v2(e, h, BYTES, s) == 0 && cuStreamSynchronize(s) == 0);
-		usleep(1000);
-	}
 	REQUIRE(cuMemcpyBatchAsync(dst, src, n, 2, NULL, NULL, 0, NULL, s) == 0);
 	REQUIRE(cuStreamSynchronize(s) == 0);
 	REQUIRE(cuMemFreeAsync(d, s) == 0 && cuStreamSynchronize(s) == 0 && cuMemFree_v2(e) == 0 && cuMemFreeHost(h) == 0);
@@ -455,6 +455,33 @@ static void large(int copies)
 	puts("ok");
 }
 
+static void held_until(void *arg)
+{
+	while (!*(_Atomic int *)arg)
+		usleep(100);
+}
+
+/* More copies in a stream than there are slots, and few. */
+static void many(int copies, bool held)
+{
+	devptr d;
+	handle s;
+	uint8_t *h = host_of(2 * BYTES), *back = malloc(BYTES);
+	_Atomic int go = 0;
+	REQUIRE(cuMemAlloc_v2(&d, BYTES) == 0 && cuStreamCreate(&s, 1) == 0);
+	if (held)
+		REQUIRE(cuLaunchHostFunc(s, held_until, (void *)&go) == 0);
+	for (int i = 0; i < copies; i++) {
+		h[i] = (uint8_t)i;
+		REQUIRE(cuMemcpyHtoDAsync_v2(d, h + i, BYTES, s) == 0);
+		REQUIRE(held || cuStreamSynchronize(s) == 0);
+	}
+	go = 1;
+	REQUIRE(cuMemcpyDtoHAsync_v2(back, d, BYTES, s) == 0 && cuStreamSynchronize(s) == 0);
+	REQUIRE(memcmp(back, h + copies - 1, BYTES) == 0);
+	puts("ok");
+}
+
 static void sleeps(void *arg)
 {
 	(void)arg;
@@ -465,10 +492,8 @@ static void sleeps(void *arg)
 /* Until a copy is taken, which the count of the report shows. */
 static void warm(devptr d, void *h, handle s)
 {
-	for (int i = 0; i < 200; i++) {
+	for (int i = 0; i < 200; i++)
 		REQUIRE(cuMemcpyHtoDAsync_v2(d, h, BYTES, s) == 0 && cuStreamSynchronize(s) == 0);
-		usleep(1000);
-	}
 }
 
 static void lost(void)
@@ -520,6 +545,10 @@ int main(int argc, char **argv)
 		lookups();
 	} else if (strcmp(what, "large") == 0 && argc == 3) {
 		large(atoi(argv[2]));
+	} else if (strcmp(what, "many") == 0 && argc == 3) {
+		many(atoi(argv[2]), true);
+	} else if (strcmp(what, "few") == 0 && argc == 3) {
+		many(atoi(argv[2]), false);
 	} else if (strcmp(what, "lost") == 0) {
 		lost();
 	} else if (strcmp(what, "ends") == 0 && argc == 3) {

@@ -16,8 +16,10 @@ import time
 from collections.abc import Callable
 
 import pytest
-from conftest import Serve
+from conftest import Serve, Sidecar
 from test_native import ROOT, compile_c
+
+from kvspray import CompletionStatus
 
 SEEDS = int(os.environ.get("KVSPRAY_PRELOAD_SEEDS", "10"))
 OPS = 1000  # of a program
@@ -48,9 +50,8 @@ class Build:
         settings = {"KVSPRAY_PRELOAD_MIN_BYTES": "65536", "KVSPRAY_PRELOAD": preload, "KVSPRAY_PRELOAD_SOCKET": str(socket or self.at / "none"), **env}
         if preload != "none":
             settings["LD_PRELOAD"] = f"{first} {self.library}".strip()
-        return subprocess.Popen(
-            [str(self.program), *map(str, args)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **settings}
-        )
+        command = [str(self.program), *map(str, args)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **settings})
 
     def run(self, *args: object, timeout: float = 300, **how: str | pathlib.Path) -> tuple[int, str, Report, str]:
         return ended(self.start(*args, **how), timeout)  # type: ignore[arg-type]
@@ -170,6 +171,28 @@ def test_a_context_is_destroyed(build: Build, serve: Serve, how: str) -> None:
     code, out, report, err = build.run("ends", how, socket=socket, timeout=60)
     assert (code, out) == (0, "ok\n") and caught(report) > 100, err
     assert report["cuMemcpyHtoDAsync_v2", "after a context has ended"] == (0 if how in ("release", "other") else 200), err
+
+
+def test_more_copies_than_slots(build: Build, serve: Serve) -> None:
+    _, socket = serve("a")
+    code, out, report, err = build.run("many", 300, socket=socket)
+    assert (code, out) == (0, "ok\n"), err
+    load = "cuMemcpyHtoDAsync_v2"
+    assert (report[load, CAUGHT], report[load, "too many open copies"]) == (128, 172), err
+
+
+def test_refusals(build: Build, sidecar: Callable[..., Sidecar], socket_path: pathlib.Path) -> None:
+    """The driver makes each copy, and after three nobody is asked."""
+    s = sidecar(features=["copy", "regions"])
+    p = build.start("few", 5, socket=socket_path)
+    for _ in range(3):
+        copy = s.record("COPY")
+        assert copy["body"]["req"] == "preload" and len(copy["body"]["blocks"]) == 24
+        s.complete(copy["lease"], "RECEIVED", CompletionStatus.REFUSED, bytes=0, us=1, transport="", reason="no", recompute=[])
+    code, out, report, err = ended(p)
+    assert (code, out) == (0, "ok\n"), err
+    load = "cuMemcpyHtoDAsync_v2"
+    assert (report[load, CAUGHT], report["", AGAIN], report[load, "memory that the sidecar refuses"]) == (3, 3, 2), err
 
 
 class Restarts:
