@@ -55,7 +55,6 @@ enum op_state { OP_FREE, OP_MAKING, OP_VOID, OP_WAITING, OP_COPYING, OP_AGAIN };
 struct op {
 	enum op_state state;
 	bool load;
-	enum entry entry;
 	uint64_t seq, bytes;
 	struct piece one, *pieces; /* pieces: &one, or allocated */
 	uint32_t count;
@@ -328,9 +327,15 @@ static bool open_client(void)
 	return true;
 }
 
+static _Atomic int state; /* of gate_start: 1: on, 2: off */
+
+bool gate_started(void)
+{
+	return state != 0;
+}
+
 bool gate_start(void)
 {
-	static _Atomic int state; /* 1: on, 2: off */
 	if (!state) {
 		pthread_mutex_lock(&setting_up);
 		if (!state) {
@@ -406,7 +411,7 @@ static struct context *context_here(void)
 /* ---- the caller's part ---- */
 
 /* One slot, with its list. NULL: there is none. */
-static struct op *op_new(enum entry e, const struct piece *pieces, uint32_t n, bool load, struct memory *h, struct memory *d, struct context *x)
+static struct op *op_new(const struct piece *pieces, uint32_t n, bool load, struct memory *h, struct memory *d, struct context *x)
 {
 	struct piece *list = n > 1 ? malloc(n * sizeof *list) : NULL;
 	if (n > 1 && !list)
@@ -423,7 +428,6 @@ static struct op *op_new(enum entry e, const struct piece *pieces, uint32_t n, b
 	busy++;
 	o->state = OP_MAKING;
 	o->seq++;
-	o->entry = e;
 	o->load = load;
 	o->host = h;
 	o->dev = d;
@@ -449,7 +453,7 @@ static void set_op(struct op *o, enum op_state state)
 	pthread_mutex_unlock(&mu);
 }
 
-static enum outcome enter(enum entry e, const struct piece *pieces, uint32_t n, bool load, handle stream)
+static enum outcome enter(const struct piece *pieces, uint32_t n, bool load, handle stream)
 {
 	int capture = CAPTURE_NONE;
 	enum outcome why = OUT_DRIVER;
@@ -468,7 +472,7 @@ static enum outcome enter(enum entry e, const struct piece *pieces, uint32_t n, 
 		if (!memory_within(h, pieces[i].host, pieces[i].bytes) || !memory_within(d, pieces[i].dev, pieces[i].bytes))
 			why = OUT_MIXED;
 	struct context *x = why == OUT_CAUGHT ? context_here() : NULL;
-	struct op *o = x ? op_new(e, pieces, n, load, h, d, x) : NULL;
+	struct op *o = x ? op_new(pieces, n, load, h, d, x) : NULL;
 	if (!o) {
 		pthread_mutex_lock(&mu);
 		memory_put(h);
@@ -495,7 +499,7 @@ bool gate_copy(enum entry e, const struct piece *pieces, uint32_t n, bool load, 
 	uint64_t bytes = 0;
 	for (uint32_t i = 0; i < n; i++)
 		bytes += pieces[i].bytes;
-	enum outcome why = enter(e, pieces, n, load, stream);
+	enum outcome why = enter(pieces, n, load, stream);
 	count(e, why, bytes);
 	return why == OUT_CAUGHT;
 }

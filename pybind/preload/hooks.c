@@ -48,9 +48,11 @@ static uint64_t number(const char *name, uint64_t otherwise)
 	return v && *v && !*end && n ? n : otherwise;
 }
 
+/* A child of a process that has used the driver cannot use it. A child of another is a process like any. */
 static void in_child(void)
 {
-	forked = true; /* the driver cannot be used there, and the thread of gate.c is missing */
+	forked = forked || gate_started();
+	count_nothing();
 }
 
 static void read_settings(void)

@@ -124,6 +124,8 @@ enum outcome {
 void count(enum entry e, enum outcome why, uint64_t bytes);
 /* A copy that the sidecar had taken and the driver made again. */
 void count_again(uint64_t bytes);
+/* In a new process. */
+void count_nothing(void);
 /* To stderr. Each is a line of its own. */
 __attribute__((format(printf, 1, 2))) void say(const char *format, ...);
 void report(void);
@@ -208,6 +210,7 @@ extern kvs_client *client;   /* set once; NULL before */
 
 /* Makes the client and the thread, once. False: off. */
 bool gate_start(void);
+bool gate_started(void);
 /* Waits until *open is 0. With mu held. */
 void gate_wait(const int *open);
 /* Whether copies were made in a context; whether a GPU's primary context exists, after any copy was. */

@@ -9,6 +9,7 @@
  *   preload_test large COPIES       large copies there and back, for a sidecar that is killed meanwhile
  *   preload_test many COPIES        copies that wait in one stream, all at once
  *   preload_test few COPIES         one after the other
+ *   preload_test forked COPIES      the same in a child
  *   preload_test lost               an error ends the context while a copy waits in its stream
  *   preload_test ends HOW           a context is destroyed: reset, destroy, released; or not: other, release
  */
@@ -551,6 +552,14 @@ int main(int argc, char **argv)
 		many(atoi(argv[2]), false);
 	} else if (strcmp(what, "lost") == 0) {
 		lost();
+	} else if (strcmp(what, "forked") == 0 && argc == 3) {
+		/* As engines start their workers: only these use the GPU. */
+		int status;
+		pid_t child = fork();
+		if (child == 0)
+			many(atoi(argv[2]), false);
+		else
+			REQUIRE(waitpid(child, &status, 0) == child && status == 0);
 	} else if (strcmp(what, "ends") == 0 && argc == 3) {
 		ends(argv[2]);
 	} else {

@@ -181,6 +181,12 @@ def test_more_copies_than_slots(build: Build, serve: Serve) -> None:
     assert (report[load, CAUGHT], report[load, "too many open copies"]) == (128, 172), err
 
 
+def test_a_worker_that_was_forked(build: Build, serve: Serve) -> None:
+    _, socket = serve("a")
+    code, out, report, err = build.run("forked", 20, socket=socket)
+    assert (code, out) == (0, "ok\n") and caught(report) == 20, err
+
+
 def test_refusals(build: Build, sidecar: Callable[..., Sidecar], socket_path: pathlib.Path) -> None:
     """The driver makes each copy, and after three nobody is asked."""
     s = sidecar(features=["copy", "regions"])
