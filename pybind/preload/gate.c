@@ -2,10 +2,11 @@
  *
  * A copy in its stream. The caller's thread puts two stream memory operations there: a write to the slot's `start`, behind the stream's earlier
  * work, and a wait for its `end`, ahead of the later. One thread sees the start, has the sidecar copy, and writes the end. Neither needs a
- * multiprocessor, and the caller waits for nothing.
+ * multiprocessor, and the caller waits for nothing. That thread never calls the driver, whose calls can block behind one of the program's that waits
+ * for the stream.
  *
  * The lease of a copy ends when the sidecar can write no more of it (kvspray.h, release rule), whether it lives or not. Only then does the driver
- * make the copy again, on a stream of this library's own: not in the caller's, which waits.
+ * make the copy again, on a stream of this library's own: not in the caller's, which waits. A second thread does this.
  */
 #include <dlfcn.h>
 #include <stdlib.h>
@@ -50,12 +51,12 @@ struct context {
 	devptr flags;        /* the slots as its GPU sees them; 0: it cannot be used */
 };
 
-enum op_state { OP_FREE, OP_MAKING, OP_VOID, OP_WAITING, OP_COPYING, OP_AGAIN };
+enum op_state { OP_FREE, OP_MAKING, OP_VOID, OP_WAITING, OP_COPYING, OP_FAILED, OP_AGAIN };
 
 struct op {
 	enum op_state state;
 	bool load;
-	uint64_t seq, bytes;
+	uint64_t id, seq, bytes; /* seq: of the slot */
 	struct piece one, *pieces; /* pieces: &one, or allocated */
 	uint32_t count;
 	struct memory *host, *dev;
@@ -68,9 +69,11 @@ pthread_cond_t moved = PTHREAD_COND_INITIALIZER;
 kvs_client *client;
 
 static pthread_cond_t wanted = PTHREAD_COND_INITIALIZER; /* an op began */
-static pthread_mutex_t setting_up = PTHREAD_MUTEX_INITIALIZER; /* the thread below never takes it: calls to the driver are made with it held */
+static pthread_cond_t failed = PTHREAD_COND_INITIALIZER; /* an op is for the driver */
+static pthread_mutex_t setting_up = PTHREAD_MUTEX_INITIALIZER; /* of callers only: the driver is called with it held */
 static struct op ops[SLOTS];                             /* guarded by mu, and the rest */
 static uint32_t busy, leases;                            /* not OP_FREE; OP_COPYING */
+static uint64_t last_id;
 static struct context contexts[MAX_CONTEXTS];
 static uint32_t context_count; /* guarded by setting_up; a context that an op names does not change */
 static struct slot *slots;
@@ -108,6 +111,29 @@ void gate_wait(const int *open)
 		pthread_cond_wait(&moved, &mu);
 }
 
+static bool open_until(uint64_t id, handle context)
+{
+	for (struct op *o = ops; o < ops + SLOTS; o++)
+		if (o->state != OP_FREE && o->id <= id && o->context->context == context)
+			return true;
+	return false;
+}
+
+void gate_settle(void)
+{
+	handle here = NULL;
+	pthread_mutex_lock(&mu);
+	bool idle = busy == 0;
+	uint64_t id = last_id;
+	pthread_mutex_unlock(&mu);
+	if (idle || cu.CtxGetCurrent(&here) != CUDA_OK)
+		return;
+	pthread_mutex_lock(&mu);
+	while (open_until(id, here))
+		pthread_cond_wait(&moved, &mu);
+	pthread_mutex_unlock(&mu);
+}
+
 /* No error can reach the program by the stream, and bytes are missing in it. */
 static void give_up(const struct op *o, const char *what, int rc)
 {
@@ -116,16 +142,25 @@ static void give_up(const struct op *o, const char *what, int rc)
 	abort();
 }
 
-/* Has the driver make the copy. The lease, if there was one, has ended. With mu released: the driver may take its time. */
+/* With mu held. The lease, if there was one, has ended. */
+static void fail(struct op *o)
+{
+	o->state = OP_FAILED;
+	pthread_cond_signal(&failed);
+}
+
+/* Has the driver make the copy. */
 static void again(struct op *o)
 {
 	handle was = NULL;
 	count_again(o->bytes);
-	int rc = cu.CtxPushCurrent(o->context->context);
-	for (uint32_t i = 0; rc == CUDA_OK && i < o->count; i++)
-		rc = driver_copy(&o->pieces[i], o->load, o->context->own);
-	int state = stream_query(o->context->own);
-	cu.CtxPopCurrent(&was);
+	int rc = cu.CtxPushCurrent(o->context->context), state = rc;
+	if (rc == CUDA_OK) {
+		for (uint32_t i = 0; rc == CUDA_OK && i < o->count; i++)
+			rc = driver_copy(&o->pieces[i], o->load, o->context->own);
+		state = stream_query(o->context->own);
+		cu.CtxPopCurrent(&was);
+	}
 	if (rc != CUDA_OK && (state == CUDA_OK || state == CUDA_NOT_READY))
 		give_up(o, "a copy by the driver failed", rc);
 	pthread_mutex_lock(&mu);
@@ -134,34 +169,90 @@ static void again(struct op *o)
 	pthread_mutex_unlock(&mu);
 }
 
-/* Looks at what the driver copies again, and at contexts that an error has ended, whose streams come to no copy any more. */
+/* Whether a stream may never come to it, because of an error. */
+static bool before_start(const struct op *o)
+{
+	return o->state == OP_WAITING || o->state == OP_VOID;
+}
+
+/* Ends what the driver has copied again, and what an error in the context has ended. */
+static void look_at(struct context *x)
+{
+	handle was = NULL;
+	int rc = cu.CtxPushCurrent(x->context);
+	if (rc == CUDA_OK) {
+		rc = stream_query(x->own);
+		cu.CtxPopCurrent(&was);
+	}
+	pthread_mutex_lock(&mu);
+	for (struct op *o = ops; o < ops + SLOTS; o++) {
+		if (o->context != x)
+			continue;
+		if (rc != CUDA_NOT_READY && (o->state == OP_AGAIN || (rc != CUDA_OK && before_start(o))))
+			finish(o);
+		else if (o->state == OP_AGAIN && kvs_now_ms() - o->since_ms > AGAIN_MS)
+			give_up(o, "the driver does not end a copy", rc);
+	}
+	pthread_mutex_unlock(&mu);
+}
+
 static void look_at_contexts(bool all)
 {
 	for (struct context *x = contexts; x < contexts + MAX_CONTEXTS; x++) {
 		bool some = false;
 		pthread_mutex_lock(&mu);
 		for (struct op *o = ops; o < ops + SLOTS; o++)
-			some |= o->context == x && (o->state == OP_AGAIN || (all && o->state == OP_WAITING));
+			some |= o->context == x && (o->state == OP_AGAIN || (all && before_start(o)));
 		pthread_mutex_unlock(&mu);
-		if (!some)
-			continue;
-		handle was = NULL;
-		int rc = cu.CtxPushCurrent(x->context);
-		if (rc == CUDA_OK) {
-			rc = stream_query(x->own);
-			cu.CtxPopCurrent(&was);
-		}
-		pthread_mutex_lock(&mu);
+		if (some)
+			look_at(x);
+	}
+}
+
+static void pause_ns(long ns)
+{
+	struct timespec t = {.tv_nsec = ns};
+	nanosleep(&t, NULL);
+}
+
+/* The thread that calls the driver. */
+static void *repair(void *arg)
+{
+	(void)arg;
+	prctl(PR_SET_NAME, "kvspray-again");
+	int mode = CAPTURE_MODE_RELAXED; /* queries of this thread disturb no capture of another */
+	exchange_mode(&mode);
+	int64_t checked = kvs_now_ms();
+	for (;;) {
+		uint32_t now = 0; /* ops for the driver */
 		for (struct op *o = ops; o < ops + SLOTS; o++) {
-			if (o->context != x)
-				continue;
-			if (rc != CUDA_NOT_READY && (o->state == OP_AGAIN || (rc != CUDA_OK && o->state == OP_WAITING)))
-				finish(o);
-			else if (o->state == OP_AGAIN && kvs_now_ms() - o->since_ms > AGAIN_MS)
-				give_up(o, "the driver does not end a copy", rc);
+			pthread_mutex_lock(&mu);
+			bool mine = o->state == OP_FAILED;
+			now += mine || o->state == OP_AGAIN;
+			pthread_mutex_unlock(&mu);
+			if (mine)
+				again(o);
 		}
+		bool check = kvs_now_ms() - checked >= CHECK_MS;
+		look_at_contexts(check);
+		if (check)
+			checked = kvs_now_ms();
+		if (now) {
+			pause_ns(LOOK_NS);
+			continue;
+		}
+		struct timespec end;
+		clock_gettime(CLOCK_REALTIME, &end);
+		end.tv_nsec += CHECK_MS * 1000000L;
+		end.tv_sec += end.tv_nsec / 1000000000;
+		end.tv_nsec %= 1000000000;
+		pthread_mutex_lock(&mu);
+		while (busy == 0)
+			pthread_cond_wait(&failed, &mu);
+		pthread_cond_timedwait(&failed, &mu, &end);
 		pthread_mutex_unlock(&mu);
 	}
+	return NULL;
 }
 
 /* ---- the sidecar's part ---- */
@@ -197,9 +288,8 @@ static bool begin(void)
 	bool some = false;
 	for (struct op *o = ops; o < ops + SLOTS; o++) {
 		pthread_mutex_lock(&mu);
-		bool reached = (o->state == OP_WAITING || o->state == OP_VOID) &&
+		bool reached = before_start(o) &&
 		               (KVS_MUTANT == MUTANT_NO_START || __atomic_load_n(&slot_of(o)->start, __ATOMIC_ACQUIRE) >= o->seq);
-		bool native = false;
 		if (reached && o->state == OP_VOID) {
 			finish(o);
 		} else if (reached && leases < MAX_LEASES) {
@@ -207,13 +297,11 @@ static bool begin(void)
 				o->state = OP_COPYING;
 				leases++;
 			} else {
-				native = true;
+				fail(o);
 			}
 		}
-		some |= o->state == OP_WAITING || o->state == OP_VOID;
+		some |= before_start(o);
 		pthread_mutex_unlock(&mu);
-		if (native)
-			again(o);
 	}
 	return some;
 }
@@ -224,17 +312,16 @@ static void ended(uint64_t lease, uint16_t status)
 	pthread_mutex_lock(&mu);
 	while (o < ops + SLOTS && (o->state != OP_COPYING || o->lease != (int64_t)lease))
 		o++;
-	bool native = o < ops + SLOTS && status != KVS_OK;
 	if (o < ops + SLOTS) {
 		leases--;
 		memory_refused(o->host, status == KVS_REFUSED);
 		memory_refused(o->dev, status == KVS_REFUSED);
-		if (!native)
+		if (status == KVS_OK)
 			finish(o);
+		else
+			fail(o);
 	}
 	pthread_mutex_unlock(&mu);
-	if (native)
-		again(o);
 }
 
 static void take_ends(void)
@@ -254,9 +341,7 @@ static void *run(void *arg)
 	(void)arg;
 	prctl(PR_SET_NAME, "kvspray-preload");
 	prctl(PR_SET_TIMERSLACK, 1000); /* ns; else each of its short sleeps is 50 us longer */
-	int mode = CAPTURE_MODE_RELAXED; /* queries of this thread disturb no capture of another */
-	exchange_mode(&mode);
-	int64_t idle_since = kvs_now_ms(), checked = idle_since;
+	int64_t idle_since = kvs_now_ms();
 	for (;;) {
 		pthread_mutex_lock(&mu);
 		uint32_t before = busy;
@@ -268,16 +353,11 @@ static void *run(void *arg)
 		bool waiting = begin();
 		take_ends();
 		int64_t now = kvs_now_ms();
-		bool check = now - checked >= CHECK_MS;
-		look_at_contexts(check);
-		if (check)
-			checked = now;
 		pthread_mutex_lock(&mu);
 		if (busy != before || !waiting)
 			idle_since = now;
 		pthread_mutex_unlock(&mu);
-		struct timespec t = {.tv_nsec = now - idle_since > LONG_MS ? LOOK_LATER_NS : LOOK_NS};
-		nanosleep(&t, NULL);
+		pause_ns(now - idle_since > LONG_MS ? LOOK_LATER_NS : LOOK_NS);
 	}
 	return NULL;
 }
@@ -321,7 +401,7 @@ static bool open_client(void)
 	pthread_mutex_lock(&mu);
 	client = c;
 	pthread_mutex_unlock(&mu);
-	if (kvs_thread(&thread, run, NULL) != 0)
+	if (kvs_thread(&thread, run, NULL) != 0 || kvs_thread(&thread, repair, NULL) != 0)
 		return false;
 	kvs_wait_connected(c, CONNECT_MS);
 	return true;
@@ -427,6 +507,7 @@ static struct op *op_new(const struct piece *pieces, uint32_t n, bool load, stru
 	}
 	busy++;
 	o->state = OP_MAKING;
+	o->id = ++last_id;
 	o->seq++;
 	o->load = load;
 	o->host = h;
@@ -450,6 +531,7 @@ static void set_op(struct op *o, enum op_state state)
 	else
 		o->state = state;
 	pthread_cond_signal(&wanted);
+	pthread_cond_signal(&failed);
 	pthread_mutex_unlock(&mu);
 }
 

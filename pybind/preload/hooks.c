@@ -373,7 +373,16 @@ int cuMemAllocHost_v2(void **out, size_t n)
 
 int cuMemFreeHost(void *p)
 {
+	if (on())
+		gate_settle();
 	return on() && memory_host_free(p) ? CUDA_OK : CALL(cuMemFreeHost, (p));
+}
+
+int cuMemHostUnregister(void *p)
+{
+	if (on())
+		gate_settle();
+	return CALL(cuMemHostUnregister, (p));
 }
 
 int cuMemHostGetFlags(unsigned *flags, void *p)
@@ -383,8 +392,10 @@ int cuMemHostGetFlags(unsigned *flags, void *p)
 
 int cuMemFree_v2(devptr p)
 {
-	if (on())
+	if (on()) {
+		gate_settle();
 		memory_device_gone(p, true);
+	}
 	return CALL(cuMemFree_v2, (p));
 }
 

@@ -75,6 +75,7 @@ enum {
 	X(cuMemHostAlloc, (void **out, size_t n, unsigned flags), (out, n, flags))                           \
 	X(cuMemAllocHost_v2, (void **out, size_t n), (out, n))                                               \
 	X(cuMemFreeHost, (void *p), (p))                                                                     \
+	X(cuMemHostUnregister, (void *p), (p))                                                               \
 	X(cuMemHostGetFlags, (unsigned *flags, void *p), (flags, p))                                         \
 	X(cuMemFree_v2, (devptr p), (p))                                                                     \
 	X(cuMemFreeAsync, (devptr p, handle s), (p, s))                                                      \
@@ -213,6 +214,9 @@ bool gate_start(void);
 bool gate_started(void);
 /* Waits until *open is 0. With mu held. */
 void gate_wait(const int *open);
+/* Waits for the copies that this thread's context has open now. Before calls in which the driver waits for the whole GPU: there, copies could not be
+ * made again. */
+void gate_settle(void);
 /* Whether copies were made in a context; whether a GPU's primary context exists, after any copy was. */
 bool gate_uses(handle context);
 bool gate_active(int device);

@@ -37,12 +37,13 @@ int cuMemcpy(devptr, devptr, size_t), cuMemcpy_ptds(devptr, devptr, size_t);
 int cuMemcpyBatchAsync(devptr *, devptr *, size_t *, size_t, void *, size_t *, size_t, size_t *, handle);
 int cuMemcpyBatchAsync_v2_ptsz(devptr *, devptr *, size_t *, size_t, void *, size_t *, size_t, handle);
 int cuMemAlloc_v2(devptr *, size_t), cuMemFree_v2(devptr), cuMemFreeAsync(devptr, handle), cuMemAllocManaged(devptr *, size_t, unsigned);
-int cuMemHostAlloc(void **, size_t, unsigned), cuMemAllocHost_v2(void **, size_t), cuMemFreeHost(void *), cuMemHostGetFlags(unsigned *, void *);
+int cuMemHostAlloc(void **, size_t, unsigned), cuMemFreeHost(void *), cuMemHostGetFlags(unsigned *, void *);
 int cuMemHostRegister_v2(void *, size_t, unsigned), cuMemHostUnregister(void *);
 int cuLaunchHostFunc(handle, void (*)(void *), void *), cuLaunchHostFunc_ptsz(handle, void (*)(void *), void *);
 int cuStreamCreate(handle *, unsigned), cuStreamDestroy_v2(handle), cuStreamSynchronize(handle), cuStreamWaitEvent(handle, handle, unsigned);
 int cuStreamBeginCapture_v2(handle, int), cuStreamEndCapture(handle, handle *), cuGraphLaunch(handle, handle);
-int cuEventCreate(handle *, unsigned), cuEventRecord(handle, handle), cuCtxSynchronize(void), cuDevicePrimaryCtxReset_v2(int), cuDevicePrimaryCtxRelease_v2(int), cuCtxDestroy_v2(handle);
+int cuEventCreate(handle *, unsigned), cuEventRecord(handle, handle), cuCtxSynchronize(void);
+int cuDevicePrimaryCtxReset_v2(int), cuDevicePrimaryCtxRelease_v2(int), cuCtxDestroy_v2(handle);
 int cuGetProcAddress_v2(const char *, void **, int, uint64_t, int *), cuGetProcAddress(const char *, void **, int, uint64_t);
 int fake_alloc_vmm(devptr *, size_t), fake_alloc_far(devptr *, size_t);
 void fake_break(void);
@@ -145,7 +146,8 @@ static int copy(struct program *p, bool load, uint64_t dev, uint64_t host, size_
 			return own ? cuMemcpyHtoDAsync_v2_ptsz(dev, PTR(host), n, h) : cuMemcpyHtoDAsync_v2(dev, PTR(host), n, h);
 		return own ? cuMemcpyDtoHAsync_v2_ptsz(PTR(host), dev, n, h) : cuMemcpyDtoHAsync_v2(PTR(host), dev, n, h);
 	case 1:
-		f = dlsym(RTLD_DEFAULT, load ? own ? "cuMemcpyHtoDAsync_v2_ptsz" : "cuMemcpyHtoDAsync_v2" : own ? "cuMemcpyDtoHAsync_v2_ptsz" : "cuMemcpyDtoHAsync_v2");
+		f = load ? dlsym(RTLD_DEFAULT, own ? "cuMemcpyHtoDAsync_v2_ptsz" : "cuMemcpyHtoDAsync_v2")
+		         : dlsym(RTLD_DEFAULT, own ? "cuMemcpyDtoHAsync_v2_ptsz" : "cuMemcpyDtoHAsync_v2");
 		break;
 	default:
 		REQUIRE(cuGetProcAddress_v2(load ? "cuMemcpyHtoDAsync" : "cuMemcpyDtoHAsync", &f, 12040, own ? 2 : 1, NULL) == 0);
@@ -184,7 +186,8 @@ static void batch(struct program *p, bool load, struct buffer *d, struct buffer 
 		src[i] = load ? host : dev;
 		n[i] = piece;
 	}
-	int rc = s == OWN ? cuMemcpyBatchAsync_v2_ptsz(dst, src, n, 8, NULL, NULL, 0, NULL) : cuMemcpyBatchAsync(dst, src, n, 8, NULL, NULL, 0, &failed, p->stream[s]);
+	int rc = s == OWN ? cuMemcpyBatchAsync_v2_ptsz(dst, src, n, 8, NULL, NULL, 0, NULL)
+	                  : cuMemcpyBatchAsync(dst, src, n, 8, NULL, NULL, 0, &failed, p->stream[s]);
 	REQUIRE(rc_of(p, rc) == 0);
 }
 
