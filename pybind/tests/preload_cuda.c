@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * A libcuda.so.1 whose streams really run: each is a thread that executes copies, host functions, stream memory operations and waits, in order, while
- * the others go on. The legacy default stream waits for the blocking streams and they for it. A capture records, and runs when its graph is launched.
+ * the others go on. A call that frees memory waits for all of them, and the calls of other threads wait for it. The legacy default stream waits for the blocking streams and they for it. A capture records, and runs when its graph is launched.
  *
  * Memory of the GPU is a memory file. A new allocation gets the address of an old one where it can: what still has the old file, reads or writes
  * other bytes than the program.
@@ -32,6 +32,7 @@ enum {
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t progress = PTHREAD_COND_INITIALIZER;
+static pthread_mutex_t driver = PTHREAD_MUTEX_INITIALIZER; /* held while memory is freed: a driver at its worst */
 static _Atomic int sticky; /* the error that has ended the context */
 
 /* ---- memory ---- */
@@ -270,8 +271,15 @@ static void order(struct stream *s, struct item *x)
 	}
 }
 
+static void enter(void)
+{
+	pthread_mutex_lock(&driver);
+	pthread_mutex_unlock(&driver);
+}
+
 static int enqueue(handle h, struct item from)
 {
+	enter();
 	int rc = sticky;
 	pthread_mutex_lock(&lock);
 	struct stream *s = stream_of(h);
@@ -312,6 +320,13 @@ static void await_all(void)
 		for (uint64_t issued = streams[i].issued; streams[i].done < issued && !sticky;)
 			pthread_cond_wait(&progress, &lock);
 	pthread_mutex_unlock(&lock);
+}
+
+static void await_all_alone(void)
+{
+	pthread_mutex_lock(&driver);
+	await_all();
+	pthread_mutex_unlock(&driver);
 }
 
 static bool within(uint64_t at, uint64_t n, bool device)
@@ -420,6 +435,7 @@ int cuStreamDestroy_v2(handle h)
 int cuStreamSynchronize(handle s) { return sticky ? sticky : await(s); }
 int cuStreamQuery(handle h)
 {
+	enter();
 	pthread_mutex_lock(&lock);
 	struct stream *s = stream_of(h);
 	int rc = sticky ? sticky : !s ? INVALID_HANDLE : s->done < s->issued ? NOT_READY : OK;
@@ -546,7 +562,7 @@ int cuMemFree_v2(devptr p)
 {
 	if (sticky)
 		return sticky;
-	await_all();
+	await_all_alone();
 	pthread_mutex_lock(&lock);
 	struct allocation *a = find(p);
 	int rc = a && a->at == p && a->fd >= 0 && hole_count < ALLOCATIONS ? OK : INVALID_VALUE;
@@ -587,7 +603,7 @@ int cuMemAllocHost_v2(void **out, size_t n) { return cuMemHostAlloc(out, n, 0); 
 int cuMemHostGetFlags(unsigned *flags, void *p) { *flags = 0; return p ? OK : INVALID_VALUE; }
 static int host_gone(void *p, int kind)
 {
-	await_all();
+	await_all_alone();
 	pthread_mutex_lock(&lock);
 	struct allocation *a = find(P(p));
 	int rc = a && a->at == P(p) && a->kind == kind ? OK : INVALID_VALUE;
@@ -653,7 +669,7 @@ void fake_break(void)
 	pthread_mutex_unlock(&lock);
 }
 int cuCtxGetCurrent(handle *out) { *out = current_context; return OK; }
-int cuCtxPushCurrent_v2(handle c) { return c == context ? OK : INVALID_CONTEXT; }
+int cuCtxPushCurrent_v2(handle c) { enter(); return c == context ? OK : INVALID_CONTEXT; }
 int cuCtxPopCurrent_v2(handle *c) { *c = context; return OK; }
 int cuCtxGetDevice(int *d) { *d = 0; return OK; }
 int cuCtxGetStreamPriorityRange(int *a, int *b) { *a = 0; *b = -5; return OK; }

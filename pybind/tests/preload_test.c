@@ -438,7 +438,7 @@ static void lookups(void)
 
 static void large(int copies)
 {
-	devptr d;
+	devptr d, other;
 	handle s;
 	uint8_t *a = host_of(LARGE), *b = host_of(LARGE);
 	uint64_t *x = (uint64_t *)a, *y = (uint64_t *)b;
@@ -446,7 +446,10 @@ static void large(int copies)
 	for (int i = 0; i < copies; i++) {
 		for (size_t k = 0; k < LARGE / 8; k += 64)
 			x[k] = (uint64_t)i << 32 | k;
-		REQUIRE(cuMemcpyHtoDAsync_v2(d, a, LARGE, s) == 0 && cuMemcpyDtoHAsync_v2(b, d, LARGE, s) == 0 && cuStreamSynchronize(s) == 0);
+		REQUIRE(cuMemAlloc_v2(&other, BYTES) == 0);
+		REQUIRE(cuMemcpyHtoDAsync_v2(d, a, LARGE, s) == 0 && cuMemcpyDtoHAsync_v2(b, d, LARGE, s) == 0);
+		REQUIRE(cuMemFree_v2(other) == 0); /* the driver waits for the stream, and other threads for the driver */
+		REQUIRE(cuStreamSynchronize(s) == 0);
 		for (size_t k = 0; k < LARGE / 8; k += 64)
 			REQUIRE(y[k] == ((uint64_t)i << 32 | k));
 		memset(b, 0xee, LARGE); /* a late write would be seen */

@@ -23,7 +23,7 @@ from kvspray import CompletionStatus
 
 SEEDS = int(os.environ.get("KVSPRAY_PRELOAD_SEEDS", "10"))
 OPS = 1000  # of a program
-KILLS = int(os.environ.get("KVSPRAY_PRELOAD_KILLS", "10"))
+KILLS = int(os.environ.get("KVSPRAY_PRELOAD_KILLS", "5"))
 CAUGHT = "copied by the sidecar"
 AGAIN = "made again"
 GRACE = "transfer.grace=500ms"
