@@ -173,6 +173,7 @@ attack)
 	part attack-go '^attacks' attacks 21 -run 'Conformance/(Fence_attack|Source_rewritten|Late_garbage)|LateDMA' ./transport/...
 	part attack-node '^attacks' attacks 4 -run '^TestLateWrites$' ./sidecar
 	part attack-rails '^(ok|FAIL)' figures '^TestLateWrites$'
+	part attack-preload 'passed|failed|error' env KVSPRAY_PRELOAD_SEEDS=100 KVSPRAY_PRELOAD_KILLS=100 "$py" "${pytest[@]}" pybind/tests/test_preload.py
 	part attack-e2e 'passed|failed|error' "$py" "${pytest[@]}" test/e2e/test_faults.py
 	;;
 *)

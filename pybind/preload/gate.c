@@ -1,0 +1,587 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * A copy in its stream. The caller's thread puts two stream memory operations there: a write to the slot's `start`, behind the stream's earlier
+ * work, and a wait for its `end`, ahead of the later. One thread sees the start, has the sidecar copy, and writes the end. Neither needs a
+ * multiprocessor, and the caller waits for nothing. That thread never calls the driver, whose calls can block behind one of the program's that waits
+ * for the stream.
+ *
+ * The lease of a copy ends when the sidecar can write no more of it (kvspray.h, release rule), whether it lives or not. Only then does the driver
+ * make the copy again, on a stream of this library's own: not in the caller's, which waits. A second thread does this.
+ */
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <time.h>
+
+#include "internal.h"
+#include "preload.h"
+
+/* A test for each of the two operations builds the library without it, and has to fail. */
+#ifndef KVS_MUTANT
+#define KVS_MUTANT 0
+#endif
+enum { MUTANT_NO_END = 1, MUTANT_NO_START = 2 };
+
+enum {
+	SLOTS = 128,      /* copies in streams; more pass by */
+	MAX_LEASES = 32,  /* the sidecar takes 64 of a client */
+	MAX_CONTEXTS = 16,
+	WAIT_GEQ = 0,
+	CAPTURE_NONE = 0,
+	LOOK_NS = 20000,       /* between two looks at the flags: a GPU's write is seen after 5 us */
+	LOOK_LATER_NS = 200000, /* in a stream that has not come to its copy for LONG_MS */
+	LONG_MS = 5,
+	CHECK_MS = 100,      /* between two looks at the contexts */
+	AGAIN_MS = 60000,    /* for a copy by the driver */
+	CONNECT_MS = 300,    /* for the first session; without it copies pass by until it is there */
+	REPLY_BYTES = 64 << 10,
+};
+
+struct slot {
+	uint64_t start; /* the stream's */
+	uint8_t pad0[KVS_CACHE_LINE - 8];
+	uint64_t end; /* ours */
+	uint8_t pad1[KVS_CACHE_LINE - 8];
+};
+
+struct context {
+	handle context, own; /* own: a stream for copies that are made again */
+	devptr flags;        /* the slots as its GPU sees them; 0: it cannot be used */
+};
+
+enum op_state { OP_FREE, OP_MAKING, OP_VOID, OP_WAITING, OP_COPYING, OP_FAILED, OP_AGAIN };
+
+struct op {
+	enum op_state state;
+	bool load;
+	uint64_t id, seq, bytes; /* seq: of the slot */
+	struct piece one, *pieces; /* pieces: &one, or allocated */
+	uint32_t count;
+	struct memory *host, *dev;
+	struct context *context;
+	int64_t lease, since_ms;
+};
+
+pthread_mutex_t mu = PTHREAD_MUTEX_INITIALIZER;
+pthread_cond_t moved = PTHREAD_COND_INITIALIZER;
+kvs_client *client;
+
+static pthread_cond_t wanted = PTHREAD_COND_INITIALIZER; /* an op began */
+static pthread_cond_t failed = PTHREAD_COND_INITIALIZER; /* an op is for the driver */
+static pthread_mutex_t setting_up = PTHREAD_MUTEX_INITIALIZER; /* of callers only: the driver is called with it held */
+static struct op ops[SLOTS];                             /* guarded by mu, and the rest */
+static uint32_t busy, leases;                            /* not OP_FREE; OP_COPYING */
+static uint64_t last_id;
+static struct context contexts[MAX_CONTEXTS];
+static uint32_t context_count; /* guarded by setting_up; a context that an op names does not change */
+static struct slot *slots;
+static int (*stream_query)(handle);
+static int (*exchange_mode)(int *);
+static int (*context_state)(int, unsigned *, int *);
+
+/* ---- the end of a copy ---- */
+
+static struct slot *slot_of(const struct op *o)
+{
+	return &slots[o - ops];
+}
+
+static void op_free(struct op *o)
+{
+	if (o->pieces != &o->one)
+		free(o->pieces);
+	o->pieces = NULL;
+	memory_put(o->host);
+	memory_put(o->dev);
+	o->state = OP_FREE;
+	busy--;
+}
+
+static void finish(struct op *o)
+{
+	__atomic_store_n(&slot_of(o)->end, o->seq, __ATOMIC_RELEASE);
+	op_free(o);
+}
+
+void gate_wait(const int *open)
+{
+	while (*open)
+		pthread_cond_wait(&moved, &mu);
+}
+
+static bool open_until(uint64_t id, handle context)
+{
+	for (struct op *o = ops; o < ops + SLOTS; o++)
+		if (o->state != OP_FREE && o->id <= id && o->context->context == context)
+			return true;
+	return false;
+}
+
+void gate_settle(void)
+{
+	handle here = NULL;
+	pthread_mutex_lock(&mu);
+	bool idle = busy == 0;
+	uint64_t id = last_id;
+	pthread_mutex_unlock(&mu);
+	if (idle || cu.CtxGetCurrent(&here) != CUDA_OK)
+		return;
+	pthread_mutex_lock(&mu);
+	while (open_until(id, here))
+		pthread_cond_wait(&moved, &mu);
+	pthread_mutex_unlock(&mu);
+}
+
+/* No error can reach the program by the stream, and bytes are missing in it. */
+static void give_up(const struct op *o, const char *what, int rc)
+{
+	say("%s: %s (%d), of %llu bytes that the sidecar did not copy either: this process ends, as it would go on with wrong bytes", what,
+	    cuda_error_name(rc), rc, (unsigned long long)o->bytes);
+	abort();
+}
+
+/* With mu held. The lease, if there was one, has ended. */
+static void fail(struct op *o)
+{
+	o->state = OP_FAILED;
+	pthread_cond_signal(&failed);
+}
+
+/* Has the driver make the copy. */
+static void again(struct op *o)
+{
+	handle was = NULL;
+	count_again(o->bytes);
+	int rc = cu.CtxPushCurrent(o->context->context), state = rc;
+	if (rc == CUDA_OK) {
+		for (uint32_t i = 0; rc == CUDA_OK && i < o->count; i++)
+			rc = driver_copy(&o->pieces[i], o->load, o->context->own);
+		state = stream_query(o->context->own);
+		cu.CtxPopCurrent(&was);
+	}
+	if (rc != CUDA_OK && (state == CUDA_OK || state == CUDA_NOT_READY))
+		give_up(o, "a copy by the driver failed", rc);
+	pthread_mutex_lock(&mu);
+	o->state = OP_AGAIN;
+	o->since_ms = kvs_now_ms();
+	pthread_mutex_unlock(&mu);
+}
+
+/* Whether a stream may never come to it, because of an error. */
+static bool before_start(const struct op *o)
+{
+	return o->state == OP_WAITING || o->state == OP_VOID;
+}
+
+/* Ends what the driver has copied again, and what an error in the context has ended. */
+static void look_at(struct context *x)
+{
+	handle was = NULL;
+	int rc = cu.CtxPushCurrent(x->context);
+	if (rc == CUDA_OK) {
+		rc = stream_query(x->own);
+		cu.CtxPopCurrent(&was);
+	}
+	pthread_mutex_lock(&mu);
+	for (struct op *o = ops; o < ops + SLOTS; o++) {
+		if (o->context != x)
+			continue;
+		if (rc != CUDA_NOT_READY && (o->state == OP_AGAIN || (rc != CUDA_OK && before_start(o))))
+			finish(o);
+		else if (o->state == OP_AGAIN && kvs_now_ms() - o->since_ms > AGAIN_MS)
+			give_up(o, "the driver does not end a copy", rc);
+	}
+	pthread_mutex_unlock(&mu);
+}
+
+static void look_at_contexts(bool all)
+{
+	for (struct context *x = contexts; x < contexts + MAX_CONTEXTS; x++) {
+		bool some = false;
+		pthread_mutex_lock(&mu);
+		for (struct op *o = ops; o < ops + SLOTS; o++)
+			some |= o->context == x && (o->state == OP_AGAIN || (all && before_start(o)));
+		pthread_mutex_unlock(&mu);
+		if (some)
+			look_at(x);
+	}
+}
+
+static void pause_ns(long ns)
+{
+	struct timespec t = {.tv_nsec = ns};
+	nanosleep(&t, NULL);
+}
+
+/* The thread that calls the driver. */
+static void *repair(void *arg)
+{
+	(void)arg;
+	prctl(PR_SET_NAME, "kvspray-again");
+	int mode = CAPTURE_MODE_RELAXED; /* queries of this thread disturb no capture of another */
+	exchange_mode(&mode);
+	int64_t checked = kvs_now_ms();
+	for (;;) {
+		uint32_t now = 0; /* ops for the driver */
+		for (struct op *o = ops; o < ops + SLOTS; o++) {
+			pthread_mutex_lock(&mu);
+			bool mine = o->state == OP_FAILED;
+			now += mine || o->state == OP_AGAIN;
+			pthread_mutex_unlock(&mu);
+			if (mine)
+				again(o);
+		}
+		bool check = kvs_now_ms() - checked >= CHECK_MS;
+		look_at_contexts(check);
+		if (check)
+			checked = kvs_now_ms();
+		if (now) {
+			pause_ns(LOOK_NS);
+			continue;
+		}
+		struct timespec end;
+		clock_gettime(CLOCK_REALTIME, &end);
+		end.tv_nsec += CHECK_MS * 1000000L;
+		end.tv_sec += end.tv_nsec / 1000000000;
+		end.tv_nsec %= 1000000000;
+		pthread_mutex_lock(&mu);
+		while (busy == 0)
+			pthread_cond_wait(&failed, &mu);
+		pthread_cond_timedwait(&failed, &mu, &end);
+		pthread_mutex_unlock(&mu);
+	}
+	return NULL;
+}
+
+/* ---- the sidecar's part ---- */
+
+/* With mu held: the client only writes to its ring. */
+static bool submit(struct op *o)
+{
+	struct mpw w = {0};
+	struct memory *src = o->load ? o->host : o->dev, *dst = o->load ? o->dev : o->host;
+	uint64_t *rows = malloc(o->count * 3 * sizeof *rows);
+	for (uint32_t i = 0; rows && i < o->count; i++) {
+		const struct piece *p = &o->pieces[i];
+		uint64_t *row = rows + 3 * (size_t)i; /* little-endian, as every host with such a GPU */
+		row[0] = (o->load ? p->host : p->dev) - src->addr;
+		row[1] = (o->load ? p->dev : p->host) - dst->addr;
+		row[2] = p->bytes;
+	}
+	mpw_map(&w, 5);
+	mpw_put_uint(&w, "src", (uint64_t)src->number);
+	mpw_put_uint(&w, "dst", (uint64_t)dst->number);
+	mpw_put_bin(&w, "blocks", rows, rows ? o->count * 3 * sizeof *rows : 0);
+	mpw_put_uint(&w, "deadline_ms", settings()->deadline_ms);
+	mpw_put_str(&w, "req", "preload");
+	o->lease = w.bad || !rows ? KVS_E_SYS : kvs_submit(client, KVS_REC_COPY, w.buf, (uint32_t)w.len, settings()->deadline_ms);
+	free(rows);
+	mpw_free(&w);
+	return o->lease > 0;
+}
+
+/* Ops whose streams have come to them. Returns whether any has not. */
+static bool begin(void)
+{
+	bool some = false;
+	for (struct op *o = ops; o < ops + SLOTS; o++) {
+		pthread_mutex_lock(&mu);
+		bool reached = before_start(o) &&
+		               (KVS_MUTANT == MUTANT_NO_START || __atomic_load_n(&slot_of(o)->start, __ATOMIC_ACQUIRE) >= o->seq);
+		if (reached && o->state == OP_VOID) {
+			finish(o);
+		} else if (reached && leases < MAX_LEASES) {
+			if (submit(o)) {
+				o->state = OP_COPYING;
+				leases++;
+			} else {
+				fail(o);
+			}
+		}
+		some |= before_start(o);
+		pthread_mutex_unlock(&mu);
+	}
+	return some;
+}
+
+static void ended(uint64_t lease, uint16_t status)
+{
+	struct op *o = ops;
+	pthread_mutex_lock(&mu);
+	while (o < ops + SLOTS && (o->state != OP_COPYING || o->lease != (int64_t)lease))
+		o++;
+	if (o < ops + SLOTS) {
+		leases--;
+		memory_refused(o->host, status == KVS_REFUSED);
+		memory_refused(o->dev, status == KVS_REFUSED);
+		if (status == KVS_OK)
+			finish(o);
+		else
+			fail(o);
+	}
+	pthread_mutex_unlock(&mu);
+}
+
+static void take_ends(void)
+{
+	static uint8_t buf[REPLY_BYTES];
+	int64_t n = kvs_poll(client, buf, sizeof buf);
+	for (int64_t at = 0; at < n;) {
+		struct kvs_record r;
+		memcpy(&r, buf + at, sizeof r);
+		ended(r.lease, r.status);
+		at += r.length;
+	}
+}
+
+static void *run(void *arg)
+{
+	(void)arg;
+	prctl(PR_SET_NAME, "kvspray-preload");
+	prctl(PR_SET_TIMERSLACK, 1000); /* ns; else each of its short sleeps is 50 us longer */
+	int64_t idle_since = kvs_now_ms();
+	for (;;) {
+		pthread_mutex_lock(&mu);
+		uint32_t before = busy;
+		while (busy == 0) {
+			pthread_cond_wait(&wanted, &mu);
+			idle_since = kvs_now_ms();
+		}
+		pthread_mutex_unlock(&mu);
+		bool waiting = begin();
+		take_ends();
+		int64_t now = kvs_now_ms();
+		pthread_mutex_lock(&mu);
+		if (busy != before || !waiting)
+			idle_since = now;
+		pthread_mutex_unlock(&mu);
+		pause_ns(now - idle_since > LONG_MS ? LOOK_LATER_NS : LOOK_NS);
+	}
+	return NULL;
+}
+
+/* ---- set-up ---- */
+
+static bool open_client(void)
+{
+	struct kvs_config config = {.size = sizeof config,
+	                            .role = KVS_WORKER,
+	                            .socket_path = settings()->socket,
+	                            .engine_name = "preload",
+	                            .engine_version = "1",
+	                            .engine_id = "preload",
+	                            .ranks = {0, 1, 0, 1, 0, 1, 0, 1, 0, 1},
+	                            .layers = 1,
+	                            .deadline_ms = settings()->deadline_ms};
+	kvs_client *c = NULL;
+	pthread_t thread;
+	void *lib = dlopen(getenv("KVSPRAY_LIBCUDA") ? getenv("KVSPRAY_LIBCUDA") : "libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+	if (!lib || cuda_open())
+		return false;
+	*(void **)&stream_query = kvs_real_dlsym(lib, "cuStreamQuery");
+	*(void **)&exchange_mode = kvs_real_dlsym(lib, "cuThreadExchangeStreamCaptureMode");
+	*(void **)&context_state = kvs_real_dlsym(lib, "cuDevicePrimaryCtxGetState");
+	if (!stream_query || !exchange_mode || !context_state)
+		return false;
+	void *at = mmap(NULL, SLOTS * sizeof *slots, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	if (at == MAP_FAILED)
+		return false;
+	madvise(at, SLOTS * sizeof *slots, MADV_DONTFORK); /* a child's first write would give this process a page that no GPU knows */
+	slots = at;
+	for (struct op *o = ops; o < ops + SLOTS; o++)
+		o->pieces = &o->one;
+	if (kvs_open(&config, &c) < 0)
+		return false;
+	if (kvs_start(c, NULL, 0, NULL, 0) < 0) {
+		kvs_close(c);
+		return false;
+	}
+	pthread_mutex_lock(&mu);
+	client = c;
+	pthread_mutex_unlock(&mu);
+	if (kvs_thread(&thread, run, NULL) != 0 || kvs_thread(&thread, repair, NULL) != 0)
+		return false;
+	kvs_wait_connected(c, CONNECT_MS);
+	return true;
+}
+
+static _Atomic int state; /* of gate_start: 1: on, 2: off */
+
+bool gate_started(void)
+{
+	return state != 0;
+}
+
+bool gate_start(void)
+{
+	if (!state) {
+		pthread_mutex_lock(&setting_up);
+		if (!state) {
+			bool up = open_client();
+			if (!up)
+				say("off: there is no driver of CUDA 12.3 or later, or no memory for the session");
+			state = up ? 1 : 2;
+		}
+		pthread_mutex_unlock(&setting_up);
+	}
+	return state == 1;
+}
+
+bool gate_uses(handle context)
+{
+	bool found = false;
+	pthread_mutex_lock(&setting_up);
+	for (uint32_t i = 0; i < context_count; i++)
+		found |= contexts[i].context == context;
+	pthread_mutex_unlock(&setting_up);
+	return found;
+}
+
+bool gate_active(int device)
+{
+	unsigned flags;
+	int active = 0;
+	pthread_mutex_lock(&mu);
+	bool started = client != NULL;
+	pthread_mutex_unlock(&mu);
+	return started && context_state(device, &flags, &active) == CUDA_OK && active;
+}
+
+static bool set_up(struct context *x)
+{
+	static bool registered;
+	int device = 0, memops = 0, least = 0, greatest = 0;
+	if (cu.CtxGetDevice(&device) != CUDA_OK || cu.DeviceGetAttribute(&memops, ATTRIBUTE_64_BIT_STREAM_MEM_OPS, device) != CUDA_OK || !memops)
+		return false;
+	if (!registered && cu.MemHostRegister(slots, SLOTS * sizeof *slots, HOST_PORTABLE | HOST_DEVICEMAP) != CUDA_OK)
+		return false;
+	registered = true;
+	/* Of the highest priority: with few hardware queues a stream may stand behind one that waits for it. */
+	if (cu.CtxGetStreamPriorityRange(&least, &greatest) != CUDA_OK || cu.StreamCreateWithPriority(&x->own, STREAM_NON_BLOCKING, greatest) != CUDA_OK)
+		return false;
+	return cu.MemHostGetDevicePointer(&x->flags, slots, 0) == CUDA_OK;
+}
+
+/* That of the calling thread; NULL: it cannot be used. */
+static struct context *context_here(void)
+{
+	handle now = NULL;
+	if (cu.CtxGetCurrent(&now) != CUDA_OK || !now)
+		return NULL;
+	pthread_mutex_lock(&setting_up);
+	struct context *x = contexts;
+	while (x < contexts + context_count && x->context != now)
+		x++;
+	if (x == contexts + context_count && context_count < MAX_CONTEXTS) {
+		int mode = CAPTURE_MODE_RELAXED;
+		exchange_mode(&mode);
+		x->context = now;
+		if (!set_up(x))
+			x->flags = 0;
+		exchange_mode(&mode);
+		context_count++;
+	}
+	bool usable = x < contexts + MAX_CONTEXTS && x->flags;
+	pthread_mutex_unlock(&setting_up);
+	return usable ? x : NULL;
+}
+
+/* ---- the caller's part ---- */
+
+/* One slot, with its list. NULL: there is none. */
+static struct op *op_new(const struct piece *pieces, uint32_t n, bool load, struct memory *h, struct memory *d, struct context *x)
+{
+	struct piece *list = n > 1 ? malloc(n * sizeof *list) : NULL;
+	if (n > 1 && !list)
+		return NULL;
+	pthread_mutex_lock(&mu);
+	struct op *o = ops;
+	while (o < ops + SLOTS && o->state != OP_FREE)
+		o++;
+	if (o == ops + SLOTS) {
+		pthread_mutex_unlock(&mu);
+		free(list);
+		return NULL;
+	}
+	busy++;
+	o->state = OP_MAKING;
+	o->id = ++last_id;
+	o->seq++;
+	o->load = load;
+	o->host = h;
+	o->dev = d;
+	o->context = x;
+	o->count = n;
+	o->bytes = 0;
+	o->pieces = list ? list : &o->one;
+	memcpy(o->pieces, pieces, n * sizeof *pieces);
+	for (uint32_t i = 0; i < n; i++)
+		o->bytes += pieces[i].bytes;
+	pthread_mutex_unlock(&mu);
+	return o;
+}
+
+static void set_op(struct op *o, enum op_state state)
+{
+	pthread_mutex_lock(&mu);
+	if (state == OP_FREE)
+		op_free(o);
+	else
+		o->state = state;
+	pthread_cond_signal(&wanted);
+	pthread_cond_signal(&failed);
+	pthread_mutex_unlock(&mu);
+}
+
+static enum outcome enter(const struct piece *pieces, uint32_t n, bool load, handle stream)
+{
+	int capture = CAPTURE_NONE;
+	enum outcome why = OUT_DRIVER;
+	struct memory *h = NULL, *d = NULL;
+	if (!gate_start())
+		return OUT_DRIVER;
+	int rc = cu.StreamIsCapturing(stream, &capture);
+	if (rc == CAPTURE_IMPLICIT || capture != CAPTURE_NONE)
+		return OUT_CAPTURE; /* in this stream, or one that forbids work in the default stream */
+	if (rc != CUDA_OK)
+		return OUT_DRIVER;
+	if (!memory_find(&pieces[0], load, &h, &d, &why))
+		return why;
+	why = OUT_CAUGHT;
+	for (uint32_t i = 1; i < n && why == OUT_CAUGHT; i++)
+		if (!memory_within(h, pieces[i].host, pieces[i].bytes) || !memory_within(d, pieces[i].dev, pieces[i].bytes))
+			why = OUT_MIXED;
+	struct context *x = why == OUT_CAUGHT ? context_here() : NULL;
+	struct op *o = x ? op_new(pieces, n, load, h, d, x) : NULL;
+	if (!o) {
+		pthread_mutex_lock(&mu);
+		memory_put(h);
+		memory_put(d);
+		pthread_mutex_unlock(&mu);
+		return why != OUT_CAUGHT ? why : x ? OUT_BUSY : OUT_DRIVER;
+	}
+	devptr at = x->flags + (devptr)(uintptr_t)slot_of(o) - (devptr)(uintptr_t)slots;
+	if (cu.StreamWriteValue64(stream, at + offsetof(struct slot, start), o->seq, 0) != CUDA_OK) {
+		o->seq--; /* no stream has written it */
+		set_op(o, OP_FREE);
+		return OUT_DRIVER;
+	}
+	if (KVS_MUTANT != MUTANT_NO_END && cu.StreamWaitValue64(stream, at + offsetof(struct slot, end), o->seq, WAIT_GEQ) != CUDA_OK) {
+		set_op(o, OP_VOID); /* the slot is free again once the write was seen */
+		return OUT_DRIVER;
+	}
+	set_op(o, OP_WAITING);
+	return OUT_CAUGHT;
+}
+
+bool gate_copy(enum entry e, const struct piece *pieces, uint32_t n, bool load, handle stream)
+{
+	uint64_t bytes = 0;
+	for (uint32_t i = 0; i < n; i++)
+		bytes += pieces[i].bytes;
+	enum outcome why = enter(pieces, n, load, stream);
+	count(e, why, bytes);
+	return why == OUT_CAUGHT;
+}

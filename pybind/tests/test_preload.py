@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The preload beside a real sidecar, in programs on a driver whose streams are threads (preload_cuda.c)."""
+
+from __future__ import annotations
+
+import collections
+import os
+import pathlib
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from conftest import Serve, Sidecar
+from test_native import ROOT, compile_c
+
+from kvspray import CompletionStatus
+
+SEEDS = int(os.environ.get("KVSPRAY_PRELOAD_SEEDS", "10"))
+OPS = 1000  # of a program
+KILLS = int(os.environ.get("KVSPRAY_PRELOAD_KILLS", "5"))
+CAUGHT = "copied by the sidecar"
+AGAIN = "made again"
+GRACE = "transfer.grace=500ms"
+
+Report = dict[tuple[str, str], int]
+
+
+class Build:
+    """The driver, the library and the program, under one sanitizer or none."""
+
+    def __init__(self, at: pathlib.Path, flags: str = "", mutant: int = 0) -> None:
+        self.at = at
+        shared = f"{flags} -fPIC -shared"
+        compile_c(at / "libcuda.so.1", "tests/preload_cuda.c", flags=f"{shared} -Wl,-soname,libcuda.so.1 -Wl,-Bsymbolic")
+        sources = [str(p.relative_to(ROOT)) for d in ("preload", "src") for p in sorted((ROOT / d).glob("*.c"))]
+        self.library = compile_c(
+            at / "libkvspray_preload.so", *sources, "tests/preload_share.c",
+            flags=f"{shared} -fvisibility=hidden -I{ROOT}/preload -Ddlsym=kvs_real_dlsym -DKVS_MUTANT={mutant} "
+            f"-Wl,--version-script={ROOT}/preload/preload.map -Wl,--wrap=kvs_region_gpu",
+        )  # fmt: skip
+        self.program = compile_c(at / "preload_test", "tests/preload_test.c", str(at / "libcuda.so.1"), flags=f"{flags} -Wl,-rpath,{at}")
+
+    def start(self, *args: object, socket: pathlib.Path | None = None, preload: str = "report", first: str = "", **env: str) -> subprocess.Popen[str]:
+        settings = {"KVSPRAY_PRELOAD_MIN_BYTES": "65536", "KVSPRAY_PRELOAD": preload, "KVSPRAY_PRELOAD_SOCKET": str(socket or self.at / "none"), **env}
+        if preload != "none":
+            settings["LD_PRELOAD"] = f"{first} {self.library}".strip()
+        command = [str(self.program), *map(str, args)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **settings})
+
+    def run(self, *args: object, timeout: float = 300, **how: str | pathlib.Path) -> tuple[int, str, Report, str]:
+        return ended(self.start(*args, **how), timeout)  # type: ignore[arg-type]
+
+
+def ended(p: subprocess.Popen[str], timeout: float = 300) -> tuple[int, str, Report, str]:
+    """Its status, what it said, and the report."""
+    try:
+        out, err = p.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        p.kill()
+        out, err = p.communicate()
+        pytest.fail(f"{p.args} did not end within {timeout} s; it said:\n{out}{err}")
+    report: Report = collections.defaultdict(int)
+    for entry, copies, why in re.findall(r"\]: (cu\w+): (\d+) copies, \d+ bytes: (.*)", err):
+        report[entry, why] = int(copies)
+    if again := re.search(r"of these (\d+) copies", err):
+        report["", AGAIN] = int(again[1])
+    return p.returncode, out, report, err
+
+
+def caught(report: Report) -> int:
+    return sum(n for (_, why), n in report.items() if why == CAUGHT)
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    return Build(tmp_path_factory.mktemp("preload"))
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["", "other addresses"])
+def test_every_way_to_an_entry_point(build: Build, other: bool) -> None:
+    code, out, _, err = build.run("lookups", **({"FAKE_OTHER_ADDRESSES": "1"} if other else {}))
+    assert (code, out) == (0, "ok\n"), err
+
+
+def test_what_passes_by_is_named(build: Build, serve: Serve) -> None:
+    _, socket = serve("a")
+    code, _, report, err = build.run("reasons", socket=socket)
+    assert code == 0, err
+    load, either = "cuMemcpyHtoDAsync_v2", "cuMemcpyAsync"
+    assert report.pop((load, CAUGHT)) + report.pop((load, "memory that the sidecar has not mapped yet"), 0) == 400
+    assert report == {
+        (load, "below the threshold"): 1,
+        (load, "pageable memory"): 1,
+        (load, "pinned memory that was not allocated here"): 2,
+        (load, "managed memory"): 1,
+        (load, "GPU memory that cannot be shared"): 2,
+        (load, "memory of another GPU"): 1,
+        (load, "in a capture"): 1,
+        (either, "device to device"): 1,
+        (either, "host to host"): 1,
+        (either, "pageable memory"): 1,
+        ("cuMemcpyBatchAsync", "a batch of several directions or sizes"): 1,
+    }
+
+
+def test_off_and_without_a_sidecar(build: Build, serve: Serve) -> None:
+    native = build.run("random", 1, OPS, preload="none")
+    assert native[0] == 0, native
+    _, socket = serve("a")
+    assert build.run("random", 1, OPS, preload="0", socket=socket) == native
+    code, out, report, err = build.run("random", 1, OPS)
+    assert (code, out) == native[:2] and not caught(report), err
+    assert sum(n for (_, why), n in report.items() if why == "no sidecar") > 100
+    code, out, report, err = build.run("random", 1, OPS, socket=socket, FAKE_NO_MEMOPS="1")
+    assert (code, out) == native[:2] and not caught(report), err
+
+
+def test_random_programs(build: Build, serve: Serve) -> None:
+    """Bit by bit, and call by call, as without the preload."""
+    _, socket = serve("a")
+    entries: dict[str, int] = collections.defaultdict(int)
+    for seed in range(1, SEEDS + 1):
+        native = build.run("random", seed, OPS, preload="none")
+        code, out, report, err = build.run("random", seed, OPS, socket=socket)
+        assert (code, out) == (0, native[1]), f"seed {seed}: {out} instead of {native[1]}: {err}"
+        assert report["", AGAIN] == 0, err
+        for (entry, why), n in report.items():
+            entries[entry] += n * (why == CAUGHT)
+    taken = {e for e, n in entries.items() if n > SEEDS}
+    assert len(taken) == 14, taken  # all but two kinds of batch
+
+
+@pytest.mark.parametrize("mutant", [1, 2], ids=["the stream does not wait", "the copy does not wait"])
+def test_a_mutant_without_the_gate(tmp_path: pathlib.Path, serve: Serve, mutant: int) -> None:
+    build = Build(tmp_path, mutant=mutant)
+    _, socket = serve("a")
+    assert [seed for seed in range(1, 6) if build.run("random", seed, OPS, socket=socket)[0] != 0]
+
+
+@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+def test_threads(tmp_path: pathlib.Path, serve: Serve, sanitizer: str) -> None:
+    build = Build(tmp_path, f"-fsanitize={sanitizer}")
+    runtime = subprocess.run(["gcc", f"-print-file-name=lib{sanitizer[0]}san.so"], capture_output=True, text=True, check=True).stdout.strip()
+    env = {"ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "halt_on_error=1"}
+    _, socket = serve("a")
+    for what, ops in (("threads", 150), ("random", 400)):
+        native = build.run(what, 3, ops, preload="none", **env)
+        assert native[0] == 0, native
+        code, out, report, err = build.run(what, 3, ops, socket=socket, first=runtime, **env)
+        assert (code, sorted(out.splitlines())) == (0, sorted(native[1].splitlines())), err
+        assert caught(report) > 50, err
+    assert build.run("lost", socket=socket, first=runtime, **env)[:2] == (0, "ok\n")
+
+
+def test_an_error_that_ends_the_context(build: Build, serve: Serve) -> None:
+    _, socket = serve("a")
+    code, out, report, err = build.run("lost", socket=socket, timeout=60)
+    assert (code, out) == (0, "ok\n") and caught(report) > 100, err
+
+
+@pytest.mark.parametrize("how", ["reset", "destroy", "released", "release", "other"])
+def test_a_context_is_destroyed(build: Build, serve: Serve, how: str) -> None:
+    """The last two destroy nothing of this program."""
+    _, socket = serve("a")
+    code, out, report, err = build.run("ends", how, socket=socket, timeout=60)
+    assert (code, out) == (0, "ok\n") and caught(report) > 100, err
+    assert report["cuMemcpyHtoDAsync_v2", "after a context has ended"] == (0 if how in ("release", "other") else 200), err
+
+
+def test_more_copies_than_slots(build: Build, serve: Serve) -> None:
+    _, socket = serve("a")
+    code, out, report, err = build.run("many", 300, socket=socket)
+    assert (code, out) == (0, "ok\n"), err
+    load = "cuMemcpyHtoDAsync_v2"
+    assert (report[load, CAUGHT], report[load, "too many open copies"]) == (128, 172), err
+
+
+def test_a_worker_that_was_forked(build: Build, serve: Serve) -> None:
+    _, socket = serve("a")
+    code, out, report, err = build.run("forked", 20, socket=socket)
+    assert (code, out) == (0, "ok\n") and caught(report) == 20, err
+
+
+def test_refusals(build: Build, sidecar: Callable[..., Sidecar], socket_path: pathlib.Path) -> None:
+    """The driver makes each copy, and after three nobody is asked."""
+    s = sidecar(features=["copy", "regions"])
+    p = build.start("few", 5, socket=socket_path)
+    for _ in range(3):
+        copy = s.record("COPY")
+        assert copy["body"]["req"] == "preload" and len(copy["body"]["blocks"]) == 24
+        s.complete(copy["lease"], "RECEIVED", CompletionStatus.REFUSED, bytes=0, us=1, transport="", reason="no", recompute=[])
+    code, out, report, err = ended(p)
+    assert (code, out) == (0, "ok\n"), err
+    load = "cuMemcpyHtoDAsync_v2"
+    assert (report[load, CAUGHT], report["", AGAIN], report[load, "memory that the sidecar refuses"]) == (3, 3, 2), err
+
+
+class Restarts:
+    """A sidecar that is killed or stopped again and again, at random times, and started anew."""
+
+    def __init__(self, serve: Serve, tmp_path: pathlib.Path, hurt: Callable[[subprocess.Popen[bytes]], None]) -> None:
+        self._serve, self._ready, self._hurt = serve, tmp_path / "s.ready", hurt
+        self.process, self.socket = serve("s", GRACE)
+        self.count = 0
+        self._over = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Restarts:
+        self._thread.start()
+        return self
+
+    def _run(self) -> None:
+        chance = random.Random(5)
+        try:
+            while not self._over.wait(0.3 + 0.3 * chance.random()):
+                self._hurt(self.process)
+                if self.process.poll() is not None:
+                    self._ready.unlink()
+                    self.process, _ = self._serve("s", GRACE)
+                self.count += 1
+        except BaseException as err:  # to the test's thread
+            self._failure = err
+
+    def check(self) -> None:
+        if self._failure:
+            raise self._failure
+
+    def __exit__(self, *args: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self.check()
+
+
+def kill(p: subprocess.Popen[bytes]) -> None:
+    p.kill()
+    p.wait()
+
+
+def stop(p: subprocess.Popen[bytes]) -> None:
+    """The client kills it once the deadline of a copy and the grace have passed, if a copy was open."""
+    p.send_signal(signal.SIGSTOP)
+    try:
+        p.wait(5)
+    except subprocess.TimeoutExpired:
+        p.send_signal(signal.SIGCONT)
+
+
+def pause(p: subprocess.Popen[bytes]) -> None:
+    """It goes on, before that."""
+    p.send_signal(signal.SIGSTOP)
+    threading.Event().wait(0.1)
+    p.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("hurt", [kill, stop, pause])
+def test_the_sidecar_in_mid_copy(build: Build, serve: Serve, tmp_path: pathlib.Path, hurt: Callable[[subprocess.Popen[bytes]], None]) -> None:
+    """Right bytes, no late write, and an end."""
+    again = taken = 0
+    with Restarts(serve, tmp_path, hurt) as sidecar:
+        end = time.monotonic() + 600
+        while sidecar.count < KILLS or not again and hurt is not pause:
+            sidecar.check()
+            assert time.monotonic() < end, (sidecar.count, again, taken)
+            for how in (("large", 300), ("random", 1 + sidecar.count, OPS)):
+                p = build.start(*how, socket=sidecar.socket, KVSPRAY_PRELOAD_DEADLINE_MS="300")
+                code, _, report, err = ended(p)
+                assert code == 0, err
+                again += report["", AGAIN]
+                taken += caught(report)
+    assert taken > 100
+
+
+def test_the_command() -> None:
+    """Others that are preloaded stay."""
+    module = ROOT / "python" / "kvspray" / "preload.py"
+
+    def said(*command: str, **env: str) -> tuple[int, str]:
+        p = subprocess.run([sys.executable, str(module), *command], capture_output=True, text=True, env={**os.environ, **env})
+        return p.returncode, p.stdout + p.stderr
+
+    library = str(module.with_name("libkvspray_preload.so"))
+    assert said() == (0, library + "\n")
+    code, out = said("sh", "-c", "echo $LD_PRELOAD 2>/dev/null", LD_PRELOAD="libdl.so.2")
+    assert code == 0 and f"{library} libdl.so.2\n" in out
+    assert said("/nothing") == (1, "kvspray.preload: /nothing: No such file or directory\n")
