@@ -239,7 +239,7 @@ def parse(read: Any, size: int, file: int, where: str) -> list[Entry]:
     if len(raw) != n:
         raise CheckpointError(f"{where}: {len(raw)} of {n} bytes of the header; the file is cut: fetch it again")
     try:
-        header = json.loads(raw, object_pairs_hook=_no_twins)
+        header = json.loads(raw.decode(), object_pairs_hook=_no_twins)
         if not isinstance(header, dict):
             raise ValueError(f"the header is a {type(header).__name__}")
         if len(header) > MAX_TENSORS:

@@ -178,7 +178,7 @@ class Files:
             except OSError as err:
                 raise CheckpointError(f"{path}: {err.strerror} at byte {at + done}") from err
             if n == 0:
-                raise CheckpointError(f"{path}: the file ends at byte {at + done}, and did not when it was opened; load again once nothing writes to it")
+                raise CheckpointError(f"{path}: no byte {at + done}: the file is shorter than when it was opened; load again once nothing writes to it")
             done += n
 
     def finish(self, block: Block) -> None:

@@ -33,7 +33,7 @@ from kvspray.weightstream import ALIGN, MAX_HELD, PIECE_BYTES, PIECES, Block, Lo
 
 SOCKET = "KVSPRAY_LOAD_SOCKET"
 METHODS = ("kvspray_load_check", "kvspray_load_begin", "kvspray_load_poll", "kvspray_load_finish", "kvspray_load_cancel")
-GUARDED = ("wake_up", "execute_model")
+GUARDED = ("wake_up", "execute_model", "sleep")
 MAX_POLL_S = 1.0  # vLLM's engine waits meanwhile
 STOP_S = 120.0  # for the thread to end
 SLOTS = 3  # pieces in the memory of the GPU
@@ -242,7 +242,8 @@ class Load:
             self._stop = self._stop or reason
             if self._state == "loaded":
                 self._end("failed", f"the load was stopped: {reason}")
-        self._thread.join(STOP_S)
+        if self._thread.ident is not None:
+            self._thread.join(STOP_S)
         if self._thread.is_alive():
             raise LoadError(f"the load before this one has not ended within {STOP_S:g} s; try again, or restart the engine")
 
@@ -522,12 +523,25 @@ class Copied:
 
 
 def _guard(worker: Any, load: Load) -> None:
-    """Of the worker itself: what calls it meets this first."""
-    for name in GUARDED:
-        def refuse(*_: Any, _name: str = name, **__: Any) -> Any:
-            raise RuntimeError(f"kvspray: {_name} is refused, since the weights of this engine are incomplete: {_loads[worker].why()}. Run kvspray load")
+    """Of the worker itself: what calls it meets this first. The memory of the weights alone may wake up, for the next load; vLLM schedules
+    nothing while the other memory sleeps."""
 
-        setattr(worker, name, refuse)
+    def refuse(name: str) -> None:
+        raise RuntimeError(f"kvspray: {name} is refused, since the weights of this engine are incomplete: {_loads[worker].why()}. Run kvspray load")
+
+    def wake_up(tags: list[str] | None = None) -> None:
+        if tags != ["weights"]:
+            refuse("wake_up")
+        type(worker).wake_up(worker, tags)
+
+    def execute_model(*_: Any, **__: Any) -> None:
+        refuse("execute_model")
+
+    def sleep(level: int = 1) -> None:
+        load.stop("the engine was put to sleep")  # nothing may write to the memory that goes
+        type(worker).sleep(worker, level)
+
+    worker.wake_up, worker.execute_model, worker.sleep = wake_up, execute_model, sleep
 
 
 def _unguard(worker: Any) -> None:
