@@ -10,14 +10,17 @@ import shutil
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
 import cluster as rig
 import pytest
 from conftest import MODEL, Cluster
-from engines import Engine
+from engines import ENV, Engine
 from prompts import fresh
+from test_offer import Offer
 from test_tokens import Moved
 
 PIECE = 64 << 10  # the model's largest tensors take several
@@ -44,8 +47,8 @@ print(name)
 """
 
 
-def made(workdir: pathlib.Path, how: str) -> tuple[pathlib.Path, str]:
-    dir = workdir / how
+def made(workdir: pathlib.Path, name: str, how: str) -> tuple[pathlib.Path, str]:
+    dir = workdir / name
     shutil.copytree(MODEL, dir)
     run = subprocess.run([sys.executable, "-c", MAKE, str(dir), how], check=True, capture_output=True, text=True)
     return dir, run.stdout.strip()
@@ -92,7 +95,7 @@ def never_serves(e: Engine, why: str) -> None:
 
 @pytest.fixture(scope="module")
 def b(workdir: pathlib.Path) -> pathlib.Path:
-    return made(workdir, "same")[0]
+    return made(workdir, "same", "same")[0]
 
 
 @pytest.fixture(scope="module")
@@ -118,9 +121,7 @@ def test_tokens_are_those_of_an_engine_that_was_started_with_them(c: Cluster, b:
     for e in (c.p, c.d):
         done = loaded(e, request(b, copies=copies, socket=c.sp.socket))
         assert (done["by_sidecar"] > 20) == (copies == "sidecar"), done
-    from kvspray.weights import digest
-
-    assert done["weights"] == digest(b)
+    assert done["weights"] == digest_of(b)
     c.connected()
     for e in (c.p, c.d):
         assert e.run(PROMPT, 12).tokens == new
@@ -138,7 +139,7 @@ def test_tokens_are_those_of_an_engine_that_was_started_with_them(c: Cluster, b:
 @pytest.mark.parametrize("how", ["shape", "dtype", "missing", "more"])
 def test_another_shape_is_refused_before_a_byte_changes(c: Cluster, workdir: pathlib.Path, how: str) -> None:
     old = c.d.run(PROMPT, 12).tokens
-    dir, name = made(workdir, how)
+    dir, name = made(workdir, how, how)
     (said,) = c.d.rpc("kvspray_load_check", request(dir))
     assert "error" in said and (name if how != "more" else "other.weight") in said["error"], said
     # Also for whoever asks without the check.
@@ -252,3 +253,124 @@ def test_the_prefix_cache_is_emptied(c: Cluster, b: pathlib.Path) -> None:
     loaded(c.p, request(b))
     assert c.p.run(PROMPT, 12).tokens == c.r.run(PROMPT, 12).tokens
     loaded(c.p, request(MODEL))
+
+
+def test_from_another_node(c: Cluster, b: pathlib.Path) -> None:
+    offer = Offer(b, c.sp)
+    try:
+        done = loaded(c.d, request(offer.url, socket=c.sd.socket, piece_bytes=1 << 20))
+        assert done["weights"] == digest_of(b)
+        assert c.d.run(PROMPT, 12).tokens == c.r.run(PROMPT, 12).tokens
+        # The offer ends in the middle of another load.
+        asked = request(offer.url, socket=c.sd.socket, piece_bytes=4096)
+        c.d.rpc(slowly, 0.003)
+        (said,) = c.d.rpc("kvspray_load_check", asked)
+        c.d.sleep(1)
+        c.d.wake_up(["weights"])
+        c.d.rpc("kvspray_load_begin", asked, said["digest"])
+        offer.proc.kill()
+        while (said := c.d.rpc("kvspray_load_poll", "0.5")[0])["state"] == "loading":
+            pass
+        assert said["state"] == "failed", said
+        never_serves(c.d, "offer")
+        c.d.rpc(slowly, 0.0)
+        loaded(c.d, request(MODEL))
+    finally:
+        offer.proc.kill()
+        offer.proc.wait()
+
+
+def digest_of(dir: pathlib.Path) -> str:
+    from kvspray.weights import digest
+
+    return digest(dir)
+
+
+@pytest.fixture
+def server(zygote: None, workdir: pathlib.Path) -> Iterator[str]:
+    """vllm serve with A, in processes of its own."""
+    port = rig.free_port()
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL), "--host", "127.0.0.1", "--port", str(port), "--enforce-eager",
+        "--max-model-len", "1024", "--max-num-seqs", "4", "--kv-cache-memory-bytes", str(16 << 20), "--dtype", "float32", "--served-model-name", "m",
+    ]  # fmt: skip
+    env = {**os.environ, **ENV, "VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    log = workdir / "server.log"
+    with open(log, "wb") as f:
+        proc = subprocess.Popen(command, env=env, stdout=f, stderr=f)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        rig.wait_for("the server", lambda: proc.poll() is not None or rig.get(url + "/health") == "", 300, tick=0.5)
+        assert proc.poll() is None, log.read_text()[-3000:]
+        yield url
+    finally:
+        proc.terminate()
+        proc.wait(60)
+
+
+def said_by(url: str) -> str:
+    body = json.dumps({"model": "m", "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}).encode()
+    ask = urllib.request.Request(url + "/v1/completions", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(ask, timeout=60) as f:
+        return str(json.loads(f.read())["choices"][0]["text"])
+
+
+def command(url: str, source: str | pathlib.Path, *more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([rig.BINARY, "load", str(source), "--engine", url, *more], capture_output=True, text=True, check=False, timeout=120)
+
+
+def asleep(url: str) -> bool:
+    return bool(json.loads(rig.get(url + "/is_sleeping"))["is_sleeping"])
+
+
+def test_the_command(server: str, b: pathlib.Path, workdir: pathlib.Path) -> None:
+    old = said_by(server)
+    run = command(server, b, "--json")
+    assert run.returncode == 0, run.stderr
+    told = json.loads(run.stdout)
+    assert (told["weights"], told["ranks"], told["awake"]) == (digest_of(b), 1, True)
+    new = said_by(server)
+    assert new != old and said_by(server) == new
+
+    run = command(server, made(workdir, "server-shape", "shape")[0])
+    assert run.returncode == 1 and "another shape" in run.stderr and "The engine is as it was" in run.stderr, run.stderr
+    assert said_by(server) == new
+
+    run = command(server, MODEL, "--stay-asleep", "--level", "1")
+    assert run.returncode == 0 and "asleep, with the new weights" in run.stdout, run
+    assert asleep(server)
+    with urllib.request.urlopen(urllib.request.Request(server + "/wake_up", method="POST"), timeout=60) as f:
+        assert json.loads(f.read())["status"] == "awake"
+    assert said_by(server) == old
+
+    # A load that nobody confirms.
+    wide = workdir / "served"
+    shutil.copytree(b, wide)
+    run = subprocess.run(
+        [sys.executable, "-c", UNCONFIRMED, server, request(wide)], capture_output=True, text=True, check=True
+    )  # fmt: skip
+    with pytest.raises(urllib.error.HTTPError) as err:
+        urllib.request.urlopen(urllib.request.Request(server + "/wake_up", method="POST"), timeout=60)
+    assert err.value.code == 500 and asleep(server)
+    run = command(server, b)
+    assert run.returncode == 0, run.stderr
+    assert said_by(server) == new
+
+
+UNCONFIRMED = """
+import json, sys, urllib.request
+def post(path, body=None):
+    ask = urllib.request.Request(sys.argv[1] + path, json.dumps(body).encode() if body else b"", {"Content-Type": "application/json"})
+    with urllib.request.urlopen(ask, timeout=60) as f:
+        return json.loads(f.read() or "null")
+def rpc(method, *args):
+    (said,) = post("/collective_rpc", {"method": "kvspray_load_" + method, "args": list(args)})["results"]
+    assert "error" not in said, said
+    return said
+digest = rpc("check", sys.argv[2])["digest"]
+post("/sleep?level=2")
+post("/wake_up?tags=weights")
+rpc("begin", sys.argv[2], digest)
+while rpc("poll", "0.5")["state"] == "loading":
+    pass
+"""

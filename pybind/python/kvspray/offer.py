@@ -64,14 +64,14 @@ class Offer:
         return {"endpoint": self._client.status().endpoint, "manifest": self.manifest.to_json()}
 
     def request(self, body: object) -> None:
-        """Begins to read a piece for whoever waits for it. Raises LoadError or CheckpointError."""
+        """Reads a piece for whoever waits for it, and returns once the sidecar has it. Raises LoadError or CheckpointError."""
         xfer, piece = self._piece(body)
         self._files.check()
         with self._lock:
             if self._waiting >= MAX_WAITING:
                 raise LoadError(f"{MAX_WAITING} pieces wait already: load fewer engines at a time")
             self._waiting += 1
-        self._pool.submit(self._serve, xfer, piece)
+        self._pool.submit(self._serve, xfer, piece).result()
 
     def _piece(self, body: object) -> tuple[bytes, Piece]:
         if not isinstance(body, dict):
@@ -92,24 +92,21 @@ class Offer:
     def _serve(self, xfer: bytes, piece: Piece) -> None:
         at = None
         end = time.monotonic() + DEADLINE_S
+        with self._lock:
+            while not self._closed and (at := self._arena.take(piece.nbytes)) is None and time.monotonic() < end:
+                self._lock.wait(WAIT_S)
+            self._waiting -= 1
+        if at is None:
+            raise LoadError("the offer ends" if self._closed else f"no memory for a piece within {DEADLINE_S:g} s: load fewer engines at a time")
+        block = Block(self._arena, piece, at, 0)
         try:
-            with self._lock:
-                while not self._closed and (at := self._arena.take(piece.nbytes)) is None and time.monotonic() < end:
-                    self._lock.wait(WAIT_S)
-                self._waiting -= 1
-            if at is None:
-                return  # whoever asked waits no longer
-            block = Block(self._arena, piece, at, 0)
-            try:
-                self._files.start(block)
-                self._files.finish(block)
-                self._files.check()
-                self._give(xfer, block)
-            except BaseException:
-                self._back(block)
-                raise
-        except Exception as err:  # whoever asked waits until its deadline
-            _log.warning("kvspray: a piece was not sent: %s", err)
+            self._files.start(block)
+            self._files.finish(block)
+            self._files.check()
+            self._give(xfer, block)
+        except BaseException:
+            self._back(block)
+            raise
 
     def _give(self, xfer: bytes, block: Block) -> None:
         first, count = block.at // PAGE_BYTES, -(-block.piece.nbytes // PAGE_BYTES)

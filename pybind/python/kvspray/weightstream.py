@@ -41,7 +41,7 @@ PIECES_AHEAD = 16
 WAIT_S = 0.05  # between looks at the session
 CONNECT_S = 10.0
 DEADLINE_S = 60.0  # of a piece from another node
-HTTP_S = 30.0
+HTTP_S = DEADLINE_S + 10
 MAX_MANIFEST_BYTES = 256 << 20
 
 _log = logging.getLogger("kvspray.weights")
@@ -328,7 +328,7 @@ class Asker:
             raw = answer.read(MAX_MANIFEST_BYTES + 1)
             said = json.loads(raw) if len(raw) <= MAX_MANIFEST_BYTES else None
         except (OSError, http.client.HTTPException, ValueError, RecursionError) as err:
-            what = "not within 30 s" if isinstance(err, socket.timeout) else str(err) or type(err).__name__
+            what = f"not within {HTTP_S:g} s" if isinstance(err, socket.timeout) else str(err) or type(err).__name__
             raise LoadError(f"{self.url}: no offer of weights answers: {what}; start python -m kvspray.offer there") from err
         finally:
             conn.close()
