@@ -123,7 +123,7 @@ def test_pieces_have_each_byte_once(tmp_path: pathlib.Path) -> None:
     for most in (1, 3, 7, 64, 1000, 1 << 20):
         seen: dict[int, int] = {i: 0 for i in range(len(m.entries))}
         for p in m.pieces(most):
-            assert 0 <= p.nbytes <= most and p.start + p.nbytes <= m.files[p.file].size
+            assert 1 <= p.nbytes <= most and p.start + p.nbytes <= m.files[p.file].size
             for part in p.parts:
                 e = m.entries[part.entry]
                 assert e.file == p.file and e.start + part.offset == p.start + part.at and part.at + part.nbytes <= p.nbytes

@@ -92,12 +92,14 @@ class Manifest:
         return {}
 
     def pieces(self, most: int) -> Iterator[Piece]:
-        """Each at most ``most`` bytes. Equal manifests have equal pieces, on all hosts."""
+        """Each at most ``most`` bytes, and at least one: tensors without elements are in none. Equal manifests have equal pieces, on all hosts."""
         if most < 1:
             raise ValueError(f"kvspray: pieces of {most} bytes, want at least 1")
         parts: list[Part] = []
         file = start = end = 0
         for i, e in enumerate(self.entries):
+            if e.nbytes == 0:
+                continue
             if parts and (e.file != file or e.start != end or end - start + e.nbytes > most):
                 yield Piece(file, start, end - start, tuple(parts))
                 parts = []

@@ -335,6 +335,9 @@ class Load:
 
     def _tensors(self, samples: Samples) -> Iterator[tuple[str, torch.Tensor]]:
         manifest = self._source.manifest
+        for e in manifest.entries:
+            if e.nbytes == 0:
+                yield e.name, torch.empty(e.shape, dtype=getattr(torch, DTYPES[e.dtype]))
         whole: dict[int, torch.Tensor] = {}  # those that come in several pieces
         for piece, base in self._placed(samples):
             for part in piece.parts:
