@@ -232,7 +232,7 @@ def test_the_sidecar_dies_in_the_middle(c: Cluster, slow: None, b: pathlib.Path)
         c.d.sleep(1)
         c.d.wake_up(["weights"])
         c.d.rpc("kvspray_load_begin", asked, said["digest"])
-        rig.wait_for("copies", lambda: c.d.rpc("kvspray_load_poll", "0")[0]["by_sidecar"] > 5 * i, 20, tick=0.001)
+        rig.wait_for("copies", lambda i=i: c.d.rpc("kvspray_load_poll", "0")[0]["by_sidecar"] > 5 * i, 20, tick=0.001)
         c.sd.kill()
         while (said := c.d.rpc("kvspray_load_poll", "0.5")[0])["state"] == "loading":
             pass

@@ -20,7 +20,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch
@@ -306,7 +306,8 @@ class Load:
     def _load(self) -> None:
         samples = Samples(self._source.manifest.entries)
         model = self._worker.get_model()
-        inner, loaded = model.load_weights, set()
+        inner = model.load_weights
+        loaded: set[str] = set()
 
         def noted(weights: Any) -> Any:
             out = inner(weights)
@@ -333,7 +334,7 @@ class Load:
         if digest != self._source.manifest.digest:
             raise CheckpointError(f"{self._request.source}: what came is {digest}, and not {self._source.manifest.digest}; it changed meanwhile: load again")
 
-    def _tensors(self, samples: Samples) -> Iterator[tuple[str, torch.Tensor]]:
+    def _tensors(self, samples: Samples) -> Generator[tuple[str, torch.Tensor], None, None]:
         manifest = self._source.manifest
         for e in manifest.entries:
             if e.nbytes == 0:
