@@ -246,6 +246,7 @@ def test_who_holds_too_much_is_told(tmp_path: pathlib.Path) -> None:
     source = Files(str(dir), 8 * 8192)
     with pytest.raises(LoadError, match="want at least 8"):
         Stream(source, 1 << 20)
+    source = Files(str(dir), 8 * 8192)
     stream = Stream(source, 64)
     held: list[Any] = []
     with pytest.raises(LoadError, match="not given back"):

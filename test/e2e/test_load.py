@@ -60,26 +60,23 @@ def request(source: str | pathlib.Path, **more: Any) -> str:
 
 def load(e: Engine, asked: str) -> dict[str, Any]:
     """What the command does, until the load has ended: the last answer."""
-    (said,) = e.rpc("kvspray_load_check", asked)
-    if "error" in said:
-        return said
+    said = e.rpc("kvspray_load_check", asked)
     e.sleep(1)
     e.wake_up(["weights"])
-    (begun,) = e.rpc("kvspray_load_begin", asked, said["digest"])
-    if "error" in begun:
-        return begun
+    begun = e.rpc("kvspray_load_begin", asked, said[0]["digest"])
+    assert not any("error" in rank for rank in said + begun), (said, begun)
     while True:
-        (said,) = e.rpc("kvspray_load_poll", "0.2")
-        if said["state"] != "loading":
-            return said
+        said = e.rpc("kvspray_load_poll", "0.2")
+        if all(rank["state"] != "loading" for rank in said):
+            return next((rank for rank in said if rank["state"] != "loaded"), said[0])
 
 
 def loaded(e: Engine, asked: str) -> dict[str, Any]:
     said = load(e, asked)
     assert said["state"] == "loaded", said
-    with pytest.raises(RuntimeError, match="not confirmed"):
+    with pytest.raises(RuntimeError, match="has not confirmed them"):
         e.wake_up()
-    (done,) = e.rpc("kvspray_load_finish")
+    done: dict[str, Any] = e.rpc("kvspray_load_finish")[0]
     assert e.wake_up()
     return done
 
@@ -154,7 +151,7 @@ def test_damaged_folders_are_refused(c: Cluster, workdir: pathlib.Path) -> None:
     shutil.copytree(MODEL, dir)
     file = dir / "model.safetensors"
     os.truncate(file, file.stat().st_size - 100)
-    for source, why in ((dir, "cut"), (workdir / "nowhere", "not a folder"), ("relative", "absolute path"), ("ftp://x", "absolute path")):
+    for source, why in ((dir, "cut"), (workdir / "nowhere", "not a directory"), ("relative", "absolute path"), ("ftp://x", "absolute path")):
         (said,) = c.d.rpc("kvspray_load_check", request(source))
         assert why in said["error"], said
 
@@ -253,6 +250,17 @@ def test_the_prefix_cache_is_emptied(c: Cluster, b: pathlib.Path) -> None:
     loaded(c.p, request(b))
     assert c.p.run(PROMPT, 12).tokens == c.r.run(PROMPT, 12).tokens
     loaded(c.p, request(MODEL))
+
+
+def test_two_ranks(c: Cluster, b: pathlib.Path) -> None:
+    e = c.spawn("T", tensor_parallel_size=2)
+    e.wait_up()
+    old = e.run(PROMPT, 12).tokens
+    assert old == c.p.run(PROMPT, 12).tokens
+    loaded(e, request(b))
+    assert e.run(PROMPT, 12).tokens == c.r.run(PROMPT, 12).tokens
+    e.stop()
+    del c.engines["T"]
 
 
 def test_from_another_node(c: Cluster, b: pathlib.Path) -> None:

@@ -174,18 +174,21 @@ def main() -> None:
     p.add_argument("--layers", type=int, default=20)
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--dir", type=pathlib.Path, help="for the checkpoint (default: a temporary one)")
+    p.add_argument("--model", type=pathlib.Path, help="a checkpoint that is there, instead of a made one")
     p.add_argument("--engine", action="store_true", help="also load into vLLM on this CPU")
     p.add_argument("--peer", action="store_true", help="also between two sidecars on loopback")
+    p.add_argument("--no-files", action="store_true", help="not from the page cache and the disk")
     p.add_argument("--json", type=pathlib.Path, default=rig.ROOT / ".build" / "bench" / "load.json")
     args = p.parse_args()
     work = pathlib.Path(tempfile.mkdtemp(prefix="kvs-", dir=args.dir))
     results: dict[str, Any] = {}
     try:
-        model = checkpoint(work / "model", args.layers)
+        model = args.model or checkpoint(work / "model", args.layers)
         print(f"{sum(f.stat().st_size for f in files(model)) / 1e9:.2f} GB, {os.cpu_count()} cores", flush=True)
-        ways: dict[str, Callable[[], int]] = {"8 threads of preadv": Plain(model), "kvspray: pieces, digest": opened(str(model))}
-        show("page cache", rounds(ways, args.rounds, lambda: None), results)
-        show("disk", rounds(ways, args.rounds, lambda: evict(model)), results)
+        if not args.no_files:
+            ways: dict[str, Callable[[], int]] = {"8 threads of preadv": Plain(model), "kvspray: pieces, digest": opened(str(model))}
+            show("page cache", rounds(ways, args.rounds, lambda: None), results)
+            show("disk", rounds(ways, args.rounds, lambda: evict(model)), results)
         if args.peer:
             peer(model, work, args.rounds, results)
         if args.engine:
@@ -222,8 +225,7 @@ def peer(model: pathlib.Path, work: pathlib.Path, count: int, results: dict[str,
 
 def bench(transport: str) -> dict[str, float]:
     """The same transport between two processes, without sidecars, and what the machine can do."""
-    tool = os.environ.get("KVSPRAY_BENCH", str(rig.BINARY.with_name("kvspray-bench")))
-    command = [tool, "copy", "--transport", transport, "--blocks", "1MiB", "--rounds", "1", "--total", "512MiB", "--json"]
+    command = [rig.BINARY.with_name("kvspray-bench"), "copy", "--transport", transport, "--blocks", "1MiB", "--rounds", "1", "--total", "512MiB", "--json"]
     if transport == "tcp":
         command += ["--integrity", "crc32c"]
     run = subprocess.run(command, capture_output=True, text=True, check=True)

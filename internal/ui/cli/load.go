@@ -20,7 +20,7 @@ func loadCommand() *cobra.Command {
 		Use:   "load SOURCE",
 		Short: "Load other weights of the same shape into a running engine",
 		Long: `Puts an engine of vLLM to sleep, loads the weights of SOURCE on all of its ranks, and wakes it
-up. SOURCE is a folder of safetensors files on the engine's host, or http://HOST:PORT of a folder
+up. SOURCE is a directory of safetensors files on the engine's host, or http://HOST:PORT of a directory
 that another node offers (python -m kvspray.offer).
 
 A checkpoint of another shape is refused before a byte changes. If a load fails or the command is

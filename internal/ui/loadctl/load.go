@@ -29,7 +29,7 @@ const (
 // Loader loads weights into one engine.
 type Loader struct {
 	Engine string // http://host:port
-	Source string // the absolute path of a folder on the engine's host, or http://host:port
+	Source string // the absolute path of a directory on the engine's host, or http://host:port
 	Socket string // of the sidecar on the engine's host; empty: its default
 	Level  int    // of sleep
 	Asleep bool   // leave it asleep

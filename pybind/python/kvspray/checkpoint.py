@@ -146,7 +146,7 @@ class Manifest:
 
 
 class Folder:
-    """A folder of safetensors files that are open: what is read is of these files, whatever happens to their names."""
+    """A directory of safetensors files that are open: what is read is of these files, whatever happens to their names."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = pathlib.Path(root)
@@ -162,7 +162,7 @@ class Folder:
 
     def _open(self) -> None:
         if not self.root.is_dir():
-            raise CheckpointError(f"{self.root}: not a folder on this host; name one with *.safetensors files")
+            raise CheckpointError(f"{self.root}: not a directory on this host; name one with *.safetensors files")
         self.paths = weights.weight_files(self.root, "auto")
         other = [p.name for p in self.paths if p.suffix != ".safetensors"]
         if other:

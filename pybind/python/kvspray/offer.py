@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m kvspray.offer FOLDER``: offers a checkpoint's bytes to engines on other nodes.
+"""``python -m kvspray.offer DIRECTORY``: offers a checkpoint's bytes to engines on other nodes.
 
 Requests come by HTTP: what the checkpoint holds, and which piece is wanted next. The bytes go from this host's sidecar to that of the engine, over
-all rails and with their integrity, and only within the sidecars' cluster. A folder of which a file is written to is no longer offered.
+all rails and with their integrity, and only within the sidecars' cluster. A directory of which a file is written to is no longer offered.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .weights import CheckpointError
 from .weightstream import CONNECT_S, DEADLINE_S, PAGE_BYTES, PIECE_BYTES, WAIT_S, Arena, Block, Files, LoadError, offer_layout
 from .worker import WorkerClient
 
-ARENA_BYTES = 2 << 30
+ARENA_BYTES = 1 << 30
 MAX_BODY_BYTES = 4096
 MAX_WAITING = 1024  # pieces
 THREADS = 8
@@ -36,12 +36,13 @@ _log = logging.getLogger("kvspray.offer")
 
 
 class Offer:
-    """One folder. Pieces wait in the order of their requests until the arena has room."""
+    """One directory. Pieces wait in the order of their requests until the arena has room."""
 
     def __init__(self, root: str, socket_path: str | None, arena_bytes: int = ARENA_BYTES) -> None:
-        self._files = Files(root, 4096)
+        self._files = Files(root)
         self.manifest: Manifest = self._files.manifest
-        self._arena = self._files.arena = Arena(arena_bytes, PAGE_BYTES)
+        self._arena = Arena(arena_bytes, PAGE_BYTES)
+        self._files.prepare(self._arena)
         self._lock = threading.Condition()
         self._waiting = 0
         self._closed = False
@@ -189,8 +190,8 @@ def server(offer: Offer, host: str, port: int) -> http.server.ThreadingHTTPServe
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(prog="python -m kvspray.offer", description="Offers the weights in a folder to engines on other nodes.")
-    p.add_argument("folder", help="of safetensors files")
+    p = argparse.ArgumentParser(prog="python -m kvspray.offer", description="Offers the weights in a directory to engines on other nodes.")
+    p.add_argument("directory", help="of safetensors files")
     p.add_argument("--listen", default="127.0.0.1:7655", metavar="HOST:PORT", help="for requests; port 0 takes a free one (default: %(default)s)")
     p.add_argument("--socket", help="unix socket of this host's sidecar (default: its default)")
     args = p.parse_args()
@@ -199,7 +200,7 @@ def main() -> None:
     if not host or not port.isdigit() or int(port) > 65535:
         p.error(f"--listen {args.listen!r}: want HOST:PORT")
     try:
-        offer = Offer(os.path.abspath(args.folder), args.socket)
+        offer = Offer(os.path.abspath(args.directory), args.socket)
         web = server(offer, host.strip("[]"), int(port))
     except (LoadError, CheckpointError, KvsprayError) as err:
         sys.exit(f"kvspray: {err}")

@@ -28,7 +28,7 @@ from .region import KvsprayError, Region
 from .weights import CheckpointError
 from .worker import WorkerClient
 
-PIECE_BYTES = 128 << 20  # one tensor of most models; a larger one is put together from several
+PIECE_BYTES = 64 << 20  # enough for every link of a GPU; a larger tensor is put together from several
 # In the arena. With MAX_HELD ranges in use the rest has a gap for another piece, wherever they are: (PIECES - MAX_HELD) / (MAX_HELD + 1) >= 1.
 PIECES = 8
 MAX_HELD = 3  # pieces that are taken and not given back
@@ -37,7 +37,7 @@ READ_BYTES = 8 << 20  # of one system call
 READERS = 8
 PAGE_BYTES = 1 << 20  # between nodes
 ALIGN = 4096
-PIECES_AHEAD = 3  # enough for all readers, and no more memory than that is touched
+PIECES_AHEAD = 2  # enough for all readers, and no more memory than that is touched
 WAIT_S = 0.05  # between looks at the session
 CONNECT_S = 10.0
 DEADLINE_S = 60.0  # of a piece from another node
@@ -123,7 +123,10 @@ class Block:
 
 class Source(Protocol):
     manifest: Manifest
-    arena: Arena
+    arena: Arena  # from prepare() on
+
+    def prepare(self) -> None:
+        """Takes memory, and connects. Once."""
 
     def lead(self, piece: Piece) -> int: ...
 
@@ -144,25 +147,28 @@ class Source(Protocol):
 
 
 class Files:
-    """A folder on this host."""
+    """A directory on this host."""
+
+    arena: Arena
 
     def __init__(self, root: str, arena_bytes: int = ARENA_BYTES) -> None:
         self.folder = Folder(root)
         self.manifest = self.folder.manifest
-        try:
-            self.arena = Arena(arena_bytes)
-        except KvsprayError:
-            self.folder.close()
-            raise
-        self._pool = concurrent.futures.ThreadPoolExecutor(READERS, "kvspray-read")
+        self._arena_bytes = arena_bytes
+        self._pool: concurrent.futures.ThreadPoolExecutor | None = None
         self._jobs: dict[int, list[concurrent.futures.Future[None]]] = {}
         self._stop = False
+
+    def prepare(self, arena: Arena | None = None) -> None:
+        self.arena = arena or Arena(self._arena_bytes)
+        self._pool = concurrent.futures.ThreadPoolExecutor(READERS, "kvspray-read")
 
     def lead(self, piece: Piece) -> int:
         return piece.start % 64
 
     def start(self, block: Block) -> None:
         p = block.piece
+        assert self._pool is not None
         self._jobs[id(block)] = [
             self._pool.submit(self._read, p.file, p.start + at, block.view[at : at + READ_BYTES]) for at in range(0, p.nbytes, READ_BYTES)
         ]
@@ -190,13 +196,15 @@ class Files:
 
     def stop(self) -> None:
         self._stop = True
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
         self._jobs.clear()  # they hold views of the arena
 
     def close(self) -> None:
         self.stop()
         self.folder.close()
-        self.arena.close()
+        if self._pool is not None:
+            self.arena.close()
 
 
 def offer_layout(manifest: Manifest, blocks: int) -> dict[str, Any]:
@@ -217,21 +225,32 @@ def offer_layout(manifest: Manifest, blocks: int) -> dict[str, Any]:
 
 
 class Peer:
-    """A folder that another node offers (``python -m kvspray.offer``): requests go to its address, and bytes come from sidecar to sidecar."""
+    """A directory that another node offers (``python -m kvspray.offer``): requests go to its address, and bytes come from sidecar to sidecar."""
+
+    arena: Arena
+    client: WorkerClient
 
     def __init__(self, url: str, socket_path: str | None = None, arena_bytes: int = ARENA_BYTES) -> None:
         self.url = url.rstrip("/")
         self._ask = Asker(self.url)
         self.endpoint, self.manifest = self._offer()
-        self.arena = Arena(arena_bytes, PAGE_BYTES)
+        self._socket, self._arena_bytes, self._prepared = socket_path, arena_bytes, False
         self._leases: dict[int, Block] = {}
         self._ends: dict[int, Completion] = {}
         self._by_block: dict[int, int] = {}
         self._pool = concurrent.futures.ThreadPoolExecutor(PIECES_AHEAD, "kvspray-ask")
         self._asked: dict[int, concurrent.futures.Future[None]] = {}
+
+    def prepare(self) -> None:
         self.client = WorkerClient(
-            socket_path, engine=EngineInfo("kvspray-load", id=f"load-{os.getpid()}-{secrets.token_hex(4)}"), layers=1, deadline_s=DEADLINE_S, log=_log
+            self._socket, engine=EngineInfo("kvspray-load", id=f"load-{os.getpid()}-{secrets.token_hex(4)}"), layers=1, deadline_s=DEADLINE_S, log=_log
         )
+        try:
+            self.arena = Arena(self._arena_bytes, PAGE_BYTES)
+        except KvsprayError:
+            self.client.close()
+            raise
+        self._prepared = True
         try:
             self.client.register([self.arena.region], offer_layout(self.manifest, self.arena.nbytes // PAGE_BYTES))
             if not self.client.wait_connected(CONNECT_S):
@@ -302,8 +321,9 @@ class Peer:
 
     def close(self) -> None:
         self.stop()
-        self.client.close()
-        self.arena.close()
+        if self._prepared:
+            self.client.close()
+            self.arena.close()
 
 
 class Asker:
@@ -342,6 +362,7 @@ class Stream:
     """The pieces of a source in their order. It reads ahead as far as the arena has room."""
 
     def __init__(self, source: Source, piece_bytes: int = PIECE_BYTES) -> None:
+        source.prepare()
         if PIECES * (piece_bytes + source.arena.align) > source.arena.nbytes:
             raise LoadError(f"an arena of {source.arena.nbytes} bytes for pieces of {piece_bytes}: want at least {PIECES} of them")
         self.source = source
@@ -383,11 +404,11 @@ class Stream:
 
 
 def open_source(where: str, socket_path: str | None = None, arena_bytes: int = ARENA_BYTES) -> Source:
-    """A folder's path, or http://HOST:PORT of an offer."""
+    """A directory's path, or http://HOST:PORT of an offer."""
     if where.startswith("http://"):
         return Peer(where, socket_path, arena_bytes)
     if "://" in where or not os.path.isabs(where):
-        raise CheckpointError(f"{where[:200]!r}: want the absolute path of a folder on the engine's host, or http://HOST:PORT of an offer")
+        raise CheckpointError(f"{where[:200]!r}: want the absolute path of a directory on the engine's host, or http://HOST:PORT of an offer")
     return Files(where, arena_bytes)
 
 

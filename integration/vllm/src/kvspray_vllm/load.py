@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvspray load``: other weights of the same shape for an engine that sleeps, from a folder or from another node's offer.
+"""``kvspray load``: other weights of the same shape for an engine that sleeps, from a directory or from another node's offer.
 
 The plug-in gives each worker of vLLM the methods kvspray_load_*, which the command calls on all ranks by ``/collective_rpc``. A thread passes the
 tensors to vLLM's own reload_weights, so fused, sharded and quantized parameters become what vLLM's loader makes of them. Their bytes are read ahead
@@ -63,7 +63,7 @@ def install() -> None:
 class Request:
     """What the command asks for, as JSON."""
 
-    source: str  # a folder's absolute path, or http://HOST:PORT
+    source: str  # a directory's absolute path, or http://HOST:PORT
     copies: str = "auto"  # by the sidecar to a GPU; "sidecar": also in host memory, "none": nowhere
     socket: str = ""  # of the sidecar; empty: KVSPRAY_LOAD_SOCKET, or the default path
     piece_bytes: int = PIECE_BYTES
@@ -127,12 +127,14 @@ def kvspray_load_begin(worker: Any, request: str, digest: str) -> Answer:
     running = _loads.get(worker)
     if running is not None:
         running.stop("another load begins")
+        if running.broken:
+            raise LoadError(f"vLLM could not end the load before this one: {running.broken}; restart the engine")
     source = asked.open()
     try:
         fits = _fits(worker, source.manifest)
         if source.manifest.digest != digest:
             raise CheckpointError(f"{asked.source}: it is {source.manifest.digest} now, and was {digest} when it was checked; load again")
-        load = Load(worker, asked, source)
+        load = Load(worker, asked, source, fits["checked"])
     except BaseException:
         source.stop()
         source.close()
@@ -204,8 +206,9 @@ def _present(worker: Any) -> Manifest | None:
 class Load:
     """Of one rank. It is "loading", then "loaded" or "failed"; finish() makes it "done"."""
 
-    def __init__(self, worker: Any, request: Request, source: Source) -> None:
-        self._worker, self._request, self._source = worker, request, source
+    def __init__(self, worker: Any, request: Request, source: Source, checked: bool) -> None:
+        self._worker, self._request, self._source, self._checked = worker, request, source, checked
+        self.broken = ""  # why no other load can follow
         self._total = source.manifest.nbytes
         self._bytes = 0
         self._state, self._error = "loading", ""
@@ -286,8 +289,11 @@ class Load:
                 error = f"vLLM's loader: {type(err).__name__}: {error}"
             err.__traceback__ = None  # its frames hold tensors
         if error:
-            with contextlib.suppress(Exception):
+            try:
                 _abandon(self._worker.get_model())
+            except Exception as err:
+                self.broken = f"{type(err).__name__}: {err}"
+                _log.exception("kvspray: the load cannot be ended")
         try:
             self._stream.close()
         except Exception as err:  # not a reason to fail what has succeeded
@@ -306,6 +312,7 @@ class Load:
     def _load(self) -> None:
         samples = Samples(self._source.manifest.entries)
         model = self._worker.get_model()
+        _abandon(model)  # a reload by others that failed
         inner = model.load_weights
         loaded: set[str] = set()
 
@@ -324,8 +331,8 @@ class Load:
             del model.load_weights
         if self._worker.device is not None and self._worker.device.type == "cuda":
             torch.cuda.synchronize()
-        # A quantized layer has other parameters than its checkpoint.
-        if loaded and self._worker.vllm_config.model_config.quantization is None:
+        # Where names were compared before, those that no checkpoint has are no news. A quantized layer has other parameters than its checkpoint.
+        if not self._checked and loaded and self._worker.vllm_config.model_config.quantization is None:
             missing = sorted({name for name, _ in model.named_parameters()} - {n.replace(".base_layer.", ".") for n in loaded} - loaded)
             if missing:
                 raise CheckpointError(f"{self._request.source}: nothing for {missing[0]!r} and {len(missing) - 1} other parameters")
