@@ -10,6 +10,7 @@ A checkpoint is read in pieces: ranges of one file, each with whole tensors, or 
 from __future__ import annotations
 
 import base64
+import concurrent.futures
 import hashlib
 import json
 import os
@@ -148,8 +149,10 @@ class Manifest:
 class Folder:
     """A directory of safetensors files that are open: what is read is of these files, whatever happens to their names."""
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    def __init__(self, root: str | os.PathLike[str], digest: str | None = None) -> None:
+        """digest: what it is to be, for whoever compares that with Samples of what was read. Else samples of all tensors are read now."""
         self.root = pathlib.Path(root)
+        self._digest = digest
         self.fds: list[int] = []
         try:
             self._open()
@@ -181,11 +184,21 @@ class Folder:
         _unique(str(self.root), entries, files)
         self._check_index(files, entries)
         configs = tuple(weights.config_bytes(self.root / name) for name in weights.CONFIGS)
+        self.manifest = Manifest(tuple(files), tuple(entries), configs, self._digest or self._sampled(entries).digest(configs))
+
+    def _sampled(self, entries: Sequence[Entry]) -> Samples:
         samples = Samples(entries)
-        for i, e in enumerate(entries):
-            for at, n in samples.places(i):
-                samples.take(i, at, _exactly(self.fds[e.file], e.start + at, n, e, self.paths[e.file]))
-        self.manifest = Manifest(tuple(files), tuple(entries), configs, samples.digest(configs))
+
+        def read(some: range) -> None:
+            for i in some:
+                e = entries[i]
+                for at, n in samples.places(i):
+                    samples.take(i, at, _exactly(self.fds[e.file], e.start + at, n, e, self.paths[e.file]))
+
+        with concurrent.futures.ThreadPoolExecutor(weights.THREADS) as pool:  # a disk is asked for many at a time
+            part = -(-len(entries) // (4 * weights.THREADS))
+            list(pool.map(read, (range(at, min(at + part, len(entries))) for at in range(0, len(entries), part))))
+        return samples
 
     def _check_index(self, files: Sequence[File], entries: Sequence[Entry]) -> None:
         index = self.root / INDEX

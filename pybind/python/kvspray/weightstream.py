@@ -37,7 +37,7 @@ READ_BYTES = 8 << 20  # of one system call
 READERS = 8
 PAGE_BYTES = 1 << 20  # between nodes
 ALIGN = 4096
-PIECES_AHEAD = 2  # enough for all readers, and no more memory than that is touched
+AHEAD = 4  # pieces: all readers have work while the last bytes of one come. No more memory than that is touched
 WAIT_S = 0.05  # between looks at the session
 CONNECT_S = 10.0
 DEADLINE_S = 60.0  # of a piece from another node
@@ -151,8 +151,8 @@ class Files:
 
     arena: Arena
 
-    def __init__(self, root: str, arena_bytes: int = ARENA_BYTES) -> None:
-        self.folder = Folder(root)
+    def __init__(self, root: str, arena_bytes: int = ARENA_BYTES, digest: str | None = None) -> None:
+        self.folder = Folder(root, digest)
         self.manifest = self.folder.manifest
         self._arena_bytes = arena_bytes
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
@@ -238,7 +238,7 @@ class Peer:
         self._leases: dict[int, Block] = {}
         self._ends: dict[int, Completion] = {}
         self._by_block: dict[int, int] = {}
-        self._pool = concurrent.futures.ThreadPoolExecutor(PIECES_AHEAD, "kvspray-ask")
+        self._pool = concurrent.futures.ThreadPoolExecutor(AHEAD, "kvspray-ask")
         self._asked: dict[int, concurrent.futures.Future[None]] = {}
 
     def prepare(self) -> None:
@@ -371,7 +371,7 @@ class Stream:
         self._started: collections.deque[Block] = collections.deque()
 
     def _feed(self) -> None:
-        while self._next is not None and len(self._started) < PIECES_AHEAD:
+        while self._next is not None and len(self._started) < AHEAD:
             lead = self.source.lead(self._next)
             at = self.source.arena.take(self._next.nbytes + lead)
             if at is None:
@@ -403,13 +403,13 @@ class Stream:
             del block
 
 
-def open_source(where: str, socket_path: str | None = None, arena_bytes: int = ARENA_BYTES) -> Source:
-    """A directory's path, or http://HOST:PORT of an offer."""
+def open_source(where: str, socket_path: str | None = None, arena_bytes: int = ARENA_BYTES, digest: str | None = None) -> Source:
+    """A directory's path, or http://HOST:PORT of an offer. digest: as of Folder; an offer has its own."""
     if where.startswith("http://"):
         return Peer(where, socket_path, arena_bytes)
     if "://" in where or not os.path.isabs(where):
         raise CheckpointError(f"{where[:200]!r}: want the absolute path of a directory on the engine's host, or http://HOST:PORT of an offer")
-    return Files(where, arena_bytes)
+    return Files(where, arena_bytes, digest)
 
 
 __all__ = ["Arena", "Block", "Files", "KvsprayError", "LoadError", "Peer", "Source", "Stream", "open_source"]

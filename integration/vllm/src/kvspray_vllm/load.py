@@ -83,9 +83,9 @@ class Request:
             raise LoadError(f"piece_bytes is {out.piece_bytes!r}: want 4 KiB to 4 GiB")
         return out
 
-    def open(self) -> Source:
+    def open(self, digest: str | None = None) -> Source:
         align = 1 << 20 if self.source.startswith("http://") else ALIGN
-        return open_source(self.source, self.sidecar(), PIECES * (-(-self.piece_bytes // align) + 1) * align)
+        return open_source(self.source, self.sidecar(), PIECES * (-(-self.piece_bytes // align) + 1) * align, digest)
 
     def sidecar(self) -> str | None:
         return self.socket or os.environ.get(SOCKET) or None
@@ -129,7 +129,7 @@ def kvspray_load_begin(worker: Any, request: str, digest: str) -> Answer:
         running.stop("another load begins")
         if running.broken:
             raise LoadError(f"vLLM could not end the load before this one: {running.broken}; restart the engine")
-    source = asked.open()
+    source = asked.open(digest)
     try:
         fits = _fits(worker, source.manifest)
         if source.manifest.digest != digest:
