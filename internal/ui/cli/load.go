@@ -19,9 +19,9 @@ func loadCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "load SOURCE",
 		Short: "Load other weights of the same shape into a running engine",
-		Long: `Puts an engine of vLLM to sleep, loads the weights of SOURCE on all of its ranks, and wakes it
-up. SOURCE is a directory of safetensors files on the engine's host, or http://HOST:PORT of a directory
-that another node offers (python -m kvspray.offer).
+		Long: `Puts an engine of vLLM to sleep, loads the weights of SOURCE on all ranks, and wakes it up.
+SOURCE is a directory of safetensors files on the engine's host, or http://HOST:PORT of one that
+another node offers (python -m kvspray.offer).
 
 A checkpoint of another shape is refused before a byte changes. If a load fails or the command is
 stopped, the engine stays asleep, and another load can succeed.`,
@@ -46,7 +46,8 @@ stopped, the engine stays asleep, and another load can succeed.`,
 			return l.Run(cmd.Context())
 		},
 	}
-	cmd.Flags().StringVar(&l.Engine, "engine", "http://127.0.0.1:8000", "http://HOST:PORT of vllm serve")
+	cmd.Flags().StringVar(&l.Engine, "engine", "http://127.0.0.1:8000",
+		"http://HOST:PORT of vllm serve")
 	cmd.Flags().StringVar(&l.Socket, "socket", "", "unix socket of the sidecar on the engine's host "+
 		"(default: its default)")
 	cmd.Flags().IntVar(&l.Level, "level", l.Level, "level of sleep; 1 keeps the present weights in "+

@@ -191,8 +191,8 @@ func (l *Loader) print(r Result) error {
 	if !r.Awake {
 		state = "asleep, with the new weights"
 	}
-	_, err := fmt.Fprintf(l.Out, "%s is loaded on %d ranks, %s in %.2f s. The engine is %s\n", r.Weights,
-		r.Ranks, size(r.Bytes), r.Seconds, state)
+	_, err := fmt.Fprintf(l.Out, "%s is loaded on %d ranks, %s in %.2f s. The engine is %s\n",
+		r.Weights, r.Ranks, size(r.Bytes), r.Seconds, state)
 	return err
 }
 

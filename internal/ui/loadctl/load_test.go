@@ -14,8 +14,8 @@ import (
 	"testing"
 )
 
-// engine answers as vLLM and the plug-in do. answers has JSON by method, or by path; what is missing
-// succeeds.
+// engine answers as vLLM and the plug-in do. answers has JSON by method, or by path; what is
+// missing succeeds.
 type engine struct {
 	ranks   int
 	answers map[string][]string // one after another; the last one again and again
@@ -88,8 +88,8 @@ func TestLoad(t *testing.T) {
 	if err != nil || out != "d is loaded on 2 ranks, 20 bytes in 2.00 s. The engine is awake\n" {
 		t.Fatal(out, err)
 	}
-	want := []string{"check", "sleep?level=2", "wake_up?tags=weights", "begin", "poll", "poll", "finish",
-		"wake_up?tags=kv_cache"}
+	want := []string{"check", "sleep?level=2", "wake_up?tags=weights", "begin", "poll", "poll",
+		"finish", "wake_up?tags=kv_cache"}
 	if !slices.Equal(e.calls, want) {
 		t.Error("calls:", e.calls)
 	}
@@ -98,7 +98,8 @@ func TestLoad(t *testing.T) {
 	if err != nil || out != `{"weights":"d","ranks":1,"bytes":10,"seconds":2,"awake":false}`+"\n" {
 		t.Fatal(out, err)
 	}
-	if !slices.Contains(e.calls, "sleep?level=1") || slices.Contains(e.calls, "wake_up?tags=kv_cache") {
+	if !slices.Contains(e.calls, "sleep?level=1") ||
+		slices.Contains(e.calls, "wake_up?tags=kv_cache") {
 		t.Error("calls:", e.calls)
 	}
 }
@@ -109,8 +110,8 @@ func TestFailures(t *testing.T) {
 		name, answer, want string
 		last               string // of the calls
 	}{
-		{"check", `{"error":"tensor x is missing"}`, "rank 0: tensor x is missing. The engine is as it was",
-			"check"},
+		{"check", `{"error":"tensor x is missing"}`,
+			"rank 0: tensor x is missing. The engine is as it was", "check"},
 		{"check", `[{"digest":"d"},{"digest":"e"}]`, "d on one rank and e on another", "check"},
 		{"check", `[]`, "no rank answers check", "check"},
 		{"check", `["no"]`, "a plug-in of another version", "check"},

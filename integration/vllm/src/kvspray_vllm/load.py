@@ -103,6 +103,9 @@ def _told(method: Callable[..., Answer]) -> Callable[..., Answer]:
             return method(worker, *args)
         except (LoadError, CheckpointError, kvspray.KvsprayError) as err:
             return {"error": str(err)}
+        except Exception as err:  # vLLM reads no more answers after the first failure, and takes the others for those of the next call
+            _log.exception("kvspray: %s failed", method.__name__)
+            return {"error": f"{type(err).__name__}: {err}"}
 
     wrapper.__doc__ = method.__doc__
     return wrapper
@@ -426,6 +429,7 @@ class Copied:
             self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         if load._request.copies != "none":
             self._connect()
+        self._open: list[tuple[Block, int, int]] = []  # copies under way, of the thread until it ends
         self._free: queue.Queue[int] = queue.Queue()
         for slot in range(SLOTS):
             self._free.put(slot)
@@ -470,25 +474,24 @@ class Copied:
         try:
             if self._device is not None:
                 torch.cuda.set_device(self._device)
-            open_: list[tuple[Block, int, int]] = []
             for block in self._load._stream:
                 _sample(self._samples, block)
-                slot = self._take_slot(open_)
-                open_.append((block, slot, self._copy(block, slot)))
-                if len(open_) == SLOTS - 1:
-                    self._end(*open_.pop(0))
-            while open_:
-                self._end(*open_.pop(0))
+                slot = self._take_slot()
+                self._open.append((block, slot, self._copy(block, slot)))
+                if len(self._open) == SLOTS - 1:
+                    self._end(*self._open.pop(0))
+            while self._open:
+                self._end(*self._open.pop(0))
             self._out.put(None)
         except BaseException as err:
             self._out.put(err)
 
-    def _take_slot(self, open_: list[tuple[Block, int, int]]) -> int:
+    def _take_slot(self) -> int:
         while not self._stop:
             with contextlib.suppress(queue.Empty):
                 return self._free.get(timeout=WAIT_S)
-            if open_:
-                self._end(*open_.pop(0))
+            if self._open:
+                self._end(*self._open.pop(0))
         raise LoadError("the load was stopped")
 
     def _copy(self, block: Block, slot: int) -> int:
@@ -501,12 +504,7 @@ class Copied:
     def _end(self, block: Block, slot: int, lease: int) -> None:
         ok = False
         if lease:
-            assert self._client is not None
-            while lease not in self._ends:
-                self._client.wait(WAIT_S)
-                for c in self._client.poll():
-                    self._ends[c.lease] = c
-            end = self._ends.pop(lease)
+            end = self._await(lease)
             ok = end.ok
             if not ok:
                 _log.warning("kvspray: PyTorch copies a piece of the weights: %s (%s)", end.status.name, end.reason)
@@ -520,9 +518,23 @@ class Copied:
         block.give_back()
         self._out.put((block.piece, slot))
 
+    def _await(self, lease: int) -> kvspray.Completion:
+        """The sidecar writes nothing of it any more."""
+        assert self._client is not None
+        while lease not in self._ends:
+            self._client.wait(WAIT_S)
+            for c in self._client.poll():
+                self._ends[c.lease] = c
+        return self._ends.pop(lease)
+
     def close(self) -> None:
         self._stop = True
         self._thread.join()
+        for block, _, lease in self._open:  # the memory goes to others
+            if lease and self._client is not None:
+                self._client.cancel(lease, "the load ends")
+                self._await(lease)
+            block.give_back()
         if self._client is not None:
             self._client.close()
         if self._device is None and self._region is not None:
@@ -541,9 +553,11 @@ def _guard(worker: Any, load: Load) -> None:
         raise RuntimeError(f"kvspray: {name} is refused, since the weights of this engine are incomplete: {_loads[worker].why()}. Run kvspray load")
 
     def wake_up(tags: list[str] | None = None) -> None:
-        if tags != ["weights"]:
+        if tags == ["weights"]:
+            type(worker).wake_up(worker, tags)
+        elif worker.rank == worker.parallel_config.world_size - 1:
+            # No other rank fails: vLLM reads no more answers after the first failure, and takes the others for those of the next call.
             refuse("wake_up")
-        type(worker).wake_up(worker, tags)
 
     def execute_model(*_: Any, **__: Any) -> None:
         refuse("execute_model")
