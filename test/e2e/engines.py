@@ -19,6 +19,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import cluster as rig
@@ -185,6 +186,16 @@ class Engine:
     def reload_weights(self, path: pathlib.Path) -> None:
         """As a rollout of other weights does it: vLLM's own call, and then its caches are reset."""
         self._call("reload_weights", str(path))
+
+    def rpc(self, method: str | Callable[..., Any], *args: Any) -> list[Any]:
+        """Calls a method of the workers, or a function with each of them, as /collective_rpc of a server does it."""
+        return self._call("rpc", method, *args)
+
+    def sleep(self, level: int) -> None:
+        self._call("sleep", level)
+
+    def wake_up(self, tags: list[str] | None = None) -> bool:
+        return self._call("wake_up", tags)
 
     def set_weights(self, name: str) -> list[str]:
         """Names the weights on every rank. Returns what they said before."""
@@ -385,10 +396,10 @@ class _Loop:
 
     def run(self) -> None:
         while True:
-            busy = self.core.scheduler.has_requests() and not self.paused()
+            busy = self.core.scheduler.has_requests() and not self.paused() and not self.core.is_sleeping()
             while self.conn.poll(0 if busy else 0.2):
                 self.handle(self.conn.recv())
-                busy = not self.paused()
+                busy = not self.paused() and not self.core.is_sleeping()
             if not busy:
                 continue
             for out in self.engine.step():
@@ -435,7 +446,11 @@ class _Loop:
             self.engine.add_request(rid, {"prompt_token_ids": prompt}, sp, lora_request=LoRARequest(*lora) if lora else None)
             return
         key, *args = rest
-        self.conn.send((key, getattr(self, "do_" + kind)(*args)))
+        try:
+            out = getattr(self, "do_" + kind)(*args)
+        except RuntimeError as err:  # as a server answers, and lives
+            out = RuntimeError(str(err))
+        self.conn.send((key, out))
 
     def do_abort(self, rid: str) -> bool:
         entry = self.live.pop(rid, None)
@@ -511,6 +526,15 @@ class _Loop:
     def do_reload_weights(self, path: str) -> None:
         self.core.model_executor.collective_rpc("reload_weights", kwargs={"weights_path": path})
         self.engine.reset_prefix_cache(reset_connector=True)
+
+    def do_rpc(self, method: str | Callable[..., Any], *args: Any) -> list[Any]:
+        return list(self.core.model_executor.collective_rpc(method, args=args))
+
+    def do_sleep(self, level: int) -> None:
+        self.core.sleep(level)
+
+    def do_wake_up(self, tags: list[str] | None) -> bool:
+        return bool(self.core.wake_up(tags))
 
     def do_set_weights(self, name: str) -> list[str]:
         import kvspray_vllm

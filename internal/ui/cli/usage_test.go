@@ -43,6 +43,9 @@ func TestUsageErrors(t *testing.T) {
 		"store stat --output xml":     {`"xml"`, "text or json"},
 		"store fsck":                  {"names no store.disk", "--disk PATH"},
 		"store drain --timeout 0s":    {"--timeout 0s"},
+		"load":                        {"SOURCE, and got none", "kvspray load /models/step-1200"},
+		"load /m --engine localhost":  {`--engine "localhost"`, "http://HOST:PORT"},
+		"load /m --level 3":           {"--level 3", "want 1, or 2"},
 		"serve --config":              {"flag needs an argument: --config", "YAML"},
 	} {
 		code, out, errs := run(strings.Fields(args)...)

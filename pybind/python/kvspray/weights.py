@@ -19,7 +19,7 @@ import os
 import pathlib
 import struct
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,18 +69,24 @@ def digest(path: str | os.PathLike[str], load_format: str = "auto") -> str:
         tensors = [t for f in files for t in _tensors(f)]
         if len(tensors) > MAX_TENSORS:
             raise CheckpointError(f"{root}: {len(tensors)} tensors, at most {MAX_TENSORS}")
-        h = hashlib.sha256(DOMAIN)
-        if root.is_dir():
-            for name in CONFIGS:
-                h.update(_sized(_config(root / name)))
-        for one in sorted(_sampled(tensors)):
-            h.update(one)
+        configs = [config_bytes(root / name) for name in CONFIGS] if root.is_dir() else []
+        name = name_of_hashes(configs, _sampled(tensors))
     except OSError as err:
         raise CheckpointError(f"{root}: {err.strerror or err}") from err
     except CheckpointError:
         raise
     except (ValueError, RecursionError) as err:  # names that are no text, JSON that is nested without end
         raise CheckpointError(f"{root}: not a checkpoint that can be read: {type(err).__name__}: {err}") from err
+    return name
+
+
+def name_of_hashes(configs: Sequence[bytes], hashes: Iterable[bytes]) -> str:
+    """configs: of CONFIGS, by config_bytes. hashes: of the tensors, by hash_of, in any order."""
+    h = hashlib.sha256(DOMAIN)
+    for config in configs:
+        h.update(_sized(config))
+    for one in sorted(hashes):
+        h.update(one)
     return "checkpoint:" + h.hexdigest()[:40]
 
 
@@ -159,7 +165,8 @@ def _read(path: pathlib.Path, most: int) -> bytes:
     return data
 
 
-def _config(path: pathlib.Path) -> bytes:
+def config_bytes(path: pathlib.Path) -> bytes:
+    """A configuration as digests have it; empty if there is none."""
     try:
         raw = _read(path, MAX_JSON_BYTES)
     except FileNotFoundError:
@@ -249,8 +256,7 @@ def _zipped(file: pathlib.Path) -> Iterator[Tensor]:
 
 def _sampled(tensors: list[Tensor]) -> list[bytes]:
     """A hash of each tensor, with its samples."""
-    count = max(1, min(SAMPLES // max(len(tensors), 1), SAMPLES_PER_TENSOR))
-    size = max(256, min(SAMPLED_BYTES // max(count * len(tensors), 1), SAMPLE_BYTES))
+    count, size = sampling(len(tensors))
     by_file: dict[pathlib.Path, list[Tensor]] = {}
     for t in tensors:
         by_file.setdefault(t.file, []).append(t)
@@ -269,15 +275,26 @@ def _hashes(fd: int, tensors: list[Tensor], count: int, size: int) -> list[bytes
     return [_hash(fd, t, count, size) for t in tensors]
 
 
+def sampling(tensors: int) -> tuple[int, int]:
+    """Samples of each of so many tensors, and bytes of one."""
+    count = max(1, min(SAMPLES // max(tensors, 1), SAMPLES_PER_TENSOR))
+    return count, max(256, min(SAMPLED_BYTES // max(count * tensors, 1), SAMPLE_BYTES))
+
+
+def places(nbytes: int, count: int, size: int) -> list[tuple[int, int]]:
+    """Where the samples of a tensor are, and how long."""
+    if nbytes <= count * size:
+        return [(0, nbytes)]
+    return [((nbytes - size) * i // max(count - 1, 1), size) for i in range(count)]  # the first at its beginning, the last at its end
+
+
+def hash_of(name: str, kind: str, shape: tuple[int, ...], nbytes: int, samples: bytes) -> bytes:
+    parts = [name.encode("utf-8", "surrogatepass"), kind.encode(), repr(shape).encode(), str(nbytes).encode()]
+    return hashlib.sha256(b"".join(_sized(x) for x in parts) + samples).digest()
+
+
 def _hash(fd: int, t: Tensor, count: int, size: int) -> bytes:
-    parts = [t.name.encode("utf-8", "surrogatepass"), t.kind.encode(), repr(t.shape).encode(), str(t.bytes).encode()]
-    h = hashlib.sha256(b"".join(_sized(x) for x in parts))
-    if t.bytes <= count * size:
-        h.update(_at(fd, t, 0, t.bytes))
-    else:
-        for i in range(count):  # the first at its beginning, the last at its end
-            h.update(_at(fd, t, (t.bytes - size) * i // max(count - 1, 1), size))
-    return h.digest()
+    return hash_of(t.name, t.kind, t.shape, t.bytes, b"".join(_at(fd, t, at, n) for at, n in places(t.bytes, count, size)))
 
 
 def _at(fd: int, t: Tensor, offset: int, n: int) -> bytes:

@@ -28,6 +28,10 @@ def register() -> None:
     # ValueError: the name is registered.
     with contextlib.suppress(ValueError):
         KVConnectorFactory.register_connector("KVSprayConnector", "kvspray_vllm.connector", "KVSprayConnector")
+    with contextlib.suppress(ImportError):  # a vLLM that cannot reload weights
+        from kvspray_vllm import load
+
+        load.install()
     if os.environ.get("KVSPRAY_SLEEP", "0") not in ("", "0"):
         from kvspray_vllm import sleep
 

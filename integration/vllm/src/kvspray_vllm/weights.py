@@ -40,10 +40,16 @@ def name_of(config: VllmConfig, log: logging.Logger, path: str | None = None) ->
         p = config.parallel_config
         return f"dummy:tp{p.tensor_parallel_size}:pp{p.pipeline_parallel_size}:{config.device_config.device_type}"
     m = config.model_config
-    name = _digest(path or str(m.model_weights or m.model), None if path else m.revision, config, load, log)
+    return with_draft(config, _digest(path or str(m.model_weights or m.model), None if path else m.revision, config, load, log), log)
+
+
+def with_draft(config: VllmConfig, name: str, log: logging.Logger) -> str:
+    """The name of a model's weights and of those of the model that drafts for it."""
+    m = config.model_config
+    load = str(getattr(config.load_config.load_format, "value", config.load_config.load_format))
     draft = getattr(config.speculative_config, "draft_model_config", None)
     if draft is not None and draft.model != m.model:  # its layers have a cache, too
-        name = f"{name}+{_digest(str(draft.model), draft.revision, config, load, log)}"
+        return f"{name}+{_digest(str(draft.model), draft.revision, config, load, log)}"
     return name
 
 

@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package loadctl
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"slices"
+	"strings"
+	"testing"
+)
+
+// engine answers as vLLM and the plug-in do. answers has JSON by method, or by path; what is
+// missing succeeds.
+type engine struct {
+	ranks   int
+	answers map[string][]string // one after another; the last one again and again
+	calls   []string
+}
+
+func (e *engine) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	name := strings.TrimPrefix(r.URL.RequestURI(), "/")
+	var body struct {
+		Method string   `json:"method"`
+		Args   []string `json:"args"`
+	}
+	if r.URL.Path == "/collective_rpc" {
+		if err := json.NewDecoder(r.Body).Decode(&body); err != nil || body.Args == nil {
+			http.Error(w, "bad body", http.StatusBadRequest)
+			return
+		}
+		name = strings.TrimPrefix(body.Method, "kvspray_load_")
+	}
+	e.calls = append(e.calls, name)
+	said := map[string]string{
+		"check":                 `{"digest":"d","bytes":10,"tensors":2,"files":1,"checked":true}`,
+		"begin":                 `{"digest":"d"}`,
+		"poll":                  `{"state":"loaded","bytes":10,"total":10}`,
+		"finish":                `{"weights":"d","bytes":10,"seconds":2}`,
+		"cancel":                `{"state":"failed"}`,
+		"wake_up?tags=weights":  `{"status":"sleeping"}`,
+		"wake_up?tags=kv_cache": `{"status":"awake"}`,
+	}[name]
+	if list := e.answers[name]; len(list) > 0 {
+		said = list[0]
+		if len(list) > 1 {
+			e.answers[name] = list[1:]
+		}
+	}
+	if status, text, ok := strings.Cut(said, " "); ok && len(status) == 3 {
+		var code int
+		_, _ = fmt.Sscan(status, &code)
+		http.Error(w, text, code)
+		return
+	}
+	if body.Method != "" && !strings.HasPrefix(said, "[") {
+		said = "[" + strings.Repeat(said+",", e.ranks-1) + said + "]"
+	}
+	if body.Method != "" {
+		said = `{"results":` + said + `}`
+	}
+	_, _ = w.Write([]byte(said))
+}
+
+func load(t *testing.T, e *engine, change func(*Loader)) (string, error) {
+	t.Helper()
+	srv := httptest.NewServer(e)
+	defer srv.Close()
+	var out, log strings.Builder
+	l := Loader{Engine: srv.URL, Source: "/m", Level: 2, Out: &out, Log: &log}
+	if change != nil {
+		change(&l)
+	}
+	err := l.Run(context.Background())
+	return out.String(), err
+}
+
+func TestLoad(t *testing.T) {
+	e := &engine{ranks: 2, answers: map[string][]string{
+		"poll": {`[{"state":"loaded","bytes":10},{"state":"loading","bytes":5,"total":10}]`,
+			`{"state":"loaded","bytes":10,"total":10}`},
+	}}
+	out, err := load(t, e, nil)
+	if err != nil || out != "d is loaded on 2 ranks, 20 bytes in 2.00 s. The engine is awake\n" {
+		t.Fatal(out, err)
+	}
+	want := []string{"check", "sleep?level=2", "wake_up?tags=weights", "begin", "poll", "poll",
+		"finish", "wake_up?tags=kv_cache"}
+	if !slices.Equal(e.calls, want) {
+		t.Error("calls:", e.calls)
+	}
+	e = &engine{ranks: 1}
+	out, err = load(t, e, func(l *Loader) { l.Asleep, l.JSON, l.Level = true, true, 1 })
+	if err != nil || out != `{"weights":"d","ranks":1,"bytes":10,"seconds":2,"awake":false}`+"\n" {
+		t.Fatal(out, err)
+	}
+	if !slices.Contains(e.calls, "sleep?level=1") ||
+		slices.Contains(e.calls, "wake_up?tags=kv_cache") {
+		t.Error("calls:", e.calls)
+	}
+}
+
+// Whatever fails, the engine does not wake up, and the error has its state and a remedy.
+func TestFailures(t *testing.T) {
+	for _, c := range []struct {
+		name, answer, want string
+		last               string // of the calls
+	}{
+		{"check", `{"error":"tensor x is missing"}`,
+			"rank 0: tensor x is missing. The engine is as it was", "check"},
+		{"check", `[{"digest":"d"},{"digest":"e"}]`, "d on one rank and e on another", "check"},
+		{"check", `[]`, "no rank answers check", "check"},
+		{"check", `["no"]`, "a plug-in of another version", "check"},
+		{"check", "404 not found", "VLLM_SERVER_DEV_MODE=1", "check"},
+		{"check", "500 Method 'x' is not implemented.", "install kvspray-vllm", "check"},
+		{"sleep?level=2", "500 no", "Its weights are as they were", "sleep?level=2"},
+		{"wake_up?tags=weights", `{"status":"awake"}`, "nothing is loaded", "wake_up?tags=weights"},
+		{"begin", `{"error":"changed"}`, "changed. The engine stays asleep", "begin"},
+		{"poll", `[{"state":"loaded"},{"state":"failed","error":"disk"}]`,
+			"rank 1: disk. The engine stays asleep: load again", "cancel"},
+		{"poll", "500 gone", "gone. The engine stays asleep", "cancel"},
+		{"finish", `{"error":"no"}`, "The engine stays asleep: load again", "finish"},
+		{"wake_up?tags=kv_cache", "500 no memory", "has the new weights and sleeps",
+			"wake_up?tags=kv_cache"},
+		{"wake_up?tags=kv_cache", `{"status":"sleeping"}`, `has the new weights and is "sleeping"`,
+			"wake_up?tags=kv_cache"},
+	} {
+		e := &engine{ranks: 2, answers: map[string][]string{c.name: {c.answer}}}
+		out, err := load(t, e, nil)
+		if err == nil || !strings.Contains(err.Error(), c.want) || out != "" {
+			t.Errorf("%s answers %s: %q, %v", c.name, c.answer, out, err)
+		}
+		if got := e.calls[len(e.calls)-1]; got != c.last {
+			t.Errorf("%s answers %s: the last call is %s, want %s", c.name, c.answer, got, c.last)
+		}
+	}
+	_, err := load(t, &engine{ranks: 1}, func(l *Loader) { l.Engine = "http://127.0.0.1:1" })
+	if err == nil || !strings.Contains(err.Error(), "no engine answers at http://127.0.0.1:1") {
+		t.Error(err)
+	}
+}
+
+// A command that is stopped stops the load.
+func TestStopped(t *testing.T) {
+	e := &engine{ranks: 1, answers: map[string][]string{"poll": {`{"state":"loading","total":10}`}}}
+	ctx, stop := context.WithCancelCause(context.Background())
+	srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		e.ServeHTTP(w, r)
+		if e.calls[len(e.calls)-1] == "poll" {
+			stop(errors.New("interrupted"))
+		}
+	}))
+	defer srv.Close()
+	var out strings.Builder
+	l := Loader{Engine: srv.URL, Source: "/m", Level: 2, Out: &out, Log: &out}
+	err := l.Run(ctx)
+	if err == nil || !strings.Contains(err.Error(), "interrupted. The engine stays asleep") {
+		t.Error(err)
+	}
+	if got := e.calls[len(e.calls)-1]; got != "cancel" {
+		t.Error("the last call is", got)
+	}
+}

@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvspray load`: other weights for an engine that sleeps. Its tokens are then those of an engine that was started with them, and what fails serves nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import cluster as rig
+import pytest
+from conftest import MODEL, Cluster
+from engines import ENV, Engine
+from prompts import fresh
+from test_offer import Offer
+from test_tokens import Moved
+
+PIECE = 64 << 10  # the model's largest tensors take several
+PROMPT = fresh(200, "load")
+
+MAKE = """
+import pathlib, sys, torch
+from safetensors.torch import load_file, save_file
+gen = torch.Generator().manual_seed(11)
+(file,) = pathlib.Path(sys.argv[1]).glob("*.safetensors")
+tensors = {k: t[torch.randperm(len(t), generator=gen)] if t.dim() > 1 else t for k, t in load_file(file).items()}
+how, names = sys.argv[2], sorted(tensors)
+name = names[len(names) // 2]
+if how == "shape":
+    tensors[name] = tensors[name][:-1].contiguous()
+elif how == "dtype":
+    tensors[name] = tensors[name].float()
+elif how == "missing":
+    del tensors[name]
+elif how == "more":
+    tensors["other.weight"] = tensors[name].clone()
+save_file(tensors, file, metadata={"format": "pt"})
+print(name)
+"""
+
+
+def made(workdir: pathlib.Path, name: str, how: str) -> tuple[pathlib.Path, str]:
+    dir = workdir / name
+    shutil.copytree(MODEL, dir)
+    run = subprocess.run([sys.executable, "-c", MAKE, str(dir), how], check=True, capture_output=True, text=True)
+    return dir, run.stdout.strip()
+
+
+def request(source: str | pathlib.Path, **more: Any) -> str:
+    return json.dumps({"source": str(source), "piece_bytes": PIECE, **more})
+
+
+def load(e: Engine, asked: str) -> dict[str, Any]:
+    """What the command does, until the load has ended: the last answer."""
+    said = e.rpc("kvspray_load_check", asked)
+    e.sleep(1)
+    e.wake_up(["weights"])
+    begun = e.rpc("kvspray_load_begin", asked, said[0]["digest"])
+    assert not any("error" in rank for rank in said + begun), (said, begun)
+    while True:
+        said = e.rpc("kvspray_load_poll", "0.2")
+        if all(rank["state"] != "loading" for rank in said):
+            return next((rank for rank in said if rank["state"] != "loaded"), said[0])
+
+
+def loaded(e: Engine, asked: str) -> dict[str, Any]:
+    said = load(e, asked)
+    assert said["state"] == "loaded", said
+    with pytest.raises(RuntimeError, match="has not confirmed them"):
+        e.wake_up()
+    done: dict[str, Any] = e.rpc("kvspray_load_finish")[0]
+    assert e.wake_up()
+    return done
+
+
+def never_serves(e: Engine, why: str) -> None:
+    pending = e.add(PROMPT, 4)
+    with pytest.raises(RuntimeError, match=why):
+        e.wake_up()
+    with pytest.raises(RuntimeError, match=why):
+        e.rpc("execute_model", None)
+    pending.abort()
+
+
+@pytest.fixture(scope="module")
+def b(workdir: pathlib.Path) -> pathlib.Path:
+    return made(workdir, "same", "same")[0]
+
+
+@pytest.fixture(scope="module")
+def c(zygote: None, workdir: pathlib.Path, b: pathlib.Path) -> Iterator[Cluster]:
+    """P and D have A, and R has B from its start."""
+    out = Cluster(workdir, {"transports": {"order": ["shm"]}, "transfer": {"partner": "2s"}})
+    try:
+        out.spawn("P")
+        out.spawn("D")
+        out.spawn("R", model=b)
+        yield out.up()
+        for s in (out.sp, out.sd):
+            assert s.panics() is None
+    finally:
+        out.close()
+
+
+@pytest.mark.parametrize("copies", ["none", "sidecar"])
+def test_tokens_are_those_of_an_engine_that_was_started_with_them(c: Cluster, b: pathlib.Path, copies: str) -> None:
+    old = c.p.run(PROMPT, 12).tokens
+    new = c.r.run(PROMPT, 12).tokens
+    assert old != new, "the other weights say the same: nothing would be shown"
+    for e in (c.p, c.d):
+        done = loaded(e, request(b, copies=copies, socket=c.sp.socket))
+        assert (done["by_sidecar"] > 20) == (copies == "sidecar"), done
+    assert done["weights"] == digest_of(b)
+    c.connected()
+    for e in (c.p, c.d):
+        assert e.run(PROMPT, 12).tokens == new
+    prompt = fresh(300, copies)
+    with Moved(c) as moved:
+        assert c.both(prompt).tokens == c.r.run(prompt, 12).tokens
+    moved.all_loaded(1)
+    c.settle()
+    for e in (c.p, c.d):
+        loaded(e, request(MODEL))
+    c.connected()
+    assert c.p.run(PROMPT, 12).tokens == old
+
+
+@pytest.mark.parametrize("how", ["shape", "dtype", "missing", "more"])
+def test_another_shape_is_refused_before_a_byte_changes(c: Cluster, workdir: pathlib.Path, how: str) -> None:
+    old = c.d.run(PROMPT, 12).tokens
+    dir, name = made(workdir, how, how)
+    (said,) = c.d.rpc("kvspray_load_check", request(dir))
+    assert "error" in said and (name if how != "more" else "other.weight") in said["error"], said
+    # Also for whoever asks without the check.
+    (said,) = c.d.rpc("kvspray_load_begin", request(dir), "checkpoint:x")
+    assert "error" in said, said
+    assert c.d.run(PROMPT, 12).tokens == old
+    c.d.clear_prefix_cache()
+
+
+def test_damaged_folders_are_refused(c: Cluster, workdir: pathlib.Path) -> None:
+    dir = workdir / "cut"
+    shutil.copytree(MODEL, dir)
+    file = dir / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 100)
+    for source, why in ((dir, "cut"), (workdir / "nowhere", "not a directory"), ("relative", "absolute path"), ("ftp://x", "absolute path")):
+        (said,) = c.d.rpc("kvspray_load_check", request(source))
+        assert why in said["error"], said
+
+
+def slowly(_worker: Any, seconds: float) -> None:
+    """Each piece takes so much longer, as those of a larger model do. 0: as before."""
+    from kvspray_vllm import load as module
+
+    inner = getattr(module, "_sample_inner", module._sample)
+
+    def sample(*args: Any) -> None:
+        time.sleep(seconds)
+        inner(*args)
+
+    module._sample_inner, module._sample = inner, sample if seconds else inner
+
+
+@pytest.fixture
+def slow(c: Cluster) -> Iterator[None]:
+    c.d.rpc(slowly, 0.003)
+    yield
+    c.d.rpc(slowly, 0.0)
+
+
+def test_a_file_that_changes_meanwhile(c: Cluster, slow: None, b: pathlib.Path, workdir: pathlib.Path) -> None:
+    for what in ("written", "cut"):
+        dir = workdir / f"to-be-{what}"
+        shutil.copytree(b, dir)
+        asked = request(dir, piece_bytes=8192)
+        file = dir / "model.safetensors"
+        (said,) = c.d.rpc("kvspray_load_check", asked)
+        c.d.sleep(1)
+        c.d.wake_up(["weights"])
+        (begun,) = c.d.rpc("kvspray_load_begin", asked, said["digest"])
+        assert "error" not in begun
+        if what == "cut":
+            os.truncate(file, file.stat().st_size // 2)
+        else:
+            with open(file, "r+b") as f:
+                f.seek(-2, os.SEEK_END)
+                f.write(b"xx")
+        while (said := c.d.rpc("kvspray_load_poll", "0.2")[0])["state"] == "loading":
+            pass
+        assert said["state"] == "failed", said
+        never_serves(c.d, "changed|shorter|ends behind")
+    # A load that succeeds makes it whole.
+    loaded(c.d, request(b))
+    assert c.d.run(PROMPT, 12).tokens == c.r.run(PROMPT, 12).tokens
+    loaded(c.d, request(MODEL))
+
+
+def test_a_load_that_is_stopped(c: Cluster, slow: None, b: pathlib.Path) -> None:
+    asked = request(b, piece_bytes=4096)
+    (said,) = c.d.rpc("kvspray_load_check", asked)
+    c.d.sleep(1)
+    c.d.wake_up(["weights"])
+    c.d.rpc("kvspray_load_begin", asked, said["digest"])
+    (said,) = c.d.rpc("kvspray_load_cancel", "no more")
+    assert said["state"] == "failed" and "no more" in said["error"]
+    never_serves(c.d, "no more")
+    # Or another begins in the middle of one.
+    (said,) = c.d.rpc("kvspray_load_check", asked)
+    c.d.rpc("kvspray_load_begin", asked, said["digest"])
+    loaded(c.d, request(MODEL))
+    assert c.d.run(PROMPT, 12).tokens == c.p.run(PROMPT, 12).tokens
+
+
+def test_the_sidecar_dies_in_the_middle(c: Cluster, slow: None, b: pathlib.Path) -> None:
+    """Copies that it did not make are made without it."""
+    new = c.r.run(PROMPT, 12).tokens
+    cut = 0
+    for i in range(6):
+        asked = request(b, copies="sidecar", socket=c.sd.socket, piece_bytes=8192)
+        (said,) = c.d.rpc("kvspray_load_check", asked)
+        c.d.sleep(1)
+        c.d.wake_up(["weights"])
+        c.d.rpc("kvspray_load_begin", asked, said["digest"])
+        rig.wait_for("copies", lambda i=i: c.d.rpc("kvspray_load_poll", "0")[0]["by_sidecar"] > 5 * i, 20, tick=0.001)
+        c.sd.kill()
+        while (said := c.d.rpc("kvspray_load_poll", "0.5")[0])["state"] == "loading":
+            pass
+        assert said["state"] == "loaded", said
+        cut += 0 < said["by_sidecar"] < 200
+        c.d.rpc("kvspray_load_finish")
+        c.d.wake_up()
+        assert c.d.run(PROMPT, 12).tokens == new
+        c.d.clear_prefix_cache()
+        c.sd.start()
+        c.connected()
+    assert cut > 2, "the sidecar never died in the middle: nothing was shown"
+    loaded(c.d, request(MODEL))
+
+
+def test_the_prefix_cache_is_emptied(c: Cluster, b: pathlib.Path) -> None:
+    c.p.run(PROMPT, 4)
+    loaded(c.p, request(b))
+    assert c.p.run(PROMPT, 12).tokens == c.r.run(PROMPT, 12).tokens
+    loaded(c.p, request(MODEL))
+
+
+def test_two_ranks(c: Cluster, b: pathlib.Path) -> None:
+    e = c.spawn("T", tensor_parallel_size=2)
+    e.wait_up()
+    old = e.run(PROMPT, 12).tokens
+    assert old == c.p.run(PROMPT, 12).tokens
+    loaded(e, request(b))
+    assert e.run(PROMPT, 12).tokens == c.r.run(PROMPT, 12).tokens
+    e.stop()
+    del c.engines["T"]
+
+
+def test_from_another_node(c: Cluster, b: pathlib.Path) -> None:
+    offer = Offer(b, c.sp)
+    try:
+        done = loaded(c.d, request(offer.url, socket=c.sd.socket, piece_bytes=1 << 20))
+        assert done["weights"] == digest_of(b)
+        assert c.d.run(PROMPT, 12).tokens == c.r.run(PROMPT, 12).tokens
+        # The offer ends in the middle of another load.
+        asked = request(offer.url, socket=c.sd.socket, piece_bytes=4096)
+        c.d.rpc(slowly, 0.003)
+        (said,) = c.d.rpc("kvspray_load_check", asked)
+        c.d.sleep(1)
+        c.d.wake_up(["weights"])
+        c.d.rpc("kvspray_load_begin", asked, said["digest"])
+        offer.proc.kill()
+        while (said := c.d.rpc("kvspray_load_poll", "0.5")[0])["state"] == "loading":
+            pass
+        assert said["state"] == "failed", said
+        never_serves(c.d, "offer")
+        c.d.rpc(slowly, 0.0)
+        loaded(c.d, request(MODEL))
+    finally:
+        offer.proc.kill()
+        offer.proc.wait()
+
+
+def digest_of(dir: pathlib.Path) -> str:
+    from kvspray.weights import digest
+
+    return digest(dir)
+
+
+@pytest.fixture
+def server(zygote: None, workdir: pathlib.Path) -> Iterator[str]:
+    """vllm serve with A, in processes of its own."""
+    port = rig.free_port()
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL), "--host", "127.0.0.1", "--port", str(port), "--enforce-eager",
+        "--max-model-len", "1024", "--max-num-seqs", "4", "--kv-cache-memory-bytes", str(16 << 20), "--dtype", "float32", "--served-model-name", "m",
+    ]  # fmt: skip
+    env = {**os.environ, **ENV, "VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    log = workdir / "server.log"
+    with open(log, "wb") as f:
+        proc = subprocess.Popen(command, env=env, stdout=f, stderr=f)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        rig.wait_for("the server", lambda: proc.poll() is not None or rig.get(url + "/health") == "", 300, tick=0.5)
+        assert proc.poll() is None, log.read_text()[-3000:]
+        yield url
+    finally:
+        proc.terminate()
+        proc.wait(60)
+
+
+def said_by(url: str) -> str:
+    body = json.dumps({"model": "m", "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}).encode()
+    ask = urllib.request.Request(url + "/v1/completions", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(ask, timeout=60) as f:
+        return str(json.loads(f.read())["choices"][0]["text"])
+
+
+def command(url: str, source: str | pathlib.Path, *more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([rig.BINARY, "load", str(source), "--engine", url, *more], capture_output=True, text=True, check=False, timeout=120)
+
+
+def asleep(url: str) -> bool:
+    return bool(json.loads(rig.get(url + "/is_sleeping"))["is_sleeping"])
+
+
+def test_the_command(server: str, b: pathlib.Path, workdir: pathlib.Path) -> None:
+    old = said_by(server)
+    run = command(server, b, "--json")
+    assert run.returncode == 0, run.stderr
+    told = json.loads(run.stdout)
+    assert (told["weights"], told["ranks"], told["awake"]) == (digest_of(b), 1, True)
+    new = said_by(server)
+    assert new != old and said_by(server) == new
+
+    run = command(server, made(workdir, "server-shape", "shape")[0])
+    assert run.returncode == 1 and "another shape" in run.stderr and "The engine is as it was" in run.stderr, run.stderr
+    assert said_by(server) == new
+
+    run = command(server, MODEL, "--stay-asleep", "--level", "1")
+    assert run.returncode == 0 and "asleep, with the new weights" in run.stdout, run
+    assert asleep(server)
+    with urllib.request.urlopen(urllib.request.Request(server + "/wake_up", method="POST"), timeout=60) as f:
+        assert json.loads(f.read())["status"] == "awake"
+    assert said_by(server) == old
+
+    # A load that nobody confirms.
+    wide = workdir / "served"
+    shutil.copytree(b, wide)
+    run = subprocess.run(
+        [sys.executable, "-c", UNCONFIRMED, server, request(wide)], capture_output=True, text=True, check=True
+    )  # fmt: skip
+    with pytest.raises(urllib.error.HTTPError) as err:
+        urllib.request.urlopen(urllib.request.Request(server + "/wake_up", method="POST"), timeout=60)
+    assert err.value.code == 500 and asleep(server)
+    run = command(server, b)
+    assert run.returncode == 0, run.stderr
+    assert said_by(server) == new
+
+
+UNCONFIRMED = """
+import json, sys, urllib.request
+def post(path, body=None):
+    ask = urllib.request.Request(sys.argv[1] + path, json.dumps(body).encode() if body else b"", {"Content-Type": "application/json"})
+    with urllib.request.urlopen(ask, timeout=60) as f:
+        return json.loads(f.read() or "null")
+def rpc(method, *args):
+    (said,) = post("/collective_rpc", {"method": "kvspray_load_" + method, "args": list(args)})["results"]
+    assert "error" not in said, said
+    return said
+digest = rpc("check", sys.argv[2])["digest"]
+post("/sleep?level=2")
+post("/wake_up?tags=weights")
+rpc("begin", sys.argv[2], digest)
+while rpc("poll", "0.5")["state"] == "loading":
+    pass
+"""
