@@ -62,6 +62,7 @@ type Life interface {
 	Draining() bool
 	Leaving() bool
 	Leave(on bool)
+	SourceLeases() int
 	Endpoint() string
 }
 
