@@ -69,8 +69,7 @@ func Run(ctx context.Context, o Options) error {
 		}
 		switch left = o.Timeout - time.Since(begun); {
 		case ctx.Err() != nil:
-			return errors.Join(fmt.Errorf("drain: interrupted after %v: %w",
-				time.Since(begun).Round(time.Millisecond), ctx.Err()), looked, told)
+			return interrupted(ctx, begun) // the two were, too, and say nothing
 		case noticed && (o.Engine == "" || idle >= quiet || left <= 0 && idle > 0):
 			return told
 		case noticed && left <= 0:
@@ -81,7 +80,15 @@ func Run(ctx context.Context, o Options) error {
 			pause = min(poll, max(o.Notice-time.Since(begun), time.Millisecond))
 		}
 		sleep(ctx, pause)
+		if ctx.Err() != nil {
+			return errors.Join(interrupted(ctx, begun), looked, told)
+		}
 	}
+}
+
+func interrupted(ctx context.Context, begun time.Time) error {
+	return fmt.Errorf("drain: interrupted after %v: %w", time.Since(begun).Round(time.Millisecond),
+		ctx.Err())
 }
 
 func sleep(ctx context.Context, d time.Duration) {
