@@ -11,9 +11,10 @@
 // in flight and retries are bounded. No byte of D's answer is sent twice. When the client
 // disconnects, both engines' requests are canceled.
 //
-// Goroutines: Watch owns one health checker per back end, one asker of each sidecar, and one feed of
-// KV events per engine that has them, and joins them; Serve owns the HTTP server. Each request owns
-// at most one goroutine for P and one for D's first byte, and joins both before its handler returns.
+// Goroutines: Watch owns one health checker per back end, one asker of each sidecar, and one feed
+// of KV events per engine that has them, and joins them; Serve owns the HTTP server. Each request
+// owns at most one goroutine for P and one for D's first byte, and joins both before its handler
+// returns.
 package proxy
 
 import (

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package web serves a sidecar's HTTP port: health, metrics, state, and a page that shows it. It
-// reads the parts of a node. A process of the same host may change two things: it may have the store
-// drained, and mark the node as one that leaves. No goroutines.
+// reads the parts of a node. A process of the same host may change two things: it may have the
+// store drained, and mark the node as one that leaves. No goroutines.
 package web
 
 import (
