@@ -467,3 +467,35 @@ func TestHealthAndSidecarDoNotWaitForEachOther(t *testing.T) {
 		return asks.Load() >= before+2
 	})
 }
+
+// A sidecar that answers only after its engine's endpoint was compared is compared, too.
+func TestLateSidecarIsCompared(t *testing.T) {
+	var answers atomic.Bool
+	sidecar := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		if !answers.Load() {
+			w.WriteHeader(http.StatusServiceUnavailable)
+			return
+		}
+		fmt.Fprint(w, `{"endpoint":"127.0.0.2:7650"}`)
+	}))
+	defer sidecar.Close()
+	p, d := newEngine(t, answerPrefill), newEngine(t, answerDecode)
+	px, err := New(Config{Prefill: []Prefill{{URL: p.URL, Peer: "127.0.0.1:7650",
+		Sidecar: sidecar.URL}}, Decode: []string{d.URL}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer px.client.CloseIdleConnections()
+	b := px.prefill.all[0]
+	b.hear("127.0.0.1:7650")
+	for _, late := range []bool{false, true} {
+		answers.Store(late)
+		px.askSidecar(t.Context(), b)
+		if err := px.check(t.Context(), b); err != nil {
+			t.Fatal(err)
+		}
+		if warned := strings.Contains(b.warning, "whose endpoint is 127.0.0.2:7650"); warned != late {
+			t.Errorf("it answers: %v, warning %q", late, b.warning)
+		}
+	}
+}

@@ -468,7 +468,7 @@ def inside(argv: list[str]) -> int | None:
     return None
 
 
-# Those of five minutes, and those of which the first ones are parts.
+# Those of eight minutes, and those of which the first ones are parts.
 STEPS, MORE = ("sidecars", "router", "restart", "liveness", "drain", "kill"), ("decode", "prefill")
 
 
