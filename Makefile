@@ -231,7 +231,7 @@ test-docs: build env $(DISTENV)/.stamp ## The shell blocks of the getting-starte
 
 PODS_STEPS ?=
 .PHONY: test-pods test-pods-group
-test-pods: build env $(TOOLS)/chartrender ## The chart's pods, run here without Kubernetes: updates, kills and drains under load (5 minutes; PODS_STEPS=all)
+test-pods: build env $(TOOLS)/chartrender ## The chart's pods, run here without Kubernetes: updates, kills and drains under load (8 minutes; PODS_STEPS=all)
 	$(VENV)/bin/python test/pods/pods.py $(if $(PODS_STEPS),--steps $(PODS_STEPS))
 
 test-pods-group: build env $(TOOLS)/chartrender ## The same for a decode engine of two pods, as a LeaderWorkerSet: blocks reach both

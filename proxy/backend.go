@@ -31,14 +31,18 @@ type backend struct {
 
 	mu       sync.Mutex // guards all below
 	peer     string
-	heard    string // last endpoint of its sidecar according to its engine
-	said     string // last endpoint, of engine or sidecar, that peer was compared with
-	warning  string // why that endpoint contradicts peer
-	unasked  string // why sidecar cannot be asked
-	leaving  bool   // its sidecar says that it ends soon
-	load     int    // requests in flight
-	failures int    // failed health checks in a row
-	known    bool   // the first check was made
+	heard    string    // last endpoint of its sidecar according to its engine
+	said     string    // last endpoint, of engine or sidecar, that peer was compared with
+	compared string    // the same of the endpoint from sidecar
+	warning  string    // why that endpoint contradicts peer
+	unasked  string    // why sidecar cannot be asked
+	told     string    // endpoint from the last answer of sidecar; empty: it did not answer
+	leaving  bool      // its sidecar says that it ends soon
+	answered time.Time // when sidecar did so last
+	silent   bool      // it did not answer since
+	load     int       // requests in flight
+	failures int       // failed health checks in a row
+	known    bool      // the first check was made
 	reason   string
 }
 
@@ -77,6 +81,9 @@ func (b *backend) note(err error) (up, changed bool) {
 		}
 	}
 	up = b.upLocked()
+	if !up && b.silent {
+		b.leaving = false // it has ended; what comes back may have another sidecar, or none
+	}
 	return up, up != before || first
 }
 
@@ -144,6 +151,22 @@ func (b *backend) takes() bool {
 	return b.takesLocked()
 }
 
+// none says why no back end takes requests.
+func (p *pool) none(role string) string {
+	leave := 0
+	for _, b := range p.all {
+		b.mu.Lock()
+		if b.upLocked() && b.leaving {
+			leave++
+		}
+		b.mu.Unlock()
+	}
+	if leave > 0 {
+		return fmt.Sprintf("no %s engine takes requests (%d leave)", role, leave)
+	}
+	return fmt.Sprintf("no %s engine is up", role)
+}
+
 func (p *pool) anyTakes() bool { return slices.ContainsFunc(p.all, (*backend).takes) }
 
 // anyTakesBut reports whether a back end takes requests that is not b.
@@ -162,12 +185,17 @@ func (p *pool) takeThis(b *backend) *backend {
 	return b
 }
 
-// watch checks one back end until ctx ends.
-func (p *Proxy) watch(ctx context.Context, b *backend) {
+// watch checks one back end until ctx ends. The first outcome counts only after the first answer of
+// its sidecar, or its timeout, so that a router that starts sends nothing to an engine that leaves.
+func (p *Proxy) watch(ctx context.Context, b *backend, asked <-chan struct{}) {
 	tick := time.NewTicker(healthEvery)
 	defer tick.Stop()
 	for {
 		err := p.check(ctx, b)
+		select {
+		case <-ctx.Done():
+		case <-asked:
+		}
 		if ctx.Err() != nil {
 			return
 		}
@@ -192,28 +220,41 @@ func (p *Proxy) watch(ctx context.Context, b *backend) {
 	}
 }
 
+// watchSidecar asks the sidecar of one back end until ctx ends, also while the engine is down.
+// Neither waits for the other. It closes asked after the first time.
+func (p *Proxy) watchSidecar(ctx context.Context, b *backend, asked chan<- struct{}) {
+	tick := time.NewTicker(healthEvery)
+	defer tick.Stop()
+	p.askSidecar(ctx, b)
+	close(asked)
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+		p.askSidecar(ctx, b)
+	}
+}
+
+func (p *Proxy) askSidecar(ctx context.Context, b *backend) {
+	asking, cancel := context.WithTimeout(ctx, sidecarTimeout)
+	defer cancel()
+	n, err := p.node(asking, b)
+	if ctx.Err() != nil {
+		return // the router ends
+	}
+	p.asked(b, n.Endpoint, err)
+}
+
 func (p *Proxy) check(ctx context.Context, b *backend) error {
 	ctx, cancel := context.WithTimeout(ctx, healthTimeout)
 	defer cancel()
 	if err := p.get(ctx, b.url+"/health", nil); err != nil {
 		return err
 	}
-	said := ""
-	if b.sidecar != "" {
-		n, err := p.node(ctx, b)
-		if errors.Is(err, context.Canceled) {
-			return nil // the router ends
-		}
-		if b.role == rolePrefill {
-			said = p.asked(b, n.Endpoint, err)
-		} else if err == nil && p.placing != nil {
-			b.mu.Lock()
-			b.peer = n.Endpoint
-			b.mu.Unlock()
-		}
-	}
 	b.mu.Lock()
-	asked := said
+	said, asked := b.told, b.told
 	// the engine is more reliable than a sidecar that may be another engine's
 	if b.heard != "" || !b.configured {
 		said = b.heard
@@ -231,19 +272,29 @@ type node struct {
 }
 
 // node asks the sidecar of a back end. While it does not answer, its last word on whether the
-// engine leaves stays: a slow answer must not bring requests to an engine that ends.
+// engine leaves stays for leavingFor: a slow answer must not bring requests to an engine that ends.
 func (p *Proxy) node(ctx context.Context, b *backend) (node, error) {
 	var n node
-	if err := p.get(ctx, b.sidecar+"/v1/node", &n); err != nil {
-		return node{}, err
-	}
+	err := p.get(ctx, b.sidecar+"/v1/node", &n)
 	b.mu.Lock()
-	changed := b.leaving != n.Leaving
-	b.leaving = n.Leaving
+	leaves, was := n.Leaving, b.leaving
+	if b.silent = err != nil; b.silent {
+		leaves = was && time.Since(b.answered) < leavingFor
+	} else {
+		b.answered = time.Now()
+	}
+	b.leaving = leaves
+	up := b.upLocked()
 	b.mu.Unlock()
-	if changed {
-		p.log.Info("back end leaves, or stays after all", "role", b.role, "url", b.url, "leaving",
-			n.Leaving)
+	switch {
+	case !up || leaves == was:
+	case leaves:
+		p.log.Info("back end leaves", "role", b.role, "url", b.url)
+	default:
+		p.log.Info("back end takes requests again", "role", b.role, "url", b.url)
+	}
+	if err != nil {
+		return node{}, err
 	}
 	if n.Endpoint == "" {
 		return n, errors.New("its answer contains no endpoint")
@@ -251,38 +302,56 @@ func (p *Proxy) node(ctx context.Context, b *backend) (node, error) {
 	return n, nil
 }
 
-// asked uses the endpoint from the prefill's sidecar, unless the operator has set one. A sidecar
-// that does not answer does not take the engine out: requests then go prefill first, and the engine
-// itself names the endpoint.
-func (p *Proxy) asked(b *backend, endpoint string, err error) string {
+// asked uses the endpoint from the sidecar of a prefill, unless the operator has set one, and of a
+// decode if a policy needs it. A sidecar that does not answer does not take the engine out:
+// requests then go prefill first, and the engine itself names the endpoint. No answer is expected
+// while the engine is not up.
+func (p *Proxy) asked(b *backend, endpoint string, err error) {
+	flag := "--" + b.role + "-sidecar"
+	b.mu.Lock()
+	defer b.mu.Unlock()
 	unasked := ""
 	if err != nil {
 		endpoint = ""
-		costs := "until it answers, decode engines start only after the prefill"
-		if b.configured {
-			costs = "nothing checks --prefill-peer"
+		if b.known && b.upLocked() {
+			unasked = fmt.Sprintf("%s %s cannot be asked (%v): %s; pass the http.listen of "+
+				"this engine's sidecar", flag, b.sidecar, err, b.costs())
 		}
-		unasked = fmt.Sprintf("--prefill-sidecar %s cannot be asked (%v): %s; pass the http.listen of "+
-			"this engine's sidecar", b.sidecar, err, costs)
 	}
-	b.mu.Lock()
-	defer b.mu.Unlock()
 	switch was := b.unasked; {
 	case unasked != "" && was == "":
-		p.log.Warn("the prefill's sidecar cannot be asked", "url", b.url, "prefill_sidecar",
-			b.sidecar, "err", err,
-			"remedy", "pass the http.listen of this engine's running sidecar as --prefill-sidecar")
-	case unasked == "" && was != "":
-		p.log.Info("the prefill's sidecar answers", "url", b.url, "prefill_sidecar", b.sidecar)
+		p.log.Warn("the sidecar of an engine cannot be asked", "role", b.role, "url", b.url,
+			b.role+"_sidecar", b.sidecar, "err", err,
+			"remedy", "pass the http.listen of this engine's running sidecar as "+flag)
+	case err == nil && was != "":
+		p.log.Info("the sidecar of an engine answers", "role", b.role, "url", b.url, b.role+"_sidecar",
+			b.sidecar)
 	}
 	b.unasked = unasked
+	if b.role == roleDecode {
+		if err == nil && p.placing != nil {
+			b.peer = endpoint
+		}
+		return
+	}
+	b.told = endpoint
 	if !b.configured && endpoint != b.peer {
 		if endpoint != "" {
 			p.log.Info("endpoint of the prefill's sidecar", "url", b.url, "peer", endpoint)
 		}
 		b.peer, b.said, b.warning = endpoint, "", ""
 	}
-	return endpoint
+}
+
+// costs says what a sidecar costs that cannot be asked.
+func (b *backend) costs() string {
+	switch {
+	case b.role == roleDecode:
+		return "until it answers, nothing shows that the engine leaves"
+	case b.configured:
+		return "nothing checks --prefill-peer, or shows that the engine leaves"
+	}
+	return "until it answers, decode engines start only after the prefill"
 }
 
 // hear records an engine's endpoint of its sidecar. The next check compares it: a comparison looks
@@ -299,7 +368,7 @@ func (b *backend) hear(peer string) {
 // is the endpoint from the named sidecar; said is that, or the engine's.
 func (p *Proxy) compare(ctx context.Context, b *backend, said, asked string) {
 	b.mu.Lock()
-	peer, known := b.peer, said == b.said
+	peer, known := b.peer, said == b.said && (asked == "" || asked == b.compared)
 	b.mu.Unlock()
 	if peer == "" || said == "" || known {
 		return
@@ -326,7 +395,7 @@ func (p *Proxy) compare(ctx context.Context, b *backend, said, asked string) {
 			"peer", peer, "sidecar", said, "remedy", remedy)
 	}
 	b.mu.Lock()
-	b.said, b.warning = said, warning
+	b.said, b.compared, b.warning = said, asked, warning
 	b.mu.Unlock()
 }
 

@@ -148,12 +148,10 @@ type job struct {
 	firstAt time.Time // D's first byte
 }
 
-var errNoDecode = errors.New("no decode engine is up")
-
 func (j *job) run(ctx context.Context) {
 	if !j.p.decode.anyTakes() {
 		// A prefill would compute, and hold its blocks, for a decode engine that does not come.
-		j.fail(http.StatusServiceUnavailable, codeNoEngine, errNoDecode)
+		j.fail(http.StatusServiceUnavailable, codeNoEngine, errors.New(j.p.decode.none(roleDecode)))
 		return
 	}
 	pre, ok := j.place(ctx)
@@ -329,7 +327,7 @@ func (j *job) decode(ctx context.Context, params json.RawMessage) {
 		}
 	}
 	if last == nil {
-		j.fail(http.StatusServiceUnavailable, codeNoEngine, errNoDecode)
+		j.fail(http.StatusServiceUnavailable, codeNoEngine, errors.New(j.p.decode.none(roleDecode)))
 		return
 	}
 	j.fail(http.StatusBadGateway, codeEngineFailed, last)
@@ -518,7 +516,7 @@ func (p *Proxy) pass(w http.ResponseWriter, r *http.Request) {
 	}
 	b := p.decode.take(nil)
 	if b == nil {
-		p.refuse(w, http.StatusServiceUnavailable, codeNoEngine, "no decode engine is up")
+		p.refuse(w, http.StatusServiceUnavailable, codeNoEngine, p.decode.none(roleDecode))
 		return
 	}
 	defer b.done()
@@ -570,10 +568,10 @@ func (p *Proxy) health(w http.ResponseWriter, _ *http.Request) {
 	w.Header().Set("Content-Type", "application/json")
 	status := "ok"
 	if !p.decode.anyTakes() {
-		status = "no decode engine is up"
+		status = p.decode.none(roleDecode)
 		w.WriteHeader(http.StatusServiceUnavailable)
 	} else if len(p.prefill.all) > 0 && !p.prefill.anyTakes() {
-		status = "degraded: no prefill engine is up"
+		status = "degraded: " + p.prefill.none(rolePrefill)
 	}
 	// the client may be gone
 	_ = json.NewEncoder(w).Encode(map[string]any{"status": status, "mode": p.mode, "backends": list})

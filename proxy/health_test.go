@@ -3,6 +3,7 @@
 package proxy
 
 import (
+	"errors"
 	"fmt"
 	"io"
 	"log/slog"
@@ -183,8 +184,9 @@ func TestSidecarThatCannotBeAsked(t *testing.T) {
 			defer px.client.CloseIdleConnections()
 			b := px.prefill.all[0]
 			for range 3 {
-				if err := px.check(t.Context(), b); err != nil {
-					t.Fatalf("the engine is taken out for its sidecar: %v", err)
+				px.askSidecar(t.Context(), b)
+				if up, _ := b.note(px.check(t.Context(), b)); !up {
+					t.Fatalf("the engine is taken out for its sidecar: %s", b.reason)
 				}
 			}
 			if out := log.String(); strings.Count(out, "\n") != 1 || !strings.Contains(out,
@@ -203,6 +205,7 @@ func TestSidecarThatCannotBeAsked(t *testing.T) {
 				t.Errorf("peer %q", b.peerAddr())
 			}
 			b.sidecar = node(200, `{"endpoint":"127.0.0.1:7650"}`).URL
+			px.askSidecar(t.Context(), b)
 			if err := px.check(t.Context(), b); err != nil {
 				t.Fatal(err)
 			}
@@ -333,4 +336,166 @@ func TestLeavingEngine(t *testing.T) {
 	until(t, "they do not come back", func() bool {
 		return px.prefill.anyTakes() && px.decode.all[0].takes()
 	})
+}
+
+// A decode engine whose sidecar cannot be asked would get requests until its end.
+func TestDecodeSidecarThatCannotBeAsked(t *testing.T) {
+	var log kvtest.Log
+	gone, d := newEngine(t, answerDecode), newEngine(t, answerDecode)
+	gone.Close()
+	px, err := New(Config{Decode: []string{d.URL}, DecodeSidecars: []string{gone.URL},
+		Log: slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelWarn}))})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer px.client.CloseIdleConnections()
+	b := px.decode.all[0]
+	// Before the engine is up nobody expects an answer of its sidecar.
+	px.askSidecar(t.Context(), b)
+	if log.String() != "" {
+		t.Errorf("logged: %s", log.String())
+	}
+	for range 3 {
+		if up, _ := b.note(px.check(t.Context(), b)); !up {
+			t.Fatalf("the engine is taken out for its sidecar: %s", b.reason)
+		}
+		px.askSidecar(t.Context(), b)
+	}
+	if out := log.String(); strings.Count(out, "\n") != 1 || !strings.Contains(out,
+		"decode_sidecar="+gone.URL) || !strings.Contains(out, "as --decode-sidecar") {
+		t.Errorf("logged: %s", out)
+	}
+	w := httptest.NewRecorder()
+	px.Handler().ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/health", nil))
+	for _, want := range []string{`"warning"`, "--decode-sidecar " + gone.URL, "connection refused",
+		"nothing shows that the engine leaves"} {
+		if !strings.Contains(w.Body.String(), want) {
+			t.Errorf("%s: no %q", w.Body, want)
+		}
+	}
+}
+
+// The mark of a sidecar that is gone ends with its engine, or after its time.
+func TestLeavingEnds(t *testing.T) {
+	var silent atomic.Bool
+	sidecar := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		if silent.Load() {
+			w.WriteHeader(http.StatusServiceUnavailable)
+			return
+		}
+		fmt.Fprint(w, `{"endpoint":"10.1.2.3:7650","leaving":true}`)
+	}))
+	defer sidecar.Close()
+	var log kvtest.Log
+	d := newEngine(t, answerDecode)
+	px, err := New(Config{Decode: []string{d.URL}, DecodeSidecars: []string{sidecar.URL},
+		Log: slog.New(slog.NewTextHandler(&log, nil))})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer px.client.CloseIdleConnections()
+	b := px.decode.all[0]
+	b.note(nil)
+	ask := func(wantTakes bool, what string) {
+		t.Helper()
+		px.askSidecar(t.Context(), b)
+		if b.takes() != wantTakes {
+			t.Error(what)
+		}
+	}
+	ask(false, "it does not leave")
+	w := httptest.NewRecorder()
+	px.Handler().ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/health", nil))
+	if want := "no decode engine takes requests (1 leave)"; w.Code != 503 ||
+		!strings.Contains(w.Body.String(), want) {
+		t.Errorf("%d %s: want %q", w.Code, w.Body, want)
+	}
+	silent.Store(true)
+	ask(false, "a sidecar that does not answer brings its engine back")
+	b.answered = b.answered.Add(-leavingFor)
+	ask(true, "the mark has no end")
+
+	silent.Store(false)
+	ask(false, "it does not leave")
+	silent.Store(true)
+	ask(false, "a sidecar that does not answer brings its engine back")
+	b.note(errors.New("once"))
+	b.note(errors.New("twice"))
+	if b.note(nil); !b.takes() {
+		t.Error("the mark outlives the engine")
+	}
+	for _, want := range []string{`msg="back end leaves"`, `msg="back end takes requests again"`} {
+		if !strings.Contains(log.String(), want) {
+			t.Errorf("%q is not logged: %s", want, log.String())
+		}
+	}
+}
+
+// Neither a slow sidecar nor an engine that fails its health checks delays what the other one says.
+func TestHealthAndSidecarDoNotWaitForEachOther(t *testing.T) {
+	var checks, asks, during atomic.Int64
+	var slow, unwell atomic.Bool
+	d := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.URL.Path == "/health" {
+			checks.Add(1)
+			if unwell.Load() {
+				w.WriteHeader(http.StatusServiceUnavailable)
+			}
+		}
+	}))
+	defer d.Close()
+	sidecar := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		asks.Add(1)
+		if slow.Load() {
+			before := checks.Load()
+			<-r.Context().Done()
+			during.Add(checks.Load() - before)
+			return
+		}
+		fmt.Fprint(w, `{"endpoint":"10.1.2.3:7650"}`)
+	}))
+	defer sidecar.Close()
+	px, _ := start(t, Config{Decode: []string{d.URL}, DecodeSidecars: []string{sidecar.URL}})
+	until(t, "the engine is not up", px.decode.anyTakes)
+	slow.Store(true)
+	until(t, "a health check waits for the sidecar", func() bool { return during.Load() > 0 })
+	slow.Store(false)
+	unwell.Store(true)
+	until(t, "the engine is not down", func() bool { return !px.decode.anyTakes() })
+	before := asks.Load()
+	until(t, "the sidecar of an engine that is down is not asked", func() bool {
+		return asks.Load() >= before+2
+	})
+}
+
+// A sidecar that answers only after its engine's endpoint was compared is compared, too.
+func TestLateSidecarIsCompared(t *testing.T) {
+	var answers atomic.Bool
+	sidecar := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		if !answers.Load() {
+			w.WriteHeader(http.StatusServiceUnavailable)
+			return
+		}
+		fmt.Fprint(w, `{"endpoint":"127.0.0.2:7650"}`)
+	}))
+	defer sidecar.Close()
+	p, d := newEngine(t, answerPrefill), newEngine(t, answerDecode)
+	px, err := New(Config{Prefill: []Prefill{{URL: p.URL, Peer: "127.0.0.1:7650",
+		Sidecar: sidecar.URL}}, Decode: []string{d.URL}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer px.client.CloseIdleConnections()
+	b := px.prefill.all[0]
+	b.hear("127.0.0.1:7650")
+	for _, late := range []bool{false, true} {
+		answers.Store(late)
+		px.askSidecar(t.Context(), b)
+		if err := px.check(t.Context(), b); err != nil {
+			t.Fatal(err)
+		}
+		if warned := strings.Contains(b.warning, "whose endpoint is 127.0.0.2:7650"); warned != late {
+			t.Errorf("it answers: %v, warning %q", late, b.warning)
+		}
+	}
 }

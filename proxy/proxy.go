@@ -11,10 +11,10 @@
 // in flight and retries are bounded. No byte of D's answer is sent twice. When the client
 // disconnects, both engines' requests are canceled.
 //
-// Goroutines: Run owns one health checker per back end, one feed of KV events per engine that has
-// them, and the HTTP server, and joins them. Each
-// request owns at most one goroutine for P and one for D's first byte, and joins both before its
-// handler returns.
+// Goroutines: Watch owns one health checker per back end, one asker of each sidecar, and one feed
+// of KV events per engine that has them, and joins them; Serve owns the HTTP server. Each request
+// owns at most one goroutine for P and one for D's first byte, and joins both before its handler
+// returns.
 package proxy
 
 import (
@@ -61,7 +61,9 @@ const (
 	decodeTries      = 2    // back ends tried for one request
 	healthEvery      = time.Second
 	healthTimeout    = 2 * time.Second
-	downAfter        = 2 // health checks in a row
+	sidecarTimeout   = 2 * time.Second
+	leavingFor       = 30 * time.Second // as the sidecar's mark lasts without a renewal
+	downAfter        = 2                // health checks in a row
 	dialTimeout      = 3 * time.Second
 	headerTimeout    = 10 * time.Second // to read a client's header
 	bodyTimeout      = 60 * time.Second // to read a client's body
@@ -310,7 +312,13 @@ func (p *Proxy) Watch(ctx context.Context) {
 	var wg sync.WaitGroup
 	for _, set := range []*pool{p.prefill, p.decode} {
 		for _, b := range set.all {
-			wg.Go(func() { p.watch(ctx, b) })
+			asked := make(chan struct{})
+			if b.sidecar == "" {
+				close(asked)
+			} else {
+				wg.Go(func() { p.watchSidecar(ctx, b, asked) })
+			}
+			wg.Go(func() { p.watch(ctx, b, asked) })
 		}
 	}
 	for _, r := range p.reporters {

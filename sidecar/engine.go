@@ -26,6 +26,7 @@ type engineEvents struct {
 	local  *local.Leases
 	copies *copies
 	pages  *pageStore
+	life   *life
 
 	tracing *tracing // nil: off
 }
@@ -34,6 +35,7 @@ var _ connector.Events = engineEvents{}
 
 // WorkerUp passes a worker to the driver, unless it has no layout and so takes part in no transfer.
 func (e engineEvents) WorkerUp(w *engines.Worker) {
+	e.life.registered()
 	if w.Layout != nil {
 		e.Events.WorkerUp(w)
 	}
@@ -153,7 +155,7 @@ func (e *completions) publish(ctx context.Context) {
 }
 
 // hooks counts what the connector reports.
-func hooks(m *metrics.Set) connector.Hooks {
+func hooks(m *metrics.Set, l *life) connector.Hooks {
 	side := func(source bool) metrics.Side {
 		if source {
 			return metrics.SideSource
@@ -161,8 +163,13 @@ func hooks(m *metrics.Set) connector.Hooks {
 		return metrics.SideDestination
 	}
 	return connector.Hooks{
-		Session:   m.Sessions,
-		Leases:    func(source bool, d int) { m.LeasesOpen(side(source), d) },
+		Session: m.Sessions,
+		Leases: func(source bool, d int) {
+			m.LeasesOpen(side(source), d)
+			if source {
+				l.sources.Add(int64(d))
+			}
+		},
 		Record:    m.Record,
 		Malformed: m.EngineRefused,
 	}

@@ -5,24 +5,37 @@ package sidecar
 import (
 	"sync"
 	"sync/atomic"
+	"time"
+)
+
+const (
+	// leaveFor is how long routers choose other engines after the last Leave. A mark without an end
+	// would outlive its reason: an engine that stays, or one that comes back.
+	leaveFor = 30 * time.Second
+	// renewed is the longest time between two calls of a drain that goes on.
+	renewed = 10 * time.Second
 )
 
 // life is how far a node has come between its start and its end, and its addresses.
 type life struct {
 	serving  atomic.Bool
 	draining atomic.Bool
-	leaving  atomic.Bool
+	sources  atomic.Int64  // open source leases of engines
 	drain    chan struct{} // closed by the first Drain
 	once     sync.Once
 	started  chan struct{} // closed once every address is known, or Run has failed
 
-	mu       sync.Mutex // protects the addresses below, which are known once Run has started
+	now func() time.Time // replaced by tests
+
+	mu   sync.Mutex // protects what is below
+	left time.Time  // of the last Leave; zero: none, or it was taken back
+	// addresses, which are known once Run has started
 	endpoint string
 	http     string
 }
 
 func newLife() *life {
-	return &life{drain: make(chan struct{}), started: make(chan struct{})}
+	return &life{drain: make(chan struct{}), started: make(chan struct{}), now: time.Now}
 }
 
 // Started is closed once the addresses are known, or Run has failed.
@@ -52,11 +65,36 @@ func (l *life) Drain() { l.once.Do(func() { close(l.drain) }) }
 // Draining reports whether the orderly stop has begun.
 func (l *life) Draining() bool { return l.draining.Load() }
 
-// Leave sets whether routers have to choose other engines than those of this node.
-func (l *life) Leave(on bool) { l.leaving.Store(on) }
+// Leave sets whether routers have to choose other engines than those of this node, for leaveFor.
+func (l *life) Leave(on bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.left = time.Time{}
+	if on {
+		l.left = l.now()
+	}
+}
 
-// Leaving reports the last Leave. Nothing else depends on it: leases are served as before.
-func (l *life) Leaving() bool { return l.leaving.Load() }
+// Leaving reports whether routers have to choose other engines. Nothing else depends on it: leases
+// are served as before.
+func (l *life) Leaving() bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return !l.left.IsZero() && l.now().Sub(l.left) < leaveFor
+}
+
+// registered ends the mark if the worker is of a new engine. While a drain goes on, it is of the
+// engine that drains, which returns to a sidecar that has restarted.
+func (l *life) registered() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if !l.left.IsZero() && l.now().Sub(l.left) >= renewed {
+		l.left = time.Time{}
+	}
+}
+
+// SourceLeases counts the open source leases of engines: blocks that wait to be fetched.
+func (l *life) SourceLeases() int { return int(l.sources.Load()) }
 
 func (l *life) setEndpoint(s string) {
 	l.mu.Lock()

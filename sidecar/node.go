@@ -172,7 +172,7 @@ func (n *Node) join(self transport.Peer) error {
 		leases: n.local, registry: n.registry, log: n.log, conv: n.conv, driver: n.driver, gpus: n.gpus}
 	n.conv.pages, n.results.pages = n.pages, n.pages
 	n.events = engineEvents{Events: n.driver.Events, proc: n.proc, local: n.local, copies: n.copies,
-		pages: n.pages, tracing: n.observer.tracing}
+		pages: n.pages, life: n.life, tracing: n.observer.tracing}
 	return nil
 }
 

@@ -180,7 +180,7 @@ func (n *Node) listenEngines() (err error) {
 		Endpoint: n.Endpoint, Events: n.events, Log: n.log,
 		Limits: connector.Limits{Sessions: n.cfg.Engine.MaxSessions, Leases: n.cfg.Engine.MaxLeases,
 			Regions: n.cfg.Engine.MaxRegions},
-		Hooks: hooks(n.metrics), AllowUIDs: uids(n.cfg.Engine.AllowedUIDs),
+		Hooks: hooks(n.metrics, n.life), AllowUIDs: uids(n.cfg.Engine.AllowedUIDs),
 		SocketMode: socketMode(n.cfg.Engine.AllowedUIDs),
 		Deadline:   time.Duration(n.cfg.Transfer.Deadline),
 		Partner:    time.Duration(n.cfg.Transfer.Partner),

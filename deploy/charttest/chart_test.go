@@ -35,6 +35,8 @@ var sets = map[string]api.Level{
 	"node":         api.LevelPrivileged, // the node's namespaces, and a directory of it
 	"multi-node":   api.LevelRestricted, // LeaderWorkerSets
 	"ray":          api.LevelRestricted,
+
+	"multi-node-policy": api.LevelRestricted, // LeaderWorkerSets behind policies
 }
 
 const namespace = "llm"
@@ -331,13 +333,14 @@ func TestBadValues(t *testing.T) {
 		t.Fatal(err)
 	}
 	for name, c := range map[string]struct{ values, text string }{
-		"unknown":       {good + "prefil: {replicas: 2}\n", "prefil"},
-		"unknown below": {good + "router: {replica: 2}\n", "replica"},
-		"type":          {good + "decode: {replicas: many}\n", "/decode/replicas"},
-		"range":         {good + "runAsUser: 0\n", "/runAsUser"},
-		"placement":     {good + "sidecar: {placement: host}\n", "/sidecar/placement"},
-		"size":          {good + "store: {memory: 16Gi}\n", "/store/memory"},
-		"disk alone":    {good + "store: {disk: {size: 1GiB}}\n", "store.memory is empty"},
+		"unknown":             {good + "prefil: {replicas: 2}\n", "prefil"},
+		"unknown below":       {good + "router: {replica: 2}\n", "replica"},
+		"type":                {good + "decode: {replicas: many}\n", "/decode/replicas"},
+		"no time for engines": {good + "drain: {engineSeconds: 0}\n", "/drain/engineSeconds"},
+		"range":               {good + "runAsUser: 0\n", "/runAsUser"},
+		"placement":           {good + "sidecar: {placement: host}\n", "/sidecar/placement"},
+		"size":                {good + "store: {memory: 16Gi}\n", "/store/memory"},
+		"disk alone":          {good + "store: {disk: {size: 1GiB}}\n", "store.memory is empty"},
 		"group of a StatefulSet": {good + "decode: {group: {size: 2}}\n",
 			"set decode.kind to LeaderWorkerSet"},
 		"kind":    {good + "decode: {kind: Deployment}\n", "/decode/kind"},
@@ -362,5 +365,77 @@ func TestBadValues(t *testing.T) {
 				t.Errorf("%v, want an error with %q", err, c.text)
 			}
 		})
+	}
+}
+
+// Policies admit what the pods of a release send each other, and nothing else.
+func TestPolicies(t *testing.T) {
+	docs, err := render(t, readSet(t, "multi-node-policy"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	pods := map[string]labels.Set{}
+	var policies []*networking.NetworkPolicy
+	for _, doc := range docs {
+		o := decode(t, doc)
+		for i, name := range []string{o.name, o.name + " worker"}[:len(o.pods)] {
+			pods[name] = o.pods[i].Labels
+		}
+		if o.kind == "NetworkPolicy" {
+			var p networking.NetworkPolicy
+			if err := yaml.UnmarshalStrict([]byte(doc), &p); err != nil {
+				t.Fatal(err)
+			}
+			policies = append(policies, &p)
+		}
+	}
+	selects := func(s *meta.LabelSelector, pod string) bool {
+		sel, err := meta.LabelSelectorAsSelector(s)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return sel.Matches(pods[pod])
+	}
+	admitted := func(from, to string, port int) bool {
+		for _, p := range policies {
+			if !selects(&p.Spec.PodSelector, to) {
+				continue
+			}
+			for _, rule := range p.Spec.Ingress {
+				peer := slices.ContainsFunc(rule.From, func(f networking.NetworkPolicyPeer) bool {
+					return f.PodSelector != nil && selects(f.PodSelector, from)
+				})
+				if peer && (len(rule.Ports) == 0 || slices.ContainsFunc(rule.Ports,
+					func(x networking.NetworkPolicyPort) bool { return x.Port.IntValue() == port })) {
+					return true
+				}
+			}
+		}
+		return false
+	}
+	const leader, worker, prefill, router = "kv-decode", "kv-decode worker", "kv-prefill", "kv-router"
+	for _, name := range []string{leader, worker, prefill, router} {
+		if pods[name] == nil {
+			t.Fatalf("no pod %s in %v", name, pods)
+		}
+	}
+	for _, c := range []struct {
+		from, to string
+		port     int
+		want     bool
+	}{
+		{leader, worker, 29500, true},
+		{worker, leader, 41234, true},
+		{worker, leader, 8000, true}, // its drain asks for the leader's metrics
+		{router, leader, 8000, true},
+		{router, leader, 7651, true},
+		{prefill, worker, 7653, true},
+		{prefill, leader, 41234, false},
+		{router, worker, 29500, false},
+		{leader, prefill, 29500, false},
+	} {
+		if got := admitted(c.from, c.to, c.port); got != c.want {
+			t.Errorf("%s to port %d of %s: %v, want %v", c.from, c.port, c.to, got, c.want)
+		}
 	}
 }

@@ -122,7 +122,7 @@ var rules = []rule{
 		"the parts do not",
 		own: []string{"control/peer/keys", "internal/config", "internal/sys/cuda", "internal/sys/mem",
 			"internal/sys/topo", "internal/sys/verbs", "internal/ui/ask"}, ext: []string{extSys, extNVML}},
-	{dir: "internal/ui/ask", why: "reads the HTTP port of a sidecar as any client does; the forms " +
+	{dir: "internal/ui/ask", why: "asks the HTTP port of a sidecar as any client does; the forms " +
 		"of the answers belong to its users"},
 	{dir: "internal/ui/status", why: "one screen of what top and doctor read",
 		own: []string{"internal/ui/ask", "internal/ui/doctor", "internal/ui/top"}},
@@ -364,7 +364,7 @@ var rules = []rule{
 	{dir: "internal/ui/loadctl", why: "asks an engine over HTTP; the plug-in in it moves the bytes"},
 	{dir: "internal/ui/storectl",
 		why: "asks a sidecar over HTTP; reads the disks of a store that has none",
-		own: []string{"store/disk"}},
+		own: []string{"internal/ui/ask", "store/disk"}},
 	{dir: "internal/sys/verbs", why: "the verbs surface", ext: []string{extSys}, c: true},
 	{dir: "internal/sys/verbs/fake", why: "verbs without a NIC, for the contract suite",
 		own: []string{"internal/sys/verbs", "internal/sys/mem"}, ext: []string{extSys}},

@@ -292,6 +292,7 @@ class Container:
         self.restarts = 0
         self.proc: subprocess.Popen[bytes] | None = None
         self.log = pod.node.folder / f"{pod.name}.{self.name}.log"
+        self.live_fails = False  # set by a test: its liveness probe fails until it was killed for that
         self.counts: collections.Counter[str] = collections.Counter()  # of probes and their failures
         self.times: dict[str, float] = {}  # when it first began, was started, and ended
         self._ended = threading.Event()
@@ -439,18 +440,23 @@ class Container:
     def _liveness(self, probe: Object, over: threading.Event) -> None:
         failures = 0
         while not over.is_set():
-            failures = 0 if self._ask("liveness", probe) else failures + 1
+            failures = 0 if self._ask("liveness", probe) and not self.live_fails else failures + 1
             if failures >= probe.get("failureThreshold", 3) and not self.pod.ending:
                 self._unwell("liveness")
                 return
             over.wait(probe.get("periodSeconds", 10))
 
     def _unwell(self, kind: str) -> None:
+        """Ends the process as a kubelet does, with its preStop hook; it starts again in the same pod."""
+        self.live_fails = False
         self.pod.node.event(self.pod.name, f"{self.name} is killed: its {kind} probe has failed too often")
+        deadline = time.monotonic() + self.pod.grace
+        self._pre_stop(deadline)
         self._signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired, AttributeError):
-            self.proc.wait(self.pod.grace)
+            self.proc.wait(max(0.0, deadline - time.monotonic()))
             return
+        self.pod.node.event(self.pod.name, f"{self.name} has not ended, killed: after the grace period")
         self._signal(signal.SIGKILL)
 
     def _ask(self, kind: str, probe: Object) -> bool:
@@ -499,10 +505,7 @@ class Container:
             with contextlib.suppress(ProcessLookupError, Failed):
                 os.kill(self.main_pid() if sig == signal.SIGKILL else self.proc.pid, sig)
 
-    def stop(self, deadline: float) -> None:
-        """preStop, SIGTERM, and SIGKILL at the deadline."""
-        if self.proc is None or self.proc.poll() is not None:
-            return
+    def _pre_stop(self, deadline: float) -> None:
         hook = self.spec.get("lifecycle", {}).get("preStop", {})
         if "sleep" in hook:
             self._ended.wait(min(hook["sleep"]["seconds"], max(0.0, deadline - time.monotonic())))
@@ -512,6 +515,12 @@ class Container:
                 self.pod.node.event(self.pod.name, f"preStop of {self.name} ended with status {rc}")
         elif hook:
             raise Failed(f"preStop {hook}: of a kind that this runner does not have")
+
+    def stop(self, deadline: float) -> None:
+        """preStop, SIGTERM, and SIGKILL at the deadline."""
+        if self.proc is None or self.proc.poll() is not None:
+            return
+        self._pre_stop(deadline)
         self._signal(signal.SIGTERM)
         if not self._ended.wait(max(0.0, deadline - time.monotonic())):
             self.pod.killed.append(self.name)
@@ -521,4 +530,3 @@ class Container:
     def kill(self) -> None:
         """kill -9 of its process alone."""
         self._signal(signal.SIGKILL)
-

@@ -5,7 +5,7 @@
 The chart is rendered with test/pods/values.yaml: one prefill engine, two decode engines, a sidecar in the pod of each, two routers. The
 engines are vLLM's CPU back end with a tiny model. test/pods/kubelet.py runs the pods; this program does what the controllers of
 StatefulSets and Deployments do. Eight streams go through the routers all the time. No request may fail in an update, a drain or a
-restart of a sidecar; when a pod is killed, only those whose answer had begun there.
+restart of a sidecar or an engine; when a pod is killed, only those whose answer had begun there.
 
 Written: .build/test-pods with the manifests, the log of each container, and result.json.
 """
@@ -276,7 +276,8 @@ class Test:
         say(f"PROBLEM: {text}")
 
     @contextmanager
-    def step(self, name: str, allowed: Callable[[Request], bool] = lambda q: False) -> Iterator[None]:
+    def step(self, name: str, allowed: Callable[[Request], bool] = lambda q: False, unwell: str = "") -> Iterator[None]:
+        """No request may fail but those that are allowed to; of the pod unwell a container is killed for its liveness probe."""
         say(name)
         begun, at = time.monotonic(), len(self.node.events)
         yield
@@ -290,6 +291,8 @@ class Test:
             self.problem(f"{name}: {len(failed)} of {len(requests)} requests failed")
         took = time.monotonic() - begun
         for e in self.node.events[at:]:
+            if e.pod == unwell and "its liveness probe" in e.text:
+                continue
             if ", killed: " in e.text or "does not start" in e.text or "preStop of" in e.text or "is killed" in e.text or "out of order" in e.text:
                 self.problem(f"{name}: {e.pod}: {e.text}")
         self.steps.append({"step": name, "seconds": round(took, 1), "requests": len(requests), "failed": len(failed), "broken with their pod": excused})
@@ -350,6 +353,10 @@ class Test:
                 with self.step("kill -9 of each sidecar in turn"):
                     for pod in (*self.workload("prefill").pods, *self.workload("decode").pods):
                         self.restart(pod.container("kvspray"))
+            if "liveness" in steps:
+                pod = self.workload("decode").pods[1]
+                with self.step(f"{pod.name} fails its liveness probe once", unwell=pod.name):
+                    self.fail_liveness(pod)
             if "drain" in steps:
                 with self.step("drain of a node with prefill-0 and decode-0"):
                     self.drain([("prefill", 0), ("decode", 0)])
@@ -406,6 +413,26 @@ class Test:
         wait_for(f"{c.name} of {c.pod.name} to be back", lambda: c.restarts > n and c.ready, 60)
         time.sleep(3)
 
+    def fail_liveness(self, pod: Pod) -> None:
+        """The hook of an engine that is killed tells routers that it leaves. It stays in its pod: they have to use it again."""
+        engine = pod.container("engine")
+        n = engine.restarts
+        engine.live_fails = True
+        wait_for(f"the engine of {pod.name} to be back", lambda: engine.restarts > n and engine.ready, ROLL_S)
+        for router in self.workload("router").pods:
+            wait_for(f"{router.name} to use {pod.name} again", lambda router=router: self.used(router, pod), ROLL_S)
+
+    @staticmethod
+    def used(router: Pod, engine: Pod) -> bool:
+        """Whether the engine has requests of this router now."""
+        conn = http.client.HTTPConnection(router.address, 8000, timeout=5)
+        try:
+            conn.request("GET", "/health")
+            backends = json.loads(conn.getresponse().read())["backends"]
+        finally:
+            conn.close()
+        return any(f"//{engine.name}." in b["url"] and b["in_flight"] > 0 and not b.get("leaving") for b in backends)
+
     def drain(self, pods: list[tuple[str, int]]) -> None:
         """Evicts pods as kubectl drain does: all at once, so far as their budgets allow it."""
         failures: list[BaseException] = []
@@ -441,8 +468,8 @@ def inside(argv: list[str]) -> int | None:
     return None
 
 
-# Those of five minutes, and those of which the first ones are parts.
-STEPS, MORE = ("sidecars", "router", "restart", "drain", "kill"), ("decode", "prefill")
+# Those of eight minutes, and those of which the first ones are parts.
+STEPS, MORE = ("sidecars", "router", "restart", "liveness", "drain", "kill"), ("decode", "prefill")
 
 
 def main() -> int:

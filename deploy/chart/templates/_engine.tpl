@@ -94,7 +94,7 @@ spec:
       {{- if $byNode }}
       lifecycle: {preStop: {sleep: {seconds: {{ $.Values.drain.routerSeconds }}}}}
       {{- else }}
-      # vLLM ends its requests at SIGTERM: routers have to choose others before, and it has to be idle.
+      # vLLM aborts its requests at SIGTERM: routers have to choose others before, and it has to be idle.
       lifecycle:
         preStop:
           exec:

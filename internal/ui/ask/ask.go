@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package ask reads the HTTP port of a running sidecar (http.listen), for commands that show its
-// state. Answers are bounded, and errors name the address and the remedy. No goroutines.
+// Package ask sends requests to the HTTP port of a running sidecar (http.listen), for commands that
+// show or change its state. Answers are bounded, and errors name the address and the remedy. No
+// goroutines.
 package ask
 
 import (
@@ -21,10 +22,20 @@ import (
 const (
 	MaxAnswer = 16 << 20 // bytes
 	patience  = 3 * time.Second
+	maxReason = 1024 // bytes of an answer that an error quotes
 )
 
 // ErrNone is wrapped if the sidecar has nothing of the kind, such as no store.
 var ErrNone = errors.New("not there")
+
+// client asks the address that it is given, and no other one: neither a proxy of the environment,
+// which would be another host to a sidecar, nor the target of a redirect.
+var client = &http.Client{
+	Transport: &http.Transport{DisableKeepAlives: true},
+	CheckRedirect: func(*http.Request, []*http.Request) error {
+		return http.ErrUseLastResponse
+	},
+}
 
 // Address is addr as host:port; it also accepts a URL.
 func Address(addr string) (string, error) {
@@ -49,6 +60,11 @@ func JSON(ctx context.Context, addr, path string, v any) error {
 	if err != nil {
 		return err
 	}
+	return Decode(addr, path, b, v)
+}
+
+// Decode reads a sidecar's answer into v.
+func Decode(addr, path string, b []byte, v any) error {
 	if err := json.Unmarshal(b, v); err != nil {
 		return fmt.Errorf("%s: %s: %w; a sidecar of another version?", addr, path, err)
 	}
@@ -57,40 +73,62 @@ func JSON(ctx context.Context, addr, path string, v any) error {
 
 // Bytes reads path of the sidecar at addr.
 func Bytes(ctx context.Context, addr, path string) ([]byte, error) {
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	return Do(ctx, http.MethodGet, addr, path)
+}
+
+// Do sends a request to the sidecar at addr, and returns its answer. The end of ctx is the only
+// limit of time.
+func Do(ctx context.Context, method, addr, path string) ([]byte, error) {
 	addr, err := Address(addr)
 	if err != nil {
 		return nil, err
 	}
-	ctx, cancel := context.WithTimeout(ctx, patience)
-	defer cancel()
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+addr+path, nil)
-	if err != nil {
-		return nil, fmt.Errorf("--http %q: %w; want host:port of a sidecar's http.listen", addr, err)
-	}
-	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
-	res, err := client.Do(req)
-	if err != nil {
-		var op *url.Error
-		if errors.As(err, &op) {
-			err = op.Err // its text repeats the address
-		}
+	status, b, err := Fetch(ctx, method, "http://"+addr+path)
+	var op *url.Error
+	switch {
+	case errors.As(err, &op):
 		return nil, fmt.Errorf("no sidecar answers at http://%s: %w. Start one with 'kvspray serve', "+
 			"or pass --http HOST:PORT of the right one: its http.listen, which it logs as http= when it "+
-			"is ready", addr, err)
+			"is ready", addr, op.Err) // without the text of op, which repeats the address
+	case err != nil:
+		return nil, fmt.Errorf("%s: %w: not a sidecar?", addr, err)
+	case status == http.StatusOK:
+		return b, nil
+	}
+	reason := Reason(b)
+	if reason == "" {
+		reason = "not a sidecar, or one of another version"
+	}
+	err = fmt.Errorf("%s answers %d %s to %s %s: %s", addr, status, http.StatusText(status), method,
+		path, reason)
+	if status == http.StatusNotFound {
+		err = fmt.Errorf("%w: %w, or not a sidecar, or one of another version", err, ErrNone)
+	}
+	return nil, err
+}
+
+// Reason is the beginning of an answer, for an error.
+func Reason(b []byte) string { return strings.TrimSpace(string(b[:min(len(b), maxReason)])) }
+
+// Fetch sends a request without a body to a URL, and returns the status and the answer.
+func Fetch(ctx context.Context, method, target string) (status int, body []byte, err error) {
+	req, err := http.NewRequestWithContext(ctx, method, target, nil)
+	if err != nil {
+		return 0, nil, err
+	}
+	res, err := client.Do(req)
+	if err != nil {
+		return 0, nil, err
 	}
 	defer func() { _ = res.Body.Close() }() // read to its end
 	b, err := io.ReadAll(io.LimitReader(res.Body, MaxAnswer+1))
 	switch {
 	case err != nil:
-		return nil, fmt.Errorf("read from %s: %w", addr, err)
+		return 0, nil, fmt.Errorf("read the answer of %s: %w", target, err)
 	case len(b) > MaxAnswer:
-		return nil, fmt.Errorf("%s answers more than %d MiB: not a sidecar", addr, MaxAnswer>>20)
-	case res.StatusCode == http.StatusNotFound:
-		return nil, fmt.Errorf("%s answers %s to %s: %w, or not a sidecar, or one of another version",
-			addr, res.Status, path, ErrNone)
-	case res.StatusCode != http.StatusOK:
-		return nil, fmt.Errorf("%s answers %s to %s: not a sidecar, or one of another version", addr,
-			res.Status, path)
+		return 0, nil, fmt.Errorf("%s answers more than %d MiB", target, MaxAnswer>>20)
 	}
-	return b, nil
+	return res.StatusCode, b, nil
 }

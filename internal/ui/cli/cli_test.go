@@ -53,6 +53,9 @@ func TestExitCodes(t *testing.T) {
 		"completion": {[]string{"completion", "bash"}, command.ExitOK, "__start_kvspray"},
 		"status nowhere": {[]string{"status", "--http", "127.0.0.1:1"}, command.ExitFailure,
 			"no sidecar answers at http://127.0.0.1:1"},
+		// No usage error: a hook with no time beyond the notice still marks the sidecar.
+		"drain nowhere": {[]string{"drain", "--http", "127.0.0.1:1", "--notice", "1ms", "--timeout",
+			"1ms"}, command.ExitFailure, "no sidecar answers at http://127.0.0.1:1"},
 		"status address": {[]string{"status", "--http", "here"}, command.ExitUsage, `--http "here"`},
 		"ping whom": {[]string{"ping"}, command.ExitUsage,
 			"ping takes 1 arguments, PEER, and got none"},

@@ -3,7 +3,6 @@
 package cli
 
 import (
-	"context"
 	"fmt"
 	"net/url"
 	"time"
@@ -18,14 +17,17 @@ import (
 
 func drainCommand() *cobra.Command {
 	var o drain.Options
-	var timeout time.Duration
 	cmd := &cobra.Command{
 		Use:   "drain",
 		Short: "Take an engine out of service: no new requests, and wait until it is idle",
 		Long: `Makes routers that know this sidecar (--prefill-sidecar, --decode-sidecar) send no new
-requests to its engine, and waits until the engine has answered those that it has. Transfers go on.
-Run it before the engine gets SIGTERM, for instance as the preStop hook of a pod, on the sidecar's
-host or in its pod. The exit status is 1 if requests are left after --timeout.`,
+requests to its engine, and waits until the engine has answered those that it has, and until their
+blocks are fetched. Transfers go on. Run it before the engine gets SIGTERM, for instance as the
+preStop hook of a pod, on the sidecar's host or in its pod. The exit status is 1 if the engine is
+not known to be idle after --timeout.
+
+Routers send requests again 30 s after the end of this command, or as soon as another engine
+registers at the sidecar. --undo is for those who do not want to wait.`,
 		Example: `  kvspray drain --engine http://127.0.0.1:8100
   kvspray drain --undo`,
 		Args: cobra.NoArgs,
@@ -38,13 +40,11 @@ host or in its pod. The exit status is 1 if requests are left after --timeout.`,
 				return usage.Errorf("--engine %q is not a URL; write for instance http://127.0.0.1:8100",
 					o.Engine)
 			}
-			if o.Notice < 0 || timeout <= o.Notice {
-				return usage.Errorf("--notice %v, --timeout %v: want 0 or more, and a longer timeout",
-					o.Notice, timeout)
+			if o.Notice < 0 || o.Timeout < o.Notice {
+				return usage.Errorf("--notice %v, --timeout %v: want 0 or more, and no shorter timeout",
+					o.Notice, o.Timeout)
 			}
-			ctx, cancel := context.WithTimeout(cmd.Context(), timeout)
-			defer cancel()
-			return drain.Run(ctx, o)
+			return drain.Run(cmd.Context(), o)
 		},
 	}
 	cmd.Flags().StringVar(&o.HTTP, "http", fmt.Sprintf("127.0.0.1:%d", config.DefaultHTTPPort),
@@ -53,7 +53,7 @@ host or in its pod. The exit status is 1 if requests are left after --timeout.`,
 		"is idle (vLLM, SGLang with --enable-metrics)")
 	cmd.Flags().DurationVar(&o.Notice, "notice", 5*time.Second, "time in which routers see that the "+
 		"engine leaves")
-	cmd.Flags().DurationVar(&timeout, "timeout", time.Minute, "longest wait, with --notice")
-	cmd.Flags().BoolVar(&o.Undo, "undo", false, "let routers send requests again")
+	cmd.Flags().DurationVar(&o.Timeout, "timeout", time.Minute, "longest wait, with --notice")
+	cmd.Flags().BoolVar(&o.Undo, "undo", false, "let routers send requests again at once")
 	return cmd
 }

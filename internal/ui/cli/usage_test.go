@@ -31,6 +31,7 @@ func TestUsageErrors(t *testing.T) {
 		"help keygen nope":            {`unknown command "nope" for "kvspray keygen"`},
 		"bench rails --receivers 2":   {"type: kvspray-bench rails --receivers 2", "'make build'"},
 		"keygen me":                   {"There are ca, cluster, node"},
+		"drain --timeout 4s":          {"--notice 5s, --timeout 4s", "no shorter timeout"},
 		"serv --config x":             {`unknown command "serv"`, "Did you mean serve?"},
 		"help bogus":                  {`unknown command "bogus"`, "There are bugreport"},
 		"top --intervall 1s":          {"unknown flag: --intervall. Did you mean --interval?"},

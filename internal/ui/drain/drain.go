@@ -1,16 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package drain is `kvspray drain`: it takes an engine out of service before it ends. The engine's
-// sidecar tells routers that it leaves, so that they send it nothing new. The command then waits
-// until the engine has answered what it has. No goroutines.
+// sidecar tells routers that it leaves, so that they send it nothing new. The command repeats that,
+// because the sidecar forgets it after a while, and waits until the engine has answered what it
+// has. What cannot be read is no idle engine: one failed look ends nothing. No goroutines.
 package drain
 
 import (
 	"bufio"
+	"bytes"
 	"context"
+	"errors"
 	"fmt"
-	"io"
+	"math"
 	"net/http"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -20,141 +24,154 @@ import (
 
 const (
 	poll     = 500 * time.Millisecond
-	quiet    = 3 // polls without a request: an engine counts a request a moment after it came
+	quiet    = 3 // looks without a request: an engine counts a request a moment after it came
 	patience = 3 * time.Second
-	maxBytes = 16 << 20 // of an engine's metrics
+	path     = "/v1/leave"
 )
 
-// queues are the metrics of engines that count their requests.
+// queues are the metrics of engines that count their requests. Those of SGLang with
+// disaggregation count requests in other queues than running and waiting ones.
 var queues = []string{"vllm:num_requests_running", "vllm:num_requests_waiting",
-	"sglang:num_running_reqs", "sglang:num_queue_reqs"}
+	"sglang:num_running_reqs", "sglang:num_queue_reqs",
+	"sglang:num_prefill_bootstrap_queue_reqs", "sglang:num_prefill_inflight_queue_reqs",
+	"sglang:num_decode_prealloc_queue_reqs", "sglang:num_decode_transfer_queue_reqs"}
 
 // Options of a drain.
 type Options struct {
 	HTTP   string        // host:port of the sidecar's http.listen
 	Engine string        // URL; empty: wait for Notice only
 	Notice time.Duration // in which routers have seen it
-	Undo   bool          // routers may send requests again; nothing else is done
+	// Timeout is the longest wait, with Notice. If one is the other, the last look decides.
+	Timeout time.Duration
+	Undo    bool // routers may send requests again; nothing else is done
 }
 
-// Run drains until ctx ends, which is a failure. If the sidecar does not answer, it waits all the
-// same, because the engine is to end, and then returns the sidecar's error.
+// Run drains. A sidecar that does not answer is an error after the wait, if it still did not answer
+// at the end: the engine is to end all the same.
 func Run(ctx context.Context, o Options) error {
-	method := http.MethodPost
+	begun := time.Now()
 	if o.Undo {
-		method = http.MethodDelete
-	}
-	told := tell(ctx, method, o.HTTP)
-	if o.Undo {
-		return told
-	}
-	if err := sleep(ctx, o.Notice); err != nil {
+		_, err := tell(ctx, http.MethodDelete, o.HTTP, patience)
 		return err
 	}
-	if o.Engine == "" {
-		return told
-	}
-	for idle := 0; idle < quiet; {
-		n, err := requests(ctx, o.Engine)
-		switch {
+	for idle := 0; ; {
+		left := o.Timeout - time.Since(begun)
+		within := min(patience, max(left, poll))
+		sources, told := tell(ctx, http.MethodPost, o.HTTP, within)
+		noticed := time.Since(begun) >= o.Notice
+		var looked error
+		if o.Engine != "" && noticed {
+			if looked = look(ctx, o.Engine, sources, within); looked == nil {
+				idle++
+			} else {
+				idle = 0
+			}
+		}
+		switch left = o.Timeout - time.Since(begun); {
 		case ctx.Err() != nil:
-		case err != nil:
-			return fmt.Errorf("drain: %w; pass --engine the URL of the engine's API server", err)
-		case n > 0:
-			idle = 0
-		default:
-			idle++
+			return interrupted(ctx, begun) // the two were, too, and say nothing
+		case noticed && (o.Engine == "" || idle >= quiet || left <= 0 && idle > 0):
+			return told
+		case noticed && left <= 0:
+			return errors.Join(fmt.Errorf("drain: %w after %v; raise --timeout", looked, o.Timeout), told)
 		}
-		if sleep(ctx, poll) != nil {
-			return fmt.Errorf("drain: the engine still has %d requests; raise --timeout", n)
+		pause := max(min(poll, left), time.Millisecond)
+		if !noticed {
+			pause = min(poll, max(o.Notice-time.Since(begun), time.Millisecond))
+		}
+		sleep(ctx, pause)
+		if ctx.Err() != nil {
+			return errors.Join(interrupted(ctx, begun), looked, told)
 		}
 	}
-	return told
 }
 
-func sleep(ctx context.Context, d time.Duration) error {
+func interrupted(ctx context.Context, begun time.Time) error {
+	return fmt.Errorf("drain: interrupted after %v: %w", time.Since(begun).Round(time.Millisecond),
+		ctx.Err())
+}
+
+func sleep(ctx context.Context, d time.Duration) {
 	t := time.NewTimer(d)
 	defer t.Stop()
 	select {
 	case <-ctx.Done():
-		return fmt.Errorf("drain: %w; raise --timeout", ctx.Err())
 	case <-t.C:
-		return nil
 	}
 }
 
-func tell(ctx context.Context, method, addr string) error {
-	ctx, cancel := context.WithTimeout(ctx, patience)
+// tell marks the sidecar, or ends the mark, and returns how many source leases its engines have:
+// blocks that wait to be fetched.
+func tell(ctx context.Context, method, addr string, within time.Duration) (sources int, err error) {
+	ctx, cancel := context.WithTimeout(ctx, within)
 	defer cancel()
-	addr, err := ask.Address(addr)
-	if err != nil {
-		return err
+	var node struct {
+		Sources int `json:"source_leases"`
 	}
-	body, err := do(ctx, method, "http://"+addr+"/v1/leave")
-	if err != nil {
-		return fmt.Errorf("drain: sidecar: %w; pass --http its http.listen", err)
+	b, err := ask.Do(ctx, method, addr, path)
+	if err == nil {
+		err = ask.Decode(addr, path, b, &node)
 	}
-	return body.Close()
+	if err != nil {
+		return 0, fmt.Errorf("drain: sidecar: %w; pass --http its http.listen", err)
+	}
+	return node.Sources, nil
 }
 
-// requests counts what an engine has running and waiting.
-func requests(ctx context.Context, engine string) (int, error) {
-	ctx, cancel := context.WithTimeout(ctx, patience)
+// look returns why the engine is not idle.
+func look(ctx context.Context, engine string, sources int, within time.Duration) error {
+	ctx, cancel := context.WithTimeout(ctx, within)
 	defer cancel()
-	body, err := do(ctx, http.MethodGet, strings.TrimRight(engine, "/")+"/metrics")
-	if err != nil {
-		return 0, err
+	target := strings.TrimRight(engine, "/") + "/metrics"
+	status, b, err := ask.Fetch(ctx, http.MethodGet, target)
+	if err == nil && status != http.StatusOK {
+		err = fmt.Errorf("GET %s: %d %s: %s", target, status, http.StatusText(status), ask.Reason(b))
 	}
-	defer func() { _ = body.Close() }() // read to its end
+	n := 0.0
+	if err == nil {
+		n, err = requests(b)
+	}
+	switch {
+	case err != nil:
+		return fmt.Errorf("%s: %w; pass --engine the URL of the engine's API server", target, err)
+	case n > 0:
+		return fmt.Errorf("the engine still has %.0f requests", n)
+	case sources > 0:
+		return fmt.Errorf("the blocks of %d requests of the engine still wait to be fetched", sources)
+	}
+	return nil
+}
+
+// requests counts what an engine has, in its metrics.
+func requests(metrics []byte) (float64, error) {
 	sum, found := 0.0, false
-	lines := bufio.NewScanner(io.LimitReader(body, maxBytes))
-	lines.Buffer(nil, maxBytes)
+	lines := bufio.NewScanner(bytes.NewReader(metrics))
+	lines.Buffer(nil, ask.MaxAnswer)
 	for lines.Scan() {
-		series, value, _ := cutLast(lines.Text(), ' ')
+		series, value := cutLast(lines.Text(), ' ')
 		name, _, _ := strings.Cut(series, "{")
-		for _, q := range queues {
-			if name != q {
-				continue
-			}
-			v, err := strconv.ParseFloat(value, 64)
-			if err != nil {
-				return 0, fmt.Errorf("%s of %s: %w", q, engine, err)
-			}
-			sum, found = sum+v, true
+		if !slices.Contains(queues, name) {
+			continue
 		}
+		v, err := strconv.ParseFloat(value, 64)
+		if err != nil || math.IsNaN(v) || v < 0 {
+			return 0, fmt.Errorf("%s is %q, which is no count", name, value)
+		}
+		sum, found = sum+v, true
 	}
 	if err := lines.Err(); err != nil {
-		return 0, fmt.Errorf("metrics of %s: %w", engine, err)
+		return 0, err
 	}
 	if !found {
-		return 0, fmt.Errorf("%s/metrics has none of %s", engine, strings.Join(queues, ", "))
+		return 0, fmt.Errorf("it has none of %s (SGLang: --enable-metrics)", strings.Join(queues, ", "))
 	}
-	return int(sum), nil
+	return sum, nil
 }
 
-func cutLast(s string, sep byte) (before, after string, ok bool) {
+func cutLast(s string, sep byte) (before, after string) {
 	i := strings.LastIndexByte(s, sep)
 	if i < 0 {
-		return s, "", false
+		return s, ""
 	}
-	return s[:i], s[i+1:], true
-}
-
-// do returns the body of a successful answer. The caller closes it.
-func do(ctx context.Context, method, url string) (io.ReadCloser, error) {
-	req, err := http.NewRequestWithContext(ctx, method, url, nil)
-	if err != nil {
-		return nil, err
-	}
-	req.Close = true
-	res, err := http.DefaultClient.Do(req)
-	if err != nil {
-		return nil, err
-	}
-	if res.StatusCode == http.StatusOK {
-		return res.Body, nil
-	}
-	text, _ := io.ReadAll(io.LimitReader(res.Body, 1024)) // only for the error
-	_ = res.Body.Close()
-	return nil, fmt.Errorf("%s %s: %s: %s", method, url, res.Status, strings.TrimSpace(string(text)))
+	return s[:i], s[i+1:]
 }

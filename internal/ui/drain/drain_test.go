@@ -14,82 +14,226 @@ import (
 )
 
 // host is a sidecar and an engine with some requests, one of which ends with each look.
-func host(t *testing.T, requests int64) (sidecar, engine *httptest.Server, left *atomic.Int64,
-	calls *atomic.Value) {
-	left, calls = &atomic.Int64{}, &atomic.Value{}
-	left.Store(requests)
-	sidecar = httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
-		calls.Store(r.Method + " " + r.URL.Path)
+type host struct {
+	sidecar, engine *httptest.Server
+	left            atomic.Int64 // requests of the engine
+	calls           atomic.Value // the last one of the sidecar
+	told            atomic.Int64 // calls of the sidecar
+	refused         atomic.Int64 // calls of the sidecar that are still to fail
+	sources         atomic.Int64 // source leases, one of which ends with each call
+	failing         atomic.Int64 // looks that are still to fail
+	metrics         atomic.Value // the engine's answer, if not empty
+}
+
+func newHost(t *testing.T, requests int64) *host {
+	h := &host{}
+	h.left.Store(requests)
+	h.metrics.Store("")
+	h.sidecar = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		h.calls.Store(r.Method + " " + r.URL.Path)
+		h.told.Add(1)
+		if h.refused.Add(-1) >= 0 {
+			http.Error(w, "not now", http.StatusServiceUnavailable)
+			return
+		}
+		n := h.sources.Load()
+		fmt.Fprintf(w, `{"leaving": true, "source_leases": %d}`, n)
+		if n > 0 {
+			h.sources.Add(-1)
+		}
 	}))
-	engine = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-		n := left.Load()
+	h.engine = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		if h.failing.Add(-1) >= 0 {
+			http.Error(w, "busy", http.StatusInternalServerError)
+			return
+		}
+		if m := h.metrics.Load(); m != "" {
+			_, _ = fmt.Fprint(w, m)
+			return
+		}
+		n := h.left.Load()
 		fmt.Fprintf(w, "# HELP vllm:num_requests_running Requests.\n"+
 			"vllm:num_requests_running{engine=\"0\",model_name=\"a b\"} %d.0\n"+
 			"vllm:num_requests_running_more 7\nvllm:num_requests_waiting{engine=\"0\"} 0.0\n", n)
 		if n > 0 {
-			left.Add(-1)
+			h.left.Add(-1)
 		}
 	}))
-	t.Cleanup(sidecar.Close)
-	t.Cleanup(engine.Close)
-	return sidecar, engine, left, calls
+	t.Cleanup(h.sidecar.Close)
+	t.Cleanup(h.engine.Close)
+	return h
+}
+
+func (h *host) options(timeout time.Duration) Options {
+	return Options{HTTP: h.sidecar.Listener.Addr().String(), Engine: h.engine.URL + "/",
+		Timeout: timeout}
+}
+
+const long = time.Minute
+
+// wantError fails if err has not all of the texts.
+func wantError(t *testing.T, err error, texts ...string) {
+	t.Helper()
+	if err == nil {
+		t.Fatal("no error")
+	}
+	for _, x := range texts {
+		if !strings.Contains(err.Error(), x) {
+			t.Errorf("%v: want %q", err, x)
+		}
+	}
 }
 
 func TestWaitsUntilTheEngineIsIdle(t *testing.T) {
-	sidecar, engine, left, calls := host(t, 2)
-	o := Options{HTTP: sidecar.Listener.Addr().String(), Engine: engine.URL + "/"}
-	if err := Run(t.Context(), o); err != nil {
+	t.Parallel()
+	h := newHost(t, 2)
+	if err := Run(t.Context(), h.options(long)); err != nil {
 		t.Fatal(err)
 	}
-	if n := left.Load(); n != 0 {
+	if n := h.left.Load(); n != 0 {
 		t.Errorf("it ended while the engine had %d requests", n)
 	}
-	if got := calls.Load(); got != "POST /v1/leave" {
+	if got := h.calls.Load(); got != "POST /v1/leave" {
 		t.Errorf("the sidecar was asked for %v", got)
 	}
+	if n := h.told.Load(); n != 2+quiet {
+		t.Errorf("the mark was set %d times: it has to be renewed at each look", n)
+	}
+}
+
+// Blocks that nobody has fetched would go with the engine.
+func TestWaitsForSourceLeases(t *testing.T) {
+	t.Parallel()
+	h := newHost(t, 0)
+	h.sources.Store(2)
+	if err := Run(t.Context(), h.options(long)); err != nil {
+		t.Fatal(err)
+	}
+	if n := h.told.Load(); n != 2+quiet {
+		t.Errorf("it ended after %d looks", n)
+	}
+	h.sources.Store(1 << 40)
+	wantError(t, Run(t.Context(), h.options(time.Second)), "still wait to be fetched after 1s")
 }
 
 func TestEndsAtItsTimeout(t *testing.T) {
-	sidecar, engine, _, _ := host(t, 1<<40)
+	t.Parallel()
+	h := newHost(t, 1<<40)
+	wantError(t, Run(t.Context(), h.options(time.Second)), "still has 10995",
+		"after 1s; raise --timeout")
+}
+
+func TestInterrupted(t *testing.T) {
+	t.Parallel()
+	h := newHost(t, 1<<40)
 	ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 	defer cancel()
-	err := Run(ctx, Options{HTTP: sidecar.Listener.Addr().String(), Engine: engine.URL})
-	if err == nil || !strings.Contains(err.Error(), "still has 10995") {
-		t.Error(err)
+	err := Run(ctx, h.options(long))
+	wantError(t, err, "interrupted after")
+	if strings.Contains(err.Error(), "--timeout") {
+		t.Errorf("an interrupted drain is told as one whose time is over: %v", err)
 	}
 }
 
+// With as much notice as time the last look decides.
+func TestNoticeIsTheTimeout(t *testing.T) {
+	t.Parallel()
+	h := newHost(t, 0)
+	o := h.options(time.Second)
+	o.Notice = time.Second
+	begun := time.Now()
+	if err := Run(t.Context(), o); err != nil {
+		t.Error(err)
+	}
+	if took := time.Since(begun); took < o.Notice {
+		t.Errorf("it ended after %v", took)
+	}
+	if n := h.told.Load(); n < 3 {
+		t.Errorf("the mark was set %d times: it has to be renewed during the notice", n)
+	}
+	h.left.Store(5)
+	wantError(t, Run(t.Context(), o), "still has 5 requests")
+}
+
 func TestUndo(t *testing.T) {
-	sidecar, engine, left, calls := host(t, 1)
-	if err := Run(t.Context(), Options{HTTP: sidecar.Listener.Addr().String(), Engine: engine.URL,
-		Undo: true}); err != nil {
+	t.Parallel()
+	h := newHost(t, 1)
+	o := h.options(long)
+	o.Undo = true
+	if err := Run(t.Context(), o); err != nil {
 		t.Fatal(err)
 	}
-	if got := calls.Load(); got != "DELETE /v1/leave" || left.Load() != 1 {
-		t.Errorf("%v, %d requests", got, left.Load())
+	if got := h.calls.Load(); got != "DELETE /v1/leave" || h.left.Load() != 1 {
+		t.Errorf("%v, %d requests", got, h.left.Load())
 	}
 }
 
 // Without its sidecar an engine still answers what it has; the error comes after that.
 func TestWithoutASidecar(t *testing.T) {
-	sidecar, engine, left, _ := host(t, 1)
-	sidecar.Close()
-	err := Run(t.Context(), Options{HTTP: sidecar.Listener.Addr().String(), Engine: engine.URL})
-	if err == nil || !strings.Contains(err.Error(), "sidecar") || left.Load() != 0 {
-		t.Errorf("%v, %d requests", err, left.Load())
+	t.Parallel()
+	h := newHost(t, 1)
+	h.sidecar.Close()
+	wantError(t, Run(t.Context(), h.options(long)), "sidecar")
+	if n := h.left.Load(); n != 0 {
+		t.Errorf("%d requests", n)
 	}
 }
 
-func TestBadEngine(t *testing.T) {
-	sidecar, _, _, _ := host(t, 0)
-	other := httptest.NewServer(http.NotFoundHandler())
-	defer other.Close()
-	for url, text := range map[string]string{other.URL: "404 Not Found",
-		sidecar.URL: "has none of vllm:num_requests_running"} {
-		err := Run(t.Context(), Options{HTTP: sidecar.Listener.Addr().String(), Engine: url})
-		if err == nil || !strings.Contains(err.Error(), text) || !strings.Contains(err.Error(),
-			"--engine") {
-			t.Errorf("%v: want %q", err, text)
-		}
+// A sidecar that restarts is marked again: only what the last call found counts.
+func TestSidecarThatRestarts(t *testing.T) {
+	t.Parallel()
+	h := newHost(t, 0)
+	h.refused.Store(2)
+	if err := Run(t.Context(), h.options(long)); err != nil {
+		t.Error(err)
+	}
+	h.left.Store(1 << 40)
+	h.refused.Store(1 << 40)
+	wantError(t, Run(t.Context(), h.options(time.Second)), "requests", "503", "not now")
+}
+
+// A look that fails says nothing of the engine: a loaded one may answer late.
+func TestLooksThatFail(t *testing.T) {
+	t.Parallel()
+	h := newHost(t, 2)
+	h.failing.Store(2)
+	if err := Run(t.Context(), h.options(long)); err != nil {
+		t.Error(err)
+	}
+	if n := h.left.Load(); n != 0 {
+		t.Errorf("it ended while the engine had %d requests", n)
+	}
+}
+
+// What is not known to be idle gets all of its time.
+func TestNeverIdle(t *testing.T) {
+	t.Parallel()
+	for metrics, text := range map[string]string{
+		"":                                "500 Internal Server Error: busy",
+		"python_info 1\n":                 "none of vllm:num_requests_running",
+		"vllm:num_requests_running NaN\n": `"NaN"`,
+		"vllm:num_requests_waiting x\n":   `"x"`,
+		"sglang:num_prefill_bootstrap_queue_reqs 1": "still has 1 requests",
+		"sglang:num_prefill_inflight_queue_reqs 2":  "still has 2 requests",
+		"sglang:num_decode_prealloc_queue_reqs 3":   "still has 3 requests",
+		"sglang:num_decode_transfer_queue_reqs 4":   "still has 4 requests",
+	} {
+		t.Run(text, func(t *testing.T) {
+			t.Parallel()
+			h := newHost(t, 0)
+			if metrics == "" {
+				h.failing.Store(1 << 40)
+			} else {
+				h.metrics.Store("sglang:num_running_reqs 0.0\n" + metrics)
+				if strings.Contains(text, "none of") {
+					h.metrics.Store(metrics)
+				}
+			}
+			begun := time.Now()
+			wantError(t, Run(t.Context(), h.options(time.Second)), text, "after 1s")
+			if took := time.Since(begun); took < time.Second {
+				t.Errorf("it gave up after %v", took)
+			}
+		})
 	}
 }

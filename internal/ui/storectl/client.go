@@ -7,7 +7,6 @@ package storectl
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -16,13 +15,11 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"github.com/kvspray/kvspray/internal/ui/ask"
 )
 
-// Bounds of a request.
-const (
-	maxAnswer = 16 << 20 // bytes
-	patience  = 30 * time.Second
-)
+const patience = 30 * time.Second // of a request
 
 // Client asks one sidecar.
 type Client struct {
@@ -36,35 +33,13 @@ func (c *Client) ask(ctx context.Context, method, path string, q url.Values, to 
 	error) {
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
-	u := url.URL{Scheme: "http", Host: c.Addr, Path: path, RawQuery: q.Encode()}
-	req, err := http.NewRequestWithContext(ctx, method, u.String(), nil)
+	u := url.URL{Path: path, RawQuery: q.Encode()}
+	b, err := ask.Do(ctx, method, c.Addr, u.String())
+	if err == nil {
+		err = ask.Decode(c.Addr, path, b, to)
+	}
 	if err != nil {
-		return nil, fmt.Errorf("store: --http %q: %w; want host:port of a sidecar's http.listen", c.Addr,
-			err)
-	}
-	res, err := http.DefaultClient.Do(req)
-	if err != nil {
-		var op *url.Error
-		if errors.As(err, &op) {
-			err = op.Err // its text repeats the address
-		}
-		return nil, fmt.Errorf("store: no sidecar answers at http://%s: %w; pass --http HOST:PORT of "+
-			"its http.listen, which it logs as http= when it is ready", c.Addr, err)
-	}
-	defer func() { _ = res.Body.Close() }()
-	b, err := io.ReadAll(io.LimitReader(res.Body, maxAnswer+1))
-	switch {
-	case err != nil:
-		return nil, fmt.Errorf("store: read from %s: %w", c.Addr, err)
-	case len(b) > maxAnswer:
-		return nil, fmt.Errorf("store: %s answers more than %d MiB: not a sidecar", c.Addr,
-			maxAnswer>>20)
-	case res.StatusCode != http.StatusOK:
-		return nil, fmt.Errorf("store: %s answers %s: %s", c.Addr, res.Status,
-			strings.TrimSpace(string(b[:min(len(b), 1024)])))
-	}
-	if err := json.Unmarshal(b, to); err != nil {
-		return nil, fmt.Errorf("store: %s: %w; a sidecar of another version?", c.Addr, err)
+		return nil, fmt.Errorf("store: %w", err)
 	}
 	return b, nil
 }

@@ -22,13 +22,15 @@ type Node struct {
 	Ready      bool     `json:"ready"`
 	Draining   bool     `json:"draining"`
 	Leaving    bool     `json:"leaving"` // routers choose other engines
+	// SourceLeases are those of engines: blocks that wait to be fetched
+	SourceLeases int `json:"source_leases"`
 }
 
 func (w *Server) describe() Node {
 	v := Node{Node: w.o.Node, Boot: w.o.Boot.String(), Version: w.o.Version,
 		Endpoint: w.o.Life.Endpoint(), Transports: w.o.Transports(), Sessions: []string{},
 		Ready: w.o.Life.Ready(), Draining: w.o.Life.Draining(),
-		Leaving: w.o.Life.Leaving()}
+		Leaving: w.o.Life.Leaving(), SourceLeases: w.o.Life.SourceLeases()}
 	for _, x := range w.o.Workers() {
 		v.Sessions = append(v.Sessions, x.Name)
 	}

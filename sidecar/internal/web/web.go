@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package web serves a sidecar's HTTP port: health, metrics, state, and a page that shows it. It
-// reads the parts of a node, and changes none but the store, which a process of the same host may
-// drain. No goroutines.
+// reads the parts of a node. A process of the same host may change two things: it may have the
+// store drained, and mark the node as one that leaves. No goroutines.
 package web
 
 import (
@@ -10,6 +10,7 @@ import (
 	"encoding/json"
 	"net"
 	"net/http"
+	"slices"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -62,6 +63,7 @@ type Life interface {
 	Draining() bool
 	Leaving() bool
 	Leave(on bool)
+	SourceLeases() int
 	Endpoint() string
 }
 
@@ -162,7 +164,8 @@ func (w *Server) leave(on bool) http.HandlerFunc {
 
 // ofThisHost refuses requests of other hosts and of web pages: unlike the others these requests
 // change the node, take its time, or name its pages, and the port has no authentication. A
-// connection from the address that it leads to is of this host, or of this pod.
+// connection from the address that it leads to is of this host, or of this pod. One that a proxy of
+// this host makes is of whoever asked the proxy.
 func ofThisHost(serve http.HandlerFunc) http.HandlerFunc {
 	return func(rw http.ResponseWriter, r *http.Request) {
 		host, _, err := net.SplitHostPort(r.RemoteAddr)
@@ -173,13 +176,25 @@ func ofThisHost(serve http.HandlerFunc) http.HandlerFunc {
 		}
 		here := func(h string) bool { return loopback(h) || own != "" && h == own }
 		if err != nil || err2 != nil || !here(host) || named != "localhost" && !here(named) ||
-			r.Header.Get("Origin") != "" {
+			foreign(r.Header) {
 			reply(rw, http.StatusForbidden, "this request is served to processes of this host only: run "+
 				"kvspray on the sidecar's host, with --http and the address of its http.listen\n")
 			return
 		}
 		serve(rw, r)
 	}
+}
+
+// foreign reports whether a browser sent the request for a web page, or a proxy for somebody else.
+func foreign(h http.Header) bool {
+	for _, name := range []string{"Origin", "X-Forwarded-For", "Forwarded"} {
+		if len(h.Values(name)) > 0 {
+			return true
+		}
+	}
+	return slices.ContainsFunc(h.Values("Sec-Fetch-Site"), func(site string) bool {
+		return site != "none" // the user's own: an address that was typed
+	})
 }
 
 func loopback(host string) bool {
