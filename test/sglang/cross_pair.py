@@ -49,7 +49,7 @@ class Cross:
         args = [
             "--disaggregation-transfer-backend", "kvspray", "--disaggregation-mode", mode,
             "--disaggregation-bootstrap-port", str(self.bootstrap), "--chunked-prefill-size",
-            str(CHUNK), *DTYPE,
+            str(CHUNK), *DTYPE, "--hicache-ratio", "1",  # else a share of the host's free memory
         ]  # fmt: skip
         env = {
             "KVSPRAY_SGLANG_SOCKET": of_sglang.socket, "KVSPRAY_SGLANG_IDENTITY": "portable",
