@@ -84,6 +84,10 @@ def test_together(pair: Cross) -> None:
     pair.forget()
     with cf.ThreadPoolExecutor(5) as pool:
         assert all(pool.map(lambda ids: right(pair, ids), TOGETHER))
+        # Again, with parts of the prompts in the engines' own caches.
+        longer = [ids + ids[:5] for ids in TOGETHER]
+        got = list(pool.map(lambda ids: pair.ask(ids, ANSWER), longer))
+    assert got == [pair.alone(ids, ANSWER) for ids in longer]
 
 
 def test_what_one_engine_does_not_have(pair: Cross) -> None:

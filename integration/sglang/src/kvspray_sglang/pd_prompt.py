@@ -52,7 +52,7 @@ def rows(
 ) -> tuple[tuple[bytes, ...] | None, str]:
     """A request's rows as SGLang's prefill would send them, or why they cannot be made."""
     known = ("output_ids", "cached_tokens", "bootstrap_room")
-    tensors = [getattr(buffers, name, None) for name in known]
+    tensors: list[Any] = [getattr(buffers, name, None) for name in known]
     ptrs = [int(p) for p in args.aux_data_ptrs]
     if any(t is None or t.data_ptr() not in ptrs for t in tensors):
         return None, "this SGLang's metadata buffers are not known; use 0.5.23"
