@@ -5,10 +5,12 @@ one prefills, the other decodes."""
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import pathlib
 import sys
+import time
 import urllib.request
 from collections.abc import Mapping
 from typing import Any
@@ -97,15 +99,28 @@ class Cross:
         with urllib.request.urlopen(request, timeout=60):
             pass
 
-    def ask(self, ids: list[int], tokens: int) -> list[int]:
-        """The pair's answer."""
+    def request(self, ids: list[int], tokens: int) -> tuple[str, dict[str, Any]]:
+        """Path and body, in the interface of the engine that decodes."""
         if self.prefill == "vllm":
             sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
-            body: dict[str, Any] = {"input_ids": ids, "sampling_params": sampling}
-            return list(self.post("/generate", body)["output_ids"])
-        body = {"model": servers.MODEL_NAME, "prompt": ids, "max_tokens": tokens,
-                "temperature": 0, "ignore_eos": True, "return_token_ids": True}  # fmt: skip
-        return list(self.post("/v1/completions", body)["choices"][0]["token_ids"])
+            return "/generate", {"input_ids": ids, "sampling_params": sampling}
+        return "/v1/completions", {
+            "model": servers.MODEL_NAME, "prompt": ids, "max_tokens": tokens, "temperature": 0,
+            "ignore_eos": True, "return_token_ids": True,
+        }  # fmt: skip
+
+    def ask(self, ids: list[int], tokens: int) -> list[int]:
+        """The pair's answer."""
+        got = self.post(*self.request(ids, tokens))
+        return list(got["output_ids"] if "output_ids" in got else got["choices"][0]["token_ids"])
+
+    def give_up(self, ids: list[int], tokens: int, after_s: float) -> None:
+        """A client that goes away while its request is under way."""
+        path, body = self.request(ids, tokens)
+        conn = http.client.HTTPConnection("127.0.0.1", self.bridge.port, timeout=10)
+        conn.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        time.sleep(after_s)
+        conn.close()
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         data = json.dumps(body).encode()

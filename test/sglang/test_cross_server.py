@@ -90,6 +90,18 @@ def test_together(pair: Cross) -> None:
     assert got == [pair.alone(ids, ANSWER) for ids in longer]
 
 
+def test_clients_that_go_away(pair: Cross) -> None:
+    """At random times, while others use the pages again: no late write, and nothing stays open."""
+    r = random.Random(7)
+    with cf.ThreadPoolExecutor(2) as pool:
+        others = [pool.submit(right, pair, ids) for ids in TOGETHER]
+        for i in range(12):
+            gone = prompt(("gone", i), r.randrange(100, 900))
+            pair.give_up(gone, ANSWER, r.uniform(0, 0.6))
+        assert all(f.result() for f in others)
+    rig.wait_for("no lease open", lambda: pair.leases() == 0, 90, 0.2)
+
+
 def test_what_one_engine_does_not_have(pair: Cross) -> None:
     ids = ALONE[3]
     vllm = [{"n": 2}, {"cache_salt": "x"}, {"prompt": "text"}, {"prompt": [ids, ids]}]

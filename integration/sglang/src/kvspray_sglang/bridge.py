@@ -452,7 +452,10 @@ def main(argv: list[str] | None = None) -> int:
     app.add_routes(bridge.routes())
     app.on_startup.append(bridge.start)
     app.on_cleanup.append(bridge.stop)
-    web.run_app(app, host=args.listen[0], port=args.listen[1], access_log=None)
+    # A client that goes away ends its requests to both engines.
+    web.run_app(
+        app, host=args.listen[0], port=args.listen[1], access_log=None, handler_cancellation=True
+    )
     return 0
 
 
