@@ -295,8 +295,8 @@ func TestFingerprintIsStable(t *testing.T) {
 	}
 }
 
-// TestNumbersOfKApart: a CPU page of vLLM and a pool of SGLang differ in the order of numbers alone,
-// which a plan bridges, so a comparison names no difference. Numbers of another width are none.
+// TestNumbersOfKApart: a CPU page of vLLM and a pool of SGLang differ in the order of numbers
+// alone, which a plan bridges, so a comparison names no difference. Heads of another width differ.
 func TestNumbersOfKApart(t *testing.T) {
 	d := dims{layers: 2, n: 4, blocks: 3, kvHeads: 2, head: 8, size: 1, elem: 4}
 	vllm, sglang := vecCache("vec", &d).layout(), vecCache(SGLangK, &d).layout()
@@ -319,7 +319,8 @@ func TestNumbersOfKApart(t *testing.T) {
 		t.Errorf("heads of 8 and of 6 numbers: %q", got)
 	}
 	for _, pair := range [][2]*layout.Layout{{vllm, narrow}, {narrow, vllm}} {
-		if _, err := NewPlan(Default(), pair[0], pair[1], 9, make([]uint32, pair[1].Tables())); err == nil {
+		skip := make([]uint32, pair[1].Tables())
+		if _, err := NewPlan(Default(), pair[0], pair[1], 9, skip); err == nil {
 			t.Error("a plan between heads of 8 and of 6 numbers")
 		}
 	}
