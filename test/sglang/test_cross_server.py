@@ -36,7 +36,7 @@ def prompt(seed: object, tokens: int) -> list[int]:
 
 # Around the pages of both engines (16 and 32 tokens), and around the chunks of a prefill.
 SIZES = (1, 2, 15, 16, 17, 31, 32, 33, 64, CHUNK - 1, CHUNK, CHUNK + 1, 300, 511, 700, 1000)
-ALONE = [prompt("alone", n) for n in SIZES]
+ALONE = [prompt(("alone", n), n) for n in SIZES]
 TOGETHER = [prompt(("together", i), random.Random(i).randrange(1, 500)) for i in range(16)]
 UNDER_WAY = [prompt(("under way", i), 900) for i in range(18)]
 
