@@ -19,12 +19,14 @@ import urllib.request
 from collections.abc import Iterator
 
 import pytest
-from cross_pair import CHUNK, Cross
+from cross_pair import CHUNK, VLLM, Cross
 from sglang_server import error_of, rig
 
 MUST = "sglang" in os.environ.get("KVSPRAY_MUST_RUN", "").split(",")
 if not MUST and importlib.util.find_spec("sglang") is None:
     pytest.skip("sglang: make test-sglang makes its environment", allow_module_level=True)
+if not MUST and not pathlib.Path(VLLM.python).exists():
+    pytest.skip("vllm: make test-sglang makes its environment", allow_module_level=True)
 
 ANSWER = 8
 

@@ -36,6 +36,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, web
 from kvspray_sglang import pd_wire
 
 MAX_ROOMS = 4096
+MAX_SOCKETS = 1024  # to ranks; one that was started again has another address
 MAX_BODY_BYTES = 64 << 20
 MAX_PROMPT_TOKENS = 1 << 24
 ENGINE_S = 600.0  # of one request to an engine
@@ -108,6 +109,8 @@ class _Bridge:
     async def _send(self, to: tuple[str, int], frames: list[bytes]) -> None:
         sock = self._push.get(to)
         if sock is None:
+            if len(self._push) >= MAX_SOCKETS:
+                self._push.pop(next(iter(self._push))).close()
             sock = self._push[to] = self._zmq.socket(zmq.PUSH)
             sock.setsockopt(zmq.LINGER, 0)
             sock.setsockopt(zmq.SNDTIMEO, int(INFO_S * 1000))
@@ -116,7 +119,7 @@ class _Bridge:
 
     def _new_room(self, room: _Room) -> int:
         if len(self._rooms) >= MAX_ROOMS:
-            raise Refused(f"{MAX_ROOMS} requests are under way; repeat it later")
+            raise web.HTTPServiceUnavailable(text=f"kvspray: {MAX_ROOMS} requests are under way\n")
         while (number := secrets.randbits(62)) in self._rooms or not number:
             pass
         self._rooms[number] = room
