@@ -103,14 +103,16 @@ def decode_waits(w: World, answer: dict[str, Any]) -> None:
                 rank = await got.json()
         room = pd_wire.Room(body["bootstrap_room"], HOST, w.rank_port, XFER, 3, 0, 1)
         await w.send(rank["rank_port"], room.encode())
-        answer["frames"] = [await w.frames(), await w.frames()]
+        answer["frames"] = [await w.frames() for _ in range(3 if answer["offered"] else 2)]
         return web.json_response({"output_ids": [1]})
 
     w.answers["/generate"] = generate
 
 
 @pytest.mark.parametrize("offered", [True, False])
-def test_vllm_prefills(offered: bool) -> None:
+def test_vllm_prefills(offered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bridge, "PAGES_S", 0.05)
+
     async def scene(w: World) -> None:
         async def complete(body: dict[str, Any]) -> web.Response:
             spray = {"kvspray": {"xfer": XFER.hex()}} if offered else None
@@ -118,7 +120,7 @@ def test_vllm_prefills(offered: bool) -> None:
             return web.json_response({"choices": [choice], "kv_transfer_params": spray})
 
         w.answers["/v1/completions"] = complete
-        seen: dict[str, Any] = {}
+        seen: dict[str, Any] = {"offered": offered}
         decode_waits(w, seen)
         url = await vllm_to_sglang(w)
         body = {"input_ids": IDS, "sampling_params": {"temperature": 0, "max_new_tokens": 4}}
@@ -128,10 +130,12 @@ def test_vllm_prefills(offered: bool) -> None:
         assert (asked["prompt"], asked["max_tokens"], asked["temperature"]) == (IDS, 1, 0)
         assert asked["kv_transfer_params"]["kvspray"]["xfer"] == XFER.hex()
         room = w.asked["/generate"][0]["bootstrap_room"]
-        peer, rest = seen["frames"]
+        peer, rest, *late = seen["frames"]
         assert pd_wire.decode(peer) == pd_wire.Peer(room, XFER, PEER, True)
         if offered:
             assert pd_wire.decode(rest) == pd_wire.First(room, XFER, 321, 0)
+            assert late[0][:3] == [b"KVSPRAY_STATUS", str(room).encode(), b"0"]
+            assert b"have not come" in late[0][4], "decode has not answered until then"
         else:
             assert rest[:3] == [b"KVSPRAY_STATUS", str(room).encode(), b"0"]
             assert b"offers no pages" in rest[4]

@@ -141,7 +141,7 @@ def test_other_weights_are_refused_by_name(pair: Cross) -> None:
                 text = error_of(err.value)
                 return "weights" in text and "others" in text and name in text
 
-            rig.wait_for("an error that names the weights of both", refused, 60, 0.2)
+            rig.wait_for("an error that names the weights of both", refused, 120, 0.2)
         else:
             for _ in range(4):
                 pair.forget()

@@ -41,6 +41,7 @@ MAX_BODY_BYTES = 64 << 20
 MAX_PROMPT_TOKENS = 1 << 24
 ENGINE_S = 600.0  # of one request to an engine
 PEER_S = 60.0  # until SGLang's prefill names its sidecar
+PAGES_S = 30.0  # until the last page of a prompt whose first token is there has moved
 INFO_S = 5.0
 _STATUS = b"KVSPRAY_STATUS"
 _ABORT = b"ABORT"
@@ -222,11 +223,16 @@ class VllmToSglang(_Bridge):
             token, cached = await self._first_token(room, m.xfer)
             await self._send(to, pd_wire.First(m.room, m.xfer, token, cached).encode())
         except (ClientError, TimeoutError, OSError, ValueError, KeyError, zmq.ZMQError) as err:
-            reason = f"kvspray: prefill by vLLM: {err or type(err).__name__}"
+            reason = f"prefill by vLLM: {err or type(err).__name__}"
             _log.warning("room %d: %s", m.room, reason)
-            status = [_STATUS, str(m.room).encode(), _FAILED, b"0", reason[:2000].encode()]
-            with contextlib.suppress(zmq.ZMQError):
-                await self._send(to, status)
+        else:
+            # vLLM answers before its worker knows whether a sidecar takes the offer. Decode drops
+            # what follows if it has the pages.
+            await asyncio.sleep(PAGES_S)
+            reason = f"the pages have not come {PAGES_S:g} s after vLLM's first token"
+        text = f"kvspray: {reason}"[:2000].encode()
+        with contextlib.suppress(zmq.ZMQError):
+            await self._send(to, [_STATUS, str(m.room).encode(), _FAILED, b"0", text])
 
     async def _first_token(self, room: _Room, xfer: bytes) -> tuple[int, int]:
         if not self._model:
