@@ -25,7 +25,7 @@ import logging
 import secrets
 import sys
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +41,7 @@ MAX_BODY_BYTES = 64 << 20
 MAX_PROMPT_TOKENS = 1 << 24
 ENGINE_S = 600.0  # of one request to an engine
 PEER_S = 60.0  # until SGLang's prefill names its sidecar
-PAGES_S = 30.0  # until the last page of a prompt whose first token is there has moved
+PAGES_S = 30.0  # until the pages of a prompt that is computed, or answered, have moved
 INFO_S = 5.0
 _STATUS = b"KVSPRAY_STATUS"
 _ABORT = b"ABORT"
@@ -293,7 +293,24 @@ class SglangToVllm(_Bridge):
                     "do_remote_prefill": True, "do_remote_decode": False,
                     "kvspray": {"v": 1, "xfer": xfer, "peer": peer, "fanout": 1},
                 }  # fmt: skip
-            return await self._pass_on(request, self._decode + "/v1/completions", body)
+            answer = await self._pass_on(request, self._decode + "/v1/completions", body)
+        except BaseException:
+            self._close_room(number)
+            raise
+        # Its pages may still be read: SGLang gives them back once its sidecar has ended the lease.
+        self._later(self._linger(number))
+        return answer
+
+    def _later(self, what: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(what)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _linger(self, number: int) -> None:
+        prefill = self._rooms[number].prefill
+        try:
+            if prefill is not None:
+                await asyncio.wait({prefill}, timeout=PAGES_S)
         finally:
             self._close_room(number)
 
@@ -333,7 +350,7 @@ class SglangToVllm(_Bridge):
         return (str(got[1]["rank_ip"]), int(got[1]["rank_port"])), int(got[0]["page_size"])
 
     async def _compute(self, number: int, room: _Room, to: tuple[str, int]) -> None:
-        """Ends when the pages are sent, or after the answer: then SGLang gives the request up."""
+        """Ends when the pages are sent. Cancelled: SGLang gives the request up."""
         body = {
             "input_ids": room.ids, "sampling_params": {"max_new_tokens": 1, "temperature": 0},
             "bootstrap_host": self._bootstrap[0], "bootstrap_port": self._bootstrap[1],
@@ -348,10 +365,7 @@ class SglangToVllm(_Bridge):
         except (ClientError, TimeoutError, OSError) as err:
             reason = str(err) or type(err).__name__
         except asyncio.CancelledError:
-            # Not awaited: this task is cancelled.
-            task = asyncio.create_task(self._give_up(number, to))
-            self._background.add(task)
-            task.add_done_callback(self._background.discard)
+            self._later(self._give_up(number, to))  # not awaited: this task is cancelled
             raise
         if reason:
             self._failed(room, reason)
