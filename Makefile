@@ -89,6 +89,13 @@ demo-sglang: build ## SGLang's prefill and decode servers and its router, two si
 	$(HOSTPY) test/rig/env.py --sglang
 	$(B)/venv-sglang/bin/python test/sglang/demo.py
 
+.PHONY: demo-cross
+demo-cross: build ## vLLM prefills for SGLang, and SGLang for vLLM: tokens and pages equal? (both environments, made once)
+	$(call need-python,8)
+	$(HOSTPY) test/rig/env.py
+	$(HOSTPY) test/rig/env.py --sglang
+	$(B)/venv-sglang/bin/python test/sglang/demo_cross.py
+
 .PHONY: demo-gpu
 demo-gpu: ## The same with CUDA engines, on a host with a GPU and what make gpu-bin has packed
 	test/gpu/engines/demo.sh
@@ -238,8 +245,9 @@ test-pods-group: build env $(TOOLS)/chartrender ## The same for a decode engine 
 	$(VENV)/bin/python test/pods/pods.py --values test/pods/group.yaml --steps ""
 
 .PHONY: test-sglang
-test-sglang: build ## SGLang's pools, HiCache on our store, prefill and decode on its servers (an environment of 2.7 GB, made once)
+test-sglang: build ## SGLang's pools, HiCache on our store, prefill and decode on its servers and beside vLLM's (environments of 2.7 and 3 GB, made once)
 	$(call need-python,8)
+	$(HOSTPY) test/rig/env.py
 	$(HOSTPY) test/rig/env.py --sglang
 	KVSPRAY_MUST_RUN=sglang $(B)/venv-sglang/bin/python -m pytest -q test/sglang
 

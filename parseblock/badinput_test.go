@@ -327,7 +327,7 @@ func TestParamsThatDisagree(t *testing.T) {
 		name string
 		v    int64
 	}{
-		{PackedHND, "head_bytes", 9},
+		{PackedHND, "head_bytes", 99},
 		{PackedNHD, "heads", 1},
 		{PackedNHD, "tp_rank", 1},
 		{MLA, "tp_rank", 3},

@@ -99,6 +99,9 @@ func (r *Registry) opaque(l *layout.Layout) (bool, error) {
 	return false, nil
 }
 
+// numberField is the field of planes whose cells are numbers that are not adjacent.
+const numberField = "bytes of a number"
+
 // Field is one line of a description.
 type Field struct {
 	Name, Value string
@@ -227,7 +230,7 @@ func (k kind) fields() []Field {
 		}
 		add("tokens of a row", k.rowTokens)
 		if k.number != 0 {
-			add("bytes of a number", k.number)
+			add(numberField, k.number)
 		}
 	}
 	add("params.window", k.window)
@@ -287,6 +290,9 @@ func (d Description) DiffAs(other Description, here, there string) []string {
 		}
 		for _, name := range slices.Compact(slices.Sorted(slices.Values(slices.Concat(a.names,
 			b.names)))) {
+			if strings.HasSuffix(name, numberField) && (!a.has(name) || !b.has(name)) {
+				continue // a plan takes the numbers of the other side one by one
+			}
 			all.add(layer, name, a.quoted(name), b.quoted(name))
 		}
 	}
@@ -300,6 +306,11 @@ type layerFields struct {
 	place  int
 	names  []string
 	values map[string]string
+}
+
+func (l *layerFields) has(name string) bool {
+	_, ok := l.values[name]
+	return ok
 }
 
 func (l *layerFields) quoted(name string) string {

@@ -294,3 +294,34 @@ func TestFingerprintIsStable(t *testing.T) {
 		t.Fatalf("got %s, want %s: change the domain with the meaning", got, want)
 	}
 }
+
+// TestNumbersOfKApart: a CPU page of vLLM and a pool of SGLang differ in the order of numbers
+// alone, which a plan bridges, so a comparison names no difference. Heads of another width differ.
+func TestNumbersOfKApart(t *testing.T) {
+	d := dims{layers: 2, n: 4, blocks: 3, kvHeads: 2, head: 8, size: 1, elem: 4}
+	vllm, sglang := vecCache("vec", &d).layout(), vecCache(SGLangK, &d).layout()
+	e := d
+	e.head = 6
+	narrow := vecCache(SGLangK, &e).layout()
+	var ds [3]Description
+	for i, l := range []*layout.Layout{vllm, sglang, narrow} {
+		l.DType = "float32"
+		var err error
+		if ds[i], err = Default().Describe(l); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if got := append(ds[0].Diff(ds[1]), ds[1].Diff(ds[0])...); len(got) != 0 {
+		t.Errorf("two caches of one content differ: %q", got)
+	}
+	if got := ds[0].Diff(ds[2]); len(got) != 2 || !strings.HasPrefix(got[0],
+		`k bytes of a head of a token: "32" here, "24" there`) {
+		t.Errorf("heads of 8 and of 6 numbers: %q", got)
+	}
+	for _, pair := range [][2]*layout.Layout{{vllm, narrow}, {narrow, vllm}} {
+		skip := make([]uint32, pair[1].Tables())
+		if _, err := NewPlan(Default(), pair[0], pair[1], 9, skip); err == nil {
+			t.Error("a plan between heads of 8 and of 6 numbers")
+		}
+	}
+}

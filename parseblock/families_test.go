@@ -154,7 +154,7 @@ var families = []family{
 	{name: "kda", kinds: stateKinds(KDAState), make: states},
 	{name: "mamba2", kinds: stateKinds(Mamba2State), make: states},
 	{name: "cpu", kinds: []string{VLLMCPUAttn}, make: cpuCache, fixed: true},
-	{name: "cpu vec", kinds: []string{"vec"}, make: cpuCache},
+	{name: "cpu vec", kinds: []string{"vec", PackedHND, PackedNHD, SGLangK}, make: vecCache},
 	{name: "page", kinds: []string{Page}, make: whole, fixed: true},
 	kimiK3Family,
 }

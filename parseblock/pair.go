@@ -203,7 +203,9 @@ func pairUp(from, to []sited, unlike *differences) ([]pair, error) {
 		case f == nil:
 			unlike.add(Part(t.l.Name), t.Role.String(), "missing", "present")
 			continue
-		case unlike.compare(f, t):
+		}
+		f, t = alike(f, t)
+		if unlike.compare(f, t) {
 			continue
 		}
 		if p := newPair(f, t); p.heads > 0 {
@@ -216,6 +218,30 @@ func pairUp(from, to []sited, unlike *differences) ([]pair, error) {
 		}
 	}
 	return out, nil
+}
+
+// alike gives both planes cells of one number if one side keeps the numbers of K of a token apart
+// (K transposed, as vLLM has it on CPUs) and the other side by side: the numbers are the same ones,
+// in the same order.
+func alike(f, t *sited) (from, to *sited) {
+	switch {
+	case t.Cols > 1 && f.Cols == 1:
+		return numbers(f, t), t
+	case f.Cols > 1 && t.Cols == 1:
+		return f, numbers(t, f)
+	}
+	return f, t
+}
+
+// numbers is the plane p with the cells of other, if both have rows of as many bytes.
+func numbers(p, other *sited) *sited {
+	if p.Unit != layout.UnitToken || other.Unit != layout.UnitToken ||
+		p.CellBytes != uint64(other.Cols)*other.CellBytes {
+		return p
+	}
+	out := *p
+	out.Cols, out.CellBytes, out.ColStride = other.Cols, other.CellBytes, other.CellBytes
+	return &out
 }
 
 func refusePair(f, t *sited, field string, value any, problem, remedy string) error {

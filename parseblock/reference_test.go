@@ -401,6 +401,17 @@ func whole(kind string, d *dims) *cache {
 	return c
 }
 
+// vecCache is K of which each number has a place of its own, or side by side with the others of its
+// head.
+func vecCache(kind string, d *dims) *cache {
+	if kind == "vec" {
+		return cpuCache(kind, d)
+	}
+	e := *d
+	e.head = d.head * d.elem
+	return kvCache(kind, &e)
+}
+
 // cpuCache is [B, H, K then V, ...]: opaque, or with K stored [D, N] and V [N, D].
 func cpuCache(kind string, d *dims) *cache {
 	params := map[string]int64{"kv_heads": int64(d.kvHeads), "number_bytes": int64(d.elem)}

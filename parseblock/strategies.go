@@ -521,8 +521,6 @@ func cpuAttn(p *params) []layout.Plane {
 	k.Cols, k.ColMajor = uint32(p.divides(paramNumberBytes, number, row, "the bytes of K of a head "+
 		"of a token")), true
 	v.Role, v.CellBytes, v.RowStride, v.Offset = layout.RoleV, row, row, k.HeadStride/2
-	// as a kind: K of another backend would need a transposition
-	k.Format, v.Format = p.strategy, p.strategy
 	return []layout.Plane{k, v}
 }
 

@@ -17,7 +17,11 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "rig"))
 
 import cluster as rig  # noqa: E402
-from servers import Process  # noqa: E402
+import hosts  # noqa: E402
+import servers  # noqa: E402
+
+Process = servers.Process
+__all__ = ["Process", "hosts", "rig", "servers"]
 
 START_S = 1200.0  # several servers start at once, and the first request compiles a hash function
 PAGE = 16

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from kvspray import portable
 from kvspray.store import Namespace
 from kvspray.weights import name_of
 from kvspray_sglang.pools import Pool
@@ -144,6 +145,29 @@ def _checkpoint(args: Any, log: logging.Logger, remedy: str) -> str:
 def arguments(args: Any) -> dict[str, str]:
     """Those of the server that change KV or its bytes."""
     return {k: str(getattr(args, k)) for k in _ARGUMENTS if hasattr(args, k)}
+
+
+def portable_identity(
+    args: Any, weights: str, cache_dtype: str, is_mla: bool, model_config: Any
+) -> tuple[str, dict[str, str]]:
+    """The type of numbers and the identity that an engine of another kind has for the same cache.
+    Raises portable.NotPortable."""
+    dtype = str(model_config.dtype).removeprefix("torch.")
+    override = str(getattr(args, "json_model_override_args", "") or "")
+    same = ("auto", dtype, f"torch.{dtype}")
+    settings = {
+        "quantization": getattr(args, "quantization", None),
+        "kv_cache_dtype": "" if cache_dtype.removeprefix("torch.") in same else cache_dtype,
+        "quantization_param_path": getattr(args, "quantization_param_path", None),
+        "json_model_override_args": "" if override in ("", "{}") else override,
+        "torchao_config": getattr(args, "torchao_config", None),
+        "speculative_algorithm": getattr(args, "speculative_algorithm", None),
+        "MLA": is_mla,
+    }
+    return dtype, portable.identity(
+        args.model_path, weights=weights, dtype=dtype, settings=settings, revision=args.revision,
+        cache=getattr(args, "download_dir", None),
+    )  # fmt: skip
 
 
 class Names:

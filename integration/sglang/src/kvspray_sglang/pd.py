@@ -48,12 +48,13 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils.network import NetworkAddress
 
 import kvspray
-from kvspray_sglang import names, pd_cache, pd_wire
+from kvspray_sglang import names, pd_cache, pd_prompt, pd_wire
 from kvspray_sglang.pd_session import Session
 from kvspray_sglang.settings import Settings
 
 SOCKET_ENV = "KVSPRAY_SGLANG_SOCKET"
 WEIGHTS_ENV = "KVSPRAY_SGLANG_WEIGHTS"
+IDENTITY_ENV = "KVSPRAY_SGLANG_IDENTITY"
 MAX_UNCLAIMED = 4096  # rooms that decode has asked for and the router has not
 MAX_REUSED = 1 << 16  # rooms whose number of uses is remembered
 
@@ -68,6 +69,7 @@ class _Source:
     xfer: bytes
     pages: int
     targets: list[tuple[str, int]]
+    tokens: int
     lease: int = 0
     table: list[int] = field(default_factory=list)
     rows: bool = False  # sent, after the last chunk
@@ -84,6 +86,8 @@ class _Arrival:
     pages: list[int]
     row: int
     prefix: int
+    request: Any = None  # SGLang's, and its metadata buffers: for a prefill that is no SGLang
+    buffers: Any = None
     lease: int = 0
     given_up: bool = False
     here: bool = False  # all pages
@@ -153,23 +157,32 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         args, size = self.kv_args, self.attn_tp_size
         heads = None
         if not is_mla:
-            heads = pd_cache.Heads(_total_heads(server_args), self.attn_tp_rank, size)
+            heads = pd_cache.Heads(
+                int(_model_config(server_args).get_total_num_kv_heads()), self.attn_tp_rank, size)
         on_gpu = torch.cuda.is_available() and getattr(server_args, "device", "") != "cpu"
         if on_gpu:
             self._settle = lambda: torch.cuda.synchronize(int(args.gpu_id))
         cache = pd_cache.describe(args, heads, on_gpu)
         per_token = args.kv_item_lens[0] // args.page_size
-        identity = pd_cache.identity(
-            self._weights.name,
-            {"sglang": sglang.__version__, **names.arguments(server_args)},
-            len(args.kv_data_ptrs) if is_mla else len(args.kv_data_ptrs) // 2,
-            per_token // (heads.own if heads else 1),
-        )
+        dtype = str(args.kv_cache_dtype_str)
+        kind = os.environ.get(IDENTITY_ENV, "")
+        if kind not in ("", "portable"):
+            raise pd_cache.CacheError(f"kvspray: {IDENTITY_ENV} is {kind!r}, want portable, or none")
+        if kind:
+            dtype, identity = names.portable_identity(
+                server_args, self._weights.name, dtype, is_mla, _model_config(server_args)
+            )
+        else:
+            identity = pd_cache.identity(
+                self._weights.name,
+                {"sglang": sglang.__version__, **names.arguments(server_args)},
+                len(args.kv_data_ptrs) if is_mla else len(args.kv_data_ptrs) // 2,
+                per_token // (heads.own if heads else 1),
+            )
         timeout = getattr(self, "waiting_timeout", None) or self.bootstrap_timeout
         engine = kvspray.EngineInfo("sglang", sglang.__version__, self._engine)
         ranks = kvspray.Ranks(tp=(self.attn_tp_rank, size))
         socket = os.environ.get(SOCKET_ENV) or None
-        dtype = str(args.kv_cache_dtype_str)
         layout = cache.layout(dtype, identity)
         session = Session(socket, engine, ranks, cache, layout, timeout, _log)
         _log.info(
@@ -208,6 +221,8 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
                     self._peer(message)
                 elif not prefill and isinstance(message, pd_wire.Rows):
                     self._rows(message)
+                elif not prefill and isinstance(message, pd_wire.First):
+                    self._first(message)
             except Exception as err:  # what comes from another host ends nothing here
                 _log.warning("kvspray: a message of another rank is dropped: %s", err)
 
@@ -242,18 +257,21 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         """The router has sent the request."""
         self._unclaimed.pop(room, None)
 
-    def open_source(self, room: int, pages: int) -> None:
+    def open_source(self, room: int, pages: int, request: Any = None) -> None:
         """Prefill is about to compute the prompt, of which so many pages are to be moved."""
         infos = [i.asked for i in self.transfer_infos.get(room, {}).values()]
         problem = self._refuse(infos, pages)
+        tokens, more = pages * self.kv_args.page_size, {}
+        if not problem and any(m.by_prompt for m in infos):
+            prompt = pd_prompt.of(request, infos[0].prefix)
+            problem, tokens, more = prompt.problem, prompt.tokens, {"name": prompt.hash}
         if not problem:
-            s = _Source(room, infos[0].xfer, pages, [(m.host, m.port) for m in infos])
+            s = _Source(room, infos[0].xfer, pages, [(m.host, m.port) for m in infos], tokens)
             with self._lock:
                 self._rooms[room] = s
                 if pages:
-                    tokens = pages * self.kv_args.page_size
                     s.lease = self._session.source(
-                        s.xfer, tokens, str(room), lambda c: self._sent(s, c)
+                        s.xfer, tokens, str(room), lambda c: self._sent(s, c), **more
                     )
             endpoint = self._session.endpoint
             if pages and not (s.lease and endpoint):
@@ -322,7 +340,8 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
                 return
             s.table += pages
             if pages and not s.ended:
-                self._session.progress(s.lease, len(s.table) * self.kv_args.page_size, s.table)
+                done = min(len(s.table) * self.kv_args.page_size, s.tokens)
+                self._session.progress(s.lease, done, s.table)
         if rows is not None:
             for to in s.targets:
                 self._send(to, pd_wire.Rows(s.room, s.xfer, rows).encode())
@@ -372,7 +391,8 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
     # ---- decode
 
     def open_arrival(
-        self, address: str, room: int, pages: Sequence[int], row: int | None, prefix: int | None
+        self, address: str, room: int, pages: Sequence[int], row: int | None, prefix: int | None,
+        request: Any = None, buffers: Any = None,
     ) -> str:  # fmt: skip
         """SGLang has pages for a request. Returns why they cannot be filled."""
         if problem := self._stale():
@@ -387,7 +407,8 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         xfer = hashlib.sha256(name.encode()).digest()
         a = _Arrival(
             room, xfer[: pd_wire.XFER_BYTES], [int(p) for p in pages],
-            -1 if row is None else int(row), int(prefix or 0), here=len(pages) == 0,
+            -1 if row is None else int(row), int(prefix or 0), request, buffers,
+            here=len(pages) == 0,
         )  # fmt: skip
         with self._lock:
             self._rooms[room] = a
@@ -407,19 +428,26 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         # Kernels of the pages' former owner may still be queued: SGLang gives pages to a request
         # before the GPU has run what it launched for others.
         self._settle()
+        problem = ""
         with self._lock:
             a = self._rooms.get(m.room)
             if a is None or a.xfer != m.xfer or a.lease or a.given_up or a.here:
                 return
-            a.lease = self._session.expect(
-                a.xfer, m.endpoint, len(a.pages) * self.kv_args.page_size, a.pages, str(a.room),
-                lambda c: self._came(a, c),
-            )  # fmt: skip
-            refused = not a.lease
-            if not refused:
+            tokens, more = len(a.pages) * self.kv_args.page_size, {}
+            if m.by_prompt:
+                prompt = pd_prompt.of(a.request, a.prefix)
+                problem, tokens, more = prompt.problem, prompt.tokens, {"name": prompt.hash}
+            if not problem:
+                a.lease = self._session.expect(
+                    a.xfer, m.endpoint, tokens, a.pages, str(a.room), lambda c: self._came(a, c),
+                    **more,
+                )  # fmt: skip
+            if a.lease:
                 self._writers[a.room] = self._writers.get(a.room, 0) + 1
-        if refused:
-            self._fail(a, self._session.problem or "the sidecar takes no transfer now")
+            elif not problem:
+                problem = self._session.problem or "the sidecar takes no transfer now"
+        if problem:
+            self._fail(a, problem)
 
     def _came(self, a: _Arrival, c: kvspray.Completion) -> None:
         with self._lock:
@@ -440,6 +468,22 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
                 return
             a.rows = m.rows
         self._whole_arrival(a)
+
+    def _first(self, m: pd_wire.First) -> None:
+        """The metadata of a prefill that is no SGLang: it has no rows."""
+        with self._lock:
+            a = self._rooms.get(m.room)
+            if a is None or a.xfer != m.xfer or a.given_up or a.rows is not None:
+                return
+            problem = pd_prompt.of(a.request, a.prefix).problem
+            if not problem:
+                a.rows, problem = pd_prompt.rows(
+                    self.kv_args, a.buffers, a.room, m.token, m.cached
+                )
+        if problem:
+            self._fail(a, problem)
+        else:
+            self._whole_arrival(a)
 
     def _whole_arrival(self, a: _Arrival) -> None:
         problem = ""
@@ -518,6 +562,8 @@ class _Info:
 
 
 class KVSpraySender(CommonKVSender):  # type: ignore[misc]
+    request: Any = None
+
     def __init__(self, mgr: KVSprayManager, bootstrap_addr: str, bootstrap_room: int,
                  req_has_disagg_prefill_dp_rank: bool = False) -> None:  # fmt: skip
         mgr.claim(bootstrap_room)
@@ -525,7 +571,7 @@ class KVSpraySender(CommonKVSender):  # type: ignore[misc]
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         super().init(num_kv_indices, aux_index)
-        self.kv_mgr.open_source(self.bootstrap_room, int(num_kv_indices))
+        self.kv_mgr.open_source(self.bootstrap_room, int(num_kv_indices), self.request)
 
     def abort(self) -> None:
         super().abort()
@@ -537,6 +583,9 @@ class KVSpraySender(CommonKVSender):  # type: ignore[misc]
 
 
 class KVSprayReceiver(CommonKVReceiver):  # type: ignore[misc]
+    request: Any = None
+    buffers: Any = None
+
     def _register_kv_args(self) -> bool:
         return True  # the sidecars compare layouts
 
@@ -550,8 +599,9 @@ class KVSprayReceiver(CommonKVReceiver):  # type: ignore[misc]
     ) -> None:
         if getattr(self, "bootstrap_infos", None) is not None:
             problem = self.kv_mgr.open_arrival(
-                self.bootstrap_addr, self.bootstrap_room, kv_indices, aux_index, decode_prefix_len
-            )
+                self.bootstrap_addr, self.bootstrap_room, kv_indices, aux_index, decode_prefix_len,
+                self.request, self.buffers,
+            )  # fmt: skip
             if problem:
                 self.kv_mgr.record_failure(self.bootstrap_room, f"kvspray: {problem}")
                 self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
@@ -593,11 +643,11 @@ def _check(server_args: Any, parallel: Any) -> None:
             )
 
 
-def _total_heads(server_args: Any) -> int:
+def _model_config(server_args: Any) -> Any:
     try:
         from sglang.srt.arg_groups.model_override_base import model_config_of
     except ImportError:  # before 0.5.20
         from sglang.srt.configs.model_config import ModelConfig
 
         model_config_of = ModelConfig.from_server_args
-    return int(model_config_of(server_args).get_total_num_kv_heads())
+    return model_config_of(server_args)

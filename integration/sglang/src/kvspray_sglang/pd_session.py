@@ -62,10 +62,12 @@ class Session:
 
     # -- leases
 
-    def source(self, xfer: bytes, tokens: int, req: str, end: End) -> int:
-        """Offers a prompt's pages, which are named by progress(). 0: no sidecar takes it."""
+    def source(self, xfer: bytes, tokens: int, req: str, end: End, name: bytes = b"") -> int:
+        """Offers a prompt's pages, which are named by progress(). 0: no sidecar takes it.
+
+        ``name``: the prompt's hash, if the other side is no SGLang."""
         with self._lock:
-            lease = self._client.intent(xfer, digest(xfer, tokens), tokens, [[]], req=req)
+            lease = self._client.intent(xfer, name or digest(xfer, tokens), tokens, [[]], req=req)
             if lease:
                 self._ends[lease] = end
             return lease
@@ -78,12 +80,13 @@ class Session:
             self._client.signal_step(self._step)
 
     def expect(
-        self, xfer: bytes, peer: str, tokens: int, pages: Sequence[int], req: str, end: End
+        self, xfer: bytes, peer: str, tokens: int, pages: Sequence[int], req: str, end: End,
+        name: bytes = b"",
     ) -> int:  # fmt: skip
         """Requests a prompt's pages. 0: no sidecar takes it, and nothing writes to the pages."""
         with self._lock:
             lease = self._client.expect(
-                xfer, digest(xfer, tokens), peer, tokens, 0, [pages], req=req,
+                xfer, name or digest(xfer, tokens), peer, tokens, 0, [pages], req=req,
                 match_timeout_s=self._deadline,
             )  # fmt: skip
             if lease:

@@ -6,6 +6,10 @@ between the sidecars.
     decode -> prefill   ROOM    what the decode rank waits for
     prefill -> decode   PEER    the sidecar that the pages come from
     prefill -> decode   ROWS    the request's metadata: first token, log probabilities ...
+    prefill -> decode   FIRST   the first token alone, of a prefill that is no SGLang
+
+A ROOM or a PEER with one more frame comes from the bridge to another kind of engine (cross.py):
+that transfer is named by its prompt, which both engines hash themselves.
 
 Frames come from another host: each is checked, and a message that is none is dropped.
 """
@@ -17,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 TAG = b"KVSPRAY1"
+BY_PROMPT = b"prompt"
 XFER_BYTES = 16
 MAX_ENDPOINT_BYTES = 256
 MAX_PAGES = 1 << 24
@@ -25,6 +30,7 @@ MAX_ROW_BYTES = 16 << 20
 
 _ROOM = struct.Struct("<QHIII")  # room, port, pages, tokens that decode has, decode ranks
 _HEAD = struct.Struct("<Q")
+_FIRST = struct.Struct("<II")  # token, tokens of the prompt that prefill had in its cache
 
 
 @dataclass(frozen=True)
@@ -36,10 +42,12 @@ class Room:
     pages: int
     prefix: int  # tokens that decode has in its own cache
     ranks: int  # decode ranks that one prefill rank serves
+    by_prompt: bool = False
 
     def encode(self) -> list[bytes]:
         head = _ROOM.pack(self.room, self.port, self.pages, self.prefix, self.ranks)
-        return [TAG, b"ROOM", head, self.xfer, self.host.encode()]
+        more = [BY_PROMPT] if self.by_prompt else []
+        return [TAG, b"ROOM", head, self.xfer, self.host.encode(), *more]
 
 
 @dataclass(frozen=True)
@@ -47,9 +55,12 @@ class Peer:
     room: int
     xfer: bytes
     endpoint: str
+    by_prompt: bool = False
 
     def encode(self) -> list[bytes]:
-        return [TAG, b"PEER", _HEAD.pack(self.room), self.xfer, self.endpoint.encode()]
+        more = [BY_PROMPT] if self.by_prompt else []
+        head = _HEAD.pack(self.room)
+        return [TAG, b"PEER", head, self.xfer, self.endpoint.encode(), *more]
 
 
 @dataclass(frozen=True)
@@ -62,22 +73,37 @@ class Rows:
         return [TAG, b"ROWS", _HEAD.pack(self.room), self.xfer, *self.rows]
 
 
-def decode(frames: Sequence[bytes]) -> Room | Peer | Rows | None:
+@dataclass(frozen=True)
+class First:
+    room: int
+    xfer: bytes
+    token: int
+    cached: int
+
+    def encode(self) -> list[bytes]:
+        body = _FIRST.pack(self.token, self.cached)
+        return [TAG, b"FIRST", _HEAD.pack(self.room), self.xfer, body]
+
+
+def decode(frames: Sequence[bytes]) -> Room | Peer | Rows | First | None:
     """None: no message of kvspray. Raises ValueError for one that is damaged."""
     if len(frames) < 4 or frames[0] != TAG:
         return None
-    kind, head, xfer, more = frames[1], frames[2], frames[3], frames[4:]
+    kind, head, xfer, more = frames[1], frames[2], frames[3], list(frames[4:])
     if len(xfer) != XFER_BYTES:
         raise ValueError(f"a transfer id of {len(xfer)} bytes, want {XFER_BYTES}")
     try:
-        if kind == b"ROOM" and len(more) == 1:
+        by_prompt = more[1:] == [BY_PROMPT]
+        if kind == b"ROOM" and (len(more) == 1 or by_prompt):
             room, port, pages, prefix, ranks = _ROOM.unpack(head)
             if pages > MAX_PAGES or not 1 <= ranks <= 1 << 12:
                 raise ValueError(f"{pages} pages for {ranks} ranks")
-            return Room(room, _text(more[0]), port, bytes(xfer), pages, prefix, ranks)
+            return Room(room, _text(more[0]), port, bytes(xfer), pages, prefix, ranks, by_prompt)
         (room,) = _HEAD.unpack(head)
-        if kind == b"PEER" and len(more) == 1:
-            return Peer(room, bytes(xfer), _text(more[0]))
+        if kind == b"PEER" and (len(more) == 1 or by_prompt):
+            return Peer(room, bytes(xfer), _text(more[0]), by_prompt)
+        if kind == b"FIRST" and len(more) == 1:
+            return First(room, bytes(xfer), *_FIRST.unpack(more[0]))
         if kind == b"ROWS" and len(more) <= MAX_ROWS:
             if any(len(row) > MAX_ROW_BYTES for row in more):
                 raise ValueError(f"a row of more than {MAX_ROW_BYTES} bytes")

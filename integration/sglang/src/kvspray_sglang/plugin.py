@@ -23,6 +23,8 @@ _USES_CLASSES = (
     "sglang.srt.disaggregation.decode", "sglang.srt.managers.disagg_service",
 )  # fmt: skip
 _HOLDS = "sglang.srt.disaggregation.decode.DecodeTransferQueue.__init__"
+_RECEIVES = "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue"
+_SENDS = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender"
 
 _log = logging.getLogger(__name__)
 _CHOOSES = "sglang.srt.mem_cache.pool_host.common.get_allocator_from_storage"
@@ -42,6 +44,8 @@ def install() -> None:
         for module in _USES_CLASSES:
             HookRegistry.register(f"{module}.get_kv_class", _class_of, HookType.AROUND)
         HookRegistry.register(_HOLDS, _hold, HookType.AROUND)
+        HookRegistry.register(_RECEIVES, _received, HookType.AROUND)
+        HookRegistry.register(_SENDS, _sent, HookType.AROUND)
     installed = True
 
 
@@ -76,6 +80,23 @@ def _hold(original: Callable[..., None], queue: Any, *args: Any, **kwargs: Any) 
             )
     queue.enable_deferred_kv_release = True
     queue.deferred_kv_release_timeout = math.inf
+
+
+def _received(original: Callable[..., Any], queue: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    """A transfer from another kind of engine is named by its prompt, which SGLang's receivers and
+    senders do not have."""
+    out = original(queue, req, *args, **kwargs)
+    if _is_transfer_backend():
+        out.kv_receiver.request = req
+        out.kv_receiver.buffers = queue.metadata_buffers
+    return out
+
+
+def _sent(original: Callable[..., Any], queue: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    out = original(queue, req, *args, **kwargs)
+    if out and _is_transfer_backend():
+        req.disagg_kv_sender.request = req
+    return out
 
 
 def _is_transfer_backend() -> bool:

@@ -232,9 +232,13 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
             flags=self._flag_of,
         )
         groups = described.placed([caches.Site(i) for i in range(len(described.storages))])
+        dtype = identity["dtype"]
+        if self._settings.identity:
+            identity = layout.portable_identity(config, kv, str(self._generation))
+            groups = layout.portable_layers(groups)
         self._layout = {
             "model": str(model.served_model_name or model.model)[:256],
-            "dtype": identity["dtype"],
+            "dtype": dtype,
             "groups": groups,
             "identity": identity,
         }

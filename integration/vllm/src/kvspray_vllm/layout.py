@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvspray import portable
 from kvspray_vllm.speculation import check_speculation
 from kvspray_vllm.strategies import TRANSPOSED
 from kvspray_vllm.strategies import Unsupported as Unsupported
@@ -168,3 +169,38 @@ def identity_of(config: VllmConfig, kv: KVCacheConfig, weights: str) -> dict[str
         "backoff": str(backoff_of(windows)),
         "speculative": "" if spec is None else f"{spec.method}:{spec.model}:{spec.num_speculative_tokens}",
     }
+
+
+def portable_identity(config: VllmConfig, kv: KVCacheConfig, weights: str) -> dict[str, str]:
+    """The identity that an engine of another kind has for the same cache; see kvspray.portable. Raises Unsupported."""
+    m, p = config.model_config, config.parallel_config
+    dtype = str(m.dtype).removeprefix("torch.")
+    cache = str(config.cache_config.cache_dtype)
+    groups = [type(spec_of(g)).__name__ for g in kv.kv_cache_groups]
+    packing = cpu_packing(config)
+    settings = {
+        "quantization": m.quantization,
+        "kv_cache_dtype": "" if cache in ("auto", dtype) else cache,
+        "hf_overrides": m.hf_overrides,
+        "speculative_config": config.speculative_config and config.speculative_config.method,
+        "enable_lora": config.lora_config is not None,
+        "pipeline_parallel_size": p.pipeline_parallel_size if p.pipeline_parallel_size > 1 else 0,
+        "the cache's groups": "" if groups == ["FullAttentionSpec"] and not any(windows_of(kv)) else ", ".join(groups),
+        "the packing of pages for this host": "" if packing in ("", TRANSPOSED) else packing,
+    }
+    try:
+        return portable.identity(
+            m.model, weights=weights, dtype=dtype, settings=settings, revision=m.revision, cache=config.load_config.download_dir
+        )
+    except portable.NotPortable as err:
+        raise Unsupported(str(err)) from err
+
+
+def portable_layers(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups with layers under the names that all engines have for them."""
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    return [
+        group | {"layers": [x | {"name": portable.layer_name(extract_layer_index(x["name"]))} for x in group["layers"]]}
+        for group in groups
+    ]

@@ -23,6 +23,8 @@ class Settings:
     allocation. "auto": memfd, and vLLM's own where that cannot be had."""
     weights: str = ""
     """A name for the weights that the engine starts with. Prefill and decode must agree on it. Default: a digest of the checkpoint's files."""
+    identity: str = ""
+    """Set to "portable", it names the cache without its engine, so that engines of another kind exchange KV with this one."""
     store: bool = False
     """Whether the store of this node's sidecar keeps the engine's pages, and gives back those of earlier prompts."""
     secret_file: str = ""
@@ -46,6 +48,10 @@ class Settings:
             raise ValueError(f"kv_connector_extra_config['memory'] is {out.memory!r}, want auto, memfd or process")
         if not isinstance(out.weights, str) or len(out.weights.encode()) > MAX_NAME_BYTES:
             raise ValueError(f"kv_connector_extra_config['weights'] is {out.weights!r}, want a string of at most {MAX_NAME_BYTES} bytes")
+        if out.identity not in ("", "portable"):
+            raise ValueError(f"kv_connector_extra_config['identity'] is {out.identity!r}, want portable, or none")
+        if out.identity and out.store is True:
+            raise ValueError("kv_connector_extra_config['store'] is true and identity portable, and pages of the store are one engine's; set one of them")
         if not isinstance(out.store, bool):
             raise ValueError(f"kv_connector_extra_config['store'] is {out.store!r}, want true or false")
         for key in ("secret_file", "secret_env"):
