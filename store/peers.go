@@ -242,6 +242,7 @@ func (in *incoming) landed(j int, crc uint32) bool {
 
 // Staged is pages that are pinned in memory, for a peer to read.
 type Staged struct {
+	Looked int // keys that were looked for: the first ones, until there was no room for a page
 	Found  page.Bitmap
 	Blocks []mem.Block // of pages that were found, in their order: whole slots
 	CRCs   []uint32    // likewise
@@ -273,8 +274,13 @@ func (s *Store) Stage(id page.ID, pageBytes int, keys []page.Key) (*Staged, erro
 	for i := range keys {
 		p, ok := s.memory.Pin(sp.number, &keys[i])
 		if !ok {
-			p, ok = s.raise(sp, &keys[i])
+			p, err = s.raise(sp, &keys[i])
+			if errors.Is(err, catalog.ErrFull) || errors.Is(err, catalog.ErrBusy) {
+				break // the page is here, and will be in memory or have room there soon
+			}
+			ok = err == nil
 		}
+		out.Looked = i + 1
 		if !ok {
 			continue
 		}
@@ -319,28 +325,32 @@ func (s *Store) serve(id page.ID) (*Space, error) {
 	return sp, nil
 }
 
-// raise reads a page from the disk into memory, pinned.
-func (s *Store) raise(sp *Space, k *page.Key) (memory.Page, bool) {
+// errNotHere: the disk does not have a page.
+var errNotHere = errors.New("store: the page is not here")
+
+// raise reads a page from the disk into memory, pinned. catalog.ErrFull: it is there, and memory has
+// no room.
+func (s *Store) raise(sp *Space, k *page.Key) (memory.Page, error) {
 	if s.disk == nil {
-		return memory.Page{}, false
+		return memory.Page{}, errNotHere
 	}
 	var found [1]uint64
 	s.disk.Exists(sp.number, []page.Key{*k}, found[:])
 	if found[0] == 0 {
-		return memory.Page{}, false
+		return memory.Page{}, errNotHere
 	}
 	p, err := s.memory.Reserve(sp.number, k, nil)
 	if err != nil {
-		return memory.Page{}, false
+		return memory.Page{}, err
 	}
 	crc, err := s.disk.Read(sp.number, k, p.Slot, disk.Sum)
 	if err != nil {
 		s.memory.Drop(p)
-		return memory.Page{}, false
+		return memory.Page{}, err
 	}
 	s.memory.Commit(p, crc)
 	p.CRC = crc
-	return p, true
+	return p, nil
 }
 
 // Release ends the pins. Idempotent. The memory is not read any more.

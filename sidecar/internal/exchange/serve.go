@@ -149,6 +149,9 @@ func (x *Exchange) serve(r *request) {
 			}
 			x.give(r.from, most)
 		}
+		if err == nil {
+			n = staged.Looked
+		}
 	}
 	offer.Looked = uint32(n)
 	x.answer(r.from, offer, id)
