@@ -314,9 +314,23 @@ int driver_copy(const struct piece *p, bool load, handle stream)
 	return load ? CALL(cuMemcpyHtoDAsync_v2, (p->dev, host, p->bytes, stream)) : CALL(cuMemcpyDtoHAsync_v2, (host, p->dev, p->bytes, stream));
 }
 
-/* One copy of many pieces. All of them go the same way, between one piece of host memory and one allocation, or the driver makes them. The order
- * that their attributes ask for is at most that of the stream, which the gate keeps. */
-static bool taken_batch(enum entry e, const devptr *dst, const devptr *src, const size_t *n, size_t count_of, handle s)
+/* Whether a batch is well formed, and asks for no more than the order of its stream, which the gate keeps. Sources that are read DURING_CALL are
+ * the program's again once the call has returned. */
+static bool in_order(const struct copy_attributes *attrs, const size_t *at, size_t nattrs, size_t count_of)
+{
+	if (!attrs || !at || !nattrs || nattrs > count_of || at[0] != 0)
+		return false;
+	for (size_t i = 0; i < nattrs; i++)
+		if ((attrs[i].order != ORDER_STREAM && attrs[i].order != ORDER_ANY) || attrs[i].flags > PREFER_OVERLAP || at[i] >= count_of ||
+		    (i > 0 && at[i] <= at[i - 1]))
+			return false;
+	return true;
+}
+
+/* One copy of many pieces. All of them go the same way, between one piece of host memory and one allocation, or the driver makes them. No batch
+ * may be in the legacy stream: the driver returns the error. */
+static bool taken_batch(enum entry e, const devptr *dst, const devptr *src, const size_t *n, size_t count_of, const void *attrs, const size_t *at,
+                        size_t nattrs, handle s)
 {
 	if (!on() || !dst || !src || !n || !count_of)
 		return false;
@@ -325,6 +339,10 @@ static bool taken_batch(enum entry e, const devptr *dst, const devptr *src, cons
 		sum += n[i];
 	if (!worth(e, sum))
 		return false;
+	if (s == STREAM_LEGACY || !in_order(attrs, at, nattrs, count_of)) {
+		count(e, OUT_ORDER, sum);
+		return false;
+	}
 	bool load = memory_is_ours(src[0]);
 	bool mixed = load == memory_is_ours(dst[0]) || count_of > KVS_MAX_COPY_BLOCKS;
 	struct piece *pieces = mixed ? NULL : malloc(count_of * sizeof *pieces);
@@ -342,12 +360,14 @@ static bool taken_batch(enum entry e, const devptr *dst, const devptr *src, cons
 #define BATCH(name, stream)                                                                           \
 	int name(devptr *dst, devptr *src, size_t *n, size_t count, void *attrs, size_t *at, size_t nattrs, size_t *failed, handle s) \
 	{                                                                                                     \
-		return taken_batch(ENTRY_##name, dst, src, n, count, stream(s)) ? CUDA_OK : CALL(name, (dst, src, n, count, attrs, at, nattrs, failed, s)); \
+		return taken_batch(ENTRY_##name, dst, src, n, count, attrs, at, nattrs, stream(s)) \
+		           ? CUDA_OK : CALL(name, (dst, src, n, count, attrs, at, nattrs, failed, s));                \
 	}
 #define BATCH_V2(name, stream)                                                                        \
 	int name(devptr *dst, devptr *src, size_t *n, size_t count, void *attrs, size_t *at, size_t nattrs, handle s) \
 	{                                                                                                     \
-		return taken_batch(ENTRY_##name, dst, src, n, count, stream(s)) ? CUDA_OK : CALL(name, (dst, src, n, count, attrs, at, nattrs, s)); \
+		return taken_batch(ENTRY_##name, dst, src, n, count, attrs, at, nattrs, stream(s)) \
+		           ? CUDA_OK : CALL(name, (dst, src, n, count, attrs, at, nattrs, s));                        \
 	}
 
 BATCH(cuMemcpyBatchAsync, legacy)

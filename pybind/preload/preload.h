@@ -43,7 +43,16 @@ enum {
 #define STREAM_LEGACY ((handle)1)
 #define STREAM_PER_THREAD ((handle)2)
 
-/* CUmemcpyAttributes is only passed on. X(exported name, parameters, arguments): copies. */
+/* CUmemcpyAttributes, of CUDA 12.8 and of 13.0 */
+struct copy_attributes {
+	int order;
+	struct memory_location src, dst; /* hints */
+	unsigned flags;
+};
+_Static_assert(sizeof(struct copy_attributes) == 24, "as the driver has it");
+enum { ORDER_STREAM = 1, ORDER_DURING_CALL = 2, ORDER_ANY = 3, PREFER_OVERLAP = 1 };
+
+/* X(exported name, parameters, arguments): copies. */
 #define COPIES(X)                                                                                   \
 	X(cuMemcpyHtoDAsync_v2, (devptr dst, const void *src, size_t n, handle s), (dst, src, n, s))         \
 	X(cuMemcpyHtoDAsync_v2_ptsz, (devptr dst, const void *src, size_t n, handle s), (dst, src, n, s))    \
@@ -109,6 +118,7 @@ enum entry {
 	X(RANGE, "a range that no allocation has")                       \
 	X(UNSHARED, "GPU memory that cannot be shared")                  \
 	X(MIXED, "a batch of several directions or sizes")               \
+	X(ORDER, "a batch that has not the order of its stream")         \
 	X(FRESH, "memory that the sidecar has not mapped yet")           \
 	X(REFUSED, "memory that the sidecar refuses")                    \
 	X(NO_SIDECAR, "no sidecar")                                      \

@@ -370,10 +370,33 @@ int cuMemcpyDtoH_v2_ptds(void *h, devptr d, size_t n) { return copy_now((handle)
 int cuMemcpy(devptr d, devptr h, size_t n) { return copy_now(NULL, d, h, n, false, false); }
 int cuMemcpy_ptds(devptr d, devptr h, size_t n) { return copy_now((handle)2, d, h, n, false, false); }
 
-static int batch(devptr *d, devptr *h, size_t *n, size_t count, handle s)
+struct attributes {
+	int order, hints[4];
+	unsigned flags;
+};
+
+/* Order 2: all sources are read before the call returns. */
+static int batch(devptr *d, devptr *h, size_t *n, size_t count, const struct attributes *a, const size_t *at, size_t k, handle s)
 {
-	for (size_t i = 0; i < count; i++) {
-		int rc = copy(s, d[i], h[i], n[i], false, false);
+	if (!k || !a || !at || at[0] != 0 || s == (handle)1)
+		return INVALID_VALUE;
+	for (size_t i = 0; i < k; i++)
+		if (a[i].order < 1 || a[i].order > 3 || a[i].flags > 1 || at[i] >= count || (i && at[i] <= at[i - 1]))
+			return INVALID_VALUE;
+	for (size_t i = 0, of = 0; i < count; i++) {
+		of += of + 1 < k && at[of + 1] == i;
+		if (a[of].order != 2) {
+			int rc = copy(s, d[i], h[i], n[i], false, false);
+			if (rc)
+				return rc;
+			continue;
+		}
+		if (!within(d[i], n[i], false) || !within(h[i], n[i], false))
+			return INVALID_VALUE;
+		void *now = malloc(n[i]);
+		memcpy(now, (void *)(uintptr_t)h[i], n[i]);
+		int rc = enqueue(s, (struct item){.what = COPY, .dst = d[i], .src = P(now), .n = n[i]});
+		rc = rc ? rc : enqueue(s, (struct item){.what = CALL, .fn = free, .arg = now});
 		if (rc)
 			return rc;
 	}
@@ -382,23 +405,21 @@ static int batch(devptr *d, devptr *h, size_t *n, size_t count, handle s)
 
 int cuMemcpyBatchAsync(devptr *d, devptr *h, size_t *n, size_t count, void *a, size_t *i, size_t k, size_t *failed, handle s)
 {
-	(void)a, (void)i, (void)k, (void)failed;
-	return !s || s == (handle)1 ? INVALID_VALUE : batch(d, h, n, count, s);
+	(void)failed;
+	return !s ? INVALID_VALUE : batch(d, h, n, count, a, i, k, s);
 }
 int cuMemcpyBatchAsync_ptsz(devptr *d, devptr *h, size_t *n, size_t count, void *a, size_t *i, size_t k, size_t *failed, handle s)
 {
-	(void)a, (void)i, (void)k, (void)failed;
-	return batch(d, h, n, count, mine(s));
+	(void)failed;
+	return batch(d, h, n, count, a, i, k, mine(s));
 }
 int cuMemcpyBatchAsync_v2(devptr *d, devptr *h, size_t *n, size_t count, void *a, size_t *i, size_t k, handle s)
 {
-	(void)a, (void)i, (void)k;
-	return !s || s == (handle)1 ? INVALID_VALUE : batch(d, h, n, count, s);
+	return !s ? INVALID_VALUE : batch(d, h, n, count, a, i, k, s);
 }
 int cuMemcpyBatchAsync_v2_ptsz(devptr *d, devptr *h, size_t *n, size_t count, void *a, size_t *i, size_t k, handle s)
 {
-	(void)a, (void)i, (void)k;
-	return batch(d, h, n, count, mine(s));
+	return batch(d, h, n, count, a, i, k, mine(s));
 }
 
 int cuLaunchHostFunc(handle s, void (*fn)(void *), void *arg) { return enqueue(s, (struct item){.what = CALL, .fn = fn, .arg = arg}); }

@@ -5,6 +5,7 @@
  *   preload_test random SEED OPS    copies, kernels, events, captures, errors on eight streams; every byte is computed here as well
  *   preload_test threads SEED OPS   the same in four threads at once, without captures
  *   preload_test reasons            one copy of each kind that passes by
+ *   preload_test batches            what the attributes of a batch ask for
  *   preload_test lookups            every way to an entry point
  *   preload_test large COPIES       large copies there and back, for a sidecar that is killed meanwhile
  *   preload_test many COPIES        copies that wait in one stream, all at once
@@ -51,6 +52,12 @@ void fake_break(void);
 #define P(x) ((uint64_t)(uintptr_t)(x))
 #define PTR(x) ((void *)(uintptr_t)(x))
 enum { BUFFERS = 6, BYTES = 256 << 10, STREAMS = 8, LEGACY = 0, OWN = 1, MADE = 2, KERNEL_BYTES = 16 << 10 };
+
+/* CUmemcpyAttributes */
+struct attributes {
+	int order, hints[4];
+	unsigned flags;
+};
 
 /* ---- a random program ---- */
 
@@ -186,8 +193,10 @@ static void batch(struct program *p, bool load, struct buffer *d, struct buffer 
 		src[i] = load ? host : dev;
 		n[i] = piece;
 	}
-	int rc = s == OWN ? cuMemcpyBatchAsync_v2_ptsz(dst, src, n, 8, NULL, NULL, 0, NULL)
-	                  : cuMemcpyBatchAsync(dst, src, n, 8, NULL, NULL, 0, &failed, p->stream[s]);
+	struct attributes attrs[] = {{.order = 1}, {.order = 3, .flags = 1}};
+	size_t at[] = {0, 3};
+	int rc = s == OWN ? cuMemcpyBatchAsync_v2_ptsz(dst, src, n, 8, attrs, at, 2, NULL)
+	                  : cuMemcpyBatchAsync(dst, src, n, 8, attrs, at, 1, &failed, p->stream[s]);
 	REQUIRE(rc_of(p, rc) == 0);
 }
 
@@ -403,7 +412,9 @@ static void reasons(void)
 	size_t n[] = {BYTES / 2, BYTES / 2};
 	for (int i = 0; i < 200; i++)
 		REQUIRE(cuMemcpyHtoDAsync_v2(d, h, BYTES, s) == 0 && cuMemcpyHtoDAsync_v2(e, h, BYTES, s) == 0 && cuStreamSynchronize(s) == 0);
-	REQUIRE(cuMemcpyBatchAsync(dst, src, n, 2, NULL, NULL, 0, NULL, s) == 0);
+	struct attributes attrs = {.order = 1};
+	size_t first = 0;
+	REQUIRE(cuMemcpyBatchAsync(dst, src, n, 2, &attrs, &first, 1, NULL, s) == 0);
 	REQUIRE(cuStreamSynchronize(s) == 0);
 	REQUIRE(cuMemFreeAsync(d, s) == 0 && cuStreamSynchronize(s) == 0 && cuMemFree_v2(e) == 0 && cuMemFreeHost(h) == 0);
 }
@@ -516,6 +527,32 @@ static void lost(void)
 	puts("ok");
 }
 
+static void batches(void)
+{
+	devptr d;
+	handle s;
+	uint8_t *h = host_of(BYTES), *back = malloc(BYTES);
+	_Atomic int go = 0;
+	REQUIRE(cuMemAlloc_v2(&d, BYTES) == 0 && cuStreamCreate(&s, 1) == 0);
+	warm(d, h, s);
+	devptr dst[] = {d, d + BYTES / 2}, src[] = {P(h), P(h) + BYTES / 2};
+	size_t n[] = {BYTES / 2, BYTES / 2}, at[] = {0, 1}, twice[] = {0, 0}, late[] = {1, 2};
+	struct attributes a[] = {{.order = 1}, {.order = 2}}, wrong = {.order = 9}, flags = {.order = 1, .flags = 8};
+	/* The second half is the program's again at once, the first is read in the stream. */
+	memset(h, 7, BYTES);
+	REQUIRE(cuLaunchHostFunc(s, held_until, (void *)&go) == 0 && cuMemcpyBatchAsync(dst, src, n, 2, a, at, 2, NULL, s) == 0);
+	memset(h, 9, BYTES);
+	go = 1;
+	REQUIRE(cuStreamSynchronize(s) == 0 && cuMemcpyDtoH_v2(back, d, BYTES) == 0 && back[0] == 9 && back[BYTES - 1] == 7);
+	/* Errors are the driver's. */
+	REQUIRE(cuMemcpyBatchAsync(dst, src, n, 2, NULL, NULL, 0, NULL, s) == 1 && cuMemcpyBatchAsync(dst, src, n, 2, &wrong, at, 1, NULL, s) == 1);
+	REQUIRE(cuMemcpyBatchAsync(dst, src, n, 2, &flags, at, 1, NULL, s) == 1 && cuMemcpyBatchAsync(dst, src, n, 2, a, twice, 2, NULL, s) == 1);
+	REQUIRE(cuMemcpyBatchAsync(dst, src, n, 2, a, late, 1, NULL, s) == 1 && cuMemcpyBatchAsync(dst, src, n, 2, a, at, 1, NULL, NULL) == 1);
+	REQUIRE(cuMemcpyBatchAsync(dst, src, n, 2, a, at, 1, NULL, (handle)1) == 1);
+	REQUIRE(cuMemcpyBatchAsync(dst, src, n, 2, a, at, 1, NULL, s) == 0 && cuStreamSynchronize(s) == 0);
+	puts("ok");
+}
+
 static void ends(const char *how)
 {
 	devptr d;
@@ -548,6 +585,8 @@ int main(int argc, char **argv)
 			pthread_join(t[i], NULL);
 	} else if (strcmp(what, "reasons") == 0) {
 		reasons();
+	} else if (strcmp(what, "batches") == 0) {
+		batches();
 	} else if (strcmp(what, "lookups") == 0) {
 		lookups();
 	} else if (strcmp(what, "large") == 0 && argc == 3) {

@@ -109,6 +109,16 @@ def test_what_passes_by_is_named(build: Build, serve: Serve) -> None:
     }
 
 
+def test_a_batch_keeps_its_order(build: Build, serve: Serve) -> None:
+    """A source that is read during the call is not read later, and no error is hidden."""
+    _, socket = serve("a")
+    assert build.run("batches", preload="none")[:2] == (0, "ok\n")
+    code, out, report, err = build.run("batches", socket=socket)
+    assert (code, out) == (0, "ok\n"), err
+    batch = "cuMemcpyBatchAsync"
+    assert (report[batch, "a batch that has not the order of its stream"], report[batch, CAUGHT]) == (8, 1), err
+
+
 def test_off_and_without_a_sidecar(build: Build, serve: Serve) -> None:
     native = build.run("random", 1, OPS, preload="none")
     assert native[0] == 0, native
