@@ -23,6 +23,9 @@
 #define KVS_MUTANT 0
 #endif
 enum { MUTANT_NO_END = 1, MUTANT_NO_START = 2 };
+#ifndef KVS_AGAIN_MS
+#define KVS_AGAIN_MS 60000
+#endif
 
 enum {
 	SLOTS = 128,      /* copies in streams; more pass by */
@@ -34,7 +37,7 @@ enum {
 	LOOK_LATER_NS = 200000, /* in a stream that has not come to its copy for LONG_MS */
 	LONG_MS = 5,
 	CHECK_MS = 100,      /* between two looks at the contexts */
-	AGAIN_MS = 60000,    /* for a copy by the driver */
+	AGAIN_MS = KVS_AGAIN_MS, /* for a copy by the driver, since the sidecar's failed */
 	CONNECT_MS = 300,    /* for the first session; without it copies pass by until it is there */
 	REPLY_BYTES = 64 << 10,
 };
@@ -61,7 +64,7 @@ struct op {
 	uint32_t count;
 	struct memory *host, *dev;
 	struct context *context;
-	int64_t lease, since_ms;
+	int64_t lease, since_ms; /* since_ms: it failed */
 };
 
 pthread_mutex_t mu = PTHREAD_MUTEX_INITIALIZER;
@@ -73,6 +76,7 @@ static pthread_cond_t failed = PTHREAD_COND_INITIALIZER; /* an op is for the dri
 static pthread_mutex_t setting_up = PTHREAD_MUTEX_INITIALIZER; /* of callers only: the driver is called with it held */
 static struct op ops[SLOTS];                             /* guarded by mu, and the rest */
 static uint32_t busy, leases;                            /* not OP_FREE; OP_COPYING */
+static uint32_t closed;                                  /* gate_close without gate_open */
 static uint64_t last_id;
 static struct context contexts[MAX_CONTEXTS];
 static uint32_t context_count; /* guarded by setting_up; a context that an op names does not change */
@@ -119,10 +123,18 @@ static bool open_until(uint64_t id, handle context)
 	return false;
 }
 
-void gate_settle(void)
+void gate_open(void)
+{
+	pthread_mutex_lock(&mu);
+	closed--;
+	pthread_mutex_unlock(&mu);
+}
+
+void gate_close(void)
 {
 	handle here = NULL;
 	pthread_mutex_lock(&mu);
+	closed++;
 	bool idle = busy == 0;
 	uint64_t id = last_id;
 	pthread_mutex_unlock(&mu);
@@ -146,6 +158,7 @@ static void give_up(const struct op *o, const char *what, int rc)
 static void fail(struct op *o)
 {
 	o->state = OP_FAILED;
+	o->since_ms = kvs_now_ms();
 	pthread_cond_signal(&failed);
 }
 
@@ -165,7 +178,6 @@ static void again(struct op *o)
 		give_up(o, "a copy by the driver failed", rc);
 	pthread_mutex_lock(&mu);
 	o->state = OP_AGAIN;
-	o->since_ms = kvs_now_ms();
 	pthread_mutex_unlock(&mu);
 }
 
@@ -190,8 +202,6 @@ static void look_at(struct context *x)
 			continue;
 		if (rc != CUDA_NOT_READY && (o->state == OP_AGAIN || (rc != CUDA_OK && before_start(o))))
 			finish(o);
-		else if (o->state == OP_AGAIN && kvs_now_ms() - o->since_ms > AGAIN_MS)
-			give_up(o, "the driver does not end a copy", rc);
 	}
 	pthread_mutex_unlock(&mu);
 }
@@ -282,6 +292,20 @@ static bool submit(struct op *o)
 	return o->lease > 0;
 }
 
+/* Here, because the other thread may be in a call of the driver that does not return. */
+static void watch(void)
+{
+	pthread_mutex_lock(&mu);
+	for (struct op *o = ops; o < ops + SLOTS; o++) {
+		if ((o->state != OP_FAILED && o->state != OP_AGAIN) || kvs_now_ms() - o->since_ms <= AGAIN_MS)
+			continue;
+		say("the driver has not made a copy of %llu bytes within %d s, and the sidecar did not finish it: this process ends, as it would hang",
+		    (unsigned long long)o->bytes, AGAIN_MS / 1000);
+		abort();
+	}
+	pthread_mutex_unlock(&mu);
+}
+
 /* Ops whose streams have come to them. Returns whether any has not. */
 static bool begin(void)
 {
@@ -352,6 +376,7 @@ static void *run(void *arg)
 		pthread_mutex_unlock(&mu);
 		bool waiting = begin();
 		take_ends();
+		watch();
 		int64_t now = kvs_now_ms();
 		pthread_mutex_lock(&mu);
 		if (busy != before || !waiting)
@@ -490,17 +515,19 @@ static struct context *context_here(void)
 
 /* ---- the caller's part ---- */
 
-/* One slot, with its list. NULL: there is none. */
-static struct op *op_new(const struct piece *pieces, uint32_t n, bool load, struct memory *h, struct memory *d, struct context *x)
+/* One slot, with its list. NULL: there is none, and *why. */
+static struct op *op_new(const struct piece *pieces, uint32_t n, bool load, struct memory *h, struct memory *d, struct context *x, enum outcome *why)
 {
 	struct piece *list = n > 1 ? malloc(n * sizeof *list) : NULL;
+	*why = OUT_BUSY;
 	if (n > 1 && !list)
 		return NULL;
 	pthread_mutex_lock(&mu);
 	struct op *o = ops;
 	while (o < ops + SLOTS && o->state != OP_FREE)
 		o++;
-	if (o == ops + SLOTS) {
+	if (closed || o == ops + SLOTS) {
+		*why = closed ? OUT_CLOSED : OUT_BUSY;
 		pthread_mutex_unlock(&mu);
 		free(list);
 		return NULL;
@@ -519,6 +546,7 @@ static struct op *op_new(const struct piece *pieces, uint32_t n, bool load, stru
 	memcpy(o->pieces, pieces, n * sizeof *pieces);
 	for (uint32_t i = 0; i < n; i++)
 		o->bytes += pieces[i].bytes;
+	*why = OUT_CAUGHT;
 	pthread_mutex_unlock(&mu);
 	return o;
 }
@@ -554,13 +582,15 @@ static enum outcome enter(const struct piece *pieces, uint32_t n, bool load, han
 		if (!memory_within(h, pieces[i].host, pieces[i].bytes) || !memory_within(d, pieces[i].dev, pieces[i].bytes))
 			why = OUT_MIXED;
 	struct context *x = why == OUT_CAUGHT ? context_here() : NULL;
-	struct op *o = x ? op_new(pieces, n, load, h, d, x) : NULL;
+	if (why == OUT_CAUGHT && !x)
+		why = OUT_DRIVER;
+	struct op *o = x ? op_new(pieces, n, load, h, d, x, &why) : NULL;
 	if (!o) {
 		pthread_mutex_lock(&mu);
 		memory_put(h);
 		memory_put(d);
 		pthread_mutex_unlock(&mu);
-		return why != OUT_CAUGHT ? why : x ? OUT_BUSY : OUT_DRIVER;
+		return why;
 	}
 	devptr at = x->flags + (devptr)(uintptr_t)slot_of(o) - (devptr)(uintptr_t)slots;
 	if (cu.StreamWriteValue64(stream, at + offsetof(struct slot, start), o->seq, 0) != CUDA_OK) {

@@ -393,16 +393,22 @@ int cuMemAllocHost_v2(void **out, size_t n)
 
 int cuMemFreeHost(void *p)
 {
-	if (on())
-		gate_settle();
-	return on() && memory_host_free(p) ? CUDA_OK : CALL(cuMemFreeHost, (p));
+	if (!on())
+		return CALL(cuMemFreeHost, (p));
+	gate_close();
+	int rc = memory_host_free(p) ? CUDA_OK : CALL(cuMemFreeHost, (p));
+	gate_open();
+	return rc;
 }
 
 int cuMemHostUnregister(void *p)
 {
-	if (on())
-		gate_settle();
-	return CALL(cuMemHostUnregister, (p));
+	if (!on())
+		return CALL(cuMemHostUnregister, (p));
+	gate_close();
+	int rc = CALL(cuMemHostUnregister, (p));
+	gate_open();
+	return rc;
 }
 
 int cuMemHostGetFlags(unsigned *flags, void *p)
@@ -412,11 +418,13 @@ int cuMemHostGetFlags(unsigned *flags, void *p)
 
 int cuMemFree_v2(devptr p)
 {
-	if (on()) {
-		gate_settle();
-		memory_device_gone(p, true);
-	}
-	return CALL(cuMemFree_v2, (p));
+	if (!on())
+		return CALL(cuMemFree_v2, (p));
+	gate_close();
+	memory_device_gone(p, true);
+	int rc = CALL(cuMemFree_v2, (p));
+	gate_open();
+	return rc;
 }
 
 int cuMemFreeAsync(devptr p, handle s)

@@ -110,8 +110,11 @@ bool memory_host_alloc(void **out, size_t n, unsigned flags)
 	bool pinned = cu.MemHostRegister(at, m->region.bytes, HOST_PORTABLE | HOST_DEVICEMAP) == CUDA_OK;
 	/* The GPU must see it at the same address, as it does with memory of the driver's own. */
 	if (!pinned || cu.MemHostGetDevicePointer(&seen, at, 0) != CUDA_OK || seen != m->region.addr || !lend(m)) {
-		if (pinned)
+		if (pinned) {
+			gate_close();
 			cu.MemHostUnregister(at);
+			gate_open();
+		}
 		kvs_region_free(&m->region);
 		set_state(m, MEMORY_FREE);
 		return false;

@@ -123,6 +123,7 @@ enum entry {
 	X(REFUSED, "memory that the sidecar refuses")                    \
 	X(NO_SIDECAR, "no sidecar")                                      \
 	X(BUSY, "too many open copies")                                  \
+	X(CLOSED, "while memory is freed")                               \
 	X(ENDED, "after a context has ended")                            \
 	X(DRIVER, "the driver refuses stream memory operations")
 
@@ -224,9 +225,10 @@ bool gate_start(void);
 bool gate_started(void);
 /* Waits until *open is 0. With mu held. */
 void gate_wait(const int *open);
-/* Waits for the copies that this thread's context has open now. Before calls in which the driver waits for the whole GPU: there, copies could not be
- * made again. */
-void gate_settle(void);
+/* Around calls in which the driver waits for the whole GPU, until they have returned: copies could not be made again meanwhile. None is taken
+ * between the two, and those that this thread's context has open have ended after the first. They nest. */
+void gate_close(void);
+void gate_open(void);
 /* Whether copies were made in a context; whether a GPU's primary context exists, after any copy was. */
 bool gate_uses(handle context);
 bool gate_active(int device);

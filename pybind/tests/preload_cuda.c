@@ -689,6 +689,8 @@ void fake_break(void)
 	pthread_cond_broadcast(&progress);
 	pthread_mutex_unlock(&lock);
 }
+/* Its calls do not return any more. */
+void fake_hang(void) { pthread_mutex_lock(&driver); }
 int cuCtxGetCurrent(handle *out) { *out = current_context; return OK; }
 int cuCtxPushCurrent_v2(handle c) { enter(); return c == context ? OK : INVALID_CONTEXT; }
 int cuCtxPopCurrent_v2(handle *c) { *c = context; return OK; }

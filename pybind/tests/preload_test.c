@@ -6,6 +6,8 @@
  *   preload_test threads SEED OPS   the same in four threads at once, without captures
  *   preload_test reasons            one copy of each kind that passes by
  *   preload_test batches            what the attributes of a batch ask for
+ *   preload_test free PID           memory is freed while another thread copies and the sidecar PID is stopped
+ *   preload_test stuck PID          the sidecar PID dies, and the driver hangs
  *   preload_test lookups            every way to an entry point
  *   preload_test large COPIES       large copies there and back, for a sidecar that is killed meanwhile
  *   preload_test many COPIES        copies that wait in one stream, all at once
@@ -16,6 +18,7 @@
  */
 #include <dlfcn.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -47,7 +50,7 @@ int cuEventCreate(handle *, unsigned), cuEventRecord(handle, handle), cuCtxSynch
 int cuDevicePrimaryCtxReset_v2(int), cuDevicePrimaryCtxRelease_v2(int), cuCtxDestroy_v2(handle);
 int cuGetProcAddress_v2(const char *, void **, int, uint64_t, int *), cuGetProcAddress(const char *, void **, int, uint64_t);
 int fake_alloc_vmm(devptr *, size_t), fake_alloc_far(devptr *, size_t);
-void fake_break(void);
+void fake_break(void), fake_hang(void);
 
 #define P(x) ((uint64_t)(uintptr_t)(x))
 #define PTR(x) ((void *)(uintptr_t)(x))
@@ -527,6 +530,44 @@ static void lost(void)
 	puts("ok");
 }
 
+static void *freed(void *p)
+{
+	REQUIRE(cuMemFree_v2(P(p)) == 0);
+	return NULL;
+}
+
+static void free_beside(pid_t sidecar)
+{
+	devptr d, e;
+	handle s;
+	pthread_t t;
+	void *h = host_of(BYTES);
+	REQUIRE(cuMemAlloc_v2(&d, BYTES) == 0 && cuMemAlloc_v2(&e, BYTES) == 0 && cuStreamCreate(&s, 1) == 0);
+	warm(d, h, s);
+	warm(e, h, s);
+	REQUIRE(kill(sidecar, SIGSTOP) == 0 && pthread_create(&t, NULL, freed, PTR(d)) == 0);
+	usleep(300000); /* the thread waits for the sidecar to unmap it, and then for the GPU */
+	REQUIRE(cuMemcpyHtoDAsync_v2(e, h, BYTES, s) == 0 && cuStreamSynchronize(s) == 0);
+	pthread_join(t, NULL);
+	puts("ok");
+}
+
+static void stuck(pid_t sidecar)
+{
+	devptr d;
+	handle s;
+	_Atomic int go = 0;
+	void *h = host_of(BYTES);
+	REQUIRE(cuMemAlloc_v2(&d, BYTES) == 0 && cuStreamCreate(&s, 1) == 0);
+	warm(d, h, s);
+	REQUIRE(cuLaunchHostFunc(s, held_until, (void *)&go) == 0 && cuMemcpyHtoDAsync_v2(d, h, BYTES, s) == 0);
+	REQUIRE(kill(sidecar, SIGKILL) == 0);
+	fake_hang();
+	go = 1;
+	cuStreamSynchronize(s);
+	puts("ok");
+}
+
 static void batches(void)
 {
 	devptr d;
@@ -585,6 +626,10 @@ int main(int argc, char **argv)
 			pthread_join(t[i], NULL);
 	} else if (strcmp(what, "reasons") == 0) {
 		reasons();
+	} else if (strcmp(what, "free") == 0 && argc == 3) {
+		free_beside(atoi(argv[2]));
+	} else if (strcmp(what, "stuck") == 0 && argc == 3) {
+		stuck(atoi(argv[2]));
 	} else if (strcmp(what, "batches") == 0) {
 		batches();
 	} else if (strcmp(what, "lookups") == 0) {

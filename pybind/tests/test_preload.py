@@ -119,6 +119,22 @@ def test_a_batch_keeps_its_order(build: Build, serve: Serve) -> None:
     assert (report[batch, "a batch that has not the order of its stream"], report[batch, CAUGHT]) == (8, 1), err
 
 
+def test_a_free_beside_a_copy_while_the_sidecar_hangs(build: Build, serve: Serve) -> None:
+    """A copy that began meanwhile would wait for the driver, which would wait for it."""
+    process, socket = serve("a", GRACE)
+    code, out, report, err = build.run("free", process.pid, socket=socket, timeout=60, KVSPRAY_PRELOAD_DEADLINE_MS="500")
+    assert (code, out) == (0, "ok\n"), err
+    assert report["cuMemcpyHtoDAsync_v2", "while memory is freed"] == 1, err
+
+
+def test_a_driver_that_hangs(tmp_path: pathlib.Path, serve: Serve) -> None:
+    """Whoever waits for it cannot be the one that ends the process."""
+    build = Build(tmp_path, "-DKVS_AGAIN_MS=1000")
+    process, socket = serve("a", GRACE)
+    code, _, _, err = build.run("stuck", process.pid, socket=socket, timeout=60)
+    assert code == -signal.SIGABRT and "the driver has not made a copy of 262144 bytes within 1 s" in err, err
+
+
 def test_off_and_without_a_sidecar(build: Build, serve: Serve) -> None:
     native = build.run("random", 1, OPS, preload="none")
     assert native[0] == 0, native
