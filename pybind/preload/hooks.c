@@ -24,12 +24,16 @@ static struct {
 #define DECLARE_HOOK(name, params, args) EXPORT int name params;
 COPIES(DECLARE_HOOK) OTHERS(DECLARE_HOOK)
 
+/* Their addresses here, whatever other library is preloaded and has the same names. */
+#define DECLARE_OURS(name, params, args) extern __typeof__(name) ours_##name __attribute__((alias(#name), visibility("hidden")));
+COPIES(DECLARE_OURS) OTHERS(DECLARE_OURS)
+
 static const struct hook {
 	const char *name;
 	void *ours;
 	void **real;
 } hooks[] = {
-#define HOOK(name, params, args) {#name, (void *)name, (void **)&real.name},
+#define HOOK(name, params, args) {#name, (void *)ours_##name, (void **)&real.name},
 	COPIES(HOOK) OTHERS(HOOK)
 #undef HOOK
 };
@@ -127,35 +131,39 @@ bool driver_loaded(void)
 	return driver(RTLD_NOLOAD) != NULL;
 }
 
-/* What the driver exports. Several threads may find the same at once. */
-static void *real_of(const struct hook *h)
+/* What the driver exports, by a handle of it alone: another library that has its names may call this one. Several threads may find the same at
+ * once. */
+static void *real_by(const struct hook *h, int flags)
 {
 	void *p = __atomic_load_n(h->real, __ATOMIC_RELAXED);
 	if (p)
 		return p;
-	void *lib = driver(0);
+	void *lib = driver(flags);
 	p = lib ? kvs_real_dlsym(lib, h->name) : NULL;
 	__atomic_store_n(h->real, p, __ATOMIC_RELAXED);
 	return p;
 }
 
-/* The names of a driver that is not there stay unknown, and so do those of another library that has them. */
+static void *real_of(const struct hook *h)
+{
+	return real_by(h, 0);
+}
+
+/* The names of a driver that is not there stay unknown, and those of another library stay what they are. */
 static void *instead_of(const struct hook *h, void *found)
 {
 	if (found == h->ours)
 		return real_of(h) ? found : NULL;
-	/* No dlopen here: this thread may be in one. */
-	void *none = NULL;
-	__atomic_compare_exchange_n(h->real, &none, found, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
-	return !none || none == found ? h->ours : found;
+	/* Loads nothing: this thread may be in a dlopen. */
+	return found == real_by(h, RTLD_NOLOAD) ? h->ours : found;
 }
 
 EXPORT void *hooked_dlsym(void *lib, const char *name) __asm__("dlsym");
 
-/* Ends with a jump: for RTLD_NEXT the C library looks at who calls it. */
+/* Ends with a jump: for RTLD_NEXT the C library looks at who calls it, and finds the next after that. */
 NOT_SANITIZED __attribute__((optimize("O2", "optimize-sibling-calls"))) void *hooked_dlsym(void *lib, const char *name)
 {
-	if (name && name[0] == 'c' && name[1] == 'u' && on()) {
+	if (lib != RTLD_NEXT && name && name[0] == 'c' && name[1] == 'u' && on()) {
 		const struct hook *h = hook_named(name);
 		if (h) {
 			void *found = kvs_real_dlsym(lib, name);

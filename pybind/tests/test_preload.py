@@ -46,10 +46,10 @@ class Build:
         )  # fmt: skip
         self.program = compile_c(at / "preload_test", "tests/preload_test.c", str(at / "libcuda.so.1"), flags=f"{flags} -Wl,-rpath,{at}")
 
-    def start(self, *args: object, socket: pathlib.Path | None = None, preload: str = "report", first: str = "", **env: str) -> subprocess.Popen[str]:
+    def start(self, *args: object, socket: pathlib.Path | None = None, preload: str = "report", first: str = "", last: str = "", **env: str) -> subprocess.Popen[str]:
         settings = {"KVSPRAY_PRELOAD_MIN_BYTES": "65536", "KVSPRAY_PRELOAD": preload, "KVSPRAY_PRELOAD_SOCKET": str(socket or self.at / "none"), **env}
         if preload != "none":
-            settings["LD_PRELOAD"] = f"{first} {self.library}".strip()
+            settings["LD_PRELOAD"] = f"{first} {self.library} {last}".strip()
         command = [str(self.program), *map(str, args)]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **settings})
 
@@ -133,6 +133,17 @@ def test_a_driver_that_hangs(tmp_path: pathlib.Path, serve: Serve) -> None:
     process, socket = serve("a", GRACE)
     code, _, _, err = build.run("stuck", process.pid, socket=socket, timeout=60)
     assert code == -signal.SIGABRT and "the driver has not made a copy of 262144 bytes within 1 s" in err, err
+
+
+@pytest.mark.parametrize("where", ["first", "last"])
+def test_another_library_with_the_same_names(build: Build, serve: Serve, where: str) -> None:
+    """Each passes a copy on to the next."""
+    other = compile_c(build.at / f"other_{where}.so", "tests/preload_other.c", flags="-fPIC -shared")
+    _, socket = serve("a")
+    native = build.run("random", 1, OPS, preload="none")
+    code, out, report, err = build.run("random", 1, OPS, socket=socket, **{where: str(other)})
+    assert (code, out) == native[:2], err
+    assert report["cuMemcpyHtoDAsync_v2", CAUGHT] > 10, err
 
 
 def test_off_and_without_a_sidecar(build: Build, serve: Serve) -> None:
