@@ -115,6 +115,25 @@ void gate_wait(const int *open)
 		pthread_cond_wait(&moved, &mu);
 }
 
+static bool under_way(void)
+{
+	for (struct op *o = ops; o < ops + SLOTS; o++)
+		if (o->state == OP_COPYING || o->state == OP_FAILED || o->state == OP_AGAIN)
+			return true;
+	return false;
+}
+
+void gate_drain(void)
+{
+	struct kvs_info info = {.size = sizeof info};
+	struct timespec end;
+	kvs_status_read(client, &info);
+	clock_gettime(CLOCK_REALTIME, &end);
+	end.tv_sec += (time_t)((settings()->deadline_ms + (uint64_t)info.grace_ms) / 1000 + 1);
+	while (under_way() && pthread_cond_timedwait(&moved, &mu, &end) == 0)
+		;
+}
+
 static bool open_until(uint64_t id, handle context)
 {
 	for (struct op *o = ops; o < ops + SLOTS; o++)

@@ -456,12 +456,10 @@ int cuCtxDestroy_v2(handle c)
 	return CALL(cuCtxDestroy_v2, (c));
 }
 
-/* Others may have retained it. */
+/* Others may have retained it, and the copies go on. */
 int cuDevicePrimaryCtxRelease_v2(int d)
 {
 	bool was = on() && gate_active(d);
-	if (was)
-		memory_wait();
 	int rc = CALL(cuDevicePrimaryCtxRelease_v2, (d));
 	if (was && !gate_active(d))
 		memory_all_gone("a primary context was released");

@@ -194,22 +194,18 @@ void memory_device_gone(devptr p, bool wait)
 		kvs_request_forget(client, request);
 }
 
-void memory_wait(void)
-{
-	pthread_mutex_lock(&mu);
-	for (struct memory *m = table; m < table + MAX_MEMORY; m++)
-		gate_wait(&m->open);
-	pthread_mutex_unlock(&mu);
-}
-
 void memory_all_gone(const char *why)
 {
 	pthread_mutex_lock(&mu);
 	if (!ended && client) {
 		ended = true;
+		gate_drain();
 		for (struct memory *m = table; m < table + MAX_MEMORY; m++) {
-			gate_wait(&m->open);
-			if (m->device && m->state != MEMORY_FREE && m->state != MEMORY_GOING) {
+			if (!m->device || m->state == MEMORY_FREE || m->state == MEMORY_GOING)
+				continue;
+			m->state = MEMORY_GOING;
+			m->late = true;
+			if (m->open == 0) {
 				int64_t request = drop(m);
 				if (request > 0)
 					kvs_request_forget(client, request);

@@ -198,10 +198,8 @@ bool memory_host_free(void *p);
 bool memory_host_flags(unsigned *flags, const void *p);
 /* Before an allocation of a GPU is freed: no copy of it is open afterwards, and the sidecar has unmapped it. wait: false where it is freed later. */
 void memory_device_gone(devptr p, bool wait);
-/* Before a context is destroyed: as above, for all memory. Nothing is taken any more. */
+/* Before a context is destroyed: as above, for all memory, but copies that wait for their streams stay open. Nothing is taken any more. */
 void memory_all_gone(const char *why);
-/* Until no copy is open. */
-void memory_wait(void);
 /* Finds both ends of a copy and holds them, or names *why not. load: to the GPU. The driver is asked. */
 bool memory_find(const struct piece *p, bool load, struct memory **h, struct memory **d, enum outcome *why);
 /* Why a copy between two addresses that are both or neither in such memory is not taken. */
@@ -225,6 +223,8 @@ bool gate_start(void);
 bool gate_started(void);
 /* Waits until *open is 0. With mu held. */
 void gate_wait(const int *open);
+/* Waits for the copies that the sidecar makes now or has failed to make, and not longer than they may take. With mu held. */
+void gate_drain(void);
 /* Around calls in which the driver waits for the whole GPU, until they have returned: copies could not be made again meanwhile. None is taken
  * between the two, and those that this thread's context has open have ended after the first. They nest. */
 void gate_close(void);

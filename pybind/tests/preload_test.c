@@ -8,6 +8,7 @@
  *   preload_test batches            what the attributes of a batch ask for
  *   preload_test free PID           memory is freed while another thread copies and the sidecar PID is stopped
  *   preload_test stuck PID          the sidecar PID dies, and the driver hangs
+ *   preload_test held HOW           the same while a copy waits in its stream: reset, release, released
  *   preload_test lookups            every way to an entry point
  *   preload_test large COPIES       large copies there and back, for a sidecar that is killed meanwhile
  *   preload_test many COPIES        copies that wait in one stream, all at once
@@ -611,6 +612,24 @@ static void ends(const char *how)
 	puts("ok");
 }
 
+static void held_and(const char *how)
+{
+	devptr d;
+	handle s;
+	uint8_t *h = host_of(BYTES), *back = malloc(BYTES);
+	_Atomic int go = 0;
+	REQUIRE(cuMemAlloc_v2(&d, BYTES) == 0 && cuStreamCreate(&s, 1) == 0);
+	warm(d, h, s);
+	REQUIRE(cuLaunchHostFunc(s, held_until, (void *)&go) == 0 && cuMemcpyHtoDAsync_v2(d, h, BYTES, s) == 0);
+	memset(h, 9, BYTES);
+	REQUIRE((strcmp(how, "reset") == 0 ? cuDevicePrimaryCtxReset_v2(0) : cuDevicePrimaryCtxRelease_v2(0)) == 0);
+	REQUIRE(strcmp(how, "released") != 0 || cuDevicePrimaryCtxRelease_v2(0) == 0);
+	go = 1;
+	REQUIRE(cuStreamSynchronize(s) == 0 && cuMemcpyDtoH_v2(back, d, BYTES) == 0 && back[0] == 9 && back[BYTES - 1] == 9);
+	REQUIRE(cuMemFree_v2(d) == 0 && cuMemFreeHost(h) == 0);
+	puts("ok");
+}
+
 int main(int argc, char **argv)
 {
 	const char *what = argc > 1 ? argv[1] : "";
@@ -630,6 +649,8 @@ int main(int argc, char **argv)
 		free_beside(atoi(argv[2]));
 	} else if (strcmp(what, "stuck") == 0 && argc == 3) {
 		stuck(atoi(argv[2]));
+	} else if (strcmp(what, "held") == 0 && argc == 3) {
+		held_and(argv[2]);
 	} else if (strcmp(what, "batches") == 0) {
 		batches();
 	} else if (strcmp(what, "lookups") == 0) {

@@ -210,6 +210,13 @@ def test_a_context_is_destroyed(build: Build, serve: Serve, how: str) -> None:
     assert report["cuMemcpyHtoDAsync_v2", "after a context has ended"] == (0 if how in ("release", "other") else 200), err
 
 
+@pytest.mark.parametrize("how", ["reset", "release", "released"])
+def test_a_context_ends_before_a_stream_has_come_to_its_copy(build: Build, serve: Serve, how: str) -> None:
+    _, socket = serve("a")
+    code, out, report, err = build.run("held", how, socket=socket, timeout=60)
+    assert (code, out) == (0, "ok\n") and caught(report) > 100, err
+
+
 def test_more_copies_than_slots(build: Build, serve: Serve) -> None:
     _, socket = serve("a")
     code, out, report, err = build.run("many", 300, socket=socket)
