@@ -9,6 +9,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
+#include "internal.h"
 #include "preload.h"
 
 enum { MAX_REFUSALS = 3, DROP_MS = 1000, HANDLE_BY_IPC = 1 };
@@ -74,12 +75,13 @@ void memory_put(struct memory *m)
 	pthread_cond_broadcast(&moved);
 }
 
-/* Until the sidecar has unmapped it. If it does not answer, it is its own mapping, and no copy is open. */
-static void await_drop(int64_t request)
+/* Until the sidecar has unmapped it, or a time. If it does not answer, it is its own mapping, and no copy is open. */
+static void await_drop(int64_t request, int64_t until_ms)
 {
 	uint8_t answer[1024];
 	uint32_t type;
-	if (request > 0 && kvs_answer(client, request, DROP_MS, &type, answer, sizeof answer) <= 0)
+	int64_t left = until_ms - kvs_now_ms();
+	if (request > 0 && kvs_answer(client, request, left > 0 ? (int)left : 0, &type, answer, sizeof answer) <= 0)
 		kvs_request_forget(client, request);
 }
 
@@ -142,7 +144,7 @@ bool memory_host_free(void *p)
 	gate_wait(&m->open);
 	int64_t request = drop(m);
 	pthread_mutex_unlock(&mu);
-	await_drop(request);
+	await_drop(request, kvs_now_ms() + DROP_MS);
 	cu.MemHostUnregister(p);
 	kvs_region_free(&m->region);
 	set_state(m, MEMORY_FREE);
@@ -171,8 +173,10 @@ bool memory_is_ours(uint64_t p)
 
 void memory_device_gone(devptr p, bool wait)
 {
-	int64_t request = 0;
+	int64_t requests[MAX_MEMORY], until = kvs_now_ms() + DROP_MS;
+	uint32_t n = 0;
 	pthread_mutex_lock(&mu);
+	/* There are several where an earlier allocation of the address was freed unseen. */
 	for (struct memory *m = table; m < table + MAX_MEMORY; m++) {
 		if (!m->device || m->addr != p || m->state == MEMORY_FREE || m->state == MEMORY_GOING)
 			continue;
@@ -181,17 +185,14 @@ void memory_device_gone(devptr p, bool wait)
 		if (wait)
 			gate_wait(&m->open);
 		if (m->open == 0) {
-			request = drop(m);
+			requests[n++] = drop(m);
 			kvs_region_free(&m->region);
 			m->state = MEMORY_FREE;
 		}
-		break;
 	}
 	pthread_mutex_unlock(&mu);
-	if (wait)
-		await_drop(request);
-	else if (request > 0)
-		kvs_request_forget(client, request);
+	for (uint32_t i = 0; i < n; i++)
+		await_drop(requests[i], wait ? until : 0);
 }
 
 void memory_all_gone(const char *why)

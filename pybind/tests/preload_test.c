@@ -9,6 +9,7 @@
  *   preload_test free PID           memory is freed while another thread copies and the sidecar PID is stopped
  *   preload_test stuck PID          the sidecar PID dies, and the driver hangs
  *   preload_test held HOW           the same while a copy waits in its stream: reset, release, released
+ *   preload_test unseen             memory is freed by a way that the preload does not see
  *   preload_test lookups            every way to an entry point
  *   preload_test large COPIES       large copies there and back, for a sidecar that is killed meanwhile
  *   preload_test many COPIES        copies that wait in one stream, all at once
@@ -17,6 +18,7 @@
  *   preload_test lost               an error ends the context while a copy waits in its stream
  *   preload_test ends HOW           a context is destroyed: reset, destroy, released; or not: other, release
  */
+#include <dirent.h>
 #include <dlfcn.h>
 #include <pthread.h>
 #include <signal.h>
@@ -50,7 +52,7 @@ int cuStreamBeginCapture_v2(handle, int), cuStreamEndCapture(handle, handle *), 
 int cuEventCreate(handle *, unsigned), cuEventRecord(handle, handle), cuCtxSynchronize(void);
 int cuDevicePrimaryCtxReset_v2(int), cuDevicePrimaryCtxRelease_v2(int), cuCtxDestroy_v2(handle);
 int cuGetProcAddress_v2(const char *, void **, int, uint64_t, int *), cuGetProcAddress(const char *, void **, int, uint64_t);
-int fake_alloc_vmm(devptr *, size_t), fake_alloc_far(devptr *, size_t);
+int fake_free(devptr), fake_alloc_vmm(devptr *, size_t), fake_alloc_far(devptr *, size_t);
 void fake_break(void), fake_hang(void);
 
 #define P(x) ((uint64_t)(uintptr_t)(x))
@@ -569,6 +571,30 @@ static void stuck(pid_t sidecar)
 	puts("ok");
 }
 
+static int descriptors(void)
+{
+	int n = 0;
+	DIR *d = opendir("/proc/self/fd");
+	while (readdir(d))
+		n++;
+	closedir(d);
+	return n;
+}
+
+static void unseen(void)
+{
+	devptr d, next;
+	handle s;
+	void *h = host_of(BYTES);
+	REQUIRE(cuMemAlloc_v2(&d, BYTES) == 0 && cuStreamCreate(&s, 1) == 0);
+	int before = descriptors();
+	warm(d, h, s);
+	REQUIRE(fake_free(d) == 0 && cuMemAlloc_v2(&next, BYTES) == 0 && next == d);
+	warm(next, h, s);
+	REQUIRE(cuMemFree_v2(next) == 0 && cuMemAlloc_v2(&d, BYTES) == 0);
+	printf("%d descriptors are left\n", descriptors() - before);
+}
+
 static void batches(void)
 {
 	devptr d;
@@ -651,6 +677,8 @@ int main(int argc, char **argv)
 		stuck(atoi(argv[2]));
 	} else if (strcmp(what, "held") == 0 && argc == 3) {
 		held_and(argv[2]);
+	} else if (strcmp(what, "unseen") == 0) {
+		unseen();
 	} else if (strcmp(what, "batches") == 0) {
 		batches();
 	} else if (strcmp(what, "lookups") == 0) {

@@ -146,6 +146,13 @@ def test_another_library_with_the_same_names(build: Build, serve: Serve, where: 
     assert report["cuMemcpyHtoDAsync_v2", CAUGHT] > 10, err
 
 
+def test_an_allocation_that_went_unseen(build: Build, serve: Serve) -> None:
+    """Its entry goes with that of the next allocation at the address."""
+    _, socket = serve("a")
+    code, out, report, err = build.run("unseen", socket=socket)
+    assert (code, out) == (0, "0 descriptors are left\n") and caught(report) > 200, err
+
+
 def test_off_and_without_a_sidecar(build: Build, serve: Serve) -> None:
     native = build.run("random", 1, OPS, preload="none")
     assert native[0] == 0, native
