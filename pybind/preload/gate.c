@@ -181,22 +181,44 @@ static void fail(struct op *o)
 	pthread_cond_signal(&failed);
 }
 
-/* Has the driver make the copy. */
+/* Whether the context or the process can do nothing more, which the program sees by itself. Any other error may pass. */
+static bool fatal(int rc)
+{
+	static const int all[] = {
+		3, 4,                    /* not initialized, deinitialized */
+		201, 400, 709,           /* no such context, or none that has this library's stream any more */
+		214, 220, 226, 721,      /* of the memory, of the link; contained; of a tensor */
+		700, 702, 710, 714, 715, /* of a kernel */
+		716, 717, 718, 719,
+		809, 999,                /* the client of MPS was ended; unknown */
+	};
+	for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+		if (all[i] == rc)
+			return true;
+	return false;
+}
+
+/* Has the driver make the copy. It stays FAILED, and is tried again, where its context cannot be entered now. */
 static void again(struct op *o)
 {
 	handle was = NULL;
-	count_again(o->bytes);
 	int rc = cu.CtxPushCurrent(o->context->context), state = rc;
+	if (rc != CUDA_OK && !fatal(rc))
+		return;
+	count_again(o->bytes);
 	if (rc == CUDA_OK) {
 		for (uint32_t i = 0; rc == CUDA_OK && i < o->count; i++)
 			rc = driver_copy(&o->pieces[i], o->load, o->context->own);
 		state = stream_query(o->context->own);
 		cu.CtxPopCurrent(&was);
 	}
-	if (rc != CUDA_OK && (state == CUDA_OK || state == CUDA_NOT_READY))
+	if (rc != CUDA_OK && !fatal(rc) && !fatal(state))
 		give_up(o, "a copy by the driver failed", rc);
 	pthread_mutex_lock(&mu);
-	o->state = OP_AGAIN;
+	if (rc == CUDA_OK)
+		o->state = OP_AGAIN;
+	else
+		finish(o);
 	pthread_mutex_unlock(&mu);
 }
 
@@ -219,7 +241,7 @@ static void look_at(struct context *x)
 	for (struct op *o = ops; o < ops + SLOTS; o++) {
 		if (o->context != x)
 			continue;
-		if (rc != CUDA_NOT_READY && (o->state == OP_AGAIN || (rc != CUDA_OK && before_start(o))))
+		if ((o->state == OP_AGAIN && (rc == CUDA_OK || fatal(rc))) || (before_start(o) && fatal(rc)))
 			finish(o);
 	}
 	pthread_mutex_unlock(&mu);

@@ -694,7 +694,10 @@ void fake_break(void)
 /* Its calls do not return any more. */
 void fake_hang(void) { pthread_mutex_lock(&driver); }
 int cuCtxGetCurrent(handle *out) { *out = current_context; return OK; }
-int cuCtxPushCurrent_v2(handle c) { enter(); return c == context ? OK : INVALID_CONTEXT; }
+/* Contexts cannot be entered, for a reason that passes. */
+static _Atomic int refusing;
+void fake_refuse(int rc) { refusing = rc; }
+int cuCtxPushCurrent_v2(handle c) { enter(); return refusing ? refusing : c == context ? OK : INVALID_CONTEXT; }
 int cuCtxPopCurrent_v2(handle *c) { *c = context; return OK; }
 int cuCtxGetDevice(int *d) { *d = 0; return OK; }
 int cuCtxGetStreamPriorityRange(int *a, int *b) { *a = 0; *b = -5; return OK; }

@@ -10,6 +10,7 @@
  *   preload_test stuck PID          the sidecar PID dies, and the driver hangs
  *   preload_test held HOW           the same while a copy waits in its stream: reset, release, released
  *   preload_test unseen             memory is freed by a way that the preload does not see
+ *   preload_test refuse PID         the driver refuses the context for a while, in which the sidecar PID dies
  *   preload_test lookups            every way to an entry point
  *   preload_test large COPIES       large copies there and back, for a sidecar that is killed meanwhile
  *   preload_test many COPIES        copies that wait in one stream, all at once
@@ -53,7 +54,7 @@ int cuEventCreate(handle *, unsigned), cuEventRecord(handle, handle), cuCtxSynch
 int cuDevicePrimaryCtxReset_v2(int), cuDevicePrimaryCtxRelease_v2(int), cuCtxDestroy_v2(handle);
 int cuGetProcAddress_v2(const char *, void **, int, uint64_t, int *), cuGetProcAddress(const char *, void **, int, uint64_t);
 int fake_free(devptr), fake_alloc_vmm(devptr *, size_t), fake_alloc_far(devptr *, size_t);
-void fake_break(void), fake_hang(void);
+void fake_break(void), fake_hang(void), fake_refuse(int);
 
 #define P(x) ((uint64_t)(uintptr_t)(x))
 #define PTR(x) ((void *)(uintptr_t)(x))
@@ -595,6 +596,26 @@ static void unseen(void)
 	printf("%d descriptors are left\n", descriptors() - before);
 }
 
+static void refuse(pid_t sidecar)
+{
+	devptr d;
+	handle s;
+	_Atomic int go = 0;
+	uint8_t *h = host_of(BYTES), *back = malloc(BYTES);
+	REQUIRE(cuMemAlloc_v2(&d, BYTES) == 0 && cuStreamCreate(&s, 1) == 0);
+	warm(d, h, s);
+	fake_refuse(2);
+	REQUIRE(cuLaunchHostFunc(s, held_until, (void *)&go) == 0 && cuMemcpyHtoDAsync_v2(d, h, BYTES, s) == 0);
+	usleep(300000); /* it waits, and its context is looked at */
+	memset(h, 9, BYTES);
+	REQUIRE(kill(sidecar, SIGKILL) == 0);
+	go = 1;
+	usleep(700000); /* it has failed */
+	fake_refuse(0);
+	REQUIRE(cuStreamSynchronize(s) == 0 && cuMemcpyDtoH_v2(back, d, BYTES) == 0 && back[0] == 9 && back[BYTES - 1] == 9);
+	puts("ok");
+}
+
 static void batches(void)
 {
 	devptr d;
@@ -679,6 +700,8 @@ int main(int argc, char **argv)
 		held_and(argv[2]);
 	} else if (strcmp(what, "unseen") == 0) {
 		unseen();
+	} else if (strcmp(what, "refuse") == 0 && argc == 3) {
+		refuse(atoi(argv[2]));
 	} else if (strcmp(what, "batches") == 0) {
 		batches();
 	} else if (strcmp(what, "lookups") == 0) {

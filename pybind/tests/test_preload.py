@@ -153,6 +153,13 @@ def test_an_allocation_that_went_unseen(build: Build, serve: Serve) -> None:
     assert (code, out) == (0, "0 descriptors are left\n") and caught(report) > 200, err
 
 
+def test_an_error_that_passes(build: Build, serve: Serve) -> None:
+    """It ends no copy, neither one that waits for its stream nor one that failed."""
+    process, socket = serve("a", GRACE)
+    code, out, report, err = build.run("refuse", process.pid, socket=socket, timeout=60)
+    assert (code, out) == (0, "ok\n") and report["", AGAIN] == 1, err
+
+
 def test_off_and_without_a_sidecar(build: Build, serve: Serve) -> None:
     native = build.run("random", 1, OPS, preload="none")
     assert native[0] == 0, native
