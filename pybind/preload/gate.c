@@ -26,6 +26,9 @@ enum { MUTANT_NO_END = 1, MUTANT_NO_START = 2 };
 #ifndef KVS_AGAIN_MS
 #define KVS_AGAIN_MS 60000
 #endif
+#ifndef KVS_PASS_MS
+#define KVS_PASS_MS 5000
+#endif
 
 enum {
 	SLOTS = 128,      /* copies in streams; more pass by */
@@ -40,6 +43,8 @@ enum {
 	AGAIN_MS = KVS_AGAIN_MS, /* for a copy by the driver, since the sidecar's failed */
 	CONNECT_MS = 300,    /* for the first session; without it copies pass by until it is there */
 	REPLY_BYTES = 64 << 10,
+	MAX_FAILURES = 3, /* in a row */
+	PASS_MS = KVS_PASS_MS, /* for which copies pass by after them */
 };
 
 struct slot {
@@ -65,6 +70,7 @@ struct op {
 	struct memory *host, *dev;
 	struct context *context;
 	int64_t lease, since_ms; /* since_ms: it failed */
+	uint64_t session;        /* that of its lease */
 };
 
 pthread_mutex_t mu = PTHREAD_MUTEX_INITIALIZER;
@@ -76,6 +82,12 @@ static pthread_cond_t failed = PTHREAD_COND_INITIALIZER; /* an op is for the dri
 static pthread_mutex_t setting_up = PTHREAD_MUTEX_INITIALIZER; /* of callers only: the driver is called with it held */
 static struct op ops[SLOTS];                             /* guarded by mu, and the rest */
 static uint32_t busy, leases;                            /* not OP_FREE; OP_COPYING */
+static struct {
+	uint32_t in_a_row;
+	int64_t until_ms;
+	uint64_t session; /* in which they were */
+	bool said;
+} failures;
 static uint32_t closed;                                  /* gate_close without gate_open */
 static uint64_t last_id;
 static struct context contexts[MAX_CONTEXTS];
@@ -308,6 +320,60 @@ static void *repair(void *arg)
 
 /* ---- the sidecar's part ---- */
 
+/* Sessions count from 1. */
+static uint64_t session_now(void)
+{
+	struct kvs_info info = {.size = sizeof info};
+	return kvs_status_read(client, &info) == 0 ? info.connects : 0;
+}
+
+/* Whether copies pass by. Another session is another sidecar, or it was mended. With mu held. */
+static bool failing(void)
+{
+	return failures.in_a_row >= MAX_FAILURES && kvs_now_ms() < failures.until_ms && session_now() == failures.session;
+}
+
+/* Whether that is to be told. With mu held. */
+static bool note_failure(uint64_t session)
+{
+	if (session != session_now())
+		return false;
+	if (session != failures.session) {
+		failures.in_a_row = 0;
+		failures.said = false;
+		failures.session = session;
+	}
+	if (++failures.in_a_row < MAX_FAILURES)
+		return false;
+	failures.until_ms = kvs_now_ms() + PASS_MS;
+	bool first = !failures.said;
+	failures.said = true;
+	return first;
+}
+
+/* The reason in the body of a completion. */
+static void read_reason(const uint8_t *body, uint32_t bytes, char *out, size_t cap)
+{
+	struct mpr r = mpr_make(body, bytes);
+	uint32_t n = 0, length;
+	const char *key, *s;
+	out[0] = 0;
+	if (!mpr_map(&r, &n))
+		return;
+	for (; n; n--) {
+		if (!mpr_str(&r, &key, &length))
+			return;
+		bool reason = length == 6 && memcmp(key, "reason", 6) == 0;
+		if (reason ? !mpr_str(&r, &s, &length) : !mpr_skip(&r))
+			return;
+		if (reason) {
+			length = length < cap ? length : (uint32_t)cap - 1;
+			memcpy(out, s, length);
+			out[length] = 0;
+		}
+	}
+}
+
 /* With mu held: the client only writes to its ring. */
 static bool submit(struct op *o)
 {
@@ -330,6 +396,7 @@ static bool submit(struct op *o)
 	o->lease = w.bad || !rows ? KVS_E_SYS : kvs_submit(client, KVS_REC_COPY, w.buf, (uint32_t)w.len, settings()->deadline_ms);
 	free(rows);
 	mpw_free(&w);
+	o->session = session_now();
 	return o->lease > 0;
 }
 
@@ -371,22 +438,33 @@ static bool begin(void)
 	return some;
 }
 
-static void ended(uint64_t lease, uint16_t status)
+static void ended(uint64_t lease, uint16_t status, const char *reason)
 {
 	struct op *o = ops;
+	bool tell = false;
 	pthread_mutex_lock(&mu);
 	while (o < ops + SLOTS && (o->state != OP_COPYING || o->lease != (int64_t)lease))
 		o++;
 	if (o < ops + SLOTS) {
 		leases--;
-		memory_refused(o->host, status == KVS_REFUSED);
-		memory_refused(o->dev, status == KVS_REFUSED);
+		bool src = strncmp(reason, "COPY.src:", 9) == 0, dst = strncmp(reason, "COPY.dst:", 9) == 0;
+		if (status == KVS_REFUSED && (src || dst)) {
+			memory_refused(src == o->load ? o->host : o->dev, true);
+		} else if (status == KVS_OK) {
+			memory_refused(o->host, false);
+			memory_refused(o->dev, false);
+			failures.in_a_row = 0;
+		} else if (status != KVS_LOST) {
+			tell = note_failure(o->session);
+		}
 		if (status == KVS_OK)
 			finish(o);
 		else
 			fail(o);
 	}
 	pthread_mutex_unlock(&mu);
+	if (tell)
+		say("the sidecar has failed %d copies in a row: copies pass by for %d s after each more: %.300s", MAX_FAILURES, PASS_MS / 1000, reason);
 }
 
 static void take_ends(void)
@@ -395,8 +473,10 @@ static void take_ends(void)
 	int64_t n = kvs_poll(client, buf, sizeof buf);
 	for (int64_t at = 0; at < n;) {
 		struct kvs_record r;
+		char reason[320];
 		memcpy(&r, buf + at, sizeof r);
-		ended(r.lease, r.status);
+		read_reason(buf + at + sizeof r, r.body_bytes, reason, sizeof reason);
+		ended(r.lease, r.status, reason);
 		at += r.length;
 	}
 }
@@ -567,8 +647,9 @@ static struct op *op_new(const struct piece *pieces, uint32_t n, bool load, stru
 	struct op *o = ops;
 	while (o < ops + SLOTS && o->state != OP_FREE)
 		o++;
-	if (closed || o == ops + SLOTS) {
-		*why = closed ? OUT_CLOSED : OUT_BUSY;
+	bool passes = failing();
+	if (closed || passes || o == ops + SLOTS) {
+		*why = closed ? OUT_CLOSED : passes ? OUT_FAILING : OUT_BUSY;
 		pthread_mutex_unlock(&mu);
 		free(list);
 		return NULL;

@@ -122,6 +122,7 @@ enum entry {
 	X(FRESH, "memory that the sidecar has not mapped yet")           \
 	X(REFUSED, "memory that the sidecar refuses")                    \
 	X(NO_SIDECAR, "no sidecar")                                      \
+	X(FAILING, "after failures of the sidecar")                      \
 	X(BUSY, "too many open copies")                                  \
 	X(CLOSED, "while memory is freed")                               \
 	X(ENDED, "after a context has ended")                            \

@@ -11,6 +11,7 @@
  *   preload_test held HOW           the same while a copy waits in its stream: reset, release, released
  *   preload_test unseen             memory is freed by a way that the preload does not see
  *   preload_test refuse PID         the driver refuses the context for a while, in which the sidecar PID dies
+ *   preload_test two COPIES         the same to one allocation, and then to another
  *   preload_test lookups            every way to an entry point
  *   preload_test large COPIES       large copies there and back, for a sidecar that is killed meanwhile
  *   preload_test many COPIES        copies that wait in one stream, all at once
@@ -616,6 +617,18 @@ static void refuse(pid_t sidecar)
 	puts("ok");
 }
 
+static void two(int copies)
+{
+	devptr d[2];
+	handle s;
+	uint8_t *h = host_of(BYTES), *back = malloc(BYTES);
+	REQUIRE(cuMemAlloc_v2(&d[0], BYTES) == 0 && cuMemAlloc_v2(&d[1], BYTES) == 0 && cuStreamCreate(&s, 1) == 0);
+	for (int i = 0; i < 2 * copies; i++)
+		REQUIRE(cuMemcpyHtoDAsync_v2(d[i / copies], h, BYTES, s) == 0 && cuStreamSynchronize(s) == 0);
+	REQUIRE(cuMemcpyDtoH_v2(back, d[0], BYTES) == 0 && memcmp(back, h, BYTES) == 0);
+	puts("ok");
+}
+
 static void batches(void)
 {
 	devptr d;
@@ -702,6 +715,8 @@ int main(int argc, char **argv)
 		unseen();
 	} else if (strcmp(what, "refuse") == 0 && argc == 3) {
 		refuse(atoi(argv[2]));
+	} else if (strcmp(what, "two") == 0 && argc == 3) {
+		two(atoi(argv[2]));
 	} else if (strcmp(what, "batches") == 0) {
 		batches();
 	} else if (strcmp(what, "lookups") == 0) {

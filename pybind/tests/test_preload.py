@@ -245,18 +245,54 @@ def test_a_worker_that_was_forked(build: Build, serve: Serve) -> None:
     assert (code, out) == (0, "ok\n") and caught(report) == 20, err
 
 
-def test_refusals(build: Build, sidecar: Callable[..., Sidecar], socket_path: pathlib.Path) -> None:
-    """The driver makes each copy, and after three nobody is asked."""
+def answer(s: Sidecar, status: CompletionStatus, reason: str) -> None:
+    copy = s.record("COPY")
+    assert copy["body"]["req"] == "preload" and len(copy["body"]["blocks"]) == 24
+    s.complete(copy["lease"], "RECEIVED", status, bytes=0, us=1, transport="", reason=reason, recompute=[])
+
+
+@pytest.mark.parametrize("side", ["src", "dst"])
+def test_refusals(build: Build, sidecar: Callable[..., Sidecar], socket_path: pathlib.Path, side: str) -> None:
+    """The driver makes each copy, and after three of one memory nobody is asked."""
+    s = sidecar(features=["copy", "regions"])
+    p = build.start("two", 5, socket=socket_path)
+    for _ in range(3):
+        answer(s, CompletionStatus.REFUSED, f"COPY.{side}: was not mapped; no")
+    if side == "dst":
+        for _ in range(5):
+            answer(s, CompletionStatus.OK, "")
+    code, out, report, err = ended(p)
+    assert (code, out) == (0, "ok\n"), err
+    load, refused = "cuMemcpyHtoDAsync_v2", "memory that the sidecar refuses"
+    taken = 8 if side == "dst" else 3
+    assert (report[load, CAUGHT], report["", AGAIN], report[load, refused]) == (taken, 3, 10 - taken), err
+
+
+@pytest.mark.parametrize("status", [CompletionStatus.FAILED, CompletionStatus.EXPIRED, CompletionStatus.REFUSED])
+def test_a_sidecar_that_fails(build: Build, sidecar: Callable[..., Sidecar], socket_path: pathlib.Path, status: CompletionStatus) -> None:
+    """It is not asked for a while, and no memory is blamed."""
     s = sidecar(features=["copy", "regions"])
     p = build.start("few", 5, socket=socket_path)
     for _ in range(3):
-        copy = s.record("COPY")
-        assert copy["body"]["req"] == "preload" and len(copy["body"]["blocks"]) == 24
-        s.complete(copy["lease"], "RECEIVED", CompletionStatus.REFUSED, bytes=0, us=1, transport="", reason="no", recompute=[])
+        answer(s, status, "no room")
     code, out, report, err = ended(p)
     assert (code, out) == (0, "ok\n"), err
     load = "cuMemcpyHtoDAsync_v2"
-    assert (report[load, CAUGHT], report["", AGAIN], report[load, "memory that the sidecar refuses"]) == (3, 3, 2), err
+    assert (report[load, CAUGHT], report["", AGAIN], report[load, "after failures of the sidecar"]) == (3, 3, 2), err
+    assert err.count("has failed 3 copies in a row") == 1 and "no room" in err
+
+
+def test_another_sidecar_is_asked_at_once(tmp_path: pathlib.Path, sidecar: Callable[..., Sidecar], socket_path: pathlib.Path) -> None:
+    build = Build(tmp_path, "-DKVS_PASS_MS=600000")
+    s = sidecar(features=["copy", "regions"])
+    p = build.start("few", 250000, socket=socket_path)
+    for _ in range(3):
+        answer(s, CompletionStatus.FAILED, "no room")
+    s.process.kill()
+    s.process.wait()
+    assert sidecar(features=["copy", "regions"]).record("COPY")
+    p.kill()
+    p.communicate()
 
 
 class Restarts:
