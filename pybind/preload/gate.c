@@ -575,6 +575,11 @@ bool gate_start(void)
 	return state == 1;
 }
 
+void gate_mode(int *mode)
+{
+	exchange_mode(mode);
+}
+
 bool gate_uses(handle context)
 {
 	bool found = false;

@@ -271,8 +271,8 @@ static struct memory *claim_device(uint64_t base, uint64_t size, uint64_t buffer
 	return m;
 }
 
-/* Shares a new allocation. Copies of other threads pass by meanwhile. */
-static enum outcome share(uint64_t at, uint64_t buffer)
+/* Copies of other threads pass by meanwhile. */
+static enum outcome share_relaxed(uint64_t at, uint64_t buffer)
 {
 	char error[200];
 	devptr base = 0;
@@ -295,6 +295,16 @@ static enum outcome share(uint64_t at, uint64_t buffer)
 		kvs_regions_wait(client, LEND_MS);
 	set_state(m, shared ? MEMORY_FRESH : MEMORY_UNSHARED);
 	return shared ? OUT_CAUGHT : OUT_UNSHARED;
+}
+
+/* Shares a new allocation. */
+static enum outcome share(uint64_t at, uint64_t buffer)
+{
+	int mode = CAPTURE_MODE_RELAXED;
+	gate_mode(&mode);
+	enum outcome why = share_relaxed(at, buffer);
+	gate_mode(&mode);
+	return why;
 }
 
 /* Whether a copy can use it now. With mu held. */

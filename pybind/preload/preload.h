@@ -230,6 +230,8 @@ void gate_drain(void);
  * between the two, and those that this thread's context has open have ended after the first. They nest. */
 void gate_close(void);
 void gate_open(void);
+/* Exchanges this thread's capture mode: calls in CAPTURE_MODE_RELAXED end no capture of the program's. */
+void gate_mode(int *mode);
 /* Whether copies were made in a context; whether a GPU's primary context exists, after any copy was. */
 bool gate_uses(handle context);
 bool gate_active(int device);

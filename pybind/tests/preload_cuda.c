@@ -25,7 +25,7 @@ typedef unsigned long long devptr;
 
 enum {
 	OK, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, ILLEGAL_ADDRESS = 700,
-	NOT_SUPPORTED = 801, CAPTURE_UNSUPPORTED = 900, CAPTURE_IMPLICIT = 906,
+	NOT_SUPPORTED = 801, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901, CAPTURE_IMPLICIT = 906,
 	STREAMS = 4096, EVENTS = 65536, ALLOCATIONS = 1024, GRAPHS = 4096, PAGE = 4096, CHUNK = 64 << 10,
 	KIND_DEVICE = 1, KIND_HOST, KIND_MANAGED, KIND_REGISTERED, KIND_VMM,
 };
@@ -93,22 +93,6 @@ static int device_alloc(devptr *out, size_t n, int kind)
 	return OK;
 }
 
-/* For the test's sidecar, which has no GPU. */
-int fake_export(devptr p, int *fd, devptr *base, size_t *bytes, int *vmm)
-{
-	pthread_mutex_lock(&lock);
-	struct allocation *a = find(p);
-	bool there = a && (a->kind == KIND_DEVICE || a->kind == KIND_VMM) && a->ordinal == 0;
-	if (there) {
-		*fd = fcntl(a->fd, F_DUPFD_CLOEXEC, 3);
-		*base = a->at;
-		*bytes = a->bytes;
-		*vmm = a->kind == KIND_VMM;
-	}
-	pthread_mutex_unlock(&lock);
-	return there ? OK : INVALID_VALUE;
-}
-
 /* ---- streams ---- */
 
 struct stream;
@@ -132,11 +116,12 @@ struct stream {
 	uint64_t issued, done;
 	bool used, blocking, closing;
 	struct item *capture, **capture_last;
-	bool capturing;
+	bool capturing, invalid; /* invalid: its capture */
 };
 static struct stream streams[STREAMS]; /* 0: legacy */
 static int stream_count;
 static __thread struct stream *own_thread;
+static __thread int capture_mode;
 static const handle context = (handle)1;
 static __thread handle current_context = (handle)1;
 
@@ -247,6 +232,26 @@ static void append(struct stream *s, struct item *x)
 	s->last = &x->next;
 	s->issued++;
 	pthread_cond_broadcast(&progress);
+}
+
+/* For the test's sidecar, which has no GPU. It is a call that no capture of another thread allows. */
+int fake_export(devptr p, int *fd, devptr *base, size_t *bytes, int *vmm)
+{
+	pthread_mutex_lock(&lock);
+	struct allocation *a = find(p);
+	bool there = a && (a->kind == KIND_DEVICE || a->kind == KIND_VMM) && a->ordinal == 0;
+	for (int i = 0; i < stream_count && capture_mode == 0; i++) {
+		streams[i].invalid |= streams[i].capturing;
+		there &= !streams[i].capturing;
+	}
+	if (there) {
+		*fd = fcntl(a->fd, F_DUPFD_CLOEXEC, 3);
+		*base = a->at;
+		*bytes = a->bytes;
+		*vmm = a->kind == KIND_VMM;
+	}
+	pthread_mutex_unlock(&lock);
+	return there ? OK : INVALID_VALUE;
 }
 
 static struct item *item_new(const struct item *from)
@@ -464,7 +469,7 @@ int cuStreamQuery(handle h)
 	return rc;
 }
 int cuCtxSynchronize(void) { await_all(); return sticky; }
-int cuThreadExchangeStreamCaptureMode(int *mode) { static __thread int now; int was = now; now = *mode; *mode = was; return OK; }
+int cuThreadExchangeStreamCaptureMode(int *mode) { int was = capture_mode; capture_mode = *mode; *mode = was; return OK; }
 
 static bool registered(uint64_t at)
 {
@@ -529,6 +534,7 @@ int cuStreamBeginCapture_v2(handle h, int mode)
 	int rc = !s || s == &streams[0] ? CAPTURE_UNSUPPORTED : OK;
 	if (rc == OK) {
 		s->capturing = true;
+		s->invalid = false;
 		s->capture = NULL;
 		s->capture_last = &s->capture;
 	}
@@ -544,8 +550,9 @@ int cuStreamEndCapture(handle h, handle *graph)
 	s->capturing = false;
 	*graph = (handle)(intptr_t)graph_count;
 	graphs[graph_count++] = s->capture;
+	int rc = s->invalid ? CAPTURE_INVALIDATED : OK;
 	pthread_mutex_unlock(&lock);
-	return OK;
+	return rc;
 }
 int cuGraphLaunch(handle graph, handle s)
 {

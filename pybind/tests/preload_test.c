@@ -12,6 +12,7 @@
  *   preload_test unseen             memory is freed by a way that the preload does not see
  *   preload_test refuse PID         the driver refuses the context for a while, in which the sidecar PID dies
  *   preload_test two COPIES         the same to one allocation, and then to another
+ *   preload_test capturing          the first copy of an allocation beside a capture
  *   preload_test lookups            every way to an entry point
  *   preload_test large COPIES       large copies there and back, for a sidecar that is killed meanwhile
  *   preload_test many COPIES        copies that wait in one stream, all at once
@@ -629,6 +630,19 @@ static void two(int copies)
 	puts("ok");
 }
 
+static void capturing(void)
+{
+	devptr d, e;
+	handle s, beside, graph;
+	void *h = host_of(BYTES);
+	REQUIRE(cuMemAlloc_v2(&d, BYTES) == 0 && cuMemAlloc_v2(&e, BYTES) == 0 && cuStreamCreate(&s, 1) == 0 && cuStreamCreate(&beside, 1) == 0);
+	warm(d, h, s);
+	REQUIRE(cuStreamBeginCapture_v2(beside, 0) == 0);
+	warm(e, h, s);
+	REQUIRE(cuStreamEndCapture(beside, &graph) == 0);
+	puts("ok");
+}
+
 static void batches(void)
 {
 	devptr d;
@@ -717,6 +731,8 @@ int main(int argc, char **argv)
 		refuse(atoi(argv[2]));
 	} else if (strcmp(what, "two") == 0 && argc == 3) {
 		two(atoi(argv[2]));
+	} else if (strcmp(what, "capturing") == 0) {
+		capturing();
 	} else if (strcmp(what, "batches") == 0) {
 		batches();
 	} else if (strcmp(what, "lookups") == 0) {

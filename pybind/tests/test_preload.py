@@ -160,6 +160,12 @@ def test_an_error_that_passes(build: Build, serve: Serve) -> None:
     assert (code, out) == (0, "ok\n") and report["", AGAIN] == 1, err
 
 
+def test_an_allocation_is_shared_beside_a_capture(build: Build, serve: Serve) -> None:
+    _, socket = serve("a")
+    code, out, report, err = build.run("capturing", socket=socket)
+    assert (code, out) == (0, "ok\n") and caught(report) > 300, err
+
+
 def test_off_and_without_a_sidecar(build: Build, serve: Serve) -> None:
     native = build.run("random", 1, OPS, preload="none")
     assert native[0] == 0, native
