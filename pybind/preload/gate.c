@@ -94,6 +94,7 @@ static struct context contexts[MAX_CONTEXTS];
 static uint32_t context_count; /* guarded by setting_up; a context that an op names does not change */
 static struct slot *slots;
 static int (*stream_query)(handle);
+static int (*stream_context)(handle, handle *);
 static int (*exchange_mode)(int *);
 static int (*context_state)(int, unsigned *, int *);
 
@@ -527,9 +528,10 @@ static bool open_client(void)
 	if (!lib || cuda_open())
 		return false;
 	*(void **)&stream_query = kvs_real_dlsym(lib, "cuStreamQuery");
+	*(void **)&stream_context = kvs_real_dlsym(lib, "cuStreamGetCtx");
 	*(void **)&exchange_mode = kvs_real_dlsym(lib, "cuThreadExchangeStreamCaptureMode");
 	*(void **)&context_state = kvs_real_dlsym(lib, "cuDevicePrimaryCtxGetState");
-	if (!stream_query || !exchange_mode || !context_state)
+	if (!stream_query || !stream_context || !exchange_mode || !context_state)
 		return false;
 	void *at = mmap(NULL, SLOTS * sizeof *slots, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	if (at == MAP_FAILED)
@@ -690,6 +692,14 @@ static void set_op(struct op *o, enum op_state state)
 	pthread_mutex_unlock(&mu);
 }
 
+/* The default streams are those of the current context. */
+static bool stream_is_here(handle stream)
+{
+	handle of = NULL, here = NULL;
+	return stream == STREAM_LEGACY || stream == STREAM_PER_THREAD ||
+	       (stream_context(stream, &of) == CUDA_OK && cu.CtxGetCurrent(&here) == CUDA_OK && of == here);
+}
+
 static enum outcome enter(const struct piece *pieces, uint32_t n, bool load, handle stream)
 {
 	int capture = CAPTURE_NONE;
@@ -702,6 +712,8 @@ static enum outcome enter(const struct piece *pieces, uint32_t n, bool load, han
 		return OUT_CAPTURE; /* in this stream, or one that forbids work in the default stream */
 	if (rc != CUDA_OK)
 		return OUT_DRIVER;
+	if (!stream_is_here(stream))
+		return OUT_OTHER_CONTEXT;
 	if (!memory_find(&pieces[0], load, &h, &d, &why))
 		return why;
 	why = OUT_CAUGHT;

@@ -115,6 +115,7 @@ enum entry {
 	X(HOST, "host to host")                                          \
 	X(FOREIGN, "pinned memory that was not allocated here")          \
 	X(OTHER_GPU, "memory of another GPU")                            \
+	X(OTHER_CONTEXT, "a stream of another context")                  \
 	X(RANGE, "a range that no allocation has")                       \
 	X(UNSHARED, "GPU memory that cannot be shared")                  \
 	X(MIXED, "a batch of several directions or sizes")               \

@@ -114,7 +114,7 @@ struct stream {
 	pthread_t thread;
 	struct item *first, **last;
 	uint64_t issued, done;
-	bool used, blocking, closing;
+	bool used, blocking, closing, far; /* far: of another context */
 	struct item *capture, **capture_last;
 	bool capturing, invalid; /* invalid: its capture */
 };
@@ -441,6 +441,21 @@ int cuStreamCreate(handle *out, unsigned flags)
 	return OK;
 }
 int cuStreamCreateWithPriority(handle *out, unsigned flags, int priority) { (void)priority; return cuStreamCreate(out, flags); }
+
+int fake_far_stream(handle *out)
+{
+	int rc = cuStreamCreate(out, 1);
+	((struct stream *)*out)->far = true;
+	return rc;
+}
+int cuStreamGetCtx(handle h, handle *out)
+{
+	pthread_mutex_lock(&lock);
+	struct stream *s = stream_of(h);
+	*out = s && s->far ? (handle)5 : context;
+	pthread_mutex_unlock(&lock);
+	return s ? OK : INVALID_HANDLE;
+}
 
 /* Its work still runs. */
 int cuStreamDestroy_v2(handle h)

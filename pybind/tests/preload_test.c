@@ -55,7 +55,7 @@ int cuStreamBeginCapture_v2(handle, int), cuStreamEndCapture(handle, handle *), 
 int cuEventCreate(handle *, unsigned), cuEventRecord(handle, handle), cuCtxSynchronize(void);
 int cuDevicePrimaryCtxReset_v2(int), cuDevicePrimaryCtxRelease_v2(int), cuCtxDestroy_v2(handle);
 int cuGetProcAddress_v2(const char *, void **, int, uint64_t, int *), cuGetProcAddress(const char *, void **, int, uint64_t);
-int fake_free(devptr), fake_alloc_vmm(devptr *, size_t), fake_alloc_far(devptr *, size_t);
+int fake_far_stream(handle *), fake_free(devptr), fake_alloc_vmm(devptr *, size_t), fake_alloc_far(devptr *, size_t);
 void fake_break(void), fake_hang(void), fake_refuse(int);
 
 #define P(x) ((uint64_t)(uintptr_t)(x))
@@ -421,6 +421,7 @@ static void reasons(void)
 	size_t n[] = {BYTES / 2, BYTES / 2};
 	for (int i = 0; i < 200; i++)
 		REQUIRE(cuMemcpyHtoDAsync_v2(d, h, BYTES, s) == 0 && cuMemcpyHtoDAsync_v2(e, h, BYTES, s) == 0 && cuStreamSynchronize(s) == 0);
+	REQUIRE(fake_far_stream(&graph) == 0 && cuMemcpyHtoDAsync_v2(d, h, BYTES, graph) == 0 && cuStreamSynchronize(graph) == 0);
 	struct attributes attrs = {.order = 1};
 	size_t first = 0;
 	REQUIRE(cuMemcpyBatchAsync(dst, src, n, 2, &attrs, &first, 1, NULL, s) == 0);

@@ -101,6 +101,7 @@ def test_what_passes_by_is_named(build: Build, serve: Serve) -> None:
         (load, "managed memory"): 1,
         (load, "GPU memory that cannot be shared"): 2,
         (load, "memory of another GPU"): 1,
+        (load, "a stream of another context"): 1,
         (load, "in a capture"): 1,
         (either, "device to device"): 1,
         (either, "host to host"): 1,
