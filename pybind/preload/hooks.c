@@ -413,6 +413,8 @@ int cuMemHostUnregister(void *p)
 {
 	if (!on())
 		return CALL(cuMemHostUnregister, (p));
+	if (memory_is_ours((uint64_t)(uintptr_t)p))
+		return NOT_REGISTERED; /* by the program: it is of cuMemHostAlloc */
 	gate_close();
 	int rc = CALL(cuMemHostUnregister, (p));
 	gate_open();

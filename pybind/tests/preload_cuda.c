@@ -24,7 +24,7 @@ typedef void *handle;
 typedef unsigned long long devptr;
 
 enum {
-	OK, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, ILLEGAL_ADDRESS = 700,
+	OK, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, ILLEGAL_ADDRESS = 700, NOT_REGISTERED = 713,
 	NOT_SUPPORTED = 801, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901, CAPTURE_IMPLICIT = 906,
 	STREAMS = 4096, EVENTS = 65536, ALLOCATIONS = 1024, GRAPHS = 4096, PAGE = 4096, CHUNK = 64 << 10,
 	KIND_DEVICE = 1, KIND_HOST, KIND_MANAGED, KIND_REGISTERED, KIND_VMM,
@@ -651,7 +651,7 @@ static int host_gone(void *p, int kind)
 	await_all_alone();
 	pthread_mutex_lock(&lock);
 	struct allocation *a = find(P(p));
-	int rc = a && a->at == P(p) && a->kind == kind ? OK : INVALID_VALUE;
+	int rc = a && a->at == P(p) && a->kind == kind ? OK : kind == KIND_REGISTERED ? NOT_REGISTERED : INVALID_VALUE;
 	if (rc == OK) {
 		if (kind == KIND_HOST)
 			munmap(p, a->bytes);

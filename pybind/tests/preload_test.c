@@ -13,6 +13,7 @@
  *   preload_test refuse PID         the driver refuses the context for a while, in which the sidecar PID dies
  *   preload_test two COPIES         the same to one allocation, and then to another
  *   preload_test capturing          the first copy of an allocation beside a capture
+ *   preload_test unregister         memory of cuMemHostAlloc stays pinned
  *   preload_test lookups            every way to an entry point
  *   preload_test large COPIES       large copies there and back, for a sidecar that is killed meanwhile
  *   preload_test many COPIES        copies that wait in one stream, all at once
@@ -644,6 +645,19 @@ static void capturing(void)
 	puts("ok");
 }
 
+static void unregister(void)
+{
+	devptr d;
+	handle s;
+	void *h = host_of(BYTES), *own = aligned_alloc(4096, BYTES);
+	REQUIRE(cuMemAlloc_v2(&d, BYTES) == 0 && cuStreamCreate(&s, 1) == 0);
+	REQUIRE(cuMemHostUnregister(h) == 713);
+	warm(d, h, s);
+	REQUIRE(cuMemHostRegister_v2(own, BYTES, 3) == 0 && cuMemHostUnregister(own) == 0 && cuMemHostUnregister(own) == 713);
+	REQUIRE(cuMemFreeHost(h) == 0);
+	puts("ok");
+}
+
 static void batches(void)
 {
 	devptr d;
@@ -734,6 +748,8 @@ int main(int argc, char **argv)
 		two(atoi(argv[2]));
 	} else if (strcmp(what, "capturing") == 0) {
 		capturing();
+	} else if (strcmp(what, "unregister") == 0) {
+		unregister();
 	} else if (strcmp(what, "batches") == 0) {
 		batches();
 	} else if (strcmp(what, "lookups") == 0) {

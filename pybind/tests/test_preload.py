@@ -167,6 +167,13 @@ def test_an_allocation_is_shared_beside_a_capture(build: Build, serve: Serve) ->
     assert (code, out) == (0, "ok\n") and caught(report) > 300, err
 
 
+def test_memory_that_was_not_registered(build: Build, serve: Serve) -> None:
+    _, socket = serve("a")
+    assert build.run("unregister", preload="none")[:2] == (0, "ok\n")
+    code, out, report, err = build.run("unregister", socket=socket)
+    assert (code, out) == (0, "ok\n") and caught(report) > 100, err
+
+
 def test_off_and_without_a_sidecar(build: Build, serve: Serve) -> None:
     native = build.run("random", 1, OPS, preload="none")
     assert native[0] == 0, native
