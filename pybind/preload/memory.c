@@ -107,8 +107,7 @@ bool memory_host_alloc(void **out, size_t n, unsigned flags)
 		set_state(m, MEMORY_FREE);
 		return false;
 	}
-	void *at = (void *)(uintptr_t)m->region.addr;
-	madvise(at, m->region.bytes, MADV_DONTFORK); /* as the driver's own: a child's writes would be this process's */
+	void *at = (void *)(uintptr_t)m->region.addr; /* a child shares it, as it does the driver's */
 	bool pinned = cu.MemHostRegister(at, m->region.bytes, HOST_PORTABLE | HOST_DEVICEMAP) == CUDA_OK;
 	/* The GPU must see it at the same address, as it does with memory of the driver's own. */
 	if (!pinned || cu.MemHostGetDevicePointer(&seen, at, 0) != CUDA_OK || seen != m->region.addr || !lend(m)) {

@@ -638,7 +638,7 @@ int cuMemHostAlloc(void **out, size_t n, unsigned flags)
 	if (!n)
 		return INVALID_VALUE;
 	n = (n + PAGE - 1) / PAGE * PAGE;
-	*out = mmap(NULL, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	*out = mmap(NULL, n, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0); /* as nv-mmap.c does */
 	pthread_mutex_lock(&lock);
 	fresh(P(*out), n, KIND_HOST, -1);
 	pthread_mutex_unlock(&lock);

@@ -14,6 +14,7 @@
  *   preload_test two COPIES         the same to one allocation, and then to another
  *   preload_test capturing          the first copy of an allocation beside a capture
  *   preload_test unregister         memory of cuMemHostAlloc stays pinned
+ *   preload_test child              a child reads and writes pinned memory
  *   preload_test lookups            every way to an entry point
  *   preload_test large COPIES       large copies there and back, for a sidecar that is killed meanwhile
  *   preload_test many COPIES        copies that wait in one stream, all at once
@@ -658,6 +659,27 @@ static void unregister(void)
 	puts("ok");
 }
 
+static void child(void)
+{
+	devptr d;
+	handle s;
+	int status;
+	uint8_t *h = host_of(BYTES), *back = malloc(BYTES);
+	REQUIRE(cuMemAlloc_v2(&d, BYTES) == 0 && cuStreamCreate(&s, 1) == 0);
+	warm(d, h, s);
+	pid_t pid = fork();
+	REQUIRE(pid >= 0);
+	if (pid == 0) {
+		bool same = h[BYTES - 1] == 0x5a;
+		memset(h, 9, BYTES);
+		_exit(same ? 0 : 1);
+	}
+	REQUIRE(waitpid(pid, &status, 0) == pid && status == 0);
+	REQUIRE(cuMemcpyHtoDAsync_v2(d, h, BYTES, s) == 0 && cuStreamSynchronize(s) == 0);
+	REQUIRE(cuMemcpyDtoH_v2(back, d, BYTES) == 0 && back[0] == 9 && back[BYTES - 1] == 9);
+	puts("ok");
+}
+
 static void batches(void)
 {
 	devptr d;
@@ -750,6 +772,8 @@ int main(int argc, char **argv)
 		capturing();
 	} else if (strcmp(what, "unregister") == 0) {
 		unregister();
+	} else if (strcmp(what, "child") == 0) {
+		child();
 	} else if (strcmp(what, "batches") == 0) {
 		batches();
 	} else if (strcmp(what, "lookups") == 0) {

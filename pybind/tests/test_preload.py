@@ -174,6 +174,13 @@ def test_memory_that_was_not_registered(build: Build, serve: Serve) -> None:
     assert (code, out) == (0, "ok\n") and caught(report) > 100, err
 
 
+def test_a_child_has_the_memory(build: Build, serve: Serve) -> None:
+    _, socket = serve("a")
+    assert build.run("child", preload="none")[:2] == (0, "ok\n")
+    code, out, report, err = build.run("child", socket=socket)
+    assert (code, out) == (0, "ok\n") and caught(report) > 100, err
+
+
 def test_off_and_without_a_sidecar(build: Build, serve: Serve) -> None:
     native = build.run("random", 1, OPS, preload="none")
     assert native[0] == 0, native
