@@ -4,15 +4,19 @@
  * cuGetProcAddress. The runtime library takes the last two.
  */
 #include <dlfcn.h>
+#include <errno.h>
+#include <inttypes.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "preload.h"
 
 /* What a sanitizer's runtime calls before it is ready. */
 #define NOT_SANITIZED __attribute__((no_sanitize("address", "thread", "undefined")))
 #define EXPORT __attribute__((visibility("default")))
-enum { NOT_FOUND = 500, PER_THREAD_FLAG = 2, VERSION_V2 = 3020, VERSION_LOOKUP_V2 = 12000, VERSION_UNKNOWN = 14000 };
+enum { NOT_FOUND = 500, PER_THREAD_FLAG = 2, VERSION_V2 = 3020, VERSION_LOOKUP_V2 = 12000, VERSION_UNKNOWN = 14000, WRONG_SETTING = 78 /* EX_CONFIG */ };
 
 /* What the driver exports, by the same names. */
 static struct {
@@ -44,12 +48,20 @@ static struct settings set;
 static pthread_once_t set_once = PTHREAD_ONCE_INIT;
 static _Atomic bool forked;
 
-static uint64_t number(const char *name, uint64_t otherwise)
+/* What is wrong with a variable; empty: nothing. */
+static char wrong[256];
+
+static uint64_t number(const char *name, uint64_t otherwise, uint64_t most)
 {
 	const char *v = getenv(name);
+	if (!v || !*v)
+		return otherwise;
 	char *end;
-	uint64_t n = v ? strtoull(v, &end, 10) : 0;
-	return v && *v && !*end && n ? n : otherwise;
+	errno = 0;
+	uint64_t n = strtoull(v, &end, 10);
+	if (*v < '0' || *v > '9' || *end || errno || !n || n > most)
+		snprintf(wrong, sizeof wrong, "%s is %.100s: set it to a whole number from 1 to %" PRIu64, name, v, most);
+	return n;
 }
 
 /* A child of a process that has used the driver cannot use it. A child of another is a process like any. */
@@ -65,10 +77,10 @@ static void read_settings(void)
 	set.on = !v || strcmp(v, "0") != 0;
 	set.report = v && strcmp(v, "report") == 0;
 	set.socket = getenv("KVSPRAY_PRELOAD_SOCKET");
-	set.threshold = number("KVSPRAY_PRELOAD_MIN_BYTES", 32u << 20);
-	set.deadline_ms = (uint32_t)number("KVSPRAY_PRELOAD_DEADLINE_MS", 10000);
+	set.threshold = number("KVSPRAY_PRELOAD_MIN_BYTES", 32u << 20, INT64_MAX);
+	set.deadline_ms = (uint32_t)number("KVSPRAY_PRELOAD_DEADLINE_MS", 10000, INT32_MAX);
 	if (v && *v && strcmp(v, "0") && strcmp(v, "1") && strcmp(v, "report"))
-		say("KVSPRAY_PRELOAD is %s: set it to 0, 1 or report", v);
+		snprintf(wrong, sizeof wrong, "KVSPRAY_PRELOAD is %.100s: set it to 0, 1 or report", v);
 	pthread_atfork(NULL, NULL, in_child);
 }
 
@@ -78,14 +90,21 @@ const struct settings *settings(void)
 	return &set;
 }
 
+/* At a call of the driver, or a look-up for one: this process uses it. A wrong variable ends it here, and not programs that have no GPU. */
 static bool on(void)
 {
-	return settings()->on && !forked;
+	if (!settings()->on || forked)
+		return false;
+	if (wrong[0]) {
+		say("%s", wrong);
+		_exit(WRONG_SETTING);
+	}
+	return true;
 }
 
 __attribute__((destructor)) static void ends(void)
 {
-	if (on() && set.report)
+	if (settings()->on && !forked && !wrong[0] && set.report)
 		report();
 }
 
@@ -163,9 +182,9 @@ EXPORT void *hooked_dlsym(void *lib, const char *name) __asm__("dlsym");
 /* Ends with a jump: for RTLD_NEXT the C library looks at who calls it, and finds the next after that. */
 NOT_SANITIZED __attribute__((optimize("O2", "optimize-sibling-calls"))) void *hooked_dlsym(void *lib, const char *name)
 {
-	if (lib != RTLD_NEXT && name && name[0] == 'c' && name[1] == 'u' && on()) {
+	if (lib != RTLD_NEXT && name && name[0] == 'c' && name[1] == 'u') {
 		const struct hook *h = hook_named(name);
-		if (h) {
+		if (h && on()) {
 			void *found = kvs_real_dlsym(lib, name);
 			return found ? instead_of(h, found) : NULL;
 		}

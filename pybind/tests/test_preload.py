@@ -8,6 +8,7 @@ import os
 import pathlib
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -392,9 +393,36 @@ def test_the_sidecar_in_mid_copy(build: Build, serve: Serve, tmp_path: pathlib.P
     assert taken > 100
 
 
-def test_the_command() -> None:
+@pytest.mark.parametrize("name", ["", "_MIN_BYTES", "_DEADLINE_MS"])
+@pytest.mark.parametrize("value", ["32M", "-1", " 5", "0x10", "99999999999999999999", "0"])
+def test_a_setting_that_is_wrong(build: Build, name: str, value: str) -> None:
+    if not name and value == "0":
+        return
+    code, out, _, err = build.run("few", 1, **{f"KVSPRAY_PRELOAD{name}": value})
+    assert (code, out) == (78, "") and f"KVSPRAY_PRELOAD{name} is {value}: set it to " in err
+    # Not in a program without a GPU, and not if it is off.
+    env = {**os.environ, "LD_PRELOAD": str(build.library), f"KVSPRAY_PRELOAD{name}": value}
+    p = subprocess.run(["true"], env=env, capture_output=True, text=True)
+    assert (p.returncode, p.stderr) == (0, "")
+    assert not name or build.run("few", 1, preload="0", **{f"KVSPRAY_PRELOAD{name}": value})[:2] == (0, "ok\n")
+
+
+@pytest.mark.parametrize("folder", ["a b", "a:b", "none"])
+def test_the_command_refuses_a_path(tmp_path: pathlib.Path, folder: str) -> None:
+    """The loader splits LD_PRELOAD there, and only warns."""
+    at = tmp_path / folder
+    at.mkdir()
+    module = pathlib.Path(shutil.copy(ROOT / "python" / "kvspray" / "preload.py", at))
+    if folder != "none":
+        (at / "libkvspray_preload.so").touch()
+    p = subprocess.run([sys.executable, str(module), "true"], capture_output=True, text=True)
+    assert p.returncode == 1 and p.stderr.startswith(f"kvspray.preload: {at}/libkvspray_preload.so: "), p.stderr
+
+
+def test_the_command(build: Build, tmp_path: pathlib.Path) -> None:
     """Others that are preloaded stay."""
-    module = ROOT / "python" / "kvspray" / "preload.py"
+    module = pathlib.Path(shutil.copy(ROOT / "python" / "kvspray" / "preload.py", tmp_path))
+    shutil.copy(build.library, tmp_path)
 
     def said(*command: str, **env: str) -> tuple[int, str]:
         p = subprocess.run([sys.executable, str(module), *command], capture_output=True, text=True, env={**os.environ, **env})
