@@ -10,9 +10,10 @@
  *
  * The runtime API needs no entry points of its own: it looks the driver's up, and gets these.
  *
- * A copy that is not taken is the driver's, in the same place of its stream, so each doubt ends there. A copy that was taken ends in one of three
+ * A copy that is not taken is the driver's, in the same place of its stream, so each doubt ends there. A copy that was taken ends in one of four
  * ways: the sidecar reports all bytes; or its lease has ended otherwise, and the driver makes the copy again; or the context is lost, which the
- * program sees by itself. Until one of them, the stream waits.
+ * program sees by itself; or the driver refuses the copy, or has not made it after 60 s, and abort ends the process. Until one of them, the stream
+ * waits.
  *
  * Locks: `mu` of gate.c guards the tables. No call to the driver is made with it held, because the driver may wait for the stream, and the stream
  * for the thread that opens its gate.
