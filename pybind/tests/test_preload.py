@@ -47,7 +47,9 @@ class Build:
         )  # fmt: skip
         self.program = compile_c(at / "preload_test", "tests/preload_test.c", str(at / "libcuda.so.1"), flags=f"{flags} -Wl,-rpath,{at}")
 
-    def start(self, *args: object, socket: pathlib.Path | None = None, preload: str = "report", first: str = "", last: str = "", **env: str) -> subprocess.Popen[str]:
+    def start(
+        self, *args: object, socket: pathlib.Path | None = None, preload: str = "report", first: str = "", last: str = "", **env: str
+    ) -> subprocess.Popen[str]:
         settings = {"KVSPRAY_PRELOAD_MIN_BYTES": "65536", "KVSPRAY_PRELOAD": preload, "KVSPRAY_PRELOAD_SOCKET": str(socket or self.at / "none"), **env}
         if preload != "none":
             settings["LD_PRELOAD"] = f"{first} {self.library} {last}".strip()
