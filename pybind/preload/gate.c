@@ -23,6 +23,12 @@
 #define KVS_MUTANT 0
 #endif
 enum { MUTANT_NO_END = 1, MUTANT_NO_START = 2 };
+#ifndef KVS_AGAIN_MS
+#define KVS_AGAIN_MS 60000
+#endif
+#ifndef KVS_PASS_MS
+#define KVS_PASS_MS 5000
+#endif
 
 enum {
 	SLOTS = 128,      /* copies in streams; more pass by */
@@ -34,9 +40,11 @@ enum {
 	LOOK_LATER_NS = 200000, /* in a stream that has not come to its copy for LONG_MS */
 	LONG_MS = 5,
 	CHECK_MS = 100,      /* between two looks at the contexts */
-	AGAIN_MS = 60000,    /* for a copy by the driver */
+	AGAIN_MS = KVS_AGAIN_MS, /* for a copy by the driver, since the sidecar's failed */
 	CONNECT_MS = 300,    /* for the first session; without it copies pass by until it is there */
 	REPLY_BYTES = 64 << 10,
+	MAX_FAILURES = 3, /* in a row */
+	PASS_MS = KVS_PASS_MS, /* for which copies pass by after them */
 };
 
 struct slot {
@@ -61,7 +69,8 @@ struct op {
 	uint32_t count;
 	struct memory *host, *dev;
 	struct context *context;
-	int64_t lease, since_ms;
+	int64_t lease, since_ms; /* since_ms: it failed */
+	uint64_t session;        /* that of its lease */
 };
 
 pthread_mutex_t mu = PTHREAD_MUTEX_INITIALIZER;
@@ -73,11 +82,19 @@ static pthread_cond_t failed = PTHREAD_COND_INITIALIZER; /* an op is for the dri
 static pthread_mutex_t setting_up = PTHREAD_MUTEX_INITIALIZER; /* of callers only: the driver is called with it held */
 static struct op ops[SLOTS];                             /* guarded by mu, and the rest */
 static uint32_t busy, leases;                            /* not OP_FREE; OP_COPYING */
+static struct {
+	uint32_t in_a_row;
+	int64_t until_ms;
+	uint64_t session; /* in which they were */
+	bool said;
+} failures;
+static uint32_t closed;                                  /* gate_close without gate_open */
 static uint64_t last_id;
 static struct context contexts[MAX_CONTEXTS];
 static uint32_t context_count; /* guarded by setting_up; a context that an op names does not change */
 static struct slot *slots;
 static int (*stream_query)(handle);
+static int (*stream_context)(handle, handle *);
 static int (*exchange_mode)(int *);
 static int (*context_state)(int, unsigned *, int *);
 
@@ -111,6 +128,25 @@ void gate_wait(const int *open)
 		pthread_cond_wait(&moved, &mu);
 }
 
+static bool under_way(void)
+{
+	for (struct op *o = ops; o < ops + SLOTS; o++)
+		if (o->state == OP_COPYING || o->state == OP_FAILED || o->state == OP_AGAIN)
+			return true;
+	return false;
+}
+
+void gate_drain(void)
+{
+	struct kvs_info info = {.size = sizeof info};
+	struct timespec end;
+	kvs_status_read(client, &info);
+	clock_gettime(CLOCK_REALTIME, &end);
+	end.tv_sec += (time_t)((settings()->deadline_ms + (uint64_t)info.grace_ms) / 1000 + 1);
+	while (under_way() && pthread_cond_timedwait(&moved, &mu, &end) == 0)
+		;
+}
+
 static bool open_until(uint64_t id, handle context)
 {
 	for (struct op *o = ops; o < ops + SLOTS; o++)
@@ -119,10 +155,18 @@ static bool open_until(uint64_t id, handle context)
 	return false;
 }
 
-void gate_settle(void)
+void gate_open(void)
+{
+	pthread_mutex_lock(&mu);
+	closed--;
+	pthread_mutex_unlock(&mu);
+}
+
+void gate_close(void)
 {
 	handle here = NULL;
 	pthread_mutex_lock(&mu);
+	closed++;
 	bool idle = busy == 0;
 	uint64_t id = last_id;
 	pthread_mutex_unlock(&mu);
@@ -146,26 +190,48 @@ static void give_up(const struct op *o, const char *what, int rc)
 static void fail(struct op *o)
 {
 	o->state = OP_FAILED;
+	o->since_ms = kvs_now_ms();
 	pthread_cond_signal(&failed);
 }
 
-/* Has the driver make the copy. */
+/* Whether the context or the process can do nothing more, which the program sees by itself. Any other error may pass. */
+static bool fatal(int rc)
+{
+	static const int all[] = {
+		3, 4,                    /* not initialized, deinitialized */
+		201, 400, 709,           /* no such context, or none that has this library's stream any more */
+		214, 220, 226, 721,      /* of the memory, of the link; contained; of a tensor */
+		700, 702, 710, 714, 715, /* of a kernel */
+		716, 717, 718, 719,
+		809, 999,                /* the client of MPS was ended; unknown */
+	};
+	for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+		if (all[i] == rc)
+			return true;
+	return false;
+}
+
+/* Has the driver make the copy. It stays FAILED, and is tried again, where its context cannot be entered now. */
 static void again(struct op *o)
 {
 	handle was = NULL;
-	count_again(o->bytes);
 	int rc = cu.CtxPushCurrent(o->context->context), state = rc;
+	if (rc != CUDA_OK && !fatal(rc))
+		return;
+	count_again(o->bytes);
 	if (rc == CUDA_OK) {
 		for (uint32_t i = 0; rc == CUDA_OK && i < o->count; i++)
 			rc = driver_copy(&o->pieces[i], o->load, o->context->own);
 		state = stream_query(o->context->own);
 		cu.CtxPopCurrent(&was);
 	}
-	if (rc != CUDA_OK && (state == CUDA_OK || state == CUDA_NOT_READY))
+	if (rc != CUDA_OK && !fatal(rc) && !fatal(state))
 		give_up(o, "a copy by the driver failed", rc);
 	pthread_mutex_lock(&mu);
-	o->state = OP_AGAIN;
-	o->since_ms = kvs_now_ms();
+	if (rc == CUDA_OK)
+		o->state = OP_AGAIN;
+	else
+		finish(o);
 	pthread_mutex_unlock(&mu);
 }
 
@@ -188,10 +254,8 @@ static void look_at(struct context *x)
 	for (struct op *o = ops; o < ops + SLOTS; o++) {
 		if (o->context != x)
 			continue;
-		if (rc != CUDA_NOT_READY && (o->state == OP_AGAIN || (rc != CUDA_OK && before_start(o))))
+		if ((o->state == OP_AGAIN && (rc == CUDA_OK || fatal(rc))) || (before_start(o) && fatal(rc)))
 			finish(o);
-		else if (o->state == OP_AGAIN && kvs_now_ms() - o->since_ms > AGAIN_MS)
-			give_up(o, "the driver does not end a copy", rc);
 	}
 	pthread_mutex_unlock(&mu);
 }
@@ -257,6 +321,60 @@ static void *repair(void *arg)
 
 /* ---- the sidecar's part ---- */
 
+/* Sessions count from 1. */
+static uint64_t session_now(void)
+{
+	struct kvs_info info = {.size = sizeof info};
+	return kvs_status_read(client, &info) == 0 ? info.connects : 0;
+}
+
+/* Whether copies pass by. Another session is another sidecar, or it was mended. With mu held. */
+static bool failing(void)
+{
+	return failures.in_a_row >= MAX_FAILURES && kvs_now_ms() < failures.until_ms && session_now() == failures.session;
+}
+
+/* Whether that is to be told. With mu held. */
+static bool note_failure(uint64_t session)
+{
+	if (session != session_now())
+		return false;
+	if (session != failures.session) {
+		failures.in_a_row = 0;
+		failures.said = false;
+		failures.session = session;
+	}
+	if (++failures.in_a_row < MAX_FAILURES)
+		return false;
+	failures.until_ms = kvs_now_ms() + PASS_MS;
+	bool first = !failures.said;
+	failures.said = true;
+	return first;
+}
+
+/* The reason in the body of a completion. */
+static void read_reason(const uint8_t *body, uint32_t bytes, char *out, size_t cap)
+{
+	struct mpr r = mpr_make(body, bytes);
+	uint32_t n = 0, length;
+	const char *key, *s;
+	out[0] = 0;
+	if (!mpr_map(&r, &n))
+		return;
+	for (; n; n--) {
+		if (!mpr_str(&r, &key, &length))
+			return;
+		bool reason = length == 6 && memcmp(key, "reason", 6) == 0;
+		if (reason ? !mpr_str(&r, &s, &length) : !mpr_skip(&r))
+			return;
+		if (reason) {
+			length = length < cap ? length : (uint32_t)cap - 1;
+			memcpy(out, s, length);
+			out[length] = 0;
+		}
+	}
+}
+
 /* With mu held: the client only writes to its ring. */
 static bool submit(struct op *o)
 {
@@ -279,7 +397,22 @@ static bool submit(struct op *o)
 	o->lease = w.bad || !rows ? KVS_E_SYS : kvs_submit(client, KVS_REC_COPY, w.buf, (uint32_t)w.len, settings()->deadline_ms);
 	free(rows);
 	mpw_free(&w);
+	o->session = session_now();
 	return o->lease > 0;
+}
+
+/* Here, because the other thread may be in a call of the driver that does not return. */
+static void watch(void)
+{
+	pthread_mutex_lock(&mu);
+	for (struct op *o = ops; o < ops + SLOTS; o++) {
+		if ((o->state != OP_FAILED && o->state != OP_AGAIN) || kvs_now_ms() - o->since_ms <= AGAIN_MS)
+			continue;
+		say("the driver has not made a copy of %llu bytes within %d s, and the sidecar did not finish it: this process ends, as it would hang",
+		    (unsigned long long)o->bytes, AGAIN_MS / 1000);
+		abort();
+	}
+	pthread_mutex_unlock(&mu);
 }
 
 /* Ops whose streams have come to them. Returns whether any has not. */
@@ -306,22 +439,33 @@ static bool begin(void)
 	return some;
 }
 
-static void ended(uint64_t lease, uint16_t status)
+static void ended(uint64_t lease, uint16_t status, const char *reason)
 {
 	struct op *o = ops;
+	bool tell = false;
 	pthread_mutex_lock(&mu);
 	while (o < ops + SLOTS && (o->state != OP_COPYING || o->lease != (int64_t)lease))
 		o++;
 	if (o < ops + SLOTS) {
 		leases--;
-		memory_refused(o->host, status == KVS_REFUSED);
-		memory_refused(o->dev, status == KVS_REFUSED);
+		bool src = strncmp(reason, "COPY.src:", 9) == 0, dst = strncmp(reason, "COPY.dst:", 9) == 0;
+		if (status == KVS_REFUSED && (src || dst)) {
+			memory_refused(src == o->load ? o->host : o->dev, true);
+		} else if (status == KVS_OK) {
+			memory_refused(o->host, false);
+			memory_refused(o->dev, false);
+			failures.in_a_row = 0;
+		} else if (status != KVS_LOST) {
+			tell = note_failure(o->session);
+		}
 		if (status == KVS_OK)
 			finish(o);
 		else
 			fail(o);
 	}
 	pthread_mutex_unlock(&mu);
+	if (tell)
+		say("the sidecar has failed %d copies in a row: copies pass by for %d s after each more: %.300s", MAX_FAILURES, PASS_MS / 1000, reason);
 }
 
 static void take_ends(void)
@@ -330,8 +474,10 @@ static void take_ends(void)
 	int64_t n = kvs_poll(client, buf, sizeof buf);
 	for (int64_t at = 0; at < n;) {
 		struct kvs_record r;
+		char reason[320];
 		memcpy(&r, buf + at, sizeof r);
-		ended(r.lease, r.status);
+		read_reason(buf + at + sizeof r, r.body_bytes, reason, sizeof reason);
+		ended(r.lease, r.status, reason);
 		at += r.length;
 	}
 }
@@ -352,6 +498,7 @@ static void *run(void *arg)
 		pthread_mutex_unlock(&mu);
 		bool waiting = begin();
 		take_ends();
+		watch();
 		int64_t now = kvs_now_ms();
 		pthread_mutex_lock(&mu);
 		if (busy != before || !waiting)
@@ -381,9 +528,10 @@ static bool open_client(void)
 	if (!lib || cuda_open())
 		return false;
 	*(void **)&stream_query = kvs_real_dlsym(lib, "cuStreamQuery");
+	*(void **)&stream_context = kvs_real_dlsym(lib, "cuStreamGetCtx");
 	*(void **)&exchange_mode = kvs_real_dlsym(lib, "cuThreadExchangeStreamCaptureMode");
 	*(void **)&context_state = kvs_real_dlsym(lib, "cuDevicePrimaryCtxGetState");
-	if (!stream_query || !exchange_mode || !context_state)
+	if (!stream_query || !stream_context || !exchange_mode || !context_state)
 		return false;
 	void *at = mmap(NULL, SLOTS * sizeof *slots, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	if (at == MAP_FAILED)
@@ -427,6 +575,11 @@ bool gate_start(void)
 		pthread_mutex_unlock(&setting_up);
 	}
 	return state == 1;
+}
+
+void gate_mode(int *mode)
+{
+	exchange_mode(mode);
 }
 
 bool gate_uses(handle context)
@@ -490,17 +643,20 @@ static struct context *context_here(void)
 
 /* ---- the caller's part ---- */
 
-/* One slot, with its list. NULL: there is none. */
-static struct op *op_new(const struct piece *pieces, uint32_t n, bool load, struct memory *h, struct memory *d, struct context *x)
+/* One slot, with its list. NULL: there is none, and *why. */
+static struct op *op_new(const struct piece *pieces, uint32_t n, bool load, struct memory *h, struct memory *d, struct context *x, enum outcome *why)
 {
 	struct piece *list = n > 1 ? malloc(n * sizeof *list) : NULL;
+	*why = OUT_BUSY;
 	if (n > 1 && !list)
 		return NULL;
 	pthread_mutex_lock(&mu);
 	struct op *o = ops;
 	while (o < ops + SLOTS && o->state != OP_FREE)
 		o++;
-	if (o == ops + SLOTS) {
+	bool passes = failing();
+	if (closed || passes || o == ops + SLOTS) {
+		*why = closed ? OUT_CLOSED : passes ? OUT_FAILING : OUT_BUSY;
 		pthread_mutex_unlock(&mu);
 		free(list);
 		return NULL;
@@ -519,6 +675,7 @@ static struct op *op_new(const struct piece *pieces, uint32_t n, bool load, stru
 	memcpy(o->pieces, pieces, n * sizeof *pieces);
 	for (uint32_t i = 0; i < n; i++)
 		o->bytes += pieces[i].bytes;
+	*why = OUT_CAUGHT;
 	pthread_mutex_unlock(&mu);
 	return o;
 }
@@ -535,6 +692,14 @@ static void set_op(struct op *o, enum op_state state)
 	pthread_mutex_unlock(&mu);
 }
 
+/* The default streams are those of the current context. */
+static bool stream_is_here(handle stream)
+{
+	handle of = NULL, here = NULL;
+	return stream == STREAM_LEGACY || stream == STREAM_PER_THREAD ||
+	       (stream_context(stream, &of) == CUDA_OK && cu.CtxGetCurrent(&here) == CUDA_OK && of == here);
+}
+
 static enum outcome enter(const struct piece *pieces, uint32_t n, bool load, handle stream)
 {
 	int capture = CAPTURE_NONE;
@@ -547,6 +712,8 @@ static enum outcome enter(const struct piece *pieces, uint32_t n, bool load, han
 		return OUT_CAPTURE; /* in this stream, or one that forbids work in the default stream */
 	if (rc != CUDA_OK)
 		return OUT_DRIVER;
+	if (!stream_is_here(stream))
+		return OUT_OTHER_CONTEXT;
 	if (!memory_find(&pieces[0], load, &h, &d, &why))
 		return why;
 	why = OUT_CAUGHT;
@@ -554,13 +721,15 @@ static enum outcome enter(const struct piece *pieces, uint32_t n, bool load, han
 		if (!memory_within(h, pieces[i].host, pieces[i].bytes) || !memory_within(d, pieces[i].dev, pieces[i].bytes))
 			why = OUT_MIXED;
 	struct context *x = why == OUT_CAUGHT ? context_here() : NULL;
-	struct op *o = x ? op_new(pieces, n, load, h, d, x) : NULL;
+	if (why == OUT_CAUGHT && !x)
+		why = OUT_DRIVER;
+	struct op *o = x ? op_new(pieces, n, load, h, d, x, &why) : NULL;
 	if (!o) {
 		pthread_mutex_lock(&mu);
 		memory_put(h);
 		memory_put(d);
 		pthread_mutex_unlock(&mu);
-		return why != OUT_CAUGHT ? why : x ? OUT_BUSY : OUT_DRIVER;
+		return why;
 	}
 	devptr at = x->flags + (devptr)(uintptr_t)slot_of(o) - (devptr)(uintptr_t)slots;
 	if (cu.StreamWriteValue64(stream, at + offsetof(struct slot, start), o->seq, 0) != CUDA_OK) {

@@ -4,15 +4,19 @@
  * cuGetProcAddress. The runtime library takes the last two.
  */
 #include <dlfcn.h>
+#include <errno.h>
+#include <inttypes.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "preload.h"
 
 /* What a sanitizer's runtime calls before it is ready. */
 #define NOT_SANITIZED __attribute__((no_sanitize("address", "thread", "undefined")))
 #define EXPORT __attribute__((visibility("default")))
-enum { NOT_FOUND = 500, PER_THREAD_FLAG = 2, VERSION_V2 = 3020, VERSION_LOOKUP_V2 = 12000, VERSION_UNKNOWN = 14000 };
+enum { NOT_FOUND = 500, PER_THREAD_FLAG = 2, VERSION_V2 = 3020, VERSION_LOOKUP_V2 = 12000, VERSION_UNKNOWN = 14000, WRONG_SETTING = 78 /* EX_CONFIG */ };
 
 /* What the driver exports, by the same names. */
 static struct {
@@ -24,12 +28,16 @@ static struct {
 #define DECLARE_HOOK(name, params, args) EXPORT int name params;
 COPIES(DECLARE_HOOK) OTHERS(DECLARE_HOOK)
 
+/* Their addresses here, whatever other library is preloaded and has the same names. */
+#define DECLARE_OURS(name, params, args) extern __typeof__(name) ours_##name __attribute__((alias(#name), visibility("hidden")));
+COPIES(DECLARE_OURS) OTHERS(DECLARE_OURS)
+
 static const struct hook {
 	const char *name;
 	void *ours;
 	void **real;
 } hooks[] = {
-#define HOOK(name, params, args) {#name, (void *)name, (void **)&real.name},
+#define HOOK(name, params, args) {#name, (void *)ours_##name, (void **)&real.name},
 	COPIES(HOOK) OTHERS(HOOK)
 #undef HOOK
 };
@@ -40,12 +48,20 @@ static struct settings set;
 static pthread_once_t set_once = PTHREAD_ONCE_INIT;
 static _Atomic bool forked;
 
-static uint64_t number(const char *name, uint64_t otherwise)
+/* What is wrong with a variable; empty: nothing. */
+static char wrong[256];
+
+static uint64_t number(const char *name, uint64_t otherwise, uint64_t most)
 {
 	const char *v = getenv(name);
+	if (!v || !*v)
+		return otherwise;
 	char *end;
-	uint64_t n = v ? strtoull(v, &end, 10) : 0;
-	return v && *v && !*end && n ? n : otherwise;
+	errno = 0;
+	uint64_t n = strtoull(v, &end, 10);
+	if (*v < '0' || *v > '9' || *end || errno || !n || n > most)
+		snprintf(wrong, sizeof wrong, "%s is %.100s: set it to a whole number from 1 to %" PRIu64, name, v, most);
+	return n;
 }
 
 /* A child of a process that has used the driver cannot use it. A child of another is a process like any. */
@@ -61,10 +77,10 @@ static void read_settings(void)
 	set.on = !v || strcmp(v, "0") != 0;
 	set.report = v && strcmp(v, "report") == 0;
 	set.socket = getenv("KVSPRAY_PRELOAD_SOCKET");
-	set.threshold = number("KVSPRAY_PRELOAD_MIN_BYTES", 32u << 20);
-	set.deadline_ms = (uint32_t)number("KVSPRAY_PRELOAD_DEADLINE_MS", 10000);
+	set.threshold = number("KVSPRAY_PRELOAD_MIN_BYTES", 32u << 20, INT64_MAX);
+	set.deadline_ms = (uint32_t)number("KVSPRAY_PRELOAD_DEADLINE_MS", 10000, INT32_MAX);
 	if (v && *v && strcmp(v, "0") && strcmp(v, "1") && strcmp(v, "report"))
-		say("KVSPRAY_PRELOAD is %s: set it to 0, 1 or report", v);
+		snprintf(wrong, sizeof wrong, "KVSPRAY_PRELOAD is %.100s: set it to 0, 1 or report", v);
 	pthread_atfork(NULL, NULL, in_child);
 }
 
@@ -74,14 +90,21 @@ const struct settings *settings(void)
 	return &set;
 }
 
+/* At a call of the driver, or a look-up for one: this process uses it. A wrong variable ends it here, and not programs that have no GPU. */
 static bool on(void)
 {
-	return settings()->on && !forked;
+	if (!settings()->on || forked)
+		return false;
+	if (wrong[0]) {
+		say("%s", wrong);
+		_exit(WRONG_SETTING);
+	}
+	return true;
 }
 
 __attribute__((destructor)) static void ends(void)
 {
-	if (on() && set.report)
+	if (settings()->on && !forked && !wrong[0] && set.report)
 		report();
 }
 
@@ -127,37 +150,41 @@ bool driver_loaded(void)
 	return driver(RTLD_NOLOAD) != NULL;
 }
 
-/* What the driver exports. Several threads may find the same at once. */
-static void *real_of(const struct hook *h)
+/* What the driver exports, by a handle of it alone: another library that has its names may call this one. Several threads may find the same at
+ * once. */
+static void *real_by(const struct hook *h, int flags)
 {
 	void *p = __atomic_load_n(h->real, __ATOMIC_RELAXED);
 	if (p)
 		return p;
-	void *lib = driver(0);
+	void *lib = driver(flags);
 	p = lib ? kvs_real_dlsym(lib, h->name) : NULL;
 	__atomic_store_n(h->real, p, __ATOMIC_RELAXED);
 	return p;
 }
 
-/* The names of a driver that is not there stay unknown, and so do those of another library that has them. */
+static void *real_of(const struct hook *h)
+{
+	return real_by(h, 0);
+}
+
+/* The names of a driver that is not there stay unknown, and those of another library stay what they are. */
 static void *instead_of(const struct hook *h, void *found)
 {
 	if (found == h->ours)
 		return real_of(h) ? found : NULL;
-	/* No dlopen here: this thread may be in one. */
-	void *none = NULL;
-	__atomic_compare_exchange_n(h->real, &none, found, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
-	return !none || none == found ? h->ours : found;
+	/* Loads nothing: this thread may be in a dlopen. */
+	return found == real_by(h, RTLD_NOLOAD) ? h->ours : found;
 }
 
 EXPORT void *hooked_dlsym(void *lib, const char *name) __asm__("dlsym");
 
-/* Ends with a jump: for RTLD_NEXT the C library looks at who calls it. */
+/* Ends with a jump: for RTLD_NEXT the C library looks at who calls it, and finds the next after that. */
 NOT_SANITIZED __attribute__((optimize("O2", "optimize-sibling-calls"))) void *hooked_dlsym(void *lib, const char *name)
 {
-	if (name && name[0] == 'c' && name[1] == 'u' && on()) {
+	if (lib != RTLD_NEXT && name && name[0] == 'c' && name[1] == 'u') {
 		const struct hook *h = hook_named(name);
-		if (h) {
+		if (h && on()) {
 			void *found = kvs_real_dlsym(lib, name);
 			return found ? instead_of(h, found) : NULL;
 		}
@@ -314,9 +341,23 @@ int driver_copy(const struct piece *p, bool load, handle stream)
 	return load ? CALL(cuMemcpyHtoDAsync_v2, (p->dev, host, p->bytes, stream)) : CALL(cuMemcpyDtoHAsync_v2, (host, p->dev, p->bytes, stream));
 }
 
-/* One copy of many pieces. All of them go the same way, between one piece of host memory and one allocation, or the driver makes them. The order
- * that their attributes ask for is at most that of the stream, which the gate keeps. */
-static bool taken_batch(enum entry e, const devptr *dst, const devptr *src, const size_t *n, size_t count_of, handle s)
+/* Whether a batch is well formed, and asks for no more than the order of its stream, which the gate keeps. Sources that are read DURING_CALL are
+ * the program's again once the call has returned. */
+static bool in_order(const struct copy_attributes *attrs, const size_t *at, size_t nattrs, size_t count_of)
+{
+	if (!attrs || !at || !nattrs || nattrs > count_of || at[0] != 0)
+		return false;
+	for (size_t i = 0; i < nattrs; i++)
+		if ((attrs[i].order != ORDER_STREAM && attrs[i].order != ORDER_ANY) || attrs[i].flags > PREFER_OVERLAP || at[i] >= count_of ||
+		    (i > 0 && at[i] <= at[i - 1]))
+			return false;
+	return true;
+}
+
+/* One copy of many pieces. All of them go the same way, between one piece of host memory and one allocation, or the driver makes them. No batch
+ * may be in the legacy stream: the driver returns the error. */
+static bool taken_batch(enum entry e, const devptr *dst, const devptr *src, const size_t *n, size_t count_of, const void *attrs, const size_t *at,
+                        size_t nattrs, handle s)
 {
 	if (!on() || !dst || !src || !n || !count_of)
 		return false;
@@ -325,6 +366,10 @@ static bool taken_batch(enum entry e, const devptr *dst, const devptr *src, cons
 		sum += n[i];
 	if (!worth(e, sum))
 		return false;
+	if (s == STREAM_LEGACY || !in_order(attrs, at, nattrs, count_of)) {
+		count(e, OUT_ORDER, sum);
+		return false;
+	}
 	bool load = memory_is_ours(src[0]);
 	bool mixed = load == memory_is_ours(dst[0]) || count_of > KVS_MAX_COPY_BLOCKS;
 	struct piece *pieces = mixed ? NULL : malloc(count_of * sizeof *pieces);
@@ -342,12 +387,14 @@ static bool taken_batch(enum entry e, const devptr *dst, const devptr *src, cons
 #define BATCH(name, stream)                                                                           \
 	int name(devptr *dst, devptr *src, size_t *n, size_t count, void *attrs, size_t *at, size_t nattrs, size_t *failed, handle s) \
 	{                                                                                                     \
-		return taken_batch(ENTRY_##name, dst, src, n, count, stream(s)) ? CUDA_OK : CALL(name, (dst, src, n, count, attrs, at, nattrs, failed, s)); \
+		return taken_batch(ENTRY_##name, dst, src, n, count, attrs, at, nattrs, stream(s)) \
+		           ? CUDA_OK : CALL(name, (dst, src, n, count, attrs, at, nattrs, failed, s));                \
 	}
 #define BATCH_V2(name, stream)                                                                        \
 	int name(devptr *dst, devptr *src, size_t *n, size_t count, void *attrs, size_t *at, size_t nattrs, handle s) \
 	{                                                                                                     \
-		return taken_batch(ENTRY_##name, dst, src, n, count, stream(s)) ? CUDA_OK : CALL(name, (dst, src, n, count, attrs, at, nattrs, s)); \
+		return taken_batch(ENTRY_##name, dst, src, n, count, attrs, at, nattrs, stream(s)) \
+		           ? CUDA_OK : CALL(name, (dst, src, n, count, attrs, at, nattrs, s));                        \
 	}
 
 BATCH(cuMemcpyBatchAsync, legacy)
@@ -373,16 +420,24 @@ int cuMemAllocHost_v2(void **out, size_t n)
 
 int cuMemFreeHost(void *p)
 {
-	if (on())
-		gate_settle();
-	return on() && memory_host_free(p) ? CUDA_OK : CALL(cuMemFreeHost, (p));
+	if (!on())
+		return CALL(cuMemFreeHost, (p));
+	gate_close();
+	int rc = memory_host_free(p) ? CUDA_OK : CALL(cuMemFreeHost, (p));
+	gate_open();
+	return rc;
 }
 
 int cuMemHostUnregister(void *p)
 {
-	if (on())
-		gate_settle();
-	return CALL(cuMemHostUnregister, (p));
+	if (!on())
+		return CALL(cuMemHostUnregister, (p));
+	if (memory_is_ours((uint64_t)(uintptr_t)p))
+		return NOT_REGISTERED; /* by the program: it is of cuMemHostAlloc */
+	gate_close();
+	int rc = CALL(cuMemHostUnregister, (p));
+	gate_open();
+	return rc;
 }
 
 int cuMemHostGetFlags(unsigned *flags, void *p)
@@ -392,11 +447,13 @@ int cuMemHostGetFlags(unsigned *flags, void *p)
 
 int cuMemFree_v2(devptr p)
 {
-	if (on()) {
-		gate_settle();
-		memory_device_gone(p, true);
-	}
-	return CALL(cuMemFree_v2, (p));
+	if (!on())
+		return CALL(cuMemFree_v2, (p));
+	gate_close();
+	memory_device_gone(p, true);
+	int rc = CALL(cuMemFree_v2, (p));
+	gate_open();
+	return rc;
 }
 
 int cuMemFreeAsync(devptr p, handle s)
@@ -420,12 +477,10 @@ int cuCtxDestroy_v2(handle c)
 	return CALL(cuCtxDestroy_v2, (c));
 }
 
-/* Others may have retained it. */
+/* Others may have retained it, and the copies go on. */
 int cuDevicePrimaryCtxRelease_v2(int d)
 {
 	bool was = on() && gate_active(d);
-	if (was)
-		memory_wait();
 	int rc = CALL(cuDevicePrimaryCtxRelease_v2, (d));
 	if (was && !gate_active(d))
 		memory_all_gone("a primary context was released");

@@ -9,6 +9,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
+#include "internal.h"
 #include "preload.h"
 
 enum { MAX_REFUSALS = 3, DROP_MS = 1000, HANDLE_BY_IPC = 1 };
@@ -74,12 +75,13 @@ void memory_put(struct memory *m)
 	pthread_cond_broadcast(&moved);
 }
 
-/* Until the sidecar has unmapped it. If it does not answer, it is its own mapping, and no copy is open. */
-static void await_drop(int64_t request)
+/* Until the sidecar has unmapped it, or a time. If it does not answer, it is its own mapping, and no copy is open. */
+static void await_drop(int64_t request, int64_t until_ms)
 {
 	uint8_t answer[1024];
 	uint32_t type;
-	if (request > 0 && kvs_answer(client, request, DROP_MS, &type, answer, sizeof answer) <= 0)
+	int64_t left = until_ms - kvs_now_ms();
+	if (request > 0 && kvs_answer(client, request, left > 0 ? (int)left : 0, &type, answer, sizeof answer) <= 0)
 		kvs_request_forget(client, request);
 }
 
@@ -105,13 +107,15 @@ bool memory_host_alloc(void **out, size_t n, unsigned flags)
 		set_state(m, MEMORY_FREE);
 		return false;
 	}
-	void *at = (void *)(uintptr_t)m->region.addr;
-	madvise(at, m->region.bytes, MADV_DONTFORK); /* as the driver's own: a child's writes would be this process's */
+	void *at = (void *)(uintptr_t)m->region.addr; /* a child shares it, as it does the driver's */
 	bool pinned = cu.MemHostRegister(at, m->region.bytes, HOST_PORTABLE | HOST_DEVICEMAP) == CUDA_OK;
 	/* The GPU must see it at the same address, as it does with memory of the driver's own. */
 	if (!pinned || cu.MemHostGetDevicePointer(&seen, at, 0) != CUDA_OK || seen != m->region.addr || !lend(m)) {
-		if (pinned)
+		if (pinned) {
+			gate_close();
 			cu.MemHostUnregister(at);
+			gate_open();
+		}
 		kvs_region_free(&m->region);
 		set_state(m, MEMORY_FREE);
 		return false;
@@ -139,7 +143,7 @@ bool memory_host_free(void *p)
 	gate_wait(&m->open);
 	int64_t request = drop(m);
 	pthread_mutex_unlock(&mu);
-	await_drop(request);
+	await_drop(request, kvs_now_ms() + DROP_MS);
 	cu.MemHostUnregister(p);
 	kvs_region_free(&m->region);
 	set_state(m, MEMORY_FREE);
@@ -168,8 +172,10 @@ bool memory_is_ours(uint64_t p)
 
 void memory_device_gone(devptr p, bool wait)
 {
-	int64_t request = 0;
+	int64_t requests[MAX_MEMORY], until = kvs_now_ms() + DROP_MS;
+	uint32_t n = 0;
 	pthread_mutex_lock(&mu);
+	/* There are several where an earlier allocation of the address was freed unseen. */
 	for (struct memory *m = table; m < table + MAX_MEMORY; m++) {
 		if (!m->device || m->addr != p || m->state == MEMORY_FREE || m->state == MEMORY_GOING)
 			continue;
@@ -178,25 +184,14 @@ void memory_device_gone(devptr p, bool wait)
 		if (wait)
 			gate_wait(&m->open);
 		if (m->open == 0) {
-			request = drop(m);
+			requests[n++] = drop(m);
 			kvs_region_free(&m->region);
 			m->state = MEMORY_FREE;
 		}
-		break;
 	}
 	pthread_mutex_unlock(&mu);
-	if (wait)
-		await_drop(request);
-	else if (request > 0)
-		kvs_request_forget(client, request);
-}
-
-void memory_wait(void)
-{
-	pthread_mutex_lock(&mu);
-	for (struct memory *m = table; m < table + MAX_MEMORY; m++)
-		gate_wait(&m->open);
-	pthread_mutex_unlock(&mu);
+	for (uint32_t i = 0; i < n; i++)
+		await_drop(requests[i], wait ? until : 0);
 }
 
 void memory_all_gone(const char *why)
@@ -204,9 +199,13 @@ void memory_all_gone(const char *why)
 	pthread_mutex_lock(&mu);
 	if (!ended && client) {
 		ended = true;
+		gate_drain();
 		for (struct memory *m = table; m < table + MAX_MEMORY; m++) {
-			gate_wait(&m->open);
-			if (m->device && m->state != MEMORY_FREE && m->state != MEMORY_GOING) {
+			if (!m->device || m->state == MEMORY_FREE || m->state == MEMORY_GOING)
+				continue;
+			m->state = MEMORY_GOING;
+			m->late = true;
+			if (m->open == 0) {
 				int64_t request = drop(m);
 				if (request > 0)
 					kvs_request_forget(client, request);
@@ -271,8 +270,8 @@ static struct memory *claim_device(uint64_t base, uint64_t size, uint64_t buffer
 	return m;
 }
 
-/* Shares a new allocation. Copies of other threads pass by meanwhile. */
-static enum outcome share(uint64_t at, uint64_t buffer)
+/* Copies of other threads pass by meanwhile. */
+static enum outcome share_relaxed(uint64_t at, uint64_t buffer)
 {
 	char error[200];
 	devptr base = 0;
@@ -295,6 +294,16 @@ static enum outcome share(uint64_t at, uint64_t buffer)
 		kvs_regions_wait(client, LEND_MS);
 	set_state(m, shared ? MEMORY_FRESH : MEMORY_UNSHARED);
 	return shared ? OUT_CAUGHT : OUT_UNSHARED;
+}
+
+/* Shares a new allocation. */
+static enum outcome share(uint64_t at, uint64_t buffer)
+{
+	int mode = CAPTURE_MODE_RELAXED;
+	gate_mode(&mode);
+	enum outcome why = share_relaxed(at, buffer);
+	gate_mode(&mode);
+	return why;
 }
 
 /* Whether a copy can use it now. With mu held. */

@@ -10,9 +10,10 @@
  *
  * The runtime API needs no entry points of its own: it looks the driver's up, and gets these.
  *
- * A copy that is not taken is the driver's, in the same place of its stream, so each doubt ends there. A copy that was taken ends in one of three
+ * A copy that is not taken is the driver's, in the same place of its stream, so each doubt ends there. A copy that was taken ends in one of four
  * ways: the sidecar reports all bytes; or its lease has ended otherwise, and the driver makes the copy again; or the context is lost, which the
- * program sees by itself. Until one of them, the stream waits.
+ * program sees by itself; or the driver refuses the copy, or has not made it after 60 s, and abort ends the process. Until one of them, the stream
+ * waits.
  *
  * Locks: `mu` of gate.c guards the tables. No call to the driver is made with it held, because the driver may wait for the stream, and the stream
  * for the thread that opens its gate.
@@ -31,6 +32,7 @@
 enum {
 	CUDA_OK = 0,
 	CUDA_NOT_READY = 600,
+	NOT_REGISTERED = 713, /* CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED */
 	CAPTURE_IMPLICIT = 906,
 	CAPTURE_MODE_RELAXED = 2,
 	POINTER_MEMORY_TYPE = 2,
@@ -43,7 +45,16 @@ enum {
 #define STREAM_LEGACY ((handle)1)
 #define STREAM_PER_THREAD ((handle)2)
 
-/* CUmemcpyAttributes is only passed on. X(exported name, parameters, arguments): copies. */
+/* CUmemcpyAttributes, of CUDA 12.8 and of 13.0 */
+struct copy_attributes {
+	int order;
+	struct memory_location src, dst; /* hints */
+	unsigned flags;
+};
+_Static_assert(sizeof(struct copy_attributes) == 24, "as the driver has it");
+enum { ORDER_STREAM = 1, ORDER_DURING_CALL = 2, ORDER_ANY = 3, PREFER_OVERLAP = 1 };
+
+/* X(exported name, parameters, arguments): copies. */
 #define COPIES(X)                                                                                   \
 	X(cuMemcpyHtoDAsync_v2, (devptr dst, const void *src, size_t n, handle s), (dst, src, n, s))         \
 	X(cuMemcpyHtoDAsync_v2_ptsz, (devptr dst, const void *src, size_t n, handle s), (dst, src, n, s))    \
@@ -106,13 +117,17 @@ enum entry {
 	X(HOST, "host to host")                                          \
 	X(FOREIGN, "pinned memory that was not allocated here")          \
 	X(OTHER_GPU, "memory of another GPU")                            \
+	X(OTHER_CONTEXT, "a stream of another context")                  \
 	X(RANGE, "a range that no allocation has")                       \
 	X(UNSHARED, "GPU memory that cannot be shared")                  \
 	X(MIXED, "a batch of several directions or sizes")               \
+	X(ORDER, "a batch that has not the order of its stream")         \
 	X(FRESH, "memory that the sidecar has not mapped yet")           \
 	X(REFUSED, "memory that the sidecar refuses")                    \
 	X(NO_SIDECAR, "no sidecar")                                      \
+	X(FAILING, "after failures of the sidecar")                      \
 	X(BUSY, "too many open copies")                                  \
+	X(CLOSED, "while memory is freed")                               \
 	X(ENDED, "after a context has ended")                            \
 	X(DRIVER, "the driver refuses stream memory operations")
 
@@ -187,10 +202,8 @@ bool memory_host_free(void *p);
 bool memory_host_flags(unsigned *flags, const void *p);
 /* Before an allocation of a GPU is freed: no copy of it is open afterwards, and the sidecar has unmapped it. wait: false where it is freed later. */
 void memory_device_gone(devptr p, bool wait);
-/* Before a context is destroyed: as above, for all memory. Nothing is taken any more. */
+/* Before a context is destroyed: as above, for all memory, but copies that wait for their streams stay open. Nothing is taken any more. */
 void memory_all_gone(const char *why);
-/* Until no copy is open. */
-void memory_wait(void);
 /* Finds both ends of a copy and holds them, or names *why not. load: to the GPU. The driver is asked. */
 bool memory_find(const struct piece *p, bool load, struct memory **h, struct memory **d, enum outcome *why);
 /* Why a copy between two addresses that are both or neither in such memory is not taken. */
@@ -214,9 +227,14 @@ bool gate_start(void);
 bool gate_started(void);
 /* Waits until *open is 0. With mu held. */
 void gate_wait(const int *open);
-/* Waits for the copies that this thread's context has open now. Before calls in which the driver waits for the whole GPU: there, copies could not be
- * made again. */
-void gate_settle(void);
+/* Waits for the copies that the sidecar makes now or has failed to make, and not longer than they may take. With mu held. */
+void gate_drain(void);
+/* Around calls in which the driver waits for the whole GPU, until they have returned: copies could not be made again meanwhile. None is taken
+ * between the two, and those that this thread's context has open have ended after the first. They nest. */
+void gate_close(void);
+void gate_open(void);
+/* Exchanges this thread's capture mode: calls in CAPTURE_MODE_RELAXED end no capture of the program's. */
+void gate_mode(int *mode);
 /* Whether copies were made in a context; whether a GPU's primary context exists, after any copy was. */
 bool gate_uses(handle context);
 bool gate_active(int device);

@@ -24,8 +24,8 @@ typedef void *handle;
 typedef unsigned long long devptr;
 
 enum {
-	OK, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, ILLEGAL_ADDRESS = 700,
-	NOT_SUPPORTED = 801, CAPTURE_UNSUPPORTED = 900, CAPTURE_IMPLICIT = 906,
+	OK, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, ILLEGAL_ADDRESS = 700, NOT_REGISTERED = 713,
+	NOT_SUPPORTED = 801, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901, CAPTURE_IMPLICIT = 906,
 	STREAMS = 4096, EVENTS = 65536, ALLOCATIONS = 1024, GRAPHS = 4096, PAGE = 4096, CHUNK = 64 << 10,
 	KIND_DEVICE = 1, KIND_HOST, KIND_MANAGED, KIND_REGISTERED, KIND_VMM,
 };
@@ -93,22 +93,6 @@ static int device_alloc(devptr *out, size_t n, int kind)
 	return OK;
 }
 
-/* For the test's sidecar, which has no GPU. */
-int fake_export(devptr p, int *fd, devptr *base, size_t *bytes, int *vmm)
-{
-	pthread_mutex_lock(&lock);
-	struct allocation *a = find(p);
-	bool there = a && (a->kind == KIND_DEVICE || a->kind == KIND_VMM) && a->ordinal == 0;
-	if (there) {
-		*fd = fcntl(a->fd, F_DUPFD_CLOEXEC, 3);
-		*base = a->at;
-		*bytes = a->bytes;
-		*vmm = a->kind == KIND_VMM;
-	}
-	pthread_mutex_unlock(&lock);
-	return there ? OK : INVALID_VALUE;
-}
-
 /* ---- streams ---- */
 
 struct stream;
@@ -130,13 +114,14 @@ struct stream {
 	pthread_t thread;
 	struct item *first, **last;
 	uint64_t issued, done;
-	bool used, blocking, closing;
+	bool used, blocking, closing, far; /* far: of another context */
 	struct item *capture, **capture_last;
-	bool capturing;
+	bool capturing, invalid; /* invalid: its capture */
 };
 static struct stream streams[STREAMS]; /* 0: legacy */
 static int stream_count;
 static __thread struct stream *own_thread;
+static __thread int capture_mode;
 static const handle context = (handle)1;
 static __thread handle current_context = (handle)1;
 
@@ -247,6 +232,26 @@ static void append(struct stream *s, struct item *x)
 	s->last = &x->next;
 	s->issued++;
 	pthread_cond_broadcast(&progress);
+}
+
+/* For the test's sidecar, which has no GPU. It is a call that no capture of another thread allows. */
+int fake_export(devptr p, int *fd, devptr *base, size_t *bytes, int *vmm)
+{
+	pthread_mutex_lock(&lock);
+	struct allocation *a = find(p);
+	bool there = a && (a->kind == KIND_DEVICE || a->kind == KIND_VMM) && a->ordinal == 0;
+	for (int i = 0; i < stream_count && capture_mode == 0; i++) {
+		streams[i].invalid |= streams[i].capturing;
+		there &= !streams[i].capturing;
+	}
+	if (there) {
+		*fd = fcntl(a->fd, F_DUPFD_CLOEXEC, 3);
+		*base = a->at;
+		*bytes = a->bytes;
+		*vmm = a->kind == KIND_VMM;
+	}
+	pthread_mutex_unlock(&lock);
+	return there ? OK : INVALID_VALUE;
 }
 
 static struct item *item_new(const struct item *from)
@@ -370,10 +375,33 @@ int cuMemcpyDtoH_v2_ptds(void *h, devptr d, size_t n) { return copy_now((handle)
 int cuMemcpy(devptr d, devptr h, size_t n) { return copy_now(NULL, d, h, n, false, false); }
 int cuMemcpy_ptds(devptr d, devptr h, size_t n) { return copy_now((handle)2, d, h, n, false, false); }
 
-static int batch(devptr *d, devptr *h, size_t *n, size_t count, handle s)
+struct attributes {
+	int order, hints[4];
+	unsigned flags;
+};
+
+/* Order 2: all sources are read before the call returns. */
+static int batch(devptr *d, devptr *h, size_t *n, size_t count, const struct attributes *a, const size_t *at, size_t k, handle s)
 {
-	for (size_t i = 0; i < count; i++) {
-		int rc = copy(s, d[i], h[i], n[i], false, false);
+	if (!k || !a || !at || at[0] != 0 || s == (handle)1)
+		return INVALID_VALUE;
+	for (size_t i = 0; i < k; i++)
+		if (a[i].order < 1 || a[i].order > 3 || a[i].flags > 1 || at[i] >= count || (i && at[i] <= at[i - 1]))
+			return INVALID_VALUE;
+	for (size_t i = 0, of = 0; i < count; i++) {
+		of += of + 1 < k && at[of + 1] == i;
+		if (a[of].order != 2) {
+			int rc = copy(s, d[i], h[i], n[i], false, false);
+			if (rc)
+				return rc;
+			continue;
+		}
+		if (!within(d[i], n[i], false) || !within(h[i], n[i], false))
+			return INVALID_VALUE;
+		void *now = malloc(n[i]);
+		memcpy(now, (void *)(uintptr_t)h[i], n[i]);
+		int rc = enqueue(s, (struct item){.what = COPY, .dst = d[i], .src = P(now), .n = n[i]});
+		rc = rc ? rc : enqueue(s, (struct item){.what = CALL, .fn = free, .arg = now});
 		if (rc)
 			return rc;
 	}
@@ -382,23 +410,21 @@ static int batch(devptr *d, devptr *h, size_t *n, size_t count, handle s)
 
 int cuMemcpyBatchAsync(devptr *d, devptr *h, size_t *n, size_t count, void *a, size_t *i, size_t k, size_t *failed, handle s)
 {
-	(void)a, (void)i, (void)k, (void)failed;
-	return !s || s == (handle)1 ? INVALID_VALUE : batch(d, h, n, count, s);
+	(void)failed;
+	return !s ? INVALID_VALUE : batch(d, h, n, count, a, i, k, s);
 }
 int cuMemcpyBatchAsync_ptsz(devptr *d, devptr *h, size_t *n, size_t count, void *a, size_t *i, size_t k, size_t *failed, handle s)
 {
-	(void)a, (void)i, (void)k, (void)failed;
-	return batch(d, h, n, count, mine(s));
+	(void)failed;
+	return batch(d, h, n, count, a, i, k, mine(s));
 }
 int cuMemcpyBatchAsync_v2(devptr *d, devptr *h, size_t *n, size_t count, void *a, size_t *i, size_t k, handle s)
 {
-	(void)a, (void)i, (void)k;
-	return !s || s == (handle)1 ? INVALID_VALUE : batch(d, h, n, count, s);
+	return !s ? INVALID_VALUE : batch(d, h, n, count, a, i, k, s);
 }
 int cuMemcpyBatchAsync_v2_ptsz(devptr *d, devptr *h, size_t *n, size_t count, void *a, size_t *i, size_t k, handle s)
 {
-	(void)a, (void)i, (void)k;
-	return batch(d, h, n, count, mine(s));
+	return batch(d, h, n, count, a, i, k, mine(s));
 }
 
 int cuLaunchHostFunc(handle s, void (*fn)(void *), void *arg) { return enqueue(s, (struct item){.what = CALL, .fn = fn, .arg = arg}); }
@@ -415,6 +441,21 @@ int cuStreamCreate(handle *out, unsigned flags)
 	return OK;
 }
 int cuStreamCreateWithPriority(handle *out, unsigned flags, int priority) { (void)priority; return cuStreamCreate(out, flags); }
+
+int fake_far_stream(handle *out)
+{
+	int rc = cuStreamCreate(out, 1);
+	((struct stream *)*out)->far = true;
+	return rc;
+}
+int cuStreamGetCtx(handle h, handle *out)
+{
+	pthread_mutex_lock(&lock);
+	struct stream *s = stream_of(h);
+	*out = s && s->far ? (handle)5 : context;
+	pthread_mutex_unlock(&lock);
+	return s ? OK : INVALID_HANDLE;
+}
 
 /* Its work still runs. */
 int cuStreamDestroy_v2(handle h)
@@ -443,7 +484,7 @@ int cuStreamQuery(handle h)
 	return rc;
 }
 int cuCtxSynchronize(void) { await_all(); return sticky; }
-int cuThreadExchangeStreamCaptureMode(int *mode) { static __thread int now; int was = now; now = *mode; *mode = was; return OK; }
+int cuThreadExchangeStreamCaptureMode(int *mode) { int was = capture_mode; capture_mode = *mode; *mode = was; return OK; }
 
 static bool registered(uint64_t at)
 {
@@ -508,6 +549,7 @@ int cuStreamBeginCapture_v2(handle h, int mode)
 	int rc = !s || s == &streams[0] ? CAPTURE_UNSUPPORTED : OK;
 	if (rc == OK) {
 		s->capturing = true;
+		s->invalid = false;
 		s->capture = NULL;
 		s->capture_last = &s->capture;
 	}
@@ -523,8 +565,9 @@ int cuStreamEndCapture(handle h, handle *graph)
 	s->capturing = false;
 	*graph = (handle)(intptr_t)graph_count;
 	graphs[graph_count++] = s->capture;
+	int rc = s->invalid ? CAPTURE_INVALIDATED : OK;
 	pthread_mutex_unlock(&lock);
-	return OK;
+	return rc;
 }
 int cuGraphLaunch(handle graph, handle s)
 {
@@ -575,6 +618,8 @@ int cuMemFree_v2(devptr p)
 	pthread_mutex_unlock(&lock);
 	return rc;
 }
+/* By a way that no other library sees. */
+int fake_free(devptr p) { return cuMemFree_v2(p); }
 static void free_later(void *p)
 {
 	pthread_mutex_lock(&lock);
@@ -593,7 +638,7 @@ int cuMemHostAlloc(void **out, size_t n, unsigned flags)
 	if (!n)
 		return INVALID_VALUE;
 	n = (n + PAGE - 1) / PAGE * PAGE;
-	*out = mmap(NULL, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	*out = mmap(NULL, n, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0); /* as nv-mmap.c does */
 	pthread_mutex_lock(&lock);
 	fresh(P(*out), n, KIND_HOST, -1);
 	pthread_mutex_unlock(&lock);
@@ -606,7 +651,7 @@ static int host_gone(void *p, int kind)
 	await_all_alone();
 	pthread_mutex_lock(&lock);
 	struct allocation *a = find(P(p));
-	int rc = a && a->at == P(p) && a->kind == kind ? OK : INVALID_VALUE;
+	int rc = a && a->at == P(p) && a->kind == kind ? OK : kind == KIND_REGISTERED ? NOT_REGISTERED : INVALID_VALUE;
 	if (rc == OK) {
 		if (kind == KIND_HOST)
 			munmap(p, a->bytes);
@@ -668,8 +713,13 @@ void fake_break(void)
 	pthread_cond_broadcast(&progress);
 	pthread_mutex_unlock(&lock);
 }
+/* Its calls do not return any more. */
+void fake_hang(void) { pthread_mutex_lock(&driver); }
 int cuCtxGetCurrent(handle *out) { *out = current_context; return OK; }
-int cuCtxPushCurrent_v2(handle c) { enter(); return c == context ? OK : INVALID_CONTEXT; }
+/* Contexts cannot be entered, for a reason that passes. */
+static _Atomic int refusing;
+void fake_refuse(int rc) { refusing = rc; }
+int cuCtxPushCurrent_v2(handle c) { enter(); return refusing ? refusing : c == context ? OK : INVALID_CONTEXT; }
 int cuCtxPopCurrent_v2(handle *c) { *c = context; return OK; }
 int cuCtxGetDevice(int *d) { *d = 0; return OK; }
 int cuCtxGetStreamPriorityRange(int *a, int *b) { *a = 0; *b = -5; return OK; }

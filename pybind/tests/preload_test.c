@@ -5,6 +5,16 @@
  *   preload_test random SEED OPS    copies, kernels, events, captures, errors on eight streams; every byte is computed here as well
  *   preload_test threads SEED OPS   the same in four threads at once, without captures
  *   preload_test reasons            one copy of each kind that passes by
+ *   preload_test batches            what the attributes of a batch ask for
+ *   preload_test free PID           memory is freed while another thread copies and the sidecar PID is stopped
+ *   preload_test stuck PID          the sidecar PID dies, and the driver hangs
+ *   preload_test held HOW           the same while a copy waits in its stream: reset, release, released
+ *   preload_test unseen             memory is freed by a way that the preload does not see
+ *   preload_test refuse PID         the driver refuses the context for a while, in which the sidecar PID dies
+ *   preload_test two COPIES         the same to one allocation, and then to another
+ *   preload_test capturing          the first copy of an allocation beside a capture
+ *   preload_test unregister         memory of cuMemHostAlloc stays pinned
+ *   preload_test child              a child reads and writes pinned memory
  *   preload_test lookups            every way to an entry point
  *   preload_test large COPIES       large copies there and back, for a sidecar that is killed meanwhile
  *   preload_test many COPIES        copies that wait in one stream, all at once
@@ -13,8 +23,10 @@
  *   preload_test lost               an error ends the context while a copy waits in its stream
  *   preload_test ends HOW           a context is destroyed: reset, destroy, released; or not: other, release
  */
+#include <dirent.h>
 #include <dlfcn.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -45,12 +57,18 @@ int cuStreamBeginCapture_v2(handle, int), cuStreamEndCapture(handle, handle *), 
 int cuEventCreate(handle *, unsigned), cuEventRecord(handle, handle), cuCtxSynchronize(void);
 int cuDevicePrimaryCtxReset_v2(int), cuDevicePrimaryCtxRelease_v2(int), cuCtxDestroy_v2(handle);
 int cuGetProcAddress_v2(const char *, void **, int, uint64_t, int *), cuGetProcAddress(const char *, void **, int, uint64_t);
-int fake_alloc_vmm(devptr *, size_t), fake_alloc_far(devptr *, size_t);
-void fake_break(void);
+int fake_far_stream(handle *), fake_free(devptr), fake_alloc_vmm(devptr *, size_t), fake_alloc_far(devptr *, size_t);
+void fake_break(void), fake_hang(void), fake_refuse(int);
 
 #define P(x) ((uint64_t)(uintptr_t)(x))
 #define PTR(x) ((void *)(uintptr_t)(x))
 enum { BUFFERS = 6, BYTES = 256 << 10, STREAMS = 8, LEGACY = 0, OWN = 1, MADE = 2, KERNEL_BYTES = 16 << 10 };
+
+/* CUmemcpyAttributes */
+struct attributes {
+	int order, hints[4];
+	unsigned flags;
+};
 
 /* ---- a random program ---- */
 
@@ -186,8 +204,10 @@ static void batch(struct program *p, bool load, struct buffer *d, struct buffer 
 		src[i] = load ? host : dev;
 		n[i] = piece;
 	}
-	int rc = s == OWN ? cuMemcpyBatchAsync_v2_ptsz(dst, src, n, 8, NULL, NULL, 0, NULL)
-	                  : cuMemcpyBatchAsync(dst, src, n, 8, NULL, NULL, 0, &failed, p->stream[s]);
+	struct attributes attrs[] = {{.order = 1}, {.order = 3, .flags = 1}};
+	size_t at[] = {0, 3};
+	int rc = s == OWN ? cuMemcpyBatchAsync_v2_ptsz(dst, src, n, 8, attrs, at, 2, NULL)
+	                  : cuMemcpyBatchAsync(dst, src, n, 8, attrs, at, 1, &failed, p->stream[s]);
 	REQUIRE(rc_of(p, rc) == 0);
 }
 
@@ -403,7 +423,10 @@ static void reasons(void)
 	size_t n[] = {BYTES / 2, BYTES / 2};
 	for (int i = 0; i < 200; i++)
 		REQUIRE(cuMemcpyHtoDAsync_v2(d, h, BYTES, s) == 0 && cuMemcpyHtoDAsync_v2(e, h, BYTES, s) == 0 && cuStreamSynchronize(s) == 0);
-	REQUIRE(cuMemcpyBatchAsync(dst, src, n, 2, NULL, NULL, 0, NULL, s) == 0);
+	REQUIRE(fake_far_stream(&graph) == 0 && cuMemcpyHtoDAsync_v2(d, h, BYTES, graph) == 0 && cuStreamSynchronize(graph) == 0);
+	struct attributes attrs = {.order = 1};
+	size_t first = 0;
+	REQUIRE(cuMemcpyBatchAsync(dst, src, n, 2, &attrs, &first, 1, NULL, s) == 0);
 	REQUIRE(cuStreamSynchronize(s) == 0);
 	REQUIRE(cuMemFreeAsync(d, s) == 0 && cuStreamSynchronize(s) == 0 && cuMemFree_v2(e) == 0 && cuMemFreeHost(h) == 0);
 }
@@ -516,6 +539,173 @@ static void lost(void)
 	puts("ok");
 }
 
+static void *freed(void *p)
+{
+	REQUIRE(cuMemFree_v2(P(p)) == 0);
+	return NULL;
+}
+
+static void free_beside(pid_t sidecar)
+{
+	devptr d, e;
+	handle s;
+	pthread_t t;
+	void *h = host_of(BYTES);
+	REQUIRE(cuMemAlloc_v2(&d, BYTES) == 0 && cuMemAlloc_v2(&e, BYTES) == 0 && cuStreamCreate(&s, 1) == 0);
+	warm(d, h, s);
+	warm(e, h, s);
+	REQUIRE(kill(sidecar, SIGSTOP) == 0 && pthread_create(&t, NULL, freed, PTR(d)) == 0);
+	usleep(300000); /* the thread waits for the sidecar to unmap it, and then for the GPU */
+	REQUIRE(cuMemcpyHtoDAsync_v2(e, h, BYTES, s) == 0 && cuStreamSynchronize(s) == 0);
+	pthread_join(t, NULL);
+	puts("ok");
+}
+
+static void stuck(pid_t sidecar)
+{
+	devptr d;
+	handle s;
+	_Atomic int go = 0;
+	void *h = host_of(BYTES);
+	REQUIRE(cuMemAlloc_v2(&d, BYTES) == 0 && cuStreamCreate(&s, 1) == 0);
+	warm(d, h, s);
+	REQUIRE(cuLaunchHostFunc(s, held_until, (void *)&go) == 0 && cuMemcpyHtoDAsync_v2(d, h, BYTES, s) == 0);
+	REQUIRE(kill(sidecar, SIGKILL) == 0);
+	fake_hang();
+	go = 1;
+	cuStreamSynchronize(s);
+	puts("ok");
+}
+
+static int descriptors(void)
+{
+	int n = 0;
+	DIR *d = opendir("/proc/self/fd");
+	while (readdir(d))
+		n++;
+	closedir(d);
+	return n;
+}
+
+static void unseen(void)
+{
+	devptr d, next;
+	handle s;
+	void *h = host_of(BYTES);
+	REQUIRE(cuMemAlloc_v2(&d, BYTES) == 0 && cuStreamCreate(&s, 1) == 0);
+	int before = descriptors();
+	warm(d, h, s);
+	REQUIRE(fake_free(d) == 0 && cuMemAlloc_v2(&next, BYTES) == 0 && next == d);
+	warm(next, h, s);
+	REQUIRE(cuMemFree_v2(next) == 0 && cuMemAlloc_v2(&d, BYTES) == 0);
+	printf("%d descriptors are left\n", descriptors() - before);
+}
+
+static void refuse(pid_t sidecar)
+{
+	devptr d;
+	handle s;
+	_Atomic int go = 0;
+	uint8_t *h = host_of(BYTES), *back = malloc(BYTES);
+	REQUIRE(cuMemAlloc_v2(&d, BYTES) == 0 && cuStreamCreate(&s, 1) == 0);
+	warm(d, h, s);
+	fake_refuse(2);
+	REQUIRE(cuLaunchHostFunc(s, held_until, (void *)&go) == 0 && cuMemcpyHtoDAsync_v2(d, h, BYTES, s) == 0);
+	usleep(300000); /* it waits, and its context is looked at */
+	memset(h, 9, BYTES);
+	REQUIRE(kill(sidecar, SIGKILL) == 0);
+	go = 1;
+	usleep(700000); /* it has failed */
+	fake_refuse(0);
+	REQUIRE(cuStreamSynchronize(s) == 0 && cuMemcpyDtoH_v2(back, d, BYTES) == 0 && back[0] == 9 && back[BYTES - 1] == 9);
+	puts("ok");
+}
+
+static void two(int copies)
+{
+	devptr d[2];
+	handle s;
+	uint8_t *h = host_of(BYTES), *back = malloc(BYTES);
+	REQUIRE(cuMemAlloc_v2(&d[0], BYTES) == 0 && cuMemAlloc_v2(&d[1], BYTES) == 0 && cuStreamCreate(&s, 1) == 0);
+	for (int i = 0; i < 2 * copies; i++)
+		REQUIRE(cuMemcpyHtoDAsync_v2(d[i / copies], h, BYTES, s) == 0 && cuStreamSynchronize(s) == 0);
+	REQUIRE(cuMemcpyDtoH_v2(back, d[0], BYTES) == 0 && memcmp(back, h, BYTES) == 0);
+	puts("ok");
+}
+
+static void capturing(void)
+{
+	devptr d, e;
+	handle s, beside, graph;
+	void *h = host_of(BYTES);
+	REQUIRE(cuMemAlloc_v2(&d, BYTES) == 0 && cuMemAlloc_v2(&e, BYTES) == 0 && cuStreamCreate(&s, 1) == 0 && cuStreamCreate(&beside, 1) == 0);
+	warm(d, h, s);
+	REQUIRE(cuStreamBeginCapture_v2(beside, 0) == 0);
+	warm(e, h, s);
+	REQUIRE(cuStreamEndCapture(beside, &graph) == 0);
+	puts("ok");
+}
+
+static void unregister(void)
+{
+	devptr d;
+	handle s;
+	void *h = host_of(BYTES), *own = aligned_alloc(4096, BYTES);
+	REQUIRE(cuMemAlloc_v2(&d, BYTES) == 0 && cuStreamCreate(&s, 1) == 0);
+	REQUIRE(cuMemHostUnregister(h) == 713);
+	warm(d, h, s);
+	REQUIRE(cuMemHostRegister_v2(own, BYTES, 3) == 0 && cuMemHostUnregister(own) == 0 && cuMemHostUnregister(own) == 713);
+	REQUIRE(cuMemFreeHost(h) == 0);
+	puts("ok");
+}
+
+static void child(void)
+{
+	devptr d;
+	handle s;
+	int status;
+	uint8_t *h = host_of(BYTES), *back = malloc(BYTES);
+	REQUIRE(cuMemAlloc_v2(&d, BYTES) == 0 && cuStreamCreate(&s, 1) == 0);
+	warm(d, h, s);
+	pid_t pid = fork();
+	REQUIRE(pid >= 0);
+	if (pid == 0) {
+		bool same = h[BYTES - 1] == 0x5a;
+		memset(h, 9, BYTES);
+		_exit(same ? 0 : 1);
+	}
+	REQUIRE(waitpid(pid, &status, 0) == pid && status == 0);
+	REQUIRE(cuMemcpyHtoDAsync_v2(d, h, BYTES, s) == 0 && cuStreamSynchronize(s) == 0);
+	REQUIRE(cuMemcpyDtoH_v2(back, d, BYTES) == 0 && back[0] == 9 && back[BYTES - 1] == 9);
+	puts("ok");
+}
+
+static void batches(void)
+{
+	devptr d;
+	handle s;
+	uint8_t *h = host_of(BYTES), *back = malloc(BYTES);
+	_Atomic int go = 0;
+	REQUIRE(cuMemAlloc_v2(&d, BYTES) == 0 && cuStreamCreate(&s, 1) == 0);
+	warm(d, h, s);
+	devptr dst[] = {d, d + BYTES / 2}, src[] = {P(h), P(h) + BYTES / 2};
+	size_t n[] = {BYTES / 2, BYTES / 2}, at[] = {0, 1}, twice[] = {0, 0}, late[] = {1, 2};
+	struct attributes a[] = {{.order = 1}, {.order = 2}}, wrong = {.order = 9}, flags = {.order = 1, .flags = 8};
+	/* The second half is the program's again at once, the first is read in the stream. */
+	memset(h, 7, BYTES);
+	REQUIRE(cuLaunchHostFunc(s, held_until, (void *)&go) == 0 && cuMemcpyBatchAsync(dst, src, n, 2, a, at, 2, NULL, s) == 0);
+	memset(h, 9, BYTES);
+	go = 1;
+	REQUIRE(cuStreamSynchronize(s) == 0 && cuMemcpyDtoH_v2(back, d, BYTES) == 0 && back[0] == 9 && back[BYTES - 1] == 7);
+	/* Errors are the driver's. */
+	REQUIRE(cuMemcpyBatchAsync(dst, src, n, 2, NULL, NULL, 0, NULL, s) == 1 && cuMemcpyBatchAsync(dst, src, n, 2, &wrong, at, 1, NULL, s) == 1);
+	REQUIRE(cuMemcpyBatchAsync(dst, src, n, 2, &flags, at, 1, NULL, s) == 1 && cuMemcpyBatchAsync(dst, src, n, 2, a, twice, 2, NULL, s) == 1);
+	REQUIRE(cuMemcpyBatchAsync(dst, src, n, 2, a, late, 1, NULL, s) == 1 && cuMemcpyBatchAsync(dst, src, n, 2, a, at, 1, NULL, NULL) == 1);
+	REQUIRE(cuMemcpyBatchAsync(dst, src, n, 2, a, at, 1, NULL, (handle)1) == 1);
+	REQUIRE(cuMemcpyBatchAsync(dst, src, n, 2, a, at, 1, NULL, s) == 0 && cuStreamSynchronize(s) == 0);
+	puts("ok");
+}
+
 static void ends(const char *how)
 {
 	devptr d;
@@ -530,6 +720,24 @@ static void ends(const char *how)
 		rc |= cuDevicePrimaryCtxRelease_v2(0);
 	REQUIRE(rc == 0);
 	warm(d, h, s);
+	puts("ok");
+}
+
+static void held_and(const char *how)
+{
+	devptr d;
+	handle s;
+	uint8_t *h = host_of(BYTES), *back = malloc(BYTES);
+	_Atomic int go = 0;
+	REQUIRE(cuMemAlloc_v2(&d, BYTES) == 0 && cuStreamCreate(&s, 1) == 0);
+	warm(d, h, s);
+	REQUIRE(cuLaunchHostFunc(s, held_until, (void *)&go) == 0 && cuMemcpyHtoDAsync_v2(d, h, BYTES, s) == 0);
+	memset(h, 9, BYTES);
+	REQUIRE((strcmp(how, "reset") == 0 ? cuDevicePrimaryCtxReset_v2(0) : cuDevicePrimaryCtxRelease_v2(0)) == 0);
+	REQUIRE(strcmp(how, "released") != 0 || cuDevicePrimaryCtxRelease_v2(0) == 0);
+	go = 1;
+	REQUIRE(cuStreamSynchronize(s) == 0 && cuMemcpyDtoH_v2(back, d, BYTES) == 0 && back[0] == 9 && back[BYTES - 1] == 9);
+	REQUIRE(cuMemFree_v2(d) == 0 && cuMemFreeHost(h) == 0);
 	puts("ok");
 }
 
@@ -548,6 +756,26 @@ int main(int argc, char **argv)
 			pthread_join(t[i], NULL);
 	} else if (strcmp(what, "reasons") == 0) {
 		reasons();
+	} else if (strcmp(what, "free") == 0 && argc == 3) {
+		free_beside(atoi(argv[2]));
+	} else if (strcmp(what, "stuck") == 0 && argc == 3) {
+		stuck(atoi(argv[2]));
+	} else if (strcmp(what, "held") == 0 && argc == 3) {
+		held_and(argv[2]);
+	} else if (strcmp(what, "unseen") == 0) {
+		unseen();
+	} else if (strcmp(what, "refuse") == 0 && argc == 3) {
+		refuse(atoi(argv[2]));
+	} else if (strcmp(what, "two") == 0 && argc == 3) {
+		two(atoi(argv[2]));
+	} else if (strcmp(what, "capturing") == 0) {
+		capturing();
+	} else if (strcmp(what, "unregister") == 0) {
+		unregister();
+	} else if (strcmp(what, "child") == 0) {
+		child();
+	} else if (strcmp(what, "batches") == 0) {
+		batches();
 	} else if (strcmp(what, "lookups") == 0) {
 		lookups();
 	} else if (strcmp(what, "large") == 0 && argc == 3) {

@@ -8,6 +8,7 @@ import os
 import pathlib
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -46,10 +47,12 @@ class Build:
         )  # fmt: skip
         self.program = compile_c(at / "preload_test", "tests/preload_test.c", str(at / "libcuda.so.1"), flags=f"{flags} -Wl,-rpath,{at}")
 
-    def start(self, *args: object, socket: pathlib.Path | None = None, preload: str = "report", first: str = "", **env: str) -> subprocess.Popen[str]:
+    def start(
+        self, *args: object, socket: pathlib.Path | None = None, preload: str = "report", first: str = "", last: str = "", **env: str
+    ) -> subprocess.Popen[str]:
         settings = {"KVSPRAY_PRELOAD_MIN_BYTES": "65536", "KVSPRAY_PRELOAD": preload, "KVSPRAY_PRELOAD_SOCKET": str(socket or self.at / "none"), **env}
         if preload != "none":
-            settings["LD_PRELOAD"] = f"{first} {self.library}".strip()
+            settings["LD_PRELOAD"] = f"{first} {self.library} {last}".strip()
         command = [str(self.program), *map(str, args)]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **settings})
 
@@ -101,12 +104,84 @@ def test_what_passes_by_is_named(build: Build, serve: Serve) -> None:
         (load, "managed memory"): 1,
         (load, "GPU memory that cannot be shared"): 2,
         (load, "memory of another GPU"): 1,
+        (load, "a stream of another context"): 1,
         (load, "in a capture"): 1,
         (either, "device to device"): 1,
         (either, "host to host"): 1,
         (either, "pageable memory"): 1,
         ("cuMemcpyBatchAsync", "a batch of several directions or sizes"): 1,
     }
+
+
+def test_a_batch_keeps_its_order(build: Build, serve: Serve) -> None:
+    """A source that is read during the call is not read later, and no error is hidden."""
+    _, socket = serve("a")
+    assert build.run("batches", preload="none")[:2] == (0, "ok\n")
+    code, out, report, err = build.run("batches", socket=socket)
+    assert (code, out) == (0, "ok\n"), err
+    batch = "cuMemcpyBatchAsync"
+    assert (report[batch, "a batch that has not the order of its stream"], report[batch, CAUGHT]) == (8, 1), err
+
+
+def test_a_free_beside_a_copy_while_the_sidecar_hangs(build: Build, serve: Serve) -> None:
+    """A copy that began meanwhile would wait for the driver, which would wait for it."""
+    process, socket = serve("a", GRACE)
+    code, out, report, err = build.run("free", process.pid, socket=socket, timeout=60, KVSPRAY_PRELOAD_DEADLINE_MS="500")
+    assert (code, out) == (0, "ok\n"), err
+    assert report["cuMemcpyHtoDAsync_v2", "while memory is freed"] == 1, err
+
+
+def test_a_driver_that_hangs(tmp_path: pathlib.Path, serve: Serve) -> None:
+    """Whoever waits for it cannot be the one that ends the process."""
+    build = Build(tmp_path, "-DKVS_AGAIN_MS=1000")
+    process, socket = serve("a", GRACE)
+    code, _, _, err = build.run("stuck", process.pid, socket=socket, timeout=60)
+    assert code == -signal.SIGABRT and "the driver has not made a copy of 262144 bytes within 1 s" in err, err
+
+
+@pytest.mark.parametrize("where", ["first", "last"])
+def test_another_library_with_the_same_names(build: Build, serve: Serve, where: str) -> None:
+    """Each passes a copy on to the next."""
+    other = compile_c(build.at / f"other_{where}.so", "tests/preload_other.c", flags="-fPIC -shared")
+    _, socket = serve("a")
+    native = build.run("random", 1, OPS, preload="none")
+    code, out, report, err = build.run("random", 1, OPS, socket=socket, **{where: str(other)})
+    assert (code, out) == native[:2], err
+    assert report["cuMemcpyHtoDAsync_v2", CAUGHT] > 10, err
+
+
+def test_an_allocation_that_went_unseen(build: Build, serve: Serve) -> None:
+    """Its entry goes with that of the next allocation at the address."""
+    _, socket = serve("a")
+    code, out, report, err = build.run("unseen", socket=socket)
+    assert (code, out) == (0, "0 descriptors are left\n") and caught(report) > 200, err
+
+
+def test_an_error_that_passes(build: Build, serve: Serve) -> None:
+    """It ends no copy, neither one that waits for its stream nor one that failed."""
+    process, socket = serve("a", GRACE)
+    code, out, report, err = build.run("refuse", process.pid, socket=socket, timeout=60)
+    assert (code, out) == (0, "ok\n") and report["", AGAIN] == 1, err
+
+
+def test_an_allocation_is_shared_beside_a_capture(build: Build, serve: Serve) -> None:
+    _, socket = serve("a")
+    code, out, report, err = build.run("capturing", socket=socket)
+    assert (code, out) == (0, "ok\n") and caught(report) > 300, err
+
+
+def test_memory_that_was_not_registered(build: Build, serve: Serve) -> None:
+    _, socket = serve("a")
+    assert build.run("unregister", preload="none")[:2] == (0, "ok\n")
+    code, out, report, err = build.run("unregister", socket=socket)
+    assert (code, out) == (0, "ok\n") and caught(report) > 100, err
+
+
+def test_a_child_has_the_memory(build: Build, serve: Serve) -> None:
+    _, socket = serve("a")
+    assert build.run("child", preload="none")[:2] == (0, "ok\n")
+    code, out, report, err = build.run("child", socket=socket)
+    assert (code, out) == (0, "ok\n") and caught(report) > 100, err
 
 
 def test_off_and_without_a_sidecar(build: Build, serve: Serve) -> None:
@@ -173,6 +248,13 @@ def test_a_context_is_destroyed(build: Build, serve: Serve, how: str) -> None:
     assert report["cuMemcpyHtoDAsync_v2", "after a context has ended"] == (0 if how in ("release", "other") else 200), err
 
 
+@pytest.mark.parametrize("how", ["reset", "release", "released"])
+def test_a_context_ends_before_a_stream_has_come_to_its_copy(build: Build, serve: Serve, how: str) -> None:
+    _, socket = serve("a")
+    code, out, report, err = build.run("held", how, socket=socket, timeout=60)
+    assert (code, out) == (0, "ok\n") and caught(report) > 100, err
+
+
 def test_more_copies_than_slots(build: Build, serve: Serve) -> None:
     _, socket = serve("a")
     code, out, report, err = build.run("many", 300, socket=socket)
@@ -187,18 +269,54 @@ def test_a_worker_that_was_forked(build: Build, serve: Serve) -> None:
     assert (code, out) == (0, "ok\n") and caught(report) == 20, err
 
 
-def test_refusals(build: Build, sidecar: Callable[..., Sidecar], socket_path: pathlib.Path) -> None:
-    """The driver makes each copy, and after three nobody is asked."""
+def answer(s: Sidecar, status: CompletionStatus, reason: str) -> None:
+    copy = s.record("COPY")
+    assert copy["body"]["req"] == "preload" and len(copy["body"]["blocks"]) == 24
+    s.complete(copy["lease"], "RECEIVED", status, bytes=0, us=1, transport="", reason=reason, recompute=[])
+
+
+@pytest.mark.parametrize("side", ["src", "dst"])
+def test_refusals(build: Build, sidecar: Callable[..., Sidecar], socket_path: pathlib.Path, side: str) -> None:
+    """The driver makes each copy, and after three of one memory nobody is asked."""
+    s = sidecar(features=["copy", "regions"])
+    p = build.start("two", 5, socket=socket_path)
+    for _ in range(3):
+        answer(s, CompletionStatus.REFUSED, f"COPY.{side}: was not mapped; no")
+    if side == "dst":
+        for _ in range(5):
+            answer(s, CompletionStatus.OK, "")
+    code, out, report, err = ended(p)
+    assert (code, out) == (0, "ok\n"), err
+    load, refused = "cuMemcpyHtoDAsync_v2", "memory that the sidecar refuses"
+    taken = 8 if side == "dst" else 3
+    assert (report[load, CAUGHT], report["", AGAIN], report[load, refused]) == (taken, 3, 10 - taken), err
+
+
+@pytest.mark.parametrize("status", [CompletionStatus.FAILED, CompletionStatus.EXPIRED, CompletionStatus.REFUSED])
+def test_a_sidecar_that_fails(build: Build, sidecar: Callable[..., Sidecar], socket_path: pathlib.Path, status: CompletionStatus) -> None:
+    """It is not asked for a while, and no memory is blamed."""
     s = sidecar(features=["copy", "regions"])
     p = build.start("few", 5, socket=socket_path)
     for _ in range(3):
-        copy = s.record("COPY")
-        assert copy["body"]["req"] == "preload" and len(copy["body"]["blocks"]) == 24
-        s.complete(copy["lease"], "RECEIVED", CompletionStatus.REFUSED, bytes=0, us=1, transport="", reason="no", recompute=[])
+        answer(s, status, "no room")
     code, out, report, err = ended(p)
     assert (code, out) == (0, "ok\n"), err
     load = "cuMemcpyHtoDAsync_v2"
-    assert (report[load, CAUGHT], report["", AGAIN], report[load, "memory that the sidecar refuses"]) == (3, 3, 2), err
+    assert (report[load, CAUGHT], report["", AGAIN], report[load, "after failures of the sidecar"]) == (3, 3, 2), err
+    assert err.count("has failed 3 copies in a row") == 1 and "no room" in err
+
+
+def test_another_sidecar_is_asked_at_once(tmp_path: pathlib.Path, sidecar: Callable[..., Sidecar], socket_path: pathlib.Path) -> None:
+    build = Build(tmp_path, "-DKVS_PASS_MS=600000")
+    s = sidecar(features=["copy", "regions"])
+    p = build.start("few", 250000, socket=socket_path)
+    for _ in range(3):
+        answer(s, CompletionStatus.FAILED, "no room")
+    s.process.kill()
+    s.process.wait()
+    assert sidecar(features=["copy", "regions"]).record("COPY")
+    p.kill()
+    p.communicate()
 
 
 class Restarts:
@@ -277,9 +395,36 @@ def test_the_sidecar_in_mid_copy(build: Build, serve: Serve, tmp_path: pathlib.P
     assert taken > 100
 
 
-def test_the_command() -> None:
+@pytest.mark.parametrize("name", ["", "_MIN_BYTES", "_DEADLINE_MS"])
+@pytest.mark.parametrize("value", ["32M", "-1", " 5", "0x10", "99999999999999999999", "0"])
+def test_a_setting_that_is_wrong(build: Build, name: str, value: str) -> None:
+    if not name and value == "0":
+        return
+    code, out, _, err = build.run("few", 1, **{f"KVSPRAY_PRELOAD{name}": value})
+    assert (code, out) == (78, "") and f"KVSPRAY_PRELOAD{name} is {value}: set it to " in err
+    # Not in a program without a GPU, and not if it is off.
+    env = {**os.environ, "LD_PRELOAD": str(build.library), f"KVSPRAY_PRELOAD{name}": value}
+    p = subprocess.run(["true"], env=env, capture_output=True, text=True)
+    assert (p.returncode, p.stderr) == (0, "")
+    assert not name or build.run("few", 1, preload="0", **{f"KVSPRAY_PRELOAD{name}": value})[:2] == (0, "ok\n")
+
+
+@pytest.mark.parametrize("folder", ["a b", "a:b", "none"])
+def test_the_command_refuses_a_path(tmp_path: pathlib.Path, folder: str) -> None:
+    """The loader splits LD_PRELOAD there, and only warns."""
+    at = tmp_path / folder
+    at.mkdir()
+    module = pathlib.Path(shutil.copy(ROOT / "python" / "kvspray" / "preload.py", at))
+    if folder != "none":
+        (at / "libkvspray_preload.so").touch()
+    p = subprocess.run([sys.executable, str(module), "true"], capture_output=True, text=True)
+    assert p.returncode == 1 and p.stderr.startswith(f"kvspray.preload: {at}/libkvspray_preload.so: "), p.stderr
+
+
+def test_the_command(build: Build, tmp_path: pathlib.Path) -> None:
     """Others that are preloaded stay."""
-    module = ROOT / "python" / "kvspray" / "preload.py"
+    module = pathlib.Path(shutil.copy(ROOT / "python" / "kvspray" / "preload.py", tmp_path))
+    shutil.copy(build.library, tmp_path)
 
     def said(*command: str, **env: str) -> tuple[int, str]:
         p = subprocess.run([sys.executable, str(module), *command], capture_output=True, text=True, env={**os.environ, **env})

@@ -18,6 +18,10 @@ def main() -> None:
     if not command:
         print(LIBRARY)
         return
+    if not LIBRARY.is_file():
+        sys.exit(f"kvspray.preload: {LIBRARY}: not there: install kvspray with a C compiler")
+    if set(str(LIBRARY)) & set(" :"):
+        sys.exit(f"kvspray.preload: {LIBRARY}: LD_PRELOAD takes no path with a space or a colon: install kvspray elsewhere")
     others = os.environ.get("LD_PRELOAD", "")
     os.environ["LD_PRELOAD"] = f"{LIBRARY} {others}".strip()
     try:
