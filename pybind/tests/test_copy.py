@@ -169,6 +169,7 @@ def test_with_a_real_sidecar(serve: Serve) -> None:
         assert c.status == CompletionStatus.REFUSED and "blocks[1]" in c.reason and c.bytes == 0, c
         # A sidecar that is killed in the middle of a queue of copies: each of them ends, once.
         leases = {w.copy(regions[0], regions[2], [(i, i, 1) for i in range(0, HOST_BYTES, 64)]) for _ in range(20)}
+        assert 0 not in leases, w.status()
         real.kill()
         done: dict[int, CompletionStatus] = {}
         while len(done) < len(leases):
