@@ -170,12 +170,12 @@ class Folder:
         other = [p.name for p in self.paths if p.suffix != ".safetensors"]
         if other:
             raise CheckpointError(f"{self.root}: the weights are in {other[0][:80]!r}, and only *.safetensors can be loaded; convert them")
-        self._stamps = []
+        self.stamps: list[tuple[int, ...]] = []
         files, entries = [], []
         for i, path in enumerate(self.paths):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             self.fds.append(fd)
-            self._stamps.append(_stamp(fd))
+            self.stamps.append(_stamp(fd))
             size = os.fstat(fd).st_size
             files.append(File(path.name, size))
             entries += parse(lambda at, n, fd=fd: os.pread(fd, n, at), size, i, str(path))
@@ -219,7 +219,7 @@ class Folder:
 
     def check(self) -> None:
         """Raises CheckpointError if a file has been written to since it was opened."""
-        for fd, stamp, path in zip(self.fds, self._stamps, self.paths, strict=True):
+        for fd, stamp, path in zip(self.fds, self.stamps, self.paths, strict=True):
             if _stamp(fd) != stamp:
                 raise CheckpointError(f"{path}: the file was changed while it was read; load again once nothing writes to it")
 
@@ -231,7 +231,7 @@ class Folder:
 
 def _stamp(fd: int) -> tuple[int, ...]:
     s = os.fstat(fd)
-    return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns
+    return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns  # nobody can set the last one
 
 
 def _exactly(fd: int, at: int, n: int, e: Entry, path: pathlib.Path) -> bytes:

@@ -188,7 +188,9 @@ class Files:
             done += n
 
     def finish(self, block: Block) -> None:
-        for job in self._jobs.pop(id(block)):
+        jobs = self._jobs.pop(id(block))
+        concurrent.futures.wait(jobs)  # also after an error: the range goes to others
+        for job in jobs:
             job.result()
 
     def check(self) -> None:
