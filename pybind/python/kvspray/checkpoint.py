@@ -138,8 +138,11 @@ class Manifest:
                     raise ValueError(f"tensor {str(name)[:80]!r} is in file {file} of {len(files)}")
                 found.append(_entry(_text(name, 1 << 16), dtype, shape, file, _number(start), None))
             out = cls(files, tuple(found), configs, _text(value["digest"], weights.MAX_NAME_BYTES))
-            for i, f in enumerate(files):
-                _check_places([e for e in found if e.file == i], f.size, None)
+            by_file: list[list[Entry]] = [[] for _ in files]
+            for e in found:
+                by_file[e.file].append(e)
+            for f, some in zip(files, by_file, strict=True):
+                _check_places(some, f.size, None)
         except (ValueError, KeyError, TypeError) as err:
             raise CheckpointError(f"{where}: no manifest of a checkpoint: {err}") from err
         _unique(where, out.entries, out.files)
