@@ -263,6 +263,20 @@ def test_before_the_sleep_nothing_has_changed(c: Cluster) -> None:
     c.settle()
 
 
+def test_a_sleep_that_comes_after_the_end(c: Cluster) -> None:
+    """Its command is gone, and did not hear of it."""
+    old = c.d.run(PROMPT, 12).tokens
+    r = Rank(c.d)
+    r.call("arm")
+    (said,) = r.call("cancel", "no answer", "yes")
+    assert said["state"] == "failed"
+    assert c.d.run(PROMPT, 12).tokens == old, "it has its weights until then"
+    c.d.sleep(2)
+    never_serves(c.d, "no answer")
+    loaded(c.d, request(MODEL))
+    assert c.d.run(PROMPT, 12).tokens == old
+
+
 @pytest.mark.parametrize("at", ["sleep", "begin"])
 def test_a_load_that_ends_before_its_first_byte(c: Cluster, at: str, workdir: pathlib.Path) -> None:
     """The sleep has discarded the weights."""
@@ -429,7 +443,7 @@ def forget(_worker: Any) -> None:
 def with_draft(worker: Any) -> None:
     import torch
 
-    worker.get_draft_model = lambda: torch.nn.Linear(1, 1)
+    getattr(worker, "worker", worker).get_draft_model = lambda: torch.nn.Linear(1, 1)
 
 
 def test_the_sidecar_dies_in_the_middle(c: Cluster, slow: None, b: pathlib.Path) -> None:

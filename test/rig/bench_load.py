@@ -12,6 +12,7 @@ import json
 import mmap
 import os
 import pathlib
+import secrets
 import shutil
 import statistics
 import subprocess

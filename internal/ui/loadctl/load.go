@@ -73,8 +73,14 @@ type run struct {
 	*Loader
 	token  string
 	digest string
-	count  int // of ranks
+	count  int    // of ranks
+	sleeps string // not empty: /sleep was sent, and may come yet
 }
+
+// lost is an error of a request that may still be carried out.
+type lost struct{ error }
+
+func (e lost) Unwrap() error { return e.error }
 
 // Run returns when the engine has the weights, or an error says in which state it is.
 func (l *Loader) Run(ctx context.Context) error {
@@ -195,8 +201,13 @@ func (r *run) ours(ctx context.Context, method, state string, args ...string) ([
 
 // sleep leaves only the memory of the weights awake. The caches are emptied.
 func (r *run) sleep(ctx context.Context) error {
+	// Whoever stops the command waits for the end of this: half of a sleep is worse.
+	ctx = context.WithoutCancel(ctx)
 	q := url.Values{"level": {fmt.Sprint(r.Level)}}
 	if err := r.post(ctx, "/sleep", q, nil, nil); err != nil {
+		if errors.As(err, new(lost)) {
+			r.sleeps = "yes"
+		}
 		return err
 	}
 	var woken struct {
@@ -211,7 +222,7 @@ func (r *run) sleep(ctx context.Context) error {
 	// Otherwise the scheduler would run.
 	err := fmt.Errorf("load: the engine is %q after it was put to sleep, so nothing is loaded: this "+
 		"vLLM cannot wake the weights alone; use 0.32 or later", woken.Status)
-	return errors.Join(err, r.post(context.WithoutCancel(ctx), "/sleep", q, nil, nil))
+	return errors.Join(err, r.post(ctx, "/sleep", q, nil, nil))
 }
 
 // follow returns when all ranks have loaded.
@@ -254,7 +265,7 @@ func (r *run) cancel(ctx context.Context, cause error) string {
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cancelTime)
 	defer cancel()
-	ranks, err := r.all(ctx, "cancel", r.token, why)
+	ranks, err := r.all(ctx, "cancel", r.token, why, r.sleeps)
 	if err != nil {
 		return fmt.Sprintf("Nor did the ranks answer that it ends (%v): if the engine sleeps, it "+
 			"serves nothing until another load succeeds", err)
@@ -341,23 +352,23 @@ func (l *Loader) post(parent context.Context, path string, q url.Values, body, t
 	req.Header.Set("Content-Type", "application/json")
 	res, err := http.DefaultClient.Do(req)
 	if err != nil && parent.Err() != nil {
-		return fmt.Errorf("load: stopped: %w", context.Cause(parent))
+		return lost{fmt.Errorf("load: stopped: %w", context.Cause(parent))}
 	}
 	if err != nil {
 		var op *url.Error
 		if errors.As(err, &op) {
 			err = op.Err // its text repeats the address
 		}
-		return fmt.Errorf("load: no engine answers at %s: %w; pass --engine http://HOST:PORT", l.Engine,
-			err)
+		return lost{fmt.Errorf("load: no engine answers at %s: %w; pass --engine http://HOST:PORT",
+			l.Engine, err)}
 	}
 	defer func() { _ = res.Body.Close() }()
 	b, err := io.ReadAll(io.LimitReader(res.Body, maxAnswer+1))
 	switch {
 	case err != nil && parent.Err() != nil:
-		return fmt.Errorf("load: stopped: %w", context.Cause(parent))
+		return lost{fmt.Errorf("load: stopped: %w", context.Cause(parent))}
 	case err != nil:
-		return fmt.Errorf("load: read from %s: %w", l.Engine, err)
+		return lost{fmt.Errorf("load: read from %s: %w", l.Engine, err)}
 	case len(b) > maxAnswer:
 		return fmt.Errorf("load: %s answers more than %d MiB: not an engine", l.Engine, maxAnswer>>20)
 	case res.StatusCode == http.StatusNotFound:
@@ -369,7 +380,11 @@ func (l *Loader) post(parent context.Context, path string, q url.Values, body, t
 		if strings.Contains(text, "is not implemented") {
 			remedy = "; install kvspray-vllm beside vLLM, and name kvspray in VLLM_PLUGINS if it is set"
 		}
-		return fmt.Errorf("load: %s%s answers %s: %s%s", l.Engine, path, res.Status, text, remedy)
+		err := fmt.Errorf("load: %s%s answers %s: %s%s", l.Engine, path, res.Status, text, remedy)
+		if res.StatusCode > http.StatusInternalServerError {
+			return lost{err} // of a proxy
+		}
+		return err
 	}
 	if to == nil {
 		return nil

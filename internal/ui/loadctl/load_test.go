@@ -21,6 +21,7 @@ type engine struct {
 	answers map[string][]string // one after another; the last one again and again
 	calls   []string
 	token   string
+	sleeps  string
 }
 
 func (e *engine) ServeHTTP(w http.ResponseWriter, r *http.Request) {
@@ -37,6 +38,9 @@ func (e *engine) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		name = strings.TrimPrefix(body.Method, "kvspray_load_")
 		if name != "check" && len(body.Args) > 0 {
 			e.token = body.Args[0]
+		}
+		if name == "cancel" && len(body.Args) == 3 {
+			e.sleeps = body.Args[2]
 		}
 	}
 	e.calls = append(e.calls, name)
@@ -181,6 +185,16 @@ func TestDisarmed(t *testing.T) {
 	_, err = load(t, e, nil)
 	if err == nil || !strings.HasSuffix(err.Error(), "another load. The engine has the weights that it had") {
 		t.Error(err)
+	}
+}
+
+// A sleep that may come yet keeps the ranks guarded.
+func TestLostSleep(t *testing.T) {
+	for answer, want := range map[string]string{"500 no": "", "504 a proxy": "yes"} {
+		e := &engine{ranks: 1, answers: map[string][]string{"sleep?level=2": {answer}}}
+		if _, err := load(t, e, nil); err == nil || e.sleeps != want {
+			t.Errorf("%s: %v, %q", answer, err, e.sleeps)
+		}
 	}
 }
 

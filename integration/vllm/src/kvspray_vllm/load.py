@@ -151,7 +151,7 @@ def _told(method: Callable[..., Answer]) -> Callable[..., Answer]:
 def kvspray_load_check(worker: Any, request: str) -> Answer:
     """Changes nothing. Whether these weights can take the place of the engine's."""
     asked = Request.parse(request)
-    _no_draft(worker)
+    _can_sleep(worker)
     source = asked.open()
     try:
         return _fits(worker, source.manifest, asked)
@@ -165,8 +165,9 @@ def kvspray_load_arm(worker: Any, token: str) -> Answer:
     """Before the engine is put to sleep. Until then it computes as before; from then on it does not, until the load of this token is released."""
     if not isinstance(token, str) or not 1 <= len(token) <= MAX_TOKEN or not token.isprintable():
         raise LoadError(f"the token is {str(token)[:80]!r}: want 1 to {MAX_TOKEN} printable characters")
-    _no_draft(worker)
+    _can_sleep(worker)
     before = _guards.get(worker)
+    sleeps = False
     if before is not None:
         if before.token == token:
             if before.state != "armed":
@@ -176,10 +177,12 @@ def kvspray_load_arm(worker: Any, token: str) -> Answer:
             raise LoadError(
                 f"the load {before.token} is under way, and {before.state}; wait for it. If its command is gone, try again in {QUIET_S:g} s: then it ends"
             )
+        sleeps = before.sleeps or before.state == "armed"
         before.stop(f"the load {token} takes its place")
         if before.load is not None and before.load.broken:
             raise LoadError(f"vLLM could not end the load {before.token}: {before.load.broken}; restart the engine")
     guard = Guard(worker, token, before)
+    guard.sleeps = before is not None and before.whole and sleeps
     guard.install()
     _guards[worker] = guard
     return guard.status(0)
@@ -236,9 +239,11 @@ def kvspray_load_release(worker: Any, token: str) -> Answer:
 
 
 @_told
-def kvspray_load_cancel(worker: Any, token: str, reason: str) -> Answer:
-    """Before the engine was put to sleep this changes nothing else. Afterwards the load has failed."""
+def kvspray_load_cancel(worker: Any, token: str, reason: str, sleeps: str = "") -> Answer:
+    """Before the engine was put to sleep this changes nothing else. Afterwards the load has failed. sleeps: not empty if /sleep was sent, and nobody
+    knows whether it comes yet: then the guard remains."""
     guard = _owned(worker, token)
+    guard.sleeps = guard.sleeps or bool(sleeps)
     guard.stop(reason[:1000])
     return guard.status(0)
 
@@ -257,7 +262,9 @@ def _owned(worker: Any, token: str) -> Guard:
     return guard
 
 
-def _no_draft(worker: Any) -> None:
+def _can_sleep(worker: Any) -> None:
+    if worker.device is not None and worker.device.type == "cuda" and not worker.vllm_config.model_config.enable_sleep_mode:
+        raise LoadError("this engine cannot sleep: start vllm serve with --enable-sleep-mode")
     get = getattr(worker, "get_draft_model", None)
     draft = get() if get is not None else None
     if draft is not None:
@@ -306,13 +313,14 @@ class Guard:
         self.worker, self.token = worker, token
         self.load: Load | None = None
         self.slept = False
+        self.sleeps = False  # a sleep may come yet, of a command that is gone
         # The present weights are those that their name says.
         self.whole = before is None or before.whole
         self.heard = time.monotonic()
         self.reloads = 0  # by others, since the load began
         self._error = "" if before is None or before.whole else before.why()
         self._ended = ""  # "failed", or "disarmed"
-        self._name = before._name if before is not None and before.state == "armed" else ""
+        self._name = before._name if before is not None and before.whole and before.state == "failed" else ""
         self._own: list[tuple[Any, str, Any]] = []
         self._hook: Any = None
         self._before = before
@@ -346,8 +354,8 @@ class Guard:
         if self.load is not None:
             self.load.stop(reason)
         elif self.state == "armed":
-            if not self.whole:
-                self.fail(f"the load was stopped: {reason}")
+            if not self.whole or self.sleeps:
+                self._ended, self._error = "failed", f"the load was stopped: {reason}"
                 return
             connector = _connector()
             if connector is not None and self._name:
@@ -368,10 +376,10 @@ class Guard:
             self._wrap(runner, name, self._replaces if name in REPLACES else self._computes, last=False)
         self._wrap(self.worker, "wake_up", self._wake_up, last=True)
         self._wrap(self.worker, "sleep", self._sleep, last=True)
-        modules = weakref.WeakSet(self.worker.get_model().modules())
+        modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet(self.worker.get_model().modules())
 
         def registered(module: torch.nn.Module, _: str, param: torch.nn.Parameter | None) -> None:
-            if param is not None and not self._mine() and module in modules:
+            if param is not None and not self.mine() and module in modules:
                 self.reloads += 1
 
         self._hook = torch.nn.modules.module.register_module_parameter_registration_hook(registered)
@@ -401,7 +409,7 @@ class Guard:
         connector = _connector()
         return connector.weights_replaced() if connector is not None else ""
 
-    def _mine(self) -> bool:
+    def mine(self) -> bool:
         return self.load is not None and self.load.thread is threading.current_thread()
 
     def _refuse(self, name: str, last: bool) -> None:
@@ -411,13 +419,13 @@ class Guard:
             raise RuntimeError(f"kvspray: {name} is refused, since the weights of this engine are incomplete: {self.why()}. Run kvspray load")
 
     def _computes(self, inner: Callable[..., Any], name: str, last: bool, *args: Any, **kwargs: Any) -> Any:
-        if self.whole or self._mine():
+        if self.whole or self.mine():
             return inner(*args, **kwargs)
         self._refuse(name, last)
         return None
 
     def _replaces(self, inner: Callable[..., Any], name: str, last: bool, *args: Any, **kwargs: Any) -> Any:
-        if self._mine():
+        if self.mine():
             return inner(*args, **kwargs)
         self._refuse(name, last)
         return None
@@ -590,7 +598,7 @@ class Load:
         loaded: set[str] = set()
 
         def noted(weights: Any) -> Any:
-            if not self._guard._mine():
+            if not self._guard.mine():
                 raise RuntimeError("kvspray: load_weights is refused while kvspray load loads")
             out = inner(weights)
             loaded.update(out or ())
@@ -793,7 +801,8 @@ class Copied:
 
     def _end_first(self) -> None:
         self._end(*self._open[0])
-        block, slot, _ = self._open.pop(0)
+        block, slot, lease = self._open.pop(0)
+        self._ends.pop(lease, None)
         block.give_back()
         self._out.put((block.piece, slot))
 
