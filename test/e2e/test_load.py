@@ -263,6 +263,38 @@ def test_before_the_sleep_nothing_has_changed(c: Cluster) -> None:
     c.settle()
 
 
+def cannot_rename(worker: Any, broken: bool) -> None:
+    from kvspray_vllm import load as module
+
+    def renamed(_guard: Any) -> str:
+        raise OSError("no name")
+
+    if broken:
+        module.Guard._renamed_inner, module.Guard._renamed = module.Guard._renamed, renamed
+    else:
+        module.Guard._renamed = module.Guard._renamed_inner
+
+
+def test_arming_that_fails(c: Cluster) -> None:
+    old = c.d.run(PROMPT, 12).tokens
+    c.d.rpc(cannot_rename, True)
+    assert "no name" in Rank(c.d).call("arm")[0]["error"]
+    c.d.sleep(1)
+    assert c.d.wake_up(), "nothing is guarded"
+    c.d.rpc(cannot_rename, False)
+    assert c.d.run(PROMPT, 12).tokens == old
+    # What was incomplete before remains guarded.
+    r = Rank(c.d)
+    r.call("arm")
+    c.d.sleep(2)
+    r.call("cancel", "no more")
+    c.d.rpc(cannot_rename, True)
+    assert "no name" in Rank(c.d).call("arm")[0]["error"]
+    c.d.rpc(cannot_rename, False)
+    never_serves(c.d, "no more")
+    loaded(c.d, request(MODEL))
+
+
 def test_a_sleep_that_comes_after_the_end(c: Cluster) -> None:
     """Its command is gone, and did not hear of it."""
     old = c.d.run(PROMPT, 12).tokens

@@ -227,6 +227,12 @@ def test_a_file_whose_time_is_set_back(folder: pathlib.Path) -> None:
     opened.close()
 
 
+def test_an_index_without_a_map(folder: pathlib.Path) -> None:
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": ["f0.t0"]}')
+    with pytest.raises(CheckpointError, match="no map weight_map"):
+        Folder(folder)
+
+
 def test_an_answer_in_drops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weightstream, "HTTP_S", 1.0)
     listener = socket.create_server(("127.0.0.1", 0))

@@ -139,7 +139,8 @@ func TestFailures(t *testing.T) {
 		{"begin", `[{"token":"T"}]`, "1 ranks answer begin, and 2 the check", "cancel"},
 		{"poll", `[{"token":"T","state":"loaded","digest":"d"},{"state":"failed","error":"disk"}]`,
 			"rank 1: disk. The engine serves nothing until another load succeeds: load again", "cancel"},
-		{"poll", `[{"token":"T","state":"loaded","digest":"d"},{"token":"T","state":"done","digest":"d"}]`,
+		{"poll", `[{"token":"T","state":"loaded","digest":"d"},` +
+			`{"token":"T","state":"done","digest":"d"}]`,
 			`rank 1 is "done"`, "cancel"},
 		{"poll", `{"token":"T","state":"loaded","digest":"e"}`, `with "e" while d is loaded`, "cancel"},
 		{"poll", `{"token":"old","state":"loaded","digest":"d"}`, `for the load "old"`, "cancel"},
@@ -183,7 +184,8 @@ func TestDisarmed(t *testing.T) {
 		"cancel": {`[{"token":"T","state":"disarmed"},{"error":"this rank belongs to another"}]`},
 	}}
 	_, err = load(t, e, nil)
-	if err == nil || !strings.HasSuffix(err.Error(), "another load. The engine has the weights that it had") {
+	if err == nil ||
+		!strings.HasSuffix(err.Error(), "another load. The engine has the weights that it had") {
 		t.Error(err)
 	}
 }
@@ -200,11 +202,14 @@ func TestLostSleep(t *testing.T) {
 
 // An engine that wakes up as a whole is put to sleep again.
 func TestWholeWake(t *testing.T) {
-	e := &engine{ranks: 1, answers: map[string][]string{"wake_up?tags=weights": {`{"status":"awake"}`}}}
+	e := &engine{ranks: 1, answers: map[string][]string{
+		"wake_up?tags=weights": {`{"status":"awake"}`},
+	}}
 	if _, err := load(t, e, nil); err == nil {
 		t.Error("loaded")
 	}
-	want := []string{"check", "arm", "sleep?level=2", "wake_up?tags=weights", "sleep?level=2", "cancel"}
+	want := []string{"check", "arm", "sleep?level=2", "wake_up?tags=weights", "sleep?level=2",
+		"cancel"}
 	if !slices.Equal(e.calls, want) {
 		t.Error("calls:", e.calls)
 	}
@@ -212,7 +217,9 @@ func TestWholeWake(t *testing.T) {
 
 // A command that is stopped stops the load, whenever that is.
 func TestStopped(t *testing.T) {
-	for _, at := range []string{"arm", "sleep?level=2", "wake_up?tags=weights", "begin", "poll", "finish"} {
+	for _, at := range []string{
+		"arm", "sleep?level=2", "wake_up?tags=weights", "begin", "poll", "finish",
+	} {
 		e := &engine{ranks: 1, answers: map[string][]string{
 			"poll": {`{"token":"T","state":"loading","digest":"d","total":10}`},
 		}}

@@ -211,6 +211,8 @@ class Folder:
             return
         try:
             named = json.loads(raw)["weight_map"]
+            if not isinstance(named, dict):
+                raise TypeError(f"it is a {type(named).__name__}")
         except (ValueError, KeyError, TypeError, RecursionError) as err:
             raise CheckpointError(f"{index}: no map weight_map of names: {err!r}") from err
         have = {e.name: files[e.file].name for e in entries}

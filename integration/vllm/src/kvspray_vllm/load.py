@@ -269,7 +269,7 @@ def _can_sleep(worker: Any) -> None:
     draft = get() if get is not None else None
     if draft is not None:
         raise LoadError(
-            f"this engine has a draft model, {type(draft).__name__}, whose weights a sleep discards and nothing loads again; restart the engine to change weights"
+            f"this engine has a draft model, {type(draft).__name__}, whose weights a sleep discards and nothing loads again; restart the engine for others"
         )
 
 
@@ -315,12 +315,12 @@ class Guard:
         self.slept = False
         self.sleeps = False  # a sleep may come yet, of a command that is gone
         # The present weights are those that their name says.
-        self.whole = before is None or before.whole
+        self.whole: bool = before is None or before.whole
         self.heard = time.monotonic()
         self.reloads = 0  # by others, since the load began
         self._error = "" if before is None or before.whole else before.why()
         self._ended = ""  # "failed", or "disarmed"
-        self._name = before._name if before is not None and before.whole and before.state == "failed" else ""
+        self._name: str = before._name if before is not None and before.whole and before.state == "failed" else ""
         self._own: list[tuple[Any, str, Any]] = []
         self._hook: Any = None
         self._before = before
@@ -364,6 +364,7 @@ class Guard:
             self._ended = "disarmed"
 
     def install(self) -> None:
+        modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet(self.worker.get_model().modules())
         if self._before is not None:
             self._before.remove()
             self._before = None
@@ -376,14 +377,20 @@ class Guard:
             self._wrap(runner, name, self._replaces if name in REPLACES else self._computes, last=False)
         self._wrap(self.worker, "wake_up", self._wake_up, last=True)
         self._wrap(self.worker, "sleep", self._sleep, last=True)
-        modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet(self.worker.get_model().modules())
 
         def registered(module: torch.nn.Module, _: str, param: torch.nn.Parameter | None) -> None:
             if param is not None and not self.mine() and module in modules:
                 self.reloads += 1
 
         self._hook = torch.nn.modules.module.register_module_parameter_registration_hook(registered)
-        name = self._renamed()
+        try:
+            name = self._renamed()
+        except BaseException:
+            if self.whole:
+                self.remove()
+            else:
+                self._ended, _guards[self.worker] = "failed", self
+            raise
         self._name = self._name or name
 
     def remove(self) -> None:
