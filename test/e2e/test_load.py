@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pathlib
@@ -58,25 +59,47 @@ def request(source: str | pathlib.Path, **more: Any) -> str:
     return json.dumps({"source": str(source), "piece_bytes": PIECE, **more})
 
 
-def load(e: Engine, asked: str) -> dict[str, Any]:
-    """What the command does, until the load has ended: the last answer."""
-    said = e.rpc("kvspray_load_check", asked)
-    e.sleep(1)
-    e.wake_up(["weights"])
-    begun = e.rpc("kvspray_load_begin", asked, said[0]["digest"])
-    assert not any("error" in rank for rank in said + begun), (said, begun)
-    while True:
-        said = e.rpc("kvspray_load_poll", "0.2")
-        if all(rank["state"] != "loading" for rank in said):
-            return next((rank for rank in said if rank["state"] != "loaded"), said[0])
+class Rank:
+    """What the command says to an engine, with one token."""
+
+    def __init__(self, e: Engine, token: str = "") -> None:
+        self.e, self.token = e, token or f"t-{next(COUNT)}"
+
+    def call(self, method: str, *args: str) -> list[dict[str, Any]]:
+        return self.e.rpc(f"kvspray_load_{method}", self.token, *args)
+
+    def begin(self, asked: str) -> Rank:
+        said = self.e.rpc("kvspray_load_check", asked)
+        armed = self.call("arm")
+        self.e.sleep(1)
+        self.e.wake_up(["weights"])
+        begun = self.call("begin", asked, said[0]["digest"])
+        assert not any("error" in rank for rank in said + armed + begun), (said, armed, begun)
+        return self
+
+    def ended(self) -> dict[str, Any]:
+        """What the load has come to."""
+        while True:
+            said = self.call("poll", "0.2")
+            if all(rank["state"] != "loading" for rank in said):
+                return next((rank for rank in said if rank["state"] != "loaded"), said[0])
+
+    def finish(self) -> dict[str, Any]:
+        named, done = self.call("finish"), self.call("release")
+        assert not any("error" in rank for rank in named + done), (named, done)
+        return done[0]
+
+
+COUNT = itertools.count()
 
 
 def loaded(e: Engine, asked: str) -> dict[str, Any]:
-    said = load(e, asked)
+    r = Rank(e).begin(asked)
+    said = r.ended()
     assert said["state"] == "loaded", said
     with pytest.raises(RuntimeError, match="has not confirmed them"):
         e.wake_up()
-    done: dict[str, Any] = e.rpc("kvspray_load_finish")[0]
+    done = r.finish()
     assert e.wake_up()
     return done
 
@@ -139,9 +162,6 @@ def test_another_shape_is_refused_before_a_byte_changes(c: Cluster, workdir: pat
     dir, name = made(workdir, how, how)
     (said,) = c.d.rpc("kvspray_load_check", request(dir))
     assert "error" in said and (name if how != "more" else "other.weight") in said["error"], said
-    # Also for whoever asks without the check.
-    (said,) = c.d.rpc("kvspray_load_begin", request(dir), "checkpoint:x")
-    assert "error" in said, said
     assert c.d.run(PROMPT, 12).tokens == old
     c.d.clear_prefix_cache()
 
@@ -169,6 +189,12 @@ def slowly(_worker: Any, seconds: float) -> None:
     module._sample_inner, module._sample = inner, sample if seconds else inner
 
 
+def constant(_worker: Any, name: str, value: float) -> None:
+    from kvspray_vllm import load as module
+
+    setattr(module, name, value)
+
+
 @pytest.fixture
 def slow(c: Cluster) -> Iterator[None]:
     c.d.rpc(slowly, 0.003)
@@ -182,19 +208,14 @@ def test_a_file_that_changes_meanwhile(c: Cluster, slow: None, b: pathlib.Path, 
         shutil.copytree(b, dir)
         asked = request(dir, piece_bytes=8192)
         file = dir / "model.safetensors"
-        (said,) = c.d.rpc("kvspray_load_check", asked)
-        c.d.sleep(1)
-        c.d.wake_up(["weights"])
-        (begun,) = c.d.rpc("kvspray_load_begin", asked, said["digest"])
-        assert "error" not in begun
+        r = Rank(c.d).begin(asked)
         if what == "cut":
             os.truncate(file, file.stat().st_size // 2)
         else:
             with open(file, "r+b") as f:
                 f.seek(-2, os.SEEK_END)
                 f.write(b"xx")
-        while (said := c.d.rpc("kvspray_load_poll", "0.2")[0])["state"] == "loading":
-            pass
+        said = r.ended()
         assert said["state"] == "failed", said
         never_serves(c.d, "changed|shorter|ends behind")
     # A load that succeeds makes it whole.
@@ -205,18 +226,256 @@ def test_a_file_that_changes_meanwhile(c: Cluster, slow: None, b: pathlib.Path, 
 
 def test_a_load_that_is_stopped(c: Cluster, slow: None, b: pathlib.Path) -> None:
     asked = request(b, piece_bytes=4096)
-    (said,) = c.d.rpc("kvspray_load_check", asked)
-    c.d.sleep(1)
-    c.d.wake_up(["weights"])
-    c.d.rpc("kvspray_load_begin", asked, said["digest"])
-    (said,) = c.d.rpc("kvspray_load_cancel", "no more")
+    r = Rank(c.d).begin(asked)
+    (said,) = r.call("cancel", "no more")
     assert said["state"] == "failed" and "no more" in said["error"]
     never_serves(c.d, "no more")
-    # Or another begins in the middle of one.
-    (said,) = c.d.rpc("kvspray_load_check", asked)
-    c.d.rpc("kvspray_load_begin", asked, said["digest"])
+    # Or another takes its place in the middle, once its command says nothing any more.
+    r = Rank(c.d).begin(asked)
+    other = Rank(c.d, "other")
+    for said in other.call("arm") + other.call("cancel", "x") + other.call("begin", asked, "x") + other.call("finish") + other.call("release"):
+        assert r.token in said["error"], said
+    c.d.rpc(constant, "QUIET_S", 0.0)
     loaded(c.d, request(MODEL))
+    c.d.rpc(constant, "QUIET_S", 15.0)
+    (said,) = r.call("finish")
+    assert "belongs to the load" in said["error"]
     assert c.d.run(PROMPT, 12).tokens == c.p.run(PROMPT, 12).tokens
+
+
+def test_before_the_sleep_nothing_has_changed(c: Cluster) -> None:
+    old = c.d.run(PROMPT, 12).tokens
+    r = Rank(c.d)
+    (said,) = r.call("arm")
+    assert said == r.call("arm")[0] and (said["token"], said["state"]) == (r.token, "armed")
+    assert c.d.run(PROMPT, 12).tokens == old, "it computes until it sleeps"
+    with pytest.raises(RuntimeError, match="reload_weights is refused"):
+        c.d.rpc("reload_weights")
+    (said,) = r.call("begin", request(MODEL), "checkpoint:x")
+    assert "not put to sleep" in said["error"]
+    (said,) = r.call("cancel", "x")
+    assert said["state"] == "disarmed"
+    c.connected()
+    prompt = fresh(300, "disarmed")
+    with Moved(c) as moved:  # the cache has its name again
+        assert c.both(prompt).tokens == c.p.run(prompt, 12).tokens
+    moved.all_loaded(1)
+    c.settle()
+
+
+def cannot_rename(worker: Any, broken: bool) -> None:
+    from kvspray_vllm import load as module
+
+    def renamed(_guard: Any) -> str:
+        raise OSError("no name")
+
+    if broken:
+        module.Guard._renamed_inner, module.Guard._renamed = module.Guard._renamed, renamed
+    else:
+        module.Guard._renamed = module.Guard._renamed_inner
+
+
+def test_arming_that_fails(c: Cluster) -> None:
+    old = c.d.run(PROMPT, 12).tokens
+    c.d.rpc(cannot_rename, True)
+    assert "no name" in Rank(c.d).call("arm")[0]["error"]
+    c.d.sleep(1)
+    assert c.d.wake_up(), "nothing is guarded"
+    c.d.rpc(cannot_rename, False)
+    assert c.d.run(PROMPT, 12).tokens == old
+    # What was incomplete before remains guarded.
+    r = Rank(c.d)
+    r.call("arm")
+    c.d.sleep(2)
+    r.call("cancel", "no more")
+    c.d.rpc(cannot_rename, True)
+    assert "no name" in Rank(c.d).call("arm")[0]["error"]
+    c.d.rpc(cannot_rename, False)
+    never_serves(c.d, "no more")
+    loaded(c.d, request(MODEL))
+
+
+def test_a_sleep_that_comes_after_the_end(c: Cluster) -> None:
+    """Its command is gone, and did not hear of it."""
+    old = c.d.run(PROMPT, 12).tokens
+    r = Rank(c.d)
+    r.call("arm")
+    (said,) = r.call("cancel", "no answer", "yes")
+    assert said["state"] == "failed"
+    assert c.d.run(PROMPT, 12).tokens == old, "it has its weights until then"
+    c.d.sleep(2)
+    never_serves(c.d, "no answer")
+    loaded(c.d, request(MODEL))
+    assert c.d.run(PROMPT, 12).tokens == old
+
+
+@pytest.mark.parametrize("at", ["sleep", "begin"])
+def test_a_load_that_ends_before_its_first_byte(c: Cluster, at: str, workdir: pathlib.Path) -> None:
+    """The sleep has discarded the weights."""
+    old = c.d.run(PROMPT, 12).tokens
+    r = Rank(c.d)
+    r.call("arm")
+    c.d.sleep(2)
+    c.d.wake_up(["weights"])
+    if at == "begin":
+        (said,) = r.call("begin", request(workdir / "gone"), "checkpoint:x")
+        assert "not a directory" in said["error"]
+        (said,) = r.call("poll", "0")
+        assert said["state"] == "failed" and "not a directory" in said["error"]
+    else:
+        never_serves(c.d, "armed")
+        (said,) = r.call("cancel", "no more")
+        assert said["state"] == "failed"
+    assert "error" in r.call("finish")[0] and "error" in r.call("release")[0]
+    never_serves(c.d, "not a directory" if at == "begin" else "no more")
+    # Nor does it after another that was armed and ended.
+    other = Rank(c.d)
+    other.call("arm")
+    (said,) = other.call("cancel", "x")
+    assert said["state"] == "failed"
+    never_serves(c.d, "stopped: x")
+    loaded(c.d, request(MODEL))
+    assert c.d.run(PROMPT, 12).tokens == old
+
+
+def replaced(worker: Any, path: str) -> None:
+    """By a call that meets no guard."""
+    type(worker.model_runner).reload_weights(worker.model_runner, weights_path=path)
+
+
+def written(worker: Any) -> None:
+    import torch
+
+    with torch.no_grad():
+        next(iter(worker.get_model().parameters())).zero_()
+
+
+@pytest.mark.parametrize("how", ["reload", "write"])
+def test_weights_of_others_in_between(c: Cluster, b: pathlib.Path, how: str) -> None:
+    r = Rank(c.d).begin(request(b))
+    assert r.ended()["state"] == "loaded"
+    for method in ("reload_weights", "update_weights", "start_weight_update", "execute_dummy_batch"):
+        with pytest.raises(RuntimeError, match=f"{method} is refused"):
+            c.d.rpc(method)
+    if how == "reload":
+        c.d.rpc(replaced, str(MODEL))
+    else:
+        c.d.rpc(written)
+    (said,) = r.call("finish")
+    assert "something else has replaced weights" in said["error"], said
+    never_serves(c.d, "something else")
+    loaded(c.d, request(MODEL))
+
+
+def test_named_and_not_released(c: Cluster, b: pathlib.Path) -> None:
+    r = Rank(c.d).begin(request(b))
+    assert r.ended()["state"] == "loaded"
+    (said,) = r.call("finish")
+    assert (said["state"], said["weights"], said["token"]) == ("named", digest_of(b), r.token)
+    never_serves(c.d, "has not released")
+    (said,) = r.call("cancel", "another rank failed")
+    assert said["state"] == "failed"
+    assert "error" in r.call("release")[0]
+    never_serves(c.d, "another rank failed")
+    loaded(c.d, request(MODEL))
+
+
+def test_no_progress(c: Cluster, b: pathlib.Path, slow: None) -> None:
+    r = Rank(c.d).begin(request(b, piece_bytes=4096))
+    c.d.rpc(constant, "NO_PROGRESS_S", 0.0)
+    said = r.ended()
+    c.d.rpc(constant, "NO_PROGRESS_S", 120.0)
+    assert said["state"] == "failed" and "nothing has come" in said["error"], said
+    never_serves(c.d, "nothing has come")
+    loaded(c.d, request(MODEL))
+
+
+def test_no_memory_is_left(c: Cluster, b: pathlib.Path, slow: None) -> None:
+    def arenas() -> int:
+        maps = pathlib.Path(f"/proc/{c.d.pid}/maps").read_text()
+        return sum("memfd:" in line for line in maps.splitlines())
+
+    before = arenas()
+    for copies in ("none", "sidecar"):
+        for _ in range(2):
+            r = Rank(c.d).begin(request(b, copies=copies, socket=c.sd.socket, piece_bytes=4096))
+            time.sleep(0.1)
+            r.call("cancel", "x")
+            assert r.ended()["state"] == "failed"
+        for _ in range(4):
+            c.d.rpc(failing)
+            assert "No such sample" in Rank(c.d).begin(request(b, copies=copies, socket=c.sd.socket)).ended()["error"]
+            c.d.rpc(slowly, 0.003)
+    assert arenas() < before + 4, "each of 12 loads has left one, or more"  # sessions have some while they are replaced
+    loaded(c.d, request(MODEL))
+
+
+def failing(_worker: Any) -> None:
+    from kvspray_vllm import load as module
+
+    left = itertools.count()
+
+    def sample(*args: Any) -> None:
+        if next(left) == 5:
+            raise OSError("No such sample")
+        module._sample_inner(*args)
+
+    module._sample = sample
+
+
+def test_the_directory_is_another_one_now(c: Cluster, workdir: pathlib.Path) -> None:
+    """What counts is what the engine started with."""
+    model, name = workdir / "model-of-s", "model.layers.0.self_attn.k_proj.weight"
+    shutil.copytree(MODEL, model)
+    e = c.spawn("S", model=model)
+    try:
+        e.wait_up()
+        old = e.run(PROMPT, 12).tokens
+        subprocess.run([sys.executable, "-c", WITHOUT, str(model), name], check=True)
+        (said,) = e.rpc("kvspray_load_check", request(model))
+        assert name in said["error"] and "is missing" in said["error"], said
+        loaded(e, request(MODEL))
+        # Nothing is known of the start: only by force, and then each part of a fused parameter must come.
+        e.rpc(forget)
+        (said,) = e.rpc("kvspray_load_check", request(MODEL))
+        assert "--force" in said["error"], said
+        said = Rank(e).begin(request(model, force=True)).ended()
+        assert said["state"] == "failed" and "qkv_proj" in said["error"], said
+        never_serves(e, "qkv_proj")
+        loaded(e, request(MODEL, force=True))
+        assert e.run(PROMPT, 12).tokens == old
+        # The loader's own complaint has the tensor's name.
+        said = Rank(e).begin(request(made(workdir, "forced", "shape")[0], force=True)).ended()
+        assert said["state"] == "failed" and "after it was given the tensor 'model." in said["error"], said
+        # A draft model.
+        e.rpc(with_draft)
+        for said in e.rpc("kvspray_load_check", request(MODEL)) + Rank(e).call("arm"):
+            assert "draft model" in said["error"] and "Linear" in said["error"], said
+    finally:
+        e.stop()
+        del c.engines["S"]
+
+
+WITHOUT = """
+import pathlib, sys
+from safetensors.torch import load_file, save_file
+(file,) = pathlib.Path(sys.argv[1]).glob("*.safetensors")
+tensors = load_file(file)
+del tensors[sys.argv[2]]
+save_file(tensors, file, metadata={"format": "pt"})
+"""
+
+
+def forget(_worker: Any) -> None:
+    from kvspray_vllm import load as module
+
+    module._manifests.clear()
+
+
+def with_draft(worker: Any) -> None:
+    import torch
+
+    getattr(worker, "worker", worker).get_draft_model = lambda: torch.nn.Linear(1, 1)
 
 
 def test_the_sidecar_dies_in_the_middle(c: Cluster, slow: None, b: pathlib.Path) -> None:
@@ -225,17 +484,13 @@ def test_the_sidecar_dies_in_the_middle(c: Cluster, slow: None, b: pathlib.Path)
     cut = 0
     for i in range(6):
         asked = request(b, copies="sidecar", socket=c.sd.socket, piece_bytes=8192)
-        (said,) = c.d.rpc("kvspray_load_check", asked)
-        c.d.sleep(1)
-        c.d.wake_up(["weights"])
-        c.d.rpc("kvspray_load_begin", asked, said["digest"])
-        rig.wait_for("copies", lambda i=i: c.d.rpc("kvspray_load_poll", "0")[0]["by_sidecar"] > 5 * i, 20, tick=0.001)
+        r = Rank(c.d).begin(asked)
+        rig.wait_for("copies", lambda i=i, r=r: r.call("poll", "0")[0]["by_sidecar"] > 5 * i, 20, tick=0.001)
         c.sd.kill()
-        while (said := c.d.rpc("kvspray_load_poll", "0.5")[0])["state"] == "loading":
-            pass
+        said = r.ended()
         assert said["state"] == "loaded", said
         cut += 0 < said["by_sidecar"] < 200
-        c.d.rpc("kvspray_load_finish")
+        r.finish()
         c.d.wake_up()
         assert c.d.run(PROMPT, 12).tokens == new
         c.d.clear_prefix_cache()
@@ -272,13 +527,9 @@ def test_from_another_node(c: Cluster, b: pathlib.Path) -> None:
         # The offer ends in the middle of another load.
         asked = request(offer.url, socket=c.sd.socket, piece_bytes=4096)
         c.d.rpc(slowly, 0.003)
-        (said,) = c.d.rpc("kvspray_load_check", asked)
-        c.d.sleep(1)
-        c.d.wake_up(["weights"])
-        c.d.rpc("kvspray_load_begin", asked, said["digest"])
+        r = Rank(c.d).begin(asked)
         offer.proc.kill()
-        while (said := c.d.rpc("kvspray_load_poll", "0.5")[0])["state"] == "loading":
-            pass
+        said = r.ended()
         assert said["state"] == "failed", said
         never_serves(c.d, "offer")
         c.d.rpc(slowly, 0.0)
@@ -361,6 +612,9 @@ def test_the_command(server: str, b: pathlib.Path, workdir: pathlib.Path) -> Non
         urllib.request.urlopen(urllib.request.Request(server + "/wake_up", method="POST"), timeout=60)
     assert err.value.code == 500 and asleep(server)
     run = command(server, b)
+    assert run.returncode == 1 and "the load nobody is under way" in run.stderr and "sleeps" not in run.stderr, run.stderr
+    time.sleep(16)
+    run = command(server, b)
     assert run.returncode == 0, run.stderr
     assert said_by(server) == new
 
@@ -376,9 +630,10 @@ def rpc(method, *args):
     assert "error" not in said, said
     return said
 digest = rpc("check", sys.argv[2])["digest"]
+rpc("arm", "nobody")
 post("/sleep?level=2")
 post("/wake_up?tags=weights")
-rpc("begin", sys.argv[2], digest)
-while rpc("poll", "0.5")["state"] == "loading":
+rpc("begin", "nobody", sys.argv[2], digest)
+while rpc("poll", "nobody", "0.5")["state"] == "loading":
     pass
 """

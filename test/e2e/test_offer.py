@@ -8,6 +8,7 @@ import os
 import pathlib
 import random
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -21,8 +22,11 @@ from typing import Any
 import cluster as rig
 import pytest
 
+from kvspray import offer as offering
+from kvspray import weightstream
+from kvspray.checkpoint import Folder, Manifest
 from kvspray.weights import CheckpointError
-from kvspray.weightstream import LoadError, Peer, Stream
+from kvspray.weightstream import Files, LoadError, Peer, Stream
 
 PIECE = 3 << 20
 ARENA = 9 * (4 << 20)
@@ -181,3 +185,106 @@ def test_addresses_that_offer_nothing(sidecars: tuple[rig.Sidecar, rig.Sidecar])
         Peer(f"http://127.0.0.1:{rig.free_port()}", sidecars[1].socket, ARENA)
     with pytest.raises(LoadError, match="404|no offer"):
         Peer(sidecars[0].url, sidecars[1].socket, ARENA)
+
+
+def test_a_failed_read_leaves_nothing_that_still_writes(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The range of its piece goes to another one."""
+    monkeypatch.setattr(weightstream, "READ_BYTES", 1 << 20)
+    files = Files(str(folder), ARENA)
+    stream = Stream(files, PIECE)
+    piece = next(p for p in files.manifest.pieces(PIECE) if p.nbytes == PIECE)
+    at = files.arena.take(PIECE)
+    assert at is not None
+    block = weightstream.Block(files.arena, piece, at, 0)
+    preadv, late = os.preadv, []
+
+    def failing(fd: int, into: Any, offset: int) -> int:
+        if offset == piece.start:
+            raise OSError(5, "Input/output error")
+        time.sleep(0.5)
+        late.append(offset)
+        return preadv(fd, into, offset)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    files.start(block)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        files.finish(block)
+    assert len(late) == 2, "all reads of the piece have ended"
+    block.give_back()
+    stream.close()
+
+
+def test_a_file_whose_time_is_set_back(folder: pathlib.Path) -> None:
+    opened = Folder(folder)
+    file = folder / "model-0.safetensors"
+    s = file.stat()
+    with open(file, "r+b") as f:
+        f.seek(s.st_size // 2)
+        f.write(b"xx")
+    os.utime(file, ns=(s.st_atime_ns, s.st_mtime_ns))
+    with pytest.raises(CheckpointError, match="the file was changed"):
+        opened.check()
+    opened.close()
+
+
+def test_an_index_without_a_map(folder: pathlib.Path) -> None:
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": ["f0.t0"]}')
+    with pytest.raises(CheckpointError, match="no map weight_map"):
+        Folder(folder)
+
+
+def test_an_answer_in_drops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weightstream, "HTTP_S", 1.0)
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        conn, _ = listener.accept()
+        conn.recv(1000)
+        try:
+            conn.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+            for _ in range(100):
+                conn.sendall(b" ")
+                time.sleep(0.1)
+        except OSError:
+            pass
+        conn.close()
+
+    threading.Thread(target=serve, daemon=True).start()
+    began = time.monotonic()
+    with pytest.raises(LoadError, match="not within 1 s"):
+        Peer(f"http://127.0.0.1:{listener.getsockname()[1]}")
+    assert time.monotonic() - began < 4
+    listener.close()
+
+
+def test_a_manifest_of_many_files_takes_one_pass() -> None:
+    n = 20_000
+    said = {"files": [[f"f{i}", 1] for i in range(n)], "tensors": [[f"t{i}", "U8", [1], i, 0] for i in range(n)], "configs": [], "digest": "d"}
+    began = time.monotonic()
+    assert len(Manifest.from_json(said, "x").entries) == n
+    assert time.monotonic() - began < 10, "minutes, if each file looks at all tensors"
+
+
+def test_no_address_takes_all_connections(offer: Offer) -> None:
+    at = ("127.0.0.1", int(offer.url.rpartition(":")[2]))
+    held = [socket.create_connection(at) for _ in range(offering.MAX_PER_ADDRESS)]
+    time.sleep(0.5)
+    with socket.create_connection(at, timeout=5) as more:
+        assert more.recv(1) == b"", "it is closed"
+    for s in held:
+        s.close()
+    rig.wait_for("room", lambda: "manifest" in (rig.get(offer.url + "/v1/manifest") or ""), 10)
+
+
+def test_memory_comes_back_from_whoever_takes_nothing(
+    folder: pathlib.Path, sidecars: tuple[rig.Sidecar, rig.Sidecar], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offering, "GIVE_S", 1.0)
+    one = offering.Offer(str(folder), sidecars[0].socket, 4 << 20)
+    try:
+        began = time.monotonic()
+        for i in range(2):
+            one.request({"xfer": f"{i:032x}", "file": 0, "start": 0, "nbytes": 4 << 20, "digest": one.manifest.digest})
+        assert time.monotonic() - began < 20
+    finally:
+        one.close()

@@ -12,6 +12,7 @@ import json
 import mmap
 import os
 import pathlib
+import secrets
 import shutil
 import statistics
 import subprocess
@@ -31,6 +32,7 @@ THREADS, READ = 8, 8 << 20
 
 MAKE = """
 import json, pathlib, sys, torch
+import secrets
 from safetensors.torch import save_file
 dir, shape, layers = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])
 h, i, v = shape["hidden_size"], shape["intermediate_size"], shape["vocab_size"]
@@ -173,12 +175,16 @@ def engine_ways(model: pathlib.Path) -> dict[str, Callable[[], int]]:
     def ours() -> int:
         asked = json.dumps({"source": str(model)})
         digest = rpc("kvspray_load_check", asked)["digest"]
-        said = rpc("kvspray_load_begin", asked, digest)
+        token = secrets.token_hex(8)
+        rpc("kvspray_load_arm", token)
+        rpc("wake_up", tags=["weights"])  # as after a sleep, which this does not measure
+        said = rpc("kvspray_load_begin", token, asked, digest)
         assert "error" not in said, said
-        while (said := rpc("kvspray_load_poll", "1"))["state"] == "loading":
+        while (said := rpc("kvspray_load_poll", token, "1"))["state"] == "loading":
             pass
         assert said["state"] == "loaded", said
-        rpc("kvspray_load_finish")
+        rpc("kvspray_load_finish", token)
+        rpc("kvspray_load_release", token)
         return size
 
     return {"vLLM's reload_weights": native, "kvspray load, checks included": ours}

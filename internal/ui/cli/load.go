@@ -24,7 +24,7 @@ SOURCE is a directory of safetensors files on the engine's host, or http://HOST:
 another node offers (python -m kvspray.offer).
 
 A checkpoint of another shape is refused before a byte changes. If a load fails or the command is
-stopped, the engine stays asleep, and another load can succeed.`,
+stopped after the engine was put to sleep, it serves nothing until another load succeeds.`,
 		Example: `  kvspray load /models/step-1200 --engine http://127.0.0.1:8000
   kvspray load http://10.0.0.7:7655 --engine http://127.0.0.1:8000`,
 		Args: cobra.ExactArgs(1),
@@ -53,6 +53,8 @@ stopped, the engine stays asleep, and another load can succeed.`,
 	cmd.Flags().IntVar(&l.Level, "level", l.Level, "level of sleep; 1 keeps the present weights in "+
 		"host memory until the load begins")
 	cmd.Flags().BoolVar(&l.Asleep, "stay-asleep", false, "leave the engine asleep after the load")
+	cmd.Flags().BoolVar(&l.Force, "force", false, "load also where the shape of the engine's "+
+		"checkpoint is not known: vLLM's loader alone compares shapes")
 	command.OutputFlag(cmd, &l.JSON)
 	return cmd
 }

@@ -2,18 +2,22 @@
 
 // Package loadctl is `kvspray load`: it puts an engine of vLLM to sleep, has kvspray's plug-in load
 // other weights on all ranks, and wakes the engine when all of them have everything. It moves no
-// bytes itself. If it dies, the engine stays asleep. No goroutines.
+// bytes itself. From arming to release the plug-in keeps the weights from serving, even if the
+// command dies. No goroutines.
 package loadctl
 
 import (
 	"bytes"
 	"context"
+	"crypto/rand"
+	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"net/http"
 	"net/url"
+	"os"
 	"strings"
 	"time"
 )
@@ -33,6 +37,7 @@ type Loader struct {
 	Socket string // of the sidecar on the engine's host; empty: its default
 	Level  int    // of sleep
 	Asleep bool   // leave it asleep
+	Force  bool   // also where the shape of the engine's checkpoint is not known
 	JSON   bool
 	Out    io.Writer // what came of it
 	Log    io.Writer // progress
@@ -41,6 +46,7 @@ type Loader struct {
 // answer is what a rank says, of any of the plug-in's methods.
 type answer struct {
 	Error   string  `json:"error"`
+	Token   string  `json:"token"`
 	Digest  string  `json:"digest"`
 	Bytes   uint64  `json:"bytes"`
 	Total   uint64  `json:"total"`
@@ -62,9 +68,25 @@ type Result struct {
 	Awake   bool    `json:"awake"`
 }
 
+// run is one load: all ranks must answer with its token.
+type run struct {
+	*Loader
+	token  string
+	digest string
+	count  int    // of ranks
+	sleeps string // not empty: /sleep was sent, and may come yet
+}
+
+// lost is an error of a request that may still be carried out.
+type lost struct{ error }
+
+func (e lost) Unwrap() error { return e.error }
+
 // Run returns when the engine has the weights, or an error says in which state it is.
 func (l *Loader) Run(ctx context.Context) error {
-	asked, err := json.Marshal(map[string]string{"source": l.Source, "socket": l.Socket})
+	asked, err := json.Marshal(map[string]any{
+		"source": l.Source, "socket": l.Socket, "force": l.Force,
+	})
 	if err != nil {
 		return fmt.Errorf("load: %w", err)
 	}
@@ -82,25 +104,23 @@ func (l *Loader) Run(ctx context.Context) error {
 	l.say("%s: %s in %d tensors, %d files, %d ranks", first.Digest, size(first.Bytes), first.Tensors,
 		first.Files, len(checked))
 	if !first.Checked {
-		l.say("the engine's own checkpoint is not on its host, so shapes are compared as they are loaded")
+		l.say("the shape of the engine's checkpoint is not known, so shapes are compared as they are " +
+			"loaded")
 	}
-	if err := l.sleep(ctx); err != nil {
-		return err
-	}
-	if _, err := l.ranks(ctx, "begin", string(asked), first.Digest); err != nil {
-		return fmt.Errorf("%w. The engine stays asleep", err)
-	}
-	if err := l.follow(ctx); err != nil {
-		return err
-	}
-	done, err := l.ranks(ctx, "finish")
+	r := run{Loader: l, token: token(), digest: first.Digest, count: len(checked)}
+	done, err := r.load(ctx, string(asked))
 	if err != nil {
-		return fmt.Errorf("%w. The engine stays asleep: load again", err)
+		return fmt.Errorf("%w. %s", err, r.cancel(ctx, err))
 	}
+	// The ranks have the same weights, and their name. Nothing stops half of a release.
 	out := Result{Weights: done[0].Weights, Ranks: len(done), Awake: !l.Asleep}
 	for _, r := range done {
 		out.Bytes += r.Bytes
 		out.Seconds = max(out.Seconds, r.Seconds)
+	}
+	if _, err := r.ours(context.WithoutCancel(ctx), "release", "done"); err != nil {
+		return fmt.Errorf("%w. The engine has the new weights, and may refuse to wake up: load again",
+			err)
 	}
 	if !l.Asleep {
 		var woken struct {
@@ -117,45 +137,113 @@ func (l *Loader) Run(ctx context.Context) error {
 	return l.print(out)
 }
 
+// token names a load to whoever meets it.
+func token() string {
+	var b [8]byte
+	_, _ = rand.Read(b[:]) // never fails
+	host, err := os.Hostname()
+	if err != nil || len(host) > 64 {
+		host = "load"
+	}
+	return fmt.Sprintf("%s-%d-%s", host, os.Getpid(), hex.EncodeToString(b[:]))
+}
+
+// load returns when all ranks have named the weights. After an error it must be canceled.
+func (r *run) load(ctx context.Context, asked string) ([]answer, error) {
+	if _, err := r.ours(ctx, "arm", "armed"); err != nil {
+		return nil, err
+	}
+	if err := r.sleep(ctx); err != nil {
+		return nil, err
+	}
+	if _, err := r.ours(ctx, "begin", "", asked, r.digest); err != nil {
+		return nil, err
+	}
+	if err := r.follow(ctx); err != nil {
+		return nil, err
+	}
+	done, err := r.ours(ctx, "finish", "named")
+	if err != nil {
+		return nil, err
+	}
+	for i, d := range done {
+		if d.Weights != r.digest {
+			return nil, fmt.Errorf("load: rank %d has named its weights %.100q, and %s was checked", i,
+				d.Weights, r.digest)
+		}
+	}
+	return done, nil
+}
+
+// ours calls a method on all ranks of this load. state: what all of them must then be; empty: any.
+func (r *run) ours(ctx context.Context, method, state string, args ...string) ([]answer, error) {
+	out, err := r.ranks(ctx, method, append([]string{r.token}, args...)...)
+	if err != nil {
+		return nil, err
+	}
+	if ctx.Err() != nil {
+		return nil, fmt.Errorf("load: stopped: %w", context.Cause(ctx))
+	}
+	if len(out) != r.count {
+		return nil, fmt.Errorf("load: %d ranks answer %s, and %d the check", len(out), method, r.count)
+	}
+	for i, a := range out {
+		if a.Token != r.token {
+			return nil, fmt.Errorf("load: rank %d answers %s for the load %.200q, and this is %s", i,
+				method, a.Token, r.token)
+		}
+		if state != "" && a.State != state {
+			return nil, fmt.Errorf("load: rank %d is %q after %s, want %s", i, a.State, method, state)
+		}
+	}
+	return out, nil
+}
+
 // sleep leaves only the memory of the weights awake. The caches are emptied.
-func (l *Loader) sleep(ctx context.Context) error {
-	q := url.Values{"level": {fmt.Sprint(l.Level)}}
-	if err := l.post(ctx, "/sleep", q, nil, nil); err != nil {
-		return fmt.Errorf("%w. Its weights are as they were", err)
+func (r *run) sleep(ctx context.Context) error {
+	// Whoever stops the command waits for the end of this: half of a sleep is worse.
+	ctx = context.WithoutCancel(ctx)
+	q := url.Values{"level": {fmt.Sprint(r.Level)}}
+	if err := r.post(ctx, "/sleep", q, nil, nil); err != nil {
+		if errors.As(err, new(lost)) {
+			r.sleeps = "yes"
+		}
+		return err
 	}
 	var woken struct {
 		Status string `json:"status"`
 	}
-	if err := l.post(ctx, "/wake_up", url.Values{"tags": {"weights"}}, nil, &woken); err != nil {
-		return fmt.Errorf("%w. The engine stays asleep", err)
+	if err := r.post(ctx, "/wake_up", url.Values{"tags": {"weights"}}, nil, &woken); err != nil {
+		return err
 	}
-	if woken.Status != "sleeping" {
-		return fmt.Errorf("load: the engine is %q after it was put to sleep, so nothing is loaded: "+
-			"this vLLM cannot wake the weights alone; use 0.32 or later", woken.Status)
+	if woken.Status == "sleeping" {
+		return nil
 	}
-	return nil
+	// Otherwise the scheduler would run.
+	err := fmt.Errorf("load: the engine is %q after it was put to sleep, so nothing is loaded: this "+
+		"vLLM cannot wake the weights alone; use 0.32 or later", woken.Status)
+	return errors.Join(err, r.post(ctx, "/sleep", q, nil, nil))
 }
 
-// follow returns when all ranks have loaded. Otherwise it stops the others.
-func (l *Loader) follow(ctx context.Context) error {
+// follow returns when all ranks have loaded.
+func (r *run) follow(ctx context.Context) error {
 	last := time.Now()
 	for {
-		ranks, err := l.ranks(ctx, "poll", poll)
+		ranks, err := r.ours(ctx, "poll", "", poll)
 		if err != nil {
-			why := "the command failed"
-			if ctx.Err() != nil {
-				why, err = "the command was stopped", fmt.Errorf("load: %w", context.Cause(ctx))
-			}
-			l.cancel(ctx, why)
-			return fmt.Errorf("%w. The engine stays asleep: load again", err)
+			return err
 		}
 		slowest, loaded := ranks[0], 0
-		for _, r := range ranks {
-			if r.Bytes < slowest.Bytes {
-				slowest = r
+		for i, a := range ranks {
+			if a.Bytes < slowest.Bytes {
+				slowest = a
 			}
-			if r.State == "loaded" || r.State == "done" {
+			switch {
+			case a.State == "loaded" && a.Digest == r.digest:
 				loaded++
+			case a.State != "loading":
+				return fmt.Errorf("load: rank %d is %q with %.100q while %s is loaded", i, a.State,
+					a.Digest, r.digest)
 			}
 		}
 		if loaded == len(ranks) {
@@ -163,18 +251,32 @@ func (l *Loader) follow(ctx context.Context) error {
 		}
 		if time.Since(last) >= time.Second {
 			last = time.Now()
-			l.say("%s of %s, %s/s", size(slowest.Bytes), size(slowest.Total),
+			r.say("%s of %s, %s/s", size(slowest.Bytes), size(slowest.Total),
 				size(uint64(float64(slowest.Bytes)/max(slowest.Seconds, 0.001))))
 		}
 	}
 }
 
-func (l *Loader) cancel(ctx context.Context, why string) {
+// cancel ends the load on all ranks, and says what the engine is then.
+func (r *run) cancel(ctx context.Context, cause error) string {
+	why := strings.ToValidUTF8(cause.Error()[:min(len(cause.Error()), 500)], "")
+	if ctx.Err() != nil {
+		why = "the command was stopped"
+	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cancelTime)
 	defer cancel()
-	if _, err := l.ranks(ctx, "cancel", why); err != nil {
-		l.say("%v", err)
+	ranks, err := r.all(ctx, "cancel", r.token, why, r.sleeps)
+	if err != nil {
+		return fmt.Sprintf("Nor did the ranks answer that it ends (%v): if the engine sleeps, it "+
+			"serves nothing until another load succeeds", err)
 	}
+	for _, a := range ranks {
+		// A rank that was not armed, or by another load, has nothing of this one.
+		if a.Token == r.token && a.State != "disarmed" {
+			return "The engine serves nothing until another load succeeds: load again"
+		}
+	}
+	return "The engine has the weights that it had"
 }
 
 func (l *Loader) say(format string, args ...any) {
@@ -198,9 +300,17 @@ func (l *Loader) print(r Result) error {
 
 // ranks calls a method of the plug-in on all of them. The first error of any is that of the call.
 func (l *Loader) ranks(ctx context.Context, method string, args ...string) ([]answer, error) {
-	if args == nil {
-		args = []string{}
+	out, err := l.all(ctx, method, args...)
+	for i, a := range out {
+		if a.Error != "" {
+			return nil, fmt.Errorf("load: rank %d: %s", i, a.Error)
+		}
 	}
+	return out, err
+}
+
+// all is as ranks, with the errors of ranks in their answers.
+func (l *Loader) all(ctx context.Context, method string, args ...string) ([]answer, error) {
 	body := map[string]any{"method": "kvspray_load_" + method, "args": args}
 	var to struct {
 		Results []json.RawMessage `json:"results"`
@@ -214,9 +324,6 @@ func (l *Loader) ranks(ctx context.Context, method string, args ...string) ([]an
 			return nil, fmt.Errorf("load: %s: rank %d answers %.200s: a plug-in of another version?",
 				l.Engine, i, raw)
 		}
-		if out[i].Error != "" {
-			return nil, fmt.Errorf("load: rank %d: %s", i, out[i].Error)
-		}
 	}
 	if len(out) == 0 {
 		return nil, fmt.Errorf("load: %s: no rank answers %s", l.Engine, method)
@@ -224,8 +331,8 @@ func (l *Loader) ranks(ctx context.Context, method string, args ...string) ([]an
 	return out, nil
 }
 
-func (l *Loader) post(ctx context.Context, path string, q url.Values, body, to any) error {
-	ctx, cancel := context.WithTimeout(ctx, patience)
+func (l *Loader) post(parent context.Context, path string, q url.Values, body, to any) error {
+	ctx, cancel := context.WithTimeout(parent, patience)
 	defer cancel()
 	var data []byte
 	if body != nil {
@@ -244,19 +351,24 @@ func (l *Loader) post(ctx context.Context, path string, q url.Values, body, to a
 	}
 	req.Header.Set("Content-Type", "application/json")
 	res, err := http.DefaultClient.Do(req)
+	if err != nil && parent.Err() != nil {
+		return lost{fmt.Errorf("load: stopped: %w", context.Cause(parent))}
+	}
 	if err != nil {
 		var op *url.Error
 		if errors.As(err, &op) {
 			err = op.Err // its text repeats the address
 		}
-		return fmt.Errorf("load: no engine answers at %s: %w; pass --engine http://HOST:PORT", l.Engine,
-			err)
+		return lost{fmt.Errorf("load: no engine answers at %s: %w; pass --engine http://HOST:PORT",
+			l.Engine, err)}
 	}
 	defer func() { _ = res.Body.Close() }()
 	b, err := io.ReadAll(io.LimitReader(res.Body, maxAnswer+1))
 	switch {
+	case err != nil && parent.Err() != nil:
+		return lost{fmt.Errorf("load: stopped: %w", context.Cause(parent))}
 	case err != nil:
-		return fmt.Errorf("load: read from %s: %w", l.Engine, err)
+		return lost{fmt.Errorf("load: read from %s: %w", l.Engine, err)}
 	case len(b) > maxAnswer:
 		return fmt.Errorf("load: %s answers more than %d MiB: not an engine", l.Engine, maxAnswer>>20)
 	case res.StatusCode == http.StatusNotFound:
@@ -268,7 +380,11 @@ func (l *Loader) post(ctx context.Context, path string, q url.Values, body, to a
 		if strings.Contains(text, "is not implemented") {
 			remedy = "; install kvspray-vllm beside vLLM, and name kvspray in VLLM_PLUGINS if it is set"
 		}
-		return fmt.Errorf("load: %s%s answers %s: %s%s", l.Engine, path, res.Status, text, remedy)
+		err := fmt.Errorf("load: %s%s answers %s: %s%s", l.Engine, path, res.Status, text, remedy)
+		if res.StatusCode > http.StatusInternalServerError {
+			return lost{err} // of a proxy
+		}
+		return err
 	}
 	if to == nil {
 		return nil

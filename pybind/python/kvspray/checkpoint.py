@@ -138,8 +138,11 @@ class Manifest:
                     raise ValueError(f"tensor {str(name)[:80]!r} is in file {file} of {len(files)}")
                 found.append(_entry(_text(name, 1 << 16), dtype, shape, file, _number(start), None))
             out = cls(files, tuple(found), configs, _text(value["digest"], weights.MAX_NAME_BYTES))
-            for i, f in enumerate(files):
-                _check_places([e for e in found if e.file == i], f.size, None)
+            by_file: list[list[Entry]] = [[] for _ in files]
+            for e in found:
+                by_file[e.file].append(e)
+            for f, some in zip(files, by_file, strict=True):
+                _check_places(some, f.size, None)
         except (ValueError, KeyError, TypeError) as err:
             raise CheckpointError(f"{where}: no manifest of a checkpoint: {err}") from err
         _unique(where, out.entries, out.files)
@@ -170,12 +173,12 @@ class Folder:
         other = [p.name for p in self.paths if p.suffix != ".safetensors"]
         if other:
             raise CheckpointError(f"{self.root}: the weights are in {other[0][:80]!r}, and only *.safetensors can be loaded; convert them")
-        self._stamps = []
+        self.stamps: list[tuple[int, ...]] = []
         files, entries = [], []
         for i, path in enumerate(self.paths):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             self.fds.append(fd)
-            self._stamps.append(_stamp(fd))
+            self.stamps.append(_stamp(fd))
             size = os.fstat(fd).st_size
             files.append(File(path.name, size))
             entries += parse(lambda at, n, fd=fd: os.pread(fd, n, at), size, i, str(path))
@@ -208,6 +211,8 @@ class Folder:
             return
         try:
             named = json.loads(raw)["weight_map"]
+            if not isinstance(named, dict):
+                raise TypeError(f"it is a {type(named).__name__}")
         except (ValueError, KeyError, TypeError, RecursionError) as err:
             raise CheckpointError(f"{index}: no map weight_map of names: {err!r}") from err
         have = {e.name: files[e.file].name for e in entries}
@@ -219,7 +224,7 @@ class Folder:
 
     def check(self) -> None:
         """Raises CheckpointError if a file has been written to since it was opened."""
-        for fd, stamp, path in zip(self.fds, self._stamps, self.paths, strict=True):
+        for fd, stamp, path in zip(self.fds, self.stamps, self.paths, strict=True):
             if _stamp(fd) != stamp:
                 raise CheckpointError(f"{path}: the file was changed while it was read; load again once nothing writes to it")
 
@@ -231,7 +236,7 @@ class Folder:
 
 def _stamp(fd: int) -> tuple[int, ...]:
     s = os.fstat(fd)
-    return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns
+    return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns  # nobody can set the last one
 
 
 def _exactly(fd: int, at: int, n: int, e: Entry, path: pathlib.Path) -> bytes:

@@ -8,6 +8,7 @@ all rails and with their integrity, and only within the sidecars' cluster. A dir
 from __future__ import annotations
 
 import argparse
+import collections
 import concurrent.futures
 import http.server
 import json
@@ -30,6 +31,9 @@ from .worker import WorkerClient
 ARENA_BYTES = 1 << 30
 MAX_BODY_BYTES = 4096
 MAX_WAITING = 1024  # pieces
+GIVE_S = 20.0  # for a piece that is read: whoever asked waits for it already, so this is a transfer. Then its memory goes to the next
+MAX_CONNECTIONS = 256
+MAX_PER_ADDRESS = 64  # connections: each engine's rank has a few
 THREADS = 8
 
 _log = logging.getLogger("kvspray.offer")
@@ -114,7 +118,7 @@ class Offer:
         with self._lock:  # the end must find the lease
             lease = self._client.intent(
                 xfer, offer_name(self.manifest.digest, block.piece, xfer), count, [range(first, first + count)], ready=count, req="weights", held=True,
-                deadline_s=DEADLINE_S,
+                deadline_s=GIVE_S,
             )  # fmt: skip
             if not lease:
                 raise LoadError(self._client.status().error or "the sidecar is gone")
@@ -185,6 +189,27 @@ def server(offer: Offer, host: str, port: int) -> http.server.ThreadingHTTPServe
     class Server(http.server.ThreadingHTTPServer):
         daemon_threads = True
         request_queue_size = 128
+
+        def __init__(self, *args: Any) -> None:
+            self._open: collections.Counter[str] = collections.Counter()
+            self._lock = threading.Lock()
+            super().__init__(*args)
+
+        def verify_request(self, request: Any, client_address: Any) -> bool:
+            with self._lock:
+                if self._open.total() >= MAX_CONNECTIONS or self._open[client_address[0]] >= MAX_PER_ADDRESS:
+                    return False  # it is closed: what asked says that the offer does not answer
+                self._open[client_address[0]] += 1
+                return True
+
+        def process_request_thread(self, request: Any, client_address: Any) -> None:
+            try:
+                super().process_request_thread(request, client_address)
+            finally:
+                with self._lock:
+                    self._open[client_address[0]] -= 1
+                    if not self._open[client_address[0]]:
+                        del self._open[client_address[0]]
 
     return Server((host, port), Handler)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import http.client
 import json
 import logging
@@ -41,8 +42,9 @@ AHEAD = 4  # pieces: all readers have work while the last bytes of one come. No 
 WAIT_S = 0.05  # between looks at the session
 CONNECT_S = 10.0
 DEADLINE_S = 60.0  # of a piece from another node
-HTTP_S = DEADLINE_S + 10
-MAX_MANIFEST_BYTES = 256 << 20
+HTTP_S = DEADLINE_S + 10  # of a whole answer
+MAX_MANIFEST_BYTES = 64 << 20
+MAX_ANSWER_BYTES = 1 << 16  # of other requests
 
 _log = logging.getLogger("kvspray.weights")
 
@@ -188,7 +190,9 @@ class Files:
             done += n
 
     def finish(self, block: Block) -> None:
-        for job in self._jobs.pop(id(block)):
+        jobs = self._jobs.pop(id(block))
+        concurrent.futures.wait(jobs)  # also after an error: the range goes to others
+        for job in jobs:
             job.result()
 
     def check(self) -> None:
@@ -341,16 +345,37 @@ class Asker:
         self._at = (host, port)
 
     def __call__(self, method: str, path: str, body: object = None) -> Any:
+        most = MAX_MANIFEST_BYTES if method == "GET" else MAX_ANSWER_BYTES
+        end = time.monotonic() + HTTP_S
         conn = http.client.HTTPConnection(*self._at, timeout=HTTP_S)
+        sock: socket.socket | None = None
+        late = threading.Event()
+
+        def stop() -> None:
+            late.set()
+            with contextlib.suppress(OSError):
+                if sock is not None:
+                    sock.shutdown(socket.SHUT_RDWR)
+
+        timer: threading.Timer | None = None
         try:
+            conn.connect()
+            sock = conn.sock
+            timer = threading.Timer(max(0.0, end - time.monotonic()), stop)  # a socket's own limit begins again with each byte
+            timer.daemon = True
+            timer.start()
             conn.request(method, path, None if body is None else json.dumps(body), {} if body is None else {"Content-Type": "application/json"})
             answer = conn.getresponse()
-            raw = answer.read(MAX_MANIFEST_BYTES + 1)
-            said = json.loads(raw) if len(raw) <= MAX_MANIFEST_BYTES else None
+            raw = answer.read(most + 1)
+            if len(raw) > most:
+                raise ValueError(f"more than {most} bytes")
+            said = json.loads(raw)
         except (OSError, http.client.HTTPException, ValueError, RecursionError) as err:
-            what = f"not within {HTTP_S:g} s" if isinstance(err, socket.timeout) else str(err) or type(err).__name__
+            what = f"not within {HTTP_S:g} s" if late.is_set() or isinstance(err, socket.timeout) else str(err) or type(err).__name__
             raise LoadError(f"{self.url}: no offer of weights answers: {what}; start python -m kvspray.offer there") from err
         finally:
+            if timer is not None:
+                timer.cancel()
             conn.close()
         if answer.status != 200:
             reason = said.get("error") if isinstance(said, dict) else None

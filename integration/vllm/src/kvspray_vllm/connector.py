@@ -290,10 +290,13 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         self._generation.rename(name)
         return before
 
-    def weights_replaced(self) -> None:
-        """Other weights will come in the place of the worker's, which nothing else may have noticed yet."""
-        if self._generation is not None:
-            self._generation.replaced()
+    def weights_replaced(self) -> str:
+        """Other weights will come in the place of the worker's, which nothing else may have noticed yet. Returns the name before."""
+        if self._generation is None:
+            return ""
+        before = str(self._generation)
+        self._generation.replaced()
+        return before
 
     def _weights_changed(self) -> None:
         """The cache is of other weights now. Leases of the previous ones end, and peers get the new fingerprint. Called while vLLM

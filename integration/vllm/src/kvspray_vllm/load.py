@@ -5,7 +5,8 @@ The plug-in gives each worker of vLLM the methods kvspray_load_*, which the comm
 tensors to vLLM's own reload_weights, so fused, sharded and quantized parameters become what vLLM's loader makes of them. Their bytes are read ahead
 into shared memory, and for a GPU the sidecar copies them from there.
 
-From the first byte until all ranks have everything, the worker refuses to wake up and to compute. What fails leaves it so, and a later load can succeed.
+A load has a token. It is armed before the engine sleeps: from the sleep on, until all ranks have everything and are released, the worker refuses to
+compute, to wake up, and weights of others. What fails leaves it so, and a later load can succeed. All methods but the check repeat the token.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
+import gc
 import json
 import logging
 import os
 import queue
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
@@ -32,8 +36,13 @@ from kvspray.weights import CheckpointError, directory_of
 from kvspray.weightstream import ALIGN, MAX_HELD, PIECE_BYTES, PIECES, Block, LoadError, Source, Stream, open_source
 
 SOCKET = "KVSPRAY_LOAD_SOCKET"
-METHODS = ("kvspray_load_check", "kvspray_load_begin", "kvspray_load_poll", "kvspray_load_finish", "kvspray_load_cancel")
-GUARDED = ("wake_up", "execute_model", "sleep")
+METHODS = tuple(f"kvspray_load_{m}" for m in ("check", "arm", "begin", "poll", "finish", "release", "cancel"))
+COMPUTES = ("execute_model", "sample_tokens", "execute_dummy_batch")
+REPLACES = ("reload_weights", "update_weights", "start_weight_update", "start_draft_weight_update", "finish_weight_update", "load_model")
+RUNNER = ("execute_model", "sample_tokens", "_dummy_run", "reload_weights", "load_model")
+QUIET_S = 15.0  # after which another load may take the place of one that nobody confirms
+NO_PROGRESS_S = 120.0  # of a load: then it fails
+MAX_TOKEN = 200  # characters
 MAX_POLL_S = 1.0  # vLLM's engine waits meanwhile
 STOP_S = 120.0  # for the thread to end
 SLOTS = 3  # pieces in the memory of the GPU
@@ -57,6 +66,30 @@ def install() -> None:
 
     for name in METHODS:
         setattr(WorkerBase, name, globals()[name])
+    inner = WorkerBase.__init__
+    if hasattr(inner, "_kvspray"):
+        return
+
+    @functools.wraps(inner)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        inner(self, *args, **kwargs)
+        self.load_model = functools.partial(_load_model, self, self.load_model)
+
+    init._kvspray = True  # type: ignore[attr-defined]
+    WorkerBase.__init__ = init
+
+
+def _load_model(worker: Any, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Notes the shape of what the engine loads at its start: whatever its directory has later, it has that shape."""
+    before = _read_present(worker)
+    try:
+        return inner(*args, **kwargs)
+    finally:
+        after = _read_present(worker)
+        if after is not None and (before is None or before == after):
+            _manifests[worker] = after[0]
+        else:
+            _log.warning("kvspray: the shape of this engine's checkpoint is not known, so kvspray load needs --force")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +100,7 @@ class Request:
     copies: str = "auto"  # by the sidecar to a GPU; "sidecar": also in host memory, "none": nowhere
     socket: str = ""  # of the sidecar; empty: KVSPRAY_LOAD_SOCKET, or the default path
     piece_bytes: int = PIECE_BYTES
+    force: bool = False  # also where the shape of the engine's checkpoint is not known
 
     @classmethod
     def parse(cls, text: str) -> Request:
@@ -75,6 +109,8 @@ class Request:
             out = cls(**fields)
         except (ValueError, TypeError, RecursionError) as err:
             raise LoadError(f"the request is {text[:200]!r}: {err}") from err
+        if not isinstance(out.force, bool):
+            raise LoadError(f"force is {out.force!r}: want true or false")
         if not isinstance(out.source, str) or not isinstance(out.socket, str):
             raise LoadError(f"source and socket are {out.source!r} and {out.socket!r}, want texts")
         if out.copies not in ("auto", "sidecar", "none"):
@@ -115,72 +151,138 @@ def _told(method: Callable[..., Answer]) -> Callable[..., Answer]:
 def kvspray_load_check(worker: Any, request: str) -> Answer:
     """Changes nothing. Whether these weights can take the place of the engine's."""
     asked = Request.parse(request)
+    _can_sleep(worker)
     source = asked.open()
     try:
-        return _fits(worker, source.manifest)
+        return _fits(worker, source.manifest, asked)
     finally:
         source.stop()
         source.close()
 
 
 @_told
-def kvspray_load_begin(worker: Any, request: str, digest: str) -> Answer:
-    """digest: as the check returned it. The weights are incomplete from now on."""
-    asked = Request.parse(request)
-    running = _loads.get(worker)
-    if running is not None:
-        running.stop("another load begins")
-        if running.broken:
-            raise LoadError(f"vLLM could not end the load before this one: {running.broken}; restart the engine")
-    source = asked.open(digest)
+def kvspray_load_arm(worker: Any, token: str) -> Answer:
+    """Before the engine is put to sleep. Until then it computes as before; from then on it does not, until the load of this token is released."""
+    if not isinstance(token, str) or not 1 <= len(token) <= MAX_TOKEN or not token.isprintable():
+        raise LoadError(f"the token is {str(token)[:80]!r}: want 1 to {MAX_TOKEN} printable characters")
+    _can_sleep(worker)
+    before = _guards.get(worker)
+    sleeps = False
+    if before is not None:
+        if before.token == token:
+            if before.state != "armed":
+                raise LoadError(f"the load {token} is {before.state}: arm with another token")
+            return before.status(0)
+        if before.busy():
+            raise LoadError(
+                f"the load {before.token} is under way, and {before.state}; wait for it. If its command is gone, try again in {QUIET_S:g} s: then it ends"
+            )
+        sleeps = before.sleeps or before.state == "armed"
+        before.stop(f"the load {token} takes its place")
+        if before.load is not None and before.load.broken:
+            raise LoadError(f"vLLM could not end the load {before.token}: {before.load.broken}; restart the engine")
+    guard = Guard(worker, token, before)
+    guard.sleeps = before is not None and before.whole and sleeps
+    guard.install()
+    _guards[worker] = guard
+    return guard.status(0)
+
+
+@_told
+def kvspray_load_begin(worker: Any, token: str, request: str, digest: str) -> Answer:
+    """digest: as the check returned it. After the weights' memory, and nothing else, woke up."""
+    guard = _owned(worker, token)
+    if guard.state != "armed":
+        raise LoadError(f"the load {token} is {guard.state}: {guard.why()}")
+    if not guard.slept:
+        raise LoadError("the engine was not put to sleep since the load was armed: /sleep and /wake_up?tags=weights come before")
     try:
-        fits = _fits(worker, source.manifest)
-        if source.manifest.digest != digest:
-            raise CheckpointError(f"{asked.source}: it is {source.manifest.digest} now, and was {digest} when it was checked; load again")
-        load = Load(worker, asked, source, fits["checked"])
-    except BaseException:
-        source.stop()
-        source.close()
+        asked = Request.parse(request)
+        source = asked.open(digest)
+        try:
+            fits = _fits(worker, source.manifest, asked)
+            if source.manifest.digest != digest:
+                raise CheckpointError(f"{asked.source}: it is {source.manifest.digest} now, and was {digest} when it was checked; load again")
+            guard.load = Load(worker, guard, asked, source, fits["checked"])
+        except BaseException:
+            source.stop()
+            source.close()
+            raise
+        guard.load.start()
+    except BaseException as err:
+        guard.fail(str(err) or type(err).__name__)
         raise
-    _loads[worker] = load
-    load.start()
-    return fits
+    return {**fits, "token": token}
 
 
 @_told
-def kvspray_load_poll(worker: Any, wait_s: str) -> Answer:
-    return _running(worker).status(min(float(wait_s), MAX_POLL_S))
+def kvspray_load_poll(worker: Any, token: str, wait_s: str) -> Answer:
+    return _owned(worker, token).status(max(0.0, min(float(wait_s), MAX_POLL_S)))
 
 
 @_told
-def kvspray_load_finish(worker: Any) -> Answer:
-    """After all ranks have said "loaded": the engine may wake up."""
-    return _running(worker).finish()
+def kvspray_load_finish(worker: Any, token: str) -> Answer:
+    """After all ranks have said "loaded": the weights have their name. Nothing wakes up yet."""
+    guard = _owned(worker, token)
+    if guard.load is None:
+        raise LoadError(f"the load {token} is {guard.state}, and not loaded: {guard.why()}")
+    return guard.load.finish()
 
 
 @_told
-def kvspray_load_cancel(worker: Any, reason: str) -> Answer:
-    load = _running(worker)
-    load.stop(reason[:1000])
-    return load.status(0)
+def kvspray_load_release(worker: Any, token: str) -> Answer:
+    """After all ranks have named the same weights: the engine may wake up."""
+    guard = _owned(worker, token)
+    if guard.load is None:
+        raise LoadError(f"the load {token} is {guard.state}, and not named: {guard.why()}")
+    return guard.load.release()
 
 
-_loads: weakref.WeakKeyDictionary[Any, Load] = weakref.WeakKeyDictionary()
-_manifests: weakref.WeakKeyDictionary[Any, Manifest] = weakref.WeakKeyDictionary()  # of what was loaded last
+@_told
+def kvspray_load_cancel(worker: Any, token: str, reason: str, sleeps: str = "") -> Answer:
+    """Before the engine was put to sleep this changes nothing else. Afterwards the load has failed. sleeps: not empty if /sleep was sent, and nobody
+    knows whether it comes yet: then the guard remains."""
+    guard = _owned(worker, token)
+    guard.sleeps = guard.sleeps or bool(sleeps)
+    guard.stop(reason[:1000])
+    return guard.status(0)
 
 
-def _running(worker: Any) -> Load:
-    load = _loads.get(worker)
-    if load is None:
-        raise LoadError("no load is under way on this rank; begin with kvspray load")
-    return load
+_guards: weakref.WeakKeyDictionary[Any, Guard] = weakref.WeakKeyDictionary()
+_manifests: weakref.WeakKeyDictionary[Any, Manifest] = weakref.WeakKeyDictionary()  # of what each worker loaded at its start
 
 
-def _fits(worker: Any, new: Manifest) -> Answer:
+def _owned(worker: Any, token: str) -> Guard:
+    guard = _guards.get(worker)
+    if guard is None:
+        raise LoadError(f"the load {str(token)[:MAX_TOKEN]} is not armed on this rank; begin with kvspray load")
+    if guard.token != token:
+        raise LoadError(f"this rank belongs to the load {guard.token}, which is {guard.state}, and not to {str(token)[:MAX_TOKEN]}")
+    guard.heard = time.monotonic()
+    return guard
+
+
+def _can_sleep(worker: Any) -> None:
+    if worker.device is not None and worker.device.type == "cuda" and not worker.vllm_config.model_config.enable_sleep_mode:
+        raise LoadError("this engine cannot sleep: start vllm serve with --enable-sleep-mode")
+    get = getattr(worker, "get_draft_model", None)
+    draft = get() if get is not None else None
+    if draft is not None:
+        raise LoadError(
+            f"this engine has a draft model, {type(draft).__name__}, whose weights a sleep discards and nothing loads again; restart the engine for others"
+        )
+
+
+def _fits(worker: Any, new: Manifest, asked: Request) -> Answer:
     for e in new.entries:
         if getattr(torch, DTYPES.get(e.dtype, ""), None) is None:
             raise CheckpointError(f"tensor {e.name[:80]!r} has the type {e.dtype}, which this PyTorch has not; restart the engine with this model")
-    have = _present(worker)
+    have = _manifests.get(worker)
+    if have is None and not asked.force:
+        raise CheckpointError(
+            "the shape of the checkpoint that this engine started with is not known, so new weights cannot be compared with it. With --force vLLM's "
+            "loader alone compares shapes, after the present weights are gone"
+        )
     if have is not None and (differs := differences(have, new)):
         raise CheckpointError(f"the weights have another shape than the engine's, which takes no byte of them: {'; '.join(differs)}. Start an engine with them")
     return {
@@ -188,19 +290,172 @@ def _fits(worker: Any, new: Manifest) -> Answer:
     }  # fmt: skip
 
 
-def _present(worker: Any) -> Manifest | None:
-    """Of the checkpoint that the engine has. None: its files are not here, or of another kind."""
-    if worker in _manifests:
-        return _manifests[worker]
-    m = worker.vllm_config.model_config
+def _read_present(worker: Any) -> tuple[Manifest, list[tuple[int, ...]]] | None:
+    """Of the checkpoint's files as they are now. None: they are not here, or of another kind. An engine's start never fails for that."""
     try:
-        folder = Folder(directory_of(str(m.model_weights or m.model), m.revision, worker.vllm_config.load_config.download_dir))
-    except CheckpointError as err:
-        _log.warning("kvspray: the shape of new weights is not compared before they are loaded: %s", err)
+        m = worker.vllm_config.model_config
+        root = directory_of(str(m.model_weights or m.model), m.revision, worker.vllm_config.load_config.download_dir)
+        folder = Folder(root, "start")  # nobody compares its digest, which costs reads of all tensors
+    except Exception as err:
+        _log.debug("kvspray: the engine's checkpoint: %s", err)
         return None
     folder.close()
-    _manifests[worker] = folder.manifest
-    return folder.manifest
+    return folder.manifest, folder.stamps
+
+
+# ---- what a worker refuses meanwhile
+
+
+class Guard:
+    """Of one rank and one load, by methods of the objects themselves: what calls them meets these first."""
+
+    def __init__(self, worker: Any, token: str, before: Guard | None) -> None:
+        self.worker, self.token = worker, token
+        self.load: Load | None = None
+        self.slept = False
+        self.sleeps = False  # a sleep may come yet, of a command that is gone
+        # The present weights are those that their name says.
+        self.whole: bool = before is None or before.whole
+        self.heard = time.monotonic()
+        self.reloads = 0  # by others, since the load began
+        self._error = "" if before is None or before.whole else before.why()
+        self._ended = ""  # "failed", or "disarmed"
+        self._name: str = before._name if before is not None and before.whole and before.state == "failed" else ""
+        self._own: list[tuple[Any, str, Any]] = []
+        self._hook: Any = None
+        self._before = before
+
+    @property
+    def state(self) -> str:
+        """armed, loading, loaded, named, done, failed or disarmed."""
+        return self._ended or ("armed" if self.load is None else self.load.state)
+
+    def busy(self) -> bool:
+        return self.state in ("armed", "loading", "loaded", "named") and time.monotonic() - self.heard < QUIET_S
+
+    def why(self) -> str:
+        known = {
+            "armed": self._error or "a load is armed, and has not begun", "loading": "they are being loaded",
+            "loaded": "kvspray load has not confirmed them on all ranks", "named": "kvspray load has not released them on all ranks",
+        }  # fmt: skip
+        return known.get(self.state) or self._error or (self.load.error if self.load is not None else "")
+
+    def status(self, wait_s: float) -> Answer:
+        if self.load is not None and not self._ended:
+            return {"token": self.token, **self.load.status(wait_s)}
+        out = {"token": self.token, "state": self.state, "bytes": 0, "total": 0, "by_sidecar": 0, "seconds": 0.0}
+        return {**out, "error": self._error} if self.state == "failed" else out
+
+    def fail(self, error: str) -> None:
+        self.whole, self._ended, self._error = False, "failed", error
+
+    def stop(self, reason: str) -> None:
+        """The load ends. One that has changed nothing yet leaves nothing behind."""
+        if self.load is not None:
+            self.load.stop(reason)
+        elif self.state == "armed":
+            if not self.whole or self.sleeps:
+                self._ended, self._error = "failed", f"the load was stopped: {reason}"
+                return
+            connector = _connector()
+            if connector is not None and self._name:
+                connector.set_weights(self._name)
+            self.remove()
+            self._ended = "disarmed"
+
+    def install(self) -> None:
+        modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet(self.worker.get_model().modules())
+        if self._before is not None:
+            self._before.remove()
+            self._before = None
+        runner = getattr(self.worker, "model_runner", None)
+        for name in COMPUTES:
+            self._wrap(self.worker, name, self._computes, last=name == "execute_dummy_batch")
+        for name in REPLACES:
+            self._wrap(self.worker, name, self._replaces, last=True)
+        for name in RUNNER:
+            self._wrap(runner, name, self._replaces if name in REPLACES else self._computes, last=False)
+        self._wrap(self.worker, "wake_up", self._wake_up, last=True)
+        self._wrap(self.worker, "sleep", self._sleep, last=True)
+
+        def registered(module: torch.nn.Module, _: str, param: torch.nn.Parameter | None) -> None:
+            if param is not None and not self.mine() and module in modules:
+                self.reloads += 1
+
+        self._hook = torch.nn.modules.module.register_module_parameter_registration_hook(registered)
+        try:
+            name = self._renamed()
+        except BaseException:
+            if self.whole:
+                self.remove()
+            else:
+                self._ended, _guards[self.worker] = "failed", self
+            raise
+        self._name = self._name or name
+
+    def remove(self) -> None:
+        for obj, name, own in reversed(self._own):
+            if own is None:
+                obj.__dict__.pop(name, None)
+            else:
+                obj.__dict__[name] = own
+        self._own = []
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _wrap(self, obj: Any, name: str, how: Callable[..., Any], last: bool) -> None:
+        inner = getattr(obj, name, None)
+        if inner is None:
+            return
+        self._own.append((obj, name, obj.__dict__.get(name)))
+        obj.__dict__[name] = functools.partial(how, inner, name, last)
+
+    def _renamed(self) -> str:
+        """Nothing that the cache has or gets is offered under the name before, which is returned."""
+        connector = _connector()
+        return connector.weights_replaced() if connector is not None else ""
+
+    def mine(self) -> bool:
+        return self.load is not None and self.load.thread is threading.current_thread()
+
+    def _refuse(self, name: str, last: bool) -> None:
+        # Of what all ranks are called for, the last one alone fails: vLLM reads no more answers after the first failure, and takes the others for
+        # those of the next call.
+        if not last or self.worker.rank == self.worker.parallel_config.world_size - 1:
+            raise RuntimeError(f"kvspray: {name} is refused, since the weights of this engine are incomplete: {self.why()}. Run kvspray load")
+
+    def _computes(self, inner: Callable[..., Any], name: str, last: bool, *args: Any, **kwargs: Any) -> Any:
+        if self.whole or self.mine():
+            return inner(*args, **kwargs)
+        self._refuse(name, last)
+        return None
+
+    def _replaces(self, inner: Callable[..., Any], name: str, last: bool, *args: Any, **kwargs: Any) -> Any:
+        if self.mine():
+            return inner(*args, **kwargs)
+        self._refuse(name, last)
+        return None
+
+    def _wake_up(self, inner: Callable[..., Any], name: str, last: bool, tags: list[str] | None = None) -> None:
+        """The memory of the weights alone, for the load; vLLM schedules nothing while the other memory sleeps."""
+        if tags != ["weights"]:
+            self._refuse(name, last)
+            return
+        self._asleep()
+        inner(tags)
+        self.heard = time.monotonic()
+
+    def _sleep(self, inner: Callable[..., Any], name: str, last: bool, level: int = 1) -> None:
+        if self.load is not None:
+            self.load.stop("the engine was put to sleep")  # nothing may write to the memory that goes
+        self._asleep()
+        inner(level)
+        self.heard = time.monotonic()
+
+    def _asleep(self) -> None:
+        self.whole, self.slept = False, True
+        self._renamed()
 
 
 # ---- one load
@@ -209,72 +464,98 @@ def _present(worker: Any) -> Manifest | None:
 class Load:
     """Of one rank. It is "loading", then "loaded" or "failed"; finish() makes it "done"."""
 
-    def __init__(self, worker: Any, request: Request, source: Source, checked: bool) -> None:
-        self._worker, self._request, self._source, self._checked = worker, request, source, checked
+    def __init__(self, worker: Any, guard: Guard, request: Request, source: Source, checked: bool) -> None:
+        self._worker, self._guard, self._request, self._source, self._checked = worker, guard, request, source, checked
         self.broken = ""  # why no other load can follow
         self._total = source.manifest.nbytes
         self._bytes = 0
-        self._state, self._error = "loading", ""
+        self._last = ""  # tensor that vLLM's loader was given
+        self.state, self.error = "loading", ""
+        self._name = ""
         self._began, self._took = time.monotonic(), 0.0
+        self._progress = self._began
         self._changed = threading.Condition()
         self._stop = ""
         self._by_sidecar = 0
         self._stream = Stream(source, request.piece_bytes)
-        self._thread = threading.Thread(target=self._run, name="kvspray-load", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="kvspray-load", daemon=True)
 
     def start(self) -> None:
-        _guard(self._worker, self)
-        _manifests.pop(self._worker, None)
+        self._guard.reloads = 0
         connector = _connector()
         if connector is not None:
             connector.weights_replaced()
-        self._thread.start()
-
-    def why(self) -> str:
-        return {"loading": "they are being loaded", "loaded": "kvspray load has not confirmed them on all ranks"}.get(self._state, self._error)
+        self.thread.start()
 
     def status(self, wait_s: float) -> Answer:
         """Waits a while for the end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._state != "loading", max(0.0, wait_s))
-            out = {"state": self._state, "bytes": self._bytes, "total": self._total, "by_sidecar": self._by_sidecar, "seconds": round(self.seconds(), 3)}
-            return {**out, "error": self._error} if self._state == "failed" else out
+            self._changed.wait_for(lambda: self.state != "loading", wait_s)
+            if self.state == "loading" and time.monotonic() - self._progress > NO_PROGRESS_S:
+                # Its thread may hang in a read for ever. Whatever it does later, the load has failed.
+                self._stop = f"nothing has come for {NO_PROGRESS_S:g} s"
+                self._end("failed", f"{self._stop}, after {self._bytes} of {self._total} bytes; look at the disk or the offer, and load again")
+            out = {"state": self.state, "bytes": self._bytes, "total": self._total, "by_sidecar": self._by_sidecar, "seconds": round(self.seconds(), 3)}
+            out["digest"] = self._source.manifest.digest
+            return {**out, "error": self.error} if self.state == "failed" else out
 
     def seconds(self) -> float:
         return self._took or time.monotonic() - self._began
 
     def stop(self, reason: str) -> None:
+        """One that is done remains so."""
         with self._changed:
             self._stop = self._stop or reason
-            if self._state == "loaded":
+            if self.state in ("loaded", "named"):
+                if self.state == "named" and (connector := _connector()) is not None:
+                    connector.weights_replaced()
                 self._end("failed", f"the load was stopped: {reason}")
-        if self._thread.ident is not None:
-            self._thread.join(STOP_S)
-        if self._thread.is_alive():
-            raise LoadError(f"the load before this one has not ended within {STOP_S:g} s; try again, or restart the engine")
+        if self.thread.ident is not None:
+            self.thread.join(STOP_S)
+        if self.thread.is_alive():
+            raise LoadError(f"the load {self._guard.token} has not ended within {STOP_S:g} s; try again, or restart the engine")
 
     def finish(self) -> Answer:
         with self._changed:
-            if self._state == "done":
+            if self.state in ("named", "done"):
                 return self._told()
-            if self._state != "loaded":
-                raise LoadError(f"the load is {self._state}, so the engine stays asleep: {self.why()}")
+            if self.state != "loaded":
+                raise LoadError(f"the load is {self.state}, and not loaded: {self._guard.why()}")
+            if self._guard.reloads or self._mark != _mark(self._worker.get_model()):
+                self._end("failed", "something else has replaced weights since they were loaded; load again, and nothing else meanwhile")
+                raise LoadError(self.error)
         name = _named(self._worker, self._source.manifest.digest)
         connector = _connector()
         if connector is not None:
             connector.set_weights(name)
-        _manifests[self._worker] = self._source.manifest
         self._name = name
         with self._changed:
-            self._end("done", "")
-        _unguard(self._worker)
+            self._end("named", "")
+        return self._told()
+
+    def release(self) -> Answer:
+        with self._changed:
+            if self.state not in ("named", "done"):
+                raise LoadError(f"the load is {self.state}, and not named: {self._guard.why()}")
+            if self.state == "named":
+                if self._guard.reloads or self._mark != _mark(self._worker.get_model()):
+                    if (connector := _connector()) is not None:
+                        connector.weights_replaced()
+                    self._end("failed", "something else has replaced weights since they were named; load again, and nothing else meanwhile")
+                    raise LoadError(self.error)
+                self._end("done", "")
+                self._guard.whole = True
+                self._guard.remove()
         return self._told()
 
     def _told(self) -> Answer:
-        return {"weights": self._name, "bytes": self._total, "by_sidecar": self._by_sidecar, "seconds": round(self._took, 3)}
+        return {
+            "token": self._guard.token, "state": self.state, "weights": self._name, "bytes": self._total, "by_sidecar": self._by_sidecar,
+            "seconds": round(self._took, 3),
+        }  # fmt: skip
 
     def _end(self, state: str, error: str) -> None:
-        self._state, self._error = state, error
+        self.state, self.error = state, error
         self._changed.notify_all()
 
     # -- in the thread
@@ -289,23 +570,27 @@ class Load:
             error = str(err) or type(err).__name__
             if not isinstance(err, (LoadError, CheckpointError)):
                 _log.exception("kvspray: the load failed")
-                error = f"vLLM's loader: {type(err).__name__}: {error}"
-            err.__traceback__ = None  # its frames hold tensors
+                error = f"vLLM's loader, after it was given the tensor {self._last[:80]!r}: {type(err).__name__}: {err}".rstrip(": ")
+            _forget(err)
         if error:
             try:
                 _abandon(self._worker.get_model())
             except Exception as err:
                 self.broken = f"{type(err).__name__}: {err}"
                 _log.exception("kvspray: the load cannot be ended")
+            gc.collect()  # tensors of the arena in cycles
         try:
             self._stream.close()
         except Exception as err:  # not a reason to fail what has succeeded
             _log.warning("kvspray: %s", err)
         with self._changed:
             self._took = time.monotonic() - self._began
-            if error or self._stop:
+            if self.state == "failed":
+                pass  # for want of progress
+            elif error or self._stop:
                 self._end("failed", error or f"the load was stopped: {self._stop}")
             else:
+                self._mark = _mark(self._worker.get_model())
                 self._end("loaded", "")
         _log.log(
             logging.WARNING if error else logging.INFO, "kvspray: load of %s: %.2f of %.2f GiB in %.2f s, %d pieces by the sidecar%s",
@@ -320,8 +605,12 @@ class Load:
         loaded: set[str] = set()
 
         def noted(weights: Any) -> Any:
+            if not self._guard.mine():
+                raise RuntimeError("kvspray: load_weights is refused while kvspray load loads")
             out = inner(weights)
             loaded.update(out or ())
+            if not self._checked and (partial := _partial(model)):
+                raise CheckpointError(f"{self._request.source}: {partial}")
             return out
 
         model.load_weights = noted  # what it loaded, reload_weights does not tell
@@ -350,29 +639,36 @@ class Load:
             if e.nbytes == 0:
                 yield e.name, torch.empty(e.shape, dtype=getattr(torch, DTYPES[e.dtype]))
         whole: dict[int, torch.Tensor] = {}  # those that come in several pieces
-        for piece, base in self._placed(samples):
-            for part in piece.parts:
-                e = manifest.entries[part.entry]
-                data = base[part.at : part.at + part.nbytes]
-                if part.nbytes < e.nbytes:
-                    if part.offset == 0:
-                        whole[part.entry] = torch.empty(e.nbytes, dtype=torch.uint8, device=base.device)
-                    whole[part.entry][part.offset : part.offset + part.nbytes].copy_(data)
-                    if part.offset + part.nbytes < e.nbytes:
-                        continue
-                    data = whole.pop(part.entry)
-                kind = getattr(torch, DTYPES[e.dtype])
-                if (data.storage_offset() | data.data_ptr()) % kind.itemsize:
-                    data = data.clone()
-                yield e.name, data.view(kind).reshape(e.shape)
-                del data
-            del base
-            with self._changed:
-                self._bytes += piece.nbytes
-                if self._stop:
-                    raise LoadError(f"the load was stopped: {self._stop}")
+        with contextlib.closing(self._placed(samples)) as placed:
+            for piece, base in placed:
+                yield from self._cut(piece, base, whole)
+                del base
+                with self._changed:
+                    self._bytes += piece.nbytes
+                    self._progress = time.monotonic()
+                    if self._stop:
+                        raise LoadError(f"the load was stopped: {self._stop}")
 
-    def _placed(self, samples: Samples) -> Iterator[tuple[Piece, torch.Tensor]]:
+    def _cut(self, piece: Piece, base: torch.Tensor, whole: dict[int, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        manifest = self._source.manifest
+        for part in piece.parts:
+            e = manifest.entries[part.entry]
+            data = base[part.at : part.at + part.nbytes]
+            if part.nbytes < e.nbytes:
+                if part.offset == 0:
+                    whole[part.entry] = torch.empty(e.nbytes, dtype=torch.uint8, device=base.device)
+                whole[part.entry][part.offset : part.offset + part.nbytes].copy_(data)
+                if part.offset + part.nbytes < e.nbytes:
+                    continue
+                data = whole.pop(part.entry)
+            kind = getattr(torch, DTYPES[e.dtype])
+            if (data.storage_offset() | data.data_ptr()) % kind.itemsize:
+                data = data.clone()
+            self._last = e.name
+            yield e.name, data.view(kind).reshape(e.shape)
+            del data
+
+    def _placed(self, samples: Samples) -> Generator[tuple[Piece, torch.Tensor], None, None]:
         """Pieces in memory of the engine's device."""
         device = self._worker.device
         on_gpu = device is not None and device.type == "cuda"
@@ -382,7 +678,11 @@ class Load:
             return
         held: set[int] = set()
         for block in self._stream:
-            _sample(samples, block)
+            try:
+                _sample(samples, block)
+            except BaseException:
+                block.give_back()
+                raise
             view = (ctypes.c_uint8 * block.piece.nbytes).from_address(block.address)
             weakref.finalize(view, _give_back, held, block)
             base = torch.frombuffer(view, dtype=torch.uint8)
@@ -475,13 +775,18 @@ class Copied:
             if self._device is not None:
                 torch.cuda.set_device(self._device)
             for block in self._load._stream:
-                _sample(self._samples, block)
-                slot = self._take_slot()
-                self._open.append((block, slot, self._copy(block, slot)))
+                try:
+                    _sample(self._samples, block)
+                    slot = self._take_slot()
+                    copy = (block, slot, self._copy(block, slot))
+                except BaseException:
+                    block.give_back()
+                    raise
+                self._open.append(copy)
                 if len(self._open) == SLOTS - 1:
-                    self._end(*self._open.pop(0))
+                    self._end_first()
             while self._open:
-                self._end(*self._open.pop(0))
+                self._end_first()
             self._out.put(None)
         except BaseException as err:
             self._out.put(err)
@@ -491,7 +796,7 @@ class Copied:
             with contextlib.suppress(queue.Empty):
                 return self._free.get(timeout=WAIT_S)
             if self._open:
-                self._end(*self._open.pop(0))
+                self._end_first()
         raise LoadError("the load was stopped")
 
     def _copy(self, block: Block, slot: int) -> int:
@@ -500,6 +805,13 @@ class Copied:
             return 0
         pieces = [(block.at + block.lead, slot * self._size, block.piece.nbytes)]
         return self._client.copy(self._arena.region, self._region, pieces, req="weights", deadline_s=COPY_S)
+
+    def _end_first(self) -> None:
+        self._end(*self._open[0])
+        block, slot, lease = self._open.pop(0)
+        self._ends.pop(lease, None)
+        block.give_back()
+        self._out.put((block.piece, slot))
 
     def _end(self, block: Block, slot: int, lease: int) -> None:
         ok = False
@@ -515,8 +827,6 @@ class Copied:
             self._slot(slot, block.piece.nbytes).copy_(torch.frombuffer(view, dtype=torch.uint8))
             if self._device is not None:
                 torch.cuda.current_stream().synchronize()
-        block.give_back()
-        self._out.put((block.piece, slot))
 
     def _await(self, lease: int) -> kvspray.Completion:
         """The sidecar writes nothing of it any more."""
@@ -525,19 +835,22 @@ class Copied:
             self._client.wait(WAIT_S)
             for c in self._client.poll():
                 self._ends[c.lease] = c
-        return self._ends.pop(lease)
+        return self._ends[lease]
 
     def close(self) -> None:
         self._stop = True
         self._thread.join()
         for block, _, lease in self._open:  # the memory goes to others
-            if lease and self._client is not None:
-                self._client.cancel(lease, "the load ends")
-                self._await(lease)
-            block.give_back()
+            try:
+                if lease and self._client is not None:
+                    self._client.cancel(lease, "the load ends")
+                    self._await(lease)
+            finally:
+                block.give_back()
+        self._open.clear()
         if self._client is not None:
             self._client.close()
-        if self._device is None and self._region is not None:
+        if self._region is not None:
             del self._memory
             self._region.close()
 
@@ -545,33 +858,41 @@ class Copied:
 # ---- vLLM
 
 
-def _guard(worker: Any, load: Load) -> None:
-    """Of the worker itself: what calls it meets this first. The memory of the weights alone may wake up, for the next load; vLLM schedules
-    nothing while the other memory sleeps."""
-
-    def refuse(name: str) -> None:
-        raise RuntimeError(f"kvspray: {name} is refused, since the weights of this engine are incomplete: {_loads[worker].why()}. Run kvspray load")
-
-    def wake_up(tags: list[str] | None = None) -> None:
-        if tags == ["weights"]:
-            type(worker).wake_up(worker, tags)
-        elif worker.rank == worker.parallel_config.world_size - 1:
-            # No other rank fails: vLLM reads no more answers after the first failure, and takes the others for those of the next call.
-            refuse("wake_up")
-
-    def execute_model(*_: Any, **__: Any) -> None:
-        refuse("execute_model")
-
-    def sleep(level: int = 1) -> None:
-        load.stop("the engine was put to sleep")  # nothing may write to the memory that goes
-        type(worker).sleep(worker, level)
-
-    worker.wake_up, worker.execute_model, worker.sleep = wake_up, execute_model, sleep
+def _mark(model: torch.nn.Module) -> tuple[Any, ...]:
+    """Differs after most writes to the parameters."""
+    return tuple((name, id(p), p.data_ptr(), -1 if p.is_inference() else p._version) for name, p in model.named_parameters())
 
 
-def _unguard(worker: Any) -> None:
-    for name in GUARDED:
-        worker.__dict__.pop(name, None)
+def _forget(err: BaseException | None) -> None:
+    """Frames of an error hold tensors."""
+    seen: set[int] = set()
+    while err is not None and id(err) not in seen:
+        seen.add(id(err))
+        if err.__traceback__ is not None:
+            traceback.clear_frames(err.__traceback__)
+        err.__traceback__ = None
+        err = err.__cause__ or err.__context__
+
+
+def _partial(model: torch.nn.Module) -> str:
+    """What of a layer has not come, before vLLM's reload fills it up; empty: nothing. A fused parameter is whole only if all of its parts came."""
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    for name, layer in model.named_modules():
+        info = layerwise.get_layerwise_info(layer)
+        total = info.load_numel_total
+        if total is None or info.load_numel >= total or is_deferred_attention_layer(layer) or not dict(layer.named_parameters(recurse=False)):
+            continue
+        if isinstance(layer, VocabParallelEmbedding):
+            if info.load_numel == 0 and name.endswith("lm_head"):
+                continue  # tied: the names of all parameters are compared, too
+            total -= (layer.num_embeddings_per_partition - layer.shard_indices.num_org_elements) * layer.embedding_dim
+            if info.load_numel >= total:
+                continue
+        return f"{info.load_numel} of {total} elements of the layer {name!r} came: a tensor of it is missing"
+    return ""
 
 
 def _abandon(model: torch.nn.Module) -> None:
