@@ -218,8 +218,8 @@ func TestMeshOfProcesses(t *testing.T) {
 			if time.Since(said) > 10*time.Second {
 				said = time.Now()
 				known, lanes := left[0].peers()
-				t.Logf("%s: %d of %d are not whole after %v; the first of them knows %d, of which %v are gone, "+
-					"and has %d lanes", what, len(left), count, time.Since(began).Round(time.Second), known,
+				t.Logf("%s: %d of %d are not whole after %v; the first of them knows %d, of which %v are "+
+					"gone, and has %d lanes", what, len(left), count, time.Since(began).Round(time.Second), known,
 					left[0].strangers(all), lanes)
 			}
 			if time.Since(began) > meshPatience+time.Duration(count)*meshEach {

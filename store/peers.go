@@ -328,8 +328,8 @@ func (s *Store) serve(id page.ID) (*Space, error) {
 // errNotHere: the disk does not have a page.
 var errNotHere = errors.New("store: the page is not here")
 
-// raise reads a page from the disk into memory, pinned. catalog.ErrFull: it is there, and memory has
-// no room.
+// raise reads a page from the disk into memory, pinned. catalog.ErrFull: it is there, and memory
+// has no room.
 func (s *Store) raise(sp *Space, k *page.Key) (memory.Page, error) {
 	if s.disk == nil {
 		return memory.Page{}, errNotHere

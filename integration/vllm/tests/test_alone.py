@@ -88,7 +88,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, client: Client, policy: str) -> Any:
     model = SimpleNamespace(model="m", served_model_name="m")
     c._vllm_config = SimpleNamespace(model_config=model)
     c._kv_transfer_config = SimpleNamespace(kv_load_failure_policy=policy)
-    c._kv_cache_config, c._settings = SimpleNamespace(), SimpleNamespace(weights="", memory="auto")
+    c._kv_cache_config, c._settings = SimpleNamespace(), SimpleNamespace(weights="", memory="auto", identity="")
     c._flag_of, c._ranks, c.region = {}, layout.Ranks(), None
     c._worker_client = client
     c._worker = WorkerSide(client, connector.logger)  # type: ignore[arg-type]

@@ -130,8 +130,8 @@ func Adopted() Option { return func(o *options) { o.kind = KindAdopted } }
 // pages where the kernel has them.
 func Populate() Option { return PopulateUntil(nil) }
 
-// PopulateUntil is Populate, which ends early once stop is closed: pages that are left are allocated
-// when they are used.
+// PopulateUntil is Populate, which ends early once stop is closed: the pages that are left are
+// allocated when they are used.
 func PopulateUntil(stop <-chan struct{}) Option {
 	return func(o *options) { o.populate, o.stop = true, stop }
 }
