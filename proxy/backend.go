@@ -37,7 +37,7 @@ type backend struct {
 	warning  string    // why that endpoint contradicts peer
 	unasked  string    // why sidecar cannot be asked
 	told     string    // endpoint from the last answer of sidecar; empty: it did not answer
-	leaving  bool      // its sidecar says that it ends soon
+	leaving  bool      // by its sidecar, the engine ends soon
 	answered time.Time // when sidecar did so last
 	silent   bool      // it did not answer since
 	load     int       // requests in flight
@@ -265,7 +265,7 @@ func (p *Proxy) check(ctx context.Context, b *backend) error {
 	return nil
 }
 
-// node is what a sidecar says of itself.
+// node is what a sidecar answers about itself.
 type node struct {
 	Endpoint string `json:"endpoint"`
 	Leaving  bool   `json:"leaving"`

@@ -262,7 +262,7 @@ func TestNoEngineIsTold(t *testing.T) {
 	http.DefaultClient.CloseIdleConnections()
 }
 
-// An engine whose sidecar says that it leaves gets no new requests, and those that it has go on.
+// A leaving engine gets no new requests, and finishes those that it has.
 func TestLeavingEngine(t *testing.T) {
 	var leaving, silent atomic.Bool
 	sidecar := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {

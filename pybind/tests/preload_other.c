@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * Another library for LD_PRELOAD that has a name of the driver, and passes the call on to who is next.
+ * Another library for LD_PRELOAD that defines a function of the driver, and passes the call on to the next library.
  */
 #include <dlfcn.h>
 #include <stddef.h>

@@ -132,7 +132,7 @@ def test_a_free_beside_a_copy_while_the_sidecar_hangs(build: Build, serve: Serve
 
 
 def test_a_driver_that_hangs(tmp_path: pathlib.Path, serve: Serve) -> None:
-    """Whoever waits for it cannot be the one that ends the process."""
+    """The thread that waits for the driver cannot be the one that ends the process."""
     build = Build(tmp_path, "-DKVS_AGAIN_MS=1000")
     process, socket = serve("a", GRACE)
     code, _, _, err = build.run("stuck", process.pid, socket=socket, timeout=60)

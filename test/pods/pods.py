@@ -414,7 +414,7 @@ class Test:
         time.sleep(3)
 
     def fail_liveness(self, pod: Pod) -> None:
-        """The hook of an engine that is killed tells routers that it leaves. It stays in its pod: they have to use it again."""
+        """The preStop hook of a killed engine marks it as leaving. The engine starts again in the same pod, and routers have to use it again."""
         engine = pod.container("engine")
         n = engine.restarts
         engine.live_fails = True

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package drain is `kvspray drain`: it takes an engine out of service before it ends. The engine's
-// sidecar tells routers that it leaves, so that they send it nothing new. The command repeats that,
-// because the sidecar forgets it after a while, and waits until the engine has answered what it
-// has. What cannot be read is no idle engine: one failed look ends nothing. No goroutines.
+// Package drain is `kvspray drain`: it takes an engine out of service before the engine ends. It
+// marks the engine as leaving at the sidecar, from which routers read the mark; they send no new
+// requests there. The mark expires, so the command renews it while it waits for the engine to answer
+// its requests. An engine whose metrics cannot be read does not count as idle. No goroutines.
 package drain
 
 import (

@@ -131,7 +131,7 @@ func TestInterrupted(t *testing.T) {
 	err := Run(ctx, h.options(long))
 	wantError(t, err, "interrupted after")
 	if strings.Contains(err.Error(), "--timeout") {
-		t.Errorf("an interrupted drain is told as one whose time is over: %v", err)
+		t.Errorf("an interrupted drain reports that its time is over: %v", err)
 	}
 }
 

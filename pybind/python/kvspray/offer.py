@@ -69,7 +69,7 @@ class Offer:
         return {"endpoint": self._client.status().endpoint, "manifest": self.manifest.to_json()}
 
     def request(self, body: object) -> None:
-        """Reads a piece for whoever waits for it, and returns once the sidecar has it. Raises LoadError or CheckpointError."""
+        """Reads a piece for the engine that has requested it, and returns once the sidecar has it. Raises LoadError or CheckpointError."""
         xfer, piece = self._piece(body)
         self._files.check()
         with self._lock:
