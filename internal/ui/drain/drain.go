@@ -2,8 +2,8 @@
 
 // Package drain is `kvspray drain`: it takes an engine out of service before the engine ends. It
 // marks the engine as leaving at the sidecar, from which routers read the mark; they send no new
-// requests there. The mark expires, so the command renews it while it waits for the engine to answer
-// its requests. An engine whose metrics cannot be read does not count as idle. No goroutines.
+// requests there. The mark expires, so the command renews it while the engine still has requests.
+// An engine whose metrics cannot be read does not count as idle. No goroutines.
 package drain
 
 import (
