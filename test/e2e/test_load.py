@@ -524,6 +524,11 @@ def test_from_another_node(c: Cluster, b: pathlib.Path) -> None:
         done = loaded(c.d, request(offer.url, socket=c.sd.socket, piece_bytes=1 << 20))
         assert done["weights"] == digest_of(b)
         assert c.d.run(PROMPT, 12).tokens == c.r.run(PROMPT, 12).tokens
+        # As for a GPU: the sidecar has the memory of the pieces once, and copies from it, too.
+        loaded(c.d, request(MODEL))
+        done = loaded(c.d, request(offer.url, socket=c.sd.socket, piece_bytes=1 << 20, copies="sidecar"))
+        assert done["by_sidecar"] >= 2
+        assert c.d.run(PROMPT, 12).tokens == c.r.run(PROMPT, 12).tokens
         # The offer ends in the middle of another load.
         asked = request(offer.url, socket=c.sd.socket, piece_bytes=4096)
         c.d.rpc(slowly, 0.003)

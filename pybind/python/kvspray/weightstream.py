@@ -127,6 +127,10 @@ class Source(Protocol):
     manifest: Manifest
     arena: Arena  # from prepare() on
 
+    @property
+    def client(self) -> WorkerClient | None:
+        """From prepare() on, if a sidecar has the arena: it takes that from no other session."""
+
     def prepare(self) -> None:
         """Takes memory, and connects. Once."""
 
@@ -137,6 +141,9 @@ class Source(Protocol):
 
     def finish(self, block: Block) -> None:
         """Returns when all bytes have come. Raises CheckpointError or LoadError."""
+
+    def poll(self) -> list[Completion]:
+        """Waits a while for the ends of leases that others opened with the client. In the thread of finish()."""
 
     def check(self) -> None:
         """Raises CheckpointError if the checkpoint is not what it was."""
@@ -152,6 +159,7 @@ class Files:
     """A directory on this host."""
 
     arena: Arena
+    client: WorkerClient | None = None
 
     def __init__(self, root: str, arena_bytes: int = ARENA_BYTES, digest: str | None = None) -> None:
         self.folder = Folder(root, digest)
@@ -194,6 +202,9 @@ class Files:
         concurrent.futures.wait(jobs)  # also after an error: the range goes to others
         for job in jobs:
             job.result()
+
+    def poll(self) -> list[Completion]:
+        return []
 
     def check(self) -> None:
         self.folder.check()
@@ -241,6 +252,7 @@ class Peer:
         self._socket, self._arena_bytes, self._prepared = socket_path, arena_bytes, False
         self._leases: dict[int, Block] = {}
         self._ends: dict[int, Completion] = {}
+        self._others: list[Completion] = []
         self._by_block: dict[int, int] = {}
         self._pool = concurrent.futures.ThreadPoolExecutor(AHEAD, "kvspray-ask")
         self._asked: dict[int, concurrent.futures.Future[None]] = {}
@@ -309,6 +321,14 @@ class Peer:
         for c in self.client.poll():
             if self._leases.pop(c.lease, None) is not None:
                 self._ends[c.lease] = c
+            else:
+                self._others.append(c)
+
+    def poll(self) -> list[Completion]:
+        if not self._others:
+            self._poll()
+        out, self._others = self._others, []
+        return out
 
     def check(self) -> None:
         if self._offer()[1] != self.manifest:

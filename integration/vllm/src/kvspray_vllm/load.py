@@ -49,6 +49,7 @@ SLOTS = 3  # pieces in the memory of the GPU
 COPY_S = 60.0  # for one
 CONNECT_S = 5.0
 ADD_S = 10.0
+DROP_S = 10.0  # for the sidecar to unmap what it has copied to
 WAIT_S = 0.05
 
 DTYPES = {
@@ -716,10 +717,11 @@ class Copied:
 
     def __init__(self, load: Load, samples: Samples, device: torch.device | None) -> None:
         self._load, self._samples, self._device = load, samples, device
-        self._arena = load._source.arena
+        self._arena, self._shared = load._source.arena, load._source.client
         self._size = -(-load._request.piece_bytes // ALIGN) * ALIGN
         self._client: kvspray.WorkerClient | None = None
         self._region: kvspray.Region | None = None
+        self._added = False
         self._ends: dict[int, kvspray.Completion] = {}
         nbytes = SLOTS * self._size
         if device is None:
@@ -742,12 +744,18 @@ class Copied:
         try:
             if self._region is None:
                 self._region = kvspray.Region.gpu(self._memory.data_ptr(), self._memory.numel())
+            if self._shared is not None:  # which has registered the arena
+                self._client = self._shared
+                self._client.add_regions([self._region], ADD_S)
+                self._added = True
+                return
             self._client = kvspray.WorkerClient(
                 self._load._request.sidecar(), engine=kvspray.EngineInfo("vllm", vllm.__version__, f"load-{os.getpid()}"), layers=1, deadline_s=COPY_S, log=_log
             )
             self._client.register([])
             self._client.wait_connected(CONNECT_S)
             self._client.add_regions([self._arena.region, self._region], ADD_S)
+            self._added = True
         except kvspray.KvsprayError as err:
             _log.warning("kvspray: PyTorch copies the weights: %s", err)
 
@@ -832,8 +840,9 @@ class Copied:
         """The sidecar writes nothing of it any more."""
         assert self._client is not None
         while lease not in self._ends:
-            self._client.wait(WAIT_S)
-            for c in self._client.poll():
+            if self._shared is None:
+                self._client.wait(WAIT_S)
+            for c in self._client.poll() if self._shared is None else self._load._source.poll():
                 self._ends[c.lease] = c
         return self._ends[lease]
 
@@ -849,10 +858,21 @@ class Copied:
                 block.give_back()
         self._open.clear()
         if self._client is not None:
-            self._client.close()
+            with contextlib.suppress(kvspray.KvsprayError):
+                self._drop()
+            if self._shared is None:
+                self._client.close()
         if self._region is not None:
             del self._memory
             self._region.close()
+
+    def _drop(self) -> None:
+        """GPU memory that the sidecar has mapped stays in use after PyTorch has freed it, and the engine's cache needs it."""
+        assert self._client is not None
+        if not self._added or self._region is None or not self._client.connected:
+            return
+        if not self._client.drop_regions([self._region], DROP_S):
+            _log.warning("kvspray: the sidecar has not unmapped %d MiB yet, which are free once it has", self._region.nbytes >> 20)
 
 
 # ---- vLLM
