@@ -31,7 +31,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def main(out: pathlib.Path, kind: str = "llama") -> None:
+def main(out: pathlib.Path, kind: str = "llama", seed: int = SEED) -> None:
     out.mkdir(parents=True, exist_ok=True)
     tok = tokenizer()
     tok.save_pretrained(out)
@@ -52,7 +52,7 @@ def main(out: pathlib.Path, kind: str = "llama") -> None:
         )
     else:
         model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=4, tie_word_embeddings=False))
-    gen = torch.Generator().manual_seed(SEED)
+    gen = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.dim() < 2:

@@ -28,6 +28,7 @@ import faults
 import load
 import memory
 import pairs
+import reload
 import reuse
 import sanitize
 import sleeping
@@ -61,6 +62,10 @@ PARTS = {
     "sleep": (
         sleeping,
         "sleep and wake-up by vLLM's copies and by the sidecar's; engines of its own",
+    ),
+    "weights": (
+        reload,
+        "other weights by kvspray load, PyTorch's copies and vLLM's reload; engines of its own",
     ),
     "cover": (
         cover,

@@ -4,7 +4,7 @@
 downloaded. usage: models.py DIR NAME ...
 
 NAME:config writes no weights, for --load-format dummy, with which engines take as long and
-answer nothing of interest.
+answer nothing of interest. NAME@SEED has other weights of the same shape.
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ CLASSES = {
     GRANITE: GraniteForCausalLM,
 }
 NAMES = (*LLAMAS, *CLASSES)
+TINY = "tiny-llama"  # of make env
+SHARD = "4GB"  # of a file
 
 
 def config_of(name: str, tok: Any) -> PretrainedConfig:
@@ -134,7 +136,10 @@ def config_of(name: str, tok: Any) -> PretrainedConfig:
     raise SystemExit(f"model {name!r}: unknown; known are {', '.join(NAMES)}")
 
 
-def write(out: pathlib.Path, name: str, weights: bool) -> None:
+def write(out: pathlib.Path, name: str, weights: bool, seed: int = tiny_model.SEED) -> None:
+    if name == TINY:
+        tiny_model.main(out, seed=seed)
+        return
     out.mkdir(parents=True, exist_ok=True)
     tok = tiny_model.tokenizer()
     tok.save_pretrained(out)
@@ -147,7 +152,7 @@ def write(out: pathlib.Path, name: str, weights: bool) -> None:
     with torch.device(device):
         model = CLASSES.get(name, LlamaForCausalLM)(config)
     torch.set_default_dtype(torch.float32)
-    gen = torch.Generator(device).manual_seed(tiny_model.SEED)
+    gen = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
         for what, p in model.named_parameters():
             if p.dim() >= 2:
@@ -157,16 +162,17 @@ def write(out: pathlib.Path, name: str, weights: bool) -> None:
                     else 2.0 / p.shape[-1] ** 0.5
                 )
                 p.normal_(0, scale, generator=gen)
-    model.save_pretrained(out)
+    model.save_pretrained(out, max_shard_size=SHARD)
 
 
 def main() -> None:
     folder = pathlib.Path(sys.argv[1])
     for word in sys.argv[2:]:
-        name, _, only = word.partition(":")
-        if not (folder / name / "config.json").exists():
-            write(folder / name, name, weights=only != "config")
-            print(f"model {name} in {folder / name}", file=sys.stderr, flush=True)
+        word, _, only = word.partition(":")
+        name, _, seed = word.partition("@")
+        if not (folder / word / "config.json").exists():
+            write(folder / word, name, only != "config", int(seed or tiny_model.SEED))
+            print(f"model {name} in {folder / word}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
