@@ -135,7 +135,7 @@ class Run:
         self.pair.router.generate(prompt("warm", 200), self.answer)
         for tokens in self.sizes:
             for turn in range(self.args.rounds):
-                ids = prompt(("pd", turn), tokens)
+                ids = prompt(("pd", turn, tokens), tokens)
                 want, _, alone = self.timed(self.plain, ids)
                 before = self.pair.moved()
                 got, _, pair = self.timed(self.pair.router, ids)
@@ -202,7 +202,7 @@ class Run:
         rows, equal, n = [], 0, 0
         for tokens in (s for s in self.sizes if s > self.page):
             for turn in range(self.args.rounds):
-                ids = prompt(("store", turn), tokens)
+                ids = prompt(("store", turn, tokens), tokens)  # shares no page with another
                 before = stored(self.sidecar)
                 _, _, computed = self.timed(self.hicache, ids)
                 whole = (tokens - 1) // self.page
