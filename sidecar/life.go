@@ -75,12 +75,15 @@ func (l *life) Leave(on bool) {
 	}
 }
 
-// Leaving reports whether routers have to choose other engines. Nothing else depends on it: leases
-// are served as before.
-func (l *life) Leaving() bool {
+// Leaving is how long routers still have to choose other engines; 0: they need not. Nothing else
+// depends on it: leases are served as before.
+func (l *life) Leaving() time.Duration {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return !l.left.IsZero() && l.now().Sub(l.left) < leaveFor
+	if l.left.IsZero() {
+		return 0
+	}
+	return max(0, leaveFor-l.now().Sub(l.left))
 }
 
 // registered ends the mark if the worker is of a new engine. While a drain goes on, it is of the

@@ -24,24 +24,23 @@ func TestLeaveEnds(t *testing.T) {
 	l := newLife()
 	at := time.Unix(1000, 0)
 	l.now = func() time.Time { return at }
+	left := func(want time.Duration) {
+		t.Helper()
+		if got := l.Leaving(); got != want {
+			t.Errorf("the mark lasts for %v, want %v", got, want)
+		}
+	}
+	left(0)
 	l.Leave(true)
 	l.ahead(leaveFor - 1)
-	if !l.Leaving() {
-		t.Error("the mark ends early")
-	}
+	left(1)
 	l.Leave(true)
-	l.ahead(leaveFor - 1)
-	if !l.Leaving() {
-		t.Error("it was not renewed")
-	}
-	l.ahead(1)
-	if l.Leaving() {
-		t.Error("it has no end")
-	}
+	left(leaveFor) // renewed
+	l.ahead(leaveFor)
+	left(0)
 	l.Leave(true)
-	if l.Leave(false); l.Leaving() {
-		t.Error("it was not taken back")
-	}
+	l.Leave(false)
+	left(0)
 }
 
 // An engine that comes back gets requests at once. One that drains registers at a sidecar that has

@@ -9,6 +9,7 @@ import http.server
 import os
 import pathlib
 import re
+import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -170,6 +171,16 @@ def test_a_rail_dies(page: Page, pair: Pair, links: Links) -> None:
     finally:
         links.set("rail1", "up")
     expect(page.locator("#health")).to_have_text("All is well.", timeout=60_000)
+
+
+def test_leaving(page: Page, pair: Pair) -> None:
+    drain = [str(BINARY), "drain", "--http", pair.sidecars[1].url.removeprefix("http://")]
+    subprocess.run([*drain, "--notice", "0s", "--timeout", "0s"], check=True)
+    try:
+        expect(page.locator("#health")).to_have_text(re.compile(r"routers send them no new requests for \d+ s"))
+    finally:
+        subprocess.run([*drain, "--undo"], check=True)
+    expect(page.locator("#health")).to_have_text("All is well.")
 
 
 class Healthy(http.server.BaseHTTPRequestHandler):

@@ -449,6 +449,26 @@ func TestServe(t *testing.T) {
 	}
 	http.DefaultClient.CloseIdleConnections()
 
+	// What a drain does is in view, and how long it lasts.
+	at := []string{"--http", addrs["http"]}
+	for _, c := range []struct {
+		drain []string
+		want  []string // in text and JSON
+	}{{[]string{"--notice", "0s", "--timeout", "0s"}, []string{"  leaving, ", " s left",
+		`"state": "leaving"`, `"leaving_seconds": `}},
+		{[]string{"--undo"}, []string{"  ready  ", `"state": "ready"`, `"leaving_seconds": 0`}}} {
+		if code, _, errs := run(slices.Concat([]string{"drain"}, at, c.drain)...); code != 0 {
+			t.Errorf("drain %v: %d, %s", c.drain, code, errs)
+		}
+		_, text, errs := run(append([]string{"status"}, at...)...)
+		_, asJSON, errs2 := run(append([]string{"status", "--output", "json"}, at...)...)
+		for _, want := range c.want {
+			if !strings.Contains(text+asJSON, want) {
+				t.Errorf("status after drain %v has no %q: %s%s%s%s", c.drain, want, text, asJSON, errs, errs2)
+			}
+		}
+	}
+
 	// Another one on what is taken says what and what to do, and nobody's log has a warning of it.
 	own := func(taken, value string) []string {
 		args := []string{"serve", "--set", "peer.gossip.listen=off"}

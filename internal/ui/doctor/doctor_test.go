@@ -349,6 +349,11 @@ func TestRunningSidecar(t *testing.T) {
 		!strings.Contains(r.Detail, "vllm/a/tp0") {
 		t.Errorf("%+v", r)
 	}
+	body = `{"node":"n0","sessions":["vllm/a/tp0"],"leaving":true,"leaving_seconds":12}`
+	if r := running(context.Background(), &Host{Config: c}); r.State != Warn ||
+		!strings.Contains(r.Detail, "12 s") {
+		t.Errorf("%+v", r)
+	}
 	body = "nonsense"
 	if r := running(context.Background(), &Host{Config: c}); r.State != Skip {
 		t.Errorf("%+v", r)

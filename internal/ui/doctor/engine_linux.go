@@ -138,6 +138,7 @@ func running(ctx context.Context, h *Host) Result {
 		Node     string   `json:"node"`
 		Endpoint string   `json:"endpoint"`
 		Sessions []string `json:"sessions"`
+		Leaving  int      `json:"leaving_seconds"`
 	}
 	if err := json.NewDecoder(io.LimitReader(resp.Body, maxFileBytes)).Decode(&node); err != nil ||
 		resp.StatusCode != http.StatusOK {
@@ -146,5 +147,10 @@ func running(ctx context.Context, h *Host) Result {
 	if len(node.Sessions) == 0 {
 		return good("%s at %s, no engine connected", node.Node, node.Endpoint)
 	}
-	return good("%s at %s, engines: %s", node.Node, node.Endpoint, strings.Join(node.Sessions, ", "))
+	engines := strings.Join(node.Sessions, ", ")
+	if node.Leaving > 0 {
+		return warn("'kvspray drain --undo' ends this at once", "%s at %s, engines: %s; they leave: "+
+			"routers send them no new requests for %d s", node.Node, node.Endpoint, engines, node.Leaving)
+	}
+	return good("%s at %s, engines: %s", node.Node, node.Endpoint, engines)
 }

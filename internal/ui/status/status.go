@@ -31,9 +31,11 @@ const (
 
 // Status is a sidecar at one time.
 type Status struct {
-	Node     string            `json:"node"`
-	Version  string            `json:"version"`
-	State    string            `json:"state"` // starting, ready or draining
+	Node    string `json:"node"`
+	Version string `json:"version"`
+	State   string `json:"state"` // starting, ready, leaving or draining
+	// Leaving is for how many seconds routers still choose other engines; 0: they do not.
+	Leaving  int               `json:"leaving_seconds"`
 	Endpoint string            `json:"endpoint"`
 	Engines  []string          `json:"engines"`
 	Open     Open              `json:"open"`
@@ -89,11 +91,13 @@ func Read(ctx context.Context, addr string) (*Status, error) {
 
 func build(state *top.Snapshot, reach *doctor.Reach, tiers []Tier) *Status {
 	s := &Status{Node: state.Node, Version: state.Version, State: "starting", Endpoint: state.Endpoint,
-		Engines: state.Sessions, Open: Open{state.Leases.Open[0], state.Leases.Open[1]},
+		Leaving: state.LeavingSeconds, Engines: state.Sessions, Open: Open{state.Leases.Open[0], state.Leases.Open[1]},
 		Ended: state.Totals.Transfers, Store: tiers, Troubles: []string{}}
 	switch {
 	case state.Draining:
 		s.State = "draining"
+	case state.Leaving:
+		s.State = "leaving"
 	case state.Ready:
 		s.State = "ready"
 	}
@@ -164,8 +168,16 @@ func (s *Status) WriteJSON(w io.Writer) error {
 // WriteText writes one screen.
 func (s *Status) WriteText(w io.Writer) error {
 	var b strings.Builder
-	fmt.Fprintf(&b, "%s  %s  %s  kvspray %s\n", s.Node, s.State, s.Endpoint, s.Version)
-	fmt.Fprintf(&b, "engines    %s\n", or(strings.Join(s.Engines, ", "), "none"))
+	now := s.State
+	if now == "leaving" {
+		now = fmt.Sprintf("leaving, %d s left", s.Leaving)
+	}
+	fmt.Fprintf(&b, "%s  %s  %s  kvspray %s\n", s.Node, now, s.Endpoint, s.Version)
+	engines := or(strings.Join(s.Engines, ", "), "none")
+	if s.Leaving > 0 && len(s.Engines) > 0 {
+		engines += fmt.Sprintf(" (leaving: no new requests from routers for %d s)", s.Leaving)
+	}
+	fmt.Fprintf(&b, "engines    %s\n", engines)
 	var ended []string
 	for _, k := range slices.Sorted(maps.Keys(s.Ended)) {
 		ended = append(ended, fmt.Sprintf("%s %d", strings.ReplaceAll(k, "_", " "), s.Ended[k]))

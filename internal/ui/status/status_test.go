@@ -5,6 +5,7 @@ package status
 import (
 	"bytes"
 	"encoding/json"
+	"errors"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -83,6 +84,29 @@ func TestOneScreen(t *testing.T) {
 	}
 	if err := json.Unmarshal(asJSON.Bytes(), &back); err != nil || !cmp.Equal(*s, back) {
 		t.Errorf("%v: %s", err, cmp.Diff(*s, back))
+	}
+}
+
+// An engine that drains is no engine in service, whatever else is well.
+func TestLeaving(t *testing.T) {
+	leaves := strings.Replace(stateBody, `"ready":true`,
+		`"ready":true,"leaving":true,"leaving_seconds":27`, 1)
+	s, err := Read(t.Context(), sidecar(t, leaves, reachBody, storeBody))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var text, asJSON bytes.Buffer
+	if err := errors.Join(s.WriteText(&text), s.WriteJSON(&asJSON)); err != nil {
+		t.Fatal(err)
+	}
+	if !strings.HasPrefix(text.String(), "p0  leaving, 27 s left  10.0.0.1:7650  kvspray v1\n"+
+		"engines    vllm/a/tp0 (leaving: no new requests from routers for 27 s)\n") {
+		t.Errorf("%s", &text)
+	}
+	for _, part := range []string{`"state": "leaving"`, `"leaving_seconds": 27`} {
+		if !strings.Contains(asJSON.String(), part) {
+			t.Errorf("%s is not in:\n%s", part, &asJSON)
+		}
 	}
 }
 

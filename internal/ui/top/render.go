@@ -91,6 +91,8 @@ func head(b *strings.Builder, prev, cur *Snapshot, st Style) {
 	switch {
 	case cur.Draining:
 		state = st.Warn.Render("draining")
+	case cur.Leaving:
+		state = st.Warn.Render(fmt.Sprintf("leaving, %d s left", cur.LeavingSeconds))
 	case cur.Ready:
 		state = st.Good.Render("ready")
 	}

@@ -23,16 +23,18 @@ import (
 type Snapshot struct {
 	At time.Time `json:"-"`
 
-	Node     string          `json:"node"`
-	Boot     string          `json:"boot"`
-	Version  string          `json:"version"`
-	Endpoint string          `json:"endpoint"`
-	Sessions []string        `json:"sessions"`
-	Ready    bool            `json:"ready"`
-	Draining bool            `json:"draining"`
-	Leases   exec.View       `json:"leases"`
-	Lanes    []Lane          `json:"lanes"`
-	Totals   connector.Stats `json:"totals"`
+	Node           string          `json:"node"`
+	Boot           string          `json:"boot"`
+	Version        string          `json:"version"`
+	Endpoint       string          `json:"endpoint"`
+	Sessions       []string        `json:"sessions"`
+	Ready          bool            `json:"ready"`
+	Draining       bool            `json:"draining"`
+	Leaving        bool            `json:"leaving"` // routers choose other engines, for LeavingSeconds
+	LeavingSeconds int             `json:"leaving_seconds"`
+	Leases         exec.View       `json:"leases"`
+	Lanes          []Lane          `json:"lanes"`
+	Totals         connector.Stats `json:"totals"`
 	// by boot: address at which it was reached; empty if it connected to this sidecar
 	Peers   map[string]string `json:"peers"`
 	Claimed map[string]string `json:"claimed"` // endpoint that one of the latter announced

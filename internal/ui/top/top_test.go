@@ -68,6 +68,15 @@ func snapshot(at time.Time, moved uint64) *Snapshot {
 				GetUS: 9000 * moved}, {Name: "object", Problem: "no bucket"}}}}
 }
 
+// A drained engine is in view, and how long routers avoid it.
+func TestLeaving(t *testing.T) {
+	s := snapshot(time.Unix(1000, 0), 2)
+	s.Leaving, s.LeavingSeconds = true, 27
+	if got := Render(nil, s, 0, Plain); !strings.Contains(got, "node-1  leaving, 27 s left  ") {
+		t.Errorf("%s", got)
+	}
+}
+
 // Rates of the store are of the interval; of an idle one, and of one without an earlier state,
 // since the start. A sidecar that restarts begins at zero.
 func TestStoreRates(t *testing.T) {

@@ -3,6 +3,8 @@
 package web
 
 import (
+	"math"
+
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/route"
@@ -22,15 +24,19 @@ type Node struct {
 	Ready      bool     `json:"ready"`
 	Draining   bool     `json:"draining"`
 	Leaving    bool     `json:"leaving"` // routers choose other engines
+	// LeavingSeconds is how long Leaving still lasts without a renewal, rounded up.
+	LeavingSeconds int `json:"leaving_seconds"`
 	// SourceLeases are those of engines: blocks that wait to be fetched
 	SourceLeases int `json:"source_leases"`
 }
 
 func (w *Server) describe() Node {
+	leaving := w.o.Life.Leaving()
 	v := Node{Node: w.o.Node, Boot: w.o.Boot.String(), Version: w.o.Version,
 		Endpoint: w.o.Life.Endpoint(), Transports: w.o.Transports(), Sessions: []string{},
 		Ready: w.o.Life.Ready(), Draining: w.o.Life.Draining(),
-		Leaving: w.o.Life.Leaving(), SourceLeases: w.o.Life.SourceLeases()}
+		Leaving: leaving > 0, LeavingSeconds: int(math.Ceil(leaving.Seconds())),
+		SourceLeases: w.o.Life.SourceLeases()}
 	for _, x := range w.o.Workers() {
 		v.Sessions = append(v.Sessions, x.Name)
 	}

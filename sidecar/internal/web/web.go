@@ -61,7 +61,7 @@ type Options struct {
 type Life interface {
 	Ready() bool
 	Draining() bool
-	Leaving() bool
+	Leaving() time.Duration // how long routers still choose other engines
 	Leave(on bool)
 	SourceLeases() int
 	Endpoint() string

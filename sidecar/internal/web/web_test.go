@@ -12,6 +12,7 @@ import (
 	"regexp"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 
@@ -66,12 +67,12 @@ type asked struct {
 	calls int
 }
 
-func (a *asked) Leave(bool)        { a.calls++ }
-func (a *asked) Leaving() bool     { return false }
-func (a *asked) Ready() bool       { return true }
-func (a *asked) Draining() bool    { return false }
-func (a *asked) SourceLeases() int { return 0 }
-func (a *asked) Endpoint() string  { return "" }
+func (a *asked) Leave(bool)             { a.calls++ }
+func (a *asked) Leaving() time.Duration { return 0 }
+func (a *asked) Ready() bool            { return true }
+func (a *asked) Draining() bool         { return false }
+func (a *asked) SourceLeases() int      { return 0 }
+func (a *asked) Endpoint() string       { return "" }
 
 func (a *asked) Drain(context.Context) error { a.calls++; return nil }
 func (a *asked) Keys([32]byte, string, uint32, int) (*StoreKeys, error) {
