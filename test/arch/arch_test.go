@@ -317,6 +317,70 @@ func TestNoInit(t *testing.T) {
 	}
 }
 
+// proxied are the packages whose requests leave the cluster, each with the name by which its
+// transport obeys HTTP_PROXY.
+var proxied = map[string]string{"internal/spans": "ProxyFromEnvironment",
+	"store/object/s3": "DefaultTransport"}
+
+// Sidecars, routers and engines are asked without a proxy of the environment: it would be another
+// host to a sidecar, or would ask one of its own. Collectors and object stores can be behind one.
+func TestProxies(t *testing.T) {
+	obeys := map[string]bool{}
+	for _, f := range goFiles(t) {
+		if f.test || f.ignored {
+			continue
+		}
+		ast.Inspect(f.ast, func(n ast.Node) bool {
+			if c, ok := n.(*ast.CompositeLit); ok && isHTTP(c.Type, "Client") && !hasKey(c, "Transport") {
+				t.Errorf("%s: a client without a Transport has the default one, which obeys HTTP_PROXY; "+
+					"use internal/ui/ask, or a transport of its own", fset.Position(c.Pos()))
+			}
+			sel, ok := n.(*ast.SelectorExpr)
+			if !ok {
+				return true
+			}
+			if name := proxied[f.dir]; name != "" && sel.Sel.Name == name {
+				obeys[f.dir] = true
+				return true
+			}
+			for _, name := range []string{"DefaultClient", "DefaultTransport", "Get", "Head", "Post",
+				"PostForm", "ProxyFromEnvironment"} {
+				if isHTTP(sel, name) {
+					t.Errorf("%s: http.%s obeys HTTP_PROXY; use internal/ui/ask, or a transport without a "+
+						"proxy", fset.Position(sel.Pos()), name)
+				}
+			}
+			return true
+		})
+	}
+	for dir, name := range proxied {
+		if !obeys[dir] {
+			t.Errorf("%s no longer obeys HTTP_PROXY (%s)", dir, name)
+		}
+	}
+}
+
+// isHTTP reports whether x is http.name.
+func isHTTP(x ast.Expr, name string) bool {
+	sel, ok := x.(*ast.SelectorExpr)
+	if !ok || sel.Sel.Name != name {
+		return false
+	}
+	id, ok := sel.X.(*ast.Ident)
+	return ok && id.Name == "http" && id.Obj == nil
+}
+
+func hasKey(c *ast.CompositeLit, name string) bool {
+	return slices.ContainsFunc(c.Elts, func(e ast.Expr) bool {
+		kv, ok := e.(*ast.KeyValueExpr)
+		if !ok {
+			return false
+		}
+		key, ok := kv.Key.(*ast.Ident)
+		return ok && key.Name == name
+	})
+}
+
 // A test skips through one helper, and waits for conditions.
 func TestHabitsOfTests(t *testing.T) {
 	for _, f := range goFiles(t) {

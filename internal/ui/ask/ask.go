@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package ask sends requests to the HTTP port of a running sidecar (http.listen), for commands that
-// show or change its state. Answers are bounded, and errors name the address and the remedy. No
+// show or change its state, and to engines. No proxy of the environment gets them. Answers are bounded, and errors name the address and the remedy. No
 // goroutines.
 package ask
 
@@ -112,13 +112,17 @@ func Do(ctx context.Context, method, addr, path string) ([]byte, error) {
 // Reason is the beginning of an answer, for an error.
 func Reason(b []byte) string { return strings.TrimSpace(string(b[:min(len(b), maxReason)])) }
 
+// Send sends a request to the host that it names, whatever proxy the environment has. The caller
+// bounds and closes the answer.
+func Send(req *http.Request) (*http.Response, error) { return client.Do(req) }
+
 // Fetch sends a request without a body to a URL, and returns the status and the answer.
 func Fetch(ctx context.Context, method, target string) (status int, body []byte, err error) {
 	req, err := http.NewRequestWithContext(ctx, method, target, nil)
 	if err != nil {
 		return 0, nil, err
 	}
-	res, err := client.Do(req)
+	res, err := Send(req)
 	if err != nil {
 		return 0, nil, err
 	}

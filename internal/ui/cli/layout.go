@@ -16,6 +16,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/kvspray/kvspray/internal/ui/ask"
 	"github.com/kvspray/kvspray/internal/ui/command"
 	"github.com/kvspray/kvspray/internal/ui/explain"
 	"github.com/kvspray/kvspray/internal/ui/usage"
@@ -215,7 +216,7 @@ func fetchEngine(ctx context.Context, address string) (*explain.Engine, error) {
 	if err != nil {
 		return nil, usage.Of(err)
 	}
-	resp, err := http.DefaultClient.Do(q)
+	resp, err := ask.Send(q)
 	if err != nil {
 		return nil, fmt.Errorf("%w: is a sidecar running there? Name its http.listen, host:port "+
 			"(default 127.0.0.1:7651)", err)

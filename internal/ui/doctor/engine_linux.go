@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/ui/ask"
 )
 
 func engineSocket(_ context.Context, h *Host) Result {
@@ -127,8 +128,7 @@ func running(ctx context.Context, h *Host) Result {
 	if err != nil {
 		return skip("", "%v", err)
 	}
-	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
-	resp, err := client.Do(req)
+	resp, err := ask.Send(req)
 	if err != nil {
 		return skip("start one with 'kvspray serve', or pass its --config or --http",
 			"none answers at %s", addr)

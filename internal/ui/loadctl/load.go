@@ -20,6 +20,8 @@ import (
 	"os"
 	"strings"
 	"time"
+
+	"github.com/kvspray/kvspray/internal/ui/ask"
 )
 
 // Bounds of a request.
@@ -350,7 +352,7 @@ func (l *Loader) post(parent context.Context, path string, q url.Values, body, t
 		return fmt.Errorf("load: --engine %q: %w; want http://host:port of the engine", l.Engine, err)
 	}
 	req.Header.Set("Content-Type", "application/json")
-	res, err := http.DefaultClient.Do(req)
+	res, err := ask.Send(req)
 	if err != nil && parent.Err() != nil {
 		return lost{fmt.Errorf("load: stopped: %w", context.Cause(parent))}
 	}
