@@ -104,6 +104,7 @@ spec:
               - >-
                 exec kvspray drain --http="$POD_IP:7651" --engine="http://{{ $worker | ternary "$LWS_LEADER_ADDRESS" "$POD_IP" }}:{{ $.Values.engine.port }}"
                 --notice={{ $.Values.drain.routerSeconds }}s --timeout={{ add $.Values.drain.routerSeconds $.Values.drain.engineSeconds }}s
+                {{- if $worker }} --ended-is-idle{{ end }}
       {{- end }}
       securityContext: {{ include "kvspray.containerSecurity" $ | nindent 8 }}
       {{- $resources := deepCopy $values.resources }}

@@ -54,6 +54,8 @@ registers at the sidecar. --undo is for those who do not want to wait.`,
 	cmd.Flags().DurationVar(&o.Notice, "notice", 5*time.Second, "time in which routers see that the "+
 		"engine leaves")
 	cmd.Flags().DurationVar(&o.Timeout, "timeout", time.Minute, "longest wait, with --notice")
+	cmd.Flags().BoolVar(&o.Ended, "ended-is-idle", false, "an engine that refuses connections, or "+
+		"whose host has no address, has ended: for workers, whose leader ends before them")
 	cmd.Flags().BoolVar(&o.Undo, "undo", false, "let routers send requests again at once")
 	return cmd
 }

@@ -3,7 +3,8 @@
 // Package drain is `kvspray drain`: it takes an engine out of service before the engine ends. It
 // marks the engine as leaving at the sidecar, from which routers read the mark; they send no new
 // requests there. The mark expires, so the command renews it while the engine still has requests.
-// An engine whose metrics cannot be read does not count as idle. No goroutines.
+// An engine whose metrics cannot be read does not count as idle, but for Options.Ended. No
+// goroutines.
 package drain
 
 import (
@@ -13,10 +14,12 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"net"
 	"net/http"
 	"slices"
 	"strconv"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/kvspray/kvspray/internal/ui/ask"
@@ -44,6 +47,9 @@ type Options struct {
 	// Timeout is the longest wait, with Notice. If one is the other, the last look decides.
 	Timeout time.Duration
 	Undo    bool // routers may send requests again; nothing else is done
+	// Ended: an engine that refuses connections, or whose host has no address, has ended and counts
+	// as idle. For workers of an engine, whose leader serves its requests and ends before them.
+	Ended bool
 }
 
 // Run drains. A sidecar that does not answer is an error after the wait, if it still did not answer
@@ -61,7 +67,7 @@ func Run(ctx context.Context, o Options) error {
 		noticed := time.Since(begun) >= o.Notice
 		var looked error
 		if o.Engine != "" && noticed {
-			if looked = look(ctx, o.Engine, sources, within); looked == nil {
+			if looked = look(ctx, o, sources, within); looked == nil {
 				idle++
 			} else {
 				idle = 0
@@ -119,16 +125,19 @@ func tell(ctx context.Context, method, addr string, within time.Duration) (sourc
 }
 
 // look returns why the engine is not idle.
-func look(ctx context.Context, engine string, sources int, within time.Duration) error {
+func look(ctx context.Context, o Options, sources int, within time.Duration) error {
 	ctx, cancel := context.WithTimeout(ctx, within)
 	defer cancel()
-	target := strings.TrimRight(engine, "/") + "/metrics"
+	target := strings.TrimRight(o.Engine, "/") + "/metrics"
 	status, b, err := ask.Fetch(ctx, http.MethodGet, target)
 	if err == nil && status != http.StatusOK {
 		err = fmt.Errorf("GET %s: %d %s: %s", target, status, http.StatusText(status), ask.Reason(b))
 	}
 	n := 0.0
-	if err == nil {
+	switch {
+	case o.Ended && ended(err):
+		err = nil
+	case err == nil:
 		n, err = requests(b)
 	}
 	switch {
@@ -140,6 +149,16 @@ func look(ctx context.Context, engine string, sources int, within time.Duration)
 		return fmt.Errorf("the blocks of %d requests of the engine still wait to be fetched", sources)
 	}
 	return nil
+}
+
+// ended reports whether nothing listens where an engine did. A host that does not answer may still
+// serve others.
+func ended(err error) bool {
+	var name *net.DNSError
+	if errors.As(err, &name) {
+		return name.IsNotFound // and not a name server that refuses connections
+	}
+	return errors.Is(err, syscall.ECONNREFUSED)
 }
 
 // requests counts what an engine has, in its metrics.

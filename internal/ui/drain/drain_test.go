@@ -5,10 +5,12 @@ package drain
 import (
 	"context"
 	"fmt"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"strings"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 )
@@ -153,6 +155,38 @@ func TestNoticeIsTheTimeout(t *testing.T) {
 	}
 	h.left.Store(5)
 	wantError(t, Run(t.Context(), o), "still has 5 requests")
+}
+
+// A worker of an engine ends after its leader, which has the metrics. Blocks of its own wait all the
+// same, and without the option an engine that does not answer can be one that is busy.
+func TestEnded(t *testing.T) {
+	t.Parallel()
+	h := newHost(t, 0)
+	o := h.options(time.Second)
+	h.engine.Close()
+	wantError(t, Run(t.Context(), o), "connection refused", "after 1s; raise --timeout")
+	o.Ended, o.Timeout = true, long
+	if err := Run(t.Context(), o); err != nil {
+		t.Error(err)
+	}
+	h.sources.Store(1 << 40)
+	o.Timeout = time.Second
+	wantError(t, Run(t.Context(), o), "still wait to be fetched after 1s")
+	h = newHost(t, 0)
+	h.failing.Store(1 << 40)
+	o = h.options(time.Second)
+	o.Ended = true
+	wantError(t, Run(t.Context(), o), "500 Internal Server Error")
+	for _, c := range []struct {
+		err  error
+		want bool
+	}{{&net.DNSError{IsNotFound: true}, true}, {&net.DNSError{IsTemporary: true,
+		UnwrapErr: syscall.ECONNREFUSED}, false}, {syscall.EHOSTUNREACH, false},
+		{context.DeadlineExceeded, false}} {
+		if ended(fmt.Errorf("GET: %w", c.err)) != c.want {
+			t.Errorf("%v: want %v", c.err, c.want)
+		}
+	}
 }
 
 func TestUndo(t *testing.T) {
