@@ -21,11 +21,12 @@ HOSTPY := $(if $(PYTHON),$(PYTHON),python3)
 # An older one says no more than SyntaxError, and one that is not there no more than Error 127. $(1): the least version, 3.$(1).
 need-python = @"$(HOSTPY)" -c 'import sys; sys.exit(sys.version_info < (3, $(1)))' 2>/dev/null || { \
   echo "make $@: $(HOSTPY) is no Python of version 3.$(1) or newer: install one, or name it, for instance make $@ PYTHON=python3.12" >&2; exit 1; }
+need-go = @command -v go >/dev/null || { echo "make $@: go is not on the PATH: install Go 1.26 or newer" >&2; exit 1; }
 VERSION := $(shell git describe --tags --always --dirty 2>/dev/null || echo devel)
 LDFLAGS := -X github.com/kvspray/kvspray/internal/version.version=$(VERSION)
 export KVSPRAY_BINARY := $(ROOT)/bin/kvspray
 # For all that runs Go, as a package that is compiled with it and without it is compiled twice.
-export GOFLAGS := $(strip $(filter-out -trimpath,$(shell go env GOFLAGS)) -trimpath)
+export GOFLAGS := $(strip $(filter-out -trimpath,$(shell go env GOFLAGS 2>/dev/null)) -trimpath)
 
 ##@ Use
 
@@ -36,6 +37,7 @@ help: ## Show this list
 
 .PHONY: build
 build: ## Build bin/kvspray and bin/kvspray-bench
+	$(need-go)
 	@mkdir -p bin
 	go build -ldflags '$(LDFLAGS)' -o bin/ ./cmd/kvspray ./cmd/kvspray-bench
 
@@ -56,16 +58,19 @@ DISTENV := $(B)/dist-venv
 DIST := deploy/dist.py --version $(VERSION)
 .PHONY: wheels
 wheels: $(DISTENV)/.stamp ## Build the Python wheels for this machine into dist/, the sidecar in one of them
+	$(need-go)
 	$(call need-python,10)
 	@$(HOSTPY) $(DIST) wheels
 
 .PHONY: image
 image: $(TOOLS)/.deploy-stamp ## Build an image with the sidecar into dist/, as an OCI layout, without a daemon or a registry
+	$(need-go)
 	$(call need-python,10)
 	@$(HOSTPY) $(DIST) image
 
 .PHONY: dist
 dist: $(DISTENV)/.stamp $(TOOLS)/.deploy-stamp ## All that people install, for x86-64 and arm64, into dist/VERSION: wheels, archives, deb, rpm, image
+	$(need-go)
 	$(call need-python,10)
 	@$(HOSTPY) $(DIST) all
 	@ls -l dist/$(VERSION)
