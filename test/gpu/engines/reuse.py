@@ -283,7 +283,7 @@ def measure(
     for side in sides:
         # The sidecar pins memory for the first PUT, and a long prompt would end before its blocks are
         # saved: PUTs hold no more than a share of the cache.
-        one_prompt(side, WARM_TOKENS, "warm")
+        one_prompt(side, min(WARM_TOKENS, *lengths), "warm")
     for n in lengths:
         got: dict[str, list[dict[str, Any]]] = {side.name: [] for side in sides}
         for turn in range(-1, rounds):  # the first of each is not counted
