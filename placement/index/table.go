@@ -236,33 +236,40 @@ func (t *Table) has(s *slot, holder int) bool {
 // without a gap. hits has a place for each holder.
 func (t *Table) Lookup(keys []uint64, hits []int) {
 	clear(hits)
+	n := min(len(hits), t.holders)
+	var lefts, fews [MaxHolders / 64]uint64
+	left, few := lefts[:(n+63)/64], fews[:(n+63)/64] // left: the holders without a gap so far
+	for h := range n {
+		left[h/64] |= 1 << (h % 64)
+	}
 	for i, key := range keys {
 		s := &t.slots[t.find(key)]
-		if s.holders[0] == 0 {
-			return
-		}
-		some := false
-		step := func(h int) {
-			if h < len(hits) && hits[h] == i {
-				hits[h], some = i+1, true
-			}
-		}
+		has := few
 		if s.isWide() {
-			for w, x := range t.bitmaps[s.bitmap()] {
-				for ; x != 0; x &= x - 1 {
-					step(w*64 + bits.TrailingZeros64(x))
-				}
-			}
+			has = t.bitmaps[s.bitmap()]
 		} else {
+			clear(few)
 			for _, h := range s.holders {
-				if h == 0 {
-					break
+				if h > 0 && int(h) <= n {
+					few[(h-1)/64] |= 1 << ((h - 1) % 64)
 				}
-				step(int(h) - 1)
 			}
 		}
-		if !some {
+		var some uint64
+		for w, x := range left {
+			for lost := x &^ has[w]; lost != 0; lost &= lost - 1 {
+				hits[w*64+bits.TrailingZeros64(lost)] = i
+			}
+			left[w] = x & has[w]
+			some |= left[w]
+		}
+		if some == 0 {
 			return
+		}
+	}
+	for w, x := range left {
+		for ; x != 0; x &= x - 1 {
+			hits[w*64+bits.TrailingZeros64(x)] = len(keys)
 		}
 	}
 }

@@ -203,7 +203,7 @@ static bool fatal(int rc)
 		214, 220, 226, 721,      /* of the memory, of the link; contained; of a tensor */
 		700, 702, 710, 714, 715, /* of a kernel */
 		716, 717, 718, 719,
-		809, 999,                /* the client of MPS was ended; unknown */
+		810, 911, 999,           /* the client of MPS was ended; a device outside; unknown */
 	};
 	for (size_t i = 0; i < sizeof all / sizeof *all; i++)
 		if (all[i] == rc)

@@ -46,6 +46,7 @@ static const struct hook {
 
 static struct settings set;
 static pthread_once_t set_once = PTHREAD_ONCE_INIT;
+static pthread_once_t count_once = PTHREAD_ONCE_INIT;
 static _Atomic bool forked;
 
 /* What is wrong with a variable; empty: nothing. */
@@ -69,6 +70,7 @@ static void in_child(void)
 {
 	forked = forked || gate_started();
 	count_nothing();
+	count_once = (pthread_once_t)PTHREAD_ONCE_INIT;
 }
 
 static void read_settings(void)
@@ -99,6 +101,7 @@ static bool on(void)
 		say("%s", wrong);
 		_exit(WRONG_SETTING);
 	}
+	pthread_once(&count_once, count_begin);
 	return true;
 }
 

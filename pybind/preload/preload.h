@@ -140,7 +140,9 @@ enum outcome {
 void count(enum entry e, enum outcome why, uint64_t bytes);
 /* A copy that the sidecar had taken and the driver made again. */
 void count_again(uint64_t bytes);
-/* In a new process. */
+/* Before the first of them: from here on kvspray doctor can read the counters. */
+void count_begin(void);
+/* In a child: the counters are its parent's. */
 void count_nothing(void);
 /* To stderr. Each is a line of its own. */
 __attribute__((format(printf, 1, 2))) void say(const char *format, ...);

@@ -601,10 +601,24 @@ int fake_alloc_far(devptr *p, size_t n)
 	return rc;
 }
 int cuMemAllocManaged(devptr *p, size_t n, unsigned flags) { (void)flags; return device_alloc(p, n, KIND_MANAGED); }
+/* Until *go is set, what is freed waits; once that begins, *begun is set. */
+static struct {
+	_Atomic int *begun, *go;
+} hold;
+void fake_hold_frees(_Atomic int *begun, _Atomic int *go)
+{
+	hold.begun = begun;
+	hold.go = go;
+}
 int cuMemFree_v2(devptr p)
 {
 	if (sticky)
 		return sticky;
+	if (hold.begun) {
+		*hold.begun = 1;
+		while (!*hold.go)
+			usleep(1000);
+	}
 	await_all_alone();
 	pthread_mutex_lock(&lock);
 	struct allocation *a = find(p);

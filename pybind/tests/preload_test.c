@@ -58,7 +58,7 @@ int cuEventCreate(handle *, unsigned), cuEventRecord(handle, handle), cuCtxSynch
 int cuDevicePrimaryCtxReset_v2(int), cuDevicePrimaryCtxRelease_v2(int), cuCtxDestroy_v2(handle);
 int cuGetProcAddress_v2(const char *, void **, int, uint64_t, int *), cuGetProcAddress(const char *, void **, int, uint64_t);
 int fake_far_stream(handle *), fake_free(devptr), fake_alloc_vmm(devptr *, size_t), fake_alloc_far(devptr *, size_t);
-void fake_break(void), fake_hang(void), fake_refuse(int);
+void fake_break(void), fake_hang(void), fake_refuse(int), fake_hold_frees(_Atomic int *, _Atomic int *);
 
 #define P(x) ((uint64_t)(uintptr_t)(x))
 #define PTR(x) ((void *)(uintptr_t)(x))
@@ -550,13 +550,18 @@ static void free_beside(pid_t sidecar)
 	devptr d, e;
 	handle s;
 	pthread_t t;
+	static _Atomic int begun, go;
 	void *h = host_of(BYTES);
 	REQUIRE(cuMemAlloc_v2(&d, BYTES) == 0 && cuMemAlloc_v2(&e, BYTES) == 0 && cuStreamCreate(&s, 1) == 0);
 	warm(d, h, s);
 	warm(e, h, s);
+	fake_hold_frees(&begun, &go);
 	REQUIRE(kill(sidecar, SIGSTOP) == 0 && pthread_create(&t, NULL, freed, PTR(d)) == 0);
-	usleep(300000); /* the thread waits for the sidecar to unmap it, and then for the GPU */
-	REQUIRE(cuMemcpyHtoDAsync_v2(e, h, BYTES, s) == 0 && cuStreamSynchronize(s) == 0);
+	while (!begun) /* the thread has waited for the sidecar, and waits for the GPU next */
+		usleep(1000);
+	REQUIRE(cuMemcpyHtoDAsync_v2(e, h, BYTES, s) == 0);
+	go = 1;
+	REQUIRE(cuStreamSynchronize(s) == 0);
 	pthread_join(t, NULL);
 	puts("ok");
 }

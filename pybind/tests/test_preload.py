@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import collections
+import json
 import os
 import pathlib
 import random
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from conftest import Serve, Sidecar
+from conftest import BINARY, Serve, Sidecar
 from test_native import ROOT, compile_c
 
 from kvspray import CompletionStatus
@@ -194,6 +195,23 @@ def test_off_and_without_a_sidecar(build: Build, serve: Serve) -> None:
     assert sum(n for (_, why), n in report.items() if why == "no sidecar") > 100
     code, out, report, err = build.run("random", 1, OPS, socket=socket, FAKE_NO_MEMOPS="1")
     assert (code, out) == native[:2] and not caught(report), err
+
+
+def test_doctor_has_the_counters(build: Build, serve: Serve, tmp_path: pathlib.Path) -> None:
+    """Of a program that runs: what a sidecar would have copied, by entry point."""
+    _, _ = serve("a")  # for the binary
+    program = build.start("random", 1, 1000 * OPS)
+    try:
+        end = time.monotonic() + 60
+        found: list[dict[str, str]] = []
+        while not any("no sidecar" in r["detail"] for r in found) and time.monotonic() < end:
+            command = [BINARY, "doctor", "--json", "--http", "off", "--socket", tmp_path / "s"]
+            results = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=60).stdout)
+            found = [r for r in results if r["name"] == f"preload {program.pid} preload_test"]
+    finally:
+        program.kill()
+        program.communicate()
+    assert [r["state"] for r in found] == ["warn"] and re.search(r"cuMemcpyHtoDAsync_v2: .*\d+ no sidecar", found[0]["detail"]), found
 
 
 def test_random_programs(build: Build, serve: Serve) -> None:

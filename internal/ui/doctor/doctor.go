@@ -89,6 +89,7 @@ var checks = []check{
 	{"rdma devices", false, one(rdma)},
 	{"engine packages", false, engines},
 	{"running sidecar", false, one(running)},
+	{"preload", false, preloads},
 }
 
 // Run makes all checks in order.
