@@ -143,7 +143,7 @@ def main() -> int:
     try:
         pairs = start(args, run, logs, started)
         resident = Resident().hold(pid for s in started for pid in s.pids())
-        say(f"{resident.bytes >> 20} MiB of programs and libraries are locked in memory, {resident.refused >> 20} MiB are not (limit: ulimit -l); only timings differ")
+        say(f"{resident.bytes >> 20} MiB of programs locked in memory, {resident.refused >> 20} MiB not (ulimit -l): only timings differ")
         report = measure(args, lengths, pairs, here)
     finally:
         for s in reversed(started):

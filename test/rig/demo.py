@@ -179,7 +179,7 @@ class Demo:
             wait_for(f"{proxy.name} up", proxy.up, 15)
         say("the proxy is up, once per dispatch mode")
         self.resident.hold(pid for s in (*self.servers, *self.proxies.values(), *self.sidecars) for pid in s.pids())
-        say(f"{self.resident.bytes >> 20} MiB of programs and libraries are locked in memory, {self.resident.refused >> 20} MiB are not (limit: ulimit -l); only timings differ")
+        say(f"{self.resident.bytes >> 20} MiB of programs locked in memory, {self.resident.refused >> 20} MiB not (ulimit -l): only timings differ")
 
     def wait_sessions(self) -> None:
         """Both engines have found their sidecars: worker and scheduler have their sessions."""
