@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package ask sends requests to the HTTP port of a running sidecar (http.listen), for commands that
-// show or change its state, and to engines. No proxy of the environment gets them. Answers are bounded, and errors name the address and the remedy. No
-// goroutines.
+// show or change its state, and to engines. No proxy of the environment gets them. Answers are
+// bounded, and errors name the address and the remedy. No goroutines.
 package ask
 
 import (

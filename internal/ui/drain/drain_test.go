@@ -157,8 +157,8 @@ func TestNoticeIsTheTimeout(t *testing.T) {
 	wantError(t, Run(t.Context(), o), "still has 5 requests")
 }
 
-// A worker of an engine ends after its leader, which has the metrics. Blocks of its own wait all the
-// same, and without the option an engine that does not answer can be one that is busy.
+// A worker of an engine ends after its leader, which has the metrics. Blocks of its own wait all
+// the same, and without the option an engine that does not answer can be one that is busy.
 func TestEnded(t *testing.T) {
 	t.Parallel()
 	h := newHost(t, 0)

@@ -90,8 +90,9 @@ func Read(ctx context.Context, addr string) (*Status, error) {
 }
 
 func build(state *top.Snapshot, reach *doctor.Reach, tiers []Tier) *Status {
-	s := &Status{Node: state.Node, Version: state.Version, State: "starting", Endpoint: state.Endpoint,
-		Leaving: state.LeavingSeconds, Engines: state.Sessions, Open: Open{state.Leases.Open[0], state.Leases.Open[1]},
+	s := &Status{Node: state.Node, Version: state.Version, State: "starting",
+		Endpoint: state.Endpoint, Leaving: state.LeavingSeconds, Engines: state.Sessions,
+		Open:  Open{state.Leases.Open[0], state.Leases.Open[1]},
 		Ended: state.Totals.Transfers, Store: tiers, Troubles: []string{}}
 	switch {
 	case state.Draining:
