@@ -246,8 +246,8 @@ PODS_STEPS ?=
 test-pods: build env $(TOOLS)/chartrender ## The chart's pods, run here without Kubernetes: updates, kills and drains under load (8 minutes; PODS_STEPS=all)
 	$(VENV)/bin/python test/pods/pods.py $(if $(PODS_STEPS),--steps $(PODS_STEPS))
 
-test-pods-group: build env $(TOOLS)/chartrender ## The same for a decode engine of two pods, as a LeaderWorkerSet: blocks reach both
-	$(VENV)/bin/python test/pods/pods.py --values test/pods/group.yaml --steps ""
+test-pods-group: build env $(TOOLS)/chartrender ## The same for decode engines of two pods each, as a LeaderWorkerSet: blocks reach all, an update, a worker's eviction
+	$(VENV)/bin/python test/pods/pods.py --values test/pods/group.yaml --steps decode,worker
 
 .PHONY: test-sglang
 test-sglang: build ## SGLang's pools, HiCache on our store, prefill and decode on its servers and beside vLLM's (environments of 2.7 and 3 GB, made once)

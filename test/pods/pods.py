@@ -27,7 +27,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import yaml
@@ -38,6 +38,7 @@ ROOT = HERE.parent.parent
 BUILD = ROOT / ".build"
 OUT = BUILD / "test-pods"
 RELEASE, NAMESPACE = "kv", "llm"
+GROUP_LABEL = "leaderworkerset.sigs.k8s.io/name"
 STREAMS, PAUSE_S = 8, 1.5
 START_S, ROLL_S, REQUEST_S = 600.0, 400.0, 90.0  # bounds on a busy machine
 INSIDE = "KVSPRAY_PODS_INSIDE"
@@ -59,7 +60,7 @@ def render(values: Object) -> list[Object]:
         raise Failed(f"chartrender: {done.stderr}")
     (OUT / "manifests.yaml").write_text(done.stdout)
     docs = [d for d in yaml.safe_load_all(done.stdout) if d]
-    return [part for d in docs for part in (group(d) if d["kind"] == "LeaderWorkerSet" else [d])]
+    return [*docs, *(leaders_service(d) for d in docs if d["kind"] == "LeaderWorkerSet")]
 
 
 def images() -> dict[str, Image]:
@@ -94,21 +95,11 @@ def template_hash(template: Object) -> str:
     return hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def group(doc: Object) -> list[Object]:
-    """What the controller of LeaderWorkerSets makes of one of one group: StatefulSets of its leader and its workers, and a service."""
-    name, spec = doc["metadata"]["name"], doc["spec"]
-    parts, label = spec["leaderWorkerTemplate"], {"leaderworkerset.sigs.k8s.io/name": name}
-    out: list[Object] = []
-    for rank in range(parts["size"]):
-        template = copy.deepcopy(parts["workerTemplate" if rank else "leaderTemplate"])
-        template["metadata"]["labels"] |= label
-        env = {"LWS_LEADER_ADDRESS": f"{name}-0.{name}.{NAMESPACE}", "LWS_GROUP_SIZE": parts["size"], "LWS_WORKER_INDEX": rank}
-        for c in (*template["spec"].get("initContainers", []), *template["spec"]["containers"]):
-            c["env"] = [{"name": k, "value": str(v)} for k, v in env.items()] + c.get("env", [])
-        out.append({"kind": "StatefulSet", "metadata": {"name": f"{name}-0" if rank else name},
-                    "spec": {"replicas": 1, "first": rank, "serviceName": name, "template": template}})  # fmt: skip
-    service = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": label}
-    return [*out, {"kind": "Service", "metadata": {"name": name}, "spec": service}]
+def leaders_service(doc: Object) -> Object:
+    """The headless service that the controller of LeaderWorkerSets makes."""
+    name = doc["metadata"]["name"]
+    spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {GROUP_LABEL: name}}
+    return {"kind": "Service", "metadata": {"name": name}, "spec": spec}
 
 
 class Workload:
@@ -155,6 +146,86 @@ class Workload:
             return
         for i in reversed(range(len(self.pods))):
             self.replace(i)
+
+
+class Groups(Workload):
+    """A LeaderWorkerSet, and the pods of its groups: of each the leader, then its workers.
+
+    Leaders are pods of one StatefulSet, which its controller updates one after the other. Each leader owns a StatefulSet of its workers:
+    they are deleted when their leader is gone, while the next leader already starts.
+    """
+
+    @property
+    def template(self) -> Object:
+        return self.doc["spec"]["leaderWorkerTemplate"]
+
+    @property
+    def size(self) -> int:
+        return self.template["size"]
+
+    def create(self, index: int) -> Pod:
+        group, rank = divmod(index, self.size)
+        template = copy.deepcopy(self.template["workerTemplate" if rank else "leaderTemplate"])
+        template["metadata"]["labels"][GROUP_LABEL] = self.name
+        leader = f"{self.name}-{group}"
+        env = {"LWS_LEADER_ADDRESS": f"{leader}.{self.name}.{NAMESPACE}", "LWS_GROUP_SIZE": self.size, "LWS_WORKER_INDEX": rank}
+        for c in (*template["spec"].get("initContainers", []), *template["spec"]["containers"]):
+            c["env"] = [{"name": k, "value": str(v)} for k, v in env.items()] + c.get("env", [])
+        return Pod(self.node, f"{leader}-{rank}" if rank else leader, NAMESPACE, template, self.name)
+
+    def start(self) -> None:
+        self.pods = [self.create(i) for i in range(self.doc["spec"]["replicas"] * self.size)]
+
+    def replace_group(self, group: int) -> None:
+        leader, *workers = self.members(group)
+        self.renew(leader)
+        together([lambda i=i: self.renew(i) for i in workers])
+        self.wait_group(group)
+
+    def evict_worker(self, group: int) -> None:
+        """The controller then deletes the leader, in the foreground: it is gone when all of its workers are."""
+        members = self.members(group)
+        together([self.pods[i].end for i in reversed(members)])
+        for i in members:
+            self.pods[i] = self.create(i)
+        self.wait_group(group)
+
+    def members(self, group: int) -> range:
+        return range(group * self.size, (group + 1) * self.size)
+
+    def renew(self, i: int) -> None:
+        self.pods[i].end()
+        self.pods[i] = self.create(i)
+
+    def wait_group(self, group: int) -> None:
+        pods = [self.pods[i] for i in self.members(group)]
+        wait_for(f"{pods[0].name} and its workers to be ready", lambda: all(p.ready for p in pods), ROLL_S)
+
+    def roll(self, doc: Object) -> None:
+        old, self.doc = self.template, doc
+        if template_hash(old) == template_hash(self.template):
+            return
+        for group in reversed(range(self.doc["spec"]["replicas"])):
+            self.replace_group(group)
+
+
+def together(calls: Sequence[Callable[[], None]]) -> None:
+    """Makes the calls at the same time. The first failure is raised when all are through."""
+    failures: list[BaseException] = []
+
+    def call(f: Callable[[], None]) -> None:
+        try:
+            f()
+        except BaseException as err:  # noqa: BLE001
+            failures.append(err)
+
+    threads = [threading.Thread(target=call, args=(f,)) for f in calls]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    if failures:
+        raise failures[0]
 
 
 # ---- the load
@@ -264,9 +335,9 @@ class Test:
             name = d["metadata"]["name"]
             if d["kind"] == "ConfigMap":
                 self.node.configs[f"ConfigMap/{name}"] = d["data"]
-            elif d["kind"] in ("StatefulSet", "Deployment"):
+            elif kind := {"StatefulSet": Workload, "Deployment": Workload, "LeaderWorkerSet": Groups}.get(d["kind"]):
                 out[name] = d
-                self.workloads.setdefault(name, Workload(self.node, d))
+                self.workloads.setdefault(name, kind(self.node, d))
         self.node.services = [d for d in docs if d["kind"] == "Service"]
         self.budgets = {d["metadata"]["name"]: d["spec"]["maxUnavailable"] for d in docs if d["kind"] == "PodDisruptionBudget"}
         return out
@@ -305,22 +376,8 @@ class Test:
         """helm upgrade: the controllers of all workloads work at the same time."""
         change(self.values)
         docs = self.apply(render(copy.deepcopy(self.values)))
-        failures: list[BaseException] = []
-
-        def roll(w: Workload) -> None:
-            try:
-                w.roll(docs[w.name])
-            except BaseException as err:  # noqa: BLE001
-                failures.append(err)
-
         before = {n: [p.template for p in w.pods] for n, w in self.workloads.items()}
-        threads = [threading.Thread(target=roll, args=(w,)) for w in self.workloads.values()]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
-        if failures:
-            raise failures[0]
+        together([lambda w=w: w.roll(docs[w.name]) for w in self.workloads.values()])
         rolled = {n for n, w in self.workloads.items() if [p.template for p in w.pods] != before[n]}
         if rolled != {f"{RELEASE}-{p}" for p in parts}:
             self.problem(f"the upgrade rolled {sorted(rolled)}, expected {parts}")
@@ -339,6 +396,11 @@ class Test:
             if "decode" in steps:
                 with self.step("rolling update of decode"):
                     self.upgrade(lambda v: v["decode"].update(podAnnotations={"rolled": "1"}), ("decode",))
+            if "worker" in steps:
+                with self.step("eviction of a worker of decode-0"):
+                    groups = self.workload("decode")
+                    assert isinstance(groups, Groups)
+                    groups.evict_worker(0)
             if "prefill" in steps:
                 with self.step("rolling update of prefill"):
                     self.upgrade(lambda v: v["prefill"].update(podAnnotations={"rolled": "1"}), ("prefill",))
@@ -396,6 +458,8 @@ class Test:
         for part in ("prefill", "decode"):
             for pod in self.workload(part).pods:
                 engine = pod.container("engine")
+                if "startupProbe" not in engine.spec:
+                    continue  # a worker's, which has no API server
                 if engine.counts["startup"] < 2 or not engine.counts["startup failed"]:
                     self.problem(f"{pod.name}: the startup probe of the engine did not wait for it: {dict(engine.counts)}")
 
@@ -435,26 +499,16 @@ class Test:
 
     def drain(self, pods: list[tuple[str, int]]) -> None:
         """Evicts pods as kubectl drain does: all at once, so far as their budgets allow it."""
-        failures: list[BaseException] = []
 
         def evict(part: str, i: int) -> None:
-            try:
-                w = self.workload(part)
-                wait_for(f"the budget of {part}", lambda: sum(not p.ready for p in w.pods) < self.budgets[w.name], ROLL_S)
-                pod = w.pods[i]
-                w.replace(i)
-                if pod.took > pod.grace:
-                    self.problem(f"{pod.name} took {pod.took:.1f} s to end, of {pod.grace:g}")
-            except BaseException as err:  # noqa: BLE001
-                failures.append(err)
+            w = self.workload(part)
+            wait_for(f"the budget of {part}", lambda: sum(not p.ready for p in w.pods) < self.budgets[w.name], ROLL_S)
+            pod = w.pods[i]
+            w.replace(i)
+            if pod.took > pod.grace:
+                self.problem(f"{pod.name} took {pod.took:.1f} s to end, of {pod.grace:g}")
 
-        threads = [threading.Thread(target=evict, args=p) for p in pods]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
-        if failures:
-            raise failures[0]
+        together([lambda p=p: evict(*p) for p in pods])
 
 
 def inside(argv: list[str]) -> int | None:
@@ -468,18 +522,18 @@ def inside(argv: list[str]) -> int | None:
     return None
 
 
-# Those of eight minutes, and those of which the first ones are parts.
-STEPS, MORE = ("sidecars", "router", "restart", "liveness", "drain", "kill"), ("decode", "prefill")
+# Those of eight minutes, those of which the first ones are parts, and those for values with groups of pods.
+STEPS, MORE, GROUPS = ("sidecars", "router", "restart", "liveness", "drain", "kill"), ("decode", "prefill"), ("worker",)
 
 
 def main() -> int:
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ap.add_argument("--steps", default=",".join(STEPS), help=f"some of {', '.join((*STEPS, *MORE))}, or all")
+    ap.add_argument("--steps", default=",".join(STEPS), help=f"some of {', '.join((*STEPS, *MORE, *GROUPS))}, or all")
     ap.add_argument("--values", type=pathlib.Path, default=HERE / "values.yaml", help="of the chart")
     args = ap.parse_args()
     steps = {*STEPS, *MORE} if args.steps == "all" else set(filter(None, args.steps.split(",")))
-    if unknown := steps - {*STEPS, *MORE}:
-        ap.error(f"--steps: {unknown.pop()!r} is none of {', '.join((*STEPS, *MORE))}")
+    if unknown := steps - {*STEPS, *MORE, *GROUPS}:
+        ap.error(f"--steps: {unknown.pop()!r} is none of {', '.join((*STEPS, *MORE, *GROUPS))}")
     if INSIDE not in os.environ:
         if (rc := inside(sys.argv)) is not None:
             return rc
