@@ -21,7 +21,8 @@ SIZES: dict[str, Any] = {"block_size": 32, "num_kv_heads": 2, "head_size": 32, "
 
 @pytest.fixture
 def model(tmp_path: pathlib.Path) -> str:
-    config = {"architectures": ["LlamaForCausalLM"], "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, **heads}
     (tmp_path / "config.json").write_text(json.dumps(config))
     return str(tmp_path)
 
