@@ -169,8 +169,16 @@ def test_identity() -> None:
     assert dtype == "float32" and identity["weights"] == "w1" and of("float32") == of()
     assert identity["head_size"] == "32"
     assert not any("sglang" in v for v in identity.values())
-    for more in ({"quantization": "fp8"}, {"json_model_override_args": '{"a": 1}'}):
+    for more in (
+        {"quantization": "fp8"}, {"json_model_override_args": '{"a": 1}'},
+        {"decrypted_config_file": "/other.json"}, {"model_impl": "transformers"},
+        {"model_config_parser": "mistral"}, {"load_format": "remote_instance"},
+        {"modelopt_quant": "fp8"}, {"quantize_and_serve": True}, {"rl_quant_profile": "/p"},
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=next(iter(more))):
             of(**more)
     with pytest.raises(ValueError, match="kv_cache_dtype"):
         of("fp8_e4m3")
+    config.quantization = "modelopt_fp8"  # which SGLang has found in the checkpoint
+    with pytest.raises(ValueError, match="modelopt_fp8"):
+        of()

@@ -30,6 +30,8 @@ KNOWN = VOLATILE | {
     "attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "pretraining_tp", "use_cache", "is_llama_config",
     "_attn_implementation_autoset", "unsloth_fixed", "unsloth_version",
 }  # fmt: skip
+# Ways to load weights that read the files of which the digest is.
+LOAD_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "pt", "npcache", "runai_streamer")
 MODEL_TYPES = ("llama",)  # another one has other defaults, such as a sliding window
 # Names that one process, or one path, has given to its weights.
 _PRIVATE = ("named:", "dummy:", "replaced:")
