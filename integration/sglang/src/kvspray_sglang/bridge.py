@@ -50,6 +50,8 @@ _FAILED = b"0"  # KVPoll.Failed
 # What SGLang's /generate may have. The first token is vLLM's, so both engines must sample alike.
 _BODY = ("input_ids", "sampling_params", "stream", "rid")
 _SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+# One engine may have other defaults, of the checkpoint's generation_config.json or of an argument.
+_NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _DECODE_ONLY = (
     "max_new_tokens", "ignore_eos", "stop", "stop_token_ids", "skip_special_tokens",
     "spaces_between_special_tokens", "no_stop_trim",
@@ -139,8 +141,15 @@ class _Bridge:
             out = web.StreamResponse(status=answer.status)
             out.content_type = answer.content_type
             await out.prepare(request)
-            async for chunk in answer.content.iter_any():
-                await out.write(chunk)
+            try:
+                async for chunk in answer.content.iter_any():
+                    await out.write(chunk)
+            except (ClientError, TimeoutError) as err:
+                # The status is sent: only a broken connection shows that the answer is not whole.
+                _log.warning("decode has ended its answer early: %s", err or type(err).__name__)
+                if request.transport is not None:
+                    request.transport.abort()
+                return out
             await out.write_eof()
             return out
 
@@ -183,13 +192,15 @@ class VllmToSglang(_Bridge):
         for key in body:
             if key not in _BODY:
                 raise Refused(f"{key!r} is not passed between engines; leave it out")
-        sampling = dict(body.get("sampling_params") or {})
+        sampling = body.get("sampling_params") or {}
+        if not isinstance(sampling, dict):
+            raise Refused("sampling_params is no object; send a request for each prompt")
         for key in sampling:
             if key not in _SAMPLING and key not in _DECODE_ONLY:
                 raise Refused(
                     f"sampling_params[{key!r}] is not known to both engines; leave it out"
                 )
-        sampling = _SAMPLING | sampling
+        sampling = _SAMPLING | _NEUTRAL | sampling
         ids = _ids(body.get("input_ids"), "input_ids")
         number = self._new_room(_Room(ids, {k: sampling[k] for k in _SAMPLING}))
         try:
@@ -240,7 +251,7 @@ class VllmToSglang(_Bridge):
                 self._model = str((await answer.json())["data"][0]["id"])
         body = {
             "model": self._model, "prompt": room.ids, "max_tokens": 1, "ignore_eos": True,
-            "return_token_ids": True, **room.sampling,
+            "return_token_ids": True, **room.sampling, **_NEUTRAL,
             "kv_transfer_params": {
                 "do_remote_decode": True, "do_remote_prefill": False,
                 "kvspray": {"v": 1, "xfer": xfer.hex(), "fanout": 1},
@@ -279,11 +290,16 @@ class SglangToVllm(_Bridge):
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await _body(request)
         ids = _ids(body.get("prompt"), "prompt")
-        if int(body.get("n") or 1) != 1:
-            raise Refused(f"n is {body['n']}; send a request for each answer")
-        for key in ("kv_transfer_params", "cache_salt", "prompt_embeds"):
-            if body.get(key):
-                raise Refused(f"{key} is set, which SGLang's prefill does not have; leave it out")
+        if body.get("n") not in (None, 1):
+            raise Refused(f"n is {str(body['n'])[:64]}; send a request for each answer")
+        # vLLM takes transfers from its extra arguments, too. Only the bridge names one.
+        more = body.get("vllm_xargs")
+        for given in (body, more if isinstance(more, dict) else {}):
+            for key in ("kv_transfer_params", "cache_salt", "prompt_embeds"):
+                if given.get(key):
+                    raise Refused(
+                        f"{key} is set, which SGLang's prefill does not have; leave it out"
+                    )
         number = self._new_room(_Room(ids, xfer=secrets.token_bytes(pd_wire.XFER_BYTES)))
         try:
             peer = await self._offered(number)
