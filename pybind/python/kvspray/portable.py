@@ -19,7 +19,7 @@ from .client import identity as _identity
 from .weights import MAX_JSON_BYTES, VOLATILE, CheckpointError, directory_of
 
 VERSION = "1"
-ARCHITECTURES = ("LlamaForCausalLM",)  # test/sglang/test_cross_pools.py and test_cross_server.py compare them
+ARCHITECTURES = ("LlamaForCausalLM",)  # test/sglang/test_cross_server.py compares them
 DTYPES = ("float32", "float16", "bfloat16")
 # What a configuration may have: both engines take it alike, or neither looks at it. Anything else is refused by name, whatever its value: a key that
 # one engine reads and the other does not makes two caches of one checkpoint.
