@@ -500,7 +500,8 @@ func TestLateSidecarIsCompared(t *testing.T) {
 	}
 }
 
-// A failed request takes an engine out before its health check does. Its cache is gone all the same.
+// A failed request takes an engine out before its health check does. Its cache is gone all the
+// same.
 func TestCacheOfAnEngineThatFailedARequestIsForgotten(t *testing.T) {
 	d := newEngine(t, answerDecode)
 	p, url := start(t, Config{Decode: []string{d.URL}, Policy: "local"})
