@@ -278,11 +278,27 @@ def test_sglang_prefills(what: str) -> None:
     play(scene)
 
 
+def test_a_bridge_that_restarts_has_its_port_for_ranks() -> None:
+    """SGLang's decode asks for it once, and keeps it as long as /health answers."""
+    ranks = rig.free_port()
+
+    async def scene(w: World) -> None:
+        b = bridge.VllmToSglang((HOST, w.port), "http://a", PEER, "http://b", "m", ranks)
+        url = await w.serve(b.routes(), w.port, b)
+        query = "/route?prefill_dp_rank=0&target_tp_rank=0"
+        async with ClientSession() as http, http.get(url + query) as got:
+            assert (await got.json())["rank_port"] == ranks
+
+    for _ in range(2):
+        play(scene)
+
+
 def test_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     for args, want in (
         (["--listen", "x"], "host:port"),
         (["--listen", "h:1", "--prefill-vllm", "http://a", "--decode-vllm", "http://b"], "want"),
         (["--listen", "h:1", "--prefill-vllm", "ftp://a", "--decode-sglang", "http://b"], "http"),
+        (["--listen", "h:1", "--ranks-port", "65536"], "port"),
     ):
         with pytest.raises(SystemExit):
             bridge.main(args)

@@ -76,12 +76,15 @@ class _Room:
 class _Bridge:
     """What both directions share: sockets to SGLang's ranks, and answers that are passed on."""
 
-    def __init__(self, host: str, decode: str) -> None:
+    def __init__(self, host: str, decode: str, ranks: int) -> None:
+        """``ranks``: the port for SGLang's ranks; 0: any."""
         self._host, self._decode = host, decode
         self._rooms: dict[int, _Room] = {}
         self._zmq = zmq.asyncio.Context()
         self._pull = self._zmq.socket(zmq.PULL)
-        self._port = int(self._pull.bind_to_random_port(f"tcp://{_in_url(host)}"))
+        if ranks:
+            self._pull.bind(f"tcp://{_in_url(host)}:{ranks}")
+        self._port = ranks or int(self._pull.bind_to_random_port(f"tcp://{_in_url(host)}"))
         self._push: dict[tuple[str, int], zmq.asyncio.Socket] = {}
         self._http: ClientSession
         self._loop: asyncio.Task[None]
@@ -163,9 +166,10 @@ class VllmToSglang(_Bridge):
     """Prefill by vLLM. To SGLang's decode server this process is a prefill server of one rank."""
 
     def __init__(
-        self, listen: tuple[str, int], prefill: str, peer: str, decode: str, model: str
+        self, listen: tuple[str, int], prefill: str, peer: str, decode: str, model: str,
+        ranks: int = 0,
     ) -> None:  # fmt: skip
-        super().__init__(listen[0], decode)
+        super().__init__(listen[0], decode, ranks)
         self._listen, self._prefill, self._peer, self._model = listen, prefill, peer, model
 
     def routes(self) -> list[web.RouteDef]:
@@ -275,9 +279,10 @@ class SglangToVllm(_Bridge):
     """Prefill by SGLang. To SGLang's prefill server this process is a decode rank."""
 
     def __init__(
-        self, listen: tuple[str, int], prefill: str, bootstrap: tuple[str, int], decode: str
+        self, listen: tuple[str, int], prefill: str, bootstrap: tuple[str, int], decode: str,
+        ranks: int = 0,
     ) -> None:  # fmt: skip
-        super().__init__(listen[0], decode)
+        super().__init__(listen[0], decode, ranks)
         self._prefill, self._bootstrap = prefill, bootstrap
         self._background: set[asyncio.Task[None]] = set()
 
@@ -453,6 +458,12 @@ def _address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def _port(text: str) -> int:
+    if not text.isdigit() or not 0 < int(text) < 65536:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port")
+    return int(text)
+
+
 def _url(text: str) -> str:
     if not text.startswith("http://"):
         raise argparse.ArgumentTypeError(f"{text!r} does not begin with http://")
@@ -470,6 +481,9 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--prefill-peer", help="host:port of the sidecar of vLLM's prefill")
     p.add_argument("--prefill-bootstrap", type=_address,
                    help="host:port of SGLang's bootstrap server")  # fmt: skip
+    p.add_argument("--ranks-port", type=_port, default=0,
+                   help="port for SGLang's ranks. SGLang's decode keeps it: with any other one it "
+                   "would not find a bridge that has restarted, for minutes. Default: a free one")  # fmt: skip
     p.add_argument("--model", default="", help="vLLM's name for the model; default: its first")
     decode = p.add_mutually_exclusive_group(required=True)
     decode.add_argument("--decode-vllm", type=_url)
@@ -477,12 +491,14 @@ def main(argv: list[str] | None = None) -> int:
     args = p.parse_args(argv)
     if args.prefill_vllm and args.decode_sglang and args.prefill_peer:
         bridge: _Bridge = VllmToSglang(
-            args.listen, args.prefill_vllm, args.prefill_peer, args.decode_sglang, args.model
-        )
+            args.listen, args.prefill_vllm, args.prefill_peer, args.decode_sglang, args.model,
+            args.ranks_port,
+        )  # fmt: skip
     elif args.prefill_sglang and args.decode_vllm and args.prefill_bootstrap:
         bridge = SglangToVllm(
-            args.listen, args.prefill_sglang, args.prefill_bootstrap, args.decode_vllm
-        )
+            args.listen, args.prefill_sglang, args.prefill_bootstrap, args.decode_vllm,
+            args.ranks_port,
+        )  # fmt: skip
     else:
         p.error("want --prefill-vllm, --prefill-peer and --decode-sglang, or --prefill-sglang, "
                 "--prefill-bootstrap and --decode-vllm")  # fmt: skip
