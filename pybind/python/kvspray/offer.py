@@ -46,6 +46,7 @@ class Offer:
         self._files = Files(root)
         self.manifest: Manifest = self._files.manifest
         self._arena = Arena(arena_bytes, PAGE_BYTES)
+        self._arena.fill(arena_bytes)  # before anybody waits for a piece
         self._files.prepare(self._arena)
         self._lock = threading.Condition()
         self._waiting = 0
