@@ -190,6 +190,7 @@ func (p *pool) takeThis(b *backend) *backend {
 func (p *Proxy) watch(ctx context.Context, b *backend, asked <-chan struct{}) {
 	tick := time.NewTicker(healthEvery)
 	defer tick.Stop()
+	lost := false // its cache, since it was up: also if a failed request took it out before
 	for {
 		err := p.check(ctx, b)
 		select {
@@ -206,9 +207,12 @@ func (p *Proxy) watch(ctx context.Context, b *backend, asked <-chan struct{}) {
 				p.log.Info("back end is up", "role", b.role, "url", b.url, "peer", b.peerAddr())
 			} else {
 				p.log.Warn("back end is down", "role", b.role, "url", b.url, "err", err)
-				p.lost(b)
 			}
 		}
+		if !up && !lost {
+			p.lost(b)
+		}
+		lost = !up
 		if err == nil {
 			p.learnModels(ctx, b) // last: a slow answer holds up nothing but the next check
 		}

@@ -301,7 +301,7 @@ func (j *job) decode(ctx context.Context, params json.RawMessage) {
 	var last error
 	for range decodeTries {
 		var b *backend
-		if j.prefer != nil && len(tried) == 0 {
+		if j.prefer != nil && len(tried) == 0 && !j.not(tried, params)[j.prefer] {
 			b = j.p.decode.takeThis(j.prefer)
 		}
 		if b == nil {

@@ -499,3 +499,23 @@ func TestLateSidecarIsCompared(t *testing.T) {
 		}
 	}
 }
+
+// A failed request takes an engine out before its health check does. Its cache is gone all the
+// same.
+func TestCacheOfAnEngineThatFailedARequestIsForgotten(t *testing.T) {
+	d := newEngine(t, answerDecode)
+	p, url := start(t, Config{Decode: []string{d.URL}, Policy: "local"})
+	body := fmt.Sprintf(`{"prompt":%q}`, strings.Repeat("a long document ", 100))
+	if code, answer, _ := post(t, url, "/v1/completions", body); code != 200 ||
+		p.placing.Stats().Blocks == 0 {
+		t.Fatal(code, answer, p.placing.Stats())
+	}
+	d.CloseClientConnections()
+	d.Close()
+	if code, answer, _ := post(t, url, "/v1/completions", body); code != http.StatusBadGateway {
+		t.Fatal(code, answer)
+	}
+	until(t, "the index still has the cache of an engine that ended", func() bool {
+		return p.placing.Stats().Blocks == 0
+	})
+}

@@ -6,9 +6,11 @@ import (
 	"fmt"
 	"log/slog"
 	"net/http"
+	"net/http/httptest"
 	"strings"
 	"sync"
 	"testing"
+	"time"
 )
 
 // twins starts a router of engines that prefill and decode. Their streamed answers begin at once,
@@ -155,5 +157,30 @@ func TestEngineInBothListsHasOneFeed(t *testing.T) {
 		if n != 1 || len(p.reporters) != 2 {
 			t.Errorf("%d feeds of %d places", n, len(p.reporters))
 		}
+	}
+}
+
+// The prefill engine of a decision may leave before the request begins. Another one takes its part,
+// and does not send to itself.
+func TestOtherPrefillThanDecidedDoesNotSendToItself(t *testing.T) {
+	engines, p, _, end := twins(t, Config{Mode: PrefillFirst}, 2)
+	close(end)
+	req, err := parseRequest(kindCompletion, []byte(prompt("a")))
+	if err != nil {
+		t.Fatal(err)
+	}
+	params, err := req.concurrentParams(randomID(), "127.0.0.1:7650", "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	in := httptest.NewRequest(http.MethodPost, "/v1/completions", nil)
+	j := &job{p: p, w: httptest.NewRecorder(), in: in, req: req, id: "a", start: time.Now(),
+		mode: PrefillFirst, prefer: p.decode.all[0], source: p.prefill.all[0]}
+	j.decode(in.Context(), params)
+	if _, moved := decoded(engines[0]); moved != 0 {
+		t.Error("an engine gets blocks from itself")
+	}
+	if all, moved := decoded(engines[1]); all != 1 || moved != 1 {
+		t.Errorf("the other engine answers %d requests, %d with blocks", all, moved)
 	}
 }

@@ -62,9 +62,9 @@ static void *populate_part(void *arg)
 	return NULL;
 }
 
-/* Allocates every page of a new shared mapping of fd. A page that cannot be allocated later raises SIGBUS at its first access, and
- * without this the first transfer into each block pays for its page faults. 0 or an errno. */
-static int populate(char *at, uint64_t bytes, int fd)
+/* Allocates every page of a new shared mapping of fd, which begins at offset of its file. A page that cannot be allocated later raises SIGBUS at its
+ * first access, and without this the first transfer into each block pays for its page faults. 0 or an errno. */
+static int populate(char *at, uint64_t bytes, int fd, uint64_t offset)
 {
 	struct populate_part parts[POPULATE_THREADS];
 	uint64_t step = (bytes + POPULATE_THREADS - 1) / POPULATE_THREADS;
@@ -89,7 +89,7 @@ static int populate(char *at, uint64_t bytes, int fd)
 			err = parts[i].err;
 	}
 	/* Before Linux 5.14: allocate in one thread, without page table entries. */
-	while (unknown && !err && fallocate(fd, 0, 0, (off_t)bytes) < 0)
+	while (unknown && !err && fallocate(fd, 0, (off_t)offset, (off_t)bytes) < 0)
 		if (errno != EINTR)
 			err = errno;
 	return err;
@@ -115,7 +115,7 @@ static void *map_aligned(int fd, uint64_t bytes)
 	return at;
 }
 
-int kvs_region_alloc(uint64_t bytes, struct kvs_region *out)
+int kvs_region_reserve(uint64_t bytes, struct kvs_region *out)
 {
 	uint64_t page = page_bytes();
 	if (!out || !bytes || bytes > INT64_MAX - HUGE - page)
@@ -127,10 +127,8 @@ int kvs_region_alloc(uint64_t bytes, struct kvs_region *out)
 	if (fd < 0)
 		return KVS_E_SYS;
 	void *at = map_aligned(fd, bytes);
-	int err = errno;
-	if (at != MAP_FAILED && (err = populate(at, bytes, fd)) != 0)
-		munmap(at, bytes);
-	if (at == MAP_FAILED || err) {
+	if (at == MAP_FAILED) {
+		int err = errno;
 		close(fd);
 		errno = err;
 		return KVS_E_SYS;
@@ -140,6 +138,29 @@ int kvs_region_alloc(uint64_t bytes, struct kvs_region *out)
 	out->addr = (uint64_t)(uintptr_t)at;
 	out->bytes = bytes;
 	return 0;
+}
+
+int kvs_region_populate(const struct kvs_region *r, uint64_t offset, uint64_t bytes)
+{
+	if (!r || r->kind != KVS_REGION_MEMFD || r->fd < 0 || offset % page_bytes() || !bytes || offset > r->bytes || bytes > r->bytes - offset)
+		return KVS_E_ARG;
+	int err = populate((char *)(uintptr_t)r->addr + offset, bytes, r->fd, r->offset + offset);
+	if (err) {
+		errno = err;
+		return KVS_E_SYS;
+	}
+	return 0;
+}
+
+int kvs_region_alloc(uint64_t bytes, struct kvs_region *out)
+{
+	int rc = kvs_region_reserve(bytes, out);
+	if (rc < 0 || (rc = kvs_region_populate(out, 0, out->bytes)) == 0)
+		return rc;
+	int err = errno;
+	kvs_region_free(out);
+	errno = err;
+	return rc;
 }
 
 /* Whether [addr, addr+bytes) lies in private anonymous mappings that can be read and written, without a gap. 0, KVS_E_ARG or

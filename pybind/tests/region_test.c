@@ -69,14 +69,20 @@ static int mapped(void)
 	return found;
 }
 
+static uint64_t blocks_of(const struct kvs_region *r)
+{
+	struct stat st;
+	check(fstat(r->fd, &st) == 0, "fstat");
+	return (uint64_t)st.st_blocks * 512;
+}
+
 static void allocated(uint64_t bytes)
 {
 	struct kvs_region r;
-	struct stat st;
 	sigset_t none, now;
 	sigemptyset(&none);
 	check(kvs_region_alloc(bytes, &r) == 0, "alloc");
-	check(fstat(r.fd, &st) == 0 && (uint64_t)st.st_blocks * 512 >= bytes, "pages are missing");
+	check(blocks_of(&r) >= bytes, "pages are missing");
 	check(pthread_sigmask(SIG_BLOCK, &none, &now) == 0 && !sigismember(&now, SIGTERM), "the signal mask is not restored");
 	memset((void *)(uintptr_t)r.addr, 1, bytes);
 	check(mapped(), "not mapped");
@@ -85,13 +91,34 @@ static void allocated(uint64_t bytes)
 	check(!mapped(), "still mapped");
 }
 
+/* Memory comes range after range, keeps its bytes, and is in no other range. */
+static void reserved(void)
+{
+	struct kvs_region r;
+	check(kvs_region_reserve(LARGE, &r) == 0 && r.bytes == LARGE && r.addr % (2 << 20) == 0, "reserve");
+	check(blocks_of(&r) == 0, "memory that nobody asked for");
+	for (uint64_t at = SMALL; at < 3 * SMALL; at += SMALL) {
+		check(kvs_region_populate(&r, at, SMALL) == 0 && blocks_of(&r) == at, "populate");
+		memset((char *)(uintptr_t)r.addr + at, 7, SMALL);
+	}
+	check(kvs_region_populate(&r, SMALL, SMALL) == 0 && blocks_of(&r) == 2 * SMALL, "populate twice");
+	check(*(char *)(uintptr_t)(r.addr + 2 * SMALL - 1) == 7, "the bytes are gone");
+	check(kvs_region_populate(&r, 1, SMALL) == KVS_E_ARG && kvs_region_populate(&r, LARGE, SMALL) == KVS_E_ARG &&
+		      kvs_region_populate(&r, SMALL, LARGE) == KVS_E_ARG && kvs_region_populate(&r, 0, 0) == KVS_E_ARG,
+	      "a range that is none");
+	kvs_region_free(&r);
+	check(!mapped(), "still mapped");
+}
+
 int main(int argc, char **argv)
 {
 	const char *what = argc > 1 ? argv[1] : "";
 	allocated(SMALL);
+	reserved();
 	if (!strcmp(what, "old")) {
 		deny(SYS_madvise, POPULATE_WRITE, EINVAL);
 		allocated(SMALL);
+		reserved();
 	} else if (!strcmp(what, "full")) {
 		struct kvs_region r;
 		deny(SYS_madvise, POPULATE_WRITE, EFAULT);
@@ -99,6 +126,7 @@ int main(int argc, char **argv)
 		check(kvs_region_alloc(LARGE, &r) == KVS_E_SYS && errno == ENOMEM, "no memory is no error");
 		check(next_fd() == fd, "a descriptor is left");
 		check(!mapped(), "a mapping is left");
+		check(kvs_region_reserve(SMALL, &r) == 0 && kvs_region_populate(&r, 0, SMALL) == KVS_E_SYS && errno == ENOMEM, "no memory is no error");
 	} else if (!strcmp(what, "single")) {
 		deny(SYS_clone, -1, EAGAIN);
 		deny(SYS_clone3, -1, EAGAIN);

@@ -134,11 +134,14 @@ def test_no_call_holds_the_interpreters_lock(gated: tuple[ModuleType, Gate], tmp
             with contextlib.suppress(kvspray.KvsprayError):
                 w.gpu_region(address, 4096)
 
-        whole, added = region(), region()
+        whole, added, empty = region(), region(), kvspray.Region.reserve(4096)
+        stack.callback(empty.close)
         waits = {
             "WorkerClient()": client,
             "SchedulerClient()": lambda: stack.enter_context(kvspray.SchedulerClient(tmp_path / "s.sock", engine=ENGINE)),
             "alloc_region": region,
+            "Region.reserve": lambda: stack.callback(kvspray.Region.reserve(4096).close),
+            "Region.populate": lambda: empty.populate(0, 4096),
             "Region.close": region().close,
             "adopt_region": lambda: w.adopt_region(address, ADOPTED_BYTES, allow_small=True),
             "process_region": lambda: w.process_region(address, 4096),

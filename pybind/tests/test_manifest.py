@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from kvspray.checkpoint import DTYPES, Folder, Manifest, Samples, differences, parse
+from kvspray.region import KvsprayError, Region
 from kvspray.weights import CheckpointError, digest
-from kvspray.weightstream import Arena, Files, LoadError, Stream
+from kvspray.weightstream import AHEAD, PIECES, Arena, Block, Files, LoadError, Stream
 
 Header = dict[str, Any]
 
@@ -241,6 +242,62 @@ def test_the_arena_gives_what_is_free() -> None:
     arena.close()
 
 
+def test_memory_comes_with_the_pieces() -> None:
+    """What has never been taken has none, and what has some keeps it."""
+
+    def has() -> int:
+        return os.fstat(arena.region.fd).st_blocks * 512
+
+    arena = Arena(64 << 20)
+    assert has() == 0
+    assert arena.take(3 << 20) == 0 and has() == 4 << 20
+    assert arena.take(4096) == 3 << 20 and has() == 4 << 20
+    assert arena.take(1 << 20) == (3 << 20) + 4096 and has() == 6 << 20
+    arena.view(0, 3 << 20)[:] = b"a" * (3 << 20)
+    arena.give(0, 3 << 20)
+    assert arena.take(3 << 20) == 0 and has() == 6 << 20 and bytes(arena.view(0, 3)) == b"aaa"
+    arena.fill(arena.nbytes)
+    assert has() == arena.nbytes
+    for at, n in ((0, 3 << 20), (3 << 20, 4096), ((3 << 20) + 4096, 1 << 20)):
+        arena.give(at, n)
+    arena.close()
+
+
+def test_a_host_without_memory_fails_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena(64 << 20)
+
+    def none(self: Region, offset: int, nbytes: int) -> None:
+        raise KvsprayError(f"{nbytes} at {offset}: none")
+
+    with monkeypatch.context() as m:
+        m.setattr(Region, "populate", none)
+        with pytest.raises(LoadError, match="no memory for pieces of weights: 4194304 at 0"):
+            arena.take(3 << 20)
+    assert arena.used == 0 and arena.take(3 << 20) == 0
+    arena.give(0, 3 << 20)
+    arena.close()
+
+
+def test_the_first_piece_does_not_wait_for_memory_of_others(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dir, most = tmp_path / "m", 4 << 20
+    dir.mkdir()
+    header = {f"t{i}": {"dtype": "U8", "shape": [most], "data_offsets": [i * most, (i + 1) * most]} for i in range(12)}
+    (dir / "model.safetensors").write_bytes(raw(header, bytes(12 * most)))
+    had: list[int] = []
+    start = Files.start
+
+    def noted(self: Files, block: Block) -> None:
+        had.append(os.fstat(self.arena.region.fd).st_blocks * 512 // most)
+        start(self, block)
+
+    monkeypatch.setattr(Files, "start", noted)
+    stream = Stream(Files(str(dir), PIECES * (most + (1 << 20))), most)
+    for block in stream:
+        block.give_back()
+    stream.close()
+    assert len(had) == 12 and had[0] == 1 and max(had) == AHEAD  # the others are used again
+
+
 def test_who_holds_too_much_is_told(tmp_path: pathlib.Path) -> None:
     dir = folder(tmp_path / "m", random.Random(15), tensors=60)
     source = Files(str(dir), 8 * 8192)
@@ -254,5 +311,3 @@ def test_who_holds_too_much_is_told(tmp_path: pathlib.Path) -> None:
     for block in held:
         block.give_back()
     stream.close()
-
-

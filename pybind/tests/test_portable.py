@@ -12,7 +12,7 @@ import pytest
 from kvspray import portable
 
 CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
     "num_hidden_layers": 3, "rope_theta": 10000.0, "transformers_version": "5.0", "torch_dtype": "bfloat16",
 }  # fmt: skip
 
@@ -43,11 +43,40 @@ def test_what_is_in_it(tmp_path: pathlib.Path) -> None:
         ({"rope_scaling": "odd"}, "odd"),
         ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
         ({"num_hidden_layers": None}, "num_hidden_layers"),
+        # What one engine reads and the other does not, or has another default for.
+        ({"rope_is_neox_style": False}, "rope_is_neox_style"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "full_attention"),
+        ({"rope_scaling": {"rope_type": "default", "type": "linear"}}, "linear"),
+        ({"rope_scaling": {"rope_type": "default"}, "rope_parameters": {"rope_type": "default"}}, "rope_parameters"),
+        ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, "rope_theta"),
+        ({"rope_theta": "1e4"}, "rope_theta"),
+        ({"qkv_bias": True}, "qkv_bias"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"sliding_window": 64}, "sliding_window"),
+        ({"layer_types": ["sliding_attention"] * 3}, "layer_types"),
+        ({"is_causal": False}, "is_causal"),
+        ({"auto_map": {"AutoConfig": "c.C"}}, "auto_map"),
+        ({"model_type": "mistral"}, "mistral"),
+        ({"model_type": None}, "model_type"),
     ],
 )
 def test_models_that_were_not_compared(tmp_path: pathlib.Path, more: dict[str, Any], want: str) -> None:
     with pytest.raises(portable.NotPortable, match=want):
         of(tmp_path, CONFIG | more)
+
+
+def test_what_both_engines_take_alike(tmp_path: pathlib.Path) -> None:
+    config = {k: v for k, v in CONFIG.items() if k != "rope_theta"}
+    for more in (
+        {"rope_scaling": None, "sliding_window": None, "mlp_bias": False, "attention_bias": False, "head_dim": None},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        {"rope_theta": 10000, "rope_scaling": {"type": "default", "factor": None}, "rope_parameters": None},
+        {"tie_word_embeddings": True, "pretraining_tp": 1, "bos_token_id": 1, "use_cache": True, "hidden_act": "silu"},
+    ):
+        assert of(tmp_path, config | more)["rope"] == "default"
 
 
 def test_settings_that_were_not_compared(tmp_path: pathlib.Path) -> None:

@@ -128,6 +128,9 @@ def test_vllm_prefills(offered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
             assert await got.json() == {"output_ids": [1]}
         (asked,) = w.asked["/v1/completions"]
         assert (asked["prompt"], asked["max_tokens"], asked["temperature"]) == (IDS, 1, 0)
+        # Whatever the checkpoint's generation_config.json has: the first token is vLLM's.
+        for given in (asked, w.asked["/generate"][0]["sampling_params"]):
+            assert {k: given[k] for k in bridge._NEUTRAL} == bridge._NEUTRAL
         assert asked["kv_transfer_params"]["kvspray"]["xfer"] == XFER.hex()
         room = w.asked["/generate"][0]["bootstrap_room"]
         peer, rest, *late = seen["frames"]
@@ -139,6 +142,56 @@ def test_vllm_prefills(offered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             assert rest[:3] == [b"KVSPRAY_STATUS", str(room).encode(), b"0"]
             assert b"offers no pages" in rest[4]
+
+    play(scene)
+
+
+def test_decode_dies_in_its_answer() -> None:
+    """The client sees a connection that ends before the last chunk, and never a whole answer."""
+
+    async def scene(w: World) -> None:
+        async def generate(request: web.Request) -> web.StreamResponse:
+            out = web.StreamResponse()
+            await out.prepare(request)
+            await out.write(b"data: one\n\n")
+            await asyncio.sleep(0.1)
+            assert request.transport is not None
+            request.transport.abort()
+            return out
+
+        decode = await w.serve([web.post("/generate", generate)], rig.free_port())
+        b = bridge.VllmToSglang((HOST, w.port), "http://127.0.0.1:1", PEER, decode, "m")
+        await w.serve(b.routes(), w.port, b)
+        reader, writer = await asyncio.open_connection(HOST, w.port)
+        body = json.dumps({"input_ids": IDS}).encode()
+        head = f"POST /generate HTTP/1.1\r\nHost: b\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        got = await asyncio.wait_for(reader.read(), 20)
+        writer.close()
+        assert got.count(b"HTTP/") == 1 and b"data: one" in got and not got.endswith(b"0\r\n\r\n")
+
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"input_ids": IDS, "sampling_params": [1]}),
+        ("/generate", {"input_ids": IDS, "sampling_params": {"repetition_penalty": 2}}),
+        ("/v1/completions", {"prompt": IDS, "n": "two"}),
+        ("/v1/completions", {"prompt": IDS, "vllm_xargs": {"kv_transfer_params": {"a": 1}}}),
+    ],
+)
+def test_refused(path: str, body: dict[str, Any]) -> None:
+    async def scene(w: World) -> None:
+        nobody = "http://127.0.0.1:1"
+        if path == "/generate":
+            b: Any = bridge.VllmToSglang((HOST, w.port), nobody, PEER, nobody, "m")
+        else:
+            b = bridge.SglangToVllm((HOST, w.port), nobody, (HOST, 1), nobody)
+        url = await w.serve(b.routes(), w.port, b)
+        async with ClientSession() as http, http.post(url + path, json=body) as got:
+            assert got.status == 400, await got.text()
 
     play(scene)
 
@@ -225,11 +278,27 @@ def test_sglang_prefills(what: str) -> None:
     play(scene)
 
 
+def test_a_bridge_that_restarts_has_its_port_for_ranks() -> None:
+    """SGLang's decode asks for it once, and keeps it as long as /health answers."""
+    ranks = rig.free_port()
+
+    async def scene(w: World) -> None:
+        b = bridge.VllmToSglang((HOST, w.port), "http://a", PEER, "http://b", "m", ranks)
+        url = await w.serve(b.routes(), w.port, b)
+        query = "/route?prefill_dp_rank=0&target_tp_rank=0"
+        async with ClientSession() as http, http.get(url + query) as got:
+            assert (await got.json())["rank_port"] == ranks
+
+    for _ in range(2):
+        play(scene)
+
+
 def test_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     for args, want in (
         (["--listen", "x"], "host:port"),
         (["--listen", "h:1", "--prefill-vllm", "http://a", "--decode-vllm", "http://b"], "want"),
         (["--listen", "h:1", "--prefill-vllm", "ftp://a", "--decode-sglang", "http://b"], "http"),
+        (["--listen", "h:1", "--ranks-port", "65536"], "port"),
     ):
         with pytest.raises(SystemExit):
             bridge.main(args)

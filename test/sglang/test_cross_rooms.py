@@ -83,6 +83,9 @@ def test_decode_takes_a_prompt_and_its_first_token() -> None:
         ({"return_logprob": True}, 0, "return_logprob"),
         ({"extra_key": "salt"}, 0, "extra_key"),
         ({"lora_id": "a"}, 0, "lora_id"),
+        ({"cache_salt": "a"}, 0, "cache_salt"),
+        ({"positional_embed_overrides": object()}, 0, "positional_embed_overrides"),
+        ({"token_type_ids": [0]}, 0, "token_type_ids"),
         ({"multimodal_inputs": object()}, 0, "multimodal_inputs"),
         ({}, 16, "radix"),
         (None, 0, "does not show"),
@@ -118,6 +121,44 @@ def test_prefill_offers_its_own_prompt() -> None:
     m._chunk(SimpleNamespace(room=7, pages=[3], last=False, row=None))
     m._chunk(SimpleNamespace(room=7, pages=[4], last=True, row=1))
     assert [s[1:] for s in m._session.steps] == [(16, [3]), (20, [3, 4])]
+
+
+def test_weights_are_replaced_in_a_prefill() -> None:
+    """What is computed from then on is of other weights than the layout's name says."""
+    m = rooms.manager()
+    m._session = Session()
+    m.request_status[7] = KVPoll.Bootstrapping
+    m._asked(pd_wire.Room(7, "10.0.0.2", 5, b"x" * 16, 2, 0, 1, by_prompt=True))
+    m.open_source(7, 2, request())
+    m._chunk(SimpleNamespace(room=7, pages=[3], last=False, row=None))
+    m._weights.current = False
+    m._chunk(SimpleNamespace(room=7, pages=[4], last=True, row=1))
+    assert len(m._session.steps) == 1 and m._session.cancelled == [1]
+    assert "replaced" in m.failure_records[7] and m.request_status[7] == KVPoll.Failed
+    assert not any(isinstance(x[1], pd_wire.Rows) for x in m.sent if isinstance(x, tuple))
+
+
+def test_weights_are_replaced_before_pages_come() -> None:
+    m, asked, _ = decode(request())
+    m._peer(pd_wire.Peer(7, asked.xfer, ENDPOINT, True))
+    m._first(pd_wire.First(7, asked.xfer, 321, 4))
+    m._weights.current = False
+    m._session.end(1)
+    assert m.request_status[7] == KVPoll.Failed and "replaced" in m.failure_records[7]
+
+
+def test_a_request_of_more_than_its_prompt() -> None:
+    """Pages of tokens that follow the prompt, as SGLang fetches them again for a request that it has
+    put back: the prompt's hash does not name them."""
+    m, asked, _ = decode(request(origin_input_ids=IDS[:16]))  # and two pages
+    m._peer(pd_wire.Peer(7, asked.xfer, ENDPOINT, True))
+    assert not m._session.open and "pages" in m.failure_records[7]
+    m = rooms.manager()
+    m._session = Session()
+    m.request_status[7] = KVPoll.Bootstrapping
+    m._asked(pd_wire.Room(7, "10.0.0.2", 5, b"x" * 16, 2, 0, 1, by_prompt=True))
+    m.open_source(7, 2, request(origin_input_ids=IDS[:16]))
+    assert not m._session.open and "pages" in m.failure_records[7]
 
 
 def test_prefill_refuses_what_a_hash_does_not_have() -> None:
@@ -169,8 +210,16 @@ def test_identity() -> None:
     assert dtype == "float32" and identity["weights"] == "w1" and of("float32") == of()
     assert identity["head_size"] == "32"
     assert not any("sglang" in v for v in identity.values())
-    for more in ({"quantization": "fp8"}, {"json_model_override_args": '{"a": 1}'}):
+    for more in (
+        {"quantization": "fp8"}, {"json_model_override_args": '{"a": 1}'},
+        {"decrypted_config_file": "/other.json"}, {"model_impl": "transformers"},
+        {"model_config_parser": "mistral"}, {"load_format": "remote_instance"},
+        {"modelopt_quant": "fp8"}, {"quantize_and_serve": True}, {"rl_quant_profile": "/p"},
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=next(iter(more))):
             of(**more)
     with pytest.raises(ValueError, match="kv_cache_dtype"):
         of("fp8_e4m3")
+    config.quantization = "modelopt_fp8"  # which SGLang has found in the checkpoint
+    with pytest.raises(ValueError, match="modelopt_fp8"):
+        of()

@@ -21,21 +21,23 @@ SIZES: dict[str, Any] = {"block_size": 32, "num_kv_heads": 2, "head_size": 32, "
 
 @pytest.fixture
 def model(tmp_path: pathlib.Path) -> str:
-    config = {"architectures": ["LlamaForCausalLM"], "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, **heads}
     (tmp_path / "config.json").write_text(json.dumps(config))
     return str(tmp_path)
 
 
 def of(model: str, groups: list[KVCacheGroupSpec] | None = None, **more: Any) -> dict[str, str]:
-    values: dict[str, Any] = {"quantization": None, "cache_dtype": "auto", "hf_overrides": {}, "spec": None, "lora": None, "pp": 1} | more
+    values: dict[str, Any] = {"quantization": None, "cache_dtype": "auto", "hf_overrides": {}, "spec": None, "lora": None, "pp": 1}
+    values |= {"own": {}, "load": "auto", **more}
     config = SimpleNamespace(
         model_config=SimpleNamespace(
             model=model, revision=None, dtype=torch.float32, quantization=values["quantization"], hf_overrides=values["hf_overrides"], use_mla=False,
-            get_head_size=lambda: 32,
+            get_head_size=lambda: 32, **values["own"],
         ),
         cache_config=SimpleNamespace(cache_dtype=values["cache_dtype"], block_size=32),
         parallel_config=SimpleNamespace(pipeline_parallel_size=values["pp"]),
-        load_config=SimpleNamespace(download_dir=None), speculative_config=values["spec"], lora_config=values["lora"],
+        load_config=SimpleNamespace(download_dir=None, load_format=values["load"]), speculative_config=values["spec"], lora_config=values["lora"],
         device_config=SimpleNamespace(device_type="cuda"),
     )  # fmt: skip
     kv = KVCacheConfig(8, [], groups or [KVCacheGroupSpec(["model.layers.0.self_attn.attn"], FullAttentionSpec(**SIZES))])
@@ -59,6 +61,14 @@ def test_both_plug_ins_have_the_same(model: str) -> None:
         ({"pp": 2}, "pipeline_parallel_size"),
         ({"groups": [KVCacheGroupSpec(["a"], SlidingWindowSpec(**SIZES, sliding_window=64))]}, "SlidingWindowSpec"),
         ({"groups": [KVCacheGroupSpec([n], FullAttentionSpec(**SIZES)) for n in "ab"]}, "groups"),
+        # As vLLM has it with --disable-hybrid-kv-cache-manager: one group, and windows all the same.
+        ({"groups": [KVCacheGroupSpec(["a"], FullAttentionSpec(**SIZES, sliding_window=64))]}, "sliding_window"),
+        ({"groups": [KVCacheGroupSpec(["a"], FullAttentionSpec(**SIZES, attention_chunk_size=64))]}, "attention_chunk_size"),
+        ({"own": {"hf_config_path": "/other"}}, "hf_config_path"),
+        ({"own": {"config_format": "mistral"}}, "config_format"),
+        ({"own": {"model_impl": "transformers"}}, "model_impl"),
+        ({"own": {"quantization_config": {"linear": "fp8"}}}, "quantization_config"),
+        ({"load": "tensorizer"}, "load_format"),
     ],
 )
 def test_engines_that_have_none(model: str, more: dict[str, Any], want: str) -> None:

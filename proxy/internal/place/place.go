@@ -472,7 +472,7 @@ func (p *Placer) replicate(d *Decision, a *placement.Ask, c placement.Choice,
 	chunks := p.hot(d.keys, c.Engine, max(1, int(math.Ceil(leastHot/chunk))))
 	// Reported hits are whole blocks, and may end a little before the last shared chunk.
 	hot := int(float64(chunks) * chunk)
-	near := hot - int(2*chunk)
+	near := max(hot-int(2*chunk), hot/2)
 	if chunks == 0 || p.hits[c.Engine] < near {
 		return c, false
 	}

@@ -226,3 +226,18 @@ func TestEngineInBothListsIsOne(t *testing.T) {
 		t.Errorf("a hit after its loss: %+v", d.Choice)
 	}
 }
+
+// With a token for each byte, two chunks are a hot prefix. An engine without any of it lacks it.
+func TestShortPrefixOfDenseText(t *testing.T) {
+	const after = 4
+	p := newPlacer(t, both(Cache, 2, after))
+	for i := range after + 1 {
+		r := &Request{Text: append(text(2*chunkBytes, 'a'), fmt.Sprintf("%500d", i)...)}
+		r.Tokens = make([]uint32, len(r.Text))
+		d := decide(t, p, r, 0)
+		if d.Replica != (i == after) {
+			t.Errorf("request %d: a copy: %v, %+v", i, d.Replica, d.Choice)
+		}
+		begin(p, d, 0)
+	}
+}

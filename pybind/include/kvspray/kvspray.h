@@ -97,6 +97,14 @@ struct kvs_region {
  * several threads where it is large. KVS_E_SYS, errno ENOMEM or ENOSPC: there is not that much memory. */
 int kvs_region_alloc(uint64_t bytes, struct kvs_region *out);
 
+/* As kvs_region_alloc, without any memory yet. Before anybody uses a range of it, the sidecar too, kvs_region_populate must have returned 0 for that
+ * range: an access to what there is no memory for raises SIGBUS. */
+int kvs_region_reserve(uint64_t bytes, struct kvs_region *out);
+
+/* Allocates a range of a MEMFD region, whose offset is a multiple of the page size. Huge pages need one of 2 MiB. What is allocated already keeps
+ * its bytes. KVS_E_SYS, errno ENOMEM or ENOSPC: there is not that much memory, and a part of the range may have some. */
+int kvs_region_populate(const struct kvs_region *region, uint64_t offset, uint64_t bytes);
+
 #define KVS_ADOPT_SMALL 1u /* allow less than KVS_ADOPT_MIN_BYTES */
 
 /* Replaces the pages of [addr, addr+bytes) with a shared mapping of a sealed memfd that holds the same content. The range

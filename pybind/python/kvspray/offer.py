@@ -46,6 +46,7 @@ class Offer:
         self._files = Files(root)
         self.manifest: Manifest = self._files.manifest
         self._arena = Arena(arena_bytes, PAGE_BYTES)
+        self._arena.fill(arena_bytes)  # before anybody waits for a piece
         self._files.prepare(self._arena)
         self._lock = threading.Condition()
         self._waiting = 0
@@ -121,7 +122,7 @@ class Offer:
                 deadline_s=GIVE_S,
             )  # fmt: skip
             if not lease:
-                raise LoadError(self._client.status().error or "the sidecar is gone")
+                raise LoadError(f"the offer's sidecar takes no piece: {self._client.status().error or 'it is gone'}; load again once kvspray serve runs there")
             self._blocks[lease] = block
 
     def _watch(self) -> None:

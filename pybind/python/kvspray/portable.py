@@ -19,8 +19,20 @@ from .client import identity as _identity
 from .weights import MAX_JSON_BYTES, VOLATILE, CheckpointError, directory_of
 
 VERSION = "1"
-ARCHITECTURES = ("LlamaForCausalLM",)  # test/sglang/test_cross_pools.py and test_cross_server.py compare them
+ARCHITECTURES = ("LlamaForCausalLM",)  # test/sglang/test_cross_server.py compares them
 DTYPES = ("float32", "float16", "bfloat16")
+# What a configuration may have: both engines take it alike, or neither looks at it. Anything else is refused by name, whatever its value: a key that
+# one engine reads and the other does not makes two caches of one checkpoint.
+KNOWN = VOLATILE | {
+    "architectures", "model_type", "hidden_size", "intermediate_size", "hidden_act", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "tie_word_embeddings", "vocab_size",
+    "attention_bias", "mlp_bias", "quantization_config",
+    "attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "pretraining_tp", "use_cache", "is_llama_config",
+    "_attn_implementation_autoset", "unsloth_fixed", "unsloth_version",
+}  # fmt: skip
+# Ways to load weights that read the files of which the digest is.
+LOAD_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "pt", "npcache", "runai_streamer")
+MODEL_TYPES = ("llama",)  # another one has other defaults, such as a sliding window
 # Names that one process, or one path, has given to its weights.
 _PRIVATE = ("named:", "dummy:", "replaced:")
 
@@ -81,14 +93,34 @@ def _check(config: Mapping[str, Any]) -> None:
     other = [a for a in architectures if a not in ARCHITECTURES]
     if other:
         raise _not(f"the model is a {other[0]}", f"compared were {', '.join(ARCHITECTURES)}", "use engines of one kind for it")
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else str(rope)[:64]
-    for name, value in (("rope_type", "" if kind == "default" else kind), ("quantization_config", config.get("quantization_config"))):
-        if value:
-            raise _not(f"{name} of the model is {str(value)[:64]}", "it was not compared between engines", "use engines of one kind for it")
+    if config.get("model_type") not in MODEL_TYPES:
+        raise _not(f"model_type is {str(config.get('model_type'))[:64]}", f"compared were {', '.join(MODEL_TYPES)}", "use engines of one kind for it")
+    odd = {name: config[name] for name in ("attention_bias", "mlp_bias", "quantization_config") if config.get(name)}
+    for name, value in {**odd, **_odd_rope(config), **{k: v for k, v in config.items() if k not in KNOWN and v is not None}}.items():
+        raise _not(f"{name[:64]} of the model is {str(value)[:64]}", "it was not compared between engines", "use engines of one kind for it")
     lacks = [n for n in ("num_attention_heads", "num_hidden_layers", "hidden_size") if not isinstance(config.get(n), int)]
     if lacks:
         raise _not(f"the model's configuration has no {lacks[0]}", "caches are compared by it", "use a Hugging Face checkpoint")
+
+
+def _odd_rope(config: Mapping[str, Any]) -> dict[str, object]:
+    """What rotates K in any other way than by all of a head's numbers with one base, by name. Engines read a base in one place or another."""
+    out: dict[str, object] = {}
+    given = {name: config[name] for name in ("rope_scaling", "rope_parameters") if config.get(name)}
+    bases = [config["rope_theta"]] if config.get("rope_theta") is not None else []
+    for rope in given.values():
+        if not isinstance(rope, dict):
+            return {"rope_type": rope}
+        for key, value in rope.items():
+            if key == "rope_theta":
+                bases.append(value)
+            elif value is not None and (key not in ("rope_type", "type") or value != "default"):
+                out["rope_type" if key == "type" else key] = value
+    if len(given) > 1:
+        out["rope_parameters"] = "beside rope_scaling"
+    if any(type(b) not in (int, float) or b != bases[0] for b in bases):
+        out["rope_theta"] = bases
+    return dict(sorted(out.items(), key=lambda x: x[0] != "rope_type"))
 
 
 def _not(what: str, why: str, remedy: str) -> NotPortable:

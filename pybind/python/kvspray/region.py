@@ -62,6 +62,21 @@ class Region:
         return cls(c)
 
     @classmethod
+    def reserve(cls, nbytes: int) -> Region:
+        """As alloc(), without memory yet. Nobody, the sidecar neither, may access a range before populate() of it: that would be SIGBUS."""
+        c = _lib.CRegion()
+        _check("region reserve", _lib.lib.kvs_region_reserve(nbytes, ctypes.byref(c)), nbytes)
+        return cls(c)
+
+    def populate(self, offset: int, nbytes: int) -> None:
+        """Memory for a range of a region of reserve(), at a multiple of the page size; in huge pages where it is one of 2 MiB. What has memory already
+        keeps its bytes."""
+        rc = _lib.lib.kvs_region_populate(ctypes.byref(self._c), offset, nbytes)
+        if rc == _lib.E_ARG:
+            raise KvsprayError(f"kvspray: populate {nbytes} bytes at {offset} of {self!r}: want a multiple of the page size inside a region of reserve()")
+        _check("region populate", rc, nbytes)
+
+    @classmethod
     def adopt(cls, ptr: int, nbytes: int, *, allow_small: bool = False) -> Region:
         """Moves the pages of an existing private anonymous mapping into a sealed memfd, in place: addresses stay.
 

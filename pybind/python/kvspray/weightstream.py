@@ -38,6 +38,7 @@ READ_BYTES = 8 << 20  # of one system call
 READERS = 8
 PAGE_BYTES = 1 << 20  # between nodes
 ALIGN = 4096
+HUGE = 2 << 20  # bytes of a huge page
 AHEAD = 4  # pieces: all readers have work while the last bytes of one come. No more memory than that is touched
 WAIT_S = 0.05  # between looks at the session
 CONNECT_S = 10.0
@@ -54,17 +55,45 @@ class LoadError(RuntimeError):
 
 
 class Arena:
-    """Memory for pieces. Ranges are given and taken back in any order."""
+    """Memory for pieces. Ranges are given and taken back in any order, the lowest first.
+
+    New memory costs time: the kernel clears it, and the host of a virtual machine may have to find it, at less than 1 GB/s. So the first piece is
+    under way while the others get theirs, and what no piece needs stays untouched.
+    """
 
     def __init__(self, nbytes: int, align: int = ALIGN) -> None:
-        self.region = Region.alloc(-(-nbytes // align) * align)
+        self.region = Region.reserve(-(-nbytes // align) * align)
         self.nbytes, self.align = self.region.nbytes, align
         self._lock = threading.Lock()
         self._free = [(0, self.nbytes)]  # offset, length; sorted, none touches another
         self.used = 0
+        self._filling = threading.Lock()  # guards the next one
+        self._filled = 0  # bytes from the beginning on that have memory
 
     def take(self, nbytes: int) -> int | None:
-        """An offset, or None: there is no room now."""
+        """An offset, or None: there is no room now. Raises LoadError if the host has no memory."""
+        at = self._take(nbytes)
+        if at is not None:
+            try:
+                self.fill(at + nbytes)
+            except LoadError:
+                self.give(at, nbytes)
+                raise
+        return at
+
+    def fill(self, nbytes: int) -> None:
+        """Memory for the first so many bytes, of all that will ever be taken there. Raises LoadError if the host has none."""
+        end = min(-(-nbytes // HUGE) * HUGE, self.nbytes)
+        with self._filling:
+            if end <= self._filled:
+                return
+            try:
+                self.region.populate(self._filled, end - self._filled)
+            except KvsprayError as err:
+                raise LoadError(f"no memory for pieces of weights: {err}") from err
+            self._filled = end
+
+    def _take(self, nbytes: int) -> int | None:
         n = max(1, -(-nbytes // self.align)) * self.align
         with self._lock:
             for i, (at, length) in enumerate(self._free):
@@ -179,9 +208,7 @@ class Files:
     def start(self, block: Block) -> None:
         p = block.piece
         assert self._pool is not None
-        self._jobs[id(block)] = [
-            self._pool.submit(self._read, p.file, p.start + at, block.view[at : at + READ_BYTES]) for at in range(0, p.nbytes, READ_BYTES)
-        ]
+        self._jobs[id(block)] = [self._pool.submit(self._read, p.file, p.start + at, block.view[at : at + READ_BYTES]) for at in range(0, p.nbytes, READ_BYTES)]
 
     def _read(self, file: int, at: int, into: memoryview) -> None:
         if self._stop:

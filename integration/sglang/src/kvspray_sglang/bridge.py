@@ -50,6 +50,8 @@ _FAILED = b"0"  # KVPoll.Failed
 # What SGLang's /generate may have. The first token is vLLM's, so both engines must sample alike.
 _BODY = ("input_ids", "sampling_params", "stream", "rid")
 _SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+# One engine may have other defaults, of the checkpoint's generation_config.json or of an argument.
+_NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _DECODE_ONLY = (
     "max_new_tokens", "ignore_eos", "stop", "stop_token_ids", "skip_special_tokens",
     "spaces_between_special_tokens", "no_stop_trim",
@@ -74,12 +76,15 @@ class _Room:
 class _Bridge:
     """What both directions share: sockets to SGLang's ranks, and answers that are passed on."""
 
-    def __init__(self, host: str, decode: str) -> None:
+    def __init__(self, host: str, decode: str, ranks: int) -> None:
+        """``ranks``: the port for SGLang's ranks; 0: any."""
         self._host, self._decode = host, decode
         self._rooms: dict[int, _Room] = {}
         self._zmq = zmq.asyncio.Context()
         self._pull = self._zmq.socket(zmq.PULL)
-        self._port = int(self._pull.bind_to_random_port(f"tcp://{_in_url(host)}"))
+        if ranks:
+            self._pull.bind(f"tcp://{_in_url(host)}:{ranks}")
+        self._port = ranks or int(self._pull.bind_to_random_port(f"tcp://{_in_url(host)}"))
         self._push: dict[tuple[str, int], zmq.asyncio.Socket] = {}
         self._http: ClientSession
         self._loop: asyncio.Task[None]
@@ -139,8 +144,15 @@ class _Bridge:
             out = web.StreamResponse(status=answer.status)
             out.content_type = answer.content_type
             await out.prepare(request)
-            async for chunk in answer.content.iter_any():
-                await out.write(chunk)
+            try:
+                async for chunk in answer.content.iter_any():
+                    await out.write(chunk)
+            except (ClientError, TimeoutError) as err:
+                # The status is sent: only a broken connection shows that the answer is not whole.
+                _log.warning("decode has ended its answer early: %s", err or type(err).__name__)
+                if request.transport is not None:
+                    request.transport.abort()
+                return out
             await out.write_eof()
             return out
 
@@ -154,9 +166,10 @@ class VllmToSglang(_Bridge):
     """Prefill by vLLM. To SGLang's decode server this process is a prefill server of one rank."""
 
     def __init__(
-        self, listen: tuple[str, int], prefill: str, peer: str, decode: str, model: str
+        self, listen: tuple[str, int], prefill: str, peer: str, decode: str, model: str,
+        ranks: int = 0,
     ) -> None:  # fmt: skip
-        super().__init__(listen[0], decode)
+        super().__init__(listen[0], decode, ranks)
         self._listen, self._prefill, self._peer, self._model = listen, prefill, peer, model
 
     def routes(self) -> list[web.RouteDef]:
@@ -183,13 +196,15 @@ class VllmToSglang(_Bridge):
         for key in body:
             if key not in _BODY:
                 raise Refused(f"{key!r} is not passed between engines; leave it out")
-        sampling = dict(body.get("sampling_params") or {})
+        sampling = body.get("sampling_params") or {}
+        if not isinstance(sampling, dict):
+            raise Refused("sampling_params is no object; send a request for each prompt")
         for key in sampling:
             if key not in _SAMPLING and key not in _DECODE_ONLY:
                 raise Refused(
                     f"sampling_params[{key!r}] is not known to both engines; leave it out"
                 )
-        sampling = _SAMPLING | sampling
+        sampling = _SAMPLING | _NEUTRAL | sampling
         ids = _ids(body.get("input_ids"), "input_ids")
         number = self._new_room(_Room(ids, {k: sampling[k] for k in _SAMPLING}))
         try:
@@ -240,7 +255,7 @@ class VllmToSglang(_Bridge):
                 self._model = str((await answer.json())["data"][0]["id"])
         body = {
             "model": self._model, "prompt": room.ids, "max_tokens": 1, "ignore_eos": True,
-            "return_token_ids": True, **room.sampling,
+            "return_token_ids": True, **room.sampling, **_NEUTRAL,
             "kv_transfer_params": {
                 "do_remote_decode": True, "do_remote_prefill": False,
                 "kvspray": {"v": 1, "xfer": xfer.hex(), "fanout": 1},
@@ -264,9 +279,10 @@ class SglangToVllm(_Bridge):
     """Prefill by SGLang. To SGLang's prefill server this process is a decode rank."""
 
     def __init__(
-        self, listen: tuple[str, int], prefill: str, bootstrap: tuple[str, int], decode: str
+        self, listen: tuple[str, int], prefill: str, bootstrap: tuple[str, int], decode: str,
+        ranks: int = 0,
     ) -> None:  # fmt: skip
-        super().__init__(listen[0], decode)
+        super().__init__(listen[0], decode, ranks)
         self._prefill, self._bootstrap = prefill, bootstrap
         self._background: set[asyncio.Task[None]] = set()
 
@@ -279,11 +295,16 @@ class SglangToVllm(_Bridge):
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await _body(request)
         ids = _ids(body.get("prompt"), "prompt")
-        if int(body.get("n") or 1) != 1:
-            raise Refused(f"n is {body['n']}; send a request for each answer")
-        for key in ("kv_transfer_params", "cache_salt", "prompt_embeds"):
-            if body.get(key):
-                raise Refused(f"{key} is set, which SGLang's prefill does not have; leave it out")
+        if body.get("n") not in (None, 1):
+            raise Refused(f"n is {str(body['n'])[:64]}; send a request for each answer")
+        # vLLM takes transfers from its extra arguments, too. Only the bridge names one.
+        more = body.get("vllm_xargs")
+        for given in (body, more if isinstance(more, dict) else {}):
+            for key in ("kv_transfer_params", "cache_salt", "prompt_embeds"):
+                if given.get(key):
+                    raise Refused(
+                        f"{key} is set, which SGLang's prefill does not have; leave it out"
+                    )
         number = self._new_room(_Room(ids, xfer=secrets.token_bytes(pd_wire.XFER_BYTES)))
         try:
             peer = await self._offered(number)
@@ -437,6 +458,12 @@ def _address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def _port(text: str) -> int:
+    if not text.isdigit() or not 0 < int(text) < 65536:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port")
+    return int(text)
+
+
 def _url(text: str) -> str:
     if not text.startswith("http://"):
         raise argparse.ArgumentTypeError(f"{text!r} does not begin with http://")
@@ -454,6 +481,9 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--prefill-peer", help="host:port of the sidecar of vLLM's prefill")
     p.add_argument("--prefill-bootstrap", type=_address,
                    help="host:port of SGLang's bootstrap server")  # fmt: skip
+    p.add_argument("--ranks-port", type=_port, default=0,
+                   help="port for SGLang's ranks. SGLang's decode keeps it: with any other one it "
+                   "would not find a bridge that has restarted, for minutes. Default: a free one")  # fmt: skip
     p.add_argument("--model", default="", help="vLLM's name for the model; default: its first")
     decode = p.add_mutually_exclusive_group(required=True)
     decode.add_argument("--decode-vllm", type=_url)
@@ -461,12 +491,14 @@ def main(argv: list[str] | None = None) -> int:
     args = p.parse_args(argv)
     if args.prefill_vllm and args.decode_sglang and args.prefill_peer:
         bridge: _Bridge = VllmToSglang(
-            args.listen, args.prefill_vllm, args.prefill_peer, args.decode_sglang, args.model
-        )
+            args.listen, args.prefill_vllm, args.prefill_peer, args.decode_sglang, args.model,
+            args.ranks_port,
+        )  # fmt: skip
     elif args.prefill_sglang and args.decode_vllm and args.prefill_bootstrap:
         bridge = SglangToVllm(
-            args.listen, args.prefill_sglang, args.prefill_bootstrap, args.decode_vllm
-        )
+            args.listen, args.prefill_sglang, args.prefill_bootstrap, args.decode_vllm,
+            args.ranks_port,
+        )  # fmt: skip
     else:
         p.error("want --prefill-vllm, --prefill-peer and --decode-sglang, or --prefill-sglang, "
                 "--prefill-bootstrap and --decode-vllm")  # fmt: skip

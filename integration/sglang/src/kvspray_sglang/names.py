@@ -155,8 +155,22 @@ def portable_identity(
     dtype = str(model_config.dtype).removeprefix("torch.")
     override = str(getattr(args, "json_model_override_args", "") or "")
     same = ("auto", dtype, f"torch.{dtype}")
+    load, impl, parser = (
+        str(getattr(x, "value", x))
+        for x in (getattr(args, n, "auto") for n in ("load_format", "model_impl", "model_config_parser"))
+    )
     settings = {
-        "quantization": getattr(args, "quantization", None),
+        # The second one: of the checkpoint, or of what a platform does on its own.
+        "quantization": getattr(args, "quantization", None)
+        or getattr(model_config, "quantization", None),
+        "quantize_and_serve": getattr(args, "quantize_and_serve", None),
+        "modelopt_quant": getattr(args, "modelopt_quant", None),
+        "rl_quant_profile": getattr(args, "rl_quant_profile", None),
+        # The configuration of the checkpoint is what is compared, and this one may be another.
+        "decrypted_config_file": getattr(args, "decrypted_config_file", None),
+        "model_config_parser": "" if parser in ("auto", "hf") else parser,
+        "model_impl": "" if impl in ("auto", "sglang") else impl,
+        "load_format": "" if load in portable.LOAD_FORMATS else load,
         "kv_cache_dtype": "" if cache_dtype.removeprefix("torch.") in same else cache_dtype,
         "quantization_param_path": getattr(args, "quantization_param_path", None),
         "json_model_override_args": "" if override in ("", "{}") else override,

@@ -263,7 +263,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         problem = self._refuse(infos, pages)
         tokens, more = pages * self.kv_args.page_size, {}
         if not problem and any(m.by_prompt for m in infos):
-            prompt = pd_prompt.of(request, infos[0].prefix)
+            prompt = pd_prompt.of(request, infos[0].prefix, pages, self.kv_args.page_size)
             problem, tokens, more = prompt.problem, prompt.tokens, {"name": prompt.hash}
         if not problem:
             s = _Source(room, infos[0].xfer, pages, [(m.host, m.port) for m in infos], tokens)
@@ -332,6 +332,13 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
                 )
 
     def _chunk(self, chunk: _Chunk) -> None:
+        if chunk.room in self._rooms and (problem := self._stale()):
+            # The chunk may be of the new ones.
+            self.conclude_failure(
+                bootstrap_room=chunk.room, failure_reason=f"kvspray: {problem}"
+            )
+            self.close_source(chunk.room, problem)
+            return
         pages = [int(p) for p in chunk.pages]
         rows = self._own_rows(chunk.row) if chunk.last and chunk.row is not None else None
         with self._lock:
@@ -435,7 +442,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
                 return
             tokens, more = len(a.pages) * self.kv_args.page_size, {}
             if m.by_prompt:
-                prompt = pd_prompt.of(a.request, a.prefix)
+                prompt = self._prompt(a)
                 problem, tokens, more = prompt.problem, prompt.tokens, {"name": prompt.hash}
             if not problem:
                 a.lease = self._session.expect(
@@ -448,6 +455,9 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
                 problem = self._session.problem or "the sidecar takes no transfer now"
         if problem:
             self._fail(a, problem)
+
+    def _prompt(self, a: _Arrival) -> pd_prompt.Prompt:
+        return pd_prompt.of(a.request, a.prefix, len(a.pages), self.kv_args.page_size)
 
     def _came(self, a: _Arrival, c: kvspray.Completion) -> None:
         with self._lock:
@@ -475,7 +485,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
             a = self._rooms.get(m.room)
             if a is None or a.xfer != m.xfer or a.given_up or a.rows is not None:
                 return
-            problem = pd_prompt.of(a.request, a.prefix).problem
+            problem = self._prompt(a).problem
             if not problem:
                 a.rows, problem = pd_prompt.rows(
                     self.kv_args, a.buffers, a.room, m.token, m.cached
@@ -491,13 +501,14 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
             if not a.here or a.rows is None or a.given_up or a.done:
                 return
             a.done = True
+            problem = self._stale()
             lens = [int(n) for n in self.kv_args.aux_item_lens]
-            if [len(row) for row in a.rows] != lens:
+            if not problem and [len(row) for row in a.rows] != lens:
                 problem = (
                     f"prefill has metadata rows of {[len(r) for r in a.rows]} bytes, decode of "
                     f"{lens}: start both servers with the same options"
                 )
-            elif a.row >= 0:
+            elif not problem and a.row >= 0:
                 # Under the lock: once SGLang has the row back it may be another request's.
                 for i, row in enumerate(a.rows):
                     AuxDataCodec.deserialize_data_to_buffer(self.kv_args, i, a.row, row)

@@ -16,7 +16,8 @@ import kvspray
 
 # Of SGLang's Req: what KV depends on, and what decode would need of prefill beside the token.
 _UNKNOWN = (
-    "input_embeds", "multimodal_inputs", "lora_id", "extra_key", "return_logprob",
+    "input_embeds", "multimodal_inputs", "positional_embed_overrides", "token_type_ids",
+    "lora_id", "extra_key", "cache_salt", "return_logprob",
     "return_hidden_states", "return_sampling_mask", "return_routed_experts", "grammar",
 )  # fmt: skip
 
@@ -28,8 +29,9 @@ class Prompt:
     problem: str = ""  # why it takes part in no such transfer
 
 
-def of(request: Any, prefix: int) -> Prompt:
-    """``prefix``: tokens that decode has in its own cache."""
+def of(request: Any, prefix: int, pages: int, page: int) -> Prompt:
+    """``prefix``: tokens that decode has in its own cache. ``pages``: those to move, of so many
+    tokens each."""
     if request is None:
         return Prompt(problem="this SGLang does not show a request's prompt; use 0.5.23")
     for name in _UNKNOWN:
@@ -44,6 +46,11 @@ def of(request: Any, prefix: int) -> Prompt:
             "--disaggregation-decode-enable-radix-cache"
         )
     ids = [int(t) for t in request.origin_input_ids]
+    if -(-len(ids) // page) != pages:
+        return Prompt(
+            problem=f"{pages} pages of {page} tokens are to move, and the prompt has {len(ids)} "
+            "tokens: what follows a prompt has no name that another kind of engine could use"
+        )
     return Prompt(kvspray.prefix_hash(ids), len(ids))
 
 

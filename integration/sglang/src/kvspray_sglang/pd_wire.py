@@ -8,7 +8,7 @@ between the sidecars.
     prefill -> decode   ROWS    the request's metadata: first token, log probabilities ...
     prefill -> decode   FIRST   the first token alone, of a prefill that is no SGLang
 
-A ROOM or a PEER with one more frame comes from the bridge to another kind of engine (cross.py):
+A ROOM or a PEER with one more frame comes from the bridge to another kind of engine (bridge.py):
 that transfer is named by its prompt, which both engines hash themselves.
 
 Frames come from another host: each is checked, and a message that is none is dropped.

@@ -177,15 +177,25 @@ def portable_identity(config: VllmConfig, kv: KVCacheConfig, weights: str) -> di
     dtype = str(m.dtype).removeprefix("torch.")
     cache = str(config.cache_config.cache_dtype)
     groups = [type(spec_of(g)).__name__ for g in kv.kv_cache_groups]
+    # A window, or a mask, that vLLM applies to layers whose blocks it keeps all.
+    masks = {k for g in kv.kv_cache_groups for k in ("sliding_window", "attention_chunk_size", "non_causal") if getattr(spec_of(g), k, None)}
     packing = cpu_packing(config)
+    load = config.load_config.load_format
     settings = {
         "quantization": m.quantization,
+        "quantization_config": getattr(m, "quantization_config", None),
         "kv_cache_dtype": "" if cache in ("auto", dtype) else cache,
         "hf_overrides": m.hf_overrides,
+        # The configuration of the checkpoint is what is compared, and this one may be another.
+        "hf_config_path": getattr(m, "hf_config_path", None),
+        "config_format": _unless(getattr(m, "config_format", "auto"), "auto", "hf"),
+        "model_impl": _unless(getattr(m, "model_impl", "auto"), "auto", "vllm"),
+        "load_format": _unless(load, *portable.LOAD_FORMATS),
         "speculative_config": config.speculative_config and config.speculative_config.method,
         "enable_lora": config.lora_config is not None,
         "pipeline_parallel_size": p.pipeline_parallel_size if p.pipeline_parallel_size > 1 else 0,
-        "the cache's groups": "" if groups == ["FullAttentionSpec"] and not any(windows_of(kv)) else ", ".join(groups),
+        "the cache's groups": "" if groups == ["FullAttentionSpec"] else ", ".join(groups),
+        "the cache's attention": ", ".join(sorted(masks)),
         "the packing of pages for this host": "" if packing in ("", TRANSPOSED) else packing,
     }
     try:
@@ -194,6 +204,12 @@ def portable_identity(config: VllmConfig, kv: KVCacheConfig, weights: str) -> di
         )
     except portable.NotPortable as err:
         raise Unsupported(str(err)) from err
+
+
+def _unless(value: object, *same: str) -> str:
+    """A setting that changes KV, unless it is one of those that do not."""
+    text = str(getattr(value, "value", value))
+    return "" if text in same else text
 
 
 def portable_layers(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

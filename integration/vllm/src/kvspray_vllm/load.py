@@ -729,6 +729,7 @@ class Copied:
             self._memory = torch.frombuffer(self._region.buffer, dtype=torch.uint8)
         else:
             self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            self._arena.fill(self._arena.nbytes)  # the sidecar pins all of it at the first copy: what has no memory then would come in small pages
         if load._request.copies != "none":
             self._connect()
         self._open: list[tuple[Block, int, int]] = []  # copies under way, of the thread until it ends
