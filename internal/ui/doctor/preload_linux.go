@@ -28,7 +28,7 @@ const (
 	maxNameBytes  = 256
 	maxPreloaded  = 64 // processes that are reported
 
-	// texts of outcomes
+	// Texts of outcomes.
 	bySidecar = "copied by the sidecar"
 	noSidecar = "no sidecar"
 )
