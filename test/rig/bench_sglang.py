@@ -175,6 +175,7 @@ class Forks:
         with (logs / "fork.log").open("ab") as out:
             self.proc = subprocess.Popen([sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out, env=env)
         self.lock = threading.Lock()
+        FORKS.append(self)
         self.line()
 
     def line(self) -> str:
@@ -441,7 +442,7 @@ def hicache(a: argparse.Namespace, run: pathlib.Path, logs: pathlib.Path) -> dic
     stores, failed = started([Store(n, run, logs, host, a) for n in names], a)
     try:
         rounds: dict[str, list[dict[str, Any]]] = {n: [] for n in stores}
-        for turn in range(a.rounds + 1):
+        for turn in within(a.rounds, a.budget):
             talks = Talks(a, a.seed + turn)
             talks.refer(stores["none"])
             log(f"round {turn}: the answers without a cache are there")
@@ -470,6 +471,16 @@ def hicache(a: argparse.Namespace, run: pathlib.Path, logs: pathlib.Path) -> dic
             s.stop()
     show_stores(rounds)
     return {"rounds": rounds, "failed": failed, "bytes_per_token": per_token}
+
+
+def within(rounds: int, budget: float) -> Iterator[int]:
+    """Numbers of the rounds: one that warms up, and then those that begin in time, at least one."""
+    begun = time.monotonic()
+    for turn in range(rounds + 1):
+        if turn > 1 and time.monotonic() - begun > budget:
+            log(f"{turn - 1} of {rounds} rounds: --budget is used up")
+            return
+        yield turn
 
 
 def started(stores: list[Any], a: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
@@ -600,7 +611,7 @@ def pd(a: argparse.Namespace, run: pathlib.Path, logs: pathlib.Path) -> dict[str
     model = wide_model(run / "model", a.layers, a.heads, a.head_size)
     host = dataclasses.replace(
         sgl.CPU, model=model, page=a.page,
-        args=("--device", "cpu", "--mem-fraction-static", "0.7", "--max-total-tokens", str(2 * max(sizes)), "--disable-overlap-schedule",
+        args=("--device", "cpu", "--mem-fraction-static", "0.7", "--max-total-tokens", str(max(sizes) + 1024), "--disable-overlap-schedule",
               "--sleep-on-idle", "--disable-radix-cache", "--dtype", a.dtype),
     )  # fmt: skip
     subjects, failed = started([Plain(logs, host), *(PairOf(n, run, logs, host) for n in a.transfers.split(","))], a)
@@ -614,7 +625,7 @@ def pd(a: argparse.Namespace, run: pathlib.Path, logs: pathlib.Path) -> dict[str
                 failed[name] = f"the first request: {type(err).__name__}: {err}"
                 log(f"{name} fails: {failed[name]}")
                 subjects.pop(name).stop()
-        for turn in range(a.pd_rounds + 1):
+        for turn in within(a.pd_rounds, a.budget):
             for size in sizes:
                 r = random.Random(a.seed + turn * 10007 + size)
                 ids = [r.randrange(2, 900) for _ in range(size)]
@@ -661,13 +672,13 @@ def main() -> int:
     p.add_argument("--stores", default=",".join(STORES))
     p.add_argument("--transfers", default=",".join(TRANSFERS))
     p.add_argument("--rounds", type=int, default=3, help="of hicache, after one that warms up")
-    p.add_argument("--clients", type=int, default=10)
+    p.add_argument("--clients", type=int, default=8)
     p.add_argument("--turns", type=int, default=5)
     p.add_argument("--new", type=int, default=256, help="new tokens of a turn")
     p.add_argument("--answer", type=int, default=8, help="tokens of an answer")
     p.add_argument("--parallel", type=int, default=2, help="requests at a time")
     p.add_argument("--device-tokens", type=int, default=3072, help="that the server's device cache holds")
-    p.add_argument("--ratio", type=float, default=2.0, help="host cache by device cache; SGLang prefetches at most 0.8 of the difference at a time")
+    p.add_argument("--ratio", type=float, default=2.25, help="host cache by device cache; SGLang prefetches at most 0.8 of the difference at a time")
     p.add_argument("--room", type=int, default=1024, help="MiB of the stores that are in memory")
     p.add_argument("--disk", type=pathlib.Path, default=BUILD / "bench", help="for the stores that are in files")
     p.add_argument("--nixl-direct", action="store_true", help="O_DIRECT, nixl's default; without it, it has the page cache as file has")
@@ -681,6 +692,7 @@ def main() -> int:
     p.add_argument("--page", type=int, default=sgl.PAGE)
     p.add_argument("--spawn", action="store_true", help="start each server as users do, instead of a fork: minutes for each")
     p.add_argument("--starts", type=int, default=3, help="servers that start at a time")
+    p.add_argument("--budget", type=float, default=3600, help="seconds after which no new round begins")
     p.add_argument("--start-timeout", type=float, default=900)
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--logs", type=pathlib.Path, default=BUILD / "bench" / "sglang-logs")
@@ -695,7 +707,7 @@ def main() -> int:
         try:
             if not a.spawn:
                 log("one process imports SGLang")
-                FORKS.append(Forks(logs))
+                Forks(logs)
             result = (hicache if a.part == "hicache" else pd)(a, pathlib.Path(dir), logs)
         finally:
             for f in FORKS:

@@ -47,6 +47,19 @@ def senders_without_cuda() -> None:
         sender.supports_host_tensor_indices = False
 
 
+def pages_without_cuda() -> None:
+    """The file backend reads each page into pinned memory of its own, which needs CUDA."""
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost as Pool
+
+    original = Pool.get_dummy_flat_data_page
+
+    def plain(pool):  # noqa: ANN001, ANN202
+        pool.pin_memory = False
+        return original(pool)
+
+    Pool.get_dummy_flat_data_page = plain
+
+
 def serve(order: dict) -> None:
     os.setsid()
     fd = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -67,6 +80,7 @@ def serve(order: dict) -> None:
     if order["env"].get("KVSPRAY_BENCH_NIXL"):
         nixl_of_memory()
     senders_without_cuda()
+    pages_without_cuda()
     args = prepare_server_args(sys.argv[1:])
     try:
         run_server(args)
