@@ -642,7 +642,7 @@ def pd(a: argparse.Namespace, run: pathlib.Path, logs: pathlib.Path) -> dict[str
                         times[name][size].append(x.ttft * 1e3)
                         equal[name][0] += x.tokens == got["plain"].tokens
                         equal[name][1] += 1
-            log(f"round {turn} of {a.pd_rounds}{'' if turn else ' (warm-up)'}")
+            log(f"round {turn} of {a.pd_rounds}{'' if turn else ' (warm-up)'}: " + ", ".join(f"{n} {x.ttft * 1e3:.0f}" for n, x in got.items()))
         memory = {n: memory_of(s.pids()) for n, s in subjects.items()}
     finally:
         for s in subjects.values():
@@ -672,7 +672,7 @@ def main() -> int:
     p.add_argument("--stores", default=",".join(STORES))
     p.add_argument("--transfers", default=",".join(TRANSFERS))
     p.add_argument("--rounds", type=int, default=3, help="of hicache, after one that warms up")
-    p.add_argument("--clients", type=int, default=8)
+    p.add_argument("--clients", type=int, default=20)
     p.add_argument("--turns", type=int, default=5)
     p.add_argument("--new", type=int, default=256, help="new tokens of a turn")
     p.add_argument("--answer", type=int, default=8, help="tokens of an answer")

@@ -5,6 +5,7 @@ processor seconds otherwise. Reads {"args", "env", "log"} as a line of JSON, and
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -100,6 +101,7 @@ def main() -> None:
     from sglang.srt.mem_cache.pool_host import base
 
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = RESERVE
+    gc.freeze()  # a collection would write to all objects, and so copy their pages
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries what ends
     print("ready", flush=True)
     for line in sys.stdin:
