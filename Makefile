@@ -398,6 +398,13 @@ bench-vllm: build env ## D's latency with kvspray against NIXL, same engines and
 	$(HOSTPY) test/rig/env.py --nixl
 	$(VENV)/bin/python test/rig/bench_vllm.py $(BENCH_ARGS)
 
+.PHONY: bench-sglang
+bench-sglang: build $(B)/venv-peers/.stamp ## SGLang's HiCache and prefill/decode with kvspray beside file, Mooncake and NIXL (environments of 2.7 GB and 450 MB, once)
+	$(call need-python,8)
+	$(HOSTPY) test/rig/env.py --sglang
+	@mkdir -p $(B)/bench
+	for part in hicache pd; do $(B)/venv-sglang/bin/python test/rig/bench_sglang.py $$part $(BENCH_ARGS) || exit 1; done
+
 ##@ Set-up
 
 .PHONY: env
