@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import pathlib
 import re
@@ -114,10 +115,13 @@ def blocks(page: str) -> list[Block]:
 
 
 class Hosts:
-    """Network namespaces that are joined by a bridge, as hosts on one network."""
+    """Network namespaces that are joined by a bridge, as hosts on one network. Each page has its own."""
+
+    numbers = itertools.count()
 
     def __init__(self) -> None:
         self.pids: dict[str, int] = {}
+        self.name = f"docs{next(self.numbers)}"
 
     def command(self, address: str) -> list[str]:
         """What runs a command on the host with this address."""
@@ -126,12 +130,12 @@ class Hosts:
         if address not in self.pids:
             n = len(self.pids)
             if not n:
-                sh("ip link add docs0 type bridge && ip link set docs0 up")
+                sh(f"ip link add {self.name} type bridge && ip link set {self.name} up")
             holder = subprocess.Popen(["unshare", "--net", "sleep", "infinity"], start_new_session=True)
             own = os.readlink("/proc/self/ns/net")
             until("a network namespace", lambda: os.readlink(f"/proc/{holder.pid}/ns/net") != own, 10)
-            sh(f"ip link add docs-{n} type veth peer name eth0 netns {holder.pid}")
-            sh(f"ip link set docs-{n} master docs0 up")
+            sh(f"ip link add {self.name}-{n} type veth peer name eth0 netns {holder.pid}")
+            sh(f"ip link set {self.name}-{n} master {self.name} up")
             self.pids[address] = holder.pid
             inside = shlex.join(self.command(address))
             sh(f"{inside} ip link set lo up; {inside} ip address add {address}/24 dev eth0; {inside} ip link set eth0 up")
