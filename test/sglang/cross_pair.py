@@ -15,7 +15,7 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_server import START_S, Process, Server, hosts, rig, servers
+from sglang_server import START_S, Process, Server, counted, hosts, moved, rig, servers
 
 BUILD = pathlib.Path(os.environ.get("KVSPRAY_BUILD", rig.ROOT / ".build"))
 VLLM = hosts.cpu(BUILD)
@@ -131,14 +131,10 @@ class Cross:
             return json.loads(answer.read())
 
     def moved(self) -> float:
-        m = rig.parse_metrics(rig.get(self.sidecars[1].url + "/metrics"))
-        return rig.total(m, "kvspray_transfer_payload_bytes_total", side="destination")
+        return moved(self.sidecars[1])
 
     def leases(self) -> float:
-        return sum(
-            rig.total(rig.parse_metrics(rig.get(s.url + "/metrics")), "kvspray_lease_open")
-            for s in self.sidecars
-        )
+        return sum(counted(s, "kvspray_lease_open") for s in self.sidecars)
 
     def pages(self) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
         """The hash of each page that has moved, as it was in the memory of either engine."""

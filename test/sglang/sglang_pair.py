@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from sglang_server import CPU, START_S, Host, Process, Server, rig
+from sglang_server import CPU, START_S, Host, Process, Server, counted, moved, rig
 
 ANSWER, CHUNK = CPU.answer, CPU.chunk
 
@@ -112,11 +112,7 @@ class Pair:
         return self.router.generate(ids, self.host.answer)[0] == self.plain[tuple(ids)]
 
     def moved(self) -> float:
-        m = rig.parse_metrics(rig.get(self.sidecars[1].url + "/metrics"))
-        return rig.total(m, "kvspray_transfer_payload_bytes_total", side="destination")
+        return moved(self.sidecars[1])
 
     def leases(self) -> float:
-        return sum(
-            rig.total(rig.parse_metrics(rig.get(s.url + "/metrics")), "kvspray_lease_open")
-            for s in self.sidecars
-        )
+        return sum(counted(s, "kvspray_lease_open") for s in self.sidecars)

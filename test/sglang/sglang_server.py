@@ -132,6 +132,10 @@ def counted(sidecar: rig.Sidecar, metric: str, **labels: str) -> float:
     return rig.total(rig.parse_metrics(rig.get(sidecar.url + "/metrics")), metric, **labels)
 
 
+def moved(sidecar: rig.Sidecar) -> float:
+    return counted(sidecar, "kvspray_transfer_payload_bytes_total", side="destination")
+
+
 def stored(sidecar: rig.Sidecar) -> float:
     return counted(sidecar, "kvspray_store_pages_total", result="stored")
 
