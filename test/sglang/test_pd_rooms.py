@@ -14,6 +14,7 @@ from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 
 MUST = "sglang" in os.environ.get("KVSPRAY_MUST_RUN", "").split(",")
@@ -36,6 +37,7 @@ class Session:
         self.open: dict[int, Any] = {}
         self.cancelled: list[int] = []
         self.steps: list[tuple[int, int, list[int]]] = []
+        self.xfers: list[bytes] = []
         self.takes, self.endpoint, self.problem = True, "10.0.0.1:7650", ""
 
     def _lease(self, end: Any) -> int:
@@ -45,12 +47,14 @@ class Session:
         self.open[lease] = end
         return lease
 
-    def source(self, xfer: bytes, tokens: int, req: str, end: Any) -> int:
+    def source(self, xfer: bytes, tokens: int, req: str, end: Any, name: bytes) -> int:
+        self.xfers.append(xfer)
         return self._lease(end)
 
     def expect(
-        self, xfer: bytes, peer: str, tokens: int, pages: list[int], req: str, end: Any
+        self, xfer: bytes, peer: str, tokens: int, pages: list[int], req: str, end: Any, name: bytes
     ) -> int:  # fmt: skip
+        self.xfers.append(xfer)
         return self._lease(end)
 
     def progress(self, lease: int, tokens: int, pages: list[int]) -> None:
@@ -64,13 +68,19 @@ class Session:
         self.open[lease](SimpleNamespace(ok=ok, status=status, reason="a reason"))
 
 
-def manager() -> Any:
+def manager(rank: int = 0) -> Any:
+    """A model whose requests have pages, a sliding window and a recurrent state."""
     m = object.__new__(pd.KVSprayManager)
     m.buffers = [ctypes.create_string_buffer(n * 8) for n in ROWS]
     m.kv_args = SimpleNamespace(
         page_size=16, aux_data_ptrs=[ctypes.addressof(b) for b in m.buffers], aux_item_lens=ROWS
     )
-    m._lock, m._rooms, m._session = threading.Lock(), {}, Session()
+    m._lock, m._rooms, m._session, m.swa, m.mamba = threading.Lock(), {}, *(Session() for _ in "123")
+    m._parts = [
+        pd._Part("", m._session, 16), pd._Part("swa", m.swa, 16),
+        pd._Part("mamba", m.mamba, 1, f"rank{rank}"),
+    ]  # fmt: skip
+    m.attn_tp_size, m.prefill_info_table = 1, {"q:1": SimpleNamespace(attn_tp_size=2)}
     m._unclaimed, m._uses, m._writers, m._engine = OrderedDict(), OrderedDict(), {}, "e1"
     m._weights, m._settle = SimpleNamespace(current=True), lambda: None
     m.local_ip, m.rank_port = "127.0.0.1", 1
@@ -96,6 +106,14 @@ def arrival(m: Any, room: int = 7, pages: int = 2) -> Any:
     asked = pd_wire.decode(frames)
     assert isinstance(asked, pd_wire.Room) and (asked.pages, asked.prefix) == (pages, 32)
     return asked
+
+
+def with_states(m: Any, room: int = 7, pages: int = 2) -> Any:
+    m.request_status[room] = KVPoll.WaitingForInput
+    states = [numpy.array([3, 4], dtype=numpy.int32), [numpy.array(6)]]
+    assert m.open_arrival("p:1", room, list(range(5, 5 + pages)), ROW, 0, states=states) == ""
+    frames = m.build_receiver_metadata_message(bootstrap_room=room, required_dst_info_num=1)
+    return pd_wire.decode(frames)
 
 
 def rows(asked: Any, fill: bytes = b"x") -> Any:
@@ -185,6 +203,80 @@ def test_given_up_before_the_peer_is_named() -> None:
     assert not m._session.open and m.is_abort_release_safe(7, 1)
 
 
+def test_every_part_arrives_before_the_request_is_there() -> None:
+    r = random.Random(3)
+    for _ in range(20):
+        m = manager()
+        asked = with_states(m)
+        assert asked.states == {"swa": 2, "mamba": 1}
+        m._peer(pd_wire.Peer(7, asked.xfer, "10.0.0.1:7650"))
+        m._peer(pd_wire.Peer(7, asked.xfer, "10.0.0.2:7650"))  # another prefill rank
+        sessions = [m._session, m.swa, m.mamba]
+        assert len({s.xfers[0] for s in sessions}) == 3 and all(len(s.xfers) == 1 for s in sessions)
+        steps = [*(lambda s=s: s.end(1) for s in sessions), lambda: m._rows(rows(asked))]
+        r.shuffle(steps)
+        for step in steps:
+            assert m.request_status[7] != KVPoll.Success
+            step()
+        assert m.request_status[7] == KVPoll.Success and not m._writers
+
+
+def test_states_alone() -> None:
+    """Decode has all pages in its own cache."""
+    m = manager()
+    asked = with_states(m, pages=0)
+    m._peer(pd_wire.Peer(7, asked.xfer, "10.0.0.1:7650"))
+    m._rows(rows(asked))
+    m.swa.end(1)
+    assert m.request_status[7] != KVPoll.Success and not m._session.xfers
+    m.mamba.end(1)
+    assert m.request_status[7] == KVPoll.Success
+
+
+def test_blocks_of_all_parts_are_held_until_their_fences() -> None:
+    for given_up in (True, False):
+        m = manager()
+        asked = with_states(m)
+        m._peer(pd_wire.Peer(7, asked.xfer, "10.0.0.1:7650"))
+        m._session.end(1)
+        if given_up:
+            m.give_up(7, "gone")
+        else:
+            m.swa.end(1, ok=False)
+            assert "FAILED: a reason" in m.failure_records[7]
+        m._rows(rows(asked))
+        m.close_arrival(7)
+        assert 1 in m.mamba.cancelled and not m._session.cancelled
+        assert not m.is_abort_release_safe(7, 1)
+        m.mamba.end(1)
+        assert m.is_abort_release_safe(7, 1) != given_up
+        if given_up:
+            m.swa.end(1)
+        assert m.is_abort_release_safe(7, 1) and m.request_status[7] != KVPoll.Success
+
+
+def test_a_part_that_no_sidecar_takes() -> None:
+    m = manager()
+    asked = with_states(m)
+    m.mamba.takes, m.mamba.problem = False, "no sidecar is connected"
+    m._peer(pd_wire.Peer(7, asked.xfer, "10.0.0.1:7650"))
+    assert "no sidecar" in m.failure_records[7]
+    assert m._session.cancelled == m.swa.cancelled == [1] and not m.is_abort_release_safe(7, 1)
+
+
+def test_ranks_exchange_their_own_states() -> None:
+    """What no rank can divide goes to the rank of the same number; what each can, to all."""
+    xfers = []
+    for rank in (0, 1):
+        m = manager(rank)
+        asked = with_states(m)
+        m._peer(pd_wire.Peer(7, asked.xfer, "10.0.0.1:7650"))
+        xfers.append([s.xfers[0] for s in (m._session, m.swa, m.mamba)])
+    assert [a == b for a, b in zip(*xfers, strict=True)] == [True, True, False]
+    problem = manager().open_arrival("q:1", 7, [5], ROW, 0, states=[[1], [2]])
+    assert "mamba is divided among 2 ranks at prefill and 1 at decode" in problem
+
+
 def test_a_room_that_is_used_again() -> None:
     m = manager()
     old = arrival(m)
@@ -223,14 +315,17 @@ def test_failures_are_named() -> None:
 # ---- prefill
 
 
-def asked(m: Any, room: int = 7, pages: int = 3, ranks: int = 1, port: int = 9) -> pd_wire.Room:
-    r = pd_wire.Room(room, "127.0.0.1", port, b"x" * pd_wire.XFER_BYTES, pages, 16, ranks)
+def asked(
+    m: Any, room: int = 7, pages: int = 3, ranks: int = 1, port: int = 9, **states: int
+) -> pd_wire.Room:
+    xfer = b"x" * pd_wire.XFER_BYTES
+    r = pd_wire.Room(room, "127.0.0.1", port, xfer, pages, 16, ranks, states=states)
     m._asked(r)
     return r
 
 
-def chunk(m: Any, pages: list[int], last: bool, room: int = 7) -> None:
-    m._chunk(pd._Chunk(room, pages, last, ROW if last else None, ()))
+def chunk(m: Any, pages: list[int], last: bool, room: int = 7, states: Any = ()) -> None:
+    m._chunk(pd._Chunk(room, pages, last, ROW if last else None, (), states))
 
 
 def test_chunks_then_rows() -> None:
@@ -248,6 +343,35 @@ def test_chunks_then_rows() -> None:
     assert m.request_status[7] == KVPoll.Success
     m.close_source(7, "ended")
     assert not m._session.cancelled
+
+
+def test_states_follow_the_last_chunk() -> None:
+    m = manager()
+    m.update_status(7, KVPoll.Bootstrapping)
+    asked(m, swa=2, mamba=1)
+    m.open_source(7, 3)
+    chunk(m, [4, 9], False)
+    assert not m.swa.steps
+    chunk(m, [2], True, states=[[8, 6], [numpy.array(5)]])
+    assert m.swa.steps == [(1, 32, [8, 6])] and m.mamba.steps == [(1, 1, [5])]
+    for session in (m.mamba, m._session, m.swa):
+        assert m.request_status[7] != KVPoll.Success
+        session.end(1)
+    assert m.request_status[7] == KVPoll.Success
+    m.close_source(7, "ended")
+    assert not (m._session.cancelled or m.swa.cancelled or m.mamba.cancelled)
+
+
+@pytest.mark.parametrize("states", [[[8], [5]], [[8, 6], None], [[8, 6]], ()], ids=str)
+def test_states_that_decode_does_not_wait_for(states: Any) -> None:
+    m = manager()
+    m.update_status(7, KVPoll.Bootstrapping)
+    asked(m, swa=2, mamba=1)
+    m.open_source(7, 3)
+    chunk(m, [4, 9, 2], True, states=states)
+    assert m.request_status[7] == KVPoll.Failed and "decode waits for" in m.failure_records[7]
+    assert m._session.cancelled and m.swa.cancelled and m.mamba.cancelled
+    assert not any(isinstance(x[1], pd_wire.Rows) for x in m.sent if isinstance(x, tuple))
 
 
 def test_two_decode_ranks() -> None:
@@ -293,6 +417,11 @@ def test_prefill_refuses_by_name() -> None:
         m.open_source(7, pages)
         assert m.request_status[7] == KVPoll.Failed and want in m.failure_records[7]
         assert m.sent[-1]["status"] == KVPoll.Failed
+    m = manager()
+    m.update_status(7, KVPoll.Bootstrapping)
+    asked(m, dsa=3)
+    m.open_source(7, 3)
+    assert "decode waits for dsa, which prefill does not have" in m.failure_records[7]
 
 
 def test_rooms_that_nobody_claims_are_bounded() -> None:
@@ -312,6 +441,7 @@ def test_messages() -> None:
     xfer = bytes(range(16))
     for message in (
         pd_wire.Room(1 << 63, "10.1.2.3", 65535, xfer, 12, 160, 4),
+        pd_wire.Room(1, "10.1.2.3", 1, xfer, 12, 160, 4, states={"swa": 3, "mamba": 1}),
         pd_wire.Peer(5, xfer, "10.0.0.1:7650"),
         pd_wire.Rows(5, xfer, (b"", b"abc")),
     ):
@@ -353,6 +483,9 @@ def test_pools() -> None:
     assert [x["name"] for x in cache.groups[1]["layers"]] == ["layers.0#v", "layers.1#v"]
     (mla,) = pd_cache.describe(kv_args(), None, False).groups
     assert len(mla["layers"]) == 4 and [x["base"] for x in mla["layers"]] == [0, 8192, 16384, 24576]
+    turned = pd_cache.describe(kv_args(), pd_cache.Heads(8, 1, 2), False, head_major=True)
+    params = turned.groups[0]["params"]
+    assert (params["row_stride"], params["head_stride"]) == (16, 256)  # 4 heads of 16 bytes
     with pytest.raises(pd_cache.CacheError, match="3 heads"):
         pd_cache.describe(kv_args(), pd_cache.Heads(3, 0, 1), False)
 
@@ -360,7 +493,8 @@ def test_pools() -> None:
 @pytest.mark.parametrize(
     ("change", "pp", "want"),
     [
-        ({"state_types": [StateType.SWA]}, 1, "swa"),
+        ({"state_types": [StateType.SWA, StateType.SWA_RING]}, 1, "swa_ring"),
+        ({"state_types": [StateType.SWA, StateType.SWA]}, 1, "twice"),
         ({"num_draft_entries": 2}, 1, "draft"),
         ({"kv_layout": "unified"}, 1, "unified"),
         ({"kv_cache_dtype_str": "fp4_e2m1"}, 1, "fp4"),

@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import json
 import logging
+import os
 import secrets
 import sys
 from collections.abc import Callable
@@ -209,7 +210,10 @@ class Names:
         if not (c.is_mla_model and pool.startswith(_REPLICATED)):
             names += ["tp_rank", "tp_size"]
         ranks = {k: getattr(c, k, None) for k in names}
-        return [ranks, arguments(self._args), sglang.__version__, sys.byteorder]
+        out = [ranks, arguments(self._args), sglang.__version__, sys.byteorder]
+        if os.environ.get("SGLANG_USE_HND_KVCACHE", "").lower() in ("true", "1", "yes", "y"):
+            out.append("hnd")  # the order of bytes in a page, which no pool shows
+        return out
 
     def _make(self, dtype: str, layout: str, tokens: int, nbytes: int) -> Namespace:
         return Namespace(

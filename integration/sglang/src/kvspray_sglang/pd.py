@@ -4,15 +4,19 @@
 SGLang's own classes do all that is not the transfer: bootstrap server, ranks, timeouts, status of
 requests. Here are the transfers:
 
-    decode: send_metadata    ROOM ->   prefill: a source lease (INTENT)
+    decode: send_metadata    ROOM ->   prefill: source leases (INTENT)
     decode: EXPECT          <- PEER    prefill: init
                                        prefill: each chunk of the prompt is a STEP
     sidecars move the pages of a chunk while the next one computes
     decode: end of EXPECT   <- ROWS    prefill: after the last chunk
 
-A request is a Success at decode when the sidecar has proved that all pages are there, and the rows
-have come. Pages of a request that fails are given back to SGLang only after the fence: SGLang asks
-``is_abort_release_safe``, whose answer is the end of the lease, and not a message of prefill.
+Pages of the prompt's tokens are one part of a request. Each component of its state (a sliding
+window, the keys of an indexer, recurrent states) is another part, with a session and a lease of its
+own: SGLang lists its blocks with the last chunk, and block i of prefill goes to block i of decode.
+
+A request is a Success at decode when the sidecar has proved that all parts are there, and the rows
+have come. Blocks of a request that fails are given back to SGLang only after the fence: SGLang asks
+``is_abort_release_safe``, whose answer is the end of the leases, and not a message of prefill.
 
 Threads: the scheduler's; one that takes messages; one that takes the ends of leases; at prefill one
 that reports chunks. ``_lock`` guards ``_rooms``; it is held for a few assignments, and for calls to
@@ -21,6 +25,7 @@ the session, which do not wait.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import os
@@ -61,20 +66,45 @@ MAX_REUSED = 1 << 16  # rooms whose number of uses is remembered
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class _Part:
+    """What moves under a lease of its own."""
+
+    name: str  # "": pages of tokens; else a component of SGLang's
+    session: Session
+    block_tokens: int
+    own: str = ""  # the rank, if ranks have different bytes and none divides them
+
+    def xfer(self, request: bytes) -> bytes:
+        """The transfer's id. ``request``: that of the pages."""
+        if not self.name:
+            return request
+        name = f"/{self.name}/{self.own}".encode()
+        return hashlib.sha256(request + name).digest()[: pd_wire.XFER_BYTES]
+
+
+@dataclass
+class _Offer:
+    """A part of a request at prefill."""
+
+    part: _Part
+    blocks: int
+    tokens: int
+    lease: int = 0
+    table: list[int] = field(default_factory=list)
+    ended: bool = False
+    whole: bool = False  # ended well
+
+
 @dataclass
 class _Source:
     """A request at prefill."""
 
     room: int
     xfer: bytes
-    pages: int
     targets: list[tuple[str, int]]
-    tokens: int
-    lease: int = 0
-    table: list[int] = field(default_factory=list)
+    offers: dict[str, _Offer]
     rows: bool = False  # sent, after the last chunk
-    ended: bool = False
-    whole: bool = False  # ended well
 
 
 @dataclass
@@ -83,14 +113,15 @@ class _Arrival:
 
     room: int
     xfer: bytes
-    pages: list[int]
+    blocks: dict[str, list[int]]  # of each part
     row: int
     prefix: int
     request: Any = None  # SGLang's, and its metadata buffers: for a prefill that is no SGLang
     buffers: Any = None
-    lease: int = 0
+    peer: bool = False  # named
+    leases: dict[str, int] = field(default_factory=dict)  # open, by part
+    here: set[str] = field(default_factory=set)  # parts that have arrived
     given_up: bool = False
-    here: bool = False  # all pages
     rows: tuple[bytes, ...] | None = None
     done: bool = False
 
@@ -102,6 +133,7 @@ class _Chunk:
     last: bool
     row: int | None
     events: tuple[Any, ...]
+    states: Sequence[Any] = ()  # blocks of each component, with the last chunk
 
 
 class KVSprayManager(CommonKVManager):  # type: ignore[misc]
@@ -141,7 +173,8 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         self._writers: dict[int, int] = {}
         self._engine = self._engine_id()
         self._settle: Callable[[], None] = lambda: None
-        self._session = self._open(server_args, bool(is_mla_backend))
+        # The pages first, then the components in SGLang's order.
+        self._parts = self._open(server_args, bool(is_mla_backend))
         self._chunks: queue.SimpleQueue[_Chunk] = queue.SimpleQueue()
         loops = [self._messages]
         if disaggregation_mode == DisaggregationMode.PREFILL:
@@ -151,45 +184,67 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         for loop in loops:
             threading.Thread(target=loop, name=f"kvspray{loop.__name__}", daemon=True).start()
 
-    def _open(self, server_args: Any, is_mla: bool) -> Session:
+    def _open(self, server_args: Any, is_mla: bool) -> list[_Part]:
         import torch
 
-        args, size = self.kv_args, self.attn_tp_size
-        heads = None
-        if not is_mla:
-            heads = pd_cache.Heads(
-                int(_model_config(server_args).get_total_num_kv_heads()), self.attn_tp_rank, size)
+        args, rank, size = self.kv_args, self.attn_tp_rank, self.attn_tp_size
+        config = _model_config(server_args)
+        heads = windows = None
+        if not is_mla and not getattr(args, "is_hybrid_mla_backend", False):
+            heads = pd_cache.Heads(int(config.get_total_num_kv_heads()), rank, size)
+            text = getattr(config, "hf_text_config", None)
+            total = getattr(text, "swa_num_key_value_heads", None) or heads.total
+            windows = pd_cache.Heads(int(total), rank, size)
         on_gpu = torch.cuda.is_available() and getattr(server_args, "device", "") != "cpu"
         if on_gpu:
             self._settle = lambda: torch.cuda.synchronize(int(args.gpu_id))
-        cache = pd_cache.describe(args, heads, on_gpu)
+        cache = pd_cache.describe(args, heads, on_gpu, _head_major())
+        states = pd_cache.states(args, windows, on_gpu)
         per_token = args.kv_item_lens[0] // args.page_size
         dtype = str(args.kv_cache_dtype_str)
         kind = os.environ.get(IDENTITY_ENV, "")
         if kind not in ("", "portable"):
             raise pd_cache.CacheError(f"kvspray: {IDENTITY_ENV} is {kind!r}, want portable, or none")
+        if kind and states:
+            raise pd_cache.CacheError(
+                f"kvspray: {IDENTITY_ENV} is {kind!r}, and the model has states beside its pages "
+                f"({', '.join(s.name for s in states)}), which another kind of engine keeps "
+                f"otherwise; unset {IDENTITY_ENV}"
+            )
         if kind:
             dtype, identity = names.portable_identity(
-                server_args, self._weights.name, dtype, is_mla, _model_config(server_args)
+                server_args, self._weights.name, dtype, is_mla, config
             )
         else:
             identity = pd_cache.identity(
                 self._weights.name,
                 {"sglang": sglang.__version__, **names.arguments(server_args)},
-                len(args.kv_data_ptrs) if is_mla else len(args.kv_data_ptrs) // 2,
+                len(args.kv_data_ptrs) // (2 if heads else 1),
                 per_token // (heads.own if heads else 1),
             )
         timeout = getattr(self, "waiting_timeout", None) or self.bootstrap_timeout
-        engine = kvspray.EngineInfo("sglang", sglang.__version__, self._engine)
-        ranks = kvspray.Ranks(tp=(self.attn_tp_rank, size))
         socket = os.environ.get(SOCKET_ENV) or None
-        layout = cache.layout(dtype, identity)
-        session = Session(socket, engine, ranks, cache, layout, timeout, _log)
+
+        def part(
+            name: str, cache: pd_cache.Cache, identity: dict[str, str], own: str = ""
+        ) -> _Part:
+            id = "-".join(x for x in (self._engine, name, own) if x)
+            engine = kvspray.EngineInfo("sglang", sglang.__version__, id)
+            ranks = kvspray.Ranks(tp=(0, 1) if own else (rank, size))
+            layout = cache.layout(dtype, identity)
+            session = Session(socket, engine, ranks, cache, layout, timeout, _log)
+            return _Part(name, session, cache.page_tokens, own)
+
+        parts = [part("", cache, identity)]
+        for s in states:
+            compared = pd_cache.state_identity(identity, s, rank, size)
+            parts.append(part(s.name, s.cache, compared, f"rank{rank}" if s.own else ""))
         _log.info(
-            "kvspray: %s of %d pages of %d tokens, tensor parallel rank %d of %d",
-            self.disaggregation_mode.value, cache.pages, cache.page_tokens, self.attn_tp_rank, size,
+            "kvspray: %s of %d pages of %d tokens, tensor parallel rank %d of %d%s",
+            self.disaggregation_mode.value, cache.pages, cache.page_tokens, rank, size,
+            "".join(f", {s.name} in {s.cache.pages} blocks" for s in states),
         )  # fmt: skip
-        return session
+        return parts
 
     def _engine_id(self) -> str:
         """One name for all ranks that divide the heads of one engine."""
@@ -261,26 +316,48 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         """Prefill is about to compute the prompt, of which so many pages are to be moved."""
         infos = [i.asked for i in self.transfer_infos.get(room, {}).values()]
         problem = self._refuse(infos, pages)
-        tokens, more = pages * self.kv_args.page_size, {}
+        prompt: pd_prompt.Prompt | None = None
         if not problem and any(m.by_prompt for m in infos):
             prompt = pd_prompt.of(request, infos[0].prefix, pages, self.kv_args.page_size)
-            problem, tokens, more = prompt.problem, prompt.tokens, {"name": prompt.hash}
+            problem = prompt.problem
         if not problem:
-            s = _Source(room, infos[0].xfer, pages, [(m.host, m.port) for m in infos], tokens)
+            s = _Source(room, infos[0].xfer, [(m.host, m.port) for m in infos], {})
             with self._lock:
                 self._rooms[room] = s
-                if pages:
-                    s.lease = self._session.source(
-                        s.xfer, tokens, str(room), lambda c: self._sent(s, c), **more
-                    )
-            endpoint = self._session.endpoint
-            if pages and not (s.lease and endpoint):
-                problem = self._session.problem or "the sidecar takes no transfer now"
+                for part in self._parts:
+                    if problem := self._offer(s, part, pages, infos[0], prompt):
+                        break
+            endpoint = self._parts[0].session.endpoint
+            if s.offers and not problem and not endpoint:
+                problem = self._no_sidecar(self._parts[0])
         if problem:
             self.conclude_failure(bootstrap_room=room, failure_reason=f"kvspray: {problem}")
             return
         for to in s.targets:
             self._send(to, pd_wire.Peer(room, s.xfer, endpoint).encode())
+
+    def _offer(
+        self, s: _Source, part: _Part, pages: int, asked: pd_wire.Room,
+        prompt: pd_prompt.Prompt | None,
+    ) -> str:  # fmt: skip
+        blocks = asked.states.get(part.name, 0) if part.name else pages
+        if not blocks:
+            return ""
+        o = _Offer(part, blocks, blocks * part.block_tokens)
+        name = b""
+        if prompt is not None:
+            o.tokens, name = prompt.tokens, prompt.hash
+        o.lease = part.session.source(
+            part.xfer(s.xfer), o.tokens, str(s.room), functools.partial(self._sent, s, o), name
+        )
+        if not o.lease:
+            return self._no_sidecar(part)
+        s.offers[part.name] = o
+        return ""
+
+    @staticmethod
+    def _no_sidecar(part: _Part) -> str:
+        return part.session.problem or "the sidecar takes no transfer now"
 
     def _refuse(self, infos: list[pd_wire.Room], pages: int) -> str:
         if not infos:
@@ -289,6 +366,12 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
             return "decode ranks ask for different transfers"
         if any(m.pages != pages for m in infos):
             return f"decode waits for {infos[0].pages} pages, and prefill sends {pages}"
+        known = {p.name for p in self._parts}
+        if other := sorted({name for m in infos for name in m.states} - known):
+            return (
+                f"decode waits for {', '.join(other)}, which prefill does not have: start both "
+                "servers with the same model and options"
+            )
         return self._stale()
 
     def _stale(self) -> str:
@@ -316,7 +399,10 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         """SGLang's senders call this with each chunk of a prompt that is computed."""
         self.update_status(bootstrap_room, KVPoll.Transferring)
         events = tuple(e for e in (wait_event, indices_event) if e is not None)
-        self._chunks.put(_Chunk(bootstrap_room, kv_indices, is_last_chunk, aux_index, events))
+        states = tuple(state_indices or ()) if is_last_chunk else ()
+        self._chunks.put(
+            _Chunk(bootstrap_room, kv_indices, is_last_chunk, aux_index, events, states)
+        )
 
     def _report(self) -> None:
         while True:
@@ -332,28 +418,48 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
                 )
 
     def _chunk(self, chunk: _Chunk) -> None:
-        if chunk.room in self._rooms and (problem := self._stale()):
-            # The chunk may be of the new ones.
-            self.conclude_failure(
-                bootstrap_room=chunk.room, failure_reason=f"kvspray: {problem}"
-            )
-            self.close_source(chunk.room, problem)
-            return
-        pages = [int(p) for p in chunk.pages]
+        problem = self._stale()  # the chunk may be of the new ones
+        blocks = {"": [int(p) for p in chunk.pages]}
+        if chunk.last:
+            blocks |= self._state_blocks(chunk.states)
         rows = self._own_rows(chunk.row) if chunk.last and chunk.row is not None else None
         with self._lock:
             s = self._rooms.get(chunk.room)
             if s is None or self.request_status.get(chunk.room) in (None, KVPoll.Failed):
                 return
-            s.table += pages
-            if pages and not s.ended:
-                done = min(len(s.table) * self.kv_args.page_size, s.tokens)
-                self._session.progress(s.lease, done, s.table)
-        if rows is not None:
+            problem = problem or self._report_blocks(s, blocks, chunk.last)
+        if problem:
+            self.conclude_failure(
+                bootstrap_room=chunk.room, failure_reason=f"kvspray: {problem}"
+            )
+            self.close_source(chunk.room, problem)
+        elif rows is not None:
             for to in s.targets:
                 self._send(to, pd_wire.Rows(s.room, s.xfer, rows).encode())
             s.rows = True
             self._whole(s)
+
+    def _report_blocks(self, s: _Source, blocks: dict[str, list[int]], last: bool) -> str:
+        """The request's next blocks are computed. Returns why they are not what decode waits for."""
+        for part in self._parts:
+            own, o = blocks.get(part.name, []), s.offers.get(part.name)
+            if part.name and last and len(own) != (o.blocks if o else 0):
+                return (
+                    f"decode waits for {o.blocks if o else 0} blocks of {part.name}, and prefill "
+                    f"has {len(own)}: start both servers with the same model and options"
+                )
+            if o is None:
+                continue
+            o.table += own
+            if own and not o.ended:
+                done = min(len(o.table) * part.block_tokens, o.tokens)
+                part.session.progress(o.lease, done, o.table)
+        return ""
+
+    def _state_blocks(self, lists: Sequence[Any]) -> dict[str, list[int]]:
+        """SGLang's lists of blocks, one for each component."""
+        parts = self._parts[1:]
+        return {p.name: _flat(x) for p, x in zip(parts, lists, strict=False)}
 
     def _own_rows(self, row: int) -> tuple[bytes, ...]:
         a = self.kv_args
@@ -362,9 +468,9 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
             for ptr, n in zip(a.aux_data_ptrs, a.aux_item_lens, strict=True)
         )
 
-    def _sent(self, s: _Source, c: kvspray.Completion) -> None:
+    def _sent(self, s: _Source, o: _Offer, c: kvspray.Completion) -> None:
         with self._lock:
-            s.ended, s.whole = True, c.ok
+            o.ended, o.whole = True, c.ok
         if c.ok:
             self._whole(s)
         elif self._rooms.get(s.room) is s:
@@ -373,15 +479,16 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
             )
 
     def _whole(self, s: _Source) -> None:
-        if s.rows and (s.whole or not s.pages):
+        if s.rows and all(o.whole for o in s.offers.values()):
             self.update_status(s.room, KVPoll.Success)
 
     def close_source(self, room: int, reason: str) -> None:
-        """SGLang takes the request's pages back after this call."""
+        """SGLang takes the request's blocks back after this call."""
         with self._lock:
             s = self._rooms.pop(room, None)
-        if s is not None and s.lease and not s.ended:
-            self._session.cancel(s.lease, reason)
+            left = [o for o in s.offers.values() if not o.ended] if s is not None else []
+        for o in left:
+            o.part.session.cancel(o.lease, reason)
 
     def _aborted(self, frames: list[bytes]) -> None:
         m = AbortNotification.from_zmq(frames)
@@ -399,10 +506,11 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
 
     def open_arrival(
         self, address: str, room: int, pages: Sequence[int], row: int | None, prefix: int | None,
-        request: Any = None, buffers: Any = None,
+        request: Any = None, buffers: Any = None, states: Sequence[Any] = (),
     ) -> str:  # fmt: skip
-        """SGLang has pages for a request. Returns why they cannot be filled."""
-        if problem := self._stale():
+        """SGLang has blocks for a request. Returns why they cannot be filled."""
+        blocks = {"": [int(p) for p in pages], **self._state_blocks(states)}
+        if problem := self._stale() or self._unequal(address):
             return problem
         uses = self._uses.pop((address, room), 0) + 1
         self._uses[address, room] = uses
@@ -413,62 +521,89 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         name = f"kvspray-room/{self._engine}/{address}/{room}/{uses}"
         xfer = hashlib.sha256(name.encode()).digest()
         a = _Arrival(
-            room, xfer[: pd_wire.XFER_BYTES], [int(p) for p in pages],
+            room, xfer[: pd_wire.XFER_BYTES], {k: x for k, x in blocks.items() if x},
             -1 if row is None else int(row), int(prefix or 0), request, buffers,
-            here=len(pages) == 0,
         )  # fmt: skip
         with self._lock:
             self._rooms[room] = a
         return ""
 
+    def _unequal(self, address: str) -> str:
+        """Why this prefill's ranks cannot fill blocks of these."""
+        own = [p.name for p in self._parts if p.own]
+        info = self.prefill_info_table.get(address)
+        if not own or info is None or info.attn_tp_size == self.attn_tp_size:
+            return ""
+        return (
+            f"{', '.join(own)} is divided among {info.attn_tp_size} ranks at prefill and "
+            f"{self.attn_tp_size} at decode; start both servers with the same --tp-size"
+        )
+
     def build_receiver_metadata_message(
         self, *, bootstrap_room: int, required_dst_info_num: int, **_: Any
     ) -> list[bytes]:
         a = self._rooms[bootstrap_room]
+        states = {name: len(x) for name, x in a.blocks.items() if name}
         return pd_wire.Room(
-            a.room, self.local_ip, self.rank_port, a.xfer, len(a.pages), a.prefix,
-            int(required_dst_info_num),
+            a.room, self.local_ip, self.rank_port, a.xfer, len(a.blocks.get("", ())), a.prefix,
+            int(required_dst_info_num), states=states,
         ).encode()  # fmt: skip
 
     def _peer(self, m: pd_wire.Peer) -> None:
-        """The pages come from this sidecar."""
-        # Kernels of the pages' former owner may still be queued: SGLang gives pages to a request
+        """The blocks come from this sidecar."""
+        # Kernels of the blocks' former owner may still be queued: SGLang gives blocks to a request
         # before the GPU has run what it launched for others.
         self._settle()
         problem = ""
         with self._lock:
             a = self._rooms.get(m.room)
-            if a is None or a.xfer != m.xfer or a.lease or a.given_up or a.here:
+            if a is None or a.xfer != m.xfer or a.peer or a.given_up or not a.blocks:
                 return
-            tokens, more = len(a.pages) * self.kv_args.page_size, {}
-            if m.by_prompt:
-                prompt = self._prompt(a)
-                problem, tokens, more = prompt.problem, prompt.tokens, {"name": prompt.hash}
-            if not problem:
-                a.lease = self._session.expect(
-                    a.xfer, m.endpoint, tokens, a.pages, str(a.room), lambda c: self._came(a, c),
-                    **more,
-                )  # fmt: skip
-            if a.lease:
-                self._writers[a.room] = self._writers.get(a.room, 0) + 1
-            elif not problem:
-                problem = self._session.problem or "the sidecar takes no transfer now"
+            a.peer = True
+            prompt = self._prompt(a) if m.by_prompt else None
+            if prompt is not None:
+                problem = prompt.problem
+            for part in self._parts:
+                if problem or part.name not in a.blocks:
+                    continue
+                problem = self._expect(a, part, m.endpoint, prompt)
         if problem:
             self._fail(a, problem)
 
-    def _prompt(self, a: _Arrival) -> pd_prompt.Prompt:
-        return pd_prompt.of(a.request, a.prefix, len(a.pages), self.kv_args.page_size)
+    def _expect(
+        self, a: _Arrival, part: _Part, endpoint: str, prompt: pd_prompt.Prompt | None
+    ) -> str:
+        blocks = a.blocks[part.name]
+        tokens, name = len(blocks) * part.block_tokens, b""
+        if prompt is not None:
+            tokens, name = prompt.tokens, prompt.hash
+        end = functools.partial(self._came, a, part.name)
+        lease = part.session.expect(
+            part.xfer(a.xfer), endpoint, tokens, blocks, str(a.room), end, name
+        )
+        if not lease:
+            return self._no_sidecar(part)
+        a.leases[part.name] = lease
+        self._writers[a.room] = self._writers.get(a.room, 0) + 1
+        return ""
 
-    def _came(self, a: _Arrival, c: kvspray.Completion) -> None:
+    def _prompt(self, a: _Arrival) -> pd_prompt.Prompt:
+        return pd_prompt.of(a.request, a.prefix, len(a.blocks.get("", ())), self.kv_args.page_size)
+
+    def _came(self, a: _Arrival, part: str, c: kvspray.Completion) -> None:
         with self._lock:
-            a.lease = 0
-            a.here = c.ok and not a.given_up
+            a.leases.pop(part, None)
+            if c.ok:
+                a.here.add(part)
+            given_up = a.given_up
             left = self._writers.pop(a.room) - 1
             if left:
                 self._writers[a.room] = left
-        if a.here:
+        if given_up:
+            return
+        if c.ok:
             self._whole_arrival(a)
-        elif not a.given_up:
+        else:
             self._fail(a, f"{c.status.name}: {c.reason}")
 
     def _rows(self, m: pd_wire.Rows) -> None:
@@ -498,7 +633,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
     def _whole_arrival(self, a: _Arrival) -> None:
         problem = ""
         with self._lock:
-            if not a.here or a.rows is None or a.given_up or a.done:
+            if a.here != a.blocks.keys() or a.rows is None or a.given_up or a.done:
                 return
             a.done = True
             problem = self._stale()
@@ -521,9 +656,16 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         with self._lock:
             known = self._rooms.get(a.room) is a and not a.given_up
             a.given_up = True  # another prefill rank may name its sidecar later
+        self._cancel(a, reason)
         if known:
             self.record_failure(a.room, f"kvspray: {reason}")
             self.update_status(a.room, KVPoll.Failed)
+
+    def _cancel(self, a: _Arrival, reason: str) -> None:
+        with self._lock:
+            left = [(p, a.leases[p.name]) for p in self._parts if p.name in a.leases]
+        for part, lease in left:
+            part.session.cancel(lease, reason)
 
     def give_up(self, room: int, reason: str) -> None:
         """Nothing that comes from now on counts."""
@@ -532,24 +674,22 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
             if a is None:
                 return
             a.given_up = True
-            lease = a.lease
-        if lease:
-            self._session.cancel(lease, reason)
+        self._cancel(a, reason)
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
-        """Whether nothing writes to the request's pages any more. SGLang holds them until then, and
-        may have forgotten the request itself before (failure_exception)."""
+        """Whether nothing writes to the request's blocks any more. SGLang holds them until then,
+        and may have forgotten the request itself before (failure_exception)."""
         with self._lock:
             return bootstrap_room not in self._writers
 
     def close_arrival(self, room: int) -> None:
-        """SGLang forgets the request, whose pages it uses or holds."""
+        """SGLang forgets the request, whose blocks it uses or holds."""
         with self._lock:
             a = self._rooms.pop(room, None)
-            if a is not None:
-                a.given_up = True
-        if a is not None and a.lease:
-            self._session.cancel(a.lease, "the request has ended")
+            if a is None:
+                return
+            a.given_up = True
+        self._cancel(a, "the request has ended")
 
 
 @dataclass
@@ -611,7 +751,7 @@ class KVSprayReceiver(CommonKVReceiver):  # type: ignore[misc]
         if getattr(self, "bootstrap_infos", None) is not None:
             problem = self.kv_mgr.open_arrival(
                 self.bootstrap_addr, self.bootstrap_room, kv_indices, aux_index, decode_prefix_len,
-                self.request, self.buffers,
+                self.request, self.buffers, state_indices or (),
             )  # fmt: skip
             if problem:
                 self.kv_mgr.record_failure(self.bootstrap_room, f"kvspray: {problem}")
@@ -646,12 +786,38 @@ def _check(server_args: Any, parallel: Any) -> None:
             raise pd_cache.CacheError(
                 f"kvspray: {name} is {getattr(parallel, name)}: {why}; use another transfer backend"
             )
-    for name in ("enable_hisparse", "enable_memory_saver", "enable_pd_role_switch"):
+    for name in (
+        "enable_hisparse", "enable_memory_saver", "enable_pd_role_switch", "enable_unified_memory",
+    ):  # fmt: skip
         if getattr(server_args, name, False):
             raise pd_cache.CacheError(
                 f"kvspray: {name} is on, and the pages would not stay where they are registered; "
                 f"start without --{name.replace('_', '-')}"
             )
+
+
+def _head_major() -> bool:
+    """Whether pages of K and V have the tokens of their first head first. SGLang takes that from
+    its environment, and its description of a pool does not show it."""
+    from sglang.srt.environ import envs
+
+    order = getattr(envs, "SGLANG_AITER_KV_CACHE_LAYOUT", None)
+    if order is not None and order.get().lower() != "nhd":
+        raise pd_cache.CacheError(
+            f"kvspray: SGLANG_AITER_KV_CACHE_LAYOUT is {order.get()}, an order of bytes that "
+            "kvspray does not transfer; set it to nhd, or use another transfer backend"
+        )
+    major = getattr(envs, "SGLANG_USE_HND_KVCACHE", None)
+    return major is not None and bool(major.get())
+
+
+def _flat(blocks: Any) -> list[int]:
+    """A list of SGLang's, which has None, numbers or arrays of them."""
+    if blocks is None:
+        return []
+    import numpy
+
+    return [int(n) for x in blocks for n in numpy.asarray(x).reshape(-1)]
 
 
 def _model_config(server_args: Any) -> Any:

@@ -2,8 +2,9 @@
 """A device pool of SGLang, as its ``KVArgs`` describe it, in the terms of a kvspray layout.
 
 The pool keeps K and V of each layer in tensors of their own, and MLA's latent in one. A page of
-``page_size`` tokens is a block. Pools with anything else (states, scales, drafts) are refused by
-name: a part that stayed behind would be KV of another prompt.
+``page_size`` tokens is a block. What SGLang calls a component of a request's state has tensors and
+a list of blocks of its own, and so a layout of its own. Pools with anything else (scales, drafts,
+other components) are refused by name: a part that stayed behind would be KV of another prompt.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import kvspray
 from kvspray_sglang import memory
 
 MAX_TENSORS = 1024  # flags of a board: docs/protocol.md
+# Components that move: K and V of sliding windows, the keys of DSA's indexer, recurrent states.
+STATES = ("swa", "dsa", "mamba")
 # A cache of other types has scales beside its pages.
 _DTYPES = (
     "auto", "float32", "fp32", "float16", "fp16", "half", "bfloat16", "bf16", "fp8_e4m3",
@@ -48,7 +51,7 @@ class Cache:
 
     groups: list[dict[str, Any]]
     regions: list[kvspray.Region]
-    page_tokens: int
+    page_tokens: int  # of a block
     pages: int
     tensors: int  # one flag each
 
@@ -56,15 +59,22 @@ class Cache:
         return {"model": "sglang", "dtype": dtype, "groups": self.groups, "identity": identity}
 
 
+@dataclass(frozen=True)
+class State:
+    """A component of a request's state."""
+
+    name: str
+    cache: Cache
+    own: bool  # its bytes differ between ranks, and only ranks of equal number exchange it
+
+
 def check(args: Any, is_mla: bool, pp_size: int) -> None:
     """Refuses what a transfer would leave behind."""
-    states = getattr(args, "state_types", None) or []
+    states = [_value(t) for t in getattr(args, "state_types", None) or []]
+    other = [t for t in states if t not in STATES]
     found: list[tuple[bool, str, str]] = [
-        (
-            bool(states),
-            f"the model has states beside its pages ({', '.join(_value(t) for t in states)})",
-            "sliding windows, indexers, scales and recurrent states",
-        ),
+        (bool(other), f"the model has states of the kind {', '.join(other)}", "them"),
+        (len(set(states)) != len(states), f"a kind of state is there twice ({states})", "that"),
         (bool(getattr(args, "num_draft_entries", 0)), "a draft model has a cache", "speculation"),
         (bool(getattr(args, "kv_layout", None)), f"the pool's layout is {args.kv_layout}", "it"),
         (pp_size != 1, f"pp_size is {pp_size}", "pipeline stages"),
@@ -88,40 +98,79 @@ def check(args: Any, is_mla: bool, pp_size: int) -> None:
             )
 
 
-def describe(args: Any, heads: Heads | None, gpu: bool) -> Cache:
-    """``heads``: None for MLA, whose latent is on every rank."""
-    pages = min(n // item for n, item in zip(args.kv_data_lens, args.kv_item_lens, strict=True))
-    spans = [
-        (int(p), int(p) + int(n)) for p, n in zip(args.kv_data_ptrs, args.kv_data_lens, strict=True)
-    ]
+def describe(args: Any, heads: Heads | None, gpu: bool, head_major: bool = False) -> Cache:
+    """``heads``: None for MLA, whose latent is on every rank. ``head_major``: a page of K or V has
+    the tokens of its first head first."""
+    page = int(args.page_size)
+    regions, layers, pages = _tensors(
+        args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens, gpu
+    )
+    if heads is None:
+        groups = [_group(page, pages, "mla", {}, layers, "")]
+    else:
+        groups = _k_and_v(page, pages, heads, layers, head_major)
+    return Cache(groups, regions, page, pages, len(layers))
+
+
+def states(args: Any, heads: Heads | None, gpu: bool) -> list[State]:
+    """The components of a request's state, in SGLang's order. ``heads``: of sliding windows."""
+    out = []
+    for i, kind in enumerate(getattr(args, "state_types", None) or []):
+        name = _value(kind)
+        regions, layers, blocks = _tensors(
+            args.state_data_ptrs[i], args.state_data_lens[i], args.state_item_lens[i], gpu
+        )
+        order = getattr(args, "swa_kv_cache_layout", None)
+        if name == "swa" and heads is not None and order in ("nhd", "hnd"):
+            page, own = int(args.page_size), False
+            groups = _k_and_v(page, blocks, heads, layers, order == "hnd")
+        else:
+            # Whole blocks, in whatever order: of the indexer all ranks have the same.
+            page, own = 1, name != "dsa"
+            groups = [_group(page, blocks, "page", {}, layers, "")]
+        out.append(State(name, Cache(groups, regions, page, blocks, len(layers)), own))
+    return out
+
+
+def _tensors(
+    ptrs: Sequence[int], lens: Sequence[int], items: Sequence[int], gpu: bool
+) -> tuple[list[kvspray.Region], list[dict[str, Any]], int]:
+    """Regions, layers, and the number of blocks that each tensor has. ``items``: bytes of a
+    block."""
+    spans = [(int(p), int(p) + int(n)) for p, n in zip(ptrs, lens, strict=True)]
     if gpu:
         regions = [kvspray.Region.gpu(start, end - start) for start, end in spans]
     else:
         regions = memory.process_regions(spans)
     layers = [
         _layer(i, start, end, int(item), regions)
-        for i, ((start, end), item) in enumerate(zip(spans, args.kv_item_lens, strict=True))
+        for i, ((start, end), item) in enumerate(zip(spans, items, strict=True))
     ]
-    page = int(args.page_size)
-    if heads is None:
-        groups = [_group(page, pages, "mla", {}, layers, "")]
-    else:
+    return regions, layers, min(int(n) // int(item) for n, item in zip(lens, items, strict=True))
+
+
+def _k_and_v(
+    page: int, pages: int, heads: Heads, layers: list[dict[str, Any]], head_major: bool
+) -> list[dict[str, Any]]:
+    half = len(layers) // 2
+    groups = []
+    for name, own in (("k", layers[:half]), ("v", layers[half:])):
         params = {
             "kv_heads": heads.total, "heads": heads.own, "tp_rank": heads.rank,
             "tp_size": heads.ranks,
         }  # fmt: skip
-        for x in layers:
+        for x in own:
             if x["page_bytes"] % (page * heads.own):
                 raise CacheError(
                     f"kvspray: a page of {page} tokens has {x['page_bytes']} bytes, which "
                     f"{heads.own} heads do not divide; use another transfer backend"
                 )
-        half = len(layers) // 2
-        groups = [
-            _group(page, pages, "sglang_k", params, layers[:half], "#k"),
-            _group(page, pages, "sglang_v", params, layers[half:], "#v") | {"same_table": True},
-        ]
-    return Cache(groups, regions, page, pages, len(layers))
+        if head_major:
+            cell = own[0]["page_bytes"] // (page * heads.own)
+            params |= {"row_stride": cell, "head_stride": page * cell}
+        groups.append(_group(page, pages, f"sglang_{name}", params, own, f"#{name}"))
+    groups[1]["same_table"] = True
+    return groups
 
 
 def _layer(
@@ -154,6 +203,17 @@ def identity(weights: str, server: dict[str, str], layers: int, head_size: int) 
         model_config=config, weights=weights, layers=layers, head_size=head_size, groups="full",
         rope="", backoff=0, speculative="",
     )  # fmt: skip
+
+
+def state_identity(identity: dict[str, str], state: State, rank: int, ranks: int) -> dict[str, str]:
+    """What prefill and decode compare before a component moves."""
+    more = {"groups": state.name}
+    if state.cache.groups[0]["strategy"] == "page":
+        sizes = [x["page_bytes"] for x in state.cache.groups[0]["layers"]]
+        more["packing"] = hashlib.sha256(str(sizes).encode()).hexdigest()
+    if state.own:
+        more["rank"] = f"{rank} of {ranks}"
+    return {**identity, **more}
 
 
 def _value(state: Any) -> str:

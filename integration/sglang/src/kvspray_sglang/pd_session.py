@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's session with its sidecar for transfers: leases, and a thread that takes their ends.
+"""A session of one rank with its sidecar for transfers: leases, and a thread that takes their ends.
 
 A lease is open from the call that made it until its callback has been called. Only then does no
 process read or write its blocks any more, whatever becomes of the sidecar.

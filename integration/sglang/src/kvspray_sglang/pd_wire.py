@@ -8,28 +8,35 @@ between the sidecars.
     prefill -> decode   ROWS    the request's metadata: first token, log probabilities ...
     prefill -> decode   FIRST   the first token alone, of a prefill that is no SGLang
 
-A ROOM or a PEER with one more frame comes from the bridge to another kind of engine (bridge.py):
-that transfer is named by its prompt, which both engines hash themselves.
+A ROOM or a PEER with the frame "prompt" comes from the bridge to another kind of engine
+(bridge.py): that transfer is named by its prompt, which both engines hash themselves. A ROOM with
+the frame "states" and one more has, beside pages, blocks of the components of a request's state:
+"swa=3 mamba=1".
 
 Frames come from another host: each is checked, and a message that is none is dropped.
 """
 
 from __future__ import annotations
 
+import re
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 TAG = b"KVSPRAY1"
 BY_PROMPT = b"prompt"
+STATES = b"states"
 XFER_BYTES = 16
 MAX_ENDPOINT_BYTES = 256
 MAX_PAGES = 1 << 24
+MAX_STATES = 16
+MAX_STATES_BYTES = 1024
 MAX_ROWS = 64
 MAX_ROW_BYTES = 16 << 20
 
 _ROOM = struct.Struct("<QHIII")  # room, port, pages, tokens that decode has, decode ranks
 _HEAD = struct.Struct("<Q")
+_STATE = re.compile(r"([a-z][a-z0-9_]{0,31})=([1-9][0-9]{0,7})")
 _FIRST = struct.Struct("<II")  # token, tokens of the prompt that prefill had in its cache
 
 
@@ -43,10 +50,13 @@ class Room:
     prefix: int  # tokens that decode has in its own cache
     ranks: int  # decode ranks that one prefill rank serves
     by_prompt: bool = False
+    states: Mapping[str, int] = field(default_factory=dict)  # blocks of each component
 
     def encode(self) -> list[bytes]:
         head = _ROOM.pack(self.room, self.port, self.pages, self.prefix, self.ranks)
         more = [BY_PROMPT] if self.by_prompt else []
+        if self.states:
+            more = [STATES, " ".join(f"{k}={n}" for k, n in self.states.items()).encode()]
         return [TAG, b"ROOM", head, self.xfer, self.host.encode(), *more]
 
 
@@ -94,11 +104,14 @@ def decode(frames: Sequence[bytes]) -> Room | Peer | Rows | First | None:
         raise ValueError(f"a transfer id of {len(xfer)} bytes, want {XFER_BYTES}")
     try:
         by_prompt = more[1:] == [BY_PROMPT]
-        if kind == b"ROOM" and (len(more) == 1 or by_prompt):
+        states = _states(more[2]) if len(more) == 3 and more[1] == STATES else {}
+        if kind == b"ROOM" and (len(more) == 1 or by_prompt or states):
             room, port, pages, prefix, ranks = _ROOM.unpack(head)
             if pages > MAX_PAGES or not 1 <= ranks <= 1 << 12:
                 raise ValueError(f"{pages} pages for {ranks} ranks")
-            return Room(room, _text(more[0]), port, bytes(xfer), pages, prefix, ranks, by_prompt)
+            return Room(
+                room, _text(more[0]), port, bytes(xfer), pages, prefix, ranks, by_prompt, states
+            )  # fmt: skip
         (room,) = _HEAD.unpack(head)
         if kind == b"PEER" and (len(more) == 1 or by_prompt):
             return Peer(room, bytes(xfer), _text(more[0]), by_prompt)
@@ -111,6 +124,17 @@ def decode(frames: Sequence[bytes]) -> Room | Peer | Rows | First | None:
     except (struct.error, UnicodeDecodeError) as err:
         raise ValueError(f"a damaged message: {err}") from err
     raise ValueError(f"a message of kind {bytes(kind[:16])!r} with {len(more)} more frames")
+
+
+def _states(frame: bytes) -> dict[str, int]:
+    if len(frame) > MAX_STATES_BYTES:
+        raise ValueError(f"components of {len(frame)} bytes")
+    words = bytes(frame).decode("ascii").split(" ")
+    found = [_STATE.fullmatch(w) for w in words]
+    out = {m[1]: int(m[2]) for m in found if m}
+    if not len(out) == len(words) <= MAX_STATES or max(out.values()) > MAX_PAGES:
+        raise ValueError(f"components {bytes(frame[:64])!r}")
+    return out
 
 
 def _text(frame: bytes) -> str:
