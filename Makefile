@@ -116,12 +116,13 @@ test-all: ## All else that needs no special hardware or right: long tests, bound
 	@bash test/run.sh all
 
 .PHONY: test-nightly
-test-nightly: ## Hours: attacks, laws, truth, schedules, mutants, releases, fuzzing, a soak of two hours
+test-nightly: ## Hours: attacks, laws, truth, schedules, mutants, releases, fuzzing, soaks of two hours and of one
 	$(MAKE) test-attack
 	$(MAKE) test-sim test-mutants test-skew test-laws test-truth
 	$(MAKE) test-pods PODS_STEPS=all
 	$(MAKE) test-pods-group
 	$(MAKE) soak SOAK=2h
+	$(MAKE) soak-sglang
 	$(MAKE) test-fuzz
 
 .PHONY: test-attack
@@ -138,6 +139,13 @@ soak: build env ## Real engines under load for SOAK (10m) while sidecars, rails 
 	@mkdir -p $(TOOLS)
 	go build -o $(TOOLS)/ ./test/soak
 	$(VENV)/bin/python test/soak/soak.py --for $(SOAK)
+
+SOAK_SGLANG ?= 60
+.PHONY: soak-sglang
+soak-sglang: build ## SGLang's servers with HiCache and prefill/decode for SOAK_SGLANG minutes (60), a quarter of the requests given up: nothing left?
+	$(call need-python,8)
+	$(HOSTPY) test/rig/env.py --sglang
+	$(B)/venv-sglang/bin/python test/sglang/soak.py --minutes $(SOAK_SGLANG)
 
 .PHONY: test-go
 test-go: ## Go tests with -race only
