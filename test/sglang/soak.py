@@ -141,7 +141,7 @@ class Soak:
                 held |= {f"{s.name} {name}": rig.total(text, name) for name in USED}
                 held |= usage(s.name, group(s.proc.pid if s.proc else 0))
             for c in self.pair.sidecars:
-                held |= usage(f"sidecar {c.name}", [c.pid])
+                held |= usage(f"sidecar {c.name}", c.pids())
                 held[f"sidecar {c.name} goroutines"] = counted(c, "go_goroutines")
             held["store hits"] = found(self.pair.sidecars[0])
             return held
@@ -169,7 +169,7 @@ class Soak:
         s = self.rest()
         with (LOGS / "samples.jsonl").open("a") as out:
             out.write(json.dumps(s) + "\n")
-        shown = {k: v for k, v in s.items() if k in self.count or "descriptors" in k}
+        shown = {k: v for k, v in s.items() if k in self.count or k.endswith(("fds", "threads"))}
         print(f"[{time.strftime('%H:%M:%S')}] {shown}", flush=True)
         return s
 
@@ -221,24 +221,18 @@ def group(pid: int) -> list[int]:
     return out
 
 
-def usage(name: str, pids: list[int]) -> dict[str, float]:
-    descriptors, resident = 0, 0
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            descriptors += len(os.listdir(f"/proc/{pid}/fd"))
-            pages = int(pathlib.Path(f"/proc/{pid}/statm").read_text().split()[1])
-            resident += pages * os.sysconf("SC_PAGE_SIZE")
-    return {f"{name} descriptors": descriptors, f"{name} MiB": round(resident / 2**20)}
+def usage(name: str, pids: list[int]) -> dict[str, int]:
+    return {f"{name} {kind}": n for kind, n in rig.use_of(pids).items()}
 
 
-SLACK = 8  # descriptors: connections of clients and of servers to each other
+SLACK = 8  # descriptors and threads: connections of clients and of servers to each other
 
 
 def leaks(samples: list[dict[str, Any]]) -> list[str]:
     first, last = samples[0], samples[-1]
     out = [f"{k} is {last[k]}" for k in last if any(k.endswith(n) for n in USED) and last[k]]
     for k in last:
-        if k.endswith("descriptors") and last[k] > first[k] + SLACK:
+        if k.endswith(("fds", "threads")) and last[k] > first[k] + SLACK:
             out.append(f"{k}: {first[k]} at the first rest, {last[k]} at the last")
     return out
 
