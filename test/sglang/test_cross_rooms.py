@@ -15,29 +15,10 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.utils import MetadataBuffers
 
 import kvspray
-from kvspray_sglang import names, pd_prompt, pd_wire
+from kvspray_sglang import names, pd, pd_prompt, pd_wire
 
 IDS = list(range(100, 120))  # two pages of 16
 ENDPOINT = "10.0.0.9:7650"
-
-
-class Session(rooms.Session):
-    def __init__(self) -> None:
-        super().__init__()
-        self.named: list[tuple[int, bytes]] = []
-
-    def source(
-        self, xfer: bytes, tokens: int, req: str, end: Any, name: bytes = b""
-    ) -> int:  # fmt: skip
-        self.named.append((tokens, name))
-        return self._lease(end)
-
-    def expect(
-        self, xfer: bytes, peer: str, tokens: int, pages: list[int], req: str, end: Any,
-        name: bytes = b"",
-    ) -> int:  # fmt: skip
-        self.named.append((tokens, name))
-        return self._lease(end)
 
 
 def request(**more: Any) -> Any:
@@ -49,7 +30,6 @@ def decode(req: Any, prefix: int = 0, buffers: Any = None) -> tuple[Any, Any, An
     import torch
 
     m = rooms.manager()
-    m._session = Session()
     buffers = buffers or MetadataBuffers(8, 64, torch.float32, 16)
     ptrs, _, lens = buffers.get_buf_infos()
     m.kv_args.aux_data_ptrs, m.kv_args.aux_item_lens = ptrs, lens
@@ -113,26 +93,24 @@ def test_a_checksum_is_not_made_up() -> None:
 
 def test_prefill_offers_its_own_prompt() -> None:
     m = rooms.manager()
-    m._session = Session()
     m.request_status[7] = KVPoll.Bootstrapping
     m._asked(pd_wire.Room(7, "10.0.0.2", 5, b"x" * 16, 2, 0, 1, by_prompt=True))
     m.open_source(7, 2, request())
     assert m._session.named == [(20, kvspray.prefix_hash(IDS))]
-    m._chunk(SimpleNamespace(room=7, pages=[3], last=False, row=None))
-    m._chunk(SimpleNamespace(room=7, pages=[4], last=True, row=1))
+    m._chunk(pd._Chunk(7, [3], False, None, ()))
+    m._chunk(pd._Chunk(7, [4], True, 1, ()))
     assert [s[1:] for s in m._session.steps] == [(16, [3]), (20, [3, 4])]
 
 
 def test_weights_are_replaced_in_a_prefill() -> None:
     """What is computed from then on is of other weights than the layout's name says."""
     m = rooms.manager()
-    m._session = Session()
     m.request_status[7] = KVPoll.Bootstrapping
     m._asked(pd_wire.Room(7, "10.0.0.2", 5, b"x" * 16, 2, 0, 1, by_prompt=True))
     m.open_source(7, 2, request())
-    m._chunk(SimpleNamespace(room=7, pages=[3], last=False, row=None))
+    m._chunk(pd._Chunk(7, [3], False, None, ()))
     m._weights.current = False
-    m._chunk(SimpleNamespace(room=7, pages=[4], last=True, row=1))
+    m._chunk(pd._Chunk(7, [4], True, 1, ()))
     assert len(m._session.steps) == 1 and m._session.cancelled == [1]
     assert "replaced" in m.failure_records[7] and m.request_status[7] == KVPoll.Failed
     assert not any(isinstance(x[1], pd_wire.Rows) for x in m.sent if isinstance(x, tuple))
@@ -154,7 +132,6 @@ def test_a_request_of_more_than_its_prompt() -> None:
     m._peer(pd_wire.Peer(7, asked.xfer, ENDPOINT, True))
     assert not m._session.open and "pages" in m.failure_records[7]
     m = rooms.manager()
-    m._session = Session()
     m.request_status[7] = KVPoll.Bootstrapping
     m._asked(pd_wire.Room(7, "10.0.0.2", 5, b"x" * 16, 2, 0, 1, by_prompt=True))
     m.open_source(7, 2, request(origin_input_ids=IDS[:16]))
@@ -163,7 +140,6 @@ def test_a_request_of_more_than_its_prompt() -> None:
 
 def test_prefill_refuses_what_a_hash_does_not_have() -> None:
     m = rooms.manager()
-    m._session = Session()
     m.request_status[7] = KVPoll.Bootstrapping
     m._asked(pd_wire.Room(7, "10.0.0.2", 5, b"x" * 16, 2, 0, 1, by_prompt=True))
     m.open_source(7, 2, request(lora_id="a"))

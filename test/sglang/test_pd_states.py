@@ -31,23 +31,23 @@ if not MUST and importlib.util.find_spec("sglang") is None:
 import torch  # noqa: E402
 from sglang.srt.disaggregation.base.conn import KVPoll  # noqa: E402
 from sglang.srt.disaggregation.utils import DisaggregationMode, setup_state_kv_args  # noqa: E402
-from test_pools import SLOTS, State, device_mha, parallel, sidecars, state_pool  # noqa: E402, F401
-from test_pools import DSA as Sparse  # noqa: E402
-from test_pools import Kind  # noqa: E402
+from test_pools import KEY, NOPE, ROPE_DSA, SLOTS, State, parallel, sidecars, state_pool  # noqa: E402, F401
 
-from kvspray_sglang import pd, pd_wire  # noqa: E402
+from kvspray_sglang import pd, pd_cache, pd_wire  # noqa: E402
 
-PAGE, HEADS, DIM, TOKENS = 16, 4, 8, 768
+PAGE, HEADS, WINDOW_HEADS, DIM, TOKENS = 16, 4, 2, 8, 768
 
 
 def windows(tp: int) -> Any:
-    """Layers 0 and 2 attend to a window; layers 1 and 3 to everything."""
+    """Layers 0 and 2 attend to a window, with fewer heads, whose V is wider than K; layers 1 and 3
+    to everything. With more ranks than heads, ranks have copies of them."""
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
     return SWAKVPool(
         size=TOKENS, size_swa=TOKENS // 2, page_size=PAGE, dtype=torch.bfloat16,
-        head_num=HEADS // tp, head_dim=DIM, swa_attention_layer_ids=[0, 2],
+        head_num=max(1, HEADS // tp), head_dim=DIM, swa_attention_layer_ids=[0, 2],
         full_attention_layer_ids=[1, 3], device="cpu", enable_alt_stream=False,
+        swa_head_num=max(1, WINDOW_HEADS // tp), swa_head_dim=DIM, swa_v_head_dim=2 * DIM,
     )  # fmt: skip
 
 
@@ -60,8 +60,35 @@ def recurrent(tp: int) -> Any:
     )  # fmt: skip
 
 
+def kimi(tp: int) -> Any:
+    """MLA in an odd number of layers, and linear attention with decay for each channel."""
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
+
+    return HybridLinearKVPool(
+        size=TOKENS, dtype=torch.bfloat16, page_size=PAGE, head_num=1, head_dim=DIM,
+        full_attention_layer_ids=[1, 3, 5], device="cpu", mamba_pool=state_pool(State(True, tp)),
+        use_mla=True, kv_lora_rank=32, qk_rope_head_dim=8,
+    )  # fmt: skip
+
+
 def sparse(tp: int) -> Any:
-    return Sparse(64, True).pool()
+    """Layer 1 uses the tokens that layer 0 has chosen, and has no keys."""
+    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
+
+    return DSATokenToKVPool(
+        size=TOKENS, page_size=64, kv_lora_rank=NOPE, dtype=torch.bfloat16,
+        qk_rope_head_dim=ROPE_DSA, layer_num=3, device="cpu", index_head_dim=KEY,
+        enable_memory_saver=False, kv_cache_dim=NOPE + ROPE_DSA,
+        skip_topk_layers=[False, True, False],
+    )  # fmt: skip
+
+
+def model_config(_: Any) -> Any:
+    return SimpleNamespace(
+        get_total_num_kv_heads=lambda: HEADS, is_hybrid_swa_compress=True,
+        hf_text_config=SimpleNamespace(swa_num_key_value_heads=WINDOW_HEADS),
+        hf_config=SimpleNamespace(architectures=["AModel"]),
+    )  # fmt: skip
 
 
 class Side:
@@ -88,12 +115,12 @@ class Side:
         m.send_kv_status_message = lambda **what: None
         self.sent: list[Any] = []
         m._send = lambda to, frames: self.sent.append(pd_wire.decode(frames))
-        os.environ[pd.SOCKET_ENV] = str(sidecar.socket)
-        from kvspray_sglang import pd_cache
-
-        mla = len(a.kv_data_ptrs) % 2 == 0 and "dsa" in [t.value for t in a.state_types]
+        self.mla = mla = a.is_hybrid_mla_backend or "dsa" in [t.value for t in a.state_types]
         pd_cache.check(a, mla, 1)
-        m._parts = m._open(SimpleNamespace(device="cpu"), mla)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(pd.SOCKET_ENV, str(sidecar.socket))
+            patch.setattr(pd, "_model_config", model_config)
+            m._parts = m._open(SimpleNamespace(device="cpu"), mla)
         for p in m._parts:
             rig.wait_for("a session", lambda p=p: p.session.connected, 20, 0.05)
 
@@ -107,7 +134,7 @@ class Side:
                 for i, t in enumerate(a.state_types)
             ),
         ):  # fmt: skip
-            out += [(name, *x) for x in zip(ptrs, lens, items, strict=True)]
+            out += [(name, *x) for x in zip(ptrs, lens, items, strict=True) if x[2]]
         return out
 
     def memory(self) -> list[bytes]:
@@ -123,7 +150,6 @@ class Side:
             p.session.close()
 
 
-Pool = Any
 Blocks = dict[str, list[int]]
 
 
@@ -166,7 +192,7 @@ def ended(sides: list[Side], room: int) -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("make", [windows, recurrent, sparse])
+@pytest.mark.parametrize("make", [windows, recurrent, kimi, sparse])
 def test_equal_ranks(
     sidecars: tuple[rig.Sidecar, rig.Sidecar], make: Any, tp: int  # noqa: F811
 ) -> None:
@@ -180,10 +206,8 @@ def test_equal_ranks(
         for room, pages in enumerate((1, 5, 11), 1):
             for i, side in enumerate((*p, *d)):
                 side.scribble(100 * room + i)
-            if make is sparse:  # of an indexer and of MLA, all ranks have the same
-                for side in p[1:]:
-                    for (_, to, n, _), (_, at, _, _) in zip(side.tensors(), p[0].tensors()):
-                        ctypes.memmove(to, at, n)
+            for side in p[1:]:
+                copy_shared(p[0], side)
             tables = [r.sample(range(1, 12), pages) for _ in range(2)]
             src, dst = ({"": t} for t in tables)
             window = [r.sample(range(1, 12), min(pages, 3)) for _ in range(2)]
@@ -205,6 +229,14 @@ def test_equal_ranks(
     del pools
 
 
+def copy_shared(a: Side, b: Side) -> None:
+    """Of MLA and of an indexer all ranks have the same."""
+    shared = ("", "dsa") if a.mla else ("dsa",)
+    for (name, at, n, _), (_, to, _, _) in zip(a.tensors(), b.tensors(), strict=True):
+        if name in shared:
+            ctypes.memmove(to, at, n)
+
+
 def expected(p: Side, d: Side, src: Blocks, dst: Blocks) -> list[bytes]:
     """Decode's memory with prefill's blocks in the places that decode gave."""
     out = []
@@ -218,7 +250,7 @@ def expected(p: Side, d: Side, src: Blocks, dst: Blocks) -> list[bytes]:
     return out
 
 
-@pytest.mark.parametrize(("p_tp", "d_tp"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(2, 1), (1, 2), (4, 1), (4, 2)])
 def test_windows_of_unequal_ranks(
     sidecars: tuple[rig.Sidecar, rig.Sidecar], p_tp: int, d_tp: int  # noqa: F811
 ) -> None:
@@ -229,15 +261,21 @@ def test_windows_of_unequal_ranks(
     try:
         for i, side in enumerate((*p, *d)):
             side.scribble(i)
+        for rank in range(1, p_tp, 2) if p_tp > WINDOW_HEADS else ():
+            for (name, at, n, _), (_, to, _, _) in zip(p[rank - 1].tensors(), p[rank].tensors()):
+                if name == "swa":  # two ranks have copies of a head
+                    ctypes.memmove(to, at, n)
         src, dst = {"": [3, 7, 5], "swa": [9, 2]}, {"": [1, 8, 4], "swa": [2, 6]}
         ask(p, d, src, dst, 1)
         ended([*p, *d], 1)
 
         def tokens(pools: list[Any], part: str, layer: int, pages: list[int]) -> torch.Tensor:
-            own = [getattr(x, f"{part}_kv_pool") for x in pools]
+            """K and V of all heads."""
+            copies = max(1, len(pools) // (WINDOW_HEADS if part == "swa" else HEADS))
+            own = [getattr(x, f"{part}_kv_pool") for x in pools[::copies]]
             loc = torch.tensor([t for n in pages for t in range(n * PAGE, (n + 1) * PAGE)])
-            kv = [torch.stack([x.k_buffer[layer][loc], x.v_buffer[layer][loc]]) for x in own]
-            return torch.cat(kv, dim=2).view(torch.int16)  # all heads
+            kv = [torch.cat([x.k_buffer[layer][loc], x.v_buffer[layer][loc]], dim=2) for x in own]
+            return torch.cat(kv, dim=1).view(torch.int16)
 
         for part, name in (("full", ""), ("swa", "swa")):
             for layer in range(2):
@@ -245,31 +283,6 @@ def test_windows_of_unequal_ranks(
                 assert torch.equal(a, tokens(pools[1], part, layer, dst[name])), (part, layer)
     finally:
         for side in (*p, *d):
-            side.close()
-
-
-def test_head_major_pages(
-    sidecars: tuple[rig.Sidecar, rig.Sidecar], monkeypatch: pytest.MonkeyPatch  # noqa: F811
-) -> None:
-    """Prefill has the heads of a page outside, decode the tokens."""
-    sides, pools = [], []
-    try:
-        for i, major in enumerate(("1", "0")):
-            monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", major)
-            pools.append(device_mha(Kind("mha", PAGE), HEADS))
-            sides.append(Side(pools[i], sidecars[i], i == 0, 0, 1))
-            sides[i].scribble(i)
-        src, dst = [3, 7, 5], [1, 8, 4]
-        ask(sides[:1], sides[1:], {"": src}, {"": dst}, 1)
-        ended(sides, 1)
-        for layer in range(len(pools[0].k_buffer)):
-            for a, b in ((p.k_buffer[layer], p.v_buffer[layer]) for p in pools[:1]):
-                for x, y in ((a, pools[1].k_buffer[layer]), (b, pools[1].v_buffer[layer])):
-                    pages = y.view(torch.int16).reshape(-1, PAGE, HEADS, DIM)[dst]
-                    major = x.view(torch.int16).reshape(-1, HEADS, PAGE, DIM)[src]
-                    assert torch.equal(major.transpose(1, 2), pages), layer
-    finally:
-        for side in sides:
             side.close()
 
 

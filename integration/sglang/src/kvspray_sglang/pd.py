@@ -62,6 +62,7 @@ WEIGHTS_ENV = "KVSPRAY_SGLANG_WEIGHTS"
 IDENTITY_ENV = "KVSPRAY_SGLANG_IDENTITY"
 MAX_UNCLAIMED = 4096  # rooms that decode has asked for and the router has not
 MAX_REUSED = 1 << 16  # rooms whose number of uses is remembered
+STATE_DEADLINE_S = 600.0  # the most that a sidecar accepts
 
 _log = logging.getLogger(__name__)
 
@@ -150,7 +151,9 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         is_mla_backend: bool | None = False,
     ) -> None:
         parallel = get_parallel()
-        pd_cache.check(args, bool(is_mla_backend), parallel.pp_size)
+        # A pool with layers of both kinds has MLA in those that are not recurrent.
+        is_mla = bool(is_mla_backend) or bool(getattr(args, "is_hybrid_mla_backend", False))
+        pd_cache.check(args, is_mla, parallel.pp_size, _has_indexer(_model_config(server_args)))
         _check(server_args, parallel)
         names.check_adapters(server_args)
         self._weights = names.Weights(
@@ -174,7 +177,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         self._engine = self._engine_id()
         self._settle: Callable[[], None] = lambda: None
         # The pages first, then the components in SGLang's order.
-        self._parts = self._open(server_args, bool(is_mla_backend))
+        self._parts = self._open(server_args, is_mla)
         self._chunks: queue.SimpleQueue[_Chunk] = queue.SimpleQueue()
         loops = [self._messages]
         if disaggregation_mode == DisaggregationMode.PREFILL:
@@ -190,15 +193,15 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         args, rank, size = self.kv_args, self.attn_tp_rank, self.attn_tp_size
         config = _model_config(server_args)
         heads = windows = None
-        if not is_mla and not getattr(args, "is_hybrid_mla_backend", False):
-            heads = pd_cache.Heads(int(config.get_total_num_kv_heads()), rank, size)
-            text = getattr(config, "hf_text_config", None)
-            total = getattr(text, "swa_num_key_value_heads", None) or heads.total
-            windows = pd_cache.Heads(int(total), rank, size)
+        if not is_mla:
+            heads = windows = pd_cache.Heads(int(config.get_total_num_kv_heads()), rank, size)
+            if getattr(config, "is_hybrid_swa_compress", False):
+                total = getattr(config.hf_text_config, "swa_num_key_value_heads", heads.total)
+                windows = pd_cache.Heads(int(total), rank, size)
         on_gpu = torch.cuda.is_available() and getattr(server_args, "device", "") != "cpu"
         if on_gpu:
             self._settle = lambda: torch.cuda.synchronize(int(args.gpu_id))
-        cache = pd_cache.describe(args, heads, on_gpu, _head_major())
+        cache = pd_cache.describe(args, heads, on_gpu)
         states = pd_cache.states(args, windows, on_gpu)
         per_token = args.kv_item_lens[0] // args.page_size
         dtype = str(args.kv_cache_dtype_str)
@@ -232,12 +235,16 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
             engine = kvspray.EngineInfo("sglang", sglang.__version__, id)
             ranks = kvspray.Ranks(tp=(0, 1) if own else (rank, size))
             layout = cache.layout(dtype, identity)
-            session = Session(socket, engine, ranks, cache, layout, timeout, _log)
+            # Between the offer of a state and the last chunk the engine has no news of it.
+            span = max(timeout, STATE_DEADLINE_S) if name else timeout
+            session = Session(socket, engine, ranks, cache, layout, span, _log)
             return _Part(name, session, cache.page_tokens, own)
 
         parts = [part("", cache, identity)]
         for s in states:
-            compared = pd_cache.state_identity(identity, s, rank, size)
+            compared = pd_cache.state_identity(
+                identity, args, s, rank, size, _packing(server_args, on_gpu)
+            )
             parts.append(part(s.name, s.cache, compared, f"rank{rank}" if s.own else ""))
         _log.info(
             "kvspray: %s of %d pages of %d tokens, tensor parallel rank %d of %d%s",
@@ -347,9 +354,11 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         name = b""
         if prompt is not None:
             o.tokens, name = prompt.tokens, prompt.hash
-        o.lease = part.session.source(
-            part.xfer(s.xfer), o.tokens, str(s.room), functools.partial(self._sent, s, o), name
-        )
+        end = functools.partial(self._sent, s, o)
+        try:
+            o.lease = part.session.source(part.xfer(s.xfer), o.tokens, str(s.room), end, name)
+        except ValueError as err:
+            return str(err)
         if not o.lease:
             return self._no_sidecar(part)
         s.offers[part.name] = o
@@ -366,6 +375,10 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
             return "decode ranks ask for different transfers"
         if any(m.pages != pages for m in infos):
             return f"decode waits for {infos[0].pages} pages, and prefill sends {pages}"
+        if len({tuple(sorted(m.states.items())) for m in infos}) > 1:
+            return "decode ranks ask for different states"
+        if len(self._parts) > 1 and any(m.by_prompt for m in infos):
+            return "the model has states beside its pages, which another kind of engine lacks"
         known = {p.name for p in self._parts}
         if other := sorted({name for m in infos for name in m.states} - known):
             return (
@@ -421,7 +434,10 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         problem = self._stale()  # the chunk may be of the new ones
         blocks = {"": [int(p) for p in chunk.pages]}
         if chunk.last:
-            blocks |= self._state_blocks(chunk.states)
+            try:
+                blocks |= self._state_blocks(chunk.states)
+            except ValueError as err:
+                problem = problem or str(err)
         rows = self._own_rows(chunk.row) if chunk.last and chunk.row is not None else None
         with self._lock:
             s = self._rooms.get(chunk.room)
@@ -441,25 +457,30 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
 
     def _report_blocks(self, s: _Source, blocks: dict[str, list[int]], last: bool) -> str:
         """The request's next blocks are computed. Returns why they are not what decode waits for."""
-        for part in self._parts:
-            own, o = blocks.get(part.name, []), s.offers.get(part.name)
-            if part.name and last and len(own) != (o.blocks if o else 0):
+        for part in self._parts[1:] if last else ():
+            n, o = len(blocks.get(part.name, [])), s.offers.get(part.name)
+            if n != (o.blocks if o else 0):
                 return (
                     f"decode waits for {o.blocks if o else 0} blocks of {part.name}, and prefill "
-                    f"has {len(own)}: start both servers with the same model and options"
+                    f"has {n}: start both servers with the same model and options"
                 )
-            if o is None:
-                continue
+        for o in s.offers.values():
+            own = blocks.get(o.part.name, [])
             o.table += own
             if own and not o.ended:
-                done = min(len(o.table) * part.block_tokens, o.tokens)
-                part.session.progress(o.lease, done, o.table)
+                done = min(len(o.table) * o.part.block_tokens, o.tokens)
+                o.part.session.progress(o.lease, done, o.table)
         return ""
 
     def _state_blocks(self, lists: Sequence[Any]) -> dict[str, list[int]]:
-        """SGLang's lists of blocks, one for each component."""
+        """SGLang's lists of blocks, one for each component. Raises ValueError for others."""
         parts = self._parts[1:]
-        return {p.name: _flat(x) for p, x in zip(parts, lists, strict=False)}
+        if len(lists) != len(parts):
+            raise ValueError(f"SGLang lists blocks of {len(lists)} states, want {len(parts)}")
+        out = {p.name: _flat(x) for p, x in zip(parts, lists, strict=True)}
+        if len(out.get("mamba", [0])) != 1:
+            raise ValueError(f"a recurrent state in {len(out['mamba'])} slots, want 1")
+        return out
 
     def _own_rows(self, row: int) -> tuple[bytes, ...]:
         a = self.kv_args
@@ -509,9 +530,12 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         request: Any = None, buffers: Any = None, states: Sequence[Any] = (),
     ) -> str:  # fmt: skip
         """SGLang has blocks for a request. Returns why they cannot be filled."""
-        blocks = {"": [int(p) for p in pages], **self._state_blocks(states)}
         if problem := self._stale() or self._unequal(address):
             return problem
+        try:
+            blocks = {"": [int(p) for p in pages], **self._state_blocks(states)}
+        except ValueError as err:
+            return str(err)
         uses = self._uses.pop((address, room), 0) + 1
         self._uses[address, room] = uses
         if len(self._uses) > MAX_REUSED:
@@ -578,9 +602,12 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         if prompt is not None:
             tokens, name = prompt.tokens, prompt.hash
         end = functools.partial(self._came, a, part.name)
-        lease = part.session.expect(
-            part.xfer(a.xfer), endpoint, tokens, blocks, str(a.room), end, name
-        )
+        try:
+            lease = part.session.expect(
+                part.xfer(a.xfer), endpoint, tokens, blocks, str(a.room), end, name
+            )
+        except ValueError as err:  # of block numbers, or of a list that is too long
+            return str(err)
         if not lease:
             return self._no_sidecar(part)
         a.leases[part.name] = lease
@@ -777,6 +804,7 @@ class KVSprayBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]
 
 def _check(server_args: Any, parallel: Any) -> None:
     """Refuses ways of serving that move or replace the pages that are registered."""
+    _check_order()
     for name, wanted, why in (
         ("attn_cp_size", 1, "context parallel ranks divide a prompt's pages"),
         ("attn_dcp_size", 1, "context parallel ranks divide a prompt's pages"),
@@ -796,19 +824,40 @@ def _check(server_args: Any, parallel: Any) -> None:
             )
 
 
-def _head_major() -> bool:
-    """Whether pages of K and V have the tokens of their first head first. SGLang takes that from
-    its environment, and its description of a pool does not show it."""
+def _check_order() -> None:
+    """Refuses other orders of K and V in a page than tokens, then heads. SGLang takes the order
+    from its environment, and its description of a pool does not show it."""
     from sglang.srt.environ import envs
 
-    order = getattr(envs, "SGLANG_AITER_KV_CACHE_LAYOUT", None)
-    if order is not None and order.get().lower() != "nhd":
-        raise pd_cache.CacheError(
-            f"kvspray: SGLANG_AITER_KV_CACHE_LAYOUT is {order.get()}, an order of bytes that "
-            "kvspray does not transfer; set it to nhd, or use another transfer backend"
-        )
-    major = getattr(envs, "SGLANG_USE_HND_KVCACHE", None)
-    return major is not None and bool(major.get())
+    for name, usual in (("SGLANG_USE_HND_KVCACHE", "False"), ("SGLANG_AITER_KV_CACHE_LAYOUT", "nhd")):
+        setting = getattr(envs, name, None)
+        if setting is not None and str(setting.get()).lower() != usual.lower():
+            raise pd_cache.CacheError(
+                f"kvspray: {name} is {setting.get()}, an order of bytes in a page that kvspray "
+                "does not transfer; unset it, or use another transfer backend"
+            )
+
+
+def _has_indexer(config: Any) -> bool:
+    """Whether SGLang's layers choose tokens by keys of an indexer (DSA)."""
+    try:
+        from sglang.srt.configs.model_config import is_deepseek_dsa
+    except ImportError:  # in none of the releases before there is a state of this kind
+        return False
+    return bool(is_deepseek_dsa(config.hf_config))
+
+
+def _packing(server_args: Any, on_gpu: bool) -> str:
+    """What the bytes of states depend on that no description of a pool shows: types of numbers, and
+    orders that SGLang derives from the machine."""
+    import torch
+
+    amx = not on_gpu and torch.cpu._is_amx_tile_supported()
+    return repr((
+        getattr(server_args, "mamba_ssm_dtype", None),
+        [os.environ.get(f"SGLANG_MAMBA_{x}_DTYPE", "") for x in ("CONV", "SSM")],
+        "amx" if amx else "", torch.version.hip or "", os.environ.get("SGLANG_USE_AITER", ""),
+    ))  # fmt: skip
 
 
 def _flat(blocks: Any) -> list[int]:

@@ -68,13 +68,29 @@ class State:
     own: bool  # its bytes differ between ranks, and only ranks of equal number exchange it
 
 
-def check(args: Any, is_mla: bool, pp_size: int) -> None:
-    """Refuses what a transfer would leave behind."""
+def check(args: Any, is_mla: bool, pp_size: int, is_dsa: bool = False) -> None:
+    """Refuses what a transfer would leave behind. ``is_dsa``: the model has an indexer."""
     states = [_value(t) for t in getattr(args, "state_types", None) or []]
     other = [t for t in states if t not in STATES]
+    unequal = [
+        f"{name} has {len(ptrs)} tensors"
+        for name, ptrs in zip(states, getattr(args, "state_data_ptrs", None) or [], strict=False)
+        if not 0 < len(ptrs) <= MAX_TENSORS
+    ]
     found: list[tuple[bool, str, str]] = [
         (bool(other), f"the model has states of the kind {', '.join(other)}", "them"),
         (len(set(states)) != len(states), f"a kind of state is there twice ({states})", "that"),
+        (bool(unequal), f"{', '.join(unequal)}, want 1 to {MAX_TENSORS} each", "more"),
+        (
+            is_dsa and "dsa" not in states,
+            "the model has an indexer, whose keys SGLang does not describe",
+            "them",
+        ),
+        (
+            "swa" in states and getattr(args, "swa_kv_cache_layout", None) != "nhd",
+            f"the order of a window's pages is {getattr(args, 'swa_kv_cache_layout', None)}",
+            "any but nhd",
+        ),
         (bool(getattr(args, "num_draft_entries", 0)), "a draft model has a cache", "speculation"),
         (bool(getattr(args, "kv_layout", None)), f"the pool's layout is {args.kv_layout}", "it"),
         (pp_size != 1, f"pp_size is {pp_size}", "pipeline stages"),
@@ -98,9 +114,8 @@ def check(args: Any, is_mla: bool, pp_size: int) -> None:
             )
 
 
-def describe(args: Any, heads: Heads | None, gpu: bool, head_major: bool = False) -> Cache:
-    """``heads``: None for MLA, whose latent is on every rank. ``head_major``: a page of K or V has
-    the tokens of its first head first."""
+def describe(args: Any, heads: Heads | None, gpu: bool) -> Cache:
+    """``heads``: None for MLA, whose latent is on every rank."""
     page = int(args.page_size)
     regions, layers, pages = _tensors(
         args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens, gpu
@@ -108,7 +123,7 @@ def describe(args: Any, heads: Heads | None, gpu: bool, head_major: bool = False
     if heads is None:
         groups = [_group(page, pages, "mla", {}, layers, "")]
     else:
-        groups = _k_and_v(page, pages, heads, layers, head_major)
+        groups = _k_and_v(page, pages, heads, layers)
     return Cache(groups, regions, page, pages, len(layers))
 
 
@@ -120,10 +135,9 @@ def states(args: Any, heads: Heads | None, gpu: bool) -> list[State]:
         regions, layers, blocks = _tensors(
             args.state_data_ptrs[i], args.state_data_lens[i], args.state_item_lens[i], gpu
         )
-        order = getattr(args, "swa_kv_cache_layout", None)
-        if name == "swa" and heads is not None and order in ("nhd", "hnd"):
+        if name == "swa" and heads is not None:
             page, own = int(args.page_size), False
-            groups = _k_and_v(page, blocks, heads, layers, order == "hnd")
+            groups = _k_and_v(page, blocks, heads, layers)
         else:
             # Whole blocks, in whatever order: of the indexer all ranks have the same.
             page, own = 1, name != "dsa"
@@ -135,61 +149,64 @@ def states(args: Any, heads: Heads | None, gpu: bool) -> list[State]:
 def _tensors(
     ptrs: Sequence[int], lens: Sequence[int], items: Sequence[int], gpu: bool
 ) -> tuple[list[kvspray.Region], list[dict[str, Any]], int]:
-    """Regions, layers, and the number of blocks that each tensor has. ``items``: bytes of a
-    block."""
-    spans = [(int(p), int(p) + int(n)) for p, n in zip(ptrs, lens, strict=True)]
+    """Regions, layers, and the number of blocks that each tensor has. ``items``: bytes of a block;
+    0 for a layer that has none, because it uses what another layer has computed."""
+    own = [i for i, item in enumerate(items) if item]
+    if not own:
+        raise CacheError("kvspray: a pool without any bytes; use another transfer backend")
+    spans = [(int(ptrs[i]), int(ptrs[i]) + int(lens[i])) for i in own]
     if gpu:
         regions = [kvspray.Region.gpu(start, end - start) for start, end in spans]
     else:
         regions = memory.process_regions(spans)
     layers = [
-        _layer(i, start, end, int(item), regions)
-        for i, ((start, end), item) in enumerate(zip(spans, items, strict=True))
+        _layer(i, flag, span, int(items[i]), regions)
+        for flag, (i, span) in enumerate(zip(own, spans, strict=True))
     ]
-    return regions, layers, min(int(n) // int(item) for n, item in zip(lens, items, strict=True))
+    return regions, layers, min(int(lens[i]) // int(items[i]) for i in own)
 
 
 def _k_and_v(
-    page: int, pages: int, heads: Heads, layers: list[dict[str, Any]], head_major: bool
+    page: int, pages: int, heads: Heads, layers: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     half = len(layers) // 2
+    params = {
+        "kv_heads": heads.total, "heads": heads.own, "tp_rank": heads.rank,
+        "tp_size": heads.ranks,
+    }  # fmt: skip
     groups = []
     for name, own in (("k", layers[:half]), ("v", layers[half:])):
-        params = {
-            "kv_heads": heads.total, "heads": heads.own, "tp_rank": heads.rank,
-            "tp_size": heads.ranks,
-        }  # fmt: skip
+        own = [x | {"name": f"layers.{i}"} for i, x in enumerate(own)]
         for x in own:
             if x["page_bytes"] % (page * heads.own):
                 raise CacheError(
                     f"kvspray: a page of {page} tokens has {x['page_bytes']} bytes, which "
                     f"{heads.own} heads do not divide; use another transfer backend"
                 )
-        if head_major:
-            cell = own[0]["page_bytes"] // (page * heads.own)
-            params |= {"row_stride": cell, "head_stride": page * cell}
         groups.append(_group(page, pages, f"sglang_{name}", params, own, f"#{name}"))
     groups[1]["same_table"] = True
     return groups
 
 
 def _layer(
-    index: int, start: int, end: int, page_bytes: int, regions: Sequence[kvspray.Region]
-) -> dict[str, Any]:
+    number: int, flag: int, span: tuple[int, int], page_bytes: int,
+    regions: Sequence[kvspray.Region],
+) -> dict[str, Any]:  # fmt: skip
+    start, end = span
     for n, r in enumerate(regions):
         if r.addr <= start and end <= r.addr + r.nbytes:
             return {
-                "index": index, "region": n, "base": start - r.addr, "block_stride": page_bytes,
-                "page_bytes": page_bytes,
+                "name": f"layers.{number}", "index": flag, "region": n, "base": start - r.addr,
+                "block_stride": page_bytes, "page_bytes": page_bytes,
             }  # fmt: skip
-    raise CacheError(f"kvspray: tensor {index} of the pool is in no region")
+    raise CacheError(f"kvspray: tensor {number} of the pool is in no region")
 
 
 def _group(
     page: int, pages: int, strategy: str, params: dict[str, int], layers: list[dict[str, Any]],
     suffix: str,
 ) -> dict[str, Any]:  # fmt: skip
-    named = [{"name": f"layers.{i}{suffix}", **x} for i, x in enumerate(layers)]
+    named = [x | {"name": x["name"] + suffix} for x in layers]
     return {
         "tokens_per_block": page, "strategy": strategy, "params": params, "num_blocks": pages,
         "layers": named,
@@ -205,12 +222,23 @@ def identity(weights: str, server: dict[str, str], layers: int, head_size: int) 
     )  # fmt: skip
 
 
-def state_identity(identity: dict[str, str], state: State, rank: int, ranks: int) -> dict[str, str]:
-    """What prefill and decode compare before a component moves."""
+def state_identity(
+    identity: dict[str, str], args: Any, state: State, rank: int, ranks: int, packing: str
+) -> dict[str, str]:
+    """What prefill and decode compare before a component moves. ``packing``: what the bytes of an
+    opaque block depend on beside the model, and what ``args`` does not show."""
     more = {"groups": state.name}
     if state.cache.groups[0]["strategy"] == "page":
-        sizes = [x["page_bytes"] for x in state.cache.groups[0]["layers"]]
-        more["packing"] = hashlib.sha256(str(sizes).encode()).hexdigest()
+        i = [_value(t) for t in args.state_types].index(state.name)
+        shapes = [
+            str(getattr(args, name, [[]] * (i + 1))[i])
+            for name in (
+                "state_item_lens", "state_dim_per_tensor", "state_conv_shard_groups",
+                "state_slice_outer_counts",
+            )
+        ]  # fmt: skip
+        what = json.dumps([*shapes, packing])
+        more["packing"] = hashlib.sha256(what.encode()).hexdigest()
     if state.own:
         more["rank"] = f"{rank} of {ranks}"
     return {**identity, **more}
