@@ -89,7 +89,7 @@ func TestCanceledWithoutAGrant(t *testing.T) {
 		}
 	})
 	waiting := func() bool { return x.State == lease.DestWaiting }
-	d.ex.dests.Engines.SetRanks(d.ex.peers.Find(p.boot),
+	d.ex.dests.Engines.SetRanks(d.ex.peers.Find(p.boot), dw.Fingerprint,
 		[]Rank{{Name: "pp0/tp0", Geometry: [32]byte{1}}})
 	d.ex.core.Cfg.Planner = asking{}
 	s.until("the fence", sec, waiting)

@@ -11,6 +11,7 @@ import importlib.util
 import os
 import pathlib
 import random
+import secrets
 import sys
 import tempfile
 import threading
@@ -94,7 +95,9 @@ def model_config(_: Any) -> Any:
 class Side:
     """One rank, with SGLang's description of its pool and the backend's own sessions."""
 
-    def __init__(self, pool: Any, sidecar: rig.Sidecar, prefill: bool, rank: int, tp: int) -> None:
+    def __init__(
+        self, pool: Any, sidecar: rig.Sidecar, prefill: bool, rank: int, tp: int, engine: str
+    ) -> None:
         self.args = a = SimpleNamespace(num_draft_entries=0, kv_layout=None, gpu_id=0)
         a.kv_data_ptrs, a.kv_data_lens, a.kv_item_lens = pool.get_contiguous_buf_infos()
         a.page_size, a.kv_cache_dtype_str = pool.page_size, "bfloat16"
@@ -104,7 +107,7 @@ class Side:
         self.m = m = object.__new__(pd.KVSprayManager)
         m.kv_args, m.attn_tp_rank, m.attn_tp_size = a, rank, tp
         m.disaggregation_mode = DisaggregationMode.PREFILL if prefill else DisaggregationMode.DECODE
-        m._lock, m._rooms, m._engine = threading.Lock(), {}, "e"
+        m._lock, m._rooms, m._engine = threading.Lock(), {}, engine
         m._unclaimed, m._uses, m._writers = OrderedDict(), OrderedDict(), {}
         m._weights, m._settle = SimpleNamespace(current=True, name="w"), lambda: None
         m.local_ip, m.rank_port, m.waiting_timeout = "127.0.0.1", 1, 20.0
@@ -148,6 +151,15 @@ class Side:
     def close(self) -> None:
         for p in self.m._parts:
             p.session.close()
+
+
+def engines(sidecars: Any, prefill: list[Any], decode: list[Any]) -> tuple[list[Side], list[Side]]:
+    p, d = (
+        [Side(x, sidecars[i], i == 0, rank, len(own), name) for rank, x in enumerate(own)]
+        for i, own in enumerate((prefill, decode))
+        for name in [secrets.token_hex(8)]
+    )
+    return p, d
 
 
 Blocks = dict[str, list[int]]
@@ -197,10 +209,7 @@ def test_equal_ranks(
     sidecars: tuple[rig.Sidecar, rig.Sidecar], make: Any, tp: int  # noqa: F811
 ) -> None:
     pools = [[make(tp) for _ in range(tp)] for _ in range(2)]
-    p, d = (
-        [Side(x, sidecars[i], i == 0, rank, tp) for rank, x in enumerate(own)]
-        for i, own in enumerate(pools)
-    )  # fmt: skip
+    p, d = engines(sidecars, *pools)
     try:
         r = random.Random(tp)
         for room, pages in enumerate((1, 5, 11), 1):
@@ -256,8 +265,7 @@ def test_windows_of_unequal_ranks(
 ) -> None:
     """Each head of a window arrives at the rank that has it."""
     pools = [[windows(tp) for _ in range(tp)] for tp in (p_tp, d_tp)]
-    p = [Side(x, sidecars[0], True, rank, p_tp) for rank, x in enumerate(pools[0])]
-    d = [Side(x, sidecars[1], False, rank, d_tp) for rank, x in enumerate(pools[1])]
+    p, d = engines(sidecars, *pools)
     try:
         for i, side in enumerate((*p, *d)):
             side.scribble(i)
@@ -291,7 +299,7 @@ def test_unequal_ranks_do_not_exchange_states(
 ) -> None:
     """If decode has not noticed it, the sidecars refuse the pair by name, and nothing is written."""
     pools = [recurrent(2), recurrent(1)]
-    p, d = (Side(x, sidecars[i], i == 0, 0, 2 - i) for i, x in enumerate(pools))
+    p, d = (Side(x, sidecars[i], i == 0, 0, 2 - i, "one") for i, x in enumerate(pools))
     try:
         d.scribble(1)
         states = [t for t in d.tensors() if t[0]]

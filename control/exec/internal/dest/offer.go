@@ -29,11 +29,15 @@ type outboundGrant struct {
 // they are assumed to equal ours; if that is wrong, its sidecar replies with its ranks.
 func (ds *Table) divide(d *Lease, p *lanes.Peer) ([]agreement.Part, error) {
 	at := ds.Engines.of(p)
+	ranks := d.ranks
+	if ranks == nil {
+		ranks = at.ranks[d.ws.Fingerprint]
+	}
 	place := d.ws.Place
 	own := agreement.Rank{Name: place.Rank(), Geometry: d.ws.Geometry}
 	names := place.Ranks()
-	if d.ws.Internal || at.ranks == nil ||
-		len(at.ranks) == len(names) && slices.Contains(at.ranks, own) {
+	if d.ws.Internal || ranks == nil ||
+		len(ranks) == len(names) && slices.Contains(ranks, own) {
 		parts := make([]agreement.Part, len(names))
 		for i, name := range names {
 			if parts[i].Name = name; name == own.Name {
@@ -42,7 +46,7 @@ func (ds *Table) divide(d *Lease, p *lanes.Peer) ([]agreement.Part, error) {
 		}
 		return parts, nil
 	}
-	parts, err := ds.Cfg.Planner.Divide(d.ws.Worker, d.x, at.ranks,
+	parts, err := ds.Cfg.Planner.Divide(d.ws.Worker, d.x, ranks,
 		func(rank string) uint64 { return at.load[rank] })
 	if err != nil {
 		return nil, err
@@ -53,7 +57,7 @@ func (ds *Table) divide(d *Lease, p *lanes.Peer) ([]agreement.Part, error) {
 			bytes += parts[i].Plan.Space().TotalBytes() + parts[i].Lacks
 		}
 	}
-	if want := d.plan.Space().TotalBytes(); len(parts) != len(at.ranks) || bytes != want {
+	if want := d.plan.Space().TotalBytes(); len(parts) != len(ranks) || bytes != want {
 		return nil, fmt.Errorf("the %d ranks of the prefill engine would give %d bytes of %d", len(parts),
 			bytes, want)
 	}
@@ -72,10 +76,10 @@ func (ds *Table) grant(now Instant, d *Lease) {
 	}
 	p := d.ep.Peer()
 	parts, err := ds.divide(d, p)
-	if unknown := (*agreement.UnknownLayout)(nil); err != nil && !d.reported &&
+	if unknown := (*agreement.UnknownLayout)(nil); err != nil && d.ranks == nil &&
 		!errors.As(err, &unknown) {
 		// The known ranks may be those of another engine there: plan without them.
-		ds.Engines.SetRanks(p, nil)
+		ds.Engines.SetRanks(p, d.ws.Fingerprint, nil)
 		parts, err = ds.divide(d, p)
 	}
 	if unknown := (*agreement.UnknownLayout)(nil); errors.As(err, &unknown) {
@@ -187,8 +191,8 @@ func (ds *Table) OnGrantReply(now Instant, p *lanes.Peer, m *peerv1.GrantReply) 
 			ds.Close(now, d, engines.StatusFailed, "the ranks of the prefill engine: "+err.Error())
 			return err
 		}
-		ds.Engines.SetRanks(p, ranks)
-		d.reported = true
+		ds.Engines.SetRanks(p, d.ws.Fingerprint, ranks)
+		d.ranks = ranks
 		ds.regrant(now, d, ByRefusal, "ranks: "+m.Message)
 	// A refusal may follow the last BOUND: ranks that send nothing can refuse, too.
 	case peerv1.GrantReply_NO_PARTNER:

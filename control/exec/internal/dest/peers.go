@@ -14,33 +14,48 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// engine is the prefill engine behind a peer.
-type engine struct {
-	ranks []agreement.Rank  // as reported last; nil: assumed to equal ours
-	load  map[string]uint64 // bytes of the parts that its ranks owe us, by rank
+// known is what is known of the prefill engines behind a peer.
+type known struct {
+	// Ranks of an engine with a model, as reported last; none: assumed to equal ours. A guess for the
+	// next lease: the peer may have several engines with the model.
+	ranks map[fingerprint][]agreement.Rank
+	load  map[string]uint64 // bytes of the parts that ranks owe us, by the name of the rank
 }
 
-// Engines are the prefill engines behind peers.
-type Engines map[*lanes.Peer]*engine
+type fingerprint = [32]byte
 
-// of returns the engine behind a peer.
-func (es Engines) of(p *lanes.Peer) *engine {
+// maxModels bounds the models of one peer whose ranks are remembered. Each has been a model of ours.
+const maxModels = 64
+
+// Engines are the prefill engines behind peers.
+type Engines map[*lanes.Peer]*known
+
+// of returns the engines behind a peer.
+func (es Engines) of(p *lanes.Peer) *known {
 	at := es[p]
 	if at == nil {
-		at = &engine{}
+		at = &known{ranks: map[fingerprint][]agreement.Rank{}}
 		es[p] = at
 	}
 	return at
 }
 
-// SetRanks records the ranks of the engine behind a peer.
-func (es Engines) SetRanks(p *lanes.Peer, ranks []agreement.Rank) { es.of(p).ranks = ranks }
+// SetRanks records the ranks of a peer's engine with a model; nil: they are not known.
+func (es Engines) SetRanks(p *lanes.Peer, model fingerprint, ranks []agreement.Rank) {
+	at := es.of(p)
+	if len(at.ranks) >= maxModels {
+		clear(at.ranks)
+	}
+	if at.ranks[model] = ranks; ranks == nil {
+		delete(at.ranks, model)
+	}
+}
 
-// Owed returns the bytes that each rank of the engine behind a peer owes us.
+// Owed returns the bytes that each rank behind a peer owes us.
 func (es Engines) Owed(p *lanes.Peer) map[string]uint64 { return es.of(p).load }
 
 // charge counts the bytes that each rank of a peer still owes us: the planner chooses between
-// replicas by load.
+// replicas by load. Ranks of several engines with one name count together.
 func (es Engines) charge(p *lanes.Peer, o *outboundGrant, on bool) {
 	load := es.of(p).load
 	if load == nil {
@@ -60,7 +75,7 @@ func (es Engines) charge(p *lanes.Peer, o *outboundGrant, on bool) {
 	}
 }
 
-// Forget drops what is known of the engine behind a peer.
+// Forget drops what is known of the engines behind a peer.
 func (ds *Table) Forget(p *lanes.Peer) { delete(ds.Engines, p) }
 
 // PeerUp ends the match timeout of leases that a peer serves: frames reach it.
@@ -134,8 +149,9 @@ func (ds *Table) Described(now Instant, name layouts.Name, err error) {
 		p := d.ep.Peer()
 		switch {
 		case d.State != lease.DestWaiting || d.decided:
-		case err != nil && !d.reported && p != nil:
-			ds.Engines.SetRanks(p, nil) // of an engine that is not there any more, or not for this one
+		case err != nil && d.ranks == nil && p != nil:
+			// of an engine that is not there any more, or not for this one
+			ds.Engines.SetRanks(p, d.ws.Fingerprint, nil)
 			ds.grant(now, d)
 		case err != nil && p != nil && p.Boot == name.Boot:
 			ds.Close(now, d, engines.StatusFailed,
