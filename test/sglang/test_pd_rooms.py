@@ -133,7 +133,7 @@ def test_a_request_is_there_with_pages_and_rows(first: str) -> None:
     m = manager()
     asked = arrival(m)
     m._peer(pd_wire.Peer(asked.room, asked.xfer, "10.0.0.1:7650"))
-    steps = [lambda: m._session.end(1), lambda: m._rows(rows(asked))]
+    steps = [lambda: m._session.end(1), lambda m=m, a=asked: m._rows(rows(a))]
     for step in steps if first == "pages" else reversed(steps):
         assert m.request_status[7] != KVPoll.Success
         step()
@@ -217,7 +217,7 @@ def test_every_part_arrives_before_the_request_is_there() -> None:
         m._peer(pd_wire.Peer(7, asked.xfer, "10.0.0.2:7650"))  # another prefill rank
         sessions = [m._session, m.swa, m.mamba]
         assert len({s.xfers[0] for s in sessions}) == 3 and all(len(s.xfers) == 1 for s in sessions)
-        steps = [*(lambda s=s: s.end(1) for s in sessions), lambda: m._rows(rows(asked))]
+        steps = [*(lambda s=s: s.end(1) for s in sessions), lambda m=m, a=asked: m._rows(rows(a))]
         r.shuffle(steps)
         for step in steps:
             assert m.request_status[7] != KVPoll.Success

@@ -13,7 +13,6 @@ import pathlib
 import random
 import secrets
 import sys
-import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -32,11 +31,27 @@ if not MUST and importlib.util.find_spec("sglang") is None:
 import torch  # noqa: E402
 from sglang.srt.disaggregation.base.conn import KVPoll  # noqa: E402
 from sglang.srt.disaggregation.utils import DisaggregationMode, setup_state_kv_args  # noqa: E402
-from test_pools import KEY, NOPE, ROPE_DSA, SLOTS, State, parallel, sidecars, state_pool  # noqa: E402, F401
+from test_pools import (  # noqa: E402
+    KEY,
+    NOPE,
+    ROPE_DSA,
+    SLOTS,
+    State,
+    alone,
+    state_pool,
+    two_sidecars,
+)  # fmt: skip
 
 from kvspray_sglang import pd, pd_cache, pd_wire  # noqa: E402
 
 PAGE, HEADS, WINDOW_HEADS, DIM, TOKENS = 16, 4, 2, 8, 768
+
+
+@pytest.fixture(scope="module")
+def sidecars() -> Iterator[tuple[rig.Sidecar, rig.Sidecar]]:
+    alone()
+    with two_sidecars() as both:
+        yield both
 
 
 def windows(tp: int) -> Any:
@@ -206,7 +221,7 @@ def ended(sides: list[Side], room: int) -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("make", [windows, recurrent, kimi, sparse])
 def test_equal_ranks(
-    sidecars: tuple[rig.Sidecar, rig.Sidecar], make: Any, tp: int  # noqa: F811
+    sidecars: tuple[rig.Sidecar, rig.Sidecar], make: Any, tp: int
 ) -> None:
     pools = [[make(tp) for _ in range(tp)] for _ in range(2)]
     p, d = engines(sidecars, *pools)
@@ -261,7 +276,7 @@ def expected(p: Side, d: Side, src: Blocks, dst: Blocks) -> list[bytes]:
 
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(2, 1), (1, 2), (4, 1), (4, 2)])
 def test_windows_of_unequal_ranks(
-    sidecars: tuple[rig.Sidecar, rig.Sidecar], p_tp: int, d_tp: int  # noqa: F811
+    sidecars: tuple[rig.Sidecar, rig.Sidecar], p_tp: int, d_tp: int
 ) -> None:
     """Each head of a window arrives at the rank that has it."""
     pools = [[windows(tp) for _ in range(tp)] for tp in (p_tp, d_tp)]
@@ -270,7 +285,7 @@ def test_windows_of_unequal_ranks(
         for i, side in enumerate((*p, *d)):
             side.scribble(i)
         for rank in range(1, p_tp, 2) if p_tp > WINDOW_HEADS else ():
-            for (name, at, n, _), (_, to, _, _) in zip(p[rank - 1].tensors(), p[rank].tensors()):
+            for (name, at, n, _), (_, to, _, _) in zip(p[rank - 1].tensors(), p[rank].tensors(), strict=True):
                 if name == "swa":  # two ranks have copies of a head
                     ctypes.memmove(to, at, n)
         src, dst = {"": [3, 7, 5], "swa": [9, 2]}, {"": [1, 8, 4], "swa": [2, 6]}
@@ -295,7 +310,7 @@ def test_windows_of_unequal_ranks(
 
 
 def test_unequal_ranks_do_not_exchange_states(
-    sidecars: tuple[rig.Sidecar, rig.Sidecar],  # noqa: F811
+    sidecars: tuple[rig.Sidecar, rig.Sidecar],
 ) -> None:
     """If decode has not noticed it, the sidecars refuse the pair by name, and nothing is written."""
     pools = [recurrent(2), recurrent(1)]

@@ -16,6 +16,7 @@ test-sglang.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -47,6 +48,11 @@ Content = torch.Tensor  # [layer, token, head, K or V, dim]
 
 @pytest.fixture(scope="module", autouse=True)
 def parallel() -> None:
+    alone()
+
+
+def alone() -> None:
+    """Makes pools in this process think that it is a server's only rank."""
     # SGLang keeps 10 GB of a host free; these pools are kilobytes, and a shared machine may have less.
     from sglang.srt.mem_cache.pool_host import base, mha, mla
     from sglang.srt.runtime_context import get_parallel
@@ -61,6 +67,12 @@ def parallel() -> None:
 
 @pytest.fixture(scope="module")
 def sidecars() -> Iterator[tuple[rig.Sidecar, rig.Sidecar]]:
+    with two_sidecars() as both:
+        yield both
+
+
+@contextlib.contextmanager
+def two_sidecars() -> Iterator[tuple[rig.Sidecar, rig.Sidecar]]:
     with tempfile.TemporaryDirectory(prefix="kvs-") as dir:
         p, d = rig.Sidecar("gp", pathlib.Path(dir)), rig.Sidecar("gd", pathlib.Path(dir))
         with rig.running(p, d):
