@@ -37,7 +37,8 @@ func TestReplicasAreChosenByLoad(t *testing.T) {
 	e.WorkerUp(w)
 	p := transfer.Boot{9}
 	e.PeerUp(1, "p:1", p)
-	e.dests.Engines.SetRanks(e.peers.Find(p), w.Fingerprint, []Rank{{Name: "pp0/tp0", Geometry: [32]byte{1}},
+	e.dests.Engines.SetRanks(e.peers.Find(p), w.Fingerprint, []Rank{
+		{Name: "pp0/tp0", Geometry: [32]byte{1}},
 		{Name: "pp0/tp1", Geometry: [32]byte{1}}})
 	now := Instant(2)
 	wants := func(id uint64, tokens uint32, rank string) *ReceivePart {

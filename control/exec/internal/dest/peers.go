@@ -24,7 +24,7 @@ type known struct {
 
 type fingerprint = [32]byte
 
-// maxModels bounds the models of one peer whose ranks are remembered. Each has been a model of ours.
+// maxModels bounds the models of a peer whose ranks are remembered. Each has been a model of ours.
 const maxModels = 64
 
 // Engines are the prefill engines behind peers.
