@@ -42,7 +42,7 @@ from test_pools import (  # noqa: E402
     two_sidecars,
 )  # fmt: skip
 
-from kvspray_sglang import pd, pd_cache, pd_wire  # noqa: E402
+from kvspray_sglang import pd, pd_cache, pd_checks, pd_wire  # noqa: E402
 
 PAGE, HEADS, WINDOW_HEADS, DIM, TOKENS = 16, 4, 2, 8, 768
 
@@ -137,7 +137,7 @@ class Side:
         pd_cache.check(a, mla, 1)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(pd.SOCKET_ENV, str(sidecar.socket))
-            patch.setattr(pd, "_model_config", model_config)
+            patch.setattr(pd_checks, "model_config", model_config)
             m._parts = m._open(SimpleNamespace(device="cpu"), mla)
         for p in m._parts:
             rig.wait_for("a session", lambda p=p: p.session.connected, 20, 0.05)

@@ -37,6 +37,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import sglang
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
 from sglang.srt.disaggregation.common.conn import (
@@ -53,7 +54,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils.network import NetworkAddress
 
 import kvspray
-from kvspray_sglang import names, pd_cache, pd_prompt, pd_wire
+from kvspray_sglang import names, pd_cache, pd_checks, pd_prompt, pd_wire
 from kvspray_sglang.pd_session import Session
 from kvspray_sglang.settings import Settings
 
@@ -153,8 +154,8 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         parallel = get_parallel()
         # A pool with layers of both kinds has MLA in those that are not recurrent.
         is_mla = bool(is_mla_backend) or bool(getattr(args, "is_hybrid_mla_backend", False))
-        pd_cache.check(args, is_mla, parallel.pp_size, _has_indexer(_model_config(server_args)))
-        _check(server_args, parallel)
+        pd_cache.check(args, is_mla, parallel.pp_size, pd_checks.has_indexer(server_args))
+        pd_checks.serving(server_args, parallel)
         names.check_adapters(server_args)
         self._weights = names.Weights(
             Settings(weights=os.environ.get(WEIGHTS_ENV, "")), server_args, _log,
@@ -191,7 +192,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         import torch
 
         args, rank, size = self.kv_args, self.attn_tp_rank, self.attn_tp_size
-        config = _model_config(server_args)
+        config = pd_checks.model_config(server_args)
         heads = windows = None
         if not is_mla:
             heads = windows = pd_cache.Heads(int(config.get_total_num_kv_heads()), rank, size)
@@ -243,7 +244,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         parts = [part("", cache, identity)]
         for s in states:
             compared = pd_cache.state_identity(
-                identity, args, s, rank, size, _packing(server_args, on_gpu)
+                identity, args, s, rank, size, pd_checks.packing(server_args, on_gpu)
             )
             parts.append(part(s.name, s.cache, compared, f"rank{rank}" if s.own else ""))
         _log.info(
@@ -802,78 +803,8 @@ class KVSprayBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]
     """SGLang's own."""
 
 
-def _check(server_args: Any, parallel: Any) -> None:
-    """Refuses ways of serving that move or replace the pages that are registered."""
-    _check_order()
-    for name, wanted, why in (
-        ("attn_cp_size", 1, "context parallel ranks divide a prompt's pages"),
-        ("attn_dcp_size", 1, "context parallel ranks divide a prompt's pages"),
-        ("enable_kv_cache_sharding", False, "ranks divide a prompt's pages"),
-    ):
-        if getattr(parallel, name, wanted) != wanted:
-            raise pd_cache.CacheError(
-                f"kvspray: {name} is {getattr(parallel, name)}: {why}; use another transfer backend"
-            )
-    for name in (
-        "enable_hisparse", "enable_memory_saver", "enable_pd_role_switch", "enable_unified_memory",
-    ):  # fmt: skip
-        if getattr(server_args, name, False):
-            raise pd_cache.CacheError(
-                f"kvspray: {name} is on, and the pages would not stay where they are registered; "
-                f"start without --{name.replace('_', '-')}"
-            )
-
-
-def _check_order() -> None:
-    """Refuses other orders of K and V in a page than tokens, then heads. SGLang takes the order
-    from its environment, and its description of a pool does not show it."""
-    from sglang.srt.environ import envs
-
-    for name, usual in (("SGLANG_USE_HND_KVCACHE", "False"), ("SGLANG_AITER_KV_CACHE_LAYOUT", "nhd")):
-        setting = getattr(envs, name, None)
-        if setting is not None and str(setting.get()).lower() != usual.lower():
-            raise pd_cache.CacheError(
-                f"kvspray: {name} is {setting.get()}, an order of bytes in a page that kvspray "
-                "does not transfer; unset it, or use another transfer backend"
-            )
-
-
-def _has_indexer(config: Any) -> bool:
-    """Whether SGLang's layers choose tokens by keys of an indexer (DSA)."""
-    try:
-        from sglang.srt.configs.model_config import is_deepseek_dsa
-    except ImportError:  # in none of the releases before there is a state of this kind
-        return False
-    return bool(is_deepseek_dsa(config.hf_config))
-
-
-def _packing(server_args: Any, on_gpu: bool) -> str:
-    """What the bytes of states depend on that no description of a pool shows: types of numbers, and
-    orders that SGLang derives from the machine."""
-    import torch
-
-    amx = not on_gpu and torch.cpu._is_amx_tile_supported()
-    return repr((
-        getattr(server_args, "mamba_ssm_dtype", None),
-        [os.environ.get(f"SGLANG_MAMBA_{x}_DTYPE", "") for x in ("CONV", "SSM")],
-        "amx" if amx else "", torch.version.hip or "", os.environ.get("SGLANG_USE_AITER", ""),
-    ))  # fmt: skip
-
-
 def _flat(blocks: Any) -> list[int]:
     """A list of SGLang's, which has None, numbers or arrays of them."""
     if blocks is None:
         return []
-    import numpy
-
     return [int(n) for x in blocks for n in numpy.asarray(x).reshape(-1)]
-
-
-def _model_config(server_args: Any) -> Any:
-    try:
-        from sglang.srt.arg_groups.model_override_base import model_config_of
-    except ImportError:  # before 0.5.20
-        from sglang.srt.configs.model_config import ModelConfig
-
-        model_config_of = ModelConfig.from_server_args
-    return model_config_of(server_args)
