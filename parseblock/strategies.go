@@ -213,8 +213,8 @@ const (
 	//	k_transposed  | h0: k: d0(t0 t1 ...) d1(t0 t1 ...) ... | v: t0 t1 ... | h1: ... |
 	//	else          | h0: page, of all its tokens | h1: page ... |
 	VLLMCPUAttn = "vllm_cpu_attn"
-	// Page is a page of unknown content: it moves whole or not at all. SGLang to 0.5.23: states of
-	// a request, between equal ranks.
+	// Page is a page of unknown content: it moves whole or not at all. SGLang to 0.5.23: an indexer's
+	// keys and recurrent states, in prefill and decode.
 	//
 	//	| page: whatever the engine has there |
 	Page = "page"

@@ -40,7 +40,7 @@ type Config struct {
 type Engine struct {
 	Socket      string `yaml:"socket" unit:"path" doc:"Unix socket. A missing directory is made with mode 0700, the socket with 0600. With allowed_uids the modes are 0711 and 0666, and the sidecar checks the caller's credentials from the kernel." default:"$XDG_RUNTIME_DIR/kvspray.sock, else /tmp/kvspray-UID/kvspray.sock"`
 	AllowedUIDs []int  `yaml:"allowed_uids" unit:"user ids" doc:"Users besides the sidecar's own whose processes may connect, for pods whose containers run under different users."`
-	MaxSessions int    `yaml:"max_sessions" unit:"sessions" doc:"Largest number of engine sessions. Each worker rank and each scheduler has one."`
+	MaxSessions int    `yaml:"max_sessions" unit:"sessions" doc:"Largest number of engine sessions. Each worker rank and each scheduler has one, and ranks of SGLang one more for each kind of state."`
 	MaxRegions  int    `yaml:"max_regions" unit:"regions" doc:"Largest number of memory regions of one session."`
 	MaxLeases   int    `yaml:"max_leases" unit:"leases" doc:"Largest number of open leases of one session."`
 }

@@ -15,7 +15,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.utils import MetadataBuffers
 
 import kvspray
-from kvspray_sglang import names, pd, pd_prompt, pd_wire
+from kvspray_sglang import names, pd_prompt, pd_wire
 
 IDS = list(range(100, 120))  # two pages of 16
 ENDPOINT = "10.0.0.9:7650"
@@ -97,8 +97,8 @@ def test_prefill_offers_its_own_prompt() -> None:
     m._asked(pd_wire.Room(7, "10.0.0.2", 5, b"x" * 16, 2, 0, 1, by_prompt=True))
     m.open_source(7, 2, request())
     assert m._session.named == [(20, kvspray.prefix_hash(IDS))]
-    m._chunk(pd._Chunk(7, [3], False, None, ()))
-    m._chunk(pd._Chunk(7, [4], True, 1, ()))
+    rooms.chunk(m, [3], False)
+    rooms.chunk(m, [4], True)
     assert [s[1:] for s in m._session.steps] == [(16, [3]), (20, [3, 4])]
 
 
@@ -108,9 +108,9 @@ def test_weights_are_replaced_in_a_prefill() -> None:
     m.request_status[7] = KVPoll.Bootstrapping
     m._asked(pd_wire.Room(7, "10.0.0.2", 5, b"x" * 16, 2, 0, 1, by_prompt=True))
     m.open_source(7, 2, request())
-    m._chunk(pd._Chunk(7, [3], False, None, ()))
+    rooms.chunk(m, [3], False)
     m._weights.current = False
-    m._chunk(pd._Chunk(7, [4], True, 1, ()))
+    rooms.chunk(m, [4], True)
     assert len(m._session.steps) == 1 and m._session.cancelled == [1]
     assert "replaced" in m.failure_records[7] and m.request_status[7] == KVPoll.Failed
     assert not any(isinstance(x[1], pd_wire.Rows) for x in m.sent if isinstance(x, tuple))

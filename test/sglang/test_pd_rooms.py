@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import queue
 import random
 import re
 import threading
@@ -25,7 +26,7 @@ if not MUST and importlib.util.find_spec("sglang") is None:
 from sglang.srt.disaggregation.base.conn import KVPoll, StateType  # noqa: E402
 
 import kvspray  # noqa: E402
-from kvspray_sglang import pd, pd_cache, pd_wire, plugin  # noqa: E402
+from kvspray_sglang import pd, pd_cache, pd_checks, pd_wire, plugin  # noqa: E402
 
 ROWS = [16, 8]  # bytes of a metadata row in each buffer
 ROW = 3
@@ -92,7 +93,7 @@ def manager(rank: int | None = None) -> Any:
     m.failure_records, m.failure_lock = {}, threading.Lock()
     m._deferred_ack_targets, m._deferred_ack_poisoned_rooms = {}, set()
     m._staging_outstanding, m.deferred_bootstrap, m.is_mla_backend = {}, None, False
-    m.sent = []
+    m.sent, m._chunks = [], queue.SimpleQueue()
     m._send = lambda to, frames: m.sent.append((to, pd_wire.decode(frames)))
     m.send_kv_status_message = lambda **what: m.sent.append(what)
     return m
@@ -329,7 +330,8 @@ def asked(
 
 
 def chunk(m: Any, pages: list[int], last: bool, room: int = 7, states: Any = ()) -> None:
-    m._chunk(pd._Chunk(room, pages, last, ROW if last else None, (), states))
+    m.add_transfer_request(room, pages, slice(0), last, ROW if last else None, states)
+    m._chunk(m._chunks.get())
 
 
 def test_chunks_then_rows() -> None:
@@ -399,11 +401,29 @@ def test_pages_that_prefill_takes_back(ended: bool) -> None:
     m.open_source(7, 3)
     if ended:
         m._session.end(1)
+    m.add_transfer_request(7, [1], slice(0), False)
     m.close_source(7, "given up")
     assert m._session.cancelled == ([] if ended else [1])
     m.request_status.pop(7)
     chunk(m, [1, 2, 3], True)
+    m._chunk(m._chunks.get())
     assert not m._session.steps and len(m.sent) == 1
+
+
+def test_a_chunk_of_an_earlier_request_with_this_number() -> None:
+    m = manager()
+    for _ in range(2):
+        m.request_status.pop(7, None)
+        m.update_status(7, KVPoll.Bootstrapping)
+        asked(m)
+        m.open_source(7, 3)
+        m.add_transfer_request(7, [1, 2, 3], slice(0), True, ROW)
+        if len(m._session.open) == 1:
+            m.close_source(7, "given up")
+    m._chunk(m._chunks.get())
+    assert not m._session.steps
+    m._chunk(m._chunks.get())
+    assert m._session.steps == [(2, 48, [1, 2, 3])]
 
 
 def test_prefill_refuses_by_name() -> None:
@@ -510,6 +530,38 @@ def test_what_is_not_transferred_is_refused(change: Any, pp: int, want: str) -> 
     pd_cache.check(kv_args(), False, 1)
     with pytest.raises(pd_cache.CacheError, match=want):
         pd_cache.check(kv_args(**change), False, pp)
+
+
+def test_what_a_pool_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = pd_checks.packing(SimpleNamespace())
+    for name in ("SGLANG_DISABLE_DSA_INDEXER_FUSION", "SGLANG_MAMBA_SSM_DTYPE", "SGLANG_USE_AITER"):
+        with monkeypatch.context() as m:
+            m.setenv(name, "1")
+            assert f"{name}=1" in pd_checks.packing(SimpleNamespace())
+    assert pd_checks.packing(SimpleNamespace(mamba_ssm_dtype="float16")) != before
+    assert pd_checks.packing(SimpleNamespace()) == before
+    parallel = SimpleNamespace()
+    pd_checks.serving(SimpleNamespace(), parallel, False)
+    with pytest.raises(pd_cache.CacheError, match="enable_unified_memory is on"):
+        pd_checks.serving(SimpleNamespace(enable_unified_memory=True), parallel, False)
+    monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
+    with pytest.raises(pd_cache.CacheError, match="SGLANG_USE_HND_KVCACHE is True"):
+        pd_checks.serving(SimpleNamespace(), parallel, False)
+    pd_checks.serving(SimpleNamespace(), parallel, True)
+
+
+@pytest.mark.parametrize("arch", ["Dots3NoteForCausalLM", "LlamaForCausalLM"])
+def test_an_indexer_that_is_not_described(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang 0.5.23 describes the windows of such a model, and not the keys of its indexer."""
+    config = SimpleNamespace(architectures=[arch], index_topk=2048)
+    monkeypatch.setattr(pd_checks, "model_config", lambda _: SimpleNamespace(hf_config=config))
+    found = pd_checks.has_indexer(None)
+    args = kv_args(state_types=[StateType.SWA], state_data_ptrs=[[1]], swa_kv_cache_layout="nhd")
+    assert found == (arch != "LlamaForCausalLM")
+    pd_cache.check(args, True, 1, False)
+    if found:
+        with pytest.raises(pd_cache.CacheError, match="indexer, whose keys"):
+            pd_cache.check(args, True, 1, found)
 
 
 def test_the_plug_in_adds_a_backend() -> None:

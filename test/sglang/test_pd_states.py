@@ -10,6 +10,7 @@ import ctypes
 import importlib.util
 import os
 import pathlib
+import queue
 import random
 import secrets
 import sys
@@ -132,6 +133,7 @@ class Side:
         m._staging_outstanding, m.deferred_bootstrap, m.is_mla_backend = {}, None, False
         m.send_kv_status_message = lambda **what: None
         self.sent: list[Any] = []
+        m._chunks = queue.SimpleQueue()
         m._send = lambda to, frames: self.sent.append(pd_wire.decode(frames))
         self.mla = mla = a.is_hybrid_mla_backend or "dsa" in [t.value for t in a.state_types]
         pd_cache.check(a, mla, 1)
@@ -205,8 +207,10 @@ def ask(p: list[Side], d: list[Side], src: Blocks, dst: Blocks, room: int) -> No
     half = len(src[""]) // 2
     for y in p:
         lists = [src.get(k) for k in kinds]
-        y.m._chunk(pd._Chunk(room, src[""][:half], False, None, ()))
-        y.m._chunk(pd._Chunk(room, src[""][half:], True, 0, (), lists))
+        y.m.add_transfer_request(room, src[""][:half], slice(0), False)
+        y.m.add_transfer_request(room, src[""][half:], slice(0), True, 0, lists)
+        for _ in range(2):
+            y.m._chunk(y.m._chunks.get())
     for j, x in enumerate(d):
         x.m._rows(p[j if len(p) == len(d) else 0].sent[-1])
 
@@ -304,6 +308,28 @@ def test_windows_of_unequal_ranks(
             for layer in range(2):
                 a = tokens(pools[0], part, layer, src[name])
                 assert torch.equal(a, tokens(pools[1], part, layer, dst[name])), (part, layer)
+    finally:
+        for side in (*p, *d):
+            side.close()
+
+
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(2, 1), (1, 2)])
+def test_an_indexer_of_unequal_ranks(
+    sidecars: tuple[rig.Sidecar, rig.Sidecar], p_tp: int, d_tp: int
+) -> None:
+    """All ranks have the same keys."""
+    pools = [[sparse(tp) for _ in range(tp)] for tp in (p_tp, d_tp)]
+    p, d = engines(sidecars, *pools)
+    try:
+        for i, side in enumerate((*p, *d)):
+            side.scribble(i)
+        for side in p[1:]:
+            copy_shared(p[0], side)
+        src, dst = {"": [3, 7, 5], "dsa": [3, 7, 5]}, {"": [1, 8, 4], "dsa": [1, 8, 4]}
+        want = [expected(p[0], x, src, dst) for x in d]
+        ask(p, d, src, dst, 1)
+        ended([*p, *d], 1)
+        assert [x.memory() for x in d] == want
     finally:
         for side in (*p, *d):
             side.close()

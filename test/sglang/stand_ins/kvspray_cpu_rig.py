@@ -3,6 +3,11 @@
 
 from __future__ import annotations
 
+import logging
+from typing import Any
+
+_log = logging.getLogger(__name__)
+
 
 def install() -> None:
     import sgl_kernel.kvcacheio as copies
@@ -17,3 +22,23 @@ def install() -> None:
             setattr(module, name, getattr(copies, name))
     common._cuda_host_register = lambda *_, **__: None
     common._cuda_host_unregister = lambda *_, **__: None
+    _count_host_slots()
+
+
+def _count_host_slots() -> None:
+    """Before the caches are emptied: slots of the host pool that stay used when all is evicted."""
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    reset = UnifiedRadixCache.reset
+
+    def counted(self: Any) -> None:
+        pool = getattr(getattr(self, "cache_controller", None), "mem_pool_host", None)
+        if pool is not None:
+            everything = 1 << 30
+            self.evict(EvictParams(num_tokens=everything))
+            self.evict_host(everything)
+            _log.warning("kvspray rig: %d host slots left", pool.size - pool.available_size())
+        reset(self)
+
+    UnifiedRadixCache.reset = counted

@@ -94,9 +94,10 @@ type Lease struct {
 	ep           *endpoint.Endpoint
 	at           transfer.Boot // the entry of Table.byPeer that lists it
 	team         lease.TeamID
-	ranks        []agreement.Rank // of the prefill engine, as reported for this lease; nil: not yet
-	gen          uint32           // of the last grant
-	live         *outboundGrant   // the grant that is not fenced yet
+	ranks        []agreement.Rank // of the prefill engine, as ranksOf reported them for this lease
+	ranksOf      transfer.Boot
+	gen          uint32         // of the last grant
+	live         *outboundGrant // the grant that is not fenced yet
 	last         *outboundGrant
 	matchTimeout time.Duration
 	t            *timer.Timer
@@ -305,9 +306,6 @@ func (ds *Table) CloseBy(now Instant, d *Lease, cause Cause, status uint16, reas
 // regrant fences the live grant. After the fence the blocks are granted again.
 func (ds *Table) regrant(now Instant, d *Lease, cause Cause, why string) {
 	d.trouble = why
-	if cause == ByPeerLost {
-		d.ranks = nil // the next peer may have other ones
-	}
 	if d.Grants > ds.Cfg.MaxRegrants {
 		ds.CloseBy(now, d, cause, engines.StatusFailed, fmt.Sprintf("granted %d times; last: %s",
 			d.Grants, why))

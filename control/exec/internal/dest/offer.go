@@ -29,7 +29,7 @@ type outboundGrant struct {
 // they are assumed to equal ours; if that is wrong, its sidecar replies with its ranks.
 func (ds *Table) divide(d *Lease, p *lanes.Peer) ([]agreement.Part, error) {
 	at := ds.Engines.of(p)
-	ranks := d.ranks
+	ranks := d.reported(p)
 	if ranks == nil {
 		ranks = at.ranks[d.ws.Fingerprint]
 	}
@@ -64,6 +64,14 @@ func (ds *Table) divide(d *Lease, p *lanes.Peer) ([]agreement.Part, error) {
 	return parts, nil
 }
 
+// reported returns the ranks that p has reported for d; nil: none.
+func (d *Lease) reported(p *lanes.Peer) []agreement.Rank {
+	if d.ranksOf != p.Boot {
+		return nil
+	}
+	return d.ranks
+}
+
 // grant offers the blocks of d to the source's sidecar, or waits for the connection to it.
 func (ds *Table) grant(now Instant, d *Lease) {
 	if d.State != lease.DestWaiting {
@@ -76,7 +84,7 @@ func (ds *Table) grant(now Instant, d *Lease) {
 	}
 	p := d.ep.Peer()
 	parts, err := ds.divide(d, p)
-	if unknown := (*agreement.UnknownLayout)(nil); err != nil && d.ranks == nil &&
+	if unknown := (*agreement.UnknownLayout)(nil); err != nil && d.reported(p) == nil &&
 		!errors.As(err, &unknown) {
 		// The known ranks may be those of another engine there: plan without them.
 		ds.Engines.SetRanks(p, d.ws.Fingerprint, nil)
@@ -192,7 +200,7 @@ func (ds *Table) OnGrantReply(now Instant, p *lanes.Peer, m *peerv1.GrantReply) 
 			return err
 		}
 		ds.Engines.SetRanks(p, d.ws.Fingerprint, ranks)
-		d.ranks = ranks
+		d.ranks, d.ranksOf = ranks, p.Boot
 		ds.regrant(now, d, ByRefusal, "ranks: "+m.Message)
 	// A refusal may follow the last BOUND: ranks that send nothing can refuse, too.
 	case peerv1.GrantReply_NO_PARTNER:

@@ -149,7 +149,7 @@ func (ds *Table) Described(now Instant, name layouts.Name, err error) {
 		p := d.ep.Peer()
 		switch {
 		case d.State != lease.DestWaiting || d.decided:
-		case err != nil && d.ranks == nil && p != nil:
+		case err != nil && p != nil && d.reported(p) == nil:
 			// of an engine that is not there any more, or not for this one
 			ds.Engines.SetRanks(p, d.ws.Fingerprint, nil)
 			ds.grant(now, d)

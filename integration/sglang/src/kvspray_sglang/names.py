@@ -148,6 +148,29 @@ def arguments(args: Any) -> dict[str, str]:
     return {k: str(getattr(args, k)) for k in _ARGUMENTS if hasattr(args, k)}
 
 
+def hidden_order() -> dict[str, str]:
+    """What the order of bytes in a page, or their meaning, may depend on that no pool shows: the
+    machine, and variables of SGLang that choose kernels."""
+    import torch
+
+    try:
+        from sglang.srt.utils import cpu_has_amx_support
+    except ImportError:  # a release that does not use AMX
+        cpu_has_amx_support = bool
+    hip = torch.version.hip
+    machine = "cuda" if torch.version.cuda else f"hip {hip}" if hip else "cpu"
+    if not torch.cuda.is_available():
+        machine = "cpu with AMX" if cpu_has_amx_support() else "cpu"
+    elif hip:
+        machine += f" {torch.cuda.get_device_properties(0).gcnArchName}"
+    found = {
+        k: v
+        for k, v in sorted(os.environ.items())
+        if k.startswith("SGLANG_") and any(x in k for x in ("DSA", "AITER", "MAMBA", "HND"))
+    }
+    return {"machine": machine, **found}
+
+
 def portable_identity(
     args: Any, weights: str, cache_dtype: str, is_mla: bool, model_config: Any
 ) -> tuple[str, dict[str, str]]:
@@ -210,10 +233,9 @@ class Names:
         if not (c.is_mla_model and pool.startswith(_REPLICATED)):
             names += ["tp_rank", "tp_size"]
         ranks = {k: getattr(c, k, None) for k in names}
-        out = [ranks, arguments(self._args), sglang.__version__, sys.byteorder]
-        if os.environ.get("SGLANG_USE_HND_KVCACHE", "").lower() in ("true", "1", "yes", "y"):
-            out.append("hnd")  # the order of bytes in a page, which no pool shows
-        return out
+        return [
+            ranks, arguments(self._args), sglang.__version__, sys.byteorder, hidden_order(),
+        ]  # fmt: skip
 
     def _make(self, dtype: str, layout: str, tokens: int, nbytes: int) -> Namespace:
         return Namespace(

@@ -135,7 +135,8 @@ class _Chunk:
     last: bool
     row: int | None
     events: tuple[Any, ...]
-    states: Sequence[Any] = ()  # blocks of each component, with the last chunk
+    source: _Source | None
+    states: Sequence[list[int]] = ()  # blocks of each component, with the last chunk
 
 
 class KVSprayManager(CommonKVManager):  # type: ignore[misc]
@@ -155,7 +156,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         # A pool with layers of both kinds has MLA in those that are not recurrent.
         is_mla = bool(is_mla_backend) or bool(getattr(args, "is_hybrid_mla_backend", False))
         pd_cache.check(args, is_mla, parallel.pp_size, pd_checks.has_indexer(server_args))
-        pd_checks.serving(server_args, parallel)
+        pd_checks.serving(server_args, parallel, is_mla)
         names.check_adapters(server_args)
         self._weights = names.Weights(
             Settings(weights=os.environ.get(WEIGHTS_ENV, "")), server_args, _log,
@@ -244,7 +245,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         parts = [part("", cache, identity)]
         for s in states:
             compared = pd_cache.state_identity(
-                identity, args, s, rank, size, pd_checks.packing(server_args, on_gpu)
+                identity, args, s, rank, size, pd_checks.packing(server_args)
             )
             parts.append(part(s.name, s.cache, compared, f"rank{rank}" if s.own else ""))
         _log.info(
@@ -413,9 +414,11 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         """SGLang's senders call this with each chunk of a prompt that is computed."""
         self.update_status(bootstrap_room, KVPoll.Transferring)
         events = tuple(e for e in (wait_event, indices_event) if e is not None)
-        states = tuple(state_indices or ()) if is_last_chunk else ()
+        # Read here: some of SGLang's lists are views of what the next step changes.
+        states = [_flat(x) for x in state_indices or ()] if is_last_chunk else []
+        source = self._rooms.get(bootstrap_room)
         self._chunks.put(
-            _Chunk(bootstrap_room, kv_indices, is_last_chunk, aux_index, events, states)
+            _Chunk(bootstrap_room, kv_indices, is_last_chunk, aux_index, events, source, states)
         )
 
     def _report(self) -> None:
@@ -441,8 +444,11 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
                 problem = problem or str(err)
         rows = self._own_rows(chunk.row) if chunk.last and chunk.row is not None else None
         with self._lock:
-            s = self._rooms.get(chunk.room)
-            if s is None or self.request_status.get(chunk.room) in (None, KVPoll.Failed):
+            over = self._rooms.get(chunk.room) is not chunk.source
+            s = chunk.source
+            if s is None or over:
+                return
+            if self.request_status.get(chunk.room) in (None, KVPoll.Failed):
                 return
             problem = problem or self._report_blocks(s, blocks, chunk.last)
         if problem:
@@ -478,7 +484,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         parts = self._parts[1:]
         if len(lists) != len(parts):
             raise ValueError(f"SGLang lists blocks of {len(lists)} states, want {len(parts)}")
-        out = {p.name: _flat(x) for p, x in zip(parts, lists, strict=True)}
+        out = {p.name: list(x) for p, x in zip(parts, lists, strict=True)}
         if len(out.get("mamba", [0])) != 1:
             raise ValueError(f"a recurrent state in {len(out['mamba'])} slots, want 1")
         return out
@@ -534,7 +540,8 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         if problem := self._stale() or self._unequal(address):
             return problem
         try:
-            blocks = {"": [int(p) for p in pages], **self._state_blocks(states)}
+            own = self._state_blocks([_flat(x) for x in states])
+            blocks = {"": [int(p) for p in pages], **own}
         except ValueError as err:
             return str(err)
         uses = self._uses.pop((address, room), 0) + 1
@@ -585,15 +592,21 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
             if a is None or a.xfer != m.xfer or a.peer or a.given_up or not a.blocks:
                 return
             a.peer = True
-            prompt = self._prompt(a) if m.by_prompt else None
-            if prompt is not None:
-                problem = prompt.problem
-            for part in self._parts:
-                if problem or part.name not in a.blocks:
-                    continue
-                problem = self._expect(a, part, m.endpoint, prompt)
+            try:
+                problem = self._expect_all(a, m)
+            except Exception as err:  # what is open already must not stay
+                _log.exception("kvspray: room %s", a.room)
+                problem = str(err)
         if problem:
             self._fail(a, problem)
+
+    def _expect_all(self, a: _Arrival, m: pd_wire.Peer) -> str:
+        prompt = self._prompt(a) if m.by_prompt else None
+        problem = prompt.problem if prompt is not None else ""
+        for part in self._parts:
+            if part.name in a.blocks and not problem:
+                problem = self._expect(a, part, m.endpoint, prompt)
+        return problem
 
     def _expect(
         self, a: _Arrival, part: _Part, endpoint: str, prompt: pd_prompt.Prompt | None
@@ -603,12 +616,9 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         if prompt is not None:
             tokens, name = prompt.tokens, prompt.hash
         end = functools.partial(self._came, a, part.name)
-        try:
-            lease = part.session.expect(
-                part.xfer(a.xfer), endpoint, tokens, blocks, str(a.room), end, name
-            )
-        except ValueError as err:  # of block numbers, or of a list that is too long
-            return str(err)
+        lease = part.session.expect(
+            part.xfer(a.xfer), endpoint, tokens, blocks, str(a.room), end, name
+        )
         if not lease:
             return self._no_sidecar(part)
         a.leases[part.name] = lease

@@ -237,8 +237,8 @@ def state_identity(
                 "state_slice_outer_counts",
             )
         ]  # fmt: skip
-        what = json.dumps([*shapes, packing])
-        more["packing"] = hashlib.sha256(what.encode()).hexdigest()
+        more["packing"] = packing
+        more["shapes"] = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
     if state.own:
         more["rank"] = f"{rank} of {ranks}"
     return {**identity, **more}

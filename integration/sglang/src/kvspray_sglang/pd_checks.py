@@ -5,15 +5,16 @@ what the bytes of a cache depend on that no pool shows.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
+from kvspray_sglang import names
 from kvspray_sglang.pd_cache import CacheError
 
 
-def serving(server_args: Any, parallel: Any) -> None:
+def serving(server_args: Any, parallel: Any, is_mla: bool) -> None:
     """Refuses ways of serving that move or replace the pages that are registered."""
-    _check_order()
+    if not is_mla:
+        _check_order()
     for name, wanted, why in (
         ("attn_cp_size", 1, "context parallel ranks divide a prompt's pages"),
         ("attn_dcp_size", 1, "context parallel ranks divide a prompt's pages"),
@@ -36,9 +37,13 @@ def serving(server_args: Any, parallel: Any) -> None:
 def _check_order() -> None:
     """Refuses other orders of K and V in a page than tokens, then heads. SGLang takes the order
     from its environment, and its description of a pool does not show it."""
+    import torch
     from sglang.srt.environ import envs
 
-    for name, usual in (("SGLANG_USE_HND_KVCACHE", "False"), ("SGLANG_AITER_KV_CACHE_LAYOUT", "nhd")):
+    orders = [("SGLANG_USE_HND_KVCACHE", "False")]
+    if torch.version.hip:
+        orders.append(("SGLANG_AITER_KV_CACHE_LAYOUT", "nhd"))
+    for name, usual in orders:
         setting = getattr(envs, name, None)
         if setting is not None and str(setting.get()).lower() != usual.lower():
             raise CacheError(
@@ -56,17 +61,14 @@ def has_indexer(server_args: Any) -> bool:
     return bool(is_deepseek_dsa(model_config(server_args).hf_config))
 
 
-def packing(server_args: Any, on_gpu: bool) -> str:
+def packing(server_args: Any) -> str:
     """What the bytes of states depend on that no description of a pool shows: types of numbers, and
-    orders that SGLang derives from the machine."""
-    import torch
-
-    amx = not on_gpu and torch.cpu._is_amx_tile_supported()
-    return repr((
-        getattr(server_args, "mamba_ssm_dtype", None),
-        [os.environ.get(f"SGLANG_MAMBA_{x}_DTYPE", "") for x in ("CONV", "SSM")],
-        "amx" if amx else "", torch.version.hip or "", os.environ.get("SGLANG_USE_AITER", ""),
-    ))  # fmt: skip
+    orders that SGLang derives from its arguments, its environment and the machine."""
+    arguments = {
+        name: str(getattr(server_args, name, None))
+        for name in ("mamba_ssm_dtype", "enable_dsa_fused_indexer")
+    }
+    return ", ".join(f"{k}={v}" for k, v in {**arguments, **names.hidden_order()}.items())
 
 
 def model_config(server_args: Any) -> Any:
