@@ -25,8 +25,8 @@ func (d divider) Divide(w *engines.Worker, x *engines.Expect, ranks []Rank,
 	return d.replicas.Divide(w, x, ranks, load)
 }
 
-// Two engines behind one peer report their ranks at the same time, and each lease goes on with
-// those of its own engine: of two models, and of one model with unequal tensor parallelism.
+// TestRanksOfTwoEnginesBehindAPeer: each lease uses its own engine's ranks, if the engines have two
+// models, or one model with unequal tensor parallelism.
 func TestRanksOfTwoEnginesBehindAPeer(t *testing.T) {
 	for _, model := range []byte{1, 2} {
 		plans := divider{ranks: map[uint64][]Rank{}}
@@ -50,7 +50,7 @@ func TestRanksOfTwoEnginesBehindAPeer(t *testing.T) {
 		}
 		offers := only(t, drained(e), Offer)
 		if len(offers) != 2 {
-			t.Fatalf("%+v", offers)
+			t.Fatalf("offers %+v, want 2", offers)
 		}
 		for i, id := range ids {
 			reply := &peerv1.GrantReply{Destination: frame.Lease(id), Code: peerv1.GrantReply_RANKS,

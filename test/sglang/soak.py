@@ -2,18 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang for an hour: prefill with HiCache on the sidecar's store, decode, and random aborts.
 
-Clients send prompts, of which a fifth was sent before, to the pair and to one plain server. Every
-fourth prompt is given up at a random time at both servers of the pair. Every minute the pair's own
-caches are emptied, so that later prompts come from the store.
+Clients send prompts, a fifth of them repeated, to the pair and to a plain server. They give up a
+random quarter at both servers of the pair; those do not go to the plain server. Every minute the
+pair's own caches are emptied, so that later prompts come from the store.
 
-An answer must equal the plain server's. Sums of floating-point numbers depend on what was cached and
-on the batch, so another token passes where the plain server gives it the same probability, nearly
-(TIE); one answer in a hundred may be such. No request may fail that was not given up.
+An answer must equal the plain server's, except for near ties: another token of nearly equal
+probability (TIE), as sums depend on cache and batch. One in a hundred may be a tie. Only requests
+that were given up may fail.
 
-After each minute no lease may be open. SGLang's own check of an idle server ends it if a slot of its
-device pool is lost. Of the host pool the rig's plug-in (stand_ins) evicts everything, and no slot
-may be left. Processes may have at most 8 more descriptors and threads than after the first minute,
-sidecars as many more goroutines, and 1.1 times the memory that they had after five minutes.
+After each minute no lease may be open. A server exits if it has lost a slot of its device pool
+(SGLang's own check). The plug-in in stand_ins evicts the host pool; no slot of it may stay used.
+Descriptors, threads and goroutines may grow by 8 after the first minute, and memory to 1.1 times
+that of the fifth.
 
 Written: .build/soak-sglang/ with the logs of all processes, and samples.jsonl, a line for each
 minute.
@@ -43,9 +43,9 @@ from sglang_server import Server, counted, found, rig, with_store
 
 LOGS = pathlib.Path(os.environ.get("KVSPRAY_BUILD", rig.ROOT / ".build")) / "soak-sglang"
 CLIENTS, REPEATED, KEPT = 3, 0.2, 12
-TIE = 0.001  # of logarithms
-FIRST_ROOM = 1 << 40  # rooms of requests that are given up; the router draws its own below
-ENDED = ("kvspray", "abort", "Abort", "cancel", "disconnect")  # a request that was given up
+TIE = 0.001  # of log probabilities
+FIRST_ROOM = 1 << 40  # of requests given up; the router's random 63-bit rooms hardly collide
+ENDED = ("given the request up", "abort", "Abort", "cancel", "disconnect")  # errors of such requests
 
 
 class Soak:
@@ -71,8 +71,14 @@ class Soak:
         self.plain.start()
         self.pair.start()
         self.plain.ready()
-        for s in (self.pair.router, self.plain):
-            s.generate([2, 3, 4], ANSWER)
+        rig.wait_for("an answer of the pair", self.answers, 120, 0.5)
+
+    def answers(self) -> bool:
+        try:
+            self.pair.router.generate([2, 3, 4], ANSWER)
+        except urllib.error.HTTPError:  # a server or the router is not ready
+            return False
+        return True
 
     def stop(self) -> None:
         self.plain.stop()
@@ -112,11 +118,11 @@ class Soak:
                 if gap >= TIE:
                     self.wrong.append(
                         f"a prompt of {len(ids)} tokens, {cached} of them cached: {got}, want "
-                        f"{want}; {gap:.4f} between their logarithms"
+                        f"{want}; log probabilities differ by {gap:.4f}"
                     )
 
     def gap(self, ids: list[int], a: int, b: int) -> float:
-        """How much less likely than a the plain server finds b as the next token, as a logarithm."""
+        """Difference of the plain server's log probabilities of a and b as the next token."""
         body = {
             "input_ids": ids, "sampling_params": {"max_new_tokens": 1, "temperature": 0},
             "return_logprob": True, "top_logprobs_num": 5,
@@ -155,7 +161,7 @@ class Soak:
             self.count["given up late" if done else "given up"] += 1
 
     def rest(self) -> dict[str, Any]:
-        """Empties the caches while no client is active, and returns what is still held."""
+        """Empties the caches while no client is active. Returns counts and resource use."""
         with self.gate.closed():
             for c in self.pair.sidecars:
                 if "kvspray_lease_open" not in rig.get(c.url + "/metrics"):
@@ -174,7 +180,7 @@ class Soak:
             return held
 
     def host_slots(self) -> list[int]:
-        """What the rig's plug-in has found, each time that the caches were emptied."""
+        """Host slots left at each emptying of the caches, from the log."""
         text = self.pair.prefill.log.read_text(errors="replace")
         return [int(n) for n in re.findall(r"kvspray rig: (\d+) host slots left", text)]
 
@@ -270,15 +276,15 @@ def leaks(samples: list[dict[str, Any]]) -> list[str]:
     out = [f"host slots: {last['host slots left']}"] if any(last["host slots left"]) else []
     for k in last:
         if k.endswith(("fds", "threads", "goroutines")) and last[k] > first[k] + SLACK:
-            out.append(f"{k}: {first[k]} at the first rest, {last[k]} at the last")
+            out.append(f"{k}: {first[k]} in the first sample, {last[k]} in the last")
         if k.endswith("rss") and last[k] > GROWTH * settled[k]:
-            out.append(f"{k}: {settled[k]} bytes at the fifth rest, {last[k]} at the last")
+            out.append(f"{k}: {settled[k]} bytes in the fifth sample, {last[k]} in the last")
     return out
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", 1)[0])
-    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--minutes", type=float, default=60, help="at least 7")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 20))
     args = parser.parse_args()
     shutil.rmtree(LOGS, ignore_errors=True)

@@ -270,7 +270,7 @@ def test_a_part_that_no_sidecar_takes() -> None:
 
 
 def test_ranks_exchange_their_own_states() -> None:
-    """What no rank can divide goes to the rank of the same number; what each can, to all."""
+    """A state that is not divided by heads goes to the same rank only, other parts to all."""
     xfers = []
     for rank in (0, 1):
         m = manager(rank)
@@ -517,7 +517,7 @@ def test_pools() -> None:
     [
         ({"state_types": [StateType.SWA, StateType.SWA_RING]}, 1, "swa_ring"),
         ({"state_types": [StateType.SWA, StateType.SWA]}, 1, "twice"),
-        ({"state_types": [StateType.SWA]}, 1, "order of a window's pages is None"),
+        ({"state_types": [StateType.SWA]}, 1, "order in a window's pages is None"),
         ({"state_types": [StateType.MAMBA], "state_data_ptrs": [[]]}, 1, "mamba has 0 tensors"),
         ({"num_draft_entries": 2}, 1, "draft"),
         ({"kv_layout": "unified"}, 1, "unified"),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests with more than pages: sliding windows, DSA's indexer, recurrent states. SGLang's own
-pools describe themselves, both sides of the transfer backend exchange their messages, and real
-sidecars move the bytes. Every byte of decode's pools is compared afterwards.
+"""Requests with more than pages: sliding windows, DSA's indexer, recurrent states. The pools are
+SGLang's own, both sides of the backend exchange messages, and real sidecars move the bytes. Every
+byte of decode's pools is compared afterwards.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def sidecars() -> Iterator[tuple[rig.Sidecar, rig.Sidecar]]:
 
 
 def windows(tp: int) -> Any:
-    """Layers 0 and 2 attend to a window, with fewer heads, whose V is wider than K; layers 1 and 3
-    to everything. With more ranks than heads, ranks have copies of them."""
+    """Layers 0 and 2 have a sliding window, fewer heads, and V wider than K; layers 1 and 3 have
+    full attention. If ranks outnumber heads, they have copies."""
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
     return SWAKVPool(
@@ -258,7 +258,7 @@ def test_equal_ranks(
 
 
 def copy_shared(a: Side, b: Side) -> None:
-    """Of MLA and of an indexer all ranks have the same."""
+    """All ranks have the same MLA latent and indexer keys."""
     shared = ("", "dsa") if a.mla else ("dsa",)
     for (name, at, n, _), (_, to, _, _) in zip(a.tensors(), b.tensors(), strict=True):
         if name in shared:
@@ -266,7 +266,7 @@ def copy_shared(a: Side, b: Side) -> None:
 
 
 def expected(p: Side, d: Side, src: Blocks, dst: Blocks) -> list[bytes]:
-    """Decode's memory with prefill's blocks in the places that decode gave."""
+    """Decode's memory after prefill's blocks have replaced those of ``dst``."""
     out = []
     for was, (name, _, _, item), (_, at, _, _) in zip(
         d.memory(), d.tensors(), p.tensors(), strict=True
@@ -290,7 +290,7 @@ def test_windows_of_unequal_ranks(
             side.scribble(i)
         for rank in range(1, p_tp, 2) if p_tp > WINDOW_HEADS else ():
             for (name, at, n, _), (_, to, _, _) in zip(p[rank - 1].tensors(), p[rank].tensors(), strict=True):
-                if name == "swa":  # two ranks have copies of a head
+                if name == "swa":  # each head is on two ranks
                     ctypes.memmove(to, at, n)
         src, dst = {"": [3, 7, 5], "swa": [9, 2]}, {"": [1, 8, 4], "swa": [2, 6]}
         ask(p, d, src, dst, 1)
@@ -338,7 +338,7 @@ def test_an_indexer_of_unequal_ranks(
 def test_unequal_ranks_do_not_exchange_states(
     sidecars: tuple[rig.Sidecar, rig.Sidecar],
 ) -> None:
-    """If decode has not noticed it, the sidecars refuse the pair by name, and nothing is written."""
+    """If decode does not check it, the sidecars' error names the rank, and nothing is written."""
     pools = [recurrent(2), recurrent(1)]
     p, d = (Side(x, sidecars[i], i == 0, 0, 2 - i, "one") for i, x in enumerate(pools))
     try:

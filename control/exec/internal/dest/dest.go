@@ -94,10 +94,10 @@ type Lease struct {
 	ep           *endpoint.Endpoint
 	at           transfer.Boot // the entry of Table.byPeer that lists it
 	team         lease.TeamID
-	ranks        []agreement.Rank // of the prefill engine, as ranksOf reported them for this lease
-	ranksOf      transfer.Boot
-	gen          uint32         // of the last grant
-	live         *outboundGrant // the grant that is not fenced yet
+	ranks        []agreement.Rank // of the prefill engine, reported for this lease
+	ranksOf      transfer.Boot    // the peer that reported ranks
+	gen          uint32           // of the last grant
+	live         *outboundGrant   // the grant that is not fenced yet
 	last         *outboundGrant
 	matchTimeout time.Duration
 	t            *timer.Timer

@@ -16,21 +16,21 @@ import (
 
 // known is what is known of the prefill engines behind a peer.
 type known struct {
-	// Ranks of an engine with a model, as reported last; none: assumed to equal ours. A guess for the
-	// next lease: the peer may have several engines with the model.
+	// Ranks that were reported last, by the model's fingerprint; none: assumed to equal ours. Only a
+	// guess for the next lease, as the peer may have several engines with the model.
 	ranks map[fingerprint][]agreement.Rank
 	load  map[string]uint64 // bytes of the parts that ranks owe us, by the name of the rank
 }
 
 type fingerprint = [32]byte
 
-// maxModels bounds the models of a peer whose ranks are remembered. Each has been a model of ours.
+// maxModels bounds the models of a peer whose ranks are kept. Only models of our engines count.
 const maxModels = 64
 
 // Engines are the prefill engines behind peers.
 type Engines map[*lanes.Peer]*known
 
-// of returns the engines behind a peer.
+// of returns what is known of a peer's engines.
 func (es Engines) of(p *lanes.Peer) *known {
 	at := es[p]
 	if at == nil {
@@ -55,7 +55,7 @@ func (es Engines) SetRanks(p *lanes.Peer, model fingerprint, ranks []agreement.R
 func (es Engines) Owed(p *lanes.Peer) map[string]uint64 { return es.of(p).load }
 
 // charge counts the bytes that each rank of a peer still owes us: the planner chooses between
-// replicas by load. Ranks of several engines with one name count together.
+// replicas by load. Ranks of equal name count together, also of different engines.
 func (es Engines) charge(p *lanes.Peer, o *outboundGrant, on bool) {
 	load := es.of(p).load
 	if load == nil {
@@ -150,7 +150,7 @@ func (ds *Table) Described(now Instant, name layouts.Name, err error) {
 		switch {
 		case d.State != lease.DestWaiting || d.decided:
 		case err != nil && p != nil && d.reported(p) == nil:
-			// of an engine that is not there any more, or not for this one
+			// The known ranks may be of an engine that is gone, or that does not serve d.
 			ds.Engines.SetRanks(p, d.ws.Fingerprint, nil)
 			ds.grant(now, d)
 		case err != nil && p != nil && p.Boot == name.Boot:

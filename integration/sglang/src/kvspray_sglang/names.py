@@ -149,8 +149,8 @@ def arguments(args: Any) -> dict[str, str]:
 
 
 def hidden_order() -> dict[str, str]:
-    """What the order of bytes in a page, or their meaning, may depend on that no pool shows: the
-    machine, and variables of SGLang that choose kernels."""
+    """What may change the order or meaning of a page's bytes and is in no pool: the machine, and
+    SGLang's variables that choose kernels."""
     import torch
 
     try:

@@ -12,11 +12,12 @@ requests. Here are the transfers:
 
 Pages of the prompt's tokens are one part of a request. Each component of its state (a sliding
 window, the keys of an indexer, recurrent states) is another part, with a session and a lease of its
-own: SGLang lists its blocks with the last chunk, and block i of prefill goes to block i of decode.
+own: SGLang lists its blocks with the last chunk. Entry i of prefill's list goes to entry i of
+decode's.
 
 A request is a Success at decode when the sidecar has proved that all parts are there, and the rows
-have come. Blocks of a request that fails are given back to SGLang only after the fence: SGLang asks
-``is_abort_release_safe``, whose answer is the end of the leases, and not a message of prefill.
+have come. SGLang keeps the blocks of a request that fails until ``is_abort_release_safe`` is true:
+all leases have ended, whatever prefill reports.
 
 Threads: the scheduler's; one that takes messages; one that takes the ends of leases; at prefill one
 that reports chunks. ``_lock`` guards ``_rooms``; it is held for a few assignments, and for calls to
@@ -63,7 +64,7 @@ WEIGHTS_ENV = "KVSPRAY_SGLANG_WEIGHTS"
 IDENTITY_ENV = "KVSPRAY_SGLANG_IDENTITY"
 MAX_UNCLAIMED = 4096  # rooms that decode has asked for and the router has not
 MAX_REUSED = 1 << 16  # rooms whose number of uses is remembered
-STATE_DEADLINE_S = 600.0  # the most that a sidecar accepts
+STATE_DEADLINE_S = 600.0  # between sidecars a longer one is shortened to this
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class _Part:
     name: str  # "": pages of tokens; else a component of SGLang's
     session: Session
     block_tokens: int
-    own: str = ""  # the rank, if ranks have different bytes and none divides them
+    own: str = ""  # the rank, if only ranks of the same number exchange it
 
     def xfer(self, request: bytes) -> bytes:
         """The transfer's id. ``request``: that of the pages."""
@@ -120,7 +121,7 @@ class _Arrival:
     prefix: int
     request: Any = None  # SGLang's, and its metadata buffers: for a prefill that is no SGLang
     buffers: Any = None
-    peer: bool = False  # named
+    peer: bool = False  # prefill has named its sidecar
     leases: dict[str, int] = field(default_factory=dict)  # open, by part
     here: set[str] = field(default_factory=set)  # parts that have arrived
     given_up: bool = False
@@ -153,7 +154,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         is_mla_backend: bool | None = False,
     ) -> None:
         parallel = get_parallel()
-        # A pool with layers of both kinds has MLA in those that are not recurrent.
+        # is_mla_backend does not show MLA beside recurrent layers.
         is_mla = bool(is_mla_backend) or bool(getattr(args, "is_hybrid_mla_backend", False))
         pd_cache.check(args, is_mla, parallel.pp_size, pd_checks.has_indexer(server_args))
         pd_checks.serving(server_args, parallel, is_mla)
@@ -209,12 +210,14 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         dtype = str(args.kv_cache_dtype_str)
         kind = os.environ.get(IDENTITY_ENV, "")
         if kind not in ("", "portable"):
-            raise pd_cache.CacheError(f"kvspray: {IDENTITY_ENV} is {kind!r}, want portable, or none")
+            raise pd_cache.CacheError(
+                f"kvspray: {IDENTITY_ENV} is {kind!r}, want portable, or none"
+            )
         if kind and states:
             raise pd_cache.CacheError(
                 f"kvspray: {IDENTITY_ENV} is {kind!r}, and the model has states beside its pages "
-                f"({', '.join(s.name for s in states)}), which another kind of engine keeps "
-                f"otherwise; unset {IDENTITY_ENV}"
+                f"({', '.join(s.name for s in states)}), which another kind of engine stores "
+                f"differently; unset {IDENTITY_ENV}"
             )
         if kind:
             dtype, identity = names.portable_identity(
@@ -237,7 +240,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
             engine = kvspray.EngineInfo("sglang", sglang.__version__, id)
             ranks = kvspray.Ranks(tp=(0, 1) if own else (rank, size))
             layout = cache.layout(dtype, identity)
-            # Between the offer of a state and the last chunk the engine has no news of it.
+            # The engine reports nothing about a state between its offer and the last chunk.
             span = max(timeout, STATE_DEADLINE_S) if name else timeout
             session = Session(socket, engine, ranks, cache, layout, span, _log)
             return _Part(name, session, cache.page_tokens, own)
@@ -380,7 +383,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         if len({tuple(sorted(m.states.items())) for m in infos}) > 1:
             return "decode ranks ask for different states"
         if len(self._parts) > 1 and any(m.by_prompt for m in infos):
-            return "the model has states beside its pages, which another kind of engine lacks"
+            return "the model has states beside its pages, which only SGLang can exchange"
         known = {p.name for p in self._parts}
         if other := sorted({name for m in infos for name in m.states} - known):
             return (
@@ -414,7 +417,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         """SGLang's senders call this with each chunk of a prompt that is computed."""
         self.update_status(bootstrap_room, KVPoll.Transferring)
         events = tuple(e for e in (wait_event, indices_event) if e is not None)
-        # Read here: some of SGLang's lists are views of what the next step changes.
+        # Copied here: some of SGLang's lists are views of memory that the next step changes.
         states = [_flat(x) for x in state_indices or ()] if is_last_chunk else []
         source = self._rooms.get(bootstrap_room)
         self._chunks.put(
@@ -435,7 +438,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
                 )
 
     def _chunk(self, chunk: _Chunk) -> None:
-        problem = self._stale()  # the chunk may be of the new ones
+        problem = self._stale()  # new weights may have computed the chunk
         blocks = {"": [int(p) for p in chunk.pages]}
         if chunk.last:
             try:
@@ -463,7 +466,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
             self._whole(s)
 
     def _report_blocks(self, s: _Source, blocks: dict[str, list[int]], last: bool) -> str:
-        """The request's next blocks are computed. Returns why they are not what decode waits for."""
+        """Reports the request's next blocks. Returns an error if decode waits for others."""
         for part in self._parts[1:] if last else ():
             n, o = len(blocks.get(part.name, [])), s.offers.get(part.name)
             if n != (o.blocks if o else 0):
@@ -480,7 +483,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         return ""
 
     def _state_blocks(self, lists: Sequence[Any]) -> dict[str, list[int]]:
-        """SGLang's lists of blocks, one for each component. Raises ValueError for others."""
+        """SGLang's lists of blocks, one for each component. Raises ValueError if they do not fit."""
         parts = self._parts[1:]
         if len(lists) != len(parts):
             raise ValueError(f"SGLang lists blocks of {len(lists)} states, want {len(parts)}")
@@ -561,7 +564,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         return ""
 
     def _unequal(self, address: str) -> str:
-        """Why this prefill's ranks cannot fill blocks of these."""
+        """Why prefill's ranks cannot fill this rank's blocks; empty: they can."""
         own = [p.name for p in self._parts if p.own]
         info = self.prefill_info_table.get(address)
         if not own or info is None or info.attn_tp_size == self.attn_tp_size:
@@ -582,9 +585,9 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         ).encode()  # fmt: skip
 
     def _peer(self, m: pd_wire.Peer) -> None:
-        """The blocks come from this sidecar."""
+        """Requests the blocks from the sidecar that prefill names."""
         # Kernels of the blocks' former owner may still be queued: SGLang gives blocks to a request
-        # before the GPU has run what it launched for others.
+        # before the GPU has run the kernels of earlier requests.
         self._settle()
         problem = ""
         with self._lock:
@@ -594,7 +597,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
             a.peer = True
             try:
                 problem = self._expect_all(a, m)
-            except Exception as err:  # what is open already must not stay
+            except Exception as err:  # _fail cancels what is open already
                 _log.exception("kvspray: room %s", a.room)
                 problem = str(err)
         if problem:
@@ -814,7 +817,7 @@ class KVSprayBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]
 
 
 def _flat(blocks: Any) -> list[int]:
-    """A list of SGLang's, which has None, numbers or arrays of them."""
+    """SGLang's list of blocks as numbers. It is None, or has numbers or arrays."""
     if blocks is None:
         return []
     return [int(n) for x in blocks for n in numpy.asarray(x).reshape(-1)]

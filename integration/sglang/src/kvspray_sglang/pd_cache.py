@@ -2,8 +2,8 @@
 """A device pool of SGLang, as its ``KVArgs`` describe it, in the terms of a kvspray layout.
 
 The pool keeps K and V of each layer in tensors of their own, and MLA's latent in one. A page of
-``page_size`` tokens is a block. What SGLang calls a component of a request's state has tensors and
-a list of blocks of its own, and so a layout of its own. Pools with anything else (scales, drafts,
+``page_size`` tokens is a block. Each component of a request's state (SGLang's term) has its own
+tensors, list of blocks and layout. Pools with anything else (scales, drafts,
 other components) are refused by name: a part that stayed behind would be KV of another prompt.
 """
 
@@ -65,7 +65,7 @@ class State:
 
     name: str
     cache: Cache
-    own: bool  # its bytes differ between ranks, and only ranks of equal number exchange it
+    own: bool  # bytes differ between ranks: rank i exchanges it with rank i only
 
 
 def check(args: Any, is_mla: bool, pp_size: int, is_dsa: bool = False) -> None:
@@ -80,7 +80,7 @@ def check(args: Any, is_mla: bool, pp_size: int, is_dsa: bool = False) -> None:
     found: list[tuple[bool, str, str]] = [
         (bool(other), f"the model has states of the kind {', '.join(other)}", "them"),
         (len(set(states)) != len(states), f"a kind of state is there twice ({states})", "that"),
-        (bool(unequal), f"{', '.join(unequal)}, want 1 to {MAX_TENSORS} each", "more"),
+        (bool(unequal), f"{', '.join(unequal)}, want 1 to {MAX_TENSORS} each", "that"),
         (
             is_dsa and "dsa" not in states,
             "the model has an indexer, whose keys SGLang does not describe",
@@ -88,7 +88,7 @@ def check(args: Any, is_mla: bool, pp_size: int, is_dsa: bool = False) -> None:
         ),
         (
             "swa" in states and getattr(args, "swa_kv_cache_layout", None) != "nhd",
-            f"the order of a window's pages is {getattr(args, 'swa_kv_cache_layout', None)}",
+            f"the order in a window's pages is {getattr(args, 'swa_kv_cache_layout', None)}",
             "any but nhd",
         ),
         (bool(getattr(args, "num_draft_entries", 0)), "a draft model has a cache", "speculation"),
@@ -139,7 +139,7 @@ def states(args: Any, heads: Heads | None, gpu: bool) -> list[State]:
             page, own = int(args.page_size), False
             groups = _k_and_v(page, blocks, heads, layers)
         else:
-            # Whole blocks, in whatever order: of the indexer all ranks have the same.
+            # Opaque blocks. The indexer's are equal on all ranks.
             page, own = 1, name != "dsa"
             groups = [_group(page, blocks, "page", {}, layers, "")]
         out.append(State(name, Cache(groups, regions, page, blocks, len(layers)), own))
@@ -149,7 +149,7 @@ def states(args: Any, heads: Heads | None, gpu: bool) -> list[State]:
 def _tensors(
     ptrs: Sequence[int], lens: Sequence[int], items: Sequence[int], gpu: bool
 ) -> tuple[list[kvspray.Region], list[dict[str, Any]], int]:
-    """Regions, layers, and the number of blocks that each tensor has. ``items``: bytes of a block;
+    """Regions, layers, and the number of blocks that every tensor has. ``items``: bytes of a block;
     0 for a layer that has none, because it uses what another layer has computed."""
     own = [i for i, item in enumerate(items) if item]
     if not own:
@@ -225,8 +225,8 @@ def identity(weights: str, server: dict[str, str], layers: int, head_size: int) 
 def state_identity(
     identity: dict[str, str], args: Any, state: State, rank: int, ranks: int, packing: str
 ) -> dict[str, str]:
-    """What prefill and decode compare before a component moves. ``packing``: what the bytes of an
-    opaque block depend on beside the model, and what ``args`` does not show."""
+    """What prefill and decode compare before a component moves. ``packing``: what an opaque block
+    depends on that neither the model nor ``args`` shows."""
     more = {"groups": state.name}
     if state.cache.groups[0]["strategy"] == "page":
         i = [_value(t) for t in args.state_types].index(state.name)

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What prefill and decode need of a server beside its pools: ways of serving that are refused, and
-what the bytes of a cache depend on that no pool shows.
-"""
+"""Checks of a server's options, and what a cache's bytes depend on that no pool shows."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from kvspray_sglang.pd_cache import CacheError
 
 
 def serving(server_args: Any, parallel: Any, is_mla: bool) -> None:
-    """Refuses ways of serving that move or replace the pages that are registered."""
+    """Refuses options that move, divide or reorder the registered pages."""
     if not is_mla:
         _check_order()
     for name, wanted, why in (
@@ -35,8 +33,8 @@ def serving(server_args: Any, parallel: Any, is_mla: bool) -> None:
 
 
 def _check_order() -> None:
-    """Refuses other orders of K and V in a page than tokens, then heads. SGLang takes the order
-    from its environment, and its description of a pool does not show it."""
+    """Refuses K and V in another order than NHD (tokens, then heads). SGLang takes the order from
+    its environment, and its description of a pool does not show it."""
     import torch
     from sglang.srt.environ import envs
 
@@ -53,17 +51,17 @@ def _check_order() -> None:
 
 
 def has_indexer(server_args: Any) -> bool:
-    """Whether SGLang's layers choose tokens by keys of an indexer (DSA)."""
+    """Whether the model selects tokens with an indexer (DSA)."""
     try:
         from sglang.srt.configs.model_config import is_deepseek_dsa
-    except ImportError:  # in none of the releases before there is a state of this kind
+    except ImportError:  # an older release, without such states
         return False
     return bool(is_deepseek_dsa(model_config(server_args).hf_config))
 
 
 def packing(server_args: Any) -> str:
-    """What the bytes of states depend on that no description of a pool shows: types of numbers, and
-    orders that SGLang derives from its arguments, its environment and the machine."""
+    """What the bytes of states depend on that no pool shows: data types, and orders that SGLang
+    derives from its arguments, its environment and the machine."""
     arguments = {
         name: str(getattr(server_args, name, None))
         for name in ("mamba_ssm_dtype", "enable_dsa_fused_indexer")

@@ -10,7 +10,7 @@ between the sidecars.
 
 A ROOM or a PEER with the frame "prompt" comes from the bridge to another kind of engine
 (bridge.py): that transfer is named by its prompt, which both engines hash themselves. A ROOM with
-the frame "states" and one more has, beside pages, blocks of the components of a request's state:
+the frame "states" has one more, with the number of blocks of each component of the request's state:
 "swa=3 mamba=1".
 
 Frames come from another host: each is checked, and a message that is none is dropped.
@@ -128,12 +128,14 @@ def decode(frames: Sequence[bytes]) -> Room | Peer | Rows | First | None:
 
 def _states(frame: bytes) -> dict[str, int]:
     if len(frame) > MAX_STATES_BYTES:
-        raise ValueError(f"components of {len(frame)} bytes")
+        raise ValueError(
+            f"a list of components of {len(frame)} bytes, want at most {MAX_STATES_BYTES}"
+        )
     words = bytes(frame).decode("ascii").split(" ")
     found = [_STATE.fullmatch(w) for w in words]
     out = {m[1]: int(m[2]) for m in found if m}
     if not len(out) == len(words) <= MAX_STATES or max(out.values()) > MAX_PAGES:
-        raise ValueError(f"components {bytes(frame[:64])!r}")
+        raise ValueError(f"a damaged list of components: {bytes(frame[:64])!r}")
     return out
 
 
