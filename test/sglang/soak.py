@@ -45,7 +45,7 @@ LOGS = pathlib.Path(os.environ.get("KVSPRAY_BUILD", rig.ROOT / ".build")) / "soa
 CLIENTS, REPEATED, KEPT = 3, 0.2, 12
 TIE = 0.001  # of log probabilities
 FIRST_ROOM = 1 << 40  # of requests given up; the router's random 63-bit rooms hardly collide
-ENDED = ("given the request up", "abort", "Abort", "cancel", "disconnect")  # errors of such requests
+ENDED = ("given the request up", "abort", "Abort", "cancel", "disconnect")  # their errors
 
 
 class Soak:

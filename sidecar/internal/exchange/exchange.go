@@ -54,14 +54,16 @@ const Feature = "pages"
 
 // Bounds and times.
 const (
-	// lookupTime is for one question to the directory: an engine's scheduler waits for it.
-	lookupTime = 50 * time.Millisecond
-	askTime    = 3 * time.Second  // until a holder's offer, which may wait for its disk
-	fetchTime  = 10 * time.Second // for one transfer
-	meetTime   = 3 * time.Second  // until the holder has the grant
-	fenceTime  = 30 * time.Second // for the end of a lease that was canceled, once the node stops
-	maxRounds  = 3                // holders that are asked for one page, one after the other
-	// Holders without room are asked again, after a pause, for a time.
+	// For one question to the directory: of an engine's scheduler, which waits for it, and of a get,
+	// whose pages would be computed.
+	lookupTime      = 50 * time.Millisecond
+	fetchLookupTime = time.Second
+	askTime         = 3 * time.Second  // until a holder's offer, which may wait for its disk
+	fetchTime       = 10 * time.Second // for one transfer
+	meetTime        = 3 * time.Second  // until the holder has the grant
+	fenceTime       = 30 * time.Second // for the end of a lease that was canceled, once the node stops
+	maxRounds       = 3                // holders that are asked for one page, one after the other
+	// Holders without room are asked again, after a pause, for a time after the last page has come.
 	roomTime  = 2 * time.Second
 	roomPause = 2 * time.Millisecond
 

@@ -29,7 +29,7 @@ func (x *Exchange) Find(keys []page.Key, found page.Bitmap) {
 	if len(missing) == 0 || !x.o.Removals.Heard() {
 		return
 	}
-	holders := x.lookup(context.Background(), missing)
+	holders := x.lookup(context.Background(), missing, lookupTime)
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	usable := make(map[directory.Holder]bool, len(holders.Holders))
@@ -46,9 +46,10 @@ func (x *Exchange) Find(keys []page.Key, found page.Bitmap) {
 	}
 }
 
-func (x *Exchange) lookup(ctx context.Context, keys []page.Key) *directory.Found {
+func (x *Exchange) lookup(ctx context.Context, keys []page.Key,
+	most time.Duration) *directory.Found {
 	began := time.Now()
-	ctx, stop := context.WithTimeout(ctx, lookupTime)
+	ctx, stop := context.WithTimeout(ctx, most)
 	defer stop()
 	found := directory.NewFound(len(keys))
 	err := x.o.Directory.Lookup(ctx, keys, found)
@@ -103,8 +104,8 @@ func (x *Exchange) Fetch(ctx context.Context, space page.ID, pageBytes int, keys
 		case <-ctx.Done():
 		}
 	}()
-	found := x.lookup(ctx, keys)
-	began := time.Now()
+	found := x.lookup(ctx, keys, fetchLookupTime)
+	came, last := 0, time.Now() // pages, and when the last ones came
 	for round := 0; round < maxRounds && ctx.Err() == nil; {
 		groups := j.choose(found)
 		if len(groups) == 0 {
@@ -115,7 +116,10 @@ func (x *Exchange) Fetch(ctx context.Context, space page.ID, pageBytes int, keys
 			wg.Go(func() { j.from(ctx, holder, pages) })
 		}
 		wg.Wait()
-		if !j.again || time.Since(began) > roomTime {
+		if n := j.came(); n > came {
+			came, last = n, time.Now()
+		}
+		if !j.again || time.Since(last) > roomTime {
 			round++
 			continue
 		}
@@ -126,6 +130,19 @@ func (x *Exchange) Fetch(ctx context.Context, space page.ID, pageBytes int, keys
 		}
 	}
 	return j.lost
+}
+
+// came counts the pages that have landed, or are lost.
+func (j *job) came() int {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	n := 0
+	for _, e := range j.ended {
+		if e {
+			n++
+		}
+	}
+	return n
 }
 
 // later lets a holder be asked again for pages for which it had no room.

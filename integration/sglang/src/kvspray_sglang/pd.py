@@ -483,7 +483,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         return ""
 
     def _state_blocks(self, lists: Sequence[Any]) -> dict[str, list[int]]:
-        """SGLang's lists of blocks, one for each component. Raises ValueError if they do not fit."""
+        """SGLang's lists of blocks, by component. Raises ValueError if they do not fit."""
         parts = self._parts[1:]
         if len(lists) != len(parts):
             raise ValueError(f"SGLang lists blocks of {len(lists)} states, want {len(parts)}")
