@@ -39,13 +39,15 @@ import urllib.error
 from typing import Any
 
 from sglang_pair import ANSWER, Pair
-from sglang_server import Server, counted, found, rig, with_store
+from sglang_server import Server, counted, found, rig, servers, with_store
 
 LOGS = pathlib.Path(os.environ.get("KVSPRAY_BUILD", rig.ROOT / ".build")) / "soak-sglang"
 CLIENTS, REPEATED, KEPT = 3, 0.2, 12
 TIE = 0.001  # of log probabilities
 FIRST_ROOM = 1 << 40  # of requests given up; the router's random 63-bit rooms hardly collide
-ENDED = ("given the request up", "abort", "Abort", "cancel", "disconnect")  # their errors
+ENDED = ("given the request up", "abort", "Abort", "imeout", "timed out")  # their errors
+# A server that learns of the end of a request before the request waits so long for its partner.
+PARTNER_S = "20"
 
 
 class Soak:
@@ -58,7 +60,11 @@ class Soak:
         ]  # fmt: skip
         self.pair.decode.args = [*self.pair.decode.args, *extra]
         for s in (self.pair.prefill, self.pair.decode):
-            s.env["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE"] = "1"
+            s.env |= {
+                "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+                "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": PARTNER_S,
+                "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": PARTNER_S,
+            }
         self.until, self.seed = time.monotonic() + seconds, seed
         self.count: collections.Counter[str] = collections.Counter()
         self.wrong: list[str] = []
@@ -287,6 +293,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60, help="at least 7")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 20))
     args = parser.parse_args()
+    servers.end_on_signals()
     shutil.rmtree(LOGS, ignore_errors=True)
     LOGS.mkdir(parents=True)
     print(f"seed {args.seed}; the servers start (one to two minutes)", flush=True)
