@@ -39,7 +39,7 @@ import urllib.error
 from typing import Any
 
 from sglang_pair import ANSWER, Pair
-from sglang_server import Server, counted, found, rig, servers, with_store
+from sglang_server import Server, counted, error_of, found, rig, servers, with_store
 
 LOGS = pathlib.Path(os.environ.get("KVSPRAY_BUILD", rig.ROOT / ".build")) / "soak-sglang"
 CLIENTS, REPEATED, KEPT = 3, 0.2, 12
@@ -106,7 +106,7 @@ class Soak:
                     else:
                         self.compare(ids)
                 except Exception as err:
-                    text = error(err)
+                    text = error_of(err) if isinstance(err, urllib.error.HTTPError) else repr(err)
                     with self.lock:
                         self.wrong.append(f"a prompt of {len(ids)} tokens: {text}")
 
@@ -150,7 +150,7 @@ class Soak:
             try:
                 server.post("/generate", body, timeout=120)
             except urllib.error.HTTPError as err:
-                text = error(err)
+                text = error_of(err)
                 if not any(word in text for word in ENDED):
                     with self.lock:
                         self.wrong.append(f"a request that is given up: {text}")
@@ -177,7 +177,7 @@ class Soak:
                 s.forget()
             held: dict[str, Any] = {"minute": round(time.monotonic() / 60, 1), **self.count}
             for s in (self.pair.prefill, self.pair.decode):
-                held |= usage(s.name, group(s.proc.pid if s.proc else 0))
+                held |= usage(s.name, s.pids())
             for c in self.pair.sidecars:
                 held |= usage(f"sidecar {c.name}", c.pids())
                 held[f"sidecar {c.name} goroutines"] = counted(c, "go_goroutines")
@@ -194,8 +194,11 @@ class Soak:
         samples: list[dict[str, Any]] = []
         with cf.ThreadPoolExecutor(CLIENTS) as pool:
             clients = [pool.submit(self.client, n) for n in range(CLIENTS)]
-            while cf.wait(clients, timeout=60).not_done:
-                samples.append(self.sample())
+            try:
+                while cf.wait(clients, timeout=60).not_done:
+                    samples.append(self.sample())
+            finally:
+                self.until = 0.0  # after an error the clients end, too
             for f in clients:
                 f.result()
         samples.append(self.sample())
@@ -252,22 +255,6 @@ class Gate:
             with self.changed:
                 self.open = True
                 self.changed.notify_all()
-
-
-def error(err: Exception) -> str:
-    if isinstance(err, urllib.error.HTTPError):
-        return f"{err}: {err.read().decode(errors='replace')[:500]}"
-    return repr(err)
-
-
-def group(pid: int) -> list[int]:
-    """The processes of a server: it has a process group of its own."""
-    out = []
-    for p in pathlib.Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError):
-            if os.getpgid(int(p.name)) == pid:
-                out.append(int(p.name))
-    return out
 
 
 def usage(name: str, pids: list[int]) -> dict[str, int]:

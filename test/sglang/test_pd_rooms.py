@@ -80,7 +80,8 @@ def manager(rank: int | None = None) -> Any:
     m.kv_args = SimpleNamespace(
         page_size=16, aux_data_ptrs=[ctypes.addressof(b) for b in m.buffers], aux_item_lens=ROWS
     )
-    m._lock, m._rooms, m._session, m.swa, m.mamba = threading.Lock(), {}, *(Session() for _ in "123")
+    m._lock, m._rooms = threading.Lock(), {}
+    m._session, m.swa, m.mamba = Session(), Session(), Session()
     m._parts = [pd._Part("", m._session, 16)]
     if rank is not None:
         own = pd._Part("mamba", m.mamba, 1, f"rank{rank}")

@@ -289,7 +289,8 @@ def test_windows_of_unequal_ranks(
         for i, side in enumerate((*p, *d)):
             side.scribble(i)
         for rank in range(1, p_tp, 2) if p_tp > WINDOW_HEADS else ():
-            for (name, at, n, _), (_, to, _, _) in zip(p[rank - 1].tensors(), p[rank].tensors(), strict=True):
+            both = zip(p[rank - 1].tensors(), p[rank].tensors(), strict=True)
+            for (name, at, n, _), (_, to, _, _) in both:
                 if name == "swa":  # each head is on two ranks
                     ctypes.memmove(to, at, n)
         src, dst = {"": [3, 7, 5], "swa": [9, 2]}, {"": [1, 8, 4], "swa": [2, 6]}
