@@ -173,25 +173,32 @@ def test_the_holder_is_killed(engines: list[Engine], plain: Server, routers: dic
 
 
 def test_a_hot_prefix_is_copied_once(engines: list[Engine], plain: Server, routers: dict[str, Router]) -> None:
-    """Many ask about a document that one engine has. Another engine gets it by one transfer; tokens are equal."""
+    """Many ask about a document that one engine has. Another engine gets it by one transfer; tokens are equal. An engine that meanwhile computes
+    the document itself, because a request found it idle, may need no transfer: a round in which each copy met such a request is repeated."""
     router = routers["auto"]
-    before = router.value("placement_replicas_total")
-    one = Round("hot", router, engines, plain, 12)
 
     def moved() -> float:
         return sum(rig.total(e.metrics(), "vllm:kvspray_bytes_total", side="received") for e in engines)
 
-    bytes_before = moved()
-    with concurrent.futures.ThreadPoolExecutor(len(one.prompts)) as pool:
-        got = list(pool.map(lambda i: answer(router.url, one.prompts[i], f"hot-{i}"), range(len(one.prompts))))
-    assert got == one.want
-    copies = router.value("placement_replicas_total") - before
-    lines = [router.line(f"hot-{i}") for i in range(len(one.prompts))]
-    assert sum(line["replica"] for line in lines) == copies
-    assert 1 <= copies <= len(NAMES) - 1, lines
-    assert {line["decode"] for line in lines if line["replica"]}.isdisjoint({one.holder.url})
-    pairs = [line for line in lines if line["choice"] == "pair"]
-    if pairs:  # vLLM shows its figures once a second
-        rig.wait_for("bytes of the copies", lambda: moved() - bytes_before >= len(pairs) * 900 * TOKEN, 20)
-    assert moved() - bytes_before <= len(pairs) * 1000 * TOKEN
-    print(f"\n{len(got)} askers at once, {copies:.0f} copies, {len(pairs)} pairs, {moved() - bytes_before:.0f} bytes")
+    for i in range(5):
+        copies_before, bytes_before = router.value("placement_replicas_total"), moved()
+        one = Round(f"hot-{i}", router, engines, plain, 12)
+        rids = [f"hot-{i}-{k}" for k in range(len(one.prompts))]
+        with concurrent.futures.ThreadPoolExecutor(len(rids)) as pool:
+            got = list(pool.map(lambda prompt, rid: answer(router.url, prompt, rid), one.prompts, rids))
+        assert got == one.want
+        copies = router.value("placement_replicas_total") - copies_before
+        lines = [router.line(rid) for rid in rids]
+        assert sum(line["replica"] for line in lines) == copies
+        assert 1 <= copies <= len(NAMES) - 1, lines
+        assert {line["decode"] for line in lines if line["replica"]}.isdisjoint({one.holder.url})
+        pairs = [line["decode"] for line in lines if line["choice"] == "pair"]
+        compute = {line["decode"] for line in lines if line["choice"] == "run" and line["reused"] == 0}
+        certain = [url for url in pairs if url not in compute]
+        least = bytes_before + len(certain) * 900 * TOKEN
+        rig.wait_for("bytes of the copies", lambda least=least: moved() >= least, 20)  # vLLM shows its figures once a second
+        assert moved() - bytes_before <= len(pairs) * 1000 * TOKEN
+        print(f"\n{len(got)} askers at once, {copies:.0f} copies, {len(pairs)} pairs, {moved() - bytes_before:.0f} bytes")
+        if certain:
+            return
+    raise AssertionError("in each of five rounds the engines computed the document themselves")
