@@ -19,7 +19,6 @@ from sglang_server import START_S, Process, Server, counted, hosts, moved, rig, 
 
 BUILD = pathlib.Path(os.environ.get("KVSPRAY_BUILD", rig.ROOT / ".build"))
 VLLM = hosts.cpu(BUILD)
-DTYPE = ["--dtype", "float32"]  # of vLLM's host, see test/rig/hosts.py
 CHUNK = 128  # tokens of a prompt that a prefill computes at a time
 
 
@@ -51,7 +50,7 @@ class Cross:
         args = [
             "--disaggregation-transfer-backend", "kvspray", "--disaggregation-mode", mode,
             "--disaggregation-bootstrap-port", str(self.bootstrap), "--chunked-prefill-size",
-            str(CHUNK), *DTYPE, "--hicache-ratio", "1",  # else a share of the host's free memory
+            str(CHUNK), "--hicache-ratio", "1",  # else a share of the host's free memory
         ]  # fmt: skip
         env = {
             "KVSPRAY_SGLANG_SOCKET": of_sglang.socket, "KVSPRAY_SGLANG_IDENTITY": "portable",

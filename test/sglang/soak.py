@@ -53,12 +53,12 @@ PARTNER_S = "20"
 class Soak:
     def __init__(self, dir: pathlib.Path, seconds: float, seed: int) -> None:
         self.pair = Pair(dir, LOGS, config={"store": {"memory": "64MiB"}})
-        extra = ["--sleep-on-idle", "--dtype", "float32"]  # in bfloat16 one answer in 500 is a tie
-        self.plain = Server("plain", LOGS, [*self.pair.chunked, *extra])
+        idle = "--sleep-on-idle"
+        self.plain = Server("plain", LOGS, [*self.pair.chunked, idle])
         self.pair.prefill.args = [
-            *self.pair.prefill.args, *extra, *with_store(self.pair.sidecars[0])
+            *self.pair.prefill.args, idle, *with_store(self.pair.sidecars[0])
         ]  # fmt: skip
-        self.pair.decode.args = [*self.pair.decode.args, *extra]
+        self.pair.decode.args = [*self.pair.decode.args, idle]
         for s in (self.pair.prefill, self.pair.decode):
             s.env |= {
                 "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
