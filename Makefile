@@ -121,6 +121,7 @@ test-nightly: ## Hours: attacks, laws, truth, schedules, mutants, releases, fuzz
 	$(MAKE) test-sim test-mutants test-skew test-laws test-truth
 	$(MAKE) test-pods PODS_STEPS=all
 	$(MAKE) test-pods-group
+	$(MAKE) test-mesh
 	$(MAKE) soak SOAK=2h
 	$(MAKE) soak-sglang
 	$(MAKE) test-fuzz
@@ -326,8 +327,8 @@ bin/kvspray-memcpy: bench/baseline/memcpy.c
 .PHONY: bench-copy
 bench-copy: build bin/kvspray-memcpy ## kvspray-bench copy, both transports and integrity levels; JSON in .build/bench
 	@mkdir -p $(B)/bench
-	for t in tcp shm; do for i in off crc32c; do for c in 1 4; do \
-	  [ $$t = shm ] && [ $$i = crc32c ] && continue; \
+	for t in tcp shm; do for i in off crc32c aead; do for c in 1 4; do \
+	  [ $$t = shm ] && [ $$i != off ] && continue; \
 	  echo "== $$t, integrity $$i, $$c connections"; \
 	  bin/kvspray-bench copy --transport $$t --integrity $$i --conns $$c --json | tee $(B)/bench/copy-$$t-$$i-$$c.json; done; done; done
 

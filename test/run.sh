@@ -156,7 +156,7 @@ all)
 	part bounds '^bounds' bounds TestCPU TestServeCPU TestSliceDoesNotAllocate TestRunsAreCheap TestCostOfReshape TestCopyDoesNotHoldTheCollector TestLanesDoNotHoldTheCollector TestPullsDoNotHoldTheCollector \
 		TestWritesDoNotHoldTheCollector TestMovesDoNotHoldTheCollector TestExecDoesNotHoldTheCollector TestPlanningDoesNotHoldTheCollector \
 		TestMutants TestLaws TestPlanLaws TestDraftLaws TestHybrids TestHybridsInStages TestFingerprintIgnores TestMeshDoesNotHerd TestManyNodes TestWord \
-		TestMembersAmongUnproved TestLanesAmongStrangers
+		TestMembersAmongUnproved TestLanesAmongStrangers TestLossOfAllPeers TestIdlePeersAreNotMeasured TestOneDeadlineForAll TestIdlePeer
 	part rdma '^rdma' make test-rdma-quick
 	part rails '^(ok|FAIL)' figures .
 	part receivers '^(ok|FAIL)' go test -count=1 -timeout 10m -run '^TestBenchReceivers$' ./cmd/kvspray-bench

@@ -565,6 +565,48 @@ def test_an_indexer_that_is_not_described(arch: str, monkeypatch: pytest.MonkeyP
             pd_cache.check(args, True, 1, found)
 
 
+def test_pages_of_failed_requests_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's own queue gives them back once nothing writes to them, however long that takes."""
+    from sglang.srt.disaggregation import decode
+    from sglang.srt.disaggregation.utils import DisaggregationMode
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    queue_class = decode.DecodeTransferQueue
+    monkeypatch.setattr(queue_class, "kvspray_holds", False, raising=False)
+    with pytest.raises(pd_cache.CacheError, match=r"hook of DecodeTransferQueue"):
+        pd.KVSprayManager(None, DisaggregationMode.DECODE, None)
+
+    plugin.install()
+    HookRegistry.apply_hooks()
+    monkeypatch.setattr(plugin, "_is_transfer_backend", lambda: True)
+    monkeypatch.setattr(decode, "get_parallel", lambda: SimpleNamespace(
+        attn_tp_group=SimpleNamespace(cpu_group=None), tp_rank=0))  # fmt: skip
+    monkeypatch.setattr(decode, "get_disagg", lambda: SimpleNamespace(
+        disaggregation_decode_host_receive_threshold=1))  # fmt: skip
+    monkeypatch.setattr(decode, "all_reduce_flags", lambda flags, group, op: flags)
+    scheduler = SimpleNamespace(
+        spec_algorithm=None, metrics_reporter=SimpleNamespace(enable_metrics=False)
+    )
+    queue = queue_class(None, None, scheduler, None)
+    assert queue_class.kvspray_holds and queue.enable_deferred_kv_release
+    m, released = manager(), []
+    receiver = SimpleNamespace(kv_mgr=m, abort_notified=True, bootstrap_infos=[1])
+    request = SimpleNamespace(
+        req=SimpleNamespace(bootstrap_room=7), kv_receiver=receiver, metadata_buffer_index=1,
+        host_staged=False,
+    )  # fmt: skip
+    monkeypatch.setattr(queue, "_do_release", lambda request, index: released.append(index))
+    m._writers[7] = 2
+    queue._defer_release(request)
+    now = decode.time.monotonic()
+    monkeypatch.setattr(decode, "time", SimpleNamespace(monotonic=lambda: now + 1e9))
+    queue.resolve_deferred_releases()
+    assert not released
+    del m._writers[7]
+    queue.resolve_deferred_releases()
+    assert released == [1]
+
+
 def test_the_plug_in_adds_a_backend() -> None:
     from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
 

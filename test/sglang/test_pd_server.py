@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's own prefill and decode servers on a CPU behind its own router, with kvspray as the
 transfer backend: tokens equal those of one plain server, while prompts are given up and pages are
-used again, and while sidecars die.
+used again, and while sidecars and servers die, stop and fail.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import random
 import tempfile
 import time
 import urllib.error
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from sglang_pair import ANSWER, Pair
@@ -50,8 +50,10 @@ ALONE = [prompt("alone", n) for n in SIZES]
 TOGETHER = [prompt(("together", i), random.Random(i).randrange(1, 400)) for i in range(18)]
 OTHERS = [prompt(("others", i), random.Random(i).randrange(20, 500)) for i in range(24)]
 UNDER_WAY = [prompt(("under way", i), 800) for i in range(10)]
+STOPPED = [prompt(("stopped", i), 700) for i in range(10)]
+DEAD = [prompt(("dead", i), 700) for i in range(10)]
 NEW = prompt("new", 900)
-PROMPTS = [*ALONE, *TOGETHER, *OTHERS, *UNDER_WAY, NEW]
+PROMPTS = [*ALONE, *TOGETHER, *OTHERS, *UNDER_WAY, *STOPPED, *DEAD, NEW]
 
 
 def test_without_sidecars(pair: Pair) -> None:
@@ -127,18 +129,53 @@ def test_given_up(pair: Pair) -> None:
     rig.wait_for("no lease open", lambda: pair.leases() == 0, 60, 0.2)
 
 
-@pytest.mark.parametrize("side", [0, 1])
-def test_a_sidecar_dies(pair: Pair, side: int) -> None:
-    """Requests under way fail or are right; the servers live, and serve with the next sidecar."""
-    sidecar, jobs = pair.sidecars[side], UNDER_WAY[5 * side :][:5]
-    with cf.ThreadPoolExecutor(5) as pool:
+def beside(pair: Pair, jobs: list[list[int]], fault: Callable[[], None]) -> None:
+    """A fault with requests under way. Each of them fails or is right."""
+    with cf.ThreadPoolExecutor(len(jobs)) as pool:
         under_way = [pool.submit(pair.right, ids) for ids in jobs]
         time.sleep(0.5)
-        sidecar.kill()
+        fault()
         answers = [f.exception() is None and f.result() for f in under_way]
         errors = [f.exception() for f in under_way if f.exception() is not None]
-    assert all(isinstance(err, urllib.error.HTTPError) for err in errors)
+    assert all(isinstance(err, urllib.error.HTTPError) for err in errors), errors
     assert sum(answers) + len(errors) == len(jobs), "a wrong answer"
+    print(f"{sum(answers)} answers, {len(errors)} errors")
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_sidecar_dies(pair: Pair, side: int) -> None:
+    """The servers live, and serve with the next sidecar."""
+    sidecar, jobs = pair.sidecars[side], UNDER_WAY[5 * side :][:5]
+    beside(pair, jobs, sidecar.kill)
     sidecar.start()
     rig.wait_for("a request with the next sidecar", lambda: answered(pair, jobs[0]), 120, 0.5)
-    print(f"{sum(answers)} answers, {len(errors)} errors")
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_sidecar_stops_for_a_while(pair: Pair, side: int) -> None:
+    jobs = STOPPED[5 * side :][:5]
+    beside(pair, jobs, lambda: pair.sidecars[side].stop_for(4))
+    rig.wait_for("a request after it", lambda: answered(pair, jobs[0]), 120, 0.5)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_server_dies(pair: Pair, side: int) -> None:
+    """Its partner lives, and serves with the next server. That one has SGLang's own injected
+    failures: a poll of a transfer fails at random while its bytes move."""
+    server, jobs = (pair.prefill, pair.decode)[side], DEAD[5 * side :][:5]
+    beside(pair, jobs, server.kill)
+    server.env["SGLANG_TEST_DISAGG_FAILURE_PROB"] = "0.003"
+    server.start().ready()
+    rig.wait_for("a request with the next server", lambda: answered(pair, jobs[0]), 120, 0.5)
+    rig.wait_for("no lease open", lambda: pair.leases() == 0, 60, 0.2)
+
+
+def test_injected_failures(pair: Pair) -> None:
+    with cf.ThreadPoolExecutor(4) as pool:
+        all_ = [pool.submit(pair.right, ids) for ids in (*OTHERS, *TOGETHER, *UNDER_WAY)]
+        cf.wait(all_)
+    errors = sum(f.exception() is not None for f in all_)
+    assert all(f.result() for f in all_ if f.exception() is None), "a wrong answer"
+    assert 0 < errors < len(all_)
+    print(f"{len(all_) - errors} answers, {errors} errors")
+    rig.wait_for("no lease open", lambda: pair.leases() == 0, 60, 0.2)

@@ -31,5 +31,6 @@
 // Goroutines: per rail an acceptor and one for the device's events; one that checks for silent
 // lanes and idle keys; per lane one each that follows completions, reads the socket, writes the
 // socket, and lands; one per ASK that waits for a claim, at most maxInFlight per lane; one per
-// accepted connection until its lane is up, at most maxHalfOpen per rail. Close joins all.
+// accepted connection until its lane is up, at most maxUnproved per rail without
+// a proof. Close joins all.
 package gdr

@@ -13,12 +13,16 @@ import (
 const (
 	maxSetUps = 8 // at a time
 	// setUpRate is per second: a mesh of 64 nodes with 4 queue pairs per rail pair is up within 2 s.
-	setUpRate  = 250
-	setUpBurst = 8 // that may begin at once
-	// maxHalfOpen bounds accepted connections that wait for the Hello or for a place. Further ones
-	// are closed, and dialed again.
-	maxHalfOpen   = 1024
+	setUpRate     = 250
+	setUpBurst    = 8 // that may begin at once
 	setUpInterval = time.Second / setUpRate
+)
+
+// Bounds of accepted connections.
+const (
+	maxUnproved      = 1024 // of one rail, without a proof: where one more comes, another one is closed
+	maxSource        = 512  // of these, from one source
+	acceptRetryPause = 10 * time.Millisecond
 )
 
 // gate limits set-ups: a number at a time, and a rate.

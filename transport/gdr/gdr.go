@@ -9,6 +9,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/kvspray/kvspray/internal/admit"
 	"github.com/kvspray/kvspray/internal/sys/usertimeout"
 	"github.com/kvspray/kvspray/internal/sys/verbs"
 	"github.com/kvspray/kvspray/internal/wire"
@@ -83,12 +84,13 @@ type Config struct {
 
 // Backend is the RDMA transport of one process.
 type Backend struct {
-	cfg    Config
-	host   transport.Host
-	rails  []*rail
-	life   context.Context // ended by Close
-	finish context.CancelFunc
-	wg     sync.WaitGroup
+	cfg     Config
+	host    transport.Host
+	rails   []*rail
+	refused admit.Log
+	life    context.Context // ended by Close
+	finish  context.CancelFunc
+	wg      sync.WaitGroup
 
 	once     sync.Once
 	closeErr error // of the only Close
@@ -129,6 +131,7 @@ func New(cfg Config) *Backend {
 		cfg.versions = frames
 	}
 	b := &Backend{cfg: cfg, lanes: map[*lane]struct{}{}, use: map[*transport.Origin]using{}}
+	b.refused.Logger = cfg.Log.With("transport", Name)
 	b.life, b.finish = context.WithCancel(context.Background())
 	return b
 }

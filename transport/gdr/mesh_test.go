@@ -3,7 +3,9 @@ package gdr
 import (
 	"context"
 	"fmt"
-	"net"
+	"log/slog"
+	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"testing/synctest"
@@ -197,15 +199,37 @@ func TestMeshDoesNotHerd(t *testing.T) {
 		"within 100 ms", nodes*(nodes-1)/2, nodes, took.Round(time.Millisecond), most, fastest)
 }
 
-// TestSilentDialers: who connects and says nothing keeps nobody from opening a lane.
-func TestSilentDialers(t *testing.T) {
-	_, p, _, _ := oddPair(t, func(c *Config) { c.Opening = time.Hour })
-	for range 4 * maxSetUps {
-		c, err := net.Dial("tcp", p.B.Rails[0].Address)
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer func() { _ = c.Close() }()
+// Strangers without a key hold thousands of connections to a rail, and open thousands a second:
+// lanes over the same rail open, and the log stays short.
+func TestLanesAmongStrangers(t *testing.T) {
+	for name, from := range map[string]func(int) [4]byte{"one address": testutil.OneStranger,
+		"many addresses": testutil.ManyStrangers} {
+		t.Run(name, func(t *testing.T) {
+			var log testutil.Buffer
+			_, p, _, _ := oddPair(t, func(c *Config) {
+				c.Opening, c.Log = time.Hour, slog.New(slog.NewTextHandler(&log, nil))
+			})
+			hold, perSecond := 5000, 2000
+			if testutil.Race {
+				hold, perSecond = 1500, 200
+			}
+			began := time.Now()
+			stop := testutil.Strangers(t, p.B.Rails[0].Address, hold, perSecond, from, nil)
+			var took []time.Duration
+			for range 50 {
+				at := time.Now()
+				within(t, "a lane beside strangers", func() { p.Dial() })
+				took = append(took, time.Since(at))
+			}
+			unproved := p.B.Backend.(*Backend).rails[0].unproved
+			t.Logf("%d connections of strangers, %d closed for others; a lane took up to %v", stop(),
+				unproved.Evicted(), slices.Max(took))
+			if held := unproved.Held(); held > maxUnproved {
+				t.Errorf("%d unproved connections, at most %d", held, maxUnproved)
+			}
+			if n := strings.Count(log.String(), "\n"); n > int(time.Since(began)/time.Second)+3 {
+				t.Errorf("%d lines of log in %v", n, time.Since(began))
+			}
+		})
 	}
-	within(t, "a lane beside silent dialers", func() { p.Dial() })
 }

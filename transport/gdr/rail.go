@@ -4,10 +4,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net"
 	"sync"
 	"time"
 
+	"github.com/kvspray/kvspray/internal/admit"
 	"github.com/kvspray/kvspray/internal/sys/usertimeout"
 	"github.com/kvspray/kvspray/internal/sys/verbs"
 	"github.com/kvspray/kvspray/internal/wire"
@@ -30,7 +32,8 @@ type rail struct {
 	cfg  Rail
 	wake chan struct{} // a device was lost
 
-	dials, accepts *gate // of set-ups
+	dials, accepts *gate       // of set-ups
+	unproved       *admit.Gate // accepted connections that are being opened
 
 	mu sync.Mutex // never held during a command to the device
 	// guarded by mu
@@ -60,7 +63,8 @@ type openDevice struct {
 }
 
 func (b *Backend) openRail(ctx context.Context, cfg Rail) (*rail, error) {
-	r := &rail{b: b, cfg: cfg, wake: make(chan struct{}, 1), dials: newGate(), accepts: newGate()}
+	r := &rail{b: b, cfg: cfg, wake: make(chan struct{}, 1), dials: newGate(), accepts: newGate(),
+		unproved: admit.New(admit.Limits{Unproved: maxUnproved, PerSource: maxSource}, nil)}
 	dev, err := r.open()
 	if err != nil {
 		return nil, err
@@ -423,30 +427,40 @@ func (r *rail) close() (err error) {
 }
 
 func (r *rail) accept(ln net.Listener) {
-	halfOpen := make(chan struct{}, maxHalfOpen)
 	for {
 		c, err := ln.Accept()
-		if err != nil {
+		if errors.Is(err, net.ErrClosed) {
 			return
 		}
-		select {
-		case halfOpen <- struct{}{}:
-			r.b.wg.Go(func() {
-				defer func() { <-halfOpen }()
-				if err := r.welcome(c); err != nil {
-					_ = c.Close()
-					r.b.cfg.Log.Warn("lane refused", "transport", Name, "rail", r.cfg.Name, "err", err)
-				}
-			})
-		default:
-			_ = c.Close() // the dialler tries again
+		if err != nil {
+			// Out of descriptors, or a connection that went away: neither ends the rail.
+			r.b.refused.Note(slog.LevelWarn, "accept failed", "rail", r.cfg.Name, "err", err)
+			select {
+			case <-time.After(acceptRetryPause):
+				continue
+			case <-r.b.life.Done():
+				return
+			}
 		}
+		v := r.unproved.Enter(c)
+		r.b.wg.Go(func() {
+			proved, err := r.welcome(c, v)
+			open := v.Leave() // false: closed for another one, or proved
+			if err == nil {
+				return
+			}
+			_ = c.Close()
+			if open || proved {
+				r.b.refused.Note(slog.LevelWarn, "lane refused", "rail", r.cfg.Name, "remote",
+					c.RemoteAddr().String(), "err", err)
+			}
+		})
 	}
 }
 
 // welcome opens a dialed lane. A silent dialler holds no place: the place is taken after the
 // dialler's Hello, when the dialler has a place of its own.
-func (r *rail) welcome(c net.Conn) error {
+func (r *rail) welcome(c net.Conn, v *admit.Visit) (proved bool, _ error) {
 	ctx, cancel := context.WithTimeout(r.b.life, r.b.cfg.Opening)
 	defer cancel()
 	_ = c.SetDeadline(time.Now().Add(r.b.cfg.Opening))
@@ -461,6 +475,9 @@ func (r *rail) welcome(c net.Conn) error {
 	o, err := wire.Accept(c, wire.AcceptParams{Purpose: purpose, Versions: r.b.cfg.versions,
 		Lookup: func(boot transfer.Boot) ([32]byte, transfer.Boot, bool) {
 			p, ok := r.b.host.PeerKey(boot)
+			if ok {
+				v.Spoke()
+			}
 			return p.Key, p.Self, ok
 		},
 		// A queue pair is made only for a peer that the control layer has authenticated.
@@ -480,6 +497,11 @@ func (r *rail) welcome(c net.Conn) error {
 		},
 	})
 	if err == nil {
+		if proved = v.Proved(); !proved {
+			err = net.ErrClosed
+		}
+	}
+	if err == nil {
 		// The dialler's proof is verified; its address is used only after that.
 		err = l.connect(o)
 	}
@@ -489,5 +511,5 @@ func (r *rail) welcome(c net.Conn) error {
 	if err != nil && l != nil {
 		err = errors.Join(err, l.abandon())
 	}
-	return err
+	return proved, err
 }

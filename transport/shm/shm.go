@@ -17,6 +17,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/kvspray/kvspray/internal/admit"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
@@ -35,16 +36,17 @@ const (
 	maxPullBytes = 1 << 20
 	// of GPU memory, and the bytes of one pull of it: [measured, 2 H200] 1.6 times the rate of 1
 	// MiB.
-	deviceSlice     = 4 << 20
-	maxRegions      = 1024 // of a lane
-	maxOpening      = 16   // connections that have not proved the key yet
-	openTimeout     = 5 * time.Second
-	sweepEvery      = time.Second // time until a freed region is unmapped at the peer
-	maxSocketPath   = 107
-	socketFolder    = "kvspray-shm"
-	socketPrefix    = "lane-"
-	maxStaleSockets = 64 // checked when the backend opens
-	gbps            = 80 // nominal speed of the rail before it is measured
+	deviceSlice      = 4 << 20
+	maxRegions       = 1024 // of a lane
+	maxOpening       = 16   // connections that have not proved the key yet
+	acceptRetryPause = 10 * time.Millisecond
+	openTimeout      = 5 * time.Second
+	sweepEvery       = time.Second // time until a freed region is unmapped at the peer
+	maxSocketPath    = 107
+	socketFolder     = "kvspray-shm"
+	socketPrefix     = "lane-"
+	maxStaleSockets  = 64 // checked when the backend opens
+	gbps             = 80 // nominal speed of the rail before it is measured
 )
 
 // Config of the backend.
@@ -123,6 +125,8 @@ type Backend struct {
 	stop chan struct{}
 	wg   sync.WaitGroup
 
+	refused admit.Log
+
 	polling atomic.Int32 // readers
 
 	mu sync.Mutex
@@ -161,12 +165,14 @@ func New(cfg Config) *Backend {
 	if cfg.cold == 0 {
 		cfg.cold = coldAfter
 	}
-	return &Backend{
+	b := &Backend{
 		cfg: cfg, jobs: make(chan *job, maxPulls), far: make(chan *job, maxPulls),
 		cold: make(chan mem.Warmer, maxWarm), stop: make(chan struct{}),
 		maps:  mappings{links: cfg.Links, all: map[mapKey]*mapping{}},
 		lanes: map[*lane]struct{}{}, reads: map[*transport.Origin]*reading{},
 	}
+	b.refused.Logger = cfg.Log
+	return b
 }
 
 // Name implements transport.Backend.
@@ -264,10 +270,17 @@ func (b *Backend) accept() {
 	for {
 		c, err := b.ln.AcceptUnix()
 		if err != nil {
-			if !errors.Is(err, net.ErrClosed) {
-				b.cfg.Log.Error("shm accept", "err", err)
+			if errors.Is(err, net.ErrClosed) {
+				return
 			}
-			return
+			// Out of descriptors, or a connection that went away: neither ends the backend.
+			b.refused.Note(slog.LevelWarn, "shm accept failed", "err", err)
+			select {
+			case <-time.After(acceptRetryPause):
+				continue
+			case <-b.stop:
+				return
+			}
 		}
 		select {
 		case opening <- struct{}{}:
@@ -309,7 +322,7 @@ func (b *Backend) welcome(c *net.UnixConn) {
 			b.cfg.Log.Debug("shm lane not opened", "err", err)
 			return
 		}
-		b.cfg.Log.Warn("shm lane refused", "err", err)
+		b.refused.Note(slog.LevelWarn, "shm lane refused", "err", err)
 	}
 }
 

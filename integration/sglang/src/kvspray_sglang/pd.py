@@ -153,6 +153,8 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         server_args: Any,
         is_mla_backend: bool | None = False,
     ) -> None:
+        if disaggregation_mode == DisaggregationMode.DECODE:
+            pd_checks.holding()
         parallel = get_parallel()
         # is_mla_backend does not show MLA beside recurrent layers.
         is_mla = bool(is_mla_backend) or bool(getattr(args, "is_hybrid_mla_backend", False))

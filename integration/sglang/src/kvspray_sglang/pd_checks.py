@@ -32,6 +32,18 @@ def serving(server_args: Any, parallel: Any, is_mla: bool) -> None:
             )
 
 
+def holding() -> None:
+    """Refuses a decode server whose queue was made without the plug-in's hook."""
+    from sglang.srt.disaggregation.decode import DecodeTransferQueue
+
+    if not getattr(DecodeTransferQueue, "kvspray_holds", False):
+        raise CacheError(
+            "kvspray: SGLang gives pages of a failed request back while they may still be written "
+            "to: it has not called kvspray's hook of DecodeTransferQueue.__init__ (its log has the "
+            "reason); use SGLang 0.5.23, or another --disaggregation-transfer-backend"
+        )
+
+
 def _check_order() -> None:
     """Refuses K and V in another order than NHD (tokens, then heads). SGLang takes the order from
     its environment, and its description of a pool does not show it."""

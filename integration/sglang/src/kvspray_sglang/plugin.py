@@ -80,6 +80,7 @@ def _hold(original: Callable[..., None], queue: Any, *args: Any, **kwargs: Any) 
             )
     queue.enable_deferred_kv_release = True
     queue.deferred_kv_release_timeout = math.inf
+    type(queue).kvspray_holds = True  # SGLang goes on without a hook that it could not apply
 
 
 def _received(original: Callable[..., Any], queue: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
