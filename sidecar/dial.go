@@ -212,8 +212,7 @@ func (d *dialer) reconcile(boot transfer.Boot) {
 			continue
 		}
 		x := r.rails[i]
-		remote := transport.Rail{Name: x.Name, Address: x.Address, Gbps: x.Gbps, MTU: int(x.Mtu),
-			NUMA: int(x.Numa)}
+		remote := transport.Rail{Name: x.Name, Address: x.Address, Gbps: x.Gbps}
 		lanes := shmLanes
 		switch c.Transport {
 		case config.TransTCP:

@@ -104,8 +104,7 @@ func (s *railSet) list() (out []*peerv1.Rail) {
 		for _, r := range s.of(b.Name()) {
 			if len(out) < peer.MaxRails {
 				out = append(out, &peerv1.Rail{Transport: b.Name(), Name: r.Name, Address: r.Address,
-					Gbps: r.Gbps, Mtu: uint32(max(r.MTU, 0)),
-					Numa: int32(r.NUMA), Down: r.down})
+					Gbps: r.Gbps, Down: r.down})
 			}
 		}
 	}

@@ -66,7 +66,7 @@ func (n *node) Control(b transfer.Boot, f *peerv1.ControlFrame) {
 		n.on(b, f)
 		return
 	}
-	n.note(func() { n.got[b] = append(n.got[b], f.GetAwait().GetToken()+f.GetCommit().GetBytes()) })
+	n.note(func() { n.got[b] = append(n.got[b], f.GetAwait().GetToken()+f.GetCommit().GetDestination().GetId()) })
 }
 
 // slow is for tests in which time must neither end nor open a lane. With the short intervals of the
@@ -191,7 +191,8 @@ func await(i uint64) *peerv1.ControlFrame {
 }
 
 func commit(i uint64) *peerv1.ControlFrame {
-	return &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{Bytes: i}}}
+	return &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{
+		Destination: &peerv1.Lease{Id: i}}}}
 }
 
 func (n *node) inOrder(from transfer.Boot, count uint64) {

@@ -210,9 +210,7 @@ type Rail struct {
 	Name          string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"` // unique with its transport; frames refer to a rail by it
 	Address       string                 `protobuf:"bytes,3,opt,name=address,proto3" json:"address,omitempty"`
 	Gbps          float64                `protobuf:"fixed64,4,opt,name=gbps,proto3" json:"gbps,omitempty"` // 0: unknown
-	Mtu           uint32                 `protobuf:"varint,5,opt,name=mtu,proto3" json:"mtu,omitempty"`
-	Numa          int32                  `protobuf:"varint,6,opt,name=numa,proto3" json:"numa,omitempty"`
-	Down          bool                   `protobuf:"varint,7,opt,name=down,proto3" json:"down,omitempty"` // its link has no carrier
+	Down          bool                   `protobuf:"varint,7,opt,name=down,proto3" json:"down,omitempty"`  // its link has no carrier
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -271,20 +269,6 @@ func (x *Rail) GetAddress() string {
 func (x *Rail) GetGbps() float64 {
 	if x != nil {
 		return x.Gbps
-	}
-	return 0
-}
-
-func (x *Rail) GetMtu() uint32 {
-	if x != nil {
-		return x.Mtu
-	}
-	return 0
-}
-
-func (x *Rail) GetNuma() int32 {
-	if x != nil {
-		return x.Numa
 	}
 	return 0
 }
@@ -2032,8 +2016,6 @@ func (x *Revoke) GetTeamSize() uint32 {
 type Commit struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Destination   *Lease                 `protobuf:"bytes,1,opt,name=destination,proto3" json:"destination,omitempty"`
-	Source        []*Lease               `protobuf:"bytes,2,rep,name=source,proto3" json:"source,omitempty"` // those that contributed
-	Bytes         uint64                 `protobuf:"varint,3,opt,name=bytes,proto3" json:"bytes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2073,20 +2055,6 @@ func (x *Commit) GetDestination() *Lease {
 		return x.Destination
 	}
 	return nil
-}
-
-func (x *Commit) GetSource() []*Lease {
-	if x != nil {
-		return x.Source
-	}
-	return nil
-}
-
-func (x *Commit) GetBytes() uint64 {
-	if x != nil {
-		return x.Bytes
-	}
-	return 0
 }
 
 // Credit limits what a sender may have in flight to a rail of the receiver: receives, on transports
@@ -2918,15 +2886,13 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x16api/peer/v1/peer.proto\x12\x0fkvspray.peer.v1\"2\n" +
 	"\fVersionRange\x12\x10\n" +
 	"\x03min\x18\x01 \x01(\rR\x03min\x12\x10\n" +
-	"\x03max\x18\x02 \x01(\rR\x03max\"\xa0\x01\n" +
+	"\x03max\x18\x02 \x01(\rR\x03max\"\x86\x01\n" +
 	"\x04Rail\x12\x1c\n" +
 	"\ttransport\x18\x01 \x01(\tR\ttransport\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x18\n" +
 	"\aaddress\x18\x03 \x01(\tR\aaddress\x12\x12\n" +
-	"\x04gbps\x18\x04 \x01(\x01R\x04gbps\x12\x10\n" +
-	"\x03mtu\x18\x05 \x01(\rR\x03mtu\x12\x12\n" +
-	"\x04numa\x18\x06 \x01(\x05R\x04numa\x12\x12\n" +
-	"\x04down\x18\a \x01(\bR\x04down\"\xf7\x02\n" +
+	"\x04gbps\x18\x04 \x01(\x01R\x04gbps\x12\x12\n" +
+	"\x04down\x18\a \x01(\bR\x04downJ\x04\b\x05\x10\x06J\x04\b\x06\x10\a\"\xf7\x02\n" +
 	"\fHelloRequest\x129\n" +
 	"\bversions\x18\x01 \x01(\v2\x1d.kvspray.peer.v1.VersionRangeR\bversions\x12\x12\n" +
 	"\x04boot\x18\x02 \x01(\fR\x04boot\x12\x12\n" +
@@ -3094,11 +3060,9 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x04hash\x18\x06 \x01(\fR\x04hash\x12\x12\n" +
 	"\x04team\x18\a \x01(\fR\x04team\x12\x1b\n" +
 	"\tteam_size\x18\b \x01(\rR\bteamSizeJ\x04\b\x02\x10\x03J\x04\b\t\x10\n" +
-	"\"\x88\x01\n" +
+	"\"N\n" +
 	"\x06Commit\x128\n" +
-	"\vdestination\x18\x01 \x01(\v2\x16.kvspray.peer.v1.LeaseR\vdestination\x12.\n" +
-	"\x06source\x18\x02 \x03(\v2\x16.kvspray.peer.v1.LeaseR\x06source\x12\x14\n" +
-	"\x05bytes\x18\x03 \x01(\x04R\x05bytes\"l\n" +
+	"\vdestination\x18\x01 \x01(\v2\x16.kvspray.peer.v1.LeaseR\vdestinationJ\x04\b\x02\x10\x03J\x04\b\x03\x10\x04\"l\n" +
 	"\x06Credit\x12\x1c\n" +
 	"\ttransport\x18\x01 \x01(\tR\ttransport\x12\x1a\n" +
 	"\breceives\x18\x02 \x01(\rR\breceives\x12\x12\n" +
@@ -3251,21 +3215,20 @@ var file_api_peer_v1_peer_proto_depIdxs = []int32{
 	10, // 32: kvspray.peer.v1.SourceLost.source:type_name -> kvspray.peer.v1.Lease
 	10, // 33: kvspray.peer.v1.Revoke.destination:type_name -> kvspray.peer.v1.Lease
 	10, // 34: kvspray.peer.v1.Commit.destination:type_name -> kvspray.peer.v1.Lease
-	10, // 35: kvspray.peer.v1.Commit.source:type_name -> kvspray.peer.v1.Lease
-	3,  // 36: kvspray.peer.v1.Rails.rails:type_name -> kvspray.peer.v1.Rail
-	29, // 37: kvspray.peer.v1.PageHolders.holders:type_name -> kvspray.peer.v1.PageHolder
-	33, // 38: kvspray.peer.v1.PageRemovals.removals:type_name -> kvspray.peer.v1.PageRemoval
-	4,  // 39: kvspray.peer.v1.Peer.Hello:input_type -> kvspray.peer.v1.HelloRequest
-	6,  // 40: kvspray.peer.v1.Peer.Describe:input_type -> kvspray.peer.v1.DescribeRequest
-	8,  // 41: kvspray.peer.v1.Peer.Probe:input_type -> kvspray.peer.v1.ProbeRequest
-	5,  // 42: kvspray.peer.v1.Peer.Hello:output_type -> kvspray.peer.v1.HelloReply
-	7,  // 43: kvspray.peer.v1.Peer.Describe:output_type -> kvspray.peer.v1.DescribeReply
-	9,  // 44: kvspray.peer.v1.Peer.Probe:output_type -> kvspray.peer.v1.ProbeReply
-	42, // [42:45] is the sub-list for method output_type
-	39, // [39:42] is the sub-list for method input_type
-	39, // [39:39] is the sub-list for extension type_name
-	39, // [39:39] is the sub-list for extension extendee
-	0,  // [0:39] is the sub-list for field type_name
+	3,  // 35: kvspray.peer.v1.Rails.rails:type_name -> kvspray.peer.v1.Rail
+	29, // 36: kvspray.peer.v1.PageHolders.holders:type_name -> kvspray.peer.v1.PageHolder
+	33, // 37: kvspray.peer.v1.PageRemovals.removals:type_name -> kvspray.peer.v1.PageRemoval
+	4,  // 38: kvspray.peer.v1.Peer.Hello:input_type -> kvspray.peer.v1.HelloRequest
+	6,  // 39: kvspray.peer.v1.Peer.Describe:input_type -> kvspray.peer.v1.DescribeRequest
+	8,  // 40: kvspray.peer.v1.Peer.Probe:input_type -> kvspray.peer.v1.ProbeRequest
+	5,  // 41: kvspray.peer.v1.Peer.Hello:output_type -> kvspray.peer.v1.HelloReply
+	7,  // 42: kvspray.peer.v1.Peer.Describe:output_type -> kvspray.peer.v1.DescribeReply
+	9,  // 43: kvspray.peer.v1.Peer.Probe:output_type -> kvspray.peer.v1.ProbeReply
+	41, // [41:44] is the sub-list for method output_type
+	38, // [38:41] is the sub-list for method input_type
+	38, // [38:38] is the sub-list for extension type_name
+	38, // [38:38] is the sub-list for extension extendee
+	0,  // [0:38] is the sub-list for field type_name
 }
 
 func init() { file_api_peer_v1_peer_proto_init() }

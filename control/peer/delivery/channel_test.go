@@ -48,7 +48,7 @@ func newEnd(boot byte) *end {
 	e.Channel = New(transfer.Boot{boot}, NewBudget(MaxWaiting, func() {}),
 		func(f *peerv1.ControlFrame) {
 			e.mu.Lock()
-			e.got = append(e.got, f.GetAwait().GetToken()+f.GetCommit().GetBytes())
+			e.got = append(e.got, f.GetAwait().GetToken()+f.GetCommit().GetDestination().GetId())
 			e.mu.Unlock()
 		})
 	return e

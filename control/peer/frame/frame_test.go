@@ -13,7 +13,8 @@ import (
 )
 
 func commit(i uint64) *peerv1.ControlFrame {
-	return &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{Bytes: i}}}
+	return &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{
+		Destination: &peerv1.Lease{Id: i}}}}
 }
 
 func FuzzRead(f *testing.F) {

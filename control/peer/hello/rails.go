@@ -11,19 +11,14 @@ import (
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 )
 
-// Limits of a rail's values.
-const (
-	maxGbps = 10_000
-	maxMTU  = 1 << 20
-	maxNUMA = 1 << 16
-)
+const maxGbps = 10_000 // of a rail
 
 // maxRailMessages bounds the messages about one list.
 const maxRailMessages = 8
 
 // CheckRails returns the plausible part of a peer's list of rails, as a copy, and a message for
 // each value that it refused. It leaves out rails whose name is too long, empty or used twice, and
-// those beyond MaxRails. An implausible speed, MTU or NUMA node counts as unknown.
+// those beyond MaxRails. An implausible speed counts as unknown.
 func CheckRails(rails []*peerv1.Rail) (good []*peerv1.Rail, refused []string) {
 	refuse := func(format string, args ...any) {
 		if len(refused) < maxRailMessages {
@@ -47,19 +42,11 @@ func CheckRails(rails []*peerv1.Rail) (good []*peerv1.Rail, refused []string) {
 			continue
 		}
 		seen[id] = true
-		k := &peerv1.Rail{Transport: id[0], Name: id[1], Address: r.Address, Gbps: r.Gbps, Mtu: r.Mtu,
-			Numa: r.Numa, Down: r.Down}
+		k := &peerv1.Rail{Transport: id[0], Name: id[1], Address: r.Address, Gbps: r.Gbps,
+			Down: r.Down}
 		if !(k.Gbps >= 0 && k.Gbps <= maxGbps) || math.IsNaN(k.Gbps) {
 			refuse("rail %s: a speed of %g Gbit/s: 0 to %d", id[1], k.Gbps, maxGbps)
 			k.Gbps = 0
-		}
-		if k.Mtu > maxMTU {
-			refuse("rail %s: an MTU of %d: at most %d", id[1], k.Mtu, maxMTU)
-			k.Mtu = 0
-		}
-		if k.Numa < -1 || k.Numa > maxNUMA {
-			refuse("rail %s: NUMA node %d: -1 to %d", id[1], k.Numa, maxNUMA)
-			k.Numa = -1
 		}
 		good = append(good, k)
 	}

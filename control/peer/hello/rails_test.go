@@ -14,8 +14,7 @@ import (
 // Each invalid value of a rail is refused with a message that names it, and all else is kept.
 func TestCheckRails(t *testing.T) {
 	rail := func(name string, change func(*peerv1.Rail)) *peerv1.Rail {
-		r := &peerv1.Rail{Transport: "tcp", Name: name, Address: "10.0.0.1:1", Gbps: 100,
-			Mtu: 9000, Numa: 1}
+		r := &peerv1.Rail{Transport: "tcp", Name: name, Address: "10.0.0.1:1", Gbps: 100}
 		if change != nil {
 			change(r)
 		}
@@ -35,9 +34,6 @@ func TestCheckRails(t *testing.T) {
 			"rail a: a speed of NaN"},
 		{[]*peerv1.Rail{rail("a", func(r *peerv1.Rail) { r.Gbps = math.Inf(1) })}, "a:0",
 			"rail a: a speed of +Inf"},
-		{[]*peerv1.Rail{rail("a", func(r *peerv1.Rail) { r.Mtu = 1 << 31 })}, "a:100", "rail a: an MTU"},
-		{[]*peerv1.Rail{rail("a", func(r *peerv1.Rail) { r.Numa = -7 })}, "a:100",
-			"rail a: NUMA node -7"},
 		{[]*peerv1.Rail{rail("a", nil), rail("a", nil)}, "a:100", "rail a: named twice"},
 		{[]*peerv1.Rail{rail("", nil), nil, rail("b", nil)}, "b:100", "rail 0"},
 		{[]*peerv1.Rail{rail(strings.Repeat("x", MaxText+1), nil)}, "", "rail 0"},

@@ -395,14 +395,10 @@ func (ds *Table) complete(now Instant, d *Lease) {
 	ds.unwait(d)
 	var bytes uint64 // not those of d's own plan: of a window's first block the source may have less
 	var parts []*Part
-	var sources []*peerv1.Lease
 	if d.last != nil {
 		parts = d.last.parts
 		for _, l := range d.last.parts {
 			bytes += l.Plan.Space().TotalBytes()
-			if l.bound {
-				sources = append(sources, frame.Lease(l.source))
-			}
 		}
 	}
 	c := engines.Completion{Lease: d.ID, Received: true, Status: d.status,
@@ -428,7 +424,7 @@ func (ds *Table) complete(now Instant, d *Lease) {
 	ds.out.Received(d.ws.Worker, c, trace, parts)
 	if d.status == engines.StatusOK {
 		ds.out.Send(d.Peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{
-			Destination: frame.Lease(d.ID), Source: sources, Bytes: bytes}}})
+			Destination: frame.Lease(d.ID)}}})
 	}
 	ds.endpoints.Release(d.ep)
 	ds.workers.Idle(d.ws)
