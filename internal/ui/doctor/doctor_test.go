@@ -14,9 +14,11 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 
+	peerkeys "github.com/kvspray/kvspray/control/peer/keys"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/leaktest"
 	"github.com/kvspray/kvspray/internal/sys/topo"
@@ -283,6 +285,43 @@ func TestKeys(t *testing.T) {
 		}
 		if r := keys(context.Background(), h); r.State != want {
 			t.Errorf("%s: %+v", content, r)
+		}
+	}
+}
+
+// A certificate is reported before it ends, and after.
+func TestCertificates(t *testing.T) {
+	now, day := time.Now(), 24*time.Hour
+	for _, x := range []struct {
+		valid time.Duration
+		state State
+		want  string
+	}{
+		{30 * day, OK, "the certificate ends "},
+		{5 * day, Warn, "the certificate ends "},
+		{time.Hour, Fail, "but the time is "},
+	} {
+		dir := t.TempDir()
+		path := func(name string) string { return filepath.Join(dir, name) }
+		h := &Host{Config: config.Default()}
+		tls := &h.Config.Peer.TLS
+		tls.Cert, tls.Key, tls.CA = path("node.crt"), path("node.key"), path("ca.crt")
+		from := now
+		if x.state == Fail {
+			from = now.Add(-2 * time.Hour)
+		}
+		err := peerkeys.WriteAuthority(tls.CA, path("ca.key"), from, 60*day)
+		if err == nil {
+			err = peerkeys.WriteNode(peerkeys.NodeFiles{CACert: tls.CA, CAKey: path("ca.key"),
+				Cert: tls.Cert, Key: tls.Key}, "n", []string{"127.0.0.1"}, from, x.valid)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		r := keys(context.Background(), h)
+		if r.State != x.state || !strings.Contains(r.Detail, x.want) ||
+			r.State != OK && r.Remedy == "" {
+			t.Errorf("valid for %v: %+v", x.valid, r)
 		}
 	}
 }
