@@ -89,7 +89,7 @@ demo-store: build env ## Conversations on real vLLM move between nodes with stor
 	$(VENV)/bin/python test/rig/demo_store.py
 
 .PHONY: demo-sglang
-demo-sglang: build ## SGLang's prefill and decode servers and its router, two sidecars: tokens equal? (an environment of 2.7 GB, made once)
+demo-sglang: build ## SGLang's prefill and decode servers and its router, HiCache on a store, two sidecars: tokens equal? (an environment of 2.7 GB, made once)
 	$(call need-python,8)
 	$(HOSTPY) test/rig/env.py --sglang
 	$(B)/venv-sglang/bin/python test/sglang/demo.py
