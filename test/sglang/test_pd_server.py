@@ -164,7 +164,7 @@ def test_a_server_dies(pair: Pair, side: int) -> None:
     failures: a poll of a transfer fails at random while its bytes move."""
     server, jobs = (pair.prefill, pair.decode)[side], DEAD[5 * side :][:5]
     beside(pair, jobs, server.kill)
-    server.env["SGLANG_TEST_DISAGG_FAILURE_PROB"] = "0.003"
+    server.env["SGLANG_TEST_DISAGG_FAILURE_PROB"] = "0.001"
     server.start().ready()
     rig.wait_for("a request with the next server", lambda: answered(pair, jobs[0]), 120, 0.5)
     rig.wait_for("no lease open", lambda: pair.leases() == 0, 60, 0.2)

@@ -20,7 +20,7 @@ const (
 
 // Bounds of accepted connections.
 const (
-	maxUnproved      = 1024 // of one rail, without a proof: where one more comes, another one is closed
+	maxUnproved      = 1024 // of one rail; where one more comes, another one is closed
 	maxSource        = 512  // of these, from one source
 	acceptRetryPause = 10 * time.Millisecond
 )
