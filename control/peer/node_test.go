@@ -66,7 +66,8 @@ func (n *node) Control(b transfer.Boot, f *peerv1.ControlFrame) {
 		n.on(b, f)
 		return
 	}
-	n.note(func() { n.got[b] = append(n.got[b], f.GetAwait().GetToken()+f.GetCommit().GetDestination().GetId()) })
+	number := f.GetAwait().GetToken() + f.GetCommit().GetDestination().GetId()
+	n.note(func() { n.got[b] = append(n.got[b], number) })
 }
 
 // slow is for tests in which time must neither end nor open a lane. With the short intervals of the
