@@ -20,7 +20,6 @@ import shutil
 import sys
 import tempfile
 import time
-import urllib.error
 
 from sglang_pair import ANSWER, CHUNK, Pair
 from sglang_server import PAGE, counted, rig, stored, with_store
@@ -93,17 +92,10 @@ def run(pair: Pair) -> bool:
     good = converse(pair, "memory") and good
     store.stop()
     store.start()
-    rig.wait_for("a request with the sidecar's next process", lambda: served(pair, prompts[1]), 120, 0.5)
+    rig.wait_for("a request with the sidecar's next process", lambda: pair.answered(prompts[1]), 120, 0.5)
     good = converse(pair, "disk") and good
     rig.wait_for("no transfer left open", lambda: pair.leases() == 0, 60, 0.2)
     return good
-
-
-def served(pair: Pair, ids: list[int]) -> bool:
-    try:
-        return pair.right(ids)
-    except urllib.error.HTTPError:
-        return False
 
 
 def main() -> int:

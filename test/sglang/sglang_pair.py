@@ -7,6 +7,7 @@ import concurrent.futures as cf
 import itertools
 import pathlib
 import sys
+import urllib.error
 from collections.abc import Sequence
 from typing import Any
 
@@ -110,6 +111,13 @@ class Pair:
 
     def right(self, ids: list[int]) -> bool:
         return self.router.generate(ids, self.host.answer)[0] == self.plain[tuple(ids)]
+
+    def answered(self, ids: list[int]) -> bool:
+        """Whether there is a right answer by now; False while requests still fail."""
+        try:
+            return self.right(ids)
+        except urllib.error.HTTPError:
+            return False
 
     def moved(self) -> float:
         return moved(self.sidecars[1])

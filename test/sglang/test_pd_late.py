@@ -53,6 +53,8 @@ def sides() -> Iterator[tuple[Side, Side, Any]]:
 
 
 class Attack:
+    """A request that is given up at a random time of its transfer."""
+
     def __init__(self, p: Side, d: Side, room: int, r: random.Random) -> None:
         self.p, self.d, self.room, self.r = p, d, room, r
 
@@ -66,7 +68,7 @@ class Attack:
         p._asked(pd_wire.decode(frames))
         p.open_source(room, MOVED)
         d._peer(self.p.sent[-1])
-        self.pages = pages[0]
+        self.pages, self.source = pages[0], p._rooms[room]
 
     def send(self) -> None:
         """Prefill reports its pages in four chunks, some of them perhaps after decode has gone."""
@@ -92,13 +94,14 @@ class Attack:
         for _, ptr, n, _ in tensors:
             ctypes.memset(ptr, AGAIN, n)
         sender.join()
+        self.p.m.close_source(self.room, "an attack")
+        offers = self.source.offers.values()
+        rig.wait_for("prefill's end", lambda: all(o.ended for o in offers), 30, 0.0005)
         rig.wait_for("the fence", lambda: m.is_abort_release_safe(self.room, 1), 30, 0.0005)
-        time.sleep(0.002)  # a write that the fence did not cover
         changed = sum(
             n - ctypes.string_at(ptr, n).count(AGAIN.to_bytes()) for _, ptr, n, _ in tensors
         )
         m.close_arrival(self.room)
-        self.p.m.close_source(self.room, "an attack")
         return under_way, changed
 
 

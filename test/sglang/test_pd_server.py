@@ -67,14 +67,7 @@ def test_without_sidecars(pair: Pair) -> None:
             assert "kvspray: " in error_of(err.value)
     for s in pair.sidecars:
         s.start()
-    rig.wait_for("a request with sidecars", lambda: answered(pair, ALONE[0]), 120, 0.5)
-
-
-def answered(pair: Pair, ids: list[int]) -> bool:
-    try:
-        return pair.right(ids)
-    except urllib.error.HTTPError:
-        return False
+    rig.wait_for("a request with sidecars", lambda: pair.answered(ALONE[0]), 120, 0.5)
 
 
 def test_tokens(pair: Pair) -> None:
@@ -148,14 +141,14 @@ def test_a_sidecar_dies(pair: Pair, side: int) -> None:
     sidecar, jobs = pair.sidecars[side], UNDER_WAY[5 * side :][:5]
     beside(pair, jobs, sidecar.kill)
     sidecar.start()
-    rig.wait_for("a request with the next sidecar", lambda: answered(pair, jobs[0]), 120, 0.5)
+    rig.wait_for("a request with the next sidecar", lambda: pair.answered(jobs[0]), 120, 0.5)
 
 
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_sidecar_stops_for_a_while(pair: Pair, side: int) -> None:
     jobs = STOPPED[5 * side :][:5]
     beside(pair, jobs, lambda: pair.sidecars[side].stop_for(4))
-    rig.wait_for("a request after it", lambda: answered(pair, jobs[0]), 120, 0.5)
+    rig.wait_for("a request after it", lambda: pair.answered(jobs[0]), 120, 0.5)
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -166,7 +159,7 @@ def test_a_server_dies(pair: Pair, side: int) -> None:
     beside(pair, jobs, server.kill)
     server.env["SGLANG_TEST_DISAGG_FAILURE_PROB"] = "0.001"
     server.start().ready()
-    rig.wait_for("a request with the next server", lambda: answered(pair, jobs[0]), 120, 0.5)
+    rig.wait_for("a request with the next server", lambda: pair.answered(jobs[0]), 120, 0.5)
     rig.wait_for("no lease open", lambda: pair.leases() == 0, 60, 0.2)
 
 
