@@ -4,8 +4,9 @@
 
     copies.py [--kvspray F] [--gpus 0,1,...] [--gib N] [--set KEY=VALUE] [--json F]
 
-The first GPU's engine copies alone, then beside engines on the others, whose links relay, then while those copy, too, and is killed in the
-middle of a copy. Every byte is compared after each. Where a second GPU is named, large copies must have used every link.
+The first GPU's engine copies alone, then beside engines on the others, whose links relay, then while those compute, while those copy, too,
+and is killed in the middle of a copy. Every byte is compared after each. Where a second GPU is named, large copies must have used every
+link. It also reports what engines lose whose links relay.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from kvspray.machine import machine
 PAGE = 16 << 10
 REPEAT = 3
 OTHER_BYTES = 1 << 30  # of an engine whose link relays
+LOSS_S = 3.0
 
 
 class Engine:
@@ -92,6 +94,17 @@ class Engine:
             n += self.wait(self.client.copy(self.host, self.gpu, [(0, 0, self.host.nbytes)])).ok
         return n
 
+    def compute(self, seconds: float) -> float:
+        """Products of matrices for a while; how many a second."""
+        a = torch.ones(4096, 4096, dtype=torch.bfloat16, device="cuda")
+        start, n = time.monotonic(), 0
+        while time.monotonic() < start + seconds:
+            for _ in range(16):
+                a @ a
+            torch.cuda.synchronize()
+            n += 16
+        return n / (time.monotonic() - start)
+
     def begin(self, to_gpu: bool) -> int:
         """Asks for as many copies as a worker may have, and waits for none."""
         src, dst = (self.host, self.gpu) if to_gpu else (self.gpu, self.host)
@@ -143,10 +156,18 @@ def main() -> int:
             if len(engines) > 1:
                 a.call("whole", True, 1)  # makes the paths and measures the threshold
                 measure(f"{len(engines)} links", {"multipath"})
-                for e in engines[1:]:
-                    e.start("busy", 5.0)
-                judge("relays with copies of their own", [a.call("whole", True, i) for i in range(REPEAT)], {"multipath"})
-                report["copies of the others"] = [e.get() for e in engines[1:]]
+                for what, doing in (("that compute", "compute"), ("with copies of their own", "busy")):
+                    alone = [e.call(doing, LOSS_S) for e in engines[1:]]
+                    for e in engines[1:]:
+                        e.start(doing, LOSS_S)
+                    judge(f"relays {what}", [a.call("whole", bool(i % 2), i) for i in range(2 * REPEAT)], {"multipath"})
+                    for e in engines[1:]:
+                        e.get()
+                        e.start(doing, LOSS_S)
+                    report[f"relays {what}"]["gb_s_without_checks"] = round(a.call("busy", LOSS_S) * args.gib * 1.0737 / LOSS_S, 1)
+                    beside = [e.get() for e in engines[1:]]
+                    report[f"relays {what}"]["others_lose"] = [round(1 - x / y, 3) for x, y in zip(beside, alone, strict=True)]
+                    say(f"relays {what}: {report[f'relays {what}']}")
             a.start("begin", True)
             a.get()
             a.kill()

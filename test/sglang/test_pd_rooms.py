@@ -11,7 +11,9 @@ import os
 import queue
 import random
 import re
+import sys
 import threading
+import unittest.mock
 from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any
@@ -88,6 +90,7 @@ def manager(rank: int | None = None) -> Any:
         m._parts += [pd._Part("swa", m.swa, 16), own]
     m.attn_tp_size, m.prefill_info_table = 1, {"q:1": SimpleNamespace(attn_tp_size=2)}
     m._unclaimed, m._uses, m._writers, m._engine = OrderedDict(), OrderedDict(), {}, "e1"
+    m._given_up = OrderedDict()
     m._weights, m._settle = SimpleNamespace(current=True), lambda: None
     m.local_ip, m.rank_port = "127.0.0.1", 1
     m.request_status, m.transfer_infos, m.req_to_decode_prefix_len = {}, {}, {}
@@ -425,6 +428,62 @@ def test_a_chunk_of_an_earlier_request_with_this_number() -> None:
     assert not m._session.steps
     m._chunk(m._chunks.get())
     assert m._session.steps == [(2, 48, [1, 2, 3])]
+
+
+def sender(m: Any, room: int = 7) -> Any:
+    m.enable_trace = m.is_dummy_cp_rank = False
+    m.sender_trace_module = m._staging_ctx = None
+    with unittest.mock.patch.object(
+        sys.modules["sglang.srt.disaggregation.common.conn"], "get_parallel",
+        lambda: SimpleNamespace(num_dp_ranks=1),
+    ):  # fmt: skip
+        return pd.KVSpraySender(m, "p:1", room)
+
+
+def test_decode_is_told_of_an_abort() -> None:
+    """An abort may overtake the request on its way to decode, and end it at prefill alone."""
+    m = manager()
+    s = sender(m)
+    asked(m)
+    m.open_source(7, 3)
+    s.abort()
+    assert m._session.cancelled == [1]
+    assert m.sent[-1]["targets"] == [("127.0.0.1", 9)] and m.sent[-1]["status"] == KVPoll.Failed
+    s.clear()
+
+
+def test_decode_asks_for_a_request_that_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    m = manager()
+    s = sender(m)
+    s.abort()
+    s.clear()
+    asked(m)
+    assert m.sent[-1]["targets"] == [("127.0.0.1", 9)] and m.sent[-1]["status"] == KVPoll.Failed
+    assert not m.request_status and not m.transfer_infos
+    sender(m)  # another request with this number
+    asked(m)
+    assert m.request_status[7] == KVPoll.WaitingForInput
+
+    for room in range(100, 101 + pd.MAX_GIVEN_UP):
+        m.give_up_source(room)
+    assert len(m._given_up) == pd.MAX_GIVEN_UP
+    monkeypatch.setattr(pd, "GIVEN_UP_S", 0.0)
+    asked(m, 200)
+    assert m.request_status[200] == KVPoll.WaitingForInput
+
+
+def test_a_success_is_not_given_up() -> None:
+    """SGLang uses the number again if decode takes a request's pages back and computes it again."""
+    m = manager()
+    s = sender(m)
+    asked(m)
+    m.open_source(7, 3)
+    chunk(m, [1, 2, 3], True)
+    m._session.end(1)
+    assert s.poll() == KVPoll.Success
+    s.clear()
+    asked(m)
+    assert m.request_status[7] == KVPoll.WaitingForInput
 
 
 def test_prefill_refuses_by_name() -> None:

@@ -33,6 +33,7 @@ import os
 import queue
 import secrets
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -63,6 +64,8 @@ SOCKET_ENV = "KVSPRAY_SGLANG_SOCKET"
 WEIGHTS_ENV = "KVSPRAY_SGLANG_WEIGHTS"
 IDENTITY_ENV = "KVSPRAY_SGLANG_IDENTITY"
 MAX_UNCLAIMED = 4096  # rooms that decode has asked for and the router has not
+MAX_GIVEN_UP = 4096  # rooms that prefill has given up, and remembers
+GIVEN_UP_S = 30.0  # so long
 MAX_REUSED = 1 << 16  # rooms whose number of uses is remembered
 STATE_DEADLINE_S = 600.0  # between sidecars a longer one is shortened to this
 
@@ -176,6 +179,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         self._lock = threading.Lock()
         self._rooms: dict[int, Any] = {}  # _Source or _Arrival
         self._unclaimed: OrderedDict[int, None] = OrderedDict()
+        self._given_up: OrderedDict[int, float] = OrderedDict()  # when
         self._uses: OrderedDict[tuple[str, int], int] = OrderedDict()
         # Open leases at decode, by room: they outlive the room where SGLang forgets it first.
         self._writers: dict[int, int] = {}
@@ -306,6 +310,14 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         current = self.request_status.get(m.room)
         if current is not None and current != KVPoll.Bootstrapping:
             return  # of an earlier request with this number
+        if current is None and time.monotonic() - self._given_up.get(m.room, -1e9) < GIVEN_UP_S:
+            # Else decode would hold its pages until SGLang's timeout: an abort that overtook the
+            # request on its way to decode has ended it here alone.
+            self.send_kv_status_message(
+                targets=[(m.host, m.port)], bootstrap_room=m.room, status=KVPoll.Failed,
+                failure_reason="kvspray: prefill has given the request up",
+            )  # fmt: skip
+            return
         infos = self.transfer_infos.setdefault(m.room, {})
         infos[m.host, m.port] = _Info(m)
         if current is None:
@@ -324,7 +336,14 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
 
     def claim(self, room: int) -> None:
         """The router has sent the request."""
+        self._given_up.pop(room, None)
         self._unclaimed.pop(room, None)
+
+    def give_up_source(self, room: int) -> None:
+        """The request has ended without a Success. A decode rank may ask for it later."""
+        self._given_up[room] = time.monotonic()
+        while len(self._given_up) > MAX_GIVEN_UP:
+            self._given_up.popitem(last=False)
 
     def open_source(self, room: int, pages: int, request: Any = None) -> None:
         """Prefill is about to compute the prompt, of which so many pages are to be moved."""
@@ -769,11 +788,18 @@ class KVSpraySender(CommonKVSender):  # type: ignore[misc]
 
     def abort(self) -> None:
         super().abort()
-        self.kv_mgr.close_source(self.bootstrap_room, "prefill has given the request up")
+        # SGLang's own does not tell decode.
+        reason = "prefill has given the request up"
+        self.kv_mgr.conclude_failure(
+            bootstrap_room=self.bootstrap_room, failure_reason=f"kvspray: {reason}"
+        )
+        self.kv_mgr.close_source(self.bootstrap_room, reason)
 
     def clear(self) -> None:
         self.kv_mgr.close_source(self.bootstrap_room, "the request has ended at prefill")
         super().clear()
+        if self.conclude_state != KVPoll.Success:
+            self.kv_mgr.give_up_source(self.bootstrap_room)
 
 
 class KVSprayReceiver(CommonKVReceiver):  # type: ignore[misc]
