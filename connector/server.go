@@ -21,6 +21,7 @@ import (
 	"github.com/kvspray/kvspray/connector/internal/watch"
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/control/engines"
+	"github.com/kvspray/kvspray/internal/admit"
 	"github.com/kvspray/kvspray/parseblock"
 )
 
@@ -53,10 +54,8 @@ type Server struct {
 	statsDue *time.Timer
 }
 
-const (
-	acceptPause    = 100 * time.Millisecond // after an accept that failed
-	refusalTimeout = 50 * time.Millisecond  // for reporting the reason to a refused connection
-)
+// refusalTimeout bounds reporting the reason to a refused connection.
+const refusalTimeout = 50 * time.Millisecond
 
 // New checks the options. It touches neither disk nor network.
 func New(opt Options) (*Server, error) {
@@ -186,20 +185,9 @@ func (s *Server) Serve(ctx context.Context) error {
 	}
 	stop := context.AfterFunc(ctx, func() { _ = s.Close() })
 	defer stop()
-	for {
-		uc, err := ln.AcceptUnix()
-		if errors.Is(err, net.ErrClosed) {
-			break
-		}
-		if err != nil {
-			s.log.Warn("accept", "err", err)
-			// Probably out of descriptors: wait until some are free, without spinning.
-			select {
-			case <-ctx.Done():
-			case <-time.After(acceptPause):
-			}
-			continue
-		}
+	log := admit.Log{Logger: s.log}
+	failed := func(err error) { log.Note(slog.LevelWarn, "accept failed", "err", err) }
+	for uc := range admit.Accepted(ctx.Done(), ln.AcceptUnix, failed) {
 		s.accept(uc)
 	}
 	err := s.Close()

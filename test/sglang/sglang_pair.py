@@ -48,15 +48,21 @@ class Both:
     def stop(self) -> None:
         pass
 
-    def generate(self, ids: list[int], tokens: int) -> tuple[list[int], int]:
+    def generate(
+        self, ids: list[int], tokens: int, timeout: float = START_S
+    ) -> tuple[list[int], int]:
+        """Waits for both servers: neither may hold a request that the other one has given up."""
         room = {
             "bootstrap_host": "127.0.0.1",
             "bootstrap_port": self.bootstrap,
             "bootstrap_room": next(self.rooms),
         }
         with cf.ThreadPoolExecutor(2) as pool:
-            both = [pool.submit(s.generate, ids, tokens, room) for s in self.servers]
+            both = [pool.submit(s.generate, ids, tokens, room, timeout) for s in self.servers]
             cf.wait(both)
+        for f in both:
+            if isinstance(f.exception(), TimeoutError):
+                raise rig.Failed(f"room {room['bootstrap_room']}: no end within {timeout:g} s")
         return both[1].result()
 
 

@@ -93,12 +93,13 @@ class Server(Process):
         return json.loads(text) if body is not None and text else text
 
     def generate(
-        self, ids: list[int], tokens: int, more: Mapping[str, Any] | None = None
-    ) -> tuple[list[int], int]:
+        self, ids: list[int], tokens: int, more: Mapping[str, Any] | None = None,
+        timeout: float = START_S,
+    ) -> tuple[list[int], int]:  # fmt: skip
         """Greedy tokens, and how many of the prompt's came from a cache."""
         sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
         body = {"input_ids": ids, "sampling_params": sampling, **(more or {})}
-        out = self.post("/generate", body)
+        out = self.post("/generate", body, timeout)
         return out["output_ids"], out["meta_info"]["cached_tokens"]
 
     def forget(self) -> None:

@@ -20,9 +20,8 @@ const (
 
 // Bounds of accepted connections.
 const (
-	maxUnproved      = 1024 // of one rail; where one more comes, another one is closed
-	maxSource        = 512  // of these, from one source
-	acceptRetryPause = 10 * time.Millisecond
+	maxUnproved = 1024 // of one rail; where one more comes, another one is closed
+	maxSource   = 512  // of these, from one source
 )
 
 // gate limits set-ups: a number at a time, and a rate.

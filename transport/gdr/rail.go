@@ -427,21 +427,10 @@ func (r *rail) close() (err error) {
 }
 
 func (r *rail) accept(ln net.Listener) {
-	for {
-		c, err := ln.Accept()
-		if errors.Is(err, net.ErrClosed) {
-			return
-		}
-		if err != nil {
-			// Out of descriptors, or a connection that went away: neither ends the rail.
-			r.b.refused.Note(slog.LevelWarn, "accept failed", "rail", r.cfg.Name, "err", err)
-			select {
-			case <-time.After(acceptRetryPause):
-				continue
-			case <-r.b.life.Done():
-				return
-			}
-		}
+	failed := func(err error) {
+		r.b.refused.Note(slog.LevelWarn, "accept failed", "rail", r.cfg.Name, "err", err)
+	}
+	for c := range admit.Accepted(r.b.life.Done(), ln.Accept, failed) {
 		v := r.unproved.Enter(c)
 		r.b.wg.Go(func() {
 			proved, err := r.welcome(c, v)

@@ -36,17 +36,16 @@ const (
 	maxPullBytes = 1 << 20
 	// of GPU memory, and the bytes of one pull of it: [measured, 2 H200] 1.6 times the rate of 1
 	// MiB.
-	deviceSlice      = 4 << 20
-	maxRegions       = 1024 // of a lane
-	maxOpening       = 16   // connections that have not proved the key yet
-	acceptRetryPause = 10 * time.Millisecond
-	openTimeout      = 5 * time.Second
-	sweepEvery       = time.Second // time until a freed region is unmapped at the peer
-	maxSocketPath    = 107
-	socketFolder     = "kvspray-shm"
-	socketPrefix     = "lane-"
-	maxStaleSockets  = 64 // checked when the backend opens
-	gbps             = 80 // nominal speed of the rail before it is measured
+	deviceSlice     = 4 << 20
+	maxRegions      = 1024 // of a lane
+	maxOpening      = 16   // connections that have not proved the key yet
+	openTimeout     = 5 * time.Second
+	sweepEvery      = time.Second // time until a freed region is unmapped at the peer
+	maxSocketPath   = 107
+	socketFolder    = "kvspray-shm"
+	socketPrefix    = "lane-"
+	maxStaleSockets = 64 // checked when the backend opens
+	gbps            = 80 // nominal speed of the rail before it is measured
 )
 
 // Config of the backend.
@@ -267,21 +266,8 @@ func removeStale(dir string) {
 
 func (b *Backend) accept() {
 	opening := make(chan struct{}, maxOpening)
-	for {
-		c, err := b.ln.AcceptUnix()
-		if err != nil {
-			if errors.Is(err, net.ErrClosed) {
-				return
-			}
-			// Out of descriptors, or a connection that went away: neither ends the backend.
-			b.refused.Note(slog.LevelWarn, "shm accept failed", "err", err)
-			select {
-			case <-time.After(acceptRetryPause):
-				continue
-			case <-b.stop:
-				return
-			}
-		}
+	failed := func(err error) { b.refused.Note(slog.LevelWarn, "shm accept failed", "err", err) }
+	for c := range admit.Accepted(b.stop, b.ln.AcceptUnix, failed) {
 		select {
 		case opening <- struct{}{}:
 			b.wg.Go(func() {

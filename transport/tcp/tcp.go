@@ -56,7 +56,6 @@ const (
 	defaultNotSent  = 1 << 20 // bytes that wait unsent in a socket
 	// milliseconds between two retransmissions: the least that the kernel takes.
 	rtoMax            = 1000
-	acceptRetryPause  = 10 * time.Millisecond
 	maxRails          = 64
 	defaultRailListen = "127.0.0.1:0"
 )
@@ -268,21 +267,10 @@ func (b *Backend) RemoveRail(name string) bool {
 
 func (b *Backend) acceptLoop(l *net.TCPListener, rail transport.Rail) {
 	defer b.wg.Done()
-	for {
-		c, err := l.AcceptTCP()
-		if err != nil {
-			if errors.Is(err, net.ErrClosed) {
-				return
-			}
-			// Out of descriptors, or a connection that went away: neither ends the rail.
-			b.refused.Note(slog.LevelWarn, "accept failed", "rail", rail.Name, "err", err)
-			select {
-			case <-time.After(acceptRetryPause):
-			case <-b.ctx.Done():
-				return
-			}
-			continue
-		}
+	failed := func(err error) {
+		b.refused.Note(slog.LevelWarn, "accept failed", "rail", rail.Name, "err", err)
+	}
+	for c := range admit.Accepted(b.ctx.Done(), l.AcceptTCP, failed) {
 		v := b.gate.Enter(c)
 		b.wg.Add(1)
 		go func() {

@@ -44,8 +44,6 @@ const (
 	maxSource   = 512      // of these, from one source
 	maxConns    = 16 << 10 // accepted connections of all kinds
 	cpuPart     = 4        // one in so many processors is for unproved handshakes; one at least
-
-	acceptPause = 20 * time.Millisecond // after an error of Accept
 )
 
 // laneOverTLS is the version range that answers a lane without TLS. Inside TLS the versions are
@@ -137,20 +135,10 @@ func (a *Acceptor) Conns() (all []net.Conn) {
 }
 
 func (a *Acceptor) accept(ln net.Listener, calls bool) {
-	for {
-		c, err := ln.Accept()
-		if err != nil {
-			if a.ctx.Err() != nil || errors.Is(err, net.ErrClosed) { // listeners of rails are closed
-				return
-			}
-			a.cfg.Refused.Note(slog.LevelWarn, "accept", "address", ln.Addr().String(), "err", err)
-			select { // without a pause, missing descriptors would keep this loop busy
-			case <-time.After(acceptPause):
-				continue
-			case <-a.ctx.Done():
-				return
-			}
-		}
+	failed := func(err error) {
+		a.cfg.Refused.Note(slog.LevelWarn, "accept", "address", ln.Addr().String(), "err", err)
+	}
+	for c := range admit.Accepted(a.ctx.Done(), ln.Accept, failed) {
 		a.mu.Lock()
 		if a.closed || len(a.conns) >= maxConns {
 			a.mu.Unlock()

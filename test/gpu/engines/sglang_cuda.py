@@ -39,6 +39,7 @@ from sglang_server import CPU, Host, Server, found, rig, stored, with_store
 PAGE, CHUNK, ANSWER = 64, 2048, 16
 SIZES = "5,64,100,300,1000,2000,4000,8000"
 STORED_S = 30.0
+ENDED_S = 60.0  # for a request under which a sidecar is killed, at both servers
 
 
 def say(text: str) -> None:
@@ -88,7 +89,11 @@ class Run:
         self.run = pathlib.Path(tempfile.mkdtemp(prefix="kvs-"))
         self.logs = self.run / "logs"
         self.logs.mkdir()
-        self.pair = Pair(self.run, self.logs, self.host, own_router=False)
+        # Hashes of blocks would take most of a transfer's time.
+        self.pair = Pair(
+            self.run, self.logs, self.host, own_router=False,
+            config={"trace": {"block_hashes": ""}},
+        )  # fmt: skip
         self.sidecar = rig.Sidecar("h", self.run, {"store": {"memory": "8GiB"}})
         self.sidecar.log = self.logs / "sidecar-h.log"
         chunked = self.pair.chunked
@@ -169,12 +174,16 @@ class Run:
             jobs = [prompt(("fault", turn, i), max(self.sizes) // 2) for i in range(4)]
             want = [self.plain.generate(ids, self.answer)[0] for ids in jobs]
             with cf.ThreadPoolExecutor(4) as pool:
-                under_way = [pool.submit(self.pair.router.generate, x, self.answer) for x in jobs]
+                under_way = [
+                    pool.submit(self.pair.router.generate, x, self.answer, ENDED_S) for x in jobs
+                ]
                 time.sleep(random.Random(turn).uniform(0.02, 0.4))
                 sidecar.kill()
                 cf.wait(under_way)
             for f, tokens in zip(under_way, want, strict=True):
-                if f.exception() is not None:
+                if isinstance(f.exception(), rig.Failed):
+                    self.problems.append(f"faults: turn {turn}: {f.exception()}")
+                elif f.exception() is not None:
                     errors += 1
                 elif f.result()[0] == tokens:
                     right += 1
@@ -183,6 +192,7 @@ class Run:
             sidecar.start()
             ids = known[turn % len(known)]
             rig.wait_for("a request again", lambda ids=ids: self.served(list(ids)), 60, 0.5)
+            say(f"sidecar {sidecar.name} killed: {right} right, {errors} errors, {wrong} wrong")
         rig.wait_for("no lease open", lambda: self.pair.leases() == 0, 60, 0.2)
         self.report["faults"] = {"right": right, "errors": errors, "wrong": wrong}
         say(f"faults: {self.report['faults']}")
@@ -191,7 +201,7 @@ class Run:
 
     def served(self, ids: list[int]) -> bool:
         try:
-            self.pair.router.generate(ids, self.answer)
+            self.pair.router.generate(ids, self.answer, ENDED_S)
             return True
         except urllib.error.HTTPError:
             return False
