@@ -46,7 +46,7 @@ def say(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
 
 
-def host(model: str, tokens: int) -> Host:
+def host(model: str, tokens: int, exact: bool) -> Host:
     folders = [UNPACKED / name for name in ("sgl", "deps", "own")]
     libraries = (str(UNPACKED / "lib"), os.environ.get("LD_LIBRARY_PATH", ""))
     env = {
@@ -64,6 +64,7 @@ def host(model: str, tokens: int) -> Host:
         "none", "--mem-fraction-static", "0.6", "--max-total-tokens", str(tokens),
         "--context-length", "16384", "--cuda-graph-backend-prefill", "disabled",
         "--cuda-graph-max-bs-decode", "4",
+        *(["--enable-deterministic-inference"] if exact else []),
     )  # fmt: skip
     return Host(UNPACKED / "models" / model, args, env, PAGE, ANSWER, CHUNK)
 
@@ -83,7 +84,7 @@ def prompt(seed: object, tokens: int) -> list[int]:
 class Run:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.gpu = args, args.device == "cuda"
-        self.host = host(args.model, args.tokens) if self.gpu else CPU
+        self.host = host(args.model, args.tokens, args.deterministic) if self.gpu else CPU
         self.sizes = [int(n) for n in args.sizes.split(",")]
         self.answer, self.page = self.host.answer, self.host.page
         self.run = pathlib.Path(tempfile.mkdtemp(prefix="kvs-"))
@@ -124,6 +125,9 @@ class Run:
         self.pair.stop()
         for p in (self.plain, self.hicache, self.sidecar):
             p.stop()
+        for s in self.pair.sidecars:
+            if s.transfers.exists():
+                shutil.copy(s.transfers, self.logs / f"transfers-{s.name}.jsonl")
         target = self.args.out / "sglang-logs"
         shutil.make_archive(str(target), "gztar", self.logs)
         shutil.rmtree(self.run, ignore_errors=True)
@@ -163,6 +167,8 @@ class Run:
         equal = sum(a == b for a, b in zip(want, got, strict=True))
         self.report["together"] = {"prompts": len(jobs), "equal": equal}
         say(f"together: first tokens equal {equal} of {len(jobs)}")
+        if self.args.deterministic and equal < len(jobs):
+            self.problems.append(f"together: {len(jobs) - equal} first tokens differ")
 
     def faults(self) -> None:
         """Requests under way end with an error or are right, and later ones are served again."""
@@ -265,6 +271,10 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=65536, help="of each server's cache")
     parser.add_argument("--rounds", type=int, default=5, help="of each length")
     parser.add_argument("--kills", type=int, default=6, help="of sidecars under requests")
+    parser.add_argument(
+        "--deterministic", action="store_true",
+        help="SGLang's kernels whose results do not depend on the batch",
+    )  # fmt: skip
     parser.add_argument("--start-s", type=float, default=240, help="for the servers")
     parser.add_argument("--parts", default="store,pairs,together,faults")
     parser.add_argument("--out", type=pathlib.Path, default=os.environ.get("OUT", "."))
