@@ -43,6 +43,11 @@ EXTRA = {
 
 @pytest.fixture(scope="module", autouse=True)
 def engine() -> None:
+    prepare()
+
+
+def prepare() -> None:
+    """SGLang's classes on a CPU, in a process without an engine."""
     import kvspray_cpu_rig
     from sglang.srt.mem_cache.pool_host import base, mha, mla
     from sglang.srt.plugins.hook_registry import HookRegistry

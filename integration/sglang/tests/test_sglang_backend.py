@@ -29,7 +29,7 @@ import torch  # noqa: E402
 fake.install()
 
 import kvspray  # noqa: E402
-from kvspray_sglang import link, memory, names, plugin  # noqa: E402
+from kvspray_sglang import copies, hicache, link, memory, names, plugin  # noqa: E402
 from kvspray_sglang.hicache import KvsprayHiCache, page_hash  # noqa: E402
 from kvspray_sglang.settings import Settings  # noqa: E402
 
@@ -349,6 +349,25 @@ def test_a_sidecar_that_hangs_is_fenced_before_pages_are_given_back(make: Make) 
         assert s.proc.wait(5) == -signal.SIGKILL
         before = pool.kv_buffer.clone()
         assert b.batch_exists(KEYS) == 0 and torch.equal(before, pool.kv_buffer)
+
+
+def test_a_call_of_many_copies_has_one_deadline(
+    sidecar: rig.Sidecar, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b = make(sidecar.socket, fake.Pool(MAPPED()))
+    keys = [f"slow-{i}" for i in range(3 * copies.MAX_BLOCKS)]
+    pages = [torch.arange(8) for _ in keys]
+    assert b.batch_set(keys[:1], pages[:1])
+    quick = b._link.put
+
+    def slow(wanted: Any, end: float) -> Any:
+        time.sleep(0.3)
+        return quick(wanted, end)
+
+    monkeypatch.setattr(b._link, "put", slow)
+    monkeypatch.setattr(hicache, "CALL_S", 0.5)
+    assert not b.batch_set(keys, pages)
+    assert b.exists(keys[1]) and not b.exists(keys[-1])
 
 
 def test_many_threads(sidecar: rig.Sidecar, make: Make) -> None:

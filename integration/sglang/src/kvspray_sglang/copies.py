@@ -34,15 +34,18 @@ class Copies:
         self._spaces: dict[tuple[str, int, str], tuple[Space, int]] = {}
         self.bytes = 0  # copied between tensors and the buffer
 
-    def get(self, name: str, hashes: Sequence[bytes], into: Sequence[Any]) -> list[bool]:
-        """Copies pages of the store into tensors of one size."""
-        return self._move(name, hashes, into, False, b"")
+    def get(
+        self, name: str, hashes: Sequence[bytes], into: Sequence[Any], end: float
+    ) -> list[bool]:
+        """Copies pages of the store into tensors of one size, until ``end`` as in Link.get."""
+        return self._move(name, hashes, into, end, False, b"")
 
     def put(
-        self, name: str, hashes: Sequence[bytes], pages: Sequence[Any], parent: bytes = b""
-    ) -> list[bool]:
-        """Copies tensors of one size into the store."""
-        return self._move(name, hashes, pages, True, parent)
+        self, name: str, hashes: Sequence[bytes], pages: Sequence[Any], end: float,
+        parent: bytes = b"",
+    ) -> list[bool]:  # fmt: skip
+        """Copies tensors of one size into the store, until ``end``."""
+        return self._move(name, hashes, pages, end, True, parent)
 
     def spaces(self, name: str) -> list[Space]:
         """The spaces of this name, one for each size."""
@@ -71,8 +74,9 @@ class Copies:
         return self._spaces[key]
 
     def _move(
-        self, name: str, hashes: Sequence[bytes], tensors: Sequence[Any], put: bool, parent: bytes
-    ) -> list[bool]:
+        self, name: str, hashes: Sequence[bytes], tensors: Sequence[Any], end: float, put: bool,
+        parent: bytes,
+    ) -> list[bool]:  # fmt: skip
         import torch
 
         out: list[bool] = []
@@ -90,7 +94,7 @@ class Copies:
                         slot.copy_(t.contiguous().flatten().view(torch.uint8))
                 before = hashes[at - 1] if at else parent
                 w = Wanted(space, hashes[at : at + blocks], range(len(part)), before)
-                (ended,) = self._link.put([w]) if put else self._link.get([w])
+                (ended,) = self._link.put([w], end) if put else self._link.get([w], end)
                 for slot, t, ok in zip(slots, part, ended.pages, strict=True):
                     if ok and not put:
                         t.copy_(slot.view(t.dtype).reshape(t.shape))

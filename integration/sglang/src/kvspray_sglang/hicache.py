@@ -26,7 +26,7 @@ import kvspray
 from kvspray.store import Namespace, Piece, Space
 from kvspray_sglang import names
 from kvspray_sglang.copies import Copies
-from kvspray_sglang.link import Ended, Link, Wanted
+from kvspray_sglang.link import CALL_S, Ended, Link, Wanted
 from kvspray_sglang.pools import CopiedPool, Pool, PoolError
 from kvspray_sglang.settings import Settings
 
@@ -272,11 +272,12 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
         parent = page_hash(before[-1]) if before else b""
         direct: list[tuple[int, Wanted]] = []
         began = time.monotonic()
+        end = began + CALL_S  # of all pools
         for i, (pool, keys, indices) in enumerate(wanted):
             name, hashes = str(pool), [page_hash(k) for k in keys]
             try:
                 if name in self._copied:
-                    out[i] = self._copy(self._copied[name], hashes, indices, parent, put)
+                    out[i] = self._copy(self._copied[name], hashes, indices, parent, end, put)
                     continue
                 space = self._space(name)
                 blocks = self._pools[name][0].blocks(indices, len(keys))
@@ -284,7 +285,7 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
             except PoolError as err:
                 self._complain(str(err))
         asked = [w for _, w in direct]
-        ended = self._link.put(asked) if put else self._link.get(asked)
+        ended = self._link.put(asked, end) if put else self._link.get(asked, end)
         for (i, _), e in zip(direct, ended, strict=True):
             out[i] = e.pages
         self._sample(ended, time.monotonic() - began, put)
@@ -301,15 +302,16 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
     # -- pages as tensors
 
     def _copy(
-        self, pool: CopiedPool, hashes: list[bytes], indices: Any, parent: bytes, put: bool
-    ) -> list[bool]:
+        self, pool: CopiedPool, hashes: list[bytes], indices: Any, parent: bytes, end: float,
+        put: bool,
+    ) -> list[bool]:  # fmt: skip
         slots = pool.slots(indices, len(hashes))
         self._space(pool.name)
         if put:
             pages = [pool.host.get_data_page(s, flat=True) for s in slots]
-            return self._copier().put(pool.name, hashes, pages, parent)
+            return self._copier().put(pool.name, hashes, pages, end, parent)
         pages = [pool.host.get_dummy_flat_data_page() for _ in slots]
-        out = self._copier().get(pool.name, hashes, pages)
+        out = self._copier().get(pool.name, hashes, pages, end)
         for slot, page, ok in zip(slots, pages, out, strict=True):
             if ok:
                 pool.host.set_from_flat_data_page(slot, page)
@@ -323,12 +325,12 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
         if not keys or not target_locations:
             return out
         self._check()
+        end = time.monotonic() + CALL_S
         for positions in _alike(target_locations):
             hashes = [page_hash(keys[i]) for i in positions]
             into = [target_locations[i] for i in positions]
-            for i, t, ok in zip(
-                positions, into, self._copier().get(_TENSORS, hashes, into), strict=True
-            ):
+            got = self._copier().get(_TENSORS, hashes, into, end)
+            for i, t, ok in zip(positions, into, got, strict=True):
                 out[i] = t if ok else None
         return out
 
@@ -344,9 +346,10 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
         if not keys or not pages:
             return not keys
         self._check()
+        end = time.monotonic() + CALL_S
         for at in _alike(pages):
             hashes = [page_hash(keys[i]) for i in at]
-            if not all(self._copier().put(_TENSORS, hashes, [pages[i] for i in at])):
+            if not all(self._copier().put(_TENSORS, hashes, [pages[i] for i in at], end)):
                 return False
         return True
 

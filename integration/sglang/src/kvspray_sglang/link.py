@@ -2,7 +2,7 @@
 """The session with the sidecar. The only module that uses the client of ``kvspray``.
 
 SGLang calls a backend from several threads and frees the pages of a call when it returns. Each call
-therefore ends with its leases: after CALL_S seconds it cancels them and waits until the sidecar has
+therefore ends with its leases: at its end, CALL_S seconds after its begin, it cancels them and waits until the sidecar has
 fenced them. A sidecar that does not answer for FENCE_S is killed by the shim, which ends the wait.
 Without a session no call waits.
 """
@@ -169,13 +169,15 @@ class Link:
                 out.append(flags + [False] * (len(hashes) - len(flags)))
             return out
 
-    def get(self, wanted: Sequence[Wanted]) -> list[Ended]:
-        """Copies pages from the store. On return nothing writes to the blocks any more."""
-        return self._move(wanted, False)
+    def get(self, wanted: Sequence[Wanted], end: float) -> list[Ended]:
+        """Copies pages from the store until ``end`` of the monotonic clock. On return nothing
+        writes to the blocks any more."""
+        return self._move(wanted, end, False)
 
-    def put(self, wanted: Sequence[Wanted]) -> list[Ended]:
-        """Copies pages into the store. On return nothing reads the blocks any more."""
-        return self._move(wanted, True)
+    def put(self, wanted: Sequence[Wanted], end: float) -> list[Ended]:
+        """Copies pages into the store until ``end`` of the monotonic clock. On return nothing
+        reads the blocks any more."""
+        return self._move(wanted, end, True)
 
     def remove(self, space: Space) -> bool:
         """Forgets all pages of a space."""
@@ -185,8 +187,7 @@ class Link:
     def _ready(self, space: Space, end: float) -> bool:
         return self.connected and space.ready(max(0.0, end - time.monotonic()))
 
-    def _move(self, wanted: Sequence[Wanted], put: bool) -> list[Ended]:
-        end = time.monotonic() + CALL_S
+    def _move(self, wanted: Sequence[Wanted], end: float, put: bool) -> list[Ended]:
         out = [Ended([False] * len(w.hashes)) for w in wanted]
         with _Call(self) as ok:
             leases = []
