@@ -108,7 +108,9 @@ def manager(rank: int | None = None) -> Any:
 
 def arrival(m: Any, room: int = 7, pages: int = 2) -> Any:
     m.request_status[room] = KVPoll.WaitingForInput
-    assert m.open_arrival("p:1", room, list(range(5, 5 + pages)), ROW, 32) == ""
+    prefill = [("10.0.0.1", 4)]
+    pages_ = list(range(5, 5 + pages))
+    assert m.open_arrival("p:1", room, pages_, ROW, 32, prefill=prefill) == ""
     frames = m.build_receiver_metadata_message(
         bootstrap_room=room, required_dst_info_num=1, is_dummy=False
     )
@@ -140,8 +142,9 @@ def test_a_request_is_there_with_pages_and_rows(first: str) -> None:
     m._peer(pd_wire.Peer(asked.room, asked.xfer, "10.0.0.1:7650"))
     steps = [lambda: m._session.end(1), lambda m=m, a=asked: m._rows(rows(a))]
     for step in steps if first == "pages" else reversed(steps):
-        assert m.request_status[7] != KVPoll.Success
+        assert m.request_status[7] != KVPoll.Success and not m.sent
         step()
+    assert m.sent == [(("10.0.0.1", 4), pd_wire.Done(7, asked.xfer, "127.0.0.1", 1))]
     assert m.request_status[7] == KVPoll.Success and row_of(m) == b"x" * ROWS[0]
     m._rows(rows(asked, b"y"))  # of another prefill rank: the same, and late
     assert row_of(m) == b"x" * ROWS[0]
@@ -472,6 +475,35 @@ def test_decode_asks_for_a_request_that_was_given_up(monkeypatch: pytest.MonkeyP
     assert m.request_status[200] == KVPoll.WaitingForInput
 
 
+def test_decode_has_what_a_new_sidecar_offers_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill's sidecar has died before it reported the end. Decode does not ask the next one."""
+    m = manager(0)
+    s = sender(m)
+    hosts = [asked(m, ranks=2, port=port, swa=2, mamba=1) for port in (9, 10)]
+    m.open_source(7, 3)
+    chunk(m, [1, 2, 3], True, states=[[8, 6], [5]])
+    m._session.end(1)
+    for done in (
+        pd_wire.Done(7, hosts[0].xfer, "127.0.0.1", 9),
+        pd_wire.Done(7, hosts[0].xfer, "127.0.0.1", 11),  # no rank of this transfer
+        pd_wire.Done(7, b"y" * 16, "127.0.0.1", 10),  # of another one
+        pd_wire.Done(8, hosts[0].xfer, "127.0.0.1", 10),
+    ):
+        m._arrived(done)
+    monkeypatch.setattr(pd, "ARRIVED_S", 0.0)
+    assert s.poll() == KVPoll.Transferring and not m.swa.cancelled
+    monkeypatch.setattr(pd, "ARRIVED_S", 60.0)
+    m._arrived(pd_wire.Done(7, hosts[0].xfer, "127.0.0.1", 10))
+    assert s.poll() == KVPoll.Transferring and not m.swa.cancelled  # its sidecar may report it yet
+    monkeypatch.setattr(pd, "ARRIVED_S", 0.0)
+    for _ in range(2):
+        assert s.poll() == KVPoll.Transferring
+        assert m.swa.cancelled == m.mamba.cancelled == [1] and not m._session.cancelled
+    m.swa.end(1, ok=False)
+    m.mamba.end(1, ok=False)
+    assert s.poll() == KVPoll.Success
+
+
 def test_a_success_is_not_given_up() -> None:
     """SGLang uses the number again if decode takes a request's pages back and computes it again."""
     m = manager()
@@ -529,6 +561,7 @@ def test_messages() -> None:
         pd_wire.Room(1, "10.1.2.3", 1, xfer, 12, 160, 4, states={"swa": 3, "mamba": 1}),
         pd_wire.Peer(5, xfer, "10.0.0.1:7650"),
         pd_wire.Rows(5, xfer, (b"", b"abc")),
+        pd_wire.Done(5, xfer, "10.1.2.3", 65535),
     ):
         frames = message.encode()
         assert pd_wire.decode(frames) == message

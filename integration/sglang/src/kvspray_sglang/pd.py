@@ -9,6 +9,7 @@ requests. Here are the transfers:
                                        prefill: each chunk of the prompt is a STEP
     sidecars move the pages of a chunk while the next one computes
     decode: end of EXPECT   <- ROWS    prefill: after the last chunk
+    decode: success          DONE ->   prefill: success
 
 Pages of the prompt's tokens are one part of a request. Each component of its state (a sliding
 window, the keys of an indexer, recurrent states) is another part, with a session and a lease of its
@@ -16,7 +17,9 @@ own: SGLang lists its blocks with the last chunk. Entry i of prefill's list goes
 decode's.
 
 A request is a Success at decode when the sidecar has proved that all parts are there, and the rows
-have come. SGLang keeps the blocks of a request that fails until ``is_abort_release_safe`` is true:
+have come. At prefill it is one when its sidecar reports that. A sidecar that dies before the report
+leaves a lease that the next sidecar offers again, and which decode does not ask for: DONE ends that
+one. SGLang keeps the blocks of a request that fails until ``is_abort_release_safe`` is true:
 all leases have ended, whatever prefill reports.
 
 Threads: the scheduler's; one that takes messages; one that takes the ends of leases; at prefill one
@@ -66,6 +69,7 @@ IDENTITY_ENV = "KVSPRAY_SGLANG_IDENTITY"
 MAX_UNCLAIMED = 4096  # rooms that decode has asked for and the router has not
 MAX_GIVEN_UP = 4096  # rooms that prefill has given up, and remembers
 GIVEN_UP_S = 30.0  # so long
+ARRIVED_S = 1.0  # from decode's DONE on prefill's sidecar has so long to report the same
 MAX_REUSED = 1 << 16  # rooms whose number of uses is remembered
 STATE_DEADLINE_S = 600.0  # between sidecars a longer one is shortened to this
 
@@ -98,6 +102,7 @@ class _Offer:
     tokens: int
     lease: int = 0
     table: list[int] = field(default_factory=list)
+    cancelled: bool = False  # as decode has it
     ended: bool = False
     whole: bool = False  # ended well
 
@@ -111,6 +116,8 @@ class _Source:
     targets: list[tuple[str, int]]
     offers: dict[str, _Offer]
     rows: bool = False  # sent, after the last chunk
+    arrived: set[tuple[str, int]] = field(default_factory=set)  # targets that have all of it
+    arrived_at: float = 0.0  # all of them have
 
 
 @dataclass
@@ -124,6 +131,7 @@ class _Arrival:
     prefix: int
     request: Any = None  # SGLang's, and its metadata buffers: for a prefill that is no SGLang
     buffers: Any = None
+    prefill: Sequence[tuple[str, int]] = ()  # ranks that send it
     peer: bool = False  # prefill has named its sidecar
     leases: dict[str, int] = field(default_factory=dict)  # open, by part
     here: set[str] = field(default_factory=set)  # parts that have arrived
@@ -290,6 +298,8 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
                 message = pd_wire.decode(frames)
                 if prefill and isinstance(message, pd_wire.Room):
                     self._asked(message)
+                elif prefill and isinstance(message, pd_wire.Done):
+                    self._arrived(message)
                 elif not prefill and isinstance(message, pd_wire.Peer):
                     self._peer(message)
                 elif not prefill and isinstance(message, pd_wire.Rows):
@@ -522,8 +532,8 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
 
     def _sent(self, s: _Source, o: _Offer, c: kvspray.Completion) -> None:
         with self._lock:
-            o.ended, o.whole = True, c.ok
-        if c.ok:
+            o.ended, o.whole = True, c.ok or s.arrived_at > 0
+        if o.whole:
             self._whole(s)
         elif self._rooms.get(s.room) is s:
             self.conclude_failure(
@@ -533,6 +543,25 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
     def _whole(self, s: _Source) -> None:
         if s.rows and all(o.whole for o in s.offers.values()):
             self.update_status(s.room, KVPoll.Success)
+
+    def _arrived(self, m: pd_wire.Done) -> None:
+        with self._lock:
+            s = self._rooms.get(m.room)
+            if s is None or s.xfer != m.xfer or (m.host, m.port) not in s.targets:
+                return
+            s.arrived.add((m.host, m.port))
+            if not s.arrived_at and s.arrived.issuperset(s.targets):
+                s.arrived_at = time.monotonic()
+
+    def end_arrived(self, room: int) -> None:
+        """Ends what decode has, and the sidecar has not reported."""
+        s = self._rooms.get(room)
+        if s is None or not s.arrived_at or time.monotonic() - s.arrived_at < ARRIVED_S:
+            return
+        for o in s.offers.values():
+            if not o.ended and not o.cancelled:
+                o.cancelled = True
+                o.part.session.cancel(o.lease, "decode has all of it")
 
     def close_source(self, room: int, reason: str) -> None:
         """SGLang takes the request's blocks back after this call."""
@@ -559,8 +588,10 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
     def open_arrival(
         self, address: str, room: int, pages: Sequence[int], row: int | None, prefix: int | None,
         request: Any = None, buffers: Any = None, states: Sequence[Any] = (),
+        prefill: Sequence[tuple[str, int]] = (),
     ) -> str:  # fmt: skip
-        """SGLang has blocks for a request. Returns why they cannot be filled."""
+        """SGLang has blocks for a request, which these prefill ranks fill. Returns why they cannot
+        be filled."""
         if problem := self._stale() or self._unequal(address):
             return problem
         try:
@@ -578,7 +609,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         xfer = hashlib.sha256(name.encode()).digest()
         a = _Arrival(
             room, xfer[: pd_wire.XFER_BYTES], {k: x for k, x in blocks.items() if x},
-            -1 if row is None else int(row), int(prefix or 0), request, buffers,
+            -1 if row is None else int(row), int(prefix or 0), request, buffers, prefill,
         )  # fmt: skip
         with self._lock:
             self._rooms[room] = a
@@ -713,6 +744,8 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
             self._fail(a, problem)
         else:
             self.update_status(a.room, KVPoll.Success)
+            for to in a.prefill:
+                self._send(to, pd_wire.Done(a.room, a.xfer, self.local_ip, self.rank_port).encode())
 
     def _fail(self, a: _Arrival, reason: str) -> None:
         with self._lock:
@@ -786,6 +819,10 @@ class KVSpraySender(CommonKVSender):  # type: ignore[misc]
         super().init(num_kv_indices, aux_index)
         self.kv_mgr.open_source(self.bootstrap_room, int(num_kv_indices), self.request)
 
+    def poll(self) -> KVPoll:
+        self.kv_mgr.end_arrived(self.bootstrap_room)
+        return super().poll()
+
     def abort(self) -> None:
         super().abort()
         # SGLang's own does not tell decode.
@@ -821,6 +858,7 @@ class KVSprayReceiver(CommonKVReceiver):  # type: ignore[misc]
             problem = self.kv_mgr.open_arrival(
                 self.bootstrap_addr, self.bootstrap_room, kv_indices, aux_index, decode_prefix_len,
                 self.request, self.buffers, state_indices or (),
+                [(i["rank_ip"], int(i["rank_port"])) for i in self.bootstrap_infos],
             )  # fmt: skip
             if problem:
                 self.kv_mgr.record_failure(self.bootstrap_room, f"kvspray: {problem}")
