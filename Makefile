@@ -168,7 +168,7 @@ test-placement: build env ## The holder's sidecar is killed 100 times while requ
 # Each target has FUZZTIME, and those of what others send, on lanes and sockets, FUZZTIME_FOREIGN.
 FUZZTIME ?= 5m
 FUZZTIME_FOREIGN ?= 1h
-FUZZ_FOREIGN := internal/wire connector/msg control/peer/frame transport/shm transport/gdr store/directory/embedded sidecar/internal/exchange proxy/internal/kvevents proxy/internal/zmtp
+FUZZ_FOREIGN := internal/wire connector/msg control/peer/frame transport/shm transport/gdr store/directory/embedded control/exec parseblock sidecar/internal/exchange sidecar/internal/removals proxy/internal/kvevents proxy/internal/zmtp
 .PHONY: test-fuzz
 test-fuzz: ## Every fuzz target for FUZZTIME (5m each), parsers of lanes and sockets for FUZZTIME_FOREIGN (1h)
 	@for dir in $$(git ls-files '*_test.go' | xargs grep -l '^func Fuzz' | xargs -n1 dirname | sort -u); do \
@@ -263,7 +263,7 @@ test-sglang: build ## SGLang's pools, HiCache on our store, prefill and decode o
 	$(call need-python,8)
 	$(HOSTPY) test/rig/env.py
 	$(HOSTPY) test/rig/env.py --sglang
-	KVSPRAY_MUST_RUN=sglang $(B)/venv-sglang/bin/python -m pytest -q test/sglang
+	KVSPRAY_MUST_RUN=sglang $(B)/venv-sglang/bin/python -m pytest -q -rfEs --no-fold-skipped test/sglang
 
 LINT_PORTS := lint-nocgo lint-arm64
 .PHONY: lint lint-go lint-golangci lint-tools lint-docs $(LINT_PORTS)
@@ -413,6 +413,7 @@ bench-sglang: build $(B)/venv-peers/.stamp ## SGLang's HiCache and prefill/decod
 	$(HOSTPY) test/rig/env.py --sglang
 	@mkdir -p $(B)/bench
 	for part in hicache pd; do $(B)/venv-sglang/bin/python test/rig/bench_sglang.py $$part $(BENCH_ARGS) || exit 1; done
+	$(B)/venv-sglang/bin/python test/sglang/bench_backend.py --json $(B)/bench/sglang-backend.json
 
 ##@ Set-up
 

@@ -31,6 +31,10 @@ told() { # NAME WHAT-THE-LAST-LINE-MATCHES STATUS SECONDS: a part has ended
 part() { # NAME WHAT-THE-LAST-LINE-MATCHES COMMAND...
 	local name=$1 closing=$2
 	shift 2
+	if [[ " ${KVSPRAY_LEAVE_OUT:-} " == *" $name "* ]]; then
+		summary+=("$(printf '%-10s %-6s %4d s  %s' "$name" "left out" 0 "by KVSPRAY_LEAVE_OUT")")
+		return
+	fi
 	echo "=== $name: $*"
 	local start=$SECONDS rc=0
 	"$@" 2>&1 | tee "$logs/$name.log" || rc=$?
@@ -55,7 +59,7 @@ skips() { # what was skipped: a line with package or file, test, feature and rea
 	sort -u "$KVSPRAY_SKIPS" | while IFS=$'\t' read -r package name feature reason; do
 		grep -qxF "$name" <<<"$ran" || printf '%s\t%s\t%s\t%s\n' "$package" "$name" "$feature" "$reason"
 	done
-	sed -nE 's/^SKIPPED ([^:]+)::(.*) - Skipped: (([a-z0-9+-]+): )?(.*)$/\1\t\2\t\4\t\5/p' "$logs"/{python,smoke,e2e,page,attack-e2e,docs,pods}.log 2>/dev/null
+	sed -nE 's/^SKIPPED ([^:]+)::(.*) - Skipped: (([a-z0-9+-]+): )?(.*)$/\1\t\2\t\4\t\5/p' "$logs"/{python,smoke,e2e,page,attack-e2e,docs,pods,sglang}.log 2>/dev/null
 	sed -nE 's/^rdma: skipped: (.*)/test\/rdma\tquick.sh\trdma\t\1/p' "$logs/rdma.log" 2>/dev/null
 }
 
@@ -164,6 +168,7 @@ all)
 	part page 'passed|skipped|failed|error' make test-page
 	part docs '^docs:' make test-docs
 	part pods '^pods:' make test-pods
+	part sglang 'passed|failed|error' make test-sglang
 	;;
 attack)
 	export KVSPRAY_ATTACK_RUNS=${KVSPRAY_ATTACK_RUNS:-1000}

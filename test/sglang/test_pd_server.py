@@ -142,6 +142,7 @@ def test_a_sidecar_dies(pair: Pair, side: int) -> None:
     beside(pair, jobs, sidecar.kill)
     sidecar.start()
     rig.wait_for("a request with the next sidecar", lambda: pair.answered(jobs[0]), 120, 0.5)
+    rig.wait_for("no lease open", lambda: pair.leases() == 0, 60, 0.2)
 
 
 @pytest.mark.parametrize("side", [0, 1])
