@@ -22,7 +22,8 @@ import test_hicache as parts
 import torch
 from sglang_server import rig
 
-from kvspray.store import Space
+from kvspray.store import PageResult, Space
+from kvspray_sglang.link import _HELD as HELD
 
 BATCH = 64  # pages of one call; SGLang asks for up to 128
 WAIT_S = 10.0
@@ -38,8 +39,8 @@ def moved(link: Any, submit: Callable[[], int]) -> None:
             raise SystemExit(f"no end within {WAIT_S:g} s")
         for c in link._client.poll():
             if c.lease == lease:
-                if not c.ok:
-                    raise SystemExit(f"failed: {c.reason}")
+                if not c.ok or any(PageResult.of(b).outcome not in HELD for b in c.pages):
+                    raise SystemExit(f"failed: {c.reason or 'a page was not stored or found'}")
                 return
 
 
@@ -56,6 +57,7 @@ def measure(sidecar: rig.Sidecar, layout: str, rounds: int) -> dict[str, Any]:
         indices = host.alloc(BATCH * parts.PAGE)
         blocks = backend._pools["kv"][0].blocks(indices, BATCH)
         host.kv_buffer.copy_(torch.randn(host.kv_buffer.shape).to(host.dtype))
+        pages = c.pages(indices)
         took: dict[str, list[float]] = {}
 
         def timed(what: str, call: Callable[[], Any]) -> Any:
@@ -77,9 +79,13 @@ def measure(sidecar: rig.Sidecar, layout: str, rounds: int) -> dict[str, Any]:
                 lambda h=theirs: timed("c get", lambda: moved(
                     backend._link, lambda: own.get(h, blocks, deadline_s=WAIT_S))),
             ]  # fmt: skip
-            order = (0, 1, 2, 3) if turn % 2 else (1, 0, 3, 2)
-            if not all(todo[i]() in (True, None) for i in order):
-                raise SystemExit("a page was not stored or not found")
+            for i in (0, 1, 2, 3) if turn % 2 else (1, 0, 3, 2):
+                if i > 1:
+                    host.kv_buffer.zero_()
+                if todo[i]() is False:
+                    raise SystemExit("a page was not stored or not found")
+                if not all(torch.equal(a, b) for a, b in zip(pages, c.pages(indices), strict=True)):
+                    raise SystemExit("other bytes came back")
             if not turn:
                 took.clear()  # the first round warms up
         page = sum(p.length for p in pieces)

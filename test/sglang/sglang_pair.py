@@ -63,6 +63,7 @@ class Both:
         for f in both:
             if isinstance(f.exception(), TimeoutError):
                 raise rig.Failed(f"room {room['bootstrap_room']}: no end within {timeout:g} s")
+        both[0].result()
         return both[1].result()
 
 

@@ -90,7 +90,7 @@ def manager(rank: int | None = None) -> Any:
         m._parts += [pd._Part("swa", m.swa, 16), own]
     m.attn_tp_size, m.prefill_info_table = 1, {"q:1": SimpleNamespace(attn_tp_size=2)}
     m._unclaimed, m._uses, m._writers, m._engine = OrderedDict(), OrderedDict(), {}, "e1"
-    m._given_up = OrderedDict()
+    m._given_up, m._early, m.bootstrap_timeout = OrderedDict(), OrderedDict(), 300
     m._weights, m._settle = SimpleNamespace(current=True), lambda: None
     m.local_ip, m.rank_port = "127.0.0.1", 1
     m.request_status, m.transfer_infos, m.req_to_decode_prefix_len = {}, {}, {}
@@ -108,9 +108,7 @@ def manager(rank: int | None = None) -> Any:
 
 def arrival(m: Any, room: int = 7, pages: int = 2) -> Any:
     m.request_status[room] = KVPoll.WaitingForInput
-    prefill = [("10.0.0.1", 4)]
-    pages_ = list(range(5, 5 + pages))
-    assert m.open_arrival("p:1", room, pages_, ROW, 32, prefill=prefill) == ""
+    assert m.open_arrival("p:1", room, list(range(5, 5 + pages)), ROW, 32) == ""
     frames = m.build_receiver_metadata_message(
         bootstrap_room=room, required_dst_info_num=1, is_dummy=False
     )
@@ -142,9 +140,8 @@ def test_a_request_is_there_with_pages_and_rows(first: str) -> None:
     m._peer(pd_wire.Peer(asked.room, asked.xfer, "10.0.0.1:7650"))
     steps = [lambda: m._session.end(1), lambda m=m, a=asked: m._rows(rows(a))]
     for step in steps if first == "pages" else reversed(steps):
-        assert m.request_status[7] != KVPoll.Success and not m.sent
+        assert m.request_status[7] != KVPoll.Success
         step()
-    assert m.sent == [(("10.0.0.1", 4), pd_wire.Done(7, asked.xfer, "127.0.0.1", 1))]
     assert m.request_status[7] == KVPoll.Success and row_of(m) == b"x" * ROWS[0]
     m._rows(rows(asked, b"y"))  # of another prefill rank: the same, and late
     assert row_of(m) == b"x" * ROWS[0]
@@ -443,6 +440,42 @@ def sender(m: Any, room: int = 7) -> Any:
         return pd.KVSpraySender(m, "p:1", room)
 
 
+def receiver(m: Any, room: int = 7) -> Any:
+    """With two prefill ranks, of which the first cannot be reached."""
+    r = object.__new__(pd.KVSprayReceiver)
+    r.kv_mgr, r.bootstrap_room, r.bootstrap_addr, r._owns_bootstrap_room = m, room, "p:1", True
+    r.conclude_state, r.bootstrap_infos, r.told = None, [{"rank_port": 1}, {"rank_port": 2}], []
+    m.defer_decode_allocation = False
+    m.required_prefill_response_num_table, m.prefill_response_tracker = {}, {}
+    m.addr_to_rooms_tracker = {"p:1": set()}
+
+    def connect(info: Any) -> Any:
+        if info["rank_port"] == 1:
+            raise OSError("no route")
+        socket = SimpleNamespace(send_multipart=lambda f: r.told.append(pd_wire.decode(f)))
+        return socket, threading.Lock()
+
+    r._connect_to_bootstrap_server = connect
+    return r
+
+
+@pytest.mark.parametrize("ended", ["success", "failure", "other rank"])
+def test_prefill_is_told_of_a_success(ended: str) -> None:
+    m = manager()
+    r, asked = receiver(m), arrival(m)
+    m._peer(pd_wire.Peer(asked.room, asked.xfer, "10.0.0.1:7650"))
+    m._rows(rows(asked))
+    m._session.end(1, ok=ended != "failure")
+    assert r.poll() == (KVPoll.Failed if ended == "failure" else KVPoll.Success)
+    assert not r.told  # other ranks of decode may still read
+    if ended != "success":
+        with pytest.raises(Exception, match="7"):
+            r.failure_exception()
+    r.clear()
+    r.clear()
+    assert r.told == ([pd_wire.Done(7, asked.xfer)] if ended == "success" else [])
+
+
 def test_decode_is_told_of_an_abort() -> None:
     """An abort may overtake the request on its way to decode, and end it at prefill alone."""
     m = manager()
@@ -450,12 +483,15 @@ def test_decode_is_told_of_an_abort() -> None:
     asked(m)
     m.open_source(7, 3)
     s.abort()
+    told = m.sent[-1]
+    assert told["targets"] == [("127.0.0.1", 9)] and told["status"] == KVPoll.Failed
     assert m._session.cancelled == [1]
-    assert m.sent[-1]["targets"] == [("127.0.0.1", 9)] and m.sent[-1]["status"] == KVPoll.Failed
+    asked(m, port=10)  # before SGLang forgets the request
+    assert m.sent[-1]["targets"] == [("127.0.0.1", 10)]
     s.clear()
 
 
-def test_decode_asks_for_a_request_that_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_asks_for_a_request_that_was_given_up() -> None:
     m = manager()
     s = sender(m)
     s.abort()
@@ -468,54 +504,94 @@ def test_decode_asks_for_a_request_that_was_given_up(monkeypatch: pytest.MonkeyP
     assert m.request_status[7] == KVPoll.WaitingForInput
 
     for room in range(100, 101 + pd.MAX_GIVEN_UP):
-        m.give_up_source(room)
+        m._give_up(room)
     assert len(m._given_up) == pd.MAX_GIVEN_UP
-    monkeypatch.setattr(pd, "GIVEN_UP_S", 0.0)
+    m.bootstrap_timeout = 0
     asked(m, 200)
     assert m.request_status[200] == KVPoll.WaitingForInput
 
 
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+def test_a_prompt_that_sglang_refuses(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "_is_transfer_backend", lambda: True)
+    m = manager()
+    queue_, req = SimpleNamespace(kv_manager=m), SimpleNamespace(bootstrap_room=7)
+    steps = [lambda: plugin._added(lambda *_: None, queue_, req, 1), lambda: asked(m)]
+    for step in steps if first == "prefill" else reversed(steps):
+        assert not m.sent
+        step()
+    assert m.sent[-1]["targets"] == [("127.0.0.1", 9)] and m.sent[-1]["status"] == KVPoll.Failed
+    assert not m.request_status and not m.transfer_infos
+
+
+def sent_all(m: Any, s: Any) -> pd_wire.Room:
+    room = asked(m)
+    m.open_source(7, 3)
+    chunk(m, [1, 2, 3], True)
+    assert s.poll() == KVPoll.Transferring
+    return room
+
+
 def test_decode_has_what_a_new_sidecar_offers_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill's sidecar has died before it reported the end. Decode does not ask the next one."""
-    m = manager(0)
+    m = manager()
     s = sender(m)
-    hosts = [asked(m, ranks=2, port=port, swa=2, mamba=1) for port in (9, 10)]
-    m.open_source(7, 3)
-    chunk(m, [1, 2, 3], True, states=[[8, 6], [5]])
-    m._session.end(1)
-    for done in (
-        pd_wire.Done(7, hosts[0].xfer, "127.0.0.1", 9),
-        pd_wire.Done(7, hosts[0].xfer, "127.0.0.1", 11),  # no rank of this transfer
-        pd_wire.Done(7, b"y" * 16, "127.0.0.1", 10),  # of another one
-        pd_wire.Done(8, hosts[0].xfer, "127.0.0.1", 10),
-    ):
-        m._arrived(done)
-    monkeypatch.setattr(pd, "ARRIVED_S", 0.0)
-    assert s.poll() == KVPoll.Transferring and not m.swa.cancelled
-    monkeypatch.setattr(pd, "ARRIVED_S", 60.0)
-    m._arrived(pd_wire.Done(7, hosts[0].xfer, "127.0.0.1", 10))
-    assert s.poll() == KVPoll.Transferring and not m.swa.cancelled  # its sidecar may report it yet
-    monkeypatch.setattr(pd, "ARRIVED_S", 0.0)
+    room = sent_all(m, s)
+    monkeypatch.setattr(pd, "DONE_S", 0.0)
+    for other in (pd_wire.Done(7, b"y" * 16), pd_wire.Done(8, room.xfer)):
+        m._done(other)
+    assert s.poll() == KVPoll.Transferring and not m._session.cancelled
+    monkeypatch.setattr(pd, "DONE_S", 60.0)
+    m._done(pd_wire.Done(7, room.xfer))
+    assert s.poll() == KVPoll.Transferring and not m._session.cancelled  # it may report it yet
+    monkeypatch.setattr(pd, "DONE_S", 0.0)
     for _ in range(2):
-        assert s.poll() == KVPoll.Transferring
-        assert m.swa.cancelled == m.mamba.cancelled == [1] and not m._session.cancelled
-    m.swa.end(1, ok=False)
-    m.mamba.end(1, ok=False)
+        assert s.poll() == KVPoll.Transferring and m._session.cancelled == [1]
+    m._session.end(1, ok=False)
     assert s.poll() == KVPoll.Success
 
 
-def test_a_success_is_not_given_up() -> None:
+def test_a_lease_fails_whose_pages_decode_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    m = manager()
+    s = sender(m)
+    room = sent_all(m, s)
+    m._session.end(1, ok=False)
+    assert s.poll() == KVPoll.Transferring and len(m.sent) == 2  # decode is not told
+    m._done(pd_wire.Done(7, room.xfer))
+    assert s.poll() == KVPoll.Success
+    m = manager()
+    s = sender(m)
+    sent_all(m, s)
+    monkeypatch.setattr(pd, "DONE_S", 0.0)
+    m._session.end(1, ok=False)
+    assert s.poll() == KVPoll.Failed and m.sent[-1]["status"] == KVPoll.Failed
+
+
+def test_a_late_end_of_an_earlier_request_with_this_number() -> None:
+    m = manager()
+    s = sender(m)
+    room = sent_all(m, s)
+    m._done(pd_wire.Done(7, room.xfer))
+    s.abort()
+    s.clear()
+    sender(m)
+    m._session.end(1, ok=False)
+    assert m.request_status[7] == KVPoll.Bootstrapping
+
+
+def test_decode_asks_again_before_prefill_has_ended() -> None:
     """SGLang uses the number again if decode takes a request's pages back and computes it again."""
     m = manager()
     s = sender(m)
-    asked(m)
-    m.open_source(7, 3)
-    chunk(m, [1, 2, 3], True)
+    sent_all(m, s)
+    again = pd_wire.Room(7, "127.0.0.1", 9, b"z" * 16, 3, 16, 1)
+    m._asked(again)
     m._session.end(1)
     assert s.poll() == KVPoll.Success
     s.clear()
-    asked(m)
-    assert m.request_status[7] == KVPoll.WaitingForInput
+    sender(m)
+    assert m.transfer_infos[7]["127.0.0.1", 9].asked is again
+    assert m.request_status[7] == KVPoll.WaitingForInput and not m._early
 
 
 def test_prefill_refuses_by_name() -> None:
@@ -561,7 +637,7 @@ def test_messages() -> None:
         pd_wire.Room(1, "10.1.2.3", 1, xfer, 12, 160, 4, states={"swa": 3, "mamba": 1}),
         pd_wire.Peer(5, xfer, "10.0.0.1:7650"),
         pd_wire.Rows(5, xfer, (b"", b"abc")),
-        pd_wire.Done(5, xfer, "10.1.2.3", 65535),
+        pd_wire.Done(5, xfer),
     ):
         frames = message.encode()
         assert pd_wire.decode(frames) == message

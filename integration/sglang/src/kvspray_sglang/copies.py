@@ -2,7 +2,8 @@
 """Pages that SGLang hands over as tensors: they are copied through a buffer that the sidecar maps.
 
 SGLang does so for a draft model's cache (0.5.17) and for pools that do not report where their pages
-are. One call at a time uses the buffer; it is free again when its leases have ended.
+are. One call at a time uses the buffer; it is free again when its leases have ended. A call's time
+includes its wait for the buffer.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The session with the sidecar. The only module that uses the client of ``kvspray``.
 
-SGLang calls a backend from several threads and frees the pages of a call when it returns. Each call
-therefore ends with its leases: at its end, CALL_S seconds after its begin, it cancels them and waits until the sidecar has
-fenced them. A sidecar that does not answer for FENCE_S is killed by the shim, which ends the wait.
+SGLang calls a backend from several threads and frees the pages of a call when it returns. So no
+call returns before its leases have ended. CALL_S seconds after its begin it cancels those that are
+open, and waits until the sidecar has fenced them. A sidecar that does not answer for FENCE_S is
+killed by the shim, which ends the wait.
 Without a session no call waits.
 """
 

@@ -9,7 +9,7 @@ requests. Here are the transfers:
                                        prefill: each chunk of the prompt is a STEP
     sidecars move the pages of a chunk while the next one computes
     decode: end of EXPECT   <- ROWS    prefill: after the last chunk
-    decode: success          DONE ->   prefill: success
+    decode: success         DONE ->    prefill: success
 
 Pages of the prompt's tokens are one part of a request. Each component of its state (a sliding
 window, the keys of an indexer, recurrent states) is another part, with a session and a lease of its
@@ -17,10 +17,11 @@ own: SGLang lists its blocks with the last chunk. Entry i of prefill's list goes
 decode's.
 
 A request is a Success at decode when the sidecar has proved that all parts are there, and the rows
-have come. At prefill it is one when its sidecar reports that. A sidecar that dies before the report
-leaves a lease that the next sidecar offers again, and which decode does not ask for: DONE ends that
-one. SGLang keeps the blocks of a request that fails until ``is_abort_release_safe`` is true:
-all leases have ended, whatever prefill reports.
+have come. At prefill it is one when its sidecar reports that, or after DONE: a sidecar that dies
+before the report leaves a lease that the next one offers again, and no decode asks for it.
+
+SGLang keeps the blocks of a request that fails until ``is_abort_release_safe`` is true: all leases
+have ended, whatever prefill reports.
 
 Threads: the scheduler's; one that takes messages; one that takes the ends of leases; at prefill one
 that reports chunks. ``_lock`` guards ``_rooms``; it is held for a few assignments, and for calls to
@@ -68,8 +69,8 @@ WEIGHTS_ENV = "KVSPRAY_SGLANG_WEIGHTS"
 IDENTITY_ENV = "KVSPRAY_SGLANG_IDENTITY"
 MAX_UNCLAIMED = 4096  # rooms that decode has asked for and the router has not
 MAX_GIVEN_UP = 4096  # rooms that prefill has given up, and remembers
-GIVEN_UP_S = 30.0  # so long
-ARRIVED_S = 1.0  # from decode's DONE on prefill's sidecar has so long to report the same
+MAX_EARLY = 4096  # rooms that decode asks for while an earlier request has their number
+DONE_S = 1.0  # between decode's DONE and the report of prefill's sidecar, either may come first
 MAX_REUSED = 1 << 16  # rooms whose number of uses is remembered
 STATE_DEADLINE_S = 600.0  # between sidecars a longer one is shortened to this
 
@@ -116,8 +117,9 @@ class _Source:
     targets: list[tuple[str, int]]
     offers: dict[str, _Offer]
     rows: bool = False  # sent, after the last chunk
-    arrived: set[tuple[str, int]] = field(default_factory=set)  # targets that have all of it
-    arrived_at: float = 0.0  # all of them have
+    done_at: float = 0.0  # when decode had all of it
+    problem: str = ""  # a lease has failed
+    failed_at: float = 0.0
 
 
 @dataclass
@@ -131,7 +133,6 @@ class _Arrival:
     prefix: int
     request: Any = None  # SGLang's, and its metadata buffers: for a prefill that is no SGLang
     buffers: Any = None
-    prefill: Sequence[tuple[str, int]] = ()  # ranks that send it
     peer: bool = False  # prefill has named its sidecar
     leases: dict[str, int] = field(default_factory=dict)  # open, by part
     here: set[str] = field(default_factory=set)  # parts that have arrived
@@ -188,6 +189,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         self._rooms: dict[int, Any] = {}  # _Source or _Arrival
         self._unclaimed: OrderedDict[int, None] = OrderedDict()
         self._given_up: OrderedDict[int, float] = OrderedDict()  # when
+        self._early: OrderedDict[int, dict[tuple[str, int], pd_wire.Room]] = OrderedDict()
         self._uses: OrderedDict[tuple[str, int], int] = OrderedDict()
         # Open leases at decode, by room: they outlive the room where SGLang forgets it first.
         self._writers: dict[int, int] = {}
@@ -299,7 +301,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
                 if prefill and isinstance(message, pd_wire.Room):
                     self._asked(message)
                 elif prefill and isinstance(message, pd_wire.Done):
-                    self._arrived(message)
+                    self._done(message)
                 elif not prefill and isinstance(message, pd_wire.Peer):
                     self._peer(message)
                 elif not prefill and isinstance(message, pd_wire.Rows):
@@ -317,18 +319,31 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
 
     def _asked(self, m: pd_wire.Room) -> None:
         """A decode rank waits for a room."""
-        current = self.request_status.get(m.room)
-        if current is not None and current != KVPoll.Bootstrapping:
-            return  # of an earlier request with this number
-        if current is None and time.monotonic() - self._given_up.get(m.room, -1e9) < GIVEN_UP_S:
-            # Else decode would hold its pages until SGLang's timeout: an abort that overtook the
-            # request on its way to decode has ended it here alone.
+        with self._lock:
+            waits = self._register(m)
+        if not waits:
+            # Else decode would hold its pages until SGLang's timeout.
             self.send_kv_status_message(
                 targets=[(m.host, m.port)], bootstrap_room=m.room, status=KVPoll.Failed,
                 failure_reason="kvspray: prefill has given the request up",
             )  # fmt: skip
-            return
+
+    def _register(self, m: pd_wire.Room) -> bool:
+        """False: the request has failed here. An abort may overtake it on its way to decode."""
+        current = self.request_status.get(m.room)
+        since = self._given_up.get(m.room)
+        if current == KVPoll.Failed or (
+            current is None and since and time.monotonic() - since < self.bootstrap_timeout
+        ):
+            return False
         infos = self.transfer_infos.setdefault(m.room, {})
+        if current not in (None, KVPoll.Bootstrapping):
+            if all(i.asked.xfer != m.xfer for i in infos.values()):
+                # The next request with this number: decode may compute one again.
+                self._early.setdefault(m.room, {})[m.host, m.port] = m
+                while len(self._early) > MAX_EARLY:
+                    self._early.popitem(last=False)
+            return True
         infos[m.host, m.port] = _Info(m)
         if current is None:
             self._unclaimed[m.room] = None
@@ -339,19 +354,42 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
                 self.request_status.pop(old, None)
                 self.failure_records.pop(old, None)
         if len(infos) < m.ranks:
-            return
+            return True
         self.resolve_kv_replica_factor(infos)
         self.req_to_decode_prefix_len[m.room] = m.prefix
         self.update_status(m.room, KVPoll.WaitingForInput)
+        return True
 
     def claim(self, room: int) -> None:
         """The router has sent the request."""
-        self._given_up.pop(room, None)
-        self._unclaimed.pop(room, None)
+        with self._lock:
+            self._given_up.pop(room, None)
+            self._unclaimed.pop(room, None)
 
-    def give_up_source(self, room: int) -> None:
-        """The request has ended without a Success. A decode rank may ask for it later."""
+    def forget_source(self, room: int, success: bool, forget: Callable[[], None]) -> None:
+        """The request has ended. ``forget`` is SGLang's own part of that."""
+        with self._lock:
+            if not success:
+                self._give_up(room)
+            forget()
+            early = self._early.pop(room, {})
+        for m in early.values():
+            self._asked(m)
+
+    def refuse(self, room: int) -> None:
+        """SGLang refuses the request before it has a sender."""
+        with self._lock:
+            self._give_up(room)
+            infos = self.transfer_infos.pop(room, {})
+            self.request_status.pop(room, None)
+            self._unclaimed.pop(room, None)
+        for i in infos.values():
+            self._asked(i.asked)
+
+    def _give_up(self, room: int) -> None:
+        """A decode rank may ask for the room later."""
         self._given_up[room] = time.monotonic()
+        self._given_up.move_to_end(room)
         while len(self._given_up) > MAX_GIVEN_UP:
             self._given_up.popitem(last=False)
 
@@ -531,37 +569,48 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         )
 
     def _sent(self, s: _Source, o: _Offer, c: kvspray.Completion) -> None:
+        failed = ""
         with self._lock:
-            o.ended, o.whole = True, c.ok or s.arrived_at > 0
-        if o.whole:
-            self._whole(s)
-        elif self._rooms.get(s.room) is s:
-            self.conclude_failure(
-                bootstrap_room=s.room, failure_reason=f"kvspray: {c.status.name}: {c.reason}"
-            )
+            o.ended, o.whole = True, c.ok or s.done_at > 0
+            if not o.whole:
+                s.problem = f"kvspray: {c.status.name}: {c.reason}"
+                s.failed_at = time.monotonic()
+                if self._rooms.get(s.room) is s and not s.rows:
+                    failed = s.problem
+        if failed:
+            self.conclude_failure(bootstrap_room=s.room, failure_reason=failed)
+        self._whole(s)
 
     def _whole(self, s: _Source) -> None:
-        if s.rows and all(o.whole for o in s.offers.values()):
-            self.update_status(s.room, KVPoll.Success)
+        with self._lock:
+            if self._rooms.get(s.room) is not s or not s.rows:
+                return
+            if all(o.whole for o in s.offers.values()):
+                self.update_status(s.room, KVPoll.Success)
 
-    def _arrived(self, m: pd_wire.Done) -> None:
+    def _done(self, m: pd_wire.Done) -> None:
         with self._lock:
             s = self._rooms.get(m.room)
-            if s is None or s.xfer != m.xfer or (m.host, m.port) not in s.targets:
+            if s is None or s.xfer != m.xfer or s.done_at:
                 return
-            s.arrived.add((m.host, m.port))
-            if not s.arrived_at and s.arrived.issuperset(s.targets):
-                s.arrived_at = time.monotonic()
+            s.done_at = time.monotonic()
+            for o in s.offers.values():
+                o.whole = o.whole or o.ended
+        self._whole(s)
 
-    def end_arrived(self, room: int) -> None:
-        """Ends what decode has, and the sidecar has not reported."""
+    def settle_source(self, room: int) -> None:
+        """Ends a request that decode and the sidecar have not both reported on in time."""
         s = self._rooms.get(room)
-        if s is None or not s.arrived_at or time.monotonic() - s.arrived_at < ARRIVED_S:
+        if s is None or not (s.done_at or s.failed_at):
             return
-        for o in s.offers.values():
-            if not o.ended and not o.cancelled:
-                o.cancelled = True
-                o.part.session.cancel(o.lease, "decode has all of it")
+        now = time.monotonic()
+        if s.done_at and now - s.done_at >= DONE_S:
+            for o in s.offers.values():
+                if not o.ended and not o.cancelled:
+                    o.cancelled = True
+                    o.part.session.cancel(o.lease, "decode has all of it")
+        elif not s.done_at and now - s.failed_at >= DONE_S:
+            self.conclude_failure(bootstrap_room=room, failure_reason=s.problem)
 
     def close_source(self, room: int, reason: str) -> None:
         """SGLang takes the request's blocks back after this call."""
@@ -588,10 +637,8 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
     def open_arrival(
         self, address: str, room: int, pages: Sequence[int], row: int | None, prefix: int | None,
         request: Any = None, buffers: Any = None, states: Sequence[Any] = (),
-        prefill: Sequence[tuple[str, int]] = (),
     ) -> str:  # fmt: skip
-        """SGLang has blocks for a request, which these prefill ranks fill. Returns why they cannot
-        be filled."""
+        """SGLang has blocks for a request. Returns why they cannot be filled."""
         if problem := self._stale() or self._unequal(address):
             return problem
         try:
@@ -609,7 +656,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         xfer = hashlib.sha256(name.encode()).digest()
         a = _Arrival(
             room, xfer[: pd_wire.XFER_BYTES], {k: x for k, x in blocks.items() if x},
-            -1 if row is None else int(row), int(prefix or 0), request, buffers, prefill,
+            -1 if row is None else int(row), int(prefix or 0), request, buffers,
         )  # fmt: skip
         with self._lock:
             self._rooms[room] = a
@@ -744,8 +791,6 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
             self._fail(a, problem)
         else:
             self.update_status(a.room, KVPoll.Success)
-            for to in a.prefill:
-                self._send(to, pd_wire.Done(a.room, a.xfer, self.local_ip, self.rank_port).encode())
 
     def _fail(self, a: _Arrival, reason: str) -> None:
         with self._lock:
@@ -777,14 +822,15 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         with self._lock:
             return bootstrap_room not in self._writers
 
-    def close_arrival(self, room: int) -> None:
-        """SGLang forgets the request, whose blocks it uses or holds."""
+    def close_arrival(self, room: int) -> bytes:
+        """SGLang forgets the request, whose blocks it uses or holds. Returns the transfer's id."""
         with self._lock:
             a = self._rooms.pop(room, None)
             if a is None:
-                return
+                return b""
             a.given_up = True
         self._cancel(a, "the request has ended")
+        return bytes(a.xfer)
 
 
 @dataclass
@@ -820,23 +866,24 @@ class KVSpraySender(CommonKVSender):  # type: ignore[misc]
         self.kv_mgr.open_source(self.bootstrap_room, int(num_kv_indices), self.request)
 
     def poll(self) -> KVPoll:
-        self.kv_mgr.end_arrived(self.bootstrap_room)
+        self.kv_mgr.settle_source(self.bootstrap_room)
         return super().poll()
 
     def abort(self) -> None:
+        sent = self.kv_mgr.request_status.get(self.bootstrap_room) == KVPoll.Success
         super().abort()
-        # SGLang's own does not tell decode.
-        reason = "prefill has given the request up"
-        self.kv_mgr.conclude_failure(
-            bootstrap_room=self.bootstrap_room, failure_reason=f"kvspray: {reason}"
-        )
-        self.kv_mgr.close_source(self.bootstrap_room, reason)
+        if not sent:  # SGLang's own part does not tell decode
+            self.kv_mgr.conclude_failure(
+                bootstrap_room=self.bootstrap_room, failure_reason="Aborted at prefill."
+            )
+        self.kv_mgr.close_source(self.bootstrap_room, "prefill has given the request up")
 
     def clear(self) -> None:
         self.kv_mgr.close_source(self.bootstrap_room, "the request has ended at prefill")
-        super().clear()
-        if self.conclude_state != KVPoll.Success:
-            self.kv_mgr.give_up_source(self.bootstrap_room)
+        status = self.conclude_state
+        if status is None:
+            status = self.kv_mgr.request_status.get(self.bootstrap_room)
+        self.kv_mgr.forget_source(self.bootstrap_room, status == KVPoll.Success, super().clear)
 
 
 class KVSprayReceiver(CommonKVReceiver):  # type: ignore[misc]
@@ -858,7 +905,6 @@ class KVSprayReceiver(CommonKVReceiver):  # type: ignore[misc]
             problem = self.kv_mgr.open_arrival(
                 self.bootstrap_addr, self.bootstrap_room, kv_indices, aux_index, decode_prefix_len,
                 self.request, self.buffers, state_indices or (),
-                [(i["rank_ip"], int(i["rank_port"])) for i in self.bootstrap_infos],
             )  # fmt: skip
             if problem:
                 self.kv_mgr.record_failure(self.bootstrap_room, f"kvspray: {problem}")
@@ -874,8 +920,21 @@ class KVSprayReceiver(CommonKVReceiver):  # type: ignore[misc]
         super()._send_abort_notification(**more)
 
     def clear(self) -> None:
+        # SGLang clears a Success once all decode ranks have theirs.
+        success = self.conclude_state == KVPoll.Success
         super().clear()
-        self.kv_mgr.close_arrival(self.bootstrap_room)
+        xfer = self.kv_mgr.close_arrival(self.bootstrap_room)
+        if success and xfer:
+            self._send_done(pd_wire.Done(self.bootstrap_room, xfer).encode())
+
+    def _send_done(self, frames: list[bytes]) -> None:
+        for info in self.bootstrap_infos or ():
+            try:
+                socket, lock = self._connect_to_bootstrap_server(info)
+                with lock:
+                    socket.send_multipart(frames)
+            except Exception as err:  # prefill then waits for its sidecar
+                _log.debug("kvspray: room %s: no DONE: %s", self.bootstrap_room, err)
 
 
 class KVSprayBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]

@@ -7,7 +7,7 @@ between the sidecars.
     prefill -> decode   PEER    the sidecar that the pages come from
     prefill -> decode   ROWS    the request's metadata: first token, log probabilities ...
     prefill -> decode   FIRST   the first token alone, of a prefill that is no SGLang
-    decode -> prefill   DONE    the decode rank has all of it
+    decode -> prefill   DONE    all decode ranks have all of it
 
 A ROOM or a PEER with the frame "prompt" comes from the bridge to another kind of engine
 (bridge.py): that transfer is named by its prompt, which both engines hash themselves. A ROOM with
@@ -38,7 +38,6 @@ MAX_ROW_BYTES = 16 << 20
 _ROOM = struct.Struct("<QHIII")  # room, port, pages, tokens that decode has, decode ranks
 _HEAD = struct.Struct("<Q")
 _STATE = re.compile(r"([a-z][a-z0-9_]{0,31})=([1-9][0-9]{0,7})")
-_DONE = struct.Struct("<QH")  # room, port
 _FIRST = struct.Struct("<II")  # token, tokens of the prompt that prefill had in its cache
 
 
@@ -101,12 +100,9 @@ class First:
 class Done:
     room: int
     xfer: bytes
-    host: str  # of the decode rank, as in its ROOM
-    port: int
 
     def encode(self) -> list[bytes]:
-        head = _DONE.pack(self.room, self.port)
-        return [TAG, b"DONE", head, self.xfer, self.host.encode()]
+        return [TAG, b"DONE", _HEAD.pack(self.room), self.xfer]
 
 
 def decode(frames: Sequence[bytes]) -> Room | Peer | Rows | First | Done | None:
@@ -126,10 +122,9 @@ def decode(frames: Sequence[bytes]) -> Room | Peer | Rows | First | Done | None:
             return Room(
                 room, _text(more[0]), port, bytes(xfer), pages, prefix, ranks, by_prompt, states
             )  # fmt: skip
-        if kind == b"DONE" and len(more) == 1:
-            room, port = _DONE.unpack(head)
-            return Done(room, bytes(xfer), _text(more[0]), port)
         (room,) = _HEAD.unpack(head)
+        if kind == b"DONE" and not more:
+            return Done(room, bytes(xfer))
         if kind == b"PEER" and (len(more) == 1 or by_prompt):
             return Peer(room, bytes(xfer), _text(more[0]), by_prompt)
         if kind == b"FIRST" and len(more) == 1:

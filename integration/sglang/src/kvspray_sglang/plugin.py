@@ -25,6 +25,7 @@ _USES_CLASSES = (
 _HOLDS = "sglang.srt.disaggregation.decode.DecodeTransferQueue.__init__"
 _RECEIVES = "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue"
 _SENDS = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender"
+_ADDS = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.add"
 
 _log = logging.getLogger(__name__)
 _CHOOSES = "sglang.srt.mem_cache.pool_host.common.get_allocator_from_storage"
@@ -46,6 +47,7 @@ def install() -> None:
         HookRegistry.register(_HOLDS, _hold, HookType.AROUND)
         HookRegistry.register(_RECEIVES, _received, HookType.AROUND)
         HookRegistry.register(_SENDS, _sent, HookType.AROUND)
+        HookRegistry.register(_ADDS, _added, HookType.AROUND)
     installed = True
 
 
@@ -97,6 +99,14 @@ def _sent(original: Callable[..., Any], queue: Any, req: Any, *args: Any, **kwar
     out = original(queue, req, *args, **kwargs)
     if out and _is_transfer_backend():
         req.disagg_kv_sender.request = req
+    return out
+
+
+def _added(original: Callable[..., Any], queue: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    """Decode is told of a request that SGLang refuses at once, a prompt that is too long for one."""
+    out = original(queue, req, *args, **kwargs)
+    if getattr(req, "disagg_kv_sender", None) is None and _is_transfer_backend():
+        queue.kv_manager.refuse(req.bootstrap_room)
     return out
 
 
