@@ -1,45 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What SGLang's own fixtures for storage backends (sglang.test.kits, in its package) do, with its
-radix cache, its controller and its host pools: pages go to the storage, and another cache gets them
-from there. test_upstream.py runs this with KVSPRAY_UPSTREAM_SOCKET for our backend, and without it
-for SGLang's file backend.
+"""SGLang's own fixtures for its tests of storage backends: they are in its package, so they are those
+of the installed release. Their caches, with SGLang's tree, controller and host pools, store pages and
+fetch them, and they assert what is there. test_upstream.py runs this with KVSPRAY_UPSTREAM_SOCKET for
+our backend, and without it for the file backend, which the fixtures name.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pathlib
+import sys
 import unittest
-from array import array
 from typing import Any
 
-import kvspray_cpu_rig
-import torch
-from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, MatchPrefixParams
-from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
-from sglang.srt.server_args import ServerArgs
-from sglang.test.kits.unified_radix_cache import mixins
-from sglang.test.kits.unified_radix_cache.config import CacheConfig
-from sglang.test.kits.unified_radix_cache.fixtures import build_fixture
-from sglang.test.kits.unified_radix_cache.storage import UnifiedRadixCacheStorageFixtures
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "rig"))
+
+import cluster as rig  # noqa: E402
+import kvspray_cpu_rig  # noqa: E402
+import torch  # noqa: E402
+from sglang.srt.environ import envs  # noqa: E402
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle  # noqa: E402
+from sglang.srt.mem_cache.unified_cache.components.base import ComponentType  # noqa: E402
+from sglang.srt.server_args import ServerArgs  # noqa: E402
+from sglang.test.kits.unified_radix_cache import mixins  # noqa: E402
+from sglang.test.kits.unified_radix_cache.config import CacheConfig  # noqa: E402
+from sglang.test.kits.unified_radix_cache.fixtures import match_prefix  # noqa: E402
+from sglang.test.kits.unified_radix_cache.storage import UnifiedRadixCacheStorageFixtures  # noqa: E402
 
 SOCKET = os.environ.get("KVSPRAY_UPSTREAM_SOCKET")
-PAGES = 4
 
 
 def configured(**args: Any) -> ServerArgs:
-    """The configuration that the fixtures make for their file backend, with the copies that exist on
-    a CPU, and with our backend."""
+    """The fixtures' configuration with the copies that exist on a CPU, and with our backend."""
     args |= {"hicache_io_backend": "direct", "hicache_mem_layout": "page_first_direct"}
     if SOCKET and args["hicache_storage_backend"]:
-        ours = {
+        extra = json.loads(args["hicache_storage_backend_extra_config"] or "{}") | {
             "backend_name": "kvspray", "module_path": "kvspray_sglang.hicache",
-            "class_name": "KvsprayHiCache", "interface_v1": 1, "weights": "w", "socket": SOCKET,
+            "class_name": "KvsprayHiCache", "interface_v1": 1, "socket": SOCKET,
+            # Each test has a folder of its own for the file backend, and its tokens are the same.
+            "weights": envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.get(),
         }  # fmt: skip
-        extra = json.loads(args["hicache_storage_backend_extra_config"] or "{}")
         args["hicache_storage_backend"] = "dynamic"
-        args["hicache_storage_backend_extra_config"] = json.dumps(extra | ours)
+        args["hicache_storage_backend_extra_config"] = json.dumps(extra)
     return ServerArgs(**args)
 
 
@@ -48,59 +51,57 @@ mixins.ServerArgs = configured
 
 
 class Storage(UnifiedRadixCacheStorageFixtures, unittest.TestCase):
-    def _cache(self, folder: str) -> tuple[Any, Any, Any]:
-        cache, slots, requests = build_fixture(self.cfg)
-        self._init_hicache(
-            cache, storage_backend="file", storage_dir=folder, prefetch_threshold=1
-        )  # fmt: skip
+    def _init_hicache(self, cache: Any, **how: Any) -> None:
+        super()._init_hicache(cache, **how)
+        for entry in cache.cache_controller.mem_pool_host.entries:
+            entry.host_pool.pin_memory = False  # the file backend's own pages; it needs a GPU
         backend = cache.cache_controller.storage_backend
-        assert (type(backend).__name__ == "KvsprayHiCache") == bool(SOCKET)
-        return cache, slots, requests
+        assert ("kvspray" in type(backend).__module__) == bool(SOCKET), backend
+        if SOCKET:  # until it is connected there are only misses
+            rig.wait_for("a session", lambda: backend._link.connected, 30)
 
-    def _buffers(self, slots: Any) -> list[torch.Tensor]:
-        pool = self._get_full_kv_pool(slots)
-        return [*pool.k_buffer, *pool.v_buffer]
 
-    def _round(self, page: int) -> None:
-        self.cfg = CacheConfig(
-            page_size=page, components=(ComponentType.FULL,), num_layers=4,
-            kv_size=page * 16, max_context_len=page * 8,
-        )  # fmt: skip
-        folder = self._make_storage_dir()
-        tokens = list(range(PAGES * page))
-        key = MatchPrefixParams(key=RadixKey(array("q", tokens)))
+class TestPages(Storage):
+    cfg = CacheConfig(page_size=16, num_layers=4, full_attention_layer_ids=(3,))
 
-        writer, slots, requests = self._cache(folder)
-        self._insert(writer, slots, requests, tokens)
-        match = writer.match_prefix(key)
-        for buffer in self._buffers(slots):
-            buffer.copy_(torch.randn(buffer.shape).to(buffer.dtype))
-        want = [b[match.device_indices].clone() for b in self._buffers(slots)]
-        leaf = match.last_device_node
-        self._backup_node(writer, leaf)
-        writer.writing_check(write_back=True)
-        self._write_path_to_l3(writer, leaf)
-        self._flush_l3_backups(writer)
-        hashes = self._all_page_hashes(writer, leaf)
-        self.assertEqual(self._storage_exists_count(writer, hashes), PAGES)
+    def test_stored_and_fetched(self) -> None:
+        folder, seq = self._make_storage_dir(), self._make_seq(1, 4)
+        want = self._l3_produce(folder, seq, marker=7)
+        cache, slots, _ = self._l3_consumer(folder)
+        self._consume_prefetch(cache, seq, CacheRequestHandle("r", 0))
+        match = match_prefix(cache, seq)
+        self.assertEqual(match.host_hit_length, len(seq))
+        self._load_back_node(cache, match.last_host_node)
+        leaf = match_prefix(cache, seq).last_device_node
+        hashes = self._all_page_hashes(cache, leaf)
+        self.assertEqual(self._storage_exists_count(cache, [*hashes, "0" * 64]), len(hashes))
+        got = self._snapshot_full_kv(slots, cache.path_device_indices(leaf))
+        for a, b in zip(want, got, strict=True):
+            self.assertTrue(torch.equal(a, b))
 
-        reader, slots, requests = self._cache(folder)
-        self.assertEqual(self._storage_exists_count(reader, [*hashes, "0" * 64]), PAGES)
-        handle = CacheRequestHandle("reader", 0)
-        reader.prefetch_from_storage(
-            handle, reader.root_node_handle(), array("q", tokens), None, None
+    def test_fetched_into_a_buffer(self) -> None:
+        self._assert_sibling_head_is_trimmed(
+            self._make_storage_dir(), self._buffer_swa_seq(), window_sized=False
         )
-        self._run_prefetch_to_completion(reader, handle)
-        match = reader.match_prefix(key)
-        self.assertEqual(match.host_hit_length, len(tokens))
-        self._load_back_node(reader, match.last_host_node)
-        indices = reader.match_prefix(key).device_indices
-        self.assertEqual(len(indices), len(tokens))
-        for a, b in zip(want, self._buffers(slots), strict=True):
-            self.assertTrue(torch.equal(a, b[indices]))
 
-    def test_pages_of_16_tokens(self) -> None:
-        self._round(16)
 
-    def test_pages_of_64_tokens(self) -> None:
-        self._round(64)
+class TestWindows(Storage):
+    """The same with a second pool, for layers with a sliding window."""
+
+    cfg = CacheConfig(
+        page_size=16, num_layers=4, full_attention_layer_ids=(3,), sliding_window_size=16,
+        components=(ComponentType.FULL, ComponentType.SWA), kv_size=512,
+    )  # fmt: skip
+
+    def test_windows_stored_and_fetched(self) -> None:
+        self.assertIsNotNone(self._setup_swa_tp_prefetch())
+
+    def test_windows_fetched_into_a_buffer(self) -> None:
+        self._assert_sibling_head_is_trimmed(
+            self._make_storage_dir(), self._buffer_swa_seq(), window_sized=False
+        )
+
+    def test_only_the_window_is_missing(self) -> None:
+        folder, seq = self._make_storage_dir(), self._buffer_swa_seq()
+        self._produce_buffer_l3(folder, seq)
+        self._assert_masked_full_is_reused(folder, seq, live_tail=0)
