@@ -82,7 +82,7 @@ def manager(rank: int | None = None) -> Any:
     m.kv_args = SimpleNamespace(
         page_size=16, aux_data_ptrs=[ctypes.addressof(b) for b in m.buffers], aux_item_lens=ROWS
     )
-    m._lock, m._rooms = threading.Lock(), {}
+    m._lock, m._status_lock, m._rooms, m._senders = threading.Lock(), threading.Lock(), {}, {}
     m._session, m.swa, m.mamba = Session(), Session(), Session()
     m._parts = [pd._Part("", m._session, 16)]
     if rank is not None:
@@ -351,7 +351,7 @@ def test_chunks_then_rows() -> None:
     assert isinstance(m.sent[1][1], pd_wire.Rows) and m.request_status[7] != KVPoll.Success
     m._session.end(1)
     assert m.request_status[7] == KVPoll.Success
-    m.close_source(7, "ended")
+    m.close_source(7, None, "ended")
     assert not m._session.cancelled
 
 
@@ -368,7 +368,7 @@ def test_states_follow_the_last_chunk() -> None:
         assert m.request_status[7] != KVPoll.Success
         session.end(1)
     assert m.request_status[7] == KVPoll.Success
-    m.close_source(7, "ended")
+    m.close_source(7, None, "ended")
     assert not (m._session.cancelled or m.swa.cancelled or m.mamba.cancelled)
 
 
@@ -406,7 +406,7 @@ def test_pages_that_prefill_takes_back(ended: bool) -> None:
     if ended:
         m._session.end(1)
     m.add_transfer_request(7, [1], slice(0), False)
-    m.close_source(7, "given up")
+    m.close_source(7, None, "given up")
     assert m._session.cancelled == ([] if ended else [1])
     m.request_status.pop(7)
     chunk(m, [1, 2, 3], True)
@@ -423,7 +423,7 @@ def test_a_chunk_of_an_earlier_request_with_this_number() -> None:
         m.open_source(7, 3)
         m.add_transfer_request(7, [1, 2, 3], slice(0), True, ROW)
         if len(m._session.open) == 1:
-            m.close_source(7, "given up")
+            m.close_source(7, None, "given up")
     m._chunk(m._chunks.get())
     assert not m._session.steps
     m._chunk(m._chunks.get())
@@ -521,7 +521,7 @@ def test_a_prompt_that_sglang_refuses(first: str, monkeypatch: pytest.MonkeyPatc
         assert not m.sent
         step()
     assert m.sent[-1]["targets"] == [("127.0.0.1", 9)] and m.sent[-1]["status"] == KVPoll.Failed
-    assert not m.request_status and not m.transfer_infos
+    assert not (m.request_status or m.transfer_infos or m.req_to_decode_prefix_len)
 
 
 def sent_all(m: Any, s: Any) -> pd_wire.Room:
@@ -537,14 +537,14 @@ def test_decode_has_what_a_new_sidecar_offers_again(monkeypatch: pytest.MonkeyPa
     m = manager()
     s = sender(m)
     room = sent_all(m, s)
-    monkeypatch.setattr(pd, "DONE_S", 0.0)
+    monkeypatch.setattr(pd, "REPORT_S", 0.0)
     for other in (pd_wire.Done(7, b"y" * 16), pd_wire.Done(8, room.xfer)):
         m._done(other)
     assert s.poll() == KVPoll.Transferring and not m._session.cancelled
-    monkeypatch.setattr(pd, "DONE_S", 60.0)
+    monkeypatch.setattr(pd, "REPORT_S", 60.0)
     m._done(pd_wire.Done(7, room.xfer))
     assert s.poll() == KVPoll.Transferring and not m._session.cancelled  # it may report it yet
-    monkeypatch.setattr(pd, "DONE_S", 0.0)
+    monkeypatch.setattr(pd, "REPORT_S", 0.0)
     for _ in range(2):
         assert s.poll() == KVPoll.Transferring and m._session.cancelled == [1]
     m._session.end(1, ok=False)
@@ -565,6 +565,9 @@ def test_a_lease_fails_whose_pages_decode_has(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(pd, "DONE_S", 0.0)
     m._session.end(1, ok=False)
     assert s.poll() == KVPoll.Failed and m.sent[-1]["status"] == KVPoll.Failed
+    told = len(m.sent)
+    m.settle_source(7)
+    assert len(m.sent) == told
 
 
 def test_a_late_end_of_an_earlier_request_with_this_number() -> None:
@@ -579,19 +582,74 @@ def test_a_late_end_of_an_earlier_request_with_this_number() -> None:
     assert m.request_status[7] == KVPoll.Bootstrapping
 
 
-def test_decode_asks_again_before_prefill_has_ended() -> None:
-    """SGLang uses the number again if decode takes a request's pages back and computes it again."""
+@pytest.mark.parametrize("ends", ["success", "abort"])
+@pytest.mark.parametrize("order", ["sender", "decode"])
+def test_a_number_that_is_used_again_too_soon(ends: str, order: str) -> None:
+    """SGLang uses it again if decode takes a request's pages back and computes it again."""
     m = manager()
-    s = sender(m)
-    sent_all(m, s)
+    first = sender(m)
+    sent_all(m, first)
     again = pd_wire.Room(7, "127.0.0.1", 9, b"z" * 16, 3, 16, 1)
-    m._asked(again)
+    steps: list[Any] = [lambda: sender(m), lambda: m._asked(again)]
+    made = [step() for step in (steps if order == "sender" else reversed(steps))]
+    second = next(x for x in made if x is not None)
+    assert second.poll() == KVPoll.Bootstrapping and first.poll() == KVPoll.Transferring
+    if ends == "abort":
+        first.abort()
+    m._session.end(1, ok=ends != "abort")
+    assert first.poll() == (KVPoll.Failed if ends == "abort" else KVPoll.Success)
+    first.clear()
+    first.clear()
+    assert second.poll() == KVPoll.WaitingForInput
+    assert m.transfer_infos[7]["127.0.0.1", 9].asked is again and not m._early
+    m.open_source(7, 3)
+    first.clear()
+    assert m._rooms[7].xfer == again.xfer and second.poll() == KVPoll.WaitingForInput
+    second.abort()
+    assert not (m._senders or m._rooms or m.request_status or m.failure_records)
+
+
+def test_a_sender_that_waits_is_aborted() -> None:
+    m = manager()
+    first = sender(m)
+    sent_all(m, first)
+    second = sender(m)
+    second.abort()
+    assert second.poll() == KVPoll.Failed and first.poll() == KVPoll.Transferring
+    second.clear()
+    assert first.poll() == KVPoll.Transferring and m._senders == {7: first}
+
+
+def test_a_later_request_with_this_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    m = manager()
+    first = sender(m)
+    sent_all(m, first)
+    m._asked(pd_wire.Room(7, "127.0.0.1", 11, b"z" * 16, 3, 16, 1))
+    m.refuse(7)
+    assert m.sent[-1]["targets"] == [("127.0.0.1", 11)] and m.sent[-1]["status"] == KVPoll.Failed
     m._session.end(1)
-    assert s.poll() == KVPoll.Success
-    s.clear()
-    sender(m)
-    assert m.transfer_infos[7]["127.0.0.1", 9].asked is again
-    assert m.request_status[7] == KVPoll.WaitingForInput and not m._early
+    assert first.poll() == KVPoll.Success
+
+
+def test_no_status_is_lost() -> None:
+    """The scheduler's thread and that of messages change it at the same time."""
+    m = manager()
+    for room in range(3000):
+        m.update_status(room, KVPoll.WaitingForInput)
+    go = threading.Barrier(2)
+
+    def fail() -> None:
+        go.wait()
+        for room in range(3000):
+            m.update_status(room, KVPoll.Failed)
+
+    t = threading.Thread(target=fail)
+    t.start()
+    go.wait()
+    for room in range(3000):
+        m.update_status(room, KVPoll.Transferring)
+    t.join()
+    assert set(m.request_status.values()) == {KVPoll.Failed}
 
 
 def test_prefill_refuses_by_name() -> None:
@@ -622,7 +680,7 @@ def test_rooms_that_nobody_claims_are_bounded() -> None:
     for room in range(pd.MAX_UNCLAIMED + 50):
         asked(m, room)
     assert len(m.transfer_infos) == len(m.request_status) == pd.MAX_UNCLAIMED
-    m.claim(pd.MAX_UNCLAIMED)
+    assert m.claim(pd.MAX_UNCLAIMED, object())
     asked(m, 1 << 40)
     assert pd.MAX_UNCLAIMED in m.transfer_infos
 

@@ -25,7 +25,8 @@ have ended, whatever prefill reports.
 
 Threads: the scheduler's; one that takes messages; one that takes the ends of leases; at prefill one
 that reports chunks. ``_lock`` guards ``_rooms``; it is held for a few assignments, and for calls to
-the session, which do not wait.
+the session, which do not wait. ``_status_lock`` makes changes of a status atomic, as several threads
+make them. It is taken after ``_lock``, never before.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ IDENTITY_ENV = "KVSPRAY_SGLANG_IDENTITY"
 MAX_UNCLAIMED = 4096  # rooms that decode has asked for and the router has not
 MAX_GIVEN_UP = 4096  # rooms that prefill has given up, and remembers
 MAX_EARLY = 4096  # rooms that decode asks for while an earlier request has their number
-DONE_S = 1.0  # between decode's DONE and the report of prefill's sidecar, either may come first
+REPORT_S = 1.0  # prefill waits so long for its sidecar's report after decode's DONE
+DONE_S = 10.0  # and so long for DONE after a lease that failed
 MAX_REUSED = 1 << 16  # rooms whose number of uses is remembered
 STATE_DEADLINE_S = 600.0  # between sidecars a longer one is shortened to this
 
@@ -185,7 +187,8 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
             )
         # Without it pages of a request that fails would be used again at once.
         self.enable_deferred_decode_kv_release = True
-        self._lock = threading.Lock()
+        self._lock, self._status_lock = threading.Lock(), threading.Lock()
+        self._senders: dict[int, KVSpraySender] = {}  # that have a room
         self._rooms: dict[int, Any] = {}  # _Source or _Arrival
         self._unclaimed: OrderedDict[int, None] = OrderedDict()
         self._given_up: OrderedDict[int, float] = OrderedDict()  # when
@@ -281,6 +284,10 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
             return own
         return str(get_parallel().attn_tp_group.broadcast_object(own, src=0))
 
+    def update_status(self, bootstrap_room: int, status: KVPoll) -> None:
+        with self._status_lock:
+            super().update_status(bootstrap_room, status)
+
     # ---- messages of other ranks
 
     def _messages(self) -> None:
@@ -321,15 +328,11 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         """A decode rank waits for a room."""
         with self._lock:
             waits = self._register(m)
-        if not waits:
-            # Else decode would hold its pages until SGLang's timeout.
-            self.send_kv_status_message(
-                targets=[(m.host, m.port)], bootstrap_room=m.room, status=KVPoll.Failed,
-                failure_reason="kvspray: prefill has given the request up",
-            )  # fmt: skip
+        if not waits:  # decode would hold its pages until SGLang's timeout
+            self._tell_failed([m])
 
     def _register(self, m: pd_wire.Room) -> bool:
-        """False: the request has failed here. An abort may overtake it on its way to decode."""
+        """False: the request has failed here. Its abort may come before decode asks for it."""
         current = self.request_status.get(m.room)
         since = self._given_up.get(m.room)
         if current == KVPoll.Failed or (
@@ -360,31 +363,51 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         self.update_status(m.room, KVPoll.WaitingForInput)
         return True
 
-    def claim(self, room: int) -> None:
-        """The router has sent the request."""
+    def claim(self, room: int, sender: KVSpraySender) -> bool:
+        """The router has sent the request. False: an earlier request has the room."""
         with self._lock:
+            if self._senders.setdefault(room, sender) is not sender:
+                return False
             self._given_up.pop(room, None)
             self._unclaimed.pop(room, None)
+            return True
 
-    def forget_source(self, room: int, success: bool, forget: Callable[[], None]) -> None:
-        """The request has ended. ``forget`` is SGLang's own part of that."""
+    def forget_source(
+        self, room: int, sender: KVSpraySender, success: bool, forget: Callable[[], None]
+    ) -> None:
+        """The sender's request has ended. ``forget`` is SGLang's own part of that."""
         with self._lock:
-            if not success:
-                self._give_up(room)
-            forget()
+            if self._senders.get(room) is not sender:
+                return
+            del self._senders[room]
             early = self._early.pop(room, {})
+            if not success and not early:
+                self._give_up(room)
+            with self._status_lock:
+                forget()
         for m in early.values():
             self._asked(m)
 
     def refuse(self, room: int) -> None:
         """SGLang refuses the request before it has a sender."""
         with self._lock:
-            self._give_up(room)
-            infos = self.transfer_infos.pop(room, {})
-            self.request_status.pop(room, None)
-            self._unclaimed.pop(room, None)
-        for i in infos.values():
-            self._asked(i.asked)
+            asked = list(self._early.pop(room, {}).values())
+            if room not in self._senders:  # else they ask for this one, and another one has the room
+                self._give_up(room)
+                asked += [i.asked for i in self.transfer_infos.pop(room, {}).values()]
+                for kept in (
+                    self._unclaimed, self.request_status, self.req_to_decode_prefix_len,
+                    self.failure_records,
+                ):  # fmt: skip
+                    kept.pop(room, None)
+        self._tell_failed(asked)
+
+    def _tell_failed(self, asked: Sequence[pd_wire.Room]) -> None:
+        for m in asked:
+            self.send_kv_status_message(
+                targets=[(m.host, m.port)], bootstrap_room=m.room, status=KVPoll.Failed,
+                failure_reason="kvspray: prefill has given the request up",
+            )  # fmt: skip
 
     def _give_up(self, room: int) -> None:
         """A decode rank may ask for the room later."""
@@ -527,7 +550,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
             self.conclude_failure(
                 bootstrap_room=chunk.room, failure_reason=f"kvspray: {problem}"
             )
-            self.close_source(chunk.room, problem)
+            self.close_source(chunk.room, None, problem)
         elif rows is not None:
             for to in s.targets:
                 self._send(to, pd_wire.Rows(s.room, s.xfer, rows).encode())
@@ -599,22 +622,26 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         self._whole(s)
 
     def settle_source(self, room: int) -> None:
-        """Ends a request that decode and the sidecar have not both reported on in time."""
+        """Ends a request if only one of decode's DONE and the sidecar's report came in time."""
         s = self._rooms.get(room)
         if s is None or not (s.done_at or s.failed_at):
             return
         now = time.monotonic()
-        if s.done_at and now - s.done_at >= DONE_S:
+        if s.done_at and now - s.done_at >= REPORT_S:
             for o in s.offers.values():
                 if not o.ended and not o.cancelled:
                     o.cancelled = True
                     o.part.session.cancel(o.lease, "decode has all of it")
         elif not s.done_at and now - s.failed_at >= DONE_S:
-            self.conclude_failure(bootstrap_room=room, failure_reason=s.problem)
+            if self.request_status.get(room) != KVPoll.Failed:
+                self.conclude_failure(bootstrap_room=room, failure_reason=s.problem)
 
-    def close_source(self, room: int, reason: str) -> None:
-        """SGLang takes the request's blocks back after this call."""
+    def close_source(self, room: int, sender: KVSpraySender | None, reason: str) -> None:
+        """SGLang takes the request's blocks back after this call. ``sender``: only if the room is
+        its own."""
         with self._lock:
+            if sender is not None and self._senders.get(room) is not sender:
+                return
             s = self._rooms.pop(room, None)
             left = [o for o in s.offers.values() if not o.ended] if s is not None else []
         for o in left:
@@ -630,7 +657,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         elif status != KVPoll.Success:
             self.record_failure(m.room, "decode has given the request up")
             self.update_status(m.room, KVPoll.Failed)
-            self.close_source(m.room, "decode has given the request up")
+            self.close_source(m.room, None, "decode has given the request up")
 
     # ---- decode
 
@@ -854,11 +881,14 @@ class _Info:
 
 
 class KVSpraySender(CommonKVSender):  # type: ignore[misc]
+    """While an earlier request has the room this one waits: SGLang uses the number again if decode
+    takes a request's pages back and has the prompt computed again."""
+
     request: Any = None
 
     def __init__(self, mgr: KVSprayManager, bootstrap_addr: str, bootstrap_room: int,
                  req_has_disagg_prefill_dp_rank: bool = False) -> None:  # fmt: skip
-        mgr.claim(bootstrap_room)
+        self.waits = not mgr.claim(bootstrap_room, self)
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
@@ -866,24 +896,40 @@ class KVSpraySender(CommonKVSender):  # type: ignore[misc]
         self.kv_mgr.open_source(self.bootstrap_room, int(num_kv_indices), self.request)
 
     def poll(self) -> KVPoll:
+        if self.waits and self.conclude_state is None:
+            if not self.kv_mgr.claim(self.bootstrap_room, self):
+                return KVPoll.Bootstrapping
+            self.waits = False
+            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Bootstrapping)
         self.kv_mgr.settle_source(self.bootstrap_room)
         return super().poll()
 
     def abort(self) -> None:
+        if self.waits:
+            self.conclude_state = KVPoll.Failed
+            return
         sent = self.kv_mgr.request_status.get(self.bootstrap_room) == KVPoll.Success
         super().abort()
+        reason = "kvspray: prefill has given the request up"
         if not sent:  # SGLang's own part does not tell decode
+            self.kv_mgr.record_failure(self.bootstrap_room, reason)
             self.kv_mgr.conclude_failure(
-                bootstrap_room=self.bootstrap_room, failure_reason="Aborted at prefill."
+                bootstrap_room=self.bootstrap_room, failure_reason=reason
             )
-        self.kv_mgr.close_source(self.bootstrap_room, "prefill has given the request up")
+        # SGLang does not clear each sender that it aborts.
+        self.clear()
+        self.kv_mgr.failure_records.pop(self.bootstrap_room, None)
 
     def clear(self) -> None:
-        self.kv_mgr.close_source(self.bootstrap_room, "the request has ended at prefill")
+        if self.waits:
+            return
         status = self.conclude_state
         if status is None:
             status = self.kv_mgr.request_status.get(self.bootstrap_room)
-        self.kv_mgr.forget_source(self.bootstrap_room, status == KVPoll.Success, super().clear)
+        success = status == KVPoll.Success
+        mgr, room = self.kv_mgr, self.bootstrap_room
+        mgr.close_source(room, self, "the request has ended at prefill")
+        mgr.forget_source(room, self, success, super().clear)
 
 
 class KVSprayReceiver(CommonKVReceiver):  # type: ignore[misc]
