@@ -9,7 +9,8 @@ import (
 	"time"
 )
 
-// acceptPause follows an error of a listener. Without it missing descriptors would keep Accepted busy.
+// acceptPause follows an error of a listener. Without it missing descriptors would keep Accepted
+// busy.
 const acceptPause = 10 * time.Millisecond
 
 // Accepted are the connections that a listener accepts, until it is closed or done is. Any other
