@@ -72,8 +72,11 @@ func TestMissBesideSlowPeers(t *testing.T) {
 		if took := time.Since(began); took > 0 || miss.Results()[0].Outcome != store.Miss {
 			t.Errorf("%+v after %v", miss.Results()[0], took)
 		}
+		// All first: any of them may wait for the transfers of the others.
 		for _, batch := range slow {
 			batch.Cancel()
+		}
+		for _, batch := range slow {
 			<-batch.Done()
 		}
 	})
