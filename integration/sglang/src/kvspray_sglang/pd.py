@@ -392,7 +392,7 @@ class KVSprayManager(CommonKVManager):  # type: ignore[misc]
         """SGLang refuses the request before it has a sender."""
         with self._lock:
             asked = list(self._early.pop(room, {}).values())
-            if room not in self._senders:  # else they ask for this one, and another one has the room
+            if room not in self._senders:  # else an earlier request has the room, and goes on
                 self._give_up(room)
                 asked += [i.asked for i in self.transfer_infos.pop(room, {}).values()]
                 for kept in (

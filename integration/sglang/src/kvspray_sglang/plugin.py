@@ -103,7 +103,7 @@ def _sent(original: Callable[..., Any], queue: Any, req: Any, *args: Any, **kwar
 
 
 def _added(original: Callable[..., Any], queue: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-    """Decode is told of a request that SGLang refuses at once, a prompt that is too long for one."""
+    """Fails the request at decode, too, if SGLang refuses it here: its prompt is too long."""
     out = original(queue, req, *args, **kwargs)
     if getattr(req, "disagg_kv_sender", None) is None and _is_transfer_backend():
         queue.kv_manager.refuse(req.bootstrap_room)
