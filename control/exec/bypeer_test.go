@@ -162,8 +162,9 @@ func TestIdlePeersAreNotMeasured(t *testing.T) {
 			i%manyRails), Gbps: 100, Bytes: 1 << 20})
 	}
 	e.Incoming(now)
-	// Measurements in which all inflows are new, and measurements with all of them. The least of three
-	// counts, because other processes share the machine.
+	// Measurements in which all inflows are new, and measurements with all of them. The least counts,
+	// because other processes share the machine; a busy machine gets more tries.
+	const leastTries, mostTries = 3, 20
 	first, least := make([]time.Duration, credit.MaxInflows/credit.MaxNew), time.Hour
 	credited := map[credit.Credit]bool{}
 	measured := func() time.Duration {
@@ -179,7 +180,11 @@ func TestIdlePeersAreNotMeasured(t *testing.T) {
 		}
 		return d
 	}
-	for try := range 3 {
+	worst := time.Hour
+	for try := 0; try < leastTries || worst > oneGoal && try < mostTries; try++ {
+		for i := 0; try > 0 && i < credit.MaxInflows/manyRails; i++ {
+			e.credits.Forget(manyBoot(i))
+		}
 		for i := range first {
 			if d := measured(); try == 0 || d < first[i] {
 				first[i] = d
@@ -191,14 +196,11 @@ func TestIdlePeersAreNotMeasured(t *testing.T) {
 		for range 20 {
 			least = min(least, measured())
 		}
-		for i := 0; try < 2 && i < credit.MaxInflows/manyRails; i++ {
-			e.credits.Forget(manyBoot(i))
-		}
+		worst = max(least, slices.Max(first))
 	}
-	worst := slices.Max(first)
 	t.Logf("%d inflows that all send: %v of CPU for a measurement, %v at most while they are new",
 		len(all), least, worst)
-	if max(least, worst) > oneGoal {
+	if worst > oneGoal {
 		t.Errorf("%d inflows that all send cost %v of CPU in one event, %v while they are new: "+
 			"want %v at most", len(all), least, worst, oneGoal)
 	}
