@@ -27,6 +27,12 @@ type Copy struct {
 	Req      string
 }
 
+// loadFlag is a load flag that a copy sets once every byte of it has arrived.
+type loadFlag struct {
+	flag  int
+	value uint64 // 0: the copy sets no flag
+}
+
 func (w *worker) copyLocked(rec board.Record) error {
 	l, err := w.openLocked(rec, false)
 	if err != nil {
@@ -40,6 +46,9 @@ func (w *worker) copyLocked(rec board.Record) error {
 	}
 	if err == nil {
 		err = w.checkMark("COPY", m.After)
+	}
+	if err == nil {
+		err = w.checkLoad(m)
 	}
 	if err != nil {
 		w.refuseLocked(rec, false, err)
@@ -55,7 +64,7 @@ func (w *worker) copyLocked(rec board.Record) error {
 		w.refuseLocked(rec, false, err)
 		return nil
 	}
-	l.isCopy = true
+	l.isCopy, l.loads = true, loadFlag{int(m.Flag), m.Value}
 	w.copies++
 	l.useLocked(added)
 	c.Lease, c.Deadline = w.leaseID(l), w.s.duration(m.DeadlineMS, w.s.opt.Deadline)
@@ -64,6 +73,16 @@ func (w *worker) copyLocked(rec board.Record) error {
 		return func(e Events) { e.Copy(w.pub, c) }
 	})
 	return nil
+}
+
+// checkLoad refuses a load flag that the flags memory does not have.
+func (w *worker) checkLoad(m *msg.Copy) error {
+	if m.Value == 0 || int64(m.Flag) < int64(w.flags.Layers()) && m.Value < board.Poison {
+		return nil
+	}
+	return &msg.Error{Message: "COPY", Field: "flag", Problem: fmt.Sprintf("%d (value %d), but the "+
+		"flags memory has %d load flags", m.Flag, m.Value, w.flags.Layers()),
+		Remedy: "name a flag below that, with a value below 2^63-1"}
 }
 
 // checkCopyLocked refuses blocks outside their regions, and lists whose result would depend on the

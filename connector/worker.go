@@ -81,6 +81,7 @@ type lease struct {
 	id       uint64
 	source   bool
 	isCopy   bool           // a COPY; not a source
+	loads    loadFlag       // of a COPY
 	pages    *Pages         // of a GET or PUT
 	regions  []*addedRegion // that a COPY, GET or PUT accesses
 	epoch    atomic.Uint32  // 0: closed to readers
@@ -222,6 +223,9 @@ func (w *worker) complete(c engines.Completion) error {
 	if l.source == c.Received {
 		return fmt.Errorf("complete %s: received = %v, but source = %v: %w", c.Lease, c.Received,
 			l.source, ErrUnknownLease)
+	}
+	if l.loads.value > 0 && c.Status == engines.StatusOK {
+		w.flags.SetLoad(l.loads.flag, l.loads.value)
 	}
 	// before the lease counts as complete: a drain that waits for the last one closes the ring
 	w.completions.postLocked(enc)

@@ -273,6 +273,8 @@ func goldenVectors(t testing.TB) (socket, records []vector) {
 	rec("hold-newer", "HOLD", appendAny(nil, unknown))
 	rec("copy", "COPY", (&Copy{Src: 0, Dst: 27, Blocks: []CopyBlock{{0, 1 << 33, 1 << 20},
 		{1 << 40, 4096, 3}}, DeadlineMS: 30000, Req: "wake-up"}).Append(nil))
+	rec("copy-flag", "COPY", (&Copy{Src: 1, Dst: 2, Blocks: []CopyBlock{{0, 0, 1}}, DeadlineMS: 3000,
+		Flag: 5, Value: 1 << 40}).Append(nil))
 	rec("copy-older", "COPY", appendAny(nil, kv{"src", 1, "dst", 0, "blocks", seq(24, 0)}))
 	rec("copy-newer", "COPY", appendAny(nil, append(kv{"src", 1, "dst", 0, "blocks", seq(48, 0),
 		"deadline_ms", 5, "req", ""}, unknown...)))

@@ -1741,6 +1741,10 @@ func (m *Copy) read(r *reader) {
 			m.Req = r.str(MaxReqBytes)
 		case "after":
 			m.After = r.u64()
+		case "flag":
+			m.Flag = r.u32()
+		case "value":
+			m.Value = r.u64()
 		default:
 			r.skip()
 		}
@@ -1752,6 +1756,12 @@ func (m *Copy) read(r *reader) {
 func (m *Copy) Append(b []byte) []byte {
 	n := 5
 	if m.After != 0 {
+		n++
+	}
+	if m.Flag != 0 {
+		n++
+	}
+	if m.Value != 0 {
 		n++
 	}
 	b = appendMap(b, n)
@@ -1768,6 +1778,14 @@ func (m *Copy) Append(b []byte) []byte {
 	if m.After != 0 {
 		b = append(b, "\xa5after"...)
 		b = appendUint(b, m.After)
+	}
+	if m.Flag != 0 {
+		b = append(b, "\xa4flag"...)
+		b = appendUint(b, uint64(m.Flag))
+	}
+	if m.Value != 0 {
+		b = append(b, "\xa5value"...)
+		b = appendUint(b, m.Value)
 	}
 	return b
 }

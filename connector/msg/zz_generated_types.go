@@ -520,6 +520,8 @@ type Copy struct {
 	DeadlineMS uint64
 	Req        string
 	After      uint64 // as in EXPECT
+	Flag       uint32 // a load flag
+	Value      uint64 // of the flag once every byte has arrived; 0: none
 }
 
 // Get is the body of GET.

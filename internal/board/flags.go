@@ -169,19 +169,16 @@ func (f *Flags) replayWord(i int) *atomic.Uint64 {
 // Load returns load flag i.
 func (f *Flags) Load(i int) uint64 { return f.loadWord(i).Load() }
 
-// SetLoad stores the step whose data has landed for layer i, unless the flag is poisoned. It
-// reports whether it did.
+// SetLoad stores the step whose data has landed for layer i. A value that does not grow is ignored;
+// poison is the largest. It reports whether it did.
 func (f *Flags) SetLoad(i int, step uint64) bool {
 	w := f.loadWord(i)
-	for {
-		old := w.Load()
-		if old == Poison {
-			return false
-		}
+	for old := w.Load(); old < step; old = w.Load() {
 		if w.CompareAndSwap(old, step) {
 			return true
 		}
 	}
+	return false
 }
 
 // PoisonLoad records that layer i's data will never come.

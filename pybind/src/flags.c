@@ -165,6 +165,17 @@ int kvs_load_done(kvs_client *c, int64_t handle)
 	return rc;
 }
 
+int kvs_load_ready(kvs_client *c, uint32_t flag, uint64_t step)
+{
+	CHECK(c);
+	if (c->role != KVS_WORKER || flag >= c->layers || step >= KVS_POISON)
+		return KVS_E_ARG;
+	uint64_t *at = &c->load_flags[flag].value, old = __atomic_load_n(at, __ATOMIC_ACQUIRE);
+	while (old < step && !__atomic_compare_exchange_n(at, &old, step, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+		;
+	return 0;
+}
+
 int kvs_load_reset(kvs_client *c, uint32_t first, uint32_t count)
 {
 	CHECK(c);

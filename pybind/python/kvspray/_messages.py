@@ -141,7 +141,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "CANCEL": ("reason",),
     "PREEMPT": (),
     "HOLD": (),
-    "COPY": ("src", "dst", "blocks", "deadline_ms", "req", "after"),
+    "COPY": ("src", "dst", "blocks", "deadline_ms", "req", "after", "flag", "value"),
     "GET": ("space", "hashes", "hash_bytes", "blocks", "deadline_ms", "req", "after"),
     "PUT": ("space", "hashes", "hash_bytes", "blocks", "parent", "deadline_ms", "req", "after"),
     "RECEIVED": ("bytes", "us", "transport", "reason", "recompute", "pages"),
@@ -241,6 +241,8 @@ def copy(
     deadline_ms: int = 0,
     req: str = "",
     after: int = 0,
+    flag: int = 0,
+    value: int = 0,
 ) -> dict[str, Any]:
     """The body of COPY."""
     body: dict[str, Any] = {
@@ -252,6 +254,10 @@ def copy(
     }
     if after:
         body["after"] = after
+    if flag:
+        body["flag"] = flag
+    if value:
+        body["value"] = value
     return body
 
 

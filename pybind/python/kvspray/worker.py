@@ -371,13 +371,15 @@ class WorkerClient(_Client):
         req: str = "",
         deadline_s: float | None = None,
         after: int = 0,
+        flag: tuple[int, int] = (0, 0),
     ) -> int:
         """Makes the sidecar copy blocks of one registered region to another, or within one: (source offset, destination offset, length).
 
         Large copies between host memory and a GPU use the PCIe links of every GPU that the sidecar serves. The sidecar
         owns these blocks until the lease completes through poll(): with OK all bytes have arrived, else any part of them. A copy may not write
-        a byte that it also reads or writes elsewhere; the caller orders overlapping copies. Returns the lease, or 0 if no sidecar can take it
-        now or the sidecar is too old: copy without it.
+        a byte that it also reads or writes elsewhere; the caller orders overlapping copies. ``flag``: a load flag and the value that the
+        sidecar stores in it once all bytes have arrived. An older sidecar does not, so pass both to ``load_ready`` when the copy has ended.
+        Returns the lease, or 0 if no sidecar can take it now or the sidecar is too old: copy without it.
         """
         numbers = [self._number("copy: src", src), self._number("copy: dst", dst)]
         deadline = _ms(deadline_s, self._deadline_ms or self._deadlines()[0])
@@ -389,6 +391,8 @@ class WorkerClient(_Client):
                 deadline_ms=deadline,
                 req=_req(req),
                 after=_after(after),
+                flag=flag[0],
+                value=flag[1],
             )
         )
         h = self._handle()
@@ -450,6 +454,12 @@ class WorkerClient(_Client):
         """Ends a watch. True: none of its flags is poisoned."""
         h = self._handle()
         return h is not None and lib.kvs_load_done(h, watch) == 0
+
+    def load_ready(self, flag: int, step: int) -> None:
+        """The engine itself has loaded the data of ``step``."""
+        h = self._handle()
+        if h is not None and (rc := int(lib.kvs_load_ready(h, flag, step))) < 0:
+            raise KvsprayError(f"kvspray: load_ready: {self._why(rc)}")
 
     def load_reset(self, first: int, count: int) -> None:
         h = self._handle()

@@ -24,7 +24,7 @@ from sglang.srt.mem_cache import hicache_storage as upstream
 
 import kvspray
 from kvspray.store import Namespace, Piece, Space
-from kvspray_sglang import names
+from kvspray_sglang import loads, names, plugin
 from kvspray_sglang.copies import Copies
 from kvspray_sglang.link import CALL_S, Ended, Link, Wanted
 from kvspray_sglang.pools import CopiedPool, Pool, PoolError
@@ -93,6 +93,8 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
             pp=(storage_config.pp_rank, storage_config.pp_size),
         )
         self._link = Link(settings.socket, sglang.__version__, ranks, _log)
+        self._by_sidecar = settings.loads == "sidecar"
+        self._loads: loads.Loads | None = None
         self._lock = threading.Lock()  # guards what follows
         self._pools: dict[str, tuple[Pool, list[Piece]]] = {}
         self._copied: dict[str, CopiedPool] = {}
@@ -145,6 +147,18 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
             except PoolError as err:
                 _log.warning("%s; Python copies each of its pages", err)
                 self._copied[name] = CopiedPool(name, host)
+        if name == _KV and self._by_sidecar:
+            self._load_by_sidecar(host)
+
+    def _load_by_sidecar(self, host: Any) -> None:
+        try:
+            if not plugin.loads:
+                raise PoolError("kvspray: this SGLang has no L2TransferEngine, so it loads itself")
+            self._loads = loads.Loads(self._link, host)
+        except (PoolError, kvspray.KvsprayError) as err:
+            self._complain(f"loads: {err}")
+        else:
+            loads.activate(self._loads)
 
     def _start(self) -> None:
         with self._lock:
@@ -399,6 +413,11 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
 
     @_safe(lambda *_: None)
     def close(self) -> None:
+        if self._loads is not None:
+            loads.activate(None)
+            if not self._loads.close():
+                _log.error("kvspray: a load from the host pool has not ended: the session stays")
+                return
         if self._link.close():
             if self._copies is not None:
                 self._copies.close()

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import kvspray
 from kvspray import _messages
+from kvspray.gpu import GpuSignals
 from kvspray.store import Namespace, PageResult, Piece, Space
 from kvspray_sglang import memory
 from kvspray_sglang.pools import Pool
@@ -28,6 +29,7 @@ FENCE_S = 2.0
 _POLL_S = 0.5  # how long a thread waits for completions before it looks at its own deadline
 _CLOSE_S = 10.0
 MAX_PAGES = _messages.MAX_KEYS  # of one request
+MAX_FLAGS = 1024  # load flags: docs/protocol.md
 
 _HELD = (_messages.PAGE_HIT, _messages.PAGE_STORED, _messages.PAGE_EXISTED)
 
@@ -62,7 +64,7 @@ class Link:
             socket,
             engine=engine,
             ranks=ranks,
-            layers=1,
+            layers=MAX_FLAGS,
             deadline_s=CALL_S,
             grace_s=FENCE_S,
             log=log,
@@ -76,6 +78,7 @@ class Link:
         self._closing = False
         self._polling = False  # one thread takes completions for all
         self._ended: dict[int, kvspray.Completion | None] = {}  # open leases; None: not yet
+        self._copied: list[kvspray.Completion] = []  # of loads
         self._spaces = threading.Lock()  # a Space belongs to one thread at a time
 
     # -- life
@@ -220,6 +223,37 @@ class Link:
                     self._ended[lease] = None
                 return lease
 
+    # -- loads
+
+    def mapped(self, start: int, end: int) -> tuple[kvspray.Region, int] | None:
+        """The region of a host pool's memory, and the offset in it. None: it has no region."""
+        region = self._mapped(start, end)
+        return None if region is None else (region, start - region.addr)
+
+    def signals(self, log: logging.Logger) -> GpuSignals:
+        """After start(), in a thread with the GPU's context. Raises KvsprayError."""
+        return GpuSignals(self._client, log)
+
+    def copy(
+        self, src: kvspray.Region, dst: kvspray.Region, blocks: bytes, req: str, deadline_s: float,
+        after: int, flag: tuple[int, int],
+    ) -> int:  # fmt: skip
+        """As WorkerClient.copy. The lease ends by copies_ended()."""
+        return self._client.copy(
+            src, dst, blocks, req=req, deadline_s=deadline_s, after=after, flag=flag
+        )
+
+    def copies_ended(self, timeout_s: float) -> list[kvspray.Completion]:
+        """Waits until a copy has ended, or so long."""
+        with self._cond:
+            if not self._copied:
+                self._poll(timeout_s)
+            out, self._copied = self._copied, []
+            return out
+
+    def load_ready(self, flag: int, value: int) -> None:
+        self._client.load_ready(flag, value)
+
     # -- completions
 
     def _end(self, lease: int, end: float) -> kvspray.Completion:
@@ -246,21 +280,27 @@ class Link:
                 left = _POLL_S if end is None else min(_POLL_S, end - time.monotonic())
                 if left <= 0:
                     return False
-                if self._polling:
-                    self._cond.wait(left)
-                    continue
-                self._polling = True
-                self._cond.release()
-                try:
-                    got = self._client.poll() if self._client.wait(left) else []
-                finally:
-                    self._cond.acquire()
-                    self._polling = False
-                for c in got:
-                    if c.lease in self._ended:
-                        self._ended[c.lease] = c
-                self._cond.notify_all()
+                self._poll(left)
             return True
+
+    def _poll(self, timeout_s: float) -> None:
+        """Locked. Takes completions, or waits for the thread that does."""
+        if self._polling:
+            self._cond.wait(timeout_s)
+            return
+        self._polling = True
+        self._cond.release()
+        try:
+            got = self._client.poll() if self._client.wait(timeout_s) else []
+        finally:
+            self._cond.acquire()
+            self._polling = False
+        for c in got:
+            if c.lease in self._ended:
+                self._ended[c.lease] = c
+            else:
+                self._copied.append(c)
+        self._cond.notify_all()
 
 
 class _Call:

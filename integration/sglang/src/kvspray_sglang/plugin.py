@@ -2,13 +2,14 @@
 """The entry point ``sglang.srt.plugins``, which SGLang calls in each of its processes.
 
 For HiCache it wraps the function with which host pools choose their allocator, because a backend
-sees a pool only when its memory is allocated and pinned. For prefill and decode it adds kvspray to
+sees a pool only when its memory is allocated and pinned, and the one that loads pages into the GPU. For prefill and decode it adds kvspray to
 SGLang's transfer backends. Nothing changes unless kvspray is the backend.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import logging
 import math
 from collections.abc import Callable
@@ -29,14 +30,20 @@ _ADDS = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.add"
 
 _log = logging.getLogger(__name__)
 _CHOOSES = "sglang.srt.mem_cache.pool_host.common.get_allocator_from_storage"
+_LOADS = "sglang.srt.mem_cache.l2_transfer"
 installed = False
+loads = False  # SGLang has a place for loads by the sidecar
 
 
 def install() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    global installed
+    global installed, loads
     HookRegistry.register(_CHOOSES, _choose, HookType.AROUND)
+    if importlib.util.find_spec(_LOADS) is not None:  # not in 0.5.17
+        name = f"{_LOADS}.L2TransferEngine.submit_host_to_device"
+        HookRegistry.register(name, _load, HookType.AROUND)
+        loads = True
     try:
         _add_transfer_backend()
     except (ImportError, AttributeError) as err:
@@ -49,6 +56,12 @@ def install() -> None:
         HookRegistry.register(_SENDS, _sent, HookType.AROUND)
         HookRegistry.register(_ADDS, _added, HookType.AROUND)
     installed = True
+
+
+def _load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    from kvspray_sglang.loads import submit
+
+    return submit(original, *args, **kwargs)
 
 
 def _add_transfer_backend() -> None:

@@ -16,6 +16,7 @@ _ENGINE_KEYS = (
     "prefetch_timeout_base", "prefetch_timeout_per_ki_token", "prefetch_timeout_max",
     "hicache_storage_pass_prefix_keys", "tp_lcm_size",
 )  # fmt: skip
+LOADS = ("sglang", "sidecar")
 MIN_SECRET_BYTES, MAX_SECRET_BYTES = 16, 256
 
 
@@ -27,6 +28,9 @@ class Settings:
     """A name for the weights. Default: a digest of the checkpoint's files."""
     secret_file: str = ""
     """A file with a tenant's secret. Pages are found only by engines that have the same one."""
+
+    loads: str = "sglang"
+    """Which of the two copies pages from a host pool to the GPU: "sglang" or "sidecar"."""
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> Settings:
@@ -47,6 +51,8 @@ class Settings:
             raise _error("weights", f"is {out.weights!r}, want at most {MAX_NAME_BYTES} bytes")
         if not isinstance(out.secret_file, str):
             raise _error("secret_file", f"is {out.secret_file!r}, want a path")
+        if out.loads not in LOADS:
+            raise _error("loads", f"is {out.loads!r}, want {' or '.join(map(repr, LOADS))}")
         return out
 
     def secret(self) -> bytes:

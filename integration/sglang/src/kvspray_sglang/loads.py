@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages that go from a host pool into the GPU as copies of the sidecar, layer by layer.
+
+SGLang's load stream waits for a load flag of each layer, which the sidecar sets once the layer's
+bytes have arrived. SGLang's own events for layers come behind that wait, so a model computes a
+layer while the sidecar copies the next ones.
+
+A copy that the sidecar does not take or finish is made by PyTorch, after its lease has ended: until
+then the sidecar may still write. The stream waits until then, and never goes on without the bytes.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+import kvspray
+from kvspray import _messages
+from kvspray.gpu import GpuSignals
+from kvspray_sglang.link import MAX_FLAGS, Link
+from kvspray_sglang.pools import PoolError
+
+LEAST_BYTES = 1 << 20  # of a load; SGLang copies less at once sooner than a lease begins and ends
+DEADLINE_S = 10.0  # of a copy, from its submission; PyTorch makes it after that
+MAX_OPEN = 48  # copies at a time: a sidecar takes 64 of a session
+CLOSE_S = 30.0  # for open loads to end when the backend is detached
+WARN_EVERY_S = 60.0
+_WAIT_S = 0.05  # between looks at what is to be submitted, while copies are open
+
+_log = logging.getLogger(__name__)
+_active: Loads | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """K or V of a layer, or its latent: a tensor of pages on each side."""
+
+    host: torch.Tensor
+    device: torch.Tensor
+
+    @property
+    def length(self) -> int:
+        return int(self.host[0].numel() * self.host.element_size())
+
+
+@dataclass(eq=False)
+class _Load:
+    value: int
+    host: np.ndarray  # pages
+    device: np.ndarray
+    mark: int
+    ready: Any  # an event of the stream: earlier work on the device's pages is done
+    left: set[int] = field(default_factory=set)  # parts that are not there
+    failed: list[int] = field(default_factory=list)  # those of them that the sidecar has given up
+
+
+def parts_of(host: Any) -> list[list[Part]]:
+    """For each layer, the tensors of pages of a host pool and of its device pool. Raises PoolError
+    for a pool whose pages of a layer are not in one piece each."""
+    entry = getattr(host, "anchor_entry", None)
+    host = host if entry is None else entry.host_pool
+    kind, layout = type(host).__name__, getattr(host, "layout", "?")
+    what = f"kvspray: host pool {kind}, layout {layout}"
+    remedy = "its pages are loaded by SGLang"
+    if layout not in ("layer_first", "page_first_direct"):
+        raise PoolError(
+            f"{what}: a page of one layer is in many pieces, so {remedy}; "
+            "use --hicache-io-backend direct with --hicache-mem-layout page_first_direct"
+        )
+    try:
+        if kind == "MHATokenToKVPoolHost":
+            pairs = [(host.k_buffer, host.device_k_buffers), (host.v_buffer, host.device_v_buffers)]
+            layers = list(range(host.target_layer_num))
+        elif kind == "MLATokenToKVPoolHost" and host.dcp_size == 1 and not host._is_dummy:
+            pairs = [(host.kv_buffer, host.device_kv_buffers)]
+            layers = list(host._target_layer_indices)
+            places = (host._host_layer_by_controller, host._buffer_index_by_layer)
+            if any([x[i] for i in layers] != layers for x in places):
+                raise PoolError(f"{what}: its layers are in another order, so {remedy}")
+        else:
+            raise PoolError(f"{what}: {remedy}")
+        page = int(host.page_size)
+        return [[_part(h, d, layout, i, page) for h, d in pairs] for i in layers]
+    except (AttributeError, IndexError, RuntimeError, ValueError) as err:
+        if isinstance(err, PoolError):
+            raise
+        raise PoolError(f"{what}: {remedy}: {type(err).__name__}: {err}") from err
+
+
+def _part(host: Any, device: Any, layout: str, layer: int, page: int) -> Part:
+    mine = host[:, layer] if layout == "page_first_direct" else host[layer].unflatten(0, (-1, page))
+    tensor = device[layer]
+    theirs = tensor[: len(tensor) // page * page].unflatten(0, (-1, page))
+    # A row may be shaped otherwise; its bytes are the same.
+    same = mine[0].numel() == theirs[0].numel() and mine.dtype == theirs.dtype
+    if not (same and mine[0].is_contiguous() and theirs[0].is_contiguous()):
+        raise ValueError(
+            f"layer {layer}: pages of {tuple(mine.shape[1:])} {mine.dtype} at the host and "
+            f"{tuple(theirs.shape[1:])} {theirs.dtype} at the device"
+        )
+    return Part(mine.flatten(1), theirs.flatten(1))
+
+
+def pages_of(slots: torch.Tensor, page: int, pages: int) -> np.ndarray | None:
+    """The pages that these slots of tokens fill, in their order. None: they fill none."""
+    if slots.device.type != "cpu" or len(slots) == 0 or len(slots) % page:
+        return None
+    rows = slots.numpy().reshape(-1, page).astype(np.int64, copy=False)
+    first = rows[:, 0]
+    if (rows != first[:, None] + np.arange(page)).any() or (first % page).any():
+        return None
+    out = first // page
+    return out if 0 <= out.min() and out.max() < pages else None
+
+
+class Loads:
+    """The loads of one rank's host pool."""
+
+    def __init__(self, link: Link, host: Any, log: logging.Logger = _log) -> None:
+        """Raises PoolError for a pool that the sidecar cannot load from, and KvsprayError."""
+        layers = parts_of(host)
+        self._link, self.host, self._log = link, host, log
+        self._page = int(host.page_size)
+        self._parts = [p for layer in layers for p in layer]
+        self._per_layer = len(layers[0])
+        self.layers = len(layers)
+        self._gpu = self._parts[0].device.is_cuda
+        if len(self._parts) > MAX_FLAGS:
+            raise PoolError(f"kvspray: {len(self._parts)} tensors of pages, at most {MAX_FLAGS}")
+        self._sources = [self._source(p) for p in self._parts]
+        make = kvspray.Region.gpu if self._gpu else kvspray.Region.process
+        self._targets = [make(p.device.data_ptr(), p.device.nbytes) for p in self._parts]
+        link.add(self._targets)
+        self._signals: GpuSignals | None = None  # of a GPU, from the first load on
+        self._side = torch.cuda.Stream() if self._gpu else None
+        self._cond = threading.Condition()  # guards what follows
+        self._value = 0
+        self._loads: collections.deque[_Load] = collections.deque()  # under way, the oldest first
+        self._to_submit: collections.deque[tuple[_Load, int]] = collections.deque()
+        self._open: dict[int, tuple[_Load, int]] = {}  # leases
+        self._closing = False
+        self._complained = -WARN_EVERY_S
+        self.copied = self.fallbacks = 0  # parts, by the sidecar and by PyTorch
+        self._thread = threading.Thread(target=self._run, name="kvspray-loads", daemon=True)
+        self._thread.start()
+
+    def _source(self, part: Part) -> tuple[kvspray.Region, int]:
+        """A region, and where in it page 0 is."""
+        pages = part.host
+        start = pages.data_ptr()
+        last = (len(pages) - 1) * pages.stride(0) * pages.element_size() + part.length
+        found = self._link.mapped(start, start + last)
+        if found is None:
+            raise PoolError(
+                "kvspray: the host pool is not in memory that the sidecar can map, so its pages "
+                "are loaded by SGLang; the log has the reason of that"
+            )
+        return found
+
+    # -- SGLang's thread
+
+    def begin(self, host_slots: torch.Tensor, device_slots: torch.Tensor) -> _Load | None:
+        """Requests a load of these slots on the current stream. None: SGLang makes it itself."""
+        host = pages_of(host_slots, self._page, len(self._parts[0].host))
+        device = pages_of(device_slots, self._page, len(self._parts[0].device))
+        if host is None or device is None or len(host) != len(device):
+            return None
+        nbytes = len(host) * sum(p.length for p in self._parts)
+        if nbytes < LEAST_BYTES or len(host) > _messages.MAX_COPY_BLOCKS:
+            return None
+        if len(np.unique(device)) < len(device) or not self._link.connected:
+            return None
+        mark, ready = 0, None
+        if self._gpu:
+            if self._signals is None:
+                self._signals = self._link.signals(self._log)
+            stream = torch.cuda.current_stream()
+            mark = self._signals.mark(stream.cuda_stream)
+            if mark == 0:
+                return None
+            ready = torch.cuda.Event()
+            ready.record(stream)
+        with self._cond:
+            if self._closing:
+                return None
+            self._value += 1
+            load = _Load(self._value, host, device, mark, ready)
+            if not self._submit(load, 0):
+                return None
+            load.left = set(range(len(self._parts)))
+            self._loads.append(load)
+            self._to_submit.extend((load, i) for i in range(1, len(self._parts)))
+            self._feed()
+            self._cond.notify_all()
+        return load
+
+    def end(self, load: _Load) -> None:
+        """Returns when nothing writes to the load's pages any more."""
+        with self._cond:
+            self._cond.wait_for(lambda: not load.left)
+
+    def wait(self, load: _Load, layer: int) -> None:
+        """The current stream goes on once the layer is on the device. On a CPU this thread does."""
+        first = layer * self._per_layer
+        mine = range(first, first + self._per_layer)
+        if self._signals is not None:
+            stream = torch.cuda.current_stream().cuda_stream
+            if all(self._signals.wait_layer(i, load.value, stream) for i in mine):
+                return
+        with self._cond:  # bounded: each lease ends, and PyTorch copies what is missing then
+            self._cond.wait_for(lambda: load.left.isdisjoint(mine))
+
+    # -- copies
+
+    def _submit(self, load: _Load, part: int) -> bool:
+        """Locked. False: no sidecar takes it."""
+        source, at = self._sources[part]
+        p = self._parts[part]
+        step = [x.stride(0) * x.element_size() for x in (p.host, p.device)]
+        rows = np.empty((len(load.host), 3), dtype="<u8")
+        rows[:, 0] = at + load.host * step[0]
+        rows[:, 1] = load.device * step[1]
+        rows[:, 2] = p.length
+        try:
+            lease = self._link.copy(
+                source, self._targets[part], rows.tobytes(), f"load-{load.value}", DEADLINE_S,
+                load.mark, (part, load.value),
+            )  # fmt: skip
+        except (ValueError, kvspray.KvsprayError) as err:
+            self._complain(str(err))
+            return False
+        if lease:
+            self._open[lease] = load, part
+        return lease > 0
+
+    def _feed(self) -> None:
+        """Locked."""
+        while self._to_submit and len(self._open) < MAX_OPEN:
+            load, part = self._to_submit.popleft()
+            if not self._submit(load, part):
+                load.failed.append(part)
+
+    def _arrived(self, load: _Load, part: int) -> None:
+        """Locked. An older sidecar has set no flag, and PyTorch sets none."""
+        self._link.load_ready(part, load.value)
+        load.left.discard(part)
+        while self._loads and not self._loads[0].left:
+            self._loads.popleft()
+        self._cond.notify_all()
+
+    # -- the thread that takes the ends of copies
+
+    def _run(self) -> None:
+        if self._gpu:
+            torch.cuda.set_device(self._parts[0].device.device)
+        while True:
+            with self._cond:
+                self._cond.wait_for(lambda: self._loads or self._closing)
+                if not self._loads:
+                    return
+            try:
+                self._take(self._link.copies_ended(_WAIT_S))
+                self._fall_back()
+            except Exception:  # without this thread no load would ever end
+                self._log.exception("kvspray: loads from a host pool")
+                time.sleep(_WAIT_S)
+
+    def _take(self, ended: Sequence[kvspray.Completion]) -> None:
+        with self._cond:
+            for c in ended:
+                load, part = self._open.pop(c.lease, (None, 0))
+                if load is None:
+                    continue
+                if c.ok:
+                    self.copied += 1
+                    self._arrived(load, part)
+                else:
+                    load.failed.append(part)
+                    self._complain(f"{c.status.name}: {c.reason}")
+            self._feed()
+
+    def _fall_back(self) -> None:
+        """Of the oldest load only: those behind it have their place on the stream after it."""
+        while True:
+            with self._cond:
+                load = self._loads[0] if self._loads else None
+                if load is None or not load.failed:
+                    return
+                part = load.failed[-1]
+            self._copy(load, self._parts[part])
+            with self._cond:
+                load.failed.remove(part)
+                self.fallbacks += 1
+                self._arrived(load, part)
+
+    def _copy(self, load: _Load, part: Part) -> None:
+        """By PyTorch. It allocates nothing: that could wait for the stream that waits for this."""
+        if self._side is None:
+            for h, d in zip(load.host.tolist(), load.device.tolist(), strict=True):
+                part.device[d].copy_(part.host[h])
+            return
+        with torch.cuda.stream(self._side):
+            self._side.wait_event(load.ready)
+            for h, d in zip(load.host.tolist(), load.device.tolist(), strict=True):
+                part.device[d].copy_(part.host[h], non_blocking=True)
+        self._side.synchronize()
+
+    def _complain(self, text: str) -> None:
+        now = time.monotonic()
+        if now - self._complained >= WARN_EVERY_S:
+            self._complained = now
+            self._log.warning("kvspray: PyTorch loads what the sidecar did not: %s", text)
+
+    def close(self) -> bool:
+        """Before the link's end. False: a load has not ended, so the link stays open."""
+        with self._cond:
+            self._closing = True
+            self._cond.notify_all()
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            return False
+        if self._signals is not None:
+            self._signals.close()
+        return True
+
+
+class _Loading:
+    """A host pool of SGLang that loads by the sidecar. One of these is made for each load."""
+
+    def __init__(self, host: Any, loads: Loads) -> None:
+        self._host, self._loads = host, loads
+        self._load: _Load | None = None
+        self._begun = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._host, name)
+
+    def end(self) -> None:
+        if self._load is not None:
+            self._loads.end(self._load)
+
+    def load_to_device_per_layer_physical(
+        self, device_pool: Any, host_indices: Any, device_indices: Any, layer_id: int,
+        io_backend: str, *args: Any, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        if not self._begun:
+            self._begun = True
+            try:
+                self._load = self._loads.begin(host_indices, device_indices)
+            except Exception:  # nothing is submitted
+                _log.exception("kvspray: SGLang loads what the sidecar should")
+        if self._load is None:
+            self._host.load_to_device_per_layer_physical(
+                device_pool, host_indices, device_indices, layer_id, io_backend, *args, **kwargs
+            )
+        elif 0 <= layer_id < self._loads.layers:
+            self._loads.wait(self._load, layer_id)
+
+
+def activate(loads: Loads | None) -> None:
+    """From now on this process loads by these; None: SGLang does."""
+    global _active
+    _active = loads
+
+
+def submit(
+    original: Callable[..., Any], engine: Any, transfers: Any, *, transfer_layer_id_max: int,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
+    """Around L2TransferEngine.submit_host_to_device."""
+    loads, ours = _active, []
+    if (
+        loads is not None
+        and getattr(engine, "io_backend", "") == "direct"
+        and transfer_layer_id_max >= loads.layers  # the load's end comes behind all layers
+    ):
+        for i, t in enumerate(transfers):
+            if t.host_pool is loads.host and not t.is_draft and t.layer_mapper is None:
+                ours.append(_Loading(t.host_pool, loads))
+                transfers = [*transfers[:i], t._replace(host_pool=ours[-1]), *transfers[i + 1 :]]
+    try:
+        return original(engine, transfers, transfer_layer_id_max=transfer_layer_id_max, **kwargs)
+    except Exception:  # SGLang gives the pages to others then
+        for o in ours:
+            o.end()
+        raise

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads from SGLang's host pools by copies of a real sidecar, with SGLang's own controller and
+transfer engine. On a CPU a layer is waited for by the thread; test/gpu/engines/sglang_loads.py has
+the same on a GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_hicache import (
+    LAYERS,
+    PAGE,
+    PAGES,
+    SIZE,
+    Controller,
+    device_pool,
+    engine,
+    host_pool,
+    rig,
+    sidecar,
+)  # fmt: skip
+
+import kvspray
+from kvspray_sglang import loads
+from kvspray_sglang.link import Link
+from kvspray_sglang.pools import PoolError
+
+__all__ = ["engine", "sidecar"]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loads, "LEAST_BYTES", 0)
+
+
+class Loading(Controller):
+    """What is in the host pool goes to the device pool."""
+
+    def __init__(self, sidecar: rig.Sidecar, kind: str, layout: str, **extra: Any) -> None:
+        super().__init__(sidecar, kind, layout, loads="sidecar", weights=f"{kind}-{layout}", **extra)
+        mine = self.backend._loads
+        assert mine is not None
+        self.loads = mine
+
+    def load(
+        self, pages: int = PAGES, meanwhile: Callable[[], None] = lambda: None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Random pages, in an order of their own. The slots at the device, and what is to be there.
+        ``meanwhile`` is called just before the load."""
+        c, tokens = self.controller, pages * PAGE
+        for b in self.buffers:
+            b.copy_(torch.randn(b.shape).to(b.dtype))
+        slots = (torch.randperm(SIZE // PAGE - 1)[:pages] + 1)[:, None] * PAGE + torch.arange(PAGE)
+        host = c.write(slots.flatten(), node_id=7)
+        c.start_writing()
+        c.ack_write_queue.pop(0).finish_event.synchronize()
+        want = torch.stack([b[slots.flatten()] for b in self.buffers])
+        for b in self.buffers:
+            b.fill_(-1)
+        assert len(host) == tokens
+        device = c.load(host, node_id=7)
+        meanwhile()
+        assert c.start_loading() >= 0
+        c.ack_load_queue.pop(0).finish_event.synchronize()
+        self.host.free(host)
+        return device, want
+
+    def right(self, device: torch.Tensor, want: torch.Tensor) -> bool:
+        got = torch.stack([b[device] for b in self.buffers])
+        other = torch.ones(len(self.buffers[0]), dtype=torch.bool)
+        other[device] = False
+        return torch.equal(got, want) and all(bool((b[other] == -1).all()) for b in self.buffers)
+
+
+@pytest.fixture
+def loading(sidecar: rig.Sidecar) -> Iterator[Loading]:
+    c = Loading(sidecar, "mha", "page_first_direct")
+    yield c
+    c.close()
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first_direct"])
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+def test_the_sidecar_loads(sidecar: rig.Sidecar, kind: str, layout: str) -> None:
+    c = Loading(sidecar, kind, layout)
+    try:
+        for n in (1, PAGES, 20):
+            device, want = c.load(n)
+            assert c.right(device, want)
+            c.slots.free(device)
+        parts = LAYERS * (2 if kind == "mha" else 1)
+        assert (c.loads.copied, c.loads.fallbacks) == (3 * parts, 0)
+    finally:
+        c.close()
+    assert loads._active is None
+
+
+def test_a_small_load_is_sglangs(loading: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loads, "LEAST_BYTES", 1 << 40)
+    assert loading.right(*loading.load())
+    assert loading.loads.copied == 0
+
+
+def test_copies_that_fail_are_made_again(loading: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each third copy is refused, and each third is not taken at all."""
+    copy, turn = loading.loads._link.copy, iter(range(1 << 20))
+
+    def some(src: Any, dst: Any, blocks: bytes, *more: Any) -> int:
+        n = next(turn)
+        if n % 3 == 1:
+            return copy(src, dst, kvspray.protocol.pack_copies([(1 << 40, 0, 1)]), *more)
+        return 0 if n % 3 == 2 else copy(src, dst, blocks, *more)
+
+    monkeypatch.setattr(loading.loads._link, "copy", some)
+    assert loading.right(*loading.load())
+    assert (loading.loads.copied, loading.loads.fallbacks) == (2, 4)
+
+
+def test_more_copies_than_a_session_may_have(
+    loading: Loading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loads, "MAX_OPEN", 2)
+    assert loading.right(*loading.load())
+    assert loading.loads.copied == 2 * LAYERS
+
+
+def test_a_sidecar_that_dies(sidecar: rig.Sidecar, loading: Loading) -> None:
+    """Every load is right, whatever becomes of the sidecar under it."""
+    r = random.Random(3)
+    for _ in range(30):
+        rig.wait_for("a session", lambda: loading.loads._link.connected, 30)
+        killer = threading.Timer(r.uniform(0, 0.006), sidecar.kill)
+        device, want = loading.load(30, killer.start)
+        assert loading.right(device, want)
+        loading.slots.free(device)
+        killer.join()
+        sidecar.start()
+    mine = loading.loads
+    print(f"{mine.copied} copies, {mine.fallbacks} made again")
+    assert mine.copied and mine.fallbacks
+
+
+def test_a_sidecar_that_stops(
+    sidecar: rig.Sidecar, loading: Loading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loads, "DEADLINE_S", 0.5)
+    stopped = threading.Thread(target=sidecar.stop_for, args=(3.0,))
+    stopped.start()
+    time.sleep(0.05)
+    assert loading.right(*loading.load())
+    stopped.join()
+    assert loading.loads.fallbacks > 0
+
+
+def test_pools_that_the_sidecar_does_not_load(sidecar: rig.Sidecar) -> None:
+    link = Link(sidecar.socket, "0", kvspray.Ranks(), logging.getLogger())
+    for kind, layout, mapped, told in (
+        ("mha", "page_first", True, "use --hicache-io-backend direct with"),
+        ("mha", "layer_first", False, "not in memory that the sidecar can map"),
+    ):
+        host = host_pool(kind, layout, device_pool(kind), mapped)
+        with pytest.raises(PoolError, match=told):
+            loads.Loads(link, host)
+
+
+@pytest.mark.parametrize(
+    ("slots", "want"),
+    [
+        ([32, 33, 34, 35, 0, 1, 2, 3], [8, 0]),
+        ([], None),
+        ([0, 1, 2], None),
+        ([1, 2, 3, 4], None),
+        ([0, 1, 3, 2], None),
+        ([40, 41, 42, 43], None),
+        ([-4, -3, -2, -1], None),
+    ],
+)
+def test_pages_of_slots(slots: list[int], want: list[int] | None) -> None:
+    got = loads.pages_of(torch.tensor(slots, dtype=torch.int64), 4, 10)
+    assert (None if got is None else got.tolist()) == want
