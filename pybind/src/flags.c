@@ -176,6 +176,13 @@ int kvs_load_ready(kvs_client *c, uint32_t flag, uint64_t step)
 	return 0;
 }
 
+uint64_t kvs_load_value(kvs_client *c, uint32_t flag)
+{
+	if (!c || c->fork_gen != kvs_fork_gen || flag >= c->layers)
+		return 0;
+	return __atomic_load_n(&c->load_flags[flag].value, __ATOMIC_ACQUIRE);
+}
+
 int kvs_load_reset(kvs_client *c, uint32_t first, uint32_t count)
 {
 	CHECK(c);

@@ -8,7 +8,6 @@ import ctypes
 import mmap
 import pathlib
 import random
-import struct
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 from conftest import ENGINE, LAYERS, TIMEOUT_S, Serve, Sidecar, layout, real_layout, until
 
 import kvspray
-from kvspray import CompletionStatus, _lib
+from kvspray import CompletionStatus
 
 Make = Callable[..., Any]
 HOST_BYTES = 1 << 20
@@ -138,14 +137,6 @@ def private(nbytes: int) -> tuple[mmap.mmap, int]:
     return m, ctypes.addressof(ctypes.c_char.from_buffer(m))
 
 
-def load_flag(w: kvspray.WorkerClient, flag: int) -> int:
-    nbytes = ctypes.c_uint64()
-    at = _lib.lib.kvs_flags(w._handle(), ctypes.byref(nbytes))
-    memory = (ctypes.c_uint8 * nbytes.value).from_address(at)
-    stride, flags = struct.unpack_from("<I", memory, 28)[0], struct.unpack_from("<Q", memory, 40)[0]  # kvs_flags_header
-    return int(struct.unpack_from("<Q", memory, flags + flag * stride)[0])
-
-
 def test_with_a_real_sidecar(serve: Serve) -> None:
     """Random blocks between memory that is shared, was the engine's own, and is not shared arrive, and nothing else changes."""
     real, socket_path = serve("s")
@@ -175,14 +166,14 @@ def test_with_a_real_sidecar(serve: Serve) -> None:
             assert c.ok and c.bytes == sum(n for _, _, n in blocks) and c.transport == "host", c
             assert bytes(dst.buffer) == bytes(want)
         assert ended(w, w.copy(regions[0], regions[1], [(0, 0, 1)], flag=(2, 9))).ok
-        assert [load_flag(w, i) for i in range(LAYERS)] == [9 if i == 2 else 0 for i in range(LAYERS)]
+        assert [w.load_value(i) for i in range(LAYERS)] == [9 if i == 2 else 0 for i in range(LAYERS)]
         w.load_ready(2, 8)
         w.load_ready(1, 8)
-        assert (load_flag(w, 1), load_flag(w, 2)) == (8, 9)
+        assert (w.load_value(1), w.load_value(2)) == (8, 9)
         with pytest.raises(kvspray.KvsprayError, match="load_ready"):
             w.load_ready(LAYERS, 1)
         c = ended(w, w.copy(regions[0], regions[1], [(HOST_BYTES, 0, 1)], flag=(0, 9)))
-        assert c.status == CompletionStatus.REFUSED and load_flag(w, 0) == 0
+        assert c.status == CompletionStatus.REFUSED and w.load_value(0) == 0
         c = ended(w, w.copy(regions[0], regions[1], [(0, 0, 1), (HOST_BYTES, 0, 1)]))
         assert c.status == CompletionStatus.REFUSED and "blocks[1]" in c.reason and c.bytes == 0, c
         # A sidecar that is killed in the middle of a queue of copies: each of them ends, once.

@@ -27,7 +27,8 @@ ADOPTED_BYTES = 1 << 20
 END = 1 << 32
 # Neither locks nor calls the system: a constant, an address, some stores. None of them may come to a gate.
 AT_ONCE = {
-    "kvs_flags", "kvs_signal_layer", "kvs_signal_step", "kvs_bump_source_epoch", "kvs_deadlines", "kvs_load_ready", "kvs_load_reset", "kvs_strerror",
+    "kvs_flags", "kvs_signal_layer", "kvs_signal_step", "kvs_bump_source_epoch", "kvs_deadlines", "kvs_load_ready", "kvs_load_reset", "kvs_load_value",
+    "kvs_strerror",
 }  # fmt: skip
 
 
@@ -189,6 +190,7 @@ def test_no_call_holds_the_interpreters_lock(gated: tuple[ModuleType, Gate], tmp
             "signal_step": lambda: w.signal_step(1),
             "bump_source_epoch": w.bump_source_epoch,
             "load_ready": lambda: w.load_ready(0, 1),
+            "load_value": lambda: w.load_value(0),
             "load_reset": lambda: w.load_reset(0, 1),
             "kvs_flags": lambda: _lib.lib.kvs_flags(w._h, ctypes.byref(ctypes.c_uint64())),
             "kvs_deadlines": lambda: _lib.fast.kvs_deadlines(w._h),

@@ -113,12 +113,12 @@ def error_of(err: urllib.error.HTTPError) -> str:
     return err.read().decode(errors="replace")
 
 
-def with_store(sidecar: rig.Sidecar, host: Host = CPU) -> list[str]:
-    """The arguments of a server with HiCache on a sidecar's store."""
+def with_store(sidecar: rig.Sidecar, host: Host = CPU, **more: Any) -> list[str]:
+    """The arguments of a server with HiCache on a sidecar's store. ``more``: keys of kvspray."""
     extra = {
         "backend_name": "kvspray", "module_path": "kvspray_sglang.hicache",
         "class_name": "KvsprayHiCache", "interface_v1": 1, "prefetch_threshold": host.page,
-        "socket": sidecar.socket,
+        "socket": sidecar.socket, **more,
     }  # fmt: skip
     return [
         "--enable-hierarchical-cache", "--hicache-ratio", "2", "--hicache-write-policy",

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's own server on a CPU with HiCache on our store: a conversation whose prompts come back
-from the store has the tokens of a server without it, also while the sidecar dies.
+from the store has the tokens of a server without it, also while the sidecar dies. The sidecar
+makes the loads, too.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 
 import pytest
-from sglang_server import PAGE, Server, found, rig, stored, with_store
+from sglang_server import PAGE, Server, counted, found, rig, stored, with_store
 
 MUST = "sglang" in os.environ.get("KVSPRAY_MUST_RUN", "").split(",")
 if not MUST and importlib.util.find_spec("sglang") is None:
@@ -67,8 +68,9 @@ def servers(logs: pathlib.Path, sidecar: rig.Sidecar) -> Iterator[tuple[Server, 
     """Without HiCache, and with it."""
     started: list[Server] = []
     try:
-        for name, args in (("plain", []), ("hicache", with_store(sidecar))):
-            started.append(Server(name, logs, args).start())
+        loads = {"KVSPRAY_RIG_LOADS": "1"}
+        for name, args in (("plain", []), ("hicache", with_store(sidecar, loads="sidecar"))):
+            started.append(Server(name, logs, args, loads).start())
         plain, hicache = (s.ready() for s in started)
         yield plain, hicache
     finally:
@@ -93,6 +95,9 @@ def test_conversations(servers: tuple[Server, Server], sidecar: rig.Sidecar) -> 
     print(f"prompts of {prompts} tokens, of which the store had {cached}")
     assert all(hits >= n // PAGE * PAGE - PAGE for n, hits in zip(prompts, cached, strict=True))
     assert found(sidecar) >= sum(cached[1:]) // PAGE
+    copies = counted(sidecar, "kvspray_copies_total", outcome="ok")
+    print(f"{copies:.0f} copies from the host pool by the sidecar")
+    assert copies > 0
 
     # The sidecar dies in the middle of a conversation, and comes back without its pages.
     turns: list[int] = []

@@ -6,8 +6,10 @@ the same on a GPU.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +31,7 @@ from test_hicache import (
 )  # fmt: skip
 
 import kvspray
+from kvspray import CompletionStatus
 from kvspray_sglang import loads
 from kvspray_sglang.link import Link
 from kvspray_sglang.pools import PoolError
@@ -38,7 +41,8 @@ __all__ = ["engine", "sidecar"]
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loads, "LEAST_BYTES", 0)
+    for name in ("LEAST_BYTES", "LEAST_PIECE", "PAUSE_S"):
+        monkeypatch.setattr(loads, name, 0)
 
 
 class Loading(Controller):
@@ -49,6 +53,14 @@ class Loading(Controller):
         mine = self.backend._loads
         assert mine is not None
         self.loads = mine
+        rig.wait_for("the device pool at the sidecar", lambda: mine._usable, 30)
+
+    def counts(self, copied: int, fallbacks: int) -> None:
+        rig.wait_for(
+            f"{copied} copies and {fallbacks} made again",
+            lambda: (self.loads.copied, self.loads.fallbacks) == (copied, fallbacks),
+            5,
+        )
 
     def load(
         self, pages: int = PAGES, meanwhile: Callable[[], None] = lambda: None
@@ -97,7 +109,7 @@ def test_the_sidecar_loads(sidecar: rig.Sidecar, kind: str, layout: str) -> None
             assert c.right(device, want)
             c.slots.free(device)
         parts = LAYERS * (2 if kind == "mha" else 1)
-        assert (c.loads.copied, c.loads.fallbacks) == (3 * parts, 0)
+        c.counts(3 * parts, 0)
     finally:
         c.close()
     assert loads._active is None
@@ -110,7 +122,7 @@ def test_a_small_load_is_sglangs(loading: Loading, monkeypatch: pytest.MonkeyPat
 
 
 def test_copies_that_fail_are_made_again(loading: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each third copy is refused, and each third is not taken at all."""
+    """Each third copy is refused, and each third is not taken at first."""
     copy, turn = loading.loads._link.copy, iter(range(1 << 20))
 
     def some(src: Any, dst: Any, blocks: bytes, *more: Any) -> int:
@@ -121,7 +133,56 @@ def test_copies_that_fail_are_made_again(loading: Loading, monkeypatch: pytest.M
 
     monkeypatch.setattr(loading.loads._link, "copy", some)
     assert loading.right(*loading.load())
-    assert (loading.loads.copied, loading.loads.fallbacks) == (2, 4)
+    mine = loading.loads
+    assert mine.copied and mine.fallbacks and mine.copied + mine.fallbacks == 2 * LAYERS
+
+
+def test_a_lost_end_is_no_failure(loading: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the flag is up, SGLang has gone on, and its pages may be another request's."""
+    ended = loading.loads._link.copies_ended
+
+    def failed(timeout_s: float) -> list[kvspray.Completion]:
+        lost = {"status": CompletionStatus.FAILED, "reason": "the session was replaced"}
+        return [dataclasses.replace(c, **lost) for c in ended(timeout_s)]
+
+    monkeypatch.setattr(loading.loads._link, "copies_ended", failed)
+    assert loading.right(*loading.load())
+    loading.counts(2 * LAYERS, 0)
+
+
+def test_after_a_failure_sglang_loads(loading: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loads, "PAUSE_S", 60)
+    turn = iter(range(1 << 20))
+    copy = loading.loads._link.copy
+    monkeypatch.setattr(
+        loading.loads._link, "copy", lambda *a: copy(*a) if next(turn) == 0 else 0
+    )
+    assert loading.right(*loading.load())
+    loading.counts(1, 2 * LAYERS - 1)
+    assert loading.right(*loading.load())
+    loading.counts(1, 2 * LAYERS - 1)
+
+
+def test_layers_of_sglang(loading: Loading) -> None:
+    """A pool's layers may be some of those that SGLang counts. All have to be asked for, by one
+    transfer."""
+    from sglang.srt.mem_cache.l2_transfer import L2Transfer
+
+    mine, engine = loading.loads, loading.controller.l2_transfer_engine
+    slots = torch.arange(PAGE, 3 * PAGE)
+    device = loading.controller.mem_pool_device
+
+    def load(count: int, places: dict[int, int], times: int = 1) -> bool:
+        before = mine._value
+        one = L2Transfer(mine.host, device, slots, slots, places.get)
+        engine.submit_host_to_device([one] * times, transfer_layer_id_max=count)
+        return mine._value > before
+
+    assert load(LAYERS, {i: i for i in range(LAYERS)})
+    assert load(2 * LAYERS, {2 * i: i for i in range(LAYERS)})
+    assert not load(LAYERS - 1, {i: i for i in range(LAYERS)})
+    assert not load(LAYERS, {i: i for i in range(LAYERS - 1)})
+    assert not load(LAYERS, {i: i for i in range(LAYERS)}, 2)
 
 
 def test_more_copies_than_a_session_may_have(
@@ -129,7 +190,7 @@ def test_more_copies_than_a_session_may_have(
 ) -> None:
     monkeypatch.setattr(loads, "MAX_OPEN", 2)
     assert loading.right(*loading.load())
-    assert loading.loads.copied == 2 * LAYERS
+    loading.counts(2 * LAYERS, 0)
 
 
 def test_a_sidecar_that_dies(sidecar: rig.Sidecar, loading: Loading) -> None:
@@ -148,16 +209,25 @@ def test_a_sidecar_that_dies(sidecar: rig.Sidecar, loading: Loading) -> None:
     assert mine.copied and mine.fallbacks
 
 
+@pytest.mark.parametrize("goes_on", [True, False])
 def test_a_sidecar_that_stops(
-    sidecar: rig.Sidecar, loading: Loading, monkeypatch: pytest.MonkeyPatch
+    sidecar: rig.Sidecar, loading: Loading, monkeypatch: pytest.MonkeyPatch, goes_on: bool
 ) -> None:
-    monkeypatch.setattr(loads, "DEADLINE_S", 0.5)
-    stopped = threading.Thread(target=sidecar.stop_for, args=(3.0,))
-    stopped.start()
-    time.sleep(0.05)
+    monkeypatch.setattr(loads, "STALL_S", 0.5)
+    monkeypatch.setattr(loads, "LEASE_S", 1.0)
+    sidecar.signal(signal.SIGSTOP)
+    timer = threading.Timer(2.0, sidecar.signal, (signal.SIGCONT,))
+    if goes_on:
+        timer.start()
+    start = time.monotonic()
     assert loading.right(*loading.load())
-    stopped.join()
+    assert time.monotonic() - start < 10
     assert loading.loads.fallbacks > 0
+    if goes_on:
+        timer.join()
+    else:  # ended by the shim
+        sidecar.kill()
+        sidecar.start()
 
 
 def test_pools_that_the_sidecar_does_not_load(sidecar: rig.Sidecar) -> None:

@@ -245,6 +245,8 @@ int64_t kvs_load_watch(kvs_client *c, uint32_t first, uint32_t count, uint64_t s
 int kvs_load_done(kvs_client *c, int64_t handle);
 /* The engine itself has loaded the data of `step`: the flag becomes `step` unless it is greater. */
 int kvs_load_ready(kvs_client *c, uint32_t flag, uint64_t step);
+/* Of a load flag. 0 where there is none. */
+uint64_t kvs_load_value(kvs_client *c, uint32_t flag);
 /* Sets flags to zero again, poison included. Only while no stream waits and no open lease loads into them. */
 int kvs_load_reset(kvs_client *c, uint32_t first, uint32_t count);
 

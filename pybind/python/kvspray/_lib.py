@@ -132,6 +132,7 @@ _PROTOTYPES = {
     "kvs_load_watch": (c_int64, [c_void_p, c_uint32, c_uint32, c_uint64, c_uint32]),
     "kvs_load_done": (c_int, [c_void_p, c_int64]),
     "kvs_load_ready": (c_int, [c_void_p, c_uint32, c_uint64]),
+    "kvs_load_value": (c_uint64, [c_void_p, c_uint32]),
     "kvs_load_reset": (c_int, [c_void_p, c_uint32, c_uint32]),
     "kvs_gpu_open": (c_int, [c_void_p, POINTER(c_void_p), c_char_p, c_uint32]),
     "kvs_gpu_close": (None, [c_void_p]),

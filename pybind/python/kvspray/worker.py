@@ -461,6 +461,10 @@ class WorkerClient(_Client):
         if h is not None and (rc := int(lib.kvs_load_ready(h, flag, step))) < 0:
             raise KvsprayError(f"kvspray: load_ready: {self._why(rc)}")
 
+    def load_value(self, flag: int) -> int:
+        h = self._handle()
+        return 0 if h is None else int(lib.kvs_load_value(h, flag))
+
     def load_reset(self, first: int, count: int) -> None:
         h = self._handle()
         if h is not None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 _log = logging.getLogger(__name__)
@@ -23,6 +24,10 @@ def install() -> None:
     common._cuda_host_register = lambda *_, **__: None
     common._cuda_host_unregister = lambda *_, **__: None
     _count_host_slots()
+    if os.environ.get("KVSPRAY_RIG_LOADS"):  # of a model whose pages are small
+        from kvspray_sglang import loads
+
+        loads.LEAST_BYTES = loads.LEAST_PIECE = loads.PAUSE_S = 0
 
 
 def _count_host_slots() -> None:

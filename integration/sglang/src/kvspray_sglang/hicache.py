@@ -151,12 +151,27 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
             self._load_by_sidecar(host)
 
     def _load_by_sidecar(self, host: Any) -> None:
+        def arg(name: str) -> Any:
+            return getattr(self._args, name, None)
+
+        moves = arg("disaggregation_mode") in ("prefill", "decode")
+        moves = moves and arg("disaggregation_transfer_backend") == plugin.TRANSFER_BACKEND
+        for wrong, what in (
+            (not plugin.loads, "this SGLang has no L2TransferEngine"),
+            (moves, "the transfer backend kvspray has the device pool"),
+            (arg("enable_memory_saver"), "enable_memory_saver is on"),
+            (
+                self._config.pp_size > loads.MAX_STAGES,
+                f"pp_size is {self._config.pp_size}, at most {loads.MAX_STAGES}",
+            ),
+        ):
+            if wrong:
+                self._complain(f"loads: SGLang loads pages itself: {what}")
+                return
         try:
-            if not plugin.loads:
-                raise PoolError("kvspray: this SGLang has no L2TransferEngine, so it loads itself")
             self._loads = loads.Loads(self._link, host)
-        except (PoolError, kvspray.KvsprayError) as err:
-            self._complain(f"loads: {err}")
+        except Exception as err:  # the store works without
+            self._complain(f"loads: SGLang loads pages itself: {err}")
         else:
             loads.activate(self._loads)
 

@@ -251,8 +251,20 @@ class Link:
             out, self._copied = self._copied, []
             return out
 
+    def cancel(self, lease: int, reason: str) -> None:
+        """The lease of a copy ends later, by copies_ended()."""
+        self._client.cancel(lease, reason)
+
+    def load_value(self, flag: int) -> int:
+        return self._client.load_value(flag)
+
     def load_ready(self, flag: int, value: int) -> None:
         self._client.load_ready(flag, value)
+
+    def add_now(self, regions: Sequence[kvspray.Region], wait_s: float) -> bool:
+        """Registers memory after start(), without which the session goes on. True: the sidecar has
+        answered within ``wait_s``."""
+        return self._client.add_regions(regions, wait_s)
 
     # -- completions
 

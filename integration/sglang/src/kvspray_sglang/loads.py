@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,17 +24,25 @@ import numpy as np
 import torch
 
 import kvspray
-from kvspray import _messages
+from kvspray import CompletionStatus, _messages
 from kvspray.gpu import GpuSignals
 from kvspray_sglang.link import MAX_FLAGS, Link
 from kvspray_sglang.pools import PoolError
 
 LEAST_BYTES = 1 << 20  # of a load; SGLang copies less at once sooner than a lease begins and ends
-DEADLINE_S = 10.0  # of a copy, from its submission; PyTorch makes it after that
-MAX_OPEN = 48  # copies at a time: a sidecar takes 64 of a session
+LEAST_PIECE = 2 << 10  # bytes of a page of one part; many small pieces take the sidecar too long
+STALL_S = 5.0  # from the moment at which a load could begin; what is open then is cancelled
+# Of a copy, from its submission: the shim ends a sidecar that has not fenced it soon after. A copy
+# that had to wait for a long prefill is submitted again.
+LEASE_S = 10.0
+PAUSE_S = 10.0  # in which SGLang loads by itself after a copy that was made again
+MAX_OPEN = 16  # copies at a time, in order; a sidecar runs four and takes 64 of a session
+MAX_STAGES = 2  # of a pipeline; SGLang has three counters for its layers' events
+ADD_S = 30.0  # for the sidecar to take the device pool
 CLOSE_S = 30.0  # for open loads to end when the backend is detached
 WARN_EVERY_S = 60.0
-_WAIT_S = 0.05  # between looks at what is to be submitted, while copies are open
+_LOOK_S = 0.001  # at flags, on a CPU
+_WAIT_S = 0.05  # between looks at what is to be submitted or has stalled, while loads are open
 
 _log = logging.getLogger(__name__)
 _active: Loads | None = None
@@ -53,27 +62,32 @@ class Part:
 
 @dataclass(eq=False)
 class _Load:
-    value: int
+    value: int  # of its load flags once the bytes are there
     host: np.ndarray  # pages
     device: np.ndarray
     mark: int
-    ready: Any  # an event of the stream: earlier work on the device's pages is done
+    ready: Any  # an event of the stream: earlier work on the device's pages is done; None on a CPU
     left: set[int] = field(default_factory=set)  # parts that are not there
     failed: list[int] = field(default_factory=list)  # those of them that the sidecar has given up
+    since: float = 0.0  # when it could begin; 0: not yet
+    cancelled: bool = False
+
+
+def pool_of(host: Any) -> Any:
+    """The pool with the pages of attention, if SGLang gives a group of pools."""
+    entry = getattr(host, "anchor_entry", None)
+    return host if entry is None else entry.host_pool
 
 
 def parts_of(host: Any) -> list[list[Part]]:
     """For each layer, the tensors of pages of a host pool and of its device pool. Raises PoolError
     for a pool whose pages of a layer are not in one piece each."""
-    entry = getattr(host, "anchor_entry", None)
-    host = host if entry is None else entry.host_pool
     kind, layout = type(host).__name__, getattr(host, "layout", "?")
-    what = f"kvspray: host pool {kind}, layout {layout}"
-    remedy = "its pages are loaded by SGLang"
+    what = f"host pool {kind}, layout {layout}"
     if layout not in ("layer_first", "page_first_direct"):
         raise PoolError(
-            f"{what}: a page of one layer is in many pieces, so {remedy}; "
-            "use --hicache-io-backend direct with --hicache-mem-layout page_first_direct"
+            f"{what}: a page of one layer is in many pieces; use --hicache-io-backend direct with "
+            "--hicache-mem-layout page_first_direct"
         )
     try:
         if kind == "MHATokenToKVPoolHost":
@@ -83,16 +97,16 @@ def parts_of(host: Any) -> list[list[Part]]:
             pairs = [(host.kv_buffer, host.device_kv_buffers)]
             layers = list(host._target_layer_indices)
             places = (host._host_layer_by_controller, host._buffer_index_by_layer)
-            if any([x[i] for i in layers] != layers for x in places):
-                raise PoolError(f"{what}: its layers are in another order, so {remedy}")
+            if layers != list(range(len(layers))) or any(
+                [x[i] for i in layers] != layers for x in places
+            ):
+                raise PoolError(f"{what}: its layers are in another order")
         else:
-            raise PoolError(f"{what}: {remedy}")
+            raise PoolError(f"{what}: not a pool that the sidecar loads from")
         page = int(host.page_size)
         return [[_part(h, d, layout, i, page) for h, d in pairs] for i in layers]
-    except (AttributeError, IndexError, RuntimeError, ValueError) as err:
-        if isinstance(err, PoolError):
-            raise
-        raise PoolError(f"{what}: {remedy}: {type(err).__name__}: {err}") from err
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as err:
+        raise PoolError(f"{what}: {type(err).__name__}: {err}") from err
 
 
 def _part(host: Any, device: Any, layout: str, layer: int, page: int) -> Part:
@@ -102,11 +116,17 @@ def _part(host: Any, device: Any, layout: str, layer: int, page: int) -> Part:
     # A row may be shaped otherwise; its bytes are the same.
     same = mine[0].numel() == theirs[0].numel() and mine.dtype == theirs.dtype
     if not (same and mine[0].is_contiguous() and theirs[0].is_contiguous()):
-        raise ValueError(
+        raise PoolError(
             f"layer {layer}: pages of {tuple(mine.shape[1:])} {mine.dtype} at the host and "
             f"{tuple(theirs.shape[1:])} {theirs.dtype} at the device"
         )
-    return Part(mine.flatten(1), theirs.flatten(1))
+    part = Part(mine.flatten(1), theirs.flatten(1))
+    if part.length < LEAST_PIECE:
+        raise PoolError(
+            f"a page has {part.length} bytes in a layer, and the sidecar copies at least "
+            f"{LEAST_PIECE}; raise --page-size"
+        )
+    return part
 
 
 def pages_of(slots: torch.Tensor, page: int, pages: int) -> np.ndarray | None:
@@ -125,29 +145,33 @@ class Loads:
     """The loads of one rank's host pool."""
 
     def __init__(self, link: Link, host: Any, log: logging.Logger = _log) -> None:
-        """Raises PoolError for a pool that the sidecar cannot load from, and KvsprayError."""
-        layers = parts_of(host)
-        self._link, self.host, self._log = link, host, log
-        self._page = int(host.page_size)
+        """``link`` may be connected later. Raises PoolError for a pool that the sidecar cannot load
+        from, and KvsprayError."""
+        self.host = pool_of(host)
+        layers = parts_of(self.host)
+        self._link, self._log = link, log
+        self._page = int(self.host.page_size)
         self._parts = [p for layer in layers for p in layer]
         self._per_layer = len(layers[0])
         self.layers = len(layers)
         self._gpu = self._parts[0].device.is_cuda
         if len(self._parts) > MAX_FLAGS:
-            raise PoolError(f"kvspray: {len(self._parts)} tensors of pages, at most {MAX_FLAGS}")
+            raise PoolError(f"{len(self._parts)} tensors of pages, at most {MAX_FLAGS}")
         self._sources = [self._source(p) for p in self._parts]
         make = kvspray.Region.gpu if self._gpu else kvspray.Region.process
         self._targets = [make(p.device.data_ptr(), p.device.nbytes) for p in self._parts]
-        link.add(self._targets)
         self._signals: GpuSignals | None = None  # of a GPU, from the first load on
-        self._side = torch.cuda.Stream() if self._gpu else None
+        # PyTorch gives SGLang's streams out of another pool of streams: this one waits for none.
+        self._side = torch.cuda.Stream(priority=-1) if self._gpu else None
         self._cond = threading.Condition()  # guards what follows
+        self._usable = False  # the sidecar has the device pool
+        self._refusing = b""  # the boot of a sidecar that has refused a copy
         self._value = 0
         self._loads: collections.deque[_Load] = collections.deque()  # under way, the oldest first
         self._to_submit: collections.deque[tuple[_Load, int]] = collections.deque()
         self._open: dict[int, tuple[_Load, int]] = {}  # leases
         self._closing = False
-        self._complained = -WARN_EVERY_S
+        self._paused = self._complained = float("-inf")  # until, and since
         self.copied = self.fallbacks = 0  # parts, by the sidecar and by PyTorch
         self._thread = threading.Thread(target=self._run, name="kvspray-loads", daemon=True)
         self._thread.start()
@@ -159,16 +183,15 @@ class Loads:
         last = (len(pages) - 1) * pages.stride(0) * pages.element_size() + part.length
         found = self._link.mapped(start, start + last)
         if found is None:
-            raise PoolError(
-                "kvspray: the host pool is not in memory that the sidecar can map, so its pages "
-                "are loaded by SGLang; the log has the reason of that"
-            )
+            raise PoolError("it is not in memory that the sidecar can map")
         return found
 
     # -- SGLang's thread
 
     def begin(self, host_slots: torch.Tensor, device_slots: torch.Tensor) -> _Load | None:
         """Requests a load of these slots on the current stream. None: SGLang makes it itself."""
+        if not self._usable or time.monotonic() < self._paused or not self._trusted():
+            return None
         host = pages_of(host_slots, self._page, len(self._parts[0].host))
         device = pages_of(device_slots, self._page, len(self._parts[0].device))
         if host is None or device is None or len(host) != len(device):
@@ -176,13 +199,21 @@ class Loads:
         nbytes = len(host) * sum(p.length for p in self._parts)
         if nbytes < LEAST_BYTES or len(host) > _messages.MAX_COPY_BLOCKS:
             return None
-        if len(np.unique(device)) < len(device) or not self._link.connected:
+        if len(np.unique(device)) < len(device):
             return None
         mark, ready = 0, None
         if self._gpu:
-            if self._signals is None:
-                self._signals = self._link.signals(self._log)
+            assert self._side is not None
             stream = torch.cuda.current_stream()
+            if stream.cuda_stream == self._side.cuda_stream:
+                return None
+            if self._signals is None:
+                try:
+                    self._signals = self._link.signals(self._log)
+                except kvspray.KvsprayError as err:
+                    self._usable = False
+                    self._complain(str(err))
+                    return None
             mark = self._signals.mark(stream.cuda_stream)
             if mark == 0:
                 return None
@@ -202,6 +233,19 @@ class Loads:
             self._cond.notify_all()
         return load
 
+    def _trusted(self) -> bool:
+        """Whether the shim could end this sidecar: a load waits until it is fenced."""
+        status = self._link.status()
+        if not status.connected or status.quarantined or status.sidecar_boot == self._refusing:
+            return False
+        try:
+            if status.sidecar_pid > 0:
+                os.kill(status.sidecar_pid, 0)
+        except OSError:
+            self._complain("the sidecar is another user's, and this process could not end it")
+            return False
+        return True
+
     def end(self, load: _Load) -> None:
         """Returns when nothing writes to the load's pages any more."""
         with self._cond:
@@ -213,29 +257,30 @@ class Loads:
         mine = range(first, first + self._per_layer)
         if self._signals is not None:
             stream = torch.cuda.current_stream().cuda_stream
-            if all(self._signals.wait_layer(i, load.value, stream) for i in mine):
+            if all([self._signals.wait_layer(i, load.value, stream) for i in mine]):
                 return
         with self._cond:  # bounded: each lease ends, and PyTorch copies what is missing then
-            self._cond.wait_for(lambda: load.left.isdisjoint(mine))
+            while not all(self._link.load_value(i) >= load.value for i in mine):
+                self._cond.wait(_LOOK_S)
 
     # -- copies
 
     def _submit(self, load: _Load, part: int) -> bool:
-        """Locked. False: no sidecar takes it."""
-        source, at = self._sources[part]
-        p = self._parts[part]
-        step = [x.stride(0) * x.element_size() for x in (p.host, p.device)]
-        rows = np.empty((len(load.host), 3), dtype="<u8")
-        rows[:, 0] = at + load.host * step[0]
-        rows[:, 1] = load.device * step[1]
-        rows[:, 2] = p.length
+        """Locked. False: the sidecar has not taken it."""
         try:
+            source, at = self._sources[part]
+            p = self._parts[part]
+            step = [x.stride(0) * x.element_size() for x in (p.host, p.device)]
+            rows = np.empty((len(load.host), 3), dtype="<u8")
+            rows[:, 0] = at + load.host * step[0]
+            rows[:, 1] = load.device * step[1]
+            rows[:, 2] = p.length
             lease = self._link.copy(
-                source, self._targets[part], rows.tobytes(), f"load-{load.value}", DEADLINE_S,
+                source, self._targets[part], rows.tobytes(), f"load-{load.value}", LEASE_S,
                 load.mark, (part, load.value),
             )  # fmt: skip
-        except (ValueError, kvspray.KvsprayError) as err:
-            self._complain(str(err))
+        except Exception as err:
+            self._complain(f"{type(err).__name__}: {err}")
             return False
         if lease:
             self._open[lease] = load, part
@@ -244,12 +289,18 @@ class Loads:
     def _feed(self) -> None:
         """Locked."""
         while self._to_submit and len(self._open) < MAX_OPEN:
-            load, part = self._to_submit.popleft()
-            if not self._submit(load, part):
-                load.failed.append(part)
+            load, part = self._to_submit[0]
+            if not load.cancelled and self._submit(load, part):
+                self._to_submit.popleft()
+                continue
+            if not load.cancelled and self._open and self._link.connected:
+                return  # the ring is full
+            self._to_submit.popleft()
+            load.failed.append(part)
 
     def _arrived(self, load: _Load, part: int) -> None:
-        """Locked. An older sidecar has set no flag, and PyTorch sets none."""
+        """Locked."""
+        # An older sidecar has set no flag, and PyTorch sets none.
         self._link.load_ready(part, load.value)
         load.left.discard(part)
         while self._loads and not self._loads[0].left:
@@ -261,6 +312,7 @@ class Loads:
     def _run(self) -> None:
         if self._gpu:
             torch.cuda.set_device(self._parts[0].device.device)
+        self._register()
         while True:
             with self._cond:
                 self._cond.wait_for(lambda: self._loads or self._closing)
@@ -268,24 +320,74 @@ class Loads:
                     return
             try:
                 self._take(self._link.copies_ended(_WAIT_S))
+                self._cancel_stalled()
                 self._fall_back()
-            except Exception:  # without this thread no load would ever end
-                self._log.exception("kvspray: loads from a host pool")
+            except Exception as err:  # without this thread no load would ever end
+                self._complain(f"{type(err).__name__}: {err}")
+                self._find_lost()
                 time.sleep(_WAIT_S)
+
+    def _register(self) -> None:
+        """Apart from the host pool, because the store works without the device's."""
+        while not self._link.connected:
+            with self._cond:
+                if self._cond.wait_for(lambda: self._closing, 10 * _WAIT_S):
+                    return
+        try:
+            self._usable = self._link.add_now(self._targets, ADD_S)
+        except kvspray.KvsprayError as err:
+            self._complain(str(err))
+        else:
+            if not self._usable:
+                self._complain(f"the sidecar has not taken the device pool within {ADD_S:g} s")
 
     def _take(self, ended: Sequence[kvspray.Completion]) -> None:
         with self._cond:
             for c in ended:
-                load, part = self._open.pop(c.lease, (None, 0))
-                if load is None:
+                if c.lease not in self._open:
                     continue
-                if c.ok:
+                load, part = self._open.pop(c.lease)
+                # The flag may be up although the lease's end was lost with its session. The stream
+                # has gone on then, and the pages may be another request's.
+                if c.ok or self._link.load_value(part) >= load.value:
                     self.copied += 1
                     self._arrived(load, part)
-                else:
-                    load.failed.append(part)
-                    self._complain(f"{c.status.name}: {c.reason}")
+                    continue
+                if c.status == CompletionStatus.EXPIRED and not self._stalled(load):
+                    self._to_submit.appendleft((load, part))
+                    continue
+                load.failed.append(part)
+                self._complain(f"{c.status.name}: {c.reason}")
+                if c.status == CompletionStatus.REFUSED:
+                    self._refusing = self._link.status().sidecar_boot
             self._feed()
+
+    def _stalled(self, load: _Load) -> bool:
+        """Locked. Nothing of the engine has kept it from its end for STALL_S."""
+        now = time.monotonic()
+        if load.since == 0 and (load.ready is None or load.ready.query()):
+            load.since = now
+        return 0 < load.since <= now - STALL_S
+
+    def _cancel_stalled(self) -> None:
+        with self._cond:
+            for load in self._loads:
+                if load.cancelled or not self._stalled(load):
+                    continue
+                load.cancelled = True
+                for lease, (other, _) in self._open.items():
+                    if other is load:
+                        self._link.cancel(lease, "the load has stalled")
+            self._feed()
+
+    def _find_lost(self) -> None:
+        """After an error in this thread."""
+        with self._cond:
+            known = {*self._open.values(), *self._to_submit}
+            for load in self._loads:
+                load.failed += [
+                    p for p in load.left if (load, p) not in known and p not in load.failed
+                ]
 
     def _fall_back(self) -> None:
         """Of the oldest load only: those behind it have their place on the stream after it."""
@@ -295,6 +397,7 @@ class Loads:
                 if load is None or not load.failed:
                     return
                 part = load.failed[-1]
+                self._paused = time.monotonic() + PAUSE_S
             self._copy(load, self._parts[part])
             with self._cond:
                 load.failed.remove(part)
@@ -317,7 +420,7 @@ class Loads:
         now = time.monotonic()
         if now - self._complained >= WARN_EVERY_S:
             self._complained = now
-            self._log.warning("kvspray: PyTorch loads what the sidecar did not: %s", text)
+            self._log.warning("kvspray: the sidecar has not loaded all that it should: %s", text)
 
     def close(self) -> bool:
         """Before the link's end. False: a load has not ended, so the link stays open."""
@@ -355,13 +458,13 @@ class _Loading:
             self._begun = True
             try:
                 self._load = self._loads.begin(host_indices, device_indices)
-            except Exception:  # nothing is submitted
+            except Exception:  # no copy is submitted
                 _log.exception("kvspray: SGLang loads what the sidecar should")
         if self._load is None:
             self._host.load_to_device_per_layer_physical(
                 device_pool, host_indices, device_indices, layer_id, io_backend, *args, **kwargs
             )
-        elif 0 <= layer_id < self._loads.layers:
+        else:
             self._loads.wait(self._load, layer_id)
 
 
@@ -376,19 +479,24 @@ def submit(
     **kwargs: Any,
 ) -> Any:  # fmt: skip
     """Around L2TransferEngine.submit_host_to_device."""
-    loads, ours = _active, []
-    if (
-        loads is not None
-        and getattr(engine, "io_backend", "") == "direct"
-        and transfer_layer_id_max >= loads.layers  # the load's end comes behind all layers
-    ):
-        for i, t in enumerate(transfers):
-            if t.host_pool is loads.host and not t.is_draft and t.layer_mapper is None:
-                ours.append(_Loading(t.host_pool, loads))
-                transfers = [*transfers[:i], t._replace(host_pool=ours[-1]), *transfers[i + 1 :]]
+    loads, ours = _active, None
+    if loads is not None and getattr(engine, "io_backend", "") == "direct":
+        # Two transfers of a pool would use the same flags at the same time.
+        mine = [i for i, t in enumerate(transfers) if t.host_pool is loads.host and not t.is_draft]
+        if len(mine) == 1 and _covers(loads, transfers[mine[0]], transfer_layer_id_max):
+            (i,) = mine
+            ours = _Loading(loads.host, loads)
+            transfers = [*transfers[:i], transfers[i]._replace(host_pool=ours), *transfers[i + 1 :]]
     try:
         return original(engine, transfers, transfer_layer_id_max=transfer_layer_id_max, **kwargs)
     except Exception:  # SGLang gives the pages to others then
-        for o in ours:
-            o.end()
+        if ours is not None:
+            ours.end()
         raise
+
+
+def _covers(loads: Loads, transfer: Any, layers: int) -> bool:
+    """Whether SGLang asks for each layer, in order: the load's end comes behind all of them."""
+    mapped = transfer.layer_mapper or (lambda layer: layer)
+    asked = [x for x in map(mapped, range(layers)) if x is not None]
+    return asked == list(range(loads.layers))
