@@ -110,7 +110,17 @@ int kvs_pidfd_of_peer(int sock, uint32_t *pid)
 	return (int)syscall(SYS_pidfd_open, *pid, 0);
 }
 
+static int signal_to(int pidfd, int signal)
+{
+	return syscall(SYS_pidfd_send_signal, pidfd, signal, NULL, 0) == 0 ? 0 : -errno;
+}
+
 int kvs_pidfd_kill(int pidfd)
 {
-	return syscall(SYS_pidfd_send_signal, pidfd, SIGKILL, NULL, 0) == 0 ? 0 : -errno;
+	return signal_to(pidfd, SIGKILL);
+}
+
+bool kvs_pidfd_mortal(int pidfd)
+{
+	return pidfd >= 0 && signal_to(pidfd, 0) == 0;
 }

@@ -41,7 +41,7 @@ __all__ = ["engine", "sidecar"]
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LEAST_BYTES", "LEAST_PIECE", "PAUSE_S"):
+    for name in ("LEAST_BYTES", "LEAST_PIECE", "PAUSE_S", "MAX_PAUSE_S"):
         monkeypatch.setattr(loads, name, 0)
 
 
@@ -53,7 +53,7 @@ class Loading(Controller):
         mine = self.backend._loads
         assert mine is not None
         self.loads = mine
-        rig.wait_for("the device pool at the sidecar", lambda: mine._usable, 30)
+        rig.wait_for("the device pool at the sidecar", lambda: mine.ready, 30)
 
     def counts(self, copied: int, fallbacks: int) -> None:
         rig.wait_for(
@@ -152,6 +152,7 @@ def test_a_lost_end_is_no_failure(loading: Loading, monkeypatch: pytest.MonkeyPa
 
 def test_after_a_failure_sglang_loads(loading: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loads, "PAUSE_S", 60)
+    monkeypatch.setattr(loads, "MAX_PAUSE_S", 60)
     turn = iter(range(1 << 20))
     copy = loading.loads._link.copy
     monkeypatch.setattr(
@@ -197,7 +198,7 @@ def test_a_sidecar_that_dies(sidecar: rig.Sidecar, loading: Loading) -> None:
     """Every load is right, whatever becomes of the sidecar under it."""
     r = random.Random(3)
     for _ in range(30):
-        rig.wait_for("a session", lambda: loading.loads._link.connected, 30)
+        rig.wait_for("a session", lambda: loading.loads.ready, 30)
         killer = threading.Timer(r.uniform(0, 0.006), sidecar.kill)
         device, want = loading.load(30, killer.start)
         assert loading.right(device, want)
@@ -205,8 +206,8 @@ def test_a_sidecar_that_dies(sidecar: rig.Sidecar, loading: Loading) -> None:
         killer.join()
         sidecar.start()
     mine = loading.loads
-    print(f"{mine.copied} copies, {mine.fallbacks} made again")
-    assert mine.copied and mine.fallbacks
+    print(f"{mine.copied} copies, {mine.fallbacks} made again: {dict(mine.ends)}")
+    assert mine.copied and mine.fallbacks and mine.ends["LOST"] and not mine.ends["REFUSED"]
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
@@ -231,7 +232,7 @@ def test_a_sidecar_that_stops(
 
 
 def test_pools_that_the_sidecar_does_not_load(sidecar: rig.Sidecar) -> None:
-    link = Link(sidecar.socket, "0", kvspray.Ranks(), logging.getLogger())
+    link = Link(sidecar.socket, "0", kvspray.Ranks(), logging.getLogger(), loads.MAX_FLAGS)
     for kind, layout, mapped, told in (
         ("mha", "page_first", True, "use --hicache-io-backend direct with"),
         ("mha", "layer_first", False, "not in memory that the sidecar can map"),

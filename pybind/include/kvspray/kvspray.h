@@ -352,6 +352,8 @@ struct kvs_info {
 	char node[64];
 	char endpoint[256];  /* that peers dial; empty before the first WELCOME */
 	char error[512];     /* the latest; empty: none */
+	uint32_t mortal;      /* 1: this process may kill the sidecar of the current session, and can prove its exit */
+	uint32_t has_regions; /* 1: the sidecar of the current session has answered for all regions, as kvs_regions_wait */
 };
 
 int kvs_status_read(kvs_client *c, struct kvs_info *info);

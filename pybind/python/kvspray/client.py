@@ -136,6 +136,10 @@ class Status:
     node: str
     endpoint: str
     error: str
+    mortal: bool
+    """This process may kill the sidecar, and can prove its exit."""
+    has_regions: bool
+    """The sidecar has answered for all regions, those of add_regions() included."""
     counters: Mapping[str, int]
 
 
@@ -263,6 +267,8 @@ class _Client:
             node=_text(info.node),
             endpoint=_text(info.endpoint),
             error=_text(info.error),
+            mortal=bool(info.mortal),
+            has_regions=bool(info.has_regions),
             counters={name: getattr(info, name) for name in _COUNTERS},
         )
 

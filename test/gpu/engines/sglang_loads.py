@@ -8,7 +8,7 @@ speed    for each way and each number of tokens: until the engine's thread has i
          the first layer is there, until all are; the ways take turns, and every page is compared
 beside   how much longer a computation takes while loads run
 faults   the sidecar is killed or stopped under loads for which more kernels wait than a stream
-         takes: each load ends, and every page is right
+         takes, while other streams are busy: each load ends, and every page is right
 
 usage: sglang_loads.py [options]
 """
@@ -25,6 +25,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,8 @@ WAYS = (
 PATTERN = 64 << 20  # bytes of random content, which repeats with another number added
 WAIT_S = 60.0
 KERNELS = 200  # for each layer, in faults: more than a stream takes in all
+STREAMS = 64  # busy ones, of both priorities, in faults: more than a GPU has queues for
+LIBRARIES = UNPACKED / "lib"  # that SGLang's kernels are linked with
 
 
 def say(text: str) -> None:
@@ -96,6 +99,8 @@ class Events:
 
 
 class Run:
+    started: list[rig.Sidecar] = []
+
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.gpu = args, args.device == "cuda"
         self.problems: list[str] = []
@@ -105,7 +110,10 @@ class Run:
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
         self.run = pathlib.Path(tempfile.mkdtemp(prefix="kvs-"))
-        self.sidecar = rig.Sidecar("l", self.run, {})
+        # A line for each copy would cost what is measured.
+        quiet = {"log": {"level": "warn"}, "trace": {"transfers": "", "block_hashes": ""}}
+        self.sidecar = rig.Sidecar("l", self.run, quiet)
+        self.started.append(self.sidecar)
         self.sidecar.start()
         self.size = max(args.sizes) + args.page
         self.device = MHATokenToKVPool(
@@ -116,13 +124,15 @@ class Run:
         self.hosts: dict[str, Any] = {}
         self.engines = {io: L2TransferEngine(io) for _, io, _ in WAYS}
         self.ways = [w for w in WAYS if w[0] in args.ways.split(",")]
-        for layout in dict.fromkeys(layout for _, _, layout in self.ways):
-            self.hosts[layout] = self.host(layout)
-            say(f"the host pool of layout {layout} is filled")
-        self.link = Link(self.sidecar.socket, "0", kvspray.Ranks(), loads._log)
+        for layout in dict.fromkeys(["page_first_direct", *(w[2] for w in self.ways)]):
+            self.hosts[layout] = host = self.host(layout)
+            say(f"the host pool of layout {layout} is filled; {host.can_use_jit=}")
+        self.link = Link(
+            self.sidecar.socket, "0", kvspray.Ranks(), loads._log, loads.MAX_FLAGS
+        )  # fmt: skip
         self.loads = loads.Loads(self.link, self.hosts["page_first_direct"])
         self.link.start()
-        rig.wait_for("the device pool at the sidecar", lambda: self.loads._usable, 60)
+        rig.wait_for("the device pool at the sidecar", lambda: self.loads.ready, 60)
         self.token_bytes = args.layers * 2 * args.heads * 128 * 2
 
     def host(self, layout: str) -> Any:
@@ -182,6 +192,13 @@ class Run:
             if time.monotonic() > end:
                 raise rig.Failed(f"{what}: not within {WAIT_S:g} s")
 
+    def by_sidecar(self, before: int, n: int) -> None:
+        """The sidecar has made all copies of n loads."""
+        want = before + 2 * self.args.layers * n
+        rig.wait_for("copies by the sidecar", lambda: self.loads.copied == want, 5, 0.001)
+        if self.loads.fallbacks:
+            raise rig.Failed(f"{self.loads.fallbacks} copies were made again: {self.loads.ends}")
+
     def compare(self, way: Any, host: torch.Tensor, device: torch.Tensor, what: str) -> None:
         """The pages by the shapes that SGLang documents, independent of what loads by them."""
         page, pool = self.args.page, self.hosts[way[2]]
@@ -216,6 +233,7 @@ class Run:
                 for way in order:
                     host, device = self.slots(tokens, (tokens, turn))
                     self.clear()
+                    before = self.loads.copied
                     start = time.perf_counter()
                     events, completion = self.submit(way, host, device)
                     called = time.perf_counter()
@@ -223,6 +241,7 @@ class Run:
                     first = time.perf_counter()
                     self.wait(completion.finish_event, "a load")
                     end = time.perf_counter()
+                    self.by_sidecar(before, int(way[0] == "sidecar"))
                     if turn:  # the first one pins memory and compiles
                         rows[way[0]].append((called - start, first - start, end - start))
                     if turn < 2:
@@ -270,6 +289,7 @@ class Run:
                 alone = compute(400)()
                 result = compute(400)
                 moved, host_device = 0, self.slots(tokens, "beside")
+                before = self.loads.copied
                 while True:
                     _, completion = self.submit(way, *host_device)
                     self.wait(completion.finish_event, "a load beside a computation")
@@ -277,6 +297,7 @@ class Run:
                     if stream.query():
                         break
                 rows[way[0]].append((result() / alone, moved))
+                self.by_sidecar(before, moved if way[0] == "sidecar" else 0)
         self.report["beside"] = []
         for name, got in rows.items():
             row = {
@@ -293,8 +314,10 @@ class Run:
         r = random.Random(7)
         stream = torch.cuda.Stream() if self.gpu else None
         little = torch.zeros(16, device=self.args.device)
+        busy = [torch.cuda.Stream(priority=-(i % 2)) for i in range(STREAMS if self.gpu else 0)]
+        missed = 0  # turns whose loads had ended when the sidecar did
         for turn in range(self.args.kills):
-            rig.wait_for("a session", lambda: self.link.connected, 60)
+            rig.wait_for("a session with the device pool", lambda: self.loads.ready, 60)
             host, device = self.slots(max(self.args.sizes), ("fault", turn))
             half = len(host) // self.args.page // 2 * self.args.page
             self.clear()
@@ -302,7 +325,11 @@ class Run:
             hit = (lambda: self.sidecar.stop_for(5)) if stops else self.sidecar.kill
             killer = threading.Timer(r.uniform(0, 0.02), hit)
             killer.start()
-            before = self.loads.fallbacks
+            before, taken = self.loads.fallbacks, self.loads._value
+            for other in busy:
+                with torch.cuda.stream(other):
+                    for _ in range(KERNELS):
+                        little.add(1)
             start = time.monotonic()
             for i in (slice(0, half), slice(half, None)):  # two loads follow each other
                 events, completion = self.submit(way, host[i], device[i])
@@ -322,16 +349,23 @@ class Run:
             if not stops:
                 self.sidecar.start()
             again = self.loads.fallbacks - before
+            missed += again == 0
+            if self.loads._value == taken:
+                self.problems.append(f"faults: turn {turn}: the sidecar was asked for no load")
             say(
                 f"{'stopped' if stops else 'killed'}: {again} of {4 * self.args.layers} copies "
                 f"made again, {took:.2f} s, the thread had {queued:.2f} s of it"
             )
-        self.report["fallbacks"] = self.loads.fallbacks
-        if not self.loads.fallbacks:
-            self.problems.append("faults: no copy was made again")
+        self.report["faults"] = {
+            "turns": self.args.kills, "missed": missed, "again": self.loads.fallbacks,
+            "ends": dict(self.loads.ends),
+        }  # fmt: skip
+        say(json.dumps(self.report["faults"]))
+        if missed > self.args.kills // 2 or self.loads.ends["REFUSED"]:
+            self.problems.append(f"faults: not what was meant: {self.report['faults']}")
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -348,22 +382,33 @@ def main() -> int:
     args = parser.parse_args()
     args.sizes = [int(n) for n in args.sizes.split(",")]
     args.out = pathlib.Path(args.out)
-    run = Run(args)
+    args.out.mkdir(parents=True, exist_ok=True)
+    report: dict[str, Any] = {}
+    problems: list[str] = []
+    run = None
     try:
+        run = Run(args)
+        report, problems = run.report, run.problems
         for part in args.parts.split(","):
             getattr(run, part)()
-    except rig.Failed as err:
-        run.problems.append(str(err)[:3000])
-    finally:
         run.stop()
-    args.out.mkdir(parents=True, exist_ok=True)
-    report = {**run.report, "problems": run.problems}
+    except Exception as err:
+        traceback.print_exc()
+        problems.append(f"{type(err).__name__}: {str(err)[:3000]}")
+        for p in Run.started:
+            p.kill()
+    report["problems"] = problems
     (args.out / "sglang-loads.json").write_text(json.dumps(report, indent=1) + "\n")
-    for problem in run.problems[:10]:
+    for problem in problems[:10]:
         print(f"  PROBLEM {problem}", flush=True)
-    print("RED" if run.problems else "GREEN", flush=True)
-    return int(bool(run.problems))
+    print("RED" if problems else "GREEN", flush=True)
+    os._exit(int(bool(problems)))  # a stream that waits for ever keeps no one
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # as SGLang sets it
+    libraries = os.environ.get("LD_LIBRARY_PATH", "")
+    if LIBRARIES.exists() and str(LIBRARIES) not in libraries.split(os.pathsep):
+        os.environ["LD_LIBRARY_PATH"] = os.pathsep.join(p for p in (str(LIBRARIES), libraries) if p)
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+    main()

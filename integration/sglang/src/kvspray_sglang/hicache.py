@@ -26,7 +26,7 @@ import kvspray
 from kvspray.store import Namespace, Piece, Space
 from kvspray_sglang import loads, names, plugin
 from kvspray_sglang.copies import Copies
-from kvspray_sglang.link import CALL_S, Ended, Link, Wanted
+from kvspray_sglang.link import CALL_S, MAX_FLAGS, Ended, Link, Wanted
 from kvspray_sglang.pools import CopiedPool, Pool, PoolError
 from kvspray_sglang.settings import Settings
 
@@ -92,8 +92,9 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
             tp=(storage_config.tp_rank, storage_config.tp_size),
             pp=(storage_config.pp_rank, storage_config.pp_size),
         )
-        self._link = Link(settings.socket, sglang.__version__, ranks, _log)
         self._by_sidecar = settings.loads == "sidecar"
+        flags = MAX_FLAGS if self._by_sidecar else 1
+        self._link = Link(settings.socket, sglang.__version__, ranks, _log, flags)
         self._loads: loads.Loads | None = None
         self._lock = threading.Lock()  # guards what follows
         self._pools: dict[str, tuple[Pool, list[Piece]]] = {}
@@ -154,6 +155,7 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
         def arg(name: str) -> Any:
             return getattr(self._args, name, None)
 
+        batches = self._config.pp_size + (arg("pp_async_batch_depth") or 0)
         moves = arg("disaggregation_mode") in ("prefill", "decode")
         moves = moves and arg("disaggregation_transfer_backend") == plugin.TRANSFER_BACKEND
         for wrong, what in (
@@ -161,8 +163,8 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
             (moves, "the transfer backend kvspray has the device pool"),
             (arg("enable_memory_saver"), "enable_memory_saver is on"),
             (
-                self._config.pp_size > loads.MAX_STAGES,
-                f"pp_size is {self._config.pp_size}, at most {loads.MAX_STAGES}",
+                batches > loads.MAX_BATCHES,
+                f"the pipeline has {batches} batches at a time, at most {loads.MAX_BATCHES}",
             ),
         ):
             if wrong:

@@ -56,15 +56,17 @@ class Link:
     """One rank's session."""
 
     def __init__(
-        self, socket: str | None, version: str, ranks: kvspray.Ranks, log: logging.Logger
-    ) -> None:
+        self, socket: str | None, version: str, ranks: kvspray.Ranks, log: logging.Logger,
+        flags: int = 1,
+    ) -> None:  # fmt: skip
+        """``flags``: load flags."""
         engine = kvspray.EngineInfo("sglang", version, secrets.token_hex(8))
         self._log = log
         self._client = kvspray.WorkerClient(
             socket,
             engine=engine,
             ranks=ranks,
-            layers=MAX_FLAGS,
+            layers=flags,
             deadline_s=CALL_S,
             grace_s=FENCE_S,
             log=log,
@@ -261,10 +263,9 @@ class Link:
     def load_ready(self, flag: int, value: int) -> None:
         self._client.load_ready(flag, value)
 
-    def add_now(self, regions: Sequence[kvspray.Region], wait_s: float) -> bool:
-        """Registers memory after start(), without which the session goes on. True: the sidecar has
-        answered within ``wait_s``."""
-        return self._client.add_regions(regions, wait_s)
+    def add_optional(self, regions: Sequence[kvspray.Region]) -> None:
+        """Registers memory after start(), without which the session goes on."""
+        self._client.add_regions(regions)
 
     # -- completions
 

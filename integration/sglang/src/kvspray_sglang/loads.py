@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import collections
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,15 +29,17 @@ from kvspray_sglang.link import MAX_FLAGS, Link
 from kvspray_sglang.pools import PoolError
 
 LEAST_BYTES = 1 << 20  # of a load; SGLang copies less at once sooner than a lease begins and ends
-LEAST_PIECE = 2 << 10  # bytes of a page of one part; many small pieces take the sidecar too long
-STALL_S = 5.0  # from the moment at which a load could begin; what is open then is cancelled
+LEAST_PIECE = 2 << 10  # bytes of a page of one part; smaller ones take the sidecar too long
+MAX_PIECES = 100_000  # pages of all parts of a load; PyTorch copies one in some microseconds
+STALL_S = 5.0  # without a part that arrives, once nothing of SGLang keeps the load; it is cancelled
 # Of a copy, from its submission: the shim ends a sidecar that has not fenced it soon after. A copy
 # that had to wait for a long prefill is submitted again.
 LEASE_S = 10.0
-PAUSE_S = 10.0  # in which SGLang loads by itself after a copy that was made again
+# SGLang loads by itself after a copy that was made again: the first time is doubled each time, and
+# is the first one again after a load without one.
+PAUSE_S, MAX_PAUSE_S = 10.0, 600.0
 MAX_OPEN = 16  # copies at a time, in order; a sidecar runs four and takes 64 of a session
-MAX_STAGES = 2  # of a pipeline; SGLang has three counters for its layers' events
-ADD_S = 30.0  # for the sidecar to take the device pool
+MAX_BATCHES = 2  # of a pipeline at a time; SGLang has three counters for its layers' events
 CLOSE_S = 30.0  # for open loads to end when the backend is detached
 WARN_EVERY_S = 60.0
 _LOOK_S = 0.001  # at flags, on a CPU
@@ -69,8 +70,9 @@ class _Load:
     ready: Any  # an event of the stream: earlier work on the device's pages is done; None on a CPU
     left: set[int] = field(default_factory=set)  # parts that are not there
     failed: list[int] = field(default_factory=list)  # those of them that the sidecar has given up
-    since: float = 0.0  # when it could begin; 0: not yet
+    since: float = 0.0  # when it could begin, or a part arrived last; 0: it could not
     cancelled: bool = False
+    again: bool = False  # PyTorch has made a copy of it
 
 
 def pool_of(host: Any) -> Any:
@@ -164,15 +166,17 @@ class Loads:
         # PyTorch gives SGLang's streams out of another pool of streams: this one waits for none.
         self._side = torch.cuda.Stream(priority=-1) if self._gpu else None
         self._cond = threading.Condition()  # guards what follows
-        self._usable = False  # the sidecar has the device pool
-        self._refusing = b""  # the boot of a sidecar that has refused a copy
+        self._usable = False  # the session has the device pool
         self._value = 0
         self._loads: collections.deque[_Load] = collections.deque()  # under way, the oldest first
         self._to_submit: collections.deque[tuple[_Load, int]] = collections.deque()
         self._open: dict[int, tuple[_Load, int]] = {}  # leases
         self._closing = False
-        self._paused = self._complained = float("-inf")  # until, and since
+        self._ended: collections.deque[kvspray.Completion] = collections.deque()
+        self._pause, self._until = 0.0, float("-inf")
+        self._complained = float("-inf")
         self.copied = self.fallbacks = 0  # parts, by the sidecar and by PyTorch
+        self.ends: collections.Counter[str] = collections.Counter()  # of copies that failed
         self._thread = threading.Thread(target=self._run, name="kvspray-loads", daemon=True)
         self._thread.start()
 
@@ -190,7 +194,7 @@ class Loads:
 
     def begin(self, host_slots: torch.Tensor, device_slots: torch.Tensor) -> _Load | None:
         """Requests a load of these slots on the current stream. None: SGLang makes it itself."""
-        if not self._usable or time.monotonic() < self._paused or not self._trusted():
+        if not self.ready or time.monotonic() < self._until:
             return None
         host = pages_of(host_slots, self._page, len(self._parts[0].host))
         device = pages_of(device_slots, self._page, len(self._parts[0].device))
@@ -198,6 +202,8 @@ class Loads:
             return None
         nbytes = len(host) * sum(p.length for p in self._parts)
         if nbytes < LEAST_BYTES or len(host) > _messages.MAX_COPY_BLOCKS:
+            return None
+        if len(host) * len(self._parts) > MAX_PIECES:
             return None
         if len(np.unique(device)) < len(device):
             return None
@@ -233,18 +239,16 @@ class Loads:
             self._cond.notify_all()
         return load
 
-    def _trusted(self) -> bool:
-        """Whether the shim could end this sidecar: a load waits until it is fenced."""
+    @property
+    def ready(self) -> bool:
+        """Whether a sidecar loads: it has the device pool, and the shim could end it. A load waits
+        for the end of a sidecar that does not answer."""
+        if not self._usable:
+            return False
         status = self._link.status()
-        if not status.connected or status.quarantined or status.sidecar_boot == self._refusing:
-            return False
-        try:
-            if status.sidecar_pid > 0:
-                os.kill(status.sidecar_pid, 0)
-        except OSError:
-            self._complain("the sidecar is another user's, and this process could not end it")
-            return False
-        return True
+        if status.connected and not status.mortal:
+            self._complain("this process could not end the sidecar, if that did not answer")
+        return status.has_regions and status.mortal and not status.quarantined
 
     def end(self, load: _Load) -> None:
         """Returns when nothing writes to the load's pages any more."""
@@ -303,8 +307,11 @@ class Loads:
         # An older sidecar has set no flag, and PyTorch sets none.
         self._link.load_ready(part, load.value)
         load.left.discard(part)
+        if load.since:
+            load.since = time.monotonic()
         while self._loads and not self._loads[0].left:
-            self._loads.popleft()
+            if not self._loads.popleft().again:
+                self._pause = 0.0
         self._cond.notify_all()
 
     # -- the thread that takes the ends of copies
@@ -334,33 +341,34 @@ class Loads:
                 if self._cond.wait_for(lambda: self._closing, 10 * _WAIT_S):
                     return
         try:
-            self._usable = self._link.add_now(self._targets, ADD_S)
+            self._link.add_optional(self._targets)
+            self._usable = True
         except kvspray.KvsprayError as err:
             self._complain(str(err))
-        else:
-            if not self._usable:
-                self._complain(f"the sidecar has not taken the device pool within {ADD_S:g} s")
 
     def _take(self, ended: Sequence[kvspray.Completion]) -> None:
+        self._ended += ended
         with self._cond:
-            for c in ended:
-                if c.lease not in self._open:
-                    continue
-                load, part = self._open.pop(c.lease)
-                # The flag may be up although the lease's end was lost with its session. The stream
-                # has gone on then, and the pages may be another request's.
-                if c.ok or self._link.load_value(part) >= load.value:
-                    self.copied += 1
-                    self._arrived(load, part)
-                    continue
-                if c.status == CompletionStatus.EXPIRED and not self._stalled(load):
-                    self._to_submit.appendleft((load, part))
-                    continue
-                load.failed.append(part)
-                self._complain(f"{c.status.name}: {c.reason}")
-                if c.status == CompletionStatus.REFUSED:
-                    self._refusing = self._link.status().sidecar_boot
+            while self._ended:
+                c = self._ended.popleft()
+                if c.lease in self._open:
+                    self._take_one(c, *self._open.pop(c.lease))
             self._feed()
+
+    def _take_one(self, c: kvspray.Completion, load: _Load, part: int) -> None:
+        """Locked."""
+        # The flag may be up although the lease's end was lost with its session. The stream has gone
+        # on then, and the pages may be another request's.
+        if c.ok or self._link.load_value(part) >= load.value:
+            self.copied += 1
+            self._arrived(load, part)
+            return
+        self.ends[c.status.name] += 1
+        if c.status == CompletionStatus.EXPIRED and not self._stalled(load):
+            self._to_submit.appendleft((load, part))
+            return
+        load.failed.append(part)
+        self._complain(f"{c.status.name}: {c.reason}")
 
     def _stalled(self, load: _Load) -> bool:
         """Locked. Nothing of the engine has kept it from its end for STALL_S."""
@@ -381,13 +389,15 @@ class Loads:
             self._feed()
 
     def _find_lost(self) -> None:
-        """After an error in this thread."""
+        """After an error in this thread: parts that it was about to take."""
         with self._cond:
             known = {*self._open.values(), *self._to_submit}
-            for load in self._loads:
-                load.failed += [
-                    p for p in load.left if (load, p) not in known and p not in load.failed
-                ]
+            for load in list(self._loads):
+                for part in [p for p in load.left if (load, p) not in known]:
+                    if self._link.load_value(part) >= load.value:
+                        self._arrived(load, part)
+                    elif part not in load.failed:
+                        load.failed.append(part)
 
     def _fall_back(self) -> None:
         """Of the oldest load only: those behind it have their place on the stream after it."""
@@ -397,7 +407,10 @@ class Loads:
                 if load is None or not load.failed:
                     return
                 part = load.failed[-1]
-                self._paused = time.monotonic() + PAUSE_S
+                if not load.again:
+                    load.again = True
+                    self._pause = min(max(PAUSE_S, 2 * self._pause), MAX_PAUSE_S)
+                self._until = time.monotonic() + self._pause
             self._copy(load, self._parts[part])
             with self._cond:
                 load.failed.remove(part)
