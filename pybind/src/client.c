@@ -291,7 +291,7 @@ int kvs_status_read(kvs_client *c, struct kvs_info *info)
 	info->connected = session_connected(c);
 	info->degraded = c->draining || c->breaking[0] || c->replaying;
 	info->sidecar_pid = c->proc >= 0 ? c->procs[c->proc].pid : 0;
-	info->mortal = c->proc >= 0 && kvs_pidfd_mortal(c->procs[c->proc].pidfd);
+	info->killable = c->proc >= 0 && kvs_pidfd_killable(c->procs[c->proc].pidfd);
 	info->has_regions = session_connected(c) && c->regions_answered >= c->regions_msg;
 	info->leases = c->lease_count;
 	info->awaits = c->await_count;

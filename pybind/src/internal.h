@@ -71,7 +71,7 @@ int kvs_memfd(const char *name, uint64_t bytes); /* sealed SHRINK, GROW, SEAL; -
 void *kvs_shared(const char *name, uint64_t bytes, int *fd); /* such a memfd, mapped; NULL: errno, and *fd is -1 */
 int kvs_pidfd_of_peer(int sock, uint32_t *pid); /* -1: errno; EREMOTE: a process of a pid namespace that is not visible here */
 int kvs_pidfd_kill(int pidfd);                  /* 0 or -errno */
-bool kvs_pidfd_mortal(int pidfd);               /* this process may kill it */
+bool kvs_pidfd_killable(int pidfd);             /* this process may kill it */
 
 static inline void kvs_wake(int eventfd)
 {

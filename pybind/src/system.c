@@ -120,7 +120,7 @@ int kvs_pidfd_kill(int pidfd)
 	return signal_to(pidfd, SIGKILL);
 }
 
-bool kvs_pidfd_mortal(int pidfd)
+bool kvs_pidfd_killable(int pidfd)
 {
 	return pidfd >= 0 && signal_to(pidfd, 0) == 0;
 }

@@ -243,9 +243,10 @@ int kvs_wait(kvs_client *c, int timeout_ms);
 int64_t kvs_load_watch(kvs_client *c, uint32_t first, uint32_t count, uint64_t step, uint32_t timeout_ms);
 /* Ends the watch. 1: some flag of the range is poison, 0: none. */
 int kvs_load_done(kvs_client *c, int64_t handle);
-/* The engine itself has loaded the data of `step`: the flag becomes `step` unless it is greater. */
+/* Raises a load flag to `step`, after the data of `step` has arrived. A greater value stays. KVS_E_ARG: there is no such flag, the client is
+ * not a worker's, or `step` is KVS_POISON or more. */
 int kvs_load_ready(kvs_client *c, uint32_t flag, uint64_t step);
-/* Of a load flag. 0 where there is none. */
+/* The value of a load flag; 0 if the client has no such flag. */
 uint64_t kvs_load_value(kvs_client *c, uint32_t flag);
 /* Sets flags to zero again, poison included. Only while no stream waits and no open lease loads into them. */
 int kvs_load_reset(kvs_client *c, uint32_t first, uint32_t count);
@@ -352,8 +353,8 @@ struct kvs_info {
 	char node[64];
 	char endpoint[256];  /* that peers dial; empty before the first WELCOME */
 	char error[512];     /* the latest; empty: none */
-	uint32_t mortal;      /* 1: this process may kill the sidecar of the current session, and can prove its exit */
-	uint32_t has_regions; /* 1: the sidecar of the current session has answered for all regions, as kvs_regions_wait */
+	uint32_t killable;    /* 1: this process may kill the sidecar of the current session, and can prove its exit */
+	uint32_t has_regions; /* 1: kvs_regions_wait would return 1 at once. The sidecar may have refused some regions */
 };
 
 int kvs_status_read(kvs_client *c, struct kvs_info *info);

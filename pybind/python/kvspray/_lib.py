@@ -97,7 +97,7 @@ class CInfo(ctypes.Structure):
         ("node", c_char * 64),
         ("endpoint", c_char * 256),
         ("error", c_char * 512),
-        ("mortal", c_uint32),
+        ("killable", c_uint32),
         ("has_regions", c_uint32),
     ]
 

@@ -136,10 +136,10 @@ class Status:
     node: str
     endpoint: str
     error: str
-    mortal: bool
+    killable: bool
     """This process may kill the sidecar, and can prove its exit."""
     has_regions: bool
-    """The sidecar has answered for all regions, those of add_regions() included."""
+    """The sidecar has answered for all regions, those of add_regions() included. It may have refused some."""
     counters: Mapping[str, int]
 
 
@@ -267,7 +267,7 @@ class _Client:
             node=_text(info.node),
             endpoint=_text(info.endpoint),
             error=_text(info.error),
-            mortal=bool(info.mortal),
+            killable=bool(info.killable),
             has_regions=bool(info.has_regions),
             counters={name: getattr(info, name) for name in _COUNTERS},
         )

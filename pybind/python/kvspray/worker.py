@@ -377,8 +377,9 @@ class WorkerClient(_Client):
 
         Large copies between host memory and a GPU use the PCIe links of every GPU that the sidecar serves. The sidecar
         owns these blocks until the lease completes through poll(): with OK all bytes have arrived, else any part of them. A copy may not write
-        a byte that it also reads or writes elsewhere; the caller orders overlapping copies. ``flag``: a load flag and the value that the
-        sidecar stores in it once all bytes have arrived. An older sidecar does not, so pass both to ``load_ready`` when the copy has ended.
+        a byte that it also reads or writes elsewhere; the caller orders overlapping copies. ``flag``: a load flag and a value
+        above 0. The sidecar raises the flag to this value once all bytes have arrived. An older sidecar ignores it: pass both to
+        ``load_ready`` after a completion with OK.
         Returns the lease, or 0 if no sidecar can take it now or the sidecar is too old: copy without it.
         """
         numbers = [self._number("copy: src", src), self._number("copy: dst", dst)]
@@ -456,12 +457,13 @@ class WorkerClient(_Client):
         return h is not None and lib.kvs_load_done(h, watch) == 0
 
     def load_ready(self, flag: int, step: int) -> None:
-        """The engine itself has loaded the data of ``step``."""
+        """Raises a load flag to ``step``: the data of ``step`` has arrived. Raises KvsprayError if there is no such flag."""
         h = self._handle()
         if h is not None and (rc := int(lib.kvs_load_ready(h, flag, step))) < 0:
             raise KvsprayError(f"kvspray: load_ready: {self._why(rc)}")
 
     def load_value(self, flag: int) -> int:
+        """The value of a load flag. 0: there is no such flag, or the client is closed."""
         h = self._handle()
         return 0 if h is None else int(lib.kvs_load_value(h, flag))
 

@@ -59,7 +59,7 @@ class Link:
         self, socket: str | None, version: str, ranks: kvspray.Ranks, log: logging.Logger,
         flags: int = 1,
     ) -> None:  # fmt: skip
-        """``flags``: load flags."""
+        """``flags``: the number of load flags."""
         engine = kvspray.EngineInfo("sglang", version, secrets.token_hex(8))
         self._log = log
         self._client = kvspray.WorkerClient(
@@ -246,7 +246,7 @@ class Link:
         )
 
     def copies_ended(self, timeout_s: float) -> list[kvspray.Completion]:
-        """Waits until a copy has ended, or so long."""
+        """Waits until a copy has ended or ``timeout_s`` have passed. Returns the completions."""
         with self._cond:
             if not self._copied:
                 self._poll(timeout_s)
@@ -264,7 +264,7 @@ class Link:
         self._client.load_ready(flag, value)
 
     def add_optional(self, regions: Sequence[kvspray.Region]) -> None:
-        """Registers memory after start(), without which the session goes on."""
+        """Registers memory after start(). A failure does not end the session."""
         self._client.add_regions(regions)
 
     # -- completions

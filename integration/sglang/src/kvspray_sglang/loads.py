@@ -31,19 +31,20 @@ from kvspray_sglang.pools import PoolError
 LEAST_BYTES = 1 << 20  # of a load; SGLang copies less at once sooner than a lease begins and ends
 LEAST_PIECE = 2 << 10  # bytes of a page of one part; smaller ones take the sidecar too long
 MAX_PIECES = 100_000  # pages of all parts of a load; PyTorch copies one in some microseconds
-STALL_S = 5.0  # without a part that arrives, once nothing of SGLang keeps the load; it is cancelled
-# Of a copy, from its submission: the shim ends a sidecar that has not fenced it soon after. A copy
-# that had to wait for a long prefill is submitted again.
+# A load is cancelled if none of its parts arrives for so long after the stream has reached it.
+STALL_S = 5.0
+# Deadline of a copy. The shim kills a sidecar that has not fenced it 2 to 3 s later. A copy that
+# expires while an earlier prefill keeps the stream is submitted again.
 LEASE_S = 10.0
-# SGLang loads by itself after a copy that was made again: the first time is doubled each time, and
-# is the first one again after a load without one.
+# After a load of which PyTorch made a copy, SGLang makes all loads for PAUSE_S. The pause doubles
+# with each further such load, up to MAX_PAUSE_S. A load without one resets it.
 PAUSE_S, MAX_PAUSE_S = 10.0, 600.0
 MAX_OPEN = 16  # copies at a time, in order; a sidecar runs four and takes 64 of a session
 MAX_BATCHES = 2  # of a pipeline at a time; SGLang has three counters for its layers' events
 CLOSE_S = 30.0  # for open loads to end when the backend is detached
 WARN_EVERY_S = 60.0
-_LOOK_S = 0.001  # at flags, on a CPU
-_WAIT_S = 0.05  # between looks at what is to be submitted or has stalled, while loads are open
+_LOOK_S = 0.001  # interval at which a thread reads the flags on a CPU
+_WAIT_S = 0.05  # longest wait for completions before the thread checks for stalled loads
 
 _log = logging.getLogger(__name__)
 _active: Loads | None = None
@@ -241,14 +242,17 @@ class Loads:
 
     @property
     def ready(self) -> bool:
-        """Whether a sidecar loads: it has the device pool, and the shim could end it. A load waits
-        for the end of a sidecar that does not answer."""
+        """Whether the sidecar can load: it has answered for all regions, and this process may kill
+        it. A load waits until a sidecar that does not answer is killed."""
         if not self._usable:
             return False
         status = self._link.status()
-        if status.connected and not status.mortal:
-            self._complain("this process could not end the sidecar, if that did not answer")
-        return status.has_regions and status.mortal and not status.quarantined
+        if status.connected and not status.killable:
+            self._complain(
+                "this process may not kill the sidecar; run both as one user and in one PID "
+                "namespace"
+            )
+        return status.has_regions and status.killable and not status.quarantined
 
     def end(self, load: _Load) -> None:
         """Returns when nothing writes to the load's pages any more."""
@@ -371,7 +375,8 @@ class Loads:
         self._complain(f"{c.status.name}: {c.reason}")
 
     def _stalled(self, load: _Load) -> bool:
-        """Locked. Nothing of the engine has kept it from its end for STALL_S."""
+        """Locked. Whether the stream reached the load at least STALL_S ago, and no part has arrived
+        for as long."""
         now = time.monotonic()
         if load.since == 0 and (load.ready is None or load.ready.query()):
             load.since = now
@@ -400,7 +405,8 @@ class Loads:
                         load.failed.append(part)
 
     def _fall_back(self) -> None:
-        """Of the oldest load only: those behind it have their place on the stream after it."""
+        """Copies failed parts of the oldest load only. A later load may begin only after it on the
+        stream."""
         while True:
             with self._cond:
                 load = self._loads[0] if self._loads else None
@@ -433,7 +439,7 @@ class Loads:
         now = time.monotonic()
         if now - self._complained >= WARN_EVERY_S:
             self._complained = now
-            self._log.warning("kvspray: the sidecar has not loaded all that it should: %s", text)
+            self._log.warning("kvspray: SGLang makes loads that the sidecar should make: %s", text)
 
     def close(self) -> bool:
         """Before the link's end. False: a load has not ended, so the link stays open."""

@@ -2,8 +2,9 @@
 """The entry point ``sglang.srt.plugins``, which SGLang calls in each of its processes.
 
 For HiCache it wraps the function with which host pools choose their allocator, because a backend
-sees a pool only when its memory is allocated and pinned, and the one that loads pages into the GPU. For prefill and decode it adds kvspray to
-SGLang's transfer backends. Nothing changes unless kvspray is the backend.
+sees a pool only when its memory is allocated and pinned. It also wraps the function that loads
+pages to the GPU. For prefill and decode it adds kvspray to SGLang's transfer backends. Nothing
+changes unless kvspray is the backend.
 """
 
 from __future__ import annotations
