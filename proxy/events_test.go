@@ -208,7 +208,7 @@ func TestWholeIndexAfterARestart(t *testing.T) {
 		})
 		took := time.Since(began)
 		t.Logf("%d blocks after %v, %.0f MB", batches*each, took, values(t, reg)["kv_index_bytes"]/1e6)
-		if took > 5*time.Second {
+		if took > 30*time.Second { // under the race detector; test/e2e has the goal
 			t.Errorf("%v", took)
 		}
 		cancel()

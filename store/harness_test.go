@@ -162,11 +162,16 @@ func count(rs []Result, o Outcome) (n int) {
 
 const simSegment = 128 << 10
 
-// bucket is an object tier for tests, over a store that may have pages. Its timeouts are short.
+// soon are timeouts for a model with many faults. A page that comes later is a miss.
+var soon = object.Timeouts{Open: 50 * time.Millisecond, Read: 50 * time.Millisecond,
+	Small: 50 * time.Millisecond, Upload: 100 * time.Millisecond, Close: 100 * time.Millisecond}
+
+// bucket is an object tier for tests, over a store that may have pages. Its timeouts are short, but
+// not so short that a busy machine misses one.
 func bucket(t fatal, p *objecttest.Process) *object.Tier {
 	t.Helper()
-	return bucketWith(t, p, object.Timeouts{Open: 50 * time.Millisecond, Read: 50 * time.Millisecond,
-		Small: 50 * time.Millisecond, Upload: 100 * time.Millisecond, Close: 100 * time.Millisecond})
+	return bucketWith(t, p, object.Timeouts{Open: time.Second, Read: 250 * time.Millisecond,
+		Small: 250 * time.Millisecond, Upload: 500 * time.Millisecond, Close: 250 * time.Millisecond})
 }
 
 func bucketWith(t fatal, p *objecttest.Process, timeouts object.Timeouts) *object.Tier {

@@ -41,7 +41,7 @@ func TestModel(t *testing.T) {
 			c := Config{WriteBack: writeBack}
 			if objects {
 				process = bucketOf.Open()
-				c.OpenedObject, c.ObjectAtPut = bucket(t, process), atPut
+				c.OpenedObject, c.ObjectAtPut = bucketWith(t, process, soon), atPut
 			}
 			if diskless {
 				return tiered(t, nil, c)

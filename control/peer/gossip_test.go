@@ -72,6 +72,12 @@ func TestMembersMeet(t *testing.T) {
 	rest[0].mu.Lock()
 	rest[0].busy[gone.opt.Boot] = true // leases with it are open here
 	rest[0].mu.Unlock()
+	hold := func(on bool) { // it may be forgotten before its Close returns
+		rest[1].mu.Lock()
+		rest[1].busy[gone.opt.Boot] = on
+		rest[1].mu.Unlock()
+	}
+	hold(true)
 	left := time.Now() // its lanes end later
 	if err := gone.Close(); err != nil {
 		t.Fatal(err)
@@ -80,6 +86,7 @@ func TestMembersMeet(t *testing.T) {
 	if err := rest[1].Send(gone.opt.Boot, commit(1)); err != nil {
 		t.Fatal(err)
 	}
+	hold(false)
 	for _, n := range rest[2:] {
 		poll(t, "a member that has left is forgotten",
 			func() bool { return n.sessionOf(gone) == nil })

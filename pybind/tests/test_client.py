@@ -210,7 +210,7 @@ def test_an_engine_that_waits_less_kills_sooner(sidecar: Make, worker: Make) -> 
     s: Sidecar = sidecar(grace_ms=60_000)
     w = worker(grace_s=0.4)
     assert w.status().grace_ms == 400
-    dst = expect(w, deadline_s=0.3)
+    dst = expect(w, deadline_s=2)
     s.record("EXPECT")
     s.signal(signal.SIGSTOP)
     assert w.wait(TIMEOUT_S) and w.poll()[0].lease == dst
@@ -231,7 +231,7 @@ def test_a_fence_that_is_stuck_costs_the_session_and_not_the_sidecar(
     sidecar: Make, worker: Make
 ) -> None:
     """A sidecar that answers serves others. Only what does not answer for the grace is killed."""
-    grace = 0.8
+    grace = 3.0
     s: Sidecar = sidecar(deadline_ms=300, grace_ms=int(grace * 1000))
     w = worker()
     dst = expect(w, deadline_s=0.3)
@@ -240,7 +240,7 @@ def test_a_fence_that_is_stuck_costs_the_session_and_not_the_sidecar(
     s.tell("ping")
     s.expect("pong")
     until(lambda: w.status().quarantined == 1, "quarantine", 20)
-    threading.Event().wait(5 * grace)  # that nothing happens meanwhile is what is tested
+    threading.Event().wait(2 * grace)  # that nothing happens meanwhile is what is tested
     st = w.status()
     assert (st.counters["kills"], st.leases, st.quarantined, st.connected) == (0, 1, 1, False)
     assert s.process.poll() is None and w.poll() == [] and "not fenced yet" in st.error

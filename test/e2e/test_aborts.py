@@ -92,6 +92,8 @@ def test_aborts_at_random_times_leave_no_lease(c: Cluster) -> None:
             b.abort()
     c.settle()
     rig.wait_for("no lease", lambda: not leases(c.sp) and not leases(c.sd), 10)
+    # A line follows the end that an engine has seen.
+    rig.wait_for("lines of all leases", lambda: set(aborted) <= source_leases(c.sp).keys(), 10)
     here, there, leases_of = c.d.transfer_ends(), c.p.transfer_ends(), source_leases(c.sp)
     # The lease at P's sidecar; P's engine has the blocks back with its next step. A prefill that is
     # still computed when D gives up ends its lease at once, or if it was not begun, as it begins.

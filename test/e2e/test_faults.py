@@ -371,8 +371,12 @@ def test_kill_9_of_the_decode_engine(c: Faulty, steps: int) -> None:
     c.serves_on(("D", steps), sent)
     lost(sent.d)
     c.settle(timeout=c.limit)
-    ends = [t["outcome"] for t in c.sp.lines(c.sp.transfers) if t["side"] == "source" and t["xfer"] == sent.xfer]
-    assert ends and "ok" not in ends, f"the fault came too late: {ends}"
+
+    def source_ends() -> list[str]:
+        return [t["outcome"] for t in c.sp.lines(c.sp.transfers) if t["side"] == "source" and t["xfer"] == sent.xfer]
+
+    ends = rig.wait_for("a line of the transfer", source_ends, 10)
+    assert "ok" not in ends, f"the fault came too late: {ends}"
     c.revive("D")
     c.works_again()
 

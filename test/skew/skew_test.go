@@ -281,9 +281,9 @@ func TestOtherPlans(t *testing.T) {
 			t.Errorf("status %d, %+v: want %q", c.Status, c.Received, want)
 		}
 		for _, s := range []*sidecar{p, d} {
-			if !strings.Contains(s.written(t), want) {
-				t.Errorf("the log of %s does not say %q", s.name, want)
-			}
+			wait(t, "the refusal in the log of "+s.name, func() bool {
+				return strings.Contains(s.written(t), want)
+			})
 		}
 	})
 }

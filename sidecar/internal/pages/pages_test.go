@@ -359,7 +359,7 @@ func TestRefusesRequests(t *testing.T) {
 func TestNothingIsWrittenAfterACancel(t *testing.T) {
 	for name, end := range map[string]func(r *rig, p *connector.Pages){
 		"cancel":   func(r *rig, p *connector.Pages) { r.leases.Cancel(r.w, p.Lease.ID, "not wanted") },
-		"deadline": func(_ *rig, p *connector.Pages) { p.Deadline = 300 * time.Millisecond },
+		"deadline": func(_ *rig, p *connector.Pages) { p.Deadline = 3 * time.Second },
 		"gone":     func(r *rig, _ *connector.Pages) { r.leases.Gone(r.w) },
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -340,7 +340,7 @@ func TestOwnerIsSilent(t *testing.T) {
 		return to == n.boots[2] && f.GetPageLookup() != nil
 	}
 	found := directory.NewFound(len(keys))
-	ctx, stop := context.WithTimeout(t.Context(), 50*time.Millisecond)
+	ctx, stop := context.WithTimeout(t.Context(), 500*time.Millisecond)
 	defer stop()
 	if err := n.all[b].Lookup(ctx, keys, found); !errors.Is(err, ErrNoAnswer) {
 		t.Error(err)
