@@ -209,12 +209,15 @@ def test_stopped_sidecar_is_killed_after_the_grace(sidecar: Make, worker: Make) 
 def test_an_engine_that_waits_less_kills_sooner(sidecar: Make, worker: Make) -> None:
     s: Sidecar = sidecar(grace_ms=60_000)
     w = worker(grace_s=0.4)
-    assert w.status().grace_ms == 400
+    st = w.status()
+    assert st.grace_ms == 400 and st.killable and st.has_regions
     dst = expect(w, deadline_s=2)
     s.record("EXPECT")
     s.signal(signal.SIGSTOP)
     assert w.wait(TIMEOUT_S) and w.poll()[0].lease == dst
     assert s.process.wait(TIMEOUT_S) == -signal.SIGKILL
+    st = w.status()
+    assert not (st.connected or st.killable or st.has_regions)
 
 
 def test_forgetful_sidecar_is_asked_to_fence_not_killed(sidecar: Make, worker: Make) -> None:

@@ -431,7 +431,7 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
     @_safe(lambda *_: None)
     def close(self) -> None:
         if self._loads is not None:
-            loads.activate(None)
+            loads.deactivate(self._loads)
             if not self._loads.close():
                 _log.error("kvspray: a load from the host pool has not ended: the session stays")
                 return

@@ -493,6 +493,12 @@ def activate(loads: Loads | None) -> None:
     _active = loads
 
 
+def deactivate(loads: Loads) -> None:
+    """A backend that was attached meanwhile keeps its own."""
+    if _active is loads:
+        activate(None)
+
+
 def submit(
     original: Callable[..., Any], engine: Any, transfers: Any, *, transfer_layer_id_max: int,
     **kwargs: Any,
