@@ -73,6 +73,7 @@ class Server(Process):
         env = {
             "SGLANG_HOST_IP": "127.0.0.1",
             "PYTHONWARNINGS": "ignore",
+            "TRITON_INTERPRET": "0",  # of this process's tests
             **self.host.env,
             "PYTHONPATH": os.pathsep.join(p for p in paths if p),
         }
