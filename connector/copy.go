@@ -16,21 +16,45 @@ import (
 // CopyBlock is a piece of a Copy, in bytes from the start of either region.
 type CopyBlock = msg.CopyBlock
 
-// Copy is a lease for a copy between two regions of one worker. It ends like a destination lease.
+// Copy is a lease for copies between regions of one worker. It ends like a destination lease.
 type Copy struct {
 	Lease    transfer.LeaseID
-	Src, Dst *mem.Region
-	// Blocks lie inside the regions. A written block overlaps no other block of the list, read or
-	// written.
-	Blocks   []CopyBlock
+	Parts    []CopyPart // a COPY has one
+	Load     bool       // of a LOAD: [Server.Loaded] reports parts that have arrived
 	Deadline time.Duration
 	Req      string
 }
 
-// loadFlag is a load flag that a copy sets once every byte of it has arrived.
-type loadFlag struct {
-	flag  int
-	value uint64 // 0: the copy sets no flag
+// CopyPart is the part of a copy from one region to another. Its blocks lie inside the regions. A
+// written block overlaps no other block of the copy, read or written.
+type CopyPart struct {
+	Src, Dst *mem.Region
+	blocks   []CopyBlock    // of a COPY
+	pages    []msg.LoadPage // of a LOAD: those of all parts
+	place    msg.LoadPart
+}
+
+// Len is the number of blocks.
+func (p *CopyPart) Len() int { return len(p.blocks) + len(p.pages) }
+
+// Block returns block i.
+func (p *CopyPart) Block(i int) CopyBlock {
+	if p.pages == nil {
+		return p.blocks[i]
+	}
+	x, at := p.pages[i], &p.place
+	return CopyBlock{SrcOff: at.SrcBase + uint64(x.Src)*at.SrcStride,
+		DstOff: at.DstBase + uint64(x.Dst)*at.DstStride, Len: at.Len}
+}
+
+// copyRequest is a decoded COPY or LOAD.
+type copyRequest struct {
+	Copy
+	what       string
+	after      uint64
+	deadlineMS uint64
+	added      []*addedRegion // that it accesses
+	flag       loadFlag
 }
 
 func (w *worker) copyLocked(rec board.Record) error {
@@ -38,17 +62,13 @@ func (w *worker) copyLocked(rec board.Record) error {
 	if err != nil {
 		return err
 	}
-	m, err := msg.DecodeCopy(rec.Body)
-	var c Copy
-	var added []*addedRegion
-	if err == nil {
-		c, added, err = w.checkCopyLocked(m)
+	decode := w.decodeCopyLocked
+	if rec.Type == board.RecLoad {
+		decode = w.decodeLoadLocked
 	}
+	q, err := decode(rec.Body)
 	if err == nil {
-		err = w.checkMark("COPY", m.After)
-	}
-	if err == nil {
-		err = w.checkLoad(m)
+		err = w.checkMark(q.what, q.after)
 	}
 	if err != nil {
 		w.refuseLocked(rec, false, err)
@@ -64,69 +84,79 @@ func (w *worker) copyLocked(rec board.Record) error {
 		w.refuseLocked(rec, false, err)
 		return nil
 	}
-	l.isCopy, l.loads = true, loadFlag{int(m.Flag), m.Value}
+	l.isCopy, l.loads = true, q.flag
 	w.copies++
-	l.useLocked(added)
-	c.Lease, c.Deadline = w.leaseID(l), w.s.duration(m.DeadlineMS, w.s.opt.Deadline)
-	w.beginLocked(l, m.After, c.Deadline, func(left time.Duration) func(Events) {
-		c.Deadline = left
-		return func(e Events) { e.Copy(w.pub, c) }
+	l.useLocked(q.added)
+	q.Lease, q.Deadline = w.leaseID(l), w.s.duration(q.deadlineMS, w.s.opt.Deadline)
+	w.beginLocked(l, q.after, q.Deadline, func(left time.Duration) func(Events) {
+		q.Deadline = left
+		return func(e Events) { e.Copy(w.pub, q.Copy) }
 	})
 	return nil
 }
 
-// checkLoad refuses a load flag that the flags memory does not have.
-func (w *worker) checkLoad(m *msg.Copy) error {
-	if m.Value == 0 || int64(m.Flag) < int64(w.flags.Layers()) && m.Value < board.Poison {
-		return nil
+func (w *worker) decodeCopyLocked(body []byte) (q copyRequest, err error) {
+	q.what = "COPY"
+	m, err := msg.DecodeCopy(body)
+	if err != nil {
+		return q, err
 	}
-	return &msg.Error{Message: "COPY", Field: "flag", Problem: fmt.Sprintf("%d (value %d), but the "+
-		"flags memory has %d load flags", m.Flag, m.Value, w.flags.Layers()),
-		Remedy: "name a flag below that, with a value below 2^63-1"}
+	q.after, q.deadlineMS, q.Req = m.After, m.DeadlineMS, m.Req
+	part := CopyPart{blocks: m.Blocks}
+	if part.Src, part.Dst, err = w.copyRegionsLocked(&q, "src", m.Src, "dst", m.Dst); err != nil {
+		return q, err
+	}
+	q.Parts = []CopyPart{part}
+	return q, checkBlocks(&part)
 }
 
-// checkCopyLocked refuses blocks outside their regions, and lists whose result would depend on the
-// order of copying. It returns the regions among the two that may be dropped.
-func (w *worker) checkCopyLocked(m *msg.Copy) (c Copy, added []*addedRegion, err error) {
-	refused := func(field, problem, remedy string) (Copy, []*addedRegion, error) {
-		return Copy{}, nil, &msg.Error{Message: "COPY", Field: field, Problem: problem, Remedy: remedy}
-	}
-	c = Copy{Blocks: m.Blocks, Req: m.Req}
+// copyRegionsLocked returns the two regions of a part, and adds those that may be dropped to the
+// request's.
+func (w *worker) copyRegionsLocked(q *copyRequest, srcField string, srcNumber uint32,
+	dstField string, dstNumber uint32) (src, dst *mem.Region, err error) {
 	for _, r := range []struct {
-		field string
-		index uint32
-		to    **mem.Region
-	}{{"src", m.Src, &c.Src}, {"dst", m.Dst, &c.Dst}} {
-		region, a, err := w.regionLocked(uint64(r.index))
+		field  string
+		number uint32
+		to     **mem.Region
+	}{{srcField, srcNumber, &src}, {dstField, dstNumber, &dst}} {
+		region, a, err := w.regionLocked(uint64(r.number))
 		if err != nil {
-			return refused(r.field, err.Error(), "name regions by their numbers, as in REGISTER and "+
-				"ADD_REGIONS")
+			return nil, nil, &msg.Error{Message: q.what, Field: r.field, Problem: err.Error(),
+				Remedy: "name regions by their numbers, as in REGISTER and ADD_REGIONS"}
 		}
-		if *r.to = region; a != nil && !slices.Contains(added, a) {
-			added = append(added, a)
+		if *r.to = region; a != nil && !slices.Contains(q.added, a) {
+			q.added = append(q.added, a)
 		}
 	}
-	spans := make([]copySpan, 0, 2*len(m.Blocks))
-	for i, b := range m.Blocks {
-		err := errors.Join(c.Src.Check(b.SrcOff, b.Len), c.Dst.Check(b.DstOff, b.Len))
+	return src, dst, nil
+}
+
+// checkBlocks refuses blocks outside their regions, and lists whose result would depend on the
+// order of copying.
+func checkBlocks(p *CopyPart) error {
+	refused := func(block int, problem, remedy string) error {
+		return &msg.Error{Message: "COPY", Field: fmt.Sprintf("blocks[%d]", block), Problem: problem,
+			Remedy: remedy}
+	}
+	spans := make([]copySpan, 0, 2*len(p.blocks))
+	for i, b := range p.blocks {
+		err := errors.Join(p.Src.Check(b.SrcOff, b.Len), p.Dst.Check(b.DstOff, b.Len))
 		if b.Len == 0 {
 			err = errors.New("has no bytes")
 		}
 		if err != nil {
-			return refused(fmt.Sprintf("blocks[%d]", i), err.Error(),
-				"send {src_off, dst_off, len} inside both regions")
+			return refused(i, err.Error(), "send {src_off, dst_off, len} inside both regions")
 		}
 		spans = append(spans, copySpan{b.DstOff, b.DstOff + b.Len, i, true})
-		if m.Src == m.Dst {
+		if p.Src == p.Dst {
 			spans = append(spans, copySpan{b.SrcOff, b.SrcOff + b.Len, i, false})
 		}
 	}
 	if a, b := clash(spans); a >= 0 {
-		return refused(fmt.Sprintf("blocks[%d]", b),
-			fmt.Sprintf("overlaps bytes that blocks[%d] reads or writes", a),
+		return refused(b, fmt.Sprintf("overlaps bytes that blocks[%d] reads or writes", a),
 			"write each byte once, and no byte that the same copy reads")
 	}
-	return c, added, nil
+	return nil
 }
 
 // copySpan is the range of a region that one block reads or writes.

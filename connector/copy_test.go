@@ -35,8 +35,8 @@ func TestCopy(t *testing.T) {
 	r.rec.until(t, "copy", func() bool { return len(r.rec.copies) == 1 })
 	c := r.rec.seen().copies[0]
 	up := r.lastUp(t)
-	if c.Lease.ID != id || c.Src != up.Regions[0] || c.Dst != up.Regions[1] ||
-		!slices.Equal(c.Blocks, want) ||
+	if c.Lease.ID != id || len(c.Parts) != 1 || c.Parts[0].Src != up.Regions[0] ||
+		c.Parts[0].Dst != up.Regions[1] || !slices.Equal(blocksOf(c.Parts[0]), want) || c.Load ||
 		c.Deadline != 1500*time.Millisecond || c.Req != "load" {
 		t.Fatalf("copy %+v", c)
 	}
@@ -59,48 +59,11 @@ func TestCopy(t *testing.T) {
 	}
 }
 
-// A load flag is raised once the copy has ended well. It never falls, and other flags stay.
-func TestCopyFlag(t *testing.T) {
-	r := start(t, nil)
-	w := withHost(t, r, 1<<16)
-	copied := func(flag uint32, value uint64, status uint16) {
-		n := len(r.rec.seen().copies)
-		_, err := w.Copy(msg.Copy{Src: 0, Dst: 1, Blocks: []msg.CopyBlock{{Len: 8}}, Flag: flag,
-			Value: value})
-		must(t, err)
-		r.rec.until(t, "copy", func() bool { return len(r.rec.copies) == n+1 })
-		must(t, r.Complete(r.lastUp(t), engines.Completion{Lease: r.rec.seen().copies[n].Lease,
-			Received: true, Status: status}))
-		_, err = w.Wait(testContext(t))
-		must(t, err)
+func blocksOf(p connector.CopyPart) (out []msg.CopyBlock) {
+	for i := range p.Len() {
+		out = append(out, p.Block(i))
 	}
-	for _, c := range []struct {
-		value  uint64
-		status uint16
-		want   uint64
-	}{
-		{7, board.Failed, 0}, {7, board.Cancelled, 0}, {7, board.OK, 7}, {0, board.OK, 7},
-		{6, board.OK, 7}, {8, board.OK, 8},
-	} {
-		copied(1, c.value, c.status)
-		if got := w.Flags().Load(1); got != c.want {
-			t.Errorf("value %d, status %d: the flag is %d, want %d", c.value, c.status, got, c.want)
-		}
-	}
-	if got := w.Flags().Load(0); got != 0 {
-		t.Errorf("flag 0 is %d", got)
-	}
-	for _, c := range []msg.Copy{{Flag: uint32(w.Flags().Layers()), Value: 1},
-		{Flag: 1<<32 - 1, Value: 1}, {Value: board.Poison}} {
-		c.Dst, c.Blocks = 1, []msg.CopyBlock{{Len: 8}}
-		_, err := w.Copy(c)
-		must(t, err)
-		got, err := w.Wait(testContext(t))
-		must(t, err)
-		if got.Status != board.Refused || !strings.HasPrefix(got.Received.Reason, "COPY.flag: ") {
-			t.Errorf("flag %d: completion %+v %+v", c.Flag, got, got.Received)
-		}
-	}
+	return out
 }
 
 // TestCopyRefused: an impossible copy is refused by name, and the control layer does not receive

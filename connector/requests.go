@@ -42,7 +42,7 @@ func (w *worker) checkTables(what string, tables [][]uint32) (ids int, err error
 // completion.
 func (w *worker) openLocked(rec board.Record, source bool) (*lease, error) {
 	what := map[uint16]string{board.RecIntent: "INTENT", board.RecExpect: "EXPECT",
-		board.RecCopy: "COPY", board.RecGet: "GET", board.RecPut: "PUT"}[rec.Type]
+		board.RecCopy: "COPY", board.RecGet: "GET", board.RecPut: "PUT", board.RecLoad: "LOAD"}[rec.Type]
 	if rec.Lease == 0 {
 		return nil, &msg.Error{Message: what, Field: "lease", Problem: "0 names no lease",
 			Remedy: "count leases from 1"}

@@ -85,7 +85,7 @@ func New(opt Options) (*Server, error) {
 		opt.SocketMode = 0o600
 	}
 	opt.Features = append(slices.Clone(opt.Features), msg.FeatureCopy, msg.FeatureAfter,
-		msg.FeatureDecline, msg.FeatureRegions)
+		msg.FeatureLoad, msg.FeatureDecline, msg.FeatureRegions)
 	if opt.Store != nil {
 		opt.Features = append(opt.Features, msg.FeatureStore)
 	}

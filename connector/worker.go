@@ -80,8 +80,8 @@ type worker struct {
 type lease struct {
 	id       uint64
 	source   bool
-	isCopy   bool           // a COPY; not a source
-	loads    loadFlag       // of a COPY
+	isCopy   bool           // a COPY or LOAD; not a source
+	loads    loadFlag       // of a LOAD
 	pages    *Pages         // of a GET or PUT
 	regions  []*addedRegion // that a COPY, GET or PUT accesses
 	epoch    atomic.Uint32  // 0: closed to readers
@@ -175,7 +175,7 @@ func (w *worker) breakLocked(err error) {
 var recordNames = map[uint16]string{board.RecStep: "step", board.RecIntent: "intent",
 	board.RecExpect: "expect", board.RecCancel: "cancel",
 	board.RecPreempt: "preempt", board.RecHold: "hold", board.RecCopy: "copy",
-	board.RecGet: "get", board.RecPut: "put"}
+	board.RecGet: "get", board.RecPut: "put", board.RecLoad: "load"}
 
 func (w *worker) recordLocked(rec board.Record) {
 	kind := recordNames[rec.Type]
@@ -187,7 +187,7 @@ func (w *worker) recordLocked(rec board.Record) {
 		err = w.intentLocked(rec)
 	case board.RecExpect:
 		err = w.expectLocked(rec)
-	case board.RecCopy:
+	case board.RecCopy, board.RecLoad:
 		err = w.copyLocked(rec)
 	case board.RecGet, board.RecPut:
 		err = w.pagesLocked(rec)
@@ -223,9 +223,6 @@ func (w *worker) complete(c engines.Completion) error {
 	if l.source == c.Received {
 		return fmt.Errorf("complete %s: received = %v, but source = %v: %w", c.Lease, c.Received,
 			l.source, ErrUnknownLease)
-	}
-	if l.loads.value > 0 && c.Status == engines.StatusOK {
-		w.flags.SetLoad(l.loads.flag, l.loads.value)
 	}
 	// before the lease counts as complete: a drain that waits for the last one closes the ring
 	w.completions.postLocked(enc)

@@ -1,9 +1,11 @@
 package sidecar
 
 import (
+	"cmp"
 	"context"
 	"encoding/hex"
 	"log/slog"
+	"sync"
 	"time"
 
 	"github.com/kvspray/kvspray/connector"
@@ -26,7 +28,7 @@ type copies struct {
 	server    *connector.Server // likewise
 	log       *slog.Logger
 
-	slots chan struct{} // one for each running copy
+	slots, loadSlots chan struct{} // one for each lane that runs
 }
 
 // Bounds of copies. A copy checks between two pieces whether it was canceled: a piece takes some
@@ -34,10 +36,14 @@ type copies struct {
 const (
 	// of all workers; others wait. One fills a link, several keep several GPUs busy.
 	maxCopiesRunning = 4
-	hostPiece        = 128 << 20
-	devicePiece      = 1 << 30
-	pieceBlocks      = 16 << 10
-	bounceBytes      = 1 << 20 // between two regions that are not mapped
+	// of a load. While one ends, the next piece is on its way; more would delay the first layers.
+	loadLanes       = 2
+	maxLanesOfLoads = 16      // of all workers: those of a node with eight GPUs load at the same time
+	loadPiece       = 2 << 20 // its bytes take longer than its begin and end
+	hostPiece       = 128 << 20
+	devicePiece     = 1 << 30
+	pieceBlocks     = 16 << 10
+	bounceBytes     = 1 << 20 // between two regions that are not mapped
 )
 
 // pathHost is the path of a copy without a GPU. Package gpu names the others.
@@ -45,7 +51,7 @@ const pathHost = "host"
 
 func newCopies(l *local.Leases, g *gpus, m *metrics.Set, log *slog.Logger) *copies {
 	return &copies{leases: l, gpus: g, metrics: m, log: log,
-		slots: make(chan struct{}, maxCopiesRunning)}
+		slots: make(chan struct{}, maxCopiesRunning), loadSlots: make(chan struct{}, maxLanesOfLoads)}
 }
 
 // start runs one. The connector bounds how many a worker has.
@@ -57,23 +63,26 @@ func (c *copies) start(w *engines.Worker, cp connector.Copy) {
 // result.
 func (c *copies) run(ctx context.Context, w *engines.Worker, cp *connector.Copy) {
 	began := time.Now()
-	m := copyWorker{gpus: c.gpus, src: cp.Src, dst: cp.Dst,
-		ways: map[string]uint64{}}
-	var err error
+	r := copyRun{gpus: c.gpus, pieces: newPieces(cp), ways: map[string]uint64{}}
+	slots, lanes := c.slots, 1
+	if cp.Load {
+		slots, lanes = c.loadSlots, min(loadLanes, r.pieces.count())
+		r.arrived = func(parts int) { c.server.Loaded(w, cp.Lease, parts) }
+	}
 	var waited time.Duration
 	select {
-	case c.slots <- struct{}{}:
+	case slots <- struct{}{}:
 		waited = time.Since(began)
-		err = m.run(ctx, cp.Blocks)
-		<-c.slots
+		r.run(ctx, slots, lanes)
+		<-slots
 	case <-ctx.Done():
-		err = context.Cause(ctx)
+		r.err = context.Cause(ctx)
 	}
-	path, moved := m.path()
-	done := engines.Completion{Lease: cp.Lease, Received: true, Status: local.Status(err),
+	path, moved := r.path()
+	done := engines.Completion{Lease: cp.Lease, Received: true, Status: local.Status(r.err),
 		Bytes: moved, Took: time.Since(began), Transport: path}
-	if err != nil {
-		done.Reason = err.Error()
+	if r.err != nil {
+		done.Reason = r.err.Error()
 	}
 	if cerr := c.server.Complete(w, done); cerr != nil {
 		c.log.Debug("completion not delivered", "lease", cp.Lease.String(), "err", cerr)
@@ -85,10 +94,13 @@ func (c *copies) trace(w *engines.Worker, cp *connector.Copy, x *engines.Complet
 	waited time.Duration) {
 	outcome := metrics.OutcomeOf(x.Status)
 	c.metrics.CopyEnded(outcome, x.Transport, x.Bytes, x.Took)
-	src, dst := cp.Src.ID(), cp.Dst.ID()
+	src, dst, blocks := cp.Parts[0].Src.ID(), cp.Parts[0].Dst.ID(), 0
+	for i := range cp.Parts {
+		blocks += cp.Parts[i].Len()
+	}
 	r := trace.Copy{Side: "copy", Outcome: string(outcome), Req: cp.Req, Lease: cp.Lease.String(),
 		Source: hex.EncodeToString(src[:4]),
-		Dest:   hex.EncodeToString(dst[:4]), Route: x.Transport, Blocks: len(cp.Blocks), Bytes: x.Bytes,
+		Dest:   hex.EncodeToString(dst[:4]), Route: x.Transport, Blocks: blocks, Bytes: x.Bytes,
 		QueueUS: waited.Microseconds(),
 		TookUS:  x.Took.Microseconds(), Reason: x.Reason}
 	level := slog.LevelInfo
@@ -102,64 +114,178 @@ func (c *copies) trace(w *engines.Worker, cp *connector.Copy, x *engines.Complet
 	c.transfers.Put(r)
 }
 
-// copyWorker copies the blocks of one list, piece by piece.
-type copyWorker struct {
-	gpus     *gpus
-	src, dst *mem.Region
-	ways     map[string]uint64 // bytes by path
-	from, to []mem.Block
-	bounce   []byte
+// copyRun copies the parts of one lease, piece by piece, in one or several lanes.
+type copyRun struct {
+	gpus    *gpus
+	arrived func(parts int) // the first ones; nil: it is not reported
+
+	mu     sync.Mutex // guards what follows
+	pieces pieces
+	begun  int         // pieces
+	next   int         // all pieces before this one have ended
+	ended  map[int]int // of later ones that have ended, the parts that end with them
+	ways   map[string]uint64
+	err    error
 }
 
 // path returns the path that moved most bytes, and all bytes.
-func (m *copyWorker) path() (path string, moved uint64) {
-	for p, n := range m.ways {
-		if moved += n; path == "" || n > m.ways[path] || n == m.ways[path] && p < path {
+func (r *copyRun) path() (path string, moved uint64) {
+	for p, n := range r.ways {
+		if moved += n; path == "" || n > r.ways[path] || n == r.ways[path] && p < path {
 			path = p
 		}
 	}
 	return path, moved
 }
 
-func (m *copyWorker) run(ctx context.Context, blocks []connector.CopyBlock) error {
-	most := uint64(hostPiece)
-	if m.src.Device() != nil || m.dst.Device() != nil {
-		most = devicePiece
+// run copies in this goroutine, and in others if there are slots for them.
+func (r *copyRun) run(ctx context.Context, slots chan struct{}, lanes int) {
+	var others sync.WaitGroup
+	defer others.Wait()
+	for range lanes - 1 {
+		select {
+		case slots <- struct{}{}:
+			others.Go(func() {
+				r.lane(ctx)
+				<-slots
+			})
+		default:
+		}
 	}
-	m.from, m.to = make([]mem.Block, 0, min(len(blocks), pieceBlocks)), make([]mem.Block, 0,
-		min(len(blocks), pieceBlocks))
-	var off uint64 // of blocks[0]: already copied
-	for len(blocks) > 0 {
-		if ctx.Err() != nil {
-			return context.Cause(ctx)
-		}
-		m.from, m.to = m.from[:0], m.to[:0]
-		var bytes uint64
-		for len(blocks) > 0 && bytes < most && len(m.from) < pieceBlocks {
-			b := &blocks[0]
-			k := min(b.Len-off, most-bytes)
-			m.from = append(m.from, mem.Block{Region: m.src, Off: b.SrcOff + off, Len: k})
-			m.to = append(m.to, mem.Block{Region: m.dst, Off: b.DstOff + off, Len: k})
-			bytes += k
-			if off += k; off == b.Len {
-				blocks, off = blocks[1:], 0
-			}
-		}
-		path, err := m.piece()
-		if err != nil {
-			return err
-		}
-		m.ways[path] += bytes
-	}
-	return nil
+	r.lane(ctx)
 }
 
-func (m *copyWorker) piece() (path string, err error) {
-	if m.src.Device() != nil || m.dst.Device() != nil {
-		return m.gpus.copy(m.to, m.from)
+func (r *copyRun) lane(ctx context.Context) {
+	m := copyWorker{gpus: r.gpus}
+	for {
+		i, more := r.take(ctx, &m.piece)
+		if !more {
+			return
+		}
+		path, err := m.copy()
+		r.end(i, &m.piece, path, err)
 	}
-	for i := range m.from {
-		if err := m.host(m.to[i], m.from[i]); err != nil {
+}
+
+// take cuts the next piece, of number i.
+func (r *copyRun) take(ctx context.Context, p *piece) (i int, more bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.err != nil || !r.pieces.next(p) {
+		return 0, false
+	}
+	if ctx.Err() != nil {
+		r.err = context.Cause(ctx)
+		return 0, false
+	}
+	r.begun++
+	return r.begun - 1, true
+}
+
+func (r *copyRun) end(i int, p *piece, path string, err error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if err != nil {
+		r.err = cmp.Or(r.err, err)
+		return
+	}
+	r.ways[path] += p.bytes
+	if r.arrived == nil {
+		return
+	}
+	if r.ended == nil {
+		r.ended = map[int]int{}
+	}
+	r.ended[i] = p.parts
+	parts := 0
+	for n, ok := r.ended[r.next]; ok; n, ok = r.ended[r.next] {
+		delete(r.ended, r.next)
+		r.next++
+		parts = n
+	}
+	if parts > 0 {
+		r.arrived(parts)
+	}
+}
+
+// pieces cuts the parts of a copy into what one call copies.
+type pieces struct {
+	parts       []connector.CopyPart
+	part, block int
+	off         uint64 // of the block: already cut
+	most        uint64 // bytes of a piece
+	enough      uint64 // a piece with as many bytes ends with a part
+}
+
+// piece is what one call copies.
+type piece struct {
+	from, to []mem.Block
+	bytes    uint64
+	parts    int // that end with this piece or before it
+}
+
+func newPieces(cp *connector.Copy) pieces {
+	p := pieces{parts: cp.Parts, most: hostPiece, enough: loadPiece}
+	for i := range p.parts {
+		if p.parts[i].Src.Device() != nil || p.parts[i].Dst.Device() != nil {
+			p.most = devicePiece
+		}
+	}
+	return p
+}
+
+// count is how many pieces there are at least, at most two.
+func (p *pieces) count() int {
+	var bytes uint64
+	for i := range p.parts {
+		bytes += uint64(p.parts[i].Len()) * p.parts[i].Block(0).Len
+	}
+	return int(min(2, 1+bytes/p.enough))
+}
+
+func (p *pieces) next(b *piece) bool {
+	b.from, b.to, b.bytes = b.from[:0], b.to[:0], 0
+	for p.part < len(p.parts) && b.bytes < p.most && len(b.from) < pieceBlocks {
+		part := &p.parts[p.part]
+		x := part.Block(p.block)
+		k := min(x.Len-p.off, p.most-b.bytes)
+		b.from = append(b.from, mem.Block{Region: part.Src, Off: x.SrcOff + p.off, Len: k})
+		b.to = append(b.to, mem.Block{Region: part.Dst, Off: x.DstOff + p.off, Len: k})
+		b.bytes += k
+		if p.off += k; p.off < x.Len {
+			continue
+		}
+		p.off, p.block = 0, p.block+1
+		if p.block < part.Len() {
+			continue
+		}
+		p.block, p.part = 0, p.part+1
+		if b.bytes >= p.enough || p.part < len(p.parts) && !alike(part, &p.parts[p.part]) {
+			break
+		}
+	}
+	b.parts = p.part
+	return len(b.from) > 0
+}
+
+// alike reports whether one call can copy both parts.
+func alike(a, b *connector.CopyPart) bool {
+	return a.Src.Device() == b.Src.Device() && a.Dst.Device() == b.Dst.Device()
+}
+
+// copyWorker copies pieces.
+type copyWorker struct {
+	gpus   *gpus
+	piece  piece
+	bounce []byte
+}
+
+func (m *copyWorker) copy() (path string, err error) {
+	if m.piece.from[0].Region.Device() != nil || m.piece.to[0].Region.Device() != nil {
+		return m.gpus.copy(m.piece.to, m.piece.from)
+	}
+	for i := range m.piece.from {
+		if err := m.host(m.piece.to[i], m.piece.from[i]); err != nil {
 			return "", err
 		}
 	}

@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"os"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -220,6 +221,122 @@ func TestCopyCanceled(t *testing.T) {
 	}
 	if e.cache[2*pieceBlocks] != before {
 		t.Error("the second piece was written")
+	}
+}
+
+// loadOf is a load from host memory into the cache: parts of n pages each.
+func loadOf(parts, n int, bytes uint64) msg.Load {
+	m := msg.Load{Req: "in"}
+	for i := range parts {
+		m.Parts = append(m.Parts, msg.LoadPart{Src: 1, SrcBase: uint64(i) * bytes,
+			SrcStride: uint64(parts) * bytes, DstBase: uint64(i*n) * bytes, DstStride: bytes, Len: bytes})
+	}
+	for i := range n {
+		m.Pages = append(m.Pages, msg.LoadPage{Src: uint32(i), Dst: uint32(n - 1 - i)})
+	}
+	return m
+}
+
+func (e *copyEngine) load(m msg.Load) uint64 {
+	e.t.Helper()
+	id, err := e.Load(m)
+	if err != nil {
+		e.t.Fatal(err)
+	}
+	return id
+}
+
+// TestLoads: every page is where it belongs, and the flag counts the parts.
+func TestLoads(t *testing.T) {
+	for _, where := range []string{pathHost, gpu.PathStaged} {
+		t.Run(where, func(t *testing.T) {
+			r := start(t, nil)
+			var gpu *heldGPU
+			if where != pathHost {
+				gpu = holdGPU(t, r)
+				close(gpu.gate)
+			}
+			e := newCopyEngine(t, r, gpu)
+			value := uint64(0)
+			for _, x := range []struct {
+				parts, pages int
+				bytes        uint64
+			}{{1, 1, 1}, {3, 5, 4096}, {2, 2, loadPiece / 4}, {64, 2, 1000}} {
+				_, _ = rand.Read(e.host)
+				want := bytes.Clone(e.cache)
+				m := loadOf(x.parts, x.pages, x.bytes)
+				for _, p := range m.Parts {
+					for _, page := range m.Pages {
+						copy(want[p.DstBase+uint64(page.Dst)*p.DstStride:][:p.Len],
+							e.host[p.SrcBase+uint64(page.Src)*p.SrcStride:])
+					}
+				}
+				m.Value = value
+				c := e.ok(e.load(m))
+				value += uint64(x.parts)
+				if got := e.Flags().Load(0); got != value {
+					t.Errorf("%+v: the flag is %d, want %d", x, got, value)
+				}
+				if !bytes.Equal(e.cache, want) || c.Received.Bytes != uint64(x.parts*x.pages)*x.bytes ||
+					c.Received.Transport != where {
+					t.Fatalf("%+v: content differs, or something beside it does: %+v", x, c.Received)
+				}
+			}
+		})
+	}
+}
+
+// TestLoadCanceled: the flag counts what has arrived, and nothing arrives after the end.
+func TestLoadCanceled(t *testing.T) {
+	r := start(t, nil)
+	gpu := holdGPU(t, r)
+	e := newCopyEngine(t, r, gpu)
+	const piece = 2 // parts
+	m := loadOf(8, 1, loadPiece/piece)
+	for i := range m.Parts {
+		m.Parts[i].SrcBase = 0
+	}
+	want := bytes.Clone(e.cache)
+	for i := range loadLanes {
+		copy(want[i*loadPiece:], e.host[:loadPiece/piece])
+		copy(want[i*loadPiece+loadPiece/piece:], e.host[:loadPiece/piece])
+	}
+	id := e.load(m)
+	for range loadLanes {
+		<-gpu.entered
+	}
+	if err := e.Cancel(id, "stalled", false); err != nil {
+		t.Fatal(err)
+	}
+	until(t, func() bool { _, canceled, _ := r.local.Count(); return canceled == 1 })
+	if c, ok, err := e.Poll(); ok || err != nil {
+		t.Fatalf("completed with pieces in flight: %+v, %v", c, err)
+	}
+	if got := e.Flags().Load(0); got != 0 {
+		t.Errorf("the flag is %d with nothing there", got)
+	}
+	close(gpu.gate)
+	c := e.wait(id)
+	if got := e.Flags().Load(0); c.Status != board.Cancelled || got != piece*loadLanes ||
+		c.Received.Bytes != loadLanes*loadPiece {
+		t.Errorf("completion %+v %+v, flag %d", c, c.Received, got)
+	}
+	if !bytes.Equal(e.cache, want) {
+		t.Error("another piece was written")
+	}
+}
+
+// TestLoadInOrder: a part does not count before those in front of it.
+func TestLoadInOrder(t *testing.T) {
+	var got []int
+	r := copyRun{ways: map[string]uint64{}, arrived: func(parts int) { got = append(got, parts) }}
+	for _, i := range []int{1, 2, 0, 4, 3} {
+		r.end(i, &piece{parts: 10 * (i + 1)}, pathHost, nil)
+	}
+	r.end(6, &piece{parts: 70}, pathHost, nil)
+	r.end(5, &piece{parts: 60}, pathHost, errStops)
+	if want := []int{30, 50}; !slices.Equal(got, want) || !errors.Is(r.err, errStops) {
+		t.Errorf("arrived %v, want %v; %v", got, want, r.err)
 	}
 }
 

@@ -386,6 +386,12 @@ func (w *Worker) Copy(m msg.Copy) (lease uint64, err error) {
 	return lease, w.Push(board.RecCopy, lease, m.Append(nil), false)
 }
 
+// Load opens a copy of the same pages of several tensors.
+func (w *Worker) Load(m msg.Load) (lease uint64, err error) {
+	lease = w.NewLease()
+	return lease, w.Push(board.RecLoad, lease, m.Append(nil), false)
+}
+
 // Step begins a step.
 func (w *Worker) Step(m msg.Step) error { return w.Push(board.RecStep, 0, m.Append(nil), false) }
 

@@ -47,7 +47,7 @@ func b16(from byte) (v [16]byte) { copy(v[:], seq(16, from)); return }
 func b32(from byte) (v [32]byte) { copy(v[:], seq(32, from)); return }
 
 var recordTypes = map[string]uint16{"STEP": 1, "INTENT": 2, "EXPECT": 3, "CANCEL": 4, "PREEMPT": 5,
-	"HOLD": 6, "COPY": 7, "GET": 8, "PUT": 9, "RECEIVED": 32, "SENT": 33}
+	"HOLD": 6, "COPY": 7, "GET": 8, "PUT": 9, "LOAD": 10, "RECEIVED": 32, "SENT": 33}
 
 func goldenLayout(t testing.TB) []byte {
 	l := &layout.Layout{Model: "tiny-llama", DType: "bfloat16",
@@ -273,11 +273,16 @@ func goldenVectors(t testing.TB) (socket, records []vector) {
 	rec("hold-newer", "HOLD", appendAny(nil, unknown))
 	rec("copy", "COPY", (&Copy{Src: 0, Dst: 27, Blocks: []CopyBlock{{0, 1 << 33, 1 << 20},
 		{1 << 40, 4096, 3}}, DeadlineMS: 30000, Req: "wake-up"}).Append(nil))
-	rec("copy-flag", "COPY", (&Copy{Src: 1, Dst: 2, Blocks: []CopyBlock{{0, 0, 1}}, DeadlineMS: 3000,
-		Flag: 5, Value: 1 << 40}).Append(nil))
 	rec("copy-older", "COPY", appendAny(nil, kv{"src", 1, "dst", 0, "blocks", seq(24, 0)}))
 	rec("copy-newer", "COPY", appendAny(nil, append(kv{"src", 1, "dst", 0, "blocks", seq(48, 0),
 		"deadline_ms", 5, "req", ""}, unknown...)))
+	rec("load", "LOAD", (&Load{Parts: []LoadPart{{4096, 1 << 22, 1 << 33, 65536, 65535, 1, 2},
+		{0, 1, 2, 3, 4, 5, 6}}, Pages: []LoadPage{{7, 1 << 31}, {0, 1}}, Flag: 3, Value: 1 << 40,
+		DeadlineMS: 10000, Req: "load-1", After: 9}).Append(nil))
+	rec("load-older", "LOAD", appendAny(nil, kv{"parts", seq(48, 0), "pages", seq(8, 0), "flag", 0,
+		"value", 0}))
+	rec("load-newer", "LOAD", appendAny(nil, append(kv{"parts", seq(96, 0), "pages", seq(16, 0),
+		"flag", 1, "value", 5, "deadline_ms", 5, "req", ""}, unknown...)))
 	rec("received", "RECEIVED", (&Received{Bytes: 1 << 33, US: 1500, Transport: "tcp"}).Append(nil))
 	rec("received-failed", "RECEIVED", (&Received{Bytes: 65536, US: 30000000, Transport: "shm",
 		Reason:    "source lost",
@@ -512,6 +517,15 @@ func otherVersions(t testing.TB) map[string]any {
 		"copy-newer": &Copy{Src: 1, DeadlineMS: 5, Blocks: []CopyBlock{{0x0706050403020100,
 			0x0f0e0d0c0b0a0908, 0x1716151413121110},
 			{0x1f1e1d1c1b1a1918, 0x2726252423222120, 0x2f2e2d2c2b2a2928}}},
+		"load-older": &Load{Parts: []LoadPart{{0x0706050403020100, 0x0f0e0d0c0b0a0908,
+			0x1716151413121110, 0x1f1e1d1c1b1a1918, 0x2726252423222120, 0x2b2a2928, 0x2f2e2d2c}},
+			Pages: []LoadPage{{0x03020100, 0x07060504}}},
+		"load-newer": &Load{Parts: []LoadPart{{0x0706050403020100, 0x0f0e0d0c0b0a0908,
+			0x1716151413121110, 0x1f1e1d1c1b1a1918, 0x2726252423222120, 0x2b2a2928, 0x2f2e2d2c},
+			{0x3736353433323130, 0x3f3e3d3c3b3a3938, 0x4746454443424140, 0x4f4e4d4c4b4a4948,
+				0x5756555453525150, 0x5b5a5958, 0x5f5e5d5c}},
+			Pages: []LoadPage{{0x03020100, 0x07060504}, {0x0b0a0908, 0x0f0e0d0c}}, Flag: 1, Value: 5,
+			DeadlineMS: 5},
 		"register-older": &Register{ID: 2, Session: session, Regions: region, Layout: older,
 			FDs: FDs{0, 1, 2, 3}},
 		"register-newer": &Register{ID: 2, Session: session, Regions: region, Layout: goldenLayout(t),

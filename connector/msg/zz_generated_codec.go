@@ -76,6 +76,8 @@ func DecodeRecord(typ uint16, b []byte) (any, error) {
 		return DecodeGet(b)
 	case 9:
 		return DecodePut(b)
+	case 10:
+		return DecodeLoad(b)
 	case 32:
 		return DecodeReceived(b)
 	case 33:
@@ -413,6 +415,66 @@ func appendPackedCopyBlock(b []byte, v []CopyBlock) []byte {
 		b = binary.LittleEndian.AppendUint64(b, v[i].SrcOff)
 		b = binary.LittleEndian.AppendUint64(b, v[i].DstOff)
 		b = binary.LittleEndian.AppendUint64(b, v[i].Len)
+	}
+	return b
+}
+
+func (r *reader) packedLoadPart(least, most int) []LoadPart {
+	b := r.packed(least, most, 48)
+	if r.err != nil {
+		return nil
+	}
+	out := make([]LoadPart, len(b)/48)
+	for i := range out {
+		p := b[48*i:]
+		out[i] = LoadPart{
+			SrcBase:   binary.LittleEndian.Uint64(p[0:]),
+			SrcStride: binary.LittleEndian.Uint64(p[8:]),
+			DstBase:   binary.LittleEndian.Uint64(p[16:]),
+			DstStride: binary.LittleEndian.Uint64(p[24:]),
+			Len:       binary.LittleEndian.Uint64(p[32:]),
+			Src:       binary.LittleEndian.Uint32(p[40:]),
+			Dst:       binary.LittleEndian.Uint32(p[44:]),
+		}
+	}
+	return out
+}
+
+func appendPackedLoadPart(b []byte, v []LoadPart) []byte {
+	b = appendBinHead(b, 48*len(v))
+	for i := range v {
+		b = binary.LittleEndian.AppendUint64(b, v[i].SrcBase)
+		b = binary.LittleEndian.AppendUint64(b, v[i].SrcStride)
+		b = binary.LittleEndian.AppendUint64(b, v[i].DstBase)
+		b = binary.LittleEndian.AppendUint64(b, v[i].DstStride)
+		b = binary.LittleEndian.AppendUint64(b, v[i].Len)
+		b = binary.LittleEndian.AppendUint32(b, v[i].Src)
+		b = binary.LittleEndian.AppendUint32(b, v[i].Dst)
+	}
+	return b
+}
+
+func (r *reader) packedLoadPage(least, most int) []LoadPage {
+	b := r.packed(least, most, 8)
+	if r.err != nil {
+		return nil
+	}
+	out := make([]LoadPage, len(b)/8)
+	for i := range out {
+		p := b[8*i:]
+		out[i] = LoadPage{
+			Src: binary.LittleEndian.Uint32(p[0:]),
+			Dst: binary.LittleEndian.Uint32(p[4:]),
+		}
+	}
+	return out
+}
+
+func appendPackedLoadPage(b []byte, v []LoadPage) []byte {
+	b = appendBinHead(b, 8*len(v))
+	for i := range v {
+		b = binary.LittleEndian.AppendUint32(b, v[i].Src)
+		b = binary.LittleEndian.AppendUint32(b, v[i].Dst)
 	}
 	return b
 }
@@ -1741,10 +1803,6 @@ func (m *Copy) read(r *reader) {
 			m.Req = r.str(MaxReqBytes)
 		case "after":
 			m.After = r.u64()
-		case "flag":
-			m.Flag = r.u32()
-		case "value":
-			m.Value = r.u64()
 		default:
 			r.skip()
 		}
@@ -1756,12 +1814,6 @@ func (m *Copy) read(r *reader) {
 func (m *Copy) Append(b []byte) []byte {
 	n := 5
 	if m.After != 0 {
-		n++
-	}
-	if m.Flag != 0 {
-		n++
-	}
-	if m.Value != 0 {
 		n++
 	}
 	b = appendMap(b, n)
@@ -1778,14 +1830,6 @@ func (m *Copy) Append(b []byte) []byte {
 	if m.After != 0 {
 		b = append(b, "\xa5after"...)
 		b = appendUint(b, m.After)
-	}
-	if m.Flag != 0 {
-		b = append(b, "\xa4flag"...)
-		b = appendUint(b, uint64(m.Flag))
-	}
-	if m.Value != 0 {
-		b = append(b, "\xa5value"...)
-		b = appendUint(b, m.Value)
 	}
 	return b
 }
@@ -1934,6 +1978,73 @@ func (m *Put) Append(b []byte) []byte {
 		b = append(b, "\xa6parent"...)
 		b = appendBin(b, m.Parent)
 	}
+	b = append(b, "\xabdeadline_ms"...)
+	b = appendUint(b, m.DeadlineMS)
+	b = append(b, "\xa3req"...)
+	b = appendStr(b, m.Req)
+	if m.After != 0 {
+		b = append(b, "\xa5after"...)
+		b = appendUint(b, m.After)
+	}
+	return b
+}
+
+// DecodeLoad decodes the body of LOAD.
+func DecodeLoad(b []byte) (*Load, error) {
+	m := &Load{}
+	r := reader{what: "LOAD", b: b}
+	m.read(&r)
+	if err := r.end(); err != nil {
+		return nil, err
+	}
+	return m, nil
+}
+
+var requiredLoad = []string{"parts", "pages"}
+
+func (m *Load) read(r *reader) {
+	*m = Load{}
+	var got uint64
+	for i := r.mapLen(); i > 0 && r.err == nil; i-- {
+		switch string(r.key()) {
+		case "parts":
+			m.Parts = r.packedLoadPart(1, MaxLoadParts)
+			got |= 1 << 0
+		case "pages":
+			m.Pages = r.packedLoadPage(1, MaxCopyBlocks)
+			got |= 1 << 1
+		case "flag":
+			m.Flag = r.u32()
+		case "value":
+			m.Value = r.u64()
+		case "deadline_ms":
+			m.DeadlineMS = r.u64()
+		case "req":
+			m.Req = r.str(MaxReqBytes)
+		case "after":
+			m.After = r.u64()
+		default:
+			r.skip()
+		}
+	}
+	r.require(got, requiredLoad)
+}
+
+// Append encodes m.
+func (m *Load) Append(b []byte) []byte {
+	n := 6
+	if m.After != 0 {
+		n++
+	}
+	b = appendMap(b, n)
+	b = append(b, "\xa5parts"...)
+	b = appendPackedLoadPart(b, m.Parts)
+	b = append(b, "\xa5pages"...)
+	b = appendPackedLoadPage(b, m.Pages)
+	b = append(b, "\xa4flag"...)
+	b = appendUint(b, uint64(m.Flag))
+	b = append(b, "\xa5value"...)
+	b = appendUint(b, m.Value)
 	b = append(b, "\xabdeadline_ms"...)
 	b = appendUint(b, m.DeadlineMS)
 	b = append(b, "\xa3req"...)

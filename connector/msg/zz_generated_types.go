@@ -21,10 +21,12 @@ const (
 	MaxRecompute    = 1024
 	MaxOutcomes     = 64 // entries of a STATS map
 	MaxFanout       = 16
-	MaxCopyBlocks   = 32768 // of a COPY: fits a record, and takes less than a second
-	MaxHandleBytes  = 256   // of a region's handle
-	MaxKeys         = 10000 // pages that one request names
-	MinHashBytes    = 8     // of a page hash
+	MaxCopyBlocks   = 32768   // of a COPY: fits a record, and takes less than a second
+	MaxLoadParts    = 1024    // of a LOAD
+	MaxLoadBlocks   = 1 << 17 // of a LOAD: parts times pages
+	MaxHandleBytes  = 256     // of a region's handle
+	MaxKeys         = 10000   // pages that one request names
+	MinHashBytes    = 8       // of a page hash
 	MaxHashBytes    = 64
 	MaxHashesBytes  = 640000   // MaxKeys hashes
 	MaxSpaces       = 64       // namespaces of a session
@@ -41,6 +43,7 @@ const (
 	FeatureAfter   = "after"   // EXPECT and COPY wait for the stream mark in them
 	FeatureDecline = "decline" // the sidecar accepts DECLINE
 	FeatureStore   = "store"   // the sidecar has a page store
+	FeatureLoad    = "load"    // the sidecar accepts LOAD
 	FeatureRegions = "regions" // regions are added and dropped while a session runs
 )
 
@@ -228,6 +231,23 @@ type CopyBlock struct {
 	SrcOff uint64
 	DstOff uint64
 	Len    uint64
+}
+
+// LoadPart is a tensor of pages: page i is at base + i*stride of its region.
+type LoadPart struct {
+	SrcBase   uint64
+	SrcStride uint64
+	DstBase   uint64
+	DstStride uint64
+	Len       uint64
+	Src       uint32
+	Dst       uint32
+}
+
+// LoadPage is the number of a page in the source and in the destination.
+type LoadPage struct {
+	Src uint32
+	Dst uint32
 }
 
 // SpaceRef names a namespace that the session has opened.
@@ -520,8 +540,6 @@ type Copy struct {
 	DeadlineMS uint64
 	Req        string
 	After      uint64 // as in EXPECT
-	Flag       uint32 // a load flag
-	Value      uint64 // of the flag once every byte has arrived; 0: none
 }
 
 // Get is the body of GET.
@@ -542,6 +560,17 @@ type Put struct {
 	HashBytes  uint32
 	Blocks     []uint32
 	Parent     []byte // hash of the page before the first one
+	DeadlineMS uint64
+	Req        string
+	After      uint64
+}
+
+// Load is the body of LOAD.
+type Load struct {
+	Parts      []LoadPart
+	Pages      []LoadPage
+	Flag       uint32 // a load flag
+	Value      uint64 // the sidecar raises the flag from this to value+n once the first n parts have arrived
 	DeadlineMS uint64
 	Req        string
 	After      uint64

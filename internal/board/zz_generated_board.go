@@ -30,6 +30,7 @@ const (
 	RecCopy     = 7
 	RecGet      = 8
 	RecPut      = 9
+	RecLoad     = 10
 	RecReceived = 32
 	RecSent     = 33
 )

@@ -60,7 +60,7 @@ enum session_state { IDLE, WELCOMING, REGISTERING, READY };
 
 struct lease {
 	uint64_t id;
-	uint16_t type; /* KVS_REC_INTENT: of a source; KVS_REC_EXPECT or KVS_REC_COPY: of a destination */
+	uint16_t type; /* KVS_REC_INTENT: of a source; any other: of a destination */
 	bool held, cancelled, done;
 	uint32_t bound; /* set of procs */
 	uint64_t session; /* serial of the session that it was last presented in */
@@ -171,7 +171,7 @@ struct kvs_client {
 	uint32_t new_pid;
 	int proc; /* index, from WELCOME on; else -1 */
 	bool draining, replaying;
-	bool can_copy, can_wait, can_decline, can_store, can_regions; /* features of WELCOME: COPY, `after` in records, DECLINE, the store, ADD_REGIONS */
+	bool can_copy, can_wait, can_decline, can_store, can_regions, can_load; /* features of WELCOME: COPY, `after` in records, DECLINE, the store, ADD_REGIONS, LOAD */
 	uint64_t mark;                     /* the last one that kvs_gpu_mark gave out */
 	char breaking[160]; /* why the session must be replaced; empty: it need not */
 	int64_t handshake_end_ms, next_try_ms;
@@ -276,7 +276,7 @@ void session_break(kvs_client *c, const char *why);
 /* Texts are not zero-terminated and lie in the packet. */
 struct welcome {
 	uint64_t id, version, leases, deadline_ms, match_timeout_ms, grace_ms;
-	bool fenced, can_copy, can_wait, can_decline, can_store, can_regions;
+	bool fenced, can_copy, can_wait, can_decline, can_store, can_regions, can_load;
 	const uint8_t *boot;
 	const char *node, *endpoint;
 	uint32_t node_bytes, endpoint_bytes;

@@ -104,8 +104,9 @@ static int open_lease(kvs_client *c, uint16_t type, const void *body, uint32_t b
 		return KVS_E_FULL;
 	if (c->lease_count >= c->lease_limit)
 		return KVS_E_LIMIT;
-	if (type == KVS_REC_COPY && !c->can_copy) {
-		log_error(c, "the sidecar at %s does not copy between regions: it is older than this library: upgrade it", c->path);
+	if ((type == KVS_REC_COPY && !c->can_copy) || (type == KVS_REC_LOAD && !c->can_load)) {
+		log_error(c, "the sidecar at %s does not %s: it is older than this library: upgrade it", c->path,
+			  type == KVS_REC_COPY ? "copy between regions" : "load pages");
 		return KVS_E_UNSUPPORTED;
 	}
 	if ((type == KVS_REC_GET || type == KVS_REC_PUT) && !c->can_store)
@@ -157,7 +158,7 @@ static int open_lease(kvs_client *c, uint16_t type, const void *body, uint32_t b
 int64_t kvs_submit(kvs_client *c, uint16_t type, const void *body, uint32_t bytes, uint32_t deadline_ms)
 {
 	CHECK(c);
-	bool known = type == KVS_REC_INTENT || type == KVS_REC_EXPECT || type == KVS_REC_COPY || type == KVS_REC_GET || type == KVS_REC_PUT;
+	bool known = type == KVS_REC_INTENT || type == KVS_REC_EXPECT || type == KVS_REC_COPY || type == KVS_REC_GET || type == KVS_REC_PUT || type == KVS_REC_LOAD;
 	if (!known || !body || !mp_is_map(body, bytes))
 		return KVS_E_ARG;
 	int64_t now = kvs_now_ms();

@@ -209,6 +209,7 @@ static bool read_features(struct mpr r, struct welcome *m)
 		if (!mpr_str(&r, &k, &kn))
 			return false;
 		m->can_copy |= mp_key(k, kn, "copy");
+		m->can_load |= mp_key(k, kn, "load");
 		m->can_wait |= mp_key(k, kn, "after");
 		m->can_decline |= mp_key(k, kn, "decline");
 		m->can_store |= mp_key(k, kn, "store");

@@ -234,6 +234,7 @@ static void on_welcome(kvs_client *c, int64_t now, const uint8_t *body, size_t b
 	if (c->info.grace_ms > c->grace_limit_ms)
 		c->info.grace_ms = c->grace_limit_ms;
 	c->can_copy = m.can_copy;
+	c->can_load = m.can_load;
 	c->can_wait = m.can_wait;
 	c->can_decline = m.can_decline;
 	c->can_store = m.can_store;

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads from SGLang's host pools by copies of a real sidecar, with SGLang's own controller and
+"""Loads from SGLang's host pools by a real sidecar, with SGLang's own controller and
 transfer engine. On a CPU a layer is waited for by the thread; test/gpu/engines/sglang_loads.py has
 the same on a GPU.
 """
@@ -57,7 +57,7 @@ class Loading(Controller):
 
     def counts(self, copied: int, fallbacks: int) -> None:
         rig.wait_for(
-            f"{copied} copies and {fallbacks} made again",
+            f"{copied} parts by the sidecar and {fallbacks} by PyTorch",
             lambda: (self.loads.copied, self.loads.fallbacks) == (copied, fallbacks),
             5,
         )
@@ -121,31 +121,63 @@ def test_a_small_load_is_sglangs(loading: Loading, monkeypatch: pytest.MonkeyPat
     assert loading.loads.copied == 0
 
 
-def test_copies_that_fail_are_made_again(loading: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each third copy is refused, and each third is not taken at first."""
-    copy, turn = loading.loads._link.copy, iter(range(1 << 20))
-
-    def some(src: Any, dst: Any, blocks: bytes, *more: Any) -> int:
-        n = next(turn)
-        if n % 3 == 1:
-            return copy(src, dst, kvspray.protocol.pack_copies([(1 << 40, 0, 1)]), *more)
-        return 0 if n % 3 == 2 else copy(src, dst, blocks, *more)
-
-    monkeypatch.setattr(loading.loads._link, "copy", some)
+@pytest.mark.parametrize("good", [0, 1, 3, 2 * LAYERS - 1])
+def test_parts_that_fail_are_copied(
+    loading: Loading, monkeypatch: pytest.MonkeyPatch, good: int
+) -> None:
+    """The sidecar makes the first ones, or the load is refused."""
+    load = loading.loads._link.load
+    monkeypatch.setattr(loading.loads._link, "load", lambda parts, *a: load(parts[:good], *a))
+    if good == 0:
+        bad = kvspray.LoadPart(*loading.loads._rows[0][:6], 1 << 40)
+        monkeypatch.setattr(loading.loads._link, "load", lambda parts, *a: load([bad], *a))
     assert loading.right(*loading.load())
-    mine = loading.loads
-    assert mine.copied and mine.fallbacks and mine.copied + mine.fallbacks == 2 * LAYERS
+    loading.counts(good, 2 * LAYERS - good)
+    assert loading.loads.ends["OK" if good else "REFUSED"] == 1
+
+
+def test_a_load_that_is_not_taken_is_sglangs(
+    loading: Loading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as m:
+        m.setattr(loading.loads._link, "load", lambda *a: 0)
+        assert loading.right(*loading.load())
+    assert loading.right(*loading.load())
+    loading.counts(2 * LAYERS, 0)
+
+
+def test_a_load_that_expires_is_requested_again(
+    loading: Loading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As behind a long prefill. Parts that have arrived are left out."""
+    load, asked = loading.loads._link.load, []
+
+    def some(parts: Any, *more: Any) -> int:
+        asked.append(len(parts))
+        return load(parts if len(asked) == 3 else parts[:2], *more)
+
+    ended = loading.loads._link.loads_ended
+
+    def expired(timeout_s: float) -> list[kvspray.Completion]:
+        end = {"status": CompletionStatus.EXPIRED}
+        return [dataclasses.replace(c, **end) for c in ended(timeout_s)]
+
+    monkeypatch.setattr(loading.loads._link, "load", some)
+    monkeypatch.setattr(loading.loads._link, "loads_ended", expired)
+    assert loading.right(*loading.load())
+    loading.counts(2 * LAYERS, 0)
+    assert asked == [2 * LAYERS, 2 * LAYERS - 2, 2 * LAYERS - 4]
 
 
 def test_a_lost_end_is_no_failure(loading: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the flag is up, SGLang has gone on, and its pages may be another request's."""
-    ended = loading.loads._link.copies_ended
+    ended = loading.loads._link.loads_ended
 
     def failed(timeout_s: float) -> list[kvspray.Completion]:
         lost = {"status": CompletionStatus.FAILED, "reason": "the session was replaced"}
         return [dataclasses.replace(c, **lost) for c in ended(timeout_s)]
 
-    monkeypatch.setattr(loading.loads._link, "copies_ended", failed)
+    monkeypatch.setattr(loading.loads._link, "loads_ended", failed)
     assert loading.right(*loading.load())
     loading.counts(2 * LAYERS, 0)
 
@@ -153,15 +185,11 @@ def test_a_lost_end_is_no_failure(loading: Loading, monkeypatch: pytest.MonkeyPa
 def test_after_a_failure_sglang_loads(loading: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loads, "PAUSE_S", 60)
     monkeypatch.setattr(loads, "MAX_PAUSE_S", 60)
-    turn = iter(range(1 << 20))
-    copy = loading.loads._link.copy
-    monkeypatch.setattr(
-        loading.loads._link, "copy", lambda *a: copy(*a) if next(turn) == 0 else 0
-    )
-    assert loading.right(*loading.load())
-    loading.counts(1, 2 * LAYERS - 1)
-    assert loading.right(*loading.load())
-    loading.counts(1, 2 * LAYERS - 1)
+    load = loading.loads._link.load
+    monkeypatch.setattr(loading.loads._link, "load", lambda parts, *a: load(parts[:1], *a))
+    for _ in range(2):
+        assert loading.right(*loading.load())
+        loading.counts(1, 2 * LAYERS - 1)
 
 
 def test_layers_of_sglang(loading: Loading) -> None:
@@ -186,14 +214,6 @@ def test_layers_of_sglang(loading: Loading) -> None:
     assert not load(LAYERS, {i: i for i in range(LAYERS)}, 2)
 
 
-def test_more_copies_than_a_session_may_have(
-    loading: Loading, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loads, "MAX_OPEN", 2)
-    assert loading.right(*loading.load())
-    loading.counts(2 * LAYERS, 0)
-
-
 def test_a_sidecar_that_dies(sidecar: rig.Sidecar, loading: Loading) -> None:
     """Every load is right, whatever becomes of the sidecar under it."""
     r = random.Random(3)
@@ -206,7 +226,7 @@ def test_a_sidecar_that_dies(sidecar: rig.Sidecar, loading: Loading) -> None:
         killer.join()
         sidecar.start()
     mine = loading.loads
-    print(f"{mine.copied} copies, {mine.fallbacks} made again: {dict(mine.ends)}")
+    print(f"{mine.copied} parts by the sidecar, {mine.fallbacks} by PyTorch: {dict(mine.ends)}")
     assert mine.copied and mine.fallbacks and mine.ends["LOST"] and not mine.ends["REFUSED"]
 
 
@@ -232,7 +252,7 @@ def test_a_sidecar_that_stops(
 
 
 def test_pools_that_the_sidecar_does_not_load(sidecar: rig.Sidecar) -> None:
-    link = Link(sidecar.socket, "0", kvspray.Ranks(), logging.getLogger(), loads.MAX_FLAGS)
+    link = Link(sidecar.socket, "0", kvspray.Ranks(), logging.getLogger())
     for kind, layout, mapped, told in (
         ("mha", "page_first", True, "use --hicache-io-backend direct with"),
         ("mha", "layer_first", False, "not in memory that the sidecar can map"),

@@ -137,6 +137,7 @@ enum kvs_record_type {
 	KVS_REC_COPY = 7,    /* a lease of its own: blocks from one registered region to another; ends with RECEIVED */
 	KVS_REC_GET = 8,     /* a lease of its own: pages of the store into registered memory; ends with RECEIVED */
 	KVS_REC_PUT = 9,     /* the same, out of registered memory */
+	KVS_REC_LOAD = 10,   /* as COPY, for the same pages of several tensors; raises a load flag */
 	/* completion ring */
 	KVS_REC_RECEIVED = 32, /* ends a destination lease or a copy: complete and fenced, or failed and fenced */
 	KVS_REC_SENT = 33,     /* ends a source lease: no process can read the blocks for the sidecar any more */

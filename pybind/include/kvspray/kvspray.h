@@ -210,10 +210,11 @@ struct kvs_snapshot {
 	uint64_t body_bytes;
 };
 
-/* Opens a lease with an INTENT, EXPECT or COPY body. COPY makes the sidecar copy blocks from one region of kvs_start to another, or to another
+/* Opens a lease with an INTENT, EXPECT, COPY, LOAD, GET or PUT body. COPY makes the sidecar copy blocks from one region of kvs_start to another, or to another
  * place in the same: between a cache in host memory and one on a GPU, weights back to where they were. The blocks, read and written, are the
  * sidecar's until the lease completes with KVS_REC_RECEIVED; KVS_OK: all of them arrived; else an unknown part of them may have. Copies run at
- * once and in no order; kvs_cancel ends one soon. Bodies: docs/protocol.md section 2. deadline_ms is the body's own. Returns the lease id (> 0) or an error, after
+ * once and in no order; kvs_cancel ends one soon. LOAD is as COPY, for the same pages of several tensors in order, and raises a load flag
+ * after each. Bodies: docs/protocol.md section 2. deadline_ms is the body's own. Returns the lease id (> 0) or an error, after
  * which nothing is open and nothing was sent. */
 int64_t kvs_submit(kvs_client *c, uint16_t type, const void *body, uint32_t bytes, uint32_t deadline_ms);
 

@@ -25,6 +25,8 @@ MAX_RECOMPUTE = 1024
 MAX_OUTCOMES = 64  # entries of a STATS map
 MAX_FANOUT = 16
 MAX_COPY_BLOCKS = 32768  # of a COPY: fits a record, and takes less than a second
+MAX_LOAD_PARTS = 1024  # of a LOAD
+MAX_LOAD_BLOCKS = 131072  # of a LOAD: parts times pages
 MAX_HANDLE_BYTES = 256  # of a region's handle
 MAX_KEYS = 10000  # pages that one request names
 MIN_HASH_BYTES = 8  # of a page hash
@@ -42,6 +44,7 @@ FEATURE_COPY = "copy"  # the sidecar accepts COPY
 FEATURE_AFTER = "after"  # EXPECT and COPY wait for the stream mark in them
 FEATURE_DECLINE = "decline"  # the sidecar accepts DECLINE
 FEATURE_STORE = "store"  # the sidecar has a page store
+FEATURE_LOAD = "load"  # the sidecar accepts LOAD
 FEATURE_REGIONS = "regions"  # regions are added and dropped while a session runs
 
 # Prio of an INTENT or EXPECT.
@@ -102,6 +105,7 @@ RECORDS: dict[int, str] = {
     7: "COPY",
     8: "GET",
     9: "PUT",
+    10: "LOAD",
     32: "RECEIVED",
     33: "SENT",
 }
@@ -141,9 +145,10 @@ ORDER: dict[str, tuple[str, ...]] = {
     "CANCEL": ("reason",),
     "PREEMPT": (),
     "HOLD": (),
-    "COPY": ("src", "dst", "blocks", "deadline_ms", "req", "after", "flag", "value"),
+    "COPY": ("src", "dst", "blocks", "deadline_ms", "req", "after"),
     "GET": ("space", "hashes", "hash_bytes", "blocks", "deadline_ms", "req", "after"),
     "PUT": ("space", "hashes", "hash_bytes", "blocks", "parent", "deadline_ms", "req", "after"),
+    "LOAD": ("parts", "pages", "flag", "value", "deadline_ms", "req", "after"),
     "RECEIVED": ("bytes", "us", "transport", "reason", "recompute", "pages"),
     "SENT": ("grants", "bytes", "reason"),
 }
@@ -241,8 +246,6 @@ def copy(
     deadline_ms: int = 0,
     req: str = "",
     after: int = 0,
-    flag: int = 0,
-    value: int = 0,
 ) -> dict[str, Any]:
     """The body of COPY."""
     body: dict[str, Any] = {
@@ -254,10 +257,6 @@ def copy(
     }
     if after:
         body["after"] = after
-    if flag:
-        body["flag"] = flag
-    if value:
-        body["value"] = value
     return body
 
 
@@ -307,6 +306,30 @@ def put(
     }
     if parent:
         body["parent"] = parent
+    if after:
+        body["after"] = after
+    return body
+
+
+def load(
+    *,
+    parts: bytes,
+    pages: bytes,
+    flag: int = 0,
+    value: int = 0,
+    deadline_ms: int = 0,
+    req: str = "",
+    after: int = 0,
+) -> dict[str, Any]:
+    """The body of LOAD."""
+    body: dict[str, Any] = {
+        "parts": parts,
+        "pages": pages,
+        "flag": flag,
+        "value": value,
+        "deadline_ms": deadline_ms,
+        "req": req,
+    }
     if after:
         body["after"] = after
     return body

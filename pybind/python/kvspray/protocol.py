@@ -17,13 +17,15 @@ from typing import Any
 
 import msgpack
 
-from ._messages import MAX_COPY_BLOCKS, MAX_FANOUT, ORDER
+from ._messages import MAX_COPY_BLOCKS, MAX_FANOUT, MAX_LOAD_PARTS, ORDER
 
 PROTOCOL_MAJOR = 1
 PROTOCOL_MINOR = 0
 VERSION = PROTOCOL_MAJOR << 16 | PROTOCOL_MINOR
 
 PARAMS_VERSION = 1
+
+_PART = struct.Struct("<5Q2I")  # of a LOAD
 
 # Key order of every body. REGISTER's layout is described in section 3 of docs/protocol.md.
 _ORDER: dict[str, tuple[str, ...]] = {
@@ -109,6 +111,32 @@ def pack_copies(blocks: bytes | Iterable[tuple[int, int, int]]) -> bytes:
             raise ValueError(f"kvspray: offsets and lengths of a copy must be integers in [0, 2^64): {e}") from e
     if not data or len(data) % 24 or len(data) > 24 * MAX_COPY_BLOCKS:
         raise ValueError(f"kvspray: a copy of {len(data) / 24:g} blocks, want 1 to {MAX_COPY_BLOCKS}: split it")
+    return data
+
+
+def pack_parts(parts: Sequence[tuple[int, int, int, int, int, int, int]]) -> bytes:
+    """The parts of a LOAD: (source base, source stride, destination base, destination stride, length, source region, destination region) each,
+    as five little-endian u64 and two u32."""
+    if not 1 <= len(parts) <= MAX_LOAD_PARTS:
+        raise ValueError(f"kvspray: a load of {len(parts)} parts, want 1 to {MAX_LOAD_PARTS}: split it")
+    try:
+        return b"".join(_PART.pack(*p) for p in parts)
+    except struct.error as e:
+        raise ValueError(f"kvspray: bases, strides and lengths of a load must be integers in [0, 2^64): {e}") from e
+
+
+def pack_pages(pages: bytes | Iterable[tuple[int, int]]) -> bytes:
+    """The pages of a LOAD: (source page, destination page) each, as two little-endian u32. Accepts bytes as they are."""
+    if isinstance(pages, (bytes, bytearray, memoryview)):
+        data = bytes(pages)
+    else:
+        flat = [int(v) for src, dst in pages for v in (src, dst)]
+        try:
+            data = struct.pack(f"<{len(flat)}I", *flat)
+        except struct.error as e:
+            raise ValueError(f"kvspray: pages of a load must be integers in [0, 2^32): {e}") from e
+    if not data or len(data) % 8 or len(data) > 8 * MAX_COPY_BLOCKS:
+        raise ValueError(f"kvspray: a load of {len(data) / 8:g} pages, want 1 to {MAX_COPY_BLOCKS}: split it")
     return data
 
 

@@ -9,7 +9,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import _lib, _messages, protocol
 from ._lib import byref, fast, lib
@@ -37,6 +37,18 @@ _POLL_BYTES = 256 << 10
 _ANSWER_BYTES = 16 << 10
 _DONE = 19
 MAX_TRACEPARENT = 64  # bytes that a sidecar reads; version 00 has 55
+
+
+class LoadPart(NamedTuple):
+    """A tensor of pages in two regions: page i is ``i * stride`` bytes after ``base``, and has ``length`` bytes."""
+
+    src: Region
+    src_base: int
+    src_stride: int
+    dst: Region
+    dst_base: int
+    dst_stride: int
+    length: int
 
 
 class WorkerClient(_Client):
@@ -371,15 +383,12 @@ class WorkerClient(_Client):
         req: str = "",
         deadline_s: float | None = None,
         after: int = 0,
-        flag: tuple[int, int] = (0, 0),
     ) -> int:
         """Makes the sidecar copy blocks of one registered region to another, or within one: (source offset, destination offset, length).
 
         Large copies between host memory and a GPU use the PCIe links of every GPU that the sidecar serves. The sidecar
         owns these blocks until the lease completes through poll(): with OK all bytes have arrived, else any part of them. A copy may not write
-        a byte that it also reads or writes elsewhere; the caller orders overlapping copies. ``flag``: a load flag and a value
-        above 0. The sidecar raises the flag to this value once all bytes have arrived. An older sidecar ignores it: pass both to
-        ``load_ready`` after a completion with OK.
+        a byte that it also reads or writes elsewhere; the caller orders overlapping copies.
         Returns the lease, or 0 if no sidecar can take it now or the sidecar is too old: copy without it.
         """
         numbers = [self._number("copy: src", src), self._number("copy: dst", dst)]
@@ -392,16 +401,53 @@ class WorkerClient(_Client):
                 deadline_ms=deadline,
                 req=_req(req),
                 after=_after(after),
-                flag=flag[0],
-                value=flag[1],
             )
         )
+        return self._submit("copy", _lib.REC_COPY, body, deadline)
+
+    def load(
+        self,
+        parts: Sequence[LoadPart],
+        pages: bytes | Iterable[tuple[int, int]],
+        flag: int,
+        value: int,
+        *,
+        req: str = "",
+        deadline_s: float | None = None,
+        after: int = 0,
+    ) -> int:
+        """Makes the sidecar copy the same pages, (source page, destination page) each, of several tensors, in their order.
+
+        Once the first n parts have arrived the sidecar raises load flag ``flag`` from ``value`` to ``value + n``, unless the flag
+        is below ``value``: order loads so that the ones before have ended. The sidecar owns the destination's pages until the lease
+        completes through poll(). The parts that the flag covers then have arrived; with OK all have.
+        Returns the lease, or 0 if no sidecar can take it now or the sidecar is too old: copy without it.
+        """
+        rows = [
+            (p.src_base, p.src_stride, p.dst_base, p.dst_stride, p.length, self._number("load: src", p.src), self._number("load: dst", p.dst))
+            for p in parts
+        ]
+        deadline = _ms(deadline_s, self._deadline_ms or self._deadlines()[0])
+        body = protocol.pack(
+            _messages.load(
+                parts=protocol.pack_parts(rows),
+                pages=protocol.pack_pages(pages),
+                flag=flag,
+                value=value,
+                deadline_ms=deadline,
+                req=_req(req),
+                after=_after(after),
+            )
+        )
+        return self._submit("load", _lib.REC_LOAD, body, deadline)
+
+    def _submit(self, what: str, kind: int, body: bytes, deadline_ms: int) -> int:
         h = self._handle()
         if h is None:
             return 0
-        lease = int(lib.kvs_submit(h, _lib.REC_COPY, body, len(body), deadline))
+        lease = int(lib.kvs_submit(h, kind, body, len(body), deadline_ms))
         if lease in (_lib.E_ARG, _lib.E_TOO_BIG):
-            raise ValueError(f"kvspray: copy: {self._why(lease)} ({len(body)} bytes)")
+            raise ValueError(f"kvspray: {what}: {self._why(lease)} ({len(body)} bytes)")
         return max(0, lease)
 
     # -- both --------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "sglang"))
 
 # isort: split
 from sglang_pair import Pair
-from sglang_server import CPU, Host, Server, found, rig, stored, with_store
+from sglang_server import CPU, Host, Server, counted, found, rig, stored, with_store
 
 PAGE, CHUNK, ANSWER = 64, 2048, 16
 SIZES = "5,64,100,300,1000,2000,4000,8000"
@@ -100,7 +100,7 @@ class Run:
         self.sidecar.log = self.logs / "sidecar-h.log"
         chunked = self.pair.chunked
         self.plain = Server("plain", self.logs, chunked, host=self.host)
-        hicache = [*with_store(self.sidecar, self.host), *chunked]
+        hicache = [*with_store(self.sidecar, self.host, loads=args.loads), *chunked]
         self.hicache = Server("hicache", self.logs, hicache, host=self.host)
         self.report: dict[str, Any] = {
             "model": args.model, "device": args.device, "page": self.page, "chunk": self.host.chunk,
@@ -239,8 +239,11 @@ class Run:
                 rows.append({**row, "hits": hits, "cached": cached})
         out = {"prompts": n, "equal": equal, "rows": table(rows, "tokens")}
         out["hits"] = found(self.sidecar)
+        out["copies"] = counted(self.sidecar, "kvspray_copy_copies_total", outcome="ok")
         self.report["store"] = out
         say(f"store: {equal} of {n} answers equal; {json.dumps(out['rows'])}")
+        if (out["copies"] > 0) != (self.args.loads == "sidecar"):
+            self.problems.append(f"store: the sidecar made {out['copies']:.0f} copies")
         if self.args.deterministic and equal < n:
             self.problems.append(f"store: {n - equal} answers differ from the computed ones")
         text = self.hicache.log.read_text(errors="replace")
@@ -277,6 +280,10 @@ def main() -> int:
     parser.add_argument(
         "--deterministic", action="store_true",
         help="SGLang's kernels whose results do not depend on the batch",
+    )  # fmt: skip
+    parser.add_argument(
+        "--loads", choices=("sglang", "sidecar"), default="sidecar",
+        help="from the host pool to the GPU, of the server with HiCache",
     )  # fmt: skip
     parser.add_argument("--start-s", type=float, default=240, help="for the servers")
     parser.add_argument("--parts", default="store,pairs,together,faults")

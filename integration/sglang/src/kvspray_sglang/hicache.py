@@ -26,7 +26,7 @@ import kvspray
 from kvspray.store import Namespace, Piece, Space
 from kvspray_sglang import loads, names, plugin
 from kvspray_sglang.copies import Copies
-from kvspray_sglang.link import CALL_S, MAX_FLAGS, Ended, Link, Wanted
+from kvspray_sglang.link import CALL_S, Ended, Link, Wanted
 from kvspray_sglang.pools import CopiedPool, Pool, PoolError
 from kvspray_sglang.settings import Settings
 
@@ -93,8 +93,7 @@ class KvsprayHiCache(upstream.HiCacheStorage):  # type: ignore[misc]
             pp=(storage_config.pp_rank, storage_config.pp_size),
         )
         self._by_sidecar = settings.loads == "sidecar"
-        flags = MAX_FLAGS if self._by_sidecar else 1
-        self._link = Link(settings.socket, sglang.__version__, ranks, _log, flags)
+        self._link = Link(settings.socket, sglang.__version__, ranks, _log)
         self._loads: loads.Loads | None = None
         self._lock = threading.Lock()  # guards what follows
         self._pools: dict[str, tuple[Pool, list[Piece]]] = {}

@@ -29,7 +29,6 @@ FENCE_S = 2.0
 _POLL_S = 0.5  # how long a thread waits for completions before it looks at its own deadline
 _CLOSE_S = 10.0
 MAX_PAGES = _messages.MAX_KEYS  # of one request
-MAX_FLAGS = 1024  # load flags: docs/protocol.md
 
 _HELD = (_messages.PAGE_HIT, _messages.PAGE_STORED, _messages.PAGE_EXISTED)
 
@@ -56,17 +55,15 @@ class Link:
     """One rank's session."""
 
     def __init__(
-        self, socket: str | None, version: str, ranks: kvspray.Ranks, log: logging.Logger,
-        flags: int = 1,
-    ) -> None:  # fmt: skip
-        """``flags``: the number of load flags."""
+        self, socket: str | None, version: str, ranks: kvspray.Ranks, log: logging.Logger
+    ) -> None:
         engine = kvspray.EngineInfo("sglang", version, secrets.token_hex(8))
         self._log = log
         self._client = kvspray.WorkerClient(
             socket,
             engine=engine,
             ranks=ranks,
-            layers=flags,
+            layers=1,
             deadline_s=CALL_S,
             grace_s=FENCE_S,
             log=log,
@@ -80,7 +77,7 @@ class Link:
         self._closing = False
         self._polling = False  # one thread takes completions for all
         self._ended: dict[int, kvspray.Completion | None] = {}  # open leases; None: not yet
-        self._copied: list[kvspray.Completion] = []  # of loads
+        self._loaded: list[kvspray.Completion] = []  # of loads
         self._spaces = threading.Lock()  # a Space belongs to one thread at a time
 
     # -- life
@@ -236,25 +233,25 @@ class Link:
         """After start(), in a thread with the GPU's context. Raises KvsprayError."""
         return GpuSignals(self._client, log)
 
-    def copy(
-        self, src: kvspray.Region, dst: kvspray.Region, blocks: bytes, req: str, deadline_s: float,
-        after: int, flag: tuple[int, int],
+    def load(
+        self, parts: Sequence[kvspray.LoadPart], pages: bytes, flag: int, value: int, req: str,
+        deadline_s: float, after: int,
     ) -> int:  # fmt: skip
-        """As WorkerClient.copy. The lease ends by copies_ended()."""
-        return self._client.copy(
-            src, dst, blocks, req=req, deadline_s=deadline_s, after=after, flag=flag
+        """As WorkerClient.load. The lease ends by loads_ended()."""
+        return self._client.load(
+            parts, pages, flag, value, req=req, deadline_s=deadline_s, after=after
         )
 
-    def copies_ended(self, timeout_s: float) -> list[kvspray.Completion]:
-        """Waits until a copy has ended or ``timeout_s`` have passed. Returns the completions."""
+    def loads_ended(self, timeout_s: float) -> list[kvspray.Completion]:
+        """Waits until a load has ended or ``timeout_s`` have passed. Returns the completions."""
         with self._cond:
-            if not self._copied:
+            if not self._loaded:
                 self._poll(timeout_s)
-            out, self._copied = self._copied, []
+            out, self._loaded = self._loaded, []
             return out
 
     def cancel(self, lease: int, reason: str) -> None:
-        """The lease of a copy ends later, by copies_ended()."""
+        """The lease of a load ends later, by loads_ended()."""
         self._client.cancel(lease, reason)
 
     def load_value(self, flag: int) -> int:
@@ -312,7 +309,7 @@ class Link:
             if c.lease in self._ended:
                 self._ended[c.lease] = c
             else:
-                self._copied.append(c)
+                self._loaded.append(c)
         self._cond.notify_all()
 
 

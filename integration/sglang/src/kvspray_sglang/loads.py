@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages that go from a host pool into the GPU as copies of the sidecar, layer by layer.
+"""Pages that the sidecar copies from a host pool into the GPU, layer by layer.
 
-SGLang's load stream waits for a load flag of each layer, which the sidecar sets once the layer's
-bytes have arrived. SGLang's own events for layers come behind that wait, so a model computes a
-layer while the sidecar copies the next ones.
+A load flag counts the parts of all loads that have arrived: K or V of a layer, or its latent.
+SGLang's load stream waits for the parts of each layer, and SGLang's own events for layers come
+behind these waits. So a model computes a layer while the sidecar copies the next ones.
 
-A copy that the sidecar does not take or finish is made by PyTorch, after its lease has ended: until
+PyTorch copies the parts that the sidecar does not, after the lease of the load has ended: until
 then the sidecar may still write. The stream waits until then, and never goes on without the bytes.
 """
 
@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ import torch
 import kvspray
 from kvspray import CompletionStatus, _messages
 from kvspray.gpu import GpuSignals
-from kvspray_sglang.link import MAX_FLAGS, Link
+from kvspray_sglang.link import Link
 from kvspray_sglang.pools import PoolError
 
 LEAST_BYTES = 1 << 20  # of a load; SGLang copies less at once sooner than a lease begins and ends
@@ -33,17 +33,17 @@ LEAST_PIECE = 2 << 10  # bytes of a page of one part; smaller ones take the side
 MAX_PIECES = 100_000  # pages of all parts of a load; PyTorch copies one in some microseconds
 # A load is cancelled if none of its parts arrives for so long after the stream has reached it.
 STALL_S = 5.0
-# Deadline of a copy. The shim kills a sidecar that has not fenced it 2 to 3 s later. A copy that
+# Deadline of a load. The shim kills a sidecar that has not fenced it 2 to 3 s later. A load that
 # expires while an earlier prefill keeps the stream is submitted again.
 LEASE_S = 10.0
-# After a load of which PyTorch made a copy, SGLang makes all loads for PAUSE_S. The pause doubles
-# with each further such load, up to MAX_PAUSE_S. A load without one resets it.
+# After a load of which PyTorch copied a part, SGLang makes all loads for PAUSE_S. The pause doubles
+# with each further such load, up to MAX_PAUSE_S. A load that the sidecar makes alone resets it.
 PAUSE_S, MAX_PAUSE_S = 10.0, 600.0
-MAX_OPEN = 16  # copies at a time, in order; a sidecar runs four and takes 64 of a session
+FLAG = 0  # the load flag
 MAX_BATCHES = 2  # of a pipeline at a time; SGLang has three counters for its layers' events
 CLOSE_S = 30.0  # for open loads to end when the backend is detached
 WARN_EVERY_S = 60.0
-_LOOK_S = 0.001  # interval at which a thread reads the flags on a CPU
+_LOOK_S = 0.001  # interval at which a thread reads the flag on a CPU
 _WAIT_S = 0.05  # longest wait for completions before the thread checks for stalled loads
 
 _log = logging.getLogger(__name__)
@@ -64,16 +64,17 @@ class Part:
 
 @dataclass(eq=False)
 class _Load:
-    value: int  # of its load flags once the bytes are there
+    value: int  # the load flag has value + n once the first n parts are there
     host: np.ndarray  # pages
     device: np.ndarray
     mark: int
     ready: Any  # an event of the stream: earlier work on the device's pages is done; None on a CPU
-    left: set[int] = field(default_factory=set)  # parts that are not there
-    failed: list[int] = field(default_factory=list)  # those of them that the sidecar has given up
+    lease: int = 0  # 0: none is open
+    first: int = 0  # part of the lease
+    seen: int = 0  # parts that were there at the last look
     since: float = 0.0  # when it could begin, or a part arrived last; 0: it could not
     cancelled: bool = False
-    again: bool = False  # PyTorch has made a copy of it
+    failed: bool = False  # PyTorch copies the parts that are not there
 
 
 def pool_of(host: Any) -> Any:
@@ -158,38 +159,39 @@ class Loads:
         self._per_layer = len(layers[0])
         self.layers = len(layers)
         self._gpu = self._parts[0].device.is_cuda
-        if len(self._parts) > MAX_FLAGS:
-            raise PoolError(f"{len(self._parts)} tensors of pages, at most {MAX_FLAGS}")
-        self._sources = [self._source(p) for p in self._parts]
+        if len(self._parts) > _messages.MAX_LOAD_PARTS:
+            raise PoolError(
+                f"{len(self._parts)} tensors of pages, at most {_messages.MAX_LOAD_PARTS}"
+            )
         make = kvspray.Region.gpu if self._gpu else kvspray.Region.process
         self._targets = [make(p.device.data_ptr(), p.device.nbytes) for p in self._parts]
+        self._rows = [self._row(p, t) for p, t in zip(self._parts, self._targets, strict=True)]
         self._signals: GpuSignals | None = None  # of a GPU, from the first load on
         # PyTorch gives SGLang's streams out of another pool of streams: this one waits for none.
         self._side = torch.cuda.Stream(priority=-1) if self._gpu else None
         self._cond = threading.Condition()  # guards what follows
         self._usable = False  # the session has the device pool
-        self._value = 0
+        self._stream: int | None = None  # of all loads: they follow each other on it
+        self._value = 0  # of the next load
         self._loads: collections.deque[_Load] = collections.deque()  # under way, the oldest first
-        self._to_submit: collections.deque[tuple[_Load, int]] = collections.deque()
-        self._open: dict[int, tuple[_Load, int]] = {}  # leases
+        self._open: dict[int, _Load] = {}  # leases
         self._closing = False
         self._ended: collections.deque[kvspray.Completion] = collections.deque()
         self._pause, self._until = 0.0, float("-inf")
         self._complained = float("-inf")
         self.copied = self.fallbacks = 0  # parts, by the sidecar and by PyTorch
-        self.ends: collections.Counter[str] = collections.Counter()  # of copies that failed
+        self.ends: collections.Counter[str] = collections.Counter()  # of leases that failed
         self._thread = threading.Thread(target=self._run, name="kvspray-loads", daemon=True)
         self._thread.start()
 
-    def _source(self, part: Part) -> tuple[kvspray.Region, int]:
-        """A region, and where in it page 0 is."""
-        pages = part.host
-        start = pages.data_ptr()
-        last = (len(pages) - 1) * pages.stride(0) * pages.element_size() + part.length
-        found = self._link.mapped(start, start + last)
+    def _row(self, part: Part, target: kvspray.Region) -> kvspray.LoadPart:
+        host, device = part.host, part.device
+        start = host.data_ptr()
+        step, other = (x.stride(0) * x.element_size() for x in (host, device))
+        found = self._link.mapped(start, start + (len(host) - 1) * step + part.length)
         if found is None:
             raise PoolError("it is not in memory that the sidecar can map")
-        return found
+        return kvspray.LoadPart(*found, step, target, 0, other, part.length)
 
     # -- SGLang's thread
 
@@ -206,13 +208,13 @@ class Loads:
             return None
         if len(host) * len(self._parts) > MAX_PIECES:
             return None
-        if len(np.unique(device)) < len(device):
-            return None
         mark, ready = 0, None
         if self._gpu:
             assert self._side is not None
             stream = torch.cuda.current_stream()
-            if stream.cuda_stream == self._side.cuda_stream:
+            if self._stream is None and stream.cuda_stream != self._side.cuda_stream:
+                self._stream = stream.cuda_stream
+            if stream.cuda_stream != self._stream:
                 return None
             if self._signals is None:
                 try:
@@ -229,14 +231,11 @@ class Loads:
         with self._cond:
             if self._closing:
                 return None
-            self._value += 1
             load = _Load(self._value, host, device, mark, ready)
-            if not self._submit(load, 0):
+            if not self._submit(load):
                 return None
-            load.left = set(range(len(self._parts)))
+            self._value += len(self._parts)
             self._loads.append(load)
-            self._to_submit.extend((load, i) for i in range(1, len(self._parts)))
-            self._feed()
             self._cond.notify_all()
         return load
 
@@ -257,66 +256,51 @@ class Loads:
     def end(self, load: _Load) -> None:
         """Returns when nothing writes to the load's pages any more."""
         with self._cond:
-            self._cond.wait_for(lambda: not load.left)
+            self._cond.wait_for(lambda: load not in self._loads)
 
     def wait(self, load: _Load, layer: int) -> None:
         """The current stream goes on once the layer is on the device. On a CPU this thread does."""
-        first = layer * self._per_layer
-        mine = range(first, first + self._per_layer)
+        value = load.value + (layer + 1) * self._per_layer
         if self._signals is not None:
             stream = torch.cuda.current_stream().cuda_stream
-            if all([self._signals.wait_layer(i, load.value, stream) for i in mine]):
+            if self._signals.wait_layer(FLAG, value, stream):
                 return
         with self._cond:  # bounded: each lease ends, and PyTorch copies what is missing then
-            while not all(self._link.load_value(i) >= load.value for i in mine):
+            while self._link.load_value(FLAG) < value:
                 self._cond.wait(_LOOK_S)
 
     # -- copies
 
-    def _submit(self, load: _Load, part: int) -> bool:
-        """Locked. False: the sidecar has not taken it."""
+    def _there(self, load: _Load) -> int:
+        """The parts that have arrived. They are the first ones."""
+        return max(0, min(len(self._parts), self._link.load_value(FLAG) - load.value))
+
+    def _submit(self, load: _Load) -> bool:
+        """Locked. Requests the parts that are not there. False: the sidecar has not taken it."""
+        load.first = self._there(load)
         try:
-            source, at = self._sources[part]
-            p = self._parts[part]
-            step = [x.stride(0) * x.element_size() for x in (p.host, p.device)]
-            rows = np.empty((len(load.host), 3), dtype="<u8")
-            rows[:, 0] = at + load.host * step[0]
-            rows[:, 1] = load.device * step[1]
-            rows[:, 2] = p.length
-            lease = self._link.copy(
-                source, self._targets[part], rows.tobytes(), f"load-{load.value}", LEASE_S,
-                load.mark, (part, load.value),
+            pages = np.stack((load.host, load.device), 1).astype("<u4").tobytes()
+            load.lease = self._link.load(
+                self._rows[load.first :], pages, FLAG, load.value + load.first,
+                f"load-{load.value}", LEASE_S, load.mark,
             )  # fmt: skip
         except Exception as err:
             self._complain(f"{type(err).__name__}: {err}")
             return False
-        if lease:
-            self._open[lease] = load, part
-        return lease > 0
+        if load.lease:
+            self._open[load.lease] = load
+        return load.lease > 0
 
-    def _feed(self) -> None:
-        """Locked."""
-        while self._to_submit and len(self._open) < MAX_OPEN:
-            load, part = self._to_submit[0]
-            if not load.cancelled and self._submit(load, part):
-                self._to_submit.popleft()
-                continue
-            if not load.cancelled and self._open and self._link.connected:
-                return  # the ring is full
-            self._to_submit.popleft()
-            load.failed.append(part)
-
-    def _arrived(self, load: _Load, part: int) -> None:
-        """Locked."""
-        # An older sidecar has set no flag, and PyTorch sets none.
-        self._link.load_ready(part, load.value)
-        load.left.discard(part)
-        if load.since:
-            load.since = time.monotonic()
-        while self._loads and not self._loads[0].left:
-            if not self._loads.popleft().again:
+    def _settle(self) -> None:
+        """Locked. Forgets loads that have ended, the oldest first."""
+        while self._loads:
+            load = self._loads[0]
+            if load.lease or self._there(load) < len(self._parts):
+                return
+            self._loads.popleft()
+            if not load.failed:
                 self._pause = 0.0
-        self._cond.notify_all()
+            self._cond.notify_all()
 
     # -- the thread that takes the ends of copies
 
@@ -330,7 +314,7 @@ class Loads:
                 if not self._loads:
                     return
             try:
-                self._take(self._link.copies_ended(_WAIT_S))
+                self._take(self._link.loads_ended(_WAIT_S))
                 self._cancel_stalled()
                 self._fall_back()
             except Exception as err:  # without this thread no load would ever end
@@ -356,72 +340,64 @@ class Loads:
             while self._ended:
                 c = self._ended.popleft()
                 if c.lease in self._open:
-                    self._take_one(c, *self._open.pop(c.lease))
-            self._feed()
+                    self._take_one(c, self._open.pop(c.lease))
+            self._settle()
 
-    def _take_one(self, c: kvspray.Completion, load: _Load, part: int) -> None:
+    def _take_one(self, c: kvspray.Completion, load: _Load) -> None:
         """Locked."""
-        # The flag may be up although the lease's end was lost with its session. The stream has gone
-        # on then, and the pages may be another request's.
-        if c.ok or self._link.load_value(part) >= load.value:
-            self.copied += 1
-            self._arrived(load, part)
+        # The flag alone counts: the stream has gone on with the parts that it covers, also if the
+        # lease's end was lost with its session, and their pages may be another request's.
+        load.lease, there = 0, self._there(load)
+        self.copied += there - load.first
+        if there == len(self._parts):
             return
         self.ends[c.status.name] += 1
-        if c.status == CompletionStatus.EXPIRED and not self._stalled(load):
-            self._to_submit.appendleft((load, part))
+        again = c.status == CompletionStatus.EXPIRED and not load.cancelled
+        if again and not self._stalled(load) and self._submit(load):
             return
-        load.failed.append(part)
+        load.failed = True
         self._complain(f"{c.status.name}: {c.reason}")
 
     def _stalled(self, load: _Load) -> bool:
         """Locked. Whether the stream reached the load at least STALL_S ago, and no part has arrived
         for as long."""
-        now = time.monotonic()
+        now, there = time.monotonic(), self._there(load)
         if load.since == 0 and (load.ready is None or load.ready.query()):
             load.since = now
+        if there > load.seen:
+            load.seen, load.since = there, now
         return 0 < load.since <= now - STALL_S
 
     def _cancel_stalled(self) -> None:
         with self._cond:
             for load in self._loads:
-                if load.cancelled or not self._stalled(load):
-                    continue
-                load.cancelled = True
-                for lease, (other, _) in self._open.items():
-                    if other is load:
-                        self._link.cancel(lease, "the load has stalled")
-            self._feed()
+                if load.lease and not load.cancelled and self._stalled(load):
+                    load.cancelled = True
+                    self._link.cancel(load.lease, "the load has stalled")
 
     def _find_lost(self) -> None:
-        """After an error in this thread: parts that it was about to take."""
+        """After an error in this thread: loads whose lease's end it was about to take."""
         with self._cond:
-            known = {*self._open.values(), *self._to_submit}
-            for load in list(self._loads):
-                for part in [p for p in load.left if (load, p) not in known]:
-                    if self._link.load_value(part) >= load.value:
-                        self._arrived(load, part)
-                    elif part not in load.failed:
-                        load.failed.append(part)
+            for load in self._loads:
+                if load.lease not in self._open:
+                    load.lease, load.failed = 0, load.failed or self._there(load) < len(self._parts)
+            self._settle()
 
     def _fall_back(self) -> None:
-        """Copies failed parts of the oldest load only. A later load may begin only after it on the
-        stream."""
-        while True:
-            with self._cond:
-                load = self._loads[0] if self._loads else None
-                if load is None or not load.failed:
-                    return
-                part = load.failed[-1]
-                if not load.again:
-                    load.again = True
-                    self._pause = min(max(PAUSE_S, 2 * self._pause), MAX_PAUSE_S)
-                self._until = time.monotonic() + self._pause
+        """Copies the missing parts of the oldest load only. A later load may begin only after it on
+        the stream."""
+        with self._cond:
+            load = self._loads[0] if self._loads else None
+            if load is None or not load.failed:
+                return
+            self._pause = min(max(PAUSE_S, 2 * self._pause), MAX_PAUSE_S)
+        while (part := self._there(load)) < len(self._parts):
+            self._until = time.monotonic() + self._pause
             self._copy(load, self._parts[part])
-            with self._cond:
-                load.failed.remove(part)
-                self.fallbacks += 1
-                self._arrived(load, part)
+            self._link.load_ready(FLAG, load.value + part + 1)
+            self.fallbacks += 1
+        with self._cond:
+            self._settle()
 
     def _copy(self, load: _Load, part: Part) -> None:
         """By PyTorch. It allocates nothing: that could wait for the stream that waits for this."""
