@@ -195,6 +195,14 @@ int kvs_gpu_mark(kvs_gpu *g, void *stream, uint64_t *mark)
 	return 0;
 }
 
+int kvs_gpu_reached(kvs_gpu *g, uint64_t mark)
+{
+	if (!g)
+		return KVS_E_ARG;
+	const struct kvs_flags_header *h = (const struct kvs_flags_header *)g->client->flags;
+	return __atomic_load_n((const uint64_t *)(g->client->flags + h->stream_mark), __ATOMIC_ACQUIRE) >= mark;
+}
+
 /* Adds a leaf to the graph that `stream` is being captured into: what the stream holds by now, then 1 to the layer's replay flag. */
 static int add_leaf(kvs_gpu *g, uint32_t layer, void *stream)
 {

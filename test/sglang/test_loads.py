@@ -57,7 +57,7 @@ class Loading(Controller):
 
     def counts(self, copied: int, fallbacks: int) -> None:
         rig.wait_for(
-            f"{copied} parts by the sidecar and {fallbacks} by PyTorch",
+            f"{copied} parts by the sidecar and {fallbacks} not",
             lambda: (self.loads.copied, self.loads.fallbacks) == (copied, fallbacks),
             5,
         )
@@ -226,7 +226,7 @@ def test_a_sidecar_that_dies(sidecar: rig.Sidecar, loading: Loading) -> None:
         killer.join()
         sidecar.start()
     mine = loading.loads
-    print(f"{mine.copied} parts by the sidecar, {mine.fallbacks} by PyTorch: {dict(mine.ends)}")
+    print(f"{mine.copied} parts by the sidecar, {mine.fallbacks} not: {dict(mine.ends)}")
     assert mine.copied and mine.fallbacks and mine.ends["LOST"] and not mine.ends["REFUSED"]
 
 

@@ -278,6 +278,8 @@ int kvs_gpu_signal_layer(kvs_gpu *g, uint32_t layer, void *stream);
 int kvs_gpu_signal_step(kvs_gpu *g, void *stream);
 /* Outside a capture: *mark is a number for the `after` of a record, which takes effect once everything that the stream holds by now is done. */
 int kvs_gpu_mark(kvs_gpu *g, void *stream, uint64_t *mark);
+/* 1: the stream has reached this mark, 0: not yet. Makes no call to CUDA. */
+int kvs_gpu_reached(kvs_gpu *g, uint64_t mark);
 /* The stream goes on once load_flags[layer] >= value, or is poison. In a graph the value is baked in: use 1 and kvs_load_reset. */
 int kvs_gpu_wait_layer(kvs_gpu *g, uint32_t layer, uint64_t value, void *stream);
 

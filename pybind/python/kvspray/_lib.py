@@ -143,6 +143,7 @@ _PROTOTYPES = {
     "kvs_gpu_signal_layer": (c_int, [c_void_p, c_uint32, c_void_p]),
     "kvs_gpu_signal_step": (c_int, [c_void_p, c_void_p]),
     "kvs_gpu_mark": (c_int, [c_void_p, c_void_p, POINTER(c_uint64)]),
+    "kvs_gpu_reached": (c_int, [c_void_p, c_uint64]),
     "kvs_gpu_wait_layer": (c_int, [c_void_p, c_uint32, c_uint64, c_void_p]),
     "kvs_await": (c_int, [c_void_p, c_char_p, c_char_p, c_char_p, c_uint32, c_uint32]),
     "kvs_admission": (c_int, [c_void_p, c_char_p, c_char_p, POINTER(CAdmission)]),

@@ -63,6 +63,11 @@ class GpuSignals:
         out = ctypes.c_uint64()
         return out.value if self._call(lib.kvs_gpu_mark, stream, ctypes.byref(out)) else 0
 
+    def reached(self, mark: int) -> bool:
+        """Whether everything before this mark is done. Makes no call to CUDA, which may wait for streams."""
+        h = self._h
+        return h is not None and lib.kvs_gpu_reached(h, mark) == 1
+
     def wait_layer(self, layer: int, value: int, stream: int) -> bool:
         """The stream goes on once the layer's load flag is at least ``value``, or poison."""
         return self._call(lib.kvs_gpu_wait_layer, layer, value, stream)

@@ -197,7 +197,7 @@ class Run:
         want = before + 2 * self.args.layers * n
         rig.wait_for("parts by the sidecar", lambda: self.loads.copied == want, 5, 0.001)
         if self.loads.fallbacks:
-            raise rig.Failed(f"PyTorch copied {self.loads.fallbacks} parts: {self.loads.ends}")
+            raise rig.Failed(f"{self.loads.fallbacks} parts are not by the sidecar: {self.loads.ends}")
 
     def compare(self, way: Any, host: torch.Tensor, device: torch.Tensor, what: str) -> None:
         """The pages by the shapes that SGLang documents, independent of what loads by them."""
@@ -260,7 +260,7 @@ class Run:
         self.count()
 
     def count(self) -> None:
-        say(f"{self.loads.copied} parts by the sidecar, {self.loads.fallbacks} by PyTorch")
+        say(f"{self.loads.copied} parts by the sidecar, {self.loads.fallbacks} not")
         self.report["copied"] = self.loads.copied
         if not self.loads.copied:
             self.problems.append("the sidecar loaded nothing")
@@ -355,8 +355,8 @@ class Run:
             again = self.loads.fallbacks - before
             missed += again == 0
             say(
-                f"{'stopped' if stops else 'killed'}: {again} of {4 * self.args.layers} parts by "
-                f"PyTorch, {took:.2f} s, the thread had {queued:.2f} s of it"
+                f"{'stopped' if stops else 'killed'}: {again} of {4 * self.args.layers} parts not "
+                f"by it, {took:.2f} s, the thread had {queued:.2f} s of it"
             )
         self.report["faults"] = {
             "turns": self.args.kills, "missed": missed, "again": self.loads.fallbacks,

@@ -5,8 +5,8 @@ A load flag counts the parts of all loads that have arrived: K or V of a layer, 
 SGLang's load stream waits for the parts of each layer, and SGLang's own events for layers come
 behind these waits. So a model computes a layer while the sidecar copies the next ones.
 
-PyTorch copies the parts that the sidecar does not, after the lease of the load has ended: until
-then the sidecar may still write. The stream waits until then, and never goes on without the bytes.
+The stream itself copies the parts that the sidecar does not, after the lease of the load has ended:
+until then the sidecar may still write. It never goes on without the bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,21 +30,25 @@ from kvspray_sglang.pools import PoolError
 
 LEAST_BYTES = 1 << 20  # of a load; SGLang copies less at once sooner than a lease begins and ends
 LEAST_PIECE = 2 << 10  # bytes of a page of one part; smaller ones take the sidecar too long
-MAX_PIECES = 100_000  # pages of all parts of a load; PyTorch copies one in some microseconds
+MAX_PIECES = 100_000  # pages of all parts of a load
 # A load is cancelled if none of its parts arrives for so long after the stream has reached it.
 STALL_S = 5.0
 # Deadline of a load. The shim kills a sidecar that has not fenced it 2 to 3 s later. A load that
 # expires while an earlier prefill keeps the stream is submitted again.
 LEASE_S = 10.0
-# After a load of which PyTorch copied a part, SGLang makes all loads for PAUSE_S. The pause doubles
+# After a load with parts that the sidecar did not copy, SGLang makes all loads for PAUSE_S. The pause doubles
 # with each further such load, up to MAX_PAUSE_S. A load that the sidecar makes alone resets it.
 PAUSE_S, MAX_PAUSE_S = 10.0, 600.0
 FLAG = 0  # the load flag
+SLOTS = 8  # loads on the stream at a time
 MAX_BATCHES = 2  # of a pipeline at a time; SGLang has three counters for its layers' events
 CLOSE_S = 30.0  # for open loads to end when the backend is detached
 WARN_EVERY_S = 60.0
 _LOOK_S = 0.001  # interval at which a thread reads the flag on a CPU
 _WAIT_S = 0.05  # longest wait for completions before the thread checks for stalled loads
+
+if TYPE_CHECKING:
+    from kvspray_sglang.missing import Missing
 
 _log = logging.getLogger(__name__)
 _active: Loads | None = None
@@ -65,16 +69,15 @@ class Part:
 @dataclass(eq=False)
 class _Load:
     value: int  # the load flag has value + n once the first n parts are there
-    host: np.ndarray  # pages
-    device: np.ndarray
-    mark: int
-    ready: Any  # an event of the stream: earlier work on the device's pages is done; None on a CPU
+    pages: np.ndarray  # (host, device)
+    slot: int  # of Missing
+    mark: int  # of the stream: earlier work on the device's pages is done; 0 on a CPU
     lease: int = 0  # 0: none is open
     first: int = 0  # part of the lease
     seen: int = 0  # parts that were there at the last look
     since: float = 0.0  # when it could begin, or a part arrived last; 0: it could not
     cancelled: bool = False
-    failed: bool = False  # PyTorch copies the parts that are not there
+    failed: bool = False  # the stream copies the parts that are not there
 
 
 def pool_of(host: Any) -> Any:
@@ -167,19 +170,19 @@ class Loads:
         self._targets = [make(p.device.data_ptr(), p.device.nbytes) for p in self._parts]
         self._rows = [self._row(p, t) for p, t in zip(self._parts, self._targets, strict=True)]
         self._signals: GpuSignals | None = None  # of a GPU, from the first load on
-        # PyTorch gives SGLang's streams out of another pool of streams: this one waits for none.
-        self._side = torch.cuda.Stream(priority=-1) if self._gpu else None
+        self._missing = self._make_missing() if self._gpu else None
+        self._marks = [0] * SLOTS  # of the last load in each slot
         self._cond = threading.Condition()  # guards what follows
         self._usable = False  # the session has the device pool
         self._stream: int | None = None  # of all loads: they follow each other on it
-        self._value = 0  # of the next load
+        self._value = self._count = 0  # of the next load
         self._loads: collections.deque[_Load] = collections.deque()  # under way, the oldest first
         self._open: dict[int, _Load] = {}  # leases
         self._closing = False
         self._ended: collections.deque[kvspray.Completion] = collections.deque()
         self._pause, self._until = 0.0, float("-inf")
         self._complained = float("-inf")
-        self.copied = self.fallbacks = 0  # parts, by the sidecar and by PyTorch
+        self.copied = self.fallbacks = 0  # parts, by the sidecar and not by it
         self.ends: collections.Counter[str] = collections.Counter()  # of leases that failed
         self._thread = threading.Thread(target=self._run, name="kvspray-loads", daemon=True)
         self._thread.start()
@@ -192,6 +195,18 @@ class Loads:
         if found is None:
             raise PoolError("it is not in memory that the sidecar can map")
         return kvspray.LoadPart(*found, step, target, 0, other, part.length)
+
+    def _make_missing(self) -> Missing:
+        from kvspray_sglang.missing import WORD, Missing
+
+        rows = []
+        for p, r in zip(self._parts, self._rows, strict=True):
+            places = (p.host.data_ptr(), r.src_stride, p.device.data_ptr(), r.dst_stride, r.length)
+            if any(x % WORD for x in places):
+                raise PoolError(f"its pages do not begin and end at multiples of {WORD} bytes")
+            rows.append(places)
+        pages = min(len(self._parts[0].device), _messages.MAX_COPY_BLOCKS)
+        return Missing(rows, self._per_layer, SLOTS, pages, self._parts[0].device.device)
 
     # -- SGLang's thread
 
@@ -208,36 +223,43 @@ class Loads:
             return None
         if len(host) * len(self._parts) > MAX_PIECES:
             return None
-        mark, ready = 0, None
+        slot, mark = self._count % SLOTS, 0
         if self._gpu:
-            assert self._side is not None
-            stream = torch.cuda.current_stream()
-            if self._stream is None and stream.cuda_stream != self._side.cuda_stream:
-                self._stream = stream.cuda_stream
-            if stream.cuda_stream != self._stream:
+            stream = torch.cuda.current_stream().cuda_stream
+            self._stream = self._stream or stream
+            if stream != self._stream or not self._signals_ready():
                 return None
-            if self._signals is None:
-                try:
-                    self._signals = self._link.signals(self._log)
-                except kvspray.KvsprayError as err:
-                    self._usable = False
-                    self._complain(str(err))
-                    return None
-            mark = self._signals.mark(stream.cuda_stream)
+            assert self._signals is not None and self._missing is not None
+            # The next load's mark comes behind all kernels of this slot's last load.
+            if not self._signals.reached(self._marks[(slot + 1) % SLOTS]):
+                return None
+            mark = self._signals.mark(stream)
             if mark == 0:
                 return None
-            ready = torch.cuda.Event()
-            ready.record(stream)
+        pages = np.stack((host, device), 1).astype("<u4")
+        if self._missing is not None:
+            self._missing.begin(slot, pages.view("<i4"))
         with self._cond:
             if self._closing:
                 return None
-            load = _Load(self._value, host, device, mark, ready)
+            load = _Load(self._value, pages, slot, mark)
             if not self._submit(load):
                 return None
             self._value += len(self._parts)
+            self._count += 1
+            self._marks[slot] = mark
             self._loads.append(load)
             self._cond.notify_all()
         return load
+
+    def _signals_ready(self) -> bool:
+        if self._signals is None:
+            try:
+                self._signals = self._link.signals(self._log)
+            except kvspray.KvsprayError as err:
+                self._usable = False
+                self._complain(str(err))
+        return self._signals is not None
 
     @property
     def ready(self) -> bool:
@@ -257,17 +279,19 @@ class Loads:
         """Returns when nothing writes to the load's pages any more."""
         with self._cond:
             self._cond.wait_for(lambda: load not in self._loads)
+        if self._stream is not None:
+            torch.cuda.ExternalStream(self._stream).synchronize()
 
     def wait(self, load: _Load, layer: int) -> None:
         """The current stream goes on once the layer is on the device. On a CPU this thread does."""
         value = load.value + (layer + 1) * self._per_layer
-        if self._signals is not None:
-            stream = torch.cuda.current_stream().cuda_stream
-            if self._signals.wait_layer(FLAG, value, stream):
-                return
-        with self._cond:  # bounded: each lease ends, and PyTorch copies what is missing then
-            while self._link.load_value(FLAG) < value:
-                self._cond.wait(_LOOK_S)
+        stream = torch.cuda.current_stream().cuda_stream if self._gpu else 0
+        if self._signals is None or not self._signals.wait_layer(FLAG, value, stream):
+            with self._cond:  # bounded: each lease ends
+                while self._link.load_value(FLAG) < value:
+                    self._cond.wait(_LOOK_S)
+        if self._missing is not None:
+            self._missing.copy(load.slot, layer)
 
     # -- copies
 
@@ -279,9 +303,8 @@ class Loads:
         """Locked. Requests the parts that are not there. False: the sidecar has not taken it."""
         load.first = self._there(load)
         try:
-            pages = np.stack((load.host, load.device), 1).astype("<u4").tobytes()
             load.lease = self._link.load(
-                self._rows[load.first :], pages, FLAG, load.value + load.first,
+                self._rows[load.first :], load.pages.tobytes(), FLAG, load.value + load.first,
                 f"load-{load.value}", LEASE_S, load.mark,
             )  # fmt: skip
         except Exception as err:
@@ -305,8 +328,7 @@ class Loads:
     # -- the thread that takes the ends of copies
 
     def _run(self) -> None:
-        if self._gpu:
-            torch.cuda.set_device(self._parts[0].device.device)
+        # It makes no call to CUDA, which may wait for the stream that waits for this thread.
         self._register()
         while True:
             with self._cond:
@@ -362,7 +384,7 @@ class Loads:
         """Locked. Whether the stream reached the load at least STALL_S ago, and no part has arrived
         for as long."""
         now, there = time.monotonic(), self._there(load)
-        if load.since == 0 and (load.ready is None or load.ready.query()):
+        if load.since == 0 and (self._signals is None or self._signals.reached(load.mark)):
             load.since = now
         if there > load.seen:
             load.seen, load.since = there, now
@@ -384,32 +406,24 @@ class Loads:
             self._settle()
 
     def _fall_back(self) -> None:
-        """Copies the missing parts of the oldest load only. A later load may begin only after it on
-        the stream."""
+        """Lets the stream copy the missing parts of the oldest load. A later load may begin only
+        after it on the stream."""
         with self._cond:
             load = self._loads[0] if self._loads else None
             if load is None or not load.failed:
                 return
             self._pause = min(max(PAUSE_S, 2 * self._pause), MAX_PAUSE_S)
-        while (part := self._there(load)) < len(self._parts):
             self._until = time.monotonic() + self._pause
-            self._copy(load, self._parts[part])
-            self._link.load_ready(FLAG, load.value + part + 1)
-            self.fallbacks += 1
-        with self._cond:
+            first = self._there(load)
+            if self._missing is not None:
+                self._missing.mark(load.slot, first)
+            else:
+                for part in self._parts[first:]:
+                    for h, d in load.pages.tolist():
+                        part.device[d].copy_(part.host[h])
+            self.fallbacks += len(self._parts) - first
+            self._link.load_ready(FLAG, load.value + len(self._parts))
             self._settle()
-
-    def _copy(self, load: _Load, part: Part) -> None:
-        """By PyTorch. It allocates nothing: that could wait for the stream that waits for this."""
-        if self._side is None:
-            for h, d in zip(load.host.tolist(), load.device.tolist(), strict=True):
-                part.device[d].copy_(part.host[h])
-            return
-        with torch.cuda.stream(self._side):
-            self._side.wait_event(load.ready)
-            for h, d in zip(load.host.tolist(), load.device.tolist(), strict=True):
-                part.device[d].copy_(part.host[h], non_blocking=True)
-        self._side.synchronize()
 
     def _complain(self, text: str) -> None:
         now = time.monotonic()
@@ -425,6 +439,8 @@ class Loads:
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
             return False
+        if self._stream is not None:  # its kernels read what is freed next
+            torch.cuda.ExternalStream(self._stream).synchronize()
         if self._signals is not None:
             self._signals.close()
         return True
