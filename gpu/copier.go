@@ -75,8 +75,9 @@ func newCopier(g *GPUs, shape copierShape) *Copier {
 	return c
 }
 
-// Copy copies src, block by block, to dst, and reports the path. The blocks of each list are in one
-// region, and at least one of the two is on a GPU. When Copy returns, nothing is in flight.
+// Copy copies src, block by block, to dst, and reports the path. All blocks of a
+// list are on one GPU or all in host memory, and at least one list's are on a GPU. When Copy returns,
+// nothing is in flight.
 func (c *Copier) Copy(dst, src []mem.Block) (path string, err error) {
 	if len(src) == 0 || len(dst) != len(src) {
 		return "", fmt.Errorf("gpu: copy %d blocks to %d: %w", len(src), len(dst), mem.ErrBounds)
@@ -128,13 +129,10 @@ func (c *Copier) withHost(u *GPU, dst, src []mem.Block) (string, error) {
 		return "", err
 	}
 	defer p.mu.RUnlock()
-	shift, err := p.shifts(list[0].far.Region)
-	if err != nil {
+	if err := shiftList(list, p.shifts); err != nil {
 		return "", err
 	}
-	for i := range *parts {
-		(*parts)[i].Shift = shift
-	}
+	shiftParts(*parts, list)
 	p.active.Add(1)
 	defer p.active.Add(-1)
 	stop := c.watch(p, *parts)

@@ -277,15 +277,8 @@ func (c *Copier) lanePieces(parts []device.Piece, p *paths, u *GPU,
 	if p.m == nil {
 		return parts, errNotReady
 	}
-	for i := range list {
-		if i > 0 && list[i].far.Region == list[i-1].far.Region {
-			list[i].shift = list[i-1].shift
-			continue
-		}
-		var err error
-		if list[i].shift, err = p.shiftOf(list[i].far.Region); err != nil {
-			return parts, err
-		}
+	if err := shiftList(list, p.shiftOf); err != nil {
+		return parts, err
 	}
 	return c.devicePieces(parts, u, list, false)
 }

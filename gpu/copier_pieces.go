@@ -58,6 +58,31 @@ type hostPiece struct {
 	shift     []cuda.Ptr // device.Piece.Shift
 }
 
+// shiftList sets the shifts of a list by the regions of its pieces.
+func shiftList(list []hostPiece, of func(*mem.Region) ([]cuda.Ptr, error)) (err error) {
+	for i := range list {
+		if i > 0 && list[i].far.Region == list[i-1].far.Region {
+			list[i].shift = list[i-1].shift
+		} else if list[i].shift, err = of(list[i].far.Region); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// shiftParts sets the shifts of parts, which were cut from list in its order.
+func shiftParts(parts []device.Piece, list []hostPiece) {
+	i, left := 0, list[0].host.Len
+	for k := range parts {
+		if left == 0 {
+			i++
+			left = list[i].host.Len
+		}
+		parts[k].Shift = list[i].shift
+		left -= parts[k].Len
+	}
+}
+
 var hostPieceLists = sync.Pool{New: func() any { s := make([]hostPiece, 0, 256); return &s }}
 
 // hostPiecesOf walks two lists of equal length together, and joins adjacent pieces. ok: all pieces

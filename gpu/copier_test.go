@@ -142,6 +142,49 @@ func TestCopierYields(t *testing.T) {
 	}
 }
 
+// TestCopierOfSeveralRegions: each relay reaches each region at the address in its own context.
+func TestCopierOfSeveralRegions(t *testing.T) {
+	r := newCopyRig(t, 3)
+	p := r.threshold(t, 0, 1<<20)
+	gate := make(chan struct{}) // the target's own link does nothing until the relays have
+	p.m.Devices()[0].(*gputest.Device).Gate = gate
+	release := sync.OnceFunc(func() { close(gate) })
+	defer release()
+	h, b := r.p.lend(0, copyBytes, 4096)
+	other := gputest.Must(r.g.Import(mem.NewID(), h.Append(nil), -1, copyBytes-4096))(t)
+	defer other.Release()
+	const n = copyBytes / 4
+	var to, from []mem.Block
+	for i, at := range []uint64{0, n, 2 * n} { // joined pieces, cut at windows, of both regions in turn
+		to = append(to, mem.Block{Region: r.gpu[0], Off: at, Len: n / 2},
+			mem.Block{Region: other, Off: at, Len: n / 2})
+		from = append(from, mem.Block{Region: r.host, Off: at + uint64(i), Len: n / 2},
+			mem.Block{Region: r.host, Off: at + n/2 + uint64(i), Len: n / 2})
+	}
+	done := make(chan error, 1)
+	go func() {
+		_, err := r.c.Copy(to, from)
+		done <- err
+	}()
+	until(t, "relays copy more than one region's blocks", func() bool {
+		l := p.m.Links()
+		return l[1].Bytes+l[2].Bytes > 3*n/2
+	})
+	release()
+	if err := <-done; err != nil {
+		t.Fatal(err)
+	}
+	for i := range to {
+		got := r.far[0]
+		if to[i].Region == other {
+			got = b
+		}
+		if !bytes.Equal(got[to[i].Off:][:to[i].Len], r.near[from[i].Off:][:from[i].Len]) {
+			t.Errorf("block %d: content differs", i)
+		}
+	}
+}
+
 // TestCopierForget: a forgotten region leaves no pin and no import, and other regions work on.
 func TestCopierForget(t *testing.T) {
 	r := newCopyRig(t, 2)

@@ -268,7 +268,7 @@ func (p *pieces) next(b *piece) bool {
 	return len(b.from) > 0
 }
 
-// alike reports whether one call can copy both parts.
+// alike reports whether one call can copy both parts: it serves one GPU.
 func alike(a, b *connector.CopyPart) bool {
 	return a.Src.Device() == b.Src.Device() && a.Dst.Device() == b.Dst.Device()
 }

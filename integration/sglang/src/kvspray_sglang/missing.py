@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 NONE = 1 << 62  # no part is missing
-_WORKERS = 32  # programs for a part; one reads the mark in about a microsecond
+_WORKERS = 32  # programs for a part
 _WORDS = 1024  # of 8 bytes, which a program copies at a time
 WORD = 8
 
@@ -27,15 +27,17 @@ WORD = 8
 @triton.jit(do_not_specialize=["count", "first_part"])  # type: ignore[untyped-decorator]
 def _copy(missing, pages, count, table, first_part, workers: tl.constexpr, words: tl.constexpr):  # type: ignore[no-untyped-def]
     part = first_part + tl.program_id(1)
-    if part >= tl.load(missing, volatile=True):
+    # Not volatile: all threads would read it one after another, in 270 us [measured, H200]. A kernel
+    # begins with an empty cache.
+    if part >= tl.load(missing):
         row = table + 5 * part
         src, src_stride, dst = tl.load(row), tl.load(row + 1), tl.load(row + 2)
         dst_stride, length = tl.load(row + 3), tl.load(row + 4)
         pieces = tl.cdiv(length, words)
         for i in range(tl.program_id(0), count * pieces, workers):
             page, at = i // pieces, i % pieces * words + tl.arange(0, words)
-            theirs = tl.load(pages + 2 * page, volatile=True).to(tl.int64)
-            mine = tl.load(pages + 2 * page + 1, volatile=True).to(tl.int64)
+            theirs = tl.load(pages + 2 * page).to(tl.int64)
+            mine = tl.load(pages + 2 * page + 1).to(tl.int64)
             source = (src + theirs * src_stride).to(tl.pointer_type(tl.int64))
             target = (dst + mine * dst_stride).to(tl.pointer_type(tl.int64))
             tl.store(target + at, tl.load(source + at, mask=at < length), mask=at < length)
