@@ -51,7 +51,8 @@ func (w *worker) decodeLoadLocked(body []byte) (q copyRequest, err error) {
 		}
 		from, to, err := span.check(part)
 		if err != nil {
-			return q, loadError(field, err.Error(), "send pages of at least a byte, inside both regions and apart")
+			return q, loadError(field, err.Error(), "send pages of at least a byte, inside both "+
+				"regions and apart")
 		}
 		spans = append(spans, partSpan{part.Dst, from, to, i})
 	}

@@ -155,7 +155,7 @@ func TestCopierOfSeveralRegions(t *testing.T) {
 	defer other.Release()
 	const n = copyBytes / 4
 	var to, from []mem.Block
-	for i, at := range []uint64{0, n, 2 * n} { // joined pieces, cut at windows, of both regions in turn
+	for i, at := range []uint64{0, n, 2 * n} { // pieces of both regions in turn, cut at windows
 		to = append(to, mem.Block{Region: r.gpu[0], Off: at, Len: n / 2},
 			mem.Block{Region: other, Off: at, Len: n / 2})
 		from = append(from, mem.Block{Region: r.host, Off: at + uint64(i), Len: n / 2},
