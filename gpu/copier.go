@@ -75,9 +75,9 @@ func newCopier(g *GPUs, shape copierShape) *Copier {
 	return c
 }
 
-// Copy copies src, block by block, to dst, and reports the path. The blocks of a list are all on one
-// GPU or all in host memory, and those of at least one list are on a GPU. When Copy returns, nothing
-// is in flight.
+// Copy copies src, block by block, to dst, and reports the path. The blocks of a list are all on
+// one GPU or all in host memory, and those of at least one list are on a GPU. When Copy returns,
+// nothing is in flight.
 func (c *Copier) Copy(dst, src []mem.Block) (path string, err error) {
 	if len(src) == 0 || len(dst) != len(src) {
 		return "", fmt.Errorf("gpu: copy %d blocks to %d: %w", len(src), len(dst), mem.ErrBounds)

@@ -110,6 +110,58 @@ def test_a_record_names_the_mark_that_it_waits_for(sidecar: Make, two: Make) -> 
     assert s.record("COPY", lease=lease)["body"]["after"] == 9
 
 
+def parts(cache: kvspray.Region, host: kvspray.Region) -> list[kvspray.LoadPart]:
+    return [kvspray.LoadPart(host, 4096, 1 << 33, cache, 7, 512, 511), kvspray.LoadPart(host, 0, 1, cache, 2, 3, 4)]
+
+
+def test_load(sidecar: Make, two: Make) -> None:
+    s: Sidecar = sidecar(features=["load", "after"])
+    w, cache, host = two()
+    lease = w.load(parts(cache, host), [(1, 2), (3, 1 << 31)], 1, 1 << 40, req="load-1", deadline_s=15, after=9)
+    r = s.record("LOAD", lease=lease)
+    packed = kvspray.protocol.pack_parts([(4096, 1 << 33, 7, 512, 511, 1, 0), (0, 1, 2, 3, 4, 1, 0)])
+    pages = kvspray.protocol.pack_pages([(1, 2), (3, 1 << 31)])
+    assert (len(packed), len(pages)) == (2 * 48, 2 * 8)
+    want = {"parts": packed, "pages": pages, "flag": 1, "value": 1 << 40, "deadline_ms": 15000, "req": "load-1", "after": 9}
+    assert r["body"] == want and kvspray.protocol.encode("LOAD", want).hex() == r["hex"]
+    s.complete(lease, "RECEIVED", 0, bytes=13, us=7, transport="direct", reason="", recompute=[])
+    assert ended(w, lease).ok
+    lease = w.load(parts(cache, host), pages, 0, 0)
+    s.record("LOAD", lease=lease)
+    s.kill()
+    assert ended(w, lease).status == CompletionStatus.LOST
+
+
+def test_an_older_sidecar_loads_nothing(sidecar: Make, two: Make) -> None:
+    sidecar(features=["copy"])
+    w, cache, host = two()
+    assert w.load(parts(cache, host), [(0, 0)], 0, 0) == 0
+    assert "does not load pages: it is older" in w.status().error and w.connected
+
+
+def test_arguments_of_a_load(sidecar: Make, two: Make) -> None:
+    sidecar(features=["load"])
+    w, cache, host = two()
+    good, other = parts(cache, host), kvspray.Region.alloc(4096)
+    for bad, told in (
+        (lambda: w.load([good[0]._replace(src=other)], [(0, 0)], 0, 0), "src: .* is not registered"),
+        (lambda: w.load([good[0]._replace(dst=other)], [(0, 0)], 0, 0), "dst: .* is not registered"),
+        (lambda: w.load([], [(0, 0)], 0, 0), "a load of 0 parts"),
+        (lambda: w.load(1025 * good[:1], [(0, 0)], 0, 0), "a load of 1025 parts, want 1 to 1024"),
+        (lambda: w.load([good[0]._replace(length=-1)], [(0, 0)], 0, 0), "integers in"),
+        (lambda: w.load(good, [], 0, 0), "a load of 0 pages"),
+        (lambda: w.load(good, bytes(8 * 32769), 0, 0), "a load of 32769 pages"),
+        (lambda: w.load(good, b"1234567", 0, 0), "pages, want 1 to 32768"),
+        (lambda: w.load(good, [(0, 1 << 32)], 0, 0), "integers in"),
+        (lambda: w.load(good, [(0, 0)], 0, 0, deadline_s=0), "deadline"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            bad()
+    other.close()
+    w.close()
+    assert w.load(good, [(0, 0)], 0, 0) == 0
+
+
 def test_arguments(sidecar: Make, two: Make) -> None:
     sidecar()
     w, cache, host = two()
@@ -165,15 +217,18 @@ def test_with_a_real_sidecar(serve: Serve) -> None:
             c = ended(w, w.copy(src, dst, blocks))
             assert c.ok and c.bytes == sum(n for _, _, n in blocks) and c.transport == "host", c
             assert bytes(dst.buffer) == bytes(want)
-        assert ended(w, w.copy(regions[0], regions[1], [(0, 0, 1)], flag=(2, 9))).ok
+        cut = [kvspray.LoadPart(regions[0], i, 100, regions[1], 50 * i, 10, 10) for i in range(9)]
+        c = ended(w, w.load(cut, [(7, 1), (1, 0)], 2, 0))
+        assert c.ok and c.bytes == 9 * 2 * 10, c
+        assert all(regions[1].buffer[50 * i + 10 : 50 * i + 20] == regions[0].buffer[700 + i : 710 + i] for i in range(9))
         assert [w.load_value(i) for i in range(LAYERS)] == [9 if i == 2 else 0 for i in range(LAYERS)]
         w.load_ready(2, 8)
         w.load_ready(1, 8)
         assert (w.load_value(1), w.load_value(2)) == (8, 9)
         with pytest.raises(kvspray.KvsprayError, match="load_ready"):
             w.load_ready(LAYERS, 1)
-        c = ended(w, w.copy(regions[0], regions[1], [(HOST_BYTES, 0, 1)], flag=(0, 9)))
-        assert c.status == CompletionStatus.REFUSED and w.load_value(0) == 0
+        c = ended(w, w.load(cut, [(HOST_BYTES // 100 + 1, 0)], 0, 0))
+        assert c.status == CompletionStatus.REFUSED and "parts[0]" in c.reason and w.load_value(0) == 0, c
         c = ended(w, w.copy(regions[0], regions[1], [(0, 0, 1), (HOST_BYTES, 0, 1)]))
         assert c.status == CompletionStatus.REFUSED and "blocks[1]" in c.reason and c.bytes == 0, c
         # A sidecar that is killed in the middle of a queue of copies: each of them ends, once.
