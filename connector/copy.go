@@ -20,7 +20,7 @@ type CopyBlock = msg.CopyBlock
 type Copy struct {
 	Lease    transfer.LeaseID
 	Parts    []CopyPart // a COPY has one
-	Load     bool       // of a LOAD: [Server.Loaded] reports parts that have arrived
+	Load     bool       // a LOAD: the sidecar calls [Server.Loaded] as parts arrive
 	Deadline time.Duration
 	Req      string
 }
@@ -31,7 +31,7 @@ type CopyPart struct {
 	Src, Dst *mem.Region
 	blocks   []CopyBlock    // of a COPY
 	pages    []msg.LoadPage // of a LOAD: those of all parts
-	place    msg.LoadPart
+	tensor   msg.LoadPart
 }
 
 // Len is the number of blocks.
@@ -42,7 +42,7 @@ func (p *CopyPart) Block(i int) CopyBlock {
 	if p.pages == nil {
 		return p.blocks[i]
 	}
-	x, at := p.pages[i], &p.place
+	x, at := p.pages[i], &p.tensor
 	return CopyBlock{SrcOff: at.SrcBase + uint64(x.Src)*at.SrcStride,
 		DstOff: at.DstBase + uint64(x.Dst)*at.DstStride, Len: at.Len}
 }
@@ -54,7 +54,7 @@ type copyRequest struct {
 	after      uint64
 	deadlineMS uint64
 	added      []*addedRegion // that it accesses
-	flag       loadFlag
+	flag       *loadFlag      // of a LOAD
 }
 
 func (w *worker) copyLocked(rec board.Record) error {
@@ -84,7 +84,7 @@ func (w *worker) copyLocked(rec board.Record) error {
 		w.refuseLocked(rec, false, err)
 		return nil
 	}
-	l.isCopy, l.loads = true, q.flag
+	l.isCopy, l.load = true, q.flag
 	w.copies++
 	l.useLocked(q.added)
 	q.Lease, q.Deadline = w.leaseID(l), w.s.duration(q.deadlineMS, w.s.opt.Deadline)

@@ -14,6 +14,9 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
+// maxLoadValue keeps every value of a load below [board.Poison].
+const maxLoadValue = board.Poison - msg.MaxLoadParts - 1
+
 // loadFlag is the load flag of a LOAD: value+n once the first n of its parts have arrived.
 type loadFlag struct {
 	flag  int
@@ -27,14 +30,18 @@ func (w *worker) decodeLoadLocked(body []byte) (q copyRequest, err error) {
 		return q, err
 	}
 	q.after, q.deadlineMS, q.Req = m.After, m.DeadlineMS, m.Req
-	q.flag = loadFlag{int(m.Flag), m.Value}
-	if int64(m.Flag) >= int64(w.flags.Layers()) || m.Value >= board.Poison-msg.MaxLoadParts {
-		return q, loadError("flag", fmt.Sprintf("%d (value %d), but the flags memory has %d load flags",
-			m.Flag, m.Value, w.flags.Layers()), "name a flag below that, with a value below 2^62")
+	q.flag = &loadFlag{int(m.Flag), m.Value}
+	if int64(m.Flag) >= int64(w.flags.Layers()) {
+		return q, loadError("flag", fmt.Sprintf("%d, but the flags memory has %d load flags", m.Flag,
+			w.flags.Layers()), "name a flag below that")
+	}
+	if m.Value > maxLoadValue {
+		return q, loadError("value", fmt.Sprint(m.Value), fmt.Sprintf("send at most %d",
+			uint64(maxLoadValue)))
 	}
 	if n := len(m.Parts) * len(m.Pages); n > msg.MaxLoadBlocks {
-		return q, loadError("pages", fmt.Sprintf("%d of %d parts", len(m.Pages), len(m.Parts)),
-			fmt.Sprintf("send at most %d of all parts; split the list", msg.MaxLoadBlocks))
+		return q, loadError("pages", fmt.Sprintf("%d pages of each of %d parts", len(m.Pages),
+			len(m.Parts)), fmt.Sprintf("send at most %d of all parts; split the list", msg.MaxLoadBlocks))
 	}
 	span, err := spanOf(m.Pages)
 	if err != nil {
@@ -44,10 +51,15 @@ func (w *worker) decodeLoadLocked(body []byte) (q copyRequest, err error) {
 	spans := make([]partSpan, 0, len(m.Parts))
 	for i := range m.Parts {
 		p, part, field := &m.Parts[i], &q.Parts[i], fmt.Sprintf("parts[%d]", i)
-		part.pages, part.place = m.Pages, *p
+		part.pages, part.tensor = m.Pages, *p
 		part.Src, part.Dst, err = w.copyRegionsLocked(&q, field+".src", p.Src, field+".dst", p.Dst)
 		if err != nil {
 			return q, err
+		}
+		if first := &q.Parts[0]; part.Src.Device() != first.Src.Device() ||
+			part.Dst.Device() != first.Dst.Device() {
+			return q, loadError(field, "is on another device than parts[0]",
+				"send the parts of two devices as two loads")
 		}
 		from, to, err := span.check(part)
 		if err != nil {
@@ -63,15 +75,15 @@ func loadError(field, problem, remedy string) error {
 	return &msg.Error{Message: "LOAD", Field: field, Problem: problem, Remedy: remedy}
 }
 
-// pageSpan has the least and the greatest number of a list of pages, on either side.
-type pageSpan struct{ srcTo, dstFrom, dstTo uint64 }
+// pageSpan has numbers of a list of pages.
+type pageSpan struct{ srcLast, dstFirst, dstLast uint64 }
 
 // spanOf refuses a list that writes a page twice.
 func spanOf(pages []msg.LoadPage) (pageSpan, error) {
 	var s pageSpan
 	dst := make([]uint32, len(pages))
 	for i, p := range pages {
-		s.srcTo, dst[i] = max(s.srcTo, uint64(p.Src)), p.Dst
+		s.srcLast, dst[i] = max(s.srcLast, uint64(p.Src)), p.Dst
 	}
 	slices.Sort(dst)
 	for i := 1; i < len(dst); i++ {
@@ -80,30 +92,31 @@ func spanOf(pages []msg.LoadPage) (pageSpan, error) {
 				"write each page once")
 		}
 	}
-	s.dstFrom, s.dstTo = uint64(dst[0]), uint64(dst[len(dst)-1])
+	s.dstFirst, s.dstLast = uint64(dst[0]), uint64(dst[len(dst)-1])
 	return s, nil
 }
 
 // check returns the range of the destination in which the part's pages lie.
-func (s pageSpan) check(at *CopyPart) (from, to uint64, err error) {
-	p := &at.place
+func (s pageSpan) check(part *CopyPart) (from, to uint64, err error) {
+	p := &part.tensor
 	switch {
 	case p.Len == 0:
 		return 0, 0, errors.New("its pages have no bytes")
-	case p.DstStride < p.Len && s.dstFrom != s.dstTo:
+	case p.DstStride < p.Len && s.dstFirst != s.dstLast:
 		return 0, 0, fmt.Errorf("pages of %d bytes, %d bytes apart, overlap", p.Len, p.DstStride)
 	}
-	if _, err = place(at.Src, p.SrcBase, p.SrcStride, s.srcTo, p.Len); err != nil {
+	if _, err = pageAt(part.Src, p.SrcBase, p.SrcStride, s.srcLast, p.Len); err != nil {
 		return 0, 0, err
 	}
-	if to, err = place(at.Dst, p.DstBase, p.DstStride, s.dstTo, p.Len); err != nil {
+	if to, err = pageAt(part.Dst, p.DstBase, p.DstStride, s.dstLast, p.Len); err != nil {
 		return 0, 0, err
 	}
-	return p.DstBase + s.dstFrom*p.DstStride, to + p.Len, nil
+	return p.DstBase + s.dstFirst*p.DstStride, to + p.Len, nil
 }
 
-// place returns where a page is. It is the last one: those before it are inside, too.
-func place(r *mem.Region, base, stride, page, n uint64) (uint64, error) {
+// pageAt returns the offset of a tensor's last page, and refuses it outside the region. The pages
+// before it are then inside, too.
+func pageAt(r *mem.Region, base, stride, page, n uint64) (uint64, error) {
 	high, low := bits.Mul64(stride, page)
 	off, carry := bits.Add64(base, low, 0)
 	if high != 0 || carry != 0 {
@@ -157,10 +170,10 @@ func (w *worker) loaded(id transfer.LeaseID, n int) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	l := w.leases[id.ID]
-	if w.closed || l == nil || !l.isCopy || w.pub.Boot != id.Boot {
+	if w.closed || l == nil || l.load == nil || w.pub.Boot != id.Boot {
 		return
 	}
-	if f := l.loads; w.flags.Load(f.flag) >= f.value {
+	if f := l.load; w.flags.Load(f.flag) >= f.value {
 		w.flags.SetLoad(f.flag, f.value+uint64(n))
 	}
 }

@@ -8,6 +8,7 @@ import (
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/board"
+	"github.com/kvspray/kvspray/transfer"
 )
 
 // twoParts loads pages 0 and 2 of two parts of region 0 into pages 3 and 1 of region 1.
@@ -43,30 +44,71 @@ func TestLoad(t *testing.T) {
 			t.Errorf("part %d: %+v", i, p)
 		}
 	}
-	r.Loaded(up, c.Lease, 1) // the flag is below the load's value: earlier loads have not ended
-	if got := w.Flags().Load(1); got != 0 {
-		t.Errorf("the flag is %d before an earlier load's end", got)
-	}
-	w.Flags().SetLoad(1, 10)
-	other := c.Lease
-	other.ID++
-	r.Loaded(up, other, 2)
-	for _, n := range []int{1, 2, 1} {
-		r.Loaded(up, c.Lease, n)
-		if got, want := w.Flags().Load(1), uint64(10+n); n <= 2 && got < want {
-			t.Errorf("the flag is %d with %d parts", got, n)
+	flag := func(what string, want uint64) {
+		t.Helper()
+		if got := w.Flags().Load(1); got != want {
+			t.Errorf("%s: the flag is %d, want %d", what, got, want)
 		}
 	}
+	r.Loaded(up, c.Lease, 1)
+	flag("before an earlier load's end", 0)
+	w.Flags().SetLoad(1, 10)
+	other, elsewhere := c.Lease, c.Lease
+	other.ID++
+	elsewhere.Boot[0]++
+	r.Loaded(up, other, 1)
+	r.Loaded(up, elsewhere, 1)
+	flag("another lease", 10)
+	r.Loaded(up, c.Lease, 1)
+	flag("one part", 11)
+	must(t, w.Cancel(id, "late", false)) // what arrives still counts
+	r.rec.until(t, "cancel", func() bool { return r.rec.cancels[id] != "" })
+	r.Loaded(up, c.Lease, 2)
+	flag("both parts", 12)
+	r.Loaded(up, c.Lease, 1)
+	flag("a late report", 12)
 	must(t, r.Complete(up, engines.Completion{Lease: c.Lease, Received: true}))
 	_, err = w.Wait(testContext(t))
 	must(t, err)
 	r.Loaded(up, c.Lease, 9)
-	if got := w.Flags().Load(1); got != 12 {
-		t.Errorf("the flag is %d after the end, want 12", got)
-	}
+	flag("after the end", 12)
+	copied, err := w.Copy(msg.Copy{Src: 0, Dst: 1, Blocks: []msg.CopyBlock{{Len: 8}}})
+	must(t, err)
+	r.rec.until(t, "copy", func() bool { return len(r.rec.copies) == 2 })
+	r.Loaded(up, transfer.LeaseID{Boot: up.Boot, ID: copied, Epoch: 1}, 1)
 	if got := w.Flags().Load(0); got != 0 {
-		t.Errorf("flag 0 is %d", got)
+		t.Errorf("a copy has raised flag 0 to %d", got)
 	}
+}
+
+// A region stays while a load, two parts of which access it, is under way.
+func TestLoadKeepsRegions(t *testing.T) {
+	l := startLender(t)
+	must(t, l.AddRegions(testContext(t), 0, parts(0, 3), l.file))
+	part := msg.LoadPart{Src: 2, Dst: 1, SrcStride: 64, DstStride: 64, Len: 64}
+	second := part
+	second.DstBase = 64
+	_, err := l.Load(msg.Load{Parts: []msg.LoadPart{part, second}, Pages: []msg.LoadPage{{}}})
+	must(t, err)
+	l.r.rec.until(t, "the load", func() bool { return len(l.r.rec.copies) == 1 })
+	done := make(chan error, 1)
+	go func() { done <- l.DropRegions(testContext(t), 1) }()
+	eventually(t, "the drop", func() bool {
+		empty := []msg.LoadPart{{Src: 2, Dst: 1}} // refused in any case
+		_, err := l.Load(msg.Load{Parts: empty, Pages: []msg.LoadPage{{}}})
+		must(t, err)
+		c, err := l.Wait(testContext(t))
+		must(t, err)
+		return strings.HasPrefix(c.Received.Reason, "LOAD.parts[0].dst: region 1 is being dropped")
+	})
+	select {
+	case err := <-done:
+		t.Errorf("the region is dropped under a load: %v", err)
+	default:
+	}
+	must(t, l.r.Complete(l.r.lastUp(t), engines.Completion{Lease: l.r.rec.seen().copies[0].Lease,
+		Received: true}))
+	must(t, <-done)
 }
 
 func TestLoadRefused(t *testing.T) {
@@ -80,13 +122,14 @@ func TestLoadRefused(t *testing.T) {
 	}{
 		{"flag", func(m *msg.Load) { m.Flag = uint32(w.Flags().Layers()) }, "LOAD.flag: "},
 		{"flag", func(m *msg.Load) { m.Flag = 1<<32 - 1 }, "LOAD.flag: "},
-		{"value", func(m *msg.Load) { m.Value = board.Poison }, "LOAD.flag: "},
+		{"value", func(m *msg.Load) { m.Value = board.Poison }, "LOAD.value: "},
+		{"value", func(m *msg.Load) { m.Value = board.Poison - msg.MaxLoadParts }, "LOAD.value: "},
 		{"no parts", func(m *msg.Load) { m.Parts = nil }, "LOAD.parts: "},
 		{"no pages", func(m *msg.Load) { m.Pages = nil }, "LOAD.pages: "},
 		{"blocks", func(m *msg.Load) {
 			m.Parts = slices.Repeat(m.Parts, 512)
 			m.Pages = slices.Repeat(m.Pages, 65)
-		}, "LOAD.pages: 130 of 1024 parts"},
+		}, "LOAD.pages: 130 pages of each of 1024 parts"},
 		{"region", func(m *msg.Load) { m.Parts[1].Src = 2 }, "LOAD.parts[1].src: region 2 is not"},
 		{"region", func(m *msg.Load) { m.Parts[0].Dst = 7 }, "LOAD.parts[0].dst: region 7 is not"},
 		{"empty", func(m *msg.Load) { m.Parts[1].Len = 0 }, "LOAD.parts[1]: its pages have no bytes"},

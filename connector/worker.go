@@ -81,9 +81,9 @@ type lease struct {
 	id       uint64
 	source   bool
 	isCopy   bool           // a COPY or LOAD; not a source
-	loads    loadFlag       // of a LOAD
+	load     *loadFlag      // of a LOAD
 	pages    *Pages         // of a GET or PUT
-	regions  []*addedRegion // that a COPY, GET or PUT accesses
+	regions  []*addedRegion // that a COPY, LOAD, GET or PUT accesses
 	epoch    atomic.Uint32  // 0: closed to readers
 	tokens   uint32
 	attempt  uint32

@@ -28,7 +28,8 @@ type copies struct {
 	server    *connector.Server // likewise
 	log       *slog.Logger
 
-	slots, loadSlots chan struct{} // one for each lane that runs
+	slots chan struct{} // one for each running copy
+	turns turns         // of loads
 }
 
 // Bounds of copies. A copy checks between two pieces whether it was canceled: a piece takes some
@@ -36,14 +37,14 @@ type copies struct {
 const (
 	// of all workers; others wait. One fills a link, several keep several GPUs busy.
 	maxCopiesRunning = 4
-	// of a load. While one ends, the next piece is on its way; more would delay the first layers.
-	loadLanes       = 2
-	maxLanesOfLoads = 16      // of all workers: those of a node with eight GPUs load at the same time
-	loadPiece       = 2 << 20 // its bytes take longer than its begin and end
-	hostPiece       = 128 << 20
-	devicePiece     = 1 << 30
-	pieceBlocks     = 16 << 10
-	bounceBytes     = 1 << 20 // between two regions that are not mapped
+	// Pieces of a load at a time. While one ends, the next is on its way; more would delay the first
+	// layers. A worker has one load at a time.
+	loadLanes   = 2
+	loadPiece   = 2 << 20 // its bytes take longer than its begin and end
+	hostPiece   = 128 << 20
+	devicePiece = 1 << 30
+	pieceBlocks = 16 << 10
+	bounceBytes = 1 << 20 // between two regions that are not mapped
 )
 
 // pathHost is the path of a copy without a GPU. Package gpu names the others.
@@ -51,7 +52,7 @@ const pathHost = "host"
 
 func newCopies(l *local.Leases, g *gpus, m *metrics.Set, log *slog.Logger) *copies {
 	return &copies{leases: l, gpus: g, metrics: m, log: log,
-		slots: make(chan struct{}, maxCopiesRunning), loadSlots: make(chan struct{}, maxLanesOfLoads)}
+		slots: make(chan struct{}, maxCopiesRunning), turns: turns{of: map[*engines.Worker]*turn{}}}
 }
 
 // start runs one. The connector bounds how many a worker has.
@@ -63,17 +64,19 @@ func (c *copies) start(w *engines.Worker, cp connector.Copy) {
 // result.
 func (c *copies) run(ctx context.Context, w *engines.Worker, cp *connector.Copy) {
 	began := time.Now()
-	r := copyRun{gpus: c.gpus, pieces: newPieces(cp), ways: map[string]uint64{}}
+	r := copyRun{gpus: c.gpus, pieces: pieces{parts: cp.Parts}, ways: map[string]uint64{}}
 	slots, lanes := c.slots, 1
 	if cp.Load {
-		slots, lanes = c.loadSlots, min(loadLanes, r.pieces.count())
+		turn := c.turns.join(w)
+		defer c.turns.leave(w, turn)
+		slots, lanes = turn.slot, loadLanes
 		r.arrived = func(parts int) { c.server.Loaded(w, cp.Lease, parts) }
 	}
 	var waited time.Duration
 	select {
 	case slots <- struct{}{}:
 		waited = time.Since(began)
-		r.run(ctx, slots, lanes)
+		r.run(ctx, lanes)
 		<-slots
 	case <-ctx.Done():
 		r.err = context.Cause(ctx)
@@ -114,16 +117,47 @@ func (c *copies) trace(w *engines.Worker, cp *connector.Copy, x *engines.Complet
 	c.transfers.Put(r)
 }
 
+// turns let a worker's loads run one at a time.
+type turns struct {
+	mu sync.Mutex // protects what follows
+	of map[*engines.Worker]*turn
+}
+
+type turn struct {
+	slot  chan struct{}
+	users int // loads that run or wait
+}
+
+func (t *turns) join(w *engines.Worker) *turn {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	x := t.of[w]
+	if x == nil {
+		x = &turn{slot: make(chan struct{}, 1)}
+		t.of[w] = x
+	}
+	x.users++
+	return x
+}
+
+func (t *turns) leave(w *engines.Worker, x *turn) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if x.users--; x.users == 0 {
+		delete(t.of, w)
+	}
+}
+
 // copyRun copies the parts of one lease, piece by piece, in one or several lanes.
 type copyRun struct {
 	gpus    *gpus
-	arrived func(parts int) // the first ones; nil: it is not reported
+	arrived func(parts int) // called with the number of first parts that are there; nil: a COPY
 
 	mu     sync.Mutex // guards what follows
 	pieces pieces
 	begun  int         // pieces
 	next   int         // all pieces before this one have ended
-	ended  map[int]int // of later ones that have ended, the parts that end with them
+	ended  map[int]int // of later ones that have ended: piece.parts
 	ways   map[string]uint64
 	err    error
 }
@@ -138,21 +172,14 @@ func (r *copyRun) path() (path string, moved uint64) {
 	return path, moved
 }
 
-// run copies in this goroutine, and in others if there are slots for them.
-func (r *copyRun) run(ctx context.Context, slots chan struct{}, lanes int) {
+// run copies as many pieces at a time.
+func (r *copyRun) run(ctx context.Context, lanes int) {
 	var others sync.WaitGroup
-	defer others.Wait()
 	for range lanes - 1 {
-		select {
-		case slots <- struct{}{}:
-			others.Go(func() {
-				r.lane(ctx)
-				<-slots
-			})
-		default:
-		}
+		others.Go(func() { r.lane(ctx) })
 	}
 	r.lane(ctx)
+	others.Wait()
 }
 
 func (r *copyRun) lane(ctx context.Context) {
@@ -208,47 +235,30 @@ func (r *copyRun) end(i int, p *piece, path string, err error) {
 	}
 }
 
-// pieces cuts the parts of a copy into what one call copies.
+// pieces cuts the parts of a copy, all on the same devices, into what one call copies.
 type pieces struct {
 	parts       []connector.CopyPart
 	part, block int
 	off         uint64 // of the block: already cut
-	most        uint64 // bytes of a piece
-	enough      uint64 // a piece with as many bytes ends with a part
 }
 
 // piece is what one call copies.
 type piece struct {
 	from, to []mem.Block
 	bytes    uint64
-	parts    int // that end with this piece or before it
-}
-
-func newPieces(cp *connector.Copy) pieces {
-	p := pieces{parts: cp.Parts, most: hostPiece, enough: loadPiece}
-	for i := range p.parts {
-		if p.parts[i].Src.Device() != nil || p.parts[i].Dst.Device() != nil {
-			p.most = devicePiece
-		}
-	}
-	return p
-}
-
-// count is how many pieces there are at least, at most two.
-func (p *pieces) count() int {
-	var bytes uint64
-	for i := range p.parts {
-		bytes += uint64(p.parts[i].Len()) * p.parts[i].Block(0).Len
-	}
-	return int(min(2, 1+bytes/p.enough))
+	parts    int // all parts that end with this piece or an earlier one
 }
 
 func (p *pieces) next(b *piece) bool {
 	b.from, b.to, b.bytes = b.from[:0], b.to[:0], 0
-	for p.part < len(p.parts) && b.bytes < p.most && len(b.from) < pieceBlocks {
+	most := uint64(hostPiece)
+	if first := &p.parts[0]; first.Src.Device() != nil || first.Dst.Device() != nil {
+		most = devicePiece
+	}
+	for p.part < len(p.parts) && b.bytes < most && len(b.from) < pieceBlocks {
 		part := &p.parts[p.part]
 		x := part.Block(p.block)
-		k := min(x.Len-p.off, p.most-b.bytes)
+		k := min(x.Len-p.off, most-b.bytes)
 		b.from = append(b.from, mem.Block{Region: part.Src, Off: x.SrcOff + p.off, Len: k})
 		b.to = append(b.to, mem.Block{Region: part.Dst, Off: x.DstOff + p.off, Len: k})
 		b.bytes += k
@@ -260,17 +270,12 @@ func (p *pieces) next(b *piece) bool {
 			continue
 		}
 		p.block, p.part = 0, p.part+1
-		if b.bytes >= p.enough || p.part < len(p.parts) && !alike(part, &p.parts[p.part]) {
+		if b.bytes >= loadPiece {
 			break
 		}
 	}
 	b.parts = p.part
 	return len(b.from) > 0
-}
-
-// alike reports whether one call can copy both parts: it serves one GPU.
-func alike(a, b *connector.CopyPart) bool {
-	return a.Src.Device() == b.Src.Device() && a.Dst.Device() == b.Dst.Device()
 }
 
 // copyWorker copies pieces.

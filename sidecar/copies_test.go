@@ -116,6 +116,18 @@ func (g *heldGPU) Move(dst, src []mem.Block) error {
 	return g.Device.Move(dst, src)
 }
 
+// enter waits until n copies have begun.
+func (g *heldGPU) enter(t *testing.T, n int) {
+	t.Helper()
+	for i := range n {
+		select {
+		case <-g.entered:
+		case <-time.After(patience):
+			t.Fatalf("%d of %d copies have begun", i, n)
+		}
+	}
+}
+
 func (*heldGPU) Close() error { return nil }
 
 // oneByOne is a list that takes two pieces: byte i to byte 2*i.
@@ -261,7 +273,8 @@ func TestLoads(t *testing.T) {
 			for _, x := range []struct {
 				parts, pages int
 				bytes        uint64
-			}{{1, 1, 1}, {3, 5, 4096}, {2, 2, loadPiece / 4}, {64, 2, 1000}} {
+			}{{1, 1, 1}, {3, 5, 4096}, {2, 2, loadPiece / 4}, {64, 2, 1000}, {1, 3, loadPiece / 2},
+				{2, pieceBlocks + 1, 1}} {
 				_, _ = rand.Read(e.host)
 				want := bytes.Clone(e.cache)
 				m := loadOf(x.parts, x.pages, x.bytes)
@@ -282,6 +295,11 @@ func TestLoads(t *testing.T) {
 					t.Fatalf("%+v: content differs, or something beside it does: %+v", x, c.Received)
 				}
 			}
+			until(t, func() bool {
+				r.copies.turns.mu.Lock()
+				defer r.copies.turns.mu.Unlock()
+				return len(r.copies.turns.of) == 0
+			})
 		})
 	}
 }
@@ -302,9 +320,7 @@ func TestLoadCanceled(t *testing.T) {
 		copy(want[i*loadPiece+loadPiece/piece:], e.host[:loadPiece/piece])
 	}
 	id := e.load(m)
-	for range loadLanes {
-		<-gpu.entered
-	}
+	gpu.enter(t, loadLanes)
 	if err := e.Cancel(id, "stalled", false); err != nil {
 		t.Fatal(err)
 	}
@@ -323,6 +339,72 @@ func TestLoadCanceled(t *testing.T) {
 	}
 	if !bytes.Equal(e.cache, want) {
 		t.Error("another piece was written")
+	}
+}
+
+// TestLoadOfHalfAPart: a part of two pieces does not count with its first one.
+func TestLoadOfHalfAPart(t *testing.T) {
+	r := start(t, nil)
+	gpu := holdGPU(t, r)
+	e := newCopyEngine(t, r, gpu)
+	id := e.load(loadOf(2, pieceBlocks+1, 1))
+	gpu.enter(t, loadLanes)
+	gpu.gate <- struct{}{}
+	gpu.enter(t, 1) // the piece after the one that has ended
+	if got := e.Flags().Load(0); got != 0 {
+		t.Errorf("the flag is %d with half a part", got)
+	}
+	close(gpu.gate)
+	e.ok(id)
+	if got := e.Flags().Load(0); got != 2 {
+		t.Errorf("the flag is %d, want 2", got)
+	}
+}
+
+// TestLoadsTakeTurns: a worker's loads run one at a time, and others' meanwhile.
+func TestLoadsTakeTurns(t *testing.T) {
+	r := start(t, nil)
+	gpu := holdGPU(t, r)
+	e := newCopyEngine(t, r, gpu)
+	first, second := loadOf(1, 1, 4096), loadOf(1, 1, 4096)
+	second.Value = 1
+	ids := []uint64{e.load(first)}
+	gpu.enter(t, 1)
+	ids = append(ids, e.load(second))
+	until(t, func() bool {
+		r.copies.turns.mu.Lock()
+		defer r.copies.turns.mu.Unlock()
+		for _, turn := range r.copies.turns.of {
+			return turn.users == 2
+		}
+		return false
+	})
+	other := newCopyEngine(t, r, gpu)
+	id := other.load(loadOf(1, 1, 4096))
+	gpu.enter(t, 1)
+	if n := len(gpu.entered); n != 0 {
+		t.Errorf("%d more copies run", n)
+	}
+	close(gpu.gate)
+	other.ok(id)
+	for _, id := range ids {
+		e.ok(id)
+	}
+	if got := e.Flags().Load(0); got != 2 {
+		t.Errorf("the flag is %d, want 2", got)
+	}
+}
+
+// TestLoadOfTwoDevices: one call copies from one device to one.
+func TestLoadOfTwoDevices(t *testing.T) {
+	r := start(t, nil)
+	e := newCopyEngine(t, r, holdGPU(t, r))
+	m := loadOf(2, 1, 8)
+	m.Parts[1].Src, m.Parts[1].Dst = 0, 1
+	c := e.wait(e.load(m))
+	if c.Status != board.Refused || !strings.HasPrefix(c.Received.Reason,
+		"LOAD.parts[1]: is on another device") {
+		t.Errorf("completion %+v %+v", c, c.Received)
 	}
 }
 

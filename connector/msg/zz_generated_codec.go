@@ -2000,7 +2000,7 @@ func DecodeLoad(b []byte) (*Load, error) {
 	return m, nil
 }
 
-var requiredLoad = []string{"parts", "pages"}
+var requiredLoad = []string{"parts", "pages", "flag", "value"}
 
 func (m *Load) read(r *reader) {
 	*m = Load{}
@@ -2015,8 +2015,10 @@ func (m *Load) read(r *reader) {
 			got |= 1 << 1
 		case "flag":
 			m.Flag = r.u32()
+			got |= 1 << 2
 		case "value":
 			m.Value = r.u64()
+			got |= 1 << 3
 		case "deadline_ms":
 			m.DeadlineMS = r.u64()
 		case "req":

@@ -21,7 +21,7 @@ const (
 	MaxRecompute    = 1024
 	MaxOutcomes     = 64 // entries of a STATS map
 	MaxFanout       = 16
-	MaxCopyBlocks   = 32768   // of a COPY: fits a record, and takes less than a second
+	MaxCopyBlocks   = 32768   // blocks of a COPY, pages of a LOAD: fits a record, and takes less than a second
 	MaxLoadParts    = 1024    // of a LOAD
 	MaxLoadBlocks   = 1 << 17 // of a LOAD: parts times pages
 	MaxHandleBytes  = 256     // of a region's handle
@@ -40,7 +40,7 @@ const (
 // Features of a WELCOME.
 const (
 	FeatureCopy    = "copy"    // the sidecar accepts COPY
-	FeatureAfter   = "after"   // EXPECT and COPY wait for the stream mark in them
+	FeatureAfter   = "after"   // EXPECT, COPY, LOAD, GET and PUT wait for the stream mark in them
 	FeatureDecline = "decline" // the sidecar accepts DECLINE
 	FeatureStore   = "store"   // the sidecar has a page store
 	FeatureLoad    = "load"    // the sidecar accepts LOAD
@@ -570,7 +570,7 @@ type Load struct {
 	Parts      []LoadPart
 	Pages      []LoadPage
 	Flag       uint32 // a load flag
-	Value      uint64 // the sidecar raises the flag from this to value+n once the first n parts have arrived
+	Value      uint64 // the sidecar raises the flag to value+n once the first n parts have arrived, unless the flag is below value: the load before has to end first
 	DeadlineMS uint64
 	Req        string
 	After      uint64

@@ -151,6 +151,7 @@ def test_arguments_of_a_load(sidecar: Make, two: Make) -> None:
         (lambda: w.load([good[0]._replace(length=-1)], [(0, 0)], 0, 0), "integers in"),
         (lambda: w.load(good, [], 0, 0), "a load of 0 pages"),
         (lambda: w.load(good, bytes(8 * 32769), 0, 0), "a load of 32769 pages"),
+        (lambda: w.load(1024 * good[:1], bytes(8 * 129), 0, 0), "a load of 129 pages of 1024 parts, at most 131072"),
         (lambda: w.load(good, b"1234567", 0, 0), "pages, want 1 to 32768"),
         (lambda: w.load(good, [(0, 1 << 32)], 0, 0), "integers in"),
         (lambda: w.load(good, [(0, 0)], 0, 0, deadline_s=0), "deadline"),

@@ -213,8 +213,8 @@ struct kvs_snapshot {
 /* Opens a lease with an INTENT, EXPECT, COPY, LOAD, GET or PUT body. COPY makes the sidecar copy blocks from one region of kvs_start to another, or to another
  * place in the same: between a cache in host memory and one on a GPU, weights back to where they were. The blocks, read and written, are the
  * sidecar's until the lease completes with KVS_REC_RECEIVED; KVS_OK: all of them arrived; else an unknown part of them may have. Copies run at
- * once and in no order; kvs_cancel ends one soon. LOAD is as COPY, for the same pages of several tensors in order, and raises a load flag
- * after each. Bodies: docs/protocol.md section 2. deadline_ms is the body's own. Returns the lease id (> 0) or an error, after
+ * once and in no order; kvs_cancel ends one soon. LOAD is as COPY, for the same pages of several tensors in order. It raises a load flag as
+ * they arrive, unless the flag is below the load's value: a load has to begin after the end of the one before. Bodies: docs/protocol.md section 2. deadline_ms is the body's own. Returns the lease id (> 0) or an error, after
  * which nothing is open and nothing was sent. */
 int64_t kvs_submit(kvs_client *c, uint16_t type, const void *body, uint32_t bytes, uint32_t deadline_ms);
 
@@ -278,7 +278,7 @@ int kvs_gpu_signal_layer(kvs_gpu *g, uint32_t layer, void *stream);
 int kvs_gpu_signal_step(kvs_gpu *g, void *stream);
 /* Outside a capture: *mark is a number for the `after` of a record, which takes effect once everything that the stream holds by now is done. */
 int kvs_gpu_mark(kvs_gpu *g, void *stream, uint64_t *mark);
-/* 1: the stream has reached this mark, 0: not yet. Makes no call to CUDA. */
+/* 1: the stream has reached this mark, 0: not yet. All marks have to be of one stream. Any thread; makes no call to CUDA. */
 int kvs_gpu_reached(kvs_gpu *g, uint64_t mark);
 /* The stream goes on once load_flags[layer] >= value, or is poison. In a graph the value is baked in: use 1 and kvs_load_reset. */
 int kvs_gpu_wait_layer(kvs_gpu *g, uint32_t layer, uint64_t value, void *stream);

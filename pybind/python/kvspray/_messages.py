@@ -24,7 +24,7 @@ MAX_STEP_REQS = 4096
 MAX_RECOMPUTE = 1024
 MAX_OUTCOMES = 64  # entries of a STATS map
 MAX_FANOUT = 16
-MAX_COPY_BLOCKS = 32768  # of a COPY: fits a record, and takes less than a second
+MAX_COPY_BLOCKS = 32768  # blocks of a COPY, pages of a LOAD: fits a record, and takes less than a second
 MAX_LOAD_PARTS = 1024  # of a LOAD
 MAX_LOAD_BLOCKS = 131072  # of a LOAD: parts times pages
 MAX_HANDLE_BYTES = 256  # of a region's handle
@@ -41,7 +41,7 @@ NO_FD = 4294967295  # the descriptor index of a region without a descriptor
 
 # Features of WELCOME.
 FEATURE_COPY = "copy"  # the sidecar accepts COPY
-FEATURE_AFTER = "after"  # EXPECT and COPY wait for the stream mark in them
+FEATURE_AFTER = "after"  # EXPECT, COPY, LOAD, GET and PUT wait for the stream mark in them
 FEATURE_DECLINE = "decline"  # the sidecar accepts DECLINE
 FEATURE_STORE = "store"  # the sidecar has a page store
 FEATURE_LOAD = "load"  # the sidecar accepts LOAD
@@ -315,8 +315,8 @@ def load(
     *,
     parts: bytes,
     pages: bytes,
-    flag: int = 0,
-    value: int = 0,
+    flag: int,
+    value: int,
     deadline_ms: int = 0,
     req: str = "",
     after: int = 0,

@@ -58,13 +58,13 @@ class GpuSignals:
         return self._call(lib.kvs_gpu_signal_step, stream)
 
     def mark(self, stream: int) -> int:
-        """A number for the ``after`` of ``expect`` and ``copy``: they take effect once everything that the stream holds by now is done.
+        """A number for the ``after`` of ``expect``, ``copy`` and ``load``: they take effect once everything that the stream holds by now is done.
         0: the call failed; submit nothing that depends on it."""
         out = ctypes.c_uint64()
         return out.value if self._call(lib.kvs_gpu_mark, stream, ctypes.byref(out)) else 0
 
     def reached(self, mark: int) -> bool:
-        """Whether everything before this mark is done. Makes no call to CUDA, which may wait for streams."""
+        """Whether everything before this mark is done. All marks have to be of one stream. Makes no call to CUDA, which may wait for streams."""
         h = self._h
         return h is not None and lib.kvs_gpu_reached(h, mark) == 1
 

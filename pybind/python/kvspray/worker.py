@@ -418,8 +418,8 @@ class WorkerClient(_Client):
     ) -> int:
         """Makes the sidecar copy the same pages, (source page, destination page) each, of several tensors, in their order.
 
-        Once the first n parts have arrived the sidecar raises load flag ``flag`` from ``value`` to ``value + n``, unless the flag
-        is below ``value``: order loads so that the ones before have ended. The sidecar owns the destination's pages until the lease
+        Once the first n parts have arrived the sidecar raises load flag ``flag`` to ``value + n``, unless the flag is below ``value``:
+        let a load begin (``after``) when the one before has ended. The sidecar owns the destination's pages until the lease
         completes through poll(). The parts that the flag covers then have arrived; with OK all have.
         Returns the lease, or 0 if no sidecar can take it now or the sidecar is too old: copy without it.
         """
@@ -427,11 +427,14 @@ class WorkerClient(_Client):
             (p.src_base, p.src_stride, p.dst_base, p.dst_stride, p.length, self._number("load: src", p.src), self._number("load: dst", p.dst))
             for p in parts
         ]
+        listed = protocol.pack_pages(pages)
+        if len(rows) * len(listed) > 8 * _messages.MAX_LOAD_BLOCKS:
+            raise ValueError(f"kvspray: a load of {len(listed) // 8} pages of {len(rows)} parts, at most {_messages.MAX_LOAD_BLOCKS} in all: split it")
         deadline = _ms(deadline_s, self._deadline_ms or self._deadlines()[0])
         body = protocol.pack(
             _messages.load(
                 parts=protocol.pack_parts(rows),
-                pages=protocol.pack_pages(pages),
+                pages=listed,
                 flag=flag,
                 value=value,
                 deadline_ms=deadline,
