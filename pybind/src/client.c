@@ -64,6 +64,7 @@ void client_put(kvs_client *c)
 	close_fd(&c->flags_fd);
 	close_fd(&c->cq_eventfd);
 	close_fd(&c->ctl_fd);
+	landings_free(c);
 	free(c->engine_name);
 	free(c->engine_version);
 	free(c->engine_id);

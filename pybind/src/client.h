@@ -58,6 +58,13 @@ enum message { MSG_HELLO = 1, MSG_WELCOME, MSG_REGISTER, MSG_REGISTERED, MSG_ERR
 
 enum session_state { IDLE, WELCOMING, REGISTERING, READY };
 
+/* A LOAD for whose parts a stream waits. */
+struct landing {
+	struct kvs_landing at;
+	bool ended; /* its lease */
+	struct landing *next;
+};
+
 struct lease {
 	uint64_t id;
 	uint16_t type; /* KVS_REC_INTENT: of a source; any other: of a destination */
@@ -73,6 +80,7 @@ struct lease {
 	bool synthesised;
 	uint8_t *body;
 	uint32_t body_bytes;
+	struct landing *landing; /* NULL: no stream waits, or the lease has ended */
 	struct lease *hash_next, *prev, *next; /* open list, then ready list */
 };
 
@@ -200,6 +208,7 @@ struct kvs_client {
 	uint64_t nudged; /* serial of the session that was replaced because of a late lease */
 	int64_t nudge_ms; /* when that was */
 	struct load loads[KVS_MAX_LOADS];
+	struct landing *landing, *last_landing; /* in the order of their values */
 	int64_t next_load;
 	struct await *await_buckets[BUCKETS];
 	uint32_t await_count;
@@ -359,6 +368,10 @@ void proc_alive(kvs_client *c, int64_t now);
 bool proc_runs(const kvs_client *c, int i, int64_t now);
 
 /* ---- flags.c ---- */
+struct landing *landing_new(const struct kvs_landing *at); /* NULL: no memory */
+void landing_add(kvs_client *c, struct lease *l, struct landing *x);
+void landings_settle(kvs_client *c);
+void landings_free(kvs_client *c);
 
 int flags_make(kvs_client *c); /* -1: errno */
 void loads_poison(kvs_client *c, uint32_t gone); /* those of sidecars whose exit is proved */

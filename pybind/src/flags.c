@@ -3,6 +3,7 @@
  * The flags memory of the board: layer flags, which the engine writes, and load flags, which the sidecar writes. A watchdog ends
  * waits for load flags, because a GPU stream waits without a time-out.
  */
+#include <stdlib.h>
 #include <unistd.h>
 
 #include "client.h"
@@ -123,6 +124,55 @@ int64_t loads_watch(kvs_client *c, int64_t now)
 	return due;
 }
 
+/* ---- what streams wait for ---- */
+
+static void raise_load(kvs_client *c, uint32_t flag, uint64_t value)
+{
+	uint64_t *at = &c->load_flags[flag].value, old = __atomic_load_n(at, __ATOMIC_ACQUIRE);
+	while (old < value && !__atomic_compare_exchange_n(at, &old, value, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+		;
+}
+
+struct landing *landing_new(const struct kvs_landing *at)
+{
+	struct landing *x = malloc(sizeof *x);
+	if (x)
+		*x = (struct landing){.at = *at};
+	return x;
+}
+
+void landing_add(kvs_client *c, struct lease *l, struct landing *x)
+{
+	if (c->landing)
+		c->last_landing->next = x;
+	else
+		c->landing = x;
+	c->last_landing = l->landing = x;
+}
+
+/* A load counts only after the ones before it: the flag has the parts of all. */
+void landings_settle(kvs_client *c)
+{
+	for (struct landing *x; (x = c->landing) && x->ended;) {
+		const struct kvs_landing *at = &x->at;
+		uint64_t now = kvs_load_value(c, at->flag), all = at->value + at->parts;
+		if (now < all) {
+			__atomic_store_n(at->arrived, now > at->value ? now - at->value : 0, __ATOMIC_RELAXED);
+			raise_load(c, at->flag, all);
+		}
+		c->landing = x->next;
+		free(x);
+	}
+}
+
+void landings_free(kvs_client *c)
+{
+	for (struct landing *x; (x = c->landing);) {
+		c->landing = x->next;
+		free(x);
+	}
+}
+
 /* ---- public: load flags ---- */
 
 int64_t kvs_load_watch(kvs_client *c, uint32_t first, uint32_t count, uint64_t step, uint32_t timeout_ms)
@@ -170,9 +220,7 @@ int kvs_load_ready(kvs_client *c, uint32_t flag, uint64_t step)
 	CHECK(c);
 	if (c->role != KVS_WORKER || flag >= c->layers || step >= KVS_POISON)
 		return KVS_E_ARG;
-	uint64_t *at = &c->load_flags[flag].value, old = __atomic_load_n(at, __ATOMIC_ACQUIRE);
-	while (old < step && !__atomic_compare_exchange_n(at, &old, step, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
-		;
+	raise_load(c, flag, step);
 	return 0;
 }
 

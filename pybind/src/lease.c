@@ -7,6 +7,7 @@
 #include "client.h"
 
 #define REASON_MAX_BYTES 1024
+#define LANDING_LOOK_MS 10
 
 /* ---- the release rule ---- */
 
@@ -32,10 +33,12 @@ int64_t leases_watch(kvs_client *c, int64_t now)
 	int64_t due = INT64_MAX;
 	bool late = false;
 	for (struct lease *l = c->open.first; l && !late; l = l->next)
-		late = now >= earlier(lease_limit_ms(c, l) - c->info.grace_ms / 2, l->end_ms);
+		late = l->landing || now >= earlier(lease_limit_ms(c, l) - c->info.grace_ms / 2, l->end_ms);
 	if (late)
 		completions_drain_and_wake(c); /* completions that are in the ring count */
-	uint32_t guilty = 0;
+	if (c->landing)
+		due = now + LANDING_LOOK_MS; /* the engine may take no completion while its stream waits */
+	uint32_t guilty = 0, waited_for = 0;
 	bool ended = false;
 	c->info.quarantined = 0;
 	for (struct lease *l = c->open.first, *next; l; l = next) {
@@ -52,6 +55,8 @@ int64_t leases_watch(kvs_client *c, int64_t now)
 		int64_t limit = lease_limit_ms(c, l);
 		if (limit == INT64_MAX)
 			continue;
+		if (l->landing && now >= limit + KVS_LOAD_FENCE_MS)
+			waited_for |= l->bound;
 		/* After half the grace a new session makes a sidecar that has lost the lease fence the old session. */
 		int64_t nudge = limit - c->info.grace_ms / 2;
 		if (now >= nudge && c->nudged != c->serial && session_usable(c) && (l->bound & proc_bit(c->proc))) {
@@ -77,7 +82,7 @@ int64_t leases_watch(kvs_client *c, int64_t now)
 		uint32_t kept = 0; /* by processes that still run */
 		for (int i = 0; i < KVS_MAX_SIDECARS; i++) {
 			bool runs = (guilty & proc_bit(i)) && proc_runs(c, i, now);
-			if ((guilty & proc_bit(i)) && !runs)
+			if ((guilty & proc_bit(i)) && (!runs || (waited_for & proc_bit(i))))
 				proc_kill(c, i, now);
 			kept |= runs || (c->procs[i].used && c->procs[i].denied) ? proc_bit(i) : 0;
 		}
@@ -94,7 +99,8 @@ uint64_t kvs_deadlines(kvs_client *c)
 	return c && c->fork_gen == kvs_fork_gen ? c->deadlines : 0;
 }
 
-static int open_lease(kvs_client *c, uint16_t type, const void *body, uint32_t bytes, uint32_t deadline_ms, int64_t now, uint64_t *id)
+static int open_lease(kvs_client *c, uint16_t type, const void *body, uint32_t bytes, uint32_t deadline_ms,
+                      const struct kvs_landing *landing, int64_t now, uint64_t *id)
 {
 	if (!session_usable(c))
 		return c->state == READY ? KVS_E_DEGRADED : KVS_E_NOT_CONNECTED;
@@ -136,11 +142,15 @@ static int open_lease(kvs_client *c, uint16_t type, const void *body, uint32_t b
 		}
 	}
 	l->id = c->next_lease + 1;
-	int rc = submit_record(c, type, l->id, body, bytes);
+	struct landing *x = landing ? landing_new(landing) : NULL;
+	int rc = landing && !x ? KVS_E_LIMIT : submit_record(c, type, l->id, body, bytes);
 	if (rc < 0) {
+		free(x);
 		lease_free(l);
 		return rc == KVS_E_ARG ? KVS_E_DEGRADED : rc;
 	}
+	if (x)
+		landing_add(c, l, x);
 	c->next_lease++;
 	l->type = type;
 	l->deadline_ms = clamp_ms(deadline_ms, c->info.deadline_ms);
@@ -155,6 +165,21 @@ static int open_lease(kvs_client *c, uint16_t type, const void *body, uint32_t b
 	return 0;
 }
 
+int64_t kvs_submit_load(kvs_client *c, const void *body, uint32_t bytes, uint32_t deadline_ms, const struct kvs_landing *at)
+{
+	CHECK(c);
+	if (!at || !at->arrived || at->flag >= c->layers || at->value >= KVS_POISON || at->parts >= KVS_POISON - at->value || !body || !mp_is_map(body, bytes))
+		return KVS_E_ARG;
+	int64_t now = kvs_now_ms();
+	uint64_t id = 0;
+	pthread_mutex_lock(&c->mu);
+	int rc = c->role != KVS_WORKER ? KVS_E_ARG : !record_fits(c, bytes) ? KVS_E_TOO_BIG : open_lease(c, KVS_REC_LOAD, body, bytes, deadline_ms, at, now, &id);
+	if (rc == 0)
+		wake_by(c, now + LANDING_LOOK_MS);
+	pthread_mutex_unlock(&c->mu);
+	return rc < 0 ? rc : (int64_t)id;
+}
+
 int64_t kvs_submit(kvs_client *c, uint16_t type, const void *body, uint32_t bytes, uint32_t deadline_ms)
 {
 	CHECK(c);
@@ -164,7 +189,7 @@ int64_t kvs_submit(kvs_client *c, uint16_t type, const void *body, uint32_t byte
 	int64_t now = kvs_now_ms();
 	uint64_t id = 0;
 	pthread_mutex_lock(&c->mu);
-	int rc = c->role != KVS_WORKER ? KVS_E_ARG : !record_fits(c, bytes) ? KVS_E_TOO_BIG : open_lease(c, type, body, bytes, deadline_ms, now, &id);
+	int rc = c->role != KVS_WORKER ? KVS_E_ARG : !record_fits(c, bytes) ? KVS_E_TOO_BIG : open_lease(c, type, body, bytes, deadline_ms, NULL, now, &id);
 	pthread_mutex_unlock(&c->mu);
 	return rc < 0 ? rc : (int64_t)id;
 }

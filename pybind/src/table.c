@@ -69,6 +69,11 @@ void lease_ready(kvs_client *c, struct lease *l)
 	list_del(&c->open, l);
 	list_add(&c->ready, l);
 	c->ready_count++;
+	if (l->landing) {
+		l->landing->ended = true;
+		l->landing = NULL;
+		landings_settle(c);
+	}
 }
 
 void lease_end(kvs_client *c, struct lease *l, uint16_t status, const char *reason)

@@ -284,3 +284,49 @@ def test_caches_that_were_the_engines_own_move_between_real_sidecars(serve: Serv
         assert bytes(sink) == bytes(want)
         assert p.wait(TIMEOUT_S)
         assert [(c.lease, c.ok) for c in p.poll()] == [(sent, True)]
+
+
+def word() -> ctypes.c_uint64:
+    return ctypes.c_uint64(1 << 62)
+
+
+def test_what_waits_for_a_load_goes_on(sidecar: Make, two: Make) -> None:
+    """Whatever becomes of the load, and without a call of the engine. A load counts after the ones before it."""
+    s: Sidecar = sidecar(features=["load"])
+    w, cache, host = two()
+    arrived = [word() for _ in range(5)]
+    at = [ctypes.addressof(x) for x in arrived]
+    refused = {"bytes": 0, "us": 1, "transport": "", "reason": "no", "recompute": []}
+    good = parts(cache, host)
+
+    def settled(*want: int) -> None:
+        until(lambda: [x.value for x in arrived[: len(want)]] == list(want), f"{want}; the words are {[x.value for x in arrived]}")
+
+    lease = w.load(good, [(0, 0)], 1, 10, arrived=at[0])
+    w.load_ready(1, 11)  # one of the parts
+    s.complete(lease, "RECEIVED", 4, **refused)
+    settled(1)
+    assert w.load_value(1) == 12
+    first, second = w.load(good, [(0, 0)], 1, 12, arrived=at[1]), w.load(good, [(0, 0)], 1, 14, arrived=at[2])
+    s.complete(second, "RECEIVED", 4, **refused)
+    assert not w.wait(0.1) or w.load_value(1) == 12
+    w.load_ready(1, 14)
+    s.complete(first, "RECEIVED", 0, **{**refused, "reason": ""})
+    settled(1, 1 << 62, 0)
+    assert w.load_value(1) == 16
+    w.load(good, [(0, 0)], 1, 16, arrived=at[3])
+    w.load(good, [(0, 0)], 1, 18, arrived=at[4])
+    s.kill()
+    settled(1, 1 << 62, 0, 0, 0)
+    assert w.load_value(1) == 20
+    until(lambda: len(w.poll()) == 0, "the rest of the completions")
+
+
+def test_a_load_is_waited_for_no_longer_than_its_deadline(sidecar: Make, two: Make) -> None:
+    s: Sidecar = sidecar(features=["load"])
+    w, cache, host = two()
+    x = word()
+    lease = w.load(parts(cache, host), [(0, 0)], 0, 0, arrived=ctypes.addressof(x), deadline_s=0.3)
+    s.record("LOAD", lease=lease)
+    until(lambda: w.load_value(0) == 2, "the flag, without a call of the engine")
+    assert x.value == 0

@@ -44,6 +44,7 @@ extern "C" {
 #define KVS_MAX_REQUESTS 256    /* about pages of the store, until their answers were fetched */
 #define KVS_MAX_DECLINES 1024   /* of a scheduler, while the socket takes none */
 #define KVS_MAX_SIDECARS 16     /* sidecar processes that may still access blocks of an open lease */
+#define KVS_LOAD_FENCE_MS 20000 /* for a sidecar that answers but does not end a load: see kvs_submit_load */
 #define KVS_MAX_LOADS 256       /* load flag ranges under the watchdog */
 #define KVS_ADOPT_MIN_BYTES (64ull << 20)
 
@@ -217,6 +218,19 @@ struct kvs_snapshot {
  * they arrive, unless the flag is below the load's value: a load has to begin after the end of the one before. Bodies: docs/protocol.md section 2. deadline_ms is the body's own. Returns the lease id (> 0) or an error, after
  * which nothing is open and nothing was sent. */
 int64_t kvs_submit(kvs_client *c, uint16_t type, const void *body, uint32_t bytes, uint32_t deadline_ms);
+
+/* What a stream waits for with a LOAD: its flag and value, and the number of its parts. */
+struct kvs_landing {
+	uint32_t flag;
+	uint64_t value, parts;
+	uint64_t *arrived; /* valid until the lease has completed */
+};
+
+/* As kvs_submit of a LOAD, of which a stream waits for flag >= value + parts. If the lease ends before all parts are there, the library writes
+ * the number of those that are to *arrived, and then raises the flag to value + parts: the stream itself has to copy the others. It does so after
+ * the loads before this one have ended, in a thread of its own, within some 10 ms, whatever the engine's threads do. A sidecar that answers but
+ * does not end the lease is killed KVS_LOAD_FENCE_MS after deadline and grace. Loads of one flag are submitted in the order of their values. */
+int64_t kvs_submit_load(kvs_client *c, const void *body, uint32_t bytes, uint32_t deadline_ms, const struct kvs_landing *landing);
 
 /* One STEP record, and the snapshots as of it. 0 or KVS_KEPT; both mean that the library has the state. If the ring has no
  * room the session is replaced in the background and the snapshots are presented in the new one. Errors: KVS_E_TOO_BIG (split

@@ -60,6 +60,10 @@ class CSnapshot(ctypes.Structure):
     _fields_ = [("lease", c_uint64), ("body", c_char_p), ("body_bytes", c_uint64)]
 
 
+class CLanding(ctypes.Structure):
+    _fields_ = [("flag", c_uint32), ("value", c_uint64), ("parts", c_uint64), ("arrived", c_void_p)]
+
+
 class CAdmission(ctypes.Structure):
     _fields_ = [("state", c_uint32), ("tokens", c_uint32), ("message", c_char * 232)]
 
@@ -125,6 +129,7 @@ _PROTOTYPES = {
     "kvs_bump_source_epoch": (c_uint64, [c_void_p]),
     "kvs_deadlines": (c_uint64, [c_void_p]),
     "kvs_submit": (c_int64, [c_void_p, c_uint16, c_char_p, c_uint32, c_uint32]),
+    "kvs_submit_load": (c_int64, [c_void_p, c_char_p, c_uint32, c_uint32, POINTER(CLanding)]),
     "kvs_step": (c_int, [c_void_p, c_char_p, c_uint32, POINTER(CSnapshot), c_uint32]),
     "kvs_preempt": (c_int, [c_void_p, POINTER(CSnapshot)]),
     "kvs_hold": (c_int, [c_void_p, POINTER(CSnapshot)]),

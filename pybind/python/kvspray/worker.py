@@ -412,6 +412,7 @@ class WorkerClient(_Client):
         flag: int,
         value: int,
         *,
+        arrived: int = 0,
         req: str = "",
         deadline_s: float | None = None,
         after: int = 0,
@@ -421,6 +422,8 @@ class WorkerClient(_Client):
         Once the first n parts have arrived the sidecar raises load flag ``flag`` to ``value + n``, unless the flag is below ``value``:
         let a load begin (``after``) when the one before has ended. The sidecar owns the destination's pages until the lease
         completes through poll(). The parts that the flag covers then have arrived; with OK all have.
+        ``arrived``: the address of a u64, valid until then. If the lease ends before all parts are there, a thread of the library writes
+        the number of those that are to it, and then raises the flag to ``value + len(parts)``: what waits for the flag copies the others.
         Returns the lease, or 0 if no sidecar can take it now or the sidecar is too old: copy without it.
         """
         rows = [
@@ -442,13 +445,18 @@ class WorkerClient(_Client):
                 after=_after(after),
             )
         )
-        return self._submit("load", _lib.REC_LOAD, body, deadline)
+        if not arrived:
+            return self._submit("load", _lib.REC_LOAD, body, deadline)
+        h = self._handle()
+        landing = _lib.CLanding(flag, value, len(rows), arrived)
+        lease = 0 if h is None else int(lib.kvs_submit_load(h, body, len(body), deadline, byref(landing)))
+        return self._opened("load", lease, body)
 
     def _submit(self, what: str, kind: int, body: bytes, deadline_ms: int) -> int:
         h = self._handle()
-        if h is None:
-            return 0
-        lease = int(lib.kvs_submit(h, kind, body, len(body), deadline_ms))
+        return self._opened(what, 0 if h is None else int(lib.kvs_submit(h, kind, body, len(body), deadline_ms)), body)
+
+    def _opened(self, what: str, lease: int, body: bytes) -> int:
         if lease in (_lib.E_ARG, _lib.E_TOO_BIG):
             raise ValueError(f"kvspray: {what}: {self._why(lease)} ({len(body)} bytes)")
         return max(0, lease)

@@ -234,12 +234,12 @@ class Link:
         return GpuSignals(self._client, log)
 
     def load(
-        self, parts: Sequence[kvspray.LoadPart], pages: bytes, flag: int, value: int, req: str,
-        deadline_s: float, after: int,
+        self, parts: Sequence[kvspray.LoadPart], pages: bytes, flag: int, value: int, arrived: int,
+        req: str, deadline_s: float, after: int,
     ) -> int:  # fmt: skip
         """As WorkerClient.load. The lease ends by loads_ended()."""
         return self._client.load(
-            parts, pages, flag, value, req=req, deadline_s=deadline_s, after=after
+            parts, pages, flag, value, arrived=arrived, req=req, deadline_s=deadline_s, after=after
         )
 
     def loads_ended(self, timeout_s: float) -> list[kvspray.Completion]:
@@ -256,9 +256,6 @@ class Link:
 
     def load_value(self, flag: int) -> int:
         return self._client.load_value(flag)
-
-    def load_ready(self, flag: int, value: int) -> None:
-        self._client.load_ready(flag, value)
 
     def add_optional(self, regions: Sequence[kvspray.Region]) -> None:
         """Registers memory after start(). A failure does not end the session."""

@@ -5,8 +5,8 @@ A load flag counts the parts of all loads that have arrived: K or V of a layer, 
 SGLang's load stream waits for the parts of each layer, and SGLang's own events for layers come
 behind these waits. So a model computes a layer while the sidecar copies the next ones.
 
-The stream itself copies the parts that the sidecar does not, after the lease of the load has ended:
-until then the sidecar may still write. It never goes on without the bytes.
+The stream itself copies the parts that the sidecar does not (missing.py), after the lease of the
+load has ended: until then the sidecar may still write. It never goes on without the bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ import kvspray
 from kvspray import CompletionStatus, _messages
 from kvspray.gpu import GpuSignals
 from kvspray_sglang.link import Link
+from kvspray_sglang.missing import ALL, Missing, Part
 from kvspray_sglang.pools import PoolError
 
 LEAST_BYTES = 128 << 20  # of a load; SGLang copies less in less time [measured, H200]
@@ -33,8 +34,8 @@ LEAST_PIECE = 2 << 10  # bytes of a page of one part; smaller ones take the side
 MAX_PIECES = 100_000  # pages of all parts of a load
 # A load is cancelled if none of its parts arrives for so long after the stream has reached it.
 STALL_S = 5.0
-# Deadline of a load. The shim kills a sidecar that has not fenced it 2 to 3 s later. A load that
-# expires while an earlier prefill keeps the stream is submitted again.
+# Deadline of a load. The shim kills a sidecar that has not fenced it 2 to 3 s later, or, if the
+# sidecar still answers, KVS_LOAD_FENCE_MS later.
 LEASE_S = 10.0
 # After a load with parts that the sidecar did not copy, SGLang makes all loads for PAUSE_S. The pause doubles
 # with each further such load, up to MAX_PAUSE_S. A load that the sidecar makes alone resets it.
@@ -47,37 +48,21 @@ WARN_EVERY_S = 60.0
 _LOOK_S = 0.001  # interval at which a thread reads the flag on a CPU
 _WAIT_S = 0.05  # longest wait for completions before the thread checks for stalled loads
 
-if TYPE_CHECKING:
-    from kvspray_sglang.missing import Missing
-
 _log = logging.getLogger(__name__)
 _active: Loads | None = None
-
-
-@dataclass(frozen=True)
-class Part:
-    """K or V of a layer, or its latent: a tensor of pages on each side."""
-
-    host: torch.Tensor
-    device: torch.Tensor
-
-    @property
-    def length(self) -> int:
-        return int(self.host[0].numel() * self.host.element_size())
+_unclosed: list[Loads] = []  # kernels may still read their memory
 
 
 @dataclass(eq=False)
 class _Load:
     value: int  # the load flag has value + n once the first n parts are there
-    pages: np.ndarray  # (host, device)
     slot: int  # of Missing
     mark: int  # of the stream: earlier work on the device's pages is done; 0 on a CPU
-    lease: int = 0  # 0: none is open
-    first: int = 0  # part of the lease
+    begun: float
+    lease: int = 0
     seen: int = 0  # parts that were there at the last look
     since: float = 0.0  # when it could begin, or a part arrived last; 0: it could not
     cancelled: bool = False
-    failed: bool = False  # the stream copies the parts that are not there
 
 
 def pool_of(host: Any) -> Any:
@@ -170,18 +155,18 @@ class Loads:
         self._targets = [make(p.device.data_ptr(), p.device.nbytes) for p in self._parts]
         self._rows = [self._row(p, t) for p, t in zip(self._parts, self._targets, strict=True)]
         self._signals: GpuSignals | None = None  # of a GPU, from the first load on
-        self._missing = self._make_missing() if self._gpu else None
+        pages = min(len(self._parts[0].device), _messages.MAX_COPY_BLOCKS)
+        kind = self._kind_of_missing()
+        self._missing = kind(self._parts, self._per_layer, SLOTS, pages)
         self._marks = [0] * SLOTS  # of the last load in each slot
         self._cond = threading.Condition()  # guards what follows
         self._usable = False  # the session has the device pool
         self._stream: int | None = None  # of all loads: they follow each other on it
         self._value = self._count = 0  # of the next load
         self._loads: collections.deque[_Load] = collections.deque()  # under way, the oldest first
-        self._open: dict[int, _Load] = {}  # leases
         self._closing = False
-        self._ended: collections.deque[kvspray.Completion] = collections.deque()
         self._pause, self._until = 0.0, float("-inf")
-        self._complained = float("-inf")
+        self._complained: dict[str, float] = {}
         self.copied = self.fallbacks = 0  # parts, by the sidecar and not by it
         self.ends: collections.Counter[str] = collections.Counter()  # of leases that failed
         self._thread = threading.Thread(target=self._run, name="kvspray-loads", daemon=True)
@@ -196,17 +181,12 @@ class Loads:
             raise PoolError("it is not in memory that the sidecar can map")
         return kvspray.LoadPart(*found, step, target, 0, other, part.length)
 
-    def _make_missing(self) -> Missing:
-        from kvspray_sglang.missing import WORD, Missing
+    def _kind_of_missing(self) -> type[Missing]:
+        if not self._gpu:
+            return Missing
+        from kvspray_sglang.missing_gpu import GpuMissing
 
-        rows = []
-        for p, r in zip(self._parts, self._rows, strict=True):
-            places = (p.host.data_ptr(), r.src_stride, p.device.data_ptr(), r.dst_stride, r.length)
-            if any(x % WORD for x in places):
-                raise PoolError(f"its pages do not begin and end at multiples of {WORD} bytes")
-            rows.append(places)
-        pages = min(len(self._parts[0].device), _messages.MAX_COPY_BLOCKS)
-        return Missing(rows, self._per_layer, SLOTS, pages, self._parts[0].device.device)
+        return GpuMissing
 
     # -- SGLang's thread
 
@@ -229,7 +209,7 @@ class Loads:
             self._stream = self._stream or stream
             if stream != self._stream or not self._signals_ready():
                 return None
-            assert self._signals is not None and self._missing is not None
+            assert self._signals is not None
             # The next load's mark comes behind all kernels of this slot's last load.
             if not self._signals.reached(self._marks[(slot + 1) % SLOTS]):
                 return None
@@ -237,13 +217,19 @@ class Loads:
             if mark == 0:
                 return None
         pages = np.stack((host, device), 1).astype("<u4")
-        if self._missing is not None:
-            self._missing.begin(slot, pages.view("<i4"))
+        arrived = self._missing.begin(slot, pages.view("<i4"))
         with self._cond:
             if self._closing:
                 return None
-            load = _Load(self._value, pages, slot, mark)
-            if not self._submit(load):
+            load = _Load(self._value, slot, mark, time.monotonic())
+            try:
+                load.lease = self._link.load(
+                    self._rows, pages.tobytes(), FLAG, load.value, arrived, f"load-{self._count}",
+                    LEASE_S, mark,
+                )  # fmt: skip
+            except kvspray.KvsprayError as err:
+                self._complain(str(err))
+            if not load.lease:
                 return None
             self._value += len(self._parts)
             self._count += 1
@@ -278,6 +264,7 @@ class Loads:
     def end(self, load: _Load) -> None:
         """Returns when nothing writes to the load's pages any more."""
         with self._cond:
+            self._cancel(load, "SGLang has given it up")
             self._cond.wait_for(lambda: load not in self._loads)
         if self._stream is not None:
             torch.cuda.ExternalStream(self._stream).synchronize()
@@ -285,45 +272,14 @@ class Loads:
     def wait(self, load: _Load, layer: int) -> None:
         """The current stream goes on once the layer is on the device. On a CPU this thread does."""
         value = load.value + (layer + 1) * self._per_layer
-        stream = torch.cuda.current_stream().cuda_stream if self._gpu else 0
-        if self._signals is None or not self._signals.wait_layer(FLAG, value, stream):
-            with self._cond:  # bounded: each lease ends
-                while self._link.load_value(FLAG) < value:
-                    self._cond.wait(_LOOK_S)
-        if self._missing is not None:
-            self._missing.copy(load.slot, layer)
-
-    # -- copies
-
-    def _there(self, load: _Load) -> int:
-        """The parts that have arrived. They are the first ones."""
-        return max(0, min(len(self._parts), self._link.load_value(FLAG) - load.value))
-
-    def _submit(self, load: _Load) -> bool:
-        """Locked. Requests the parts that are not there. False: the sidecar has not taken it."""
-        load.first = self._there(load)
-        try:
-            load.lease = self._link.load(
-                self._rows[load.first :], load.pages.tobytes(), FLAG, load.value + load.first,
-                f"load-{load.value}", LEASE_S, load.mark,
-            )  # fmt: skip
-        except Exception as err:
-            self._complain(f"{type(err).__name__}: {err}")
-            return False
-        if load.lease:
-            self._open[load.lease] = load
-        return load.lease > 0
-
-    def _settle(self) -> None:
-        """Locked. Forgets loads that have ended, the oldest first."""
-        while self._loads:
-            load = self._loads[0]
-            if load.lease or self._there(load) < len(self._parts):
-                return
-            self._loads.popleft()
-            if not load.failed:
-                self._pause = 0.0
-            self._cond.notify_all()
+        if self._signals is not None:
+            stream = torch.cuda.current_stream().cuda_stream
+            if not self._signals.wait_layer(FLAG, value, stream):
+                raise RuntimeError("kvspray: CUDA refuses a wait on SGLang's load stream")
+        else:  # bounded: the lease ends, and libkvspray raises the flag then
+            while self._link.load_value(FLAG) < value:
+                time.sleep(_LOOK_S)
+        self._missing.copy(load.slot, layer)
 
     # -- the thread that takes the ends of copies
 
@@ -338,10 +294,8 @@ class Loads:
             try:
                 self._take(self._link.loads_ended(_WAIT_S))
                 self._cancel_stalled()
-                self._fall_back()
-            except Exception as err:  # without this thread no load would ever end
+            except Exception as err:  # the loads end without this thread, too
                 self._complain(f"{type(err).__name__}: {err}")
-                self._find_lost()
                 time.sleep(_WAIT_S)
 
     def _register(self) -> None:
@@ -357,79 +311,63 @@ class Loads:
             self._complain(str(err))
 
     def _take(self, ended: Sequence[kvspray.Completion]) -> None:
-        self._ended += ended
         with self._cond:
-            while self._ended:
-                c = self._ended.popleft()
-                if c.lease in self._open:
-                    self._take_one(c, self._open.pop(c.lease))
-            self._settle()
+            for c in ended:
+                load = next((x for x in self._loads if x.lease == c.lease), None)
+                if load is not None:
+                    self._loads.remove(load)
+                    self._count_end(c, load)
+            self._cond.notify_all()
 
-    def _take_one(self, c: kvspray.Completion, load: _Load) -> None:
+    def _count_end(self, c: kvspray.Completion, load: _Load) -> None:
         """Locked."""
-        # The flag alone counts: the stream has gone on with the parts that it covers, also if the
-        # lease's end was lost with its session, and their pages may be another request's.
-        load.lease, there = 0, self._there(load)
-        self.copied += there - load.first
-        if there == len(self._parts):
+        parts, there = len(self._parts), self._missing.arrived(load.slot)
+        if there == ALL:  # libkvspray may write it later, if a load before this one has not ended
+            there = parts if c.ok else max(0, self._link.load_value(FLAG) - load.value)
+        self.copied += min(there, parts)
+        if there >= parts:
+            if load.begun > self._until:
+                self._pause = 0.0
             return
+        self.fallbacks += parts - there
         self.ends[c.status.name] += 1
-        again = c.status == CompletionStatus.EXPIRED and not load.cancelled
-        if again and not self._stalled(load) and self._submit(load):
-            return
-        load.failed = True
-        self._complain(f"{c.status.name}: {c.reason}")
+        if c.status == CompletionStatus.EXPIRED and not self._reached(load):
+            return  # an earlier prefill has kept the stream for so long
+        self._pause = min(max(PAUSE_S, 2 * self._pause), MAX_PAUSE_S)
+        self._until = time.monotonic() + self._pause
+        self._complain(
+            f"a load by the sidecar has ended with {there} of {parts} parts, and SGLang's stream "
+            f"copies the others: {c.status.name}: {c.reason}"
+        )
 
-    def _stalled(self, load: _Load) -> bool:
-        """Locked. Whether the stream reached the load at least STALL_S ago, and no part has arrived
-        for as long."""
-        now, there = time.monotonic(), self._there(load)
-        if load.since == 0 and (self._signals is None or self._signals.reached(load.mark)):
-            load.since = now
-        if there > load.seen:
-            load.seen, load.since = there, now
-        return 0 < load.since <= now - STALL_S
+    def _reached(self, load: _Load) -> bool:
+        return self._signals is None or self._signals.reached(load.mark)
 
     def _cancel_stalled(self) -> None:
+        """Cancels loads that the stream reached at least STALL_S ago, and of which no part has
+        arrived for as long."""
         with self._cond:
+            now = time.monotonic()
             for load in self._loads:
-                if load.lease and not load.cancelled and self._stalled(load):
-                    load.cancelled = True
-                    self._link.cancel(load.lease, "the load has stalled")
+                there = self._link.load_value(FLAG) - load.value
+                if load.since == 0 and self._reached(load):
+                    load.since = now
+                if there > load.seen:
+                    load.seen, load.since = there, now
+                if 0 < load.since <= now - STALL_S:
+                    self._cancel(load, "the load has stalled")
 
-    def _find_lost(self) -> None:
-        """After an error in this thread: loads whose lease's end it was about to take."""
-        with self._cond:
-            for load in self._loads:
-                if load.lease not in self._open:
-                    load.lease, load.failed = 0, load.failed or self._there(load) < len(self._parts)
-            self._settle()
-
-    def _fall_back(self) -> None:
-        """Lets the stream copy the missing parts of the oldest load. A later load may begin only
-        after it on the stream."""
-        with self._cond:
-            load = self._loads[0] if self._loads else None
-            if load is None or not load.failed:
-                return
-            self._pause = min(max(PAUSE_S, 2 * self._pause), MAX_PAUSE_S)
-            self._until = time.monotonic() + self._pause
-            first = self._there(load)
-            if self._missing is not None:
-                self._missing.mark(load.slot, first)
-            else:
-                for part in self._parts[first:]:
-                    for h, d in load.pages.tolist():
-                        part.device[d].copy_(part.host[h])
-            self.fallbacks += len(self._parts) - first
-            self._link.load_ready(FLAG, load.value + len(self._parts))
-            self._settle()
+    def _cancel(self, load: _Load, why: str) -> None:
+        """Locked."""
+        if not load.cancelled and load in self._loads:
+            load.cancelled = True
+            self._link.cancel(load.lease, why)
 
     def _complain(self, text: str) -> None:
-        now = time.monotonic()
-        if now - self._complained >= WARN_EVERY_S:
-            self._complained = now
-            self._log.warning("kvspray: SGLang makes loads that the sidecar should make: %s", text)
+        now, kind = time.monotonic(), text[:20]
+        if now - self._complained.get(kind, float("-inf")) >= WARN_EVERY_S:
+            self._complained[kind] = now
+            self._log.warning("kvspray: %s", text)
 
     def close(self) -> bool:
         """Before the link's end. False: a load has not ended, so the link stays open."""
@@ -438,6 +376,7 @@ class Loads:
             self._cond.notify_all()
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
+            _unclosed.append(self)
             return False
         if self._stream is not None:  # its kernels read what is freed next
             torch.cuda.ExternalStream(self._stream).synchronize()
