@@ -7,7 +7,7 @@ own, deps and sgl.
 speed    for each way and each number of tokens: until the engine's thread has its call back, until
          the first layer is there, until all are; the ways take turns, and every page is compared
 beside   how much longer a computation takes while loads run
-faults   the sidecar is killed or stopped under loads for which more kernels wait than a stream
+faults   the sidecar is killed, paused or stopped under loads for which more kernels wait than a stream
          takes, while other streams wait for them, too: each load ends, and every page is right
 
 usage: sglang_loads.py [options]
@@ -16,6 +16,7 @@ usage: sglang_loads.py [options]
 from __future__ import annotations
 
 import argparse
+import ctypes
 import faulthandler
 import json
 import os
@@ -23,9 +24,9 @@ import pathlib
 import random
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -56,6 +57,7 @@ PATTERN = 64 << 20  # bytes of random content, which repeats with another number
 WAIT_S = 60.0
 KERNELS = 200  # for each layer, in faults: more than a stream takes in all
 STREAMS = 64  # that wait, of both priorities, in faults: more than a GPU has queues for
+FAULTS = ("killed", "killed", "paused", "killed", "killed", "stopped")
 LIBRARIES = UNPACKED / "lib"  # that SGLang's kernels are linked with
 
 
@@ -309,6 +311,15 @@ class Run:
             self.report["beside"].append(row)
             say(json.dumps(row))
 
+    def hit(self, fault: str, after_s: float) -> subprocess.Popen[bytes]:
+        (pid,) = self.sidecar.pids()
+        then = {
+            "killed": f"kill -KILL {pid}",
+            "stopped": f"kill -STOP {pid}",
+            "paused": f"kill -STOP {pid}; sleep 2; kill -CONT {pid}",
+        }
+        return subprocess.Popen(["sh", "-c", f"sleep {after_s:.4f}; {then[fault]}"])
+
     def faults(self) -> None:
         way = next(w for w in WAYS if w[0] == "sidecar")
         loads.STALL_S, loads.LEASE_S, loads.PAUSE_S = 1.0, 3.0, 0.0
@@ -326,11 +337,9 @@ class Run:
             host, device = self.slots(max(self.args.sizes), ("fault", turn))
             half = len(host) // self.args.page // 2 * self.args.page
             self.clear()
-            stops = turn % 3 == 2
-            hit = (lambda: self.sidecar.stop_for(5)) if stops else self.sidecar.kill
-            before = self.loads.fallbacks
-            killer = threading.Timer(r.uniform(0, usual), hit)
-            killer.start()
+            fault, before = FAULTS[turn % len(FAULTS)], self.loads.fallbacks
+            # Another process: on odd turns no other thread of this one runs.
+            killer = self.hit(fault, r.uniform(0, usual))
             start = time.monotonic()
             for i in (slice(0, half), slice(half, None)):  # two loads follow each other
                 events, completion = self.submit(way, host[i], device[i])
@@ -345,18 +354,23 @@ class Run:
                             for _ in range(KERNELS):
                                 little.add_(1)
             queued = time.monotonic() - start
+            if self.gpu and turn % 2:  # with Python's lock, as in a launch that keeps it
+                event = ctypes.c_void_p(completion.finish_event.cuda_event)
+                ctypes.PyDLL("libcuda.so.1").cuEventSynchronize(event)
             self.wait(completion.finish_event, f"turn {turn}")
             took = time.monotonic() - start
             if stream is not None:
                 stream.synchronize()
             self.compare(way, host, device, f"faults: turn {turn}")
-            killer.join()
-            if not stops:
+            killer.wait()
+            if fault != "paused":
+                self.sidecar.kill()
                 self.sidecar.start()
+            rig.wait_for("the ends of loads", lambda: not self.loads._loads, 30)
             again = self.loads.fallbacks - before
             missed += again == 0
             say(
-                f"{'stopped' if stops else 'killed'}: {again} of {4 * self.args.layers} parts not "
+                f"{fault}: {again} of {4 * self.args.layers} parts not "
                 f"by it, {took:.2f} s, the thread had {queued:.2f} s of it"
             )
         self.report["faults"] = {
