@@ -1,6 +1,7 @@
 package gpu
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"net"
@@ -68,6 +69,35 @@ func (c *Copier) devicePieces(parts []device.Piece, u *GPU, list []hostPiece,
 		}
 	}
 	return parts, nil
+}
+
+// Pin pins the windows of a copy between a GPU and the host, as Copy would, but only until ctx ends:
+// all windows of a large list take longer than an engine waits. Copy reports what cannot be
+// pinned.
+func (c *Copier) Pin(ctx context.Context, dst, src []mem.Block) {
+	buf := hostPieceLists.Get().(*[]hostPiece)
+	defer hostPieceLists.Put(buf)
+	list, ok := hostPiecesOf((*buf)[:0], dst, src)
+	*buf = list[:0]
+	if !ok {
+		return
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for i := range list {
+		h := &list[i].host
+		for k := h.Off / c.shape.window; k <= (h.Off+h.Len-1)/c.shape.window; k++ {
+			if w := c.pins[h.Region][k]; w != nil && w.pinned {
+				continue
+			}
+			if c.closed || ctx.Err() != nil {
+				return
+			}
+			if _, err := c.pinLocked(list[i].u, h.Region, k); err != nil {
+				return
+			}
+		}
+	}
 }
 
 // pinLocked returns window k of a region, pinned for all GPUs. It releases mu while the driver

@@ -2,6 +2,7 @@ package gpu
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"math/rand/v2"
@@ -182,6 +183,36 @@ func TestCopierOfSeveralRegions(t *testing.T) {
 		if !bytes.Equal(got[to[i].Off:][:to[i].Len], r.near[from[i].Off:][:from[i].Len]) {
 			t.Errorf("block %d: content differs", i)
 		}
+	}
+}
+
+// TestCopierPin: it pins all windows of a copy, and none after the end of its context.
+func TestCopierPin(t *testing.T) {
+	r := newCopyRig(t, 1)
+	to, from := whole(r.gpu[0], r.host, 0, copyBytes)
+	ctx, cancel := context.WithCancel(t.Context())
+	r.p.slow = make(chan struct{})
+	pinned := make(chan struct{})
+	go func() {
+		defer close(pinned)
+		r.c.Pin(ctx, to, from)
+	}()
+	r.p.slow <- struct{}{}
+	until(t, "a pinned window", func() bool {
+		r.c.mu.Lock()
+		defer r.c.mu.Unlock()
+		return r.c.windows == 2
+	})
+	cancel()
+	r.p.slow <- struct{}{} // it was begun
+	<-pinned
+	close(r.p.slow)
+	if r.c.windows != 2 {
+		t.Errorf("%d windows", r.c.windows)
+	}
+	r.c.Pin(t.Context(), to, from)
+	if r.c.windows != 5 {
+		t.Errorf("%d windows of 1 MiB, want 5", r.c.windows)
 	}
 }
 

@@ -189,7 +189,7 @@ func (r *copyRun) lane(ctx context.Context) {
 		if !more {
 			return
 		}
-		path, err := m.copy()
+		path, err := m.copy(ctx)
 		r.end(i, &m.piece, path, err)
 	}
 }
@@ -285,8 +285,11 @@ type copyWorker struct {
 	bounce []byte
 }
 
-func (m *copyWorker) copy() (path string, err error) {
+func (m *copyWorker) copy(ctx context.Context) (path string, err error) {
 	if m.piece.from[0].Region.Device() != nil || m.piece.to[0].Region.Device() != nil {
+		if m.gpus.pin(ctx, m.piece.to, m.piece.from); ctx.Err() != nil {
+			return "", context.Cause(ctx)
+		}
 		return m.gpus.copy(m.piece.to, m.piece.from)
 	}
 	for i := range m.piece.from {

@@ -1,6 +1,7 @@
 package sidecar
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -157,6 +158,13 @@ func (g *gpus) copy(dst, src []mem.Block) (path string, err error) {
 		d = mem.DeviceOf(src)
 	}
 	return gpu.PathStaged, d.Move(dst, src)
+}
+
+// pin prepares a copy, which takes long the first time, until ctx ends.
+func (g *gpus) pin(ctx context.Context, dst, src []mem.Block) {
+	if c := g.copier.Load(); c != nil {
+		c.Pin(ctx, dst, src)
+	}
 }
 
 // links is what copies between host memory and GPUs; nil: nothing does. While a GPU is being opened
