@@ -71,8 +71,8 @@ func (c *Copier) devicePieces(parts []device.Piece, u *GPU, list []hostPiece,
 	return parts, nil
 }
 
-// Pin pins the windows of a copy between a GPU and the host, as Copy would, but only until ctx ends:
-// all windows of a large list take longer than an engine waits. Copy reports what cannot be
+// Pin pins the windows of a copy between a GPU and the host, as Copy would, but only until ctx
+// ends: all windows of a large list take longer than an engine waits. Copy reports what cannot be
 // pinned.
 func (c *Copier) Pin(ctx context.Context, dst, src []mem.Block) {
 	buf := hostPieceLists.Get().(*[]hostPiece)
