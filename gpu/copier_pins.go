@@ -84,9 +84,14 @@ func (c *Copier) Pin(ctx context.Context, dst, src []mem.Block) {
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	var last mem.Block // its window is pinned: a look-up per piece would take most of the time
 	for i := range list {
 		h := &list[i].host
+		if h.Region == last.Region && h.Off >= last.Off && h.Off+h.Len <= last.Off+last.Len {
+			continue
+		}
 		for k := h.Off / c.shape.window; k <= (h.Off+h.Len-1)/c.shape.window; k++ {
+			last = mem.Block{Region: h.Region, Off: k * c.shape.window, Len: c.shape.window}
 			if w := c.pins[h.Region][k]; w != nil && w.pinned {
 				continue
 			}

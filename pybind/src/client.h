@@ -361,7 +361,7 @@ int proc_enter(kvs_client *c, const uint8_t boot[16], bool *known);
 bool proc_bound(const kvs_client *c, int i);
 void proc_exited(kvs_client *c, int i); /* its exit is proved */
 void proc_release(struct proc *p);
-void proc_kill(kvs_client *c, int i, int64_t now);
+void proc_kill(kvs_client *c, int i, int64_t now, const char *why);
 /* The process at the other end of the socket has answered that it still fences an earlier session: it runs. */
 void proc_alive(kvs_client *c, int64_t now);
 /* Whether it has answered within the grace. Such a process is not killed, because it may serve other engines. */

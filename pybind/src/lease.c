@@ -55,8 +55,6 @@ int64_t leases_watch(kvs_client *c, int64_t now)
 		int64_t limit = lease_limit_ms(c, l);
 		if (limit == INT64_MAX)
 			continue;
-		if (l->landing && now >= limit + KVS_LOAD_FENCE_MS)
-			waited_for |= l->bound;
 		/* After half the grace a new session makes a sidecar that has lost the lease fence the old session. */
 		int64_t nudge = limit - c->info.grace_ms / 2;
 		if (now >= nudge && c->nudged != c->serial && session_usable(c) && (l->bound & proc_bit(c->proc))) {
@@ -69,6 +67,8 @@ int64_t leases_watch(kvs_client *c, int64_t now)
 		/* The sidecar has the grace to answer: after a pause of the host it may not have run, like this process. */
 		if (limit < c->nudge_ms + c->info.grace_ms)
 			limit = c->nudge_ms + c->info.grace_ms;
+		if (l->landing && now >= limit + KVS_LOAD_GRACES * (int64_t)c->info.grace_ms)
+			waited_for |= l->bound;
 		if (now >= limit) {
 			guilty |= l->bound;
 			due = earlier(due, now + KILL_RETRY_MS);
@@ -83,7 +83,7 @@ int64_t leases_watch(kvs_client *c, int64_t now)
 		for (int i = 0; i < KVS_MAX_SIDECARS; i++) {
 			bool runs = (guilty & proc_bit(i)) && proc_runs(c, i, now);
 			if ((guilty & proc_bit(i)) && (!runs || (waited_for & proc_bit(i))))
-				proc_kill(c, i, now);
+				proc_kill(c, i, now, runs ? "did not end a load" : "did not respond within deadline and grace");
 			kept |= runs || (c->procs[i].used && c->procs[i].denied) ? proc_bit(i) : 0;
 		}
 		for (struct lease *l = c->open.first; l; l = l->next)

@@ -19,7 +19,8 @@ void *client_loop(void *arg)
 	kvs_client *c = arg;
 	prctl(PR_SET_NAME, "kvspray");
 	pthread_mutex_lock(&c->mu);
-	while (!c->closing) {
+	/* A stream that waits for a load would wait for ever. Each load ends: see KVS_LOAD_GRACES. */
+	while (!c->closing || c->landing) {
 		int64_t now = kvs_now_ms();
 		for (int i = 0; i < KVS_MAX_SIDECARS; i++)
 			if (c->procs[i].used && c->procs[i].exit_proved && !c->procs[i].harmless)
@@ -39,6 +40,8 @@ void *client_loop(void *arg)
 		declines_send(c, now);
 		/* Last, because they also look at leases that were just presented. */
 		int64_t due = earlier(leases_watch(c, now), earlier(loads_watch(c, now), awaits_watch(c, now)));
+		if (c->closing && !c->landing)
+			break;
 		if (c->state == IDLE)
 			due = earlier(due, c->next_try_ms);
 		else if (c->state != READY)

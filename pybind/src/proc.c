@@ -68,7 +68,7 @@ int proc_enter(kvs_client *c, const uint8_t boot[16], bool *known)
 	return free_at;
 }
 
-void proc_kill(kvs_client *c, int i, int64_t now)
+void proc_kill(kvs_client *c, int i, int64_t now, const char *why)
 {
 	struct proc *p = &c->procs[i];
 	if (!p->used || p->exit_proved || (p->kill_ms && now - p->kill_ms < KILL_RETRY_MS))
@@ -78,15 +78,14 @@ void proc_kill(kvs_client *c, int i, int64_t now)
 	if (rc == 0 || rc == -ESRCH) {
 		if (!p->killed) {
 			c->info.kills++;
-			log_error(c, "sidecar pid %u did not respond within deadline and grace: killed", p->pid);
+			log_error(c, "sidecar pid %u %s: killed", p->pid, why);
 		}
 		p->killed = true;
 		p->denied = false;
 		return;
 	}
 	p->denied = true;
-	log_error(c, "sidecar pid %u did not respond within deadline and grace and cannot be killed (%s): its leases stay in quarantine until it exits",
-	          p->pid, strerror(-rc));
+	log_error(c, "sidecar pid %u %s and cannot be killed (%s): its leases stay in quarantine until it exits", p->pid, why, strerror(-rc));
 }
 
 void proc_alive(kvs_client *c, int64_t now)

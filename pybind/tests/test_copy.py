@@ -8,6 +8,8 @@ import ctypes
 import mmap
 import pathlib
 import random
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -295,38 +297,72 @@ def test_what_waits_for_a_load_goes_on(sidecar: Make, two: Make) -> None:
     s: Sidecar = sidecar(features=["load"])
     w, cache, host = two()
     arrived = [word() for _ in range(5)]
-    at = [ctypes.addressof(x) for x in arrived]
     refused = {"bytes": 0, "us": 1, "transport": "", "reason": "no", "recompute": []}
-    good = parts(cache, host)
+    value = 10
+    leases: list[int] = []
 
-    def settled(*want: int) -> None:
-        until(lambda: [x.value for x in arrived[: len(want)]] == list(want), f"{want}; the words are {[x.value for x in arrived]}")
+    def load() -> int:
+        nonlocal value
+        leases.append(w.load(parts(cache, host), [(0, 0)], 1, value, arrived=ctypes.addressof(arrived[len(leases)])))
+        value += 2
+        return leases[-1]
 
-    lease = w.load(good, [(0, 0)], 1, 10, arrived=at[0])
+    def settled(flag: int, *words: int) -> None:
+        until(lambda: w.load_value(1) == flag, f"flag {flag}")
+        assert [x.value for x in arrived[: len(words)]] == list(words)
+
+    def end(lease: int, status: int) -> None:
+        s.complete(lease, "RECEIVED", status, **refused)
+        assert w.wait(TIMEOUT_S) and [c.lease for c in w.poll()] == [lease]
+
+    first = load()
     w.load_ready(1, 11)  # one of the parts
-    s.complete(lease, "RECEIVED", 4, **refused)
-    settled(1)
-    assert w.load_value(1) == 12
-    first, second = w.load(good, [(0, 0)], 1, 12, arrived=at[1]), w.load(good, [(0, 0)], 1, 14, arrived=at[2])
-    s.complete(second, "RECEIVED", 4, **refused)
-    assert not w.wait(0.1) or w.load_value(1) == 12
+    s.complete(first, "RECEIVED", 4, **refused)
+    settled(12, 1)
+    assert [c.lease for c in w.poll()] == [first]
+    second, third = load(), load()
+    end(third, 4)
+    assert w.load_value(1) == 12, "the load before it has not ended"
     w.load_ready(1, 14)
-    s.complete(first, "RECEIVED", 0, **{**refused, "reason": ""})
-    settled(1, 1 << 62, 0)
-    assert w.load_value(1) == 16
-    w.load(good, [(0, 0)], 1, 16, arrived=at[3])
-    w.load(good, [(0, 0)], 1, 18, arrived=at[4])
+    end(second, 0)
+    settled(16, 1, 1 << 62, 0)
+    load()
+    load()
     s.kill()
-    settled(1, 1 << 62, 0, 0, 0)
-    assert w.load_value(1) == 20
-    until(lambda: len(w.poll()) == 0, "the rest of the completions")
+    settled(20, 1, 1 << 62, 0, 0, 0)
 
 
-def test_a_load_is_waited_for_no_longer_than_its_deadline(sidecar: Make, two: Make) -> None:
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_sidecar_that_ends_no_load_is_killed(sidecar: Make, socket_path: pathlib.Path, answers: bool) -> None:
+    """Also one that answers, because a stream waits."""
+    s: Sidecar = sidecar(features=["load"])
+    x = word()
+    with kvspray.WorkerClient(socket_path, engine=ENGINE, layers=LAYERS, grace_s=0.1) as w:
+        cache, host = w.alloc_region(LAYERS * 32768), w.alloc_region(HOST_BYTES)
+        w.register([cache, host], layout())
+        assert w.wait_connected(TIMEOUT_S), w.status()
+        lease = w.load(parts(cache, host), [(0, 0)], 0, 0, arrived=ctypes.addressof(x), deadline_s=0.2)
+        s.record("LOAD", lease=lease)
+        if answers:
+            s.tell("option", set={"fencing": True})
+        else:
+            s.signal(signal.SIGSTOP)
+        until(lambda: w.load_value(0) == 2, "the flag, without a call of the engine")
+        assert x.value == 0 and w.status().counters["kills"] == 1
+        assert ended(w, lease).status == CompletionStatus.LOST
+
+
+def test_close_waits_for_loads(sidecar: Make, two: Make) -> None:
+    """Else a stream would wait for ever."""
     s: Sidecar = sidecar(features=["load"])
     w, cache, host = two()
     x = word()
-    lease = w.load(parts(cache, host), [(0, 0)], 0, 0, arrived=ctypes.addressof(x), deadline_s=0.3)
+    lease = w.load(parts(cache, host), [(0, 0)], 0, 0, arrived=ctypes.addressof(x), deadline_s=TIMEOUT_S)
     s.record("LOAD", lease=lease)
-    until(lambda: w.load_value(0) == 2, "the flag, without a call of the engine")
-    assert x.value == 0
+    closer = threading.Thread(target=w.close)
+    closer.start()
+    closer.join(0.3)
+    assert closer.is_alive() and x.value == 1 << 62
+    s.complete(lease, "RECEIVED", 4, bytes=0, us=1, transport="", reason="no", recompute=[])
+    closer.join(TIMEOUT_S)
+    assert not closer.is_alive() and x.value == 0

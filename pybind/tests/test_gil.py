@@ -137,6 +137,7 @@ def test_no_call_holds_the_interpreters_lock(gated: tuple[ModuleType, Gate], tmp
 
         whole, added, empty = region(), region(), kvspray.Region.reserve(4096)
         stack.callback(empty.close)
+        rows = [kvspray.LoadPart(cache, 0, 8, cache, 4096, 8, 8)]
         waits = {
             "WorkerClient()": client,
             "SchedulerClient()": lambda: stack.enter_context(kvspray.SchedulerClient(tmp_path / "s.sock", engine=ENGINE)),
@@ -161,6 +162,8 @@ def test_no_call_holds_the_interpreters_lock(gated: tuple[ModuleType, Gate], tmp
             "hold": lambda: w.hold(src[1]),
             "expect": lambda: w.expect(XFER, HASH, "127.0.0.1:7001", 40, 16, [[4, 5, 6]]),
             "copy": lambda: w.copy(cache, cache, [(0, 4096, 8)]),
+            "load": lambda: w.load(rows, [(0, 0)], 0, 0),
+            "load, waited for": lambda: w.load(rows, [(0, 0)], 0, 0, arrived=address),
             "cancel": lambda: w.cancel(src[2]),
             "poll": w.poll,
             "wait": lambda: w.wait(0.01),

@@ -44,7 +44,7 @@ extern "C" {
 #define KVS_MAX_REQUESTS 256    /* about pages of the store, until their answers were fetched */
 #define KVS_MAX_DECLINES 1024   /* of a scheduler, while the socket takes none */
 #define KVS_MAX_SIDECARS 16     /* sidecar processes that may still access blocks of an open lease */
-#define KVS_LOAD_FENCE_MS 20000 /* for a sidecar that answers but does not end a load: see kvs_submit_load */
+#define KVS_LOAD_GRACES 10      /* further ones, for a sidecar that answers but does not end a load: see kvs_submit_load */
 #define KVS_MAX_LOADS 256       /* load flag ranges under the watchdog */
 #define KVS_ADOPT_MIN_BYTES (64ull << 20)
 
@@ -215,7 +215,7 @@ struct kvs_snapshot {
  * place in the same: between a cache in host memory and one on a GPU, weights back to where they were. The blocks, read and written, are the
  * sidecar's until the lease completes with KVS_REC_RECEIVED; KVS_OK: all of them arrived; else an unknown part of them may have. Copies run at
  * once and in no order; kvs_cancel ends one soon. LOAD is as COPY, for the same pages of several tensors in order. It raises a load flag as
- * they arrive, unless the flag is below the load's value: a load has to begin after the end of the one before. Bodies: docs/protocol.md section 2. deadline_ms is the body's own. Returns the lease id (> 0) or an error, after
+ * they arrive, unless the flag is below the load's value: begin a load (`after`) only when the flag has reached it. Bodies: docs/protocol.md section 2. deadline_ms is the body's own. Returns the lease id (> 0) or an error, after
  * which nothing is open and nothing was sent. */
 int64_t kvs_submit(kvs_client *c, uint16_t type, const void *body, uint32_t bytes, uint32_t deadline_ms);
 
@@ -223,13 +223,14 @@ int64_t kvs_submit(kvs_client *c, uint16_t type, const void *body, uint32_t byte
 struct kvs_landing {
 	uint32_t flag;
 	uint64_t value, parts;
-	uint64_t *arrived; /* valid until the lease has completed */
+	uint64_t *arrived; /* valid until this lease and those of all loads before it have completed */
 };
 
 /* As kvs_submit of a LOAD, of which a stream waits for flag >= value + parts. If the lease ends before all parts are there, the library writes
  * the number of those that are to *arrived, and then raises the flag to value + parts: the stream itself has to copy the others. It does so after
  * the loads before this one have ended, in a thread of its own, within some 10 ms, whatever the engine's threads do. A sidecar that answers but
- * does not end the lease is killed KVS_LOAD_FENCE_MS after deadline and grace. Loads of one flag are submitted in the order of their values. */
+ * does not end the lease is killed KVS_LOAD_GRACES further graces after deadline and grace, and kvs_close waits until then. Loads are submitted in
+ * the order of their values, of all flags together; kvs_load_watch must not watch their flags. */
 int64_t kvs_submit_load(kvs_client *c, const void *body, uint32_t bytes, uint32_t deadline_ms, const struct kvs_landing *landing);
 
 /* One STEP record, and the snapshots as of it. 0 or KVS_KEPT; both mean that the library has the state. If the ring has no

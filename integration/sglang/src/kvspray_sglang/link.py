@@ -141,6 +141,11 @@ class Link:
         return idle
 
     @property
+    def closed(self) -> bool:
+        with self._cond:
+            return self._closing
+
+    @property
     def connected(self) -> bool:
         return self._client.connected
 

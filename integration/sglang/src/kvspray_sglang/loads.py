@@ -34,8 +34,8 @@ LEAST_PIECE = 2 << 10  # bytes of a page of one part; smaller ones take the side
 MAX_PIECES = 100_000  # pages of all parts of a load
 # A load is cancelled if none of its parts arrives for so long after the stream has reached it.
 STALL_S = 5.0
-# Deadline of a load. The shim kills a sidecar that has not fenced it 2 to 3 s later, or, if the
-# sidecar still answers, KVS_LOAD_FENCE_MS later.
+# Deadline of a load. libkvspray kills a sidecar that has not ended it 2 to 3 s after the deadline,
+# and 20 s later still if the sidecar answers (KVS_LOAD_GRACES).
 LEASE_S = 10.0
 # After a load with parts that the sidecar did not copy, SGLang makes all loads for PAUSE_S. The pause doubles
 # with each further such load, up to MAX_PAUSE_S. A load that the sidecar makes alone resets it.
@@ -43,7 +43,7 @@ PAUSE_S, MAX_PAUSE_S = 10.0, 600.0
 FLAG = 0  # the load flag
 SLOTS = 8  # loads on the stream at a time
 MAX_BATCHES = 2  # of a pipeline at a time; SGLang has three counters for its layers' events
-CLOSE_S = 30.0  # for open loads to end when the backend is detached
+CLOSE_S = 40.0  # for open loads to end when the backend is detached
 WARN_EVERY_S = 60.0
 _LOOK_S = 0.001  # interval at which a thread reads the flag on a CPU
 _WAIT_S = 0.05  # longest wait for completions before the thread checks for stalled loads
@@ -278,6 +278,8 @@ class Loads:
                 raise RuntimeError("kvspray: CUDA refuses a wait on SGLang's load stream")
         else:  # bounded: the lease ends, and libkvspray raises the flag then
             while self._link.load_value(FLAG) < value:
+                if self._link.closed:
+                    raise RuntimeError("kvspray: the backend was closed under a load")
                 time.sleep(_LOOK_S)
         self._missing.copy(load.slot, layer)
 
@@ -331,8 +333,13 @@ class Loads:
             return
         self.fallbacks += parts - there
         self.ends[c.status.name] += 1
-        if c.status == CompletionStatus.EXPIRED and not self._reached(load):
-            return  # an earlier prefill has kept the stream for so long
+        late = load.since == 0 or time.monotonic() - load.since < STALL_S
+        if c.status == CompletionStatus.EXPIRED and late:
+            self._complain(
+                f"a prefill kept SGLang's load stream for {LEASE_S:g} s; the stream copies "
+                f"{parts - there} of {parts} parts"
+            )
+            return
         self._pause = min(max(PAUSE_S, 2 * self._pause), MAX_PAUSE_S)
         self._until = time.monotonic() + self._pause
         self._complain(
