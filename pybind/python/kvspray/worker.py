@@ -422,8 +422,9 @@ class WorkerClient(_Client):
         Once the first n parts have arrived the sidecar raises load flag ``flag`` to ``value + n``, unless the flag is below ``value``:
         let a load begin (``after``) when the one before has ended. The sidecar owns the destination's pages until the lease
         completes through poll(). The parts that the flag covers then have arrived; with OK all have.
-        ``arrived``: the address of a u64, valid until this load and all before it have ended. If the lease ends before all parts are there, a thread of the library writes
-        the number of those that are to it, and then raises the flag to ``value + len(parts)``: what waits for the flag copies the others.
+        ``arrived``: the address of a u64, valid until this load and all before it have ended. If the lease ends before all parts are
+        there, a thread of the library writes the number of those that are to it, and then raises the flag to ``value + len(parts)``:
+        what waits for the flag copies the others.
         Returns the lease, or 0 if no sidecar can take it now or the sidecar is too old: copy without it.
         """
         rows = [
