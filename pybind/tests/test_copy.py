@@ -157,6 +157,8 @@ def test_arguments_of_a_load(sidecar: Make, two: Make) -> None:
         (lambda: w.load(good, b"1234567", 0, 0), "pages, want 1 to 32768"),
         (lambda: w.load(good, [(0, 1 << 32)], 0, 0), "integers in"),
         (lambda: w.load(good, [(0, 0)], 0, 0, deadline_s=0), "deadline"),
+        (lambda: w.load(good, [(0, 0)], 1 << 32, 0), "want a flag below"),
+        (lambda: w.load(good, [(0, 0)], 0, -1), "a value below"),
     ):
         with pytest.raises(ValueError, match=told):
             bad()

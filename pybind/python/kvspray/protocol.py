@@ -85,6 +85,14 @@ def decode(data: bytes | memoryview) -> dict[str, Any]:
     return value
 
 
+def _integers(what: str, code: str, values: Sequence[int]) -> bytes:
+    """As little-endian u32 (code I) or u64 (Q)."""
+    try:
+        return struct.pack(f"<{len(values)}{code}", *values)
+    except struct.error as e:
+        raise ValueError(f"kvspray: {what} must be integers in [0, 2^{8 * struct.calcsize('<' + code)}): {e}") from e
+
+
 def pack_blocks(ids: bytes | Iterable[int]) -> bytes:
     """A block table of one cache group as little-endian u32. Accepts bytes (taken as they are) and numpy arrays too."""
     if isinstance(ids, (bytes, bytearray, memoryview)):
@@ -93,10 +101,7 @@ def pack_blocks(ids: bytes | Iterable[int]) -> bytes:
             raise ValueError(f"kvspray: packed block table of {len(data)} bytes, want a multiple of 4")
         return data
     seq = ids if isinstance(ids, (list, tuple)) else [int(i) for i in ids]
-    try:
-        return struct.pack(f"<{len(seq)}I", *seq)
-    except struct.error as e:
-        raise ValueError(f"kvspray: block ids must be integers in [0, 2^32): {e}") from e
+    return _integers("block ids", "I", seq)
 
 
 def pack_copies(blocks: bytes | Iterable[tuple[int, int, int]]) -> bytes:
@@ -104,11 +109,7 @@ def pack_copies(blocks: bytes | Iterable[tuple[int, int, int]]) -> bytes:
     if isinstance(blocks, (bytes, bytearray, memoryview)):
         data = bytes(blocks)
     else:
-        flat = [int(v) for block in blocks for v in _triple(block)]
-        try:
-            data = struct.pack(f"<{len(flat)}Q", *flat)
-        except struct.error as e:
-            raise ValueError(f"kvspray: offsets and lengths of a copy must be integers in [0, 2^64): {e}") from e
+        data = _integers("offsets and lengths of a copy", "Q", [int(v) for block in blocks for v in _triple(block)])
     if not data or len(data) % 24 or len(data) > 24 * MAX_COPY_BLOCKS:
         raise ValueError(f"kvspray: a copy of {len(data) / 24:g} blocks, want 1 to {MAX_COPY_BLOCKS}: split it")
     return data
@@ -130,11 +131,7 @@ def pack_pages(pages: bytes | Iterable[tuple[int, int]]) -> bytes:
     if isinstance(pages, (bytes, bytearray, memoryview)):
         data = bytes(pages)
     else:
-        flat = [int(v) for src, dst in pages for v in (src, dst)]
-        try:
-            data = struct.pack(f"<{len(flat)}I", *flat)
-        except struct.error as e:
-            raise ValueError(f"kvspray: pages of a load must be integers in [0, 2^32): {e}") from e
+        data = _integers("pages of a load", "I", [int(v) for src, dst in pages for v in (src, dst)])
     if not data or len(data) % 8 or len(data) > 8 * MAX_COPY_BLOCKS:
         raise ValueError(f"kvspray: a load of {len(data) / 8:g} pages, want 1 to {MAX_COPY_BLOCKS}: split it")
     return data

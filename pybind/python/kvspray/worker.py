@@ -431,6 +431,8 @@ class WorkerClient(_Client):
             (p.src_base, p.src_stride, p.dst_base, p.dst_stride, p.length, self._number("load: src", p.src), self._number("load: dst", p.dst))
             for p in parts
         ]
+        if not (0 <= flag < 1 << 32 and 0 <= value < 1 << 62):
+            raise ValueError(f"kvspray: load: flag {flag}, value {value}: want a flag below 2^32 and a value below 2^62")
         listed = protocol.pack_pages(pages)
         if len(rows) * len(listed) > 8 * _messages.MAX_LOAD_BLOCKS:
             raise ValueError(f"kvspray: a load of {len(listed) // 8} pages of {len(rows)} parts, at most {_messages.MAX_LOAD_BLOCKS} in all: split it")

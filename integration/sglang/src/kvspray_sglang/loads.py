@@ -37,11 +37,12 @@ STALL_S = 5.0
 # Deadline of a load. libkvspray kills a sidecar that has not ended it 2 to 3 s after the deadline,
 # and 20 s later still if the sidecar answers (KVS_LOAD_GRACES).
 LEASE_S = 10.0
-# After a load with parts that the sidecar did not copy, SGLang makes all loads for PAUSE_S. The pause doubles
-# with each further such load, up to MAX_PAUSE_S. A load that the sidecar makes alone resets it.
+# After a load with parts that the sidecar did not copy, SGLang makes all loads for PAUSE_S. The
+# pause doubles with each further such load, up to MAX_PAUSE_S. A load that the sidecar makes alone
+# resets it.
 PAUSE_S, MAX_PAUSE_S = 10.0, 600.0
 FLAG = 0  # the load flag
-SLOTS = 8  # loads on the stream at a time
+SLOTS = 8  # one more than loads on the stream at a time
 MAX_BATCHES = 2  # of a pipeline at a time; SGLang has three counters for its layers' events
 CLOSE_S = 40.0  # for open loads to end when the backend is detached
 WARN_EVERY_S = 60.0
@@ -283,7 +284,7 @@ class Loads:
                 time.sleep(_LOOK_S)
         self._missing.copy(load.slot, layer)
 
-    # -- the thread that takes the ends of copies
+    # -- the thread that takes the ends of loads
 
     def _run(self) -> None:
         # It makes no call to CUDA, which may wait for the stream that waits for this thread.
