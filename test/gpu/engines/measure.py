@@ -25,6 +25,7 @@ import content
 import cost
 import cover
 import faults
+import graphs
 import load
 import memory
 import pairs
@@ -70,6 +71,10 @@ PARTS = {
     "cover": (
         cover,
         "pages and answers over shapes, graph modes, runners and backends; engines of its own",
+    ),
+    "graphs": (
+        graphs,
+        "first tokens of engines without transfers, under load, by graph mode, runner and backend",
     ),
     "sanitize": (sanitize, "a short run under compute-sanitizer; engines of its own"),
     "trace": (tracing, "what a layer's signal costs in FULL graphs; engines of its own"),
