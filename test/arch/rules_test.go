@@ -77,7 +77,7 @@ var rules = []rule{
 			"control/engines", "control/exec", "control/lease",
 			"control/peer", "control/peer/hello", "control/peer/keys", "control/route", "control/spray",
 			"internal/admit", "internal/config", "internal/metrics", "internal/spans",
-			"internal/sys/mem", "internal/sys/topo", "internal/version", "layout", "parseblock",
+			"internal/sys/limits", "internal/sys/mem", "internal/sys/topo", "internal/version", "layout", "parseblock",
 			"sidecar/internal/exchange", "sidecar/internal/local", "sidecar/internal/pages",
 			"sidecar/internal/plans", "sidecar/internal/removals", "sidecar/internal/trace",
 			"sidecar/internal/web", "store",
@@ -120,7 +120,8 @@ var rules = []rule{
 		ext: []string{extSys, extYAML}},
 	{dir: "internal/ui/doctor", why: "tries what the host offers by itself, so that it works where " +
 		"the parts do not",
-		own: []string{"control/peer/keys", "internal/config", "internal/sys/cuda", "internal/sys/mem",
+		own: []string{"control/peer/keys", "internal/config", "internal/sys/cuda", "internal/sys/limits",
+			"internal/sys/mem",
 			"internal/sys/topo", "internal/sys/verbs", "internal/ui/ask"}, ext: []string{extSys, extNVML}},
 	{dir: "internal/ui/ask", why: "asks the HTTP port of a sidecar as any client does; the forms " +
 		"of the answers belong to its users"},
@@ -348,7 +349,9 @@ var rules = []rule{
 	{dir: "gpu/gputest", why: "GPUs without a GPU, for tests", own: []string{"gpu/device",
 		"internal/sys/cuda"}, ext: []string{extSys}},
 	{dir: "internal/sys/mem", why: "regions and bounded copies; independent of their users",
-		own: []string{"internal/invariants"}, ext: []string{extSys}},
+		own: []string{"internal/invariants", "internal/sys/limits"}, ext: []string{extSys}},
+	{dir: "internal/sys/limits", why: "what the kernel lets this process take, and what lifts a " +
+		"limit; independent of what takes it", ext: []string{extSys}},
 	{dir: "internal/admit", why: "connections whose peer has not proved the key; independent of " +
 		"the bytes on them", own: []string{"internal/heap"}, ext: []string{extSys}},
 	{dir: "internal/sys/slack", why: "a word to the kernel at the start of the process",

@@ -77,6 +77,7 @@ var checks = []check{
 	{"rail", false, rails},
 	{"memlock", false, one(memlock)},
 	{"shared memory", false, one(sharedMemory)},
+	{"descriptors", false, one(descriptors)},
 	{"memory limit", false, one(memoryLimit)},
 	{"store memory", false, one(storeMemory)},
 	{"ptrace scope", false, one(ptraceScope)},

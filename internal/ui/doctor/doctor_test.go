@@ -78,12 +78,29 @@ func TestRunHere(t *testing.T) {
 	}
 }
 
+// The check has the numbers of serve: the limit of the cgroup, and what the sidecar itself needs.
 func TestStoreMemory(t *testing.T) {
-	for want, state := range map[config.Size]State{0: Skip, 1 << 20: OK, 1 << 50: Warn} {
-		got := storeMemory(t.Context(), &Host{Config: &config.Config{Store: config.Store{Memory: want}}})
-		if got.State != state || state == Warn && !strings.Contains(got.Detail, "1048576.0 GiB") {
+	for want, state := range map[config.Size]State{0: Skip, 1 << 20: OK, 2 << 30: Warn, 1 << 50: Warn} {
+		h := root(t, map[string]string{"proc/meminfo": "MemAvailable: 33554432 kB",
+			"sys/fs/cgroup/memory.max": "2147483648"})
+		h.Config.Store.Memory = want
+		got := storeMemory(t.Context(), h)
+		if got.State != state || state == Warn && (!strings.Contains(got.Detail, bytesText(uint64(want))) ||
+			!strings.Contains(got.Detail, "memory.max") || !strings.Contains(got.Remedy, "lower it to 18")) {
 			t.Errorf("%s: %+v", want, got)
 		}
+	}
+}
+
+func TestDescriptors(t *testing.T) {
+	c := config.Default()
+	if r := descriptorsOf(65536, c); r.State != OK {
+		t.Errorf("%+v", r)
+	}
+	c.Engine.MaxSessions = 1024
+	if r := descriptorsOf(1024, c); r.State != Warn || !strings.Contains(r.Remedy, "LimitNOFILE=") ||
+		!strings.Contains(r.Detail, "max_sessions of 1024") {
+		t.Errorf("%+v", r)
 	}
 }
 
@@ -115,14 +132,16 @@ func TestFromFiles(t *testing.T) {
 		"ptrace strange": {map[string]string{"proc/sys/kernel/yama/ptrace_scope": "x"},
 			ptraceScope, Skip, "x"},
 		"no yama": {nil, ptraceScope, OK, "absent"},
-		"limit": {map[string]string{"sys/fs/cgroup/memory.max": "8589934592\n"}, memoryLimit,
-			OK, "8.0 GiB"},
-		"no limit": {map[string]string{"sys/fs/cgroup/memory.max": "max"}, memoryLimit,
-			OK, "none"},
-		"odd limit": {map[string]string{"sys/fs/cgroup/memory.max": "?"}, memoryLimit, Skip, "?"},
-		"no cgroup": {nil, memoryLimit, Skip, "no cgroup"},
-		"no shm":    {nil, sharedMemory, Warn, "/dev/shm"},
-		"no gpu":    {map[string]string{"dev/null": ""}, gpu, Skip, "no NVIDIA"},
+		"limit": {map[string]string{"proc/meminfo": "MemAvailable: 33554432 kB",
+			"sys/fs/cgroup/memory.max":     "8589934592\n",
+			"sys/fs/cgroup/memory.current": "1073741824\n"}, memoryLimit,
+			OK, "8.0 GiB in /sys/fs/cgroup/memory.max, 7.0 GiB can still be taken"},
+		"no limit": {map[string]string{"proc/meminfo": "MemAvailable: 33554432 kB",
+			"sys/fs/cgroup/memory.max": "max"}, memoryLimit,
+			OK, "none; 32.0 GiB are available"},
+		"no meminfo": {nil, memoryLimit, Skip, "available memory"},
+		"no shm":     {nil, sharedMemory, Warn, "/dev/shm"},
+		"no gpu":     {map[string]string{"dev/null": ""}, gpu, Skip, "no NVIDIA"},
 		"gpus": {map[string]string{"dev/nvidia0": "", "dev/nvidia1": "", "dev/nvidiactl": "",
 			"proc/driver/nvidia/version": "NVRM version: X 580\nGCC"},
 			gpu, OK, "2, X 580"},
