@@ -129,6 +129,7 @@ func New(opt Options) (*Node, error) {
 		Peers: peerViews{n.conv}, Rails: n.rails.views, Stats: n.observer.stats, Links: n.gpus.linkStates,
 		Executors: n.gpus.executorStates, Workers: n.workers,
 		Transports: func() []string { return namesOf(n.backends) }, Store: n.pages.state,
+		Problems:   n.problems,
 		StoreCalls: n.pages.calls,
 		Recent:     func() []trace.Ended { return n.observer.transfers.Recent() }})
 	s := &samples{driver: n.driver, rails: n.rails, gpus: n.gpus}
@@ -180,6 +181,17 @@ func (n *Node) join(self transport.Peer) error {
 func (n *Node) use(live transport.Registry) {
 	n.backends, n.rails.backends, n.dial.backends, n.observer.backends = live, live, live, live
 	n.driver.Use(live)
+}
+
+// problems are what an operator has to mend, or to wait for.
+func (n *Node) problems() (out []string) {
+	if !n.serving.Load() {
+		return nil
+	}
+	if why := n.unreachable(); why != "" {
+		out = append(out, "engines cannot connect: "+why)
+	}
+	return append(out, n.pages.problems()...)
 }
 
 // Boot is the boot id of this node.

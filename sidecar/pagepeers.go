@@ -317,6 +317,7 @@ func (p *pageStore) showPeers(out *web.Store) {
 		d.Hints, d.Capacity, d.Bytes = st.Hints, st.Capacity, st.Bytes
 		d.Members = len(p.hintMembers())
 	}
+	d.Problem = p.exchange.Problem()
 	out.Directory = d
 	for _, s := range p.exchange.Peers() {
 		out.Peers = append(out.Peers, web.StorePeer{Node: s.Node, Boot: s.Boot.String(),

@@ -190,6 +190,7 @@ func (n *Node) listenEngines() (err error) {
 		return err
 	}
 	n.results.server, n.copies.server, n.pages.server = n.engine, n.engine, n.engine
+	n.life.unreachable = n.engine.Unreachable
 	return n.engine.Listen()
 }
 

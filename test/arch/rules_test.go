@@ -110,7 +110,8 @@ var rules = []rule{
 		own: []string{"api/peer/v1", "store/page", "store/removal", "transfer"}},
 	{dir: "sidecar/internal/exchange", why: "pages between the stores of nodes: the executor and " +
 		"the directory are behind interfaces, and peers behind one function",
-		own: []string{"api/peer/v1", "control/engines", "internal/metrics", "internal/sys/mem", "layout",
+		own: []string{"api/peer/v1", "control/engines", "internal/admit", "internal/metrics",
+			"internal/sys/mem", "layout",
 			"parseblock", "store", "store/directory", "store/page", "transfer"}},
 	{dir: "sidecar/internal/trace", why: "files with a line for each transfer, and its spans; they " +
 		"take values of the executor and of plans",

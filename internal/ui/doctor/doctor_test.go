@@ -412,6 +412,11 @@ func TestRunningSidecar(t *testing.T) {
 		!strings.Contains(r.Detail, "12 s") {
 		t.Errorf("%+v", r)
 	}
+	body = `{"node":"n0","sessions":[],"problems":["store directory: lookup: NOAUTH","x"]}`
+	if r := running(context.Background(), &Host{Config: c}); r.State != Warn ||
+		!strings.Contains(r.Detail, "lookup: NOAUTH; x") {
+		t.Errorf("%+v", r)
+	}
 	body = "nonsense"
 	if r := running(context.Background(), &Host{Config: c}); r.State != Skip {
 		t.Errorf("%+v", r)

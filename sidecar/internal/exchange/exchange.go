@@ -39,6 +39,7 @@ import (
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/control/engines"
+	"github.com/kvspray/kvspray/internal/admit"
 	"github.com/kvspray/kvspray/internal/metrics"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/layout"
@@ -120,6 +121,8 @@ type Exchange struct {
 
 	requests chan request // of peers
 
+	lookups, announces *health // of the directory
+
 	// starting is held for reading while a lease is given to the executor, and for writing when the
 	// node stops. It is taken before mu.
 	starting sync.RWMutex
@@ -166,9 +169,12 @@ type request struct {
 
 // New makes an exchange. Attach follows.
 func New(o Options) *Exchange {
+	log := func() *admit.Log { return &admit.Log{Logger: o.Log} }
 	return &Exchange{o: o, requests: make(chan request, maxRequests),
-		peers:  map[transfer.Boot]*peer{},
-		leases: map[uint64]func(engines.Completion){}, asks: map[uint64]*ask{}, epoch: firstEpoch,
+		lookups:   &health{call: "lookup", log: log()},
+		announces: &health{call: "announce", log: log()},
+		peers:     map[transfer.Boot]*peer{},
+		leases:    map[uint64]func(engines.Completion){}, asks: map[uint64]*ask{}, epoch: firstEpoch,
 		renew: make(chan struct{}, 1), stop: make(chan struct{})}
 }
 

@@ -56,6 +56,7 @@ func (x *Exchange) lookup(ctx context.Context, keys []page.Key,
 	if err != nil {
 		x.o.Log.Debug("directory: lookup", "keys", len(keys), "err", err)
 	}
+	x.lookups.note(err)
 	x.o.Metrics.Lookup(err == nil, time.Since(began))
 	return found
 }

@@ -13,6 +13,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"net"
 	"strconv"
 	"time"
 
@@ -103,10 +104,34 @@ func (d *Directory) each(ctx context.Context, keys []page.Key,
 		}
 		keys = keys[n:]
 		if _, err := p.Exec(ctx); err != nil && !errors.Is(err, redis.Nil) {
-			return fmt.Errorf("directory in redis: %w", err)
+			return fmt.Errorf("directory in redis: %w%s", err, remedy(err))
 		}
 	}
 	return nil
+}
+
+// remedy is what an operator can do about an error of the service, by its first word.
+func remedy(err error) string {
+	for _, r := range []struct{ word, do string }{
+		{"NOAUTH", "set store.redis.password_file"},
+		{"WRONGPASS", "correct store.redis.username and store.redis.password_file"},
+		{"NOPERM", "let the user of store.redis.username use ZADD, ZREM, ZREMRANGEBYSCORE, EXPIRE and " +
+			"ZREVRANGEBYSCORE on keys that begin with store.redis.prefix"},
+		{"READONLY", "name the primary in store.redis.addresses"},
+		{"OOM", "raise its maxmemory, or set maxmemory-policy to volatile-ttl"},
+		{"LOADING", "wait until it has read its data"},
+		{"MOVED", "name several nodes of the cluster in store.redis.addresses"},
+		{"CLUSTERDOWN", "repair the cluster"},
+	} {
+		if redis.HasErrorPrefix(err, r.word) {
+			return ": " + r.do
+		}
+	}
+	var at *net.OpError
+	if errors.As(err, &at) && at.Op == "dial" {
+		return ": start it, or correct store.redis.addresses"
+	}
+	return ""
 }
 
 // Announce implements directory.Directory.

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package exchange
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"strings"
+	"sync"
+
+	"github.com/kvspray/kvspray/internal/admit"
+)
+
+// downAfter is how many calls of a kind fail, one after the other, until the directory counts as
+// failing: one that was late, as for a moment of load, is none.
+const downAfter = 3
+
+// health is whether the directory works, by what its calls of one kind return: a read-only replica
+// takes nothing, and answers lookups. Without a directory pages of other nodes are missed, which
+// nobody would notice.
+type health struct {
+	call string
+	log  *admit.Log
+
+	mu      sync.Mutex // guards what follows
+	failed  int        // calls in succession
+	problem string     // of the last one; empty: it works
+}
+
+// note takes the result of a call, and logs a change.
+func (h *health) note(err error) {
+	if errors.Is(err, context.Canceled) {
+		return // by the caller
+	}
+	h.mu.Lock()
+	before := h.problem
+	if err == nil {
+		h.failed, h.problem = 0, ""
+	} else if h.failed++; h.failed >= downAfter {
+		h.problem = err.Error()
+	}
+	after := h.problem
+	h.mu.Unlock()
+	switch {
+	case before == "" && after != "":
+		h.log.Note(slog.LevelWarn, "store: the directory fails; pages of other nodes are missed "+
+			"until it works", "call", h.call, "err", err)
+	case before != "" && after == "":
+		h.log.Note(slog.LevelInfo, "store: the directory works again", "call", h.call)
+	}
+}
+
+func (h *health) text() string {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.problem == "" {
+		return ""
+	}
+	return h.call + ": " + h.problem
+}
+
+// Problem is why the directory does not work; empty: it does.
+func (x *Exchange) Problem() string {
+	var all []string
+	for _, h := range []*health{x.lookups, x.announces} {
+		if s := h.text(); s != "" {
+			all = append(all, s)
+		}
+	}
+	return strings.Join(all, "; ")
+}

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package exchange
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/kvspray/kvspray/internal/admit"
+	"github.com/kvspray/kvspray/internal/testutil"
+	"github.com/kvspray/kvspray/store/page"
+)
+
+// A directory that fails costs misses, so it is reported: by one line for each change, and as a
+// problem of the node. A single call that fails is none.
+func TestDirectoryFails(t *testing.T) {
+	var logs testutil.Log
+	h := &health{call: "lookup", log: &admit.Log{Logger: slog.New(slog.NewTextHandler(&logs, nil))}}
+	synctest.Test(t, func(t *testing.T) {
+		for range 100 {
+			h.note(errors.New("late"))
+			h.note(errors.New("late"))
+			h.note(nil)
+			h.note(fmt.Errorf("lookup: %w", context.Canceled))
+		}
+		if s := h.text(); s != "" || logs.String() != "" {
+			t.Errorf("problem %q after single failures, log %q", s, logs.String())
+		}
+		for range 1000 {
+			h.note(errors.New("NOAUTH"))
+		}
+		if s := h.text(); s != "lookup: NOAUTH" {
+			t.Errorf("problem %q", s)
+		}
+		time.Sleep(time.Minute)
+		for range 1000 {
+			h.note(nil)
+		}
+		if s := h.text(); s != "" {
+			t.Errorf("problem %q of a directory that works", s)
+		}
+		if n := strings.Count(logs.String(), "\n"); n != 2 ||
+			!strings.Contains(logs.String(), "NOAUTH") {
+			t.Errorf("%d lines of the log for 2 changes:\n%s", n, &logs)
+		}
+	})
+}
+
+// The exchange notes lookups and announcements apart: a read-only replica takes no announcement, and
+// answers lookups.
+func TestDirectoryIsReadOnly(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
+		c, n := newCable(t, 1)
+		c.mu.Lock()
+		c.fails = 1000
+		c.mu.Unlock()
+		n[0].put(1, 2)
+		time.Sleep(2 * downAfter * walkRetry)
+		n[0].Find(keysOf(3), page.NewBitmap(1))
+		if s := n[0].Problem(); s != "announce: the directory is gone" {
+			t.Errorf("problem %q", s)
+		}
+		c.mu.Lock()
+		c.fails = 0
+		c.mu.Unlock()
+		time.Sleep(2 * walkRetry)
+		if s := n[0].Problem(); s != "" {
+			t.Errorf("problem %q of a directory that works", s)
+		}
+		c.mu.Lock()
+		c.deaf = true
+		c.mu.Unlock()
+		for range downAfter {
+			n[0].Find(keysOf(3), page.NewBitmap(1))
+		}
+		if s := n[0].Problem(); s != "lookup: nobody answers" {
+			t.Errorf("problem %q", s)
+		}
+	})
+}
