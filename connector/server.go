@@ -32,6 +32,7 @@ import (
 type Server struct {
 	opt      Options
 	log      *slog.Logger
+	refused  admit.Log // connections
 	watch    *watch.Watcher
 	wg       sync.WaitGroup
 	draining atomic.Bool
@@ -100,7 +101,8 @@ func New(opt Options) (*Server, error) {
 	def(&opt.Look, DefaultLook)
 	// several answers before the shim gives up
 	def(&opt.FenceWait, min(DefaultFenceWait, opt.Grace/4))
-	return &Server{opt: opt, log: opt.Log.With("part", "connector"), watch: watch.New(),
+	log := opt.Log.With("part", "connector")
+	return &Server{opt: opt, log: log, refused: admit.Log{Logger: log}, watch: watch.New(),
 		drained: make(chan struct{}, 1), ends: make(chan struct{}),
 		sessions: map[*session]struct{}{}, byBoot: map[[16]byte]*session{},
 		workers: map[[16]byte]*worker{},
@@ -135,7 +137,7 @@ func (s *Server) accept(uc *net.UnixConn) {
 	}
 	if err != nil {
 		s.hookMalformed("peer")
-		s.log.Warn("connection refused", "err", err)
+		s.refused.Note(slog.LevelWarn, "connection refused", "err", err)
 		s.refuseConn(uc, &msg.ErrorMessage{Code: msg.CodePermission, Message: err.Error(), Fatal: true})
 		return
 	}
@@ -151,7 +153,7 @@ func (s *Server) accept(uc *net.UnixConn) {
 	s.mu.Unlock()
 	if !ok {
 		p.Close()
-		s.log.Warn("connection refused", "sessions", s.opt.Limits.Sessions)
+		s.refused.Note(slog.LevelWarn, "connection refused", "sessions", s.opt.Limits.Sessions)
 		s.refuseConn(uc, &msg.ErrorMessage{Code: msg.CodeLimit,
 			Message: fmt.Sprintf("%d sessions are open", s.opt.Limits.Sessions),
 			Remedy:  "close some, or raise the sidecar's limit", Fatal: true})

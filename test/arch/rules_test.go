@@ -102,12 +102,12 @@ var rules = []rule{
 		own: []string{"control/engines"}},
 	{dir: "sidecar/internal/pages", why: "the store as engines use it: leases and questions, no " +
 		"message and no tier",
-		own: []string{"connector", "control/engines", "internal/metrics", "internal/sys/mem",
-			"sidecar/internal/local", "sidecar/internal/removals", "sidecar/internal/trace",
+		own: []string{"connector", "control/engines", "internal/admit", "internal/metrics",
+			"internal/sys/mem", "sidecar/internal/local", "sidecar/internal/removals", "sidecar/internal/trace",
 			"sidecar/internal/web", "store", "store/page"}},
 	{dir: "sidecar/internal/removals", why: "removals of namespaces on all nodes: the store is " +
 		"behind an interface, and peers behind one function",
-		own: []string{"api/peer/v1", "store/page", "store/removal", "transfer"}},
+		own: []string{"api/peer/v1", "internal/admit", "store/page", "store/removal", "transfer"}},
 	{dir: "sidecar/internal/exchange", why: "pages between the stores of nodes: the executor and " +
 		"the directory are behind interfaces, and peers behind one function",
 		own: []string{"api/peer/v1", "control/engines", "internal/admit", "internal/metrics",

@@ -5,6 +5,7 @@ package exchange
 import (
 	"context"
 	"fmt"
+	"log/slog"
 	"slices"
 	"sync"
 	"time"
@@ -260,8 +261,8 @@ func (j *job) from(ctx context.Context, holder transfer.Boot, pages []int) {
 		}
 	}
 	if good < len(got) {
-		x.o.Log.Warn("store: pages of a peer differ from their checksums, and are dropped", "peer",
-			holder.String(), "pages", len(got)-good)
+		x.damaged.Note(slog.LevelWarn, "store: pages of a peer differ from their checksums, and are "+
+			"dropped", "peer", holder.String(), "pages", len(got)-good)
 		x.o.Metrics.Damaged(len(got) - good)
 	}
 	x.o.Metrics.Fetched("hit", good, good*j.pageBytes, time.Since(began))

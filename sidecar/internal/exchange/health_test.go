@@ -9,7 +9,6 @@ import (
 	"log/slog"
 	"strings"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"github.com/kvspray/kvspray/internal/admit"
@@ -22,7 +21,7 @@ import (
 func TestDirectoryFails(t *testing.T) {
 	var logs testutil.Log
 	h := &health{call: "lookup", log: &admit.Log{Logger: slog.New(slog.NewTextHandler(&logs, nil))}}
-	synctest.Test(t, func(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
 		for range 100 {
 			h.note(errors.New("late"))
 			h.note(errors.New("late"))
