@@ -185,17 +185,6 @@ func (n *Node) use(live transport.Registry) {
 	n.driver.Use(live)
 }
 
-// problems are what an operator has to mend, or to wait for.
-func (n *Node) problems() (out []string) {
-	if !n.serving.Load() {
-		return nil
-	}
-	if why := n.unreachable(); why != "" {
-		out = append(out, "engines cannot connect: "+why)
-	}
-	return append(out, n.pages.problems()...)
-}
-
 // Boot is the boot id of this node.
 func (n *Node) Boot() transfer.Boot { return n.boot }
 

@@ -6,9 +6,7 @@ import (
 	"cmp"
 	"context"
 	"fmt"
-	"os"
 	"slices"
-	"strings"
 	"sync"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
@@ -119,8 +117,8 @@ func (p *pageStore) openDirectory(c *store.Config) error {
 		return fmt.Errorf("sidecar: metrics: %w", err)
 	}
 	if p.cfg.Directory == config.DirRedis {
-		if p.directory, err = p.openRedis(); err != nil {
-			return err
+		if p.directory, err = redis.Configured(p.boot, &p.cfg.Redis); err != nil {
+			return fmt.Errorf("sidecar: %w", err)
 		}
 	} else {
 		p.embedded, err = embedded.New(embedded.Options{Self: p.boot, Members: p.hintMembers,
@@ -146,21 +144,6 @@ func (p *pageStore) openDirectory(c *store.Config) error {
 		return p.exchange
 	}
 	return nil
-}
-
-// openRedis makes the directory in a service, which may be away.
-func (p *pageStore) openRedis() (directory.Directory, error) {
-	r := &p.cfg.Redis
-	o := redis.Options{Self: p.boot, Addresses: r.Addresses, Username: r.Username, TLS: r.TLS,
-		Prefix: r.Prefix}
-	if r.PasswordFile != "" {
-		b, err := os.ReadFile(r.PasswordFile)
-		if err != nil {
-			return nil, fmt.Errorf("sidecar: store.redis.password_file: %w", err)
-		}
-		o.Password = strings.TrimSpace(string(b))
-	}
-	return redis.New(o), nil
 }
 
 func (p *pageStore) closeDirectory() error {

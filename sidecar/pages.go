@@ -243,22 +243,6 @@ func (p *pageStore) state() *web.Store {
 	return out
 }
 
-// problems are what an operator has to mend in the store, or to wait for.
-func (p *pageStore) problems() (out []string) {
-	if p.service == nil {
-		return nil
-	}
-	if why := p.store.Stats().Object.Problem; why != "" {
-		out = append(out, "store tier object: "+why)
-	}
-	if p.exchange != nil {
-		if why := p.exchange.Problem(); why != "" {
-			out = append(out, "store directory: "+why)
-		}
-	}
-	return out
-}
-
 // calls returns what operators ask of the store; nil: there is none.
 func (p *pageStore) calls() web.StoreCalls {
 	if p.service == nil {

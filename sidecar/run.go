@@ -217,6 +217,9 @@ func (n *Node) serve(listener net.Listener, failed chan<- error, open *closers) 
 	if n.pages.exchange != nil {
 		n.proc.Run(n.pages.exchange.Run)
 	}
+	if n.pages.service != nil {
+		n.proc.Run(func(ctx context.Context) { logProblems(ctx, n.log, n.pages.problems) })
+	}
 	if n.pages.removals != nil {
 		n.proc.Run(n.pages.removals.Run)
 	}

@@ -24,6 +24,10 @@ import (
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/sys/limits"
 	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/store/directory"
+	"github.com/kvspray/kvspray/store/directory/redis"
+	"github.com/kvspray/kvspray/store/page"
+	"github.com/kvspray/kvspray/transfer"
 )
 
 // Bounds of the checks.
@@ -33,6 +37,7 @@ const (
 	minDevShm                      = 1 << 30
 	soPeerPidfd                    = 77 // asm-generic/socket.h, Linux 6.5
 	maxFileBytes                   = 64 << 10
+	directoryTime                  = 3 * time.Second
 )
 
 func (h *Host) read(path string) (string, error) {
@@ -223,6 +228,26 @@ func storeMemory(_ context.Context, h *Host) Result {
 	}
 	free, _ := m.Free()
 	return good("store.memory is %s, and %s are available", bytesText(want), bytesText(free))
+}
+
+// storeDirectory asks the service that the store's directory is in for a page. Whether it also takes
+// what this node holds is a problem that the running sidecar reports.
+func storeDirectory(ctx context.Context, h *Host) Result {
+	if h.Config == nil || h.Config.Store.Memory == 0 || h.Config.Store.Directory != config.DirRedis {
+		return skip("", "store.directory is not redis: no service is needed")
+	}
+	d, err := redis.Configured(transfer.Boot{}, &h.Config.Store.Redis)
+	if err != nil {
+		return fail("let this user read it, or name another file", "%v", err)
+	}
+	defer func() { _ = d.Close() }() // nothing was stored
+	ctx, stop := context.WithTimeout(ctx, directoryTime)
+	defer stop()
+	if err := d.Lookup(ctx, make([]page.Key, 1), directory.NewFound(1)); err != nil {
+		return warn("see the message; until it works, pages of other nodes are missed", "%s: %v",
+			strings.Join(h.Config.Store.Redis.Addresses, ", "), err)
+	}
+	return good("%s answers", strings.Join(h.Config.Store.Redis.Addresses, ", "))
 }
 
 // descriptors compares the limit with what engine.max_sessions sessions take.

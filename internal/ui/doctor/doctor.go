@@ -80,6 +80,7 @@ var checks = []check{
 	{"descriptors", false, one(descriptors)},
 	{"memory limit", false, one(memoryLimit)},
 	{"store memory", false, one(storeMemory)},
+	{"store directory", false, one(storeDirectory)},
 	{"ptrace scope", false, one(ptraceScope)},
 	{"process memory", false, one(processMemory)},
 	{"peer pidfd", false, one(peerPidfd)},

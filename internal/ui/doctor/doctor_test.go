@@ -16,6 +16,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/alicebob/miniredis/v2"
 	"github.com/google/go-cmp/cmp"
 
 	peerkeys "github.com/kvspray/kvspray/control/peer/keys"
@@ -89,6 +90,34 @@ func TestStoreMemory(t *testing.T) {
 			!strings.Contains(got.Detail, "memory.max") || !strings.Contains(got.Remedy, "lower it to 18")) {
 			t.Errorf("%s: %+v", want, got)
 		}
+	}
+}
+
+// A service that is away, or refuses, is reported with the remedy, before a sidecar misses pages.
+func TestStoreDirectory(t *testing.T) {
+	s := miniredis.RunT(t)
+	c := config.Default()
+	h := &Host{Config: c}
+	if r := storeDirectory(t.Context(), h); r.State != Skip {
+		t.Errorf("%+v", r)
+	}
+	c.Store.Memory, c.Store.Directory = 1<<20, config.DirRedis
+	c.Store.Redis.Addresses = []string{s.Addr()}
+	if r := storeDirectory(t.Context(), h); r.State != OK {
+		t.Errorf("%+v", r)
+	}
+	s.RequireAuth("secret")
+	if r := storeDirectory(t.Context(), h); r.State != Warn ||
+		!strings.Contains(r.Detail, "NOAUTH") || !strings.Contains(r.Detail, "password_file") {
+		t.Errorf("%+v", r)
+	}
+	s.Close()
+	if r := storeDirectory(t.Context(), h); r.State != Warn || !strings.Contains(r.Detail, s.Addr()) {
+		t.Errorf("%+v", r)
+	}
+	c.Store.Redis.PasswordFile = filepath.Join(t.TempDir(), "none")
+	if r := storeDirectory(t.Context(), h); r.State != Fail {
+		t.Errorf("%+v", r)
 	}
 }
 

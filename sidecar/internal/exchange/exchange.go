@@ -121,7 +121,7 @@ type Exchange struct {
 
 	requests chan request // of peers
 
-	lookups, announces *health   // of the directory
+	lookups, announces health    // of the directory
 	damaged            admit.Log // pages of peers
 
 	// starting is held for reading while a lease is given to the executor, and for writing when the
@@ -170,12 +170,11 @@ type request struct {
 
 // New makes an exchange. Attach follows.
 func New(o Options) *Exchange {
-	log := func() *admit.Log { return &admit.Log{Logger: o.Log} }
 	return &Exchange{o: o, requests: make(chan request, maxRequests),
-		lookups:   &health{call: "lookup", log: log()},
-		announces: &health{call: "announce", log: log()}, damaged: admit.Log{Logger: o.Log},
-		peers:  map[transfer.Boot]*peer{},
-		leases: map[uint64]func(engines.Completion){}, asks: map[uint64]*ask{}, epoch: firstEpoch,
+		lookups: health{call: "lookup"}, announces: health{call: "announce"},
+		damaged: admit.Log{Logger: o.Log},
+		peers:   map[transfer.Boot]*peer{},
+		leases:  map[uint64]func(engines.Completion){}, asks: map[uint64]*ask{}, epoch: firstEpoch,
 		renew: make(chan struct{}, 1), stop: make(chan struct{})}
 }
 

@@ -5,11 +5,8 @@ package exchange
 import (
 	"context"
 	"errors"
-	"log/slog"
 	"strings"
 	"sync"
-
-	"github.com/kvspray/kvspray/internal/admit"
 )
 
 // downAfter is how many calls of a kind fail, one after the other, until the directory counts as
@@ -21,33 +18,23 @@ const downAfter = 3
 // nobody would notice.
 type health struct {
 	call string
-	log  *admit.Log
 
 	mu      sync.Mutex // guards what follows
 	failed  int        // calls in succession
 	problem string     // of the last one; empty: it works
 }
 
-// note takes the result of a call, and logs a change.
+// note takes the result of a call.
 func (h *health) note(err error) {
 	if errors.Is(err, context.Canceled) {
 		return // by the caller
 	}
 	h.mu.Lock()
-	before := h.problem
+	defer h.mu.Unlock()
 	if err == nil {
 		h.failed, h.problem = 0, ""
 	} else if h.failed++; h.failed >= downAfter {
 		h.problem = err.Error()
-	}
-	after := h.problem
-	h.mu.Unlock()
-	switch {
-	case before == "" && after != "":
-		h.log.Note(slog.LevelWarn, "store: the directory fails; pages of other nodes are missed "+
-			"until it works", "call", h.call, "err", err)
-	case before != "" && after == "":
-		h.log.Note(slog.LevelInfo, "store: the directory works again", "call", h.call)
 	}
 }
 
@@ -63,7 +50,7 @@ func (h *health) text() string {
 // Problem is why the directory does not work; empty: it does.
 func (x *Exchange) Problem() string {
 	var all []string
-	for _, h := range []*health{x.lookups, x.announces} {
+	for _, h := range []*health{&x.lookups, &x.announces} {
 		if s := h.text(); s != "" {
 			all = append(all, s)
 		}

@@ -14,11 +14,14 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"os"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/redis/go-redis/v9"
 
+	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/store/directory"
 	"github.com/kvspray/kvspray/store/page"
 	"github.com/kvspray/kvspray/transfer"
@@ -62,6 +65,20 @@ func New(o Options) *Directory {
 	}
 	return &Directory{self: o.Self, prefix: o.Prefix, client: redis.NewUniversalClient(c),
 		now: time.Now}
+}
+
+// Configured makes a directory from its part of the configuration.
+func Configured(self transfer.Boot, c *config.StoreRedis) (*Directory, error) {
+	o := Options{Self: self, Addresses: c.Addresses, Username: c.Username, TLS: c.TLS,
+		Prefix: c.Prefix}
+	if c.PasswordFile != "" {
+		b, err := os.ReadFile(c.PasswordFile)
+		if err != nil {
+			return nil, fmt.Errorf("store.redis.password_file: %w", err)
+		}
+		o.Password = strings.TrimSpace(string(b))
+	}
+	return New(o), nil
 }
 
 // Close implements directory.Directory.
