@@ -20,7 +20,6 @@ import (
 	"github.com/kvspray/kvspray/sidecar/internal/removals"
 	"github.com/kvspray/kvspray/sidecar/internal/web"
 	"github.com/kvspray/kvspray/store"
-	"github.com/kvspray/kvspray/store/directory"
 	"github.com/kvspray/kvspray/store/directory/embedded"
 	"github.com/kvspray/kvspray/store/directory/redis"
 	"github.com/kvspray/kvspray/store/page"
@@ -117,9 +116,11 @@ func (p *pageStore) openDirectory(c *store.Config) error {
 		return fmt.Errorf("sidecar: metrics: %w", err)
 	}
 	if p.cfg.Directory == config.DirRedis {
-		if p.directory, err = redis.Configured(p.boot, &p.cfg.Redis); err != nil {
+		d, err := redis.Configured(p.boot, &p.cfg.Redis)
+		if err != nil {
 			return fmt.Errorf("sidecar: %w", err)
 		}
+		p.directory = d
 	} else {
 		p.embedded, err = embedded.New(embedded.Options{Self: p.boot, Members: p.hintMembers,
 			Capacity: int(hints), Send: func(to transfer.Boot, f *peerv1.ControlFrame) error {

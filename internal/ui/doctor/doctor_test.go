@@ -112,7 +112,8 @@ func TestStoreDirectory(t *testing.T) {
 		t.Errorf("%+v", r)
 	}
 	s.Close()
-	if r := storeDirectory(t.Context(), h); r.State != Warn || !strings.Contains(r.Detail, s.Addr()) {
+	if r := storeDirectory(t.Context(), h); r.State != Warn ||
+		!strings.Contains(r.Detail, c.Store.Redis.Addresses[0]) {
 		t.Errorf("%+v", r)
 	}
 	c.Store.Redis.PasswordFile = filepath.Join(t.TempDir(), "none")
