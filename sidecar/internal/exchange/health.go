@@ -7,10 +7,12 @@ import (
 	"errors"
 	"strings"
 	"sync"
+
+	"github.com/kvspray/kvspray/store/directory"
 )
 
 // downAfter is how many calls of a kind fail, one after the other, until the directory counts as
-// failing: one that was late, as for a moment of load, is none.
+// failing, unless it refuses: one that is late, as for a moment of load, is no problem.
 const downAfter = 3
 
 // health is whether the directory works, by what its calls of one kind return: a read-only replica
@@ -33,7 +35,7 @@ func (h *health) note(err error) {
 	defer h.mu.Unlock()
 	if err == nil {
 		h.failed, h.problem = 0, ""
-	} else if h.failed++; h.failed >= downAfter {
+	} else if h.failed++; h.failed >= downAfter || errors.Is(err, directory.ErrDown) {
 		h.problem = err.Error()
 	}
 }

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/kvspray/kvspray/internal/testutil"
+	"github.com/kvspray/kvspray/store/directory"
 	"github.com/kvspray/kvspray/store/page"
 )
 
@@ -30,6 +31,10 @@ func TestDirectoryFails(t *testing.T) {
 	}
 	if s := h.text(); s != "lookup: NOAUTH" {
 		t.Errorf("problem %q", s)
+	}
+	h.note(nil)
+	if h.note(fmt.Errorf("READONLY %w", directory.ErrDown)); h.text() == "" {
+		t.Error("a refusal is no problem")
 	}
 	if h.note(nil); h.text() != "" {
 		t.Errorf("problem %q of a directory that works", h.text())

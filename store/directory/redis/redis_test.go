@@ -5,6 +5,7 @@ package redis
 import (
 	"context"
 	"crypto/rand"
+	"errors"
 	"net"
 	"os/exec"
 	"slices"
@@ -161,14 +162,16 @@ func TestServiceRefuses(t *testing.T) {
 		s.SetError(said)
 		for _, err := range []error{d.Announce(t.Context(), 1, keys),
 			d.Lookup(t.Context(), keys, directory.NewFound(len(keys)))} {
-			if err == nil || !strings.Contains(err.Error(), said) || !strings.Contains(err.Error(), want) {
+			if !errors.Is(err, directory.ErrDown) || !strings.Contains(err.Error(), said) ||
+				!strings.Contains(err.Error(), want) {
 				t.Errorf("%v: want %q and %q", err, said, want)
 			}
 		}
 	}
 	s.Close()
 	err := d.Announce(t.Context(), 1, keys)
-	if err == nil || !strings.Contains(err.Error(), "correct store.redis.addresses") {
+	if !errors.Is(err, directory.ErrDown) ||
+		!strings.Contains(err.Error(), "correct store.redis.addresses") {
 		t.Errorf("%v", err)
 	}
 }
