@@ -57,7 +57,9 @@ func (x *Exchange) lookup(ctx context.Context, keys []page.Key,
 	if err != nil {
 		x.o.Log.Debug("directory: lookup", "keys", len(keys), "err", err)
 	}
-	x.lookups.note(err)
+	if x.lookups.note(err) {
+		x.announceAll() // it may have lost all hints, as a service that was restarted
+	}
 	x.o.Metrics.Lookup(err == nil, time.Since(began))
 	return found
 }

@@ -26,18 +26,20 @@ type health struct {
 	problem string     // of the last one; empty: it works
 }
 
-// note takes the result of a call.
-func (h *health) note(err error) {
+// note takes the result of a call, and reports whether the directory works again.
+func (h *health) note(err error) (again bool) {
 	if errors.Is(err, context.Canceled) {
-		return // by the caller
+		return false // by the caller
 	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if err == nil {
+		again = h.problem != ""
 		h.failed, h.problem = 0, ""
 	} else if h.failed++; h.failed >= downAfter || errors.Is(err, directory.ErrDown) {
 		h.problem = err.Error()
 	}
+	return again
 }
 
 func (h *health) text() string {

@@ -71,5 +71,16 @@ func TestDirectoryIsReadOnly(t *testing.T) {
 		if s := n[0].Problem(); s != "lookup: nobody answers" {
 			t.Errorf("problem %q", s)
 		}
+		// What is held is announced again at once: the directory may have forgotten all.
+		c.mu.Lock()
+		c.deaf, c.taken = false, 0
+		c.mu.Unlock()
+		n[0].Find(keysOf(3), page.NewBitmap(1))
+		time.Sleep(time.Second)
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		if c.taken != 2 {
+			t.Errorf("%d of 2 pages are announced to a directory that works again", c.taken)
+		}
 	})
 }
