@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import pathlib
+import resource
 from typing import Any
 
 import pytest
 
+import kvspray
 from kvspray import limits
 
 CASES = json.loads((pathlib.Path(__file__).parents[2] / "testdata/limits.json").read_text())
@@ -35,6 +38,17 @@ def test_a_pool_needs_room_for_its_process(tmp_path: pathlib.Path) -> None:
     assert limits.refusal(3906 << 20, root) == ""
     (tmp_path / "sys/fs/cgroup/memory.max").write_text("max\n")
     assert "the host has 65536 MiB" in limits.refusal(64 * GIB, root)
+
+
+def test_an_error_has_its_remedy() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))  # of new ones
+    try:
+        with pytest.raises(kvspray.KvsprayError, match="Too many open files.*ulimit -n"):
+            kvspray.Region.alloc(4096)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "memory limit" in limits.explain(errno.ENOMEM) and limits.explain(errno.EBADF) == f"Bad file descriptor (errno {errno.EBADF})"
 
 
 def test_limits_that_are_not_known(tmp_path: pathlib.Path) -> None:

@@ -4,6 +4,8 @@ internal/sys/limits does the same in Go; testdata/limits.json has the cases of b
 
 from __future__ import annotations
 
+import errno
+import os
 import posixpath
 import re
 from collections.abc import Iterator
@@ -11,6 +13,23 @@ from collections.abc import Iterator
 OVERHEAD_BYTES = 128 << 20  # a process that takes a pool needs memory for itself
 OVERHEAD_SHARE = 64  # and 1/64 of the pool
 UNLIMITED = 1 << 62  # cgroup v1 has 2^63 less a page for none
+
+# What lifts the limit behind an error of the kernel.
+REMEDIES = {
+    errno.ENOMEM: "raise the memory limit (resources.limits.memory, MemoryMax=) or ulimit -v, or, with vm.overcommit_memory=2, vm.overcommit_ratio",
+    errno.EMFILE: "raise the limit of open files (ulimit -n, LimitNOFILE=, --ulimit nofile=)",
+    errno.ENFILE: "raise the host's limit of open files, fs.file-max",
+    errno.ENOSPC: "make room on that file system; of /dev/shm: docker run --shm-size=, or an emptyDir of medium Memory",
+    errno.EPERM: "allow the call in the container's seccomp profile, or give the capability that it needs",
+    errno.ENOSYS: "use a kernel, or a container runtime, that has the call",
+    errno.EAGAIN: "raise the limit of locked memory or of processes (ulimit -l, ulimit -u)",
+}
+
+
+def explain(error: int) -> str:
+    """An errno as text, with the remedy if a limit is behind it."""
+    text = f"{os.strerror(error)} (errno {error})"
+    return f"{text}: {REMEDIES[error]}" if error in REMEDIES else text
 
 
 def refusal(pool: int, root: str = "") -> str:
