@@ -37,8 +37,8 @@ func TestStoreFitsTheHost(t *testing.T) {
 	}
 	for _, size := range []config.Size{1 << 30, 2 << 30} { // all of it, and more
 		err := fits(size, root)
-		for _, want := range []string{"store.memory", size.String(), "1024 MiB of /sys/fs/cgroup/kv.service",
-			"lower it to 882 MiB"} {
+		for _, want := range []string{"store.memory", size.String(),
+			"1024 MiB of /sys/fs/cgroup/kv.service", "lower it to 882 MiB"} {
 			if err == nil || !strings.Contains(err.Error(), want) {
 				t.Errorf("%v: %v lacks %q", size, err, want)
 			}

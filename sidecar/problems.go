@@ -11,8 +11,8 @@ import (
 // problemLooks is the time between two looks for problems that are to be logged.
 const problemLooks = time.Second
 
-// problem is why an optional part of the store does not work. The node goes on without it, so nobody
-// would notice.
+// problem is why an optional part of the store does not work. The node goes on without it, so
+// nobody would notice.
 type problem struct{ part, why string }
 
 // problems are what an operator has to mend, or to wait for.
@@ -45,8 +45,8 @@ func (p *pageStore) problems() (out []problem) {
 	return out
 }
 
-// logProblems logs when a part fails and when it works again, until ctx ends: a line for each change,
-// whatever the reasons that it has meanwhile.
+// logProblems logs when a part fails and when it works again, until ctx ends: a line for each
+// change, whatever the reasons that it has meanwhile.
 func logProblems(ctx context.Context, log *slog.Logger, problems func() []problem) {
 	failing := map[string]bool{}
 	t := time.NewTicker(problemLooks)

@@ -328,8 +328,8 @@ func checkConfig(t *testing.T, kvspray, config string, args []string) {
 	run(check...)
 }
 
-// Numbers are whole ones in every document, also the largest that the schema permits: Helm reads them
-// as floating-point numbers, which it writes with an exponent.
+// Numbers are whole ones in every document, also the largest that the schema permits: Helm reads
+// them as floating-point numbers, which it writes with an exponent.
 func TestLargeNumbers(t *testing.T) {
 	const large = "4294967294" // also the user of a namespace of OpenShift has such a number
 	exponent := regexp.MustCompile(`[0-9]e[+-]?[0-9]+\b`)

@@ -77,7 +77,8 @@ var rules = []rule{
 			"control/engines", "control/exec", "control/lease",
 			"control/peer", "control/peer/hello", "control/peer/keys", "control/route", "control/spray",
 			"internal/admit", "internal/config", "internal/metrics", "internal/spans",
-			"internal/sys/limits", "internal/sys/mem", "internal/sys/topo", "internal/version", "layout", "parseblock",
+			"internal/sys/limits", "internal/sys/mem", "internal/sys/topo", "internal/version", "layout",
+			"parseblock",
 			"sidecar/internal/exchange", "sidecar/internal/local", "sidecar/internal/pages",
 			"sidecar/internal/plans", "sidecar/internal/removals", "sidecar/internal/trace",
 			"sidecar/internal/web", "store",
@@ -103,7 +104,8 @@ var rules = []rule{
 	{dir: "sidecar/internal/pages", why: "the store as engines use it: leases and questions, no " +
 		"message and no tier",
 		own: []string{"connector", "control/engines", "internal/admit", "internal/metrics",
-			"internal/sys/mem", "sidecar/internal/local", "sidecar/internal/removals", "sidecar/internal/trace",
+			"internal/sys/mem", "sidecar/internal/local", "sidecar/internal/removals",
+			"sidecar/internal/trace",
 			"sidecar/internal/web", "store", "store/page"}},
 	{dir: "sidecar/internal/removals", why: "removals of namespaces on all nodes: the store is " +
 		"behind an interface, and peers behind one function",

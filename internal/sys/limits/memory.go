@@ -74,7 +74,7 @@ func ReadMemory(root string) (*Memory, error) {
 	return m, nil
 }
 
-// Free is how many bytes can still be taken, and the limit that binds; nil: it is the host's memory.
+// Free is how many bytes can still be taken, and the limit that binds; nil: the host's memory does.
 func (m *Memory) Free() (uint64, *Limit) {
 	free, binds := m.Host, (*Limit)(nil)
 	for i := range m.Limits {

@@ -13,12 +13,12 @@ var remedies = []struct {
 	errno  unix.Errno
 	remedy string
 }{
-	{unix.ENOMEM, "raise the memory limit (resources.limits.memory, MemoryMax=) or ulimit -v, or, with " +
-		"vm.overcommit_memory=2, vm.overcommit_ratio"},
+	{unix.ENOMEM, "raise the memory limit (resources.limits.memory, MemoryMax=) or ulimit -v, or, " +
+		"with vm.overcommit_memory=2, vm.overcommit_ratio"},
 	{unix.EMFILE, "raise the limit of open files (ulimit -n, LimitNOFILE=, --ulimit nofile=)"},
 	{unix.ENFILE, "raise the host's limit of open files, fs.file-max"},
-	{unix.ENOSPC, "make room on that file system; of /dev/shm: docker run --shm-size=, or an emptyDir " +
-		"of medium Memory"},
+	{unix.ENOSPC, "make room on that file system; of /dev/shm: docker run --shm-size=, or an " +
+		"emptyDir of medium Memory"},
 	{unix.EDQUOT, "make room in this user's quota on that file system"},
 	{unix.EPERM, "allow the call in the container's seccomp profile, or give the capability that it " +
 		"needs"},
@@ -47,8 +47,8 @@ func Advice(err error, other string) string {
 	return other
 }
 
-// Descriptors is how many files this process may have open. The Go runtime has raised the soft limit
-// to it.
+// Descriptors is how many files this process may have open. The Go runtime has raised the soft
+// limit to it.
 func Descriptors() (uint64, error) {
 	var l unix.Rlimit
 	err := unix.Getrlimit(unix.RLIMIT_NOFILE, &l)

@@ -223,15 +223,15 @@ func storeMemory(_ context.Context, h *Host) Result {
 	}
 	want := uint64(h.Config.Store.Memory)
 	if f := m.Fits(want); f != nil {
-		return warn(f.Remedy, "store.memory is %s; %s; a sidecar that runs here has taken its own already",
-			bytesText(want), f.Why)
+		return warn(f.Remedy, "store.memory is %s; %s; a sidecar that runs here has taken its own "+
+			"already", bytesText(want), f.Why)
 	}
 	free, _ := m.Free()
 	return good("store.memory is %s, and %s are available", bytesText(want), bytesText(free))
 }
 
-// storeDirectory asks the service that the store's directory is in for a page. Whether it also takes
-// what this node holds is a problem that the running sidecar reports.
+// storeDirectory asks the service that the store's directory is in for a page. Whether it also
+// takes what this node holds is a problem that the running sidecar reports.
 func storeDirectory(ctx context.Context, h *Host) Result {
 	if h.Config == nil || h.Config.Store.Memory == 0 || h.Config.Store.Directory != config.DirRedis {
 		return skip("", "store.directory is not redis: no service is needed")

@@ -81,13 +81,16 @@ func TestRunHere(t *testing.T) {
 
 // The check has the numbers of serve: the limit of the cgroup, and what the sidecar itself needs.
 func TestStoreMemory(t *testing.T) {
-	for want, state := range map[config.Size]State{0: Skip, 1 << 20: OK, 2 << 30: Warn, 1 << 50: Warn} {
+	for want, state := range map[config.Size]State{0: Skip, 1 << 20: OK, 2 << 30: Warn,
+		1 << 50: Warn} {
 		h := root(t, map[string]string{"proc/meminfo": "MemAvailable: 33554432 kB",
 			"sys/fs/cgroup/memory.max": "2147483648"})
 		h.Config.Store.Memory = want
 		got := storeMemory(t.Context(), h)
-		if got.State != state || state == Warn && (!strings.Contains(got.Detail, bytesText(uint64(want))) ||
-			!strings.Contains(got.Detail, "memory.max") || !strings.Contains(got.Remedy, "lower it to 18")) {
+		if got.State != state || state == Warn &&
+			(!strings.Contains(got.Detail, bytesText(uint64(want))) ||
+				!strings.Contains(got.Detail, "memory.max") ||
+				!strings.Contains(got.Remedy, "lower it to 18")) {
 			t.Errorf("%s: %+v", want, got)
 		}
 	}

@@ -41,8 +41,8 @@ func TestDirectoryFails(t *testing.T) {
 	}
 }
 
-// The exchange notes lookups and announcements apart: a read-only replica takes no announcement, and
-// answers lookups.
+// The exchange notes lookups and announcements apart: a read-only replica takes no announcement,
+// and answers lookups.
 func TestDirectoryIsReadOnly(t *testing.T) {
 	testutil.Bubble(t, func(t *testing.T) {
 		c, n := newCable(t, 1)

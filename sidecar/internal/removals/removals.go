@@ -153,7 +153,8 @@ type ask struct {
 
 // New makes the node's part from the note of its store.
 func New(o Options) *Removals {
-	r := &Removals{o: o, refused: admit.Log{Logger: o.Log}, talk: make(chan struct{}, 1), remove: make(chan struct{}, 1),
+	r := &Removals{o: o, refused: admit.Log{Logger: o.Log},
+		talk: make(chan struct{}, 1), remove: make(chan struct{}, 1),
 		turn: make(chan struct{}, 1), done: make(chan struct{}), peers: map[transfer.Boot]*peer{},
 		news: map[page.ID]transfer.Boot{}, changed: make(chan struct{}),
 		failed: map[page.ID]error{}, until: time.Now().Add(settleTime),
