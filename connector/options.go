@@ -21,6 +21,7 @@ const (
 	DefaultDeadline    = 30 * time.Second
 	DefaultPartner     = 10 * time.Second
 	DefaultGrace       = 5 * time.Second
+	DefaultLook        = time.Second
 
 	maxDeadline    = time.Hour        // of a lease or an AWAIT; a longer one is shortened
 	helloTimeout   = 10 * time.Second // a silent connection loses its place
@@ -92,6 +93,9 @@ type Options struct {
 	// FenceWait bounds the wait of a takeover for the fence of the older session's leases, before
 	// the sidecar answers "fencing". Zero: a quarter of Grace, DefaultFenceWait at most.
 	FenceWait time.Duration
+	// Look is the time between two looks at the socket's path: cleaners of /tmp and administrators
+	// remove sockets, after which no engine finds the sidecar. Zero: DefaultLook.
+	Look time.Duration
 	// Layouts holds the strategies that layouts may name. nil: parseblock.Default().
 	Layouts *parseblock.Registry
 	// Devices imports memory of GPUs. nil: such regions are refused.

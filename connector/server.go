@@ -7,7 +7,6 @@ import (
 	"log/slog"
 	"net"
 	"os"
-	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
@@ -27,12 +26,13 @@ import (
 
 // Server is the engine side of one sidecar.
 //
-// Goroutines, all joined by Close: the accept loop, two per session (reader, writer), two per
-// registered worker (ring, exit watch), and one watcher on its own thread. While idle, all of them
-// block in the netpoller or on a condition.
+// Goroutines, all joined by Close: the accept loop, one that looks at the socket's path each
+// second, two per session (reader, writer), two per registered worker (ring, exit watch), and one
+// watcher on its own thread. While idle, all others block in the netpoller or on a condition.
 type Server struct {
 	opt      Options
 	log      *slog.Logger
+	refused  admit.Log // connections
 	watch    *watch.Watcher
 	wg       sync.WaitGroup
 	draining atomic.Bool
@@ -40,10 +40,11 @@ type Server struct {
 	epochs   atomic.Uint32
 	open     atomic.Int64  // leases of all workers
 	drained  chan struct{} // one token whenever open reaches 0
+	ends     chan struct{} // closed by Close
 
 	mu       sync.Mutex // protects all below; taken after a worker's locks, never before
-	ln       *net.UnixListener
-	lock     *os.File
+	at       socket     // not bound: ln is nil
+	lost     string     // why engines cannot connect; empty: they can
 	sessions map[*session]struct{}
 	byBoot   map[[16]byte]*session // the newest worker session of each engine boot
 	workers  map[[16]byte]*worker  // by engine boot; until fenced
@@ -97,78 +98,15 @@ func New(opt Options) (*Server, error) {
 	def(&opt.Deadline, DefaultDeadline)
 	def(&opt.Partner, DefaultPartner)
 	def(&opt.Grace, DefaultGrace)
+	def(&opt.Look, DefaultLook)
 	// several answers before the shim gives up
 	def(&opt.FenceWait, min(DefaultFenceWait, opt.Grace/4))
-	return &Server{opt: opt, log: opt.Log.With("part", "connector"), watch: watch.New(),
-		drained:  make(chan struct{}, 1),
+	log := opt.Log.With("part", "connector")
+	return &Server{opt: opt, log: log, refused: admit.Log{Logger: log}, watch: watch.New(),
+		drained: make(chan struct{}, 1), ends: make(chan struct{}),
 		sessions: map[*session]struct{}{}, byBoot: map[[16]byte]*session{},
 		workers: map[[16]byte]*worker{},
 		regions: map[[16]byte]*worker{}}, nil
-}
-
-// Listen makes the socket with mode 0600 in a directory with mode 0700. A dead sidecar's socket is
-// replaced; a live one's is an error. Serve calls Listen unless the caller has.
-func (s *Server) Listen() error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.closed {
-		return net.ErrClosed
-	}
-	if s.ln != nil {
-		return nil
-	}
-	path := s.opt.Socket
-	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
-		return unwritable("directory", path, err)
-	}
-	// The lock, not the socket, proves that a sidecar lives: it ends with its process, and two
-	// sidecars that start at once cannot both take the place of a dead one.
-	lock, err := os.OpenFile(path+".lock", os.O_RDWR|os.O_CREATE, 0o600)
-	if err != nil {
-		return unwritable("lock", path, err)
-	}
-	fail := func(err error) error {
-		_ = lock.Close()
-		return err
-	}
-	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		if errors.Is(err, unix.EWOULDBLOCK) {
-			err = errors.New("another sidecar serves it: stop that one, or choose another socket with " +
-				"--socket (engine.socket)")
-		}
-		return fail(fmt.Errorf("connector: socket %s: %w", path, err))
-	}
-	if st, err := os.Lstat(path); err == nil {
-		if st.Mode()&os.ModeSocket == 0 {
-			return fail(fmt.Errorf("connector: socket %s: %s has this path: move it away, or choose "+
-				"another socket", path, what(st.Mode())))
-		}
-		if c, err := net.Dial("unixpacket", path); err == nil {
-			_ = c.Close()
-			return fail(fmt.Errorf("connector: socket %s: another program listens there: stop it, or "+
-				"choose another socket", path))
-		}
-		if err := os.Remove(path); err != nil {
-			return fail(fmt.Errorf("connector: replace the stale socket %s: %w", path, err))
-		}
-		s.log.Info("replaced a stale socket", "socket", path)
-	}
-	ln, err := net.ListenUnix("unixpacket", &net.UnixAddr{Name: path, Net: "unixpacket"})
-	if err != nil {
-		return fail(unwritable("listen", path, err))
-	}
-	if err := os.Chmod(path, os.FileMode(s.opt.SocketMode)); err != nil {
-		_ = ln.Close()
-		return fail(fmt.Errorf("connector: mode of socket %s: %w", path, err))
-	}
-	s.ln, s.lock = ln, lock
-	s.wg.Go(s.watch.Run)
-	return nil
-}
-
-func unwritable(what, path string, err error) error {
-	return fmt.Errorf("connector: socket %s: %s: %w: choose a path in a directory that this user "+
-		"may write to with --socket (engine.socket)", path, what, err)
 }
 
 // Serve accepts sessions until ctx ends or Close. It returns after every goroutine of the server
@@ -177,18 +115,14 @@ func (s *Server) Serve(ctx context.Context) error {
 	if err := s.Listen(); err != nil {
 		return err
 	}
-	s.mu.Lock()
-	ln := s.ln
-	s.mu.Unlock()
-	if ln == nil {
-		return net.ErrClosed
-	}
 	stop := context.AfterFunc(ctx, func() { _ = s.Close() })
 	defer stop()
 	log := admit.Log{Logger: s.log}
 	failed := func(err error) { log.Note(slog.LevelWarn, "accept failed", "err", err) }
-	for uc := range admit.Accepted(ctx.Done(), ln.AcceptUnix, failed) {
-		s.accept(uc)
+	for ln := s.listener(nil); ln != nil; ln = s.listener(ln) {
+		for uc := range admit.Accepted(ctx.Done(), ln.AcceptUnix, failed) {
+			s.accept(uc)
+		}
 	}
 	err := s.Close()
 	return errors.Join(err, ctx.Err())
@@ -203,7 +137,7 @@ func (s *Server) accept(uc *net.UnixConn) {
 	}
 	if err != nil {
 		s.hookMalformed("peer")
-		s.log.Warn("connection refused", "err", err)
+		s.refused.Note(slog.LevelWarn, "connection refused", "err", err)
 		s.refuseConn(uc, &msg.ErrorMessage{Code: msg.CodePermission, Message: err.Error(), Fatal: true})
 		return
 	}
@@ -219,7 +153,7 @@ func (s *Server) accept(uc *net.UnixConn) {
 	s.mu.Unlock()
 	if !ok {
 		p.Close()
-		s.log.Warn("connection refused", "sessions", s.opt.Limits.Sessions)
+		s.refused.Note(slog.LevelWarn, "connection refused", "sessions", s.opt.Limits.Sessions)
 		s.refuseConn(uc, &msg.ErrorMessage{Code: msg.CodeLimit,
 			Message: fmt.Sprintf("%d sessions are open", s.opt.Limits.Sessions),
 			Remedy:  "close some, or raise the sidecar's limit", Fatal: true})
@@ -423,7 +357,7 @@ func (s *Server) Close() error {
 	s.mu.Lock()
 	first := !s.closed
 	s.closed = true
-	ln, lock := s.ln, s.lock
+	at := s.at
 	workers := make([]*worker, 0, len(s.workers))
 	for _, w := range s.workers {
 		workers = append(workers, w)
@@ -433,20 +367,16 @@ func (s *Server) Close() error {
 	}
 	s.mu.Unlock()
 	if first {
-		if ln != nil {
-			_ = ln.Close()
-		}
+		close(s.ends)
+		at.close()
 		for _, c := range s.allSessions() {
 			_ = c.uc.Close()
 		}
 		for _, w := range workers {
 			s.retire(w, net.ErrClosed)
 		}
-		if ln != nil {
+		if at.ln != nil {
 			s.watch.Close()
-		}
-		if lock != nil {
-			_ = lock.Close()
 		}
 	}
 	s.wg.Wait()

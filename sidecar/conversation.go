@@ -17,6 +17,7 @@ import (
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/peer"
 	"github.com/kvspray/kvspray/control/peer/keys"
+	"github.com/kvspray/kvspray/internal/admit"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/metrics"
 	"github.com/kvspray/kvspray/sidecar/internal/plans"
@@ -29,6 +30,8 @@ import (
 type conversation struct {
 	cfg          *config.Config
 	log          *slog.Logger
+	refused      admit.Log // grants
+	unsent       admit.Log // frames
 	boot         transfer.Boot
 	host         string // kernel boot id
 	version      string
@@ -81,8 +84,8 @@ func (c *conversation) Known(boot transfer.Boot) bool { return c.dial.knows(boot
 func (c *conversation) Send(to transfer.Boot, f *peerv1.ControlFrame) {
 	if r := f.GetGrantReply(); r != nil && r.Code != peerv1.GrantReply_BOUND &&
 		r.Code != peerv1.GrantReply_RANKS {
-		c.log.Warn("grant refused", "peer", to.String(), "code", strings.ToLower(r.Code.String()), "gen",
-			r.Gen, "reason", r.Message)
+		c.refused.Note(slog.LevelWarn, "grant refused", "peer", to.String(), "code",
+			strings.ToLower(r.Code.String()), "gen", r.Gen, "reason", r.Message)
 	}
 	if to == c.boot {
 		c.frame(to, f)
@@ -94,7 +97,8 @@ func (c *conversation) Send(to transfer.Boot, f *peerv1.ControlFrame) {
 	c.metrics.Control(metrics.Out, frameName(f))
 	c.prefer(to)
 	if err := c.mesh.Send(to, f); err != nil {
-		c.log.Warn("control frame not sent", "peer", to.String(), "type", frameName(f), "err", err)
+		c.unsent.Note(slog.LevelWarn, "control frame not sent", "peer", to.String(), "type", frameName(f),
+			"err", err)
 		// The loss of a peer reaches the executor as PeerDown; this peer is still there.
 		if errors.Is(err, peer.ErrQueueFull) || errors.Is(err, peer.ErrTooBig) {
 			c.driver.Do(func(ex *exec.Exec, now exec.Instant) { ex.Unsent(now, to, f, err) })

@@ -26,6 +26,8 @@ type life struct {
 	started  chan struct{} // closed once every address is known, or Run has failed
 
 	now func() time.Time // replaced by tests
+	// unreachable is why engines cannot connect; empty: they can. It is set before serving is.
+	unreachable func() string
 
 	mu   sync.Mutex // protects what is below
 	left time.Time  // of the last Leave; zero: none, or it was taken back
@@ -35,7 +37,8 @@ type life struct {
 }
 
 func newLife() *life {
-	return &life{drain: make(chan struct{}), started: make(chan struct{}), now: time.Now}
+	return &life{drain: make(chan struct{}), started: make(chan struct{}), now: time.Now,
+		unreachable: func() string { return "" }}
 }
 
 // Started is closed once the addresses are known, or Run has failed.
@@ -55,8 +58,11 @@ func (l *life) HTTPAddr() string {
 	return l.http
 }
 
-// Ready reports whether the node serves engines and peers, and is not draining.
-func (l *life) Ready() bool { return l.serving.Load() && !l.draining.Load() }
+// Ready reports whether the node serves engines and peers, engines can connect, and it is not
+// draining.
+func (l *life) Ready() bool {
+	return l.serving.Load() && !l.draining.Load() && l.unreachable() == ""
+}
 
 // Drain starts the orderly stop: no new leases, open leases continue, and Run returns when they
 // have ended or the time is over.

@@ -36,6 +36,7 @@ import (
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/spray"
+	"github.com/kvspray/kvspray/internal/admit"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/metrics"
 	"github.com/kvspray/kvspray/parseblock"
@@ -129,6 +130,7 @@ func New(opt Options) (*Node, error) {
 		Peers: peerViews{n.conv}, Rails: n.rails.views, Stats: n.observer.stats, Links: n.gpus.linkStates,
 		Executors: n.gpus.executorStates, Workers: n.workers,
 		Transports: func() []string { return namesOf(n.backends) }, Store: n.pages.state,
+		Problems:   n.problems,
 		StoreCalls: n.pages.calls,
 		Recent:     func() []trace.Ended { return n.observer.transfers.Recent() }})
 	s := &samples{driver: n.driver, rails: n.rails, gpus: n.gpus}
@@ -151,7 +153,8 @@ func (n *Node) join(self transport.Peer) error {
 	n.results = &completions{observer: n.observer, plans: n.plans, log: n.log}
 	n.dial = newDialer(n.cfg, n.boot, n.host, n.log)
 	n.dial.proc, n.dial.rails, n.dial.gpus = n.proc, n.rails, n.gpus
-	n.conv = &conversation{cfg: n.cfg, log: n.log, boot: n.boot, host: n.host, version: n.version,
+	n.conv = &conversation{cfg: n.cfg, log: n.log, refused: admit.Log{Logger: n.log},
+		unsent: admit.Log{Logger: n.log}, boot: n.boot, host: n.host, version: n.version,
 		self: self, proc: n.proc,
 		metrics: n.metrics, plans: n.plans, descriptions: newDescriptions(n.plans), dial: n.dial,
 		rails: n.rails, workers: n.workers}

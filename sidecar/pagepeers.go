@@ -6,9 +6,7 @@ import (
 	"cmp"
 	"context"
 	"fmt"
-	"os"
 	"slices"
-	"strings"
 	"sync"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
@@ -22,7 +20,6 @@ import (
 	"github.com/kvspray/kvspray/sidecar/internal/removals"
 	"github.com/kvspray/kvspray/sidecar/internal/web"
 	"github.com/kvspray/kvspray/store"
-	"github.com/kvspray/kvspray/store/directory"
 	"github.com/kvspray/kvspray/store/directory/embedded"
 	"github.com/kvspray/kvspray/store/directory/redis"
 	"github.com/kvspray/kvspray/store/page"
@@ -119,9 +116,11 @@ func (p *pageStore) openDirectory(c *store.Config) error {
 		return fmt.Errorf("sidecar: metrics: %w", err)
 	}
 	if p.cfg.Directory == config.DirRedis {
-		if p.directory, err = p.openRedis(); err != nil {
-			return err
+		d, err := redis.Configured(p.boot, &p.cfg.Redis)
+		if err != nil {
+			return fmt.Errorf("sidecar: %w", err)
 		}
+		p.directory = d
 	} else {
 		p.embedded, err = embedded.New(embedded.Options{Self: p.boot, Members: p.hintMembers,
 			Capacity: int(hints), Send: func(to transfer.Boot, f *peerv1.ControlFrame) error {
@@ -146,21 +145,6 @@ func (p *pageStore) openDirectory(c *store.Config) error {
 		return p.exchange
 	}
 	return nil
-}
-
-// openRedis makes the directory in a service, which may be away.
-func (p *pageStore) openRedis() (directory.Directory, error) {
-	r := &p.cfg.Redis
-	o := redis.Options{Self: p.boot, Addresses: r.Addresses, Username: r.Username, TLS: r.TLS,
-		Prefix: r.Prefix}
-	if r.PasswordFile != "" {
-		b, err := os.ReadFile(r.PasswordFile)
-		if err != nil {
-			return nil, fmt.Errorf("sidecar: store.redis.password_file: %w", err)
-		}
-		o.Password = strings.TrimSpace(string(b))
-	}
-	return redis.New(o), nil
 }
 
 func (p *pageStore) closeDirectory() error {
@@ -317,6 +301,7 @@ func (p *pageStore) showPeers(out *web.Store) {
 		d.Hints, d.Capacity, d.Bytes = st.Hints, st.Capacity, st.Bytes
 		d.Members = len(p.hintMembers())
 	}
+	d.Problem = p.exchange.Problem()
 	out.Directory = d
 	for _, s := range p.exchange.Peers() {
 		out.Peers = append(out.Peers, web.StorePeer{Node: s.Node, Boot: s.Boot.String(),

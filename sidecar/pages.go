@@ -16,6 +16,7 @@ import (
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/metrics"
+	"github.com/kvspray/kvspray/internal/sys/limits"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/sidecar/internal/exchange"
 	"github.com/kvspray/kvspray/sidecar/internal/local"
@@ -63,7 +64,7 @@ func (p *pageStore) open(ctx context.Context) (err error) {
 	if p.cfg.Memory == 0 {
 		return nil
 	}
-	if err := fits(p.cfg.Memory, mem.Available); err != nil {
+	if err := fits(p.cfg.Memory, ""); err != nil {
 		return err
 	}
 	p.log.Info("the store takes its memory", "bytes", p.cfg.Memory.String())
@@ -117,13 +118,16 @@ func (p *pageStore) open(ctx context.Context) (err error) {
 
 // fits refuses a store that this host has no memory for: taking it would have the kernel kill this
 // process, or an engine.
-func fits(want config.Size, available func() (uint64, error)) error {
-	n, err := available()
-	if err != nil || uint64(want) <= n {
-		return nil
+// root is as for limits.ReadMemory.
+func fits(want config.Size, root string) error {
+	m, err := limits.ReadMemory(root)
+	if err != nil {
+		return nil //nolint:nilerr // a host that does not tell is no reason to refuse
 	}
-	return fmt.Errorf("sidecar: store.memory: %q: this host has %d MiB available: lower it, or end "+
-		"what uses the memory", want.String(), n>>20)
+	if f := m.Fits(uint64(want)); f != nil {
+		return fmt.Errorf("sidecar: store.memory: %q: %s: %s", want.String(), f.Why, f.Remedy)
+	}
+	return nil
 }
 
 // segmentShare: a disk has at least so many segments, if they are as small as they may be.

@@ -190,6 +190,7 @@ func (n *Node) listenEngines() (err error) {
 		return err
 	}
 	n.results.server, n.copies.server, n.pages.server = n.engine, n.engine, n.engine
+	n.life.unreachable = n.engine.Unreachable
 	return n.engine.Listen()
 }
 
@@ -215,6 +216,9 @@ func (n *Node) serve(listener net.Listener, failed chan<- error, open *closers) 
 	n.proc.Run(n.rails.watch)
 	if n.pages.exchange != nil {
 		n.proc.Run(n.pages.exchange.Run)
+	}
+	if n.pages.service != nil {
+		n.proc.Run(func(ctx context.Context) { logProblems(ctx, n.log, n.pages.problems) })
 	}
 	if n.pages.removals != nil {
 		n.proc.Run(n.pages.removals.Run)

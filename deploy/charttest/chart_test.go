@@ -7,6 +7,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -325,6 +326,31 @@ func checkConfig(t *testing.T, kvspray, config string, args []string) {
 		check = append(check, here.Replace(a))
 	}
 	run(check...)
+}
+
+// Numbers are whole ones in every document, also the largest that the schema permits: Helm reads
+// them as floating-point numbers, which it writes with an exponent.
+func TestLargeNumbers(t *testing.T) {
+	const large = "4294967294" // also the user of a namespace of OpenShift has such a number
+	exponent := regexp.MustCompile(`[0-9]e[+-]?[0-9]+\b`)
+	for _, set := range []string{"cert-manager", "node", "rdma-store", "multi-node"} {
+		docs, err := render(t, readSet(t, set)+"runAsUser: "+large+"\n"+
+			"drain: {routerSeconds: 3600, engineSeconds: 86400, sidecarSeconds: 3600}\n")
+		if err != nil {
+			t.Fatal(err)
+		}
+		all := strings.Join(docs, "---\n")
+		if at := exponent.FindStringIndex(all); at != nil {
+			t.Errorf("%s: a number has an exponent: ...%s...", set,
+				all[max(0, at[0]-60):min(len(all), at[1]+20)])
+		}
+		if !strings.Contains(all, large) {
+			t.Errorf("%s: no document has the user %s", set, large)
+		}
+		for _, doc := range docs {
+			decode(t, doc)
+		}
+	}
 }
 
 func TestBadValues(t *testing.T) {

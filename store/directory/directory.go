@@ -14,6 +14,7 @@ package directory
 import (
 	"context"
 	"encoding/binary"
+	"errors"
 
 	"github.com/kvspray/kvspray/store/page"
 	"github.com/kvspray/kvspray/transfer"
@@ -24,6 +25,10 @@ const (
 	MaxHolders = 4             // of one page that a lookup returns
 	MaxBatch   = page.MaxBatch // keys of one call
 )
+
+// ErrDown is what the error of a call is if the service behind a directory refused it, or is not
+// there: the next call will fare no better. Other errors may be those of a moment.
+var ErrDown = errors.New("the directory is down")
 
 // Holder is a process that reported a page.
 type Holder struct {

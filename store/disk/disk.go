@@ -86,7 +86,7 @@ type Tier struct {
 	segb   uint32 // blocks of a segment
 	ledger ledger
 	notes  struct {
-		mu   sync.Mutex // guards what follows; no other lock is taken under it
+		mu   sync.Mutex // guards what follows; the first log's is taken under it
 		last uint64     // generation of the newest copy that was read or written
 	}
 

@@ -77,7 +77,8 @@ var rules = []rule{
 			"control/engines", "control/exec", "control/lease",
 			"control/peer", "control/peer/hello", "control/peer/keys", "control/route", "control/spray",
 			"internal/admit", "internal/config", "internal/metrics", "internal/spans",
-			"internal/sys/mem", "internal/sys/topo", "internal/version", "layout", "parseblock",
+			"internal/sys/limits", "internal/sys/mem", "internal/sys/topo", "internal/version", "layout",
+			"parseblock",
 			"sidecar/internal/exchange", "sidecar/internal/local", "sidecar/internal/pages",
 			"sidecar/internal/plans", "sidecar/internal/removals", "sidecar/internal/trace",
 			"sidecar/internal/web", "store",
@@ -102,15 +103,17 @@ var rules = []rule{
 		own: []string{"control/engines"}},
 	{dir: "sidecar/internal/pages", why: "the store as engines use it: leases and questions, no " +
 		"message and no tier",
-		own: []string{"connector", "control/engines", "internal/metrics", "internal/sys/mem",
-			"sidecar/internal/local", "sidecar/internal/removals", "sidecar/internal/trace",
+		own: []string{"connector", "control/engines", "internal/admit", "internal/metrics",
+			"internal/sys/mem", "sidecar/internal/local", "sidecar/internal/removals",
+			"sidecar/internal/trace",
 			"sidecar/internal/web", "store", "store/page"}},
 	{dir: "sidecar/internal/removals", why: "removals of namespaces on all nodes: the store is " +
 		"behind an interface, and peers behind one function",
-		own: []string{"api/peer/v1", "store/page", "store/removal", "transfer"}},
+		own: []string{"api/peer/v1", "internal/admit", "store/page", "store/removal", "transfer"}},
 	{dir: "sidecar/internal/exchange", why: "pages between the stores of nodes: the executor and " +
 		"the directory are behind interfaces, and peers behind one function",
-		own: []string{"api/peer/v1", "control/engines", "internal/metrics", "internal/sys/mem", "layout",
+		own: []string{"api/peer/v1", "control/engines", "internal/admit", "internal/metrics",
+			"internal/sys/mem", "layout",
 			"parseblock", "store", "store/directory", "store/page", "transfer"}},
 	{dir: "sidecar/internal/trace", why: "files with a line for each transfer, and its spans; they " +
 		"take values of the executor and of plans",
@@ -120,8 +123,10 @@ var rules = []rule{
 		ext: []string{extSys, extYAML}},
 	{dir: "internal/ui/doctor", why: "tries what the host offers by itself, so that it works where " +
 		"the parts do not",
-		own: []string{"control/peer/keys", "internal/config", "internal/sys/cuda", "internal/sys/mem",
-			"internal/sys/topo", "internal/sys/verbs", "internal/ui/ask"}, ext: []string{extSys, extNVML}},
+		own: []string{"control/peer/keys", "internal/config", "internal/sys/cuda", "internal/sys/limits",
+			"internal/sys/mem",
+			"internal/sys/topo", "internal/sys/verbs", "internal/ui/ask", "store/directory",
+			"store/directory/redis", "store/page", "transfer"}, ext: []string{extSys, extNVML}},
 	{dir: "internal/ui/ask", why: "asks the HTTP port of a sidecar as any client does; the forms " +
 		"of the answers belong to its users"},
 	{dir: "internal/ui/status", why: "one screen of what top and doctor read",
@@ -348,7 +353,9 @@ var rules = []rule{
 	{dir: "gpu/gputest", why: "GPUs without a GPU, for tests", own: []string{"gpu/device",
 		"internal/sys/cuda"}, ext: []string{extSys}},
 	{dir: "internal/sys/mem", why: "regions and bounded copies; independent of their users",
-		own: []string{"internal/invariants"}, ext: []string{extSys}},
+		own: []string{"internal/invariants", "internal/sys/limits"}, ext: []string{extSys}},
+	{dir: "internal/sys/limits", why: "what the kernel lets this process take, and what lifts a " +
+		"limit; independent of what takes it", ext: []string{extSys}},
 	{dir: "internal/admit", why: "connections whose peer has not proved the key; independent of " +
 		"the bytes on them", own: []string{"internal/heap"}, ext: []string{extSys}},
 	{dir: "internal/sys/slack", why: "a word to the kernel at the start of the process",
@@ -385,7 +392,8 @@ var rules = []rule{
 		"functions of the owner",
 		own: []string{"api/peer/v1", "store/directory", "store/offheap", "store/page", "transfer"}},
 	{dir: "store/directory/redis", why: "the one package that imports the Redis client",
-		own: []string{"store/directory", "store/page", "transfer"}, ext: []string{extRedis}},
+		own: []string{"internal/config", "store/directory", "store/page", "transfer"},
+		ext: []string{extRedis}},
 	{dir: "store/page", why: "names of pages as plain values: keys, namespaces, bitmaps", pure: true},
 	{dir: "store/removal", why: "which namespaces were removed, as plain values", pure: true,
 		own: []string{"store/page"}},

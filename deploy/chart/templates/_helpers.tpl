@@ -22,9 +22,9 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 
 {{- define "kvspray.podSecurity" -}}
 runAsNonRoot: true
-runAsUser: {{ .Values.runAsUser }}
-runAsGroup: {{ .Values.runAsUser }}
-fsGroup: {{ .Values.runAsUser }}
+runAsUser: {{ int64 .Values.runAsUser }}
+runAsGroup: {{ int64 .Values.runAsUser }}
+fsGroup: {{ int64 .Values.runAsUser }}
 seccompProfile: {type: RuntimeDefault}
 {{- end }}
 
@@ -69,7 +69,7 @@ ports:
   - {name: gossip, containerPort: 7652}
   - {name: gossip-udp, containerPort: 7652, protocol: UDP}
   - {name: data, containerPort: 7653}
-startupProbe: {httpGet: {path: /readyz, port: metrics}, periodSeconds: 1, failureThreshold: 120}
+startupProbe: {httpGet: {path: /readyz, port: metrics}, periodSeconds: 1, failureThreshold: {{ int .root.Values.engine.startupSeconds }}}
 livenessProbe: {httpGet: {path: /healthz, port: metrics}, periodSeconds: 10, timeoutSeconds: 3}
 readinessProbe: {httpGet: {path: /readyz, port: metrics}, periodSeconds: 5, timeoutSeconds: 3}
 securityContext:
@@ -105,7 +105,7 @@ volumeMounts:
       csi.cert-manager.io/issuer-group: {{ .certManager.issuerGroup | quote }}
       csi.cert-manager.io/dns-names: ${POD_NAME}.{{ $.subdomain }}.${POD_NAMESPACE}.svc
       csi.cert-manager.io/key-usages: digital signature,server auth,client auth
-      csi.cert-manager.io/fs-group: {{ $.root.Values.runAsUser | quote }}
+      csi.cert-manager.io/fs-group: {{ int64 $.root.Values.runAsUser | quote }}
 {{- else }}
 - {name: keys, secret: {secretName: {{ required "keys: name a secret in keys.existingSecret (kvspray keygen cluster), or enable keys.certManager" .existingSecret }}, defaultMode: 0440}}
 {{- end }}

@@ -16,6 +16,7 @@ from vllm.device_allocator import cumem
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec, TransferResult
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
+from kvspray import limits
 from kvspray_vllm import offload
 
 BLOCKS, CHUNKS = 24, 12
@@ -108,8 +109,8 @@ def test_lists_that_do_not_fit(pool: Any, blocks: list[int], sizes: list[int], c
 
 
 def test_a_pool_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "_available", lambda: 1 << 20)
-    with pytest.raises(ValueError, match="cpu_bytes_to_use.*lower it"):
+    monkeypatch.setattr(limits, "free_memory", lambda _: (1 << 21, "/sys/fs/cgroup/memory.max"))  # just the pool
+    with pytest.raises(ValueError, match="cpu_bytes_to_use.*2 MiB are left of the limit in /sys/fs/cgroup/memory.max: lower it"):
         offload.Pool([1 << 20], 1, 2)
     with pytest.raises(ValueError, match="cpu_bytes_to_use.*raise it"):
         offload.Pool([1 << 20], 1, 0)

@@ -16,6 +16,7 @@ import torch
 from vllm.device_allocator import cumem
 
 import kvspray
+from kvspray import limits
 from kvspray_vllm import sleep
 
 PAGE = 4096
@@ -289,9 +290,12 @@ def test_what_the_sidecar_does_not_copy(rig: Rig, fault: Callable[[Rig], None], 
     assert rig.memory.native > 0 and "vLLM's own copies" in caplog.text
 
 
-@pytest.mark.parametrize("no_room", ["_available", "MAX_SLABS"])
+@pytest.mark.parametrize("no_room", ["memory", "MAX_SLABS"])
 def test_without_host_memory(rig: Rig, no_room: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(sleep, no_room, 0 if no_room == "MAX_SLABS" else lambda: 0)
+    if no_room == "MAX_SLABS":
+        monkeypatch.setattr(sleep, no_room, 0)
+    else:
+        monkeypatch.setattr(limits, "free_memory", lambda _: (0, ""))
     rig.allocator.sleep(KEPT)
     rig.allocator.wake_up()
     rig.check(*KEPT)

@@ -19,6 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvspray/kvspray/internal/invariants"
+	"github.com/kvspray/kvspray/internal/sys/limits"
 )
 
 // MaxRegionBytes bounds one region: 64 TiB. A larger size is a corrupt message, not a cache.
@@ -213,7 +214,7 @@ func (f *File) Map(id ID, offset, size uint64, opts ...Option) (*Region, error) 
 	}
 	b, err := mapShared(fd, offset, size, prot, flags)
 	if err != nil {
-		return nil, fmt.Errorf("mem: map region %s: mmap %d bytes: %w", id, size, err)
+		return nil, fmt.Errorf("mem: map region %s: mmap %d bytes: %w", id, size, limits.Remedy(err))
 	}
 	if o.populate {
 		populate(b, o.stop)
@@ -272,11 +273,11 @@ func NewAnonymous(name string, size uint64, opts ...Option) (*Region, error) {
 	}
 	fd, err := unix.MemfdCreate("kvspray-"+name, unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
 	if err != nil {
-		return nil, fmt.Errorf("mem: new region %q: memfd_create: %w", name, err)
+		return nil, fmt.Errorf("mem: new region %q: memfd_create: %w", name, limits.Remedy(err))
 	}
 	fail := func(op string, err error) (*Region, error) {
 		_ = unix.Close(fd)
-		return nil, fmt.Errorf("mem: new region %q: %s: %w", name, op, err)
+		return nil, fmt.Errorf("mem: new region %q: %s: %w", name, op, limits.Remedy(err))
 	}
 	if err := unix.Ftruncate(fd, int64(size)); err != nil {
 		return fail("ftruncate", err)
@@ -287,7 +288,8 @@ func NewAnonymous(name string, size uint64, opts ...Option) (*Region, error) {
 	}
 	r, err := MapMemfd(NewID(), fd, size, opts...)
 	if err != nil {
-		return fail("map", err)
+		_ = unix.Close(fd)
+		return nil, err
 	}
 	return r, nil
 }

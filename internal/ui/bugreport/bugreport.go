@@ -55,7 +55,8 @@ var paths = []struct{ path, file string }{
 // hostFiles describe the machine.
 var hostFiles = []string{"/proc/version", "/proc/meminfo", "/proc/net/dev",
 	"/proc/sys/kernel/yama/ptrace_scope",
-	"/proc/self/limits", "/proc/self/cgroup", "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/cpu.max",
+	"/proc/self/limits", "/proc/self/cgroup", "/proc/self/mountinfo",
+	"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/cpu.max",
 	"/proc/driver/nvidia/version", "/etc/os-release"}
 
 // Write writes the archive, a tar.gz with one directory.

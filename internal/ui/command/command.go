@@ -27,6 +27,8 @@ const (
 	ExitOK      = 0
 	ExitFailure = 1 // it ran, and failed
 	ExitUsage   = 2 // usage error in arguments, flags or configuration: nothing ran
+	// nobody reads the output any more; shells show this for programs that SIGPIPE has ended
+	ExitPipe = 141
 )
 
 // Finish completes a program's root command, after its subcommands were added: the version, and
@@ -45,13 +47,20 @@ func Finish(root *cobra.Command) {
 func Help(c *cobra.Command, _ []string) error { return c.Help() }
 
 // Run runs a command line and returns the exit code. A second SIGINT or SIGTERM ends the process at
-// once.
+// once. SIGPIPE does not: what a command does is worth more than the reader of its log, or of its
+// output, and ends only by an error that it returns.
 func Run(root *cobra.Command, args []string, stdout, stderr io.Writer) int {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	// After the first signal the default action is restored, so that a second one ends a hanging
 	// process.
 	context.AfterFunc(ctx, stop)
+	// The runtime lets a write to standard output or error fail in place of ending the process once
+	// SIGPIPE is taken. To ignore the signal would do as much, but programs that are started inherit
+	// that.
+	pipe := make(chan os.Signal, 1)
+	signal.Notify(pipe, syscall.SIGPIPE)
+	defer signal.Stop(pipe)
 
 	root.SetArgs(args)
 	root.SetOut(stdout)
@@ -63,12 +72,21 @@ func Run(root *cobra.Command, args []string, stdout, stderr io.Writer) int {
 	if errors.Is(err, context.Canceled) && ctx.Err() != nil {
 		err = errors.New("interrupted") // by the user; the place does not matter
 	}
+	if noReader(err) {
+		return ExitPipe
+	}
 	_, _ = fmt.Fprintf(stderr, "%s: %v\n", root.Name(), err) // no other place for a message
 	if usage.Is(err) {
 		_, _ = fmt.Fprintf(stderr, "See '%s --help'.\n", cmd.CommandPath())
 		return ExitUsage
 	}
 	return ExitFailure
+}
+
+// noReader reports whether the output has failed because nobody reads it any more, as by `| head`.
+func noReader(err error) bool {
+	var at *os.PathError
+	return errors.As(err, &at) && at.Err == syscall.EPIPE && at.Path == os.Stdout.Name()
 }
 
 // versionText is the output of the command version and of the flag --version.

@@ -22,7 +22,12 @@ import (
 
 	peerkeys "github.com/kvspray/kvspray/control/peer/keys"
 	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/sys/limits"
 	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/store/directory"
+	"github.com/kvspray/kvspray/store/directory/redis"
+	"github.com/kvspray/kvspray/store/page"
+	"github.com/kvspray/kvspray/transfer"
 )
 
 // Bounds of the checks.
@@ -32,6 +37,7 @@ const (
 	minDevShm                      = 1 << 30
 	soPeerPidfd                    = 77 // asm-generic/socket.h, Linux 6.5
 	maxFileBytes                   = 64 << 10
+	directoryTime                  = 3 * time.Second
 )
 
 func (h *Host) read(path string) (string, error) {
@@ -89,11 +95,13 @@ func transportSHM(_ context.Context, _ *Host) Result {
 	const size = 1 << 20 // bytes
 	fd, err := unix.MemfdCreate("kvspray-doctor", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
 	if err != nil {
-		return fail("allow memfd_create in the container's seccomp profile", "memfd_create: %v", err)
+		return fail(limits.Advice(err, "allow memfd_create in the container's seccomp profile"),
+			"memfd_create: %v", err)
 	}
 	defer func() { _ = unix.Close(fd) }() // a memfd holds nothing to flush
 	if err := unix.Ftruncate(fd, size); err != nil {
-		return fail("raise the memory limit of the container", "size a memfd of %d bytes: %v", size, err)
+		return fail(limits.Advice(err, "raise the memory limit of the container"),
+			"size a memfd of %d bytes: %v", size, err)
 	}
 	if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS,
 		unix.F_SEAL_SHRINK|unix.F_SEAL_GROW|unix.F_SEAL_SEAL); err != nil {
@@ -101,7 +109,8 @@ func transportSHM(_ context.Context, _ *Host) Result {
 	}
 	m, err := unix.Mmap(fd, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
 	if err != nil {
-		return fail("raise the address space limit (ulimit -v)", "map a memfd: %v", err)
+		return fail(limits.Advice(err, "raise the address space limit (ulimit -v)"),
+			"map a memfd: %v", err)
 	}
 	if err := unix.Munmap(m); err != nil {
 		return skip("", "unmap a memfd: %v", err)
@@ -144,22 +153,22 @@ func (h *Host) list(dir string) ([]string, error) {
 }
 
 func memlock(_ context.Context, h *Host) Result {
-	var l unix.Rlimit
-	if err := unix.Getrlimit(unix.RLIMIT_MEMLOCK, &l); err != nil {
+	n, err := limits.Memlock()
+	if err != nil {
 		return skip("", "getrlimit: %v", err)
 	}
-	if l.Cur == unix.RLIM_INFINITY {
+	if n == unix.RLIM_INFINITY {
 		return good("unlimited")
 	}
-	if l.Cur < minMemlock {
+	if n < minMemlock {
 		result := warn
 		if devices, err := h.list("/sys/class/infiniband"); err != nil || len(devices) == 0 {
 			result = skip // nothing on this host locks memory
 		}
 		return result("for RDMA: ulimit -l unlimited, or CAP_IPC_LOCK for the container; tcp and shm "+
-			"do not need it", "%s may be locked", bytesText(l.Cur))
+			"do not need it", "%s may be locked", bytesText(n))
 	}
-	return good("%s may be locked", bytesText(l.Cur))
+	return good("%s may be locked", bytesText(n))
 }
 
 func bytesText(n uint64) string {
@@ -191,35 +200,81 @@ func sharedMemory(_ context.Context, h *Host) Result {
 }
 
 func memoryLimit(_ context.Context, h *Host) Result {
-	text, err := h.read("/sys/fs/cgroup/memory.max")
+	m, err := limits.ReadMemory(h.Root)
 	if err != nil {
-		return skip("", "no cgroup v2 memory limit to read")
+		return skip("", "%v", err)
 	}
-	if text == "max" {
-		return good("none in this cgroup")
+	l := m.Least()
+	if l == nil {
+		return good("none; %s are available on this host", bytesText(m.Host))
 	}
-	n, err := strconv.ParseUint(text, 10, 64)
-	if err != nil {
-		return skip("", "memory.max is %q", text)
-	}
-	return good("%s; an engine's KV cache in a memfd counts for the container that touches it first",
-		bytesText(n))
+	free, _ := m.Free()
+	return good("%s in %s, %s can still be taken; an engine's KV cache in a memfd counts for the "+
+		"container that touches it first", bytesText(l.Bytes), l.File, bytesText(free))
 }
 
 func storeMemory(_ context.Context, h *Host) Result {
 	if h.Config == nil || h.Config.Store.Memory == 0 {
 		return skip("", "store.memory is not set: this node has no store")
 	}
-	want := uint64(h.Config.Store.Memory)
-	n, err := mem.Available()
-	switch {
-	case err != nil:
-		return skip("", "available memory: %v", err)
-	case want > n:
-		return warn("lower store.memory, or end what uses the memory", "store.memory is %s, and %s are "+
-			"available; a sidecar that runs has taken its own already", bytesText(want), bytesText(n))
+	m, err := limits.ReadMemory(h.Root)
+	if err != nil {
+		return skip("", "%v", err)
 	}
-	return good("store.memory is %s, and %s are available", bytesText(want), bytesText(n))
+	want := uint64(h.Config.Store.Memory)
+	if f := m.Fits(want); f != nil {
+		return warn(f.Remedy, "store.memory is %s; %s; a sidecar that runs here has taken its own "+
+			"already", bytesText(want), f.Why)
+	}
+	free, _ := m.Free()
+	return good("store.memory is %s, and %s are available", bytesText(want), bytesText(free))
+}
+
+// storeDirectory asks the service that the store's directory is in for a page. Whether it also
+// takes what this node holds is a problem that the running sidecar reports.
+func storeDirectory(ctx context.Context, h *Host) Result {
+	if h.Config == nil || h.Config.Store.Memory == 0 || h.Config.Store.Directory != config.DirRedis {
+		return skip("", "store.directory is not redis: no service is needed")
+	}
+	d, err := redis.Configured(transfer.Boot{}, &h.Config.Store.Redis)
+	if err != nil {
+		return fail("let this user read it, or name another file", "%v", err)
+	}
+	defer func() { _ = d.Close() }() // nothing was stored
+	ctx, stop := context.WithTimeout(ctx, directoryTime)
+	defer stop()
+	if err := d.Lookup(ctx, make([]page.Key, 1), directory.NewFound(1)); err != nil {
+		return warn("see the message; until it works, pages of other nodes are missed", "%s: %v",
+			strings.Join(h.Config.Store.Redis.Addresses, ", "), err)
+	}
+	return good("%s answers", strings.Join(h.Config.Store.Redis.Addresses, ", "))
+}
+
+// descriptors compares the limit with what engine.max_sessions sessions take.
+func descriptors(_ context.Context, h *Host) Result {
+	n, err := limits.Descriptors()
+	if err != nil {
+		return skip("", "getrlimit: %v", err)
+	}
+	return descriptorsOf(n, h.Config)
+}
+
+// Descriptors that a sidecar takes.
+const (
+	ownFiles     = 512 // lanes to peers, rails, disks, HTTP
+	sessionFiles = 24  // socket, pidfd, board, eventfds, and the memory of a worker
+)
+
+func descriptorsOf(n uint64, c *config.Config) Result {
+	if c == nil {
+		c = config.Default()
+	}
+	need := uint64(ownFiles + sessionFiles*c.Engine.MaxSessions)
+	if n < need {
+		return warn("raise it (ulimit -n, LimitNOFILE=, --ulimit nofile=), or lower engine.max_sessions",
+			"%d files may be open, and engine.max_sessions of %d can take %d", n, c.Engine.MaxSessions, need)
+	}
+	return good("%d files may be open", n)
 }
 
 func ptraceScope(_ context.Context, h *Host) Result {

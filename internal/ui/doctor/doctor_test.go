@@ -16,6 +16,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/alicebob/miniredis/v2"
 	"github.com/google/go-cmp/cmp"
 
 	peerkeys "github.com/kvspray/kvspray/control/peer/keys"
@@ -78,12 +79,61 @@ func TestRunHere(t *testing.T) {
 	}
 }
 
+// The check has the numbers of serve: the limit of the cgroup, and what the sidecar itself needs.
 func TestStoreMemory(t *testing.T) {
-	for want, state := range map[config.Size]State{0: Skip, 1 << 20: OK, 1 << 50: Warn} {
-		got := storeMemory(t.Context(), &Host{Config: &config.Config{Store: config.Store{Memory: want}}})
-		if got.State != state || state == Warn && !strings.Contains(got.Detail, "1048576.0 GiB") {
+	for want, state := range map[config.Size]State{0: Skip, 1 << 20: OK, 2 << 30: Warn,
+		1 << 50: Warn} {
+		h := root(t, map[string]string{"proc/meminfo": "MemAvailable: 33554432 kB",
+			"sys/fs/cgroup/memory.max": "2147483648"})
+		h.Config.Store.Memory = want
+		got := storeMemory(t.Context(), h)
+		if got.State != state || state == Warn &&
+			(!strings.Contains(got.Detail, bytesText(uint64(want))) ||
+				!strings.Contains(got.Detail, "memory.max") ||
+				!strings.Contains(got.Remedy, "lower it to 18")) {
 			t.Errorf("%s: %+v", want, got)
 		}
+	}
+}
+
+// A service that is away, or refuses, is reported with the remedy, before a sidecar misses pages.
+func TestStoreDirectory(t *testing.T) {
+	s := miniredis.RunT(t)
+	c := config.Default()
+	h := &Host{Config: c}
+	if r := storeDirectory(t.Context(), h); r.State != Skip {
+		t.Errorf("%+v", r)
+	}
+	c.Store.Memory, c.Store.Directory = 1<<20, config.DirRedis
+	c.Store.Redis.Addresses = []string{s.Addr()}
+	if r := storeDirectory(t.Context(), h); r.State != OK {
+		t.Errorf("%+v", r)
+	}
+	s.RequireAuth("secret")
+	if r := storeDirectory(t.Context(), h); r.State != Warn ||
+		!strings.Contains(r.Detail, "NOAUTH") || !strings.Contains(r.Detail, "password_file") {
+		t.Errorf("%+v", r)
+	}
+	s.Close()
+	if r := storeDirectory(t.Context(), h); r.State != Warn ||
+		!strings.Contains(r.Detail, c.Store.Redis.Addresses[0]) {
+		t.Errorf("%+v", r)
+	}
+	c.Store.Redis.PasswordFile = filepath.Join(t.TempDir(), "none")
+	if r := storeDirectory(t.Context(), h); r.State != Fail {
+		t.Errorf("%+v", r)
+	}
+}
+
+func TestDescriptors(t *testing.T) {
+	c := config.Default()
+	if r := descriptorsOf(65536, c); r.State != OK {
+		t.Errorf("%+v", r)
+	}
+	c.Engine.MaxSessions = 1024
+	if r := descriptorsOf(1024, c); r.State != Warn || !strings.Contains(r.Remedy, "LimitNOFILE=") ||
+		!strings.Contains(r.Detail, "max_sessions of 1024") {
+		t.Errorf("%+v", r)
 	}
 }
 
@@ -115,14 +165,16 @@ func TestFromFiles(t *testing.T) {
 		"ptrace strange": {map[string]string{"proc/sys/kernel/yama/ptrace_scope": "x"},
 			ptraceScope, Skip, "x"},
 		"no yama": {nil, ptraceScope, OK, "absent"},
-		"limit": {map[string]string{"sys/fs/cgroup/memory.max": "8589934592\n"}, memoryLimit,
-			OK, "8.0 GiB"},
-		"no limit": {map[string]string{"sys/fs/cgroup/memory.max": "max"}, memoryLimit,
-			OK, "none"},
-		"odd limit": {map[string]string{"sys/fs/cgroup/memory.max": "?"}, memoryLimit, Skip, "?"},
-		"no cgroup": {nil, memoryLimit, Skip, "no cgroup"},
-		"no shm":    {nil, sharedMemory, Warn, "/dev/shm"},
-		"no gpu":    {map[string]string{"dev/null": ""}, gpu, Skip, "no NVIDIA"},
+		"limit": {map[string]string{"proc/meminfo": "MemAvailable: 33554432 kB",
+			"sys/fs/cgroup/memory.max":     "8589934592\n",
+			"sys/fs/cgroup/memory.current": "1073741824\n"}, memoryLimit,
+			OK, "8.0 GiB in /sys/fs/cgroup/memory.max, 7.0 GiB can still be taken"},
+		"no limit": {map[string]string{"proc/meminfo": "MemAvailable: 33554432 kB",
+			"sys/fs/cgroup/memory.max": "max"}, memoryLimit,
+			OK, "none; 32.0 GiB are available"},
+		"no meminfo": {nil, memoryLimit, Skip, "available memory"},
+		"no shm":     {nil, sharedMemory, Warn, "/dev/shm"},
+		"no gpu":     {map[string]string{"dev/null": ""}, gpu, Skip, "no NVIDIA"},
 		"gpus": {map[string]string{"dev/nvidia0": "", "dev/nvidia1": "", "dev/nvidiactl": "",
 			"proc/driver/nvidia/version": "NVRM version: X 580\nGCC"},
 			gpu, OK, "2, X 580"},
@@ -391,6 +443,11 @@ func TestRunningSidecar(t *testing.T) {
 	body = `{"node":"n0","sessions":["vllm/a/tp0"],"leaving":true,"leaving_seconds":12}`
 	if r := running(context.Background(), &Host{Config: c}); r.State != Warn ||
 		!strings.Contains(r.Detail, "12 s") {
+		t.Errorf("%+v", r)
+	}
+	body = `{"node":"n0","sessions":[],"problems":["store directory: lookup: NOAUTH","x"]}`
+	if r := running(context.Background(), &Host{Config: c}); r.State != Warn ||
+		!strings.Contains(r.Detail, "lookup: NOAUTH; x") {
 		t.Errorf("%+v", r)
 	}
 	body = "nonsense"

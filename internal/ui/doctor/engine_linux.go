@@ -139,10 +139,15 @@ func running(ctx context.Context, h *Host) Result {
 		Endpoint string   `json:"endpoint"`
 		Sessions []string `json:"sessions"`
 		Leaving  int      `json:"leaving_seconds"`
+		Problems []string `json:"problems"`
 	}
 	if err := json.NewDecoder(io.LimitReader(resp.Body, maxFileBytes)).Decode(&node); err != nil ||
 		resp.StatusCode != http.StatusOK {
 		return skip("", "another program answers at %s (%s)", addr, resp.Status)
+	}
+	if len(node.Problems) > 0 {
+		return warn("see its log", "%s at %s: %s", node.Node, node.Endpoint,
+			strings.Join(node.Problems, "; "))
 	}
 	if len(node.Sessions) == 0 {
 		return good("%s at %s, no engine connected", node.Node, node.Endpoint)

@@ -33,7 +33,7 @@ const (
 type Status struct {
 	Node    string `json:"node"`
 	Version string `json:"version"`
-	State   string `json:"state"` // starting, ready, leaving or draining
+	State   string `json:"state"` // starting, ready, not ready, leaving or draining
 	// Leaving is for how many seconds routers still choose other engines; 0: they do not.
 	Leaving  int               `json:"leaving_seconds"`
 	Endpoint string            `json:"endpoint"`
@@ -66,7 +66,6 @@ type Tier struct {
 	Name     string `json:"name"`
 	Bytes    uint64 `json:"bytes"`
 	Capacity uint64 `json:"capacity_bytes"`
-	Problem  string `json:"problem,omitempty"`
 }
 
 // Read asks the sidecar at addr, the host:port of its http.listen.
@@ -101,6 +100,8 @@ func build(state *top.Snapshot, reach *doctor.Reach, tiers []Tier) *Status {
 		s.State = "leaving"
 	case state.Ready:
 		s.State = "ready"
+	case len(state.Problems) > 0:
+		s.State = "not ready"
 	}
 	names := map[string]string{}
 	for _, p := range reach.Peers {
@@ -138,11 +139,7 @@ func build(state *top.Snapshot, reach *doctor.Reach, tiers []Tier) *Status {
 				pair.State, pair.Reason))
 		}
 	}
-	for _, t := range tiers {
-		if t.Problem != "" {
-			s.Troubles = append(s.Troubles, fmt.Sprintf("store tier %s: %s", t.Name, t.Problem))
-		}
-	}
+	s.Troubles = append(s.Troubles, state.Problems...)
 	if len(s.Engines) == 0 {
 		s.Troubles = append(s.Troubles, "no engine is connected: kvspray doctor checks the socket")
 	}

@@ -19,6 +19,7 @@ import (
 func TestMain(m *testing.M) { leaktest.Main(m) }
 
 const stateBody = `{"node":"p0","boot":"aa","version":"v1","endpoint":"10.0.0.1:7650","ready":true,
+ "problems":["store tier disk: read-only"],
  "sessions":["vllm/a/tp0"],"totals":{"Transfers":{"source_ok":12,"source_failed":1}},
  "leases":{"open":[0,2],"rails":{"pairs":[
   {"peer":"bb","path":{"transport":"tcp","local":"eth0","remote":"eth0"},"state":"healthy",
@@ -36,7 +37,7 @@ const reachBody = `{"node":"p0","boot":"aa","peers":[
   {"transport":"tcp","local":"eth0","remote":"eth0","lanes":0,"idle":true}]}]}`
 
 const storeBody = `{"tiers":[{"name":"memory","bytes":1073741824,"capacity_bytes":17179869184},
- {"name":"disk","bytes":0,"capacity_bytes":1099511627776,"problem":"read-only"}]}`
+ {"name":"disk","bytes":0,"capacity_bytes":1099511627776}]}`
 
 const want = `p0  ready  10.0.0.1:7650  kvspray v1
 engines    vllm/a/tp0

@@ -32,6 +32,7 @@ type Snapshot struct {
 	Draining       bool            `json:"draining"`
 	Leaving        bool            `json:"leaving"` // routers choose other engines, for LeavingSeconds
 	LeavingSeconds int             `json:"leaving_seconds"`
+	Problems       []string        `json:"problems"`
 	Leases         exec.View       `json:"leases"`
 	Lanes          []Lane          `json:"lanes"`
 	Totals         connector.Stats `json:"totals"`

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from . import _lib, protocol
+from . import _lib, limits, protocol
 from ._lib import byref, lib
 from .region import KvsprayError
 
@@ -207,8 +207,7 @@ class _Client:
         handle = ctypes.c_void_p()
         rc = lib.kvs_open(byref(config), byref(handle))
         if rc != 0:
-            errno = ctypes.get_errno()
-            detail = f": {os.strerror(errno)}" if rc == _lib.E_SYS else ""
+            detail = f": {limits.explain(ctypes.get_errno())}" if rc == _lib.E_SYS else ""
             raise KvsprayError(
                 f"kvspray: open: {_lib.strerror(rc)}{detail}; layers must be in 1..1024 and ring sizes powers of two in "
                 "64 KiB..16 MiB"

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import ctypes
 import enum
-import os
 
-from . import _lib
+from . import _lib, limits
 
 _ERROR_BYTES = 256
 
@@ -123,8 +122,7 @@ def _check(what: str, rc: int, nbytes: int) -> None:
     if rc == 0:
         return
     if rc == _lib.E_SYS:
-        err = ctypes.get_errno()
-        raise KvsprayError(f"kvspray: {what} of {nbytes} bytes: {os.strerror(err)} (errno {err})")
+        raise KvsprayError(f"kvspray: {what} of {nbytes} bytes: {limits.explain(ctypes.get_errno())}")
     raise KvsprayError(
         f"kvspray: {what} of {nbytes} bytes: {_lib.strerror(rc)}; the range must be page-aligned, private, anonymous, "
         "readable and writable, and for adopting at least 64 MiB"

@@ -39,6 +39,7 @@ import (
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/control/engines"
+	"github.com/kvspray/kvspray/internal/admit"
 	"github.com/kvspray/kvspray/internal/metrics"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/layout"
@@ -120,6 +121,9 @@ type Exchange struct {
 
 	requests chan request // of peers
 
+	lookups, announces health    // of the directory
+	damaged            admit.Log // pages of peers
+
 	// starting is held for reading while a lease is given to the executor, and for writing when the
 	// node stops. It is taken before mu.
 	starting sync.RWMutex
@@ -167,8 +171,10 @@ type request struct {
 // New makes an exchange. Attach follows.
 func New(o Options) *Exchange {
 	return &Exchange{o: o, requests: make(chan request, maxRequests),
-		peers:  map[transfer.Boot]*peer{},
-		leases: map[uint64]func(engines.Completion){}, asks: map[uint64]*ask{}, epoch: firstEpoch,
+		lookups: health{call: "lookup"}, announces: health{call: "announce"},
+		damaged: admit.Log{Logger: o.Log},
+		peers:   map[transfer.Boot]*peer{},
+		leases:  map[uint64]func(engines.Completion){}, asks: map[uint64]*ask{}, epoch: firstEpoch,
 		renew: make(chan struct{}, 1), stop: make(chan struct{})}
 }
 

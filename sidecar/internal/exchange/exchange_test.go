@@ -45,8 +45,9 @@ type cable struct {
 	mu    sync.Mutex // guards what follows
 	nodes map[transfer.Boot]*node
 	hints map[page.Key][]directory.Holder
-	fails int // announcements that the directory does not take
-	taken int // pages
+	fails int  // announcements that the directory does not take
+	taken int  // pages
+	deaf  bool // the directory answers no lookup
 
 	drop   func(from, to transfer.Boot, f *peerv1.ControlFrame) bool // changes or loses a frame
 	stuck  bool                                                      // no bytes are moved
@@ -208,6 +209,9 @@ func (c *cable) Close() error                                       { return nil
 func (c *cable) Lookup(_ context.Context, keys []page.Key, found *directory.Found) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	if c.deaf {
+		return errors.New("nobody answers")
+	}
 	for i := range keys {
 		for _, h := range c.hints[keys[i]] {
 			found.Add(i, h)

@@ -5,6 +5,7 @@ package exchange
 import (
 	"context"
 	"fmt"
+	"log/slog"
 	"slices"
 	"sync"
 	"time"
@@ -55,6 +56,9 @@ func (x *Exchange) lookup(ctx context.Context, keys []page.Key,
 	err := x.o.Directory.Lookup(ctx, keys, found)
 	if err != nil {
 		x.o.Log.Debug("directory: lookup", "keys", len(keys), "err", err)
+	}
+	if x.lookups.note(err) {
+		x.announceAll() // it may have lost all hints, as a service that was restarted
 	}
 	x.o.Metrics.Lookup(err == nil, time.Since(began))
 	return found
@@ -259,8 +263,8 @@ func (j *job) from(ctx context.Context, holder transfer.Boot, pages []int) {
 		}
 	}
 	if good < len(got) {
-		x.o.Log.Warn("store: pages of a peer differ from their checksums, and are dropped", "peer",
-			holder.String(), "pages", len(got)-good)
+		x.damaged.Note(slog.LevelWarn, "store: pages of a peer differ from their checksums, and are "+
+			"dropped", "peer", holder.String(), "pages", len(got)-good)
 		x.o.Metrics.Damaged(len(got) - good)
 	}
 	x.o.Metrics.Fetched("hit", good, good*j.pageBytes, time.Since(began))

@@ -58,11 +58,14 @@ func (s *Service) ended(w *engines.Worker, r *connector.Pages, c *engines.Comple
 	case t.Memory > 0:
 		s.waited(store.Memory, c.Took)
 	}
-	level := slog.LevelDebug
-	if c.Status != engines.StatusOK && c.Status != engines.StatusCancelled || broken {
-		level = slog.LevelWarn
+	level, note := slog.LevelDebug, func(level slog.Level, msg string, args ...any) {
+		s.o.Log.Log(context.Background(), level, msg, args...)
 	}
-	s.o.Log.Log(context.Background(), level, "store request", "op", t.Side, "outcome", t.Outcome,
+	if c.Status != engines.StatusOK && c.Status != engines.StatusCancelled || broken {
+		// A disk that is gone, or an engine, makes every request fail.
+		level, note = slog.LevelWarn, s.failures.Note
+	}
+	note(level, "store request", "op", t.Side, "outcome", t.Outcome,
 		"worker", w.Name, "req", t.Req, "lease", t.Lease, "pages", t.Pages, "memory", t.Memory, "disk",
 		t.Disk, "object", t.Object, "peer", t.Peer, "missing", t.Missing, "stored", t.Stored,
 		"existed", t.Existed,

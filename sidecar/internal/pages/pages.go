@@ -23,6 +23,7 @@ import (
 
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/engines"
+	"github.com/kvspray/kvspray/internal/admit"
 	"github.com/kvspray/kvspray/internal/metrics"
 	"github.com/kvspray/kvspray/sidecar/internal/local"
 	"github.com/kvspray/kvspray/sidecar/internal/removals"
@@ -64,6 +65,7 @@ type Service struct {
 	puts       int    // open
 	putEnded   sync.Cond
 
+	failures  admit.Log // requests
 	verifying sync.Mutex
 	waits     [store.Peer + 1]tierWaits
 }
@@ -84,7 +86,7 @@ type pool struct {
 
 // New makes a service.
 func New(o Options) *Service {
-	s := &Service{o: o, namespaces: map[page.ID]*namespace{},
+	s := &Service{o: o, failures: admit.Log{Logger: o.Log}, namespaces: map[page.ID]*namespace{},
 		pools: map[*engines.Worker]map[uint64]*pool{}}
 	s.putEnded.L = &s.mu
 	return s

@@ -32,6 +32,7 @@ import (
 	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/internal/admit"
 	"github.com/kvspray/kvspray/store/page"
 	"github.com/kvspray/kvspray/store/removal"
 	"github.com/kvspray/kvspray/transfer"
@@ -93,6 +94,8 @@ type Removals struct {
 	turn   chan struct{} // has room for one: whoever makes a removal
 	done   chan struct{} // closed at the end of Run
 
+	refused admit.Log // of peers' frames
+
 	mu      sync.Mutex // guards what follows
 	list    *removal.List
 	peers   map[transfer.Boot]*peer
@@ -150,7 +153,8 @@ type ask struct {
 
 // New makes the node's part from the note of its store.
 func New(o Options) *Removals {
-	r := &Removals{o: o, talk: make(chan struct{}, 1), remove: make(chan struct{}, 1),
+	r := &Removals{o: o, refused: admit.Log{Logger: o.Log},
+		talk: make(chan struct{}, 1), remove: make(chan struct{}, 1),
 		turn: make(chan struct{}, 1), done: make(chan struct{}), peers: map[transfer.Boot]*peer{},
 		news: map[page.ID]transfer.Boot{}, changed: make(chan struct{}),
 		failed: map[page.ID]error{}, until: time.Now().Add(settleTime),
@@ -362,8 +366,8 @@ func (r *Removals) removals(from transfer.Boot, m *peerv1.PageRemovals) {
 		}
 	}
 	if refused > 0 {
-		r.o.Log.Warn("store: removals are refused", "peer", from.String(), "removals", refused,
-			"err", why)
+		r.refused.Note(slog.LevelWarn, "store: removals are refused", "peer", from.String(), "removals",
+			refused, "err", why)
 	}
 	if m.GetLast() {
 		r.heard = true

@@ -652,6 +652,29 @@ func TestAFloodOfRemovals(t *testing.T) {
 	})
 }
 
+// A peer whose removals are refused causes a line of the log in a second, not one a frame.
+func TestALogOfRefusals(t *testing.T) {
+	testutil.Bubble(t, func(t *testing.T) {
+		var logs testutil.Log
+		r := New(Options{Store: &node{pages: map[page.ID]int{}}, Gone: func() {},
+			Log: slog.New(slog.NewTextHandler(&logs, nil))})
+		far := uint64(time.Now().Add(2 * removal.MaxAhead).UnixNano())
+		for range 2 {
+			for range 1000 {
+				if err := r.Handle(transfer.Boot{9}, removalsFrame(&peerv1.PageRemovals{
+					Removals: []*peerv1.PageRemoval{{Space: space[:], Stamp: far}}})); err != nil {
+					t.Fatal(err)
+				}
+			}
+			time.Sleep(2 * time.Second)
+		}
+		if n := strings.Count(logs.String(), "removals are refused"); n != 2 ||
+			!strings.Contains(logs.String(), "left_out=999") {
+			t.Errorf("%d lines for 2,000 frames:\n%s", n, &logs)
+		}
+	})
+}
+
 // A list without room refuses: the remover gets an error, or a problem of the other node.
 func TestAListThatIsFull(t *testing.T) {
 	testutil.Bubble(t, func(t *testing.T) {

@@ -28,6 +28,15 @@ type Node struct {
 	LeavingSeconds int `json:"leaving_seconds"`
 	// SourceLeases are those of engines: blocks that wait to be fetched
 	SourceLeases int `json:"source_leases"`
+	// Problems are what an operator has to mend, or to wait for; kvspray status and doctor show them.
+	Problems []string `json:"problems"`
+}
+
+func (w *Server) problems() []string {
+	if w.o.Problems == nil {
+		return nil
+	}
+	return w.o.Problems()
 }
 
 func (w *Server) describe() Node {
@@ -36,7 +45,7 @@ func (w *Server) describe() Node {
 		Endpoint: w.o.Life.Endpoint(), Transports: w.o.Transports(), Sessions: []string{},
 		Ready: w.o.Life.Ready(), Draining: w.o.Life.Draining(),
 		Leaving: leaving > 0, LeavingSeconds: int(math.Ceil(leaving.Seconds())),
-		SourceLeases: w.o.Life.SourceLeases()}
+		SourceLeases: w.o.Life.SourceLeases(), Problems: append([]string{}, w.problems()...)}
 	for _, x := range w.o.Workers() {
 		v.Sessions = append(v.Sessions, x.Name)
 	}

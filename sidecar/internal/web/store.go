@@ -41,7 +41,8 @@ type StoreDirectory struct {
 	Members  int    `json:"members,omitempty"` // that keep hints, of an embedded one
 	Hints    int    `json:"hints,omitempty"`   // that this node keeps for all
 	Capacity int    `json:"capacity,omitempty"`
-	Bytes    int    `json:"bytes,omitempty"` // of memory
+	Bytes    int    `json:"bytes,omitempty"`   // of memory
+	Problem  string `json:"problem,omitempty"` // why it does not answer, or takes nothing
 }
 
 // StorePeer is another node with a store.

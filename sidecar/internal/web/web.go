@@ -11,6 +11,7 @@ import (
 	"net"
 	"net/http"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -54,6 +55,7 @@ type Options struct {
 	Transports    func() []string
 	Store         func() *Store     // nil: the node has none
 	StoreCalls    func() StoreCalls // likewise
+	Problems      func() []string   // what an operator has to mend
 	Recent        func() []trace.Ended
 }
 
@@ -120,6 +122,8 @@ func (w *Server) handler() http.Handler {
 			reply(rw, http.StatusOK, "ready\n")
 		case w.o.Life.Draining():
 			reply(rw, http.StatusServiceUnavailable, "draining\n")
+		case len(w.problems()) > 0:
+			reply(rw, http.StatusServiceUnavailable, "not ready: "+strings.Join(w.problems(), "; ")+"\n")
 		default:
 			reply(rw, http.StatusServiceUnavailable, "starting\n")
 		}

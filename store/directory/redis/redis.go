@@ -13,11 +13,15 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"net"
+	"os"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/redis/go-redis/v9"
 
+	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/store/directory"
 	"github.com/kvspray/kvspray/store/page"
 	"github.com/kvspray/kvspray/transfer"
@@ -63,6 +67,20 @@ func New(o Options) *Directory {
 		now: time.Now}
 }
 
+// Configured makes a directory from its part of the configuration.
+func Configured(self transfer.Boot, c *config.StoreRedis) (*Directory, error) {
+	o := Options{Self: self, Addresses: c.Addresses, Username: c.Username, TLS: c.TLS,
+		Prefix: c.Prefix}
+	if c.PasswordFile != "" {
+		b, err := os.ReadFile(c.PasswordFile)
+		if err != nil {
+			return nil, fmt.Errorf("store.redis.password_file: %w", err)
+		}
+		o.Password = strings.TrimSpace(string(b))
+	}
+	return New(o), nil
+}
+
 // Close implements directory.Directory.
 func (d *Directory) Close() error {
 	if err := d.client.Close(); err != nil && !errors.Is(err, redis.ErrClosed) {
@@ -103,10 +121,53 @@ func (d *Directory) each(ctx context.Context, keys []page.Key,
 		}
 		keys = keys[n:]
 		if _, err := p.Exec(ctx); err != nil && !errors.Is(err, redis.Nil) {
-			return fmt.Errorf("directory in redis: %w", err)
+			return explain(err)
 		}
 	}
 	return nil
+}
+
+// down is an error of the service itself, with what an operator can do about it.
+type down struct {
+	err error
+	do  string
+}
+
+func (d *down) Error() string        { return "directory in redis: " + d.err.Error() + d.do }
+func (d *down) Unwrap() error        { return d.err }
+func (d *down) Is(target error) bool { return target == directory.ErrDown }
+
+// remedies are by the first word of an error.
+var remedies = []struct{ word, do string }{
+	{"NOAUTH", "set store.redis.password_file"},
+	{"WRONGPASS", "correct store.redis.username and store.redis.password_file"},
+	{"NOPERM", "let the user of store.redis.username use ZADD, ZREM, ZREMRANGEBYSCORE, EXPIRE and " +
+		"ZREVRANGEBYSCORE on keys that begin with store.redis.prefix"},
+	{"READONLY", "name the primary in store.redis.addresses"},
+	{"OOM", "raise its maxmemory, or set maxmemory-policy to volatile-ttl"},
+	{"LOADING", "wait until it has read its data"},
+	{"MOVED", "name several nodes of the cluster in store.redis.addresses"},
+	{"CLUSTERDOWN", "repair the cluster"},
+}
+
+func explain(err error) error {
+	for _, r := range remedies {
+		if redis.HasErrorPrefix(err, r.word) {
+			return &down{err, ": " + r.do}
+		}
+	}
+	var answer redis.Error
+	var at *net.OpError
+	switch {
+	case errors.As(err, &at) && at.Op == "dial" && !at.Timeout():
+		return &down{err, ": start it, or correct store.redis.addresses"}
+	case errors.As(err, &answer):
+		return &down{err, ""}
+	case errors.Is(err, context.DeadlineExceeded):
+		return fmt.Errorf("directory in redis: no answer in time: %w: start the service of "+
+			"store.redis.addresses, or find what delays it", err)
+	}
+	return fmt.Errorf("directory in redis: %w", err)
 }
 
 // Announce implements directory.Directory.

@@ -5,9 +5,11 @@ package redis
 import (
 	"context"
 	"crypto/rand"
+	"errors"
 	"net"
 	"os/exec"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -140,6 +142,37 @@ func TestForeignMembers(t *testing.T) {
 	}
 	if err := d.Lookup(t.Context(), keys, directory.NewFound(2)); err == nil {
 		t.Error("a text is a set of holders")
+	}
+}
+
+// TestServiceRefuses: the error has what an operator can do about it.
+func TestServiceRefuses(t *testing.T) {
+	s := miniredis.RunT(t)
+	d := open(t, s.Addr(), 1)
+	keys := randomKeys(2)
+	for said, want := range map[string]string{
+		"NOAUTH Authentication required.":                              "store.redis.password_file",
+		"READONLY You can't write against a read only replica.":        "name the primary",
+		"OOM command not allowed when used memory > 'maxmemory'.":      "maxmemory-policy",
+		"LOADING Redis is loading the dataset in memory":               "wait until",
+		"NOPERM User u has no permissions to run the 'zadd' command":   "ZREVRANGEBYSCORE",
+		"CLUSTERDOWN The cluster is down":                              "repair",
+		"WRONGPASS invalid username-password pair or user is disabled": "store.redis.username",
+	} {
+		s.SetError(said)
+		for _, err := range []error{d.Announce(t.Context(), 1, keys),
+			d.Lookup(t.Context(), keys, directory.NewFound(len(keys)))} {
+			if !errors.Is(err, directory.ErrDown) || !strings.Contains(err.Error(), said) ||
+				!strings.Contains(err.Error(), want) {
+				t.Errorf("%v: want %q and %q", err, said, want)
+			}
+		}
+	}
+	s.Close()
+	err := d.Announce(t.Context(), 1, keys)
+	if !errors.Is(err, directory.ErrDown) ||
+		!strings.Contains(err.Error(), "correct store.redis.addresses") {
+		t.Errorf("%v", err)
 	}
 }
 

@@ -40,6 +40,7 @@ from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 import kvspray
+from kvspray import limits
 from kvspray._messages import MAX_COPY_BLOCKS
 from kvspray.gpu import GpuSignals
 
@@ -122,12 +123,8 @@ class Pool:
             end += -(-page * blocks_per_chunk * chunks // ALIGN) * ALIGN
         if end == 0:
             raise ValueError("kv_connector_extra_config['cpu_bytes_to_use'] has no room for one chunk: raise it")
-        free = _available()
-        if end > free:
-            raise ValueError(
-                f"kv_connector_extra_config['cpu_bytes_to_use'] needs {end >> 20} MiB on this rank, and the host has "
-                f"{free >> 20} MiB: lower it"
-            )
+        if why := limits.refusal(end):
+            raise ValueError(f"kv_connector_extra_config['cpu_bytes_to_use'] needs on this rank {why}: lower it, or raise the limit")
         self.region = kvspray.Region.alloc(end)
         array = (ctypes.c_int8 * end).from_address(self.region.addr)
         self._base: torch.Tensor | None = torch.frombuffer(array, dtype=torch.int8)
@@ -155,11 +152,6 @@ class Pool:
             self.pinned_addresses.clear()
         self._base = None
         self.region.close()
-
-
-def _available() -> int:
-    with open("/proc/meminfo") as f:
-        return next(int(line.split()[1]) << 10 for line in f if line.startswith("MemAvailable:"))
 
 
 class Session:

@@ -30,6 +30,7 @@ import vllm
 from vllm.device_allocator import AllocationData, cumem
 
 import kvspray
+from kvspray import limits
 from kvspray.gpu import map_memory
 
 VARIABLE = "KVSPRAY_SLEEP"
@@ -218,10 +219,11 @@ class Copies:
             if self._client is not None:
                 self._client.drop_regions([slab.region], DROP_S)
             slab.region.close()
-        free = _available()
-        if nbytes > free or len(self._slabs) >= MAX_SLABS:
+        why = limits.refusal(nbytes)
+        if why or len(self._slabs) >= MAX_SLABS:
             _log.warning(
-                "kvspray: vLLM's own sleep mode is used: %d MiB of host memory are needed, %d MiB are free", nbytes >> 20, free >> 20
+                "kvspray: vLLM's own sleep mode is used: host memory is needed: %s",
+                why or f"{nbytes >> 20} MiB, and all {MAX_SLABS} ranges are in use",
             )
             return None
         region = None
@@ -387,8 +389,3 @@ class _Batch:
     def _fail(self, piece: Piece, why: str) -> None:
         self.left.append(piece)
         self.why = why
-
-
-def _available() -> int:
-    with open("/proc/meminfo") as f:
-        return next(int(line.split()[1]) << 10 for line in f if line.startswith("MemAvailable:"))
