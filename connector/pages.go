@@ -370,13 +370,9 @@ func (c *session) openPool(m *msg.Open, space uint64, ns page.Namespace) (id pag
 	if w.pools.known == nil {
 		w.pools.known = map[uint64]*openPool{}
 	}
-	pieces := make([]blocks.Piece, len(p.Pieces))
-	for i, x := range p.Pieces {
-		pieces[i] = blocks.Piece(x)
-	}
 	// This session's reader alone drops regions, and opens and closes pools.
 	w.pools.known[space] = &openPool{id: space, regions: added,
-		guarded: w.guard.Open(pieces, p.Blocks), used: w.s.uses.Add(1)}
+		guarded: w.guard.Open(m.Pieces, m.Blocks), used: w.s.uses.Add(1)}
 	return id, nil
 }
 

@@ -327,7 +327,7 @@ func (c *session) newWorker(pub *engines.Worker, b *boardOf, index []int) *worke
 	if pub.Layout != nil {
 		w.tables = pub.Layout.TablesOf()
 	}
-	w.guard = blocks.New(pub.Layout, w.tables, pub.Regions)
+	w.guard = blocks.New(pub.Layout, w.tables)
 	w.signals = signals{w: w, seen: make([]uint64, b.flags.Layers()+1)}
 	w.watched.Worker = &w.signals
 	pub.SourceValid = w.submissions.sourceValid

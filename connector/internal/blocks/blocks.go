@@ -12,7 +12,6 @@ import (
 	"slices"
 
 	"github.com/kvspray/kvspray/connector/msg"
-	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/layout"
 )
 
@@ -51,8 +50,8 @@ type span struct {
 	writes bool
 }
 
-// New returns a guard for a layout with these block tables in these regions; nil: there is none.
-func New(l *layout.Layout, tables []layout.Table, regions []*mem.Region) *Guard {
+// New returns a guard for a layout with these block tables; nil: there is none.
+func New(l *layout.Layout, tables []layout.Table) *Guard {
 	g := &Guard{written: map[uint64]uint64{}, read: map[uint64]int{}, leases: map[uint64][]span{}}
 	if l == nil {
 		return g
@@ -72,7 +71,8 @@ func New(l *layout.Layout, tables []layout.Table, regions []*mem.Region) *Guard 
 			for _, group := range l.Groups[tables[o].First:tables[o].End] {
 				n.blocks = max(n.blocks, group.NumBlocks)
 				for _, x := range group.Layers {
-					n.pieces = append(n.pieces, Piece{regions[x.Region], x.Base, x.BlockStride, x.PageBytes})
+					n.pieces = append(n.pieces, Piece{Region: uint64(x.Region), Base: x.Base,
+						Stride: x.BlockStride, Len: x.PageBytes})
 				}
 			}
 		}

@@ -1,13 +1,11 @@
 package blocks
 
-import "github.com/kvspray/kvspray/internal/sys/mem"
+import "github.com/kvspray/kvspray/connector/msg"
 
-// Piece is where a part of every block lies: block i has Len bytes at Base + i*Stride of Region.
-// Regions of a worker share no memory, so that a region and an offset name memory.
-type Piece struct {
-	Region            *mem.Region
-	Base, Stride, Len uint64
-}
+// Piece is where a part of every block lies: block i has Len bytes at Base + i*Stride of a region.
+// A worker never uses a region's number twice, and its regions share no memory, so that a number
+// and an offset name memory.
+type Piece = msg.PagePiece
 
 // maxPairs bounds the pairs of pieces that relation compares, some milliseconds. Two pools with
 // more are taken to share memory in no known way.
