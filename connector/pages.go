@@ -12,6 +12,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/kvspray/kvspray/connector/internal/blocks"
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/control/engines"
 	"github.com/kvspray/kvspray/internal/board"
@@ -95,24 +96,21 @@ func SplitPageResult(b byte) (outcome, tier uint8) {
 // maxPages bounds the open GETs and PUTs of a worker.
 const maxPages = 256
 
-// pools are the pools of a worker, by their ids, and their blocks that open GETs write or open PUTs
-// read. Guarded by worker.mu.
+// pools are the pools of a worker. Guarded by worker.mu.
 type pools struct {
-	known map[uint64][]*addedRegion // and the regions of each that may be dropped
-	used  map[poolBlock]blockUse
-	open  int // GETs and PUTs
+	known   map[uint64]*openPool // that requests can name, by their ids
+	closing int                  // others, which leases or the store may still use
+	open    int                  // GETs and PUTs
 }
 
-// blockUse is a block's part in open leases: one writes it, or some read it.
-type blockUse struct {
-	by      uint64 // the last lease
-	writes  bool
-	readers int
-}
-
-type poolBlock struct {
-	pool  uint64
-	block uint32
+// openPool is one pool.
+type openPool struct {
+	id      uint64
+	regions []*addedRegion // that may be dropped
+	guarded blocks.Pool
+	leases  int    // open GETs and PUTs
+	used    uint64 // when a request named it last: a number of Server.uses
+	closed  bool   // it goes with its last lease
 }
 
 func (w *worker) pagesLocked(rec board.Record) error {
@@ -142,11 +140,17 @@ func (w *worker) pagesLocked(rec board.Record) error {
 			after, deadline = m.After, m.DeadlineMS
 		}
 	}
-	if err == nil {
-		err = w.checkPages(what, p)
+	pool := w.pools.known[p.Pool]
+	if err == nil && pool == nil {
+		err = &msg.Error{Message: what, Field: "space",
+			Problem: fmt.Sprintf("%d has no blocks in this session", p.Pool),
+			Remedy:  "send OPEN with pieces and blocks first"}
 	}
 	if err == nil {
 		err = w.checkMark(what, after)
+	}
+	if err == nil {
+		err = w.guard.Use(what, l.id, pool.guarded, p.Blocks, !p.Put)
 	}
 	if err != nil {
 		w.refuseLocked(rec, false, err)
@@ -159,12 +163,15 @@ func (w *worker) pagesLocked(rec board.Record) error {
 		err = w.admitLocked(l, len(p.Blocks))
 	}
 	if err != nil {
+		w.guard.Release(l.id)
 		w.refuseLocked(rec, false, err)
 		return nil
 	}
 	p.Lease, p.Deadline = w.leaseID(l), w.s.duration(deadline, w.s.opt.Deadline)
-	w.pools.openLocked(l, p)
-	l.useLocked(w.pools.known[p.Pool])
+	l.pool, pool.used = pool, w.s.uses.Add(1)
+	pool.leases++
+	w.pools.open++
+	l.useLocked(pool.regions)
 	w.beginLocked(l, after, p.Deadline, func(left time.Duration) func(Events) {
 		p.Deadline = left
 		return func(Events) { w.s.opt.Store.Start(w.pub, *p) }
@@ -172,73 +179,61 @@ func (w *worker) pagesLocked(rec board.Record) error {
 	return nil
 }
 
-// checkPages refuses a pool that is not open, and blocks whose content would depend on the order of
-// this lease and an open one.
-func (w *worker) checkPages(what string, p *Pages) error {
-	if _, ok := w.pools.known[p.Pool]; !ok {
-		return &msg.Error{Message: what, Field: "space",
-			Problem: fmt.Sprintf("%d has no blocks in this session", p.Pool),
-			Remedy:  "send OPEN with pieces and blocks first"}
-	}
-	for i, b := range p.Blocks {
-		u, ok := w.pools.used[poolBlock{p.Pool, b}]
-		if !ok || p.Put && !u.writes {
-			continue
-		}
-		does := "read"
-		if u.writes {
-			does = "written"
-		}
-		return &msg.Error{Message: what, Field: fmt.Sprintf("blocks[%d]", i),
-			Problem: fmt.Sprintf("block %d is %s by lease %d", b, does, u.by),
-			Remedy:  "wait for that lease to complete"}
-	}
-	return nil
-}
-
-func (p *pools) openLocked(l *lease, r *Pages) {
-	l.pages = r
-	p.open++
-	if p.used == nil {
-		p.used = map[poolBlock]blockUse{}
-	}
-	for _, b := range r.Blocks {
-		at := poolBlock{r.Pool, b}
-		u := p.used[at]
-		u.by = l.id
-		if r.Put {
-			u.readers++
-		} else {
-			u.writes = true
-		}
-		p.used[at] = u
-	}
-}
-
-func (p *pools) closeLocked(l *lease) {
-	if l.pages == nil {
+// unusePoolLocked ends a lease's use of its pool.
+func (w *worker) unusePoolLocked(l *lease) {
+	p := l.pool
+	if p == nil {
 		return
 	}
-	p.open--
-	for _, b := range l.pages.Blocks {
-		at := poolBlock{l.pages.Pool, b}
-		u := p.used[at]
-		if u.readers--; u.writes || u.readers <= 0 {
-			delete(p.used, at)
-		} else {
-			p.used[at] = u
-		}
+	w.pools.open--
+	if p.leases--; p.leases == 0 && p.closed && !w.closed {
+		w.s.wg.Go(func() { w.endPool(p) })
 	}
+}
+
+// closePool closes a pool of the session that no request can name any more, now or with its last
+// lease.
+func (w *worker) closePool(id uint64) {
+	w.mu.Lock()
+	p := w.pools.known[id]
+	if p == nil || w.closed { // the worker's pools go with it
+		w.mu.Unlock()
+		return
+	}
+	delete(w.pools.known, id)
+	w.pools.closing++
+	p.closed = true
+	idle := p.leases == 0
+	w.mu.Unlock()
+	if idle {
+		w.endPool(p)
+	}
+}
+
+// endPool ends a pool that no lease uses.
+func (w *worker) endPool(p *openPool) {
+	w.s.opt.Store.Close(w.pub, p.id)
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.guard.Close(p.guarded)
+	w.pools.closing--
 }
 
 // spaces are the namespaces that a session has opened, by their names in it, and its pins. They
 // belong to the session's reader. The names are random: a request that was made for another session
 // names none of this one's, hence no page of another namespace.
 type spaces struct {
-	ids  map[uint64]page.ID
+	open map[uint64]*openSpace
 	pins map[uint64]func() // by the id of their EXISTS
 	// a REMOVE runs; it may take seconds, and other requests do not wait for it
 	removing atomic.Bool
+}
+
+// openSpace is a namespace of a session.
+type openSpace struct {
+	id   page.ID
+	by   uint64 // id of its OPEN
+	used uint64 // as openPool.used, for requests on the socket
 }
 
 // maxPins bounds the EXISTS of a session whose pins have not ended. A pin that ends by its time
@@ -267,11 +262,6 @@ func (c *session) onOpen(m *msg.Open) {
 		c.lacks(m.ID, m.Type())
 		return
 	}
-	if len(c.spaces.ids) >= msg.MaxSpaces {
-		c.refusePages(m.ID, "namespace", fmt.Errorf("%d are open in this session, at most %d",
-			len(c.spaces.ids), msg.MaxSpaces))
-		return
-	}
 	n := &m.Namespace
 	ns := page.Namespace{Weights: n.Weights, DType: n.DType, Layout: n.Layout,
 		PageTokens: int(n.PageTokens), PageBytes: int(n.PageBytes), Algorithm: n.Algorithm,
@@ -297,11 +287,65 @@ func (c *session) onOpen(m *msg.Open) {
 		c.refusePages(m.ID, "namespace", err)
 		return
 	}
-	if c.spaces.ids == nil {
-		c.spaces.ids = map[uint64]page.ID{}
+	if c.spaces.open == nil {
+		c.spaces.open = map[uint64]*openSpace{}
 	}
-	c.spaces.ids[space] = id
+	c.spaces.open[space] = &openSpace{id: id, by: m.ID, used: c.s.uses.Add(1)}
+	if c.boundSpaces(); c.spaces.open[space] == nil {
+		c.refusePages(m.ID, "namespace", &msg.Error{Message: "OPEN", Field: "namespace",
+			Problem: fmt.Sprintf("%d are open in this session, and open GETs and PUTs use all",
+				msg.MaxSpaces), Remedy: "wait for one to complete"})
+		return
+	}
 	c.send(&msg.Opened{ID: m.ID, Space: space})
+}
+
+// onClose closes a namespace. One that is not open any more was given up, or lay in a region that
+// was dropped.
+func (c *session) onClose(m *msg.Close) {
+	for space, o := range c.spaces.open {
+		if o.by == m.Open {
+			c.closeSpace(space)
+			return
+		}
+	}
+}
+
+func (c *session) closeSpace(space uint64) {
+	delete(c.spaces.open, space)
+	if c.worker != nil {
+		c.worker.closePool(space)
+	}
+}
+
+// boundSpaces gives up the namespace whose last use is the oldest if the session has more than it
+// may. It can be opened again. Those with open GETs and PUTs stay.
+func (c *session) boundSpaces() {
+	closing := 0
+	used := make(map[uint64]uint64, len(c.spaces.open))
+	for space, o := range c.spaces.open {
+		used[space] = o.used
+	}
+	if w := c.worker; w != nil {
+		w.mu.Lock()
+		closing = w.pools.closing
+		for id, p := range w.pools.known {
+			if used[id] = max(used[id], p.used); p.leases > 0 {
+				delete(used, id)
+			}
+		}
+		w.mu.Unlock()
+	}
+	if len(c.spaces.open)+closing <= msg.MaxSpaces {
+		return
+	}
+	oldest, least := uint64(0), uint64(math.MaxUint64)
+	for space, at := range used {
+		if at < least {
+			oldest, least = space, at
+		}
+	}
+	c.closeSpace(oldest)
 }
 
 // openPool opens the pool of a worker. It is the worker's until its leases are fenced, also if the
@@ -324,9 +368,11 @@ func (c *session) openPool(m *msg.Open, space uint64, ns page.Namespace) (id pag
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.pools.known == nil {
-		w.pools.known = map[uint64][]*addedRegion{}
+		w.pools.known = map[uint64]*openPool{}
 	}
-	w.pools.known[space] = added // this session's reader alone drops regions
+	// This session's reader alone drops regions, and opens and closes pools.
+	w.pools.known[space] = &openPool{id: space, regions: added,
+		guarded: w.guard.Open(m.Pieces, m.Blocks), used: w.s.uses.Add(1)}
 	return id, nil
 }
 
@@ -353,13 +399,14 @@ func (w *worker) pool(m *msg.Open) (p Pool, added []*addedRegion, err error) {
 func (c *session) namespaces(what string, spaces ...msg.SpaceRef) ([]page.ID, error) {
 	var ids []page.ID
 	for i, s := range spaces {
-		id, ok := c.spaces.ids[s.Space]
-		if !ok {
+		o := c.spaces.open[s.Space]
+		if o == nil {
 			return nil, &msg.Error{Message: what, Field: fmt.Sprintf("spaces[%d]", i),
 				Problem: fmt.Sprintf("%d is not open in this session", s.Space),
 				Remedy:  "send OPEN in each session, and name spaces as in OPENED"}
 		}
-		ids = append(ids, id)
+		o.used = c.s.uses.Add(1)
+		ids = append(ids, o.id)
 	}
 	return ids, nil
 }

@@ -41,8 +41,8 @@ type dropRegion struct {
 	session *session
 	id      uint64
 	regions []*addedRegion
-	pools   []uint64 // that lie in one of them
-	busy    int      // regions with open leases
+	pools   []*openPool // that lie in one of them
+	busy    int         // regions with open leases
 }
 
 // region returns a region by its number. added is nil for one that cannot be dropped.
@@ -227,7 +227,7 @@ func (c *session) onDropRegions(m *msg.DropRegions) {
 		return
 	}
 	for _, p := range d.pools {
-		delete(c.spaces.ids, p)
+		delete(c.spaces.open, p.id)
 	}
 }
 
@@ -262,10 +262,11 @@ func (w *worker) drop(c *session, m *msg.DropRegions) (*dropRegion, error) {
 			d.busy++
 		}
 	}
-	for id, in := range w.pools.known {
-		if slices.ContainsFunc(in, func(a *addedRegion) bool { return a.drop == d }) {
-			d.pools = append(d.pools, id)
+	for id, p := range w.pools.known {
+		if slices.ContainsFunc(p.regions, func(a *addedRegion) bool { return a.drop == d }) {
+			d.pools = append(d.pools, p)
 			delete(w.pools.known, id)
+			w.pools.closing++
 		}
 	}
 	w.regions.drops++
@@ -279,7 +280,7 @@ func (w *worker) drop(c *session, m *msg.DropRegions) (*dropRegion, error) {
 // slow at it. If the worker has gone meanwhile, its release has the regions.
 func (w *worker) dropped(d *dropRegion) {
 	for _, p := range d.pools {
-		w.s.opt.Store.Close(w.pub, p)
+		w.endPool(p)
 	}
 	r := &w.regions
 	var all []*mem.Region

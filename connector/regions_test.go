@@ -26,6 +26,7 @@ import (
 type fakeStore struct {
 	mu     sync.Mutex
 	pools  map[uint64]connector.Pool
+	most   int // pools at once
 	closed []uint64
 	began  chan connector.Pages
 }
@@ -34,6 +35,7 @@ func (s *fakeStore) Open(_ *engines.Worker, p connector.Pool) (page.ID, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.pools[p.ID] = p
+	s.most = max(s.most, len(s.pools))
 	return p.Namespace.ID(), nil
 }
 
@@ -52,7 +54,9 @@ func (s *fakeStore) pool(id uint64) connector.Pool {
 
 func (s *fakeStore) Start(_ *engines.Worker, p connector.Pages) { s.began <- p }
 
-func (s *fakeStore) Exists([]page.ID, page.Hashes) (page.Bitmap, error) { return nil, nil }
+func (s *fakeStore) Exists(_ []page.ID, h page.Hashes) (page.Bitmap, error) {
+	return page.NewBitmap(h.Len()), nil
+}
 
 func (s *fakeStore) Pin([]page.ID, page.Hashes, time.Duration) (page.Bitmap, func(), error) {
 	return nil, func() {}, nil

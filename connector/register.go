@@ -326,8 +326,8 @@ func (c *session) newWorker(pub *engines.Worker, b *boardOf, index []int) *worke
 	w.steps = steps{w: w, index: index, leases: map[uint64]*lease{}}
 	if pub.Layout != nil {
 		w.tables = pub.Layout.TablesOf()
-		w.reserved = blocks.New(pub.Layout, w.tables)
 	}
+	w.guard = blocks.New(pub.Layout, w.tables)
 	w.signals = signals{w: w, seen: make([]uint64, b.flags.Layers()+1)}
 	w.watched.Worker = &w.signals
 	pub.SourceValid = w.submissions.sourceValid

@@ -169,7 +169,7 @@ func (w *worker) expectLocked(rec board.Record) error {
 		return err
 	}
 	if err := w.admitLocked(l, ids); err != nil {
-		w.reserved.Release(l.id)
+		w.guard.Release(l.id)
 		w.refuseLocked(rec, false, err)
 		return nil
 	}
@@ -200,7 +200,7 @@ func (w *worker) reserveLocked(l *lease, m *msg.Expect) error {
 	if m.Tokens == 0 || len(m.Skip) != len(m.Blocks) {
 		return nil // the plan refuses it
 	}
-	return w.reserved.Reserve(l.id, m.Blocks, func(table int) (first, end int) {
+	return w.guard.Reserve(l.id, m.Blocks, func(table int) (first, end int) {
 		return w.pub.Own.Written(table, m.Tokens, m.Skip[table])
 	})
 }

@@ -37,6 +37,7 @@ type Server struct {
 	wg       sync.WaitGroup
 	draining atomic.Bool
 	token    atomic.Uint64
+	uses     atomic.Uint64 // numbers requests about the store, in their order
 	epochs   atomic.Uint32
 	open     atomic.Int64  // leases of all workers
 	drained  chan struct{} // one token whenever open reaches 0

@@ -216,6 +216,8 @@ func (c *session) handle(p []byte, fds descriptorSet) error {
 			Remedy: "open another connection"})
 	case *msg.Open:
 		c.onOpen(m)
+	case *msg.Close:
+		c.onClose(m)
 	case *msg.Exists:
 		c.onExists(m)
 	case *msg.Unpin:

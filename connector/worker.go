@@ -65,8 +65,8 @@ type worker struct {
 	steps       steps
 	rings       *mem.Region
 	leases      map[uint64]*lease
-	reserved    *blocks.Reserved // that open destination leases write
-	copies      int              // open
+	guard       *blocks.Guard // of the memory that open leases write, or put into the store
+	copies      int           // open
 	pools       pools
 	blockIDs    int               // in the tables of open leases and of their pending steps
 	held        map[uint64]*lease // those that wait for a stream mark
@@ -82,7 +82,7 @@ type lease struct {
 	source   bool
 	isCopy   bool           // a COPY or LOAD; not a source
 	load     *loadFlag      // of a LOAD
-	pages    *Pages         // of a GET or PUT
+	pool     *openPool      // of a GET or PUT
 	regions  []*addedRegion // that a COPY, LOAD, GET or PUT accesses
 	epoch    atomic.Uint32  // 0: closed to readers
 	tokens   uint32
@@ -239,13 +239,11 @@ func (w *worker) closeLeaseLocked(l *lease) {
 	w.blockIDs -= l.ids
 	delete(w.leases, l.id)
 	w.unuseLocked(l)
-	if w.reserved != nil {
-		w.reserved.Release(l.id)
-	}
+	w.guard.Release(l.id)
 	if l.isCopy {
 		w.copies--
 	}
-	w.pools.closeLocked(l)
+	w.unusePoolLocked(l)
 	if l.source {
 		w.sources.Delete(l.id)
 	}

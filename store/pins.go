@@ -3,6 +3,7 @@
 package store
 
 import (
+	"fmt"
 	"sync"
 
 	"github.com/kvspray/kvspray/internal/sys/mem"
@@ -20,6 +21,7 @@ type Pins struct {
 	object []object.Pinned
 	once   sync.Once
 	found  page.Bitmap
+	bytes  [Object + 1]uint64
 	blocks []mem.Block
 }
 
@@ -38,27 +40,42 @@ func (sp *Space) Pin(keys []page.Key) (*Pins, error) {
 	defer sp.release()
 	p := &Pins{space: sp, found: page.NewBitmap(len(keys)), blocks: make([]mem.Block, len(keys))}
 	for i := range keys {
-		if m, ok := sp.s.memory.Pin(sp.number, &keys[i]); ok {
-			p.memory = append(p.memory, m)
-			p.blocks[i] = m.Block
-			p.found.Set(i)
-			continue
-		}
-		if sp.s.disk != nil {
-			if d, ok := sp.s.disk.Pin(sp.number, &keys[i]); ok {
-				p.disk = append(p.disk, d)
-				p.found.Set(i)
-				continue
-			}
-		}
-		if sp.object != nil {
-			if o, ok := sp.object.Pin(&keys[i]); ok {
-				p.object = append(p.object, o)
-				p.found.Set(i)
-			}
+		if err := p.add(i, &keys[i]); err != nil {
+			p.releaseEntered()
+			return nil, &RequestError{fmt.Sprintf("keys[%d]", i), err.Error(),
+				"ask without pins, or wait until others end"}
 		}
 	}
 	return p, nil
+}
+
+// add pins page i where it is found first.
+func (p *Pins) add(i int, k *page.Key) error {
+	sp := p.space
+	m, ok, err := sp.s.memory.Keep(sp.number, k)
+	if ok {
+		p.memory = append(p.memory, m)
+		p.bytes[Memory] += uint64(len(m.Slot))
+		p.blocks[i] = m.Block
+	}
+	if !ok && err == nil && sp.s.disk != nil {
+		var d disk.Pinned
+		if d, ok, err = sp.s.disk.Keep(sp.number, k); ok {
+			p.disk = append(p.disk, d)
+			p.bytes[Disk] += d.Bytes
+		}
+	}
+	if !ok && err == nil && sp.object != nil {
+		var o object.Pinned
+		if o, ok, err = sp.object.Keep(k); ok {
+			p.object = append(p.object, o)
+			p.bytes[Object] += o.Bytes
+		}
+	}
+	if ok {
+		p.found.Set(i)
+	}
+	return err
 }
 
 // Found has the bits of the pages that are pinned.
@@ -68,8 +85,20 @@ func (p *Pins) Found() page.Bitmap { return p.found }
 // memory. The memory holds the page until Release. The reader compares the checksum.
 func (p *Pins) Blocks() []mem.Block { return p.blocks }
 
-// InMemory is how many of the pages are in memory.
-func (p *Pins) InMemory() int { return len(p.memory) }
+// Bytes is how much of each tier the pages take, by Tier.
+func (p *Pins) Bytes() [Object + 1]uint64 { return p.bytes }
+
+// Capacities is how many bytes of pages each tier holds, by Tier; 0: there is none.
+func (s *Store) Capacities() (n [Object + 1]uint64) {
+	n[Memory] = s.memory.Capacity()
+	if s.disk != nil {
+		n[Disk] = s.disk.Capacity()
+	}
+	if s.object != nil {
+		n[Object] = s.object.Capacity()
+	}
+	return n
+}
 
 // Release ends the pins. Idempotent. Close has ended them already.
 func (p *Pins) Release() {
@@ -78,14 +107,18 @@ func (p *Pins) Release() {
 			return
 		}
 		defer p.space.s.leave()
-		for _, m := range p.memory {
-			p.space.s.memory.Unpin(m)
-		}
-		for _, d := range p.disk {
-			p.space.s.disk.Unpin(d)
-		}
-		for _, o := range p.object {
-			p.space.object.Unpin(o)
-		}
+		p.releaseEntered()
 	})
+}
+
+func (p *Pins) releaseEntered() {
+	for _, m := range p.memory {
+		p.space.s.memory.Unpin(m)
+	}
+	for _, d := range p.disk {
+		p.space.s.disk.Unpin(d)
+	}
+	for _, o := range p.object {
+		p.space.object.Unpin(o)
+	}
 }

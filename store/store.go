@@ -424,9 +424,6 @@ func (s *Store) numberLocked(id page.ID) (uint16, error) {
 			"and close those that are not needed", MaxSpaces)
 }
 
-// PageBytes is the size of its pages.
-func (sp *Space) PageBytes() int { return sp.pageBytes }
-
 // piece is how many pages of a batch a worker takes at once. Those of a put are pinned until they
 // are on the disk; all workers together pin a quarter of the memory at most, unless it is very
 // small.

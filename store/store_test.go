@@ -415,6 +415,37 @@ func TestPins(t *testing.T) {
 	}
 }
 
+// Pins of one page have a bound of their own, and leave room for the page's reads.
+func TestPinsOfOnePage(t *testing.T) {
+	s := onDisk(t, disktest.New(simBytes, 1), false)
+	defer shut(t, s)
+	e := newEngine(t, s, "a", 8192)
+	defer e.close()
+	e.put(1)
+	var all []*Pins
+	var err error
+	for err == nil && len(all) < 1<<16 {
+		var p *Pins
+		if p, err = e.space.Pin(e.keys([]int{1})); err == nil {
+			all = append(all, p)
+		}
+	}
+	if re := (*RequestError)(nil); !errors.As(err, &re) || re.Field != "keys[0]" {
+		t.Errorf("after %d pins of one page: %v", len(all), err)
+	}
+	if n := count(e.get(1), Hit); n != 1 {
+		t.Error("a page with many pins is a miss")
+	}
+	for _, p := range all {
+		p.Release()
+	}
+	p, err := e.space.Pin(e.keys([]int{1}))
+	if err != nil {
+		t.Fatal(err)
+	}
+	p.Release()
+}
+
 // Many engines at once put, get, cancel and remove, over a disk: no wrong page, no batch that does
 // not end.
 func TestManyEngines(t *testing.T) {

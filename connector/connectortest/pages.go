@@ -42,11 +42,25 @@ func askOn[T msg.Message](ctx context.Context, c *conn, request func(id uint64) 
 
 // OpenSpace opens a namespace of the store; pieces and blocks describe a worker's pool.
 func (s *Session) OpenSpace(ctx context.Context, m msg.Open) (space uint64, err error) {
-	a, err := ask[*msg.Opened](ctx, s, func(id uint64) msg.Message { m.ID = id; return &m })
+	a, err := s.Open(ctx, m)
 	if err != nil {
 		return 0, err
 	}
 	return a.Space, nil
+}
+
+// Open is OpenSpace, and returns the whole answer.
+func (s *Session) Open(ctx context.Context, m msg.Open) (*msg.Opened, error) {
+	return ask[*msg.Opened](ctx, s, func(id uint64) msg.Message { m.ID = id; return &m })
+}
+
+// CloseSpace closes what an OPEN has opened.
+func (s *Session) CloseSpace(opened *msg.Opened) error {
+	c, err := s.conn()
+	if err != nil {
+		return err
+	}
+	return c.send(&msg.Close{Open: opened.ID})
 }
 
 // Exists asks which pages are there.

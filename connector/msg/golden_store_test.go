@@ -44,6 +44,7 @@ func storeMessages() []storeMessage {
 		{"found", &Found{ID: 6, Pages: 11, Found: []byte{0xff, 7}}, &Found{ID: 6, Pages: 1,
 			Found: []byte{0}}},
 		{"unpin", &Unpin{Pin: 7}, &Unpin{Pin: 7}},
+		{"close", &Close{Open: 5}, &Close{Open: 5}},
 		{"remove", &Remove{ID: 8, Space: 3}, &Remove{ID: 8, Space: 3}},
 		{"add_regions", &AddRegions{ID: 9, First: 70000, Regions: regions},
 			&AddRegions{ID: 9}},

@@ -46,6 +46,8 @@ func newPacket(t Type) Message {
 		return &AddRegions{}
 	case TypeDropRegions:
 		return &DropRegions{}
+	case TypeClose:
+		return &Close{}
 	case TypeDone:
 		return &Done{}
 	}
@@ -1335,6 +1337,30 @@ func (m *DropRegions) append(b []byte) []byte {
 	b = appendUint(b, m.ID)
 	b = append(b, "\xa7regions"...)
 	b = appendPackedU32(b, m.Regions)
+	return b
+}
+
+var requiredClose = []string{"open"}
+
+func (m *Close) read(r *reader) {
+	*m = Close{}
+	var got uint64
+	for i := r.mapLen(); i > 0 && r.err == nil; i-- {
+		switch string(r.key()) {
+		case "open":
+			m.Open = r.u64()
+			got |= 1 << 0
+		default:
+			r.skip()
+		}
+	}
+	r.require(got, requiredClose)
+}
+
+func (m *Close) append(b []byte) []byte {
+	b = appendMap(b, 1)
+	b = append(b, "\xa4open"...)
+	b = appendUint(b, m.Open)
 	return b
 }
 

@@ -134,6 +134,7 @@ const (
 	TypeRemove      Type = 16
 	TypeAddRegions  Type = 17
 	TypeDropRegions Type = 18
+	TypeClose       Type = 20
 	TypeDone        Type = 19
 )
 
@@ -156,6 +157,7 @@ var typeNames = [...]string{
 	TypeRemove:      "REMOVE",
 	TypeAddRegions:  "ADD_REGIONS",
 	TypeDropRegions: "DROP_REGIONS",
+	TypeClose:       "CLOSE",
 	TypeDone:        "DONE",
 }
 
@@ -472,6 +474,14 @@ type DropRegions struct {
 
 // Type implements Message.
 func (*DropRegions) Type() Type { return TypeDropRegions }
+
+// Close closes the namespace of an OPEN, once the session's open GETs and PUTs in it have ended; not answered.
+type Close struct {
+	Open uint64 // id of the OPEN
+}
+
+// Type implements Message.
+func (*Close) Type() Type { return TypeClose }
 
 // Done answers REMOVE, ADD_REGIONS and DROP_REGIONS.
 type Done struct {

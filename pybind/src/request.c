@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Requests and their answers: about the pages of the store (OPEN, EXISTS, REMOVE), whose bodies are the caller's, and DROP_REGIONS. The end of
- * pins (UNPIN).
+ * pins (UNPIN) and of namespaces (CLOSE).
  */
 #include <errno.h>
 #include <stdlib.h>
@@ -178,18 +178,28 @@ int kvs_request_forget(kvs_client *c, int64_t request)
 	return 0;
 }
 
-int kvs_unpin(kvs_client *c, int64_t request)
+/* Ends what a request of this session has begun. That of an earlier session ended with it. */
+static int end_of(kvs_client *c, int64_t request, uint32_t type, const char *key)
 {
 	CHECK(c);
 	int rc = 0;
 	pthread_mutex_lock(&c->mu);
-	/* The pins of an earlier session ended with it. */
 	if (session_usable(c) && handle_of(c, (uint64_t)request) == request) {
 		struct mpw w = {0};
 		mpw_map(&w, 1);
-		mpw_put_uint(&w, "pin", (uint32_t)request);
-		rc = send_now(c, MSG_UNPIN, &w);
+		mpw_put_uint(&w, key, (uint32_t)request);
+		rc = send_now(c, type, &w);
 	}
 	pthread_mutex_unlock(&c->mu);
 	return rc;
+}
+
+int kvs_unpin(kvs_client *c, int64_t request)
+{
+	return end_of(c, request, MSG_UNPIN, "pin");
+}
+
+int kvs_close_space(kvs_client *c, int64_t request)
+{
+	return end_of(c, request, MSG_CLOSE, "open");
 }

@@ -178,6 +178,7 @@ def test_no_call_holds_the_interpreters_lock(gated: tuple[ModuleType, Gate], tmp
             "store answer": lambda: _lib.lib.kvs_answer(w._h, 1, 10, ctypes.byref(ctypes.c_uint32()), None, 0),
             "store request forgotten": lambda: _lib.lib.kvs_request_forget(w._h, 1),
             "unpin": lambda: _lib.lib.kvs_unpin(w._h, 1),
+            "space closed": lambda: _lib.lib.kvs_close_space(w._h, 1),
             "describe": lambda: w.describe({**layout(), "identity": {"model": "tiny", "weights": "2"}}),
             "close": spare.close,
             "close, with a log": spoken.close,

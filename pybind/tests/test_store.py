@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 from collections.abc import Iterator
@@ -133,7 +134,7 @@ def test_a_question_that_pins_too_much_is_refused(serve: Serve, engines: Any) ->
     assert e.space.ready(TIMEOUT_S)
     pages = list(range(BLOCKS))
     assert outcomes(e.end(e.space.put(hashes(*pages), pages))) == [_messages.PAGE_STORED] * BLOCKS
-    fit = (8 << 20) // (BLOCKS * PAGE)  # half of the memory
+    fit = (4 << 20) // (BLOCKS * PAGE)  # a quarter of the memory
     for i in range(fit + 1):
         question = e.space.exists(hashes(*pages), pin_s=60)
         found = question.result(TIMEOUT_S)
@@ -214,3 +215,28 @@ def test_arguments(sidecar: Any, engines: Any, socket_path: pathlib.Path) -> Non
         with pytest.raises(ValueError, match=want):
             bad()
     foreign.close()
+
+
+def test_more_spaces_than_a_session_has(serve: Serve, engines: Any) -> None:
+    """The one whose last use is the oldest is closed, and opened again when it is used."""
+    _, socket = serve("a", "store.memory=16MiB")
+    e = engines(socket)
+    assert e.space.ready(TIMEOUT_S), e.space.error
+    e.write(0, page := os.urandom(PAGE))
+    e.end(e.space.put(hashes(1), [0]))
+    s = kvspray.SchedulerClient(socket, engine=ENGINE)
+    first = Space(s, NS)
+    until(lambda: first.ready(1), "a scheduler's space")
+    for i in range(3 * _messages.MAX_SPACES):
+        for client, pieces in ((s, ()), (e.w, e.pieces)):
+            ns = dataclasses.replace(NS, weights=f"step {i}")
+            other = Space(client, ns, pieces, BLOCKS if pieces else 0)
+            assert other.ready(TIMEOUT_S), other.error
+            if i % 3 == 0:
+                other.close()
+    assert len(s._spaces) == len(e.w._spaces) == _messages.MAX_SPACES
+    until(lambda: first.ready(1) and e.space.ready(1), "both again")
+    found = first.exists(hashes(1)).result(TIMEOUT_S)
+    assert found and found[0]
+    assert outcomes(e.end(e.space.get(hashes(1), [2]))) == [_messages.PAGE_HIT] and e.read(2) == page
+    s.close()

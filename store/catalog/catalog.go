@@ -20,14 +20,20 @@ import (
 	"github.com/kvspray/kvspray/store/page"
 )
 
-// maxPins is how many pins one page has at most.
-const maxPins = 1<<16 - 1
+// Bounds of the pins of one page. Those that engines keep leave as many for reads, and both leave
+// some for the tier's own work.
+const (
+	maxKept = 1 << 15
+	maxPins = 1<<16 - 1 - ownPins
+	ownPins = 64
+)
 
 // Errors that callers tell apart.
 var (
 	ErrExists = errors.New("the page is here")
 	ErrBusy   = errors.New("the page is being stored or removed")
 	ErrDoomed = fmt.Errorf("%w: an earlier copy is still read", ErrBusy)
+	ErrPins   = fmt.Errorf("%d pins of one page have not ended", maxKept)
 	ErrFull   = errors.New("no page can be given up: all are pinned, or reserved for others")
 )
 
@@ -133,12 +139,22 @@ func (c *Catalog) Readable(n index.Node, owner uint16) bool {
 // Acquire finds an owner's page, counts a use and pins it; 0: it is not here.
 func (c *Catalog) Acquire(owner uint16, k *page.Key) index.Node {
 	n := c.Find(k)
-	if !c.Readable(n, owner) || c.At(n).Pins == maxPins {
+	if !c.Readable(n, owner) || c.At(n).Pins >= maxPins {
 		return 0
 	}
 	c.Touch(uint32(n), c.Now())
 	c.Hold(n)
 	return n
+}
+
+// Keep is Acquire for a pin that an engine holds as long as it likes: the page's pins that are left
+// are for reads, and the error names that.
+func (c *Catalog) Keep(owner uint16, k *page.Key) (index.Node, error) {
+	n := c.Find(k)
+	if c.Readable(n, owner) && c.At(n).Pins >= maxKept {
+		return 0, ErrPins
+	}
+	return c.Acquire(owner, k), nil
 }
 
 // Hold pins a page that is Live or Filling once more.

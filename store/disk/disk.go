@@ -432,17 +432,26 @@ func (t *Tier) Exists(id uint16, keys []page.Key, found page.Bitmap) {
 }
 
 // Pinned is a page that is kept on the disk.
-type Pinned struct{ node index.Node }
-
-// Pin finds a page and keeps it from being given up.
-func (t *Tier) Pin(id uint16, k *page.Key) (Pinned, bool) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	n := t.pages.Acquire(id, k)
-	return Pinned{n}, n != 0
+type Pinned struct {
+	node  index.Node
+	Bytes uint64 // that it takes of Capacity
 }
 
-// Unpin ends a Pin.
+// Keep finds a page and keeps it from being given up.
+func (t *Tier) Keep(id uint16, k *page.Key) (p Pinned, ok bool, err error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	n, err := t.pages.Keep(id, k)
+	if n == 0 {
+		return p, false, err
+	}
+	return Pinned{n, t.owners[id].cost}, true, nil
+}
+
+// Capacity is how many bytes of pages fit.
+func (t *Tier) Capacity() uint64 { return t.capacity }
+
+// Unpin ends a Keep.
 func (t *Tier) Unpin(p Pinned) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

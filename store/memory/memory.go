@@ -176,6 +176,9 @@ func (t *Tier) Keys(id uint16, first uint32, out []page.Key) ([]page.Key, uint32
 	return t.pages.Keys(id, first, out)
 }
 
+// Capacity is how many bytes of pages fit.
+func (t *Tier) Capacity() uint64 { return uint64(len(t.arena)) }
+
 // Stats are counts since the tier was made.
 type Stats struct {
 	Pages          int
@@ -231,6 +234,17 @@ func (t *Tier) Pin(id uint16, k *page.Key) (Page, bool) {
 		return Page{}, false
 	}
 	return t.pageLocked(n, id), true
+}
+
+// Keep is Pin for an engine that holds the page as long as it likes.
+func (t *Tier) Keep(id uint16, k *page.Key) (p Page, ok bool, err error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	n, err := t.pages.Keep(id, k)
+	if n == 0 {
+		return p, false, err
+	}
+	return t.pageLocked(n, id), true, nil
 }
 
 // Unpin gives a page back. Its bytes are dead.

@@ -32,8 +32,11 @@ func (t *Tier) begin(ctx context.Context) error {
 	t.book.Lock()
 	defer t.book.Unlock()
 	limit := t.c.Timeouts.Open
-	found, err := t.listSome(ctx, limit, "", 1)
+	found, err := t.listSome(ctx, limit, t.pagesName(), "", 1)
 	if err != nil {
+		return err
+	}
+	if err := t.probe(ctx, limit); err != nil {
 		return err
 	}
 	// A name that no object has: nothing of another user of the bucket is deleted.
@@ -226,13 +229,17 @@ func (t *Tier) load() bool {
 }
 
 // list names the objects of earlier starts, the oldest ones first. It goes on until it has all;
-// false: the tier was closed.
+// false: the tier was closed, or has stopped.
 func (t *Tier) list() (out []listed, ok bool) {
 	t.mu.Lock()
 	epoch := t.ledger.epoch
 	t.mu.Unlock()
 	for after, more := "", true; more; {
-		some, err := t.listSome(t.ctx, t.c.Timeouts.Small, after, ListPage)
+		some, err := t.listSome(t.ctx, t.c.Timeouts.Small, t.pagesName(), after, ListPage)
+		if errors.Is(err, errBackward) {
+			t.stop(err)
+			return nil, false
+		}
 		if err != nil {
 			if !t.sleep(firstAway) {
 				return nil, false
@@ -257,14 +264,24 @@ func (t *Tier) list() (out []listed, ok bool) {
 	return out, true
 }
 
-// listSome names up to most of the objects whose names come after another one. With ListPage at
-// most it is one request.
-func (t *Tier) listSome(ctx context.Context, limit time.Duration, after string,
+// errBackward: a list would have no end.
+var errBackward = errors.New("store.object: a list does not go forward")
+
+// listSome names up to most of the objects with a prefix whose names come after another one. With
+// ListPage at most it is one request.
+func (t *Tier) listSome(ctx context.Context, limit time.Duration, prefix, after string,
 	most int) ([]listed, error) {
 	enough := errors.New("enough")
-	return try(ctx, t, limit, "list "+t.pagesName(), func(ctx context.Context) ([]listed, error) {
+	return try(ctx, t, limit, "list "+prefix, func(ctx context.Context) ([]listed, error) {
 		var out []listed
-		err := t.c.Bucket.List(ctx, t.pagesName(), after, func(name string, size int64) error {
+		last := after
+		err := t.c.Bucket.List(ctx, prefix, after, func(name string, size int64) error {
+			if name <= last || !strings.HasPrefix(name, prefix) {
+				return fmt.Errorf("%w: %w", errBackward, &ConfigError{"endpoint", name,
+					fmt.Sprintf("was listed with the prefix %q and start-after %q", prefix, last),
+					"use an object store that lists in the order of names (ListObjectsV2, start-after)"})
+			}
+			last = name
 			if out = append(out, listed{name: name, size: size}); len(out) == most {
 				return enough
 			}

@@ -466,17 +466,23 @@ func (t *Tier) hasLocked(o *Owner, k *page.Key) bool {
 }
 
 // Pinned is a page that is kept here.
-type Pinned struct{ node index.Node }
-
-// Pin finds a page and keeps it from being given up.
-func (o *Owner) Pin(k *page.Key) (Pinned, bool) {
-	o.t.mu.Lock()
-	defer o.t.mu.Unlock()
-	n := o.t.pages.Acquire(o.number, k)
-	return Pinned{n}, n != 0
+type Pinned struct {
+	node  index.Node
+	Bytes uint64 // that it takes of Capacity
 }
 
-// Unpin ends a Pin.
+// Keep finds a page and keeps it from being given up.
+func (o *Owner) Keep(k *page.Key) (p Pinned, ok bool, err error) {
+	o.t.mu.Lock()
+	defer o.t.mu.Unlock()
+	n, err := o.t.pages.Keep(o.number, k)
+	return Pinned{n, o.cost()}, n != 0, err
+}
+
+// Capacity is how many bytes of pages fit.
+func (t *Tier) Capacity() uint64 { return t.capacity }
+
+// Unpin ends a Keep.
 func (o *Owner) Unpin(p Pinned) {
 	o.t.mu.Lock()
 	defer o.t.mu.Unlock()

@@ -3,6 +3,7 @@
 package object_test
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"strings"
@@ -156,5 +157,71 @@ func refuse(ops string) func(op, name string) objecttest.Fault {
 		}
 		return objecttest.Fault{Err: &object.ConfigError{Field: "credentials", Value: "AK",
 			Problem: "are not valid", Remedy: "renew them"}}
+	}
+}
+
+// lacking is an object store that ignores what a service with the API of S3 may lack.
+type lacking struct {
+	*objecttest.Process
+	order  func(prefix string) bool // whether a list with it begins anew each time
+	absent bool                     // If-None-Match
+	tag    bool                     // If-Match
+}
+
+func (d *lacking) List(ctx context.Context, prefix, after string,
+	each func(string, int64) error) error {
+	if d.order != nil && d.order(prefix) {
+		after = ""
+	}
+	return d.Process.List(ctx, prefix, after, each)
+}
+
+func (d *lacking) Put(ctx context.Context, name string, data []byte,
+	when object.Condition) (string, error) {
+	if d.absent {
+		when.Absent = false
+	}
+	if d.tag {
+		when.Tag = ""
+	}
+	return d.Process.Put(ctx, name, data, when)
+}
+
+// A start refuses an object store that lacks what the store relies on, and leaves nothing behind.
+func TestStartProbesTheObjectStore(t *testing.T) {
+	for want, lacks := range map[string]lacking{
+		"start-after":      {order: func(string) bool { return true }},
+		"If-None-Match: *": {absent: true},
+		"If-Match did not": {tag: true},
+	} {
+		s := objecttest.New()
+		lacks.Process = s.Open()
+		_, err := object.Open(config(&lacks))
+		var c *object.ConfigError
+		if !errors.As(err, &c) || c.Field != "endpoint" || !strings.Contains(err.Error(), want) {
+			t.Errorf("want a refusal because of %q: %v", want, err)
+		}
+		if names := s.Names(); len(names) > 0 {
+			t.Errorf("%s: objects %q are left", want, names)
+		}
+	}
+}
+
+// A list that does not go forward later on ends the tier's work, not the memory.
+func TestListGoesForward(t *testing.T) {
+	s := objecttest.New()
+	n := start(t, s)
+	n.close()
+	for i := range object.ListPage {
+		s.Set(fmt.Sprintf("node1/pages/%016x", i+1), make([]byte, 200))
+	}
+	tier, err := object.Open(config(&lacking{Process: s.Open(),
+		order: func(prefix string) bool { return prefix == "node1/pages/" }}))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = tier.Close() }()
+	if err := tier.Ready(t.Context()); err == nil || !strings.Contains(err.Error(), "start-after") {
+		t.Errorf("ready: %v", err)
 	}
 }

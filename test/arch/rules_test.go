@@ -179,7 +179,7 @@ var rules = []rule{
 			"internal/metrics", "internal/sys/mem", "internal/wire", "layout", "parseblock",
 			"store/page", "transfer"},
 		ext: []string{extMsg, extSys}},
-	{dir: "connector/internal/blocks", why: "blocks that open leases will write, as plain state",
+	{dir: "connector/internal/blocks", why: "blocks that open leases read or write, as plain state",
 		pure: true,
 		own:  []string{"connector/msg", "layout"}},
 	{dir: "connector/internal/eventfd", why: "eventfds that engines pass", ext: []string{extSys}},

@@ -97,6 +97,7 @@ class FakeStore:
         self.asked: list[int] = []
         self.ended: list[int] = []
         self.silent = False
+        self.opened: list[Any] = []  # and not closed
 
     # of the scheduler's client
 
@@ -122,7 +123,11 @@ class FakeStore:
 
                 return SimpleNamespace(answer=answer, end=lambda: store.ended.append(number))
 
-        return Pages()
+            def close(self) -> None:
+                store.opened.remove(self)
+
+        self.opened.append(Pages())
+        return self.opened[-1]
 
 
 class RankPages:
@@ -132,6 +137,7 @@ class RankPages:
 
     def __init__(self, worker: RankWorker, weights: str) -> None:
         self.worker, self.weights = worker, weights
+        worker.opened.append(self)
 
     def ready(self) -> bool:
         return True
@@ -142,6 +148,9 @@ class RankPages:
     def put(self, hashes: Any, blocks: Any, parent: bytes, req: str, deadline_s: float, after: int) -> int:
         return self.worker.open("put", self.weights, hashes, blocks)
 
+    def close(self) -> None:
+        self.worker.opened.remove(self)
+
 
 class RankWorker(FakeWorker):
     def __init__(self, store: FakeStore, rank: int, content: dict[int, Any]) -> None:
@@ -149,6 +158,7 @@ class RankWorker(FakeWorker):
         self.of = store.pages[rank]
         self.content = content
         self.leases_open: dict[int, tuple[Any, ...]] = {}
+        self.opened: list[RankPages] = []  # and not closed
         self.chance: random.Random | None = None
 
     def open(self, op: str, weights: str, hashes: Any, blocks: Any) -> int:

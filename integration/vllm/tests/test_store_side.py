@@ -413,3 +413,12 @@ def test_a_pool_that_lacks_something_turns_the_store_off(caplog: pytest.LogCaptu
     assert "block pool has no free_blocks, get_num_free_blocks, blocks, num_gpu_blocks" in caplog.text
     v.run("a", PROMPT)
     assert not v.store.pages[0] and not v.store.asked
+
+
+def test_a_change_of_weights_closes_what_was_open() -> None:
+    v = Vllm(ranks=8)
+    for i in range(200):
+        v.change_weights(f"w{i + 1}")
+        v.run(f"r{i}", PROMPT[: 2 * PAGE])
+        assert len(v.store.opened) == 1 and [[p.weights for p in s.opened] for s in v.shims] == [[v.weights]] * 8
+    v.check()

@@ -3,9 +3,9 @@
 // behind an open /proc/PID/mem descriptor.
 //
 // Invariants: a Region's id is random and never reused; its bytes stay mapped while any reference
-// is held; a memfd is mapped only after its seals prove that it cannot shrink under us; copies go
-// through Copy, whose bounded pieces let the garbage collector stop the goroutine in between. The
-// package starts no goroutine.
+// is held; a memfd is mapped only after its seals and its file system prove that no access can
+// fault, whatever its owner does to it; copies go through Copy, whose bounded pieces let the garbage
+// collector stop the goroutine in between. The package starts no goroutine.
 package mem
 
 import (
@@ -34,6 +34,7 @@ const needSeals = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW
 // Errors that callers tell apart.
 var (
 	ErrUnsealed = errors.New("memfd is not sealed against shrinking and growing")
+	ErrHugePool = errors.New("memfd is not on tmpfs: its pages come from a pool that can be empty")
 	ErrReadOnly = errors.New("region is another's, and mapped for reading only")
 	ErrBounds   = errors.New("out of the region's bounds")
 	ErrFreed    = errors.New("region is freed")
@@ -164,8 +165,8 @@ func owned(fd int, of func(*File) (*Region, error)) (*Region, error) {
 }
 
 // Map maps size bytes of a sealed memfd from offset on, shared and writable unless ReadOnly is
-// given. The memfd must carry F_SEAL_SHRINK and F_SEAL_GROW: a truncation would otherwise kill this
-// process with SIGBUS.
+// given. The memfd must carry F_SEAL_SHRINK and F_SEAL_GROW, and lie on tmpfs: a truncation, or a
+// hole in memory of a pool, would otherwise kill this process with SIGBUS.
 func (f *File) Map(id ID, offset, size uint64, opts ...Option) (*Region, error) {
 	fd := f.fd
 	o := options{kind: KindMemfd}
@@ -187,6 +188,16 @@ func (f *File) Map(id ID, offset, size uint64, opts ...Option) (*Region, error) 
 	if st.Mode&unix.S_IFMT != unix.S_IFREG {
 		return nil, fmt.Errorf("mem: map region %s: descriptor %d has mode %#o: not a memfd; pass one "+
 			"made by memfd_create", id, fd, st.Mode)
+	}
+	// No seal forbids its owner to punch holes. On tmpfs the kernel fills them again with zeros; on
+	// hugetlbfs an access to a hole is a SIGBUS while the pool of huge pages is empty.
+	var fs unix.Statfs_t
+	if err := unix.Fstatfs(fd, &fs); err != nil {
+		return nil, fmt.Errorf("mem: map region %s: fstatfs descriptor %d: %w", id, fd, err)
+	}
+	if fs.Type != unix.TMPFS_MAGIC {
+		return nil, fmt.Errorf("mem: map region %s: %w (file system %#x); create it without "+
+			"MFD_HUGETLB, or pass the memory as a region of kind process", id, ErrHugePool, fs.Type)
 	}
 	if st.Size < 0 || uint64(st.Size) < offset+size {
 		return nil, fmt.Errorf("mem: map region %s: memfd has %d bytes, %d were announced: announce "+

@@ -91,6 +91,32 @@ func TestMapMemfdRefuses(t *testing.T) {
 	}
 }
 
+// TestHugePool: an access to a hole of such a memfd is a SIGBUS while its pool is empty, and its
+// owner can punch holes whatever its seals are.
+func TestHugePool(t *testing.T) {
+	for _, seals := range []int{0, unix.F_SEAL_WRITE} {
+		fd, err := unix.MemfdCreate("huge", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING|unix.MFD_HUGETLB)
+		if err != nil {
+			testutil.Skip(t, "hugetlb", "memfd_create(MFD_HUGETLB): "+err.Error())
+		}
+		defer func() { _ = unix.Close(fd) }()
+		if err := unix.Ftruncate(fd, hugePage); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS,
+			unix.F_SEAL_SHRINK|unix.F_SEAL_GROW|seals); err != nil {
+			t.Fatal(err)
+		}
+		var opts []Option
+		if seals != 0 {
+			opts = append(opts, ReadOnly())
+		}
+		if _, err := MapMemfd(NewID(), fd, hugePage, opts...); !errors.Is(err, ErrHugePool) {
+			t.Errorf("seals %#x: a memfd of huge pages: %v", seals, err)
+		}
+	}
+}
+
 func TestMapMemfd(t *testing.T) {
 	fd := memfd(t, 3*4096+100, unix.F_SEAL_SHRINK|unix.F_SEAL_GROW)
 	id := NewID()

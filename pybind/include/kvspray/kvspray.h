@@ -337,6 +337,8 @@ int64_t kvs_answer(kvs_client *c, int64_t request, int timeout_ms, uint32_t *typ
 int kvs_request_forget(kvs_client *c, int64_t request);
 /* Ends the pins of an EXISTS. Its answer may have been fetched. */
 int kvs_unpin(kvs_client *c, int64_t request);
+/* Closes the namespace of an OPEN, once the session's gets and puts in it have ended. Its answer may not have come yet. */
+int kvs_close_space(kvs_client *c, int64_t request);
 
 /* ---- status, log, statistics --------------------------------------------------------------------------------------------- */
 

@@ -161,6 +161,7 @@ _PROTOTYPES = {
     "kvs_answer": (c_int64, [c_void_p, c_int64, c_int, POINTER(c_uint32), c_void_p, c_uint64]),
     "kvs_request_forget": (c_int, [c_void_p, c_int64]),
     "kvs_unpin": (c_int, [c_void_p, c_int64]),
+    "kvs_close_space": (c_int, [c_void_p, c_int64]),
     "kvs_status_read": (c_int, [c_void_p, POINTER(CInfo)]),
     "kvs_wait_log": (c_int, [c_void_p, c_char_p, c_uint64]),
     "kvs_end_log": (c_int, [c_void_p]),

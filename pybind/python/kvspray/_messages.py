@@ -91,6 +91,7 @@ MESSAGES: dict[int, str] = {
     16: "REMOVE",
     17: "ADD_REGIONS",
     18: "DROP_REGIONS",
+    20: "CLOSE",
     19: "DONE",
 }
 
@@ -137,6 +138,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "ADD_REGIONS": ("id", "first", "regions"),
     "ADD_REGIONS.regions": ("region", "kind", "bytes", "addr", "handle", "fd", "offset"),
     "DROP_REGIONS": ("id", "regions"),
+    "CLOSE": ("open",),
     "DONE": ("id", "members", "confirmed", "missing"),
     "STEP": ("step", "reqs"),
     "STEP.reqs": ("lease", "end", "blocks", "attempt"),

@@ -213,6 +213,7 @@ class _Client:
                 "64 KiB..16 MiB"
             )
         self._h = handle
+        self._spaces: dict[Any, None] = {}  # open ones of the store, the least recently used first
         out = log.log if isinstance(log, logging.Logger) else log
         # Joins the C thread before the interpreter ends, or when the client is garbage-collected.
         end = _LogThread(handle, out).close if out is not None else functools.partial(lib.kvs_close, handle)

@@ -182,7 +182,8 @@ class Exists:
 
 
 class Space:
-    """A namespace of the store in a client's session. It is opened again in each session, when it is used.
+    """A namespace of the store in a client's session. It is opened again in each session, when it is used. A client that uses more
+    than the session may have closes the one whose last use is the oldest.
 
     A worker that gets or puts pages gives the pieces of its blocks and how many there are; a scheduler only asks.
     """
@@ -213,9 +214,20 @@ class Space:
             ]
             self._body |= {"pieces": _packed("Q", flat), "blocks": blocks}
         self._opening: _Request | None = None
+        self._opened = 0  # handle of the OPEN
         self._session = -1  # that _space belongs to
         self._space: int | None = None
         self.error = ""  # why the sidecar has refused the namespace
+
+    def close(self) -> None:
+        """Closes the namespace, once its open gets and puts have ended. Another use opens it again."""
+        self._client._spaces.pop(self, None)
+        h = self._client._handle()
+        if h is not None and self._opened > 0:
+            lib.kvs_close_space(h, self._opened)
+        if self._opening is not None:
+            self._opening.forget()
+        self._session, self._space, self._opening, self._opened = -1, None, None, 0
 
     def ready(self, timeout_s: float | None = 0) -> bool:
         """Whether the namespace is open in the present session. Opens it if it is not."""
@@ -328,10 +340,16 @@ class Space:
             if self._opening is not None:
                 self._opening.forget()
             self._session, self._space, self._opening, self.error = session, None, None, ""
+        spaces = self._client._spaces
+        spaces.pop(self, None)
+        spaces[self] = None
+        while len(spaces) > _messages.MAX_SPACES:
+            next(iter(spaces)).close()
         if self._space is not None or self.error:
             return self._space
         if self._opening is None:
             self._opening = _Request(self._client, _OPEN, self._body)
+            self._opened = self._opening._handle
         answer = self._opening.fetch(timeout_s)
         if answer is None:
             return None

@@ -60,9 +60,10 @@ type Service struct {
 	mu         sync.Mutex // guards what follows
 	namespaces map[page.ID]*namespace
 	pools      map[*engines.Worker]map[uint64]*pool
-	pinned     uint64 // bytes
-	drained    bool   // no put begins
-	puts       int    // open
+	pinned     pinned            // by all
+	tenants    map[string]pinned // by their secrets
+	drained    bool              // no put begins
+	puts       int               // open
 	putEnded   sync.Cond
 
 	failures  admit.Log // requests
@@ -87,7 +88,7 @@ type pool struct {
 // New makes a service.
 func New(o Options) *Service {
 	s := &Service{o: o, failures: admit.Log{Logger: o.Log}, namespaces: map[page.ID]*namespace{},
-		pools: map[*engines.Worker]map[uint64]*pool{}}
+		pools: map[*engines.Worker]map[uint64]*pool{}, tenants: map[string]pinned{}}
 	s.putEnded.L = &s.mu
 	return s
 }
@@ -118,7 +119,7 @@ func (s *Service) Open(w *engines.Worker, p connector.Pool) (id page.ID, err err
 	case mine[p.ID] != nil:
 		return id, &store.RequestError{Field: "pool", Problem: fmt.Sprintf("%d is open already", p.ID),
 			Remedy: "give each pool of a session its own number"}
-	case len(mine) >= MaxPools:
+	case len(mine) > MaxPools: // one more: the connector opens a pool before it gives up another
 		return id, &store.RequestError{Field: "pool", Problem: fmt.Sprintf("%d are open", len(mine)),
 			Remedy: fmt.Sprintf("use at most %d", MaxPools)}
 	}
@@ -353,7 +354,7 @@ func (s *Service) Remove(w *engines.Worker, id page.ID) (out connector.Removed, 
 }
 
 // Namespaces returns the namespaces that engines have open, by id, and the bytes that are pinned.
-func (s *Service) Namespaces() (out []web.StoreNamespace, pinned uint64) {
+func (s *Service) Namespaces() (out []web.StoreNamespace, bytes uint64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for id, ns := range s.namespaces {
@@ -362,5 +363,8 @@ func (s *Service) Namespaces() (out []web.StoreNamespace, pinned uint64) {
 			PageBytes: ns.of.PageBytes, Pools: ns.users, Private: ns.of.Secret != nil})
 	}
 	slices.SortFunc(out, func(a, b web.StoreNamespace) int { return cmp.Compare(a.ID, b.ID) })
-	return out, s.pinned
+	for _, n := range s.pinned.bytes {
+		bytes += n
+	}
+	return out, bytes
 }

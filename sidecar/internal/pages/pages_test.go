@@ -520,3 +520,89 @@ func TestWaitsOfTheSlowestTier(t *testing.T) {
 		}
 	}
 }
+
+// TestPinsOfTheDisk: pins of pages that are on the disk only are counted, so that they leave room
+// for what others put.
+func TestPinsOfTheDisk(t *testing.T) {
+	r := start(t, disktest.New(4<<20, 1))
+	id := []page.ID{r.pool.Namespace.ID()}
+	capacity := r.o.Store.Capacities()[store.Disk]
+	pages := 0
+	for r.o.Store.Stats().Disk.Bytes < capacity/2 {
+		all(t, r.put(upTo(pages, pages+blocks)...), store.Stored)
+		pages += blocks
+	}
+	kept, refused := 0, false
+	for i := range pages {
+		found, unpin, err := r.Pin(id, hashes(i), time.Minute)
+		if err != nil {
+			var re *store.RequestError
+			refused = refused || errors.As(err, &re) && re.Field == "pin_ms" &&
+				strings.Contains(re.Problem, "tier disk")
+			continue
+		}
+		defer unpin()
+		kept += found.Count()
+	}
+	_, bytes := r.Namespaces()
+	if bytes < uint64(kept)*pageBytes {
+		t.Errorf("%d pages are pinned, and %d bytes are counted", kept, bytes)
+	}
+	memory := r.o.Store.Capacities()[store.Memory]
+	if most := (capacity + memory) / tenantPinnedShare; bytes > most || kept == 0 {
+		t.Errorf("%d bytes are pinned, want some, and at most %d", bytes, most)
+	}
+	if !refused {
+		t.Error("no pin is refused because of the disk")
+	}
+	for i := range 20 {
+		all(t, r.put(upTo(10_000+i*blocks, 10_000+(i+1)*blocks)...), store.Stored)
+	}
+}
+
+// TestPinsOfTenants: one tenant's pins leave some for another one.
+func TestPinsOfTenants(t *testing.T) {
+	r := start(t, nil)
+	ours := r.pool
+	id := []page.ID{ours.Namespace.ID()}
+	r.put(upTo(0, 16)...)
+	_, unpin, err := r.Pin(id, hashes(upTo(0, 16)...), time.Minute)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unpin()
+	r.put(100)
+	var re *store.RequestError
+	if _, _, err := r.Pin(id, hashes(100), time.Minute); !errors.As(err, &re) ||
+		!strings.Contains(re.Problem, "of this tenant") {
+		t.Errorf("more than a quarter of the memory: %v", err)
+	}
+	for i, secret := range []string{"the secret of another", "the secret of a third"} {
+		r.pool.ID++
+		r.pool.Namespace.Secret = []byte(secret)
+		if _, err := r.Open(r.w, r.pool); err != nil {
+			t.Fatal(err)
+		}
+		r.put(upTo(0, 16)...)
+		found, unpin, err := r.Pin([]page.ID{r.pool.Namespace.ID()}, hashes(upTo(0, 16)...), time.Minute)
+		if i == 0 && (err != nil || found.Leading() != 16) {
+			t.Errorf("the other tenant: found %b, %v", found, err)
+		}
+		if i == 1 && (!errors.As(err, &re) || !strings.Contains(re.Problem, "of all tenants")) {
+			t.Errorf("more than half of the memory: %v", err)
+		}
+		if err == nil {
+			defer unpin()
+		}
+	}
+	if _, bytes := r.Namespaces(); bytes != 32*pageBytes {
+		t.Errorf("%d bytes are pinned", bytes)
+	}
+}
+
+func upTo(from, to int) (out []int) {
+	for i := from; i < to; i++ {
+		out = append(out, i)
+	}
+	return out
+}

@@ -11,12 +11,33 @@ import (
 	"github.com/kvspray/kvspray/store/page"
 )
 
-// Bounds of pins.
+// Bounds of pins. Pages that are pinned in a tier leave less room for those that others put, and
+// one tenant's pins leave some for other tenants.
 const (
 	MaxPinTime = time.Minute
-	// pinnedShare: of the store's memory all pins together hold 1/pinnedShare at most.
-	pinnedShare = 2
+	// Of each tier all pins together keep 1/pinnedShare at most, those of one tenant
+	// 1/tenantPinnedShare.
+	pinnedShare       = 2
+	tenantPinnedShare = 4
+	// A page counts as often as it is pinned. A pin takes about 100 bytes here.
+	maxPinnedPages       = 1 << 20
+	maxTenantPinnedPages = maxPinnedPages / 2
 )
+
+// pinned is what pins keep.
+type pinned struct {
+	pages int
+	bytes [store.Object + 1]uint64 // by tier
+}
+
+// plus returns the sum of p and n times more.
+func (p pinned) plus(n int, more pinned) pinned {
+	p.pages += n * more.pages
+	for i, b := range more.bytes {
+		p.bytes[i] += uint64(n) * b // modulo 2^64 for a negative n
+	}
+	return p
+}
 
 // Pin is Exists for pages that a get will soon follow: those that are there stay for the given
 // time, or until unpin is called.
@@ -34,60 +55,92 @@ func (s *Service) Pin(ids []page.ID, h page.Hashes, d time.Duration) (found page
 	if len(h.Bytes) == 0 {
 		return found, func() {}, nil
 	}
-	var all []*store.Pins
-	var bytes uint64
+	var ends []func()
 	release := func() {
-		for _, p := range all {
-			p.Release()
+		for _, end := range ends {
+			end()
 		}
-		s.mu.Lock()
-		s.pinned -= bytes
-		s.mu.Unlock()
 	}
 	for _, id := range ids {
-		p, n, err := s.pinIn(id, h)
+		end, err := s.pinIn(id, h)
 		if err != nil {
 			release()
 			return nil, nil, err
 		}
-		if p == nil {
+		if end == nil {
 			break
 		}
-		all, bytes = append(all, p), bytes+n
+		ends = append(ends, end)
 	}
 	once := sync.OnceFunc(release)
 	timer := time.AfterFunc(d, once)
 	return found, func() { timer.Stop(); once() }, nil
 }
 
-func (s *Service) pinIn(id page.ID, h page.Hashes) (*store.Pins, uint64, error) {
+// pinIn pins pages of one namespace, and returns how to end that; nil: it is not open.
+func (s *Service) pinIn(id page.ID, h page.Hashes) (end func(), err error) {
 	s.mu.Lock()
 	ns := s.namespaces[id]
-	if ns == nil {
-		s.mu.Unlock()
-		return nil, 0, nil
-	}
 	s.mu.Unlock()
+	if ns == nil {
+		return nil, nil
+	}
 	keys, err := ns.of.Keyer().Keys(h)
 	if err != nil {
-		return nil, 0, err
+		return nil, err
 	}
 	pins, err := ns.space.Pin(keys)
 	if err != nil {
-		return nil, 0, err
+		return nil, err
 	}
-	// Pages of other tiers and nodes take no memory yet.
-	bytes := uint64(pins.InMemory() * ns.space.PageBytes())
+	more := pinned{pins.Found().Count(), pins.Bytes()}
+	tenant := string(ns.of.Secret)
+	if err := s.countPins(tenant, more); err != nil {
+		pins.Release()
+		return nil, err
+	}
+	return func() {
+		pins.Release()
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		s.pinned = s.pinned.plus(-1, more)
+		if left := s.tenants[tenant].plus(-1, more); left == (pinned{}) {
+			delete(s.tenants, tenant)
+		} else {
+			s.tenants[tenant] = left
+		}
+	}, nil
+}
+
+// countPins counts what a tenant pins, unless that is too much. Namespaces with one secret are one
+// tenant, and so are all without a secret.
+func (s *Service) countPins(tenant string, more pinned) error {
+	tiers := s.o.Store.Capacities()
 	s.mu.Lock()
-	held, most := s.pinned, s.o.Store.Region().Size()/pinnedShare
-	if held+bytes <= most {
-		s.pinned += bytes
-		s.mu.Unlock()
-		return pins, bytes, nil
+	defer s.mu.Unlock()
+	all, own := s.pinned.plus(1, more), s.tenants[tenant].plus(1, more)
+	for _, of := range []struct {
+		whose           string
+		sum             pinned
+		pages, oneShare int
+	}{{"of this tenant", own, maxTenantPinnedPages, tenantPinnedShare},
+		{"of all tenants", all, maxPinnedPages, pinnedShare}} {
+		problem := ""
+		if of.sum.pages > of.pages {
+			problem = fmt.Sprintf("%d pages %s would be pinned, at most %d", of.sum.pages, of.whose,
+				of.pages)
+		}
+		for tier, bytes := range of.sum.bytes {
+			if most := tiers[tier] / uint64(of.oneShare); more.bytes[tier] > 0 && bytes > most {
+				problem = fmt.Sprintf("%d bytes %s would be pinned in the tier %s: at most 1/%d of it, %d bytes",
+					bytes, of.whose, tierNames[store.Tier(tier)], of.oneShare, most)
+			}
+		}
+		if problem != "" {
+			return &store.RequestError{Field: "pin_ms", Problem: problem,
+				Remedy: "unpin what is not needed, ask without pins, or make the tier larger"}
+		}
 	}
-	s.mu.Unlock()
-	pins.Release()
-	return nil, 0, &store.RequestError{Field: "pin_ms", Problem: fmt.Sprintf("%d bytes are pinned, "+
-		"%d more exceed %d, half of store.memory", held, bytes, most),
-		Remedy: "unpin what is not needed, or raise store.memory"}
+	s.pinned, s.tenants[tenant] = all, own
+	return nil
 }

@@ -40,6 +40,8 @@ class Saving:
         """What the engine computes from the next step on belongs to this namespace. None: to none, for a reason. PUTs under way read
         blocks that were computed before, for the namespace that was theirs."""
         self._namespace, self._why = namespace, why
+        if self._pages is not None:
+            self._pages.close()
         self._pages = self._open(namespace) if namespace is not None else None
         self._epoch += 1
         self._changed = True

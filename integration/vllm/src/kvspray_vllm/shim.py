@@ -129,6 +129,8 @@ class WorkerPages(Protocol):
     def ready(self) -> bool: ...
     def get(self, hashes: Sequence[bytes], blocks: Sequence[int], req: str, deadline_s: float, after: int) -> int: ...
     def put(self, hashes: Sequence[bytes], blocks: Sequence[int], parent: bytes, req: str, deadline_s: float, after: int) -> int: ...
+    def close(self) -> None:
+        """There are other weights. What is under way goes on."""
 
 
 class Question(Protocol):
@@ -154,6 +156,8 @@ class SchedulerPages(Protocol):
 
     def ready(self) -> bool: ...
     def ask(self, hashes: Sequence[bytes], pin_s: float) -> Question: ...
+    def close(self) -> None:
+        """There are other weights."""
 
 
 class ShimError(Exception):
@@ -320,6 +324,9 @@ class _WorkerPages:
         except ValueError as err:
             raise ShimError(str(err)) from err
 
+    def close(self) -> None:
+        self._s.close()
+
 
 _BITS = [[bool(byte >> i & 1) for i in range(8)] for byte in range(256)]  # a scheduler has no time to take thousands of bits one by one
 
@@ -372,6 +379,10 @@ class _SchedulerPages:
             return _Question(lambda pin_s: first.exists(hashes, also=others, pin_s=pin_s), pin_s)
         except ValueError as err:
             raise ShimError(str(err)) from err
+
+    def close(self) -> None:
+        for s in self._s:
+            s.close()
 
 
 class Scheduler:

@@ -148,6 +148,8 @@ class StoreSide:
                 "kvspray: the weights have changed, and vLLM's prefix cache was not emptied: nothing is saved or loaded until "
                 "reset_prefix_cache(reset_connector=True)"
             )
+        if self._pages is not None:
+            self._pages.close()
         namespaces = [r.namespace for _, r in sorted(self._ranks.items()) if r.namespace is not None]
         self._pages = self._client.pages(namespaces) if len(namespaces) == self._of else None
 
