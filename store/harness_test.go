@@ -4,6 +4,7 @@ package store
 
 import (
 	"bytes"
+	"context"
 	"encoding/binary"
 	"math/rand/v2"
 	"testing"
@@ -142,6 +143,18 @@ func (e *engine) get(pages ...int) []Result {
 		}
 	}
 	return b.Results()
+}
+
+// uploaded has the object store have a page of the namespace, which a removal there has to record.
+func (e *engine) uploaded(i int) {
+	e.t.Helper()
+	k, data := e.key(i), e.content(i)
+	if err := e.space.object.Add(&k, nil, data, mem.CRC32C(0, data), nil); err != nil {
+		e.t.Fatal(err)
+	}
+	if err := e.space.s.Flush(context.Background()); err != nil {
+		e.t.Fatal(err)
+	}
 }
 
 func upTo(from, to int) (out []int) {

@@ -264,11 +264,14 @@ func (t *Tier) OnEvict(f func(owner uint16, k, after *page.Key, crc uint32, byte
 	})
 }
 
-// RemoveOwner forgets all pages of an owner. Those that are pinned go with their last pin.
+// RemoveOwner forgets all pages that an owner has, those that are being filled among them. Those
+// that are pinned go with their last pin.
 func (t *Tier) RemoveOwner(id uint16) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	t.pages.RemoveOwner(id)
+	for n, more := index.Node(0), true; more; more = n != 0 {
+		t.mu.Lock()
+		n = t.pages.RemoveSome(id, n)
+		t.mu.Unlock()
+	}
 }
 
 // Reserve makes room for a page and returns it pinned, for the caller to fill and Commit, or Drop.

@@ -326,7 +326,7 @@ func TestRefusedPrefixes(t *testing.T) {
 		{"newer", newer, []string{"format 2", "start the newer release"}},
 		{"damaged", damaged, []string{"damaged", "empty it yourself"}},
 		{"not ours", []byte("text"), []string{"no kvspray store"}},
-		{"gone", nil, []string{"record of removals", "node1/pages/"}},
+		{"gone", nil, []string{"record of namespaces", "node1/pages/"}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			made.Set("node1/ledger.kvspray", c.ledger)
@@ -446,7 +446,7 @@ func TestAddChecks(t *testing.T) {
 	n := start(t, objecttest.New())
 	defer n.close()
 	k, data := key(1), content(1)
-	if err := n.o.Add(&k, nil, data, mem.CRC32C(0, data)+1); !errors.Is(err, object.ErrDamaged) {
+	if err := n.o.Add(&k, nil, data, mem.CRC32C(0, data)+1, nil); !errors.Is(err, object.ErrDamaged) {
 		t.Errorf("%v", err)
 	}
 	all(t, n.read(n.o, 1, 2), object.ErrMissing)
