@@ -282,6 +282,12 @@ func (s *Store) watchEvictions() {
 	if s.object == nil && s.feed == nil {
 		return
 	}
+	if s.feed != nil {
+		s.memory.OnRemove(s.feed.add)
+		if s.disk != nil {
+			s.disk.OnRemove(s.feed.add)
+		}
+	}
 	if s.disk == nil || s.feed != nil {
 		s.memory.OnEvict(func(n uint16, k, after *page.Key, crc uint32, bytes []byte) {
 			s.feed.add(n, k)

@@ -42,7 +42,12 @@ type Catalog struct {
 	evicted uint64
 	age     uint32 // mean of what was given up lately, as Now
 	spill   func(owner uint16, e *index.Entry, after *page.Key)
+	removed func(owner uint16, k *page.Key)
 }
+
+// OnRemove has f called with each page that RemoveSome drops. f does not call the catalog. It is set
+// before the first page.
+func (c *Catalog) OnRemove(f func(owner uint16, k *page.Key)) { c.removed = f }
 
 // OnEvict has f called with each page that is given up, while its bytes are still at its Loc. f
 // does not call the catalog. It is set before the first page.
@@ -206,6 +211,9 @@ func (c *Catalog) RemoveSome(owner uint16, from index.Node) (next index.Node) {
 		e := c.At(n)
 		if e.State != index.Live && e.State != index.Filling || c.Owner(uint32(n)) != owner {
 			continue
+		}
+		if c.removed != nil {
+			c.removed(owner, &e.Key)
 		}
 		if e.Pins > 0 {
 			e.Doomed = true

@@ -466,6 +466,9 @@ func (t *Tier) Unpin(p Pinned) {
 	t.pages.Drop(p.node)
 }
 
+// OnRemove has f called with each page that is removed, as OnEvict. It is set before the first page.
+func (t *Tier) OnRemove(f func(owner uint16, k *page.Key)) { t.pages.OnRemove(f) }
+
 // OnEvict has f called with each page that is given up. f returns whether it will have read called,
 // once, from any goroutine: with a buffer that gets the page's bytes. Until then the page's segment
 // is not reused, so that must not take long. f calls nothing of the tier, whose lock is held, and

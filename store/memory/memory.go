@@ -256,6 +256,9 @@ func (t *Tier) Doom(p Page) {
 	t.pages.Doom(p.node)
 }
 
+// OnRemove has f called with each page that is removed, as OnEvict. It is set before the first page.
+func (t *Tier) OnRemove(f func(owner uint16, k *page.Key)) { t.pages.OnRemove(f) }
+
 // OnEvict has f called with each page that is given up. The bytes are dead when f returns. f calls
 // nothing of the tier, whose lock is held, and does not wait. It is set before the first page.
 func (t *Tier) OnEvict(f func(owner uint16, k, after *page.Key, crc uint32, bytes []byte)) {

@@ -104,7 +104,7 @@ func start(t *testing.T, sim *disktest.Sim) *rig {
 
 // removing removes pages of a store, until the test ends.
 func removing(t *testing.T, s *store.Store) *removals.Removals {
-	r := removals.New(removals.Options{Store: s, Gone: func() {}, Log: slog.New(slog.DiscardHandler)})
+	r := removals.New(removals.Options{Store: s, Log: slog.New(slog.DiscardHandler)})
 	ctx, stop := context.WithCancel(context.Background())
 	done := make(chan struct{})
 	go func() { r.Run(ctx); close(done) }()
