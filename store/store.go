@@ -79,10 +79,10 @@ type Store struct {
 	peerFetchers sync.WaitGroup
 	feed         *feed // nil: nobody takes it
 
-	// life is held for reading while the tiers are used outside of a worker; Close ends them. It is
-	// taken before all other locks.
-	life  sync.RWMutex
-	ended bool // guarded by life
+	// life counts the calls that use the tiers outside of a worker. Close adds closing, waits for those
+	// under way, and ends the tiers.
+	life atomic.Int64
+	idle chan struct{} // has room for one: no call is under way any more
 
 	mu      sync.Mutex // guards what follows; not held over I/O
 	spaces  map[page.ID]*Space
@@ -102,7 +102,7 @@ type counters struct {
 // Open makes a store, or recovers the one on the disks.
 func Open(c Config) (_ *Store, err error) {
 	s := &Store{writeBack: c.WriteBack, copy: c.Copy, behind: newBehind(), shares: c.Shares,
-		spaces: map[page.ID]*Space{}}
+		spaces: map[page.ID]*Space{}, idle: make(chan struct{}, 1)}
 	if s.memory, err = memory.New(c.Memory); err != nil {
 		return nil, err
 	}
@@ -212,23 +212,32 @@ func (s *Store) Close() error {
 		s.fetches.close()
 	}
 	s.fetchers.Wait()
-	s.life.Lock()
-	defer s.life.Unlock()
-	s.ended = true
+	if s.life.Add(closing) != closing {
+		<-s.idle
+	}
 	return s.closeTiers()
 }
 
 // enter keeps the tiers until leave; false: they are closed.
 func (s *Store) enter() bool {
-	s.life.RLock()
-	if s.ended {
-		s.life.RUnlock()
+	if s.life.Add(1) < 0 {
+		s.leave()
 		return false
 	}
 	return true
 }
 
-func (s *Store) leave() { s.life.RUnlock() }
+func (s *Store) leave() {
+	if s.life.Add(-1) == closing {
+		select {
+		case s.idle <- struct{}{}:
+		default:
+		}
+	}
+}
+
+// closing is more than all calls that can be under way.
+const closing = -1 << 62
 
 // Flush returns once all pages whose results came before are durable, or could not be made so, and
 // all that were on their way to the object store are there.
@@ -350,6 +359,9 @@ func (s *Store) addLocked(sp *Space) {
 	s.numbers[sp.number] = true
 	s.spills[sp.number].Store(sp.object)
 }
+
+// Use adds one use of a namespace that has one, which ends with a Close of its own.
+func (sp *Space) Use() { sp.users.Add(1) }
 
 // Close ends one use of a namespace. Its pages stay, and so do batches under way and pins. Calls
 // after the last Close are refused.

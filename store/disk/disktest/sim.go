@@ -32,6 +32,7 @@ type Sim struct {
 	fault   func(op string, off int64) error
 	hold    func()
 	holdW   func()
+	holdS   func()
 }
 
 type write struct {
@@ -114,6 +115,12 @@ func (f *Sim) WriteAt(bufs [][]byte, off int64) error {
 // Sync is disk.File.
 func (f *Sim) Sync() error {
 	f.mu.Lock()
+	hold := f.holdS
+	f.mu.Unlock()
+	if hold != nil {
+		hold()
+	}
+	f.mu.Lock()
 	defer f.mu.Unlock()
 	if err := f.step("sync", 0); err != nil {
 		return err
@@ -192,4 +199,11 @@ func (f *Sim) HoldWrites(hold func()) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.holdW = hold
+}
+
+// HoldSyncs has every sync call hold before it begins; nil: none.
+func (f *Sim) HoldSyncs(hold func()) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.holdS = hold
 }
