@@ -198,33 +198,66 @@ func (c *Catalog) GiveUp(n index.Node) {
 	c.evicted++
 }
 
-// maxRemoved bounds the entries that one call of RemoveSome looks at: some 0.2 ms.
-const maxRemoved = 1 << 14
+// Bounds of one call of RemoveSome: some 0.2 ms.
+const (
+	maxRemoved = 1 << 10 // pages
+	maxWalked  = 1 << 14 // entries
+)
 
-// RemoveSome drops pages of an owner among some entries from one on, at first 0, and returns the
-// entry to go on with; 0: all are dropped that were there at the first call. Those with pins go
-// with their last pin.
-func (c *Catalog) RemoveSome(owner uint16, from index.Node) (next index.Node) {
-	from = max(1, from)
-	last := min(c.Last(), from+maxRemoved-1)
+// Removing is how far the removal of an owner's pages has come; at first it is zero.
+type Removing struct {
+	began bool
+	left  int        // pages that can be in the owner's queues
+	at    index.Node // the next entry that is looked at; 0: none was yet
+}
+
+// RemoveSome drops some of the pages that an owner had at the first call, and reports whether it was
+// the last one. Those with pins go with their last pin. It looks at all entries, from call to call,
+// only where pages are left that are in no queue: those with pins, and those before them in their
+// prompt.
+func (c *Catalog) RemoveSome(owner uint16, r *Removing) (done bool) {
+	if !r.began {
+		r.began, r.left = true, c.Pages()
+	}
+	for i := 0; i < maxRemoved && r.left > 0; i++ {
+		n := index.Node(c.Queued(owner))
+		if n == 0 {
+			r.left = 0
+			break
+		}
+		r.left--
+		c.drop(owner, n)
+	}
+	if c.Used(owner) == 0 {
+		return true
+	}
+	if r.left > 0 {
+		return false
+	}
+	from := max(1, r.at)
+	last := min(c.Last(), from+maxWalked-1)
 	for n := from; n <= last; n++ {
 		e := c.At(n)
-		if e.State != index.Live && e.State != index.Filling || c.Owner(uint32(n)) != owner {
-			continue
-		}
-		if c.removed != nil {
-			c.removed(owner, &e.Key)
-		}
-		if e.Pins > 0 {
-			e.Doomed = true
-		} else {
-			c.remove(n)
+		if (e.State == index.Live || e.State == index.Filling) && c.Owner(uint32(n)) == owner {
+			c.drop(owner, n)
 		}
 	}
-	if last == c.Last() || c.Used(owner) == 0 {
-		return 0
+	r.at = last + 1
+	return last == c.Last()
+}
+
+// drop removes a page of an owner, or has it go with its last pin.
+func (c *Catalog) drop(owner uint16, n index.Node) {
+	e := c.At(n)
+	if c.removed != nil {
+		c.removed(owner, &e.Key)
 	}
-	return last + 1
+	if e.Pins > 0 {
+		e.Doomed = true
+		c.Unqueue(uint32(n))
+		return
+	}
+	c.remove(n)
 }
 
 // Begin makes an entry of state Filling with one pin. after is the key of the page before it in its

@@ -2,7 +2,10 @@
 
 package disk
 
-import "github.com/kvspray/kvspray/store/page"
+import (
+	"github.com/kvspray/kvspray/store/catalog"
+	"github.com/kvspray/kvspray/store/page"
+)
 
 // Remove forgets all pages of a namespace, durably: after it returned nil, none of them comes back,
 // whatever the index had of them, and whatever happens to the disk's segments. After an error they
@@ -42,7 +45,7 @@ func (t *Tier) Forget(n uint16) {
 func (t *Tier) empty(n uint16) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	for at := t.pages.RemoveSome(n, 0); at != 0; at = t.pages.RemoveSome(n, at) {
+	for r := (catalog.Removing{}); !t.pages.RemoveSome(n, &r); {
 		t.mu.Unlock()
 		t.mu.Lock()
 	}

@@ -270,9 +270,10 @@ func (t *Tier) OnEvict(f func(owner uint16, k, after *page.Key, crc uint32, byte
 // RemoveOwner forgets all pages that an owner has, those that are being filled among them. Those
 // that are pinned go with their last pin.
 func (t *Tier) RemoveOwner(id uint16) {
-	for n, more := index.Node(0), true; more; more = n != 0 {
+	var r catalog.Removing
+	for done := false; !done; {
 		t.mu.Lock()
-		n = t.pages.RemoveSome(id, n)
+		done = t.pages.RemoveSome(id, &r)
 		t.mu.Unlock()
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"context"
 	"fmt"
 
+	"github.com/kvspray/kvspray/store/catalog"
 	"github.com/kvspray/kvspray/store/page"
 )
 
@@ -53,7 +54,7 @@ func (t *Tier) Has(id page.ID) bool {
 // no page: all its pages are of one era.
 func (t *Tier) emptyLocked(o *Owner) {
 	o.emptying++
-	for at := t.pages.RemoveSome(o.number, 0); at != 0; at = t.pages.RemoveSome(o.number, at) {
+	for r := (catalog.Removing{}); !t.pages.RemoveSome(o.number, &r); {
 		t.mu.Unlock()
 		t.mu.Lock()
 	}
