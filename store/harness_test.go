@@ -215,7 +215,7 @@ func tiered(t fatal, sim *disktest.Sim, c Config) *Store {
 		}
 	}
 	c.Memory = inMemoryConfig()
-	c.Workers, c.Fetchers = 4, 2
+	c.Workers, c.Fetchers, c.EraseWithin = 4, 2, 1
 	s, err := Open(c)
 	if err != nil {
 		t.Fatal(err)

@@ -137,8 +137,9 @@ func TestRemovePagesThatTheIndexLacks(t *testing.T) {
 			if rs := e.get(append(upTo(0, 10), 77)...); count(rs, Miss) != 11 {
 				t.Errorf("removed pages are served: %+v", rs)
 			}
-			// A put took one of the segments that could not be read.
-			if rs := f.get(upTo(0, 10)...); count(rs, Hit) != 10 && name != "unreadable and open" {
+			// Segments that could not be read are overwritten: they may have removed pages.
+			if rs := f.get(upTo(0, 10)...); count(rs, Hit) != 10 &&
+				!strings.HasPrefix(name, "unreadable") {
 				t.Errorf("of another namespace: %+v", rs)
 			}
 			e.close()

@@ -10,6 +10,7 @@ import (
 	"slices"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/store/disk"
@@ -44,6 +45,10 @@ type Config struct {
 	// long, between the store's arena and the memory of a GPU. When it returns nothing is in flight.
 	// nil: mem.Device copies.
 	Copy func(to, from []mem.Block) error
+
+	// EraseWithin is how long it takes, if the disk has room and works, until what removed pages have
+	// left there is overwritten; 0: an hour.
+	EraseWithin time.Duration
 
 	// Shares are those of a namespace that no engine has opened, and of every namespace in the object
 	// tier; nil: there are none.
@@ -92,6 +97,11 @@ type Store struct {
 
 	behind   *behind
 	counters counters
+
+	eraseWithin time.Duration
+	erase       chan struct{} // has room for one: a namespace was removed
+	noErase     chan struct{} // closed by Close
+	eraser      sync.WaitGroup
 }
 
 type counters struct {
@@ -102,7 +112,11 @@ type counters struct {
 // Open makes a store, or recovers the one on the disks.
 func Open(c Config) (_ *Store, err error) {
 	s := &Store{writeBack: c.WriteBack, copy: c.Copy, behind: newBehind(), shares: c.Shares,
-		spaces: map[page.ID]*Space{}, idle: make(chan struct{}, 1)}
+		spaces: map[page.ID]*Space{}, idle: make(chan struct{}, 1), eraseWithin: c.EraseWithin,
+		erase: make(chan struct{}, 1), noErase: make(chan struct{})}
+	if s.eraseWithin == 0 {
+		s.eraseWithin = defaultEraseWithin
+	}
 	if s.memory, err = memory.New(c.Memory); err != nil {
 		return nil, err
 	}
@@ -169,6 +183,10 @@ func (s *Store) begin(c Config) {
 		}
 	}
 	s.watchEvictions()
+	if s.disk != nil {
+		s.eraser.Go(s.eraseRemoved)
+		s.eraseSoon() // what earlier starts have left
+	}
 	s.workers.Add(s.pool)
 	for range s.pool {
 		go s.work()
@@ -200,6 +218,8 @@ func (s *Store) Close() error {
 	if closed {
 		return nil
 	}
+	close(s.noErase)
+	s.eraser.Wait()
 	s.schedule.close()
 	s.workers.Wait() // they give pages to the fetchers
 	if s.peers != nil {
@@ -615,6 +635,7 @@ func (sp *Space) remove() error {
 	}
 	if s.disk != nil {
 		err = s.disk.Remove(sp.id)
+		s.eraseSoon()
 	}
 	s.memory.RemoveOwner(sp.number)
 	return removed(sp.id, err, objects)
@@ -657,6 +678,7 @@ func (s *Store) RemoveSpace(id page.ID) error {
 		var err error
 		if s.disk != nil {
 			err = s.disk.Remove(id)
+			s.eraseSoon()
 		}
 		// Whoever opened it meanwhile may have read pages into memory before they were removed.
 		if sp = s.opened(id); sp == nil {

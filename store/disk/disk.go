@@ -100,7 +100,8 @@ type Tier struct {
 	bytes    uint64 // of all pages
 	limbo    uint64 // of those that have no place yet
 	capacity uint64
-	turn     int // counts writes
+	turn     int  // counts writes
+	removes  bool // a namespace was removed in this start
 	stats    Stats
 }
 
@@ -134,7 +135,9 @@ type Stats struct {
 	Damaged                uint64 // pages that were found so, and dropped
 	Failed                 uint64 // segments that could not be written or synced
 	Cleaned, Moved         uint64 // segments, and pages
-	Direct                 bool   // all devices bypass the page cache
+	// Removed is the bytes of segments that may still have bytes of removed pages.
+	Removed uint64
+	Direct  bool // all devices bypass the page cache
 }
 
 // opened is a device that Open has opened.
@@ -337,6 +340,13 @@ func (t *Tier) Stats() Stats {
 	s.Pages, s.Bytes, s.Capacity, s.Evicted = uint64(t.pages.Pages()), t.bytes, t.capacity,
 		t.pages.Evicted()
 	s.EvictionAge = t.pages.EvictionAge()
+	for _, l := range t.logs {
+		for i := range l.segments {
+			if t.mayHaveRemovedLocked(&l.segments[i]) {
+				s.Removed += uint64(t.segb) * block
+			}
+		}
+	}
 	return s
 }
 

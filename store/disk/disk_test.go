@@ -125,7 +125,7 @@ func TestRemovalIsDurable(t *testing.T) {
 	}
 }
 
-// script is a workload that seals, cleans, removes and moves.
+// script is a workload that seals, cleans, removes, moves and overwrites.
 func script(t *Tier) (removed bool) {
 	for i := range 12 {
 		_, _ = load(t, 0, i*9, i*9+9)
@@ -137,7 +137,11 @@ func script(t *Tier) (removed bool) {
 		}
 	}
 	removed = t.Remove(simSpace(1)) == nil
-	_, _ = load(t, 0, 500, 540)
+	_, _ = load(t, 0, 500, 520)
+	for left, err := t.Wipe(); left > 0 && err == nil; {
+		left, err = t.Wipe()
+	}
+	_, _ = load(t, 0, 520, 540)
 	return removed
 }
 

@@ -45,8 +45,9 @@ type ledger struct {
 
 	// guarded by Tier.mu
 	eras    map[page.ID]era
-	changes uint64 // of eras since the start
-	durable uint64 // changes that both copies have
+	count   map[page.Era]bool // the same eras
+	changes uint64            // of eras since the start
+	durable uint64            // changes that both copies have
 }
 
 // byEra returns the namespaces.
@@ -112,6 +113,10 @@ func (t *Tier) readLedger() error {
 		return fmt.Errorf("store.disk path %s: its record of namespaces is %w", l.path, errDamaged)
 	}
 	g.limit, g.last = g.first+livesPerStart, newest
+	g.count = map[page.Era]bool{}
+	for _, e := range g.eras {
+		g.count[e.era] = true
+	}
 	g.io.Lock()
 	defer g.io.Unlock()
 	return t.writeLedger(g.eras)

@@ -5,6 +5,7 @@ package disk
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 
 	"github.com/kvspray/kvspray/internal/sys/mem"
@@ -22,6 +23,7 @@ const (
 	free state = iota
 	current
 	full
+	wiped // it is being overwritten
 )
 
 // segment is guarded by Tier.mu.
@@ -30,6 +32,8 @@ type segment struct {
 	seq     uint64
 	live    uint64 // bytes of pages that the catalog places here
 	readers int
+	bad     bool       // it could not be wiped
+	eras    []page.Era // of pages that it has, or may still have of its life before
 }
 
 // log is one device: its segments, and the one that is appended to.
@@ -311,6 +315,11 @@ func (l *log) group(s space, records []Record, which []int) ([]uint32, error) {
 	}
 	l.pos = at
 	l.note(&tab)
+	l.t.mu.Lock()
+	defer l.t.mu.Unlock()
+	if seg := &l.segments[l.at]; !slices.Contains(seg.eras, s.era) {
+		seg.eras = append(seg.eras, s.era)
+	}
 	return places, nil
 }
 
@@ -334,7 +343,18 @@ func (l *log) note(tab *table) {
 // are read instead.
 func (l *log) close() {
 	l.writeFooter(uint32(l.at), table{kindFooter, l.segments[l.at].seq, l.spaces, l.entries})
+	eras := erasOf(l.spaces) // it has overwritten the others
+	l.t.mu.Lock()
+	l.segments[l.at].eras = eras
+	l.t.mu.Unlock()
 	l.retire()
+}
+
+func erasOf(spaces []space) (eras []page.Era) {
+	for _, s := range spaces {
+		eras = append(eras, s.era)
+	}
+	return eras
 }
 
 // retire ends the current segment as it is.

@@ -230,6 +230,7 @@ func (l *log) scan(seg uint32, seq uint64, b []byte) (out *table, end uint32) {
 // adoptLocked puts the pages of a segment into the catalog whose eras count.
 func (t *Tier) adoptLocked(f found, ids map[page.Era]page.ID) {
 	base := (f.l.first + f.number) * t.segb
+	f.l.segments[f.number].eras = erasOf(f.spaces)
 	for i := range f.entries {
 		e := &f.entries[i]
 		s := f.spaces[e.space]

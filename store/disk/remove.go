@@ -13,6 +13,8 @@ import (
 // to do, and no I/O.
 func (t *Tier) Remove(id page.ID) error {
 	t.mu.Lock()
+	_, has := t.ledger.eras[id]
+	t.removes = t.removes || has
 	t.endEraLocked(id)
 	change := t.ledger.changes
 	n, ok := t.ids[id]
@@ -54,8 +56,9 @@ func (t *Tier) empty(n uint16) {
 
 // endEraLocked has no page of a namespace count any more, from the next write of the ledger on.
 func (t *Tier) endEraLocked(id page.ID) {
-	if _, ok := t.ledger.eras[id]; ok {
+	if e, ok := t.ledger.eras[id]; ok {
 		delete(t.ledger.eras, id)
+		delete(t.ledger.count, e.era)
 		t.ledger.changes++
 	}
 }
@@ -85,7 +88,7 @@ func (t *Tier) enterEra(n uint16, wanted func() bool) (*owner, space, error) {
 		t.roomForEraLocked()
 		t.ledger.changes++
 		e = era{page.NewEra(), t.ledger.changes}
-		t.ledger.eras[o.id] = e
+		t.ledger.eras[o.id], t.ledger.count[e.era] = e, true
 	}
 	s, _ := t.spaceLocked(o)
 	durable := e.since <= t.ledger.durable
