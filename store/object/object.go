@@ -234,6 +234,7 @@ type Stats struct {
 	Damaged, Missing       uint64 // pages that were found so, and dropped
 	Retries, Failed        uint64 // requests
 	Moved, Deleted         uint64 // pages, and objects
+	Removed                uint64 // bytes of objects of removed pages that are not deleted yet
 	Foreign                uint64 // objects that are another store's or format's, or damaged
 	Problem                string // the fault that an operator must mend; empty: nothing
 }
@@ -321,6 +322,11 @@ func (t *Tier) Stats() Stats {
 	s.Pages, s.Bytes, s.Capacity = uint64(t.pages.Pages()), t.bytes, t.capacity
 	s.Objects, s.Stored, s.Evicted = uint64(len(t.objects)-len(t.free)), t.stored, t.pages.Evicted()
 	s.EvictionAge = t.pages.EvictionAge()
+	for _, x := range t.objects {
+		if x != nil && (x.stored || x.doomed) && t.ledger.eras[x.owner.id].era != x.era {
+			s.Removed += x.bytes
+		}
+	}
 	if t.problem != nil {
 		s.Problem = t.problem.Error()
 	} else if len(t.refused) > 0 {
