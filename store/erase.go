@@ -17,8 +17,8 @@ func (s *Store) eraseSoon() {
 	}
 }
 
-// eraseRemoved overwrites what removed pages have left on the disk, until Close. It spreads its work
-// over the time that it has.
+// eraseRemoved overwrites what removed pages have left on the disk, until Close. It spreads its
+// work over the time that it has.
 func (s *Store) eraseRemoved() {
 	var next <-chan time.Time
 	var until time.Time

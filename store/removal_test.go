@@ -149,8 +149,8 @@ func TestRemovePagesThatTheIndexLacks(t *testing.T) {
 	}
 }
 
-// An upload of a process that has ended reaches the bucket after the next process has listed it, and
-// has removed the namespace.
+// An upload of a process that has ended reaches the bucket after the next process has listed it,
+// and has removed the namespace.
 func TestUploadThatArrivesAfterARemoval(t *testing.T) {
 	objects := objecttest.New()
 	process := objects.Open()
@@ -199,8 +199,8 @@ func TestUploadThatArrivesAfterARemoval(t *testing.T) {
 	shut(t, s)
 }
 
-// Ten thousand namespaces come one after the other. The oldest ones lose their pages, and those that
-// are in use do not.
+// Ten thousand namespaces come one after the other. The oldest ones lose their pages, and those
+// that are in use do not.
 func TestManyNamespaces(t *testing.T) {
 	objects, sim := objecttest.New(), disktest.New(64<<20, 1)
 	start := func() *Store {

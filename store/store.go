@@ -84,8 +84,8 @@ type Store struct {
 	peerFetchers sync.WaitGroup
 	feed         *feed // nil: nobody takes it
 
-	// life counts the calls that use the tiers outside of a worker. Close adds closing, waits for those
-	// under way, and ends the tiers.
+	// life counts the calls that use the tiers outside of a worker. Close adds closing, waits for
+	// those under way, and ends the tiers.
 	life atomic.Int64
 	idle chan struct{} // has room for one: no call is under way any more
 
@@ -448,8 +448,8 @@ func (s *Store) reclaimLocked() {
 	}
 }
 
-// numberLocked is the number of a namespace that has one, or one that is free. It lets go of mu while
-// it empties a namespace for that.
+// numberLocked is the number of a namespace that has one, or one that is free. It lets go of mu
+// while it empties a namespace for that.
 func (s *Store) numberLocked(id page.ID) (uint16, error) {
 	tried := map[uint16]bool{}
 	for {
@@ -617,8 +617,8 @@ func (sp *Space) Remove() error {
 	return sp.remove()
 }
 
-// remove empties the object tier first, and memory last: what a get takes from one tier before it is
-// empty has its slot in memory by then. Nothing goes to a lower tier meanwhile.
+// remove empties the object tier first, and memory last: what a get takes from one tier before it
+// is empty has its slot in memory by then. Nothing goes to a lower tier meanwhile.
 func (sp *Space) remove() error {
 	s, removing := sp.s, &sp.s.removing[sp.number]
 	removing.Add(1) // before removals: see wanted
@@ -642,8 +642,8 @@ func (sp *Space) remove() error {
 }
 
 // wanted returns what reports, at any later time, whether what the namespace has in memory from now
-// on may go to other tiers. The tier that it goes to calls it with its lock held: a removal that has
-// not begun then finds the page there.
+// on may go to other tiers. The tier that it goes to calls it with its lock held: a removal that
+// has not begun then finds the page there.
 func (sp *Space) wanted() func() bool {
 	before := sp.removals.Load()
 	if sp.s.removing[sp.number].Load() > 0 {

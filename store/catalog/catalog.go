@@ -45,8 +45,8 @@ type Catalog struct {
 	removed func(owner uint16, k *page.Key)
 }
 
-// OnRemove has f called with each page that RemoveSome drops. f does not call the catalog. It is set
-// before the first page.
+// OnRemove has f called with each page that RemoveSome drops. f does not call the catalog. It is
+// set before the first page.
 func (c *Catalog) OnRemove(f func(owner uint16, k *page.Key)) { c.removed = f }
 
 // OnEvict has f called with each page that is given up, while its bytes are still at its Loc. f
@@ -211,10 +211,10 @@ type Removing struct {
 	at    index.Node // the next entry that is looked at; 0: none was yet
 }
 
-// RemoveSome drops some of the pages that an owner had at the first call, and reports whether it was
-// the last one. Those with pins go with their last pin. It looks at all entries, from call to call,
-// only where pages are left that are in no queue: those with pins, and those before them in their
-// prompt.
+// RemoveSome drops some of the pages that an owner had at the first call, and reports whether it
+// was the last one. Those with pins go with their last pin. It looks at all entries, from call to
+// call, only where pages are left that are in no queue: those with pins, and those before them in
+// their prompt.
 func (c *Catalog) RemoveSome(owner uint16, r *Removing) (done bool) {
 	if !r.began {
 		r.began, r.left = true, c.Pages()

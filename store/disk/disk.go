@@ -15,12 +15,12 @@
 //
 // Invariants. What Write has acknowledged is found after a crash, unless it was given up or removed
 // since; what was removed is not found again, whatever is damaged (ledger). All pages of an owner
-// are of one era, but those that are doomed and those of an owner that is being emptied. Read returns the bytes
-// that were written, or an error: their checksum is compared on each way, into the tier and out of
-// it. A segment is overwritten only after its new life is durable in its header, no reader is in
-// it, and all it had is durable elsewhere or given up. A table counts only in the life of the
-// segment that it was written in. A store that cannot be read by this release is refused, and not
-// touched.
+// are of one era, but those that are doomed and those of an owner that is being emptied. Read
+// returns the bytes that were written, or an error: their checksum is compared on each way, into
+// the tier and out of it. A segment is overwritten only after its new life is durable in its
+// header, no reader is in it, and all it had is durable elsewhere or given up. A table counts only
+// in the life of the segment that it was written in. A store that cannot be read by this release is
+// refused, and not touched.
 //
 // Ownership: the tier owns its files, and locks them. Locks: log.mu, one appender or cleaner per
 // device, is taken before Tier.mu, which guards all state in memory and is never held over I/O. The
@@ -476,7 +476,8 @@ func (t *Tier) Unpin(p Pinned) {
 	t.pages.Drop(p.node)
 }
 
-// OnRemove has f called with each page that is removed, as OnEvict. It is set before the first page.
+// OnRemove has f called with each page that is removed, as OnEvict. It is set before the first
+// page.
 func (t *Tier) OnRemove(f func(owner uint16, k *page.Key)) { t.pages.OnRemove(f) }
 
 // OnEvict has f called with each page that is given up. f returns whether it will have read called,

@@ -73,9 +73,9 @@ func (t *Tier) GroupPages(pageBytes int) int {
 }
 
 // Write stores pages of one owner, at most GroupPages, and returns when they are durable: for each
-// record nil, catalog.ErrExists, catalog.ErrBusy, or why it is not stored. wanted is called with the
-// tier's lock held. It reports whether no removal of the namespace has begun since the pages are its
-// own; nil: none has.
+// record nil, catalog.ErrExists, catalog.ErrBusy, or why it is not stored. wanted is called with
+// the tier's lock held. It reports whether no removal of the namespace has begun since the pages
+// are its own; nil: none has.
 func (t *Tier) Write(id uint16, records []Record, wanted func() bool) []error {
 	errs := make([]error, len(records))
 	fresh := make([]int, 0, len(records)) // those that are written

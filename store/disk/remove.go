@@ -42,8 +42,8 @@ func (t *Tier) Forget(n uint16) {
 	}
 }
 
-// empty forgets what an owner has, and ends one count of its emptying. Until then nothing is written
-// for it: all its pages are of one era.
+// empty forgets what an owner has, and ends one count of its emptying. Until then nothing is
+// written for it: all its pages are of one era.
 func (t *Tier) empty(n uint16) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -99,8 +99,8 @@ func (t *Tier) enterEra(n uint16, wanted func() bool) (*owner, space, error) {
 	return o, s, t.writeEras(e.since)
 }
 
-// roomForEraLocked has a full ledger give up a namespace whose pages this start has not found. There
-// is one: each owner has a number, and the one that needs room has no era.
+// roomForEraLocked has a full ledger give up a namespace whose pages this start has not found.
+// There is one: each owner has a number, and the one that needs room has no era.
 func (t *Tier) roomForEraLocked() {
 	if len(t.ledger.eras) < maxSpaces {
 		return

@@ -11,9 +11,9 @@ import (
 // wipeBytes is what Wipe writes before others get the device again.
 const wipeBytes = 1 << 20
 
-// mayHaveRemovedLocked reports whether a segment may have bytes of pages that count no more: those of
-// eras that have ended and, once this start has removed anything, whatever is behind a header that
-// could not be read. Until then the next start may read it.
+// mayHaveRemovedLocked reports whether a segment may have bytes of pages that count no more: those
+// of eras that have ended and, once this start has removed anything, whatever is behind a header
+// that could not be read. Until then the next start may read it.
 func (t *Tier) mayHaveRemovedLocked(s *segment) bool {
 	if s.seq == unknownLife {
 		return t.removes
@@ -26,8 +26,8 @@ func (t *Tier) mayHaveRemovedLocked(s *segment) bool {
 	return false
 }
 
-// Wipe overwrites one segment that may have bytes of removed pages, after it has moved the pages that
-// count, and returns how many such segments are left.
+// Wipe overwrites one segment that may have bytes of removed pages, after it has moved the pages
+// that count, and returns how many such segments are left.
 func (t *Tier) Wipe() (left int, err error) {
 	var l *log
 	var seg uint32
@@ -55,7 +55,9 @@ func (t *Tier) Wipe() (left int, err error) {
 	}
 	err = l.wipe(seg)
 	t.mu.Lock()
-	l.segments[seg].bad = err != nil
+	if l.segments[seg].bad = err != nil; err != nil {
+		t.stats.Failed++
+	}
 	t.mu.Unlock()
 	if err != nil {
 		return left, fmt.Errorf("store.disk path %s: overwrite removed pages: %w", l.path, err)
@@ -63,7 +65,8 @@ func (t *Tier) Wipe() (left int, err error) {
 	return left - 1, nil
 }
 
-// wipe overwrites a segment. Its header is the last: what is left of it after a crash is known then.
+// wipe overwrites a segment. Its header is the last: what is left of it after a crash is known
+// then.
 func (l *log) wipe(seg uint32) error {
 	took, err := l.vacate(seg)
 	if !took || err != nil {

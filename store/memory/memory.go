@@ -256,7 +256,8 @@ func (t *Tier) Doom(p Page) {
 	t.pages.Doom(p.node)
 }
 
-// OnRemove has f called with each page that is removed, as OnEvict. It is set before the first page.
+// OnRemove has f called with each page that is removed, as OnEvict. It is set before the first
+// page.
 func (t *Tier) OnRemove(f func(owner uint16, k *page.Key)) { t.pages.OnRemove(f) }
 
 // OnEvict has f called with each page that is given up. The bytes are dead when f returns. f calls

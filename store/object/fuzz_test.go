@@ -68,7 +68,8 @@ func FuzzHeader(f *testing.F) {
 }
 
 func FuzzLedger(f *testing.F) {
-	l := ledger{store: storeID{1}, epoch: 3, generation: 4, eras: map[page.ID]era{{1}: {era: page.Era{5}}}}
+	l := ledger{store: storeID{1}, epoch: 3, generation: 4,
+		eras: map[page.ID]era{{1}: {era: page.Era{5}}}}
 	f.Add(l.encode())
 	f.Add([]byte{})
 	f.Fuzz(func(t *testing.T, b []byte) {

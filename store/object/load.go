@@ -357,9 +357,10 @@ func (t *Tier) readHeader(l listed) (*header, error) {
 	return parse(b, store, l.life, l.size)
 }
 
-// adoptLocked takes up the pages of an object, if its era counts. All that is in the bucket is found,
-// also what had been given up before. Of a page that is in two objects, the place that was found
-// first counts, and a new one of this start before both: the object stays until that one is uploaded.
+// adoptLocked takes up the pages of an object, if its era counts. All that is in the bucket is
+// found, also what had been given up before. Of a page that is in two objects, the place that was
+// found first counts, and a new one of this start before both: the object stays until that one is
+// uploaded.
 func (t *Tier) adoptLocked(h *header, ids map[page.Era]page.ID) {
 	o := t.nobody
 	if id, ok := ids[h.era]; ok && t.ledger.eras[id].era == h.era {

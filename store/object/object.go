@@ -425,8 +425,8 @@ func (t *Tier) usedLocked(o *Owner) {
 // maxVictims bounds the owners that are emptied for another one: a page of each can be pinned.
 const maxVictims = 8
 
-var errOwners = fmt.Errorf("store.object: %d namespaces are in use: a store has no more; close those "+
-	"that are not needed", evict.MaxOwners)
+var errOwners = fmt.Errorf("store.object: %d namespaces are in use: a store has no more; close "+
+	"those that are not needed", evict.MaxOwners)
 
 func (t *Tier) ownerLocked(id page.ID, pageBytes int) (*Owner, error) {
 	if o := t.owners[id]; o != nil {
@@ -463,9 +463,9 @@ func (t *Tier) reclaimLocked() {
 	}
 }
 
-// giveUpOwnerLocked has the owner give up its pages that has not been used for longest, of those that
-// nobody uses and that have nothing to upload. Its objects are deleted in the background. It lets go
-// of mu meanwhile. false: there is none.
+// giveUpOwnerLocked has the owner give up its pages that has not been used for longest, of those
+// that nobody uses and that have nothing to upload. Its objects are deleted in the background. It
+// lets go of mu meanwhile. false: there is none.
 func (t *Tier) giveUpOwnerLocked() bool {
 	waits := map[*Owner]bool{}
 	for _, x := range t.objects {

@@ -50,8 +50,8 @@ func (t *Tier) Has(id page.ID) bool {
 	return ok || t.state == opening
 }
 
-// emptyLocked forgets what an owner has, and lets go of mu meanwhile. Until it returns the owner takes
-// no page: all its pages are of one era.
+// emptyLocked forgets what an owner has, and lets go of mu meanwhile. Until it returns the owner
+// takes no page: all its pages are of one era.
 func (t *Tier) emptyLocked(o *Owner) {
 	o.emptying++
 	for r := (catalog.Removing{}); !t.pages.RemoveSome(o.number, &r); {
@@ -69,7 +69,8 @@ func (t *Tier) endEraLocked(id page.ID) {
 	}
 }
 
-// eraLocked is the era of what an owner takes now, a new one if it has none; false: it takes nothing.
+// eraLocked is the era of what an owner takes now, a new one if it has none; false: it takes
+// nothing.
 func (t *Tier) eraLocked(o *Owner) (e era, ok bool) {
 	if o.emptying > 0 {
 		return era{}, false

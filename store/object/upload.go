@@ -51,7 +51,8 @@ func (t *Tier) unwantedLocked(b *builder) error {
 	return nil
 }
 
-// send uploads the object of a builder that is sealed, once the ledger has its era. It sets what the object's header has.
+// send uploads the object of a builder that is sealed, once the ledger has its era. It sets what
+// the object's header has.
 func (t *Tier) send(ctx context.Context, b *builder) error {
 	x := b.x
 	if err := t.writeEras(ctx, b.since); err != nil {

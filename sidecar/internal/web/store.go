@@ -66,7 +66,8 @@ type StoreTier struct {
 	// gets whose slowest page came from this tier, and the time that they took in all
 	Gets  uint64 `json:"gets"`
 	GetUS uint64 `json:"get_us"`
-	// of segments and objects that may still have bytes of removed pages: they are overwritten, deleted
+	// of segments and objects that may still have bytes of removed pages: they are overwritten,
+	// deleted
 	Removed uint64 `json:"removed_bytes,omitempty"`
 	Problem string `json:"problem,omitempty"` // a fault that needs an operator
 }
