@@ -454,3 +454,33 @@ func TestAddChecks(t *testing.T) {
 		t.Error("it is not taken afterwards")
 	}
 }
+
+// What a removal has left in the bucket is counted until it is deleted, also by the next start.
+func TestRemovedBytesAreCounted(t *testing.T) {
+	s := objecttest.New()
+	n := start(t, s)
+	n.add(n.o, 0, 10)
+	n.flush()
+	if left := n.tier.Stats().Removed; left != 0 {
+		t.Errorf("%d bytes before the removal", left)
+	}
+	s.Fail(func(op, _ string) objecttest.Fault {
+		if op == "delete" {
+			return objecttest.Fault{Err: &object.ConfigError{Problem: "it may not delete"}}
+		}
+		return objecttest.Fault{}
+	})
+	if err := n.o.Remove(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if left := n.tier.Stats().Removed; left < 10*size {
+		t.Errorf("%d bytes are left", left)
+	}
+	n.kill()
+	s.Fail(nil)
+	n = start(t, s)
+	defer n.close()
+	eventually(t, "the objects are deleted", func() bool {
+		return n.tier.Stats().Removed == 0 && len(objects(s)) == 0
+	})
+}
