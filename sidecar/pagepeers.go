@@ -76,7 +76,7 @@ func (p *pageStore) openRemovals(s *store.Store) {
 		return
 	}
 	o := removals.Options{Self: removals.Member{Boot: p.boot, Node: p.conv.cfg.Node}, Store: s,
-		Gone: p.renew, Log: p.log}
+		Log: p.log}
 	if p.removes() {
 		o.Members = p.storeMembers
 		o.Send = func(to transfer.Boot, f *peerv1.ControlFrame) error {
@@ -169,13 +169,6 @@ func (p *pageStore) find() func([]page.Key, page.Bitmap) {
 		return nil
 	}
 	return p.exchange.Find
-}
-
-// renew voids the hints of this node, after the removal of a namespace.
-func (p *pageStore) renew() {
-	if p.exchange != nil {
-		p.exchange.Renew()
-	}
 }
 
 // frame takes a frame about pages. It returns false for others. Peers without a store ignore these.

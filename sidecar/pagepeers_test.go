@@ -283,7 +283,7 @@ func TestStaleAndLyingHints(t *testing.T) {
 	if got := b.fetch(t, append(series(1, 20), 99)...); hits(got) != 20 || got[20] != msg.PageMiss {
 		t.Errorf("%v", got)
 	}
-	// Its epoch ends the hints of what is removed, wherever they are.
+	// The hints of what is removed are withdrawn; one that is followed before costs a miss.
 	if err := a.Remove(t.Context(), a.pageEngine.space); err != nil {
 		t.Fatal(err)
 	}

@@ -77,7 +77,7 @@ func (p *pageStore) open(ctx context.Context) (err error) {
 		}
 	}
 	if len(p.cfg.Disk) > 0 {
-		c.Disk = diskConfig(p.cfg)
+		c.Disk, c.EraseWithin = diskConfig(p.cfg), time.Duration(p.cfg.EraseWithin)
 	}
 	if o := p.cfg.Object; o.Bucket != "" {
 		bucket, err := s3.Open(s3.Config{Endpoint: o.Endpoint, Region: o.Region, Bucket: o.Bucket})
@@ -193,13 +193,13 @@ func (p *pageStore) tiers(st *store.Stats) []web.StoreTier {
 	if len(p.cfg.Disk) > 0 {
 		out = append(out, web.StoreTier{Name: "disk", Pages: st.Disk.Pages, Bytes: st.Disk.Bytes,
 			Capacity: st.Disk.Capacity, Hits: st.Hits[store.Disk], Evicted: st.Disk.Evicted,
-			EvictionAgeMS: st.Disk.EvictionAge.Milliseconds()})
+			EvictionAgeMS: st.Disk.EvictionAge.Milliseconds(), Removed: st.Disk.Removed})
 	}
 	if p.cfg.Object.Bucket != "" {
 		out = append(out, web.StoreTier{Name: "object", Pages: st.Object.Pages, Bytes: st.Object.Bytes,
 			Capacity: st.Object.Capacity, Hits: st.Hits[store.Object], Evicted: st.Object.Evicted,
 			EvictionAgeMS: st.Object.EvictionAge.Milliseconds(),
-			Problem:       st.Object.Problem})
+			Removed:       st.Object.Removed, Problem: st.Object.Problem})
 	}
 	if p.exchange != nil {
 		out = append(out, web.StoreTier{Name: "peer", Hits: st.Hits[store.Peer]})

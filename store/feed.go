@@ -13,7 +13,7 @@ import (
 // Walk finds what is held.
 const maxChanges = 1 << 16
 
-// feed collects pages that came to memory or the disk, or were given up there. It has no order and
+// feed collects pages that came to memory or the disk, or went from there. It has no order and
 // no states: whoever takes a change looks at what is there then, so many changes of a page are one.
 // Its lock is taken under those of the tiers, and held for a map operation.
 type feed struct {

@@ -282,11 +282,17 @@ func (s *Store) watchEvictions() {
 	if s.object == nil && s.feed == nil {
 		return
 	}
+	if s.feed != nil {
+		s.memory.OnRemove(s.feed.add)
+		if s.disk != nil {
+			s.disk.OnRemove(s.feed.add)
+		}
+	}
 	if s.disk == nil || s.feed != nil {
 		s.memory.OnEvict(func(n uint16, k, after *page.Key, crc uint32, bytes []byte) {
 			s.feed.add(n, k)
 			if o := s.spills[n].Load(); s.disk == nil && o != nil && s.removing[n].Load() == 0 {
-				_ = o.Add(k, after, bytes, crc) // it is given up, here or there
+				_ = o.Add(k, after, bytes, crc, nil) // it is given up, here or there
 			}
 		})
 	}

@@ -4,6 +4,7 @@ package store
 
 import (
 	"bytes"
+	"context"
 	"encoding/binary"
 	"math/rand/v2"
 	"testing"
@@ -144,6 +145,18 @@ func (e *engine) get(pages ...int) []Result {
 	return b.Results()
 }
 
+// uploaded has the object store have a page of the namespace, which a removal there has to record.
+func (e *engine) uploaded(i int) {
+	e.t.Helper()
+	k, data := e.key(i), e.content(i)
+	if err := e.space.object.Add(&k, nil, data, mem.CRC32C(0, data), nil); err != nil {
+		e.t.Fatal(err)
+	}
+	if err := e.space.s.Flush(context.Background()); err != nil {
+		e.t.Fatal(err)
+	}
+}
+
 func upTo(from, to int) (out []int) {
 	for i := from; i < to; i++ {
 		out = append(out, i)
@@ -202,7 +215,7 @@ func tiered(t fatal, sim *disktest.Sim, c Config) *Store {
 		}
 	}
 	c.Memory = inMemoryConfig()
-	c.Workers, c.Fetchers = 4, 2
+	c.Workers, c.Fetchers, c.EraseWithin = 4, 2, 1
 	s, err := Open(c)
 	if err != nil {
 		t.Fatal(err)

@@ -22,7 +22,9 @@ type model struct {
 }
 
 // The whole, memory over a disk and an object store, against a map, with the power lost, errors and
-// flipped bits at any operation of the disk, and the same of requests and objects. The store is
+// flipped bits at any operation of the disk, and the same of requests and objects, some of which
+// arrive late. Namespaces are removed while they are open, closed, given up, and not found by the
+// last start. The store is
 // large enough to give nothing up, so that every page that was acknowledged as durable must be
 // served after every crash; or small, and then no page is wrong.
 func TestModel(t *testing.T) {
@@ -49,10 +51,12 @@ func TestModel(t *testing.T) {
 			return tiered(t, sim, c)
 		}
 		s := start()
-		names := []string{"a", "b"}
+		names := []string{"a", "b"} // and c, which is open while it is used only
 		sizes := []int{4096, 9_999}
+		const closed = 2
 		var engines []*engine
-		models := []*model{{map[int]bool{}, map[int]bool{}}, {map[int]bool{}, map[int]bool{}}}
+		models := []model{{map[int]bool{}, map[int]bool{}}, {map[int]bool{}, map[int]bool{}},
+			{map[int]bool{}, map[int]bool{}}}
 		var pins []*Pins
 		damaged := false // bits flipped or reads failed: what is durable may be lost then
 		dark := false    // the power goes, or has gone
@@ -79,8 +83,22 @@ func TestModel(t *testing.T) {
 			return upTo(from, from+rapid.IntRange(1, 25).Draw(t, "pages"))
 		}
 		which := rapid.IntRange(0, 1)
-		verify := func(i int) {
-			e, m := engines[i], models[i]
+		visit := func(use func(e *engine)) {
+			e := newEngine(t, s, "c", 4096)
+			defer e.close()
+			use(e)
+		}
+		put := func(t *rapid.T, e *engine, m *model) {
+			list := pages(t)
+			for n, r := range e.put(list...) {
+				m.may[list[n]] = true
+				if r.Durable {
+					m.durable[list[n]] = true
+				}
+			}
+		}
+		verifyIn := func(e *engine, i int) {
+			m := models[i]
 			for from := 0; from < 90; from += 45 {
 				for n, r := range e.get(upTo(from, from+45)...) {
 					page := from + n
@@ -94,17 +112,60 @@ func TestModel(t *testing.T) {
 				}
 			}
 		}
+		verify := func(i int) {
+			if i == closed {
+				visit(func(e *engine) { verifyIn(e, i) })
+				return
+			}
+			verifyIn(engines[i], i)
+		}
 		t.Repeat(map[string]func(*rapid.T){
 			"put": func(t *rapid.T) {
 				i := which.Draw(t, "engine")
-				list := pages(t)
-				for n, r := range engines[i].put(list...) {
-					models[i].may[list[n]] = true
-					if r.Durable {
-						models[i].durable[list[n]] = true
-					}
+				put(t, engines[i], &models[i])
+			},
+			"put and close": func(t *rapid.T) {
+				visit(func(e *engine) { put(t, e, &models[closed]) })
+			},
+			"remove closed": func(t *rapid.T) {
+				ns := namespace("c", 4096)
+				clear(models[closed].durable)
+				if s.RemoveSpace(ns.ID()) == nil {
+					clear(models[closed].may)
 				}
 			},
+			"give up": func(*rapid.T) { // as for another namespace, when all numbers are in use
+				ns := namespace("c", 4096)
+				clear(models[closed].durable)
+				s.mu.Lock()
+				sp := s.spaces[ns.ID()]
+				s.mu.Unlock()
+				if sp == nil {
+					return
+				}
+				s.memory.RemoveOwner(sp.number)
+				if s.disk != nil {
+					s.disk.Forget(sp.number)
+				}
+				s.mu.Lock()
+				defer s.mu.Unlock()
+				s.reclaimLocked()
+			},
+			"unreadable": func(*rapid.T) { // a start reads no segment
+				shutAll()
+				sim.Crash()
+				damaged, dark = true, false
+				sim.Fail(func(op string, off int64) error {
+					if op == "read" && off >= 1<<20 {
+						return unix.EIO
+					}
+					return nil
+				})
+				s = start()
+				sim.Fail(nil)
+				open()
+			},
+			"late": func(*rapid.T) { bucketOf.Deliver() },
 			"get": func(t *rapid.T) {
 				i := which.Draw(t, "engine")
 				engines[i].get(pages(t)...)
@@ -172,7 +233,7 @@ func TestModel(t *testing.T) {
 				dark = false
 				s = start()
 				open()
-				for i := range engines {
+				for i := range models {
 					verify(i)
 				}
 			},
@@ -184,16 +245,16 @@ func TestModel(t *testing.T) {
 				open()
 			},
 			"object store": func(t *rapid.T) { // some requests fail, lose their answer, or are damaged
-				kind := rapid.IntRange(0, 5).Draw(t, "kind")
+				kind := rapid.IntRange(0, 6).Draw(t, "kind")
 				every := int64(rapid.IntRange(1, 4).Draw(t, "every"))
 				var n atomic.Int64
 				bucketOf.Fail(func(op, _ string) objecttest.Fault {
-					if n.Add(1)%every != 0 || kind == 0 {
+					if n.Add(1)%every != 0 || kind == 0 || kind == 6 && op != "put" && op != "delete" {
 						return objecttest.Fault{}
 					}
 					return []objecttest.Fault{{}, {Err: errors.New("503")},
 						{Lost: errors.New("no answer")}, {Cut: 5000}, {Flip: 3000},
-						{Hold: make(chan struct{})}}[kind]
+						{Hold: make(chan struct{})}, {Late: errors.New("no answer")}}[kind]
 				})
 			},
 			"object": func(t *rapid.T) { // one is gone, cut, or has a flipped bit
@@ -246,7 +307,7 @@ func TestModel(t *testing.T) {
 						7).Draw(t, "bit"))
 				}
 			},
-			"verify": func(t *rapid.T) { verify(which.Draw(t, "engine")) },
+			"verify": func(t *rapid.T) { verify(rapid.IntRange(0, closed).Draw(t, "engine")) },
 		})
 	})
 }

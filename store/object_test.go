@@ -120,6 +120,7 @@ func TestRemovedWhileMemoryGivesUp(t *testing.T) {
 	s := overObjects(t, objects, false)
 	e, f := newEngine(t, s, "a", 4096), newEngine(t, s, "b", 4096)
 	e.put(upTo(0, 20)...)
+	e.uploaded(1000)
 	hold, reached := make(chan struct{}), make(chan struct{}, 10)
 	objects.Fail(func(op, name string) objecttest.Fault {
 		if op == "put" && strings.HasSuffix(name, "ledger.kvspray") {

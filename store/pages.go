@@ -142,10 +142,7 @@ type held struct {
 // putPages stores pages [from, to) of a batch: each in a slot of memory, and then all in one group
 // on the disk. Buffers of the object tier get their copies where Config.ObjectAtPut asks for it.
 func (s *Store) putPages(b *Batch, from, to int, w *worker) {
-	sp := b.space
-	sp.mu.RLock()
-	removals := sp.removals
-	sp.mu.RUnlock()
+	wanted := b.space.wanted()
 	pages := make([]held, 0, to-from)
 	for i := from; i < to; i++ {
 		p, r := s.fill(b, i, w)
@@ -168,7 +165,7 @@ func (s *Store) putPages(b *Batch, from, to int, w *worker) {
 		piece = s.behind.begin(len(pages)) // before the results
 		s.finishPut(b, from, to)
 	}
-	errs := s.below(b, pages, removals)
+	errs := s.below(b, pages, wanted)
 	s.release(pages)
 	if behind {
 		s.behind.end(piece)
@@ -288,24 +285,16 @@ func (s *Store) fill(b *Batch, i int, w *worker) (memory.Page, Result) {
 
 // below writes pages to the tiers below memory, unless their namespace was removed since they were
 // put.
-func (s *Store) below(b *Batch, pages []held, removals int) []error {
+func (s *Store) below(b *Batch, pages []held, wanted func() bool) []error {
 	sp := b.space
-	sp.mu.RLock()
-	defer sp.mu.RUnlock()
-	if sp.removals != removals {
-		errs := make([]error, len(pages))
-		for i := range errs {
-			errs[i] = disk.ErrRemoved
-		}
-		return errs
-	}
 	if len(pages) == 0 {
 		return nil
 	}
-	if s.atPut && s.removing[sp.number].Load() == 0 {
+	if s.atPut {
 		for _, p := range pages {
 			// Its error is not the put's: the page is asked for again when it is given up.
-			_ = sp.object.Add(&b.keys[p.i], b.before(p.i), p.data[:sp.pageBytes], p.crc)
+			_ = sp.object.Add(&b.keys[p.i], b.before(p.i), p.data[:sp.pageBytes], p.crc,
+				wanted)
 		}
 	}
 	if s.disk == nil {
@@ -315,7 +304,7 @@ func (s *Store) below(b *Batch, pages []held, removals int) []error {
 	for j, p := range pages {
 		records[j] = disk.Record{Key: b.keys[p.i], After: b.before(p.i), Data: p.data, CRC: p.crc}
 	}
-	errs := s.disk.Write(sp.number, records)
+	errs := s.disk.Write(sp.number, records, wanted)
 	for j, err := range errs {
 		// what is in memory is no longer what was put
 		if pages[j].pinned && errors.Is(err, disk.ErrDamaged) {

@@ -5,6 +5,7 @@ package store
 import (
 	"context"
 	"errors"
+	"fmt"
 	"strings"
 	"testing"
 
@@ -15,15 +16,14 @@ import (
 	"github.com/kvspray/kvspray/store/object/objecttest"
 	"github.com/kvspray/kvspray/store/page"
 	"github.com/kvspray/kvspray/store/removal"
+	"golang.org/x/sys/unix"
 )
 
-func removeSpace(t *testing.T, s *Store, id page.ID) (had bool) {
+func removeSpace(t *testing.T, s *Store, id page.ID) {
 	t.Helper()
-	had, err := s.RemoveSpace(id)
-	if err != nil {
+	if err := s.RemoveSpace(id); err != nil {
 		t.Fatal(err)
 	}
-	return had
 }
 
 // A namespace is removed by its id, whether an engine has it open, had, or has not since the start.
@@ -31,26 +31,27 @@ func TestRemoveSpaceThatIsNotOpen(t *testing.T) {
 	sim := disktest.New(8<<20, 1)
 	s := onDisk(t, sim, false)
 	e, f := newEngine(t, s, "a", 4096), newEngine(t, s, "b", 4096)
-	if !s.Has(e.space.id) || s.Has(page.ID{1}) || removeSpace(t, s, page.ID{1}) {
+	if !s.Has(e.space.id) || s.Has(page.ID{1}) {
 		t.Error("a namespace that nobody has")
 	}
+	removeSpace(t, s, page.ID{1})
 	e.put(upTo(0, 10)...)
 	f.put(upTo(0, 10)...)
-	if !removeSpace(t, s, e.space.id) || count(e.get(upTo(0, 10)...), Miss) != 10 {
+	removeSpace(t, s, e.space.id)
+	if count(e.get(upTo(0, 10)...), Miss) != 10 {
 		t.Error("it was open")
 	}
 	e.put(1)
 	e.close()
-	if !removeSpace(t, s, e.space.id) {
-		t.Error("it was closed")
-	}
+	removeSpace(t, s, e.space.id) // it was closed
 	f.close()
 	shut(t, s)
 
 	s = onDisk(t, sim, false)
-	if !s.Keeps() || !s.Has(f.space.id) || !removeSpace(t, s, f.space.id) {
+	if !s.Keeps() || !s.Has(f.space.id) || s.Has(e.space.id) {
 		t.Error("only the disk has it")
 	}
+	removeSpace(t, s, f.space.id)
 	shut(t, s)
 	s = onDisk(t, sim, false)
 	for _, name := range []string{"a", "b"} {
@@ -61,9 +62,188 @@ func TestRemoveSpaceThatIsNotOpen(t *testing.T) {
 		e.close()
 	}
 	shut(t, s)
-	if _, err := s.RemoveSpace(e.space.id); err == nil {
+	if err := s.RemoveSpace(e.space.id); err == nil {
 		t.Error("of a closed store")
 	}
+}
+
+// A removal counts for all that any medium has, whatever the index has of it: pages whose segments
+// could not be read at the start, and pages that were given up and whose number is another's. A
+// removal whose record could not be written, and that is tried again, is no other.
+func TestRemovePagesThatTheIndexLacks(t *testing.T) {
+	unreadable := func(op string, off int64) error {
+		if op == "read" && off >= 1<<20 {
+			return unix.EIO
+		}
+		return nil
+	}
+	for name, lack := range map[string]func(t *testing.T, s *Store, sim *disktest.Sim) *Store{
+		"unreadable": func(t *testing.T, s *Store, sim *disktest.Sim) *Store {
+			shut(t, s)
+			sim.Fail(unreadable)
+			s = onDisk(t, sim, false)
+			sim.Fail(nil)
+			return s
+		},
+		"unreadable and open": func(t *testing.T, s *Store, sim *disktest.Sim) *Store {
+			shut(t, s)
+			sim.Fail(unreadable)
+			s = onDisk(t, sim, false)
+			sim.Fail(nil)
+			e := newEngine(t, s, "a", 4096)
+			e.put(77)
+			e.close()
+			return s
+		},
+		"given up": func(t *testing.T, s *Store, _ *disktest.Sim) *Store {
+			for i := range MaxSpaces - 1 {
+				sp, err := s.Space(namespace(fmt.Sprint("n", i), 4096), Share{}, Share{})
+				if err != nil {
+					t.Fatal(err)
+				}
+				defer sp.Close()
+			}
+			return s
+		},
+		"not recorded": func(t *testing.T, s *Store, sim *disktest.Sim) *Store {
+			sim.Fail(func(op string, _ int64) error {
+				if op == "write" {
+					return unix.EIO
+				}
+				return nil
+			})
+			ns := namespace("a", 4096)
+			if err := s.RemoveSpace(ns.ID()); !errors.Is(err, unix.EIO) {
+				t.Fatal(err)
+			}
+			sim.Fail(nil)
+			return s
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			sim := disktest.New(8<<20, 1)
+			s := onDisk(t, sim, false)
+			e, f := newEngine(t, s, "a", 4096), newEngine(t, s, "b", 4096)
+			e.put(upTo(0, 10)...)
+			f.put(upTo(0, 10)...)
+			e.close()
+			s = lack(t, s, sim)
+			removeSpace(t, s, e.space.id)
+			f.close()
+			shut(t, s)
+			sim.Crash()
+			s = onDisk(t, sim, false)
+			e, f = newEngine(t, s, "a", 4096), newEngine(t, s, "b", 4096)
+			if rs := e.get(append(upTo(0, 10), 77)...); count(rs, Miss) != 11 {
+				t.Errorf("removed pages are served: %+v", rs)
+			}
+			// Segments that could not be read are overwritten: they may have removed pages.
+			if rs := f.get(upTo(0, 10)...); count(rs, Hit) != 10 &&
+				!strings.HasPrefix(name, "unreadable") {
+				t.Errorf("of another namespace: %+v", rs)
+			}
+			e.close()
+			f.close()
+			shut(t, s)
+		})
+	}
+}
+
+// An upload of a process that has ended reaches the bucket after the next process has listed it,
+// and has removed the namespace.
+func TestUploadThatArrivesAfterARemoval(t *testing.T) {
+	objects := objecttest.New()
+	process := objects.Open()
+	start := func() *Store {
+		process = objects.Open()
+		s := tiered(t, nil, Config{ObjectAtPut: true,
+			OpenedObject: bucketWith(t, process, object.Timeouts{})})
+		if err := s.object.Ready(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		return s
+	}
+	s := start()
+	e := newEngine(t, s, "a", 4096)
+	e.put(1)
+	flush(t, s)
+	e.put(upTo(2, 10)...)
+	objects.Fail(func(op, name string) objecttest.Fault {
+		if op == "put" && strings.Contains(name, "/pages/") {
+			process.Kill()
+			return objecttest.Fault{Late: &object.ConfigError{Problem: "it ends"}}
+		}
+		return objecttest.Fault{}
+	})
+	flush(t, s)
+	e.close()
+	_ = s.Close() // it was killed
+	objects.Fail(nil)
+	s = start()
+	removeSpace(t, s, e.space.id)
+	if n := objects.Deliver(); n != 1 {
+		t.Fatalf("%d uploads were under way", n)
+	}
+	for range 2 {
+		shut(t, s)
+		s = start()
+		e = newEngine(t, s, "a", 4096)
+		if rs := e.get(upTo(1, 10)...); count(rs, Miss) != 9 {
+			t.Errorf("removed pages are served: %+v", rs)
+		}
+		e.put(1) // so that the namespace has an era again
+		e.space.s.memory.RemoveOwner(e.space.number)
+		e.close()
+		removeSpace(t, s, e.space.id)
+	}
+	shut(t, s)
+}
+
+// Ten thousand namespaces come one after the other. The oldest ones lose their pages, and those
+// that are in use do not.
+func TestManyNamespaces(t *testing.T) {
+	objects, sim := objecttest.New(), disktest.New(64<<20, 1)
+	start := func() *Store {
+		return tiered(t, sim, Config{ObjectAtPut: true,
+			OpenedObject: bucketWith(t, objects.Open(), object.Timeouts{})})
+	}
+	s := start()
+	used := newEngine(t, s, "used", 4096)
+	used.put(upTo(0, 10)...)
+	const n = 10_000
+	visit := func(name string, put bool) []Result {
+		e := newEngine(t, s, name, 4096)
+		defer e.close()
+		if put {
+			return e.put(1)
+		}
+		return e.get(1)
+	}
+	for i := range n {
+		// Most are only opened, as by an engine that computes nothing.
+		if rs := visit(fmt.Sprint("step", i), i%5 == 0 || i > n-20); count(rs, Failed) > 0 {
+			t.Fatalf("%d: %+v", i, rs)
+		}
+	}
+	for range 2 {
+		for i := n - 19; i < n; i++ {
+			if rs := visit(fmt.Sprint("step", i), false); count(rs, Hit) != 1 {
+				t.Errorf("one of the latest, %d: %+v", i, rs)
+			}
+		}
+		if rs := visit("step0", false); count(rs, Miss) != 1 {
+			t.Errorf("the first one: %+v", rs)
+		}
+		if rs := used.get(upTo(0, 10)...); count(rs, Hit) != 10 {
+			t.Errorf("of a namespace in use: %+v", rs)
+		}
+		used.close()
+		shut(t, s)
+		s = start()
+		used = newEngine(t, s, "used", 4096)
+	}
+	used.close()
+	shut(t, s)
 }
 
 // Pages in the object store of a namespace that no engine has opened since the start.
@@ -121,6 +301,7 @@ func TestPutDuringARemoval(t *testing.T) {
 		e, f := newEngine(t, s, "a", 4096), newEngine(t, s, "b", 4096)
 		e.put(upTo(0, 10)...)
 		flush(t, s)
+		e.uploaded(1000)
 		reached, release := holdLedger(objects)
 		removed := make(chan error)
 		go func() { removed <- e.space.Remove() }()
@@ -153,6 +334,7 @@ func TestRemovedPagesAreGone(t *testing.T) {
 		Config{OpenedObject: bucketWith(t, objects.Open(), object.Timeouts{})})
 	e := newEngine(t, s, "a", 4096)
 	e.put(upTo(0, 10)...)
+	e.uploaded(1000)
 	reached, release := holdLedger(objects)
 	removed := make(chan error)
 	go func() { removed <- e.space.Remove() }()
@@ -175,7 +357,7 @@ func TestPutFromBeforeARemoval(t *testing.T) {
 	e := newEngine(t, s, "a", 4096)
 	e.put(1)
 	b := &Batch{space: e.space, keys: e.keys([]int{1}), pool: e.pool, blocks: e.blocks(1), put: true}
-	before := e.space.removals
+	before := e.space.wanted()
 	p, r := s.fill(b, 0, &worker{})
 	if err := e.space.Remove(); err != nil {
 		t.Fatal(err)
@@ -213,8 +395,8 @@ func TestTheRestOfARemoval(t *testing.T) {
 		objects.Fail(func(string, string) objecttest.Fault {
 			return objecttest.Fault{Err: errors.New("away")}
 		})
-		if had, err := s.RemoveSpace(e.space.id); !had || !errors.Is(err, removal.ErrObjects) {
-			t.Errorf("%v %v", had, err)
+		if err := s.RemoveSpace(e.space.id); !errors.Is(err, removal.ErrObjects) {
+			t.Error(err)
 		}
 		objects.Fail(nil)
 		if !open {
@@ -287,7 +469,8 @@ func TestRemoveSpaceThatCannotBeOpened(t *testing.T) {
 	if _, err := s.Stage(e.space.id, size, e.keys([]int{1})); err == nil {
 		t.Error("it can be opened")
 	}
-	if !removeSpace(t, s, e.space.id) || s.Keeps() && s.disk.Stats().Pages > 0 {
+	removeSpace(t, s, e.space.id)
+	if s.Has(e.space.id) || s.disk.Stats().Pages > 0 {
 		t.Error("it has its pages")
 	}
 	shut(t, s)

@@ -10,6 +10,7 @@ import (
 	"slices"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/store/disk"
@@ -20,7 +21,8 @@ import (
 	"github.com/kvspray/kvspray/store/removal"
 )
 
-// MaxSpaces bounds the namespaces of a store that are open or have pages.
+// MaxSpaces bounds the namespaces of a store that are open or have pages. One more takes the place
+// of the one that has not been open for longest, which loses its pages.
 const MaxSpaces = evict.MaxOwners
 
 // leastWorkers: reads of disks block, so there are more workers than processors.
@@ -43,6 +45,10 @@ type Config struct {
 	// long, between the store's arena and the memory of a GPU. When it returns nothing is in flight.
 	// nil: mem.Device copies.
 	Copy func(to, from []mem.Block) error
+
+	// EraseWithin is how long it takes, if the disk has room and works, until what removed pages have
+	// left there is overwritten; 0: an hour.
+	EraseWithin time.Duration
 
 	// Shares are those of a namespace that no engine has opened, and of every namespace in the object
 	// tier; nil: there are none.
@@ -78,18 +84,24 @@ type Store struct {
 	peerFetchers sync.WaitGroup
 	feed         *feed // nil: nobody takes it
 
-	// life is held for reading while the tiers are used outside of a worker; Close ends them. It is
-	// taken before all other locks.
-	life  sync.RWMutex
-	ended bool // guarded by life
+	// life counts the calls that use the tiers outside of a worker. Close adds closing, waits for
+	// those under way, and ends the tiers.
+	life atomic.Int64
+	idle chan struct{} // has room for one: no call is under way any more
 
-	mu      sync.Mutex // guards what follows
+	mu      sync.Mutex // guards what follows; not held over I/O
 	spaces  map[page.ID]*Space
 	numbers [MaxSpaces]bool // in use
+	uses    uint64          // of namespaces: each that was opened or closed has a number
 	closed  bool
 
 	behind   *behind
 	counters counters
+
+	eraseWithin time.Duration
+	erase       chan struct{} // has room for one: a namespace was removed
+	noErase     chan struct{} // closed by Close
+	eraser      sync.WaitGroup
 }
 
 type counters struct {
@@ -100,7 +112,11 @@ type counters struct {
 // Open makes a store, or recovers the one on the disks.
 func Open(c Config) (_ *Store, err error) {
 	s := &Store{writeBack: c.WriteBack, copy: c.Copy, behind: newBehind(), shares: c.Shares,
-		spaces: map[page.ID]*Space{}}
+		spaces: map[page.ID]*Space{}, idle: make(chan struct{}, 1), eraseWithin: c.EraseWithin,
+		erase: make(chan struct{}, 1), noErase: make(chan struct{})}
+	if s.eraseWithin == 0 {
+		s.eraseWithin = defaultEraseWithin
+	}
 	if s.memory, err = memory.New(c.Memory); err != nil {
 		return nil, err
 	}
@@ -167,6 +183,10 @@ func (s *Store) begin(c Config) {
 		}
 	}
 	s.watchEvictions()
+	if s.disk != nil {
+		s.eraser.Go(s.eraseRemoved)
+		s.eraseSoon() // what earlier starts have left
+	}
 	s.workers.Add(s.pool)
 	for range s.pool {
 		go s.work()
@@ -198,6 +218,8 @@ func (s *Store) Close() error {
 	if closed {
 		return nil
 	}
+	close(s.noErase)
+	s.eraser.Wait()
 	s.schedule.close()
 	s.workers.Wait() // they give pages to the fetchers
 	if s.peers != nil {
@@ -210,23 +232,32 @@ func (s *Store) Close() error {
 		s.fetches.close()
 	}
 	s.fetchers.Wait()
-	s.life.Lock()
-	defer s.life.Unlock()
-	s.ended = true
+	if s.life.Add(closing) != closing {
+		<-s.idle
+	}
 	return s.closeTiers()
 }
 
 // enter keeps the tiers until leave; false: they are closed.
 func (s *Store) enter() bool {
-	s.life.RLock()
-	if s.ended {
-		s.life.RUnlock()
+	if s.life.Add(1) < 0 {
+		s.leave()
 		return false
 	}
 	return true
 }
 
-func (s *Store) leave() { s.life.RUnlock() }
+func (s *Store) leave() {
+	if s.life.Add(-1) == closing {
+		select {
+		case s.idle <- struct{}{}:
+		default:
+		}
+	}
+}
+
+// closing is more than all calls that can be under way.
+const closing = -1 << 62
 
 // Flush returns once all pages whose results came before are durable, or could not be made so, and
 // all that were on their way to the object store are there.
@@ -268,13 +299,14 @@ type Space struct {
 	// users counts those that opened it, its batches, and its calls under way. At 0 the number can be
 	// given to another namespace, and only Store.Space makes it 1 again, under Store.mu.
 	users atomic.Int64
+	last  uint64 // of Store.uses; guarded by Store.mu
+	// removals counts those that have begun. What a put has found in memory before one, or during it,
+	// does not go to other tiers.
+	removals atomic.Uint64
 
 	counts  counts
 	flows   [kinds]flow // each guarded by the lock of its queue
 	batches [2][]*Batch // gets, puts with pages that no worker has taken; guarded by the scheduler
-
-	mu       sync.RWMutex // read: a page goes to the disk; write: the namespace is removed
-	removals int
 }
 
 // Space opens a namespace. A second call for the same one returns the same Space, and changes its
@@ -293,12 +325,12 @@ func (s *Store) Space(ns page.Namespace, inMemory, onDisk Share) (*Space, error)
 	if s.closed {
 		return nil, ErrClosed
 	}
+	n, err := s.numberLocked(id)
+	if err != nil {
+		return nil, err
+	}
 	sp := s.spaces[id]
 	if sp == nil {
-		n, err := s.numberLocked(id)
-		if err != nil {
-			return nil, err
-		}
 		if sp, err = s.newSpace(id, n, ns.PageBytes, s.sharesOf(id).Object); err != nil {
 			return nil, err
 		}
@@ -341,14 +373,25 @@ func (s *Store) newSpace(id page.ID, number uint16, pageBytes int, share Share) 
 }
 
 func (s *Store) addLocked(sp *Space) {
+	s.uses++
+	sp.last = s.uses
 	s.spaces[sp.id] = sp
 	s.numbers[sp.number] = true
 	s.spills[sp.number].Store(sp.object)
 }
 
+// Use adds one use of a namespace that has one, which ends with a Close of its own.
+func (sp *Space) Use() { sp.users.Add(1) }
+
 // Close ends one use of a namespace. Its pages stay, and so do batches under way and pins. Calls
 // after the last Close are refused.
-func (sp *Space) Close() { sp.users.Add(-1) }
+func (sp *Space) Close() {
+	sp.s.mu.Lock()
+	defer sp.s.mu.Unlock()
+	sp.s.uses++
+	sp.last = sp.s.uses
+	sp.users.Add(-1)
+}
 
 // acquire keeps the space and its store until release.
 func (sp *Space) acquire() error {
@@ -405,24 +448,63 @@ func (s *Store) reclaimLocked() {
 	}
 }
 
+// numberLocked is the number of a namespace that has one, or one that is free. It lets go of mu
+// while it empties a namespace for that.
 func (s *Store) numberLocked(id page.ID) (uint16, error) {
-	if s.disk != nil {
-		if n, _, ok := s.disk.Find(id); ok {
-			return n, nil
+	tried := map[uint16]bool{}
+	for {
+		if sp := s.spaces[id]; sp != nil {
+			return sp.number, nil
 		}
-	}
-	for range 2 {
-		for n := range s.numbers {
-			if !s.numbers[n] {
-				return uint16(n), nil
+		if s.disk != nil {
+			if n, _, ok := s.disk.Find(id); ok {
+				return n, nil
 			}
 		}
+		for range 2 {
+			for n := range s.numbers {
+				if !s.numbers[n] {
+					return uint16(n), nil
+				}
+			}
+			s.reclaimLocked()
+		}
+		n, ok := s.oldestLocked(tried)
+		if !ok {
+			return 0, fmt.Errorf("store: %d namespaces are in use: a store has no more; close those "+
+				"that are not needed", MaxSpaces)
+		}
+		tried[n] = true // its pages may be pinned, or it may be opened meanwhile
+		s.mu.Unlock()
+		s.memory.RemoveOwner(n)
+		if s.disk != nil {
+			s.disk.Forget(n)
+		}
+		s.mu.Lock()
 		s.reclaimLocked()
 	}
-	return 0,
-		fmt.Errorf("store: %d namespaces have pages or are in use: a store has no more; remove "+
-			"and close those that are not needed", MaxSpaces)
 }
+
+// oldestLocked is the number that has not been open for longest, of those that nobody uses; the
+// first of all are those that this process has not opened.
+func (s *Store) oldestLocked(but map[uint16]bool) (number uint16, ok bool) {
+	var last [MaxSpaces]uint64
+	for _, sp := range s.spaces {
+		last[sp.number] = sp.last
+		if sp.users.Load() > 0 {
+			last[sp.number] = inUse
+		}
+	}
+	least := uint64(inUse)
+	for n, used := range s.numbers {
+		if used && !but[uint16(n)] && last[n] < least {
+			number, ok, least = uint16(n), true, last[n]
+		}
+	}
+	return number, ok
+}
+
+const inUse = 1<<64 - 1
 
 // piece is how many pages of a batch a worker takes at once. Those of a put are pinned until they
 // are on the disk; all workers together pin a quarter of the memory at most, unless it is very
@@ -532,14 +614,14 @@ func (sp *Space) Remove() error {
 	return sp.remove()
 }
 
-// remove empties the object tier first: what a get takes from there until then, and what a put
-// finds in memory, goes with the rest.
+// remove empties the object tier first, and memory last: what a get takes from one tier before it
+// is empty has its slot in memory by then. Nothing goes to a lower tier meanwhile.
 func (sp *Space) remove() error {
 	s, removing := sp.s, &sp.s.removing[sp.number]
-	sp.mu.Lock() // what puts write to the object tier is there
-	removing.Add(1)
-	sp.mu.Unlock()
-	var objects error
+	removing.Add(1) // before removals: see wanted
+	defer removing.Add(-1)
+	sp.removals.Add(1)
+	var objects, err error
 	if sp.object != nil {
 		// These take locks: what was given up before is there, too.
 		s.memory.Used(sp.number)
@@ -548,17 +630,23 @@ func (sp *Space) remove() error {
 		}
 		objects = sp.object.Remove(context.Background()) // it has a timeout
 	}
-	sp.mu.Lock()
-	defer sp.mu.Unlock()
-	defer removing.Add(-1)
-	sp.removals++ // a put that has looked into memory before writes nothing afterwards
-	var err error
 	if s.disk != nil {
-		err = s.disk.RemoveOwner(sp.number)
+		err = s.disk.Remove(sp.id)
+		s.eraseSoon()
 	}
-	// After the others: a page that is loaded from there meanwhile has its slot, which is found here.
 	s.memory.RemoveOwner(sp.number)
 	return removed(sp.id, err, objects)
+}
+
+// wanted returns what reports, at any later time, whether what the namespace has in memory from now
+// on may go to other tiers. The tier that it goes to calls it with its lock held: a removal that
+// has not begun then finds the page there.
+func (sp *Space) wanted() func() bool {
+	before := sp.removals.Load()
+	if sp.s.removing[sp.number].Load() > 0 {
+		return func() bool { return false }
+	}
+	return func() bool { return sp.removals.Load() == before }
 }
 
 // removed is the error of a removal.
@@ -574,32 +662,28 @@ func removed(id page.ID, err, objects error) error {
 	return fmt.Errorf("store: namespace %s: remove: %w", id, err)
 }
 
-// RemoveSpace is Remove for a namespace that need not be open, nor have pages. It reports whether
-// memory or the disk may have had some.
-func (s *Store) RemoveSpace(id page.ID) (had bool, err error) {
+// RemoveSpace is Remove for a namespace that need not be open, nor have pages that this start has
+// found.
+func (s *Store) RemoveSpace(id page.ID) error {
 	if !s.enter() {
-		return false, ErrClosed
+		return ErrClosed
 	}
 	defer s.leave()
 	sp := s.opened(id)
 	if sp == nil {
 		objects := s.removeObjects(id)
-		s.mu.Lock() // nobody opens it until the disk has none of its pages
-		if sp = s.spaces[id]; sp == nil {
-			defer s.mu.Unlock()
-			if s.disk != nil {
-				var n uint16
-				if n, _, had = s.disk.Find(id); had {
-					err = s.disk.RemoveOwner(n)
-				}
-			}
-			return had, removed(id, err, objects)
+		var err error
+		if s.disk != nil {
+			err = s.disk.Remove(id)
+			s.eraseSoon()
 		}
-		sp.users.Add(1)
-		s.mu.Unlock()
+		// Whoever opened it meanwhile may have read pages into memory before they were removed.
+		if sp = s.opened(id); sp == nil {
+			return removed(id, err, objects)
+		}
 	}
-	defer sp.Close()
-	return true, sp.remove()
+	defer sp.users.Add(-1)
+	return sp.remove()
 }
 
 // opened is one more use of a namespace that is open, or was; nil: it was not.
@@ -630,20 +714,17 @@ func (s *Store) removeObjects(id page.ID) error {
 	return s.object.RemoveSpace(context.Background(), id) // it has a timeout
 }
 
-// Has reports whether a namespace is open, or has pages on the disk.
+// Has reports whether a namespace is open, or may have pages on the disk or in the object store.
 func (s *Store) Has(id page.ID) bool {
 	s.mu.Lock()
-	defer s.mu.Unlock()
 	found := s.spaces[id] != nil
-	if !found && s.disk != nil {
-		_, _, found = s.disk.Find(id)
-	}
-	return found
+	s.mu.Unlock()
+	return found || s.disk != nil && s.disk.Has(id) || s.object != nil && s.object.Has(id)
 }
 
 // Keeps reports whether the store may have pages of an earlier start.
 func (s *Store) Keeps() bool {
-	return s.object != nil || s.disk != nil && s.disk.Stats().Pages > 0
+	return s.object != nil || s.disk != nil && s.disk.Keeps()
 }
 
 // Note returns what SetNote has stored, by this process or an earlier one; nil: nothing, or there

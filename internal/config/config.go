@@ -148,6 +148,7 @@ type Store struct {
 	WriteBack   bool         `yaml:"write_back" unit:"true or false" doc:"false: a put ends when its pages are on the disk. true: it ends when they are in memory, and they go to the disk afterwards."`
 	Object      StoreObject  `yaml:"object" doc:"Object store below memory and disk, over S3's API. Off unless its bucket is set. A start refuses a service that does not list in the order of names, or ignores If-Match and If-None-Match. Credentials come from the environment, the shared credentials file or the instance's role."`
 	Segment     Size         `yaml:"segment" unit:"bytes" doc:"Segment of a new disk tier: what is written in sequence, and cleaned together. A power of two of 1MiB to 1GiB. An existing store keeps its own." default:"64MiB, less if a disk is smaller than 1GiB"`
+	EraseWithin Duration     `yaml:"erase_within" unit:"duration" doc:"Time in which the bytes of removed namespaces are overwritten on disks. Their pages are served no more as soon as the removal is confirmed. A short time costs writes: the other pages of a segment are moved first."`
 	Quota       Portion      `yaml:"quota" unit:"bytes or percent" doc:"Most memory of one namespace: the cache of one model on one rank, and of one tenant. A namespace that has it gives up its own pages for new ones. 0B: no limit."`
 	Directory   string       `yaml:"directory" unit:"embedded, redis or off" doc:"Where sidecars look for pages that others hold. embedded: in the sidecars themselves. redis: in a Redis or Valkey service. off: not at all. It has effect with peer.gossip, and only hints are kept there."`
 	Redis       StoreRedis   `yaml:"redis" doc:"The service of store.directory redis."`
@@ -304,7 +305,7 @@ func defaults() *Config {
 		HTTP: HTTP{Listen: fmt.Sprintf("127.0.0.1:%d", DefaultHTTPPort)},
 		Log:  Log{Level: LevelInfo, Format: FormText},
 		Store: Store{Directory: DirEmbedded, Redis: StoreRedis{Prefix: "kvspray:"}, Quota: "0B",
-			DiskQuota: "0B", ObjectQuota: "0B"},
+			DiskQuota: "0B", ObjectQuota: "0B", EraseWithin: Duration(time.Hour)},
 		Drain: Drain{Timeout: Duration(35 * time.Second)},
 	}
 }

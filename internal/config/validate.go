@@ -164,6 +164,7 @@ func (v *checker) store() {
 		"not a power of two of 1MiB to 1GiB", "choose one, or leave it out")
 	v.check(len(st.Disk) <= maxDisks, "store.disk", strconv.Itoa(len(st.Disk)), "too many disks",
 		fmt.Sprintf("%d at most", maxDisks))
+	v.duration("store.erase_within", st.EraseWithin, time.Second)
 	v.check(!st.WriteBack || len(st.Disk) > 0, "store.write_back", "true",
 		"there is no disk to write to", "add store.disk, or leave it out")
 	if o := st.Object; o.Bucket != "" {

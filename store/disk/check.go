@@ -50,7 +50,7 @@ func Inspect(ctx context.Context, paths []string) (*Report, error) {
 	if len(paths) == 0 || len(paths) > MaxDevices {
 		return nil, fmt.Errorf("store.disk: %d devices: name 1 to %d", len(paths), MaxDevices)
 	}
-	t := &Tier{removed: map[page.ID]uint64{}}
+	t := &Tier{}
 	var devices []opened
 	defer func() {
 		for _, l := range t.logs {
@@ -77,6 +77,7 @@ func Inspect(ctx context.Context, paths []string) (*Report, error) {
 	if _, err := t.loadLedger(); err != nil {
 		return nil, err
 	}
+	ids := t.ledger.byEra()
 	buf, err := offheap.New[byte](int(t.segb) * block)
 	if err != nil {
 		return nil, err
@@ -84,7 +85,7 @@ func Inspect(ctx context.Context, paths []string) (*Report, error) {
 	defer buf.Free()
 	r := &Report{Store: hex.EncodeToString(t.id[:]), Findings: []Finding{}}
 	if n := t.stats.Damaged; n > 0 { // a copy of the ledger
-		r.note(Finding{Path: paths[0], Offset: ledgerAt, Problem: "a copy of the record of removals " +
+		r.note(Finding{Path: paths[0], Offset: ledgerAt, Problem: "a copy of the record of namespaces " +
 			"cannot be read"})
 	}
 	for _, l := range t.logs {
@@ -93,7 +94,7 @@ func Inspect(ctx context.Context, paths []string) (*Report, error) {
 			if err := ctx.Err(); err != nil {
 				return nil, err
 			}
-			l.check(r, i, buf.Elems())
+			l.check(r, i, buf.Elems(), ids)
 		}
 	}
 	return r, nil
@@ -111,7 +112,7 @@ func (r *Report) add(f Finding) {
 }
 
 // check compares the pages of one segment, which it reads into b.
-func (l *log) check(r *Report, seg uint32, b []byte) {
+func (l *log) check(r *Report, seg uint32, b []byte, ids map[page.Era]page.ID) {
 	t := l.t
 	at := l.offset(seg, 0)
 	seq := l.life(seg)
@@ -129,7 +130,7 @@ func (l *log) check(r *Report, seg uint32, b []byte) {
 		return
 	}
 	if tab := l.footer(seg, seq); tab != nil {
-		l.compare(r, seg, tab, b)
+		l.compare(r, seg, tab, b, ids)
 		return
 	}
 	r.Unfinished++
@@ -139,7 +140,7 @@ func (l *log) check(r *Report, seg uint32, b []byte) {
 			at++
 			continue
 		}
-		l.compare(r, seg, tab, b)
+		l.compare(r, seg, tab, b, ids)
 		next := at + 1
 		for _, e := range tab.entries {
 			next = max(next, e.at+blocksOf(int(tab.spaces[e.space].pageBytes)))
@@ -149,15 +150,16 @@ func (l *log) check(r *Report, seg uint32, b []byte) {
 }
 
 // compare compares the pages of a table with their checksums.
-func (l *log) compare(r *Report, seg uint32, tab *table, b []byte) {
+func (l *log) compare(r *Report, seg uint32, tab *table, b []byte, ids map[page.Era]page.ID) {
 	for _, e := range tab.entries {
 		s := tab.spaces[e.space]
+		id, ok := ids[s.era]
 		switch {
-		case tab.seq < l.t.removed[s.id]:
+		case !ok:
 			r.Forgotten++
 		case mem.CRC32C(0, b[int(e.at)*block:][:s.pageBytes]) != e.crc:
 			f := Finding{Path: l.path, Segment: seg, Offset: l.offset(seg, e.at),
-				Namespace: s.id.String(), Key: hex.EncodeToString(e.key[:]),
+				Namespace: id.String(), Key: hex.EncodeToString(e.key[:]),
 				Problem: "the page differs from its checksum"}
 			if tab.kind == kindGroup {
 				f.Problem = "the page differs from its checksum, and its segment is unfinished"

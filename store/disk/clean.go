@@ -123,6 +123,7 @@ type resident struct {
 	key   page.Key
 	after page.Key
 	loc   uint32
+	space space // with the era that it is of
 }
 
 // wanted holds the pages of a segment that stay, and returns them in their order; where there is
@@ -138,8 +139,19 @@ func (l *log) wanted(seg uint32, entries []entry, nowhere bool) (out []resident)
 		if n == 0 || t.pages.At(n).State != index.Live || t.pages.At(n).Loc != base+e.at {
 			continue
 		}
+		o := t.owners[t.pages.Owner(uint32(n))]
+		// While the owner is emptied, pages of its last era may not be forgotten yet.
+		s, ok := t.spaceLocked(o)
+		if !ok && !t.pages.At(n).Doomed {
+			t.pages.Hold(n)
+			t.pages.Doom(n)
+			t.pages.Drop(n)
+			if t.pages.At(n).State != index.Live {
+				continue
+			}
+		}
 		if t.pages.At(n).Doomed { // it is pinned, and can be read no more
-			t.moveLocked(n, t.owners[t.pages.Owner(uint32(n))], noPlace)
+			t.moveLocked(n, o, noPlace)
 			continue
 		}
 		if nowhere && t.pages.At(n).Pins == 0 {
@@ -147,7 +159,7 @@ func (l *log) wanted(seg uint32, entries []entry, nowhere bool) (out []resident)
 			continue
 		}
 		t.pages.Hold(n)
-		out = append(out, resident{n, e.key, e.after, base + e.at})
+		out = append(out, resident{n, e.key, e.after, base + e.at, s})
 	}
 	slices.Reverse(out)
 	return out
@@ -192,10 +204,10 @@ func (l *log) footer(seg uint32, seq uint64) *table {
 func (l *log) moveSome(pages []resident) (done int, err error) {
 	t := l.t
 	t.mu.Lock()
-	o := t.owners[t.pages.Owner(uint32(pages[0].node))]
+	o, s := t.owners[t.pages.Owner(uint32(pages[0].node))], pages[0].space
 	size, padded := int(o.pageBytes), PaddedBytes(int(o.pageBytes))
 	most := t.GroupPages(size)
-	for done < len(pages) && done < most && t.owners[t.pages.Owner(uint32(pages[done].node))] == o {
+	for done < len(pages) && done < most && pages[done].space == s {
 		done++
 	}
 	crcs := make([]uint32, done)
@@ -224,11 +236,11 @@ func (l *log) moveSome(pages []resident) (done int, err error) {
 	}
 	for err == nil && len(places) < len(records) {
 		var n int
-		if n, err = l.ensure(o.space, len(records)-len(places), false); err != nil {
+		if n, err = l.ensure(s, len(records)-len(places), false); err != nil {
 			break
 		}
 		var some []uint32
-		if some, err = l.group(o.space, records, which[len(places):len(places)+n]); err != nil {
+		if some, err = l.group(s, records, which[len(places):len(places)+n]); err != nil {
 			l.failed()
 			break
 		}

@@ -105,10 +105,17 @@ func TestRefusesSmallDevices(t *testing.T) {
 // One of two devices cannot be written. It stays empty, and does not draw all writes; once it can
 // be written again it fills like the other.
 func TestBrokenDevice(t *testing.T) {
+	for broken := range 2 {
+		breaks(t, broken)
+	}
+}
+
+func breaks(t *testing.T, broken int) {
 	files := sims(2, simBytes, 1)
 	tier := start(t, files)
 	defer tier.Close()
-	files[0].Fail(func(op string, _ int64) error {
+	_, _ = load(tier, 0, 999, 1000) // the ledger is on the first device, and has the namespace
+	files[broken].Fail(func(op string, _ int64) error {
 		if op == "write" {
 			return unix.EIO
 		}
@@ -123,7 +130,7 @@ func TestBrokenDevice(t *testing.T) {
 	if failed == 0 || failed > 10 {
 		t.Errorf("%d of 100 writes failed", failed)
 	}
-	files[0].Fail(nil)
+	files[broken].Fail(nil)
 	for i := range 100 {
 		_, _ = load(tier, 0, 100+i, 101+i)
 	}
@@ -141,16 +148,15 @@ func TestWriteMeetsRemoval(t *testing.T) {
 	l, id := tier.logs[0], number(tier, 0)
 	l.mu.Lock()
 	done := make(chan []error)
-	go func() { done <- tier.Write(id, []Record{record(0, 1, nil), record(0, 9, nil)}) }()
+	go func() { done <- tier.Write(id, []Record{record(0, 1, nil), record(0, 9, nil)}, nil) }()
 	for waits := false; !waits; {
 		tier.mu.Lock()
 		waits = l.pending > 0
 		tier.mu.Unlock()
 	}
-	tier.mu.Lock()
-	tier.owners[id].removals++
-	tier.pages.RemoveOwner(id)
-	tier.mu.Unlock()
+	if err := tier.Remove(simSpace(0)); err != nil { // it does not wait for the device's log
+		t.Fatal(err)
+	}
 	l.mu.Unlock()
 	for i, err := range <-done {
 		if !errors.Is(err, ErrRemoved) || errors.Is(err, catalog.ErrExists) {

@@ -14,12 +14,13 @@
 // the fewest bytes is cleaned: its pages are appended again, and once that is durable it is reused.
 //
 // Invariants. What Write has acknowledged is found after a crash, unless it was given up or removed
-// since; what was removed is not found again, whatever is damaged (ledger). Read returns the bytes
-// that were written, or an error: their checksum is compared on each way, into the tier and out of
-// it. A segment is overwritten only after its new life is durable in its header, no reader is in
-// it, and all it had is durable elsewhere or given up. A table counts only in the life of the
-// segment that it was written in. A store that cannot be read by this release is refused, and not
-// touched.
+// since; what was removed is not found again, whatever is damaged (ledger). All pages of an owner
+// are of one era, but those that are doomed and those of an owner that is being emptied. Read
+// returns the bytes that were written, or an error: their checksum is compared on each way, into
+// the tier and out of it. A segment is overwritten only after its new life is durable in its
+// header, no reader is in it, and all it had is durable elsewhere or given up. A table counts only
+// in the life of the segment that it was written in. A store that cannot be read by this release is
+// refused, and not touched.
 //
 // Ownership: the tier owns its files, and locks them. Locks: log.mu, one appender or cleaner per
 // device, is taken before Tier.mu, which guards all state in memory and is never held over I/O. The
@@ -95,20 +96,21 @@ type Tier struct {
 	pages    *catalog.Catalog
 	owners   map[uint16]*owner
 	ids      map[page.ID]uint16
-	removed  map[page.ID]uint64 // pages of earlier lives than this are not the namespace's
-	seq      uint64             // the last life of a segment
-	bytes    uint64             // of all pages
-	limbo    uint64             // of those that have no place yet
+	seq      uint64 // the last life of a segment
+	bytes    uint64 // of all pages
+	limbo    uint64 // of those that have no place yet
 	capacity uint64
-	turn     int // counts writes
+	turn     int  // counts writes
+	removes  bool // a namespace was removed in this start
 	stats    Stats
 }
 
 type owner struct {
-	space
+	id        page.ID
+	pageBytes uint32
 	// bytes of a device that a page takes at most, with its part of tables and of what stays unused
 	cost     uint64
-	removals int // how often its pages were removed
+	emptying int // calls that forget its pages: it takes none meanwhile
 }
 
 // perSegment is how many pages of a size a segment holds if each is written alone: the worst case.
@@ -133,7 +135,9 @@ type Stats struct {
 	Damaged                uint64 // pages that were found so, and dropped
 	Failed                 uint64 // segments that could not be written or synced
 	Cleaned, Moved         uint64 // segments, and pages
-	Direct                 bool   // all devices bypass the page cache
+	// Removed is the bytes of segments that may still have bytes of removed pages.
+	Removed uint64
+	Direct  bool // all devices bypass the page cache
 }
 
 // opened is a device that Open has opened.
@@ -246,7 +250,7 @@ func openAll(devices []opened, c Config) (_ *Tier, err error) {
 		c.SegmentBytes = DefaultSegmentBytes
 	}
 	t := &Tier{owners: map[uint16]*owner{}, ids: map[page.ID]uint16{},
-		removed: map[page.ID]uint64{}, segb: uint32(c.SegmentBytes / block)}
+		segb: uint32(c.SegmentBytes / block)}
 	t.drained.L = &t.mu
 	if t.segb < minSegmentBlocks || t.segb > maxSegmentBlocks {
 		return nil, fmt.Errorf("store.disk segment %d bytes: must be %d to %d", c.SegmentBytes,
@@ -336,6 +340,13 @@ func (t *Tier) Stats() Stats {
 	s.Pages, s.Bytes, s.Capacity, s.Evicted = uint64(t.pages.Pages()), t.bytes, t.capacity,
 		t.pages.Evicted()
 	s.EvictionAge = t.pages.EvictionAge()
+	for _, l := range t.logs {
+		for i := range l.segments {
+			if t.mayHaveRemovedLocked(&l.segments[i]) {
+				s.Removed += uint64(t.segb) * block
+			}
+		}
+	}
 	return s
 }
 
@@ -353,44 +364,60 @@ func (t *Tier) SetOwner(n uint16, id page.ID, pageBytes int, quota, reserve uint
 		return fmt.Errorf("store.disk: owner %d is namespace %s with pages of %d bytes", n, o.id,
 			o.pageBytes)
 	}
-	s := space{id, uint32(pageBytes)}
-	o := evict.Owner{PageBytes: t.costOf(s), Max: quota, Min: reserve}
+	o := evict.Owner{PageBytes: t.costOf(pageBytes), Max: quota, Min: reserve}
 	if err := t.pages.CheckShares("store.disk", n, o, t.capacity); err != nil {
 		return err
 	}
-	t.setOwnerLocked(n, s, quota, reserve)
+	t.setOwnerLocked(n, id, pageBytes, quota, reserve)
 	return nil
 }
 
 // costOf is how many bytes of a device a page of a namespace takes at most.
-func (t *Tier) costOf(s space) uint64 {
-	per := t.perSegment(int(s.pageBytes))
+func (t *Tier) costOf(pageBytes int) uint64 {
+	per := t.perSegment(pageBytes)
 	return uint64((t.segb+per-1)/per) * block
 }
 
-func (t *Tier) setOwnerLocked(n uint16, s space, quota, reserve uint64) {
+func (t *Tier) setOwnerLocked(n uint16, id page.ID, pageBytes int, quota, reserve uint64) {
 	if t.owners[n] == nil {
-		t.owners[n] = &owner{space: s, cost: t.costOf(s)}
-		t.ids[s.id] = n
+		t.owners[n] = &owner{id: id, pageBytes: uint32(pageBytes), cost: t.costOf(pageBytes)}
+		t.ids[id] = n
 	}
 	t.pages.SetOwner(n, evict.Owner{PageBytes: t.owners[n].cost, Max: quota, Min: reserve})
 }
 
 // DropOwner forgets an owner, so that its number can be another's. The caller does not use the
-// number any more. It reports whether the owner had no pages; otherwise nothing changes. That the
-// namespace was removed is remembered.
+// number any more. It reports whether the owner had no pages; otherwise nothing changes. What a
+// device still has of it counts no more once the ledger is written again.
 func (t *Tier) DropOwner(n uint16) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if t.pages.Used(n) != 0 {
+	o := t.owners[n]
+	if t.pages.Used(n) != 0 || o != nil && o.emptying > 0 {
 		return false
 	}
-	if o := t.owners[n]; o != nil {
+	if o != nil {
+		t.endEraLocked(o.id)
 		delete(t.ids, o.id)
 		delete(t.owners, n)
 		t.pages.DropOwner(n)
 	}
 	return true
+}
+
+// Has reports whether a namespace may have pages here, found or not.
+func (t *Tier) Has(id page.ID) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	_, ok := t.ledger.eras[id]
+	return ok
+}
+
+// Keeps reports whether any namespace may have pages here.
+func (t *Tier) Keeps() bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return len(t.ledger.eras) > 0
 }
 
 // Known is the number of each namespace that has an owner here.
@@ -457,6 +484,10 @@ func (t *Tier) Unpin(p Pinned) {
 	defer t.mu.Unlock()
 	t.pages.Drop(p.node)
 }
+
+// OnRemove has f called with each page that is removed, as OnEvict. It is set before the first
+// page.
+func (t *Tier) OnRemove(f func(owner uint16, k *page.Key)) { t.pages.OnRemove(f) }
 
 // OnEvict has f called with each page that is given up. f returns whether it will have read called,
 // once, from any goroutine: with a buffer that gets the page's bytes. Until then the page's segment

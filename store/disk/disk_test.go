@@ -53,7 +53,7 @@ func TestRefusesWhatChangedInMemory(t *testing.T) {
 	defer tier.Close()
 	r := record(0, 1, nil)
 	r.Data[100] ^= 1
-	if errs := tier.Write(number(tier, 0), []Record{r}); !errors.Is(errs[0], ErrDamaged) {
+	if errs := tier.Write(number(tier, 0), []Record{r}, nil); !errors.Is(errs[0], ErrDamaged) {
 		t.Errorf("%v", errs)
 	}
 	if has(t, tier, 0, 1) {
@@ -100,7 +100,7 @@ func TestRemovalIsDurable(t *testing.T) {
 		tier := start(t, files)
 		_, _ = load(tier, 0, 0, 30)
 		_, _ = load(tier, 1, 0, 30)
-		if err := tier.RemoveOwner(number(tier, 0)); err != nil {
+		if err := tier.Remove(simSpace(0)); err != nil {
 			t.Fatal(err)
 		}
 		again, _ := load(tier, 0, 100, 110)
@@ -125,7 +125,7 @@ func TestRemovalIsDurable(t *testing.T) {
 	}
 }
 
-// script is a workload that seals, cleans, removes and moves.
+// script is a workload that seals, cleans, removes, moves and overwrites.
 func script(t *Tier) (removed bool) {
 	for i := range 12 {
 		_, _ = load(t, 0, i*9, i*9+9)
@@ -136,8 +136,12 @@ func script(t *Tier) (removed bool) {
 			_, _ = t.Read(number(t, 0), &k, buf, Sum)
 		}
 	}
-	removed = t.RemoveOwner(number(t, 1)) == nil
-	_, _ = load(t, 0, 500, 540)
+	removed = t.Remove(simSpace(1)) == nil
+	_, _ = load(t, 0, 500, 520)
+	for left, err := t.Wipe(); left > 0 && err == nil; {
+		left, err = t.Wipe()
+	}
+	_, _ = load(t, 0, 520, 540)
 	return removed
 }
 

@@ -25,7 +25,7 @@ const (
 	entryBytes  = 76
 	// maxEntries bounds the pages of one segment: a segment of 1 GiB of pages of 4 KiB has fewer.
 	maxEntries = 1 << 18
-	maxSpaces  = 1024
+	maxSpaces  = 1024 // of one table, and of the ledger
 )
 
 // The magic at the beginning of each thing, 8 bytes.
@@ -50,9 +50,9 @@ type storeID [16]byte
 
 var errDamaged = errors.New("damaged")
 
-// space is a namespace in a table.
+// space is a namespace in a table, by its era.
 type space struct {
-	id        page.ID
+	era       page.Era
 	pageBytes uint32
 }
 
@@ -114,7 +114,7 @@ func (t *table) encode(b []byte, store storeID) {
 	le.PutUint32(b[48:], uint32(n))
 	p := b[headerBytes:]
 	for _, s := range t.spaces {
-		copy(p, s.id[:])
+		copy(p, s.era[:])
 		le.PutUint32(p[32:], s.pageBytes)
 		p = p[spaceBytes:]
 	}
@@ -167,7 +167,7 @@ func parse(b []byte, store storeID, k kind, seq uint64, segment uint32) (*table,
 		entries: make([]entry, le.Uint32(b[40:]))}
 	p := b[headerBytes:]
 	for i := range t.spaces {
-		t.spaces[i] = space{page.ID(p[:32]), le.Uint32(p[32:])}
+		t.spaces[i] = space{page.Era(p[:16]), le.Uint32(p[32:])}
 		if t.spaces[i].pageBytes == 0 || t.spaces[i].pageBytes > page.MaxBytes {
 			return bad("page size")
 		}

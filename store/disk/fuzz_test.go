@@ -18,7 +18,7 @@ func drawTable(t *rapid.T) table {
 		seq:    rapid.Uint64().Draw(t, "seq"),
 		spaces: []space{}, entries: []entry{}}
 	for range rapid.IntRange(1, 5).Draw(t, "spaces") {
-		tab.spaces = append(tab.spaces, space{page.ID{rapid.Byte().Draw(t, "id")},
+		tab.spaces = append(tab.spaces, space{page.Era{rapid.Byte().Draw(t, "id")},
 			rapid.Uint32Range(1, 100_000).Draw(t, "bytes")})
 	}
 	for range rapid.IntRange(0, 60).Draw(t, "entries") {
@@ -64,9 +64,9 @@ func TestTableRoundTrip(t *testing.T) {
 // inside the segment. The checksum is made right, so that the fields behind it are reached.
 func FuzzTable(f *testing.F) {
 	for _, tab := range []table{
-		{kind: kindGroup, seq: 7, spaces: []space{{page.ID{1}, 4096}}, entries: []entry{{at: 1},
+		{kind: kindGroup, seq: 7, spaces: []space{{page.Era{1}, 4096}}, entries: []entry{{at: 1},
 			{at: 2, crc: 5}}},
-		{kind: kindFooter, seq: 7, spaces: []space{{page.ID{1}, 4096}, {page.ID{2}, 10_000}},
+		{kind: kindFooter, seq: 7, spaces: []space{{page.Era{1}, 4096}, {page.Era{2}, 10_000}},
 			entries: []entry{{at: 9, space: 1}}},
 	} {
 		b := make([]byte, tableBytes(len(tab.spaces), len(tab.entries)))
@@ -107,7 +107,7 @@ func FuzzBlocks(f *testing.F) {
 	encodeEnd(b, fuzzStore, 7, 3)
 	f.Add(append([]byte(nil), b[:block]...))
 	clear(b)
-	encodeLedger(b, fuzzStore, 4, 9, []removal{{page.ID{1}, 3}})
+	encodeLedger(b, fuzzStore, 4, 9, map[page.ID]era{{1}: {era: page.Era{3}}})
 	f.Add(b)
 	f.Fuzz(func(t *testing.T, in []byte) {
 		b := make([]byte, ledgerBytes)
@@ -122,8 +122,8 @@ func FuzzBlocks(f *testing.F) {
 			if n := parseEnd(b, fuzzStore, 7, 64); n > 62 {
 				t.Fatalf("a footer of %d blocks in a segment of 64", n)
 			}
-			if _, _, removed := parseLedger(b, fuzzStore); len(removed) > maxRemovals {
-				t.Fatalf("%d removals", len(removed))
+			if _, _, eras := parseLedger(b, fuzzStore); len(eras) > maxSpaces {
+				t.Fatalf("%d namespaces", len(eras))
 			}
 		}
 	})

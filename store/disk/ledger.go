@@ -5,35 +5,58 @@ package disk
 import (
 	"encoding/binary"
 	"fmt"
+	"maps"
+	"sync"
 
 	"github.com/kvspray/kvspray/store/offheap"
 	"github.com/kvspray/kvspray/store/page"
 )
 
-// removal means that pages of a namespace in segments of lives before this one were removed.
-type removal struct {
-	id     page.ID
-	before uint64
+// era is that of a namespace.
+type era struct {
+	era   page.Era
+	since uint64 // the change of the ledger that began it; 0: one of an earlier start
 }
 
-// ledger is what a removal rests on, whatever happens to the segments. It holds the removals, and a
-// bound of the lives that were given to segments.
+// ledger is what a removal rests on, whatever happens to the segments. It has the era of each
+// namespace, and a bound of the lives that were given to segments.
 //
 // A removal wins over everything that is found in the segments, because
-//   - each table has the number of the life that it was written in, and a page counts only if its
-//     namespace was not removed after that life began;
-//   - no life's number is given twice, whatever the headers of segments look like: each start takes
-//     numbers from a bound on that the ledger had, and the bound is durable before one is used;
-//   - a removal is forgotten only when no segment can hold an earlier life. A segment whose header
-//     cannot be read can hold any.
+//   - each table names eras and no namespaces, and a page counts only if the ledger has its era;
+//   - an era is random, and never begins again;
+//   - it is durable in the ledger before a page has it, so what the ledger lacks was removed, given
+//     up or lost. No entry keeps a removed page from counting: none is needed.
+//
+// Lives tell the groups of a segment from those that it had before. No number is given twice,
+// whatever the headers look like: each start takes numbers from a bound on that the ledger had, and
+// the bound is durable before one is used.
 //
 // Both copies are durable before a removal returns and before a start uses a life, so damage to one
 // of them loses nothing. The copy that is older, or not whole, is written first.
 type ledger struct {
-	first  uint64    // life: those of this start follow it
-	limit  uint64    // life: those of this start are below
+	first uint64 // life: those of this start follow it
+	limit uint64 // life: those of this start are below
+
+	// io is held while the ledger is written, by calls that wait for it anyway. It is taken before
+	// Tier.mu, and after log.mu by none.
+	io     sync.Mutex
 	copies [2]uint64 // the generation of each copy that is known to be durable; 0: none
 	last   uint64    // generation that was written, or begun
+
+	// guarded by Tier.mu
+	eras    map[page.ID]era
+	count   map[page.Era]bool // the same eras
+	changes uint64            // of eras since the start
+	durable uint64            // changes that both copies have
+}
+
+// byEra returns the namespaces.
+func (g *ledger) byEra() map[page.Era]page.ID {
+	out := make(map[page.Era]page.ID, len(g.eras))
+	for id, e := range g.eras {
+		out[e.era] = id
+	}
+	return out
 }
 
 // livesPerStart is how many lives one start may give to segments. 2^40 segments of the smallest
@@ -42,40 +65,41 @@ const livesPerStart = 1 << 40
 
 // Of the ledger on the first device.
 const (
-	maxRemovals  = 1024
-	removalBytes = 40
-	ledgerBytes  = (headerBytes + maxRemovals*removalBytes + block - 1) / block * block
+	eraBytes    = 48
+	ledgerBytes = (headerBytes + maxSpaces*eraBytes + block - 1) / block * block
 )
 
 func ledgerPlace(copy int) int64 { return ledgerAt + int64(copy)*(ledgerBytes+block) }
 
-func encodeLedger(b []byte, store storeID, generation, limit uint64, removed []removal) {
+func encodeLedger(b []byte, store storeID, generation, limit uint64, eras map[page.ID]era) {
 	le := binary.LittleEndian
 	copy(b, magicLedger)
 	copy(b[16:], store[:])
 	le.PutUint64(b[32:], generation)
-	le.PutUint32(b[40:], uint32(len(removed)))
+	le.PutUint32(b[40:], uint32(len(eras)))
 	le.PutUint64(b[48:], limit)
-	for i, r := range removed {
-		p := b[headerBytes+i*removalBytes:]
-		copy(p, r.id[:])
-		le.PutUint64(p[32:], r.before)
+	p := b[headerBytes:]
+	for id, e := range eras {
+		copy(p, id[:])
+		copy(p[32:], e.era[:])
+		p = p[eraBytes:]
 	}
 	seal(b[:ledgerBytes])
 }
 
 // parseLedger returns generation 0 where there is no whole ledger of the store.
-func parseLedger(b []byte, store storeID) (generation, limit uint64, removed []removal) {
+func parseLedger(b []byte, store storeID) (generation, limit uint64, eras map[page.ID]era) {
 	le := binary.LittleEndian
+	eras = map[page.ID]era{}
 	if len(b) < ledgerBytes || !sealed(b[:ledgerBytes], magicLedger) ||
-		storeID(b[16:32]) != store || le.Uint32(b[40:]) > maxRemovals {
-		return 0, 0, nil
+		storeID(b[16:32]) != store || le.Uint32(b[40:]) > maxSpaces {
+		return 0, 0, eras
 	}
 	for i := range int(le.Uint32(b[40:])) {
-		p := b[headerBytes+i*removalBytes:]
-		removed = append(removed, removal{page.ID(p[:32]), le.Uint64(p[32:])})
+		p := b[headerBytes+i*eraBytes:]
+		eras[page.ID(p[:32])] = era{era: page.Era(p[32:])}
 	}
-	return le.Uint64(b[32:]), le.Uint64(b[48:]), removed
+	return le.Uint64(b[32:]), le.Uint64(b[48:]), eras
 }
 
 // readLedger reads the newer copy, and makes lives for this start durable in both.
@@ -86,10 +110,16 @@ func (t *Tier) readLedger() error {
 	}
 	g, l := &t.ledger, t.logs[0]
 	if g.first > 1<<64-1-livesPerStart {
-		return fmt.Errorf("store.disk path %s: its record of removals is %w", l.path, errDamaged)
+		return fmt.Errorf("store.disk path %s: its record of namespaces is %w", l.path, errDamaged)
 	}
 	g.limit, g.last = g.first+livesPerStart, newest
-	return t.writeLedger()
+	g.count = map[page.Era]bool{}
+	for _, e := range g.eras {
+		g.count[e.era] = true
+	}
+	g.io.Lock()
+	defer g.io.Unlock()
+	return t.writeLedger(g.eras)
 }
 
 // loadLedger reads the newer copy, and returns its generation.
@@ -100,21 +130,18 @@ func (t *Tier) loadLedger() (newest uint64, err error) {
 	}
 	defer buf.Free()
 	g, l := &t.ledger, t.logs[0]
+	g.eras = map[page.ID]era{}
 	for i := range g.copies {
 		if l.file.ReadAt(buf.Elems(), ledgerPlace(i)) != nil {
 			t.stats.Damaged++
-			continue // the other copy has all that a removal was acknowledged for
+			continue // the other copy has all that was acknowledged
 		}
-		generation, limit, removed := parseLedger(buf.Elems(), t.id)
+		generation, limit, eras := parseLedger(buf.Elems(), t.id)
 		g.copies[i] = generation
 		if generation <= newest {
 			continue
 		}
-		newest, g.first = generation, limit
-		clear(t.removed)
-		for _, r := range removed {
-			t.removed[r.id] = r.before
-		}
+		newest, g.first, g.eras = generation, limit, eras
 	}
 	if newest == 0 {
 		if err := t.checkUnused(); err != nil {
@@ -125,13 +152,13 @@ func (t *Tier) loadLedger() (newest uint64, err error) {
 	return newest, nil
 }
 
-// checkUnused returns an error if any segment was used: then there was a ledger, and without it
-// removed pages would come back.
+// checkUnused returns an error if any segment was used: then there was a ledger, and without it no
+// page counts, and lives would be given again.
 func (t *Tier) checkUnused() error {
 	for _, l := range t.logs {
 		for i := range uint32(len(l.segments)) {
 			if l.life(i) > unknownLife {
-				return fmt.Errorf("both copies of its record of removals are %w; name another "+
+				return fmt.Errorf("both copies of its record of namespaces are %w; name another "+
 					"path, or empty it yourself: its pages are lost", errDamaged)
 			}
 		}
@@ -139,23 +166,38 @@ func (t *Tier) checkUnused() error {
 	return nil
 }
 
-// writeLedger makes the removals and the bound of lives durable. It is called at the start, and by
-// the one removal that holds all logs.
-func (t *Tier) writeLedger() error {
+// writeEras returns once both copies have so many changes of eras. One write does for all callers
+// that wait.
+func (t *Tier) writeEras(changes uint64) error {
+	g := &t.ledger
+	g.io.Lock()
+	defer g.io.Unlock()
+	t.mu.Lock()
+	if g.durable >= changes {
+		t.mu.Unlock()
+		return nil
+	}
+	eras, now := maps.Clone(g.eras), g.changes
+	t.mu.Unlock()
+	if err := t.writeLedger(eras); err != nil {
+		return err
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	g.durable = now
+	return nil
+}
+
+// writeLedger makes eras and the bound of lives durable. The caller holds ledger.io.
+func (t *Tier) writeLedger(eras map[page.ID]era) error {
 	buf, err := offheap.New[byte](ledgerBytes)
 	if err != nil {
 		return err
 	}
 	defer buf.Free()
-	t.mu.Lock()
-	removed := make([]removal, 0, len(t.removed))
-	for id, before := range t.removed {
-		removed = append(removed, removal{id, before})
-	}
-	t.mu.Unlock()
 	g, l := &t.ledger, t.logs[0]
 	g.last++
-	encodeLedger(buf.Elems(), t.id, g.last, g.limit, removed)
+	encodeLedger(buf.Elems(), t.id, g.last, g.limit, eras)
 	order := [2]int{0, 1}
 	if g.copies[0] > g.copies[1] {
 		order = [2]int{1, 0}
@@ -167,7 +209,7 @@ func (t *Tier) writeLedger() error {
 			err = l.file.Sync()
 		}
 		if err != nil {
-			return fmt.Errorf("store.disk path %s: record of removals: %w", l.path, err)
+			return fmt.Errorf("store.disk path %s: record of namespaces: %w", l.path, err)
 		}
 		g.copies[i] = g.last
 	}

@@ -83,7 +83,7 @@ func TestRemovalWinsOverDamage(t *testing.T) {
 			},
 			"remove": func(t *rapid.T) {
 				o := owner.Draw(t, "owner")
-				if err := tier.RemoveOwner(number(tier, o)); err != nil {
+				if err := tier.Remove(simSpace(o)); err != nil {
 					t.Fatal(err)
 				}
 				clear(may[o])
@@ -118,7 +118,7 @@ func TestRemovalWinsOverAHeaderThatComesBack(t *testing.T) {
 		t.Fatal("the header was not damaged")
 	}
 	own(t, tier)
-	if err := tier.RemoveOwner(number(tier, 0)); err != nil {
+	if err := tier.Remove(simSpace(0)); err != nil {
 		t.Fatal(err)
 	}
 	_ = tier.Close()
@@ -130,25 +130,29 @@ func TestRemovalWinsOverAHeaderThatComesBack(t *testing.T) {
 	}
 }
 
-// Far more namespaces are removed than the ledger has room for, while the first segment is never
-// given up: it is moved, so that the removals before can be forgotten.
+// Far more namespaces come and are removed than the ledger has room for, while the first segment is
+// never given up.
 func TestManyRemovals(t *testing.T) {
 	files := sims(2, simBytes, 1)
 	tier := start(t, files)
 	kept, _ := load(tier, 0, 0, 20)
 	const n = 9
-	for i := range 2*maxRemovals + 100 {
-		if err := tier.SetOwner(n, page.ID{99, byte(i), byte(i >> 8)}, simPages[0], 0,
-			0); err != nil {
+	for i := range 2*maxSpaces + 100 {
+		id := page.ID{99, byte(i), byte(i >> 8)}
+		if err := tier.SetOwner(n, id, simPages[0], 0, 0); err != nil {
 			t.Fatal(err)
 		}
+		ops := files[0].Ops() + files[1].Ops()
 		if i%50 == 0 {
-			if errs := tier.Write(n, []Record{record(0, 1000+i, nil)}); errs[0] != nil {
+			if errs := tier.Write(n, []Record{record(0, 1000+i, nil)}, nil); errs[0] != nil {
 				t.Fatal(errs)
 			}
 		}
-		if err := tier.RemoveOwner(n); err != nil {
+		if err := tier.Remove(id); err != nil {
 			t.Fatalf("removal %d: %v", i, err)
+		}
+		if wrote := files[0].Ops()+files[1].Ops() > ops; wrote != (i%50 == 0) {
+			t.Fatalf("removal %d: I/O: %v", i, wrote)
 		}
 		if !tier.DropOwner(n) {
 			t.Fatal("a removed owner has pages")
@@ -179,7 +183,7 @@ func TestLedgerCopies(t *testing.T) {
 	tier := start(t, files)
 	_, _ = load(tier, 0, 0, 20)
 	_, _ = load(tier, 1, 0, 20)
-	if err := tier.RemoveOwner(number(tier, 0)); err != nil {
+	if err := tier.Remove(simSpace(0)); err != nil {
 		t.Fatal(err)
 	}
 	for copy := range 2 {
@@ -215,10 +219,11 @@ func TestLedgerKeepsTheWholeCopy(t *testing.T) {
 		files := sims(1, simBytes, seed)
 		tier := start(t, files)
 		_, _ = load(tier, 0, 0, 20)
+		_, _ = load(tier, 1, 0, 1)
 		for i := range byte(100) { // so that what is written is more than one sector
-			tier.removed[page.ID{9, i}] = 1 << 32
+			tier.ledger.eras[page.ID{9, i}] = era{era: page.NewEra()}
 		}
-		if err := tier.RemoveOwner(number(tier, 0)); err != nil {
+		if err := tier.Remove(simSpace(0)); err != nil {
 			t.Fatal(err)
 		}
 		files[0].Fail(func(op string, off int64) error {
@@ -227,13 +232,13 @@ func TestLedgerKeepsTheWholeCopy(t *testing.T) {
 			}
 			return nil
 		})
-		if err := tier.RemoveOwner(number(tier, 1)); !errors.Is(err, unix.EIO) {
+		if err := tier.Remove(simSpace(1)); !errors.Is(err, unix.EIO) {
 			t.Fatal(err)
 		}
 		files[0].Fail(nil)
 		files[0].Flip(int(ledgerPlace(1))+70, 3)
 		files[0].LosePower(1)
-		if err := tier.RemoveOwner(number(tier, 1)); !errors.Is(err, disktest.ErrPower) {
+		if err := tier.Remove(simSpace(1)); !errors.Is(err, disktest.ErrPower) {
 			t.Fatal(err)
 		}
 		_ = tier.Close()

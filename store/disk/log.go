@@ -5,6 +5,7 @@ package disk
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 
 	"github.com/kvspray/kvspray/internal/sys/mem"
@@ -22,6 +23,7 @@ const (
 	free state = iota
 	current
 	full
+	wiped // it is being overwritten
 )
 
 // segment is guarded by Tier.mu.
@@ -30,6 +32,8 @@ type segment struct {
 	seq     uint64
 	live    uint64 // bytes of pages that the catalog places here
 	readers int
+	bad     bool       // it could not be wiped
+	eras    []page.Era // of pages that it has, or may still have of its life before
 }
 
 // log is one device: its segments, and the one that is appended to.
@@ -69,14 +73,21 @@ func (t *Tier) GroupPages(pageBytes int) int {
 }
 
 // Write stores pages of one owner, at most GroupPages, and returns when they are durable: for each
-// record nil, catalog.ErrExists, catalog.ErrBusy, or why it is not stored.
-func (t *Tier) Write(id uint16, records []Record) []error {
+// record nil, catalog.ErrExists, catalog.ErrBusy, or why it is not stored. wanted is called with
+// the tier's lock held. It reports whether no removal of the namespace has begun since the pages
+// are its own; nil: none has.
+func (t *Tier) Write(id uint16, records []Record, wanted func() bool) []error {
 	errs := make([]error, len(records))
 	fresh := make([]int, 0, len(records)) // those that are written
 	nodes := make([]index.Node, len(records))
+	o, s, err := t.enterEra(id, wanted)
+	if err != nil {
+		for i := range errs {
+			errs[i] = err
+		}
+		return errs
+	}
 	t.mu.Lock()
-	o := t.owners[id]
-	removals := o.removals
 	l, bytes := t.emptiestLocked(), uint64(len(records))*o.cost
 	l.pending += bytes
 	for i := range records {
@@ -106,9 +117,8 @@ func (t *Tier) Write(id uint16, records []Record) []error {
 		t.mu.Unlock()
 	}()
 	for i := range records {
-		// Before the log takes a page: its segment's life would be later than the removal. And a page
-		// that was here is so no more.
-		if o.removals != removals && (errs[i] == nil || errors.Is(errs[i], catalog.ErrExists)) {
+		// They would be of an era that has ended. And a page that was here is so no more.
+		if !t.isNowLocked(o, s) && (errs[i] == nil || errors.Is(errs[i], catalog.ErrExists)) {
 			errs[i] = ErrRemoved
 		}
 		if errs[i] != nil {
@@ -127,7 +137,7 @@ func (t *Tier) Write(id uint16, records []Record) []error {
 		return errs
 	}
 	t.mu.Unlock()
-	places, err := l.append(o.space, records, fresh)
+	places, err := l.append(s, records, fresh)
 	t.mu.Lock()
 	l.broken = err != nil && !errors.Is(err, errNoSegment)
 	for j, i := range fresh {
@@ -138,6 +148,9 @@ func (t *Tier) Write(id uint16, records []Record) []error {
 		} else {
 			t.moveLocked(n, o, places[j])
 			t.pages.Finish(n, records[i].CRC)
+			if t.pages.At(n).Doomed {
+				errs[i] = ErrRemoved
+			}
 		}
 		t.pages.Drop(n)
 	}
@@ -238,6 +251,9 @@ func (l *log) append(s space, records []Record, which []int) (places []uint32, e
 func (l *log) ensure(s space, pages int, clean bool) (int, error) {
 	fits := func() int {
 		n := pages
+		if len(l.spaces) == maxSpaces {
+			return 0
+		}
 		for n > 0 && l.pos+1+uint32(n)*blocksOf(int(s.pageBytes))+l.footerBlocks(n) >= l.t.segb {
 			n--
 		}
@@ -299,6 +315,11 @@ func (l *log) group(s space, records []Record, which []int) ([]uint32, error) {
 	}
 	l.pos = at
 	l.note(&tab)
+	l.t.mu.Lock()
+	defer l.t.mu.Unlock()
+	if seg := &l.segments[l.at]; !slices.Contains(seg.eras, s.era) {
+		seg.eras = append(seg.eras, s.era)
+	}
 	return places, nil
 }
 
@@ -322,7 +343,18 @@ func (l *log) note(tab *table) {
 // are read instead.
 func (l *log) close() {
 	l.writeFooter(uint32(l.at), table{kindFooter, l.segments[l.at].seq, l.spaces, l.entries})
+	eras := erasOf(l.spaces) // it has overwritten the others
+	l.t.mu.Lock()
+	l.segments[l.at].eras = eras
+	l.t.mu.Unlock()
 	l.retire()
+}
+
+func erasOf(spaces []space) (eras []page.Era) {
+	for _, s := range spaces {
+		eras = append(eras, s.era)
+	}
+	return eras
 }
 
 // retire ends the current segment as it is.

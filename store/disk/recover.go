@@ -149,8 +149,9 @@ func (t *Tier) recover() error {
 	slices.SortFunc(all, func(a, b found) int { return cmp.Compare(a.seq, b.seq) })
 	t.mu.Lock()
 	defer t.mu.Unlock()
+	ids := t.ledger.byEra()
 	for _, f := range all {
-		t.adoptLocked(f)
+		t.adoptLocked(f, ids)
 	}
 	for _, l := range t.logs {
 		for i := range l.segments {
@@ -163,14 +164,8 @@ func (t *Tier) recover() error {
 }
 
 // resume goes on with a segment that has no footer, if it is the last one of its log: the segments
-// that are free are not more than before, and what was being moved goes on into it. Not so if a
-// namespace was removed since: what is written now is later.
+// that are free are not more than before, and what was being moved goes on into it.
 func (l *log) resume(seg uint32, tab *table, end uint32) {
-	for _, before := range l.t.removed {
-		if tab.seq < before {
-			return
-		}
-	}
 	if l.at >= 0 && l.segments[l.at].seq > tab.seq {
 		return
 	}
@@ -232,25 +227,26 @@ func (l *log) scan(seg uint32, seq uint64, b []byte) (out *table, end uint32) {
 	return out, end
 }
 
-// adoptLocked puts the pages of a segment into the catalog, unless their namespace was removed
-// since.
-func (t *Tier) adoptLocked(f found) {
+// adoptLocked puts the pages of a segment into the catalog whose eras count.
+func (t *Tier) adoptLocked(f found, ids map[page.Era]page.ID) {
 	base := (f.l.first + f.number) * t.segb
+	f.l.segments[f.number].eras = erasOf(f.spaces)
 	for i := range f.entries {
 		e := &f.entries[i]
 		s := f.spaces[e.space]
-		if f.seq < t.removed[s.id] {
+		space, ok := ids[s.era]
+		if !ok {
 			continue
 		}
-		id, ok := t.ids[s.id]
+		id, ok := t.ids[space]
 		if !ok {
 			if id, ok = t.hiddenLocked(); !ok || t.perSegment(int(s.pageBytes)) == 0 {
-				continue // more namespaces than a store has, or nothing that was ever written
+				continue // nothing that was ever written
 			}
-			t.setOwnerLocked(id, s, 0, 0)
+			t.setOwnerLocked(id, space, int(s.pageBytes), 0, 0)
 		}
 		o := t.owners[id]
-		if o.space != s {
+		if o.pageBytes != s.pageBytes {
 			continue
 		}
 		var after *page.Key

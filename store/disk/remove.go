@@ -3,82 +3,112 @@
 package disk
 
 import (
-	"maps"
-
+	"github.com/kvspray/kvspray/store/catalog"
 	"github.com/kvspray/kvspray/store/page"
 )
 
-// RemoveOwner forgets all pages of an owner, durably: after it returned, none of them comes back,
-// whatever happens to the disk's segments. After an error they may come back with the next start.
-func (t *Tier) RemoveOwner(id uint16) error {
-	for _, l := range t.logs { // in one order; only a removal holds two
-		l.mu.Lock()
-		defer l.mu.Unlock()
-		if l.at >= 0 {
-			l.close() // what is written later is in a later life
-		}
-	}
+// Remove forgets all pages of a namespace, durably: after it returned nil, none of them comes back,
+// whatever the index had of them, and whatever happens to the disk's segments. After an error they
+// may come back with the next start. Where the ledger has no era of the namespace there is nothing
+// to do, and no I/O.
+func (t *Tier) Remove(id page.ID) error {
 	t.mu.Lock()
-	o := t.owners[id]
-	o.removals++
-	t.pages.RemoveOwner(id)
-	t.removed[o.id] = t.seq + 1
+	_, has := t.ledger.eras[id]
+	t.removes = t.removes || has
+	t.endEraLocked(id)
+	change := t.ledger.changes
+	n, ok := t.ids[id]
+	if ok {
+		t.owners[n].emptying++
+	}
 	t.mu.Unlock()
-	if err := t.forget(); err != nil {
-		return err
+	if ok {
+		t.empty(n)
 	}
-	return t.writeLedger()
+	return t.writeEras(change)
 }
 
-// forget drops the removals that no segment needs any more. Where the ledger has no room for the
-// others, it empties the segments of the oldest lives. The caller holds all logs.
-func (t *Tier) forget() error {
-	for {
-		t.mu.Lock()
-		oldest := t.seq + 1
-		var l *log
-		var seg uint32
-		for _, of := range t.logs {
-			for i := range of.segments {
-				if s := &of.segments[i]; s.seq != neverUsed && s.seq < oldest {
-					oldest, l, seg = s.seq, of, uint32(i)
-				}
-			}
-		}
-		maps.DeleteFunc(t.removed, func(_ page.ID, before uint64) bool { return before <= oldest })
-		fits := len(t.removed) <= maxRemovals
+// Forget gives up all pages of an owner. They are found again by the next start, unless DropOwner
+// follows.
+func (t *Tier) Forget(n uint16) {
+	t.mu.Lock()
+	o := t.owners[n]
+	if o != nil {
+		o.emptying++
+	}
+	t.mu.Unlock()
+	if o != nil {
+		t.empty(n)
+	}
+}
+
+// empty forgets what an owner has, and ends one count of its emptying. Until then nothing is
+// written for it: all its pages are of one era.
+func (t *Tier) empty(n uint16) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for r := (catalog.Removing{}); !t.pages.RemoveSome(n, &r); {
 		t.mu.Unlock()
-		if fits {
-			return nil
-		}
-		if err := l.renew(seg); err != nil {
-			return err
-		}
+		t.mu.Lock()
+	}
+	t.owners[n].emptying--
+}
+
+// endEraLocked has no page of a namespace count any more, from the next write of the ledger on.
+func (t *Tier) endEraLocked(id page.ID) {
+	if e, ok := t.ledger.eras[id]; ok {
+		delete(t.ledger.eras, id)
+		delete(t.ledger.count, e.era)
+		t.ledger.changes++
 	}
 }
 
-// renew moves the pages of a segment, and gives it a new life without any.
-func (l *log) renew(seg uint32) error {
-	t := l.t
-	look := func() (seq uint64, isFull bool) {
-		t.mu.Lock()
-		defer t.mu.Unlock()
-		return l.segments[seg].seq, l.segments[seg].state == full
+// spaceLocked is what an owner's pages have in their tables; false: it takes no pages now.
+func (t *Tier) spaceLocked(o *owner) (s space, ok bool) {
+	e, ok := t.ledger.eras[o.id]
+	return space{e.era, o.pageBytes}, ok && o.emptying == 0
+}
+
+// isNowLocked reports whether pages of a space count.
+func (t *Tier) isNowLocked(o *owner, s space) bool {
+	now, ok := t.spaceLocked(o)
+	return ok && now == s
+}
+
+// enterEra returns what an owner's next pages have in their tables, once the ledger has it.
+func (t *Tier) enterEra(n uint16, wanted func() bool) (*owner, space, error) {
+	t.mu.Lock()
+	o := t.owners[n]
+	if o.emptying > 0 || wanted != nil && !wanted() {
+		t.mu.Unlock()
+		return o, space{}, ErrRemoved
 	}
-	seq, isFull := look()
-	if isFull {
-		if err := l.makeFree(); err != nil {
-			return err
-		}
-		var now uint64
-		if now, isFull = look(); now != seq {
-			return nil // making room has used it
+	e, ok := t.ledger.eras[o.id]
+	if !ok {
+		t.roomForEraLocked()
+		t.ledger.changes++
+		e = era{page.NewEra(), t.ledger.changes}
+		t.ledger.eras[o.id], t.ledger.count[e.era] = e, true
+	}
+	s, _ := t.spaceLocked(o)
+	durable := e.since <= t.ledger.durable
+	t.mu.Unlock()
+	if durable {
+		return o, s, nil
+	}
+	return o, s, t.writeEras(e.since)
+}
+
+// roomForEraLocked has a full ledger give up a namespace whose pages this start has not found.
+// There is one: each owner has a number, and the one that needs room has no era.
+func (t *Tier) roomForEraLocked() {
+	if len(t.ledger.eras) < maxSpaces {
+		return
+	}
+	for id := range t.ledger.eras {
+		if _, ok := t.ids[id]; !ok {
+			t.endEraLocked(id)
+			return
 		}
 	}
-	if isFull {
-		if err := l.empty(seg, seq, false); err != nil {
-			return err
-		}
-	}
-	return l.newLife(seg)
 }

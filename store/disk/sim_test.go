@@ -102,7 +102,7 @@ func load(t *Tier, owner uint16, from, to int) (durable []int, last error) {
 			records = append(records, record(owner, i, after))
 			after = &records[len(records)-1].Key
 		}
-		for i, err := range t.Write(number(t, owner), records) {
+		for i, err := range t.Write(number(t, owner), records, nil) {
 			if err == nil {
 				durable = append(durable, from+i)
 			} else {

@@ -223,6 +223,18 @@ func (p *Policy) again(n, now uint32) {
 	p.pushYoung(n)
 }
 
+// Queued is a page of an owner that is in a queue; 0: there is none.
+func (p *Policy) Queued(id uint16) uint32 {
+	o := &p.owners[id]
+	if n := o.lists[Once].old; n != 0 {
+		return n
+	}
+	return o.lists[Again].old
+}
+
+// Unqueue takes a page with pins out of its queue, until the last pin ends.
+func (p *Policy) Unqueue(n uint32) { p.unlink(n) }
+
 // Pin keeps a page, and thus all before it, from being a victim, and a Hole's number from being
 // freed.
 func (p *Policy) Pin(n uint32) { p.links[n].kids++ }

@@ -270,6 +270,10 @@ func (t *Tier) Doom(p Page) {
 	t.pages.Doom(p.node)
 }
 
+// OnRemove has f called with each page that is removed, as OnEvict. It is set before the first
+// page.
+func (t *Tier) OnRemove(f func(owner uint16, k *page.Key)) { t.pages.OnRemove(f) }
+
 // OnEvict has f called with each page that is given up. The bytes are dead when f returns. f calls
 // nothing of the tier, whose lock is held, and does not wait. It is set before the first page.
 func (t *Tier) OnEvict(f func(owner uint16, k, after *page.Key, crc uint32, bytes []byte)) {
@@ -278,11 +282,15 @@ func (t *Tier) OnEvict(f func(owner uint16, k, after *page.Key, crc uint32, byte
 	})
 }
 
-// RemoveOwner forgets all pages of an owner. Those that are pinned go with their last pin.
+// RemoveOwner forgets all pages that an owner has, those that are being filled among them. Those
+// that are pinned go with their last pin.
 func (t *Tier) RemoveOwner(id uint16) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	t.pages.RemoveOwner(id)
+	var r catalog.Removing
+	for done := false; !done; {
+		t.mu.Lock()
+		done = t.pages.RemoveSome(id, &r)
+		t.mu.Unlock()
+	}
 }
 
 // Reserve makes room for a page and returns it pinned, for the caller to fill and Commit, or Drop.

@@ -4,6 +4,7 @@ package object
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"time"
 
@@ -34,6 +35,7 @@ type builder struct {
 	queued  bool
 	done    bool
 	began   time.Time
+	since   uint64 // the change of the ledger that its object's era needs
 }
 
 // page is where page i has its bytes.
@@ -48,17 +50,21 @@ func (t *Tier) builderLocked(o *Owner) (*builder, error) {
 	if t.buffers == t.c.Buffers {
 		return nil, ErrNoRoom
 	}
+	e, ok := t.eraLocked(o)
+	if !ok {
+		return nil, ErrRemoved
+	}
 	n := t.perObject(o.pageBytes)
 	b := &builder{room: (headerBytes(n) + 4095) / 4096 * 4096, most: n, began: time.Now()}
 	var err error
 	if b.mem, err = offheap.New[byte](b.room + n*o.pageBytes); err != nil {
 		return nil, err
 	}
-	if b.x, err = t.newObjectLocked(o, t.nextLifeLocked()); err != nil {
+	if b.x, err = t.newObjectLocked(o, e.era, t.nextLifeLocked()); err != nil {
 		b.mem.Free()
 		return nil, err
 	}
-	b.x.b = b
+	b.x.b, b.since = b, e.since
 	t.buffers++
 	return b, nil
 }
@@ -70,6 +76,9 @@ func (t *Tier) takingLocked(o *Owner) (*builder, error) {
 		return o.builder, nil
 	}
 	b, err := t.builderLocked(o)
+	if errors.Is(err, ErrRemoved) {
+		return nil, err
+	}
 	if err != nil {
 		var fullest *builder
 		for _, other := range t.numbers {
@@ -162,10 +171,14 @@ func (t *Tier) fill(b *builder, i uint32, n index.Node, crc uint32, err error) e
 
 // Add copies a page into a buffer. It does not wait for the object store. It returns
 // catalog.ErrExists and ErrBusy if the page is here or on its way, and other errors if it is not
-// taken.
-func (o *Owner) Add(k, after *page.Key, data []byte, crc uint32) error {
+// taken. wanted is as for disk.Tier.Write; nil: no removal has begun.
+func (o *Owner) Add(k, after *page.Key, data []byte, crc uint32, wanted func() bool) error {
 	t := o.t
 	t.mu.Lock()
+	if wanted != nil && !wanted() {
+		t.mu.Unlock()
+		return ErrRemoved
+	}
 	b, i, n, err := t.reserveLocked(o, k, after)
 	if err != nil {
 		t.droppedLocked(err)

@@ -34,7 +34,7 @@ func BenchmarkAdd(b *testing.B) {
 			i := 0
 			for b.Loop() {
 				k := key(i)
-				if err := o.Add(&k, nil, data, crc); err != nil {
+				if err := o.Add(&k, nil, data, crc, nil); err != nil {
 					b.Fatal(err)
 				}
 				if i++; i%(32<<20/bytes) == 0 {

@@ -47,6 +47,7 @@ var (
 	ErrMissing  = errors.New("store.object: the page is not here")
 	ErrDamaged  = errors.New("store.object: the page is damaged")
 	ErrAway     = errors.New("store.object: the object store does not answer; it is asked again soon")
+	ErrRemoved  = errors.New("store.object: the namespace was removed meanwhile")
 	ErrNoRoom   = errors.New("store.object: all buffers wait for uploads")
 	ErrClosed   = errors.New("store.object: closed")
 )

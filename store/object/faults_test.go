@@ -21,6 +21,8 @@ func TestRefusalsEnd(t *testing.T) {
 	n.flush()
 	b := n.owner("b")
 	for _, op := range []string{"get", "put", "put and delete"} {
+		n.add(b, 20, 24)
+		n.flush()
 		s.Fail(refuse(op))
 		switch op {
 		case "get":

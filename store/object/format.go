@@ -8,6 +8,7 @@ import (
 	"fmt"
 
 	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/store/evict"
 	"github.com/kvspray/kvspray/store/page"
 )
 
@@ -16,11 +17,11 @@ const Version = 1
 
 // Sizes of what is written, in bytes. All numbers are little-endian.
 const (
-	headBytes    = 128
-	entryBytes   = 72
-	ledgerHead   = 128
-	removalBytes = 40
-	maxRemovals  = 4096
+	headBytes  = 128
+	entryBytes = 72
+	ledgerHead = 128
+	eraBytes   = 48
+	maxSpaces  = evict.MaxOwners
 )
 
 // The magic at the beginning of each thing, 8 bytes.
@@ -73,7 +74,7 @@ func (e *entry) before() *page.Key {
 // header describes an object: all its pages are of one namespace and one size.
 type header struct {
 	life      uint64
-	space     page.ID
+	era       page.Era
 	pageBytes uint32
 	bytes     uint64 // of the object
 	begin     uint32 // where the pages begin: the length of the header
@@ -102,7 +103,7 @@ func (h *header) encode(b []byte, store storeID) {
 	le.PutUint16(b[12:], Version)
 	copy(b[16:], store[:])
 	le.PutUint64(b[32:], h.life)
-	copy(b[40:], h.space[:])
+	copy(b[40:], h.era[:])
 	le.PutUint32(b[72:], h.pageBytes)
 	le.PutUint32(b[76:], uint32(len(h.entries)))
 	le.PutUint32(b[80:], h.begin)
@@ -151,7 +152,7 @@ func parse(b []byte, store storeID, life uint64, size int64) (*header, error) {
 	if storeID(b[16:32]) != store {
 		return nil, errOther
 	}
-	h := &header{life: le.Uint64(b[32:]), space: page.ID(b[40:72]), pageBytes: le.Uint32(b[72:]),
+	h := &header{life: le.Uint64(b[32:]), era: page.Era(b[40:56]), pageBytes: le.Uint32(b[72:]),
 		bytes: le.Uint64(b[88:]), begin: uint32(n)}
 	if h.life != life || h.pageBytes == 0 || h.pageBytes > page.MaxBytes ||
 		h.bytes != uint64(size) {
@@ -175,22 +176,34 @@ func parse(b []byte, store storeID, life uint64, size int64) (*header, error) {
 	return h, nil
 }
 
-// ledger is what a removal rests on: which lives were given to objects, and before which life each
-// namespace was removed. It is one object that is replaced whole, and only by the process that read
-// or wrote it last. It holds its content twice, so that a bit that flips loses nothing.
+// ledger is what a removal rests on: the era of each namespace, and which lives were given to
+// objects. An object counts only if the ledger has its era, which it has before the object is
+// uploaded, and has no more once the namespace was removed. So it does not matter when an upload
+// arrives, nor which objects a start has found. The ledger is one object that is replaced whole,
+// and only by the process that read or wrote it last. It holds its content twice, so that a bit
+// that flips loses nothing.
 type ledger struct {
 	store      storeID
 	epoch      uint64   // starts of the store: lives of this one are epoch<<epochShift and more
 	process    [16]byte // random for each start
 	generation uint64   // writes of this start
-	removed    map[page.ID]uint64
+	eras       map[page.ID]era
+
+	changes uint64 // of eras in this start
+	durable uint64 // changes that the object store has
+}
+
+// era is that of a namespace.
+type era struct {
+	era   page.Era
+	since uint64 // the change that began it; 0: one of an earlier start
 }
 
 // epochShift: a start gives up to 2^36 lives, and there can be 2^28 starts.
 const epochShift = 36
 
 func (l *ledger) encode() []byte {
-	n := ledgerHead + len(l.removed)*removalBytes
+	n := ledgerHead + len(l.eras)*eraBytes
 	out := make([]byte, 2*n)
 	b := out[:n]
 	le := binary.LittleEndian
@@ -200,12 +213,12 @@ func (l *ledger) encode() []byte {
 	le.PutUint64(b[32:], l.epoch)
 	copy(b[40:], l.process[:])
 	le.PutUint64(b[56:], l.generation)
-	le.PutUint32(b[64:], uint32(len(l.removed)))
+	le.PutUint32(b[64:], uint32(len(l.eras)))
 	p := b[ledgerHead:]
-	for id, before := range l.removed {
+	for id, e := range l.eras {
 		copy(p, id[:])
-		le.PutUint64(p[32:], before)
-		p = p[removalBytes:]
+		copy(p[32:], e.era[:])
+		p = p[eraBytes:]
 	}
 	seal(b)
 	copy(out[n:], b)
@@ -236,16 +249,16 @@ func parseCopy(b []byte) (*ledger, error) {
 		return nil, errVersion(v)
 	}
 	n := le.Uint32(b[64:])
-	if !sealed(b) || n > maxRemovals || len(b) != ledgerHead+int(n)*removalBytes {
+	if !sealed(b) || n > maxSpaces || len(b) != ledgerHead+int(n)*eraBytes {
 		return nil, errDamaged
 	}
 	l := &ledger{store: storeID(b[16:32]), epoch: le.Uint64(b[32:]),
-		process: [16]byte(b[40:56]), generation: le.Uint64(b[56:]), removed: map[page.ID]uint64{}}
+		process: [16]byte(b[40:56]), generation: le.Uint64(b[56:]), eras: map[page.ID]era{}}
 	if l.epoch == 0 || l.epoch >= 1<<(64-epochShift) {
 		return nil, errDamaged
 	}
-	for p := b[ledgerHead:]; len(p) > 0; p = p[removalBytes:] {
-		l.removed[page.ID(p[:32])] = le.Uint64(p[32:])
+	for p := b[ledgerHead:]; len(p) > 0; p = p[eraBytes:] {
+		l.eras[page.ID(p[:32])] = era{era: page.Era(p[32:48])}
 	}
 	return l, nil
 }

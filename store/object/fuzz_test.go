@@ -12,7 +12,7 @@ import (
 func sampleHeader() (b []byte, h header, store storeID) {
 	store = storeID{1, 2, 3}
 	n := headerBytes(3)
-	h = header{life: 7, space: page.ID{9}, pageBytes: 4096, begin: uint32(n),
+	h = header{life: 7, era: page.Era{9}, pageBytes: 4096, begin: uint32(n),
 		bytes: uint64(n + 5*4096)}
 	for i, at := range []int{0, 1, 4} {
 		h.entries = append(h.entries, entry{key: page.Key{byte(i)}, after: page.Key{byte(i), 1},
@@ -27,7 +27,7 @@ func sampleHeader() (b []byte, h header, store storeID) {
 func TestHeaders(t *testing.T) {
 	b, h, store := sampleHeader()
 	got, err := parse(b, store, 7, int64(h.bytes))
-	if err != nil || got.space != h.space || len(got.entries) != 3 || got.entries[2] != h.entries[2] {
+	if err != nil || got.era != h.era || len(got.entries) != 3 || got.entries[2] != h.entries[2] {
 		t.Fatalf("%+v %v", got, err)
 	}
 	if _, err := parse(b, store, 8, int64(h.bytes)); err == nil {
@@ -68,7 +68,8 @@ func FuzzHeader(f *testing.F) {
 }
 
 func FuzzLedger(f *testing.F) {
-	l := ledger{store: storeID{1}, epoch: 3, generation: 4, removed: map[page.ID]uint64{{1}: 5}}
+	l := ledger{store: storeID{1}, epoch: 3, generation: 4,
+		eras: map[page.ID]era{{1}: {era: page.Era{5}}}}
 	f.Add(l.encode())
 	f.Add([]byte{})
 	f.Fuzz(func(t *testing.T, b []byte) {
@@ -76,7 +77,7 @@ func FuzzLedger(f *testing.F) {
 			seal(half)
 		}
 		got, err := parseLedger(b)
-		if err == nil && (got.epoch == 0 || len(got.removed) > maxRemovals) {
+		if err == nil && (got.epoch == 0 || len(got.eras) > maxSpaces) {
 			t.Fatalf("%+v", got)
 		}
 	})

@@ -122,7 +122,7 @@ func (n *node) add(o *object.Owner, from, to int) (taken int) {
 			a := key(i - 1)
 			after = &a
 		}
-		if err := o.Add(&k, after, data, mem.CRC32C(0, data)); err == nil {
+		if err := o.Add(&k, after, data, mem.CRC32C(0, data), nil); err == nil {
 			taken++
 		}
 	}

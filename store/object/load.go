@@ -19,10 +19,6 @@ import (
 	"golang.org/x/sync/errgroup"
 )
 
-// everyLife is a removal that was asked for before the ledger could be read: all lives of earlier
-// starts.
-const everyLife = 1<<64 - 1
-
 func (t *Tier) ledgerName() string { return t.c.Prefix + "ledger.kvspray" }
 func (t *Tier) pagesName() string  { return t.c.Prefix + "pages/" }
 
@@ -53,11 +49,11 @@ func (t *Tier) begin(ctx context.Context) error {
 		data, tag, err := t.c.Bucket.Load(ctx, t.ledgerName())
 		return loaded{data, tag}, err
 	})
-	was, when := &ledger{removed: map[page.ID]uint64{}}, Condition{Tag: have.tag}
+	was, when := &ledger{eras: map[page.ID]era{}}, Condition{Tag: have.tag}
 	switch {
 	case errors.Is(err, ErrNotFound) && len(found) > 0:
 		return &ConfigError{"prefix", t.c.Prefix, "object " + found[0].name + " is there, and no " +
-			"record of removals, " + t.ledgerName(), "name another prefix, or empty it yourself: " +
+			"record of namespaces, " + t.ledgerName(), "name another prefix, or empty it yourself: " +
 			"its pages are lost"}
 	case errors.Is(err, ErrNotFound):
 		_, _ = rand.Read(was.store[:]) // never fails
@@ -71,39 +67,44 @@ func (t *Tier) begin(ctx context.Context) error {
 		}
 	}
 	t.mu.Lock()
-	t.ledger.store, t.ledger.epoch = was.store, was.epoch+1
+	t.ledger.store, t.ledger.epoch, t.ledger.eras = was.store, was.epoch+1, was.eras
 	first := t.ledger.epoch << epochShift
-	pending := t.mergeRemovalsLocked(was.removed, first)
+	pending := maps.Clone(t.pending)
+	for id := range pending {
+		t.endEraLocked(id)
+	}
 	t.mu.Unlock()
 	if err := t.writeLedger(ctx, limit, when); err != nil {
-		t.mu.Lock()
-		for _, id := range pending {
-			t.ledger.removed[id] = everyLife
-		}
-		t.mu.Unlock()
 		return err
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
+	for id := range t.pending { // one that came while the ledger was written has had its error
+		t.endEraLocked(id)
+	}
+	clear(t.pending)
 	t.life, t.state, t.problem = first, loading, nil
 	t.wake.Broadcast()
 	return nil
 }
 
-// mergeRemovalsLocked takes up those that the ledger in the bucket has, and adds those that were
-// asked for before it could be read: they count for all earlier starts. It returns these. Their
-// callers had an error, so what the ledger has no room for is left out.
-func (t *Tier) mergeRemovalsLocked(was map[page.ID]uint64, first uint64) (pending []page.ID) {
-	removed := maps.Clone(was)
-	for id, before := range t.ledger.removed {
-		_, again := was[id]
-		if before == everyLife && (again || len(removed) < maxRemovals) {
-			removed[id] = first + 1
-			pending = append(pending, id)
-		}
+// writeEras returns once the object store has so many changes of eras. One write does for all
+// callers that wait.
+func (t *Tier) writeEras(ctx context.Context, changes uint64) error {
+	has := func() bool {
+		t.mu.Lock()
+		defer t.mu.Unlock()
+		return t.ledger.durable >= changes
 	}
-	t.ledger.removed = removed
-	return pending
+	if has() {
+		return nil
+	}
+	t.book.Lock()
+	defer t.book.Unlock()
+	if has() {
+		return nil
+	}
+	return t.writeLedger(ctx, t.c.Timeouts.Small, Condition{Tag: t.tag})
 }
 
 // writeLedger makes the ledger durable, unless another process has replaced it: then it stops the
@@ -111,7 +112,7 @@ func (t *Tier) mergeRemovalsLocked(was map[page.ID]uint64, first uint64) (pendin
 func (t *Tier) writeLedger(ctx context.Context, limit time.Duration, when Condition) error {
 	t.mu.Lock()
 	t.ledger.generation++
-	generation := t.ledger.generation
+	generation, changes := t.ledger.generation, t.ledger.changes
 	data := t.ledger.encode()
 	t.mu.Unlock()
 	taken := false
@@ -141,6 +142,9 @@ func (t *Tier) writeLedger(ctx context.Context, limit time.Duration, when Condit
 	switch {
 	case err == nil:
 		t.tag = tag
+		t.mu.Lock()
+		t.ledger.durable = changes
+		t.mu.Unlock()
 	case taken:
 		t.stop(err)
 	}
@@ -319,11 +323,14 @@ func (t *Tier) loadSome(some []listed) (failed []listed, last error) {
 		})
 	}
 	_ = g.Wait()
+	t.mu.Lock()
+	ids := t.ledger.byEra()
+	t.mu.Unlock()
 	for i, l := range some {
 		switch err := errs[i]; {
 		case err == nil:
 			t.mu.Lock()
-			t.adoptLocked(headers[i])
+			t.adoptLocked(headers[i], ids)
 			t.mu.Unlock()
 		case isForeign(err):
 			t.passOver(l.name, err)
@@ -367,24 +374,26 @@ func (t *Tier) readHeader(l listed) (*header, error) {
 	return parse(b, store, l.life, l.size)
 }
 
-// adoptLocked takes up the pages of an object, unless their namespace was removed since. All that
-// is in the bucket is found, also what had been given up before. Of a page that is in two objects,
-// the place that was found first counts, and a new one of this start before both: the object stays
-// until that one is uploaded.
-func (t *Tier) adoptLocked(h *header) {
-	o, err := t.ownerLocked(h.space, int(h.pageBytes))
-	if err != nil {
-		return // more namespaces than a store has
+// adoptLocked takes up the pages of an object, if its era counts. All that is in the bucket is
+// found, also what had been given up before. Of a page that is in two objects, the place that was
+// found first counts, and a new one of this start before both: the object stays until that one is
+// uploaded.
+func (t *Tier) adoptLocked(h *header, ids map[page.Era]page.ID) {
+	o := t.nobody
+	if id, ok := ids[h.era]; ok && t.ledger.eras[id].era == h.era {
+		if known, err := t.ownerLocked(id, int(h.pageBytes)); err == nil && known.emptying == 0 {
+			o = known
+		}
 	}
-	x, err := t.newObjectLocked(o, h.life)
+	x, err := t.newObjectLocked(o, h.era, h.life)
 	if err != nil {
 		return
 	}
 	x.begin, x.pages, x.bytes, x.stored = h.begin, len(h.entries), h.bytes, true
 	t.stored += x.bytes
 	t.touchLocked()
-	if t.removedLocked(h.space, h.life) {
-		return
+	if o == t.nobody {
+		return // it is deleted
 	}
 	for i := range h.entries {
 		e := &h.entries[i]

@@ -14,8 +14,9 @@
 //
 // Invariants. Read passes on the bytes that were added, or an error: their checksum is compared on
 // each way, into the tier and out of it. What was removed is not found again by any start, whatever
-// is damaged: RemoveOwner returns after the ledger has it, each object has the number of its life
-// in name and header, and no life is given twice. An object is deleted only when all it had is
+// is damaged: a removal ends the era of the namespace in the ledger, and each object has its era in
+// its header. All pages of an owner are of one era, but those that are doomed and those of an owner
+// that is being emptied. No two objects have one name. An object is deleted only when all it had is
 // durable elsewhere, removed or given up. Objects of another store or format are not read, and
 // nothing but this store's objects is ever deleted or replaced. Two processes with one prefix do
 // no harm but misses: the one that started first can change the ledger no more.
@@ -138,12 +139,13 @@ type Tier struct {
 	running  sync.WaitGroup
 	spills   chan spill
 
-	book sync.Mutex // guards the ledger's object; taken before mu
+	book sync.Mutex // held while the ledger is read or written; taken before mu
 	tag  string     // of the ledger as this process wrote it last; guarded by book
 
 	mu      sync.Mutex // guards what follows
 	wake    sync.Cond  // something changed for a goroutine of the tier
 	ledger  ledger
+	pending map[page.ID]bool // removed before the ledger could be read
 	state   state
 	closed  bool
 	problem error // why it does not store, or what it passed over
@@ -154,6 +156,8 @@ type Tier struct {
 	pages   *catalog.Catalog
 	owners  map[page.ID]*Owner
 	numbers [evict.MaxOwners]*Owner
+	nobody  *Owner // has the objects of eras that have ended
+	uses    uint64 // of owners: each that was opened or closed has a number
 	objects []*object
 	free    []uint32 // numbers of objects
 	buffers int      // in use
@@ -184,7 +188,9 @@ type Owner struct {
 	pageBytes int
 	builder   *builder // that takes pages
 	users     int
-	objects   int // that have pages of it
+	last      uint64 // of Tier.uses
+	objects   int    // that have pages of it
+	emptying  int    // calls that forget its pages: it takes none meanwhile
 }
 
 // cost is what a page takes of an object.
@@ -206,6 +212,7 @@ type object struct {
 	live    int    // that the catalog places here
 	bytes   uint64
 	readers int
+	era     page.Era
 	kept    int      // pages of builders that are here, too: it stays until these are uploaded
 	b       *builder // its bytes, until it is uploaded and nobody reads from them
 	stored  bool     // it is uploaded
@@ -227,6 +234,7 @@ type Stats struct {
 	Damaged, Missing       uint64 // pages that were found so, and dropped
 	Retries, Failed        uint64 // requests
 	Moved, Deleted         uint64 // pages, and objects
+	Removed                uint64 // bytes of objects of removed pages that are not deleted yet
 	Foreign                uint64 // objects that are another store's or format's, or damaged
 	Problem                string // the fault that an operator must mend; empty: nothing
 }
@@ -246,7 +254,8 @@ func Open(c Config) (*Tier, error) {
 		maxSpills), refused: map[string]error{}}
 	t.wake.L = &t.mu
 	_, _ = rand.Read(t.ledger.process[:]) // never fails
-	t.ledger.removed = map[page.ID]uint64{}
+	t.ledger.eras, t.pending = map[page.ID]era{}, map[page.ID]bool{}
+	t.nobody = &Owner{t: t}
 	var err error
 	if t.pages, err = catalog.New(c.MaxPages, t.releaseLocked); err != nil {
 		return nil, fmt.Errorf("store.object: %w", err)
@@ -313,6 +322,11 @@ func (t *Tier) Stats() Stats {
 	s.Pages, s.Bytes, s.Capacity = uint64(t.pages.Pages()), t.bytes, t.capacity
 	s.Objects, s.Stored, s.Evicted = uint64(len(t.objects)-len(t.free)), t.stored, t.pages.Evicted()
 	s.EvictionAge = t.pages.EvictionAge()
+	for _, x := range t.objects {
+		if x != nil && (x.stored || x.doomed) && t.ledger.eras[x.owner.id].era != x.era {
+			s.Removed += x.bytes
+		}
+	}
 	if t.problem != nil {
 		s.Problem = t.problem.Error()
 	} else if len(t.refused) > 0 {
@@ -360,6 +374,12 @@ func (t *Tier) Owner(id page.ID, pageBytes int, quota, reserve uint64) (*Owner, 
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	o, err := t.ownerLocked(id, pageBytes)
+	for range maxVictims {
+		if !errors.Is(err, errOwners) || !t.giveUpOwnerLocked() {
+			break
+		}
+		o, err = t.ownerLocked(id, pageBytes)
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -369,6 +389,7 @@ func (t *Tier) Owner(id page.ID, pageBytes int, quota, reserve uint64) (*Owner, 
 	}
 	t.pages.SetOwner(o.number, e)
 	o.users++
+	t.usedLocked(o)
 	return o, nil
 }
 
@@ -393,7 +414,19 @@ func (o *Owner) Close() {
 	o.t.mu.Lock()
 	defer o.t.mu.Unlock()
 	o.users--
+	o.t.usedLocked(o)
 }
+
+func (t *Tier) usedLocked(o *Owner) {
+	t.uses++
+	o.last = t.uses
+}
+
+// maxVictims bounds the owners that are emptied for another one: a page of each can be pinned.
+const maxVictims = 8
+
+var errOwners = fmt.Errorf("store.object: %d namespaces are in use: a store has no more; close "+
+	"those that are not needed", evict.MaxOwners)
 
 func (t *Tier) ownerLocked(id page.ID, pageBytes int) (*Owner, error) {
 	if o := t.owners[id]; o != nil {
@@ -414,19 +447,55 @@ func (t *Tier) ownerLocked(id page.ID, pageBytes int) (*Owner, error) {
 		}
 		t.reclaimLocked()
 	}
-	return nil, fmt.Errorf("store.object: %d namespaces have pages or are in use: a store has no "+
-		"more; remove those that are not needed", evict.MaxOwners)
+	return nil, errOwners
 }
 
 // reclaimLocked forgets owners that nobody uses and that have nothing here.
 func (t *Tier) reclaimLocked() {
 	for n, o := range t.numbers {
-		if o != nil && o.users == 0 && o.objects == 0 && t.pages.Used(uint16(n)) == 0 {
+		if o != nil && o.users == 0 && o.objects == 0 && o.emptying == 0 &&
+			t.pages.Used(uint16(n)) == 0 {
 			t.pages.DropOwner(uint16(n))
 			delete(t.owners, o.id)
 			t.numbers[n] = nil
+			t.endEraLocked(o.id)
 		}
 	}
+}
+
+// giveUpOwnerLocked has the owner give up its pages that has not been used for longest, of those
+// that nobody uses and that have nothing to upload. Its objects are deleted in the background. It
+// lets go of mu meanwhile. false: there is none.
+func (t *Tier) giveUpOwnerLocked() bool {
+	waits := map[*Owner]bool{}
+	for _, x := range t.objects {
+		if x != nil && (x.b != nil || x.busy || x.readers > 0) {
+			waits[x.owner] = true
+		}
+	}
+	var oldest *Owner
+	for _, o := range t.numbers {
+		if o != nil && o.users == 0 && o.emptying == 0 && !waits[o] &&
+			(oldest == nil || o.last < oldest.last) {
+			oldest = o
+		}
+	}
+	if oldest == nil {
+		return false
+	}
+	usedLast := oldest.last
+	t.emptyLocked(oldest)
+	if oldest.users > 0 || oldest.last != usedLast || t.pages.Used(oldest.number) > 0 {
+		return true // it is used now, or a page is pinned
+	}
+	for _, x := range t.objects {
+		if x != nil && x.owner == oldest && x.live == 0 && x.b == nil && !x.busy && x.readers == 0 {
+			x.owner = t.nobody
+			t.nobody.objects++
+			oldest.objects--
+		}
+	}
+	return true
 }
 
 // Exists sets the bits of the owner's keys that are here and can be asked for.
@@ -531,7 +600,7 @@ func (t *Tier) roomLocked(o *Owner) error {
 }
 
 // newObjectLocked makes an object of this life.
-func (t *Tier) newObjectLocked(o *Owner, life uint64) (*object, error) {
+func (t *Tier) newObjectLocked(o *Owner, e page.Era, life uint64) (*object, error) {
 	n := uint32(len(t.objects))
 	if len(t.free) > 0 {
 		n = t.free[len(t.free)-1]
@@ -542,7 +611,7 @@ func (t *Tier) newObjectLocked(o *Owner, life uint64) (*object, error) {
 		}
 		t.objects = append(t.objects, nil)
 	}
-	x := &object{number: n, life: life, owner: o}
+	x := &object{number: n, life: life, owner: o, era: e}
 	t.objects[n] = x
 	o.objects++
 	return x, nil
@@ -573,9 +642,6 @@ func (t *Tier) nextLifeLocked() uint64 {
 	t.life++
 	return t.life
 }
-
-// removedLocked reports whether a life of a namespace was removed.
-func (t *Tier) removedLocked(id page.ID, life uint64) bool { return life < t.ledger.removed[id] }
 
 // epochOf is the start that gave a life.
 func epochOf(life uint64) uint64 { return life >> epochShift }

@@ -326,7 +326,7 @@ func TestRefusedPrefixes(t *testing.T) {
 		{"newer", newer, []string{"format 2", "start the newer release"}},
 		{"damaged", damaged, []string{"damaged", "empty it yourself"}},
 		{"not ours", []byte("text"), []string{"no kvspray store"}},
-		{"gone", nil, []string{"record of removals", "node1/pages/"}},
+		{"gone", nil, []string{"record of namespaces", "node1/pages/"}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			made.Set("node1/ledger.kvspray", c.ledger)
@@ -446,11 +446,41 @@ func TestAddChecks(t *testing.T) {
 	n := start(t, objecttest.New())
 	defer n.close()
 	k, data := key(1), content(1)
-	if err := n.o.Add(&k, nil, data, mem.CRC32C(0, data)+1); !errors.Is(err, object.ErrDamaged) {
+	if err := n.o.Add(&k, nil, data, mem.CRC32C(0, data)+1, nil); !errors.Is(err, object.ErrDamaged) {
 		t.Errorf("%v", err)
 	}
 	all(t, n.read(n.o, 1, 2), object.ErrMissing)
 	if n.add(n.o, 1, 2) != 1 {
 		t.Error("it is not taken afterwards")
 	}
+}
+
+// What a removal has left in the bucket is counted until it is deleted, also by the next start.
+func TestRemovedBytesAreCounted(t *testing.T) {
+	s := objecttest.New()
+	n := start(t, s)
+	n.add(n.o, 0, 10)
+	n.flush()
+	if left := n.tier.Stats().Removed; left != 0 {
+		t.Errorf("%d bytes before the removal", left)
+	}
+	s.Fail(func(op, _ string) objecttest.Fault {
+		if op == "delete" {
+			return objecttest.Fault{Err: &object.ConfigError{Problem: "it may not delete"}}
+		}
+		return objecttest.Fault{}
+	})
+	if err := n.o.Remove(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if left := n.tier.Stats().Removed; left < 10*size {
+		t.Errorf("%d bytes are left", left)
+	}
+	n.kill()
+	s.Fail(nil)
+	n = start(t, s)
+	defer n.close()
+	eventually(t, "the objects are deleted", func() bool {
+		return n.tier.Stats().Removed == 0 && len(objects(s)) == 0
+	})
 }

@@ -6,6 +6,7 @@ import (
 	"context"
 	"fmt"
 
+	"github.com/kvspray/kvspray/store/catalog"
 	"github.com/kvspray/kvspray/store/page"
 )
 
@@ -15,75 +16,93 @@ import (
 func (o *Owner) Remove(ctx context.Context) error { return o.t.RemoveSpace(ctx, o.id) }
 
 // RemoveSpace is Remove for a namespace that may have no owner: one whose objects are not found
-// yet, or that has none.
+// yet, or that has none. Where the ledger has no era of it there is nothing to do, and no request.
 func (t *Tier) RemoveSpace(ctx context.Context, id page.ID) error {
-	t.book.Lock()
-	defer t.book.Unlock()
 	t.mu.Lock()
-	o := t.owners[id]
-	if o == nil && t.state == ready {
-		t.mu.Unlock()
-		return nil
-	}
-	before := uint64(everyLife)
-	if t.state != opening {
-		before = t.nextLifeLocked()
-	}
-	t.ledger.removed[id] = before
-	if o != nil {
-		t.pages.RemoveOwner(o.number)
-		if b := o.builder; b != nil {
-			t.sealLocked(b)
+	if t.state == opening {
+		defer t.mu.Unlock()
+		if len(t.pending) < maxSpaces {
+			t.pending[id] = true
 		}
+		return fmt.Errorf("store.object: namespace %s: remove: %w", id, ErrAway)
 	}
-	err := t.forgetRemovalsLocked()
-	if err != nil { // it is the one too many: the ledger was within the bound before
-		delete(t.ledger.removed, id)
+	t.endEraLocked(id)
+	change := t.ledger.changes
+	if o := t.owners[id]; o != nil {
+		if o.builder != nil {
+			t.sealLocked(o.builder)
+		}
+		t.emptyLocked(o)
 	}
-	switch {
-	case t.state == opening:
-		err = fmt.Errorf("store.object: namespace %s: remove: %w", id, ErrAway)
-	case t.state == stopped:
-		err = t.problem
-	}
+	stopped, problem := t.state == stopped, t.problem
 	t.mu.Unlock()
-	if err != nil {
-		return err
+	if stopped {
+		return problem
 	}
-	return t.writeLedger(ctx, t.c.Timeouts.Small, Condition{Tag: t.tag})
+	return t.writeEras(ctx, change)
 }
 
-// forgetRemovalsLocked makes room in a full ledger. A removal can go when no object is known that
-// it is about, and all of earlier starts are known.
-func (t *Tier) forgetRemovalsLocked() error {
-	if len(t.ledger.removed) <= maxRemovals {
-		return nil
+// Has reports whether a namespace may have pages here, found or not.
+func (t *Tier) Has(id page.ID) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	_, ok := t.ledger.eras[id]
+	return ok || t.state == opening
+}
+
+// emptyLocked forgets what an owner has, and lets go of mu meanwhile. Until it returns the owner
+// takes no page: all its pages are of one era.
+func (t *Tier) emptyLocked(o *Owner) {
+	o.emptying++
+	for r := (catalog.Removing{}); !t.pages.RemoveSome(o.number, &r); {
+		t.mu.Unlock()
+		t.mu.Lock()
 	}
-	needed := map[page.ID]bool{}
-	for _, x := range t.objects {
-		if x != nil && t.removedLocked(x.owner.id, x.life) {
-			needed[x.owner.id] = true
+	o.emptying--
+}
+
+// endEraLocked has no object of a namespace count any more, from the next write of the ledger on.
+func (t *Tier) endEraLocked(id page.ID) {
+	if _, ok := t.ledger.eras[id]; ok {
+		delete(t.ledger.eras, id)
+		t.ledger.changes++
+	}
+}
+
+// eraLocked is the era of what an owner takes now, a new one if it has none; false: it takes
+// nothing.
+func (t *Tier) eraLocked(o *Owner) (e era, ok bool) {
+	if o.emptying > 0 {
+		return era{}, false
+	}
+	if e, ok = t.ledger.eras[o.id]; !ok {
+		t.roomForEraLocked()
+		t.ledger.changes++
+		e = era{page.NewEra(), t.ledger.changes}
+		t.ledger.eras[o.id] = e
+	}
+	return e, true
+}
+
+// roomForEraLocked has a full ledger give up a namespace that has no owner. There is one: the owner
+// that needs room has no era.
+func (t *Tier) roomForEraLocked() {
+	if len(t.ledger.eras) < maxSpaces {
+		return
+	}
+	for id := range t.ledger.eras {
+		if t.owners[id] == nil {
+			t.endEraLocked(id)
+			return
 		}
 	}
-	if t.state == ready {
-		// The latest ones stay: a request of a process that was killed can still be on its way.
-		for len(t.ledger.removed) > maxRemovals {
-			var oldest page.ID
-			least := uint64(everyLife)
-			for id, before := range t.ledger.removed {
-				if !needed[id] && before < least {
-					oldest, least = id, before
-				}
-			}
-			if least == everyLife {
-				break
-			}
-			delete(t.ledger.removed, oldest)
-		}
+}
+
+// byEra returns the namespaces.
+func (l *ledger) byEra() map[page.Era]page.ID {
+	out := make(map[page.Era]page.ID, len(l.eras))
+	for id, e := range l.eras {
+		out[e.era] = id
 	}
-	if len(t.ledger.removed) > maxRemovals {
-		return fmt.Errorf("store.object: %d namespaces were removed whose objects are not deleted "+
-			"yet; try again later, and see whether the credentials may delete objects", maxRemovals)
-	}
-	return nil
+	return out
 }

@@ -45,13 +45,19 @@ func (t *Tier) unwantedLocked(b *builder) error {
 		return t.problem
 	case b.x.live == 0 && b.moves == nil:
 		return ErrMissing
+	case t.ledger.eras[b.x.owner.id].era != b.x.era:
+		return ErrRemoved
 	}
 	return nil
 }
 
-// send uploads the object of a builder that is sealed. It sets what the object's header has.
+// send uploads the object of a builder that is sealed, once the ledger has its era. It sets what
+// the object's header has.
 func (t *Tier) send(ctx context.Context, b *builder) error {
 	x := b.x
+	if err := t.writeEras(ctx, b.since); err != nil {
+		return err
+	}
 	size := x.owner.pageBytes
 	whole, last := 0, 0
 	for i := range b.entries {
@@ -60,7 +66,7 @@ func (t *Tier) send(ctx context.Context, b *builder) error {
 			last = i + 1
 		}
 	}
-	h := header{life: x.life, space: x.owner.id, pageBytes: uint32(size),
+	h := header{life: x.life, era: x.era, pageBytes: uint32(size),
 		begin: uint32(headerBytes(whole)), entries: make([]entry, 0, whole)}
 	h.bytes = uint64(int(h.begin) + last*size)
 	for i, e := range b.entries {

@@ -12,6 +12,7 @@
 package page
 
 import (
+	"crypto/rand"
 	"encoding/hex"
 	"math/bits"
 )
@@ -30,6 +31,18 @@ const KeyBytes = 32
 type Key [KeyBytes]byte
 
 func (k Key) String() string { return hex.EncodeToString(k[:]) }
+
+// Era is a random name of the pages that one tier takes of a namespace from one removal to the
+// next. Each page on a medium has the era that it came in, and a ledger has the one era of each
+// namespace that counts. A removal takes it from the ledger. So a page of an earlier era is
+// nothing, wherever it is found, and whenever; and a namespace that the ledger lacks has no pages.
+type Era [16]byte
+
+// NewEra returns one that no other namespace or time has.
+func NewEra() (e Era) {
+	_, _ = rand.Read(e[:]) // never fails
+	return e
+}
 
 // Bitmap has one bit for each key of a batch, in the batch's order.
 type Bitmap []uint64

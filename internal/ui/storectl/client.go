@@ -67,6 +67,7 @@ type tier struct {
 	EvictionAge int64  `json:"eviction_age_ms"`
 	Gets        uint64 `json:"gets"`
 	GetUS       uint64 `json:"get_us"`
+	Removed     uint64 `json:"removed_bytes"`
 	Problem     string `json:"problem"`
 }
 
@@ -187,7 +188,8 @@ func (c *Client) Remove(ctx context.Context, namespace string, unknown bool) err
 		err = c.raw(b)
 	} else {
 		var out strings.Builder
-		fmt.Fprintf(&out, "removed on %d of %d nodes\n", a.Confirmed, len(a.Members))
+		fmt.Fprintf(&out, "removed on %d of %d nodes, which serve none of its pages any more; 'kvspray "+
+			"store stat' shows what is still to be overwritten\n", a.Confirmed, len(a.Members))
 		for _, m := range a.Members {
 			if !m.Confirmed {
 				fmt.Fprintf(&out, "not on %s (%s): %s\n", shown(m.Node), shown(m.Boot), shown(m.Problem))

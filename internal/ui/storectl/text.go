@@ -57,6 +57,12 @@ func (c *Client) stat(s *state) error {
 	fmt.Fprintf(&b, "pages: %d missed, %d stored, %d existed, %d refused, %d damaged; pinned %s; "+
 		"%d namespaces are open\n", s.Misses, s.Stored, s.Existed, s.Refused, s.Damaged, mib(s.Pinned),
 		len(s.Namespaces))
+	for _, x := range s.Tiers {
+		if x.Removed > 0 {
+			fmt.Fprintf(&b, "removed pages: %s of %s are still to be overwritten or deleted\n",
+				mib(x.Removed), shown(x.Name))
+		}
+	}
 	if s.Drained {
 		b.WriteString("drained: it takes no pages\n")
 	}

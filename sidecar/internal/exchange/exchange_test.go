@@ -103,7 +103,7 @@ func (n *node) remove(stamp uint64) {
 	n.removed.Lock()
 	n.known = stamp
 	n.removed.Unlock()
-	if _, err := n.store.RemoveSpace(namespace.ID()); err != nil {
+	if err := n.store.RemoveSpace(namespace.ID()); err != nil {
 		n.c.t.Fatal(err)
 	}
 	n.removed.Lock()

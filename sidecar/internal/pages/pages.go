@@ -112,6 +112,15 @@ func (s *Service) Open(w *engines.Worker, p connector.Pool) (id page.ID, err err
 			Remedy: "describe all pieces of a page"}
 	}
 	id = p.Namespace.ID()
+	var shares store.Shares
+	if s.o.Shares != nil {
+		shares = s.o.Shares(id)
+	}
+	space, err := s.o.Store.Space(p.Namespace, shares.Memory, shares.Disk)
+	if err != nil {
+		return id, err
+	}
+	defer space.Close() // this use of it: the namespace has another one
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	mine := s.pools[w]
@@ -125,14 +134,7 @@ func (s *Service) Open(w *engines.Worker, p connector.Pool) (id page.ID, err err
 	}
 	ns := s.namespaces[id]
 	if ns == nil {
-		var shares store.Shares
-		if s.o.Shares != nil {
-			shares = s.o.Shares(id)
-		}
-		space, err := s.o.Store.Space(p.Namespace, shares.Memory, shares.Disk)
-		if err != nil {
-			return id, err
-		}
+		space.Use()
 		ns = &namespace{id: id, of: p.Namespace, space: space}
 		s.namespaces[id] = ns
 	}

@@ -29,6 +29,8 @@ import (
 	"github.com/kvspray/kvspray/store/disk"
 	"github.com/kvspray/kvspray/store/disk/disktest"
 	"github.com/kvspray/kvspray/store/memory"
+	"github.com/kvspray/kvspray/store/object"
+	"github.com/kvspray/kvspray/store/object/objecttest"
 	"github.com/kvspray/kvspray/store/page"
 )
 
@@ -53,6 +55,11 @@ type rig struct {
 
 func start(t *testing.T, sim *disktest.Sim) *rig {
 	t.Helper()
+	return startOver(t, sim, nil)
+}
+
+func startOver(t *testing.T, sim *disktest.Sim, objects *objecttest.Store) *rig {
+	t.Helper()
 	c := store.Config{Memory: memory.Config{Bytes: 256 << 10, SlabBytes: 64 << 10}, Workers: 4}
 	if sim != nil {
 		var err error
@@ -61,6 +68,11 @@ func start(t *testing.T, sim *disktest.Sim) *rig {
 		if err != nil {
 			t.Fatal(err)
 		}
+	}
+	if objects != nil {
+		c.ObjectAtPut = true
+		c.Object = &object.Config{Bucket: objects.Open(), Prefix: "node", Size: 64 << 20,
+			ObjectBytes: object.MinObjectBytes, MaxPages: 2048, Buffers: 4}
 	}
 	s, err := store.Open(c)
 	if err != nil {
@@ -104,7 +116,7 @@ func start(t *testing.T, sim *disktest.Sim) *rig {
 
 // removing removes pages of a store, until the test ends.
 func removing(t *testing.T, s *store.Store) *removals.Removals {
-	r := removals.New(removals.Options{Store: s, Gone: func() {}, Log: slog.New(slog.DiscardHandler)})
+	r := removals.New(removals.Options{Store: s, Log: slog.New(slog.DiscardHandler)})
 	ctx, stop := context.WithCancel(context.Background())
 	done := make(chan struct{})
 	go func() { r.Run(ctx); close(done) }()

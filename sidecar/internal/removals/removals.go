@@ -60,7 +60,7 @@ const (
 
 // Store is what holds the pages. *store.Store has these methods.
 type Store interface {
-	RemoveSpace(id page.ID) (had bool, err error)
+	RemoveSpace(id page.ID) error
 	RemoveObjects(id page.ID) error
 	Note() ([]byte, error)
 	SetNote(note []byte) error
@@ -81,9 +81,7 @@ type Options struct {
 	Send  func(transfer.Boot, *peerv1.ControlFrame) error
 	// Members are the nodes with a store that the cluster has, this one or not.
 	Members func() []Member
-	// Gone is called after pages were removed.
-	Gone func()
-	Log  *slog.Logger
+	Log     *slog.Logger
 }
 
 // Removals is one node's part.
@@ -425,19 +423,14 @@ func (r *Removals) apply() bool {
 		return false
 	}
 	var done []removal.Removal
-	gone := false
 	for _, m := range pending {
-		had, err := r.removeSpace(m)
-		if gone = gone || had; err != nil {
+		if err := r.removeSpace(m); err != nil {
 			r.o.Log.Warn("store: a removal failed, and is tried again", "namespace", m.Space.String(),
 				"err", err)
 			r.fail([]removal.Removal{m}, err)
 			continue
 		}
 		done = append(done, m)
-	}
-	if gone {
-		r.o.Gone()
 	}
 	r.mu.Lock()
 	// The note first: a node that says so and then starts again does not remove later pages.
@@ -474,18 +467,18 @@ func (r *Removals) appliedLocked(m removal.Removal) {
 }
 
 // removeSpace removes what an earlier try has not.
-func (r *Removals) removeSpace(m removal.Removal) (had bool, err error) {
+func (r *Removals) removeSpace(m removal.Removal) (err error) {
 	was := r.removed[m.Space]
 	switch {
 	case was.stamp != m.Stamp:
-		had, err = r.o.Store.RemoveSpace(m.Space)
+		err = r.o.Store.RemoveSpace(m.Space)
 	case !was.all:
 		err = r.o.Store.RemoveObjects(m.Space)
 	}
 	if err == nil || errors.Is(err, removal.ErrObjects) {
 		r.removed[m.Space] = removed{m.Stamp, err == nil}
 	}
-	return had, err //nolint:wrapcheck // it names the namespace
+	return err //nolint:wrapcheck // it names the namespace
 }
 
 func (r *Removals) fail(which []removal.Removal, err error) {

@@ -55,7 +55,7 @@ type node struct {
 	hold  chan struct{}
 }
 
-func (n *node) RemoveSpace(id page.ID) (bool, error) {
+func (n *node) RemoveSpace(id page.ID) error {
 	n.mu.Lock()
 	hold := n.hold
 	n.mu.Unlock()
@@ -65,12 +65,11 @@ func (n *node) RemoveSpace(id page.ID) (bool, error) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	if n.fails != nil && !errors.Is(n.fails, removal.ErrObjects) {
-		return false, n.fails
+		return n.fails
 	}
 	n.times++
-	had := n.pages[id] > 0
 	delete(n.pages, id)
-	return had, n.fails
+	return n.fails
 }
 
 func (n *node) RemoveObjects(page.ID) error {
@@ -126,7 +125,7 @@ func (c *net) start(boot transfer.Boot, disk *node) *node {
 	if disk != nil {
 		n.note, n.pages, n.keeps = disk.note, disk.pages, true
 	}
-	n.Removals = New(Options{Self: Member{boot, name(boot)}, Store: n, Gone: func() {},
+	n.Removals = New(Options{Self: Member{boot, name(boot)}, Store: n,
 		Log: slog.New(slog.DiscardHandler), Members: c.members,
 		Send: func(to transfer.Boot, f *peerv1.ControlFrame) error { return c.send(boot, to, f) }})
 	ctx, stop := context.WithCancel(context.Background())
@@ -567,7 +566,7 @@ func TestAListThatIsSentInPart(t *testing.T) {
 		var mu sync.Mutex
 		var sent []*peerv1.PageRemovals
 		fails := true
-		r := New(Options{Self: Member{Boot: transfer.Boot{1}}, Store: &node{}, Gone: func() {},
+		r := New(Options{Self: Member{Boot: transfer.Boot{1}}, Store: &node{},
 			Log: slog.New(slog.DiscardHandler),
 			Send: func(_ transfer.Boot, f *peerv1.ControlFrame) error {
 				mu.Lock()
@@ -821,7 +820,7 @@ func FuzzHandle(f *testing.F) {
 		PageRemoved: &peerv1.PageRemoved{Id: 1, Stamp: 1, Problem: "x"}}})
 	f.Add(b)
 	n := &node{pages: map[page.ID]int{}}
-	r := New(Options{Store: n, Gone: func() {}, Log: slog.New(slog.DiscardHandler),
+	r := New(Options{Store: n, Log: slog.New(slog.DiscardHandler),
 		Send: func(transfer.Boot, *peerv1.ControlFrame) error { return nil }})
 	f.Fuzz(func(t *testing.T, b []byte) {
 		m := &peerv1.ControlFrame{}

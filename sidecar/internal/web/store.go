@@ -65,8 +65,11 @@ type StoreTier struct {
 	// how long the pages that were given up lately had not been used
 	EvictionAgeMS int64 `json:"eviction_age_ms"`
 	// gets whose slowest page came from this tier, and the time that they took in all
-	Gets    uint64 `json:"gets"`
-	GetUS   uint64 `json:"get_us"`
+	Gets  uint64 `json:"gets"`
+	GetUS uint64 `json:"get_us"`
+	// of segments and objects that may still have bytes of removed pages: they are overwritten,
+	// deleted
+	Removed uint64 `json:"removed_bytes,omitempty"`
 	Problem string `json:"problem,omitempty"` // a fault that needs an operator
 }
 
@@ -109,7 +112,7 @@ type StoreDrained struct {
 // StoreRemoved is the answer to the removal of a namespace.
 type StoreRemoved struct {
 	Namespace string        `json:"namespace"`
-	Confirmed int           `json:"confirmed"` // members that have removed it
+	Confirmed int           `json:"confirmed"` // members that serve none of its pages any more
 	Members   []StoreMember `json:"members"`   // this node first
 }
 

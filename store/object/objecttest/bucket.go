@@ -28,6 +28,9 @@ type Fault struct {
 	Cut  int64 // of a Get: the body ends after so many bytes, if that is not 0
 	Flip int64 // of a Get: one bit in so many bytes is another one, if that is not 0
 	Hold <-chan struct{}
+	// Late has the request reach the store at the next Deliver, whatever becomes of its process, which
+	// gets this error now.
+	Late error
 }
 
 // Store is the content of a bucket. Several processes can have it open.
@@ -36,6 +39,7 @@ type Store struct {
 	objects map[string]content
 	tags    int
 	fault   func(op, name string) Fault
+	late    []func() error // requests that are on their way
 	gets    int
 	bytes   int64
 }
@@ -53,6 +57,18 @@ func (s *Store) Fail(f func(op, name string) Fault) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.fault = f
+}
+
+// Deliver has all requests that are late reach the store, and returns how many there were.
+func (s *Store) Deliver() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	n := len(s.late)
+	for _, run := range s.late {
+		_ = run() // nobody waits for its answer
+	}
+	s.late = nil
+	return n
 }
 
 // Names lists the objects, in order.
@@ -136,6 +152,9 @@ func (p *Process) do(ctx context.Context, op, name string, run func() error) (Fa
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	switch {
+	case f.Late != nil:
+		p.late = append(p.late, run)
+		return f, f.Late
 	case ctx.Err() != nil:
 		return f, ctx.Err()
 	case p.killed:
@@ -197,6 +216,7 @@ func (p *Process) Load(ctx context.Context, name string) (data []byte, tag strin
 // Put is Bucket.
 func (p *Process) Put(ctx context.Context, name string, data []byte,
 	when object.Condition) (tag string, err error) {
+	data = bytes.Clone(data) // it may be late
 	_, err = p.do(ctx, "put", name, func() error {
 		c, ok := p.objects[name]
 		if when.Absent && ok || when.Tag != "" && (!ok || c.tag != when.Tag) {

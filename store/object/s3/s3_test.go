@@ -51,7 +51,7 @@ func add(tb testing.TB, o *object.Owner, from, to int) {
 	tb.Helper()
 	for i := from; i < to; i++ {
 		k, data := key(i), content(i)
-		if err := o.Add(&k, nil, data, mem.CRC32C(0, data)); err != nil {
+		if err := o.Add(&k, nil, data, mem.CRC32C(0, data), nil); err != nil {
 			tb.Fatal(i, err)
 		}
 	}

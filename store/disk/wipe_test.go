@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package disk
+
+import (
+	"bytes"
+	"errors"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// wipeAll overwrites what removed pages have left, and returns how many segments it took.
+func wipeAll(t *testing.T, tier *Tier) (n int) {
+	t.Helper()
+	for tier.Stats().Removed > 0 {
+		if _, err := tier.Wipe(); err != nil {
+			t.Fatal(err)
+		}
+		if n++; n > 100 {
+			t.Fatal("it does not end")
+		}
+	}
+	return n
+}
+
+// The bytes of removed pages are on the device until they are overwritten, and their segments are
+// counted, also by the next start. Pages of others stay.
+func TestWipe(t *testing.T) {
+	for _, restart := range []bool{false, true} {
+		files := sims(1, simBytes, 1)
+		tier := start(t, files)
+		for i := range 8 { // pages of both are in each segment
+			_, _ = load(tier, 0, i*9, i*9+9)
+			_, _ = load(tier, 1, i*3, i*3+3)
+		}
+		on := func() (n int) {
+			whole := make([]byte, simBytes)
+			if err := files[0].ReadAt(whole, 0); err != nil {
+				t.Fatal(err)
+			}
+			for i := range 72 {
+				if bytes.Contains(whole, content(simKey(0, i), simPages[0])[:simPages[0]]) {
+					n++
+				}
+			}
+			return n
+		}
+		if n := on(); n != 72 || tier.Stats().Removed != 0 {
+			t.Fatalf("%d pages are on the device: %+v", n, tier.Stats())
+		}
+		if err := tier.Remove(simSpace(0)); err != nil {
+			t.Fatal(err)
+		}
+		if restart {
+			_ = tier.Close()
+			tier = start(t, files)
+		}
+		if n := on(); n != 72 || tier.Stats().Removed == 0 {
+			t.Errorf("restart %v: %d pages are on the device: %+v", restart, n, tier.Stats())
+		}
+		wipeAll(t, tier)
+		if n := on(); n != 0 {
+			t.Errorf("restart %v: %d removed pages are on the device", restart, n)
+		}
+		for range 2 {
+			for i := range 24 {
+				if !has(t, tier, 1, i) {
+					t.Errorf("restart %v: page %d of another namespace is gone", restart, i)
+				}
+			}
+			_ = tier.Close()
+			files[0].Crash()
+			tier = start(t, files)
+		}
+		if left := tier.Stats().Removed; left != 0 {
+			t.Errorf("restart %v: %d bytes are left", restart, left)
+		}
+		_ = tier.Close()
+	}
+}
+
+// A segment that cannot be overwritten does not keep the others from it.
+func TestWipeGoesOnAfterAnError(t *testing.T) {
+	files := sims(1, simBytes, 1)
+	tier := start(t, files)
+	defer tier.Close()
+	_, _ = load(tier, 0, 0, 90)
+	if err := tier.Remove(simSpace(0)); err != nil {
+		t.Fatal(err)
+	}
+	before := tier.Stats().Removed
+	files[0].Fail(func(op string, off int64) error {
+		if op == "write" && off >= segmentsAt && off < segmentsAt+simSegment {
+			return unix.EIO
+		}
+		return nil
+	})
+	failed := 0
+	for range before / simSegment {
+		if _, err := tier.Wipe(); errors.Is(err, unix.EIO) {
+			failed++
+		}
+	}
+	if left := tier.Stats().Removed; before < 2*simSegment || failed != 1 || left != simSegment {
+		t.Errorf("%d errors, %d of %d bytes are left", failed, left, before)
+	}
+	files[0].Fail(nil)
+	wipeAll(t, tier)
+}
