@@ -722,6 +722,7 @@ class Copied:
         self._client: kvspray.WorkerClient | None = None
         self._region: kvspray.Region | None = None
         self._added = False
+        self._refused = False  # a copy: logged once
         self._ends: dict[int, kvspray.Completion] = {}
         nbytes = SLOTS * self._size
         if device is None:
@@ -809,11 +810,15 @@ class Copied:
         raise LoadError("the load was stopped")
 
     def _copy(self, block: Block, slot: int) -> int:
-        """0: the sidecar takes it not."""
+        """Not above 0: PyTorch copies it."""
         if self._client is None or self._region is None or not self._client.connected:
             return 0
         pieces = [(block.at + block.lead, slot * self._size, block.piece.nbytes)]
-        return self._client.copy(self._arena.region, self._region, pieces, req="weights", deadline_s=COPY_S)
+        lease = self._client.copy(self._arena.region, self._region, pieces, req="weights", deadline_s=COPY_S)
+        if lease <= 0 and not self._refused:
+            self._refused = True
+            _log.warning("kvspray: PyTorch copies pieces of the weights: %s", self._client.refusal)
+        return lease
 
     def _end_first(self) -> None:
         self._end(*self._open[0])
@@ -824,7 +829,7 @@ class Copied:
 
     def _end(self, block: Block, slot: int, lease: int) -> None:
         ok = False
-        if lease:
+        if lease > 0:
             end = self._await(lease)
             ok = end.ok
             if not ok:
@@ -852,7 +857,7 @@ class Copied:
         self._thread.join()
         for block, _, lease in self._open:  # the memory goes to others
             try:
-                if lease and self._client is not None:
+                if lease > 0 and self._client is not None:
                     self._client.cancel(lease, "the load ends")
                     self._await(lease)
             finally:
