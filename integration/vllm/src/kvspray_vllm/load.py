@@ -34,12 +34,12 @@ import kvspray
 from kvspray.checkpoint import Folder, Manifest, Piece, Samples, differences
 from kvspray.weights import CheckpointError, directory_of
 from kvspray.weightstream import ALIGN, MAX_HELD, PIECE_BYTES, PIECES, Block, LoadError, Source, Stream, open_source
+from kvspray_vllm.weights import RUNNER_WRITERS, WORKER_WRITERS
 
 SOCKET = "KVSPRAY_LOAD_SOCKET"
 METHODS = tuple(f"kvspray_load_{m}" for m in ("check", "arm", "begin", "poll", "finish", "release", "cancel"))
 COMPUTES = ("execute_model", "sample_tokens", "execute_dummy_batch")
-REPLACES = ("reload_weights", "update_weights", "start_weight_update", "start_draft_weight_update", "finish_weight_update", "load_model")
-RUNNER = ("execute_model", "sample_tokens", "_dummy_run", "reload_weights", "load_model")
+RUNNER = ("execute_model", "sample_tokens", "_dummy_run")
 QUIET_S = 15.0  # after which another load may take the place of one that nobody confirms
 NO_PROGRESS_S = 120.0  # of a load: then it fails
 MAX_TOKEN = 200  # characters
@@ -372,10 +372,12 @@ class Guard:
         runner = getattr(self.worker, "model_runner", None)
         for name in COMPUTES:
             self._wrap(self.worker, name, self._computes, last=name == "execute_dummy_batch")
-        for name in REPLACES:
+        for name in WORKER_WRITERS:
             self._wrap(self.worker, name, self._replaces, last=True)
         for name in RUNNER:
-            self._wrap(runner, name, self._replaces if name in REPLACES else self._computes, last=False)
+            self._wrap(runner, name, self._computes, last=False)
+        for name in RUNNER_WRITERS:
+            self._wrap(runner, name, self._replaces, last=False)
         self._wrap(self.worker, "wake_up", self._wake_up, last=True)
         self._wrap(self.worker, "sleep", self._sleep, last=True)
 
