@@ -157,6 +157,8 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     monkeypatch.setattr(cumem, "unmap_and_release", out.memory.unmap)
     monkeypatch.setattr(cumem, "libcudart", SimpleNamespace(cudaMemcpy=out.memory.copy))
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    for module in (sleep, cumem):
+        monkeypatch.setattr(module, "gc", SimpleNamespace(collect=lambda: None))  # half a second each time, of PyTorch's objects
     for nbytes in (PAGE, 3 * PAGE, 100, 5000):
         out.allocate(nbytes, "weights")
     out.allocate(2 * PAGE, "kv_cache")
