@@ -140,6 +140,9 @@ def test_the_reason_of_a_refusal(sidecar: Make, two: Make, cause: str, told: str
     if cause == "closed":
         w.close()
     assert w.copy(cache, host, [(0, 0, 8)]) == 0 and told in w.refusal, w.refusal
+    w.refusal = ""
+    if cause != "old":
+        assert w.expect(b"x" * 16, b"h" * 32, "a:1", 40, 0, [[1, 2, 3]]) == 0 and told in w.refusal, w.refusal
 
 
 def test_an_older_sidecar_copies_nothing(sidecar: Make, two: Make) -> None:

@@ -76,7 +76,7 @@ class WorkerClient(_Client):
         config.grace_ms = 0 if grace_s is None else _ms(grace_s, 0)
         super().__init__(config, log)
         self.layers = layers
-        self.refusal = ""  # why the last copy() or load() that returned no lease did not
+        self.refusal = ""  # why the last call that was to return a lease returned none
         self._deadline_ms = config.deadline_ms
         self._lock = threading.Lock()
         self._sources: dict[int, Source] = {}
@@ -224,7 +224,7 @@ class WorkerClient(_Client):
 
         ``traceparent``: of the request's span (W3C); a sidecar that exports spans continues its trace. A malformed one is ignored.
 
-        Returns the lease, or 0 if no sidecar can take it now (not connected, ring full): free the blocks as usual.
+        Returns the lease, or 0 if no sidecar can take it now, for the reason in ``refusal``: free the blocks as usual.
         """
         if tokens < 1 or not 0 <= ready <= tokens:
             raise ValueError(f"kvspray: intent: tokens = {tokens}, ready = {ready}; want 1 <= tokens and 0 <= ready <= tokens")
@@ -236,16 +236,12 @@ class WorkerClient(_Client):
             deadline, held, _req(req), attempt, _traceparent(traceparent),
         )  # fmt: skip
         h = self._handle()
-        if h is None:
-            return 0
         body = source.body()
         with self._lock:  # a step() of another thread must find the lease
-            lease = int(lib.kvs_submit(h, _lib.REC_INTENT, body, len(body), deadline))
+            lease = _lib.E_CLOSED if h is None else int(lib.kvs_submit(h, _lib.REC_INTENT, body, len(body), deadline))
             if lease > 0:
                 self._sources[lease] = source
-        if lease in (_lib.E_ARG, _lib.E_TOO_BIG):
-            raise ValueError(f"kvspray: intent: {self._why(lease)} ({len(body)} bytes, {tokens} tokens)")
-        return max(0, lease)
+        return max(0, self._opened("intent", lease, body))
 
     def step(self, step: int, reqs: Iterable[tuple[int, int, Blocks | None]]) -> bool:
         """Before the forward pass of ``step``: each lease holds tokens [0, end) once that step's flags arrive.
@@ -339,7 +335,8 @@ class WorkerClient(_Client):
 
         ``after``: a number that ``GpuSignals.mark`` has returned; no block is written before the engine's stream has passed it.
 
-        ``blocks`` cover tokens from 0. Returns the lease, or 0 if no sidecar can take it now: prefill locally.
+        ``blocks`` cover tokens from 0. Returns the lease, or 0 if no sidecar can take it now, for the reason in ``refusal``: prefill
+        locally.
         """
         table = [protocol.pack_blocks(b) for b in blocks]
         skips = [skip] * len(table) if isinstance(skip, int) else list(skip)
@@ -366,13 +363,7 @@ class WorkerClient(_Client):
                 traceparent=_traceparent(traceparent),
             )
         )
-        h = self._handle()
-        if h is None:
-            return 0
-        lease = int(lib.kvs_submit(h, _lib.REC_EXPECT, body, len(body), deadline))
-        if lease in (_lib.E_ARG, _lib.E_TOO_BIG):
-            raise ValueError(f"kvspray: expect: {self._why(lease)} ({len(body)} bytes, {tokens} tokens)")
-        return max(0, lease)
+        return max(0, self._submit("expect", _lib.REC_EXPECT, body, deadline))
 
     # -- copies ------------------------------------------------------------------------------------------------------
 

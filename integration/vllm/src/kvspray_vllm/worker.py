@@ -399,11 +399,8 @@ class WorkerSide:
         self._landed.disabled = reason
 
     def take_landed(self) -> Landed | None:
-        landed = self._landed
-        if not (landed.answered or landed.over or landed.disabled or landed.ranks or landed.saved or landed.lacked or landed.changed) and landed.adapters is None:
-            return None
         out, self._landed = self._landed, Landed()
-        return out
+        return None if out == Landed() else out
 
     def _loaded(self, req: str, end: shim.Ended) -> None:
         load = self._loads.pop(req)
