@@ -157,6 +157,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     monkeypatch.setattr(cumem, "unmap_and_release", out.memory.unmap)
     monkeypatch.setattr(cumem, "libcudart", SimpleNamespace(cudaMemcpy=out.memory.copy))
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    monkeypatch.setattr(cumem, "PIN_MEMORY", False, raising=False)  # vLLM 0.33 asks only once
     for module in (sleep, cumem):
         monkeypatch.setattr(module, "gc", SimpleNamespace(collect=lambda: None))  # half a second each time, of PyTorch's objects
     for nbytes in (PAGE, 3 * PAGE, 100, 5000):

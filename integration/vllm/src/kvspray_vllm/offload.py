@@ -322,7 +322,7 @@ class HostCopies:
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         return self._copy(job_id, src_spec, dst_spec, True)
 
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, **expedited: bool) -> bool:
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:
         return self._copy(job_id, dst_spec, src_spec, False)
 
     def _copy(self, job_id: int, blocks: Any, chunks: Any, store: bool) -> bool:
