@@ -11,7 +11,6 @@ from vllm.device_allocator.cumem import CuMemAllocator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 from vllm.v1.kv_offload.base import OffloadingWorker
-from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from kvspray_vllm import KVSprayConnector, offload, sleep, stats
@@ -20,7 +19,6 @@ PAIRS = [
     (KVSprayConnector, KVConnectorBase_V1),
     (sleep.Allocator, CuMemAllocator),
     (offload.Worker, OffloadingWorker),
-    (offload.HostCopies, CPUOffloadingWorker),
     (offload.KVSprayOffloadingSpec, CPUOffloadingSpec),
     (stats.KVSprayPromMetrics, KVConnectorPromMetrics),
 ]

@@ -322,7 +322,7 @@ class HostCopies:
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         return self._copy(job_id, src_spec, dst_spec, True)
 
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, **expedited: bool) -> bool:
         return self._copy(job_id, dst_spec, src_spec, False)
 
     def _copy(self, job_id: int, blocks: Any, chunks: Any, store: bool) -> bool:
@@ -438,10 +438,13 @@ class Worker(OffloadingWorker):
     def _feed(self, wanted: set[int]) -> None:
         """Submits what the sidecar takes now. First what vLLM waits for and stores that have waited long, then loads, then the others."""
         now = time.monotonic()
-        first = [j for j, job in self._jobs.items() if j in wanted or job.expedited or job.store and now - job.began >= STORE_WAIT_S]
-        loads = [j for j, job in self._jobs.items() if not job.store and j not in first]
-        stores = [j for j, job in self._jobs.items() if job.store and j not in first and not loads]
-        for job_id in (*first, *loads, *stores):
+        first: list[int] = []
+        loads: list[int] = []
+        stores: list[int] = []
+        for job_id, job in self._jobs.items():
+            urgent = job_id in wanted or job.expedited or job.store and now - job.began >= STORE_WAIT_S
+            (first if urgent else stores if job.store else loads).append(job_id)
+        for job_id in (*first, *loads, *(() if loads else stores)):
             job = self._jobs[job_id]
             while job.upcoming and not job.failed:
                 lease = self._copy(job_id, job, *job.upcoming)

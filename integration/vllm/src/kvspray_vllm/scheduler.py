@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvspray_vllm import params as spray
 from kvspray_vllm.adapters import CHECK_WAIT_S, Adapters, Reading
-from kvspray_vllm.emptied import PrefixCache
 from kvspray_vllm.layout import backoff_of
 from kvspray_vllm.meta import Adapter, Blocks, Expect, Gain, Intent, Landed, StepMeta
+from kvspray_vllm.prefix_cache import PrefixCache
 from kvspray_vllm.settings import Settings
 from kvspray_vllm.shim import SchedulerShim, ShimError
 from kvspray_vllm.stats import KVSprayStats

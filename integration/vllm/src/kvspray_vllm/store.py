@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvspray_vllm.emptied import PrefixCache
 from kvspray_vllm.meta import Expect, Landed, Put, Rank, StepMeta
+from kvspray_vllm.prefix_cache import PrefixCache
 from kvspray_vllm.shim import Question, SchedulerPages, SchedulerShim, ShimError
 
 if TYPE_CHECKING:
