@@ -122,6 +122,9 @@ func TestCopyRefused(t *testing.T) {
 func TestCopyBound(t *testing.T) {
 	r := start(t, func(o *connector.Options) { o.Limits.Copies = 2 })
 	w := withHost(t, r, 1<<16)
+	if n := w.Welcome().Limits.Copies; n != 2 {
+		t.Fatalf("WELCOME allows %d copies, want 2", n)
+	}
 	one := msg.Copy{Src: 0, Dst: 1, Blocks: []msg.CopyBlock{{Len: 8}}}
 	for range 2 {
 		_, err := w.Copy(one)

@@ -16,7 +16,7 @@ const (
 	DefaultMaxRegions  = 1024     // regions of one worker
 	DefaultMaxAwaits   = 4096     // unanswered AWAITs of one scheduler
 	DefaultMaxBlockIDs = 16 << 20 // block ids in the open leases of one worker together
-	DefaultMaxCopies   = 64       // open copies of one worker
+	DefaultMaxCopies   = 64       // open copies and loads of one worker
 	DefaultFenceWait   = 5 * time.Second
 	DefaultDeadline    = 30 * time.Second
 	DefaultPartner     = 10 * time.Second
@@ -41,7 +41,7 @@ const (
 type Limits struct {
 	Sessions int // sockets open at once
 	Leases   int // open leases of one worker
-	Copies   int // of these, copies
+	Copies   int // of these, copies and loads
 	Regions  int // regions of one worker
 	Awaits   int // unanswered AWAITs of one scheduler session
 	BlockIDs int // block ids in the tables of one worker's open leases

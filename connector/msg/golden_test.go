@@ -149,7 +149,7 @@ func goldenVectors(t testing.TB) (socket, records []vector) {
 	sock("welcome", &Welcome{ID: 1, Version: VersionMax, Boot: b16(0x40), Node: "node-a",
 		Endpoint: "127.0.0.1:7411",
 		Host:     "5f0c2b1e-0000-4000-8000-123456789abc", Features: []string{}, Fenced: true,
-		Limits:     Limits{4096, 1024, 1 << 20},
+		Limits:     Limits{4096, 64, 1024, 1 << 20},
 		DeadlineMS: 30000, PartnerMS: 10000, GraceMS: 5000})
 	rawSock("welcome-older", TypeWelcome, kv{"id", 1, "version", uint64(VersionMin), "boot",
 		seq(16, 0x40)})
@@ -511,7 +511,7 @@ func otherVersions(t testing.TB) map[string]any {
 		"welcome-older": &Welcome{ID: 1, Version: VersionMin, Boot: b16(0x40)},
 		"welcome-newer": &Welcome{ID: 1, Version: VersionMin, Boot: b16(0x40), Node: "n", Endpoint: "h:1",
 			Host: "x", Features: []string{"teleport"},
-			Limits: Limits{9, 9, 65536}, DeadlineMS: 1, PartnerMS: 2, GraceMS: 3},
+			Limits: Limits{9, 0, 9, 65536}, DeadlineMS: 1, PartnerMS: 2, GraceMS: 3},
 		"copy-older": &Copy{Src: 1, Blocks: []CopyBlock{{0x0706050403020100, 0x0f0e0d0c0b0a0908,
 			0x1716151413121110}}},
 		"copy-newer": &Copy{Src: 1, DeadlineMS: 5, Blocks: []CopyBlock{{0x0706050403020100,

@@ -175,6 +175,8 @@ func (m *Limits) read(r *reader) {
 		switch string(r.key()) {
 		case "leases":
 			m.Leases = r.u64()
+		case "copies":
+			m.Copies = r.u64()
 		case "regions":
 			m.Regions = r.u64()
 		case "record_bytes":
@@ -186,9 +188,11 @@ func (m *Limits) read(r *reader) {
 }
 
 func (m *Limits) append(b []byte) []byte {
-	b = appendMap(b, 3)
+	b = appendMap(b, 4)
 	b = append(b, "\xa6leases"...)
 	b = appendUint(b, m.Leases)
+	b = append(b, "\xa6copies"...)
+	b = appendUint(b, m.Copies)
 	b = append(b, "\xa7regions"...)
 	b = appendUint(b, m.Regions)
 	b = append(b, "\xacrecord_bytes"...)

@@ -185,7 +185,8 @@ type Ranks struct {
 
 // Limits are sent to the shim.
 type Limits struct {
-	Leases      uint64
+	Leases      uint64 // open at once, of one worker
+	Copies      uint64 // of these, copies and loads
 	Regions     uint64
 	RecordBytes uint64
 }

@@ -32,7 +32,6 @@ enum { MUTANT_NO_END = 1, MUTANT_NO_START = 2 };
 
 enum {
 	SLOTS = 128,      /* copies in streams; more pass by */
-	MAX_LEASES = 32,  /* the sidecar takes 64 of a client */
 	MAX_CONTEXTS = 16,
 	WAIT_GEQ = 0,
 	CAPTURE_NONE = 0,
@@ -415,27 +414,32 @@ static void watch(void)
 	pthread_mutex_unlock(&mu);
 }
 
-/* Ops whose streams have come to them. Returns whether any has not. */
+/* Ops whose streams have come to them. Returns whether any has not begun. */
 static bool begin(void)
 {
-	bool some = false;
+	static bool told;
+	bool some = false, unkillable = false;
 	for (struct op *o = ops; o < ops + SLOTS; o++) {
 		pthread_mutex_lock(&mu);
 		bool reached = before_start(o) &&
 		               (KVS_MUTANT == MUTANT_NO_START || __atomic_load_n(&slot_of(o)->start, __ATOMIC_ACQUIRE) >= o->seq);
 		if (reached && o->state == OP_VOID) {
 			finish(o);
-		} else if (reached && leases < MAX_LEASES) {
+		} else if (reached) {
 			if (submit(o)) {
 				o->state = OP_COPYING;
 				leases++;
-			} else {
+			} else if (leases == 0 || (o->lease != KVS_E_LIMIT && o->lease != KVS_E_FULL)) { /* else the end of one makes room */
+				unkillable |= o->lease == KVS_E_UNKILLABLE;
 				fail(o);
 			}
 		}
 		some |= before_start(o);
 		pthread_mutex_unlock(&mu);
 	}
+	if (unkillable && !told)
+		say("the driver makes all copies: %s", kvs_strerror(KVS_E_UNKILLABLE));
+	told |= unkillable;
 	return some;
 }
 

@@ -198,11 +198,12 @@ struct kvs_client {
 
 	struct proc procs[KVS_MAX_SIDECARS];
 	uint64_t next_lease;
-	uint32_t lease_limit;
+	uint32_t lease_limit, copy_limit; /* of WELCOME */
 	uint32_t grace_limit_ms; /* the engine does not wait longer */
 	struct lease *buckets[BUCKETS];
 	struct lease_list open, ready;
 	uint32_t lease_count, ready_count;
+	uint32_t copy_count; /* of lease_count, copies and loads */
 	uint64_t out_seq;
 	bool wait_was_long; /* the last kvs_wait: polling would have been useless */
 	int64_t due_ms; /* when the background thread wakes by itself */
@@ -285,7 +286,7 @@ void session_break(kvs_client *c, const char *why);
 
 /* Texts are not zero-terminated and lie in the packet. */
 struct welcome {
-	uint64_t id, version, leases, deadline_ms, match_timeout_ms, grace_ms;
+	uint64_t id, version, leases, copies, deadline_ms, match_timeout_ms, grace_ms;
 	bool fenced, can_copy, can_wait, can_decline, can_store, can_regions, can_load;
 	const uint8_t *boot;
 	const char *node, *endpoint;
@@ -328,6 +329,12 @@ bool read_error(const uint8_t *body, size_t bytes, struct refusal *m);
 bool read_admitted(const uint8_t *body, size_t bytes, struct admitted *m);
 
 /* ---- table.c ---- */
+
+/* The engine's thread or stream may wait for the end of such a lease. */
+static inline bool is_copy(uint16_t type)
+{
+	return type == KVS_REC_COPY || type == KVS_REC_LOAD;
+}
 
 struct lease *lease_find(kvs_client *c, uint64_t id);
 void lease_free(struct lease *l);

@@ -241,6 +241,7 @@ static void on_welcome(kvs_client *c, int64_t now, const uint8_t *body, size_t b
 	c->can_regions = m.can_regions;
 	c->deadlines = (uint64_t)c->info.deadline_ms << 32 | c->info.match_timeout_ms;
 	c->lease_limit = m.leases && m.leases < KVS_MAX_LEASES ? (uint32_t)m.leases : KVS_MAX_LEASES;
+	c->copy_limit = m.copies && m.copies < c->lease_limit ? (uint32_t)m.copies : c->lease_limit;
 	if (c->role == KVS_SCHEDULER) {
 		session_ready(c, now);
 		return;

@@ -50,6 +50,7 @@ void lease_add(kvs_client *c, struct lease *l)
 	c->buckets[l->id % BUCKETS] = l;
 	list_add(&c->open, l);
 	c->lease_count++;
+	c->copy_count += is_copy(l->type);
 }
 
 void lease_delivered(kvs_client *c, struct lease *l)
@@ -61,6 +62,7 @@ void lease_delivered(kvs_client *c, struct lease *l)
 		at = &(*at)->hash_next;
 	*at = l->hash_next;
 	c->lease_count--;
+	c->copy_count -= is_copy(l->type);
 	lease_free(l);
 }
 

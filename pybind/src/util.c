@@ -88,12 +88,13 @@ const char *kvs_strerror(int error)
 		[-KVS_E_DEGRADED] = "session is being replaced or the sidecar drains",
 		[-KVS_E_TOO_BIG] = "record exceeds 1 MiB or half the submission ring",
 		[-KVS_E_UNKNOWN] = "no such open lease",
-		[-KVS_E_LIMIT] = "too many open leases, questions, watches or regions",
+		[-KVS_E_LIMIT] = "too many open leases, copies, questions, watches or regions",
 		[-KVS_E_FORKED] = "client belongs to the parent process",
 		[-KVS_E_CLOSED] = "client is closed",
 		[-KVS_E_SYS] = "system call failed",
 		[-KVS_E_BUFFER] = "buffer is too small",
 		[-KVS_E_UNSUPPORTED] = "the sidecar is older than this library and does not support it",
+		[-KVS_E_UNKILLABLE] = "this process may not kill the sidecar, and could wait for it for ever: run both as one user and in one PID namespace",
 		[-KVS_E_GPU] = "the CUDA driver refused, or is missing",
 	};
 	if (error == KVS_KEPT)

@@ -205,7 +205,7 @@ class Fake:
         welcome = {
             "id": m["id"], "version": version, "boot": self.boot, "node": "fake", "endpoint": self.o.get("endpoint", "127.0.0.1:7001"), "host": "h",
             "features": self.o.get("features", ["x", "copy", "decline"]), "fenced": self.fenced.pop(0) if self.fenced else True,
-            "limits": {"leases": self.o.get("leases", 4096), "regions": 64, "record_bytes": 1 << 20},
+            "limits": {"leases": self.o.get("leases", 4096), "copies": self.o.get("copies", 64), "regions": 64, "record_bytes": 1 << 20},
             "deadline_ms": self.o["deadline_ms"], "partner_ms": self.o["partner_ms"], "grace_ms": self.o["grace_ms"],
             "from-the-future": [{"a": -1, "b": 1.5, "c": None}],
         }  # fmt: skip

@@ -6,15 +6,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import os
 import pathlib
 import random
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from conftest import ENGINE, LAYERS, TIMEOUT_S, Serve, Sidecar, layout, real_layout, until
+from conftest import ENGINE, LAYERS, TIMEOUT_S, Serve, Sidecar, layout, real_layout, skip, until
 
 import kvspray
 from kvspray import CompletionStatus
@@ -82,6 +85,64 @@ def test_a_copy_ends_with_its_sidecar(sidecar: Make, two: Make) -> None:
     assert w.poll() == []
     s.kill()
     assert ended(w, lease).status == CompletionStatus.LOST
+
+
+def test_more_copies_than_the_sidecar_takes(sidecar: Make, two: Make) -> None:
+    """Its limit is in WELCOME. Of other leases there may be more."""
+    s: Sidecar = sidecar(copies=2, features=["copy", "load"])
+    w, cache, host = two()
+    first = w.copy(cache, host, [(0, 0, 8)])
+    assert first > 0 and w.load(parts(cache, host), [(0, 0)], 0, 0) > 0
+    assert w.copy(cache, host, [(0, 0, 8)]) == w.load(parts(cache, host), [(0, 0)], 0, 0) == kvspray.LATER
+    assert w.expect(b"x" * 16, b"h" * 32, "a:1", 40, 0, [[1, 2, 3]]) > 0
+    s.complete(first, "RECEIVED", 0, bytes=8, us=7, transport="host", reason="", recompute=[])
+    ended(w, first)
+    assert w.copy(cache, host, [(0, 0, 8)]) > 0
+
+
+def test_a_sidecar_that_may_not_be_killed_copies_nothing(sidecar: Make, two: Make, tmp_path: pathlib.Path) -> None:
+    """If it hung, an engine that waits for the end would wait for ever."""
+    if os.geteuid() != 0:
+        skip("root", "needs root: a sidecar of another user, which this process may not signal")
+    sidecar(features=["copy", "load"])
+    code = f"""
+import os, sys
+sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})
+import kvspray
+from conftest import ENGINE, LAYERS, layout
+os.setuid(65534)
+w = kvspray.WorkerClient({str(tmp_path / "s.sock")!r}, engine=ENGINE, layers=LAYERS)
+r = w.alloc_region(LAYERS * 32768)
+w.register([r], layout())
+assert w.wait_connected(30), w.status()
+part = kvspray.LoadPart(r, 0, 4096, r, 8192, 4096, 4096)
+for lease in (w.copy(r, r, [(0, 4096, 8)]), w.load([part], [(0, 0)], 0, 0)):
+    assert lease == 0 and "may not kill the sidecar" in w.refusal, (lease, w.refusal)
+assert w.expect(b"x" * 16, b"h" * 32, "a:1", 40, 0, [[1, 2, 3]]) > 0
+os._exit(0)
+"""
+    for p in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+        os.chmod(p, 0o755)
+    os.chmod(tmp_path / "s.sock", 0o777)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    ("cause", "told"),
+    [("no sidecar", "not connected to a sidecar"), ("closed", "client is closed"), ("old", "is older than this library")],
+)
+def test_the_reason_of_a_refusal(sidecar: Make, two: Make, cause: str, told: str) -> None:
+    s: Sidecar = sidecar(**({"features": ["x"]} if cause == "old" else {}))
+    w, cache, host = two()
+    if cause == "no sidecar":
+        s.kill()
+        until(lambda: not w.connected, "the end of the session")
+    if cause == "closed":
+        w.close()
+    assert w.copy(cache, host, [(0, 0, 8)]) == 0 and told in w.refusal, w.refusal
+    w.refusal = ""
+    if cause != "old":
+        assert w.expect(b"x" * 16, b"h" * 32, "a:1", 40, 0, [[1, 2, 3]]) == 0 and told in w.refusal, w.refusal
 
 
 def test_an_older_sidecar_copies_nothing(sidecar: Make, two: Make) -> None:

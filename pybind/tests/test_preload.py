@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from conftest import BINARY, Serve, Sidecar
+from conftest import BINARY, Serve, Sidecar, skip
 from test_native import ROOT, compile_c
 
 from kvspray import CompletionStatus
@@ -49,13 +49,14 @@ class Build:
         self.program = compile_c(at / "preload_test", "tests/preload_test.c", str(at / "libcuda.so.1"), flags=f"{flags} -Wl,-rpath,{at}")
 
     def start(
-        self, *args: object, socket: pathlib.Path | None = None, preload: str = "report", first: str = "", last: str = "", **env: str
+        self, *args: object, socket: pathlib.Path | None = None, preload: str = "report", first: str = "", last: str = "", user: int | None = None,
+        **env: str,
     ) -> subprocess.Popen[str]:
         settings = {"KVSPRAY_PRELOAD_MIN_BYTES": "65536", "KVSPRAY_PRELOAD": preload, "KVSPRAY_PRELOAD_SOCKET": str(socket or self.at / "none"), **env}
         if preload != "none":
             settings["LD_PRELOAD"] = f"{first} {self.library} {last}".strip()
         command = [str(self.program), *map(str, args)]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **settings})
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **settings}, user=user)
 
     def run(self, *args: object, timeout: float = 300, **how: str | pathlib.Path) -> tuple[int, str, Report, str]:
         return ended(self.start(*args, **how), timeout)  # type: ignore[arg-type]
@@ -285,6 +286,20 @@ def test_a_worker_that_was_forked(build: Build, serve: Serve) -> None:
     _, socket = serve("a")
     code, out, report, err = build.run("forked", 20, socket=socket)
     assert (code, out) == (0, "ok\n") and caught(report) == 20, err
+
+
+def test_a_sidecar_that_may_not_be_killed(build: Build, sidecar: Callable[..., Sidecar], socket_path: pathlib.Path) -> None:
+    """The stream would wait without an end, if it hung."""
+    if os.geteuid() != 0:
+        skip("root", "needs root: a sidecar of another user, which this process may not signal")
+    sidecar(features=["copy", "regions"])
+    for p in (build.at, *build.at.parents[:2], socket_path.parent):
+        p.chmod(0o777)
+    socket_path.chmod(0o777)
+    code, out, report, err = ended(build.start("few", 2, socket=socket_path, user=65534))
+    assert (code, out) == (0, "ok\n"), err
+    assert (report["cuMemcpyHtoDAsync_v2", CAUGHT], report["", AGAIN]) == (2, 2), err
+    assert err.count("the driver makes all copies: this process may not kill the sidecar") == 1
 
 
 def answer(s: Sidecar, status: CompletionStatus, reason: str) -> None:

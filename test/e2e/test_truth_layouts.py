@@ -181,11 +181,10 @@ class Worker:
 
 
 def start(sidecar: rig.Sidecar, name: str, model: Model, e: Engine) -> list[Worker]:
-    from vllm.v1.core.kv_cache_utils import (
-        _get_kv_cache_bytes_per_block,
-        get_kv_cache_config_from_groups,
-        get_kv_cache_groups,
-    )
+    try:
+        from vllm.v1.core import kv_cache_planning as planning
+    except ImportError:  # vLLM 0.32
+        from vllm.v1.core import kv_cache_utils as planning
     from vllm.v1.kv_cache_layout import KVCacheLayout
     from vllm.v1.worker.utils import allocate_kv_cache
 
@@ -206,9 +205,9 @@ def start(sidecar: rig.Sidecar, name: str, model: Model, e: Engine) -> list[Work
     out = []
     for rank in range(e.tp):
         specs = {n: layer.spec(e.block, e.tp) for n, layer in model.items()}
-        groups = get_kv_cache_groups(config, specs)
-        kv = get_kv_cache_config_from_groups(
-            config, groups, BLOCKS * _get_kv_cache_bytes_per_block(groups, order)
+        groups = planning.get_kv_cache_groups(config, specs)
+        kv = planning.get_kv_cache_config_from_groups(
+            config, groups, BLOCKS * planning._get_kv_cache_bytes_per_block(groups, order)
         )
         tensors = allocate_kv_cache(
             kv, torch.device("cpu"), order, [e.kernel or g.kv_cache_spec.block_size for g in groups]

@@ -124,6 +124,14 @@ class OldWeightUpdater(_WeightUpdater):
         return names
 
 
+class WeightChecker:
+    def handle(self, action: str) -> None:
+        if action == "reset_tensors":
+            self._reset_tensors(None)
+
+    def _reset_tensors(self, skip_tensor_list: Any) -> None: ...
+
+
 class HostTensorAllocator:
     def allocate(self, dims: Any, dtype: Any, device: str) -> Any:
         return torch.empty(dims, dtype=dtype, device=device)
@@ -215,6 +223,8 @@ def install() -> None:
         "sglang.srt.model_executor.model_runner_components.weight_updater": {
             "WeightUpdater": WeightUpdater
         },
+        "sglang.srt.utils": {},
+        "sglang.srt.utils.weight_checker": {"WeightChecker": WeightChecker},
     }
     for name, content in modules.items():
         spec = importlib.machinery.ModuleSpec(name, None, is_package=True)

@@ -453,6 +453,17 @@ def test_each_way_to_replace_weights_is_noticed(
     assert not weights.current
 
 
+def test_weights_that_are_overwritten_by_the_checker_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(names, "_replaced", [0])
+    weights = names.Weights(Settings.parse(EXTRA), fake.server_args, logging.getLogger())
+    fake.WeightChecker().handle("checksum")
+    assert weights.current
+    fake.WeightChecker().handle("reset_tensors")
+    assert not weights.current
+
+
 def test_an_unknown_way_to_replace_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused() -> None:
         with pytest.raises(ValueError, match=r"replaces weights is not known.*nothing is stored"):
@@ -464,6 +475,9 @@ def test_an_unknown_way_to_replace_weights_is_refused(monkeypatch: pytest.Monkey
         refused()
     with monkeypatch.context() as m:
         m.delattr(module, "WeightUpdater")
+        refused()
+    with monkeypatch.context() as m:
+        m.setattr(sys.modules[names._CHECKER], "WeightChecker", type("WeightChecker", (), {}))
         refused()
     monkeypatch.setitem(sys.modules, names._UPDATER, None)  # an import of it fails
     refused()

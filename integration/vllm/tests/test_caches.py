@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_type
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
@@ -28,6 +27,11 @@ from vllm.v1.kv_cache_interface import (
     create_kv_cache_views,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
+
+try:
+    from vllm.v1.core import kv_cache_planning as planning
+except ImportError:  # vLLM 0.32
+    from vllm.v1.core import kv_cache_utils as planning
 
 from kvspray_vllm import caches, layout, strategies
 from kvspray_vllm.strategies import Kind, Unsupported
@@ -113,7 +117,8 @@ def test_kinds_of_attention() -> None:
 
 def test_kinds_of_latents() -> None:
     mla = MLAAttentionSpec(**LATENT, head_size=576)
-    assert kind(mla, "FLASHMLA") == Kind("mla", {"token_bytes": 1152})
+    for backend in ("FLASHMLA", "FLASHINFER_MLA_SPARSE", "FLASH_ATTN_MLA_SPARSE_FA4"):
+        assert kind(mla, backend) == Kind("mla", {"token_bytes": 1152})
     # A hybrid's pages are as wide as a state: what a token takes is not the page divided by its
     # tokens.
     assert kind(changed(mla, block_size=16, page_size_padded=32768), "FLASHMLA") == Kind(
@@ -238,7 +243,7 @@ def described(
     kernel: int | None = None,
 ) -> list[dict[str, Any]]:
     """The groups of layers that share one block table, in memory as vLLM's own code divides it."""
-    groups = _get_kv_cache_groups_uniform_type(UniformTypeKVCacheSpecs.from_specs(dict(specs)))
+    groups = planning._get_kv_cache_groups_uniform_type(UniformTypeKVCacheSpecs.from_specs(dict(specs)))
     tensors, offset = {}, 0
     memory = torch.zeros(sum(s.page_size_bytes for s in specs.values()) * BLOCKS, dtype=torch.int8)
     for name, spec in specs.items():

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import random
+import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +18,7 @@ from vllm.device_allocator import cumem
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec, TransferResult
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
+import kvspray
 from kvspray import limits
 from kvspray_vllm import offload
 
@@ -133,6 +136,7 @@ class Client:
 
     def __init__(self) -> None:
         self.takes, self.leases, self.ended = True, itertools.count(1), []
+        self.room, self.refusal = 1 << 30, ""
         self.open: dict[int, tuple[str, int]] = {}  # request, mark
         self.on_wait: Any = lambda: None
 
@@ -140,7 +144,10 @@ class Client:
         assert (src, dst) == (("cache", "pool") if req.startswith("store") else ("pool", "cache"))
         assert len(blocks) <= 24 * offload.COPY_PIECES
         if not self.takes:
+            self.refusal = "not connected to a sidecar"
             return 0
+        if len(self.open) >= self.room:
+            return kvspray.LATER
         lease = next(self.leases)
         self.open[lease] = req, after
         return lease
@@ -159,9 +166,6 @@ class Client:
 
     def cancel(self, lease: int, reason: str) -> None:
         self.end(lease, False)
-
-    def status(self) -> Any:
-        return SimpleNamespace(error="")
 
     def requests(self) -> list[str]:
         return [req for req, _ in self.open.values()]
@@ -190,7 +194,7 @@ class Native:
         self.made.append(("store", job_id))
         return True
 
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, **expedited: bool) -> bool:
         assert f"load-{job_id}" not in self.client.requests(), "the sidecar may still write"
         self.made.append(("load", job_id))
         return True
@@ -308,17 +312,101 @@ def test_no_marks_any_more(w: Any) -> None:
     assert w.native.made == [("load", 1)] and not w.client.open
 
 
-def test_as_many_copies_as_a_session_may_have(w: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "MAX_OPEN", 2)
+@pytest.mark.parametrize("kind", [store, load])
+def test_more_copies_than_the_sidecar_takes(w: Any, kind: Any) -> None:
+    w.client.room = 2
     for job in range(5):
-        load(w, job)
-    assert len(w.client.open) == 2
+        kind(w, job)
     done: list[int] = []
     while w.client.open:
         assert len(w.client.open) <= 2
         w.client.end(next(iter(w.client.open)))
         done += finished(w)
-    assert done == [0, 1, 2, 3, 4]
+    assert done == [0, 1, 2, 3, 4] and w.worker.native_copies == 0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(offload.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_store_does_not_wait_for_ever_behind_loads(w: Any, clock: list[float]) -> None:
+    """There is always a load open, and as many as the sidecar takes."""
+    w.client.room = 1
+    load(w, 0)
+    store(w, 1000)
+    for job in range(1, 100):
+        load(w, job)
+        clock[0] += 0.125
+        w.client.end(next(iter(w.client.open)))
+        finished(w)
+        if "store-1000" in w.client.requests():
+            break
+    assert job == 4, "loads go first for half a second"
+
+
+def test_vllm_waits_for_a_job_for_which_there_is_no_room(w: Any) -> None:
+    w.client.room = 1
+    load(w, 1)
+    store(w, 2)
+    ends = iter([lambda: None, lambda: None, lambda: w.client.end(1), lambda: w.client.end(2)])
+    w.client.on_wait = lambda: next(ends)()
+    w.worker.wait({2})
+    assert sorted(finished(w)) == [1, 2] and w.worker.native_copies == 0
+
+
+def test_vllm_waits_while_the_sidecar_goes(w: Any) -> None:
+    load(w, 1)
+    store(w, 2)
+    w.client.takes = False
+    w.worker.wait({2})
+    assert w.native.made == [("store", 2)] and w.native.waited == [{2}]
+
+
+def test_a_load_that_vllm_waits_for_within_the_step(w: Any) -> None:
+    w.client.room = 1
+    load(w, 1)
+    load(w, 2)
+    assert w.worker.submit_load(3, CPULoadStoreSpec([0]), GPULoadStoreSpec([0], [1], [0]), expedited=True)
+    w.client.end(1)
+    assert finished(w) == [1] and w.client.requests() == ["load-3"]
+
+
+def test_the_pool_has_what_vllm_pins(pool: Any) -> None:
+    """Fields of its SharedOffloadRegion that vLLM's own function reads."""
+    from vllm.v1.kv_offload.cpu import gpu_worker
+
+    read = set(re.findall(r"\bregion\.(\w+)", inspect.getsource(gpu_worker.pin_mmap_region))) - {"iter_worker_slot_ranges"}
+    assert read and not {name for name in read if not hasattr(pool([64], 1), name)}
+
+
+@pytest.mark.parametrize(
+    ("cause", "logged"),
+    [
+        ("refused", "this process may not kill the sidecar"),
+        ("failed", "LOST: gone"),
+        ("marks", "the GPU sets no marks any more"),
+        ("full for long", "too many open leases"),
+    ],
+)
+def test_the_log_has_the_cause(w: Any, clock: list[float], caplog: pytest.LogCaptureFixture, cause: str, logged: str) -> None:
+    if cause == "refused":
+        w.client.copy = lambda *a, **k: 0
+        w.client.refusal = "this process may not kill the sidecar"
+    if cause == "marks":
+        w.session.mark = lambda: None
+    if cause == "full for long":
+        w.client.room, w.client.refusal = 0, "too many open leases"
+    load(w, 1)
+    if cause == "failed":
+        w.client.end(1, False)
+    clock[0] += offload.DEADLINE_S
+    finished(w)
+    assert w.native.made == [("load", 1)]
+    (line,) = caplog.messages
+    assert line == f"kvspray: vLLM's own worker copies what the sidecar did not: {logged} (1 so far)"
 
 
 def test_a_job_without_blocks(w: Any) -> None:

@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size, _project_kv_cache_groups_to_worker
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -23,6 +22,11 @@ from vllm.v1.kv_cache_interface import (
     create_kv_cache_views,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
+
+try:
+    from vllm.v1.core import kv_cache_planning as planning
+except ImportError:  # vLLM 0.32
+    from vllm.v1.core import kv_cache_utils as planning
 
 from kvspray_vllm import KVSprayConnector, layout
 from kvspray_vllm.settings import Settings
@@ -50,7 +54,7 @@ class Stage:
     """A worker's connector with those layers of the model, as far as registering needs it, and what it has registered."""
 
     def __init__(self, names: Sequence[str], rank: layout.Ranks, backend: str = "CPU_ATTN") -> None:
-        groups = _project_kv_cache_groups_to_worker(_get_kv_cache_groups_uniform_page_size(MODEL), {name: MODEL[name] for name in names})
+        groups = planning._project_kv_cache_groups_to_worker(planning._get_kv_cache_groups_uniform_page_size(MODEL), {name: MODEL[name] for name in names})
         order = KVCacheLayout["LBHNC"]
         width = max(len(g.layer_names) for g in groups)
         memory = torch.zeros(width * BLOCKS * groups[0].kv_cache_spec.page_size_bytes, dtype=torch.int8)

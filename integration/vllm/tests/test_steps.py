@@ -224,3 +224,29 @@ def test_the_routers_xfer_and_fanout_win(e: Engine) -> None:
     e.add("r", 16, {**DECODE, "kvspray": {"v": 1, "xfer": XFER, "fanout": 4}})
     meta = e.meta({"r": 16})
     assert meta.intents[0].xfer.hex() == XFER and meta.intents[0].fanout == 4
+
+
+def test_results_are_taken_before_the_step_ends(e: Engine) -> None:
+    """vLLM 0.33 with a draft model: results, the drafter's layers, wait_for_save."""
+    e.add("first", 32, dict(DECODE))
+    e.step({"first": 32})
+    held, _ = e.finish("first")
+    assert held
+    e.add("second", 32, dict(DECODE))
+    e.worker_shim.end(1, received=False)
+    e.worker_shim.take()
+    meta = e.meta({"second": 32})
+    e.worker.begin(meta)
+    e.worker.layer_done("l0")
+    done = e.worker.collect()
+    assert done.sent == {"first"} and e.worker.signals, "the step is not over"
+    e.scheduler.worker_reported(done.sent, done.received, e.worker.take_landed())
+    e.worker.layer_done("l1")
+    e.worker.step_done()
+    calls = e.worker_shim.take()
+    assert [c[0] for c in calls] == ["hold", "intent", "step", "layer", "layer", "end"]
+    assert calls[-1] == ("end", meta.step) and not e.worker.signals
+    e.finish("second")
+    e.step()
+    e.worker_shim.end(2, received=False)
+    assert e.step().sent == {"second"} and not e.scheduler.pending_push_work()

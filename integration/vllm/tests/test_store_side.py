@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import store_fakes
 from fakes import prefill_first
-from store_fakes import PAGE, Vllm, hash_of, puts
+from store_fakes import PAGE, Vllm, hash_of, namespace, puts
 
 from kvspray.store import Found
 from kvspray_vllm import pages, shim
@@ -422,3 +422,38 @@ def test_a_change_of_weights_closes_what_was_open() -> None:
         v.run(f"r{i}", PROMPT[: 2 * PAGE])
         assert len(v.store.opened) == 1 and [[p.weights for p in s.opened] for s in v.shims] == [[v.weights]] * 8
     v.check()
+
+
+def test_weights_without_a_name_and_then_with_one(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    v = Vllm(blocks=40, budget=64)
+    v.run("a", list(range(40)), answer=1)
+
+    def change(name: str, space: Any, why: str = "") -> None:
+        v.savings[0].set(space, why)
+        v.workers[0].outdate()
+        v.weights = name
+        assert v.pool.clear()
+        v.scheduler.reset()
+
+    change("w1", None, "the name of the weights is empty")
+    before = puts(v)
+    v.run("b", list(range(100, 140)), answer=1)
+    assert puts(v) == before and "does not use the store: the name of the weights is empty" in caplog.text
+    change("w2", namespace("w2"))
+    v.run("c", list(range(200, 240)), answer=1)
+    v.run("d", list(range(300, 340)), answer=1)
+    assert puts(v) > before and "uses the store again" in caplog.text
+
+
+def test_a_reset_is_not_reported_as_done(v: Vllm) -> None:
+    """Pages that were saved before are loaded afterwards."""
+    v.run("a", PROMPT)
+    assert v.pool.clear()
+    assert not v.scheduler.reset()
+    got = len(v.received)
+    v.run("b", PROMPT)
+    assert len(v.received) > got
+    c = object.__new__(KVSprayConnector)
+    c._scheduler = v.scheduler
+    assert c.reset_cache() is None

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from vllm.v1.worker.worker_base import WorkerBase
 
 from kvspray.weights import digest
 from kvspray_vllm import weights
@@ -85,7 +86,8 @@ class Runner:
         reload(MODEL)
 
 
-class Worker:
+class Worker(WorkerBase):
+    def __init__(self) -> None: ...
     def start_weight_update(self) -> None: ...
     def update_weights(self, info: Any) -> None: ...
 

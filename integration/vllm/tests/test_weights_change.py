@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sidecar that cannot be informed of other weights: open leases end by their fence, and no new one begins."""
+"""Weights that change while requests are under way: what was computed with others is not offered."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from fakes import DECODE, Engine, e, prefill_first  # noqa: F401
 
 from kvspray_vllm import KVSprayConnector, shim
+from kvspray_vllm.meta import Landed
 
 
 def connector(e: Engine, told: list[Any]) -> KVSprayConnector:  # noqa: F811
@@ -75,3 +76,47 @@ def test_a_load_that_was_complete_is_not_used(e: Engine) -> None:  # noqa: F811
     connector(e, [RuntimeError()])._weights_changed()
     done = e.step()
     assert done.received == done.failed == {"load"}
+
+
+def cached(e: Engine, req: str, tokens: int) -> None:  # noqa: F811
+    """A prompt of which vLLM has these tokens in its prefix cache."""
+    e.add(req, 40, dict(DECODE)).num_computed_tokens = tokens
+
+
+def offered(e: Engine) -> list[str]:  # noqa: F811
+    return [call[2] for call in e.worker_shim.take() if call[0] == "intent"]
+
+
+def test_cached_blocks_of_other_weights_are_not_offered(e: Engine) -> None:  # noqa: F811
+    """Although the weights have a name again, which other engines have, too."""
+    pool = SimpleNamespace(num_gpu_blocks=10, get_num_free_blocks=lambda: free[0])
+    e.scheduler.set_pool(pool)  # type: ignore[arg-type]
+    c = connector(e, [])
+    cached(e, "before", 32)
+    e.step({"before": 8})
+    assert offered(e) == ["before"]
+    c._weights_changed()
+    cached(e, "first", 32)  # the scheduler has no report of the change yet
+    e.step({"first": 8})
+    cached(e, "second", 32)
+    e.add("new", 40, dict(DECODE))
+    e.step({"second": 8, "new": 40})
+    free = [8]
+    assert e.scheduler.reset()
+    cached(e, "in use", 32)
+    e.step({"in use": 8})
+    assert offered(e) == ["new"]
+    free[0] = 9
+    assert e.scheduler.reset()
+    cached(e, "after", 32)
+    e.step({"after": 8})
+    c._weights_changed()
+    assert e.scheduler.reset(), "before the first step with the new weights"
+    e.step()
+    cached(e, "at last", 32)
+    e.step({"at last": 8})
+    assert offered(e) == ["after", "at last"]
+
+
+def test_a_change_is_reported_for_all_ranks() -> None:
+    assert Landed(changed=3).aggregate(Landed(changed=7)).changed == 7

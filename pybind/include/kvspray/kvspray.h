@@ -63,6 +63,7 @@ enum kvs_error {
 	KVS_E_BUFFER = -11,       /* the caller's buffer cannot hold the next record */
 	KVS_E_GPU = -12,          /* the CUDA driver refused, or is missing; kvs_gpu_error has the reason */
 	KVS_E_UNSUPPORTED = -13,  /* this sidecar is older and does not support it */
+	KVS_E_UNKILLABLE = -14,   /* a COPY or LOAD, whose end the engine may wait for, and this process may not kill the sidecar */
 };
 
 /* Result of calls on an open lease without a session: the state is kept and presented to the next session. */

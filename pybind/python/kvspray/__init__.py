@@ -19,7 +19,7 @@ from .client import (
 from .protocol import Params, pack_blocks, prefix_hash, unpack_blocks
 from .region import KvsprayError, Region, RegionKind
 from .scheduler import SchedulerClient
-from .worker import LoadPart, WorkerClient
+from .worker import LATER, LoadPart, WorkerClient
 
 __version__ = "0.1.0.dev0"  # of a checkout; `make wheels` writes that of the tag
 
@@ -36,6 +36,7 @@ __all__ = [
     "RegionKind",
     "SchedulerClient",
     "Status",
+    "LATER",
     "LoadPart",
     "WorkerClient",
     "__version__",

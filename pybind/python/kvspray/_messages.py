@@ -117,7 +117,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "HELLO.engine": ("name", "version", "id"),
     "HELLO.ranks": ("dp", "pp", "tp", "pcp", "dcp"),
     "WELCOME": ("id", "version", "boot", "node", "endpoint", "host", "features", "fenced", "limits", "deadline_ms", "partner_ms", "grace_ms"),
-    "WELCOME.limits": ("leases", "regions", "record_bytes"),
+    "WELCOME.limits": ("leases", "copies", "regions", "record_bytes"),
     "REGISTER": ("id", "session", "regions", "layout", "fds", "first"),
     "REGISTER.regions": ("region", "kind", "bytes", "addr", "handle", "fd", "offset"),
     "REGISTER.fds": ("flags", "rings", "doorbell", "bell"),

@@ -122,7 +122,7 @@ class Offer:
                 deadline_s=GIVE_S,
             )  # fmt: skip
             if not lease:
-                raise LoadError(f"the offer's sidecar takes no piece: {self._client.status().error or 'it is gone'}; load again once kvspray serve runs there")
+                raise LoadError(f"the offer's sidecar takes no piece: {self._client.refusal}; load again once kvspray serve runs there")
             self._blocks[lease] = block
 
     def _watch(self) -> None:

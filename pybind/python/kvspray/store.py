@@ -314,8 +314,9 @@ class Space:
         if len(hashes) != len(blocks):
             raise ValueError(f"kvspray: store: {len(hashes)} hashes and {len(blocks)} blocks")
         space = self._open(0)
-        h = self._client._handle()
-        if space is None or h is None or not hashes:
+        if space is None:
+            self._client.refusal = self.error or "the namespace is not open yet"
+        if space is None or not hashes:
             return 0
         deadline = _ms(deadline_s, self._client._deadline_ms or self._client._deadlines()[0])
         body = protocol.pack(
@@ -329,10 +330,7 @@ class Space:
                 **more,
             )
         )
-        lease = int(lib.kvs_submit(h, kind, body, len(body), deadline))
-        if lease in (_lib.E_ARG, _lib.E_TOO_BIG):
-            raise ValueError(f"kvspray: store: {self._client._why(lease)} ({len(body)} bytes)")
-        return max(0, lease)
+        return max(0, self._client._submit("store", kind, body, deadline))
 
     def _open(self, timeout_s: float | None) -> int | None:
         session = self._client._info().connects

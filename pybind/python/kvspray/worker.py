@@ -36,6 +36,7 @@ _RECORD = struct.Struct("<IHHQQQII")
 _POLL_BYTES = 256 << 10
 _ANSWER_BYTES = 16 << 10
 _DONE = 19
+LATER = -1  # of copy() and load(): when one of those that are open has ended, try again
 MAX_TRACEPARENT = 64  # bytes that a sidecar reads; version 00 has 55
 
 
@@ -75,6 +76,7 @@ class WorkerClient(_Client):
         config.grace_ms = 0 if grace_s is None else _ms(grace_s, 0)
         super().__init__(config, log)
         self.layers = layers
+        self.refusal = ""  # why the last call that was to return a lease returned none
         self._deadline_ms = config.deadline_ms
         self._lock = threading.Lock()
         self._sources: dict[int, Source] = {}
@@ -222,7 +224,7 @@ class WorkerClient(_Client):
 
         ``traceparent``: of the request's span (W3C); a sidecar that exports spans continues its trace. A malformed one is ignored.
 
-        Returns the lease, or 0 if no sidecar can take it now (not connected, ring full): free the blocks as usual.
+        Returns the lease, or 0 if no sidecar can take it now, for the reason in ``refusal``: free the blocks as usual.
         """
         if tokens < 1 or not 0 <= ready <= tokens:
             raise ValueError(f"kvspray: intent: tokens = {tokens}, ready = {ready}; want 1 <= tokens and 0 <= ready <= tokens")
@@ -234,16 +236,12 @@ class WorkerClient(_Client):
             deadline, held, _req(req), attempt, _traceparent(traceparent),
         )  # fmt: skip
         h = self._handle()
-        if h is None:
-            return 0
         body = source.body()
         with self._lock:  # a step() of another thread must find the lease
-            lease = int(lib.kvs_submit(h, _lib.REC_INTENT, body, len(body), deadline))
+            lease = _lib.E_CLOSED if h is None else int(lib.kvs_submit(h, _lib.REC_INTENT, body, len(body), deadline))
             if lease > 0:
                 self._sources[lease] = source
-        if lease in (_lib.E_ARG, _lib.E_TOO_BIG):
-            raise ValueError(f"kvspray: intent: {self._why(lease)} ({len(body)} bytes, {tokens} tokens)")
-        return max(0, lease)
+        return max(0, self._opened("intent", lease, body))
 
     def step(self, step: int, reqs: Iterable[tuple[int, int, Blocks | None]]) -> bool:
         """Before the forward pass of ``step``: each lease holds tokens [0, end) once that step's flags arrive.
@@ -337,7 +335,8 @@ class WorkerClient(_Client):
 
         ``after``: a number that ``GpuSignals.mark`` has returned; no block is written before the engine's stream has passed it.
 
-        ``blocks`` cover tokens from 0. Returns the lease, or 0 if no sidecar can take it now: prefill locally.
+        ``blocks`` cover tokens from 0. Returns the lease, or 0 if no sidecar can take it now, for the reason in ``refusal``: prefill
+        locally.
         """
         table = [protocol.pack_blocks(b) for b in blocks]
         skips = [skip] * len(table) if isinstance(skip, int) else list(skip)
@@ -364,13 +363,7 @@ class WorkerClient(_Client):
                 traceparent=_traceparent(traceparent),
             )
         )
-        h = self._handle()
-        if h is None:
-            return 0
-        lease = int(lib.kvs_submit(h, _lib.REC_EXPECT, body, len(body), deadline))
-        if lease in (_lib.E_ARG, _lib.E_TOO_BIG):
-            raise ValueError(f"kvspray: expect: {self._why(lease)} ({len(body)} bytes, {tokens} tokens)")
-        return max(0, lease)
+        return max(0, self._submit("expect", _lib.REC_EXPECT, body, deadline))
 
     # -- copies ------------------------------------------------------------------------------------------------------
 
@@ -389,7 +382,8 @@ class WorkerClient(_Client):
         Large copies between host memory and a GPU use the PCIe links of every GPU that the sidecar serves. The sidecar
         owns these blocks until the lease completes through poll(): with OK all bytes have arrived, else any part of them. A copy may not write
         a byte that it also reads or writes elsewhere; the caller orders overlapping copies.
-        Returns the lease, or 0 if no sidecar can take it now or the sidecar is too old: copy without it.
+        Returns the lease. LATER: as many are open as the sidecar takes (WELCOME), or the ring is full. 0: copy without the sidecar, for
+        the reason in ``refusal``. One that this process may not kill gets no copy: if it hung, the wait for the end would have no end.
         """
         numbers = [self._number("copy: src", src), self._number("copy: dst", dst)]
         deadline = _ms(deadline_s, self._deadline_ms or self._deadlines()[0])
@@ -425,7 +419,7 @@ class WorkerClient(_Client):
         ``arrived``: the address of a u64, valid until this load and all before it have ended. If the lease ends before all parts are
         there, a thread of the library writes the number of those that are to it, and then raises the flag to ``value + len(parts)``:
         what waits for the flag copies the others.
-        Returns the lease, or 0 if no sidecar can take it now or the sidecar is too old: copy without it.
+        Returns what copy() returns.
         """
         rows = [
             (p.src_base, p.src_stride, p.dst_base, p.dst_stride, p.length, self._number("load: src", p.src), self._number("load: dst", p.dst))
@@ -452,17 +446,20 @@ class WorkerClient(_Client):
             return self._submit("load", _lib.REC_LOAD, body, deadline)
         h = self._handle()
         landing = _lib.CLanding(flag, value, len(rows), arrived)
-        lease = 0 if h is None else int(lib.kvs_submit_load(h, body, len(body), deadline, byref(landing)))
+        lease = _lib.E_CLOSED if h is None else int(lib.kvs_submit_load(h, body, len(body), deadline, byref(landing)))
         return self._opened("load", lease, body)
 
     def _submit(self, what: str, kind: int, body: bytes, deadline_ms: int) -> int:
         h = self._handle()
-        return self._opened(what, 0 if h is None else int(lib.kvs_submit(h, kind, body, len(body), deadline_ms)), body)
+        return self._opened(what, _lib.E_CLOSED if h is None else int(lib.kvs_submit(h, kind, body, len(body), deadline_ms)), body)
 
     def _opened(self, what: str, lease: int, body: bytes) -> int:
+        if lease > 0:
+            return lease
+        self.refusal = self._why(lease)
         if lease in (_lib.E_ARG, _lib.E_TOO_BIG):
-            raise ValueError(f"kvspray: {what}: {self._why(lease)} ({len(body)} bytes)")
-        return max(0, lease)
+            raise ValueError(f"kvspray: {what}: {self.refusal} ({len(body)} bytes)")
+        return LATER if lease in (_lib.E_FULL, _lib.E_LIMIT) else 0
 
     # -- both --------------------------------------------------------------------------------------------------------
 
@@ -540,7 +537,8 @@ class WorkerClient(_Client):
 
     def _why(self, rc: int) -> str:
         text = _lib.strerror(rc)
-        detail = _text(self._info().error) if rc in (_lib.E_ARG, _lib.E_LIMIT) else ""
+        # Of the others the latest error is not the cause.
+        detail = _text(self._info().error) if rc in (_lib.E_ARG, _lib.E_LIMIT, _lib.E_NOT_CONNECTED) else ""
         return f"{text}: {detail}" if detail else text
 
 

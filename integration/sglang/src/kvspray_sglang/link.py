@@ -247,6 +247,10 @@ class Link:
             parts, pages, flag, value, arrived=arrived, req=req, deadline_s=deadline_s, after=after
         )
 
+    @property
+    def refusal(self) -> str:
+        return self._client.refusal
+
     def loads_ended(self, timeout_s: float) -> list[kvspray.Completion]:
         """Waits until a load has ended or ``timeout_s`` have passed. Returns the completions."""
         with self._cond:

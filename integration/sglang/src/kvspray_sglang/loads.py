@@ -230,7 +230,10 @@ class Loads:
                 )  # fmt: skip
             except kvspray.KvsprayError as err:
                 self._complain(str(err))
-            if not load.lease:
+                return None
+            if load.lease <= 0:
+                if load.lease != kvspray.LATER:
+                    self._complain(self._link.refusal)
                 return None
             self._value += len(self._parts)
             self._count += 1
@@ -250,17 +253,11 @@ class Loads:
 
     @property
     def ready(self) -> bool:
-        """Whether the sidecar can load: it has answered for all regions, and this process may kill
-        it. A load waits until a sidecar that does not answer is killed."""
+        """Whether the sidecar has answered for all regions, and none hangs that cannot be killed."""
         if not self._usable:
             return False
         status = self._link.status()
-        if status.connected and not status.killable:
-            self._complain(
-                "this process may not kill the sidecar; run both as one user and in one PID "
-                "namespace"
-            )
-        return status.has_regions and status.killable and not status.quarantined
+        return status.has_regions and not status.quarantined
 
     def end(self, load: _Load) -> None:
         """Returns when nothing writes to the load's pages any more."""

@@ -36,11 +36,17 @@ _ARGUMENTS = (
 # by heads, or may be: a key without the rank would mix up their shards.
 _REPLICATED = ("kv", "indexer", "deepseek_v4_")
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
-# How the names of its methods that change weights begin. Until 0.5.17 each of them does all of it;
-# in 0.5.23 some receive and load weights between the beginning and the end of a session.
-_REPLACING = (
-    "update_weights", "receive_weights", "load_weights", "begin_weight_update", "end_weight_update",
-)  # fmt: skip
+_CHECKER = "sglang.srt.utils.weight_checker"
+# How the names of the methods that write parameters begin, by module and class. Until 0.5.17 each
+# of WeightUpdater's does all of it; in 0.5.23 some receive and load weights between the beginning
+# and the end of a session. test/sglang/test_writers.py fails on others in SGLang's sources.
+WRITERS = {
+    (_UPDATER, "WeightUpdater"): (
+        "update_weights", "receive_weights", "load_weights", "begin_weight_update",
+        "end_weight_update",
+    ),
+    (_CHECKER, "WeightChecker"): ("_reset_tensors",),
+}  # fmt: skip
 
 
 def server_args() -> Any:
@@ -96,23 +102,24 @@ _replaced = [0]  # how often SGLang has begun to replace the weights of this pro
 
 
 def _watch() -> None:
-    """Notices calls of the methods with which SGLang replaces weights. Refuses an SGLang that does
+    """Notices calls of the methods with which SGLang writes parameters. Refuses an SGLang that does
     not have them where they are looked for: it could replace its weights unnoticed."""
-    try:
-        updater = importlib.import_module(_UPDATER).WeightUpdater
-    except (ImportError, AttributeError):
-        updater = None
-    methods = [n for n in dir(updater) if n.startswith(_REPLACING)]
-    if not methods:
-        raise ValueError(
-            f"kvspray: the way in which this release of SGLang replaces weights is not known (no "
-            f"WeightUpdater with update_weights_... in {_UPDATER}), so nothing is stored or found; "
-            "use 0.5.23, or start without this storage backend"
-        )
-    for name in methods:
-        method = getattr(updater, name)
-        if not hasattr(method, "_kvspray"):
-            setattr(updater, name, _counted(method))
+    for (module, cls), begins in WRITERS.items():
+        try:
+            owner = getattr(importlib.import_module(module), cls, None)
+        except ImportError:
+            owner = None
+        methods = [n for n in dir(owner) if n.startswith(begins)]
+        if not methods:
+            raise ValueError(
+                "kvspray: the way in which this release of SGLang replaces weights is not known "
+                f"(no {cls} with {begins[0]}... in {module}), so nothing is stored or found; use "
+                "0.5.23, or start without this storage backend"
+            )
+        for name in methods:
+            method = getattr(owner, name)
+            if not hasattr(method, "_kvspray"):
+                setattr(owner, name, _counted(method))
 
 
 def _counted(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -459,8 +459,13 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool | None:
         assert self._scheduler is not None
-        self._scheduler.reset()
-        return True
+        if self._scheduler.reset():
+            return True
+        logger.warning(
+            "kvspray: vLLM resets its caches, and pages stay in the store, for all engines with these weights: other weights need another name "
+            "(kvspray_vllm.set_weights)"
+        )
+        return None  # with False, vLLM would fail each pause and sleep
 
     def has_pending_push_work(self) -> bool:
         assert self._scheduler is not None

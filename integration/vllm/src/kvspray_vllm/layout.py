@@ -47,6 +47,12 @@ def check_config(config: VllmConfig) -> None:
     # After a sleep the addresses map other pages, while the sidecar still holds the first ones.
     if device == "cuda" and getattr(config.model_config, "enable_sleep_mode", False):
         raise Unsupported("kvspray: enable_sleep_mode is on, and a KV cache that sleeps cannot be followed; start without --enable-sleep-mode")
+    # vLLM 0.33 then drops nearly all tokens that a connector offers, and reports nothing.
+    if getattr(getattr(config, "aux_output_config", None), "enable_return_routed_experts", False):
+        raise Unsupported(
+            "kvspray: enable_return_routed_experts is on, and vLLM loads nothing for which it has no routed experts; start without "
+            "--enable-return-routed-experts, or without this connector"
+        )
     if config.model_config.is_encoder_decoder:
         raise Unsupported("kvspray: the model is_encoder_decoder; such models are not supported")
 

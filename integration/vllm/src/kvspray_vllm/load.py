@@ -34,12 +34,12 @@ import kvspray
 from kvspray.checkpoint import Folder, Manifest, Piece, Samples, differences
 from kvspray.weights import CheckpointError, directory_of
 from kvspray.weightstream import ALIGN, MAX_HELD, PIECE_BYTES, PIECES, Block, LoadError, Source, Stream, open_source
+from kvspray_vllm.weights import RUNNER_WRITERS, WORKER_WRITERS
 
 SOCKET = "KVSPRAY_LOAD_SOCKET"
 METHODS = tuple(f"kvspray_load_{m}" for m in ("check", "arm", "begin", "poll", "finish", "release", "cancel"))
 COMPUTES = ("execute_model", "sample_tokens", "execute_dummy_batch")
-REPLACES = ("reload_weights", "update_weights", "start_weight_update", "start_draft_weight_update", "finish_weight_update", "load_model")
-RUNNER = ("execute_model", "sample_tokens", "_dummy_run", "reload_weights", "load_model")
+RUNNER = ("execute_model", "sample_tokens", "_dummy_run")
 QUIET_S = 15.0  # after which another load may take the place of one that nobody confirms
 NO_PROGRESS_S = 120.0  # of a load: then it fails
 MAX_TOKEN = 200  # characters
@@ -372,10 +372,12 @@ class Guard:
         runner = getattr(self.worker, "model_runner", None)
         for name in COMPUTES:
             self._wrap(self.worker, name, self._computes, last=name == "execute_dummy_batch")
-        for name in REPLACES:
+        for name in WORKER_WRITERS:
             self._wrap(self.worker, name, self._replaces, last=True)
         for name in RUNNER:
-            self._wrap(runner, name, self._replaces if name in REPLACES else self._computes, last=False)
+            self._wrap(runner, name, self._computes, last=False)
+        for name in RUNNER_WRITERS:
+            self._wrap(runner, name, self._replaces, last=False)
         self._wrap(self.worker, "wake_up", self._wake_up, last=True)
         self._wrap(self.worker, "sleep", self._sleep, last=True)
 
@@ -722,6 +724,7 @@ class Copied:
         self._client: kvspray.WorkerClient | None = None
         self._region: kvspray.Region | None = None
         self._added = False
+        self._refused = False  # a copy: logged once
         self._ends: dict[int, kvspray.Completion] = {}
         nbytes = SLOTS * self._size
         if device is None:
@@ -809,11 +812,15 @@ class Copied:
         raise LoadError("the load was stopped")
 
     def _copy(self, block: Block, slot: int) -> int:
-        """0: the sidecar takes it not."""
+        """Not above 0: PyTorch copies it."""
         if self._client is None or self._region is None or not self._client.connected:
             return 0
         pieces = [(block.at + block.lead, slot * self._size, block.piece.nbytes)]
-        return self._client.copy(self._arena.region, self._region, pieces, req="weights", deadline_s=COPY_S)
+        lease = self._client.copy(self._arena.region, self._region, pieces, req="weights", deadline_s=COPY_S)
+        if lease <= 0 and not self._refused:
+            self._refused = True
+            _log.warning("kvspray: PyTorch copies pieces of the weights: %s", self._client.refusal)
+        return lease
 
     def _end_first(self) -> None:
         self._end(*self._open[0])
@@ -824,7 +831,7 @@ class Copied:
 
     def _end(self, block: Block, slot: int, lease: int) -> None:
         ok = False
-        if lease:
+        if lease > 0:
             end = self._await(lease)
             ok = end.ok
             if not ok:
@@ -852,7 +859,7 @@ class Copied:
         self._thread.join()
         for block, _, lease in self._open:  # the memory goes to others
             try:
-                if lease and self._client is not None:
+                if lease > 0 and self._client is not None:
                     self._client.cancel(lease, "the load ends")
                     self._await(lease)
             finally:

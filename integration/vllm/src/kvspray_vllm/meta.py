@@ -32,6 +32,7 @@ class Intent:
     blocks: Blocks
     adapter: Adapter | None = None
     traceparent: str = ""
+    cached: int = 0  # tokens that vLLM had in its prefix cache
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class Landed(_WorkerMetadata):
     ranks: dict[int, Rank] = field(default_factory=dict)  # by number, of those whose namespace is another one now
     saved: dict[int, tuple[int, bool]] = field(default_factory=dict)  # by Put: how many ranks have ended it, and all of its pages are there
     lacked: set[str] = field(default_factory=set)  # loads from the store that did not find all of their pages
+    changed: int = 0  # number of the first step with other weights; 0: they have not changed
 
     def aggregate(self, other: _WorkerMetadata) -> Landed:
         assert isinstance(other, Landed)
@@ -113,6 +115,7 @@ class Landed(_WorkerMetadata):
             self.ranks | other.ranks,
             {id: _both(self.saved.get(id), other.saved.get(id)) for id in self.saved | other.saved},
             self.lacked | other.lacked,
+            max(self.changed, other.changed),
         )
 
 
@@ -137,7 +140,8 @@ class StepMeta(KVConnectorMetadata):
     expects: list[Expect] = field(default_factory=list)
     idle: bool = False  # the engine computes nothing in this step
     adapters_question: int = 0  # number of a question which adapters the worker has read; 0: none
-    number: int = 0  # of this step, for the store; 0: it is not used
+    number: int = 0  # of this step
+    weights: int = 0  # number of the first step with the weights that this one was planned for; 0: those of the start
     puts: list[Put] = field(default_factory=list)
     epochs: dict[int, int] = field(default_factory=dict)  # of each rank's weights, that `puts` were decided for
 

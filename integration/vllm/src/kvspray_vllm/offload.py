@@ -45,7 +45,7 @@ from kvspray._messages import MAX_COPY_BLOCKS
 from kvspray.gpu import GpuSignals
 
 DEADLINE_S = 60.0  # of a copy; vLLM's own worker makes it after that
-MAX_OPEN = 256  # copies at a time, of all jobs
+STORE_WAIT_S = 0.5  # of a store behind loads; then it goes before them, as vLLM keeps a finished request's blocks until its store has ended
 # Pieces of one copy: few enough that the first of many copies starts soon, and so many that a copy of 16 KiB pieces is
 # large enough for all links.
 COPY_PIECES = min(8192, MAX_COPY_BLOCKS)
@@ -130,7 +130,8 @@ class Pool:
         self._base: torch.Tensor | None = torch.frombuffer(array, dtype=torch.int8)
         self._next = 0
         # For vLLM's pin_mmap_region.
-        self.total_size_bytes = self._row_stride = end
+        self.total_size_bytes = self._row_stride = self.cpu_page_size = end
+        self.page_size = ALIGN
         self.pinned_addresses: list[int] = []
         self.is_pinned = False
 
@@ -293,7 +294,7 @@ class Native(Protocol):
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool: ...
 
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool: ...
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, **expedited: bool) -> bool: ...
 
     def get_finished(self) -> list[TransferResult]: ...
 
@@ -313,7 +314,7 @@ class HostCopies:
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         return self._copy(job_id, src_spec, dst_spec, True)
 
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, **expedited: bool) -> bool:
         return self._copy(job_id, dst_spec, src_spec, False)
 
     def _copy(self, job_id: int, blocks: Any, chunks: Any, store: bool) -> bool:
@@ -346,13 +347,14 @@ class _Job:
     began: float
     copies: Iterator[tuple[int, np.ndarray]]  # that follow `upcoming`
     upcoming: tuple[int, np.ndarray] | None  # the first that the sidecar has not got: cache, rows
+    expedited: bool
     open: set[int] = field(default_factory=set)  # leases
     bytes: int = 0
     failed: str = ""
 
 
 class Worker(OffloadingWorker):
-    """Loads go before stores: stores wait while a load is open, unless vLLM waits for them."""
+    """Loads go before stores: stores wait while a load is open, for STORE_WAIT_S at most, and not if vLLM waits for them."""
 
     def __init__(self, session: Session, native: Native, pieces: Pieces) -> None:
         self._session, self._native, self._pieces = session, native, pieces
@@ -370,9 +372,10 @@ class Worker(OffloadingWorker):
         self._submit(job_id, True, src_spec, dst_spec)
         return True
 
-    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False) -> bool:
+        """expedited: vLLM 0.33 waits for it within the step."""
         assert isinstance(src_spec, BlockIDsLoadStoreSpec)
-        self._submit(job_id, False, dst_spec, src_spec)
+        self._submit(job_id, False, dst_spec, src_spec, expedited)
         return True
 
     def get_finished(self) -> list[TransferResult]:
@@ -383,11 +386,11 @@ class Worker(OffloadingWorker):
 
     def wait(self, job_ids: set[int]) -> None:
         """Returns when the jobs have ended, and their blocks are vLLM's again."""
-        while open_jobs := job_ids & self._jobs.keys():
-            self._feed(open_jobs)
-            if not self._session.client.wait(WAIT_S) and not any(self._jobs[j].open for j in open_jobs):
-                # No session takes their copies.
-                for job_id in open_jobs:
+        while job_ids & self._jobs.keys():
+            self._feed(job_ids)
+            if not self._session.client.wait(WAIT_S) and not self._by_lease:
+                # No copy is open whose end would make room for theirs.
+                for job_id in job_ids & self._jobs.keys():
                     self._fall_back(job_id)
             self._take()
         if waited := job_ids & self._native_jobs:
@@ -408,38 +411,48 @@ class Worker(OffloadingWorker):
 
     # -- copies
 
-    def _submit(self, job_id: int, store: bool, blocks: GPULoadStoreSpec, chunks: BlockIDsLoadStoreSpec) -> None:
+    def _submit(
+        self, job_id: int, store: bool, blocks: GPULoadStoreSpec, chunks: BlockIDsLoadStoreSpec, expedited: bool = False
+    ) -> None:  # fmt: skip
         after = self._session.mark()
         copies = self._pieces.of(blocks, chunks)
         upcoming = next(copies, None)
         if upcoming is None:
             self._results.append(TransferResult(job_id, True, 0, 0.0))
             return
-        job = _Job(store, blocks, chunks, after or 0, time.monotonic(), copies, upcoming)
-        self._jobs[job_id] = job
+        self._jobs[job_id] = _Job(store, blocks, chunks, after or 0, time.monotonic(), copies, upcoming, expedited)
         if after is None:
-            job.failed = "the GPU sets no marks any more"
-        self._feed({job_id} if not store else set())
+            self._jobs[job_id].failed = "the GPU sets no marks any more"
+            self._fall_back(job_id)
+            return
+        self._feed(set())
 
     def _feed(self, wanted: set[int]) -> None:
-        """Submits what may be submitted, loads first, and those of wanted in any case."""
-        loads = [j for j, job in self._jobs.items() if not job.store]
-        stores = [j for j, job in self._jobs.items() if job.store and (j in wanted or not loads)]
-        for job_id in (*loads, *stores):
+        """Submits what the sidecar takes now. First what vLLM waits for and stores that have waited long, then loads, then the others."""
+        now = time.monotonic()
+        first: list[int] = []
+        loads: list[int] = []
+        stores: list[int] = []
+        for job_id, job in self._jobs.items():
+            urgent = job_id in wanted or job.expedited or job.store and now - job.began >= STORE_WAIT_S
+            (first if urgent else stores if job.store else loads).append(job_id)
+        for job_id in (*first, *loads, *(() if loads else stores)):
             job = self._jobs[job_id]
-            while job.upcoming and not job.failed and len(self._by_lease) < MAX_OPEN:
+            while job.upcoming and not job.failed:
                 lease = self._copy(job_id, job, *job.upcoming)
-                if lease:
+                if lease > 0:
                     job.open.add(lease)
                     self._by_lease[lease] = job_id
                     job.upcoming = next(job.copies, None)
+                elif lease == kvspray.LATER and now - job.began < DEADLINE_S:
+                    return  # the end of a copy makes room, for this job first
                 else:
-                    job.failed = self._session.client.status().error or "no sidecar is connected"
+                    job.failed = self._session.client.refusal
             if job.failed and not job.open:
                 self._fall_back(job_id)
 
     def _copy(self, job_id: int, job: _Job, cache: int, rows: np.ndarray) -> int:
-        """0: the sidecar takes it not."""
+        """What WorkerClient.copy returns."""
         src, dst = self._session.caches[cache], self._session.pool.region
         if not job.store:
             src, dst, rows = dst, src, rows[:, [1, 0, 2]]
@@ -479,12 +492,12 @@ class Worker(OffloadingWorker):
             self._warned = now
             _log.warning(
                 "kvspray: vLLM's own worker copies what the sidecar did not: %s (%d so far)",
-                job.failed or "no sidecar took it in time", self.native_copies,
+                job.failed or self._session.client.refusal, self.native_copies,
             )  # fmt: skip
         self._native_jobs.add(job_id)
         if job.store:
             self._native.submit_store(job_id, job.blocks, job.chunks)
         else:
-            self._native.submit_load(job_id, job.chunks, job.blocks)
+            self._native.submit_load(job_id, job.chunks, job.blocks, **({"expedited": True} if job.expedited else {}))
 
 

@@ -18,6 +18,7 @@ from kvspray_vllm import params as spray
 from kvspray_vllm.adapters import CHECK_WAIT_S, Adapters, Reading
 from kvspray_vllm.layout import backoff_of
 from kvspray_vllm.meta import Adapter, Blocks, Expect, Gain, Intent, Landed, StepMeta
+from kvspray_vllm.prefix_cache import PrefixCache
 from kvspray_vllm.settings import Settings
 from kvspray_vllm.shim import SchedulerShim, ShimError
 from kvspray_vllm.stats import KVSprayStats
@@ -117,14 +118,19 @@ class SchedulerSide:
         self._spare: dict[str, list[KVCacheBlock]] = {}  # what a load is written to that the engine waits for in a step
         self._computing: dict[str, tuple[int, ...]] = {}  # the blocks of such requests that the load is for, while nothing is known of the step
 
+        self._cache = PrefixCache()
         self._store: StoreSide | None = None
         if store_lag:
-            self._store = StoreSide(client, self._block_sizes[0], tp_size, store_lag, lambda outcome: self._stats.lookup(outcome), log, now, events)
+            self._store = StoreSide(
+                client, self._block_sizes[0], tp_size, store_lag, lambda outcome: self._stats.lookup(outcome), log, now, events, self._cache
+            )  # fmt: skip
 
     def set_pool(self, pool: BlockPool | None) -> None:
         """What spare blocks come from. It is no part of vLLM's interface for connectors: of one that is made otherwise nothing is taken."""
         if all(callable(getattr(pool, name, None)) for name in ("get_num_free_blocks", "get_new_blocks", "free_blocks", "evict_blocks")):
             self._pool = pool
+        if hasattr(pool, "num_gpu_blocks"):
+            self._cache.set_pool(pool)
         if self._store is not None and pool is not None:
             self._store.set_pool(pool)
 
@@ -519,6 +525,8 @@ class SchedulerSide:
 
     def build(self, out: SchedulerOutput, tables: Callable[[str], Sequence[Sequence[int]]]) -> StepMeta:
         meta = self._meta
+        self._cache.step += 1
+        meta.number, meta.weights = self._cache.step, self._cache.changed
         for req in out.preempted_req_ids or ():
             if req in self._adapter:
                 meta.gone.append(req)
@@ -537,11 +545,15 @@ class SchedulerSide:
                     self._log.info("kvspray: request %s is not offered: its adapter was replaced in place, and cached blocks may be of the one before", req)
                     self._stats.local("lora_replaced")
                     continue
+                if self._cache.mixed and source.request.num_computed_tokens:
+                    self._log.info("kvspray: request %s is not offered: the weights have changed, and cached blocks may be of those before", req)
+                    self._stats.local("weights_replaced")
+                    continue
                 self._sources[req] = source
                 meta.intents.append(
                     Intent(
                         req, source.xfer, source.hash, source.tokens, source.fanout, self._cut(tables(req), source.tokens), self._adapter.get(req),
-                        source.traceparent,
+                        source.traceparent, source.request.num_computed_tokens,
                     )
                 )  # fmt: skip
             if source.end >= source.tokens:
@@ -573,13 +585,14 @@ class SchedulerSide:
         source.lost = True
         self._meta.lost.append((req, reason))
 
-    def reset(self) -> None:
-        """vLLM discards its caches because they are invalid (for example after other weights). So are the prompts that wait to be fetched."""
-        if self._store is not None:
-            self._store.reset()
+    def reset(self) -> bool:
+        """vLLM discards its caches because they are invalid (for example after other weights). So are the prompts that wait to be fetched.
+        False: what the engine has saved is still there."""
+        self._cache.reset()
         for req, source in self._sources.items():
             if not source.lost:
                 self._lose(req, source, "the engine's caches were reset")
+        return self._store is None
 
     def _cut(self, table: Iterable[Sequence[int]], tokens: int) -> Blocks:
         return tuple(
@@ -592,6 +605,8 @@ class SchedulerSide:
         for req in received:
             self._loading.discard(req)
             self._ending.discard(req)
+        if landed is not None and landed.changed:
+            self._cache.weights_changed(landed.changed)
         if self._store is not None:
             self._store.reported(received, landed)
         if landed is None:

@@ -242,7 +242,7 @@ class Worker:
     def intent(self, xfer: bytes, hash: bytes, tokens: int, blocks: Blocks, fanout: int, req: str, traceparent: str = "") -> int:
         # A record too big for its ring is an argument error there; here the request is prefilled locally.
         try:
-            return _lease(self._c.intent(xfer, hash, tokens, blocks, fanout=fanout, req=req, **_traced(traceparent)))
+            return _lease(self._c.intent(xfer, hash, tokens, blocks, fanout=fanout, req=req, **_traced(traceparent)), self._c)
         except ValueError as err:
             raise ShimError(str(err)) from err
 
@@ -250,7 +250,7 @@ class Worker:
         self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Blocks, req: str, after: int = 0, traceparent: str = ""
     ) -> int:
         try:
-            return _lease(self._c.expect(xfer, hash, peer, tokens, skip, blocks, req=req, after=after, **_traced(traceparent)))
+            return _lease(self._c.expect(xfer, hash, peer, tokens, skip, blocks, req=req, after=after, **_traced(traceparent)), self._c)
         except ValueError as err:
             raise ShimError(str(err)) from err
 
@@ -270,7 +270,7 @@ class Worker:
     def pages(self, namespace: Namespace, pieces: Sequence[tuple[Memory, int, int, int]], blocks: int) -> WorkerPages:
         """pieces: (memory, base, stride, length) of each part of a block. After register."""
         parts = [kvspray.store.Piece(m.region, base, stride, n) for m, base, stride, n in pieces]
-        return _WorkerPages(kvspray.store.Space(self._c, replace(namespace, secret=self._secret), parts, blocks))
+        return _WorkerPages(self._c, kvspray.store.Space(self._c, replace(namespace, secret=self._secret), parts, blocks))
 
     def poll(self) -> list[Ended]:
         return [
@@ -293,17 +293,17 @@ def _traced(traceparent: str) -> dict[str, Any]:
     return {"traceparent": traceparent} if traceparent and _TRACES else {}
 
 
-def _lease(lease: int) -> int:
+def _lease(lease: int, client: kvspray.WorkerClient) -> int:
     if lease <= 0:
-        raise ShimError("no sidecar can take it now (none connected, or its ring is full)")
+        raise ShimError(client.refusal)
     return lease
 
 
 class _WorkerPages:
     """WorkerPages over kvspray.store.Space."""
 
-    def __init__(self, space: kvspray.store.Space) -> None:
-        self._s = space
+    def __init__(self, client: kvspray.WorkerClient, space: kvspray.store.Space) -> None:
+        self._c, self._s = client, space
 
     @property
     def error(self) -> str:
@@ -314,13 +314,13 @@ class _WorkerPages:
 
     def get(self, hashes: Sequence[bytes], blocks: Sequence[int], req: str, deadline_s: float, after: int) -> int:
         try:
-            return _lease(self._s.get(hashes, blocks, req=req, deadline_s=deadline_s, after=after))
+            return _lease(self._s.get(hashes, blocks, req=req, deadline_s=deadline_s, after=after), self._c)
         except ValueError as err:
             raise ShimError(str(err)) from err
 
     def put(self, hashes: Sequence[bytes], blocks: Sequence[int], parent: bytes, req: str, deadline_s: float, after: int) -> int:
         try:
-            return _lease(self._s.put(hashes, blocks, parent=parent, req=req, deadline_s=deadline_s, after=after))
+            return _lease(self._s.put(hashes, blocks, parent=parent, req=req, deadline_s=deadline_s, after=after), self._c)
         except ValueError as err:
             raise ShimError(str(err)) from err
 

@@ -40,7 +40,7 @@ WAIT_S = 0.05  # between looks at the session
 ADD_S = 10.0  # for the sidecar to map what it is to copy
 DROP_S = 10.0  # for the sidecar to unmap what it has copied
 TELL_S = 10.0  # between lines of the log about a wait
-BATCH = 24  # allocations that are added together; two batches are below the sidecar's limit of 64 open copies
+BATCH = 24  # allocations that are added together
 MAX_SLABS = 8
 ALIGN = 4096  # of an allocation in a slab
 
@@ -297,7 +297,7 @@ class Copies:
                     running.append(_Batch(client, load))
                     running[-1].start(self.memory.region, waiting.pop(0))
                 self._wait(client, running, any_=True)
-                for batch in [b for b in running if not b.open]:
+                for batch in [b for b in running if b.ended]:
                     running.remove(batch)
                     batch.drop()
                     left += batch.left
@@ -313,11 +313,13 @@ class Copies:
     def _wait(self, client: kvspray.WorkerClient, batches: Sequence[_Batch], any_: bool) -> None:
         """Until one batch has no open lease, or all have none. A lease ends by its deadline, once the sidecar can write no more."""
         told = time.monotonic()
-        while batches and not (any if any_ else all)(not b.open for b in batches):
+        while batches and not (any if any_ else all)(b.ended for b in batches):
             client.wait(WAIT_S)
             for c in client.poll():
                 for batch in batches:
                     batch.take(c)
+            for batch in batches:
+                batch.submit()
             if time.monotonic() - told > TELL_S:
                 told = time.monotonic()
                 _log.warning("kvspray: %d copies are open; they end before the sidecar's memory is used again", sum(len(b.open) for b in batches))
@@ -337,6 +339,8 @@ class _Batch:
         self.left: list[Piece] = []
         self.why = ""
         self.open: dict[int, Piece] = {}  # by lease
+        self._waiting: list[tuple[Piece, kvspray.Region]] = []  # until the sidecar takes more copies
+        self._until = time.monotonic() + DEADLINE_S  # they wait
         self._client, self._load = client, load
         self._regions: list[kvspray.Region] = []
         self._added = False
@@ -357,17 +361,29 @@ class _Batch:
             for piece, _ in gpu:
                 self._fail(piece, str(err))
             return
-        for piece, memory in gpu:
-            self._copy(piece, memory)
+        self._waiting = gpu
+        self.submit()
 
-    def _copy(self, piece: Piece, gpu: kvspray.Region) -> None:
+    @property
+    def ended(self) -> bool:
+        return not self.open and not self._waiting
+
+    def submit(self) -> None:
+        while self._waiting and self._copy(*self._waiting[0]):
+            self._waiting.pop(0)
+
+    def _copy(self, piece: Piece, gpu: kvspray.Region) -> bool:
+        """False: later."""
         host, at = piece.slab.region, piece.offset
         src, dst, block = (host, gpu, (at, 0, piece.nbytes)) if self._load else (gpu, host, (0, at, piece.nbytes))
         lease = self._client.copy(src, dst, [block], req="wake-up" if self._load else "sleep", deadline_s=DEADLINE_S)
-        if lease:
+        if lease == kvspray.LATER and time.monotonic() < self._until:
+            return False
+        if lease > 0:
             self.open[lease] = piece
         else:
-            self._fail(piece, self._client.status().error or "the sidecar takes no copy")
+            self._fail(piece, self._client.refusal)
+        return True
 
     def take(self, end: kvspray.Completion) -> None:
         piece = self.open.pop(end.lease, None)
@@ -375,6 +391,7 @@ class _Batch:
             self._fail(piece, f"{end.status.name}: {end.reason}")
 
     def cancel(self) -> None:
+        self._waiting = []
         for lease in self.open:
             self._client.cancel(lease, "the sleep or wake-up has failed")
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvspray_vllm.meta import Expect, Landed, Put, Rank, StepMeta
+from kvspray_vllm.prefix_cache import PrefixCache
 from kvspray_vllm.shim import Question, SchedulerPages, SchedulerShim, ShimError
 
 if TYPE_CHECKING:
@@ -81,9 +82,11 @@ class StoreSide:
         log: logging.Logger,
         now: Callable[[], float] = time.monotonic,
         events: StoreEvents | None = None,
+        cache: PrefixCache | None = None,
     ) -> None:
         """lag: steps that vLLM may have scheduled when it sees the result of the first of them. count: counts the outcome of a question.
-        events: None if the engine publishes none."""
+        events: None if the engine publishes none. cache: vLLM's."""
+        self._cache = cache or PrefixCache()
         self._client = client
         self._size = page_tokens
         self._of = ranks
@@ -102,10 +105,8 @@ class StoreSide:
         self._new: list[Put] = []  # for the next step
         self._last_put = 0
         self._held = 0  # blocks
-        self._step = 0  # number of the last step
-        self._emptied = -1  # number of the last step before vLLM's prefix cache was emptied
-        self._mixed = False  # blocks may be of other weights
-        self._off = ""  # why the store is not used
+        self._lacks = ""  # what the block pool of this vLLM has not
+        self._off = ""  # why the store is not used with the present weights
         self._logged = ""
 
     # ---- what the store is
@@ -113,37 +114,33 @@ class StoreSide:
     def set_pool(self, pool: BlockPool) -> None:
         lacks = [name for name in ("touch", "free_blocks", "get_num_free_blocks", "blocks", "num_gpu_blocks") if not hasattr(pool, name)]
         if lacks:
-            self._turn_off(f"vLLM's block pool has no {', '.join(lacks)}")
+            self._lacks = f"vLLM's block pool has no {', '.join(lacks)}"
+            self._decide()
         else:
             self._pool = pool
 
-    def _turn_off(self, why: str) -> None:
-        self._off = why
-        self._log.error("kvspray: this engine does not use the store: %s", why)
-
-    def reset(self) -> None:
-        """vLLM has emptied its prefix cache, unless some blocks were in use."""
-        pool = self._pool
-        if pool is not None and pool.get_num_free_blocks() >= pool.num_gpu_blocks - 1:  # one stands for no block
-            self._emptied = self._step
-            self._mixed = False
+    def _decide(self) -> None:
+        """Whether the store is used with the present weights."""
+        before = self._off
+        lent = "" if self._pool is not None else "vLLM has not lent its block pool to the connector"
+        self._off = self._lacks or lent or next((r.why for r in self._ranks.values() if r.why), "")
+        if self._off and self._off != before:
+            self._log.error("kvspray: this engine does not use the store: %s", self._off)
+        elif before and not self._off:
+            self._log.info("kvspray: this engine uses the store again")
 
     def _learn(self, ranks: dict[int, Rank]) -> None:
         """Ranks have other weights. What vLLM's blocks hold may be of those before, unless all were free when the weights changed."""
         first = not self._ranks
         self._ranks |= ranks
-        if self._pool is None and not self._off:
-            self._turn_off("vLLM has not lent its block pool to the connector")
-        if why := next((r.why for r in self._ranks.values() if r.why), ""):
-            self._turn_off(why)
+        self._decide()
         for r in self._requests.values():
             self._forget_question(r)
         for put in self._new:
             self._release(self._puts.pop(put.id))
         self._new.clear()
         self._forget_all()
-        if not first and self._emptied < max(r.since for r in ranks.values()) - 1:
-            self._mixed = True
+        if not first and self._cache.mixed:
             self._log.warning(
                 "kvspray: the weights have changed, and vLLM's prefix cache was not emptied: nothing is saved or loaded until "
                 "reset_prefix_cache(reset_connector=True)"
@@ -155,7 +152,7 @@ class StoreSide:
 
     @property
     def _usable(self) -> bool:
-        return self._pool is not None and not self._off and not self._mixed
+        return self._pool is not None and not self._off and not self._cache.mixed
 
     def _ready(self) -> bool:
         """Whether questions have answers now."""
@@ -283,8 +280,6 @@ class StoreSide:
     # ---- saving
 
     def build(self, out: SchedulerOutput, table: Callable[[str], Sequence[int]], meta: StepMeta) -> None:
-        self._step += 1
-        meta.number = self._step
         for req in out.preempted_req_ids or ():
             r = self._requests.get(req)
             if r is not None:

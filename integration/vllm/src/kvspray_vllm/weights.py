@@ -22,7 +22,13 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
-# Classes with a method reload_weights, of both model runners.
+# The methods of vLLM's workers that write parameters while the engine lives. test_writers.py fails on others in vLLM's sources.
+WORKER_WRITERS = (
+    "load_model", "reload_weights", "start_weight_update", "start_draft_weight_update", "update_weights", "finish_weight_update", "reset_weights",
+    "elastic_ep_execute",
+)  # fmt: skip
+# Those of both model runners.
+RUNNER_WRITERS = ("load_model", "reload_weights")
 RUNNERS = (("vllm.v1.worker.gpu_model_runner", "GPUModelRunner"), ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner"))
 
 
@@ -113,10 +119,11 @@ class Generation:
             cls = getattr(sys.modules.get(module), name, None)
             if cls is not None:
                 self._wrap(cls, "reload_weights", self._reload)
-        worker = getattr(sys.modules.get("vllm.v1.worker.gpu_worker"), "Worker", None)
-        for method in ("start_weight_update", "update_weights"):
-            if worker is not None:
-                self._wrap(worker, method, self._before)
+                self._wrap(cls, "load_model", self._before)
+        for cls in _workers():
+            for method in WORKER_WRITERS:
+                if method in cls.__dict__:
+                    self._wrap(cls, method, self._before)
 
     def _wrap(self, cls: type, name: str, how: Callable[..., Any]) -> None:
         inner = getattr(cls, name, None)
@@ -150,6 +157,16 @@ class Generation:
             else:
                 setattr(cls, name, own)
         self._wrapped = []
+
+
+def _workers() -> list[type]:
+    """vLLM's class of workers, and all that are derived from it."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    out = [WorkerBase]
+    for cls in out:
+        out += [c for c in cls.__subclasses__() if c not in out]
+    return out
 
 
 def set_weights(worker: Any, name: str) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from kvspray_vllm import shim
 from kvspray_vllm.adapters import remember
-from kvspray_vllm.meta import Adapter, Blocks, Expect, Landed, StepMeta
+from kvspray_vllm.meta import Adapter, Blocks, Expect, Intent, Landed, StepMeta
 from kvspray_vllm.saving import Saving, count
 from kvspray_vllm.signals import CpuSignals, Signals
 from kvspray_vllm.stats import KVSprayStats
@@ -107,6 +107,8 @@ class WorkerSide:
         # Loads for an adapter that have ended, until their requests do.
         self._ended: OrderedDict[str, Expect] = OrderedDict()
         self._disabled = ""  # why this engine takes part in no transfer
+        self._outdated = False  # the weights have changed since the last step
+        self._weights = 0  # number of the first step with the present weights; 0: they are those of the start
         self._saving: Saving | None = None
 
     def set_saving(self, saving: Saving) -> None:
@@ -150,6 +152,8 @@ class WorkerSide:
             self.step_failed()  # its end would have come before this
         self.preempts(meta)
         self._idle = meta.idle
+        if self._outdated:
+            self._outdated, self._weights, self._landed.changed = False, meta.number, meta.number
         if meta.adapters_question:
             self._landed.adapters = dict(self._loaded_adapters)
             self._landed.adapters_question = meta.adapters_question
@@ -163,7 +167,7 @@ class WorkerSide:
         for intent in meta.intents:
             lease: int | None = None
             try:
-                if other := self._disabled or self._other_adapter(intent.adapter):
+                if other := self._disabled or self._other_adapter(intent.adapter) or self._other_weights(intent, meta):
                     raise shim.ShimError(other)
                 lease = self._client.intent(intent.xfer, intent.hash, intent.tokens, intent.blocks, intent.fanout, intent.req, intent.traceparent)
                 self._by_lease[lease] = intent.req
@@ -236,6 +240,12 @@ class WorkerSide:
             return ""
         loaded = self._loaded_adapters[adapter[0]] or "unknown content"
         return f"adapter {adapter[0]} was loaded from other files: {loaded}, the request was hashed with {adapter[1]}"
+
+    def _other_weights(self, intent: Intent, meta: StepMeta) -> str:
+        """Why the request's blocks may be of other weights; empty: they are not. The scheduler excludes them once it has the report of the change."""
+        if not intent.cached or meta.weights >= self._weights:
+            return ""
+        return "the weights have changed, and cached blocks may be of those before"
 
     def adapter_loaded(self, id: int, content: str) -> None:
         """vLLM has read an adapter, before the first layer that is computed with it."""
@@ -389,11 +399,8 @@ class WorkerSide:
         self._landed.disabled = reason
 
     def take_landed(self) -> Landed | None:
-        landed = self._landed
-        if not (landed.answered or landed.over or landed.disabled or landed.ranks or landed.saved or landed.lacked) and landed.adapters is None:
-            return None
         out, self._landed = self._landed, Landed()
-        return out
+        return None if out == Landed() else out
 
     def _loaded(self, req: str, end: shim.Ended) -> None:
         load = self._loads.pop(req)
@@ -468,6 +475,7 @@ class WorkerSide:
         """The engine's weights change: what has come of the loads under way was computed with others."""
         for load in self._loads.values():
             load.outdated = True
+        self._outdated = True
 
     def leave(self, why: str) -> None:
         """Takes part in no transfer from now on. Open leases are released, and end like cancelled
