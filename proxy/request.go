@@ -16,13 +16,14 @@ type kind uint8
 const (
 	kindCompletion kind = iota
 	kindChat
+	kindResponses // decode engines compute its prompt, too
+	kindMessages  // the same
+	kindPassed    // no prompt is computed
 )
 
+// path is the endpoint of a kind that generates.
 func (k kind) path() string {
-	if k == kindChat {
-		return "/v1/chat/completions"
-	}
-	return "/v1/completions"
+	return [...]string{"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", ""}[k]
 }
 
 const paramsKey = "kv_transfer_params"
@@ -30,6 +31,7 @@ const paramsKey = "kv_transfer_params"
 // request is a client's body, with every field unchanged.
 type request struct {
 	kind    kind
+	raw     []byte // of kindPassed, which has no fields
 	fields  map[string]json.RawMessage
 	prompts int    // entries of the prompt list; 1 without a list
 	n       int    // answers per prompt
@@ -43,6 +45,10 @@ var errNotObject = errors.New(
 // engines check the rest.
 func parseRequest(k kind, body []byte) (*request, error) {
 	r := &request{kind: k, prompts: 1, n: 1}
+	if k == kindPassed {
+		r.raw = body
+		return r, nil
+	}
 	if err := json.Unmarshal(body, &r.fields); err != nil {
 		return nil, fmt.Errorf("%w: %w", errNotObject, err)
 	}
@@ -60,6 +66,9 @@ func parseRequest(k kind, body []byte) (*request, error) {
 	}
 	if r.n > maxFanout {
 		r.alone = "n too large"
+	}
+	if k == kindResponses || k == kindMessages {
+		r.alone = k.path()
 	}
 	if k == kindCompletion {
 		r.prompts = countPrompts(r.fields["prompt"])
@@ -129,17 +138,20 @@ type kvsprayParams struct {
 	Fanout int    `json:"fanout"`
 
 	Traceparent string `json:"traceparent,omitempty"` // of the span above the connector's
+	Release     bool   `json:"release,omitempty"`     // nobody will fetch the cache
 }
 
-// peerOf is the endpoint in P's answer; empty: none.
-func peerOf(params json.RawMessage) string {
+const paramsVersion = 1
+
+// ownParams are the kvspray key of kv_transfer_params; zero: none.
+func ownParams(params json.RawMessage) kvsprayParams {
 	var a struct {
 		KVSpray kvsprayParams `json:"kvspray"`
 	}
 	if json.Unmarshal(params, &a) != nil {
-		return ""
+		return kvsprayParams{}
 	}
-	return a.KVSpray.Peer
+	return a.KVSpray
 }
 
 // transferParams is kv_transfer_params as the proxy writes it; P's own are passed on unchanged.
@@ -167,7 +179,7 @@ func (r *request) forPrefill(xfer, traceparent string) ([]byte, error) {
 		f["max_completion_tokens"] = json.RawMessage("1")
 	}
 	f["n"] = json.RawMessage("1")
-	params, err := json.Marshal(transferParams{DoRemoteDecode: true, KVSpray: kvsprayParams{V: 1,
+	params, err := json.Marshal(transferParams{DoRemoteDecode: true, KVSpray: kvsprayParams{V: paramsVersion,
 		Xfer: xfer, Fanout: r.n, Traceparent: traceparent}})
 	if err != nil {
 		return nil, err
@@ -178,6 +190,9 @@ func (r *request) forPrefill(xfer, traceparent string) ([]byte, error) {
 
 // forDecode is the body for D; nil params: D prefills locally.
 func (r *request) forDecode(params json.RawMessage) ([]byte, error) {
+	if r.kind == kindPassed {
+		return r.raw, nil
+	}
 	if params == nil {
 		return json.Marshal(r.fields)
 	}
@@ -188,7 +203,7 @@ func (r *request) forDecode(params json.RawMessage) ([]byte, error) {
 
 // concurrentParams are D's parameters in concurrent mode.
 func (r *request) concurrentParams(xfer, peer, traceparent string) (json.RawMessage, error) {
-	return json.Marshal(transferParams{DoRemotePrefill: true, KVSpray: kvsprayParams{V: 1, Xfer: xfer,
+	return json.Marshal(transferParams{DoRemotePrefill: true, KVSpray: kvsprayParams{V: paramsVersion, Xfer: xfer,
 		Peer: peer, Fanout: r.n, Traceparent: traceparent}})
 }
 

@@ -156,7 +156,7 @@ func TestDecodeBreaksOff(t *testing.T) {
 		t.Errorf("%q looked complete", b)
 	}
 	for _, b := range []*backend{px.prefill.all[0], px.decode.all[0]} {
-		until(t, b.url+" still counts a request", func() bool { return load(b) == 0 })
+		until(t, b.url.String()+" still counts a request", func() bool { return load(b) == 0 })
 	}
 }
 
