@@ -105,11 +105,12 @@ func (b *backend) outcome(err error, s sign, after time.Duration) {
 
 // failed notes an error of a request.
 func (b *backend) failed(err error) {
-	status, after := (*statusError)(nil), time.Duration(0)
-	if errors.As(err, &status) {
-		after = status.after
+	if status := (*statusError)(nil); errors.As(err, &status) {
+		// everybody can read the reason
+		b.outcome(errors.New(status.brief), status.sign, status.after)
+		return
 	}
-	b.outcome(err, signOfError(err), after)
+	b.outcome(err, signOfError(err), 0)
 }
 
 // reports notes the endpoint of its sidecar that an engine has named. The next check compares it: a

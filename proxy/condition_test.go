@@ -17,7 +17,7 @@ import (
 )
 
 func testHealth() health {
-	return health{slowAfter: 2 * time.Second, silentAfter: 6 * time.Second}
+	return health{slowAfter: 2 * time.Second, silentAfter: 6 * time.Second, firstRest: time.Second}
 }
 
 // step is something that happens to an engine at a time.

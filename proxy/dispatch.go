@@ -107,7 +107,8 @@ type job struct {
 	// D.
 	tried    map[*backend]bool
 	received int             // of these, those that may have got the request
-	own      bool            // a fault of the router's own host was logged
+	own      []*backend      // of these, those that a fault of the router's own host kept from it
+	ownNoted bool            // such a fault was logged
 	refusal  *reply          // the last one that is an error; nil: none
 	last     error           // of the last D without an answer
 	used     json.RawMessage // params of the D that answered
@@ -310,7 +311,7 @@ func (j *job) decodeAlone(ctx context.Context, reason string) {
 // first byte, another one gets the request. answered is false if P has failed before.
 func (j *job) decode(ctx context.Context, params json.RawMessage) (answered bool) {
 	end := time.Now().Add(ownFaultLimit)
-	var waited map[*backend]bool // failed by faults of the router's own host
+	j.retryOwn()
 	for len(j.tried) < decodeTries && j.received < receivedTries {
 		b := j.takeDecode(params)
 		if b == nil && params != nil {
@@ -320,13 +321,10 @@ func (j *job) decode(ctx context.Context, params json.RawMessage) (answered bool
 			}
 		}
 		if b == nil {
-			if len(waited) == 0 || time.Now().After(end) || !pause(ctx, ownFaultPause) {
+			if len(j.own) == 0 || time.Now().After(end) || !pause(ctx, ownFaultPause) {
 				break
 			}
-			for w := range waited {
-				delete(j.tried, w)
-			}
-			clear(waited)
+			j.retryOwn()
 			continue
 		}
 		if len(j.tried) > 0 {
@@ -354,10 +352,7 @@ func (j *job) decode(ctx context.Context, params json.RawMessage) (answered bool
 		}
 		switch s := signOfError(err); {
 		case s == signNone:
-			if waited == nil {
-				waited = map[*backend]bool{}
-			}
-			waited[b] = true
+			j.own = append(j.own, b)
 		case s != signBusy && !notReached(err):
 			// A D that received the request may have consumed the grant: another D must not wait for
 			// it.
@@ -379,6 +374,14 @@ func (j *job) decode(ctx context.Context, params json.RawMessage) (answered bool
 		j.fail(http.StatusBadGateway, codeEngineFailed, j.last)
 	}
 	return true
+}
+
+// retryOwn makes engines a choice again that were not reached by a fault of the router's own host.
+func (j *job) retryOwn() {
+	for _, b := range j.own {
+		delete(j.tried, b)
+	}
+	j.own = j.own[:0]
 }
 
 func pause(ctx context.Context, d time.Duration) bool {
@@ -441,8 +444,8 @@ func (j *job) askDecode(ctx context.Context, b *backend, params json.RawMessage)
 	j.last = fmt.Errorf("decode %s: %w", b.url, err)
 	if signOfError(err) != signNone {
 		j.p.log.Warn("decode engine failed", "request", j.id, "url", b.url, "err", err)
-	} else if !j.own {
-		j.own = true
+	} else if !j.ownNoted {
+		j.ownNoted = true
 		j.p.log.Warn("the router cannot connect to an engine; it tries again", "request", j.id, "url",
 			b.url, "err", err)
 	}

@@ -24,10 +24,10 @@ func (c condition) String() string {
 }
 
 const (
-	downAfter   = 2                // failed health checks in a row
-	deadFactor  = 5                // a silent engine is down after so many times Times.Silent
-	firstAside  = time.Second      // after a failed request; doubles with each further one
-	longestRest = 30 * time.Second // of an engine whose requests fail
+	downAfter    = 2 // failed health checks in a row
+	deadFactor   = 5 // a silent engine is down after so many times Times.Silent
+	maxDoublings = 10
+	longestRest  = 30 * time.Second // of an engine whose requests fail
 )
 
 // health is the verdict on one engine, from its health checks and its requests. It has no clock:
@@ -35,6 +35,7 @@ const (
 type health struct {
 	slowAfter   time.Duration // of an unanswered check
 	silentAfter time.Duration // the same
+	firstRest   time.Duration // after a failed request; doubles with each further one
 
 	checked   bool      // a check has an outcome
 	bad       int       // checks in a row with an error as answer, or without a listener
@@ -104,7 +105,7 @@ func (h *health) request(now time.Time, s sign, after time.Duration, err error) 
 			break
 		}
 		h.failures, h.begun = h.failures+1, false
-		h.restUntil = now.Add(min(firstAside<<min(h.failures-1, 5), longestRest))
+		h.restUntil = now.Add(min(h.firstRest<<min(h.failures-1, maxDoublings), longestRest))
 	}
 	h.reason = err.Error()
 }

@@ -49,13 +49,13 @@ func newLimitedListener(l net.Listener, limit int) *limitedListener {
 
 // Accept implements net.Listener.
 func (l *limitedListener) Accept() (net.Conn, error) {
-	if !l.wait() {
-		return nil, net.ErrClosed
-	}
 	c, err := l.Listener.Accept()
 	if err != nil {
-		l.release()
 		return nil, err
+	}
+	if !l.wait() {
+		_ = c.Close() // nothing was read from it
+		return nil, net.ErrClosed
 	}
 	return &limitedConn{Conn: c, l: l}, nil
 }
@@ -100,7 +100,7 @@ func (l *limitedListener) Close() error {
 	return l.Listener.Close()
 }
 
-// state is http.Server.ConnState. A new connection that has sent nothing is idle, too.
+// state is http.Server.ConnState. A new connection is not idle: it has headerTimeout for a request.
 func (l *limitedListener) state(conn net.Conn, s http.ConnState) {
 	c, ok := conn.(*limitedConn)
 	if !ok {
@@ -109,7 +109,7 @@ func (l *limitedListener) state(conn net.Conn, s http.ConnState) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	c.leaveIdleLocked()
-	if s == http.StateIdle || s == http.StateNew {
+	if s == http.StateIdle {
 		c.idle = l.idle.PushBack(c)
 		if l.wanted {
 			l.room.Signal()

@@ -283,7 +283,7 @@ func hostPort(addr string) error {
 // newBackend reads the URLs of an engine; sidecar may be empty.
 func (p *Proxy) newBackend(role string, number int, engine, sidecar string) (*backend, error) {
 	b := &backend{role: role, number: number,
-		health:   health{slowAfter: p.times.Slow, silentAfter: p.times.Silent},
+		health:   health{slowAfter: p.times.Slow, silentAfter: p.times.Silent, firstRest: p.times.Check},
 		identity: identity{role: role}}
 	var err error
 	if b.url, err = origin.Parse(engine); err != nil {

@@ -95,6 +95,7 @@ type statusError struct {
 	status int
 	sign   sign
 	after  time.Duration
+	brief  string // the status alone: the text may have parts of a prompt
 	text   string
 }
 
@@ -109,7 +110,7 @@ func newStatusError(resp *http.Response, body []byte) *statusError {
 	if len(body) > 0 {
 		text += ": " + firstBytes(body)
 	}
-	return &statusError{resp.StatusCode, s, after, text}
+	return &statusError{resp.StatusCode, s, after, resp.Status, text}
 }
 
 // refused reports whether an engine found the client's request wrong.
