@@ -238,6 +238,27 @@ func (p *Proxy) watch(ctx context.Context, b *backend, asked <-chan struct{}) {
 	}
 }
 
+// pace counts the router's own time for all back ends until ctx ends.
+func (p *Proxy) pace(ctx context.Context) {
+	tick := time.NewTicker(p.times.Check)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+		now := time.Now()
+		for _, set := range []*pool{p.prefill, p.decode} {
+			for _, b := range set.all {
+				b.mu.Lock()
+				b.health.passes(now, p.times.Check)
+				b.mu.Unlock()
+			}
+		}
+	}
+}
+
 // check asks for an engine's health. An answer that comes late is a sign of life; without one the
 // check ends after the time of a silent engine.
 func (p *Proxy) check(ctx context.Context, b *backend, asked <-chan struct{}) error {

@@ -32,6 +32,7 @@ func asks(at time.Duration) step                      { return step{at: at, what
 func answers(at time.Duration, s sign) step           { return step{at: at, what: "answers", sign: s} }
 func requested(at time.Duration, s sign) step         { return step{at: at, what: "request", sign: s} }
 func told(at time.Duration, after time.Duration) step { return step{at, "request", signBusy, after} }
+func passes(at time.Duration) step                    { return step{at: at, what: "passes"} }
 func gotByte(at time.Duration) step                   { return step{at: at, what: "byte"} }
 
 func TestHealthCondition(t *testing.T) {
@@ -65,6 +66,10 @@ func TestHealthCondition(t *testing.T) {
 		{"bytes of a request are a sign", []step{asks(0), gotByte(5 * s)}, 7 * s, slow},
 		{"until they end", []step{asks(0), gotByte(5 * s)}, 11 * s, silent},
 		{"bytes before the silence are none", []step{gotByte(0), asks(s)}, 7 * s, silent},
+		{"the router was stopped meanwhile", []step{passes(0), asks(0), passes(s), passes(40 * s),
+			passes(41 * s)}, 41 * s, slow},
+		{"and the engine is silent afterwards", []step{passes(0), asks(0), passes(s), passes(40 * s),
+			passes(41 * s)}, 45 * s, silent},
 		{"silent for long", []step{asks(0)}, 30 * s, down},
 		{"it wakes up", []step{asks(0), answers(40*s, signAlive), asks(41 * s),
 			answers(41*s, signAlive)}, 41 * s, fit},
@@ -101,6 +106,8 @@ func TestHealthCondition(t *testing.T) {
 				h.answers(now, x.sign, err)
 			case "request":
 				h.request(now, x.sign, x.after, err)
+			case "passes":
+				h.passes(now, s)
 			case "byte":
 				lastByte = now
 			}

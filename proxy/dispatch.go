@@ -550,6 +550,11 @@ func (j *job) send(ctx context.Context, b *backend, body []byte, decode bool) (*
 	if j.req.kind != kindPassed {
 		h.Set("Content-Type", "application/json")
 	}
+	if _, given := h["Idempotency-Key"]; !given {
+		// Not sent: net/http then repeats a request by itself if the engine has closed the idle
+		// connection on which it went out.
+		h["Idempotency-Key"] = nil
+	}
 	h.Set(requestIDHeader, j.id)
 	if t := j.trace.hop(decode).traceparent(); t != "" {
 		h.Set(traceHeader, t)

@@ -41,6 +41,7 @@ type health struct {
 	bad       int       // checks in a row with an error as answer, or without a listener
 	gone      bool      // by a request; the next good check ends it
 	asked     time.Time // of the first check without an answer; zero: all were answered
+	passed    time.Time // of the last call of passes
 	lateCheck bool      // the last answer to a check came after slowAfter
 	failures  int       // failed requests in a row
 	begun     bool      // a request after them has bytes
@@ -54,6 +55,16 @@ func (h *health) asks(now time.Time) {
 	if h.asked.IsZero() {
 		h.asked = now
 	}
+}
+
+// passes notes that the router runs. What it slept through, stopped or without a CPU, is no silence
+// of the engine. every is the time between two calls.
+func (h *health) passes(now time.Time, every time.Duration) {
+	slept := now.Sub(h.passed) - every
+	if first := h.passed.IsZero(); !first && slept > every && !h.asked.IsZero() {
+		h.asked = h.asked.Add(slept)
+	}
+	h.passed = now
 }
 
 // answers notes the outcome of a check.

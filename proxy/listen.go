@@ -12,8 +12,8 @@ import (
 
 const (
 	maxConns       = 32768 // of clients
-	reservedFiles  = 64    // descriptors for listeners, logs, spans, the resolver
-	filesPerEngine = 8     // the same for checks and events of one engine
+	reservedFiles  = 32    // descriptors for listeners, logs, spans, the resolver
+	filesPerEngine = 4     // the same for checks and events of one engine
 )
 
 // connLimit is how many connections of clients fit into the process's descriptors. A request needs

@@ -13,7 +13,7 @@
 // breaks is never complete for the client. When the client disconnects, both engines' requests are
 // canceled. What P keeps for a D that fails is released.
 //
-// Goroutines: Watch owns one health checker per back end, one asker of each sidecar, and one feed
+// Goroutines: Watch owns one clock, one health checker per back end, one asker of each sidecar, and one feed
 // of KV events per engine that has them, and joins them; Serve owns the HTTP server. Each request
 // owns at most one goroutine for P and one guard for each of its engines, and joins them before its
 // handler returns.
@@ -346,6 +346,7 @@ func (p *Proxy) Watch(ctx context.Context) {
 	p.spans.Start()
 	defer func() { _ = p.spans.Close() }() // it returns no error
 	var wg sync.WaitGroup
+	wg.Go(func() { p.pace(ctx) })
 	for _, set := range []*pool{p.prefill, p.decode} {
 		for _, b := range set.all {
 			asked := make(chan struct{})

@@ -28,6 +28,9 @@ func (k kind) path() string {
 
 const paramsKey = "kv_transfer_params"
 
+// connectorKeys are what an engine's connectors of caches read; the second moves encoders' outputs.
+var connectorKeys = []string{paramsKey, "ec_transfer_params"}
+
 // request is a client's body, with every field unchanged.
 type request struct {
 	kind    kind
@@ -55,7 +58,9 @@ func parseRequest(k kind, body []byte) (*request, error) {
 	if r.fields == nil {
 		return nil, errNotObject
 	}
-	delete(r.fields, paramsKey) // only the proxy sets the connectors' parameters
+	for _, key := range connectorKeys { // only routers set the connectors' parameters
+		delete(r.fields, key)
+	}
 	if err := withoutParams(r.fields); err != nil {
 		return nil, err
 	}
@@ -89,14 +94,20 @@ func parseRequest(k kind, body []byte) (*request, error) {
 // extraKeys are objects whose entries vLLM merges into the connector's parameters.
 var extraKeys = []string{"vllm_xargs", "extra_args"}
 
-// withoutParams removes the connector's key from the other places in which an engine would read it.
+// withoutParams removes the connectors' keys from the other places in which an engine would read it.
 func withoutParams(fields map[string]json.RawMessage) error {
 	for _, key := range extraKeys {
 		var extra map[string]json.RawMessage
-		if json.Unmarshal(fields[key], &extra) != nil || extra[paramsKey] == nil {
+		if json.Unmarshal(fields[key], &extra) != nil {
 			continue // none, or refused by the engine
 		}
-		delete(extra, paramsKey)
+		before := len(extra)
+		for _, own := range connectorKeys {
+			delete(extra, own)
+		}
+		if len(extra) == before {
+			continue
+		}
 		raw, err := json.Marshal(extra)
 		if err != nil {
 			return err
@@ -162,10 +173,12 @@ type transferParams struct {
 }
 
 // notForPrefill are the fields that have no meaning for a single unread token, or that an engine
-// refuses with it.
-var notForPrefill = []string{"stream_options", "min_tokens", "logprobs", "top_logprobs", "best_of",
-	"return_token_ids",
-	"return_tokens_as_token_ids", "prompt_logprobs", "include_stop_str_in_output"}
+// refuses with it. integration/vllm/tests/test_prefill_bodies.py checks bodies without them by vLLM's
+// own classes.
+var notForPrefill = []string{"stream_options", "stream_interval", "min_tokens", "logprobs",
+	"top_logprobs", "logprob_token_ids", "best_of", "return_token_ids", "return_tokens_as_token_ids",
+	"return_token_offsets", "return_prompt_text", "prompt_logprobs", "thinking_token_budget",
+	"include_stop_str_in_output"}
 
 // forPrefill is the body for P: the same prompt, one token, no stream.
 func (r *request) forPrefill(xfer, traceparent string) ([]byte, error) {
