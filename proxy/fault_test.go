@@ -426,7 +426,11 @@ func TestBrokenAnswersAreNeverWhole(t *testing.T) {
 		if path == "" {
 			path = "/v1/completions"
 		}
-		_, url := start(t, Config{Decode: []string{sends(t, "HTTP/"+c.answer)}})
+		px, err := New(Config{Decode: []string{sends(t, "HTTP/"+c.answer)}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		url, stop := serveOn(t, px)
 		body := fmt.Sprintf(`{"prompt":"a","stream":%v}`, c.stream)
 		for _, version := range []string{"1.0", "1.1"} {
 			text, err := raw(t, url, fmt.Sprintf("POST %s HTTP/%s\r\nHost: x\r\nConnection: close\r\n"+
@@ -443,6 +447,7 @@ func TestBrokenAnswersAreNeverWhole(t *testing.T) {
 				t.Errorf("%s, client of HTTP/%s: whole %v, %v: %.300q", c.name, version, whole, err, text)
 			}
 		}
+		stop()
 	}
 }
 
