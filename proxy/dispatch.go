@@ -12,10 +12,10 @@ import (
 	"fmt"
 	"io"
 	"maps"
-	"net"
 	"net/http"
-	"os"
+	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/kvspray/kvspray/proxy/internal/place"
@@ -24,41 +24,22 @@ import (
 const (
 	requestIDHeader = "X-Request-Id"
 	maxRequestID    = 128 // bytes
-	copyBytes       = 32 << 10
+	prefillTries    = 4   // prefill engines tried for one request
+	decodeTries     = 16  // the same of decode engines
+	// Of these, those that may have received the request before they failed: it may be the cause.
+	receivedTries = 3
+	ownFaultPause = 100 * time.Millisecond // before a try after a fault of the router's own host
+	ownFaultLimit = 10 * time.Second       // such tries of one request
 )
 
-// errRefused is a 4xx answer of P: the client's request is wrong. D will answer the same, and its
-// answer goes to the client.
-var errRefused = errors.New("refused")
-
-// enter takes a place among the requests in flight, or refuses; leave releases it.
-func (p *Proxy) enter(w http.ResponseWriter) bool {
-	select {
-	case p.slots <- struct{}{}:
-		p.met.inFlight.Inc()
-		return true
-	default:
-		w.Header().Set("Retry-After", "1")
-		p.refuse(w, http.StatusServiceUnavailable, codeTooMany, "too many requests in flight; try again")
-		return false
-	}
-}
-
-func (p *Proxy) leave() {
-	p.met.inFlight.Dec()
-	<-p.slots
-}
-
-// generate serves the two endpoints with prefill and decode.
-func (p *Proxy) generate(w http.ResponseWriter, r *http.Request, k kind) {
-	if !p.enter(w) {
+// serve answers one request of a client.
+func (p *Proxy) serve(w http.ResponseWriter, r *http.Request, k kind) {
+	body, ok := p.readBody(w, r)
+	defer p.bodies.give(int64(cap(body)))
+	if !ok || !p.enter(w) {
 		return
 	}
 	defer p.leave()
-	body, ok := p.readBody(w, r)
-	if !ok {
-		return
-	}
 	req, err := parseRequest(k, body)
 	if err != nil {
 		p.refuse(w, http.StatusBadRequest, codeInvalidBody, err.Error())
@@ -67,39 +48,23 @@ func (p *Proxy) generate(w http.ResponseWriter, r *http.Request, k kind) {
 	ctx, cancel := context.WithCancel(r.Context())
 	defer cancel()
 	j := &job{p: p, w: w, in: r, req: req, id: requestID(r.Header.Get(requestIDHeader)),
-		start: time.Now(), mode: p.mode, trace: p.traceOf(r.Header)}
+		start: time.Now(), mode: p.mode, tried: map[*backend]bool{}}
+	if k == kindPassed {
+		j.mode = modePassed
+	} else {
+		j.trace = p.traceOf(r.Header)
+	}
 	w.Header().Set(requestIDHeader, j.id)
 	j.run(ctx)
+	j.release(ctx)
 	j.placed()
 	j.traced()
 	p.met.requests.WithLabelValues(string(j.mode), statusClass(j.status)).Inc()
 	if j.broken {
 		// The status was sent; only a broken connection shows the client that the answer is
 		// incomplete.
-		panic(http.ErrAbortHandler)
+		abort(w, r)
 	}
-}
-
-func (p *Proxy) readBody(w http.ResponseWriter, r *http.Request) ([]byte, bool) {
-	// A test's recorder has no deadline to set; a real connection always has.
-	_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(bodyTimeout))
-	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, p.limit))
-	_ = http.NewResponseController(w).SetReadDeadline(time.Time{})
-	if err == nil {
-		return body, true
-	}
-	tooLarge := (*http.MaxBytesError)(nil)
-	switch {
-	case errors.As(err, &tooLarge):
-		p.refuse(w, http.StatusRequestEntityTooLarge, codeBodyTooLarge,
-			fmt.Sprintf("the body is larger than %d bytes, the router's --max-body", p.limit))
-	case errors.Is(err, os.ErrDeadlineExceeded):
-		p.refuse(w, http.StatusRequestTimeout, codeBodyTimeout, fmt.Sprintf("the body did not come "+
-			"within %s", bodyTimeout))
-	default:
-		p.refuse(w, http.StatusBadRequest, codeInvalidBody, "the body could not be read")
-	}
-	return nil, false
 }
 
 // requestID keeps a client's id if it is valid in a header and a log line.
@@ -136,12 +101,20 @@ type job struct {
 
 	decision   *place.Decision // of the policy; nil: none
 	prefer     *backend        // D of the decision, for the first try
-	source     *backend        // P, from which D gets blocks
+	source     *backend        // P, from which D gets blocks; nil: none
 	firstAfter time.Duration   // until D's first byte
 
-	// Set in concurrent mode: P's failure, at most once, and its back end.
-	failed <-chan error
-	pre    *backend
+	// D.
+	tried    map[*backend]bool
+	received int             // of these, those that may have got the request
+	own      []*backend      // of these, those that a fault of the router's own host kept from it
+	ownNoted bool            // such a fault was logged
+	refusal  *reply          // the last one that is an error; nil: none
+	last     error           // of the last D without an answer
+	used     json.RawMessage // params of the D that answered
+
+	held []hold // at prefill engines
+	race *race  // of P's failure and D's answer; nil: nothing of P can fail any more
 
 	trace   *jobTrace
 	alone   string    // why D computed the prompt, if it did
@@ -149,87 +122,120 @@ type job struct {
 }
 
 func (j *job) run(ctx context.Context) {
-	if !j.p.decode.anyTakes() {
+	if !j.p.decode.any(candidate.possible) {
 		// A prefill would compute, and hold its blocks, for a decode engine that does not come.
 		j.fail(http.StatusServiceUnavailable, codeNoEngine, errors.New(j.p.decode.none(roleDecode)))
 		return
 	}
-	pre, ok := j.place(ctx)
+	if j.req.kind == kindPassed {
+		j.decode(ctx, nil)
+		return
+	}
+	pre, placed := j.place(ctx)
 	if j.req.alone != "" {
 		j.decodeAlone(ctx, aloneRequest)
 		return
 	}
-	if ok && j.decision.Prefill < 0 {
+	if placed && j.decision.Prefill < 0 {
 		j.decodeAlone(ctx, aloneChosen)
 		return
 	}
-	if pre == nil {
-		pre = j.p.prefill.take(nil)
+	tried, reason := map[*backend]bool{}, aloneNoPrefill
+	for range prefillTries {
+		if pre == nil {
+			pre = j.p.prefill.take(tried, candidate.takes)
+		}
+		if pre == nil {
+			break
+		}
+		tried[pre] = true
+		if pre.twin != nil && !j.p.decode.any(candidate.possible, pre.twin) {
+			pre.done() // it would send to itself
+			pre = nil
+			continue
+		}
+		err := j.split(ctx, pre)
+		pre.done()
+		if err == nil || ctx.Err() != nil {
+			return
+		}
+		reason = j.noteAlone(pre, err)
+		if pre = nil; reason != aloneFailed {
+			break
+		}
 	}
-	if pre == nil {
-		j.decodeAlone(ctx, aloneNoPrefill)
-		return
-	}
-	defer pre.done()
-	if pre.twin != nil && !j.p.decode.anyTakesBut(pre.twin) {
-		j.decodeAlone(ctx, aloneNoPrefill) // it would send to itself
-		return
-	}
+	j.decodeAlone(ctx, reason)
+}
+
+// split sends a request to a P and a D. An error is P's, and the client has got nothing.
+func (j *job) split(ctx context.Context, pre *backend) error {
 	j.source = pre
-	peer := pre.peerAddr()
-	if peer == "" {
+	defer func() { j.source, j.race = nil, nil }()
+	j.mode = j.p.mode
+	endpoint := pre.endpoint()
+	if endpoint == "" {
 		j.mode = PrefillFirst // P's sidecar is unknown: P itself must name it
 	}
 	xfer := randomID()
 	body, err := j.req.forPrefill(xfer, j.trace.hop(false).traceparent())
 	if err != nil {
 		j.fail(http.StatusBadRequest, codeInvalidBody, err)
-		return
+		return nil
 	}
 	if j.mode == PrefillFirst {
 		params, err := j.prefill(ctx, pre, body)
-		if ctx.Err() != nil {
-			return
+		if err != nil || ctx.Err() != nil {
+			return err
 		}
-		if err != nil {
-			j.decodeAlone(ctx, j.noteAlone(pre, err))
-			return
-		}
+		j.hold(pre, params)
 		j.decode(ctx, withTraceparent(params, j.trace.hop(true).traceparent()))
-		return
+		return nil
 	}
-	params, err := j.req.concurrentParams(xfer, peer, j.trace.hop(true).traceparent())
+	params, err := j.req.concurrentParams(xfer, endpoint, j.trace.hop(true).traceparent())
 	if err != nil {
 		j.fail(http.StatusBadRequest, codeInvalidBody, err)
-		return
+		return nil
 	}
-	pctx, stop := context.WithCancel(ctx)
-	failed := make(chan error, 1)
-	joined := make(chan struct{})
-	go func() {
-		defer close(joined)
+	j.hold(pre, params)
+	pctx, stopP := context.WithCancel(ctx)
+	dctx, stopD := context.WithCancelCause(ctx)
+	j.race = &race{stop: func() { stopD(errPrefillFailed) }}
+	var failed error
+	var wg sync.WaitGroup
+	wg.Go(func() {
 		// P's answer is not needed for its content: D knows everything from the start. An error after
 		// the client has gone, or D has answered, is our own end of the request.
 		_, err := j.prefill(pctx, pre, body)
 		if err != nil && pctx.Err() == nil && !errors.Is(err, errNoParams) && !errors.Is(err,
 			errListParams) {
-			failed <- err
+			failed = err
+			j.race.prefillFailed()
 		}
-	}()
-	j.failed, j.pre = failed, pre
-	j.decode(ctx, params)
-	stop() // D has answered, or never will: P is not needed any more
-	<-joined
+	})
+	answered := j.decode(dctx, params)
+	stopP() // D has answered, or never will: P is not needed any more
+	wg.Wait()
+	stopD(nil)
+	if answered {
+		return nil
+	}
+	j.held = j.held[:len(j.held)-1] // a P that fails keeps nothing
+	return failed
 }
+
+// errPrefillFailed ends D's request before its first byte: it would wait for a prefill that never
+// comes.
+var errPrefillFailed = errors.New("the prefill failed")
 
 // noteAlone logs why P's work cannot be used and returns the label of the reason.
 func (j *job) noteAlone(pre *backend, err error) string {
-	if errors.Is(err, errRefused) {
+	if refused(err) {
+		// The client's request is wrong. D will answer the same, and its answer goes to the client.
 		j.p.log.Info("the prefill engine refused the request; the decode engine gets it unchanged",
 			"request", j.id, "url", pre.url, "err", err)
 		return aloneRefused
 	}
-	j.p.log.Warn("prefill failed; the decode engine prefills locally", "request", j.id, "url",
+	j.p.log.Warn("prefill failed; another engine computes the prompt", "request", j.id, "url",
 		pre.url, "err", err)
 	if errors.Is(err, errNoParams) || errors.Is(err, errListParams) {
 		return aloneParams
@@ -255,37 +261,44 @@ func (j *job) prefill(ctx context.Context, b *backend, body []byte) (json.RawMes
 }
 
 func (j *job) askPrefill(ctx context.Context, b *backend, body []byte) (json.RawMessage, error) {
-	resp, err := j.send(ctx, b, body, false)
-	if err != nil {
-		if notReached(err) {
-			b.suspect(err)
-		}
-		return nil, err
-	}
-	defer func() { _ = resp.Body.Close() }() // its end or its error was read
-	answer, err := io.ReadAll(io.LimitReader(resp.Body, maxPrefillAnswer+1))
-	switch {
-	case err != nil:
-		return nil, fmt.Errorf("prefill %s: %w", b.url, err)
-	case resp.StatusCode >= 400 && resp.StatusCode < 500:
-		return nil, &statusError{resp.StatusCode, fmt.Errorf("prefill %s: %w: %s: %s", b.url, errRefused,
-			resp.Status, firstBytes(answer))}
-	case resp.StatusCode != http.StatusOK:
-		return nil, &statusError{resp.StatusCode, fmt.Errorf("prefill %s: %s: %s", b.url, resp.Status,
-			firstBytes(answer))}
-	case len(answer) > maxPrefillAnswer:
-		return nil, fmt.Errorf("prefill %s: the answer is larger than %d bytes", b.url, maxPrefillAnswer)
-	}
-	params, err := j.req.answeredParams(answer)
+	g := j.p.guard(ctx, b, j.p.times.Prefill, func() bool { return true })
+	defer g.stop()
+	resp, err := j.send(g.ctx, b, body, false)
+	var text []byte
 	if err == nil {
-		b.hear(peerOf(params))
+		defer func() { _ = resp.Body.Close() }() // its end or its error was read
+		text, err = io.ReadAll(io.LimitReader(resp.Body, maxPrefillAnswer+1))
+	}
+	switch {
+	case ctx.Err() != nil:
+		return nil, ctx.Err()
+	case err != nil:
+		err = g.cause(ended(err))
+	case resp.StatusCode != http.StatusOK:
+		err = newStatusError(resp, text)
+	case len(text) == 0:
+		err = errEmpty
+	}
+	if err != nil {
+		b.failed(err)
+		return nil, fmt.Errorf("prefill %s: %w", b.url, err)
+	}
+	b.alive(time.Now())
+	b.outcome(nil, signAlive, 0)
+	if len(text) > maxPrefillAnswer {
+		return nil, fmt.Errorf("prefill %s: the answer is larger than %d bytes", b.url,
+			maxPrefillAnswer)
+	}
+	params, err := j.req.answeredParams(text)
+	if err == nil {
+		b.reports(ownParams(params).Peer)
 	}
 	return params, err
 }
 
 func firstBytes(b []byte) string {
-	const most = 200
-	return strings.ToValidUTF8(string(b[:min(len(b), most)]), "?")
+	const limit = 200
+	return strings.ToValidUTF8(string(b[:min(len(b), limit)]), "?")
 }
 
 func (j *job) decodeAlone(ctx context.Context, reason string) {
@@ -294,165 +307,198 @@ func (j *job) decodeAlone(ctx context.Context, reason string) {
 	j.decode(ctx, nil)
 }
 
-// decode sends the request to a D and streams its answer to the client. If P fails before D's first
-// byte, D restarts without P: it would otherwise wait for a prefill that never comes.
-func (j *job) decode(ctx context.Context, params json.RawMessage) {
-	tried := map[*backend]bool{}
-	var last error
-	for range decodeTries {
-		var b *backend
-		if j.prefer != nil && len(tried) == 0 && !j.not(tried, params)[j.prefer] {
-			b = j.p.decode.takeThis(j.prefer)
-		}
-		if b == nil {
-			b = j.p.decode.take(j.not(tried, params))
-		}
+// decode sends the request to a D and streams its answer to the client. If a D fails before its
+// first byte, another one gets the request. answered is false if P has failed before.
+func (j *job) decode(ctx context.Context, params json.RawMessage) (answered bool) {
+	end := time.Now().Add(ownFaultLimit)
+	j.retryOwn()
+	for len(j.tried) < decodeTries && j.received < receivedTries {
+		b := j.takeDecode(params)
 		if b == nil && params != nil {
 			// The only engine left has computed the prompt itself.
-			params = nil
-			b = j.p.decode.take(tried)
-		}
-		if b == nil {
-			break
-		}
-		tried[b] = true
-		if len(tried) > 1 {
-			j.p.met.retries.Inc()
-		}
-		var sent bool
-		sent, params, last = j.decodeOn(ctx, b, params)
-		b.done()
-		if sent || ctx.Err() != nil {
-			return
-		}
-	}
-	if last == nil {
-		j.fail(http.StatusServiceUnavailable, codeNoEngine, errors.New(j.p.decode.none(roleDecode)))
-		return
-	}
-	j.fail(http.StatusBadGateway, codeEngineFailed, last)
-}
-
-// not are the decode engines that are no choice: those tried, and P itself if D gets its blocks.
-func (j *job) not(tried map[*backend]bool, params json.RawMessage) map[*backend]bool {
-	if params == nil || j.source == nil || j.source.twin == nil {
-		return tried
-	}
-	list := maps.Clone(tried)
-	list[j.source.twin] = true
-	return list
-}
-
-// first is the start of D's answer, up to its first byte.
-type first struct {
-	resp *http.Response
-	buf  []byte
-	err  error // of the request or of the first read; io.EOF: an empty answer
-}
-
-// decodeOn tries one back end. sent: the client has received an answer, or is gone. The returned
-// params are for the next try.
-func (j *job) decodeOn(ctx context.Context, b *backend, params json.RawMessage) (sent bool,
-	next json.RawMessage, err error) {
-	for {
-		body, err := j.req.forDecode(params)
-		if err != nil {
-			return false, nil, err
-		}
-		dctx, stop := context.WithCancel(ctx)
-		got := make(chan first, 1)
-		hop := j.trace.hop(true)
-		hop.begin(b)
-		go func() { got <- j.firstByte(dctx, b, body) }()
-		var f first
-		select {
-		case f = <-got:
-		case perr := <-j.failed:
-			stop()
-			if f = <-got; f.resp != nil {
-				_ = f.resp.Body.Close() // aborted
-			}
-			j.alone = j.noteAlone(j.pre, perr)
-			j.p.met.alone.WithLabelValues(j.alone).Inc()
-			params, j.failed = nil, nil
-			continue
-		}
-		if f.resp == nil {
-			stop()
-			if hop.end(f.err); ctx.Err() != nil {
-				hop.end(nil) // the client is gone
-			}
-			if ctx.Err() == nil {
-				b.suspect(f.err)
-				j.p.log.Warn("decode engine failed", "request", j.id, "url", b.url, "err", f.err)
-			}
-			// A D that received the request may have consumed the grant: another D must not wait
-			// for it.
-			if !notReached(f.err) {
+			if b = j.takeDecode(nil); b != nil {
 				params = nil
 			}
-			return false, params, fmt.Errorf("decode %s: %w", b.url, f.err)
 		}
-		j.answered(b, f.resp.StatusCode)
-		j.p.met.first.WithLabelValues(string(j.mode)).Observe(time.Since(j.start).Seconds())
-		j.firstAt = time.Now()
-		j.pass(f)
-		stop()
-		hop.end(nil)
-		return true, nil, nil
+		if b == nil {
+			if len(j.own) == 0 || time.Now().After(end) || !pause(ctx, ownFaultPause) {
+				break
+			}
+			j.retryOwn()
+			continue
+		}
+		if len(j.tried) > 0 {
+			j.p.met.retries.Inc()
+		}
+		j.tried[b] = true
+		a, err := j.askDecode(ctx, b, params)
+		if err == nil && j.race.decodeAnswers() {
+			j.used = params
+			j.pass(a)
+			a.close()
+			b.done()
+			return true
+		}
+		if err == nil {
+			a.close()
+		}
+		b.done()
+		if errors.Is(context.Cause(ctx), errPrefillFailed) {
+			delete(j.tried, b) // the failure is not its own
+			return false
+		}
+		if ctx.Err() != nil {
+			return true
+		}
+		switch s := signOfError(err); {
+		case s == signNone:
+			j.own = append(j.own, b)
+		case s != signBusy && !notReached(err):
+			// A D that received the request may have consumed the grant: another D must not wait for
+			// it.
+			params = nil
+			j.received++
+		}
+	}
+	switch {
+	case errors.Is(context.Cause(ctx), errPrefillFailed):
+		return false
+	case ctx.Err() != nil:
+	case j.refusal != nil:
+		j.pass(j.refusal)
+	case j.last == nil:
+		j.fail(http.StatusServiceUnavailable, codeNoEngine, errors.New(j.p.decode.none(roleDecode)))
+	case errors.Is(j.last, errLate):
+		j.fail(http.StatusGatewayTimeout, codeEngineFailed, j.last)
+	default:
+		j.fail(http.StatusBadGateway, codeEngineFailed, j.last)
+	}
+	return true
+}
+
+// retryOwn makes engines a choice again that were not reached by a fault of the router's own host.
+func (j *job) retryOwn() {
+	for _, b := range j.own {
+		delete(j.tried, b)
+	}
+	j.own = j.own[:0]
+}
+
+func pause(ctx context.Context, d time.Duration) bool {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-ctx.Done():
+		return false
+	case <-t.C:
+		return true
 	}
 }
 
-// notReached reports whether no connection was made, so that the engine cannot have received the
-// request.
-func notReached(err error) bool {
-	op := (*net.OpError)(nil)
-	return errors.As(err, &op) && op.Op == "dial"
+// takeDecode takes a decode engine that was not tried, and is not P itself if D gets P's blocks.
+func (j *job) takeDecode(params json.RawMessage) *backend {
+	skip := j.tried
+	if params != nil && j.source != nil && j.source.twin != nil {
+		skip = maps.Clone(skip)
+		skip[j.source.twin] = true
+	}
+	if j.prefer != nil && len(j.tried) == 0 && !skip[j.prefer] {
+		if b := j.p.decode.takeThis(j.prefer); b != nil {
+			return b
+		}
+	}
+	return j.p.decode.take(skip, candidate.possible)
 }
 
-// firstByte sends the request and waits for the first bytes of the answer, so that the client
-// receives nothing before.
-func (j *job) firstByte(ctx context.Context, b *backend, body []byte) first {
-	resp, err := j.send(ctx, b, body, true)
+// other reports whether a decode engine that was not tried would be better than a silent one.
+func (j *job) other(params json.RawMessage) bool {
+	skip := slices.Collect(maps.Keys(j.tried))
+	if params != nil && j.source != nil && j.source.twin != nil {
+		skip = append(skip, j.source.twin)
+	}
+	return j.p.decode.any(candidate.takes, skip...)
+}
+
+// askDecode asks one back end and returns its answer, of which the client has got nothing yet.
+func (j *job) askDecode(ctx context.Context, b *backend, params json.RawMessage) (*reply, error) {
+	body, err := j.req.forDecode(params)
 	if err != nil {
-		return first{err: err}
+		return nil, err
 	}
-	buf := make([]byte, copyBytes)
-	n, err := resp.Body.Read(buf)
-	if n == 0 && err != nil && !errors.Is(err, io.EOF) {
-		_ = resp.Body.Close()
-		return first{err: err}
+	hop := j.trace.hop(true)
+	hop.begin(b)
+	g := j.p.guard(ctx, b, j.p.times.FirstByte, func() bool { return j.other(params) })
+	a, err := j.beginDecode(g, b, body)
+	switch {
+	case err == nil:
+		return a, nil
+	case ctx.Err() != nil:
+		hop.end(nil) // the client is gone, or P has failed
+		g.stop()
+		return nil, ctx.Err()
 	}
-	return first{resp: resp, buf: buf[:n], err: err}
+	err = g.cause(ended(err))
+	g.stop()
+	hop.end(err)
+	b.failed(err)
+	j.last = fmt.Errorf("decode %s: %w", b.url, err)
+	if signOfError(err) != signNone {
+		j.p.log.Warn("decode engine failed", "request", j.id, "url", b.url, "err", err)
+	} else if !j.ownNoted {
+		j.ownNoted = true
+		j.p.log.Warn("the router cannot connect to an engine; it tries again", "request", j.id, "url",
+			b.url, "err", err)
+	}
+	return nil, j.last
+}
+
+func (j *job) beginDecode(g *guard, b *backend, body []byte) (*reply, error) {
+	resp, err := j.send(g.ctx, b, body, true)
+	if err != nil {
+		return nil, err
+	}
+	s, _ := signOfStatus(resp.StatusCode, resp.Header)
+	a, err := begin(b, j.req.kind, resp, j.req.streamed(),
+		s != signAlive || !j.in.ProtoAtLeast(1, 1))
+	if err != nil {
+		_ = resp.Body.Close() // aborted
+		return nil, err
+	}
+	if s != signAlive {
+		_ = resp.Body.Close() // its end was read
+		j.refusal = a
+		return nil, newStatusError(resp, a.buf)
+	}
+	a.guard = g
+	g.started.Store(true)
+	b.begins()
+	return a, nil
 }
 
 // pass copies D's answer to the client as it arrives.
-func (j *job) pass(f first) {
-	defer func() { _ = f.resp.Body.Close() }() // its end or its error was read
-	copyHeader(j.w.Header(), f.resp.Header)
+func (j *job) pass(a *reply) {
+	b := a.b
+	j.answered(b, a.resp.StatusCode)
+	j.p.met.first.WithLabelValues(string(j.mode)).Observe(time.Since(j.start).Seconds())
+	j.firstAt = time.Now()
+	a.header(j.w.Header())
 	j.w.Header().Set(requestIDHeader, j.id)
-	j.status = f.resp.StatusCode
-	j.w.WriteHeader(f.resp.StatusCode)
-	flush := http.NewResponseController(j.w)
-	data, err := f.buf, f.err
-	buf := f.buf[:cap(f.buf)]
-	for {
-		if len(data) > 0 {
-			if _, werr := j.w.Write(data); werr != nil {
-				return // the client is gone; closing the body cancels D
-			}
-			_ = flush.Flush() // an error shows at the next write
-		}
-		if err != nil {
-			break
-		}
-		var n int
-		n, err = f.resp.Body.Read(buf)
-		data = buf[:n]
+	j.status = a.resp.StatusCode
+	j.w.WriteHeader(j.status)
+	gone, err := a.copyTo(j.w)
+	if a.guard == nil {
+		return
 	}
-	if !errors.Is(err, io.EOF) && j.in.Context().Err() == nil {
-		j.p.log.Warn("decode engine ended its answer early", "request", j.id, "err", err)
+	j.trace.hop(true).end(nil)
+	switch {
+	case gone, j.in.Context().Err() != nil:
+	case err != nil:
+		err = a.guard.cause(err)
+		b.failed(err)
+		j.p.log.Warn("decode engine ended its answer early", "request", j.id, "url", b.url, "err", err)
 		j.broken = true
+	default:
+		b.outcome(nil, signAlive, 0)
 	}
 }
 
@@ -483,96 +529,36 @@ func copyHeader(dst, src http.Header) {
 	}
 }
 
+// send sends a request to an engine: there is no other way for one of a client.
 func (j *job) send(ctx context.Context, b *backend, body []byte, decode bool) (*http.Response,
 	error) {
-	req, err := http.NewRequestWithContext(ctx, http.MethodPost, b.url+j.req.kind.path(),
-		bytes.NewReader(body))
+	method, path := http.MethodPost, j.req.kind.path()
+	if j.req.kind == kindPassed {
+		method, path = j.in.Method, j.in.URL.RequestURI()
+	}
+	req, err := b.url.Request(ctx, method, path, bytes.NewReader(body))
 	if err != nil {
 		return nil, err
 	}
-	copyHeader(req.Header, j.in.Header)
-	req.Header.Del("Content-Length")
-	req.Header.Del("Expect")
+	h := http.Header{}
+	copyHeader(h, j.in.Header)
+	h.Del("Content-Length")
+	h.Del("Expect")
 	if !decode {
-		req.Header.Del("Accept-Encoding") // the router reads this answer
+		h.Del("Accept-Encoding") // the router reads this answer
 	}
-	req.Header.Set("Content-Type", "application/json")
-	req.Header.Set(requestIDHeader, j.id)
+	if j.req.kind != kindPassed {
+		h.Set("Content-Type", "application/json")
+	}
+	if _, given := h["Idempotency-Key"]; !given {
+		// Not sent: net/http then repeats a request by itself if the engine has closed the idle
+		// connection on which it went out.
+		h["Idempotency-Key"] = nil
+	}
+	h.Set(requestIDHeader, j.id)
 	if t := j.trace.hop(decode).traceparent(); t != "" {
-		req.Header.Set(traceHeader, t)
+		h.Set(traceHeader, t)
 	}
+	b.url.SetHeader(req, h)
 	return j.p.client.Do(req)
-}
-
-// pass sends a request that needs no prefill to a decode engine.
-func (p *Proxy) pass(w http.ResponseWriter, r *http.Request) {
-	if !p.enter(w) {
-		return
-	}
-	defer p.leave()
-	body, ok := p.readBody(w, r)
-	if !ok {
-		return
-	}
-	b := p.decode.take(nil)
-	if b == nil {
-		p.refuse(w, http.StatusServiceUnavailable, codeNoEngine, p.decode.none(roleDecode))
-		return
-	}
-	defer b.done()
-	req, err := http.NewRequestWithContext(r.Context(), r.Method, b.url+r.URL.RequestURI(),
-		bytes.NewReader(body))
-	if err != nil {
-		p.refuse(w, http.StatusBadRequest, codeInvalidTarget, err.Error())
-		return
-	}
-	copyHeader(req.Header, r.Header)
-	resp, err := p.client.Do(req)
-	if err != nil {
-		if notReached(err) {
-			b.suspect(err)
-		}
-		p.refuse(w, http.StatusBadGateway, codeEngineFailed, fmt.Sprintf("decode %s: %v", b.url, err))
-		return
-	}
-	defer func() { _ = resp.Body.Close() }() // read to its end or aborted
-	copyHeader(w.Header(), resp.Header)
-	w.WriteHeader(resp.StatusCode)
-	if _, err := io.Copy(w, resp.Body); err != nil {
-		// The client is gone, or the engine ended early: the client must not take this for the end.
-		panic(http.ErrAbortHandler)
-	}
-}
-
-// health reports whether requests can be served, and the state of every back end.
-func (p *Proxy) health(w http.ResponseWriter, _ *http.Request) {
-	type state struct {
-		Role   string `json:"role"`
-		URL    string `json:"url"`
-		Up     bool   `json:"up"`
-		Leaves bool   `json:"leaving,omitempty"` // it gets no new requests
-		Load   int    `json:"in_flight"`
-		Peer   string `json:"peer,omitempty"`
-		Reason string `json:"reason,omitempty"`
-		Warn   string `json:"warning,omitempty"`
-	}
-	var list []state
-	for _, set := range []*pool{p.prefill, p.decode} {
-		for _, b := range set.all {
-			b.mu.Lock()
-			list = append(list, state{b.role, b.url, b.upLocked(), b.leaving, b.load, b.peer, b.reason,
-				b.warningsLocked()})
-			b.mu.Unlock()
-		}
-	}
-	w.Header().Set("Content-Type", "application/json")
-	status := "ok"
-	if !p.decode.anyTakes() {
-		status = p.decode.none(roleDecode)
-		w.WriteHeader(http.StatusServiceUnavailable)
-	} else if len(p.prefill.all) > 0 && !p.prefill.anyTakes() {
-		status = "degraded: " + p.prefill.none(rolePrefill)
-	}
-	// the client may be gone
-	_ = json.NewEncoder(w).Encode(map[string]any{"status": status, "mode": p.mode, "backends": list})
 }

@@ -125,7 +125,7 @@ func (p *Proxy) newReporters(cfg *Config) reporters {
 			some = true
 			e := set.events[i]
 			list = append(list, &reporter{b: b, holder: holder, feed: feed.New(feed.Config{
-				Engine: b.url, Endpoint: e.Endpoint, Replay: e.Replay, Sink: holder, Log: p.log})})
+				Engine: b.url.String(), Endpoint: e.Endpoint, Replay: e.Replay, Sink: holder, Log: p.log})})
 		}
 	}
 	if !some {
@@ -191,7 +191,7 @@ func (p *Proxy) learnModels(ctx context.Context, b *backend) {
 			Parent string `json:"parent"`
 		} `json:"data"`
 	}
-	if err := p.getMost(asking, b.url+"/v1/models", &list, maxModels); err != nil {
+	if err := p.get(asking, b.url, "/v1/models", &list, maxModels); err != nil {
 		if !r.unlisted && ctx.Err() == nil {
 			r.unlisted = true
 			p.log.Warn("an engine does not list its models: its hits are guesses until it does", "url",
@@ -309,7 +309,7 @@ func (c collector) Collect(ch chan<- prometheus.Metric) {
 		if r == nil {
 			continue
 		}
-		s, h, role, url := r.feed.Stats(), r.holder.Stats(), r.b.role, r.b.url
+		s, h, role, url := r.feed.Stats(), r.holder.Stats(), r.b.role, r.b.url.String()
 		send(descEvents, counter, float64(s.Events), role, url)
 		send(descBatches, counter, float64(s.Batches), role, url)
 		send(descGaps, counter, float64(s.Gaps), role, url)

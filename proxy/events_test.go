@@ -312,8 +312,8 @@ func TestSlowListOfModels(t *testing.T) {
 	b := p.prefill.all[0]
 	until(t, "the question for models", func() bool { return asked.Load() > 0 })
 	until(t, "the next checks", func() bool {
-		if b.peerAddr() == "" || !b.takes() {
-			t.Fatalf("peer %q, up %v", b.peerAddr(), b.takes())
+		if b.endpoint() == "" || !b.takes() {
+			t.Fatalf("peer %q, up %v", b.endpoint(), b.takes())
 		}
 		return checks.Load() > 3
 	})

@@ -3,7 +3,6 @@
 package proxy
 
 import (
-	"errors"
 	"fmt"
 	"io"
 	"log/slog"
@@ -12,11 +11,32 @@ import (
 	"strings"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus/testutil"
 
+	"github.com/kvspray/kvspray/internal/origin"
 	kvtest "github.com/kvspray/kvspray/internal/testutil"
 )
+
+// checkNow makes one health check.
+func checkNow(t *testing.T, p *Proxy, b *backend) error {
+	t.Helper()
+	asked := make(chan struct{})
+	close(asked)
+	err := p.check(t.Context(), b, asked)
+	p.compare(t.Context(), b)
+	return err
+}
+
+func parsed(t *testing.T, raw string) origin.URL {
+	t.Helper()
+	u, err := origin.Parse(raw)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return u
+}
 
 func TestHealth(t *testing.T) {
 	p, d, px, url := pair(t, PrefillFirst, answerPrefill, answerDecode)
@@ -82,7 +102,7 @@ func TestDiscoversPeer(t *testing.T) {
 	p, d := newEngine(t, answerPrefill), newEngine(t, answerDecode)
 	px, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Sidecar: sidecar.URL}},
 		Decode: []string{d.URL}, Mode: Concurrent})
-	until(t, "the peer is not learned", func() bool { return px.prefill.all[0].peerAddr() != "" })
+	until(t, "the peer is not learned", func() bool { return px.prefill.all[0].endpoint() != "" })
 	post(t, url, "/v1/completions", `{"prompt":"a"}`)
 	if got := own(d.requests()[0])["peer"]; got != "10.1.2.3:7650" {
 		t.Errorf("peer %v", got)
@@ -129,7 +149,8 @@ func TestHealthWarnsOfAWrongPeer(t *testing.T) {
 				until(t, "nothing was compared", func() bool {
 					b.mu.Lock()
 					defer b.mu.Unlock()
-					return b.said != "" && (c.engine == "" || b.said == c.engine)
+					at := b.identity.checkedEndpoint
+					return at != "" && (c.engine == "" || at == c.engine)
 				})
 			}
 			resp, err := http.Get(url + "/health")
@@ -145,8 +166,8 @@ func TestHealthWarnsOfAWrongPeer(t *testing.T) {
 				!strings.Contains(string(body), c.warning) {
 				t.Errorf("%s: want warning %q", body, c.warning)
 			}
-			if c.peer != "" && b.peerAddr() != c.peer {
-				t.Errorf("the operator's word is overruled by %s", b.peerAddr())
+			if c.peer != "" && b.endpoint() != c.peer {
+				t.Errorf("the operator's word is overruled by %s", b.endpoint())
 			}
 		})
 	}
@@ -185,8 +206,8 @@ func TestSidecarThatCannotBeAsked(t *testing.T) {
 			b := px.prefill.all[0]
 			for range 3 {
 				px.askSidecar(t.Context(), b)
-				if up, _ := b.note(px.check(t.Context(), b)); !up {
-					t.Fatalf("the engine is taken out for its sidecar: %s", b.reason)
+				if err := checkNow(t, px, b); err != nil || !b.takes() {
+					t.Fatalf("the engine is taken out for its sidecar: %v", err)
 				}
 			}
 			if out := log.String(); strings.Count(out, "\n") != 1 || !strings.Contains(out,
@@ -201,18 +222,18 @@ func TestSidecarThatCannotBeAsked(t *testing.T) {
 					t.Errorf("%s: no %q", w.Body, want)
 				}
 			}
-			if b.peerAddr() != c.peer {
-				t.Errorf("peer %q", b.peerAddr())
+			if b.endpoint() != c.peer {
+				t.Errorf("peer %q", b.endpoint())
 			}
-			b.sidecar = node(200, `{"endpoint":"127.0.0.1:7650"}`).URL
+			b.sidecar = parsed(t, node(200, `{"endpoint":"127.0.0.1:7650"}`).URL)
 			px.askSidecar(t.Context(), b)
-			if err := px.check(t.Context(), b); err != nil {
+			if err := checkNow(t, px, b); err != nil {
 				t.Fatal(err)
 			}
 			b.mu.Lock()
 			defer b.mu.Unlock()
-			if w := b.warningsLocked(); w != "" || b.peer != "127.0.0.1:7650" {
-				t.Errorf("it answers, still: %q, peer %q", w, b.peer)
+			if w := b.identity.warnings(); w != "" || b.identity.endpoint != "127.0.0.1:7650" {
+				t.Errorf("it answers, still: %q, peer %q", w, b.identity.endpoint)
 			}
 			if strings.Count(log.String(), "\n") != 1 {
 				t.Errorf("logged: %s", log.String())
@@ -287,9 +308,9 @@ func TestLeavingEngine(t *testing.T) {
 	px, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Sidecar: sidecar.URL}},
 		Decode: []string{d0.URL, d1.URL}, DecodeSidecars: []string{sidecar.URL, other.URL},
 		Mode: Concurrent})
-	leaves := func() bool { return !px.prefill.anyTakes() && !px.decode.all[0].takes() }
+	leaves := func() bool { return !px.prefill.any(candidate.takes) && !px.decode.all[0].takes() }
 	until(t, "the sidecars are not asked", func() bool {
-		return px.prefill.all[0].peerAddr() != "" && px.decode.anyTakes()
+		return px.prefill.all[0].endpoint() != "" && px.decode.any(candidate.takes)
 	})
 	first := make(chan int, 1)
 	go func() {
@@ -299,7 +320,10 @@ func TestLeavingEngine(t *testing.T) {
 	until(t, "no request goes to the first engine", func() bool { return len(d0.requests()) == 1 })
 	leaving.Store(true)
 	until(t, "the engines do not leave", leaves)
-	if px.decode.all[0].note(nil); !leaves() {
+	px.decode.all[0].mu.Lock()
+	px.decode.all[0].health.answers(time.Now(), signAlive, nil)
+	px.decode.all[0].mu.Unlock()
+	if !leaves() {
 		t.Error("a good health check brings a leaving engine back")
 	}
 	before := len(p.requests())
@@ -326,7 +350,7 @@ func TestLeavingEngine(t *testing.T) {
 	}
 	silent.Store(true)
 	until(t, "the sidecar's silence is not seen", func() bool {
-		return px.prefill.all[0].peerAddr() == ""
+		return px.prefill.all[0].endpoint() == ""
 	})
 	if !leaves() {
 		t.Error("a sidecar that does not answer brings its engine back")
@@ -334,7 +358,7 @@ func TestLeavingEngine(t *testing.T) {
 	silent.Store(false)
 	leaving.Store(false)
 	until(t, "they do not come back", func() bool {
-		return px.prefill.anyTakes() && px.decode.all[0].takes()
+		return px.prefill.any(candidate.takes) && px.decode.all[0].takes()
 	})
 }
 
@@ -356,8 +380,8 @@ func TestDecodeSidecarThatCannotBeAsked(t *testing.T) {
 		t.Errorf("logged: %s", log.String())
 	}
 	for range 3 {
-		if up, _ := b.note(px.check(t.Context(), b)); !up {
-			t.Fatalf("the engine is taken out for its sidecar: %s", b.reason)
+		if err := checkNow(t, px, b); err != nil || !b.takes() {
+			t.Fatalf("the engine is taken out for its sidecar: %v", err)
 		}
 		px.askSidecar(t.Context(), b)
 	}
@@ -395,7 +419,9 @@ func TestLeavingEnds(t *testing.T) {
 	}
 	defer px.client.CloseIdleConnections()
 	b := px.decode.all[0]
-	b.note(nil)
+	if err := checkNow(t, px, b); err != nil {
+		t.Fatal(err)
+	}
 	ask := func(wantTakes bool, what string) {
 		t.Helper()
 		px.askSidecar(t.Context(), b)
@@ -412,16 +438,22 @@ func TestLeavingEnds(t *testing.T) {
 	}
 	silent.Store(true)
 	ask(false, "a sidecar that does not answer brings its engine back")
-	b.answered = b.answered.Add(-leavingFor)
+	b.identity.sidecarAnswered = b.identity.sidecarAnswered.Add(-leavingFor)
 	ask(true, "the mark has no end")
 
 	silent.Store(false)
 	ask(false, "it does not leave")
 	silent.Store(true)
 	ask(false, "a sidecar that does not answer brings its engine back")
-	b.note(errors.New("once"))
-	b.note(errors.New("twice"))
-	if b.note(nil); !b.takes() {
+	for _, unwell := range []bool{true, true, false} {
+		d.mu.Lock()
+		d.unwell = unwell
+		d.mu.Unlock()
+		if err := checkNow(t, px, b); (err != nil) != unwell {
+			t.Fatal(err)
+		}
+	}
+	if !b.takes() {
 		t.Error("the mark outlives the engine")
 	}
 	for _, want := range []string{`msg="back end leaves"`, `msg="back end takes requests again"`} {
@@ -456,12 +488,12 @@ func TestHealthAndSidecarDoNotWaitForEachOther(t *testing.T) {
 	}))
 	defer sidecar.Close()
 	px, _ := start(t, Config{Decode: []string{d.URL}, DecodeSidecars: []string{sidecar.URL}})
-	until(t, "the engine is not up", px.decode.anyTakes)
+	until(t, "the engine is not up", func() bool { return px.decode.any(candidate.takes) })
 	slow.Store(true)
 	until(t, "a health check waits for the sidecar", func() bool { return during.Load() > 0 })
 	slow.Store(false)
 	unwell.Store(true)
-	until(t, "the engine is not down", func() bool { return !px.decode.anyTakes() })
+	until(t, "the engine is not down", func() bool { return !px.decode.any(candidate.takes) })
 	before := asks.Load()
 	until(t, "the sidecar of an engine that is down is not asked", func() bool {
 		return asks.Load() >= before+2
@@ -487,15 +519,15 @@ func TestLateSidecarIsCompared(t *testing.T) {
 	}
 	defer px.client.CloseIdleConnections()
 	b := px.prefill.all[0]
-	b.hear("127.0.0.1:7650")
+	b.reports("127.0.0.1:7650")
 	for _, late := range []bool{false, true} {
 		answers.Store(late)
 		px.askSidecar(t.Context(), b)
-		if err := px.check(t.Context(), b); err != nil {
+		if err := checkNow(t, px, b); err != nil {
 			t.Fatal(err)
 		}
-		if warned := strings.Contains(b.warning, "whose endpoint is 127.0.0.2:7650"); warned != late {
-			t.Errorf("it answers: %v, warning %q", late, b.warning)
+		if warned := strings.Contains(b.identity.endpointWarning, "whose endpoint is 127.0.0.2:7650"); warned != late {
+			t.Errorf("it answers: %v, warning %q", late, b.identity.endpointWarning)
 		}
 	}
 }

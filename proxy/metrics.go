@@ -45,7 +45,7 @@ func newMetrics(reg prometheus.Registerer) *metrics {
 			Buckets: prometheus.ExponentialBuckets(0.005, 2, 14)}, []string{"mode"}),
 		retries: prometheus.NewCounter(prometheus.CounterOpts{Namespace: "kvspray", Subsystem: "proxy",
 			Name: "decode_retries_total",
-			Help: "Requests sent to a second decode engine because the first was unreachable."}),
+			Help: "Requests sent to another decode engine because one failed before its first byte."}),
 	}
 	m.spans = prometheus.NewCounterVec(prometheus.CounterOpts{Namespace: "kvspray",
 		Subsystem: "proxy", Name: "spans_total",

@@ -5,8 +5,8 @@ package proxy
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"fmt"
-	"io"
 	"net/http"
 	"time"
 
@@ -121,7 +121,7 @@ func (j *job) placed() {
 	j.p.placing.Ended(d, time.Now())
 	source := ""
 	if d.Prefill >= 0 {
-		source = j.p.prefill.all[d.Prefill].url
+		source = j.p.prefill.all[d.Prefill].url.String()
 	}
 	c := &d.Choice
 	args := []any{"request", j.id, "policy", j.p.placing.policy, "choice", c.Kind.String(),
@@ -171,7 +171,7 @@ const maxLinks = 4 << 20 // bytes of an answer with learned rates
 // learn asks the sidecar of a prefill engine for what the policy needs: the rates to decode
 // engines. Without an answer the last values, or those of the calibration file, stay.
 func (p *Proxy) learn(ctx context.Context, b *backend) {
-	if p.placing == nil || b.sidecar == "" || b.role == roleDecode {
+	if p.placing == nil || b.sidecar.IsZero() || b.role == roleDecode {
 		return
 	}
 	links, err := p.links(ctx, b)
@@ -179,25 +179,16 @@ func (p *Proxy) learn(ctx context.Context, b *backend) {
 		return
 	}
 	for i, d := range p.decode.all {
-		if peer := d.peerAddr(); peer != "" {
+		if peer := d.endpoint(); peer != "" {
 			p.placing.Learned(b.number, i, links.Path(peer))
 		}
 	}
 }
 
 func (p *Proxy) links(ctx context.Context, b *backend) (*placement.Links, error) {
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, b.sidecar+"/v1/links", nil)
-	if err != nil {
+	var body json.RawMessage
+	if err := p.get(ctx, b.sidecar, "/v1/links", &body, maxLinks); err != nil {
 		return nil, err
-	}
-	resp, err := p.client.Do(req)
-	if err != nil {
-		return nil, err
-	}
-	defer func() { _ = resp.Body.Close() }() // read to its end or aborted
-	body, err := io.ReadAll(io.LimitReader(resp.Body, maxLinks))
-	if err != nil || resp.StatusCode != http.StatusOK {
-		return nil, fmt.Errorf("GET %s/v1/links: %s %w", b.sidecar, resp.Status, err)
 	}
 	return placement.ParseLinks(body)
 }

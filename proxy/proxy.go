@@ -5,19 +5,22 @@
 // It sends each request to one prefill engine (P) and one decode engine (D), either to both at once
 // or to P first, with the kv_transfer_params of kvspray connectors and NIXL-style connectors. It
 // streams D's answer to the client byte by byte. If the router cannot split a request, or P fails,
-// D serves it alone: the client sees a slower answer, never an error of the router.
+// D serves it alone: the client sees a slower answer, never an error of the router. An engine that
+// fails, is slow or silent before the client has a byte is replaced by a better one.
 //
 // Invariants: a client's kv_transfer_params never reach an engine. Bodies, answers of P, requests
-// in flight and retries are bounded. No byte of D's answer is sent twice. When the client
-// disconnects, both engines' requests are canceled.
+// in flight, connections and retries are bounded. No byte of D's answer is sent twice, and one that
+// breaks is never complete for the client. When the client disconnects, both engines' requests are
+// canceled. What P keeps for a D that fails is released.
 //
-// Goroutines: Watch owns one health checker per back end, one asker of each sidecar, and one feed
+// Goroutines: Watch owns one clock, one health checker per back end, one asker of each sidecar, and one feed
 // of KV events per engine that has them, and joins them; Serve owns the HTTP server. Each request
-// owns at most one goroutine for P and one for D's first byte, and joins both before its handler
-// returns.
+// owns at most one goroutine for P and one guard for each of its engines, and joins them before its
+// handler returns.
 package proxy
 
 import (
+	"cmp"
 	"context"
 	_ "embed"
 	"errors"
@@ -25,16 +28,15 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
-	"net/url"
 	"slices"
 	"strconv"
-	"strings"
 	"sync"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
+	"github.com/kvspray/kvspray/internal/origin"
 	"github.com/kvspray/kvspray/internal/page"
 	"github.com/kvspray/kvspray/internal/spans"
 	"github.com/kvspray/kvspray/placement"
@@ -51,30 +53,53 @@ const (
 	// PrefillFirst sends a request to P, waits for its answer, and passes P's kv_transfer_params to
 	// D, like NIXL-style routers.
 	PrefillFirst Mode = "prefill-first"
+	modePassed   Mode = "passed" // of requests without a prompt, in metrics
 )
 
 // Bounds and times. Bytes and durations.
 const (
-	DefaultBodyBytes = 32 << 20
-	maxPrefillAnswer = 16 << 20
-	maxInFlight      = 4096 // requests
-	decodeTries      = 2    // back ends tried for one request
-	healthEvery      = time.Second
-	healthTimeout    = 2 * time.Second
-	sidecarTimeout   = 2 * time.Second
-	leavingFor       = 30 * time.Second // as the sidecar's mark lasts without a renewal
-	downAfter        = 2                // health checks in a row
-	dialTimeout      = 3 * time.Second
-	headerTimeout    = 10 * time.Second // to read a client's header
-	bodyTimeout      = 60 * time.Second // to read a client's body
-	clientIdle       = 2 * time.Minute  // between two requests of a client's connection
+	DefaultBodyBytes   = 32 << 20
+	DefaultBodiesBytes = 1 << 30 // of all requests in flight
+	maxPrefillAnswer   = 16 << 20
+	maxInFlight        = 4096 // requests
+	sidecarTimeout     = 2 * time.Second
+	dialTimeout        = 3 * time.Second
+	headerTimeout      = 10 * time.Second // to read a client's header
+	maxHeader          = 64 << 10         // bytes
+	writeTimeout       = 2 * time.Minute  // for a part of an answer, to a client that does not read
+	bodyTimeout        = 60 * time.Second // to read a client's body
+	bodyIdle           = 10 * time.Second // between two parts of it
+	clientIdle         = 2 * time.Minute  // between two requests of a client's connection
 	// below the 5 s of vLLM's server, because a POST on a connection that the server closes cannot
 	// be repeated.
 	backendIdle        = 4 * time.Second
-	shutdownTimeout    = 30 * time.Second
 	keptIdlePerBackend = 256
 	maxFanout          = 16 // grants that one intent can serve, docs/protocol.md section 2
 )
+
+// Times are those of a router; 0: the default.
+type Times struct {
+	Check time.Duration // between two health checks; 1 s
+	Slow  time.Duration // an engine without an answer to one is slow; 2 s
+	// Silent is when an engine without an answer, and without a byte of any request, loses the
+	// requests that have no byte, if a better engine is there. After five times as long it is down. 6 s
+	Silent    time.Duration
+	Prefill   time.Duration // longest wait for P; 5 min
+	FirstByte time.Duration // longest wait for D; whole answers that are no stream count; 30 min
+	Drain     time.Duration // for requests in flight at the end; 30 s
+}
+
+// DefaultTimes are the defaults.
+func DefaultTimes() Times {
+	return Times{Check: time.Second, Slow: 2 * time.Second, Silent: 6 * time.Second,
+		Prefill: 5 * time.Minute, FirstByte: 30 * time.Minute, Drain: 30 * time.Second}
+}
+
+func (t Times) orDefaults() Times {
+	d := DefaultTimes()
+	return Times{cmp.Or(t.Check, d.Check), cmp.Or(t.Slow, d.Slow), cmp.Or(t.Silent, d.Silent),
+		cmp.Or(t.Prefill, d.Prefill), cmp.Or(t.FirstByte, d.FirstByte), cmp.Or(t.Drain, d.Drain)}
+}
 
 // Prefill names one prefill engine.
 type Prefill struct {
@@ -90,6 +115,9 @@ type Config struct {
 	Decode    []string // URLs
 	Mode      Mode
 	BodyBytes int64 // largest body of a client; 0: DefaultBodyBytes
+	// BodiesBytes bounds the bodies of all requests in flight together; 0: DefaultBodiesBytes.
+	BodiesBytes int64
+	Times       Times
 	// Policy is one of Policies; empty: DefaultPolicy. The fields below it are for the others.
 	Policy         string
 	DecodeSidecars []string // URLs of their HTTP listeners, one for each decode engine, or none
@@ -113,6 +141,8 @@ type Config struct {
 type Proxy struct {
 	mode    Mode
 	limit   int64
+	bodies  budget
+	times   Times
 	log     *slog.Logger
 	prefill *pool
 	decode  *pool
@@ -140,10 +170,11 @@ func New(cfg Config) (*Proxy, error) {
 		return nil, errors.New("proxy: no decode engine; pass --decode the URL of at least one")
 	}
 	p := &Proxy{mode: cfg.Mode, limit: cfg.BodyBytes, log: cfg.Log, reg: cfg.Registry,
-		slots: make(chan struct{}, maxInFlight)}
+		times: cfg.Times.orDefaults(), slots: make(chan struct{}, maxInFlight)}
 	if p.limit <= 0 {
 		p.limit = DefaultBodyBytes
 	}
+	p.bodies.give(cmp.Or(cfg.BodiesBytes, DefaultBodiesBytes))
 	if p.log == nil {
 		p.log = slog.New(slog.DiscardHandler)
 	}
@@ -162,16 +193,11 @@ func New(cfg Config) (*Proxy, error) {
 	}
 	var pre []*backend
 	for i, b := range cfg.Prefill {
-		u, err := baseURL("--prefill", b.URL)
+		be, err := p.newBackend(rolePrefill, i, b.URL, b.Sidecar)
 		if err != nil {
 			return nil, err
 		}
-		be := &backend{role: rolePrefill, number: i, url: u, configured: b.Peer != "", peer: b.Peer}
-		if b.Sidecar != "" {
-			if be.sidecar, err = baseURL("--prefill-sidecar", b.Sidecar); err != nil {
-				return nil, err
-			}
-		}
+		be.identity.configured, be.identity.endpoint = b.Peer != "", b.Peer
 		if b.Peer != "" {
 			if err := hostPort(b.Peer); err != nil {
 				return nil, fmt.Errorf("proxy: --prefill-peer %q: %w; write host:port, the sidecar's "+
@@ -181,7 +207,7 @@ func New(cfg Config) (*Proxy, error) {
 		if cfg.Mode == Concurrent && b.Peer == "" && b.Sidecar == "" {
 			return nil, fmt.Errorf("proxy: prefill %d (%s): concurrent dispatch needs the endpoint of P's "+
 				"sidecar; "+
-				"pass --prefill-peer host:port or --prefill-sidecar URL, or use --mode %s", i, b.URL,
+				"pass --prefill-peer host:port or --prefill-sidecar URL, or use --mode %s", i, be.url,
 				PrefillFirst)
 		}
 		pre = append(pre, be)
@@ -192,15 +218,13 @@ func New(cfg Config) (*Proxy, error) {
 			"one for each, in the same order", n, len(cfg.Decode))
 	}
 	for i, raw := range cfg.Decode {
-		u, err := baseURL("--decode", raw)
+		sidecar := ""
+		if len(cfg.DecodeSidecars) > 0 {
+			sidecar = cfg.DecodeSidecars[i]
+		}
+		be, err := p.newBackend(roleDecode, i, raw, sidecar)
 		if err != nil {
 			return nil, err
-		}
-		be := &backend{role: roleDecode, number: i, url: u}
-		if len(cfg.DecodeSidecars) > 0 {
-			if be.sidecar, err = baseURL("--decode-sidecar", cfg.DecodeSidecars[i]); err != nil {
-				return nil, err
-			}
 		}
 		dec = append(dec, be)
 	}
@@ -228,7 +252,7 @@ func same(pre, dec []*backend) []int {
 	var list []int
 	for i, d := range dec {
 		for j, p := range pre {
-			if p.url == d.url && !slices.Contains(list, j) {
+			if p.url.String() == d.url.String() && !slices.Contains(list, j) {
 				if list == nil {
 					list = slices.Repeat([]int{-1}, len(dec))
 				}
@@ -256,28 +280,41 @@ func hostPort(addr string) error {
 	return nil
 }
 
-func baseURL(flag, raw string) (string, error) {
-	u, err := url.Parse(raw)
-	if err != nil || (u.Scheme != "http" && u.Scheme != "https") || u.Host == "" || u.RawQuery != "" {
-		return "", fmt.Errorf("proxy: %s %q is not a URL; write for instance http://127.0.0.1:8100", flag,
-			raw)
+// newBackend reads the URLs of an engine; sidecar may be empty.
+func (p *Proxy) newBackend(role string, number int, engine, sidecar string) (*backend, error) {
+	b := &backend{role: role, number: number,
+		health:   health{slowAfter: p.times.Slow, silentAfter: p.times.Silent, firstRest: p.times.Check},
+		identity: identity{role: role}}
+	var err error
+	if b.url, err = origin.Parse(engine); err != nil {
+		return nil, fmt.Errorf("proxy: --%s %q: %w", role, origin.Shown(engine), err)
 	}
-	return strings.TrimRight(u.String(), "/"), nil
+	if sidecar == "" {
+		return b, nil
+	}
+	if b.sidecar, err = origin.Parse(sidecar); err != nil {
+		return nil, fmt.Errorf("proxy: --%s-sidecar %q: %w", role, origin.Shown(sidecar), err)
+	}
+	b.identity.sidecar = b.sidecar.String()
+	return b, nil
 }
 
 // Routes that a decode engine serves unchanged.
-var passed = []string{"GET /v1/models", "GET /version", "POST /tokenize", "POST /detokenize"}
+var passed = []string{"GET /v1/models", "GET /version", "POST /tokenize", "POST /detokenize",
+	"POST /v1/messages/count_tokens"}
 
 // The other routes.
 const (
 	routeCompletions = "POST /v1/completions"
 	routeChat        = "POST /v1/chat/completions"
+	routeResponses   = "POST /v1/responses"
+	routeMessages    = "POST /v1/messages"
 	routeHealth      = "GET /health"
 	routeMetrics     = "GET /metrics"
 )
 
 // served lists the routes for the error about an unknown one.
-var served = append([]string{routeCompletions, routeChat, routeHealth, routeMetrics}, passed...)
+var served = append([]string{routeCompletions, routeChat, routeResponses, routeMessages, routeHealth, routeMetrics}, passed...)
 
 //go:embed page.html
 var pageHTML string
@@ -288,16 +325,15 @@ var pageScript string
 // Handler returns the routes, and a page at /. Health is only known while Serve or Watch runs.
 func (p *Proxy) Handler() http.Handler {
 	mux := http.NewServeMux()
-	mux.HandleFunc(routeCompletions, func(w http.ResponseWriter, r *http.Request) {
-		p.generate(w, r,
-			kindCompletion)
-	})
-	mux.HandleFunc(routeChat, func(w http.ResponseWriter, r *http.Request) {
-		p.generate(w, r,
-			kindChat)
-	})
+	serve := func(route string, k kind) {
+		mux.HandleFunc(route, func(w http.ResponseWriter, r *http.Request) { p.serve(w, r, k) })
+	}
+	serve(routeCompletions, kindCompletion)
+	serve(routeChat, kindChat)
+	serve(routeResponses, kindResponses)
+	serve(routeMessages, kindMessages)
 	for _, route := range passed {
-		mux.HandleFunc(route, p.pass)
+		serve(route, kindPassed)
 	}
 	mux.HandleFunc(routeHealth, p.health)
 	mux.Handle(routeMetrics, promhttp.HandlerFor(p.reg, promhttp.HandlerOpts{}))
@@ -310,10 +346,11 @@ func (p *Proxy) Watch(ctx context.Context) {
 	p.spans.Start()
 	defer func() { _ = p.spans.Close() }() // it returns no error
 	var wg sync.WaitGroup
+	wg.Go(func() { p.pace(ctx) })
 	for _, set := range []*pool{p.prefill, p.decode} {
 		for _, b := range set.all {
 			asked := make(chan struct{})
-			if b.sidecar == "" {
+			if b.sidecar.IsZero() {
 				close(asked)
 			} else {
 				wg.Go(func() { p.watchSidecar(ctx, b, asked) })
@@ -339,24 +376,31 @@ func (p *Proxy) Serve(ctx context.Context, l net.Listener) error {
 	defer wg.Wait()
 	defer stopWatching()
 
+	limited := newLimitedListener(l, connLimit(len(p.prefill.all)+len(p.decode.all)))
 	srv := &http.Server{
 		Handler:           p.Handler(),
+		ConnState:         limited.state,
 		ReadHeaderTimeout: headerTimeout,
+		MaxHeaderBytes:    maxHeader,
 		IdleTimeout:       clientIdle,
 		ErrorLog:          slog.NewLogLogger(p.log.Handler(), slog.LevelWarn),
 	}
 	failed := make(chan error, 1)
-	wg.Go(func() { failed <- srv.Serve(l) })
+	wg.Go(func() { failed <- srv.Serve(limited) })
 	select {
 	case err := <-failed:
 		return fmt.Errorf("proxy: serve on %s: %w", l.Addr(), err)
 	case <-ctx.Done():
 	}
-	stop, cancel := context.WithTimeout(context.WithoutCancel(ctx), shutdownTimeout)
+	p.log.Info("proxy ends once its requests have ended", "requests", len(p.slots), "within",
+		p.times.Drain)
+	stop, cancel := context.WithTimeout(context.WithoutCancel(ctx), p.times.Drain)
 	defer cancel()
 	err := srv.Shutdown(stop)
-	if err != nil {
-		err = errors.Join(err, srv.Close())
+	if errors.Is(err, context.DeadlineExceeded) {
+		p.log.Warn("requests were cut because they did not end in time", "requests", len(p.slots),
+			"within", p.times.Drain, "remedy", "a longer --drain-timeout")
+		err = srv.Close()
 	}
 	if serr := <-failed; !errors.Is(serr, http.ErrServerClosed) {
 		err = errors.Join(err, serr)

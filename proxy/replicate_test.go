@@ -175,7 +175,7 @@ func TestOtherPrefillThanDecidedDoesNotSendToItself(t *testing.T) {
 	}
 	in := httptest.NewRequest(http.MethodPost, "/v1/completions", nil)
 	j := &job{p: p, w: httptest.NewRecorder(), in: in, req: req, id: "a", start: time.Now(),
-		mode: PrefillFirst, prefer: p.decode.all[0], source: p.prefill.all[0]}
+		mode: PrefillFirst, prefer: p.decode.all[0], source: p.prefill.all[0], tried: map[*backend]bool{}}
 	j.decode(in.Context(), params)
 	if _, moved := decoded(engines[0]); moved != 0 {
 		t.Error("an engine gets blocks from itself")

@@ -16,20 +16,25 @@ type kind uint8
 const (
 	kindCompletion kind = iota
 	kindChat
+	kindResponses // decode engines compute its prompt, too
+	kindMessages  // the same
+	kindPassed    // no prompt is computed
 )
 
+// path is the endpoint of a kind that generates.
 func (k kind) path() string {
-	if k == kindChat {
-		return "/v1/chat/completions"
-	}
-	return "/v1/completions"
+	return [...]string{"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", ""}[k]
 }
 
 const paramsKey = "kv_transfer_params"
 
+// connectorKeys are what an engine's connectors of caches read; the second moves encoders' outputs.
+var connectorKeys = []string{paramsKey, "ec_transfer_params"}
+
 // request is a client's body, with every field unchanged.
 type request struct {
 	kind    kind
+	raw     []byte // of kindPassed, which has no fields
 	fields  map[string]json.RawMessage
 	prompts int    // entries of the prompt list; 1 without a list
 	n       int    // answers per prompt
@@ -43,13 +48,19 @@ var errNotObject = errors.New(
 // engines check the rest.
 func parseRequest(k kind, body []byte) (*request, error) {
 	r := &request{kind: k, prompts: 1, n: 1}
+	if k == kindPassed {
+		r.raw = body
+		return r, nil
+	}
 	if err := json.Unmarshal(body, &r.fields); err != nil {
 		return nil, fmt.Errorf("%w: %w", errNotObject, err)
 	}
 	if r.fields == nil {
 		return nil, errNotObject
 	}
-	delete(r.fields, paramsKey) // only the proxy sets the connectors' parameters
+	for _, key := range connectorKeys { // only routers set the connectors' parameters
+		delete(r.fields, key)
+	}
 	if err := withoutParams(r.fields); err != nil {
 		return nil, err
 	}
@@ -60,6 +71,9 @@ func parseRequest(k kind, body []byte) (*request, error) {
 	}
 	if r.n > maxFanout {
 		r.alone = "n too large"
+	}
+	if k == kindResponses || k == kindMessages {
+		r.alone = k.path()
 	}
 	if k == kindCompletion {
 		r.prompts = countPrompts(r.fields["prompt"])
@@ -80,14 +94,20 @@ func parseRequest(k kind, body []byte) (*request, error) {
 // extraKeys are objects whose entries vLLM merges into the connector's parameters.
 var extraKeys = []string{"vllm_xargs", "extra_args"}
 
-// withoutParams removes the connector's key from the other places in which an engine would read it.
+// withoutParams removes the connectors' keys from the other places in which an engine would read it.
 func withoutParams(fields map[string]json.RawMessage) error {
 	for _, key := range extraKeys {
 		var extra map[string]json.RawMessage
-		if json.Unmarshal(fields[key], &extra) != nil || extra[paramsKey] == nil {
+		if json.Unmarshal(fields[key], &extra) != nil {
 			continue // none, or refused by the engine
 		}
-		delete(extra, paramsKey)
+		before := len(extra)
+		for _, own := range connectorKeys {
+			delete(extra, own)
+		}
+		if len(extra) == before {
+			continue
+		}
 		raw, err := json.Marshal(extra)
 		if err != nil {
 			return err
@@ -129,17 +149,20 @@ type kvsprayParams struct {
 	Fanout int    `json:"fanout"`
 
 	Traceparent string `json:"traceparent,omitempty"` // of the span above the connector's
+	Release     bool   `json:"release,omitempty"`     // nobody will fetch the cache
 }
 
-// peerOf is the endpoint in P's answer; empty: none.
-func peerOf(params json.RawMessage) string {
+const paramsVersion = 1
+
+// ownParams are the kvspray key of kv_transfer_params; zero: none.
+func ownParams(params json.RawMessage) kvsprayParams {
 	var a struct {
 		KVSpray kvsprayParams `json:"kvspray"`
 	}
 	if json.Unmarshal(params, &a) != nil {
-		return ""
+		return kvsprayParams{}
 	}
-	return a.KVSpray.Peer
+	return a.KVSpray
 }
 
 // transferParams is kv_transfer_params as the proxy writes it; P's own are passed on unchanged.
@@ -150,10 +173,12 @@ type transferParams struct {
 }
 
 // notForPrefill are the fields that have no meaning for a single unread token, or that an engine
-// refuses with it.
-var notForPrefill = []string{"stream_options", "min_tokens", "logprobs", "top_logprobs", "best_of",
-	"return_token_ids",
-	"return_tokens_as_token_ids", "prompt_logprobs", "include_stop_str_in_output"}
+// refuses with it. integration/vllm/tests/test_prefill_bodies.py checks bodies without them by vLLM's
+// own classes.
+var notForPrefill = []string{"stream_options", "stream_interval", "min_tokens", "logprobs",
+	"top_logprobs", "logprob_token_ids", "best_of", "return_token_ids", "return_tokens_as_token_ids",
+	"return_token_offsets", "return_prompt_text", "prompt_logprobs", "thinking_token_budget",
+	"include_stop_str_in_output"}
 
 // forPrefill is the body for P: the same prompt, one token, no stream.
 func (r *request) forPrefill(xfer, traceparent string) ([]byte, error) {
@@ -167,7 +192,7 @@ func (r *request) forPrefill(xfer, traceparent string) ([]byte, error) {
 		f["max_completion_tokens"] = json.RawMessage("1")
 	}
 	f["n"] = json.RawMessage("1")
-	params, err := json.Marshal(transferParams{DoRemoteDecode: true, KVSpray: kvsprayParams{V: 1,
+	params, err := json.Marshal(transferParams{DoRemoteDecode: true, KVSpray: kvsprayParams{V: paramsVersion,
 		Xfer: xfer, Fanout: r.n, Traceparent: traceparent}})
 	if err != nil {
 		return nil, err
@@ -178,6 +203,9 @@ func (r *request) forPrefill(xfer, traceparent string) ([]byte, error) {
 
 // forDecode is the body for D; nil params: D prefills locally.
 func (r *request) forDecode(params json.RawMessage) ([]byte, error) {
+	if r.kind == kindPassed {
+		return r.raw, nil
+	}
 	if params == nil {
 		return json.Marshal(r.fields)
 	}
@@ -188,7 +216,7 @@ func (r *request) forDecode(params json.RawMessage) ([]byte, error) {
 
 // concurrentParams are D's parameters in concurrent mode.
 func (r *request) concurrentParams(xfer, peer, traceparent string) (json.RawMessage, error) {
-	return json.Marshal(transferParams{DoRemotePrefill: true, KVSpray: kvsprayParams{V: 1, Xfer: xfer,
+	return json.Marshal(transferParams{DoRemotePrefill: true, KVSpray: kvsprayParams{V: paramsVersion, Xfer: xfer,
 		Peer: peer, Fanout: r.n, Traceparent: traceparent}})
 }
 

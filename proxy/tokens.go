@@ -201,7 +201,7 @@ func (p *Proxy) askTokens(ctx context.Context, b *backend, question []byte, auth
 	[]uint32, error) {
 	ctx, cancel := context.WithTimeout(ctx, tokenizeTimeout)
 	defer cancel()
-	req, err := http.NewRequestWithContext(ctx, http.MethodPost, b.url+"/tokenize",
+	req, err := b.url.Request(ctx, http.MethodPost, "/tokenize",
 		bytes.NewReader(question))
 	if err != nil {
 		return nil, err

@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net/http"
-	"net/url"
 	"os"
 	"time"
 
@@ -110,7 +109,7 @@ func (h *hop) begin(b *backend) {
 	if h.tries++; h.tries == 1 {
 		h.from = time.Now()
 	}
-	h.url, h.failed = b.url, ""
+	h.url, h.failed = b.url.String(), ""
 }
 
 // end notes that an engine has answered, or will not.
@@ -121,40 +120,22 @@ func (h *hop) end(err error) {
 	h.to, h.failed = time.Now(), classOf(err)
 }
 
-// statusError is an answer of an engine that is no result.
-type statusError struct {
-	status int
-	error
-}
-
-func (e *statusError) Unwrap() error { return e.error }
-
 // classOf is an error without its text, which may have parts of a prompt or a password.
 func classOf(err error) string {
-	s, late := (*statusError)(nil), interface{ Timeout() bool }(nil)
+	s := (*statusError)(nil)
 	switch {
 	case err == nil:
 		return ""
-	case errors.As(err, &s) && errors.Is(err, errRefused):
+	case errors.As(err, &s) && s.sign == signAlive:
 		return fmt.Sprint("refused: ", s.status)
 	case errors.As(err, &s):
 		return fmt.Sprint("failed: ", s.status)
 	case notReached(err):
 		return "not reached"
-	case errors.As(err, &late) && late.Timeout():
+	case signOfError(err) == signLate:
 		return "no answer in time"
 	}
 	return "no whole answer"
-}
-
-// withoutUser is the URL of an engine without user and password.
-func withoutUser(raw string) string {
-	u, err := url.Parse(raw)
-	if err != nil {
-		return ""
-	}
-	u.User = nil
-	return u.String()
 }
 
 // clock places times by the wall clock as it is now: it may have been set between them.
@@ -171,7 +152,7 @@ func (c clock) at(t time.Time) time.Time {
 func (h *hop) span(t *jobTrace, c clock, name, id string, more ...spans.Attr) spans.Span {
 	return spans.Span{Name: name, Kind: spans.Client, Self: h.at, Parent: t.self, Start: c.at(h.from),
 		End: c.at(h.to), Failed: h.failed, Attrs: append([]spans.Attr{spans.Text("kvspray.request", id),
-			spans.Text("url.full", withoutUser(h.url)), spans.Number("kvspray.tries", h.tries)}, more...)}
+			spans.Text("url.full", h.url), spans.Number("kvspray.tries", h.tries)}, more...)}
 }
 
 // traced exports the spans of a request that has ended.

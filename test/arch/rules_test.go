@@ -61,8 +61,10 @@ var rules = []rule{
 	{dir: "proxy",
 		why: "sends HTTP to engines and follows their events; uses kvspray by its parameters, not by " +
 			"its packages; of placement it has answers of sidecars and calibrations",
-		own: []string{"internal/page", "internal/spans", "placement", "proxy/internal/feed",
+		own: []string{"internal/origin", "internal/page", "internal/spans", "placement",
+			"proxy/internal/feed",
 			"proxy/internal/place", "proxy/internal/zmtp"}, ext: []string{extProm}},
+	{dir: "internal/origin", why: "URLs that no text shows with a password; standard library only"},
 	{dir: "proxy/internal/place", why: "decisions for requests, and what they need to be good; no " +
 		"HTTP", own: []string{"placement", "placement/index", "proxy/internal/kvevents"}},
 	{dir: "proxy/internal/feed", why: "one engine's events in order and without a gap, or none; " +

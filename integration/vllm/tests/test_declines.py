@@ -88,3 +88,16 @@ def test_a_role_that_receives_nothing(e: Engine) -> None:  # noqa: F811
     e.scheduler = SchedulerSide(Settings(), e.scheduler_shim, [BLOCK], "engine", fake_hash, LOG, role="kv_producer")
     e.add("r", 40, prefill_first())
     assert declined(e) == [(X, hash_of(40), "p:1")]
+
+
+def test_a_router_releases_a_transfer(e: Engine) -> None:  # noqa: F811
+    """By a request of one token: every prompt of the transfer, and every sample, is given up, and nothing is asked for or offered."""
+    e.scheduler = SchedulerSide(Settings(), e.scheduler_shim, [BLOCK], "engine", fake_hash, LOG, role="kv_producer")
+    kv = prefill_first(fanout=2)
+    kv["kvspray"]["release"] = True
+    kv["do_remote_decode"] = False
+    r = e.add("r", 1, kv)
+    assert declined(e) == [(X, EVERY_PROMPT, "p:1")] * 2
+    assert e.scheduler.matched(r, 0) == (0, False)
+    assert e.finish("r") == (False, None)
+    assert len(e.scheduler_shim.declined) == 2 and e.scheduler_shim.asked == []

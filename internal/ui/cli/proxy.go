@@ -12,6 +12,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
@@ -33,7 +34,8 @@ func proxyCommand() *cobra.Command {
 		policy, calibration, otlp        string
 		tokenBytes, share                float64
 		replicate                        int
-		body                             int64
+		body, bodies                     int64
+		times                            = proxy.DefaultTimes()
 		ready                            string
 	)
 	cmd := &cobra.Command{
@@ -48,7 +50,8 @@ each, and streams the decode engine's answer back. Health is at /health, metrics
   --mode prefill-first  sends a request to the prefill engine, then passes its kv_transfer_params
                         to the decode engine, like NIXL-style routers.
 
-If the prefill engine fails, the decode engine prefills locally.
+If the prefill engine fails, another one computes the prompt, or the decode engine itself. An engine
+that fails, is slow or silent before the client has a byte is replaced by a better one.
 
   --policy least-loaded  takes the engines with the fewest requests in flight
   --policy auto          takes the engines with the lowest predicted time to the first token; the
@@ -86,6 +89,12 @@ A policy guesses which engine has which prompts by what it sent there. With --de
 				return usage.Errorf("--max-body %d: want a number of bytes, for instance %d", body,
 					proxy.DefaultBodyBytes)
 			}
+			if bodies < body {
+				return usage.Errorf("--max-bodies %d: want at least --max-body, which is %d", bodies, body)
+			}
+			if err := checkTimes(&times); err != nil {
+				return err
+			}
 			if err := readyFile(ready); err != nil {
 				return err
 			}
@@ -116,6 +125,7 @@ A policy guesses which engine has which prompts by what it sent there. With --de
 			reg.MustRegister(collectors.NewGoCollector(),
 				collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 			cfg.Mode, cfg.BodyBytes, cfg.Log, cfg.Registry = proxy.Mode(mode), body, log, reg
+			cfg.BodiesBytes, cfg.Times = bodies, times
 			p, err := proxy.New(cfg)
 			if err != nil {
 				return usage.Of(err)
@@ -162,6 +172,11 @@ A policy guesses which engine has which prompts by what it sent there. With --de
 	f.StringVar(&mode, "mode", string(proxy.Concurrent), "concurrent or prefill-first")
 	f.StringVar(&listen, "listen", "127.0.0.1:8000", "host:port to serve on; port 0 takes a free one")
 	f.Int64Var(&body, "max-body", proxy.DefaultBodyBytes, "largest request body, in bytes")
+	f.Int64Var(&bodies, "max-bodies", proxy.DefaultBodiesBytes, "bytes of all request bodies in "+
+		"flight; others get 503")
+	for _, x := range timeFlags(&times) {
+		f.DurationVar(x.value, x.name, *x.value, x.help)
+	}
 	f.StringVar(&otlp, "otlp", "", "URL of an OpenTelemetry collector for spans of requests, by OTLP "+
 		"over HTTP, for instance http://127.0.0.1:4318")
 	f.Float64Var(&share, "trace-share", 1, "share of the requests without a traceparent header that "+
@@ -171,6 +186,39 @@ A policy guesses which engine has which prompts by what it sent there. With --de
 	f.StringVar(&ready, "ready-file", "", "file for the bound address as JSON, written once "+
 		"listening; for scripts that use port 0")
 	return cmd
+}
+
+type timeFlag struct {
+	name  string
+	value *time.Duration
+	help  string
+}
+
+func timeFlags(t *proxy.Times) []timeFlag {
+	return []timeFlag{
+		{"slow-after", &t.Slow, "an engine that does not answer its health check for so long is slow, " +
+			"and gets requests only if no other one is better"},
+		{"silent-after", &t.Silent, "an engine without an answer to a health check, and without a byte " +
+			"of any request, for so long loses the requests that have no byte, if another one is better; " +
+			"after five times as long it is down"},
+		{"prefill-timeout", &t.Prefill, "longest wait for a prefill engine's answer"},
+		{"first-byte-timeout", &t.FirstByte, "longest wait for the first byte of a decode engine; an " +
+			"answer that is no stream has it when it is whole"},
+		{"drain-timeout", &t.Drain, "for the requests in flight at the end of the router; then they " +
+			"are cut"},
+	}
+}
+
+func checkTimes(t *proxy.Times) error {
+	for _, x := range timeFlags(t) {
+		if *x.value <= 0 {
+			return usage.Errorf("--%s %s: want more than 0, for instance 30s", x.name, *x.value)
+		}
+	}
+	if t.Silent < t.Slow {
+		return usage.Errorf("--silent-after %s is shorter than --slow-after %s", t.Silent, t.Slow)
+	}
+	return nil
 }
 
 func proxyConfig(prefill, peers, sidecars, decode []string) (proxy.Config, error) {

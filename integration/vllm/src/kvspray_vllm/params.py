@@ -46,6 +46,7 @@ class Spray:
     fanout: int
     adapter: str | None = None  # content of the LoRA adapter that the prefill has computed with
     traceparent: str = ""  # of the router's span; not passed on: the other engine's comes from the router
+    release: bool = False  # a message of a router: no engine will fetch this transfer
 
     def encode(self) -> dict[str, Any]:
         out: dict[str, Any] = {"v": VERSION, "fanout": self.fanout}
@@ -95,7 +96,7 @@ def parse(params: Mapping[str, Any]) -> Spray | None:
             f"kv_transfer_params['kvspray']['adapter'] is {str(adapter)[:64]!r}, want at most "
             f"{MAX_ADAPTER_BYTES} printable characters",
         )
-    return Spray(xfer, peer, fanout, adapter, traceparent_of(raw))
+    return Spray(xfer, peer, fanout, adapter, traceparent_of(raw), raw.get("release") is True)
 
 
 def traceparent_of(headers: Mapping[str, Any] | None) -> str:

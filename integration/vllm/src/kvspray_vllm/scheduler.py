@@ -161,7 +161,13 @@ class SchedulerSide:
             # Of a request that its front end has refused vLLM makes one that it aborts at once, for connectors that hold something. Ours holds nothing for
             # it, but the prefill's engine may.
             if getattr(request, "abort_immediately", False):
-                self._decline_refused(given)
+                self._decline_all(given, "refused by the engine's front end")
+                return
+            asked = spray.parse(given)
+            if asked is not None and asked.release:
+                # The router's message to the prefill engine that a decode engine has failed: its one token moves nowhere.
+                self._decline_all(given, "the router has ended the request")
+                given["do_remote_prefill"] = False
                 return
             self._prepare(request, given)
         except spray.ParamsError as err:
@@ -347,12 +353,12 @@ class SchedulerSide:
         a worker cancels itself. The scheduler's session sends it: one message for all ranks, also if vLLM steps no worker."""
         self._client.decline(dest.xfer, dest.hash, dest.peer, reason)
 
-    def _decline_refused(self, given: dict[str, Any]) -> None:
-        """The same for a request whose prompt vLLM does not pass on: every prompt of its transfer, and every sample."""
+    def _decline_all(self, given: dict[str, Any], reason: str) -> None:
+        """The same for a request whose prompt is not known here: every prompt of its transfer, and every sample."""
         asked = spray.parse(given)
         if given.get("do_remote_prefill") and not given.get("do_remote_decode") and asked and asked.xfer and asked.peer:
             for _ in range(asked.fanout):
-                self._client.decline(asked.xfer, EVERY_PROMPT, asked.peer, "refused by the engine's front end")
+                self._client.decline(asked.xfer, EVERY_PROMPT, asked.peer, reason)
 
     def _compute_here(self, request: Request, label: str, text: str) -> None:
         """This request is prefilled locally."""

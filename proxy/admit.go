@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package proxy
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+	"sync/atomic"
+	"time"
+)
+
+const firstBody = 4 << 10 // bytes that a body gets at once; then it doubles
+
+// budget bounds the bytes of all bodies.
+type budget struct {
+	free atomic.Int64
+}
+
+func (b *budget) take(n int64) bool {
+	for {
+		free := b.free.Load()
+		if free < n {
+			return false
+		}
+		if b.free.CompareAndSwap(free, free-n) {
+			return true
+		}
+	}
+}
+
+func (b *budget) give(n int64) { b.free.Add(n) }
+
+// enter takes a place among the requests in flight, or refuses; leave releases it. A request enters
+// once its body is there: clients that send none take no place.
+func (p *Proxy) enter(w http.ResponseWriter) bool {
+	select {
+	case p.slots <- struct{}{}:
+		p.met.inFlight.Inc()
+		return true
+	default:
+		p.refuseTooMany(w, "too many requests in flight; try again")
+		return false
+	}
+}
+
+func (p *Proxy) leave() {
+	p.met.inFlight.Dec()
+	<-p.slots
+}
+
+func (p *Proxy) refuseTooMany(w http.ResponseWriter, message string) {
+	w.Header().Set("Retry-After", "1")
+	p.refuse(w, http.StatusServiceUnavailable, codeTooMany, message)
+}
+
+// readBody reads a client's body. It has taken cap(body) bytes of the budget, also if it refuses.
+func (p *Proxy) readBody(w http.ResponseWriter, r *http.Request) (body []byte, ok bool) {
+	if r.ContentLength == 0 {
+		return nil, true
+	}
+	in := http.MaxBytesReader(w, r.Body, p.limit)
+	control := http.NewResponseController(w)
+	end := time.Now().Add(bodyTimeout)
+	// A test's recorder has no deadline to set; a real connection always has.
+	defer func() { _ = control.SetReadDeadline(time.Time{}) }()
+	for {
+		if len(body) == cap(body) {
+			size := max(firstBody, 2*cap(body))
+			if r.ContentLength > 0 {
+				size = min(size, int(min(r.ContentLength, p.limit))+1) // and its end
+			}
+			size = max(size, cap(body)+1)
+			if !p.bodies.take(int64(size - cap(body))) {
+				p.refuseTooMany(w, "too many bytes of request bodies in flight; try again")
+				return body, false
+			}
+			body = append(make([]byte, 0, size), body...)[:len(body):size]
+		}
+		_ = control.SetReadDeadline(earlier(end, time.Now().Add(bodyIdle)))
+		n, err := in.Read(body[len(body):cap(body)])
+		body = body[:len(body)+n]
+		switch {
+		case errors.Is(err, io.EOF):
+			return body, true
+		case err != nil:
+			p.refuseBody(w, err)
+			return body, false
+		}
+	}
+}
+
+func earlier(a, b time.Time) time.Time {
+	if a.Before(b) {
+		return a
+	}
+	return b
+}
+
+func (p *Proxy) refuseBody(w http.ResponseWriter, err error) {
+	tooLarge := (*http.MaxBytesError)(nil)
+	switch {
+	case errors.As(err, &tooLarge):
+		p.refuse(w, http.StatusRequestEntityTooLarge, codeBodyTooLarge,
+			fmt.Sprintf("the body is larger than %d bytes, the router's --max-body", p.limit))
+	case errors.Is(err, os.ErrDeadlineExceeded):
+		p.refuse(w, http.StatusRequestTimeout, codeBodyTimeout, fmt.Sprintf("the body did not come "+
+			"within %s, or nothing of it for %s", bodyTimeout, bodyIdle))
+	default:
+		p.refuse(w, http.StatusBadRequest, codeInvalidBody, "the body could not be read")
+	}
+}

@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package proxy
+
+import (
+	"fmt"
+	"time"
+)
+
+// condition is the health of an engine. Choices prefer a lower one.
+type condition uint8
+
+const (
+	fit     condition = iota
+	slow              // its health check takes long
+	busy              // it wants no request for a time
+	failing           // its requests failed
+	silent            // no sign of life: requests without a byte leave it for a better engine
+	down              // nobody is there: no request goes there
+)
+
+func (c condition) String() string {
+	return [...]string{"fit", "slow", "busy", "failing", "silent", "down"}[c]
+}
+
+const (
+	downAfter    = 2 // failed health checks in a row
+	deadFactor   = 5 // a silent engine is down after so many times Times.Silent
+	maxDoublings = 10
+	longestRest  = 30 * time.Second // of an engine whose requests fail
+)
+
+// health is the verdict on one engine, from its health checks and its requests. It has no clock:
+// times are arguments. lastByte is when any of its requests got bytes.
+type health struct {
+	slowAfter   time.Duration // of an unanswered check
+	silentAfter time.Duration // the same
+	firstRest   time.Duration // after a failed request; doubles with each further one
+
+	checked   bool      // a check has an outcome
+	bad       int       // checks in a row with an error as answer, or without a listener
+	gone      bool      // by a request; the next good check ends it
+	asked     time.Time // of the first check without an answer; zero: all were answered
+	passed    time.Time // of the last call of passes
+	lateCheck bool      // the last answer to a check came after slowAfter
+	failures  int       // failed requests in a row
+	begun     bool      // a request after them has bytes
+	restUntil time.Time // after failures
+	busyUntil time.Time
+	reason    string
+}
+
+// asks notes that a check begins.
+func (h *health) asks(now time.Time) {
+	if h.asked.IsZero() {
+		h.asked = now
+	}
+}
+
+// passes notes that the router runs. What it slept through, stopped or without a CPU, is no silence
+// of the engine. every is the time between two calls.
+func (h *health) passes(now time.Time, every time.Duration) {
+	slept := now.Sub(h.passed) - every
+	if first := h.passed.IsZero(); !first && slept > every && !h.asked.IsZero() {
+		h.asked = h.asked.Add(slept)
+	}
+	h.passed = now
+}
+
+// answers notes the outcome of a check.
+func (h *health) answers(now time.Time, s sign, err error) {
+	switch s {
+	case signNone:
+		h.asked = time.Time{} // it was not asked
+		return
+	case signAlive:
+		if h.bad >= downAfter || h.gone {
+			h.failures, h.restUntil, h.busyUntil = 0, time.Time{}, time.Time{} // of the old process
+		}
+		h.lateCheck = now.Sub(h.asked) >= h.slowAfter
+		h.bad, h.gone = 0, false
+		if h.failures == 0 {
+			h.reason = ""
+		}
+	case signLate:
+		h.checked, h.reason = true, err.Error()
+		return // asked stays: the silence goes on
+	default:
+		h.bad = min(h.bad+1, downAfter)
+		if !h.checked {
+			h.bad = downAfter // no good check is known
+		}
+		h.lateCheck, h.reason = false, err.Error()
+	}
+	h.checked, h.asked = true, time.Time{}
+}
+
+// request notes the outcome of a request; after is of a busy engine.
+func (h *health) request(now time.Time, s sign, after time.Duration, err error) {
+	switch s {
+	case signNone:
+		return
+	case signAlive:
+		h.failures, h.restUntil, h.busyUntil = 0, time.Time{}, time.Time{}
+		if h.bad == 0 && h.asked.IsZero() {
+			h.reason = ""
+		}
+		return
+	case signBusy:
+		h.busyUntil = now.Add(after)
+	case signRefused:
+		h.gone, h.checked = true, true
+	default:
+		// Requests that were on their way together count as one.
+		if now.Before(h.restUntil) {
+			break
+		}
+		h.failures, h.begun = h.failures+1, false
+		h.restUntil = now.Add(min(h.firstRest<<min(h.failures-1, maxDoublings), longestRest))
+	}
+	h.reason = err.Error()
+}
+
+// trial reports whether one request at a time shows whether the engine still fails.
+func (h *health) trial() bool { return h.failures > 0 && !h.begun }
+
+// begins notes the first bytes of a good answer.
+func (h *health) begins() { h.begun = true }
+
+// dead reports whether a silence is that of an engine that is down.
+func (h *health) dead(silence time.Duration) bool { return silence >= deadFactor*h.silentAfter }
+
+// silence is for how long the engine has shown no sign of life.
+func (h *health) silence(now, lastByte time.Time) time.Duration {
+	if h.asked.IsZero() {
+		return 0
+	}
+	since := h.asked
+	if lastByte.After(since) {
+		since = lastByte
+	}
+	return now.Sub(since)
+}
+
+func (h *health) condition(now, lastByte time.Time) condition {
+	quiet := h.silence(now, lastByte)
+	switch {
+	case h.bad >= downAfter, h.gone, h.dead(quiet):
+		return down
+	case quiet >= h.silentAfter:
+		return silent
+	case now.Before(h.restUntil):
+		return failing
+	case now.Before(h.busyUntil):
+		return busy
+	case h.lateCheck, !h.asked.IsZero() && now.Sub(h.asked) >= h.slowAfter:
+		return slow
+	}
+	return fit
+}
+
+// why is for the operator; empty: the engine is fit.
+func (h *health) why(now, lastByte time.Time) string {
+	switch c := h.condition(now, lastByte); {
+	case c == fit:
+		return ""
+	case c == slow:
+		return fmt.Sprintf("its health check takes longer than %s", h.slowAfter)
+	case h.reason == "":
+		return fmt.Sprintf("no sign of life for %s", h.silence(now, lastByte).Round(time.Second))
+	}
+	return h.reason
+}

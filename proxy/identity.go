@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package proxy
+
+import (
+	"fmt"
+	"time"
+)
+
+const leavingFor = 30 * time.Second // as the sidecar's mark lasts without a renewal
+
+// identity is which sidecar an engine has, and whether that engine leaves. It has no clock and does
+// no I/O. The endpoint goes to decode engines: a wrong one costs each request its transfer, without
+// another sign of the cause.
+type identity struct {
+	role       string
+	sidecar    string // URL of the sidecar that the operator named; empty: none
+	configured bool   // the operator set endpoint
+
+	endpoint        string // of its sidecar, for D
+	engineEndpoint  string // the same, from its engine's last answer
+	sidecarEndpoint string // the same, from the sidecar's last answer; empty: it did not answer
+	checkedEndpoint string // with which endpoint was compared last
+	checkedSidecar  string // the sidecarEndpoint of that comparison
+	endpointWarning string // why that endpoint contradicts
+
+	sidecarErr      string // why the sidecar cannot be asked
+	sidecarDown     bool   // it has not answered its last question
+	sidecarAnswered time.Time
+	leaving         bool // by its sidecar, the engine ends soon
+}
+
+// answered takes a sidecar's mark, and reports whether it changed.
+func (i *identity) answered(now time.Time, leaving bool) (changed bool) {
+	changed = i.leaving != leaving
+	i.sidecarDown, i.sidecarAnswered, i.leaving = false, now, leaving
+	return changed
+}
+
+// unanswered notes that the sidecar does not answer. Its last mark stays for leavingFor: a slow
+// answer must not bring requests to an engine that ends.
+func (i *identity) unanswered(now time.Time) (changed bool) {
+	i.sidecarDown = true
+	if !i.leaving || now.Sub(i.sidecarAnswered) < leavingFor {
+		return false
+	}
+	i.leaving = false
+	return true
+}
+
+// ended notes that the engine is down: what comes back may have another sidecar, or none.
+func (i *identity) ended() {
+	if i.sidecarDown {
+		i.leaving = false
+	}
+}
+
+// asked takes the outcome of a question for the endpoint. learns: the endpoint is for a policy, or
+// of a prefill engine. An answer is expected only while the engine is up.
+func (i *identity) asked(endpoint string, err error, up, learns bool) (changed bool, was string) {
+	was, i.sidecarErr = i.sidecarErr, ""
+	if err != nil {
+		endpoint = ""
+		if up {
+			i.sidecarErr = fmt.Sprintf("--%s-sidecar %s cannot be asked (%v): %s; pass the http.listen of "+
+				"this engine's sidecar", i.role, i.sidecar, err, i.costs())
+		}
+	}
+	if i.role == roleDecode {
+		if err == nil && learns {
+			i.endpoint = endpoint
+		}
+		return false, was
+	}
+	i.sidecarEndpoint = endpoint
+	if i.configured || endpoint == i.endpoint {
+		return false, was
+	}
+	i.endpoint, i.checkedEndpoint, i.endpointWarning = endpoint, "", ""
+	return endpoint != "", was
+}
+
+// costs is the loss by a sidecar that cannot be asked.
+func (i *identity) costs() string {
+	switch {
+	case i.role == roleDecode:
+		return "until it answers, nothing shows that the engine leaves"
+	case i.configured:
+		return "nothing checks --prefill-peer, or shows that the engine leaves"
+	}
+	return "until it answers, decode engines start only after the prefill"
+}
+
+// comparison is of endpoints that should be names of the same sidecar.
+type comparison struct{ used, reported, sidecar string }
+
+// toCompare returns the comparison that is due. The engine is more reliable than a sidecar that may
+// be another engine's.
+func (i *identity) toCompare() (c comparison, due bool) {
+	reported := i.sidecarEndpoint
+	if i.engineEndpoint != "" || !i.configured {
+		reported = i.engineEndpoint
+	}
+	known := reported == i.checkedEndpoint &&
+		(i.sidecarEndpoint == "" || i.sidecarEndpoint == i.checkedSidecar)
+	return comparison{i.endpoint, reported, i.sidecarEndpoint},
+		i.endpoint != "" && reported != "" && !known
+}
+
+// contradiction is a flag of the operator that disagrees with an engine.
+type contradiction struct{ flag, value, remedy string }
+
+// compared takes the results: whether the endpoint for D is the reported one, and whether the
+// sidecar's is. Nil: they agree.
+func (i *identity) compared(c comparison, same, sidecarSame bool) *contradiction {
+	i.checkedEndpoint, i.checkedSidecar, i.endpointWarning = c.reported, c.sidecar, ""
+	if same && sidecarSame {
+		return nil
+	}
+	x := &contradiction{"--prefill-peer", c.used, "--prefill-peer " + c.reported}
+	named := c.used
+	switch {
+	case same || !i.configured:
+		x.flag, x.value = "--prefill-sidecar", i.sidecar
+		x.remedy = "--prefill-sidecar the http.listen of that one"
+		named = i.sidecar + ", whose endpoint is " + c.sidecar
+	case c.sidecar == c.reported:
+		x.remedy += ", or correct --prefill-sidecar " + i.sidecar + ", which returned it"
+	}
+	i.endpointWarning = fmt.Sprintf("%s is %s, but the endpoint of this engine's sidecar is %s: pass "+
+		"%s, unless both are the same", x.flag, named, c.reported, x.remedy)
+	return x
+}
+
+// warnings are for the operator; empty: none.
+func (i *identity) warnings() string {
+	if i.sidecarErr != "" && i.endpointWarning != "" {
+		return i.sidecarErr + "; " + i.endpointWarning
+	}
+	return i.sidecarErr + i.endpointWarning
+}

@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package proxy
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net"
+	"net/http"
+	"strconv"
+	"syscall"
+	"time"
+)
+
+// sign is what the outcome of a request, or of a health check, shows about an engine.
+type sign uint8
+
+const (
+	signNone    sign = iota // nothing: the router's own fault, or the client is gone
+	signAlive               // it answers: a result, or a client's own mistake
+	signBusy                // it has no place for the request: 429, or 503 with a time
+	signFailed              // it answers with an error of its own
+	signLost                // the connection ended before a whole answer
+	signLate                // no answer in time
+	signRefused             // no process listens, or no way leads there
+)
+
+func (s sign) String() string {
+	return [...]string{"none", "alive", "busy", "failed", "lost", "late", "refused"}[s]
+}
+
+const (
+	defaultBusy = time.Second      // of an engine that names no time
+	maxBusy     = 30 * time.Second // whatever it names
+)
+
+// Faults of the router's own process or host, which hold for each engine.
+var ownFaults = []error{syscall.EMFILE, syscall.ENFILE, syscall.ENOMEM, syscall.ENOBUFS,
+	syscall.EADDRNOTAVAIL, context.Canceled}
+
+var (
+	errEmpty  = errors.New("status 200 with an empty body")
+	errLate   = errors.New("no first byte in time")
+	errSilent = errors.New("it shows no sign of life")
+)
+
+// signOfError classifies an error of a request that got no answer.
+func signOfError(err error) sign {
+	for _, own := range ownFaults {
+		if errors.Is(err, own) {
+			return signNone
+		}
+	}
+	dns, op, late := (*net.DNSError)(nil), (*net.OpError)(nil), interface{ Timeout() bool }(nil)
+	status := (*statusError)(nil)
+	switch {
+	case errors.As(err, &status):
+		return status.sign
+	case errors.As(err, &dns) && !dns.IsNotFound:
+		return signNone // the resolver is ill; it has not denied that the engine exists
+	case errors.As(err, &dns):
+		return signRefused
+	case errors.Is(err, errEmpty):
+		return signFailed
+	case errors.Is(err, errLate), errors.Is(err, errSilent),
+		errors.As(err, &late) && late.Timeout():
+		return signLate
+	case errors.As(err, &op) && op.Op == "dial":
+		return signRefused
+	}
+	return signLost
+}
+
+// signOfStatus classifies an answer. after is how long a busy engine wants no request.
+func signOfStatus(status int, h http.Header) (s sign, after time.Duration) {
+	given := h.Get("Retry-After")
+	switch {
+	case status == http.StatusTooManyRequests, status == http.StatusServiceUnavailable && given != "":
+		after = defaultBusy
+		if n, err := strconv.ParseUint(given, 10, 31); err == nil {
+			after = time.Duration(n) * time.Second
+		}
+		return signBusy, min(max(after, defaultBusy), maxBusy)
+	case status == http.StatusNotImplemented: // of the client's request
+		return signAlive, 0
+	case status >= http.StatusInternalServerError, status == http.StatusRequestTimeout:
+		return signFailed, 0
+	}
+	return signAlive, 0
+}
+
+// statusError is an answer of an engine that is no result.
+type statusError struct {
+	status int
+	sign   sign
+	after  time.Duration
+	brief  string // the status alone: the text may have parts of a prompt
+	text   string
+}
+
+func (e *statusError) Error() string { return e.text }
+
+func newStatusError(resp *http.Response, body []byte) *statusError {
+	s, after := signOfStatus(resp.StatusCode, resp.Header)
+	if s == signAlive && resp.StatusCode < http.StatusBadRequest {
+		s = signFailed // a redirection, for instance
+	}
+	text := resp.Status
+	if len(body) > 0 {
+		text += ": " + firstBytes(body)
+	}
+	return &statusError{resp.StatusCode, s, after, resp.Status, text}
+}
+
+// refused reports whether an engine found the client's request wrong.
+func refused(err error) bool {
+	e := (*statusError)(nil)
+	return errors.As(err, &e) && e.sign == signAlive
+}
+
+// notReached reports whether no connection was made, so that the engine cannot have received the
+// request.
+func notReached(err error) bool {
+	op := (*net.OpError)(nil)
+	return errors.As(err, &op) && op.Op == "dial"
+}
+
+// ended names an end of an answer as the router means it: Go's clients return io.EOF for a
+// connection that closes before an answer.
+func ended(err error) error {
+	if errors.Is(err, io.EOF) {
+		return io.ErrUnexpectedEOF
+	}
+	return err
+}

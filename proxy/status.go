@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package proxy
+
+import (
+	"encoding/json"
+	"net/http"
+	"time"
+
+	"github.com/kvspray/kvspray/internal/origin"
+)
+
+// health reports whether requests can be served, and the state of every back end.
+func (p *Proxy) health(w http.ResponseWriter, _ *http.Request) {
+	type state struct {
+		Role      string     `json:"role"`
+		URL       origin.URL `json:"url"`
+		Up        bool       `json:"up"`
+		Condition string     `json:"condition"`
+		Leaves    bool       `json:"leaving,omitempty"` // it gets no new requests
+		Load      int        `json:"in_flight"`
+		Peer      string     `json:"peer,omitempty"`
+		Reason    string     `json:"reason,omitempty"`
+		Warn      string     `json:"warning,omitempty"`
+	}
+	var list []state
+	for _, set := range []*pool{p.prefill, p.decode} {
+		for _, b := range set.all {
+			b.mu.Lock()
+			now := time.Now()
+			c := b.conditionLocked(now)
+			list = append(list, state{b.role, b.url, c < silent, c.String(), b.identity.leaving, b.load,
+				b.identity.endpoint, b.health.why(now, time.Unix(0, b.lastByte.Load())),
+				b.identity.warnings()})
+			b.mu.Unlock()
+		}
+	}
+	w.Header().Set("Content-Type", "application/json")
+	status := "ok"
+	switch {
+	case !p.decode.any(candidate.possible):
+		status = p.decode.none(roleDecode)
+		w.WriteHeader(http.StatusServiceUnavailable)
+	case !p.decode.any(candidate.takes):
+		status = "degraded: no decode engine is fit"
+	case len(p.prefill.all) > 0 && !p.prefill.any(candidate.takes):
+		status = "degraded: " + p.prefill.none(rolePrefill)
+	}
+	// the client may be gone
+	_ = json.NewEncoder(w).Encode(map[string]any{"status": status, "mode": p.mode, "backends": list})
+}
