@@ -6,6 +6,7 @@ import (
 	"crypto/rand"
 	"encoding/binary"
 	"fmt"
+	"maps"
 	"math"
 	"slices"
 	"strings"
@@ -224,7 +225,7 @@ func (w *worker) endPool(p *openPool) {
 // names none of this one's, hence no page of another namespace.
 type spaces struct {
 	open map[uint64]*openSpace
-	pins map[uint64]func() // by the id of their EXISTS
+	pins map[uint64]pins // by the id of their EXISTS
 	// a REMOVE runs; it may take seconds, and other requests do not wait for it
 	removing atomic.Bool
 }
@@ -236,8 +237,13 @@ type openSpace struct {
 	used uint64 // as openPool.used, for requests on the socket
 }
 
-// maxPins bounds the EXISTS of a session whose pins have not ended. A pin that ends by its time
-// stays counted until UNPIN or the session's end.
+// pins are those of one EXISTS.
+type pins struct {
+	end   func()
+	until time.Time
+}
+
+// maxPins bounds the EXISTS of a session whose pins have not ended.
 const maxPins = 4096
 
 // lacks answers a request that needs a feature that this sidecar does not have.
@@ -432,14 +438,14 @@ func (c *session) onExists(m *msg.Exists) {
 	case err != nil:
 	case m.PinMS == 0:
 		found, err = c.s.opt.Store.Exists(ids, h)
-	case len(c.spaces.pins) >= maxPins:
+	case !c.roomForPins():
 		err = fmt.Errorf("%d EXISTS of this session have pins, at most %d: send UNPIN",
 			len(c.spaces.pins), maxPins)
 	default:
 		var unpin func()
 		d := time.Duration(min(m.PinMS, math.MaxInt32)) * time.Millisecond
 		if found, unpin, err = c.s.opt.Store.Pin(ids, h, d); err == nil {
-			c.keepPins(m.ID, unpin)
+			c.keepPins(m.ID, pins{unpin, time.Now().Add(d)})
 		}
 	}
 	if err != nil {
@@ -453,27 +459,36 @@ func (c *session) onExists(m *msg.Exists) {
 	c.send(&msg.Found{ID: m.ID, Pages: uint32(h.Len()), Found: out})
 }
 
-func (c *session) keepPins(id uint64, unpin func()) {
+// roomForPins forgets those whose time is over if there are as many as there may be.
+func (c *session) roomForPins() bool {
+	if len(c.spaces.pins) >= maxPins {
+		now := time.Now()
+		maps.DeleteFunc(c.spaces.pins, func(_ uint64, p pins) bool { return p.until.Before(now) })
+	}
+	return len(c.spaces.pins) < maxPins
+}
+
+func (c *session) keepPins(id uint64, p pins) {
 	if c.spaces.pins == nil {
-		c.spaces.pins = map[uint64]func(){}
+		c.spaces.pins = map[uint64]pins{}
 	}
-	if old := c.spaces.pins[id]; old != nil {
-		old()
+	if old, ok := c.spaces.pins[id]; ok {
+		old.end()
 	}
-	c.spaces.pins[id] = unpin
+	c.spaces.pins[id] = p
 }
 
 func (c *session) onUnpin(m *msg.Unpin) {
-	if unpin := c.spaces.pins[m.Pin]; unpin != nil {
-		unpin()
+	if p, ok := c.spaces.pins[m.Pin]; ok {
+		p.end()
 		delete(c.spaces.pins, m.Pin)
 	}
 }
 
 // unpinAll ends the pins of a session that ends.
 func (c *session) unpinAll() {
-	for _, unpin := range c.spaces.pins {
-		unpin()
+	for _, p := range c.spaces.pins {
+		p.end()
 	}
 	c.spaces.pins = nil
 }

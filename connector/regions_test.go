@@ -58,8 +58,8 @@ func (s *fakeStore) Exists(_ []page.ID, h page.Hashes) (page.Bitmap, error) {
 	return page.NewBitmap(h.Len()), nil
 }
 
-func (s *fakeStore) Pin([]page.ID, page.Hashes, time.Duration) (page.Bitmap, func(), error) {
-	return nil, func() {}, nil
+func (s *fakeStore) Pin(_ []page.ID, h page.Hashes, _ time.Duration) (page.Bitmap, func(), error) {
+	return page.NewBitmap(h.Len()), func() {}, nil
 }
 
 func (s *fakeStore) Remove(*engines.Worker, page.ID) (r connector.Removed, _ error) {

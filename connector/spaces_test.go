@@ -318,3 +318,26 @@ func TestChangesOfWeights(t *testing.T) {
 		t.Errorf("%d pools were open at once, want those of two weights", l.store.most)
 	}
 }
+
+// Pins whose time is over take no place of a session's.
+func TestPinsThatHaveEnded(t *testing.T) {
+	l := startLender(t)
+	must(t, l.AddRegions(testContext(t), 0, parts(0, 1), l.file))
+	space, err := l.open(t, 0)
+	must(t, err)
+	pin := func(ms uint64) error {
+		_, err := l.Exists(testContext(t), msg.Exists{Spaces: []msg.SpaceRef{{Space: space}},
+			Hashes: make([]byte, 16), HashBytes: 16, PinMS: ms})
+		return err
+	}
+	const most = 4096
+	for i := range most {
+		must(t, pin(1+uint64(i%2)*60_000))
+	}
+	for range most / 2 {
+		eventually(t, "room for pins", func() bool { return pin(60_000) == nil })
+	}
+	if err := pin(60_000); err == nil || !strings.Contains(err.Error(), "send UNPIN") {
+		t.Errorf("one too many: %v", err)
+	}
+}

@@ -223,7 +223,7 @@ func TestRefusedPages(t *testing.T) {
 	for want, m := range map[string]msg.Get{
 		"9 has no blocks in this session": {Space: 9, Hashes: hashes16(1), HashBytes: 16,
 			Blocks: []uint32{0}},
-		"is block 3": {Space: e.space, Hashes: hashes16(1, 2), HashBytes: 16,
+		"block 3 is also at index 0": {Space: e.space, Hashes: hashes16(1, 2), HashBytes: 16,
 			Blocks: []uint32{3, 3}},
 		"the pool has blocks": {Space: e.space, Hashes: hashes16(1), HashBytes: 16,
 			Blocks: []uint32{1 << 20}},
