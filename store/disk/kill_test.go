@@ -20,8 +20,8 @@ func killConfig(path string) Config {
 		MaxPages: 4096}
 }
 
-// TestKillChild is the process that is killed: it writes prompts for ever and prints which pages
-// are durable.
+// TestKillChild is the process that is killed: it writes prompts for ever, removes them all
+// now and then, and prints which pages are durable, and which are removed.
 func TestKillChild(t *testing.T) {
 	path := os.Getenv(childEnv)
 	if path == "" {
@@ -42,11 +42,17 @@ func TestKillChild(t *testing.T) {
 			fmt.Println("durable", p)
 		}
 		fmt.Println("evicted", tier.Stats().Evicted)
+		if i%3000 == 490 {
+			fmt.Println("removing", i+10)
+			if tier.Remove(simSpace(0)) == nil {
+				fmt.Println("removed", i+10)
+			}
+		}
 	}
 }
 
 // kill -9 at any moment of a process that writes, evicts and cleans on a real file: what it
-// acknowledged last is there. KVSPRAY_STORE=long: 500 times.
+// acknowledged last is there, and what it removed is not. KVSPRAY_STORE=long: 500 times.
 func TestKill(t *testing.T) {
 	dir, rounds := t.TempDir(), 10
 	if os.Getenv("KVSPRAY_STORE") == "long" {
@@ -64,6 +70,7 @@ func TestKill(t *testing.T) {
 			t.Fatal(err)
 		}
 		var durable []int
+		acknowledged, gone := 0, 0
 		s := bufio.NewScanner(out)
 		for lines := 0; s.Scan(); {
 			word, rest, _ := strings.Cut(s.Text(), " ")
@@ -73,6 +80,11 @@ func TestKill(t *testing.T) {
 			case "durable":
 				n, _ := strconv.Atoi(rest)
 				durable = append(durable, n)
+				acknowledged++
+			case "removing": // it may be done already
+				durable = nil
+			case "removed":
+				gone, _ = strconv.Atoi(rest)
 			}
 			if lines++; lines == at {
 				_ = cmd.Process.Kill() // what it had printed is read to the end
@@ -84,7 +96,7 @@ func TestKill(t *testing.T) {
 			t.Fatal(err)
 		}
 		own(t, tier)
-		if len(durable) == 0 {
+		if acknowledged == 0 {
 			t.Fatal("nothing was acknowledged")
 		}
 		// The last 100 pages are not yet given up: the store holds 2,000.
@@ -93,8 +105,13 @@ func TestKill(t *testing.T) {
 				t.Errorf("round %d: page %d was durable, and is gone", round, p)
 			}
 		}
+		for p := range gone {
+			if has(t, tier, 0, p) {
+				t.Errorf("round %d: page %d was removed, and is back", round, p)
+			}
+		}
 		t.Logf("round %d, killed at line %d: %d pages acknowledged, %d in the store", round, at,
-			len(durable), tier.Stats().Pages)
+			acknowledged, tier.Stats().Pages)
 		_ = tier.Close()
 	}
 }
