@@ -17,6 +17,7 @@ import (
 	"github.com/kvspray/kvspray/control/peer"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/metrics"
+	"github.com/kvspray/kvspray/internal/redact"
 	"github.com/kvspray/kvspray/parseblock"
 	"github.com/kvspray/kvspray/sidecar/internal/exchange"
 	"github.com/kvspray/kvspray/sidecar/internal/removals"
@@ -158,7 +159,7 @@ func (p *pageStore) openRedis() (directory.Directory, error) {
 		if err != nil {
 			return nil, fmt.Errorf("sidecar: store.redis.password_file: %w", err)
 		}
-		o.Password = strings.TrimSpace(string(b))
+		o.Password = redact.NewSecret(strings.TrimSpace(string(b)))
 	}
 	return redis.New(o), nil
 }

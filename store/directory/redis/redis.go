@@ -18,6 +18,7 @@ import (
 
 	"github.com/redis/go-redis/v9"
 
+	"github.com/kvspray/kvspray/internal/redact"
 	"github.com/kvspray/kvspray/store/directory"
 	"github.com/kvspray/kvspray/store/page"
 	"github.com/kvspray/kvspray/transfer"
@@ -38,7 +39,7 @@ type Options struct {
 	Self      transfer.Boot
 	Addresses []string // several: of a cluster
 	Username  string
-	Password  string
+	Password  redact.Secret
 	TLS       bool
 	Prefix    string // of all keys
 }
@@ -53,7 +54,7 @@ type Directory struct {
 
 // New makes a directory. It does not connect: a service that is away costs misses.
 func New(o Options) *Directory {
-	c := &redis.UniversalOptions{Addrs: o.Addresses, Username: o.Username, Password: o.Password,
+	c := &redis.UniversalOptions{Addrs: o.Addresses, Username: o.Username, Password: o.Password.Reveal(),
 		DialTimeout: dialTime, ReadTimeout: callTime, WriteTimeout: callTime, PoolSize: poolConns,
 		MaxRetries: 1, ContextTimeoutEnabled: true}
 	if o.TLS {
