@@ -30,6 +30,14 @@ func (s Secret) Reveal() string {
 	return *s.text
 }
 
+// Hide is a text without the secret: others repeat what they got, as in an error about a command.
+func (s Secret) Hide(text string) string {
+	if s.Reveal() == "" {
+		return text
+	}
+	return strings.ReplaceAll(text, s.Reveal(), Hidden)
+}
+
 // String implements fmt.Stringer.
 func (s Secret) String() string { return fmt.Sprintf("(%d bytes)", len(s.Reveal())) }
 

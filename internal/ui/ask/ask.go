@@ -44,16 +44,17 @@ var client = &http.Client{
 // Address is addr as host:port; it also accepts a URL.
 func Address(addr string) (string, error) {
 	bare := strings.TrimSuffix(strings.TrimPrefix(addr, "http://"), "/")
-	host, port, err := net.SplitHostPort(bare)
-	if err == nil && (host == "" || port == "") {
-		err = errors.New("want both")
-	}
-	if err == nil && strings.ContainsAny(bare, "/?#@ ") {
+	var err error
+	if strings.ContainsAny(bare, "/?#@ ") {
 		err = errors.New("more than an address")
+	} else if host, port, serr := net.SplitHostPort(bare); serr != nil {
+		err = serr
+	} else if host == "" || port == "" {
+		err = errors.New("want both")
 	}
 	if err != nil {
 		return "", fmt.Errorf("--http %q: %w: write host:port of a sidecar's http.listen, which it "+
-			"logs as http= when it is ready", addr, err)
+			"logs as http= when it is ready", redact.URL(addr), err)
 	}
 	return bare, nil
 }

@@ -38,7 +38,7 @@ registers at the sidecar. --undo is for those who do not want to wait.`,
 			if u, err := url.Parse(o.Engine); o.Engine != "" && (err != nil || u.Host == "" ||
 				u.Scheme != "http" && u.Scheme != "https") {
 				return usage.Errorf("--engine %q is not a URL; write for instance http://127.0.0.1:8100",
-					redact.URLs(o.Engine))
+					redact.URL(o.Engine))
 			}
 			if o.Notice < 0 || o.Timeout < o.Notice {
 				return usage.Errorf("--notice %v, --timeout %v: want 0 or more, and no shorter timeout",

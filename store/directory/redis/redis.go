@@ -49,6 +49,7 @@ type Directory struct {
 	self   transfer.Boot
 	prefix string
 	client redis.UniversalClient
+	secret redact.Secret // the password
 	now    func() time.Time
 }
 
@@ -60,7 +61,7 @@ func New(o Options) *Directory {
 	if o.TLS {
 		c.TLSConfig = &tls.Config{MinVersion: tls.VersionTLS12}
 	}
-	return &Directory{self: o.Self, prefix: o.Prefix, client: redis.NewUniversalClient(c),
+	return &Directory{self: o.Self, prefix: o.Prefix, secret: o.Password, client: redis.NewUniversalClient(c),
 		now: time.Now}
 }
 
@@ -104,10 +105,19 @@ func (d *Directory) each(ctx context.Context, keys []page.Key,
 		}
 		keys = keys[n:]
 		if _, err := p.Exec(ctx); err != nil && !errors.Is(err, redis.Nil) {
-			return fmt.Errorf("directory in redis: %w", err)
+			return d.failed(err)
 		}
 	}
 	return nil
+}
+
+// failed is an error of the service, which repeats the arguments of commands that it does not know:
+// those of AUTH have the password.
+func (d *Directory) failed(err error) error {
+	if shown := d.secret.Hide(err.Error()); shown != err.Error() {
+		return errors.New("directory in redis: " + shown)
+	}
+	return fmt.Errorf("directory in redis: %w", err)
 }
 
 // Announce implements directory.Directory.
