@@ -285,7 +285,8 @@ func (n *Node) listenAdmin(ctx context.Context) (net.Listener, error) {
 func hosts(c *config.Config) []string {
 	names := slices.Clone(c.HTTP.Hosts)
 	if name, err := os.Hostname(); err == nil {
-		names = append(names, name)
+		short, _, _ := strings.Cut(name, ".")
+		names = append(names, name, short)
 	}
 	if name, _, err := net.SplitHostPort(c.Peer.Advertise); err == nil && name != "" {
 		names = append(names, name)

@@ -3,8 +3,12 @@
 package sidecar
 
 import (
+	"errors"
+	"log/slog"
+	"net"
 	"net/http"
 	"os"
+	"strings"
 	"testing"
 
 	"github.com/kvspray/kvspray/internal/config"
@@ -44,4 +48,47 @@ func TestStrangersTakeNoDescriptors(t *testing.T) {
 	de.ok(x.dst)
 	same(t, pe, de, x.pt, x.dt, tokens, 0)
 	pe.ok(x.src)
+}
+
+// The admin socket replaces that of a dead sidecar, no other file, and others reach it only if the
+// configuration names their users.
+func TestAdminSocketFile(t *testing.T) {
+	stale := func(c *config.Config) {
+		ln, err := net.ListenUnix("unix", &net.UnixAddr{Name: config.AdminSocket(c.Engine.Socket)})
+		if err != nil {
+			t.Fatal(err)
+		}
+		ln.SetUnlinkOnClose(false)
+		if err := ln.Close(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for mode, change := range map[os.FileMode]func(*config.Config){
+		0o600: stale,
+		0o666: func(c *config.Config) { c.Engine.AdminUIDs = []int{65534} },
+	} {
+		r := start(t, change)
+		path := config.AdminSocket(r.cfg.Engine.Socket)
+		st, err := os.Stat(path)
+		if err != nil || st.Mode() != mode|os.ModeSocket {
+			t.Errorf("%v, want mode %v and not %v", err, mode|os.ModeSocket, st.Mode())
+		}
+		if code, body := ask(t, r, http.MethodPost, "/v1/leave"); code != http.StatusOK {
+			t.Errorf("%d %s", code, body)
+		}
+		ok(t, r.stop())
+		if _, err := os.Lstat(path); !errors.Is(err, os.ErrNotExist) {
+			t.Errorf("the socket is left: %v", err)
+		}
+	}
+	cfg := testConfig(t, nil)
+	path := config.AdminSocket(cfg.Engine.Socket)
+	ok(t, os.WriteFile(path, []byte("mine"), 0o600))
+	n, err := New(Options{Config: cfg, Version: "test", Log: slog.New(slog.DiscardHandler)})
+	ok(t, err)
+	err = n.Run(t.Context())
+	if b, rerr := os.ReadFile(path); err == nil || rerr != nil || string(b) != "mine" ||
+		!strings.Contains(err.Error(), path) {
+		t.Errorf("%v; the file: %q, %v", err, b, rerr)
+	}
 }

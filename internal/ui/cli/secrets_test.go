@@ -179,7 +179,7 @@ func TestNoSecretLeavesTheProcess(t *testing.T) {
 		{"status", "--http", "http://u:" + p.secrets["header of spans"] + "@127.0.0.1:1"},
 		{"layout", "check", "http://u:" + p.secrets["header of spans"] + "@127.0.0.1:1",
 			"http://" + p.secrets["header of spans"] + "@127.0.0.1:1"},
-		{"load", "--engine", "http://" + p.secrets["header of spans"] + "@127.0.0.1:1", "m"},
+		{"load", "--engine", "https://" + p.secrets["header of spans"] + "@127.0.0.1:1/x", "/m"},
 		{"serve", "--set", "store.redis.password=" + p.secrets["password of redis"]},
 		{"serve", "--set", "trace.otlp=https://" + p.secrets["header of spans"] + "@h"},
 	} {
