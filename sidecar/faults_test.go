@@ -312,7 +312,7 @@ func TestHTTP(t *testing.T) {
 	}
 	// Routers leave a node that leaves. It serves its engine as before.
 	for method, leaving := range map[string]string{"POST": "true", "DELETE": "false"} {
-		if code, body := ask(t, d, method, "/v1/leave", nil); code != 200 || !strings.Contains(body,
+		if code, body := ask(t, d, method, "/v1/leave"); code != 200 || !strings.Contains(body,
 			`"leaving": `+leaving) || !strings.Contains(body, `"ready": true`) {
 			t.Errorf("%s /v1/leave: %d %s", method, code, body)
 		}
@@ -321,7 +321,7 @@ func TestHTTP(t *testing.T) {
 			t.Errorf("/v1/node after %s: %s", method, body)
 		}
 	}
-	if code, body := ask(t, d, "POST", "/v1/leave", nil); code != 200 {
+	if code, body := ask(t, d, "POST", "/v1/leave"); code != 200 {
 		t.Errorf("%d %s", code, body)
 	}
 	x = begin(t, p, pe, de, 2, tokens)

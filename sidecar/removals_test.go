@@ -19,17 +19,9 @@ import (
 func (n *storeNode) remove(t *testing.T, id, more string) (code int, out web.StoreRemoved,
 	text string) {
 	t.Helper()
-	res, err := http.Post("http://"+n.HTTPAddr()+"/v1/store/remove?namespace="+id+more, "", nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = res.Body.Close() }()
-	var b bytes.Buffer
-	if _, err := b.ReadFrom(res.Body); err != nil {
-		t.Fatal(err)
-	}
-	_ = json.Unmarshal(b.Bytes(), &out)
-	return res.StatusCode, out, b.String()
+	code, text = ask(t, n.running, http.MethodPost, "/v1/store/remove?namespace="+id+more)
+	_ = json.Unmarshal([]byte(text), &out)
+	return code, out, text
 }
 
 // knows waits until a node knows so many others with a store.

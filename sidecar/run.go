@@ -8,6 +8,8 @@ import (
 	"fmt"
 	"net"
 	"net/http"
+	"os"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -15,6 +17,7 @@ import (
 
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/httpgate"
 	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/sidecar/internal/trace"
 	"github.com/kvspray/kvspray/transport"
@@ -78,13 +81,18 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	if listener != nil {
 		open.add(listener.Close)
 	}
+	admin, err := n.listenAdmin(ctx)
+	if err != nil {
+		return err
+	}
+	open.add(admin.Close)
 	if err := mesh.Start(ctx); err != nil {
 		return fmt.Errorf("sidecar: %w", err)
 	}
 	n.setEndpoint(mesh.Endpoint())
 	n.conv.selfUp()
-	failed := make(chan error, 2)
-	n.serve(listener, failed, &open)
+	failed := make(chan error, 3)
+	n.serve(listener, admin, failed, &open)
 
 	n.serving.Store(true)
 	announce()
@@ -195,7 +203,7 @@ func (n *Node) listenEngines() (err error) {
 }
 
 // serve starts what runs until the end; failed receives a fatal failure.
-func (n *Node) serve(listener net.Listener, failed chan<- error, open *closers) {
+func (n *Node) serve(listener, admin net.Listener, failed chan<- error, open *closers) {
 	ctx, stop := context.WithCancel(context.Background())
 	n.proc.Run(func(context.Context) {
 		if err := n.engine.Serve(ctx); err != nil && ctx.Err() == nil {
@@ -203,15 +211,18 @@ func (n *Node) serve(listener net.Listener, failed chan<- error, open *closers) 
 		}
 	})
 	open.add(func() error { stop(); return nil })
-	if listener != nil {
-		srv := n.web.Server()
+	answer := func(what string, ln net.Listener, srv *httpgate.Server) {
 		n.proc.Run(func(context.Context) {
-			if err := srv.Serve(listener); !errors.Is(err, http.ErrServerClosed) {
-				failed <- fmt.Errorf("sidecar: http: %w", err)
+			if err := srv.Serve(ln); !errors.Is(err, http.ErrServerClosed) {
+				failed <- fmt.Errorf("sidecar: %s: %w", what, err)
 			}
 		})
 		open.add(srv.Close)
 	}
+	if listener != nil {
+		answer("http", listener, n.web.Port())
+	}
+	answer("admin socket", admin, n.web.Admin())
 	n.proc.Run(n.results.publish)
 	n.proc.Run(n.rails.watch)
 	if n.pages.exchange != nil {
@@ -245,6 +256,46 @@ func (n *Node) listenHTTP(ctx context.Context) (net.Listener, error) {
 	}
 	n.life.setHTTP(ln.Addr().String())
 	return ln, nil
+}
+
+// listenAdmin makes the admin socket. The lock of the engines' socket, which this process has, covers
+// it too: an existing one is a dead sidecar's.
+func (n *Node) listenAdmin(ctx context.Context) (net.Listener, error) {
+	path := config.AdminSocket(n.cfg.Engine.Socket)
+	fail := func(err error) (net.Listener, error) {
+		return nil, fmt.Errorf("sidecar: admin socket %s: %w: choose a path in a directory that this "+
+			"user may write to with --socket (engine.socket)", path, err)
+	}
+	if st, err := os.Lstat(path); err == nil {
+		if st.Mode()&os.ModeSocket == 0 {
+			return fail(errors.New("a file that is not a socket has this path"))
+		}
+		if err := os.Remove(path); err != nil {
+			return fail(err)
+		}
+	}
+	ln, err := (&net.ListenConfig{}).Listen(ctx, "unix", path)
+	if err != nil {
+		return fail(err)
+	}
+	if err := os.Chmod(path, os.FileMode(socketMode(n.cfg.Engine.AdminUIDs))); err != nil {
+		_ = ln.Close()
+		return fail(err)
+	}
+	return ln, nil
+}
+
+// hosts are the names of this node in requests to its HTTP port.
+func hosts(c *config.Config) []string {
+	names := slices.Clone(c.HTTP.Hosts)
+	if name, err := os.Hostname(); err == nil {
+		short, _, _ := strings.Cut(name, ".")
+		names = append(names, name, short)
+	}
+	if name, _, err := net.SplitHostPort(c.Peer.Advertise); err == nil && name != "" {
+		names = append(names, name)
+	}
+	return names
 }
 
 func uids(in []int) (out []uint32) {

@@ -465,3 +465,30 @@ func TestPolicies(t *testing.T) {
 		}
 	}
 }
+
+// Hooks use the socket of the pod's sidecar, and sidecars answer for the names by which the router
+// asks them.
+func TestHooksAndRouterReachSidecars(t *testing.T) {
+	asks := regexp.MustCompile(`--(?:prefill|decode)-sidecar=http://([^:]+):7651`)
+	socket := regexp.MustCompile(`--socket=(\S+)`)
+	hosts := regexp.MustCompile(`http:\\n  hosts:((?:\\n  - '[^']+')+)`)
+	for name := range sets {
+		docs, err := render(t, readSet(t, name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		text := strings.Join(docs, "\n")
+		for _, m := range socket.FindAllStringSubmatch(text, -1) {
+			if m[1] != "/run/kvspray/kvspray.sock" {
+				t.Errorf("%s: socket %s", name, m[1])
+			}
+		}
+		named := hosts.FindString(text)
+		for _, m := range asks.FindAllStringSubmatch(text, -1) {
+			_, parent, _ := strings.Cut(m[1], ".")
+			if !strings.Contains(named, "'*."+parent+"'") {
+				t.Errorf("%s: the router asks %s, sidecars have %q", name, m[1], named)
+			}
+		}
+	}
+}

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package admit bounds the accepted connections that have proved nothing yet. Each of them costs
-// a descriptor and a goroutine, and anybody may open one. A listener that refuses the newest one
-// lets strangers shut out members. So a Gate takes every connection, and where there are too many
-// it closes another one: first those that have sent nothing, then those that have, both only from
-// addresses where no member was; and of these one from the source with the most, the oldest
-// first.
+// Package admit bounds the accepted connections that have proved nothing yet, and all connections
+// of HTTP, whose clients never do. Each of them costs a descriptor and a goroutine, and anybody may
+// open one. A listener that refuses the newest one lets strangers shut out members. So a Gate takes
+// every connection, and where there are too many it closes another one: first those that have sent
+// nothing, then those that have, both only from addresses where no member was; and of these one
+// from the source with the most, the oldest first.
 //
 // A source is an IPv4 address, or an IPv6 /64, of which one host may have every address. A member
 // is a source of its own, so that strangers in the same /64 take no place from it.
@@ -18,6 +18,7 @@ package admit
 
 import (
 	"container/list"
+	"math"
 	"net"
 	"net/netip"
 	"sync"
@@ -35,10 +36,33 @@ type Limits struct {
 	PerSource int // of these, from one source
 }
 
+// within scales the limits down to the gate's part of the process's descriptors.
+func (l Limits) within(descriptors uint64) Limits {
+	part := max(minUnproved, descriptors/descriptorPart)
+	if uint64(l.Unproved) <= part {
+		return l
+	}
+	return Limits{Unproved: int(part), PerSource: max(1, l.PerSource*int(part)/l.Unproved)}
+}
+
+// descriptors is how many this process may have.
+func descriptors() uint64 {
+	var lim unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &lim); err != nil {
+		return math.MaxUint64
+	}
+	return lim.Cur
+}
+
 const (
 	maxUnread  = 8    // connections that one arrival looks at
 	maxMembers = 8192 // addresses that are remembered as those of members
 	sourceBits = 64   // of an IPv6 address: one host may have all that share them
+
+	// A gate has at most one in so many descriptors of the process. A sidecar has a dozen gates or
+	// less, so the rest is for members' lanes, engines and files.
+	descriptorPart = 16
+	minUnproved    = 8 // connections, however few descriptors there are
 )
 
 // What a Gate knows of a connection. It closes those of a lower class first.
@@ -138,8 +162,9 @@ type Visit struct {
 	atAddr *list.Element // in the crowd's address, if it has addresses
 }
 
-// New makes a gate. A nil set is one of its own.
+// New makes a gate. A nil set is one of its own. A process with few descriptors has a smaller one.
 func New(l Limits, members *Members) *Gate {
+	l = l.within(descriptors())
 	if members == nil {
 		members = NewMembers()
 	}
@@ -316,6 +341,19 @@ func (v *Visit) Spoke() {
 	defer g.mu.Unlock()
 	if v.class == silent || v.class == memberSilent {
 		class := v.class + 1
+		g.removeLocked(v)
+		g.addLocked(v, class)
+	}
+}
+
+// Waits tells the gate that the other end is to send its next message, which may never come: the
+// connection is one that has sent nothing again, and the newest of these.
+func (v *Visit) Waits() {
+	g := v.gate
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if v.class >= 0 {
+		class := v.class - v.class%2
 		g.removeLocked(v)
 		g.addLocked(v, class)
 	}

@@ -40,6 +40,7 @@ type Config struct {
 type Engine struct {
 	Socket      string `yaml:"socket" unit:"path" doc:"Unix socket. A missing directory is made with mode 0700, the socket with 0600. With allowed_uids the modes are 0711 and 0666, and the sidecar checks the caller's credentials from the kernel." default:"$XDG_RUNTIME_DIR/kvspray.sock, else /tmp/kvspray-UID/kvspray.sock"`
 	AllowedUIDs []int  `yaml:"allowed_uids" unit:"user ids" doc:"Users besides the sidecar's own whose processes may connect, for pods whose containers run under different users."`
+	AdminUIDs   []int  `yaml:"admin_uids" unit:"user ids" doc:"Users besides root and the sidecar's own whose processes may change this node with 'kvspray drain' and 'kvspray store'. These use a second socket beside the first, with .admin behind its name: mode 0600, with admin_uids 0666. The sidecar checks the caller's credentials from the kernel."`
 	MaxSessions int    `yaml:"max_sessions" unit:"sessions" doc:"Largest number of engine sessions. Each worker rank and each scheduler has one, and ranks of SGLang one more for each kind of state."`
 	MaxRegions  int    `yaml:"max_regions" unit:"regions" doc:"Largest number of memory regions of one session."`
 	MaxLeases   int    `yaml:"max_leases" unit:"leases" doc:"Largest number of open leases of one session."`
@@ -227,7 +228,8 @@ func (g *Gossip) On() bool {
 
 // HTTP configures the operators' endpoint.
 type HTTP struct {
-	Listen string `yaml:"listen" unit:"host:port or off" doc:"Serves /healthz, /readyz, /metrics and /v1/node. Port 0 takes a free one."`
+	Listen string   `yaml:"listen" unit:"host:port or off" doc:"Serves /healthz, /readyz, /metrics and /v1/node. Port 0 takes a free one."`
+	Hosts  []string `yaml:"hosts" unit:"names" doc:"Names by which clients may ask http.listen, besides addresses, localhost, the host's own name and that of peer.advertise. '*.example.com' stands for all names below example.com. Requests for other names are refused: browsers send them for web pages whose name has come to lead here (DNS rebinding)."`
 }
 
 // Log configures logging.
@@ -317,6 +319,9 @@ func DefaultSocket(runtimeDir string, uid int) string {
 	}
 	return fmt.Sprintf("/tmp/kvspray-%d/kvspray.sock", uid)
 }
+
+// AdminSocket is the path of the socket for calls that change a sidecar, beside that of its engines.
+func AdminSocket(engine string) string { return engine + adminSuffix }
 
 // RailsOrDefault returns the tcp rails with addresses of their own: the loopback rail if none is
 // configured, or if patterns may match nothing else because peers cannot be authenticated.

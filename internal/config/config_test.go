@@ -587,3 +587,37 @@ func TestNearest(t *testing.T) {
 		}
 	}
 }
+
+// Errors go to logs: none repeats a password or a token, wherever it was written by mistake.
+func TestErrorsRepeatNoSecret(t *testing.T) {
+	const bad = "hunter22"
+	store := "store:\n  memory: 64MiB\n"
+	for name, text := range map[string]string{
+		"unknown key":     "peer:\n  cluster_key: " + bad,
+		"near a known":    store + "  redis: {password: " + bad + "}",
+		"near, twice":     store + "  redis: {passwd: a, passwd: " + bad + "}",
+		"collector":       "trace: {otlp: \"https://u:" + bad + "@collector\"}",
+		"token":           "trace: {otlp: \"https://" + bad + "@collector\"}",
+		"no URL":          "trace: {otlp: \"u:" + bad + "@collector\"}",
+		"malformed":       "trace: {otlp: \"https://u:" + bad + "@coll ector\"}",
+		"bucket":          store + "  object: {bucket: b, prefix: p, size: 1GiB, endpoint: \"http://u:" + bad + "@h\"}",
+		"bucket's scheme": store + "  object: {bucket: b, prefix: p, size: 1GiB, endpoint: \"u:" + bad + "@h\"}",
+		"redis":           store + "  directory: redis\n  redis: {addresses: [\":" + bad + "@h:6379\"]}",
+		"redis, URL":      store + "  directory: redis\n  redis: {addresses: [\"redis://:" + bad + "@h:6379\"]}",
+		"redis, no list":  store + "  redis: {addresses: \"redis://:" + bad + "@h:6379\"}",
+		"join":            "peer: {gossip: {join: [\"http://u:" + bad + "@h:1\"]}}",
+		"syntax":          "peer: {\npassword: " + bad + "\n: : }",
+	} {
+		_, err := Parse("f.yaml", []byte(text))
+		if err == nil || strings.Contains(err.Error(), bad) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	for _, set := range []string{"store.redis.password=" + bad, "trace.otlp=http://" + bad + "@h",
+		"store.redis.addresses=redis://:" + bad + "@h:1"} {
+		_, err := Load("", "store.memory=64MiB", "store.directory=redis", set)
+		if err == nil || strings.Contains(err.Error(), bad) {
+			t.Errorf("--set %s: %v", set, err)
+		}
+	}
+}

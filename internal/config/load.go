@@ -15,6 +15,8 @@ import (
 	"time"
 
 	"go.yaml.in/yaml/v3"
+
+	"github.com/kvspray/kvspray/internal/redact"
 )
 
 // maxFileBytes bounds a configuration file; a real one has a few kilobytes.
@@ -44,7 +46,7 @@ func (e *Error) Error() string {
 	}
 	b.WriteString(e.Key)
 	if e.Value != "" {
-		fmt.Fprintf(&b, ": %s", strconv.Quote(shorten(e.Value)))
+		fmt.Fprintf(&b, ": %s", strconv.Quote(shorten(redact.URLs(e.Value))))
 	}
 	fmt.Fprintf(&b, ": %s", e.Wrong)
 	if e.Remedy != "" {
@@ -171,9 +173,10 @@ func excerpt(data []byte, line int) string {
 	if line < 1 || line > len(lines) {
 		return ""
 	}
-	near := fmt.Sprintf(", near %.*q", maxExcerptBytes, bytes.TrimSpace(lines[line-1]))
+	shown := func(line []byte) []byte { return bytes.TrimSpace(redact.Text(line)) }
+	near := fmt.Sprintf(", near %.*q", maxExcerptBytes, shown(lines[line-1]))
 	if line < len(lines) && len(bytes.TrimSpace(lines[line])) > 0 {
-		near += fmt.Sprintf(" and %.*q", maxExcerptBytes, bytes.TrimSpace(lines[line]))
+		near += fmt.Sprintf(" and %.*q", maxExcerptBytes, shown(lines[line]))
 	}
 	return near
 }
@@ -342,18 +345,21 @@ func (w *walker) mapping(n *yaml.Node, v reflect.Value, key string) {
 		if len(w.errs) > maxErrors {
 			return
 		}
-		path := join(key, k.Value)
+		path, text := join(key, k.Value), written(val)
+		f, known := fieldByKey(v.Type(), k.Value)
 		if first, dup := seen[k.Value]; dup {
-			w.errs = append(w.errs, &Error{File: w.file, Line: k.Line, Key: path, Value: written(val),
+			if f < 0 {
+				text = unrepeated(k.Value, text)
+			}
+			w.errs = append(w.errs, &Error{File: w.file, Line: k.Line, Key: path, Value: text,
 				Wrong:  fmt.Sprintf("written twice, first in line %d", first),
 				Remedy: "keep one of them"})
 			continue
 		}
 		seen[k.Value] = k.Line
-		f, known := fieldByKey(v.Type(), k.Value)
 		if k.Kind != yaml.ScalarNode || f < 0 {
 			w.errs = append(w.errs, unknownKey(&Error{File: w.file, Line: k.Line, Key: path,
-				Value: written(val)}, k.Value, known))
+				Value: text}, k.Value, known))
 			continue
 		}
 		w.value(val, v.Field(f), path, tagsOf(v.Type().Field(f)))
@@ -397,22 +403,24 @@ func written(n *yaml.Node) string {
 	return n.Value
 }
 
+// unrepeated is the value of an unknown key as errors have it.
+func unrepeated(key, value string) string {
+	if value != "" && redact.Names(key) {
+		return fmt.Sprintf("(%d bytes, not repeated here)", len(value))
+	}
+	return value
+}
+
 // unknownKey completes an error about an unknown key. Known keys name files of secrets and never
-// contain secrets. An unknown key that sounds like a secret, and is not a misspelled known key, may
-// contain one: its value is not repeated, because logs record errors.
+// contain secrets. An unknown key that sounds like a secret may contain one: its value is not
+// repeated, because logs record errors.
 func unknownKey(e *Error, key string, known []string) error {
 	e.Wrong, e.Remedy = "unknown key", "known here: "+strings.Join(known, ", ")
 	near := Nearest(key, known)
 	if near != "" {
 		e.Remedy = fmt.Sprintf("did you mean %q? %s", near, e.Remedy)
 	}
-	lower := strings.ToLower(key)
-	for _, word := range []string{"key", "secret", "password", "token"} {
-		if near == "" && e.Value != "" && strings.Contains(lower, word) {
-			e.Value = fmt.Sprintf("(%d bytes, not repeated here)", len(e.Value))
-			break
-		}
-	}
+	e.Value = unrepeated(key, e.Value)
 	return e
 }
 

@@ -19,11 +19,15 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"github.com/kvspray/kvspray/internal/redact"
 )
 
 // Limits of a configuration.
 const (
-	maxSocketPath  = 107 // bytes of sun_path without its end
+	adminSuffix    = ".admin"
+	maxSocketPath  = 107 - len(adminSuffix) // bytes of sun_path without its end
+	maxHosts       = 64                     // names
 	chunkBytes     = 64 << 10
 	maxSlice       = 64 << 20
 	maxConnections = 64
@@ -56,12 +60,16 @@ func (c *Config) Validate() error {
 
 	v.check(c.Engine.Socket != "", "engine.socket", c.Engine.Socket, "empty", "name a path")
 	v.check(len(c.Engine.Socket) <= maxSocketPath, "engine.socket", c.Engine.Socket,
-		fmt.Sprintf("longer than the %d bytes that a unix socket address has", maxSocketPath),
+		fmt.Sprintf("longer than %d bytes: a unix socket address has 107, and one of another socket "+
+			"beside it has %q more", maxSocketPath, adminSuffix),
 		"use a shorter path, for instance below /run")
 	v.check(strings.HasPrefix(c.Engine.Socket, "/"), "engine.socket", c.Engine.Socket,
 		"not an absolute path", "start it with /")
 	for i, uid := range c.Engine.AllowedUIDs {
 		v.between(fmt.Sprintf("engine.allowed_uids[%d]", i), uid, 0, 1<<31-1)
+	}
+	for i, uid := range c.Engine.AdminUIDs {
+		v.between(fmt.Sprintf("engine.admin_uids[%d]", i), uid, 0, 1<<31-1)
 	}
 	v.between("engine.max_sessions", c.Engine.MaxSessions, 1, 1024)
 	v.between("engine.max_regions", c.Engine.MaxRegions, 1, 4096)
@@ -104,6 +112,12 @@ func (c *Config) Validate() error {
 	v.store()
 
 	v.bind("http.listen", c.HTTP.Listen, true)
+	v.check(len(c.HTTP.Hosts) <= maxHosts, "http.hosts", strconv.Itoa(len(c.HTTP.Hosts)),
+		"too many names", fmt.Sprintf("%d at most", maxHosts))
+	for i, h := range c.HTTP.Hosts {
+		v.check(hostName.MatchString(h), fmt.Sprintf("http.hosts[%d]", i), h, "not a name of a host",
+			"write a name without a port, or *.example.com for all names below example.com")
+	}
 	v.distinct()
 	v.oneOf("log.level", c.Log.Level, "debug", LevelInfo, "warn", "error")
 	v.oneOf("log.format", c.Log.Format, FormText, FormJSON)
@@ -172,8 +186,11 @@ func (v *checker) store() {
 			"name one for this sidecar alone")
 		v.size("store.object.size", o.Size, minStoreObject, maxStoreObject)
 		v.check(o.Endpoint == "" || strings.HasPrefix(o.Endpoint, "http://") ||
-			strings.HasPrefix(o.Endpoint, "https://"), "store.object.endpoint", o.Endpoint, "not a URL",
-			"start it with https:// or http://")
+			strings.HasPrefix(o.Endpoint, "https://"), "store.object.endpoint", redact.URL(o.Endpoint),
+			"not a URL", "start it with https:// or http://")
+		v.check(!strings.Contains(o.Endpoint, "@"), "store.object.endpoint", redact.URL(o.Endpoint),
+			"contains a user or a password", "leave them out: credentials come from the environment, the "+
+				"shared credentials file or the instance's role")
 	} else {
 		v.check(o == StoreObject{}, "store.object.bucket", "", "missing", "name a bucket, or remove "+
 			"store.object")
@@ -190,6 +207,9 @@ func (v *checker) store() {
 		seen[clean] = key
 	}
 }
+
+// hostName is a name, or all names below one.
+var hostName = regexp.MustCompile(`^(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?$`)
 
 // quotas checks those of all namespaces, or of one.
 func (v *checker) quotas(prefix string, memory, disk, object Portion) {
@@ -220,8 +240,8 @@ func (v *checker) directory() {
 		"name the service's host:port")
 	for i, a := range st.Redis.Addresses {
 		_, _, err := net.SplitHostPort(a)
-		v.check(err == nil, fmt.Sprintf("store.redis.addresses[%d]", i), a, "not host:port",
-			"write both")
+		v.check(err == nil && !strings.Contains(a, "@"), fmt.Sprintf("store.redis.addresses[%d]", i),
+			redact.URL(a), "not host:port", "write both, and the password into store.redis.password_file")
 	}
 	v.check(v.c.Peer.Gossip.On(), "store.directory", DirRedis, "peer.gossip is off, and sidecars "+
 		"learn of each other by it", "set peer.gossip.join, or store.directory to off")
@@ -233,15 +253,15 @@ func (v *checker) otlp(key, raw string) {
 		return
 	}
 	const example = "write for instance http://127.0.0.1:4318"
+	shown := redact.URL(raw)
+	v.check(shown == raw, key, shown, "contains a user or a password", "leave them out, and "+
+		"set OTEL_EXPORTER_OTLP_HEADERS=authorization=... for the sidecar")
 	u, err := url.Parse(raw)
 	if err != nil || (u.Scheme != "http" && u.Scheme != "https") || u.Hostname() == "" {
-		v.check(false, key, raw, "not a URL of HTTP", example)
+		v.check(false, key, shown, "not a URL of HTTP", example)
 		return
 	}
-	v.check(u.User == nil, key, u.Redacted(), "contains a user or a password", "leave them out, and "+
-		"set OTEL_EXPORTER_OTLP_HEADERS=authorization=... for the sidecar")
-	v.check(u.RawQuery == "" && u.Fragment == "", key, u.Redacted(), "has a query or a fragment",
-		example)
+	v.check(u.RawQuery == "" && u.Fragment == "", key, shown, "has a query or a fragment", example)
 }
 
 func (v *checker) gdr() {

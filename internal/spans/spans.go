@@ -35,6 +35,8 @@ import (
 	"go.opentelemetry.io/otel/sdk/resource"
 	sdk "go.opentelemetry.io/otel/sdk/trace"
 	"go.opentelemetry.io/otel/trace"
+
+	"github.com/kvspray/kvspray/internal/redact"
 )
 
 // Bounds and times. Spans are small: a full queue takes a few megabytes.
@@ -206,14 +208,8 @@ func isPort(s string) bool {
 	return err == nil && n > 0
 }
 
-// Redacted is an endpoint for messages: without a password.
-func Redacted(endpoint string) string {
-	u, err := url.Parse(endpoint)
-	if err != nil {
-		return "..." // a password may be anywhere in it
-	}
-	return u.Redacted()
-}
+// Redacted is an endpoint for messages: without a user and a password.
+func Redacted(endpoint string) string { return redact.URL(endpoint) }
 
 // New makes a Recorder; nil if no endpoint is set. Spans are sent from Start on. The collector need
 // not answer.
@@ -226,7 +222,7 @@ func New(o Options) (*Recorder, error) {
 	}
 	u, err := url.Parse(o.Endpoint)
 	if err != nil {
-		return nil, fmt.Errorf("spans: endpoint %q: %w", o.Endpoint, err)
+		return nil, fmt.Errorf("spans: endpoint %q: %w", Redacted(o.Endpoint), err)
 	}
 	if strings.Trim(u.Path, "/") == "" {
 		u.Path = defaultPath
@@ -410,7 +406,7 @@ func (r *Recorder) flush() {
 	r.lost += n
 	if now := time.Now(); now.After(r.quiet) {
 		r.opt.Log.Warn("tracing: the collector does not take spans", "endpoint", r.opt.Endpoint, "lost",
-			r.lost, "err", err, "remedy", "check that an OTLP collector listens there for HTTP")
+			r.lost, "err", redact.URLs(err.Error()), "remedy", "check that an OTLP collector listens there for HTTP")
 		r.quiet, r.lost = now.Add(complainEvery), 0
 	}
 }

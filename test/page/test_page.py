@@ -174,7 +174,7 @@ def test_a_rail_dies(page: Page, pair: Pair, links: Links) -> None:
 
 
 def test_leaving(page: Page, pair: Pair) -> None:
-    drain = [str(BINARY), "drain", "--http", pair.sidecars[1].url.removeprefix("http://")]
+    drain = [str(BINARY), "drain", "--socket", str(pair.sidecars[1].socket)]
     subprocess.run([*drain, "--notice", "0s", "--timeout", "0s"], check=True)
     try:
         expect(page.locator("#health")).to_have_text(re.compile(r"routers send them no new requests for \d+ s"))

@@ -63,6 +63,9 @@ var (
 // can be rotated node by node.
 type Cluster [][ClusterKeyBytes]byte
 
+// Format prints the number of keys, and none of them.
+func (c Cluster) Format(f fmt.State, _ rune) { _, _ = fmt.Fprintf(f, "(%d keys)", len(c)) }
+
 // NewCluster makes a fresh key.
 func NewCluster() (Cluster, error) {
 	c := make(Cluster, 1)
@@ -261,6 +264,9 @@ type Credentials struct {
 	read [sha256.Size]byte // digest of the files when they were last read
 	ends time.Time         // of the first certificate that ends; zero: none does
 }
+
+// Format prints none of the keys.
+func (c *Credentials) Format(f fmt.State, _ rune) { _, _ = fmt.Fprint(f, "(credentials)") }
 
 func (c *Credentials) now() (tls.Certificate, *x509.CertPool) {
 	c.mu.RLock()

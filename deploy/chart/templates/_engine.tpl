@@ -102,7 +102,7 @@ spec:
               - sh
               - -c
               - >-
-                exec kvspray drain --http="$POD_IP:7651" --engine="http://{{ $worker | ternary "$LWS_LEADER_ADDRESS" "$POD_IP" }}:{{ $.Values.engine.port }}"
+                exec kvspray drain --socket=/run/kvspray/kvspray.sock --engine="http://{{ $worker | ternary "$LWS_LEADER_ADDRESS" "$POD_IP" }}:{{ $.Values.engine.port }}"
                 --notice={{ $.Values.drain.routerSeconds }}s --timeout={{ add $.Values.drain.routerSeconds $.Values.drain.engineSeconds }}s
                 {{- if $worker }} --ended-is-idle{{ end }}
       {{- end }}

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package ask sends requests to the HTTP port of a running sidecar (http.listen), for commands that
-// show or change its state, and to engines. No proxy of the environment gets them. Answers are
-// bounded, and errors name the address and the remedy. No goroutines.
+// Package ask sends requests to a running sidecar: to its HTTP port (http.listen) for commands that
+// show its state, and to its admin socket for those that change it; and to engines. No proxy of the
+// environment gets them. Answers are bounded, and errors name the address and the remedy. No
+// goroutines.
 package ask
 
 import (
@@ -14,8 +15,11 @@ import (
 	"net"
 	"net/http"
 	"net/url"
+	"os"
 	"strings"
 	"time"
+
+	"github.com/kvspray/kvspray/internal/redact"
 )
 
 // Bounds of a request. MaxAnswer is exported for tests.
@@ -28,8 +32,8 @@ const (
 // ErrNone is wrapped if the sidecar has nothing of the kind, such as no store.
 var ErrNone = errors.New("not there")
 
-// client asks the address that it is given, and no other one: neither a proxy of the environment,
-// which would be another host to a sidecar, nor the target of a redirect.
+// client asks the address that it is given, and no other one: neither a proxy of the environment
+// nor the target of a redirect.
 var client = &http.Client{
 	Transport: &http.Transport{DisableKeepAlives: true},
 	CheckRedirect: func(*http.Request, []*http.Request) error {
@@ -40,16 +44,17 @@ var client = &http.Client{
 // Address is addr as host:port; it also accepts a URL.
 func Address(addr string) (string, error) {
 	bare := strings.TrimSuffix(strings.TrimPrefix(addr, "http://"), "/")
-	host, port, err := net.SplitHostPort(bare)
-	if err == nil && (host == "" || port == "") {
-		err = errors.New("want both")
-	}
-	if err == nil && strings.ContainsAny(bare, "/?#@ ") {
+	var err error
+	if strings.ContainsAny(bare, "/?#@ ") {
 		err = errors.New("more than an address")
+	} else if host, port, serr := net.SplitHostPort(bare); serr != nil {
+		err = serr
+	} else if host == "" || port == "" {
+		err = errors.New("want both")
 	}
 	if err != nil {
 		return "", fmt.Errorf("--http %q: %w: write host:port of a sidecar's http.listen, which it "+
-			"logs as http= when it is ready", addr, err)
+			"logs as http= when it is ready", redact.URL(addr), err)
 	}
 	return bare, nil
 }
@@ -85,15 +90,38 @@ func Do(ctx context.Context, method, addr, path string) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	status, b, err := Fetch(ctx, method, "http://"+addr+path)
+	return answer(ctx, client, method, "http://"+addr, "http://"+addr, path,
+		"pass --http HOST:PORT of the right one: its http.listen, which it logs as http= when it is ready")
+}
+
+// Admin sends a request to the socket of a sidecar for calls that change it. The end of ctx is the
+// only limit of time.
+func Admin(ctx context.Context, method, socket, path string) ([]byte, error) {
+	c := *client
+	c.Transport = &http.Transport{DisableKeepAlives: true,
+		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+			return (&net.Dialer{}).DialContext(ctx, "unix", socket)
+		}}
+	b, err := answer(ctx, &c, method, socket, "http://localhost", path,
+		"pass --socket PATH of the right one: its engine.socket, which it logs as socket= when it is ready")
+	if errors.Is(err, os.ErrPermission) {
+		err = fmt.Errorf("%w. Run kvspray as root or as the sidecar's user, or name this user in its "+
+			"engine.admin_uids", err)
+	}
+	return b, err
+}
+
+// answer sends a request to base, which errors call name.
+func answer(ctx context.Context, c *http.Client, method, name, base, path, remedy string) ([]byte,
+	error) {
+	status, b, err := fetch(ctx, c, method, base+path)
 	var op *url.Error
 	switch {
 	case errors.As(err, &op):
-		return nil, fmt.Errorf("no sidecar answers at http://%s: %w. Start one with 'kvspray serve', "+
-			"or pass --http HOST:PORT of the right one: its http.listen, which it logs as http= when it "+
-			"is ready", addr, op.Err) // without the text of op, which repeats the address
+		return nil, fmt.Errorf("no sidecar answers at %s: %w. Start one with 'kvspray serve', or %s",
+			name, op.Err, remedy) // without the text of op, which repeats the address
 	case err != nil:
-		return nil, fmt.Errorf("%s: %w: not a sidecar?", addr, err)
+		return nil, fmt.Errorf("%s: %w: not a sidecar?", name, err)
 	case status == http.StatusOK:
 		return b, nil
 	}
@@ -101,7 +129,7 @@ func Do(ctx context.Context, method, addr, path string) ([]byte, error) {
 	if reason == "" {
 		reason = "not a sidecar, or one of another version"
 	}
-	err = fmt.Errorf("%s answers %d %s to %s %s: %s", addr, status, http.StatusText(status), method,
+	err = fmt.Errorf("%s answers %d %s to %s %s: %s", name, status, http.StatusText(status), method,
 		path, reason)
 	if status == http.StatusNotFound {
 		err = fmt.Errorf("%w: %w, or not a sidecar, or one of another version", err, ErrNone)
@@ -114,15 +142,30 @@ func Reason(b []byte) string { return strings.TrimSpace(string(b[:min(len(b), ma
 
 // Send sends a request to the host that it names, whatever proxy the environment has. The caller
 // bounds and closes the answer.
-func Send(req *http.Request) (*http.Response, error) { return client.Do(req) }
+func Send(req *http.Request) (*http.Response, error) { return send(client, req) }
+
+// send hides users and passwords from errors: http's own have the user, which can be a token.
+func send(c *http.Client, req *http.Request) (*http.Response, error) {
+	res, err := c.Do(req)
+	var op *url.Error
+	if errors.As(err, &op) {
+		op.URL = redact.URL(op.URL)
+	}
+	return res, err
+}
 
 // Fetch sends a request without a body to a URL, and returns the status and the answer.
 func Fetch(ctx context.Context, method, target string) (status int, body []byte, err error) {
+	return fetch(ctx, client, method, target)
+}
+
+func fetch(ctx context.Context, c *http.Client, method, target string) (status int, body []byte,
+	err error) {
 	req, err := http.NewRequestWithContext(ctx, method, target, nil)
 	if err != nil {
-		return 0, nil, err
+		return 0, nil, errors.New(redact.URLs(err.Error())) // the target is malformed, and quoted
 	}
-	res, err := Send(req)
+	res, err := send(c, req)
 	if err != nil {
 		return 0, nil, err
 	}
@@ -130,9 +173,9 @@ func Fetch(ctx context.Context, method, target string) (status int, body []byte,
 	b, err := io.ReadAll(io.LimitReader(res.Body, MaxAnswer+1))
 	switch {
 	case err != nil:
-		return 0, nil, fmt.Errorf("read the answer of %s: %w", target, err)
+		return 0, nil, fmt.Errorf("read the answer of %s: %w", redact.URL(target), err)
 	case len(b) > MaxAnswer:
-		return 0, nil, fmt.Errorf("%s answers more than %d MiB", target, MaxAnswer>>20)
+		return 0, nil, fmt.Errorf("%s answers more than %d MiB", redact.URL(target), MaxAnswer>>20)
 	}
 	return res.StatusCode, b, nil
 }

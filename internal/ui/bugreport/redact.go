@@ -13,6 +13,7 @@ import (
 	"slices"
 
 	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/redact"
 )
 
 // redactor replaces addresses, names of hosts, nodes, users and requests, and key material. Equal
@@ -26,12 +27,9 @@ type redactor struct {
 const minName = 3 // shorter names are words of other text
 
 // Key files and certificates are not read; they could be in a log. A base64 line this long is
-// nothing else that kvspray writes.
+// nothing else that kvspray writes, and may be the secret of an access key, which has 40 bytes.
 var (
-	pemBlock = regexp.MustCompile(`(?s)-----BEGIN [A-Z ]+-----.*?-----END [A-Z ]+-----`)
-	secret   = regexp.MustCompile(`(?i)((?:secret|token|password|authorization|api[_-]?key|` +
-		`access[_-]?key)[a-z_-]*"?\s*[:=]\s*"?(?:bearer\s+)?)[^\s",}]+`)
-	longText = regexp.MustCompile(`\b[A-Za-z0-9+/_-]{43,}={0,2}`)
+	longText = regexp.MustCompile(`\b[A-Za-z0-9+/_-]{40,}={0,2}`)
 	// The candidates of addresses; netip decides.
 	address = regexp.MustCompile(`[0-9a-fA-F]{0,4}(?::[0-9a-fA-F]{0,4}){2,7}(?:%[a-z0-9]+)?|` +
 		`\d{1,3}(?:\.\d{1,3}){3}`)
@@ -96,8 +94,7 @@ func (r *redactor) alias(kind, original string) string {
 }
 
 func (r *redactor) redact(b []byte) []byte {
-	b = pemBlock.ReplaceAll(b, []byte("[key or certificate]"))
-	b = secret.ReplaceAll(b, []byte("${1}[secret]"))
+	b = redact.Text(b)
 	b = request.ReplaceAllFunc(b, func(m []byte) []byte {
 		p := request.FindSubmatch(m)
 		return slices.Concat(p[1], p[2], []byte(r.alias("request", string(p[3]))))

@@ -125,6 +125,21 @@ func (f *configFlags) load() (*config.Config, error) {
 	return c, nil
 }
 
+// socketFlag adds the flag of commands that change a running sidecar.
+func socketFlag(cmd *cobra.Command, socket *string) {
+	cmd.Flags().StringVar(socket, "socket", config.DefaultSocket(os.Getenv("XDG_RUNTIME_DIR"),
+		os.Getuid()), "the sidecar's engine.socket, beside which it has one for this command")
+}
+
+// adminSocket is the socket for calls that change the sidecar of an engine.socket.
+func adminSocket(socket string) (string, error) {
+	if !filepath.IsAbs(socket) {
+		return "", usage.Errorf("--socket %q: not an absolute path: name the sidecar's engine.socket, "+
+			"which it logs as socket= when it is ready", socket)
+	}
+	return config.AdminSocket(socket), nil
+}
+
 // inFolder checks at start that the directory exists for a file that the command writes at its end;
 // empty: no file.
 func inFolder(flag, path string) error {

@@ -54,8 +54,9 @@ func TestExitCodes(t *testing.T) {
 		"status nowhere": {[]string{"status", "--http", "127.0.0.1:1"}, command.ExitFailure,
 			"no sidecar answers at http://127.0.0.1:1"},
 		// No usage error: a hook with no time beyond the notice still marks the sidecar.
-		"drain nowhere": {[]string{"drain", "--http", "127.0.0.1:1", "--notice", "1ms", "--timeout",
-			"1ms"}, command.ExitFailure, "no sidecar answers at http://127.0.0.1:1"},
+		"drain nowhere": {[]string{"drain", "--socket", "/nowhere", "--notice", "1ms", "--timeout",
+			"1ms"}, command.ExitFailure, "no sidecar answers at /nowhere.admin"},
+		"drain relative": {[]string{"drain", "--socket", "here"}, command.ExitUsage, `--socket "here"`},
 		"status address": {[]string{"status", "--http", "here"}, command.ExitUsage, `--http "here"`},
 		"ping whom": {[]string{"ping"}, command.ExitUsage,
 			"ping takes 1 arguments, PEER, and got none"},
@@ -457,7 +458,8 @@ func TestServe(t *testing.T) {
 	}{{[]string{"--notice", "0s", "--timeout", "0s"}, []string{"  leaving, ", " s left",
 		`"state": "leaving"`, `"leaving_seconds": `}},
 		{[]string{"--undo"}, []string{"  ready  ", `"state": "ready"`, `"leaving_seconds": 0`}}} {
-		if code, _, errs := run(slices.Concat([]string{"drain"}, at, c.drain)...); code != 0 {
+		if code, _, errs := run(slices.Concat([]string{"drain", "--socket", filepath.Join(dir,
+			"s.sock")}, c.drain)...); code != 0 {
 			t.Errorf("drain %v: %d, %s", c.drain, code, errs)
 		}
 		_, text, errs := run(append([]string{"status"}, at...)...)

@@ -16,6 +16,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/kvspray/kvspray/internal/redact"
 	"github.com/kvspray/kvspray/internal/ui/ask"
 	"github.com/kvspray/kvspray/internal/ui/command"
 	"github.com/kvspray/kvspray/internal/ui/explain"
@@ -214,8 +215,9 @@ func fetchEngine(ctx context.Context, address string) (*explain.Engine, error) {
 	q, err := http.NewRequestWithContext(ctx, http.MethodGet, strings.TrimSuffix(address,
 		"/")+"/v1/layouts", nil)
 	if err != nil {
-		return nil, usage.Of(err)
+		return nil, usage.Of(errors.New(redact.URLs(err.Error())))
 	}
+	shown := redact.URL(address)
 	resp, err := ask.Send(q)
 	if err != nil {
 		return nil, fmt.Errorf("%w: is a sidecar running there? Name its http.listen, host:port "+
@@ -223,8 +225,8 @@ func fetchEngine(ctx context.Context, address string) (*explain.Engine, error) {
 	}
 	defer func() { _ = resp.Body.Close() }() // nothing can be lost
 	if resp.StatusCode != http.StatusOK {
-		return nil, fmt.Errorf("%s: %s: is it a sidecar's http.listen, of this version?", q.URL,
+		return nil, fmt.Errorf("%s: %s: is it a sidecar's http.listen, of this version?", shown,
 			resp.Status)
 	}
-	return explain.ParseEngine(address, engine, io.LimitReader(resp.Body, explain.MaxEngineBytes))
+	return explain.ParseEngine(shown, engine, io.LimitReader(resp.Body, explain.MaxEngineBytes))
 }

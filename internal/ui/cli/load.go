@@ -9,6 +9,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/kvspray/kvspray/internal/redact"
 	"github.com/kvspray/kvspray/internal/ui/command"
 	"github.com/kvspray/kvspray/internal/ui/loadctl"
 	"github.com/kvspray/kvspray/internal/ui/usage"
@@ -31,7 +32,8 @@ stopped after the engine was put to sleep, it serves nothing until another load 
 		RunE: func(cmd *cobra.Command, args []string) error {
 			u, err := url.Parse(l.Engine)
 			if err != nil || u.Scheme != "http" || u.Host == "" || strings.Trim(u.Path, "/") != "" {
-				return usage.Errorf("--engine %q: want http://HOST:PORT of vllm serve", l.Engine)
+				return usage.Errorf("--engine %q: want http://HOST:PORT of vllm serve",
+					redact.URL(l.Engine))
 			}
 			l.Engine = "http://" + u.Host
 			if l.Level != 1 && l.Level != 2 {

@@ -25,34 +25,43 @@ const (
 
 func storeCommand() *cobra.Command {
 	cmd := &cobra.Command{Use: "store", Short: "Show, drain, clear or check a page store",
-		Long: `Shows or drains the page store of a running sidecar over its HTTP address (http.listen),
-removes a namespace from all stores, or checks the files of a store that no sidecar has open. stat,
-and ls without --namespace, also work from other hosts. The other commands work only on the
-sidecar's own host.`,
+		Long: `Shows or drains the page store of a running sidecar, removes a namespace from all stores,
+or checks the files of a store that no sidecar has open. stat, and ls without --namespace, ask its
+HTTP address (http.listen). The others use a socket beside that of its engines (engine.socket), and
+work for root, for the sidecar's user and for those in engine.admin_uids.`,
 		Args: cobra.NoArgs, RunE: command.Help}
 	cmd.AddCommand(storeStat(), storeList(), storeGet(), storeDrain(), storeRemove(),
 		storeCheck())
 	return cmd
 }
 
-// storeFlags are the flags of commands that ask a sidecar.
+// storeFlags are the flags of commands that ask a sidecar: over HTTP, or over the admin socket.
 type storeFlags struct {
-	addr   string
-	asJSON bool
+	addr, socket string
+	asJSON       bool
 }
 
-func (f *storeFlags) add(cmd *cobra.Command) {
+func (f *storeFlags) http(cmd *cobra.Command) {
 	cmd.Flags().StringVar(&f.addr, "http", fmt.Sprintf("127.0.0.1:%d", config.DefaultHTTPPort),
 		"host:port of the sidecar's http.listen")
-	command.OutputFlag(cmd, &f.asJSON)
 }
 
+func (f *storeFlags) admin(cmd *cobra.Command) { socketFlag(cmd, &f.socket) }
+
 func (f *storeFlags) client(cmd *cobra.Command) (*storectl.Client, error) {
-	addr, err := ask.Address(f.addr)
-	if err != nil {
-		return nil, usage.Of(err)
+	c := &storectl.Client{JSON: f.asJSON, Out: cmd.OutOrStdout()}
+	var err error
+	if cmd.Flags().Lookup("http") != nil {
+		if c.Addr, err = ask.Address(f.addr); err != nil {
+			return nil, usage.Of(err)
+		}
 	}
-	return &storectl.Client{Addr: addr, JSON: f.asJSON, Out: cmd.OutOrStdout()}, nil
+	if cmd.Flags().Lookup("socket") != nil {
+		if c.Admin, err = adminSocket(f.socket); err != nil {
+			return nil, err
+		}
+	}
+	return c, nil
 }
 
 func hash(flag, s string) error {
@@ -77,7 +86,8 @@ func storeStat() *cobra.Command {
 			return c.Stat(cmd.Context())
 		},
 	}
-	f.add(cmd)
+	f.http(cmd)
+	command.OutputFlag(cmd, &f.asJSON)
 	return cmd
 }
 
@@ -109,7 +119,9 @@ func storeList() *cobra.Command {
 			return c.Keys(cmd.Context(), namespace, tier, first, limit)
 		},
 	}
-	f.add(cmd)
+	f.http(cmd)
+	f.admin(cmd)
+	command.OutputFlag(cmd, &f.asJSON)
 	cmd.Flags().StringVar(&namespace, "namespace", "", "id of a namespace: list its keys, "+
 		"in no order")
 	cmd.Flags().StringVar(&tier, "tier", "memory", "with --namespace: memory or disk")
@@ -149,7 +161,8 @@ exit status is 1 if the page is missing or damaged.`,
 			return c.Verify(cmd.Context(), namespace, args[0])
 		},
 	}
-	f.add(cmd)
+	f.admin(cmd)
+	command.OutputFlag(cmd, &f.asJSON)
 	cmd.Flags().StringVar(&namespace, "namespace", "", "id of the page's namespace, as "+
 		"'kvspray store ls' lists it")
 	cmd.Flags().BoolVar(&verify, "verify", false, "compare the page with its checksum")
@@ -179,7 +192,8 @@ gets. It accepts new pages again after a restart.`,
 			return c.Drain(ctx)
 		},
 	}
-	f.add(cmd)
+	f.admin(cmd)
+	command.OutputFlag(cmd, &f.asJSON)
 	cmd.Flags().DurationVar(&timeout, "timeout", drainTimeout, "longest wait; the store refuses "+
 		"new pages after it, too")
 	return cmd
@@ -208,7 +222,8 @@ put after the removal stay.`,
 			return c.Remove(cmd.Context(), args[0], unknown)
 		},
 	}
-	f.add(cmd)
+	f.admin(cmd)
+	command.OutputFlag(cmd, &f.asJSON)
 	cmd.Flags().BoolVar(&unknown, "unknown", false, "remove it although this node has no pages of it")
 	return cmd
 }

@@ -22,6 +22,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/kvspray/kvspray/internal/redact"
 	"github.com/kvspray/kvspray/internal/ui/ask"
 )
 
@@ -41,7 +42,7 @@ var queues = []string{"vllm:num_requests_running", "vllm:num_requests_waiting",
 
 // Options of a drain.
 type Options struct {
-	HTTP   string        // host:port of the sidecar's http.listen
+	Admin  string        // path of the sidecar's admin socket
 	Engine string        // URL; empty: wait for Notice only
 	Notice time.Duration // in which routers have seen it
 	// Timeout is the longest wait, with Notice. If one is the other, the last look decides.
@@ -57,13 +58,13 @@ type Options struct {
 func Run(ctx context.Context, o Options) error {
 	begun := time.Now()
 	if o.Undo {
-		_, err := tell(ctx, http.MethodDelete, o.HTTP, patience)
+		_, err := tell(ctx, http.MethodDelete, o.Admin, patience)
 		return err
 	}
 	for idle := 0; ; {
 		left := o.Timeout - time.Since(begun)
 		within := min(patience, max(left, poll))
-		sources, told := tell(ctx, http.MethodPost, o.HTTP, within)
+		sources, told := tell(ctx, http.MethodPost, o.Admin, within)
 		noticed := time.Since(begun) >= o.Notice
 		var looked error
 		if o.Engine != "" && noticed {
@@ -108,18 +109,18 @@ func sleep(ctx context.Context, d time.Duration) {
 
 // tell marks the sidecar, or ends the mark, and returns how many source leases its engines have:
 // blocks that wait to be fetched.
-func tell(ctx context.Context, method, addr string, within time.Duration) (sources int, err error) {
+func tell(ctx context.Context, method, socket string, within time.Duration) (sources int, err error) {
 	ctx, cancel := context.WithTimeout(ctx, within)
 	defer cancel()
 	var node struct {
 		Sources int `json:"source_leases"`
 	}
-	b, err := ask.Do(ctx, method, addr, path)
+	b, err := ask.Admin(ctx, method, socket, path)
 	if err == nil {
-		err = ask.Decode(addr, path, b, &node)
+		err = ask.Decode(socket, path, b, &node)
 	}
 	if err != nil {
-		return 0, fmt.Errorf("drain: sidecar: %w; pass --http its http.listen", err)
+		return 0, fmt.Errorf("drain: sidecar: %w", err)
 	}
 	return node.Sources, nil
 }
@@ -130,6 +131,7 @@ func look(ctx context.Context, o Options, sources int, within time.Duration) err
 	defer cancel()
 	target := strings.TrimRight(o.Engine, "/") + "/metrics"
 	status, b, err := ask.Fetch(ctx, http.MethodGet, target)
+	target = redact.URL(target) // for errors
 	if err == nil && status != http.StatusOK {
 		err = fmt.Errorf("GET %s: %d %s: %s", target, status, http.StatusText(status), ask.Reason(b))
 	}

@@ -13,6 +13,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/kvspray/kvspray/internal/testutil"
 )
 
 // host is a sidecar and an engine with some requests, one of which ends with each look.
@@ -31,7 +33,7 @@ func newHost(t *testing.T, requests int64) *host {
 	h := &host{}
 	h.left.Store(requests)
 	h.metrics.Store("")
-	h.sidecar = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	h.sidecar = testutil.HTTPSocket(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		h.calls.Store(r.Method + " " + r.URL.Path)
 		h.told.Add(1)
 		if h.refused.Add(-1) >= 0 {
@@ -61,13 +63,12 @@ func newHost(t *testing.T, requests int64) *host {
 			h.left.Add(-1)
 		}
 	}))
-	t.Cleanup(h.sidecar.Close)
 	t.Cleanup(h.engine.Close)
 	return h
 }
 
 func (h *host) options(timeout time.Duration) Options {
-	return Options{HTTP: h.sidecar.Listener.Addr().String(), Engine: h.engine.URL + "/",
+	return Options{Admin: h.sidecar.Listener.Addr().String(), Engine: h.engine.URL + "/",
 		Timeout: timeout}
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package storectl is `kvspray store`: it asks a running sidecar about its page store over HTTP,
-// and has it drained, and it checks the files of a store that no sidecar has open. Answers are
+// operates it over the sidecar's admin socket, and checks the files of a store that no sidecar has open. Answers are
 // printed as text, or as the sidecar's own JSON. No goroutines.
 package storectl
 
@@ -23,20 +23,36 @@ const patience = 30 * time.Second // of a request
 
 // Client asks one sidecar.
 type Client struct {
-	Addr string // host:port of http.listen
-	JSON bool   // print the sidecar's answers as they are
-	Out  io.Writer
+	Addr  string // host:port of http.listen: for Stat and List
+	Admin string // path of the admin socket: for all others
+	JSON  bool   // print the sidecar's answers as they are
+	Out   io.Writer
 }
 
-// ask sends a request and decodes its answer.
+// show reads the state of the store.
+func (c *Client) show(ctx context.Context) (s state, b []byte, err error) {
+	const path = "/v1/store"
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	b, err = ask.Do(ctx, http.MethodGet, c.Addr, path)
+	if err == nil {
+		err = ask.Decode(c.Addr, path, b, &s)
+	}
+	if err != nil {
+		return s, nil, fmt.Errorf("store: %w", err)
+	}
+	return s, b, nil
+}
+
+// ask sends a request to the admin socket and decodes its answer.
 func (c *Client) ask(ctx context.Context, method, path string, q url.Values, to any) ([]byte,
 	error) {
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
 	u := url.URL{Path: path, RawQuery: q.Encode()}
-	b, err := ask.Do(ctx, method, c.Addr, u.String())
+	b, err := ask.Admin(ctx, method, c.Admin, u.String())
 	if err == nil {
-		err = ask.Decode(c.Addr, path, b, to)
+		err = ask.Decode(c.Admin, path, b, to)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("store: %w", err)
@@ -89,8 +105,7 @@ func (c *Client) raw(b []byte) error {
 
 // Stat prints tiers and counts.
 func (c *Client) Stat(ctx context.Context) error {
-	var s state
-	b, err := c.ask(ctx, http.MethodGet, "/v1/store", nil, &s)
+	s, b, err := c.show(ctx)
 	if err != nil || c.JSON {
 		return errors.Join(err, c.raw(b))
 	}
@@ -99,8 +114,7 @@ func (c *Client) Stat(ctx context.Context) error {
 
 // List prints the namespaces that engines of the node have open.
 func (c *Client) List(ctx context.Context) error {
-	var s state
-	b, err := c.ask(ctx, http.MethodGet, "/v1/store", nil, &s)
+	s, b, err := c.show(ctx)
 	if err != nil || c.JSON {
 		return errors.Join(err, c.raw(b))
 	}

@@ -14,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/store/disk"
 )
 
@@ -28,7 +29,7 @@ const answerStat = `{"tiers": [
 // sidecar answers requests by method and path.
 func sidecar(t *testing.T, answers map[string]string) (*Client, *strings.Builder) {
 	t.Helper()
-	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	return client(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		a, ok := answers[r.Method+" "+r.URL.Path]
 		if !ok {
 			http.Error(w, "this node has no store: set store.memory", http.StatusNotFound)
@@ -36,9 +37,15 @@ func sidecar(t *testing.T, answers map[string]string) (*Client, *strings.Builder
 		}
 		_, _ = w.Write([]byte(a))
 	}))
-	t.Cleanup(s.Close)
-	out := &strings.Builder{}
-	return &Client{Addr: strings.TrimPrefix(s.URL, "http://"), Out: out}, out
+}
+
+// client is one of a sidecar that serves the same on its port and on its admin socket.
+func client(t *testing.T, h http.Handler) (*Client, *strings.Builder) {
+	t.Helper()
+	port, out := httptest.NewServer(h), &strings.Builder{}
+	t.Cleanup(port.Close)
+	return &Client{Addr: strings.TrimPrefix(port.URL, "http://"), Out: out,
+		Admin: testutil.HTTPSocket(t, h).Listener.Addr().String()}, out
 }
 
 func TestPrints(t *testing.T) {
@@ -118,16 +125,13 @@ func TestRemove(t *testing.T) {
 // A drain asks again until the store is drained, or its time is over.
 func TestDrainAsksAgain(t *testing.T) {
 	asked := 0
-	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	c, out := client(t, http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		if asked++; asked == 3 {
 			_, _ = w.Write([]byte(`{"drained": true}`))
 			return
 		}
 		_, _ = w.Write([]byte(`{"problem": "3 puts are under way"}`))
 	}))
-	t.Cleanup(s.Close)
-	out := &strings.Builder{}
-	c := &Client{Addr: strings.TrimPrefix(s.URL, "http://"), Out: out}
 	if err := c.Drain(t.Context()); err != nil || asked != 3 || !strings.Contains(out.String(),
 		"memory only") {
 		t.Errorf("%v, asked %d times: %s", err, asked, out)

@@ -142,32 +142,17 @@ const (
 
 const noStore = "this node has no store: set store.memory\n"
 
-func (w *Server) storeHandlers(mux *http.ServeMux) {
-	mux.HandleFunc("GET /v1/store", func(rw http.ResponseWriter, _ *http.Request) {
-		st := w.o.Store()
-		if st == nil {
-			reply(rw, http.StatusNotFound, noStore)
-			return
-		}
-		replyJSON(rw, st)
-	})
-	mux.HandleFunc("POST /v1/store/drain", w.ofStore(w.drain))
-	mux.HandleFunc("POST /v1/store/remove", w.ofStore(w.remove))
-	mux.HandleFunc("GET /v1/store/keys", w.ofStore(w.keys))
-	mux.HandleFunc("GET /v1/store/verify", w.ofStore(w.verify))
-}
-
-// ofStore serves a request of this host that needs a store.
+// ofStore serves a request that needs a store.
 func (w *Server) ofStore(serve func(http.ResponseWriter, *http.Request,
 	StoreCalls)) http.HandlerFunc {
-	return ofThisHost(func(rw http.ResponseWriter, r *http.Request) {
+	return func(rw http.ResponseWriter, r *http.Request) {
 		calls := w.o.StoreCalls()
 		if calls == nil {
 			reply(rw, http.StatusNotFound, noStore)
 			return
 		}
 		serve(rw, r, calls)
-	})
+	}
 }
 
 // durable reports whether this node has a tier that survives its sidecar.

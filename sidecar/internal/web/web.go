@@ -1,15 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package web serves a sidecar's HTTP port: health, metrics, state, and a page that shows it. It
-// reads the parts of a node. A process of the same host may change two things: it may have the
-// store drained, and mark the node as one that leaves. No goroutines.
+// reads the parts of a node. It also serves the admin socket, where processes of permitted users
+// drain the store, remove namespaces and mark the node as one that leaves. No goroutines.
 package web
 
 import (
 	"bufio"
 	"encoding/json"
+	"fmt"
+	"log/slog"
 	"net"
 	"net/http"
+	"net/netip"
+	"os"
 	"slices"
 	"strings"
 	"time"
@@ -23,6 +27,8 @@ import (
 	"github.com/kvspray/kvspray/control/route"
 	"github.com/kvspray/kvspray/gpu"
 	"github.com/kvspray/kvspray/gpu/policy"
+	"github.com/kvspray/kvspray/internal/admit"
+	"github.com/kvspray/kvspray/internal/httpgate"
 	"github.com/kvspray/kvspray/internal/page"
 	"github.com/kvspray/kvspray/sidecar/internal/trace"
 	"github.com/kvspray/kvspray/transfer"
@@ -30,18 +36,17 @@ import (
 
 // Bounds for HTTP clients.
 const (
-	maxScrapes     = 8 // of /metrics at a time
-	scrapeTimeout  = 20 * time.Second
-	headerTimeout  = 5 * time.Second
-	requestTimeout = 10 * time.Second
-	replyTimeout   = 30 * time.Second // above scrapeTimeout
-	idleTimeout    = time.Minute
-	maxHeaderBytes = 64 << 10
+	maxScrapes    = 8 // of /metrics at a time
+	scrapeTimeout = 20 * time.Second
+	replyTimeout  = 30 * time.Second // above scrapeTimeout, and those of calls
 )
 
 // Options are what a server reads. All fields are required.
 type Options struct {
 	Node, Version string
+	Hosts         []string // names of this host in requests, besides localhost; *.PARENT: all below it
+	AdminUIDs     []uint32 // users besides root and this process's own that may change the node
+	Log           *slog.Logger
 	Boot          transfer.Boot
 	Gather        prometheus.Gatherer
 	Driver        *driver.Driver
@@ -90,20 +95,31 @@ type Peer struct {
 	Wanted   bool   // requests need lanes to it
 }
 
-// Server serves the HTTP port.
+// Server serves the HTTP port and the admin socket.
 type Server struct {
 	o       Options
+	self    uint32        // this process's user
+	hosts   []string      // names of this host, in lower case; *.PARENT: all below it
 	streams chan struct{} // a token for each open stream of the page
+	refused admit.Log     // of events that strangers can cause
 }
 
 // New makes a server.
-func New(o Options) *Server { return &Server{o, make(chan struct{}, maxStreams)} }
+func New(o Options) *Server {
+	w := &Server{o: o, self: uint32(os.Getuid()), streams: make(chan struct{}, maxStreams), refused: admit.Log{Logger: o.Log},
+		hosts: []string{"localhost"}}
+	for _, h := range o.Hosts {
+		w.hosts = append(w.hosts, strings.ToLower(strings.TrimSuffix(h, ".")))
+	}
+	return w
+}
 
-// Server makes the HTTP server.
-func (w *Server) Server() *http.Server {
-	return &http.Server{Handler: w.handler(), ReadHeaderTimeout: headerTimeout,
-		ReadTimeout:  requestTimeout,
-		WriteTimeout: replyTimeout, IdleTimeout: idleTimeout, MaxHeaderBytes: maxHeaderBytes}
+func (w *Server) failed(err error) { w.refused.Note(slog.LevelWarn, "http: accept", "err", err) }
+
+// Port makes the server of the HTTP port, where every request only reads.
+func (w *Server) Port() *httpgate.Server {
+	return httpgate.New(httpgate.Options{Handler: readsOnly(w.forHost(w.handler())), ReplyTimeout: replyTimeout,
+		Failed: w.failed})
 }
 
 // handler serves health, metrics and the node's state.
@@ -146,9 +162,14 @@ func (w *Server) handler() http.Handler {
 		replyJSON(rw,
 			w.layouts())
 	})
-	mux.HandleFunc("POST /v1/leave", ofThisHost(w.leave(true)))
-	mux.HandleFunc("DELETE /v1/leave", ofThisHost(w.leave(false)))
-	w.storeHandlers(mux)
+	mux.HandleFunc("GET /v1/store", func(rw http.ResponseWriter, _ *http.Request) {
+		st := w.o.Store()
+		if st == nil {
+			reply(rw, http.StatusNotFound, noStore)
+			return
+		}
+		replyJSON(rw, st)
+	})
 	mux.HandleFunc("GET /v1/live", w.stream)
 	page.Handle(mux, pageHTML, pageScript)
 	mux.HandleFunc("GET /debug/state", func(rw http.ResponseWriter, _ *http.Request) {
@@ -158,52 +179,48 @@ func (w *Server) handler() http.Handler {
 	return mux
 }
 
-// leave sets whether routers choose other engines, and answers with the node's description.
-func (w *Server) leave(on bool) http.HandlerFunc {
-	return func(rw http.ResponseWriter, _ *http.Request) {
-		w.o.Life.Leave(on)
-		replyJSON(rw, w.describe())
-	}
-}
-
-// ofThisHost refuses requests of other hosts and of web pages: unlike the others these requests
-// change the node, take its time, or name its pages, and the port has no authentication. A
-// connection from the address that it leads to is of this host, or of this pod. One that a proxy of
-// this host makes is of whoever asked the proxy.
-func ofThisHost(serve http.HandlerFunc) http.HandlerFunc {
-	return func(rw http.ResponseWriter, r *http.Request) {
-		host, _, err := net.SplitHostPort(r.RemoteAddr)
-		named, _, err2 := net.SplitHostPort(r.Host)
-		own := ""
-		if local, ok := r.Context().Value(http.LocalAddrContextKey).(net.Addr); ok {
-			own, _, _ = net.SplitHostPort(local.String()) // empty: only loopback is of this host
-		}
-		here := func(h string) bool { return loopback(h) || own != "" && h == own }
-		if err != nil || err2 != nil || !here(host) || named != "localhost" && !here(named) ||
-			foreign(r.Header) {
-			reply(rw, http.StatusForbidden, "this request is served to processes of this host only: run "+
-				"kvspray on the sidecar's host, with --http and the address of its http.listen\n")
+// readsOnly refuses requests that change something: the port has no authentication, and no header or
+// address proves who asks, as proxies of this host ask for others.
+func readsOnly(serve http.Handler) http.Handler {
+	return http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
+		if r.Method != http.MethodGet && r.Method != http.MethodHead {
+			rw.Header().Set("Allow", "GET, HEAD")
+			reply(rw, http.StatusMethodNotAllowed, "the port only reads: 'kvspray drain' and 'kvspray "+
+				"store' change the sidecar through a socket beside that of its engines\n")
 			return
 		}
-		serve(rw, r)
-	}
-}
-
-// foreign reports whether a browser sent the request for a web page, or a proxy for somebody else.
-func foreign(h http.Header) bool {
-	for _, name := range []string{"Origin", "X-Forwarded-For", "Forwarded"} {
-		if len(h.Values(name)) > 0 {
-			return true
-		}
-	}
-	return slices.ContainsFunc(h.Values("Sec-Fetch-Site"), func(site string) bool {
-		return site != "none" // the user's own: an address that was typed
+		serve.ServeHTTP(rw, r)
 	})
 }
 
-func loopback(host string) bool {
-	ip := net.ParseIP(host)
-	return ip != nil && ip.IsLoopback()
+// forHost refuses requests that do not name this host: a browser sends one where the name of a web
+// page has come to lead here (DNS rebinding), and gives the page the answer. An address cannot come
+// to lead elsewhere, and a client without a host is no browser.
+func (w *Server) forHost(serve http.Handler) http.Handler {
+	return http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
+		if !w.named(r.Host) {
+			reply(rw, http.StatusForbidden, fmt.Sprintf("%.100q is not a name of this sidecar: ask its "+
+				"address, or add the name to http.hosts of its configuration\n", r.Host))
+			return
+		}
+		serve.ServeHTTP(rw, r)
+	})
+}
+
+// named reports whether host, with or without a port, is this sidecar.
+func (w *Server) named(host string) bool {
+	name, _, err := net.SplitHostPort(host)
+	if err != nil {
+		name = strings.TrimSuffix(strings.TrimPrefix(host, "["), "]")
+	}
+	if _, err := netip.ParseAddr(name); err == nil || name == "" {
+		return true
+	}
+	name = strings.ToLower(strings.TrimSuffix(name, "."))
+	return slices.Contains(w.hosts, name) || slices.ContainsFunc(w.hosts, func(h string) bool {
+		parent, all := strings.CutPrefix(h, "*")
+		return all && strings.HasSuffix(name, parent)
+	})
 }
 
 func reply(w http.ResponseWriter, code int, text string) {

@@ -4,12 +4,13 @@ package web
 
 import (
 	"context"
+	"errors"
+	"io"
+	"log/slog"
 	"net"
 	"net/http"
-	"net/http/httptest"
 	"os"
 	"path/filepath"
-	"regexp"
 	"strings"
 	"testing"
 	"time"
@@ -17,48 +18,9 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/kvspray/kvspray/control/engines"
+	"github.com/kvspray/kvspray/internal/httpgate"
+	"github.com/kvspray/kvspray/internal/testutil"
 )
-
-// Requests that change a node come over loopback, or from the address that they are sent to, which
-// is how an engine's container reaches the sidecar of its pod.
-func TestOfThisHost(t *testing.T) {
-	served := ofThisHost(func(rw http.ResponseWriter, _ *http.Request) {
-		rw.WriteHeader(http.StatusNoContent)
-	})
-	for name, c := range map[string]struct {
-		from, to, named, origin string
-		want                    int
-	}{
-		"loopback":               {"127.0.0.1:5", "127.0.0.1:7651", "localhost:7651", "", 204},
-		"loopback, IPv6":         {"[::1]:5", "[::1]:7651", "[::1]:7651", "", 204},
-		"its own address":        {"10.0.0.1:5", "10.0.0.1:7651", "10.0.0.1:7651", "", 204},
-		"its own address, IPv6":  {"[fd00::1]:5", "[fd00::1]:7651", "[fd00::1]:7651", "", 204},
-		"another host":           {"10.0.0.2:5", "10.0.0.1:7651", "10.0.0.1:7651", "", 403},
-		"another host, loopback": {"10.0.0.2:5", "10.0.0.1:7651", "127.0.0.1:7651", "", 403},
-		"another name":           {"10.0.0.1:5", "10.0.0.1:7651", "evil.example:7651", "", 403},
-		"another address":        {"10.0.0.1:5", "10.0.0.1:7651", "10.0.0.2:7651", "", 403},
-		"a web page":             {"127.0.0.1:5", "127.0.0.1:7651", "localhost:7651", "http://x", 403},
-		"no port":                {"127.0.0.1:5", "127.0.0.1:7651", "localhost", "", 403},
-	} {
-		t.Run(name, func(t *testing.T) {
-			local, err := net.ResolveTCPAddr("tcp", c.to)
-			if err != nil {
-				t.Fatal(err)
-			}
-			r := httptest.NewRequest(http.MethodPost, "/v1/leave", nil)
-			r = r.WithContext(context.WithValue(r.Context(), http.LocalAddrContextKey, net.Addr(local)))
-			r.RemoteAddr, r.Host = c.from, c.named
-			if c.origin != "" {
-				r.Header.Set("Origin", c.origin)
-			}
-			got := httptest.NewRecorder()
-			served(got, r)
-			if got.Code != c.want {
-				t.Errorf("%d, want %d", got.Code, c.want)
-			}
-		})
-	}
-}
 
 // asked counts what reaches a node's parts.
 type asked struct {
@@ -88,88 +50,178 @@ func (a *asked) RemoveNamespace(context.Context, [32]byte, bool) (*StoreRemoved,
 	return &StoreRemoved{}, nil
 }
 
-// Every route that changes a node, and the other ones of this host, refuse what a web page or a
-// proxy sends.
-func TestRoutesOfThisHost(t *testing.T) {
-	id := strings.Repeat("ab", 32)
-	routes := map[string]string{ // with their queries
-		"POST /v1/leave": "", "DELETE /v1/leave": "", "POST /v1/store/drain": "",
-		"POST /v1/store/remove": "?namespace=" + id,
-		"GET /v1/store/keys":    "?first=0&most=1&tier=memory&namespace=" + id,
-		"GET /v1/store/verify":  "?namespace=" + id + "&key=" + id,
-	}
-	for _, route := range changing(t) {
-		if _, ok := routes[route]; !ok {
-			t.Errorf("%s changes the node, and this test does not know it", route)
-		}
-	}
+// node is a server whose parts count what reaches them.
+func node() (*Server, *asked) {
 	a := &asked{}
-	s := httptest.NewServer(New(Options{Gather: prometheus.NewRegistry(), Life: a,
+	return New(Options{Gather: prometheus.NewRegistry(), Life: a, Hosts: []string{"Node-1",
+		"*.engines.example."}, Log: slog.New(slog.DiscardHandler),
 		Transports: func() []string { return nil }, Workers: func() []*engines.Worker { return nil },
 		Store: func() *Store { return &Store{} }, StoreCalls: func() StoreCalls { return a },
-	}).handler())
-	defer s.Close()
-	type change = func(*http.Request)
-	header := func(name, value string) change {
-		return func(r *http.Request) { r.Header.Set(name, value) }
+	}), a
+}
+
+// serve serves until the test is over.
+func serve(t *testing.T, s *httpgate.Server, network, address string) net.Addr {
+	t.Helper()
+	ln, err := net.Listen(network, address)
+	if err != nil {
+		t.Fatal(err)
 	}
-	for route, query := range routes {
-		method, path, _ := strings.Cut(route, " ")
-		for name, c := range map[string]struct {
-			change change
-			want   int
-		}{
-			"own":              {func(*http.Request) {}, 200},
-			"typed":            {header("Sec-Fetch-Site", "none"), 200},
-			"a foreign host":   {func(r *http.Request) { r.Host = "evil.example:7651" }, 403},
-			"an origin":        {header("Origin", "http://evil.example"), 403},
-			"an opaque origin": {header("Origin", "null"), 403},
-			"another site":     {header("Sec-Fetch-Site", "cross-site"), 403},
-			"the same origin":  {header("Sec-Fetch-Site", "same-origin"), 403},
-			"a proxy":          {header("X-Forwarded-For", "10.0.0.2"), 403},
-			"a modern proxy":   {header("Forwarded", "for=10.0.0.2"), 403},
-		} {
-			r, err := http.NewRequestWithContext(t.Context(), method, s.URL+path+query, nil)
+	ended := make(chan error, 1)
+	go func() { ended <- s.Serve(ln) }()
+	t.Cleanup(func() {
+		_ = s.Close()
+		<-ended
+	})
+	return ln.Addr()
+}
+
+// ask sends one request over a connection of its own.
+func ask(t *testing.T, c net.Conn, method, target, host string) (status int, body string) {
+	t.Helper()
+	defer c.Close()
+	r, err := http.NewRequestWithContext(t.Context(), method, "http://x"+target, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.Host = host
+	used := false
+	transport := &http.Transport{DisableKeepAlives: true,
+		DialContext: func(context.Context, string, string) (net.Conn, error) {
+			if used {
+				return nil, net.ErrClosed
+			}
+			used = true
+			return c, nil
+		}}
+	res, err := transport.RoundTrip(r)
+	if err != nil {
+		t.Errorf("%s %s: %v", method, target, err)
+		return 0, ""
+	}
+	defer func() { _ = res.Body.Close() }()
+	b, err := io.ReadAll(res.Body)
+	if err != nil {
+		t.Error(err)
+	}
+	return res.StatusCode, string(b)
+}
+
+// changing are the calls that change a node, take its time or name its pages.
+var changing = []struct{ method, target string }{
+	{"POST", "/v1/leave"}, {"DELETE", "/v1/leave"}, {"POST", "/v1/store/drain"},
+	{"POST", "/v1/store/remove?unknown=true&namespace=" + id},
+	{"GET", "/v1/store/keys?first=0&most=1&tier=memory&namespace=" + id},
+	{"GET", "/v1/store/verify?namespace=" + id + "&key=" + id},
+}
+
+const id = "abababababababababababababababababababababababababababababababab"
+
+// No request to the port changes the node, whatever sends it: a proxy of this host that passes on
+// what it gets looks like a client of this host.
+func TestPortChangesNothing(t *testing.T) {
+	w, a := node()
+	at := serve(t, w.Port(), "tcp", "127.0.0.1:0").String()
+	for _, c := range changing {
+		conn, err := net.Dial("tcp", at)
+		if err != nil {
+			t.Fatal(err)
+		}
+		want := http.StatusMethodNotAllowed
+		if c.method == http.MethodGet {
+			want = http.StatusNotFound
+		}
+		if code, body := ask(t, conn, c.method, c.target, at); code != want || a.calls != 0 {
+			t.Errorf("%s %s: %d %s; %d calls reached the node", c.method, c.target, code, body, a.calls)
+		}
+	}
+	for _, method := range []string{"POST", "PUT", "PATCH", "DELETE"} {
+		for _, path := range []string{"/", "/v1/node", "/debug/state", "/metrics", "/v1/store"} {
+			conn, err := net.Dial("tcp", at)
 			if err != nil {
 				t.Fatal(err)
 			}
-			c.change(r)
-			before := a.calls
-			res, err := s.Client().Do(r)
-			if err != nil {
-				t.Fatal(err)
-			}
-			_ = res.Body.Close()
-			reached := a.calls > before
-			if res.StatusCode != c.want || reached != (c.want == 200) {
-				t.Errorf("%s, %s: %d, want %d; it reached the node: %v", route, name, res.StatusCode,
-					c.want, reached)
+			if code, body := ask(t, conn, method, path, at); code != http.StatusMethodNotAllowed {
+				t.Errorf("%s %s: %d %s", method, path, code, body)
 			}
 		}
 	}
 }
 
-// changing finds the routes in this package's source that change something by their method.
-func changing(t *testing.T) (routes []string) {
-	t.Helper()
-	files, err := filepath.Glob("*.go")
-	if err != nil {
-		t.Fatal(err)
+// The kernel decides who changes a node: root, the sidecar's user and those that it lists.
+func TestAdminSocketChecksTheUser(t *testing.T) {
+	nobody := uint32(os.Getuid())
+	if nobody == 0 {
+		nobody = 65534 // see testutil.AsNobody
 	}
-	pattern := regexp.MustCompile(`mux\.Handle(?:Func)?\("((?:[A-Z]+ )?/[^"]*)"`)
-	for _, file := range files {
-		b, err := os.ReadFile(file)
-		if err != nil {
+	for name, c := range map[string]struct {
+		self   uint32
+		listed []uint32
+		served bool
+	}{
+		"the sidecar's user": {self: nobody, served: true},
+		"another user":       {self: nobody + 1},
+		"another one listed": {self: nobody + 1, listed: []uint32{nobody + 2}},
+		"a listed user":      {self: nobody + 1, listed: []uint32{nobody + 2, nobody}, served: true},
+	} {
+		w, a := node()
+		w.self, w.o.AdminUIDs = c.self, c.listed
+		dir := testutil.ShortDir(t)
+		path := filepath.Join(dir, "admin")
+		serve(t, w.Admin(), "unix", path)
+		if err := errors.Join(os.Chmod(dir, 0o755), os.Chmod(path, 0o666)); err != nil {
 			t.Fatal(err)
 		}
-		for _, m := range pattern.FindAllStringSubmatch(string(b), -1) {
-			if !strings.HasPrefix(m[1], "GET ") {
-				routes = append(routes, m[1])
+		for _, x := range changing {
+			before := a.calls
+			var conn net.Conn
+			testutil.AsNobody(t, func() { // the connection has the user of the thread that connects
+				var err error
+				if conn, err = net.Dial("unix", path); err != nil {
+					t.Error(err)
+				}
+			})
+			if conn == nil {
+				t.FailNow()
+			}
+			code, body := ask(t, conn, x.method, x.target, "localhost")
+			want := http.StatusForbidden
+			if c.served {
+				want = http.StatusOK
+			}
+			if code != want || (a.calls > before) != c.served {
+				t.Errorf("%s, %s %s: %d %s; it reached the node: %v", name, x.method, x.target, code, body,
+					a.calls > before)
+			}
+			if !c.served && !strings.Contains(body, "engine.admin_uids") {
+				t.Errorf("%s: no remedy in %q", name, body)
 			}
 		}
 	}
-	if len(routes) < 4 {
-		t.Fatalf("found only %v", routes)
+}
+
+// A page whose name has come to lead to this host reads nothing here: a browser sends the page's
+// name.
+func TestPortChecksTheHost(t *testing.T) {
+	w, _ := node()
+	at := serve(t, w.Port(), "tcp", "127.0.0.1:0").String()
+	for host, want := range map[string]int{
+		at: 200, "127.0.0.1": 200, "[::1]:7651": 200, "[fd00::1]": 200, "10.0.0.1:7651": 200,
+		"localhost:7651": 200, "LOCALHOST": 200, "node-1:7651": 200, "node-1.": 200,
+		"p-0.engines.example:7651": 200, "a.b.Engines.Example": 200,
+		"evil.example:7651": 403, "evil.example": 403, "node-1.evil.example": 403,
+		"engines.example.evil": 403, "xengines.example": 403, "engines.example": 403,
+		"127.0.0.1.evil.example": 403, "localhost.evil.example:80": 403,
+	} {
+		for _, path := range []string{"/readyz", "/v1/node", "/metrics", "/page/page.js"} {
+			c, err := net.Dial("tcp", at)
+			if err != nil {
+				t.Fatal(err)
+			}
+			code, body := ask(t, c, "GET", path, host)
+			if code != want || want != 200 && !strings.Contains(body, "http.hosts") {
+				t.Errorf("%s of %s: %d %.200s", path, host, code, body)
+			}
+		}
 	}
-	return routes
 }

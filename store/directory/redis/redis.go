@@ -22,6 +22,7 @@ import (
 	"github.com/redis/go-redis/v9"
 
 	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/redact"
 	"github.com/kvspray/kvspray/store/directory"
 	"github.com/kvspray/kvspray/store/page"
 	"github.com/kvspray/kvspray/transfer"
@@ -42,7 +43,7 @@ type Options struct {
 	Self      transfer.Boot
 	Addresses []string // several: of a cluster
 	Username  string
-	Password  string
+	Password  redact.Secret
 	TLS       bool
 	Prefix    string // of all keys
 }
@@ -52,18 +53,19 @@ type Directory struct {
 	self   transfer.Boot
 	prefix string
 	client redis.UniversalClient
+	secret redact.Secret // the password
 	now    func() time.Time
 }
 
 // New makes a directory. It does not connect: a service that is away costs misses.
 func New(o Options) *Directory {
-	c := &redis.UniversalOptions{Addrs: o.Addresses, Username: o.Username, Password: o.Password,
+	c := &redis.UniversalOptions{Addrs: o.Addresses, Username: o.Username, Password: o.Password.Reveal(),
 		DialTimeout: dialTime, ReadTimeout: callTime, WriteTimeout: callTime, PoolSize: poolConns,
 		MaxRetries: 1, ContextTimeoutEnabled: true}
 	if o.TLS {
 		c.TLSConfig = &tls.Config{MinVersion: tls.VersionTLS12}
 	}
-	return &Directory{self: o.Self, prefix: o.Prefix, client: redis.NewUniversalClient(c),
+	return &Directory{self: o.Self, prefix: o.Prefix, secret: o.Password, client: redis.NewUniversalClient(c),
 		now: time.Now}
 }
 
@@ -76,7 +78,7 @@ func Configured(self transfer.Boot, c *config.StoreRedis) (*Directory, error) {
 		if err != nil {
 			return nil, fmt.Errorf("store.redis.password_file: %w", err)
 		}
-		o.Password = strings.TrimSpace(string(b))
+		o.Password = redact.NewSecret(strings.TrimSpace(string(b)))
 	}
 	return New(o), nil
 }
@@ -121,7 +123,7 @@ func (d *Directory) each(ctx context.Context, keys []page.Key,
 		}
 		keys = keys[n:]
 		if _, err := p.Exec(ctx); err != nil && !errors.Is(err, redis.Nil) {
-			return explain(err)
+			return d.explain(err)
 		}
 	}
 	return nil
@@ -150,7 +152,12 @@ var remedies = []struct{ word, do string }{
 	{"CLUSTERDOWN", "repair the cluster"},
 }
 
-func explain(err error) error {
+// explain is an error with its remedy. The service repeats the arguments of commands that it does
+// not know: those of AUTH have the password.
+func (d *Directory) explain(err error) error {
+	if shown := d.secret.Hide(err.Error()); shown != err.Error() {
+		return &down{errors.New(shown), ""}
+	}
 	for _, r := range remedies {
 		if redis.HasErrorPrefix(err, r.word) {
 			return &down{err, ": " + r.do}

@@ -6,15 +6,18 @@ import (
 	"context"
 	"crypto/rand"
 	"errors"
+	"fmt"
 	"net"
 	"os/exec"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
 	"github.com/alicebob/miniredis/v2"
 
+	"github.com/kvspray/kvspray/internal/redact"
 	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/store/directory"
 	"github.com/kvspray/kvspray/store/page"
@@ -208,5 +211,48 @@ func TestServiceAway(t *testing.T) {
 	}
 	if f := d.of(t, keys); len(f.Holders) != 1 {
 		t.Errorf("%v", f.Holders)
+	}
+}
+
+// A service repeats the arguments of a command that it does not know. No error has the password.
+func TestErrorsHideThePassword(t *testing.T) {
+	const password = "hunter2"
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	defer func() { _ = ln.Close() }()
+	wg.Go(func() {
+		for {
+			c, err := ln.Accept()
+			if err != nil {
+				return
+			}
+			wg.Go(func() {
+				defer func() { _ = c.Close() }()
+				b := make([]byte, 4096)
+				for {
+					n, err := c.Read(b)
+					if err != nil {
+						return
+					}
+					// one answer for each command of the pipeline
+					for range strings.Count(string(b[:n]), "*") {
+						said := strings.Join(strings.Fields(string(b[:n])), " ")
+						if _, err := fmt.Fprintf(c, "-ERR unknown command, with args: %s\r\n", said); err != nil {
+							return
+						}
+					}
+				}
+			})
+		}
+	})
+	d := New(Options{Addresses: []string{ln.Addr().String()}, Password: redact.NewSecret(password)})
+	defer func() { _ = d.Close() }()
+	err = d.Announce(t.Context(), 1, make([]page.Key, 1))
+	if err == nil || strings.Contains(err.Error(), password) || !strings.Contains(err.Error(), "unknown") {
+		t.Errorf("%v", err)
 	}
 }

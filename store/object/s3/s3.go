@@ -21,6 +21,7 @@ import (
 	"os"
 	"time"
 
+	"github.com/kvspray/kvspray/internal/redact"
 	"github.com/kvspray/kvspray/store/object"
 	"github.com/minio/minio-go/v7"
 	"github.com/minio/minio-go/v7/pkg/credentials"
@@ -64,8 +65,9 @@ func Open(c Config) (object.Bucket, error) {
 	}
 	u, err := url.Parse(c.Endpoint)
 	if err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Host == "" ||
+		u.User != nil ||
 		u.Path != "" && u.Path != "/" {
-		return nil, &object.ConfigError{Field: "endpoint", Value: c.Endpoint,
+		return nil, &object.ConfigError{Field: "endpoint", Value: redact.URL(c.Endpoint),
 			Problem: "is no URL of a service", Remedy: "write https://HOST or http://HOST:PORT"}
 	}
 	if c.Bucket == "" {

@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package redact keeps secrets out of logs, errors, pages and reports. A Secret prints as its
+// length; URL and URLs remove users and passwords, both of which can be tokens; Text is for texts of
+// others. No goroutines.
+package redact
+
+import (
+	"fmt"
+	"log/slog"
+	"regexp"
+	"strings"
+)
+
+// Hidden replaces what is removed.
+const Hidden = "..."
+
+// Secret is a password, a token or a key. Every way to print or encode it gives its length, and
+// reflection finds an address only: package fmt calls no method of a field that is not exported.
+type Secret struct{ text *string }
+
+// NewSecret keeps a text.
+func NewSecret(text string) Secret { return Secret{&text} }
+
+// Reveal returns the text, for its user.
+func (s Secret) Reveal() string {
+	if s.text == nil {
+		return ""
+	}
+	return *s.text
+}
+
+// Hide is a text without the secret: others repeat what they got, as in an error about a command.
+func (s Secret) Hide(text string) string {
+	if s.Reveal() == "" {
+		return text
+	}
+	return strings.ReplaceAll(text, s.Reveal(), Hidden)
+}
+
+// String implements fmt.Stringer.
+func (s Secret) String() string { return fmt.Sprintf("(%d bytes)", len(s.Reveal())) }
+
+// Format implements fmt.Formatter, for all verbs.
+func (s Secret) Format(f fmt.State, _ rune) { _, _ = fmt.Fprint(f, s.String()) }
+
+// MarshalText implements encoding.TextMarshaler, for JSON and YAML.
+func (s Secret) MarshalText() ([]byte, error) { return []byte(s.String()), nil }
+
+// LogValue implements slog.LogValuer.
+func (s Secret) LogValue() slog.Value { return slog.StringValue(s.String()) }
+
+var named = regexp.MustCompile(`(?i)secret|token|pass|auth|cred|key`)
+
+// Names reports whether a name announces a secret.
+func Names(name string) bool { return named.MatchString(name) }
+
+// What a text can contain of secrets, with the parts that stay.
+var (
+	pemBlock   = regexp.MustCompile(`(?s)-----BEGIN [A-Z ]+-----.*?-----END [A-Z ]+-----`)
+	assignment = regexp.MustCompile(`(?i)((?:secret|token|passw|passphrase|authorization|credential|` +
+		`api[_-]?key|access[_-]?key|private[_-]?key)[a-z_-]*"?\s*[:=]\s*"?(?:(?:bearer|basic)\s+)?)[^\s",}]+`)
+	accessKey = regexp.MustCompile(`\b(?:AKIA|ASIA)[A-Z0-9]{16}\b`)
+)
+
+// Text is a text that others wrote, without the secrets that it announces, without keys in PEM form
+// and without users of URLs.
+func Text(b []byte) []byte {
+	b = pemBlock.ReplaceAll(b, []byte("[key or certificate]"))
+	b = assignment.ReplaceAll(b, []byte("${1}[secret]"))
+	b = accessKey.ReplaceAll(b, []byte("[access key]"))
+	return userOf.ReplaceAll(b, []byte("://"+Hidden+"@"))
+}
+
+// userOf is the user of a URL in a text. A password may contain any character but a space or a
+// quotation mark, as the URL may be malformed.
+var userOf = regexp.MustCompile(`://[^\s"]*@`)
+
+// URLs is a text without the users and passwords of URLs in it. Another @ in a URL costs what is
+// before it.
+func URLs(text string) string { return userOf.ReplaceAllLiteralString(text, "://"+Hidden+"@") }
+
+// URL is a text that is to be one URL or address, without its user and password. It may be
+// malformed, and have no scheme.
+func URL(text string) string {
+	at := strings.LastIndexByte(text, '@')
+	if at < 0 {
+		return text
+	}
+	scheme := ""
+	if end := strings.Index(text[:at], "://"); end >= 0 {
+		scheme = text[:end+len("://")]
+	}
+	return scheme + Hidden + text[at:]
+}

@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package redact
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"log/slog"
+	"strings"
+	"testing"
+
+	"go.yaml.in/yaml/v3"
+
+	"github.com/kvspray/kvspray/internal/leaktest"
+)
+
+func TestMain(m *testing.M) { leaktest.Main(m) }
+
+func TestURL(t *testing.T) {
+	for in, want := range map[string]string{
+		"":                               "",
+		"host:80":                        "host:80",
+		"http://host:80/path?q":          "http://host:80/path?q",
+		"http://user:hunter2@host:80/p":  "http://...@host:80/p",
+		"https://token@host":             "https://...@host",
+		"https://u:p@ss@host":            "https://...@host",
+		"https://u:p/a?s#s@host":         "https://...@host",
+		"user:hunter2@host:80":           "...@host:80",
+		"http://user:hunter2@ho st":      "http://...@ho st",
+		"://user:hunter2@host":           "://...@host",
+		"http://[::1]:80/":               "http://[::1]:80/",
+		"redis://:hunter2@10.0.0.1:6379": "redis://...@10.0.0.1:6379",
+	} {
+		if got := URL(in); got != want {
+			t.Errorf("URL(%q): %q, want %q", in, got, want)
+		}
+	}
+	for in, want := range map[string]string{
+		`dial "http://u:p@a" and http://t@b/c: refused`: `dial "http://...@a" and http://...@b/c: refused`,
+		`{"a":"http://x","b":"rail@10.0.0.1:1"}`:        `{"a":"http://x","b":"rail@10.0.0.1:1"}`,
+	} {
+		if got := URLs(in); got != want {
+			t.Errorf("URLs(%q): %q, want %q", in, got, want)
+		}
+	}
+}
+
+// However a secret is printed or encoded, alone or within another value, its bytes stay.
+func TestSecretPrintsAsItsLength(t *testing.T) {
+	const bytesOf = "hunter2"
+	s := NewSecret(bytesOf)
+	within := struct {
+		Password Secret
+		hidden   Secret
+	}{s, s}
+	var out bytes.Buffer
+	for _, verb := range []string{"%v", "%+v", "%#v", "%s", "%q", "%x", "%X", "%d"} {
+		fmt.Fprintf(&out, verb+verb+verb+"\n", s, &s, within)
+	}
+	fmt.Fprintln(&out, s, within, fmt.Errorf("refused: %v", s))
+	slog.New(slog.NewTextHandler(&out, nil)).Info("m", "s", s, "w", within)
+	slog.New(slog.NewJSONHandler(&out, nil)).Info("m", "s", s, "w", within)
+	j, err := json.Marshal(map[Secret]any{s: within})
+	if err != nil {
+		t.Fatal(err)
+	}
+	y, err := yaml.Marshal(map[string]any{"s": s, "w": within})
+	if err != nil {
+		t.Fatal(err)
+	}
+	text := out.String() + string(j) + string(y)
+	for _, bad := range []string{bytesOf, fmt.Sprintf("%x", bytesOf), fmt.Sprintf("%X", bytesOf),
+		fmt.Sprint([]byte(bytesOf))} {
+		if strings.Contains(text, bad) {
+			t.Errorf("%q is in %s", bad, text)
+		}
+	}
+	if !strings.Contains(text, "(7 bytes)") || s.Reveal() != bytesOf || NewSecret("").Reveal() != "" || (Secret{}).Reveal() != "" {
+		t.Errorf("%s", text)
+	}
+}
