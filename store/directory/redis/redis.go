@@ -122,7 +122,13 @@ func (d *Directory) each(ctx context.Context, keys []page.Key,
 			add(p, &keys[i])
 		}
 		keys = keys[n:]
-		if _, err := p.Exec(ctx); err != nil && !errors.Is(err, redis.Nil) {
+		if cmds, err := p.Exec(ctx); err != nil && !errors.Is(err, redis.Nil) {
+			for _, c := range cmds { // a refusal explains more than a time that is over
+				var answer redis.Error
+				if errors.As(c.Err(), &answer) && !errors.Is(answer, redis.Nil) {
+					return d.explain(answer)
+				}
+			}
 			return d.explain(err)
 		}
 	}
