@@ -30,23 +30,26 @@ func TestWipe(t *testing.T) {
 	for _, restart := range []bool{false, true} {
 		files := sims(1, simBytes, 1)
 		tier := start(t, files)
-		for i := range 8 { // pages of both are in each segment
-			_, _ = load(tier, 0, i*9, i*9+9)
-			_, _ = load(tier, 1, i*3, i*3+3)
+		for i := range 6 { // pages of both are in each segment
+			_, _ = load(tier, 0, i*8, i*8+8)
+			_, _ = load(tier, 1, i*2, i*2+2)
+		}
+		if st := tier.Stats(); st.Evicted > 0 {
+			t.Fatalf("the store is too small: %+v", st)
 		}
 		on := func() (n int) {
 			whole := make([]byte, simBytes)
 			if err := files[0].ReadAt(whole, 0); err != nil {
 				t.Fatal(err)
 			}
-			for i := range 72 {
+			for i := range 48 {
 				if bytes.Contains(whole, content(simKey(0, i), simPages[0])[:simPages[0]]) {
 					n++
 				}
 			}
 			return n
 		}
-		if n := on(); n != 72 || tier.Stats().Removed != 0 {
+		if n := on(); n != 48 || tier.Stats().Removed != 0 {
 			t.Fatalf("%d pages are on the device: %+v", n, tier.Stats())
 		}
 		if err := tier.Remove(simSpace(0)); err != nil {
@@ -56,7 +59,7 @@ func TestWipe(t *testing.T) {
 			_ = tier.Close()
 			tier = start(t, files)
 		}
-		if n := on(); n != 72 || tier.Stats().Removed == 0 {
+		if n := on(); n != 48 || tier.Stats().Removed == 0 {
 			t.Errorf("restart %v: %d pages are on the device: %+v", restart, n, tier.Stats())
 		}
 		wipeAll(t, tier)
@@ -64,7 +67,7 @@ func TestWipe(t *testing.T) {
 			t.Errorf("restart %v: %d removed pages are on the device", restart, n)
 		}
 		for range 2 {
-			for i := range 24 {
+			for i := range 12 {
 				if !has(t, tier, 1, i) {
 					t.Errorf("restart %v: page %d of another namespace is gone", restart, i)
 				}
