@@ -28,12 +28,12 @@ type step struct {
 	after time.Duration
 }
 
-func asks(at time.Duration) step                      { return step{at: at, what: "asks"} }
-func answers(at time.Duration, s sign) step           { return step{at: at, what: "answers", sign: s} }
-func requested(at time.Duration, s sign) step         { return step{at: at, what: "request", sign: s} }
-func told(at time.Duration, after time.Duration) step { return step{at, "request", signBusy, after} }
-func passes(at time.Duration) step                    { return step{at: at, what: "passes"} }
-func gotByte(at time.Duration) step                   { return step{at: at, what: "byte"} }
+func asks(at time.Duration) step                         { return step{at: at, what: "asks"} }
+func answers(at time.Duration, s sign) step              { return step{at: at, what: "answers", sign: s} }
+func requested(at time.Duration, s sign) step            { return step{at: at, what: "request", sign: s} }
+func busyFor(at time.Duration, after time.Duration) step { return step{at, "request", signBusy, after} }
+func passes(at time.Duration) step                       { return step{at: at, what: "passes"} }
+func gotByte(at time.Duration) step                      { return step{at: at, what: "byte"} }
 
 func TestHealthCondition(t *testing.T) {
 	const s = time.Second
@@ -90,9 +90,9 @@ func TestHealthCondition(t *testing.T) {
 		{"a result ends the rest", []step{requested(0, signFailed), requested(1, signAlive)}, 1, fit},
 		{"a client's own mistake is none", []step{requested(0, signAlive)}, 0, fit},
 		{"the router's fault is none", []step{requested(0, signNone)}, 0, fit},
-		{"busy", []step{told(0, 7*s)}, 7*s - 1, busy},
-		{"for its time", []step{told(0, 7*s)}, 7 * s, fit},
-		{"it answers again", []step{told(0, 7*s), requested(s, signAlive)}, s, fit},
+		{"busy", []step{busyFor(0, 7*s)}, 7*s - 1, busy},
+		{"for its time", []step{busyFor(0, 7*s)}, 7 * s, fit},
+		{"it answers again", []step{busyFor(0, 7*s), requested(s, signAlive)}, s, fit},
 		{"a new process has no failures", []step{requested(0, signFailed), requested(1, signRefused),
 			asks(2), answers(2, signAlive)}, 2, fit},
 	} {

@@ -673,7 +673,7 @@ func TestPasswordsStayInside(t *testing.T) {
 	var log kvtest.Log
 	px, router := start(t, Config{Prefill: []Prefill{{URL: withUser(p.URL),
 		Sidecar: withUser(sidecar.URL), Peer: "127.0.0.2:1"}}, Decode: []string{withUser(d.URL)},
-		DecodeSidecars: []string{withUser(sidecar.URL)}, Policy: "auto",
+		DecodeSidecars: []string{withUser(sidecar.URL)}, Policy: "auto", Times: quick(),
 		Log: slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelDebug}))})
 	var all bytes.Buffer
 	get := func(path string) {

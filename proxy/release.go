@@ -45,8 +45,8 @@ func (j *job) release(ctx context.Context) {
 		err := j.sendRelease(ctx, h)
 		cancel()
 		if err != nil {
-			j.p.log.Warn("the prefill engine was not told that its cache is not needed: it keeps it for "+
-				"its match timeout", "request", j.id, "url", h.pre.url, "err", err)
+			j.p.log.Warn("the prefill engine's cache could not be released: it stays for the match timeout",
+				"request", j.id, "url", h.pre.url, "err", err)
 		}
 	}
 }

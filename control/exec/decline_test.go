@@ -342,6 +342,21 @@ func TestSchedulerDeclinesEveryPrompt(t *testing.T) {
 	}
 }
 
+// A router releases a transfer at the engine that holds it: its own sidecar is the peer.
+func TestSchedulerDeclinesAtItsOwnSidecar(t *testing.T) {
+	s, p, _, pw, _ := pair(t, 5, 0)
+	src := p.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)
+	s.rest(sec / 10)
+	p.event(func() {
+		p.ex.Decline(s.now, engines.Decline{Boot: transfer.Boot{99}, ID: 7, Engine: "e", World: 1,
+			Key: transfer.Key{Xfer: testKey(1, 1).Xfer}, Peer: "p:1", Reason: "the router ended it"})
+	})
+	s.until("the source's end", sec/10, func() bool { return src.done != nil })
+	if wantStatus(t, src, engines.StatusFailed); !strings.Contains(src.done.Reason, "router") {
+		t.Errorf("reason %q", src.done.Reason)
+	}
+}
+
 // Declines for an address without an answer are bounded, and dropped in the end.
 func TestSchedulerDeclinesAreBounded(t *testing.T) {
 	s := newSim(t, 1, 0)
