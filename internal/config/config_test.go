@@ -592,6 +592,12 @@ func TestNearest(t *testing.T) {
 func TestErrorsRepeatNoSecret(t *testing.T) {
 	const bad = "hunter22"
 	store := "store:\n  memory: 64MiB\n"
+	bucket := func(endpoint string) string {
+		return store + "  object: {bucket: b, prefix: p, size: 1GiB, endpoint: \"" + endpoint + "\"}"
+	}
+	redis := func(addresses string) string {
+		return store + "  directory: redis\n  redis: {addresses: " + addresses + "}"
+	}
 	for name, text := range map[string]string{
 		"unknown key":     "peer:\n  cluster_key: " + bad,
 		"near a known":    store + "  redis: {password: " + bad + "}",
@@ -600,10 +606,10 @@ func TestErrorsRepeatNoSecret(t *testing.T) {
 		"token":           "trace: {otlp: \"https://" + bad + "@collector\"}",
 		"no URL":          "trace: {otlp: \"u:" + bad + "@collector\"}",
 		"malformed":       "trace: {otlp: \"https://u:" + bad + "@coll ector\"}",
-		"bucket":          store + "  object: {bucket: b, prefix: p, size: 1GiB, endpoint: \"http://u:" + bad + "@h\"}",
-		"bucket's scheme": store + "  object: {bucket: b, prefix: p, size: 1GiB, endpoint: \"u:" + bad + "@h\"}",
-		"redis":           store + "  directory: redis\n  redis: {addresses: [\":" + bad + "@h:6379\"]}",
-		"redis, URL":      store + "  directory: redis\n  redis: {addresses: [\"redis://:" + bad + "@h:6379\"]}",
+		"bucket":          bucket("http://u:" + bad + "@h"),
+		"bucket's scheme": bucket("u:" + bad + "@h"),
+		"redis":           redis("[\":" + bad + "@h:6379\"]"),
+		"redis, URL":      redis("[\"redis://:" + bad + "@h:6379\"]"),
 		"redis, no list":  store + "  redis: {addresses: \"redis://:" + bad + "@h:6379\"}",
 		"join":            "peer: {gossip: {join: [\"http://u:" + bad + "@h:1\"]}}",
 		"syntax":          "peer: {\npassword: " + bad + "\n: : }",

@@ -7,8 +7,9 @@
 // So clients that send nothing, or half a header, give way to those that ask, and of the clients
 // that ask one gives way only where all others of its source, or all others, ask too.
 //
-// Invariants: at most the gate's connections are open. No error of accept ends the server: a process
-// that is out of descriptors serves again when it has some. Guard starts no goroutine.
+// Invariants: at most the gate's connections are open. No error of accept ends the server: a
+// process that is out of descriptors serves again when it has some. Goroutines are those of
+// net/http; Close ends them.
 package httpgate
 
 import (

@@ -100,8 +100,8 @@ func (c *client) closed() {
 	}
 }
 
-// However many clients send nothing, half a request or nothing more, newcomers are served, and so is
-// a request that is under way.
+// However many clients send nothing, half a request or nothing more, newcomers are served, and so
+// is a request that is under way.
 func TestSilentClientsMakeRoom(t *testing.T) {
 	release, begun := make(chan struct{}), make(chan struct{})
 	s := New(Options{Failed: func(error) {}, ReplyTimeout: patience,
@@ -217,5 +217,7 @@ func TestBodiesAreBounded(t *testing.T) {
 		t.Errorf("read %d bytes of a body: %v", maxBodyBytes+1, err)
 	}
 	_ = c.Close()
-	testutil.Eventually(t, patience, "the connection is closed", func() bool { return s.gate.Held() == 0 })
+	testutil.Eventually(t, patience, "the connection is closed", func() bool {
+		return s.gate.Held() == 0
+	})
 }

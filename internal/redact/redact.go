@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package redact keeps secrets out of logs, errors, pages and reports. A Secret prints as its
-// length; URL and URLs remove users and passwords, both of which can be tokens; Text is for texts of
-// others. No goroutines.
+// length; URL and URLs remove users and passwords, both of which can be tokens; Text is for texts
+// of others. No goroutines.
 package redact
 
 import (
@@ -59,7 +59,8 @@ func Names(name string) bool { return named.MatchString(name) }
 var (
 	pemBlock   = regexp.MustCompile(`(?s)-----BEGIN [A-Z ]+-----.*?-----END [A-Z ]+-----`)
 	assignment = regexp.MustCompile(`(?i)((?:secret|token|passw|passphrase|authorization|credential|` +
-		`api[_-]?key|access[_-]?key|private[_-]?key)[a-z_-]*"?\s*[:=]\s*"?(?:(?:bearer|basic)\s+)?)[^\s",}]+`)
+		`api[_-]?key|access[_-]?key|private[_-]?key)[a-z_-]*"?\s*[:=]\s*"?` +
+		`(?:(?:bearer|basic)\s+)?)[^\s",}]+`)
 	accessKey = regexp.MustCompile(`\b(?:AKIA|ASIA)[A-Z0-9]{16}\b`)
 )
 

@@ -37,8 +37,8 @@ func TestURL(t *testing.T) {
 		}
 	}
 	for in, want := range map[string]string{
-		`dial "http://u:p@a" and http://t@b/c: refused`: `dial "http://...@a" and http://...@b/c: refused`,
-		`{"a":"http://x","b":"rail@10.0.0.1:1"}`:        `{"a":"http://x","b":"rail@10.0.0.1:1"}`,
+		`dial "http://u:p@a", http://t@b/c: refused`: `dial "http://...@a", http://...@b/c: refused`,
+		`{"a":"http://x","b":"rail@10.0.0.1:1"}`:     `{"a":"http://x","b":"rail@10.0.0.1:1"}`,
 	} {
 		if got := URLs(in); got != want {
 			t.Errorf("URLs(%q): %q, want %q", in, got, want)
@@ -76,7 +76,8 @@ func TestSecretPrintsAsItsLength(t *testing.T) {
 			t.Errorf("%q is in %s", bad, text)
 		}
 	}
-	if !strings.Contains(text, "(7 bytes)") || s.Reveal() != bytesOf || NewSecret("").Reveal() != "" || (Secret{}).Reveal() != "" {
+	if !strings.Contains(text, "(7 bytes)") || s.Reveal() != bytesOf || NewSecret("").Reveal() != "" ||
+		(Secret{}).Reveal() != "" {
 		t.Errorf("%s", text)
 	}
 }

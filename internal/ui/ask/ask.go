@@ -90,8 +90,8 @@ func Do(ctx context.Context, method, addr, path string) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	return answer(ctx, client, method, "http://"+addr, "http://"+addr, path,
-		"pass --http HOST:PORT of the right one: its http.listen, which it logs as http= when it is ready")
+	return sidecar{client, "http://" + addr, "http://" + addr, "--http HOST:PORT of the right one: its " +
+		"http.listen, which it logs as http= when it is ready"}.ask(ctx, method, path)
 }
 
 // Admin sends a request to the socket of a sidecar for calls that change it. The end of ctx is the
@@ -102,8 +102,8 @@ func Admin(ctx context.Context, method, socket, path string) ([]byte, error) {
 		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
 			return (&net.Dialer{}).DialContext(ctx, "unix", socket)
 		}}
-	b, err := answer(ctx, &c, method, socket, "http://localhost", path,
-		"pass --socket PATH of the right one: its engine.socket, which it logs as socket= when it is ready")
+	b, err := sidecar{&c, socket, "http://localhost", "--socket PATH of the right one: its " +
+		"engine.socket, which it logs as socket= when it is ready"}.ask(ctx, method, path)
 	if errors.Is(err, os.ErrPermission) {
 		err = fmt.Errorf("%w. Run kvspray as root or as the sidecar's user, or name this user in its "+
 			"engine.admin_uids", err)
@@ -111,15 +111,21 @@ func Admin(ctx context.Context, method, socket, path string) ([]byte, error) {
 	return b, err
 }
 
-// answer sends a request to base, which errors call name.
-func answer(ctx context.Context, c *http.Client, method, name, base, path, remedy string) ([]byte,
-	error) {
-	status, b, err := fetch(ctx, c, method, base+path)
+// sidecar is where to reach one.
+type sidecar struct {
+	client     *http.Client
+	name, base string // in errors, and in URLs
+	flag       string // that names another one
+}
+
+func (s sidecar) ask(ctx context.Context, method, path string) ([]byte, error) {
+	name := s.name
+	status, b, err := fetch(ctx, s.client, method, s.base+path)
 	var op *url.Error
 	switch {
 	case errors.As(err, &op):
-		return nil, fmt.Errorf("no sidecar answers at %s: %w. Start one with 'kvspray serve', or %s",
-			name, op.Err, remedy) // without the text of op, which repeats the address
+		return nil, fmt.Errorf("no sidecar answers at %s: %w. Start one with 'kvspray serve', or pass "+
+			"%s", name, op.Err, s.flag) // without the text of op, which repeats the address
 	case err != nil:
 		return nil, fmt.Errorf("%s: %w: not a sidecar?", name, err)
 	case status == http.StatusOK:

@@ -106,8 +106,8 @@ type Server struct {
 
 // New makes a server.
 func New(o Options) *Server {
-	w := &Server{o: o, self: uint32(os.Getuid()), streams: make(chan struct{}, maxStreams), refused: admit.Log{Logger: o.Log},
-		hosts: []string{"localhost"}}
+	w := &Server{o: o, self: uint32(os.Getuid()), streams: make(chan struct{}, maxStreams),
+		refused: admit.Log{Logger: o.Log}, hosts: []string{"localhost"}}
 	for _, h := range o.Hosts {
 		w.hosts = append(w.hosts, strings.ToLower(strings.TrimSuffix(h, ".")))
 	}
@@ -118,8 +118,8 @@ func (w *Server) failed(err error) { w.refused.Note(slog.LevelWarn, "http: accep
 
 // Port makes the server of the HTTP port, where every request only reads.
 func (w *Server) Port() *httpgate.Server {
-	return httpgate.New(httpgate.Options{Handler: readsOnly(w.forHost(w.handler())), ReplyTimeout: replyTimeout,
-		Failed: w.failed})
+	return httpgate.New(httpgate.Options{Handler: readsOnly(w.forHost(w.handler())),
+		ReplyTimeout: replyTimeout, Failed: w.failed})
 }
 
 // handler serves health, metrics and the node's state.
@@ -179,8 +179,8 @@ func (w *Server) handler() http.Handler {
 	return mux
 }
 
-// readsOnly refuses requests that change something: the port has no authentication, and no header or
-// address proves who asks, as proxies of this host ask for others.
+// readsOnly refuses requests that change something: the port has no authentication, and no header
+// or address proves who asks, as proxies of this host ask for others.
 func readsOnly(serve http.Handler) http.Handler {
 	return http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
 		if r.Method != http.MethodGet && r.Method != http.MethodHead {
