@@ -184,6 +184,7 @@ func (n *Node) listenEngines() (err error) {
 		SocketMode: socketMode(n.cfg.Engine.AllowedUIDs),
 		Deadline:   time.Duration(n.cfg.Transfer.Deadline),
 		Partner:    time.Duration(n.cfg.Transfer.Partner),
+		Hold:       time.Duration(n.cfg.Transfer.Hold),
 		Grace:      n.grace,
 	})
 	if err != nil {

@@ -270,6 +270,7 @@ func goldenVectors(t testing.TB) (socket, records []vector) {
 	rec("preempt", "PREEMPT", (&Empty{}).Append(nil))
 	rec("preempt-newer", "PREEMPT", appendAny(nil, unknown))
 	rec("hold", "HOLD", (&Empty{}).Append(nil))
+	rec("yield", "YIELD", (&Empty{}).Append(nil))
 	rec("hold-newer", "HOLD", appendAny(nil, unknown))
 	rec("copy", "COPY", (&Copy{Src: 0, Dst: 27, Blocks: []CopyBlock{{0, 1 << 33, 1 << 20},
 		{1 << 40, 4096, 3}}, DeadlineMS: 30000, Req: "wake-up"}).Append(nil))

@@ -78,6 +78,8 @@ func DecodeRecord(typ uint16, b []byte) (any, error) {
 		return DecodePut(b)
 	case 10:
 		return DecodeLoad(b)
+	case 11:
+		return DecodeEmpty("YIELD", b)
 	case 32:
 		return DecodeReceived(b)
 	case 33:
@@ -680,6 +682,8 @@ func (m *Welcome) read(r *reader) {
 			m.PartnerMS = r.u64()
 		case "grace_ms":
 			m.GraceMS = r.u64()
+		case "hold_ms":
+			m.HoldMS = r.u64()
 		default:
 			r.skip()
 		}
@@ -688,7 +692,7 @@ func (m *Welcome) read(r *reader) {
 }
 
 func (m *Welcome) append(b []byte) []byte {
-	b = appendMap(b, 12)
+	b = appendMap(b, 13)
 	b = append(b, "\xa2id"...)
 	b = appendUint(b, m.ID)
 	b = append(b, "\xa7version"...)
@@ -713,6 +717,8 @@ func (m *Welcome) append(b []byte) []byte {
 	b = appendUint(b, m.PartnerMS)
 	b = append(b, "\xa8grace_ms"...)
 	b = appendUint(b, m.GraceMS)
+	b = append(b, "\xa7hold_ms"...)
+	b = appendUint(b, m.HoldMS)
 	return b
 }
 
@@ -1657,6 +1663,8 @@ func (m *Expect) read(r *reader) {
 			m.After = r.u64()
 		case "traceparent":
 			m.Traceparent = r.str(MaxNameBytes)
+		case "stall_ms":
+			m.StallMS = r.u64()
 		default:
 			r.skip()
 		}
@@ -1674,6 +1682,9 @@ func (m *Expect) Append(b []byte) []byte {
 		n++
 	}
 	if len(m.Traceparent) > 0 {
+		n++
+	}
+	if m.StallMS != 0 {
 		n++
 	}
 	b = appendMap(b, n)
@@ -1710,6 +1721,10 @@ func (m *Expect) Append(b []byte) []byte {
 	if len(m.Traceparent) > 0 {
 		b = append(b, "\xabtraceparent"...)
 		b = appendStr(b, m.Traceparent)
+	}
+	if m.StallMS != 0 {
+		b = append(b, "\xa8stall_ms"...)
+		b = appendUint(b, m.StallMS)
 	}
 	return b
 }

@@ -301,6 +301,7 @@ type Welcome struct {
 	DeadlineMS uint64
 	PartnerMS  uint64
 	GraceMS    uint64
+	HoldMS     uint64 // longest time that a source is held for a decode engine that lives and waits
 }
 
 // Type implements Message.
@@ -521,6 +522,7 @@ type Expect struct {
 	Req         string
 	After       uint64 // the stream mark before which the sidecar neither grants nor writes; 0: at once
 	Traceparent string // as in INTENT
+	StallMS     uint64 // longest wait without a byte or a sign of life of the other side; 0: until the deadline
 }
 
 // Cancel is the body of CANCEL.

@@ -101,6 +101,7 @@ type Expect struct {
 	Priority Priority
 	Deadline time.Duration
 	Partner  time.Duration
+	Stall    time.Duration // longest wait without a byte or a sign of life; 0: the deadline's
 	Req      string
 	Trace    Trace
 }
@@ -117,12 +118,13 @@ type Progress struct {
 
 // Await is an admission query of a scheduler: has the prefill admitted a request?
 type Await struct {
-	Token  uint64 // answer with it
-	Engine string // of the scheduler, as in Place
-	Key    transfer.Key
-	Peer   string
-	Tokens uint32
-	TTL    time.Duration
+	Token   uint64 // answer with it
+	Session uint64 // of the scheduler; no other session has its number
+	Engine  string // of the scheduler, as in Place
+	Key     transfer.Key
+	Peer    string
+	Tokens  uint32
+	TTL     time.Duration
 }
 
 // Decline is a scheduler's message that no rank of its engine will expect a prompt's KV.

@@ -334,7 +334,7 @@ func (s *Set) Sessions(role string, n int) {
 }
 
 var recordTypes = map[string]bool{"step": true, "intent": true, "expect": true, "cancel": true,
-	"preempt": true, "hold": true, "copy": true, "load": true, "get": true, "put": true, "await": true}
+	"preempt": true, "hold": true, "yield": true, "copy": true, "load": true, "get": true, "put": true, "await": true}
 
 // Record counts one record of an engine.
 func (s *Set) Record(typ string) {

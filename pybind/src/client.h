@@ -197,7 +197,7 @@ struct kvs_client {
 
 	struct proc procs[KVS_MAX_SIDECARS];
 	uint64_t next_lease;
-	uint32_t lease_limit;
+	uint32_t lease_limit, hold_ms;
 	uint32_t grace_limit_ms; /* the engine does not wait longer */
 	struct lease *buckets[BUCKETS];
 	struct lease_list open, ready;
@@ -284,7 +284,7 @@ void session_break(kvs_client *c, const char *why);
 
 /* Texts are not zero-terminated and lie in the packet. */
 struct welcome {
-	uint64_t id, version, leases, deadline_ms, match_timeout_ms, grace_ms;
+	uint64_t id, version, leases, deadline_ms, match_timeout_ms, grace_ms, hold_ms;
 	bool fenced, can_copy, can_wait, can_decline, can_store, can_regions, can_load;
 	const uint8_t *boot;
 	const char *node, *endpoint;

@@ -20,8 +20,8 @@ static int64_t lease_limit_ms(const kvs_client *c, const struct lease *l)
 	if (l->type == KVS_REC_INTENT) {
 		if (!l->since_ms)
 			return INT64_MAX;
-		/* A sidecar may count a source's deadline from the moment the engine began to wait. */
-		end = l->since_ms + l->deadline_ms;
+		/* A sidecar may count a source's deadline from the moment the engine began to wait. It holds a source on while an engine waits for it. */
+		end = l->since_ms + (l->held && !l->cancelled && c->hold_ms > l->deadline_ms ? c->hold_ms : l->deadline_ms);
 		if (end < l->end_ms)
 			end = l->end_ms;
 	}
@@ -256,7 +256,7 @@ static int release_lease(kvs_client *c, struct lease *l, const void *body, uint3
 {
 	int rc = 0;
 	l->cancelled = true;
-	if (l->type == KVS_REC_INTENT && !l->since_ms)
+	if (l->type == KVS_REC_INTENT)
 		l->since_ms = now;
 	/* A destination lease that only an earlier process holds needs no record. A source lease does, because the epoch has grown. */
 	if (session_usable(c) && l->session != c->serial && l->type != KVS_REC_INTENT)
@@ -321,6 +321,19 @@ int kvs_hold(kvs_client *c, const struct kvs_snapshot *s)
 {
 	CHECK(c);
 	return restate(c, s, KVS_REC_HOLD);
+}
+
+int kvs_yield(kvs_client *c, uint64_t lease)
+{
+	CHECK(c);
+	int rc = KVS_E_UNKNOWN;
+	pthread_mutex_lock(&c->mu);
+	struct lease *l = open_source(c, lease);
+	/* A lease that no sidecar has waits for no receiver, and ends by its deadline. */
+	if (l && l->held && !l->cancelled)
+		rc = session_usable(c) && l->session == c->serial ? submit_or_replace(c, KVS_REC_YIELD, lease, empty_map, sizeof empty_map) : KVS_KEPT;
+	pthread_mutex_unlock(&c->mu);
+	return rc;
 }
 
 int kvs_cancel(kvs_client *c, uint64_t lease, const char *reason)

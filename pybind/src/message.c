@@ -232,7 +232,8 @@ bool read_welcome(const uint8_t *body, size_t bytes, struct welcome *m)
 				    {.key = "features", .raw = &features},
 				    {.key = "deadline_ms", .num = &m->deadline_ms},
 				    {.key = "partner_ms", .num = &m->match_timeout_ms},
-				    {.key = "grace_ms", .num = &m->grace_ms}};
+				    {.key = "grace_ms", .num = &m->grace_ms},
+				    {.key = "hold_ms", .num = &m->hold_ms}};
 	const struct want limit[] = {{.key = "leases", .num = &m->leases}};
 	memset(m, 0, sizeof *m);
 	return READ_MAP(mpr_make(body, bytes), want) && boot_bytes == 16 && (!limits.p || READ_MAP(limits, limit)) &&

@@ -231,6 +231,7 @@ static void on_welcome(kvs_client *c, int64_t now, const uint8_t *body, size_t b
 	c->info.deadline_ms = clamp_ms(m.deadline_ms, c->info.deadline_ms);
 	c->info.match_timeout_ms = clamp_ms(m.match_timeout_ms, c->info.match_timeout_ms);
 	c->info.grace_ms = clamp_ms(m.grace_ms, c->info.grace_ms);
+	c->hold_ms = clamp_ms(m.hold_ms, c->info.match_timeout_ms);
 	if (c->info.grace_ms > c->grace_limit_ms)
 		c->info.grace_ms = c->grace_limit_ms;
 	c->can_copy = m.can_copy;

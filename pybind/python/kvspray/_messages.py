@@ -106,6 +106,7 @@ RECORDS: dict[int, str] = {
     8: "GET",
     9: "PUT",
     10: "LOAD",
+    11: "YIELD",
     32: "RECEIVED",
     33: "SENT",
 }
@@ -115,7 +116,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "HELLO": ("id", "min", "max", "role", "boot", "engine", "ranks", "pid", "features"),
     "HELLO.engine": ("name", "version", "id"),
     "HELLO.ranks": ("dp", "pp", "tp", "pcp", "dcp"),
-    "WELCOME": ("id", "version", "boot", "node", "endpoint", "host", "features", "fenced", "limits", "deadline_ms", "partner_ms", "grace_ms"),
+    "WELCOME": ("id", "version", "boot", "node", "endpoint", "host", "features", "fenced", "limits", "deadline_ms", "partner_ms", "grace_ms", "hold_ms"),
     "WELCOME.limits": ("leases", "regions", "record_bytes"),
     "REGISTER": ("id", "session", "regions", "layout", "fds", "first"),
     "REGISTER.regions": ("region", "kind", "bytes", "addr", "handle", "fd", "offset"),
@@ -141,7 +142,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "STEP": ("step", "reqs"),
     "STEP.reqs": ("lease", "end", "blocks", "attempt"),
     "INTENT": ("xfer", "hash", "tokens", "fanout", "blocks", "ready", "steps", "prio", "deadline_ms", "held", "req", "attempt", "traceparent"),
-    "EXPECT": ("xfer", "hash", "peer", "tokens", "skip", "blocks", "prio", "deadline_ms", "partner_ms", "req", "after", "traceparent"),
+    "EXPECT": ("xfer", "hash", "peer", "tokens", "skip", "blocks", "prio", "deadline_ms", "partner_ms", "req", "after", "traceparent", "stall_ms"),
     "CANCEL": ("reason",),
     "PREEMPT": (),
     "HOLD": (),
@@ -149,6 +150,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "GET": ("space", "hashes", "hash_bytes", "blocks", "deadline_ms", "req", "after"),
     "PUT": ("space", "hashes", "hash_bytes", "blocks", "parent", "deadline_ms", "req", "after"),
     "LOAD": ("parts", "pages", "flag", "value", "deadline_ms", "req", "after"),
+    "YIELD": (),
     "RECEIVED": ("bytes", "us", "transport", "reason", "recompute", "pages"),
     "SENT": ("grants", "bytes", "reason"),
 }
@@ -217,6 +219,7 @@ def expect(
     req: str = "",
     after: int = 0,
     traceparent: str = "",
+    stall_ms: int = 0,
 ) -> dict[str, Any]:
     """The body of EXPECT."""
     body: dict[str, Any] = {
@@ -235,6 +238,8 @@ def expect(
         body["after"] = after
     if traceparent:
         body["traceparent"] = traceparent
+    if stall_ms:
+        body["stall_ms"] = stall_ms
     return body
 
 

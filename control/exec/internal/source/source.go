@@ -51,12 +51,14 @@ type Table struct {
 	out      Actions
 	dispatch *lanes.Dispatcher
 	workers  *workers.Table
+	peers    *lanes.Peers
 	observer sourceObserver
 
 	count  int
 	byKey  map[transfer.Key][]*Lease        // open ones
 	byXfer map[transfer.XferID]requestCount // of open ones
 	tombs  *lease.Tombstones
+	waits  waits
 }
 
 // sourceObserver is the part that brings grants and source leases together.
@@ -76,8 +78,9 @@ type sourceObserver interface {
 type requestCount struct{ open, held int }
 
 // New returns a table without leases.
-func New(c *core.Core, out Actions, dp *lanes.Dispatcher, wk *workers.Table) *Table {
-	return &Table{Core: c, out: out, dispatch: dp, workers: wk, byKey: map[transfer.Key][]*Lease{},
+func New(c *core.Core, out Actions, dp *lanes.Dispatcher, wk *workers.Table,
+	ps *lanes.Peers) *Table {
+	return &Table{Core: c, out: out, dispatch: dp, workers: wk, peers: ps, waits: newWaits(), byKey: map[transfer.Key][]*Lease{},
 		byXfer: map[transfer.XferID]requestCount{},
 		tombs:  lease.NewTombstones(lease.MaxTombstones, c.Cfg.TombstoneAge)}
 }
@@ -116,6 +119,9 @@ type Lease struct {
 	status  uint16
 	reason  string
 	trouble string // of the last refused grant
+
+	holdEnd Instant // the latest end of MatchBy
+	yielded string  // why no further receiver is waited for; empty: it may be
 
 	began     Instant
 	span      time.Duration // from the last record of the engine to the deadline
@@ -179,7 +185,7 @@ func (ss *Table) Open(now Instant, w *engines.Worker, in engines.Intent) {
 	ss.byXfer[s.Key.Xfer] = n
 	ss.tombs.Remove(s.Key)
 	if in.Held {
-		s.Held, s.MatchBy = true, now+ss.Cfg.MatchTimeout
+		ss.hold(now, s)
 	}
 	ss.Agenda.Arm(s.t, min(s.Deadline, s.MatchBy))
 	ss.observer.sourceOpened(now, s.Key)
@@ -191,7 +197,7 @@ func (ss *Table) Hold(now Instant, w *engines.Worker, id uint64) {
 	if s == nil || s.Held || s.decided {
 		return
 	}
-	s.Held, s.MatchBy = true, now+ss.Cfg.MatchTimeout
+	ss.hold(now, s)
 	s.extend(now)
 	ss.Agenda.Arm(s.t, min(s.Deadline, s.MatchBy))
 	n := ss.byXfer[s.Key.Xfer]
@@ -218,8 +224,10 @@ func (ss *Table) get(w *engines.Worker, id uint64) *Lease {
 
 func (ss *Table) due(now Instant, s *Lease) {
 	switch {
-	case now >= s.Deadline:
-		ss.Close(now, s, engines.StatusExpired, core.WithTrouble("the deadline passed", s.trouble), true)
+	case ss.waited(now, s):
+		s.MatchBy = min(now+ss.Cfg.MatchTimeout, s.holdEnd)
+		s.Deadline = max(s.Deadline, s.MatchBy)
+		ss.Agenda.Arm(s.t, min(s.Deadline, s.MatchBy))
 	case now >= s.MatchBy:
 		// No new receiver may bind; bound ones finish.
 		s.MatchBy = lease.Never
@@ -228,13 +236,13 @@ func (ss *Table) due(now Instant, s *Lease) {
 				ss.Close(now, s, engines.StatusOK, fmt.Sprintf("%d of %d partners came", s.Served, s.in.Fanout),
 					true)
 			} else {
-				ss.Close(now, s, engines.StatusExpired,
-					core.WithTrouble(fmt.Sprintf("no partner came within %v",
-						ss.Cfg.MatchTimeout), s.trouble), true)
+				ss.Close(now, s, engines.StatusExpired, core.WithTrouble(ss.unmatched(now, s), s.trouble), true)
 			}
 			return
 		}
 		ss.Agenda.Arm(s.t, s.Deadline)
+	case now >= s.Deadline:
+		ss.Close(now, s, engines.StatusExpired, core.WithTrouble("the deadline passed", s.trouble), true)
 	default:
 		ss.Agenda.Arm(s.t, min(s.Deadline, s.MatchBy))
 	}
@@ -313,6 +321,7 @@ func (ss *Table) Close(now Instant, s *Lease, status uint16, reason string, fina
 		ss.byKey[s.Key] = l
 	} else {
 		delete(ss.byKey, s.Key)
+		ss.waits.dropKey(s.Key)
 		if final {
 			ss.tombs.Add(now, s.Key, status == engines.StatusOK)
 		}

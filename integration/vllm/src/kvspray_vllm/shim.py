@@ -79,12 +79,14 @@ class WorkerShim(Protocol):
 
     def intent(self, xfer: bytes, hash: bytes, tokens: int, blocks: Blocks, fanout: int, req: str, traceparent: str = "") -> int: ...
     def expect(
-        self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Blocks, req: str, after: int = 0, traceparent: str = ""
-    ) -> int: ...
+        self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Blocks, req: str, after: int = 0, traceparent: str = "",
+        stall_s: float = 0.0,
+    ) -> int: ...  # fmt: skip
     def step(self, step: int, gains: Sequence[tuple[int, int, Blocks]]) -> None: ...
     def preempt(self, lease: int) -> None: ...
     def cancel(self, lease: int, reason: str) -> None: ...
     def hold(self, lease: int) -> None: ...
+    def yield_hold(self, lease: int) -> None: ...
     def signal_layer(self, index: int, step: int) -> None: ...
     def signal_step(self, step: int) -> None: ...
     def poll(self) -> list[Ended]: ...
@@ -243,10 +245,11 @@ class Worker:
             raise ShimError(str(err)) from err
 
     def expect(
-        self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Blocks, req: str, after: int = 0, traceparent: str = ""
-    ) -> int:
+        self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Blocks, req: str, after: int = 0, traceparent: str = "",
+        stall_s: float = 0.0,
+    ) -> int:  # fmt: skip
         try:
-            return _lease(self._c.expect(xfer, hash, peer, tokens, skip, blocks, req=req, after=after, **_traced(traceparent)))
+            return _lease(self._c.expect(xfer, hash, peer, tokens, skip, blocks, req=req, after=after, stall_s=stall_s, **_traced(traceparent)))
         except ValueError as err:
             raise ShimError(str(err)) from err
 
@@ -262,6 +265,9 @@ class Worker:
 
     def hold(self, lease: int) -> None:
         self._c.hold(lease)
+
+    def yield_hold(self, lease: int) -> None:
+        self._c.yield_hold(lease)
 
     def pages(self, namespace: Namespace, pieces: Sequence[tuple[Memory, int, int, int]], blocks: int) -> WorkerPages:
         """pieces: (memory, base, stride, length) of each part of a block. After register."""
