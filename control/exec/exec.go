@@ -173,6 +173,10 @@ func (e *Exec) Message(now Instant, boot transfer.Boot, f *peerv1.ControlFrame) 
 		err = e.dests.OnGrantReply(now, p, b.GrantReply)
 	case *peerv1.ControlFrame_SourceLost:
 		err = e.dests.OnSourceLost(now, p, b.SourceLost)
+	case *peerv1.ControlFrame_Check:
+		err = e.match.OnCheck(now, p, b.Check)
+	case *peerv1.ControlFrame_Checked:
+		err = e.dests.OnChecked(now, p, b.Checked)
 	case *peerv1.ControlFrame_Revoke:
 		err = e.match.OnRevoke(now, p, b.Revoke)
 	case *peerv1.ControlFrame_Commit:

@@ -30,7 +30,7 @@ def blocks(e: Engine, req: str) -> Any:
 def test_prefill_first_loads_what_is_missing(e: Engine) -> None:
     r = e.add("r", 40, prefill_first())
     assert e.scheduler.matched(r, 16) == (24, True)
-    assert e.scheduler_shim.asked == []
+    assert e.scheduler_shim.asked == [(bytes.fromhex(XFER), "p:1")], "the prefill engine holds the blocks on for it"
     e.scheduler.allocated(r, blocks(e, "r"), 24)
     assert e.scheduler.matched(r, 0) == (0, False)  # vLLM asks again after a prompt of one token, or a failed load
     assert not r.kv_transfer_params["do_remote_prefill"]

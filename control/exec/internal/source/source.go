@@ -127,6 +127,7 @@ type Lease struct {
 	span      time.Duration // from the last record of the engine to the deadline
 	firstBind Instant
 	flagged   Instant // the last progress
+	seen      Instant // the last sign of the engine for this prompt
 	prefill   prefillState
 	bytes     uint64 // committed
 	last      core.Trace
@@ -168,7 +169,7 @@ func (ss *Table) Open(now Instant, w *engines.Worker, in engines.Intent) {
 		return
 	}
 	s := &Lease{ws: ws, in: in, blocks: in.Blocks, layers: make([]layerState, w.Layout.NumLayers()),
-		began: now}
+		began: now, seen: now}
 	s.ID, s.Key, s.Attempt = in.Lease, in.Key, in.Attempt
 	s.Fanout = min(max(in.Fanout, 1), lease.MaxFanout)
 	s.span = ss.Span(in.Deadline)
@@ -257,7 +258,7 @@ func (ss *Table) Progress(now Instant, w *engines.Worker, all []engines.Progress
 			continue
 		}
 		s.ID.Epoch = p.Lease.Epoch
-		s.flagged = now
+		s.flagged, s.seen = now, now
 		s.extend(now)
 		if p.Blocks != nil && !sameTables(p.Blocks, s.blocks) {
 			s.blocks = p.Blocks
@@ -282,7 +283,7 @@ func (ss *Table) Announced(now Instant, w *engines.Worker, all []transfer.LeaseI
 		if s == nil || s.State != lease.SourceOpen {
 			continue
 		}
-		s.ID.Epoch = id.Epoch
+		s.ID.Epoch, s.seen = id.Epoch, now
 		if s.prefill == prefillIdle {
 			s.prefill = prefillAnnounced
 		}
@@ -302,7 +303,7 @@ func (ss *Table) Preempt(now Instant, w *engines.Worker, id uint64) {
 		ss.lose(now, snd, false, "preempted")
 	}
 	s.Attempt++
-	s.blocks, s.prefill = nil, prefillIdle
+	s.blocks, s.prefill, s.seen = nil, prefillIdle, now
 	clear(s.layers)
 }
 
