@@ -33,8 +33,8 @@ class Landing(FakeWorker):
         self.memory: list[list[int | None]] = [[None] * BLOCK for _ in range(BLOCKS)]
         self.sent: int | None = None  # tokens, of the one load
 
-    def expect(self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Any, req: str, after: int = 0, traceparent: str = "") -> int:
-        lease = super().expect(xfer, hash, peer, tokens, skip, blocks, req, after, traceparent)
+    def expect(self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Any, req: str, after: int = 0, *more: Any) -> int:
+        lease = super().expect(xfer, hash, peer, tokens, skip, blocks, req, after, *more)
         self.sent = tokens
         assert len(blocks[0]) * BLOCK >= tokens, "a sidecar refuses a table that does not cover what is sent"
         for i in range(skip, tokens):

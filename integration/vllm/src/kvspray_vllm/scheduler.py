@@ -48,6 +48,8 @@ READ_WAIT_S = 2.0
 # How long it waits for the worker's answer which adapters it has read.
 WORKER_WAIT_S = 10.0
 
+# How long the other side may take to note that a request waits here for a prefill that is done.
+REGISTER_S = 10.0
 # Below this free share of the pool, holds end that are older than the match timeout, the longest one first: a decode engine that lives may
 # have a long queue, and new prompts need the blocks.
 LOW_POOL = 0.1
@@ -298,7 +300,7 @@ class SchedulerSide:
         dest = Destination(asked.xfer, key, asked.peer, self._moved(tokens), ready, self._now(), wait, ready, traceparent=_traceparent(asked, request))
         # Of a prefill that is done no answer is needed, but its engine holds the blocks on while this session lives.
         try:
-            self._client.await_admission(dest.xfer, dest.hash, dest.peer, dest.tokens, wait or self._client.match_timeout_s)
+            self._client.await_admission(dest.xfer, dest.hash, dest.peer, dest.tokens, wait or REGISTER_S)
         except ShimError as err:
             if not ready:
                 self._decline(dest, "the prefill cannot be asked")

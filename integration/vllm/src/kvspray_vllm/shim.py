@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import builtins
-import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -240,7 +239,7 @@ class Worker:
     def intent(self, xfer: bytes, hash: bytes, tokens: int, blocks: Blocks, fanout: int, req: str, traceparent: str = "") -> int:
         # A record too big for its ring is an argument error there; here the request is prefilled locally.
         try:
-            return _lease(self._c.intent(xfer, hash, tokens, blocks, fanout=fanout, req=req, **_traced(traceparent)))
+            return _lease(self._c.intent(xfer, hash, tokens, blocks, fanout=fanout, req=req, traceparent=traceparent))
         except ValueError as err:
             raise ShimError(str(err)) from err
 
@@ -249,7 +248,7 @@ class Worker:
         stall_s: float = 0.0,
     ) -> int:  # fmt: skip
         try:
-            return _lease(self._c.expect(xfer, hash, peer, tokens, skip, blocks, req=req, after=after, stall_s=stall_s, **_traced(traceparent)))
+            return _lease(self._c.expect(xfer, hash, peer, tokens, skip, blocks, req=req, after=after, stall_s=stall_s, traceparent=traceparent))
         except ValueError as err:
             raise ShimError(str(err)) from err
 
@@ -285,14 +284,6 @@ class Worker:
 
     def close(self) -> None:
         self._c.close()
-
-
-# An older kvspray package serves requests without their traces.
-_TRACES = "traceparent" in inspect.signature(kvspray.WorkerClient.intent).parameters
-
-
-def _traced(traceparent: str) -> dict[str, Any]:
-    return {"traceparent": traceparent} if traceparent and _TRACES else {}
 
 
 def _lease(lease: int) -> int:
