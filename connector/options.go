@@ -20,7 +20,6 @@ const (
 	DefaultFenceWait   = 5 * time.Second
 	DefaultDeadline    = 30 * time.Second
 	DefaultPartner     = 10 * time.Second
-	DefaultHold        = 2 * time.Minute
 	DefaultGrace       = 5 * time.Second
 
 	maxDeadline    = time.Hour        // of a lease or an AWAIT; a longer one is shortened
@@ -88,8 +87,8 @@ type Options struct {
 	AllowUIDs  []uint32
 	SocketMode uint32 // 0: 0600
 	Features   []string
-	// Sent to shims in WELCOME. Zero: 30 s, 10 s, 2 min, 5 s.
-	Deadline, Partner, Hold, Grace time.Duration
+	// Sent to shims in WELCOME. Zero: 30 s, 10 s, 5 s.
+	Deadline, Partner, Grace time.Duration
 	// FenceWait bounds the wait of a takeover for the fence of the older session's leases, before
 	// the sidecar answers "fencing". Zero: a quarter of Grace, DefaultFenceWait at most.
 	FenceWait time.Duration

@@ -270,7 +270,7 @@ func (c *session) onHello(h *msg.Hello) error {
 		Fenced: h.Role == msg.RoleWorker, Limits: msg.Limits{Leases: uint64(o.Limits.Leases),
 			Regions: uint64(o.Limits.Regions), RecordBytes: msg.MaxRecordBytes},
 		DeadlineMS: uint64(o.Deadline.Milliseconds()), PartnerMS: uint64(o.Partner.Milliseconds()),
-		GraceMS: uint64(o.Grace.Milliseconds()), HoldMS: uint64(o.Hold.Milliseconds())})
+		GraceMS: uint64(o.Grace.Milliseconds())})
 	c.log.Info("session", "version", v.String(), "pid", c.peer.PID, "uid", c.peer.UID)
 	return nil
 }

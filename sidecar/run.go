@@ -184,7 +184,6 @@ func (n *Node) listenEngines() (err error) {
 		SocketMode: socketMode(n.cfg.Engine.AllowedUIDs),
 		Deadline:   time.Duration(n.cfg.Transfer.Deadline),
 		Partner:    time.Duration(n.cfg.Transfer.Partner),
-		Hold:       time.Duration(n.cfg.Transfer.Hold),
 		Grace:      n.grace,
 	})
 	if err != nil {

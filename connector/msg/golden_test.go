@@ -215,6 +215,9 @@ func goldenVectors(t testing.TB) (socket, records []vector) {
 	sock("bye", &Bye{Reason: "engine shuts down"})
 	rawSock("bye-older", TypeBye, kv{})
 	rawSock("bye-newer", TypeBye, append(kv{"reason", "r"}, unknown...))
+	sock("held", &Held{Lease: 17})
+	rawSock("held-older", TypeHeld, kv{"lease", 17})
+	rawSock("held-newer", TypeHeld, append(kv{"lease", 17}, unknown...))
 	sock("stats", &Stats{Transfers: map[string]uint64{"failed": 2, "ok": 300},
 		Bytes: map[string]uint64{"shm": 1 << 33, "tcp": 70000}})
 	rawSock("stats-older", TypeStats, kv{})

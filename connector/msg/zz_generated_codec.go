@@ -48,6 +48,8 @@ func newPacket(t Type) Message {
 		return &DropRegions{}
 	case TypeDone:
 		return &Done{}
+	case TypeHeld:
+		return &Held{}
 	}
 	return nil
 }
@@ -682,8 +684,6 @@ func (m *Welcome) read(r *reader) {
 			m.PartnerMS = r.u64()
 		case "grace_ms":
 			m.GraceMS = r.u64()
-		case "hold_ms":
-			m.HoldMS = r.u64()
 		default:
 			r.skip()
 		}
@@ -692,7 +692,7 @@ func (m *Welcome) read(r *reader) {
 }
 
 func (m *Welcome) append(b []byte) []byte {
-	b = appendMap(b, 13)
+	b = appendMap(b, 12)
 	b = append(b, "\xa2id"...)
 	b = appendUint(b, m.ID)
 	b = append(b, "\xa7version"...)
@@ -717,8 +717,6 @@ func (m *Welcome) append(b []byte) []byte {
 	b = appendUint(b, m.PartnerMS)
 	b = append(b, "\xa8grace_ms"...)
 	b = appendUint(b, m.GraceMS)
-	b = append(b, "\xa7hold_ms"...)
-	b = appendUint(b, m.HoldMS)
 	return b
 }
 
@@ -1393,6 +1391,30 @@ func (m *Done) append(b []byte) []byte {
 		b = append(b, "\xa7missing"...)
 		b = appendStr(b, clip(m.Missing, MaxTextBytes))
 	}
+	return b
+}
+
+var requiredHeld = []string{"lease"}
+
+func (m *Held) read(r *reader) {
+	*m = Held{}
+	var got uint64
+	for i := r.mapLen(); i > 0 && r.err == nil; i-- {
+		switch string(r.key()) {
+		case "lease":
+			m.Lease = r.u64()
+			got |= 1 << 0
+		default:
+			r.skip()
+		}
+	}
+	r.require(got, requiredHeld)
+}
+
+func (m *Held) append(b []byte) []byte {
+	b = appendMap(b, 1)
+	b = append(b, "\xa5lease"...)
+	b = appendUint(b, m.Lease)
 	return b
 }
 

@@ -135,6 +135,7 @@ const (
 	TypeAddRegions  Type = 17
 	TypeDropRegions Type = 18
 	TypeDone        Type = 19
+	TypeHeld        Type = 20
 )
 
 var typeNames = [...]string{
@@ -157,6 +158,7 @@ var typeNames = [...]string{
 	TypeAddRegions:  "ADD_REGIONS",
 	TypeDropRegions: "DROP_REGIONS",
 	TypeDone:        "DONE",
+	TypeHeld:        "HELD",
 }
 
 // Engine names the engine behind a session.
@@ -301,7 +303,6 @@ type Welcome struct {
 	DeadlineMS uint64
 	PartnerMS  uint64
 	GraceMS    uint64
-	HoldMS     uint64 // longest time that a source is held for a decode engine that lives and waits
 }
 
 // Type implements Message.
@@ -484,6 +485,14 @@ type Done struct {
 
 // Type implements Message.
 func (*Done) Type() Type { return TypeDone }
+
+// Held a source lease is held on for an engine that lives and waits: its deadline counts anew.
+type Held struct {
+	Lease uint64
+}
+
+// Type implements Message.
+func (*Held) Type() Type { return TypeHeld }
 
 // Step is the body of STEP.
 type Step struct {

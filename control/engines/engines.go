@@ -51,6 +51,8 @@ type Session interface {
 	// Follow sets whether a source lease of the worker has a matching receiver. Its layers are then
 	// checked one by one.
 	Follow(partners bool)
+	// HeldOn reports that a source lease is held on: an engine that lives waits for it.
+	HeldOn(lease uint64)
 }
 
 // Intent is a source lease: blocks that hold, or will hold, a prompt's KV.

@@ -82,7 +82,7 @@ func TestHeldForALongQueue(t *testing.T) {
 
 // An engine that lives and does not come costs the hold timeout, and no more.
 func TestHoldIsBounded(t *testing.T) {
-	s, _, _, _, _, src := waiting(t)
+	s, p, _, _, _, src := waiting(t)
 	s.rest(core.DefaultHoldTimeout - 500*time.Millisecond)
 	if src.done != nil {
 		t.Fatalf("gave up early: %s", src.done.Reason)
@@ -90,6 +90,14 @@ func TestHoldIsBounded(t *testing.T) {
 	s.until("the end of the hold", sec, func() bool { return src.done != nil })
 	if wantStatus(t, src, engines.StatusExpired); !strings.Contains(src.done.Reason, "transfer.hold") {
 		t.Errorf("reason %q", src.done.Reason)
+	}
+	// Its engine would end the session of a sidecar that holds it past its deadline without a sign.
+	last := src.opened
+	for _, at := range append(p.heldOn, s.now) {
+		if at-last > 11*sec {
+			t.Errorf("no sign to the engine from %v to %v", last, at)
+		}
+		last = at
 	}
 }
 

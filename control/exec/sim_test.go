@@ -209,7 +209,8 @@ type simNode struct {
 	unsent  func(*peerv1.ControlFrame) error // nil, or nil from it: the frame goes out
 	hinted  int                              // lanes
 	bound   int                              // origins
-	updated int                              // tables
+	heldOn  []Instant
+	updated int // tables
 }
 
 // simLanding is the receiver's memory behind one grant.
@@ -411,6 +412,8 @@ func (n *simNode) perform(a *Action) {
 					"dtype: a at prefill, b at decode")
 			})
 		})
+	case HeldOn:
+		n.heldOn = append(n.heldOn, s.now)
 	case Answer:
 		n.answer[a.Await] = a.Admission
 	case Follow:

@@ -20,8 +20,8 @@ static int64_t lease_limit_ms(const kvs_client *c, const struct lease *l)
 	if (l->type == KVS_REC_INTENT) {
 		if (!l->since_ms)
 			return INT64_MAX;
-		/* A sidecar may count a source's deadline from the moment the engine began to wait. It holds a source on while an engine waits for it. */
-		end = l->since_ms + (l->held && !l->cancelled && c->hold_ms > l->deadline_ms ? c->hold_ms : l->deadline_ms);
+		/* A sidecar may count a source's deadline from the moment the engine began to wait. */
+		end = l->since_ms + l->deadline_ms;
 		if (end < l->end_ms)
 			end = l->end_ms;
 	}
@@ -321,6 +321,15 @@ int kvs_hold(kvs_client *c, const struct kvs_snapshot *s)
 {
 	CHECK(c);
 	return restate(c, s, KVS_REC_HOLD);
+}
+
+void lease_held_on(kvs_client *c, uint64_t id, int64_t now)
+{
+	struct lease *l = open_source(c, id);
+	if (l && l->held && !l->cancelled) {
+		l->since_ms = now;
+		l->end_ms = now + l->deadline_ms;
+	}
 }
 
 int kvs_yield(kvs_client *c, uint64_t lease)

@@ -232,8 +232,7 @@ bool read_welcome(const uint8_t *body, size_t bytes, struct welcome *m)
 				    {.key = "features", .raw = &features},
 				    {.key = "deadline_ms", .num = &m->deadline_ms},
 				    {.key = "partner_ms", .num = &m->match_timeout_ms},
-				    {.key = "grace_ms", .num = &m->grace_ms},
-				    {.key = "hold_ms", .num = &m->hold_ms}};
+				    {.key = "grace_ms", .num = &m->grace_ms}};
 	const struct want limit[] = {{.key = "leases", .num = &m->leases}};
 	memset(m, 0, sizeof *m);
 	return READ_MAP(mpr_make(body, bytes), want) && boot_bytes == 16 && (!limits.p || READ_MAP(limits, limit)) &&
@@ -249,6 +248,13 @@ bool read_error(const uint8_t *body, size_t bytes, struct refusal *m)
 				    {.key = "remedy", .str = &m->remedy, .bytes = &m->remedy_bytes},
 				    {.key = "fatal", .flag = &m->fatal}};
 	*m = (struct refusal){.code = "", .message = "", .field = "", .remedy = ""};
+	return READ_MAP(mpr_make(body, bytes), want);
+}
+
+bool read_held(const uint8_t *body, size_t bytes, uint64_t *lease)
+{
+	const struct want want[] = {{.key = "lease", .num = lease}};
+	*lease = 0;
 	return READ_MAP(mpr_make(body, bytes), want);
 }
 

@@ -231,7 +231,6 @@ static void on_welcome(kvs_client *c, int64_t now, const uint8_t *body, size_t b
 	c->info.deadline_ms = clamp_ms(m.deadline_ms, c->info.deadline_ms);
 	c->info.match_timeout_ms = clamp_ms(m.match_timeout_ms, c->info.match_timeout_ms);
 	c->info.grace_ms = clamp_ms(m.grace_ms, c->info.grace_ms);
-	c->hold_ms = clamp_ms(m.hold_ms, c->info.match_timeout_ms);
 	if (c->info.grace_ms > c->grace_limit_ms)
 		c->info.grace_ms = c->grace_limit_ms;
 	c->can_copy = m.can_copy;
@@ -358,6 +357,12 @@ static void on_packet(kvs_client *c, int64_t now, const uint8_t *p, size_t n)
 		c->draining = true;
 		log_line(c, "info", "sidecar pid %u drains", c->proc >= 0 ? c->procs[c->proc].pid : 0);
 		return;
+	case MSG_HELD: {
+		uint64_t lease;
+		if (read_held(body, n, &lease))
+			lease_held_on(c, lease, now);
+		return;
+	}
 	case MSG_STATS:
 		if (n <= STATS_MAX_BYTES && mp_is_map(body, n)) {
 			uint8_t *copy = malloc(n);

@@ -92,6 +92,7 @@ MESSAGES: dict[int, str] = {
     17: "ADD_REGIONS",
     18: "DROP_REGIONS",
     19: "DONE",
+    20: "HELD",
 }
 
 # The names of records by type.
@@ -116,7 +117,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "HELLO": ("id", "min", "max", "role", "boot", "engine", "ranks", "pid", "features"),
     "HELLO.engine": ("name", "version", "id"),
     "HELLO.ranks": ("dp", "pp", "tp", "pcp", "dcp"),
-    "WELCOME": ("id", "version", "boot", "node", "endpoint", "host", "features", "fenced", "limits", "deadline_ms", "partner_ms", "grace_ms", "hold_ms"),
+    "WELCOME": ("id", "version", "boot", "node", "endpoint", "host", "features", "fenced", "limits", "deadline_ms", "partner_ms", "grace_ms"),
     "WELCOME.limits": ("leases", "regions", "record_bytes"),
     "REGISTER": ("id", "session", "regions", "layout", "fds", "first"),
     "REGISTER.regions": ("region", "kind", "bytes", "addr", "handle", "fd", "offset"),
@@ -139,6 +140,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "ADD_REGIONS.regions": ("region", "kind", "bytes", "addr", "handle", "fd", "offset"),
     "DROP_REGIONS": ("id", "regions"),
     "DONE": ("id", "members", "confirmed", "missing"),
+    "HELD": ("lease",),
     "STEP": ("step", "reqs"),
     "STEP.reqs": ("lease", "end", "blocks", "attempt"),
     "INTENT": ("xfer", "hash", "tokens", "fanout", "blocks", "ready", "steps", "prio", "deadline_ms", "held", "req", "attempt", "traceparent"),

@@ -14,8 +14,8 @@ import (
 	"github.com/kvspray/kvspray/control/lease"
 )
 
-// An engine says with its request how long a wait without a byte is worth it: about as long as it
-// would compute what is missing. After half of that time the source's sidecar is asked for a sign
+// The request of an engine has the longest wait without a byte that is worth it: about as long as
+// the engine would compute what is missing. After half of that time the source's sidecar is asked for a sign
 // of life. A source that is still computed resets the wait, as bytes do. After all of it the lease
 // ends by a fence, as after its deadline, and the engine computes.
 
@@ -92,20 +92,20 @@ func (ds *Table) stallDue(now Instant, d *Lease) {
 
 // giveUp ends a lease that costs more than it is worth, and names the process that is silent.
 func (ds *Table) giveUp(now Instant, d *Lease) {
-	cause, who := ByPeerSilent, "the sidecar of the prefill engine does not answer: it hangs, or the "+
+	cause, silent := ByPeerSilent, "the sidecar of the prefill engine does not answer: it hangs, or the "+
 		"network to it is down"
 	switch {
 	case d.stall.answer == peerv1.Checked_SENDING:
-		cause, who = ByLanesSilent, "the sidecar of the prefill engine sends, and its bytes do not come"
+		cause, silent = ByLanesSilent, "the sidecar of the prefill engine sends, and its bytes do not come"
 	case d.live == nil:
-		who = "there is no connection to the sidecar of the prefill engine"
+		silent = "there is no connection to the sidecar of the prefill engine"
 	}
-	ds.stalled(now, d, cause, now-d.stall.at, who)
+	ds.stalled(now, d, cause, now-d.stall.at, silent)
 }
 
-func (ds *Table) stalled(now Instant, d *Lease, cause Cause, quiet time.Duration, who string) {
+func (ds *Table) stalled(now Instant, d *Lease, cause Cause, quiet time.Duration, silent string) {
 	ds.CloseBy(now, d, cause, engines.StatusExpired, fmt.Sprintf("nothing came for %v: %s",
-		quiet.Round(time.Millisecond), who))
+		quiet.Round(time.Millisecond), silent))
 }
 
 // OnChecked takes a sign of life.

@@ -41,6 +41,7 @@ type Actions interface {
 	Update(p *Part, blocks [][]uint32)
 	CloseOrigin(p *Part, committed bool)
 	Follow(w *engines.Worker, on bool)
+	HeldOn(w *engines.Worker, lease uint64)
 	Compare(c Comparison)
 	Sent(w *engines.Worker, c engines.Completion, trace *core.Trace)
 }
@@ -226,8 +227,10 @@ func (ss *Table) get(w *engines.Worker, id uint64) *Lease {
 func (ss *Table) due(now Instant, s *Lease) {
 	switch {
 	case ss.waited(now, s):
-		s.MatchBy = min(now+ss.Cfg.MatchTimeout, s.holdEnd)
+		// The engine, too, counts the deadline anew.
+		s.MatchBy = min(now+min(ss.Cfg.MatchTimeout, s.span), s.holdEnd)
 		s.Deadline = max(s.Deadline, s.MatchBy)
+		ss.out.HeldOn(s.ws.Worker, s.ID.ID)
 		ss.Agenda.Arm(s.t, min(s.Deadline, s.MatchBy))
 	case now >= s.MatchBy:
 		// No new receiver may bind; bound ones finish.
