@@ -546,6 +546,8 @@ func otherVersions(t testing.TB) map[string]any {
 		"decline-older":  &Decline{ID: 4, Xfer: xfer, Hash: hash, Peer: "10.0.0.1:7411"},
 		"decline-newer":  &Decline{ID: 4, Xfer: xfer, Hash: hash, Peer: "10.0.0.1:7411", Reason: "w"},
 		"bye-older":      &Bye{},
+		"held-older":     &Held{Lease: 17},
+		"held-newer":     &Held{Lease: 17},
 		"bye-newer":      &Bye{Reason: "r"},
 		"stats-older":    &Stats{},
 		"stats-newer": &Stats{Transfers: map[string]uint64{"ok": 1},
