@@ -7,8 +7,8 @@
 //
 // Invariants: a block id that reaches Events is inside its cache group. A lease ends once, by a
 // Completion or with its worker. A lease's epoch is never used again in this process. A worker's
-// memory stays mapped until WorkerGone's fenced was called. An end of file on a worker's socket ends
-// nothing. A faulty engine harms only its own session.
+// memory stays mapped until WorkerGone's fenced was called. An end of file on a worker's socket
+// ends nothing. A faulty engine harms only its own session.
 //
 // Goroutines: see Server. While a step is open the watcher sleeps on its thread without giving its
 // P away, so Listen raises GOMAXPROCS by one, once per process.

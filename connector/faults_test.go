@@ -198,8 +198,8 @@ func TestDecline(t *testing.T) {
 	}
 }
 
-// TestSchedulerGone: the end of a scheduler's session reaches the control layer with the number that
-// its queries had. No other session has that number.
+// TestSchedulerGone: the end of a scheduler's session reaches the control layer with the number
+// that its queries had. No other session has that number.
 func TestSchedulerGone(t *testing.T) {
 	r := start(t, nil)
 	x, h := key()

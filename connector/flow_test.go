@@ -101,7 +101,8 @@ func TestExpectAndRecompute(t *testing.T) {
 	r.rec.until(t, "expect", func() bool { return len(r.rec.expects) == 1 })
 	ex := r.rec.seen().expects[0]
 	if ex.Peer != "10.0.0.1:7" || ex.Tokens != 48 || asJSON(ex.Skip) != "[16]" ||
-		ex.Deadline != 1500*time.Millisecond || ex.Stall != 700*time.Millisecond || ex.Partner != connector.DefaultPartner {
+		ex.Deadline != 1500*time.Millisecond || ex.Stall != 700*time.Millisecond ||
+		ex.Partner != connector.DefaultPartner {
 		t.Fatalf("expect %+v", ex)
 	}
 	must(t, w.Cancel(id, "aborted", false))

@@ -88,7 +88,8 @@ func TestHoldIsBounded(t *testing.T) {
 		t.Fatalf("gave up early: %s", src.done.Reason)
 	}
 	s.until("the end of the hold", sec, func() bool { return src.done != nil })
-	if wantStatus(t, src, engines.StatusExpired); !strings.Contains(src.done.Reason, "transfer.hold") {
+	wantStatus(t, src, engines.StatusExpired)
+	if !strings.Contains(src.done.Reason, "transfer.hold") {
 		t.Errorf("reason %q", src.done.Reason)
 	}
 	// Its engine would end the session of a sidecar that holds it past its deadline without a sign.
@@ -154,7 +155,9 @@ func TestHoldOutOfReach(t *testing.T) {
 		t.Fatalf("ended although the sidecar is back: %s", src.done.Reason)
 	}
 	p.event(func() { p.ex.PeerDown(s.now, d.boot, false) })
-	s.until("the end", core.DefaultMatchTimeout+100*time.Millisecond, func() bool { return src.done != nil })
+	s.until("the end", core.DefaultMatchTimeout+100*time.Millisecond, func() bool {
+		return src.done != nil
+	})
 	if !strings.Contains(src.done.Reason, "unreachable") {
 		t.Errorf("reason %q", src.done.Reason)
 	}
@@ -176,7 +179,8 @@ func TestYield(t *testing.T) {
 	s.rest(15 * sec)
 	p.event(func() { p.ex.Yield(s.now, pw, 1) })
 	s.until("the end", 100*time.Millisecond, func() bool { return src.done != nil })
-	if wantStatus(t, src, engines.StatusExpired); !strings.Contains(src.done.Reason, "needs the blocks") {
+	wantStatus(t, src, engines.StatusExpired)
+	if !strings.Contains(src.done.Reason, "needs the blocks") {
 		t.Errorf("reason %q", src.done.Reason)
 	}
 
@@ -184,7 +188,9 @@ func TestYield(t *testing.T) {
 	src = p.intent(pw, 1, testKey(1, 1), 512, 2, 30*sec)
 	p.event(func() { p.ex.Yield(s.now, pw, 1) }) // it is not held
 	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 30*sec)
-	s.until("the binding", sec, func() bool { return src.done == nil && p.ex.match.Counts().Grants == 1 })
+	s.until("the binding", sec, func() bool {
+		return src.done == nil && p.ex.match.Counts().Grants == 1
+	})
 	p.hold(pw, 1)
 	p.event(func() { p.ex.Yield(s.now, pw, 1) })
 	p.steps(src)

@@ -40,7 +40,8 @@ func TestSilenceIsBounded(t *testing.T) {
 			}
 			p.steps(src)
 		}, worth, "its bytes do not come"},
-		"its engine": {func(*sim, *simNode, *simLease) {}, dest.EngineQuiet + worth, "prefill engine hangs"},
+		"its engine": {func(*sim, *simNode, *simLease) {}, dest.EngineQuiet + worth,
+			"prefill engine hangs"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			s, p, d, pw, dw := pair(t, 31, 0)

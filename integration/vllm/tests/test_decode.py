@@ -264,7 +264,9 @@ class Hybrid(Engine):
 
     def meta(self, scheduled: dict[str, int] | None = None, preempted: set[str] | None = None) -> StepMeta:
         counts = scheduled or {}
-        out = SimpleNamespace(num_scheduled_tokens=counts, total_num_scheduled_tokens=sum(counts.values()), preempted_req_ids=preempted or set(), scheduled_new_reqs=[])
+        out = SimpleNamespace(
+            num_scheduled_tokens=counts, total_num_scheduled_tokens=sum(counts.values()), preempted_req_ids=preempted or set(), scheduled_new_reqs=[]
+        )
         for req in counts:
             # As allocate_slots does before it takes blocks for this step's tokens: whole blocks that the next token sees no more.
             table = self.windows.setdefault(req, [i + 100 for i in range(len(self.tables[req]))])

@@ -15,9 +15,9 @@ import (
 )
 
 // The request of an engine has the longest wait without a byte that is worth it: about as long as
-// the engine would compute what is missing. After half of that time the source's sidecar is asked for a sign
-// of life. A source that is still computed resets the wait, as bytes do. After all of it the lease
-// ends by a fence, as after its deadline, and the engine computes.
+// the engine would compute what is missing. After half of that time the source's sidecar is asked
+// for a sign of life. A source that is still computed resets the wait, as bytes do. After all of it
+// the lease ends by a fence, as after its deadline, and the engine computes.
 
 // EngineQuiet is how long the source's engine may show no sign of life before a receiver gives up
 // that would not wait so long for bytes: a step may take so long before its first layer.
@@ -92,11 +92,12 @@ func (ds *Table) stallDue(now Instant, d *Lease) {
 
 // giveUp ends a lease that costs more than it is worth, and names the process that is silent.
 func (ds *Table) giveUp(now Instant, d *Lease) {
-	cause, silent := ByPeerSilent, "the sidecar of the prefill engine does not answer: it hangs, or the "+
-		"network to it is down"
+	cause, silent := ByPeerSilent, "the sidecar of the prefill engine does not answer: it hangs, or "+
+		"the network to it is down"
 	switch {
 	case d.stall.answer == peerv1.Checked_SENDING:
-		cause, silent = ByLanesSilent, "the sidecar of the prefill engine sends, and its bytes do not come"
+		cause, silent = ByLanesSilent, "the sidecar of the prefill engine sends, and its bytes do "+
+			"not come"
 	case d.live == nil:
 		silent = "there is no connection to the sidecar of the prefill engine"
 	}
@@ -120,7 +121,8 @@ func (ds *Table) OnChecked(now Instant, p *lanes.Peer, m *peerv1.Checked) error 
 		if quiet < max(d.x.Stall, EngineQuiet) {
 			ds.progress(d, now)
 		} else {
-			ds.stalled(now, d, BySourceSilent, quiet, "the prefill engine hangs, or has put the prompt aside")
+			ds.stalled(now, d, BySourceSilent, quiet, "the prefill engine hangs, or has put the prompt "+
+				"aside")
 		}
 	case peerv1.Checked_SENDING:
 		// The bytes of the last layer have begun to move only when it was computed.

@@ -19,7 +19,7 @@ import (
 
 // A decode engine asks for admission when a request comes, and for the bytes once its queue has a
 // place for it. In between the session of the query is the sign of life: the source is held while
-// the session lives, up to the hold timeout, and not when the engine of the source needs the blocks.
+// the session lives, up to the hold timeout, and not when the source's engine needs the blocks.
 
 // waiter is a scheduler's session that was admitted for a key.
 type waiter struct {
