@@ -82,7 +82,7 @@ type requestCount struct{ open, held int }
 func New(c *core.Core, out Actions, dp *lanes.Dispatcher, wk *workers.Table,
 	ps *lanes.Peers) *Table {
 	return &Table{Core: c, out: out, dispatch: dp, workers: wk, peers: ps, waits: newWaits(),
-		byKey: map[transfer.Key][]*Lease{},
+		byKey:  map[transfer.Key][]*Lease{},
 		byXfer: map[transfer.XferID]requestCount{},
 		tombs:  lease.NewTombstones(lease.MaxTombstones, c.Cfg.TombstoneAge)}
 }
